@@ -1,0 +1,1 @@
+"""The only place with autograd: one op forward, one op backward, one Function."""

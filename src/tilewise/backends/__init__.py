@@ -1,0 +1,1 @@
+"""Backends: a file's name is the string that ``backend=`` takes."""

@@ -1,0 +1,122 @@
+"""Which backend serves a problem, and why each other one does not.
+
+The rule: an explicit choice is that backend or an error with its reason; without one, the first backend in the
+order of preference whose ``why_not`` is None.
+"""
+
+import contextlib
+import importlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import cast
+
+import torch
+
+from tilewise import settings
+from tilewise.backends.base import Backend
+from tilewise.errors import InvalidInput, UnsupportedProblem
+from tilewise.problem import AttentionProblem
+
+BACKENDS = ("triton", "torch", "reference")
+
+
+@cache
+def get_backend(name: str) -> Backend:
+    """Return the backend of that name. Raises :class:`InvalidInput` for an unknown one."""
+    if name not in BACKENDS:
+        raise InvalidInput(f"backend is {name!r}; allowed are {', '.join(map(repr, BACKENDS))}, or None to choose.")
+    return cast(Backend, importlib.import_module(f"tilewise.backends.{name}").backend)
+
+
+def order(problem: AttentionProblem) -> tuple[str, ...]:
+    """Backends by preference for this problem; the first that takes it is chosen.
+
+    Measured with ``tilewise bench --grid cpu`` (2 cores, AVX-512, torch 2.13): torch's C++ kernel leads the tiled
+    reference forward in every dtype, and backward in float32 under a causal mask; the reference leads backward in
+    float16 and bfloat16 (its tiles are float32) and without a mask.
+    """
+    if problem.device.type != "cpu":
+        return ("triton", "torch", "reference")
+    half = problem.dtype in (torch.float16, torch.bfloat16)
+    if problem.direction == "backward" and (half or problem.mask.right != 0):
+        return ("reference", "torch", "triton")
+    return ("torch", "reference", "triton")
+
+
+@lru_cache(maxsize=4096)
+def choose(problem: AttentionProblem, backend: str | None = None) -> Backend:
+    """Return the backend that serves the problem.
+
+    Raises:
+        InvalidInput: no backend has that name.
+        UnsupportedProblem: the named backend, or every backend, refuses; the message holds each reason.
+    """
+    names = order(problem) if backend is None else (backend,)
+    reasons = {}
+    for name in names:
+        candidate = get_backend(name)
+        reason = candidate.why_not(problem)
+        if reason is None:
+            return candidate
+        reasons[name] = reason
+    subject = "no backend takes" if backend is None else f"backend {backend!r} refuses"
+    raise UnsupportedProblem(f"{subject} this problem: {problem}", reasons)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The outcome of :func:`explain`; prints as a table.
+
+    Attributes:
+        forward, backward: name of the chosen backend; None when every backend refuses.
+        reasons: (direction, backend name) -> its refusal, or None where it could serve.
+    """
+
+    problem: AttentionProblem
+    forward: str | None
+    backward: str | None
+    reasons: dict[tuple[str, str], str | None]
+
+    def __str__(self) -> str:
+        chosen = {"forward": self.forward, "backward": self.backward}
+        lines = [str(self.problem).removeprefix("forward ")]
+        for (direction, name), reason in self.reasons.items():
+            if name == chosen[direction]:
+                verdict = "chosen"
+            else:
+                verdict = "could serve" if reason is None else f"no: {reason}"
+            lines.append(f"  {direction:<8} {name:<10} {verdict}")
+        return "\n".join(lines)
+
+
+def explain_problem(problem: AttentionProblem, backend: str | None = None) -> Explanation:
+    """Ask every backend about both passes of the problem; raises nothing for a refusal."""
+    chosen: dict[str, str | None] = {}
+    reasons = {}
+    for side in (problem, problem.backward(lse_grad=False)):
+        names = order(side)
+        wanted = names if backend is None else (get_backend(backend).name,)
+        answers = {name: get_backend(name).why_not(side) for name in names}
+        chosen[side.direction] = next((name for name in wanted if answers[name] is None), None)
+        reasons |= {(side.direction, name): answer for name, answer in answers.items()}
+    return Explanation(problem, chosen["forward"], chosen["backward"], reasons)
+
+
+@contextlib.contextmanager
+def use_backend(name: str) -> Iterator[None]:
+    """Use one backend for every call inside the ``with`` block that names none; thread- and task-local.
+
+    Args:
+        name: "triton", "torch" or "reference".
+
+    Raises:
+        InvalidInput: no backend has that name.
+
+    >>> import torch, tilewise as tw
+    >>> q = torch.randn(1, 2, 8, 16)
+    >>> with tw.use_backend("reference"):
+    ...     out = tw.attention(q, q, q)
+    """
+    with settings.backend_scope(get_backend(name).name):
+        yield

@@ -1,0 +1,31 @@
+"""What tilewise raises when it cannot, or must not, do what was asked.
+
+Every message is a sentence in three parts: what was got, what is allowed, what to do.
+"""
+
+from collections.abc import Mapping
+
+
+class TilewiseError(Exception):
+    """The base of every error that tilewise raises on purpose."""
+
+
+class InvalidInput(TilewiseError, ValueError):
+    """An argument that has no meaning on any backend; the message names the argument."""
+
+
+class UnsupportedProblem(TilewiseError, NotImplementedError):
+    """A meaningful problem that the asked-for backend, or every backend, refuses.
+
+    Attributes:
+        reasons: backend name -> the sentence its ``why_not`` gave.
+    """
+
+    def __init__(self, summary: str, reasons: Mapping[str, str]) -> None:
+        self.reasons = dict(reasons)
+        lines = [summary, *(f"  {name}: {reason}" for name, reason in self.reasons.items())]
+        super().__init__("\n".join(lines))
+
+
+class BackendUnavailable(TilewiseError, RuntimeError):
+    """A part of tilewise that needs a package or a device which is not here."""

@@ -1,0 +1,40 @@
+"""Combine attention over two disjoint sets of keys."""
+
+import torch
+
+from tilewise.errors import InvalidInput
+
+
+def merge(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor,
+          lse_b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Combine attention over two disjoint sets of keys (maths.md, eq. 11).
+
+    lse = log(exp(lse_a) + exp(lse_b));  out = exp(lse_a − lse)·out_a + exp(lse_b − lse)·out_b
+
+    Args:
+        out_a, out_b: (b, h, s, dv), one float dtype. Partial outputs, each normalised by its own softmax.
+        lse_a, lse_b: (b, h, s), float32. Natural-log sum of exponentials; -inf where a part saw no key.
+
+    Returns:
+        ``(out, lse)`` as if both sets had been attended to at once; out has the dtype of out_a. A row empty in both
+        parts gives 0 and -inf. Differentiable in all four.
+
+    Raises:
+        InvalidInput: shapes that do not belong together.
+
+    >>> import torch, tilewise as tw
+    >>> q, k, v = (torch.randn(1, 2, 6, 8) for _ in range(3))
+    >>> a, b = (tw.attention(q, k[:, :, part], v[:, :, part], return_aux=("lse",))
+    ...         for part in (slice(0, 2), slice(2, 6)))
+    >>> out, lse = tw.merge(*a, *b)
+    >>> torch.testing.assert_close(out, tw.attention(q, k, v))
+    """
+    for name, got, expected in (("out_b", out_b, out_a.shape), ("lse_a", lse_a, out_a.shape[:-1]),
+                                ("lse_b", lse_b, out_a.shape[:-1])):
+        if got.shape != expected:
+            raise InvalidInput(f"merge: {name} has shape {tuple(got.shape)}; out_a asks for {tuple(expected)}.")
+    lse = torch.logaddexp(lse_a, lse_b)
+    # −inf − (−inf) is NaN, forward and backward: shift an empty row by 0 instead.
+    shift = torch.where(lse == float("-inf"), 0.0, lse)
+    weight_a, weight_b = (torch.exp(part - shift).unsqueeze(-1) for part in (lse_a, lse_b))
+    return (out_a * weight_a + out_b * weight_b).to(out_a.dtype), lse

@@ -1,0 +1,213 @@
+"""One attention call as a value: validated once, hashable, without tensors.
+
+Shape letters: b batch, hq query heads, hk key/value heads, sq query length, sk key length, d head dim of q and k,
+dv head dim of v.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Literal
+
+import torch
+
+from tilewise.errors import InvalidInput
+from tilewise.masks import Alignment, Band, Mask, Span
+
+Direction = Literal["forward", "backward"]
+Sizes = tuple[int, ...]
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+MAX_HEAD_DIM = 256
+_NO_MASK = Mask()
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionProblem:
+    """What a backend needs to know to accept, configure and launch one call.
+
+    Attributes:
+        b, hq, hk, sq, sk, d, dv: sizes, see the module's letters; ``hq`` is a multiple of ``hk``.
+        dtype: of q, k, v, out and their gradients. lse is float32 (float64 for float64 inputs).
+        device: of every tensor.
+        scale: factor of the scores before the softmax, > 0.
+        mask: the mask; ``Mask()`` when nothing is hidden.
+        deterministic: whether the caller demands bit-equal repeats.
+        direction: which pass is asked for; a backend may take one and refuse the other.
+        lse_grad: backward only: whether a gradient arrives through lse.
+        q_strides, k_strides, v_strides: in elements, dims (b, h, s, d).
+    """
+
+    b: int
+    hq: int
+    hk: int
+    sq: int
+    sk: int
+    d: int
+    dv: int
+    dtype: torch.dtype
+    device: torch.device
+    scale: float
+    mask: Mask = _NO_MASK
+    deterministic: bool = False
+    direction: Direction = "forward"
+    lse_grad: bool = False
+    q_strides: Sizes = ()
+    k_strides: Sizes = ()
+    v_strides: Sizes = ()
+    _hash: int = field(init=False, repr=False, compare=False, default=0)
+
+    def __post_init__(self) -> None:
+        # Looked up several times a call: hashed once here instead.
+        names = [n for n in self.__slots__ if n != "_hash"]
+        object.__setattr__(self, "_hash", hash(tuple(getattr(self, n) for n in names)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @classmethod
+    def from_tensors(cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Mask = _NO_MASK,
+                     scale: float | None = None, deterministic: bool = False) -> "AttentionProblem":
+        """Check the tensors against one another and describe them.
+
+        Raises:
+            InvalidInput: a shape, dtype or device that no backend could give a meaning; names the argument.
+        """
+        facts = _facts("q", q), _facts("k", k), _facts("v", v)
+        # Symbolic sizes of a traced call cannot be hashed; there the checks alone matter.
+        build = _problem if torch.compiler.is_compiling() or _is_symbolic(facts) else _cached
+        return build(*facts, mask, scale, deterministic)
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one key/value head."""
+        return self.hq // self.hk
+
+    @property
+    def band(self) -> Band:
+        """The mask with this problem's lengths put in."""
+        return self.mask.band(self.sq, self.sk)
+
+    @property
+    def seen_keys(self) -> Span:
+        """Keys that at least one query sees. The others are not read: NaN there reaches nothing."""
+        return self.band.keys_of(Span(0, self.sq), self.sk)
+
+    @property
+    def seeing_queries(self) -> Span:
+        """Queries that see at least one key. The others give out 0, lse -inf and zero gradients, unread."""
+        return self.band.transposed().keys_of(Span(0, self.sk), self.sq)
+
+    @property
+    def lse_dtype(self) -> torch.dtype:
+        """float32, or float64 for float64 inputs."""
+        return torch.float64 if self.dtype is torch.float64 else torch.float32
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no pair is visible at all, or an output has no element."""
+        return not (self.b and self.hq and len(self.seen_keys) and len(self.seeing_queries))
+
+    @property
+    def out_strides(self) -> Sizes:
+        """Strides of out: dense, with heads and positions in q's own memory order."""
+        return dense_strides((self.b, self.hq, self.sq, self.dv), self.q_strides)
+
+    def backward(self, *, lse_grad: bool) -> "AttentionProblem":
+        """The same problem seen from its backward pass."""
+        return _backward_of(self, lse_grad)
+
+    def __str__(self) -> str:
+        heads = f"{self.hq}" if self.hq == self.hk else f"{self.hq}/{self.hk}"
+        dims = f"{self.d}" if self.d == self.dv else f"{self.d}/{self.dv}"
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.direction} b{self.b} h{heads} s{self.sq}x{self.sk} d{dims} {dtype} {self.mask} on {self.device}"
+
+
+def dense_strides(shape: Sizes, order_of: Sizes) -> Sizes:
+    """Strides of a dense (b, h, s, d) tensor stored as (b, s, h, d) where ``order_of`` is, else as (b, h, s, d).
+
+    Keeping the caller's order spares the copy that a following ``transpose(1, 2).reshape(...)`` would make.
+    """
+    _, h, s, d = shape
+    if order_of[1] < order_of[2]:
+        return (s * h * d, d, h * d, 1)
+    return (h * s * d, s * d, d, 1)
+
+
+# name, shape, strides, dtype, device: what the validator reads of one tensor, as a hashable tuple.
+_Facts = tuple[str, Sizes, Sizes, torch.dtype, torch.device]
+
+
+def _facts(name: str, tensor: torch.Tensor) -> _Facts:
+    if not isinstance(tensor, torch.Tensor):
+        raise InvalidInput(f"{name} is a {type(tensor).__name__}; allowed is a torch.Tensor of shape (b, h, s, d).")
+    return name, tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+def _is_symbolic(facts: Iterable[_Facts]) -> bool:
+    return any(isinstance(size, torch.SymInt) for _, shape, strides, _, _ in facts for size in (*shape, *strides))
+
+
+def _problem(q: _Facts, k: _Facts, v: _Facts, mask: Mask, scale: float | None,
+             deterministic: bool) -> AttentionProblem:
+    _check_each(q, k, v)
+    (b, hq, sq, d), (_, hk, sk, _), dv = q[1], k[1], v[1][3]
+    _check_together(q, k, v)
+    mask.band(sq, sk)  # raises where lengths differ and no alignment is named
+    return AttentionProblem(
+        b=b, hq=hq, hk=hk, sq=sq, sk=sk, d=d, dv=dv, dtype=q[3], device=q[4], scale=_checked_scale(scale, d),
+        mask=mask, deterministic=deterministic, q_strides=q[2], k_strides=k[2], v_strides=v[2],
+    )
+
+
+_cached = lru_cache(maxsize=4096)(_problem)
+
+
+def _check_each(*tensors: _Facts) -> None:
+    for name, shape, _, dtype, device in tensors:
+        if len(shape) != 4:
+            raise InvalidInput(f"{name} has shape {_text(shape)}; allowed are 4 dims (b, h, s, d).")
+        if dtype not in DTYPES:
+            raise InvalidInput(f"{name} has dtype {dtype}; allowed are {', '.join(map(str, DTYPES))}.")
+        if not 1 <= shape[3] <= MAX_HEAD_DIM:
+            raise InvalidInput(f"{name} has head dim {shape[3]}; allowed are 1 to {MAX_HEAD_DIM}.")
+        first, _, _, first_dtype, first_device = tensors[0]
+        if dtype != first_dtype:
+            raise InvalidInput(f"{name} has dtype {dtype} and {first} has {first_dtype}: cast them to one dtype.")
+        if device != first_device:
+            raise InvalidInput(f"{name} is on {device} and {first} is on {first_device}: move them to one device.")
+
+
+def _check_together(q: _Facts, k: _Facts, v: _Facts) -> None:
+    for name, facts in (("k", k), ("v", v)):
+        if facts[1][0] != q[1][0]:
+            raise InvalidInput(f"{name} has batch size {facts[1][0]} and q has {q[1][0]}: they must be equal.")
+    if k[1][3] != q[1][3]:
+        raise InvalidInput(f"k has head dim {k[1][3]} and q has {q[1][3]}: they must be equal (v's may differ).")
+    for dim, what in ((1, "heads"), (2, "positions")):
+        if v[1][dim] != k[1][dim]:
+            raise InvalidInput(f"v has {v[1][dim]} {what} and k has {k[1][dim]}: they must be equal.")
+    hq, hk = q[1][1], k[1][1]
+    if hk == 0 or hq % hk:
+        raise InvalidInput(
+            f"k has {hk} heads and q has {hq}: q heads must be a multiple of k heads. "
+            f"Did you transpose (b, h, s, d)?"
+        )
+
+
+def _checked_scale(scale: float | None, d: int) -> float:
+    if scale is None:
+        return 1.0 / math.sqrt(d)
+    if isinstance(scale, (int, float)) and not isinstance(scale, bool) and 0.0 < scale < math.inf:
+        return float(scale)
+    raise InvalidInput(f"scale is {scale!r}; allowed is a finite number > 0, or None for 1/sqrt(d).")
+
+
+def _text(shape: Iterable[int]) -> str:
+    return "(" + ", ".join(str(size) for size in shape) + ")"
+
+
+@lru_cache(maxsize=4096)
+def _backward_of(problem: AttentionProblem, lse_grad: bool) -> AttentionProblem:
+    return replace(problem, direction="backward", lse_grad=lse_grad)
