@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 
 from tilewise.errors import InvalidInput
-from tilewise.masks import Alignment, Band, Mask, Span
+from tilewise.masks import Band, Mask, Span
 
 Direction = Literal["forward", "backward"]
 Sizes = tuple[int, ...]
@@ -122,6 +122,11 @@ class AttentionProblem:
         dims = f"{self.d}" if self.d == self.dv else f"{self.d}/{self.dv}"
         dtype = str(self.dtype).removeprefix("torch.")
         return f"{self.direction} b{self.b} h{heads} s{self.sq}x{self.sk} d{dims} {dtype} {self.mask} on {self.device}"
+
+
+def padded_dim(d: int) -> int:
+    """Width of a head inside tile kernels: the next power of two, at least 16, the least side of a tile product."""
+    return max(16, 1 << (d - 1).bit_length())
 
 
 def dense_strides(shape: Sizes, order_of: Sizes) -> Sizes:

@@ -1,0 +1,163 @@
+"""Launches the Triton kernels: every GPU that Triton has, and the interpreter on the CPU.
+
+A call's cost on the host is what a user of short sequences waits for. So all that depends on the problem alone
+(configs, grids, scalar arguments, compiled kernels) is a plan, made at the problem's first call; from then on a call
+is a look-up, the allocation of its outputs, and the launches.
+"""
+
+import contextlib
+import importlib.util
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+
+from tilewise.backends.base import Gradients, Saved
+from tilewise.problem import AttentionProblem, Sizes, dense_strides
+from tilewise.tuning.device import device_spec
+from tilewise.tuning.heuristics import delta_config
+from tilewise.tuning.table import config_for
+
+Launcher = Callable[..., None]
+_PLANS = 1024  # problems whose plans are kept
+
+
+class TritonBackend:
+    """Forward, delta, dK/dV and dQ kernels; no atomics, so every result is the same on every run."""
+
+    name = "triton"
+
+    def why_not(self, problem: AttentionProblem) -> str | None:
+        """Return the reason against, if there is one."""
+        if not _installed():
+            return "Triton is not installed; CUDA and ROCm builds of torch bring it, others need tilewise[triton]"
+        if problem.dtype is torch.float64:
+            return "computes in float16, bfloat16 and float32, got float64; backend='reference' takes it"
+        if problem.device.type == "cuda":
+            return None
+        if problem.device.type != "cpu":
+            return f"runs on CUDA and ROCm devices, got {problem.device}"
+        if os.environ.get("TRITON_INTERPRET") != "1":
+            return "runs on CUDA and ROCm devices, got cpu; to interpret it there, start with TRITON_INTERPRET=1"
+        if problem.dtype is torch.bfloat16:
+            return "Triton's interpreter multiplies bfloat16 wrongly; use float16 or float32 on the CPU"
+        return None
+
+    def forward(self, problem: AttentionProblem, q: torch.Tensor, k: torch.Tensor,
+                v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`tilewise.backends.base.Backend`."""
+        plan = _forward_plan(problem, _alignment(q, k, v), _precision(problem.dtype))
+        out = torch.empty_strided(plan.shape, plan.strides, dtype=problem.dtype, device=problem.device)
+        lse = torch.empty(plan.shape[:3], dtype=torch.float32, device=problem.device)
+        if plan.launch is None:
+            return out.zero_(), lse.fill_(float("-inf"))
+        with _on(problem.device):
+            plan.launch(q, k, v, out, lse)
+        return out, lse
+
+    def backward(self, problem: AttentionProblem, saved: Saved, dout: torch.Tensor, dlse: torch.Tensor | None,
+                 *, need_dq: bool, need_dkv: bool) -> Gradients:
+        """See :class:`tilewise.backends.base.Backend`."""
+        q, k, v, out, lse = saved
+        plan = _backward_plan(
+            problem, (out.stride(), dout.stride(), None if dlse is None else dlse.stride()),
+            _alignment(q, k, v, dout), _precision(problem.dtype))
+        dq = _empty(q, plan.dq_strides) if need_dq else None
+        dk, dv = (_empty(k, plan.dk_strides), _empty(v, plan.dv_strides)) if need_dkv else (None, None)
+        if plan.delta is None or plan.dkdv is None or plan.dq is None:
+            return Gradients(*(None if gradient is None else gradient.zero_() for gradient in (dq, dk, dv)))
+        delta = torch.empty_like(lse)
+        with _on(problem.device):
+            plan.delta(out, dout, out if dlse is None else dlse, delta)
+            if need_dkv:
+                plan.dkdv(q, k, v, dout, lse, delta, dk, dv)
+            if need_dq:
+                plan.dq(q, k, v, dout, lse, delta, dq)
+        return Gradients(dq, dk, dv)
+
+
+@dataclass(frozen=True)
+class _ForwardPlan:
+    """Shape and strides of out, and the launch; None where no pair is visible."""
+
+    shape: Sizes
+    strides: Sizes
+    launch: Launcher | None
+
+
+@dataclass(frozen=True)
+class _BackwardPlan:
+    """Strides of the gradients, and the launches; None where no pair is visible."""
+
+    dq_strides: Sizes
+    dk_strides: Sizes
+    dv_strides: Sizes
+    delta: Launcher | None = None
+    dkdv: Launcher | None = None
+    dq: Launcher | None = None
+
+
+@lru_cache(maxsize=_PLANS)
+def _forward_plan(problem: AttentionProblem, alignment: tuple[bool, ...], precision: str) -> _ForwardPlan:
+    del alignment  # part of the key: a compiled kernel may count on 16-byte pointers
+    shape, strides = (problem.b, problem.hq, problem.sq, problem.dv), problem.out_strides
+    if problem.is_empty:
+        return _ForwardPlan(shape, strides, None)
+    from tilewise.kernels.triton.forward import forward_launch
+
+    config = config_for("forward", problem, device_spec(problem.device))
+    return _ForwardPlan(shape, strides, forward_launch(problem, config, precision))
+
+
+@lru_cache(maxsize=_PLANS)
+def _backward_plan(problem: AttentionProblem, incoming: tuple[Sizes, Sizes, Sizes | None],
+                   alignment: tuple[bool, ...], precision: str) -> _BackwardPlan:
+    del alignment
+    dq, dk, dv = (dense_strides(shape, strides) for shape, strides in (
+        ((problem.b, problem.hq, problem.sq, problem.d), problem.q_strides),
+        ((problem.b, problem.hk, problem.sk, problem.d), problem.k_strides),
+        ((problem.b, problem.hk, problem.sk, problem.dv), problem.v_strides)))
+    if problem.is_empty:
+        return _BackwardPlan(dq, dk, dv)
+    from tilewise.kernels.triton.backward import delta_launch, dkdv_launch, dq_launch
+
+    spec = device_spec(problem.device)
+    out_strides, dout_strides, dlse_strides = incoming
+    return _BackwardPlan(
+        dq, dk, dv,
+        delta_launch(problem, delta_config(problem, spec), out_strides, dout_strides, dlse_strides),
+        dkdv_launch(problem, config_for("dkdv", problem, spec), precision, dout_strides, dk, dv),
+        dq_launch(problem, config_for("dq", problem, spec), precision, dout_strides, dq))
+
+
+@cache
+def _installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _alignment(*tensors: torch.Tensor) -> tuple[bool, ...]:
+    return tuple(tensor.data_ptr() % 16 == 0 for tensor in tensors)
+
+
+def _precision(dtype: torch.dtype) -> str:
+    """How float32 products are made: exactly, unless the user allowed TF32 in torch's own settings."""
+    if dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32:
+        return "tf32"
+    return "ieee"
+
+
+def _empty(like: torch.Tensor, strides: Sizes) -> torch.Tensor:
+    return torch.empty_strided(like.shape, strides, dtype=like.dtype, device=like.device)
+
+
+def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Make the tensors' device current, which Triton launches on; costs nothing where it already is."""
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        return torch.cuda.device(device)
+    return contextlib.nullcontext()
+
+
+backend = TritonBackend()

@@ -1,0 +1,100 @@
+"""Forward: out and lse of one tile of queries per program, one pass over the keys it sees (maths.md, section 4)."""
+
+import triton
+import triton.language as tl
+
+from tilewise.kernels.triton.launch import Launch, TileShape, bounds, constants, joined, needs_int64, tile_count
+from tilewise.kernels.triton.primitives import (
+    LN2,
+    LOG2E,
+    head_offset,
+    load_tile,
+    locate_tile,
+    online_softmax_step,
+    see,
+    store_tile,
+    tile_spans,
+)
+from tilewise.problem import AttentionProblem
+
+
+@triton.jit
+def attend_keys(q, k_base, v_base, acc, row_sum, row_max, offs_m, start, stop, stop_q, stop_k,
+                stride_ks, stride_kd, stride_vs, stride_vd, scale_log2, lower, upper,
+                BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr,
+                BLOCK_DV: tl.constexpr, HAS_LOWER: tl.constexpr, HAS_UPPER: tl.constexpr, MASKED: tl.constexpr,
+                PRECISION: tl.constexpr, INT64: tl.constexpr):
+    """Attend to the keys ``start .. stop``: the kernel's one loop body, with and without a mask."""
+    for n in tl.range(start, stop, BLOCK_N):
+        k = load_tile(k_base, n, stop_k, stride_ks, stride_kd, BLOCK_N, D, BLOCK_D, MASKED, INT64)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+        if MASKED:
+            offs_n = n + tl.arange(0, BLOCK_N)
+            visible = see(offs_m[:, None], offs_n[None, :], stop_q, stop_k, lower, upper, HAS_LOWER, HAS_UPPER)
+            scores = tl.where(visible, scores, float("-inf"))
+        probs, row_max, row_sum, acc = online_softmax_step(scores, row_max, row_sum, acc, scale_log2, MASKED)
+        v = load_tile(v_base, n, stop_k, stride_vs, stride_vd, BLOCK_N, DV, BLOCK_DV, MASKED, INT64)
+        acc = tl.dot(probs.to(v.dtype), v, acc, input_precision=PRECISION)  # [BLOCK_M, BLOCK_DV]
+    return acc, row_sum, row_max
+
+
+@triton.jit(do_not_specialize=["sq", "sk", "lower", "upper", "hq", "group", "tiles"])
+def attention_forward_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr,
+                             stride_qb, stride_qh, stride_qs, stride_qd, stride_kb, stride_kh, stride_ks, stride_kd,
+                             stride_vb, stride_vh, stride_vs, stride_vd, stride_ob, stride_oh, stride_os,
+                             scale_log2, lower, upper, sq, sk, hq, group, tiles,
+                             D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+                             HAS_LOWER: tl.constexpr, HAS_UPPER: tl.constexpr, PRECISION: tl.constexpr,
+                             INT64: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Compute out = softmax(scale·q kᵀ + mask) v and lse for BLOCK_M queries of one head (eq. 4 to 6).
+
+    Grid: (tiles · hq · b,). q, k, v, out: (b, h, s, d) by strides; out's last stride is 1. lse: (b, hq, sq), dense.
+    """
+    tile, head, batch = locate_tile(tiles, hq, HAS_UPPER)
+    first = tile * BLOCK_M
+    offs_m = first + tl.arange(0, BLOCK_M)
+    k_base = k_ptr + head_offset(batch, head // group, stride_kb, stride_kh)
+    v_base = v_ptr + head_offset(batch, head // group, stride_vb, stride_vh)
+    q = load_tile(q_ptr + head_offset(batch, head, stride_qb, stride_qh), first, sq, stride_qs, stride_qd,
+                  BLOCK_M, D, BLOCK_D, True, INT64)
+
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)  # eq. 5
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    last = tl.minimum(first + BLOCK_M, sq) - 1
+    start, full_start, full_stop, stop = tile_spans(first, last, sk, lower, upper, BLOCK_N, HAS_LOWER, HAS_UPPER)
+    if HAS_LOWER:
+        acc, row_sum, row_max = attend_keys(
+            q, k_base, v_base, acc, row_sum, row_max, offs_m, start, tl.minimum(full_start, stop), sq, stop,
+            stride_ks, stride_kd, stride_vs, stride_vd, scale_log2, lower, upper,
+            BLOCK_N, D, BLOCK_D, DV, BLOCK_DV, HAS_LOWER, HAS_UPPER, True, PRECISION, INT64)
+    acc, row_sum, row_max = attend_keys(
+        q, k_base, v_base, acc, row_sum, row_max, offs_m, full_start, full_stop, sq, stop,
+        stride_ks, stride_kd, stride_vs, stride_vd, scale_log2, lower, upper,
+        BLOCK_N, D, BLOCK_D, DV, BLOCK_DV, HAS_LOWER, HAS_UPPER, False, PRECISION, INT64)
+    acc, row_sum, row_max = attend_keys(
+        q, k_base, v_base, acc, row_sum, row_max, offs_m, full_stop, stop, sq, stop,
+        stride_ks, stride_kd, stride_vs, stride_vd, scale_log2, lower, upper,
+        BLOCK_N, D, BLOCK_D, DV, BLOCK_DV, HAS_LOWER, HAS_UPPER, True, PRECISION, INT64)
+
+    # eq. 6. A row that saw no key has m = −inf, l = 0, acc = 0: with l = 1 its lse is −inf and its out 0.
+    row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
+    acc = acc / row_sum[:, None]
+    lse_base = lse_ptr + head_offset(batch, head, hq * sq, sq)
+    tl.store(lse_base + offs_m, (row_max + tl.log2(row_sum)) * LN2, mask=offs_m < sq)
+    store_tile(out_ptr + head_offset(batch, head, stride_ob, stride_oh), acc, first, sq, stride_os, 1,
+               BLOCK_M, DV, BLOCK_DV, INT64)
+
+
+def forward_launch(problem: AttentionProblem, config: TileShape, precision: str) -> Launch:
+    """Bind the kernel to a problem: call the result with (q, k, v, out, lse)."""
+    inputs = (problem.q_strides, problem.k_strides, problem.v_strides)
+    int64 = needs_int64(problem, *inputs, problem.out_strides)
+    tiles = tile_count(problem.sq, config.block_m)
+    scalars = (
+        *joined(*inputs), *problem.out_strides[:3], problem.scale * LOG2E.value, *bounds(problem),
+        problem.sq, problem.sk, problem.hq, problem.group, tiles,
+        *constants(problem, precision, int64), config.block_m, config.block_n,
+    )
+    return Launch(attention_forward_kernel, tiles * problem.hq * problem.b, scalars,
+                  num_warps=config.num_warps, num_stages=config.num_stages)

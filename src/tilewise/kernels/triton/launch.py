@@ -1,0 +1,90 @@
+"""Launching a kernel: its arguments from a problem, and the short way past Triton's front end."""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from tilewise.problem import AttentionProblem, Sizes, padded_dim
+
+# Contracting a·b + c into one rounding is what the softmax's cost counts on; Triton 3.10 changes the default.
+FIXED_OPTIONS = {"enable_fp_fusion": True}
+
+
+class RowShape(Protocol):
+    """What a row kernel reads of its config (tilewise.tuning.configs)."""
+
+    @property
+    def block_m(self) -> int: ...
+
+    @property
+    def num_warps(self) -> int: ...
+
+
+class TileShape(RowShape, Protocol):
+    """What a tile kernel reads of its config."""
+
+    @property
+    def block_n(self) -> int: ...
+
+    @property
+    def num_stages(self) -> int: ...
+
+
+class Launch:
+    """A kernel with its grid, its scalar arguments and its options; call it with the tensors.
+
+    Triton's front end inspects every argument of every call (about 20 µs); a Launch belongs to one problem with one
+    set of strides and pointer alignments, so the kernel compiled at the first call is the right one at every later
+    call, and runs through its own launcher (about 4 µs).
+
+    Args:
+        kernel: a ``triton.jit`` function whose tensor arguments come first.
+        programs: size of the one-dimensional grid.
+        scalars: the arguments after the tensors, in the kernel's order, constexprs included.
+        options: num_warps, num_stages.
+    """
+
+    def __init__(self, kernel: Any, programs: int, scalars: tuple[Any, ...], **options: int) -> None:
+        self.kernel = kernel
+        self.grid = (programs, 1, 1)
+        self.scalars = scalars
+        self.options = options | FIXED_OPTIONS
+        self._run: Callable[..., None] | None = None
+
+    def __call__(self, *tensors: Any) -> None:
+        """Enqueue the kernel on the current stream of the current device."""
+        if self._run is not None:
+            self._run(*tensors, *self.scalars)
+            return
+        compiled = self.kernel[self.grid](*tensors, *self.scalars, **self.options)
+        if compiled is not None:  # the interpreter has nothing compiled to hand out
+            self._run = compiled[self.grid]
+
+
+def joined(*strides: Sizes) -> Sizes:
+    """Strides of several tensors in a row, as the kernels take them."""
+    return tuple(stride for tensor in strides for stride in tensor)
+
+
+def bounds(problem: AttentionProblem) -> tuple[int, int]:
+    """The band's two numbers; a side without a bound passes 0, which its constexpr flag keeps unread."""
+    band = problem.band
+    return band.lower or 0, band.upper or 0
+
+
+def constants(problem: AttentionProblem, precision: str, int64: bool) -> tuple[Any, ...]:
+    """The constexprs that forward, dK/dV and dQ share: D, DV, BLOCK_D, BLOCK_DV, HAS_LOWER, HAS_UPPER, ..."""
+    band = problem.band
+    return (problem.d, problem.dv, padded_dim(problem.d), padded_dim(problem.dv), band.lower is not None,
+            band.upper is not None, precision, int64)
+
+
+def needs_int64(problem: AttentionProblem, *strides: Sizes) -> bool:
+    """Whether an offset inside one head passes 2^31; offsets of heads and batches are 64-bit in any case."""
+    length, width = max(problem.sq, problem.sk), max(padded_dim(problem.d), padded_dim(problem.dv))
+    # A tile may reach past the last row before its mask applies: by 256 rows, the largest tile.
+    return any((length + 256) * abs(tensor[2]) + width * abs(tensor[3]) >= 2**31 for tensor in strides)
+
+
+def tile_count(length: int, block: int) -> int:
+    """Tiles that cover a length."""
+    return -(-length // block)

@@ -1,0 +1,1 @@
+"""Which tile sizes a kernel runs with. Nothing here tunes by itself: `tilewise tune` writes tables."""

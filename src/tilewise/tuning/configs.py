@@ -1,0 +1,77 @@
+"""Tile configurations: one frozen dataclass a kernel; an illegal one cannot be constructed."""
+
+from dataclasses import dataclass
+
+from tilewise.errors import InvalidInput
+from tilewise.problem import AttentionProblem, padded_dim
+
+MIN_BLOCK = 16  # the least M, N and K of a tile product
+MAX_BLOCK = 256
+
+
+@dataclass(frozen=True, slots=True)
+class TileConfig:
+    """Shape of one program.
+
+    Attributes:
+        block_m: queries a tile.
+        block_n: keys a tile.
+        num_warps: warps of 32 threads (64 on AMD) that share the tile.
+        num_stages: depth of the software pipeline over the inner loop; 1 = none.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+    def __post_init__(self) -> None:
+        for name in ("block_m", "block_n"):
+            value = getattr(self, name)
+            if value & (value - 1) or not MIN_BLOCK <= value <= MAX_BLOCK:
+                raise InvalidInput(f"{name}={value}; allowed are the powers of two from {MIN_BLOCK} to {MAX_BLOCK}.")
+        if self.num_warps not in (1, 2, 4, 8, 16):
+            raise InvalidInput(f"num_warps={self.num_warps}; allowed are 1, 2, 4, 8 and 16.")
+        if not 1 <= self.num_stages <= 8:
+            raise InvalidInput(f"num_stages={self.num_stages}; allowed are 1 to 8.")
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardConfig(TileConfig):
+    """The forward kernel: queries stay, keys stream."""
+
+    def shared_bytes(self, problem: AttentionProblem) -> int:
+        """Shared memory: q, and ``num_stages`` tiles of k and v in flight."""
+        width = padded_dim(problem.d) + padded_dim(problem.dv)
+        elements = self.block_m * padded_dim(problem.d) + self.num_stages * self.block_n * width
+        return problem.dtype.itemsize * elements
+
+
+@dataclass(frozen=True, slots=True)
+class DkdvConfig(TileConfig):
+    """The dK/dV kernel: keys stay, queries stream."""
+
+    def shared_bytes(self, problem: AttentionProblem) -> int:
+        """Shared memory: k and v, ``num_stages`` tiles of q and dout in flight, and P or dS once."""
+        width = padded_dim(problem.d) + padded_dim(problem.dv)
+        tiles = self.block_n + self.num_stages * self.block_m
+        return problem.dtype.itemsize * (tiles * width + self.block_m * self.block_n)
+
+
+@dataclass(frozen=True, slots=True)
+class DqConfig(TileConfig):
+    """The dQ kernel: queries stay, keys stream."""
+
+    def shared_bytes(self, problem: AttentionProblem) -> int:
+        """Shared memory: q and dout, ``num_stages`` tiles of k and v in flight, and dS once."""
+        width = padded_dim(problem.d) + padded_dim(problem.dv)
+        tiles = self.block_m + self.num_stages * self.block_n
+        return problem.dtype.itemsize * (tiles * width + self.block_m * self.block_n)
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaConfig:
+    """The delta kernel: a row sum, bound by memory; the tile only has to fill the loads."""
+
+    block_m: int = 32
+    num_warps: int = 4
