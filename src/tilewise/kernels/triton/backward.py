@@ -19,6 +19,7 @@ from tilewise.kernels.triton.launch import (
 )
 from tilewise.kernels.triton.primitives import (
     LOG2E,
+    around,
     head_offset,
     load_tile,
     locate_tile,
@@ -70,22 +71,28 @@ def score_gradient(scores, dprobs, lse, delta, visible, scale_log2, MASKED: tl.c
 
 
 @triton.jit
-def sum_over_queries(dk, dv, k, v, q_base, dout_base, lse_base, delta_base, offs_n, start, stop, stop_q, stop_k,
-                     stride_qs, stride_qd, stride_dos, stride_dod, scale_log2, lower, upper,
+def sum_over_queries(dk, dv, k, v, q_base, dout_base, lse_base, delta_base, offs_n, start, full_start,
+                     full_stop, stop, sk, stride_qs, stride_qd, stride_dos, stride_dod, scale_log2, lower, upper,
                      BLOCK_M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr,
                      BLOCK_DV: tl.constexpr, HAS_LOWER: tl.constexpr, HAS_UPPER: tl.constexpr,
                      MASKED: tl.constexpr, PRECISION: tl.constexpr, INT64: tl.constexpr):
-    """Add the queries ``start .. stop`` to dK and dV: the kernel's one loop body, on transposed score tiles."""
-    for m in tl.range(start, stop, BLOCK_M):
+    """Add the fully visible queries, or (MASKED) those around them, to dK and dV: the kernel's one loop body.
+
+    Score tiles are transposed, keys by queries: P and dS then enter their products without being turned.
+    """
+    first = start if MASKED else full_start
+    last = stop - (full_stop - full_start) if MASKED else full_stop
+    for step in tl.range(first, last, BLOCK_M):
+        m = around(step, full_start, full_stop) if MASKED else step
         offs_m = m + tl.arange(0, BLOCK_M)
-        q = load_tile(q_base, m, stop_q, stride_qs, stride_qd, BLOCK_M, D, BLOCK_D, MASKED, INT64)
+        q = load_tile(q_base, m, stop, stride_qs, stride_qd, BLOCK_M, D, BLOCK_D, MASKED, INT64)
         # Past the last query q, dout, lse and delta are read as 0: P is 1 there, dV adds 1·0 and dK 0·0.
-        lse = tl.load(lse_base + offs_m, mask=offs_m < stop_q, other=0.0) * LOG2E  # [BLOCK_M]
+        lse = tl.load(lse_base + offs_m, mask=offs_m < stop, other=0.0) * LOG2E  # [BLOCK_M]
         scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
-        dout = load_tile(dout_base, m, stop_q, stride_dos, stride_dod, BLOCK_M, DV, BLOCK_DV, MASKED, INT64)
-        delta = tl.load(delta_base + offs_m, mask=offs_m < stop_q, other=0.0)  # [BLOCK_M]
+        dout = load_tile(dout_base, m, stop, stride_dos, stride_dod, BLOCK_M, DV, BLOCK_DV, MASKED, INT64)
+        delta = tl.load(delta_base + offs_m, mask=offs_m < stop, other=0.0)  # [BLOCK_M]
         dprobs = tl.dot(v, tl.trans(dout), input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
-        visible = see(offs_m[None, :], offs_n[:, None], stop_q, stop_k, lower, upper, HAS_LOWER, HAS_UPPER)
+        visible = see(offs_m[None, :], offs_n[:, None], stop, sk, lower, upper, HAS_LOWER, HAS_UPPER)
         probs, dscores = score_gradient(scores, dprobs, lse[None, :], delta[None, :], visible, scale_log2, MASKED)
         dv = tl.dot(probs.to(dout.dtype), dout, dv, input_precision=PRECISION)  # [BLOCK_N, BLOCK_DV], eq. 8
         dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision=PRECISION)  # [BLOCK_N, BLOCK_D], eq. 10
@@ -124,19 +131,11 @@ def attention_backward_dkdv_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta
         dout_base = dout_ptr + head_offset(batch, head, stride_dob, stride_doh)
         lse_base = lse_ptr + head_offset(batch, head, hq * sq, sq)
         delta_base = delta_ptr + head_offset(batch, head, hq * sq, sq)
-        if HAS_UPPER:
+        for MASKED in tl.static_range(2):
             dk, dv = sum_over_queries(
-                dk, dv, k, v, q_base, dout_base, lse_base, delta_base, offs_n, start, tl.minimum(full_start, stop),
-                stop, sk, stride_qs, stride_qd, stride_dos, stride_dod, scale_log2, lower, upper,
-                BLOCK_M, D, BLOCK_D, DV, BLOCK_DV, HAS_LOWER, HAS_UPPER, True, PRECISION, INT64)
-        dk, dv = sum_over_queries(
-            dk, dv, k, v, q_base, dout_base, lse_base, delta_base, offs_n, full_start, full_stop,
-            stop, sk, stride_qs, stride_qd, stride_dos, stride_dod, scale_log2, lower, upper,
-            BLOCK_M, D, BLOCK_D, DV, BLOCK_DV, HAS_LOWER, HAS_UPPER, False, PRECISION, INT64)
-        dk, dv = sum_over_queries(
-            dk, dv, k, v, q_base, dout_base, lse_base, delta_base, offs_n, full_stop, stop,
-            stop, sk, stride_qs, stride_qd, stride_dos, stride_dod, scale_log2, lower, upper,
-            BLOCK_M, D, BLOCK_D, DV, BLOCK_DV, HAS_LOWER, HAS_UPPER, True, PRECISION, INT64)
+                dk, dv, k, v, q_base, dout_base, lse_base, delta_base, offs_n, start, full_start, full_stop, stop, sk,
+                stride_qs, stride_qd, stride_dos, stride_dod, scale_log2, lower, upper,
+                BLOCK_M, D, BLOCK_D, DV, BLOCK_DV, HAS_LOWER, HAS_UPPER, MASKED, PRECISION, INT64)
     store_tile(dk_ptr + head_offset(batch, head_k, stride_dkb, stride_dkh), dk * scale, first, sk, stride_dks, 1,
                BLOCK_N, D, BLOCK_D, INT64)
     store_tile(dv_ptr + head_offset(batch, head_k, stride_dvb, stride_dvh), dv, first, sk, stride_dvs, 1,
@@ -144,19 +143,22 @@ def attention_backward_dkdv_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta
 
 
 @triton.jit
-def sum_over_keys(dq, q, dout, lse, delta, k_base, v_base, offs_m, start, stop, stop_q, stop_k,
+def sum_over_keys(dq, q, dout, lse, delta, k_base, v_base, offs_m, start, full_start, full_stop, stop, sq,
                   stride_ks, stride_kd, stride_vs, stride_vd, scale_log2, lower, upper,
                   BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr,
                   BLOCK_DV: tl.constexpr, HAS_LOWER: tl.constexpr, HAS_UPPER: tl.constexpr,
                   MASKED: tl.constexpr, PRECISION: tl.constexpr, INT64: tl.constexpr):
-    """Add the keys ``start .. stop`` to dQ: the kernel's one loop body."""
-    for n in tl.range(start, stop, BLOCK_N):
+    """Add the fully visible keys, or (MASKED) those around them, to dQ: the kernel's one loop body."""
+    first = start if MASKED else full_start
+    last = stop - (full_stop - full_start) if MASKED else full_stop
+    for step in tl.range(first, last, BLOCK_N):
+        n = around(step, full_start, full_stop) if MASKED else step
         offs_n = n + tl.arange(0, BLOCK_N)
-        k = load_tile(k_base, n, stop_k, stride_ks, stride_kd, BLOCK_N, D, BLOCK_D, MASKED, INT64)
+        k = load_tile(k_base, n, stop, stride_ks, stride_kd, BLOCK_N, D, BLOCK_D, MASKED, INT64)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
-        v = load_tile(v_base, n, stop_k, stride_vs, stride_vd, BLOCK_N, DV, BLOCK_DV, MASKED, INT64)
+        v = load_tile(v_base, n, stop, stride_vs, stride_vd, BLOCK_N, DV, BLOCK_DV, MASKED, INT64)
         dprobs = tl.dot(dout, tl.trans(v), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
-        visible = see(offs_m[:, None], offs_n[None, :], stop_q, stop_k, lower, upper, HAS_LOWER, HAS_UPPER)
+        visible = see(offs_m[:, None], offs_n[None, :], sq, stop, lower, upper, HAS_LOWER, HAS_UPPER)
         _, dscores = score_gradient(scores, dprobs, lse[:, None], delta[:, None], visible, scale_log2, MASKED)
         dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision=PRECISION)  # [BLOCK_M, BLOCK_D], eq. 10
     return dq
@@ -190,19 +192,11 @@ def attention_backward_dq_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_p
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     last = tl.minimum(first + BLOCK_M, sq) - 1
     start, full_start, full_stop, stop = tile_spans(first, last, sk, lower, upper, BLOCK_N, HAS_LOWER, HAS_UPPER)
-    if HAS_LOWER:
+    for MASKED in tl.static_range(2):
         dq = sum_over_keys(
-            dq, q, dout, lse, delta, k_base, v_base, offs_m, start, tl.minimum(full_start, stop), sq, stop,
+            dq, q, dout, lse, delta, k_base, v_base, offs_m, start, full_start, full_stop, stop, sq,
             stride_ks, stride_kd, stride_vs, stride_vd, scale_log2, lower, upper,
-            BLOCK_N, D, BLOCK_D, DV, BLOCK_DV, HAS_LOWER, HAS_UPPER, True, PRECISION, INT64)
-    dq = sum_over_keys(
-        dq, q, dout, lse, delta, k_base, v_base, offs_m, full_start, full_stop, sq, stop,
-        stride_ks, stride_kd, stride_vs, stride_vd, scale_log2, lower, upper,
-        BLOCK_N, D, BLOCK_D, DV, BLOCK_DV, HAS_LOWER, HAS_UPPER, False, PRECISION, INT64)
-    dq = sum_over_keys(
-        dq, q, dout, lse, delta, k_base, v_base, offs_m, full_stop, stop, sq, stop,
-        stride_ks, stride_kd, stride_vs, stride_vd, scale_log2, lower, upper,
-        BLOCK_N, D, BLOCK_D, DV, BLOCK_DV, HAS_LOWER, HAS_UPPER, True, PRECISION, INT64)
+            BLOCK_N, D, BLOCK_D, DV, BLOCK_DV, HAS_LOWER, HAS_UPPER, MASKED, PRECISION, INT64)
     store_tile(dq_ptr + head_offset(batch, head, stride_dqb, stride_dqh), dq * scale, first, sq, stride_dqs, 1,
                BLOCK_M, D, BLOCK_D, INT64)
 

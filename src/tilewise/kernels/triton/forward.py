@@ -7,6 +7,7 @@ from tilewise.kernels.triton.launch import Launch, TileShape, bounds, constants,
 from tilewise.kernels.triton.primitives import (
     LN2,
     LOG2E,
+    around,
     head_offset,
     load_tile,
     locate_tile,
@@ -19,21 +20,24 @@ from tilewise.problem import AttentionProblem
 
 
 @triton.jit
-def attend_keys(q, k_base, v_base, acc, row_sum, row_max, offs_m, start, stop, stop_q, stop_k,
+def attend_keys(q, k_base, v_base, acc, row_sum, row_max, offs_m, start, full_start, full_stop, stop, sq,
                 stride_ks, stride_kd, stride_vs, stride_vd, scale_log2, lower, upper,
                 BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr,
                 BLOCK_DV: tl.constexpr, HAS_LOWER: tl.constexpr, HAS_UPPER: tl.constexpr, MASKED: tl.constexpr,
                 PRECISION: tl.constexpr, INT64: tl.constexpr):
-    """Attend to the keys ``start .. stop``: the kernel's one loop body, with and without a mask."""
-    for n in tl.range(start, stop, BLOCK_N):
-        k = load_tile(k_base, n, stop_k, stride_ks, stride_kd, BLOCK_N, D, BLOCK_D, MASKED, INT64)
+    """Attend to the fully visible keys, or (MASKED) to those around them: the kernel's one loop body."""
+    first = start if MASKED else full_start
+    last = stop - (full_stop - full_start) if MASKED else full_stop
+    for step in tl.range(first, last, BLOCK_N):
+        n = around(step, full_start, full_stop) if MASKED else step
+        k = load_tile(k_base, n, stop, stride_ks, stride_kd, BLOCK_N, D, BLOCK_D, MASKED, INT64)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         if MASKED:
             offs_n = n + tl.arange(0, BLOCK_N)
-            visible = see(offs_m[:, None], offs_n[None, :], stop_q, stop_k, lower, upper, HAS_LOWER, HAS_UPPER)
+            visible = see(offs_m[:, None], offs_n[None, :], sq, stop, lower, upper, HAS_LOWER, HAS_UPPER)
             scores = tl.where(visible, scores, float("-inf"))
         probs, row_max, row_sum, acc = online_softmax_step(scores, row_max, row_sum, acc, scale_log2, MASKED)
-        v = load_tile(v_base, n, stop_k, stride_vs, stride_vd, BLOCK_N, DV, BLOCK_DV, MASKED, INT64)
+        v = load_tile(v_base, n, stop, stride_vs, stride_vd, BLOCK_N, DV, BLOCK_DV, MASKED, INT64)
         acc = tl.dot(probs.to(v.dtype), v, acc, input_precision=PRECISION)  # [BLOCK_M, BLOCK_DV]
     return acc, row_sum, row_max
 
@@ -63,19 +67,11 @@ def attention_forward_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr,
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     last = tl.minimum(first + BLOCK_M, sq) - 1
     start, full_start, full_stop, stop = tile_spans(first, last, sk, lower, upper, BLOCK_N, HAS_LOWER, HAS_UPPER)
-    if HAS_LOWER:
+    for MASKED in tl.static_range(2):
         acc, row_sum, row_max = attend_keys(
-            q, k_base, v_base, acc, row_sum, row_max, offs_m, start, tl.minimum(full_start, stop), sq, stop,
+            q, k_base, v_base, acc, row_sum, row_max, offs_m, start, full_start, full_stop, stop, sq,
             stride_ks, stride_kd, stride_vs, stride_vd, scale_log2, lower, upper,
-            BLOCK_N, D, BLOCK_D, DV, BLOCK_DV, HAS_LOWER, HAS_UPPER, True, PRECISION, INT64)
-    acc, row_sum, row_max = attend_keys(
-        q, k_base, v_base, acc, row_sum, row_max, offs_m, full_start, full_stop, sq, stop,
-        stride_ks, stride_kd, stride_vs, stride_vd, scale_log2, lower, upper,
-        BLOCK_N, D, BLOCK_D, DV, BLOCK_DV, HAS_LOWER, HAS_UPPER, False, PRECISION, INT64)
-    acc, row_sum, row_max = attend_keys(
-        q, k_base, v_base, acc, row_sum, row_max, offs_m, full_stop, stop, sq, stop,
-        stride_ks, stride_kd, stride_vs, stride_vd, scale_log2, lower, upper,
-        BLOCK_N, D, BLOCK_D, DV, BLOCK_DV, HAS_LOWER, HAS_UPPER, True, PRECISION, INT64)
+            BLOCK_N, D, BLOCK_D, DV, BLOCK_DV, HAS_LOWER, HAS_UPPER, MASKED, PRECISION, INT64)
 
     # eq. 6. A row that saw no key has m = −inf, l = 0, acc = 0: with l = 1 its lse is −inf and its out 0.
     row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)

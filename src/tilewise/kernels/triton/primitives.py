@@ -70,8 +70,8 @@ def tile_spans(first, last, length, lower, upper, STEP: tl.constexpr, HAS_LOWER:
     """Cut the positions that rows ``first .. last`` (inclusive) see into steps of ``STEP`` (eq. 13 and 14).
 
     Returns (start, full_start, full_stop, stop): steps in [full_start, full_stop) are visible whole and need no
-    mask; those before and after need one; everything outside [start, stop) is skipped. The keys' side reads the
-    same band with ``(-upper, -lower)`` (eq. 15).
+    mask; those before and after need one (:func:`around`); everything outside [start, stop) is skipped. The keys'
+    side reads the same band with ``(-upper, -lower)`` (eq. 15).
     """
     start = 0
     stop = length
@@ -86,6 +86,12 @@ def tile_spans(first, last, length, lower, upper, STEP: tl.constexpr, HAS_LOWER:
     full_start = start + tl.cdiv(tl.maximum(shared_start - start, 0), STEP) * STEP
     full_stop = full_start + tl.maximum(shared_stop - full_start, 0) // STEP * STEP
     return start, full_start, full_stop, stop
+
+
+@triton.jit
+def around(position, hole_start, hole_stop):
+    """Step over the hole that the unmasked loop fills, so that one masked loop serves both of its sides."""
+    return tl.where(position < hole_start, position, position + hole_stop - hole_start)
 
 
 @triton.jit
