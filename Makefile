@@ -1,0 +1,71 @@
+# Everything runs inside .venv, which the first target that needs it builds; nothing else has to be set up by hand.
+#   make PYTHON=python3.12 ...   which interpreter to build .venv with (3.11 or newer)
+#   make test ARGS='-k merge'    further arguments for pytest, or for `tilewise bench`
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help venv test lint types docs bench triton-versions clean distclean stale
+
+VENV := .venv
+RUN := $(VENV)/bin/python -m
+INSTALLED := $(VENV)/.installed
+# Beside the version in .venv, the ends of the supported range: the kernels are compiled ahead of time with each.
+TRITON_VERSIONS := 3.6.0 3.9.0
+TRITON_INSTALLED := $(TRITON_VERSIONS:%=.triton/%/.installed)
+# The stamp holds this folder's path: a virtual environment that was moved or copied, whose interpreter is gone, or whose
+# making was cut short, is rebuilt; a newer pyproject.toml only installs again.
+STALE := $(if $(filter-out $(CURDIR),$(or $(shell test -x $(VENV)/bin/python && cat $(INSTALLED) 2>/dev/null),none)),stale)
+CANDIDATES := $(or $(PYTHON),python3 python3.14 python3.13 python3.12 python3.11)
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1 \t\2/' | expand -t 24
+
+venv: $(INSTALLED)  ## build .venv with everything the other targets need
+
+test: $(INSTALLED) triton-versions  ## run the whole suite (on the GPU too, where there is one)
+	$(RUN) pytest $(ARGS)
+
+lint: $(INSTALLED) types  ## ruff, codespell, mypy, import layers
+	$(RUN) ruff check .
+	$(RUN) codespell_lib
+	$(VENV)/bin/lint-imports
+
+types: $(INSTALLED)  ## mypy --strict on the package
+	$(RUN) mypy --strict
+
+docs: $(INSTALLED)  ## build the documentation; a warning is an error
+	$(RUN) sphinx -W --keep-going -q -b html docs docs/_build/html
+	@echo "docs/_build/html/index.html"
+
+bench: $(INSTALLED)  ## check, then measure: table and plots (a CPU grid where there is no GPU)
+	$(RUN) tilewise bench $(ARGS)
+
+# A package folder for each further Triton version, put first on the path of the processes that compile with it.
+triton-versions: $(if $(filter Linux,$(shell uname -s)),$(TRITON_INSTALLED))  ## fetch the Triton versions for ahead-of-time compiles
+
+.triton/%/.installed: | $(INSTALLED)
+	@rm -rf .triton/$*
+	$(RUN) pip install --quiet --disable-pip-version-check --no-deps --target .triton/$* triton==$*
+	@touch $@
+
+define BUILD_VENV
+@python=; for candidate in $(CANDIDATES); do \
+  if $$candidate -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then python=$$candidate; break; fi; \
+done; \
+test -n "$$python" || { echo "Not Python 3.11 or newer: $(CANDIDATES). Install one, or name it: make PYTHON=..."; exit 1; }; \
+echo "$$python -m venv --clear $(VENV)"; $$python -m venv --clear $(VENV)
+endef
+
+$(INSTALLED): pyproject.toml $(STALE)
+	$(if $(STALE),$(BUILD_VENV))
+	$(RUN) pip install --disable-pip-version-check -e '.[dev]'
+	@echo '$(CURDIR)' > $@
+
+stale:
+
+clean:  ## remove what was built, measured and cached; keep .venv and .triton
+	rm -rf build dist bench-out docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -print | xargs rm -rf
+
+distclean: clean  ## remove .venv and .triton too
+	rm -rf $(VENV) .triton
