@@ -1,0 +1,100 @@
+"""Make the tensors of a case: seeded, laid out as the case says, hostile where it says so.
+
+=============  ====================================================================================
+layout         how q, k, v (dims b, h, s, d) lie in memory
+=============  ====================================================================================
+``bhsd``       as the dims read
+``bshd``       a transposed view of (b, s, h, d) storage
+``bhds``       a transposed view of (b, h, d, s) storage: the last dim's stride is not 1
+``packed_qkv`` slices of one (b, s, hq + 2·hk, d) tensor; q, k and v share storage
+``packed_kv``  k and v are slices of one (b, sk, 2, hk, d) tensor; q as ``bshd``
+``expanded``   stride 0: q and dout over the batch, k and v over the heads
+``moat``       inside a larger buffer, with NaN before, between and behind the rows of every dim
+=============  ====================================================================================
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from tilewise.errors import InvalidInput
+from tilewise.testing.cases import Case, Layout
+
+
+class Inputs(NamedTuple):
+    """The tensors of one call: q, k, v and the gradients that arrive at out and at lse.
+
+    Attributes:
+        q: (b, hq, sq, d).
+        k: (b, hk, sk, d).
+        v: (b, hk, sk, dv).
+        dout: (b, hq, sq, dv), in the dtype of q.
+        dlse: (b, hq, sq), float32 (float64 for float64 inputs).
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    dout: torch.Tensor
+    dlse: torch.Tensor
+
+
+def make_inputs(case: Case, dtype: torch.dtype, device: torch.device | str, seed: int = 0, *,
+                requires_grad: bool = False) -> Inputs:
+    """Draw the case's tensors from a standard normal distribution.
+
+    Drawn on the CPU from a generator of its own, so that a seed means the same numbers on every device and no
+    global state is touched. With ``requires_grad``, q, k and v are leaves.
+
+    >>> from tilewise.testing.cases import case_named
+    >>> make_inputs(case_named("gqa"), torch.float16, "cpu").k.shape
+    torch.Size([1, 2, 97, 64])
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(device=device, dtype=dtype)
+
+    b, hq, hk, sq, sk, d, dv = case.b, case.hq, case.hk, case.sq, case.sk, case.d, case.dv
+    if case.layout == "packed_qkv":
+        packed = draw(b, sq, hq + 2 * hk, d).transpose(1, 2)
+        q, k, v = (packed[:, start:stop] for start, stop in ((0, hq), (hq, hq + hk), (hq + hk, hq + 2 * hk)))
+    elif case.layout == "packed_kv":
+        q = lay_out(draw(b, hq, sq, d), "bshd")
+        k, v = draw(b, sk, 2, hk, d).permute(2, 0, 3, 1, 4)
+    elif case.layout == "expanded":
+        q = draw(1, hq, sq, d).expand(b, -1, -1, -1)
+        k, v = (draw(b, 1, sk, dim).expand(-1, hk, -1, -1) for dim in (d, dv))
+    else:
+        q, k, v = (lay_out(draw(*shape), case.layout)
+                   for shape in ((b, hq, sq, d), (b, hk, sk, d), (b, hk, sk, dv)))
+    if case.layout == "expanded":
+        dout = draw(1, hq, sq, dv).expand(b, -1, -1, -1)
+    else:
+        dout = lay_out(draw(b, hq, sq, dv), "bshd" if case.layout.startswith("packed") else case.layout)
+    dlse = draw(b, hq, sq).to(torch.float64 if dtype is torch.float64 else torch.float32)
+    if requires_grad:
+        q, k, v = (tensor.detach().requires_grad_() for tensor in (q, k, v))
+    return Inputs(q, k, v, dout, lay_out(dlse, "moat") if case.layout == "moat" else dlse)
+
+
+def lay_out(values: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Return a tensor equal to ``values`` that lies in memory as ``layout`` says.
+
+    Only the layouts that one tensor can have by itself ("bhsd", "bshd", "bhds", "moat"); the others tie tensors
+    together and are made by :func:`make_inputs`.
+
+    Raises:
+        InvalidInput: the layout ties tensors together.
+    """
+    if layout == "bshd":
+        return values.transpose(1, 2).contiguous().transpose(1, 2)
+    if layout == "bhds":
+        return values.transpose(2, 3).contiguous().transpose(2, 3)
+    if layout == "moat":
+        moat = values.new_full([size + 2 for size in values.shape], float("nan"))
+        inside = moat[(slice(1, -1),) * values.dim()]
+        return inside.copy_(values)
+    if layout == "bhsd":
+        return values.contiguous()
+    raise InvalidInput(f"lay_out: layout is {layout!r}; allowed are 'bhsd', 'bshd', 'bhds' and 'moat'.")

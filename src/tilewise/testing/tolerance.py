@@ -1,0 +1,106 @@
+"""How accurate is good enough: an error budget that scales with what the dtype itself costs.
+
+    budget = factor · (error of dense attention in the tested dtype) + rounding band
+
+held by the maximum AND by the mean of the absolute error against float64. A maximum alone passes a result whose
+bulk is bad; the mean alone passes one wrong element.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from tilewise.errors import InvalidInput
+
+OUTPUT_FACTOR = 2.0
+GRADIENT_FACTOR = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorReport:
+    """One result's error against float64, beside its budget.
+
+    Attributes:
+        name: which result ("out", "lse", "dq", ...).
+        max_error, mean_error: of |got − exact|; inf where got is NaN or misses an infinity of exact.
+        max_budget, mean_budget: what is allowed.
+        worst: coordinate of the largest error; () for an empty result.
+        got, exact: the two values there.
+    """
+
+    name: str
+    max_error: float
+    mean_error: float
+    max_budget: float
+    mean_budget: float
+    worst: tuple[int, ...]
+    got: float
+    exact: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether both errors keep their budgets; a budget that is not finite measures nothing and never passes."""
+        if not (math.isfinite(self.max_budget) and math.isfinite(self.mean_budget)):
+            return False
+        return self.max_error <= self.max_budget and self.mean_error <= self.mean_budget
+
+    def __str__(self) -> str:
+        verdict = "within budget" if self.ok else "OVER BUDGET"
+        return (
+            f"{self.name} {verdict}: max error {self.max_error:.3e} (budget {self.max_budget:.3e}), "
+            f"mean error {self.mean_error:.3e} (budget {self.mean_budget:.3e}); "
+            f"worst at {self.worst}: got {self.got:.9g}, exact {self.exact:.9g}"
+        )
+
+
+def compare(name: str, got: torch.Tensor, exact: torch.Tensor, yardstick: torch.Tensor,
+            factor: float) -> ErrorReport:
+    """Measure ``got`` against ``exact`` (float64), with ``yardstick`` (dense, in the tested dtype) to scale by.
+
+    Args:
+        name: what the report calls the result.
+        got, exact, yardstick: one shape.
+        factor: how many times the yardstick's own error is allowed: :data:`OUTPUT_FACTOR` or
+            :data:`GRADIENT_FACTOR`.
+
+    Raises:
+        InvalidInput: the shapes differ.
+    """
+    for role, tensor in (("got", got), ("yardstick", yardstick)):
+        if tensor.shape != exact.shape:
+            raise InvalidInput(f"{name}: {role} has shape {tuple(tensor.shape)}, exact has {tuple(exact.shape)}.")
+    if exact.numel() == 0:
+        return ErrorReport(name, 0.0, 0.0, 0.0, 0.0, (), 0.0, 0.0)
+    got, exact, yardstick = got.detach(), exact.detach(), yardstick.detach()
+    error, allowed = _errors(got, exact), _errors(yardstick, exact)
+    band = _rounding_band(exact, got.dtype)
+    flat_index = int(error.argmax())
+    worst = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat_index), error.shape))
+    return ErrorReport(
+        name, float(error.max()), float(error.mean()),
+        factor * float(allowed.max()) + float(band.max()), factor * float(allowed.mean()) + float(band.mean()),
+        worst, float(got[worst]), float(exact[worst]),
+    )
+
+
+def assert_within_budget(name: str, got: torch.Tensor, exact: torch.Tensor, yardstick: torch.Tensor,
+                         factor: float) -> None:
+    """Raise AssertionError with the whole report when :func:`compare` finds an error over its budget."""
+    report = compare(name, got, exact, yardstick, factor)
+    if not report.ok:
+        raise AssertionError(str(report))
+
+
+def _errors(values: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    values = values.double()
+    difference = (values - exact).abs()
+    # Equal infinities differ by NaN: that is no error. Every other NaN is an infinite one.
+    return torch.where(values == exact, 0.0, difference).nan_to_num(nan=math.inf, posinf=math.inf)
+
+
+def _rounding_band(exact: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Twice what adding and taking away 0.3 loses in the dtype: its rounding at each value's own magnitude."""
+    rounded = exact.to(dtype)
+    band = 2.0 * ((rounded + 0.3) - 0.3 - rounded).double().abs()
+    return torch.where(rounded.isfinite(), band, 0.0)

@@ -1,0 +1,68 @@
+"""Settings that every test shares: the device, poisoned memory, the backends, hypothesis' budget."""
+
+import functools
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # Triton decides when it is imported whether kernels are interpreted: before any test module imports it.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from hypothesis import settings
+
+from tilewise.dispatch import BACKENDS, get_backend
+
+settings.register_profile("suite", deadline=None, derandomize=True, max_examples=20, database=None)
+settings.load_profile("suite")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--device", default="cuda" if torch.cuda.is_available() else "cpu",
+                     help="device that the tests compute on (default: cuda where there is one, else cpu)")
+
+
+def pytest_collection_modifyitems(config, items):
+    device = config.getoption("--device")
+    on_cpu = torch.device(device).type == "cpu"
+    for item in items:
+        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        if on_cpu and parameters.get("backend") == "triton":
+            item.add_marker(pytest.mark.interpret)
+        if on_cpu and item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason=f"needs a CUDA or ROCm device; --device is {device}"))
+
+
+@pytest.fixture(scope="session")
+def device(request):
+    return torch.device(request.config.getoption("--device"))
+
+
+@pytest.fixture(scope="session", params=BACKENDS)
+def backend(request):
+    """Each backend in turn; a test skips with ``why_not``'s sentence what this one refuses."""
+    return get_backend(request.param)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def poisoned_memory():
+    """Fill what torch.empty and its kin return with NaN, so that an output element nobody wrote is seen."""
+    allocators = ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"),
+                  (torch.Tensor, "new_empty"), (torch.Tensor, "new_empty_strided"))
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in allocators:
+            patch.setattr(owner, name, _poisoned(getattr(owner, name)))
+        yield
+
+
+def _poisoned(allocate):
+    @functools.wraps(allocate)
+    def allocate_poisoned(*args, **kwargs):
+        tensor = allocate(*args, **kwargs)
+        if tensor.is_floating_point():
+            with torch.no_grad():
+                tensor.fill_(float("nan"))
+        return tensor
+
+    return allocate_poisoned

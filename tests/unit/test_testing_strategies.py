@@ -1,0 +1,31 @@
+import torch
+from hypothesis import find, given
+
+from tilewise.masks import ALIGNMENTS
+from tilewise.testing.inputs import make_inputs
+from tilewise.testing.strategies import masks, small_cases, spans
+
+
+@given(spans(17))
+def test_spans_stay_inside(span):
+    assert 0 <= span.start <= span.stop <= 17
+
+
+@given(masks())
+def test_masks_fit_any_lengths(mask):
+    assert mask.visible(3, 5).shape == (3, 5)
+
+
+def test_masks_reach_both_alignments_and_every_kind():
+    for alignment in ALIGNMENTS:
+        found = find(masks(), lambda m, wanted=alignment: m.alignment == wanted and m.left and m.right)
+        assert found.alignment == alignment
+        assert find(masks(), lambda m, wanted=alignment: m.alignment == wanted and m.right == 0 and m.left is None)
+    assert find(masks(), lambda m: not m.is_bounded).left is None
+
+
+@given(small_cases())
+def test_small_cases_make_inputs(case):
+    inputs = make_inputs(case, torch.float32, "cpu")
+    assert max(case.sq, case.sk) <= 40
+    assert inputs.q.shape[1] % inputs.k.shape[1] == 0
