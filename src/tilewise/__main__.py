@@ -1,0 +1,5 @@
+"""``python -m tilewise``."""
+
+from tilewise.cli import main
+
+main()

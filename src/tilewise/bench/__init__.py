@@ -1,0 +1,1 @@
+"""Check, then time: attention of this package beside the attention of others."""

@@ -1,0 +1,113 @@
+"""Named grids of problems, and the problem that flags describe."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from tilewise.bench.mask_text import format_mask
+from tilewise.errors import InvalidInput
+from tilewise.masks import Mask, causal
+from tilewise.problem import AttentionProblem
+from tilewise.testing.cases import Case, Layout
+from tilewise.testing.inputs import lay_out
+
+FULL = Mask()
+CAUSAL = causal()
+DTYPE_NAMES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32,
+               "float64": torch.float64}
+_PAPER_TOKENS, _PAPER_HIDDEN = 16384, 2048
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One problem of a grid: what all providers are timed on side by side."""
+
+    grid: str
+    case: Case
+    dtype: torch.dtype
+
+    def problem(self, device: torch.device) -> AttentionProblem:
+        """Describe the call without allocating its tensors."""
+        case = self.case
+        q, k, v = (lay_out(torch.empty((case.b, h, s, d), dtype=self.dtype, device="meta"), case.layout)
+                   for h, s, d in ((case.hq, case.sq, case.d), (case.hk, case.sk, case.d),
+                                   (case.hk, case.sk, case.dv)))
+        problem = AttentionProblem.from_tensors(q, k, v, mask=case.mask, scale=case.scale)
+        return replace(problem, device=device)
+
+    def __str__(self) -> str:
+        return f"{self.case} {dtype_name(self.dtype)}"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """'bfloat16' for torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
+def parse_dtype(name: str) -> torch.dtype:
+    """Read a dtype's name. Raises :class:`InvalidInput` for an unknown one."""
+    if name not in DTYPE_NAMES:
+        raise InvalidInput(f"dtype is {name!r}; allowed are {', '.join(DTYPE_NAMES)}.")
+    return DTYPE_NAMES[name]
+
+
+def shape_case(b: int, heads: tuple[int, int], lengths: tuple[int, int], dims: tuple[int, int], mask: Mask,
+               layout: Layout = "bhsd", scale: float | None = None) -> Case:
+    """Name a shape: heads (hq, hk), lengths (sq, sk), dims (d, dv)."""
+    texts = [f"{name}{first}" if first == second else f"{name}{first}x{second}"
+             for name, (first, second) in (("h", heads), ("s", lengths), ("d", dims))]
+    name = "_".join([f"b{b}", *texts, format_mask(mask)])
+    return Case(name=name, b=b, hq=heads[0], hk=heads[1], sq=lengths[0], sk=lengths[1], d=dims[0], dv=dims[1],
+                mask=mask, scale=scale, layout=layout)
+
+
+def grid_cells(names: Iterable[str]) -> list[Cell]:
+    """Return the cells of the named grids. Raises :class:`InvalidInput` for an unknown grid."""
+    cells: list[Cell] = []
+    for name in names:
+        if name not in GRIDS:
+            raise InvalidInput(f"grid is {name!r}; allowed are {', '.join(GRIDS)}.")
+        cells += [Cell(name, case, dtype) for case, dtype in GRIDS[name]()]
+    return cells
+
+
+def filtered(cells: Iterable[Cell], lengths: Sequence[int] = (), dims: Sequence[int] = ()) -> list[Cell]:
+    """Keep the cells whose query length and head dim are listed; an empty list keeps all."""
+    return [cell for cell in cells
+            if (not lengths or cell.case.sq in lengths) and (not dims or cell.case.d in dims)]
+
+
+def _square(b: int, heads: int | tuple[int, int], s: int, d: int, mask: Mask, layout: Layout) -> Case:
+    pair = (heads, heads) if isinstance(heads, int) else heads
+    return shape_case(b, pair, (s, s), (d, d), mask, layout)
+
+
+# The GPU grids store (b, s, h, d): the one layout that every peer reads without a copy.
+def _paper() -> list[tuple[Case, torch.dtype]]:
+    return [(_square(_PAPER_TOKENS // s, _PAPER_HIDDEN // d, s, d, mask, "bshd"), torch.bfloat16)
+            for d in (64, 128, 256) for mask in (FULL, CAUSAL) for s in (512, 1024, 2048, 4096, 8192, 16384)]
+
+
+def _seeds() -> list[tuple[Case, torch.dtype]]:
+    return [(_square(4, 48, s, 64, CAUSAL, "bshd"), torch.float16) for s in (1024, 2048, 4096, 8192, 16384, 32768)]
+
+
+def _gqa() -> list[tuple[Case, torch.dtype]]:
+    return [(_square(2, (32, 8), s, 128, mask, "bshd"), torch.bfloat16)
+            for mask in (FULL, CAUSAL) for s in (4096, 8192)]
+
+
+def _fp32() -> list[tuple[Case, torch.dtype]]:
+    return [(_square(b, 12, s, 64, CAUSAL, "bshd"), torch.float32) for b, s in ((8, 1024), (6, 4096), (1, 8192))]
+
+
+def _cpu() -> list[tuple[Case, torch.dtype]]:
+    full_precision = [(_square(1, 8, s, 64, mask, "bhsd"), torch.float32)
+                      for mask in (CAUSAL, FULL) for s in (512, 1024, 2048, 4096)]
+    return full_precision + [(_square(1, 8, s, 64, CAUSAL, "bhsd"), torch.bfloat16) for s in (512, 2048)]
+
+
+GRIDS: dict[str, Callable[[], list[tuple[Case, torch.dtype]]]] = {
+    "cpu": _cpu, "paper": _paper, "seeds": _seeds, "gqa": _gqa, "fp32": _fp32,
+}

@@ -1,0 +1,47 @@
+"""Cost of a call on the host: what a user of short sequences waits for."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from tilewise.bench.checking import Checker, Prepared
+from tilewise.bench.grids import FULL, Cell, shape_case
+from tilewise.bench.plan import Plan, blank_row
+from tilewise.bench.rows import Row
+from tilewise.bench.timing import Timing, host_samples
+from tilewise.testing.inputs import make_inputs
+
+_CALLS = 200
+_WARMUPS = 20
+
+
+def host_cell(device: torch.device) -> Cell:
+    """Return the tiny problem; on a GPU its kernels are shorter than any host's launch."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return Cell("host", shape_case(1, (8, 8), (128, 128), (64, 64), FULL, "bshd"), dtype)
+
+
+def run_host(plan: Plan) -> Iterator[Row]:
+    """Yield three rows a provider: forward without and with gradients, and forward with backward.
+
+    The device is not waited for between calls. On a CPU a call computes before it returns, so its numbers hold the
+    computation too.
+    """
+    cell = host_cell(plan.device)
+    inputs = make_inputs(cell.case, cell.dtype, plan.device)
+    checker = Checker(cell, inputs, plan.device)
+    for provider in plan.providers:
+        plan.on_step(f"host cost of {provider.name}")
+        row = blank_row(cell, provider.name, "forward_backward", "host", plan.origin)
+        checked = [checker.checked(row, provider, "forward"), checker.checked(row, provider, "backward")]
+        unfit = next((one for one in checked if one.status != "ok"), None)
+        if unfit is not None:
+            yield unfit
+            continue
+        entry = Prepared(provider, cell, inputs, plan.device)
+        for direction, call in (("forward_no_grad", entry.forward_without_grad), ("forward", entry.forward),
+                                ("forward_backward", entry.training_step)):
+            times = Timing.of(host_samples(call, plan.device, _CALLS, _WARMUPS))
+            yield replace(checked[0], direction=direction, ms_p20=times.p20, ms_p50=times.p50, ms_p80=times.p80,
+                          samples=times.samples, host_us=times.p50 * 1e3)

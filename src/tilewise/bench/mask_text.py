@@ -1,0 +1,64 @@
+"""Masks as one line of text, both ways: what a flag takes and a row of results holds.
+
+Examples: "none", "causal", "causal:bottom_right", "window:1023,0", "window:15,inf:top_left",
+"causal & window:1023,0".
+"""
+
+from typing import cast
+
+from tilewise.errors import InvalidInput
+from tilewise.masks import Alignment, Mask, causal, window
+
+FORMS = "none, causal[:ALIGNMENT], window:LEFT,RIGHT[:ALIGNMENT], or two of them joined by '&'"
+
+
+def parse_mask(text: str) -> Mask:
+    """Read a mask.
+
+    Raises:
+        InvalidInput: the text is none of the forms above; the message quotes the part at fault.
+
+    >>> print(parse_mask("causal:bottom_right & window:7,0"))
+    causal(alignment='bottom_right') & window(7, 0)
+    """
+    mask = Mask()
+    for part in text.split("&"):
+        mask &= _parse_part(part.strip())
+    return mask
+
+
+def format_mask(mask: Mask) -> str:
+    """Write a mask so that :func:`parse_mask` reads the same mask back.
+
+    >>> format_mask(parse_mask("window:7,inf"))
+    'window:7,inf'
+    """
+    if not mask.is_bounded:
+        return "none"
+    alignment = "" if mask.alignment is None else f":{mask.alignment}"
+    if mask.left is None and mask.right == 0:
+        return f"causal{alignment}"
+    sides = ",".join("inf" if side is None else str(side) for side in (mask.left, mask.right))
+    return f"window:{sides}{alignment}"
+
+
+def _parse_part(part: str) -> Mask:
+    kind, *details = part.split(":")
+    if kind == "none" and not details:
+        return Mask()
+    if kind == "causal" and len(details) <= 1:
+        return causal(cast("Alignment | None", details[0] if details else None))
+    if kind == "window" and 1 <= len(details) <= 2:
+        sides = details[0].split(",")
+        if len(sides) == 2:
+            left, right = (_parse_side(side.strip(), part) for side in sides)
+            return window(left, right, cast("Alignment | None", details[1] if len(details) == 2 else None))
+    raise InvalidInput(f"mask is {part!r}; allowed are {FORMS}.")
+
+
+def _parse_side(side: str, part: str) -> int | None:
+    if side == "inf":
+        return None
+    if side.isdecimal():
+        return int(side)
+    raise InvalidInput(f"mask is {part!r}: its side {side!r} is neither an integer >= 0 nor inf.")

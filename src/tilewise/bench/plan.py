@@ -1,0 +1,62 @@
+"""What a benchmark run does with every cell, and the rows it starts from."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+
+import torch
+
+from tilewise.bench.grids import Cell, dtype_name
+from tilewise.bench.mask_text import format_mask
+from tilewise.bench.peers import peer_providers
+from tilewise.bench.provenance import Provenance
+from tilewise.bench.providers import Provider, own_providers, torch_providers
+from tilewise.bench.roofline import DIRECTIONS, Direction
+from tilewise.bench.rows import Row
+from tilewise.bench.timing import Regime
+from tilewise.errors import InvalidInput
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The choices of a run.
+
+    Attributes:
+        providers: those that this machine has.
+        origin: the provenance that every row carries.
+        budget: seconds after which no further cell starts; None = no limit.
+        graph: time CUDA-graph replays where the query length is at most 1024.
+        on_step: told in words what happens next.
+    """
+
+    device: torch.device
+    providers: Sequence[Provider]
+    regime: Regime
+    origin: Provenance
+    directions: Sequence[Direction] = DIRECTIONS
+    budget: float | None = None
+    graph: bool = False
+    on_step: Callable[[str], None] = field(default=lambda text: None)
+
+
+def available_providers(names: Sequence[str], device: torch.device) -> tuple[list[Provider], dict[str, str]]:
+    """Return the providers of those names (all, if none is given) that run here, and why each other one does not.
+
+    Raises:
+        InvalidInput: no provider has that name.
+    """
+    known = {provider.name: provider for provider in (*own_providers(), *torch_providers(), *peer_providers())}
+    for name in names:
+        if name not in known:
+            raise InvalidInput(f"provider is {name!r}; allowed are {', '.join(known)}.")
+    wanted = {name: known[name] for name in names or known}
+    absent = {name: reason for name, provider in wanted.items() if (reason := provider.missing(device))}
+    return [provider for name, provider in wanted.items() if name not in absent], absent
+
+
+def blank_row(cell: Cell, provider: str, direction: str, regime: str, origin: Provenance) -> Row:
+    """Return a row that says what, where and when, with nothing measured yet."""
+    case = cell.case
+    sizes = {name: getattr(case, name) for name in ("b", "hq", "hk", "sq", "sk", "d", "dv")}
+    return Row(grid=cell.grid, case=str(case), provider=provider, direction=direction, **sizes,
+               dtype=dtype_name(cell.dtype), mask=format_mask(case.mask), layout=case.layout, regime=regime,
+               status="ok", **asdict(origin))

@@ -1,0 +1,168 @@
+"""What can be timed: this package's backends, dense attention, and torch's own fused kernels.
+
+A provider answers in sentences: ``missing`` when it cannot run on this machine at all, ``why_not`` when it does not
+take one cell. Other packages' kernels are in peers.py.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from tilewise.api import attention
+from tilewise.bench.grids import FULL, Cell
+from tilewise.bench.memory import MIB, available_bytes
+from tilewise.bench.roofline import Direction
+from tilewise.dispatch import BACKENDS, explain_problem
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+AUTOMATIC = "tilewise"
+
+
+def is_ours(provider: str) -> bool:
+    """Whether the provider of that name is this package."""
+    return provider == AUTOMATIC or provider.startswith(f"{AUTOMATIC}:")
+
+
+class Provider(ABC):
+    """One implementation of attention."""
+
+    name: str
+
+    def missing(self, device: torch.device) -> str | None:
+        """Return why it cannot run on this machine and device at all, as a sentence, or None."""
+        return None
+
+    def why_not(self, cell: Cell, direction: Direction, device: torch.device) -> str | None:
+        """Return why it does not take the cell, as a sentence, or None."""
+        return None
+
+    def native(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Turn (b, h, s, d) dims into the provider's own order, as a view; its own inverse."""
+        return tensor
+
+    @abstractmethod
+    def bind(self, cell: Cell, device: torch.device) -> Attend:
+        """Return the function of q, k, v, in the provider's order of dims, that is timed for this cell."""
+
+
+class TransposedProvider(Provider):
+    """A provider whose dims are (b, s, h, d)."""
+
+    def native(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Swap heads and positions."""
+        return tensor.transpose(1, 2)
+
+
+class TilewiseProvider(Provider):
+    """One backend of this package, or the automatic choice."""
+
+    def __init__(self, backend: str | None) -> None:
+        self.backend = backend
+        self.name = AUTOMATIC if backend is None else f"{AUTOMATIC}:{backend}"
+
+    def why_not(self, cell: Cell, direction: Direction, device: torch.device) -> str | None:
+        """Return the backends' own refusals."""
+        answer = explain_problem(cell.problem(device), self.backend)
+        if (answer.forward if direction == "forward" else answer.backward) is not None:
+            return None
+        reasons = {name: reason for (side, name), reason in answer.reasons.items() if side == direction and reason}
+        if self.backend is not None:
+            return reasons[self.backend]
+        return "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+
+    def bind(self, cell: Cell, device: torch.device) -> Attend:
+        """Call :func:`tilewise.attention`."""
+        case = cell.case
+        return lambda q, k, v: attention(q, k, v, mask=case.mask, scale=case.scale, backend=self.backend)
+
+
+class DenseProvider(Provider):
+    """Attention as a textbook writes it: every score in memory at once."""
+
+    name = "naive"
+
+    def why_not(self, cell: Cell, direction: Direction, device: torch.device) -> str | None:
+        """Refuse where the score matrices would not fit."""
+        return _too_large(cell, device)
+
+    def bind(self, cell: Cell, device: torch.device) -> Attend:
+        """Two matrix products around torch's softmax."""
+        case, group = cell.case, cell.case.hq // cell.case.hk
+        scale = case.d**-0.5 if case.scale is None else case.scale
+        hidden = None if case.mask == FULL else ~case.mask.visible(case.sq, case.sk, device)
+
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            if group > 1:
+                k, v = (t.repeat_interleave(group, dim=1) for t in (k, v))
+            scores = q @ k.transpose(-1, -2) * scale
+            if hidden is not None:
+                scores = scores.masked_fill(hidden, float("-inf"))
+            return scores.softmax(-1) @ v
+
+        return attend
+
+
+class SdpaProvider(Provider):
+    """One backend of torch's scaled_dot_product_attention."""
+
+    def __init__(self, name: str, backend: SDPBackend, *, on_cpu: bool, dense: bool = False) -> None:
+        self.name, self.backend, self.on_cpu, self.dense = name, backend, on_cpu, dense
+
+    def missing(self, device: torch.device) -> str | None:
+        """Say which of torch's backends have no CPU kernel."""
+        if device.type == "cpu" and not self.on_cpu:
+            return "torch has this kernel for GPUs only"
+        return None
+
+    def why_not(self, cell: Cell, direction: Direction, device: torch.device) -> str | None:
+        """Refuse masks that torch takes only as a dense tensor."""
+        mask, square = cell.case.mask, cell.case.sq == cell.case.sk
+        plain = mask == FULL or (mask.left is None and mask.right == 0 and (square or mask.alignment == "top_left"))
+        if not plain:
+            return f"takes no mask or top-left causal without a dense (sq, sk) mask tensor, got {mask}"
+        return _too_large(cell, device) if self.dense else None
+
+    def bind(self, cell: Cell, device: torch.device) -> Attend:
+        """Call torch with only this backend allowed."""
+        case = cell.case
+        is_causal, grouped = case.mask != FULL, case.hq != case.hk
+
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            with self._only():
+                return torch.nn.functional.scaled_dot_product_attention(
+                    q, k, v, is_causal=is_causal, scale=case.scale, enable_gqa=grouped)
+
+        return attend
+
+    def _only(self) -> AbstractContextManager[None]:
+        context: AbstractContextManager[None] = sdpa_kernel(self.backend)
+        return context
+
+
+def own_providers() -> list[Provider]:
+    """Return the automatic choice and every backend of this package."""
+    return [TilewiseProvider(None), *(TilewiseProvider(name) for name in BACKENDS)]
+
+
+def torch_providers() -> list[Provider]:
+    """Return dense attention and torch's kernels."""
+    return [
+        DenseProvider(),
+        SdpaProvider("sdpa_math", SDPBackend.MATH, on_cpu=True, dense=True),
+        SdpaProvider("sdpa_flash", SDPBackend.FLASH_ATTENTION, on_cpu=True),
+        SdpaProvider("sdpa_efficient", SDPBackend.EFFICIENT_ATTENTION, on_cpu=False),
+        SdpaProvider("sdpa_cudnn", SDPBackend.CUDNN_ATTENTION, on_cpu=False),
+    ]
+
+
+def _too_large(cell: Cell, device: torch.device) -> str | None:
+    # Scores, probabilities, a masked copy and their gradients are alive together; torch's math path adds float32 ones.
+    case = cell.case
+    needed = 6 * case.b * case.hq * case.sq * case.sk * max(cell.dtype.itemsize, 2)
+    free = available_bytes(device)
+    if free is None or 2 * needed <= free:
+        return None
+    return f"would hold about {needed // MIB} MiB of scores, of {free // MIB} MiB free; left out to be safe"

@@ -1,0 +1,168 @@
+"""Markdown tables from rows, and the tables of a README between markers.
+
+A README holds ``<!-- bench:NAME -->`` … ``<!-- /bench:NAME -->``; what stands between is generated. NAME is the path
+of a CSV below the results folder without its ending ("nvidia-h200/paper"), or its bare name where that is unique;
+":memory" or ":accuracy" behind it asks for another table than the speeds.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tilewise.bench.providers import AUTOMATIC, is_ours
+from tilewise.bench.rows import Row, latest, read_rows
+from tilewise.errors import InvalidInput
+
+VIEWS = ("speed", "memory", "accuracy")
+_MARKED = re.compile(r"(<!-- bench:(\S+) -->)(.*?)(<!-- /bench:(\S+) -->)", re.DOTALL)
+_START = re.compile(r"<!-- bench:\S+ -->")
+_NOT_MEASURED = "–"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One case in one direction: every provider's row, side by side."""
+
+    rows: dict[str, Row]
+
+    @property
+    def first(self) -> Row:
+        """A row to read the case from; they agree on it."""
+        return next(iter(self.rows.values()))
+
+    @property
+    def ours(self) -> Row | None:
+        """The row that peers are held against: the automatic choice, else our first backend with a time."""
+        timed = [row for row in self.rows.values() if is_ours(row.provider) and row.ms_p50 is not None]
+        return min(timed, key=lambda row: row.provider != AUTOMATIC, default=None)
+
+    def speedup_over(self, provider: str) -> float | None:
+        """Return how many times ours is as fast as a provider."""
+        ours, other = self.ours, self.rows.get(provider)
+        if ours is None or other is None or ours.ms_p50 is None or other.ms_p50 is None:
+            return None
+        return other.ms_p50 / ours.ms_p50
+
+
+def comparisons(rows: Iterable[Row]) -> list[Comparison]:
+    """Put the newest rows of every (case, dtype, direction, regime) side by side."""
+    sides: dict[tuple[str, ...], dict[str, Row]] = {}
+    for row in latest(rows):
+        sides.setdefault((row.case, row.dtype, row.direction, row.regime), {})[row.provider] = row
+    return [Comparison(side) for side in sides.values()]
+
+
+def counts_in_tflops(rows: Iterable[Row]) -> bool:
+    """Whether speeds are told in TFLOP/s; where none exceeds 1, as on a CPU, times say more."""
+    return any(row.tflops is not None and row.tflops >= 1 for row in rows)
+
+
+def markdown(rows: Sequence[Row], view: str = "speed") -> str:
+    """Write a table: a line a case and direction, a column a provider.
+
+    In the speed table a peer's cell ends with how many times ours is as fast as it.
+
+    Raises:
+        InvalidInput: no rows, or an unknown view.
+    """
+    if view not in VIEWS:
+        raise InvalidInput(f"view is {view!r}; allowed are {', '.join(VIEWS)}.")
+    if not rows:
+        raise InvalidInput("there are no rows to make a table of.")
+    sides = comparisons(rows)
+    names = sorted({name for side in sides for name in side.rows}, key=_provider_rank(rows))
+    title, cell = _view(view, rows)
+    lines = [f"{title}. {_caption(rows)}", "", "| case | pass | " + " | ".join(names) + " |",
+             "|---|---|" + "---:|" * len(names)]
+    for side in sides:
+        texts = [cell(side, side.rows[name]) if name in side.rows else _NOT_MEASURED for name in names]
+        lines.append("| " + " | ".join([describe(side.first), side.first.direction.replace("_", " "), *texts]) + " |")
+    return "\n".join(lines)
+
+
+def describe(row: Row) -> str:
+    """Name a case in a reader's words."""
+    pairs = ((row.hq, row.hk, "h"), (row.sq, row.sk, "s"), (row.d, row.dv, "d"))
+    sizes = " ".join(f"{letter}{first}" if first == second else f"{letter}{first}/{second}"
+                     for first, second, letter in pairs)
+    return f"b{row.b} {sizes} {row.dtype} {'full' if row.mask == 'none' else row.mask}"
+
+
+def updated_readme(text: str, results: Path) -> str:
+    """Return a README's text with every marked table made anew from the CSV files below a folder.
+
+    Raises:
+        InvalidInput: a marker without its end, or a name that fits no file or several.
+    """
+    def table(match: re.Match[str]) -> str:
+        start, name, _, end, end_name = match.groups()
+        if end_name != name:
+            raise InvalidInput(f"the marker bench:{name} is followed by /bench:{end_name}; allowed is its own end.")
+        stem, _, view = name.partition(":")
+        return f"{start}\n{markdown(read_rows(_named_file(results, stem)), view or 'speed')}\n{end}"
+
+    new, count = _MARKED.subn(table, text)
+    if count != len(_START.findall(text)):
+        raise InvalidInput("a marker <!-- bench:NAME --> has no end; allowed is <!-- /bench:NAME --> behind it.")
+    return new
+
+
+def _named_file(results: Path, name: str) -> Path:
+    files = {file.relative_to(results).with_suffix("").as_posix(): file for file in sorted(results.rglob("*.csv"))}
+    fitting = [file for path, file in files.items() if name in (path, path.rpartition("/")[2])]
+    if len(fitting) != 1:
+        raise InvalidInput(f"the marker bench:{name} fits {len(fitting)} files below {results}; "
+                           f"allowed is one of {', '.join(files) or '(none there)'}.")
+    return fitting[0]
+
+
+def _view(view: str, rows: Sequence[Row]) -> tuple[str, Callable[[Comparison, Row], str]]:
+    if view == "memory":
+        return "Peak memory above the inputs, MiB (backward: forward and backward together)", _memory_cell
+    if view == "accuracy":
+        return "Error against float64: maximum (mean); backward: the worst of dq, dk, dv", _accuracy_cell
+    if counts_in_tflops(rows):
+        return "TFLOP/s, and how many times tilewise is as fast", lambda side, row: _speed_cell(side, row, row.tflops)
+    return ("Milliseconds a call, and how many times tilewise is as fast",
+            lambda side, row: _speed_cell(side, row, row.ms_p50))
+
+
+def _speed_cell(side: Comparison, row: Row, value: float | None) -> str:
+    if value is None:
+        return _status_cell(row)
+    ratio = None if is_ours(row.provider) else side.speedup_over(row.provider)
+    text = f"{value:.3g}" if value < 100 else f"{value:.0f}"
+    text = f"**{text}**" if row is side.ours else text
+    return text if ratio is None else f"{text} ({ratio:.2f}×)"
+
+
+def _memory_cell(side: Comparison, row: Row) -> str:
+    if row.peak_mib is None:
+        return _status_cell(row)
+    return f"**{row.peak_mib:.0f}**" if row is side.ours else f"{row.peak_mib:.0f}"
+
+
+def _accuracy_cell(side: Comparison, row: Row) -> str:
+    if row.max_error is None:
+        return _status_cell(row)
+    text = f"{row.max_error:.1e} ({row.mean_error:.1e})"
+    return f"**{text}**" if row is side.ours else text
+
+
+def _status_cell(row: Row) -> str:
+    return _NOT_MEASURED if row.status == "ok" else row.status
+
+
+def _provider_rank(rows: Sequence[Row]) -> Callable[[str], tuple[bool, int]]:
+    order = list(dict.fromkeys(row.provider for row in rows))
+    return lambda name: (not is_ours(name), order.index(name))
+
+
+def _caption(rows: Sequence[Row]) -> str:
+    newest = max(rows, key=lambda row: row.date)
+    parts = [newest.device_name, f"driver {newest.driver}" if newest.driver else "", f"torch {newest.torch}",
+             f"Triton {newest.triton}" if newest.triton else "",
+             f"regime {', '.join(dict.fromkeys(row.regime for row in rows))}",
+             f"commit {newest.commit}" if newest.commit else "", newest.date.partition("T")[0]]
+    return "; ".join(part for part in parts if part) + "."

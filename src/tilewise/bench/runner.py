@@ -1,0 +1,102 @@
+"""Check first, then time: one row per (cell, provider, direction). A wrong result is never timed."""
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+
+from tilewise.bench.checking import Checker, Prepared, one_line
+from tilewise.bench.clocks import ClockSampler
+from tilewise.bench.grids import Cell
+from tilewise.bench.memory import peak_mib
+from tilewise.bench.plan import Plan, blank_row
+from tilewise.bench.roofline import Direction, flops, least_bytes
+from tilewise.bench.rows import Row
+from tilewise.bench.timing import Call, Timing, graphed, host_microseconds, measure
+from tilewise.testing.inputs import make_inputs
+
+_GRAPH_MAX_LENGTH = 1024  # beyond it a call outlasts its launch, and a replay measures the same
+
+
+def run(cells: Iterable[Cell], plan: Plan) -> Iterator[tuple[Cell, list[Row]]]:
+    """Yield each cell with its rows, as they come; stops early when the budget is spent."""
+    start = time.monotonic()
+    with ClockSampler(plan.device) as clocks:
+        for cell in cells:
+            if plan.budget is not None and time.monotonic() - start > plan.budget:
+                return
+            yield cell, _CellRun(cell, plan, clocks).rows()
+
+
+class _CellRun:
+    """All providers on one cell."""
+
+    def __init__(self, cell: Cell, plan: Plan, clocks: ClockSampler) -> None:
+        self._cell, self._plan, self._clocks = cell, plan, clocks
+        self._on_graph = plan.graph and plan.device.type == "cuda" and cell.case.sq <= _GRAPH_MAX_LENGTH
+        self._regime = plan.regime.name + ("+graph" if self._on_graph else "")
+
+    def rows(self) -> list[Row]:
+        """Check every provider, time those that are right, and measure their memory."""
+        cell, plan = self._cell, self._plan
+        inputs = make_inputs(cell.case, cell.dtype, plan.device)
+        self._step("float64 oracle")
+        checker = Checker(cell, inputs, plan.device)
+        rows: list[Row] = []
+        for provider in plan.providers:
+            self._step(f"checking {provider.name}")
+            for direction in plan.directions:
+                row = blank_row(cell, provider.name, direction, self._regime, plan.origin)
+                rows.append(checker.checked(row, provider, direction))
+        del checker
+        right = {row.provider for row in rows if row.status == "ok"}
+        prepared = {provider.name: Prepared(provider, cell, inputs, plan.device)
+                    for provider in plan.providers if provider.name in right}
+        return [done for direction in plan.directions
+                for done in self._timed([row for row in rows if row.direction == direction], direction, prepared)]
+
+    def _timed(self, rows: list[Row], direction: Direction, prepared: Mapping[str, Prepared]) -> list[Row]:
+        """Fill in the rows of one direction that are right; the others stay as they are."""
+        self._step(f"timing {direction}")
+        calls: dict[str, Call] = {}
+        broken: dict[str, str] = {}
+        for row in rows:
+            if row.status == "ok":
+                try:
+                    calls[row.provider] = self._first_call(prepared[row.provider], direction)
+                except Exception as error:  # as in the check; out of memory at the full size is the usual one
+                    broken[row.provider] = one_line(error)
+        times = measure(calls, self._plan.regime, self._plan.device, self._clocks)
+        host_us = {name: host_microseconds(call, self._plan.device) for name, call in calls.items()
+                   if self._plan.device.type == "cuda"}
+        calls.clear()  # their graphs hold memory that the next measurement must not see
+        self._step(f"memory of {direction}")
+        done = []
+        for row in rows:
+            if row.provider in times:
+                row = replace(self._with_timing(row, direction, times[row.provider]),
+                              host_us=host_us.get(row.provider))
+                entry = prepared[row.provider]
+                call = entry.forward if direction == "forward" else entry.training_step
+                row = replace(row, peak_mib=peak_mib(call, self._plan.device))
+            elif row.provider in broken:
+                row = replace(row, status="failed", reason=broken[row.provider])
+            done.append(row)
+        return done
+
+    def _first_call(self, entry: Prepared, direction: Direction) -> Call:
+        call = graphed(partial(entry.call, direction), self._plan.device) if self._on_graph else entry.call(direction)
+        call()
+        return call
+
+    def _with_timing(self, row: Row, direction: Direction, timing: Timing) -> Row:
+        case, seconds = self._cell.case, timing.p50 / 1e3
+        return replace(
+            row, ms_p20=timing.p20, ms_p50=timing.p50, ms_p80=timing.p80, samples=timing.samples,
+            tflops=flops(case, direction) / seconds / 1e12,
+            gb_per_s=least_bytes(case, self._cell.dtype, direction) / seconds / 1e9,
+            sm_mhz=timing.clocks.sm_mhz, power_w=timing.clocks.power_w,
+        )
+
+    def _step(self, text: str) -> None:
+        self._plan.on_step(f"{self._cell}: {text}")

@@ -1,0 +1,177 @@
+"""The commands: read flags, call the library, hand the outcome to render.py."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from tilewise.bench import report as reports
+from tilewise.bench.environment import environment
+from tilewise.bench.grids import Cell, filtered, grid_cells, parse_dtype
+from tilewise.bench.plan import Plan, available_providers
+from tilewise.bench.plots import draw_figures
+from tilewise.bench.provenance import provenance
+from tilewise.bench.providers import is_ours
+from tilewise.bench.roofline import DIRECTIONS
+from tilewise.bench.rows import read_rows
+from tilewise.bench.timing import regime_named
+from tilewise.cli import options as flags
+from tilewise.cli import render, session
+from tilewise.dispatch import BACKENDS, explain_problem, get_backend
+from tilewise.errors import InvalidInput
+from tilewise.testing.cases import CASES, case_named
+
+app = typer.Typer(name="tilewise", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+                  help="Exact fused attention: what is here, what serves a call, how right, how fast.")
+_CHECK_DTYPES = ("float32", "bfloat16", "float16")
+_WRONG = 1
+Folder = Annotated[Path, typer.Option("--out", help="Folder for what is written.")]
+
+
+@app.command()
+def info(*, as_json: flags.AsJson = False) -> None:
+    """Tell versions, devices, and which backends are usable on each, and why not."""
+    facts = environment()
+    render.as_json(facts) if as_json else render.environment(facts)
+
+
+@app.command()
+def explain(  # noqa: PLR0913 - one parameter a flag
+    *, b: flags.Batch = 1, hq: flags.QueryHeads = 8, hk: flags.KeyHeads = None,
+    sq: Annotated[int, typer.Option("--sq", min=0, help="Query length.")] = 1024, sk: flags.KeyLength = None,
+    d: flags.HeadDim = 64, dv: flags.ValueDim = None,
+    dtype: Annotated[str, typer.Option(help="float16, bfloat16, float32 or float64.")] = "float32",
+    mask: flags.MaskText = "none", device: flags.DeviceName = None,
+    backend: Annotated[str | None, typer.Option(help="Ask as if the call named this backend.")] = None,
+    as_json: flags.AsJson = False,
+) -> None:
+    """Tell which backend serves a problem, forward and backward, and each other one's reason.
+
+    Nothing is allocated or computed. Exit status 1 when a pass is refused by every backend.
+    """
+    cell = flags.flags_cell((hq, hk), (sq, sk), (d, dv), b=b, dtype=dtype, mask=mask)
+    answer = explain_problem(cell.problem(flags.chosen_device(device)), backend)
+    render.as_json(render.explanation_facts(answer)) if as_json else render.explanation(answer)
+    if answer.forward is None or answer.backward is None:
+        raise typer.Exit(_WRONG)
+
+
+@app.command()
+def check(  # noqa: PLR0913 - one parameter a flag
+    *, case: Annotated[list[str] | None, typer.Option(help="A named case; may be repeated. Default: all.")] = None,
+    backend: Annotated[list[str] | None, typer.Option(help="A backend; may be repeated. Default: all.")] = None,
+    dtype: Annotated[str, typer.Option(help="Dtypes, with commas.")] = ",".join(_CHECK_DTYPES),
+    sq: flags.OwnLength = None, b: flags.Batch = 1, hq: flags.QueryHeads = 8, hk: flags.KeyHeads = None,
+    sk: flags.KeyLength = None, d: flags.HeadDim = 64, dv: flags.ValueDim = None, mask: flags.MaskText = "none",
+    device: flags.DeviceName = None, seed: Annotated[int, typer.Option(help="Of the inputs.")] = 0,
+    verbose: Annotated[bool, typer.Option("--verbose", help="A line for every check, not only a summary.")] = False,
+    as_json: flags.AsJson = False,
+) -> None:
+    """Hold every usable backend against dense float64 attention: errors, budgets, the worst coordinate.
+
+    Exit status 1 when a result is outside its budget, or a backend breaks.
+    """
+    where = flags.usable_device(device)
+    if sq is not None and case:
+        raise InvalidInput("--sq and --case are both given; allowed is a shape or named cases.")
+    names = [get_backend(name).name for name in backend or BACKENDS]
+    if sq is not None:
+        cells = [flags.flags_cell((hq, hk), (sq, sk), (d, dv), b=b, dtype=name, mask=mask)
+                 for name in flags.comma_list(dtype)]
+    else:
+        chosen = [case_named(name) for name in case] if case else CASES
+        cells = [Cell("cases", one, parse_dtype(name)) for name in flags.comma_list(dtype) for one in chosen]
+    results = session.check_session(cells, names, where, seed)
+    if as_json:
+        render.as_json([render.check_facts(result) for result in results])
+    else:
+        render.checks(results, verbose=verbose)
+    if not all(result.ok for result in results):
+        raise typer.Exit(_WRONG)
+
+
+@app.command()
+def bench(  # noqa: PLR0913 - one parameter a flag
+    *, grid: Annotated[str | None, typer.Option(help="Grids, with commas: cpu, paper, seeds, gqa, fp32. Default: paper "
+                                                     "on a GPU, else cpu.")] = None,
+    sq: flags.OwnLength = None, b: flags.Batch = 1, hq: flags.QueryHeads = 8, hk: flags.KeyHeads = None,
+    sk: flags.KeyLength = None, d: flags.HeadDim = 64, dv: flags.ValueDim = None, mask: flags.MaskText = "none",
+    dtype: Annotated[str, typer.Option(help="Dtype of the shape.")] = "float32",
+    providers: Annotated[str | None, typer.Option(help="Providers, with commas. Default: all that are here.")] = None,
+    seqs: Annotated[str | None, typer.Option(help="Keep these query lengths of the grid.")] = None,
+    dims: Annotated[str | None, typer.Option(help="Keep these head dims of the grid.")] = None,
+    direction: Annotated[Literal["both", "forward", "backward"], typer.Option(help="Passes to time.")] = "both",
+    regime: Annotated[str | None, typer.Option(help="duty, dense, sustained or turns. Default: duty on a GPU, else "
+                                                    "turns.")] = None,
+    graph: Annotated[bool, typer.Option("--graph", help="Time CUDA-graph replays where s <= 1024.")] = False,
+    host: Annotated[bool, typer.Option("--host", help="Measure the host's cost of a call instead.")] = False,
+    budget: Annotated[float | None, typer.Option(min=0, help="Seconds after which no further case starts.")] = None,
+    device: flags.DeviceName = None, out: Folder = Path("bench-out"),
+    plots: Annotated[bool, typer.Option(help="Draw the figures too.")] = True, as_json: flags.AsJson = False,
+) -> None:
+    """Check, then time: this package beside dense attention, torch's kernels and other packages.
+
+    Writes CSV rows, a Markdown table and figures. A wrong result is not timed. Exit status 1 when one of tilewise's
+    own results is wrong or broke.
+    """
+    where = flags.usable_device(device)
+    if sq is not None:
+        if grid is not None:
+            raise InvalidInput("--sq and --grid are both given; allowed is a shape or grids.")
+        cells = [flags.flags_cell((hq, hk), (sq, sk), (d, dv), b=b, dtype=dtype, mask=mask)]
+    else:
+        default = "paper" if where.type == "cuda" else "cpu"
+        cells = filtered(grid_cells(flags.comma_list(grid) or [default]), flags.comma_integers("seqs", seqs),
+                         flags.comma_integers("dims", dims))
+    if not cells:
+        raise InvalidInput("no case of the grid is left by --seqs and --dims.")
+    present, absent = available_providers(flags.comma_list(providers), where)
+    plan = Plan(where, present, regime_named(regime, where), provenance(where, session.command_line()),
+                DIRECTIONS if direction == "both" else (direction,), budget, graph)
+    outcome = session.host_session(plan, out) if host else session.bench_session(cells, plan, out)
+    if plots and not host:
+        session.draw(outcome, out)
+    render.bench_json(outcome, absent) if as_json else render.bench(outcome, absent)
+    if any(row.status in ("wrong", "failed") and is_ours(row.provider) for row in outcome.rows):
+        raise typer.Exit(_WRONG)
+
+
+@app.command()
+def plot(files: Annotated[list[Path], typer.Argument(help="CSV files that `tilewise bench` wrote.")], *,
+         out: Folder = Path("bench-out"),
+         file_format: Annotated[str, typer.Option("--format", help="svg, png or pdf.")] = "svg",
+         as_json: flags.AsJson = False) -> None:
+    """Draw speed and memory against sequence length, from rows alone."""
+    drawn = [path for file in files for path in draw_figures(read_rows(file), out, file.stem, file_format)]
+    render.paths(drawn, as_json=as_json)
+
+
+@app.command()
+def report(
+    files: Annotated[list[Path] | None, typer.Argument(help="CSV files to print as Markdown.")] = None, *,
+    view: Annotated[str, typer.Option(help="speed, memory or accuracy.")] = "speed",
+    readme: Annotated[Path | None, typer.Option(help="Make the marked tables of this file anew instead.")] = None,
+    results: Annotated[Path, typer.Option(help="Folder of the CSV files that the markers name.")] = Path(
+        "benchmarks/results"),
+    only_check: Annotated[bool, typer.Option("--check", help="Write nothing; exit status 1 if the file is out of "
+                                                             "step with its CSV.")] = False,
+    as_json: flags.AsJson = False,
+) -> None:
+    """Print rows as a Markdown table, or keep a README's tables in step with the CSV files."""
+    if (readme is None) == (not files):
+        raise InvalidInput("allowed is either CSV files to print, or --readme FILE to keep in step.")
+    if readme is None:
+        tables = {str(file): reports.markdown(read_rows(file), view) for file in files or ()}
+        render.as_json(tables) if as_json else print("\n\n".join(tables.values()))
+        return
+    if not readme.is_file():
+        raise InvalidInput(f"--readme is {readme}, which is no file.")
+    old = readme.read_text(encoding="utf-8")
+    new = reports.updated_readme(old, results)
+    in_step = new == old
+    if not only_check and not in_step:
+        readme.write_text(new, encoding="utf-8")
+    verdict = "in step" if in_step else "out of step" if only_check else "updated"
+    render.as_json({"file": str(readme), "verdict": verdict}) if as_json else print(f"{readme}: {verdict}")
+    if only_check and not in_step:
+        raise typer.Exit(_WRONG)

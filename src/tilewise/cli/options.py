@@ -1,0 +1,63 @@
+"""What flags mean: their types, and the problems and devices they describe."""
+
+from typing import Annotated
+
+import torch
+import typer
+
+from tilewise.bench.grids import Cell, parse_dtype, shape_case
+from tilewise.bench.mask_text import FORMS, parse_mask
+from tilewise.errors import InvalidInput
+
+Batch = Annotated[int, typer.Option("--b", min=1, help="Batch size.")]
+QueryHeads = Annotated[int, typer.Option("--hq", min=1, help="Query heads.")]
+KeyHeads = Annotated[int | None, typer.Option("--hk", min=1, help="Key/value heads; default: as many as query heads.")]
+OwnLength = Annotated[int | None, typer.Option("--sq", min=1, help="Query length: take the shape that flags give.")]
+KeyLength = Annotated[int | None, typer.Option("--sk", min=0, help="Key length; default: the query length.")]
+HeadDim = Annotated[int, typer.Option("--d", min=1, help="Head dim of q and k.")]
+ValueDim = Annotated[int | None, typer.Option("--dv", min=1, help="Head dim of v; default: as q and k.")]
+MaskText = Annotated[str, typer.Option("--mask", help=f"{FORMS}; RIGHT and LEFT may be inf.")]
+DeviceName = Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:1, ...; default: a GPU if there is "
+                                                                  "one.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Write one JSON value to standard output, and nothing else.")]
+
+
+def chosen_device(name: str | None) -> torch.device:
+    """Read a device's name, or choose. Raises :class:`InvalidInput` for one that is not here."""
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise InvalidInput(f"device is {name!r}; allowed are cpu, cuda, or cuda:INDEX.") from error
+    if device.type not in ("cpu", "cuda"):
+        raise InvalidInput(f"device is {name!r}; allowed are cpu, cuda, or cuda:INDEX.")
+    return device
+
+
+def usable_device(name: str | None) -> torch.device:
+    """As :func:`chosen_device`, and demand that work can run there."""
+    device = chosen_device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise InvalidInput(f"device is {name!r}, and torch sees {torch.cuda.device_count()} GPUs here; use cpu.")
+    return device
+
+
+def flags_cell(heads: tuple[int, int | None], lengths: tuple[int, int | None], dims: tuple[int, int | None], *,
+               b: int, dtype: str, mask: str) -> Cell:
+    """Return the problem that flags describe; the second of each pair defaults to the first."""
+    first = [(given, given if other is None else other) for given, other in (heads, lengths, dims)]
+    return Cell("flags", shape_case(b, first[0], first[1], first[2], parse_mask(mask)), parse_dtype(dtype))
+
+
+def comma_list(text: str | None) -> list[str]:
+    """Split 'a,b' into its parts; nothing given is an empty list."""
+    return [part.strip() for part in text.split(",") if part.strip()] if text else []
+
+
+def comma_integers(name: str, text: str | None) -> list[int]:
+    """Split '512,1024' into integers. Raises :class:`InvalidInput` naming the flag."""
+    parts = comma_list(text)
+    if not all(part.isdecimal() for part in parts):
+        raise InvalidInput(f"--{name} is {text!r}; allowed are integers with commas between them.")
+    return [int(part) for part in parts]

@@ -1,0 +1,225 @@
+"""Write outcomes for people (rich tables) and for machines (one JSON value)."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from tilewise.bench.backend_checks import BackendCheck, budget_share
+from tilewise.bench.grids import dtype_name
+from tilewise.bench.providers import is_ours
+from tilewise.bench.report import Comparison, comparisons, counts_in_tflops, describe
+from tilewise.bench.rows import Row
+from tilewise.cli.session import Outcome
+from tilewise.dispatch import Explanation
+
+_NOTHING = "–"
+_BASELINE = "naive"
+
+
+def as_json(value: object) -> None:
+    """Print one JSON value; numbers that JSON lacks (nan, inf) become strings."""
+    print(json.dumps(_plain(value), indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def paths(files: Sequence[Path], *, as_json: bool) -> None:
+    """Print the files that were written."""
+    names = [str(file) for file in files]
+    print(json.dumps({"files": names}) if as_json else "\n".join(f"wrote {name}" for name in names))
+
+
+def environment(facts: dict[str, Any]) -> None:
+    """Print versions and devices, and each backend's answer for a plain call."""
+    console = _console()
+    for title in ("versions", "settings"):
+        if facts[title]:
+            console.print(f"[bold]{title}[/]  " + "  ".join(f"{k} {v}" for k, v in facts[title].items() if v))
+    lacking = [name for name, present in facts["packages"].items() if not present]
+    if lacking:
+        console.print(f"[bold]not installed[/]  {', '.join(lacking)}")
+    for device in facts["devices"]:
+        free = "" if device["free_mib"] is None else f", {device['free_mib'] / 1024:.1f} GiB free"
+        table = Table("backend", "takes", "refuses", title=f"{device['device']}: {device['name']}{free}",
+                      title_justify="left")
+        for name, answers in device["backends"].items():
+            takes = [dtype for dtype, reason in answers.items() if reason is None]
+            refusals = dict.fromkeys(reason for reason in answers.values() if reason is not None)
+            table.add_row(name, ", ".join(takes) or _NOTHING, "\n".join(refusals) or _NOTHING)
+        console.print(table)
+        _print_absent(console, device["absent_providers"])
+
+
+def explanation(answer: Explanation) -> None:
+    """Print which backend serves each pass, and the others' reasons."""
+    console = _console()
+    table = Table("pass", "backend", "answer", title=str(answer.problem).removeprefix("forward "),
+                  title_justify="left")
+    chosen = {"forward": answer.forward, "backward": answer.backward}
+    for (direction, name), reason in answer.reasons.items():
+        verdict = "could serve" if reason is None else reason
+        table.add_row(direction, name, "[bold green]chosen[/]" if chosen[direction] == name else verdict)
+    console.print(table)
+
+
+def explanation_facts(answer: Explanation) -> dict[str, Any]:
+    """Return an explanation as plain values."""
+    reasons: dict[str, dict[str, str | None]] = {"forward": {}, "backward": {}}
+    for (direction, name), reason in answer.reasons.items():
+        reasons[direction][name] = reason
+    return {"problem": str(answer.problem).removeprefix("forward "), "forward": answer.forward,
+            "backward": answer.backward, "reasons": reasons}
+
+
+def check_facts(result: BackendCheck) -> dict[str, Any]:
+    """Return one check as plain values."""
+    return {
+        "case": str(result.cell.case), "dtype": dtype_name(result.cell.dtype), "backend": result.backend,
+        "ok": result.ok, "checked": result.checked, "refusal": result.refusal,
+        "backward_refusal": result.backward_refusal, "failure": result.failure,
+        "results": [asdict(report) | {"ok": report.ok} for report in result.reports],
+    }
+
+
+def checks(results: Sequence[BackendCheck], *, verbose: bool) -> None:
+    """Print a summary a backend and dtype, every failure in full, and with ``verbose`` a line a check."""
+    console = _console()
+    if verbose:
+        console.print(_check_lines(results))
+    summary = Table("backend", "dtype", "passed", "failed", "refused", "most of a budget used", "by", "there",
+                    title="against dense float64 attention", title_justify="left")
+    groups: dict[tuple[str, str], list[BackendCheck]] = {}
+    for result in results:
+        groups.setdefault((result.backend, dtype_name(result.cell.dtype)), []).append(result)
+    for (backend, dtype), members in groups.items():
+        compared = [member for member in members if member.worst is not None]
+        failed = sum(not member.ok for member in members)
+        refused = sum(member.refusal is not None for member in members)
+        cells = [backend, dtype, str(len(members) - failed - refused),
+                 f"[red]{failed}[/]" if failed else "0", str(refused)]
+        hardest = max(compared, key=lambda member: budget_share(member.worst) if member.worst else 0.0, default=None)
+        if hardest is not None and hardest.worst is not None:
+            worst = hardest.worst
+            cells += [f"{budget_share(worst):.0%}", f"{hardest.cell.case}, {worst.name}",
+                      f"max {worst.max_error:.2e} of {worst.max_budget:.2e}, mean {worst.mean_error:.2e} of "
+                      f"{worst.mean_budget:.2e}, at {worst.worst}"]
+        summary.add_row(*cells)
+    console.print(summary)
+    for reason in dict.fromkeys(f"{r.backend}: {r.refusal or r.backward_refusal}" for r in results
+                                if r.refusal or r.backward_refusal):
+        console.print(f"refused by {reason}", markup=False)
+    for result in results:
+        if not result.ok:
+            lines = [str(report) for report in result.reports if not report.ok] or [str(result.failure)]
+            console.print(f"FAILED {result.backend}, {result.cell}: " + "; ".join(lines), style="red", markup=False)
+
+
+def bench(outcome: Outcome, absent: dict[str, str]) -> None:
+    """Print the times, one block a case, and say where everything is."""
+    console = _console()
+    timed = [row for row in outcome.rows if row.regime != "host"]
+    if timed:
+        console.print(_bench_table(timed))
+    if len(timed) < len(outcome.rows):
+        console.print(_host_table([row for row in outcome.rows if row.regime == "host"]))
+    for sentence in dict.fromkeys(f"{row.status}: {row.provider}, {describe(row)}, {row.direction}: {row.reason}"
+                                  for row in outcome.rows if row.status != "ok"):
+        console.print(sentence, markup=False)
+    _print_absent(console, absent)
+    if outcome.left:
+        console.print(f"budget spent: {len(outcome.left)} cases left, from {outcome.left[0]} on", markup=False)
+    for note in outcome.notes:
+        console.print(note, markup=False)
+    for file in outcome.files:
+        console.print(f"wrote {file}", markup=False, soft_wrap=True)
+
+
+def bench_json(outcome: Outcome, absent: dict[str, str]) -> None:
+    """Print rows, what was absent, what was left and what was written."""
+    as_json({"rows": [asdict(row) for row in outcome.rows], "absent": absent,
+             "left": [str(cell) for cell in outcome.left], "files": [str(file) for file in outcome.files],
+             "notes": outcome.notes})
+
+
+def _bench_table(rows: Sequence[Row]) -> Table:
+    unit, factor = ("TFLOP/s", 1.0) if counts_in_tflops(rows) else ("GFLOP/s", 1e3)
+    table = Table("provider", "pass", *(
+        "ms", "20–80 %", unit, "peak MiB", "max error", "mean error", f"faster than {_BASELINE}"),
+        title=f"{rows[0].device_name}, torch {rows[0].torch}: median times; peak memory above the inputs (backward: "
+              "with its forward); error against float64", title_justify="left")
+    for column in table.columns[2:]:
+        column.justify = "right"
+    case = ""
+    for side in comparisons(rows):
+        if describe(side.first) != case:
+            case = describe(side.first)
+            table.add_section()
+            table.add_row(f"[bold]{case}[/]")
+        for row in sorted(side.rows.values(), key=lambda row: not is_ours(row.provider)):
+            table.add_row(*_bench_cells(side, row, factor), style="bold" if is_ours(row.provider) else "")
+    return table
+
+
+def _bench_cells(side: Comparison, row: Row, factor: float) -> list[str]:
+    name = f"  {row.provider}"
+    if row.status != "ok":
+        return [name, row.direction, row.status]
+    baseline = side.rows.get(_BASELINE)
+    speedup = baseline.ms_p50 / row.ms_p50 if baseline and baseline.ms_p50 and row.ms_p50 else None
+    spread = f"{_number(row.ms_p20, '.2f')}–{_number(row.ms_p80, '.2f')}"
+    rate = None if row.tflops is None else row.tflops * factor
+    return [name, row.direction, _number(row.ms_p50, ".2f"), spread, _number(rate, ".3g"),
+            _number(row.peak_mib, ".0f"), _number(row.max_error, ".1e"), _number(row.mean_error, ".1e"),
+            _number(speedup, ".1f") + ("" if speedup is None else " ×")]
+
+
+def _host_table(rows: Sequence[Row]) -> Table:
+    table = Table("provider", "call", "host µs", "20–80 %", title="time of the host for one call, median",
+                  title_justify="left")
+    for row in rows:
+        if row.host_us is not None and row.ms_p20 is not None and row.ms_p80 is not None:
+            table.add_row(row.provider, row.direction.replace("_", " "), f"{row.host_us:.1f}",
+                          f"{row.ms_p20 * 1e3:.1f}–{row.ms_p80 * 1e3:.1f}")
+    return table
+
+
+def _check_lines(results: Sequence[BackendCheck]) -> Table:
+    table = Table("backend", "case", "dtype", "result", "max error", "budget", "mean error", "budget", "worst at", "")
+    for result in results:
+        start = (result.backend, str(result.cell.case), dtype_name(result.cell.dtype))
+        if not result.reports:
+            table.add_row(*start, "refused" if result.refusal else "[red]failed[/]")
+        for report in result.reports:
+            table.add_row(*start, report.name, f"{report.max_error:.2e}", f"{report.max_budget:.2e}",
+                          f"{report.mean_error:.2e}", f"{report.mean_budget:.2e}", str(report.worst),
+                          "ok" if report.ok else "[red]over[/]")
+    return table
+
+
+def _print_absent(console: Console, absent: dict[str, str]) -> None:
+    for name, reason in absent.items():
+        console.print(f"not here: {name}: {reason}", markup=False, style="dim")
+
+
+def _number(value: float | None, spec: str) -> str:
+    return _NOTHING if value is None else f"{value:{spec}}"
+
+
+def _console() -> Console:
+    # Piped into a file there is no width to fit: 80 columns would cut the tables to pieces.
+    console = Console()
+    return console if console.is_terminal else Console(width=160)
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value

@@ -1,0 +1,129 @@
+"""A benchmark run from the command line: progress on standard error, files as they come."""
+
+import contextlib
+import importlib.util
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from tilewise.bench.backend_checks import BackendCheck, check_backends
+from tilewise.bench.grids import Cell
+from tilewise.bench.host import run_host
+from tilewise.bench.plan import Plan
+from tilewise.bench.plots import draw_figures
+from tilewise.bench.report import markdown
+from tilewise.bench.roofline import credited_pairs
+from tilewise.bench.rows import Row, write_rows
+from tilewise.bench.runner import run
+
+
+@dataclass
+class Outcome:
+    """What a run left.
+
+    Attributes:
+        left: cells that the time budget did not reach.
+        files: what was written.
+        notes: sentences for the reader.
+    """
+
+    rows: list[Row] = field(default_factory=list)
+    left: list[Cell] = field(default_factory=list)
+    files: list[Path] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+class Bar:
+    """A progress bar with a sentence beside it."""
+
+    def __init__(self, bar: Progress, total: float) -> None:
+        self._bar = bar
+        self._task = bar.add_task("", total=total)
+
+    def describe(self, text: str) -> None:
+        """Show what happens next."""
+        self._bar.update(self._task, description=text)
+
+    def advance(self, amount: float = 1.0) -> None:
+        """Move on."""
+        self._bar.advance(self._task, amount)
+
+
+@contextlib.contextmanager
+def progress(total: float) -> Iterator[Bar]:
+    """Show a bar on standard error while the block runs, then take it away."""
+    columns = (BarColumn(bar_width=30), TextColumn("{task.percentage:>3.0f} %"), TimeElapsedColumn(),
+               TextColumn("left"), TimeRemainingColumn(), TextColumn("{task.description}", markup=False))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        yield Bar(bar, total)
+
+
+def command_line() -> str:
+    """Return the command that was typed."""
+    return shlex.join(["tilewise", *sys.argv[1:]])
+
+
+def check_session(cells: Sequence[Cell], backends: Sequence[str], device: torch.device,
+                  seed: int) -> list[BackendCheck]:
+    """Check the backends on every cell."""
+    results: list[BackendCheck] = []
+    with progress(len(cells)) as bar:
+        for cell in cells:
+            bar.describe(str(cell))
+            results += check_backends(cell, backends, device, seed)
+            bar.advance()
+    return results
+
+
+def bench_session(cells: Sequence[Cell], plan: Plan, folder: Path) -> Outcome:
+    """Run the cells; each grid's CSV is written anew after every cell, so that a stopped run keeps its rows."""
+    outcome = Outcome()
+    by_grid: dict[str, list[Row]] = {}
+    done = 0
+    with progress(sum(_weight(cell) for cell in cells)) as bar:
+        for cell, rows in run(cells, replace(plan, on_step=bar.describe)):
+            bar.advance(_weight(cell))
+            done += 1
+            outcome.rows += rows
+            by_grid.setdefault(cell.grid, []).extend(rows)
+            write_rows(folder / f"{cell.grid}.csv", by_grid[cell.grid])
+    outcome.left = list(cells[done:])
+    for grid, rows in by_grid.items():
+        table = folder / f"{grid}.md"
+        table.write_text(markdown(rows) + "\n\n" + markdown(rows, "memory") + "\n", encoding="utf-8")
+        outcome.files += [folder / f"{grid}.csv", table]
+    return outcome
+
+
+def host_session(plan: Plan, folder: Path) -> Outcome:
+    """Measure the host's cost of a call, and write its rows."""
+    outcome = Outcome()
+    with progress(len(plan.providers)) as bar:
+        for row in run_host(replace(plan, on_step=bar.describe)):
+            outcome.rows.append(row)
+            if row.direction == "forward_backward":  # a provider's last row
+                bar.advance()
+    path = folder / "host.csv"
+    write_rows(path, outcome.rows)
+    outcome.files.append(path)
+    return outcome
+
+
+def draw(outcome: Outcome, folder: Path) -> None:
+    """Draw the figures of every grid that has a time, or note why there are none."""
+    if importlib.util.find_spec("matplotlib") is None:
+        outcome.notes.append("no figures: matplotlib is not installed; pip install 'tilewise[bench]' brings it")
+        return
+    for grid in dict.fromkeys(row.grid for row in outcome.rows if row.ms_p50 is not None):
+        outcome.files += draw_figures([row for row in outcome.rows if row.grid == grid], folder, grid)
+
+
+def _weight(cell: Cell) -> float:
+    """Share of a cell in the run's time: its work, and a floor for what every cell costs."""
+    return cell.case.b * cell.case.hq * credited_pairs(cell.case) * cell.case.d + 1e8
