@@ -1,0 +1,91 @@
+"""Write what each backend takes into backends.md: the answers of ``why_not``, asked without a GPU.
+
+Usage: ``python docs/support_table.py`` rewrites the block between the markers.
+"""
+
+import os
+import sys
+import unittest.mock
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from tilewise.dispatch import BACKENDS, get_backend
+from tilewise.masks import Mask, causal, window
+from tilewise.problem import AttentionProblem, dense_strides
+
+PAGE = Path(__file__).with_name("backends.md")
+CAPABILITY = (9, 0)
+BEGIN, END = "<!-- support table -->\n", "<!-- /support table -->\n"
+
+
+def describe(device: str, *, hk: int = 8, lengths: tuple[int, int] = (1024, 1024), dims: tuple[int, int] = (64, 64),
+             dtype: torch.dtype = torch.bfloat16, mask: Mask | None = None) -> AttentionProblem:
+    """Describe a call of a usual size on a device that need not be here; lengths (sq, sk), dims (d, dv)."""
+    hq, (sq, sk), (d, dv) = 8, lengths, dims
+    shapes = (2, hq, sq, d), (2, hk, sk, d), (2, hk, sk, dv)
+    q_strides, k_strides, v_strides = (dense_strides(shape, (4, 3, 2, 1)) for shape in shapes)
+    return AttentionProblem(b=2, hq=hq, hk=hk, sq=sq, sk=sk, d=d, dv=dv, dtype=dtype, device=torch.device(device),
+                            scale=d**-0.5, mask=mask or Mask(), q_strides=q_strides, k_strides=k_strides,
+                            v_strides=v_strides)
+
+
+def rows(device: str) -> dict[str, AttentionProblem]:
+    """Name the problems of one table."""
+    plain = describe(device)
+    fewer_queries = (512, 1024)
+    named = {str(dtype).removeprefix("torch."): describe(device, dtype=dtype)
+             for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
+    return named | {
+        "causal": describe(device, mask=causal()),
+        "causal top_left, fewer queries": describe(device, lengths=fewer_queries, mask=causal("top_left")),
+        "causal bottom_right, fewer queries": describe(device, lengths=fewer_queries, mask=causal("bottom_right")),
+        "sliding window": describe(device, mask=causal() & window(255, 0)),
+        "GQA, causal": describe(device, hk=2, mask=causal()),
+        "head dim 256": describe(device, dims=(256, 256)),
+        "head dim 80": describe(device, dims=(80, 80)),
+        "head dim of v different": describe(device, dims=(192, 128)),
+        "head dim not innermost in memory": replace(plain, q_strides=(8 * 1024 * 64, 1024 * 64, 1, 1024)),
+        "no keys": describe(device, lengths=(1024, 0)),
+        "gradient": plain.backward(lse_grad=False),
+        "gradient, causal": describe(device, mask=causal()).backward(lse_grad=False),
+        "gradient through lse": plain.backward(lse_grad=True),
+        "gradient, deterministic=True": replace(plain, deterministic=True).backward(lse_grad=False),
+    }
+
+
+def table(device: str) -> str:
+    """Return a Markdown table, a row a problem and a column a backend, and below it the sentences of refusal."""
+    lines = [f"| | {' | '.join(BACKENDS)} |", "|---" * (1 + len(BACKENDS)) + "|"]
+    numbers: dict[str, int] = {}
+    for name, problem in rows(device).items():
+        cells = []
+        for backend in BACKENDS:
+            reason = get_backend(backend).why_not(problem)
+            cells.append("yes" if reason is None else f"no ({numbers.setdefault(reason, len(numbers) + 1)})")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", *(f"{number}. {reason}" for reason, number in numbers.items())]) + "\n"
+
+
+def render() -> str:
+    """Return the generated block, without its markers."""
+    # A table for a device that need not be here: the one fact of it that a backend asks for is given.
+    with unittest.mock.patch("torch.cuda.get_device_capability", return_value=CAPABILITY):
+        gpu = table("cuda")
+    capability = ".".join(map(str, CAPABILITY))
+    return f"### On a GPU (compute capability {capability})\n\n{gpu}\n### On the CPU\n\n{table('cpu')}"
+
+
+def main() -> None:
+    """Rewrite the block in the page."""
+    if find_spec("triton") is None or os.environ.get("TRITON_INTERPRET"):
+        sys.exit("the table is made where Triton is installed and TRITON_INTERPRET is not set")
+    before, rest = PAGE.read_text("utf-8").split(BEGIN)
+    _, after = rest.split(END)
+    PAGE.write_text(f"{before}{BEGIN}{render()}{END}{after}", "utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""The documentation builds without a warning, and its generated parts are what the code says."""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(*arguments, **environment):
+    clean = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False, cwd=ROOT,
+                          env=clean | {"PYTHONPATH": str(ROOT / "src")} | environment)
+
+
+def test_documentation_builds_without_a_warning(tmp_path):
+    done = run("-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", "-d", str(tmp_path / "doctrees"), "docs",
+               str(tmp_path / "html"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    page = (tmp_path / "html/maths.html").read_text("utf-8")
+    assert page.count(r"\tag{") == 15
+    assert "tilewise.attention" in (tmp_path / "html/api.html").read_text("utf-8")
+
+
+def test_support_table_is_what_the_backends_answer():
+    if find_spec("triton") is None:
+        pytest.skip("the table shows an installed Triton, and here there is none")
+    code = "import sys; sys.path.insert(0, 'docs'); import support_table; sys.stdout.write(support_table.render())"
+    done = run("-c", code, PYTHONIOENCODING="utf-8")
+    assert done.returncode == 0, done.stderr
+    page = (ROOT / "docs/backends.md").read_text("utf-8")
+    assert done.stdout in page, "run: python docs/support_table.py"
