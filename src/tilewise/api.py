@@ -46,7 +46,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Mask |
     The formula is equation 1 of docs/maths.md (scaled dot-product attention, Vaswani et al., 2017).
 
     Args:
-        q: (b, hq, sq, d); float16, bfloat16, float32 or float64 (float64 on the reference backend only). Any
+        q: (b, hq, sq, d); float16, bfloat16, float32 or float64 (which Triton's kernels do not take). Any
             strides: (b, s, h, d) storage comes as a transposed view, packed qkv as slices, without a copy.
         k: (b, hk, sk, d), same dtype and device. ``hq`` is a multiple of ``hk``: each key/value head serves
             ``hq // hk`` consecutive query heads (GQA, MQA), without being expanded.
@@ -95,8 +95,8 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Mask | N
     Arguments and errors are those of :func:`attention`; nothing is computed, and a refusal is an answer.
 
     >>> import torch, tilewise as tw
-    >>> q = torch.randn(1, 2, 16, 8, dtype=torch.float64)
-    >>> tw.explain(q, q, q, mask=tw.causal()).forward
+    >>> q = torch.randn(1, 2, 16, 8)
+    >>> tw.explain(q, q, q, mask=tw.window(3, 3)).forward
     'reference'
     """
     if deterministic is None:
