@@ -1,0 +1,93 @@
+"""What documents and comments refer to exists."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tilewise.dispatch import BACKENDS
+
+ROOT = Path(__file__).resolve().parents[2]
+MATHS = (ROOT / "docs/maths.md").read_text("utf-8")
+PACKAGE = sorted((ROOT / "src").rglob("*.py"))
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+EQUATIONS = [int(number) for number in re.findall(r"\\tag\{(\d+)\}", MATHS)]
+SECTIONS = {int(number) for number in re.findall(r"^## (\d+)\. ", MATHS, re.MULTILINE)}
+CITATION = re.compile(r"\b(?:eq\.|equations?) (\d+)(?:(?: to |, | and )(\d+))*")
+
+
+def cited_equations(text):
+    return {int(number) for match in CITATION.finditer(text) for number in re.findall(r"\d+", match[0])}
+
+
+def test_equations_are_numbered_in_order():
+    assert list(range(1, 16)) == EQUATIONS
+
+
+def test_cited_equations_exist():
+    cited = {path.name: cited_equations(path.read_text("utf-8")) - set(EQUATIONS) for path in PACKAGE}
+    assert {name: missing for name, missing in cited.items() if missing} == {}
+
+
+def test_every_equation_is_cited_by_the_source():
+    cited = {number for path in PACKAGE for match in CITATION.finditer(path.read_text("utf-8"))
+             for number in spanned(match[0])}
+    assert cited >= set(EQUATIONS)
+
+
+def spanned(citation):
+    """Numbers that a citation covers: ``eq. 4 to 6`` is 4, 5 and 6."""
+    numbers = [int(number) for number in re.findall(r"\d+", citation)]
+    return range(numbers[0], numbers[-1] + 1) if " to " in citation else numbers
+
+
+def test_cited_sections_of_the_mathematics_exist():
+    cited = {int(number) for path in PACKAGE
+             for number in re.findall(r"maths\.md, section (\d+)", path.read_text("utf-8"))}
+    assert cited
+    assert cited <= SECTIONS
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_relative_links_lead_somewhere(path):
+    links = re.findall(r"\]\((?!https?://|#)([^)#\s]+)", path.read_text("utf-8"))
+    # contributing.md of the docs is CONTRIBUTING.md included.
+    assert [link for link in links if not (path.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_make_targets_that_documents_name_exist(path):
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
+    named = set(re.findall(r"(?:^|`)make ([a-z-]+)", path.read_text("utf-8"), re.MULTILINE))
+    assert named <= targets
+
+
+def test_readme_gives_the_two_commands():
+    readme = (ROOT / "README.md").read_text("utf-8")
+    assert "\nmake bench" in readme
+    assert "\nmake test" in readme
+
+
+def test_ci_runs_the_test_command_of_the_readme():
+    steps = re.findall(r"^timed (\S+)$", (ROOT / ".ci/run").read_text("utf-8"), re.MULTILINE)
+    assert {"test", "lint"} <= set(steps)
+    assert steps[-1] == "test"
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_every_backend_has_its_file_and_its_line_in_the_documents(name):
+    assert (ROOT / f"src/tilewise/backends/{name}.py").exists()
+    assert f"| `{name}` |" in (ROOT / "docs/backends.md").read_text("utf-8")
+
+
+def test_markers_of_generated_blocks_come_in_pairs():
+    for path in DOCUMENTS:
+        text = path.read_text("utf-8")
+        opened = re.findall(r"<!-- (?!/)([\w:-]+(?: \w+)*) -->", text)
+        assert [name for name in opened if text.count(f"<!-- /{name} -->") != 1] == [], path.name
+
+
+def test_version_is_the_same_everywhere():
+    version = re.search(r'__version__ = "(.*)"', (ROOT / "src/tilewise/__init__.py").read_text("utf-8"))[1]
+    assert f"version: {version}\n" in (ROOT / "CITATION.cff").read_text("utf-8")
+    assert f"## [{version}]" in (ROOT / "CHANGELOG.md").read_text("utf-8")

@@ -1,0 +1,32 @@
+"""Data flows in one direction: the contract of pyproject.toml holds, and would notice if it did not."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+CHECK = "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(no_cache=True))"
+
+
+def lint_imports(folder):
+    """Run import-linter on the package in ``folder``/src, with the contract in ``folder``."""
+    environment = os.environ | {"PYTHONPATH": str(folder / "src"), "COLUMNS": "200"}
+    return subprocess.run([sys.executable, "-c", CHECK], cwd=folder, env=environment, capture_output=True, text=True,
+                          check=False)
+
+
+def test_import_contracts_are_kept():
+    done = lint_imports(ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_an_upward_import_breaks_the_contract(tmp_path):
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    with (tmp_path / "src/tilewise/masks.py").open("a") as masks:
+        masks.write("\nfrom tilewise import dispatch\n")
+    done = lint_imports(tmp_path)
+    assert done.returncode == 1
+    assert "tilewise.masks -> tilewise.dispatch" in done.stdout

@@ -1,0 +1,40 @@
+"""The public surface: small, documented, and with one list of names."""
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+import tilewise
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+
+def test_public_names_are_at_most_fifteen_and_exist():
+    assert len(tilewise.__all__) == len(set(tilewise.__all__)) <= 15
+    assert [name for name in tilewise.__all__ if not hasattr(tilewise, name)] == []
+
+
+def test_every_name_the_package_shows_is_listed():
+    shown = {name for name, value in vars(tilewise).items()
+             if not name.startswith("_") and not inspect.ismodule(value)}
+    # merge is a function that has the name of its module.
+    assert shown == set(tilewise.__all__)
+
+
+def test_api_page_documents_exactly_the_public_names():
+    page = (DOCS / "api.md").read_text("utf-8")
+    documented = re.findall(r"auto(?:function|class|exception):: tilewise\.(\w+)$", page, re.MULTILINE)
+    assert sorted(documented) == sorted(tilewise.__all__)
+
+
+@pytest.mark.parametrize("name", tilewise.__all__)
+def test_public_name_has_a_docstring(name):
+    assert len(inspect.getdoc(getattr(tilewise, name)).split()) >= 5
+
+
+def test_arguments_of_attention_are_all_described():
+    arguments = tilewise.attention.__doc__.partition("Args:")[2].partition("Returns:")[0]
+    described = set(re.findall(r"^ {8}(\w+):", arguments, re.MULTILINE))
+    assert described == set(inspect.signature(tilewise.attention).parameters)
