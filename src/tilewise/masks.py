@@ -9,7 +9,7 @@ query ``i`` sees key ``j`` when  i + offset − left ≤ j ≤ i + offset + righ
 """
 
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Literal
 
 import torch
 
@@ -174,13 +174,13 @@ def _tighter(a: int | None, b: int | None) -> int | None:
 
 def _checked_side(name: str, value: object) -> int | None:
     if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
-        return cast("int | None", value)
+        return value
     raise InvalidInput(f"window: {name} is {value!r}; allowed is an integer >= 0, or None for no bound on that side.")
 
 
 def _checked_alignment(value: object) -> Alignment | None:
     if value is None or value in ALIGNMENTS:
-        return cast("Alignment | None", value)
+        return value
     raise InvalidInput(f"alignment is {value!r}; allowed are 'top_left' and 'bottom_right'.")
 
 

@@ -136,8 +136,11 @@ class AttentionFunction(torch.autograd.Function):
         return (dq if need_dq else None, dk if need_dk else None, dv if need_dv else None, *nothing[3:])
 
 
+_apply: Any = AttentionFunction.apply
+
+
 def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend; through the autograd Function only where a gradient can be asked for (it costs host time)."""
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return cast("tuple[torch.Tensor, torch.Tensor]", AttentionFunction.apply(q, k, v, *options))
+        return cast("tuple[torch.Tensor, torch.Tensor]", _apply(q, k, v, *options))
     return cast("tuple[torch.Tensor, torch.Tensor]", forward_op(q, k, v, *options))
