@@ -58,6 +58,10 @@ class AttentionProblem:
     _hash: int = field(init=False, repr=False, compare=False, default=0)
 
     def __post_init__(self) -> None:
+        sizes = (self.b, self.hq, self.hk, self.sq, self.sk, self.d, self.dv,
+                 *self.q_strides, *self.k_strides, *self.v_strides)
+        if _is_symbolic(sizes):
+            return  # a traced call: it has no hash and is never looked up
         # Looked up several times a call: hashed once here instead.
         names = [n for n in self.__slots__ if n != "_hash"]
         object.__setattr__(self, "_hash", hash(tuple(getattr(self, n) for n in names)))
@@ -75,7 +79,8 @@ class AttentionProblem:
         """
         facts = _facts("q", q), _facts("k", k), _facts("v", v)
         # Symbolic sizes of a traced call cannot be hashed; there the checks alone matter.
-        build = _problem if torch.compiler.is_compiling() or _is_symbolic(facts) else _cached
+        sizes = (size for _, shape, strides, _, _ in facts for size in (*shape, *strides))
+        build = _problem if torch.compiler.is_compiling() or _is_symbolic(sizes) else _cached
         return build(*facts, mask, scale, deterministic)
 
     @property
@@ -150,8 +155,8 @@ def _facts(name: str, tensor: torch.Tensor) -> _Facts:
     return name, tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
-def _is_symbolic(facts: Iterable[_Facts]) -> bool:
-    return any(isinstance(size, torch.SymInt) for _, shape, strides, _, _ in facts for size in (*shape, *strides))
+def _is_symbolic(sizes: Iterable[int]) -> bool:
+    return any(isinstance(size, torch.SymInt) for size in sizes)
 
 
 def _problem(q: _Facts, k: _Facts, v: _Facts, mask: Mask, scale: float | None,
