@@ -33,8 +33,13 @@ def merge(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor,
                                 ("lse_b", lse_b, out_a.shape[:-1])):
         if got.shape != expected:
             raise InvalidInput(f"merge: {name} has shape {tuple(got.shape)}; out_a asks for {tuple(expected)}.")
-    lse = torch.logaddexp(lse_a, lse_b)
-    # −inf − (−inf) is NaN, forward and backward: shift an empty row by 0 instead.
-    shift = torch.where(lse == float("-inf"), 0.0, lse)
-    weight_a, weight_b = (torch.exp(part - shift).unsqueeze(-1) for part in (lse_a, lse_b))
-    return (out_a * weight_a + out_b * weight_b).to(out_a.dtype), lse
+    greater = torch.maximum(lse_a, lse_b).detach()
+    empty = greater == float("-inf")
+    # A row empty in both parts is shifted by 0 and divided by 1, since −inf − (−inf) and 0 / 0 are NaN, and so would
+    # be the gradient of torch.logaddexp there.
+    shift = greater.masked_fill(empty, 0.0)
+    weight_a, weight_b = torch.exp(lse_a - shift), torch.exp(lse_b - shift)
+    total = (weight_a + weight_b).masked_fill(empty, 1.0)
+    lse = (shift + total.log()).masked_fill(empty, float("-inf"))
+    out = out_a * (weight_a / total).unsqueeze(-1) + out_b * (weight_b / total).unsqueeze(-1)
+    return out.to(out_a.dtype), lse
