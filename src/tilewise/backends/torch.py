@@ -24,8 +24,6 @@ class TorchBackend:
 
     def why_not(self, problem: AttentionProblem) -> str | None:
         """Return the reason against, if there is one."""
-        if problem.dtype is torch.float64:
-            return "computes in float16, bfloat16 and float32, got float64; backend='reference' takes it"
         if problem.is_empty:
             return "needs at least one query that sees a key; here none does"
         if problem.d != problem.dv:

@@ -58,14 +58,14 @@ def _backward_tile(problem: AttentionProblem, saved: Saved, dout: torch.Tensor, 
     for keys in tiles(band.keys_of(queries, problem.sk)):
         k_rows = rows(k, keys, problem)
         scores = tile_scores(q_rows, k_rows, band, queries, keys, shared)
-        probs = scores.sub_(lse_rows).exp_()                                # [b·hk, g·BLOCK, BLOCK]
-        dscores = torch.bmm(dout_rows, rows(v, keys, problem).mT)           # [b·hk, g·BLOCK, BLOCK]; eq. 9
-        dscores.sub_(delta).mul_(probs)
+        probs = scores.sub_(lse_rows).exp_()                                # [b·hk, g·BLOCK, BLOCK]; eq. 3
+        dprobs = torch.bmm(dout_rows, rows(v, keys, problem).mT)            # [b·hk, g·BLOCK, BLOCK]
+        dscores = dprobs.sub_(delta).mul_(probs)                            # eq. 9
         if dkv_acc is not None:
             dk_acc, dv_acc = (acc[:, keys.start:keys.stop] for acc in dkv_acc)
-            dk_acc.baddbmm_(dscores.mT, q_rows)                             # q_rows hold the scale
+            dk_acc.baddbmm_(dscores.mT, q_rows)                             # eq. 10; q_rows hold the scale
             dv_acc.baddbmm_(probs.mT, dout_rows)                            # eq. 8
         if dq is not None:
-            dq_acc.baddbmm_(dscores, k_rows)
+            dq_acc.baddbmm_(dscores, k_rows)                                # eq. 10, but for the scale
     if dq is not None:
         put_rows(dq, queries, dq_acc.mul_(problem.scale))
