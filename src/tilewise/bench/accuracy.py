@@ -19,7 +19,7 @@ RESULTS = ("out", "lse", "dq", "dk", "dv")
 _FACTOR = {"out": OUTPUT_FACTOR, "lse": OUTPUT_FACTOR, "dq": GRADIENT_FACTOR, "dk": GRADIENT_FACTOR,
            "dv": GRADIENT_FACTOR}
 # Scores that the oracle may form in all: some seconds on two CPU cores, some GiB at a time on a GPU.
-_ORACLE_PAIRS = {"cpu": 2**25, "cuda": 2**31}
+_ORACLE_PAIRS = {"cpu": 2**24, "cuda": 2**31}
 _MOST_GROUPS = 16
 
 

@@ -23,7 +23,7 @@ class Plan:
     Attributes:
         providers: those that this machine has.
         origin: the provenance that every row carries.
-        budget: seconds after which no further cell starts; None = no limit.
+        budget: seconds; no cell starts that is not expected to end within them. None = no limit.
         graph: time CUDA-graph replays where the query length is at most 1024.
         on_step: told in words what happens next.
     """

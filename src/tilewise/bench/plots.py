@@ -80,7 +80,8 @@ def _figure(rows: Sequence[Row], title: str, measure: _Measure, *, logarithmic: 
     from matplotlib.figure import Figure
 
     panels = _panels(rows)
-    columns = min(_COLUMNS, len(panels))
+    # Where it fits, each pass gets lines of its own.
+    columns = min(_COLUMNS, sum(members[0].direction == rows[0].direction for members in panels.values()))
     lines = math.ceil(len(panels) / columns)
     width, height = columns * _PANEL[0], lines * _PANEL[1] + 0.75
     figure = Figure(figsize=(width, height))
@@ -111,6 +112,7 @@ def _panel(axis: "Axes", rows: Sequence[Row], measure: _Measure, *, logarithmic:
     axis.grid(axis="y", color="#E5E5E5", linewidth=0.7)
     axis.set_axisbelow(True)
     ends: dict[str, tuple[float, float]] = {}
+    lead = _lead(rows)
     for provider in dict.fromkeys(row.provider for row in rows):
         points = sorted((row.sq, values) for row in rows if row.provider == provider and (values := measure(row)))
         if not points:
@@ -118,7 +120,7 @@ def _panel(axis: "Axes", rows: Sequence[Row], measure: _Measure, *, logarithmic:
         color, marker = _STYLES.get(provider, ("#444444", "."))
         x = [length for length, _ in points]
         low, middle, high = zip(*(values for _, values in points), strict=True)
-        ours = provider == AUTOMATIC
+        ours = provider == lead
         axis.plot(x, middle, color=color, marker=marker, markersize=4.5, linewidth=2.4 if ours else 1.3,
                   zorder=4 if ours else 3 if is_ours(provider) else 2)
         axis.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
@@ -126,10 +128,10 @@ def _panel(axis: "Axes", rows: Sequence[Row], measure: _Measure, *, logarithmic:
     if not logarithmic:
         axis.set_ylim(bottom=0)
     axis.set_xlim(lengths[0] / 1.15, lengths[-1] * 1.15)
-    _label_lines(axis, ends)
+    _label_lines(axis, ends, lead)
 
 
-def _label_lines(axis: "Axes", ends: dict[str, tuple[float, float]]) -> None:
+def _label_lines(axis: "Axes", ends: dict[str, tuple[float, float]], lead: str | None) -> None:
     """Write each name beside its line's end, pushed apart where two would overlap."""
     to_axes = axis.transData + axis.transAxes.inverted()
     heights = {name: float(to_axes.transform(end)[1]) for name, end in ends.items()}
@@ -137,9 +139,15 @@ def _label_lines(axis: "Axes", ends: dict[str, tuple[float, float]]) -> None:
         color = _STYLES.get(name, ("#444444", "."))[0]
         axis.annotate(_LABELS.get(name, name), xy=ends[name], xycoords="data", xytext=(1.03, height),
                       textcoords="axes fraction", color=color, fontsize=7.5, va="center", annotation_clip=False,
-                      fontweight="bold" if name == AUTOMATIC else "normal",
+                      fontweight="bold" if name == lead else "normal",
                       arrowprops={"arrowstyle": "-", "color": color, "linewidth": 0.5, "alpha": 0.6, "shrinkA": 0,
                                   "shrinkB": 2, "relpos": (0, 0.5)})
+
+
+def _lead(rows: Sequence[Row]) -> str | None:
+    """Return the provider that the figure is about: the automatic choice, else our first backend."""
+    own = [row.provider for row in rows if is_ours(row.provider)]
+    return AUTOMATIC if AUTOMATIC in own else next(iter(own), None)
 
 
 def _spread(heights: dict[str, float], gap: float) -> dict[str, float]:

@@ -63,6 +63,12 @@ class TilewiseProvider(Provider):
         self.backend = backend
         self.name = AUTOMATIC if backend is None else f"{AUTOMATIC}:{backend}"
 
+    def missing(self, device: torch.device) -> str | None:
+        """Leave out what could be interpreted at best."""
+        if self.backend == "triton" and device.type == "cpu":
+            return "runs on GPUs; Triton's interpreter on the CPU is for checks, its times mean nothing"
+        return None
+
     def why_not(self, cell: Cell, direction: Direction, device: torch.device) -> str | None:
         """Return the backends' own refusals."""
         answer = explain_problem(cell.problem(device), self.backend)

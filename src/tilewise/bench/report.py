@@ -89,32 +89,41 @@ def describe(row: Row) -> str:
     return f"b{row.b} {sizes} {row.dtype} {'full' if row.mask == 'none' else row.mask}"
 
 
-def updated_readme(text: str, results: Path) -> str:
-    """Return a README's text with every marked table made anew from the CSV files below a folder.
+def updated_readme(text: str, results: Path) -> tuple[str, list[str]]:
+    """Make every marked table of a README anew from the CSV files below a folder.
+
+    Returns:
+        The new text, and the names that have no rows yet; what stands between their markers is kept.
 
     Raises:
-        InvalidInput: a marker without its end, or a name that fits no file or several.
+        InvalidInput: a marker without its end, or a name that fits several files.
     """
+    without_rows: list[str] = []
+
     def table(match: re.Match[str]) -> str:
         start, name, _, end, end_name = match.groups()
         if end_name != name:
             raise InvalidInput(f"the marker bench:{name} is followed by /bench:{end_name}; allowed is its own end.")
         stem, _, view = name.partition(":")
-        return f"{start}\n{markdown(read_rows(_named_file(results, stem)), view or 'speed')}\n{end}"
+        file = _named_file(results, stem)
+        if file is None:
+            without_rows.append(name)
+            return match[0]
+        return f"{start}\n{markdown(read_rows(file), view or 'speed')}\n{end}"
 
     new, count = _MARKED.subn(table, text)
     if count != len(_START.findall(text)):
         raise InvalidInput("a marker <!-- bench:NAME --> has no end; allowed is <!-- /bench:NAME --> behind it.")
-    return new
+    return new, without_rows
 
 
-def _named_file(results: Path, name: str) -> Path:
+def _named_file(results: Path, name: str) -> Path | None:
     files = {file.relative_to(results).with_suffix("").as_posix(): file for file in sorted(results.rglob("*.csv"))}
     fitting = [file for path, file in files.items() if name in (path, path.rpartition("/")[2])]
-    if len(fitting) != 1:
+    if len(fitting) > 1:
         raise InvalidInput(f"the marker bench:{name} fits {len(fitting)} files below {results}; "
-                           f"allowed is one of {', '.join(files) or '(none there)'}.")
-    return fitting[0]
+                           f"allowed is one of {', '.join(files)}.")
+    return fitting[0] if fitting else None
 
 
 def _view(view: str, rows: Sequence[Row]) -> tuple[str, Callable[[Comparison, Row], str]]:
@@ -122,6 +131,9 @@ def _view(view: str, rows: Sequence[Row]) -> tuple[str, Callable[[Comparison, Ro
         return "Peak memory above the inputs, MiB (backward: forward and backward together)", _memory_cell
     if view == "accuracy":
         return "Error against float64: maximum (mean); backward: the worst of dq, dk, dv", _accuracy_cell
+    if all(row.regime == "host" for row in rows):
+        return ("Microseconds of the host for one call, and how many times tilewise is as fast",
+                lambda side, row: _speed_cell(side, row, row.host_us))
     if counts_in_tflops(rows):
         return "TFLOP/s, and how many times tilewise is as fast", lambda side, row: _speed_cell(side, row, row.tflops)
     return ("Milliseconds a call, and how many times tilewise is as fast",

@@ -15,17 +15,31 @@ from tilewise.bench.rows import Row
 from tilewise.bench.timing import Call, Timing, graphed, host_microseconds, measure
 from tilewise.testing.inputs import make_inputs
 
+_LEAST_WORK = 1e8
 _GRAPH_MAX_LENGTH = 1024  # beyond it a call outlasts its launch, and a replay measures the same
 
 
 def run(cells: Iterable[Cell], plan: Plan) -> Iterator[tuple[Cell, list[Row]]]:
-    """Yield each cell with its rows, as they come; stops early when the budget is spent."""
-    start = time.monotonic()
+    """Yield each cell with its rows, as they come; stops early when the budget does not reach for the next.
+
+    The next cell is expected to take as long as the last one did for its share of the work.
+    """
+    start = end = time.monotonic()
+    pace = 0.0
     with ClockSampler(plan.device) as clocks:
         for cell in cells:
-            if plan.budget is not None and time.monotonic() - start > plan.budget:
+            if plan.budget is not None and end - start + pace * work(cell) > plan.budget:
                 return
-            yield cell, _CellRun(cell, plan, clocks).rows()
+            rows = _CellRun(cell, plan, clocks).rows()
+            begin, end = end, time.monotonic()
+            pace = (end - begin) / work(cell)
+            yield cell, rows
+
+
+def work(cell: Cell) -> float:
+    """Share of a cell in a run's time: its scores, as dense attention forms them, and what every cell costs."""
+    case = cell.case
+    return case.b * case.hq * case.sq * case.sk * case.d + _LEAST_WORK
 
 
 class _CellRun:

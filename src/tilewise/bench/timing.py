@@ -44,6 +44,7 @@ class Regime:
         burst: timed calls, together about this long.
         least_warmups, least_calls: however long a call is.
         idle_factor: idle time before a turn, as a multiple of the turn.
+        enough_calls, enough_time: a provider that has been timed for both sits out the turns that are left.
     """
 
     name: str
@@ -53,13 +54,15 @@ class Regime:
     least_warmups: int = 1
     least_calls: int = 3
     idle_factor: float = 0.0
+    enough_calls: int = 3
+    enough_time: float = math.inf
 
 
 REGIMES = {regime.name: regime for regime in (
     Regime("duty", turns=5, warmup=3.0, burst=12.0, idle_factor=4.0),
     Regime("dense", turns=3, warmup=10.0, burst=40.0),
     Regime("sustained"),
-    Regime("turns", turns=5, warmup=5.0, burst=40.0, least_warmups=0, least_calls=1),
+    Regime("turns", turns=5, warmup=5.0, burst=40.0, least_warmups=0, least_calls=1, enough_time=1500.0),
 )}
 
 
@@ -93,7 +96,7 @@ class Timing:
 
 def measure(calls: Mapping[str, Call], regime: Regime, device: torch.device,
             clocks: ClockSampler) -> dict[str, Timing]:
-    """Time every call, by name."""
+    """Time every call, by name; each must have run once before, so that no set-up is left in it."""
     stopwatch: Stopwatch = CudaStopwatch(device) if device.type == "cuda" else Stopwatch()
     if regime.name == "sustained":
         return {name: _sustained(call, stopwatch, clocks) for name, call in calls.items()}
@@ -103,6 +106,8 @@ def measure(calls: Mapping[str, Call], regime: Regime, device: torch.device,
     for turn in range(regime.turns):
         first = turn % max(1, len(names))
         for name in names[first:] + names[:first]:
+            if len(samples[name]) >= regime.enough_calls and sum(samples[name]) >= regime.enough_time:
+                continue
             samples[name] += _turn(calls[name], estimates[name], regime, stopwatch)
     reading = clocks.window(start, time.monotonic())
     return {name: Timing.of(times, reading) for name, times in samples.items()}
@@ -197,9 +202,8 @@ def host_microseconds(call: Call, device: torch.device) -> float:
 
 
 def _estimate(call: Call, stopwatch: Stopwatch) -> float:
-    call()
     stopwatch.synchronize()
-    return max(1e-3, statistics.median(stopwatch.time(call, 1)))
+    return max(1e-3, stopwatch.time(call, 1)[0])
 
 
 def _turn(call: Call, estimate: float, regime: Regime, stopwatch: Stopwatch) -> list[float]:

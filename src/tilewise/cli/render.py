@@ -131,7 +131,7 @@ def bench(outcome: Outcome, absent: dict[str, str]) -> None:
         console.print(sentence, markup=False)
     _print_absent(console, absent)
     if outcome.left:
-        console.print(f"budget spent: {len(outcome.left)} cases left, from {outcome.left[0]} on", markup=False)
+        console.print(f"left out to keep to the time budget: {', '.join(map(str, outcome.left))}", markup=False)
     for note in outcome.notes:
         console.print(note, markup=False)
     for file in outcome.files:
@@ -202,7 +202,7 @@ def _check_lines(results: Sequence[BackendCheck]) -> Table:
 
 def _print_absent(console: Console, absent: dict[str, str]) -> None:
     for name, reason in absent.items():
-        console.print(f"not here: {name}: {reason}", markup=False, style="dim")
+        console.print(f"not timed here: {name}: {reason}", markup=False, style="dim")
 
 
 def _number(value: float | None, spec: str) -> str:

@@ -18,9 +18,8 @@ from tilewise.bench.host import run_host
 from tilewise.bench.plan import Plan
 from tilewise.bench.plots import draw_figures
 from tilewise.bench.report import markdown
-from tilewise.bench.roofline import credited_pairs
 from tilewise.bench.rows import Row, write_rows
-from tilewise.bench.runner import run
+from tilewise.bench.runner import run, work
 
 
 @dataclass
@@ -86,9 +85,9 @@ def bench_session(cells: Sequence[Cell], plan: Plan, folder: Path) -> Outcome:
     outcome = Outcome()
     by_grid: dict[str, list[Row]] = {}
     done = 0
-    with progress(sum(_weight(cell) for cell in cells)) as bar:
+    with progress(sum(work(cell) for cell in cells)) as bar:
         for cell, rows in run(cells, replace(plan, on_step=bar.describe)):
-            bar.advance(_weight(cell))
+            bar.advance(work(cell))
             done += 1
             outcome.rows += rows
             by_grid.setdefault(cell.grid, []).extend(rows)
@@ -122,8 +121,3 @@ def draw(outcome: Outcome, folder: Path) -> None:
         return
     for grid in dict.fromkeys(row.grid for row in outcome.rows if row.ms_p50 is not None):
         outcome.files += draw_figures([row for row in outcome.rows if row.grid == grid], folder, grid)
-
-
-def _weight(cell: Cell) -> float:
-    """Share of a cell in the run's time: its work, and a floor for what every cell costs."""
-    return cell.case.b * cell.case.hq * credited_pairs(cell.case) * cell.case.d + 1e8

@@ -1,0 +1,79 @@
+"""``tilewise bench`` and ``tilewise plot``."""
+
+import json
+
+import pytest
+
+from tilewise.backends.reference import ReferenceBackend
+from tilewise.bench.rows import read_rows
+
+SHAPE = ("bench", "--sq", 48, "--hq", 2, "--d", 16, "--mask", "causal", "--device", "cpu")
+
+
+def test_it_writes_rows_table_and_figures_and_prints_them(run, tmp_path):
+    finished = run(*SHAPE, "--providers", "tilewise:reference,naive,sdpa_flash", "--out", tmp_path)
+    assert finished.status == 0
+    rows = read_rows(tmp_path / "flags.csv")
+    assert {(row.provider, row.direction) for row in rows} == {
+        (provider, direction) for provider in ("tilewise:reference", "naive", "sdpa_flash")
+        for direction in ("forward", "backward")}
+    assert all(row.status == "ok" and row.ms_p50 > 0 and row.max_error < 1e-4 for row in rows)
+    assert "naive" in (tmp_path / "flags.md").read_text(encoding="utf-8")
+    for name in ("flags.csv", "flags.md", "flags-speed.svg", "flags-memory.svg"):
+        assert (tmp_path / name).stat().st_size > 0
+        assert name in finished.output
+    assert "peak MiB" in finished.output
+    assert "faster than naive" in finished.output
+
+
+def test_json_holds_the_rows_and_nothing_else_is_on_standard_output(run, tmp_path):
+    finished = run(*SHAPE, "--providers", "naive,flash_attn3", "--direction", "forward", "--no-plots", "--out",
+                   tmp_path, "--json")
+    report = finished.json
+    assert [(row["provider"], row["direction"], row["status"]) for row in report["rows"]] == [
+        ("naive", "forward", "ok")]
+    assert "flash_attn3" in report["absent"]
+    assert report["left"] == []
+
+
+def test_a_wrong_backend_of_ours_is_not_timed_and_exits_with_1(run, tmp_path, monkeypatch):
+    forward = ReferenceBackend.forward
+    monkeypatch.setattr(ReferenceBackend, "forward",
+                        lambda self, *given: (forward(self, *given)[0] * 1.1, forward(self, *given)[1]))
+    finished = run(*SHAPE, "--providers", "tilewise:reference,naive", "--direction", "forward", "--out", tmp_path,
+                   "--json")
+    assert finished.status == 1
+    statuses = {row["provider"]: (row["status"], row["ms_p50"] is None) for row in finished.json["rows"]}
+    assert statuses == {"tilewise:reference": ("wrong", True), "naive": ("ok", False)}
+
+
+def test_a_spent_budget_says_what_is_left(run, tmp_path):
+    finished = run("bench", "--grid", "cpu", "--budget", 0.001, "--providers", "sdpa_flash", "--device", "cpu",
+                   "--out", tmp_path, "--json")
+    assert finished.status == 0
+    assert {row["case"] for row in finished.json["rows"]} == {"b1_h8_s512_d64_causal"}
+    assert len(finished.json["left"]) == 9
+    assert finished.json["left"][-1] == "b1_h8_s4096_d64_none float32"
+
+
+def test_the_host_mode_gives_three_calls_a_provider(run, tmp_path):
+    finished = run("bench", "--host", "--providers", "tilewise,sdpa_flash", "--device", "cpu", "--out", tmp_path,
+                   "--json")
+    assert [(row["provider"], row["direction"]) for row in finished.json["rows"]] == [
+        (provider, direction) for provider in ("tilewise", "sdpa_flash")
+        for direction in ("forward_no_grad", "forward", "forward_backward")]
+    assert all(row["host_us"] > 0 for row in finished.json["rows"])
+
+
+@pytest.fixture
+def rows_file(run, tmp_path):
+    run(*SHAPE, "--providers", "naive", "--no-plots", "--out", tmp_path)
+    return tmp_path / "flags.csv"
+
+
+def test_plot_draws_from_the_csv_alone(run, rows_file, tmp_path):
+    finished = run("plot", rows_file, "--out", tmp_path / "figures", "--format", "png", "--json")
+    assert finished.status == 0
+    drawn = json.loads(finished.output)["files"]
+    assert drawn == [str(tmp_path / "figures" / name) for name in ("flags-speed.png", "flags-memory.png")]
+    assert all((tmp_path / "figures" / name).exists() for name in ("flags-speed.png", "flags-memory.png"))

@@ -1,0 +1,65 @@
+"""Errors against the oracle, on part of a problem where all of it would be too much."""
+
+import pytest
+import torch
+
+from tilewise.bench import accuracy
+from tilewise.bench.accuracy import References, check_plan
+from tilewise.bench.grids import Cell, shape_case
+from tilewise.masks import causal
+from tilewise.testing import oracle
+from tilewise.testing.inputs import make_inputs
+
+CPU = torch.device("cpu")
+
+
+def cell(heads=(4, 2), s=32, b=2):
+    return Cell("flags", shape_case(b, heads, (s, s), (16, 16), causal()), torch.float32)
+
+
+def test_a_small_problem_is_checked_whole():
+    plan = check_plan(cell(), CPU)
+    assert plan.text == "full"
+    assert plan.groups == ((0, 0), (0, 1), (1, 0), (1, 1))
+
+
+def test_a_larger_one_is_checked_on_its_first_and_last_heads(monkeypatch):
+    monkeypatch.setitem(accuracy._ORACLE_PAIRS, "cpu", 2 * 2 * 32 * 32)
+    plan = check_plan(cell(), CPU)
+    assert plan.text == "2 of 4 key/value heads"
+    assert plan.groups == ((0, 0), (1, 1))
+    assert plan.is_full_shape
+
+
+def test_a_huge_one_is_checked_on_a_shorter_twin_that_the_limit_allows(monkeypatch):
+    monkeypatch.setitem(accuracy._ORACLE_PAIRS, "cpu", 600)
+    plan = check_plan(cell(), CPU)
+    assert not plan.is_full_shape
+    assert 2 * plan.cell.case.sq * plan.cell.case.sk <= 600
+    assert plan.text.startswith(f"shorter twin s{plan.cell.case.sq}x{plan.cell.case.sk}")
+
+
+def test_references_of_chosen_heads_are_those_heads_of_the_whole(monkeypatch):
+    monkeypatch.setitem(accuracy._ORACLE_PAIRS, "cpu", 2 * 2 * 32 * 32)
+    whole = cell()
+    inputs = make_inputs(whole.case, whole.dtype, CPU)
+    references = References.of(check_plan(whole, CPU), inputs, lse_grad=True)
+    out, _ = oracle.attend(*inputs[:3], whole.case.mask, None)
+    dq, dk, _ = oracle.gradients(*inputs, whole.case.mask, None)
+    torch.testing.assert_close(references.exact["out"], torch.cat([out[:1, :2], out[1:, 2:]], 1))
+    torch.testing.assert_close(references.exact["dq"], torch.cat([dq[:1, :2], dq[1:, 2:]], 1))
+    torch.testing.assert_close(references.exact["dk"], torch.cat([dk[:1, :1], dk[1:, 1:]], 1))
+
+
+@pytest.mark.parametrize("fault", [1e-3, float("nan")])
+def test_one_wrong_element_of_a_chosen_head_is_found_where_it_is(fault):
+    whole = cell()
+    inputs = make_inputs(whole.case, whole.dtype, CPU)
+    references = References.of(check_plan(whole, CPU), inputs, lse_grad=False)
+    out = oracle.attend(*inputs[:3], whole.case.mask, None)[0].float()
+    (sound,) = references.reports({"out": out})
+    out[1, 3, 5, 7] += fault
+    (report,) = references.reports({"out": out})
+    assert sound.ok
+    assert not report.ok
+    assert report.worst[2:] == (5, 7)

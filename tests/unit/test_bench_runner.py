@@ -1,0 +1,116 @@
+"""A run: check first, then time."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tilewise.bench.grids import FULL, Cell, shape_case
+from tilewise.bench.plan import Plan, available_providers
+from tilewise.bench.provenance import provenance
+from tilewise.bench.providers import DenseProvider, Provider
+from tilewise.bench.roofline import flops
+from tilewise.bench.runner import run
+from tilewise.bench.timing import Regime
+from tilewise.errors import InvalidInput
+
+CPU = torch.device("cpu")
+CELL = Cell("flags", shape_case(1, (2, 1), (33, 33), (16, 16), FULL), torch.float32)
+
+
+class Scaled(Provider):
+    """Dense attention times a factor: wrong unless that is 1."""
+
+    def __init__(self, name, factor, refusal=None):
+        self.name, self.factor, self.refusal, self.calls = name, factor, refusal, 0
+
+    def why_not(self, cell, direction, device):
+        return self.refusal if direction == "backward" else None
+
+    def bind(self, cell, device):
+        dense = DenseProvider().bind(cell, device)
+
+        def attend(q, k, v):
+            self.calls += 1
+            return dense(q, k, v) * self.factor
+
+        return attend
+
+
+class Broken(Provider):
+    name = "broken"
+
+    def bind(self, cell, device):
+        def attend(q, k, v):
+            raise ValueError("no kernel for this")
+
+        return attend
+
+
+def plan(*providers, **options):
+    regime = Regime("test", turns=2, burst=0.1, least_warmups=0, least_calls=1)
+    return Plan(CPU, providers, regime, provenance(CPU, "a command"), **options)
+
+
+def rows_of(*providers, **options):
+    ((_, rows),) = run([CELL], plan(*providers, **options))
+    return {(row.provider, row.direction): row for row in rows}
+
+
+def test_a_right_provider_gets_time_memory_error_and_provenance():
+    rows = rows_of(Scaled("right", 1.0))
+    for direction in ("forward", "backward"):
+        row = rows["right", direction]
+        assert row.status == "ok"
+        assert 0 < row.ms_p20 <= row.ms_p50 <= row.ms_p80
+        assert row.tflops == pytest.approx(flops(CELL.case, direction) / row.ms_p50 / 1e9)
+        assert row.peak_mib is not None
+        assert row.max_error < 1e-5
+        assert (row.checked, row.command, row.torch) == ("full", "a command", torch.__version__)
+
+
+def test_a_wrong_result_is_written_with_its_reason_and_never_timed():
+    provider = Scaled("wrong", 1.01)
+    rows = rows_of(provider)
+    for direction, name in (("forward", "out"), ("backward", "dq")):
+        row = rows["wrong", direction]
+        assert row.status == "wrong"
+        assert f"{name} OVER BUDGET" in row.reason
+        assert row.ms_p50 is None
+        assert row.peak_mib is None
+    assert provider.calls == 2  # once a direction, in the check
+
+
+def test_a_provider_that_raises_leaves_its_words_and_the_others_go_on():
+    rows = rows_of(Broken(), Scaled("right", 1.0))
+    assert rows["broken", "forward"].status == "failed"
+    assert rows["broken", "forward"].reason == "ValueError: no kernel for this"
+    assert rows["right", "forward"].status == "ok"
+
+
+def test_a_refusal_of_one_direction_leaves_the_other():
+    rows = rows_of(Scaled("half", 1.0, refusal="has no backward"))
+    assert rows["half", "forward"].status == "ok"
+    assert (rows["half", "backward"].status, rows["half", "backward"].reason) == ("refused", "has no backward")
+
+
+def test_only_the_directions_asked_for_are_run():
+    assert set(rows_of(Scaled("right", 1.0), directions=("backward",))) == {("right", "backward")}
+
+
+def test_a_spent_budget_stops_before_the_next_cell():
+    cells = [CELL, replace(CELL, grid="second")]
+    assert [cell.grid for cell, _ in run(cells, plan(Scaled("right", 1.0), budget=1e-6))] == ["flags"]
+    assert [cell.grid for cell, _ in run(cells, plan(Scaled("right", 1.0), budget=600.0))] == ["flags", "second"]
+
+
+def test_providers_that_need_a_gpu_are_absent_with_a_sentence():
+    present, absent = available_providers(["naive", "flash_attn3", "sdpa_cudnn"], CPU)
+    assert [provider.name for provider in present] == ["naive"]
+    assert "GPU" in absent["flash_attn3"]
+    assert "GPU" in absent["sdpa_cudnn"]
+
+
+def test_an_unknown_provider_raises_and_lists_the_known():
+    with pytest.raises(InvalidInput, match=r"'nave'.*naive"):
+        available_providers(["nave"], CPU)
