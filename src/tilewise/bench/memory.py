@@ -27,7 +27,8 @@ def peak_mib(call: Callable[[], object], device: torch.device) -> float | None:
 def available_bytes(device: torch.device) -> int | None:
     """Memory that is free on the device now; None where the system does not tell."""
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + cached
     if sys.platform != "linux":
         return None
     return _kib(Path("/proc/meminfo"), "MemAvailable") * 1024
