@@ -189,11 +189,10 @@ def _alignment_message(mask: Mask, query_length: int, key_length: int) -> str:
     rows, columns = (3, 5) if query_length < key_length else (5, 3)
     pictures = [Mask(mask.left and min(mask.left, 1), mask.right, name).show(rows, columns).split("\n")
                 for name in ALIGNMENTS]
-    gap = " " * 6
-    drawn = "\n".join(f"  {a}{gap}{b}" for a, b in zip(*pictures, strict=True))
-    head = "top_left".ljust(len(pictures[0][0])) + gap + "bottom_right"
+    columns_of_text = zip(*([name, *picture] for name, picture in zip(ALIGNMENTS, pictures, strict=True)), strict=True)
+    drawn = "\n".join(f"  {a:<15}{b}" for a, b in columns_of_text)
     return (
         f"mask is {mask} and names no alignment, but q has {query_length} positions and k has {key_length}: "
         f"the mask is ambiguous. Pass alignment='top_left' (torch's is_causal) or 'bottom_right' (flash-attn, "
-        f"decoding with a cache):\n  {head}\n{drawn}"
+        f"decoding with a cache):\n{drawn}"
     )
