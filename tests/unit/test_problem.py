@@ -1,0 +1,182 @@
+"""The validated problem: every message of its checks, equality and hash, strides, the spans that are read."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+
+from tilewise.errors import InvalidInput
+from tilewise.masks import Mask, Span, causal, window
+from tilewise.problem import MAX_HEAD_DIM, AttentionProblem, dense_strides, padded_dim
+from tilewise.testing.strategies import LENGTHS, masks
+
+_NO_MASK = Mask()
+
+
+def _tensors(q=(2, 4, 6, 8), k=(2, 2, 5, 8), v=(2, 2, 5, 3), **options):
+    return tuple(torch.zeros(shape, **options) for shape in (q, k, v))
+
+
+def _problem(*, mask=_NO_MASK, **shapes):
+    return AttentionProblem.from_tensors(*_tensors(**shapes), mask=mask)
+
+
+def _replaced(index, tensor):
+    tensors = list(_tensors())
+    tensors[index] = tensor
+    return tensors
+
+
+def test_sizes_come_from_the_tensors():
+    problem = _problem()
+    sizes = problem.b, problem.hq, problem.hk, problem.sq, problem.sk, problem.d, problem.dv
+    assert sizes == (2, 4, 2, 6, 5, 8, 3)
+    assert problem.group == 2
+    assert problem.scale == 1 / math.sqrt(8)
+    assert problem.lse_dtype is torch.float32
+    assert AttentionProblem.from_tensors(*_tensors(dtype=torch.float64)).lse_dtype is torch.float64
+
+
+@pytest.mark.parametrize(("index", "tensor", "message"), [
+    (0, [1.0], "q is a list; allowed is a torch.Tensor of shape (b, h, s, d)."),
+    (2, None, "v is a NoneType; allowed is a torch.Tensor of shape (b, h, s, d)."),
+    (0, torch.zeros(4, 6, 8), "q has shape (4, 6, 8); allowed are 4 dims (b, h, s, d)."),
+    (1, torch.zeros(1, 2, 2, 5, 8), "k has shape (1, 2, 2, 5, 8); allowed are 4 dims (b, h, s, d)."),
+    (2, torch.zeros(2, 2, 5, 3, dtype=torch.int32),
+     "v has dtype torch.int32; allowed are torch.float16, torch.bfloat16, torch.float32, torch.float64."),
+    (0, torch.zeros(2, 4, 6, 257), "q has head dim 257; allowed are 1 to 256."),
+    (2, torch.zeros(2, 2, 5, 0), "v has head dim 0; allowed are 1 to 256."),
+    (1, torch.zeros(2, 2, 5, 8, dtype=torch.float16),
+     "k has dtype torch.float16 and q has torch.float32: cast them to one dtype."),
+    (2, torch.zeros(2, 2, 5, 3, device="meta"), "v is on meta and q is on cpu: move them to one device."),
+    (1, torch.zeros(3, 2, 5, 8), "k has batch size 3 and q has 2: they must be equal."),
+    (2, torch.zeros(1, 2, 5, 3), "v has batch size 1 and q has 2: they must be equal."),
+    (1, torch.zeros(2, 2, 5, 9), "k has head dim 9 and q has 8: they must be equal (v's may differ)."),
+    (2, torch.zeros(2, 4, 5, 3), "v has 4 heads and k has 2: they must be equal."),
+    (2, torch.zeros(2, 2, 6, 3), "v has 6 positions and k has 5: they must be equal."),
+    (0, torch.zeros(2, 3, 6, 8),
+     "k has 2 heads and q has 3: q heads must be a multiple of k heads. Did you transpose (b, h, s, d)?"),
+])
+def test_message_names_the_argument_and_what_is_allowed(index, tensor, message):
+    with pytest.raises(InvalidInput) as caught:
+        AttentionProblem.from_tensors(*_replaced(index, tensor))
+    assert str(caught.value) == message
+
+
+def test_no_key_heads_raise():
+    with pytest.raises(InvalidInput, match="k has 0 heads and q has 4"):
+        _problem(k=(2, 0, 5, 8), v=(2, 0, 5, 3))
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, math.nan, True, "0.5", torch.tensor(0.5)])
+def test_scale_that_is_no_positive_number_raises(scale):
+    with pytest.raises(InvalidInput) as caught:
+        AttentionProblem.from_tensors(*_tensors(), scale=scale)
+    assert str(caught.value) == f"scale is {scale!r}; allowed is a finite number > 0, or None for 1/sqrt(d)."
+
+
+def test_scale_may_be_any_positive_number():
+    assert AttentionProblem.from_tensors(*_tensors(), scale=2).scale == 2.0
+
+
+def test_unequal_lengths_without_an_alignment_raise():
+    with pytest.raises(InvalidInput, match="q has 6 positions and k has 5: the mask is ambiguous"):
+        _problem(mask=causal())
+
+
+def test_a_refused_call_is_refused_again():
+    """The checks are cached by their arguments: an error must not become a result the second time."""
+    for _ in range(2):
+        with pytest.raises(InvalidInput, match="head dim 257"):
+            _problem(q=(2, 4, 6, MAX_HEAD_DIM + 1))
+
+
+def test_equal_calls_are_one_value():
+    a, b = _problem(mask=window(1, 2, "top_left")), _problem(mask=window(1, 2, "top_left"))
+    assert a == b
+    assert hash(a) == hash(b)
+    assert {a: "plan"}[b] == "plan"
+
+
+@pytest.mark.parametrize("other", [
+    _problem(q=(2, 4, 7, 8)),
+    _problem(mask=causal("top_left")),
+    AttentionProblem.from_tensors(*_tensors(dtype=torch.float16)),
+    AttentionProblem.from_tensors(*_tensors(), scale=0.5),
+    AttentionProblem.from_tensors(*_tensors(), deterministic=True),
+    AttentionProblem.from_tensors(_tensors()[0].transpose(1, 2).contiguous().transpose(1, 2), *_tensors()[1:]),
+    _problem().backward(lse_grad=False),
+    _problem().backward(lse_grad=True),
+], ids=["length", "mask", "dtype", "scale", "deterministic", "strides", "backward", "lse_grad"])
+def test_a_call_that_differs_in_one_thing_is_another_value(other):
+    assert other != _problem()
+    assert hash(other) != hash(_problem())
+
+
+def test_backward_keeps_everything_but_the_direction():
+    backward = _problem().backward(lse_grad=True)
+    assert (backward.direction, backward.lse_grad) == ("backward", True)
+    assert backward.q_strides == _problem().q_strides
+    assert backward is _problem().backward(lse_grad=True), "looked up, not rebuilt, at every call"
+
+
+def test_out_is_stored_in_the_order_of_q():
+    q, k, v = _tensors()
+    assert AttentionProblem.from_tensors(q, k, v).out_strides == (4 * 6 * 3, 6 * 3, 3, 1)
+    transposed = q.transpose(1, 2).contiguous().transpose(1, 2)
+    assert AttentionProblem.from_tensors(transposed, k, v).out_strides == (6 * 4 * 3, 3, 4 * 3, 1)
+
+
+def test_dense_strides_cover_every_element_once():
+    for order_of in ((48, 12, 3, 1), (48, 3, 6, 1), (0, 0, 0, 0)):
+        strided = torch.empty_strided((4, 2, 4, 3), dense_strides((4, 2, 4, 3), order_of))
+        offsets = torch.zeros(4 * 2 * 4 * 3).scatter_(0, _offsets(strided), 1.0)
+        assert offsets.all()
+
+
+def _offsets(tensor):
+    steps = [torch.arange(size) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    return sum(torch.meshgrid(*steps, indexing="ij")).flatten()
+
+
+@pytest.mark.parametrize(("d", "width"), [(1, 16), (16, 16), (17, 32), (64, 64), (65, 128), (192, 256), (256, 256)])
+def test_padded_dim_is_the_next_power_of_two_from_16_up(d, width):
+    assert padded_dim(d) == width
+
+
+@given(masks(), LENGTHS, LENGTHS)
+def test_spans_that_are_read_are_those_of_the_dense_mask(mask, query_length, key_length):
+    problem = _problem(q=(1, 1, query_length, 4), k=(1, 1, key_length, 4), v=(1, 1, key_length, 4), mask=mask)
+    visible = mask.visible(query_length, key_length)
+    for span, seen in ((problem.seen_keys, visible.any(0)), (problem.seeing_queries, visible.any(1))):
+        assert list(range(span.start, span.stop)) == seen.nonzero().flatten().tolist()
+    assert problem.is_empty == (not visible.any())
+
+
+@pytest.mark.parametrize("shapes", [
+    {"q": (0, 4, 6, 8), "k": (0, 2, 5, 8), "v": (0, 2, 5, 3)},
+    {"q": (2, 0, 6, 8)},
+    {"q": (2, 4, 0, 8)},
+    {"k": (2, 2, 0, 8), "v": (2, 2, 0, 3)},
+], ids=["no_batch", "no_heads", "no_queries", "no_keys"])
+def test_a_problem_without_pairs_is_empty(shapes):
+    assert _problem(**shapes).is_empty
+    assert not _problem().is_empty
+
+
+def test_first_and_last_rows_are_cut_from_a_problem_with_blind_queries_and_unseen_keys():
+    blind = _problem(q=(1, 1, 9, 4), k=(1, 1, 4, 4), v=(1, 1, 4, 4), mask=causal("bottom_right"))
+    assert (blind.seeing_queries, blind.seen_keys) == (Span(5, 9), Span(0, 4))
+    unseen = _problem(q=(1, 1, 4, 4), k=(1, 1, 9, 4), v=(1, 1, 9, 4), mask=window(1, 0, "bottom_right"))
+    assert (unseen.seeing_queries, unseen.seen_keys) == (Span(0, 4), Span(4, 9))
+
+
+@pytest.mark.parametrize(("problem", "text"), [
+    (_problem(), "forward b2 h4/2 s6x5 d8/3 float32 no mask on cpu"),
+    (_problem(mask=causal("top_left")).backward(lse_grad=False),
+     "backward b2 h4/2 s6x5 d8/3 float32 causal(alignment='top_left') on cpu"),
+    (_problem(q=(1, 2, 5, 8), k=(1, 2, 5, 8), v=(1, 2, 5, 8)), "forward b1 h2 s5x5 d8 float32 no mask on cpu"),
+])
+def test_problem_prints_in_one_line(problem, text):
+    assert str(problem) == text
