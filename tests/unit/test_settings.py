@@ -1,0 +1,44 @@
+"""Which backend name is in force: the scope, then the environment, then none."""
+
+import pytest
+
+from tilewise.settings import backend_scope, default_backend
+
+
+@pytest.fixture(autouse=True)
+def no_variable(monkeypatch):
+    monkeypatch.delenv("TILEWISE_BACKEND", raising=False)
+
+
+def test_nothing_is_set_by_default():
+    assert default_backend() is None
+
+
+def test_environment_names_the_default(monkeypatch):
+    monkeypatch.setenv("TILEWISE_BACKEND", "torch")
+    assert default_backend() == "torch"
+
+
+def test_empty_variable_counts_as_unset(monkeypatch):
+    monkeypatch.setenv("TILEWISE_BACKEND", "")
+    assert default_backend() is None
+
+
+def test_scope_outranks_the_environment_and_ends(monkeypatch):
+    monkeypatch.setenv("TILEWISE_BACKEND", "torch")
+    with backend_scope("reference"):
+        assert default_backend() == "reference"
+    assert default_backend() == "torch"
+
+
+def test_scopes_nest():
+    with backend_scope("reference"):
+        with backend_scope("torch"):
+            assert default_backend() == "torch"
+        assert default_backend() == "reference"
+
+
+def test_scope_ends_with_an_error_too():
+    with pytest.raises(KeyError), backend_scope("reference"):
+        raise KeyError
+    assert default_backend() is None
