@@ -1,0 +1,269 @@
+"""Which backend is chosen, by whom, and what a refusal says."""
+
+import asyncio
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tilewise import InvalidInput, UnsupportedProblem, attention, causal, dispatch, explain, use_backend, window
+from tilewise.backends.base import Gradients
+from tilewise.dispatch import BACKENDS, choose, explain_problem, get_backend
+from tilewise.problem import AttentionProblem
+
+
+@pytest.fixture(autouse=True)
+def no_variable(monkeypatch):
+    monkeypatch.delenv("TILEWISE_BACKEND", raising=False)
+
+
+def _qkv(dtype=torch.float32, s=8, d=16):
+    return [torch.zeros(1, 2, s, d, dtype=dtype) for _ in range(3)]
+
+
+def _problem(mask=causal(), dtype=torch.float32):  # noqa: B008 - a frozen value
+    return AttentionProblem.from_tensors(*_qkv(dtype), mask=mask)
+
+
+class _Recorder:
+    """A backend that takes everything, computes zeros and remembers which passes it was called for."""
+
+    name = "recorder"
+
+    def __init__(self):
+        self.calls = []
+
+    def why_not(self, problem):
+        return None
+
+    def forward(self, problem, q, k, v):
+        self.calls.append("forward")
+        return torch.zeros_like(q), q.new_zeros(q.shape[:3])
+
+    def backward(self, problem, saved, dout, dlse, *, need_dq, need_dkv):
+        self.calls.append("backward")
+        return Gradients(*(torch.zeros_like(tensor) for tensor in saved[:3]))
+
+
+@pytest.fixture
+def recorder(monkeypatch):
+    """The backend "reference", replaced by one that records its calls."""
+    recorder = _Recorder()
+    monkeypatch.setattr(get_backend("reference").__class__, "forward", lambda _, *a: recorder.forward(*a))
+    monkeypatch.setattr(get_backend("reference").__class__, "backward", lambda _, *a, **k: recorder.backward(*a, **k))
+    return recorder
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_backend_is_called_by_its_file_name(name):
+    assert get_backend(name).name == name
+    assert get_backend(name).__class__.__module__ == f"tilewise.backends.{name}"
+
+
+def test_unknown_backend_raises_and_lists_the_known_ones():
+    message = "backend is 'flash'; allowed are 'triton', 'torch', 'reference', or None to choose."
+    for ask in (lambda: get_backend("flash"), lambda: choose(_problem(), "flash"),
+                lambda: attention(*_qkv(), backend="flash"), lambda: explain(*_qkv(), backend="flash")):
+        with pytest.raises(InvalidInput) as caught:
+            ask()
+        assert str(caught.value) == message
+
+
+def test_explicit_backend_never_falls_back():
+    with pytest.raises(UnsupportedProblem) as caught:
+        attention(*_qkv(), mask=window(2, 2), backend="torch")
+    reason = get_backend("torch").why_not(_problem(window(2, 2)))
+    assert caught.value.reasons == {"torch": reason}
+    assert str(caught.value) == (
+        "backend 'torch' refuses this problem: forward b1 h2 s8x8 d16 float32 window(2, 2) on cpu\n"
+        f"  torch: {reason}"
+    )
+
+
+def test_first_backend_that_takes_the_problem_is_chosen():
+    assert choose(_problem()).name == "torch"
+    assert choose(_problem(window(2, 2))).name == "reference", "torch knows no window"
+    assert choose(_problem().backward(lse_grad=True)).name == "reference", "torch has no gradient through lse"
+
+
+def test_float16_goes_to_the_reference_on_cpus():
+    for problem in (_problem(dtype=torch.float16), _problem(dtype=torch.float16).backward(lse_grad=False)):
+        assert choose(problem).name == "reference"
+
+
+def test_bfloat16_gradients_go_to_torch_only_where_the_cpu_multiplies_bfloat16(monkeypatch):
+    forward = _problem(dtype=torch.bfloat16)
+    for multiplies, first in ((True, "torch"), (False, "reference")):
+        monkeypatch.setattr(dispatch, "_cpu_multiplies_bfloat16", lambda answer=multiplies: answer)
+        assert dispatch.order(forward)[0] == "torch"
+        assert dispatch.order(forward.backward(lse_grad=False))[0] == first
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_order_names_every_backend_once(dtype, device):
+    problem = AttentionProblem.from_tensors(*(t.to(device) for t in _qkv(dtype)))
+    for side in (problem, problem.backward(lse_grad=False)):
+        assert sorted(dispatch.order(side)) == sorted(BACKENDS)
+
+
+def test_when_every_backend_refuses_the_error_holds_every_reason(monkeypatch):
+    problem = _problem(window(2, 2))
+    for name in BACKENDS:
+        monkeypatch.setattr(get_backend(name).__class__, "why_not", lambda self, _: f"{self.name} says no")
+    with pytest.raises(UnsupportedProblem) as caught:
+        choose.__wrapped__(problem)  # past the cache, which may know the problem from another test
+    assert caught.value.reasons == {name: f"{name} says no" for name in BACKENDS}
+    assert str(caught.value).startswith("no backend takes this problem: forward b1 h2 s8x8 d16 float32 window(2, 2)")
+
+
+@pytest.mark.parametrize(("problem", "words"), [
+    (_problem(window(2, 2)), "a causal one without a window whose first seeing query sees one key; got window(2, 2)"),
+    (_problem().backward(lse_grad=True), "no gradient through lse"),
+    (AttentionProblem.from_tensors(*(torch.zeros(1, 1, 4, d) for d in (8, 8, 5))), "equal head dims, got 8"),
+    (AttentionProblem.from_tensors(*(torch.zeros(1, 1, s, 8) for s in (4, 0, 0))), "at least one query that sees"),
+    (AttentionProblem.from_tensors(*(torch.zeros(1, 1, 8, 4).mT for _ in range(3))), "stride 1 in the last dim"),
+    (AttentionProblem.from_tensors(*(torch.zeros(1, 1, s, 8) for s in (4, 7, 7)), mask=causal("bottom_right")),
+     "got causal(alignment='bottom_right') with 4 queries and 7 keys"),
+    (AttentionProblem.from_tensors(*(torch.zeros(1, 1, 4, 8, device="meta") for _ in range(3))),
+     "runs on CPUs and CUDA devices, got meta"),
+])
+def test_torch_refuses_in_words(problem, words):
+    assert words in get_backend("torch").why_not(problem)
+
+
+def test_torch_takes_a_window_that_hides_nothing_and_blind_queries():
+    taken = [(8, 8, window(8, 7)), (8, 8, causal() & window(7, 0)), (9, 4, causal("bottom_right")),
+             (4, 9, causal("top_left")), (1, 9, causal("bottom_right"))]
+    for sq, sk, mask in taken:
+        tensors = (torch.zeros(1, 1, s, 8) for s in (sq, sk, sk))
+        assert get_backend("torch").why_not(AttentionProblem.from_tensors(*tensors, mask=mask)) is None, (sq, sk, mask)
+
+
+def _on_cuda(monkeypatch, capability, **fields):
+    """A CUDA problem, on a machine without the device."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    tensors = [torch.zeros(1, 1, s, fields.get("d", 64), dtype=fields.get("dtype", torch.float16), device="meta")
+               for s in (fields.get("sq", 8), 8, 8)]
+    problem = AttentionProblem.from_tensors(*tensors, mask=fields.get("mask", causal("top_left")),
+                                            deterministic=fields.get("deterministic", False))
+    return replace(problem, device=torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize(("capability", "fields", "words"), [
+    ((7, 5), {"d": 16}, "capability 8.0 or newer, got 7.5"),
+    ((9, 0), {"dtype": torch.float32}, "float16 and bfloat16 on CUDA devices, got torch.float32"),
+    ((9, 0), {"d": 20}, "multiple of 8 on CUDA devices, got 20"),
+    ((9, 0), {"sq": 12}, "equal lengths on CUDA devices, got 12 queries and 8 keys"),
+])
+def test_torch_refuses_in_words_on_cuda(monkeypatch, capability, fields, words):
+    assert words in get_backend("torch").why_not(_on_cuda(monkeypatch, capability, **fields))
+
+
+def test_torch_on_cuda_refuses_only_the_backward_pass_of_some_calls(monkeypatch):
+    torch_backend = get_backend("torch")
+    for capability, fields, words in (((9, 0), {"deterministic": True}, "in no fixed order on CUDA devices"),
+                                      ((8, 6), {"d": 256}, "head dim up to 192 for the backward pass")):
+        problem = _on_cuda(monkeypatch, capability, **fields)
+        assert torch_backend.why_not(problem) is None
+        assert words in torch_backend.why_not(problem.backward(lse_grad=False))
+
+
+def test_explain_tells_the_choice_and_every_reason():
+    explanation = explain(*_qkv(), mask=window(2, 2))
+    assert (explanation.forward, explanation.backward) == ("reference", "reference")
+    assert set(explanation.reasons) == {(side, name) for side in ("forward", "backward") for name in BACKENDS}
+    assert explanation.reasons["forward", "reference"] is None
+    assert "got window(2, 2)" in explanation.reasons["backward", "torch"]
+
+
+def test_explanation_prints_one_line_a_pass_and_backend():
+    lines = str(explain(*_qkv(), mask=window(2, 2))).splitlines()
+    assert lines[0] == "b1 h2 s8x8 d16 float32 window(2, 2) on cpu"
+    assert lines[1].split(maxsplit=2)[:2] == ["forward", "torch"]
+    assert lines[1].split(maxsplit=2)[2].startswith("no: takes no mask")
+    assert "  forward  reference  chosen" in lines
+    assert "  backward reference  chosen" in lines
+    assert len(lines) == 1 + 2 * len(BACKENDS)
+
+
+def test_explain_does_not_raise_for_a_refusal():
+    explanation = explain(*_qkv(), mask=window(2, 2), backend="torch")
+    assert (explanation.forward, explanation.backward) == (None, None)
+
+
+def test_explain_agrees_with_choose():
+    for mask in (causal(), window(2, 2)):
+        for dtype in (torch.float16, torch.float32, torch.float64):
+            problem = _problem(mask, dtype)
+            explanation = explain_problem(problem)
+            assert explanation.forward == choose(problem).name
+            assert explanation.backward == choose(problem.backward(lse_grad=False)).name
+
+
+def test_use_backend_holds_inside_its_block(recorder):
+    attention(*_qkv())
+    assert recorder.calls == [], "torch serves this call by itself"
+    with use_backend("reference"):
+        attention(*_qkv())
+    assert recorder.calls == ["forward"]
+    attention(*_qkv())
+    assert recorder.calls == ["forward"]
+
+
+def test_use_backend_holds_for_the_backward_pass_run_after_the_block(recorder):
+    q, k, v = (tensor.requires_grad_() for tensor in _qkv())
+    with use_backend("reference"):
+        out = attention(q, k, v)
+    out.sum().backward()
+    assert recorder.calls == ["forward", "backward"]
+
+
+def test_an_argument_outranks_use_backend(recorder):
+    with use_backend("reference"):
+        attention(*_qkv(), backend="torch")
+    assert recorder.calls == []
+
+
+def test_use_backend_refuses_as_the_argument_does():
+    with use_backend("torch"), pytest.raises(UnsupportedProblem, match="backend 'torch' refuses"):
+        attention(*_qkv(), mask=window(2, 2))
+    with pytest.raises(InvalidInput, match="backend is 'flash'"), use_backend("flash"):
+        pass
+
+
+def test_environment_names_the_backend(recorder, monkeypatch):
+    monkeypatch.setenv("TILEWISE_BACKEND", "reference")
+    attention(*_qkv())
+    assert recorder.calls == ["forward"]
+    with use_backend("torch"):
+        attention(*_qkv())
+    assert recorder.calls == ["forward"], "the scope outranks the environment"
+    monkeypatch.setenv("TILEWISE_BACKEND", "flash")
+    with pytest.raises(InvalidInput, match="backend is 'flash'"):
+        attention(*_qkv())
+
+
+def test_use_backend_does_not_reach_another_thread():
+    chosen = []
+    with use_backend("reference"):
+        thread = threading.Thread(target=lambda: chosen.append(explain(*_qkv()).forward))
+        thread.start()
+        thread.join()
+        chosen.append(explain(*_qkv()).forward)
+    assert chosen == ["torch", "reference"]
+
+
+def test_use_backend_does_not_reach_a_task_that_runs_meanwhile():
+    async def task(name, chosen):
+        with use_backend(name):
+            await asyncio.sleep(0)
+            chosen[name] = explain(*_qkv()).forward
+
+    async def both():
+        chosen = {}
+        await asyncio.gather(task("reference", chosen), task("torch", chosen))
+        return chosen
+
+    assert asyncio.run(both()) == {"reference": "reference", "torch": "torch"}
