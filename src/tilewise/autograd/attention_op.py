@@ -7,12 +7,12 @@ integers. A compiled graph therefore holds one opaque node a pass and does not d
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
 from tilewise import settings
 from tilewise.backends.base import Saved
 from tilewise.dispatch import choose
+from tilewise.errors import UnsupportedProblem
 from tilewise.masks import Mask
 from tilewise.problem import AttentionProblem, dense_strides
 
@@ -101,11 +101,10 @@ def _forward_flops(q_shape: torch.Size, k_shape: torch.Size, v_shape: torch.Size
 
 
 @register_flop_formula(torch.ops.tilewise.attention_backward)
-def _backward_flops(q_shape: torch.Size, k_shape: torch.Size, v_shape: torch.Size, out_shape: torch.Size,
-                    lse_shape: torch.Size, dout_shape: torch.Size, dlse_shape: torch.Size | None, *options: Any,
-                    **_: object) -> int:
+def _backward_flops(q_shape: torch.Size, k_shape: torch.Size, v_shape: torch.Size, *rest: Any, **_: object) -> int:
     """The mathematics' five products (scores, dP; dQ, dK, dV), not what a kernel recomputes beyond them."""
-    return 2 * _visible_pairs(q_shape, k_shape, Options(*options[:-2])) * (3 * q_shape[3] + 2 * v_shape[3])
+    options = Options(*rest[4:-2])  # between the shapes of out, lse, dout, dlse and the two flags
+    return 2 * _visible_pairs(q_shape, k_shape, options) * (3 * q_shape[3] + 2 * v_shape[3])
 
 
 class AttentionFunction(torch.autograd.Function):
@@ -122,7 +121,6 @@ class AttentionFunction(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """Run the backward op for the inputs that need a gradient."""
         q, k, v, out, lse = ctx.saved_tensors
@@ -132,11 +130,34 @@ class AttentionFunction(torch.autograd.Function):
         if dout is None:  # only lse was used: a zero of no memory
             dout = out.new_zeros(()).expand(out.shape)
         need_dq, need_dk, need_dv = ctx.needs_input_grad[:3]
-        dq, dk, dv = backward_op(q, k, v, out, lse, dout, dlse, *ctx.options, need_dq, need_dk or need_dv)
+        # Gradients are enabled here under create_graph=True alone. A compiled backward pass refuses that by itself.
+        twice = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        compute = _apply_once if twice else backward_op
+        dq, dk, dv = compute(q, k, v, out, lse, dout, dlse, *ctx.options, need_dq, need_dk or need_dv)
         return (dq if need_dq else None, dk if need_dk else None, dv if need_dv else None, *nothing[3:])
 
 
+class OnceDifferentiable(torch.autograd.Function):
+    """The backward op in a graph that may be differentiated again, which raises instead of giving a wrong zero.
+
+    torch's own ``once_differentiable`` raises only where dout needs a gradient, and that of a plain sum does not.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Run the backward op."""
+        return cast("tuple[torch.Tensor, torch.Tensor, torch.Tensor]", backward_op(*arguments))
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor | None) -> None:
+        """Refuse."""
+        raise UnsupportedProblem(
+            "a second derivative of attention was asked for; only the first is there. Detach the gradient of "
+            "attention, or use torch's math attention for this term.", {})
+
+
 _apply: Any = AttentionFunction.apply
+_apply_once: Any = OnceDifferentiable.apply
 
 
 def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> tuple[torch.Tensor, torch.Tensor]:

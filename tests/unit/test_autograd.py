@@ -1,0 +1,234 @@
+"""The op boundary: opcheck, gradients by finite differences, compilation, checkpointing, autocast, FLOP counts."""
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.library import opcheck
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from tilewise import InvalidInput, Mask, UnsupportedProblem, attention, causal, window
+from tilewise.autograd.attention_op import Options, backward_op, forward_op
+
+_MASKS = {
+    "none": Mask(),
+    "causal": causal("bottom_right"),
+    "window": window(2, 1, "top_left"),
+    "blind_rows": window(1, 0, "top_left"),  # with 6 queries and 4 keys the last query sees nothing
+}
+
+
+def _tensors(dtype=torch.float64, *, sq=6, sk=4, requires_grad=False):
+    """q with 4 heads, k and v with 2, head dims 3 and 2."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator, dtype=dtype).requires_grad_(requires_grad)
+            for shape in ((1, 4, sq, 3), (1, 2, sk, 3), (1, 2, sk, 2))]
+
+
+def _options(mask, backend="reference"):
+    return Options(None, mask.left, mask.right, mask.alignment, False, backend)
+
+
+@pytest.fixture
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("mask", _MASKS.values(), ids=_MASKS)
+def test_forward_op_passes_opcheck(mask):
+    results = opcheck(forward_op, (*_tensors(torch.float32), *_options(mask)))
+    assert set(results.values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("with_dlse", [False, True], ids=["dout", "dout_and_dlse"])
+@pytest.mark.parametrize("needed", [(True, True), (True, False), (False, True)], ids=["all", "dq", "dkv"])
+def test_backward_op_passes_opcheck(with_dlse, needed):
+    tensors, options = _tensors(torch.float32), _options(_MASKS["causal"])
+    out, lse = forward_op(*tensors, *options)
+    lse = lse.masked_fill(lse.isinf(), 0.0)  # opcheck compares values, and -inf - -inf is NaN
+    dlse = torch.randn_like(lse) if with_dlse else None
+    results = opcheck(backward_op, (*tensors, out, lse, torch.randn_like(out), dlse, *options, *needed))
+    assert set(results.values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("storage", ["bhsd", "bshd"])
+def test_fake_outputs_lie_in_memory_as_the_real_ones(storage):
+    tensors = _tensors(torch.float32)
+    if storage == "bshd":
+        tensors = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in tensors]
+    options = _options(_MASKS["causal"])
+    real = forward_op(*tensors, *options)
+    real += backward_op(*tensors, *real, torch.randn_like(real[0]), None, *options, True, True)
+    fakes = [t.to("meta") for t in tensors]
+    fake = forward_op(*fakes, *options)
+    fake += backward_op(*fakes, *fake, torch.randn_like(fake[0]), None, *options, True, True)
+    for ours, theirs in zip(real, fake, strict=True):
+        assert (ours.shape, ours.stride(), ours.dtype) == (theirs.shape, theirs.stride(), theirs.dtype)
+
+
+def _finite(mask):
+    """The call as a function of q, k, v alone; lse of blind rows, a constant -inf, as 0."""
+    def call(q, k, v):
+        out, lse = attention(q, k, v, mask=mask, return_aux=("lse",), backend="reference")
+        return out, lse.masked_fill(lse == float("-inf"), 0.0)
+    return call
+
+
+@pytest.mark.parametrize("mask", _MASKS.values(), ids=_MASKS)
+def test_gradients_through_out_and_lse_agree_with_finite_differences(mask):
+    assert torch.autograd.gradcheck(_finite(mask), _tensors(requires_grad=True))
+
+
+def test_gradient_through_lse_alone_agrees_with_finite_differences():
+    call = _finite(_MASKS["causal"])
+    assert torch.autograd.gradcheck(lambda *tensors: call(*tensors)[1], _tensors(requires_grad=True))
+
+
+def test_gradients_cross_tiles(monkeypatch):
+    monkeypatch.setattr("tilewise.kernels.reference.primitives.BLOCK", 2)
+    assert torch.autograd.gradcheck(_finite(_MASKS["window"]), _tensors(requires_grad=True))
+
+
+@pytest.mark.parametrize("frozen", [(0,), (1,), (2,), (1, 2), (0, 1)], ids=str)
+def test_frozen_inputs_get_no_gradient_and_change_no_other(frozen):
+    everything = _tensors(requires_grad=True)
+    attention(*everything, mask=causal("bottom_right"), backend="reference").sum().backward()
+    some = [t.requires_grad_(i not in frozen) for i, t in enumerate(_tensors())]
+    attention(*some, mask=causal("bottom_right"), backend="reference").sum().backward()
+    for i, (got, expected) in enumerate(zip(some, everything, strict=True)):
+        if i in frozen:
+            assert got.grad is None
+        else:
+            assert torch.equal(got.grad, expected.grad)
+
+
+def test_backward_passes_are_spared_where_nothing_needs_them(monkeypatch):
+    asked = []
+    monkeypatch.setattr("tilewise.autograd.attention_op.backward_op",
+                        lambda *arguments: asked.append(arguments[-2:]) or backward_op(*arguments))
+    for frozen in ((0,), (1, 2), ()):
+        tensors = [t.requires_grad_(i not in frozen) for i, t in enumerate(_tensors())]
+        attention(*tensors, backend="reference").sum().backward()
+    assert asked == [(False, True), (True, False), (True, True)]
+
+
+def test_without_gradients_nothing_is_recorded():
+    q, k, v = _tensors(requires_grad=True)
+    with torch.no_grad():
+        assert attention(q, k, v).grad_fn is None
+    assert attention(*_tensors()).grad_fn is None
+
+
+@pytest.mark.parametrize("dout_needs_gradient", [False, True])
+def test_second_derivative_raises(dout_needs_gradient):
+    """Where dout needs no gradient, torch's once_differentiable let a penalty on dq count as a constant."""
+    q, k, v = _tensors(requires_grad=True)
+    out = attention(q, k, v, backend="reference")
+    dout = torch.ones_like(out, requires_grad=dout_needs_gradient)
+    (dq,) = torch.autograd.grad(out, q, dout, create_graph=True)
+    with pytest.raises(UnsupportedProblem, match="a second derivative of attention was asked for"):
+        (dq.square().sum() + q.sum()).backward()
+
+
+def test_gradient_in_a_graph_may_be_used_undifferentiated():
+    q, k, v = _tensors(requires_grad=True)
+    out = attention(q, k, v, backend="reference")
+    (plain,) = torch.autograd.grad(out.sum(), q, retain_graph=True)
+    (dq,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    assert torch.equal(dq, plain)
+    (dq.detach() * q).sum().backward()
+    assert torch.equal(q.grad, plain)
+
+
+def test_activation_checkpointing_gives_equal_gradients():
+    def block(q, k, v):
+        return attention(q.tanh(), k, v, mask=causal("bottom_right"), backend="reference").square()
+
+    plain, checkpointed = _tensors(requires_grad=True), _tensors(requires_grad=True)
+    block(*plain).sum().backward()
+    checkpoint(block, *checkpointed, use_reentrant=False).sum().backward()
+    for a, b in zip(plain, checkpointed, strict=True):
+        assert torch.equal(a.grad, b.grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_autocast_casts_the_inputs_and_nothing_inside(dtype, backend):
+    """Autocast also rounds bmm: it turned the reference's float32 tiles into half ones and broke its products."""
+    tensors = [torch.randn(1, 2, 5, 8, requires_grad=True) for _ in range(3)]
+    with torch.autocast("cpu", dtype):
+        out, lse = attention(*tensors, return_aux=("lse",), backend=backend)
+        dq, *_ = torch.autograd.grad(out.float().sum(), tensors)
+    cast = [t.detach().to(dtype).requires_grad_() for t in tensors]
+    expected, expected_lse = attention(*cast, return_aux=("lse",), backend=backend)
+    expected_dq, *_ = torch.autograd.grad(expected.float().sum(), cast)
+    assert (out.dtype, lse.dtype, dq.dtype) == (dtype, torch.float32, torch.float32)
+    assert torch.equal(out, expected)
+    assert torch.equal(lse, expected_lse)
+    assert torch.equal(dq, expected_dq.float())
+
+
+def test_autocast_leaves_float64_alone():
+    with torch.autocast("cpu", torch.bfloat16):
+        assert attention(*_tensors()).dtype is torch.float64
+
+
+@pytest.mark.parametrize("mask", _MASKS.values(), ids=_MASKS)
+def test_flop_count_is_that_of_the_visible_pairs(mask):
+    q, k, v = _tensors(torch.float32, requires_grad=True)
+    pairs = 4 * int(mask.visible(6, 4).sum())  # 4 heads
+    with FlopCounterMode(display=False) as counter:
+        out = attention(q, k, v, mask=mask, backend="reference")
+    assert counter.get_total_flops() == 2 * pairs * (3 + 2)
+    with FlopCounterMode(display=False) as counter:
+        out.sum().backward()
+    assert counter.get_total_flops() == 2 * pairs * (3 * 3 + 2 * 2)
+
+
+def _compiled_step(compiler, mask, *, dynamic):
+    @torch.compile(fullgraph=True, dynamic=dynamic, backend=compiler)
+    def step(q, k, v):
+        out, lse = attention(q * 1.0, k, v, mask=mask, return_aux=("lse",), backend="reference")
+        return out.square().sum() + lse.exp().sum()
+    return step
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+# torch.compile instantiates autograd.Function inside, and warns of that; see torch/_dynamo/side_effects.py.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+class TestCompiled:
+    @pytest.mark.parametrize("mask", [Mask(), causal("top_left"), window(2, 3, "bottom_right")], ids=str)
+    def test_whole_graph_equals_eager_and_compiles_once_for_all_lengths(self, mask):
+        compiler = CompileCounterWithBackend("aot_eager")
+        step = _compiled_step(compiler, mask, dynamic=True)
+        for sq, sk in ((6, 9), (11, 13), (17, 40)):
+            compiled = _tensors(sq=sq, sk=sk, requires_grad=True)
+            eager = _tensors(sq=sq, sk=sk, requires_grad=True)
+            step(*compiled).backward()
+            out, lse = attention(*eager, mask=mask, return_aux=("lse",), backend="reference")
+            (out.square().sum() + lse.exp().sum()).backward()
+            for a, b in zip(compiled, eager, strict=True):
+                torch.testing.assert_close(a.grad, b.grad)
+        assert compiler.frame_count == 1
+
+    def test_automatic_shapes_compile_twice_at_most(self):
+        """The second length makes the lengths symbols; from the third on nothing is compiled."""
+        compiler = CompileCounterWithBackend("aot_eager")
+        step = _compiled_step(compiler, causal(), dynamic=None)
+        for s in (6, 11, 17, 40):
+            step(*_tensors(sq=s, sk=s, requires_grad=True)).backward()
+        assert compiler.frame_count == 2
+
+    def test_a_wrong_shape_raises_our_error_in_a_compiled_call_too(self):
+        step = torch.compile(lambda q, k, v: attention(q, k, v), backend="eager")
+        q, k, v = _tensors()
+        with pytest.raises(torch._dynamo.exc.TorchRuntimeError, match="v has 3 positions and k has 4"):
+            step(q, k, v[:, :, :3])
+
+
+def test_op_reports_wrong_input_by_our_error():
+    q, k, v = _tensors()
+    with pytest.raises(InvalidInput, match="k has head dim 3 and q has 2"):
+        forward_op(q[..., :2], k, v, *_options(Mask()))
