@@ -46,26 +46,24 @@ def _backward_tile(problem: AttentionProblem, saved: Saved, dout: torch.Tensor, 
                    queries: Span, dq: torch.Tensor | None, dkv_acc: tuple[torch.Tensor, ...] | None) -> None:
     """Walk one tile of queries over the keys it sees."""
     q, k, v, out, lse = saved
-    band = problem.band
-    shared = band.shared_keys_of(queries, problem.sk)
-    q_rows = rows(q, queries, problem) * problem.scale                      # [b·hk, g·BLOCK, d]
+    q_rows = rows(q, queries, problem)                                      # [b·hk, g·BLOCK, d]
     dout_rows = rows(dout, queries, problem)                                # [b·hk, g·BLOCK, dv]
     lse_rows = rows(lse, queries, problem).unsqueeze(-1)                    # [b·hk, g·BLOCK, 1]
     delta = (rows(out, queries, problem) * dout_rows).sum(-1, keepdim=True)  # [b·hk, g·BLOCK, 1]; eq. 10
     if dlse is not None:
         delta -= rows(dlse, queries, problem).unsqueeze(-1)
     dq_acc = torch.zeros_like(q_rows)                                       # [b·hk, g·BLOCK, d]
-    for keys in tiles(band.keys_of(queries, problem.sk)):
+    for keys in tiles(problem.band.keys_of(queries, problem.sk)):
         k_rows = rows(k, keys, problem)
-        scores = tile_scores(q_rows, k_rows, band, queries, keys, shared)
+        scores = tile_scores(problem, q_rows, k_rows, queries, keys)
         probs = scores.sub_(lse_rows).exp_()                                # [b·hk, g·BLOCK, BLOCK]; eq. 3
         dprobs = torch.bmm(dout_rows, rows(v, keys, problem).mT)            # [b·hk, g·BLOCK, BLOCK]
         dscores = dprobs.sub_(delta).mul_(probs)                            # eq. 9
         if dkv_acc is not None:
             dk_acc, dv_acc = (acc[:, keys.start:keys.stop] for acc in dkv_acc)
-            dk_acc.baddbmm_(dscores.mT, q_rows)                             # eq. 10; q_rows hold the scale
+            dk_acc.baddbmm_(dscores.mT, q_rows, alpha=problem.scale)        # eq. 10
             dv_acc.baddbmm_(probs.mT, dout_rows)                            # eq. 8
         if dq is not None:
-            dq_acc.baddbmm_(dscores, k_rows)                                # eq. 10, but for the scale
+            dq_acc.baddbmm_(dscores, k_rows, alpha=problem.scale)           # eq. 10
     if dq is not None:
-        put_rows(dq, queries, dq_acc.mul_(problem.scale))
+        put_rows(dq, queries, dq_acc)

@@ -25,14 +25,12 @@ def attention_forward(problem: AttentionProblem, q: torch.Tensor, k: torch.Tenso
 def _forward_tile(problem: AttentionProblem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
                   out: torch.Tensor, lse: torch.Tensor, queries: Span) -> None:
     """Walk one tile of queries over the keys it sees."""
-    band = problem.band
-    shared = band.shared_keys_of(queries, problem.sk)
-    q_rows = rows(q, queries, problem) * problem.scale                      # [b·hk, g·BLOCK, d]
+    q_rows = rows(q, queries, problem)                                      # [b·hk, g·BLOCK, d]
     row_max = q_rows.new_full((*q_rows.shape[:2], 1), float("-inf"))        # [b·hk, g·BLOCK, 1]; eq. 5
     row_sum = torch.zeros_like(row_max)                                     # [b·hk, g·BLOCK, 1]
     acc = q_rows.new_zeros(*q_rows.shape[:2], problem.dv)                   # [b·hk, g·BLOCK, dv]
-    for keys in tiles(band.keys_of(queries, problem.sk)):
-        scores = tile_scores(q_rows, rows(k, keys, problem), band, queries, keys, shared)
+    for keys in tiles(problem.band.keys_of(queries, problem.sk)):
+        scores = tile_scores(problem, q_rows, rows(k, keys, problem), queries, keys)
         row_max = online_softmax_step(scores, rows(v, keys, problem), row_max, row_sum, acc)
     put_rows(out, queries, acc.div_(row_sum))                               # eq. 6
     put_rows(lse, queries, row_sum.log_().add_(row_max))
