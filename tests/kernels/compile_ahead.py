@@ -22,8 +22,7 @@ from tilewise.kernels.triton.forward import forward_launch
 from tilewise.masks import Mask
 from tilewise.problem import AttentionProblem, dense_strides
 from tilewise.tuning.device import DeviceSpec
-from tilewise.tuning.heuristics import delta_config
-from tilewise.tuning.table import KERNELS, config_for
+from tilewise.tuning.heuristics import KINDS, delta_config, tile_config
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -60,33 +59,37 @@ def problem_of(request):
         k_strides=strides[1], v_strides=strides[2])
 
 
-def launch_of(kernel, problem, config, spec):
-    """Return the launch and the dtypes of its tensors, in order."""
-    dtype, f32 = problem.dtype, torch.float32
-    q_strides, k_strides, v_strides = problem.q_strides, problem.k_strides, problem.v_strides
-    if kernel == "delta":
-        launch = delta_launch(problem, delta_config(problem, spec), problem.out_strides, problem.out_strides, None)
-        return launch, (dtype, dtype, dtype, f32)
-    config = config or config_for(kernel, problem, spec)
+def launch_of(kernel, problem, config):
+    """Return the launch and its tensors, in order."""
+    rows = torch.empty(problem.b, problem.hq, problem.sq)
+    q, k, v, out = (torch.empty_strided(shape, strides, dtype=problem.dtype) for shape, strides in (
+        ((problem.b, problem.hq, problem.sq, problem.d), problem.q_strides),
+        ((problem.b, problem.hk, problem.sk, problem.d), problem.k_strides),
+        ((problem.b, problem.hk, problem.sk, problem.dv), problem.v_strides),
+        ((problem.b, problem.hq, problem.sq, problem.dv), problem.out_strides)))
     if kernel == "forward":
-        return forward_launch(problem, config, "ieee"), (dtype,) * 4 + (f32,)
+        return forward_launch(problem, config, "ieee"), (q, k, v, out, rows)
     problem = replace(problem, direction="backward")
-    if kernel == "dkdv":
-        launch = dkdv_launch(problem, config, "ieee", problem.out_strides, k_strides, v_strides)
-        return launch, (dtype,) * 4 + (f32, f32) + (dtype,) * 2
-    return dq_launch(problem, config, "ieee", problem.out_strides, q_strides), (dtype,) * 4 + (f32, f32, dtype)
+    if kernel == "delta":
+        launch = delta_launch(problem, delta_config(problem), out.stride(), out.stride(), None)
+        return launch, (out, out, out, rows)
+    if kernel == "dq":
+        return dq_launch(problem, config, "ieee", out.stride(), q.stride()), (q, k, v, out, rows, rows, q)
+    needs = (kernel != "dv", kernel != "dk")
+    launch = dkdv_launch(problem, config, "ieee", out.stride(), (k.stride(), v.stride()), needs)
+    return launch, (q, k, v, out, rows, rows, k, v)
 
 
 def compile_for(request):
-    spec = DeviceSpec.of_arch(request["arch"], request.get("device", ""))
-    config = request.get("config")
-    if config:
-        config = KERNELS[request["kernel"]](*config)
-    launch, dtypes = launch_of(request["kernel"], problem_of(request), config, spec)
+    spec = DeviceSpec.of_arch(request["arch"])
+    kernel, problem = request["kernel"], problem_of(request)
+    config = None
+    if kernel != "delta":
+        config = tile_config(kernel, problem, spec, descriptors=request["descriptors"])
+    launch, tensors = launch_of(kernel, problem, config)
     driver.set_active(CompileOnlyDriver(TARGETS[request["arch"]]))
-    compiled = launch.kernel.warmup(*dtypes, *launch.scalars, grid=launch.grid, **launch.options)
-    row = request | {"triton": triton.__version__, "shared": compiled.metadata.shared, "limit": spec.shared_memory,
-                     "num_warps": launch.options["num_warps"]}
+    compiled = launch.kernel.warmup(*launch.described(tensors), *launch.scalars, grid=launch.grid, **launch.options)
+    row = request | {"triton": triton.__version__, "shared": compiled.metadata.shared, "limit": spec.shared_memory}
     return row | (amd_report(compiled) if request["arch"].startswith("gfx") else nvidia_report(compiled))
 
 

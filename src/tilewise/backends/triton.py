@@ -18,7 +18,7 @@ import torch
 from tilewise.backends.base import Gradients, Saved
 from tilewise.problem import AttentionProblem, Sizes, dense_strides
 from tilewise.tuning.device import device_spec
-from tilewise.tuning.heuristics import delta_config
+from tilewise.tuning.heuristics import delta_config, split_dkdv, wants_descriptors
 from tilewise.tuning.table import config_for
 
 Launcher = Callable[..., None]
@@ -67,13 +67,14 @@ class TritonBackend:
             _alignment(q, k, v, dout), _precision(problem.dtype))
         dq = _empty(q, plan.dq_strides) if need_dq else None
         dk, dv = (_empty(k, plan.dk_strides), _empty(v, plan.dv_strides)) if need_dkv else (None, None)
-        if plan.delta is None or plan.dkdv is None or plan.dq is None:
+        if plan.delta is None or plan.dq is None:
             return Gradients(*(None if gradient is None else gradient.zero_() for gradient in (dq, dk, dv)))
         delta = torch.empty_like(lse)
         with _on(problem.device):
             plan.delta(out, dout, out if dlse is None else dlse, delta)
             if need_dkv:
-                plan.dkdv(q, k, v, dout, lse, delta, dk, dv)
+                for launch in plan.dkdv:
+                    launch(q, k, v, dout, lse, delta, dk, dv)
             if need_dq:
                 plan.dq(q, k, v, dout, lse, delta, dq)
         return Gradients(dq, dk, dv)
@@ -81,7 +82,10 @@ class TritonBackend:
 
 @dataclass(frozen=True)
 class _ForwardPlan:
-    """Shape and strides of out, and the launch; None where no pair is visible."""
+    """Shape and strides of out, and the launch; None where no pair is visible.
+
+    A plan's key holds the pointers' 16-byte alignment, which a compiled kernel and a descriptor count on.
+    """
 
     shape: Sizes
     strides: Sizes
@@ -96,26 +100,28 @@ class _BackwardPlan:
     dk_strides: Sizes
     dv_strides: Sizes
     delta: Launcher | None = None
-    dkdv: Launcher | None = None
+    dkdv: tuple[Launcher, ...] = ()
     dq: Launcher | None = None
 
 
 @lru_cache(maxsize=_PLANS)
 def _forward_plan(problem: AttentionProblem, alignment: tuple[bool, ...], precision: str) -> _ForwardPlan:
-    del alignment  # part of the key: a compiled kernel may count on 16-byte pointers
     shape, strides = (problem.b, problem.hq, problem.sq, problem.dv), problem.out_strides
     if problem.is_empty:
         return _ForwardPlan(shape, strides, None)
     from tilewise.kernels.triton.forward import forward_launch
+    from tilewise.kernels.triton.launch import takes_descriptors
 
-    config = config_for("forward", problem, device_spec(problem.device))
+    spec = device_spec(problem.device)
+    descriptors = wants_descriptors(problem, spec) and all(alignment) and takes_descriptors(
+        problem, problem.q_strides, problem.k_strides, problem.v_strides)
+    config = config_for("forward", problem, spec, descriptors=descriptors)
     return _ForwardPlan(shape, strides, forward_launch(problem, config, precision))
 
 
 @lru_cache(maxsize=_PLANS)
 def _backward_plan(problem: AttentionProblem, incoming: tuple[Sizes, Sizes, Sizes | None],
                    alignment: tuple[bool, ...], precision: str) -> _BackwardPlan:
-    del alignment
     dq, dk, dv = (dense_strides(shape, strides) for shape, strides in (
         ((problem.b, problem.hq, problem.sq, problem.d), problem.q_strides),
         ((problem.b, problem.hk, problem.sk, problem.d), problem.k_strides),
@@ -123,14 +129,21 @@ def _backward_plan(problem: AttentionProblem, incoming: tuple[Sizes, Sizes, Size
     if problem.is_empty:
         return _BackwardPlan(dq, dk, dv)
     from tilewise.kernels.triton.backward import delta_launch, dkdv_launch, dq_launch
+    from tilewise.kernels.triton.launch import takes_descriptors
 
     spec = device_spec(problem.device)
     out_strides, dout_strides, dlse_strides = incoming
+    descriptors = wants_descriptors(problem, spec) and all(alignment) and takes_descriptors(
+        problem, problem.q_strides, problem.k_strides, problem.v_strides, dout_strides)
+    kernels = {"dk": (True, False), "dv": (False, True)} if split_dkdv(problem, spec) else {"dkdv": (True, True)}
+    dkdv_launches = tuple(
+        dkdv_launch(problem, config_for(kernel, problem, spec, descriptors=descriptors), precision, dout_strides,
+                    (dk, dv), needs)
+        for kernel, needs in kernels.items())
     return _BackwardPlan(
-        dq, dk, dv,
-        delta_launch(problem, delta_config(problem, spec), out_strides, dout_strides, dlse_strides),
-        dkdv_launch(problem, config_for("dkdv", problem, spec), precision, dout_strides, dk, dv),
-        dq_launch(problem, config_for("dq", problem, spec), precision, dout_strides, dq))
+        dq, dk, dv, delta_launch(problem, delta_config(problem), out_strides, dout_strides, dlse_strides),
+        dkdv_launches,
+        dq_launch(problem, config_for("dq", problem, spec, descriptors=descriptors), precision, dout_strides, dq))
 
 
 @cache

@@ -1,72 +1,130 @@
-"""Problem and device to config, where no table has a row. Pure functions; each number has its reason."""
+"""Problem and device to config, where no table has a row. Pure functions of the two.
+
+The Hopper tiles are the fastest of all legal candidates on an H200 (bfloat16, 16384 tokens, length 4096, Triton 3.6);
+the others are the largest that compile without spills that matter (tests/kernels/test_compile.py holds the bounds).
+"""
 
 from dataclasses import replace
-from typing import TypeVar
 
 from tilewise.problem import AttentionProblem, padded_dim
 from tilewise.tuning.configs import DeltaConfig, DkdvConfig, DqConfig, ForwardConfig
 from tilewise.tuning.device import DeviceSpec
 
-Config = TypeVar("Config", ForwardConfig, DkdvConfig, DqConfig)
+Tile = tuple[int, int, int, int]  # block_m, block_n, num_warps, num_stages
+Config = ForwardConfig | DkdvConfig | DqConfig
+
+KINDS: dict[str, type[Config]] = {
+    "forward": ForwardConfig, "dkdv": DkdvConfig, "dk": DkdvConfig, "dv": DkdvConfig, "dq": DqConfig,
+}
+
+# Kernel -> padded head dim (at most) -> tile. Through pointers; a second table where descriptors win by 2 % or more.
+_HOPPER: dict[str, dict[int, Tile]] = {
+    "forward": {64: (64, 64, 4, 3), 128: (128, 64, 8, 3), 256: (128, 64, 8, 2)},
+    "dkdv": {64: (128, 64, 4, 2), 128: (64, 64, 4, 2), 256: (32, 64, 8, 2)},
+    "dk": {64: (128, 64, 4, 2), 128: (32, 128, 4, 3), 256: (32, 128, 8, 3)},
+    "dv": {64: (128, 64, 4, 2), 128: (64, 64, 4, 3), 256: (32, 128, 8, 3)},
+    "dq": {64: (64, 64, 4, 3), 128: (128, 64, 8, 3), 256: (128, 32, 8, 3)},
+}
+_HOPPER_DESCRIPTORS: dict[str, dict[int, Tile]] = {
+    "forward": {128: (64, 64, 4, 3), 256: (128, 64, 8, 2)},
+    "dkdv": {64: (128, 64, 4, 2), 128: (64, 64, 4, 2), 256: (64, 64, 8, 2)},
+    "dk": {256: (64, 64, 4, 2)},
+    "dv": {256: (64, 128, 8, 2)},
+}
+_AMPERE: dict[str, dict[int, Tile]] = {
+    "forward": {64: (128, 64, 4, 3), 128: (64, 64, 4, 3), 256: (64, 32, 4, 2)},
+    "dkdv": {64: (32, 64, 4, 2), 128: (32, 64, 8, 2), 256: (16, 64, 8, 1)},
+    "dk": {64: (32, 64, 4, 2), 128: (32, 64, 8, 2), 256: (16, 64, 8, 1)},
+    "dv": {64: (32, 64, 4, 2), 128: (32, 64, 8, 2), 256: (32, 64, 8, 1)},
+    "dq": {64: (64, 64, 4, 2), 128: (64, 32, 4, 2), 256: (64, 32, 8, 1)},
+}
+_BLACKWELL: dict[str, dict[int, Tile]] = {
+    "forward": {64: (128, 64, 4, 3), 128: (128, 64, 8, 3), 256: (128, 64, 8, 2)},
+    "dkdv": {64: (64, 128, 8, 2), 128: (64, 128, 8, 2), 256: (32, 64, 8, 2)},
+    "dk": {64: (64, 128, 8, 2), 128: (64, 128, 8, 2), 256: (32, 128, 8, 2)},
+    "dv": {64: (64, 128, 8, 2), 128: (64, 128, 8, 2), 256: (32, 128, 8, 2)},
+    "dq": {64: (128, 64, 8, 2), 128: (128, 64, 8, 2), 256: (128, 32, 8, 2)},
+}
+_AMD: dict[str, dict[int, Tile]] = {
+    "forward": {64: (128, 64, 4, 1), 128: (128, 32, 4, 1), 256: (64, 32, 4, 1)},
+    "dkdv": {64: (32, 64, 4, 1), 128: (32, 64, 4, 1), 256: (16, 32, 4, 1)},
+    "dk": {64: (32, 64, 4, 1), 128: (32, 64, 4, 1), 256: (16, 32, 4, 1)},
+    "dv": {64: (32, 64, 4, 1), 128: (32, 64, 4, 1), 256: (16, 32, 4, 1)},
+    "dq": {64: (64, 32, 4, 1), 128: (64, 32, 4, 1), 256: (32, 16, 4, 1)},
+}
+# float32 products do not use the tensor cores at full precision: small tiles, whose operands fit the registers.
+_FLOAT32: dict[str, dict[int, Tile]] = {
+    "forward": {64: (64, 32, 4, 2), 128: (64, 32, 8, 1), 256: (32, 32, 8, 1)},
+    "dkdv": {64: (32, 32, 4, 1), 128: (32, 32, 8, 1), 256: (16, 32, 8, 1)},
+    "dk": {64: (32, 32, 4, 1), 128: (32, 32, 8, 1), 256: (16, 32, 8, 1)},
+    "dv": {64: (32, 32, 4, 1), 128: (32, 32, 8, 1), 256: (16, 32, 8, 1)},
+    "dq": {64: (32, 32, 4, 1), 128: (32, 32, 8, 1), 256: (32, 16, 8, 1)},
+}
+
+# Below this many multiply-adds the kernel is over before the host has made its descriptors (about 15 µs).
+LEAST_WORK_FOR_DESCRIPTORS = 10**10
 
 
-def forward_config(problem: AttentionProblem, device: DeviceSpec) -> ForwardConfig:
-    """Tile of the forward kernel."""
+def tile_config(kernel: str, problem: AttentionProblem, device: DeviceSpec, *, descriptors: bool) -> Config:
+    """Choose the tile of a kernel.
+
+    Args:
+        kernel: "forward", "dkdv" (both gradients at once), "dk", "dv" or "dq".
+        problem, device: what it is for.
+        descriptors: whether the tensors could come through tensor descriptors.
+    """
+    kind = KINDS[kernel]
     if device.arch == "interpreter":
-        return ForwardConfig(64, 64, 4, 1)
-    width = max(padded_dim(problem.d), padded_dim(problem.dv))
+        return kind(64, 64, 4, 1)
+    width = kernel_width(problem)
     if problem.dtype.itemsize == 4:
-        return _fitting(ForwardConfig(64, 32, 4, 2), problem, device)
-    if width <= 64:
-        return _fitting(ForwardConfig(128, 64, 4, 3), problem, device)
-    if width <= 128:
-        return _fitting(ForwardConfig(128, 64, 8, 3), problem, device)
-    return _fitting(ForwardConfig(128, 64, 8, 2), problem, device)
+        return _fitting(kind(*_FLOAT32[kernel][width]), problem, device)
+    if descriptors and device.arch == "sm_90" and width in _HOPPER_DESCRIPTORS.get(kernel, {}):
+        return _fitting(kind(*_HOPPER_DESCRIPTORS[kernel][width], descriptors=True), problem, device)
+    return _fitting(kind(*_tiles(device)[kernel][width]), problem, device)
 
 
-def dkdv_config(problem: AttentionProblem, device: DeviceSpec) -> DkdvConfig:
-    """Tile of the dK/dV kernel."""
-    if device.arch == "interpreter":
-        return DkdvConfig(64, 64, 4, 1)
-    width = max(padded_dim(problem.d), padded_dim(problem.dv))
-    if problem.dtype.itemsize == 4:
-        return _fitting(DkdvConfig(32, 64, 4, 1), problem, device)
-    if width <= 64:
-        return _fitting(DkdvConfig(64, 128, 8, 2), problem, device)
-    if width <= 128:
-        return _fitting(DkdvConfig(64, 128, 8, 2), problem, device)
-    return _fitting(DkdvConfig(32, 64, 8, 2), problem, device)
-
-
-def dq_config(problem: AttentionProblem, device: DeviceSpec) -> DqConfig:
-    """Tile of the dQ kernel."""
-    if device.arch == "interpreter":
-        return DqConfig(64, 64, 4, 1)
-    width = max(padded_dim(problem.d), padded_dim(problem.dv))
-    if problem.dtype.itemsize == 4:
-        return _fitting(DqConfig(64, 32, 4, 1), problem, device)
-    if width <= 64:
-        return _fitting(DqConfig(128, 64, 8, 2), problem, device)
-    if width <= 128:
-        return _fitting(DqConfig(128, 64, 8, 2), problem, device)
-    return _fitting(DqConfig(64, 32, 8, 2), problem, device)
-
-
-def delta_config(problem: AttentionProblem, device: DeviceSpec) -> DeltaConfig:
-    """Tile of the delta kernel: about 16 KiB of out and dout in flight a program."""
-    del device
+def delta_config(problem: AttentionProblem) -> DeltaConfig:
+    """Choose the tile of the delta kernel: 4096 elements of out and of dout a program, which fill its loads."""
     return DeltaConfig(block_m=max(16, 4096 // padded_dim(problem.dv)), num_warps=4)
+
+
+def split_dkdv(problem: AttentionProblem, device: DeviceSpec) -> bool:
+    """Whether dK and dV take a launch each: 5 products instead of 4, but half the accumulators.
+
+    At a padded head dim of 256 both together spill on Hopper (H200: 2.7 ms in two launches, 3.7 ms in one).
+    """
+    return kernel_width(problem) > 128 and device.arch != "interpreter"
+
+
+def wants_descriptors(problem: AttentionProblem, device: DeviceSpec) -> bool:
+    """Whether tensor descriptors can pay: Hopper's copy engine is there, and the kernel outlasts their making."""
+    work = problem.b * problem.hq * problem.sq * problem.sk * problem.d
+    return device.arch == "sm_90" and work >= LEAST_WORK_FOR_DESCRIPTORS
+
+
+def kernel_width(problem: AttentionProblem) -> int:
+    """Padded head dim that decides the tile: of q and k or of v, the wider, and 64 at least."""
+    return max(64, padded_dim(problem.d), padded_dim(problem.dv))
+
+
+def _tiles(device: DeviceSpec) -> dict[str, dict[int, Tile]]:
+    if device.arch == "sm_90":
+        return _HOPPER
+    if device.arch.startswith("gfx"):
+        return _AMD
+    if device.arch in ("sm_100", "sm_103"):
+        return _BLACKWELL
+    return _AMPERE
 
 
 def _fitting(config: Config, problem: AttentionProblem, device: DeviceSpec) -> Config:
     """Shrink a config until it fits the device's shared memory: pipeline depth first, then the streamed tile."""
-    streamed = "block_m" if isinstance(config, DkdvConfig) else "block_n"
-    resident = "block_n" if isinstance(config, DkdvConfig) else "block_m"
+    streamed, resident = ("block_m", "block_n") if isinstance(config, DkdvConfig) else ("block_n", "block_m")
     while config.shared_bytes(problem) > device.shared_memory:
         if config.num_stages > 1:
             config = replace(config, num_stages=config.num_stages - 1)
-        elif getattr(config, streamed) > 16:
-            config = replace(config, **{streamed: getattr(config, streamed) // 2})
         else:
-            config = replace(config, **{resident: getattr(config, resident) // 2})
+            side = streamed if getattr(config, streamed) > 16 else resident
+            config = replace(config, **{side: getattr(config, side) // 2})
     return config

@@ -1,7 +1,8 @@
 """Measured configs: flat JSON rows with their provenance, read from tables/<device>/<kernel>.json.
 
-A row says: for this head dim (padded), element size, masked or not, and this length, these tiles were fastest. A
-problem takes the row that agrees in the first three and is nearest in length (on a logarithmic scale).
+A row says: for this padded head dim, element size, masked or not, and this length, this tile was the fastest. A
+problem takes the row that agrees in the first three and is nearest in length (on a logarithmic scale). A row made
+with descriptors serves only where the tensors can come through them.
 """
 
 import json
@@ -9,21 +10,19 @@ import math
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from typing import Any, TypeVar
+from typing import Any
 
-from tilewise.problem import AttentionProblem, padded_dim
-from tilewise.tuning import heuristics
-from tilewise.tuning.configs import DkdvConfig, DqConfig, ForwardConfig, TileConfig
+from tilewise.problem import AttentionProblem
 from tilewise.tuning.device import DeviceSpec
+from tilewise.tuning.heuristics import KINDS, Config, kernel_width, tile_config
 
-Config = TypeVar("Config", ForwardConfig, DkdvConfig, DqConfig)
-KERNELS = {"forward": ForwardConfig, "dkdv": DkdvConfig, "dq": DqConfig}
-TILE_FIELDS = ("block_m", "block_n", "num_warps", "num_stages")
+TILE_FIELDS = ("block_m", "block_n", "num_warps", "num_stages", "descriptors")
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """What of a problem a tile size depends on."""
+    """What of a problem a tile depends on."""
 
     width: int
     itemsize: int
@@ -32,35 +31,33 @@ class Bucket:
 
     @classmethod
     def of(cls, problem: AttentionProblem) -> "Bucket":
-        """The bucket of a problem: the wider padded head dim, the longer length."""
-        return cls(max(padded_dim(problem.d), padded_dim(problem.dv)), problem.dtype.itemsize,
-                   problem.mask.is_bounded, max(problem.sq, problem.sk))
+        """The bucket of a problem; its length is the longer of the two."""
+        return cls(kernel_width(problem), problem.dtype.itemsize, problem.mask.is_bounded,
+                   max(problem.sq, problem.sk))
 
 
-def config_for(kernel: str, problem: AttentionProblem, device: DeviceSpec) -> TileConfig:
-    """Return the table's config for the problem, else the heuristic one.
-
-    Args:
-        kernel: "forward", "dkdv" or "dq".
-    """
-    row = nearest_row(load_rows(device.name, kernel), Bucket.of(problem))
+def config_for(kernel: str, problem: AttentionProblem, device: DeviceSpec, *, descriptors: bool) -> Config:
+    """Return the table's config for the problem, else the heuristic one; arguments as in ``tile_config``."""
+    row = nearest_row(load_rows(device.name, kernel), Bucket.of(problem), descriptors=descriptors)
     if row is not None:
-        return KERNELS[kernel](*(row[name] for name in TILE_FIELDS))
-    heuristic: Any = getattr(heuristics, f"{kernel}_config")
-    config: TileConfig = heuristic(problem, device)
-    return config
+        return KINDS[kernel](*(row[name] for name in TILE_FIELDS))
+    return tile_config(kernel, problem, device, descriptors=descriptors)
 
 
-def nearest_row(rows: tuple[dict[str, Any], ...], bucket: Bucket) -> dict[str, Any] | None:
-    """Return the row of the same width, element size and masking whose length is nearest; None without one."""
+def nearest_row(rows: tuple[Row, ...], bucket: Bucket, *, descriptors: bool) -> Row | None:
+    """Return the row nearest in length among those of the same kind; None without one.
+
+    Of two rows at one length, the one with descriptors was recorded because it is faster, and wins if it may serve.
+    """
     alike = [row for row in rows
-             if (row["width"], row["itemsize"], row["masked"]) == (bucket.width, bucket.itemsize, bucket.masked)]
-    distance = math.log2(max(bucket.length, 1))
-    return min(alike, key=lambda row: abs(math.log2(row["length"]) - distance), default=None)
+             if (row["width"], row["itemsize"], row["masked"]) == (bucket.width, bucket.itemsize, bucket.masked)
+             and (descriptors or not row["descriptors"])]
+    wanted = math.log2(max(bucket.length, 1))
+    return min(alike, key=lambda row: (abs(math.log2(row["length"]) - wanted), not row["descriptors"]), default=None)
 
 
 @cache
-def load_rows(device_name: str, kernel: str) -> tuple[dict[str, Any], ...]:
+def load_rows(device_name: str, kernel: str) -> tuple[Row, ...]:
     """Read one table; a device without tables has no rows."""
     path = resources.files("tilewise.tuning").joinpath("tables", device_name, f"{kernel}.json")
     if not path.is_file():

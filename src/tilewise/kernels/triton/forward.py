@@ -3,12 +3,13 @@
 import triton
 import triton.language as tl
 
-from tilewise.kernels.triton.launch import Launch, TileShape, bounds, constants, joined, needs_int64, tile_count
+from tilewise.kernels.triton.launch import Launch, TileShape, bounds, constants, joined, needs_int64, tile_blocks, tile_count
 from tilewise.kernels.triton.primitives import (
     LN2,
     LOG2E,
     around,
     head_offset,
+    head_source,
     load_tile,
     locate_tile,
     online_softmax_step,
@@ -20,24 +21,27 @@ from tilewise.problem import AttentionProblem
 
 
 @triton.jit
-def attend_keys(q, k_base, v_base, acc, row_sum, row_max, offs_m, start, full_start, full_stop, stop, sq,
-                stride_ks, stride_kd, stride_vs, stride_vd, scale_log2, lower, upper,
+def attend_keys(q, k_source, v_source, batch, head_k, acc, row_sum, row_max, offs_m, start, full_start, full_stop,
+                stop, sq, stride_ks, stride_kd, stride_vs, stride_vd, scale_log2, lower, upper,
                 BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr,
                 BLOCK_DV: tl.constexpr, HAS_LOWER: tl.constexpr, HAS_UPPER: tl.constexpr, MASKED: tl.constexpr,
-                PRECISION: tl.constexpr, INT64: tl.constexpr):
+                PRECISION: tl.constexpr, INT64: tl.constexpr, DESCRIPTORS: tl.constexpr):
     """Attend to the fully visible keys, or (MASKED) to those around them: the kernel's one loop body."""
     first = start if MASKED else full_start
     last = stop - (full_stop - full_start) if MASKED else full_stop
-    for step in tl.range(first, last, BLOCK_N):
+    # The masked tiles are few: without a pipeline of their own they leave registers to the others (+6 % at d 64).
+    for step in tl.range(first, last, BLOCK_N, num_stages=1 if MASKED else None):
         n = around(step, full_start, full_stop) if MASKED else step
-        k = load_tile(k_base, n, stop, stride_ks, stride_kd, BLOCK_N, D, BLOCK_D, MASKED, INT64)
+        k = load_tile(k_source, batch, head_k, n, stop, stride_ks, stride_kd, BLOCK_N, D, BLOCK_D, MASKED, INT64,
+                      DESCRIPTORS)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         if MASKED:
             offs_n = n + tl.arange(0, BLOCK_N)
             visible = see(offs_m[:, None], offs_n[None, :], sq, stop, lower, upper, HAS_LOWER, HAS_UPPER)
             scores = tl.where(visible, scores, float("-inf"))
         probs, row_max, row_sum, acc = online_softmax_step(scores, row_max, row_sum, acc, scale_log2, MASKED)
-        v = load_tile(v_base, n, stop, stride_vs, stride_vd, BLOCK_N, DV, BLOCK_DV, MASKED, INT64)
+        v = load_tile(v_source, batch, head_k, n, stop, stride_vs, stride_vd, BLOCK_N, DV, BLOCK_DV, MASKED, INT64,
+                      DESCRIPTORS)
         acc = tl.dot(probs.to(v.dtype), v, acc, input_precision=PRECISION)  # [BLOCK_M, BLOCK_DV]
     return acc, row_sum, row_max
 
@@ -49,18 +53,22 @@ def attention_forward_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr,
                              scale_log2, lower, upper, sq, sk, hq, group, tiles,
                              D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
                              HAS_LOWER: tl.constexpr, HAS_UPPER: tl.constexpr, PRECISION: tl.constexpr,
-                             INT64: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+                             INT64: tl.constexpr, DESCRIPTORS: tl.constexpr, BLOCK_M: tl.constexpr,
+                             BLOCK_N: tl.constexpr):
     """Compute out = softmax(scale·q kᵀ + mask) v and lse for BLOCK_M queries of one head (eq. 4 to 6).
 
-    Grid: (tiles · hq · b,). q, k, v, out: (b, h, s, d) by strides; out's last stride is 1. lse: (b, hq, sq), dense.
+    Grid: (tiles · hq · b,). q, k, v, out: (b, h, s, d) by strides, out's last stride 1; q, k and v come as tensor
+    descriptors where DESCRIPTORS. lse: (b, hq, sq), dense.
     """
     tile, head, batch = locate_tile(tiles, hq, HAS_UPPER)
     first = tile * BLOCK_M
     offs_m = first + tl.arange(0, BLOCK_M)
-    k_base = k_ptr + head_offset(batch, head // group, stride_kb, stride_kh)
-    v_base = v_ptr + head_offset(batch, head // group, stride_vb, stride_vh)
-    q = load_tile(q_ptr + head_offset(batch, head, stride_qb, stride_qh), first, sq, stride_qs, stride_qd,
-                  BLOCK_M, D, BLOCK_D, True, INT64)
+    head_k = head // group
+    q_source = head_source(q_ptr, batch, head, stride_qb, stride_qh, DESCRIPTORS)
+    k_source = head_source(k_ptr, batch, head_k, stride_kb, stride_kh, DESCRIPTORS)
+    v_source = head_source(v_ptr, batch, head_k, stride_vb, stride_vh, DESCRIPTORS)
+    q = load_tile(q_source, batch, head, first, sq, stride_qs, stride_qd, BLOCK_M, D, BLOCK_D, True, INT64,
+                  DESCRIPTORS)
 
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)  # eq. 5
     row_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -69,9 +77,9 @@ def attention_forward_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr,
     start, full_start, full_stop, stop = tile_spans(first, last, sk, lower, upper, BLOCK_N, HAS_LOWER, HAS_UPPER)
     for MASKED in tl.static_range(2):
         acc, row_sum, row_max = attend_keys(
-            q, k_base, v_base, acc, row_sum, row_max, offs_m, start, full_start, full_stop, stop, sq,
-            stride_ks, stride_kd, stride_vs, stride_vd, scale_log2, lower, upper,
-            BLOCK_N, D, BLOCK_D, DV, BLOCK_DV, HAS_LOWER, HAS_UPPER, MASKED, PRECISION, INT64)
+            q, k_source, v_source, batch, head_k, acc, row_sum, row_max, offs_m, start, full_start, full_stop,
+            stop, sq, stride_ks, stride_kd, stride_vs, stride_vd, scale_log2, lower, upper,
+            BLOCK_N, D, BLOCK_D, DV, BLOCK_DV, HAS_LOWER, HAS_UPPER, MASKED, PRECISION, INT64, DESCRIPTORS)
 
     # eq. 6. A row that saw no key has m = −inf, l = 0, acc = 0: with l = 1 its lse is −inf and its out 0.
     row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
@@ -90,7 +98,8 @@ def forward_launch(problem: AttentionProblem, config: TileShape, precision: str)
     scalars = (
         *joined(*inputs), *problem.out_strides[:3], problem.scale * LOG2E.value, *bounds(problem),
         problem.sq, problem.sk, problem.hq, problem.group, tiles,
-        *constants(problem, precision, int64), config.block_m, config.block_n,
+        *constants(problem, precision, int64, config.descriptors), config.block_m, config.block_n,
     )
-    return Launch(attention_forward_kernel, tiles * problem.hq * problem.b, scalars,
+    blocks = tile_blocks(problem, config)
+    return Launch(attention_forward_kernel, tiles * problem.hq * problem.b, scalars, blocks,
                   num_warps=config.num_warps, num_stages=config.num_stages)

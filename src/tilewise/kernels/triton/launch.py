@@ -9,24 +9,36 @@ from tilewise.problem import AttentionProblem, Sizes, padded_dim
 FIXED_OPTIONS = {"enable_fp_fusion": True}
 
 
+# For one tensor: the block (1, 1, rows, width) that a descriptor moves, and the position past the last one it may read.
+Blocks = tuple[tuple[list[int], int], ...]
+
+
 class RowShape(Protocol):
     """What a row kernel reads of its config (tilewise.tuning.configs)."""
 
     @property
-    def block_m(self) -> int: ...
+    def block_m(self) -> int:
+        """Queries a tile."""
 
     @property
-    def num_warps(self) -> int: ...
+    def num_warps(self) -> int:
+        """Warps a program."""
 
 
 class TileShape(RowShape, Protocol):
     """What a tile kernel reads of its config."""
 
     @property
-    def block_n(self) -> int: ...
+    def block_n(self) -> int:
+        """Keys a tile."""
 
     @property
-    def num_stages(self) -> int: ...
+    def num_stages(self) -> int:
+        """Depth of the pipeline."""
+
+    @property
+    def descriptors(self) -> bool:
+        """Whether tiles come through tensor descriptors."""
 
 
 class Launch:
@@ -40,24 +52,38 @@ class Launch:
         kernel: a ``triton.jit`` function whose tensor arguments come first.
         programs: size of the one-dimensional grid.
         scalars: the arguments after the tensors, in the kernel's order, constexprs included.
+        blocks: for each leading tensor that goes as a descriptor, its block and the position it is clipped at.
         options: num_warps, num_stages.
     """
 
-    def __init__(self, kernel: Any, programs: int, scalars: tuple[Any, ...], **options: int) -> None:
+    def __init__(self, kernel: Any, programs: int, scalars: tuple[Any, ...], blocks: Blocks = (),
+                 **options: int) -> None:
         self.kernel = kernel
         self.grid = (programs, 1, 1)
         self.scalars = scalars
+        self.blocks = blocks
         self.options = options | FIXED_OPTIONS
         self._run: Callable[..., None] | None = None
 
     def __call__(self, *tensors: Any) -> None:
         """Enqueue the kernel on the current stream of the current device."""
+        tensors = self.described(tensors)
         if self._run is not None:
             self._run(*tensors, *self.scalars)
             return
         compiled = self.kernel[self.grid](*tensors, *self.scalars, **self.options)
         if compiled is not None:  # the interpreter has nothing compiled to hand out
             self._run = compiled[self.grid]
+
+    def described(self, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Put a tensor descriptor in the place of each leading tensor that has a block."""
+        if not self.blocks:
+            return tensors
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        made = (TensorDescriptor(tensor, [*tensor.shape[:2], stop, tensor.shape[3]], legal_strides(tensor), block)
+                for tensor, (block, stop) in zip(tensors, self.blocks, strict=False))
+        return (*made, *tensors[len(self.blocks):])
 
 
 def joined(*strides: Sizes) -> Sizes:
@@ -71,11 +97,11 @@ def bounds(problem: AttentionProblem) -> tuple[int, int]:
     return band.lower or 0, band.upper or 0
 
 
-def constants(problem: AttentionProblem, precision: str, int64: bool) -> tuple[Any, ...]:
+def constants(problem: AttentionProblem, precision: str, int64: bool, descriptors: bool) -> tuple[Any, ...]:
     """The constexprs that forward, dK/dV and dQ share: D, DV, BLOCK_D, BLOCK_DV, HAS_LOWER, HAS_UPPER, ..."""
     band = problem.band
     return (problem.d, problem.dv, padded_dim(problem.d), padded_dim(problem.dv), band.lower is not None,
-            band.upper is not None, precision, int64)
+            band.upper is not None, precision, int64, descriptors)
 
 
 def needs_int64(problem: AttentionProblem, *strides: Sizes) -> bool:
@@ -88,3 +114,27 @@ def needs_int64(problem: AttentionProblem, *strides: Sizes) -> bool:
 def tile_count(length: int, block: int) -> int:
     """Tiles that cover a length."""
     return -(-length // block)
+
+
+def tile_blocks(problem: AttentionProblem, config: TileShape) -> Blocks:
+    """Blocks of q, k, v and (backward) dout; none where the kernel reads through pointers."""
+    if not config.descriptors:
+        return ()
+    queries, keys = problem.seeing_queries.stop, problem.seen_keys.stop
+    d, dv = padded_dim(problem.d), padded_dim(problem.dv)
+    blocks = (([1, 1, config.block_m, d], queries), ([1, 1, config.block_n, d], keys),
+              ([1, 1, config.block_n, dv], keys), ([1, 1, config.block_m, dv], queries))
+    return blocks if problem.direction == "backward" else blocks[:3]
+
+
+def legal_strides(tensor: Any) -> list[int]:
+    """Strides for a descriptor: along a dim of size 1, where any would do, one that the hardware accepts."""
+    return [16 if size == 1 and dim < 3 else stride
+            for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True))]
+
+
+def takes_descriptors(problem: AttentionProblem, *strides: Sizes) -> bool:
+    """Whether the copy engine can read tensors of these strides: last one 1, others positive multiples of 16 bytes."""
+    itemsize = problem.dtype.itemsize
+    return all(tensor[3] == 1 and all(stride > 0 and stride * itemsize % 16 == 0 for stride in tensor[:3])
+               for tensor in strides)

@@ -37,20 +37,37 @@ def row_offsets(rows, stride, INT64: tl.constexpr):
 
 
 @triton.jit
-def load_tile(base, row, stop, stride_s, stride_d, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
-              CHECK_ROWS: tl.constexpr, INT64: tl.constexpr):
-    """Load rows ``row .. row + ROWS`` of one head, [ROWS, BLOCK_DIM]; zero at and past row ``stop`` and dim ``DIM``."""
-    offs_s = row + tl.arange(0, ROWS)
-    offs_d = tl.arange(0, BLOCK_DIM)
-    ptrs = base + row_offsets(offs_s, stride_s, INT64)[:, None] + (offs_d * stride_d)[None, :]
-    if CHECK_ROWS and BLOCK_DIM != DIM:
-        tile = tl.load(ptrs, mask=(offs_s < stop)[:, None] & (offs_d < DIM)[None, :], other=0.0)
-    elif CHECK_ROWS:
-        tile = tl.load(ptrs, mask=(offs_s < stop)[:, None], other=0.0)
-    elif BLOCK_DIM != DIM:
-        tile = tl.load(ptrs, mask=(offs_d < DIM)[None, :], other=0.0)
+def head_source(source, batch, head, stride_b, stride_h, DESCRIPTORS: tl.constexpr):
+    """What :func:`load_tile` reads one head from: a pointer moved to it, or the descriptor of the whole tensor."""
+    if DESCRIPTORS:
+        moved = source
     else:
-        tile = tl.load(ptrs)
+        moved = source + head_offset(batch, head, stride_b, stride_h)
+    return moved
+
+
+@triton.jit
+def load_tile(source, batch, head, row, stop, stride_s, stride_d, ROWS: tl.constexpr, DIM: tl.constexpr,
+              BLOCK_DIM: tl.constexpr, CHECK_ROWS: tl.constexpr, INT64: tl.constexpr, DESCRIPTORS: tl.constexpr):
+    """Load rows ``row .. row + ROWS`` of one head, [ROWS, BLOCK_DIM]; zero at and past row ``stop`` and dim ``DIM``.
+
+    Through a descriptor the copy engine does it, and clips to the shape the descriptor was made with, which ends
+    where nothing further is seen; through pointers the threads do, and CHECK_ROWS = False spares the row check.
+    """
+    if DESCRIPTORS:
+        tile = source.load([batch, head, row, 0]).reshape(ROWS, BLOCK_DIM)
+    else:
+        offs_s = row + tl.arange(0, ROWS)
+        offs_d = tl.arange(0, BLOCK_DIM)
+        ptrs = source + row_offsets(offs_s, stride_s, INT64)[:, None] + (offs_d * stride_d)[None, :]
+        if CHECK_ROWS and BLOCK_DIM != DIM:
+            tile = tl.load(ptrs, mask=(offs_s < stop)[:, None] & (offs_d < DIM)[None, :], other=0.0)
+        elif CHECK_ROWS:
+            tile = tl.load(ptrs, mask=(offs_s < stop)[:, None], other=0.0)
+        elif BLOCK_DIM != DIM:
+            tile = tl.load(ptrs, mask=(offs_d < DIM)[None, :], other=0.0)
+        else:
+            tile = tl.load(ptrs)
     return tile
 
 
