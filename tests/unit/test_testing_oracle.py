@@ -7,7 +7,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from tilewise.masks import Mask, causal
 from tilewise.testing.cases import CASES, case_named
 from tilewise.testing.inputs import make_inputs
-from tilewise.testing.oracle import attend, dense, gradients
+from tilewise.testing.oracle import attend, dense, gradients, yardsticks
 
 
 def _visible_rows(case):
@@ -77,3 +77,19 @@ def test_yardstick_stays_in_the_inputs_dtype():
     results = dense(q, k, v, dout, dlse, causal(), None)
     assert {t.dtype for t in results} == {torch.bfloat16}
     assert not torch.equal(results.out.double(), attend(q, k, v, causal(), None)[0])
+
+
+@pytest.mark.parametrize("name", ["gqa_causal_odd_lengths", "causal_bottom_right_more_queries", "no_keys", "moat"])
+def test_order_of_summation_changes_nothing_but_the_rounding(name):
+    case = case_named(name)
+    arguments = *make_inputs(case, torch.float64, "cpu"), case.mask, case.scale
+    for sample in yardsticks(*arguments):
+        for got, expected in zip(sample, dense(*arguments), strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_each_order_rounds_differently():
+    case = case_named("gqa")
+    samples = yardsticks(*make_inputs(case, torch.float32, "cpu"), case.mask, case.scale)
+    for results in zip(*samples, strict=True):
+        assert not any(torch.equal(results[0], other) for other in results[1:])

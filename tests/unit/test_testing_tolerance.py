@@ -29,6 +29,15 @@ def test_factor_times_the_yardsticks_error_is_the_limit():
     assert compare("dq", _off_by(2.1e-3), EXACT, _off_by(1e-3), 3.0).ok
 
 
+def test_worst_of_several_yardsticks_counts():
+    small, large, broken = _off_by(1e-4), _off_by(1e-3), _off_by(math.nan)
+    assert compare("dq", _off_by(2.9e-3), EXACT, [small, large], 3.0).ok
+    assert not compare("dq", _off_by(2.9e-3), EXACT, [small], 3.0).ok
+    assert not compare("dq", EXACT, EXACT, [small, broken], 3.0).ok
+    with pytest.raises(InvalidInput, match="yardstick has shape"):
+        compare("dq", EXACT, EXACT, [small, large[:1]], 3.0)
+
+
 def test_one_wrong_element_fails_by_the_maximum_and_is_named():
     report = compare("dq", _off_by(0.5, (1, 2, 0)), EXACT, _off_by(0.1), 3.0)
     assert not report.ok

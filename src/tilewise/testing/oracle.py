@@ -30,8 +30,9 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask,
         mask: who sees whom.
         scale: factor of the scores; None = 1/sqrt(d).
     """
-    out, lse, _ = _define(q.double(), k.double(), v.double(), mask, scale)
-    return out, lse
+    visible = mask.visible(q.shape[2], k.shape[2], q.device)
+    scores, blind = _scores(q.double(), k.double(), visible, _scale(scale, q))
+    return _reduce(scores, blind, v.double())
 
 
 def gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None,
@@ -39,44 +40,84 @@ def gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Ten
     """Return (dq, dk, dv) in float64, given the gradients of out and, unless None, of lse."""
     with torch.enable_grad():
         leaves = [tensor.detach().double().requires_grad_() for tensor in (q, k, v)]
-        out, lse, _ = _define(leaves[0], leaves[1], leaves[2], mask, scale)
+        out, lse = attend(leaves[0], leaves[1], leaves[2], mask, scale)
         if dlse is None:
             dlse = torch.zeros_like(lse)
         dq, dk, dv = torch.autograd.grad((out, lse), leaves, (dout.double(), dlse.double()))
     return dq, dk, dv
 
 
+def yardsticks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None,
+               mask: Mask, scale: float | None) -> tuple[Results, ...]:
+    """Return :func:`dense` in four orders of summation.
+
+    One order is one throw of the rounding errors. In float32, where a kernel is no more precise than the yardstick,
+    the largest error of a small tensor is decided by a few elements, and two equally good results were seen to
+    differ there more than threefold; the worst of four orders says what the dtype costs.
+    """
+    return tuple(dense(q, k, v, dout, dlse, mask, scale, order) for order in range(4))
+
+
 def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None,
-          mask: Mask, scale: float | None) -> Results:
+          mask: Mask, scale: float | None, order: int = 0) -> Results:
     """Return all five results from dense attention whose every step is rounded to the inputs' own dtype.
 
     How far this is from the oracle is what the dtype itself costs: the yardstick of tolerance.py.
-    The gradient of the scores is probs ∘ (dout vᵀ − delta) with delta = Σ dout ∘ out − dlse.
+
+    Args:
+        q, k, v, dout, dlse: as in :func:`gradients`, in the dtype to be judged.
+        mask, scale: as in :func:`attend`.
+        order: 0 sums as the tensors lie; another number seeds a shuffle of positions and head dims, which changes
+            nothing but the rounding.
     """
     q, k, v, dout = (tensor.detach() for tensor in (q, k, v, dout))
-    scale = _scale(scale, q)
-    out, lse, probs = _define(q, k, v, mask, scale)
-    delta = (dout * out).sum(-1)
-    if dlse is not None:
-        delta = delta - dlse.to(q.dtype)
+    dlse = torch.zeros(q.shape[:3], dtype=q.dtype, device=q.device) if dlse is None else dlse.to(q.dtype)
+    scale, visible = _scale(scale, q), mask.visible(q.shape[2], k.shape[2], q.device)
+    # A backward pass in O(s) memory knows a row's softmax by its lse alone, kept in float32: the rounding of lse,
+    # eps · |lse|, enters every probability, and so it does here. The order below is that of another kernel's.
+    scores, _ = _scores(q, k, visible, scale)
+    saved_lse = torch.logsumexp(scores.to(torch.promote_types(q.dtype, torch.float32)), -1)
+    if order == 0:
+        return _dense(q, k, v, dout, dlse, saved_lse, visible, scale)
+    generator = torch.Generator().manual_seed(order)
+    queries, keys, dims, value_dims = (torch.randperm(size, generator=generator).to(q.device)
+                                       for size in (q.shape[2], k.shape[2], q.shape[3], v.shape[3]))
+    out, lse, dq, dk, dv = _dense(
+        q[:, :, queries][..., dims], k[:, :, keys][..., dims], v[:, :, keys][..., value_dims],
+        dout[:, :, queries][..., value_dims], dlse[:, :, queries], saved_lse[:, :, queries],
+        visible[queries][:, keys], scale)
+    queries, keys, dims, value_dims = (shuffled.argsort() for shuffled in (queries, keys, dims, value_dims))
+    return Results(out[:, :, queries][..., value_dims], lse[:, :, queries], dq[:, :, queries][..., dims],
+                   dk[:, :, keys][..., dims], dv[:, :, keys][..., value_dims])
+
+
+def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor,
+           saved_lse: torch.Tensor, visible: torch.Tensor, scale: float) -> Results:
+    """Apply the written-out formulas, dscores = probs ∘ (dout vᵀ − delta) with delta = Σ dout ∘ out − dlse."""
+    scores, blind = _scores(q, k, visible, scale)
+    out, lse = _reduce(scores, blind, v)
+    probs = torch.exp(scores.to(saved_lse.dtype) - saved_lse.unsqueeze(-1))
+    probs = probs.masked_fill(blind.unsqueeze(-1), 0.0).to(q.dtype)
+    delta = (dout * out).sum(-1) - dlse
     dscores = probs * (dout @ _per_query_head(v, q).mT - delta.unsqueeze(-1))
     dq = dscores @ _per_query_head(k, q) * scale
     dk = _per_key_head(dscores.mT @ q * scale, k)
-    dv = _per_key_head(probs.mT @ dout, v)
-    return Results(out, lse, dq, dk, dv)
+    return Results(out, lse, dq, dk, _per_key_head(probs.mT @ dout, v))
 
 
-def _define(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask,
-            scale: float | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Apply the definition, out = softmax(scale · q kᵀ over visible keys) v; return (out, lse, probabilities)."""
-    visible = mask.visible(q.shape[2], k.shape[2], q.device)
+def _scores(q: torch.Tensor, k: torch.Tensor, visible: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return scale · q kᵀ with -inf where hidden, and which queries are blind; a blind row is 0 all along."""
     blind = ~visible.any(-1)
-    scores = q @ _per_query_head(k, q).mT * _scale(scale, q)
-    # A blind row is computed from finite scores and then overwritten: the softmax of nothing has NaN gradients.
-    scores = scores.masked_fill(~visible, float("-inf")).masked_fill(blind.unsqueeze(-1), 0.0)
+    scores = q @ _per_query_head(k, q).mT * scale
+    # A blind row is computed from finite scores and overwritten later: the softmax of nothing has NaN gradients.
+    return scores.masked_fill(~visible, float("-inf")).masked_fill(blind.unsqueeze(-1), 0.0), blind
+
+
+def _reduce(scores: torch.Tensor, blind: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return out = softmax(scores) v and lse = log Σ exp(scores); 0 and -inf in blind rows."""
     probs = torch.softmax(scores, -1).masked_fill(blind.unsqueeze(-1), 0.0)
     lse = torch.logsumexp(scores, -1).masked_fill(blind, float("-inf"))
-    return probs @ _per_query_head(v, q), lse, probs
+    return probs @ _per_query_head(v, scores), lse
 
 
 def _scale(scale: float | None, q: torch.Tensor) -> float:

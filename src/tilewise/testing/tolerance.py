@@ -7,6 +7,7 @@ bulk is bad; the mean alone passes one wrong element.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,38 +55,43 @@ class ErrorReport:
         )
 
 
-def compare(name: str, got: torch.Tensor, exact: torch.Tensor, yardstick: torch.Tensor,
+def compare(name: str, got: torch.Tensor, exact: torch.Tensor, yardstick: torch.Tensor | Sequence[torch.Tensor],
             factor: float) -> ErrorReport:
     """Measure ``got`` against ``exact`` (float64), with ``yardstick`` (dense, in the tested dtype) to scale by.
 
+    Of several yardsticks the worst counts, by maximum and by mean: see :func:`tilewise.testing.oracle.yardsticks`.
+
     Args:
         name: what the report calls the result.
-        got, exact, yardstick: one shape.
+        got, exact: one shape.
+        yardstick: one tensor of that shape, or several.
         factor: how many times the yardstick's own error is allowed: :data:`OUTPUT_FACTOR` or
             :data:`GRADIENT_FACTOR`.
 
     Raises:
         InvalidInput: the shapes differ.
     """
-    for role, tensor in (("got", got), ("yardstick", yardstick)):
+    samples = [yardstick] if isinstance(yardstick, torch.Tensor) else list(yardstick)
+    for role, tensor in (("got", got), *(("yardstick", sample) for sample in samples)):
         if tensor.shape != exact.shape:
             raise InvalidInput(f"{name}: {role} has shape {tuple(tensor.shape)}, exact has {tuple(exact.shape)}.")
     if exact.numel() == 0:
         return ErrorReport(name, 0.0, 0.0, 0.0, 0.0, (), 0.0, 0.0)
-    got, exact, yardstick = got.detach(), exact.detach(), yardstick.detach()
-    error, allowed = _errors(got, exact), _errors(yardstick, exact)
+    got, exact = got.detach(), exact.detach()
+    error, allowed = _errors(got, exact), [_errors(sample.detach(), exact) for sample in samples]
     band = _rounding_band(exact, got.dtype)
     flat_index = int(error.argmax())
     worst = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat_index), error.shape))
     return ErrorReport(
         name, float(error.max()), float(error.mean()),
-        factor * float(allowed.max()) + float(band.max()), factor * float(allowed.mean()) + float(band.mean()),
+        factor * max(float(sample.max()) for sample in allowed) + float(band.max()),
+        factor * max(float(sample.mean()) for sample in allowed) + float(band.mean()),
         worst, float(got[worst]), float(exact[worst]),
     )
 
 
-def assert_within_budget(name: str, got: torch.Tensor, exact: torch.Tensor, yardstick: torch.Tensor,
-                         factor: float) -> None:
+def assert_within_budget(name: str, got: torch.Tensor, exact: torch.Tensor,
+                         yardstick: torch.Tensor | Sequence[torch.Tensor], factor: float) -> None:
     """Raise AssertionError with the whole report when :func:`compare` finds an error over its budget."""
     report = compare(name, got, exact, yardstick, factor)
     if not report.ok:
