@@ -49,13 +49,13 @@ def gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Ten
 
 def yardsticks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None,
                mask: Mask, scale: float | None) -> tuple[Results, ...]:
-    """Return :func:`dense` in four orders of summation.
+    """Return :func:`dense` in eight orders of summation.
 
     One order is one throw of the rounding errors. In float32, where a kernel is no more precise than the yardstick,
     the largest error of a small tensor is decided by a few elements, and two equally good results were seen to
-    differ there more than threefold; the worst of four orders says what the dtype costs.
+    differ there more than threefold; the worst of eight orders says what the dtype costs.
     """
-    return tuple(dense(q, k, v, dout, dlse, mask, scale, order) for order in range(4))
+    return tuple(dense(q, k, v, dout, dlse, mask, scale, order) for order in range(8))
 
 
 def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None,
