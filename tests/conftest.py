@@ -30,6 +30,9 @@ def pytest_collection_modifyitems(config, items):
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
         if on_cpu and parameters.get("backend") == "triton":
             item.add_marker(pytest.mark.interpret)
+            # A kernel computes hidden pairs too before it drops them. A GPU does so silently, numpy warns.
+            for chatter in ("overflow encountered in (exp2|multiply)", "invalid value encountered in matmul"):
+                item.add_marker(pytest.mark.filterwarnings(f"ignore:{chatter}:RuntimeWarning"))
         if on_cpu and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=f"needs a CUDA or ROCm device; --device is {device}"))
 

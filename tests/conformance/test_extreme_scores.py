@@ -1,0 +1,63 @@
+"""Scores far from zero stay finite and right, with tails of every raggedness."""
+
+import pytest
+import torch
+
+from conformance.calls import assert_forward_within_budget, assert_gradients_within_budget, forward_and_backward
+from tilewise.masks import Mask, causal
+from tilewise.testing.cases import Case
+from tilewise.testing.inputs import make_inputs
+
+# Keys past the last whole tile of 128: 1, 64 and 100 of them.
+RAGGED = (129, 192, 228)
+MASKS = {"no_mask": Mask(), "causal": causal("bottom_right")}
+
+
+def _check(backend, case, inputs):
+    results = forward_and_backward(backend, case, inputs)
+    assert_forward_within_budget(case, inputs, results[:2])
+    assert_gradients_within_budget(case, inputs, results[2:])
+    return results
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_scores_of_plus_and_minus_ten_thousand_beside_one_another(backend, mask, device, main_dtype):
+    case = Case("extreme", hq=2, hk=2, sq=70, sk=129, d=16, dv=16, mask=mask, scale=0.33)
+    inputs = make_inputs(case, main_dtype, device)
+    # Dim 0 decides: its products are multiples of 384 up to 192 · 160, so that every dtype agrees on the winning key.
+    # The other dims keep the scores from being round numbers, which one order of summation could hit by luck.
+    generator = torch.Generator().manual_seed(7)
+    steps = torch.cat([torch.tensor([160, 0]), 1 + torch.randperm(159, generator=generator)])[:case.sk]
+    q, k = inputs.q.clone(), inputs.k.clone()
+    q[..., 0] = torch.tensor([192.0, -192.0]).repeat(case.sq)[:case.sq]
+    k[..., 0] = 2 * steps - 160
+    inputs = inputs._replace(q=q, k=k)
+    scores = case.scale * (q.double() @ k.double().mT)
+    assert scores.max() > 1e4
+    assert scores.min() < -1e4
+    _check(backend, case, inputs)
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("sk", RAGGED)
+@pytest.mark.parametrize("shift", [-100.0, -1e4, 1e4], ids=["minus_100", "minus_10000", "plus_10000"])
+def test_rows_whose_every_score_is_far_from_zero(backend, shift, sk, mask, device):
+    """A tail tile filled up with zeros would outweigh, or underflow beside, the true scores.
+
+    Below −88.7 the exponential of a row's lse underflows float32: a kernel that forms it, or lets a padded score of
+    0 meet such an lse, gives inf or NaN.
+    """
+    case = Case("shifted", hq=2, hk=1, sq=65, sk=sk, d=16, dv=16, mask=mask, scale=1.0)
+    inputs = make_inputs(case, torch.float32, device)
+    q, k = inputs.q.clone(), inputs.k.clone()
+    q[..., 0], k[..., 0] = 1.0, shift
+    inputs = inputs._replace(q=q, k=k)
+    results = _check(backend, case, inputs)
+    assert (results.lse < -80).all() if shift < 0 else (results.lse > 9000).all()
+
+
+@pytest.mark.parametrize("factor", [30.0, 1000.0])
+def test_large_random_inputs(backend, factor, device):
+    case = Case("large", hq=4, hk=2, sq=70, sk=100, d=32, dv=32, mask=causal("bottom_right"))
+    inputs = make_inputs(case, torch.float32, device)
+    _check(backend, case, inputs._replace(q=inputs.q * factor))

@@ -1,0 +1,58 @@
+"""NaN in what no one sees reaches nothing: neither keys without a query nor queries without a key are read."""
+
+import pytest
+import torch
+
+from conformance.calls import assert_forward_within_budget, assert_gradients_within_budget, forward_and_backward
+from tilewise.testing.cases import CASES
+from tilewise.testing.inputs import make_inputs
+
+BLIND = [case for case in CASES if case.sk and not case.mask.visible(case.sq, case.sk).any(-1).all()]
+UNSEEN = [case for case in CASES if case.sq and not case.mask.visible(case.sq, case.sk).any(0).all()]
+
+
+def _with_rows(tensor, rows, value):
+    planted = tensor.clone()
+    planted[:, :, rows] = value
+    return planted
+
+
+def _check(backend, case, clean, planted, through):
+    results = forward_and_backward(backend, case, planted, through)
+    assert_forward_within_budget(case, clean, results[:2])
+    assert_gradients_within_budget(case, clean, results[2:], through)
+    return results
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("case", UNSEEN, ids=str)
+def test_keys_that_no_query_sees_may_hold_anything(backend, case, value, device, main_dtype):
+    clean = make_inputs(case, main_dtype, device)
+    unseen = ~case.mask.visible(case.sq, case.sk, device).any(0)
+    planted = clean._replace(k=_with_rows(clean.k, unseen, value), v=_with_rows(clean.v, unseen, value))
+    results = _check(backend, case, clean, planted, "out")
+    assert not results.dk[:, :, unseen].any()
+    assert not results.dv[:, :, unseen].any()
+
+
+@pytest.mark.parametrize("through", ["out", "out_and_lse"])
+@pytest.mark.parametrize("case", BLIND, ids=str)
+def test_queries_that_see_no_key_may_hold_anything(backend, case, through, device, main_dtype):
+    clean = make_inputs(case, main_dtype, device)
+    blind = ~case.mask.visible(case.sq, case.sk, device).any(-1)
+    nan = float("nan")
+    planted = clean._replace(**{name: _with_rows(getattr(clean, name), blind, nan) for name in ("q", "dout", "dlse")})
+    results = _check(backend, case, clean, planted, through)
+    assert not results.dq[:, :, blind].any()
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.name in ("mha_causal", "window_both_sides")], ids=str)
+def test_nan_in_a_seen_key_is_not_swallowed(backend, case, device, main_dtype):
+    inputs = make_inputs(case, main_dtype, device)
+    key = case.sk - 1
+    seeing = case.mask.visible(case.sq, case.sk, device)[:, key]
+    rows = torch.zeros(case.sk, dtype=torch.bool, device=device)
+    rows[key] = True
+    results = forward_and_backward(backend, case, inputs._replace(k=_with_rows(inputs.k, rows, float("nan"))))
+    assert results.out[:, :, seeing].isnan().all()
+    assert results.lse[:, :, seeing].isnan().all()

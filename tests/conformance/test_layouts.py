@@ -1,0 +1,100 @@
+"""Strides that training code really produces: views of packed projections, gradients of sums, far-apart rows."""
+
+import pytest
+import torch
+
+from conformance.calls import (
+    assert_forward_within_budget,
+    assert_gradients_within_budget,
+    forward,
+    forward_and_backward,
+    problem_of,
+    skip_if_refused,
+)
+from tilewise.testing.cases import Case, case_named
+from tilewise.testing.inputs import Inputs, lay_out, make_inputs
+from tilewise.testing.oracle import gradients
+
+FAR = 2**30 + 256  # two steps of this many elements pass 2^31
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhds", "moat"])
+def test_dout_may_lie_differently_from_out(backend, layout, device, main_dtype):
+    case = case_named("gqa")
+    inputs = make_inputs(case, main_dtype, device)
+    inputs = inputs._replace(dout=lay_out(inputs.dout, layout), dlse=lay_out(inputs.dlse, "moat"))
+    results = forward_and_backward(backend, case, inputs, "out_and_lse")
+    assert_gradients_within_budget(case, inputs, results[2:], "out_and_lse")
+
+
+@pytest.mark.parametrize("dims", [(0,), (1,), (2,), (3,), (0, 1, 2, 3)], ids=str)
+def test_dout_may_have_stride_zero(backend, dims, device, main_dtype):
+    case = Case("stride_zero", b=2, hq=4, hk=2, sq=35, sk=70, d=32, dv=32)
+    inputs = make_inputs(case, main_dtype, device)
+    one = inputs.dout[tuple(slice(0, 1) if dim in dims else slice(None) for dim in range(4))]
+    inputs = inputs._replace(dout=one.expand(inputs.dout.shape))
+    assert all(inputs.dout.stride(dim) == 0 for dim in dims)
+    results = forward_and_backward(backend, case, inputs)
+    assert_gradients_within_budget(case, inputs, results[2:])
+
+
+def test_sum_can_be_backpropagated(backend, device, main_dtype):
+    """The gradient of a sum is one element expanded over every dim."""
+    case = case_named("gqa_causal_odd_lengths")
+    inputs = make_inputs(case, main_dtype, device)
+    skip_if_refused(backend, problem_of(case, inputs).backward(lse_grad=False))
+    leaves = [tensor.detach().requires_grad_() for tensor in inputs[:3]]
+    forward(backend, case, leaves).out.sum().backward()
+    inputs = inputs._replace(dout=torch.ones_like(inputs.dout))
+    assert_gradients_within_budget(case, inputs, [leaf.grad for leaf in leaves])
+
+
+@pytest.mark.parametrize("name", ["packed_qkv_causal", "packed_qkv_gqa"])
+def test_gradient_of_a_packed_projection_arrives_in_its_three_slices(backend, name, device, main_dtype):
+    case = case_named(name)
+    inputs = make_inputs(case, main_dtype, device)
+    skip_if_refused(backend, problem_of(case, inputs).backward(lse_grad=False))
+    packed = torch.cat([tensor.transpose(1, 2) for tensor in inputs[:3]], dim=2).requires_grad_()
+    heads = [case.hq, case.hk, case.hk]
+    forward(backend, case, [part.transpose(1, 2) for part in packed.split(heads, dim=2)]).out.backward(inputs.dout)
+    got = [part.transpose(1, 2) for part in packed.grad.split(heads, dim=2)]
+    assert_gradients_within_budget(case, inputs, got)
+
+
+def test_expanded_input_receives_the_sum_of_its_copies_gradients(backend, device, main_dtype):
+    case = case_named("expanded_heads_and_batch")
+    inputs = make_inputs(case, main_dtype, device)
+    skip_if_refused(backend, problem_of(case, inputs).backward(lse_grad=False))
+    one_head = inputs.k[:, :1].detach().requires_grad_()
+    forward(backend, case, [inputs.q, one_head.expand_as(inputs.k), inputs.v]).out.backward(inputs.dout)
+    exact = gradients(*inputs[:4], None, case.mask, case.scale)[1].sum(1, keepdim=True)
+    # Four float32 (or bfloat16) gradients summed: held to the dtype, not to a budget of their own.
+    torch.testing.assert_close(one_head.grad, exact.to(one_head.dtype))
+
+
+@pytest.fixture
+def far_storage(tmp_path, device):
+    """2 · FAR + 2048 half-precision elements (4 GiB) of which next to nothing is ever touched."""
+    size = 2 * FAR + 2048
+    if device.type == "cpu":
+        # A sparse file: the pages that are not written take neither memory nor disk.
+        yield torch.from_file(str(tmp_path / "storage"), shared=True, size=size, dtype=torch.float16)
+        (tmp_path / "storage").unlink()
+    else:
+        yield torch.zeros(size, dtype=torch.float16, device=device)
+
+
+@pytest.mark.parametrize("dim", range(4), ids=["batch", "heads", "positions", "head_dim"])
+def test_offsets_past_two_to_the_31_elements(backend, dim, far_storage, device):
+    sizes = {"b": 3, "hq": 1, "hk": 1, "sq": 3, "sk": 3, "d": 3, "dv": 3}
+    if dim == 1:
+        sizes |= {"b": 1, "hq": 3, "hk": 3}
+    case = Case("far", **sizes)
+    near = make_inputs(case, torch.float16, device)
+    strides = [81, 27, 9, 3]
+    strides[dim] = FAR
+    far = Inputs(*(far_storage.as_strided(tensor.shape, strides, 256 * lane).copy_(tensor)
+                   for lane, tensor in enumerate(near[:4])), near.dlse)
+    results = forward_and_backward(backend, case, far)
+    assert_forward_within_budget(case, near, results[:2])
+    assert_gradients_within_budget(case, near, results[2:])
