@@ -77,10 +77,10 @@ class AttentionProblem:
         Raises:
             InvalidInput: a shape, dtype or device that no backend could give a meaning; names the argument.
         """
-        facts = _facts("q", q), _facts("k", k), _facts("v", v)
+        facts = facts_of("q", q), facts_of("k", k), facts_of("v", v)
         # Symbolic sizes of a traced call cannot be hashed; there the checks alone matter.
         sizes = (size for _, shape, strides, _, _ in facts for size in (*shape, *strides))
-        build = _problem if torch.compiler.is_compiling() or _is_symbolic(sizes) else _cached
+        build = problem_from_facts if torch.compiler.is_compiling() or _is_symbolic(sizes) else _cached
         return build(*facts, mask, scale, deterministic)
 
     @property
@@ -102,6 +102,15 @@ class AttentionProblem:
     def seeing_queries(self) -> Span:
         """Queries that see at least one key. The others give out 0, lse -inf and zero gradients, unread."""
         return self.band.transposed().keys_of(Span(0, self.sk), self.sq)
+
+    @property
+    def width(self) -> int:
+        """Width of every head inside tile kernels: the wider of d and dv, padded.
+
+        One width for both: Triton 3.6 miscompiles the pipelined forward loop on sm_90 when k's and v's tiles differ
+        in width (d 40, dv 24 gave wrong numbers and out-of-bounds reads on an H200).
+        """
+        return padded_dim(max(self.d, self.dv))
 
     @property
     def lse_dtype(self) -> torch.dtype:
@@ -146,10 +155,11 @@ def dense_strides(shape: Sizes, order_of: Sizes) -> Sizes:
 
 
 # name, shape, strides, dtype, device: what the validator reads of one tensor, as a hashable tuple.
-_Facts = tuple[str, Sizes, Sizes, torch.dtype, torch.device]
+Facts = tuple[str, Sizes, Sizes, torch.dtype, torch.device]
 
 
-def _facts(name: str, tensor: torch.Tensor) -> _Facts:
+def facts_of(name: str, tensor: torch.Tensor) -> Facts:
+    """Read one tensor; raises :class:`InvalidInput` for anything else."""
     if not isinstance(tensor, torch.Tensor):
         raise InvalidInput(f"{name} is a {type(tensor).__name__}; allowed is a torch.Tensor of shape (b, h, s, d).")
     return name, tensor.shape, tensor.stride(), tensor.dtype, tensor.device
@@ -159,8 +169,9 @@ def _is_symbolic(sizes: Iterable[int]) -> bool:
     return any(isinstance(size, torch.SymInt) for size in sizes)
 
 
-def _problem(q: _Facts, k: _Facts, v: _Facts, mask: Mask, scale: float | None,
+def problem_from_facts(q: Facts, k: Facts, v: Facts, mask: Mask, scale: float | None,
              deterministic: bool) -> AttentionProblem:
+    """Check the facts against one another; see :meth:`AttentionProblem.from_tensors`."""
     _check_each(q, k, v)
     (b, hq, sq, d), (_, hk, sk, _), dv = q[1], k[1], v[1][3]
     _check_together(q, k, v)
@@ -171,10 +182,10 @@ def _problem(q: _Facts, k: _Facts, v: _Facts, mask: Mask, scale: float | None,
     )
 
 
-_cached = lru_cache(maxsize=4096)(_problem)
+_cached = lru_cache(maxsize=4096)(problem_from_facts)
 
 
-def _check_each(*tensors: _Facts) -> None:
+def _check_each(*tensors: Facts) -> None:
     for name, shape, _, dtype, device in tensors:
         if len(shape) != 4:
             raise InvalidInput(f"{name} has shape {_text(shape)}; allowed are 4 dims (b, h, s, d).")
@@ -189,7 +200,7 @@ def _check_each(*tensors: _Facts) -> None:
             raise InvalidInput(f"{name} is on {device} and {first} is on {first_device}: move them to one device.")
 
 
-def _check_together(q: _Facts, k: _Facts, v: _Facts) -> None:
+def _check_together(q: Facts, k: Facts, v: Facts) -> None:
     for name, facts in (("k", k), ("v", v)):
         if facts[1][0] != q[1][0]:
             raise InvalidInput(f"{name} has batch size {facts[1][0]} and q has {q[1][0]}: they must be equal.")

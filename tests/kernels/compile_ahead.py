@@ -22,7 +22,7 @@ from tilewise.kernels.triton.forward import forward_launch
 from tilewise.masks import Mask
 from tilewise.problem import AttentionProblem, dense_strides
 from tilewise.tuning.device import DeviceSpec
-from tilewise.tuning.heuristics import KINDS, delta_config, tile_config
+from tilewise.tuning.heuristics import delta_config, tile_config
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -100,7 +100,8 @@ def nvidia_report(compiled):
         usage = _tool("cuobjdump", "--dump-resource-usage", file.name)
         sass = _tool("nvdisasm", "-c", file.name)
     registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
-    counts = {name.lower(): len(re.findall(rf"\b{name}\b", sass)) for name in ("HGMMA", "HMMA", "UTCHMMA", "LDL", "STL")}
+    names = ("HGMMA", "HMMA", "UTCHMMA", "LDL", "STL")
+    counts = {name.lower(): len(re.findall(rf"\b{name}\b", sass)) for name in names}
     return {"registers": registers, "stack": stack, "wgmma": compiled.asm["ptx"].count("wgmma.mma_async"), **counts}
 
 

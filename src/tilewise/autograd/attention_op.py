@@ -4,17 +4,18 @@ The problem travels through a schema as scalars and is rebuilt behind it; the ba
 integers. A compiled graph therefore holds one opaque node a pass and does not depend on the lengths.
 """
 
+from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from tilewise import settings
-from tilewise.backends.base import Saved
+from tilewise.backends.base import Backend, Saved
 from tilewise.dispatch import choose
 from tilewise.errors import UnsupportedProblem
 from tilewise.masks import Mask
-from tilewise.problem import AttentionProblem, dense_strides
+from tilewise.problem import AttentionProblem, Facts, dense_strides, facts_of, problem_from_facts
 
 _OPTIONS = "float? scale, int? left, int? right, str? alignment, bool deterministic, str? backend"
 torch.library.define("tilewise::attention_forward", f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)")
@@ -35,16 +36,30 @@ class Options(NamedTuple):
     deterministic: bool
     backend: str | None
 
+    @property
+    def mask(self) -> Mask:
+        """The mask, put together again."""
+        return Mask(self.left, self.right, cast(Any, self.alignment))
+
     def problem(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> AttentionProblem:
-        """Rebuild (or look up) the validated problem."""
-        mask = Mask(self.left, self.right, cast(Any, self.alignment))
-        return AttentionProblem.from_tensors(q, k, v, mask=mask, scale=self.scale, deterministic=self.deterministic)
+        """Rebuild the validated problem; sizes may be symbolic."""
+        return AttentionProblem.from_tensors(q, k, v, mask=self.mask, scale=self.scale,
+                                             deterministic=self.deterministic)
+
+
+@lru_cache(maxsize=4096)
+def _resolve(q: Facts, k: Facts, v: Facts, options: tuple[Any, ...],
+             default_backend: str | None) -> tuple[AttentionProblem, Backend]:
+    """Problem and backend of a call: one look-up on the way to a kernel, where every microsecond is the user's."""
+    chosen = Options(*options)
+    problem = problem_from_facts(q, k, v, chosen.mask, chosen.scale, chosen.deterministic)
+    return problem, choose(problem, chosen.backend or default_backend)
 
 
 def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    chosen = Options(*options)
-    problem = chosen.problem(q, k, v)
-    return choose(problem, chosen.backend or settings.default_backend()).forward(problem, q, k, v)
+    problem, backend = _resolve(facts_of("q", q), facts_of("k", k), facts_of("v", v), options,
+                                settings.default_backend())
+    return backend.forward(problem, q, k, v)
 
 
 def _backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,

@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Any
 
 import torch
 
@@ -54,8 +53,11 @@ class TritonBackend:
         lse = torch.empty(plan.shape[:3], dtype=torch.float32, device=problem.device)
         if plan.launch is None:
             return out.zero_(), lse.fill_(float("-inf"))
-        with _on(problem.device):
+        if _is_current(problem.device):
             plan.launch(q, k, v, out, lse)
+        else:
+            with torch.cuda.device(problem.device):
+                plan.launch(q, k, v, out, lse)
         return out, lse
 
     def backward(self, problem: AttentionProblem, saved: Saved, dout: torch.Tensor, dlse: torch.Tensor | None,
@@ -64,13 +66,13 @@ class TritonBackend:
         q, k, v, out, lse = saved
         plan = _backward_plan(
             problem, (out.stride(), dout.stride(), None if dlse is None else dlse.stride()),
-            _alignment(q, k, v, dout), _precision(problem.dtype))
+            _alignment(q, k, v, dout, out, lse, *(() if dlse is None else (dlse,))), _precision(problem.dtype))
         dq = _empty(q, plan.dq_strides) if need_dq else None
         dk, dv = (_empty(k, plan.dk_strides), _empty(v, plan.dv_strides)) if need_dkv else (None, None)
         if plan.delta is None or plan.dq is None:
             return Gradients(*(None if gradient is None else gradient.zero_() for gradient in (dq, dk, dv)))
         delta = torch.empty_like(lse)
-        with _on(problem.device):
+        with contextlib.nullcontext() if _is_current(problem.device) else torch.cuda.device(problem.device):
             plan.delta(out, dout, out if dlse is None else dlse, delta)
             if need_dkv:
                 for launch in plan.dkdv:
@@ -82,10 +84,7 @@ class TritonBackend:
 
 @dataclass(frozen=True)
 class _ForwardPlan:
-    """Shape and strides of out, and the launch; None where no pair is visible.
-
-    A plan's key holds the pointers' 16-byte alignment, which a compiled kernel and a descriptor count on.
-    """
+    """Shape and strides of out, and the launch; None where no pair is visible."""
 
     shape: Sizes
     strides: Sizes
@@ -152,7 +151,8 @@ def _installed() -> bool:
 
 
 def _alignment(*tensors: torch.Tensor) -> tuple[bool, ...]:
-    return tuple(tensor.data_ptr() % 16 == 0 for tensor in tensors)
+    """Which pointers are multiples of 16 bytes: what a compiled kernel and a descriptor count on."""
+    return tuple([tensor.data_ptr() & 15 == 0 for tensor in tensors])
 
 
 def _precision(dtype: torch.dtype) -> str:
@@ -166,11 +166,9 @@ def _empty(like: torch.Tensor, strides: Sizes) -> torch.Tensor:
     return torch.empty_strided(like.shape, strides, dtype=like.dtype, device=like.device)
 
 
-def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Make the tensors' device current, which Triton launches on; costs nothing where it already is."""
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        return torch.cuda.device(device)
-    return contextlib.nullcontext()
+def _is_current(device: torch.device) -> bool:
+    """Whether Triton, which launches on the current device, will find the tensors there."""
+    return device.type != "cuda" or device.index == torch.cuda.current_device()
 
 
 backend = TritonBackend()

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from tilewise.errors import InvalidInput
-from tilewise.problem import AttentionProblem, padded_dim
+from tilewise.problem import AttentionProblem
 
 MIN_BLOCK = 16  # the least M, N and K of a tile product
 MAX_BLOCK = 256
@@ -45,9 +45,8 @@ class ForwardConfig(TileConfig):
 
     def shared_bytes(self, problem: AttentionProblem) -> int:
         """Shared memory: q, and ``num_stages`` tiles of k and v in flight."""
-        width = padded_dim(problem.d) + padded_dim(problem.dv)
-        elements = self.block_m * padded_dim(problem.d) + self.num_stages * self.block_n * width
-        return problem.dtype.itemsize * elements
+        rows = self.block_m + 2 * self.num_stages * self.block_n
+        return problem.dtype.itemsize * rows * problem.width
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +55,8 @@ class DkdvConfig(TileConfig):
 
     def shared_bytes(self, problem: AttentionProblem) -> int:
         """Shared memory: k and v, ``num_stages`` tiles of q and dout in flight, and P or dS once."""
-        width = padded_dim(problem.d) + padded_dim(problem.dv)
-        tiles = self.block_n + self.num_stages * self.block_m
-        return problem.dtype.itemsize * (tiles * width + self.block_m * self.block_n)
+        rows = 2 * (self.block_n + self.num_stages * self.block_m)
+        return problem.dtype.itemsize * (rows * problem.width + self.block_m * self.block_n)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +65,8 @@ class DqConfig(TileConfig):
 
     def shared_bytes(self, problem: AttentionProblem) -> int:
         """Shared memory: q and dout, ``num_stages`` tiles of k and v in flight, and dS once."""
-        width = padded_dim(problem.d) + padded_dim(problem.dv)
-        tiles = self.block_m + self.num_stages * self.block_n
-        return problem.dtype.itemsize * (tiles * width + self.block_m * self.block_n)
+        rows = 2 * (self.block_m + self.num_stages * self.block_n)
+        return problem.dtype.itemsize * (rows * problem.width + self.block_m * self.block_n)
 
 
 @dataclass(frozen=True, slots=True)

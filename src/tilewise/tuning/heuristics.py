@@ -105,7 +105,7 @@ def wants_descriptors(problem: AttentionProblem, device: DeviceSpec) -> bool:
 
 def kernel_width(problem: AttentionProblem) -> int:
     """Padded head dim that decides the tile: of q and k or of v, the wider, and 64 at least."""
-    return max(64, padded_dim(problem.d), padded_dim(problem.dv))
+    return max(64, problem.width)
 
 
 def _tiles(device: DeviceSpec) -> dict[str, dict[int, Tile]]:

@@ -25,7 +25,7 @@ from tilewise.kernels.triton.primitives import (
     head_source,
     load_tile,
     locate_tile,
-    row_offsets,
+    offsets,
     see,
     store_tile,
     tile_spans,
@@ -54,7 +54,7 @@ def attention_delta_kernel(out_ptr, dout_ptr, dlse_ptr, delta_ptr,
     offs_m = first + tl.arange(0, BLOCK_M)
     if HAS_DLSE:
         dlse_base = dlse_ptr + head_offset(batch, head, stride_lb, stride_lh)
-        delta -= tl.load(dlse_base + row_offsets(offs_m, stride_ls, INT64), mask=offs_m < sq, other=0.0)
+        delta -= tl.load(dlse_base + offsets(offs_m, stride_ls, INT64), mask=offs_m < sq, other=0.0)
     tl.store(delta_ptr + head_offset(batch, head, hq * sq, sq) + offs_m, delta, mask=offs_m < sq)
 
 
@@ -69,7 +69,7 @@ def recompute_probs(scores, lse, visible, scale_log2, MASKED: tl.constexpr):
 
 @triton.jit
 def score_gradient(probs, shifted_dprobs, visible, MASKED: tl.constexpr):
-    """dS = P∘(dP − delta), 0 where hidden (eq. 9).
+    """DS = P∘(dP − delta), 0 where hidden (eq. 9).
 
     The product that makes dP starts from −delta instead of 0: one tile of registers less than subtracting after
     (dK/dV at d 128, causal, sm_90: 280 to 72 bytes of spills, 9 % faster on an H200).

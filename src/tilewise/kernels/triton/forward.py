@@ -3,7 +3,16 @@
 import triton
 import triton.language as tl
 
-from tilewise.kernels.triton.launch import Launch, TileShape, bounds, constants, joined, needs_int64, tile_blocks, tile_count
+from tilewise.kernels.triton.launch import (
+    Launch,
+    TileShape,
+    bounds,
+    constants,
+    joined,
+    needs_int64,
+    tile_blocks,
+    tile_count,
+)
 from tilewise.kernels.triton.primitives import (
     LN2,
     LOG2E,

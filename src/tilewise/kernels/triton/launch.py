@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from tilewise.problem import AttentionProblem, Sizes, padded_dim
+from tilewise.problem import AttentionProblem, Sizes
 
 # Contracting a·b + c into one rounding is what the softmax's cost counts on; Triton 3.10 changes the default.
 FIXED_OPTIONS = {"enable_fp_fusion": True}
@@ -100,13 +100,13 @@ def bounds(problem: AttentionProblem) -> tuple[int, int]:
 def constants(problem: AttentionProblem, precision: str, int64: bool, descriptors: bool) -> tuple[Any, ...]:
     """The constexprs that forward, dK/dV and dQ share: D, DV, BLOCK_D, BLOCK_DV, HAS_LOWER, HAS_UPPER, ..."""
     band = problem.band
-    return (problem.d, problem.dv, padded_dim(problem.d), padded_dim(problem.dv), band.lower is not None,
+    return (problem.d, problem.dv, problem.width, problem.width, band.lower is not None,
             band.upper is not None, precision, int64, descriptors)
 
 
 def needs_int64(problem: AttentionProblem, *strides: Sizes) -> bool:
     """Whether an offset inside one head passes 2^31; offsets of heads and batches are 64-bit in any case."""
-    length, width = max(problem.sq, problem.sk), max(padded_dim(problem.d), padded_dim(problem.dv))
+    length, width = max(problem.sq, problem.sk), problem.width
     # A tile may reach past the last row before its mask applies: by 256 rows, the largest tile.
     return any((length + 256) * abs(tensor[2]) + width * abs(tensor[3]) >= 2**31 for tensor in strides)
 
@@ -121,9 +121,8 @@ def tile_blocks(problem: AttentionProblem, config: TileShape) -> Blocks:
     if not config.descriptors:
         return ()
     queries, keys = problem.seeing_queries.stop, problem.seen_keys.stop
-    d, dv = padded_dim(problem.d), padded_dim(problem.dv)
-    blocks = (([1, 1, config.block_m, d], queries), ([1, 1, config.block_n, d], keys),
-              ([1, 1, config.block_n, dv], keys), ([1, 1, config.block_m, dv], queries))
+    of_queries, of_keys = ([1, 1, rows, problem.width] for rows in (config.block_m, config.block_n))
+    blocks = ((of_queries, queries), (of_keys, keys), (of_keys, keys), (of_queries, queries))
     return blocks if problem.direction == "backward" else blocks[:3]
 
 

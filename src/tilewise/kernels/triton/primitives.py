@@ -29,11 +29,11 @@ def head_offset(batch, head, stride_b, stride_h):
 
 
 @triton.jit
-def row_offsets(rows, stride, INT64: tl.constexpr):
-    """Offsets of rows inside one head; 64 bits only where the host found that 32 do not do."""
+def offsets(positions, stride, INT64: tl.constexpr):
+    """Offsets inside one head; 64 bits only where the host found that 32 do not do."""
     if INT64:
-        rows = rows.to(tl.int64)
-    return rows * stride
+        positions = positions.to(tl.int64)
+    return positions * stride
 
 
 @triton.jit
@@ -59,7 +59,7 @@ def load_tile(source, batch, head, row, stop, stride_s, stride_d, ROWS: tl.const
     else:
         offs_s = row + tl.arange(0, ROWS)
         offs_d = tl.arange(0, BLOCK_DIM)
-        ptrs = source + row_offsets(offs_s, stride_s, INT64)[:, None] + (offs_d * stride_d)[None, :]
+        ptrs = source + offsets(offs_s, stride_s, INT64)[:, None] + offsets(offs_d, stride_d, INT64)[None, :]
         if CHECK_ROWS and BLOCK_DIM != DIM:
             tile = tl.load(ptrs, mask=(offs_s < stop)[:, None] & (offs_d < DIM)[None, :], other=0.0)
         elif CHECK_ROWS:
@@ -77,7 +77,7 @@ def store_tile(base, tile, row, stop, stride_s, stride_d, ROWS: tl.constexpr, DI
     """Store a [ROWS, BLOCK_DIM] tile to rows ``row .. stop`` of one head, in the tensor's own dtype."""
     offs_s = row + tl.arange(0, ROWS)
     offs_d = tl.arange(0, BLOCK_DIM)
-    ptrs = base + row_offsets(offs_s, stride_s, INT64)[:, None] + (offs_d * stride_d)[None, :]
+    ptrs = base + offsets(offs_s, stride_s, INT64)[:, None] + offsets(offs_d, stride_d, INT64)[None, :]
     tl.store(ptrs, tile.to(base.dtype.element_ty), mask=(offs_s < stop)[:, None] & (offs_d < DIM)[None, :])
 
 

@@ -1,0 +1,72 @@
+"""Every kernel compiles for every target on both ends of the Triton range and between, without a device.
+
+Bounds on spills are in bytes of stack a thread: what the shipped tiles need today, with some room. A compiler or a
+kernel that passes them is slower by more than noise.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.aot
+
+SCRIPT = Path(__file__).with_name("compile_ahead.py")
+ROOT = SCRIPT.parents[2]
+INSTALLED = "installed"
+VERSIONS = (INSTALLED, "3.6.0", "3.9.0")
+MASKS = {"full": [None, None, None], "causal": [None, 0, "top_left"]}
+ARCHS = ("sm_80", "sm_90", "sm_100", "gfx942")
+# Largest stack seen for (arch) over kernels, head dims and masks on 3.6.0, 3.7.1 and 3.9.0, rounded up.
+SPILL_BOUND = {"sm_80": 128, "sm_90": 768, "sm_100": 768, "gfx942": 0}
+
+
+def requests(arch, dims):
+    rows = []
+    for d in dims:
+        backward = ("dk", "dv", "dq", "delta") if d == 256 else ("dkdv", "dq", "delta")
+        for mask in MASKS.values():
+            rows += [{"arch": arch, "kernel": kernel, "d": d, "dtype": "bfloat16", "mask": mask,
+                      "descriptors": described}
+                     for kernel in ("forward", *backward)
+                     for described in ((False, True) if arch == "sm_90" else (False,))]
+    return rows
+
+
+def compile_all(version, wanted):
+    """Compile in a process of its own: with that Triton first on the path, and not as an interpreter."""
+    paths = [str(ROOT / "src")]
+    if version != INSTALLED:
+        folder = ROOT / ".triton" / version
+        if not folder.is_dir():
+            pytest.fail(f"Triton {version} is not at {folder}: run 'make triton-versions'")
+        paths.insert(0, str(folder))
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run([sys.executable, str(SCRIPT)], input=json.dumps(wanted), capture_output=True, text=True,
+                          env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("version", VERSIONS)
+def test_kernels_compile_within_registers_and_shared_memory(version, arch):
+    wanted = requests(arch, (64, 128, 256) if version == INSTALLED else (128,))
+    rows = compile_all(version, wanted)
+    assert len(rows) == len(wanted)
+    for row in rows:
+        assert row["shared"] <= row["limit"], row
+        assert row["stack"] <= SPILL_BOUND[arch], row
+        if row["kernel"] == "delta":
+            continue
+        if arch == "sm_90":
+            assert row["wgmma"] > 0, row
+        if arch == "sm_80":
+            assert row["hmma"] > 0, row
+        if arch == "gfx942":
+            assert row["mfma"] > 0, row
+        if arch == "sm_100":
+            assert row["utchmma"] > 0, row

@@ -1,0 +1,108 @@
+"""Tile configs, heuristics and tables: pure functions, no device."""
+
+from itertools import product
+
+import pytest
+import torch
+
+from tilewise.errors import InvalidInput
+from tilewise.masks import Mask, causal
+from tilewise.problem import AttentionProblem
+from tilewise.tuning.configs import DkdvConfig, DqConfig, ForwardConfig
+from tilewise.tuning.device import DeviceSpec, device_spec
+from tilewise.tuning.heuristics import (
+    KINDS,
+    LEAST_WORK_FOR_DESCRIPTORS,
+    delta_config,
+    split_dkdv,
+    tile_config,
+    wants_descriptors,
+)
+from tilewise.tuning.table import Bucket, config_for, load_rows, nearest_row
+
+ARCHS = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "gfx942", "gfx1100")
+
+
+def problem_of(d=64, dv=None, dtype=torch.bfloat16, s=4096, b=1, mask=None):
+    return AttentionProblem(b=b, hq=2, hk=2, sq=s, sk=s, d=d, dv=dv or d, dtype=dtype,
+                            device=torch.device("cuda", 0), scale=1.0, mask=mask or Mask())
+
+
+@pytest.mark.parametrize(("tile", "name"), [
+    ((48, 64, 4, 2), "block_m=48"), ((64, 8, 4, 2), "block_n=8"), ((512, 64, 4, 2), "block_m=512"),
+    ((64, 64, 3, 2), "num_warps=3"), ((64, 64, 4, 0), "num_stages=0"), ((64, 64, 4, 9), "num_stages=9"),
+])
+@pytest.mark.parametrize("kind", [ForwardConfig, DkdvConfig, DqConfig])
+def test_illegal_tile_cannot_be_constructed(kind, tile, name):
+    with pytest.raises(InvalidInput, match=name):
+        kind(*tile)
+
+
+@pytest.mark.parametrize(("arch", "kernel"), product(ARCHS, KINDS))
+def test_every_heuristic_tile_fits_the_devices_shared_memory(arch, kernel):
+    spec = DeviceSpec.of_arch(arch)
+    for d, dtype, described in product((1, 40, 64, 96, 128, 192, 256), (torch.float16, torch.float32), (False, True)):
+        problem = problem_of(d, dtype=dtype)
+        config = tile_config(kernel, problem, spec, descriptors=described)
+        assert config.shared_bytes(problem) <= spec.shared_memory
+
+
+def test_descriptors_are_chosen_only_on_hopper_and_only_when_allowed():
+    problem = problem_of(128)
+    assert tile_config("forward", problem, DeviceSpec.of_arch("sm_90"), descriptors=True).descriptors
+    assert not tile_config("forward", problem, DeviceSpec.of_arch("sm_90"), descriptors=False).descriptors
+    assert not tile_config("forward", problem, DeviceSpec.of_arch("sm_80"), descriptors=True).descriptors
+
+
+def test_descriptors_are_not_wanted_where_the_kernel_is_short():
+    hopper = DeviceSpec.of_arch("sm_90")
+    short, long = problem_of(128, s=256), problem_of(128, s=16384)
+    assert short.b * short.hq * 256 * 256 * 128 < LEAST_WORK_FOR_DESCRIPTORS
+    assert not wants_descriptors(short, hopper)
+    assert wants_descriptors(long, hopper)
+    assert not wants_descriptors(long, DeviceSpec.of_arch("sm_80"))
+
+
+def test_dk_and_dv_take_a_launch_each_only_for_wide_heads():
+    hopper = DeviceSpec.of_arch("sm_90")
+    assert split_dkdv(problem_of(256), hopper)
+    assert split_dkdv(problem_of(64, dv=192), hopper)
+    assert not split_dkdv(problem_of(128), hopper)
+
+
+def test_delta_tile_holds_4096_elements_of_a_head():
+    assert delta_config(problem_of(128)).block_m == 32
+    assert delta_config(problem_of(256)).block_m == 16
+
+
+def test_the_cpu_is_described_as_the_interpreter():
+    assert device_spec(torch.device("cpu")).arch == "interpreter"
+    assert DeviceSpec.of_arch("gfx942").shared_memory == 64 * 1024
+
+
+def row(length, *, width=128, masked=False, descriptors=False, block_m=64):
+    return {"width": width, "itemsize": 2, "masked": masked, "length": length, "block_m": block_m, "block_n": 64,
+            "num_warps": 4, "num_stages": 2, "descriptors": descriptors}
+
+
+def test_nearest_row_agrees_in_kind_and_is_nearest_in_logarithmic_length():
+    rows = (row(512), row(8192), row(2048, masked=True), row(2048, width=64))
+    assert Bucket.of(problem_of(128, s=2000)) == Bucket(128, 2, False, 2000)
+    assert nearest_row(rows, Bucket(128, 2, False, 2049), descriptors=False) == row(8192)
+    assert nearest_row(rows, Bucket(128, 2, True, 1), descriptors=False) == row(2048, masked=True)
+    assert nearest_row(rows, Bucket(256, 2, False, 512), descriptors=False) is None
+
+
+def test_row_with_descriptors_wins_at_its_length_if_it_may_serve():
+    rows = (row(1024), row(1024, descriptors=True))
+    bucket = Bucket(128, 2, False, 1024)
+    assert nearest_row(rows, bucket, descriptors=True)["descriptors"]
+    assert not nearest_row(rows, bucket, descriptors=False)["descriptors"]
+
+
+def test_device_without_a_table_takes_the_heuristic():
+    spec = DeviceSpec.of_arch("sm_90", "no-such-device")
+    problem = problem_of(128, mask=causal())
+    assert load_rows(spec.name, "forward") == ()
+    assert config_for("forward", problem, spec, descriptors=False) == tile_config(
+        "forward", problem, spec, descriptors=False)
