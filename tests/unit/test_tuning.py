@@ -38,7 +38,7 @@ def test_illegal_tile_cannot_be_constructed(kind, tile, name):
         kind(*tile)
 
 
-@pytest.mark.parametrize(("arch", "kernel"), product(ARCHS, KINDS))
+@pytest.mark.parametrize(("arch", "kernel"), list(product(ARCHS, KINDS)))
 def test_every_heuristic_tile_fits_the_devices_shared_memory(arch, kernel):
     spec = DeviceSpec.of_arch(arch)
     for d, dtype, described in product((1, 40, 64, 96, 128, 192, 256), (torch.float16, torch.float32), (False, True)):
