@@ -7,7 +7,7 @@ the others are the largest that compile without spills that matter (tests/kernel
 from dataclasses import replace
 
 from tilewise.problem import AttentionProblem, padded_dim
-from tilewise.tuning.configs import DeltaConfig, DkdvConfig, DqConfig, ForwardConfig
+from tilewise.tuning.configs import MIN_BLOCK, DeltaConfig, DkdvConfig, DqConfig, ForwardConfig
 from tilewise.tuning.device import DeviceSpec
 
 Tile = tuple[int, int, int, int]  # block_m, block_n, num_warps, num_stages
@@ -40,8 +40,8 @@ _AMPERE: dict[str, dict[int, Tile]] = {
 }
 _BLACKWELL: dict[str, dict[int, Tile]] = {
     "forward": {64: (128, 64, 4, 3), 128: (128, 64, 8, 3), 256: (128, 64, 8, 2)},
-    "dkdv": {64: (64, 128, 8, 2), 128: (64, 128, 8, 2), 256: (32, 64, 8, 2)},
-    "dk": {64: (64, 128, 8, 2), 128: (64, 128, 8, 2), 256: (32, 128, 8, 2)},
+    "dkdv": {64: (64, 64, 8, 2), 128: (32, 64, 8, 2), 256: (64, 64, 8, 1)},
+    "dk": {64: (64, 64, 8, 2), 128: (32, 64, 8, 2), 256: (64, 64, 8, 1)},
     "dv": {64: (64, 128, 8, 2), 128: (64, 128, 8, 2), 256: (32, 128, 8, 2)},
     "dq": {64: (128, 64, 8, 2), 128: (128, 64, 8, 2), 256: (128, 32, 8, 2)},
 }
@@ -124,7 +124,9 @@ def _fitting(config: Config, problem: AttentionProblem, device: DeviceSpec) -> C
     while config.shared_bytes(problem) > device.shared_memory:
         if config.num_stages > 1:
             config = replace(config, num_stages=config.num_stages - 1)
+        elif config.block_m == config.block_n == MIN_BLOCK:
+            break  # the least tile there is; the estimate is an upper bound, and a device that refuses it says so
         else:
-            side = streamed if getattr(config, streamed) > 16 else resident
+            side = streamed if getattr(config, streamed) > MIN_BLOCK else resident
             config = replace(config, **{side: getattr(config, side) // 2})
     return config
