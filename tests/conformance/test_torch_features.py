@@ -1,5 +1,8 @@
 """What PyTorch wraps around a call: torch.compile, CUDA graphs, streams that must not stall."""
 
+import contextlib
+import warnings
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -26,6 +29,8 @@ def fresh_compiler():
 
 # Dynamo itself instantiates autograd Functions while it traces them.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+# torch 2.11's compiler scripts a function of its own with a decorator that it deprecates.
+@pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated:DeprecationWarning")
 @pytest.mark.usefixtures("fresh_compiler")
 def test_compiles_whole_and_once_for_all_lengths(backend, device, main_dtype):
     compiler = CompileCounterWithBackend("aot_eager")
@@ -71,15 +76,29 @@ def test_captured_in_a_cuda_graph_it_replays_on_new_values(backend, device):
     assert_gradients_within_budget(case, fresh, results[2:], "out_and_lse")
 
 
+@contextlib.contextmanager
+def raising_where_the_host_waits():
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype", UserWarning)
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_a_wait_would_be_seen(device):
+    with raising_where_the_host_waits(), pytest.raises(RuntimeError, match="synchronizing"):
+        torch.ones((), device=device).item()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["gqa_causal_odd_lengths", "causal_bottom_right_more_queries", "packed_qkv_gqa"])
 def test_host_never_waits_for_the_device(backend, name, device):
     case = case_named(name)
     inputs = make_inputs(case, torch.bfloat16, device)
     forward_and_backward(backend, case, inputs, "out_and_lse")  # compiling and loading a kernel may wait
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with raising_where_the_host_waits():
         results = forward_and_backward(backend, case, inputs, "out_and_lse")
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert_gradients_within_budget(case, inputs, results[2:], "out_and_lse")

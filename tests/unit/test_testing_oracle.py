@@ -5,7 +5,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from tilewise.masks import Mask, causal
-from tilewise.testing.cases import CASES, case_named
+from tilewise.testing.cases import CASES, Case, case_named
 from tilewise.testing.inputs import make_inputs
 from tilewise.testing.oracle import attend, dense, gradients, yardsticks
 
@@ -93,3 +93,11 @@ def test_each_order_rounds_differently():
     samples = yardsticks(*make_inputs(case, torch.float32, "cpu"), case.mask, case.scale)
     for results in zip(*samples, strict=True):
         assert not any(torch.equal(results[0], other) for other in results[1:])
+
+
+def test_odd_orders_keep_the_rounding_of_delta_where_one_key_is_seen():
+    case = Case("one_key", b=1, hq=1, hk=1, sq=64, sk=1, d=3, dv=3)
+    inputs = make_inputs(case, torch.float32, torch.device("cpu"))
+    samples = yardsticks(*inputs[:4], None, case.mask, case.scale)
+    assert [bool(sample.dq.any()) for sample in samples[1::2]] == [True] * 4
+    assert samples[1].dq.abs().max() < 1e-5

@@ -54,6 +54,8 @@ class TorchBackend:
         else:
             part_out, part_lse = _aten._scaled_dot_product_flash_attention(
                 *parts, 0.0, core.is_causal, False, scale=problem.scale)[:2]
+            # The kernel writes +inf where a score is NaN; from it the backward pass would make gradients of 0.
+            part_lse = part_lse.masked_fill(part_lse == float("inf"), float("nan"))
         shape = (problem.b, problem.hq, problem.sq, problem.dv)
         out = _placed(part_out, core.queries, shape, problem.out_strides, 0.0)
         lse = _placed(part_lse, core.queries, shape[:3], (shape[1] * shape[2], shape[2], 1), float("-inf"))

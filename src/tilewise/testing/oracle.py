@@ -68,7 +68,9 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor,
         q, k, v, dout, dlse: as in :func:`gradients`, in the dtype to be judged.
         mask, scale: as in :func:`attend`.
         order: 0 sums as the tensors lie; another number seeds a shuffle of positions and head dims, which changes
-            nothing but the rounding.
+            nothing but the rounding. Odd ones take delta off dout vᵀ before that is rounded, as a product does
+            whose sum starts from −delta: where one key is seen, so that the difference is 0, the rounding of delta
+            then stays.
     """
     q, k, v, dout = (tensor.detach() for tensor in (q, k, v, dout))
     dlse = torch.zeros(q.shape[:3], dtype=q.dtype, device=q.device) if dlse is None else dlse.to(q.dtype)
@@ -78,28 +80,33 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor,
     scores, _ = _scores(q, k, visible, scale)
     saved_lse = torch.logsumexp(scores.to(torch.promote_types(q.dtype, torch.float32)), -1)
     if order == 0:
-        return _dense(q, k, v, dout, dlse, saved_lse, visible, scale)
+        return _dense(q, k, v, dout, dlse, saved_lse, visible, scale, fused=False)
     generator = torch.Generator().manual_seed(order)
     queries, keys, dims, value_dims = (torch.randperm(size, generator=generator).to(q.device)
                                        for size in (q.shape[2], k.shape[2], q.shape[3], v.shape[3]))
     out, lse, dq, dk, dv = _dense(
         q[:, :, queries][..., dims], k[:, :, keys][..., dims], v[:, :, keys][..., value_dims],
         dout[:, :, queries][..., value_dims], dlse[:, :, queries], saved_lse[:, :, queries],
-        visible[queries][:, keys], scale)
+        visible[queries][:, keys], scale, fused=order % 2 == 1)
     queries, keys, dims, value_dims = (shuffled.argsort() for shuffled in (queries, keys, dims, value_dims))
     return Results(out[:, :, queries][..., value_dims], lse[:, :, queries], dq[:, :, queries][..., dims],
                    dk[:, :, keys][..., dims], dv[:, :, keys][..., value_dims])
 
 
 def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor,
-           saved_lse: torch.Tensor, visible: torch.Tensor, scale: float) -> Results:
+           saved_lse: torch.Tensor, visible: torch.Tensor, scale: float, *, fused: bool) -> Results:
     """Apply the written-out formulas, dscores = probs ∘ (dout vᵀ − delta) with delta = Σ dout ∘ out − dlse."""
     scores, blind = _scores(q, k, visible, scale)
     out, lse = _reduce(scores, blind, v)
     probs = torch.exp(scores.to(saved_lse.dtype) - saved_lse.unsqueeze(-1))
     probs = probs.masked_fill(blind.unsqueeze(-1), 0.0).to(q.dtype)
     delta = (dout * out).sum(-1) - dlse
-    dscores = probs * (dout @ _per_query_head(v, q).mT - delta.unsqueeze(-1))
+    values = _per_query_head(v, q)
+    if fused:
+        difference = (dout.double() @ values.double().mT - delta.double().unsqueeze(-1)).to(q.dtype)
+    else:
+        difference = dout @ values.mT - delta.unsqueeze(-1)
+    dscores = probs * difference
     dq = dscores @ _per_query_head(k, q) * scale
     dk = _per_key_head(dscores.mT @ q * scale, k)
     return Results(out, lse, dq, dk, _per_key_head(probs.mT @ dout, v))

@@ -105,7 +105,7 @@ def sum_over_queries(dk, dv, k, v, q_source, dout_source, batch, head, lse_base,
 
     Score tiles are transposed, keys by queries: P and dS then enter their products without being turned.
     """
-    SEEDED: tl.constexpr = HAS_LOWER or HAS_UPPER
+    SEEDED: tl.constexpr = HAS_LOWER or HAS_UPPER or BLOCK_D <= 64
     first = start if MASKED else full_start
     last = stop - (full_stop - full_start) if MASKED else full_stop
     for step in tl.range(first, last, BLOCK_M):
