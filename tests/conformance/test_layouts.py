@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from conformance.calls import (
     assert_forward_within_budget,
@@ -11,6 +12,7 @@ from conformance.calls import (
     problem_of,
     skip_if_refused,
 )
+from tilewise.backends.base import Saved
 from tilewise.testing.cases import Case, case_named
 from tilewise.testing.inputs import Inputs, lay_out, make_inputs
 from tilewise.testing.oracle import gradients, yardsticks
@@ -100,3 +102,43 @@ def test_offsets_past_two_to_the_31_elements(backend, dim, far_storage, device):
     results = forward_and_backward(backend, case, far)
     assert_forward_within_budget(case, near, results[:2])
     assert_gradients_within_budget(case, near, results[2:])
+
+
+class _Copies(TorchDispatchMode):
+    """Collects the operators that make or fill a tensor as large as one of the inputs."""
+
+    def __init__(self, least):
+        super().__init__()
+        self.least = least
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        copies = func.overloadpacket in (torch.ops.aten.clone, torch.ops.aten.copy_, torch.ops.aten._to_copy,
+                                         torch.ops.aten.cat, torch.ops.aten.index_select)
+        if copies and result.numel() >= self.least:
+            self.seen.append(str(func))
+        return result
+
+
+@pytest.mark.gpu  # interpreted, every argument is copied to the interpreter and back
+@pytest.mark.parametrize("name", ["packed_qkv_causal", "packed_qkv_gqa", "packed_kv", "storage_bhds"])
+def test_strided_inputs_are_not_copied(backend, name, device, main_dtype):
+    if backend.name != "triton":
+        pytest.skip(f"backend {backend.name!r} promises none: torch's operators and its tiles are made of copies")
+    case = case_named(name)
+    inputs = make_inputs(case, main_dtype, device)
+    problem = problem_of(case, inputs)
+    skip_if_refused(backend, problem)
+    with _Copies(min(tensor.numel() for tensor in inputs[:4])) as copies:
+        out, lse = backend.forward(problem, *inputs[:3])
+        backend.backward(problem.backward(lse_grad=False), Saved(*inputs[:3], out, lse), inputs.dout, None,
+                         need_dq=True, need_dkv=True)
+    assert copies.seen == []
+
+
+def test_a_copy_would_be_seen(device):
+    tensor = torch.zeros(4, 4, device=device)
+    with _Copies(16) as copies:
+        tensor.mT.contiguous()
+    assert copies.seen == ["aten.clone.default"]

@@ -1,7 +1,8 @@
 """Backward: delta, then dK and dV by tiles of keys, then dQ by tiles of queries (maths.md, section 6).
 
 Each output tile has one owner that sums it in registers: no atomics, so the result is the same on every run. The
-price is that scores and dP are computed twice, seven matrix products instead of five.
+price is that scores and dP are computed twice: seven matrix products instead of five, eight where dK and dV take a
+launch each.
 """
 
 import triton

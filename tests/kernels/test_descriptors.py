@@ -1,0 +1,59 @@
+"""Tiles through tensor descriptors are the tiles through pointers: bit-equal results, under the interpreter."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tilewise.kernels.triton.backward import dkdv_launch, dq_launch
+from tilewise.kernels.triton.forward import forward_launch
+from tilewise.masks import Mask, causal, window
+from tilewise.problem import AttentionProblem
+from tilewise.testing.cases import Case
+from tilewise.testing.inputs import make_inputs
+from tilewise.tuning.configs import DkdvConfig, DqConfig, ForwardConfig
+
+MASKS = {"no_mask": Mask(), "causal": causal("bottom_right"), "window": window(20, 3, "top_left")}
+TILE = (32, 16, 4, 2)
+
+
+@pytest.fixture(params=MASKS.values(), ids=MASKS)
+def call(request, device):
+    """A problem with ragged lengths and padded head dims, and its tensors."""
+    case = Case("described", b=2, hq=4, hk=2, sq=70, sk=85, d=40, dv=24, mask=request.param, layout="bshd")
+    inputs = make_inputs(case, torch.float16, device)
+    problem = AttentionProblem.from_tensors(*inputs[:3], mask=case.mask)
+    return problem, inputs
+
+
+def forward(problem, inputs, *, descriptors):
+    shape = (problem.b, problem.hq, problem.sq, problem.dv)
+    out, lse = inputs.q.new_empty_strided(shape, problem.out_strides), inputs.dlse.new_empty(shape[:3])
+    forward_launch(problem, ForwardConfig(*TILE, descriptors), "ieee")(*inputs[:3], out, lse)
+    return out, lse
+
+
+def test_forward_through_descriptors_is_bit_equal(call):
+    through_pointers, through_descriptors = (forward(*call, descriptors=flag) for flag in (False, True))
+    for expected, got in zip(through_pointers, through_descriptors, strict=True):
+        assert expected.isfinite().any()
+        assert torch.equal(expected, got)
+
+
+def test_backward_through_descriptors_is_bit_equal(call):
+    problem, inputs = call
+    q, k, v, dout, _ = inputs
+    out, lse = forward(problem, inputs, descriptors=False)
+    delta = (out.float() * dout.float()).sum(-1)
+    problem = replace(problem, direction="backward")
+    results = []
+    for flag in (False, True):
+        dq, dk, dv = (torch.empty_like(tensor) for tensor in (q, k, v))
+        dkdv_launch(problem, DkdvConfig(*TILE, flag), "ieee", dout.stride(), (dk.stride(), dv.stride()),
+                    (True, True))(q, k, v, dout, lse, delta, dk, dv)
+        dq_launch(problem, DqConfig(*TILE, flag), "ieee", dout.stride(), dq.stride())(q, k, v, dout, lse, delta, dq)
+        results.append((dq, dk, dv))
+    for expected, got in zip(*results, strict=True):
+        assert expected.isfinite().all()
+        assert expected.any()
+        assert torch.equal(expected, got)
