@@ -80,22 +80,26 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor,
     scores, _ = _scores(q, k, visible, scale)
     saved_lse = torch.logsumexp(scores.to(torch.promote_types(q.dtype, torch.float32)), -1)
     if order == 0:
-        return _dense(q, k, v, dout, dlse, saved_lse, visible, scale, fused=False)
+        return _dense(q, k, v, (dout, dlse, saved_lse), visible, scale, fused=False)
     generator = torch.Generator().manual_seed(order)
     queries, keys, dims, value_dims = (torch.randperm(size, generator=generator).to(q.device)
                                        for size in (q.shape[2], k.shape[2], q.shape[3], v.shape[3]))
     out, lse, dq, dk, dv = _dense(
         q[:, :, queries][..., dims], k[:, :, keys][..., dims], v[:, :, keys][..., value_dims],
-        dout[:, :, queries][..., value_dims], dlse[:, :, queries], saved_lse[:, :, queries],
+        (dout[:, :, queries][..., value_dims], dlse[:, :, queries], saved_lse[:, :, queries]),
         visible[queries][:, keys], scale, fused=order % 2 == 1)
     queries, keys, dims, value_dims = (shuffled.argsort() for shuffled in (queries, keys, dims, value_dims))
     return Results(out[:, :, queries][..., value_dims], lse[:, :, queries], dq[:, :, queries][..., dims],
                    dk[:, :, keys][..., dims], dv[:, :, keys][..., value_dims])
 
 
-def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor,
-           saved_lse: torch.Tensor, visible: torch.Tensor, scale: float, *, fused: bool) -> Results:
-    """Apply the written-out formulas, dscores = probs ∘ (dout vᵀ − delta) with delta = Σ dout ∘ out − dlse."""
+def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, incoming: tuple[torch.Tensor, ...],
+           visible: torch.Tensor, scale: float, *, fused: bool) -> Results:
+    """Apply the written-out formulas, dscores = probs ∘ (dout vᵀ − delta) with delta = Σ dout ∘ out − dlse.
+
+    ``incoming`` is dout, dlse and the lse that the forward pass saved.
+    """
+    dout, dlse, saved_lse = incoming
     scores, blind = _scores(q, k, visible, scale)
     out, lse = _reduce(scores, blind, v)
     probs = torch.exp(scores.to(saved_lse.dtype) - saved_lse.unsqueeze(-1))
