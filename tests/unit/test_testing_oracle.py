@@ -95,9 +95,11 @@ def test_each_order_rounds_differently():
         assert not any(torch.equal(results[0], other) for other in results[1:])
 
 
-def test_odd_orders_keep_the_rounding_of_delta_where_one_key_is_seen():
-    case = Case("one_key", b=1, hq=1, hk=1, sq=64, sk=1, d=3, dv=3)
+def test_odd_orders_never_lose_every_rounding_error_by_luck():
+    """One number was seen to cancel exactly in all eight orders, beside a kernel off by two units in the last place."""
+    case = Case("one_pair", b=64, hq=1, hk=1, sq=1, sk=1, d=1, dv=1)
     inputs = make_inputs(case, torch.float32, torch.device("cpu"))
     samples = yardsticks(*inputs[:4], None, case.mask, case.scale)
-    assert [bool(sample.dq.any()) for sample in samples[1::2]] == [True] * 4
-    assert samples[1].dq.abs().max() < 1e-5
+    worst = torch.stack([sample.dq.abs() for sample in samples]).amax(0)
+    assert (worst > 0).all()
+    assert worst.max() < 1e-5

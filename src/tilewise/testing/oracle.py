@@ -68,9 +68,10 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor,
         q, k, v, dout, dlse: as in :func:`gradients`, in the dtype to be judged.
         mask, scale: as in :func:`attend`.
         order: 0 sums as the tensors lie; another number seeds a shuffle of positions and head dims, which changes
-            nothing but the rounding. Odd ones take delta off dout vᵀ before that is rounded, as a product does
-            whose sum starts from −delta: where one key is seen, so that the difference is 0, the rounding of delta
-            then stays.
+            nothing but the rounding. Odd ones also take delta off dout vᵀ before that is rounded, as a product does
+            whose sum starts from −delta, and move delta by one unit in the last place, up or down at random (Monte
+            Carlo arithmetic; Parker, Pierce, Eggert, 2000): in a row that sees one key the difference is 0, and by
+            luck its rounding errors are too, in all the orders of a small sum.
     """
     q, k, v, dout = (tensor.detach() for tensor in (q, k, v, dout))
     dlse = torch.zeros(q.shape[:3], dtype=q.dtype, device=q.device) if dlse is None else dlse.to(q.dtype)
@@ -80,24 +81,29 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor,
     scores, _ = _scores(q, k, visible, scale)
     saved_lse = torch.logsumexp(scores.to(torch.promote_types(q.dtype, torch.float32)), -1)
     if order == 0:
-        return _dense(q, k, v, (dout, dlse, saved_lse), visible, scale, fused=False)
+        return _dense(q, k, v, (dout, dlse, saved_lse), visible, scale, nudge=None)
     generator = torch.Generator().manual_seed(order)
     queries, keys, dims, value_dims = (torch.randperm(size, generator=generator).to(q.device)
                                        for size in (q.shape[2], k.shape[2], q.shape[3], v.shape[3]))
+    nudge = None if order % 2 == 0 else 2 * torch.randint(2, q.shape[:3], generator=generator).to(q.device) - 1
     out, lse, dq, dk, dv = _dense(
         q[:, :, queries][..., dims], k[:, :, keys][..., dims], v[:, :, keys][..., value_dims],
         (dout[:, :, queries][..., value_dims], dlse[:, :, queries], saved_lse[:, :, queries]),
-        visible[queries][:, keys], scale, fused=order % 2 == 1)
+        visible[queries][:, keys], scale, nudge)
     queries, keys, dims, value_dims = (shuffled.argsort() for shuffled in (queries, keys, dims, value_dims))
     return Results(out[:, :, queries][..., value_dims], lse[:, :, queries], dq[:, :, queries][..., dims],
                    dk[:, :, keys][..., dims], dv[:, :, keys][..., value_dims])
 
 
 def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, incoming: tuple[torch.Tensor, ...],
-           visible: torch.Tensor, scale: float, *, fused: bool) -> Results:
+           visible: torch.Tensor, scale: float, nudge: torch.Tensor | None) -> Results:
     """Apply the written-out formulas, dscores = probs ∘ (dout vᵀ − delta) with delta = Σ dout ∘ out − dlse.
 
-    ``incoming`` is dout, dlse and the lse that the forward pass saved.
+    Args:
+        q, k, v, visible, scale: the problem.
+        incoming: dout, dlse and the lse that the forward pass saved.
+        nudge: None rounds dout vᵀ before delta is taken off; units in the last place, (b, hq, sq), are added to delta
+            before it is taken off the unrounded product.
     """
     dout, dlse, saved_lse = incoming
     scores, blind = _scores(q, k, visible, scale)
@@ -106,10 +112,11 @@ def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, incoming: tuple[to
     probs = probs.masked_fill(blind.unsqueeze(-1), 0.0).to(q.dtype)
     delta = (dout * out).sum(-1) - dlse
     values = _per_query_head(v, q)
-    if fused:
-        difference = (dout.double() @ values.double().mT - delta.double().unsqueeze(-1)).to(q.dtype)
-    else:
+    if nudge is None:
         difference = dout @ values.mT - delta.unsqueeze(-1)
+    else:
+        nudged = delta.double() * (1.0 + nudge * torch.finfo(q.dtype).eps)
+        difference = (dout.double() @ values.double().mT - nudged.unsqueeze(-1)).to(q.dtype)
     dscores = probs * difference
     dq = dscores @ _per_query_head(k, q) * scale
     dk = _per_key_head(dscores.mT @ q * scale, k)
