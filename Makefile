@@ -64,7 +64,7 @@ $(INSTALLED): pyproject.toml $(STALE)
 stale:
 
 clean:  ## remove what was built, measured and cached; keep .venv and .triton
-	rm -rf build dist bench-out docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf build dist bench-out tune-out docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -print | xargs rm -rf
 
 distclean: clean  ## remove .venv and .triton too

@@ -1,6 +1,7 @@
 """``tilewise bench`` and ``tilewise plot``."""
 
 import json
+import sys
 
 import pytest
 
@@ -24,6 +25,31 @@ def test_it_writes_rows_table_and_figures_and_prints_them(run, tmp_path):
         assert name in finished.output
     assert "peak MiB" in finished.output
     assert "faster than naive" in finished.output
+
+
+@pytest.mark.parametrize("places", [("--commit", "0123abc", "--out", "{}"), ("--commit=0123abc", "--out={}")])
+def test_rows_carry_the_stated_commit_and_the_command_without_what_shapes_no_number(run, tmp_path, monkeypatch, places):
+    arguments = [*map(str, SHAPE), "--providers", "naive", *(word.format(tmp_path) for word in places), "--no-plots"]
+    monkeypatch.setattr(sys, "argv", ["tilewise", *arguments])
+    assert run(*arguments).status == 0
+    for row in read_rows(tmp_path / "flags.csv"):
+        assert row.commit == "0123abc"
+        assert row.command == ("tilewise bench --sq 48 --hq 2 --d 16 --mask causal --device cpu --providers naive "
+                               "--no-plots")
+
+
+def test_without_a_stated_commit_rows_carry_what_git_says(run, tmp_path, monkeypatch):
+    monkeypatch.setattr("tilewise.bench.provenance.commit", lambda: "fedcba987654+")
+    run(*SHAPE, "--providers", "naive", "--no-plots", "--out", tmp_path)
+    assert {row.commit for row in read_rows(tmp_path / "flags.csv")} == {"fedcba987654+"}
+
+
+@pytest.mark.parametrize("commit", ["main", "0123AB", "0123abc ", "", "0123ab"])
+def test_a_commit_that_is_no_hash_exits_with_2(run, tmp_path, commit):
+    finished = run(*SHAPE, "--providers", "naive", "--commit", commit, "--out", tmp_path)
+    assert finished.status == 2
+    assert f"commit is {commit!r}; allowed are 7 to 40 lower-case hexadecimal digits" in finished.errors
+    assert not list(tmp_path.iterdir())
 
 
 def test_json_holds_the_rows_and_nothing_else_is_on_standard_output(run, tmp_path):

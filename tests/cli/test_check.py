@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tilewise.backends.reference import ReferenceBackend
+from tilewise.testing.cases import CASES
 
 SMALL = ("--case", "gqa", "--backend", "reference")
 
@@ -26,6 +27,25 @@ def test_a_shape_given_by_flags_is_checked(run):
                    "--dtype", "float32", "--backend", "reference", "--device", "cpu", "--json")
     assert finished.status == 0
     assert finished.json[0]["case"] == "b1_h4x2_s40x24_d16_causal:bottom_right"
+
+
+def test_every_backend_passes_the_empty_cases(run):
+    """A batch of nothing had no heads to compare, and joining none of them broke the whole command."""
+    empty = [case.name for case in CASES if not (case.b and case.sq and case.sk)]
+    assert "no_batch" in empty
+    named = [word for name in empty for word in ("--case", name)]
+    finished = run("check", *named, "--dtype", "float32", "--device", "cpu", "--json")
+    assert finished.status == 0
+    computed = [check for check in finished.json if check["refusal"] is None]
+    assert {check["case"] for check in computed if check["backend"] == "reference"} == set(empty)
+    assert all(check["ok"] and check["checked"] == "full" and check["results"] for check in computed)
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+def test_every_named_case_passes(run, backend):
+    finished = run("check", "--backend", backend, "--dtype", "float32,bfloat16", "--device", "cpu", "--json")
+    assert finished.status == 0
+    assert {check["case"] for check in finished.json} == {case.name for case in CASES}
 
 
 def test_a_backend_that_refuses_is_told_and_is_no_failure(run):

@@ -17,6 +17,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from tilewise.bench.compile_ahead import CompileOnlyDriver
 from tilewise.kernels.triton.backward import delta_launch, dkdv_launch, dq_launch
 from tilewise.kernels.triton.forward import forward_launch
 from tilewise.masks import Mask
@@ -30,23 +31,6 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-
-
-class CompileOnlyDriver:
-    """The part of Triton's driver that the JIT front end asks before it compiles."""
-
-    def __init__(self, target):
-        self.target = target
-
-    def get_current_target(self):
-        return self.target
-
-    def get_current_device(self):
-        return (self.target.backend, self.target.arch)  # Triton caches per device: one for each target
-
-    def get_current_stream(self, device):
-        del device
-        return 0
 
 
 def problem_of(request):

@@ -9,6 +9,7 @@ from tilewise.bench.grids import Cell, shape_case
 from tilewise.masks import causal
 from tilewise.testing import oracle
 from tilewise.testing.inputs import make_inputs
+from tilewise.testing.tolerance import GRADIENT_FACTOR, OUTPUT_FACTOR, compare
 
 CPU = torch.device("cpu")
 
@@ -37,6 +38,33 @@ def test_a_huge_one_is_checked_on_a_shorter_twin_that_the_limit_allows(monkeypat
     assert not plan.is_full_shape
     assert 2 * plan.cell.case.sq * plan.cell.case.sk <= 600
     assert plan.text.startswith(f"shorter twin s{plan.cell.case.sq}x{plan.cell.case.sk}")
+
+
+def test_an_empty_batch_is_checked_whole_and_finds_nothing_wrong():
+    empty = cell(b=0)
+    inputs = make_inputs(empty.case, empty.dtype, CPU)
+    plan = check_plan(empty, CPU)
+    assert plan.text == "full"
+    references = References.of(plan, inputs, lse_grad=True)
+    for report in references.reports({"out": inputs.dout, "lse": inputs.dlse, "dk": inputs.k}):
+        assert report.ok
+        assert report.worst == ()
+
+
+def test_budgets_come_from_every_order_of_the_yardsticks():
+    """With one order, `tilewise check` called four sound results of the named cases wrong, the worst by 3.5 times its
+    budget (CPU, torch 2.13)."""
+    whole = cell(heads=(2, 1), b=1)
+    inputs = make_inputs(whole.case, whole.dtype, CPU)
+    first, *others = oracle.yardsticks(*inputs, whole.case.mask, None)
+    references = References.of(check_plan(whole, CPU), inputs, lse_grad=True)
+    reports = references.reports(first._asdict())
+    for index, report in enumerate(reports):
+        factor = OUTPUT_FACTOR if report.name in ("out", "lse") else GRADIENT_FACTOR
+        all_orders = [first[index], *(other[index] for other in others)]
+        assert report == compare(report.name, first[index], references.exact[report.name], all_orders, factor)
+    assert any(report.max_budget > compare(report.name, got, references.exact[report.name], got, 3.0).max_budget
+               for report, got in zip(reports, first, strict=True))
 
 
 def test_references_of_chosen_heads_are_those_heads_of_the_whole(monkeypatch):

@@ -18,7 +18,7 @@ from tilewise.tuning.heuristics import (
     tile_config,
     wants_descriptors,
 )
-from tilewise.tuning.table import Bucket, config_for, load_rows, nearest_row
+from tilewise.tuning.table import Bucket, config_for, load_rows, nearest_row, table_file
 
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "gfx942", "gfx1100")
 
@@ -44,8 +44,7 @@ def test_every_heuristic_tile_fits_the_devices_shared_memory(arch, kernel):
     for d, dtype, described in product((1, 40, 64, 96, 128, 192, 256), (torch.float16, torch.float32), (False, True)):
         problem = problem_of(d, dtype=dtype)
         config = tile_config(kernel, problem, spec, descriptors=described)
-        least = config.block_m == config.block_n == 16 and config.num_stages == 1
-        assert least or config.shared_bytes(problem) <= spec.shared_memory
+        assert config.shared_bytes(problem) <= spec.shared_memory
 
 
 def test_descriptors_are_chosen_only_on_hopper_and_only_when_allowed():
@@ -104,6 +103,6 @@ def test_row_with_descriptors_wins_at_its_length_if_it_may_serve():
 def test_device_without_a_table_takes_the_heuristic():
     spec = DeviceSpec.of_arch("sm_90", "no-such-device")
     problem = problem_of(128, mask=causal())
-    assert load_rows(spec.name, "forward") == ()
+    assert load_rows(spec.name, table_file("forward", 2), "forward") == ()
     assert config_for("forward", problem, spec, descriptors=False) == tile_config(
         "forward", problem, spec, descriptors=False)

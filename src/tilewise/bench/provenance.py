@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import platform
+import re
 import shutil
 import subprocess
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from pathlib import Path
 import torch
 
 import tilewise
+from tilewise.errors import InvalidInput
 
 
 @dataclass(frozen=True)
@@ -29,12 +31,19 @@ class Provenance:
     command: str
 
 
-def provenance(device: torch.device, command: str) -> Provenance:
-    """Gather the facts of this process, for work on one device."""
+def provenance(device: torch.device, command: str, stated_commit: str | None = None) -> Provenance:
+    """Gather the facts of this process, for work on one device.
+
+    Args:
+        stated_commit: for code that runs outside its checkout, where git cannot tell; None = what git says.
+
+    Raises:
+        InvalidInput: the stated commit is no hash.
+    """
     return Provenance(
         device_name=device_name(device), driver=_driver() if device.type == "cuda" else "",
         torch=torch.__version__, triton=_version("triton"), python=platform.python_version(),
-        tilewise=tilewise.__version__, commit=commit(),
+        tilewise=tilewise.__version__, commit=commit() if stated_commit is None else _checked_commit(stated_commit),
         date=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"), command=command,
     )
 
@@ -55,6 +64,13 @@ def commit() -> str:
     head = _output("git", "-C", str(here), "rev-parse", "--short=12", "HEAD")
     changed = _output("git", "-C", str(here), "status", "--porcelain", "--untracked-files=no")
     return f"{head}+" if changed else head
+
+
+def _checked_commit(stated: str) -> str:
+    if not re.fullmatch(r"[0-9a-f]{7,40}\+?", stated):
+        raise InvalidInput(f"commit is {stated!r}; allowed are 7 to 40 lower-case hexadecimal digits, with '+' behind "
+                           "them if files differ from that commit.")
+    return stated
 
 
 def _cpu_model() -> str:

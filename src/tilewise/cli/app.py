@@ -15,11 +15,13 @@ from tilewise.bench.providers import is_ours
 from tilewise.bench.roofline import DIRECTIONS
 from tilewise.bench.rows import read_rows
 from tilewise.bench.timing import regime_named
+from tilewise.bench.tuning_runs import TuningPlan, Wanted, demand_gpu, tasks
 from tilewise.cli import options as flags
 from tilewise.cli import render, session
 from tilewise.dispatch import BACKENDS, explain_problem, get_backend
 from tilewise.errors import InvalidInput
 from tilewise.testing.cases import CASES, case_named
+from tilewise.tuning.search import MOST_CANDIDATES
 
 app = typer.Typer(name="tilewise", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
                   help="Exact fused attention: what is here, what serves a call, how right, how fast.")
@@ -109,6 +111,8 @@ def bench(  # noqa: PLR0913 - one parameter a flag
     budget: Annotated[float | None, typer.Option(min=0, help="Seconds; a case that would not end in time is left out. "
                                                              "Default: 240 for the cpu grid, else no limit.")] = None,
     device: flags.DeviceName = None, out: Folder = Path("bench-out"),
+    commit: Annotated[str | None, typer.Option(help="Hash of the code, for the rows. Default: what git says of the "
+                                                    "source tree.")] = None,
     plots: Annotated[bool, typer.Option(help="Draw the figures too.")] = True, as_json: flags.AsJson = False,
 ) -> None:
     """Check, then time: this package beside dense attention, torch's kernels and other packages.
@@ -129,7 +133,7 @@ def bench(  # noqa: PLR0913 - one parameter a flag
     if not cells:
         raise InvalidInput("no case of the grid is left by --seqs and --dims.")
     present, absent = available_providers(flags.comma_list(providers), where)
-    plan = Plan(where, present, regime_named(regime, where), provenance(where, session.command_line()),
+    plan = Plan(where, present, regime_named(regime, where), provenance(where, session.command_line(), commit),
                 DIRECTIONS if direction == "both" else (direction,), budget, graph)
     outcome = session.host_session(plan, out) if host else session.bench_session(cells, plan, out)
     if plots and not host:
@@ -137,6 +141,32 @@ def bench(  # noqa: PLR0913 - one parameter a flag
     render.bench_json(outcome, absent) if as_json else render.bench(outcome, absent)
     if any(row.status in ("wrong", "failed") and is_ours(row.provider) for row in outcome.rows):
         raise typer.Exit(_WRONG)
+
+
+@app.command()
+def tune(  # noqa: PLR0913 - one parameter a flag
+    *, kernels: Annotated[str, typer.Option(help="forward, dkdv, dk, dv, dq, with commas. Default: those that calls "
+                                                 "launch.")] = "",
+    widths: Annotated[str, typer.Option(help="Head dims, padded: 64, 128, 256.")] = "64,128,256",
+    dtypes: Annotated[str, typer.Option(help="Dtypes; bfloat16 and float16 share their rows.")] = "bfloat16",
+    masks: Annotated[str, typer.Option(help="none, causal.")] = "none,causal",
+    lengths: Annotated[str, typer.Option(help="Query and key lengths.")] = "512,2048,8192",
+    candidates: Annotated[int, typer.Option(min=1, help="Tiles to try for a row, at most.")] = MOST_CANDIDATES,
+    budget: Annotated[float | None, typer.Option(min=0, help="Seconds after which no search starts.")] = None,
+    device: flags.DeviceName = None, out: Folder = Path("tune-out"), as_json: flags.AsJson = False,
+) -> None:
+    """Time the tiles of the Triton kernels on this GPU, and write tables of the fastest.
+
+    A tile whose result is wrong is never timed. Nothing else calls this: a table counts once it lies in the package.
+    """
+    where = flags.usable_device(device)
+    demand_gpu(where)
+    wanted = Wanted(flags.comma_list(kernels), flags.comma_integers("widths", widths),
+                    [parse_dtype(name) for name in flags.comma_list(dtypes)], flags.comma_list(masks),
+                    flags.comma_integers("lengths", lengths))
+    plan = TuningPlan(where, tasks(wanted, where), candidates, budget)
+    outcome = session.tune_session(plan, out, provenance(where, session.command_line()))
+    render.tuning_json(outcome) if as_json else render.tuning(outcome)
 
 
 @app.command()

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +16,7 @@ from tilewise.bench.grids import dtype_name
 from tilewise.bench.providers import is_ours
 from tilewise.bench.report import Comparison, comparisons, counts_in_tflops, describe
 from tilewise.bench.rows import Row
-from tilewise.cli.session import Outcome
+from tilewise.cli.session import Outcome, TuningOutcome
 from tilewise.dispatch import Explanation
 
 _NOTHING = "–"
@@ -143,6 +144,33 @@ def bench_json(outcome: Outcome, absent: dict[str, str]) -> None:
     as_json({"rows": [asdict(row) for row in outcome.rows], "absent": absent,
              "left": [str(cell) for cell in outcome.left], "files": [str(file) for file in outcome.files],
              "notes": outcome.notes})
+
+
+def tuning(outcome: TuningOutcome) -> None:
+    """Print a line a row, the tiles that could not be used, what is left and what was written."""
+    console = _console()
+    table = Table("kernel", "head dim", "bytes", "mask", "length", "queries x keys", "warps", "stages", "descriptors",
+                  "ms", "heuristic's ms", "of tiles", title="fastest tiles", title_justify="left")
+    for name, rows in outcome.rows.items():
+        for row in rows:
+            table.add_row(name.partition(".")[0], str(row["width"]), str(row["itemsize"]), "yes" if row["masked"] else "no",
+                          str(row["length"]), f"{row['block_m']} x {row['block_n']}", str(row["num_warps"]),
+                          str(row["num_stages"]), "yes" if row["descriptors"] else "no", _number(row["ms"], ".4g"),
+                          _number(row["heuristic_ms"], ".4g"), str(row["candidates"]))
+    console.print(table)
+    for name, faults in outcome.faults.items():
+        for reason, count in Counter(fault["reason"] for fault in faults).items():
+            console.print(f"{name}: {count} not used: {reason}", markup=False)
+    if outcome.left:
+        console.print(f"left out to keep to the time budget: {', '.join(map(str, outcome.left))}", markup=False)
+    for file in outcome.files:
+        console.print(f"wrote {file}", markup=False, soft_wrap=True)
+
+
+def tuning_json(outcome: TuningOutcome) -> None:
+    """Print rows and faults by table file, what was left and what was written."""
+    as_json({"rows": outcome.rows, "faults": outcome.faults, "left": [str(task) for task in outcome.left],
+             "files": [str(file) for file in outcome.files]})
 
 
 def _bench_table(rows: Sequence[Row]) -> Table:

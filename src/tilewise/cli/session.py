@@ -13,13 +13,21 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from tilewise.bench.backend_checks import BackendCheck, check_backends
+from tilewise.bench.compile_ahead import Task
 from tilewise.bench.grids import Cell
 from tilewise.bench.host import run_host
 from tilewise.bench.plan import Plan
 from tilewise.bench.plots import draw_figures
+from tilewise.bench.provenance import Provenance
 from tilewise.bench.report import markdown
 from tilewise.bench.rows import Row, write_rows
 from tilewise.bench.runner import run, work
+from tilewise.bench.tuning_runs import TuningPlan, rows_of, table_provenance, tune
+from tilewise.tuning.device import device_spec
+from tilewise.tuning.table import Row as TableRow
+from tilewise.tuning.table import table_file, write_table
+
+_SHAPELESS_OPTIONS = ("--out", "--commit")
 
 
 @dataclass
@@ -36,6 +44,21 @@ class Outcome:
     left: list[Cell] = field(default_factory=list)
     files: list[Path] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+
+
+@dataclass
+class TuningOutcome:
+    """What a search left: by table file, the table's rows and those of the tiles that could not be used.
+
+    Attributes:
+        left: tasks that the time budget did not reach.
+        files: the tables.
+    """
+
+    rows: dict[str, list[TableRow]] = field(default_factory=dict)
+    faults: dict[str, list[TableRow]] = field(default_factory=dict)
+    left: list[Task] = field(default_factory=list)
+    files: list[Path] = field(default_factory=list)
 
 
 class Bar:
@@ -64,8 +87,15 @@ def progress(total: float) -> Iterator[Bar]:
 
 
 def command_line() -> str:
-    """Return the command that was typed."""
-    return shlex.join(["tilewise", *sys.argv[1:]])
+    """Return the command that was typed, without the options that do not shape the numbers."""
+    kept, words = ["tilewise"], iter(sys.argv[1:])
+    for word in words:
+        name, has_value, _ = word.partition("=")
+        if name not in _SHAPELESS_OPTIONS:
+            kept.append(word)
+        elif not has_value:
+            next(words, None)  # the value is a word of its own
+    return shlex.join(kept)
 
 
 def check_session(cells: Sequence[Cell], backends: Sequence[str], device: torch.device,
@@ -111,6 +141,26 @@ def host_session(plan: Plan, folder: Path) -> Outcome:
     path = folder / "host.csv"
     write_rows(path, outcome.rows)
     outcome.files.append(path)
+    return outcome
+
+
+def tune_session(plan: TuningPlan, folder: Path, origin: Provenance) -> TuningOutcome:
+    """Search every task; a kernel's table is written anew after each, so that a stopped run keeps its rows."""
+    outcome = TuningOutcome()
+    tables = folder / device_spec(plan.device).name
+    done = 0
+    with progress(len(plan.tasks)) as bar:
+        for task, finding in tune(replace(plan, on_step=bar.describe)):
+            bar.advance()
+            done += 1
+            rows, faults = rows_of(task, finding, plan.device)
+            file = table_file(task.kernel, task.cell.dtype.itemsize)
+            outcome.rows.setdefault(file, []).extend(rows)
+            outcome.faults.setdefault(file, []).extend(faults)
+            write_table(tables / file, table_provenance(origin, plan.device), outcome.rows[file],
+                        outcome.faults[file])
+    outcome.left = list(plan.tasks[done:])
+    outcome.files = [tables / file for file in outcome.rows]
     return outcome
 
 

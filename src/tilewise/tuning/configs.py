@@ -54,9 +54,9 @@ class DkdvConfig(TileConfig):
     """The dK/dV kernel, for both gradients or one of them: keys stay, queries stream."""
 
     def shared_bytes(self, problem: AttentionProblem) -> int:
-        """Shared memory: k and v, ``num_stages`` tiles of q and dout in flight, and P or dS once."""
+        """Shared memory: k and v, and ``num_stages`` tiles of q and dout in flight; P and dS stay in registers."""
         rows = 2 * (self.block_n + self.num_stages * self.block_m)
-        return problem.dtype.itemsize * (rows * problem.width + self.block_m * self.block_n)
+        return problem.dtype.itemsize * rows * problem.width
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +64,9 @@ class DqConfig(TileConfig):
     """The dQ kernel: queries stay, keys stream."""
 
     def shared_bytes(self, problem: AttentionProblem) -> int:
-        """Shared memory: q and dout, ``num_stages`` tiles of k and v in flight, and dS once."""
+        """Shared memory: q and dout, and ``num_stages`` tiles of k and v in flight; dS stays in registers."""
         rows = 2 * (self.block_m + self.num_stages * self.block_n)
-        return problem.dtype.itemsize * (rows * problem.width + self.block_m * self.block_n)
+        return problem.dtype.itemsize * rows * problem.width
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,8 @@ _HOPPER_DESCRIPTORS: dict[str, dict[int, Tile]] = {
     "forward": {128: (64, 64, 4, 3), 256: (128, 64, 8, 2)},
     "dkdv": {64: (128, 64, 4, 2), 128: (64, 64, 4, 2), 256: (64, 64, 8, 2)},
     "dk": {256: (64, 64, 4, 2)},
-    "dv": {256: (64, 128, 8, 2)},
+    "dv": {256: (32, 128, 8, 3)},
+    "dq": {64: (64, 64, 4, 3)},
 }
 _AMPERE: dict[str, dict[int, Tile]] = {
     "forward": {64: (128, 64, 4, 3), 128: (64, 64, 4, 3), 256: (64, 32, 4, 2)},
@@ -55,11 +56,11 @@ _AMD: dict[str, dict[int, Tile]] = {
 }
 # float32 products do not use the tensor cores at full precision: small tiles, whose operands fit the registers.
 _FLOAT32: dict[str, dict[int, Tile]] = {
-    "forward": {64: (64, 32, 4, 2), 128: (64, 32, 8, 1), 256: (32, 32, 8, 1)},
-    "dkdv": {64: (32, 32, 4, 1), 128: (32, 32, 8, 1), 256: (16, 32, 8, 1)},
-    "dk": {64: (32, 32, 4, 1), 128: (32, 32, 8, 1), 256: (16, 32, 8, 1)},
-    "dv": {64: (32, 32, 4, 1), 128: (32, 32, 8, 1), 256: (16, 32, 8, 1)},
-    "dq": {64: (32, 32, 4, 1), 128: (32, 32, 8, 1), 256: (32, 16, 8, 1)},
+    "forward": {64: (32, 64, 4, 2), 128: (32, 64, 8, 1), 256: (32, 32, 8, 1)},
+    "dkdv": {64: (32, 32, 4, 3), 128: (32, 32, 4, 2), 256: (16, 32, 8, 1)},
+    "dk": {64: (32, 32, 4, 3), 128: (32, 32, 4, 2), 256: (16, 32, 8, 1)},
+    "dv": {64: (32, 32, 4, 3), 128: (32, 32, 4, 2), 256: (16, 32, 8, 1)},
+    "dq": {64: (32, 32, 4, 3), 128: (32, 32, 4, 2), 256: (32, 16, 8, 1)},
 }
 
 # Below this many multiply-adds the kernel is over before the host has made its descriptors (about 15 µs).
@@ -125,8 +126,6 @@ def _fitting(config: Config, problem: AttentionProblem, device: DeviceSpec) -> C
     while config.shared_bytes(problem) > device.shared_memory:
         if config.num_stages > 1:
             config = replace(config, num_stages=config.num_stages - 1)
-        elif config.block_m == config.block_n == MIN_BLOCK:
-            break  # the least tile there is; the estimate is an upper bound, and a device that refuses it says so
         else:
             side = streamed if getattr(config, streamed) > MIN_BLOCK else resident
             config = replace(config, **{side: getattr(config, side) // 2})

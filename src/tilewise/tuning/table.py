@@ -1,22 +1,28 @@
-"""Measured configs: flat JSON rows with their provenance, read from tables/<device>/<kernel>.json.
+"""Measured configs: flat JSON rows with their provenance, in tables/<device>/<kernel>.<16 or 32>bit.json.
 
 A row says: for this padded head dim, element size, masked or not, and this length, this tile was the fastest. A
 problem takes the row that agrees in the first three and is nearest in length (on a logarithmic scale). A row made
-with descriptors serves only where the tensors can come through them.
+with descriptors serves only where the tensors can come through them. Further fields of a row are for its reader.
 """
 
 import json
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import cache
 from importlib import resources
+from importlib.resources.abc import Traversable
+from pathlib import Path
 from typing import Any
 
+from tilewise.errors import InvalidInput
 from tilewise.problem import AttentionProblem
 from tilewise.tuning.device import DeviceSpec
 from tilewise.tuning.heuristics import KINDS, Config, kernel_width, tile_config
 
 TILE_FIELDS = ("block_m", "block_n", "num_warps", "num_stages", "descriptors")
+FIELDS: dict[str, type] = {"width": int, "itemsize": int, "masked": bool, "length": int, "block_m": int, "block_n": int,
+                           "num_warps": int, "num_stages": int, "descriptors": bool}
 Row = dict[str, Any]
 
 
@@ -38,7 +44,8 @@ class Bucket:
 
 def config_for(kernel: str, problem: AttentionProblem, device: DeviceSpec, *, descriptors: bool) -> Config:
     """Return the table's config for the problem, else the heuristic one; arguments as in ``tile_config``."""
-    row = nearest_row(load_rows(device.name, kernel), Bucket.of(problem), descriptors=descriptors)
+    rows = load_rows(device.name, table_file(kernel, problem.dtype.itemsize), kernel)
+    row = nearest_row(rows, Bucket.of(problem), descriptors=descriptors)
     if row is not None:
         return KINDS[kernel](*(row[name] for name in TILE_FIELDS))
     return tile_config(kernel, problem, device, descriptors=descriptors)
@@ -56,10 +63,62 @@ def nearest_row(rows: tuple[Row, ...], bucket: Bucket, *, descriptors: bool) -> 
     return min(alike, key=lambda row: (abs(math.log2(row["length"]) - wanted), not row["descriptors"]), default=None)
 
 
+def table_file(kernel: str, itemsize: int) -> str:
+    """Name the file of a kernel's table: one for each element size, as they are measured apart."""
+    return f"{kernel}.{8 * itemsize}bit.json"
+
+
 @cache
-def load_rows(device_name: str, kernel: str) -> tuple[Row, ...]:
-    """Read one table; a device without tables has no rows."""
-    path = resources.files("tilewise.tuning").joinpath("tables", device_name, f"{kernel}.json")
-    if not path.is_file():
-        return ()
-    return tuple(json.loads(path.read_text())["rows"])
+def load_rows(device_name: str, file_name: str, kernel: str) -> tuple[Row, ...]:
+    """Read the rows of a device; one without tables has none."""
+    path = resources.files("tilewise.tuning").joinpath("tables", device_name, file_name)
+    return read_table(path, kernel) if path.is_file() else ()
+
+
+def read_table(path: Traversable, kernel: str) -> tuple[Row, ...]:
+    """Read and check one table.
+
+    Raises:
+        InvalidInput: not a table, or a row that lacks a field or holds an illegal config; names the file and the row.
+    """
+    try:
+        table = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise InvalidInput(f"{path} is not JSON ({error}); allowed is a table that `tilewise tune` wrote.") from error
+    parts = {"provenance": dict, "rows": list}
+    if not isinstance(table, dict) or any(not isinstance(table.get(name), kind) for name, kind in parts.items()):
+        raise InvalidInput(f'{path} is no table; allowed is {{"provenance": {{...}}, "rows": [...]}}.')
+    for index, row in enumerate(table["rows"]):
+        try:
+            _check_row(row, kernel)
+        except InvalidInput as error:
+            raise InvalidInput(f"{path}, row {index}: {error}") from error
+    return tuple(table["rows"])
+
+
+def make_row(bucket: Bucket, config: Config, **measured: float | None) -> Row:
+    """Return the row that says: for this bucket, this config; with what was measured, for its reader."""
+    return asdict(bucket) | asdict(config) | measured
+
+
+def write_table(path: Path, provenance: Mapping[str, str], rows: Sequence[Row], faults: Sequence[Row] = ()) -> None:
+    """Write one table, a row a line; ``faults`` are rows of configs that could not be used, each with its reason."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    parts = {"provenance": json.dumps(provenance, indent=1, ensure_ascii=False), "rows": _lines(rows),
+             "faults": _lines(faults)}
+    path.write_text("{" + ",\n".join(f'"{name}": {text}' for name, text in parts.items()) + "}\n", encoding="utf-8")
+
+
+def _lines(rows: Sequence[Row]) -> str:
+    return "[" + ",".join(f"\n {json.dumps(row, ensure_ascii=False)}" for row in rows) + "\n]"
+
+
+def _check_row(row: object, kernel: str) -> None:
+    if not isinstance(row, dict):
+        raise InvalidInput(f"it is {row!r}; allowed is an object with {', '.join(FIELDS)}.")
+    for name, kind in FIELDS.items():
+        if type(row.get(name)) is not kind:
+            raise InvalidInput(f"{name} is {row.get(name)!r}; allowed is {kind.__name__}.")
+    if row["length"] < 1:
+        raise InvalidInput(f"length is {row['length']}; allowed is 1 or more.")
+    KINDS[kernel](*(row[name] for name in TILE_FIELDS))
