@@ -36,6 +36,17 @@ def requests(arch, dims):
     return rows
 
 
+@pytest.mark.parametrize("arch", ARCHS)
+def test_float32_kernels_compile_within_shared_memory(arch):
+    wanted = [{"arch": arch, "kernel": kernel, "d": d, "dtype": "float32", "mask": MASKS["causal"],
+               "descriptors": False}
+              for d in (64, 256) for kernel in ("forward", *(("dk", "dv") if d == 256 else ("dkdv",)), "dq", "delta")]
+    rows = compile_all(INSTALLED, wanted)
+    assert len(rows) == len(wanted)
+    for row in rows:
+        assert row["shared"] <= row["limit"], row
+
+
 def compile_all(version, wanted):
     """Compile in a process of its own: with that Triton first on the path, and not as an interpreter."""
     paths = [str(ROOT / "src")]

@@ -153,9 +153,10 @@ def tuning(outcome: TuningOutcome) -> None:
                   "ms", "heuristic's ms", "of tiles", title="fastest tiles", title_justify="left")
     for name, rows in outcome.rows.items():
         for row in rows:
-            table.add_row(name.partition(".")[0], str(row["width"]), str(row["itemsize"]), "yes" if row["masked"] else "no",
-                          str(row["length"]), f"{row['block_m']} x {row['block_n']}", str(row["num_warps"]),
-                          str(row["num_stages"]), "yes" if row["descriptors"] else "no", _number(row["ms"], ".4g"),
+            kernel, tile = name.partition(".")[0], f"{row['block_m']} x {row['block_n']}"
+            table.add_row(kernel, str(row["width"]), str(row["itemsize"]), "yes" if row["masked"] else "no",
+                          str(row["length"]), tile, str(row["num_warps"]), str(row["num_stages"]),
+                          "yes" if row["descriptors"] else "no", _number(row["ms"], ".4g"),
                           _number(row["heuristic_ms"], ".4g"), str(row["candidates"]))
     console.print(table)
     for name, faults in outcome.faults.items():
