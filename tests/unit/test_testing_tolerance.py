@@ -104,3 +104,12 @@ def test_assertion_carries_the_report():
     with pytest.raises(AssertionError, match=r"dv OVER BUDGET.*worst at \(0, 0, 1\)"):
         assert_within_budget("dv", _off_by(1.0, (0, 0, 1)), EXACT, EXACT, 3.0)
     assert_within_budget("dv", EXACT, EXACT, EXACT, 3.0)
+
+
+def test_a_unit_in_the_last_place_of_a_single_number_is_inside_the_band():
+    exact = torch.tensor([-0.70774281], dtype=torch.float32).double()
+    unit = torch.finfo(torch.float32).eps / 2
+    assert compare("lse", (exact + unit).float(), exact, exact, 2.0).ok
+    assert not compare("lse", (exact + 3 * unit).float(), exact, exact, 2.0).ok
+    zero = torch.zeros(1, dtype=torch.float64)
+    assert not compare("dk", (zero + 1e-20).float(), zero, zero, 3.0).ok

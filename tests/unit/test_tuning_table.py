@@ -91,9 +91,13 @@ def test_a_row_without_a_field_or_without_fields_is_named(tmp_path):
 
 
 def test_every_table_of_the_package_is_legal():
-    for path in (ROOT / "src/tilewise/tuning/tables").rglob("*.json"):
-        assert path.stem in KINDS
-        assert read_table(path, path.name.partition(".")[0])
+    paths = list((ROOT / "src/tilewise/tuning/tables").rglob("*.json"))
+    assert paths
+    for path in paths:
+        kernel, bits, _ = path.name.split(".")
+        assert kernel in KINDS
+        assert bits in ("16bit", "32bit")
+        assert {8 * row["itemsize"] for row in read_table(path, kernel)} == {int(bits.removesuffix("bit"))}
 
 
 def test_a_wheel_carries_the_tables(tmp_path):

@@ -68,10 +68,11 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor,
         q, k, v, dout, dlse: as in :func:`gradients`, in the dtype to be judged.
         mask, scale: as in :func:`attend`.
         order: 0 sums as the tensors lie; another number seeds a shuffle of positions and head dims, which changes
-            nothing but the rounding. Odd ones also take delta off dout vᵀ before that is rounded, as a product does
-            whose sum starts from −delta, and move delta by one unit in the last place, up or down at random (Monte
-            Carlo arithmetic; Parker, Pierce, Eggert, 2000): in a row that sees one key the difference is 0, and by
-            luck its rounding errors are too, in all the orders of a small sum.
+            nothing but the rounding. Odd ones also add the scores up in slices of head dims, as a tile kernel does
+            (a BLAS may split a long sum and round less); take delta off dout vᵀ before that is rounded, as a product
+            does whose sum starts from −delta; and move delta by one unit in the last place, up or down at random
+            (Monte Carlo arithmetic; Parker, Pierce, Eggert, 2000): in a row that sees one key the difference is 0,
+            and by luck its rounding errors are too, in all the orders of a small sum.
     """
     q, k, v, dout = (tensor.detach() for tensor in (q, k, v, dout))
     dlse = torch.zeros(q.shape[:3], dtype=q.dtype, device=q.device) if dlse is None else dlse.to(q.dtype)
@@ -106,7 +107,7 @@ def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, incoming: tuple[to
             before it is taken off the unrounded product.
     """
     dout, dlse, saved_lse = incoming
-    scores, blind = _scores(q, k, visible, scale)
+    scores, blind = _scores(q, k, visible, scale, sliced=nudge is not None)
     out, lse = _reduce(scores, blind, v)
     probs = torch.exp(scores.to(saved_lse.dtype) - saved_lse.unsqueeze(-1))
     probs = probs.masked_fill(blind.unsqueeze(-1), 0.0).to(q.dtype)
@@ -123,10 +124,17 @@ def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, incoming: tuple[to
     return Results(out, lse, dq, dk, _per_key_head(probs.mT @ dout, v))
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, visible: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _scores(q: torch.Tensor, k: torch.Tensor, visible: torch.Tensor, scale: float, *,
+            sliced: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """Return scale · q kᵀ with -inf where hidden, and which queries are blind; a blind row is 0 all along."""
     blind = ~visible.any(-1)
-    scores = q @ _per_query_head(k, q).mT * scale
+    keys = _per_query_head(k, q)
+    if sliced:
+        wide = torch.promote_types(q.dtype, torch.float32)
+        products = (a.to(wide) @ b.to(wide).mT for a, b in zip(torch.split(q, 8, -1), torch.split(keys, 8, -1), strict=True))
+        scores = (sum(products, start=torch.zeros((), dtype=wide, device=q.device)) * scale).to(q.dtype)
+    else:
+        scores = q @ keys.mT * scale
     # A blind row is computed from finite scores and overwritten later: the softmax of nothing has NaN gradients.
     return scores.masked_fill(~visible, float("-inf")).masked_fill(blind.unsqueeze(-1), 0.0), blind
 
