@@ -10,6 +10,8 @@ import torch
 
 from tilewise.masks import Mask
 
+_FEW_SCORES = 2**20  # for which a pass over them a head dim costs little
+
 
 class Results(NamedTuple):
     """Everything an attention call computes in both directions."""
@@ -68,11 +70,12 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor,
         q, k, v, dout, dlse: as in :func:`gradients`, in the dtype to be judged.
         mask, scale: as in :func:`attend`.
         order: 0 sums as the tensors lie; another number seeds a shuffle of positions and head dims, which changes
-            nothing but the rounding. Odd ones also add the scores up in slices of head dims, as a tile kernel does
-            (a BLAS may split a long sum and round less); take delta off dout vᵀ before that is rounded, as a product
-            does whose sum starts from −delta; and move delta by one unit in the last place, up or down at random
-            (Monte Carlo arithmetic; Parker, Pierce, Eggert, 2000): in a row that sees one key the difference is 0,
-            and by luck its rounding errors are too, in all the orders of a small sum.
+            nothing but the rounding. Odd ones also add the scores up one head dim after another, as a tile kernel
+            does (a BLAS may split the sum and round less; seen at d 256 in float32: a third); take delta off dout vᵀ
+            before that is rounded, as a product does whose sum starts from −delta; and move delta by one unit in the
+            last place, up or down at random (Monte Carlo arithmetic; Parker, Pierce, Eggert, 2000): in a row that
+            sees one key the difference is 0, and by luck its rounding errors are too, in all the orders of a small
+            sum.
     """
     q, k, v, dout = (tensor.detach() for tensor in (q, k, v, dout))
     dlse = torch.zeros(q.shape[:3], dtype=q.dtype, device=q.device) if dlse is None else dlse.to(q.dtype)
@@ -107,7 +110,7 @@ def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, incoming: tuple[to
             before it is taken off the unrounded product.
     """
     dout, dlse, saved_lse = incoming
-    scores, blind = _scores(q, k, visible, scale, sliced=nudge is not None)
+    scores, blind = _scores(q, k, visible, scale, in_turn=nudge is not None)
     out, lse = _reduce(scores, blind, v)
     probs = torch.exp(scores.to(saved_lse.dtype) - saved_lse.unsqueeze(-1))
     probs = probs.masked_fill(blind.unsqueeze(-1), 0.0).to(q.dtype)
@@ -125,18 +128,27 @@ def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, incoming: tuple[to
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, visible: torch.Tensor, scale: float, *,
-            sliced: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+            in_turn: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """Return scale · q kᵀ with -inf where hidden, and which queries are blind; a blind row is 0 all along."""
     blind = ~visible.any(-1)
     keys = _per_query_head(k, q)
-    if sliced:
-        wide = torch.promote_types(q.dtype, torch.float32)
-        products = (a.to(wide) @ b.to(wide).mT for a, b in zip(torch.split(q, 8, -1), torch.split(keys, 8, -1), strict=True))
-        scores = (sum(products, start=torch.zeros((), dtype=wide, device=q.device)) * scale).to(q.dtype)
+    if in_turn:
+        scores = (_product_in_turn(q, keys) * scale).to(q.dtype)
     else:
         scores = q @ keys.mT * scale
     # A blind row is computed from finite scores and overwritten later: the softmax of nothing has NaN gradients.
     return scores.masked_fill(~visible, float("-inf")).masked_fill(blind.unsqueeze(-1), 0.0), blind
+
+
+def _product_in_turn(q: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Return q keysᵀ, added up in float32 one head dim after another; eight at a time where there are many scores."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    total = torch.zeros(*q.shape[:3], keys.shape[2], dtype=wide, device=q.device)
+    step = 1 if total.numel() <= _FEW_SCORES else 8
+    for start in range(0, q.shape[3], step):
+        part = slice(start, start + step)
+        total += q[..., part].to(wide) @ keys[..., part].to(wide).mT
+    return total
 
 
 def _reduce(scores: torch.Tensor, blind: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
