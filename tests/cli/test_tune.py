@@ -46,7 +46,7 @@ def test_it_writes_a_table_a_kernel_and_prints_rows_faults_and_what_is_left(run,
         assert (row["width"], row["masked"], row["length"], row["block_n"], row["ms"]) == (64, True, 512, 64, 0.5)
         table = json.loads(path.read_text(encoding="utf-8"))
         assert table["faults"][0]["reason"] == "OutOfResources: shared memory"
-        assert table["provenance"]["command"].startswith("tilewise ")
+        assert table["provenance"]["command"].startswith("tilewise")
         assert f"wrote {path}" in finished.output
     assert not (tmp_path / "interpreter" / "dk.16bit.json").exists()
     assert "64 x 64" in finished.output
