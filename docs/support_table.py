@@ -15,6 +15,7 @@ import torch
 from tilewise.dispatch import BACKENDS, get_backend
 from tilewise.masks import Mask, causal, window
 from tilewise.problem import AttentionProblem, dense_strides
+from tilewise.scores import OperandFacts, ScoreOptions
 
 PAGE = Path(__file__).with_name("backends.md")
 CAPABILITY = (9, 0)
@@ -49,11 +50,31 @@ def rows(device: str) -> dict[str, AttentionProblem]:
         "head dim of v different": describe(device, dims=(192, 128)),
         "head dim not innermost in memory": replace(plain, q_strides=(8 * 1024 * 64, 1024 * 64, 1, 1024)),
         "no keys": describe(device, lengths=(1024, 0)),
+        **{name: replace(plain, scores=options) for name, options in options_of(plain).items()},
         "gradient": plain.backward(lse_grad=False),
         "gradient, causal": describe(device, mask=causal()).backward(lse_grad=False),
         "gradient through lse": plain.backward(lse_grad=True),
         "gradient, deterministic=True": replace(plain, deterministic=True).backward(lse_grad=False),
     }
+
+
+def options_of(problem: AttentionProblem) -> dict[str, ScoreOptions]:
+    """Name the options of a call, each alone and all together."""
+    def operand(dtype: torch.dtype, *shape: int) -> OperandFacts:
+        return OperandFacts(shape, torch.empty(shape, device="meta").stride(), dtype)
+
+    heads, pairs = problem.hq, (1, problem.hq, problem.sq, problem.sk)
+    alone = {
+        "additive bias": {"bias": operand(problem.dtype, *pairs)},
+        "ALiBi": {"alibi_slopes": operand(torch.float32, 1, heads)},
+        "boolean mask": {"mask": operand(torch.bool, *pairs)},
+        "softcap": {"softcap": 30.0},
+        "sinks": {"sinks": operand(torch.float32, heads)},
+        "dropout": {"dropout_p": 0.125},
+        "max_logit": {"max_logit": True},
+    }
+    together = {name: value for options in alone.values() for name, value in options.items()}
+    return {name: ScoreOptions(**options) for name, options in {**alone, "all of these": together}.items()}
 
 
 def table(device: str) -> str:

@@ -9,41 +9,82 @@ from tilewise import settings
 from tilewise.autograd.attention_op import Options, run
 from tilewise.dispatch import Explanation, explain_problem
 from tilewise.errors import InvalidInput
-from tilewise.masks import Mask
+from tilewise.masks import Mask, TensorMask
 from tilewise.problem import AttentionProblem
+from tilewise.scores import (
+    NO_OPERANDS,
+    Operands,
+    ScoreSettings,
+    checked_dropout_p,
+    checked_softcap,
+    with_batch_dim,
+    with_four_dims,
+)
 
-AUX_OUTPUTS = ("lse",)
+AUX_OUTPUTS = ("lse", "max_logit")
 _NO_MASK = Mask()
+Visible = Mask | TensorMask | torch.Tensor
 
 
 class AttentionOutput(NamedTuple):
-    """What :func:`attention` returns when ``return_aux`` asks for more than out.
+    """What :func:`attention` returns for ``return_aux=("lse",)``.
 
     Attributes:
         out: (b, hq, sq, dv).
-        lse: (b, hq, sq), float32: natural logarithm of the softmax denominator; -inf where a query sees no key.
+        lse: (b, hq, sq), float32: natural logarithm of the softmax denominator, the sink's part included; -inf where
+            a query sees no key and there is no sink.
     """
 
     out: torch.Tensor
     lse: torch.Tensor
 
 
+class AttentionOutputWithMax(NamedTuple):
+    """What :func:`attention` returns when ``return_aux`` names "max_logit".
+
+    Attributes:
+        out, lse: as in :class:`AttentionOutput`.
+        max_logit: (b, hq, sq), float32: the largest score that a query sees, as it enters the softmax, the sink not
+            counted; -inf where it sees none. Without a gradient.
+    """
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    max_logit: torch.Tensor
+
+
 @overload
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Mask | None = None,
-              scale: float | None = None, return_aux: tuple[()] = (), deterministic: bool | None = None,
-              backend: str | None = None) -> torch.Tensor: ...
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visible | None = None,
+              scale: float | None = None, bias: torch.Tensor | None = None, alibi_slopes: torch.Tensor | None = None,
+              softcap: float | None = None, sinks: torch.Tensor | None = None, dropout_p: float = 0,
+              dropout_seed: int | torch.Tensor | None = None, return_aux: tuple[()] = (),
+              deterministic: bool | None = None, backend: str | None = None) -> torch.Tensor: ...
 @overload
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Mask | None = None,
-              scale: float | None = None, return_aux: tuple[Literal["lse"]], deterministic: bool | None = None,
-              backend: str | None = None) -> AttentionOutput: ...
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visible | None = None,
+              scale: float | None = None, bias: torch.Tensor | None = None, alibi_slopes: torch.Tensor | None = None,
+              softcap: float | None = None, sinks: torch.Tensor | None = None, dropout_p: float = 0,
+              dropout_seed: int | torch.Tensor | None = None, return_aux: tuple[Literal["lse"]],
+              deterministic: bool | None = None, backend: str | None = None) -> AttentionOutput: ...
+@overload
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visible | None = None,
+              scale: float | None = None, bias: torch.Tensor | None = None, alibi_slopes: torch.Tensor | None = None,
+              softcap: float | None = None, sinks: torch.Tensor | None = None, dropout_p: float = 0,
+              dropout_seed: int | torch.Tensor | None = None,
+              return_aux: tuple[Literal["max_logit"]] | tuple[Literal["lse"], Literal["max_logit"]],
+              deterministic: bool | None = None, backend: str | None = None) -> AttentionOutputWithMax: ...
 
 
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Mask | None = None,
-              scale: float | None = None, return_aux: tuple[str, ...] = (), deterministic: bool | None = None,
-              backend: str | None = None) -> torch.Tensor | AttentionOutput:
-    """Compute exact attention, ``softmax(scale · q kᵀ + mask) v``, in O(s) memory, with gradients for q, k, v.
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visible | None = None,
+              scale: float | None = None, bias: torch.Tensor | None = None, alibi_slopes: torch.Tensor | None = None,
+              softcap: float | None = None, sinks: torch.Tensor | None = None, dropout_p: float = 0,
+              dropout_seed: int | torch.Tensor | None = None, return_aux: tuple[str, ...] = (),
+              deterministic: bool | None = None, backend: str | None = None,
+              ) -> torch.Tensor | AttentionOutput | AttentionOutputWithMax:
+    """Compute exact attention, ``dropout(softmax(softcap(scale · q kᵀ) + bias + mask)) v``, in O(s) memory.
 
-    The formula is equation 1 of docs/maths.md (scaled dot-product attention, Vaswani et al., 2017).
+    The formula is equation 1 of docs/maths.md (scaled dot-product attention, Vaswani et al., 2017); the order in which
+    the options act is that of section 11. There are gradients for q, k, v, bias, alibi_slopes and sinks, and any
+    subset of the options may be used together.
 
     Args:
         q: (b, hq, sq, d); float16, bfloat16, float32 or float64 (which Triton's kernels do not take). Any
@@ -51,17 +92,30 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Mask |
         k: (b, hk, sk, d), same dtype and device. ``hq`` is a multiple of ``hk``: each key/value head serves
             ``hq // hk`` consecutive query heads (GQA, MQA), without being expanded.
         v: (b, hk, sk, dv). Head dims d and dv are 1 to 256 and may differ; lengths sq and sk are 0 or more.
-        mask: which pairs take part: :func:`causal`, :func:`window`, or both with ``&``; None = all.
+        mask: which pairs take part: :func:`causal`, :func:`window`, both with ``&``, either ``&`` a boolean tensor
+            that broadcasts to (b, hq, sq, sk), True = take part, or such a tensor alone; None = all.
         scale: factor of the scores, > 0; None = 1/sqrt(d).
-        return_aux: names of further outputs; ``("lse",)`` is the log-sum-exp, which has a gradient too.
+        bias: broadcasts to (b, hq, sq, sk), in q's dtype or float32; added to the scaled (and capped) scores. Its
+            gradient is summed over the broadcast dims.
+        alibi_slopes: (hq,) or (b, hq), float32: ``−slope · |i + offset − j|`` is added to the score of query i and
+            key j (ALiBi; Press et al., 2021), with the mask's alignment (offset 0 or sk − sq).
+        softcap: scores become ``softcap · tanh(score / softcap)`` before bias and mask (Gemma 2); > 0, None = off.
+        sinks: (hq,), float32 or q's dtype: a logit for each head that enters the softmax's denominator and has no
+            value (gpt-oss); lse includes it.
+        dropout_p: probability to drop a pair, 0 <= dropout_p < 1; what is kept is divided by 1 − dropout_p.
+        dropout_seed: an integer, or an int64 tensor of shape (1,) on q's device; the same seed drops the same pairs,
+            on every backend (:func:`tilewise.testing.oracle.dropout_keep` shows which). None draws one from torch's
+            default generator.
+        return_aux: names of further outputs: "lse", the log-sum-exp, which has a gradient, and "max_logit".
         deterministic: True demands bit-equal results on every run; None follows
             :func:`torch.are_deterministic_algorithms_enabled`.
         backend: "triton", "torch" or "reference"; None chooses (see :func:`explain`, :func:`use_backend`).
 
     Returns:
-        out, (b, hq, sq, dv) in the dtype of q; or an :class:`AttentionOutput` when ``return_aux`` names something.
-        A query that sees no key gives out 0, lse -inf and zero gradients. A key that no query sees is not read:
-        NaN there reaches nothing.
+        out, (b, hq, sq, dv) in the dtype of q; or an :class:`AttentionOutput` (with
+        "max_logit" an :class:`AttentionOutputWithMax`) when ``return_aux`` names something.
+        A query that sees no key gives out 0, lse -inf (the sink, where there is one) and zero gradients. A key that
+        no query sees by its position is not read: NaN there reaches nothing.
 
     Raises:
         InvalidInput: an argument that has no meaning; the message names it.
@@ -74,21 +128,30 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Mask |
     >>> q, k, v = (torch.randn(1, 8, 128, 64) for _ in range(3))
     >>> tw.attention(q, k, v, mask=tw.causal()).shape
     torch.Size([1, 8, 128, 64])
-    >>> out, lse = tw.attention(q, k, v, return_aux=("lse",))
+    >>> out, lse = tw.attention(q, k, v, bias=torch.zeros(128, 128), softcap=30.0, return_aux=("lse",))
     """
     _check_return_aux(return_aux)
-    mask = _checked_mask(mask)
+    if softcap is not None or dropout_p != 0:  # an operator's schema would turn True into 1.0
+        checked_softcap(softcap)
+        checked_dropout_p(dropout_p)
+    band, visible = _parted(mask)
     q, k, v = _autocast(q, k, v)
+    operands = _operands(bias, alibi_slopes, visible, sinks, _seed(q, dropout_p, dropout_seed))
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     if backend is None and not torch.compiler.is_compiling():
         backend = settings.default_backend()
-    out, lse = run(q, k, v, Options(scale, mask.left, mask.right, mask.alignment, deterministic, backend))
-    return AttentionOutput(out, lse) if return_aux else out
+    results = run(q, k, v, operands, Options(scale, band.left, band.right, band.alignment, softcap, dropout_p,
+                                             "max_logit" in return_aux, deterministic, backend))
+    if not return_aux:
+        return results[0]
+    return AttentionOutputWithMax(*results) if "max_logit" in return_aux else AttentionOutput(*results)
 
 
-def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Mask | None = None,
-            scale: float | None = None, deterministic: bool | None = None,
+def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visible | None = None,
+            scale: float | None = None, bias: torch.Tensor | None = None, alibi_slopes: torch.Tensor | None = None,
+            softcap: float | None = None, sinks: torch.Tensor | None = None, dropout_p: float = 0,
+            return_aux: tuple[str, ...] = (), deterministic: bool | None = None,
             backend: str | None = None) -> Explanation:
     """Tell which backend each pass of this call would use, and every other backend's reason.
 
@@ -99,20 +162,55 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Mask | N
     >>> tw.explain(q, q, q, mask=tw.window(3, 3)).forward
     'reference'
     """
+    _check_return_aux(return_aux)
+    band, visible = _parted(mask)
+    q, k, v = _autocast(q, k, v)
+    operands = _operands(bias, alibi_slopes, visible, sinks, _seed(q, dropout_p, 0))
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    problem = AttentionProblem.from_tensors(*_autocast(q, k, v), mask=_checked_mask(mask), scale=scale,
-                                            deterministic=deterministic)
+    problem = AttentionProblem.from_tensors(
+        q, k, v, operands, mask=band, scale=scale, deterministic=deterministic,
+        settings=ScoreSettings(softcap, dropout_p, "max_logit" in return_aux))
     return explain_problem(problem, backend or settings.default_backend())
 
 
-def _checked_mask(mask: object) -> Mask:
+def _parted(mask: object) -> tuple[Mask, torch.Tensor | None]:
+    """Part a mask into its band and its tensor."""
     if mask is None:
-        return _NO_MASK
+        return _NO_MASK, None
     if isinstance(mask, Mask):
-        return mask
-    what = f"a tensor on {mask.device}" if isinstance(mask, torch.Tensor) else f"a {type(mask).__name__}"
-    raise InvalidInput(f"mask is {what}; allowed is None, causal(), window(left, right), or these joined by '&'.")
+        return mask, None
+    if isinstance(mask, TensorMask):
+        return mask.band, mask.tensor
+    if isinstance(mask, torch.Tensor):
+        return _NO_MASK, mask
+    raise InvalidInput(f"mask is a {type(mask).__name__}; allowed is None, causal(), window(left, right), a boolean "
+                       "tensor, or these joined by '&'.")
+
+
+def _operands(bias: torch.Tensor | None, alibi_slopes: torch.Tensor | None, mask: torch.Tensor | None,
+              sinks: torch.Tensor | None, seed: torch.Tensor | None) -> Operands:
+    if bias is None and alibi_slopes is None and mask is None and sinks is None and seed is None:
+        return NO_OPERANDS
+    if sinks is not None and not isinstance(sinks, torch.Tensor):
+        raise InvalidInput(f"sinks is a {type(sinks).__name__}; allowed is a tensor of shape (hq,), or None.")
+    return Operands(None if bias is None else with_four_dims("bias", bias),
+                    None if alibi_slopes is None else with_batch_dim(alibi_slopes),
+                    None if mask is None else with_four_dims("mask", mask), sinks, seed)
+
+
+def _seed(q: torch.Tensor, dropout_p: float, seed: int | torch.Tensor | None) -> torch.Tensor | None:
+    """Return the seed as a tensor on the device, where a CUDA graph can draw a new one at every replay."""
+    if dropout_p == 0.0 or not isinstance(q, torch.Tensor):
+        return None
+    if seed is None:
+        return torch.randint(2**62, (1,), dtype=torch.int64, device=q.device)
+    if isinstance(seed, int) and not isinstance(seed, bool) and -2**63 <= seed < 2**63:
+        return torch.full((1,), seed, dtype=torch.int64, device=q.device)
+    if isinstance(seed, torch.Tensor):
+        return seed
+    raise InvalidInput(f"dropout_seed is {seed!r}; allowed is an integer of 64 bits, an int64 tensor of "
+                       "shape (1,), or None.")
 
 
 def _check_return_aux(return_aux: object) -> None:

@@ -9,7 +9,7 @@ query ``i`` sees key ``j`` when  i + offset − left ≤ j ≤ i + offset + righ
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, overload
 
 import torch
 
@@ -76,7 +76,14 @@ class Mask:
     right: int | None = None
     alignment: Alignment | None = None
 
-    def __and__(self, other: "Mask") -> "Mask":
+    @overload
+    def __and__(self, other: "Mask") -> "Mask": ...
+    @overload
+    def __and__(self, other: "torch.Tensor | TensorMask") -> "TensorMask": ...
+
+    def __and__(self, other: "Mask | torch.Tensor | TensorMask") -> "Mask | TensorMask":
+        if isinstance(other, torch.Tensor):
+            return TensorMask(self, other)
         if not isinstance(other, Mask):
             return NotImplemented
         if self.alignment and other.alignment and self.alignment != other.alignment:
@@ -105,14 +112,17 @@ class Mask:
         """Put the lengths in. Raises :class:`InvalidInput` if they differ and no alignment is named."""
         if not self.is_bounded:
             return Band(None, None)
-        offset = 0
-        if query_length != key_length:
-            if self.alignment is None:
-                raise InvalidInput(_alignment_message(self, query_length, key_length))
-            if self.alignment == "bottom_right":
-                offset = key_length - query_length
+        offset = self.offset(query_length, key_length)
         return Band(None if self.left is None else offset - self.left,
                     None if self.right is None else offset + self.right)
+
+    def offset(self, query_length: int, key_length: int) -> int:
+        """Return where the diagonal runs: query i stands on key i + offset. Raises as :meth:`band` does."""
+        if query_length == key_length:
+            return 0
+        if self.alignment is None:
+            raise InvalidInput(_alignment_message(self, query_length, key_length))
+        return key_length - query_length if self.alignment == "bottom_right" else 0
 
     def visible(self, query_length: int, key_length: int, device: torch.device | str | None = None) -> torch.Tensor:
         """Return the dense mask: (query_length, key_length), bool, True where the pair takes part.
@@ -138,6 +148,34 @@ class Mask:
         """
         rows = self.visible(query_length, key_length).tolist()
         return "\n".join(" ".join("■" if seen else "·" for seen in row) for row in rows)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorMask:
+    """A band and a boolean tensor that must both let a pair take part; made by ``causal() & tensor``.
+
+    Attributes:
+        band: who sees whom by position; its hidden tiles are skipped.
+        tensor: broadcasts to (b, hq, sq, sk), bool, True where the pair takes part.
+    """
+
+    band: Mask
+    tensor: torch.Tensor
+
+    def __and__(self, other: "Mask | torch.Tensor | TensorMask") -> "TensorMask":
+        if isinstance(other, Mask):
+            return TensorMask(self.band & other, self.tensor)
+        if isinstance(other, torch.Tensor):
+            return TensorMask(self.band, self.tensor & other)
+        if isinstance(other, TensorMask):
+            return TensorMask(self.band & other.band, self.tensor & other.tensor)
+        return NotImplemented
+
+    def __rand__(self, other: Mask) -> "TensorMask":
+        return self & other
+
+    def __str__(self) -> str:
+        return f"{self.band} & a tensor of shape {tuple(self.tensor.shape)}"
 
 
 def causal(alignment: Alignment | None = None) -> Mask:

@@ -14,6 +14,18 @@ import torch
 
 from tilewise.errors import InvalidInput
 from tilewise.masks import Band, Mask, Span
+from tilewise.scores import (
+    NO_OPERANDS,
+    NO_OPTIONS,
+    NO_SETTINGS,
+    OperandFacts,
+    Operands,
+    ScoreOptions,
+    ScoreSettings,
+    check_operand,
+    checked_dropout_p,
+    checked_softcap,
+)
 
 Direction = Literal["forward", "backward"]
 Sizes = tuple[int, ...]
@@ -35,6 +47,7 @@ class AttentionProblem:
         deterministic: whether the caller demands bit-equal repeats.
         direction: which pass is asked for; a backend may take one and refuse the other.
         lse_grad: backward only: whether a gradient arrives through lse.
+        scores: what changes the scores besides scale and mask.
         q_strides, k_strides, v_strides: in elements, dims (b, h, s, d).
     """
 
@@ -52,6 +65,7 @@ class AttentionProblem:
     deterministic: bool = False
     direction: Direction = "forward"
     lse_grad: bool = False
+    scores: ScoreOptions = NO_OPTIONS
     q_strides: Sizes = ()
     k_strides: Sizes = ()
     v_strides: Sizes = ()
@@ -70,18 +84,20 @@ class AttentionProblem:
         return self._hash
 
     @classmethod
-    def from_tensors(cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Mask = _NO_MASK,
-                     scale: float | None = None, deterministic: bool = False) -> "AttentionProblem":
+    def from_tensors(cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Operands = NO_OPERANDS, *,
+                     mask: Mask = _NO_MASK, scale: float | None = None, settings: ScoreSettings = NO_SETTINGS,
+                     deterministic: bool = False) -> "AttentionProblem":
         """Check the tensors against one another and describe them.
 
         Raises:
             InvalidInput: a shape, dtype or device that no backend could give a meaning; names the argument.
         """
         facts = facts_of("q", q), facts_of("k", k), facts_of("v", v)
+        more = facts_of_operands(operands)
         # Symbolic sizes of a traced call cannot be hashed; there the checks alone matter.
-        sizes = (size for _, shape, strides, _, _ in facts for size in (*shape, *strides))
+        sizes = (size for _, shape, strides, _, _ in (*facts, *more) for size in (*shape, *strides))
         build = problem_from_facts if torch.compiler.is_compiling() or _is_symbolic(sizes) else _cached
-        return build(*facts, mask, scale, deterministic)
+        return build(facts, more, mask, scale, settings, deterministic)
 
     @property
     def group(self) -> int:
@@ -135,7 +151,8 @@ class AttentionProblem:
         heads = f"{self.hq}" if self.hq == self.hk else f"{self.hq}/{self.hk}"
         dims = f"{self.d}" if self.d == self.dv else f"{self.d}/{self.dv}"
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"{self.direction} b{self.b} h{heads} s{self.sq}x{self.sk} d{dims} {dtype} {self.mask} on {self.device}"
+        changes = f"{self.mask}, {self.scores}" if str(self.scores) else f"{self.mask}"
+        return f"{self.direction} b{self.b} h{heads} s{self.sq}x{self.sk} d{dims} {dtype} {changes} on {self.device}"
 
 
 def padded_dim(d: int) -> int:
@@ -165,20 +182,36 @@ def facts_of(name: str, tensor: torch.Tensor) -> Facts:
     return name, tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
+def facts_of_operands(operands: Operands) -> tuple[Facts, ...]:
+    """Read the operands that are there."""
+    if operands == NO_OPERANDS:
+        return ()
+    return tuple([facts_of(name, tensor) for name, tensor in zip(Operands._fields, operands, strict=True)
+                  if tensor is not None])
+
+
 def _is_symbolic(sizes: Iterable[int]) -> bool:
     return any(isinstance(size, torch.SymInt) for size in sizes)
 
 
-def problem_from_facts(q: Facts, k: Facts, v: Facts, mask: Mask, scale: float | None,
-             deterministic: bool) -> AttentionProblem:
+def problem_from_facts(tensors: tuple[Facts, Facts, Facts], operands: tuple[Facts, ...], mask: Mask,
+                       scale: float | None, settings: ScoreSettings, deterministic: bool) -> AttentionProblem:
     """Check the facts against one another; see :meth:`AttentionProblem.from_tensors`."""
+    q, k, v = tensors
     _check_each(q, k, v)
     (b, hq, sq, d), (_, hk, sk, _), dv = q[1], k[1], v[1][3]
     _check_together(q, k, v)
     mask.band(sq, sk)  # raises where lengths differ and no alignment is named
+    scores = NO_OPTIONS
+    if operands or settings != NO_SETTINGS:
+        scores = _score_options(operands, settings, (b, hq, sq, sk), q)
+        if scores.alibi_slopes is not None and sq != sk and mask.alignment is None:
+            raise InvalidInput(f"alibi_slopes are given with {sq} queries and {sk} keys and no alignment: the distance "
+                               "of a query and a key is ambiguous. Pass mask=window(None, None, alignment) or another "
+                               "mask with alignment='top_left' or 'bottom_right'.")
     return AttentionProblem(
         b=b, hq=hq, hk=hk, sq=sq, sk=sk, d=d, dv=dv, dtype=q[3], device=q[4], scale=_checked_scale(scale, d),
-        mask=mask, deterministic=deterministic, q_strides=q[2], k_strides=k[2], v_strides=v[2],
+        mask=mask, deterministic=deterministic, scores=scores, q_strides=q[2], k_strides=k[2], v_strides=v[2],
     )
 
 
@@ -215,6 +248,27 @@ def _check_together(q: Facts, k: Facts, v: Facts) -> None:
             f"k has {hk} heads and q has {hq}: q heads must be a multiple of k heads. "
             f"Did you transpose (b, h, s, d)?"
         )
+
+
+def _score_options(operands: tuple[Facts, ...], settings: ScoreSettings, full: Sizes, q: Facts) -> ScoreOptions:
+    """Check the operands against the scores' full shape (b, hq, sq, sk), and describe them."""
+    dtype, device = q[3], q[4]
+    # Where the inputs are float64, finite differences want the operands to be that too.
+    wide = torch.float64 if dtype is torch.float64 else torch.float32
+    allowed: dict[str, tuple[Sizes, tuple[torch.dtype, ...]]] = {
+        "bias": (full, (dtype, wide)), "mask": (full, (torch.bool,)), "alibi_slopes": (full[:2], (wide,)),
+        "sinks": (full[1:2], (dtype, wide)), "seed": ((1,), (torch.int64,)),
+    }
+    found = {}
+    for name, shape, strides, own_dtype, own_device in operands:
+        wanted, dtypes = allowed[name]
+        check_operand(name, (shape, own_dtype, own_device), wanted, dtypes, device)
+        found[name] = OperandFacts(tuple(shape), tuple(strides), own_dtype)
+    dropout_p = checked_dropout_p(settings.dropout_p)
+    if (found.pop("seed", None) is None) != (settings.dropout_p == 0.0):
+        raise InvalidInput(f"dropout_p is {settings.dropout_p} and a seed is "
+                           f"{'given' if settings.dropout_p == 0.0 else 'missing'}: dropout needs both.")
+    return ScoreOptions(checked_softcap(settings.softcap), dropout_p, settings.max_logit, **found)
 
 
 def _checked_scale(scale: float | None, d: int) -> float:

@@ -22,6 +22,15 @@ def test_a_case_passes_with_errors_budgets_and_worst_coordinates(run):
     assert [result["name"] for result in checks[0]["results"]] == ["out", "lse", "dq", "dk", "dv"]
 
 
+def test_a_case_with_options_is_checked_with_them(run):
+    finished = run("check", "--case", "everything", "--backend", "reference", "--dtype", "float32", "--device", "cpu",
+                   "--json")
+    (check,) = finished.json
+    assert (check["ok"], check["checked"]) == (True, "full")
+    assert [result["name"] for result in check["results"]] == [
+        "out", "lse", "dq", "dk", "dv", "dbias", "dalibi_slopes", "dsinks"]
+
+
 def test_a_shape_given_by_flags_is_checked(run):
     finished = run("check", "--sq", 40, "--sk", 24, "--hq", 4, "--hk", 2, "--d", 16, "--mask", "causal:bottom_right",
                    "--dtype", "float32", "--backend", "reference", "--device", "cpu", "--json")
@@ -58,10 +67,10 @@ def test_a_backend_that_refuses_is_told_and_is_no_failure(run):
 def test_a_wrong_result_exits_with_1_and_shows_the_coordinate(run, monkeypatch, as_json):
     forward = ReferenceBackend.forward
 
-    def wrong(self, problem, q, k, v):
-        out, lse = forward(self, problem, q, k, v)
-        out[0, 1, 2, 3] += 1.0
-        return out, lse
+    def wrong(self, *arguments):
+        results = forward(self, *arguments)
+        results.out[0, 1, 2, 3] += 1.0
+        return results
 
     monkeypatch.setattr(ReferenceBackend, "forward", wrong)
     finished = run("check", *SMALL, "--dtype", "float32", "--device", "cpu", *(["--json"] if as_json else []))
@@ -75,7 +84,7 @@ def test_a_wrong_result_exits_with_1_and_shows_the_coordinate(run, monkeypatch, 
 
 
 def test_a_backend_that_breaks_exits_with_1_and_its_words(run, monkeypatch):
-    def broken(self, problem, q, k, v):
+    def broken(self, *arguments):
         raise ZeroDivisionError("no tiles")
 
     monkeypatch.setattr(ReferenceBackend, "forward", broken)

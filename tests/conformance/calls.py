@@ -1,19 +1,40 @@
-"""Run one call on one backend, forward and backward, and hold all five results against the oracle."""
+"""Run one call on one backend, forward and backward, and hold all its results against the oracle.
+
+A case's operands are made anew wherever none are given: they are the same numbers each time.
+"""
 
 import pytest
 import torch
 
 from tilewise import AttentionOutput, attention
+from tilewise.backends.base import Gradients, Needs
 from tilewise.problem import AttentionProblem
-from tilewise.testing.oracle import Results, attend, gradients, yardsticks
+from tilewise.scores import Operands
+from tilewise.testing.inputs import call_options, make_operands
+from tilewise.testing.oracle import Changes, Results, attend, gradients, yardsticks
 from tilewise.testing.tolerance import GRADIENT_FACTOR, OUTPUT_FACTOR, assert_within_budget
 
 # Which outputs a loss is made of: the gradient arrives through these.
 THROUGH = ("out", "lse", "out_and_lse")
+TRAINABLE = ("bias", "alibi_slopes", "sinks")
 
 
-def problem_of(case, inputs, *, deterministic=False):
-    return AttentionProblem.from_tensors(*inputs[:3], mask=case.mask, scale=case.scale, deterministic=deterministic)
+def operands_of(case, inputs):
+    return make_operands(case, inputs[0].dtype, inputs[0].device)
+
+
+def problem_of(case, inputs, operands=None, *, deterministic=False, max_logit=False):
+    operands = operands_of(case, inputs) if operands is None else operands
+    return AttentionProblem.from_tensors(*inputs[:3], operands, mask=case.mask, scale=case.scale,
+                                         settings=case.settings._replace(max_logit=max_logit),
+                                         deterministic=deterministic)
+
+
+def visible_of(case, device="cpu"):
+    """Return which pairs take part, by position and by data: (b, hq, sq, sk)."""
+    visible = case.mask.visible(case.sq, case.sk, device)
+    mask = make_operands(case, torch.float32, device).mask
+    return (visible if mask is None else visible & mask).expand(case.b, case.hq, -1, -1)
 
 
 def skip_if_refused(backend, problem):
@@ -22,18 +43,34 @@ def skip_if_refused(backend, problem):
         pytest.skip(reason)
 
 
-def forward(backend, case, inputs, *, deterministic=False):
-    skip_if_refused(backend, problem_of(case, inputs, deterministic=deterministic))
-    return attention(*inputs[:3], mask=case.mask, scale=case.scale, return_aux=("lse",), backend=backend.name,
+def forward(backend, case, inputs, operands=None, *, deterministic=False):
+    operands = operands_of(case, inputs) if operands is None else operands
+    skip_if_refused(backend, problem_of(case, inputs, operands, deterministic=deterministic))
+    return attention(*inputs[:3], **call_options(case, operands), return_aux=("lse",), backend=backend.name,
                      deterministic=deterministic)
 
 
-def forward_and_backward(backend, case, inputs, through="out", *, deterministic=False):
-    problem = problem_of(case, inputs, deterministic=deterministic)
+def forward_and_backward(backend, case, inputs, through="out", operands=None, *, deterministic=False):
+    operands = operands_of(case, inputs) if operands is None else operands
+    problem = problem_of(case, inputs, operands, deterministic=deterministic)
     skip_if_refused(backend, problem.backward(lse_grad=through != "out"))
     leaves = [tensor.detach().requires_grad_() for tensor in inputs[:3]]
-    result = forward(backend, case, leaves, deterministic=deterministic)
-    return Results(*result, *backpropagate(result, leaves, inputs, through))
+    given = trainable(operands)
+    operands = operands._replace(**given)
+    result = forward(backend, case, leaves, operands, deterministic=deterministic)
+    dq, dk, dv, *others = backpropagate(result, [*leaves, *given.values()], inputs, through)
+    return Results(*result, dq, dk, dv, **{f"d{name}": other for name, other in zip(given, others, strict=True)})
+
+
+def trainable(operands: Operands) -> dict[str, torch.Tensor]:
+    """Return the operands that have a gradient, as leaves."""
+    return {name: operand.detach().requires_grad_() for name in TRAINABLE
+            if (operand := getattr(operands, name)) is not None}
+
+
+def needs_of(operands: Operands) -> Needs:
+    """Return the needs of a call in which every tensor that can has a gradient."""
+    return Needs(True, True, *(getattr(operands, name) is not None for name in TRAINABLE))
 
 
 def backpropagate(result: AttentionOutput, leaves, inputs, through):
@@ -44,20 +81,24 @@ def backpropagate(result: AttentionOutput, leaves, inputs, through):
     return torch.autograd.grad((result.out, result.lse), leaves, (inputs.dout, inputs.dlse))
 
 
-def assert_forward_within_budget(case, inputs, result):
+def assert_forward_within_budget(case, inputs, result, operands=None):
     q, k, v, dout, dlse = inputs
-    exact = attend(q, k, v, case.mask, case.scale)
-    samples = yardsticks(q, k, v, dout, dlse, case.mask, case.scale)
+    changes = Changes(operands_of(case, inputs) if operands is None else operands, case.settings)
+    exact = attend(q, k, v, case.mask, case.scale, changes)
+    samples = yardsticks(q, k, v, dout, dlse, case.mask, case.scale, changes)
     for i, name in enumerate(("out", "lse")):
         assert_within_budget(name, result[i], exact[i], [sample[i] for sample in samples], OUTPUT_FACTOR)
 
 
-def assert_gradients_within_budget(case, inputs, got, through="out"):
-    """Hold (dq, dk, dv) against the oracle; a gradient that does not arrive counts as zero there."""
+def assert_gradients_within_budget(case, inputs, got, through="out", operands=None):
+    """Hold every gradient against the oracle; one that does not arrive at an output counts as zero there."""
     q, k, v, dout, dlse = inputs
     dout = torch.zeros_like(dout) if through == "lse" else dout
     dlse = None if through == "out" else dlse
-    exact = gradients(q, k, v, dout, dlse, case.mask, case.scale)
-    samples = yardsticks(q, k, v, dout, dlse, case.mask, case.scale)
-    for i, name in enumerate(("dq", "dk", "dv")):
-        assert_within_budget(name, got[i], exact[i], [sample[i + 2] for sample in samples], GRADIENT_FACTOR)
+    changes = Changes(operands_of(case, inputs) if operands is None else operands, case.settings)
+    got, exact = Gradients(*got), gradients(q, k, v, dout, dlse, case.mask, case.scale, changes)
+    samples = yardsticks(q, k, v, dout, dlse, case.mask, case.scale, changes)
+    assert [gradient is None for gradient in got] == [gradient is None for gradient in exact]
+    for name, gradient, true in zip(Gradients._fields, got, exact, strict=True):
+        if gradient is not None:
+            assert_within_budget(name, gradient, true, [getattr(sample, name) for sample in samples], GRADIENT_FACTOR)

@@ -8,7 +8,8 @@ from tilewise.testing.cases import CASES
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 # On a CPU the halves cost conversions and, interpreted, time: one case of each kind of arithmetic is enough there.
 _HALF_ON_CPU = {"mha", "gqa_causal_odd_lengths", "causal_bottom_right_more_queries", "window_both_sides",
-                "value_dim_smaller", "packed_qkv_causal", "moat_window", "scale_given"}
+                "value_dim_smaller", "packed_qkv_causal", "moat_window", "scale_given",
+                "bias_shared_by_batch_causal", "everything"}
 
 
 def pytest_generate_tests(metafunc):

@@ -7,6 +7,8 @@ from conformance.calls import (
     assert_gradients_within_budget,
     forward,
     forward_and_backward,
+    needs_of,
+    operands_of,
     problem_of,
     skip_if_refused,
 )
@@ -24,31 +26,34 @@ def test_forward_stays_within_error_budget(backend, case, dtype, device):
 def test_gradients_stay_within_error_budget(backend, case, dtype, device):
     inputs = make_inputs(case, dtype, device)
     results = forward_and_backward(backend, case, inputs, "out")
-    assert_gradients_within_budget(case, inputs, results[2:], "out")
+    assert_gradients_within_budget(case, inputs, results.gradients, "out")
 
 
 def test_gradients_through_out_and_lse_stay_within_error_budget(backend, case, dtype, device):
     inputs = make_inputs(case, dtype, device)
     results = forward_and_backward(backend, case, inputs, "out_and_lse")
-    assert_gradients_within_budget(case, inputs, results[2:], "out_and_lse")
+    assert_gradients_within_budget(case, inputs, results.gradients, "out_and_lse")
 
 
-@pytest.mark.parametrize("name", ["gqa", "causal_bottom_right_more_queries", "window_both_sides", "moat_window"])
+@pytest.mark.parametrize("name", ["gqa", "causal_bottom_right_more_queries", "window_both_sides", "moat_window",
+                                  "sinks_blind_queries", "everything"])
 def test_gradients_through_lse_alone_stay_within_error_budget(backend, name, device, main_dtype):
     case = case_named(name)
     inputs = make_inputs(case, main_dtype, device)
     results = forward_and_backward(backend, case, inputs, "lse")
-    assert_gradients_within_budget(case, inputs, results[2:], "lse")
+    assert_gradients_within_budget(case, inputs, results.gradients, "lse")
     assert not results.dv.any(), "v does not enter lse"
 
 
-@pytest.mark.parametrize("name", ["gqa_causal_odd_lengths", "causal_bottom_right_more_queries", "moat_window"])
+@pytest.mark.parametrize("name", ["gqa_causal_odd_lengths", "causal_bottom_right_more_queries", "moat_window",
+                                  "everything"])
 def test_backward_takes_the_out_and_lse_of_another_backend(backend, name, device, main_dtype):
     case = case_named(name)
     inputs = make_inputs(case, main_dtype, device)
-    problem = problem_of(case, inputs)
+    operands = operands_of(case, inputs)
+    problem = problem_of(case, inputs, operands)
     skip_if_refused(backend, problem.backward(lse_grad=False))
-    out, lse = get_backend("reference").forward(problem, *inputs[:3])
-    got = backend.backward(problem.backward(lse_grad=False), Saved(*inputs[:3], out, lse), inputs.dout, None,
-                           need_dq=True, need_dkv=True)
+    out, lse, _ = get_backend("reference").forward(problem, *inputs[:3], operands)
+    got = backend.backward(problem.backward(lse_grad=False), Saved(*inputs[:3], out, lse, operands), inputs.dout,
+                           None, needs_of(operands))
     assert_gradients_within_budget(case, inputs, got)

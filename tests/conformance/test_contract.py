@@ -4,21 +4,34 @@ import pytest
 import torch
 
 from conformance.calls import (
+    TRAINABLE,
     assert_gradients_within_budget,
     forward,
     forward_and_backward,
+    needs_of,
+    operands_of,
     problem_of,
     skip_if_refused,
+    trainable,
+    visible_of,
 )
-from tilewise.backends.base import Saved
+from tilewise.backends.base import Needs, Saved
 from tilewise.problem import dense_strides
 from tilewise.testing.cases import CASES, case_named
 from tilewise.testing.inputs import make_inputs
 
 LAYOUTS = ("mha_odd_lengths", "gqa_causal_odd_lengths", "value_dim_odd", "storage_bhds", "packed_qkv_gqa",
-           "packed_kv", "expanded_heads_and_batch", "moat_window", "one_query", "no_queries", "no_keys", "no_batch")
-BLIND = [case for case in CASES if not case.mask.visible(case.sq, case.sk).any(-1).all()]
-UNSEEN = [case for case in CASES if not case.mask.visible(case.sq, case.sk).any(0).all()]
+           "packed_kv", "expanded_heads_and_batch", "moat_window", "one_query", "no_queries", "no_keys", "no_batch",
+           "bias_expanded", "bias_blind_queries", "everything", "everything_moat_blind_queries", "sinks_no_keys")
+BLIND = [case for case in CASES if not visible_of(case).any(-1).all()]
+
+
+def _unseen(case, device="cpu"):
+    """Which keys no query of their group sees: (b, hk, sk)."""
+    return ~visible_of(case, device).any(2).unflatten(1, (case.hk, -1)).any(2)
+
+
+UNSEEN = [case for case in CASES if _unseen(case).any()]
 
 
 def _strides(shape, strides):
@@ -37,70 +50,90 @@ def test_results_have_the_promised_shape_strides_and_dtype(backend, name, device
     assert results.lse.shape == (case.b, case.hq, case.sq)
     assert results.lse.is_contiguous()
     assert results.lse.dtype is torch.float32
-    for result, like in ((results.out, inputs.q), *zip(results[2:], inputs[:3], strict=True)):
+    operands = operands_of(case, inputs)
+    for name in TRAINABLE:
+        gradient, operand = getattr(results, f"d{name}"), getattr(operands, name)
+        assert (gradient is None) == (operand is None)
+        if gradient is not None:
+            assert (gradient.shape, gradient.dtype, gradient.device) == (operand.shape, operand.dtype, operand.device)
+            assert gradient.is_contiguous()
+    for result, like in ((results.out, inputs.q), *zip(results.gradients[:3], inputs[:3], strict=True)):
         assert result.dtype is like.dtype
         assert result.device == like.device
-    for gradient, like in zip(results[2:], inputs[:3], strict=True):
+    for gradient, like in zip(results.gradients[:3], inputs[:3], strict=True):
         assert gradient.shape == like.shape
         promised = dense_strides(like.shape, like.stride())
         assert _strides(like.shape, gradient.stride()) == _strides(like.shape, promised)
 
 
-@pytest.mark.parametrize("name", ["gqa_causal_odd_lengths", "window_hides_whole_tiles", "packed_qkv_gqa"])
+@pytest.mark.parametrize("name", ["gqa_causal_odd_lengths", "window_hides_whole_tiles", "packed_qkv_gqa",
+                                  "everything"])
 def test_inputs_are_only_read(backend, name, device, main_dtype):
     case = case_named(name)
     inputs = make_inputs(case, main_dtype, device)
-    forward_and_backward(backend, case, inputs, "out")
+    operands = operands_of(case, inputs)
+    forward_and_backward(backend, case, inputs, "out", operands)
     for tensor, untouched in zip(inputs, make_inputs(case, main_dtype, device), strict=True):
         assert torch.equal(tensor, untouched)
+    for operand, untouched in zip(operands, operands_of(case, inputs), strict=True):
+        assert operand is untouched is None or torch.equal(operand, untouched)
 
 
 @pytest.mark.parametrize("case", BLIND, ids=str)
-def test_blind_query_gives_zero_output_minus_infinite_lse_and_zero_gradient(backend, case, device, main_dtype):
+def test_blind_query_gives_zero_output_zero_gradient_and_no_other_lse_than_the_sinks(backend, case, device, main_dtype):
     inputs = make_inputs(case, main_dtype, device)
-    blind = ~case.mask.visible(case.sq, case.sk, device).any(-1)
+    blind = ~visible_of(case, device).any(-1)
     results = forward_and_backward(backend, case, inputs)
     for name in ("out", "dq"):
-        rows = getattr(results, name)[:, :, blind]
+        rows = getattr(results, name)[blind]
         assert torch.equal(rows, torch.zeros_like(rows)), name
-    assert torch.equal(results.lse.isneginf(), blind.expand_as(results.lse))
+    if case.sinks:
+        assert results.lse.isfinite().all()
+    else:
+        assert torch.equal(results.lse.isneginf(), blind)
 
 
 @pytest.mark.parametrize("case", UNSEEN, ids=str)
 def test_key_that_no_query_sees_gets_zero_gradients(backend, case, device, main_dtype):
     inputs = make_inputs(case, main_dtype, device)
-    unseen = ~case.mask.visible(case.sq, case.sk, device).any(0)
+    unseen = _unseen(case, device)
     results = forward_and_backward(backend, case, inputs)
     for name in ("dk", "dv"):
-        rows = getattr(results, name)[:, :, unseen]
+        rows = getattr(results, name)[unseen]
         assert torch.equal(rows, torch.zeros_like(rows)), name
 
 
-@pytest.mark.parametrize("wanted", [("q",), ("k",), ("v",), ("k", "v"), ("q", "v")], ids="_".join)
+@pytest.mark.parametrize("wanted", [("q",), ("k",), ("v",), ("k", "v"), ("q", "v"), ("bias",), ("alibi_slopes",),
+                                    ("sinks",), ("q", "bias"), ("v", "alibi_slopes", "sinks")], ids="_".join)
 def test_gradient_of_some_inputs_is_the_same_as_with_all(backend, wanted, device, main_dtype):
-    case = case_named("gqa_causal_odd_lengths")
+    case = case_named("everything" if set(wanted) & set(TRAINABLE) else "gqa_causal_odd_lengths")
     inputs = make_inputs(case, main_dtype, device)
-    skip_if_refused(backend, problem_of(case, inputs).backward(lse_grad=False))
-    tensors = {name: getattr(inputs, name).detach().requires_grad_(name in wanted) for name in "qkv"}
-    forward(backend, case, list(tensors.values())).out.backward(inputs.dout)
+    operands = operands_of(case, inputs)
+    skip_if_refused(backend, problem_of(case, inputs, operands).backward(lse_grad=False))
+    tensors = {name: getattr(inputs, name).detach() for name in "qkv"} | trainable(operands)
+    for name, tensor in tensors.items():
+        tensor.requires_grad_(name in wanted)
+    qkv, others = list(tensors.values())[:3], {name: tensors[name] for name in tensors if name in TRAINABLE}
+    forward(backend, case, qkv, operands._replace(**others)).out.backward(inputs.dout)
     assert [name for name, tensor in tensors.items() if tensor.grad is not None] == list(wanted)
-    every = dict(zip("qkv", forward_and_backward(backend, case, inputs)[2:], strict=True))
-    got = [tensors[name].grad if name in wanted else every[name] for name in "qkv"]
-    assert_gradients_within_budget(case, inputs, got)
+    every = forward_and_backward(backend, case, inputs).gradients
+    assert_gradients_within_budget(case, inputs, every._replace(**{f"d{name}": tensors[name].grad for name in wanted}))
 
 
-@pytest.mark.parametrize(("need_dq", "need_dkv"), [(True, False), (False, True)], ids=["dq_alone", "dkv_alone"])
-def test_backward_computes_what_is_needed_and_returns_none_for_the_rest(backend, need_dq, need_dkv, device, main_dtype):
-    case = case_named("gqa_causal_odd_lengths")
+@pytest.mark.parametrize("needs", [Needs(True, False), Needs(False, True), Needs(False, False, True),
+                                   Needs(False, False, False, True), Needs(False, False, False, False, True)],
+                         ids=["dq_alone", "dkv_alone", "dbias_alone", "dalibi_slopes_alone", "dsinks_alone"])
+def test_backward_computes_what_is_needed_and_returns_none_for_the_rest(backend, needs, device, main_dtype):
+    case = case_named("everything" if any(needs[2:]) else "gqa_causal_odd_lengths")
     inputs = make_inputs(case, main_dtype, device)
-    problem = problem_of(case, inputs)
-    skip_if_refused(backend, problem.backward(lse_grad=False))
-    out, lse = forward(backend, case, inputs)
-    got = backend.backward(problem.backward(lse_grad=False), Saved(*inputs[:3], out, lse), inputs.dout, None,
-                           need_dq=need_dq, need_dkv=need_dkv)
-    assert [gradient is not None for gradient in got] == [need_dq, need_dkv, need_dkv]
-    every = forward_and_backward(backend, case, inputs)[2:]
-    assert_gradients_within_budget(case, inputs, [every[i] if got[i] is None else got[i] for i in range(3)])
+    operands = operands_of(case, inputs)
+    problem = problem_of(case, inputs, operands).backward(lse_grad=False)
+    skip_if_refused(backend, problem)
+    saved = Saved(*inputs[:3], *forward(backend, case, inputs, operands), operands)
+    got = backend.backward(problem, saved, inputs.dout, None, needs)
+    assert [gradient is not None for gradient in got] == [needs.dq, needs.dkv, *needs[1:]]
+    every = backend.backward(problem, saved, inputs.dout, None, needs_of(operands))
+    assert_gradients_within_budget(case, inputs, [b if a is None else a for a, b in zip(got, every, strict=True)])
 
 
 def test_call_without_gradient_saves_nothing_and_gives_the_same(backend, device, main_dtype):

@@ -10,15 +10,16 @@ from tilewise.testing.oracle import Results
 
 
 def _differing(first, second):
-    return [name for name, a, b in zip(Results._fields, first, second, strict=True) if not torch.equal(a, b)]
+    return [name for name, a, b in zip(Results._fields, first, second, strict=True)
+            if not (a is b is None or torch.equal(a, b))]
 
 
-@pytest.mark.parametrize("name", ["gqa_causal_odd_lengths", "window_bottom_right_blind_queries"])
+@pytest.mark.parametrize("name", ["gqa_causal_odd_lengths", "window_bottom_right_blind_queries", "everything"])
 def test_repeats_are_bit_equal(backend, name, device, main_dtype):
     case = case_named(name)
     inputs = make_inputs(case, main_dtype, device)
     first = forward_and_backward(backend, case, inputs, "out_and_lse", deterministic=True)
-    for _ in range(9 if device.type == "cpu" else 49):
+    for _ in range(3 if device.type == "cpu" else 49):  # nothing races in a CPU's loops
         assert _differing(first, forward_and_backward(backend, case, inputs, "out_and_lse", deterministic=True)) == []
 
 
@@ -29,7 +30,7 @@ def test_batch_composition_does_not_change_a_bit(backend, device, main_dtype):
     both = forward_and_backward(backend, case, inputs, deterministic=True)
     for i in range(2):
         one = forward_and_backward(backend, alone, Inputs(*(tensor[i:i + 1] for tensor in inputs)), deterministic=True)
-        assert _differing(one, [result[i:i + 1] for result in both]) == []
+        assert _differing(one, [None if result is None else result[i:i + 1] for result in both]) == []
 
 
 @pytest.mark.gpu

@@ -3,8 +3,14 @@
 import pytest
 import torch
 
-from conformance.calls import assert_forward_within_budget, assert_gradients_within_budget, forward_and_backward
-from tilewise.testing.cases import CASES
+from conformance.calls import (
+    assert_forward_within_budget,
+    assert_gradients_within_budget,
+    forward,
+    forward_and_backward,
+    operands_of,
+)
+from tilewise.testing.cases import CASES, case_named
 from tilewise.testing.inputs import make_inputs
 
 BLIND = [case for case in CASES if case.sk and not case.mask.visible(case.sq, case.sk).any(-1).all()]
@@ -20,7 +26,7 @@ def _with_rows(tensor, rows, value):
 def _check(backend, case, clean, planted, through):
     results = forward_and_backward(backend, case, planted, through)
     assert_forward_within_budget(case, clean, results[:2])
-    assert_gradients_within_budget(case, clean, results[2:], through)
+    assert_gradients_within_budget(case, clean, results.gradients, through)
     return results
 
 
@@ -41,7 +47,9 @@ def test_queries_that_see_no_key_may_hold_anything(backend, case, through, devic
     clean = make_inputs(case, main_dtype, device)
     blind = ~case.mask.visible(case.sq, case.sk, device).any(-1)
     nan = float("nan")
-    planted = clean._replace(**{name: _with_rows(getattr(clean, name), blind, nan) for name in ("q", "dout", "dlse")})
+    # With sinks a blind query's lse is the sink: its gradient counts.
+    names = ("q", "dout") if case.sinks else ("q", "dout", "dlse")
+    planted = clean._replace(**{name: _with_rows(getattr(clean, name), blind, nan) for name in names})
     results = _check(backend, case, clean, planted, through)
     assert not results.dq[:, :, blind].any()
 
@@ -56,3 +64,15 @@ def test_nan_in_a_seen_key_is_not_swallowed(backend, case, device, main_dtype):
     results = forward_and_backward(backend, case, inputs._replace(k=_with_rows(inputs.k, rows, float("nan"))))
     assert results.out[:, :, seeing].isnan().all()
     assert results.lse[:, :, seeing].isnan().all()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_keys_that_a_tensor_hides_from_all_reach_no_output(backend, value, device, main_dtype):
+    """Their values are read, and 0 · NaN is NaN, so that this is promised of k, out and lse alone."""
+    case = case_named("mask_tensor_causal_gqa")
+    clean = make_inputs(case, main_dtype, device)
+    operands = operands_of(case, clean)
+    hidden = torch.arange(case.sk, device=device) % 7 == 2
+    operands = operands._replace(mask=operands.mask & ~hidden)
+    planted = clean._replace(k=_with_rows(clean.k, hidden, value))
+    assert_forward_within_budget(case, clean, forward(backend, case, planted, operands), operands)

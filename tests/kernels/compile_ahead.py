@@ -18,10 +18,12 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from tilewise.bench.compile_ahead import CompileOnlyDriver
-from tilewise.kernels.triton.backward import delta_launch, dkdv_launch, dq_launch
+from tilewise.kernels.triton.backward import dbias_launch, delta_launch, dkdv_launch, dq_launch
 from tilewise.kernels.triton.forward import forward_launch
+from tilewise.kernels.triton.launch import modifiers_of
 from tilewise.masks import Mask
 from tilewise.problem import AttentionProblem, dense_strides
+from tilewise.scores import OperandFacts, Operands, ScoreOptions
 from tilewise.tuning.device import DeviceSpec
 from tilewise.tuning.heuristics import delta_config, tile_config
 
@@ -33,18 +35,36 @@ TARGETS = {
 }
 
 
-def problem_of(request):
+def operands_of(request):
+    """Every operand, or with request["options"] a list of names of them, or none."""
+    shape = {"b": 1, "h": 2, "s": 4096}
+    made = {"bias": torch.empty(1, shape["h"], shape["s"], shape["s"], dtype=torch.bfloat16),
+            "alibi_slopes": torch.empty(1, shape["h"]), "sinks": torch.empty(shape["h"]),
+            "mask": torch.empty(1, 1, shape["s"], shape["s"], dtype=torch.bool),
+            "seed": torch.empty(1, dtype=torch.int64)}
+    return Operands(**{name: tensor for name, tensor in made.items() if name in request.get("options", ())})
+
+
+def scores_of(request, operands):
+    facts = {name: OperandFacts(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+             for name, tensor in operands._asdict().items() if tensor is not None and name != "seed"}
+    return ScoreOptions(softcap=30.0 if "softcap" in request.get("options", ()) else None,
+                        dropout_p=0.1 if operands.seed is not None else 0.0, **facts)
+
+
+def problem_of(request, operands):
     b, hq, hk, s, d = 1, 2, 1, 4096, request["d"]
     shapes = (b, hq, s, d), (b, hk, s, d), (b, hk, s, d)
     strides = [dense_strides(shape, (4, 2, 1, 1)) for shape in shapes]
     return AttentionProblem(
         b=b, hq=hq, hk=hk, sq=s, sk=s, d=d, dv=d, dtype=getattr(torch, request["dtype"]),
-        device=torch.device("cuda", 0), scale=1.0, mask=Mask(*request["mask"]), q_strides=strides[0],
+        device=torch.device("cuda", 0), scale=1.0, mask=Mask(*request["mask"]),
+        scores=scores_of(request, operands), q_strides=strides[0],
         k_strides=strides[1], v_strides=strides[2])
 
 
-def launch_of(kernel, problem, config):
-    """Return the launch and its tensors, in order."""
+def launch_of(kernel, problem, config, modifiers):
+    """Return the launch and its arguments before the scalars, in order."""
     rows = torch.empty(problem.b, problem.hq, problem.sq)
     q, k, v, out = (torch.empty_strided(shape, strides, dtype=problem.dtype) for shape, strides in (
         ((problem.b, problem.hq, problem.sq, problem.d), problem.q_strides),
@@ -52,27 +72,32 @@ def launch_of(kernel, problem, config):
         ((problem.b, problem.hk, problem.sk, problem.dv), problem.v_strides),
         ((problem.b, problem.hq, problem.sq, problem.dv), problem.out_strides)))
     if kernel == "forward":
-        return forward_launch(problem, config, "ieee"), (q, k, v, out, rows)
+        return forward_launch(problem, config, "ieee"), (q, k, v, out, rows, None, modifiers)
     problem = replace(problem, direction="backward")
     if kernel == "delta":
         launch = delta_launch(problem, delta_config(problem), out.stride(), out.stride(), None)
         return launch, (out, out, out, rows)
     if kernel == "dq":
-        return dq_launch(problem, config, "ieee", out.stride(), q.stride()), (q, k, v, out, rows, rows, q)
+        return dq_launch(problem, config, "ieee", out.stride(), q.stride()), (
+            q, k, v, out, rows, rows, q, None, rows if modifiers.alibi.ptr is not None else None, modifiers)
+    if kernel == "dbias":
+        pairs = torch.empty(1, 1, 16, 16, dtype=problem.dtype)
+        return dbias_launch(problem, config, "ieee", out.stride()), (q, k, v, out, rows, rows, pairs, modifiers)
     needs = (kernel != "dv", kernel != "dk")
     launch = dkdv_launch(problem, config, "ieee", out.stride(), (k.stride(), v.stride()), needs)
-    return launch, (q, k, v, out, rows, rows, k, v)
+    return launch, (q, k, v, out, rows, rows, k, v, None, modifiers)
 
 
 def compile_for(request):
     spec = DeviceSpec.of_arch(request["arch"])
-    kernel, problem = request["kernel"], problem_of(request)
+    operands = operands_of(request)
+    kernel, problem = request["kernel"], problem_of(request, operands)
     config = None
     if kernel != "delta":
-        config = tile_config(kernel, problem, spec, descriptors=request["descriptors"])
-    launch, tensors = launch_of(kernel, problem, config)
+        config = tile_config("dq" if kernel == "dbias" else kernel, problem, spec, descriptors=request["descriptors"])
+    launch, tensors = launch_of(kernel, problem, config, modifiers_of(problem, operands))
     driver.set_active(CompileOnlyDriver(TARGETS[request["arch"]]))
-    compiled = launch.kernel.warmup(*launch.described(tensors), *launch.scalars, grid=launch.grid, **launch.options)
+    compiled = launch.kernel.warmup(*launch.arguments(tensors), *launch.scalars, grid=launch.grid, **launch.options)
     row = request | {"triton": triton.__version__, "shared": compiled.metadata.shared, "limit": spec.shared_memory}
     return row | (amd_report(compiled) if request["arch"].startswith("gfx") else nvidia_report(compiled))
 

@@ -21,6 +21,8 @@ VERSIONS = (INSTALLED, "3.6.0", "3.9.0")
 MASKS = {"full": [None, None, None], "causal": [None, 0, "top_left"]}
 ARCHS = ("sm_80", "sm_90", "sm_100", "gfx942")
 # Ceilings that today's tiles keep, not tight ones: every head dim on the installed Triton, d 128 on 3.6.0 and 3.9.0.
+OPTIONS = ["bias", "alibi_slopes", "mask", "sinks", "seed", "softcap"]
+OPTIONS_SPILL_BOUND = {"sm_80": 768, "sm_90": 1536, "sm_100": 1536, "gfx942": 64}
 SPILL_BOUND = {"sm_80": 128, "sm_90": 768, "sm_100": 768, "gfx942": 0}
 
 
@@ -45,6 +47,22 @@ def test_float32_kernels_compile_within_shared_memory(arch):
     assert len(rows) == len(wanted)
     for row in rows:
         assert row["shared"] <= row["limit"], row
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("version", VERSIONS)
+def test_kernels_with_every_option_compile_within_shared_memory(version, arch):
+    """Nested tuples of arguments are what differs most between versions of Triton."""
+    wanted = [{"arch": arch, "kernel": kernel, "d": 128, "dtype": "bfloat16", "mask": MASKS["causal"],
+               "descriptors": arch == "sm_90" and kernel != "dbias", "options": OPTIONS}
+              for kernel in ("forward", "dkdv", "dq", "dbias")]
+    # Alone too: a field that is absent and one that is there were once mistaken for one another.
+    wanted += [wanted[0] | {"options": [name]} for name in OPTIONS]
+    rows = compile_all(version, wanted)
+    assert len(rows) == len(wanted)
+    for row in rows:
+        assert row["shared"] <= row["limit"], row
+        assert row["stack"] <= OPTIONS_SPILL_BOUND[arch], row
 
 
 def compile_all(version, wanted):

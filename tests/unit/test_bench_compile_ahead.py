@@ -39,7 +39,7 @@ for task, config in tiles:
     launch = tile_launch(task.kernel, task.problem(CPU), config)
     tensors = [torch.zeros(inputs.q.shape[:3]) if name in PER_ROW else getattr(inputs, name, inputs.dout)
                for name in TENSORS[task.kernel]]
-    launch.kernel.warmup(*launch.described(tuple(tensors)), *launch.scalars, grid=launch.grid, **launch.options)
+    launch.kernel.warmup(*launch.arguments(tuple(tensors)), *launch.scalars, grid=launch.grid, **launch.options)
 assert sorted(cache.rglob("*.cubin")) == compiled
 """
 

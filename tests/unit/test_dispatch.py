@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from tilewise import InvalidInput, UnsupportedProblem, attention, causal, dispatch, explain, use_backend, window
-from tilewise.backends.base import Gradients
+from tilewise.backends.base import Gradients, Needs, Results
 from tilewise.dispatch import BACKENDS, choose, explain_problem, get_backend
 from tilewise.problem import AttentionProblem
+from tilewise.scores import NO_OPERANDS, Operands, ScoreSettings
 
 
 @pytest.fixture(autouse=True)
@@ -37,11 +38,11 @@ class _Recorder:
     def why_not(self, problem):
         return None
 
-    def forward(self, problem, q, k, v):
+    def forward(self, problem, q, k, v, operands=NO_OPERANDS):
         self.calls.append("forward")
-        return torch.zeros_like(q), q.new_zeros(q.shape[:3])
+        return Results(torch.zeros_like(q), q.new_zeros(q.shape[:3]))
 
-    def backward(self, problem, saved, dout, dlse, *, need_dq, need_dkv):
+    def backward(self, problem, saved, dout, dlse, needs=Needs()):  # noqa: B008 - a value, never changed
         self.calls.append("backward")
         return Gradients(*(torch.zeros_like(tensor) for tensor in saved[:3]))
 
@@ -51,7 +52,7 @@ def recorder(monkeypatch):
     """The backend "reference", replaced by one that records its calls."""
     recorder = _Recorder()
     monkeypatch.setattr(get_backend("reference").__class__, "forward", lambda _, *a: recorder.forward(*a))
-    monkeypatch.setattr(get_backend("reference").__class__, "backward", lambda _, *a, **k: recorder.backward(*a, **k))
+    monkeypatch.setattr(get_backend("reference").__class__, "backward", lambda _, *a: recorder.backward(*a))
     return recorder
 
 
@@ -131,6 +132,22 @@ def test_when_every_backend_refuses_the_error_holds_every_reason(monkeypatch):
 ])
 def test_torch_refuses_in_words(problem, words):
     assert words in get_backend("torch").why_not(problem)
+
+
+@pytest.mark.parametrize(("operands", "settings", "words"), [
+    (Operands(bias=torch.zeros(1, 1, 8, 8)), ScoreSettings(), "takes no bias"),
+    (Operands(alibi_slopes=torch.zeros(1, 2)), ScoreSettings(), "takes no ALiBi slopes"),
+    (Operands(mask=torch.ones(1, 1, 8, 8, dtype=torch.bool)), ScoreSettings(), "takes no mask tensor"),
+    (NO_OPERANDS, ScoreSettings(softcap=30.0), "takes no softcap"),
+    (Operands(sinks=torch.zeros(2)), ScoreSettings(), "takes no sinks"),
+    (Operands(seed=torch.tensor([1])), ScoreSettings(dropout_p=0.1), "takes no dropout"),
+    (NO_OPERANDS, ScoreSettings(max_logit=True), "takes no max_logit"),
+], ids=lambda value: value if isinstance(value, str) else "")
+def test_torch_refuses_each_option_and_the_reference_takes_it(operands, settings, words):
+    problem = AttentionProblem.from_tensors(*_qkv(), operands, settings=settings)
+    for side in (problem, problem.backward(lse_grad=False)):
+        assert get_backend("torch").why_not(side) == words
+        assert choose(side).name == "reference"
 
 
 def test_torch_takes_a_window_that_hides_nothing_and_blind_queries():

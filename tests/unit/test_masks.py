@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tilewise.errors import InvalidInput
-from tilewise.masks import ALIGNMENTS, Band, Mask, Span, causal, window
+from tilewise.masks import ALIGNMENTS, Band, Mask, Span, TensorMask, causal, window
 from tilewise.testing.strategies import LENGTHS, masks, spans
 
 
@@ -181,6 +181,49 @@ def test_message_names_what_was_got_and_what_is_allowed(make, message):
     assert str(caught.value) == message
 
 
-def test_and_with_something_else_is_a_type_error():
+@pytest.mark.parametrize("mask", [causal(), causal() & torch.ones(2, 2, dtype=torch.bool)], ids=str)
+@pytest.mark.parametrize("other", [[[True]], 1, None], ids=repr)
+def test_and_with_something_else_is_a_type_error(mask, other):
     with pytest.raises(TypeError):
-        _ = causal() & torch.ones(2, 2)
+        _ = mask & other
+    with pytest.raises(TypeError):
+        _ = other & mask
+
+
+_ODD = torch.tensor([[False, True, False], [True, False, True]])
+_LATE = torch.tensor([False, True, True])
+
+
+@pytest.mark.parametrize(("make", "band", "tensor"), [
+    (lambda: causal("top_left") & _ODD, causal("top_left"), _ODD),
+    (lambda: (causal("top_left") & _ODD) & _LATE, causal("top_left"), _ODD & _LATE),
+    (lambda: (causal("top_left") & _ODD) & window(1, None), causal("top_left") & window(1, 0), _ODD),
+    (lambda: window(1, None) & (causal("top_left") & _ODD), causal("top_left") & window(1, 0), _ODD),
+    (lambda: (causal("top_left") & _ODD) & (window(1, None) & _LATE), causal("top_left") & window(1, 0), _ODD & _LATE),
+], ids=["mask_tensor", "and_tensor", "and_mask", "mask_and", "both"])
+def test_and_with_a_tensor_joins_bands_with_bands_and_tensors_with_tensors(make, band, tensor):
+    joined = make()
+    assert isinstance(joined, TensorMask)
+    assert joined.band == band
+    assert torch.equal(joined.tensor, tensor)
+
+
+def test_tensor_mask_prints_its_band_and_its_shape():
+    assert str(causal("top_left") & _ODD) == "causal(alignment='top_left') & a tensor of shape (2, 3)"
+    assert str(Mask() & _LATE) == "no mask & a tensor of shape (3,)"
+
+
+def test_tensor_masks_keep_to_one_alignment():
+    with pytest.raises(InvalidInput, match="a mask has one alignment, got 'top_left' and 'bottom_right'"):
+        _ = (causal("top_left") & _ODD) & causal("bottom_right")
+
+
+@given(masks(), LENGTHS, LENGTHS)
+def test_offset_is_where_the_band_has_its_diagonal(mask, query_length, key_length):
+    if mask.alignment is None and query_length != key_length:
+        with pytest.raises(InvalidInput, match="names no alignment"):
+            mask.offset(query_length, key_length)
+        return
+    diagonal = Band(mask.offset(query_length, key_length), mask.offset(query_length, key_length))
+    alignment = mask.alignment or "top_left"
+    assert diagonal == window(0, 0, alignment).band(query_length, key_length)

@@ -9,6 +9,7 @@ from hypothesis import given
 from tilewise.errors import InvalidInput
 from tilewise.masks import Mask, Span, causal, window
 from tilewise.problem import MAX_HEAD_DIM, AttentionProblem, dense_strides, padded_dim
+from tilewise.scores import Operands, ScoreSettings
 from tilewise.testing.strategies import LENGTHS, masks
 
 _NO_MASK = Mask()
@@ -108,7 +109,9 @@ def test_equal_calls_are_one_value():
     AttentionProblem.from_tensors(_tensors()[0].transpose(1, 2).contiguous().transpose(1, 2), *_tensors()[1:]),
     _problem().backward(lse_grad=False),
     _problem().backward(lse_grad=True),
-], ids=["length", "mask", "dtype", "scale", "deterministic", "strides", "backward", "lse_grad"])
+    AttentionProblem.from_tensors(*_tensors(), settings=ScoreSettings(max_logit=True)),
+    AttentionProblem.from_tensors(*_tensors(), Operands(sinks=torch.zeros(4))),
+], ids=["length", "mask", "dtype", "scale", "deterministic", "strides", "backward", "lse_grad", "max_logit", "sinks"])
 def test_a_call_that_differs_in_one_thing_is_another_value(other):
     assert other != _problem()
     assert hash(other) != hash(_problem())

@@ -2,8 +2,11 @@ import pytest
 import torch
 
 from tilewise.errors import InvalidInput
-from tilewise.testing.cases import CASES, case_named
-from tilewise.testing.inputs import lay_out, make_inputs
+from tilewise.masks import TensorMask, window
+from tilewise.problem import AttentionProblem
+from tilewise.scores import NO_OPERANDS
+from tilewise.testing.cases import CASES, Case, case_named
+from tilewise.testing.inputs import call_options, lay_out, make_inputs, make_operands
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -71,3 +74,77 @@ def test_requires_grad_makes_leaves_of_q_k_v_alone(case):
     inputs = make_inputs(case, torch.float32, "cpu", requires_grad=True)
     assert [t.requires_grad for t in inputs] == [True, True, True, False, False]
     assert all(t.is_leaf for t in inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_operands_are_what_the_case_says_and_a_problem_takes_them(case, dtype):
+    inputs, operands = (make(case, dtype, "cpu") for make in (make_inputs, make_operands))
+    problem = AttentionProblem.from_tensors(*inputs[:3], operands, mask=case.mask, settings=case.settings)
+    wide = torch.float64 if dtype is torch.float64 else torch.float32
+    own = wide if case.operand_dtype == "float32" else dtype
+    sizes = {"b": case.b, "h": case.hq, "q": case.sq, "k": case.sk, "1": 1}
+    for operand, dims, kind in ((operands.bias, case.bias, own), (operands.mask, case.mask_tensor, torch.bool),
+                                (operands.alibi_slopes, case.alibi.rjust(2, "1") if case.alibi else "", wide),
+                                (operands.sinks, "h" if case.sinks else "", own),
+                                (operands.seed, "1" if case.dropout_p else "", torch.int64)):
+        assert (operand is not None) == bool(dims)
+        if operand is not None:
+            assert operand.shape == tuple(sizes[letter] for letter in dims)
+            assert operand.dtype is kind
+            assert operand.isfinite().all()
+    assert (operands == NO_OPERANDS and problem.scores.softcap is None) == (not case.has_options)
+
+
+def test_operands_follow_the_seed_and_masks_do_not_follow_the_dtype():
+    case = case_named("everything")
+    first, again, other, half = (make_operands(case, dtype, "cpu", seed) for dtype, seed in (
+        (torch.float32, 1), (torch.float32, 1), (torch.float32, 2), (torch.float16, 1)))
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+    assert torch.equal(first.mask, half.mask)
+    assert not torch.equal(first.bias.flatten()[:64], make_inputs(case, torch.float32, "cpu", 1).q.flatten()[:64])
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.mask_tensor], ids=str)
+def test_boolean_mask_hides_some_rows_wholly_and_leaves_pairs_of_others(case):
+    mask = make_operands(case, torch.float32, "cpu").mask
+    rows = mask.any(-1).flatten()
+    assert mask.any()
+    assert not mask.all()
+    assert len(rows) < 4 or not rows.all()
+
+
+def test_operands_lie_as_hostile_as_the_inputs():
+    def made(layout):
+        return make_operands(Case("hostile", b=2, hq=2, sq=3, sk=5, mask=window(None, None, "top_left"), bias="bhqk",
+                                  mask_tensor="bhqk", alibi="bh", sinks=True, layout=layout), torch.float32, "cpu")
+
+    assert made("bhds").bias.stride() == made("bhds").mask.stride() == (30, 15, 1, 3)
+    assert made("expanded").bias.stride(0) == made("expanded").mask.stride(0) == 0
+    for layout in ("bhds", "moat"):
+        for operand in made(layout)[1::2]:
+            assert operand.stride(-1) == 2
+            assert torch.as_strided(operand, (2,), (2,), 1).isnan().all()
+    moat = made("moat").bias
+    assert torch.as_strided(moat, (moat.untyped_storage().size() // 4,), (1,), 0).isfinite().sum() == moat.numel()
+
+
+def test_requires_grad_makes_leaves_of_bias_slopes_and_sinks_alone():
+    operands = make_operands(case_named("everything_expanded"), torch.float32, "cpu", requires_grad=True)
+    assert [t.requires_grad for t in operands] == [True, True, False, True, False]
+    assert all(t.is_leaf for t in operands)
+
+
+def test_call_options_are_those_of_the_case():
+    case = case_named("everything")
+    operands = make_operands(case, torch.float32, "cpu")
+    options = call_options(case, operands)
+    assert isinstance(options["mask"], TensorMask)
+    assert options["mask"].tensor is operands.mask
+    assert options["bias"] is operands.bias
+    assert (options["softcap"], options["dropout_p"]) == (case.softcap, case.dropout_p)
+    assert options["dropout_seed"] is operands.seed
+    plain = case_named("scale_given")
+    given = {name: value for name, value in call_options(plain, NO_OPERANDS).items() if value is not None}
+    assert given == {"mask": plain.mask, "scale": 0.3, "dropout_p": 0.0}

@@ -4,36 +4,157 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from tilewise.masks import Mask, causal
+from tilewise.masks import Mask, causal, window
+from tilewise.scores import Operands, ScoreSettings
 from tilewise.testing.cases import CASES, Case, case_named
-from tilewise.testing.inputs import make_inputs
-from tilewise.testing.oracle import attend, dense, gradients, yardsticks
+from tilewise.testing.inputs import make_inputs, make_operands
+from tilewise.testing.oracle import (
+    Changes,
+    attend,
+    dense,
+    dropout_keep,
+    gradients,
+    max_logit,
+    philox,
+    yardsticks,
+)
 
 
-def _visible_rows(case):
-    return case.mask.visible(case.sq, case.sk).any(-1)
+def _made(case, dtype):
+    """Inputs, and the rest of the arguments of every function of the oracle."""
+    changes = Changes(make_operands(case, dtype, "cpu"), case.settings)
+    return make_inputs(case, dtype, "cpu"), (case.mask, case.scale, changes)
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if c.sq and c.sk], ids=str)
-def test_output_equals_torch_attention_in_float64(case):
-    q, k, v, *_ = make_inputs(case, torch.float64, "cpu")
+def _visible(case, operands):
     visible = case.mask.visible(case.sq, case.sk)
+    return (visible if operands.mask is None else visible & operands.mask).expand(case.b, case.hq, -1, -1)
+
+
+def _same(first, second, assert_same):
+    for a, b in zip(first, second, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            assert_same(a, b)
+
+
+def _torch_attention(case, inputs, operands):
+    """What torch makes of a case: a bias beside the mask, and a sink as a key whose score is a bias and value 0."""
+    q, k, v, *_ = inputs
+    added = torch.zeros(case.b, case.hq, case.sq, case.sk, dtype=q.dtype)
+    if operands.bias is not None:
+        added = added + operands.bias
+    if operands.alibi_slopes is not None:
+        offset = case.sk - case.sq if case.mask.alignment == "bottom_right" else 0
+        distance = torch.tensor([[abs(i + offset - j) for j in range(case.sk)] for i in range(case.sq)])
+        added = added - operands.alibi_slopes[:, :, None, None] * distance
+    added = added.masked_fill(~_visible(case, operands), float("-inf"))
+    if operands.sinks is not None:
+        added = torch.cat([added, operands.sinks[:, None, None].expand(case.b, -1, case.sq, 1)], -1)
+        k, v = (torch.nn.functional.pad(tensor, (0, 0, 0, 1)) for tensor in (k, v))
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        expected = scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=case.scale,
-                                                enable_gqa=case.hq != case.hk)
-    rows = _visible_rows(case)
-    out, lse = attend(q, k, v, case.mask, case.scale)
-    torch.testing.assert_close(out[:, :, rows], expected[:, :, rows])
-    assert torch.equal(out[:, :, ~rows], torch.zeros_like(out[:, :, ~rows]))
-    assert torch.equal(lse.isneginf(), (~rows).expand_as(lse))
+        return scaled_dot_product_attention(q, k, v, attn_mask=added, scale=case.scale or case.d**-0.5,
+                                            enable_gqa=case.hq != case.hk)
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.sq and c.sk and not (c.softcap or c.dropout_p)], ids=str)
+def test_output_equals_torch_attention_in_float64(case):
+    inputs, rest = _made(case, torch.float64)
+    operands = rest[2].operands
+    expected = _torch_attention(case, inputs, operands)
+    rows = _visible(case, operands).any(-1)
+    out, lse = attend(*inputs[:3], *rest)
+    torch.testing.assert_close(out[rows], expected[rows])
+    assert torch.equal(out[~rows], torch.zeros_like(out[~rows]))
+    if case.sinks:
+        torch.testing.assert_close(lse[~rows], operands.sinks[:, None].expand_as(lse)[~rows])
+    else:
+        assert torch.equal(lse.isneginf(), ~rows)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_differentiated_and_written_out_gradients_agree(case):
-    q, k, v, dout, dlse = make_inputs(case, torch.float64, "cpu")
-    arguments = q, k, v, dout, dlse, case.mask, case.scale
-    for got, expected in zip(dense(*arguments)[2:], gradients(*arguments), strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
+    inputs, rest = _made(case, torch.float64)
+    _same(dense(*inputs, *rest).gradients, gradients(*inputs, *rest),
+          lambda got, expected: torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-11))
+
+
+def test_every_option_acts_at_its_place():
+    """One query, two keys, by hand: softcap, then bias and slopes, then the sink; dropout keeps the denominator."""
+    q, k = torch.ones(1, 1, 1, 1), torch.tensor([3.0, 5.0]).reshape(1, 1, 2, 1)
+    v = torch.tensor([10.0, 20.0]).reshape(1, 1, 2, 1)
+    operands = Operands(bias=torch.tensor([0.1, 0.2]).reshape(1, 1, 1, 2), alibi_slopes=torch.tensor([[0.25]]),
+                        sinks=torch.tensor([0.7]), seed=torch.tensor([5]))
+    changes = Changes(operands, ScoreSettings(softcap=2.0, dropout_p=0.5))
+    first = 2 * math.tanh(0.5 * 3 / 2) + 0.1 - 0.25 * 1  # the query stands on the second key
+    second = 2 * math.tanh(0.5 * 5 / 2) + 0.2
+    total = math.exp(first) + math.exp(second) + math.exp(0.7)
+    keep = dropout_keep(5, (1, 1, 1, 2), 0.5, "cpu").flatten().tolist()
+    assert keep == [False, True]
+    arguments = causal("bottom_right"), 0.5, changes
+    out, lse = attend(q, k, v, *arguments)
+    assert lse.item() == pytest.approx(math.log(total), rel=1e-6)
+    assert out.item() == pytest.approx(20 * math.exp(second) / total / 0.5, rel=1e-6)
+    assert max_logit(q, k, *arguments).item() == pytest.approx(second, rel=1e-6)
+
+
+def test_max_logit_leaves_out_what_is_hidden_and_the_sink():
+    case = case_named("sinks_mask_tensor_blind_queries")
+    inputs, rest = _made(case, torch.float64)
+    visible = _visible(case, rest[2].operands)
+    scores = inputs.q @ inputs.k.repeat_interleave(2, 1).mT * 0.25
+    expected = torch.where(visible, scores, float("-inf")).amax(-1)
+    assert expected.isneginf().any()
+    torch.testing.assert_close(max_logit(*inputs[:2], *rest), expected)
+    assert dense(*inputs, *rest).max_logit is None
+    mask, scale, changes = rest
+    wanted = changes._replace(settings=changes.settings._replace(max_logit=True))
+    for sample in yardsticks(*inputs, mask, scale, wanted):
+        torch.testing.assert_close(sample.max_logit, expected)
+
+
+def test_gradients_of_every_option_equal_finite_differences():
+    case = Case("small", hq=2, hk=1, sq=3, sk=4, d=2, dv=3, mask=window(2, None, "bottom_right"), bias="1hqk",
+                alibi="h", sinks=True, softcap=1.5, dropout_p=0.3)
+    inputs, (mask, scale, changes) = _made(case, torch.float64)
+    given = [tensor.detach().requires_grad_() for tensor in (*inputs[:3], *changes.operands[:2],
+                                                             changes.operands.sinks)]
+
+    def differentiated(q, k, v, bias, slopes, sinks):
+        operands = changes.operands._replace(bias=bias, alibi_slopes=slopes, sinks=sinks)
+        return attend(q, k, v, mask, scale, changes._replace(operands=operands))
+
+    assert torch.autograd.gradcheck(differentiated, given)
+
+
+@pytest.mark.parametrize(("rounds", "words"), [(7, (0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48)),
+                                               (10, (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8))])
+def test_philox_gives_the_known_answers(rounds, words):
+    zero = torch.zeros((), dtype=torch.int64)
+    assert tuple(word.item() for word in philox((zero,) * 4, 0, rounds)) == words
+
+
+def test_philox_of_full_words_gives_the_known_answer():
+    """All ones is where a product of 32-bit words is largest (known answer of the authors' Random123, 10 rounds)."""
+    ones = torch.tensor(0xFFFFFFFF)
+    words = tuple(word.item() for word in philox((ones,) * 4, -1, 10))
+    assert words == (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)
+
+
+def test_dropout_keeps_each_pair_by_its_own_word():
+    shape = (2, 3, 5, 11)
+    keep = dropout_keep(2**40 + 3, shape, 0.4, "cpu")
+    assert keep.shape == shape
+    for b, h, i, j in [(0, 0, 0, 0), (1, 2, 4, 10), (1, 0, 3, 6), (0, 2, 1, 9)]:
+        counter = tuple(torch.tensor(word) for word in (j // 8, i, b * 3 + h, 0))
+        draw = philox(counter, 2**40 + 3)[j % 8 // 2].item() >> 16 * (j % 2) & 0xFFFF
+        assert keep[b, h, i, j].item() == (draw >= round(0.4 * 2**16))
+    assert torch.equal(keep, dropout_keep(torch.tensor([2**40 + 3]), shape, 0.4, "cpu"))
+    assert dropout_keep(0, shape, 0.0, "cpu").all()
+    # A probability is rounded to a multiple of 2^-16, and never up to 1.
+    assert torch.equal(dropout_keep(0, shape, 0.5 + 2**-18, "cpu"), dropout_keep(0, shape, 0.5, "cpu"))
+    assert dropout_keep(0, (8, 16, 64, 64), 1 - 2**-30, "cpu").any()
+    assert dropout_keep(0, (1, 2, 3, 0), 0.5, "cpu").shape == (1, 2, 3, 0)
 
 
 def test_gradients_equal_finite_differences_of_out_and_lse():
@@ -56,7 +177,7 @@ def test_blind_rows_and_unseen_keys_have_zero_gradients(name):
     case = case_named(name)
     q, k, v, dout, dlse = make_inputs(case, torch.float64, "cpu")
     visible = case.mask.visible(case.sq, case.sk)
-    dq, dk, dv = gradients(q, k, v, dout, dlse, case.mask, case.scale)
+    dq, dk, dv, *_ = gradients(q, k, v, dout, dlse, case.mask, case.scale)
     assert not dq[:, :, ~visible.any(-1)].any()
     assert not dk[:, :, ~visible.any(0)].any()
     assert not dv[:, :, ~visible.any(0)].any()
@@ -69,29 +190,30 @@ def test_missing_lse_gradient_means_zero():
     for function in (gradients, dense):
         without = function(q, k, v, dout, None, case.mask, case.scale)
         zero = function(q, k, v, dout, torch.zeros_like(dlse), case.mask, case.scale)
-        assert all(torch.equal(a, b) for a, b in zip(without, zero, strict=True))
+        _same(without, zero, lambda a, b: torch.testing.assert_close(a, b, rtol=0.0, atol=0.0))
 
 
 def test_yardstick_stays_in_the_inputs_dtype():
-    q, k, v, dout, dlse = make_inputs(case_named("gqa"), torch.bfloat16, "cpu")
-    results = dense(q, k, v, dout, dlse, causal(), None)
-    assert {t.dtype for t in results} == {torch.bfloat16}
-    assert not torch.equal(results.out.double(), attend(q, k, v, causal(), None)[0])
+    inputs, rest = _made(case_named("everything_moat_blind_queries"), torch.bfloat16)
+    assert rest[2].operands.bias.dtype is torch.float32
+    results = dense(*inputs, *rest)
+    assert {t.dtype for t in (*results[:2], *results.gradients)} == {torch.bfloat16}
+    assert not torch.equal(results.out.double(), attend(*inputs[:3], *rest)[0])
 
 
-@pytest.mark.parametrize("name", ["gqa_causal_odd_lengths", "causal_bottom_right_more_queries", "no_keys", "moat"])
+@pytest.mark.parametrize("name", ["gqa_causal_odd_lengths", "causal_bottom_right_more_queries", "no_keys", "moat",
+                                  "bias_of_queries", "bias_of_keys", "everything", "everything_moat_blind_queries"])
 def test_order_of_summation_changes_nothing_but_the_rounding(name):
-    case = case_named(name)
-    arguments = *make_inputs(case, torch.float64, "cpu"), case.mask, case.scale
-    for sample in yardsticks(*arguments):
-        for got, expected in zip(sample, dense(*arguments), strict=True):
-            torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
+    inputs, rest = _made(case_named(name), torch.float64)
+    for sample in yardsticks(*inputs, *rest):
+        _same(sample, dense(*inputs, *rest),
+              lambda got, expected: torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-11))
 
 
 def test_each_order_rounds_differently():
-    case = case_named("gqa")
-    samples = yardsticks(*make_inputs(case, torch.float32, "cpu"), case.mask, case.scale)
-    for results in zip(*samples, strict=True):
+    inputs, rest = _made(case_named("everything"), torch.float32)
+    samples = yardsticks(*inputs, *rest)
+    for results in zip(*((*sample[:2], *sample.gradients) for sample in samples), strict=True):
         assert not any(torch.equal(results[0], other) for other in results[1:])
 
 

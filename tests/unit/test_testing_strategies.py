@@ -1,9 +1,11 @@
+import pytest
 import torch
 from hypothesis import find, given
 
 from tilewise.masks import ALIGNMENTS
-from tilewise.testing.inputs import make_inputs
-from tilewise.testing.strategies import masks, small_cases, spans
+from tilewise.problem import AttentionProblem
+from tilewise.testing.inputs import make_inputs, make_operands
+from tilewise.testing.strategies import masks, small_cases, small_cases_with_options, spans
 
 
 @given(spans(17))
@@ -24,8 +26,15 @@ def test_masks_reach_both_alignments_and_every_kind():
     assert find(masks(), lambda m: not m.is_bounded).left is None
 
 
-@given(small_cases())
+@given(small_cases() | small_cases_with_options())
 def test_small_cases_make_inputs(case):
-    inputs = make_inputs(case, torch.float32, "cpu")
+    inputs, operands = (make(case, torch.float32, "cpu") for make in (make_inputs, make_operands))
+    AttentionProblem.from_tensors(*inputs[:3], operands, mask=case.mask, settings=case.settings)
     assert max(case.sq, case.sk) <= 40
     assert inputs.q.shape[1] % inputs.k.shape[1] == 0
+
+
+@pytest.mark.parametrize("option", ["bias", "mask_tensor", "alibi", "sinks", "softcap", "dropout_p"])
+def test_small_cases_reach_every_option_and_its_absence(option):
+    assert getattr(find(small_cases_with_options(), lambda case: bool(getattr(case, option))), option)
+    assert not getattr(find(small_cases_with_options(), lambda case: not getattr(case, option)), option)

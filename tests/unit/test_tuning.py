@@ -1,13 +1,15 @@
 """Tile configs, heuristics and tables: pure functions, no device."""
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
 import torch
 
-from tilewise.errors import InvalidInput
+from tilewise.errors import InvalidInput, UnsupportedProblem
 from tilewise.masks import Mask, causal
 from tilewise.problem import AttentionProblem
+from tilewise.scores import OperandFacts, ScoreOptions
 from tilewise.tuning.configs import DkdvConfig, DqConfig, ForwardConfig
 from tilewise.tuning.device import DeviceSpec, device_spec
 from tilewise.tuning.heuristics import (
@@ -45,6 +47,25 @@ def test_every_heuristic_tile_fits_the_devices_shared_memory(arch, kernel):
         problem = problem_of(d, dtype=dtype)
         config = tile_config(kernel, problem, spec, descriptors=described)
         assert config.shared_bytes(problem) <= spec.shared_memory
+
+
+def test_operands_take_shared_memory_and_shrink_the_tile():
+    spec = DeviceSpec.of_arch("sm_90")
+    plain = problem_of(256, mask=causal())
+    facts = OperandFacts((1, 1, 4096, 4096), (0, 0, 4096, 1), torch.bfloat16)
+    wanted = replace(plain, scores=ScoreOptions(bias=facts, mask=facts._replace(dtype=torch.bool), dropout_p=0.5))
+    for kernel in KINDS:
+        before, after = (tile_config(kernel, problem, spec, descriptors=True) for problem in (plain, wanted))
+        assert after.operand_bytes(plain) == 0
+        assert after.operand_bytes(wanted) >= after.block_m * after.block_n * 4
+        assert after.shared_bytes(wanted) <= spec.shared_memory
+        assert before.shared_bytes(plain) <= spec.shared_memory
+
+
+def test_device_too_small_for_every_tile_is_refused_with_its_numbers():
+    spec = DeviceSpec("small", "sm_75", 16 * 1024)
+    with pytest.raises(UnsupportedProblem, match="no tile fits the 16384 bytes of shared memory of sm_75, the least"):
+        tile_config("dkdv", problem_of(256, dtype=torch.float32), spec, descriptors=False)
 
 
 def test_descriptors_are_chosen_only_on_hopper_and_only_when_allowed():

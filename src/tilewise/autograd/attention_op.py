@@ -4,6 +4,7 @@ The problem travels through a schema as scalars and is rebuilt behind it; the ba
 integers. A compiled graph therefore holds one opaque node a pass and does not depend on the lengths.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
@@ -11,18 +12,31 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from tilewise import settings
-from tilewise.backends.base import Backend, Saved
+from tilewise.backends.base import Backend, Needs, Saved
 from tilewise.dispatch import choose
 from tilewise.errors import UnsupportedProblem
 from tilewise.masks import Mask
-from tilewise.problem import AttentionProblem, Facts, dense_strides, facts_of, problem_from_facts
+from tilewise.problem import (
+    AttentionProblem,
+    Facts,
+    dense_strides,
+    facts_of,
+    facts_of_operands,
+    problem_from_facts,
+)
+from tilewise.scores import NO_OPERANDS, Operands, ScoreSettings
 
-_OPTIONS = "float? scale, int? left, int? right, str? alignment, bool deterministic, str? backend"
-torch.library.define("tilewise::attention_forward", f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)")
+_OPERANDS = "Tensor? bias, Tensor? alibi_slopes, Tensor? mask, Tensor? sinks, Tensor? seed"
+_OPTIONS = ("float? scale, int? left, int? right, str? alignment, float? softcap, float dropout_p, bool max_logit, "
+            "bool deterministic, str? backend")
+# out, lse and, where wanted, max_logit.
+torch.library.define("tilewise::attention_forward",
+                     f"(Tensor q, Tensor k, Tensor v, {_OPERANDS}, {_OPTIONS}) -> Tensor[]")
+# The gradients that were asked for, in the order of Gradients.
 torch.library.define(
     "tilewise::attention_backward",
     "(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor dout, Tensor? dlse, "
-    f"{_OPTIONS}, bool need_dq, bool need_dkv) -> (Tensor, Tensor, Tensor)",
+    f"{_OPERANDS}, {_OPTIONS}, bool[] needs) -> Tensor[]",
 )
 
 
@@ -33,64 +47,72 @@ class Options(NamedTuple):
     left: int | None
     right: int | None
     alignment: str | None
-    deterministic: bool
-    backend: str | None
+    softcap: float | None = None
+    dropout_p: float = 0.0
+    max_logit: bool = False
+    deterministic: bool = False
+    backend: str | None = None
 
     @property
     def mask(self) -> Mask:
         """The mask, put together again."""
         return Mask(self.left, self.right, cast(Any, self.alignment))
 
-    def problem(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> AttentionProblem:
+    @property
+    def settings(self) -> ScoreSettings:
+        """The numbers that change scores."""
+        return ScoreSettings(self.softcap, self.dropout_p, self.max_logit)
+
+    def problem(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Operands) -> AttentionProblem:
         """Rebuild the validated problem; sizes may be symbolic."""
-        return AttentionProblem.from_tensors(q, k, v, mask=self.mask, scale=self.scale,
-                                             deterministic=self.deterministic)
+        return AttentionProblem.from_tensors(q, k, v, operands, mask=self.mask, scale=self.scale,
+                                             settings=self.settings, deterministic=self.deterministic)
+
+
+_N_OPERANDS = len(Operands._fields)
 
 
 @lru_cache(maxsize=4096)
-def _resolve(q: Facts, k: Facts, v: Facts, options: tuple[Any, ...],
+def _resolve(tensors: tuple[Facts, Facts, Facts], operands: tuple[Facts, ...], options: tuple[Any, ...],
              default_backend: str | None) -> tuple[AttentionProblem, Backend]:
     """Problem and backend of a call: one look-up on the way to a kernel, where every microsecond is the user's."""
     chosen = Options(*options)
-    problem = problem_from_facts(q, k, v, chosen.mask, chosen.scale, chosen.deterministic)
+    problem = problem_from_facts(tensors, operands, chosen.mask, chosen.scale, chosen.settings, chosen.deterministic)
     return problem, choose(problem, chosen.backend or default_backend)
 
 
-def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    problem, backend = _resolve(facts_of("q", q), facts_of("k", k), facts_of("v", v), options,
-                                settings.default_backend())
-    return backend.forward(problem, q, k, v)
+def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> list[torch.Tensor]:
+    operands = Operands(*rest[:_N_OPERANDS])
+    problem, backend = _resolve((facts_of("q", q), facts_of("k", k), facts_of("v", v)), facts_of_operands(operands),
+                                rest[_N_OPERANDS:], settings.default_backend())
+    results = backend.forward(problem, q, k, v, operands)
+    return [result for result in results if result is not None]
 
 
 def _backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-              dout: torch.Tensor, dlse: torch.Tensor | None,
-              *options: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    *chosen_options, need_dq, need_dkv = options
-    chosen = Options(*chosen_options)
-    problem = chosen.problem(q, k, v).backward(lse_grad=dlse is not None)
+              dout: torch.Tensor, dlse: torch.Tensor | None, *rest: Any) -> list[torch.Tensor]:
+    operands, chosen, needs = Operands(*rest[:_N_OPERANDS]), Options(*rest[_N_OPERANDS:-1]), Needs(*rest[-1])
+    problem = chosen.problem(q, k, v, operands).backward(lse_grad=dlse is not None)
     backend = choose(problem, chosen.backend or settings.default_backend())
-    gradients = backend.backward(problem, Saved(q, k, v, out, lse), dout, dlse, need_dq=need_dq, need_dkv=need_dkv)
-    # A schema has no optional outputs: a gradient that was not asked for travels as an empty tensor.
-    dq, dk, dv = (q.new_empty(0) if gradient is None else gradient for gradient in gradients)
-    return dq, dk, dv
+    gradients = backend.backward(problem, Saved(q, k, v, out, lse, operands), dout, dlse, needs)
+    return [gradient for gradient in gradients if gradient is not None]
 
 
-def _forward_fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-                  *options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    problem = Options(*options).problem(q, k, v)
+def _forward_fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> list[torch.Tensor]:
+    problem = Options(*rest[_N_OPERANDS:]).problem(q, k, v, Operands(*rest[:_N_OPERANDS]))
     shape = (problem.b, problem.hq, problem.sq, problem.dv)
-    return (q.new_empty_strided(shape, problem.out_strides), q.new_empty(shape[:3], dtype=problem.lse_dtype))
+    rows = [q.new_empty(shape[:3], dtype=problem.lse_dtype) for _ in range(1 + problem.scores.max_logit)]
+    return [q.new_empty_strided(shape, problem.out_strides), *rows]
 
 
 def _backward_fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-                   dout: torch.Tensor, dlse: torch.Tensor | None,
-                   *options: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    need_dq, need_dkv = options[-2:]
-    dq, dk, dv = (
-        t.new_empty_strided(t.shape, dense_strides(t.shape, t.stride())) if needed else q.new_empty(0)
-        for t, needed in ((q, need_dq), (k, need_dkv), (v, need_dkv))
-    )
-    return dq, dk, dv
+                   dout: torch.Tensor, dlse: torch.Tensor | None, *rest: Any) -> list[torch.Tensor]:
+    operands, needs = Operands(*rest[:_N_OPERANDS]), Needs(*rest[-1])
+    inputs = ((q, needs.dq), (k, needs.dkv), (v, needs.dkv))
+    others = ((operands.bias, needs.dbias), (operands.alibi_slopes, needs.dalibi_slopes),
+              (operands.sinks, needs.dsinks))
+    return [t.new_empty_strided(t.shape, dense_strides(t.shape, t.stride())) for t, needed in inputs if needed] + [
+        t.new_empty(t.shape) for t, needed in others if needed and t is not None]
 
 
 for _name, _kernel, _fake in (("attention_forward", _forward, _forward_fake),
@@ -104,52 +126,64 @@ backward_op = torch.ops.tilewise.attention_backward.default
 
 
 def _visible_pairs(q_shape: torch.Size, k_shape: torch.Size, options: Options) -> int:
+    # A tensor's mask is data: its pairs are counted as if all took part.
     mask = Mask(options.left, options.right, cast(Any, options.alignment))
     return int(q_shape[0] * q_shape[1]) * mask.band(q_shape[2], k_shape[2]).visible_pairs(q_shape[2], k_shape[2])
 
 
 @register_flop_formula(torch.ops.tilewise.attention_forward)
-def _forward_flops(q_shape: torch.Size, k_shape: torch.Size, v_shape: torch.Size, *options: Any,
+def _forward_flops(q_shape: torch.Size, k_shape: torch.Size, v_shape: torch.Size, *rest: Any,
                    **_: object) -> int:
     """Two matrix products, each 2 operations per visible pair and head-dim element."""
-    return 2 * _visible_pairs(q_shape, k_shape, Options(*options)) * (q_shape[3] + v_shape[3])
+    return 2 * _visible_pairs(q_shape, k_shape, Options(*rest[_N_OPERANDS:])) * (q_shape[3] + v_shape[3])
 
 
 @register_flop_formula(torch.ops.tilewise.attention_backward)
 def _backward_flops(q_shape: torch.Size, k_shape: torch.Size, v_shape: torch.Size, *rest: Any, **_: object) -> int:
     """The mathematics' five products (scores, dP; dQ, dK, dV), not what a kernel recomputes beyond them."""
-    options = Options(*rest[4:-2])  # between the shapes of out, lse, dout, dlse and the two flags
+    options = Options(*rest[4 + _N_OPERANDS:-1])  # behind the shapes of out, lse, dout, dlse and the operands
     return 2 * _visible_pairs(q_shape, k_shape, options) * (3 * q_shape[3] + 2 * v_shape[3])
 
 
 class AttentionFunction(torch.autograd.Function):
-    """Attention with a gradient for q, k and v, through out and through lse (maths.md, section 6)."""
+    """Attention with a gradient for q, k, v, bias, slopes and sinks, through out and lse (maths.md, section 6)."""
 
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-                *options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the forward op and keep q, k, v, out and lse: O(s) memory."""
-        out, lse = forward_op(q, k, v, *options)
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
+        """Run the forward op and keep q, k, v, out, lse and the operands: O(s) memory beside the latter."""
+        results = forward_op(q, k, v, *rest)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.options = options
-        return out, lse
+        ctx.save_for_backward(q, k, v, *results[:2], *rest[:_N_OPERANDS])
+        ctx.options = rest[_N_OPERANDS:]
+        if len(results) > 2:  # a report, not a function to be differentiated
+            ctx.mark_non_differentiable(results[2])
+        return tuple(results)
 
     @staticmethod
-    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None,
+                 *_: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """Run the backward op for the inputs that need a gradient."""
-        q, k, v, out, lse = ctx.saved_tensors
-        nothing = (None,) * (3 + len(ctx.options))
+        q, k, v, out, lse, *operands = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[:3 + _N_OPERANDS]
+        gradients: list[torch.Tensor | None] = [None] * (3 + _N_OPERANDS + len(ctx.options))
         if dout is None and dlse is None:
-            return nothing
+            return tuple(gradients)
         if dout is None:  # only lse was used: a zero of no memory
             dout = out.new_zeros(()).expand(out.shape)
-        need_dq, need_dk, need_dv = ctx.needs_input_grad[:3]
+        needs = Needs(wanted[0], wanted[1] or wanted[2], *(wanted[3 + i] for i in _DIFFERENTIABLE))
         # Gradients are enabled here under create_graph=True alone. A compiled backward pass refuses that by itself.
         twice = torch.is_grad_enabled() and not torch.compiler.is_compiling()
         compute = _apply_once if twice else backward_op
-        dq, dk, dv = compute(q, k, v, out, lse, dout, dlse, *ctx.options, need_dq, need_dk or need_dv)
-        return (dq if need_dq else None, dk if need_dk else None, dv if need_dv else None, *nothing[3:])
+        made = iter(compute(q, k, v, out, lse, dout, dlse, *operands, *ctx.options, list(needs)))
+        places = (0, 1, 2, *(3 + i for i in _DIFFERENTIABLE))
+        for place, was_made in zip(places, (needs.dq, needs.dkv, *needs[1:]), strict=True):
+            gradient = next(made) if was_made else None
+            gradients[place] = gradient if wanted[place] else None
+        return tuple(gradients)
+
+
+# Which operands have a gradient, in the order of Gradients.
+_DIFFERENTIABLE = tuple(Operands._fields.index(name) for name in ("bias", "alibi_slopes", "sinks"))
 
 
 class OnceDifferentiable(torch.autograd.Function):
@@ -159,9 +193,9 @@ class OnceDifferentiable(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def forward(ctx: Any, *arguments: Any) -> tuple[torch.Tensor, ...]:
         """Run the backward op."""
-        return cast("tuple[torch.Tensor, torch.Tensor, torch.Tensor]", backward_op(*arguments))
+        return tuple(backward_op(*arguments))
 
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor | None) -> None:
@@ -175,8 +209,16 @@ _apply: Any = AttentionFunction.apply
 _apply_once: Any = OnceDifferentiable.apply
 
 
-def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend; through the autograd Function only where a gradient can be asked for (it costs host time)."""
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return cast("tuple[torch.Tensor, torch.Tensor]", _apply(q, k, v, *options))
-    return cast("tuple[torch.Tensor, torch.Tensor]", forward_op(q, k, v, *options))
+def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Operands,
+        options: Options) -> Sequence[torch.Tensor]:
+    """Attend; through the autograd Function only where a gradient can be asked for (it costs host time).
+
+    Returns out, lse and, where the options want it, max_logit.
+    """
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or _trainable(operands)):
+        return cast("tuple[torch.Tensor, ...]", _apply(q, k, v, *operands, *options))
+    return cast("list[torch.Tensor]", forward_op(q, k, v, *operands, *options))
+
+
+def _trainable(operands: Operands) -> bool:
+    return operands != NO_OPERANDS and any(t is not None and t.requires_grad for t in operands)

@@ -5,14 +5,36 @@ from typing import NamedTuple, Protocol
 import torch
 
 from tilewise.problem import AttentionProblem
+from tilewise.scores import NO_OPERANDS, Operands
+
+
+class Needs(NamedTuple):
+    """Which gradients a backward pass shall make; dk and dv come together."""
+
+    dq: bool = True
+    dkv: bool = True
+    dbias: bool = False
+    dalibi_slopes: bool = False
+    dsinks: bool = False
 
 
 class Gradients(NamedTuple):
-    """Gradients of q, k and v; an entry that was not asked for is None."""
+    """Gradients of q, k, v and of the operands that have one; an entry that was not asked for is None."""
 
     dq: torch.Tensor | None
     dk: torch.Tensor | None
     dv: torch.Tensor | None
+    dbias: torch.Tensor | None = None
+    dalibi_slopes: torch.Tensor | None = None
+    dsinks: torch.Tensor | None = None
+
+
+class Results(NamedTuple):
+    """What a forward pass returns; max_logit is None unless the problem wants it."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    max_logit: torch.Tensor | None = None
 
 
 class Backend(Protocol):
@@ -29,23 +51,25 @@ class Backend(Protocol):
         The only place where a backend's limits are stated: forward and backward trust it.
         """
 
-    def forward(
-        self, problem: AttentionProblem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return out (b, hq, sq, dv), strides ``problem.out_strides``, and lse (b, hq, sq), natural log, contiguous."""
+    def forward(self, problem: AttentionProblem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+                operands: Operands = NO_OPERANDS) -> "Results":
+        """Return out (b, hq, sq, dv), strides ``problem.out_strides``, and lse (b, hq, sq), natural log, contiguous.
 
-    def backward(
-        self, problem: AttentionProblem, saved: "Saved", dout: torch.Tensor, dlse: torch.Tensor | None,
-        *, need_dq: bool, need_dkv: bool,
-    ) -> Gradients:
-        """Return the gradients that are needed, each dense, dims stored in the order of its input's."""
+        max_logit, where wanted, is shaped as lse: the row's largest visible score, the sink not counted; -inf where
+        nothing is seen.
+        """
+
+    def backward(self, problem: AttentionProblem, saved: "Saved", dout: torch.Tensor, dlse: torch.Tensor | None,
+                 needs: Needs = Needs()) -> Gradients:  # noqa: B008 - a value, never changed
+        """Return the gradients that are needed, each dense; those of q, k and v with dims stored in their order."""
 
 
 class Saved(NamedTuple):
-    """What the forward pass keeps for the backward pass: O(s) memory."""
+    """What the forward pass keeps for the backward pass: O(s) memory beside the operands."""
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
     out: torch.Tensor
     lse: torch.Tensor
+    operands: Operands = NO_OPERANDS

@@ -2,10 +2,11 @@
 
 import torch
 
-from tilewise.backends.base import Gradients, Saved
-from tilewise.kernels.reference.backward import attention_backward
+from tilewise.backends.base import Gradients, Needs, Results, Saved
+from tilewise.kernels.reference.backward import GradientTensors, attention_backward
 from tilewise.kernels.reference.forward import attention_forward
 from tilewise.problem import AttentionProblem, dense_strides
+from tilewise.scores import NO_OPERANDS, Operands
 
 
 class ReferenceBackend:
@@ -17,26 +18,31 @@ class ReferenceBackend:
         """Return None: there is no limit."""
         return None
 
-    def forward(self, problem: AttentionProblem, q: torch.Tensor, k: torch.Tensor,
-                v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, problem: AttentionProblem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+                operands: Operands = NO_OPERANDS) -> Results:
         """See :class:`tilewise.backends.base.Backend`."""
         shape = (problem.b, problem.hq, problem.sq, problem.dv)
         out = q.new_empty_strided(shape, problem.out_strides)
         lse = q.new_empty(shape[:3], dtype=problem.lse_dtype)
+        results = Results(out, lse, torch.empty_like(lse) if problem.scores.max_logit else None)
         with _exact_products(problem.device):
-            attention_forward(problem, q, k, v, out, lse)
-        return out, lse
+            attention_forward(problem, (q, k, v), operands, results)
+        return results
 
     def backward(self, problem: AttentionProblem, saved: Saved, dout: torch.Tensor, dlse: torch.Tensor | None,
-                 *, need_dq: bool, need_dkv: bool) -> Gradients:
+                 needs: Needs = Needs()) -> Gradients:  # noqa: B008 - a value, never changed
         """See :class:`tilewise.backends.base.Backend`."""
-        gradients = Gradients(*(
-            t.new_empty_strided(t.shape, dense_strides(t.shape, t.stride())) if needed else None
-            for t, needed in ((saved.q, need_dq), (saved.k, need_dkv), (saved.v, need_dkv))
-        ))
+        operands = saved.operands
+        inputs = ((saved.q, needs.dq), (saved.k, needs.dkv), (saved.v, needs.dkv))
+        others = ((operands.bias, needs.dbias), (operands.alibi_slopes, needs.dalibi_slopes),
+                  (operands.sinks, needs.dsinks))
+        gradients = GradientTensors(
+            *(t.new_empty_strided(t.shape, dense_strides(t.shape, t.stride())) if needed else None
+              for t, needed in inputs),
+            *(t.new_empty(t.shape) if needed and t is not None else None for t, needed in others))
         with _exact_products(problem.device):
-            attention_backward(problem, saved, dout, dlse, gradients)
-        return gradients
+            attention_backward(problem, saved[:5], operands, dout, dlse, gradients)
+        return Gradients(*gradients)
 
 
 def _exact_products(device: torch.device) -> torch.autocast:

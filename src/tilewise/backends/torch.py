@@ -9,9 +9,10 @@ from typing import NamedTuple, cast
 
 import torch
 
-from tilewise.backends.base import Gradients, Saved
+from tilewise.backends.base import Gradients, Needs, Results, Saved
 from tilewise.masks import Span
 from tilewise.problem import AttentionProblem, Sizes, dense_strides
+from tilewise.scores import NO_OPERANDS, Operands, ScoreOptions
 
 _aten = torch.ops.aten
 _GPU_DTYPES = (torch.float16, torch.bfloat16)
@@ -30,6 +31,9 @@ class TorchBackend:
             return f"needs equal head dims, got {problem.d} for q and k and {problem.dv} for v"
         if problem.lse_grad:
             return "has no gradient through lse"
+        option = _option(problem.scores)
+        if option is not None:
+            return f"takes no {option}"
         for name, strides in (("q", problem.q_strides), ("k", problem.k_strides), ("v", problem.v_strides)):
             if strides[3] != 1 and problem.d > 1:
                 return f"needs stride 1 in the last dim, got {strides[3]} for {name}"
@@ -43,8 +47,8 @@ class TorchBackend:
             return f"runs on CPUs and CUDA devices, got {'ROCm' if torch.version.hip else problem.device}"
         return _why_not_cuda(problem, core)
 
-    def forward(self, problem: AttentionProblem, q: torch.Tensor, k: torch.Tensor,
-                v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, problem: AttentionProblem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+                operands: Operands = NO_OPERANDS) -> Results:
         """See :class:`tilewise.backends.base.Backend`."""
         core = cast(_Core, _core(problem))  # why_not refuses where there is none
         parts = core.cut(q, k, v)
@@ -59,13 +63,13 @@ class TorchBackend:
         shape = (problem.b, problem.hq, problem.sq, problem.dv)
         out = _placed(part_out, core.queries, shape, problem.out_strides, 0.0)
         lse = _placed(part_lse, core.queries, shape[:3], (shape[1] * shape[2], shape[2], 1), float("-inf"))
-        return out, lse
+        return Results(out, lse)
 
     def backward(self, problem: AttentionProblem, saved: Saved, dout: torch.Tensor, dlse: torch.Tensor | None,
-                 *, need_dq: bool, need_dkv: bool) -> Gradients:
+                 needs: Needs = Needs()) -> Gradients:  # noqa: B008 - a value, never changed
         """See :class:`tilewise.backends.base.Backend`; the operator computes all three gradients whatever is needed."""
         core = cast(_Core, _core(problem))  # why_not refuses where there is none
-        q, k, v, out, lse = saved
+        q, k, v, out, lse, _ = saved
         part_dout, part_out, part_lse = (_cut(tensor, core.queries) for tensor in (dout, out, lse))
         if part_dout.stride(-1) != 1:  # the gradient of a sum is one number, expanded
             part_dout = part_dout.contiguous()
@@ -82,7 +86,7 @@ class TorchBackend:
         return Gradients(*(
             _placed(part, positions, like.shape, dense_strides(like.shape, like.stride()), 0.0) if needed else None
             for part, positions, like, needed in zip(
-                parts, (core.queries, core.keys, core.keys), (q, k, v), (need_dq, need_dkv, need_dkv), strict=True)
+                parts, (core.queries, core.keys, core.keys), (q, k, v), (needs.dq, needs.dkv, needs.dkv), strict=True)
         ))
 
 
@@ -98,6 +102,14 @@ class _Core(NamedTuple):
 
     def cut(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return _cut(q, self.queries), _cut(k, self.keys), _cut(v, self.keys)
+
+
+def _option(scores: ScoreOptions) -> str | None:
+    """Name an option that is more than scale and band; torch's operators know of none, or give no lse with it."""
+    options = {"bias": scores.bias is not None, "ALiBi slopes": scores.alibi_slopes is not None,
+               "mask tensor": scores.mask is not None, "softcap": scores.softcap is not None,
+               "sinks": scores.sinks is not None, "dropout": scores.dropout_p > 0.0, "max_logit": scores.max_logit}
+    return next((name for name, is_there in options.items() if is_there), None)
 
 
 def _core(problem: AttentionProblem) -> _Core | None:

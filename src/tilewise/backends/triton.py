@@ -14,14 +14,20 @@ from functools import cache, lru_cache
 
 import torch
 
-from tilewise.backends.base import Gradients, Saved
+from tilewise.backends.base import Gradients, Needs, Results, Saved
+from tilewise.kernels.triton.launch import NO_MODIFIERS, modifiers_of, takes_descriptors
+from tilewise.kernels.triton.sums import OperandSums
 from tilewise.problem import AttentionProblem, Sizes, dense_strides
+from tilewise.scores import NO_OPERANDS, NO_OPTIONS, Operands
 from tilewise.tuning.device import device_spec
 from tilewise.tuning.heuristics import delta_config, split_dkdv, wants_descriptors
 from tilewise.tuning.table import config_for
 
 Launcher = Callable[..., None]
+ModifiersMaker = Callable[[AttentionProblem, Operands], object]
+_EVERY = Needs()
 _PLANS = 1024  # problems whose plans are kept
+_NOTHING = contextlib.nullcontext()
 
 
 class TritonBackend:
@@ -45,41 +51,52 @@ class TritonBackend:
             return "Triton's interpreter multiplies bfloat16 wrongly; use float16 or float32 on the CPU"
         return None
 
-    def forward(self, problem: AttentionProblem, q: torch.Tensor, k: torch.Tensor,
-                v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, problem: AttentionProblem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+                operands: Operands = NO_OPERANDS) -> Results:
         """See :class:`tilewise.backends.base.Backend`."""
-        plan = _forward_plan(problem, _alignment(q, k, v), _precision(problem.dtype))
+        plan = _forward_plan(problem, _alignment(q, k, v, *_present(operands)), _precision(problem.dtype))
         out = torch.empty_strided(plan.shape, plan.strides, dtype=problem.dtype, device=problem.device)
         lse = torch.empty(plan.shape[:3], dtype=torch.float32, device=problem.device)
+        max_logit = torch.empty_like(lse) if problem.scores.max_logit else None
         if plan.launch is None:
-            return out.zero_(), lse.fill_(float("-inf"))
-        if _is_current(problem.device):
-            plan.launch(q, k, v, out, lse)
-        else:
-            with torch.cuda.device(problem.device):
-                plan.launch(q, k, v, out, lse)
-        return out, lse
+            return _of_nothing(out, lse, max_logit, operands)
+        with _on(problem.device):
+            plan.launch(q, k, v, out, lse, max_logit, plan.modifiers(problem, operands))
+        return Results(out, lse, max_logit)
 
     def backward(self, problem: AttentionProblem, saved: Saved, dout: torch.Tensor, dlse: torch.Tensor | None,
-                 *, need_dq: bool, need_dkv: bool) -> Gradients:
+                 needs: Needs = _EVERY) -> Gradients:
         """See :class:`tilewise.backends.base.Backend`."""
-        q, k, v, out, lse = saved
+        q, k, v, out, lse, operands = saved
         plan = _backward_plan(
             problem, (out.stride(), dout.stride(), None if dlse is None else dlse.stride()),
-            _alignment(q, k, v, dout, out, lse, *(() if dlse is None else (dlse,))), _precision(problem.dtype))
-        dq = _empty(q, plan.dq_strides) if need_dq else None
-        dk, dv = (_empty(k, plan.dk_strides), _empty(v, plan.dv_strides)) if need_dkv else (None, None)
-        if plan.delta is None or plan.dq is None:
-            return Gradients(*(None if gradient is None else gradient.zero_() for gradient in (dq, dk, dv)))
+            _alignment(q, k, v, dout, out, lse, *(() if dlse is None else (dlse,)), *_present(operands)),
+            _precision(problem.dtype))
+        dq = _empty(q, plan.dq_strides) if needs.dq else None
+        dk, dv = (_empty(k, plan.dk_strides), _empty(v, plan.dv_strides)) if needs.dkv else (None, None)
+        sums = OperandSums(problem, operands, dbias=needs.dbias, dalibi_slopes=needs.dalibi_slopes,
+                           dsinks=needs.dsinks)
         delta = torch.empty_like(lse)
-        with contextlib.nullcontext() if _is_current(problem.device) else torch.cuda.device(problem.device):
+        if plan.delta is None or plan.dq is None:
+            for gradient in (dq, dk, dv):
+                if gradient is not None:
+                    gradient.zero_()
+            sums.zero_()
+            return Gradients(dq, dk, dv, *sums.gradients(lse, delta, dlse))
+        modifiers = plan.modifiers(problem, operands)
+        # A sum of rows or columns comes with the gradient of q, or of k and v, whether that is wanted or not.
+        with _on(problem.device):
             plan.delta(out, dout, out if dlse is None else dlse, delta)
-            if need_dkv:
+            if needs.dkv or sums.columns is not None:
+                made = (dk, dv) if needs.dkv else (_empty(k, plan.dk_strides), _empty(v, plan.dv_strides))
                 for launch in plan.dkdv:
-                    launch(q, k, v, dout, lse, delta, dk, dv)
-            if need_dq:
-                plan.dq(q, k, v, dout, lse, delta, dq)
-        return Gradients(dq, dk, dv)
+                    launch(q, k, v, dout, lse, delta, *made, sums.columns, modifiers)
+            if needs.dq or sums.rows is not None or sums.moments is not None:
+                plan.dq(q, k, v, dout, lse, delta, _empty(q, plan.dq_strides) if dq is None else dq, sums.rows,
+                        sums.moments, modifiers)
+            if sums.pairs is not None and plan.dbias is not None:
+                plan.dbias(q, k, v, dout, lse, delta, sums.pairs, modifiers)
+        return Gradients(dq, dk, dv, *sums.gradients(lse, delta, dlse))
 
 
 @dataclass(frozen=True)
@@ -89,6 +106,7 @@ class _ForwardPlan:
     shape: Sizes
     strides: Sizes
     launch: Launcher | None
+    modifiers: ModifiersMaker = modifiers_of
 
 
 @dataclass(frozen=True)
@@ -101,6 +119,8 @@ class _BackwardPlan:
     delta: Launcher | None = None
     dkdv: tuple[Launcher, ...] = ()
     dq: Launcher | None = None
+    dbias: Launcher | None = None
+    modifiers: ModifiersMaker = modifiers_of
 
 
 @lru_cache(maxsize=_PLANS)
@@ -109,13 +129,12 @@ def _forward_plan(problem: AttentionProblem, alignment: tuple[bool, ...], precis
     if problem.is_empty:
         return _ForwardPlan(shape, strides, None)
     from tilewise.kernels.triton.forward import forward_launch
-    from tilewise.kernels.triton.launch import takes_descriptors
 
     spec = device_spec(problem.device)
     descriptors = wants_descriptors(problem, spec) and all(alignment) and takes_descriptors(
         problem, problem.q_strides, problem.k_strides, problem.v_strides)
     config = config_for("forward", problem, spec, descriptors=descriptors)
-    return _ForwardPlan(shape, strides, forward_launch(problem, config, precision))
+    return _ForwardPlan(shape, strides, forward_launch(problem, config, precision), _modifiers_maker(problem))
 
 
 @lru_cache(maxsize=_PLANS)
@@ -127,8 +146,7 @@ def _backward_plan(problem: AttentionProblem, incoming: tuple[Sizes, Sizes, Size
         ((problem.b, problem.hk, problem.sk, problem.dv), problem.v_strides)))
     if problem.is_empty:
         return _BackwardPlan(dq, dk, dv)
-    from tilewise.kernels.triton.backward import delta_launch, dkdv_launch, dq_launch
-    from tilewise.kernels.triton.launch import takes_descriptors
+    from tilewise.kernels.triton.backward import dbias_launch, delta_launch, dkdv_launch, dq_launch
 
     spec = device_spec(problem.device)
     out_strides, dout_strides, dlse_strides = incoming
@@ -142,7 +160,29 @@ def _backward_plan(problem: AttentionProblem, incoming: tuple[Sizes, Sizes, Size
     return _BackwardPlan(
         dq, dk, dv, delta_launch(problem, delta_config(problem), out_strides, dout_strides, dlse_strides),
         dkdv_launches,
-        dq_launch(problem, config_for("dq", problem, spec, descriptors=descriptors), precision, dout_strides, dq))
+        dq_launch(problem, config_for("dq", problem, spec, descriptors=descriptors), precision, dout_strides, dq),
+        dbias_launch(problem, config_for("dq", problem, spec, descriptors=False), precision, dout_strides),
+        _modifiers_maker(problem))
+
+
+def _modifiers_maker(problem: AttentionProblem) -> ModifiersMaker:
+    """What puts the operands into the kernels' form; for a call without options, a constant."""
+    if problem.scores._replace(max_logit=False) == NO_OPTIONS:
+        return lambda problem, operands: NO_MODIFIERS
+    return modifiers_of
+
+
+def _of_nothing(out: torch.Tensor, lse: torch.Tensor, max_logit: torch.Tensor | None, operands: Operands) -> Results:
+    """Fill the results of a problem in which no pair is visible."""
+    if operands.sinks is None:
+        lse.fill_(float("-inf"))
+    else:
+        lse.copy_(operands.sinks[:, None].expand(lse.shape))
+    return Results(out.zero_(), lse, None if max_logit is None else max_logit.fill_(float("-inf")))
+
+
+def _present(operands: Operands) -> tuple[torch.Tensor, ...]:
+    return () if operands == NO_OPERANDS else tuple([tensor for tensor in operands if tensor is not None])
 
 
 @cache
@@ -166,9 +206,11 @@ def _empty(like: torch.Tensor, strides: Sizes) -> torch.Tensor:
     return torch.empty_strided(like.shape, strides, dtype=like.dtype, device=like.device)
 
 
-def _is_current(device: torch.device) -> bool:
-    """Whether Triton, which launches on the current device, will find the tensors there."""
-    return device.type != "cuda" or device.index == torch.cuda.current_device()
+def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Make the tensors' device current, on which Triton launches; a context that does nothing where it is already."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return _NOTHING
+    return torch.cuda.device(device)
 
 
 backend = TritonBackend()

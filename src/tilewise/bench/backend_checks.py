@@ -11,7 +11,8 @@ from tilewise.bench.checking import one_line
 from tilewise.bench.grids import Cell
 from tilewise.dispatch import get_backend
 from tilewise.problem import AttentionProblem
-from tilewise.testing.inputs import Inputs, make_inputs
+from tilewise.scores import Operands
+from tilewise.testing.inputs import Inputs, call_options, make_inputs, make_operands
 from tilewise.testing.tolerance import ErrorReport
 
 
@@ -57,7 +58,9 @@ def check_backends(cell: Cell, backends: Iterable[str], device: torch.device, se
     """Check each backend on one cell, on the same inputs."""
     plan = check_plan(cell, device)
     inputs = make_inputs(plan.cell.case, cell.dtype, device, seed, requires_grad=True)
-    problem = AttentionProblem.from_tensors(*inputs[:3], mask=cell.case.mask, scale=cell.case.scale)
+    operands = make_operands(plan.cell.case, cell.dtype, device, seed, requires_grad=True)
+    problem = AttentionProblem.from_tensors(*inputs[:3], operands, mask=cell.case.mask, scale=cell.case.scale,
+                                            settings=cell.case.settings)
     references: dict[bool, References] = {}
     results = []
     for name in backends:
@@ -67,12 +70,12 @@ def check_backends(cell: Cell, backends: Iterable[str], device: torch.device, se
             continue
         lse_grad, takes_backward, backward_refusal = _backward_scope(name, problem)
         try:
-            got = _compute(name, plan.cell, inputs, takes_backward=takes_backward, lse_grad=lse_grad)
+            got = _compute(name, plan.cell, (inputs, operands), takes_backward=takes_backward, lse_grad=lse_grad)
         except Exception as error:  # a backend that breaks is a failed check, and the other checks go on
             results.append(BackendCheck(cell, name, plan.text, failure=one_line(error)))
             continue
         if lse_grad not in references:
-            references[lse_grad] = References.of(plan, inputs, lse_grad=lse_grad)
+            references[lse_grad] = References.of(plan, inputs, operands, lse_grad=lse_grad)
         reports = tuple(references[lse_grad].reports(got))
         results.append(BackendCheck(cell, name, plan.text, backward_refusal=backward_refusal, reports=reports))
     return results
@@ -85,11 +88,15 @@ def _backward_scope(name: str, problem: AttentionProblem) -> tuple[bool, bool, s
     return with_lse is None, with_lse is None or without_lse is None, with_lse
 
 
-def _compute(name: str, cell: Cell, inputs: Inputs, *, takes_backward: bool, lse_grad: bool) -> dict[str, torch.Tensor]:
-    q, k, v, dout, dlse = inputs
-    out, lse = attention(q, k, v, mask=cell.case.mask, scale=cell.case.scale, return_aux=("lse",), backend=name)
+def _compute(name: str, cell: Cell, tensors: tuple[Inputs, Operands], *, takes_backward: bool,
+             lse_grad: bool) -> dict[str, torch.Tensor]:
+    (q, k, v, dout, dlse), operands = tensors
+    out, lse = attention(q, k, v, **call_options(cell.case, operands), return_aux=("lse",), backend=name)
     got = {"out": out, "lse": lse}
     if takes_backward:
         outputs, incoming = ((out, lse), (dout, dlse)) if lse_grad else ((out,), (dout,))
-        got |= zip(("dq", "dk", "dv"), torch.autograd.grad(outputs, (q, k, v), incoming), strict=True)
+        leaves = {"q": q, "k": k, "v": v} | {name: operand for name, operand in operands._asdict().items()
+                                             if operand is not None and operand.requires_grad}
+        gradients = torch.autograd.grad(outputs, tuple(leaves.values()), incoming)
+        got |= {f"d{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
     return {result: tensor.detach() for result, tensor in got.items()}

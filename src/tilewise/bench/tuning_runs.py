@@ -145,7 +145,7 @@ class Stage:
         check = check_plan(cell, device)
         self.references = References.of(replace(check, groups=(check.groups[0], check.groups[-1])), inputs,
                                         lse_grad=False)
-        out, lse = get_backend("triton").forward(cell.problem(device), inputs.q, inputs.k, inputs.v)
+        out, lse = get_backend("triton").forward(cell.problem(device), inputs.q, inputs.k, inputs.v)[:2]
         delta = (out.float() * inputs.dout.float()).sum(-1).contiguous()
         self.tensors = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "dout": inputs.dout, "lse": lse, "delta": delta}
 

@@ -1,11 +1,15 @@
 """Named problems, shared by the tests, ``tilewise check`` and the benchmark's check before timing."""
 
+import re
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from tilewise.errors import InvalidInput
 from tilewise.masks import Mask, causal, window
+from tilewise.scores import ScoreSettings, checked_dropout_p, checked_softcap
 
+OperandDtype = Literal["same", "float32"]
+Slopes = Literal["", "h", "bh"]
 Layout = Literal["bhsd", "bshd", "bhds", "packed_qkv", "packed_kv", "expanded", "moat"]
 
 
@@ -18,7 +22,12 @@ class Case:
         b, hq, hk, sq, sk, d, dv: sizes, with the letters of problem.py.
         mask: who sees whom.
         scale: factor of the scores; None = 1/sqrt(d).
-        layout: how q, k, v and dout lie in memory; see inputs.py.
+        layout: how q, k, v and dout lie in memory, and as far as they can, the operands; see inputs.py.
+        bias, mask_tensor: the dims of the operand, 1 where it is broadcast ("bhqk", "1hq1"); "" = none.
+        operand_dtype: of bias and sinks: the inputs' own, or float32.
+        alibi: the dims of the slopes; "" = none.
+        sinks: whether each head has one.
+        softcap, dropout_p: as in scores.py.
     """
 
     name: str
@@ -32,15 +41,42 @@ class Case:
     mask: Mask = Mask()  # noqa: RUF009 - a frozen value, safe to share
     scale: float | None = None
     layout: Layout = "bhsd"
+    bias: str = ""
+    mask_tensor: str = ""
+    operand_dtype: OperandDtype = "same"
+    alibi: Slopes = ""
+    sinks: bool = False
+    softcap: float | None = None
+    dropout_p: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.layout not in get_args(Layout):
-            raise InvalidInput(f"case {self.name}: layout is {self.layout!r}; allowed are {get_args(Layout)}.")
+        for field, names in (("layout", Layout), ("operand_dtype", OperandDtype), ("alibi", Slopes)):
+            if getattr(self, field) not in get_args(names):
+                raise InvalidInput(
+                    f"case {self.name}: {field} is {getattr(self, field)!r}; allowed are {get_args(names)}.")
+        for field in ("bias", "mask_tensor"):
+            if not re.fullmatch(r"([b1][h1][q1][k1])?", getattr(self, field)):
+                raise InvalidInput(f"case {self.name}: {field} is {getattr(self, field)!r}; allowed is 'bhqk', with 1 "
+                                   "in place of a letter, or '' for none.")
         if self.layout.startswith("packed") and self.d != self.dv:
             raise InvalidInput(f"case {self.name}: layout {self.layout!r} needs d == dv, got {self.d} and {self.dv}.")
         if self.layout == "packed_qkv" and self.sq != self.sk:
             raise InvalidInput(f"case {self.name}: layout 'packed_qkv' needs sq == sk, got {self.sq} and {self.sk}.")
+        checked_softcap(self.softcap)
+        checked_dropout_p(self.dropout_p)
         self.mask.band(self.sq, self.sk)  # raises where lengths differ and no alignment is named
+        if self.alibi:
+            self.mask.offset(self.sq, self.sk)  # as does this: a distance has one too
+
+    @property
+    def settings(self) -> ScoreSettings:
+        """The numbers that change the scores."""
+        return ScoreSettings(self.softcap, self.dropout_p)
+
+    @property
+    def has_options(self) -> bool:
+        """Whether anything beside scale and mask changes the scores."""
+        return bool(self.bias or self.mask_tensor or self.alibi or self.sinks or self.softcap or self.dropout_p)
 
     def __str__(self) -> str:
         return self.name
@@ -116,7 +152,64 @@ _LAYOUTS = (
     Case("moat_window", hq=4, hk=2, sq=70, sk=99, d=40, dv=24, mask=_BOTTOM & window(20, 0), layout="moat"),
 )
 
-CASES: tuple[Case, ...] = _HEADS + _LENGTHS + _WINDOWS + _HEAD_DIMS + _LAYOUTS
+# Small, since every backend computes each of them thrice and the interpreter takes its time.
+_ADDED = (
+    Case("bias", hq=2, sq=66, sk=66, d=32, dv=32, bias="bhqk"),
+    Case("bias_shared_by_batch_causal", b=2, hq=4, hk=2, sq=49, sk=49, d=32, dv=32, mask=causal(), bias="1hqk",
+         operand_dtype="float32"),
+    Case("bias_shared_by_batch_and_heads", b=2, sq=33, sk=70, d=16, dv=16, mask=_BOTTOM, bias="11qk"),
+    Case("bias_of_keys", b=2, sq=65, sk=40, d=16, dv=16, bias="b11k"),
+    Case("bias_of_queries", b=2, hq=2, hk=1, sq=40, sk=33, d=16, dv=16, bias="1hq1"),
+    Case("bias_of_batches", b=2, sq=33, sk=33, d=16, dv=16, bias="b111"),
+    Case("bias_blind_queries", sq=70, sk=33, d=32, dv=32, mask=_BOTTOM, bias="bhqk", layout="bhds"),
+    Case("bias_window_moat", hq=4, hk=2, sq=70, sk=70, d=24, dv=40, mask=window(9, 5), bias="1hqk", layout="moat"),
+    Case("bias_expanded", b=2, sq=35, sk=35, d=16, dv=16, bias="bhqk", layout="expanded"),
+    Case("alibi_causal", hq=4, hk=4, sq=70, sk=70, d=32, dv=32, mask=causal(), alibi="h"),
+    Case("alibi_of_batches_gqa", b=2, hq=4, hk=2, sq=40, sk=77, d=16, dv=16, mask=_BOTTOM, alibi="bh", layout="bshd"),
+    Case("alibi_no_mask_more_queries", sq=77, sk=40, d=16, dv=16, mask=window(None, None, "top_left"), alibi="h"),
+    Case("alibi_window_blind_queries", sq=77, sk=33, d=16, dv=16, mask=window(10, 10, "bottom_right"), alibi="bh",
+         layout="bhds"),
+)
+
+_HIDDEN_BY_DATA = (
+    Case("mask_tensor", hq=2, sq=66, sk=66, d=32, dv=32, mask_tensor="bhqk"),
+    Case("mask_tensor_causal_gqa", b=2, hq=4, hk=2, sq=49, sk=70, d=16, dv=16, mask=_BOTTOM, mask_tensor="11qk"),
+    Case("mask_tensor_of_keys", b=2, hq=2, hk=1, sq=40, sk=66, d=16, dv=16, mask_tensor="b11k", layout="bshd"),
+    Case("mask_tensor_of_queries_moat", sq=66, sk=33, d=16, dv=16, mask=_TOP, mask_tensor="1hq1", layout="moat"),
+)
+
+_REDUCED = (
+    Case("softcap", sq=66, sk=66, d=32, dv=32, softcap=30.0),
+    Case("softcap_near_its_bound_gqa", hq=4, hk=2, sq=49, sk=70, d=32, dv=32, mask=_BOTTOM, scale=0.5, softcap=2.0),
+    Case("sinks", b=2, hq=3, hk=3, sq=66, sk=66, d=16, dv=16, sinks=True),
+    Case("sinks_window_causal_gqa", hq=4, hk=2, sq=70, sk=70, d=32, dv=32, mask=causal() & window(20, 0), sinks=True,
+         operand_dtype="float32"),
+    Case("sinks_blind_queries", b=2, sq=77, sk=33, d=16, dv=16, mask=_BOTTOM, sinks=True, layout="bhds"),
+    Case("sinks_no_keys", sq=17, sk=0, d=16, dv=16, sinks=True),
+    Case("dropout", sq=66, sk=66, d=32, dv=32, dropout_p=0.25),
+    Case("dropout_causal_gqa", b=2, hq=4, hk=2, sq=49, sk=70, d=16, dv=16, mask=_BOTTOM, dropout_p=0.5),
+)
+
+_TOGETHER = (
+    Case("softcap_bias", sq=49, sk=66, d=16, dv=16, mask=_BOTTOM, softcap=5.0, bias="11qk"),
+    Case("softcap_alibi_window", hq=4, hk=2, sq=66, sk=66, d=16, dv=16, mask=window(20, 3), softcap=3.0, alibi="h"),
+    Case("bias_mask_tensor_dropout", b=2, sq=40, sk=49, d=16, dv=16, bias="b11k", mask_tensor="b1qk", dropout_p=0.1),
+    Case("sinks_mask_tensor_blind_queries", hq=4, hk=2, sq=66, sk=40, d=16, dv=16, mask_tensor="1hqk", sinks=True),
+    Case("sinks_dropout_alibi", b=2, sq=40, sk=66, d=16, dv=16, mask=_TOP, sinks=True, dropout_p=0.3, alibi="bh"),
+    Case("everything", b=2, hq=4, hk=2, sq=49, sk=70, d=32, dv=32, mask=_BOTTOM & window(30, 0), bias="1hqk",
+         mask_tensor="b1qk", alibi="h", sinks=True, softcap=4.0, dropout_p=0.2),
+    # A tile of keys that starts at no multiple of 8, where the draws of dropout start.
+    Case("dropout_window_unseen_keys", hq=2, hk=1, sq=50, sk=140, d=16, dv=16, mask=window(13, 10, "bottom_right"),
+         dropout_p=0.2),
+    Case("everything_moat_blind_queries", hq=4, hk=1, sq=70, sk=40, d=24, dv=40, mask=_BOTTOM, bias="bhq1",
+         mask_tensor="1h1k", alibi="bh", sinks=True, softcap=4.0, dropout_p=0.2, operand_dtype="float32",
+         layout="moat"),
+    Case("everything_expanded", b=2, hq=2, sq=35, sk=35, d=16, dv=16, bias="b11k", mask_tensor="bhqk", alibi="bh",
+         sinks=True, softcap=4.0, dropout_p=0.2, layout="expanded"),
+)
+
+CASES: tuple[Case, ...] = (_HEADS + _LENGTHS + _WINDOWS + _HEAD_DIMS + _LAYOUTS
+                           + _ADDED + _HIDDEN_BY_DATA + _REDUCED + _TOGETHER)
 _BY_NAME = {case.name: case for case in CASES}
 
 

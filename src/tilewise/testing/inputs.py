@@ -11,15 +11,22 @@ layout         how q, k, v (dims b, h, s, d) lie in memory
 ``expanded``   stride 0: q and dout over the batch, k and v over the heads
 ``moat``       inside a larger buffer, with NaN before, between and behind the rows of every dim
 =============  ====================================================================================
+
+Bias and boolean mask follow their case's layout; of ``expanded`` ones, the batch has stride 0. Slopes and sinks have
+NaN between their elements where the layout is ``bhds`` or ``moat``.
 """
 
-from typing import NamedTuple
+import math
+from typing import Any, NamedTuple
 
 import torch
 
 from tilewise.errors import InvalidInput
+from tilewise.scores import NO_OPERANDS, Operands
 from tilewise.testing.cases import Case, Layout
 
+# Added to the seed, so that operands are not the inputs' numbers again; a generator heeds the low 32 bits alone.
+_OPERAND_STREAM = 2**31
 
 class Inputs(NamedTuple):
     """The tensors of one call: q, k, v and the gradients that arrive at out and at lse.
@@ -76,6 +83,69 @@ def make_inputs(case: Case, dtype: torch.dtype, device: torch.device | str, seed
     if requires_grad:
         q, k, v = (tensor.detach().requires_grad_() for tensor in (q, k, v))
     return Inputs(q, k, v, dout, lay_out(dlse, "moat") if case.layout == "moat" else dlse)
+
+
+def make_operands(case: Case, dtype: torch.dtype, device: torch.device | str, seed: int = 0, *,
+                  requires_grad: bool = False) -> Operands:
+    """Draw the case's bias, slopes, boolean mask, sinks and dropout seed, as :func:`make_inputs` draws.
+
+    A mask hides about a third of the pairs and every fifth row wholly; its values do not depend on the dtype. With
+    ``requires_grad``, bias, slopes and sinks are leaves.
+
+    >>> from tilewise.testing.cases import case_named
+    >>> make_operands(case_named("bias_of_keys"), torch.float16, "cpu").bias.shape
+    torch.Size([2, 1, 1, 40])
+    """
+    if not case.has_options:
+        return NO_OPERANDS
+    generator = torch.Generator().manual_seed(seed + _OPERAND_STREAM)
+    wide = torch.float64 if dtype is torch.float64 else torch.float32
+    own = dtype if case.operand_dtype == "same" else wide
+    bias = slopes = mask = sinks = drawn_seed = None
+    if case.bias:
+        values = torch.randn(_broadcast_shape(case, case.bias), generator=generator)
+        bias = _lay_out_operand(values.to(device=device, dtype=own), case, case.bias)
+    if case.alibi:
+        values = 0.02 + 0.3 * torch.rand(case.b if case.alibi == "bh" else 1, case.hq, generator=generator)
+        slopes = _spread(values.to(device=device, dtype=wide), case)
+    if case.mask_tensor:
+        mask = _lay_out_operand(_draw_mask(case, generator).to(device), case, case.mask_tensor)
+    if case.sinks:
+        sinks = _spread(torch.randn(case.hq, generator=generator).to(device=device, dtype=own), case)
+    if case.dropout_p:
+        drawn_seed = torch.randint(2**62, (1,), generator=generator).to(device)
+    if requires_grad:
+        bias, slopes, sinks = (t if t is None else t.detach().requires_grad_() for t in (bias, slopes, sinks))
+    return Operands(bias, slopes, mask, sinks, drawn_seed)
+
+
+def call_options(case: Case, operands: Operands) -> dict[str, Any]:
+    """Return the keyword arguments of :func:`tilewise.attention` that make a call this case's."""
+    return {"mask": case.mask if operands.mask is None else case.mask & operands.mask, "scale": case.scale,
+            "bias": operands.bias, "alibi_slopes": operands.alibi_slopes, "sinks": operands.sinks,
+            "softcap": case.softcap, "dropout_p": case.dropout_p, "dropout_seed": operands.seed}
+
+
+def _broadcast_shape(case: Case, pattern: str) -> tuple[int, ...]:
+    """Sizes of an operand whose dims the pattern names; of an expanded one, before it is expanded over the batch."""
+    sizes = {"b": 1 if case.layout == "expanded" else case.b, "h": case.hq, "q": case.sq, "k": case.sk, "1": 1}
+    return tuple(sizes[letter] for letter in pattern)
+
+
+def _draw_mask(case: Case, generator: torch.Generator) -> torch.Tensor:
+    shape = _broadcast_shape(case, case.mask_tensor)
+    rows = torch.arange(math.prod(shape[:-1])).reshape(*shape[:-1], 1)
+    return (torch.rand(shape, generator=generator) > 0.3) & (rows % 5 != 3)
+
+
+def _lay_out_operand(tensor: torch.Tensor, case: Case, pattern: str) -> torch.Tensor:
+    if case.layout == "expanded":
+        return tensor.expand(case.b if pattern[0] == "b" else 1, -1, -1, -1)
+    return lay_out(tensor, case.layout if case.layout in ("bshd", "bhds", "moat") else "bhsd")
+
+
+def _spread(values: torch.Tensor, case: Case) -> torch.Tensor:
+    return torch.stack([values, values * float("nan")], -1)[..., 0] if case.layout in ("bhds", "moat") else values
 
 
 def lay_out(values: torch.Tensor, layout: Layout) -> torch.Tensor:

@@ -1,143 +1,338 @@
 """The truth: dense attention by definition in float64, and the same in the inputs' own dtype as a yardstick.
 
 Nothing is tiled, recomputed or rescaled here. The float64 gradients come from automatic differentiation of the
-definition, the yardstick's from the written-out formula, so that each can be tested against the other.
+definition (the steps in the order of scores.py), the yardstick's from the written-out formulas, so that each can be
+tested against the other.
 """
 
 from typing import NamedTuple
 
 import torch
 
+from tilewise.backends.base import Gradients
 from tilewise.masks import Mask
+from tilewise.scores import NO_OPERANDS, NO_SETTINGS, Operands, ScoreSettings, checked_dropout_p
 
 _FEW_SCORES = 2**20  # for which a pass over them a head dim costs little
+_LOW_16, _LOW_32 = 0xFFFF, 0xFFFFFFFF
+
+
+class Changes(NamedTuple):
+    """What changes the scores of a call beside mask and scale; the default changes nothing.
+
+    Attributes:
+        operands: the tensors, shaped as scores.py says.
+        settings: the numbers.
+    """
+
+    operands: Operands = NO_OPERANDS
+    settings: ScoreSettings = NO_SETTINGS
+
+
+NO_CHANGES = Changes()
 
 
 class Results(NamedTuple):
-    """Everything an attention call computes in both directions."""
+    """Everything an attention call computes in both directions; None for what it lacks or was not asked for."""
 
     out: torch.Tensor
     lse: torch.Tensor
     dq: torch.Tensor
     dk: torch.Tensor
     dv: torch.Tensor
+    dbias: torch.Tensor | None = None
+    dalibi_slopes: torch.Tensor | None = None
+    dsinks: torch.Tensor | None = None
+    max_logit: torch.Tensor | None = None
+
+    @property
+    def gradients(self) -> Gradients:
+        """The results that are gradients."""
+        return Gradients(self.dq, self.dk, self.dv, self.dbias, self.dalibi_slopes, self.dsinks)
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask,
-           scale: float | None) -> tuple[torch.Tensor, torch.Tensor]:
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scale: float | None,
+           changes: Changes = NO_CHANGES) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse) in float64, from dense scores: O(sq x sk) memory.
 
     Args:
         q: (b, hq, sq, d), any float dtype; k: (b, hk, sk, d); v: (b, hk, sk, dv). All finite.
         mask: who sees whom.
         scale: factor of the scores; None = 1/sqrt(d).
+        changes: bias, slopes, boolean mask, sinks, softcap and dropout.
     """
-    visible = mask.visible(q.shape[2], k.shape[2], q.device)
-    scores, blind = _scores(q.double(), k.double(), visible, _scale(scale, q))
-    return _reduce(scores, blind, v.double())
+    terms = _Terms.of(q, k, mask, scale, changes)
+    return _reduce(_visible_scores(_capped_scores(q.double(), k.double(), terms), terms), v.double(), terms)
+
+
+def max_logit(q: torch.Tensor, k: torch.Tensor, mask: Mask, scale: float | None,
+              changes: Changes = NO_CHANGES) -> torch.Tensor:
+    """Return the largest visible score of each row in float64, (b, hq, sq); -inf where a query sees no key."""
+    terms = _Terms.of(q, k, mask, scale, changes)
+    return _largest(_visible_scores(_capped_scores(q.double(), k.double(), terms), terms), terms)
 
 
 def gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None,
-              mask: Mask, scale: float | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (dq, dk, dv) in float64, given the gradients of out and, unless None, of lse."""
+              mask: Mask, scale: float | None, changes: Changes = NO_CHANGES) -> Gradients:
+    """Return every gradient in float64, given those of out and, unless None, of lse."""
+    given = {name: operand for name in ("bias", "alibi_slopes", "sinks")
+             if (operand := getattr(changes.operands, name)) is not None}
     with torch.enable_grad():
-        leaves = [tensor.detach().double().requires_grad_() for tensor in (q, k, v)]
-        out, lse = attend(leaves[0], leaves[1], leaves[2], mask, scale)
+        leaves = [tensor.detach().double().requires_grad_() for tensor in (q, k, v, *given.values())]
+        operands = changes.operands._replace(**dict(zip(given, leaves[3:], strict=True)))
+        out, lse = attend(leaves[0], leaves[1], leaves[2], mask, scale, changes._replace(operands=operands))
         if dlse is None:
             dlse = torch.zeros_like(lse)
-        dq, dk, dv = torch.autograd.grad((out, lse), leaves, (dout.double(), dlse.double()))
-    return dq, dk, dv
+        dq, dk, dv, *others = torch.autograd.grad((out, lse), leaves, (dout.double(), dlse.double()))
+    return Gradients(dq, dk, dv, **{f"d{name}": gradient for name, gradient in zip(given, others, strict=True)})
 
 
 def yardsticks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None,
-               mask: Mask, scale: float | None) -> tuple[Results, ...]:
+               mask: Mask, scale: float | None, changes: Changes = NO_CHANGES) -> tuple[Results, ...]:
     """Return :func:`dense` in eight orders of summation.
 
     One order is one throw of the rounding errors. In float32, where a kernel is no more precise than the yardstick,
     the largest error of a small tensor is decided by a few elements, and two equally good results were seen to
     differ there more than threefold; the worst of eight orders says what the dtype costs.
     """
-    return tuple(dense(q, k, v, dout, dlse, mask, scale, order) for order in range(8))
+    terms = _Terms.of(q, k, mask, scale, changes)
+    return tuple(_in_order(order, q, k, v, dout, dlse, terms) for order in range(8))
 
 
 def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None,
-          mask: Mask, scale: float | None, order: int = 0) -> Results:
-    """Return all five results from dense attention whose every step is rounded to the inputs' own dtype.
+          mask: Mask, scale: float | None, changes: Changes = NO_CHANGES) -> Results:
+    """Return all results from dense attention whose every step is rounded to the inputs' own dtype.
 
     How far this is from the oracle is what the dtype itself costs: the yardstick of tolerance.py.
 
     Args:
         q, k, v, dout, dlse: as in :func:`gradients`, in the dtype to be judged.
-        mask, scale: as in :func:`attend`.
-        order: 0 sums as the tensors lie; another number seeds a shuffle of positions and head dims, which changes
-            nothing but the rounding. Odd ones also add the scores up one head dim after another, as a tile kernel
-            does (a BLAS may split the sum and round less; seen at d 256 in float32: a third); take delta off dout vᵀ
-            before that is rounded, as a product does whose sum starts from −delta; and move delta by one unit in the
-            last place, up or down at random (Monte Carlo arithmetic; Parker, Pierce, Eggert, 2000): in a row that
-            sees one key the difference is 0, and by luck its rounding errors are too, in all the orders of a small
-            sum.
+        mask, scale, changes: as in :func:`attend`.
+    """
+    return _in_order(0, q, k, v, dout, dlse, _Terms.of(q, k, mask, scale, changes))
+
+
+def dropout_keep(seed: int | torch.Tensor, shape: tuple[int, int, int, int], dropout_p: float,
+                 device: torch.device | str) -> torch.Tensor:
+    """Return which pairs a dropout of this seed keeps: (b, hq, sq, sk), bool.
+
+    Philox4x32-7 (Salmon et al., 2011) under the key (seed's low word, its high word) turns the counter
+    (j // 8, i, b·hq + h, 0) into four words, whose halves, the low one first, belong to eight neighbouring keys; a
+    pair is kept where its half is at least dropout_p·2¹⁶, rounded as in scores.py.
+
+    Args:
+        seed: any 64-bit integer, or a tensor of one.
+        shape: b, hq, sq, sk.
+        dropout_p: probability that a pair is dropped.
+        device: of the result.
+    """
+    b, hq, sq, sk = shape
+    heads, queries, blocks = torch.meshgrid(*(torch.arange(size, device=device) for size in (b * hq, sq, -(-sk // 8))),
+                                            indexing="ij")
+    words = torch.stack(philox((blocks, queries, heads, torch.zeros_like(heads)), int(seed)), -1)
+    halves = torch.stack((words % 2**16, words // 2**16), -1)
+    return (halves.flatten(2)[..., :sk] >= 2**16 * checked_dropout_p(dropout_p)).reshape(shape)
+
+
+def philox(counter: tuple[torch.Tensor, ...], seed: int, rounds: int = 7) -> tuple[torch.Tensor, ...]:
+    """Return the four words that Philox4x32 makes of a counter of four, each below 2³² and held in int64."""
+    c0, c1, c2, c3 = counter
+    for done in range(rounds):
+        key0, key1 = ((word + done * step) & _LOW_32
+                      for word, step in ((seed, 0x9E3779B9), (seed >> 32, 0xBB67AE85)))
+        high0, low0 = _wide_product(c0, 0xD2511F53)
+        high1, low1 = _wide_product(c2, 0xCD9E8D57)
+        c0, c1, c2, c3 = high1 ^ c1 ^ key0, low1, high0 ^ c3 ^ key1, low0
+    return c0, c1, c2, c3
+
+
+def _wide_product(word: torch.Tensor, factor: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the high and the low 32 bits of a product, by halves of the factor: nothing reaches 2⁶³."""
+    low, high = word * (factor & _LOW_16), word * (factor >> 16)
+    return (high + (low >> 16)) >> 16, (((high & _LOW_16) << 16) + low) & _LOW_32
+
+
+class _Terms(NamedTuple):
+    """The definition beside q, k and v, dense.
+
+    Attributes:
+        scale, settings, operands: of the call; the boolean mask is in ``visible`` already.
+        visible: (b|1, hq|1, sq, sk), which pairs take part.
+        blind: (b|1, hq|1, sq), which queries' softmax is over nothing at all.
+        distance: |i + offset − j|, (sq, sk); None without slopes.
+        kept: keep/(1 − dropout_p), (b, hq, sq, sk), float64; None without dropout.
+    """
+
+    scale: float
+    settings: ScoreSettings
+    operands: Operands
+    visible: torch.Tensor
+    blind: torch.Tensor
+    distance: torch.Tensor | None
+    kept: torch.Tensor | None
+
+    @classmethod
+    def of(cls, q: torch.Tensor, k: torch.Tensor, mask: Mask, scale: float | None, changes: Changes) -> "_Terms":
+        """Write a call's definition out."""
+        operands, settings = changes
+        (b, hq, sq, d), sk = q.shape, k.shape[2]
+        visible = mask.visible(sq, sk, q.device)[None, None]
+        if operands.mask is not None:
+            visible = visible & operands.mask
+        blind = ~visible.any(-1)
+        if operands.sinks is not None:
+            blind = torch.zeros_like(blind)
+        distance = kept = None
+        if operands.alibi_slopes is not None:
+            standing = torch.arange(sq, device=q.device) + mask.offset(sq, sk)
+            distance = (standing[:, None] - torch.arange(sk, device=q.device)).abs()
+        if operands.seed is not None:
+            keep = dropout_keep(operands.seed, (b, hq, sq, sk), settings.dropout_p, q.device)
+            kept = keep.double() / (1.0 - checked_dropout_p(settings.dropout_p))
+        scale = float(d) ** -0.5 if scale is None else scale
+        return cls(scale, settings, operands, visible, blind, distance, kept)
+
+    def shuffled(self, queries: torch.Tensor, keys: torch.Tensor) -> "_Terms":
+        """Put the positions in another order."""
+        bias = _picked(self.operands.bias, queries, keys)
+        return self._replace(
+            operands=self.operands._replace(bias=bias), visible=self.visible[..., queries, :][..., keys],
+            blind=self.blind[..., queries], distance=_picked(self.distance, queries, keys),
+            kept=_picked(self.kept, queries, keys))
+
+    def dropped(self, values: torch.Tensor) -> torch.Tensor:
+        """Return values · keep/(1 − dropout_p)."""
+        return values if self.kept is None else values * self.kept.to(values.dtype)
+
+    def with_sinks(self, scores: torch.Tensor) -> torch.Tensor:
+        """Put the sinks beside the scores, as a key more."""
+        if self.operands.sinks is None:
+            return scores
+        column = self.operands.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
+        return torch.cat([scores, column], -1)
+
+
+def _picked(tensor: torch.Tensor | None, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor | None:
+    """Reorder the last two dims, where the tensor is not broadcast along them."""
+    if tensor is None:
+        return None
+    if tensor.shape[-2] == len(queries):
+        tensor = tensor[..., queries, :]
+    return tensor[..., keys] if tensor.shape[-1] == len(keys) else tensor
+
+
+def _in_order(order: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor,
+              dlse: torch.Tensor | None, terms: _Terms) -> Results:
+    """Return :func:`dense` in one order of summation.
+
+    Order 0 sums as the tensors lie; another number seeds a shuffle of positions and head dims, which changes nothing
+    but the rounding. Odd ones also add the scores up one head dim after another, as a tile kernel does (a BLAS may
+    split the sum and round less; seen at d 256 in float32: a third); take delta off dout vᵀ before that is rounded,
+    as a product does whose sum starts from −delta; and move delta by one unit in the last place, up or down at random
+    (Monte Carlo arithmetic; Parker, Pierce, Eggert, 2000): in a row that sees one key the difference is 0, and by
+    luck its rounding errors are too, in all the orders of a small sum.
     """
     q, k, v, dout = (tensor.detach() for tensor in (q, k, v, dout))
     dlse = torch.zeros(q.shape[:3], dtype=q.dtype, device=q.device) if dlse is None else dlse.to(q.dtype)
-    scale, visible = _scale(scale, q), mask.visible(q.shape[2], k.shape[2], q.device)
     # A backward pass in O(s) memory knows a row's softmax by its lse alone, kept in float32: the rounding of lse,
     # eps · |lse|, enters every probability, and so it does here. The order below is that of another kernel's.
-    scores, _ = _scores(q, k, visible, scale)
-    saved_lse = torch.logsumexp(scores.to(torch.promote_types(q.dtype, torch.float32)), -1)
+    scores = _visible_scores(_capped_scores(q, k, terms), terms)
+    saved_lse = torch.logsumexp(terms.with_sinks(scores.to(torch.promote_types(q.dtype, torch.float32))), -1)
     if order == 0:
-        return _dense(q, k, v, (dout, dlse, saved_lse), visible, scale, nudge=None)
+        return _dense(q, k, v, (dout, dlse, saved_lse), terms, nudge=None)
     generator = torch.Generator().manual_seed(order)
     queries, keys, dims, value_dims = (torch.randperm(size, generator=generator).to(q.device)
                                        for size in (q.shape[2], k.shape[2], q.shape[3], v.shape[3]))
     nudge = None if order % 2 == 0 else 2 * torch.randint(2, q.shape[:3], generator=generator).to(q.device) - 1
-    out, lse, dq, dk, dv = _dense(
+    got = _dense(
         q[:, :, queries][..., dims], k[:, :, keys][..., dims], v[:, :, keys][..., value_dims],
         (dout[:, :, queries][..., value_dims], dlse[:, :, queries], saved_lse[:, :, queries]),
-        visible[queries][:, keys], scale, nudge)
+        terms.shuffled(queries, keys), nudge)
     queries, keys, dims, value_dims = (shuffled.argsort() for shuffled in (queries, keys, dims, value_dims))
-    return Results(out[:, :, queries][..., value_dims], lse[:, :, queries], dq[:, :, queries][..., dims],
-                   dk[:, :, keys][..., dims], dv[:, :, keys][..., value_dims])
+    return got._replace(
+        out=got.out[:, :, queries][..., value_dims], lse=got.lse[:, :, queries],
+        dq=got.dq[:, :, queries][..., dims], dk=got.dk[:, :, keys][..., dims], dv=got.dv[:, :, keys][..., value_dims],
+        dbias=_picked(got.dbias, queries, keys),
+        max_logit=None if got.max_logit is None else got.max_logit[:, :, queries])
 
 
 def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, incoming: tuple[torch.Tensor, ...],
-           visible: torch.Tensor, scale: float, nudge: torch.Tensor | None) -> Results:
-    """Apply the written-out formulas, dscores = probs ∘ (dout vᵀ − delta) with delta = Σ dout ∘ out − dlse.
+           terms: _Terms, nudge: torch.Tensor | None) -> Results:
+    """Apply the written-out formulas.
+
+    dscores = probs ∘ (dropped(dout vᵀ) − delta) with delta = Σ dout ∘ out − dlse is the gradient behind softcap; the
+    product's is dscores ∘ (1 − (y/softcap)²), with y the capped scores of scores.py.
 
     Args:
-        q, k, v, visible, scale: the problem.
+        q, k, v, terms: the problem.
         incoming: dout, dlse and the lse that the forward pass saved.
         nudge: None rounds dout vᵀ before delta is taken off; units in the last place, (b, hq, sq), are added to delta
             before it is taken off the unrounded product.
     """
     dout, dlse, saved_lse = incoming
-    scores, blind = _scores(q, k, visible, scale, in_turn=nudge is not None)
-    out, lse = _reduce(scores, blind, v)
+    scores, softcap = _capped_scores(q, k, terms, in_turn=nudge is not None), terms.settings.softcap
+    steepness = None if softcap is None else 1.0 - (scores / softcap) ** 2
+    scores = _visible_scores(scores, terms)
+    out, lse = _reduce(scores, v, terms)
     probs = torch.exp(scores.to(saved_lse.dtype) - saved_lse.unsqueeze(-1))
-    probs = probs.masked_fill(blind.unsqueeze(-1), 0.0).to(q.dtype)
+    probs = probs.masked_fill(terms.blind.unsqueeze(-1), 0.0).to(q.dtype)
     delta = (dout * out).sum(-1) - dlse
     values = _per_query_head(v, q)
     if nudge is None:
-        difference = dout @ values.mT - delta.unsqueeze(-1)
+        difference = terms.dropped(dout @ values.mT) - delta.unsqueeze(-1)
     else:
-        nudged = delta.double() * (1.0 + nudge * torch.finfo(q.dtype).eps)
-        difference = (dout.double() @ values.double().mT - nudged.unsqueeze(-1)).to(q.dtype)
+        delta = delta.double() * (1.0 + nudge * torch.finfo(q.dtype).eps)
+        difference = (terms.dropped(dout.double() @ values.double().mT) - delta.unsqueeze(-1)).to(q.dtype)
     dscores = probs * difference
-    dq = dscores @ _per_query_head(k, q) * scale
-    dk = _per_key_head(dscores.mT @ q * scale, k)
-    return Results(out, lse, dq, dk, _per_key_head(probs.mT @ dout, v))
+    dproduct = dscores if steepness is None else dscores * steepness
+    dq = dproduct @ _per_query_head(k, q) * terms.scale
+    dk = _per_key_head(dproduct.mT @ q * terms.scale, k)
+    dv = _per_key_head(terms.dropped(probs).mT @ dout, v)
+    return Results(out, lse, dq, dk, dv, *_operand_gradients(dscores, delta, saved_lse, terms),
+                   _largest(scores, terms) if terms.settings.max_logit else None)
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, visible: torch.Tensor, scale: float, *,
-            in_turn: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return scale · q kᵀ with -inf where hidden, and which queries are blind; a blind row is 0 all along."""
-    blind = ~visible.any(-1)
+def _operand_gradients(dscores: torch.Tensor, delta: torch.Tensor, saved_lse: torch.Tensor,
+                       terms: _Terms) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Return dbias and dalibi_slopes, dscores summed as far as they are broadcast, and dsinks."""
+    bias, slopes, _, sinks, _ = terms.operands
+    dbias = dslopes = dsinks = None
+    if bias is not None:
+        dbias = dscores.sum_to_size(bias.shape)
+    if slopes is not None and terms.distance is not None:
+        dslopes = -(dscores * terms.distance.to(dscores.dtype)).sum((2, 3)).sum_to_size(slopes.shape)
+    if sinks is not None:
+        probs = torch.exp(sinks.to(saved_lse.dtype)[:, None] - saved_lse).to(dscores.dtype)
+        dsinks = -(probs * delta).sum((0, 2)).to(dscores.dtype)
+    return dbias, dslopes, dsinks
+
+
+def _capped_scores(q: torch.Tensor, k: torch.Tensor, terms: _Terms, *, in_turn: bool = False) -> torch.Tensor:
+    """Return scale · q kᵀ, bounded where the call has a softcap."""
     keys = _per_query_head(k, q)
     if in_turn:
-        scores = (_product_in_turn(q, keys) * scale).to(q.dtype)
+        scores = (_product_in_turn(q, keys) * terms.scale).to(q.dtype)
     else:
-        scores = q @ keys.mT * scale
+        scores = q @ keys.mT * terms.scale
+    softcap = terms.settings.softcap
+    return scores if softcap is None else softcap * torch.tanh(scores / softcap)
+
+
+def _visible_scores(scores: torch.Tensor, terms: _Terms) -> torch.Tensor:
+    """Return scores + bias − slope · distance with -inf where hidden; a blind row is 0 all along."""
+    bias, slopes = terms.operands.bias, terms.operands.alibi_slopes
+    if bias is not None:
+        scores = scores + bias.to(scores.dtype)
+    if slopes is not None and terms.distance is not None:
+        scores = scores - slopes.to(scores.dtype)[..., None, None] * terms.distance.to(scores.dtype)
     # A blind row is computed from finite scores and overwritten later: the softmax of nothing has NaN gradients.
-    return scores.masked_fill(~visible, float("-inf")).masked_fill(blind.unsqueeze(-1), 0.0), blind
+    return scores.masked_fill(~terms.visible, float("-inf")).masked_fill(terms.blind.unsqueeze(-1), 0.0)
+
+
+def _largest(scores: torch.Tensor, terms: _Terms) -> torch.Tensor:
+    # One hidden key more, so that there is a largest of none.
+    hidden = scores.masked_fill(~terms.visible, float("-inf"))
+    return torch.nn.functional.pad(hidden, (0, 1), value=float("-inf")).amax(-1)
 
 
 def _product_in_turn(q: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
@@ -151,15 +346,12 @@ def _product_in_turn(q: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def _reduce(scores: torch.Tensor, blind: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return out = softmax(scores) v and lse = log Σ exp(scores); 0 and -inf in blind rows."""
-    probs = torch.softmax(scores, -1).masked_fill(blind.unsqueeze(-1), 0.0)
-    lse = torch.logsumexp(scores, -1).masked_fill(blind, float("-inf"))
-    return probs @ _per_query_head(v, scores), lse
-
-
-def _scale(scale: float | None, q: torch.Tensor) -> float:
-    return float(q.shape[-1]) ** -0.5 if scale is None else scale
+def _reduce(scores: torch.Tensor, v: torch.Tensor, terms: _Terms) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return out = dropped(softmax(scores)) v and lse = log Σ exp(scores), sinks counted; 0 and -inf in blind rows."""
+    with_sinks = terms.with_sinks(scores)
+    probs = torch.softmax(with_sinks, -1)[..., :scores.shape[-1]].masked_fill(terms.blind.unsqueeze(-1), 0.0)
+    lse = torch.logsumexp(with_sinks, -1).masked_fill(terms.blind, float("-inf"))
+    return terms.dropped(probs) @ _per_query_head(v, scores), lse
 
 
 def _per_query_head(tensor: torch.Tensor, q: torch.Tensor) -> torch.Tensor:

@@ -39,6 +39,13 @@ class TileConfig:
             raise InvalidInput(f"num_stages={self.num_stages}; allowed are 1 to 8.")
 
 
+    def operand_bytes(self, problem: AttentionProblem) -> int:
+        """Shared memory for tiles of operands: bias and boolean mask in flight, and dropout's answer once."""
+        bias, mask = problem.scores.bias, problem.scores.mask
+        in_flight = max(1, self.num_stages - 1) * ((bias.dtype.itemsize if bias else 0) + (1 if mask else 0))
+        return self.block_m * self.block_n * (in_flight + (1 if problem.scores.dropout_p else 0))
+
+
 @dataclass(frozen=True, slots=True)
 class ForwardConfig(TileConfig):
     """The forward kernel: queries stay, keys stream."""
@@ -46,7 +53,7 @@ class ForwardConfig(TileConfig):
     def shared_bytes(self, problem: AttentionProblem) -> int:
         """Shared memory: q, and ``num_stages`` tiles of k and v in flight."""
         rows = self.block_m + 2 * self.num_stages * self.block_n
-        return problem.dtype.itemsize * rows * problem.width
+        return problem.dtype.itemsize * rows * problem.width + self.operand_bytes(problem)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +63,7 @@ class DkdvConfig(TileConfig):
     def shared_bytes(self, problem: AttentionProblem) -> int:
         """Shared memory: k and v, and ``num_stages`` tiles of q and dout in flight; P and dS stay in registers."""
         rows = 2 * (self.block_n + self.num_stages * self.block_m)
-        return problem.dtype.itemsize * rows * problem.width
+        return problem.dtype.itemsize * rows * problem.width + self.operand_bytes(problem)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +73,7 @@ class DqConfig(TileConfig):
     def shared_bytes(self, problem: AttentionProblem) -> int:
         """Shared memory: q and dout, and ``num_stages`` tiles of k and v in flight; dS stays in registers."""
         rows = 2 * (self.block_m + self.num_stages * self.block_n)
-        return problem.dtype.itemsize * rows * problem.width
+        return problem.dtype.itemsize * rows * problem.width + self.operand_bytes(problem)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ The Hopper tiles and, to head dim 128, the float32 tiles were the fastest of 4 t
 
 from dataclasses import replace
 
+from tilewise.errors import UnsupportedProblem
 from tilewise.problem import AttentionProblem, padded_dim
 from tilewise.tuning.configs import MIN_BLOCK, DeltaConfig, DkdvConfig, DqConfig, ForwardConfig
 from tilewise.tuning.device import DeviceSpec
@@ -80,10 +81,10 @@ def tile_config(kernel: str, problem: AttentionProblem, device: DeviceSpec, *, d
         return kind(64, 64, 4, 1)
     width = kernel_width(problem)
     if problem.dtype.itemsize == 4:
-        return _fitting(kind(*_FLOAT32[kernel][width]), problem, device)
+        return fitting(kind(*_FLOAT32[kernel][width]), problem, device)
     if descriptors and device.arch == "sm_90" and width in _HOPPER_DESCRIPTORS.get(kernel, {}):
-        return _fitting(kind(*_HOPPER_DESCRIPTORS[kernel][width], descriptors=True), problem, device)
-    return _fitting(kind(*_tiles(device)[kernel][width]), problem, device)
+        return fitting(kind(*_HOPPER_DESCRIPTORS[kernel][width], descriptors=True), problem, device)
+    return fitting(kind(*_tiles(device)[kernel][width]), problem, device)
 
 
 def delta_config(problem: AttentionProblem) -> DeltaConfig:
@@ -120,12 +121,20 @@ def _tiles(device: DeviceSpec) -> dict[str, dict[int, Tile]]:
     return _AMPERE
 
 
-def _fitting(config: Config, problem: AttentionProblem, device: DeviceSpec) -> Config:
-    """Shrink a config until it fits the device's shared memory: pipeline depth first, then the streamed tile."""
+def fitting(config: Config, problem: AttentionProblem, device: DeviceSpec) -> Config:
+    """Shrink a config until it fits the device's shared memory: pipeline depth first, then the streamed side.
+
+    Raises:
+        UnsupportedProblem: not even the least tile fits.
+    """
     streamed, resident = ("block_m", "block_n") if isinstance(config, DkdvConfig) else ("block_n", "block_m")
     while config.shared_bytes(problem) > device.shared_memory:
         if config.num_stages > 1:
             config = replace(config, num_stages=config.num_stages - 1)
+        elif config.block_m == config.block_n == MIN_BLOCK:
+            raise UnsupportedProblem(
+                f"no tile fits the {device.shared_memory} bytes of shared memory of {device.arch}, the least takes "
+                f"{config.shared_bytes(problem)}: {problem}", {})
         else:
             side = streamed if getattr(config, streamed) > MIN_BLOCK else resident
             config = replace(config, **{side: getattr(config, side) // 2})

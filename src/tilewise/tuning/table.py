@@ -18,7 +18,7 @@ from typing import Any
 from tilewise.errors import InvalidInput
 from tilewise.problem import AttentionProblem
 from tilewise.tuning.device import DeviceSpec
-from tilewise.tuning.heuristics import KINDS, Config, kernel_width, tile_config
+from tilewise.tuning.heuristics import KINDS, Config, fitting, kernel_width, tile_config
 
 TILE_FIELDS = ("block_m", "block_n", "num_warps", "num_stages", "descriptors")
 FIELDS: dict[str, type] = {"width": int, "itemsize": int, "masked": bool, "length": int, "block_m": int, "block_n": int,
@@ -47,7 +47,9 @@ def config_for(kernel: str, problem: AttentionProblem, device: DeviceSpec, *, de
     rows = load_rows(device.name, table_file(kernel, problem.dtype.itemsize), kernel)
     row = nearest_row(rows, Bucket.of(problem), descriptors=descriptors)
     if row is not None:
-        return KINDS[kernel](*(row[name] for name in TILE_FIELDS))
+        config = KINDS[kernel](*(row[name] for name in TILE_FIELDS))
+        # Measured without operands, which take shared memory of their own.
+        return fitting(config, problem, device) if config.operand_bytes(problem) else config
     return tile_config(kernel, problem, device, descriptors=descriptors)
 
 

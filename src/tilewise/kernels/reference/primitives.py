@@ -1,4 +1,4 @@
-"""Pieces that the forward and the backward loop share: the tiles, their scores, and the rows a tile is made of.
+"""Pieces that the forward and the backward loop share: the tiles, and the rows a tile is made of.
 
 Heads of one group read the same keys. They are folded into the rows of a tile, so that k and v are never expanded:
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
-from tilewise.masks import Band, Span
+from tilewise.masks import Span
 from tilewise.problem import AttentionProblem
 
 # Large enough for the BLAS, small enough for the caches: at 4096 tokens, 8 heads of 64, tiles of 128 took 5 to 18 %
@@ -21,6 +21,14 @@ def tiles(span: Span) -> Iterator[Span]:
     """Cut a span into tiles of at most BLOCK positions."""
     for start in range(span.start, span.stop, BLOCK):
         yield Span(start, min(start + BLOCK, span.stop))
+
+
+def blind_spans(problem: AttentionProblem) -> list[Span]:
+    """Return the queries that see no key by their position: before and behind those that see one. No tile has them."""
+    if problem.is_empty:
+        return [Span(0, problem.sq)]
+    seeing = problem.seeing_queries
+    return [span for span in (Span(0, seeing.start), Span(seeing.stop, problem.sq)) if len(span)]
 
 
 def tile_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -44,33 +52,7 @@ def put_rows(tensor: torch.Tensor, positions: Span, values: torch.Tensor) -> Non
     part.copy_(values.view(part.shape))
 
 
-def tile_scores(problem: AttentionProblem, q_rows: torch.Tensor, k_rows: torch.Tensor, queries: Span,
-                keys: Span) -> torch.Tensor:
-    """Return the scores of a tile, scale · q kᵀ, and -inf where the mask hides the pair (maths.md, eq. 1 and 12).
-
-    Args:
-        problem: the call.
-        q_rows: (b·hk, g·BLOCK, d).
-        k_rows: (b·hk, BLOCK, d).
-        queries, keys: positions of the tile.
-    """
-    # The product scales for nothing; scaling q beforehand would round it once more.
-    scores = q_rows.new_empty(*q_rows.shape[:2], k_rows.shape[1])           # [b·hk, g·BLOCK, BLOCK]
-    scores.baddbmm_(q_rows, k_rows.mT, beta=0.0, alpha=problem.scale)
-    shared = problem.band.shared_keys_of(queries, problem.sk)
-    if keys.start < shared.start or keys.stop > shared.stop:
-        hidden = _hidden(problem.band, queries, keys, scores.device)        # [BLOCK, BLOCK]
-        scores.view(len(scores), -1, len(queries), len(keys)).masked_fill_(hidden, float("-inf"))
-    return scores
-
-
-def _hidden(band: Band, queries: Span, keys: Span, device: torch.device) -> torch.Tensor:
-    """Return (len(queries), len(keys)), bool: the two corners of the tile that lie outside the band."""
-    corners = torch.ones(len(queries), len(keys), dtype=torch.bool, device=device)
-    hidden = torch.zeros_like(corners)
-    gap = keys.start - queries.start
-    if band.lower is not None:
-        hidden |= corners.tril(band.lower - gap - 1)
-    if band.upper is not None:
-        hidden |= corners.triu(band.upper - gap + 1)
-    return hidden
+def sink_rows(sinks: torch.Tensor, positions: Span, problem: AttentionProblem) -> torch.Tensor:
+    """Return a head's sink (hq,) as a score of each of its rows, (b·hk, g·len(positions), 1), in memory of its own."""
+    by_query = sinks.view(1, -1, 1).expand(problem.b, problem.hq, problem.sq)
+    return rows(by_query, positions, problem).unsqueeze(-1).clone()

@@ -19,6 +19,7 @@ from tilewise.kernels.triton.launch import (
     tile_blocks,
     tile_count,
 )
+from tilewise.kernels.triton.modifiers import PER_DRAW, distance, drop, gained, modify_tile, through_softcap
 from tilewise.kernels.triton.primitives import (
     LOG2E,
     around,
@@ -30,6 +31,7 @@ from tilewise.kernels.triton.primitives import (
     see,
     store_tile,
     tile_spans,
+    unseen_as_zero,
 )
 from tilewise.problem import AttentionProblem, Sizes, padded_dim
 
@@ -96,17 +98,22 @@ def score_gradient(probs, dprobs, delta, visible, SEEDED: tl.constexpr, MASKED: 
 
 
 @triton.jit
-def sum_over_queries(dk, dv, k, v, q_source, dout_source, batch, head, lse_base, delta_base, offs_n, start, full_start,
-                     full_stop, stop, sk, stride_qs, stride_qd, stride_dos, stride_dod, scale_log2, lower, upper,
-                     BLOCK_M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr,
-                     BLOCK_DV: tl.constexpr, HAS_LOWER: tl.constexpr, HAS_UPPER: tl.constexpr,
+def sum_over_queries(dk, dv, columns, k, v, q_source, dout_source, modifiers, row, batch, head, lse_base,
+                     delta_base, first_key, start, full_start, full_stop, stop, sk, stride_qs, stride_qd, stride_dos,
+                     stride_dod, scale_log2, lower, upper,
+                     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+                     DV: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_LOWER: tl.constexpr, HAS_UPPER: tl.constexpr,
                      MASKED: tl.constexpr, PRECISION: tl.constexpr, INT64: tl.constexpr, DESCRIPTORS: tl.constexpr,
-                     NEED_DK: tl.constexpr, NEED_DV: tl.constexpr):
-    """Add the fully visible queries, or (MASKED) those around them, to dK and dV: the kernel's one loop body.
+                     CHANGED: tl.constexpr, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr,
+                     COLUMNS: tl.constexpr):
+    """Add the fully visible queries, or (MASKED) those around them, to dK, dV and the columns: the one loop body.
 
     Score tiles are transposed, keys by queries: P and dS then enter their products without being turned.
     """
-    SEEDED: tl.constexpr = HAS_LOWER or HAS_UPPER or BLOCK_D <= 64
+    offs_n = first_key + tl.arange(0, BLOCK_N)
+    DROPS: tl.constexpr = modifiers.dropout.ptr is not None
+    HIDES: tl.constexpr = MASKED or modifiers.mask.ptr is not None
+    SEEDED: tl.constexpr = (HAS_LOWER or HAS_UPPER or BLOCK_D <= 64) and not DROPS
     first = start if MASKED else full_start
     last = stop - (full_stop - full_start) if MASKED else full_stop
     for step in tl.range(first, last, BLOCK_M):
@@ -120,21 +127,30 @@ def sum_over_queries(dk, dv, k, v, q_source, dout_source, batch, head, lse_base,
         dout = load_tile(dout_source, batch, head, m, stop, stride_dos, stride_dod, BLOCK_M, DV, BLOCK_DV, MASKED,
                          INT64, DESCRIPTORS)
         visible = see(offs_m[None, :], offs_n[:, None], stop, sk, lower, upper, HAS_LOWER, HAS_UPPER)
+        scores, visible, tanh, kept = modify_tile(scores, visible, modifiers, row, batch, head, offs_m, first_key,
+                                                  stop, sk, scale_log2, q.dtype == tl.float32, INT64, CHANGED,
+                                                  BLOCK_N, True, MASKED)
         if NEED_DK:  # before P: the two products then follow one another in the tensor cores
             delta = tl.load(delta_base + offs_m, mask=offs_m < stop, other=0.0)  # [BLOCK_M]
             dprobs = tl.dot(v, tl.trans(dout), start_of(delta[None, :], scores, SEEDED),
                             input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
-        probs = recompute_probs(scores, lse[None, :], visible, scale_log2, MASKED)
+        probs = recompute_probs(scores, lse[None, :], visible, 1.0 if CHANGED else scale_log2, HIDES)
         if NEED_DV:
-            dv = tl.dot(probs.to(dout.dtype), dout, dv, input_precision=PRECISION)  # [BLOCK_N, BLOCK_DV], eq. 8
+            dv = tl.dot(drop(probs, kept, modifiers).to(dout.dtype), dout, dv,
+                        input_precision=PRECISION)  # [BLOCK_N, BLOCK_DV], eq. 8
         if NEED_DK:
-            dscores = score_gradient(probs, dprobs, delta[None, :], visible, SEEDED, MASKED)
+            dprobs = drop(gained(dprobs, modifiers), kept, modifiers)
+            dscores = score_gradient(probs, dprobs, delta[None, :], visible, SEEDED, HIDES)
+            if COLUMNS:
+                columns += tl.sum(dscores, 1)
+            dscores = through_softcap(dscores, tanh, visible, modifiers, HIDES)
             dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision=PRECISION)  # [BLOCK_N, BLOCK_D], eq. 10
-    return dk, dv
+    return dk, dv, columns
 
 
 @triton.jit(do_not_specialize=["sq", "sk", "lower", "upper", "hq", "hk", "group", "tiles"])
-def attention_backward_dkdv_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
+def attention_backward_dkdv_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, columns_ptr,
+                                   modifiers,
                                    stride_qb, stride_qh, stride_qs, stride_qd,
                                    stride_kb, stride_kh, stride_ks, stride_kd,
                                    stride_vb, stride_vh, stride_vs, stride_vd,
@@ -143,16 +159,17 @@ def attention_backward_dkdv_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta
                                    scale, scale_log2, lower, upper, sq, sk, hq, hk, group, tiles,
                                    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
                                    HAS_LOWER: tl.constexpr, HAS_UPPER: tl.constexpr, PRECISION: tl.constexpr,
-                                   INT64: tl.constexpr, DESCRIPTORS: tl.constexpr, BLOCK_M: tl.constexpr,
-                                   BLOCK_N: tl.constexpr, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr):
+                                   INT64: tl.constexpr, DESCRIPTORS: tl.constexpr, CHANGED: tl.constexpr,
+                                   BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NEED_DK: tl.constexpr,
+                                   NEED_DV: tl.constexpr):
     """Compute dK = scale·dSᵀQ and dV = PᵀdO for BLOCK_N keys of one head (eq. 8 to 10).
 
     Grid: (tiles · hk · b,). The query heads that share this key/value head are summed here, in float32. Where both
     accumulators do not fit the registers (wide heads), two launches make one gradient each (NEED_DK, NEED_DV).
+    columns, unless None: (b, hq, sk), dense; receives Σ_i dS of every query head, for a bias that all queries share.
     """
     tile, head_k, batch = locate_tile(tiles, hk, False)
     first = tile * BLOCK_N
-    offs_n = first + tl.arange(0, BLOCK_N)
     k_source = head_source(k_ptr, batch, head_k, stride_kb, stride_kh, DESCRIPTORS)
     v_source = head_source(v_ptr, batch, head_k, stride_vb, stride_vh, DESCRIPTORS)
     k = load_tile(k_source, batch, head_k, first, sk, stride_ks, stride_kd, BLOCK_N, D, BLOCK_D, True, INT64,
@@ -162,34 +179,46 @@ def attention_backward_dkdv_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     last = tl.minimum(first + BLOCK_N, sk) - 1
-    start, full_start, full_stop, stop = tile_spans(first, last, sq, -upper, -lower, BLOCK_M, HAS_UPPER, HAS_LOWER)
+    start, full_start, full_stop, stop = tile_spans(first, last, sq, -upper, -lower, BLOCK_M, 1, HAS_UPPER, HAS_LOWER)
+    if modifiers.bias.ptr is not None or modifiers.mask.ptr is not None:
+        # A last tile that reaches past the keys must not read operands unchecked: none of its steps is whole.
+        full_stop = tl.where(first + BLOCK_N > sk, full_start, full_stop)
+    COLUMNS: tl.constexpr = columns_ptr is not None
     for member in tl.range(0, group):
         head = head_k * group + member
         q_source = head_source(q_ptr, batch, head, stride_qb, stride_qh, DESCRIPTORS)
         dout_source = head_source(dout_ptr, batch, head, stride_dob, stride_doh, DESCRIPTORS)
         lse_base = lse_ptr + head_offset(batch, head, hq * sq, sq)
         delta_base = delta_ptr + head_offset(batch, head, hq * sq, sq)
+        columns = tl.zeros([BLOCK_N], tl.float32)
         for MASKED in tl.static_range(2):
-            dk, dv = sum_over_queries(
-                dk, dv, k, v, q_source, dout_source, batch, head, lse_base, delta_base, offs_n, start, full_start,
-                full_stop, stop, sk, stride_qs, stride_qd, stride_dos, stride_dod, scale_log2, lower, upper,
-                BLOCK_M, D, BLOCK_D, DV, BLOCK_DV, HAS_LOWER, HAS_UPPER, MASKED, PRECISION, INT64, DESCRIPTORS,
-                NEED_DK, NEED_DV)
+            dk, dv, columns = sum_over_queries(
+                dk, dv, columns, k, v, q_source, dout_source, modifiers, batch * hq + head, batch, head, lse_base,
+                delta_base, first, start, full_start, full_stop, stop, sk, stride_qs, stride_qd, stride_dos,
+                stride_dod, scale_log2, lower, upper, BLOCK_M, BLOCK_N, D, BLOCK_D, DV, BLOCK_DV, HAS_LOWER,
+                HAS_UPPER, MASKED, PRECISION, INT64, DESCRIPTORS, CHANGED, NEED_DK, NEED_DV, COLUMNS)
+        if COLUMNS:
+            offs_n = first + tl.arange(0, BLOCK_N)
+            tl.store(columns_ptr + head_offset(batch, head, hq * sk, sk) + offs_n, columns, mask=offs_n < sk)
     if NEED_DK:
         store_tile(dk_ptr + head_offset(batch, head_k, stride_dkb, stride_dkh), dk * scale, first, sk, stride_dks, 1,
                    BLOCK_N, D, BLOCK_D, INT64)
     if NEED_DV:
-        store_tile(dv_ptr + head_offset(batch, head_k, stride_dvb, stride_dvh), dv, first, sk, stride_dvs, 1,
-                   BLOCK_N, DV, BLOCK_DV, INT64)
+        store_tile(dv_ptr + head_offset(batch, head_k, stride_dvb, stride_dvh), gained(dv, modifiers), first, sk,
+                   stride_dvs, 1, BLOCK_N, DV, BLOCK_DV, INT64)
 
 
 @triton.jit
-def sum_over_keys(dq, q, dout, lse, delta, k_source, v_source, batch, head_k, offs_m, start, full_start, full_stop,
-                  stop, sq, stride_ks, stride_kd, stride_vs, stride_vd, scale_log2, lower, upper,
+def sum_over_keys(dq, rows, moments, q, dout, lse, delta, k_source, v_source, modifiers, row, batch, head, head_k,
+                  first_row, offs_m, start, full_start, full_stop, stop, sq, stride_ks, stride_kd, stride_vs, stride_vd,
+                  scale_log2, lower, upper,
                   BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr,
                   BLOCK_DV: tl.constexpr, HAS_LOWER: tl.constexpr, HAS_UPPER: tl.constexpr,
-                  MASKED: tl.constexpr, PRECISION: tl.constexpr, INT64: tl.constexpr, DESCRIPTORS: tl.constexpr):
-    """Add the fully visible keys, or (MASKED) those around them, to dQ: the kernel's one loop body."""
+                  MASKED: tl.constexpr, PRECISION: tl.constexpr, INT64: tl.constexpr, DESCRIPTORS: tl.constexpr,
+                  CHANGED: tl.constexpr, ROWS: tl.constexpr, MOMENTS: tl.constexpr):
+    """Add the fully visible keys, or (MASKED) those around them, to dQ and the rows' sums: the one loop body."""
+    ADDED: tl.constexpr = MASKED and HAS_LOWER and modifiers.dropout.ptr is not None
+    HIDES: tl.constexpr = MASKED or modifiers.mask.ptr is not None
     first = start if MASKED else full_start
     last = stop - (full_stop - full_start) if MASKED else full_stop
     for step in tl.range(first, last, BLOCK_N):
@@ -197,19 +226,31 @@ def sum_over_keys(dq, q, dout, lse, delta, k_source, v_source, batch, head_k, of
         offs_n = n + tl.arange(0, BLOCK_N)
         k = load_tile(k_source, batch, head_k, n, stop, stride_ks, stride_kd, BLOCK_N, D, BLOCK_D, MASKED, INT64,
                       DESCRIPTORS)
+        k = unseen_as_zero(k, n, first_row, lower, BLOCK_N, ADDED)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         v = load_tile(v_source, batch, head_k, n, stop, stride_vs, stride_vd, BLOCK_N, DV, BLOCK_DV, MASKED, INT64,
                       DESCRIPTORS)
+        v = unseen_as_zero(v, n, first_row, lower, BLOCK_N, ADDED)
         dprobs = tl.dot(dout, tl.trans(v), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         visible = see(offs_m[:, None], offs_n[None, :], sq, stop, lower, upper, HAS_LOWER, HAS_UPPER)
-        probs = recompute_probs(scores, lse[:, None], visible, scale_log2, MASKED)
-        dscores = score_gradient(probs, dprobs, delta[:, None], visible, False, MASKED)
+        scores, visible, tanh, kept = modify_tile(scores, visible, modifiers, row, batch, head, offs_m, n, sq, stop,
+                                                  scale_log2, q.dtype == tl.float32, INT64, CHANGED, BLOCK_N, False,
+                                                  MASKED)
+        dprobs = drop(gained(dprobs, modifiers), kept, modifiers)
+        probs = recompute_probs(scores, lse[:, None], visible, 1.0 if CHANGED else scale_log2, HIDES)
+        dscores = score_gradient(probs, dprobs, delta[:, None], visible, False, HIDES)
+        if ROWS:
+            rows += tl.sum(dscores, 1)
+        if MOMENTS:
+            moments -= tl.sum(dscores * distance(offs_m[:, None], offs_n[None, :], modifiers.alibi.offset), 1)
+        dscores = through_softcap(dscores, tanh, visible, modifiers, HIDES)
         dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision=PRECISION)  # [BLOCK_M, BLOCK_D], eq. 10
-    return dq
+    return dq, rows, moments
 
 
 @triton.jit(do_not_specialize=["sq", "sk", "lower", "upper", "hq", "group", "tiles"])
-def attention_backward_dq_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dq_ptr,
+def attention_backward_dq_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dq_ptr, rows_ptr, moments_ptr,
+                                 modifiers,
                                  stride_qb, stride_qh, stride_qs, stride_qd,
                                  stride_kb, stride_kh, stride_ks, stride_kd,
                                  stride_vb, stride_vh, stride_vs, stride_vd,
@@ -218,9 +259,13 @@ def attention_backward_dq_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_p
                                  scale, scale_log2, lower, upper, sq, sk, hq, group, tiles,
                                  D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
                                  HAS_LOWER: tl.constexpr, HAS_UPPER: tl.constexpr, PRECISION: tl.constexpr,
-                                 INT64: tl.constexpr, DESCRIPTORS: tl.constexpr, BLOCK_M: tl.constexpr,
-                                 BLOCK_N: tl.constexpr):
-    """Compute dQ = scale·dS K for BLOCK_M queries of one head (eq. 9 and 10). Grid: (tiles · hq · b,)."""
+                                 INT64: tl.constexpr, DESCRIPTORS: tl.constexpr, CHANGED: tl.constexpr,
+                                 BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Compute dQ = scale·dS K for BLOCK_M queries of one head (eq. 9 and 10). Grid: (tiles · hq · b,).
+
+    rows and moments, unless None: (b, hq, sq), dense; receive Σ_j dS, for a bias that all keys share, and
+    −Σ_j dS·distance, for ALiBi's slopes.
+    """
     tile, head, batch = locate_tile(tiles, hq, HAS_UPPER)
     first = tile * BLOCK_M
     offs_m = first + tl.arange(0, BLOCK_M)
@@ -233,20 +278,111 @@ def attention_backward_dq_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_p
                   DESCRIPTORS)
     dout = load_tile(dout_source, batch, head, first, sq, stride_dos, stride_dod, BLOCK_M, DV, BLOCK_DV, True, INT64,
                      DESCRIPTORS)
-    row_base = head_offset(batch, head, hq * sq, sq)
-    lse = tl.load(lse_ptr + row_base + offs_m, mask=offs_m < sq, other=0.0) * LOG2E  # [BLOCK_M]
-    delta = tl.load(delta_ptr + row_base + offs_m, mask=offs_m < sq, other=0.0)  # [BLOCK_M]
+    row_offset = head_offset(batch, head, hq * sq, sq)
+    lse = tl.load(lse_ptr + row_offset + offs_m, mask=offs_m < sq, other=0.0) * LOG2E  # [BLOCK_M]
+    delta = tl.load(delta_ptr + row_offset + offs_m, mask=offs_m < sq, other=0.0)  # [BLOCK_M]
 
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    rows = tl.zeros([BLOCK_M], tl.float32)
+    moments = tl.zeros([BLOCK_M], tl.float32)
+    ALIGN: tl.constexpr = 1 if modifiers.dropout.ptr is None else PER_DRAW
     last = tl.minimum(first + BLOCK_M, sq) - 1
-    start, full_start, full_stop, stop = tile_spans(first, last, sk, lower, upper, BLOCK_N, HAS_LOWER, HAS_UPPER)
+    start, full_start, full_stop, stop = tile_spans(first, last, sk, lower, upper, BLOCK_N, ALIGN, HAS_LOWER, HAS_UPPER)
     for MASKED in tl.static_range(2):
-        dq = sum_over_keys(
-            dq, q, dout, lse, delta, k_source, v_source, batch, head_k, offs_m, start, full_start, full_stop,
-            stop, sq, stride_ks, stride_kd, stride_vs, stride_vd, scale_log2, lower, upper,
-            BLOCK_N, D, BLOCK_D, DV, BLOCK_DV, HAS_LOWER, HAS_UPPER, MASKED, PRECISION, INT64, DESCRIPTORS)
+        dq, rows, moments = sum_over_keys(
+            dq, rows, moments, q, dout, lse, delta, k_source, v_source, modifiers, batch * hq + head, batch, head,
+            head_k, first, offs_m, start, full_start, full_stop, stop, sq, stride_ks, stride_kd, stride_vs, stride_vd,
+            scale_log2, lower, upper, BLOCK_N, D, BLOCK_D, DV, BLOCK_DV, HAS_LOWER, HAS_UPPER, MASKED, PRECISION,
+            INT64, DESCRIPTORS, CHANGED, rows_ptr is not None, moments_ptr is not None)
     store_tile(dq_ptr + head_offset(batch, head, stride_dqb, stride_dqh), dq * scale, first, sq, stride_dqs, 1,
                BLOCK_M, D, BLOCK_D, INT64)
+    if rows_ptr is not None:
+        tl.store(rows_ptr + row_offset + offs_m, rows, mask=offs_m < sq)
+    if moments_ptr is not None:
+        tl.store(moments_ptr + row_offset + offs_m, moments, mask=offs_m < sq)
+
+
+@triton.jit
+def sum_over_members(acc, count, shared_heads, entry_batch, entry_head, q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr,
+                     delta_ptr, modifiers, offs_m, first_q, first_k, stop, sq, hq, group, strides_q, strides_k,
+                     strides_v, strides_do, scale_log2, lower, upper, D: tl.constexpr, DV: tl.constexpr,
+                     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_LOWER: tl.constexpr, HAS_UPPER: tl.constexpr,
+                     MASKED: tl.constexpr, PRECISION: tl.constexpr, INT64: tl.constexpr, CHANGED: tl.constexpr,
+                     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Add dS of the heads that share one tile of the bias: the kernel's one loop body."""
+    HIDES: tl.constexpr = MASKED or modifiers.mask.ptr is not None
+    offs_n = first_k + tl.arange(0, BLOCK_N)
+    for member in tl.range(0, count):
+        batch, head = entry_batch + member // shared_heads, entry_head + member % shared_heads
+        q = load_tile(head_source(q_ptr, batch, head, strides_q[0], strides_q[1], False), batch, head, first_q, sq,
+                      strides_q[2], strides_q[3], BLOCK_M, D, BLOCK_D, True, INT64, False)
+        k = load_tile(head_source(k_ptr, batch, head // group, strides_k[0], strides_k[1], False), batch, head // group,
+                      first_k, stop, strides_k[2], strides_k[3], BLOCK_N, D, BLOCK_D, True, INT64, False)
+        v = load_tile(head_source(v_ptr, batch, head // group, strides_v[0], strides_v[1], False), batch, head // group,
+                      first_k, stop, strides_v[2], strides_v[3], BLOCK_N, DV, BLOCK_DV, True, INT64, False)
+        dout = load_tile(head_source(dout_ptr, batch, head, strides_do[0], strides_do[1], False), batch, head,
+                         first_q, sq, strides_do[2], strides_do[3], BLOCK_M, DV, BLOCK_DV, True, INT64, False)
+        row_offset = head_offset(batch, head, hq * sq, sq)
+        lse = tl.load(lse_ptr + row_offset + offs_m, mask=offs_m < sq, other=0.0) * LOG2E
+        delta = tl.load(delta_ptr + row_offset + offs_m, mask=offs_m < sq, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+        visible = see(offs_m[:, None], offs_n[None, :], sq, stop, lower, upper, HAS_LOWER, HAS_UPPER)
+        scores, visible, _tanh, kept = modify_tile(scores, visible, modifiers, batch * hq + head, batch, head, offs_m,
+                                                   first_k, sq, stop, scale_log2, q.dtype == tl.float32, INT64,
+                                                   CHANGED, BLOCK_N, False, MASKED)
+        dprobs = drop(gained(tl.dot(dout, tl.trans(v), input_precision=PRECISION), modifiers), kept, modifiers)
+        probs = recompute_probs(scores, lse[:, None], visible, 1.0 if CHANGED else scale_log2, HIDES)
+        acc += score_gradient(probs, dprobs, delta[:, None], visible, False, HIDES)
+    return acc
+
+
+@triton.jit(do_not_specialize=["sq", "sk", "lower", "upper", "hq", "group", "tiles_q", "tiles_k", "own_heads",
+                               "shared_heads", "members"])
+def attention_backward_dbias_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dbias_ptr, modifiers,
+                                    stride_qb, stride_qh, stride_qs, stride_qd,
+                                    stride_kb, stride_kh, stride_ks, stride_kd,
+                                    stride_vb, stride_vh, stride_vs, stride_vd,
+                                    stride_dob, stride_doh, stride_dos, stride_dod,
+                                    scale_log2, lower, upper, sq, sk, hq, group, tiles_q, tiles_k, own_heads,
+                                    shared_heads, members,
+                                    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+                                    HAS_LOWER: tl.constexpr, HAS_UPPER: tl.constexpr, PRECISION: tl.constexpr,
+                                    INT64: tl.constexpr, CHANGED: tl.constexpr, BLOCK_M: tl.constexpr,
+                                    BLOCK_N: tl.constexpr):
+    """Compute dbias = dS, summed over the heads and batches that share the bias, for one tile of pairs.
+
+    Grid: (tiles_k · tiles_q · own_heads · own_batches,). dbias: (own_batches, own_heads, sq, sk), dense; ``members``
+    heads share a tile, ``shared_heads`` of them in each batch. Two products a tile and member, no atomics.
+    """
+    tile_k = tl.program_id(0) % tiles_k
+    tile_q, entry_head, entry_batch = locate_entry(tiles_k, tiles_q, own_heads)
+    first_q, first_k = tile_q * BLOCK_M, tile_k * BLOCK_N
+    offs_m, offs_n = first_q + tl.arange(0, BLOCK_M), first_k + tl.arange(0, BLOCK_N)
+    last = tl.minimum(first_q + BLOCK_M, sq) - 1
+    start, full_start, full_stop, stop = tile_spans(first_q, last, sk, lower, upper, 1, 1, HAS_LOWER, HAS_UPPER)
+    # A hidden tile is written, as zeros, but not computed; one that is visible whole needs no checks.
+    is_hidden = (first_k >= stop) | (first_k + BLOCK_N <= start)
+    is_whole = (first_k >= full_start) & (first_k + BLOCK_N <= full_stop)
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for MASKED in tl.static_range(2):
+        count = tl.where(is_hidden | (is_whole == (MASKED == 1)), 0, members)
+        acc = sum_over_members(
+            acc, count, shared_heads, entry_batch, entry_head, q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr,
+            modifiers, offs_m, first_q, first_k, stop, sq, hq, group, (stride_qb, stride_qh, stride_qs, stride_qd),
+            (stride_kb, stride_kh, stride_ks, stride_kd), (stride_vb, stride_vh, stride_vs, stride_vd),
+            (stride_dob, stride_doh, stride_dos, stride_dod), scale_log2, lower, upper, D, DV, BLOCK_D, BLOCK_DV,
+            HAS_LOWER, HAS_UPPER, MASKED, PRECISION, INT64, CHANGED, BLOCK_M, BLOCK_N)
+    pairs = sq.to(tl.int64) * sk
+    base = dbias_ptr + head_offset(entry_batch, entry_head, own_heads * pairs, pairs)
+    ptrs = base + offsets(offs_m, sk, True)[:, None] + offs_n[None, :]
+    tl.store(ptrs, acc.to(dbias_ptr.dtype.element_ty), mask=(offs_m < sq)[:, None] & (offs_n < sk)[None, :])
+
+
+@triton.jit
+def locate_entry(tiles_k, tiles_q, heads):
+    """Split the program id, whose lowest part is the tile of keys, into (tile of queries, head, batch)."""
+    pid = tl.program_id(0) // tiles_k
+    return pid % tiles_q, (pid // tiles_q) % heads, (pid // tiles_q) // heads
 
 
 def delta_launch(problem: AttentionProblem, config: RowShape, out_strides: Sizes, dout_strides: Sizes,
@@ -266,7 +402,7 @@ def dkdv_launch(problem: AttentionProblem, config: TileShape, precision: str, do
                 gradient_strides: tuple[Sizes, Sizes], needs: tuple[bool, bool]) -> Launch:
     """Bind the dK/dV kernel, which makes those of (dk, dv) that ``needs`` asks for.
 
-    Call the result with (q, k, v, dout, lse, delta, dk, dv).
+    Call the result with (q, k, v, dout, lse, delta, dk, dv, columns or None, modifiers or None).
     """
     dk_strides, dv_strides = gradient_strides
     inputs = (problem.q_strides, problem.k_strides, problem.v_strides, dout_strides)
@@ -278,12 +414,15 @@ def dkdv_launch(problem: AttentionProblem, config: TileShape, precision: str, do
         *constants(problem, precision, int64, config.descriptors), config.block_m, config.block_n, *needs,
     )
     return Launch(attention_backward_dkdv_kernel, tiles * problem.hk * problem.b, scalars,
-                  tile_blocks(problem, config), num_warps=config.num_warps, num_stages=config.num_stages)
+                  tile_blocks(problem, config), optional=2, num_warps=config.num_warps, num_stages=config.num_stages)
 
 
 def dq_launch(problem: AttentionProblem, config: TileShape, precision: str, dout_strides: Sizes,
               dq_strides: Sizes) -> Launch:
-    """Bind the dQ kernel: call the result with (q, k, v, dout, lse, delta, dq)."""
+    """Bind the dQ kernel.
+
+    Call the result with (q, k, v, dout, lse, delta, dq, rows or None, moments or None, modifiers or None).
+    """
     inputs = (problem.q_strides, problem.k_strides, problem.v_strides, dout_strides)
     int64 = needs_int64(problem, *inputs, dq_strides)
     tiles = tile_count(problem.sq, config.block_m)
@@ -293,4 +432,27 @@ def dq_launch(problem: AttentionProblem, config: TileShape, precision: str, dout
         *constants(problem, precision, int64, config.descriptors), config.block_m, config.block_n,
     )
     return Launch(attention_backward_dq_kernel, tiles * problem.hq * problem.b, scalars,
-                  tile_blocks(problem, config), num_warps=config.num_warps, num_stages=config.num_stages)
+                  tile_blocks(problem, config), optional=3, num_warps=config.num_warps, num_stages=config.num_stages)
+
+
+def dbias_launch(problem: AttentionProblem, config: TileShape, precision: str, dout_strides: Sizes) -> Launch | None:
+    """Bind the dbias kernel, or return None where the bias lacks a query or a key dim (sums.py makes its gradient).
+
+    Call the result with (q, k, v, dout, lse, delta, dbias, modifiers).
+    """
+    bias = problem.scores.bias
+    if bias is None or 1 in bias.shape[2:]:
+        return None
+    inputs = (problem.q_strides, problem.k_strides, problem.v_strides, dout_strides)
+    own_batches, own_heads = bias.shape[:2]
+    shared_heads = problem.hq // own_heads
+    members = problem.b // own_batches * shared_heads
+    tiles_q, tiles_k = tile_count(problem.sq, config.block_m), tile_count(problem.sk, config.block_n)
+    shared = constants(problem, precision, needs_int64(problem, *inputs), descriptors=False)
+    scalars = (
+        *joined(*inputs), problem.scale * LOG2E.value, *bounds(problem), problem.sq, problem.sk, problem.hq,
+        problem.group, tiles_q, tiles_k, own_heads, shared_heads, members, *shared[:-2], shared[-1], config.block_m,
+        config.block_n,
+    )
+    return Launch(attention_backward_dbias_kernel, tiles_k * tiles_q * own_heads * own_batches, scalars,
+                  num_warps=config.num_warps, num_stages=1)

@@ -13,6 +13,7 @@ from tilewise.kernels.triton.launch import (
     tile_blocks,
     tile_count,
 )
+from tilewise.kernels.triton.modifiers import PER_DRAW, add_sink, along, drop, gained, modify_tile
 from tilewise.kernels.triton.primitives import (
     LN2,
     LOG2E,
@@ -25,17 +26,21 @@ from tilewise.kernels.triton.primitives import (
     see,
     store_tile,
     tile_spans,
+    unseen_as_zero,
 )
 from tilewise.problem import AttentionProblem
 
 
 @triton.jit
-def attend_keys(q, k_source, v_source, batch, head_k, acc, row_sum, row_max, offs_m, start, full_start, full_stop,
-                stop, sq, stride_ks, stride_kd, stride_vs, stride_vd, scale_log2, lower, upper,
+def attend_keys(q, k_source, v_source, modifiers, row, batch, head, head_k, acc, row_sum, row_max, first_row, offs_m,
+                start, full_start, full_stop, stop, sq, stride_ks, stride_kd, stride_vs, stride_vd, scale_log2, lower,
+                upper,
                 BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr,
                 BLOCK_DV: tl.constexpr, HAS_LOWER: tl.constexpr, HAS_UPPER: tl.constexpr, MASKED: tl.constexpr,
-                PRECISION: tl.constexpr, INT64: tl.constexpr, DESCRIPTORS: tl.constexpr):
+                PRECISION: tl.constexpr, INT64: tl.constexpr, DESCRIPTORS: tl.constexpr, CHANGED: tl.constexpr):
     """Attend to the fully visible keys, or (MASKED) to those around them: the kernel's one loop body."""
+    ADDED: tl.constexpr = MASKED and HAS_LOWER and modifiers.dropout.ptr is not None
+    HIDES: tl.constexpr = MASKED or modifiers.mask.ptr is not None
     first = start if MASKED else full_start
     last = stop - (full_stop - full_start) if MASKED else full_stop
     # The masked tiles are few: without a pipeline of their own they leave registers to the others (+6 % at d 64).
@@ -43,31 +48,38 @@ def attend_keys(q, k_source, v_source, batch, head_k, acc, row_sum, row_max, off
         n = around(step, full_start, full_stop) if MASKED else step
         k = load_tile(k_source, batch, head_k, n, stop, stride_ks, stride_kd, BLOCK_N, D, BLOCK_D, MASKED, INT64,
                       DESCRIPTORS)
+        k = unseen_as_zero(k, n, first_row, lower, BLOCK_N, ADDED)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
-        if MASKED:
-            offs_n = n + tl.arange(0, BLOCK_N)
-            visible = see(offs_m[:, None], offs_n[None, :], sq, stop, lower, upper, HAS_LOWER, HAS_UPPER)
+        offs_n = n + tl.arange(0, BLOCK_N)
+        visible = see(offs_m[:, None], offs_n[None, :], sq, stop, lower, upper, HAS_LOWER, HAS_UPPER)
+        scores, visible, _tanh, kept = modify_tile(scores, visible, modifiers, row, batch, head, offs_m, n, sq, stop,
+                                                   scale_log2, q.dtype == tl.float32, INT64, CHANGED, BLOCK_N, False,
+                                                   MASKED)
+        if HIDES:
             scores = tl.where(visible, scores, float("-inf"))
-        probs, row_max, row_sum, acc = online_softmax_step(scores, row_max, row_sum, acc, scale_log2, MASKED)
+        probs, row_max, row_sum, acc = online_softmax_step(scores, row_max, row_sum, acc,
+                                                           1.0 if CHANGED else scale_log2, HIDES)
+        probs = drop(probs, kept, modifiers)  # after the sum: what is dropped still counts in the denominator
         v = load_tile(v_source, batch, head_k, n, stop, stride_vs, stride_vd, BLOCK_N, DV, BLOCK_DV, MASKED, INT64,
                       DESCRIPTORS)
+        v = unseen_as_zero(v, n, first_row, lower, BLOCK_N, ADDED)
         acc = tl.dot(probs.to(v.dtype), v, acc, input_precision=PRECISION)  # [BLOCK_M, BLOCK_DV]
     return acc, row_sum, row_max
 
 
 @triton.jit(do_not_specialize=["sq", "sk", "lower", "upper", "hq", "group", "tiles"])
-def attention_forward_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr,
+def attention_forward_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, max_ptr, modifiers,
                              stride_qb, stride_qh, stride_qs, stride_qd, stride_kb, stride_kh, stride_ks, stride_kd,
                              stride_vb, stride_vh, stride_vs, stride_vd, stride_ob, stride_oh, stride_os,
                              scale_log2, lower, upper, sq, sk, hq, group, tiles,
                              D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
                              HAS_LOWER: tl.constexpr, HAS_UPPER: tl.constexpr, PRECISION: tl.constexpr,
-                             INT64: tl.constexpr, DESCRIPTORS: tl.constexpr, BLOCK_M: tl.constexpr,
-                             BLOCK_N: tl.constexpr):
+                             INT64: tl.constexpr, DESCRIPTORS: tl.constexpr, CHANGED: tl.constexpr,
+                             BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Compute out = softmax(scale·q kᵀ + mask) v and lse for BLOCK_M queries of one head (eq. 4 to 6).
 
     Grid: (tiles · hq · b,). q, k, v, out: (b, h, s, d) by strides, out's last stride 1; q, k and v come as tensor
-    descriptors where DESCRIPTORS. lse: (b, hq, sq), dense.
+    descriptors where DESCRIPTORS. lse and, unless None, max: (b, hq, sq), dense. CHANGED: modifiers change scores.
     """
     tile, head, batch = locate_tile(tiles, hq, HAS_UPPER)
     first = tile * BLOCK_M
@@ -83,24 +95,33 @@ def attention_forward_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr,
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     last = tl.minimum(first + BLOCK_M, sq) - 1
-    start, full_start, full_stop, stop = tile_spans(first, last, sk, lower, upper, BLOCK_N, HAS_LOWER, HAS_UPPER)
+    ALIGN: tl.constexpr = 1 if modifiers.dropout.ptr is None else PER_DRAW
+    start, full_start, full_stop, stop = tile_spans(first, last, sk, lower, upper, BLOCK_N, ALIGN, HAS_LOWER, HAS_UPPER)
+    row = batch * hq + head
     for MASKED in tl.static_range(2):
         acc, row_sum, row_max = attend_keys(
-            q, k_source, v_source, batch, head_k, acc, row_sum, row_max, offs_m, start, full_start, full_stop,
-            stop, sq, stride_ks, stride_kd, stride_vs, stride_vd, scale_log2, lower, upper,
-            BLOCK_N, D, BLOCK_D, DV, BLOCK_DV, HAS_LOWER, HAS_UPPER, MASKED, PRECISION, INT64, DESCRIPTORS)
+            q, k_source, v_source, modifiers, row, batch, head, head_k, acc, row_sum, row_max, first, offs_m, start,
+            full_start, full_stop, stop, sq, stride_ks, stride_kd, stride_vs, stride_vd, scale_log2, lower, upper,
+            BLOCK_N, D, BLOCK_D, DV, BLOCK_DV, HAS_LOWER, HAS_UPPER, MASKED, PRECISION, INT64, DESCRIPTORS,
+            CHANGED)
 
+    row_offset = head_offset(batch, head, hq * sq, sq)
+    if max_ptr is not None:
+        tl.store(max_ptr + row_offset + offs_m, row_max * LN2, mask=offs_m < sq)
+    if modifiers.sinks.ptr is not None:
+        sink = tl.load(modifiers.sinks.ptr + along(head, modifiers.sinks.stride_h, True)).to(tl.float32) * LOG2E
+        row_max, row_sum, acc = add_sink(row_max, row_sum, acc, sink)
+    acc = gained(acc, modifiers)
     # eq. 6. A row that saw no key has m = −inf, l = 0, acc = 0: with l = 1 its lse is −inf and its out 0.
     row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
     acc = acc / row_sum[:, None]
-    lse_base = lse_ptr + head_offset(batch, head, hq * sq, sq)
-    tl.store(lse_base + offs_m, (row_max + tl.log2(row_sum)) * LN2, mask=offs_m < sq)
+    tl.store(lse_ptr + row_offset + offs_m, (row_max + tl.log2(row_sum)) * LN2, mask=offs_m < sq)
     store_tile(out_ptr + head_offset(batch, head, stride_ob, stride_oh), acc, first, sq, stride_os, 1,
                BLOCK_M, DV, BLOCK_DV, INT64)
 
 
 def forward_launch(problem: AttentionProblem, config: TileShape, precision: str) -> Launch:
-    """Bind the kernel to a problem: call the result with (q, k, v, out, lse)."""
+    """Bind the kernel to a problem: call the result with (q, k, v, out, lse, max or None, modifiers or None)."""
     inputs = (problem.q_strides, problem.k_strides, problem.v_strides)
     int64 = needs_int64(problem, *inputs, problem.out_strides)
     tiles = tile_count(problem.sq, config.block_m)
@@ -111,4 +132,4 @@ def forward_launch(problem: AttentionProblem, config: TileShape, precision: str)
     )
     blocks = tile_blocks(problem, config)
     return Launch(attention_forward_kernel, tiles * problem.hq * problem.b, scalars, blocks,
-                  num_warps=config.num_warps, num_stages=config.num_stages)
+                  optional=2, num_warps=config.num_warps, num_stages=config.num_stages)

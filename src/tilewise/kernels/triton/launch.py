@@ -1,9 +1,10 @@
 """Launching a kernel: its arguments from a problem, and the short way past Triton's front end."""
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from tilewise.problem import AttentionProblem, Sizes
+from tilewise.scores import DRAWS, OperandFacts, Operands
 
 # Contracting a·b + c into one rounding is what the softmax's cost counts on; Triton 3.10 changes the default.
 FIXED_OPTIONS = {"enable_fp_fusion": True}
@@ -41,6 +42,81 @@ class TileShape(RowShape, Protocol):
         """Whether tiles come through tensor descriptors."""
 
 
+# Triton 3.6 loses an integer 1 inside a nested tuple, and cannot compare a tuple that holds None with None. So a unit
+# stride is None, what is absent has None for a pointer, and other numbers are floats, which are never made constants.
+
+
+class Pairs(NamedTuple):
+    """An operand (b, hq, sq, sk): a tensor with the strides of its broadcast, 0 along a dim that it has once."""
+
+    ptr: Any = None
+    stride_b: int | None = None
+    stride_h: int | None = None
+    stride_q: int | None = None
+    stride_k: int | None = None
+
+
+class Slopes(NamedTuple):
+    """ALiBi's slopes (b, hq), and where the diagonal runs."""
+
+    ptr: Any = None
+    stride_b: int | None = None
+    stride_h: int | None = None
+    offset: float | None = None
+
+
+class Sinks(NamedTuple):
+    """The sinks (hq,)."""
+
+    ptr: Any = None
+    stride_h: int | None = None
+
+
+class Dropout(NamedTuple):
+    """The seed, the first of 2^16 draws that keeps a pair, and what a kept value is multiplied by."""
+
+    ptr: Any = None
+    threshold: float | None = None
+    gain: float | None = None
+
+
+class Modifiers(NamedTuple):
+    """What modifiers.py reads in a kernel; what a call does not use is None, which costs nothing there."""
+
+    softcap: float | None = None
+    bias: Pairs = Pairs()
+    alibi: Slopes = Slopes()
+    mask: Pairs = Pairs()
+    sinks: Sinks = Sinks()
+    dropout: Dropout = Dropout()
+
+
+NO_MODIFIERS = Modifiers()
+
+
+def modifiers_of(problem: AttentionProblem, operands: Operands) -> Modifiers:
+    """Put the operands of a call into the form that kernels take."""
+    options = problem.scores
+    pairs = (problem.b, problem.hq, problem.sq, problem.sk)
+
+    def strides(facts: OperandFacts, shape: Sizes) -> tuple[int | None, ...]:
+        return tuple(None if stride == 1 else stride for stride in facts.expanded(shape))
+
+    def over_pairs(tensor: Any, facts: OperandFacts | None) -> Pairs:
+        return Pairs() if facts is None else Pairs(tensor, *strides(facts, pairs))
+
+    alibi, sinks, dropout = Slopes(), Sinks(), Dropout()
+    if options.alibi_slopes is not None:
+        offset = problem.mask.offset(problem.sq, problem.sk)
+        alibi = Slopes(operands.alibi_slopes, *strides(options.alibi_slopes, pairs[:2]), float(offset))
+    if options.sinks is not None:
+        sinks = Sinks(operands.sinks, *strides(options.sinks, pairs[1:2]))
+    if options.dropout_p:
+        dropout = Dropout(operands.seed, options.dropout_p * DRAWS, 1.0 / (1.0 - options.dropout_p))
+    return Modifiers(options.softcap, over_pairs(operands.bias, options.bias), alibi,
+                     over_pairs(operands.mask, options.mask), sinks, dropout)
+
+
 class Launch:
     """A kernel with its grid, its scalar arguments and its options; call it with the tensors.
 
@@ -52,13 +128,17 @@ class Launch:
         kernel: a ``triton.jit`` function whose tensor arguments come first.
         programs: size of the one-dimensional grid.
         scalars: the arguments after the tensors, in the kernel's order, constexprs included.
+        optional: how many arguments before the scalars may be left out: the modifiers, which stand last, and then
+            results that are not wanted.
         blocks: for each leading tensor that goes as a descriptor, its block and the position it is clipped at.
         options: num_warps, num_stages.
     """
 
-    def __init__(self, kernel: Any, programs: int, scalars: tuple[Any, ...], blocks: Blocks = (),
+    def __init__(self, kernel: Any, programs: int, scalars: tuple[Any, ...], blocks: Blocks = (), optional: int = 0,
                  **options: int) -> None:
         self.kernel = kernel
+        self.leading = len(kernel.arg_names) - len(scalars)
+        self.optional = optional
         self.grid = (programs, 1, 1)
         self.scalars = scalars
         self.blocks = blocks
@@ -67,7 +147,7 @@ class Launch:
 
     def __call__(self, *tensors: Any) -> None:
         """Enqueue the kernel on the current stream of the current device."""
-        tensors = self.described(tensors)
+        tensors = self.arguments(tensors)
         if self._run is not None:
             self._run(*tensors, *self.scalars)
             return
@@ -75,8 +155,14 @@ class Launch:
         if compiled is not None:  # the interpreter has nothing compiled to hand out
             self._run = compiled[self.grid]
 
-    def described(self, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Put a tensor descriptor in the place of each leading tensor that has a block."""
+    def arguments(self, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Add None for what was left out, and put a descriptor in the place of each tensor that has a block."""
+        missing = self.leading - len(tensors)
+        if not 0 <= missing <= self.optional:
+            raise TypeError(f"{self.kernel} takes {self.leading - self.optional} to {self.leading} tensors, got "
+                            f"{len(tensors)}")
+        if missing:
+            tensors += (None,) * (missing - 1) + (NO_MODIFIERS,)
         if not self.blocks:
             return tensors
         from triton.tools.tensor_descriptor import TensorDescriptor
@@ -98,15 +184,21 @@ def bounds(problem: AttentionProblem) -> tuple[int, int]:
 
 
 def constants(problem: AttentionProblem, precision: str, int64: bool, descriptors: bool) -> tuple[Any, ...]:
-    """The constexprs that forward, dK/dV and dQ share: D, DV, BLOCK_D, BLOCK_DV, HAS_LOWER, HAS_UPPER, ..."""
+    """The constexprs that forward, dK/dV and dQ share: D, DV, BLOCK_D, BLOCK_DV, HAS_LOWER, ..., CHANGED."""
     band = problem.band
     return (problem.d, problem.dv, problem.width, problem.width, band.lower is not None,
-            band.upper is not None, precision, int64, descriptors)
+            band.upper is not None, precision, int64, descriptors, problem.scores.changes_scores)
 
 
 def needs_int64(problem: AttentionProblem, *strides: Sizes) -> bool:
     """Whether an offset inside one head passes 2^31; offsets of heads and batches are 64-bit in any case."""
     length, width = max(problem.sq, problem.sk), problem.width
+    pairs = (problem.b, problem.hq, problem.sq, problem.sk)
+    for facts in (problem.scores.bias, problem.scores.mask):
+        if facts is not None:
+            _, _, along_q, along_k = facts.expanded(pairs)
+            if (problem.sq + 256) * abs(along_q) + (problem.sk + 256) * abs(along_k) >= 2**31:
+                return True
     # A tile may reach past the last row before its mask applies: by 256 rows, the largest tile.
     return any((length + 256) * abs(tensor[2]) + width * abs(tensor[3]) >= 2**31 for tensor in strides)
 

@@ -82,13 +82,14 @@ def store_tile(base, tile, row, stop, stride_s, stride_d, ROWS: tl.constexpr, DI
 
 
 @triton.jit
-def tile_spans(first, last, length, lower, upper, STEP: tl.constexpr, HAS_LOWER: tl.constexpr,
+def tile_spans(first, last, length, lower, upper, STEP: tl.constexpr, ALIGN: tl.constexpr, HAS_LOWER: tl.constexpr,
                HAS_UPPER: tl.constexpr):
     """Cut the positions that rows ``first .. last`` (inclusive) see into steps of ``STEP`` (eq. 13 and 14).
 
     Returns (start, full_start, full_stop, stop): steps in [full_start, full_stop) are visible whole and need no
     mask; those before and after need one (:func:`around`); everything outside [start, stop) is skipped. The keys'
-    side reads the same band with ``(-upper, -lower)`` (eq. 15).
+    side reads the same band with ``(-upper, -lower)`` (eq. 15). ``start`` is rounded down to a multiple of
+    ALIGN; :func:`unseen_as_zero` serves the positions that this adds.
     """
     start = 0
     stop = length
@@ -100,9 +101,18 @@ def tile_spans(first, last, length, lower, upper, STEP: tl.constexpr, HAS_LOWER:
     if HAS_UPPER:
         stop = tl.minimum(length, last + 1 + upper)
         shared_stop = tl.minimum(length, first + upper + 1)
+    start = start // ALIGN * ALIGN
     full_start = start + tl.cdiv(tl.maximum(shared_start - start, 0), STEP) * STEP
     full_stop = full_start + tl.maximum(shared_stop - full_start, 0) // STEP * STEP
     return start, full_start, full_stop, stop
+
+
+@triton.jit
+def unseen_as_zero(tile, row, first, lower, ROWS: tl.constexpr, ADDED: tl.constexpr):
+    """Zero the rows before the first one that is seen (ADDED: where aligning the start may have added some)."""
+    if ADDED:
+        tile = tl.where((row + tl.arange(0, ROWS) >= first + lower)[:, None], tile, 0.0)
+    return tile
 
 
 @triton.jit

@@ -1,0 +1,178 @@
+"""What changes a score between the product and the output, and in which order.
+
+    x = scale·q·k                    the scaled score
+    y = softcap·tanh(x / softcap)    softcap
+    z = y + bias − slope·|distance|  additive bias and ALiBi
+    z = −inf where hidden            mask
+    p = exp(z − lse),  lse = log(exp(sink) + Σ exp(z))
+    out = Σ p·keep/(1 − dropout_p)·v
+
+Any subset of the steps may be there; the order never changes (maths.md, section 11). How a score's derivative passes
+each step back is said there too. The distance of query i and key j is i + offset − j, with the mask's alignment.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+
+from tilewise.errors import InvalidInput
+
+Sizes = tuple[int, ...]
+# What may stand at each place of a broadcast shape: the problem's letters.
+DRAWS = 2**16  # equally likely values of a pair's random draw
+_FOUR = ("b", "hq", "sq", "sk")
+_LETTERS = {"bias": _FOUR, "mask": _FOUR, "alibi_slopes": ("b", "hq"), "sinks": ("hq",), "seed": ("1",)}
+_BROADCAST = {"bias": _FOUR, "mask": _FOUR, "alibi_slopes": ("b",), "sinks": (), "seed": ()}
+_NAMES = {"seed": "dropout_seed"}
+_RANKS = {"bias": (2, 3, 4), "mask": (2, 3, 4), "alibi_slopes": (1, 2), "sinks": (1,)}
+
+
+class Operands(NamedTuple):
+    """The tensors of a call beside q, k and v; None where the call has none.
+
+    Attributes:
+        bias: (b|1, hq|1, sq|1, sk|1), the inputs' dtype or float32; added to the scores.
+        alibi_slopes: (b|1, hq), float32.
+        mask: (b|1, hq|1, sq|1, sk|1), bool; True = take part.
+        sinks: (hq,), float32 or the inputs' dtype: a logit a head that enters the softmax's denominator alone.
+        seed: (1,), int64: seed of the dropout.
+    """
+
+    bias: torch.Tensor | None = None
+    alibi_slopes: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+    seed: torch.Tensor | None = None
+
+
+NO_OPERANDS = Operands()
+
+
+class ScoreSettings(NamedTuple):
+    """The plain numbers of a call that change its scores; the default changes nothing.
+
+    Attributes: as in :class:`ScoreOptions`.
+    """
+
+    softcap: float | None = None
+    dropout_p: float = 0.0
+    max_logit: bool = False
+
+
+NO_SETTINGS = ScoreSettings()
+
+
+class OperandFacts(NamedTuple):
+    """Shape, strides and dtype of one operand: what a backend needs to know of it before it sees it."""
+
+    shape: Sizes
+    strides: Sizes
+    dtype: torch.dtype
+
+    def expanded(self, shape: Sizes) -> Sizes:
+        """Strides of the operand broadcast to ``shape``: 0 along each dim that it has once."""
+        return tuple(0 if own != size else stride
+                     for own, size, stride in zip(self.shape, shape, self.strides, strict=True))
+
+
+class ScoreOptions(NamedTuple):
+    """Everything of a problem that changes its scores, without tensors; the default changes nothing.
+
+    Attributes:
+        softcap: bound of the scores before bias and mask, > 0; None = unbounded.
+        dropout_p: probability to drop a pair, 0 <= dropout_p < 1, a multiple of 2^-16.
+        max_logit: whether the largest visible score of each row is wanted beside lse.
+        bias, alibi_slopes, mask, sinks: facts of the operand, or None.
+    """
+
+    softcap: float | None = None
+    dropout_p: float = 0.0
+    max_logit: bool = False
+    bias: OperandFacts | None = None
+    alibi_slopes: OperandFacts | None = None
+    mask: OperandFacts | None = None
+    sinks: OperandFacts | None = None
+
+    @property
+    def changes_scores(self) -> bool:
+        """Whether a score is more than scale·q·k."""
+        return self.softcap is not None or self.bias is not None or self.alibi_slopes is not None
+
+    def __str__(self) -> str:
+        parts = []
+        if self.softcap is not None:
+            parts.append(f"softcap {self.softcap:g}")
+        for name in ("bias", "mask"):
+            facts = getattr(self, name)
+            if facts is not None:
+                parts.append(f"{name} {'x'.join(map(str, facts.shape))}")
+        if self.alibi_slopes is not None:
+            parts.append("alibi")
+        if self.sinks is not None:
+            parts.append("sinks")
+        if self.dropout_p:
+            parts.append(f"dropout {self.dropout_p:.4g}")
+        return ", ".join(parts)
+
+
+NO_OPTIONS = ScoreOptions()
+
+
+def with_four_dims(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """View a bias or a mask of 2 to 4 dims as (b|1, hq|1, sq|1, sk|1): dims are added at the front, as torch does."""
+    if not isinstance(tensor, torch.Tensor) or tensor.dim() not in _RANKS[name]:
+        raise InvalidInput(f"{name} is {_what(tensor)}; allowed is a tensor of 2 to 4 dims that broadcasts to "
+                           "(b, hq, sq, sk).")
+    return tensor[(None,) * (4 - tensor.dim())] if tensor.dim() < 4 else tensor
+
+
+def with_batch_dim(slopes: torch.Tensor) -> torch.Tensor:
+    """View ALiBi slopes (hq,) or (b, hq) as (b|1, hq)."""
+    if not isinstance(slopes, torch.Tensor) or slopes.dim() not in _RANKS["alibi_slopes"]:
+        raise InvalidInput(f"alibi_slopes is {_what(slopes)}; allowed is a tensor of shape (hq,) or (b, hq).")
+    return slopes[None] if slopes.dim() == 1 else slopes
+
+
+def check_operand(name: str, operand: tuple[Sizes, torch.dtype, torch.device], full: Sizes,
+                  dtypes: tuple[torch.dtype, ...], device: torch.device) -> None:
+    """Check one operand's shape against the full one it broadcasts to, its dtype and its device.
+
+    Raises:
+        InvalidInput: names the operand, what was got and what is allowed.
+    """
+    shape, dtype, own_device = operand
+    once, said = _BROADCAST[name], _NAMES.get(name, name)
+    if len(shape) != len(full) or any(own != size and not (own == 1 and letter in once)
+                                      for own, size, letter in zip(shape, full, _LETTERS[name], strict=True)):
+        allowed = ", ".join(f"{letter}={size}" for letter, size in zip(_LETTERS[name], full, strict=True))
+        broadcast = "" if not once else f", or 1 in place of {'a size' if once == _FOUR else once[0]}"
+        raise InvalidInput(f"{said} has shape {tuple(shape)}; allowed is ({allowed}){broadcast}.")
+    if dtype not in dtypes:
+        raise InvalidInput(f"{said} has dtype {dtype}; allowed are {', '.join(map(str, dict.fromkeys(dtypes)))}.")
+    if own_device != device:
+        raise InvalidInput(f"{said} is on {own_device} and q is on {device}: move them to one device.")
+
+
+def checked_softcap(softcap: Any) -> float | None:
+    """Return the softcap as a float. Raises :class:`InvalidInput` unless it is None or finite and > 0."""
+    if softcap is None:
+        return None
+    if isinstance(softcap, (int, float)) and not isinstance(softcap, bool) and 0.0 < softcap < math.inf:
+        return float(softcap)
+    raise InvalidInput(f"softcap is {softcap!r}; allowed is a finite number > 0, or None for none.")
+
+
+def checked_dropout_p(dropout_p: Any) -> float:
+    """Return the probability as a multiple of 2^-16, what the 16 bits of a pair's draw can tell apart.
+
+    Raises:
+        InvalidInput: not 0 <= dropout_p < 1.
+    """
+    if isinstance(dropout_p, (int, float)) and not isinstance(dropout_p, bool) and 0.0 <= dropout_p < 1.0:
+        return min(round(dropout_p * DRAWS), DRAWS - 1) / DRAWS
+    raise InvalidInput(f"dropout_p is {dropout_p!r}; allowed is a probability, 0 <= dropout_p < 1.")
+
+
+def _what(value: object) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"

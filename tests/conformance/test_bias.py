@@ -1,0 +1,89 @@
+"""Additive bias: a gradient as small as the bias, zero where pairs are hidden, whatever the bias holds there."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from conformance.calls import (
+    assert_forward_within_budget,
+    assert_gradients_within_budget,
+    forward_and_backward,
+    needs_of,
+    operands_of,
+    problem_of,
+    skip_if_refused,
+    visible_of,
+)
+from tilewise.backends.base import Saved
+from tilewise.testing.cases import Case, case_named
+from tilewise.testing.inputs import make_inputs
+
+# Biases with an element that no visible pair reads.
+PARTLY_HIDDEN = ("bias_shared_by_batch_causal", "bias_shared_by_batch_and_heads", "bias_blind_queries",
+                 "bias_window_moat", "softcap_bias", "everything", "everything_moat_blind_queries")
+
+
+def _hidden(case, bias):
+    """Which elements of the bias reach hidden pairs alone."""
+    visible = visible_of(case, bias.device)
+    for dim, size in enumerate(bias.shape):
+        if size == 1:
+            visible = visible.any(dim, keepdim=True)
+    return ~visible
+
+
+# Where a blind query's bias is -inf, numpy remarks that -inf − (-inf) is NaN, before the pair is dropped.
+@pytest.mark.filterwarnings("ignore:invalid value encountered in subtract:RuntimeWarning")
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("name", PARTLY_HIDDEN)
+def test_bias_of_hidden_pairs_may_hold_anything_and_has_no_gradient(backend, name, value, device, main_dtype):
+    case = case_named(name)
+    inputs = make_inputs(case, main_dtype, device)
+    clean = operands_of(case, inputs)
+    hidden = _hidden(case, clean.bias)
+    assert hidden.any(), "the case hides no element of its bias"
+    planted = clean._replace(bias=clean.bias.masked_fill(hidden, value))
+    results = forward_and_backward(backend, case, inputs, "out_and_lse", planted)
+    assert_forward_within_budget(case, inputs, results[:2], clean)
+    assert_gradients_within_budget(case, inputs, results.gradients, "out_and_lse", clean)
+    assert not results.dbias[hidden].any()
+
+
+class _Largest(TorchDispatchMode):
+    """Notes the size of the largest storage, in elements, that an operator makes."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (list, tuple)) else (result,):
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.untyped_storage().nbytes() // tensor.element_size())
+        return result
+
+
+# 400 positions are two of the reference's tiles along each side.
+@pytest.mark.parametrize("pattern", ["b11k", "11q1", "b111"])
+def test_gradient_of_a_broadcast_bias_needs_no_memory_by_the_number_of_pairs(backend, pattern, device):
+    case = Case("broadcast", b=2, hq=1, hk=1, sq=400, sk=400, d=8, dv=8, bias=pattern)
+    inputs = make_inputs(case, torch.float32, device)
+    operands = operands_of(case, inputs)
+    problem = problem_of(case, inputs, operands)
+    skip_if_refused(backend, problem.backward(lse_grad=False))
+    with _Largest() as largest:  # below the operator, behind which no mode sees
+        out, lse, _ = backend.forward(problem, *inputs[:3], operands)
+        got = backend.backward(problem.backward(lse_grad=False), Saved(*inputs[:3], out, lse, operands), inputs.dout,
+                               None, needs_of(operands))
+    assert 0 < largest.elements < case.b * case.hq * case.sq * case.sk / 2
+    assert got.dbias.untyped_storage().nbytes() == operands.bias.untyped_storage().nbytes()
+    assert_gradients_within_budget(case, inputs, got, "out", operands)
+
+
+def test_bias_of_one_number_changes_lse_alone(backend, device, main_dtype):
+    case = case_named("bias_of_batches")
+    inputs = make_inputs(case, main_dtype, device)
+    operands = operands_of(case, inputs)
+    with_bias = forward_and_backward(backend, case, inputs, "out", operands)
+    without = forward_and_backward(backend, case, inputs, "out", operands._replace(bias=None))
+    torch.testing.assert_close(with_bias.out, without.out)
+    torch.testing.assert_close(with_bias.lse, without.lse + operands.bias[..., 0].float(), rtol=1e-3, atol=1e-3)
