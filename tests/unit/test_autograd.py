@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from tilewise import InvalidInput, Mask, UnsupportedProblem, attention, causal, window
-from tilewise.autograd.attention_op import Options, backward_op, forward_op
+from tilewise.autograd.attention_op import Options, backward_op, forward_op, forward_plain_op
 from tilewise.backends.base import Needs
 from tilewise.scores import NO_OPERANDS, Operands
 
@@ -409,3 +409,19 @@ def test_op_reports_wrong_input_by_our_error():
     q, k, v = _tensors()
     with pytest.raises(InvalidInput, match="k has head dim 3 and q has 2"):
         forward_op(q[..., :2], k, v, *_arguments(Mask()))
+
+
+@pytest.mark.parametrize("mask", _MASKS.values(), ids=_MASKS)
+def test_plain_forward_op_passes_opcheck_and_gives_what_the_other_gives(mask):
+    tensors, plain = _tensors(torch.float32), (0.5, mask.left, mask.right, mask.alignment, False, "reference")
+    assert set(opcheck(forward_plain_op, (*tensors, *plain)).values()) == {"SUCCESS"}
+    options = Options(*plain[:4], backend="reference")
+    for ours, theirs in zip(forward_plain_op(*tensors, *plain), forward_op(*tensors, *NO_OPERANDS, *options),
+                            strict=True):
+        assert torch.equal(ours, theirs)
+    counts = []
+    for op, arguments in ((forward_plain_op, plain), (forward_op, (*NO_OPERANDS, *options))):
+        with FlopCounterMode(display=False) as counter:
+            op(*tensors, *arguments)
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0

@@ -32,6 +32,11 @@ _OPTIONS = ("float? scale, int? left, int? right, str? alignment, float? softcap
 # out, lse and, where wanted, max_logit.
 torch.library.define("tilewise::attention_forward",
                      f"(Tensor q, Tensor k, Tensor v, {_OPERANDS}, {_OPTIONS}) -> Tensor[]")
+# The same without options or a gradient, out and lse: every argument costs the host a quarter of a microsecond.
+torch.library.define(
+    "tilewise::attention_forward_plain",
+    "(Tensor q, Tensor k, Tensor v, float? scale, int? left, int? right, str? alignment, bool deterministic, "
+    "str? backend) -> Tensor[]")
 # The gradients that were asked for, in the order of Gradients.
 torch.library.define(
     "tilewise::attention_backward",
@@ -89,6 +94,23 @@ def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> l
     return [result for result in results if result is not None]
 
 
+def _forward_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *plain: Any) -> list[torch.Tensor]:
+    problem, backend = _resolve((facts_of("q", q), facts_of("k", k), facts_of("v", v)), (), _as_options(plain),
+                                settings.default_backend())
+    results = backend.forward(problem, q, k, v)
+    return [results[0], results[1]]
+
+
+def _forward_plain_fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *plain: Any) -> list[torch.Tensor]:
+    return _forward_fake(q, k, v, *NO_OPERANDS, *_as_options(plain))
+
+
+def _as_options(plain: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Put the plain operator's options among the others, in the order of Options."""
+    scale, left, right, alignment, deterministic, backend = plain
+    return scale, left, right, alignment, None, 0.0, False, deterministic, backend
+
+
 def _backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
               dout: torch.Tensor, dlse: torch.Tensor | None, *rest: Any) -> list[torch.Tensor]:
     operands, chosen, needs = Operands(*rest[:_N_OPERANDS]), Options(*rest[_N_OPERANDS:-1]), Needs(*rest[-1])
@@ -116,12 +138,14 @@ def _backward_fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch
 
 
 for _name, _kernel, _fake in (("attention_forward", _forward, _forward_fake),
+                              ("attention_forward_plain", _forward_plain, _forward_plain_fake),
                               ("attention_backward", _backward, _backward_fake)):
     torch.library.impl(f"tilewise::{_name}", "CompositeExplicitAutograd", _kernel)
     torch.library.register_fake(f"tilewise::{_name}", _fake)
 
 # Bound once: the chained look-up would be paid at every call.
 forward_op = torch.ops.tilewise.attention_forward.default
+forward_plain_op = torch.ops.tilewise.attention_forward_plain.default
 backward_op = torch.ops.tilewise.attention_backward.default
 
 
@@ -136,6 +160,12 @@ def _forward_flops(q_shape: torch.Size, k_shape: torch.Size, v_shape: torch.Size
                    **_: object) -> int:
     """Two matrix products, each 2 operations per visible pair and head-dim element."""
     return 2 * _visible_pairs(q_shape, k_shape, Options(*rest[_N_OPERANDS:])) * (q_shape[3] + v_shape[3])
+
+
+@register_flop_formula(torch.ops.tilewise.attention_forward_plain)
+def _forward_plain_flops(q_shape: torch.Size, k_shape: torch.Size, v_shape: torch.Size, *plain: Any,
+                         **_: object) -> int:
+    return _forward_flops(q_shape, k_shape, v_shape, *NO_OPERANDS, *_as_options(plain))
 
 
 @register_flop_formula(torch.ops.tilewise.attention_backward)
@@ -217,6 +247,10 @@ def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Operands,
     """
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or _trainable(operands)):
         return cast("tuple[torch.Tensor, ...]", _apply(q, k, v, *operands, *options))
+    scale, left, right, alignment, softcap, dropout_p, max_logit, deterministic, backend = options
+    if operands is NO_OPERANDS and softcap is None and not dropout_p and not max_logit:
+        return cast("list[torch.Tensor]",
+                    forward_plain_op(q, k, v, scale, left, right, alignment, deterministic, backend))
     return cast("list[torch.Tensor]", forward_op(q, k, v, *operands, *options))
 
 

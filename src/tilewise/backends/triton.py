@@ -71,7 +71,7 @@ class TritonBackend:
         plan = _backward_plan(
             problem, (out.stride(), dout.stride(), None if dlse is None else dlse.stride()),
             _alignment(q, k, v, dout, out, lse, *(() if dlse is None else (dlse,)), *_present(operands)),
-            _precision(problem.dtype))
+            _precision(problem.dtype), needs)
         dq = _empty(q, plan.dq_strides) if needs.dq else None
         dk, dv = (_empty(k, plan.dk_strides), _empty(v, plan.dv_strides)) if needs.dkv else (None, None)
         sums = OperandSums(problem, operands, dbias=needs.dbias, dalibi_slopes=needs.dalibi_slopes,
@@ -139,7 +139,8 @@ def _forward_plan(problem: AttentionProblem, alignment: tuple[bool, ...], precis
 
 @lru_cache(maxsize=_PLANS)
 def _backward_plan(problem: AttentionProblem, incoming: tuple[Sizes, Sizes, Sizes | None],
-                   alignment: tuple[bool, ...], precision: str) -> _BackwardPlan:
+                   alignment: tuple[bool, ...], precision: str, needs: Needs) -> _BackwardPlan:
+    del needs  # a launch keeps the kernel of its first call: which results are None belongs to the plan
     dq, dk, dv = (dense_strides(shape, strides) for shape, strides in (
         ((problem.b, problem.hq, problem.sq, problem.d), problem.q_strides),
         ((problem.b, problem.hk, problem.sk, problem.d), problem.k_strides),
@@ -182,7 +183,7 @@ def _of_nothing(out: torch.Tensor, lse: torch.Tensor, max_logit: torch.Tensor | 
 
 
 def _present(operands: Operands) -> tuple[torch.Tensor, ...]:
-    return () if operands == NO_OPERANDS else tuple([tensor for tensor in operands if tensor is not None])
+    return () if operands is NO_OPERANDS else tuple([tensor for tensor in operands if tensor is not None])
 
 
 @cache

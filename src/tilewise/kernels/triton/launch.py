@@ -147,7 +147,8 @@ class Launch:
 
     def __call__(self, *tensors: Any) -> None:
         """Enqueue the kernel on the current stream of the current device."""
-        tensors = self.arguments(tensors)
+        if self.blocks or len(tensors) != self.leading:
+            tensors = self.arguments(tensors)
         if self._run is not None:
             self._run(*tensors, *self.scalars)
             return
