@@ -15,19 +15,17 @@ from functools import cache, lru_cache
 import torch
 
 from tilewise.backends.base import Gradients, Needs, Results, Saved
-from tilewise.kernels.triton.launch import NO_MODIFIERS, modifiers_of, takes_descriptors
+from tilewise.kernels.triton.launch import Modifiers, modifiers_of, takes_descriptors
 from tilewise.kernels.triton.sums import OperandSums
 from tilewise.problem import AttentionProblem, Sizes, dense_strides
-from tilewise.scores import NO_OPERANDS, NO_OPTIONS, Operands
+from tilewise.scores import NO_OPERANDS, OperandFacts, Operands
 from tilewise.tuning.device import device_spec
 from tilewise.tuning.heuristics import delta_config, split_dkdv, wants_descriptors
 from tilewise.tuning.table import config_for
 
 Launcher = Callable[..., None]
-ModifiersMaker = Callable[[AttentionProblem, Operands], object]
 _EVERY = Needs()
 _PLANS = 1024  # problems whose plans are kept
-_NOTHING = contextlib.nullcontext()
 
 
 class TritonBackend:
@@ -60,8 +58,12 @@ class TritonBackend:
         max_logit = torch.empty_like(lse) if problem.scores.max_logit else None
         if plan.launch is None:
             return _of_nothing(out, lse, max_logit, operands)
-        with _on(problem.device):
-            plan.launch(q, k, v, out, lse, max_logit, plan.modifiers(problem, operands))
+        modifiers = plan.fixed or modifiers_of(problem, operands)
+        if _is_current(problem.device):  # no context here: it costs the host as much as two allocations
+            plan.launch(q, k, v, out, lse, max_logit, modifiers)
+        else:
+            with torch.cuda.device(problem.device):
+                plan.launch(q, k, v, out, lse, max_logit, modifiers)
         return Results(out, lse, max_logit)
 
     def backward(self, problem: AttentionProblem, saved: Saved, dout: torch.Tensor, dlse: torch.Tensor | None,
@@ -83,9 +85,9 @@ class TritonBackend:
                     gradient.zero_()
             sums.zero_()
             return Gradients(dq, dk, dv, *sums.gradients(lse, delta, dlse))
-        modifiers = plan.modifiers(problem, operands)
+        modifiers = plan.fixed or modifiers_of(problem, operands)
         # A sum of rows or columns comes with the gradient of q, or of k and v, whether that is wanted or not.
-        with _on(problem.device):
+        with contextlib.nullcontext() if _is_current(problem.device) else torch.cuda.device(problem.device):
             plan.delta(out, dout, out if dlse is None else dlse, delta)
             if needs.dkv or sums.columns is not None:
                 made = (dk, dv) if needs.dkv else (_empty(k, plan.dk_strides), _empty(v, plan.dv_strides))
@@ -101,12 +103,12 @@ class TritonBackend:
 
 @dataclass(frozen=True)
 class _ForwardPlan:
-    """Shape and strides of out, and the launch; None where no pair is visible."""
+    """Shape and strides of out, the launch (None where no pair is visible), and modifiers that hold no tensor."""
 
     shape: Sizes
     strides: Sizes
     launch: Launcher | None
-    modifiers: ModifiersMaker = modifiers_of
+    fixed: Modifiers | None = None
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,7 @@ class _BackwardPlan:
     dkdv: tuple[Launcher, ...] = ()
     dq: Launcher | None = None
     dbias: Launcher | None = None
-    modifiers: ModifiersMaker = modifiers_of
+    fixed: Modifiers | None = None
 
 
 @lru_cache(maxsize=_PLANS)
@@ -134,7 +136,7 @@ def _forward_plan(problem: AttentionProblem, alignment: tuple[bool, ...], precis
     descriptors = wants_descriptors(problem, spec) and all(alignment) and takes_descriptors(
         problem, problem.q_strides, problem.k_strides, problem.v_strides)
     config = config_for("forward", problem, spec, descriptors=descriptors)
-    return _ForwardPlan(shape, strides, forward_launch(problem, config, precision), _modifiers_maker(problem))
+    return _ForwardPlan(shape, strides, forward_launch(problem, config, precision), _fixed_modifiers(problem))
 
 
 @lru_cache(maxsize=_PLANS)
@@ -163,14 +165,13 @@ def _backward_plan(problem: AttentionProblem, incoming: tuple[Sizes, Sizes, Size
         dkdv_launches,
         dq_launch(problem, config_for("dq", problem, spec, descriptors=descriptors), precision, dout_strides, dq),
         dbias_launch(problem, config_for("dq", problem, spec, descriptors=False), precision, dout_strides),
-        _modifiers_maker(problem))
+        _fixed_modifiers(problem))
 
 
-def _modifiers_maker(problem: AttentionProblem) -> ModifiersMaker:
-    """What puts the operands into the kernels' form; for a call without options, a constant."""
-    if problem.scores._replace(max_logit=False) == NO_OPTIONS:
-        return lambda problem, operands: NO_MODIFIERS
-    return modifiers_of
+def _fixed_modifiers(problem: AttentionProblem) -> Modifiers | None:
+    """The kernels' modifiers where no tensor enters them, the same at every call; else None."""
+    has_operands = any(isinstance(facts, OperandFacts) for facts in problem.scores) or problem.scores.dropout_p
+    return None if has_operands else modifiers_of(problem, NO_OPERANDS)
 
 
 def _of_nothing(out: torch.Tensor, lse: torch.Tensor, max_logit: torch.Tensor | None, operands: Operands) -> Results:
@@ -207,11 +208,9 @@ def _empty(like: torch.Tensor, strides: Sizes) -> torch.Tensor:
     return torch.empty_strided(like.shape, strides, dtype=like.dtype, device=like.device)
 
 
-def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Make the tensors' device current, on which Triton launches; a context that does nothing where it is already."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return _NOTHING
-    return torch.cuda.device(device)
+def _is_current(device: torch.device) -> bool:
+    """Whether Triton, which launches on the current device, will find the tensors there."""
+    return device.type != "cuda" or device.index == torch.cuda.current_device()
 
 
 backend = TritonBackend()
