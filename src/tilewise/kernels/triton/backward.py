@@ -183,7 +183,7 @@ def attention_backward_dkdv_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta
     if modifiers.bias.ptr is not None or modifiers.mask.ptr is not None:
         # A last tile that reaches past the keys must not read operands unchecked: none of its steps is whole.
         full_stop = tl.where(first + BLOCK_N > sk, full_start, full_stop)
-    COLUMNS: tl.constexpr = columns_ptr is not None
+    COLUMNS: tl.constexpr = columns_ptr is not None and NEED_DK  # the launch for dV alone makes no dS
     for member in tl.range(0, group):
         head = head_k * group + member
         q_source = head_source(q_ptr, batch, head, stride_qb, stride_qh, DESCRIPTORS)
