@@ -204,6 +204,10 @@ _TOGETHER = (
     Case("everything_moat_blind_queries", hq=4, hk=1, sq=70, sk=40, d=24, dv=40, mask=_BOTTOM, bias="bhq1",
          mask_tensor="1h1k", alibi="bh", sinks=True, softcap=4.0, dropout_p=0.2, operand_dtype="float32",
          layout="moat"),
+    # Wide heads: dK and dV are made by a launch each on a GPU.
+    Case("everything_wide_heads", hq=2, hk=1, sq=49, sk=70, d=192, dv=192, mask=_BOTTOM, bias="b11k", alibi="h",
+         sinks=True, softcap=4.0, dropout_p=0.2),
+    Case("bias_of_keys_wide_heads", sq=66, sk=66, d=256, dv=256, bias="1h1k", mask_tensor="11qk"),
     Case("everything_expanded", b=2, hq=2, sq=35, sk=35, d=16, dv=16, bias="b11k", mask_tensor="bhqk", alibi="bh",
          sinks=True, softcap=4.0, dropout_p=0.2, layout="expanded"),
 )
