@@ -130,7 +130,8 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visibl
     torch.Size([1, 8, 128, 64])
     >>> out, lse = tw.attention(q, k, v, bias=torch.zeros(128, 128), softcap=30.0, return_aux=("lse",))
     """
-    _check_return_aux(return_aux)
+    if return_aux != ():
+        _check_return_aux(return_aux)
     if softcap is not None or dropout_p != 0:  # an operator's schema would turn True into 1.0
         checked_softcap(softcap)
         checked_dropout_p(dropout_p)
@@ -139,8 +140,6 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visibl
     operands = _operands(bias, alibi_slopes, visible, sinks, _seed(q, dropout_p, dropout_seed))
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    if backend is None and not torch.compiler.is_compiling():
-        backend = settings.default_backend()
     results = run(q, k, v, operands, Options(scale, band.left, band.right, band.alignment, softcap, dropout_p,
                                              "max_logit" in return_aux, deterministic, backend))
     if not return_aux:

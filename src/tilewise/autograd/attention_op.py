@@ -89,14 +89,14 @@ def _resolve(tensors: tuple[Facts, Facts, Facts], operands: tuple[Facts, ...], o
 def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> list[torch.Tensor]:
     operands = Operands(*rest[:_N_OPERANDS])
     problem, backend = _resolve((facts_of("q", q), facts_of("k", k), facts_of("v", v)), facts_of_operands(operands),
-                                rest[_N_OPERANDS:], settings.default_backend())
+                                rest[_N_OPERANDS:], None if rest[-1] else settings.default_backend())
     results = backend.forward(problem, q, k, v, operands)
     return [result for result in results if result is not None]
 
 
 def _forward_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *plain: Any) -> list[torch.Tensor]:
     problem, backend = _resolve((facts_of("q", q), facts_of("k", k), facts_of("v", v)), (), _as_options(plain),
-                                settings.default_backend())
+                                None if plain[-1] else settings.default_backend())
     results = backend.forward(problem, q, k, v)
     return [results[0], results[1]]
 
@@ -246,6 +246,9 @@ def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Operands,
     Returns out, lse and, where the options want it, max_logit.
     """
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or _trainable(operands)):
+        if options.backend is None and not torch.compiler.is_compiling():
+            # The backward pass runs in a thread of its own, which does not see a scoped default.
+            options = options._replace(backend=settings.default_backend())
         return cast("tuple[torch.Tensor, ...]", _apply(q, k, v, *operands, *options))
     scale, left, right, alignment, softcap, dropout_p, max_logit, deterministic, backend = options
     if operands is NO_OPERANDS and softcap is None and not dropout_p and not max_logit:

@@ -210,7 +210,13 @@ def _empty(like: torch.Tensor, strides: Sizes) -> torch.Tensor:
 
 def _is_current(device: torch.device) -> bool:
     """Whether Triton, which launches on the current device, will find the tensors there."""
-    return device.type != "cuda" or device.index == torch.cuda.current_device()
+    return device.type != "cuda" or _one_device() or device.index == torch.cuda.current_device()
+
+
+@cache
+def _one_device() -> bool:
+    """Whether there is one GPU: then it is the current one, and asking costs the host more than this look-up."""
+    return torch.cuda.device_count() == 1
 
 
 backend = TritonBackend()
