@@ -1,6 +1,7 @@
 """The public calls: names, defaults, docstrings. Checks live in problem.py, choices in dispatch.py."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Literal, NamedTuple, cast, overload
 
 import torch
@@ -9,7 +10,7 @@ from tilewise import settings
 from tilewise.autograd.attention_op import Options, run
 from tilewise.dispatch import Explanation, explain_problem
 from tilewise.errors import InvalidInput
-from tilewise.masks import Mask, TensorMask
+from tilewise.masks import Documents, Mask, TensorMask
 from tilewise.problem import AttentionProblem
 from tilewise.scores import (
     NO_OPERANDS,
@@ -24,6 +25,10 @@ from tilewise.scores import (
 AUX_OUTPUTS = ("lse", "max_logit")
 _NO_MASK = Mask()
 Visible = Mask | TensorMask | torch.Tensor
+# cu_seqlens_q, cu_seqlens_k, seqlens_q, seqlens_k.
+Lengths = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+_NO_LENGTHS: Lengths = (None, None, None, None)
+_LENGTH_NAMES = ("cu_seqlens_q", "cu_seqlens_k", "seqlens_q", "seqlens_k")
 
 
 class AttentionOutput(NamedTuple):
@@ -57,19 +62,22 @@ class AttentionOutputWithMax(NamedTuple):
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visible | None = None,
               scale: float | None = None, bias: torch.Tensor | None = None, alibi_slopes: torch.Tensor | None = None,
               softcap: float | None = None, sinks: torch.Tensor | None = None, dropout_p: float = 0,
-              dropout_seed: int | torch.Tensor | None = None, return_aux: tuple[()] = (),
+              dropout_seed: int | torch.Tensor | None = None, seqlens_q: torch.Tensor | None = None,
+              seqlens_k: torch.Tensor | None = None, return_aux: tuple[()] = (),
               deterministic: bool | None = None, backend: str | None = None) -> torch.Tensor: ...
 @overload
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visible | None = None,
               scale: float | None = None, bias: torch.Tensor | None = None, alibi_slopes: torch.Tensor | None = None,
               softcap: float | None = None, sinks: torch.Tensor | None = None, dropout_p: float = 0,
-              dropout_seed: int | torch.Tensor | None = None, return_aux: tuple[Literal["lse"]],
+              dropout_seed: int | torch.Tensor | None = None, seqlens_q: torch.Tensor | None = None,
+              seqlens_k: torch.Tensor | None = None, return_aux: tuple[Literal["lse"]],
               deterministic: bool | None = None, backend: str | None = None) -> AttentionOutput: ...
 @overload
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visible | None = None,
               scale: float | None = None, bias: torch.Tensor | None = None, alibi_slopes: torch.Tensor | None = None,
               softcap: float | None = None, sinks: torch.Tensor | None = None, dropout_p: float = 0,
-              dropout_seed: int | torch.Tensor | None = None,
+              dropout_seed: int | torch.Tensor | None = None, seqlens_q: torch.Tensor | None = None,
+              seqlens_k: torch.Tensor | None = None,
               return_aux: tuple[Literal["max_logit"]] | tuple[Literal["lse"], Literal["max_logit"]],
               deterministic: bool | None = None, backend: str | None = None) -> AttentionOutputWithMax: ...
 
@@ -77,7 +85,8 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visibl
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visible | None = None,
               scale: float | None = None, bias: torch.Tensor | None = None, alibi_slopes: torch.Tensor | None = None,
               softcap: float | None = None, sinks: torch.Tensor | None = None, dropout_p: float = 0,
-              dropout_seed: int | torch.Tensor | None = None, return_aux: tuple[str, ...] = (),
+              dropout_seed: int | torch.Tensor | None = None, seqlens_q: torch.Tensor | None = None,
+              seqlens_k: torch.Tensor | None = None, return_aux: tuple[str, ...] = (),
               deterministic: bool | None = None, backend: str | None = None,
               ) -> torch.Tensor | AttentionOutput | AttentionOutputWithMax:
     """Compute exact attention, ``dropout(softmax(softcap(scale · q kᵀ) + bias + mask)) v``, in O(s) memory.
@@ -92,8 +101,9 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visibl
         k: (b, hk, sk, d), same dtype and device. ``hq`` is a multiple of ``hk``: each key/value head serves
             ``hq // hk`` consecutive query heads (GQA, MQA), without being expanded.
         v: (b, hk, sk, dv). Head dims d and dv are 1 to 256 and may differ; lengths sq and sk are 0 or more.
-        mask: which pairs take part: :func:`causal`, :func:`window`, both with ``&``, either ``&`` a boolean tensor
-            that broadcasts to (b, hq, sq, sk), True = take part, or such a tensor alone; None = all.
+        mask: which pairs take part: :func:`causal`, :func:`window`, :func:`prefix`, :func:`chunk`,
+            :func:`sink_tokens`, :func:`documents`, or a boolean tensor that broadcasts to (b, hq, sq, sk), True = take
+            part; any of these joined by ``&``; None = all.
         scale: factor of the scores, > 0; None = 1/sqrt(d).
         bias: broadcasts to (b, hq, sq, sk), in q's dtype or float32; added to the scaled (and capped) scores. Its
             gradient is summed over the broadcast dims.
@@ -106,6 +116,9 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visibl
         dropout_seed: an integer, or an int64 tensor of shape (1,) on q's device; the same seed drops the same pairs,
             on every backend (:func:`tilewise.testing.oracle.dropout_keep` shows which). None draws one from torch's
             default generator.
+        seqlens_q, seqlens_k: (b,), int32 or int64, on q's device: how many queries and keys of a batch entry, the
+            first ones, take part; None = all. The rest is padding: not read, 0 in out and in every gradient, -inf in
+            lse. Never read by the host. "bottom_right" is each entry's own, by its two lengths.
         return_aux: names of further outputs: "lse", the log-sum-exp, which has a gradient, and "max_logit".
         deterministic: True demands bit-equal results on every run; None follows
             :func:`torch.are_deterministic_algorithms_enabled`.
@@ -135,21 +148,125 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visibl
     if softcap is not None or dropout_p != 0:  # an operator's schema would turn True into 1.0
         checked_softcap(softcap)
         checked_dropout_p(dropout_p)
-    band, visible = _parted(mask)
+    band, visible, together = _parted(mask)
     q, k, v = _autocast(q, k, v)
-    operands = _operands(bias, alibi_slopes, visible, sinks, _seed(q, dropout_p, dropout_seed))
+    lengths = _NO_LENGTHS
+    if seqlens_q is not None or seqlens_k is not None:
+        band, lengths = _with_lengths(band, (None, None, seqlens_q, seqlens_k))
+    operands = _operands(bias, alibi_slopes, visible, sinks, _seed(q, dropout_p, dropout_seed), lengths, together)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    results = run(q, k, v, operands, Options(scale, band.left, band.right, band.alignment, softcap, dropout_p,
-                                             "max_logit" in return_aux, deterministic, backend))
+    results = run(q, k, v, operands, Options(
+        scale, band.left, band.right, band.alignment, band.prefix, band.sink_tokens, band.chunk, softcap, dropout_p,
+        "max_logit" in return_aux, None, None, deterministic, backend))
     if not return_aux:
         return results[0]
     return AttentionOutputWithMax(*results) if "max_logit" in return_aux else AttentionOutput(*results)
 
 
+@overload
+def attention_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_seqlens_q: torch.Tensor,
+                     cu_seqlens_k: torch.Tensor | None = None, seqused_q: torch.Tensor | None = None,
+                     seqused_k: torch.Tensor | None = None, max_seqlen_q: int | torch.Tensor | None = None,
+                     max_seqlen_k: int | torch.Tensor | None = None, mask: Visible | None = None,
+                     scale: float | None = None, bias: torch.Tensor | None = None,
+                     alibi_slopes: torch.Tensor | None = None, softcap: float | None = None,
+                     sinks: torch.Tensor | None = None, dropout_p: float = 0,
+                     dropout_seed: int | torch.Tensor | None = None, return_aux: tuple[()] = (),
+                     deterministic: bool | None = None, backend: str | None = None) -> torch.Tensor: ...
+@overload
+def attention_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_seqlens_q: torch.Tensor,
+                     cu_seqlens_k: torch.Tensor | None = None, seqused_q: torch.Tensor | None = None,
+                     seqused_k: torch.Tensor | None = None, max_seqlen_q: int | torch.Tensor | None = None,
+                     max_seqlen_k: int | torch.Tensor | None = None, mask: Visible | None = None,
+                     scale: float | None = None, bias: torch.Tensor | None = None,
+                     alibi_slopes: torch.Tensor | None = None, softcap: float | None = None,
+                     sinks: torch.Tensor | None = None, dropout_p: float = 0,
+                     dropout_seed: int | torch.Tensor | None = None, return_aux: tuple[Literal["lse"]],
+                     deterministic: bool | None = None, backend: str | None = None) -> AttentionOutput: ...
+@overload
+def attention_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_seqlens_q: torch.Tensor,
+                     cu_seqlens_k: torch.Tensor | None = None, seqused_q: torch.Tensor | None = None,
+                     seqused_k: torch.Tensor | None = None, max_seqlen_q: int | torch.Tensor | None = None,
+                     max_seqlen_k: int | torch.Tensor | None = None, mask: Visible | None = None,
+                     scale: float | None = None, bias: torch.Tensor | None = None,
+                     alibi_slopes: torch.Tensor | None = None, softcap: float | None = None,
+                     sinks: torch.Tensor | None = None, dropout_p: float = 0,
+                     dropout_seed: int | torch.Tensor | None = None,
+                     return_aux: tuple[Literal["max_logit"]] | tuple[Literal["lse"], Literal["max_logit"]],
+                     deterministic: bool | None = None, backend: str | None = None) -> AttentionOutputWithMax: ...
+
+
+def attention_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_seqlens_q: torch.Tensor,
+                     cu_seqlens_k: torch.Tensor | None = None, seqused_q: torch.Tensor | None = None,
+                     seqused_k: torch.Tensor | None = None, max_seqlen_q: int | torch.Tensor | None = None,
+                     max_seqlen_k: int | torch.Tensor | None = None, mask: Visible | None = None,
+                     scale: float | None = None, bias: torch.Tensor | None = None,
+                     alibi_slopes: torch.Tensor | None = None, softcap: float | None = None,
+                     sinks: torch.Tensor | None = None, dropout_p: float = 0,
+                     dropout_seed: int | torch.Tensor | None = None, return_aux: tuple[str, ...] = (),
+                     deterministic: bool | None = None, backend: str | None = None,
+                     ) -> torch.Tensor | AttentionOutput | AttentionOutputWithMax:
+    """Compute attention over packed sequences of any lengths, which the host never reads.
+
+    Sequence ``n`` is rows ``cu_seqlens[n]`` to ``cu_seqlens[n + 1]`` of q, of k and v; its queries see its keys alone.
+    Everything else is as in :func:`attention`; positions, in masks, bias, slopes and dropout, count from the start of
+    the sequence. The lengths stay on the device: no synchronisation, no recompilation, nothing that a CUDA graph could
+    not replay with other lengths.
+
+    Args:
+        q: (total_q, hq, d), any strides.
+        k, v: (total_k, hk, d) and (total_k, hk, dv).
+        cu_seqlens_q: (sequences + 1,), int32 or int64, on q's device: 0, then where each sequence ends. Lengths may
+            be 0. Rows past the last one are padding.
+        cu_seqlens_k: the same of k and v; None = cu_seqlens_q.
+        seqused_q, seqused_k: (sequences,), int32 or int64: how many rows of each sequence, the first ones, take part;
+            None = all. The rest is padding: not read, 0 in out and in every gradient, -inf in lse.
+        max_seqlen_q, max_seqlen_k: an integer, a tensor or None. Nothing needs them but a bias or a boolean mask with
+            a query or key dim, whose size each must be; an integer then.
+        mask: as in :func:`attention`; ids of :func:`documents` are (total,), a boolean tensor broadcasts to
+            (sequences, hq, max_seqlen_q, max_seqlen_k). A bounded mask needs an alignment, unless queries and keys
+            share their lengths (``cu_seqlens_k`` left out, or the same tensor).
+        bias: broadcasts to (sequences, hq, max_seqlen_q, max_seqlen_k).
+        alibi_slopes: (hq,) or (sequences, hq), float32.
+        scale, softcap, sinks, dropout_p, dropout_seed, return_aux, deterministic, backend: as in :func:`attention`.
+
+    Returns:
+        out, (total_q, hq, dv); with ``return_aux`` a named tuple, whose lse and max_logit are (hq, total_q).
+
+    Raises:
+        InvalidInput, UnsupportedProblem: as :func:`attention`.
+
+    >>> import torch, tilewise as tw
+    >>> q, k, v = (torch.randn(9, 4, 32) for _ in range(3))
+    >>> lengths = torch.tensor([0, 3, 3, 9], dtype=torch.int32)
+    >>> tw.attention_varlen(q, k, v, cu_seqlens_q=lengths, mask=tw.causal()).shape
+    torch.Size([9, 4, 32])
+    """
+    _check_return_aux(return_aux)
+    checked_softcap(softcap)
+    checked_dropout_p(dropout_p)
+    band, visible, together = _parted(mask)
+    longest = _longest(max_seqlen_q, max_seqlen_k, needed=bias is not None or visible is not None)
+    q, k, v = _autocast(*(_as_batch(name, tensor) for name, tensor in (("q", q), ("k", k), ("v", v))))
+    band, lengths = _with_lengths(band, (cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k,
+                                         seqused_q, seqused_k))
+    operands = _operands(bias, alibi_slopes, visible, sinks, _seed(q, dropout_p, dropout_seed), lengths, together)
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    out, *rows = run(q, k, v, operands, Options(
+        scale, band.left, band.right, band.alignment, band.prefix, band.sink_tokens, band.chunk, softcap, dropout_p,
+        "max_logit" in return_aux, longest[0], longest[1], deterministic, backend))
+    out, rows = out[0].transpose(0, 1), [row[0] for row in rows]
+    if not return_aux:
+        return out
+    return AttentionOutputWithMax(out, *rows) if "max_logit" in return_aux else AttentionOutput(out, *rows)
+
+
 def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visible | None = None,
             scale: float | None = None, bias: torch.Tensor | None = None, alibi_slopes: torch.Tensor | None = None,
             softcap: float | None = None, sinks: torch.Tensor | None = None, dropout_p: float = 0,
+            seqlens_q: torch.Tensor | None = None, seqlens_k: torch.Tensor | None = None,
             return_aux: tuple[str, ...] = (), deterministic: bool | None = None,
             backend: str | None = None) -> Explanation:
     """Tell which backend each pass of this call would use, and every other backend's reason.
@@ -162,9 +279,12 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visible 
     'reference'
     """
     _check_return_aux(return_aux)
-    band, visible = _parted(mask)
+    band, visible, together = _parted(mask)
     q, k, v = _autocast(q, k, v)
-    operands = _operands(bias, alibi_slopes, visible, sinks, _seed(q, dropout_p, 0))
+    lengths = _NO_LENGTHS
+    if seqlens_q is not None or seqlens_k is not None:
+        band, lengths = _with_lengths(band, (None, None, seqlens_q, seqlens_k))
+    operands = _operands(bias, alibi_slopes, visible, sinks, _seed(q, dropout_p, 0), lengths, together)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     problem = AttentionProblem.from_tensors(
@@ -173,29 +293,60 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visible 
     return explain_problem(problem, backend or settings.default_backend())
 
 
-def _parted(mask: object) -> tuple[Mask, torch.Tensor | None]:
-    """Part a mask into its band and its tensor."""
+def _parted(mask: object) -> tuple[Mask, torch.Tensor | None, Documents | None]:
+    """Part a mask into its band, its tensor and its documents."""
     if mask is None:
-        return _NO_MASK, None
+        return _NO_MASK, None, None
     if isinstance(mask, Mask):
-        return mask, None
+        return mask, None, None
     if isinstance(mask, TensorMask):
-        return mask.band, mask.tensor
+        return mask.band, mask.tensor, mask.documents
     if isinstance(mask, torch.Tensor):
-        return _NO_MASK, mask
+        return _NO_MASK, mask, None
     raise InvalidInput(f"mask is a {type(mask).__name__}; allowed is None, causal(), window(left, right), a boolean "
                        "tensor, or these joined by '&'.")
 
 
+def _as_batch(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """View packed rows (total, h, d) as one batch entry (1, h, total, d)."""
+    if not isinstance(tensor, torch.Tensor) or tensor.dim() != 3:
+        got = f"shape {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else f"type {type(tensor).__name__}"
+        raise InvalidInput(f"{name} has {got}; allowed is a tensor of 3 dims (total, h, d).")
+    return tensor.transpose(0, 1).unsqueeze(0)
+
+
+def _longest(*longest: int | torch.Tensor | None, needed: bool) -> tuple[int | None, ...]:
+    """Check the sizes of the longest sequences; they are part of a call only where an operand needs them."""
+    for side, size in zip("qk", longest, strict=True):
+        is_count = isinstance(size, (int, torch.SymInt)) and not isinstance(size, bool) and size >= 0
+        if not (size is None or is_count or (isinstance(size, torch.Tensor) and size.numel() == 1)):
+            raise InvalidInput(f"max_seqlen_{side} is {size!r}; allowed is an integer >= 0, a tensor of one element, "
+                               "or None.")
+    return tuple([size if needed and not isinstance(size, torch.Tensor) else None for size in longest])
+
+
+def _with_lengths(band: Mask, lengths: Lengths) -> tuple[Mask, Lengths]:
+    """Make the lengths dense, and name an alignment where those of queries and keys are one tensor, hence equal."""
+    for name, tensor in zip(_LENGTH_NAMES, lengths, strict=True):
+        if tensor is not None and not isinstance(tensor, torch.Tensor):
+            raise InvalidInput(f"{name} is a {type(tensor).__name__}; allowed is a tensor of integers on q's device.")
+    if band.alignment is None and lengths[0] is lengths[1] and lengths[2] is lengths[3]:
+        band = replace(band, alignment="top_left")
+    return band, cast(Lengths, tuple([None if tensor is None else tensor.contiguous() for tensor in lengths]))
+
+
 def _operands(bias: torch.Tensor | None, alibi_slopes: torch.Tensor | None, mask: torch.Tensor | None,
-              sinks: torch.Tensor | None, seed: torch.Tensor | None) -> Operands:
-    if bias is None and alibi_slopes is None and mask is None and sinks is None and seed is None:
+              sinks: torch.Tensor | None, seed: torch.Tensor | None, lengths: Lengths,
+              together: Documents | None) -> Operands:
+    if (bias is None and alibi_slopes is None and mask is None and sinks is None and seed is None and together is None
+            and lengths is _NO_LENGTHS):
         return NO_OPERANDS
     if sinks is not None and not isinstance(sinks, torch.Tensor):
         raise InvalidInput(f"sinks is a {type(sinks).__name__}; allowed is a tensor of shape (hq,), or None.")
     return Operands(None if bias is None else with_four_dims("bias", bias),
                     None if alibi_slopes is None else with_batch_dim(alibi_slopes),
-                    None if mask is None else with_four_dims("mask", mask), sinks, seed)
+                    None if mask is None else with_four_dims("mask", mask), sinks, seed, *lengths,
+                    *(together or (None, None)))
 
 
 def _seed(q: torch.Tensor, dropout_p: float, seed: int | torch.Tensor | None) -> torch.Tensor | None:

@@ -1,15 +1,21 @@
 """Who sees whom: masks as values, their meaning and their tile ranges.
 
-A mask of this module is a *band*. With ``i`` the query's index, ``j`` the key's and
+A mask of this module is a *band* with exceptions. With ``i`` the query's index, ``j`` the key's and
 
     offset = 0 (top_left)   or   key_length − query_length (bottom_right),
 
-query ``i`` sees key ``j`` when  i + offset − left ≤ j ≤ i + offset + right  (maths.md, eq. 12).
-``causal()`` is the band without a left bound and with ``right = 0``.
+query ``i`` sees key ``j`` when all of these hold (maths.md, eq. 12 and section 12):
+
+    j ≥ i + offset − left    or  j < sink_tokens
+    j ≤ i + offset + right   or  j < prefix
+    (i + offset) div chunk  =  j div chunk
+
+``causal()`` is the band without a left bound and with ``right = 0``. What needs a tensor (documents, an arbitrary
+boolean mask) is joined to a band by ``&``.
 """
 
-from dataclasses import dataclass
-from typing import Literal, overload
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple, overload
 
 import torch
 
@@ -32,49 +38,101 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """A mask with its lengths put in: query i sees key j when ``lower <= j - i <= upper``.
+    """A mask with its lengths put in: query i sees key j when ``lower <= j - i <= upper``, exceptions aside.
 
-    ``None`` leaves that side unbounded. All tile ranges, on every backend, come from here.
+    ``None`` leaves a side unbounded, or an exception out. ``offset`` matters to chunks alone: query i stands on key
+    i + offset. All tile ranges, on every backend, come from here.
     """
 
     lower: int | None
     upper: int | None
+    prefix: int | None = None
+    sink_tokens: int | None = None
+    chunk: int | None = None
+    offset: int = 0
 
     def keys_of(self, queries: Span, key_length: int) -> Span:
-        """Keys that at least one query of the span sees (maths.md, eq. 13)."""
-        start = 0 if self.lower is None else max(0, queries.start + self.lower)
-        stop = key_length if self.upper is None else min(key_length, queries.stop + self.upper)
-        return Span(start, stop) if queries.start < queries.stop else Span(0, 0)
+        """Keys from the first to the last that a query of the span sees (maths.md, eq. 13)."""
+        spans = self.key_spans(queries, key_length)
+        return Span(spans[0].start, spans[-1].stop)
+
+    def key_spans(self, queries: Span, key_length: int) -> tuple[Span, ...]:
+        """Keys that at least one query of the span sees: one span, or that of the sink tokens and another."""
+        if queries.start >= queries.stop:
+            return (Span(0, 0),)
+        first, last = queries.start, queries.stop - 1
+        start = 0 if self.lower is None else max(0, first + self.lower)
+        stop = min(key_length, self._stop(last, key_length))
+        chunk_start = max(0, self._chunk_start(first + self.offset))
+        start = max(start, chunk_start)
+        sinks = Span(chunk_start, min(self.sink_tokens or 0, stop))
+        if not len(sinks):
+            return (Span(start, stop),)
+        return (Span(chunk_start, stop),) if start <= sinks.stop else (sinks, Span(start, max(start, stop)))
 
     def shared_keys_of(self, queries: Span, key_length: int) -> Span:
-        """Keys that every query of the span sees (maths.md, eq. 14)."""
-        start = 0 if self.lower is None else max(0, queries.stop - 1 + self.lower)
-        stop = key_length if self.upper is None else min(key_length, queries.start + self.upper + 1)
-        return Span(start, stop) if queries.start < queries.stop else Span(0, 0)
+        """Keys that every query of the span sees, sink tokens apart from the rest left out (maths.md, eq. 14)."""
+        if queries.start >= queries.stop:
+            return Span(0, 0)
+        first, last = queries.start, queries.stop - 1
+        start = 0 if self.lower is None or last + self.lower <= (self.sink_tokens or 0) else last + self.lower
+        start = max(start, self._chunk_start(last + self.offset), 0)
+        return Span(start, min(key_length, self._stop(first, key_length)))
 
-    def transposed(self) -> "Band":
-        """The same band read from the keys' side: key j is seen by query i when the result allows i − j."""
-        return Band(None if self.upper is None else -self.upper, None if self.lower is None else -self.lower)
+    def queries_of(self, keys: Span, query_length: int) -> Span:
+        """Queries from the first to the last that sees a key of the span (maths.md, eq. 15)."""
+        if keys.start >= keys.stop:
+            return Span(0, 0)
+        first, last = keys.start, keys.stop - 1
+        start = 0 if self.upper is None or first < (self.prefix or 0) else max(0, first - self.upper)
+        stop = query_length if self.lower is None else last + 1 - self.lower
+        if self.chunk is not None:
+            start = max(start, self._chunk_start(first) - self.offset)
+            stop = min(stop, self._chunk_start(last) + self.chunk - self.offset)
+        if first < (self.sink_tokens or 0):
+            last_sink = min(last, (self.sink_tokens or 0) - 1)
+            stop = max(stop, query_length if self.chunk is None
+                       else self._chunk_start(last_sink) + self.chunk - self.offset)
+        return Span(start, min(query_length, stop))
 
     def visible_pairs(self, query_length: int, key_length: int) -> int:
         """Number of (query, key) pairs that are visible; what a FLOP count multiplies."""
-        return sum(len(self.keys_of(Span(i, i + 1), key_length)) for i in range(query_length))
+        return sum(len(span) for i in range(query_length) for span in self.key_spans(Span(i, i + 1), key_length))
+
+    def _stop(self, query: int, key_length: int) -> int:
+        """Where the keys of a query stop, if there are enough of them."""
+        stop = key_length if self.upper is None else max(query + self.upper + 1, self.prefix or 0)
+        if self.chunk is None:
+            return stop
+        return min(stop, self._chunk_start(query + self.offset) + self.chunk)
+
+    def _chunk_start(self, position: int) -> int:
+        return 0 if self.chunk is None else position // self.chunk * self.chunk
 
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """A mask as a value. Make one with :func:`causal` or :func:`window`, combine with ``&``.
+    """A mask as a value. Make one with :func:`causal`, :func:`window` and the like, combine with ``&``.
+
+    ``&`` keeps the tighter bound of each side and the exceptions of both: ``causal() & window(1023, 0) &
+    sink_tokens(4)`` is causal, within 1024 keys, but for the first four.
 
     Attributes:
         left: keys kept to the left of the diagonal; None = all.
         right: keys kept to the right of the diagonal; None = all.
         alignment: which corner the diagonal runs through; None = not named, allowed while query and
             key lengths are equal, where both corners give the same mask.
+        prefix: keys, the first ones, that ``right`` does not hide; None = none.
+        sink_tokens: keys, the first ones, that ``left`` does not hide; None = none.
+        chunk: length of the chunks outside of which nothing is seen; None = no chunks.
     """
 
     left: int | None = None
     right: int | None = None
     alignment: Alignment | None = None
+    prefix: int | None = None
+    sink_tokens: int | None = None
+    chunk: int | None = None
 
     @overload
     def __and__(self, other: "Mask") -> "Mask": ...
@@ -92,21 +150,33 @@ class Mask:
                 f"{other.alignment!r}. Give both parts the same alignment."
             )
         return Mask(_tighter(self.left, other.left), _tighter(self.right, other.right),
-                    self.alignment or other.alignment)
+                    self.alignment or other.alignment, _tighter(self.prefix, other.prefix),
+                    _tighter(self.sink_tokens, other.sink_tokens), _joined_chunk(self.chunk, other.chunk))
 
     def __str__(self) -> str:
         named = "" if self.alignment is None else f"alignment={self.alignment!r}"
+        parts = []
         if self.right == 0:
-            causal_text = f"causal({named})"
-            return causal_text if self.left is None else f"{causal_text} & window({self.left}, 0)"
-        if not self.is_bounded:
-            return "no mask"
-        return f"window({self.left}, {self.right}{', ' + named if named else ''})"
+            parts.append(f"causal({named})")
+            if self.left is not None:
+                parts.append(f"window({self.left}, 0)")
+        elif self.left is not None or self.right is not None:
+            parts.append(f"window({self.left}, {self.right}{', ' + named if named else ''})")
+        if self.chunk is not None:
+            parts.append(f"chunk({self.chunk}{', ' + named if named and not parts else ''})")
+        parts += [f"{name}({value})" for name in ("prefix", "sink_tokens")
+                  if (value := getattr(self, name)) is not None]
+        return " & ".join(parts) or "no mask"
 
     @property
     def is_bounded(self) -> bool:
         """Whether anything is hidden at all (for long enough sequences)."""
-        return self.left is not None or self.right is not None
+        return self.left is not None or self.right is not None or self.chunk is not None
+
+    @property
+    def has_exceptions(self) -> bool:
+        """Whether the mask is more than a plain band."""
+        return self.prefix is not None or self.sink_tokens is not None or self.chunk is not None
 
     def band(self, query_length: int, key_length: int) -> Band:
         """Put the lengths in. Raises :class:`InvalidInput` if they differ and no alignment is named."""
@@ -114,7 +184,8 @@ class Mask:
             return Band(None, None)
         offset = self.offset(query_length, key_length)
         return Band(None if self.left is None else offset - self.left,
-                    None if self.right is None else offset + self.right)
+                    None if self.right is None else offset + self.right,
+                    self.prefix, self.sink_tokens, self.chunk, offset if self.chunk is not None else 0)
 
     def offset(self, query_length: int, key_length: int) -> int:
         """Return where the diagonal runs: query i stands on key i + offset. Raises as :meth:`band` does."""
@@ -130,13 +201,15 @@ class Mask:
         O(query_length x key_length) memory: for oracles and pictures, never for kernels.
         """
         band = self.band(query_length, key_length)
-        distance = (torch.arange(key_length, device=device)[None, :]
-                    - torch.arange(query_length, device=device)[:, None])
-        visible = torch.ones_like(distance, dtype=torch.bool)
+        queries = torch.arange(query_length, device=device)[:, None]
+        keys = torch.arange(key_length, device=device)[None, :]
+        visible = torch.ones(query_length, key_length, dtype=torch.bool, device=device)
         if band.lower is not None:
-            visible &= distance >= band.lower
+            visible &= (keys - queries >= band.lower) | (keys < (band.sink_tokens or 0))
         if band.upper is not None:
-            visible &= distance <= band.upper
+            visible &= (keys - queries <= band.upper) | (keys < (band.prefix or 0))
+        if band.chunk is not None:
+            visible &= (queries + band.offset) // band.chunk == keys // band.chunk
         return visible
 
     def show(self, query_length: int = 5, key_length: int = 5) -> str:
@@ -146,36 +219,84 @@ class Mask:
         ■ ■ ■ ·
         ■ ■ ■ ■
         """
-        rows = self.visible(query_length, key_length).tolist()
-        return "\n".join(" ".join("■" if seen else "·" for seen in row) for row in rows)
+        return _drawn(self.visible(query_length, key_length))
+
+
+class Documents(NamedTuple):
+    """Which tokens belong together, in the form that kernels read; made by :func:`documents`.
+
+    Attributes:
+        q: (b|1, 4, sq), int32; of each query its document's number, the first and one past the last key of that
+            document, and once more the first key, or sk where keys of other documents lie between these two.
+        k: (b|1, 4, sk), int32; the same of each key, with first and last query.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorMask:
-    """A band and a boolean tensor that must both let a pair take part; made by ``causal() & tensor``.
+    """A band with documents or a boolean tensor, all of which must let a pair take part; made with ``&``.
 
     Attributes:
         band: who sees whom by position; its hidden tiles are skipped.
-        tensor: broadcasts to (b, hq, sq, sk), bool, True where the pair takes part.
+        tensor: broadcasts to (b, hq, sq, sk), bool, True where the pair takes part; None = all.
+        documents: who is in one document; hidden tiles are skipped; None = all are.
     """
 
     band: Mask
-    tensor: torch.Tensor
+    tensor: torch.Tensor | None = None
+    documents: Documents | None = None
 
     def __and__(self, other: "Mask | torch.Tensor | TensorMask") -> "TensorMask":
         if isinstance(other, Mask):
-            return TensorMask(self.band & other, self.tensor)
-        if isinstance(other, torch.Tensor):
-            return TensorMask(self.band, self.tensor & other)
-        if isinstance(other, TensorMask):
-            return TensorMask(self.band & other.band, self.tensor & other.tensor)
-        return NotImplemented
+            other = TensorMask(other)
+        elif isinstance(other, torch.Tensor):
+            other = TensorMask(Mask(), other)
+        elif not isinstance(other, TensorMask):
+            return NotImplemented
+        if self.documents is not None and other.documents is not None:
+            raise InvalidInput("cannot combine documents & documents: a mask has one. Give each pair of ids a number "
+                               "of its own, and pass those.")
+        tensor = self.tensor if other.tensor is None else other.tensor
+        if self.tensor is not None and other.tensor is not None:
+            tensor = self.tensor & other.tensor
+        return TensorMask(self.band & other.band, tensor, self.documents or other.documents)
 
-    def __rand__(self, other: Mask) -> "TensorMask":
+    def __rand__(self, other: "Mask | torch.Tensor") -> "TensorMask":
         return self & other
 
+    def visible(self, query_length: int, key_length: int) -> torch.Tensor:
+        """Return the dense mask, (b|1, hq|1, query_length, key_length), bool, on the tensors' device.
+
+        O(query_length x key_length) memory: for oracles and pictures, never for kernels.
+        """
+        tensors = [tensor for tensor in (self.tensor, *(self.documents or ())) if tensor is not None]
+        visible = self.band.visible(query_length, key_length, tensors[0].device)[None, None]
+        if self.documents is not None:
+            visible = visible & (self.documents.q[:, 0, :, None] == self.documents.k[:, 0, None, :])[:, None]
+        return visible if self.tensor is None else visible & self.tensor
+
+    def show(self, query_length: int | None = None, key_length: int | None = None) -> str:
+        """Draw the mask of the first batch entry and head as :meth:`Mask.show` does; lengths are the tensors' own."""
+        if self.documents is not None:
+            query_length, key_length = self.documents.q.shape[2], self.documents.k.shape[2]
+        elif self.tensor is not None and self.tensor.dim() > 1:
+            query_length, key_length = (own if own > 1 else given for own, given in zip(
+                self.tensor.shape[-2:], (query_length, key_length), strict=True))
+        if query_length is None or key_length is None:
+            raise InvalidInput(f"show: {self} does not tell how many queries and keys there are; pass query_length "
+                               "and key_length.")
+        return _drawn(self.visible(query_length, key_length)[0, 0])
+
     def __str__(self) -> str:
-        return f"{self.band} & a tensor of shape {tuple(self.tensor.shape)}"
+        parts = [str(self.band)] if self.band.is_bounded else []
+        if self.documents is not None:
+            parts.append(f"documents of {self.documents.q.shape[2]} tokens")
+        if self.tensor is not None:
+            parts.append(f"a tensor of shape {tuple(self.tensor.shape)}")
+        return " & ".join(parts)
 
 
 def causal(alignment: Alignment | None = None) -> Mask:
@@ -204,6 +325,130 @@ def window(left: int | None, right: int | None, alignment: Alignment | None = No
     return Mask(_checked_side("left", left), _checked_side("right", right), _checked_alignment(alignment))
 
 
+def prefix(length: int, alignment: Alignment | None = None) -> Mask:
+    """Mask the future but for a prefix: a query sees the first ``length`` keys and those up to its own position.
+
+    The mask of a prefix language model (Raffel et al., 2020). ``& window(left, 0)`` bounds the prefix too.
+
+    Args:
+        length: keys of the prefix, >= 0.
+        alignment: as in :func:`causal`.
+
+    Raises:
+        InvalidInput: length is negative or not an integer, or the alignment is unknown.
+    """
+    return Mask(None, 0, _checked_alignment(alignment), prefix=_checked_count("prefix: length", length, 0))
+
+
+def sink_tokens(count: int) -> Mask:
+    """Keep the first keys in sight where a window's left bound would hide them (StreamingLLM; Xiao et al., 2024).
+
+    Meant to be joined to a window, as in ``causal() & window(1023, 0) & sink_tokens(4)``; alone it hides nothing.
+
+    Args:
+        count: keys, from the first one, that no left bound hides; >= 0. Other bounds still hide them.
+
+    Raises:
+        InvalidInput: count is negative or not an integer.
+    """
+    return Mask(sink_tokens=_checked_count("sink_tokens: count", count, 0))
+
+
+def chunk(length: int, alignment: Alignment | None = None) -> Mask:
+    """Keep what lies in one chunk: positions are cut into chunks of ``length``, and a query sees its own one's keys.
+
+    ``causal() & chunk(8192)`` is the local attention of Llama 4.
+
+    Args:
+        length: positions a chunk, >= 1.
+        alignment: as in :func:`causal`: which key a query's position is that of.
+
+    Raises:
+        InvalidInput: length is less than 1 or not an integer, or the alignment is unknown.
+    """
+    return Mask(alignment=_checked_alignment(alignment), chunk=_checked_count("chunk: length", length, 1))
+
+
+def documents(ids: torch.Tensor, key_ids: torch.Tensor | None = None) -> TensorMask:
+    """Keep what lies in one document: a query sees the keys that have its id.
+
+    Computed on the ids' device, without waiting for it. Ids may come in any order; where a document's tokens stand
+    together, tiles that hold none of a document's pairs are skipped.
+
+    Args:
+        ids: (sq,) or (b, sq), an integer dtype: the document of each query, and of each key if there are no others.
+        key_ids: (sk,) or (b, sk); None = ids.
+
+    Raises:
+        InvalidInput: not such a tensor.
+
+    >>> print(documents(torch.tensor([7, 7, 7, 2, 2])).show())
+    ■ ■ ■ · ·
+    ■ ■ ■ · ·
+    ■ ■ ■ · ·
+    · · · ■ ■
+    · · · ■ ■
+    """
+    queries = _checked_ids("ids", ids)
+    keys = queries if key_ids is None else _checked_ids("key_ids", key_ids)
+    if len(queries) != len(keys):  # one set of ids for the whole batch
+        batch = max(len(queries), len(keys))
+        queries, keys = (part.expand(batch, -1) for part in (queries, keys))
+    numbers, stop, *_ = _ranks(queries, keys)
+    own, *_ = _ranks(keys, keys)
+    return TensorMask(Mask(), documents=Documents(
+        torch.stack((torch.where(stop > numbers, numbers, -1), *_extents(queries, keys)), 1).int(),
+        torch.stack((own, *_extents(keys, queries)), 1).int()))
+
+
+def _ranks(ids: torch.Tensor, others: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Where each id begins and ends among the sorted ids of the others, and what order sorted them. (b, s) each."""
+    in_order, order = others.sort(stable=True, dim=-1)
+    ids = ids.contiguous()
+    return (torch.searchsorted(in_order, ids), torch.searchsorted(in_order, ids, right=True), order)
+
+
+def _extents(ids: torch.Tensor, others: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of each id the first and one past the last of the others that have it, and the first again if none is between.
+
+    Where none of the others has the id, first and last are len(others) and 0.
+    """
+    begin, end, order = _ranks(ids, others)
+    length = others.shape[-1]
+    if length == 0:
+        return torch.zeros_like(ids), torch.zeros_like(ids), torch.zeros_like(ids)
+    is_there = end > begin
+    first = torch.where(is_there, order.gather(-1, begin.clamp(max=length - 1)), length)
+    stop = torch.where(is_there, order.gather(-1, (end - 1).clamp(min=0)) + 1, 0)
+    return first, stop, torch.where(stop - first == end - begin, first, length)
+
+
+def _checked_ids(name: str, ids: object) -> torch.Tensor:
+    if isinstance(ids, torch.Tensor) and ids.dim() in (1, 2) and not ids.is_floating_point() and (
+            not ids.is_complex() and ids.dtype is not torch.bool):
+        return ids[None] if ids.dim() == 1 else ids
+    got = f"{ids.dtype} of shape {tuple(ids.shape)}" if isinstance(ids, torch.Tensor) else type(ids).__name__
+    raise InvalidInput(f"documents: {name} is {got}; allowed is a tensor of integers of shape (s,) or (b, s).")
+
+
+def _checked_count(name: str, value: object, least: int) -> int:
+    if isinstance(value, int) and not isinstance(value, bool) and value >= least:
+        return value
+    raise InvalidInput(f"{name} is {value!r}; allowed is an integer >= {least}.")
+
+
+def _joined_chunk(a: int | None, b: int | None) -> int | None:
+    if a is None or b is None:
+        return b if a is None else a
+    if max(a, b) % min(a, b):
+        raise InvalidInput(f"cannot combine chunk({a}) & chunk({b}): one length must be a multiple of the other.")
+    return min(a, b)
+
+
+def _drawn(visible: torch.Tensor) -> str:
+    return "\n".join(" ".join("■" if seen else "·" for seen in row) for row in visible.tolist())
+
+
 def _tighter(a: int | None, b: int | None) -> int | None:
     if a is None or b is None:
         return b if a is None else a
@@ -225,8 +470,9 @@ def _checked_alignment(value: object) -> Alignment | None:
 def _alignment_message(mask: Mask, query_length: int, key_length: int) -> str:
     # A drawing of the true lengths would fill screens; 3 against 5 (or 5 against 3) shows the difference.
     rows, columns = (3, 5) if query_length < key_length else (5, 3)
-    pictures = [Mask(mask.left and min(mask.left, 1), mask.right, name).show(rows, columns).split("\n")
-                for name in ALIGNMENTS]
+    small = {"left": 1, "prefix": 1, "sink_tokens": 1, "chunk": 2}
+    parts = {name: value and min(value, most) for name, most in small.items() for value in [getattr(mask, name)]}
+    pictures = [replace(mask, alignment=name, **parts).show(rows, columns).split("\n") for name in ALIGNMENTS]
     columns_of_text = zip(*([name, *picture] for name, picture in zip(ALIGNMENTS, pictures, strict=True)), strict=True)
     drawn = "\n".join(f"  {a:<15}{b}" for a, b in columns_of_text)
     return (

@@ -26,12 +26,14 @@ from tilewise.scores import (
     checked_dropout_p,
     checked_softcap,
 )
+from tilewise.sequences import DENSE, Sequences
 
 Direction = Literal["forward", "backward"]
 Sizes = tuple[int, ...]
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MAX_HEAD_DIM = 256
 _NO_MASK = Mask()
+_LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqlens_q", "seqlens_k")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,7 @@ class AttentionProblem:
         direction: which pass is asked for; a backend may take one and refuse the other.
         lse_grad: backward only: whether a gradient arrives through lse.
         scores: what changes the scores besides scale and mask.
+        sequences: whether lengths are data, and how the sequences lie in the tensors; packed ones have b = 1.
         q_strides, k_strides, v_strides: in elements, dims (b, h, s, d).
     """
 
@@ -66,6 +69,7 @@ class AttentionProblem:
     direction: Direction = "forward"
     lse_grad: bool = False
     scores: ScoreOptions = NO_OPTIONS
+    sequences: Sequences = DENSE
     q_strides: Sizes = ()
     k_strides: Sizes = ()
     v_strides: Sizes = ()
@@ -95,7 +99,8 @@ class AttentionProblem:
         facts = facts_of("q", q), facts_of("k", k), facts_of("v", v)
         more = facts_of_operands(operands)
         # Symbolic sizes of a traced call cannot be hashed; there the checks alone matter.
-        sizes = (size for _, shape, strides, _, _ in (*facts, *more) for size in (*shape, *strides))
+        sizes = [size for _, shape, strides, _, _ in (*facts, *more) for size in (*shape, *strides)]
+        sizes += [size for size in settings.longest if size is not None]
         build = problem_from_facts if torch.compiler.is_compiling() or _is_symbolic(sizes) else _cached
         return build(facts, more, mask, scale, settings, deterministic)
 
@@ -105,19 +110,33 @@ class AttentionProblem:
         return self.hq // self.hk
 
     @property
+    def pairs(self) -> Sizes:
+        """What a bias or a boolean mask broadcasts to: (sequences, hq, the longest's queries, the longest's keys).
+
+        Packed sequences whose longest is not known (no operand needs it) have their total there.
+        """
+        return _pairs(self.sequences, self.b, self.hq, self.sq, self.sk)
+
+    @property
     def band(self) -> Band:
-        """The mask with this problem's lengths put in."""
+        """The mask with this problem's lengths put in; without a meaning where lengths are data."""
         return self.mask.band(self.sq, self.sk)
 
     @property
     def seen_keys(self) -> Span:
-        """Keys that at least one query sees. The others are not read: NaN there reaches nothing."""
-        return self.band.keys_of(Span(0, self.sq), self.sk)
+        """The first to the last key that a query sees. Those outside are not read: NaN there reaches nothing.
+
+        Where lengths are data, all.
+        """
+        return Span(0, self.sk) if self.sequences.are_data else self.band.keys_of(Span(0, self.sq), self.sk)
 
     @property
     def seeing_queries(self) -> Span:
-        """Queries that see at least one key. The others give out 0, lse -inf and zero gradients, unread."""
-        return self.band.transposed().keys_of(Span(0, self.sk), self.sq)
+        """The first to the last query that sees a key. Those outside give out 0, lse -inf and zero gradients, unread.
+
+        Where lengths are data, all.
+        """
+        return Span(0, self.sq) if self.sequences.are_data else self.band.queries_of(Span(0, self.sk), self.sq)
 
     @property
     def width(self) -> int:
@@ -135,7 +154,9 @@ class AttentionProblem:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no pair is visible at all, or an output has no element."""
+        """Whether it is known that no pair is visible, or an output has no element."""
+        if self.sequences.are_data:
+            return not (self.b and self.hq and self.sq)
         return not (self.b and self.hq and len(self.seen_keys) and len(self.seeing_queries))
 
     @property
@@ -151,7 +172,7 @@ class AttentionProblem:
         heads = f"{self.hq}" if self.hq == self.hk else f"{self.hq}/{self.hk}"
         dims = f"{self.d}" if self.d == self.dv else f"{self.d}/{self.dv}"
         dtype = str(self.dtype).removeprefix("torch.")
-        changes = f"{self.mask}, {self.scores}" if str(self.scores) else f"{self.mask}"
+        changes = ", ".join(part for part in (str(self.mask), str(self.scores), str(self.sequences)) if part)
         return f"{self.direction} b{self.b} h{heads} s{self.sq}x{self.sk} d{dims} {dtype} {changes} on {self.device}"
 
 
@@ -201,17 +222,21 @@ def problem_from_facts(tensors: tuple[Facts, Facts, Facts], operands: tuple[Fact
     _check_each(q, k, v)
     (b, hq, sq, d), (_, hk, sk, _), dv = q[1], k[1], v[1][3]
     _check_together(q, k, v)
-    mask.band(sq, sk)  # raises where lengths differ and no alignment is named
-    scores = NO_OPTIONS
+    scores, sequences = NO_OPTIONS, DENSE
+    if operands:
+        sequences = _sequences(operands, settings, q, mask)
+    if not sequences.are_data:
+        mask.band(sq, sk)  # raises where lengths differ and no alignment is named
     if operands or settings != NO_SETTINGS:
-        scores = _score_options(operands, settings, (b, hq, sq, sk), q)
-        if scores.alibi_slopes is not None and sq != sk and mask.alignment is None:
-            raise InvalidInput(f"alibi_slopes are given with {sq} queries and {sk} keys and no alignment: the distance "
-                               "of a query and a key is ambiguous. Pass mask=window(None, None, alignment) or another "
-                               "mask with alignment='top_left' or 'bottom_right'.")
+        scores = _score_options(operands, settings, sequences, (b, hq, sq, sk), q)
+        if scores.alibi_slopes is not None and mask.alignment is None and (sq != sk or sequences.are_data):
+            raise InvalidInput(f"alibi_slopes are given with {_lengths_text(sq, sk, sequences)} and no alignment: the "
+                               "distance of a query and a key is ambiguous. Pass mask=window(None, None, alignment) or "
+                               "another mask with alignment='top_left' or 'bottom_right'.")
     return AttentionProblem(
         b=b, hq=hq, hk=hk, sq=sq, sk=sk, d=d, dv=dv, dtype=q[3], device=q[4], scale=_checked_scale(scale, d),
-        mask=mask, deterministic=deterministic, scores=scores, q_strides=q[2], k_strides=k[2], v_strides=v[2],
+        mask=mask, deterministic=deterministic, scores=scores, sequences=sequences, q_strides=q[2], k_strides=k[2],
+        v_strides=v[2],
     )
 
 
@@ -250,25 +275,83 @@ def _check_together(q: Facts, k: Facts, v: Facts) -> None:
         )
 
 
-def _score_options(operands: tuple[Facts, ...], settings: ScoreSettings, full: Sizes, q: Facts) -> ScoreOptions:
-    """Check the operands against the scores' full shape (b, hq, sq, sk), and describe them."""
+def _sequences(operands: tuple[Facts, ...], settings: ScoreSettings, q: Facts, mask: Mask) -> Sequences:
+    """Check the operands that hold lengths, and describe them."""
+    given = {facts[0]: facts for facts in operands if facts[0] in _LENGTHS}
+    if not given:
+        return DENSE
+    found = {}
+    packed = ("cu_seqlens_q" in given, "cu_seqlens_k" in given)
+    if packed[0] != packed[1]:
+        raise InvalidInput(f"cu_seqlens_q is {'given' if packed[0] else 'missing'} and cu_seqlens_k is "
+                           f"{'given' if packed[1] else 'missing'}: packed sequences need both.")
+    count = math.prod(given["cu_seqlens_q"][1]) - 1 if packed[0] else q[1][0]
+    for name, shape, strides, dtype, device in given.values():
+        wanted = (count + 1 if name.startswith("cu") else count,)
+        check_operand(name, (shape, dtype, device), wanted, (torch.int32, torch.int64), q[4])
+        if shape[0] > 1 and strides[0] != 1:
+            raise InvalidInput(f"{name} has stride {strides[0]}; allowed is 1: call contiguous() on it.")
+        found[name] = OperandFacts(tuple(shape), tuple(strides), dtype)
+    if packed[0] and (count < 0 or q[1][0] != 1):
+        raise InvalidInput(f"cu_seqlens_q has shape {_text(given['cu_seqlens_q'][1])} and q a batch size of {q[1][0]}; "
+                           "allowed are (sequences + 1,) and 1: packed sequences have no other batch dim.")
+    if mask.is_bounded and mask.alignment is None:
+        raise InvalidInput(f"mask is {mask} and names no alignment, but lengths are data ({', '.join(given)}): whether "
+                           "those of queries and keys are equal, the device alone knows. Pass alignment='top_left' or "
+                           "'bottom_right'.")
+    sizes = settings.longest if packed[0] else (None, None)
+    return Sequences(count if packed[0] else None, **found, max_seqlen_q=sizes[0], max_seqlen_k=sizes[1])
+
+
+def _score_options(operands: tuple[Facts, ...], settings: ScoreSettings, sequences: Sequences, sizes: Sizes,
+                   q: Facts) -> ScoreOptions:
+    """Check the operands against the sizes (b, hq, sq, sk), and describe them."""
     dtype, device = q[3], q[4]
     # Where the inputs are float64, finite differences want the operands to be that too.
     wide = torch.float64 if dtype is torch.float64 else torch.float32
+    b, _, sq, sk = sizes
+    full = _pairs(sequences, *sizes)
     allowed: dict[str, tuple[Sizes, tuple[torch.dtype, ...]]] = {
         "bias": (full, (dtype, wide)), "mask": (full, (torch.bool,)), "alibi_slopes": (full[:2], (wide,)),
         "sinks": (full[1:2], (dtype, wide)), "seed": ((1,), (torch.int64,)),
+        "documents_q": ((b, 4, sq), (torch.int32,)), "documents_k": ((b, 4, sk), (torch.int32,)),
     }
     found = {}
     for name, shape, strides, own_dtype, own_device in operands:
+        if name in _LENGTHS:
+            continue
         wanted, dtypes = allowed[name]
+        if name in ("bias", "mask") and sequences.packed is not None:
+            _check_longest(name, shape, sequences)
         check_operand(name, (shape, own_dtype, own_device), wanted, dtypes, device)
         found[name] = OperandFacts(tuple(shape), tuple(strides), own_dtype)
+    if ("documents_q" in found) != ("documents_k" in found):
+        raise InvalidInput("documents_q and documents_k: one is given without the other; allowed are both, or none.")
     dropout_p = checked_dropout_p(settings.dropout_p)
     if (found.pop("seed", None) is None) != (settings.dropout_p == 0.0):
         raise InvalidInput(f"dropout_p is {settings.dropout_p} and a seed is "
                            f"{'given' if settings.dropout_p == 0.0 else 'missing'}: dropout needs both.")
     return ScoreOptions(checked_softcap(settings.softcap), dropout_p, settings.max_logit, **found)
+
+
+def _check_longest(name: str, shape: Sizes, sequences: Sequences) -> None:
+    """Packed sequences: a dim of queries or keys says how long the longest may be, and so must the caller."""
+    for dim, side, longest in ((2, "q", sequences.max_seqlen_q), (3, "k", sequences.max_seqlen_k)):
+        if shape[dim] != 1 and longest is None:
+            raise InvalidInput(f"{name} has shape {_text(shape)} and sequences are packed: pass max_seqlen_{side} as "
+                               f"an integer, the size of its dim {dim}.")
+
+
+def _pairs(sequences: Sequences, b: int, hq: int, sq: int, sk: int) -> Sizes:
+    if sequences.packed is None:
+        return b, hq, sq, sk
+    longest = ((sq if sequences.max_seqlen_q is None else sequences.max_seqlen_q),
+               (sk if sequences.max_seqlen_k is None else sequences.max_seqlen_k))
+    return sequences.packed, hq, *longest
+
+
+def _lengths_text(sq: int, sk: int, sequences: Sequences) -> str:
+    return "lengths that are data" if sequences.are_data else f"{sq} queries and {sk} keys"
 
 
 def _checked_scale(scale: float | None, d: int) -> float:

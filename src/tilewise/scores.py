@@ -22,8 +22,12 @@ Sizes = tuple[int, ...]
 # What may stand at each place of a broadcast shape: the problem's letters.
 DRAWS = 2**16  # equally likely values of a pair's random draw
 _FOUR = ("b", "hq", "sq", "sk")
-_LETTERS = {"bias": _FOUR, "mask": _FOUR, "alibi_slopes": ("b", "hq"), "sinks": ("hq",), "seed": ("1",)}
-_BROADCAST = {"bias": _FOUR, "mask": _FOUR, "alibi_slopes": ("b",), "sinks": (), "seed": ()}
+_LETTERS = {
+    "bias": _FOUR, "mask": _FOUR, "alibi_slopes": ("b", "hq"), "sinks": ("hq",), "seed": ("1",),
+    "cu_seqlens_q": ("sequences + 1",), "cu_seqlens_k": ("sequences + 1",), "seqlens_q": ("b",), "seqlens_k": ("b",),
+    "documents_q": ("b", "4", "sq"), "documents_k": ("b", "4", "sk"),
+}
+_BROADCAST = {"bias": _FOUR, "mask": _FOUR, "alibi_slopes": ("b",), "documents_q": ("b",), "documents_k": ("b",)}
 _NAMES = {"seed": "dropout_seed"}
 _RANKS = {"bias": (2, 3, 4), "mask": (2, 3, 4), "alibi_slopes": (1, 2), "sinks": (1,)}
 
@@ -37,6 +41,10 @@ class Operands(NamedTuple):
         mask: (b|1, hq|1, sq|1, sk|1), bool; True = take part.
         sinks: (hq,), float32 or the inputs' dtype: a logit a head that enters the softmax's denominator alone.
         seed: (1,), int64: seed of the dropout.
+        cu_seqlens_q, cu_seqlens_k: (sequences + 1,), int32 or int64: where each packed sequence starts, and the last
+            one ends; both or none.
+        seqlens_q, seqlens_k: (b,), int32 or int64: how many positions of a sequence, the first ones, take part.
+        documents_q: (b|1, 4, sq), int32, and documents_k: (b|1, 4, sk), as :class:`tilewise.masks.Documents` has them.
     """
 
     bias: torch.Tensor | None = None
@@ -44,6 +52,12 @@ class Operands(NamedTuple):
     mask: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
     seed: torch.Tensor | None = None
+    cu_seqlens_q: torch.Tensor | None = None
+    cu_seqlens_k: torch.Tensor | None = None
+    seqlens_q: torch.Tensor | None = None
+    seqlens_k: torch.Tensor | None = None
+    documents_q: torch.Tensor | None = None
+    documents_k: torch.Tensor | None = None
 
 
 NO_OPERANDS = Operands()
@@ -52,12 +66,15 @@ NO_OPERANDS = Operands()
 class ScoreSettings(NamedTuple):
     """The plain numbers of a call that change its scores; the default changes nothing.
 
-    Attributes: as in :class:`ScoreOptions`.
+    Attributes:
+        softcap, dropout_p, max_logit: as in :class:`ScoreOptions`.
+        longest: of packed sequences: the sizes of an operand's query and key dims; None where no operand has that dim.
     """
 
     softcap: float | None = None
     dropout_p: float = 0.0
     max_logit: bool = False
+    longest: tuple[int | None, int | None] = (None, None)
 
 
 NO_SETTINGS = ScoreSettings()
@@ -83,7 +100,7 @@ class ScoreOptions(NamedTuple):
         softcap: bound of the scores before bias and mask, > 0; None = unbounded.
         dropout_p: probability to drop a pair, 0 <= dropout_p < 1, a multiple of 2^-16.
         max_logit: whether the largest visible score of each row is wanted beside lse.
-        bias, alibi_slopes, mask, sinks: facts of the operand, or None.
+        bias, alibi_slopes, mask, sinks, documents_q, documents_k: facts of the operand, or None.
     """
 
     softcap: float | None = None
@@ -93,6 +110,8 @@ class ScoreOptions(NamedTuple):
     alibi_slopes: OperandFacts | None = None
     mask: OperandFacts | None = None
     sinks: OperandFacts | None = None
+    documents_q: OperandFacts | None = None
+    documents_k: OperandFacts | None = None
 
     @property
     def changes_scores(self) -> bool:
@@ -111,6 +130,8 @@ class ScoreOptions(NamedTuple):
             parts.append("alibi")
         if self.sinks is not None:
             parts.append("sinks")
+        if self.documents_q is not None:
+            parts.append("documents")
         if self.dropout_p:
             parts.append(f"dropout {self.dropout_p:.4g}")
         return ", ".join(parts)
@@ -142,7 +163,7 @@ def check_operand(name: str, operand: tuple[Sizes, torch.dtype, torch.device], f
         InvalidInput: names the operand, what was got and what is allowed.
     """
     shape, dtype, own_device = operand
-    once, said = _BROADCAST[name], _NAMES.get(name, name)
+    once, said = _BROADCAST.get(name, ()), _NAMES.get(name, name)
     if len(shape) != len(full) or any(own != size and not (own == 1 and letter in once)
                                       for own, size, letter in zip(shape, full, _LETTERS[name], strict=True)):
         allowed = ", ".join(f"{letter}={size}" for letter, size in zip(_LETTERS[name], full, strict=True))

@@ -26,8 +26,9 @@ from tilewise.problem import (
 )
 from tilewise.scores import NO_OPERANDS, Operands, ScoreSettings
 
-_OPERANDS = "Tensor? bias, Tensor? alibi_slopes, Tensor? mask, Tensor? sinks, Tensor? seed"
-_OPTIONS = ("float? scale, int? left, int? right, str? alignment, float? softcap, float dropout_p, bool max_logit, "
+_OPERANDS = ", ".join(f"Tensor? {name}" for name in Operands._fields)
+_OPTIONS = ("float? scale, int? left, int? right, str? alignment, int? prefix, int? sink_tokens, int? chunk, "
+            "float? softcap, float dropout_p, bool max_logit, SymInt? max_seqlen_q, SymInt? max_seqlen_k, "
             "bool deterministic, str? backend")
 # out, lse and, where wanted, max_logit.
 torch.library.define("tilewise::attention_forward",
@@ -52,21 +53,26 @@ class Options(NamedTuple):
     left: int | None
     right: int | None
     alignment: str | None
+    prefix: int | None = None
+    sink_tokens: int | None = None
+    chunk: int | None = None
     softcap: float | None = None
     dropout_p: float = 0.0
     max_logit: bool = False
+    max_seqlen_q: int | None = None
+    max_seqlen_k: int | None = None
     deterministic: bool = False
     backend: str | None = None
 
     @property
     def mask(self) -> Mask:
         """The mask, put together again."""
-        return Mask(self.left, self.right, cast(Any, self.alignment))
+        return Mask(self.left, self.right, cast(Any, self.alignment), self.prefix, self.sink_tokens, self.chunk)
 
     @property
     def settings(self) -> ScoreSettings:
         """The numbers that change scores."""
-        return ScoreSettings(self.softcap, self.dropout_p, self.max_logit)
+        return ScoreSettings(self.softcap, self.dropout_p, self.max_logit, (self.max_seqlen_q, self.max_seqlen_k))
 
     def problem(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Operands) -> AttentionProblem:
         """Rebuild the validated problem; sizes may be symbolic."""
@@ -74,14 +80,22 @@ class Options(NamedTuple):
                                              settings=self.settings, deterministic=self.deterministic)
 
 
+def _of_plain(plain: tuple[Any, ...]) -> Options:
+    """Put the plain operator's options among the others."""
+    scale, left, right, alignment, deterministic, backend = plain
+    return Options(scale, left, right, alignment, deterministic=deterministic, backend=backend)
+
+
 _N_OPERANDS = len(Operands._fields)
+_N_PLAIN = 6
+_PLAIN = Options(None, None, None, None)[4:10]  # prefix to max_logit of a call that the plain operator takes
 
 
 @lru_cache(maxsize=4096)
 def _resolve(tensors: tuple[Facts, Facts, Facts], operands: tuple[Facts, ...], options: tuple[Any, ...],
              default_backend: str | None) -> tuple[AttentionProblem, Backend]:
     """Problem and backend of a call: one look-up on the way to a kernel, where every microsecond is the user's."""
-    chosen = Options(*options)
+    chosen = Options(*options) if len(options) > _N_PLAIN else _of_plain(options)
     problem = problem_from_facts(tensors, operands, chosen.mask, chosen.scale, chosen.settings, chosen.deterministic)
     return problem, choose(problem, chosen.backend or default_backend)
 
@@ -95,20 +109,14 @@ def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> l
 
 
 def _forward_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *plain: Any) -> list[torch.Tensor]:
-    problem, backend = _resolve((facts_of("q", q), facts_of("k", k), facts_of("v", v)), (), _as_options(plain),
+    problem, backend = _resolve((facts_of("q", q), facts_of("k", k), facts_of("v", v)), (), plain,
                                 None if plain[-1] else settings.default_backend())
     results = backend.forward(problem, q, k, v)
     return [results[0], results[1]]
 
 
 def _forward_plain_fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *plain: Any) -> list[torch.Tensor]:
-    return _forward_fake(q, k, v, *NO_OPERANDS, *_as_options(plain))
-
-
-def _as_options(plain: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Put the plain operator's options among the others, in the order of Options."""
-    scale, left, right, alignment, deterministic, backend = plain
-    return scale, left, right, alignment, None, 0.0, False, deterministic, backend
+    return _forward_fake(q, k, v, *NO_OPERANDS, *_of_plain(plain))
 
 
 def _backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
@@ -149,30 +157,37 @@ forward_plain_op = torch.ops.tilewise.attention_forward_plain.default
 backward_op = torch.ops.tilewise.attention_backward.default
 
 
-def _visible_pairs(q_shape: torch.Size, k_shape: torch.Size, options: Options) -> int:
-    # A tensor's mask is data: its pairs are counted as if all took part.
-    mask = Mask(options.left, options.right, cast(Any, options.alignment))
-    return int(q_shape[0] * q_shape[1]) * mask.band(q_shape[2], k_shape[2]).visible_pairs(q_shape[2], k_shape[2])
+def _visible_pairs(q_shape: torch.Size, k_shape: torch.Size, rest: tuple[Any, ...]) -> int:
+    """Count the pairs of all heads as far as shapes tell: what a tensor hides is data, and counted as if it did not.
+
+    Packed sequences are counted as if they were of one length.
+    """
+    operands, options = Operands(*rest[:_N_OPERANDS]), Options(*rest[_N_OPERANDS:])
+    (b, heads, sq, _), sk = q_shape, k_shape[2]
+    if operands.cu_seqlens_q is not None:  # its shape, in a formula
+        b = max(1, cast(Any, operands.cu_seqlens_q)[0] - 1)
+        sq, sk = sq // b, sk // b
+    return int(b * heads) * options.mask.band(sq, sk).visible_pairs(sq, sk)
 
 
 @register_flop_formula(torch.ops.tilewise.attention_forward)
 def _forward_flops(q_shape: torch.Size, k_shape: torch.Size, v_shape: torch.Size, *rest: Any,
                    **_: object) -> int:
     """Two matrix products, each 2 operations per visible pair and head-dim element."""
-    return 2 * _visible_pairs(q_shape, k_shape, Options(*rest[_N_OPERANDS:])) * (q_shape[3] + v_shape[3])
+    return 2 * _visible_pairs(q_shape, k_shape, rest) * (q_shape[3] + v_shape[3])
 
 
 @register_flop_formula(torch.ops.tilewise.attention_forward_plain)
 def _forward_plain_flops(q_shape: torch.Size, k_shape: torch.Size, v_shape: torch.Size, *plain: Any,
                          **_: object) -> int:
-    return _forward_flops(q_shape, k_shape, v_shape, *NO_OPERANDS, *_as_options(plain))
+    return _forward_flops(q_shape, k_shape, v_shape, *NO_OPERANDS, *_of_plain(plain))
 
 
 @register_flop_formula(torch.ops.tilewise.attention_backward)
 def _backward_flops(q_shape: torch.Size, k_shape: torch.Size, v_shape: torch.Size, *rest: Any, **_: object) -> int:
     """The mathematics' five products (scores, dP; dQ, dK, dV), not what a kernel recomputes beyond them."""
-    options = Options(*rest[4 + _N_OPERANDS:-1])  # behind the shapes of out, lse, dout, dlse and the operands
-    return 2 * _visible_pairs(q_shape, k_shape, options) * (3 * q_shape[3] + 2 * v_shape[3])
+    of_call = rest[4:-1]  # behind the shapes of out, lse, dout and dlse
+    return 2 * _visible_pairs(q_shape, k_shape, of_call) * (3 * q_shape[3] + 2 * v_shape[3])
 
 
 class AttentionFunction(torch.autograd.Function):
@@ -250,10 +265,8 @@ def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Operands,
             # The backward pass runs in a thread of its own, which does not see a scoped default.
             options = options._replace(backend=settings.default_backend())
         return cast("tuple[torch.Tensor, ...]", _apply(q, k, v, *operands, *options))
-    scale, left, right, alignment, softcap, dropout_p, max_logit, deterministic, backend = options
-    if operands is NO_OPERANDS and softcap is None and not dropout_p and not max_logit:
-        return cast("list[torch.Tensor]",
-                    forward_plain_op(q, k, v, scale, left, right, alignment, deterministic, backend))
+    if operands is NO_OPERANDS and options[4:10] == _PLAIN:
+        return cast("list[torch.Tensor]", forward_plain_op(q, k, v, *options[:4], *options[-2:]))
     return cast("list[torch.Tensor]", forward_op(q, k, v, *operands, *options))
 
 

@@ -295,7 +295,7 @@ def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, incoming: tuple[to
 def _operand_gradients(dscores: torch.Tensor, delta: torch.Tensor, saved_lse: torch.Tensor,
                        terms: _Terms) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """Return dbias and dalibi_slopes, dscores summed as far as they are broadcast, and dsinks."""
-    bias, slopes, _, sinks, _ = terms.operands
+    bias, slopes, _, sinks, *_ = terms.operands
     dbias = dslopes = dsinks = None
     if bias is not None:
         dbias = dscores.sum_to_size(bias.shape)

@@ -1,0 +1,46 @@
+"""Where the sequences of a call lie in its tensors: lengths that are data, and stay on the device.
+
+Two layouts, in both of which query i and key j are positions inside their sequence:
+
+* padded: tensors (b, h, s, d); of batch entry ``n`` the first ``seqlens_q[n]`` queries and ``seqlens_k[n]`` keys take
+  part.
+* packed: all sequences one behind the other, seen as (1, h, total, d); sequence ``n`` begins at ``cu_seqlens_q[n]`` and
+  ends before ``cu_seqlens_q[n + 1]``; of these the first ``seqlens_q[n]`` take part, or all.
+
+What takes no part is padding: it is not read; out and every gradient are 0 there, lse is -inf.
+"""
+
+from typing import NamedTuple
+
+from tilewise.scores import OperandFacts
+
+
+class Sequences(NamedTuple):
+    """The layout, without the lengths themselves; the default is that of a call whose lengths are its shapes.
+
+    Attributes:
+        packed: how many sequences are packed; None where each batch entry is one.
+        cu_seqlens_q, cu_seqlens_k, seqlens_q, seqlens_k: facts of the operand, or None.
+        max_seqlen_q, max_seqlen_k: packed: sizes of the operands that have a query or a key dim; None where none has.
+    """
+
+    packed: int | None = None
+    cu_seqlens_q: OperandFacts | None = None
+    cu_seqlens_k: OperandFacts | None = None
+    seqlens_q: OperandFacts | None = None
+    seqlens_k: OperandFacts | None = None
+    max_seqlen_q: int | None = None
+    max_seqlen_k: int | None = None
+
+    @property
+    def are_data(self) -> bool:
+        """Whether some length is known to the device alone."""
+        return not (self.cu_seqlens_q is None and self.seqlens_q is None and self.seqlens_k is None)
+
+    def __str__(self) -> str:
+        if self.packed is not None:
+            return f"{self.packed} packed sequences"
+        return "padded sequences" if self.are_data else ""
+
+
+DENSE = Sequences()
