@@ -6,7 +6,8 @@ A case's operands are made anew wherever none are given: they are the same numbe
 import pytest
 import torch
 
-from tilewise import AttentionOutput, attention
+from tilewise import attention
+from tilewise.api import AttentionOutput
 from tilewise.backends.base import Gradients, Needs
 from tilewise.problem import AttentionProblem
 from tilewise.scores import Operands

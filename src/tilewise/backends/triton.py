@@ -88,7 +88,7 @@ class TritonBackend:
         modifiers = plan.fixed or modifiers_of(problem, operands)
         # A sum of rows or columns comes with the gradient of q, or of k and v, whether that is wanted or not.
         with contextlib.nullcontext() if _is_current(problem.device) else torch.cuda.device(problem.device):
-            plan.delta(out, dout, out if dlse is None else dlse, delta)
+            plan.delta(out, dout, out if dlse is None else dlse, delta, modifiers)
             if needs.dkv or sums.columns is not None:
                 made = (dk, dv) if needs.dkv else (_empty(k, plan.dk_strides), _empty(v, plan.dv_strides))
                 for launch in plan.dkdv:
@@ -170,7 +170,8 @@ def _backward_plan(problem: AttentionProblem, incoming: tuple[Sizes, Sizes, Size
 
 def _fixed_modifiers(problem: AttentionProblem) -> Modifiers | None:
     """The kernels' modifiers where no tensor enters them, the same at every call; else None."""
-    has_operands = any(isinstance(facts, OperandFacts) for facts in problem.scores) or problem.scores.dropout_p
+    has_operands = (any(isinstance(facts, OperandFacts) for facts in problem.scores) or problem.scores.dropout_p
+                    or problem.sequences.are_data)
     return None if has_operands else modifiers_of(problem, NO_OPERANDS)
 
 

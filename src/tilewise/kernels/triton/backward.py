@@ -8,57 +8,85 @@ launch each.
 import triton
 import triton.language as tl
 
+from tilewise.kernels.triton.bands import (
+    band_of,
+    cut,
+    keys_seen,
+    numbers_of,
+    queries_seeing,
+    see,
+    sees_any,
+    step_at,
+    unseen_as_zero,
+    within_documents,
+)
 from tilewise.kernels.triton.launch import (
     Launch,
     RowShape,
     TileShape,
     bounds,
     constants,
+    is_shifted,
     joined,
     needs_int64,
     tile_blocks,
     tile_count,
+    tile_slots,
 )
-from tilewise.kernels.triton.modifiers import PER_DRAW, distance, drop, gained, modify_tile, through_softcap
+from tilewise.kernels.triton.modifiers import (
+    PER_DRAW,
+    diagonal_of,
+    distance,
+    drop,
+    gained,
+    modify_tile,
+    through_softcap,
+)
+from tilewise.kernels.triton.places import extent, locate
 from tilewise.kernels.triton.primitives import (
     LOG2E,
-    around,
     head_offset,
     head_source,
     load_tile,
-    locate_tile,
     offsets,
-    see,
+    padding_as_zero,
     store_tile,
-    tile_spans,
-    unseen_as_zero,
 )
 from tilewise.problem import AttentionProblem, Sizes, padded_dim
 
 
-@triton.jit(do_not_specialize=["sq", "hq", "tiles"])
-def attention_delta_kernel(out_ptr, dout_ptr, dlse_ptr, delta_ptr,
+@triton.jit(do_not_specialize=["lower", "upper", "prefix", "sink_tokens", "chunk", "offset", "count", "sq", "sk", "hq",
+                               "tiles"])
+def attention_delta_kernel(out_ptr, dout_ptr, dlse_ptr, delta_ptr, modifiers,
                            stride_ob, stride_oh, stride_os, stride_od, stride_dob, stride_doh, stride_dos, stride_dod,
-                           stride_lb, stride_lh, stride_ls, sq, hq, tiles,
+                           stride_lb, stride_lh, stride_ls, lower, upper, prefix, sink_tokens, chunk, offset, count,
+                           sq, sk, hq, tiles, SHIFTED: tl.constexpr,
                            DV: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_DLSE: tl.constexpr, INT64: tl.constexpr,
                            BLOCK_M: tl.constexpr):
     """Compute delta = Σ_d out·dout − dlse for BLOCK_M queries of one head (eq. 10).
 
     Grid: (tiles · hq · b,). out, dout: (b, hq, sq, dv); dlse: (b, hq, sq) by strides; delta: (b, hq, sq), dense.
+    The sinks' gradient is a sum over delta, so with sinks what dout holds where nothing is seen must not enter it.
     """
-    tile, head, batch = locate_tile(tiles, hq, False)
-    first = tile * BLOCK_M
-    out_source = head_source(out_ptr, batch, head, stride_ob, stride_oh, False)
-    dout_source = head_source(dout_ptr, batch, head, stride_dob, stride_doh, False)
-    out = load_tile(out_source, batch, head, first, sq, stride_os, stride_od, BLOCK_M, DV, BLOCK_DV, True, INT64, False)
-    dout = load_tile(dout_source, batch, head, first, sq, stride_dos, stride_dod, BLOCK_M, DV, BLOCK_DV, True, INT64,
-                     False)
+    lengths = modifiers.lengths
+    first, head, _sequence, batch, row_q, _row, rows_q, length_q, length_k = locate(
+        lengths.cu_q, lengths.q, lengths.cu_k, lengths.k, count, tiles, hq, sq, sk, BLOCK_M, False)
+    out_source = head_source(out_ptr, batch, head, row_q, stride_ob, stride_oh, stride_os, False)
+    dout_source = head_source(dout_ptr, batch, head, row_q, stride_dob, stride_doh, stride_dos, False)
+    place = (batch, head, row_q)
+    out = load_tile(out_source, place, first, rows_q, stride_os, stride_od, BLOCK_M, DV, BLOCK_DV, True, INT64, False,
+                    False)
+    dout = load_tile(dout_source, place, first, rows_q, stride_dos, stride_dod, BLOCK_M, DV, BLOCK_DV, True, INT64,
+                     False, False)
     delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)  # [BLOCK_M]
     offs_m = first + tl.arange(0, BLOCK_M)
+    if modifiers.sinks.ptr is not None:
+        band = band_of(lower, upper, prefix, sink_tokens, chunk, offset, length_k - length_q, SHIFTED)
+        delta = tl.where(sees_any(offs_m, length_q, length_k, band), delta, 0.0)
     if HAS_DLSE:
-        dlse_base = dlse_ptr + head_offset(batch, head, stride_lb, stride_lh)
-        delta -= tl.load(dlse_base + offsets(offs_m, stride_ls, INT64), mask=offs_m < sq, other=0.0)
-    tl.store(delta_ptr + head_offset(batch, head, hq * sq, sq) + offs_m, delta, mask=offs_m < sq)
+        dlse_base = dlse_ptr + head_offset(batch, head, stride_lb, stride_lh) + row_q.to(tl.int64) * stride_ls
+        delta -= tl.load(dlse_base + offsets(offs_m, stride_ls, INT64), mask=offs_m < length_q, other=0.0)
+    tl.store(delta_ptr + head_offset(batch, head, hq * sq, sq) + row_q + offs_m, delta, mask=offs_m < rows_q)
 
 
 @triton.jit
@@ -98,38 +126,42 @@ def score_gradient(probs, dprobs, delta, visible, SEEDED: tl.constexpr, MASKED: 
 
 
 @triton.jit
-def sum_over_queries(dk, dv, columns, k, v, q_source, dout_source, modifiers, row, batch, head, lse_base,
-                     delta_base, first_key, start, full_start, full_stop, stop, sk, stride_qs, stride_qd, stride_dos,
-                     stride_dod, scale_log2, lower, upper,
+def sum_over_queries(dk, dv, columns, k, v, q_source, dout_source, modifiers, row, sequence, head, place_q, numbers_k,
+                     documents_q, diagonal, lse_base, delta_base, first_key, steps, length_k, band, stride_qs,
+                     stride_qd, stride_dos, stride_dod, scale_log2,
                      BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-                     DV: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_LOWER: tl.constexpr, HAS_UPPER: tl.constexpr,
-                     MASKED: tl.constexpr, PRECISION: tl.constexpr, INT64: tl.constexpr, DESCRIPTORS: tl.constexpr,
-                     CHANGED: tl.constexpr, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr,
-                     COLUMNS: tl.constexpr):
+                     DV: tl.constexpr, BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+                     INT64: tl.constexpr, DESCRIPTORS: tl.constexpr, CHANGED: tl.constexpr, CLIP: tl.constexpr,
+                     NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, COLUMNS: tl.constexpr):
     """Add the fully visible queries, or (MASKED) those around them, to dK, dV and the columns: the one loop body.
 
     Score tiles are transposed, keys by queries: P and dS then enter their products without being turned.
     """
+    start, full_start, full_stop, stop, cover = steps
     offs_n = first_key + tl.arange(0, BLOCK_N)
     DROPS: tl.constexpr = modifiers.dropout.ptr is not None
     HIDES: tl.constexpr = MASKED or modifiers.mask.ptr is not None
-    SEEDED: tl.constexpr = (HAS_LOWER or HAS_UPPER or BLOCK_D <= 64) and not DROPS
+    BOUNDED: tl.constexpr = band[0] is not None or band[1] is not None or numbers_k is not None
+    SEEDED: tl.constexpr = (BOUNDED or BLOCK_D <= 64) and not DROPS
     first = start if MASKED else full_start
     last = stop - (full_stop - full_start) if MASKED else full_stop
     for step in tl.range(first, last, BLOCK_M):
-        m = around(step, full_start, full_stop) if MASKED else step
+        m = step_at(step, start, cover, full_start, full_stop, False) if MASKED else step
         offs_m = m + tl.arange(0, BLOCK_M)
-        q = load_tile(q_source, batch, head, m, stop, stride_qs, stride_qd, BLOCK_M, D, BLOCK_D, MASKED, INT64,
-                      DESCRIPTORS)
+        q = load_tile(q_source, place_q, m, stop, stride_qs, stride_qd, BLOCK_M, D, BLOCK_D, MASKED, INT64,
+                      DESCRIPTORS, CLIP)
         # Past the last query q, dout, lse and delta are read as 0: P is 1 there, dV adds 1·0 and dK 0·0.
         lse = tl.load(lse_base + offs_m, mask=offs_m < stop, other=0.0) * LOG2E  # [BLOCK_M]
         scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
-        dout = load_tile(dout_source, batch, head, m, stop, stride_dos, stride_dod, BLOCK_M, DV, BLOCK_DV, MASKED,
-                         INT64, DESCRIPTORS)
-        visible = see(offs_m[None, :], offs_n[:, None], stop, sk, lower, upper, HAS_LOWER, HAS_UPPER)
-        scores, visible, tanh, kept = modify_tile(scores, visible, modifiers, row, batch, head, offs_m, first_key,
-                                                  stop, sk, scale_log2, q.dtype == tl.float32, INT64, CHANGED,
-                                                  BLOCK_N, True, MASKED)
+        dout = load_tile(dout_source, place_q, m, stop, stride_dos, stride_dod, BLOCK_M, DV, BLOCK_DV, MASKED, INT64,
+                         DESCRIPTORS, CLIP)
+        numbers_q = numbers_k
+        if numbers_k is not None:
+            numbers_q = tl.load(documents_q + offs_m, mask=offs_m < stop, other=-1)[None, :]
+        visible = see(offs_m[None, :], offs_n[:, None], stop, length_k, band, numbers_q, numbers_k)
+        scores, visible, tanh, kept = modify_tile(scores, visible, modifiers, row, sequence, head, diagonal, offs_m,
+                                                  first_key, stop, length_k, scale_log2, q.dtype == tl.float32, INT64,
+                                                  CHANGED, BLOCK_N, True, MASKED)
         if NEED_DK:  # before P: the two products then follow one another in the tensor cores
             delta = tl.load(delta_base + offs_m, mask=offs_m < stop, other=0.0)  # [BLOCK_M]
             dprobs = tl.dot(v, tl.trans(dout), start_of(delta[None, :], scores, SEEDED),
@@ -148,7 +180,8 @@ def sum_over_queries(dk, dv, columns, k, v, q_source, dout_source, modifiers, ro
     return dk, dv, columns
 
 
-@triton.jit(do_not_specialize=["sq", "sk", "lower", "upper", "hq", "hk", "group", "tiles"])
+@triton.jit(do_not_specialize=["lower", "upper", "prefix", "sink_tokens", "chunk", "offset", "count", "sq", "sk", "hq",
+                               "hk", "group", "tiles"])
 def attention_backward_dkdv_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, columns_ptr,
                                    modifiers,
                                    stride_qb, stride_qh, stride_qs, stride_qd,
@@ -156,99 +189,122 @@ def attention_backward_dkdv_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta
                                    stride_vb, stride_vh, stride_vs, stride_vd,
                                    stride_dob, stride_doh, stride_dos, stride_dod,
                                    stride_dkb, stride_dkh, stride_dks, stride_dvb, stride_dvh, stride_dvs,
-                                   scale, scale_log2, lower, upper, sq, sk, hq, hk, group, tiles,
+                                   scale, scale_log2, lower, upper, prefix, sink_tokens, chunk, offset, count,
+                                   sq, sk, hq, hk, group, tiles, SHIFTED: tl.constexpr,
                                    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-                                   HAS_LOWER: tl.constexpr, HAS_UPPER: tl.constexpr, PRECISION: tl.constexpr,
-                                   INT64: tl.constexpr, DESCRIPTORS: tl.constexpr, CHANGED: tl.constexpr,
-                                   BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NEED_DK: tl.constexpr,
-                                   NEED_DV: tl.constexpr):
+                                   PRECISION: tl.constexpr, INT64: tl.constexpr, DESCRIPTORS: tl.constexpr,
+                                   CHANGED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                                   NEED_DK: tl.constexpr, NEED_DV: tl.constexpr):
     """Compute dK = scale·dSᵀQ and dV = PᵀdO for BLOCK_N keys of one head (eq. 8 to 10).
 
     Grid: (tiles · hk · b,). The query heads that share this key/value head are summed here, in float32. Where both
     accumulators do not fit the registers (wide heads), two launches make one gradient each (NEED_DK, NEED_DV).
     columns, unless None: (b, hq, sk), dense; receives Σ_i dS of every query head, for a bias that all queries share.
     """
-    tile, head_k, batch = locate_tile(tiles, hk, False)
-    first = tile * BLOCK_N
-    k_source = head_source(k_ptr, batch, head_k, stride_kb, stride_kh, DESCRIPTORS)
-    v_source = head_source(v_ptr, batch, head_k, stride_vb, stride_vh, DESCRIPTORS)
-    k = load_tile(k_source, batch, head_k, first, sk, stride_ks, stride_kd, BLOCK_N, D, BLOCK_D, True, INT64,
-                  DESCRIPTORS)
-    v = load_tile(v_source, batch, head_k, first, sk, stride_vs, stride_vd, BLOCK_N, DV, BLOCK_DV, True, INT64,
-                  DESCRIPTORS)
+    lengths = modifiers.lengths
+    first, head_k, sequence, batch, row_k, row_q, rows_k, length_k, length_q = locate(
+        lengths.cu_k, lengths.k, lengths.cu_q, lengths.q, count, tiles, hk, sk, sq, BLOCK_N, False)
+    PADDED: tl.constexpr = count is not None
+    band = band_of(lower, upper, prefix, sink_tokens, chunk, offset, length_k - length_q, SHIFTED)
+    diagonal = diagonal_of(modifiers, length_k - length_q, SHIFTED)
+    k_source = head_source(k_ptr, batch, head_k, row_k, stride_kb, stride_kh, stride_ks, DESCRIPTORS)
+    v_source = head_source(v_ptr, batch, head_k, row_k, stride_vb, stride_vh, stride_vs, DESCRIPTORS)
+    place_k = (batch, head_k, row_k)
+    k = load_tile(k_source, place_k, first, length_k, stride_ks, stride_kd, BLOCK_N, D, BLOCK_D, True, INT64,
+                  DESCRIPTORS, False)
+    v = load_tile(v_source, place_k, first, length_k, stride_vs, stride_vd, BLOCK_N, DV, BLOCK_DV, True, INT64,
+                  DESCRIPTORS, False)
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
-    last = tl.minimum(first + BLOCK_N, sk) - 1
-    start, full_start, full_stop, stop = tile_spans(first, last, sq, -upper, -lower, BLOCK_M, 1, HAS_UPPER, HAS_LOWER)
+    offs_n = first + tl.arange(0, BLOCK_N)
+    spans = queries_seeing(first, tl.minimum(first + BLOCK_N, length_k) - 1, length_q, band)
+    numbers_k = None
+    documents_q = None
+    if modifiers.documents.k is not None:
+        numbers, spans = within_documents(modifiers.documents.k, modifiers.documents.batched, batch, row_k, row_q,
+                                          offs_n, length_k, sk, spans)
+        numbers_k = numbers[:, None]
+        documents_q = numbers_of(modifiers.documents.q, modifiers.documents.batched, batch, row_q, sq)
+    start, full_start, full_stop, stop, cover = cut(spans, None, BLOCK_M, 1)
     if modifiers.bias.ptr is not None or modifiers.mask.ptr is not None:
         # A last tile that reaches past the keys must not read operands unchecked: none of its steps is whole.
-        full_stop = tl.where(first + BLOCK_N > sk, full_start, full_stop)
+        full_stop = tl.where(first + BLOCK_N > length_k, full_start, full_stop)
+    steps = (start, full_start, full_stop, stop, cover)
     COLUMNS: tl.constexpr = columns_ptr is not None and NEED_DK  # the launch for dV alone makes no dS
     for member in tl.range(0, group):
         head = head_k * group + member
-        q_source = head_source(q_ptr, batch, head, stride_qb, stride_qh, DESCRIPTORS)
-        dout_source = head_source(dout_ptr, batch, head, stride_dob, stride_doh, DESCRIPTORS)
-        lse_base = lse_ptr + head_offset(batch, head, hq * sq, sq)
-        delta_base = delta_ptr + head_offset(batch, head, hq * sq, sq)
+        q_source = head_source(q_ptr, batch, head, row_q, stride_qb, stride_qh, stride_qs, DESCRIPTORS)
+        dout_source = head_source(dout_ptr, batch, head, row_q, stride_dob, stride_doh, stride_dos, DESCRIPTORS)
+        row_offset = head_offset(batch, head, hq * sq, sq) + row_q
         columns = tl.zeros([BLOCK_N], tl.float32)
         for MASKED in tl.static_range(2):
             dk, dv, columns = sum_over_queries(
-                dk, dv, columns, k, v, q_source, dout_source, modifiers, batch * hq + head, batch, head, lse_base,
-                delta_base, first, start, full_start, full_stop, stop, sk, stride_qs, stride_qd, stride_dos,
-                stride_dod, scale_log2, lower, upper, BLOCK_M, BLOCK_N, D, BLOCK_D, DV, BLOCK_DV, HAS_LOWER,
-                HAS_UPPER, MASKED, PRECISION, INT64, DESCRIPTORS, CHANGED, NEED_DK, NEED_DV, COLUMNS)
+                dk, dv, columns, k, v, q_source, dout_source, modifiers, sequence * hq + head, sequence, head,
+                (batch, head, row_q), numbers_k, documents_q, diagonal, lse_ptr + row_offset, delta_ptr + row_offset,
+                first, steps, length_k, band, stride_qs, stride_qd, stride_dos, stride_dod, scale_log2, BLOCK_M,
+                BLOCK_N, D, BLOCK_D, DV, BLOCK_DV, MASKED, PRECISION, INT64, DESCRIPTORS, CHANGED, PADDED, NEED_DK,
+                NEED_DV, COLUMNS)
         if COLUMNS:
-            offs_n = first + tl.arange(0, BLOCK_N)
-            tl.store(columns_ptr + head_offset(batch, head, hq * sk, sk) + offs_n, columns, mask=offs_n < sk)
+            columns_base = columns_ptr + head_offset(batch, head, hq * sk, sk) + row_k
+            tl.store(columns_base + offs_n, tl.where(offs_n < length_k, columns, 0.0), mask=offs_n < rows_k)
     if NEED_DK:
-        store_tile(dk_ptr + head_offset(batch, head_k, stride_dkb, stride_dkh), dk * scale, first, sk, stride_dks, 1,
-                   BLOCK_N, D, BLOCK_D, INT64)
+        dk = padding_as_zero(dk * scale, first, length_k, BLOCK_N, PADDED)
+        dk_base = dk_ptr + head_offset(batch, head_k, stride_dkb, stride_dkh) + row_k.to(tl.int64) * stride_dks
+        store_tile(dk_base, dk, first, rows_k, stride_dks, 1, BLOCK_N, D, BLOCK_D, INT64)
     if NEED_DV:
-        store_tile(dv_ptr + head_offset(batch, head_k, stride_dvb, stride_dvh), gained(dv, modifiers), first, sk,
-                   stride_dvs, 1, BLOCK_N, DV, BLOCK_DV, INT64)
+        dv = padding_as_zero(gained(dv, modifiers), first, length_k, BLOCK_N, PADDED)
+        dv_base = dv_ptr + head_offset(batch, head_k, stride_dvb, stride_dvh) + row_k.to(tl.int64) * stride_dvs
+        store_tile(dv_base, dv, first, rows_k, stride_dvs, 1, BLOCK_N, DV, BLOCK_DV, INT64)
 
 
 @triton.jit
-def sum_over_keys(dq, rows, moments, q, dout, lse, delta, k_source, v_source, modifiers, row, batch, head, head_k,
-                  first_row, offs_m, start, full_start, full_stop, stop, sq, stride_ks, stride_kd, stride_vs, stride_vd,
-                  scale_log2, lower, upper,
+def sum_over_keys(dq, rows, moments, q, dout, lse, delta, k_source, v_source, modifiers, row, sequence, head, place_k,
+                  numbers_q, documents_k, diagonal, offs_m, seen_from, steps, length_q, band, stride_ks, stride_kd,
+                  stride_vs, stride_vd, scale_log2,
                   BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr,
-                  BLOCK_DV: tl.constexpr, HAS_LOWER: tl.constexpr, HAS_UPPER: tl.constexpr,
-                  MASKED: tl.constexpr, PRECISION: tl.constexpr, INT64: tl.constexpr, DESCRIPTORS: tl.constexpr,
-                  CHANGED: tl.constexpr, ROWS: tl.constexpr, MOMENTS: tl.constexpr):
+                  BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, INT64: tl.constexpr,
+                  DESCRIPTORS: tl.constexpr, CHANGED: tl.constexpr, CLIP: tl.constexpr, ROWS: tl.constexpr,
+                  MOMENTS: tl.constexpr):
     """Add the fully visible keys, or (MASKED) those around them, to dQ and the rows' sums: the one loop body."""
-    ADDED: tl.constexpr = MASKED and HAS_LOWER and modifiers.dropout.ptr is not None
+    start, full_start, full_stop, stop, cover = steps
+    COVERED: tl.constexpr = band[3] is not None
+    ALIGNED: tl.constexpr = modifiers.dropout.ptr is not None
+    ADDED: tl.constexpr = MASKED and (ALIGNED or COVERED)
     HIDES: tl.constexpr = MASKED or modifiers.mask.ptr is not None
-    first = start if MASKED else full_start
+    first = start - cover if MASKED else full_start
     last = stop - (full_stop - full_start) if MASKED else full_stop
     for step in tl.range(first, last, BLOCK_N):
-        n = around(step, full_start, full_stop) if MASKED else step
+        n = step_at(step, start, cover, full_start, full_stop, COVERED) if MASKED else step
         offs_n = n + tl.arange(0, BLOCK_N)
-        k = load_tile(k_source, batch, head_k, n, stop, stride_ks, stride_kd, BLOCK_N, D, BLOCK_D, MASKED, INT64,
-                      DESCRIPTORS)
-        k = unseen_as_zero(k, n, first_row, lower, BLOCK_N, ADDED)
+        k = load_tile(k_source, place_k, n, stop, stride_ks, stride_kd, BLOCK_N, D, BLOCK_D, MASKED, INT64,
+                      DESCRIPTORS, CLIP)
+        k = unseen_as_zero(k, n, seen_from, band[3], BLOCK_N, ADDED)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
-        v = load_tile(v_source, batch, head_k, n, stop, stride_vs, stride_vd, BLOCK_N, DV, BLOCK_DV, MASKED, INT64,
-                      DESCRIPTORS)
-        v = unseen_as_zero(v, n, first_row, lower, BLOCK_N, ADDED)
+        v = load_tile(v_source, place_k, n, stop, stride_vs, stride_vd, BLOCK_N, DV, BLOCK_DV, MASKED, INT64,
+                      DESCRIPTORS, CLIP)
+        v = unseen_as_zero(v, n, seen_from, band[3], BLOCK_N, ADDED)
         dprobs = tl.dot(dout, tl.trans(v), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
-        visible = see(offs_m[:, None], offs_n[None, :], sq, stop, lower, upper, HAS_LOWER, HAS_UPPER)
-        scores, visible, tanh, kept = modify_tile(scores, visible, modifiers, row, batch, head, offs_m, n, sq, stop,
-                                                  scale_log2, q.dtype == tl.float32, INT64, CHANGED, BLOCK_N, False,
-                                                  MASKED)
+        numbers_k = numbers_q
+        if numbers_q is not None:
+            numbers_k = tl.load(documents_k + offs_n, mask=offs_n < stop, other=-1)[None, :]
+        visible = see(offs_m[:, None], offs_n[None, :], length_q, stop, band, numbers_q, numbers_k)
+        scores, visible, tanh, kept = modify_tile(scores, visible, modifiers, row, sequence, head, diagonal, offs_m, n,
+                                                  length_q, stop, scale_log2, q.dtype == tl.float32, INT64, CHANGED,
+                                                  BLOCK_N, False, MASKED)
         dprobs = drop(gained(dprobs, modifiers), kept, modifiers)
         probs = recompute_probs(scores, lse[:, None], visible, 1.0 if CHANGED else scale_log2, HIDES)
         dscores = score_gradient(probs, dprobs, delta[:, None], visible, False, HIDES)
         if ROWS:
             rows += tl.sum(dscores, 1)
         if MOMENTS:
-            moments -= tl.sum(dscores * distance(offs_m[:, None], offs_n[None, :], modifiers.alibi.offset), 1)
+            moments -= tl.sum(dscores * distance(offs_m[:, None], offs_n[None, :], diagonal), 1)
         dscores = through_softcap(dscores, tanh, visible, modifiers, HIDES)
         dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision=PRECISION)  # [BLOCK_M, BLOCK_D], eq. 10
     return dq, rows, moments
 
 
-@triton.jit(do_not_specialize=["sq", "sk", "lower", "upper", "hq", "group", "tiles"])
+@triton.jit(do_not_specialize=["lower", "upper", "prefix", "sink_tokens", "chunk", "offset", "count", "sq", "sk", "hq",
+                               "group", "tiles"])
 def attention_backward_dq_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dq_ptr, rows_ptr, moments_ptr,
                                  modifiers,
                                  stride_qb, stride_qh, stride_qs, stride_qd,
@@ -256,126 +312,165 @@ def attention_backward_dq_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_p
                                  stride_vb, stride_vh, stride_vs, stride_vd,
                                  stride_dob, stride_doh, stride_dos, stride_dod,
                                  stride_dqb, stride_dqh, stride_dqs,
-                                 scale, scale_log2, lower, upper, sq, sk, hq, group, tiles,
+                                 scale, scale_log2, lower, upper, prefix, sink_tokens, chunk, offset, count, sq, sk,
+                                 hq, group, tiles, SHIFTED: tl.constexpr,
                                  D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-                                 HAS_LOWER: tl.constexpr, HAS_UPPER: tl.constexpr, PRECISION: tl.constexpr,
-                                 INT64: tl.constexpr, DESCRIPTORS: tl.constexpr, CHANGED: tl.constexpr,
-                                 BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+                                 PRECISION: tl.constexpr, INT64: tl.constexpr, DESCRIPTORS: tl.constexpr,
+                                 CHANGED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Compute dQ = scale·dS K for BLOCK_M queries of one head (eq. 9 and 10). Grid: (tiles · hq · b,).
 
     rows and moments, unless None: (b, hq, sq), dense; receive Σ_j dS, for a bias that all keys share, and
     −Σ_j dS·distance, for ALiBi's slopes.
     """
-    tile, head, batch = locate_tile(tiles, hq, HAS_UPPER)
-    first = tile * BLOCK_M
+    lengths = modifiers.lengths
+    first, head, sequence, batch, row_q, row_k, rows_q, length_q, length_k = locate(
+        lengths.cu_q, lengths.q, lengths.cu_k, lengths.k, count, tiles, hq, sq, sk, BLOCK_M, upper is not None)
+    PADDED: tl.constexpr = count is not None
+    band = band_of(lower, upper, prefix, sink_tokens, chunk, offset, length_k - length_q, SHIFTED)
+    diagonal = diagonal_of(modifiers, length_k - length_q, SHIFTED)
     offs_m = first + tl.arange(0, BLOCK_M)
     head_k = head // group
-    q_source = head_source(q_ptr, batch, head, stride_qb, stride_qh, DESCRIPTORS)
-    k_source = head_source(k_ptr, batch, head_k, stride_kb, stride_kh, DESCRIPTORS)
-    v_source = head_source(v_ptr, batch, head_k, stride_vb, stride_vh, DESCRIPTORS)
-    dout_source = head_source(dout_ptr, batch, head, stride_dob, stride_doh, DESCRIPTORS)
-    q = load_tile(q_source, batch, head, first, sq, stride_qs, stride_qd, BLOCK_M, D, BLOCK_D, True, INT64,
-                  DESCRIPTORS)
-    dout = load_tile(dout_source, batch, head, first, sq, stride_dos, stride_dod, BLOCK_M, DV, BLOCK_DV, True, INT64,
-                     DESCRIPTORS)
-    row_offset = head_offset(batch, head, hq * sq, sq)
-    lse = tl.load(lse_ptr + row_offset + offs_m, mask=offs_m < sq, other=0.0) * LOG2E  # [BLOCK_M]
-    delta = tl.load(delta_ptr + row_offset + offs_m, mask=offs_m < sq, other=0.0)  # [BLOCK_M]
+    q_source = head_source(q_ptr, batch, head, row_q, stride_qb, stride_qh, stride_qs, DESCRIPTORS)
+    k_source = head_source(k_ptr, batch, head_k, row_k, stride_kb, stride_kh, stride_ks, DESCRIPTORS)
+    v_source = head_source(v_ptr, batch, head_k, row_k, stride_vb, stride_vh, stride_vs, DESCRIPTORS)
+    dout_source = head_source(dout_ptr, batch, head, row_q, stride_dob, stride_doh, stride_dos, DESCRIPTORS)
+    place_q = (batch, head, row_q)
+    q = load_tile(q_source, place_q, first, length_q, stride_qs, stride_qd, BLOCK_M, D, BLOCK_D, True, INT64,
+                  DESCRIPTORS, False)
+    dout = load_tile(dout_source, place_q, first, length_q, stride_dos, stride_dod, BLOCK_M, DV, BLOCK_DV, True, INT64,
+                     DESCRIPTORS, False)
+    row_offset = head_offset(batch, head, hq * sq, sq) + row_q
+    lse = tl.load(lse_ptr + row_offset + offs_m, mask=offs_m < length_q, other=0.0) * LOG2E  # [BLOCK_M]
+    delta = tl.load(delta_ptr + row_offset + offs_m, mask=offs_m < length_q, other=0.0)  # [BLOCK_M]
 
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     rows = tl.zeros([BLOCK_M], tl.float32)
     moments = tl.zeros([BLOCK_M], tl.float32)
+    spans = keys_seen(first, tl.minimum(first + BLOCK_M, length_q) - 1, length_k, band)
+    numbers_q = None
+    documents_k = None
+    if modifiers.documents.q is not None:
+        numbers, spans = within_documents(modifiers.documents.q, modifiers.documents.batched, batch, row_q, row_k,
+                                          offs_m, length_q, sq, spans)
+        numbers_q = numbers[:, None]
+        documents_k = numbers_of(modifiers.documents.k, modifiers.documents.batched, batch, row_k, sk)
     ALIGN: tl.constexpr = 1 if modifiers.dropout.ptr is None else PER_DRAW
-    last = tl.minimum(first + BLOCK_M, sq) - 1
-    start, full_start, full_stop, stop = tile_spans(first, last, sk, lower, upper, BLOCK_N, ALIGN, HAS_LOWER, HAS_UPPER)
+    steps = cut(spans, sink_tokens, BLOCK_N, ALIGN)
     for MASKED in tl.static_range(2):
         dq, rows, moments = sum_over_keys(
-            dq, rows, moments, q, dout, lse, delta, k_source, v_source, modifiers, batch * hq + head, batch, head,
-            head_k, first, offs_m, start, full_start, full_stop, stop, sq, stride_ks, stride_kd, stride_vs, stride_vd,
-            scale_log2, lower, upper, BLOCK_N, D, BLOCK_D, DV, BLOCK_DV, HAS_LOWER, HAS_UPPER, MASKED, PRECISION,
-            INT64, DESCRIPTORS, CHANGED, rows_ptr is not None, moments_ptr is not None)
-    store_tile(dq_ptr + head_offset(batch, head, stride_dqb, stride_dqh), dq * scale, first, sq, stride_dqs, 1,
-               BLOCK_M, D, BLOCK_D, INT64)
+            dq, rows, moments, q, dout, lse, delta, k_source, v_source, modifiers, sequence * hq + head, sequence,
+            head, (batch, head_k, row_k), numbers_q, documents_k, diagonal, offs_m, spans[0], steps, length_q, band,
+            stride_ks, stride_kd, stride_vs, stride_vd, scale_log2, BLOCK_N, D, BLOCK_D, DV, BLOCK_DV, MASKED,
+            PRECISION, INT64, DESCRIPTORS, CHANGED, PADDED, rows_ptr is not None, moments_ptr is not None)
+    dq = padding_as_zero(dq * scale, first, length_q, BLOCK_M, PADDED)
+    dq_base = dq_ptr + head_offset(batch, head, stride_dqb, stride_dqh) + row_q.to(tl.int64) * stride_dqs
+    store_tile(dq_base, dq, first, rows_q, stride_dqs, 1, BLOCK_M, D, BLOCK_D, INT64)
     if rows_ptr is not None:
-        tl.store(rows_ptr + row_offset + offs_m, rows, mask=offs_m < sq)
+        tl.store(rows_ptr + row_offset + offs_m, tl.where(offs_m < length_q, rows, 0.0), mask=offs_m < rows_q)
     if moments_ptr is not None:
-        tl.store(moments_ptr + row_offset + offs_m, moments, mask=offs_m < sq)
+        tl.store(moments_ptr + row_offset + offs_m, tl.where(offs_m < length_q, moments, 0.0), mask=offs_m < rows_q)
 
 
 @triton.jit
-def sum_over_members(acc, count, shared_heads, entry_batch, entry_head, q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr,
-                     delta_ptr, modifiers, offs_m, first_q, first_k, stop, sq, hq, group, strides_q, strides_k,
-                     strides_v, strides_do, scale_log2, lower, upper, D: tl.constexpr, DV: tl.constexpr,
-                     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_LOWER: tl.constexpr, HAS_UPPER: tl.constexpr,
-                     MASKED: tl.constexpr, PRECISION: tl.constexpr, INT64: tl.constexpr, CHANGED: tl.constexpr,
-                     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def sum_over_members(acc, members, shared_heads, entry_batch, entry_head, q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr,
+                     delta_ptr, modifiers, first_q, first_k, bounds, SHIFTED: tl.constexpr, count, sq, sk, hq, group,
+                     strides_q, strides_k, strides_v, strides_do, scale_log2, D: tl.constexpr, DV: tl.constexpr,
+                     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+                     INT64: tl.constexpr, CHANGED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Add dS of the heads that share one tile of the bias: the kernel's one loop body."""
     HIDES: tl.constexpr = MASKED or modifiers.mask.ptr is not None
-    offs_n = first_k + tl.arange(0, BLOCK_N)
-    for member in tl.range(0, count):
-        batch, head = entry_batch + member // shared_heads, entry_head + member % shared_heads
-        q = load_tile(head_source(q_ptr, batch, head, strides_q[0], strides_q[1], False), batch, head, first_q, sq,
-                      strides_q[2], strides_q[3], BLOCK_M, D, BLOCK_D, True, INT64, False)
-        k = load_tile(head_source(k_ptr, batch, head // group, strides_k[0], strides_k[1], False), batch, head // group,
-                      first_k, stop, strides_k[2], strides_k[3], BLOCK_N, D, BLOCK_D, True, INT64, False)
-        v = load_tile(head_source(v_ptr, batch, head // group, strides_v[0], strides_v[1], False), batch, head // group,
-                      first_k, stop, strides_v[2], strides_v[3], BLOCK_N, DV, BLOCK_DV, True, INT64, False)
-        dout = load_tile(head_source(dout_ptr, batch, head, strides_do[0], strides_do[1], False), batch, head,
-                         first_q, sq, strides_do[2], strides_do[3], BLOCK_M, DV, BLOCK_DV, True, INT64, False)
-        row_offset = head_offset(batch, head, hq * sq, sq)
-        lse = tl.load(lse_ptr + row_offset + offs_m, mask=offs_m < sq, other=0.0) * LOG2E
-        delta = tl.load(delta_ptr + row_offset + offs_m, mask=offs_m < sq, other=0.0)
+    lengths = modifiers.lengths
+    documents = modifiers.documents
+    lower, upper, prefix, sink_tokens, chunk, offset = bounds
+    offs_m, offs_n = first_q + tl.arange(0, BLOCK_M), first_k + tl.arange(0, BLOCK_N)
+    for member in tl.range(0, members):
+        sequence, head = entry_batch + member // shared_heads, entry_head + member % shared_heads
+        row_q, _rows_q, length_q = extent(lengths.cu_q, lengths.q, sequence, count, sq)
+        row_k, _rows_k, length_k = extent(lengths.cu_k, lengths.k, sequence, count, sk)
+        batch = sequence if lengths.cu_q is None else sequence * 0
+        band = band_of(lower, upper, prefix, sink_tokens, chunk, offset, length_k - length_q, SHIFTED)
+        q_source = head_source(q_ptr, batch, head, row_q, strides_q[0], strides_q[1], strides_q[2], False)
+        k_source = head_source(k_ptr, batch, head // group, row_k, strides_k[0], strides_k[1], strides_k[2], False)
+        v_source = head_source(v_ptr, batch, head // group, row_k, strides_v[0], strides_v[1], strides_v[2], False)
+        dout_source = head_source(dout_ptr, batch, head, row_q, strides_do[0], strides_do[1], strides_do[2], False)
+        place = (batch, head, row_q)
+        q = load_tile(q_source, place, first_q, length_q, strides_q[2], strides_q[3], BLOCK_M, D, BLOCK_D, True, INT64,
+                      False, False)
+        k = load_tile(k_source, place, first_k, length_k, strides_k[2], strides_k[3], BLOCK_N, D, BLOCK_D, True, INT64,
+                      False, False)
+        v = load_tile(v_source, place, first_k, length_k, strides_v[2], strides_v[3], BLOCK_N, DV, BLOCK_DV, True,
+                      INT64, False, False)
+        dout = load_tile(dout_source, place, first_q, length_q, strides_do[2], strides_do[3], BLOCK_M, DV, BLOCK_DV,
+                         True, INT64, False, False)
+        row_offset = head_offset(batch, head, hq * sq, sq) + row_q
+        lse = tl.load(lse_ptr + row_offset + offs_m, mask=offs_m < length_q, other=0.0) * LOG2E
+        delta = tl.load(delta_ptr + row_offset + offs_m, mask=offs_m < length_q, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
-        visible = see(offs_m[:, None], offs_n[None, :], sq, stop, lower, upper, HAS_LOWER, HAS_UPPER)
-        scores, visible, _tanh, kept = modify_tile(scores, visible, modifiers, batch * hq + head, batch, head, offs_m,
-                                                   first_k, sq, stop, scale_log2, q.dtype == tl.float32, INT64,
-                                                   CHANGED, BLOCK_N, False, MASKED)
+        numbers_q = None
+        numbers_k = None
+        if documents.q is not None:
+            numbers_q = tl.load(numbers_of(documents.q, documents.batched, batch, row_q, sq) + offs_m,
+                                mask=offs_m < length_q, other=-1)[:, None]
+            numbers_k = tl.load(numbers_of(documents.k, documents.batched, batch, row_k, sk) + offs_n,
+                                mask=offs_n < length_k, other=-1)[None, :]
+        visible = see(offs_m[:, None], offs_n[None, :], length_q, length_k, band, numbers_q, numbers_k)
+        scores, visible, _tanh, kept = modify_tile(
+            scores, visible, modifiers, sequence * hq + head, sequence, head,
+            diagonal_of(modifiers, length_k - length_q, SHIFTED), offs_m, first_k, length_q, length_k, scale_log2,
+            q.dtype == tl.float32, INT64, CHANGED, BLOCK_N, False, MASKED)
         dprobs = drop(gained(tl.dot(dout, tl.trans(v), input_precision=PRECISION), modifiers), kept, modifiers)
         probs = recompute_probs(scores, lse[:, None], visible, 1.0 if CHANGED else scale_log2, HIDES)
         acc += score_gradient(probs, dprobs, delta[:, None], visible, False, HIDES)
     return acc
 
 
-@triton.jit(do_not_specialize=["sq", "sk", "lower", "upper", "hq", "group", "tiles_q", "tiles_k", "own_heads",
-                               "shared_heads", "members"])
+@triton.jit(do_not_specialize=["lower", "upper", "prefix", "sink_tokens", "chunk", "offset", "count", "sq", "sk", "hq",
+                               "group", "size_q", "size_k", "tiles_q", "tiles_k", "own_heads", "shared_heads",
+                               "members"])
 def attention_backward_dbias_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dbias_ptr, modifiers,
                                     stride_qb, stride_qh, stride_qs, stride_qd,
                                     stride_kb, stride_kh, stride_ks, stride_kd,
                                     stride_vb, stride_vh, stride_vs, stride_vd,
                                     stride_dob, stride_doh, stride_dos, stride_dod,
-                                    scale_log2, lower, upper, sq, sk, hq, group, tiles_q, tiles_k, own_heads,
-                                    shared_heads, members,
+                                    scale_log2, lower, upper, prefix, sink_tokens, chunk, offset, count, sq, sk, hq,
+                                    group, size_q, size_k, tiles_q, tiles_k, own_heads, shared_heads, members,
+                                    SHIFTED: tl.constexpr,
                                     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-                                    HAS_LOWER: tl.constexpr, HAS_UPPER: tl.constexpr, PRECISION: tl.constexpr,
-                                    INT64: tl.constexpr, CHANGED: tl.constexpr, BLOCK_M: tl.constexpr,
-                                    BLOCK_N: tl.constexpr):
+                                    PRECISION: tl.constexpr, INT64: tl.constexpr, CHANGED: tl.constexpr,
+                                    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Compute dbias = dS, summed over the heads and batches that share the bias, for one tile of pairs.
 
-    Grid: (tiles_k · tiles_q · own_heads · own_batches,). dbias: (own_batches, own_heads, sq, sk), dense; ``members``
-    heads share a tile, ``shared_heads`` of them in each batch. Two products a tile and member, no atomics.
+    Grid: (tiles_k · tiles_q · own_heads · own_batches,). dbias: (own_batches, own_heads, size_q, size_k), dense;
+    ``members`` heads share a tile, ``shared_heads`` of them in each batch. Two products a tile and member, no atomics.
     """
     tile_k = tl.program_id(0) % tiles_k
     tile_q, entry_head, entry_batch = locate_entry(tiles_k, tiles_q, own_heads)
     first_q, first_k = tile_q * BLOCK_M, tile_k * BLOCK_N
-    offs_m, offs_n = first_q + tl.arange(0, BLOCK_M), first_k + tl.arange(0, BLOCK_N)
-    last = tl.minimum(first_q + BLOCK_M, sq) - 1
-    start, full_start, full_stop, stop = tile_spans(first_q, last, sk, lower, upper, 1, 1, HAS_LOWER, HAS_UPPER)
-    # A hidden tile is written, as zeros, but not computed; one that is visible whole needs no checks.
+    bounds = (lower, upper, prefix, sink_tokens, chunk, offset)
+    # Of tiles that every member sees alike, a hidden one is written, as zeros, but not computed, and one that is
+    # visible whole needs no checks.
+    ALIKE: tl.constexpr = count is None and modifiers.documents.q is None and sink_tokens is None
+    spans = keys_seen(first_q, tl.minimum(first_q + BLOCK_M, sq) - 1, sk, bounds)
+    start, shared_start, shared_stop, stop = spans
     is_hidden = (first_k >= stop) | (first_k + BLOCK_N <= start)
-    is_whole = (first_k >= full_start) & (first_k + BLOCK_N <= full_stop)
+    is_whole = (first_k >= shared_start) & (first_k + BLOCK_N <= shared_stop)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for MASKED in tl.static_range(2):
-        count = tl.where(is_hidden | (is_whole == (MASKED == 1)), 0, members)
+        if ALIKE:
+            own = tl.where(is_hidden | (is_whole == (MASKED == 1)), 0, members)
+        else:
+            own = members * MASKED
         acc = sum_over_members(
-            acc, count, shared_heads, entry_batch, entry_head, q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr,
-            modifiers, offs_m, first_q, first_k, stop, sq, hq, group, (stride_qb, stride_qh, stride_qs, stride_qd),
-            (stride_kb, stride_kh, stride_ks, stride_kd), (stride_vb, stride_vh, stride_vs, stride_vd),
-            (stride_dob, stride_doh, stride_dos, stride_dod), scale_log2, lower, upper, D, DV, BLOCK_D, BLOCK_DV,
-            HAS_LOWER, HAS_UPPER, MASKED, PRECISION, INT64, CHANGED, BLOCK_M, BLOCK_N)
-    pairs = sq.to(tl.int64) * sk
+            acc, own, shared_heads, entry_batch, entry_head, q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr,
+            modifiers, first_q, first_k, bounds, SHIFTED, count, sq, sk, hq, group,
+            (stride_qb, stride_qh, stride_qs, stride_qd), (stride_kb, stride_kh, stride_ks, stride_kd),
+            (stride_vb, stride_vh, stride_vs, stride_vd), (stride_dob, stride_doh, stride_dos, stride_dod), scale_log2,
+            D, DV, BLOCK_D, BLOCK_DV, MASKED, PRECISION, INT64, CHANGED, BLOCK_M, BLOCK_N)
+    offs_m, offs_n = first_q + tl.arange(0, BLOCK_M), first_k + tl.arange(0, BLOCK_N)
+    pairs = size_q.to(tl.int64) * size_k
     base = dbias_ptr + head_offset(entry_batch, entry_head, own_heads * pairs, pairs)
-    ptrs = base + offsets(offs_m, sk, True)[:, None] + offs_n[None, :]
-    tl.store(ptrs, acc.to(dbias_ptr.dtype.element_ty), mask=(offs_m < sq)[:, None] & (offs_n < sk)[None, :])
+    ptrs = base + offsets(offs_m, size_k, True)[:, None] + offs_n[None, :]
+    tl.store(ptrs, acc.to(dbias_ptr.dtype.element_ty), mask=(offs_m < size_q)[:, None] & (offs_n < size_k)[None, :])
 
 
 @triton.jit
@@ -387,15 +482,16 @@ def locate_entry(tiles_k, tiles_q, heads):
 
 def delta_launch(problem: AttentionProblem, config: RowShape, out_strides: Sizes, dout_strides: Sizes,
                  dlse_strides: Sizes | None) -> Launch:
-    """Bind the delta kernel: call the result with (out, dout, dlse or any tensor, delta)."""
-    tiles = tile_count(problem.sq, config.block_m)
+    """Bind the delta kernel: call the result with (out, dout, dlse or any tensor, delta, modifiers or None)."""
+    tiles = tile_slots(problem, problem.sq, config.block_m)
     lse_strides = dlse_strides or (0, 0, 0)
     int64 = needs_int64(problem, out_strides, dout_strides, (*lse_strides, 0))
     scalars = (
-        *joined(out_strides, dout_strides, lse_strides), problem.sq, problem.hq, tiles,
-        problem.dv, padded_dim(problem.dv), dlse_strides is not None, int64, config.block_m,
+        *joined(out_strides, dout_strides, lse_strides), *bounds(problem), problem.sq, problem.sk, problem.hq, tiles,
+        is_shifted(problem), problem.dv, padded_dim(problem.dv), dlse_strides is not None, int64, config.block_m,
     )
-    return Launch(attention_delta_kernel, tiles * problem.hq * problem.b, scalars, num_warps=config.num_warps)
+    return Launch(attention_delta_kernel, tiles * problem.hq * problem.b, scalars, optional=1,
+                  num_warps=config.num_warps)
 
 
 def dkdv_launch(problem: AttentionProblem, config: TileShape, precision: str, dout_strides: Sizes,
@@ -407,10 +503,10 @@ def dkdv_launch(problem: AttentionProblem, config: TileShape, precision: str, do
     dk_strides, dv_strides = gradient_strides
     inputs = (problem.q_strides, problem.k_strides, problem.v_strides, dout_strides)
     int64 = needs_int64(problem, *inputs, dk_strides, dv_strides)
-    tiles = tile_count(problem.sk, config.block_n)
+    tiles = tile_slots(problem, problem.sk, config.block_n)
     scalars = (
         *joined(*inputs, dk_strides[:3], dv_strides[:3]), problem.scale, problem.scale * LOG2E.value,
-        *bounds(problem), problem.sq, problem.sk, problem.hq, problem.hk, problem.group, tiles,
+        *bounds(problem), problem.sq, problem.sk, problem.hq, problem.hk, problem.group, tiles, is_shifted(problem),
         *constants(problem, precision, int64, config.descriptors), config.block_m, config.block_n, *needs,
     )
     return Launch(attention_backward_dkdv_kernel, tiles * problem.hk * problem.b, scalars,
@@ -425,10 +521,10 @@ def dq_launch(problem: AttentionProblem, config: TileShape, precision: str, dout
     """
     inputs = (problem.q_strides, problem.k_strides, problem.v_strides, dout_strides)
     int64 = needs_int64(problem, *inputs, dq_strides)
-    tiles = tile_count(problem.sq, config.block_m)
+    tiles = tile_slots(problem, problem.sq, config.block_m)
     scalars = (
         *joined(*inputs, dq_strides[:3]), problem.scale, problem.scale * LOG2E.value,
-        *bounds(problem), problem.sq, problem.sk, problem.hq, problem.group, tiles,
+        *bounds(problem), problem.sq, problem.sk, problem.hq, problem.group, tiles, is_shifted(problem),
         *constants(problem, precision, int64, config.descriptors), config.block_m, config.block_n,
     )
     return Launch(attention_backward_dq_kernel, tiles * problem.hq * problem.b, scalars,
@@ -444,15 +540,16 @@ def dbias_launch(problem: AttentionProblem, config: TileShape, precision: str, d
     if bias is None or 1 in bias.shape[2:]:
         return None
     inputs = (problem.q_strides, problem.k_strides, problem.v_strides, dout_strides)
-    own_batches, own_heads = bias.shape[:2]
+    own_batches, own_heads, size_q, size_k = bias.shape
     shared_heads = problem.hq // own_heads
-    members = problem.b // own_batches * shared_heads
-    tiles_q, tiles_k = tile_count(problem.sq, config.block_m), tile_count(problem.sk, config.block_n)
-    shared = constants(problem, precision, needs_int64(problem, *inputs), descriptors=False)
+    members = problem.pairs[0] // own_batches * shared_heads
+    tiles_q, tiles_k = tile_count(size_q, config.block_m), tile_count(size_k, config.block_n)
+    d, dv, block_d, block_dv, _, int64, _, changed = constants(problem, precision, needs_int64(problem, *inputs),
+                                                               descriptors=False)
     scalars = (
         *joined(*inputs), problem.scale * LOG2E.value, *bounds(problem), problem.sq, problem.sk, problem.hq,
-        problem.group, tiles_q, tiles_k, own_heads, shared_heads, members, *shared[:-2], shared[-1], config.block_m,
-        config.block_n,
+        problem.group, size_q, size_k, tiles_q, tiles_k, own_heads, shared_heads, members, is_shifted(problem),
+        d, dv, block_d, block_dv, precision, int64, changed, config.block_m, config.block_n,
     )
     return Launch(attention_backward_dbias_kernel, tiles_k * tiles_q * own_heads * own_batches, scalars,
                   num_warps=config.num_warps, num_stages=1)

@@ -3,131 +3,160 @@
 import triton
 import triton.language as tl
 
+from tilewise.kernels.triton.bands import (
+    band_of,
+    cut,
+    keys_seen,
+    numbers_of,
+    see,
+    step_at,
+    unseen_as_zero,
+    within_documents,
+)
 from tilewise.kernels.triton.launch import (
     Launch,
     TileShape,
     bounds,
     constants,
+    is_shifted,
     joined,
     needs_int64,
     tile_blocks,
-    tile_count,
+    tile_slots,
 )
-from tilewise.kernels.triton.modifiers import PER_DRAW, add_sink, along, drop, gained, modify_tile
+from tilewise.kernels.triton.modifiers import PER_DRAW, add_sink, along, diagonal_of, drop, gained, modify_tile
+from tilewise.kernels.triton.places import locate
 from tilewise.kernels.triton.primitives import (
     LN2,
     LOG2E,
-    around,
     head_offset,
     head_source,
     load_tile,
-    locate_tile,
     online_softmax_step,
-    see,
+    padding_as_zero,
     store_tile,
-    tile_spans,
-    unseen_as_zero,
 )
 from tilewise.problem import AttentionProblem
 
 
 @triton.jit
-def attend_keys(q, k_source, v_source, modifiers, row, batch, head, head_k, acc, row_sum, row_max, first_row, offs_m,
-                start, full_start, full_stop, stop, sq, stride_ks, stride_kd, stride_vs, stride_vd, scale_log2, lower,
-                upper,
+def attend_keys(q, k_source, v_source, modifiers, row, sequence, head, place_k, numbers_q, documents_k, diagonal, acc,
+                row_sum, row_max, offs_m, seen_from, steps, length_q, band, stride_ks, stride_kd, stride_vs, stride_vd,
+                scale_log2,
                 BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr,
-                BLOCK_DV: tl.constexpr, HAS_LOWER: tl.constexpr, HAS_UPPER: tl.constexpr, MASKED: tl.constexpr,
-                PRECISION: tl.constexpr, INT64: tl.constexpr, DESCRIPTORS: tl.constexpr, CHANGED: tl.constexpr):
+                BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, INT64: tl.constexpr,
+                DESCRIPTORS: tl.constexpr, CHANGED: tl.constexpr, CLIP: tl.constexpr):
     """Attend to the fully visible keys, or (MASKED) to those around them: the kernel's one loop body."""
-    ADDED: tl.constexpr = MASKED and HAS_LOWER and modifiers.dropout.ptr is not None
+    start, full_start, full_stop, stop, cover = steps
+    COVERED: tl.constexpr = band[3] is not None
+    ALIGNED: tl.constexpr = modifiers.dropout.ptr is not None
+    ADDED: tl.constexpr = MASKED and (ALIGNED or COVERED)
     HIDES: tl.constexpr = MASKED or modifiers.mask.ptr is not None
-    first = start if MASKED else full_start
+    first = start - cover if MASKED else full_start
     last = stop - (full_stop - full_start) if MASKED else full_stop
     # The masked tiles are few: without a pipeline of their own they leave registers to the others (+6 % at d 64).
     for step in tl.range(first, last, BLOCK_N, num_stages=1 if MASKED else None):
-        n = around(step, full_start, full_stop) if MASKED else step
-        k = load_tile(k_source, batch, head_k, n, stop, stride_ks, stride_kd, BLOCK_N, D, BLOCK_D, MASKED, INT64,
-                      DESCRIPTORS)
-        k = unseen_as_zero(k, n, first_row, lower, BLOCK_N, ADDED)
+        n = step_at(step, start, cover, full_start, full_stop, COVERED) if MASKED else step
+        k = load_tile(k_source, place_k, n, stop, stride_ks, stride_kd, BLOCK_N, D, BLOCK_D, MASKED, INT64,
+                      DESCRIPTORS, CLIP)
+        k = unseen_as_zero(k, n, seen_from, band[3], BLOCK_N, ADDED)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         offs_n = n + tl.arange(0, BLOCK_N)
-        visible = see(offs_m[:, None], offs_n[None, :], sq, stop, lower, upper, HAS_LOWER, HAS_UPPER)
-        scores, visible, _tanh, kept = modify_tile(scores, visible, modifiers, row, batch, head, offs_m, n, sq, stop,
-                                                   scale_log2, q.dtype == tl.float32, INT64, CHANGED, BLOCK_N, False,
-                                                   MASKED)
+        numbers_k = numbers_q
+        if numbers_q is not None:
+            numbers_k = tl.load(documents_k + offs_n, mask=offs_n < stop, other=-1)[None, :]
+        visible = see(offs_m[:, None], offs_n[None, :], length_q, stop, band, numbers_q, numbers_k)
+        scores, visible, _tanh, kept = modify_tile(scores, visible, modifiers, row, sequence, head, diagonal, offs_m, n,
+                                                   length_q, stop, scale_log2, q.dtype == tl.float32, INT64, CHANGED,
+                                                   BLOCK_N, False, MASKED)
         if HIDES:
             scores = tl.where(visible, scores, float("-inf"))
         probs, row_max, row_sum, acc = online_softmax_step(scores, row_max, row_sum, acc,
                                                            1.0 if CHANGED else scale_log2, HIDES)
         probs = drop(probs, kept, modifiers)  # after the sum: what is dropped still counts in the denominator
-        v = load_tile(v_source, batch, head_k, n, stop, stride_vs, stride_vd, BLOCK_N, DV, BLOCK_DV, MASKED, INT64,
-                      DESCRIPTORS)
-        v = unseen_as_zero(v, n, first_row, lower, BLOCK_N, ADDED)
+        v = load_tile(v_source, place_k, n, stop, stride_vs, stride_vd, BLOCK_N, DV, BLOCK_DV, MASKED, INT64,
+                      DESCRIPTORS, CLIP)
+        v = unseen_as_zero(v, n, seen_from, band[3], BLOCK_N, ADDED)
         acc = tl.dot(probs.to(v.dtype), v, acc, input_precision=PRECISION)  # [BLOCK_M, BLOCK_DV]
     return acc, row_sum, row_max
 
-
-@triton.jit(do_not_specialize=["sq", "sk", "lower", "upper", "hq", "group", "tiles"])
+@triton.jit(do_not_specialize=["sq", "sk", "lower", "upper", "prefix", "sink_tokens", "chunk", "offset", "count", "hq",
+                               "group", "tiles"])
 def attention_forward_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, max_ptr, modifiers,
                              stride_qb, stride_qh, stride_qs, stride_qd, stride_kb, stride_kh, stride_ks, stride_kd,
                              stride_vb, stride_vh, stride_vs, stride_vd, stride_ob, stride_oh, stride_os,
-                             scale_log2, lower, upper, sq, sk, hq, group, tiles,
+                             scale_log2, lower, upper, prefix, sink_tokens, chunk, offset, count, sq, sk, hq, group,
+                             tiles, SHIFTED: tl.constexpr,
                              D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-                             HAS_LOWER: tl.constexpr, HAS_UPPER: tl.constexpr, PRECISION: tl.constexpr,
-                             INT64: tl.constexpr, DESCRIPTORS: tl.constexpr, CHANGED: tl.constexpr,
-                             BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+                             PRECISION: tl.constexpr, INT64: tl.constexpr, DESCRIPTORS: tl.constexpr,
+                             CHANGED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Compute out = softmax(scale·q kᵀ + mask) v and lse for BLOCK_M queries of one head (eq. 4 to 6).
 
     Grid: (tiles · hq · b,). q, k, v, out: (b, h, s, d) by strides, out's last stride 1; q, k and v come as tensor
     descriptors where DESCRIPTORS. lse and, unless None, max: (b, hq, sq), dense. CHANGED: modifiers change scores.
+    ``count``: of the sequences whose lengths are data, else None.
     """
-    tile, head, batch = locate_tile(tiles, hq, HAS_UPPER)
-    first = tile * BLOCK_M
+    lengths = modifiers.lengths
+    first, head, sequence, batch, row_q, row_k, rows_q, length_q, length_k = locate(
+        lengths.cu_q, lengths.q, lengths.cu_k, lengths.k, count, tiles, hq, sq, sk, BLOCK_M, upper is not None)
+    PADDED: tl.constexpr = count is not None
+    band = band_of(lower, upper, prefix, sink_tokens, chunk, offset, length_k - length_q, SHIFTED)
+    diagonal = diagonal_of(modifiers, length_k - length_q, SHIFTED)
     offs_m = first + tl.arange(0, BLOCK_M)
     head_k = head // group
-    q_source = head_source(q_ptr, batch, head, stride_qb, stride_qh, DESCRIPTORS)
-    k_source = head_source(k_ptr, batch, head_k, stride_kb, stride_kh, DESCRIPTORS)
-    v_source = head_source(v_ptr, batch, head_k, stride_vb, stride_vh, DESCRIPTORS)
-    q = load_tile(q_source, batch, head, first, sq, stride_qs, stride_qd, BLOCK_M, D, BLOCK_D, True, INT64,
-                  DESCRIPTORS)
+    q_source = head_source(q_ptr, batch, head, row_q, stride_qb, stride_qh, stride_qs, DESCRIPTORS)
+    k_source = head_source(k_ptr, batch, head_k, row_k, stride_kb, stride_kh, stride_ks, DESCRIPTORS)
+    v_source = head_source(v_ptr, batch, head_k, row_k, stride_vb, stride_vh, stride_vs, DESCRIPTORS)
+    q = load_tile(q_source, (batch, head, row_q), first, length_q, stride_qs, stride_qd, BLOCK_M, D, BLOCK_D, True,
+                  INT64, DESCRIPTORS, False)
 
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)  # eq. 5
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    last = tl.minimum(first + BLOCK_M, sq) - 1
+    spans = keys_seen(first, tl.minimum(first + BLOCK_M, length_q) - 1, length_k, band)
+    numbers_q = None
+    documents_k = None
+    if modifiers.documents.q is not None:
+        numbers, spans = within_documents(modifiers.documents.q, modifiers.documents.batched, batch, row_q, row_k,
+                                          offs_m, length_q, sq, spans)
+        numbers_q = numbers[:, None]
+        documents_k = numbers_of(modifiers.documents.k, modifiers.documents.batched, batch, row_k, sk)
     ALIGN: tl.constexpr = 1 if modifiers.dropout.ptr is None else PER_DRAW
-    start, full_start, full_stop, stop = tile_spans(first, last, sk, lower, upper, BLOCK_N, ALIGN, HAS_LOWER, HAS_UPPER)
-    row = batch * hq + head
+    steps = cut(spans, sink_tokens, BLOCK_N, ALIGN)
+    row = sequence * hq + head
     for MASKED in tl.static_range(2):
         acc, row_sum, row_max = attend_keys(
-            q, k_source, v_source, modifiers, row, batch, head, head_k, acc, row_sum, row_max, first, offs_m, start,
-            full_start, full_stop, stop, sq, stride_ks, stride_kd, stride_vs, stride_vd, scale_log2, lower, upper,
-            BLOCK_N, D, BLOCK_D, DV, BLOCK_DV, HAS_LOWER, HAS_UPPER, MASKED, PRECISION, INT64, DESCRIPTORS,
-            CHANGED)
+            q, k_source, v_source, modifiers, row, sequence, head, (batch, head_k, row_k), numbers_q, documents_k,
+            diagonal, acc, row_sum, row_max, offs_m, spans[0], steps, length_q, band, stride_ks, stride_kd, stride_vs,
+            stride_vd, scale_log2, BLOCK_N, D, BLOCK_D, DV, BLOCK_DV, MASKED, PRECISION, INT64, DESCRIPTORS, CHANGED, PADDED)
 
-    row_offset = head_offset(batch, head, hq * sq, sq)
+    row_offset = head_offset(batch, head, hq * sq, sq) + row_q
+    inside = offs_m < rows_q
     if max_ptr is not None:
-        tl.store(max_ptr + row_offset + offs_m, row_max * LN2, mask=offs_m < sq)
+        tl.store(max_ptr + row_offset + offs_m, tl.where(offs_m < length_q, row_max * LN2, float("-inf")), mask=inside)
     if modifiers.sinks.ptr is not None:
         sink = tl.load(modifiers.sinks.ptr + along(head, modifiers.sinks.stride_h, True)).to(tl.float32) * LOG2E
         row_max, row_sum, acc = add_sink(row_max, row_sum, acc, sink)
     acc = gained(acc, modifiers)
     # eq. 6. A row that saw no key has m = −inf, l = 0, acc = 0: with l = 1 its lse is −inf and its out 0.
     row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
-    acc = acc / row_sum[:, None]
-    tl.store(lse_ptr + row_offset + offs_m, (row_max + tl.log2(row_sum)) * LN2, mask=offs_m < sq)
-    store_tile(out_ptr + head_offset(batch, head, stride_ob, stride_oh), acc, first, sq, stride_os, 1,
-               BLOCK_M, DV, BLOCK_DV, INT64)
+    acc = padding_as_zero(acc / row_sum[:, None], first, length_q, BLOCK_M, PADDED)
+    lse = (row_max + tl.log2(row_sum)) * LN2
+    if PADDED:
+        lse = tl.where(offs_m < length_q, lse, float("-inf"))
+    tl.store(lse_ptr + row_offset + offs_m, lse, mask=inside)
+    out_base = out_ptr + head_offset(batch, head, stride_ob, stride_oh) + row_q.to(tl.int64) * stride_os
+    store_tile(out_base, acc, first, rows_q, stride_os, 1, BLOCK_M, DV, BLOCK_DV, INT64)
 
 
 def forward_launch(problem: AttentionProblem, config: TileShape, precision: str) -> Launch:
     """Bind the kernel to a problem: call the result with (q, k, v, out, lse, max or None, modifiers or None)."""
     inputs = (problem.q_strides, problem.k_strides, problem.v_strides)
     int64 = needs_int64(problem, *inputs, problem.out_strides)
-    tiles = tile_count(problem.sq, config.block_m)
+    tiles = tile_slots(problem, problem.sq, config.block_m)
     scalars = (
         *joined(*inputs), *problem.out_strides[:3], problem.scale * LOG2E.value, *bounds(problem),
-        problem.sq, problem.sk, problem.hq, problem.group, tiles,
+        problem.sq, problem.sk, problem.hq, problem.group, tiles, is_shifted(problem),
         *constants(problem, precision, int64, config.descriptors), config.block_m, config.block_n,
     )
     blocks = tile_blocks(problem, config)

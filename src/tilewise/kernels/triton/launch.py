@@ -80,8 +80,25 @@ class Dropout(NamedTuple):
     gain: float | None = None
 
 
+class Lengths(NamedTuple):
+    """Lengths that are data: cu_seqlens and seqlens of queries and keys."""
+
+    cu_q: Any = None
+    cu_k: Any = None
+    q: Any = None
+    k: Any = None
+
+
+class DocumentNumbers(NamedTuple):
+    """The documents of queries and keys, each (b|1, 4, s), dense; ``batched``, unless None: a set a batch entry."""
+
+    q: Any = None
+    k: Any = None
+    batched: float | None = None
+
+
 class Modifiers(NamedTuple):
-    """What modifiers.py reads in a kernel; what a call does not use is None, which costs nothing there."""
+    """What a kernel reads beside q, k and v; what a call does not use is None, which costs nothing there."""
 
     softcap: float | None = None
     bias: Pairs = Pairs()
@@ -89,6 +106,8 @@ class Modifiers(NamedTuple):
     mask: Pairs = Pairs()
     sinks: Sinks = Sinks()
     dropout: Dropout = Dropout()
+    lengths: Lengths = Lengths()
+    documents: DocumentNumbers = DocumentNumbers()
 
 
 NO_MODIFIERS = Modifiers()
@@ -97,7 +116,7 @@ NO_MODIFIERS = Modifiers()
 def modifiers_of(problem: AttentionProblem, operands: Operands) -> Modifiers:
     """Put the operands of a call into the form that kernels take."""
     options = problem.scores
-    pairs = (problem.b, problem.hq, problem.sq, problem.sk)
+    pairs = problem.pairs
 
     def strides(facts: OperandFacts, shape: Sizes) -> tuple[int | None, ...]:
         return tuple(None if stride == 1 else stride for stride in facts.expanded(shape))
@@ -105,16 +124,21 @@ def modifiers_of(problem: AttentionProblem, operands: Operands) -> Modifiers:
     def over_pairs(tensor: Any, facts: OperandFacts | None) -> Pairs:
         return Pairs() if facts is None else Pairs(tensor, *strides(facts, pairs))
 
-    alibi, sinks, dropout = Slopes(), Sinks(), Dropout()
+    alibi, sinks, dropout, documents = Slopes(), Sinks(), Dropout(), DocumentNumbers()
     if options.alibi_slopes is not None:
-        offset = problem.mask.offset(problem.sq, problem.sk)
+        offset = 0 if problem.sequences.are_data else problem.mask.offset(problem.sq, problem.sk)
         alibi = Slopes(operands.alibi_slopes, *strides(options.alibi_slopes, pairs[:2]), float(offset))
     if options.sinks is not None:
         sinks = Sinks(operands.sinks, *strides(options.sinks, pairs[1:2]))
     if options.dropout_p:
         dropout = Dropout(operands.seed, options.dropout_p * DRAWS, 1.0 / (1.0 - options.dropout_p))
+    if options.documents_q is not None:
+        documents = DocumentNumbers(operands.documents_q, operands.documents_k,
+                                    1.0 if options.documents_q.shape[0] > 1 else None)
     return Modifiers(options.softcap, over_pairs(operands.bias, options.bias), alibi,
-                     over_pairs(operands.mask, options.mask), sinks, dropout)
+                     over_pairs(operands.mask, options.mask), sinks, dropout,
+                     Lengths(operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqlens_q, operands.seqlens_k),
+                     documents)
 
 
 class Launch:
@@ -178,27 +202,39 @@ def joined(*strides: Sizes) -> Sizes:
     return tuple(stride for tensor in strides for stride in tensor)
 
 
-def bounds(problem: AttentionProblem) -> tuple[int, int]:
-    """The band's two numbers; a side without a bound passes 0, which its constexpr flag keeps unread."""
-    band = problem.band
-    return band.lower or 0, band.upper or 0
+def bounds(problem: AttentionProblem) -> tuple[int | None, ...]:
+    """The band's six numbers, and how many sequences there are whose lengths are data; None for what is not there.
+
+    Of such sequences the diagonal runs through the first query and key; :func:`is_shifted` says where it is moved.
+    """
+    mask, sequences = problem.mask, problem.sequences
+    if not sequences.are_data:
+        band = problem.band
+        return (band.lower, band.upper, band.prefix, band.sink_tokens, band.chunk,
+                None if band.chunk is None else band.offset, None)
+    return (None if mask.left is None else -mask.left, mask.right, mask.prefix, mask.sink_tokens, mask.chunk,
+            None if mask.chunk is None else 0, problem.pairs[0])
+
+
+def is_shifted(problem: AttentionProblem) -> bool:
+    """Whether the kernel moves the diagonal to the last query and key of each sequence."""
+    return problem.sequences.are_data and problem.mask.alignment == "bottom_right"
 
 
 def constants(problem: AttentionProblem, precision: str, int64: bool, descriptors: bool) -> tuple[Any, ...]:
-    """The constexprs that forward, dK/dV and dQ share: D, DV, BLOCK_D, BLOCK_DV, HAS_LOWER, ..., CHANGED."""
-    band = problem.band
-    return (problem.d, problem.dv, problem.width, problem.width, band.lower is not None,
-            band.upper is not None, precision, int64, descriptors, problem.scores.changes_scores)
+    """The constexprs that forward, dK/dV and dQ share: D, DV, BLOCK_D, BLOCK_DV, PRECISION, ..., CHANGED."""
+    return (problem.d, problem.dv, problem.width, problem.width, precision, int64, descriptors,
+            problem.scores.changes_scores)
 
 
 def needs_int64(problem: AttentionProblem, *strides: Sizes) -> bool:
     """Whether an offset inside one head passes 2^31; offsets of heads and batches are 64-bit in any case."""
     length, width = max(problem.sq, problem.sk), problem.width
-    pairs = (problem.b, problem.hq, problem.sq, problem.sk)
+    pairs = problem.pairs
     for facts in (problem.scores.bias, problem.scores.mask):
         if facts is not None:
             _, _, along_q, along_k = facts.expanded(pairs)
-            if (problem.sq + 256) * abs(along_q) + (problem.sk + 256) * abs(along_k) >= 2**31:
+            if (pairs[2] + 256) * abs(along_q) + (pairs[3] + 256) * abs(along_k) >= 2**31:
                 return True
     # A tile may reach past the last row before its mask applies: by 256 rows, the largest tile.
     return any((length + 256) * abs(tensor[2]) + width * abs(tensor[3]) >= 2**31 for tensor in strides)
@@ -207,6 +243,15 @@ def needs_int64(problem: AttentionProblem, *strides: Sizes) -> bool:
 def tile_count(length: int, block: int) -> int:
     """Tiles that cover a length."""
     return -(-length // block)
+
+
+def tile_slots(problem: AttentionProblem, length: int, block: int) -> int:
+    """Programs a head, and a batch entry, that cover a length; packed, without knowing where sequences begin.
+
+    places.sequence_of says why these are enough.
+    """
+    packed = problem.sequences.packed
+    return tile_count(length, block) if packed is None else length // block + packed + 1
 
 
 def tile_blocks(problem: AttentionProblem, config: TileShape) -> Blocks:

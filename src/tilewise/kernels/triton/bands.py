@@ -1,0 +1,208 @@
+"""Who sees whom, inside a kernel: tile ranges and pairs (maths.md, sections 8 and 12).
+
+``band`` is (lower, upper, prefix, sink_tokens, chunk, offset), each None where the mask does not have it, which Triton
+knows at compile time: what is not there costs nothing. tilewise.masks.Band says what the numbers mean.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def band_of(lower, upper, prefix, sink_tokens, chunk, offset, shift, SHIFTED: tl.constexpr):
+    """Put a band together; SHIFTED moves its diagonal to where a sequence's own lengths have it."""
+    if SHIFTED:
+        if lower is not None:
+            lower += shift
+        if upper is not None:
+            upper += shift
+        if offset is not None:
+            offset += shift
+    return lower, upper, prefix, sink_tokens, chunk, offset
+
+
+@triton.jit
+def chunk_start(position, chunk):
+    """Where the chunk of a position starts; of one before the first, somewhere before the first."""
+    return tl.where(position < 0, -chunk, position // chunk * chunk)
+
+
+@triton.jit
+def keys_seen(first, last, length, band):
+    """Return (start, shared_start, shared_stop, stop) of the keys that queries ``first .. last`` see.
+
+    Keys in [start, stop) are seen by one of the queries at least, sink tokens apart (eq. 13), those in [shared_start,
+    shared_stop) by all (eq. 14).
+    """
+    lower, upper, prefix, sink_tokens, chunk, offset = band
+    start = first * 0
+    stop = start + length
+    shared_start = start
+    shared_stop = stop
+    if lower is not None:
+        start = tl.maximum(0, first + lower)
+        shared_start = tl.maximum(0, last + lower)
+        if sink_tokens is not None:
+            shared_start = tl.where(shared_start <= sink_tokens, 0, shared_start)
+    if upper is not None:
+        stop = last + 1 + upper
+        shared_stop = first + 1 + upper
+        if prefix is not None:
+            stop = tl.maximum(stop, prefix)
+            shared_stop = tl.maximum(shared_stop, prefix)
+        stop = tl.minimum(length, stop)
+        shared_stop = tl.minimum(length, shared_stop)
+    if chunk is not None:
+        first_chunk = chunk_start(first + offset, chunk)
+        last_chunk = chunk_start(last + offset, chunk)
+        start = tl.maximum(start, first_chunk)
+        shared_start = tl.maximum(shared_start, last_chunk)
+        stop = tl.minimum(stop, last_chunk + chunk)
+        shared_stop = tl.minimum(shared_stop, first_chunk + chunk)
+    return start, shared_start, shared_stop, stop
+
+
+@triton.jit
+def queries_seeing(first, last, length, band):
+    """Return (start, shared_start, shared_stop, stop) of the queries that see keys ``first .. last`` (eq. 15)."""
+    lower, upper, prefix, sink_tokens, chunk, offset = band
+    start = first * 0
+    stop = start + length
+    shared_start = start
+    shared_stop = stop
+    if upper is not None:
+        start = tl.maximum(0, first - upper)
+        shared_start = tl.maximum(0, last - upper)
+        if prefix is not None:
+            start = tl.where(first < prefix, 0, start)
+            shared_start = tl.where(last < prefix, 0, shared_start)
+    if lower is not None:
+        stop = last + 1 - lower
+        shared_stop = first + 1 - lower
+        if sink_tokens is not None:
+            stop = tl.where(first < sink_tokens, length, stop)
+            shared_stop = tl.where(last < sink_tokens, length, tl.maximum(first, sink_tokens) + 1 - lower)
+        stop = tl.minimum(length, stop)
+        shared_stop = tl.minimum(length, shared_stop)
+    if chunk is not None:
+        first_chunk = chunk_start(first, chunk) - offset
+        last_chunk = chunk_start(last, chunk) - offset
+        start = tl.maximum(start, first_chunk)
+        shared_start = tl.maximum(shared_start, last_chunk)
+        stop = tl.minimum(stop, last_chunk + chunk)
+        shared_stop = tl.minimum(shared_stop, first_chunk + chunk)
+    return start, shared_start, shared_stop, stop
+
+
+@triton.jit
+def numbers_of(documents, batched, batch, row, total):
+    """Point to the document numbers of a sequence's rows: the first of the four numbers of each token."""
+    base = documents + row
+    if batched is not None:
+        base += batch.to(tl.int64) * 4 * total
+    return base
+
+
+@triton.jit
+def within_documents(documents, batched, batch, row, other_row, offs, length, total, spans):
+    """Narrow the spans to the documents of the rows ``offs``, and return the rows' document numbers with them.
+
+    documents: as tilewise.masks.Documents has them, with ``total`` rows in a batch entry.
+    """
+    start, shared_start, shared_stop, stop = spans
+    base = numbers_of(documents, batched, batch, row, total) + offs
+    inside = offs < length
+    numbers = tl.load(base, mask=inside, other=-1)
+    begins = tl.load(base + total, mask=inside, other=2147483647)
+    stops = tl.load(base + 2 * total, mask=inside, other=0)
+    unbroken = tl.load(base + 3 * total, mask=inside, other=0)
+    start = tl.maximum(start, tl.min(begins, 0) - other_row)
+    stop = tl.minimum(stop, tl.max(stops, 0) - other_row)
+    shared_start = tl.maximum(shared_start, tl.max(unbroken, 0) - other_row)
+    shared_stop = tl.minimum(shared_stop, tl.min(tl.where(inside, stops, 2147483647), 0) - other_row)
+    return numbers, (start, shared_start, shared_stop, stop)
+
+
+@triton.jit
+def cut(spans, sink_tokens, STEP: tl.constexpr, ALIGN: tl.constexpr):
+    """Cut what a tile sees into steps of STEP: (start, full_start, full_stop, stop, cover).
+
+    Steps in [full_start, full_stop) are visible whole and need no mask; those before and after need one, as do those
+    in [0, cover), the sink tokens of a window that has left them behind (:func:`step_at`); all else is skipped.
+    ``start`` is rounded down to a multiple of ALIGN; :func:`unseen_as_zero` serves the positions that this adds.
+    """
+    start, shared_start, shared_stop, stop = spans
+    start = start // ALIGN * ALIGN
+    cover = start * 0
+    if sink_tokens is not None:
+        cover = tl.cdiv(tl.minimum(sink_tokens, stop), STEP) * STEP
+        is_one_span = start <= cover
+        start = tl.where(is_one_span, 0, start)
+        cover = tl.where(is_one_span, 0, cover)
+        stop = tl.maximum(start, stop)
+    full_start = start + tl.cdiv(tl.maximum(shared_start - start, 0), STEP) * STEP
+    full_stop = full_start + tl.maximum(shared_stop - full_start, 0) // STEP * STEP
+    return start, full_start, full_stop, stop, cover
+
+
+@triton.jit
+def step_at(position, start, cover, hole_start, hole_stop, COVERED: tl.constexpr):
+    """Where the masked loop's step at ``position`` lies, which runs from start − cover on.
+
+    First come the steps of [0, cover), then those from ``start`` on, but for the hole that the unmasked loop fills.
+    """
+    n = tl.where(position < hole_start, position, position + hole_stop - hole_start)
+    if COVERED:
+        n = tl.where(position < start, position - (start - cover), n)
+    return n
+
+
+@triton.jit
+def unseen_as_zero(tile, row, seen_from, sink_tokens, ROWS: tl.constexpr, ADDED: tl.constexpr):
+    """Zero the keys before the first one that is seen, where the steps have some (ADDED): NaN may stand there."""
+    if ADDED:
+        offs = row + tl.arange(0, ROWS)
+        is_seen = offs >= seen_from
+        if sink_tokens is not None:
+            is_seen |= offs < sink_tokens
+        tile = tl.where(is_seen[:, None], tile, 0.0)
+    return tile
+
+
+@triton.jit
+def see(offs_q, offs_k, stop_q, stop_k, band, numbers_q, numbers_k):
+    """Which pairs of the tile take part (eq. 12), given query and key positions that broadcast to it.
+
+    numbers_q, numbers_k: their documents' numbers, or None.
+    """
+    lower, upper, prefix, sink_tokens, chunk, offset = band
+    visible = (offs_q < stop_q) & (offs_k < stop_k)
+    if lower is not None:
+        near = offs_k - offs_q >= lower
+        if sink_tokens is not None:
+            near |= offs_k < sink_tokens
+        visible &= near
+    if upper is not None:
+        known = offs_k - offs_q <= upper
+        if prefix is not None:
+            known |= offs_k < prefix
+        visible &= known
+    if chunk is not None:
+        visible &= chunk_start(offs_q + offset, chunk) == chunk_start(offs_k, chunk)
+    if numbers_q is not None:
+        visible &= numbers_q == numbers_k
+    return visible
+
+
+@triton.jit
+def sees_any(offs_q, length_q, length_k, band):
+    """Which queries see a key by their position."""
+    start, _shared_start, _shared_stop, stop = keys_seen(offs_q, offs_q, length_k, band)
+    _lower, _upper, _prefix, sink_tokens, chunk, offset = band
+    seeing = start < stop
+    if sink_tokens is not None:
+        sees_sink = tl.minimum(sink_tokens, stop) > 0
+        if chunk is not None:
+            sees_sink &= chunk_start(offs_q + offset, chunk) == 0
+        seeing |= sees_sink
+    return seeing & (offs_q < length_q)

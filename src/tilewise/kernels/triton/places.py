@@ -1,0 +1,75 @@
+"""Which part of a call a program works on: a tile of one head of one sequence, wherever that lies in the tensors."""
+
+import triton
+import triton.language as tl
+
+_CHUNK = tl.constexpr(128)  # sequences that are looked through at once
+
+
+@triton.jit
+def locate_tile(tiles, heads, LONGEST_FIRST: tl.constexpr):
+    """Split the program id into (tile, head, batch); neighbours share a head, hence its tiles in L2.
+
+    Under a causal mask a tile's work grows (keys of a query tile) with its index: taking the longest first leaves
+    the short ones to fill the gaps at the end.
+    """
+    pid = tl.program_id(0)
+    tile = pid % tiles
+    if LONGEST_FIRST:
+        tile = tiles - 1 - tile
+    return tile, (pid // tiles) % heads, (pid // tiles) // heads
+
+
+@triton.jit
+def sequence_of(cu_seqlens, count, slot, BLOCK: tl.constexpr):
+    """Find the packed sequence that a slot of BLOCK rows belongs to.
+
+    Sequence n owns the slots from cu_seqlens[n] div BLOCK + n on: no less than its rows need, since
+    ceil((b − a) / BLOCK) <= b div BLOCK − a div BLOCK + 1; so no program has to add lengths up, and the host need not
+    know them. Number ``count`` stands for the rows past the last sequence.
+    """
+    sequence = slot * 0 - 1
+    for first in tl.range(0, count + 1, _CHUNK):
+        offs = first + tl.arange(0, _CHUNK)
+        begins = tl.load(cu_seqlens + offs, mask=offs <= count, other=0).to(tl.int32) // BLOCK + offs
+        sequence += tl.sum(((begins <= slot) & (offs <= count)).to(tl.int32), 0)
+    return sequence
+
+
+@triton.jit
+def extent(cu_seqlens, seqlens, sequence, count, total):
+    """Return where a sequence begins in its tensor, the rows it has there, and how many of them take part."""
+    begin = sequence * 0
+    rows = begin + total
+    length = rows
+    if cu_seqlens is not None:
+        begin = tl.load(cu_seqlens + sequence).to(tl.int32)
+        stop = tl.load(cu_seqlens + tl.minimum(sequence + 1, count)).to(tl.int32)
+        rows = tl.where(sequence < count, stop, total) - begin
+        length = stop - begin  # 0 past the last sequence
+    if seqlens is not None:
+        length = tl.minimum(tl.load(seqlens + sequence, mask=sequence < count, other=0).to(tl.int32), rows)
+    return begin, rows, length
+
+
+@triton.jit
+def locate(own_cu, own_seqlens, other_cu, other_seqlens, count, tiles, heads, own, other, BLOCK: tl.constexpr,
+           LONGEST_FIRST: tl.constexpr):
+    """Return what a program works on; "own" is the side it has a tile of, queries or keys.
+
+    (first own position, head, sequence, batch, own and other first row, own rows, own length, other length): positions
+    count from the sequence's first row, and rows are those of batch entry ``batch``. Rows from ``own length`` on are
+    padding: they see nothing, and are to be written as such. ``count`` is None where shapes are the lengths.
+    """
+    slot, head, batch = locate_tile(tiles, heads, LONGEST_FIRST)
+    sequence = batch
+    if own_cu is not None:
+        sequence = sequence_of(own_cu, count, slot, BLOCK)
+    own_row, own_rows, own_length = extent(own_cu, own_seqlens, sequence, count, own)
+    other_row, _rows, other_length = extent(other_cu, other_seqlens, sequence, count, other)
+    first = slot * BLOCK
+    if own_cu is not None:
+        first -= (own_row // BLOCK + sequence) * BLOCK
+    if count is not None:
+        other_length = tl.where(first < own_length, other_length, 0)
+    return first, head, sequence, batch, own_row, other_row, own_rows, own_length, other_length
