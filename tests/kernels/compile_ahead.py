@@ -24,6 +24,7 @@ from tilewise.kernels.triton.launch import modifiers_of
 from tilewise.masks import Mask
 from tilewise.problem import AttentionProblem, dense_strides
 from tilewise.scores import OperandFacts, Operands, ScoreOptions
+from tilewise.sequences import Sequences
 from tilewise.tuning.device import DeviceSpec
 from tilewise.tuning.heuristics import delta_config, tile_config
 
@@ -42,14 +43,24 @@ def operands_of(request):
             "alibi_slopes": torch.empty(1, shape["h"]), "sinks": torch.empty(shape["h"]),
             "mask": torch.empty(1, 1, shape["s"], shape["s"], dtype=torch.bool),
             "seed": torch.empty(1, dtype=torch.int64)}
+    made |= {f"{name}_{side}": torch.empty(size, dtype=torch.int32) for side in "qk" for name, size in (
+        ("cu_seqlens", (shape["b"] + 1,)), ("seqlens", (shape["b"],)), ("documents", (1, 4, shape["s"])))}
     return Operands(**{name: tensor for name, tensor in made.items() if name in request.get("options", ())})
 
 
 def scores_of(request, operands):
     facts = {name: OperandFacts(tuple(tensor.shape), tensor.stride(), tensor.dtype)
-             for name, tensor in operands._asdict().items() if tensor is not None and name != "seed"}
+             for name, tensor in operands._asdict().items()
+             if tensor is not None and name != "seed" and "seqlens" not in name}
     return ScoreOptions(softcap=30.0 if "softcap" in request.get("options", ()) else None,
                         dropout_p=0.1 if operands.seed is not None else 0.0, **facts)
+
+
+def sequences_of(operands):
+    facts = {name: OperandFacts(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+             for name, tensor in operands._asdict().items() if tensor is not None and "seqlens" in name}
+    packed = None if operands.cu_seqlens_q is None else len(operands.cu_seqlens_q) - 1
+    return Sequences(packed, **facts, max_seqlen_q=packed and 4096, max_seqlen_k=packed and 4096)
 
 
 def problem_of(request, operands):
@@ -59,7 +70,7 @@ def problem_of(request, operands):
     return AttentionProblem(
         b=b, hq=hq, hk=hk, sq=s, sk=s, d=d, dv=d, dtype=getattr(torch, request["dtype"]),
         device=torch.device("cuda", 0), scale=1.0, mask=Mask(*request["mask"]),
-        scores=scores_of(request, operands), q_strides=strides[0],
+        scores=scores_of(request, operands), sequences=sequences_of(operands), q_strides=strides[0],
         k_strides=strides[1], v_strides=strides[2])
 
 
@@ -76,7 +87,7 @@ def launch_of(kernel, problem, config, modifiers):
     problem = replace(problem, direction="backward")
     if kernel == "delta":
         launch = delta_launch(problem, delta_config(problem), out.stride(), out.stride(), None)
-        return launch, (out, out, out, rows)
+        return launch, (out, out, out, rows, modifiers)
     if kernel == "dq":
         return dq_launch(problem, config, "ieee", out.stride(), q.stride()), (
             q, k, v, out, rows, rows, q, None, rows if modifiers.alibi.ptr is not None else None, modifiers)

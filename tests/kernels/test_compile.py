@@ -22,6 +22,9 @@ MASKS = {"full": [None, None, None], "causal": [None, 0, "top_left"]}
 ARCHS = ("sm_80", "sm_90", "sm_100", "gfx942")
 # Ceilings that today's tiles keep, not tight ones: every head dim on the installed Triton, d 128 on 3.6.0 and 3.9.0.
 OPTIONS = ["bias", "alibi_slopes", "mask", "sinks", "seed", "softcap"]
+PADDED = ["seqlens_q", "seqlens_k"]
+PACKED = ["cu_seqlens_q", "cu_seqlens_k"]
+DOCUMENTS = ["documents_q", "documents_k"]
 OPTIONS_SPILL_BOUND = {"sm_80": 768, "sm_90": 1536, "sm_100": 1536, "gfx942": 64}
 SPILL_BOUND = {"sm_80": 128, "sm_90": 768, "sm_100": 768, "gfx942": 0}
 
@@ -47,6 +50,21 @@ def test_float32_kernels_compile_within_shared_memory(arch):
     assert len(rows) == len(wanted)
     for row in rows:
         assert row["shared"] <= row["limit"], row
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("version", VERSIONS)
+def test_kernels_of_lengths_and_documents_compile_within_shared_memory(version, arch):
+    wanted = [{"arch": arch, "kernel": kernel, "d": 128, "dtype": "bfloat16", "mask": mask,
+               "descriptors": arch == "sm_90" and kernel != "delta", "options": names}
+              for mask in ([None, 0, "bottom_right"], [63, 0, "bottom_right", 7, 5, 1024])
+              for names in (PACKED, DOCUMENTS, PADDED + DOCUMENTS + ["sinks"])
+              for kernel in ("forward", "dkdv", "dq", "delta")]
+    rows = compile_all(version, wanted)
+    assert len(rows) == len(wanted)
+    for row in rows:
+        assert row["shared"] <= row["limit"], row
+        assert row["stack"] <= OPTIONS_SPILL_BOUND[arch], row
 
 
 @pytest.mark.parametrize("arch", ARCHS)

@@ -84,7 +84,10 @@ class TritonBackend:
                 if gradient is not None:
                     gradient.zero_()
             sums.zero_()
-            return Gradients(dq, dk, dv, *sums.gradients(lse, delta, dlse))
+            delta.zero_()
+            if dlse is not None:
+                delta -= dlse
+            return Gradients(dq, dk, dv, *sums.gradients(lse, delta))
         modifiers = plan.fixed or modifiers_of(problem, operands)
         # A sum of rows or columns comes with the gradient of q, or of k and v, whether that is wanted or not.
         with contextlib.nullcontext() if _is_current(problem.device) else torch.cuda.device(problem.device):
@@ -98,7 +101,7 @@ class TritonBackend:
                         sums.moments, modifiers)
             if sums.pairs is not None and plan.dbias is not None:
                 plan.dbias(q, k, v, dout, lse, delta, sums.pairs, modifiers)
-        return Gradients(dq, dk, dv, *sums.gradients(lse, delta, dlse))
+        return Gradients(dq, dk, dv, *sums.gradients(lse, delta))
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 
 from tilewise.kernels.triton.bands import (
-    band_of,
     cut,
     keys_seen,
     numbers_of,
@@ -35,7 +34,6 @@ from tilewise.kernels.triton.launch import (
 )
 from tilewise.kernels.triton.modifiers import (
     PER_DRAW,
-    diagonal_of,
     distance,
     drop,
     gained,
@@ -81,7 +79,7 @@ def attention_delta_kernel(out_ptr, dout_ptr, dlse_ptr, delta_ptr, modifiers,
     delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)  # [BLOCK_M]
     offs_m = first + tl.arange(0, BLOCK_M)
     if modifiers.sinks.ptr is not None:
-        band = band_of(lower, upper, prefix, sink_tokens, chunk, offset, length_k - length_q, SHIFTED)
+        band = (lower, upper, prefix, sink_tokens, chunk, offset, length_k - length_q if SHIFTED else None)
         delta = tl.where(sees_any(offs_m, length_q, length_k, band), delta, 0.0)
     if HAS_DLSE:
         dlse_base = dlse_ptr + head_offset(batch, head, stride_lb, stride_lh) + row_q.to(tl.int64) * stride_ls
@@ -127,7 +125,7 @@ def score_gradient(probs, dprobs, delta, visible, SEEDED: tl.constexpr, MASKED: 
 
 @triton.jit
 def sum_over_queries(dk, dv, columns, k, v, q_source, dout_source, modifiers, row, sequence, head, place_q, numbers_k,
-                     documents_q, diagonal, lse_base, delta_base, first_key, steps, length_k, band, stride_qs,
+                     documents_q, lse_base, delta_base, first_key, steps, length_k, band, stride_qs,
                      stride_qd, stride_dos, stride_dod, scale_log2,
                      BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
                      DV: tl.constexpr, BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
@@ -159,7 +157,7 @@ def sum_over_queries(dk, dv, columns, k, v, q_source, dout_source, modifiers, ro
         if numbers_k is not None:
             numbers_q = tl.load(documents_q + offs_m, mask=offs_m < stop, other=-1)[None, :]
         visible = see(offs_m[None, :], offs_n[:, None], stop, length_k, band, numbers_q, numbers_k)
-        scores, visible, tanh, kept = modify_tile(scores, visible, modifiers, row, sequence, head, diagonal, offs_m,
+        scores, visible, tanh, kept = modify_tile(scores, visible, modifiers, row, sequence, head, band, offs_m,
                                                   first_key, stop, length_k, scale_log2, q.dtype == tl.float32, INT64,
                                                   CHANGED, BLOCK_N, True, MASKED)
         if NEED_DK:  # before P: the two products then follow one another in the tensor cores
@@ -205,8 +203,7 @@ def attention_backward_dkdv_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta
     first, head_k, sequence, batch, row_k, row_q, rows_k, length_k, length_q = locate(
         lengths.cu_k, lengths.k, lengths.cu_q, lengths.q, count, tiles, hk, sk, sq, BLOCK_N, False)
     PADDED: tl.constexpr = count is not None
-    band = band_of(lower, upper, prefix, sink_tokens, chunk, offset, length_k - length_q, SHIFTED)
-    diagonal = diagonal_of(modifiers, length_k - length_q, SHIFTED)
+    band = (lower, upper, prefix, sink_tokens, chunk, offset, length_k - length_q if SHIFTED else None)
     k_source = head_source(k_ptr, batch, head_k, row_k, stride_kb, stride_kh, stride_ks, DESCRIPTORS)
     v_source = head_source(v_ptr, batch, head_k, row_k, stride_vb, stride_vh, stride_vs, DESCRIPTORS)
     place_k = (batch, head_k, row_k)
@@ -240,7 +237,7 @@ def attention_backward_dkdv_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta
         for MASKED in tl.static_range(2):
             dk, dv, columns = sum_over_queries(
                 dk, dv, columns, k, v, q_source, dout_source, modifiers, sequence * hq + head, sequence, head,
-                (batch, head, row_q), numbers_k, documents_q, diagonal, lse_ptr + row_offset, delta_ptr + row_offset,
+                (batch, head, row_q), numbers_k, documents_q, lse_ptr + row_offset, delta_ptr + row_offset,
                 first, steps, length_k, band, stride_qs, stride_qd, stride_dos, stride_dod, scale_log2, BLOCK_M,
                 BLOCK_N, D, BLOCK_D, DV, BLOCK_DV, MASKED, PRECISION, INT64, DESCRIPTORS, CHANGED, PADDED, NEED_DK,
                 NEED_DV, COLUMNS)
@@ -259,7 +256,7 @@ def attention_backward_dkdv_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta
 
 @triton.jit
 def sum_over_keys(dq, rows, moments, q, dout, lse, delta, k_source, v_source, modifiers, row, sequence, head, place_k,
-                  numbers_q, documents_k, diagonal, offs_m, seen_from, steps, length_q, band, stride_ks, stride_kd,
+                  numbers_q, documents_k, offs_m, seen_from, steps, length_q, band, stride_ks, stride_kd,
                   stride_vs, stride_vd, scale_log2,
                   BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr,
                   BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, INT64: tl.constexpr,
@@ -288,7 +285,7 @@ def sum_over_keys(dq, rows, moments, q, dout, lse, delta, k_source, v_source, mo
         if numbers_q is not None:
             numbers_k = tl.load(documents_k + offs_n, mask=offs_n < stop, other=-1)[None, :]
         visible = see(offs_m[:, None], offs_n[None, :], length_q, stop, band, numbers_q, numbers_k)
-        scores, visible, tanh, kept = modify_tile(scores, visible, modifiers, row, sequence, head, diagonal, offs_m, n,
+        scores, visible, tanh, kept = modify_tile(scores, visible, modifiers, row, sequence, head, band, offs_m, n,
                                                   length_q, stop, scale_log2, q.dtype == tl.float32, INT64, CHANGED,
                                                   BLOCK_N, False, MASKED)
         dprobs = drop(gained(dprobs, modifiers), kept, modifiers)
@@ -297,7 +294,7 @@ def sum_over_keys(dq, rows, moments, q, dout, lse, delta, k_source, v_source, mo
         if ROWS:
             rows += tl.sum(dscores, 1)
         if MOMENTS:
-            moments -= tl.sum(dscores * distance(offs_m[:, None], offs_n[None, :], diagonal), 1)
+            moments -= tl.sum(dscores * distance(offs_m[:, None], offs_n[None, :], modifiers, band), 1)
         dscores = through_softcap(dscores, tanh, visible, modifiers, HIDES)
         dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision=PRECISION)  # [BLOCK_M, BLOCK_D], eq. 10
     return dq, rows, moments
@@ -326,8 +323,7 @@ def attention_backward_dq_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_p
     first, head, sequence, batch, row_q, row_k, rows_q, length_q, length_k = locate(
         lengths.cu_q, lengths.q, lengths.cu_k, lengths.k, count, tiles, hq, sq, sk, BLOCK_M, upper is not None)
     PADDED: tl.constexpr = count is not None
-    band = band_of(lower, upper, prefix, sink_tokens, chunk, offset, length_k - length_q, SHIFTED)
-    diagonal = diagonal_of(modifiers, length_k - length_q, SHIFTED)
+    band = (lower, upper, prefix, sink_tokens, chunk, offset, length_k - length_q if SHIFTED else None)
     offs_m = first + tl.arange(0, BLOCK_M)
     head_k = head // group
     q_source = head_source(q_ptr, batch, head, row_q, stride_qb, stride_qh, stride_qs, DESCRIPTORS)
@@ -359,7 +355,7 @@ def attention_backward_dq_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_p
     for MASKED in tl.static_range(2):
         dq, rows, moments = sum_over_keys(
             dq, rows, moments, q, dout, lse, delta, k_source, v_source, modifiers, sequence * hq + head, sequence,
-            head, (batch, head_k, row_k), numbers_q, documents_k, diagonal, offs_m, spans[0], steps, length_q, band,
+            head, (batch, head_k, row_k), numbers_q, documents_k, offs_m, spans[0], steps, length_q, band,
             stride_ks, stride_kd, stride_vs, stride_vd, scale_log2, BLOCK_N, D, BLOCK_D, DV, BLOCK_DV, MASKED,
             PRECISION, INT64, DESCRIPTORS, CHANGED, PADDED, rows_ptr is not None, moments_ptr is not None)
     dq = padding_as_zero(dq * scale, first, length_q, BLOCK_M, PADDED)
@@ -381,14 +377,14 @@ def sum_over_members(acc, members, shared_heads, entry_batch, entry_head, q_ptr,
     HIDES: tl.constexpr = MASKED or modifiers.mask.ptr is not None
     lengths = modifiers.lengths
     documents = modifiers.documents
-    lower, upper, prefix, sink_tokens, chunk, offset = bounds
+    lower, upper, prefix, sink_tokens, chunk, offset, _shift = bounds
     offs_m, offs_n = first_q + tl.arange(0, BLOCK_M), first_k + tl.arange(0, BLOCK_N)
     for member in tl.range(0, members):
         sequence, head = entry_batch + member // shared_heads, entry_head + member % shared_heads
         row_q, _rows_q, length_q = extent(lengths.cu_q, lengths.q, sequence, count, sq)
         row_k, _rows_k, length_k = extent(lengths.cu_k, lengths.k, sequence, count, sk)
         batch = sequence if lengths.cu_q is None else sequence * 0
-        band = band_of(lower, upper, prefix, sink_tokens, chunk, offset, length_k - length_q, SHIFTED)
+        band = (lower, upper, prefix, sink_tokens, chunk, offset, length_k - length_q if SHIFTED else None)
         q_source = head_source(q_ptr, batch, head, row_q, strides_q[0], strides_q[1], strides_q[2], False)
         k_source = head_source(k_ptr, batch, head // group, row_k, strides_k[0], strides_k[1], strides_k[2], False)
         v_source = head_source(v_ptr, batch, head // group, row_k, strides_v[0], strides_v[1], strides_v[2], False)
@@ -416,7 +412,7 @@ def sum_over_members(acc, members, shared_heads, entry_batch, entry_head, q_ptr,
         visible = see(offs_m[:, None], offs_n[None, :], length_q, length_k, band, numbers_q, numbers_k)
         scores, visible, _tanh, kept = modify_tile(
             scores, visible, modifiers, sequence * hq + head, sequence, head,
-            diagonal_of(modifiers, length_k - length_q, SHIFTED), offs_m, first_k, length_q, length_k, scale_log2,
+            band, offs_m, first_k, length_q, length_k, scale_log2,
             q.dtype == tl.float32, INT64, CHANGED, BLOCK_N, False, MASKED)
         dprobs = drop(gained(tl.dot(dout, tl.trans(v), input_precision=PRECISION), modifiers), kept, modifiers)
         probs = recompute_probs(scores, lse[:, None], visible, 1.0 if CHANGED else scale_log2, HIDES)
@@ -446,7 +442,7 @@ def attention_backward_dbias_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delt
     tile_k = tl.program_id(0) % tiles_k
     tile_q, entry_head, entry_batch = locate_entry(tiles_k, tiles_q, own_heads)
     first_q, first_k = tile_q * BLOCK_M, tile_k * BLOCK_N
-    bounds = (lower, upper, prefix, sink_tokens, chunk, offset)
+    bounds = (lower, upper, prefix, sink_tokens, chunk, offset, None)
     # Of tiles that every member sees alike, a hidden one is written, as zeros, but not computed, and one that is
     # visible whole needs no checks.
     ALIKE: tl.constexpr = count is None and modifiers.documents.q is None and sink_tokens is None

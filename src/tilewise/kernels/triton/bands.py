@@ -1,24 +1,12 @@
 """Who sees whom, inside a kernel: tile ranges and pairs (maths.md, sections 8 and 12).
 
-``band`` is (lower, upper, prefix, sink_tokens, chunk, offset), each None where the mask does not have it, which Triton
-knows at compile time: what is not there costs nothing. tilewise.masks.Band says what the numbers mean.
+``band`` is (lower, upper, prefix, sink_tokens, chunk, offset, shift), each None where the mask does not have it, which
+Triton knows at compile time: what is not there costs nothing. tilewise.masks.Band says what the numbers mean; where a
+sequence's own lengths move the diagonal, ``shift`` is to be added to lower, upper and offset.
 """
 
 import triton
 import triton.language as tl
-
-
-@triton.jit
-def band_of(lower, upper, prefix, sink_tokens, chunk, offset, shift, SHIFTED: tl.constexpr):
-    """Put a band together; SHIFTED moves its diagonal to where a sequence's own lengths have it."""
-    if SHIFTED:
-        if lower is not None:
-            lower += shift
-        if upper is not None:
-            upper += shift
-        if offset is not None:
-            offset += shift
-    return lower, upper, prefix, sink_tokens, chunk, offset
 
 
 @triton.jit
@@ -34,11 +22,14 @@ def keys_seen(first, last, length, band):
     Keys in [start, stop) are seen by one of the queries at least, sink tokens apart (eq. 13), those in [shared_start,
     shared_stop) by all (eq. 14).
     """
-    lower, upper, prefix, sink_tokens, chunk, offset = band
+    lower, upper, prefix, sink_tokens, chunk, offset, shift = band
     start = first * 0
     stop = start + length
     shared_start = start
     shared_stop = stop
+    if shift is not None:
+        first += shift
+        last += shift
     if lower is not None:
         start = tl.maximum(0, first + lower)
         shared_start = tl.maximum(0, last + lower)
@@ -65,11 +56,18 @@ def keys_seen(first, last, length, band):
 @triton.jit
 def queries_seeing(first, last, length, band):
     """Return (start, shared_start, shared_stop, stop) of the queries that see keys ``first .. last`` (eq. 15)."""
-    lower, upper, prefix, sink_tokens, chunk, offset = band
+    lower, upper, prefix, sink_tokens, chunk, offset, shift = band
     start = first * 0
     stop = start + length
     shared_start = start
     shared_stop = stop
+    if shift is not None:
+        if lower is not None:
+            lower += shift
+        if upper is not None:
+            upper += shift
+        if offset is not None:
+            offset += shift
     if upper is not None:
         start = tl.maximum(0, first - upper)
         shared_start = tl.maximum(0, last - upper)
@@ -175,8 +173,10 @@ def see(offs_q, offs_k, stop_q, stop_k, band, numbers_q, numbers_k):
 
     numbers_q, numbers_k: their documents' numbers, or None.
     """
-    lower, upper, prefix, sink_tokens, chunk, offset = band
+    lower, upper, prefix, sink_tokens, chunk, offset, shift = band
     visible = (offs_q < stop_q) & (offs_k < stop_k)
+    if shift is not None:
+        offs_q += shift
     if lower is not None:
         near = offs_k - offs_q >= lower
         if sink_tokens is not None:
@@ -198,11 +198,12 @@ def see(offs_q, offs_k, stop_q, stop_k, band, numbers_q, numbers_k):
 def sees_any(offs_q, length_q, length_k, band):
     """Which queries see a key by their position."""
     start, _shared_start, _shared_stop, stop = keys_seen(offs_q, offs_q, length_k, band)
-    _lower, _upper, _prefix, sink_tokens, chunk, offset = band
+    _lower, _upper, _prefix, sink_tokens, chunk, offset, shift = band
     seeing = start < stop
     if sink_tokens is not None:
         sees_sink = tl.minimum(sink_tokens, stop) > 0
         if chunk is not None:
-            sees_sink &= chunk_start(offs_q + offset, chunk) == 0
+            position = offs_q + offset if shift is None else offs_q + offset + shift
+            sees_sink &= chunk_start(position, chunk) == 0
         seeing |= sees_sink
     return seeing & (offs_q < length_q)

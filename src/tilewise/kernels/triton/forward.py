@@ -4,7 +4,6 @@ import triton
 import triton.language as tl
 
 from tilewise.kernels.triton.bands import (
-    band_of,
     cut,
     keys_seen,
     numbers_of,
@@ -24,7 +23,7 @@ from tilewise.kernels.triton.launch import (
     tile_blocks,
     tile_slots,
 )
-from tilewise.kernels.triton.modifiers import PER_DRAW, add_sink, along, diagonal_of, drop, gained, modify_tile
+from tilewise.kernels.triton.modifiers import PER_DRAW, add_sink, along, drop, gained, modify_tile
 from tilewise.kernels.triton.places import locate
 from tilewise.kernels.triton.primitives import (
     LN2,
@@ -40,7 +39,7 @@ from tilewise.problem import AttentionProblem
 
 
 @triton.jit
-def attend_keys(q, k_source, v_source, modifiers, row, sequence, head, place_k, numbers_q, documents_k, diagonal, acc,
+def attend_keys(q, k_source, v_source, modifiers, row, sequence, head, place_k, numbers_q, documents_k, acc,
                 row_sum, row_max, offs_m, seen_from, steps, length_q, band, stride_ks, stride_kd, stride_vs, stride_vd,
                 scale_log2,
                 BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr,
@@ -66,7 +65,7 @@ def attend_keys(q, k_source, v_source, modifiers, row, sequence, head, place_k, 
         if numbers_q is not None:
             numbers_k = tl.load(documents_k + offs_n, mask=offs_n < stop, other=-1)[None, :]
         visible = see(offs_m[:, None], offs_n[None, :], length_q, stop, band, numbers_q, numbers_k)
-        scores, visible, _tanh, kept = modify_tile(scores, visible, modifiers, row, sequence, head, diagonal, offs_m, n,
+        scores, visible, _tanh, kept = modify_tile(scores, visible, modifiers, row, sequence, head, band, offs_m, n,
                                                    length_q, stop, scale_log2, q.dtype == tl.float32, INT64, CHANGED,
                                                    BLOCK_N, False, MASKED)
         if HIDES:
@@ -100,8 +99,7 @@ def attention_forward_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, max_ptr, mod
     first, head, sequence, batch, row_q, row_k, rows_q, length_q, length_k = locate(
         lengths.cu_q, lengths.q, lengths.cu_k, lengths.k, count, tiles, hq, sq, sk, BLOCK_M, upper is not None)
     PADDED: tl.constexpr = count is not None
-    band = band_of(lower, upper, prefix, sink_tokens, chunk, offset, length_k - length_q, SHIFTED)
-    diagonal = diagonal_of(modifiers, length_k - length_q, SHIFTED)
+    band = (lower, upper, prefix, sink_tokens, chunk, offset, length_k - length_q if SHIFTED else None)
     offs_m = first + tl.arange(0, BLOCK_M)
     head_k = head // group
     q_source = head_source(q_ptr, batch, head, row_q, stride_qb, stride_qh, stride_qs, DESCRIPTORS)
@@ -127,7 +125,7 @@ def attention_forward_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, max_ptr, mod
     for MASKED in tl.static_range(2):
         acc, row_sum, row_max = attend_keys(
             q, k_source, v_source, modifiers, row, sequence, head, (batch, head_k, row_k), numbers_q, documents_k,
-            diagonal, acc, row_sum, row_max, offs_m, spans[0], steps, length_q, band, stride_ks, stride_kd, stride_vs,
+            acc, row_sum, row_max, offs_m, spans[0], steps, length_q, band, stride_ks, stride_kd, stride_vs,
             stride_vd, scale_log2, BLOCK_N, D, BLOCK_D, DV, BLOCK_DV, MASKED, PRECISION, INT64, DESCRIPTORS, CHANGED, PADDED)
 
     row_offset = head_offset(batch, head, hq * sq, sq) + row_q

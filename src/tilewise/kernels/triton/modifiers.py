@@ -58,22 +58,18 @@ def load_pairs(operand, batch, head, offs_q, offs_k, stop_q, stop_k, INT64: tl.c
 
 
 @triton.jit
-def distance(offs_q, offs_k, offset):
+def distance(offs_q, offs_k, modifiers, band):
     """|i + offset − j|: what an ALiBi slope is multiplied by; float32 holds positions to 2^24 exactly."""
-    return tl.abs((offs_q + offset).to(tl.float32) - offs_k.to(tl.float32))
+    shift = band[6]
+    if shift is None:
+        on_key = offs_q + modifiers.alibi.offset
+    else:
+        on_key = offs_q + shift
+    return tl.abs(on_key.to(tl.float32) - offs_k.to(tl.float32))
 
 
 @triton.jit
-def diagonal_of(modifiers, shift, SHIFTED: tl.constexpr):
-    """Where ALiBi's diagonal runs: query i stands on key i + diagonal; None where nothing asks."""
-    diagonal = modifiers.alibi.offset
-    if SHIFTED:
-        diagonal = shift
-    return diagonal
-
-
-@triton.jit
-def change_scores(products, modifiers, batch, head, diagonal, offs_q, offs_k, stop_q, stop_k, scale_log2,
+def change_scores(products, modifiers, batch, head, band, offs_q, offs_k, stop_q, stop_k, scale_log2,
                   EXACT: tl.constexpr, INT64: tl.constexpr, CHECKED: tl.constexpr):
     """Return the tile's scores in base 2, c·tanh(scale·q·k / c) + bias − slope·distance, and the tanh."""
     scores = products * scale_log2
@@ -88,7 +84,7 @@ def change_scores(products, modifiers, batch, head, diagonal, offs_q, offs_k, st
     if modifiers.alibi.ptr is not None:
         slope = tl.load(modifiers.alibi.ptr + along(batch, modifiers.alibi.stride_b, True)
                         + along(head, modifiers.alibi.stride_h, True))
-        scores -= (slope * LOG2E) * distance(offs_q, offs_k, diagonal)
+        scores -= (slope * LOG2E) * distance(offs_q, offs_k, modifiers, band)
     return scores, tanh
 
 
@@ -128,7 +124,7 @@ def is_kept(words, threshold):
 
 
 @triton.jit
-def modify_tile(scores, visible, modifiers, row, batch, head, diagonal, offs_m, first_key, stop_q, stop_k,
+def modify_tile(scores, visible, modifiers, row, batch, head, band, offs_m, first_key, stop_q, stop_k,
                 scale_log2, EXACT: tl.constexpr, INT64: tl.constexpr, CHANGED: tl.constexpr, BLOCK_N: tl.constexpr,
                 KEYS_FIRST: tl.constexpr, MASKED: tl.constexpr):
     """Apply all that acts on a tile's pairs, [BLOCK_M, BLOCK_N] or turned where KEYS_FIRST.
@@ -143,7 +139,7 @@ def modify_tile(scores, visible, modifiers, row, batch, head, diagonal, offs_m, 
     offs_q = offs_m[None, :] if KEYS_FIRST else offs_m[:, None]
     offs_k = offs_n[:, None] if KEYS_FIRST else offs_n[None, :]
     if CHANGED:
-        scores, tanh = change_scores(scores, modifiers, batch, head, diagonal, offs_q, offs_k, stop_q, stop_k,
+        scores, tanh = change_scores(scores, modifiers, batch, head, band, offs_q, offs_k, stop_q, stop_k,
                                      scale_log2, EXACT, INT64, MASKED)
     if modifiers.mask.ptr is not None:
         allowed = load_pairs(modifiers.mask, batch, head, offs_q, offs_k, stop_q, stop_k, INT64, MASKED).to(tl.int1)

@@ -42,38 +42,63 @@ class OperandSums:
             if buffer is not None:
                 buffer.zero_()
 
-    def gradients(self, lse: torch.Tensor, delta: torch.Tensor,
-                  dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        """Return dbias, dalibi_slopes and dsinks; None for what was not asked for. lse, delta, dlse: (b, hq, sq)."""
-        return self._of_bias(), self._of_slopes(), self._of_sinks(lse, delta, dlse)
+    def gradients(self, lse: torch.Tensor, delta: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return dbias, dalibi_slopes and dsinks; None for what was not asked for. lse, delta: (b, hq, sq).
+
+        delta is 0 but for what arrives through lse where a query sees nothing by its position.
+        """
+        return self._of_bias(), self._of_slopes(), self._of_sinks(lse, delta)
 
     def _of_bias(self) -> torch.Tensor | None:
         bias = self._operands.bias
         if not self._dbias or bias is None:
             return None
-        if self.rows is not None:
-            return _summed_to(self.rows.unsqueeze(3), bias)
-        return self.pairs if self.columns is None else _summed_to(self.columns.unsqueeze(2), bias)
+        sums = self.rows if self.columns is None else self.columns
+        if sums is None:
+            return self.pairs
+        by_sequence = self._by_sequence(sums, of_queries=self.columns is None)
+        return _summed_to(by_sequence.unsqueeze(3 if self.columns is None else 2), bias)
 
     def _of_slopes(self) -> torch.Tensor | None:
         slopes = self._operands.alibi_slopes
-        return None if self.moments is None or slopes is None else _summed_to(self.moments.sum(2), slopes)
+        if self.moments is None or slopes is None:
+            return None
+        by_head = self.moments.sum(2) if self._problem.sequences.packed is None or len(slopes) == 1 else (
+            self._totals(self.moments, of_queries=True))
+        return _summed_to(by_head, slopes)
 
-    def _of_sinks(self, lse: torch.Tensor, delta: torch.Tensor, dlse: torch.Tensor | None) -> torch.Tensor | None:
+    def _of_sinks(self, lse: torch.Tensor, delta: torch.Tensor) -> torch.Tensor | None:
         """Return −Σ exp(sink − lse)·delta: the sink is a key with v = 0 (maths.md, eq. 22).
 
-        A query that sees no key is left out of the sum, as its dout may hold anything: its lse is the sink, so that
-        what arrives through lse is all there is.
+        Of a query that sees no key lse is the sink, and delta what arrives through it; of padding lse is −inf.
         """
         sinks = self._operands.sinks
         if not self._dsinks or sinks is None:
             return None
-        start, stop = self._problem.seeing_queries.start, self._problem.seeing_queries.stop
-        probs = torch.exp(sinks.float()[:, None] - lse[:, :, start:stop])
-        total = -(probs * delta[:, :, start:stop]).sum((0, 2))
-        if dlse is not None:
-            total = total + dlse[:, :, :start].sum((0, 2)) + dlse[:, :, max(start, stop):].sum((0, 2))
-        return total.to(sinks.dtype)
+        probs = torch.exp(sinks.float()[:, None] - lse)
+        return -(probs * delta).masked_fill_(lse == float("-inf"), 0.0).sum((0, 2)).to(sinks.dtype)
+
+    def _by_sequence(self, sums: torch.Tensor, *, of_queries: bool) -> torch.Tensor:
+        """Turn sums over stored rows, (b, hq, s), into those of each sequence: (sequences, hq, longest or 1)."""
+        sequences, bias = self._problem.sequences, self._operands.bias
+        if sequences.packed is None or bias is None:
+            return sums
+        longest = bias.shape[2 if of_queries else 3]
+        if longest == 1:
+            return self._totals(sums, of_queries=of_queries).unsqueeze(2)
+        begins = self._operands.cu_seqlens_q if of_queries else self._operands.cu_seqlens_k
+        assert begins is not None
+        rows = begins[:-1, None] + torch.arange(longest, device=sums.device)  # [sequences, longest]
+        padded = torch.nn.functional.pad(sums[0], (0, 1))  # one more row, which those past a sequence's end read
+        rows = torch.where(rows < begins[1:, None], rows, sums.shape[2])
+        return padded[:, rows].transpose(0, 1)
+
+    def _totals(self, sums: torch.Tensor, *, of_queries: bool) -> torch.Tensor:
+        """Add up each packed sequence's rows: (1, hq, total) to (sequences, hq), in a fixed order."""
+        begins = self._operands.cu_seqlens_q if of_queries else self._operands.cu_seqlens_k
+        assert begins is not None
+        return torch.segment_reduce(sums[0].T.contiguous(), "sum", offsets=begins.long(), axis=0, unsafe=True,
+                                    initial=0)
 
 
 def _float32(shape: Sizes, like: torch.Tensor) -> torch.Tensor:
