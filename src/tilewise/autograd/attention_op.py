@@ -271,4 +271,4 @@ def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Operands,
 
 
 def _trainable(operands: Operands) -> bool:
-    return operands != NO_OPERANDS and any(t is not None and t.requires_grad for t in operands)
+    return operands is not NO_OPERANDS and any(t is not None and t.requires_grad for t in operands)
