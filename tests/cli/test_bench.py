@@ -4,8 +4,10 @@ import json
 import sys
 
 import pytest
+import torch
 
 from tilewise.backends.reference import ReferenceBackend
+from tilewise.bench.grids import CAUSAL, GRIDS, priced, shape_case
 from tilewise.bench.rows import read_rows
 
 SHAPE = ("bench", "--sq", 48, "--hq", 2, "--d", 16, "--mask", "causal", "--device", "cpu")
@@ -80,6 +82,22 @@ def test_a_spent_budget_says_what_is_left(run, tmp_path):
     assert {row["case"] for row in finished.json["rows"]} == {"b1_h8_s512_d64_causal"}
     assert len(finished.json["left"]) == 9
     assert finished.json["left"][-1] == "b1_h8_s4096_d64_none float32"
+
+
+def test_the_options_grid_gives_a_row_an_option_and_a_table_of_prices(run, tmp_path, monkeypatch):
+    small = shape_case(1, (2, 2), (24, 24), (8, 8), CAUSAL)
+    monkeypatch.setitem(GRIDS, "options", lambda: [(case, torch.float32, learned) for case, learned in priced(small)])
+    finished = run("bench", "--grid", "options", "--providers", "tilewise:reference,sdpa_math", "--device", "cpu",
+                   "--no-plots", "--out", tmp_path)
+    assert finished.status == 0
+    rows = read_rows(tmp_path / "options.csv")
+    assert len(rows) == 2 * 2 * 8
+    assert all(row.status == "ok" for row in rows if row.provider == "tilewise:reference")
+    taken = [row.options for row in rows if row.provider == "sdpa_math" and row.status == "ok"]
+    assert taken[::2] == ["", "bias 1hqk", "bias 1hqk with gradient", "dropout 0.1", "boolean mask 11qk"]
+    assert "| case | option | pass | tilewise | price | sdpa_math |" in (tmp_path / "options.md").read_text("utf-8")
+    assert "causal, bias 1hqk with gradient" in finished.output
+    assert "takes no softcap" in finished.output
 
 
 def test_the_host_mode_gives_three_calls_a_provider(run, tmp_path):

@@ -93,10 +93,21 @@ def test_a_case_with_options_is_checked_whole_with_every_gradient(monkeypatch):
     assert all(report.ok for report in references.reports(got))
     got["dbias"][0, 3, 1, 2] += 1.0
     assert [report.worst for report in references.reports(got) if not report.ok] == [(0, 3, 1, 2)]
-    monkeypatch.setitem(accuracy._ORACLE_PAIRS, "cpu", 1000)
+    monkeypatch.setitem(accuracy._WHOLE_PAIRS, "cpu", 1000)
     shorter = check_plan(Cell("cases", case, torch.float32), CPU)
     assert shorter.cell.case.b * shorter.cell.case.hq * shorter.cell.case.sq * shorter.cell.case.sk <= 1000
     assert shorter.text == f"shorter twin s{shorter.cell.case.sq}x{shorter.cell.case.sk}"
+
+
+def test_a_larger_case_with_options_is_checked_on_a_twin_of_fewer_heads_and_its_own_lengths(monkeypatch):
+    whole = Cell("cases", case_named("everything"), torch.float32, learned=("bias",))
+    monkeypatch.setitem(accuracy._WHOLE_PAIRS, "cpu", 2 * 3 * 49 * 70)
+    plan = check_plan(whole, CPU)
+    case = plan.cell.case
+    assert (case.b, case.hq, case.hk, case.sq, case.sk) == (2, 2, 1, 49, 70)
+    assert (case.bias, case.settings, plan.cell.learned) == (whole.case.bias, whole.case.settings, ("bias",))
+    assert (plan.text, plan.groups) == ("twin of 1 instead of 2 key/value heads", ())
+    assert plan.is_full_shape
 
 
 @pytest.mark.parametrize("fault", [1e-3, float("nan")])

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from tilewise.bench.grids import GRIDS, Cell, filtered, grid_cells, parse_dtype, shape_case
+from tilewise.bench.grids import GRIDS, Cell, filtered, grid_cells, parse_dtype, priced, shape_case
 from tilewise.errors import InvalidInput
 from tilewise.masks import causal
 from tilewise.problem import AttentionProblem
-from tilewise.testing.inputs import make_inputs
+from tilewise.testing.inputs import make_inputs, make_operands
 
 
 def test_every_cell_of_the_paper_grid_holds_16k_tokens_of_width_2048():
@@ -33,6 +33,28 @@ def test_a_cell_describes_the_problem_that_its_tensors_make(layout):
     cell = Cell("flags", shape_case(2, (4, 2), (9, 17), (8, 6), causal("top_left"), layout), torch.float32)
     q, k, v, _, _ = make_inputs(cell.case, cell.dtype, "cpu")
     assert cell.problem(torch.device("cpu")) == AttentionProblem.from_tensors(q, k, v, mask=cell.case.mask)
+
+
+@pytest.mark.parametrize("case", [case for case, _ in priced(shape_case(2, (4, 2), (9, 9), (8, 8), causal()))], ids=str)
+def test_a_cell_with_an_option_describes_the_problem_that_its_tensors_make(case):
+    q, k, v, _, _ = make_inputs(case, torch.bfloat16, "cpu")
+    operands = make_operands(case, torch.bfloat16, "cpu")
+    assert Cell("options", case, torch.bfloat16).problem(torch.device("cpu")) == AttentionProblem.from_tensors(
+        q, k, v, operands, mask=case.mask, settings=case.settings)
+
+
+def test_the_options_grid_has_the_plain_call_and_each_option_alone_at_both_lengths():
+    cells = grid_cells(["options"])
+    assert {(cell.case.b, cell.case.hq, cell.case.hk, cell.case.sq, cell.case.sk, cell.case.d, cell.dtype)
+            for cell in cells} == {(b, 16, 16, s, s, 128, torch.bfloat16) for b, s in ((4, 4096), (2, 8192))}
+    assert {cell.case.mask for cell in cells} == {causal()}
+    found = [(cell.case.bias, cell.case.alibi, cell.case.softcap, cell.case.sinks, cell.case.dropout_p,
+              cell.case.mask_tensor, cell.learned) for cell in cells if cell.case.sq == 4096]
+    assert found == [
+        ("", "", None, False, 0.0, "", ()), ("1hqk", "", None, False, 0.0, "", ()),
+        ("1hqk", "", None, False, 0.0, "", ("bias",)), ("", "h", None, False, 0.0, "", ()),
+        ("", "", 30.0, False, 0.0, "", ()), ("", "", None, True, 0.0, "", ("sinks",)),
+        ("", "", None, False, 0.1, "", ()), ("", "", None, False, 0.0, "11qk", ())]
 
 
 def test_unknown_names_raise_and_list_what_is_allowed():

@@ -19,6 +19,11 @@ def test_speed_has_a_panel_a_pass_and_memory_a_panel_a_case(tmp_path):
     assert (panels(speed), panels(memory)) == (2, 1)
 
 
+def test_each_option_has_a_panel_of_its_own(tmp_path):
+    rows = [row("tilewise", s, options=options) for s in (512, 1024) for options in ("", "sinks")]
+    assert panels(draw_figures(rows, tmp_path, "options")[0]) == 2
+
+
 def test_equal_rows_give_equal_bytes(tmp_path):
     first, second = (draw_figures(grid_rows(), tmp_path / name, "cpu") for name in ("a", "b"))
     assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]

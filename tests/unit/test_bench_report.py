@@ -48,6 +48,40 @@ def test_memory_and_accuracy_are_tables_of_their_own():
         markdown(grid_rows(), "heat")
 
 
+def option_rows():
+    """Plain calls of 2 ms and softcap at 3 ms, a peer that takes 4 and 6, and one that has no softcap."""
+    return [row("tilewise", ms_p50=2.0), row("flex", ms_p50=4.0), row("naive", ms_p50=1.0),
+            row("tilewise", options="softcap 30", ms_p50=3.0), row("flex", options="softcap 30", ms_p50=6.3),
+            row("naive", options="softcap 30", ms_p50=None, status="refused")]
+
+
+def test_an_option_has_a_price_in_plain_calls_and_peers_are_held_against_ours():
+    lines = markdown(option_rows(), "price").splitlines()
+    assert lines[0].startswith("Milliseconds of tilewise; the price:")
+    assert lines[2] == "| case | option | pass | tilewise | price | flex | naive |"
+    shape = "b1 h8 s512 d64 float32 causal"
+    assert lines[4:] == [f"| {shape} | none | forward | **2** | 1.00× | 2.00× | 0.50× |",
+                         f"| {shape} | softcap 30 | forward | **3** | 1.50× | 2.10× | refused |"]
+
+
+def test_a_price_needs_the_plain_call_of_the_same_backend_shape_and_pass():
+    rows = [row("tilewise:torch"), row("tilewise", direction="backward"), row("tilewise", 1024),
+            row("tilewise", options="softcap 30", ms_p50=3.0), row("tilewise", 2048, options="sinks", status="wrong",
+                                                                   ms_p50=None)]
+    lines = markdown(rows, "price").splitlines()
+    assert lines[-2].endswith("| softcap 30 | forward | **3** | – |")
+    assert lines[-1].endswith("| sinks | forward | wrong | – |")
+
+
+def test_prices_of_rows_without_an_option_raise():
+    with pytest.raises(InvalidInput, match="view is 'price', and no row has an option; allowed are rows of a grid"):
+        markdown(grid_rows(), "price")
+
+
+def test_other_tables_name_the_options_of_a_case():
+    assert "| b1 h8 s512 d64 float32 causal, softcap 30 | forward |" in markdown(option_rows())
+
+
 def test_the_marked_table_is_made_anew_and_all_else_stays(results):
     text, without_rows = updated_readme(README, results)
     assert without_rows == []
@@ -59,6 +93,13 @@ def test_the_marked_table_is_made_anew_and_all_else_stays(results):
 def test_a_bare_name_and_a_view_are_understood(results):
     text, _ = updated_readme("<!-- bench:small:accuracy --><!-- /bench:small:accuracy -->", results)
     assert "Error against float64" in text
+
+
+def test_a_marker_asks_for_prices_too(tmp_path):
+    marked = "<!-- bench:options:price -->not run yet<!-- /bench:options:price -->"
+    assert updated_readme(marked, tmp_path) == (marked, ["options:price"])
+    write_rows(tmp_path / "options.csv", option_rows())
+    assert "| softcap 30 | forward | **3** | 1.50× |" in updated_readme(marked, tmp_path)[0]
 
 
 def test_a_marker_without_rows_keeps_its_text_and_is_named(results):

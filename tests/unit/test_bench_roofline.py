@@ -2,7 +2,7 @@
 
 import torch
 
-from tilewise.bench.grids import shape_case
+from tilewise.bench.grids import priced, shape_case
 from tilewise.bench.roofline import credited_pairs, flops, least_bytes
 from tilewise.masks import Mask, causal, window
 
@@ -16,6 +16,14 @@ def test_forward_counts_four_b_h_s_squared_d_and_backward_two_and_a_half_times_t
 def test_a_causal_square_counts_as_half_of_the_full_one():
     full, half = (shape_case(1, (4, 4), (1024, 1024), (64, 64), mask) for mask in (Mask(), causal()))
     assert flops(half, "forward") == flops(full, "forward") / 2
+
+
+def test_options_count_nothing():
+    plain, *others = (case for case, _ in priced(shape_case(1, (4, 2), (64, 64), (32, 32), causal())))
+    for case in others:
+        for direction in ("forward", "backward"):
+            assert flops(case, direction) == flops(plain, direction)
+            assert least_bytes(case, torch.bfloat16, direction) == least_bytes(plain, torch.bfloat16, direction)
 
 
 def test_other_masks_count_the_pairs_that_are_visible():

@@ -27,8 +27,8 @@ class Scaled(Provider):
     def why_not(self, cell, direction, device):
         return self.refusal if direction == "backward" else None
 
-    def bind(self, cell, device):
-        dense = DenseProvider().bind(cell, device)
+    def bind(self, cell, operands, device):
+        dense = DenseProvider().bind(cell, operands, device)
 
         def attend(q, k, v):
             self.calls += 1
@@ -40,7 +40,7 @@ class Scaled(Provider):
 class Broken(Provider):
     name = "broken"
 
-    def bind(self, cell, device):
+    def bind(self, cell, operands, device):
         def attend(q, k, v):
             raise ValueError("no kernel for this")
 

@@ -106,6 +106,16 @@ def test_operands_follow_the_seed_and_masks_do_not_follow_the_dtype():
     assert not torch.equal(first.bias.flatten()[:64], make_inputs(case, torch.float32, "cpu", 1).q.flatten()[:64])
 
 
+@pytest.mark.parametrize("case", [case for case in CASES if case.has_options and case.layout != "expanded"], ids=str)
+def test_operands_on_the_meta_device_are_those_of_the_case_without_storage(case):
+    made, drawn = (make_operands(case, torch.float16, device) for device in ("meta", "cpu"))
+    for meta, operand in zip(made, drawn, strict=True):
+        assert (meta is None) == (operand is None)
+        if operand is not None:
+            assert meta.is_meta
+            assert (meta.shape, meta.stride(), meta.dtype) == (operand.shape, operand.stride(), operand.dtype)
+
+
 @pytest.mark.parametrize("case", [case for case in CASES if case.mask_tensor], ids=str)
 def test_boolean_mask_hides_some_rows_wholly_and_leaves_pairs_of_others(case):
     mask = make_operands(case, torch.float32, "cpu").mask

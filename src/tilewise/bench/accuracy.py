@@ -21,6 +21,8 @@ _PER_QUERY_HEAD = ("out", "lse", "dq")
 # Scores that are compared, one head at a time. Each is formed in float64 and in every order of the yardsticks:
 # about 4 s of one CPU core for a cell of the cpu grid (torch 2.13).
 _ORACLE_PAIRS = {"cpu": 2**23, "cuda": 2**31}
+# A case with options is in memory whole: up to 90 bytes a score (dropout, s 1024, torch 2.13), 48 GB here.
+_WHOLE_PAIRS = {"cpu": 2**23, "cuda": 2**29}
 _MOST_GROUPS = 16
 
 
@@ -29,7 +31,7 @@ class CheckPlan:
     """What is compared.
 
     Attributes:
-        cell: the cell itself, or a shorter one with the same dims, heads, mask, dtype and layout.
+        cell: the cell itself, or a twin with fewer heads or, where one is too many, shorter lengths; the same else.
         groups: (batch, key/value head) pairs that are compared, each by itself; none of a case with options, which is
             compared whole: heads and batch may share an operand.
         text: the same as words.
@@ -47,24 +49,43 @@ class CheckPlan:
 
 def check_plan(cell: Cell, device: torch.device) -> CheckPlan:
     """Choose the largest part of a cell that the oracle can afford, at least one key/value head."""
+    if cell.case.has_options:
+        return _whole_plan(cell, _WHOLE_PAIRS.get(device.type, _WHOLE_PAIRS["cpu"]))
+    return _plan_by_head(cell, _ORACLE_PAIRS.get(device.type, _ORACLE_PAIRS["cpu"]))
+
+
+def _plan_by_head(cell: Cell, limit: int) -> CheckPlan:
     case = cell.case
-    limit = _ORACLE_PAIRS.get(device.type, _ORACLE_PAIRS["cpu"])
-    heads = case.b * case.hq if case.has_options else case.hq // max(1, case.hk)
-    pairs = max(1, heads * case.sq * case.sk)
+    pairs = max(1, case.hq // max(1, case.hk) * case.sq * case.sk)
     total = case.b * case.hk
     if pairs > limit:
-        shrink = math.sqrt(limit / pairs)
-        sq, sk = (max(1, int(length * shrink)) for length in (case.sq, case.sk))
-        shorter = replace(cell, case=replace(case, name=f"{case.name}_check_s{sq}x{sk}", sq=sq, sk=sk))
-        if case.has_options:
-            return CheckPlan(shorter, (), f"shorter twin s{sq}x{sk}")
-        return CheckPlan(shorter, ((0, 0),), f"shorter twin s{sq}x{sk}, 1 of {total} key/value heads")
-    if case.has_options:
-        return CheckPlan(cell, (), "full")
+        shorter = _shorter(cell, limit / pairs)
+        lengths = f"s{shorter.case.sq}x{shorter.case.sk}"
+        return CheckPlan(shorter, ((0, 0),), f"shorter twin {lengths}, 1 of {total} key/value heads")
     count = max(1, min(total, limit // pairs, _MOST_GROUPS))  # an empty batch has one group still: an empty slice
     chosen = [round(i * (total - 1) / max(1, count - 1)) for i in range(count)]
     text = "full" if count >= total else f"{count} of {total} key/value heads"
     return CheckPlan(cell, tuple(divmod(index, case.hk) for index in chosen), text)
+
+
+def _whole_plan(cell: Cell, limit: int) -> CheckPlan:
+    """Keep the lengths as long as one key/value head of every batch is not too much: kernels differ by lengths."""
+    case = cell.case
+    pairs = case.b * case.hq * case.sq * case.sk
+    if pairs <= limit:
+        return CheckPlan(cell, (), "full")
+    hk = limit * case.hk // pairs
+    if hk:
+        fewer = replace(case, name=f"{case.name}_check_hk{hk}", hq=hk * case.hq // case.hk, hk=hk)
+        return CheckPlan(replace(cell, case=fewer), (), f"twin of {hk} instead of {case.hk} key/value heads")
+    shorter = _shorter(cell, limit / pairs)
+    return CheckPlan(shorter, (), f"shorter twin s{shorter.case.sq}x{shorter.case.sk}")
+
+
+def _shorter(cell: Cell, share: float) -> Cell:
+    """Return the cell with lengths that leave this share of its pairs."""
+    sq, sk = (max(1, int(length * math.sqrt(share))) for length in (cell.case.sq, cell.case.sk))
+    return replace(cell, case=replace(cell.case, name=f"{cell.case.name}_check_s{sq}x{sk}", sq=sq, sk=sk))
 
 
 @dataclass(frozen=True)

@@ -3,82 +3,101 @@
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 
 from tilewise.bench.accuracy import References, check_plan
 from tilewise.bench.grids import Cell
+from tilewise.bench.options import Tensors, make_tensors
 from tilewise.bench.providers import Provider
 from tilewise.bench.roofline import Direction
 from tilewise.bench.rows import Row
 from tilewise.errors import UnsupportedProblem
-from tilewise.testing.inputs import Inputs, make_inputs
 from tilewise.testing.tolerance import ErrorReport
 
 _REASON_LENGTH = 300
 
 
 class Prepared:
-    """A provider bound to a cell and its inputs, in the provider's own order of dims."""
+    """A provider bound to a cell and its tensors, in the provider's own order of dims."""
 
-    def __init__(self, provider: Provider, cell: Cell, inputs: Inputs, device: torch.device) -> None:
+    def __init__(self, provider: Provider, cell: Cell, tensors: Tensors, device: torch.device) -> None:
         self.provider = provider
-        self.attend = provider.bind(cell, device)
-        self.leaves = [provider.native(tensor.detach()).requires_grad_() for tensor in inputs[:3]]
+        inputs, operands = tensors
+        self._q, self._k, self._v = (provider.native(tensor.detach()).requires_grad_() for tensor in inputs[:3])
+        learned = {name: getattr(operands, name).detach().requires_grad_() for name in cell.learned}
+        self.attend = provider.bind(cell, operands._replace(**learned), device)
+        self.leaves = {"q": self._q, "k": self._k, "v": self._v, **learned}
         self.dout = provider.native(inputs.dout)
 
     def forward(self) -> torch.Tensor:
         """Run the training forward: what the backward needs is kept."""
-        return self.attend(*self.leaves)
+        return self.attend(self._q, self._k, self._v)
 
     def forward_without_grad(self) -> torch.Tensor:
         """Run the forward of inference."""
         with torch.no_grad():
-            return self.attend(*self.leaves)
+            return self.forward()
 
     def training_step(self) -> tuple[torch.Tensor, ...]:
         """Run forward and backward, keeping nothing between calls."""
-        return torch.autograd.grad(self.forward(), self.leaves, self.dout)
+        return torch.autograd.grad(self.forward(), tuple(self.leaves.values()), self.dout)
 
     def call(self, direction: Direction) -> Callable[[], object]:
         """Return one direction alone as a call; for the backward, the forward runs once, here."""
         return self.forward if direction == "forward" else self._backward_call()
 
     def results(self, direction: Direction) -> dict[str, torch.Tensor]:
-        """Return what a direction computes, by name, dims (b, h, s, d)."""
-        named = ({"out": self.forward()} if direction == "forward" else
-                 dict(zip(("dq", "dk", "dv"), self._backward_call()(), strict=True)))
-        return {name: self.provider.native(tensor.detach()) for name, tensor in named.items()}
+        """Return what a direction computes, by name; dims (b, h, s, d), and an operand's own for its gradient."""
+        if direction == "forward":
+            return {"out": self.provider.native(self.forward().detach())}
+        gradients = dict(zip(self.leaves, self._backward_call()(), strict=True))
+        return {f"d{name}": self.provider.native(tensor) if name in ("q", "k", "v") else tensor
+                for name, tensor in gradients.items()}
 
     def _backward_call(self) -> Callable[[], tuple[torch.Tensor, ...]]:
         out = self.forward()
-        return lambda: torch.autograd.grad(out, self.leaves, self.dout, retain_graph=True)
+        leaves = tuple(self.leaves.values())
+        return lambda: torch.autograd.grad(out, leaves, self.dout, retain_graph=True)
 
 
 class Checker:
     """The float64 results of one cell, computed once for all providers."""
 
-    def __init__(self, cell: Cell, inputs: Inputs, device: torch.device) -> None:
-        self._cell, self._device = cell, device
+    def __init__(self, cell: Cell, tensors: Tensors, device: torch.device) -> None:
+        self._cell, self._whole, self._device = cell, tensors, device
         self._plan = check_plan(cell, device)
-        self._inputs = inputs if self._plan.is_full_shape else make_inputs(self._plan.cell.case, cell.dtype, device)
-        self._references = References.of(self._plan, self._inputs, lse_grad=False)
+        self._tensors = tensors if self._plan.cell == cell else make_tensors(self._plan.cell, device)
+        self._references = References.of(self._plan, *self._tensors, lse_grad=False)
 
     def checked(self, row: Row, provider: Provider, direction: Direction) -> Row:
-        """Return the row with its errors, its status, and the reason if that is not ok."""
-        reason = provider.why_not(self._cell, direction, self._device)
+        """Return the row with its errors, its status, and the reason if that is not ok.
+
+        A provider whose dropout draws another mask than scores.py is checked with a dropout_p of 0; the row says so.
+        """
+        reason = provider.reason_against(self._cell, direction, self._device)
         if reason is not None:
             return replace(row, status="refused", reason=reason)
+        if self._cell.case.dropout_p and not provider.draws_alike:
+            row = self._without_dropout.checked(row, provider, direction)
+            return replace(row, checked=f"{row.checked}, at dropout_p 0") if row.checked else row
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")  # torch explains in warnings why it has no kernel
             try:
-                got = Prepared(provider, self._plan.cell, self._inputs, self._device).results(direction)
+                got = Prepared(provider, self._plan.cell, self._tensors, self._device).results(direction)
             except UnsupportedProblem as error:
                 return replace(row, status="refused", reason=one_line(error))
             except Exception as error:  # other packages refuse by any exception; the row keeps its words
                 notes = " | ".join(str(warning.message) for warning in caught)
                 return replace(row, status="failed", reason=one_line(error, notes))
         return _with_errors(replace(row, checked=self._plan.text), self._references.reports(got))
+
+    @cached_property
+    def _without_dropout(self) -> "Checker":
+        cell = replace(self._cell, case=replace(self._cell.case, dropout_p=0.0))
+        inputs, operands = self._whole
+        return Checker(cell, Tensors(inputs, operands._replace(seed=None)), self._device)
 
 
 def one_line(error: Exception, notes: str = "") -> str:

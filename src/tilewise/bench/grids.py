@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -10,22 +11,38 @@ from tilewise.errors import InvalidInput
 from tilewise.masks import Mask, causal
 from tilewise.problem import AttentionProblem
 from tilewise.testing.cases import Case, Layout
-from tilewise.testing.inputs import lay_out
+from tilewise.testing.inputs import lay_out, make_operands
 
 FULL = Mask()
 CAUSAL = causal()
 DTYPE_NAMES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32,
                "float64": torch.float64}
 _PAPER_TOKENS, _PAPER_HIDDEN = 16384, 2048
+# The end of a case's name, what the case has, and which of its operands are learned.
+_PRICED: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
+    ("", {}, ()),
+    ("bias", {"bias": "1hqk"}, ()),
+    ("bias_learned", {"bias": "1hqk"}, ("bias",)),
+    ("alibi", {"alibi": "h"}, ()),
+    ("softcap", {"softcap": 30.0}, ()),
+    ("sinks", {"sinks": True}, ("sinks",)),
+    ("dropout", {"dropout_p": 0.1}, ()),
+    ("mask_tensor", {"mask_tensor": "11qk"}, ()),
+)
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One problem of a grid: what all providers are timed on side by side."""
+    """One problem of a grid: what all providers are timed on side by side.
+
+    Attributes:
+        learned: the operands, by their names in scores.py, that get a gradient; q, k and v always do.
+    """
 
     grid: str
     case: Case
     dtype: torch.dtype
+    learned: tuple[str, ...] = ()
 
     def problem(self, device: torch.device) -> AttentionProblem:
         """Describe the call without allocating its tensors."""
@@ -33,7 +50,9 @@ class Cell:
         q, k, v = (lay_out(torch.empty((case.b, h, s, d), dtype=self.dtype, device="meta"), case.layout)
                    for h, s, d in ((case.hq, case.sq, case.d), (case.hk, case.sk, case.d),
                                    (case.hk, case.sk, case.dv)))
-        problem = AttentionProblem.from_tensors(q, k, v, mask=case.mask, scale=case.scale)
+        operands = make_operands(case, self.dtype, "meta")
+        problem = AttentionProblem.from_tensors(q, k, v, operands, mask=case.mask, scale=case.scale,
+                                                settings=case.settings)
         return replace(problem, device=device)
 
     def __str__(self) -> str:
@@ -68,7 +87,7 @@ def grid_cells(names: Iterable[str]) -> list[Cell]:
     for name in names:
         if name not in GRIDS:
             raise InvalidInput(f"grid is {name!r}; allowed are {', '.join(GRIDS)}.")
-        cells += [Cell(name, case, dtype) for case, dtype in GRIDS[name]()]
+        cells += [Cell(name, *entry) for entry in GRIDS[name]()]
     return cells
 
 
@@ -76,6 +95,12 @@ def filtered(cells: Iterable[Cell], lengths: Sequence[int] = (), dims: Sequence[
     """Keep the cells whose query length and head dim are listed; an empty list keeps all."""
     return [cell for cell in cells
             if (not lengths or cell.case.sq in lengths) and (not dims or cell.case.d in dims)]
+
+
+def priced(case: Case) -> list[tuple[Case, tuple[str, ...]]]:
+    """Return the plain case and, beside it, a case an option, each with the operands that get a gradient."""
+    return [(replace(case, name=f"{case.name}_{name}" if name else case.name, **fields), learned)
+            for name, fields, learned in _PRICED]
 
 
 def _square(b: int, heads: int | tuple[int, int], s: int, d: int, mask: Mask, layout: Layout) -> Case:
@@ -102,6 +127,11 @@ def _fp32() -> list[tuple[Case, torch.dtype]]:
     return [(_square(b, 12, s, 64, CAUSAL, "bshd"), torch.float32) for b, s in ((8, 1024), (6, 4096), (1, 8192))]
 
 
+def _options() -> list[tuple[Case, torch.dtype, tuple[str, ...]]]:
+    return [(case, torch.bfloat16, learned) for b, s in ((4, 4096), (2, 8192))
+            for case, learned in priced(_square(b, 16, s, 128, CAUSAL, "bshd"))]
+
+
 def _cpu() -> list[tuple[Case, torch.dtype]]:
     # From short to long, so that a run whose time is up has every series begun. Together under five minutes on two
     # idle cores, most of it in dense attention; that is why bfloat16 has two lengths alone.
@@ -112,6 +142,7 @@ def _cpu() -> list[tuple[Case, torch.dtype]]:
     return [(_square(1, 8, s, 64, mask, "bhsd"), dtype) for s, mask, dtype in series]
 
 
-GRIDS: dict[str, Callable[[], list[tuple[Case, torch.dtype]]]] = {
-    "cpu": _cpu, "paper": _paper, "seeds": _seeds, "gqa": _gqa, "fp32": _fp32,
+_Entry = tuple[Case, torch.dtype] | tuple[Case, torch.dtype, tuple[str, ...]]
+GRIDS: dict[str, Callable[[], Sequence[_Entry]]] = {
+    "cpu": _cpu, "paper": _paper, "seeds": _seeds, "gqa": _gqa, "fp32": _fp32, "options": _options,
 }

@@ -7,10 +7,10 @@ import torch
 
 from tilewise.bench.checking import Checker, Prepared
 from tilewise.bench.grids import FULL, Cell, shape_case
+from tilewise.bench.options import make_tensors
 from tilewise.bench.plan import Plan, blank_row
 from tilewise.bench.rows import Row
 from tilewise.bench.timing import Timing, host_samples
-from tilewise.testing.inputs import make_inputs
 
 _CALLS = 200
 _WARMUPS = 20
@@ -29,8 +29,8 @@ def run_host(plan: Plan) -> Iterator[Row]:
     computation too.
     """
     cell = host_cell(plan.device)
-    inputs = make_inputs(cell.case, cell.dtype, plan.device)
-    checker = Checker(cell, inputs, plan.device)
+    tensors = make_tensors(cell, plan.device)
+    checker = Checker(cell, tensors, plan.device)
     for provider in plan.providers:
         plan.on_step(f"host cost of {provider.name}")
         row = blank_row(cell, provider.name, "forward_backward", "host", plan.origin)
@@ -39,7 +39,7 @@ def run_host(plan: Plan) -> Iterator[Row]:
         if unfit is not None:
             yield unfit
             continue
-        entry = Prepared(provider, cell, inputs, plan.device)
+        entry = Prepared(provider, cell, tensors, plan.device)
         for direction, call in (("forward_no_grad", entry.forward_without_grad), ("forward", entry.forward),
                                 ("forward_backward", entry.training_step)):
             times = Timing.of(host_samples(call, plan.device, _CALLS, _WARMUPS))

@@ -7,6 +7,7 @@ import torch
 
 from tilewise.bench.grids import Cell, dtype_name
 from tilewise.bench.mask_text import format_mask
+from tilewise.bench.options import options_text
 from tilewise.bench.peers import peer_providers
 from tilewise.bench.provenance import Provenance
 from tilewise.bench.providers import Provider, own_providers, torch_providers
@@ -59,4 +60,4 @@ def blank_row(cell: Cell, provider: str, direction: str, regime: str, origin: Pr
     sizes = {name: getattr(case, name) for name in ("b", "hq", "hk", "sq", "sk", "d", "dv")}
     return Row(grid=cell.grid, case=str(case), provider=provider, direction=direction, **sizes,
                dtype=dtype_name(cell.dtype), mask=format_mask(case.mask), layout=case.layout, regime=regime,
-               status="ok", **asdict(origin))
+               status="ok", options=options_text(cell), **asdict(origin))

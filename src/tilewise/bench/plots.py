@@ -175,7 +175,8 @@ def _panels(rows: Iterable[Row]) -> dict[str, list[Row]]:
         heads = "" if row.hq == row.hk else f", heads {row.hq}/{row.hk}"
         dims = f"{row.d}" if row.d == row.dv else f"{row.d}/{row.dv}"
         mask = "full" if row.mask == "none" else row.mask
-        panels.setdefault(f"{row.direction}, {mask}, {row.dtype}, d {dims}{heads}", []).append(row)
+        options = f", {row.options}" if row.options else ""
+        panels.setdefault(f"{row.direction}, {mask}, {row.dtype}, d {dims}{heads}{options}", []).append(row)
     return panels
 
 

@@ -1,12 +1,13 @@
 """What can be timed: this package's backends, dense attention, and torch's own fused kernels.
 
-A provider answers in sentences: ``missing`` when it cannot run on this machine at all, ``why_not`` when it does not
-take one cell. Other packages' kernels are in peers.py.
+A provider answers in sentences: ``missing`` when it cannot run on this machine at all, ``reason_against`` when it does
+not take one cell. Other packages' kernels are in flex.py and peers.py.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from typing import cast
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -14,8 +15,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tilewise.api import attention
 from tilewise.bench.grids import FULL, Cell
 from tilewise.bench.memory import MIB, available_bytes
+from tilewise.bench.options import LEARNABLE, OPTIONS, options_of
 from tilewise.bench.roofline import Direction
 from tilewise.dispatch import BACKENDS, explain_problem
+from tilewise.scores import Operands
+from tilewise.testing.inputs import call_options
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 AUTOMATIC = "tilewise"
@@ -27,16 +31,35 @@ def is_ours(provider: str) -> bool:
 
 
 class Provider(ABC):
-    """One implementation of attention."""
+    """One implementation of attention.
+
+    Attributes:
+        options: which options it takes, of those in options.py.
+        gradients: which operands it has a gradient of.
+        draws_alike: whether its dropout keeps the pairs that scores.py says; else its results have no exact ones.
+    """
 
     name: str
+    options: frozenset[str] = frozenset()
+    gradients: frozenset[str] = frozenset()
+    draws_alike = False
 
     def missing(self, device: torch.device) -> str | None:
         """Return why it cannot run on this machine and device at all, as a sentence, or None."""
         return None
 
-    def why_not(self, cell: Cell, direction: Direction, device: torch.device) -> str | None:
+    def reason_against(self, cell: Cell, direction: Direction, device: torch.device) -> str | None:
         """Return why it does not take the cell, as a sentence, or None."""
+        lacking = [OPTIONS[field] for field in options_of(cell.case) if field not in self.options]
+        if lacking:
+            return f"takes no {', no '.join(lacking)}"
+        constant = [name for name in cell.learned if name not in self.gradients]
+        if constant:
+            return f"has no gradient of {', '.join(constant)}"
+        return self.why_not(cell, direction, device)
+
+    def why_not(self, cell: Cell, direction: Direction, device: torch.device) -> str | None:
+        """Return why it does not take a cell whose options it takes, as a sentence, or None."""
         return None
 
     def native(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -44,8 +67,12 @@ class Provider(ABC):
         return tensor
 
     @abstractmethod
-    def bind(self, cell: Cell, device: torch.device) -> Attend:
-        """Return the function of q, k, v, in the provider's order of dims, that is timed for this cell."""
+    def bind(self, cell: Cell, operands: Operands, device: torch.device) -> Attend:
+        """Return the function of q, k, v, in the provider's order of dims, that is timed for this cell.
+
+        What can be made of the operands once for many calls is made here, untimed; of those that require a gradient,
+        it must be part of the call.
+        """
 
 
 class TransposedProvider(Provider):
@@ -58,6 +85,10 @@ class TransposedProvider(Provider):
 
 class TilewiseProvider(Provider):
     """One backend of this package, or the automatic choice."""
+
+    options = frozenset(OPTIONS)
+    gradients = frozenset(LEARNABLE)
+    draws_alike = True
 
     def __init__(self, backend: str | None) -> None:
         self.backend = backend
@@ -79,10 +110,10 @@ class TilewiseProvider(Provider):
             return reasons[self.backend]
         return "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
 
-    def bind(self, cell: Cell, device: torch.device) -> Attend:
+    def bind(self, cell: Cell, operands: Operands, device: torch.device) -> Attend:
         """Call :func:`tilewise.attention`."""
-        case = cell.case
-        return lambda q, k, v: attention(q, k, v, mask=case.mask, scale=case.scale, backend=self.backend)
+        options = call_options(cell.case, operands)
+        return lambda q, k, v: attention(q, k, v, **options, backend=self.backend)
 
 
 class DenseProvider(Provider):
@@ -94,7 +125,7 @@ class DenseProvider(Provider):
         """Refuse where the score matrices would not fit."""
         return _too_large(cell, device)
 
-    def bind(self, cell: Cell, device: torch.device) -> Attend:
+    def bind(self, cell: Cell, operands: Operands, device: torch.device) -> Attend:
         """Two matrix products around torch's softmax."""
         case, group = cell.case, cell.case.hq // cell.case.hk
         scale = case.d**-0.5 if case.scale is None else case.scale
@@ -114,8 +145,10 @@ class DenseProvider(Provider):
 class SdpaProvider(Provider):
     """One backend of torch's scaled_dot_product_attention."""
 
-    def __init__(self, name: str, backend: SDPBackend, *, on_cpu: bool, dense: bool = False) -> None:
+    def __init__(self, name: str, backend: SDPBackend, *, on_cpu: bool, dense: bool = False,
+                 options: Sequence[str] = (), gradients: Sequence[str] = ()) -> None:
         self.name, self.backend, self.on_cpu, self.dense = name, backend, on_cpu, dense
+        self.options, self.gradients = frozenset(options), frozenset(gradients)
 
     def missing(self, device: torch.device) -> str | None:
         """Say which of torch's backends have no CPU kernel."""
@@ -129,17 +162,20 @@ class SdpaProvider(Provider):
         plain = mask == FULL or (mask.left is None and mask.right == 0 and (square or mask.alignment == "top_left"))
         if not plain:
             return f"takes no mask or top-left causal without a dense (sq, sk) mask tensor, got {mask}"
+        if cell.case.dropout_p and device.type == "cpu" and not self.dense:
+            return "has dropout on GPUs only"
         return _too_large(cell, device) if self.dense else None
 
-    def bind(self, cell: Cell, device: torch.device) -> Attend:
+    def bind(self, cell: Cell, operands: Operands, device: torch.device) -> Attend:
         """Call torch with only this backend allowed."""
-        case = cell.case
-        is_causal, grouped = case.mask != FULL, case.hq != case.hk
+        case, make_mask = cell.case, _attn_mask(cell, operands, device)
+        is_causal, grouped = case.mask != FULL and make_mask is None, case.hq != case.hk
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            attn_mask = None if make_mask is None else make_mask()
             with self._only():
                 return torch.nn.functional.scaled_dot_product_attention(
-                    q, k, v, is_causal=is_causal, scale=case.scale, enable_gqa=grouped)
+                    q, k, v, attn_mask, case.dropout_p, is_causal, scale=case.scale, enable_gqa=grouped)
 
         return attend
 
@@ -155,13 +191,40 @@ def own_providers() -> list[Provider]:
 
 def torch_providers() -> list[Provider]:
     """Return dense attention and torch's kernels."""
+    masked = ("bias", "mask_tensor", "dropout_p")
     return [
         DenseProvider(),
-        SdpaProvider("sdpa_math", SDPBackend.MATH, on_cpu=True, dense=True),
-        SdpaProvider("sdpa_flash", SDPBackend.FLASH_ATTENTION, on_cpu=True),
-        SdpaProvider("sdpa_efficient", SDPBackend.EFFICIENT_ATTENTION, on_cpu=False),
-        SdpaProvider("sdpa_cudnn", SDPBackend.CUDNN_ATTENTION, on_cpu=False),
+        SdpaProvider("sdpa_math", SDPBackend.MATH, on_cpu=True, dense=True, options=masked, gradients=("bias",)),
+        SdpaProvider("sdpa_flash", SDPBackend.FLASH_ATTENTION, on_cpu=True, options=("dropout_p",)),
+        SdpaProvider("sdpa_efficient", SDPBackend.EFFICIENT_ATTENTION, on_cpu=False, options=masked,
+                     gradients=("bias",)),
+        SdpaProvider("sdpa_cudnn", SDPBackend.CUDNN_ATTENTION, on_cpu=False, options=masked),
     ]
+
+
+def _attn_mask(cell: Cell, operands: Operands, device: torch.device) -> Callable[[], torch.Tensor] | None:
+    """Return what makes torch's attn_mask in a call: bias, boolean mask and the cell's own mask in one tensor.
+
+    torch takes no ``is_causal`` beside it. A bias that gets a gradient is joined with the masks in every call, as its
+    users have to; any other, and the masks alone, once.
+    """
+    case, bias = cell.case, operands.bias
+    if bias is None and operands.mask is None:
+        return None
+    visible = None if case.mask == FULL else case.mask.visible(case.sq, case.sk, device)
+    if operands.mask is not None:
+        visible = operands.mask if visible is None else operands.mask & visible
+    hidden = None if visible is None else ~visible
+
+    def joined() -> torch.Tensor:
+        if bias is None:
+            return cast(torch.Tensor, visible)
+        return bias if hidden is None else bias.masked_fill(hidden, float("-inf"))
+
+    if bias is not None and bias.requires_grad:
+        return joined
+    once = joined()
+    return lambda: once
 
 
 def _too_large(cell: Cell, device: torch.device) -> str | None:

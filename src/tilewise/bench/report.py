@@ -2,11 +2,11 @@
 
 A README holds ``<!-- bench:NAME -->`` … ``<!-- /bench:NAME -->``; what stands between is generated. NAME is the path
 of a CSV below the results folder without its ending ("nvidia-h200/paper"), or its bare name where that is unique;
-":memory" or ":accuracy" behind it asks for another table than the speeds.
+":memory", ":accuracy" or ":price" behind it asks for another table than the speeds.
 """
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from tilewise.bench.providers import AUTOMATIC, is_ours
 from tilewise.bench.rows import Row, latest, read_rows
 from tilewise.errors import InvalidInput
 
-VIEWS = ("speed", "memory", "accuracy")
+VIEWS = ("speed", "memory", "accuracy", "price")
 _MARKED = re.compile(r"(<!-- bench:(\S+) -->)(.*?)(<!-- /bench:(\S+) -->)", re.DOTALL)
 _START = re.compile(r"<!-- bench:\S+ -->")
 _NOT_MEASURED = "–"
@@ -61,15 +61,18 @@ def counts_in_tflops(rows: Iterable[Row]) -> bool:
 def markdown(rows: Sequence[Row], view: str = "speed") -> str:
     """Write a table: a line a case and direction, a column a provider.
 
-    In the speed table a peer's cell ends with how many times ours is as fast as it.
+    In the speed table a peer's cell ends with how many times ours is as fast as it; the prices of options have a layout
+    of their own.
 
     Raises:
-        InvalidInput: no rows, or an unknown view.
+        InvalidInput: no rows, an unknown view, or prices of rows without options.
     """
     if view not in VIEWS:
         raise InvalidInput(f"view is {view!r}; allowed are {', '.join(VIEWS)}.")
     if not rows:
         raise InvalidInput("there are no rows to make a table of.")
+    if view == "price":
+        return _prices(rows)
     sides = comparisons(rows)
     names = sorted({name for side in sides for name in side.rows}, key=_provider_rank(rows))
     title, cell = _view(view, rows)
@@ -83,6 +86,10 @@ def markdown(rows: Sequence[Row], view: str = "speed") -> str:
 
 def describe(row: Row) -> str:
     """Name a case in a reader's words."""
+    return _shape(row) + (f", {row.options}" if row.options else "")
+
+
+def _shape(row: Row) -> str:
     pairs = ((row.hq, row.hk, "h"), (row.sq, row.sk, "s"), (row.d, row.dv, "d"))
     sizes = " ".join(f"{letter}{first}" if first == second else f"{letter}{first}/{second}"
                      for first, second, letter in pairs)
@@ -115,6 +122,41 @@ def updated_readme(text: str, results: Path) -> tuple[str, list[str]]:
     if count != len(_START.findall(text)):
         raise InvalidInput("a marker <!-- bench:NAME --> has no end; allowed is <!-- /bench:NAME --> behind it.")
     return new, without_rows
+
+
+def _prices(rows: Sequence[Row]) -> str:
+    """Write a line a shape, option and pass: our time, what it is of our plain call's, and the peers' of ours."""
+    if not any(row.options for row in rows):
+        raise InvalidInput("view is 'price', and no row has an option; allowed are rows of a grid such as options.")
+    sides = comparisons(rows)
+    plain = {_shape_and_pass(row): row.ms_p50 for side in sides for row in side.rows.values() if not row.options}
+    peers = list(dict.fromkeys(row.provider for row in rows if not is_ours(row.provider)))
+    columns = ["case", "option", "pass", "tilewise", "price", *peers]
+    lines = ["Milliseconds of tilewise; the price: how many times those of its call without the option; of the others, "
+             f"how many times tilewise is as fast. {_caption(rows)}", "", f"| {' | '.join(columns)} |",
+             "|---|---|---|" + "---:|" * (len(columns) - 3)]
+    for side in sides:
+        first = side.first
+        texts = [_shape(first), first.options or "none", first.direction.replace("_", " "), *_own_cells(side, plain)]
+        for name in peers:
+            ratio, row = side.speedup_over(name), side.rows.get(name)
+            texts.append(f"{ratio:.2f}×" if ratio is not None else _NOT_MEASURED if row is None else _status_cell(row))
+        lines.append("| " + " | ".join(texts) + " |")
+    return "\n".join(lines)
+
+
+def _own_cells(side: Comparison, plain: Mapping[tuple[str, ...], float | None]) -> tuple[str, str]:
+    ours = side.ours
+    if ours is None or ours.ms_p50 is None:
+        status = next((_status_cell(row) for row in side.rows.values() if is_ours(row.provider)), _NOT_MEASURED)
+        return status, _NOT_MEASURED
+    base = plain.get(_shape_and_pass(ours))
+    return f"**{ours.ms_p50:.3g}**", _NOT_MEASURED if base is None else f"{ours.ms_p50 / base:.2f}×"
+
+
+def _shape_and_pass(row: Row) -> tuple[str, ...]:
+    """What a call with an option shares with the plain call that it is held against."""
+    return _shape(row), row.layout, row.direction, row.regime, row.provider
 
 
 def _named_file(results: Path, name: str) -> Path | None:

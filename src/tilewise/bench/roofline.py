@@ -27,7 +27,7 @@ def credited_pairs(case: Case) -> float:
 
 
 def flops(case: Case, direction: Direction) -> float:
-    """Operations that the mathematics needs; what a kernel recomputes beyond them is not credited.
+    """Operations that the mathematics needs; what a kernel recomputes beyond them is not credited, nor is an option.
 
     Forward: two matrix products, 4·b·hq·s²·d when all dims agree. Backward: five, 2.5 times the forward.
     """
@@ -36,7 +36,7 @@ def flops(case: Case, direction: Direction) -> float:
 
 
 def least_bytes(case: Case, dtype: torch.dtype, direction: Direction) -> int:
-    """Bytes that must cross the memory bus: every input read once and every output written once."""
+    """Bytes that must cross the memory bus: every input read once and every output written once, options left out."""
     q, k = case.hq * case.sq * case.d, case.hk * case.sk * case.d
     v, out = case.hk * case.sk * case.dv, case.hq * case.sq * case.dv
     rows = case.hq * case.sq

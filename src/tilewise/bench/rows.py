@@ -19,13 +19,14 @@ class Row:
         direction: forward (a training forward) or backward; in regime "host" also forward_no_grad and
             forward_backward.
         regime: see timing.py; "+graph" where CUDA-graph replays were timed.
+        options: what the call has beside mask and scale (options.py); "" = nothing.
         status: ok; wrong = outside its error budget, so not timed; refused = the provider does not take the case;
             failed = it broke. reason tells more.
         ms_p20, ms_p50, ms_p80: percentiles over ``samples`` calls, in milliseconds.
         tflops: credited operations per second (roofline.py), in 10^12.
         peak_mib: most memory held at once above the inputs; a backward row counts forward and backward together.
-        max_error, mean_error: against float64; the worst of dq, dk and dv in a backward row.
-        checked: which part of the problem the errors were taken over.
+        max_error, mean_error: against float64; the worst of all gradients in a backward row.
+        checked: which part of the problem the errors were taken over, and what was left out of it.
         host_us: time the host takes to enqueue a call.
     """
 
@@ -45,6 +46,7 @@ class Row:
     layout: str
     regime: str
     status: Status
+    options: str = ""
     reason: str = ""
     ms_p20: float | None = None
     ms_p50: float | None = None
@@ -71,6 +73,7 @@ class Row:
 
 
 COLUMNS = tuple(field.name for field in fields(Row))
+_LATER = {"options"}  # files written before these columns were thought of stay readable: they have the default
 _HINTS = get_type_hints(Row)
 
 
@@ -93,7 +96,7 @@ def read_rows(path: Path) -> list[Row]:
         raise InvalidInput(f"{path} is no file; allowed is a CSV that `tilewise bench` wrote.")
     with path.open(newline="", encoding="utf-8") as file:
         reader = csv.DictReader(file)
-        unlike = set(reader.fieldnames or ()) ^ set(COLUMNS)
+        unlike = (set(reader.fieldnames or ()) | _LATER) ^ set(COLUMNS)
         if unlike:
             raise InvalidInput(f"{path} is no table of `tilewise bench`: missing or unknown columns "
                                f"{', '.join(sorted(unlike))}.")

@@ -9,11 +9,11 @@ from tilewise.bench.checking import Checker, Prepared, one_line
 from tilewise.bench.clocks import ClockSampler
 from tilewise.bench.grids import Cell
 from tilewise.bench.memory import peak_mib
+from tilewise.bench.options import make_tensors
 from tilewise.bench.plan import Plan, blank_row
 from tilewise.bench.roofline import Direction, flops, least_bytes
 from tilewise.bench.rows import Row
 from tilewise.bench.timing import Call, Timing, graphed, host_microseconds, measure
-from tilewise.testing.inputs import make_inputs
 
 _LEAST_WORK = 1e8
 _GRAPH_MAX_LENGTH = 1024  # beyond it a call outlasts its launch, and a replay measures the same
@@ -53,9 +53,9 @@ class _CellRun:
     def rows(self) -> list[Row]:
         """Check every provider, time those that are right, and measure their memory."""
         cell, plan = self._cell, self._plan
-        inputs = make_inputs(cell.case, cell.dtype, plan.device)
+        tensors = make_tensors(cell, plan.device)
         self._step("float64 oracle")
-        checker = Checker(cell, inputs, plan.device)
+        checker = Checker(cell, tensors, plan.device)
         rows: list[Row] = []
         for provider in plan.providers:
             self._step(f"checking {provider.name}")
@@ -64,7 +64,7 @@ class _CellRun:
                 rows.append(checker.checked(row, provider, direction))
         del checker
         right = {row.provider for row in rows if row.status == "ok"}
-        prepared = {provider.name: Prepared(provider, cell, inputs, plan.device)
+        prepared = {provider.name: Prepared(provider, cell, tensors, plan.device)
                     for provider in plan.providers if provider.name in right}
         return [done for direction in plan.directions
                 for done in self._timed([row for row in rows if row.direction == direction], direction, prepared)]

@@ -7,7 +7,7 @@ import typer
 
 from tilewise.bench import report as reports
 from tilewise.bench.environment import environment
-from tilewise.bench.grids import Cell, filtered, grid_cells, parse_dtype
+from tilewise.bench.grids import GRIDS, Cell, filtered, grid_cells, parse_dtype
 from tilewise.bench.plan import Plan, available_providers
 from tilewise.bench.plots import draw_figures
 from tilewise.bench.provenance import provenance
@@ -95,8 +95,8 @@ def check(  # noqa: PLR0913 - one parameter a flag
 
 @app.command()
 def bench(  # noqa: PLR0913 - one parameter a flag
-    *, grid: Annotated[str | None, typer.Option(help="Grids, with commas: cpu, paper, seeds, gqa, fp32. Default: paper "
-                                                     "on a GPU, else cpu.")] = None,
+    *, grid: Annotated[str | None, typer.Option(help=f"Grids, with commas: {', '.join(GRIDS)}. Default: paper on a "
+                                                     "GPU, else cpu.")] = None,
     sq: flags.OwnLength = None, b: flags.Batch = 1, hq: flags.QueryHeads = 8, hk: flags.KeyHeads = None,
     sk: flags.KeyLength = None, d: flags.HeadDim = 64, dv: flags.ValueDim = None, mask: flags.MaskText = "none",
     dtype: Annotated[str, typer.Option(help="Dtype of the shape.")] = "float32",
@@ -182,7 +182,7 @@ def plot(files: Annotated[list[Path], typer.Argument(help="CSV files that `tilew
 @app.command()
 def report(
     files: Annotated[list[Path] | None, typer.Argument(help="CSV files to print as Markdown.")] = None, *,
-    view: Annotated[str, typer.Option(help="speed, memory or accuracy.")] = "speed",
+    view: Annotated[str, typer.Option(help=f"{', '.join(reports.VIEWS)}.")] = "speed",
     readme: Annotated[Path | None, typer.Option(help="Make the marked tables of this file anew instead.")] = None,
     results: Annotated[Path, typer.Option(help="Folder of the CSV files that the markers name.")] = Path(
         "benchmarks/results"),

@@ -90,7 +90,7 @@ def make_operands(case: Case, dtype: torch.dtype, device: torch.device | str, se
     """Draw the case's bias, slopes, boolean mask, sinks and dropout seed, as :func:`make_inputs` draws.
 
     A mask hides about a third of the pairs and every fifth row wholly; its values do not depend on the dtype. With
-    ``requires_grad``, bias, slopes and sinks are leaves.
+    ``requires_grad``, bias, slopes and sinks are leaves. On the device "meta" nothing is drawn or allocated.
 
     >>> from tilewise.testing.cases import case_named
     >>> make_operands(case_named("bias_of_keys"), torch.float16, "cpu").bias.shape
@@ -99,21 +99,24 @@ def make_operands(case: Case, dtype: torch.dtype, device: torch.device | str, se
     if not case.has_options:
         return NO_OPERANDS
     generator = torch.Generator().manual_seed(seed + _OPERAND_STREAM)
+    source = "meta" if torch.device(device).type == "meta" else "cpu"
     wide = torch.float64 if dtype is torch.float64 else torch.float32
     own = dtype if case.operand_dtype == "same" else wide
     bias = slopes = mask = sinks = drawn_seed = None
     if case.bias:
-        values = torch.randn(_broadcast_shape(case, case.bias), generator=generator)
+        values = torch.randn(_broadcast_shape(case, case.bias), generator=generator, device=source)
         bias = _lay_out_operand(values.to(device=device, dtype=own), case, case.bias)
     if case.alibi:
-        values = 0.02 + 0.3 * torch.rand(case.b if case.alibi == "bh" else 1, case.hq, generator=generator)
+        batches = case.b if case.alibi == "bh" else 1
+        values = 0.02 + 0.3 * torch.rand(batches, case.hq, generator=generator, device=source)
         slopes = _spread(values.to(device=device, dtype=wide), case)
     if case.mask_tensor:
-        mask = _lay_out_operand(_draw_mask(case, generator).to(device), case, case.mask_tensor)
+        mask = _lay_out_operand(_draw_mask(case, generator, source).to(device), case, case.mask_tensor)
     if case.sinks:
-        sinks = _spread(torch.randn(case.hq, generator=generator).to(device=device, dtype=own), case)
+        values = torch.randn(case.hq, generator=generator, device=source)
+        sinks = _spread(values.to(device=device, dtype=own), case)
     if case.dropout_p:
-        drawn_seed = torch.randint(2**62, (1,), generator=generator).to(device)
+        drawn_seed = torch.randint(2**62, (1,), generator=generator, device=source).to(device)
     if requires_grad:
         bias, slopes, sinks = (t if t is None else t.detach().requires_grad_() for t in (bias, slopes, sinks))
     return Operands(bias, slopes, mask, sinks, drawn_seed)
@@ -132,10 +135,10 @@ def _broadcast_shape(case: Case, pattern: str) -> tuple[int, ...]:
     return tuple(sizes[letter] for letter in pattern)
 
 
-def _draw_mask(case: Case, generator: torch.Generator) -> torch.Tensor:
+def _draw_mask(case: Case, generator: torch.Generator, source: str) -> torch.Tensor:
     shape = _broadcast_shape(case, case.mask_tensor)
-    rows = torch.arange(math.prod(shape[:-1])).reshape(*shape[:-1], 1)
-    return (torch.rand(shape, generator=generator) > 0.3) & (rows % 5 != 3)
+    rows = torch.arange(math.prod(shape[:-1]), device=source).reshape(*shape[:-1], 1)
+    return (torch.rand(shape, generator=generator, device=source) > 0.3) & (rows % 5 != 3)
 
 
 def _lay_out_operand(tensor: torch.Tensor, case: Case, pattern: str) -> torch.Tensor:

@@ -1,0 +1,110 @@
+"""torch's FlexAttention, its options written as the functions that it asks for."""
+
+import importlib
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+
+from tilewise.bench.grids import Cell
+from tilewise.bench.options import LEARNABLE, OPTIONS
+from tilewise.bench.providers import Attend, Provider
+from tilewise.scores import Operands
+from tilewise.testing.cases import Case
+
+_Lookup = Callable[..., torch.Tensor]
+
+
+class FlexProvider(Provider):
+    """FlexAttention, compiled in its default mode, the masks as a block mask; it lacks dropout alone."""
+
+    name = "flex"
+    options = frozenset(OPTIONS) - {"dropout_p"}
+    gradients = frozenset(LEARNABLE)
+
+    def missing(self, device: torch.device) -> str | None:
+        """Refuse the CPU."""
+        if device.type != "cuda":
+            return "FlexAttention has no backward on the CPU, and its forward compiles for tens of seconds"
+        return None
+
+    def bind(self, cell: Cell, operands: Operands, device: torch.device) -> Attend:
+        """Compile for this shape, the mask's block structure worked out beforehand."""
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+        # Its backward frees buffers that a second backward over the same graph, as it is timed here, reads again.
+        functorch_config: Any = importlib.import_module("torch._functorch.config")
+        functorch_config.donated_buffer = False
+        # A shape more is a compilation more of the same function; past a limit torch would stop compiling.
+        importlib.import_module("torch._dynamo").reset()
+        case, sinks = cell.case, operands.sinks
+        function: Any = flex_attention if sinks is None else attend_with_sinks
+        compiled: Any = torch.compile(function, dynamic=False)
+        block_mask = None
+        if case.mask.is_bounded or operands.mask is not None:
+            sizes = (1, 1) if operands.mask is None else operands.mask.shape[:2]
+            b, h = (None if size == 1 else size for size in sizes)
+            block_mask = create_block_mask(_mask_function(case, operands), b, h, case.sq, case.sk, device=str(device))
+        score_mod, more = _score_function(case, operands), {} if sinks is None else {"sinks": sinks}
+
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return cast(torch.Tensor, compiled(q, k, v, score_mod=score_mod, block_mask=block_mask, scale=case.scale,
+                                               enable_gqa=case.hq != case.hk, **more))
+
+        return attend
+
+
+def attend_with_sinks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, sinks: torch.Tensor,
+                      **options: Any) -> torch.Tensor:
+    """Call FlexAttention and shrink its rows to what is left of them beside the sinks, by their lse."""
+    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+
+    function: Any = flex_attention  # its overloads know no options by dict
+    out, aux = function(q, k, v, **options, return_aux=AuxRequest(lse=True))
+    attended: torch.Tensor = (out * torch.sigmoid(aux.lse - sinks[:, None])[..., None]).to(out.dtype)
+    return attended
+
+
+def _score_function(case: Case, operands: Operands) -> Any:
+    """Return what a scaled score becomes, in the order of scores.py, or None where it stays."""
+    softcap, bias, slopes = case.softcap, operands.bias, operands.alibi_slopes
+    if softcap is None and bias is None and slopes is None:
+        return None
+    bias_at, slope_at = (None if tensor is None else _lookup(tensor) for tensor in (bias, slopes))
+    offset = 0 if slopes is None else case.mask.offset(case.sq, case.sk)
+
+    def changed(score: torch.Tensor, b: torch.Tensor, h: torch.Tensor, i: torch.Tensor,
+                j: torch.Tensor) -> torch.Tensor:
+        if softcap is not None:
+            score = softcap * torch.tanh(score / softcap)
+        if bias_at is not None:
+            score = score + bias_at(b, h, i, j)
+        if slope_at is not None:
+            score = score - slope_at(b, h) * (i + offset - j).abs()
+        return score
+
+    return changed
+
+
+def _mask_function(case: Case, operands: Operands) -> Any:
+    band = case.mask.band(case.sq, case.sk)
+    lower, upper = band.lower, band.upper
+    visible_at = None if operands.mask is None else _lookup(operands.mask)
+
+    def visible(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+        seen = torch.ones_like(j, dtype=torch.bool)
+        if lower is not None:
+            seen = seen & (j - i >= lower)
+        if upper is not None:
+            seen = seen & (j - i <= upper)
+        if visible_at is not None:
+            seen = seen & visible_at(b, h, i, j)
+        return seen
+
+    return visible
+
+
+def _lookup(tensor: torch.Tensor) -> _Lookup:
+    """Return a function of one index a dim, all of them tensors, 0 too: by such FlexAttention adds up gradients."""
+    steps = [int(size > 1) for size in tensor.shape]
+    return lambda *index: tensor[tuple(index[dim] * step for dim, step in enumerate(steps))]

@@ -1,0 +1,44 @@
+"""What the options of a cell are called, and its tensors."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tilewise.bench.grids import CAUSAL, FULL, Cell, priced, shape_case
+from tilewise.bench.options import OPTIONS, make_tensors, options_of, options_text
+from tilewise.testing.cases import CASES, case_named
+from tilewise.testing.inputs import make_operands
+
+PLAIN = shape_case(2, (4, 2), (33, 33), (16, 16), CAUSAL)
+
+
+def cell(case, learned=()):
+    return Cell("options", case, torch.float32, learned)
+
+
+def test_options_are_told_in_words_with_their_dims_sizes_and_gradients():
+    assert [options_text(cell(case, learned)) for case, learned in priced(PLAIN)] == [
+        "", "bias 1hqk", "bias 1hqk with gradient", "ALiBi slopes", "softcap 30", "sinks with gradient", "dropout 0.1",
+        "boolean mask 11qk"]
+    assert options_text(cell(case_named("everything"), ("alibi_slopes",))) == (
+        "bias 1hqk, boolean mask b1qk, ALiBi slopes with gradient, sinks, softcap 4, dropout 0.2")
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_option_of_a_case_is_known(case):
+    assert bool(options_of(case)) == case.has_options
+    assert set(options_of(case)) <= set(OPTIONS)
+
+
+@pytest.mark.parametrize(("dims", "mask"), [("11qk", FULL), ("bhqk", CAUSAL), ("b11k", CAUSAL)])
+def test_every_query_sees_a_key_and_the_mask_stays_that_of_the_tests_else(dims, mask):
+    case = replace(PLAIN, mask_tensor=dims, mask=mask)
+    made, drawn = make_tensors(cell(case), torch.device("cpu")).operands.mask, make_operands(case, torch.float32,
+                                                                                             "cpu").mask
+    visible = made & mask.visible(33, 33, torch.device("cpu"))
+    assert visible.any(-1).all()
+    assert not visible.all()
+    changed = (made != drawn).nonzero()
+    assert len(changed)
+    assert (changed[:, 2] == changed[:, 3]).all()

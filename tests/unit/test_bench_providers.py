@@ -1,0 +1,225 @@
+"""What can be timed: refusals, and the operands that a provider gets."""
+
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tilewise.bench import accuracy
+from tilewise.bench.checking import Checker, Prepared
+from tilewise.bench.flex import FlexProvider
+from tilewise.bench.grids import CAUSAL, FULL, Cell, priced, shape_case
+from tilewise.bench.options import make_tensors
+from tilewise.bench.peers import FlashAttentionProvider, peer_providers
+from tilewise.bench.plan import blank_row
+from tilewise.bench.provenance import provenance
+from tilewise.bench.providers import DenseProvider, TilewiseProvider, own_providers, torch_providers
+from tilewise.masks import window
+from tilewise.scores import Operands
+from tilewise.testing.cases import Case
+
+CPU = torch.device("cpu")
+PLAIN = shape_case(2, (4, 2), (33, 33), (16, 16), CAUSAL, "bshd")
+CELLS = [Cell("options", case, torch.float32, learned) for case, learned in priced(PLAIN)]
+ORIGIN = provenance(CPU, "")
+KNOWN = {provider.name: provider for provider in (*own_providers(), *torch_providers(), *peer_providers())}
+
+
+def cell_with(end):
+    return next(cell for cell in CELLS if cell.case.name.endswith(end))
+
+
+def checked(provider, cell, direction):
+    row = blank_row(cell, provider.name, direction, "test", ORIGIN)
+    return Checker(cell, make_tensors(cell, CPU), CPU).checked(row, provider, direction)
+
+
+def taken(provider, device=CPU):
+    """Return the ends of the names of the cells that a provider takes, and the others' reasons."""
+    reasons = {cell.case.name.removeprefix(PLAIN.name).strip("_"): provider.reason_against(cell, "backward", device)
+               for cell in CELLS}
+    return ([end for end, reason in reasons.items() if reason is None],
+            {end: reason for end, reason in reasons.items() if reason is not None})
+
+
+ALL = ["", "bias", "bias_learned", "alibi", "softcap", "sinks", "dropout", "mask_tensor"]
+
+
+@pytest.mark.parametrize(("name", "ends"), [
+    ("tilewise", ALL), ("tilewise:reference", ALL), ("naive", [""]),
+    ("sdpa_math", ["", "bias", "bias_learned", "dropout", "mask_tensor"]), ("sdpa_flash", [""]),
+    ("sdpa_efficient", ["", "bias", "bias_learned", "mask_tensor"]), ("sdpa_cudnn", ["", "bias", "mask_tensor"]),
+    ("flex", [end for end in ALL if end != "dropout"])])
+def test_a_provider_takes_the_options_that_it_has_and_no_other(name, ends):
+    assert taken(KNOWN[name])[0] == ends
+
+
+def test_a_refusal_says_which_option_or_gradient_is_lacking():
+    assert taken(KNOWN["sdpa_cudnn"])[1] == {
+        "bias_learned": "has no gradient of bias", "alibi": "takes no ALiBi slopes", "softcap": "takes no softcap",
+        "sinks": "takes no sinks", "dropout": "has dropout on GPUs only"}
+    assert taken(KNOWN["flex"])[1] == {"dropout": "takes no dropout"}
+    both = Cell("options", replace(PLAIN, bias="1hqk", sinks=True), torch.float32)
+    assert KNOWN["naive"].reason_against(both, "forward", CPU) == "takes no bias, no sinks"
+    assert "takes no mask tensor" in KNOWN["tilewise:torch"].reason_against(cell_with("mask_tensor"), "forward", CPU)
+
+
+def test_torch_kernels_have_dropout_on_gpus():
+    for name in ("sdpa_flash", "sdpa_efficient", "sdpa_cudnn"):
+        assert KNOWN[name].reason_against(cell_with("dropout"), "backward", torch.device("cuda")) is None
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("name", ["tilewise:reference", "sdpa_math"])
+def test_the_operands_reach_the_call_and_the_gradients_come_back(name, direction, cell):
+    provider = KNOWN[name]
+    row = checked(provider, cell, direction)
+    reason = provider.reason_against(cell, direction, CPU)
+    assert (row.status, row.reason) == (("ok", "") if reason is None else ("refused", reason))
+
+
+@pytest.mark.parametrize("fields", [{"mask": FULL, "bias": "b1qk"}, {"mask": FULL, "mask_tensor": "11qk"},
+                                    {"bias": "1hqk", "mask_tensor": "b1qk"}])
+@pytest.mark.parametrize("learned", [True, False])
+def test_torch_gets_bias_and_masks_as_one_tensor(fields, learned):
+    case = replace(PLAIN, **fields)
+    cell = Cell("options", case, torch.float32, ("bias",) if learned and case.bias else ())
+    assert checked(KNOWN["sdpa_math"], cell, "backward").status == "ok"
+
+
+def test_torch_gets_no_mask_tensor_that_nobody_asked_for(monkeypatch):
+    given = []
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention",
+                        lambda q, k, v, *options, **names: given.append(options))
+    for end in ("causal", "dropout", "mask_tensor"):
+        cell = cell_with(end)
+        Prepared(KNOWN["sdpa_math"], cell, make_tensors(cell, CPU), CPU).forward()
+    (plain, dropout, mask), seen = given, make_tensors(cell_with("mask_tensor"), CPU).operands.mask
+    assert plain == (None, 0.0, True)
+    assert dropout == (None, 0.1, True)
+    assert torch.equal(mask[0], seen & CAUSAL.visible(33, 33, CPU))
+    assert mask[1:] == (0.0, False)
+
+
+def test_a_gradient_of_an_operand_is_checked_too(monkeypatch):
+    cell = cell_with("sinks")
+    results = Prepared.results
+    assert list(results(Prepared(KNOWN["tilewise"], cell, make_tensors(cell, CPU), CPU), "backward")) == [
+        "dq", "dk", "dv", "dsinks"]
+    monkeypatch.setattr(Prepared, "results", lambda self, direction: {
+        name: tensor * 1.1 if name == "dsinks" else tensor for name, tensor in results(self, direction).items()})
+    row = checked(KNOWN["tilewise"], cell, "backward")
+    assert row.status == "wrong"
+    assert row.reason.startswith("dsinks OVER BUDGET")
+
+
+def test_dropout_of_other_draws_is_checked_without_it_and_the_row_says_so():
+    cell = cell_with("dropout")
+    for direction in ("forward", "backward"):
+        ours, others = (checked(KNOWN[name], cell, direction) for name in ("tilewise", "sdpa_math"))
+        assert (ours.status, ours.checked) == ("ok", "full")
+        assert (others.status, others.checked) == ("ok", "full, at dropout_p 0")
+
+
+def test_without_dropout_a_large_case_is_checked_on_its_own_heads_and_not_on_a_twin(monkeypatch):
+    cell = cell_with("dropout")
+    for limits in (accuracy._WHOLE_PAIRS, accuracy._ORACLE_PAIRS):
+        monkeypatch.setitem(limits, "cpu", 2 * 2 * 33 * 33)
+    ours, others = (checked(KNOWN[name], cell, "backward") for name in ("tilewise", "sdpa_math"))
+    assert (ours.status, ours.checked) == ("ok", "twin of 1 instead of 2 key/value heads")
+    assert (others.status, others.checked) == ("ok", "2 of 4 key/value heads, at dropout_p 0")
+
+
+def test_a_provider_of_the_same_draws_is_held_to_them():
+    class Deaf(TilewiseProvider):
+        def bind(self, cell, operands, device):
+            return super().bind(replace(cell, case=replace(cell.case, dropout_p=0.0)), Operands(), device)
+
+    assert checked(Deaf(None), cell_with("dropout"), "forward").status == "wrong"
+
+
+def test_a_failure_without_dropout_names_no_check():
+    class Broken(DenseProvider):
+        options = frozenset({"dropout_p"})
+
+        def bind(self, cell, operands, device):
+            raise ValueError("no kernel")
+
+    row = checked(Broken(), cell_with("dropout"), "forward")
+    assert (row.status, row.reason, row.checked) == ("failed", "ValueError: no kernel", "")
+
+
+class FlashAttention:
+    """A stand-in for the packages: keeps what it is called with, gives out q."""
+
+    def flash_attn_func(self, q, k, v, **options):
+        self.options = options
+        return q, None
+
+
+@pytest.mark.parametrize(("name", "keywords"), [
+    ("flash_attn2", {"softcap": "softcap", "alibi": "alibi_slopes", "dropout": "dropout_p"}),
+    ("flash_attn3", {"softcap": "softcap"}), ("flash_attn4", {"softcap": "softcap", "sinks": "learnable_sink"})])
+def test_generations_of_flash_attention_get_their_options_under_their_own_names(name, keywords, monkeypatch):
+    provider, package = KNOWN[name], FlashAttention()
+    assert isinstance(provider, FlashAttentionProvider)
+    monkeypatch.setitem(sys.modules, provider.module, package)
+    for end in ("causal", "alibi", "softcap", "sinks", "dropout"):
+        cell = replace(cell_with(end), dtype=torch.bfloat16, learned=())
+        if end != "causal" and end not in keywords:
+            assert provider.reason_against(cell, "forward", CPU) is not None
+            continue
+        assert provider.reason_against(cell, "forward", CPU) is None
+        tensors = make_tensors(cell, CPU)
+        Prepared(provider, cell, tensors, CPU).forward()
+        given = {option: value for option, value in package.options.items()
+                 if option not in ("softmax_scale", "causal", "window_size")}
+        slopes = tensors.operands.alibi_slopes
+        values = {"softcap": 30.0, "dropout": 0.1, "sinks": tensors.operands.sinks,
+                  "alibi": None if slopes is None else slopes[0]}
+        assert list(given) == ([] if end == "causal" else [keywords[end]])
+        if end != "causal":
+            torch.testing.assert_close(given[keywords[end]], values[end])
+
+
+def test_flash_attention_has_no_gradient_of_sinks():
+    assert KNOWN["flash_attn4"].reason_against(replace(cell_with("sinks"), dtype=torch.bfloat16), "forward",
+                                        CPU) == "has no gradient of sinks"
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+class TestFlex:
+    """FlexAttention as torch interprets it: the plumbing alone, its compiler needs a GPU."""
+
+    @pytest.fixture(autouse=True)
+    def interpreted(self, monkeypatch):
+        from torch._functorch import config
+        from torch.nn.attention import flex_attention
+
+        compiler = torch.compile
+        monkeypatch.setattr(torch, "compile", lambda function, **options: (
+            function if options == {"dynamic": False} else compiler(function, **options)))
+        monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)  # it refuses gradients on a CPU
+        with config.patch(donated_buffer=config.donated_buffer):  # put back what the provider changes
+            yield
+
+    @pytest.mark.parametrize("direction", ["forward", "backward"])
+    @pytest.mark.parametrize("cell", [cell for cell in CELLS if not cell.case.dropout_p], ids=str)
+    def test_it_has_each_option_of_the_grid(self, cell, direction):
+        row = checked(FlexProvider(), cell, direction)
+        assert (row.status, row.reason) == ("ok", "")
+
+    @pytest.mark.parametrize("direction", ["forward", "backward"])
+    def test_it_has_them_together_and_broadcast_along_any_dim(self, direction):
+        case = Case("together", b=2, hq=4, hk=2, sq=20, sk=33, d=16, dv=16, mask=window(12, 3, "bottom_right"),
+                    bias="b1qk", alibi="bh", softcap=2.0, sinks=True, mask_tensor="b11k")
+        cell = Cell("options", case, torch.float32, ("bias", "alibi_slopes", "sinks"))
+        row = checked(FlexProvider(), cell, direction)
+        assert (row.status, row.reason) == ("ok", "")
+
+    def test_a_second_backward_over_one_forward_gives_the_same(self):
+        cell = cell_with("bias_learned")
+        call = Prepared(FlexProvider(), cell, make_tensors(cell, CPU), CPU).call("backward")
+        assert all(torch.equal(first, second) for first, second in zip(call(), call(), strict=True))
