@@ -10,9 +10,6 @@ from tilewise.testing.cases import CASES, case_named
 from tilewise.testing.inputs import call_options, make_inputs, make_operands
 from tilewise.testing.oracle import Changes, attend
 
-# torch scripts some of its own forward-mode formulas when it first needs one.
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")
-
 _BOTTOM = causal("bottom_right")
 _MASKS = {
     "none": Mask(),
