@@ -1,8 +1,8 @@
 """The public calls: names, defaults, docstrings. Checks live in problem.py, choices in dispatch.py."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Literal, NamedTuple, cast, overload
+from typing import Any, Literal, NamedTuple, cast, overload
 
 import torch
 
@@ -64,14 +64,16 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visibl
               softcap: float | None = None, sinks: torch.Tensor | None = None, dropout_p: float = 0,
               dropout_seed: int | torch.Tensor | None = None, seqlens_q: torch.Tensor | None = None,
               seqlens_k: torch.Tensor | None = None, return_aux: tuple[()] = (),
-              deterministic: bool | None = None, backend: str | None = None) -> torch.Tensor: ...
+              deterministic: bool | None = None, backend: str | None = None,
+              double_backward: bool = False) -> torch.Tensor: ...
 @overload
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visible | None = None,
               scale: float | None = None, bias: torch.Tensor | None = None, alibi_slopes: torch.Tensor | None = None,
               softcap: float | None = None, sinks: torch.Tensor | None = None, dropout_p: float = 0,
               dropout_seed: int | torch.Tensor | None = None, seqlens_q: torch.Tensor | None = None,
               seqlens_k: torch.Tensor | None = None, return_aux: tuple[Literal["lse"]],
-              deterministic: bool | None = None, backend: str | None = None) -> AttentionOutput: ...
+              deterministic: bool | None = None, backend: str | None = None,
+              double_backward: bool = False) -> AttentionOutput: ...
 @overload
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visible | None = None,
               scale: float | None = None, bias: torch.Tensor | None = None, alibi_slopes: torch.Tensor | None = None,
@@ -79,7 +81,8 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visibl
               dropout_seed: int | torch.Tensor | None = None, seqlens_q: torch.Tensor | None = None,
               seqlens_k: torch.Tensor | None = None,
               return_aux: tuple[Literal["max_logit"]] | tuple[Literal["lse"], Literal["max_logit"]],
-              deterministic: bool | None = None, backend: str | None = None) -> AttentionOutputWithMax: ...
+              deterministic: bool | None = None, backend: str | None = None,
+              double_backward: bool = False) -> AttentionOutputWithMax: ...
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visible | None = None,
@@ -88,7 +91,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visibl
               dropout_seed: int | torch.Tensor | None = None, seqlens_q: torch.Tensor | None = None,
               seqlens_k: torch.Tensor | None = None, return_aux: tuple[str, ...] = (),
               deterministic: bool | None = None, backend: str | None = None,
-              ) -> torch.Tensor | AttentionOutput | AttentionOutputWithMax:
+              double_backward: bool = False) -> torch.Tensor | AttentionOutput | AttentionOutputWithMax:
     """Compute exact attention, ``dropout(softmax(softcap(scale · q kᵀ) + bias + mask)) v``, in O(s) memory.
 
     The formula is equation 1 of docs/maths.md (scaled dot-product attention, Vaswani et al., 2017); the order in which
@@ -123,6 +126,9 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visibl
         deterministic: True demands bit-equal results on every run; None follows
             :func:`torch.are_deterministic_algorithms_enabled`.
         backend: "triton", "torch" or "reference"; None chooses (see :func:`explain`, :func:`use_backend`).
+        double_backward: True computes by operations that torch itself differentiates, any number of times, in reverse
+            and in forward mode (:func:`torch.func.jvp`): the reference does, and no other backend. A gradient that is
+            itself recorded (``create_graph=True``), or made by :func:`torch.func.grad`, takes O(sq x sk) memory.
 
     Returns:
         out, (b, hq, sq, dv) in the dtype of q; or an :class:`AttentionOutput` (with
@@ -134,8 +140,8 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visibl
         InvalidInput: an argument that has no meaning; the message names it.
         UnsupportedProblem: the backend asked for (or every one) refuses; the message holds each reason.
 
-    Under autocast, q, k and v are cast to the autocast dtype, as torch's own attention does. The gradient is not
-    differentiable again: a second derivative raises.
+    Under autocast, q, k and v are cast to the autocast dtype, as torch's own attention does. Without
+    ``double_backward=True`` the gradient is not differentiable again: a second derivative raises.
 
     >>> import torch, tilewise as tw
     >>> q, k, v = (torch.randn(1, 8, 128, 64) for _ in range(3))
@@ -156,9 +162,10 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visibl
     operands = _operands(bias, alibi_slopes, visible, sinks, _seed(q, dropout_p, dropout_seed), lengths, together)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    results = run(q, k, v, operands, Options(
-        scale, band.left, band.right, band.alignment, band.prefix, band.sink_tokens, band.chunk, softcap, dropout_p,
-        "max_logit" in return_aux, None, None, deterministic, backend))
+    options = Options(scale, band.left, band.right, band.alignment, band.prefix, band.sink_tokens, band.chunk, softcap,
+                      dropout_p, "max_logit" in return_aux, None, None, deterministic, backend)
+    attend = _run_twice_differentiable if double_backward else run
+    results = attend(q, k, v, operands, options)
     if not return_aux:
         return results[0]
     return AttentionOutputWithMax(*results) if "max_logit" in return_aux else AttentionOutput(*results)
@@ -173,7 +180,8 @@ def attention_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_se
                      alibi_slopes: torch.Tensor | None = None, softcap: float | None = None,
                      sinks: torch.Tensor | None = None, dropout_p: float = 0,
                      dropout_seed: int | torch.Tensor | None = None, return_aux: tuple[()] = (),
-                     deterministic: bool | None = None, backend: str | None = None) -> torch.Tensor: ...
+                     deterministic: bool | None = None, backend: str | None = None,
+                     double_backward: bool = False) -> torch.Tensor: ...
 @overload
 def attention_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_seqlens_q: torch.Tensor,
                      cu_seqlens_k: torch.Tensor | None = None, seqused_q: torch.Tensor | None = None,
@@ -183,7 +191,8 @@ def attention_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_se
                      alibi_slopes: torch.Tensor | None = None, softcap: float | None = None,
                      sinks: torch.Tensor | None = None, dropout_p: float = 0,
                      dropout_seed: int | torch.Tensor | None = None, return_aux: tuple[Literal["lse"]],
-                     deterministic: bool | None = None, backend: str | None = None) -> AttentionOutput: ...
+                     deterministic: bool | None = None, backend: str | None = None,
+                     double_backward: bool = False) -> AttentionOutput: ...
 @overload
 def attention_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_seqlens_q: torch.Tensor,
                      cu_seqlens_k: torch.Tensor | None = None, seqused_q: torch.Tensor | None = None,
@@ -194,7 +203,8 @@ def attention_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_se
                      sinks: torch.Tensor | None = None, dropout_p: float = 0,
                      dropout_seed: int | torch.Tensor | None = None,
                      return_aux: tuple[Literal["max_logit"]] | tuple[Literal["lse"], Literal["max_logit"]],
-                     deterministic: bool | None = None, backend: str | None = None) -> AttentionOutputWithMax: ...
+                     deterministic: bool | None = None, backend: str | None = None,
+                     double_backward: bool = False) -> AttentionOutputWithMax: ...
 
 
 def attention_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_seqlens_q: torch.Tensor,
@@ -205,7 +215,7 @@ def attention_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_se
                      alibi_slopes: torch.Tensor | None = None, softcap: float | None = None,
                      sinks: torch.Tensor | None = None, dropout_p: float = 0,
                      dropout_seed: int | torch.Tensor | None = None, return_aux: tuple[str, ...] = (),
-                     deterministic: bool | None = None, backend: str | None = None,
+                     deterministic: bool | None = None, backend: str | None = None, double_backward: bool = False,
                      ) -> torch.Tensor | AttentionOutput | AttentionOutputWithMax:
     """Compute attention over packed sequences of any lengths, which the host never reads.
 
@@ -229,7 +239,8 @@ def attention_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_se
             share their lengths (``cu_seqlens_k`` left out, or the same tensor).
         bias: broadcasts to (sequences, hq, max_seqlen_q, max_seqlen_k).
         alibi_slopes: (hq,) or (sequences, hq), float32.
-        scale, softcap, sinks, dropout_p, dropout_seed, return_aux, deterministic, backend: as in :func:`attention`.
+        scale, softcap, sinks, dropout_p, dropout_seed, return_aux, deterministic, backend, double_backward: as in
+            :func:`attention`.
 
     Returns:
         out, (total_q, hq, dv); with ``return_aux`` a named tuple, whose lse and max_logit are (hq, total_q).
@@ -254,9 +265,10 @@ def attention_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_se
     operands = _operands(bias, alibi_slopes, visible, sinks, _seed(q, dropout_p, dropout_seed), lengths, together)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    out, *rows = run(q, k, v, operands, Options(
-        scale, band.left, band.right, band.alignment, band.prefix, band.sink_tokens, band.chunk, softcap, dropout_p,
-        "max_logit" in return_aux, longest[0], longest[1], deterministic, backend))
+    options = Options(scale, band.left, band.right, band.alignment, band.prefix, band.sink_tokens, band.chunk, softcap,
+                      dropout_p, "max_logit" in return_aux, longest[0], longest[1], deterministic, backend)
+    attend = _run_twice_differentiable if double_backward else run
+    out, *rows = attend(q, k, v, operands, options)
     out, rows = out[0].transpose(0, 1), [row[0] for row in rows]
     if not return_aux:
         return out
@@ -291,6 +303,13 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visible 
         q, k, v, operands, mask=band, scale=scale, deterministic=deterministic,
         settings=ScoreSettings(softcap, dropout_p, "max_logit" in return_aux))
     return explain_problem(problem, backend or settings.default_backend())
+
+
+def _run_twice_differentiable(*arguments: Any) -> Sequence[torch.Tensor]:
+    # Loads torch's compiler, in order to be left alone by it: 0.8 s, not to be paid by an import of tilewise.
+    from tilewise.autograd.second_order import run_twice_differentiable
+
+    return run_twice_differentiable(*arguments)
 
 
 def _parted(mask: object) -> tuple[Mask, torch.Tensor | None, Documents | None]:

@@ -246,8 +246,8 @@ class OnceDifferentiable(torch.autograd.Function):
     def backward(ctx: Any, *_: torch.Tensor | None) -> None:
         """Refuse."""
         raise UnsupportedProblem(
-            "a second derivative of attention was asked for; only the first is there. Detach the gradient of "
-            "attention, or use torch's math attention for this term.", {})
+            "a second derivative of attention was asked for; only the first is there. Pass double_backward=True to "
+            "the call that shall be differentiated twice, or detach its gradient.", {})
 
 
 _apply: Any = AttentionFunction.apply

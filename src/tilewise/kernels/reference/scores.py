@@ -70,7 +70,7 @@ def tile_scores(tile: Tile, q_rows: torch.Tensor, k_rows: torch.Tensor) -> tuple
         tile.by_head(scores).add_(tile.part(bias))
     if slopes is not None:
         tile.by_head(scores).sub_(slopes[:, :, None, None] * tile.distance())
-    hidden = _hidden(tile)                                                  # [b|1, hq|1, BLOCK|1, BLOCK]
+    hidden = hidden_pairs(tile)                                             # [b|1, hq|1, BLOCK|1, BLOCK]
     if hidden is not None:
         tile.by_head(scores).masked_fill_(hidden, float("-inf"))
         if tanh is not None:  # a NaN of a hidden pair must not come back with the derivative
@@ -104,7 +104,7 @@ def add_to_dalibi_slopes(dslopes: torch.Tensor, tile: Tile, dscores: torch.Tenso
     dslopes -= (tile.by_head(dscores) * tile.distance()).sum((2, 3)).sum_to_size(dslopes.shape)
 
 
-def _hidden(tile: Tile) -> torch.Tensor | None:
+def hidden_pairs(tile: Tile) -> torch.Tensor | None:
     """Return what the masks hide of the tile, by position and by data; None where no mask touches it."""
     shared = tile.problem.band.shared_keys_of(tile.queries, tile.problem.sk)
     by_position = None

@@ -1,0 +1,41 @@
+"""Attention that torch differentiates again, and in forward mode: what ``double_backward=True`` runs."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from tilewise import settings
+from tilewise.autograd.attention_op import Options
+from tilewise.dispatch import get_backend
+from tilewise.errors import UnsupportedProblem
+from tilewise.kernels.reference.differentiable import differentiable_attention
+from tilewise.scores import Operands
+
+_disable: Any = torch.compiler.disable  # has no types
+
+
+def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Operands,
+         options: Options) -> Sequence[torch.Tensor]:
+    """Attend by operations of torch alone, in place of one operator with a gradient of its own.
+
+    Returns out, lse and, where the options want it, max_logit.
+
+    Raises:
+        UnsupportedProblem: the call, or the scope that it stands in, names a backend other than the reference.
+    """
+    name = options.backend or settings.default_backend()
+    if name is not None and get_backend(name).name != "reference":
+        raise UnsupportedProblem(
+            f"backend {name!r} refuses double_backward=True",
+            {name: "makes its gradient by fused kernels, which torch cannot differentiate; backend='reference' with "
+                   "double_backward=True is made of operations that it can"})
+    problem = options.problem(q, k, v, operands)
+    with torch.autocast(problem.device.type, enabled=False):  # would round the float32 tiles to half
+        return differentiable_attention(problem, q, k, v, operands)
+
+
+# A graph compiled around it would have a gradient that torch refuses to differentiate, and one graph for each length.
+run_twice_differentiable: Callable[..., Sequence[torch.Tensor]] = _disable(
+    _run, reason="tilewise.attention with double_backward=True stays out of a compiled graph, whose gradient torch "
+                 "cannot differentiate")
