@@ -205,7 +205,9 @@ def facts_of(name: str, tensor: torch.Tensor) -> Facts:
 
 def facts_of_operands(operands: Operands) -> tuple[Facts, ...]:
     """Read the operands that are there."""
-    return () if operands is NO_OPERANDS else tuple([facts_of(name, tensor) for name, tensor in zip(Operands._fields, operands, strict=True)
+    if operands is NO_OPERANDS:
+        return ()
+    return tuple([facts_of(name, tensor) for name, tensor in zip(Operands._fields, operands, strict=True)
                   if tensor is not None])
 
 

@@ -62,7 +62,7 @@ def test_the_module_runs_as_a_program():
 def test_help_lists_every_command(run):
     finished = run("--help")
     assert finished.status == 0
-    for command in ("info", "explain", "check", "bench", "plot", "report"):
+    for command in ("info", "explain", "check", "bench", "plot", "report", "fuzz", "tune"):
         assert command in finished.output
 
 

@@ -1,5 +1,10 @@
-"""Problems nobody thought of: random sizes, masks, options, scales and layouts."""
+"""Problems nobody thought of: random sizes, masks, options, scales, layouts and strides.
 
+Hypothesis shrinks what it finds to the least; the configurations go wider (strides, NaN, dtypes, scores far from 0,
+gradients through lse) and are those of `tilewise fuzz`.
+"""
+
+import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 
@@ -10,9 +15,21 @@ from conformance.calls import (
     problem_of,
     skip_if_refused,
 )
+from tilewise.bench.backend_checks import check_configuration
+from tilewise.cli.session import Finding
 from tilewise.testing.cases import case_named
+from tilewise.testing.configurations import draw
 from tilewise.testing.inputs import make_inputs
 from tilewise.testing.strategies import small_cases, small_cases_with_options
+
+BLOCK = 20  # seeds a test
+SEEDS = {"cpu": 100, "cuda": 300}
+
+
+def pytest_generate_tests(metafunc):
+    if "first_seed" in metafunc.fixturenames:
+        device = torch.device(metafunc.config.getoption("--device"))
+        metafunc.parametrize("first_seed", range(0, SEEDS[device.type], BLOCK))
 
 
 def _check(backend, case, device):
@@ -40,3 +57,16 @@ def test_any_small_problem_stays_within_error_budget(backend, device, case):
 def test_any_small_problem_with_any_options_stays_within_error_budget(backend, device, case):
     _skip_if_refused(backend, "everything", device)
     _check(backend, case, device)
+
+
+def test_random_configurations_stay_within_error_budget(backend, first_seed, device):
+    size = "large" if device.type == "cuda" else "small"
+    findings = [Finding(configuration, check, device)
+                for configuration in (draw(seed, size) for seed in range(first_seed, first_seed + BLOCK))
+                for check in check_configuration(configuration, [backend.name], device)]
+    refusals = [finding.check.refusal for finding in findings]
+    if all(refusals):
+        pytest.skip(f"all {BLOCK} are refused, the first because backend {backend.name!r} {refusals[0]}")
+    told = [f"{finding.reproducer}\n{finding.check.failure or [str(r) for r in finding.check.reports if not r.ok]}"
+            for finding in findings if not finding.check.ok]
+    assert not told, "\n".join(told)

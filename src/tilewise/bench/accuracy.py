@@ -16,8 +16,8 @@ from tilewise.testing import oracle
 from tilewise.testing.inputs import Inputs
 from tilewise.testing.tolerance import GRADIENT_FACTOR, OUTPUT_FACTOR, ErrorReport, compare
 
-_OUTPUTS = ("out", "lse")
-_PER_QUERY_HEAD = ("out", "lse", "dq")
+_OUTPUTS = ("out", "lse", "max_logit")
+_PER_QUERY_HEAD = ("out", "lse", "max_logit", "dq")
 # Scores that are compared, one head at a time. Each is formed in float64 and in every order of the yardsticks:
 # about 4 s of one CPU core for a cell of the cpu grid (torch 2.13).
 _ORACLE_PAIRS = {"cpu": 2**23, "cuda": 2**31}
@@ -120,7 +120,10 @@ def _exact(given: Sequence[torch.Tensor], cell: Cell, operands: Operands) -> lis
     q, k, v, dout, dlse = given
     mask, scale, changes = cell.case.mask, cell.case.scale, oracle.Changes(operands, cell.case.settings)
     out, lse = oracle.attend(q, k, v, mask, scale, changes)
-    return [{"out": out, "lse": lse} | _present(oracle.gradients(q, k, v, dout, dlse, mask, scale, changes)._asdict())]
+    exact = {"out": out, "lse": lse}
+    if cell.case.max_logit:
+        exact["max_logit"] = oracle.max_logit(q, k, mask, scale, changes)
+    return [exact | _present(oracle.gradients(q, k, v, dout, dlse, mask, scale, changes)._asdict())]
 
 
 def _yardsticks(given: Sequence[torch.Tensor], cell: Cell, operands: Operands) -> list[_Named]:

@@ -1,18 +1,19 @@
 """Hold one backend of this package against float64, through the public call, lse and its gradient included."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from tilewise.api import attention
-from tilewise.bench.accuracy import References, check_plan
+from tilewise.bench.accuracy import CheckPlan, References, check_plan
 from tilewise.bench.checking import one_line
 from tilewise.bench.grids import Cell
 from tilewise.dispatch import get_backend
 from tilewise.problem import AttentionProblem
-from tilewise.scores import Operands
-from tilewise.testing.inputs import Inputs, call_options, make_inputs, make_operands
+from tilewise.testing.cases import Case
+from tilewise.testing.configurations import Call, Configuration, make_call
+from tilewise.testing.inputs import call_options, make_inputs, make_operands
 from tilewise.testing.tolerance import ErrorReport
 
 
@@ -59,8 +60,32 @@ def check_backends(cell: Cell, backends: Iterable[str], device: torch.device, se
     plan = check_plan(cell, device)
     inputs = make_inputs(plan.cell.case, cell.dtype, device, seed, requires_grad=True)
     operands = make_operands(plan.cell.case, cell.dtype, device, seed, requires_grad=True)
-    problem = AttentionProblem.from_tensors(*inputs[:3], operands, mask=cell.case.mask, scale=cell.case.scale,
-                                            settings=cell.case.settings)
+    return check_call(cell, plan, Call(inputs, operands, inputs, operands), backends)
+
+
+def check_configuration(configuration: Configuration, backends: Iterable[str],
+                        device: torch.device) -> list[BackendCheck]:
+    """Check each backend on one random configuration."""
+    cell = Cell("random", configuration.case, configuration.dtype)
+    plan = check_plan(cell, device)
+    call = make_call(replace(configuration, case=plan.cell.case), device)
+    return check_call(cell, plan, call, backends, lse_grad=configuration.lse_grad)
+
+
+def check_call(cell: Cell, plan: CheckPlan, call: Call, backends: Iterable[str], *,
+               lse_grad: bool = True) -> list[BackendCheck]:
+    """Check each backend on the same tensors.
+
+    Args:
+        cell: the problem that the results name.
+        plan: the part of it that is compared.
+        call: the tensors of that part; q, k, v and the operands with a gradient are leaves.
+        backends: by name.
+        lse_grad: whether a gradient arrives through lse where a backend has one.
+    """
+    case = plan.cell.case
+    problem = AttentionProblem.from_tensors(*call.inputs[:3], call.operands, mask=case.mask, scale=case.scale,
+                                            settings=case.settings)
     references: dict[bool, References] = {}
     results = []
     for name in backends:
@@ -68,33 +93,35 @@ def check_backends(cell: Cell, backends: Iterable[str], device: torch.device, se
         if refusal is not None:
             results.append(BackendCheck(cell, name, plan.text, refusal=refusal))
             continue
-        lse_grad, takes_backward, backward_refusal = _backward_scope(name, problem)
+        through_lse, takes_backward, backward_refusal = _backward_scope(name, problem, lse_grad=lse_grad)
         try:
-            got = _compute(name, plan.cell, (inputs, operands), takes_backward=takes_backward, lse_grad=lse_grad)
+            got = _compute(name, case, call, takes_backward=takes_backward, lse_grad=through_lse)
         except Exception as error:  # a backend that breaks is a failed check, and the other checks go on
             results.append(BackendCheck(cell, name, plan.text, failure=one_line(error)))
             continue
-        if lse_grad not in references:
-            references[lse_grad] = References.of(plan, inputs, operands, lse_grad=lse_grad)
-        reports = tuple(references[lse_grad].reports(got))
+        if through_lse not in references:
+            references[through_lse] = References.of(plan, call.clean_inputs, call.clean_operands,
+                                                    lse_grad=through_lse)
+        reports = tuple(references[through_lse].reports(got))
         results.append(BackendCheck(cell, name, plan.text, backward_refusal=backward_refusal, reports=reports))
     return results
 
 
-def _backward_scope(name: str, problem: AttentionProblem) -> tuple[bool, bool, str | None]:
+def _backward_scope(name: str, problem: AttentionProblem, *, lse_grad: bool) -> tuple[bool, bool, str | None]:
     """Return whether lse gets a gradient, whether there is a backward at all, and the first refusal."""
-    with_lse, without_lse = (get_backend(name).why_not(problem.backward(lse_grad=lse_grad))
-                             for lse_grad in (True, False))
-    return with_lse is None, with_lse is None or without_lse is None, with_lse
+    wanted, without_lse = (get_backend(name).why_not(problem.backward(lse_grad=through))
+                           for through in (lse_grad, False))
+    return lse_grad and wanted is None, wanted is None or without_lse is None, wanted
 
 
-def _compute(name: str, cell: Cell, tensors: tuple[Inputs, Operands], *, takes_backward: bool,
-             lse_grad: bool) -> dict[str, torch.Tensor]:
-    (q, k, v, dout, dlse), operands = tensors
-    out, lse = attention(q, k, v, **call_options(cell.case, operands), return_aux=("lse",), backend=name)
-    got = {"out": out, "lse": lse}
+def _compute(name: str, case: Case, call: Call, *, takes_backward: bool, lse_grad: bool) -> dict[str, torch.Tensor]:
+    (q, k, v, dout, dlse), operands = call.inputs, call.operands
+    options = call_options(case, operands) | {"backend": name}
+    result = (attention(q, k, v, **options, return_aux=("lse", "max_logit")) if case.max_logit else
+              attention(q, k, v, **options, return_aux=("lse",)))
+    got = result._asdict()
     if takes_backward:
-        outputs, incoming = ((out, lse), (dout, dlse)) if lse_grad else ((out,), (dout,))
+        outputs, incoming = ((result.out, result.lse), (dout, dlse)) if lse_grad else ((result.out,), (dout,))
         leaves = {"q": q, "k": k, "v": v} | {name: operand for name, operand in operands._asdict().items()
                                              if operand is not None and operand.requires_grad}
         gradients = torch.autograd.grad(outputs, tuple(leaves.values()), incoming)

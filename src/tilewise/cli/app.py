@@ -21,6 +21,7 @@ from tilewise.cli import render, session
 from tilewise.dispatch import BACKENDS, explain_problem, get_backend
 from tilewise.errors import InvalidInput
 from tilewise.testing.cases import CASES, case_named
+from tilewise.testing.configurations import Size, draw
 from tilewise.tuning.search import MOST_CANDIDATES
 
 app = typer.Typer(name="tilewise", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
@@ -90,6 +91,28 @@ def check(  # noqa: PLR0913 - one parameter a flag
     else:
         render.checks(results, verbose=verbose)
     if not all(result.ok for result in results):
+        raise typer.Exit(_WRONG)
+
+
+@app.command()
+def fuzz(
+    *, seed: Annotated[int, typer.Option(min=0, help="First seed; a seed is one configuration.")] = 0,
+    count: Annotated[int, typer.Option(min=1, help="Seeds to try, one after another.")] = 100,
+    size: Annotated[Literal["small", "large"] | None, typer.Option(
+        help="Lengths to 150; or to 2048, with offsets past 2^31. Default: large on a GPU, else small.")] = None,
+    backend: Annotated[list[str] | None, typer.Option(help="A backend; may be repeated. Default: all.")] = None,
+    device: flags.DeviceName = None, as_json: flags.AsJson = False,
+) -> None:
+    """Check random calls, all options mixed, odd strides, NaN in what is hidden, against dense float64 attention.
+
+    A failure is printed with the command that reproduces it. Exit status 1 when there was one.
+    """
+    where = flags.usable_device(device)
+    names = [get_backend(name).name for name in backend or BACKENDS]
+    level: Size = size or ("large" if where.type == "cuda" else "small")
+    findings = session.fuzz_session([draw(one, level) for one in range(seed, seed + count)], names, where)
+    render.as_json([render.fuzz_facts(finding) for finding in findings]) if as_json else render.fuzz(findings)
+    if not all(finding.check.ok for finding in findings):
         raise typer.Exit(_WRONG)
 
 

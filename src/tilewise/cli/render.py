@@ -16,11 +16,12 @@ from tilewise.bench.grids import dtype_name
 from tilewise.bench.providers import is_ours
 from tilewise.bench.report import Comparison, comparisons, counts_in_tflops, describe
 from tilewise.bench.rows import Row
-from tilewise.cli.session import Outcome, TuningOutcome
+from tilewise.cli.session import Finding, Outcome, TuningOutcome
 from tilewise.dispatch import Explanation
 
 _NOTHING = "–"
 _BASELINE = "naive"
+_MOST_REASONS = 10  # a refusal may name sizes, and random ones are all different
 
 
 def as_json(value: object) -> None:
@@ -91,32 +92,36 @@ def checks(results: Sequence[BackendCheck], *, verbose: bool) -> None:
     console = _console()
     if verbose:
         console.print(_check_lines(results))
-    summary = Table("backend", "dtype", "passed", "failed", "refused", "most of a budget used", "by", "there",
-                    title="against dense float64 attention", title_justify="left")
-    groups: dict[tuple[str, str], list[BackendCheck]] = {}
-    for result in results:
-        groups.setdefault((result.backend, dtype_name(result.cell.dtype)), []).append(result)
-    for (backend, dtype), members in groups.items():
-        compared = [member for member in members if member.worst is not None]
-        failed = sum(not member.ok for member in members)
-        refused = sum(member.refusal is not None for member in members)
-        cells = [backend, dtype, str(len(members) - failed - refused),
-                 f"[red]{failed}[/]" if failed else "0", str(refused)]
-        hardest = max(compared, key=lambda member: budget_share(member.worst) if member.worst else 0.0, default=None)
-        if hardest is not None and hardest.worst is not None:
-            worst = hardest.worst
-            cells += [f"{budget_share(worst):.0%}", f"{hardest.cell.case}, {worst.name}",
-                      f"max {worst.max_error:.2e} of {worst.max_budget:.2e}, mean {worst.mean_error:.2e} of "
-                      f"{worst.mean_budget:.2e}, at {worst.worst}"]
-        summary.add_row(*cells)
-    console.print(summary)
+    console.print(_check_summary(results))
     for reason in dict.fromkeys(f"{r.backend}: {r.refusal or r.backward_refusal}" for r in results
                                 if r.refusal or r.backward_refusal):
         console.print(f"refused by {reason}", markup=False)
     for result in results:
         if not result.ok:
-            lines = [str(report) for report in result.reports if not report.ok] or [str(result.failure)]
-            console.print(f"FAILED {result.backend}, {result.cell}: " + "; ".join(lines), style="red", markup=False)
+            console.print(_failure(result), style="red", markup=False)
+
+
+def fuzz_facts(finding: Finding) -> dict[str, Any]:
+    """Return the check of one random configuration as plain values."""
+    return check_facts(finding.check) | {"seed": finding.configuration.seed,
+                                         "configuration": str(finding.configuration),
+                                         "reproduce": finding.reproducer}
+
+
+def fuzz(findings: Sequence[Finding]) -> None:
+    """Print a summary a backend and dtype, how often each sentence refused, every failure and how to see it again."""
+    console = _console()
+    console.print(_check_summary([finding.check for finding in findings]))
+    reasons = Counter(f"refused by {check.backend}: {reason}" for finding in findings
+                      if (reason := (check := finding.check).refusal or check.backward_refusal))
+    for sentence, count in reasons.most_common(_MOST_REASONS):
+        console.print(f"{count} × {sentence}", markup=False)
+    if len(reasons) > _MOST_REASONS:
+        console.print(f"and {len(reasons) - _MOST_REASONS} sentences more; --json has them all")
+    for finding in findings:
+        if not finding.check.ok:
+            console.print(_failure(finding.check), style="red", markup=False)
+            console.print(f"  {finding.configuration}\n  {finding.reproducer}", markup=False, soft_wrap=True)
 
 
 def bench(outcome: Outcome, absent: dict[str, str]) -> None:
@@ -214,6 +219,33 @@ def _host_table(rows: Sequence[Row]) -> Table:
             table.add_row(row.provider, row.direction.replace("_", " "), f"{row.host_us:.1f}",
                           f"{row.ms_p20 * 1e3:.1f}–{row.ms_p80 * 1e3:.1f}")
     return table
+
+
+def _check_summary(results: Sequence[BackendCheck]) -> Table:
+    summary = Table("backend", "dtype", "passed", "failed", "refused", "most of a budget used", "by", "there",
+                    title="against dense float64 attention", title_justify="left")
+    groups: dict[tuple[str, str], list[BackendCheck]] = {}
+    for result in results:
+        groups.setdefault((result.backend, dtype_name(result.cell.dtype)), []).append(result)
+    for (backend, dtype), members in groups.items():
+        compared = [member for member in members if member.worst is not None]
+        failed = sum(not member.ok for member in members)
+        refused = sum(member.refusal is not None for member in members)
+        cells = [backend, dtype, str(len(members) - failed - refused),
+                 f"[red]{failed}[/]" if failed else "0", str(refused)]
+        hardest = max(compared, key=lambda member: budget_share(member.worst) if member.worst else 0.0, default=None)
+        if hardest is not None and hardest.worst is not None:
+            worst = hardest.worst
+            cells += [f"{budget_share(worst):.0%}", f"{hardest.cell.case}, {worst.name}",
+                      f"max {worst.max_error:.2e} of {worst.max_budget:.2e}, mean {worst.mean_error:.2e} of "
+                      f"{worst.mean_budget:.2e}, at {worst.worst}"]
+        summary.add_row(*cells)
+    return summary
+
+
+def _failure(result: BackendCheck) -> str:
+    lines = [str(report) for report in result.reports if not report.ok] or [str(result.failure)]
+    return f"FAILED {result.backend}, {result.cell}: " + "; ".join(lines)
 
 
 def _check_lines(results: Sequence[BackendCheck]) -> Table:

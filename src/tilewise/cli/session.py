@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from tilewise.bench.backend_checks import BackendCheck, check_backends
+from tilewise.bench.backend_checks import BackendCheck, check_backends, check_configuration
 from tilewise.bench.compile_ahead import Task
 from tilewise.bench.grids import Cell
 from tilewise.bench.host import run_host
@@ -23,6 +23,7 @@ from tilewise.bench.report import markdown
 from tilewise.bench.rows import Row, write_rows
 from tilewise.bench.runner import run, work
 from tilewise.bench.tuning_runs import TuningPlan, rows_of, table_provenance, tune
+from tilewise.testing.configurations import Configuration
 from tilewise.tuning.device import device_spec
 from tilewise.tuning.table import Row as TableRow
 from tilewise.tuning.table import table_file, write_table
@@ -61,6 +62,23 @@ class TuningOutcome:
     files: list[Path] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Finding:
+    """One backend on one random configuration."""
+
+    configuration: Configuration
+    check: BackendCheck
+    device: torch.device
+
+    @property
+    def reproducer(self) -> str:
+        """The command that checks this again, alone."""
+        seed, size, backend = self.configuration.seed, self.configuration.size, self.check.backend
+        interpreted = "TRITON_INTERPRET=1 " if backend == "triton" and self.device.type == "cpu" else ""
+        return (f"{interpreted}tilewise fuzz --seed {seed} --count 1 --size {size} --backend {backend} "
+                f"--device {self.device}")
+
+
 class Bar:
     """A progress bar with a sentence beside it."""
 
@@ -75,6 +93,10 @@ class Bar:
     def advance(self, amount: float = 1.0) -> None:
         """Move on."""
         self._bar.advance(self._task, amount)
+
+    def note(self, text: str) -> None:
+        """Write a line that stays, above the bar."""
+        self._bar.console.print(text, markup=False, soft_wrap=True)
 
 
 @contextlib.contextmanager
@@ -108,6 +130,21 @@ def check_session(cells: Sequence[Cell], backends: Sequence[str], device: torch.
             results += check_backends(cell, backends, device, seed)
             bar.advance()
     return results
+
+
+def fuzz_session(configurations: Sequence[Configuration], backends: Sequence[str],
+                 device: torch.device) -> list[Finding]:
+    """Check the backends on every configuration; a failure is told at once too, should the rest not end well."""
+    findings: list[Finding] = []
+    with progress(len(configurations)) as bar:
+        for configuration in configurations:
+            bar.describe(f"seed {configuration.seed}")
+            for check in check_configuration(configuration, backends, device):
+                findings.append(Finding(configuration, check, device))
+                if not check.ok:
+                    bar.note(f"failed: {findings[-1].reproducer}")
+            bar.advance()
+    return findings
 
 
 def bench_session(cells: Sequence[Cell], plan: Plan, folder: Path) -> Outcome:

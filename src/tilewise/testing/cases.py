@@ -27,7 +27,7 @@ class Case:
         operand_dtype: of bias and sinks: the inputs' own, or float32.
         alibi: the dims of the slopes; "" = none.
         sinks: whether each head has one.
-        softcap, dropout_p: as in scores.py.
+        softcap, dropout_p, max_logit: as in scores.py.
     """
 
     name: str
@@ -48,6 +48,7 @@ class Case:
     sinks: bool = False
     softcap: float | None = None
     dropout_p: float = 0.0
+    max_logit: bool = False
 
     def __post_init__(self) -> None:
         for field, names in (("layout", Layout), ("operand_dtype", OperandDtype), ("alibi", Slopes)):
@@ -70,8 +71,8 @@ class Case:
 
     @property
     def settings(self) -> ScoreSettings:
-        """The numbers that change the scores."""
-        return ScoreSettings(self.softcap, self.dropout_p)
+        """The numbers that change the scores, and whether the largest of them is wanted."""
+        return ScoreSettings(self.softcap, self.dropout_p, self.max_logit)
 
     @property
     def has_options(self) -> bool:

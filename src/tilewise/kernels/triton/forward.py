@@ -133,7 +133,8 @@ def attention_forward_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, max_ptr, mod
     row_offset = head_offset(batch, head, hq * sq, sq) + row_q
     inside = offs_m < rows_q
     if max_ptr is not None:
-        tl.store(max_ptr + row_offset + offs_m, tl.where(offs_m < length_q, row_max * LN2, float("-inf")), mask=inside)
+        largest = tl.where(offs_m < length_q, row_max * LN2, float("-inf"))
+        tl.store(max_ptr + row_offset + offs_m, largest, mask=inside)
     if modifiers.sinks.ptr is not None:
         sink = tl.load(modifiers.sinks.ptr + along(head, modifiers.sinks.stride_h, True)).to(tl.float32) * LOG2E
         row_max, row_sum, acc = add_sink(row_max, row_sum, acc, sink)

@@ -1,0 +1,223 @@
+"""Random configurations: a seed is one call of attention, drawn from the whole space of its options.
+
+Every dimension is drawn from a stream of its own, named after it, so that a new one changes no other dimension of the
+seeds there are. To add one: a line in ``_OPTIONS`` under the name of its field of :class:`Case`, and, where it does not
+go with all the others, a line in :func:`_agreeing`.
+"""
+
+import math
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
+
+import torch
+
+from tilewise.errors import InvalidInput
+from tilewise.masks import ALIGNMENTS, Mask, causal, window
+from tilewise.problem import MAX_HEAD_DIM
+from tilewise.scores import Operands
+from tilewise.testing.cases import Case, Layout, OperandDtype
+from tilewise.testing.inputs import Inputs, make_inputs, make_operands
+from tilewise.testing.placement import each_once, far_apart, plant_nan, with_meaningless_strides
+
+Size = Literal["small", "large"]
+Placement = Literal["as_laid_out", "meaningless_strides", "far_batch", "far_heads", "far_positions"]
+SEEDS = 2**31  # make_operands adds as much, and a generator heeds 32 bits
+# float64 is not among them: an oracle in float64 is no more exact than what it would judge.
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_LONGEST = {"small": 150, "large": 2048}
+_TILE_SIDES = (16, 32, 64, 128, 256, 512, 1024)
+_FAR_DIMS = {"far_batch": 0, "far_heads": 1, "far_positions": 2}
+_T = TypeVar("_T")
+_Stream = Callable[[str], random.Random]
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """One drawn call.
+
+    Attributes:
+        seed, size: what it was drawn from; the seed is its tensors' too.
+        case: the problem.
+        dtype: of q, k and v.
+        lse_grad: whether a gradient arrives through lse.
+        shift: what is added to every scaled score by way of q's and k's first dim; 0 = nothing.
+        placement: what is done to strides beyond the case's layout; see placement.py.
+    """
+
+    seed: int
+    size: Size
+    case: Case
+    dtype: torch.dtype
+    lse_grad: bool
+    shift: float
+    placement: Placement
+
+    def __str__(self) -> str:
+        more = f", {'out and lse' if self.lse_grad else 'out'} differentiated"
+        more += f", every score moved by {self.shift:.4g}" if self.shift else ""
+        more += "" if self.placement == "as_laid_out" else f", {self.placement}"
+        return f"{self.case!r}, {self.dtype}{more}"
+
+
+class Call(NamedTuple):
+    """A configuration's tensors.
+
+    Attributes:
+        inputs, operands: what a backend is given: NaN wherever it may stand.
+        clean_inputs, clean_operands: the same numbers without NaN, for the oracle.
+    """
+
+    inputs: Inputs
+    operands: Operands
+    clean_inputs: Inputs
+    clean_operands: Operands
+
+
+def draw(seed: int, size: Size = "small") -> Configuration:
+    """Return the configuration of a seed; it depends on nothing else.
+
+    Args:
+        seed: 0 to 2³¹ − 1.
+        size: "small" has lengths to 150, for CPUs and the interpreter; "large" has lengths to 2048, for GPUs.
+
+    Raises:
+        InvalidInput: the seed or the size is none of these.
+
+    >>> draw(7) == draw(7)
+    True
+    """
+    if not 0 <= seed < SEEDS:
+        raise InvalidInput(f"seed is {seed}; allowed are 0 to {SEEDS - 1}.")
+    if size not in get_args(Size):
+        raise InvalidInput(f"size is {size!r}; allowed are {get_args(Size)}.")
+
+    def stream(name: str) -> random.Random:
+        return random.Random(f"{size} {seed} {name}")
+
+    fields = _sizes(stream, _LONGEST[size]) | {name: option(stream(name)) for name, option in _OPTIONS.items()}
+    fields = _agreeing(fields, _draw_mask(stream, _LONGEST[size]))
+    dtype = stream("dtype").choice(_DTYPES)
+    case = Case(f"{size}_{seed}", **fields)
+    placements = ("meaningless_strides",) if size == "small" else get_args(Placement)[1:]
+    return Configuration(seed, size, case, dtype, lse_grad=stream("lse_grad").random() < 0.5,
+                         shift=_draw_shift(stream("shift"), case, dtype),
+                         placement=_sometimes(stream("placement"), "as_laid_out", lambda one: one.choice(placements)))
+
+
+def make_call(configuration: Configuration, device: torch.device | str) -> Call:
+    """Draw a configuration's tensors; q, k, v, bias, slopes and sinks of what a backend is given are leaves."""
+    case, dtype, seed = configuration.case, configuration.dtype, configuration.seed
+    (clean_inputs, clean_operands), (inputs, operands) = (
+        (_shifted(make_inputs(case, dtype, device, seed), configuration), make_operands(case, dtype, device, seed))
+        for _ in range(2))
+    if configuration.placement == "meaningless_strides":
+        inputs = Inputs._make(map(with_meaningless_strides, inputs))
+        operands = Operands(*(operand if operand is None else with_meaningless_strides(operand)
+                              for operand in operands))
+    elif configuration.placement in _FAR_DIMS:
+        inputs = Inputs._make((*far_apart(inputs[:4], _FAR_DIMS[configuration.placement]), inputs.dlse))
+    plant_nan(case, inputs, operands)
+    leaves = (tensor.detach().requires_grad_() for tensor in inputs[:3])
+    trainable = {name: operand.detach().requires_grad_() for name in ("bias", "alibi_slopes", "sinks")
+                 if (operand := getattr(operands, name)) is not None}
+    return Call(Inputs._make((*leaves, *inputs[3:])), operands._replace(**trainable), clean_inputs, clean_operands)
+
+
+def _sometimes(stream: random.Random, otherwise: _T, option: Callable[[random.Random], _T]) -> _T:
+    """Draw an option with a probability of 1/3, so that every two of them meet in a ninth of all configurations."""
+    return option(stream) if stream.random() < 1 / 3 else otherwise
+
+
+def _pattern(stream: random.Random) -> str:
+    return "".join(stream.choice((letter, letter, "1")) for letter in "bhqk")
+
+
+def _operand_dtype(stream: random.Random) -> OperandDtype:
+    return stream.choice(get_args(OperandDtype))
+
+
+# Field of Case -> how it is drawn.
+_OPTIONS: Mapping[str, Callable[[random.Random], Any]] = {
+    "layout": lambda stream: stream.choice(get_args(Layout)),
+    "scale": lambda stream: _sometimes(stream, None, lambda one: one.choice((one.uniform(0.05, 2.0), 10.0))),
+    "bias": lambda stream: _sometimes(stream, "", _pattern),
+    "mask_tensor": lambda stream: _sometimes(stream, "", _pattern),
+    "operand_dtype": _operand_dtype,
+    "alibi": lambda stream: _sometimes(stream, "", lambda one: one.choice(("h", "bh"))),
+    "sinks": lambda stream: _sometimes(stream, False, lambda _: True),
+    "softcap": lambda stream: _sometimes(stream, None, lambda one: one.uniform(0.5, 50.0)),
+    "dropout_p": lambda stream: _sometimes(stream, 0.0, lambda one: one.uniform(0.01, 0.9)),
+    "max_logit": lambda stream: _sometimes(stream, False, lambda _: True),
+}
+
+
+def _sizes(stream: _Stream, longest: int) -> dict[str, Any]:
+    """Draw the sizes: at most nine query heads in all; lengths and head dims, in half of all cases, equal."""
+    hk, group = stream("heads").choice(((1, 1), (1, 2), (1, 3), (2, 1), (2, 2), (3, 1)))
+    sq, sk = (_length(stream(name), longest) for name in ("sq", "sk"))
+    d, dv = (_head_dim(stream(name)) for name in ("d", "dv"))
+    b = stream("b").choice((1, 1, 2, 2, 3) if hk * group <= 3 else (1, 2))
+    b = 0 if stream("no_batch").random() < 0.01 else b
+    sk = sq if stream("equal_lengths").random() < 0.5 else sk
+    return {"b": b, "hq": hk * group, "hk": hk, "sq": sq, "sk": sk, "d": d,
+            "dv": d if stream("equal_dims").random() < 0.5 else dv}
+
+
+def _length(stream: random.Random, longest: int) -> int:
+    """Any length; in a third of all cases one beside a side of a tile, and now and then 0 or 1."""
+    near = stream.choice(_TILE_SIDES) + stream.choice((-1, 0, 1))
+    chosen = stream.random()
+    if chosen < 0.06:
+        return 0 if chosen < 0.03 else 1
+    return near if chosen < 0.4 and near <= longest else stream.randint(1, longest)
+
+
+def _head_dim(stream: random.Random) -> int:
+    usual = stream.choice((16, 32, 40, 64, 72, 80, 96, 128, 192, 256))
+    return stream.choice((usual, stream.randint(1, 64), stream.randint(1, MAX_HEAD_DIM)))
+
+
+def _draw_mask(stream: _Stream, longest: int) -> Mask:
+    """Draw a band of any kind; its alignment is named."""
+    kind, sides = stream("mask"), stream("window")
+    left, right = (sides.choice((0, sides.randint(0, 20), sides.randint(0, longest // 2))) for _ in range(2))
+    alignment = stream("alignment").choice(ALIGNMENTS)
+    return kind.choice((
+        window(None, None, alignment), causal(alignment), causal(alignment), window(left, right, alignment),
+        window(left, None, alignment), window(None, right, alignment), causal(alignment) & window(left, 0)))
+
+
+def _agreeing(fields: dict[str, Any], mask: Mask) -> dict[str, Any]:
+    """Change what does not go with the rest."""
+    if fields["layout"].startswith("packed"):
+        fields = fields | {"dv": fields["d"]}
+    if fields["layout"] == "packed_qkv":
+        fields = fields | {"sk": fields["sq"]}
+    return fields | {"mask": mask}
+
+
+def _draw_shift(stream: random.Random, case: Case, dtype: torch.dtype) -> float:
+    """Draw how far scores are moved: past −88.7, where float32's exponential of lse underflows, or past its overflow.
+
+    Under a softcap they go where it bends. Further on all of them are one number: there the yardsticks of
+    tolerance.py round alike in every order, and do not tell what the dtype costs.
+    """
+    shift = _sometimes(stream, 0.0, lambda one: one.choice((-100.0, -1000.0, 1000.0)))
+    if case.softcap is not None:
+        shift = math.copysign(1.5 * case.softcap, shift) if shift else shift
+    scale = case.d**-0.5 if case.scale is None else case.scale
+    # Dense attention in float16 holds products before they are scaled, and must not overflow.
+    most = 1.6e4 * scale if dtype is torch.float16 else abs(shift)
+    return max(-most, min(shift, most))
+
+
+def _shifted(inputs: Inputs, configuration: Configuration) -> Inputs:
+    """Move all scores, in place; q's part is a power of two, so that it adds no rounding of its own."""
+    if configuration.shift:
+        case, part = configuration.case, 32.0
+        scale = case.d**-0.5 if case.scale is None else case.scale
+        for tensor, value in ((inputs.q, part), (inputs.k, configuration.shift / (scale * part))):
+            each_once(tensor)[..., 0] = value
+    return inputs

@@ -1,0 +1,191 @@
+"""Random configurations: one seed is one configuration, and together they reach everything."""
+
+import itertools
+import random
+from typing import get_args
+
+import pytest
+import torch
+
+from tilewise.errors import InvalidInput
+from tilewise.problem import MAX_HEAD_DIM
+from tilewise.testing.cases import Layout
+from tilewise.testing.configurations import SEEDS, Placement, draw, make_call
+from tilewise.testing.oracle import Changes, attend
+
+DRAWN = {size: [draw(seed, size) for seed in range(600)] for size in ("small", "large")}
+OPTIONS = ("bias", "mask_tensor", "alibi", "sinks", "softcap", "dropout_p", "max_logit")
+
+
+def sign(one, other):
+    return (one > other) - (one < other)
+
+
+def levels(configuration):
+    """What a configuration is like, dimension by dimension."""
+    case = configuration.case
+    dims = {f"{field} along {letter}": getattr(case, field)[i:i + 1]
+            for field in ("bias", "mask_tensor") for i, letter in enumerate("bhqk")}
+    return dims | {option: bool(getattr(case, option)) for option in OPTIONS if option not in ("alibi",)} | {
+        "dtype": configuration.dtype, "lse_grad": configuration.lse_grad, "shift": sign(configuration.shift, 0.0),
+        "placement": configuration.placement, "batches": case.b > 1, "lengths": sign(case.sq, case.sk),
+        "heads": "mha" if case.hq == case.hk else "mqa" if case.hk == 1 else "gqa", "dims": sign(case.d, case.dv),
+        "odd": case.d % 2, "left": case.mask.left is None, "right": case.mask.right and 1, "layout": case.layout,
+        "alignment": case.mask.alignment, "alibi": case.alibi, "operand_dtype": case.operand_dtype,
+        "scale": case.scale is None}
+
+
+def test_a_seed_means_the_same_call_on_every_machine():
+    """A command that reproduces a failure would otherwise reproduce another call elsewhere."""
+    case = draw(1234, "large").case
+    assert (case.b, case.hq, case.hk, case.sq, case.sk, case.d, case.dv) == (2, 4, 2, 1563, 2025, 23, 23)
+    assert (str(case.mask), case.layout, case.bias) == ("causal(alignment='top_left')", 'bhds', '1hqk')
+
+
+def test_a_seed_depends_on_no_other_draw_and_disturbs_none():
+    random.seed(3)
+    state = random.getstate()
+    assert draw(41) == DRAWN["small"][41]
+    assert random.getstate() == state
+    assert len({str(configuration) for configuration in DRAWN["small"]}) == 600
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    ((-1,), "seed is -1; allowed are 0 to 2147483647"),
+    ((SEEDS,), "seed is 2147483648; allowed are"),
+    ((0, "huge"), r"size is 'huge'; allowed are \('small', 'large'\)"),
+])
+def test_what_cannot_be_drawn_is_refused(arguments, message):
+    with pytest.raises(InvalidInput, match=message):
+        draw(*arguments)
+
+
+@pytest.mark.parametrize("size", DRAWN)
+def test_every_two_levels_of_every_two_dimensions_meet_in_a_few_hundred_seeds(size):
+    drawn = [levels(configuration) for configuration in DRAWN[size]]
+    met = set().union(*(itertools.combinations(one.items(), 2) for one in drawn))
+    values = {name: {one[name] for one in drawn} for name in drawn[0]}
+    assert min(map(len, values.values())) >= 2
+    missing = {(left, right) for one, other in itertools.combinations(values, 2)
+               for left, right in itertools.product(((one, value) for value in values[one]),
+                                                    ((other, value) for value in values[other]))} - met
+    assert {pair for pair in missing if not contradict(*pair)} == set()
+
+
+def contradict(one, other):
+    """Whether no call can be both: an operand is there along all dims or none, and packed tensors share their dims."""
+    (name, value), (name_of_other, value_of_other) = one, other
+    if name.split()[0] == name_of_other.split()[0]:
+        return (not value) != (not value_of_other)
+    values = {name: value, name_of_other: value_of_other}
+    if values.get("dims", 0) != 0:
+        return str(values.get("layout")).startswith("packed")
+    return values.get("layout") == "packed_qkv" and values.get("lengths", 0) != 0
+
+
+@pytest.mark.parametrize("size", DRAWN)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_an_option_is_there_in_about_a_third(size, option):
+    share = sum(bool(getattr(configuration.case, option)) for configuration in DRAWN[size]) / len(DRAWN[size])
+    assert 0.25 < share < 0.42
+
+
+@pytest.mark.parametrize(("size", "longest", "least"), [("small", 150, 120), ("large", 2048, 1800)])
+def test_sizes_reach_their_ends_and_stay_inside(size, longest, least):
+    cases = [configuration.case for configuration in DRAWN[size]]
+    lengths = {length for case in cases for length in (case.sq, case.sk)}
+    assert {0, 1} <= lengths
+    assert least < max(lengths) <= longest
+    assert {(length + 1) % 16 for length in lengths} == set(range(16))
+    assert {1, MAX_HEAD_DIM} <= {dim for case in cases for dim in (case.d, case.dv)}
+    assert max(case.b * case.hq for case in cases) <= 9
+    assert {0, 1, 2, 3} == {case.b for case in cases}
+
+
+@pytest.mark.parametrize("size", DRAWN)
+def test_every_dtype_placement_and_shift_is_drawn(size):
+    assert {one.dtype for one in DRAWN[size]} == {torch.float32, torch.float16, torch.bfloat16}
+    assert {one.placement for one in DRAWN[size]} == (
+        set(get_args(Placement)) if size == "large" else {"as_laid_out", "meaningless_strides"})
+    assert {-1000.0, -100.0, 0.0, 1000.0} <= {one.shift for one in DRAWN[size]}
+    assert {one.lse_grad for one in DRAWN[size]} == {True, False}
+
+
+def test_every_layout_mask_and_broadcast_is_drawn():
+    cases = [configuration.case for configuration in DRAWN["small"]]
+    assert {case.layout for case in cases} == set(get_args(Layout))
+    sides = {(case.mask.left is None, case.mask.right if case.mask.right in (None, 0) else "some") for case in cases}
+    assert sides == set(itertools.product((True, False), (None, 0, "some")))
+    assert len({case.bias for case in cases}) == len({case.mask_tensor for case in cases}) == 17
+
+
+def first(fits, size="small"):
+    return next(one for one in DRAWN[size] if one.case.b * one.case.sq * one.case.sk and fits(one))
+
+
+def test_what_the_backend_gets_are_leaves_and_the_oracle_gets_the_same_numbers_without_nan():
+    def fits(configuration):
+        case = configuration.case
+        return case.bias and case.sinks and case.alibi and not case.mask.visible(case.sq, case.sk).any(0).all()
+
+    one = first(fits)
+    call = make_call(one, "cpu")
+    given, clean = (*call.inputs, *call.operands), (*call.clean_inputs, *call.clean_operands)
+    assert any(tensor.isnan().any() for tensor in given if tensor is not None)
+    for tensor, truth in zip(given, clean, strict=True):
+        assert (tensor is None) == (truth is None)
+        if tensor is not None:
+            assert truth.dtype is tensor.dtype
+            assert not truth.isnan().any()
+            assert torch.equal(torch.where(tensor.isnan(), truth, tensor), truth)
+    names = ("q", "k", "v", "bias", "alibi_slopes", "sinks")
+    assert [name for part in (call.inputs, call.operands) for name, tensor in part._asdict().items()
+            if tensor is not None and tensor.requires_grad] == list(names)
+    again = make_call(one, "cpu")
+    assert torch.equal(again.clean_inputs.v, call.clean_inputs.v)
+
+
+@pytest.mark.parametrize("layout", ["moat", "expanded", "packed_qkv"])
+def test_nan_is_planted_without_a_change_of_layout(layout):
+    call = make_call(first(lambda c: c.case.layout == layout and c.placement == "as_laid_out"), "cpu")
+    for tensor, laid_out in zip(call.inputs, call.clean_inputs, strict=True):
+        assert tensor.stride() == laid_out.stride()
+
+
+@pytest.mark.parametrize(("dtype", "least"), [(torch.float32, 900), (torch.bfloat16, 900), (torch.float16, 300)])
+@pytest.mark.parametrize("towards", [-1, 1])
+def test_scores_are_moved_past_where_float32_exponentials_end(dtype, least, towards):
+    def fits(configuration):
+        case = configuration.case
+        plain = not (case.softcap or case.alibi or case.bias or case.sinks)
+        return plain and configuration.dtype is dtype and configuration.shift * towards > least
+
+    one = first(fits)
+    call = make_call(one, "cpu")
+    case, changes = one.case, Changes(call.clean_operands, one.case.settings)
+    lse = attend(*call.clean_inputs[:3], case.mask, case.scale, changes)[1]
+    seeing = lse[lse.isfinite()]
+    assert ((seeing * towards).min() > 88.8) if towards > 0 else (seeing.max() < -88.8)
+    q, k = call.clean_inputs[:2]
+    assert (q @ k.repeat_interleave(case.hq // case.hk, 1).mT).isfinite().all()
+
+
+def test_scores_under_a_softcap_are_moved_to_where_it_bends():
+    moved = {abs(one.shift) / one.case.softcap for one in DRAWN["small"]
+             if one.shift and one.case.softcap and one.dtype is torch.float32}
+    assert moved
+    assert all(factor == pytest.approx(1.5) for factor in moved)
+
+
+def test_placements_reach_the_tensors():
+    one = first(lambda c: c.placement == "meaningless_strides" and c.case.hk == 1)
+    assert make_call(one, "cpu").inputs.k.stride(1) == 1_000_003
+    one = first(lambda c: c.placement == "far_batch" and c.case.b > 1 and c.dtype is not torch.float32, "large")
+    call = make_call(one, "cpu")
+    assert (one.case.b - 1) * call.inputs.q.stride(0) >= 2**31
+
+
+def test_its_text_can_be_pasted_as_a_case():
+    one = first(lambda c: c.shift and c.lse_grad and c.placement != "as_laid_out")
+    assert str(one).startswith(f"Case(name='small_{one.seed}', b=")
+    assert f"out and lse differentiated, every score moved by {one.shift:.4g}, {one.placement}" in str(one)
