@@ -10,6 +10,7 @@ from tilewise import settings
 from tilewise.autograd.attention_op import Options, run
 from tilewise.dispatch import Explanation, explain_problem
 from tilewise.errors import InvalidInput
+from tilewise.functions import NO_FUNCTIONS, CallFunctions, MaskFunction, ScoreFunction, call_functions
 from tilewise.masks import Documents, Mask, TensorMask
 from tilewise.problem import AttentionProblem
 from tilewise.scores import (
@@ -24,7 +25,7 @@ from tilewise.scores import (
 
 AUX_OUTPUTS = ("lse", "max_logit")
 _NO_MASK = Mask()
-Visible = Mask | TensorMask | torch.Tensor
+Visible = Mask | TensorMask | torch.Tensor | MaskFunction
 # cu_seqlens_q, cu_seqlens_k, seqlens_q, seqlens_k.
 Lengths = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 _NO_LENGTHS: Lengths = (None, None, None, None)
@@ -61,7 +62,8 @@ class AttentionOutputWithMax(NamedTuple):
 @overload
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visible | None = None,
               scale: float | None = None, bias: torch.Tensor | None = None, alibi_slopes: torch.Tensor | None = None,
-              softcap: float | None = None, sinks: torch.Tensor | None = None, dropout_p: float = 0,
+              score_function: ScoreFunction | None = None, softcap: float | None = None,
+              sinks: torch.Tensor | None = None, dropout_p: float = 0,
               dropout_seed: int | torch.Tensor | None = None, seqlens_q: torch.Tensor | None = None,
               seqlens_k: torch.Tensor | None = None, return_aux: tuple[()] = (),
               deterministic: bool | None = None, backend: str | None = None,
@@ -69,7 +71,8 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visibl
 @overload
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visible | None = None,
               scale: float | None = None, bias: torch.Tensor | None = None, alibi_slopes: torch.Tensor | None = None,
-              softcap: float | None = None, sinks: torch.Tensor | None = None, dropout_p: float = 0,
+              score_function: ScoreFunction | None = None, softcap: float | None = None,
+              sinks: torch.Tensor | None = None, dropout_p: float = 0,
               dropout_seed: int | torch.Tensor | None = None, seqlens_q: torch.Tensor | None = None,
               seqlens_k: torch.Tensor | None = None, return_aux: tuple[Literal["lse"]],
               deterministic: bool | None = None, backend: str | None = None,
@@ -77,7 +80,8 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visibl
 @overload
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visible | None = None,
               scale: float | None = None, bias: torch.Tensor | None = None, alibi_slopes: torch.Tensor | None = None,
-              softcap: float | None = None, sinks: torch.Tensor | None = None, dropout_p: float = 0,
+              score_function: ScoreFunction | None = None, softcap: float | None = None,
+              sinks: torch.Tensor | None = None, dropout_p: float = 0,
               dropout_seed: int | torch.Tensor | None = None, seqlens_q: torch.Tensor | None = None,
               seqlens_k: torch.Tensor | None = None,
               return_aux: tuple[Literal["max_logit"]] | tuple[Literal["lse"], Literal["max_logit"]],
@@ -87,7 +91,8 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visibl
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visible | None = None,
               scale: float | None = None, bias: torch.Tensor | None = None, alibi_slopes: torch.Tensor | None = None,
-              softcap: float | None = None, sinks: torch.Tensor | None = None, dropout_p: float = 0,
+              score_function: ScoreFunction | None = None, softcap: float | None = None,
+              sinks: torch.Tensor | None = None, dropout_p: float = 0,
               dropout_seed: int | torch.Tensor | None = None, seqlens_q: torch.Tensor | None = None,
               seqlens_k: torch.Tensor | None = None, return_aux: tuple[str, ...] = (),
               deterministic: bool | None = None, backend: str | None = None,
@@ -105,13 +110,15 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visibl
             ``hq // hk`` consecutive query heads (GQA, MQA), without being expanded.
         v: (b, hk, sk, dv). Head dims d and dv are 1 to 256 and may differ; lengths sq and sk are 0 or more.
         mask: which pairs take part: :func:`causal`, :func:`window`, :func:`prefix`, :func:`chunk`,
-            :func:`sink_tokens`, :func:`documents`, or a boolean tensor that broadcasts to (b, hq, sq, sk), True = take
-            part; any of these joined by ``&``; None = all.
+            :func:`sink_tokens`, :func:`documents`, a boolean tensor that broadcasts to (b, hq, sq, sk), True = take
+            part, or a :class:`tilewise.functions.MaskFunction`; any of these joined by ``&``; None = all.
         scale: factor of the scores, > 0; None = 1/sqrt(d).
         bias: broadcasts to (b, hq, sq, sk), in q's dtype or float32; added to the scaled (and capped) scores. Its
             gradient is summed over the broadcast dims.
         alibi_slopes: (hq,) or (b, hq), float32: ``−slope · |i + offset − j|`` is added to the score of query i and
             key j (ALiBi; Press et al., 2021), with the mask's alignment (offset 0 or sk − sq).
+        score_function: a :class:`tilewise.functions.ScoreFunction`: what a scaled (and capped) score becomes, written
+            by you in Triton, in torch, or in both; bias and slopes are added to its result.
         softcap: scores become ``softcap · tanh(score / softcap)`` before bias and mask (Gemma 2); > 0, None = off.
         sinks: (hq,), float32 or q's dtype: a logit for each head that enters the softmax's denominator and has no
             value (gpt-oss); lse includes it.
@@ -154,16 +161,20 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visibl
     if softcap is not None or dropout_p != 0:  # an operator's schema would turn True into 1.0
         checked_softcap(softcap)
         checked_dropout_p(dropout_p)
-    band, visible, together = _parted(mask)
+    band, visible, together, mask_function = _parted(mask)
     q, k, v = _autocast(q, k, v)
     lengths = _NO_LENGTHS
     if seqlens_q is not None or seqlens_k is not None:
         band, lengths = _with_lengths(band, (None, None, seqlens_q, seqlens_k))
-    operands = _operands(bias, alibi_slopes, visible, sinks, _seed(q, dropout_p, dropout_seed), lengths, together)
+    functions = NO_FUNCTIONS
+    if score_function is not None or mask_function is not None:
+        functions = call_functions(score_function, mask_function)
+    operands = _operands(bias, alibi_slopes, visible, sinks, _seed(q, dropout_p, dropout_seed), lengths, together,
+                         functions)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     options = Options(scale, band.left, band.right, band.alignment, band.prefix, band.sink_tokens, band.chunk, softcap,
-                      dropout_p, "max_logit" in return_aux, None, None, deterministic, backend)
+                      dropout_p, "max_logit" in return_aux, functions.score, functions.mask, None, None, deterministic, backend)
     attend = _run_twice_differentiable if double_backward else run
     results = attend(q, k, v, operands, options)
     if not return_aux:
@@ -177,7 +188,8 @@ def attention_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_se
                      seqused_k: torch.Tensor | None = None, max_seqlen_q: int | torch.Tensor | None = None,
                      max_seqlen_k: int | torch.Tensor | None = None, mask: Visible | None = None,
                      scale: float | None = None, bias: torch.Tensor | None = None,
-                     alibi_slopes: torch.Tensor | None = None, softcap: float | None = None,
+                     alibi_slopes: torch.Tensor | None = None, score_function: ScoreFunction | None = None,
+                     softcap: float | None = None,
                      sinks: torch.Tensor | None = None, dropout_p: float = 0,
                      dropout_seed: int | torch.Tensor | None = None, return_aux: tuple[()] = (),
                      deterministic: bool | None = None, backend: str | None = None,
@@ -188,7 +200,8 @@ def attention_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_se
                      seqused_k: torch.Tensor | None = None, max_seqlen_q: int | torch.Tensor | None = None,
                      max_seqlen_k: int | torch.Tensor | None = None, mask: Visible | None = None,
                      scale: float | None = None, bias: torch.Tensor | None = None,
-                     alibi_slopes: torch.Tensor | None = None, softcap: float | None = None,
+                     alibi_slopes: torch.Tensor | None = None, score_function: ScoreFunction | None = None,
+                     softcap: float | None = None,
                      sinks: torch.Tensor | None = None, dropout_p: float = 0,
                      dropout_seed: int | torch.Tensor | None = None, return_aux: tuple[Literal["lse"]],
                      deterministic: bool | None = None, backend: str | None = None,
@@ -199,7 +212,8 @@ def attention_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_se
                      seqused_k: torch.Tensor | None = None, max_seqlen_q: int | torch.Tensor | None = None,
                      max_seqlen_k: int | torch.Tensor | None = None, mask: Visible | None = None,
                      scale: float | None = None, bias: torch.Tensor | None = None,
-                     alibi_slopes: torch.Tensor | None = None, softcap: float | None = None,
+                     alibi_slopes: torch.Tensor | None = None, score_function: ScoreFunction | None = None,
+                     softcap: float | None = None,
                      sinks: torch.Tensor | None = None, dropout_p: float = 0,
                      dropout_seed: int | torch.Tensor | None = None,
                      return_aux: tuple[Literal["max_logit"]] | tuple[Literal["lse"], Literal["max_logit"]],
@@ -212,7 +226,8 @@ def attention_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_se
                      seqused_k: torch.Tensor | None = None, max_seqlen_q: int | torch.Tensor | None = None,
                      max_seqlen_k: int | torch.Tensor | None = None, mask: Visible | None = None,
                      scale: float | None = None, bias: torch.Tensor | None = None,
-                     alibi_slopes: torch.Tensor | None = None, softcap: float | None = None,
+                     alibi_slopes: torch.Tensor | None = None, score_function: ScoreFunction | None = None,
+                     softcap: float | None = None,
                      sinks: torch.Tensor | None = None, dropout_p: float = 0,
                      dropout_seed: int | torch.Tensor | None = None, return_aux: tuple[str, ...] = (),
                      deterministic: bool | None = None, backend: str | None = None, double_backward: bool = False,
@@ -239,8 +254,8 @@ def attention_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_se
             share their lengths (``cu_seqlens_k`` left out, or the same tensor).
         bias: broadcasts to (sequences, hq, max_seqlen_q, max_seqlen_k).
         alibi_slopes: (hq,) or (sequences, hq), float32.
-        scale, softcap, sinks, dropout_p, dropout_seed, return_aux, deterministic, backend, double_backward: as in
-            :func:`attention`.
+        scale, score_function, softcap, sinks, dropout_p, dropout_seed, return_aux, deterministic, backend,
+            double_backward: as in :func:`attention`.
 
     Returns:
         out, (total_q, hq, dv); with ``return_aux`` a named tuple, whose lse and max_logit are (hq, total_q).
@@ -257,16 +272,21 @@ def attention_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_se
     _check_return_aux(return_aux)
     checked_softcap(softcap)
     checked_dropout_p(dropout_p)
-    band, visible, together = _parted(mask)
+    band, visible, together, mask_function = _parted(mask)
     longest = _longest(max_seqlen_q, max_seqlen_k, needed=bias is not None or visible is not None)
     q, k, v = _autocast(*(_as_batch(name, tensor) for name, tensor in (("q", q), ("k", k), ("v", v))))
     band, lengths = _with_lengths(band, (cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k,
                                          seqused_q, seqused_k))
-    operands = _operands(bias, alibi_slopes, visible, sinks, _seed(q, dropout_p, dropout_seed), lengths, together)
+    functions = NO_FUNCTIONS
+    if score_function is not None or mask_function is not None:
+        functions = call_functions(score_function, mask_function)
+    operands = _operands(bias, alibi_slopes, visible, sinks, _seed(q, dropout_p, dropout_seed), lengths, together,
+                         functions)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     options = Options(scale, band.left, band.right, band.alignment, band.prefix, band.sink_tokens, band.chunk, softcap,
-                      dropout_p, "max_logit" in return_aux, longest[0], longest[1], deterministic, backend)
+                      dropout_p, "max_logit" in return_aux, functions.score, functions.mask, longest[0], longest[1],
+                      deterministic, backend)
     attend = _run_twice_differentiable if double_backward else run
     out, *rows = attend(q, k, v, operands, options)
     out, rows = out[0].transpose(0, 1), [row[0] for row in rows]
@@ -277,7 +297,8 @@ def attention_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_se
 
 def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visible | None = None,
             scale: float | None = None, bias: torch.Tensor | None = None, alibi_slopes: torch.Tensor | None = None,
-            softcap: float | None = None, sinks: torch.Tensor | None = None, dropout_p: float = 0,
+            score_function: ScoreFunction | None = None, softcap: float | None = None,
+            sinks: torch.Tensor | None = None, dropout_p: float = 0,
             seqlens_q: torch.Tensor | None = None, seqlens_k: torch.Tensor | None = None,
             return_aux: tuple[str, ...] = (), deterministic: bool | None = None,
             backend: str | None = None) -> Explanation:
@@ -291,17 +312,22 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visible 
     'reference'
     """
     _check_return_aux(return_aux)
-    band, visible, together = _parted(mask)
+    band, visible, together, mask_function = _parted(mask)
     q, k, v = _autocast(q, k, v)
     lengths = _NO_LENGTHS
     if seqlens_q is not None or seqlens_k is not None:
         band, lengths = _with_lengths(band, (None, None, seqlens_q, seqlens_k))
-    operands = _operands(bias, alibi_slopes, visible, sinks, _seed(q, dropout_p, 0), lengths, together)
+    functions = NO_FUNCTIONS
+    if score_function is not None or mask_function is not None:
+        functions = call_functions(score_function, mask_function)
+    operands = _operands(bias, alibi_slopes, visible, sinks, _seed(q, dropout_p, 0), lengths, together, functions)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     problem = AttentionProblem.from_tensors(
         q, k, v, operands, mask=band, scale=scale, deterministic=deterministic,
-        settings=ScoreSettings(softcap, dropout_p, "max_logit" in return_aux))
+        settings=ScoreSettings(softcap, dropout_p, "max_logit" in return_aux,
+                               score_function=None if score_function is None else score_function.code,
+                               mask_function=None if mask_function is None else mask_function.code))
     return explain_problem(problem, backend or settings.default_backend())
 
 
@@ -312,18 +338,20 @@ def _run_twice_differentiable(*arguments: Any) -> Sequence[torch.Tensor]:
     return run_twice_differentiable(*arguments)
 
 
-def _parted(mask: object) -> tuple[Mask, torch.Tensor | None, Documents | None]:
-    """Part a mask into its band, its tensor and its documents."""
+def _parted(mask: object) -> tuple[Mask, torch.Tensor | None, Documents | None, MaskFunction | None]:
+    """Part a mask into its band, its tensor, its documents and its function."""
     if mask is None:
-        return _NO_MASK, None, None
+        return _NO_MASK, None, None, None
     if isinstance(mask, Mask):
-        return mask, None, None
+        return mask, None, None, None
     if isinstance(mask, TensorMask):
-        return mask.band, mask.tensor, mask.documents
+        return mask.band, mask.tensor, mask.documents, mask.function
     if isinstance(mask, torch.Tensor):
-        return _NO_MASK, mask, None
+        return _NO_MASK, mask, None, None
+    if isinstance(mask, MaskFunction):
+        return _NO_MASK, None, None, mask
     raise InvalidInput(f"mask is a {type(mask).__name__}; allowed is None, causal(), window(left, right), a boolean "
-                       "tensor, or these joined by '&'.")
+                       "tensor, a MaskFunction, or these joined by '&'.")
 
 
 def _as_batch(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -356,16 +384,17 @@ def _with_lengths(band: Mask, lengths: Lengths) -> tuple[Mask, Lengths]:
 
 def _operands(bias: torch.Tensor | None, alibi_slopes: torch.Tensor | None, mask: torch.Tensor | None,
               sinks: torch.Tensor | None, seed: torch.Tensor | None, lengths: Lengths,
-              together: Documents | None) -> Operands:
+              together: Documents | None, functions: CallFunctions) -> Operands:
     if (bias is None and alibi_slopes is None and mask is None and sinks is None and seed is None and together is None
-            and lengths is _NO_LENGTHS):
+            and lengths is _NO_LENGTHS and not functions.score_tensors and not functions.mask_tensors):
         return NO_OPERANDS
     if sinks is not None and not isinstance(sinks, torch.Tensor):
         raise InvalidInput(f"sinks is a {type(sinks).__name__}; allowed is a tensor of shape (hq,), or None.")
+    documents_q, documents_k = (None, None) if together is None else together
     return Operands(None if bias is None else with_four_dims("bias", bias),
                     None if alibi_slopes is None else with_batch_dim(alibi_slopes),
                     None if mask is None else with_four_dims("mask", mask), sinks, seed, *lengths,
-                    *(together or (None, None)))
+                    documents_q, documents_k, functions.score_tensors, functions.mask_tensors)
 
 
 def _seed(q: torch.Tensor, dropout_p: float, seed: int | torch.Tensor | None) -> torch.Tensor | None:

@@ -15,7 +15,7 @@ boolean mask) is joined to a band by ``&``.
 """
 
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 
@@ -237,17 +237,19 @@ class Documents(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorMask:
-    """A band with documents or a boolean tensor, all of which must let a pair take part; made with ``&``.
+    """A band with documents, a boolean tensor or a function, all of which must let a pair take part; made with ``&``.
 
     Attributes:
         band: who sees whom by position; its hidden tiles are skipped.
         tensor: broadcasts to (b, hq, sq, sk), bool, True where the pair takes part; None = all.
         documents: who is in one document; hidden tiles are skipped; None = all are.
+        function: a :class:`tilewise.functions.MaskFunction`; None = all.
     """
 
     band: Mask
     tensor: torch.Tensor | None = None
     documents: Documents | None = None
+    function: Any = None
 
     def __and__(self, other: "Mask | torch.Tensor | TensorMask") -> "TensorMask":
         if isinstance(other, Mask):
@@ -259,10 +261,14 @@ class TensorMask:
         if self.documents is not None and other.documents is not None:
             raise InvalidInput("cannot combine documents & documents: a mask has one. Give each pair of ids a number "
                                "of its own, and pass those.")
+        if self.function is not None and other.function is not None:
+            raise InvalidInput(f"cannot combine {self.function} & {other.function}: a mask has one. Write one that "
+                               "asks both.")
         tensor = self.tensor if other.tensor is None else other.tensor
         if self.tensor is not None and other.tensor is not None:
             tensor = self.tensor & other.tensor
-        return TensorMask(self.band & other.band, tensor, self.documents or other.documents)
+        return TensorMask(self.band & other.band, tensor, self.documents or other.documents,
+                          self.function or other.function)
 
     def __rand__(self, other: "Mask | torch.Tensor") -> "TensorMask":
         return self & other
@@ -270,10 +276,15 @@ class TensorMask:
     def visible(self, query_length: int, key_length: int) -> torch.Tensor:
         """Return the dense mask, (b|1, hq|1, query_length, key_length), bool, on the tensors' device.
 
-        O(query_length x key_length) memory: for oracles and pictures, never for kernels.
+        A function is asked for the first batch entry and head. O(query_length x key_length) memory: for oracles and
+        pictures, never for kernels.
         """
         tensors = [tensor for tensor in (self.tensor, *(self.documents or ())) if tensor is not None]
-        visible = self.band.visible(query_length, key_length, tensors[0].device)[None, None]
+        tensors += () if self.function is None else self.function.tensors
+        device = tensors[0].device if tensors else None
+        visible = self.band.visible(query_length, key_length, device)[None, None]
+        if self.function is not None:
+            visible = visible & self.function.visible(query_length, key_length, device)
         if self.documents is not None:
             visible = visible & (self.documents.q[:, 0, :, None] == self.documents.k[:, 0, None, :])[:, None]
         return visible if self.tensor is None else visible & self.tensor
@@ -296,6 +307,8 @@ class TensorMask:
             parts.append(f"documents of {self.documents.q.shape[2]} tokens")
         if self.tensor is not None:
             parts.append(f"a tensor of shape {tuple(self.tensor.shape)}")
+        if self.function is not None:
+            parts.append(str(self.function))
         return " & ".join(parts)
 
 

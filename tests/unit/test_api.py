@@ -20,8 +20,8 @@ def _equal(a, b):
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    ({"mask": [[True]]}, "mask is a list; allowed is None, causal(), window(left, right), a boolean tensor, or these "
-                         "joined by '&'."),
+    ({"mask": [[True]]}, "mask is a list; allowed is None, causal(), window(left, right), a boolean tensor, a "
+                         "MaskFunction, or these joined by '&'."),
     ({"mask": _NONE.float()}, "mask has dtype torch.float32; allowed are torch.bool."),
     ({"mask": causal("top_left") & _NONE[0]},
      "mask is a tensor of shape (5,); allowed is a tensor of 2 to 4 dims that broadcasts to (b, hq, sq, sk)."),

@@ -7,7 +7,7 @@ import torch
 
 from tilewise import settings
 from tilewise.autograd.attention_op import Options
-from tilewise.dispatch import get_backend
+from tilewise.dispatch import choose, get_backend
 from tilewise.errors import UnsupportedProblem
 from tilewise.kernels.reference.differentiable import differentiable_attention
 from tilewise.scores import Operands
@@ -31,6 +31,7 @@ def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Operands,
             {name: "makes its gradient by fused kernels, which torch cannot differentiate; backend='reference' with "
                    "double_backward=True is made of operations that it can"})
     problem = options.problem(q, k, v, operands)
+    choose(problem, "reference")  # raises where it refuses
     with torch.autocast(problem.device.type, enabled=False):  # would round the float32 tiles to half
         return differentiable_attention(problem, q, k, v, operands)
 

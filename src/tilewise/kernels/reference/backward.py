@@ -15,7 +15,7 @@ from tilewise.kernels.reference.scores import (
     add_to_dbias,
     dropout_factors,
     tile_scores,
-    uncapped,
+    to_products,
 )
 from tilewise.masks import Span
 from tilewise.problem import AttentionProblem
@@ -101,7 +101,7 @@ def _backward_tile(problem: AttentionProblem, saved: Saved, operands: Operands, 
     for keys in tiles(problem.band.keys_of(queries, problem.sk)):
         tile = Tile(problem, operands, queries, keys)
         k_rows = rows(k, keys, problem)
-        scores, tanh = tile_scores(tile, q_rows, k_rows)
+        scores, steps = tile_scores(tile, q_rows, k_rows)
         probs = scores.sub_(lse_rows).exp_()                                # [b·hk, g·BLOCK, BLOCK]; eq. 3
         dprobs = torch.bmm(dout_rows, rows(v, keys, problem).mT)            # [b·hk, g·BLOCK, BLOCK]
         factors = dropout_factors(tile)
@@ -112,7 +112,7 @@ def _backward_tile(problem: AttentionProblem, saved: Saved, operands: Operands, 
             add_to_dbias(sums.dbias, tile, dscores)
         if sums.dalibi_slopes is not None:
             add_to_dalibi_slopes(sums.dalibi_slopes, tile, dscores)
-        dscores = uncapped(dscores, tanh)
+        dscores = to_products(tile, dscores, steps)
         if sums.dk is not None and sums.dv is not None:
             dk, dv = (total[:, keys.start:keys.stop] for total in (sums.dk, sums.dv))
             dk.baddbmm_(dscores.mT, q_rows, alpha=problem.scale)            # eq. 10

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from tilewise.problem import AttentionProblem, Sizes
-from tilewise.scores import DRAWS, OperandFacts, Operands
+from tilewise.scores import DRAWS, FunctionFacts, OperandFacts, Operands
 
 # Contracting a·b + c into one rounding is what the softmax's cost counts on; Triton 3.10 changes the default.
 FIXED_OPTIONS = {"enable_fp_fusion": True}
@@ -97,6 +97,14 @@ class DocumentNumbers(NamedTuple):
     batched: float | None = None
 
 
+class Function(NamedTuple):
+    """A function of the user's, inlined in the kernel, with its derivative and its tensors' pointers."""
+
+    call: Any = None
+    derivative: Any = None
+    tensors: tuple[Any, ...] = ()
+
+
 class Modifiers(NamedTuple):
     """What a kernel reads beside q, k and v; what a call does not use is None, which costs nothing there."""
 
@@ -108,6 +116,8 @@ class Modifiers(NamedTuple):
     dropout: Dropout = Dropout()
     lengths: Lengths = Lengths()
     documents: DocumentNumbers = DocumentNumbers()
+    score_function: Function = Function()
+    mask_function: Function = Function()
 
 
 NO_MODIFIERS = Modifiers()
@@ -124,6 +134,9 @@ def modifiers_of(problem: AttentionProblem, operands: Operands) -> Modifiers:
     def over_pairs(tensor: Any, facts: OperandFacts | None) -> Pairs:
         return Pairs() if facts is None else Pairs(tensor, *strides(facts, pairs))
 
+    def function(facts: FunctionFacts | None, tensors: tuple[Any, ...]) -> Function:
+        return Function() if facts is None else Function(facts.code.triton, facts.code.derivative, tuple(tensors))
+
     alibi, sinks, dropout, documents = Slopes(), Sinks(), Dropout(), DocumentNumbers()
     if options.alibi_slopes is not None:
         offset = 0 if problem.sequences.are_data else problem.mask.offset(problem.sq, problem.sk)
@@ -138,7 +151,8 @@ def modifiers_of(problem: AttentionProblem, operands: Operands) -> Modifiers:
     return Modifiers(options.softcap, over_pairs(operands.bias, options.bias), alibi,
                      over_pairs(operands.mask, options.mask), sinks, dropout,
                      Lengths(operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqlens_q, operands.seqlens_k),
-                     documents)
+                     documents, function(options.score_function, operands.score_tensors),
+                     function(options.mask_function, operands.mask_tensors))
 
 
 class Launch:
