@@ -174,7 +174,8 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visibl
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     options = Options(scale, band.left, band.right, band.alignment, band.prefix, band.sink_tokens, band.chunk, softcap,
-                      dropout_p, "max_logit" in return_aux, functions.score, functions.mask, None, None, deterministic, backend)
+                      dropout_p, "max_logit" in return_aux, functions.score, functions.mask, None, None,
+                      deterministic, backend)
     attend = _run_twice_differentiable if double_backward else run
     results = attend(q, k, v, operands, options)
     if not return_aux:

@@ -7,7 +7,8 @@ Options belong to query heads. The rows of a tile are heads folded into rows, in
 is the same memory, and meets there what broadcasts to (b, hq, sq, sk).
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from functools import reduce
 from typing import NamedTuple, cast
 
@@ -115,7 +116,7 @@ def changed_by_user(tile: Tile, scores: torch.Tensor) -> torch.Tensor:
 def to_products(tile: Tile, dscores: torch.Tensor, steps: Steps) -> torch.Tensor:
     """Lead the gradient of the scores back to the products, in place: dx = dz·f'(y)·(1 − tanh²), maths.md, eq. 21."""
     if steps.capped is not None:
-        with torch.enable_grad():
+        with _recorded():
             capped = tile.by_head(steps.capped).requires_grad_()
             changed = changed_by_user(tile, capped).to(capped.dtype).expand_as(capped)
         if changed.requires_grad:
@@ -126,6 +127,14 @@ def to_products(tile: Tile, dscores: torch.Tensor, steps: Steps) -> torch.Tensor
         if steps.hidden is not None:  # of what is hidden, the function may make NaN
             tile.by_head(dscores).masked_fill_(steps.hidden, 0.0)
     return dscores if steps.tanh is None else dscores.addcmul_(dscores * steps.tanh, steps.tanh, value=-1.0)
+
+
+@contextlib.contextmanager
+def _recorded() -> Iterator[None]:
+    """Let autograd record inside an operator, where a dispatch mode, a compiler's say, may have shut it out."""
+    autograd = torch._C.DispatchKey.AutogradFunctionality
+    with torch._C._SetExcludeDispatchKeyGuard(autograd, False), torch.enable_grad():
+        yield
 
 
 def dropout_factors(tile: Tile) -> torch.Tensor | None:

@@ -102,7 +102,7 @@ class Function(NamedTuple):
 
     call: Any = None
     derivative: Any = None
-    tensors: tuple[Any, ...] = ()
+    tensors: tuple[Any, ...] | None = None
 
 
 class Modifiers(NamedTuple):
