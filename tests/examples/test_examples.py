@@ -39,7 +39,7 @@ def test_sliding_window_equals_dense_attention(capsys):
 
 
 def test_score_function_equals_a_bias_of_every_pair(capsys):
-    assert 0 < load("score_function").main(["--length", "300", "--device", "cpu"]) < 1e-5
+    assert load("score_function").main(["--length", "300", "--device", "cpu"]) < 1e-5
     assert "■" in capsys.readouterr().out
 
 

@@ -13,7 +13,6 @@ from tilewise.autograd.attention_op import Options, backward_op, forward_op
 from tilewise.functions import MaskFunction, ScoreFunction, call_functions, code_of, pair_indices
 from tilewise.scores import Operands
 
-
 # torch's own, of an autograd function that Dynamo instantiates.
 _COMPILES = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 
@@ -46,11 +45,11 @@ _TENSOR = torch.zeros(3)
     (lambda: ScoreFunction(damped, derivative=relative_twin, tensors=(_TENSOR,)),
      "ScoreFunction: derivative is a function; allowed is a function decorated with @triton.jit, or None."),
     (lambda: ScoreFunction(relative),
-     "ScoreFunction: triton takes 6 arguments; allowed are 5: score, batch, head, q_idx, k_idx, and one for each of the "
-     "0 tensors."),
+     "ScoreFunction: triton takes 6 arguments; allowed are 5: score, batch, head, q_idx, k_idx, and one for each of "
+     "the 0 tensors."),
     (lambda: ScoreFunction(damped, derivative=damped, tensors=(_TENSOR,)),
-     "ScoreFunction: derivative takes 6 arguments; allowed are 7: dscore, score, batch, head, q_idx, k_idx, and one for "
-     "each of the 1 tensors."),
+     "ScoreFunction: derivative takes 6 arguments; allowed are 7: dscore, score, batch, head, q_idx, k_idx, and one "
+     "for each of the 1 tensors."),
     (lambda: MaskFunction(chosen, tensors=(_TENSOR, _TENSOR)),
      "MaskFunction: triton takes 5 arguments; allowed are 6: batch, head, q_idx, k_idx, and one for each of the 2 "
      "tensors."),
@@ -84,8 +83,8 @@ def _without_numbers(text):
     (torch.zeros(4, 401, device="meta"), "tensors[0] is on meta and q is on cpu: move them to one device."),
     (torch.zeros(401, 4).mT, "tensors[0] has strides (1, 4); allowed are those of a contiguous tensor, which a kernel "
                              "reads by its pointer: call contiguous() on it."),
-    (torch.zeros(4, 401, requires_grad=True), "tensors[0] requires a gradient, and a function's tensors have none; pass "
-                                              "it detached, or pass what it adds to the scores as bias."),
+    (torch.zeros(4, 401, requires_grad=True), "tensors[0] requires a gradient, and a function's tensors have none; "
+                                              "pass it detached, or pass what it adds to the scores as bias."),
 ])
 def test_message_names_the_tensor_of_a_function(call, tensor, message):
     score = ScoreFunction(torch=relative_twin, tensors=(tensor,))
