@@ -128,7 +128,8 @@ def attention_forward_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, max_ptr, mod
         acc, row_sum, row_max = attend_keys(
             q, k_source, v_source, modifiers, row, sequence, head, (batch, head_k, row_k), numbers_q, documents_k,
             acc, row_sum, row_max, offs_m, spans[0], steps, length_q, band, stride_ks, stride_kd, stride_vs,
-            stride_vd, scale_log2, BLOCK_N, D, BLOCK_D, DV, BLOCK_DV, MASKED, PRECISION, INT64, DESCRIPTORS, CHANGED, PADDED)
+            stride_vd, scale_log2, BLOCK_N, D, BLOCK_D, DV, BLOCK_DV, MASKED, PRECISION, INT64, DESCRIPTORS, CHANGED,
+            PADDED)
 
     row_offset = head_offset(batch, head, hq * sq, sq) + row_q
     inside = offs_m < rows_q
