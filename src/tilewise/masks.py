@@ -68,7 +68,9 @@ class Band:
         sinks = Span(chunk_start, min(self.sink_tokens or 0, stop))
         if not len(sinks):
             return (Span(start, stop),)
-        return (Span(chunk_start, stop),) if start <= sinks.stop else (sinks, Span(start, max(start, stop)))
+        if start <= sinks.stop:
+            return (Span(chunk_start, stop),)
+        return (sinks, Span(start, stop)) if start < stop else (sinks,)
 
     def shared_keys_of(self, queries: Span, key_length: int) -> Span:
         """Keys that every query of the span sees, sink tokens apart from the rest left out (maths.md, eq. 14)."""

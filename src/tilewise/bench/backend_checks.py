@@ -5,14 +5,13 @@ from dataclasses import dataclass
 
 import torch
 
-from tilewise.api import attention
 from tilewise.bench.accuracy import References, check_plan
 from tilewise.bench.checking import one_line
 from tilewise.bench.grids import Cell
 from tilewise.dispatch import get_backend
 from tilewise.problem import AttentionProblem
 from tilewise.scores import Operands
-from tilewise.testing.inputs import Inputs, call_options, make_inputs, make_operands
+from tilewise.testing.inputs import Inputs, call, make_inputs, make_operands
 from tilewise.testing.tolerance import ErrorReport
 
 
@@ -91,7 +90,7 @@ def _backward_scope(name: str, problem: AttentionProblem) -> tuple[bool, bool, s
 def _compute(name: str, cell: Cell, tensors: tuple[Inputs, Operands], *, takes_backward: bool,
              lse_grad: bool) -> dict[str, torch.Tensor]:
     (q, k, v, dout, dlse), operands = tensors
-    out, lse = attention(q, k, v, **call_options(cell.case, operands), return_aux=("lse",), backend=name)
+    out, lse = call(cell.case, (q, k, v), operands, return_aux=("lse",), backend=name)
     got = {"out": out, "lse": lse}
     if takes_backward:
         outputs, incoming = ((out, lse), (dout, dlse)) if lse_grad else ((out,), (dout,))
