@@ -13,7 +13,8 @@ class Rows(NamedTuple):
     Attributes:
         storage: batch entries and positions of the tensors.
         lengths: (n,), int64: how many positions of each sequence take part.
-        places: (n, longest), int64: entry · positions + position of each; 0 where the sequence is shorter.
+        places: (n, longest), int64: entry · positions + position of each; one past the last where the
+            sequence is shorter.
     """
 
     storage: tuple[int, int]
@@ -40,7 +41,7 @@ class Rows(NamedTuple):
             operand.shape[dim] for operand in (operands.bias, operands.mask) if operand is not None)])
         places = starts[:, None] + torch.arange(longest, device=tensor.device)
         rows = cls((batch, positions), lengths, places)
-        return rows._replace(places=places.masked_fill(~rows.taking_part, 0))
+        return rows._replace(places=places.masked_fill(~rows.taking_part, batch * positions))
 
     @property
     def taking_part(self) -> torch.Tensor:
@@ -50,12 +51,7 @@ class Rows(NamedTuple):
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return (b, h, s, ...) as (n, h, longest, ...), with 0 where there is no position, whatever padding holds."""
         flat = tensor.transpose(1, 2).flatten(0, 1)
-        if not self.places.numel():
-            picked = flat.new_zeros(*self.places.shape, *flat.shape[1:])
-        else:
-            part = self.taking_part.reshape(*self.places.shape, *[1] * (flat.dim() - 1))
-            picked = torch.where(part, flat[self.places], torch.zeros((), dtype=flat.dtype, device=flat.device))
-        return picked.transpose(1, 2)
+        return torch.cat((flat, flat.new_zeros(1, *flat.shape[1:])))[self.places].transpose(1, 2)
 
     def put_back(self, tensor: torch.Tensor, elsewhere: float) -> torch.Tensor:
         """Return (n, h, longest, ...) as (b, h, s, ...), with ``elsewhere`` in padding."""
