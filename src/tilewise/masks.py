@@ -393,9 +393,11 @@ def documents(ids: torch.Tensor, key_ids: torch.Tensor | None = None) -> TensorM
     """
     queries = _checked_ids("ids", ids)
     keys = queries if key_ids is None else _checked_ids("key_ids", key_ids)
-    if len(queries) != len(keys):  # one set of ids for the whole batch
-        batch = max(len(queries), len(keys))
-        queries, keys = (part.expand(batch, -1) for part in (queries, keys))
+    batch = len(keys) if len(queries) == 1 else len(queries)  # one set of ids may serve the whole batch
+    if len(keys) not in (1, batch) or keys.device != queries.device:
+        raise InvalidInput(f"documents: key_ids have batch size {len(keys)} on {keys.device} and ids {len(queries)} on "
+                           f"{queries.device}; allowed are one device and equal batch sizes, or 1.")
+    queries, keys = (part.expand(batch, -1) for part in (queries, keys))
     numbers, stop, *_ = _ranks(queries, keys)
     own, *_ = _ranks(keys, keys)
     return TensorMask(Mask(), documents=Documents(
@@ -428,7 +430,7 @@ def _extents(ids: torch.Tensor, others: torch.Tensor) -> tuple[torch.Tensor, tor
 def _checked_ids(name: str, ids: object) -> torch.Tensor:
     if isinstance(ids, torch.Tensor) and ids.dim() in (1, 2) and not ids.is_floating_point() and (
             not ids.is_complex() and ids.dtype is not torch.bool):
-        return ids[None] if ids.dim() == 1 else ids
+        return (ids[None] if ids.dim() == 1 else ids).long()
     got = f"{ids.dtype} of shape {tuple(ids.shape)}" if isinstance(ids, torch.Tensor) else type(ids).__name__
     raise InvalidInput(f"documents: {name} is {got}; allowed is a tensor of integers of shape (s,) or (b, s).")
 
