@@ -257,7 +257,8 @@ def attention_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_se
     out, *rows = run(q, k, v, operands, Options(
         scale, band.left, band.right, band.alignment, band.prefix, band.sink_tokens, band.chunk, softcap, dropout_p,
         "max_logit" in return_aux, longest[0], longest[1], deterministic, backend))
-    out, rows = out[0].transpose(0, 1), [row[0] for row in rows]
+    # Squeezed: the gradient of an index would be a copy of dout among zeros.
+    out, rows = out.squeeze(0).transpose(0, 1), [row.squeeze(0) for row in rows]
     if not return_aux:
         return out
     return AttentionOutputWithMax(out, *rows) if "max_logit" in return_aux else AttentionOutput(out, *rows)

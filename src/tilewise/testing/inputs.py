@@ -173,7 +173,7 @@ def call(case: Case, tensors: Sequence[torch.Tensor], operands: Operands, **opti
     q, k, v = tensors
     if not case.packed:
         return attention(q, k, v, **call_options(case, operands), **options)
-    q, k, v = (tensor[0].transpose(0, 1) for tensor in (q, k, v))
+    q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (q, k, v))
     got = attention_varlen(q, k, v, **call_options(case, operands), **options)
     if isinstance(got, torch.Tensor):
         return got.transpose(0, 1)[None]
