@@ -270,7 +270,7 @@ _EXCEPTIONS = (
     Case("prefix_window_more_keys", sq=49, sk=77, d=16, dv=16, mask=prefix(40, "top_left") & window(9, 0)),
     Case("prefix_bottom_right_more_queries", sq=77, sk=33, d=16, dv=16, mask=prefix(5, "bottom_right")),
     # The hole between the first keys and the window is 100 keys and more.
-    Case("sink_tokens_far_from_the_window", hq=4, hk=2, sq=200, sk=300, d=16, dv=16,
+    Case("sink_tokens_far_from_the_window", hq=2, hk=1, sq=200, sk=300, d=16, dv=16,
          mask=_BOTTOM & window(20, 0) & sink_tokens(4)),
     Case("sink_tokens_inside_the_window", sq=66, sk=66, d=16, dv=16, mask=window(30, 7) & sink_tokens(20)),
     Case("sink_tokens_top_left_more_queries", sq=140, sk=33, d=16, dv=16, mask=_TOP & window(9, 0) & sink_tokens(3),
