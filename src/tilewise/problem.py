@@ -294,7 +294,7 @@ def _sequences(operands: tuple[Facts, ...], settings: ScoreSettings, q: Facts, m
             raise InvalidInput(f"{said} has stride {strides[0]}; allowed is 1: call contiguous() on it.")
         found[name] = OperandFacts(tuple(shape), tuple(strides), dtype)
     if packed[0] and (count < 0 or q[1][0] != 1):
-        raise InvalidInput(f"cu_seqlens_q has shape {_text(given['cu_seqlens_q'][1])} and q a batch size of {q[1][0]}; "
+        raise InvalidInput(f"cu_seqlens_q has shape {tuple(given['cu_seqlens_q'][1])} and q a batch size of {q[1][0]}; "
                            "allowed are (sequences + 1,) and 1: packed sequences have no other batch dim.")
     if mask.is_bounded and mask.alignment is None:
         raise InvalidInput(f"mask is {mask} and names no alignment, but lengths are data ({', '.join(given)}): whether "
