@@ -4,7 +4,7 @@ A mask of this module is a *band* with exceptions. With ``i`` the query's index,
 
     offset = 0 (top_left)   or   key_length − query_length (bottom_right),
 
-query ``i`` sees key ``j`` when all of these hold (maths.md, eq. 12 and section 12):
+query ``i`` sees key ``j`` when all of these hold (maths.md, eq. 23; without exceptions, eq. 12):
 
     j ≥ i + offset − left    or  j < sink_tokens
     j ≤ i + offset + right   or  j < prefix
@@ -57,7 +57,7 @@ class Band:
         return Span(spans[0].start, spans[-1].stop)
 
     def key_spans(self, queries: Span, key_length: int) -> tuple[Span, ...]:
-        """Keys that at least one query of the span sees: one span, or that of the sink tokens and another."""
+        """Keys that at least one query of the span sees: one span, or that of the sink tokens and another (eq. 24)."""
         if queries.start >= queries.stop:
             return (Span(0, 0),)
         first, last = queries.start, queries.stop - 1
@@ -82,7 +82,7 @@ class Band:
         return Span(start, min(key_length, self._stop(first, key_length)))
 
     def queries_of(self, keys: Span, query_length: int) -> Span:
-        """Queries from the first to the last that sees a key of the span (maths.md, eq. 15)."""
+        """Queries from the first to the last that sees a key of the span (maths.md, eq. 15 and 25)."""
         if keys.start >= keys.stop:
             return Span(0, 0)
         first, last = keys.start, keys.stop - 1

@@ -66,7 +66,8 @@ def _packed_call(operands, **options):
     return call
 
 
-@pytest.mark.parametrize("mask", [_CAUSAL, window(1, 0, "top_left"), window(0, 0, "top_left") & sink_tokens(1)], ids=str)
+@pytest.mark.parametrize("mask", [_CAUSAL, window(1, 0, "top_left"), window(0, 0, "top_left") & sink_tokens(1)],
+                         ids=str)
 def test_gradients_of_packed_sequences_agree_with_finite_differences(mask):
     assert torch.autograd.gradcheck(_packed_call(NO_OPERANDS, mask=mask), _tensors(requires_grad=True))
     through_lse = _packed_call(NO_OPERANDS, mask=mask, seqused_k=torch.tensor([2, 1]))
