@@ -189,7 +189,8 @@ def _lengths(case: Case, device: torch.device | str) -> tuple[torch.Tensor | Non
     used: list[torch.Tensor | None] = []
     for side, lengths, dtype in (("q", case.lengths_q, torch.int32), ("k", case.lengths_k, torch.int64)):
         starts = [span.start for span in case.spans(side)]
-        end = case.stored(side)[1] - (4 if case.packed == "gaps" else 0)  # four rows are behind the last sequence's
+        # Four rows are behind the last sequence's; where there is none, all are.
+        end = case.stored(side)[1] - (4 if case.packed == "gaps" else 0) if starts else 0
         borders.append(torch.tensor([*starts, end], dtype=dtype, device=device) if case.packed else None)
         used.append(None if lengths is None or case.packed == "tight" else
                     torch.tensor(lengths, dtype=dtype, device=device))
