@@ -29,7 +29,8 @@ Visible = Mask | TensorMask | torch.Tensor | MaskFunction
 # cu_seqlens_q, cu_seqlens_k, seqlens_q, seqlens_k.
 Lengths = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 _NO_LENGTHS: Lengths = (None, None, None, None)
-_LENGTH_NAMES = ("cu_seqlens_q", "cu_seqlens_k", "seqlens_q", "seqlens_k")
+_PADDED_NAMES = (None, None, "seqlens_q", "seqlens_k")
+_PACKED_NAMES = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
 
 
 class AttentionOutput(NamedTuple):
@@ -165,7 +166,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visibl
     q, k, v = _autocast(q, k, v)
     lengths = _NO_LENGTHS
     if seqlens_q is not None or seqlens_k is not None:
-        band, lengths = _with_lengths(band, (None, None, seqlens_q, seqlens_k))
+        band, lengths = _with_lengths(band, (None, None, seqlens_q, seqlens_k), _PADDED_NAMES)
     functions = NO_FUNCTIONS
     if score_function is not None or mask_function is not None:
         functions = call_functions(score_function, mask_function)
@@ -255,8 +256,9 @@ def attention_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_se
             share their lengths (``cu_seqlens_k`` left out, or the same tensor).
         bias: broadcasts to (sequences, hq, max_seqlen_q, max_seqlen_k).
         alibi_slopes: (hq,) or (sequences, hq), float32.
-        scale, score_function, softcap, sinks, dropout_p, dropout_seed, return_aux, deterministic, backend,
-            double_backward: as in :func:`attention`.
+        scale, softcap, sinks, dropout_p, dropout_seed, return_aux, deterministic, backend, double_backward: as in
+            :func:`attention`.
+        score_function: as in :func:`attention`; to a function, ``batch`` is the number of the sequence.
 
     Returns:
         out, (total_q, hq, dv); with ``return_aux`` a named tuple, whose lse and max_logit are (hq, total_q).
@@ -277,7 +279,7 @@ def attention_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_se
     longest = _longest(max_seqlen_q, max_seqlen_k, needed=bias is not None or visible is not None)
     q, k, v = _autocast(*(_as_batch(name, tensor) for name, tensor in (("q", q), ("k", k), ("v", v))))
     band, lengths = _with_lengths(band, (cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k,
-                                         seqused_q, seqused_k))
+                                         seqused_q, seqused_k), _PACKED_NAMES)
     functions = NO_FUNCTIONS
     if score_function is not None or mask_function is not None:
         functions = call_functions(score_function, mask_function)
@@ -290,7 +292,8 @@ def attention_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_se
                       deterministic, backend)
     attend = _run_twice_differentiable if double_backward else run
     out, *rows = attend(q, k, v, operands, options)
-    out, rows = out[0].transpose(0, 1), [row[0] for row in rows]
+    # Squeezed: the gradient of an index would be a copy of dout among zeros.
+    out, rows = out.squeeze(0).transpose(0, 1), [row.squeeze(0) for row in rows]
     if not return_aux:
         return out
     return AttentionOutputWithMax(out, *rows) if "max_logit" in return_aux else AttentionOutput(out, *rows)
@@ -317,7 +320,7 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visible 
     q, k, v = _autocast(q, k, v)
     lengths = _NO_LENGTHS
     if seqlens_q is not None or seqlens_k is not None:
-        band, lengths = _with_lengths(band, (None, None, seqlens_q, seqlens_k))
+        band, lengths = _with_lengths(band, (None, None, seqlens_q, seqlens_k), _PADDED_NAMES)
     functions = NO_FUNCTIONS
     if score_function is not None or mask_function is not None:
         functions = call_functions(score_function, mask_function)
@@ -373,14 +376,18 @@ def _longest(*longest: int | torch.Tensor | None, needed: bool) -> tuple[int | N
     return tuple([size if needed and not isinstance(size, torch.Tensor) else None for size in longest])
 
 
-def _with_lengths(band: Mask, lengths: Lengths) -> tuple[Mask, Lengths]:
+def _with_lengths(band: Mask, lengths: Lengths, names: tuple[str | None, ...]) -> tuple[Mask, Lengths]:
     """Make the lengths dense, and name an alignment where those of queries and keys are one tensor, hence equal."""
-    for name, tensor in zip(_LENGTH_NAMES, lengths, strict=True):
-        if tensor is not None and not isinstance(tensor, torch.Tensor):
+    for name, tensor in zip(names, lengths, strict=True):
+        may_lack = name is None or not name.startswith("cu")
+        if not isinstance(tensor, torch.Tensor) and not (tensor is None and may_lack):
             raise InvalidInput(f"{name} is a {type(tensor).__name__}; allowed is a tensor of integers on q's device.")
     if band.alignment is None and lengths[0] is lengths[1] and lengths[2] is lengths[3]:
         band = replace(band, alignment="top_left")
-    return band, cast(Lengths, tuple([None if tensor is None else tensor.contiguous() for tensor in lengths]))
+    dense = [None if tensor is None else tensor.contiguous() for tensor in lengths]
+    if torch.compiler.is_compiling():  # dynamo traces no autograd Function that is handed one tensor twice
+        dense = [None if tensor is None else tensor.view_as(tensor) for tensor in dense]
+    return band, cast(Lengths, tuple(dense))
 
 
 def _operands(bias: torch.Tensor | None, alibi_slopes: torch.Tensor | None, mask: torch.Tensor | None,

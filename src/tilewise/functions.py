@@ -172,12 +172,13 @@ def code_of(name: str | None) -> FunctionCode | None:
 
 
 def pair_indices(sizes: tuple[int, int, int, int], device: _torch.device | None,
-                 first: tuple[int, int] = (0, 0)) -> Tensors:
+                 first: tuple[int, int, int] = (0, 0, 0)) -> Tensors:
     """Return batch, head, q_idx and k_idx of (b, hq, queries, keys), int64, as a torch function takes them.
 
-    ``first``: the first query and the first key.
+    ``first``: the first batch entry, query and key.
     """
-    starts = (0, 0, *first)
+    batch, *positions = first
+    starts = (batch, 0, *positions)
     return tuple(_torch.arange(start, start + size, device=device).view([-1 if dim == along else 1 for dim in range(4)])
                  for along, (start, size) in enumerate(zip(starts, sizes, strict=True)))
 

@@ -4,7 +4,7 @@ A mask of this module is a *band* with exceptions. With ``i`` the query's index,
 
     offset = 0 (top_left)   or   key_length − query_length (bottom_right),
 
-query ``i`` sees key ``j`` when all of these hold (maths.md, eq. 12 and section 12):
+query ``i`` sees key ``j`` when all of these hold (maths.md, eq. 23; without exceptions, eq. 12):
 
     j ≥ i + offset − left    or  j < sink_tokens
     j ≤ i + offset + right   or  j < prefix
@@ -57,7 +57,7 @@ class Band:
         return Span(spans[0].start, spans[-1].stop)
 
     def key_spans(self, queries: Span, key_length: int) -> tuple[Span, ...]:
-        """Keys that at least one query of the span sees: one span, or that of the sink tokens and another."""
+        """Keys that at least one query of the span sees: one span, or that of the sink tokens and another (eq. 24)."""
         if queries.start >= queries.stop:
             return (Span(0, 0),)
         first, last = queries.start, queries.stop - 1
@@ -68,7 +68,9 @@ class Band:
         sinks = Span(chunk_start, min(self.sink_tokens or 0, stop))
         if not len(sinks):
             return (Span(start, stop),)
-        return (Span(chunk_start, stop),) if start <= sinks.stop else (sinks, Span(start, max(start, stop)))
+        if start <= sinks.stop:
+            return (Span(chunk_start, stop),)
+        return (sinks, Span(start, stop)) if start < stop else (sinks,)
 
     def shared_keys_of(self, queries: Span, key_length: int) -> Span:
         """Keys that every query of the span sees, sink tokens apart from the rest left out (maths.md, eq. 14)."""
@@ -80,7 +82,7 @@ class Band:
         return Span(start, min(key_length, self._stop(first, key_length)))
 
     def queries_of(self, keys: Span, query_length: int) -> Span:
-        """Queries from the first to the last that sees a key of the span (maths.md, eq. 15)."""
+        """Queries from the first to the last that sees a key of the span (maths.md, eq. 15 and 25)."""
         if keys.start >= keys.stop:
             return Span(0, 0)
         first, last = keys.start, keys.stop - 1
@@ -404,9 +406,11 @@ def documents(ids: torch.Tensor, key_ids: torch.Tensor | None = None) -> TensorM
     """
     queries = _checked_ids("ids", ids)
     keys = queries if key_ids is None else _checked_ids("key_ids", key_ids)
-    if len(queries) != len(keys):  # one set of ids for the whole batch
-        batch = max(len(queries), len(keys))
-        queries, keys = (part.expand(batch, -1) for part in (queries, keys))
+    batch = len(keys) if len(queries) == 1 else len(queries)  # one set of ids may serve the whole batch
+    if len(keys) not in (1, batch) or keys.device != queries.device:
+        raise InvalidInput(f"documents: key_ids have batch size {len(keys)} on {keys.device} and ids {len(queries)} on "
+                           f"{queries.device}; allowed are one device and equal batch sizes, or 1.")
+    queries, keys = (part.expand(batch, -1) for part in (queries, keys))
     numbers, stop, *_ = _ranks(queries, keys)
     own, *_ = _ranks(keys, keys)
     return TensorMask(Mask(), documents=Documents(
@@ -439,7 +443,7 @@ def _extents(ids: torch.Tensor, others: torch.Tensor) -> tuple[torch.Tensor, tor
 def _checked_ids(name: str, ids: object) -> torch.Tensor:
     if isinstance(ids, torch.Tensor) and ids.dim() in (1, 2) and not ids.is_floating_point() and (
             not ids.is_complex() and ids.dtype is not torch.bool):
-        return ids[None] if ids.dim() == 1 else ids
+        return (ids[None] if ids.dim() == 1 else ids).long()
     got = f"{ids.dtype} of shape {tuple(ids.shape)}" if isinstance(ids, torch.Tensor) else type(ids).__name__
     raise InvalidInput(f"documents: {name} is {got}; allowed is a tensor of integers of shape (s,) or (b, s).")
 

@@ -291,12 +291,13 @@ def _sequences(operands: tuple[Facts, ...], settings: ScoreSettings, q: Facts, m
     count = math.prod(given["cu_seqlens_q"][1]) - 1 if packed[0] else q[1][0]
     for name, shape, strides, dtype, device in given.values():
         wanted = (count + 1 if name.startswith("cu") else count,)
-        check_operand(name, (shape, dtype, device), wanted, (torch.int32, torch.int64), q[4])
+        said = name if name.startswith("cu") or not packed[0] else name.replace("seqlens", "seqused")
+        check_operand(said, (shape, dtype, device), wanted, (torch.int32, torch.int64), q[4])
         if shape[0] > 1 and strides[0] != 1:
-            raise InvalidInput(f"{name} has stride {strides[0]}; allowed is 1: call contiguous() on it.")
+            raise InvalidInput(f"{said} has stride {strides[0]}; allowed is 1: call contiguous() on it.")
         found[name] = OperandFacts(tuple(shape), tuple(strides), dtype)
     if packed[0] and (count < 0 or q[1][0] != 1):
-        raise InvalidInput(f"cu_seqlens_q has shape {_text(given['cu_seqlens_q'][1])} and q a batch size of {q[1][0]}; "
+        raise InvalidInput(f"cu_seqlens_q has shape {tuple(given['cu_seqlens_q'][1])} and q a batch size of {q[1][0]}; "
                            "allowed are (sequences + 1,) and 1: packed sequences have no other batch dim.")
     if mask.is_bounded and mask.alignment is None:
         raise InvalidInput(f"mask is {mask} and names no alignment, but lengths are data ({', '.join(given)}): whether "

@@ -28,6 +28,7 @@ _FOUR = ("b", "hq", "sq", "sk")
 _LETTERS = {
     "bias": _FOUR, "mask": _FOUR, "alibi_slopes": ("b", "hq"), "sinks": ("hq",), "seed": ("1",),
     "cu_seqlens_q": ("sequences + 1",), "cu_seqlens_k": ("sequences + 1",), "seqlens_q": ("b",), "seqlens_k": ("b",),
+    "seqused_q": ("sequences",), "seqused_k": ("sequences",),
     "documents_q": ("b", "4", "sq"), "documents_k": ("b", "4", "sk"),
 }
 _BROADCAST = {"bias": _FOUR, "mask": _FOUR, "alibi_slopes": ("b",), "documents_q": ("b",), "documents_k": ("b",)}

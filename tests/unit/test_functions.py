@@ -170,12 +170,13 @@ def test_a_mask_function_draws_itself_with_its_tensors():
 
 
 def test_pair_indices_count_from_the_first_query_and_key():
-    batch, head, q_idx, k_idx = pair_indices((2, 3, 2, 2), None, (5, 7))
+    batch, head, q_idx, k_idx = pair_indices((2, 3, 2, 2), None, (4, 5, 7))
     assert [tuple(index.shape) for index in (batch, head, q_idx, k_idx)] == [
         (2, 1, 1, 1), (1, 3, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2)]
     assert q_idx.flatten().tolist() == [5, 6]
     assert k_idx.flatten().tolist() == [7, 8]
     assert head.flatten().tolist() == [0, 1, 2]
+    assert batch.flatten().tolist() == [4, 5]
 
 
 @pytest.mark.parametrize("double_backward", [False, True])
@@ -273,16 +274,31 @@ def test_a_compiled_call_knows_another_function_when_it_meets_one():
     torch._dynamo.reset()
 
 
-def test_packed_sequences_take_functions_by_their_own_positions():
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+@pytest.mark.parametrize("name", ["relative", "damped", "squashed"])
+def test_packed_sequences_take_functions_by_their_own_positions(backend, name):
     """Each sequence is a batch entry to the function, and counts from its start."""
     q, k, v = (tensor[0].transpose(0, 1).contiguous() for tensor in _qkv(sq=150, sk=150))
+    leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
     lengths = torch.tensor([0, 70, 70, 150], dtype=torch.int32)
-    for name, function in score_functions("cpu").items():
-        if name == "singular":
-            continue
-        for mask in (causal("top_left"), causal("top_left") & mask_functions("cpu")["dilated"]):
-            got = attention_varlen(q, k, v, cu_seqlens_q=lengths, mask=mask, score_function=function, backend="triton")
-            for batch, (start, stop) in enumerate(((0, 70), (70, 70), (70, 150))):
-                part = [tensor[start:stop].transpose(0, 1).expand(batch + 1, -1, -1, -1) for tensor in (q, k, v)]
-                alone = attention(*part, mask=mask, score_function=function, backend="reference")
-                torch.testing.assert_close(got[start:stop].transpose(0, 1), alone[batch], rtol=1e-4, atol=1e-5)
+    given = {"score_function": score_functions("cpu")[name],
+             "mask": causal("top_left") & mask_functions("cpu")["dilated"]}
+    out = attention_varlen(q, k, v, cu_seqlens_q=lengths, **given, backend=backend)
+    parts = []
+    for number, (start, stop) in enumerate(((0, 70), (70, 70), (70, 150))):
+        part = [tensor[start:stop].transpose(0, 1).expand(number + 1, -1, -1, -1) for tensor in leaves]
+        parts.append(attention(*part, **given, backend="reference")[number].transpose(0, 1))
+    expected = torch.cat(parts)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+    for one, other in zip(*(torch.autograd.grad(each.square().sum(), leaves) for each in (out, expected)), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_padding_does_not_enter_a_function(backend):
+    q, k, v = _qkv(sq=150, sk=150)
+    used = torch.tensor([150, 33], dtype=torch.int32)
+    given = {"score_function": score_functions("cpu")["damped"], "backend": backend}
+    out = attention(q, k, v, seqlens_k=used, mask=mask_functions("cpu")["chosen"], **given)
+    short = attention(q, k[:, :, :33], v[:, :, :33], mask=mask_functions("cpu")["chosen"], **given)
+    torch.testing.assert_close(out[1], short[1], rtol=1e-4, atol=1e-5)

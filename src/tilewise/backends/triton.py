@@ -171,7 +171,7 @@ def _backward_plan(problem: AttentionProblem, incoming: tuple[Sizes, Sizes, Size
         dq, dk, dv, delta_launch(problem, delta_config(problem), out_strides, dout_strides, dlse_strides),
         dkdv_launches,
         dq_launch(problem, config_for("dq", problem, spec, descriptors=descriptors), precision, dout_strides, dq),
-        dbias_launch(problem, config_for("dq", problem, spec, descriptors=False), precision, dout_strides),
+        dbias_launch(problem, config_for("dbias", problem, spec, descriptors=False), precision, dout_strides),
         _fixed_modifiers(problem))
 
 

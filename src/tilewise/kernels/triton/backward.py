@@ -73,9 +73,9 @@ def attention_delta_kernel(out_ptr, dout_ptr, dlse_ptr, delta_ptr, modifiers,
     out_source = head_source(out_ptr, batch, head, row_q, stride_ob, stride_oh, stride_os, False)
     dout_source = head_source(dout_ptr, batch, head, row_q, stride_dob, stride_doh, stride_dos, False)
     place = (batch, head, row_q)
-    out = load_tile(out_source, place, first, rows_q, stride_os, stride_od, BLOCK_M, DV, BLOCK_DV, True, INT64, False,
+    out = load_tile(out_source, place, first, length_q, stride_os, stride_od, BLOCK_M, DV, BLOCK_DV, True, INT64, False,
                     False)
-    dout = load_tile(dout_source, place, first, rows_q, stride_dos, stride_dod, BLOCK_M, DV, BLOCK_DV, True, INT64,
+    dout = load_tile(dout_source, place, first, length_q, stride_dos, stride_dod, BLOCK_M, DV, BLOCK_DV, True, INT64,
                      False, False)
     delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)  # [BLOCK_M]
     offs_m = first + tl.arange(0, BLOCK_M)

@@ -8,6 +8,8 @@ sequence's own lengths move the diagonal, ``shift`` is to be added to lower, upp
 import triton
 import triton.language as tl
 
+FAR = tl.constexpr(2**29)  # past every position; a loop's bounds are subtracted in 32 bits, so not the largest integer
+
 
 @triton.jit
 def chunk_start(position, chunk):
@@ -111,13 +113,13 @@ def within_documents(documents, batched, batch, row, other_row, offs, length, to
     base = numbers_of(documents, batched, batch, row, total) + offs
     inside = offs < length
     numbers = tl.load(base, mask=inside, other=-1)
-    begins = tl.load(base + total, mask=inside, other=2147483647)
+    begins = tl.load(base + total, mask=inside, other=FAR)
     stops = tl.load(base + 2 * total, mask=inside, other=0)
     unbroken = tl.load(base + 3 * total, mask=inside, other=0)
     start = tl.maximum(start, tl.min(begins, 0) - other_row)
     stop = tl.minimum(stop, tl.max(stops, 0) - other_row)
     shared_start = tl.maximum(shared_start, tl.max(unbroken, 0) - other_row)
-    shared_stop = tl.minimum(shared_stop, tl.min(tl.where(inside, stops, 2147483647), 0) - other_row)
+    shared_stop = tl.minimum(shared_stop, tl.min(tl.where(inside, stops, FAR), 0) - other_row)
     return numbers, (start, shared_start, shared_stop, stop)
 
 

@@ -54,8 +54,8 @@ def attend_keys(q, k_source, v_source, modifiers, row, sequence, head, place_k, 
     first = start - cover if MASKED else full_start
     last = stop - (full_stop - full_start) if MASKED else full_stop
     # The masked tiles are few: without a pipeline of their own they leave registers to the others (+6 % at d 64). But
-    # a tile of queries from two documents masks all the keys of both.
-    ALONE: tl.constexpr = MASKED and numbers_q is None
+    # a tile of queries from two documents masks all the keys of both, and at d 64 there are registers for it (+16 %).
+    ALONE: tl.constexpr = MASKED and (numbers_q is None or BLOCK_D > 64)
     for step in tl.range(first, last, BLOCK_N, num_stages=1 if ALONE else None):
         n = step_at(step, start, cover, full_start, full_stop, COVERED) if MASKED else step
         k = load_tile(k_source, place_k, n, stop, stride_ks, stride_kd, BLOCK_N, D, BLOCK_D, MASKED, INT64,
@@ -128,7 +128,8 @@ def attention_forward_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, max_ptr, mod
         acc, row_sum, row_max = attend_keys(
             q, k_source, v_source, modifiers, row, sequence, head, (batch, head_k, row_k), numbers_q, documents_k,
             acc, row_sum, row_max, offs_m, spans[0], steps, length_q, band, stride_ks, stride_kd, stride_vs,
-            stride_vd, scale_log2, BLOCK_N, D, BLOCK_D, DV, BLOCK_DV, MASKED, PRECISION, INT64, DESCRIPTORS, CHANGED, PADDED)
+            stride_vd, scale_log2, BLOCK_N, D, BLOCK_D, DV, BLOCK_DV, MASKED, PRECISION, INT64, DESCRIPTORS, CHANGED,
+            PADDED)
 
     row_offset = head_offset(batch, head, hq * sq, sq) + row_q
     inside = offs_m < rows_q
