@@ -161,6 +161,11 @@ class ScoreOptions(NamedTuple):
     mask_function: FunctionFacts | None = None
 
     @property
+    def functions(self) -> tuple[FunctionFacts, ...]:
+        """The user's own that are there."""
+        return tuple([facts for facts in (self.score_function, self.mask_function) if facts is not None])
+
+    @property
     def changes_scores(self) -> bool:
         """Whether a score is more than scale·q·k."""
         return (self.softcap is not None or self.bias is not None or self.alibi_slopes is not None

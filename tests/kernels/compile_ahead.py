@@ -52,9 +52,10 @@ def operands_of(request):
 
 
 def functions_of(request):
-    """A score function with a derivative and a mask function, each of a tensor; which, request["options"] says."""
-    made = {"score": score_functions("cpu")["damped"], "mask": mask_functions("cpu")["chosen"]}
-    return {kind: function for kind, function in made.items() if f"{kind}_function" in request.get("options", ())}
+    """A function of the test suite for each "score:NAME" and "mask:NAME" in request["options"]."""
+    named = dict(option.split(":") for option in request.get("options", ()) if ":" in option)
+    made = {"score": score_functions("cpu"), "mask": mask_functions("cpu")}
+    return {kind: made[kind][name] for kind, name in named.items()}
 
 
 def scores_of(request, operands):

@@ -73,7 +73,8 @@ def test_kernels_with_functions_of_the_users_own_compile_within_shared_memory(ve
     """Functions are arguments inside of tuples, which no other option has. With all the others some kernels spill."""
     wanted = [{"arch": arch, "kernel": kernel, "d": 128, "dtype": "bfloat16", "mask": MASKS["causal"],
                "descriptors": arch == "sm_90" and kernel not in ("delta", "dbias"), "options": options}
-              for options in (["score_function"], ["mask_function"], ["score_function", "mask_function", *OPTIONS])
+              for options in (["score:relative"], ["score:damped"], ["mask:chosen"],
+                              ["score:damped", "mask:dilated", *OPTIONS])
               for kernel in ("forward", "dkdv", "dq", "delta", "dbias") if kernel != "dbias" or "bias" in options]
     rows = compile_all(version, wanted)
     assert len(rows) == len(wanted)

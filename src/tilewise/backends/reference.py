@@ -20,8 +20,8 @@ class ReferenceBackend:
 
     def why_not(self, problem: AttentionProblem) -> str | None:
         """Return the one reason against: a function of which it has no torch twin."""
-        for facts in (problem.scores.score_function, problem.scores.mask_function):
-            if facts is not None and facts.code.torch is None:
+        for facts in problem.scores.functions:
+            if facts.code.torch is None:
                 return f"needs a torch function, got {facts.code.name} without one; backend='triton' takes a triton one"
         return None
 

@@ -18,7 +18,7 @@ from tilewise.backends.base import Gradients, Needs, Results, Saved
 from tilewise.kernels.triton.launch import Modifiers, modifiers_of, takes_descriptors
 from tilewise.kernels.triton.sums import OperandSums
 from tilewise.problem import AttentionProblem, Sizes, dense_strides
-from tilewise.scores import NO_OPERANDS, FunctionFacts, OperandFacts, Operands
+from tilewise.scores import NO_OPERANDS, OperandFacts, Operands
 from tilewise.tuning.device import device_spec
 from tilewise.tuning.heuristics import delta_config, split_dkdv, wants_descriptors
 from tilewise.tuning.table import config_for
@@ -39,8 +39,8 @@ class TritonBackend:
             return "Triton is not installed; CUDA and ROCm builds of torch bring it, others need tilewise[triton]"
         if problem.dtype is torch.float64:
             return "computes in float16, bfloat16 and float32, got float64; backend='reference' takes it"
-        for facts in (problem.scores.score_function, problem.scores.mask_function):
-            if facts is not None and facts.code.triton is None:
+        for facts in problem.scores.functions:
+            if facts.code.triton is None:
                 return (f"needs a triton function, got {facts.code.name} without one; backend='reference' takes a "
                         "torch function")
         if problem.device.type == "cuda":
@@ -177,8 +177,8 @@ def _backward_plan(problem: AttentionProblem, incoming: tuple[Sizes, Sizes, Size
 
 def _fixed_modifiers(problem: AttentionProblem) -> Modifiers | None:
     """The kernels' modifiers where no tensor enters them, the same at every call; else None."""
-    has_operands = (any(isinstance(facts, OperandFacts) or (isinstance(facts, FunctionFacts) and facts.dtypes)
-                        for facts in problem.scores) or problem.scores.dropout_p
+    has_operands = (any(isinstance(facts, OperandFacts) for facts in problem.scores) or problem.scores.dropout_p
+                    or any(facts.dtypes for facts in problem.scores.functions)
                     or problem.sequences.are_data)
     return None if has_operands else modifiers_of(problem, NO_OPERANDS)
 
