@@ -41,10 +41,11 @@ def watching_mask(batch, head, q_idx, k_idx):
 
 @pytest.mark.parametrize("mask", [None, causal("bottom_right"), window(9, 20, "bottom_right")], ids=str)
 @pytest.mark.parametrize("functions", ["score", "mask"])
-def test_functions_are_asked_for_positions_of_the_call(functions, mask):
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_functions_are_asked_for_positions_of_the_call(with_bias, functions, mask):
     ASKED.update(q=[], k=[])
     q, k = (torch.randn(1, 2, length, 16, requires_grad=True) for length in (67, 101))
-    given = {"mask": mask, "bias": torch.zeros(1, 2, 67, 101, requires_grad=True)}
+    given = {"mask": mask, "bias": torch.zeros(1, 2, 67, 101, requires_grad=True) if with_bias else None}
     if functions == "score":
         given["score_function"] = ScoreFunction(watching, derivative=watching_derivative)
     else:
