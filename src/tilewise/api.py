@@ -11,7 +11,7 @@ from tilewise.autograd.attention_op import Options, run
 from tilewise.dispatch import Explanation, explain_problem
 from tilewise.errors import InvalidInput
 from tilewise.functions import NO_FUNCTIONS, CallFunctions, MaskFunction, ScoreFunction, call_functions
-from tilewise.masks import Documents, Mask, TensorMask
+from tilewise.masks import Mask, TensorMask
 from tilewise.problem import AttentionProblem
 from tilewise.scores import (
     NO_OPERANDS,
@@ -29,6 +29,8 @@ Visible = Mask | TensorMask | torch.Tensor | MaskFunction
 # cu_seqlens_q, cu_seqlens_k, seqlens_q, seqlens_k.
 Lengths = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 _NO_LENGTHS: Lengths = (None, None, None, None)
+# documents_q, documents_k, tiles_q, tiles_k.
+_NO_LISTS: tuple[torch.Tensor | None, ...] = (None, None, None, None)
 _PADDED_NAMES = (None, None, "seqlens_q", "seqlens_k")
 _PACKED_NAMES = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
 
@@ -162,7 +164,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visibl
     if softcap is not None or dropout_p != 0:  # an operator's schema would turn True into 1.0
         checked_softcap(softcap)
         checked_dropout_p(dropout_p)
-    band, visible, together, mask_function = _parted(mask)
+    band, visible, lists, mask_function = _parted(mask)
     q, k, v = _autocast(q, k, v)
     lengths = _NO_LENGTHS
     if seqlens_q is not None or seqlens_k is not None:
@@ -170,7 +172,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visibl
     functions = NO_FUNCTIONS
     if score_function is not None or mask_function is not None:
         functions = call_functions(score_function, mask_function)
-    operands = _operands(bias, alibi_slopes, visible, sinks, _seed(q, dropout_p, dropout_seed), lengths, together,
+    operands = _operands(bias, alibi_slopes, visible, sinks, _seed(q, dropout_p, dropout_seed), lengths, lists,
                          functions)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
@@ -275,7 +277,7 @@ def attention_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_se
     _check_return_aux(return_aux)
     checked_softcap(softcap)
     checked_dropout_p(dropout_p)
-    band, visible, together, mask_function = _parted(mask)
+    band, visible, lists, mask_function = _parted(mask)
     longest = _longest(max_seqlen_q, max_seqlen_k, needed=bias is not None or visible is not None)
     q, k, v = _autocast(*(_as_batch(name, tensor) for name, tensor in (("q", q), ("k", k), ("v", v))))
     band, lengths = _with_lengths(band, (cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k,
@@ -283,7 +285,7 @@ def attention_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_se
     functions = NO_FUNCTIONS
     if score_function is not None or mask_function is not None:
         functions = call_functions(score_function, mask_function)
-    operands = _operands(bias, alibi_slopes, visible, sinks, _seed(q, dropout_p, dropout_seed), lengths, together,
+    operands = _operands(bias, alibi_slopes, visible, sinks, _seed(q, dropout_p, dropout_seed), lengths, lists,
                          functions)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
@@ -316,7 +318,7 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visible 
     'reference'
     """
     _check_return_aux(return_aux)
-    band, visible, together, mask_function = _parted(mask)
+    band, visible, lists, mask_function = _parted(mask)
     q, k, v = _autocast(q, k, v)
     lengths = _NO_LENGTHS
     if seqlens_q is not None or seqlens_k is not None:
@@ -324,7 +326,7 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visible 
     functions = NO_FUNCTIONS
     if score_function is not None or mask_function is not None:
         functions = call_functions(score_function, mask_function)
-    operands = _operands(bias, alibi_slopes, visible, sinks, _seed(q, dropout_p, 0), lengths, together, functions)
+    operands = _operands(bias, alibi_slopes, visible, sinks, _seed(q, dropout_p, 0), lengths, lists, functions)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     problem = AttentionProblem.from_tensors(
@@ -342,18 +344,19 @@ def _run_twice_differentiable(*arguments: Any) -> Sequence[torch.Tensor]:
     return run_twice_differentiable(*arguments)
 
 
-def _parted(mask: object) -> tuple[Mask, torch.Tensor | None, Documents | None, MaskFunction | None]:
-    """Part a mask into its band, its tensor, its documents and its function."""
+def _parted(mask: object) -> tuple[Mask, torch.Tensor | None, tuple[torch.Tensor | None, ...], MaskFunction | None]:
+    """Part a mask into its band, its tensor and, as operands, its documents and tiles; and its function."""
     if mask is None:
-        return _NO_MASK, None, None, None
+        return _NO_MASK, None, _NO_LISTS, None
     if isinstance(mask, Mask):
-        return mask, None, None, None
+        return mask, None, _NO_LISTS, None
     if isinstance(mask, TensorMask):
-        return mask.band, mask.tensor, mask.documents, mask.function
+        lists = (*(mask.documents or _NO_LISTS[:2]), *(mask.tiles or _NO_LISTS[2:]))
+        return mask.band, mask.tensor, lists, mask.function
     if isinstance(mask, torch.Tensor):
-        return _NO_MASK, mask, None, None
+        return _NO_MASK, mask, _NO_LISTS, None
     if isinstance(mask, MaskFunction):
-        return _NO_MASK, None, None, mask
+        return _NO_MASK, None, _NO_LISTS, mask
     raise InvalidInput(f"mask is a {type(mask).__name__}; allowed is None, causal(), window(left, right), a boolean "
                        "tensor, a MaskFunction, or these joined by '&'.")
 
@@ -392,17 +395,16 @@ def _with_lengths(band: Mask, lengths: Lengths, names: tuple[str | None, ...]) -
 
 def _operands(bias: torch.Tensor | None, alibi_slopes: torch.Tensor | None, mask: torch.Tensor | None,
               sinks: torch.Tensor | None, seed: torch.Tensor | None, lengths: Lengths,
-              together: Documents | None, functions: CallFunctions) -> Operands:
-    if (bias is None and alibi_slopes is None and mask is None and sinks is None and seed is None and together is None
+              lists: tuple[torch.Tensor | None, ...], functions: CallFunctions) -> Operands:
+    if (bias is None and alibi_slopes is None and mask is None and sinks is None and seed is None and lists is _NO_LISTS
             and lengths is _NO_LENGTHS and not functions.score_tensors and not functions.mask_tensors):
         return NO_OPERANDS
     if sinks is not None and not isinstance(sinks, torch.Tensor):
         raise InvalidInput(f"sinks is a {type(sinks).__name__}; allowed is a tensor of shape (hq,), or None.")
-    documents_q, documents_k = (None, None) if together is None else together
-    return Operands(None if bias is None else with_four_dims("bias", bias),
-                    None if alibi_slopes is None else with_batch_dim(alibi_slopes),
-                    None if mask is None else with_four_dims("mask", mask), sinks, seed, *lengths,
-                    documents_q, documents_k, functions.score_tensors, functions.mask_tensors)
+    alone = (None if bias is None else with_four_dims("bias", bias),
+             None if alibi_slopes is None else with_batch_dim(alibi_slopes),
+             None if mask is None else with_four_dims("mask", mask), sinks, seed, *lengths, *lists)
+    return Operands._make((*alone, functions.score_tensors, functions.mask_tensors))
 
 
 def _seed(q: torch.Tensor, dropout_p: float, seed: int | torch.Tensor | None) -> torch.Tensor | None:

@@ -15,11 +15,13 @@ boolean mask) is joined to a band by ``&``.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, overload
 
 import torch
 
+from tilewise.documents import Documents, documents_of
 from tilewise.errors import InvalidInput
+from tilewise.tile_lists import TileLists, tile_lists
 
 Alignment = Literal["top_left", "bottom_right"]
 ALIGNMENTS: tuple[Alignment, ...] = ("top_left", "bottom_right")
@@ -96,6 +98,17 @@ class Band:
             stop = max(stop, query_length if self.chunk is None
                        else self._chunk_start(last_sink) + self.chunk - self.offset)
         return Span(start, min(query_length, stop))
+
+    def sees(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """Return which pairs take part, bool, for positions of queries and keys that broadcast (maths.md, eq. 12)."""
+        visible = torch.ones_like(queries - keys, dtype=torch.bool)
+        if self.lower is not None:
+            visible &= (keys - queries >= self.lower) | (keys < (self.sink_tokens or 0))
+        if self.upper is not None:
+            visible &= (keys - queries <= self.upper) | (keys < (self.prefix or 0))
+        if self.chunk is not None:
+            visible &= (queries + self.offset) // self.chunk == keys // self.chunk
+        return visible
 
     def visible_pairs(self, query_length: int, key_length: int) -> int:
         """Number of (query, key) pairs that are visible; what a FLOP count multiplies."""
@@ -202,17 +215,8 @@ class Mask:
 
         O(query_length x key_length) memory: for oracles and pictures, never for kernels.
         """
-        band = self.band(query_length, key_length)
-        queries = torch.arange(query_length, device=device)[:, None]
-        keys = torch.arange(key_length, device=device)[None, :]
-        visible = torch.ones(query_length, key_length, dtype=torch.bool, device=device)
-        if band.lower is not None:
-            visible &= (keys - queries >= band.lower) | (keys < (band.sink_tokens or 0))
-        if band.upper is not None:
-            visible &= (keys - queries <= band.upper) | (keys < (band.prefix or 0))
-        if band.chunk is not None:
-            visible &= (queries + band.offset) // band.chunk == keys // band.chunk
-        return visible
+        queries, keys = (torch.arange(length, device=device) for length in (query_length, key_length))
+        return self.band(query_length, key_length).sees(queries[:, None], keys)
 
     def show(self, query_length: int = 5, key_length: int = 5) -> str:
         """Draw the mask: one row a query, ``■`` = takes part, ``·`` = hidden.
@@ -224,19 +228,6 @@ class Mask:
         return _drawn(self.visible(query_length, key_length))
 
 
-class Documents(NamedTuple):
-    """Which tokens belong together, in the form that kernels read; made by :func:`documents`.
-
-    Attributes:
-        q: (b|1, 4, sq), int32; of each query its document's number, the first and one past the last key of that
-            document, and once more the first key, or sk where keys of other documents lie between these two.
-        k: (b|1, 4, sk), int32; the same of each key, with first and last query.
-    """
-
-    q: torch.Tensor
-    k: torch.Tensor
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorMask:
     """A band with documents, a boolean tensor or a function, all of which must let a pair take part; made with ``&``.
@@ -245,12 +236,14 @@ class TensorMask:
         band: who sees whom by position; its hidden tiles are skipped.
         tensor: broadcasts to (b, hq, sq, sk), bool, True where the pair takes part; None = all.
         documents: who is in one document; hidden tiles are skipped; None = all are.
+        tiles: lists of the tiles that all of these leave visible, made by :meth:`tiled`; None = there are none.
         function: a :class:`tilewise.functions.MaskFunction`; None = all.
     """
 
     band: Mask
     tensor: torch.Tensor | None = None
     documents: Documents | None = None
+    tiles: TileLists | None = None
     function: Any = None
 
     def __and__(self, other: "Mask | torch.Tensor | TensorMask") -> "TensorMask":
@@ -260,6 +253,9 @@ class TensorMask:
             other = TensorMask(Mask(), other)
         elif not isinstance(other, TensorMask):
             return NotImplemented
+        if self.tiles is not None or other.tiles is not None:
+            raise InvalidInput(f"cannot combine {self} & {other}: the lists of a tiled mask are of that mask alone. "
+                               "Combine first, then call tiled().")
         if self.documents is not None and other.documents is not None:
             raise InvalidInput("cannot combine documents & documents: a mask has one. Give each pair of ids a number "
                                "of its own, and pass those.")
@@ -270,7 +266,7 @@ class TensorMask:
         if self.tensor is not None and other.tensor is not None:
             tensor = self.tensor & other.tensor
         return TensorMask(self.band & other.band, tensor, self.documents or other.documents,
-                          self.function or other.function)
+                          function=self.function or other.function)
 
     def __rand__(self, other: "Mask | torch.Tensor") -> "TensorMask":
         return self & other
@@ -281,15 +277,41 @@ class TensorMask:
         A function is asked for the first batch entry and head. O(query_length x key_length) memory: for oracles and
         pictures, never for kernels.
         """
+        visible = self._visible_rows(0, query_length, query_length, key_length)
+        return visible if self.function is None else visible & self.function.visible(query_length, key_length,
+                                                                                     visible.device)
+
+    def tiled(self, query_length: int, key_length: int) -> "TensorMask":
+        """Return the same mask with lists of its visible tiles, so that the others cost nothing.
+
+        For a mask that is used in many calls, and hides whole tiles of 128 queries by 128 keys: a boolean tensor is
+        otherwise read everywhere that the band and the documents leave visible. Computed on the tensors' device, in
+        O(128 x key_length) memory, without waiting for it. To be made anew when the tensor changes. A function is no
+        part of the lists: it is asked wherever they leave a tile visible.
+
+        Args:
+            query_length, key_length: of the calls; lengths that are data have no lists.
+        """
+        lists = tile_lists(lambda first, stop: self._visible_rows(first, stop, query_length, key_length), query_length,
+                           key_length)
+        return replace(self, tiles=lists)
+
+    def _visible_rows(self, first: int, stop: int, query_length: int, key_length: int) -> torch.Tensor:
+        """Return all but the function, of queries ``first`` to ``stop``: (b|1, hq|1, stop - first, key_length)."""
         tensors = [tensor for tensor in (self.tensor, *(self.documents or ())) if tensor is not None]
         tensors += () if self.function is None else self.function.tensors
         device = tensors[0].device if tensors else None
-        visible = self.band.visible(query_length, key_length, device)[None, None]
-        if self.function is not None:
-            visible = visible & self.function.visible(query_length, key_length, device)
+        queries, keys = torch.arange(first, stop, device=device), torch.arange(key_length, device=device)
+        visible = self.band.band(query_length, key_length).sees(queries[:, None], keys)[None, None]
         if self.documents is not None:
-            visible = visible & (self.documents.q[:, 0, :, None] == self.documents.k[:, 0, None, :])[:, None]
-        return visible if self.tensor is None else visible & self.tensor
+            numbers = self.documents.q[:, 0, first:stop, None]
+            visible = visible & (numbers == self.documents.k[:, 0, None, :])[:, None]
+        if self.tensor is None:
+            return visible
+        rows = self.tensor
+        if rows.dim() > 1 and rows.shape[-2] > 1:
+            rows = rows[..., first:stop, :]
+        return visible & rows
 
     def show(self, query_length: int | None = None, key_length: int | None = None) -> str:
         """Draw the mask of the first batch entry and head as :meth:`Mask.show` does; lengths are the tensors' own."""
@@ -404,48 +426,7 @@ def documents(ids: torch.Tensor, key_ids: torch.Tensor | None = None) -> TensorM
     · · · ■ ■
     · · · ■ ■
     """
-    queries = _checked_ids("ids", ids)
-    keys = queries if key_ids is None else _checked_ids("key_ids", key_ids)
-    batch = len(keys) if len(queries) == 1 else len(queries)  # one set of ids may serve the whole batch
-    if len(keys) not in (1, batch) or keys.device != queries.device:
-        raise InvalidInput(f"documents: key_ids have batch size {len(keys)} on {keys.device} and ids {len(queries)} on "
-                           f"{queries.device}; allowed are one device and equal batch sizes, or 1.")
-    queries, keys = (part.expand(batch, -1) for part in (queries, keys))
-    numbers, stop, *_ = _ranks(queries, keys)
-    own, *_ = _ranks(keys, keys)
-    return TensorMask(Mask(), documents=Documents(
-        torch.stack((torch.where(stop > numbers, numbers, -1), *_extents(queries, keys)), 1).int(),
-        torch.stack((own, *_extents(keys, queries)), 1).int()))
-
-
-def _ranks(ids: torch.Tensor, others: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Where each id begins and ends among the sorted ids of the others, and what order sorted them. (b, s) each."""
-    in_order, order = others.sort(stable=True, dim=-1)
-    ids = ids.contiguous()
-    return (torch.searchsorted(in_order, ids), torch.searchsorted(in_order, ids, right=True), order)
-
-
-def _extents(ids: torch.Tensor, others: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of each id the first and one past the last of the others that have it, and the first again if none is between.
-
-    Where none of the others has the id, first and last are len(others) and 0.
-    """
-    begin, end, order = _ranks(ids, others)
-    length = others.shape[-1]
-    if length == 0:
-        return torch.zeros_like(ids), torch.zeros_like(ids), torch.zeros_like(ids)
-    is_there = end > begin
-    first = torch.where(is_there, order.gather(-1, begin.clamp(max=length - 1)), length)
-    stop = torch.where(is_there, order.gather(-1, (end - 1).clamp(min=0)) + 1, 0)
-    return first, stop, torch.where(stop - first == end - begin, first, length)
-
-
-def _checked_ids(name: str, ids: object) -> torch.Tensor:
-    if isinstance(ids, torch.Tensor) and ids.dim() in (1, 2) and not ids.is_floating_point() and (
-            not ids.is_complex() and ids.dtype is not torch.bool):
-        return (ids[None] if ids.dim() == 1 else ids).long()
-    got = f"{ids.dtype} of shape {tuple(ids.shape)}" if isinstance(ids, torch.Tensor) else type(ids).__name__
-    raise InvalidInput(f"documents: {name} is {got}; allowed is a tensor of integers of shape (s,) or (b, s).")
+    return TensorMask(Mask(), documents=documents_of(ids, key_ids))
 
 
 def _checked_count(name: str, value: object, least: int) -> int:

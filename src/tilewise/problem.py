@@ -28,6 +28,7 @@ from tilewise.scores import (
     checked_softcap,
 )
 from tilewise.sequences import DENSE, Sequences
+from tilewise.tile_lists import TILE
 
 Direction = Literal["forward", "backward"]
 Sizes = tuple[int, ...]
@@ -319,6 +320,8 @@ def _score_options(operands: tuple[Facts, ...], settings: ScoreSettings, sequenc
         "bias": (full, (dtype, wide)), "mask": (full, (torch.bool,)), "alibi_slopes": (full[:2], (wide,)),
         "sinks": (full[1:2], (dtype, wide)), "seed": ((1,), (torch.int64,)),
         "documents_q": ((b, 4, sq), (torch.int32,)), "documents_k": ((b, 4, sk), (torch.int32,)),
+        "tiles_q": ((*full[:2], -(-sq // TILE), 2 + -(-sk // TILE)), (torch.int32,)),
+        "tiles_k": ((*full[:2], -(-sk // TILE), 2 + -(-sq // TILE)), (torch.int32,)),
     }
     found: dict[str, Any] = {}
     for name, shape, strides, own_dtype, own_device in operands:
@@ -331,6 +334,8 @@ def _score_options(operands: tuple[Facts, ...], settings: ScoreSettings, sequenc
         found[name] = OperandFacts(tuple(shape), tuple(strides), own_dtype)
     if ("documents_q" in found) != ("documents_k" in found):
         raise InvalidInput("documents_q and documents_k: one is given without the other; allowed are both, or none.")
+    if "tiles_q" in found and sequences.are_data:
+        raise InvalidInput("mask is tiled() for lengths of its own, but lengths are data; pass it untiled.")
     dropout_p = checked_dropout_p(settings.dropout_p)
     if (found.pop("seed", None) is None) != (settings.dropout_p == 0.0):
         raise InvalidInput(f"dropout_p is {settings.dropout_p} and a seed is "

@@ -10,6 +10,7 @@ from tilewise.api import AttentionOutputWithMax
 from tilewise.backends.base import Gradients
 from tilewise.masks import Mask
 from tilewise.problem import AttentionProblem
+from tilewise.scores import ScoreSettings
 from tilewise.testing.cases import Case
 from tilewise.testing.inputs import call_options, make_inputs, make_operands
 from tilewise.testing.oracle import Changes, attend, gradients, max_logit, yardsticks
@@ -104,6 +105,23 @@ def test_a_mask_function_is_a_mask_by_itself(backend, device):
     out = attention(*call.inputs[:3], mask=call.mask, backend=backend.name)
     joined = attention(*call.inputs[:3], mask=Mask() & call.mask, backend=backend.name)
     assert torch.equal(out, joined)
+
+
+@pytest.mark.parametrize("others", [causal(), window(3, 40)], ids=str)
+def test_a_mask_function_is_asked_in_every_tile_that_a_list_leaves_visible(backend, others, device):
+    """Whole tiles of a list are not masked by what they were made of; a function is no part of that."""
+    q, k, v = (torch.randn(1, 2, 290, 16, generator=torch.Generator().manual_seed(seed)).to(device).requires_grad_()
+               for seed in range(3))
+    tensor = torch.ones(290, 290, dtype=torch.bool, device=device)
+    tensor[:, 128:256] = False
+    joined = others & tensor & mask_functions(device)["dilated"]
+    problem = AttentionProblem.from_tensors(q, k, v, settings=ScoreSettings(mask_function=joined.function.code))
+    skip_if_refused(backend, problem.backward(lse_grad=False))
+    out, expected = (attention(q, k, v, mask=mask, backend=backend.name) for mask in (joined.tiled(290, 290), joined))
+    torch.testing.assert_close(out, expected)
+    for one, other in zip(*(torch.autograd.grad(each.square().sum(), (q, k, v)) for each in (out, expected)),
+                          strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_rows_that_a_mask_function_hides_whole_give_zero_and_have_no_gradient(backend, device):

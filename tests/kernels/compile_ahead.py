@@ -19,7 +19,8 @@ from triton.runtime import driver
 
 from conformance.functions import mask_functions, score_functions
 from tilewise.bench.compile_ahead import CompileOnlyDriver
-from tilewise.kernels.triton.backward import dbias_launch, delta_launch, dkdv_launch, dq_launch
+from tilewise.kernels.triton.backward import delta_launch, dkdv_launch, dq_launch
+from tilewise.kernels.triton.dbias import dbias_launch
 from tilewise.kernels.triton.forward import forward_launch
 from tilewise.kernels.triton.launch import modifiers_of
 from tilewise.masks import Mask
@@ -45,7 +46,8 @@ def operands_of(request):
             "mask": torch.empty(1, 1, shape["s"], shape["s"], dtype=torch.bool),
             "seed": torch.empty(1, dtype=torch.int64)}
     made |= {f"{name}_{side}": torch.empty(size, dtype=torch.int32) for side in "qk" for name, size in (
-        ("cu_seqlens", (shape["b"] + 1,)), ("seqlens", (shape["b"],)), ("documents", (1, 4, shape["s"])))}
+        ("cu_seqlens", (shape["b"] + 1,)), ("seqlens", (shape["b"],)), ("documents", (1, 4, shape["s"])),
+        ("tiles", (1, 1, shape["s"] // 128, 2 + shape["s"] // 128)))}
     made |= {f"{kind}_tensors": function.tensors for kind, function in functions_of(request).items()}
     return Operands(**{name: tensor for name, tensor in made.items()
                        if name in request.get("options", ()) or name.endswith("tensors")})

@@ -64,3 +64,12 @@ def test_functions_are_asked_for_positions_inside_of_each_sequence():
                      bias=torch.zeros(3, 1, 80, 80, requires_grad=True), backend="triton").sum().backward()
     for name in "qk":
         assert (min(ASKED[name]), max(ASKED[name])) == (0, 79)
+
+
+def test_functions_are_asked_for_positions_of_the_call_where_tiles_are_listed():
+    ASKED.update(q=[], k=[])
+    q, k = (torch.randn(1, 1, length, 16, requires_grad=True) for length in (200, 290))
+    mask = (torch.ones(200, 290, dtype=torch.bool) & MaskFunction(watching_mask)).tiled(200, 290)
+    attention(q, k, k, mask=mask, backend="triton").sum().backward()
+    assert (min(ASKED["q"]), max(ASKED["q"])) == (0, 199)
+    assert (min(ASKED["k"]), max(ASKED["k"])) == (0, 289)

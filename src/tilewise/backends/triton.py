@@ -156,7 +156,8 @@ def _backward_plan(problem: AttentionProblem, incoming: tuple[Sizes, Sizes, Size
         ((problem.b, problem.hk, problem.sk, problem.dv), problem.v_strides)))
     if problem.is_empty:
         return _BackwardPlan(dq, dk, dv)
-    from tilewise.kernels.triton.backward import dbias_launch, delta_launch, dkdv_launch, dq_launch
+    from tilewise.kernels.triton.backward import delta_launch, dkdv_launch, dq_launch
+    from tilewise.kernels.triton.dbias import dbias_launch
 
     spec = device_spec(problem.device)
     out_strides, dout_strides, dlse_strides = incoming

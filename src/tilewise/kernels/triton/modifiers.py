@@ -171,13 +171,13 @@ def modify_tile(scores, visible, modifiers, row, batch, head, band, offs_m, firs
     if CHANGED:
         scores, tanh, capped = change_scores(scores, modifiers, batch, head, band, offs_q, offs_k, stop_q, stop_k,
                                              scale_log2, EXACT, INT64, MASKED)
-    if modifiers.mask.ptr is not None:
+    if modifiers.mask.ptr is not None and (MASKED or modifiers.tiles.q is None):  # whole tiles of a list need none
         allowed = load_pairs(modifiers.mask, batch, head, offs_q, offs_k, stop_q, stop_k, INT64, MASKED).to(tl.int1)
         visible = visible & allowed if MASKED else allowed
     if modifiers.mask_function.call is not None:
         q_idx, k_idx = readable(offs_q, offs_k, stop_q, stop_k, MASKED)
         allowed = modifiers.mask_function.call(batch, head, q_idx, k_idx, *modifiers.mask_function.tensors)
-        KNOWN: tl.constexpr = MASKED or modifiers.mask.ptr is not None
+        KNOWN: tl.constexpr = MASKED or (modifiers.mask.ptr is not None and modifiers.tiles.q is None)
         visible = (visible if KNOWN else tl.full(scores.shape, True, tl.int1)) & allowed
     if modifiers.dropout.ptr is not None:
         kept = keep_pairs(modifiers.dropout, row, offs_m, first_key, BLOCK_N, KEYS_FIRST)
