@@ -232,8 +232,8 @@ def attention_backward_dkdv_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta
                 dk, dv, columns, k, v, q_source, dout_source, modifiers, sequence * hq + head, sequence, head,
                 (batch, head, row_q), numbers_k, documents_q, listed, lse_ptr + row_offset, delta_ptr + row_offset,
                 first, start, own_steps, length_k, band, stride_qs, stride_qd, stride_dos, stride_dod, scale_log2,
-                BLOCK_M, BLOCK_N, D, BLOCK_D, DV, BLOCK_DV, MASKED, PRECISION, INT64, DESCRIPTORS, CHANGED, PADDED, NEED_DK,
-                NEED_DV, COLUMNS)
+                BLOCK_M, BLOCK_N, D, BLOCK_D, DV, BLOCK_DV, MASKED, PRECISION, INT64, DESCRIPTORS, CHANGED, PADDED,
+                NEED_DK, NEED_DV, COLUMNS)
         if COLUMNS:
             columns_base = columns_ptr + head_offset(batch, head, hq * sk, sk) + row_k
             tl.store(columns_base + offs_n, tl.where(offs_n < length_k, columns, 0.0), mask=offs_n < rows_k)
