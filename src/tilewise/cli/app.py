@@ -8,7 +8,8 @@ import typer
 from tilewise.bench import report as reports
 from tilewise.bench.environment import environment
 from tilewise.bench.grids import GRIDS, Cell, filtered, grid_cells, parse_dtype
-from tilewise.bench.plan import Plan, available_providers
+from tilewise.bench.host import host_cell
+from tilewise.bench.plan import Plan, available_providers, takers
 from tilewise.bench.plots import draw_figures
 from tilewise.bench.provenance import provenance
 from tilewise.bench.providers import is_ours
@@ -156,6 +157,9 @@ def bench(  # noqa: PLR0913 - one parameter a flag
     if not cells:
         raise InvalidInput("no case of the grid is left by --seqs and --dims.")
     present, absent = available_providers(flags.comma_list(providers), where)
+    if not providers:
+        present, idle = takers(present, [host_cell(where)] if host else cells, where)
+        absent |= idle
     plan = Plan(where, present, regime_named(regime, where), provenance(where, session.command_line(), commit),
                 DIRECTIONS if direction == "both" else (direction,), budget, graph)
     outcome = session.host_session(plan, out) if host else session.bench_session(cells, plan, out)
