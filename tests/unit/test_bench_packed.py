@@ -12,7 +12,7 @@ from tilewise.bench.packed import DocumentsProvider, VarlenProvider, are_squares
 from tilewise.bench.plan import blank_row
 from tilewise.bench.provenance import provenance
 from tilewise.bench.providers import TilewiseProvider
-from tilewise.masks import causal, window
+from tilewise.masks import causal, chunk, window
 from tilewise.testing.cases import Case, case_named
 
 CPU = torch.device("cpu")
@@ -28,7 +28,9 @@ def of_case(name, dtype=torch.float32):
 
 
 def test_rows_are_numbered_by_their_sequence():
-    assert sequence_numbers(torch.tensor([0, 2, 2, 5], dtype=torch.int32)).tolist() == [0, 0, 2, 2, 2]
+    for dtype in (torch.int32, torch.int64):
+        numbers = sequence_numbers(torch.tensor([0, 2, 2, 5], dtype=dtype))
+        assert (numbers.tolist(), numbers.dtype) == ([0, 0, 2, 2, 2], dtype)
 
 
 def test_sequences_are_squares_where_queries_and_keys_have_one_length():
@@ -77,6 +79,14 @@ def test_documents_of_one_entry_know_no_alignment_of_each_sequence():
         "takes masks of sequences with as many queries as keys, got causal(alignment='bottom_right')")
 
 
+@pytest.mark.parametrize("provider", [DocumentsProvider("reference"), VarlenProvider()],
+                         ids=lambda provider: provider.name)
+def test_positions_count_from_the_sequence_in_bands_alone(provider):
+    cell = Cell("packed", packed_case((4, 2), (9, 21), 16, causal("top_left") & chunk(4)), torch.bfloat16)
+    assert provider.reason_against(cell, "forward", CPU) == (
+        "takes causal masks and windows, got causal(alignment='top_left') & chunk(4)")
+
+
 def test_documents_of_one_entry_run_where_their_backend_does():
     assert DocumentsProvider("triton").name == "tilewise:triton:documents"
     assert DocumentsProvider("triton").missing(CPU) == TilewiseProvider("triton").missing(CPU) is not None
@@ -119,6 +129,18 @@ def test_torch_gets_borders_longest_lengths_and_sides(mask, sides, knows_groups,
     assert {tensor.dtype for tensor in given["lengths"][:2]} == {torch.int32}
     assert (given["lengths"][2:], given["scale"], given["sides"]) == ((21, 21), None, sides)
     assert given.get("grouped") == (True if knows_groups else None)
+
+
+def test_torch_gets_borders_of_32_bits_whatever_they_were(monkeypatch):
+    given = []
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn",
+                        lambda q, k, v, *lengths, scale, window_size: given.append(lengths))
+    cell = of_case("packed", torch.bfloat16)
+    tensors = make_tensors(cell, CPU)
+    assert tensors.operands.cu_seqlens_k.dtype is torch.int64
+    Prepared(VarlenProvider(), cell, tensors, CPU).forward()
+    ((queries, keys, *longest),) = given
+    assert (queries.dtype, keys.dtype, longest) == (torch.int32, torch.int32, [49, 66])
 
 
 def test_torch_still_calls_its_arguments_so():

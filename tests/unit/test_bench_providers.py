@@ -203,6 +203,9 @@ def test_flash_attention_gets_packed_sequences_with_their_borders_and_longest_le
     none = provider.no_window
     assert package.options == {"softmax_scale": None, "causal": True, "window_size": (none, none), "max_seqlen_q": 9,
                                "max_seqlen_k": 9}
+    unlike = Cell("packed", case_named("packed"), torch.bfloat16)
+    Prepared(provider, unlike, make_tensors(unlike, CPU), CPU).forward()
+    assert package.options["cu_seqlens_k"].dtype is torch.int32
 
 
 def test_flash_attention_aligns_masks_bottom_right():

@@ -8,7 +8,7 @@ import torch
 
 from tilewise.bench.grids import Cell
 from tilewise.bench.options import LEARNABLE, OPTIONS, options_of
-from tilewise.bench.packed import sequence_numbers, why_not_lengths
+from tilewise.bench.packed import sequence_numbers, why_not_positions
 from tilewise.bench.providers import Attend, Provider
 from tilewise.bench.roofline import Direction
 from tilewise.scores import Operands
@@ -36,7 +36,7 @@ class FlexProvider(Provider):
             return None
         if options_of(cell.case) != ("packed",):
             return "takes packed sequences without another option"
-        return why_not_lengths(cell.case, "")
+        return why_not_positions(cell.case, "")
 
     def bind(self, cell: Cell, operands: Operands, device: torch.device) -> Attend:
         """Compile for this shape, the mask's block structure worked out beforehand."""

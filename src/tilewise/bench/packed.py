@@ -18,7 +18,8 @@ _UNPACKED = "takes packed sequences alone"
 
 def sequence_numbers(borders: torch.Tensor) -> torch.Tensor:
     """Return the number of each packed row's sequence, (total,), given (sequences + 1,) borders without gaps."""
-    return torch.repeat_interleave(torch.arange(len(borders) - 1, device=borders.device), borders.diff())
+    numbers = torch.arange(len(borders) - 1, dtype=borders.dtype, device=borders.device)
+    return torch.repeat_interleave(numbers, borders.diff())
 
 
 def are_squares(case: Case) -> bool:
@@ -26,14 +27,16 @@ def are_squares(case: Case) -> bool:
     return all(len(queries) == len(keys) for queries, keys in zip(case.spans("q"), case.spans("k"), strict=True))
 
 
-def why_not_lengths(case: Case, aligned: str) -> str | None:
-    """Return why a provider does not take the case's lengths and how they are packed, as a sentence, or None.
+def why_not_positions(case: Case, aligned: str) -> str | None:
+    """Return why a provider does not take where sequences lie and what their mask sees, as a sentence, or None.
 
     Args:
         aligned: the alignment that its masks have where lengths differ; "" = it takes none there.
     """
     if case.packed == "gaps":
         return "takes packed sequences without gaps between them"
+    if case.mask.has_exceptions:
+        return f"takes causal masks and windows, got {case.mask}"
     if case.mask.is_bounded and not are_squares(case) and case.mask.alignment != aligned:
         allowed = f"aligned {aligned.replace('_', '-')}" if aligned else "of sequences with as many queries as keys"
         return f"takes masks {allowed}, got {case.mask}"
@@ -41,10 +44,10 @@ def why_not_lengths(case: Case, aligned: str) -> str | None:
 
 
 def why_not_flash(cell: Cell) -> str | None:
-    """Return why no FlashAttention takes the cell's dtype or lengths, as a sentence, or None."""
+    """Return why no FlashAttention takes the cell's dtype or positions, as a sentence, or None."""
     if cell.dtype not in (torch.float16, torch.bfloat16):
         return f"computes in float16 and bfloat16, got {cell.dtype}"
-    return why_not_lengths(cell.case, "bottom_right")
+    return why_not_positions(cell.case, "bottom_right")
 
 
 class DocumentsProvider(TilewiseProvider):
@@ -58,7 +61,7 @@ class DocumentsProvider(TilewiseProvider):
 
     def why_not(self, cell: Cell, direction: Direction, device: torch.device) -> str | None:
         """Refuse what documents of one entry cannot say."""
-        return why_not_lengths(cell.case, "") if cell.case.packed else _UNPACKED
+        return why_not_positions(cell.case, "") if cell.case.packed else _UNPACKED
 
     def dims(self, case: Case) -> Dims:
         """One batch entry."""

@@ -124,7 +124,8 @@ def bench(  # noqa: PLR0913 - one parameter a flag
     sq: flags.OwnLength = None, b: flags.Batch = 1, hq: flags.QueryHeads = 8, hk: flags.KeyHeads = None,
     sk: flags.KeyLength = None, d: flags.HeadDim = 64, dv: flags.ValueDim = None, mask: flags.MaskText = "none",
     dtype: Annotated[str, typer.Option(help="Dtype of the shape.")] = "float32",
-    providers: Annotated[str | None, typer.Option(help="Providers, with commas. Default: all that are here.")] = None,
+    providers: Annotated[str | None, typer.Option(help="Providers, with commas. Default: all that are here "
+                                                       "and take a case.")] = None,
     seqs: Annotated[str | None, typer.Option(help="Keep these query lengths of the grid.")] = None,
     dims: Annotated[str | None, typer.Option(help="Keep these head dims of the grid.")] = None,
     direction: Annotated[Literal["both", "forward", "backward"], typer.Option(help="Passes to time.")] = "both",
