@@ -131,11 +131,12 @@ def test_large_packed_sequences_are_checked_one_by_one_on_heads_that_the_limit_a
     assert shorter.text == "shorter twin s21x21, 1 of 2 key/value heads, by sequence"
 
 
-def test_sequences_one_by_one_are_what_they_are_together(monkeypatch):
-    tensors = make_tensors(PACKED, CPU)
-    whole = References.of(check_plan(PACKED, CPU), *tensors, lse_grad=True)
+@pytest.mark.parametrize("cell", [PACKED, Cell("packed", case_named("packed"), torch.float32)], ids=str)
+def test_sequences_one_by_one_are_what_they_are_together(cell, monkeypatch):
+    tensors = make_tensors(cell, CPU)
+    whole = References.of(check_plan(cell, CPU), *tensors, lse_grad=True)
     monkeypatch.setitem(accuracy._WHOLE_PAIRS, "cpu", 1)
-    plan = check_plan(PACKED, CPU)
+    plan = check_plan(cell, CPU)
     assert plan.text == "full, by sequence"
     references = References.of(plan, *tensors, lse_grad=True)
     assert set(references.exact) == set(whole.exact)

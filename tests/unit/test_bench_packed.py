@@ -52,6 +52,14 @@ def test_ours_is_right_on_packed_sequences_in_both_ways(provider, mask, directio
     assert row.options == "packed sequences of 31 tokens"
 
 
+@pytest.mark.parametrize("provider", [TilewiseProvider("reference"), DocumentsProvider("reference")],
+                         ids=lambda provider: provider.name)
+def test_ours_is_right_where_queries_and_keys_are_packed_unlike(provider):
+    cell = of_case("packed", torch.float32)
+    row = blank_row(cell, provider.name, "backward", "test", provenance(CPU, ""))
+    assert Checker(cell, make_tensors(cell, CPU), CPU).checked(row, provider, "backward").status == "ok"
+
+
 def test_ours_takes_rows_of_all_sequences_as_they_lie():
     cell = packed()
     tensors = make_tensors(cell, CPU)
@@ -131,6 +139,19 @@ def test_torch_gets_borders_longest_lengths_and_sides(mask, sides, knows_groups,
     assert given.get("grouped") == (True if knows_groups else None)
 
 
+def test_torch_is_told_of_groups_where_there_are_any(monkeypatch):
+    given = []
+
+    def function(q, k, v, *lengths, enable_gqa=False, **options):
+        given.append(enable_gqa)
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", function)
+    for heads in ((4, 4), (4, 2)):
+        cell = Cell("packed", packed_case(heads, (9, 21), 16, FULL), torch.bfloat16)
+        Prepared(VarlenProvider(), cell, make_tensors(cell, CPU), CPU).forward()
+    assert given == [False, True]
+
+
 def test_torch_gets_borders_of_32_bits_whatever_they_were(monkeypatch):
     given = []
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn",
@@ -140,7 +161,8 @@ def test_torch_gets_borders_of_32_bits_whatever_they_were(monkeypatch):
     assert tensors.operands.cu_seqlens_k.dtype is torch.int64
     Prepared(VarlenProvider(), cell, tensors, CPU).forward()
     ((queries, keys, *longest),) = given
-    assert (queries.dtype, keys.dtype, longest) == (torch.int32, torch.int32, [49, 66])
+    assert (queries.tolist(), keys.tolist(), longest) == ([0, 49, 66, 96], [0, 13, 79, 119], [49, 66])
+    assert queries.dtype is keys.dtype is torch.int32
 
 
 def test_torch_still_calls_its_arguments_so():

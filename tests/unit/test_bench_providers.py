@@ -267,6 +267,19 @@ class TestFlex:
             row = checked(FlexProvider(), cell, direction)
             assert (row.status, row.reason) == ("ok", "")
 
+    def test_its_block_mask_has_an_entry_a_batch_and_head_that_differ(self, monkeypatch):
+        from torch.nn.attention import flex_attention
+
+        sizes, make = [], flex_attention.create_block_mask
+        monkeypatch.setattr(flex_attention, "create_block_mask", lambda function, *given, **options: (
+            sizes.append(given), make(function, *given, **options))[1])
+        for case in (PLAIN, replace(PLAIN, documents="mixed"), replace(PLAIN, mask_tensor="1hqk"),
+                     replace(PLAIN, documents="mixed", mask_tensor="1hqk"), packed_case((4, 2), (9, 21), 16, FULL)):
+            cell = Cell("options", case, torch.float32)
+            Prepared(FlexProvider(), cell, make_tensors(cell, CPU), CPU)
+        assert sizes == [(None, None, 33, 33), (2, None, 33, 33), (None, 4, 33, 33), (2, 4, 33, 33),
+                         (None, None, 30, 30)]
+
     @pytest.mark.parametrize(("name", "reason"), [
         ("packed", None), ("packed_causal_top_left", None), ("packed_zero_lengths", "without gaps between them"),
         ("packed_bias_of_keys", "takes packed sequences without another option"),
