@@ -110,6 +110,14 @@ def test_a_larger_case_with_options_is_checked_on_a_twin_of_fewer_heads_and_its_
     assert plan.is_full_shape
 
 
+def test_a_shorter_twin_has_no_longer_sequences_than_it_has_room_for(monkeypatch):
+    monkeypatch.setitem(accuracy._WHOLE_PAIRS, "cpu", 1000)
+    case = check_plan(Cell("cases", case_named("packed_everything"), torch.float32), CPU).cell.case
+    assert (case.sq, case.sk) < (49, 70)
+    assert case.lengths_q == (case.sq, 0, case.sq)
+    assert case.lengths_k == (case.sk,) * 3
+
+
 @pytest.mark.parametrize("fault", [1e-3, float("nan")])
 def test_one_wrong_element_of_a_chosen_head_is_found_where_it_is(fault):
     whole = cell()

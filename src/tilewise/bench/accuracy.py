@@ -84,8 +84,12 @@ def _whole_plan(cell: Cell, limit: int) -> CheckPlan:
 
 def _shorter(cell: Cell, share: float) -> Cell:
     """Return the cell with lengths that leave this share of its pairs."""
-    sq, sk = (max(1, int(length * math.sqrt(share))) for length in (cell.case.sq, cell.case.sk))
-    return replace(cell, case=replace(cell.case, name=f"{cell.case.name}_check_s{sq}x{sk}", sq=sq, sk=sk))
+    case = cell.case
+    sq, sk = (max(1, int(length * math.sqrt(share))) for length in (case.sq, case.sk))
+    lengths_q, lengths_k = (own and tuple(min(length, most) for length in own)
+                            for own, most in ((case.lengths_q, sq), (case.lengths_k, sk)))
+    return replace(cell, case=replace(case, name=f"{case.name}_check_s{sq}x{sk}", sq=sq, sk=sk, lengths_q=lengths_q,
+                                      lengths_k=lengths_k))
 
 
 @dataclass(frozen=True)
