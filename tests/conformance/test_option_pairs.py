@@ -13,12 +13,18 @@ from conformance.calls import (
     problem_of,
 )
 from tilewise.dispatch import get_backend
-from tilewise.masks import causal, window
+from tilewise.masks import Mask, causal, chunk, prefix, sink_tokens, window
 from tilewise.testing.cases import Case, case_named
 from tilewise.testing.inputs import make_inputs
 
+_LENGTHS = {"lengths_q": (35, 20), "lengths_k": (13, 40)}
+SEQUENCES = {"dense": {}, "padded": _LENGTHS, "padded_keys": {"lengths_k": (13, 40)},
+             "tight": _LENGTHS | {"packed": "tight"}, "gaps": _LENGTHS | {"packed": "gaps"}}
 LEVELS = {
     "mask": (window(None, None, "bottom_right"), causal("bottom_right"), window(9, 4, "top_left")),
+    "exception": (Mask(), prefix(11), sink_tokens(3), chunk(13)),
+    "documents": ("", "runs", "interleaved"),
+    "sequences": tuple(SEQUENCES),
     "hk": (2, 1),
     "layout": ("bhsd", "bshd", "bhds", "moat"),
     "bias": ("", "bhqk", "b11k", "1hq1"),
@@ -49,8 +55,14 @@ def _covering_choices(seed):
     return choices
 
 
-CHOICES = _covering_choices(seed=0)
-CASES = [Case(f"pairs_{i}", b=2, hq=2, sq=35, sk=40, d=16, dv=16, **choice) for i, choice in enumerate(CHOICES)]
+def _case(number, choice):
+    fields = {name: level for name, level in choice.items() if name not in ("exception", "sequences")}
+    fields |= SEQUENCES[choice["sequences"]] | {"mask": choice["mask"] & choice["exception"]}
+    return Case(f"pairs_{number}", b=2, hq=2, sq=35, sk=40, d=16, dv=16, **fields)
+
+
+CHOICES = _covering_choices(seed=1)
+CASES = [_case(i, choice) for i, choice in enumerate(CHOICES)]
 
 
 def test_every_two_levels_of_every_two_options_meet_in_few_cases():
@@ -58,7 +70,7 @@ def test_every_two_levels_of_every_two_options_meet_in_few_cases():
     for one, other in itertools.combinations(LEVELS, 2):
         for levels in itertools.product(LEVELS[one], LEVELS[other]):
             assert ((one, levels[0]), (other, levels[1])) in met
-    assert len(CASES) <= 24
+    assert len(CASES) <= 32
 
 
 @pytest.mark.parametrize("name", ["reference", "triton"])
