@@ -10,6 +10,7 @@ from tilewise.autograd.attention_op import Options
 from tilewise.dispatch import get_backend
 from tilewise.errors import UnsupportedProblem
 from tilewise.kernels.reference.differentiable import differentiable_attention
+from tilewise.kernels.reference.sequences import differentiable_by_sequence
 from tilewise.scores import Operands
 
 _disable: Any = torch.compiler.disable  # has no types
@@ -37,8 +38,9 @@ def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Operands,
     if name is not None and reason is not None:
         raise UnsupportedProblem(f"backend {name!r} refuses double_backward=True", {name: reason})
     problem = options.problem(q, k, v, operands)
+    compute = differentiable_by_sequence if problem.sequences.are_data else differentiable_attention
     with torch.autocast(problem.device.type, enabled=False):  # would round the float32 tiles to half
-        return differentiable_attention(problem, q, k, v, operands)
+        return compute(problem, (q, k, v), operands)[:2 + problem.scores.max_logit]
 
 
 # A graph compiled around it would have a gradient that torch refuses to differentiate, and one graph for each length.
