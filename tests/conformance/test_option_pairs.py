@@ -9,13 +9,17 @@ import torch
 from conformance.calls import (
     assert_forward_within_budget,
     assert_gradients_within_budget,
+    backpropagate,
     forward_and_backward,
+    operands_of,
     problem_of,
+    trainable,
 )
+from tilewise.backends.base import Gradients
 from tilewise.dispatch import get_backend
 from tilewise.masks import Mask, causal, chunk, prefix, sink_tokens, window
 from tilewise.testing.cases import Case, case_named
-from tilewise.testing.inputs import make_inputs
+from tilewise.testing.inputs import call, make_inputs
 
 _LENGTHS = {"lengths_q": (35, 20), "lengths_k": (13, 40)}
 SEQUENCES = {"dense": {}, "padded": _LENGTHS, "padded_keys": {"lengths_k": (13, 40)},
@@ -92,3 +96,16 @@ def test_pairs_of_options_stay_within_error_budget(backend, case, device):
     results = forward_and_backward(backend, case, inputs, "out_and_lse")
     assert_forward_within_budget(case, inputs, results[:2])
     assert_gradients_within_budget(case, inputs, results.gradients, "out_and_lse")
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_pairs_of_options_stay_within_error_budget_in_a_call_to_be_differentiated_twice(case, device):
+    inputs = make_inputs(case, torch.float32, device)
+    operands = operands_of(case, inputs)
+    given = trainable(operands)
+    leaves = [tensor.detach().requires_grad_() for tensor in inputs[:3]]
+    result = call(case, leaves, operands._replace(**given), return_aux=("lse",), double_backward=True)
+    dq, dk, dv, *others = backpropagate(result, [*leaves, *given.values()], inputs, "out_and_lse")
+    assert_forward_within_budget(case, inputs, result)
+    assert_gradients_within_budget(case, inputs, Gradients(dq, dk, dv, **{
+        f"d{name}": other for name, other in zip(given, others, strict=True)}), "out_and_lse")
