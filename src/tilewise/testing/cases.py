@@ -312,6 +312,8 @@ _EXCEPTIONS = (
     Case("chunk_causal_bottom_right_more_keys", sq=49, sk=77, d=16, dv=16, mask=_BOTTOM & chunk(16)),
     Case("chunk_bottom_right_more_queries", sq=77, sk=49, d=16, dv=16, mask=chunk(16, "bottom_right")),
     Case("chunk_window_top_left_unseen_keys", sq=40, sk=77, d=16, dv=16, mask=chunk(16, "top_left") & window(9, 3)),
+    Case("chunk_hides_sink_tokens_from_all", hq=2, hk=1, sq=40, sk=66, d=16, dv=16,
+         mask=_BOTTOM & window(20, 0) & chunk(10) & sink_tokens(30)),
     Case("chunk_window_sink_tokens_prefix", sq=70, sk=70, d=16, dv=16,
          mask=prefix(11) & window(4, 0) & chunk(29) & sink_tokens(7), bias="1hqk"),
 )
@@ -352,6 +354,9 @@ _PACKED = (
     Case("packed_zero_lengths", b=5, sq=33, sk=40, d=16, dv=16, mask=_BOTTOM, lengths_q=(0, 33, 0, 7, 0),
          lengths_k=(20, 0, 0, 40, 11), packed="gaps", layout="moat"),
     Case("packed_nothing", b=2, sq=0, sk=0, d=16, dv=16, lengths_q=(0, 0), lengths_k=(0, 0), packed="tight"),
+    # An operand's dim of 1 is a broadcast one beside another operand's 0.
+    Case("packed_no_queries", b=2, sq=0, sk=20, d=16, dv=16, lengths_q=(0, 0), lengths_k=(7, 20), packed="tight",
+         bias="bhqk", mask_tensor="bh1k"),
     Case("packed_no_sequences", b=0, sq=0, sk=0, d=16, dv=16, lengths_q=(), lengths_k=(), packed="gaps"),
     Case("packed_window_sinks", b=2, sq=49, sk=49, d=16, dv=16, mask=window(9, 4, "bottom_right"), sinks=True,
          lengths_q=(49, 20), lengths_k=(30, 49), packed="gaps", layout="moat"),

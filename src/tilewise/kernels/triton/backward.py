@@ -268,11 +268,11 @@ def sum_over_keys(dq, rows, moments, q, dout, lse, delta, k_source, v_source, mo
         offs_n = n + tl.arange(0, BLOCK_N)
         k = load_tile(k_source, place_k, n, stop, stride_ks, stride_kd, BLOCK_N, D, BLOCK_D, MASKED, INT64,
                       DESCRIPTORS, CLIP)
-        k = unseen_as_zero(k, n, seen_from, band[3], BLOCK_N, ADDED)
+        k = unseen_as_zero(k, n, seen_from, band, BLOCK_N, ADDED)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         v = load_tile(v_source, place_k, n, stop, stride_vs, stride_vd, BLOCK_N, DV, BLOCK_DV, MASKED, INT64,
                       DESCRIPTORS, CLIP)
-        v = unseen_as_zero(v, n, seen_from, band[3], BLOCK_N, ADDED)
+        v = unseen_as_zero(v, n, seen_from, band, BLOCK_N, ADDED)
         dprobs = tl.dot(dout, tl.trans(v), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         numbers_k = numbers_q
         if numbers_q is not None:
