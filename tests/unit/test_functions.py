@@ -274,16 +274,17 @@ def test_a_compiled_call_knows_another_function_when_it_meets_one():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("backend", ["triton", "reference"])
+@pytest.mark.parametrize("run", [{"backend": "triton"}, {"backend": "reference"}, {"double_backward": True}],
+                         ids=lambda run: "_".join(map(str, run.values())))
 @pytest.mark.parametrize("name", ["relative", "damped", "squashed"])
-def test_packed_sequences_take_functions_by_their_own_positions(backend, name):
+def test_packed_sequences_take_functions_by_their_own_positions(run, name):
     """Each sequence is a batch entry to the function, and counts from its start."""
     q, k, v = (tensor[0].transpose(0, 1).contiguous() for tensor in _qkv(sq=150, sk=150))
     leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
     lengths = torch.tensor([0, 70, 70, 150], dtype=torch.int32)
     given = {"score_function": score_functions("cpu")[name],
              "mask": causal("top_left") & mask_functions("cpu")["dilated"]}
-    out = attention_varlen(q, k, v, cu_seqlens_q=lengths, **given, backend=backend)
+    out = attention_varlen(q, k, v, cu_seqlens_q=lengths, **given, **run)
     parts = []
     for number, (start, stop) in enumerate(((0, 70), (70, 70), (70, 150))):
         part = [tensor[start:stop].transpose(0, 1).expand(number + 1, -1, -1, -1) for tensor in leaves]

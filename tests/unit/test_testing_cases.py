@@ -27,7 +27,7 @@ def test_unknown_name_is_refused_with_the_known_ones():
     ({"mask_tensor": "bhkq"}, "mask_tensor is 'bhkq'"),
     ({"softcap": -1.0}, "softcap is -1.0"),
     ({"dropout_p": 1.0}, "dropout_p is 1.0"),
-    ({"documents": "shuffled"}, r"documents is 'shuffled'; allowed are \('', 'runs', 'interleaved'\)"),
+    ({"documents": "shuffled"}, r"documents is 'shuffled'; allowed are \('', 'runs', 'interleaved', 'mixed'\)"),
     ({"packed": "yes"}, r"packed is 'yes'; allowed are \('', 'tight', 'gaps'\)"),
     ({"lengths_q": (3, 4)}, r"lengths_q is \(3, 4\); allowed are 1 lengths of 0 to 64"),
     ({"lengths_k": (65,)}, r"lengths_k is \(65,\); allowed are 1 lengths of 0 to 64"),
@@ -35,6 +35,7 @@ def test_unknown_name_is_refused_with_the_known_ones():
     ({"packed": "tight", "lengths_q": (3,)}, "lengths_k is None; packed sequences need both lengths"),
     ({"packed": "gaps", "lengths_q": (3,), "lengths_k": (3,), "layout": "packed_kv"},
      "layout is 'packed_kv'; packed sequences lie as 'bhsd', 'bshd', 'bhds' or 'moat'"),
+    ({"documents": "mixed", "lengths_q": (3,)}, "documents are 'mixed' and lengths are data; allowed is one of them"),
     ({"lengths_q": (3,), "mask": causal()}, r"mask is causal\(\); where lengths are data it needs an alignment"),
 ])
 def test_impossible_case_cannot_be_made(change, message):
@@ -117,6 +118,34 @@ def test_packed_sequences_lie_one_behind_the_other_and_padded_ones_in_their_entr
     assert (gaps.spans("k"), gaps.stored("k")) == ([Span(0, 1), Span(3, 8), Span(11, 14)], (1, 22))
     assert (padded.spans("k"), padded.stored("k")) == ([Span(0, 1), Span(0, 5), Span(0, 3)], (3, 6))
     assert Case("whole", b=2, sq=5, sk=7).spans("k") == [Span(0, 7)] * 2
+
+
+def test_dense_pairs_are_those_of_each_sequence_by_itself():
+    lengths = {"b": 3, "sq": 4, "sk": 6, "lengths_q": (4, 0, 2), "lengths_k": (1, 5, 3)}
+    assert Case("padded", **lengths).dense_pairs == Case("packed", packed="gaps", **lengths).dense_pairs == 4 + 2 * 3
+    assert Case("whole", b=3, sq=4, sk=6).dense_pairs == 3 * 4 * 6
+    assert Case("keys", b=2, sq=4, sk=6, lengths_k=(1, 5)).dense_pairs == 4 + 4 * 5
+
+
+def test_mixed_documents_fill_each_entry_in_an_order_of_its_own():
+    first, second = Case("mixed", b=2, sq=1000, sk=2000, documents="mixed").document_spans("q")
+    assert [len(span) for span in first] == [128, 68, 238, 192, 49, 235, 30, 60]
+    assert [len(span) for span in second] == [68, 238, 192, 49, 235, 30, 60, 128]
+    assert [span.start for span in first[1:]] == [span.stop for span in first[:-1]]
+    for length in (0, 1, 7, 4096):
+        (spans,) = Case("mixed", sq=5, sk=length, documents="mixed").document_spans("k")
+        assert (spans[0].start, spans[-1].stop, sum(map(len, spans))) == (0, length, length)
+
+
+def test_lengths_of_documents_that_are_drawn_are_refused():
+    with pytest.raises(InvalidInput, match="documents are 'runs'; allowed are 'mixed' where their lengths are asked"):
+        Case("drawn", documents="runs").document_spans("q")
+
+
+def test_only_padded_lengths_are_padded():
+    lengths = {"lengths_q": (3,), "lengths_k": (3,)}
+    cases = Case("padded", **lengths), Case("packed", packed="tight", **lengths), Case("whole")
+    assert [case.is_padded for case in cases] == [True, False, False]
 
 
 def test_only_a_packed_operand_needs_the_longest_lengths():

@@ -194,6 +194,17 @@ def test_documents_lie_as_the_case_says():
                        torch.tensor([True, False, False] * 2))
 
 
+def test_mixed_documents_lie_where_the_case_says():
+    case = Case("documents", b=2, sq=100, sk=60, documents="mixed")
+    operands = make_operands(case, torch.float32, "cpu")
+    together = operands.documents_q[:, 0, :, None] == operands.documents_k[:, 0, None, :]
+    for entry, spans in enumerate(zip(case.document_spans("q"), case.document_spans("k"), strict=True)):
+        expected = torch.zeros(100, 60, dtype=torch.bool)
+        for queries, keys in zip(*spans, strict=True):
+            expected[queries.start:queries.stop, keys.start:keys.stop] = True
+        assert torch.equal(together[entry], expected)
+
+
 @pytest.mark.parametrize("name", ["padded_everything", "packed_everything"])
 def test_a_call_returns_what_is_asked_for_as_the_tensors_lie(name):
     case = case_named(name)

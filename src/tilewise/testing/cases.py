@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal, get_args
 
 from tilewise.errors import InvalidInput
@@ -11,8 +12,10 @@ from tilewise.scores import ScoreSettings, checked_dropout_p, checked_softcap
 OperandDtype = Literal["same", "float32"]
 Slopes = Literal["", "h", "bh"]
 Packed = Literal["", "tight", "gaps"]
-Documents = Literal["", "runs", "interleaved"]
+Documents = Literal["", "runs", "interleaved", "mixed"]
 Layout = Literal["bhsd", "bshd", "bhds", "packed_qkv", "packed_kv", "expanded", "moat"]
+# Of 1000 tokens, those of each of eight documents; drawn once, log-normally, as lengths of documents are.
+_SHARES = (128, 68, 238, 192, 49, 235, 30, 60)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +36,8 @@ class Case:
         lengths_q, lengths_k: how many of the sq queries and sk keys of each of the b sequences take part; None = all.
         packed: "" = each sequence is a batch entry; "tight" = one behind the other; "gaps" = with unused rows behind
              each of them and behind the last.
-        documents: how the ids of queries and keys lie: in runs, other ones for each batch entry, or interleaved, the
-             same for all; "" = there are none.
+        documents: how the ids of queries and keys lie: in runs drawn for each batch entry, interleaved, the same for
+             all, or mixed: in eight runs of mixed lengths, as :meth:`document_spans` says; "" = there are none.
     """
 
     name: str
@@ -83,6 +86,8 @@ class Case:
             self.mask.band(self.sq, self.sk)  # raises where lengths differ and no alignment is named
         if self.alibi:
             self.mask.offset(self.sq, self.sk)  # as does this: a distance has one too
+        if self.documents == "mixed" and self.has_lengths:
+            raise InvalidInput(f"case {self.name}: documents are 'mixed' and lengths are data; allowed is one of them.")
 
     def _check_lengths(self) -> None:
         for field, most in (("lengths_q", self.sq), ("lengths_k", self.sk)):
@@ -103,6 +108,16 @@ class Case:
         """Whether some length is data."""
         return bool(self.packed) or self.lengths_q is not None or self.lengths_k is not None
 
+    @property
+    def is_padded(self) -> bool:
+        """Whether lengths are data and each sequence is a batch entry."""
+        return self.has_lengths and not self.packed
+
+    @property
+    def dense_pairs(self) -> int:
+        """Pairs of one head, hidden ones too: of all sequences, each by itself."""
+        return sum(len(queries) * len(keys) for queries, keys in zip(self.spans("q"), self.spans("k"), strict=True))
+
     def spans(self, side: str) -> list[Span]:
         """Return where in storage each sequence's queries or keys lie that take part; padded, in their entry."""
         length, lengths = (self.sq, self.lengths_q) if side == "q" else (self.sk, self.lengths_k)
@@ -112,6 +127,23 @@ class Case:
             spans.append(Span(start, start + own))
             start = 0 if not self.packed else start + own + (2 + number if self.packed == "gaps" else 0)
         return spans
+
+    def document_spans(self, side: str) -> list[list[Span]]:
+        """Return of each batch entry where its mixed documents lie, in their order; the next entry has them shifted.
+
+        Raises:
+            InvalidInput: the documents are not mixed.
+        """
+        if self.documents != "mixed":
+            raise InvalidInput(f"case {self.name}: documents are {self.documents!r}; allowed are 'mixed' where their "
+                               "lengths are asked for.")
+        length, entries = self.sq if side == "q" else self.sk, []
+        for entry in range(self.b):
+            first = entry % len(_SHARES)
+            shares = _SHARES[first:] + _SHARES[:first]
+            borders = [length * sum(shares[:count]) // sum(shares) for count in range(len(shares) + 1)]
+            entries.append([Span(*ends) for ends in pairwise(borders)])
+        return entries
 
     def stored(self, side: str) -> tuple[int, int]:
         """Return batch entries and positions of the tensors of queries or keys."""
@@ -280,6 +312,8 @@ _EXCEPTIONS = (
     Case("chunk_causal_bottom_right_more_keys", sq=49, sk=77, d=16, dv=16, mask=_BOTTOM & chunk(16)),
     Case("chunk_bottom_right_more_queries", sq=77, sk=49, d=16, dv=16, mask=chunk(16, "bottom_right")),
     Case("chunk_window_top_left_unseen_keys", sq=40, sk=77, d=16, dv=16, mask=chunk(16, "top_left") & window(9, 3)),
+    Case("chunk_hides_sink_tokens_from_all", hq=2, hk=1, sq=40, sk=66, d=16, dv=16,
+         mask=_BOTTOM & window(20, 0) & chunk(10) & sink_tokens(30)),
     Case("chunk_window_sink_tokens_prefix", sq=70, sk=70, d=16, dv=16,
          mask=prefix(11) & window(4, 0) & chunk(29) & sink_tokens(7), bias="1hqk"),
 )
@@ -320,6 +354,9 @@ _PACKED = (
     Case("packed_zero_lengths", b=5, sq=33, sk=40, d=16, dv=16, mask=_BOTTOM, lengths_q=(0, 33, 0, 7, 0),
          lengths_k=(20, 0, 0, 40, 11), packed="gaps", layout="moat"),
     Case("packed_nothing", b=2, sq=0, sk=0, d=16, dv=16, lengths_q=(0, 0), lengths_k=(0, 0), packed="tight"),
+    # An operand's dim of 1 is a broadcast one beside another operand's 0.
+    Case("packed_no_queries", b=2, sq=0, sk=20, d=16, dv=16, lengths_q=(0, 0), lengths_k=(7, 20), packed="tight",
+         bias="bhqk", mask_tensor="bh1k"),
     Case("packed_no_sequences", b=0, sq=0, sk=0, d=16, dv=16, lengths_q=(), lengths_k=(), packed="gaps"),
     Case("packed_window_sinks", b=2, sq=49, sk=49, d=16, dv=16, mask=window(9, 4, "bottom_right"), sinks=True,
          lengths_q=(49, 20), lengths_k=(30, 49), packed="gaps", layout="moat"),

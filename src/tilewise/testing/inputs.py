@@ -204,8 +204,12 @@ def _draw_documents(case: Case, generator: torch.Generator, device: torch.device
     if not case.documents:
         return None
     ids = []
-    for batch, positions in (case.stored("q"), case.stored("k")):
-        if case.documents == "runs":
+    for side in ("q", "k"):
+        batch, positions = case.stored(side)
+        if case.documents == "mixed":
+            drawn = torch.tensor([[number for number, span in enumerate(spans) for _ in range(len(span))]
+                                  for spans in case.document_spans(side)], dtype=torch.int64).reshape(batch, positions)
+        elif case.documents == "runs":
             drawn = torch.randint(-2, 4, (batch, positions), generator=generator).sort(-1, descending=True)[0]
         else:
             drawn = torch.arange(positions) % 3

@@ -38,7 +38,8 @@ class Rows(NamedTuple):
         # A dim of queries or keys says how long the longest may be.
         dim = {"q": 2, "k": 3}[side]
         longest = max([int(lengths.max()) if len(lengths) else 0, *(
-            operand.shape[dim] for operand in (operands.bias, operands.mask) if operand is not None)])
+            operand.shape[dim] for operand in (operands.bias, operands.mask)
+            if operand is not None and operand.shape[dim] != 1)])
         places = starts[:, None] + torch.arange(longest, device=tensor.device)
         rows = cls((batch, positions), lengths, places)
         return rows._replace(places=places.masked_fill(~rows.taking_part, batch * positions))

@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 
 from tilewise.kernels.reference.backward import GradientTensors, Saved, attention_backward
+from tilewise.kernels.reference.differentiable import Results as DifferentiableResults
+from tilewise.kernels.reference.differentiable import differentiable_attention, nothing_of
 from tilewise.kernels.reference.forward import Inputs, Results, attention_forward
 from tilewise.kernels.reference.primitives import tile_dtype
 from tilewise.masks import Span
@@ -66,6 +68,25 @@ def backward_by_sequence(problem: AttentionProblem, saved: Saved, operands: Oper
             gradient.copy_(total)
 
 
+def differentiable_by_sequence(problem: AttentionProblem, inputs: Inputs,
+                               operands: Operands) -> DifferentiableResults:
+    """Do what :func:`differentiable_attention` does, for lengths that are data; padding has derivatives of 0."""
+    sequences = list(_sequences(problem, operands))
+    parts = []
+    for sequence in sequences:
+        q, k, v = sequence.rows(inputs, "qkk")
+        parts.append(differentiable_attention(sequence.problem(problem), (q, k, v), sequence.operands(operands),
+                                              sequence.number * problem.hq))
+    outs, lses, max_logits = ([part[i] for part in parts] for i in range(3))
+    nothing, shape = nothing_of(problem, inputs, operands), (problem.b, problem.hq, problem.sq)
+    padding = torch.full(shape, float("-inf"), dtype=problem.lse_dtype, device=problem.device)
+    out = torch.zeros((*shape, problem.dv), dtype=problem.dtype, device=problem.device) + nothing
+    out, lse = _with_rows(out, sequences, outs), _with_rows(padding + nothing, sequences, lses).contiguous()
+    if problem.out_strides[1] > problem.out_strides[2]:
+        out = out.contiguous()
+    return out, lse, _with_rows(padding, sequences, max_logits).contiguous()
+
+
 class _Sequence(NamedTuple):
     """One sequence: its number, the batch entry that it lies in, and the rows of that entry that take part."""
 
@@ -108,6 +129,17 @@ class _Sequence(NamedTuple):
             if operand.shape[dim] > 1:
                 operand = operand.narrow(dim, 0, len(span))
         return operand
+
+
+def _with_rows(padding: torch.Tensor, sequences: list["_Sequence"], parts: list[torch.Tensor]) -> torch.Tensor:
+    """Return (b, h, s, ...) padding with each sequence's queries in their place; stored as (b, s, h, ...)."""
+    if not sequences:
+        return padding
+    by_row = padding.transpose(1, 2)
+    places = [torch.arange(sequence.queries.start, sequence.queries.stop, device=padding.device)
+              + sequence.entry * by_row.shape[1] for sequence in sequences]
+    rows = torch.cat([part.transpose(1, 2).flatten(0, 1) for part in parts])
+    return by_row.flatten(0, 1).index_copy(0, torch.cat(places), rows).reshape(by_row.shape).transpose(1, 2)
 
 
 def _sequences(problem: AttentionProblem, operands: Operands) -> Iterator[_Sequence]:

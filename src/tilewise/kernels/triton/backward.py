@@ -238,8 +238,8 @@ def attention_backward_dkdv_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta
                 dk, dv, columns, k, v, q_source, dout_source, modifiers, sequence * hq + head, sequence, head,
                 (batch, head, row_q), numbers_k, documents_q, listed, lse_ptr + row_offset, delta_ptr + row_offset,
                 first, start, own_steps, length_k, band, stride_qs, stride_qd, stride_dos, stride_dod, scale_log2,
-                BLOCK_M, BLOCK_N, D, BLOCK_D, DV, BLOCK_DV, MASKED, PRECISION, INT64, DESCRIPTORS, CHANGED, PADDED, NEED_DK,
-                NEED_DV, COLUMNS)
+                BLOCK_M, BLOCK_N, D, BLOCK_D, DV, BLOCK_DV, MASKED, PRECISION, INT64, DESCRIPTORS, CHANGED, PADDED,
+                NEED_DK, NEED_DV, COLUMNS)
         if COLUMNS:
             columns_base = columns_ptr + head_offset(batch, head, hq * sk, sk) + row_k
             tl.store(columns_base + offs_n, tl.where(offs_n < length_k, columns, 0.0), mask=offs_n < rows_k)
@@ -275,11 +275,11 @@ def sum_over_keys(dq, rows, moments, q, dout, lse, delta, k_source, v_source, mo
         offs_n = n + tl.arange(0, BLOCK_N)
         k = load_tile(k_source, place_k, n, stop, stride_ks, stride_kd, BLOCK_N, D, BLOCK_D, MASKED, INT64,
                       DESCRIPTORS, CLIP)
-        k = unseen_as_zero(k, n, seen_from, band[3], BLOCK_N, ADDED)
+        k = unseen_as_zero(k, n, seen_from, band, BLOCK_N, ADDED)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         v = load_tile(v_source, place_k, n, stop, stride_vs, stride_vd, BLOCK_N, DV, BLOCK_DV, MASKED, INT64,
                       DESCRIPTORS, CLIP)
-        v = unseen_as_zero(v, n, seen_from, band[3], BLOCK_N, ADDED)
+        v = unseen_as_zero(v, n, seen_from, band, BLOCK_N, ADDED)
         dprobs = tl.dot(dout, tl.trans(v), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         numbers_k = numbers_q
         if numbers_q is not None:

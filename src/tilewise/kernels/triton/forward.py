@@ -65,7 +65,7 @@ def attend_keys(q, k_source, v_source, modifiers, row, sequence, head, place_k, 
         n = step_at(step, steps, listed, MASKED, COVERED)
         k = load_tile(k_source, place_k, n, stop, stride_ks, stride_kd, BLOCK_N, D, BLOCK_D, MASKED, INT64,
                       DESCRIPTORS, CLIP)
-        k = unseen_as_zero(k, n, seen_from, band[3], BLOCK_N, ADDED)
+        k = unseen_as_zero(k, n, seen_from, band, BLOCK_N, ADDED)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         offs_n = n + tl.arange(0, BLOCK_N)
         numbers_k = numbers_q
@@ -82,7 +82,7 @@ def attend_keys(q, k_source, v_source, modifiers, row, sequence, head, place_k, 
         probs = drop(probs, kept, modifiers)  # after the sum: what is dropped still counts in the denominator
         v = load_tile(v_source, place_k, n, stop, stride_vs, stride_vd, BLOCK_N, DV, BLOCK_DV, MASKED, INT64,
                       DESCRIPTORS, CLIP)
-        v = unseen_as_zero(v, n, seen_from, band[3], BLOCK_N, ADDED)
+        v = unseen_as_zero(v, n, seen_from, band, BLOCK_N, ADDED)
         acc = tl.dot(probs.to(v.dtype), v, acc, input_precision=PRECISION)  # [BLOCK_M, BLOCK_DV]
     return acc, row_sum, row_max
 
