@@ -42,12 +42,15 @@ from tilewise.kernels.triton.modifiers import (
 )
 from tilewise.kernels.triton.places import extent, locate
 from tilewise.kernels.triton.primitives import (
+    BLOCK_TAIL,
     LOG2E,
     head_offset,
     head_source,
+    load_tail,
     load_tile,
     offsets,
     padding_as_zero,
+    past,
     store_tile,
 )
 from tilewise.problem import AttentionProblem, Sizes, padded_dim
@@ -124,13 +127,13 @@ def score_gradient(probs, dprobs, delta, visible, SEEDED: tl.constexpr, MASKED: 
 
 
 @triton.jit
-def sum_over_queries(dk, dv, columns, k, v, q_source, dout_source, modifiers, row, sequence, head, place_q, numbers_k,
+def sum_over_queries(dk, dk_tail, dv, columns, k, k_tail, v, q_source, dout_source, modifiers, row, sequence, head, place_q, numbers_k,
                      documents_q, lse_base, delta_base, first_key, steps, length_k, band, stride_qs,
                      stride_qd, stride_dos, stride_dod, scale_log2,
                      BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
                      DV: tl.constexpr, BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
                      INT64: tl.constexpr, DESCRIPTORS: tl.constexpr, CHANGED: tl.constexpr, CLIP: tl.constexpr,
-                     NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, COLUMNS: tl.constexpr):
+                     TAIL: tl.constexpr, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, COLUMNS: tl.constexpr):
     """Add the fully visible queries, or (MASKED) those around them, to dK, dV and the columns: the one loop body.
 
     Score tiles are transposed, keys by queries: P and dS then enter their products without being turned.
@@ -151,6 +154,9 @@ def sum_over_queries(dk, dv, columns, k, v, q_source, dout_source, modifiers, ro
         # Past the last query q, dout, lse and delta are read as 0: P is 1 there, dV adds 1·0 and dK 0·0.
         lse = tl.load(lse_base + offs_m, mask=offs_m < stop, other=0.0) * LOG2E  # [BLOCK_M]
         scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
+        if TAIL:
+            q_tail = load_tail(q_source, q, m, stop, stride_qs, stride_qd, BLOCK_M, D, TAIL, MASKED, INT64)
+            scores = tl.dot(k_tail, tl.trans(q_tail), scores, input_precision=PRECISION)
         dout = load_tile(dout_source, place_q, m, stop, stride_dos, stride_dod, BLOCK_M, DV, BLOCK_DV, MASKED, INT64,
                          DESCRIPTORS, CLIP)
         numbers_q = numbers_k
@@ -175,7 +181,9 @@ def sum_over_queries(dk, dv, columns, k, v, q_source, dout_source, modifiers, ro
                 columns += tl.sum(dscores, 1)
             dscores = through_softcap(dscores, tanh, visible, modifiers, HIDES)
             dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision=PRECISION)  # [BLOCK_N, BLOCK_D], eq. 10
-    return dk, dv, columns
+            if TAIL:
+                dk_tail = tl.dot(dscores.to(q.dtype), q_tail, dk_tail, input_precision=PRECISION)
+    return dk, dk_tail, dv, columns
 
 
 @triton.jit(do_not_specialize=["lower", "upper", "prefix", "sink_tokens", "chunk", "offset", "count", "sq", "sk", "hq",
@@ -191,8 +199,8 @@ def attention_backward_dkdv_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta
                                    sq, sk, hq, hk, group, tiles, SHIFTED: tl.constexpr,
                                    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
                                    PRECISION: tl.constexpr, INT64: tl.constexpr, DESCRIPTORS: tl.constexpr,
-                                   CHANGED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                                   NEED_DK: tl.constexpr, NEED_DV: tl.constexpr):
+                                   CHANGED: tl.constexpr, TAIL: tl.constexpr, BLOCK_M: tl.constexpr,
+                                   BLOCK_N: tl.constexpr, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr):
     """Compute dK = scale·dSᵀQ and dV = PᵀdO for BLOCK_N keys of one head (eq. 8 to 10).
 
     Grid: (tiles · hk · b,). The query heads that share this key/value head are summed here, in float32. Where both
@@ -211,7 +219,9 @@ def attention_backward_dkdv_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta
                   DESCRIPTORS, False)
     v = load_tile(v_source, place_k, first, length_k, stride_vs, stride_vd, BLOCK_N, DV, BLOCK_DV, True, INT64,
                   DESCRIPTORS, False)
+    k_tail = load_tail(k_source, k, first, length_k, stride_ks, stride_kd, BLOCK_N, D, TAIL, True, INT64)
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dk_tail = tl.zeros([BLOCK_N, BLOCK_TAIL], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     offs_n = first + tl.arange(0, BLOCK_N)
     spans = queries_seeing(first, tl.minimum(first + BLOCK_N, length_k) - 1, length_q, band)
@@ -235,12 +245,12 @@ def attention_backward_dkdv_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta
         row_offset = head_offset(batch, head, hq * sq, sq) + row_q
         columns = tl.zeros([BLOCK_N], tl.float32)
         for MASKED in tl.static_range(2):
-            dk, dv, columns = sum_over_queries(
-                dk, dv, columns, k, v, q_source, dout_source, modifiers, sequence * hq + head, sequence, head,
-                (batch, head, row_q), numbers_k, documents_q, lse_ptr + row_offset, delta_ptr + row_offset,
-                first, steps, length_k, band, stride_qs, stride_qd, stride_dos, stride_dod, scale_log2, BLOCK_M,
-                BLOCK_N, D, BLOCK_D, DV, BLOCK_DV, MASKED, PRECISION, INT64, DESCRIPTORS, CHANGED, PADDED, NEED_DK,
-                NEED_DV, COLUMNS)
+            dk, dk_tail, dv, columns = sum_over_queries(
+                dk, dk_tail, dv, columns, k, k_tail, v, q_source, dout_source, modifiers, sequence * hq + head,
+                sequence, head, (batch, head, row_q), numbers_k, documents_q, lse_ptr + row_offset,
+                delta_ptr + row_offset, first, steps, length_k, band, stride_qs, stride_qd, stride_dos, stride_dod,
+                scale_log2, BLOCK_M, BLOCK_N, D, BLOCK_D, DV, BLOCK_DV, MASKED, PRECISION, INT64, DESCRIPTORS, CHANGED,
+                PADDED, TAIL, NEED_DK, NEED_DV, COLUMNS)
         if COLUMNS:
             columns_base = columns_ptr + head_offset(batch, head, hq * sk, sk) + row_k
             tl.store(columns_base + offs_n, tl.where(offs_n < length_k, columns, 0.0), mask=offs_n < rows_k)
@@ -248,6 +258,9 @@ def attention_backward_dkdv_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta
         dk = padding_as_zero(dk * scale, first, length_k, BLOCK_N, PADDED)
         dk_base = dk_ptr + head_offset(batch, head_k, stride_dkb, stride_dkh) + row_k.to(tl.int64) * stride_dks
         store_tile(dk_base, dk, first, rows_k, stride_dks, 1, BLOCK_N, D, BLOCK_D, INT64)
+        if TAIL:
+            dk_tail = padding_as_zero(dk_tail * scale, first, length_k, BLOCK_N, PADDED)
+            store_tile(past(dk_base, 1, D), dk_tail, first, rows_k, stride_dks, 1, BLOCK_N, TAIL, BLOCK_TAIL, INT64)
     if NEED_DV:
         dv = padding_as_zero(gained(dv, modifiers), first, length_k, BLOCK_N, PADDED)
         dv_base = dv_ptr + head_offset(batch, head_k, stride_dvb, stride_dvh) + row_k.to(tl.int64) * stride_dvs
@@ -255,13 +268,13 @@ def attention_backward_dkdv_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta
 
 
 @triton.jit
-def sum_over_keys(dq, rows, moments, q, dout, lse, delta, k_source, v_source, modifiers, row, sequence, head, place_k,
+def sum_over_keys(dq, dq_tail, rows, moments, q, q_tail, dout, lse, delta, k_source, v_source, modifiers, row, sequence, head, place_k,
                   numbers_q, documents_k, offs_m, seen_from, steps, length_q, band, stride_ks, stride_kd,
                   stride_vs, stride_vd, scale_log2,
                   BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr,
                   BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, INT64: tl.constexpr,
-                  DESCRIPTORS: tl.constexpr, CHANGED: tl.constexpr, CLIP: tl.constexpr, ROWS: tl.constexpr,
-                  MOMENTS: tl.constexpr):
+                  DESCRIPTORS: tl.constexpr, CHANGED: tl.constexpr, CLIP: tl.constexpr, TAIL: tl.constexpr,
+                  ROWS: tl.constexpr, MOMENTS: tl.constexpr):
     """Add the fully visible keys, or (MASKED) those around them, to dQ and the rows' sums: the one loop body."""
     start, full_start, full_stop, stop, cover = steps
     COVERED: tl.constexpr = band[3] is not None
@@ -277,6 +290,10 @@ def sum_over_keys(dq, rows, moments, q, dout, lse, delta, k_source, v_source, mo
                       DESCRIPTORS, CLIP)
         k = unseen_as_zero(k, n, seen_from, band[3], BLOCK_N, ADDED)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+        if TAIL:
+            k_tail = load_tail(k_source, k, n, stop, stride_ks, stride_kd, BLOCK_N, D, TAIL, MASKED, INT64)
+            k_tail = unseen_as_zero(k_tail, n, seen_from, band[3], BLOCK_N, ADDED)
+            scores = tl.dot(q_tail, tl.trans(k_tail), scores, input_precision=PRECISION)
         v = load_tile(v_source, place_k, n, stop, stride_vs, stride_vd, BLOCK_N, DV, BLOCK_DV, MASKED, INT64,
                       DESCRIPTORS, CLIP)
         v = unseen_as_zero(v, n, seen_from, band[3], BLOCK_N, ADDED)
@@ -297,7 +314,9 @@ def sum_over_keys(dq, rows, moments, q, dout, lse, delta, k_source, v_source, mo
             moments -= tl.sum(dscores * distance(offs_m[:, None], offs_n[None, :], modifiers, band), 1)
         dscores = through_softcap(dscores, tanh, visible, modifiers, HIDES)
         dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision=PRECISION)  # [BLOCK_M, BLOCK_D], eq. 10
-    return dq, rows, moments
+        if TAIL:
+            dq_tail = tl.dot(dscores.to(k.dtype), k_tail, dq_tail, input_precision=PRECISION)
+    return dq, dq_tail, rows, moments
 
 
 @triton.jit(do_not_specialize=["lower", "upper", "prefix", "sink_tokens", "chunk", "offset", "count", "sq", "sk", "hq",
@@ -313,7 +332,8 @@ def attention_backward_dq_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_p
                                  hq, group, tiles, SHIFTED: tl.constexpr,
                                  D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
                                  PRECISION: tl.constexpr, INT64: tl.constexpr, DESCRIPTORS: tl.constexpr,
-                                 CHANGED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+                                 CHANGED: tl.constexpr, TAIL: tl.constexpr, BLOCK_M: tl.constexpr,
+                                 BLOCK_N: tl.constexpr):
     """Compute dQ = scale·dS K for BLOCK_M queries of one head (eq. 9 and 10). Grid: (tiles · hq · b,).
 
     rows and moments, unless None: (b, hq, sq), dense; receive Σ_j dS, for a bias that all keys share, and
@@ -335,11 +355,13 @@ def attention_backward_dq_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_p
                   DESCRIPTORS, False)
     dout = load_tile(dout_source, place_q, first, length_q, stride_dos, stride_dod, BLOCK_M, DV, BLOCK_DV, True, INT64,
                      DESCRIPTORS, False)
+    q_tail = load_tail(q_source, q, first, length_q, stride_qs, stride_qd, BLOCK_M, D, TAIL, True, INT64)
     row_offset = head_offset(batch, head, hq * sq, sq) + row_q
     lse = tl.load(lse_ptr + row_offset + offs_m, mask=offs_m < length_q, other=0.0) * LOG2E  # [BLOCK_M]
     delta = tl.load(delta_ptr + row_offset + offs_m, mask=offs_m < length_q, other=0.0)  # [BLOCK_M]
 
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    dq_tail = tl.zeros([BLOCK_M, BLOCK_TAIL], tl.float32)
     rows = tl.zeros([BLOCK_M], tl.float32)
     moments = tl.zeros([BLOCK_M], tl.float32)
     spans = keys_seen(first, tl.minimum(first + BLOCK_M, length_q) - 1, length_k, band)
@@ -353,14 +375,18 @@ def attention_backward_dq_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_p
     ALIGN: tl.constexpr = 1 if modifiers.dropout.ptr is None else PER_DRAW
     steps = cut(spans, sink_tokens, BLOCK_N, ALIGN)
     for MASKED in tl.static_range(2):
-        dq, rows, moments = sum_over_keys(
-            dq, rows, moments, q, dout, lse, delta, k_source, v_source, modifiers, sequence * hq + head, sequence,
-            head, (batch, head_k, row_k), numbers_q, documents_k, offs_m, spans[0], steps, length_q, band,
-            stride_ks, stride_kd, stride_vs, stride_vd, scale_log2, BLOCK_N, D, BLOCK_D, DV, BLOCK_DV, MASKED,
-            PRECISION, INT64, DESCRIPTORS, CHANGED, PADDED, rows_ptr is not None, moments_ptr is not None)
+        dq, dq_tail, rows, moments = sum_over_keys(
+            dq, dq_tail, rows, moments, q, q_tail, dout, lse, delta, k_source, v_source, modifiers,
+            sequence * hq + head, sequence, head, (batch, head_k, row_k), numbers_q, documents_k, offs_m, spans[0],
+            steps, length_q, band, stride_ks, stride_kd, stride_vs, stride_vd, scale_log2, BLOCK_N, D, BLOCK_D, DV,
+            BLOCK_DV, MASKED, PRECISION, INT64, DESCRIPTORS, CHANGED, PADDED, TAIL, rows_ptr is not None,
+            moments_ptr is not None)
     dq = padding_as_zero(dq * scale, first, length_q, BLOCK_M, PADDED)
     dq_base = dq_ptr + head_offset(batch, head, stride_dqb, stride_dqh) + row_q.to(tl.int64) * stride_dqs
     store_tile(dq_base, dq, first, rows_q, stride_dqs, 1, BLOCK_M, D, BLOCK_D, INT64)
+    if TAIL:
+        dq_tail = padding_as_zero(dq_tail * scale, first, length_q, BLOCK_M, PADDED)
+        store_tile(past(dq_base, 1, D), dq_tail, first, rows_q, stride_dqs, 1, BLOCK_M, TAIL, BLOCK_TAIL, INT64)
     if rows_ptr is not None:
         tl.store(rows_ptr + row_offset + offs_m, tl.where(offs_m < length_q, rows, 0.0), mask=offs_m < rows_q)
     if moments_ptr is not None:
@@ -372,7 +398,8 @@ def sum_over_members(acc, members, shared_heads, entry_batch, entry_head, q_ptr,
                      delta_ptr, modifiers, first_q, first_k, bounds, SHIFTED: tl.constexpr, count, sq, sk, hq, group,
                      strides_q, strides_k, strides_v, strides_do, scale_log2, D: tl.constexpr, DV: tl.constexpr,
                      BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
-                     INT64: tl.constexpr, CHANGED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+                     INT64: tl.constexpr, CHANGED: tl.constexpr, TAIL: tl.constexpr, BLOCK_M: tl.constexpr,
+                     BLOCK_N: tl.constexpr):
     """Add dS of the heads that share one tile of the bias: the kernel's one loop body."""
     HIDES: tl.constexpr = MASKED or modifiers.mask.ptr is not None
     lengths = modifiers.lengths
@@ -402,6 +429,12 @@ def sum_over_members(acc, members, shared_heads, entry_batch, entry_head, q_ptr,
         lse = tl.load(lse_ptr + row_offset + offs_m, mask=offs_m < length_q, other=0.0) * LOG2E
         delta = tl.load(delta_ptr + row_offset + offs_m, mask=offs_m < length_q, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+        if TAIL:
+            q_tail = load_tail(q_source, q, first_q, length_q, strides_q[2], strides_q[3], BLOCK_M, D, TAIL, True,
+                               INT64)
+            k_tail = load_tail(k_source, k, first_k, length_k, strides_k[2], strides_k[3], BLOCK_N, D, TAIL, True,
+                               INT64)
+            scores = tl.dot(q_tail, tl.trans(k_tail), scores, input_precision=PRECISION)
         numbers_q = None
         numbers_k = None
         if documents.q is not None:
@@ -433,7 +466,7 @@ def attention_backward_dbias_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delt
                                     SHIFTED: tl.constexpr,
                                     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
                                     PRECISION: tl.constexpr, INT64: tl.constexpr, CHANGED: tl.constexpr,
-                                    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+                                    TAIL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Compute dbias = dS, summed over the heads and batches that share the bias, for one tile of pairs.
 
     Grid: (tiles_k · tiles_q · own_heads · own_batches,). dbias: (own_batches, own_heads, size_q, size_k), dense;
@@ -461,7 +494,7 @@ def attention_backward_dbias_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delt
             modifiers, first_q, first_k, bounds, SHIFTED, count, sq, sk, hq, group,
             (stride_qb, stride_qh, stride_qs, stride_qd), (stride_kb, stride_kh, stride_ks, stride_kd),
             (stride_vb, stride_vh, stride_vs, stride_vd), (stride_dob, stride_doh, stride_dos, stride_dod), scale_log2,
-            D, DV, BLOCK_D, BLOCK_DV, MASKED, PRECISION, INT64, CHANGED, BLOCK_M, BLOCK_N)
+            D, DV, BLOCK_D, BLOCK_DV, MASKED, PRECISION, INT64, CHANGED, TAIL, BLOCK_M, BLOCK_N)
     offs_m, offs_n = first_q + tl.arange(0, BLOCK_M), first_k + tl.arange(0, BLOCK_N)
     pairs = size_q.to(tl.int64) * size_k
     base = dbias_ptr + head_offset(entry_batch, entry_head, own_heads * pairs, pairs)
@@ -540,12 +573,12 @@ def dbias_launch(problem: AttentionProblem, config: TileShape, precision: str, d
     shared_heads = problem.hq // own_heads
     members = problem.pairs[0] // own_batches * shared_heads
     tiles_q, tiles_k = tile_count(size_q, config.block_m), tile_count(size_k, config.block_n)
-    d, dv, block_d, block_dv, _, int64, _, changed = constants(problem, precision, needs_int64(problem, *inputs),
+    d, dv, block_d, block_dv, _, int64, _, changed, tail = constants(problem, precision, needs_int64(problem, *inputs),
                                                                descriptors=False)
     scalars = (
         *joined(*inputs), problem.scale * LOG2E.value, *bounds(problem), problem.sq, problem.sk, problem.hq,
         problem.group, size_q, size_k, tiles_q, tiles_k, own_heads, shared_heads, members, is_shifted(problem),
-        d, dv, block_d, block_dv, precision, int64, changed, config.block_m, config.block_n,
+        d, dv, block_d, block_dv, precision, int64, changed, tail, config.block_m, config.block_n,
     )
     return Launch(attention_backward_dbias_kernel, tiles_k * tiles_q * own_heads * own_batches, scalars,
                   num_warps=config.num_warps, num_stages=1)
