@@ -127,8 +127,8 @@ def score_gradient(probs, dprobs, delta, visible, SEEDED: tl.constexpr, MASKED: 
 
 
 @triton.jit
-def sum_over_queries(dk, dk_tail, dv, columns, k, k_tail, v, q_source, dout_source, modifiers, row, sequence, head, place_q, numbers_k,
-                     documents_q, lse_base, delta_base, first_key, steps, length_k, band, stride_qs,
+def sum_over_queries(dk, dk_tail, dv, columns, k, k_tail, v, q_source, dout_source, modifiers, row, sequence, head,
+                     place_q, numbers_k, documents_q, lse_base, delta_base, first_key, steps, length_k, band, stride_qs,
                      stride_qd, stride_dos, stride_dod, scale_log2,
                      BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
                      DV: tl.constexpr, BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
@@ -268,9 +268,9 @@ def attention_backward_dkdv_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta
 
 
 @triton.jit
-def sum_over_keys(dq, dq_tail, rows, moments, q, q_tail, dout, lse, delta, k_source, v_source, modifiers, row, sequence, head, place_k,
-                  numbers_q, documents_k, offs_m, seen_from, steps, length_q, band, stride_ks, stride_kd,
-                  stride_vs, stride_vd, scale_log2,
+def sum_over_keys(dq, dq_tail, rows, moments, q, q_tail, dout, lse, delta, k_source, v_source, modifiers, row,
+                  sequence, head, place_k, numbers_q, documents_k, offs_m, seen_from, steps, length_q, band,
+                  stride_ks, stride_kd, stride_vs, stride_vd, scale_log2,
                   BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr,
                   BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, INT64: tl.constexpr,
                   DESCRIPTORS: tl.constexpr, CHANGED: tl.constexpr, CLIP: tl.constexpr, TAIL: tl.constexpr,
