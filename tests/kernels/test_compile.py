@@ -26,7 +26,7 @@ PADDED = ["seqlens_q", "seqlens_k"]
 PACKED = ["cu_seqlens_q", "cu_seqlens_k"]
 DOCUMENTS = ["documents_q", "documents_k"]
 OPTIONS_SPILL_BOUND = {"sm_80": 768, "sm_90": 1536, "sm_100": 1536, "gfx942": 64}
-WIDE_SPILL_BOUND = {"sm_80": 64, "sm_90": 1024, "sm_100": 768, "gfx942": 32}  # at width 512, and with a tail
+WIDE_SPILL_BOUND = {"sm_80": 64, "sm_90": 1024, "sm_100": 768, "gfx942": 64}  # at width 512, and with a tail
 SPILL_BOUND = {"sm_80": 128, "sm_90": 768, "sm_100": 768, "gfx942": 0}
 
 
