@@ -12,10 +12,12 @@ from pathlib import Path
 
 import torch
 
+from tilewise.autograd.second_order import why_not_twice
 from tilewise.dispatch import BACKENDS, get_backend
-from tilewise.masks import Mask, causal, window
+from tilewise.masks import Mask, causal, chunk, prefix, sink_tokens, window
 from tilewise.problem import AttentionProblem, dense_strides
 from tilewise.scores import OperandFacts, ScoreOptions
+from tilewise.sequences import Sequences
 from tilewise.tuning.device import DeviceSpec
 
 PAGE = Path(__file__).with_name("backends.md")
@@ -45,6 +47,9 @@ def rows(device: str) -> dict[str, AttentionProblem]:
         "causal top_left, fewer queries": describe(device, lengths=fewer_queries, mask=causal("top_left")),
         "causal bottom_right, fewer queries": describe(device, lengths=fewer_queries, mask=causal("bottom_right")),
         "sliding window": describe(device, mask=causal() & window(255, 0)),
+        "prefix": describe(device, mask=prefix(255)),
+        "sliding window with sink tokens": describe(device, mask=causal() & window(255, 0) & sink_tokens(4)),
+        "causal within chunks": describe(device, mask=causal() & chunk(256)),
         "GQA, causal": describe(device, hk=2, mask=causal()),
         "head dim 256": describe(device, dims=(256, 256)),
         "head dim 512": describe(device, dims=(512, 512)),
@@ -55,6 +60,7 @@ def rows(device: str) -> dict[str, AttentionProblem]:
         "head dim not innermost in memory": replace(plain, q_strides=(8 * 1024 * 64, 1024 * 64, 1, 1024)),
         "no keys": describe(device, lengths=(1024, 0)),
         **{name: replace(plain, scores=options) for name, options in options_of(plain).items()},
+        **with_lengths(plain),
         "gradient": plain.backward(lse_grad=False),
         "gradient, causal": describe(device, mask=causal()).backward(lse_grad=False),
         "gradient through lse": plain.backward(lse_grad=True),
@@ -62,15 +68,26 @@ def rows(device: str) -> dict[str, AttentionProblem]:
     }
 
 
+def operand(dtype: torch.dtype, *shape: int) -> OperandFacts:
+    """Describe a dense operand."""
+    return OperandFacts(shape, torch.empty(shape, device="meta").stride(), dtype)
+
+
+def with_lengths(problem: AttentionProblem) -> dict[str, AttentionProblem]:
+    """Name the problems whose lengths are data."""
+    lengths, borders = operand(torch.int32, problem.b), operand(torch.int32, 9)
+    return {"lengths of each sequence": replace(problem, sequences=Sequences(seqlens_q=lengths, seqlens_k=lengths)),
+            "packed sequences": replace(problem, b=1, sequences=Sequences(8, borders, borders))}
+
+
 def options_of(problem: AttentionProblem) -> dict[str, ScoreOptions]:
     """Name the options of a call, each alone and all together."""
-    def operand(dtype: torch.dtype, *shape: int) -> OperandFacts:
-        return OperandFacts(shape, torch.empty(shape, device="meta").stride(), dtype)
-
     heads, pairs = problem.hq, (1, problem.hq, problem.sq, problem.sk)
     alone = {
         "additive bias": {"bias": operand(problem.dtype, *pairs)},
         "ALiBi": {"alibi_slopes": operand(torch.float32, 1, heads)},
+        "documents": {"documents_q": operand(torch.int32, 1, 4, problem.sq),
+                      "documents_k": operand(torch.int32, 1, 4, problem.sk)},
         "boolean mask": {"mask": operand(torch.bool, *pairs)},
         "softcap": {"softcap": 30.0},
         "sinks": {"sinks": operand(torch.float32, heads)},
@@ -85,11 +102,12 @@ def table(device: str) -> str:
     """Return a Markdown table, a row a problem and a column a backend, and below it the sentences of refusal."""
     lines = [f"| | {' | '.join(BACKENDS)} |", "|---" * (1 + len(BACKENDS)) + "|"]
     numbers: dict[str, int] = {}
-    for name, problem in rows(device).items():
-        cells = []
-        for backend in BACKENDS:
-            reason = get_backend(backend).why_not(problem)
-            cells.append("yes" if reason is None else f"no ({numbers.setdefault(reason, len(numbers) + 1)})")
+    answers = {name: [get_backend(backend).why_not(problem) for backend in BACKENDS]
+               for name, problem in rows(device).items()}
+    answers["double_backward=True"] = [why_not_twice(backend) for backend in BACKENDS]
+    for name, reasons in answers.items():
+        cells = ["yes" if reason is None else f"no ({numbers.setdefault(reason, len(numbers) + 1)})"
+                 for reason in reasons]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join([*lines, "", *(f"{number}. {reason}" for reason, number in numbers.items())]) + "\n"
 

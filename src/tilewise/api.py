@@ -10,7 +10,7 @@ from tilewise import settings
 from tilewise.autograd.attention_op import Options, run
 from tilewise.dispatch import Explanation, explain_problem
 from tilewise.errors import InvalidInput
-from tilewise.masks import Documents, Mask, TensorMask
+from tilewise.masks import Mask, TensorMask
 from tilewise.problem import AttentionProblem
 from tilewise.scores import (
     NO_OPERANDS,
@@ -28,7 +28,10 @@ Visible = Mask | TensorMask | torch.Tensor
 # cu_seqlens_q, cu_seqlens_k, seqlens_q, seqlens_k.
 Lengths = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 _NO_LENGTHS: Lengths = (None, None, None, None)
-_LENGTH_NAMES = ("cu_seqlens_q", "cu_seqlens_k", "seqlens_q", "seqlens_k")
+# documents_q, documents_k, tiles_q, tiles_k.
+_NO_LISTS: tuple[torch.Tensor | None, ...] = (None, None, None, None)
+_PADDED_NAMES = (None, None, "seqlens_q", "seqlens_k")
+_PACKED_NAMES = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
 
 
 class AttentionOutput(NamedTuple):
@@ -155,12 +158,12 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visibl
     if softcap is not None or dropout_p != 0:  # an operator's schema would turn True into 1.0
         checked_softcap(softcap)
         checked_dropout_p(dropout_p)
-    band, visible, together = _parted(mask)
+    band, visible, lists = _parted(mask)
     q, k, v = _autocast(q, k, v)
     lengths = _NO_LENGTHS
     if seqlens_q is not None or seqlens_k is not None:
-        band, lengths = _with_lengths(band, (None, None, seqlens_q, seqlens_k))
-    operands = _operands(bias, alibi_slopes, visible, sinks, _seed(q, dropout_p, dropout_seed), lengths, together)
+        band, lengths = _with_lengths(band, (None, None, seqlens_q, seqlens_k), _PADDED_NAMES)
+    operands = _operands(bias, alibi_slopes, visible, sinks, _seed(q, dropout_p, dropout_seed), lengths, lists)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     options = Options(scale, band.left, band.right, band.alignment, band.prefix, band.sink_tokens, band.chunk, softcap,
@@ -258,19 +261,20 @@ def attention_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_se
     _check_return_aux(return_aux)
     checked_softcap(softcap)
     checked_dropout_p(dropout_p)
-    band, visible, together = _parted(mask)
+    band, visible, lists = _parted(mask)
     longest = _longest(max_seqlen_q, max_seqlen_k, needed=bias is not None or visible is not None)
     q, k, v = _autocast(*(_as_batch(name, tensor) for name, tensor in (("q", q), ("k", k), ("v", v))))
     band, lengths = _with_lengths(band, (cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k,
-                                         seqused_q, seqused_k))
-    operands = _operands(bias, alibi_slopes, visible, sinks, _seed(q, dropout_p, dropout_seed), lengths, together)
+                                         seqused_q, seqused_k), _PACKED_NAMES)
+    operands = _operands(bias, alibi_slopes, visible, sinks, _seed(q, dropout_p, dropout_seed), lengths, lists)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     options = Options(scale, band.left, band.right, band.alignment, band.prefix, band.sink_tokens, band.chunk, softcap,
                       dropout_p, "max_logit" in return_aux, longest[0], longest[1], deterministic, backend)
     attend = _run_twice_differentiable if double_backward else run
     out, *rows = attend(q, k, v, operands, options)
-    out, rows = out[0].transpose(0, 1), [row[0] for row in rows]
+    # Squeezed: the gradient of an index would be a copy of dout among zeros.
+    out, rows = out.squeeze(0).transpose(0, 1), [row.squeeze(0) for row in rows]
     if not return_aux:
         return out
     return AttentionOutputWithMax(out, *rows) if "max_logit" in return_aux else AttentionOutput(out, *rows)
@@ -292,12 +296,12 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visible 
     'reference'
     """
     _check_return_aux(return_aux)
-    band, visible, together = _parted(mask)
+    band, visible, lists = _parted(mask)
     q, k, v = _autocast(q, k, v)
     lengths = _NO_LENGTHS
     if seqlens_q is not None or seqlens_k is not None:
-        band, lengths = _with_lengths(band, (None, None, seqlens_q, seqlens_k))
-    operands = _operands(bias, alibi_slopes, visible, sinks, _seed(q, dropout_p, 0), lengths, together)
+        band, lengths = _with_lengths(band, (None, None, seqlens_q, seqlens_k), _PADDED_NAMES)
+    operands = _operands(bias, alibi_slopes, visible, sinks, _seed(q, dropout_p, 0), lengths, lists)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     problem = AttentionProblem.from_tensors(
@@ -313,16 +317,16 @@ def _run_twice_differentiable(*arguments: Any) -> Sequence[torch.Tensor]:
     return run_twice_differentiable(*arguments)
 
 
-def _parted(mask: object) -> tuple[Mask, torch.Tensor | None, Documents | None]:
-    """Part a mask into its band, its tensor and its documents."""
+def _parted(mask: object) -> tuple[Mask, torch.Tensor | None, tuple[torch.Tensor | None, ...]]:
+    """Part a mask into its band, its tensor and, as operands, its documents and tiles."""
     if mask is None:
-        return _NO_MASK, None, None
+        return _NO_MASK, None, _NO_LISTS
     if isinstance(mask, Mask):
-        return mask, None, None
+        return mask, None, _NO_LISTS
     if isinstance(mask, TensorMask):
-        return mask.band, mask.tensor, mask.documents
+        return mask.band, mask.tensor, (*(mask.documents or _NO_LISTS[:2]), *(mask.tiles or _NO_LISTS[2:]))
     if isinstance(mask, torch.Tensor):
-        return _NO_MASK, mask, None
+        return _NO_MASK, mask, _NO_LISTS
     raise InvalidInput(f"mask is a {type(mask).__name__}; allowed is None, causal(), window(left, right), a boolean "
                        "tensor, or these joined by '&'.")
 
@@ -345,20 +349,24 @@ def _longest(*longest: int | torch.Tensor | None, needed: bool) -> tuple[int | N
     return tuple([size if needed and not isinstance(size, torch.Tensor) else None for size in longest])
 
 
-def _with_lengths(band: Mask, lengths: Lengths) -> tuple[Mask, Lengths]:
+def _with_lengths(band: Mask, lengths: Lengths, names: tuple[str | None, ...]) -> tuple[Mask, Lengths]:
     """Make the lengths dense, and name an alignment where those of queries and keys are one tensor, hence equal."""
-    for name, tensor in zip(_LENGTH_NAMES, lengths, strict=True):
-        if tensor is not None and not isinstance(tensor, torch.Tensor):
+    for name, tensor in zip(names, lengths, strict=True):
+        may_lack = name is None or not name.startswith("cu")
+        if not isinstance(tensor, torch.Tensor) and not (tensor is None and may_lack):
             raise InvalidInput(f"{name} is a {type(tensor).__name__}; allowed is a tensor of integers on q's device.")
     if band.alignment is None and lengths[0] is lengths[1] and lengths[2] is lengths[3]:
         band = replace(band, alignment="top_left")
-    return band, cast(Lengths, tuple([None if tensor is None else tensor.contiguous() for tensor in lengths]))
+    dense = [None if tensor is None else tensor.contiguous() for tensor in lengths]
+    if torch.compiler.is_compiling():  # dynamo traces no autograd Function that is handed one tensor twice
+        dense = [None if tensor is None else tensor.view_as(tensor) for tensor in dense]
+    return band, cast(Lengths, tuple(dense))
 
 
 def _operands(bias: torch.Tensor | None, alibi_slopes: torch.Tensor | None, mask: torch.Tensor | None,
               sinks: torch.Tensor | None, seed: torch.Tensor | None, lengths: Lengths,
-              together: Documents | None) -> Operands:
-    if (bias is None and alibi_slopes is None and mask is None and sinks is None and seed is None and together is None
+              lists: tuple[torch.Tensor | None, ...]) -> Operands:
+    if (bias is None and alibi_slopes is None and mask is None and sinks is None and seed is None and lists is _NO_LISTS
             and lengths is _NO_LENGTHS):
         return NO_OPERANDS
     if sinks is not None and not isinstance(sinks, torch.Tensor):
@@ -366,7 +374,7 @@ def _operands(bias: torch.Tensor | None, alibi_slopes: torch.Tensor | None, mask
     return Operands(None if bias is None else with_four_dims("bias", bias),
                     None if alibi_slopes is None else with_batch_dim(alibi_slopes),
                     None if mask is None else with_four_dims("mask", mask), sinks, seed, *lengths,
-                    *(together or (None, None)))
+                    *lists)
 
 
 def _seed(q: torch.Tensor, dropout_p: float, seed: int | torch.Tensor | None) -> torch.Tensor | None:

@@ -4,7 +4,7 @@ A mask of this module is a *band* with exceptions. With ``i`` the query's index,
 
     offset = 0 (top_left)   or   key_length − query_length (bottom_right),
 
-query ``i`` sees key ``j`` when all of these hold (maths.md, eq. 12 and section 12):
+query ``i`` sees key ``j`` when all of these hold (maths.md, eq. 23; without exceptions, eq. 12):
 
     j ≥ i + offset − left    or  j < sink_tokens
     j ≤ i + offset + right   or  j < prefix
@@ -15,11 +15,13 @@ boolean mask) is joined to a band by ``&``.
 """
 
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, overload
+from typing import Literal, overload
 
 import torch
 
+from tilewise.documents import Documents, documents_of
 from tilewise.errors import InvalidInput
+from tilewise.tile_lists import TileLists, tile_lists
 
 Alignment = Literal["top_left", "bottom_right"]
 ALIGNMENTS: tuple[Alignment, ...] = ("top_left", "bottom_right")
@@ -57,7 +59,7 @@ class Band:
         return Span(spans[0].start, spans[-1].stop)
 
     def key_spans(self, queries: Span, key_length: int) -> tuple[Span, ...]:
-        """Keys that at least one query of the span sees: one span, or that of the sink tokens and another."""
+        """Keys that at least one query of the span sees: one span, or that of the sink tokens and another (eq. 24)."""
         if queries.start >= queries.stop:
             return (Span(0, 0),)
         first, last = queries.start, queries.stop - 1
@@ -68,7 +70,9 @@ class Band:
         sinks = Span(chunk_start, min(self.sink_tokens or 0, stop))
         if not len(sinks):
             return (Span(start, stop),)
-        return (Span(chunk_start, stop),) if start <= sinks.stop else (sinks, Span(start, max(start, stop)))
+        if start <= sinks.stop:
+            return (Span(chunk_start, stop),)
+        return (sinks, Span(start, stop)) if start < stop else (sinks,)
 
     def shared_keys_of(self, queries: Span, key_length: int) -> Span:
         """Keys that every query of the span sees, sink tokens apart from the rest left out (maths.md, eq. 14)."""
@@ -80,7 +84,7 @@ class Band:
         return Span(start, min(key_length, self._stop(first, key_length)))
 
     def queries_of(self, keys: Span, query_length: int) -> Span:
-        """Queries from the first to the last that sees a key of the span (maths.md, eq. 15)."""
+        """Queries from the first to the last that sees a key of the span (maths.md, eq. 15 and 25)."""
         if keys.start >= keys.stop:
             return Span(0, 0)
         first, last = keys.start, keys.stop - 1
@@ -94,6 +98,17 @@ class Band:
             stop = max(stop, query_length if self.chunk is None
                        else self._chunk_start(last_sink) + self.chunk - self.offset)
         return Span(start, min(query_length, stop))
+
+    def sees(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """Return which pairs take part, bool, for positions of queries and keys that broadcast (maths.md, eq. 12)."""
+        visible = torch.ones_like(queries - keys, dtype=torch.bool)
+        if self.lower is not None:
+            visible &= (keys - queries >= self.lower) | (keys < (self.sink_tokens or 0))
+        if self.upper is not None:
+            visible &= (keys - queries <= self.upper) | (keys < (self.prefix or 0))
+        if self.chunk is not None:
+            visible &= (queries + self.offset) // self.chunk == keys // self.chunk
+        return visible
 
     def visible_pairs(self, query_length: int, key_length: int) -> int:
         """Number of (query, key) pairs that are visible; what a FLOP count multiplies."""
@@ -200,17 +215,8 @@ class Mask:
 
         O(query_length x key_length) memory: for oracles and pictures, never for kernels.
         """
-        band = self.band(query_length, key_length)
-        queries = torch.arange(query_length, device=device)[:, None]
-        keys = torch.arange(key_length, device=device)[None, :]
-        visible = torch.ones(query_length, key_length, dtype=torch.bool, device=device)
-        if band.lower is not None:
-            visible &= (keys - queries >= band.lower) | (keys < (band.sink_tokens or 0))
-        if band.upper is not None:
-            visible &= (keys - queries <= band.upper) | (keys < (band.prefix or 0))
-        if band.chunk is not None:
-            visible &= (queries + band.offset) // band.chunk == keys // band.chunk
-        return visible
+        queries, keys = (torch.arange(length, device=device) for length in (query_length, key_length))
+        return self.band(query_length, key_length).sees(queries[:, None], keys)
 
     def show(self, query_length: int = 5, key_length: int = 5) -> str:
         """Draw the mask: one row a query, ``■`` = takes part, ``·`` = hidden.
@@ -222,19 +228,6 @@ class Mask:
         return _drawn(self.visible(query_length, key_length))
 
 
-class Documents(NamedTuple):
-    """Which tokens belong together, in the form that kernels read; made by :func:`documents`.
-
-    Attributes:
-        q: (b|1, 4, sq), int32; of each query its document's number, the first and one past the last key of that
-            document, and once more the first key, or sk where keys of other documents lie between these two.
-        k: (b|1, 4, sk), int32; the same of each key, with first and last query.
-    """
-
-    q: torch.Tensor
-    k: torch.Tensor
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorMask:
     """A band with documents or a boolean tensor, all of which must let a pair take part; made with ``&``.
@@ -243,11 +236,13 @@ class TensorMask:
         band: who sees whom by position; its hidden tiles are skipped.
         tensor: broadcasts to (b, hq, sq, sk), bool, True where the pair takes part; None = all.
         documents: who is in one document; hidden tiles are skipped; None = all are.
+        tiles: lists of the tiles that all of these leave visible, made by :meth:`tiled`; None = there are none.
     """
 
     band: Mask
     tensor: torch.Tensor | None = None
     documents: Documents | None = None
+    tiles: TileLists | None = None
 
     def __and__(self, other: "Mask | torch.Tensor | TensorMask") -> "TensorMask":
         if isinstance(other, Mask):
@@ -256,6 +251,9 @@ class TensorMask:
             other = TensorMask(Mask(), other)
         elif not isinstance(other, TensorMask):
             return NotImplemented
+        if self.tiles is not None or other.tiles is not None:
+            raise InvalidInput(f"cannot combine {self} & {other}: the lists of a tiled mask are of that mask alone. "
+                               "Combine first, then call tiled().")
         if self.documents is not None and other.documents is not None:
             raise InvalidInput("cannot combine documents & documents: a mask has one. Give each pair of ids a number "
                                "of its own, and pass those.")
@@ -272,11 +270,37 @@ class TensorMask:
 
         O(query_length x key_length) memory: for oracles and pictures, never for kernels.
         """
+        return self._visible_rows(0, query_length, query_length, key_length)
+
+    def tiled(self, query_length: int, key_length: int) -> "TensorMask":
+        """Return the same mask with lists of its visible tiles, so that the others cost nothing.
+
+        For a mask that is used in many calls, and hides whole tiles of 128 queries by 128 keys: a boolean tensor is
+        otherwise read everywhere that the band and the documents leave visible. Computed on the tensors' device, in
+        O(128 x key_length) memory, without waiting for it. To be made anew when the tensor changes.
+
+        Args:
+            query_length, key_length: of the calls; lengths that are data have no lists.
+        """
+        lists = tile_lists(lambda first, stop: self._visible_rows(first, stop, query_length, key_length), query_length,
+                           key_length)
+        return replace(self, tiles=lists)
+
+    def _visible_rows(self, first: int, stop: int, query_length: int, key_length: int) -> torch.Tensor:
+        """Return the dense mask of queries ``first`` to ``stop``, (b|1, hq|1, stop - first, key_length)."""
         tensors = [tensor for tensor in (self.tensor, *(self.documents or ())) if tensor is not None]
-        visible = self.band.visible(query_length, key_length, tensors[0].device)[None, None]
+        device = tensors[0].device
+        queries, keys = torch.arange(first, stop, device=device), torch.arange(key_length, device=device)
+        visible = self.band.band(query_length, key_length).sees(queries[:, None], keys)[None, None]
         if self.documents is not None:
-            visible = visible & (self.documents.q[:, 0, :, None] == self.documents.k[:, 0, None, :])[:, None]
-        return visible if self.tensor is None else visible & self.tensor
+            numbers = self.documents.q[:, 0, first:stop, None]
+            visible = visible & (numbers == self.documents.k[:, 0, None, :])[:, None]
+        if self.tensor is None:
+            return visible
+        rows = self.tensor
+        if rows.dim() > 1 and rows.shape[-2] > 1:
+            rows = rows[..., first:stop, :]
+        return visible & rows
 
     def show(self, query_length: int | None = None, key_length: int | None = None) -> str:
         """Draw the mask of the first batch entry and head as :meth:`Mask.show` does; lengths are the tensors' own."""
@@ -389,46 +413,7 @@ def documents(ids: torch.Tensor, key_ids: torch.Tensor | None = None) -> TensorM
     · · · ■ ■
     · · · ■ ■
     """
-    queries = _checked_ids("ids", ids)
-    keys = queries if key_ids is None else _checked_ids("key_ids", key_ids)
-    if len(queries) != len(keys):  # one set of ids for the whole batch
-        batch = max(len(queries), len(keys))
-        queries, keys = (part.expand(batch, -1) for part in (queries, keys))
-    numbers, stop, *_ = _ranks(queries, keys)
-    own, *_ = _ranks(keys, keys)
-    return TensorMask(Mask(), documents=Documents(
-        torch.stack((torch.where(stop > numbers, numbers, -1), *_extents(queries, keys)), 1).int(),
-        torch.stack((own, *_extents(keys, queries)), 1).int()))
-
-
-def _ranks(ids: torch.Tensor, others: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Where each id begins and ends among the sorted ids of the others, and what order sorted them. (b, s) each."""
-    in_order, order = others.sort(stable=True, dim=-1)
-    ids = ids.contiguous()
-    return (torch.searchsorted(in_order, ids), torch.searchsorted(in_order, ids, right=True), order)
-
-
-def _extents(ids: torch.Tensor, others: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of each id the first and one past the last of the others that have it, and the first again if none is between.
-
-    Where none of the others has the id, first and last are len(others) and 0.
-    """
-    begin, end, order = _ranks(ids, others)
-    length = others.shape[-1]
-    if length == 0:
-        return torch.zeros_like(ids), torch.zeros_like(ids), torch.zeros_like(ids)
-    is_there = end > begin
-    first = torch.where(is_there, order.gather(-1, begin.clamp(max=length - 1)), length)
-    stop = torch.where(is_there, order.gather(-1, (end - 1).clamp(min=0)) + 1, 0)
-    return first, stop, torch.where(stop - first == end - begin, first, length)
-
-
-def _checked_ids(name: str, ids: object) -> torch.Tensor:
-    if isinstance(ids, torch.Tensor) and ids.dim() in (1, 2) and not ids.is_floating_point() and (
-            not ids.is_complex() and ids.dtype is not torch.bool):
-        return ids[None] if ids.dim() == 1 else ids
-    got = f"{ids.dtype} of shape {tuple(ids.shape)}" if isinstance(ids, torch.Tensor) else type(ids).__name__
-    raise InvalidInput(f"documents: {name} is {got}; allowed is a tensor of integers of shape (s,) or (b, s).")
+    return TensorMask(Mask(), documents=documents_of(ids, key_ids))
 
 
 def _checked_count(name: str, value: object, least: int) -> int:

@@ -27,6 +27,7 @@ from tilewise.scores import (
     checked_softcap,
 )
 from tilewise.sequences import DENSE, Sequences
+from tilewise.tile_lists import TILE
 
 Direction = Literal["forward", "backward"]
 Sizes = tuple[int, ...]
@@ -299,12 +300,13 @@ def _sequences(operands: tuple[Facts, ...], settings: ScoreSettings, q: Facts, m
     count = math.prod(given["cu_seqlens_q"][1]) - 1 if packed[0] else q[1][0]
     for name, shape, strides, dtype, device in given.values():
         wanted = (count + 1 if name.startswith("cu") else count,)
-        check_operand(name, (shape, dtype, device), wanted, (torch.int32, torch.int64), q[4])
+        said = name if name.startswith("cu") or not packed[0] else name.replace("seqlens", "seqused")
+        check_operand(said, (shape, dtype, device), wanted, (torch.int32, torch.int64), q[4])
         if shape[0] > 1 and strides[0] != 1:
-            raise InvalidInput(f"{name} has stride {strides[0]}; allowed is 1: call contiguous() on it.")
+            raise InvalidInput(f"{said} has stride {strides[0]}; allowed is 1: call contiguous() on it.")
         found[name] = OperandFacts(tuple(shape), tuple(strides), dtype)
     if packed[0] and (count < 0 or q[1][0] != 1):
-        raise InvalidInput(f"cu_seqlens_q has shape {_text(given['cu_seqlens_q'][1])} and q a batch size of {q[1][0]}; "
+        raise InvalidInput(f"cu_seqlens_q has shape {tuple(given['cu_seqlens_q'][1])} and q a batch size of {q[1][0]}; "
                            "allowed are (sequences + 1,) and 1: packed sequences have no other batch dim.")
     if mask.is_bounded and mask.alignment is None:
         raise InvalidInput(f"mask is {mask} and names no alignment, but lengths are data ({', '.join(given)}): whether "
@@ -326,6 +328,8 @@ def _score_options(operands: tuple[Facts, ...], settings: ScoreSettings, sequenc
         "bias": (full, (dtype, wide)), "mask": (full, (torch.bool,)), "alibi_slopes": (full[:2], (wide,)),
         "sinks": (full[1:2], (dtype, wide)), "seed": ((1,), (torch.int64,)),
         "documents_q": ((b, 4, sq), (torch.int32,)), "documents_k": ((b, 4, sk), (torch.int32,)),
+        "tiles_q": ((*full[:2], -(-sq // TILE), 2 + -(-sk // TILE)), (torch.int32,)),
+        "tiles_k": ((*full[:2], -(-sk // TILE), 2 + -(-sq // TILE)), (torch.int32,)),
     }
     found = {}
     for name, shape, strides, own_dtype, own_device in operands:
@@ -338,6 +342,8 @@ def _score_options(operands: tuple[Facts, ...], settings: ScoreSettings, sequenc
         found[name] = OperandFacts(tuple(shape), tuple(strides), own_dtype)
     if ("documents_q" in found) != ("documents_k" in found):
         raise InvalidInput("documents_q and documents_k: one is given without the other; allowed are both, or none.")
+    if "tiles_q" in found and sequences.are_data:
+        raise InvalidInput("mask is tiled() for lengths of its own, but lengths are data; pass it untiled.")
     dropout_p = checked_dropout_p(settings.dropout_p)
     if (found.pop("seed", None) is None) != (settings.dropout_p == 0.0):
         raise InvalidInput(f"dropout_p is {settings.dropout_p} and a seed is "

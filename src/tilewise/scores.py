@@ -25,9 +25,12 @@ _FOUR = ("b", "hq", "sq", "sk")
 _LETTERS = {
     "bias": _FOUR, "mask": _FOUR, "alibi_slopes": ("b", "hq"), "sinks": ("hq",), "seed": ("1",),
     "cu_seqlens_q": ("sequences + 1",), "cu_seqlens_k": ("sequences + 1",), "seqlens_q": ("b",), "seqlens_k": ("b",),
+    "seqused_q": ("sequences",), "seqused_k": ("sequences",),
     "documents_q": ("b", "4", "sq"), "documents_k": ("b", "4", "sk"),
+    "tiles_q": ("b", "hq", "tiles of sq", "2 + tiles of sk"), "tiles_k": ("b", "hq", "tiles of sk", "2 + tiles of sq"),
 }
-_BROADCAST = {"bias": _FOUR, "mask": _FOUR, "alibi_slopes": ("b",), "documents_q": ("b",), "documents_k": ("b",)}
+_BROADCAST = {"bias": _FOUR, "mask": _FOUR, "alibi_slopes": ("b",), "documents_q": ("b",), "documents_k": ("b",),
+              "tiles_q": ("b", "hq"), "tiles_k": ("b", "hq")}
 _NAMES = {"seed": "dropout_seed"}
 _RANKS = {"bias": (2, 3, 4), "mask": (2, 3, 4), "alibi_slopes": (1, 2), "sinks": (1,)}
 
@@ -45,6 +48,7 @@ class Operands(NamedTuple):
             one ends; both or none.
         seqlens_q, seqlens_k: (b,), int32 or int64: how many positions of a sequence, the first ones, take part.
         documents_q: (b|1, 4, sq), int32, and documents_k: (b|1, 4, sk), as :class:`tilewise.masks.Documents` has them.
+        tiles_q, tiles_k: int32, as :class:`tilewise.tile_lists.TileLists` has them; of a mask that they come with.
     """
 
     bias: torch.Tensor | None = None
@@ -58,6 +62,8 @@ class Operands(NamedTuple):
     seqlens_k: torch.Tensor | None = None
     documents_q: torch.Tensor | None = None
     documents_k: torch.Tensor | None = None
+    tiles_q: torch.Tensor | None = None
+    tiles_k: torch.Tensor | None = None
 
 
 NO_OPERANDS = Operands()
@@ -100,7 +106,7 @@ class ScoreOptions(NamedTuple):
         softcap: bound of the scores before bias and mask, > 0; None = unbounded.
         dropout_p: probability to drop a pair, 0 <= dropout_p < 1, a multiple of 2^-16.
         max_logit: whether the largest visible score of each row is wanted beside lse.
-        bias, alibi_slopes, mask, sinks, documents_q, documents_k: facts of the operand, or None.
+        bias, alibi_slopes, mask, sinks, documents_q, documents_k, tiles_q, tiles_k: facts of the operand, or None.
     """
 
     softcap: float | None = None
@@ -112,6 +118,8 @@ class ScoreOptions(NamedTuple):
     sinks: OperandFacts | None = None
     documents_q: OperandFacts | None = None
     documents_k: OperandFacts | None = None
+    tiles_q: OperandFacts | None = None
+    tiles_k: OperandFacts | None = None
 
     @property
     def changes_scores(self) -> bool:
@@ -132,6 +140,8 @@ class ScoreOptions(NamedTuple):
             parts.append("sinks")
         if self.documents_q is not None:
             parts.append("documents")
+        if self.tiles_q is not None:
+            parts.append("tile lists")
         if self.dropout_p:
             parts.append(f"dropout {self.dropout_p:.4g}")
         return ", ".join(parts)

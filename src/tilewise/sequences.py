@@ -7,7 +7,8 @@ Two layouts, in both of which query i and key j are positions inside their seque
 * packed: all sequences one behind the other, seen as (1, h, total, d); sequence ``n`` begins at ``cu_seqlens_q[n]`` and
   ends before ``cu_seqlens_q[n + 1]``; of these the first ``seqlens_q[n]`` take part, or all.
 
-What takes no part is padding: it is not read; out and every gradient are 0 there, lse is -inf.
+What takes no part is padding: it is not read; out and every gradient are 0 there, lse is -inf. The offset of a mask's
+diagonal is each sequence's own (maths.md, eq. 26).
 """
 
 from typing import NamedTuple

@@ -34,7 +34,9 @@ def test_public_name_has_a_docstring(name):
     assert len(inspect.getdoc(getattr(tilewise, name)).split()) >= 5
 
 
-def test_arguments_of_attention_are_all_described():
-    arguments = tilewise.attention.__doc__.partition("Args:")[2].partition("Returns:")[0]
-    described = set(re.findall(r"^ {8}(\w+):", arguments, re.MULTILINE))
-    assert described == set(inspect.signature(tilewise.attention).parameters)
+@pytest.mark.parametrize("name", ["attention", "attention_varlen"])
+def test_arguments_of_a_call_are_all_described(name):
+    call = getattr(tilewise, name)
+    arguments = call.__doc__.partition("Args:")[2].partition("Returns:")[0]
+    described = re.findall(r"^ {8}(\w+(?:, \w+)*):", arguments, re.MULTILINE)
+    assert {one for names in described for one in names.split(", ")} == set(inspect.signature(call).parameters)

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from tilewise.backends.reference import ReferenceBackend
-from tilewise.bench.grids import CAUSAL, GRIDS, priced, shape_case
+from tilewise.bench.grids import CAUSAL, GRIDS, packed_case, priced, shape_case
 from tilewise.bench.rows import read_rows
+from tilewise.masks import causal
 
 SHAPE = ("bench", "--sq", 48, "--hq", 2, "--d", 16, "--mask", "causal", "--device", "cpu")
 
@@ -91,13 +92,33 @@ def test_the_options_grid_gives_a_row_an_option_and_a_table_of_prices(run, tmp_p
                    "--no-plots", "--out", tmp_path)
     assert finished.status == 0
     rows = read_rows(tmp_path / "options.csv")
-    assert len(rows) == 2 * 2 * 8
+    assert len(rows) == 2 * 2 * 9
     assert all(row.status == "ok" for row in rows if row.provider == "tilewise:reference")
     taken = [row.options for row in rows if row.provider == "sdpa_math" and row.status == "ok"]
-    assert taken[::2] == ["", "bias 1hqk", "bias 1hqk with gradient", "dropout 0.1", "boolean mask 11qk"]
+    assert taken[::2] == ["", "bias 1hqk", "bias 1hqk with gradient", "dropout 0.1", "boolean mask 11qk",
+                          "documents mixed"]
     assert "| case | option | pass | tilewise | price | sdpa_math |" in (tmp_path / "options.md").read_text("utf-8")
     assert "causal, bias 1hqk with gradient" in finished.output
     assert "takes no softcap" in finished.output
+
+
+def test_the_packed_grid_gives_rows_of_packed_sequences_and_no_prices(run, tmp_path, monkeypatch):
+    small = packed_case((2, 1), (9, 15), 8, causal("top_left"))
+    monkeypatch.setitem(GRIDS, "packed", lambda: [(small, torch.float32)])
+    finished = run("bench", "--grid", "packed", "--device", "cpu", "--out", tmp_path)
+    assert finished.status == 0
+    rows = read_rows(tmp_path / "packed.csv")
+    assert {(row.provider, row.options, row.mask, row.status) for row in rows} == {
+        (name, "packed sequences of 24 tokens", "causal:top_left", "ok") for name in ("tilewise", "tilewise:reference")}
+    assert "price" not in (tmp_path / "packed.md").read_text("utf-8")
+    assert "not timed here: naive: takes no packed sequences" in finished.output
+    assert (tmp_path / "packed-speed.svg").stat().st_size > 0
+
+
+def test_a_provider_that_was_asked_for_by_name_has_its_rows_even_if_it_takes_nothing(run, tmp_path):
+    finished = run("bench", "--sq", 16, "--mask", "window:3,3", "--providers", "sdpa_flash", "--device", "cpu",
+                   "--no-plots", "--out", tmp_path, "--json")
+    assert {row["status"] for row in finished.json["rows"]} == {"refused"}
 
 
 def test_the_host_mode_gives_three_calls_a_provider(run, tmp_path):

@@ -6,13 +6,12 @@ A case's operands are made anew wherever none are given: they are the same numbe
 import pytest
 import torch
 
-from tilewise import attention
 from tilewise.api import AttentionOutput
 from tilewise.backends.base import Gradients, Needs
 from tilewise.problem import AttentionProblem
 from tilewise.scores import Operands
-from tilewise.testing.inputs import call_options, make_operands
-from tilewise.testing.oracle import Changes, Results, attend, gradients, yardsticks
+from tilewise.testing.inputs import call, make_inputs, make_operands, padding_of
+from tilewise.testing.oracle import Changes, Results, attend, gradients, visible_pairs, yardsticks
 from tilewise.testing.tolerance import GRADIENT_FACTOR, OUTPUT_FACTOR, assert_within_budget
 
 # Which outputs a loss is made of: the gradient arrives through these.
@@ -32,10 +31,20 @@ def problem_of(case, inputs, operands=None, *, deterministic=False, max_logit=Fa
 
 
 def visible_of(case, device="cpu"):
-    """Return which pairs take part, by position and by data: (b, hq, sq, sk)."""
-    visible = case.mask.visible(case.sq, case.sk, device)
-    mask = make_operands(case, torch.float32, device).mask
-    return (visible if mask is None else visible & mask).expand(case.b, case.hq, -1, -1)
+    """Return which pairs take part, by position and by data: (b, hq, sq, sk), of sequences as of batch entries."""
+    inputs = make_inputs(case, torch.float32, device)
+    visible = visible_pairs(*inputs[:2], case.mask, make_operands(case, torch.float32, device))
+    return visible.expand(case.b, case.hq, -1, -1)
+
+
+def stored(case, flags, side):
+    """Put flags of the positions of each sequence, (b, h, longest), where the tensors have them; False in padding."""
+    taking_part = ~padding_of(case, side, flags.device)
+    whole = torch.zeros(*taking_part.shape, flags.shape[1], dtype=torch.bool, device=flags.device)
+    for number, span in enumerate(case.spans(side)):
+        entry = 0 if case.packed else number
+        whole[entry, span.start:span.stop] = flags[number, :, :len(span)].mT
+    return whole.transpose(1, 2)
 
 
 def skip_if_refused(backend, problem):
@@ -47,8 +56,7 @@ def skip_if_refused(backend, problem):
 def forward(backend, case, inputs, operands=None, *, deterministic=False):
     operands = operands_of(case, inputs) if operands is None else operands
     skip_if_refused(backend, problem_of(case, inputs, operands, deterministic=deterministic))
-    return attention(*inputs[:3], **call_options(case, operands), return_aux=("lse",), backend=backend.name,
-                     deterministic=deterministic)
+    return call(case, inputs[:3], operands, return_aux=("lse",), backend=backend.name, deterministic=deterministic)
 
 
 def forward_and_backward(backend, case, inputs, through="out", operands=None, *, deterministic=False):

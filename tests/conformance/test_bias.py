@@ -20,7 +20,9 @@ from tilewise.testing.inputs import make_inputs
 
 # Biases with an element that no visible pair reads.
 PARTLY_HIDDEN = ("bias_shared_by_batch_causal", "bias_shared_by_batch_and_heads", "bias_blind_queries",
-                 "bias_window_moat", "softcap_bias", "everything", "everything_moat_blind_queries")
+                 "bias_window_moat", "softcap_bias", "everything", "everything_moat_blind_queries",
+                 "chunk_window_sink_tokens_prefix", "padded_window_bias", "packed_bias", "packed_bias_of_keys",
+                 "packed_bias_of_all_sequences", "packed_everything")
 
 
 def _hidden(case, bias):

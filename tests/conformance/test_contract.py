@@ -12,17 +12,19 @@ from conformance.calls import (
     operands_of,
     problem_of,
     skip_if_refused,
+    stored,
     trainable,
     visible_of,
 )
 from tilewise.backends.base import Needs, Saved
 from tilewise.problem import dense_strides
 from tilewise.testing.cases import CASES, case_named
-from tilewise.testing.inputs import make_inputs
+from tilewise.testing.inputs import make_inputs, padding_of
 
 LAYOUTS = ("mha_odd_lengths", "gqa_causal_odd_lengths", "value_dim_odd", "storage_bhds", "packed_qkv_gqa",
            "packed_kv", "expanded_heads_and_batch", "moat_window", "one_query", "no_queries", "no_keys", "no_batch",
-           "bias_expanded", "bias_blind_queries", "everything", "everything_moat_blind_queries", "sinks_no_keys")
+           "bias_expanded", "bias_blind_queries", "everything", "everything_moat_blind_queries", "sinks_no_keys",
+           "padded_everything", "packed_everything", "packed_bias_of_keys", "packed_causal_top_left", "packed_nothing")
 BLIND = [case for case in CASES if not visible_of(case).any(-1).all()]
 
 
@@ -45,9 +47,10 @@ def test_results_have_the_promised_shape_strides_and_dtype(backend, name, device
     inputs = make_inputs(case, main_dtype, device)
     problem = problem_of(case, inputs)
     results = forward_and_backward(backend, case, inputs)
-    assert results.out.shape == (case.b, case.hq, case.sq, case.dv)
+    batch, positions = case.stored("q")
+    assert results.out.shape == (batch, case.hq, positions, case.dv)
     assert _strides(results.out.shape, results.out.stride()) == _strides(results.out.shape, problem.out_strides)
-    assert results.lse.shape == (case.b, case.hq, case.sq)
+    assert results.lse.shape == (batch, case.hq, positions)
     assert results.lse.is_contiguous()
     assert results.lse.dtype is torch.float32
     operands = operands_of(case, inputs)
@@ -67,14 +70,14 @@ def test_results_have_the_promised_shape_strides_and_dtype(backend, name, device
 
 
 @pytest.mark.parametrize("name", ["gqa_causal_odd_lengths", "window_hides_whole_tiles", "packed_qkv_gqa",
-                                  "everything"])
+                                  "everything", "padded_window_bias", "packed_everything"])
 def test_inputs_are_only_read(backend, name, device, main_dtype):
     case = case_named(name)
     inputs = make_inputs(case, main_dtype, device)
     operands = operands_of(case, inputs)
     forward_and_backward(backend, case, inputs, "out", operands)
     for tensor, untouched in zip(inputs, make_inputs(case, main_dtype, device), strict=True):
-        assert torch.equal(tensor, untouched)
+        torch.testing.assert_close(tensor, untouched, rtol=0, atol=0, equal_nan=True)
     for operand, untouched in zip(operands, operands_of(case, inputs), strict=True):
         assert operand is untouched is None or torch.equal(operand, untouched)
 
@@ -82,21 +85,20 @@ def test_inputs_are_only_read(backend, name, device, main_dtype):
 @pytest.mark.parametrize("case", BLIND, ids=str)
 def test_blind_query_gives_zero_output_zero_gradient_and_no_other_lse_than_the_sinks(backend, case, device, main_dtype):
     inputs = make_inputs(case, main_dtype, device)
-    blind = ~visible_of(case, device).any(-1)
+    padding = padding_of(case, "q", device)[:, None].expand(-1, case.hq, -1)
+    seeing = stored(case, visible_of(case, device).any(-1), "q")
     results = forward_and_backward(backend, case, inputs)
     for name in ("out", "dq"):
-        rows = getattr(results, name)[blind]
+        rows = getattr(results, name)[~seeing]
         assert torch.equal(rows, torch.zeros_like(rows)), name
-    if case.sinks:
-        assert results.lse.isfinite().all()
-    else:
-        assert torch.equal(results.lse.isneginf(), blind)
+    assert torch.equal(results.lse.isneginf(), padding if case.sinks else ~seeing)
+    assert results.lse[~padding if case.sinks else seeing].isfinite().all()
 
 
 @pytest.mark.parametrize("case", UNSEEN, ids=str)
 def test_key_that_no_query_sees_gets_zero_gradients(backend, case, device, main_dtype):
     inputs = make_inputs(case, main_dtype, device)
-    unseen = _unseen(case, device)
+    unseen = ~stored(case, ~_unseen(case, device), "k")
     results = forward_and_backward(backend, case, inputs)
     for name in ("dk", "dv"):
         rows = getattr(results, name)[unseen]

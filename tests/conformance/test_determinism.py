@@ -14,7 +14,8 @@ def _differing(first, second):
             if not (a is b is None or torch.equal(a, b))]
 
 
-@pytest.mark.parametrize("name", ["gqa_causal_odd_lengths", "window_bottom_right_blind_queries", "everything"])
+@pytest.mark.parametrize("name", ["gqa_causal_odd_lengths", "window_bottom_right_blind_queries", "everything",
+                                  "padded_everything", "packed_everything"])
 def test_repeats_are_bit_equal(backend, name, device, main_dtype):
     case = case_named(name)
     inputs = make_inputs(case, main_dtype, device)

@@ -1,4 +1,7 @@
-"""NaN in what no one sees reaches nothing: neither keys without a query nor queries without a key are read."""
+"""NaN in what no one sees reaches nothing: keys without a query, queries without a key and padding are not read.
+
+Padding holds NaN in every case of layout "moat" whose lengths are data.
+"""
 
 import pytest
 import torch
@@ -11,10 +14,12 @@ from conformance.calls import (
     operands_of,
 )
 from tilewise.testing.cases import CASES, case_named
-from tilewise.testing.inputs import make_inputs
+from tilewise.testing.inputs import make_inputs, padding_of
 
-BLIND = [case for case in CASES if case.sk and not case.mask.visible(case.sq, case.sk).any(-1).all()]
-UNSEEN = [case for case in CASES if case.sq and not case.mask.visible(case.sq, case.sk).any(0).all()]
+DENSE = [case for case in CASES if not case.has_lengths]
+PADDED = [case for case in CASES if case.has_lengths and case.layout == "moat"]
+BLIND = [case for case in DENSE if case.sk and not case.mask.visible(case.sq, case.sk).any(-1).all()]
+UNSEEN = [case for case in DENSE if case.sq and not case.mask.visible(case.sq, case.sk).any(0).all()]
 
 
 def _with_rows(tensor, rows, value):
@@ -76,3 +81,20 @@ def test_keys_that_a_tensor_hides_from_all_reach_no_output(backend, value, devic
     operands = operands._replace(mask=operands.mask & ~hidden)
     planted = clean._replace(k=_with_rows(clean.k, hidden, value))
     assert_forward_within_budget(case, clean, forward(backend, case, planted, operands), operands)
+
+
+@pytest.mark.parametrize("value", [float("inf"), 0.0])
+@pytest.mark.parametrize("case", PADDED, ids=str)
+def test_padding_may_hold_anything_and_changes_no_bit(backend, case, value, device, main_dtype):
+    with_nan, others = (make_inputs(case, main_dtype, device) for _ in range(2))
+    operands = operands_of(case, with_nan)
+    assert with_nan.q.isnan().any()
+    for tensor, side in zip(others, "qkkqq", strict=True):
+        tensor.transpose(1, 2)[padding_of(case, side, device)] = value
+    got, expected = (forward_and_backward(backend, case, inputs, "out_and_lse", operands, deterministic=True)
+                     for inputs in (with_nan, others))
+    for name, one, other in zip(got._fields, got, expected, strict=True):
+        assert one is other is None or torch.equal(one, other), name
+    for name, side in (("out", "q"), ("lse", "q"), ("dq", "q"), ("dk", "k"), ("dv", "k")):
+        rows = getattr(got, name).transpose(1, 2)[padding_of(case, side, device)]
+        assert torch.equal(rows, torch.full_like(rows, float("-inf") if name == "lse" else 0.0)), name

@@ -3,21 +3,21 @@
 import pytest
 import torch
 
-from conformance.calls import operands_of, problem_of, skip_if_refused, visible_of
-from tilewise import attention
+from conformance.calls import operands_of, problem_of, skip_if_refused, stored, visible_of
 from tilewise.testing.cases import case_named
-from tilewise.testing.inputs import call_options, make_inputs
+from tilewise.testing.inputs import call, make_inputs
 from tilewise.testing.oracle import Changes, max_logit, yardsticks
 from tilewise.testing.tolerance import OUTPUT_FACTOR, assert_within_budget
 
 NAMES = ("gqa_causal_odd_lengths", "causal_bottom_right_more_queries", "window_both_sides", "no_keys", "no_queries",
          "softcap_near_its_bound_gqa", "alibi_of_batches_gqa", "sinks_blind_queries", "mask_tensor",
-         "everything", "everything_moat_blind_queries")
+         "everything", "everything_moat_blind_queries", "documents", "sink_tokens_top_left_more_queries",
+         "padded_sinks_blind_queries_gqa", "packed_causal_bottom_right_gaps", "packed_everything", "packed_nothing")
 
 
 def _call(backend, case, inputs, operands, *names):
     skip_if_refused(backend, problem_of(case, inputs, operands, max_logit=True))
-    return attention(*inputs[:3], **call_options(case, operands), backend=backend.name, return_aux=names)
+    return call(case, inputs[:3], operands, backend=backend.name, return_aux=names)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -32,7 +32,7 @@ def test_max_logit_is_the_largest_visible_score(backend, name, device, main_dtyp
                          [sample.max_logit for sample in samples], OUTPUT_FACTOR)
     assert got.dtype is torch.float32
     assert got.is_contiguous()
-    assert torch.equal(got.isneginf(), ~visible_of(case, device).any(-1))
+    assert torch.equal(got.isneginf(), ~stored(case, visible_of(case, device).any(-1), "q"))
 
 
 def test_max_logit_changes_no_bit_of_the_rest_and_has_no_gradient(backend, device, main_dtype):

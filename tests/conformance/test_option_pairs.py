@@ -9,16 +9,26 @@ import torch
 from conformance.calls import (
     assert_forward_within_budget,
     assert_gradients_within_budget,
+    backpropagate,
     forward_and_backward,
+    operands_of,
     problem_of,
+    trainable,
 )
+from tilewise.backends.base import Gradients
 from tilewise.dispatch import get_backend
-from tilewise.masks import causal, window
+from tilewise.masks import Mask, causal, chunk, prefix, sink_tokens, window
 from tilewise.testing.cases import Case, case_named
-from tilewise.testing.inputs import make_inputs
+from tilewise.testing.inputs import call, make_inputs
 
+_LENGTHS = {"lengths_q": (35, 20), "lengths_k": (13, 40)}
+SEQUENCES = {"dense": {}, "padded": _LENGTHS, "padded_keys": {"lengths_k": (13, 40)},
+             "tight": _LENGTHS | {"packed": "tight"}, "gaps": _LENGTHS | {"packed": "gaps"}}
 LEVELS = {
     "mask": (window(None, None, "bottom_right"), causal("bottom_right"), window(9, 4, "top_left")),
+    "exception": (Mask(), prefix(11), sink_tokens(3), chunk(13)),
+    "documents": ("", "runs", "interleaved"),
+    "sequences": tuple(SEQUENCES),
     "hk": (2, 1),
     "layout": ("bhsd", "bshd", "bhds", "moat"),
     "bias": ("", "bhqk", "b11k", "1hq1"),
@@ -49,8 +59,14 @@ def _covering_choices(seed):
     return choices
 
 
-CHOICES = _covering_choices(seed=0)
-CASES = [Case(f"pairs_{i}", b=2, hq=2, sq=35, sk=40, d=16, dv=16, **choice) for i, choice in enumerate(CHOICES)]
+def _case(number, choice):
+    fields = {name: level for name, level in choice.items() if name not in ("exception", "sequences")}
+    fields |= SEQUENCES[choice["sequences"]] | {"mask": choice["mask"] & choice["exception"]}
+    return Case(f"pairs_{number}", b=2, hq=2, sq=35, sk=40, d=16, dv=16, **fields)
+
+
+CHOICES = _covering_choices(seed=1)
+CASES = [_case(i, choice) for i, choice in enumerate(CHOICES)]
 
 
 def test_every_two_levels_of_every_two_options_meet_in_few_cases():
@@ -58,7 +74,7 @@ def test_every_two_levels_of_every_two_options_meet_in_few_cases():
     for one, other in itertools.combinations(LEVELS, 2):
         for levels in itertools.product(LEVELS[one], LEVELS[other]):
             assert ((one, levels[0]), (other, levels[1])) in met
-    assert len(CASES) <= 24
+    assert len(CASES) <= 32
 
 
 @pytest.mark.parametrize("name", ["reference", "triton"])
@@ -80,3 +96,16 @@ def test_pairs_of_options_stay_within_error_budget(backend, case, device):
     results = forward_and_backward(backend, case, inputs, "out_and_lse")
     assert_forward_within_budget(case, inputs, results[:2])
     assert_gradients_within_budget(case, inputs, results.gradients, "out_and_lse")
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_pairs_of_options_stay_within_error_budget_in_a_call_to_be_differentiated_twice(case, device):
+    inputs = make_inputs(case, torch.float32, device)
+    operands = operands_of(case, inputs)
+    given = trainable(operands)
+    leaves = [tensor.detach().requires_grad_() for tensor in inputs[:3]]
+    result = call(case, leaves, operands._replace(**given), return_aux=("lse",), double_backward=True)
+    dq, dk, dv, *others = backpropagate(result, [*leaves, *given.values()], inputs, "out_and_lse")
+    assert_forward_within_budget(case, inputs, result)
+    assert_gradients_within_budget(case, inputs, Gradients(dq, dk, dv, **{
+        f"d{name}": other for name, other in zip(given, others, strict=True)}), "out_and_lse")

@@ -23,7 +23,7 @@ from tilewise.testing.inputs import make_inputs
 from tilewise.testing.strategies import small_cases, small_cases_with_options
 
 BLOCK = 20  # seeds a test
-SEEDS = {"cpu": 100, "cuda": 300}
+SEEDS = {"cpu": 80, "cuda": 300}
 
 
 def pytest_generate_tests(metafunc):

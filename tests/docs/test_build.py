@@ -22,7 +22,7 @@ def test_documentation_builds_without_a_warning(tmp_path):
                str(tmp_path / "html"))
     assert done.returncode == 0, done.stdout + done.stderr
     page = (tmp_path / "html/maths.html").read_text("utf-8")
-    assert page.count(r"\tag{") == 22
+    assert page.count(r"\tag{") == 26
     assert "tilewise.attention" in (tmp_path / "html/api.html").read_text("utf-8")
 
 

@@ -28,5 +28,6 @@ def test_examples_in_docstrings_run(name):
 
 
 def test_public_functions_show_an_example():
-    functions = {name: getattr(tilewise, name) for name in ("attention", "explain", "merge", "use_backend")}
+    functions = {name: getattr(tilewise, name) for name in ("attention", "attention_varlen", "explain", "merge",
+                                                             "use_backend")}
     assert [name for name, function in functions.items() if ">>>" not in function.__doc__] == []

@@ -18,7 +18,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from tilewise.bench.compile_ahead import CompileOnlyDriver
-from tilewise.kernels.triton.backward import dbias_launch, delta_launch, dkdv_launch, dq_launch
+from tilewise.kernels.triton.backward import delta_launch, dkdv_launch, dq_launch
+from tilewise.kernels.triton.dbias import dbias_launch
 from tilewise.kernels.triton.forward import forward_launch
 from tilewise.kernels.triton.launch import modifiers_of
 from tilewise.masks import Mask
@@ -44,7 +45,8 @@ def operands_of(request):
             "mask": torch.empty(1, 1, shape["s"], shape["s"], dtype=torch.bool),
             "seed": torch.empty(1, dtype=torch.int64)}
     made |= {f"{name}_{side}": torch.empty(size, dtype=torch.int32) for side in "qk" for name, size in (
-        ("cu_seqlens", (shape["b"] + 1,)), ("seqlens", (shape["b"],)), ("documents", (1, 4, shape["s"])))}
+        ("cu_seqlens", (shape["b"] + 1,)), ("seqlens", (shape["b"],)), ("documents", (1, 4, shape["s"])),
+        ("tiles", (1, 1, shape["s"] // 128, 2 + shape["s"] // 128)))}
     return Operands(**{name: tensor for name, tensor in made.items() if name in request.get("options", ())})
 
 

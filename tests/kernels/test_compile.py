@@ -24,6 +24,7 @@ ARCHS = ("sm_80", "sm_90", "sm_100", "gfx942")
 OPTIONS = ["bias", "alibi_slopes", "mask", "sinks", "seed", "softcap"]
 PADDED = ["seqlens_q", "seqlens_k"]
 PACKED = ["cu_seqlens_q", "cu_seqlens_k"]
+TILED = ["mask", "tiles_q", "tiles_k"]
 DOCUMENTS = ["documents_q", "documents_k"]
 OPTIONS_SPILL_BOUND = {"sm_80": 768, "sm_90": 1536, "sm_100": 1536, "gfx942": 64}
 WIDE_SPILL_BOUND = {"sm_80": 64, "sm_90": 1024, "sm_100": 768, "gfx942": 64}  # at width 512, and with a tail
@@ -73,11 +74,11 @@ def test_kernels_of_wide_heads_compile_within_registers_and_shared_memory(versio
 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("version", VERSIONS)
-def test_kernels_of_lengths_and_documents_compile_within_shared_memory(version, arch):
+def test_kernels_of_lengths_documents_and_tile_lists_compile_within_shared_memory(version, arch):
     wanted = [{"arch": arch, "kernel": kernel, "d": 128, "dtype": "bfloat16", "mask": mask,
                "descriptors": arch == "sm_90" and kernel != "delta", "options": names}
               for mask in ([None, 0, "bottom_right"], [63, 0, "bottom_right", 7, 5, 1024])
-              for names in (PACKED, DOCUMENTS, PADDED + DOCUMENTS + ["sinks"])
+              for names in (PACKED, DOCUMENTS, TILED, PADDED + DOCUMENTS + ["sinks"])
               for kernel in ("forward", "dkdv", "dq", "delta")]
     rows = compile_all(version, wanted)
     assert len(rows) == len(wanted)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tilewise import InvalidInput, attention, causal, explain, window
+from tilewise import InvalidInput, attention, attention_varlen, causal, documents, explain, sink_tokens, window
 from tilewise.api import AttentionOutput, AttentionOutputWithMax
 
 _NONE = torch.ones(6, 5, dtype=torch.bool)
@@ -30,6 +30,12 @@ def _equal(a, b):
     ({"bias": torch.zeros(6, 5, device="meta")}, "bias is on meta and q is on cpu: move them to one device."),
     ({"alibi_slopes": torch.zeros(1, 1, 4)},
      "alibi_slopes is a tensor of shape (1, 1, 4); allowed is a tensor of shape (hq,) or (b, hq)."),
+    ({"sinks": 0.5}, "sinks is a float; allowed is a tensor of shape (hq,), or None."),
+    ({"seqlens_q": [1, 2]}, "seqlens_q is a list; allowed is a tensor of integers on q's device."),
+    ({"seqlens_k": torch.tensor([1.0, 2.0])},
+     "seqlens_k has dtype torch.float32; allowed are torch.int32, torch.int64."),
+    ({"mask": documents(torch.arange(5))}, "documents_q has shape (1, 4, 5); allowed is (b=2, 4=4, sq=6), or 1 in "
+                                           "place of b."),
     ({"sinks": torch.zeros(4).half()}, "sinks has dtype torch.float16; allowed are torch.float32."),
     ({"softcap": 0.0}, "softcap is 0.0; allowed is a finite number > 0, or None for none."),
     ({"dropout_p": 1.0}, "dropout_p is 1.0; allowed is a probability, 0 <= dropout_p < 1."),
@@ -174,3 +180,181 @@ def test_autocast_casts_q_k_and_v_and_leaves_the_operands():
     with torch.autocast("cpu", torch.bfloat16):
         out = attention(*_tensors(), backend="reference", **operands)
     assert torch.equal(out, attention(*_tensors(torch.bfloat16), backend="reference", **operands))
+
+
+# Sequences of 2, 0 and 3 queries, and of 1, 2 and 2 keys.
+_LENGTHS = torch.tensor([2, 0, 3]), torch.tensor([1, 2, 2])
+
+
+def _packed():
+    """q, k and v of :data:`_LENGTHS`, packed, and where the sequences begin and end."""
+    generator = torch.Generator().manual_seed(2)
+    tensors = [torch.randn(shape, generator=generator) for shape in ((5, 4, 8), (5, 2, 8), (5, 2, 6))]
+    return tensors, [torch.nn.functional.pad(lengths.cumsum(0), (1, 0)) for lengths in _LENGTHS]
+
+
+def _padded(packed, borders, rows):
+    """Packed (total, h, d) as (n, h, rows, d); NaN behind a sequence's end."""
+    padded = torch.full((len(borders) - 1, packed.shape[1], rows, packed.shape[2]), float("nan"))
+    for n, (start, stop) in enumerate(zip(borders[:-1].tolist(), borders[1:].tolist(), strict=True)):
+        padded[n, :, :stop - start] = packed[start:stop].transpose(0, 1)
+    return padded
+
+
+@pytest.mark.parametrize("mask", [causal("bottom_right"), window(1, 1, "top_left"), None], ids=str)
+def test_packed_equals_padded_equals_one_sequence_after_another(mask):
+    (q, k, v), (cu_q, cu_k) = _packed()
+    options = {"mask": mask, "sinks": torch.ones(4), "backend": "reference", "return_aux": ("lse", "max_logit")}
+    packed = attention_varlen(q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, **options)
+    assert type(packed) is AttentionOutputWithMax
+    assert (packed.out.shape, packed.lse.shape, packed.max_logit.shape) == ((5, 4, 6), (4, 5), (4, 5))
+    padded = attention(_padded(q, cu_q, 7), _padded(k, cu_k, 4), _padded(v, cu_k, 4), seqlens_q=_LENGTHS[0],
+                       seqlens_k=_LENGTHS[1], **options)
+    for n in range(3):
+        queries, keys = (slice(*cu[n:n + 2].tolist()) for cu in (cu_q, cu_k))
+        alone = attention(*(tensor[part].transpose(0, 1)[None] for tensor, part in (
+            (q, queries), (k, keys), (v, keys))), **options)
+        rows = alone.out.shape[2]
+        torch.testing.assert_close(packed.out[queries], alone.out[0].transpose(0, 1))
+        torch.testing.assert_close(padded.out[n, :, :rows], alone.out[0])
+        assert not padded.out[n, :, rows:].any()
+        for name in ("lse", "max_logit"):
+            torch.testing.assert_close(getattr(packed, name)[:, queries], getattr(alone, name)[0])
+            torch.testing.assert_close(getattr(padded, name)[n, :, :rows], getattr(alone, name)[0])
+            assert getattr(padded, name)[n, :, rows:].isneginf().all()
+
+
+def test_rows_that_no_sequence_uses_are_padding():
+    (q, k, v), (cu_q, cu_k) = _packed()
+    used = torch.tensor([1, 5, 2], dtype=torch.int32)  # more than a sequence has is all it has
+    out, lse = attention_varlen(q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, seqused_q=used, seqused_k=used - 1,
+                                return_aux=("lse",), backend="reference")
+    assert type(attention_varlen(q, k, v, cu_seqlens_q=cu_q[:3], backend="reference")) is torch.Tensor
+    assert torch.equal(lse[0].isneginf(), torch.tensor([True, True, False, False, True]))
+    assert torch.equal(out[:, 0, 0] == 0, torch.tensor([True, True, False, False, True]))
+    alone = attention(*(part.transpose(0, 1)[None] for part in (q[2:4], k[3:4], v[3:4])), backend="reference")
+    torch.testing.assert_close(out[2:4], alone[0].transpose(0, 1))
+
+
+def test_lengths_past_what_is_stored_end_with_the_storage():
+    (q, k, v), (cu_q, cu_k) = _packed()
+    options = {"backend": "reference"}
+    right = attention_varlen(q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, **options)
+    past = torch.tensor([0, 0, 90])
+    assert torch.equal(attention_varlen(q, k, v, cu_seqlens_q=cu_q + past[[0, 0, 0, 2]],
+                                        cu_seqlens_k=cu_k + past[[0, 0, 0, 2]], **options), right)
+    tensors = _tensors()
+    assert torch.equal(attention(*tensors, seqlens_k=torch.tensor([99, -3]), **options)[0],
+                       attention(*tensors, **options)[0])
+    assert not attention(*tensors, seqlens_k=torch.tensor([99, -3]), **options)[1].any()
+
+
+def test_lengths_that_queries_and_keys_share_need_no_alignment():
+    (q, k, v), (cu, _) = _packed()
+    expected = attention_varlen(q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu.clone(), mask=causal("bottom_right"))
+    for others in ({}, {"cu_seqlens_k": cu}, {"seqused_q": (used := torch.tensor([2, 0, 3])), "seqused_k": used}):
+        assert torch.equal(attention_varlen(q, k, v, cu_seqlens_q=cu, mask=causal(), **others), expected)
+    for others in ({"cu_seqlens_k": cu.clone()}, {"seqused_q": used}):
+        with pytest.raises(InvalidInput, match="names no alignment, but lengths are data"):
+            attention_varlen(q, k, v, cu_seqlens_q=cu, mask=causal(), **others)
+    tensors, lengths = _tensors(), torch.tensor([3, 5])
+    assert torch.equal(attention(*tensors, seqlens_q=lengths, seqlens_k=lengths, mask=causal()),
+                       attention(*tensors, seqlens_q=lengths, seqlens_k=lengths.clone(), mask=causal("bottom_right")))
+
+
+def test_lengths_may_lie_anywhere():
+    (q, k, v), (cu, _) = _packed()
+    spread = torch.stack([cu, cu], 1)[:, 0]
+    assert spread.stride() == (2,)
+    assert torch.equal(attention_varlen(q, k, v, cu_seqlens_q=spread), attention_varlen(q, k, v, cu_seqlens_q=cu))
+
+
+@pytest.mark.parametrize("longest", [{"max_seqlen_q": 3, "max_seqlen_k": 2}, {"max_seqlen_q": torch.tensor(3)}, {}],
+                         ids=["integers", "tensor", "none"])
+def test_the_longest_lengths_matter_to_operands_alone(longest):
+    (q, k, v), (cu_q, cu_k) = _packed()
+    lengths = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, **longest}
+    plain = attention_varlen(q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, backend="reference")
+    assert torch.equal(attention_varlen(q, k, v, backend="reference", **lengths), plain)
+    for operand in ({"bias": torch.zeros(4, 3, 2)}, {"mask": torch.ones(3, 1, 3, 2, dtype=torch.bool)}):
+        if isinstance(longest.get("max_seqlen_q"), int):
+            assert torch.equal(attention_varlen(q, k, v, backend="reference", **operand, **lengths), plain)
+        else:
+            with pytest.raises(InvalidInput, match="pass max_seqlen_q as an integer, the size of its dim 2"):
+                attention_varlen(q, k, v, **operand, **lengths)
+    assert torch.equal(attention_varlen(q, k, v, bias=torch.zeros(3, 1, 1, 1), backend="reference", **lengths), plain)
+
+
+_CU = torch.tensor([0, 2, 5])
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({"q": torch.zeros(1, 4, 5, 8)}, "q has shape (1, 4, 5, 8); allowed is a tensor of 3 dims (total, h, d)."),
+    ({"v": 0.5}, "v has type float; allowed is a tensor of 3 dims (total, h, d)."),
+    ({"cu_seqlens_q": [0, 5]}, "cu_seqlens_q is a list; allowed is a tensor of integers on q's device."),
+    ({"cu_seqlens_q": None}, "cu_seqlens_q is a NoneType; allowed is a tensor of integers on q's device."),
+    ({"seqused_k": (2, 3)}, "seqused_k is a tuple; allowed is a tensor of integers on q's device."),
+    ({"seqused_q": torch.tensor([2])}, "seqused_q has shape (1,); allowed is (sequences=2)."),
+    ({"max_seqlen_q": -1}, "max_seqlen_q is -1; allowed is an integer >= 0, a tensor of one element, or None."),
+    ({"max_seqlen_k": 2.5}, "max_seqlen_k is 2.5; allowed is an integer >= 0, a tensor of one element, or None."),
+    ({"max_seqlen_k": True}, "max_seqlen_k is True; allowed is an integer >= 0, a tensor of one element, or None."),
+    ({"max_seqlen_q": _CU}, "max_seqlen_q is tensor([0, 2, 5]); allowed is an integer >= 0, a tensor of one element, "
+                            "or None."),
+    ({"mask": "causal"}, "mask is a str; allowed is None, causal(), window(left, right), a boolean tensor, or these "
+                         "joined by '&'."),
+    ({"softcap": True}, "softcap is True; allowed is a finite number > 0, or None for none."),
+    ({"dropout_p": True}, "dropout_p is True; allowed is a probability, 0 <= dropout_p < 1."),
+    ({"return_aux": "lse"}, "return_aux is 'lse'; allowed is a tuple of names out of ('lse', 'max_logit')."),
+    ({"mask": documents(torch.arange(4))}, "documents_q has shape (1, 4, 4); allowed is (b=1, 4=4, sq=5), or 1 in "
+                                           "place of b."),
+], ids=str)
+def test_message_of_a_packed_call_names_the_argument(arguments, message):
+    (q, k, v), _ = _packed()
+    with pytest.raises(InvalidInput) as caught:
+        attention_varlen(**{"q": q, "k": k, "v": v, "cu_seqlens_q": _CU} | arguments)
+    assert str(caught.value) == message
+
+
+def test_packed_documents_end_with_their_sequence():
+    """One document over everything: the second sequence must not see the first one's part of it."""
+    (q, k, v), (cu, _) = _packed()
+    for ids in (torch.zeros(5, dtype=torch.int64), torch.tensor([4, 4, 4, 1, 1])):
+        inside = ids[:, None] == ids
+        inside[:2, 2:] = inside[2:, :2] = False
+        expected = attention(*(tensor.transpose(0, 1)[None] for tensor in (q, k, v)), mask=causal() & inside,
+                             backend="reference")
+        got = attention_varlen(q, k, v, cu_seqlens_q=cu, mask=causal() & documents(ids), backend="reference")
+        torch.testing.assert_close(got, expected[0].transpose(0, 1))
+
+
+@pytest.mark.parametrize("tile", [2, 256])
+@pytest.mark.parametrize("ids", [[0, 0, 1, 1, 1, 2], [0, 1, 0, 1, 2, 0], [3, 3, 3, 3, 3, 3]], ids=str)
+def test_documents_equal_a_boolean_tensor(ids, tile, monkeypatch):
+    monkeypatch.setattr("tilewise.kernels.reference.primitives.BLOCK", tile)
+    q, k, v = _tensors()
+    k, v, ids = torch.cat([k, k[:, :, :1]], 2), torch.cat([v, v[:, :, :1]], 2), torch.tensor(ids)
+    expected = attention(q, k, v, mask=causal() & (ids[:, None] == ids), return_aux=("lse",), backend="reference")
+    got = attention(q, k, v, mask=causal() & documents(ids), return_aux=("lse",), backend="reference")
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_tiles_between_documents_and_in_the_hole_behind_sink_tokens_are_not_read(monkeypatch):
+    monkeypatch.setattr("tilewise.kernels.reference.primitives.BLOCK", 2)
+    q, k, v = (torch.randn(1, 1, 8, 4) for _ in range(3))
+    ids = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1])
+    for mask, hidden, rows in ((documents(ids), slice(0, 4), slice(4, 8)),
+                               (causal() & window(1, 0) & sink_tokens(1), slice(1, 5), slice(6, 8))):
+        clean = attention(q, k, v, mask=mask, backend="reference")
+        poisoned = v.clone()
+        poisoned[:, :, hidden] = float("nan")
+        got = attention(q, k, poisoned, mask=mask, backend="reference")
+        assert torch.equal(got[:, :, rows], clean[:, :, rows])
+        assert got.isnan().any()
+
+
+def test_explain_tells_who_takes_lengths():
+    text = str(explain(*_tensors(), seqlens_k=torch.tensor([3, 5])))
+    assert text.startswith("b2 h4/2 s6x5 d8 float32 no mask, padded sequences on cpu\n")
+    assert "  forward  torch      no: takes no lengths that are data: neither seqlens nor packed sequences" in text
+    assert explain(*_tensors(), mask=documents(torch.arange(6), torch.arange(5))).forward == "reference"

@@ -7,7 +7,7 @@ from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from tilewise import InvalidInput, Mask, UnsupportedProblem, attention, causal, window
+from tilewise import InvalidInput, Mask, UnsupportedProblem, attention, causal, chunk, prefix, sink_tokens, window
 from tilewise.autograd.attention_op import Options, backward_op, forward_op, forward_plain_op
 from tilewise.backends.base import Needs
 from tilewise.scores import NO_OPERANDS, Operands
@@ -17,6 +17,9 @@ _MASKS = {
     "causal": causal("bottom_right"),
     "window": window(2, 1, "top_left"),
     "blind_rows": window(1, 0, "top_left"),  # with 6 queries and 4 keys the last query sees nothing
+    "prefix": prefix(2, "top_left") & window(2, 0),
+    "sink_tokens": window(1, 0, "top_left") & sink_tokens(1),
+    "chunk": chunk(3, "bottom_right"),
 }
 
 
@@ -29,7 +32,8 @@ def _tensors(dtype=torch.float64, *, sq=6, sk=4, requires_grad=False):
 
 def _arguments(mask, operands=NO_OPERANDS, **options):
     """What stands behind the tensors in a schema."""
-    return (*operands, *Options(None, mask.left, mask.right, mask.alignment, backend="reference", **options))
+    return (*operands, *Options(None, mask.left, mask.right, mask.alignment, mask.prefix, mask.sink_tokens, mask.chunk,
+                                backend="reference", **options))
 
 
 def _operands(dtype=torch.float64, *, bias=(1, 4, 6, 4), slopes=(1, 4), requires_grad=False):

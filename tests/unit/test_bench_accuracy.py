@@ -5,7 +5,8 @@ import torch
 
 from tilewise.bench import accuracy
 from tilewise.bench.accuracy import References, check_plan
-from tilewise.bench.grids import Cell, shape_case
+from tilewise.bench.grids import Cell, packed_case, shape_case
+from tilewise.bench.options import make_tensors
 from tilewise.masks import causal
 from tilewise.testing import oracle
 from tilewise.testing.cases import case_named
@@ -108,6 +109,52 @@ def test_a_larger_case_with_options_is_checked_on_a_twin_of_fewer_heads_and_its_
     assert (case.bias, case.settings, plan.cell.learned) == (whole.case.bias, whole.case.settings, ("bias",))
     assert (plan.text, plan.groups) == ("twin of 1 instead of 2 key/value heads", ())
     assert plan.is_full_shape
+
+
+PACKED = Cell("packed", packed_case((4, 2), (20, 0, 31, 7), 16, causal("top_left")), torch.float32)
+
+
+def test_large_packed_sequences_are_checked_one_by_one_on_heads_that_the_limit_allows(monkeypatch):
+    assert check_plan(PACKED, CPU).text == "full"
+    assert not check_plan(PACKED, CPU).by_sequence
+    pairs = 2 * (20**2 + 31**2 + 7**2)
+    monkeypatch.setitem(accuracy._WHOLE_PAIRS, "cpu", 4 * 4 * 31**2 - 1)
+    for heads, text in ((2, "full, by sequence"), (1, "1 of 2 key/value heads, by sequence")):
+        monkeypatch.setitem(accuracy._ORACLE_PAIRS, "cpu", heads * pairs)
+        plan = check_plan(PACKED, CPU)
+        assert (plan.text, plan.cell, plan.by_sequence) == (text, PACKED, True)
+        assert plan.groups == ((0, 0), (0, 1))[:heads]
+    monkeypatch.setitem(accuracy._ORACLE_PAIRS, "cpu", pairs // 2)
+    shorter = check_plan(PACKED, CPU)
+    assert (shorter.cell.case.lengths_q, shorter.cell.case.lengths_k, shorter.cell.case.sq) == (
+        (14, 0, 21, 4), (14, 0, 21, 4), 21)
+    assert shorter.text == "shorter twin s21x21, 1 of 2 key/value heads, by sequence"
+
+
+@pytest.mark.parametrize("cell", [PACKED, Cell("packed", case_named("packed"), torch.float32)], ids=str)
+def test_sequences_one_by_one_are_what_they_are_together(cell, monkeypatch):
+    tensors = make_tensors(cell, CPU)
+    whole = References.of(check_plan(cell, CPU), *tensors, lse_grad=True)
+    monkeypatch.setitem(accuracy._WHOLE_PAIRS, "cpu", 1)
+    plan = check_plan(cell, CPU)
+    assert plan.text == "full, by sequence"
+    references = References.of(plan, *tensors, lse_grad=True)
+    assert set(references.exact) == set(whole.exact)
+    for name, tensor in references.exact.items():
+        torch.testing.assert_close(tensor, whole.exact[name])
+    got = {name: tensor.float() for name, tensor in whole.exact.items()}
+    assert all(report.ok for report in references.reports(got))
+    got["dk"][0, 1, 25, 3] += 0.1
+    assert [report.worst for report in references.reports(got) if not report.ok] == [(0, 1, 25, 3)]
+
+
+def test_packed_sequences_with_another_option_are_checked_whole(monkeypatch):
+    monkeypatch.setitem(accuracy._WHOLE_PAIRS, "cpu", 1000)
+    for name in ("packed_bias", "packed_everything", "padded", "packed_causal_bottom_right_gaps"):
+        plan = check_plan(Cell("cases", case_named(name), torch.float32), CPU)
+        assert not plan.by_sequence
+        assert plan.text.startswith(("shorter twin", "twin of"))
+        assert plan.cell.case.lengths_q is not None
 
 
 @pytest.mark.parametrize("fault", [1e-3, float("nan")])

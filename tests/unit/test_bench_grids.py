@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tilewise.bench.grids import GRIDS, Cell, filtered, grid_cells, parse_dtype, priced, shape_case
+from tilewise.bench.grids import FULL, GRIDS, Cell, filtered, grid_cells, packed_case, parse_dtype, priced, shape_case
 from tilewise.errors import InvalidInput
 from tilewise.masks import causal
 from tilewise.problem import AttentionProblem
@@ -26,6 +26,7 @@ def test_case_names_are_unique_within_a_grid_and_dtype():
 def test_filters_keep_what_they_list():
     kept = filtered(grid_cells(["paper"]), lengths=[512, 1024], dims=[128])
     assert {(cell.case.sq, cell.case.d) for cell in kept} == {(512, 128), (1024, 128)}
+    assert filtered(grid_cells(["packed"]), lengths=[32768]) == grid_cells(["packed"])
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
@@ -49,12 +50,34 @@ def test_the_options_grid_has_the_plain_call_and_each_option_alone_at_both_lengt
             for cell in cells} == {(b, 16, 16, s, s, 128, torch.bfloat16) for b, s in ((4, 4096), (2, 8192))}
     assert {cell.case.mask for cell in cells} == {causal()}
     found = [(cell.case.bias, cell.case.alibi, cell.case.softcap, cell.case.sinks, cell.case.dropout_p,
-              cell.case.mask_tensor, cell.learned) for cell in cells if cell.case.sq == 4096]
+              cell.case.mask_tensor, cell.case.documents, cell.learned) for cell in cells if cell.case.sq == 4096]
     assert found == [
-        ("", "", None, False, 0.0, "", ()), ("1hqk", "", None, False, 0.0, "", ()),
-        ("1hqk", "", None, False, 0.0, "", ("bias",)), ("", "h", None, False, 0.0, "", ()),
-        ("", "", 30.0, False, 0.0, "", ()), ("", "", None, True, 0.0, "", ("sinks",)),
-        ("", "", None, False, 0.1, "", ()), ("", "", None, False, 0.0, "11qk", ())]
+        ("", "", None, False, 0.0, "", "", ()), ("1hqk", "", None, False, 0.0, "", "", ()),
+        ("1hqk", "", None, False, 0.0, "", "", ("bias",)), ("", "h", None, False, 0.0, "", "", ()),
+        ("", "", 30.0, False, 0.0, "", "", ()), ("", "", None, True, 0.0, "", "", ("sinks",)),
+        ("", "", None, False, 0.1, "", "", ()), ("", "", None, False, 0.0, "11qk", "", ()),
+        ("", "", None, False, 0.0, "", "mixed", ())]
+
+
+def test_the_packed_grid_holds_32k_tokens_in_16_documents_of_mixed_lengths():
+    cells = grid_cells(["packed"])
+    assert [(cell.case.hq, cell.case.hk, cell.case.d, cell.case.mask) for cell in cells] == [
+        (hq, hk, d, mask) for hq, hk, d in ((16, 16, 128), (32, 8, 128), (32, 32, 64))
+        for mask in (FULL, causal("top_left"))]
+    assert {(cell.case.b, cell.case.stored("q"), cell.case.stored("k"), cell.case.packed, cell.case.layout, cell.dtype)
+            for cell in cells} == {(16, (1, 32768), (1, 32768), "tight", "bshd", torch.bfloat16)}
+    (lengths,) = {cell.case.lengths_q for cell in cells}
+    assert (len(set(lengths)), min(lengths), max(lengths)) == (16, 166, 7348)
+    assert all(cell.case.lengths_k == lengths and cell.case.sq == cell.case.sk == 7348 for cell in cells)
+
+
+def test_a_packed_cell_describes_the_problem_that_its_tensors_make():
+    case = packed_case((4, 2), (9, 0, 5), 8, causal("top_left"))
+    q, k, v, _, _ = make_inputs(case, torch.bfloat16, "cpu")
+    operands = make_operands(case, torch.bfloat16, "cpu")
+    assert q.shape == (1, 4, 14, 8)
+    assert Cell("packed", case, torch.bfloat16).problem(torch.device("cpu")) == AttentionProblem.from_tensors(
+        q, k, v, operands, mask=case.mask, settings=case.settings)
 
 
 def test_unknown_names_raise_and_list_what_is_allowed():

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tilewise.bench.grids import CAUSAL, FULL, Cell, priced, shape_case
+from tilewise.bench.grids import CAUSAL, FULL, Cell, packed_case, priced, shape_case
 from tilewise.bench.options import OPTIONS, make_tensors, options_of, options_text
 from tilewise.testing.cases import CASES, case_named
 from tilewise.testing.inputs import make_operands
@@ -20,9 +20,12 @@ def cell(case, learned=()):
 def test_options_are_told_in_words_with_their_dims_sizes_and_gradients():
     assert [options_text(cell(case, learned)) for case, learned in priced(PLAIN)] == [
         "", "bias 1hqk", "bias 1hqk with gradient", "ALiBi slopes", "softcap 30", "sinks with gradient", "dropout 0.1",
-        "boolean mask 11qk"]
+        "boolean mask 11qk", "documents mixed"]
     assert options_text(cell(case_named("everything"), ("alibi_slopes",))) == (
         "bias 1hqk, boolean mask b1qk, ALiBi slopes with gradient, sinks, softcap 4, dropout 0.2")
+    assert options_text(cell(case_named("packed_bias"))) == "bias bhqk, packed sequences of 58/66 tokens"
+    assert options_text(cell(packed_case((2, 2), (9, 5), 8, FULL))) == "packed sequences of 14 tokens"
+    assert options_text(cell(case_named("padded"))) == "padded sequences"
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -42,3 +45,11 @@ def test_every_query_sees_a_key_and_the_mask_stays_that_of_the_tests_else(dims, 
     changed = (made != drawn).nonzero()
     assert len(changed)
     assert (changed[:, 2] == changed[:, 3]).all()
+
+
+def test_queries_and_keys_that_are_packed_alike_share_their_lengths():
+    alike = make_tensors(cell(packed_case((2, 2), (9, 5), 8, FULL)), torch.device("cpu")).operands
+    assert alike.cu_seqlens_k is alike.cu_seqlens_q
+    assert alike.cu_seqlens_q.tolist() == [0, 9, 14]
+    unlike = make_tensors(cell(case_named("packed")), torch.device("cpu")).operands
+    assert unlike.cu_seqlens_k.tolist() == [0, 13, 79, 119]

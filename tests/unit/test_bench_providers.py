@@ -9,15 +9,15 @@ import torch
 from tilewise.bench import accuracy
 from tilewise.bench.checking import Checker, Prepared
 from tilewise.bench.flex import FlexProvider
-from tilewise.bench.grids import CAUSAL, FULL, Cell, priced, shape_case
+from tilewise.bench.grids import CAUSAL, FULL, Cell, packed_case, priced, shape_case
 from tilewise.bench.options import make_tensors
 from tilewise.bench.peers import FlashAttentionProvider, peer_providers
 from tilewise.bench.plan import blank_row
 from tilewise.bench.provenance import provenance
 from tilewise.bench.providers import DenseProvider, TilewiseProvider, own_providers, torch_providers
-from tilewise.masks import window
+from tilewise.masks import causal, window
 from tilewise.scores import Operands
-from tilewise.testing.cases import Case
+from tilewise.testing.cases import Case, case_named
 
 CPU = torch.device("cpu")
 PLAIN = shape_case(2, (4, 2), (33, 33), (16, 16), CAUSAL, "bshd")
@@ -43,13 +43,14 @@ def taken(provider, device=CPU):
             {end: reason for end, reason in reasons.items() if reason is not None})
 
 
-ALL = ["", "bias", "bias_learned", "alibi", "softcap", "sinks", "dropout", "mask_tensor"]
+ALL = ["", "bias", "bias_learned", "alibi", "softcap", "sinks", "dropout", "mask_tensor", "documents"]
 
 
 @pytest.mark.parametrize(("name", "ends"), [
     ("tilewise", ALL), ("tilewise:reference", ALL), ("naive", [""]),
-    ("sdpa_math", ["", "bias", "bias_learned", "dropout", "mask_tensor"]), ("sdpa_flash", [""]),
-    ("sdpa_efficient", ["", "bias", "bias_learned", "mask_tensor"]), ("sdpa_cudnn", ["", "bias", "mask_tensor"]),
+    ("sdpa_math", ["", "bias", "bias_learned", "dropout", "mask_tensor", "documents"]), ("sdpa_flash", [""]),
+    ("sdpa_efficient", ["", "bias", "bias_learned", "mask_tensor", "documents"]),
+    ("sdpa_cudnn", ["", "bias", "mask_tensor", "documents"]),
     ("flex", [end for end in ALL if end != "dropout"])])
 def test_a_provider_takes_the_options_that_it_has_and_no_other(name, ends):
     assert taken(KNOWN[name])[0] == ends
@@ -81,7 +82,8 @@ def test_the_operands_reach_the_call_and_the_gradients_come_back(name, direction
 
 
 @pytest.mark.parametrize("fields", [{"mask": FULL, "bias": "b1qk"}, {"mask": FULL, "mask_tensor": "11qk"},
-                                    {"bias": "1hqk", "mask_tensor": "b1qk"}])
+                                    {"bias": "1hqk", "mask_tensor": "b1qk"}, {"bias": "1hqk", "documents": "mixed"},
+                                    {"mask_tensor": "11qk", "documents": "mixed"}])
 @pytest.mark.parametrize("learned", [True, False])
 def test_torch_gets_bias_and_masks_as_one_tensor(fields, learned):
     case = replace(PLAIN, **fields)
@@ -158,6 +160,10 @@ class FlashAttention:
         self.options = options
         return q, None
 
+    def flash_attn_varlen_func(self, q, k, v, **options):
+        self.shapes = [tensor.shape for tensor in (q, k, v)]
+        return self.flash_attn_func(q, k, v, **options)
+
 
 @pytest.mark.parametrize(("name", "keywords"), [
     ("flash_attn2", {"softcap": "softcap", "alibi": "alibi_slopes", "dropout": "dropout_p"}),
@@ -182,6 +188,34 @@ def test_generations_of_flash_attention_get_their_options_under_their_own_names(
         assert list(given) == ([] if end == "causal" else [keywords[end]])
         if end != "causal":
             torch.testing.assert_close(given[keywords[end]], values[end])
+
+
+@pytest.mark.parametrize("name", ["flash_attn2", "flash_attn3", "flash_attn4"])
+def test_flash_attention_gets_packed_sequences_with_their_borders_and_longest_lengths(name, monkeypatch):
+    provider, package = KNOWN[name], FlashAttention()
+    monkeypatch.setitem(sys.modules, provider.module, package)
+    cell = Cell("packed", packed_case((4, 2), (9, 0, 5), 16, causal("top_left")), torch.bfloat16)
+    assert provider.reason_against(cell, "backward", CPU) is None
+    assert Prepared(provider, cell, make_tensors(cell, CPU), CPU).results("forward")["out"].shape == (1, 4, 14, 16)
+    assert package.shapes == [(14, 4, 16), (14, 2, 16), (14, 2, 16)]
+    borders = [package.options.pop(f"cu_seqlens_{side}") for side in "qk"]
+    assert [(tensor.tolist(), tensor.dtype) for tensor in borders] == [([0, 9, 9, 14], torch.int32)] * 2
+    none = provider.no_window
+    assert package.options == {"softmax_scale": None, "causal": True, "window_size": (none, none), "max_seqlen_q": 9,
+                               "max_seqlen_k": 9}
+    unlike = Cell("packed", case_named("packed"), torch.bfloat16)
+    Prepared(provider, unlike, make_tensors(unlike, CPU), CPU).forward()
+    assert package.options["cu_seqlens_k"].dtype is torch.int32
+
+
+def test_flash_attention_aligns_masks_bottom_right():
+    for case, reason in ((shape_case(1, (2, 2), (9, 17), (16, 16), causal("top_left")), "takes masks aligned "
+                          "bottom-right, got causal(alignment='top_left')"),
+                         (case_named("packed_causal_bottom_right_gaps"), "takes packed sequences without gaps"),
+                         (replace(case_named("packed"), mask=causal("top_left")), "takes masks aligned bottom-right"),
+                         (replace(case_named("packed"), mask=causal("bottom_right")), None)):
+        got = KNOWN["flash_attn2"].reason_against(Cell("cases", case, torch.float16), "forward", CPU)
+        assert got is None if reason is None else got.startswith(reason)
 
 
 def test_flash_attention_has_no_gradient_of_sinks():
@@ -218,6 +252,41 @@ class TestFlex:
         cell = Cell("options", case, torch.float32, ("bias", "alibi_slopes", "sinks"))
         row = checked(FlexProvider(), cell, direction)
         assert (row.status, row.reason) == ("ok", "")
+
+    @pytest.mark.parametrize("direction", ["forward", "backward"])
+    @pytest.mark.parametrize("mask", [FULL, causal("top_left"), window(4, 2, "bottom_right")])
+    def test_packed_sequences_are_its_documents(self, direction, mask):
+        cell = Cell("packed", packed_case((4, 2), (9, 1, 0, 21), 16, mask), torch.float32)
+        row = checked(FlexProvider(), cell, direction)
+        assert (row.status, row.reason) == ("ok", "")
+
+    @pytest.mark.parametrize("direction", ["forward", "backward"])
+    def test_documents_and_a_mask_tensor_of_each_entry_are_joined(self, direction):
+        for dims in ("11qk", "bhqk"):
+            cell = Cell("options", replace(PLAIN, documents="mixed", mask_tensor=dims), torch.float32)
+            row = checked(FlexProvider(), cell, direction)
+            assert (row.status, row.reason) == ("ok", "")
+
+    def test_its_block_mask_has_an_entry_a_batch_and_head_that_differ(self, monkeypatch):
+        from torch.nn.attention import flex_attention
+
+        sizes, make = [], flex_attention.create_block_mask
+        monkeypatch.setattr(flex_attention, "create_block_mask", lambda function, *given, **options: (
+            sizes.append(given), make(function, *given, **options))[1])
+        for case in (PLAIN, replace(PLAIN, documents="mixed"), replace(PLAIN, mask_tensor="1hqk"),
+                     replace(PLAIN, documents="mixed", mask_tensor="1hqk"), packed_case((4, 2), (9, 21), 16, FULL)):
+            cell = Cell("options", case, torch.float32)
+            Prepared(FlexProvider(), cell, make_tensors(cell, CPU), CPU)
+        assert sizes == [(None, None, 33, 33), (2, None, 33, 33), (None, 4, 33, 33), (2, 4, 33, 33),
+                         (None, None, 30, 30)]
+
+    @pytest.mark.parametrize(("name", "reason"), [
+        ("packed", None), ("packed_causal_top_left", None), ("packed_zero_lengths", "without gaps between them"),
+        ("packed_bias_of_keys", "takes packed sequences without another option"),
+        ("padded", "takes no padded sequences")])
+    def test_it_refuses_sequences_that_documents_cannot_say(self, name, reason):
+        got = FlexProvider().reason_against(Cell("cases", case_named(name), torch.float32), "forward", CPU)
+        assert got is None if reason is None else reason in got
 
     def test_a_second_backward_over_one_forward_gives_the_same(self):
         cell = cell_with("bias_learned")

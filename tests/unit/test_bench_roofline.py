@@ -1,10 +1,14 @@
 """Operations and bytes of a problem."""
 
+import pytest
 import torch
 
-from tilewise.bench.grids import priced, shape_case
+from tilewise.bench.grids import packed_case, priced, shape_case
 from tilewise.bench.roofline import credited_pairs, flops, least_bytes
-from tilewise.masks import Mask, causal, window
+from tilewise.masks import Mask, causal, chunk, prefix, sink_tokens, window
+from tilewise.testing import oracle
+from tilewise.testing.cases import Case
+from tilewise.testing.inputs import make_inputs, make_operands
 
 
 def test_forward_counts_four_b_h_s_squared_d_and_backward_two_and_a_half_times_that():
@@ -19,7 +23,8 @@ def test_a_causal_square_counts_as_half_of_the_full_one():
 
 
 def test_options_count_nothing():
-    plain, *others = (case for case, _ in priced(shape_case(1, (4, 2), (64, 64), (32, 32), causal())))
+    plain, *others = (case for case, _ in priced(shape_case(1, (4, 2), (64, 64), (32, 32), causal()))
+                      if not case.documents)
     for case in others:
         for direction in ("forward", "backward"):
             assert flops(case, direction) == flops(plain, direction)
@@ -27,9 +32,35 @@ def test_options_count_nothing():
 
 
 def test_other_masks_count_the_pairs_that_are_visible():
-    for mask in (window(15, 3), causal() & window(9, 0)):
-        case = shape_case(1, (1, 1), (100, 100), (8, 8), mask)
-        assert credited_pairs(case) == int(mask.visible(100, 100).sum())
+    for mask in (window(15, 3), causal() & window(9, 0), prefix(20), sink_tokens(3), causal() & chunk(30)):
+        case = shape_case(2, (1, 1), (100, 100), (8, 8), mask)
+        assert credited_pairs(case) == 2 * int(mask.visible(100, 100).sum())
+
+
+@pytest.mark.parametrize("mask", [Mask(), causal("bottom_right"), window(9, 3, "top_left") & chunk(50)])
+def test_documents_count_the_pairs_that_are_visible(mask):
+    case = Case("documents", b=3, sq=90, sk=130, mask=mask, documents="mixed")
+    inputs, operands = (make(case, torch.float32, "cpu") for make in (make_inputs, make_operands))
+    visible = oracle.visible_pairs(inputs.q, inputs.k, mask, operands)
+    assert credited_pairs(case) == int(visible.sum())
+
+
+@pytest.mark.parametrize("packed", ["", "tight", "gaps"])
+def test_sequences_count_as_problems_of_their_own(packed):
+    for mask in (Mask(), causal("bottom_right"), window(3, 2, "top_left")):
+        case = Case("lengths", b=4, sq=20, sk=30, mask=mask, lengths_q=(20, 7, 5, 0), lengths_k=(30, 7, 9, 3),
+                    packed=packed)
+        pairs = zip(case.lengths_q, case.lengths_k, strict=True)
+        alone = [shape_case(1, (2, 2), pair, (64, 64), mask) for pair in pairs]
+        assert credited_pairs(case) == sum(map(credited_pairs, alone))
+        assert flops(case, "backward") == sum(flops(one, "backward") for one in alone)
+
+
+def test_bytes_count_each_packed_row_once():
+    packed = packed_case((4, 2), (9, 0, 21), 16, causal("top_left"))
+    one = shape_case(1, (4, 2), (30, 30), (16, 16), causal())
+    for direction in ("forward", "backward"):
+        assert least_bytes(packed, torch.bfloat16, direction) == least_bytes(one, torch.bfloat16, direction)
 
 
 def test_unequal_dims_count_each_product_by_its_own_dim():

@@ -5,14 +5,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tilewise.bench.grids import FULL, Cell, shape_case
-from tilewise.bench.plan import Plan, available_providers
+from tilewise.bench.grids import FULL, Cell, packed_case, shape_case
+from tilewise.bench.packed import DocumentsProvider
+from tilewise.bench.plan import Plan, available_providers, takers
 from tilewise.bench.provenance import provenance
-from tilewise.bench.providers import DenseProvider, Provider
+from tilewise.bench.providers import DenseProvider, Provider, TilewiseProvider
 from tilewise.bench.roofline import flops
-from tilewise.bench.runner import run
+from tilewise.bench.runner import run, work
 from tilewise.bench.timing import Regime
 from tilewise.errors import InvalidInput
+from tilewise.masks import causal
 
 CPU = torch.device("cpu")
 CELL = Cell("flags", shape_case(1, (2, 1), (33, 33), (16, 16), FULL), torch.float32)
@@ -109,6 +111,31 @@ def test_providers_that_need_a_gpu_are_absent_with_a_sentence():
     assert [provider.name for provider in present] == ["naive"]
     assert "GPU" in absent["flash_attn3"]
     assert "GPU" in absent["sdpa_cudnn"]
+
+
+def test_a_provider_that_takes_no_cell_at_all_is_absent_with_its_reason():
+    packed = Cell("packed", packed_case((2, 1), (9, 5), 16, FULL), torch.float32)
+    never, backward = (Scaled(name, 1.0, refusal="has no backward") for name in ("never", "backward"))
+    never.reason_against = lambda cell, direction, device: f"takes no {cell.grid}"
+    assert takers([never, backward, DocumentsProvider("reference")], [CELL], CPU) == (
+        [backward], {"never": "takes no flags", "tilewise:reference:documents": "takes packed sequences alone"})
+    documents = DocumentsProvider("reference")
+    assert takers([documents], [CELL, packed, CELL], CPU) == ([documents], {})
+
+
+@pytest.mark.parametrize("provider", [TilewiseProvider("reference"), DocumentsProvider("reference")])
+def test_packed_sequences_are_timed_and_their_memory_measured(provider):
+    packed = Cell("packed", packed_case((2, 1), (40, 0, 300), 16, causal("top_left")), torch.float32)
+    ((_, rows),) = run([packed], plan(provider))
+    for row in rows:
+        assert (row.status, row.b, row.sq) == ("ok", 3, 300)
+        assert row.tflops == pytest.approx(flops(packed.case, row.direction) / row.ms_p50 / 1e9)
+        assert row.peak_mib is not None
+
+
+def test_a_packed_cell_takes_the_time_of_its_own_pairs():
+    packed = Cell("packed", packed_case((2, 1), (400, 300), 16, FULL), torch.float32)
+    assert work(packed) - work(CELL) == 2 * 16 * (400**2 + 300**2 - 33**2)
 
 
 def test_an_unknown_provider_raises_and_lists_the_known():

@@ -7,7 +7,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tilewise import InvalidInput, UnsupportedProblem, attention, causal, dispatch, explain, use_backend, window
+from tilewise import (
+    InvalidInput,
+    UnsupportedProblem,
+    attention,
+    causal,
+    chunk,
+    dispatch,
+    explain,
+    prefix,
+    sink_tokens,
+    use_backend,
+    window,
+)
 from tilewise.backends.base import Gradients, Needs, Results
 from tilewise.dispatch import BACKENDS, choose, explain_problem, get_backend
 from tilewise.problem import AttentionProblem
@@ -142,12 +154,23 @@ def test_torch_refuses_in_words(problem, words):
     (Operands(sinks=torch.zeros(2)), ScoreSettings(), "takes no sinks"),
     (Operands(seed=torch.tensor([1])), ScoreSettings(dropout_p=0.1), "takes no dropout"),
     (NO_OPERANDS, ScoreSettings(max_logit=True), "takes no max_logit"),
+    (Operands(documents_q=torch.zeros(1, 4, 8, dtype=torch.int32),
+              documents_k=torch.zeros(1, 4, 8, dtype=torch.int32)), ScoreSettings(), "takes no documents"),
+    (Operands(seqlens_k=torch.tensor([5])), ScoreSettings(),
+     "takes no lengths that are data: neither seqlens nor packed sequences"),
+    (Operands(cu_seqlens_q=torch.tensor([0, 5, 8]), cu_seqlens_k=torch.tensor([0, 5, 8])), ScoreSettings(),
+     "takes no lengths that are data: neither seqlens nor packed sequences"),
 ], ids=lambda value: value if isinstance(value, str) else "")
 def test_torch_refuses_each_option_and_the_reference_takes_it(operands, settings, words):
     problem = AttentionProblem.from_tensors(*_qkv(), operands, settings=settings)
     for side in (problem, problem.backward(lse_grad=False)):
         assert get_backend("torch").why_not(side) == words
         assert choose(side).name == "reference"
+
+
+@pytest.mark.parametrize("mask", [prefix(3), chunk(4), causal() & sink_tokens(2)], ids=str)
+def test_torch_refuses_a_mask_with_exceptions(mask):
+    assert get_backend("torch").why_not(_problem(mask)) == f"takes no prefix, sink tokens or chunks, got {mask}"
 
 
 def test_torch_takes_a_window_that_hides_nothing_and_blind_queries():

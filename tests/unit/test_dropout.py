@@ -28,6 +28,11 @@ def test_philox_gives_its_authors_known_answers(counter, key, answer):
     assert " ".join(f"{int(word):08x}" for word in philox(words(counter), words(key))) == answer
 
 
+def test_rows_are_numbered_from_the_first_one():
+    whole = keep_tile(torch.tensor([3]), 7, Span(0, 9), Span(0, 13), 0.5)
+    assert torch.equal(keep_tile(torch.tensor([3]), 2, Span(0, 9), Span(0, 13), 0.5, first_row=5), whole[5:])
+
+
 @pytest.mark.parametrize("j", [11, 12])
 def test_a_pair_reads_the_bits_of_its_place(j):
     """Key j has half j % 2 of word (j % 8) // 2 of the counter (j // 8, i, head, 0), under the seed's two halves."""

@@ -9,7 +9,8 @@ from hypothesis import given
 from tilewise.errors import InvalidInput
 from tilewise.masks import Mask, Span, causal, window
 from tilewise.problem import AttentionProblem, dense_strides, padded_dim
-from tilewise.scores import Operands, ScoreSettings
+from tilewise.scores import OperandFacts, Operands, ScoreSettings
+from tilewise.sequences import DENSE, Sequences
 from tilewise.testing.strategies import LENGTHS, masks
 
 _NO_MASK = Mask()
@@ -21,6 +22,11 @@ def _tensors(q=(2, 4, 6, 8), k=(2, 2, 5, 8), v=(2, 2, 5, 3), **options):
 
 def _problem(*, mask=_NO_MASK, **shapes):
     return AttentionProblem.from_tensors(*_tensors(**shapes), mask=mask)
+
+
+def documents_operands():
+    return Operands(documents_q=torch.zeros(1, 4, 6, dtype=torch.int32),
+                    documents_k=torch.zeros(2, 4, 5, dtype=torch.int32))
 
 
 def _replaced(index, tensor):
@@ -111,7 +117,10 @@ def test_equal_calls_are_one_value():
     _problem().backward(lse_grad=True),
     AttentionProblem.from_tensors(*_tensors(), settings=ScoreSettings(max_logit=True)),
     AttentionProblem.from_tensors(*_tensors(), Operands(sinks=torch.zeros(4))),
-], ids=["length", "mask", "dtype", "scale", "deterministic", "strides", "backward", "lse_grad", "max_logit", "sinks"])
+    AttentionProblem.from_tensors(*_tensors(), Operands(seqlens_q=torch.tensor([3, 4]))),
+    AttentionProblem.from_tensors(*_tensors(), documents_operands()),
+], ids=["length", "mask", "dtype", "scale", "deterministic", "strides", "backward", "lse_grad", "max_logit", "sinks",
+        "seqlens", "documents"])
 def test_a_call_that_differs_in_one_thing_is_another_value(other):
     assert other != _problem()
     assert hash(other) != hash(_problem())
@@ -162,7 +171,9 @@ def test_spans_that_are_read_are_those_of_the_dense_mask(mask, query_length, key
     problem = _problem(q=(1, 1, query_length, 4), k=(1, 1, key_length, 4), v=(1, 1, key_length, 4), mask=mask)
     visible = mask.visible(query_length, key_length)
     for span, seen in ((problem.seen_keys, visible.any(0)), (problem.seeing_queries, visible.any(1))):
-        assert list(range(span.start, span.stop)) == seen.nonzero().flatten().tolist()
+        places = seen.nonzero().flatten().tolist()
+        # From the first to the last: sink tokens leave a hole.
+        assert list(range(span.start, span.stop)) == (list(range(places[0], places[-1] + 1)) if places else [])
     assert problem.is_empty == (not visible.any())
 
 
@@ -189,6 +200,95 @@ def test_first_and_last_rows_are_cut_from_a_problem_with_blind_queries_and_unsee
     (_problem(mask=causal("top_left")).backward(lse_grad=False),
      "backward b2 h4/2 s6x5 d8/3 float32 causal(alignment='top_left') on cpu"),
     (_problem(q=(1, 2, 5, 8), k=(1, 2, 5, 8), v=(1, 2, 5, 8)), "forward b1 h2 s5x5 d8 float32 no mask on cpu"),
+    (AttentionProblem.from_tensors(*_tensors(), Operands(seqlens_q=torch.tensor([3, 4]))),
+     "forward b2 h4/2 s6x5 d8/3 float32 no mask, padded sequences on cpu"),
+    (AttentionProblem.from_tensors(*_tensors(), documents_operands()),
+     "forward b2 h4/2 s6x5 d8/3 float32 no mask, documents on cpu"),
 ])
 def test_problem_prints_in_one_line(problem, text):
     assert str(problem) == text
+
+
+_PACKED_SHAPES = {"q": (1, 4, 6, 8), "k": (1, 2, 5, 8), "v": (1, 2, 5, 3)}
+_BORDERS = {"cu_seqlens_q": torch.tensor([0, 2, 2, 6], dtype=torch.int32), "cu_seqlens_k": torch.tensor([0, 1, 3, 5])}
+
+
+def _packed(*, mask=_NO_MASK, longest=(None, None), shapes=_PACKED_SHAPES, **operands):
+    """The problem of three packed sequences; operands as given replace the borders."""
+    return AttentionProblem.from_tensors(*_tensors(**shapes), Operands(**_BORDERS | operands), mask=mask,
+                                         settings=ScoreSettings(longest=longest))
+
+
+def test_lengths_are_described_without_their_values():
+    problem = _packed(seqlens_k=torch.tensor([1, 1, 1]), longest=(4, 2), bias=torch.zeros(3, 1, 4, 2))
+    assert problem.sequences == Sequences(
+        3, OperandFacts((4,), (1,), torch.int32), OperandFacts((4,), (1,), torch.int64), None,
+        OperandFacts((3,), (1,), torch.int64), 4, 2)
+    assert problem.sequences.are_data
+    assert problem.pairs == (3, 4, 4, 2)
+    assert str(problem) == ("forward b1 h4/2 s6x5 d8/3 float32 no mask, bias 3x1x4x2, 3 packed sequences on cpu")
+    assert _packed(cu_seqlens_q=torch.tensor([0, 1, 1, 6], dtype=torch.int32)) == _packed()
+    assert _packed().pairs == (3, 4, 6, 5)
+    assert _problem().sequences is DENSE
+    assert (_problem().pairs, str(DENSE)) == ((2, 4, 6, 5), "")
+
+
+@pytest.mark.parametrize("lengths", [{"seqlens_q": torch.tensor([3, 4])}, {"seqlens_k": torch.tensor([3, 4])}], ids=str)
+def test_where_lengths_are_data_everything_may_be_read(lengths):
+    mask = window(0, 0, "bottom_right")
+    problem = AttentionProblem.from_tensors(*_tensors(), Operands(**lengths), mask=mask)
+    assert (problem.seen_keys, problem.seeing_queries) == (Span(0, 5), Span(0, 6))
+    assert not problem.is_empty
+    assert AttentionProblem.from_tensors(*_tensors(q=(2, 4, 0, 8)), Operands(**lengths), mask=mask).is_empty
+
+
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda: _packed(cu_seqlens_k=None), "cu_seqlens_q is given and cu_seqlens_k is missing: packed sequences need "
+                                         "both."),
+    (lambda: _packed(cu_seqlens_q=None), "cu_seqlens_q is missing and cu_seqlens_k is given: packed sequences need "
+                                         "both."),
+    (lambda: _packed(cu_seqlens_k=torch.tensor([0, 1, 5])),
+     "cu_seqlens_k has shape (3,); allowed is (sequences + 1=4)."),
+    (lambda: _packed(cu_seqlens_q=torch.tensor([[0, 1]])),
+     "cu_seqlens_q has shape (1, 2); allowed is (sequences + 1=2)."),
+    (lambda: _packed(cu_seqlens_q=torch.tensor([0.0, 1.0, 2.0, 3.0])),
+     "cu_seqlens_q has dtype torch.float32; allowed are torch.int32, torch.int64."),
+    (lambda: _packed(seqlens_q=torch.tensor([1, 2])), "seqused_q has shape (2,); allowed is (sequences=3)."),
+    (lambda: _packed(seqlens_k=torch.tensor([1, 2, 3], device="meta")),
+     "seqused_k is on meta and q is on cpu: move them to one device."),
+    (lambda: _packed(seqlens_k=torch.arange(6)[::2]),
+     "seqused_k has stride 2; allowed is 1: call contiguous() on it."),
+    (lambda: _packed(**dict.fromkeys(_BORDERS, torch.zeros(0, dtype=torch.int32))),
+     "cu_seqlens_q has shape (0,) and q a batch size of 1; allowed are (sequences + 1,) and 1: packed sequences have "
+     "no other batch dim."),
+    (lambda: _packed(shapes={"q": (2, 4, 6, 8), "k": (2, 2, 5, 8), "v": (2, 2, 5, 3)}),
+     "cu_seqlens_q has shape (4,) and q a batch size of 2; allowed are (sequences + 1,) and 1: packed sequences have "
+     "no other batch dim."),
+    (lambda: _packed(mask=causal()),
+     "mask is causal() and names no alignment, but lengths are data (cu_seqlens_q, cu_seqlens_k): whether those of "
+     "queries and keys are equal, the device alone knows. Pass alignment='top_left' or 'bottom_right'."),
+    (lambda: _packed(alibi_slopes=torch.zeros(1, 4)),
+     "alibi_slopes are given with lengths that are data and no alignment: the distance of a query and a key is "
+     "ambiguous. Pass mask=window(None, None, alignment) or another mask with alignment='top_left' or 'bottom_right'."),
+    (lambda: _packed(bias=torch.zeros(1, 1, 4, 1)),
+     "bias has shape (1, 1, 4, 1) and sequences are packed: pass max_seqlen_q as an integer, the size of its dim 2."),
+    (lambda: _packed(mask=_NO_MASK, longest=(4, None), bias=torch.zeros(1, 1, 4, 3)),
+     "bias has shape (1, 1, 4, 3) and sequences are packed: pass max_seqlen_k as an integer, the size of its dim 3."),
+    (lambda: _packed(longest=(4, 2), bias=torch.zeros(3, 1, 4, 5)),
+     "bias has shape (3, 1, 4, 5); allowed is (b=3, hq=4, sq=4, sk=2), or 1 in place of a size."),
+    (lambda: AttentionProblem.from_tensors(*_tensors(), Operands(seqlens_q=torch.tensor([1, 2, 3]))),
+     "seqlens_q has shape (3,); allowed is (b=2)."),
+    (lambda: AttentionProblem.from_tensors(*_tensors(), documents_operands()._replace(documents_k=None)),
+     "documents_q and documents_k: one is given without the other; allowed are both, or none."),
+    (lambda: AttentionProblem.from_tensors(*_tensors(), documents_operands()._replace(documents_q=torch.zeros(
+        1, 4, 7, dtype=torch.int32))),
+     "documents_q has shape (1, 4, 7); allowed is (b=2, 4=4, sq=6), or 1 in place of b."),
+])
+def test_message_about_lengths_names_what_was_got_and_what_is_allowed(make, message):
+    with pytest.raises(InvalidInput) as caught:
+        make()
+    assert str(caught.value) == message
+
+
+def test_lengths_that_are_data_need_no_alignment_where_nothing_is_hidden_by_position():
+    assert _packed(mask=Mask(sink_tokens=4)).sequences.are_data

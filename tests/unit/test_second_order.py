@@ -5,9 +5,23 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import forward_ad
 
-from tilewise import InvalidInput, Mask, UnsupportedProblem, attention, causal, use_backend, window
+from tilewise import (
+    InvalidInput,
+    Mask,
+    UnsupportedProblem,
+    attention,
+    attention_varlen,
+    causal,
+    chunk,
+    documents,
+    prefix,
+    sink_tokens,
+    use_backend,
+    window,
+)
 from tilewise.testing.cases import CASES, case_named
-from tilewise.testing.inputs import call_options, make_inputs, make_operands
+from tilewise.testing.inputs import call as call_case
+from tilewise.testing.inputs import make_inputs, make_operands
 from tilewise.testing.oracle import Changes, attend
 
 _BOTTOM = causal("bottom_right")
@@ -16,12 +30,19 @@ _MASKS = {
     "causal": _BOTTOM,
     "window": window(2, 1, "top_left"),
     "blind_rows": window(1, 0, "top_left"),  # with 6 queries and 4 keys the last query sees nothing
+    "exceptions": window(0, 0, "top_left") & prefix(2) & sink_tokens(1) & chunk(3),
+    "documents": documents(torch.tensor([0, 0, 1, 1, 2, 3]), torch.tensor([1, 0, 1, 2])) & _BOTTOM,
 }
 _NAN = float("nan")
+# Two sequences of 3 and 2 queries, 1 and 3 keys: by the bottom right corner, two queries see nothing.
+_LENGTHS = torch.tensor([3, 2]), torch.tensor([1, 3])
+_BORDERS = {"cu_seqlens_q": torch.tensor([0, 3, 5]), "cu_seqlens_k": torch.tensor([0, 1, 4])}
 # One of each kind of option, and the edges: rows that no key is left for by position, by data, by both; sinks there.
 _VARIED = [case_named(name) for name in (
     "bias_window_moat", "alibi_window_blind_queries", "mask_tensor_causal_gqa", "softcap_near_its_bound_gqa",
-    "sinks_blind_queries", "dropout_causal_gqa", "everything", "everything_moat_blind_queries")]
+    "sinks_blind_queries", "dropout_causal_gqa", "everything", "everything_moat_blind_queries",
+    "documents_mask_tensor_sinks", "chunk_window_sink_tokens_prefix", "padded_everything", "padded_zero_lengths",
+    "packed_everything", "packed_bias_of_all_sequences")]
 
 
 @pytest.fixture(autouse=True)
@@ -73,8 +94,8 @@ def _everything():
 def _case_call(case, operands, names, **how):
     """A case's call as a function of q, k, v and the operands of these names."""
     def call(q, k, v, *others):
-        options = call_options(case, operands._replace(**dict(zip(names, others, strict=True))))
-        return attention(q, k, v, **options, return_aux=("lse", "max_logit"), **how)
+        own = operands._replace(**dict(zip(names, others, strict=True)))
+        return call_case(case, (q, k, v), own, return_aux=("lse", "max_logit"), **how)
     return call
 
 
@@ -108,6 +129,25 @@ def test_values_and_first_gradients_are_those_of_the_ordinary_reference(case, mo
         torch.testing.assert_close(ours, ordinary, rtol=1e-10, atol=1e-12)
 
 
+def _with_lengths(kind):
+    """A call of two sequences with bias, slopes, sinks, dropout and documents, and its six leaves."""
+    batch, sq, sk = (2, 4, 3) if kind == "padded" else (1, 6, 5)
+    leaves = _draw((batch, 2, sq, 2), (batch, 1, sk, 2), (batch, 1, sk, 1), (2, 1, 4, 3), (2, 2), (2,))
+    mask = _BOTTOM & documents(torch.arange(sq) % 2, torch.arange(sk) % 2)
+    options = {"mask": mask, "softcap": 1.5, "dropout_p": 0.25, "dropout_seed": 5, "double_backward": True,
+               "return_aux": ("lse",)}
+
+    def call(q, k, v, bias, slopes, sinks):
+        changes = {"bias": bias, "alibi_slopes": slopes, "sinks": sinks}
+        if kind == "padded":
+            out, lse = attention(q, k, v, seqlens_q=_LENGTHS[0], seqlens_k=_LENGTHS[1], **changes, **options)
+        else:
+            out, lse = attention_varlen(*(t[0].transpose(0, 1) for t in (q, k, v)), **_BORDERS, max_seqlen_q=4,
+                                        max_seqlen_k=3, **changes, **options)
+        return out, _finite(lse)
+    return call, leaves
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_tiles_are_float32_for_half_types_and_under_autocast(dtype):
     q, k, v = (t.detach().to(dtype) for t in _tensors(40, 38))
@@ -118,6 +158,8 @@ def test_tiles_are_float32_for_half_types_and_under_autocast(dtype):
     assert (ours.out.dtype, ours.lse.dtype) == (dtype, torch.float32)
     torch.testing.assert_close(ours.lse, ordinary.lse, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(ours.out, ordinary.out)
+    padded = attention(q, k, v, **options, seqlens_q=torch.tensor([30]), double_backward=True)
+    assert (padded.out.dtype, padded.lse.dtype) == (dtype, torch.float32)
     blind = attention(q, k[:, :, :0], v[:, :, :0], **options, double_backward=True)
     assert (blind.out.dtype, blind.lse.dtype) == (dtype, torch.float32)
 
@@ -138,6 +180,13 @@ def test_derivatives_of_both_orders_and_modes_agree_with_finite_differences(mask
 
 def test_derivatives_with_every_option_agree_with_finite_differences():
     call, leaves = _everything()
+    assert torch.autograd.gradcheck(call, leaves, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(call, leaves, check_fwd_over_rev=True)
+
+
+@pytest.mark.parametrize("kind", ["padded", "packed"])
+def test_derivatives_with_lengths_that_are_data_agree_with_finite_differences(kind):
+    call, leaves = _with_lengths(kind)
     assert torch.autograd.gradcheck(call, leaves, check_forward_ad=True)
     assert torch.autograd.gradgradcheck(call, leaves, check_fwd_over_rev=True)
 
@@ -167,8 +216,10 @@ def test_hessian_vector_product_is_that_of_the_dense_definition(case, through, m
         torch.testing.assert_close(ours, dense, rtol=1e-9, atol=1e-10)
 
 
-def test_jvp_is_the_slope_along_the_tangent():
-    call, leaves = _everything()
+@pytest.mark.parametrize("make", [_everything, lambda: _with_lengths("padded"), lambda: _with_lengths("packed")],
+                         ids=["everything", "padded", "packed"])
+def test_jvp_is_the_slope_along_the_tangent(make):
+    call, leaves = make()
     point, tangents = tuple(t.detach() for t in leaves), tuple(torch.cos(3 * t.detach()) for t in leaves)
     _, slopes = torch.func.jvp(call, point, tangents)
     step = 1e-6
@@ -192,6 +243,20 @@ def test_transforms_compose_and_agree_with_reverse_mode():
     for outer, inner in ((torch.func.jacrev, torch.func.jacrev), (torch.func.jacfwd, torch.func.jacrev),
                          (torch.func.jacrev, torch.func.jacfwd), (torch.func.jacfwd, torch.func.jacfwd)):
         torch.testing.assert_close(outer(inner(loss))(q), expected)
+
+
+@pytest.mark.parametrize("kind", ["padded", "packed"])
+def test_transforms_compose_over_lengths_that_are_data(kind):
+    call, (q, *others) = _with_lengths(kind)
+
+    def loss(q):
+        out, lse = call(q, *others)
+        return out.pow(3).sum() + lse.square().sum()
+    expected = torch.autograd.functional.hessian(loss, q.detach())
+    assert expected.count_nonzero()
+    for outer, inner in ((torch.func.jacrev, torch.func.jacrev), (torch.func.jacfwd, torch.func.jacrev),
+                         (torch.func.jacrev, torch.func.jacfwd)):
+        torch.testing.assert_close(outer(inner(loss))(q.detach()), expected)
 
 
 def test_forward_mode_over_a_graph_in_reverse_mode_gives_the_hessian_vector_product():
@@ -312,6 +377,22 @@ def test_nan_hidden_by_position_reaches_no_derivative():
         for clean, planted in zip(*found, strict=True):
             assert clean.isfinite().all()
             assert torch.equal(clean, planted)
+
+
+def test_nan_between_sink_tokens_and_window_reaches_no_derivative():
+    mask = window(1, 0, "bottom_right") & sink_tokens(1)  # 2 queries and 7 keys: no one sees the keys 1 to 3
+    found = []
+    for value in (0.0, _NAN):
+        q, k, v = _tensors(2, 7)
+        with torch.no_grad():
+            k[:, :, 1:4] = v[:, :, 1:4] = value
+        out, lse = _call(mask, softcap=1.5)(q, k, v)
+        first = torch.autograd.grad(out.sum() + lse.sum(), (q, k, v), create_graph=True)
+        second = torch.autograd.grad(sum(gradient.square().sum() for gradient in first), (q, k, v))
+        found.append((out, lse, *first, *second))
+    for clean, planted in zip(*found, strict=True):
+        assert clean.isfinite().all()
+        assert torch.equal(clean, planted)
 
 
 def test_nan_behind_a_mask_of_data_does_not_pass_the_softcap_back():

@@ -14,7 +14,8 @@ from tilewise.testing.configurations import SEEDS, Placement, draw, make_call
 from tilewise.testing.oracle import Changes, attend
 
 DRAWN = {size: [draw(seed, size) for seed in range(600)] for size in ("small", "large")}
-OPTIONS = ("bias", "mask_tensor", "alibi", "sinks", "softcap", "dropout_p", "max_logit")
+OPTIONS = ("bias", "mask_tensor", "alibi", "sinks", "softcap", "dropout_p", "max_logit", "documents")
+EXCEPTIONS = ("prefix", "sink_tokens", "chunk")
 
 
 def sign(one, other):
@@ -26,20 +27,31 @@ def levels(configuration):
     case = configuration.case
     dims = {f"{field} along {letter}": getattr(case, field)[i:i + 1]
             for field in ("bias", "mask_tensor") for i, letter in enumerate("bhqk")}
-    return dims | {option: bool(getattr(case, option)) for option in OPTIONS if option not in ("alibi",)} | {
+    there = {option: bool(getattr(case, option)) for option in OPTIONS} | {
+        name: getattr(case.mask, name) is not None for name in EXCEPTIONS}
+    return dims | there | {
         "dtype": configuration.dtype, "lse_grad": configuration.lse_grad, "shift": sign(configuration.shift, 0.0),
         "placement": configuration.placement, "batches": case.b > 1, "lengths": sign(case.sq, case.sk),
         "heads": "mha" if case.hq == case.hk else "mqa" if case.hk == 1 else "gqa", "dims": sign(case.d, case.dv),
         "odd": case.d % 2, "left": case.mask.left is None, "right": case.mask.right and 1, "layout": case.layout,
         "alignment": case.mask.alignment, "alibi": case.alibi, "operand_dtype": case.operand_dtype,
-        "scale": case.scale is None}
+        "scale": case.scale is None, "documents": case.documents, "storage": storage(case)}
+
+
+def storage(case):
+    """Which lengths are data, and whether sequences are packed."""
+    if case.packed:
+        return case.packed
+    return " and ".join(side for side in "qk" if getattr(case, f"lengths_{side}") is not None)
 
 
 def test_a_seed_means_the_same_call_on_every_machine():
     """A command that reproduces a failure would otherwise reproduce another call elsewhere."""
     case = draw(1234, "large").case
     assert (case.b, case.hq, case.hk, case.sq, case.sk, case.d, case.dv) == (2, 4, 2, 1563, 2025, 23, 23)
-    assert (str(case.mask), case.layout, case.bias) == ("causal(alignment='top_left')", 'bhds', '1hqk')
+    assert (str(case.mask), case.layout, case.bias) == (
+        "causal(alignment='top_left') & prefix(13)", 'bhds', '1hqk')
+    assert (case.lengths_q, case.lengths_k, case.packed, case.documents) == ((1563, 0), None, "", "")
 
 
 def test_a_seed_depends_on_no_other_draw_and_disturbs_none():
@@ -73,11 +85,19 @@ def test_every_two_levels_of_every_two_dimensions_meet_in_a_few_hundred_seeds(si
 
 
 def contradict(one, other):
-    """Whether no call can be both: an operand is there along all dims or none, and packed tensors share their dims."""
+    """Whether no call can be both.
+
+    An operand is there along all dims or none; q, k and v that are slices of one tensor share their dims, and packed
+    sequences are in one batch entry; a prefix is joined to a causal mask.
+    """
     (name, value), (name_of_other, value_of_other) = one, other
     if name.split()[0] == name_of_other.split()[0]:
         return (not value) != (not value_of_other)
     values = {name: value, name_of_other: value_of_other}
+    if values.get("prefix") and values.get("right", 0) != 0:
+        return True
+    if values.get("storage") in ("tight", "gaps") and "layout" in values:
+        return values["layout"] not in ("bhsd", "bshd", "bhds", "moat")
     if values.get("dims", 0) != 0:
         return str(values.get("layout")).startswith("packed")
     return values.get("layout") == "packed_qkv" and values.get("lengths", 0) != 0
@@ -119,6 +139,23 @@ def test_every_layout_mask_and_broadcast_is_drawn():
     sides = {(case.mask.left is None, case.mask.right if case.mask.right in (None, 0) else "some") for case in cases}
     assert sides == set(itertools.product((True, False), (None, 0, "some")))
     assert len({case.bias for case in cases}) == len({case.mask_tensor for case in cases}) == 17
+    for name in EXCEPTIONS:
+        values = {getattr(case.mask, name) for case in cases}
+        assert {None, 1 if name == "chunk" else 0} <= values
+        assert len(values) > 30
+
+
+@pytest.mark.parametrize("size", DRAWN)
+def test_lengths_are_data_in_half_of_all_and_reach_their_ends(size):
+    cases = [configuration.case for configuration in DRAWN[size]]
+    with_lengths = [case for case in cases if case.has_lengths]
+    assert 0.4 < len(with_lengths) / len(cases) < 0.6
+    drawn = [(length, most) for case in with_lengths for lengths, most in (
+        (case.lengths_q, case.sq), (case.lengths_k, case.sk)) for length in lengths or () if most > 1]
+    for share in (sum(length == 0 for length, _ in drawn), sum(length == most for length, most in drawn)):
+        assert 0.1 < share / len(drawn) < 0.25
+    assert any(case.lengths_q == case.lengths_k and case.b > 1 and len(set(case.lengths_q)) > 1
+               for case in with_lengths if case.lengths_q)
 
 
 def first(fits, size="small"):
@@ -128,7 +165,8 @@ def first(fits, size="small"):
 def test_what_the_backend_gets_are_leaves_and_the_oracle_gets_the_same_numbers_without_nan():
     def fits(configuration):
         case = configuration.case
-        return case.bias and case.sinks and case.alibi and not case.mask.visible(case.sq, case.sk).any(0).all()
+        hides = not case.mask.visible(case.sq, case.sk).any(0).all()
+        return case.bias and case.sinks and case.alibi and hides and not case.has_lengths
 
     one = first(fits)
     call = make_call(one, "cpu")

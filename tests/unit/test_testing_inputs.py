@@ -6,19 +6,24 @@ from tilewise.masks import TensorMask, window
 from tilewise.problem import AttentionProblem
 from tilewise.scores import NO_OPERANDS
 from tilewise.testing.cases import CASES, Case, case_named
-from tilewise.testing.inputs import call_options, lay_out, make_inputs, make_operands
+from tilewise.testing.inputs import call, call_options, lay_out, make_inputs, make_operands, padding_of
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_shapes_and_dtypes_are_those_of_the_case(case):
     inputs = make_inputs(case, torch.float16, "cpu")
-    assert inputs.q.shape == (case.b, case.hq, case.sq, case.d)
-    assert inputs.k.shape == (case.b, case.hk, case.sk, case.d)
-    assert inputs.v.shape == (case.b, case.hk, case.sk, case.dv)
-    assert inputs.dout.shape == (case.b, case.hq, case.sq, case.dv)
-    assert inputs.dlse.shape == (case.b, case.hq, case.sq)
+    (b, sq), (_, sk) = case.stored("q"), case.stored("k")
+    assert inputs.q.shape == (b, case.hq, sq, case.d)
+    assert inputs.k.shape == (b, case.hk, sk, case.d)
+    assert inputs.v.shape == (b, case.hk, sk, case.dv)
+    assert inputs.dout.shape == (b, case.hq, sq, case.dv)
+    assert inputs.dlse.shape == (b, case.hq, sq)
     assert [t.dtype for t in inputs] == [torch.float16] * 4 + [torch.float32]
-    assert all(t.isfinite().all() for t in inputs)
+    for tensor, side in zip(inputs, "qkkqq", strict=True):
+        padding = padding_of(case, side, "cpu")
+        assert tensor.transpose(1, 2)[~padding].isfinite().all()
+        assert tensor.transpose(1, 2)[padding].isfinite().all() != (case.layout == "moat" and padding.any())
+    assert padding_of(case, "q", "cpu").sum() == b * sq - sum(len(span) for span in case.spans("q"))
 
 
 def test_seed_decides_the_values_and_global_state_is_left_alone():
@@ -84,6 +89,9 @@ def test_operands_are_what_the_case_says_and_a_problem_takes_them(case, dtype):
     wide = torch.float64 if dtype is torch.float64 else torch.float32
     own = wide if case.operand_dtype == "float32" else dtype
     sizes = {"b": case.b, "h": case.hq, "q": case.sq, "k": case.sk, "1": 1}
+    assert (operands.documents_q is not None) == (operands.documents_k is not None) == bool(case.documents)
+    assert problem.sequences.are_data == case.has_lengths
+    assert problem.sequences.packed == (case.b if case.packed else None)
     for operand, dims, kind in ((operands.bias, case.bias, own), (operands.mask, case.mask_tensor, torch.bool),
                                 (operands.alibi_slopes, case.alibi.rjust(2, "1") if case.alibi else "", wide),
                                 (operands.sinks, "h" if case.sinks else "", own),
@@ -100,8 +108,8 @@ def test_operands_follow_the_seed_and_masks_do_not_follow_the_dtype():
     case = case_named("everything")
     first, again, other, half = (make_operands(case, dtype, "cpu", seed) for dtype, seed in (
         (torch.float32, 1), (torch.float32, 1), (torch.float32, 2), (torch.float16, 1)))
-    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-    assert not any(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+    assert all(a is b is None or torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(first, other, strict=True) if a is not None)
     assert torch.equal(first.mask, half.mask)
     assert not torch.equal(first.bias.flatten()[:64], make_inputs(case, torch.float32, "cpu", 1).q.flatten()[:64])
 
@@ -133,7 +141,7 @@ def test_operands_lie_as_hostile_as_the_inputs():
     assert made("bhds").bias.stride() == made("bhds").mask.stride() == (30, 15, 1, 3)
     assert made("expanded").bias.stride(0) == made("expanded").mask.stride(0) == 0
     for layout in ("bhds", "moat"):
-        for operand in made(layout)[1::2]:
+        for operand in (made(layout).alibi_slopes, made(layout).sinks):
             assert operand.stride(-1) == 2
             assert torch.as_strided(operand, (2,), (2,), 1).isnan().all()
     moat = made("moat").bias
@@ -142,8 +150,8 @@ def test_operands_lie_as_hostile_as_the_inputs():
 
 def test_requires_grad_makes_leaves_of_bias_slopes_and_sinks_alone():
     operands = make_operands(case_named("everything_expanded"), torch.float32, "cpu", requires_grad=True)
-    assert [t.requires_grad for t in operands] == [True, True, False, True, False]
-    assert all(t.is_leaf for t in operands)
+    assert [t.requires_grad for t in operands[:5]] == [True, True, False, True, False]
+    assert all(t.is_leaf for t in operands[:5])
 
 
 def test_call_options_are_those_of_the_case():
@@ -158,3 +166,51 @@ def test_call_options_are_those_of_the_case():
     plain = case_named("scale_given")
     given = {name: value for name, value in call_options(plain, NO_OPERANDS).items() if value is not None}
     assert given == {"mask": plain.mask, "scale": 0.3, "dropout_p": 0.0}
+
+
+def _lengths_of(case):
+    return [None if tensor is None else (tensor.tolist(), tensor.dtype)
+            for tensor in make_operands(case, torch.float32, "cpu")[5:9]]
+
+
+def test_lengths_are_those_of_the_case_in_both_integer_types():
+    lengths = {"b": 2, "lengths_q": (3, 0), "lengths_k": (1, 4), "sq": 4, "sk": 6}
+    assert _lengths_of(Case("padded", **lengths)) == [None, None, ([3, 0], torch.int32), ([1, 4], torch.int64)]
+    assert _lengths_of(Case("tight", packed="tight", **lengths)) == [
+        ([0, 3, 3], torch.int32), ([0, 1, 5], torch.int64), None, None]
+    assert _lengths_of(Case("gaps", packed="gaps", **lengths)) == [
+        ([0, 5, 8], torch.int32), ([0, 3, 10], torch.int64), ([3, 0], torch.int32), ([1, 4], torch.int64)]
+    assert _lengths_of(Case("keys", b=2, lengths_k=(1, 4))) == [None, None, None, ([1, 4], torch.int64)]
+
+
+def test_documents_lie_as_the_case_says():
+    runs, interleaved = (make_operands(Case("documents", b=2, sq=30, sk=20, documents=documents), torch.float32, "cpu")
+                         for documents in ("runs", "interleaved"))
+    assert runs.documents_q.shape == (2, 4, 30)
+    numbers = runs.documents_k[:, 0]
+    assert torch.equal(numbers, numbers.sort(-1, descending=True)[0])
+    assert not torch.equal(numbers[0], numbers[1])
+    assert torch.equal(interleaved.documents_k[0, 0, :6] == interleaved.documents_k[0, 0, 0],
+                       torch.tensor([True, False, False] * 2))
+
+
+def test_mixed_documents_lie_where_the_case_says():
+    case = Case("documents", b=2, sq=100, sk=60, documents="mixed")
+    operands = make_operands(case, torch.float32, "cpu")
+    together = operands.documents_q[:, 0, :, None] == operands.documents_k[:, 0, None, :]
+    for entry, spans in enumerate(zip(case.document_spans("q"), case.document_spans("k"), strict=True)):
+        expected = torch.zeros(100, 60, dtype=torch.bool)
+        for queries, keys in zip(*spans, strict=True):
+            expected[queries.start:queries.stop, keys.start:keys.stop] = True
+        assert torch.equal(together[entry], expected)
+
+
+@pytest.mark.parametrize("name", ["padded_everything", "packed_everything"])
+def test_a_call_returns_what_is_asked_for_as_the_tensors_lie(name):
+    case = case_named(name)
+    inputs, operands = (make(case, torch.float32, "cpu") for make in (make_inputs, make_operands))
+    out = call(case, inputs[:3], operands, backend="reference")
+    results = call(case, inputs[:3], operands, return_aux=("lse", "max_logit"), backend="reference")
+    assert torch.equal(out, results.out)
+    assert out.shape == inputs.dout.shape
+    assert results.lse.shape == results.max_logit.shape == inputs.dlse.shape

@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -7,7 +8,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from tilewise.masks import Mask, causal, window
 from tilewise.scores import Operands, ScoreSettings
 from tilewise.testing.cases import CASES, Case, case_named
-from tilewise.testing.inputs import make_inputs, make_operands
+from tilewise.testing.inputs import Inputs, make_inputs, make_operands
 from tilewise.testing.oracle import (
     Changes,
     attend,
@@ -16,6 +17,7 @@ from tilewise.testing.oracle import (
     gradients,
     max_logit,
     philox,
+    visible_pairs,
     yardsticks,
 )
 
@@ -28,6 +30,8 @@ def _made(case, dtype):
 
 def _visible(case, operands):
     visible = case.mask.visible(case.sq, case.sk)
+    if operands.documents_q is not None:
+        visible = visible & (operands.documents_q[:, None, 0, :, None] == operands.documents_k[:, None, 0, None])
     return (visible if operands.mask is None else visible & operands.mask).expand(case.b, case.hq, -1, -1)
 
 
@@ -36,6 +40,30 @@ def _same(first, second, assert_same):
         assert (a is None) == (b is None)
         if a is not None:
             assert_same(a, b)
+
+
+def _alone(case, inputs, operands, number):
+    """The call of one sequence by itself, whose lengths are its shapes, cut out by hand."""
+    sizes = {side: case.spans(side)[number] for side in "qk"}
+    entry = 0 if case.packed else number
+    own = [tensor[entry:entry + 1, :, sizes[side].start:sizes[side].stop]
+           for tensor, side in zip(inputs, "qkkqq", strict=True)]
+
+    def part(operand):
+        if operand is None:
+            return None
+        operand = operand[number:number + 1] if len(operand) > 1 else operand
+        for dim, side in ((2, "q"), (3, "k")):
+            if operand.dim() == 4 and operand.shape[dim] > 1:
+                operand = operand.narrow(dim, 0, len(sizes[side]))
+        return operand
+
+    documents = [None if ids is None else ids[min(entry, len(ids) - 1)][None, :, sizes[side].start:sizes[side].stop]
+                 for ids, side in ((operands.documents_q, "q"), (operands.documents_k, "k"))]
+    alone = Operands(part(operands.bias), part(operands.alibi_slopes), part(operands.mask), operands.sinks,
+                     operands.seed, documents_q=documents[0], documents_k=documents[1])
+    one = replace(case, b=1, sq=len(sizes["q"]), sk=len(sizes["k"]), lengths_q=None, lengths_k=None, packed="")
+    return one, Inputs(*own), alone
 
 
 def _torch_attention(case, inputs, operands):
@@ -57,7 +85,46 @@ def _torch_attention(case, inputs, operands):
                                             enable_gqa=case.hq != case.hk)
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if c.sq and c.sk and not (c.softcap or c.dropout_p)], ids=str)
+@pytest.mark.parametrize("case", [c for c in CASES if c.has_lengths and not c.dropout_p], ids=str)
+def test_sequences_whose_lengths_are_data_equal_each_by_itself(case):
+    inputs, rest = _made(case, torch.float64)
+    mask, scale, changes = rest
+    found = [*attend(*inputs[:3], *rest), *gradients(*inputs, *rest)]
+    expected = [None if tensor is None else torch.zeros_like(tensor) for tensor in found]
+    expected[1].fill_(float("-inf"))
+    for number in range(case.b):
+        one, own, operands = _alone(case, inputs, changes.operands, number)
+        alone = Changes(operands, changes.settings)
+        got = [*attend(*own[:3], one.mask, scale, alone), *gradients(*own, one.mask, scale, alone)]
+        for place, side, value in zip(expected[:5], "qqqkk", got[:5], strict=True):
+            span = case.spans(side)[number]
+            place[0 if case.packed else number, :, span.start:span.stop] = value[0]
+        for place, value in zip(expected[5:], got[5:], strict=True):
+            if place is not None:
+                place = place[number:number + 1] if place.dim() > 1 and len(place) > 1 else place
+                place[tuple(slice(size) for size in value.shape)] += value
+    _same(found, expected, torch.testing.assert_close)
+    visible = visible_pairs(*inputs[:2], mask, changes.operands)
+    alone = (_alone(case, inputs, changes.operands, number) for number in range(case.b))
+    assert visible.sum() == sum(visible_pairs(*own[:2], one.mask, operands).sum() for one, own, operands in alone)
+
+
+def test_dropout_of_a_sequence_starts_from_its_number():
+    case = case_named("packed_alibi_dropout")
+    inputs, (mask, scale, changes) = _made(case, torch.float64)
+    out, _ = attend(*inputs[:3], mask, scale, changes)
+    dropout_p = round(case.dropout_p * 2**16) / 2**16
+    keep = dropout_keep(changes.operands.seed, (3, case.hq, 5, 17), dropout_p, "cpu")[2:] / (1 - dropout_p)
+    one, own, operands = _alone(case, inputs, changes.operands, 2)
+    distance = (torch.arange(5)[:, None] + 12 - torch.arange(17)).abs()
+    scores = own.q @ own.k.expand(-1, 2, -1, -1).mT / 4 - operands.alibi_slopes[..., None, None] * distance
+    probs = scores.masked_fill(~one.mask.visible(5, 17), float("-inf")).softmax(-1)
+    span = case.spans("q")[2]
+    torch.testing.assert_close(out[:, :, span.start:span.stop], (probs * keep) @ own.v.expand(-1, 2, -1, -1))
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.sq and c.sk and not (c.softcap or c.dropout_p)
+                                  and not c.has_lengths], ids=str)
 def test_output_equals_torch_attention_in_float64(case):
     inputs, rest = _made(case, torch.float64)
     operands = rest[2].operands

@@ -50,6 +50,43 @@ def test_a_bias_is_planted_where_every_pair_it_is_added_to_is_hidden(bias, layou
     assert torch.equal(operands.bias.isnan(), ~seen)
 
 
+@pytest.mark.parametrize("layout", ["bhsd", "moat", "expanded", "packed_kv"])
+def test_padding_is_planted_and_what_a_sequence_hides_by_its_own_lengths(layout):
+    case = Case("padded", b=2, hq=2, hk=2, sq=30, sk=20, d=8, dv=8, mask=window(0, 2, "bottom_right"), layout=layout,
+                lengths_q=(20, 30), lengths_k=(20, 7), sinks=True)
+    inputs, _ = planted(case)
+    padding_q, blind, padding_k, unseen = (torch.zeros(2, size, dtype=torch.bool) for size in (30, 30, 20, 20))
+    padding_q[0, 20:] = blind[0, 20:] = padding_k[1, 7:] = unseen[1, 7:] = True
+    blind[1, :21] = True  # 30 queries, 7 keys, two of them in front of the diagonal
+    if layout == "expanded":  # one entry's queries stand for the other's
+        blind = blind.all(0, keepdim=True).expand(2, -1)
+    for name, rows in (("q", blind), ("dout", blind), ("k", unseen), ("v", unseen), ("dlse", padding_q)):
+        tensor = getattr(inputs, name)
+        tensor = tensor if tensor.dim() == 4 else tensor[..., None]
+        assert torch.equal(tensor.isnan(), rows[:, None, :, None].expand_as(tensor)), name
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "moat"])
+def test_gaps_between_packed_sequences_are_planted(layout):
+    case = Case("gaps", b=2, hq=2, hk=1, sq=5, sk=4, d=8, dv=8, lengths_q=(3, 5), lengths_k=(4, 2), packed="gaps",
+                layout=layout)
+    inputs, _ = planted(case)
+    for tensor, (first, second) in zip(inputs, ((3, 5), (4, 2), (4, 2), (3, 5), (3, 5)), strict=True):
+        taking_part = torch.zeros(tensor.shape[2], dtype=torch.bool)
+        taking_part[:first] = taking_part[first + 2:first + 2 + second] = True  # two rows are behind the first one
+        assert tensor[:, :, taking_part].isfinite().all()
+        assert tensor[:, :, ~taking_part].isnan().all()
+        assert (~taking_part).sum() > 2
+
+
+def test_a_bias_is_planted_past_the_ends_of_sequences_and_between_documents():
+    case = Case("bias", b=2, hq=2, hk=1, sq=6, sk=5, d=8, dv=8, bias="bhqk", lengths_q=(6, 2), lengths_k=(3, 5),
+                documents="interleaved")
+    seen = (torch.arange(6)[:, None] % 3 == torch.arange(5) % 3).repeat(2, 1, 1)
+    seen[0, :, 3:] = seen[1, 2:] = False
+    assert torch.equal(planted(case)[1].bias.isfinite(), seen[:, None].expand(-1, 2, -1, -1))
+
+
 def test_meaningless_strides_move_nothing():
     tensor = torch.randn(1, 3, 1, 5)
     moved = with_meaningless_strides(tensor)

@@ -24,6 +24,9 @@ def test_masks_reach_both_alignments_and_every_kind():
         assert found.alignment == alignment
         assert find(masks(), lambda m, wanted=alignment: m.alignment == wanted and m.right == 0 and m.left is None)
     assert find(masks(), lambda m: not m.is_bounded).left is None
+    for exception in ("prefix", "sink_tokens", "chunk"):
+        found = find(masks(), lambda m, wanted=exception: getattr(m, wanted) is not None)
+        assert found.has_exceptions
 
 
 @given(small_cases() | small_cases_with_options())
@@ -34,7 +37,8 @@ def test_small_cases_make_inputs(case):
     assert inputs.q.shape[1] % inputs.k.shape[1] == 0
 
 
-@pytest.mark.parametrize("option", ["bias", "mask_tensor", "alibi", "sinks", "softcap", "dropout_p"])
+@pytest.mark.parametrize("option", ["bias", "mask_tensor", "alibi", "sinks", "softcap", "dropout_p",
+                                    "documents", "packed", "lengths_q"])
 def test_small_cases_reach_every_option_and_its_absence(option):
     assert getattr(find(small_cases_with_options(), lambda case: bool(getattr(case, option))), option)
     assert not getattr(find(small_cases_with_options(), lambda case: not getattr(case, option)), option)

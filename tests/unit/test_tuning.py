@@ -16,6 +16,7 @@ from tilewise.tuning.heuristics import (
     KINDS,
     LEAST_WORK_FOR_DESCRIPTORS,
     delta_config,
+    has_pairs,
     least_bytes,
     shared_bytes,
     split_dkdv,
@@ -90,6 +91,28 @@ def test_operands_take_shared_memory_and_shrink_the_tile():
         assert after.operand_bytes(wanted) >= after.block_m * after.block_n * 4
         assert after.shared_bytes(wanted) <= spec.shared_memory
         assert before.shared_bytes(plain) <= spec.shared_memory
+
+
+BIAS = OperandFacts((1, 2, 4096, 4096), (2 * 4096**2, 4096**2, 4096, 1), torch.bfloat16)
+
+
+@pytest.mark.parametrize("options", [ScoreOptions(bias=BIAS), ScoreOptions(mask=BIAS._replace(dtype=torch.bool)),
+                                     ScoreOptions(dropout_p=0.5)], ids=str)
+def test_what_acts_on_each_pair_has_tiles_of_its_own_and_never_a_row_that_was_measured_without(options):
+    spec = replace(DeviceSpec.of_arch("sm_90"), name="nvidia-h200")
+    plain = problem_of(128, mask=causal())
+    assert not has_pairs(plain)
+    wanted = replace(plain, scores=options)
+    assert has_pairs(wanted)
+    assert config_for("dq", plain, spec, descriptors=True) == DqConfig(128, 64, 8, 3)
+    assert config_for("dq", wanted, spec, descriptors=True) == DqConfig(64, 64, 4, 2, descriptors=True)
+    assert config_for("forward", wanted, spec, descriptors=False) == tile_config("forward", wanted, spec,
+                                                                                 descriptors=False)
+
+
+def test_gradient_of_a_bias_reads_through_pointers():
+    wanted = replace(problem_of(256), scores=ScoreOptions(bias=BIAS))
+    assert tile_config("dbias", wanted, DeviceSpec.of_arch("sm_90"), descriptors=True) == DqConfig(64, 128, 8, 1)
 
 
 def test_device_too_small_for_every_tile_is_refused_with_its_numbers():

@@ -10,9 +10,18 @@ from tilewise.autograd.attention_op import Options
 from tilewise.dispatch import get_backend
 from tilewise.errors import UnsupportedProblem
 from tilewise.kernels.reference.differentiable import differentiable_attention
+from tilewise.kernels.reference.sequences import differentiable_by_sequence
 from tilewise.scores import Operands
 
 _disable: Any = torch.compiler.disable  # has no types
+
+
+def why_not_twice(name: str) -> str | None:
+    """Return why the backend of that name does not serve ``double_backward=True``, or None if it does."""
+    if get_backend(name).name == "reference":
+        return None
+    return ("makes its gradient by fused kernels, which torch cannot differentiate; backend='reference' with "
+            "double_backward=True is made of operations that it can")
 
 
 def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Operands,
@@ -25,14 +34,13 @@ def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Operands,
         UnsupportedProblem: the call, or the scope that it stands in, names a backend other than the reference.
     """
     name = options.backend or settings.default_backend()
-    if name is not None and get_backend(name).name != "reference":
-        raise UnsupportedProblem(
-            f"backend {name!r} refuses double_backward=True",
-            {name: "makes its gradient by fused kernels, which torch cannot differentiate; backend='reference' with "
-                   "double_backward=True is made of operations that it can"})
+    reason = None if name is None else why_not_twice(name)
+    if name is not None and reason is not None:
+        raise UnsupportedProblem(f"backend {name!r} refuses double_backward=True", {name: reason})
     problem = options.problem(q, k, v, operands)
+    compute = differentiable_by_sequence if problem.sequences.are_data else differentiable_attention
     with torch.autocast(problem.device.type, enabled=False):  # would round the float32 tiles to half
-        return differentiable_attention(problem, q, k, v, operands)
+        return compute(problem, (q, k, v), operands)[:2 + problem.scores.max_logit]
 
 
 # A graph compiled around it would have a gradient that torch refuses to differentiate, and one graph for each length.

@@ -5,12 +5,16 @@ import torch
 from tilewise.backends.base import Gradients, Needs, Results, Saved
 from tilewise.kernels.reference.backward import GradientTensors, attention_backward
 from tilewise.kernels.reference.forward import attention_forward
+from tilewise.kernels.reference.sequences import backward_by_sequence, forward_by_sequence
 from tilewise.problem import AttentionProblem, dense_strides
 from tilewise.scores import NO_OPERANDS, Operands
 
 
 class ReferenceBackend:
-    """Plain PyTorch, O(s) memory; deterministic as far as torch's matrix product is."""
+    """Plain PyTorch, O(s) memory; deterministic as far as torch's matrix product is.
+
+    Reads lengths that are data on the host, and waits for the device to do so.
+    """
 
     name = "reference"
 
@@ -25,8 +29,9 @@ class ReferenceBackend:
         out = q.new_empty_strided(shape, problem.out_strides)
         lse = q.new_empty(shape[:3], dtype=problem.lse_dtype)
         results = Results(out, lse, torch.empty_like(lse) if problem.scores.max_logit else None)
+        compute = forward_by_sequence if problem.sequences.are_data else attention_forward
         with _exact_products(problem.device):
-            attention_forward(problem, (q, k, v), operands, results)
+            compute(problem, (q, k, v), operands, results)
         return results
 
     def backward(self, problem: AttentionProblem, saved: Saved, dout: torch.Tensor, dlse: torch.Tensor | None,
@@ -40,8 +45,9 @@ class ReferenceBackend:
             *(t.new_empty_strided(t.shape, dense_strides(t.shape, t.stride())) if needed else None
               for t, needed in inputs),
             *(t.new_empty(t.shape) if needed and t is not None else None for t, needed in others))
+        compute = backward_by_sequence if problem.sequences.are_data else attention_backward
         with _exact_products(problem.device):
-            attention_backward(problem, saved[:5], operands, dout, dlse, gradients)
+            compute(problem, saved[:5], operands, dout, dlse, gradients)
         return Gradients(*gradients)
 
 

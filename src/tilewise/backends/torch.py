@@ -25,6 +25,8 @@ class TorchBackend:
 
     def why_not(self, problem: AttentionProblem) -> str | None:
         """Return the reason against, if there is one."""
+        if problem.sequences.are_data:
+            return "takes no lengths that are data: neither seqlens nor packed sequences"
         if problem.is_empty:
             return "needs at least one query that sees a key; here none does"
         if problem.d != problem.dv:
@@ -34,6 +36,8 @@ class TorchBackend:
         option = _option(problem.scores)
         if option is not None:
             return f"takes no {option}"
+        if problem.mask.has_exceptions:
+            return f"takes no prefix, sink tokens or chunks, got {problem.mask}"
         for name, strides in (("q", problem.q_strides), ("k", problem.k_strides), ("v", problem.v_strides)):
             if strides[3] != 1 and problem.d > 1:
                 return f"needs stride 1 in the last dim, got {strides[3]} for {name}"
@@ -108,7 +112,8 @@ def _option(scores: ScoreOptions) -> str | None:
     """Name an option that is more than scale and band; torch's operators know of none, or give no lse with it."""
     options = {"bias": scores.bias is not None, "ALiBi slopes": scores.alibi_slopes is not None,
                "mask tensor": scores.mask is not None, "softcap": scores.softcap is not None,
-               "sinks": scores.sinks is not None, "dropout": scores.dropout_p > 0.0, "max_logit": scores.max_logit}
+               "sinks": scores.sinks is not None, "dropout": scores.dropout_p > 0.0, "max_logit": scores.max_logit,
+               "documents": scores.documents_q is not None}
     return next((name for name, is_there in options.items() if is_there), None)
 
 

@@ -167,7 +167,8 @@ def _backward_plan(problem: AttentionProblem, incoming: tuple[Sizes, Sizes, Size
         ((problem.b, problem.hk, problem.sk, problem.dv), problem.v_strides)))
     if problem.is_empty:
         return _BackwardPlan(dq, dk, dv)
-    from tilewise.kernels.triton.backward import dbias_launch, delta_launch, dkdv_launch, dq_launch
+    from tilewise.kernels.triton.backward import delta_launch, dkdv_launch, dq_launch
+    from tilewise.kernels.triton.dbias import dbias_launch
 
     spec = device_spec(problem.device)
     out_strides, dout_strides, dlse_strides = incoming
@@ -182,7 +183,7 @@ def _backward_plan(problem: AttentionProblem, incoming: tuple[Sizes, Sizes, Size
         dq, dk, dv, delta_launch(problem, delta_config(problem), out_strides, dout_strides, dlse_strides),
         dkdv_launches,
         dq_launch(problem, config_for("dq", problem, spec, descriptors=descriptors), precision, dout_strides, dq),
-        dbias_launch(problem, config_for("dq", problem, spec, descriptors=False), precision, dout_strides),
+        dbias_launch(problem, config_for("dbias", problem, spec, descriptors=False), precision, dout_strides),
         _fixed_modifiers(problem))
 
 

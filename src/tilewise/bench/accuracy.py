@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from tilewise.bench.grids import Cell
+from tilewise.bench.options import options_of
 from tilewise.scores import NO_OPERANDS, Operands
 from tilewise.testing import oracle
 from tilewise.testing.inputs import Inputs
@@ -35,11 +36,13 @@ class CheckPlan:
         groups: (batch, key/value head) pairs that are compared, each by itself; none of a case with options, which is
             compared whole: heads and batch may share an operand.
         text: the same as words.
+        by_sequence: whether each of the packed sequences is a problem of its own, without operands.
     """
 
     cell: Cell
     groups: tuple[tuple[int, int], ...]
     text: str
+    by_sequence: bool = False
 
     @property
     def is_full_shape(self) -> bool:
@@ -49,15 +52,22 @@ class CheckPlan:
 
 def check_plan(cell: Cell, device: torch.device) -> CheckPlan:
     """Choose the largest part of a cell that the oracle can afford, at least one key/value head."""
-    if cell.case.has_options:
-        return _whole_plan(cell, _WHOLE_PAIRS.get(device.type, _WHOLE_PAIRS["cpu"]))
-    return _plan_by_head(cell, _ORACLE_PAIRS.get(device.type, _ORACLE_PAIRS["cpu"]))
+    whole, by_head = (limits.get(device.type, limits["cpu"]) for limits in (_WHOLE_PAIRS, _ORACLE_PAIRS))
+    if not cell.case.has_options:
+        return _plan_by_head(cell, by_head)
+    plan = _whole_plan(cell, whole)
+    if plan.cell == cell or cell.case.packed != "tight" or options_of(cell.case) != ("packed",):
+        return plan
+    # Whole, every sequence would be as long as the longest.
+    plan = _plan_by_head(cell, by_head)
+    return replace(plan, text=f"{plan.text}, by sequence", by_sequence=True)
 
 
 def _plan_by_head(cell: Cell, limit: int) -> CheckPlan:
     case = cell.case
-    pairs = max(1, case.hq // max(1, case.hk) * case.sq * case.sk)
-    total = case.b * case.hk
+    entries, _ = case.stored("q")
+    pairs = max(1, case.hq // max(1, case.hk) * case.dense_pairs // max(1, entries))
+    total = entries * case.hk
     if pairs > limit:
         shorter = _shorter(cell, limit / pairs)
         lengths = f"s{shorter.case.sq}x{shorter.case.sk}"
@@ -84,8 +94,14 @@ def _whole_plan(cell: Cell, limit: int) -> CheckPlan:
 
 def _shorter(cell: Cell, share: float) -> Cell:
     """Return the cell with lengths that leave this share of its pairs."""
-    sq, sk = (max(1, int(length * math.sqrt(share))) for length in (cell.case.sq, cell.case.sk))
-    return replace(cell, case=replace(cell.case, name=f"{cell.case.name}_check_s{sq}x{sk}", sq=sq, sk=sk))
+    case = cell.case
+    (sq, *lengths_q), (sk, *lengths_k) = (
+        [int(length * math.sqrt(share)) or min(length, 1) for length in (longest, *(lengths or ()))]
+        for longest, lengths in ((case.sq, case.lengths_q), (case.sk, case.lengths_k)))
+    return replace(cell, case=replace(
+        case, name=f"{case.name}_check_s{sq}x{sk}", sq=sq, sk=sk,
+        lengths_q=None if case.lengths_q is None else tuple(lengths_q),
+        lengths_k=None if case.lengths_k is None else tuple(lengths_k)))
 
 
 @dataclass(frozen=True)
@@ -148,9 +164,22 @@ def _by_group(compute: Callable[[Sequence[torch.Tensor], Cell, Operands], list[_
     for group in plan.groups:
         alone = replace(plan, groups=(group,))
         sliced = [_groups(tensor, alone, queries=side) for tensor, side in zip(given, queries, strict=True)]
-        groups.append(compute(sliced, plan.cell, operands))
+        groups.append(_by_sequence(compute, plan.cell, sliced) if plan.by_sequence
+                      else compute(sliced, plan.cell, operands))
     return [{name: torch.cat([part[name] for part in heads], dim=1) for name in heads[0]}
             for heads in zip(*groups, strict=True)]
+
+
+def _by_sequence(compute: Callable[[Sequence[torch.Tensor], Cell, Operands], list[_Named]], cell: Cell,
+                 given: Sequence[torch.Tensor]) -> list[_Named]:
+    """Run dense computations one packed sequence at a time; of each one's results, positions are joined along dim 2."""
+    sequences = []
+    for queries, keys in zip(cell.case.spans("q"), cell.case.spans("k"), strict=True):
+        spans = (queries, keys, keys, queries, queries)
+        alone = [tensor[:, :, span.start:span.stop] for tensor, span in zip(given, spans, strict=True)]
+        sequences.append(compute(alone, cell, NO_OPERANDS))
+    return [{name: torch.cat([part[name] for part in parts], dim=2) for name in parts[0]}
+            for parts in zip(*sequences, strict=True)]
 
 
 def _groups(tensor: torch.Tensor, plan: CheckPlan, *, queries: bool) -> torch.Tensor:

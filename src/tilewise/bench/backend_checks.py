@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tilewise.api import attention
 from tilewise.bench.accuracy import CheckPlan, References, check_plan
 from tilewise.bench.checking import one_line
 from tilewise.bench.grids import Cell
@@ -13,7 +12,7 @@ from tilewise.dispatch import get_backend
 from tilewise.problem import AttentionProblem
 from tilewise.testing.cases import Case
 from tilewise.testing.configurations import Call, Configuration, make_call
-from tilewise.testing.inputs import call_options, make_inputs, make_operands
+from tilewise.testing.inputs import call, make_inputs, make_operands
 from tilewise.testing.tolerance import ErrorReport
 
 
@@ -114,11 +113,10 @@ def _backward_scope(name: str, problem: AttentionProblem, *, lse_grad: bool) -> 
     return lse_grad and wanted is None, wanted is None or without_lse is None, wanted
 
 
-def _compute(name: str, case: Case, call: Call, *, takes_backward: bool, lse_grad: bool) -> dict[str, torch.Tensor]:
-    (q, k, v, dout, dlse), operands = call.inputs, call.operands
-    options = call_options(case, operands) | {"backend": name}
-    result = (attention(q, k, v, **options, return_aux=("lse", "max_logit")) if case.max_logit else
-              attention(q, k, v, **options, return_aux=("lse",)))
+def _compute(name: str, case: Case, made: Call, *, takes_backward: bool, lse_grad: bool) -> dict[str, torch.Tensor]:
+    (q, k, v, dout, dlse), operands = made.inputs, made.operands
+    wanted = ("lse", "max_logit") if case.max_logit else ("lse",)
+    result = call(case, (q, k, v), operands, return_aux=wanted, backend=name)
     got = result._asdict()
     if takes_backward:
         outputs, incoming = ((result.out, result.lse), (dout, dlse)) if lse_grad else ((result.out,), (dout,))

@@ -10,7 +10,7 @@ import torch
 from tilewise.bench.accuracy import References, check_plan
 from tilewise.bench.grids import Cell
 from tilewise.bench.options import Tensors, make_tensors
-from tilewise.bench.providers import Provider
+from tilewise.bench.providers import Dims, Provider
 from tilewise.bench.roofline import Direction
 from tilewise.bench.rows import Row
 from tilewise.errors import UnsupportedProblem
@@ -23,13 +23,13 @@ class Prepared:
     """A provider bound to a cell and its tensors, in the provider's own order of dims."""
 
     def __init__(self, provider: Provider, cell: Cell, tensors: Tensors, device: torch.device) -> None:
-        self.provider = provider
+        self._dims = provider.dims(cell.case)
         inputs, operands = tensors
-        self._q, self._k, self._v = (provider.native(tensor.detach()).requires_grad_() for tensor in inputs[:3])
+        self._q, self._k, self._v = (native(tensor.detach(), self._dims).requires_grad_() for tensor in inputs[:3])
         learned = {name: getattr(operands, name).detach().requires_grad_() for name in cell.learned}
         self.attend = provider.bind(cell, operands._replace(**learned), device)
         self.leaves = {"q": self._q, "k": self._k, "v": self._v, **learned}
-        self.dout = provider.native(inputs.dout)
+        self.dout = native(inputs.dout, self._dims)
 
     def forward(self) -> torch.Tensor:
         """Run the training forward: what the backward needs is kept."""
@@ -51,9 +51,9 @@ class Prepared:
     def results(self, direction: Direction) -> dict[str, torch.Tensor]:
         """Return what a direction computes, by name; dims (b, h, s, d), and an operand's own for its gradient."""
         if direction == "forward":
-            return {"out": self.provider.native(self.forward().detach())}
+            return {"out": standard(self.forward().detach(), self._dims)}
         gradients = dict(zip(self.leaves, self._backward_call()(), strict=True))
-        return {f"d{name}": self.provider.native(tensor) if name in ("q", "k", "v") else tensor
+        return {f"d{name}": standard(tensor, self._dims) if name in ("q", "k", "v") else tensor
                 for name, tensor in gradients.items()}
 
     def _backward_call(self) -> Callable[[], tuple[torch.Tensor, ...]]:
@@ -98,6 +98,18 @@ class Checker:
         cell = replace(self._cell, case=replace(self._cell.case, dropout_p=0.0))
         inputs, operands = self._whole
         return Checker(cell, Tensors(inputs, operands._replace(seed=None)), self._device)
+
+
+def native(tensor: torch.Tensor, dims: Dims) -> torch.Tensor:
+    """Turn (b, h, s, d) dims into another order, as a view."""
+    if dims == "shd":
+        return tensor.squeeze(0).transpose(0, 1)
+    return tensor.transpose(1, 2) if dims == "bshd" else tensor
+
+
+def standard(tensor: torch.Tensor, dims: Dims) -> torch.Tensor:
+    """Turn dims in that order back into (b, h, s, d), as a view."""
+    return tensor.transpose(0, 1)[None] if dims == "shd" else native(tensor, dims)
 
 
 def one_line(error: Exception, notes: str = "") -> str:

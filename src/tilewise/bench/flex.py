@@ -7,8 +7,10 @@ from typing import Any, cast
 import torch
 
 from tilewise.bench.grids import Cell
-from tilewise.bench.options import LEARNABLE, OPTIONS
+from tilewise.bench.options import LEARNABLE, OPTIONS, options_of
+from tilewise.bench.packed import sequence_numbers, why_not_positions
 from tilewise.bench.providers import Attend, Provider
+from tilewise.bench.roofline import Direction
 from tilewise.scores import Operands
 from tilewise.testing.cases import Case
 
@@ -16,10 +18,10 @@ _Lookup = Callable[..., torch.Tensor]
 
 
 class FlexProvider(Provider):
-    """FlexAttention, compiled in its default mode, the masks as a block mask; it lacks dropout alone."""
+    """FlexAttention, compiled in its default mode, the masks as a block mask; packed sequences are its documents."""
 
     name = "flex"
-    options = frozenset(OPTIONS) - {"dropout_p"}
+    options = frozenset(OPTIONS) - {"dropout_p", "is_padded"}
     gradients = frozenset(LEARNABLE)
 
     def missing(self, device: torch.device) -> str | None:
@@ -27,6 +29,14 @@ class FlexProvider(Provider):
         if device.type != "cuda":
             return "FlexAttention has no backward on the CPU, and its forward compiles for tens of seconds"
         return None
+
+    def why_not(self, cell: Cell, direction: Direction, device: torch.device) -> str | None:
+        """Refuse packed sequences that documents of one batch entry cannot say."""
+        if not cell.case.packed:
+            return None
+        if options_of(cell.case) != ("packed",):
+            return "takes packed sequences without another option"
+        return why_not_positions(cell.case, "")
 
     def bind(self, cell: Cell, operands: Operands, device: torch.device) -> Attend:
         """Compile for this shape, the mask's block structure worked out beforehand."""
@@ -40,11 +50,13 @@ class FlexProvider(Provider):
         case, sinks = cell.case, operands.sinks
         function: Any = flex_attention if sinks is None else attend_with_sinks
         compiled: Any = torch.compile(function, dynamic=False)
-        block_mask = None
-        if case.mask.is_bounded or operands.mask is not None:
-            sizes = (1, 1) if operands.mask is None else operands.mask.shape[:2]
-            b, h = (None if size == 1 else size for size in sizes)
-            block_mask = create_block_mask(_mask_function(case, operands), b, h, case.sq, case.sk, device=str(device))
+        block_mask, ids = None, _document_ids(case, operands)
+        if case.mask.is_bounded or operands.mask is not None or ids is not None:
+            entries, heads = (1, 1) if operands.mask is None else operands.mask.shape[:2]
+            entries = max(entries, 1 if ids is None else len(ids[0]))
+            b, h = (None if size == 1 else size for size in (entries, heads))
+            (_, sq), (_, sk) = case.stored("q"), case.stored("k")
+            block_mask = create_block_mask(_mask_function(case, operands.mask, ids), b, h, sq, sk, device=str(device))
         score_mod, more = _score_function(case, operands), {} if sinks is None else {"sinks": sinks}
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -86,10 +98,20 @@ def _score_function(case: Case, operands: Operands) -> Any:
     return changed
 
 
-def _mask_function(case: Case, operands: Operands) -> Any:
+def _document_ids(case: Case, operands: Operands) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return the documents of queries and keys, (b|1, s) each, or None."""
+    if operands.documents_q is not None and operands.documents_k is not None:
+        return operands.documents_q[:, 0].contiguous(), operands.documents_k[:, 0].contiguous()
+    if operands.cu_seqlens_q is not None and operands.cu_seqlens_k is not None:
+        return sequence_numbers(operands.cu_seqlens_q)[None], sequence_numbers(operands.cu_seqlens_k)[None]
+    return None
+
+
+def _mask_function(case: Case, mask: torch.Tensor | None, ids: tuple[torch.Tensor, torch.Tensor] | None) -> Any:
     band = case.mask.band(case.sq, case.sk)
     lower, upper = band.lower, band.upper
-    visible_at = None if operands.mask is None else _lookup(operands.mask)
+    visible_at = None if mask is None else _lookup(mask)
+    id_of_query, id_of_key = (None, None) if ids is None else map(_lookup, ids)
 
     def visible(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
         seen = torch.ones_like(j, dtype=torch.bool)
@@ -99,6 +121,8 @@ def _mask_function(case: Case, operands: Operands) -> Any:
             seen = seen & (j - i <= upper)
         if visible_at is not None:
             seen = seen & visible_at(b, h, i, j)
+        if id_of_query is not None and id_of_key is not None:
+            seen = seen & (id_of_query(b, i) == id_of_key(b, j))
         return seen
 
     return visible

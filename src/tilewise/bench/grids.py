@@ -28,7 +28,10 @@ _PRICED: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
     ("sinks", {"sinks": True}, ("sinks",)),
     ("dropout", {"dropout_p": 0.1}, ()),
     ("mask_tensor", {"mask_tensor": "11qk"}, ()),
+    ("documents", {"documents": "mixed"}, ()),
 )
+# 32768 tokens in 16 documents of mixed lengths; drawn once, log-normally (the logarithm's deviation is 1).
+_PACKED_LENGTHS = (1140, 1415, 2756, 1244, 5632, 295, 1796, 410, 1299, 1025, 1022, 166, 1491, 2565, 7348, 3164)
 
 
 @dataclass(frozen=True)
@@ -47,9 +50,9 @@ class Cell:
     def problem(self, device: torch.device) -> AttentionProblem:
         """Describe the call without allocating its tensors."""
         case = self.case
-        q, k, v = (lay_out(torch.empty((case.b, h, s, d), dtype=self.dtype, device="meta"), case.layout)
-                   for h, s, d in ((case.hq, case.sq, case.d), (case.hk, case.sk, case.d),
-                                   (case.hk, case.sk, case.dv)))
+        (b, sq), (_, sk) = case.stored("q"), case.stored("k")
+        q, k, v = (lay_out(torch.empty((b, h, s, d), dtype=self.dtype, device="meta"), case.layout)
+                   for h, s, d in ((case.hq, sq, case.d), (case.hk, sk, case.d), (case.hk, sk, case.dv)))
         operands = make_operands(case, self.dtype, "meta")
         problem = AttentionProblem.from_tensors(q, k, v, operands, mask=case.mask, scale=case.scale,
                                                 settings=case.settings)
@@ -92,15 +95,22 @@ def grid_cells(names: Iterable[str]) -> list[Cell]:
 
 
 def filtered(cells: Iterable[Cell], lengths: Sequence[int] = (), dims: Sequence[int] = ()) -> list[Cell]:
-    """Keep the cells whose query length and head dim are listed; an empty list keeps all."""
+    """Keep the cells whose query length (of packed sequences, together) and head dim are listed; [] keeps all."""
     return [cell for cell in cells
-            if (not lengths or cell.case.sq in lengths) and (not dims or cell.case.d in dims)]
+            if (not lengths or cell.case.stored("q")[1] in lengths) and (not dims or cell.case.d in dims)]
 
 
 def priced(case: Case) -> list[tuple[Case, tuple[str, ...]]]:
     """Return the plain case and, beside it, a case an option, each with the operands that get a gradient."""
     return [(replace(case, name=f"{case.name}_{name}" if name else case.name, **fields), learned)
             for name, fields, learned in _PRICED]
+
+
+def packed_case(heads: tuple[int, int], lengths: Sequence[int], d: int, mask: Mask) -> Case:
+    """Name packed sequences, in the layout that packing gives; a bounded mask needs an alignment."""
+    longest = max(lengths)
+    case = shape_case(len(lengths), heads, (longest, longest), (d, d), mask, "bshd")
+    return replace(case, name=f"{case.name}_packed", lengths_q=tuple(lengths), lengths_k=tuple(lengths), packed="tight")
 
 
 def _square(b: int, heads: int | tuple[int, int], s: int, d: int, mask: Mask, layout: Layout) -> Case:
@@ -132,6 +142,11 @@ def _options() -> list[tuple[Case, torch.dtype, tuple[str, ...]]]:
             for case, learned in priced(_square(b, 16, s, 128, CAUSAL, "bshd"))]
 
 
+def _packed() -> list[tuple[Case, torch.dtype]]:
+    return [(packed_case(heads, _PACKED_LENGTHS, d, mask), torch.bfloat16)
+            for heads, d in (((16, 16), 128), ((32, 8), 128), ((32, 32), 64)) for mask in (FULL, causal("top_left"))]
+
+
 def _cpu() -> list[tuple[Case, torch.dtype]]:
     # From short to long, so that a run whose time is up has every series begun. Together under five minutes on two
     # idle cores, most of it in dense attention; that is why bfloat16 has two lengths alone.
@@ -144,5 +159,5 @@ def _cpu() -> list[tuple[Case, torch.dtype]]:
 
 _Entry = tuple[Case, torch.dtype] | tuple[Case, torch.dtype, tuple[str, ...]]
 GRIDS: dict[str, Callable[[], Sequence[_Entry]]] = {
-    "cpu": _cpu, "paper": _paper, "seeds": _seeds, "gqa": _gqa, "fp32": _fp32, "options": _options,
+    "cpu": _cpu, "paper": _paper, "seeds": _seeds, "gqa": _gqa, "fp32": _fp32, "options": _options, "packed": _packed,
 }

@@ -10,23 +10,23 @@ import torch
 from tilewise.bench.flex import FlexProvider
 from tilewise.bench.grids import Cell
 from tilewise.bench.options import options_of
-from tilewise.bench.providers import Attend, Provider, TransposedProvider
+from tilewise.bench.packed import why_not_flash
+from tilewise.bench.providers import Attend, Dims, Provider
 from tilewise.bench.roofline import Direction
 from tilewise.scores import Operands
+from tilewise.testing.cases import Case
 
-_HALF = (torch.float16, torch.bfloat16)
 
+class FlashAttentionProvider(Provider):
+    """A generation of the flash-attn package: (b, s, h, d) or packed, bottom-right masks.
 
-class FlashAttentionProvider(TransposedProvider):
-    """A generation of the flash-attn package: (b, s, h, d), bottom-right masks.
-
-    ``keywords`` are what it calls the options that it takes; it has a gradient of none of them.
+    ``keywords`` are what it calls the options that it takes beside packed sequences; it has a gradient of none of them.
     """
 
     def __init__(self, name: str, module: str, product: str, no_window: int | None,
                  keywords: Mapping[str, str]) -> None:
         self.name, self.module, self.product, self.no_window = name, module, product, no_window
-        self.keywords, self.options = keywords, frozenset(keywords)
+        self.keywords, self.options = keywords, frozenset((*keywords, "packed"))
 
     def missing(self, device: torch.device) -> str | None:
         """Say that it is not installed, or that the device is not a GPU."""
@@ -36,16 +36,16 @@ class FlashAttentionProvider(TransposedProvider):
 
     def why_not(self, cell: Cell, direction: Direction, device: torch.device) -> str | None:
         """Refuse float32 and masks of the other corner."""
-        case = cell.case
-        if cell.dtype not in _HALF:
-            return f"computes in float16 and bfloat16, got {cell.dtype}"
-        if case.mask.is_bounded and case.sq != case.sk and case.mask.alignment != "bottom_right":
-            return f"aligns masks bottom-right, got {case.mask}"
-        return None
+        return why_not_flash(cell)
+
+    def dims(self, case: Case) -> Dims:
+        """As it takes them."""
+        return "shd" if case.packed else "bshd"
 
     def bind(self, cell: Cell, operands: Operands, device: torch.device) -> Attend:
-        """Call flash_attn_func; some generations return lse beside out."""
-        function: Any = importlib.import_module(self.module).flash_attn_func
+        """Call flash_attn_func or, packed, flash_attn_varlen_func; some generations return lse beside out."""
+        module: Any = importlib.import_module(self.module)
+        function = module.flash_attn_varlen_func if cell.case.packed else module.flash_attn_func
         case, mask = cell.case, cell.case.mask
         is_causal = mask.right == 0
         sides = (self.no_window if side is None else side for side in (mask.left, mask.right))
@@ -53,7 +53,10 @@ class FlashAttentionProvider(TransposedProvider):
         slopes = operands.alibi_slopes
         values = {"softcap": case.softcap, "dropout_p": case.dropout_p, "sinks": operands.sinks,
                   "alibi": slopes[0] if slopes is not None and len(slopes) == 1 else slopes}
-        options = {self.keywords[field]: values[field] for field in options_of(case)}
+        options = {self.keywords[field]: values[field] for field in options_of(case) if field != "packed"}
+        if operands.cu_seqlens_q is not None and operands.cu_seqlens_k is not None:
+            options |= {"cu_seqlens_q": operands.cu_seqlens_q.int(), "cu_seqlens_k": operands.cu_seqlens_k.int(),
+                        "max_seqlen_q": case.sq, "max_seqlen_k": case.sk}
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             result = function(q, k, v, softmax_scale=case.scale, causal=is_causal, window_size=window, **options)

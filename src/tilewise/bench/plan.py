@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import product
 
 import torch
 
 from tilewise.bench.grids import Cell, dtype_name
 from tilewise.bench.mask_text import format_mask
 from tilewise.bench.options import options_text
+from tilewise.bench.packed import packed_providers
 from tilewise.bench.peers import peer_providers
 from tilewise.bench.provenance import Provenance
 from tilewise.bench.providers import Provider, own_providers, torch_providers
@@ -45,13 +47,30 @@ def available_providers(names: Sequence[str], device: torch.device) -> tuple[lis
     Raises:
         InvalidInput: no provider has that name.
     """
-    known = {provider.name: provider for provider in (*own_providers(), *torch_providers(), *peer_providers())}
+    known = {provider.name: provider
+             for make in (own_providers, torch_providers, packed_providers, peer_providers) for provider in make()}
     for name in names:
         if name not in known:
             raise InvalidInput(f"provider is {name!r}; allowed are {', '.join(known)}.")
     wanted = {name: known[name] for name in names or known}
     absent = {name: reason for name, provider in wanted.items() if (reason := provider.missing(device))}
     return [provider for name, provider in wanted.items() if name not in absent], absent
+
+
+def takers(providers: Sequence[Provider], cells: Sequence[Cell],
+           device: torch.device) -> tuple[list[Provider], dict[str, str]]:
+    """Return the providers that take some cell in some direction, and why each other one does not take the last."""
+    taking: list[Provider] = []
+    absent: dict[str, str] = {}
+    for provider in providers:
+        for cell, direction in product(cells, DIRECTIONS):
+            reason = provider.reason_against(cell, direction, device)
+            if reason is None:
+                taking.append(provider)
+                absent.pop(provider.name, None)
+                break
+            absent[provider.name] = reason
+    return taking, absent
 
 
 def blank_row(cell: Cell, provider: str, direction: str, regime: str, origin: Provenance) -> Row:

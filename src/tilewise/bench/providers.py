@@ -1,27 +1,30 @@
 """What can be timed: this package's backends, dense attention, and torch's own fused kernels.
 
 A provider answers in sentences: ``missing`` when it cannot run on this machine at all, ``reason_against`` when it does
-not take one cell. Other packages' kernels are in flex.py and peers.py.
+not take one cell. Those of packed sequences are in packed.py, other packages' kernels in flex.py and peers.py.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import cast
+from typing import Literal, cast
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tilewise.api import attention
+from tilewise.api import attention, attention_varlen
 from tilewise.bench.grids import FULL, Cell
 from tilewise.bench.memory import MIB, available_bytes
 from tilewise.bench.options import LEARNABLE, OPTIONS, options_of
 from tilewise.bench.roofline import Direction
 from tilewise.dispatch import BACKENDS, explain_problem
+from tilewise.masks import TensorMask
 from tilewise.scores import Operands
+from tilewise.testing.cases import Case
 from tilewise.testing.inputs import call_options
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Dims = Literal["bhsd", "bshd", "shd"]
 AUTOMATIC = "tilewise"
 
 
@@ -62,9 +65,9 @@ class Provider(ABC):
         """Return why it does not take a cell whose options it takes, as a sentence, or None."""
         return None
 
-    def native(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Turn (b, h, s, d) dims into the provider's own order, as a view; its own inverse."""
-        return tensor
+    def dims(self, case: Case) -> Dims:
+        """Return the order of dims that it calls with; "shd" = packed sequences without a batch dim."""
+        return "bhsd"
 
     @abstractmethod
     def bind(self, cell: Cell, operands: Operands, device: torch.device) -> Attend:
@@ -73,14 +76,6 @@ class Provider(ABC):
         What can be made of the operands once for many calls is made here, untimed; of those that require a gradient,
         it must be part of the call.
         """
-
-
-class TransposedProvider(Provider):
-    """A provider whose dims are (b, s, h, d)."""
-
-    def native(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Swap heads and positions."""
-        return tensor.transpose(1, 2)
 
 
 class TilewiseProvider(Provider):
@@ -110,9 +105,15 @@ class TilewiseProvider(Provider):
             return reasons[self.backend]
         return "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
 
+    def dims(self, case: Case) -> Dims:
+        """Those of the call."""
+        return "shd" if case.packed else "bhsd"
+
     def bind(self, cell: Cell, operands: Operands, device: torch.device) -> Attend:
-        """Call :func:`tilewise.attention`."""
+        """Call :func:`tilewise.attention`, or :func:`tilewise.attention_varlen` if packed."""
         options = call_options(cell.case, operands)
+        if cell.case.packed:
+            return lambda q, k, v: attention_varlen(q, k, v, **options, backend=self.backend)
         return lambda q, k, v: attention(q, k, v, **options, backend=self.backend)
 
 
@@ -191,7 +192,7 @@ def own_providers() -> list[Provider]:
 
 def torch_providers() -> list[Provider]:
     """Return dense attention and torch's kernels."""
-    masked = ("bias", "mask_tensor", "dropout_p")
+    masked = ("bias", "mask_tensor", "dropout_p", "documents")
     return [
         DenseProvider(),
         SdpaProvider("sdpa_math", SDPBackend.MATH, on_cpu=True, dense=True, options=masked, gradients=("bias",)),
@@ -203,17 +204,19 @@ def torch_providers() -> list[Provider]:
 
 
 def _attn_mask(cell: Cell, operands: Operands, device: torch.device) -> Callable[[], torch.Tensor] | None:
-    """Return what makes torch's attn_mask in a call: bias, boolean mask and the cell's own mask in one tensor.
+    """Return what makes torch's attn_mask in a call: bias, boolean mask, documents and the cell's mask in one tensor.
 
     torch takes no ``is_causal`` beside it. A bias that gets a gradient is joined with the masks in every call, as its
     users have to; any other, and the masks alone, once.
     """
-    case, bias = cell.case, operands.bias
-    if bias is None and operands.mask is None:
+    case, bias, mask = cell.case, operands.bias, call_options(cell.case, operands)["mask"]
+    visible: torch.Tensor | None = None
+    if isinstance(mask, TensorMask):
+        visible = mask.visible(case.sq, case.sk)
+    elif bias is None:
         return None
-    visible = None if case.mask == FULL else case.mask.visible(case.sq, case.sk, device)
-    if operands.mask is not None:
-        visible = operands.mask if visible is None else operands.mask & visible
+    elif mask != FULL:
+        visible = mask.visible(case.sq, case.sk, device)
     hidden = None if visible is None else ~visible
 
     def joined() -> torch.Tensor:

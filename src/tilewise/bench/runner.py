@@ -39,7 +39,7 @@ def run(cells: Iterable[Cell], plan: Plan) -> Iterator[tuple[Cell, list[Row]]]:
 def work(cell: Cell) -> float:
     """Share of a cell in a run's time: its scores, as dense attention forms them, and what every cell costs."""
     case = cell.case
-    return case.b * case.hq * case.sq * case.sk * case.d + _LEAST_WORK
+    return case.hq * case.dense_pairs * case.d + _LEAST_WORK
 
 
 class _CellRun:

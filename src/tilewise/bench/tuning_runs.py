@@ -26,7 +26,7 @@ from tilewise.dispatch import get_backend
 from tilewise.errors import InvalidInput
 from tilewise.testing.inputs import make_inputs
 from tilewise.tuning.device import device_spec
-from tilewise.tuning.heuristics import KINDS, Config, split_dkdv, wants_descriptors
+from tilewise.tuning.heuristics import Config, split_dkdv, wants_descriptors
 from tilewise.tuning.search import MOST_CANDIDATES, Finding, propose, search
 from tilewise.tuning.table import Bucket, Row, make_row
 
@@ -86,7 +86,7 @@ def tasks(wanted: Wanted, device: torch.device) -> list[Task]:
     Raises:
         InvalidInput: a kernel, width, dtype, mask or length that tables have no row for, or cannot be checked.
     """
-    for name, given, allowed in (("kernels", wanted.kernels, tuple(KINDS)), ("widths", wanted.widths, WIDTHS),
+    for name, given, allowed in (("kernels", wanted.kernels, tuple(TENSORS)), ("widths", wanted.widths, WIDTHS),
                                  ("dtypes", wanted.dtypes, DTYPES), ("masks", wanted.masks, tuple(MASKS))):
         for value in given:
             if value not in allowed:

@@ -8,7 +8,8 @@ import typer
 from tilewise.bench import report as reports
 from tilewise.bench.environment import environment
 from tilewise.bench.grids import GRIDS, Cell, filtered, grid_cells, parse_dtype
-from tilewise.bench.plan import Plan, available_providers
+from tilewise.bench.host import host_cell
+from tilewise.bench.plan import Plan, available_providers, takers
 from tilewise.bench.plots import draw_figures
 from tilewise.bench.provenance import provenance
 from tilewise.bench.providers import is_ours
@@ -123,7 +124,8 @@ def bench(  # noqa: PLR0913 - one parameter a flag
     sq: flags.OwnLength = None, b: flags.Batch = 1, hq: flags.QueryHeads = 8, hk: flags.KeyHeads = None,
     sk: flags.KeyLength = None, d: flags.HeadDim = 64, dv: flags.ValueDim = None, mask: flags.MaskText = "none",
     dtype: Annotated[str, typer.Option(help="Dtype of the shape.")] = "float32",
-    providers: Annotated[str | None, typer.Option(help="Providers, with commas. Default: all that are here.")] = None,
+    providers: Annotated[str | None, typer.Option(help="Providers, with commas. Default: all that are here "
+                                                       "and take a case.")] = None,
     seqs: Annotated[str | None, typer.Option(help="Keep these query lengths of the grid.")] = None,
     dims: Annotated[str | None, typer.Option(help="Keep these head dims of the grid.")] = None,
     direction: Annotated[Literal["both", "forward", "backward"], typer.Option(help="Passes to time.")] = "both",
@@ -156,6 +158,9 @@ def bench(  # noqa: PLR0913 - one parameter a flag
     if not cells:
         raise InvalidInput("no case of the grid is left by --seqs and --dims.")
     present, absent = available_providers(flags.comma_list(providers), where)
+    if not providers:
+        present, idle = takers(present, [host_cell(where)] if host else cells, where)
+        absent |= idle
     plan = Plan(where, present, regime_named(regime, where), provenance(where, session.command_line(), commit),
                 DIRECTIONS if direction == "both" else (direction,), budget, graph)
     outcome = session.host_session(plan, out) if host else session.bench_session(cells, plan, out)

@@ -162,7 +162,8 @@ def bench_session(cells: Sequence[Cell], plan: Plan, folder: Path) -> Outcome:
     outcome.left = list(cells[done:])
     for grid, rows in by_grid.items():
         table = folder / f"{grid}.md"
-        views = ("speed", "memory", "price") if any(row.options for row in rows) else ("speed", "memory")
+        has_prices = len({bool(row.options) for row in rows}) == 2  # a price is over a plain call's
+        views = ("speed", "memory", "price") if has_prices else ("speed", "memory")
         table.write_text("\n\n".join(markdown(rows, view) for view in views) + "\n", encoding="utf-8")
         outcome.files += [folder / f"{grid}.csv", table]
     return outcome

@@ -2,15 +2,20 @@
 
 import re
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal, get_args
 
 from tilewise.errors import InvalidInput
-from tilewise.masks import Mask, causal, window
+from tilewise.masks import Mask, Span, causal, chunk, prefix, sink_tokens, window
 from tilewise.scores import ScoreSettings, checked_dropout_p, checked_softcap
 
 OperandDtype = Literal["same", "float32"]
 Slopes = Literal["", "h", "bh"]
+Packed = Literal["", "tight", "gaps"]
+Documents = Literal["", "runs", "interleaved", "mixed"]
 Layout = Literal["bhsd", "bshd", "bhds", "packed_qkv", "packed_kv", "expanded", "moat"]
+# Of 1000 tokens, those of each of eight documents; drawn once, log-normally, as lengths of documents are.
+_SHARES = (128, 68, 238, 192, 49, 235, 30, 60)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +33,11 @@ class Case:
         alibi: the dims of the slopes; "" = none.
         sinks: whether each head has one.
         softcap, dropout_p, max_logit: as in scores.py.
+        lengths_q, lengths_k: how many of the sq queries and sk keys of each of the b sequences take part; None = all.
+        packed: "" = each sequence is a batch entry; "tight" = one behind the other; "gaps" = with unused rows behind
+             each of them and behind the last.
+        documents: how the ids of queries and keys lie: in runs drawn for each batch entry, interleaved, the same for
+             all, or mixed: in eight runs of mixed lengths, as :meth:`document_spans` says; "" = there are none.
     """
 
     name: str
@@ -49,9 +59,14 @@ class Case:
     softcap: float | None = None
     dropout_p: float = 0.0
     max_logit: bool = False
+    lengths_q: tuple[int, ...] | None = None
+    lengths_k: tuple[int, ...] | None = None
+    packed: Packed = ""
+    documents: Documents = ""
 
     def __post_init__(self) -> None:
-        for field, names in (("layout", Layout), ("operand_dtype", OperandDtype), ("alibi", Slopes)):
+        for field, names in (("layout", Layout), ("operand_dtype", OperandDtype), ("alibi", Slopes),
+                             ("packed", Packed), ("documents", Documents)):
             if getattr(self, field) not in get_args(names):
                 raise InvalidInput(
                     f"case {self.name}: {field} is {getattr(self, field)!r}; allowed are {get_args(names)}.")
@@ -65,19 +80,89 @@ class Case:
             raise InvalidInput(f"case {self.name}: layout 'packed_qkv' needs sq == sk, got {self.sq} and {self.sk}.")
         checked_softcap(self.softcap)
         checked_dropout_p(self.dropout_p)
-        self.mask.band(self.sq, self.sk)  # raises where lengths differ and no alignment is named
+        if self.has_lengths:
+            self._check_lengths()
+        else:
+            self.mask.band(self.sq, self.sk)  # raises where lengths differ and no alignment is named
         if self.alibi:
             self.mask.offset(self.sq, self.sk)  # as does this: a distance has one too
+        if self.documents == "mixed" and self.has_lengths:
+            raise InvalidInput(f"case {self.name}: documents are 'mixed' and lengths are data; allowed is one of them.")
+
+    def _check_lengths(self) -> None:
+        for field, most in (("lengths_q", self.sq), ("lengths_k", self.sk)):
+            lengths = getattr(self, field)
+            if lengths is None and self.packed:
+                raise InvalidInput(f"case {self.name}: {field} is None; packed sequences need both lengths.")
+            if lengths is not None and (len(lengths) != self.b or not all(0 <= length <= most for length in lengths)):
+                raise InvalidInput(f"case {self.name}: {field} is {lengths}; allowed are {self.b} lengths of "
+                                   f"0 to {most}.")
+        if self.packed and self.layout not in ("bhsd", "bshd", "bhds", "moat"):
+            raise InvalidInput(f"case {self.name}: layout is {self.layout!r}; packed sequences lie as 'bhsd', 'bshd', "
+                               "'bhds' or 'moat'.")
+        if self.mask.is_bounded and self.mask.alignment is None:
+            raise InvalidInput(f"case {self.name}: mask is {self.mask}; where lengths are data it needs an alignment.")
+
+    @property
+    def has_lengths(self) -> bool:
+        """Whether some length is data."""
+        return bool(self.packed) or self.lengths_q is not None or self.lengths_k is not None
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether lengths are data and each sequence is a batch entry."""
+        return self.has_lengths and not self.packed
+
+    @property
+    def dense_pairs(self) -> int:
+        """Pairs of one head, hidden ones too: of all sequences, each by itself."""
+        return sum(len(queries) * len(keys) for queries, keys in zip(self.spans("q"), self.spans("k"), strict=True))
+
+    def spans(self, side: str) -> list[Span]:
+        """Return where in storage each sequence's queries or keys lie that take part; padded, in their entry."""
+        length, lengths = (self.sq, self.lengths_q) if side == "q" else (self.sk, self.lengths_k)
+        lengths = (length,) * self.b if lengths is None else lengths
+        spans, start = [], 0
+        for number, own in enumerate(lengths):
+            spans.append(Span(start, start + own))
+            start = 0 if not self.packed else start + own + (2 + number if self.packed == "gaps" else 0)
+        return spans
+
+    def document_spans(self, side: str) -> list[list[Span]]:
+        """Return of each batch entry where its mixed documents lie, in their order; the next entry has them shifted.
+
+        Raises:
+            InvalidInput: the documents are not mixed.
+        """
+        if self.documents != "mixed":
+            raise InvalidInput(f"case {self.name}: documents are {self.documents!r}; allowed are 'mixed' where their "
+                               "lengths are asked for.")
+        length, entries = self.sq if side == "q" else self.sk, []
+        for entry in range(self.b):
+            first = entry % len(_SHARES)
+            shares = _SHARES[first:] + _SHARES[:first]
+            borders = [length * sum(shares[:count]) // sum(shares) for count in range(len(shares) + 1)]
+            entries.append([Span(*ends) for ends in pairwise(borders)])
+        return entries
+
+    def stored(self, side: str) -> tuple[int, int]:
+        """Return batch entries and positions of the tensors of queries or keys."""
+        if not self.packed:
+            return self.b, self.sq if side == "q" else self.sk
+        end = max((span.stop for span in self.spans(side)), default=0)
+        return 1, end + (self.b + 5 if self.packed == "gaps" else 0)
 
     @property
     def settings(self) -> ScoreSettings:
         """The numbers that change the scores, and whether the largest of them is wanted."""
-        return ScoreSettings(self.softcap, self.dropout_p, self.max_logit)
+        longest = (self.sq, self.sk) if self.packed and (self.bias or self.mask_tensor) else (None, None)
+        return ScoreSettings(self.softcap, self.dropout_p, self.max_logit, longest)
 
     @property
     def has_options(self) -> bool:
-        """Whether anything beside scale and mask changes the scores."""
-        return bool(self.bias or self.mask_tensor or self.alibi or self.sinks or self.softcap or self.dropout_p)
+        """Whether anything beside scale and mask changes the scores, or decides which there are."""
+        return bool(self.bias or self.mask_tensor or self.alibi or self.sinks or self.softcap or self.dropout_p
+                    or self.documents or self.has_lengths)
 
     def __str__(self) -> str:
         return self.name
@@ -222,8 +307,95 @@ _TOGETHER = (
          sinks=True, softcap=4.0, dropout_p=0.2, layout="expanded"),
 )
 
+_EXCEPTIONS = (
+    Case("prefix", hq=4, hk=2, sq=66, sk=66, d=16, dv=16, mask=prefix(21)),
+    Case("prefix_window_more_keys", sq=49, sk=77, d=16, dv=16, mask=prefix(40, "top_left") & window(9, 0)),
+    Case("prefix_bottom_right_more_queries", sq=77, sk=33, d=16, dv=16, mask=prefix(5, "bottom_right")),
+    # The hole between the first keys and the window is 100 keys and more.
+    Case("sink_tokens_far_from_the_window", hq=2, hk=1, sq=200, sk=300, d=16, dv=16,
+         mask=_BOTTOM & window(20, 0) & sink_tokens(4)),
+    Case("sink_tokens_inside_the_window", sq=66, sk=66, d=16, dv=16, mask=window(30, 7) & sink_tokens(20)),
+    Case("sink_tokens_top_left_more_queries", sq=140, sk=33, d=16, dv=16, mask=_TOP & window(9, 0) & sink_tokens(3),
+         sinks=True),
+    Case("chunk", hq=2, hk=1, sq=77, sk=77, d=16, dv=16, mask=chunk(19)),
+    Case("chunk_causal_bottom_right_more_keys", sq=49, sk=77, d=16, dv=16, mask=_BOTTOM & chunk(16)),
+    Case("chunk_bottom_right_more_queries", sq=77, sk=49, d=16, dv=16, mask=chunk(16, "bottom_right")),
+    Case("chunk_window_top_left_unseen_keys", sq=40, sk=77, d=16, dv=16, mask=chunk(16, "top_left") & window(9, 3)),
+    Case("chunk_hides_sink_tokens_from_all", hq=2, hk=1, sq=40, sk=66, d=16, dv=16,
+         mask=_BOTTOM & window(20, 0) & chunk(10) & sink_tokens(30)),
+    Case("chunk_window_sink_tokens_prefix", sq=70, sk=70, d=16, dv=16,
+         mask=prefix(11) & window(4, 0) & chunk(29) & sink_tokens(7), bias="1hqk"),
+)
+
+_DOCUMENTS = (
+    Case("documents", b=2, hq=4, hk=2, sq=66, sk=66, d=16, dv=16, documents="runs"),
+    Case("documents_causal_window_more_keys", b=2, sq=49, sk=77, d=16, dv=16, mask=_BOTTOM & window(20, 0),
+         documents="runs", bias="11qk"),
+    Case("documents_interleaved", b=2, sq=66, sk=49, d=16, dv=16, documents="interleaved", alibi="bh", mask=_TOP),
+    Case("documents_mask_tensor_sinks", sq=66, sk=66, d=16, dv=16, mask=causal() & chunk(30), documents="runs",
+         mask_tensor="11qk", sinks=True, layout="moat"),
+)
+
+_PADDED = (
+    Case("padded", b=3, hq=4, hk=2, sq=49, sk=66, d=16, dv=16, lengths_q=(49, 17, 30), lengths_k=(13, 66, 40),
+         layout="moat"),
+    Case("padded_keys_causal_bottom_right", b=2, sq=33, sk=66, d=16, dv=16, mask=_BOTTOM, lengths_k=(20, 66)),
+    Case("padded_queries_causal_top_left", b=2, sq=66, sk=33, d=16, dv=16, mask=_TOP, lengths_q=(66, 31),
+         layout="bshd"),
+    Case("padded_zero_lengths", b=4, sq=33, sk=33, d=16, dv=16, mask=_TOP, lengths_q=(0, 33, 0, 7),
+         lengths_k=(20, 0, 0, 33), layout="moat", sinks=True),
+    Case("padded_sinks_blind_queries_gqa", b=2, hq=4, hk=2, sq=66, sk=66, d=16, dv=16, mask=_BOTTOM, sinks=True,
+         lengths_q=(50, 40), lengths_k=(33, 40), layout="moat"),
+    Case("padded_window_bias", b=2, sq=40, sk=49, d=16, dv=16, mask=window(9, 4, "bottom_right"), bias="1hqk",
+         lengths_q=(40, 21), lengths_k=(31, 49), layout="moat"),
+    Case("padded_everything", b=3, hq=4, hk=2, sq=49, sk=70, d=24, dv=40, layout="moat", bias="bhqk",
+         mask=_BOTTOM & window(30, 0) & sink_tokens(3), mask_tensor="1h1k", alibi="bh", sinks=True, softcap=4.0,
+         dropout_p=0.2, operand_dtype="float32", documents="runs", lengths_q=(49, 20, 35), lengths_k=(33, 70, 35)),
+)
+
+_PACKED = (
+    Case("packed", b=3, hq=4, hk=2, sq=49, sk=66, d=16, dv=16, lengths_q=(49, 17, 30), lengths_k=(13, 66, 40),
+         packed="tight"),
+    Case("packed_causal_top_left", b=3, sq=40, sk=40, d=16, dv=16, mask=_TOP, lengths_q=(40, 17, 30),
+         lengths_k=(40, 17, 30), packed="tight", layout="bshd"),
+    Case("packed_causal_bottom_right_gaps", b=3, hq=4, hk=2, sq=49, sk=66, d=16, dv=16, mask=_BOTTOM,
+         lengths_q=(49, 17, 30), lengths_k=(13, 66, 40), packed="gaps", layout="moat"),
+    Case("packed_zero_lengths", b=5, sq=33, sk=40, d=16, dv=16, mask=_BOTTOM, lengths_q=(0, 33, 0, 7, 0),
+         lengths_k=(20, 0, 0, 40, 11), packed="gaps", layout="moat"),
+    Case("packed_nothing", b=2, sq=0, sk=0, d=16, dv=16, lengths_q=(0, 0), lengths_k=(0, 0), packed="tight"),
+    # An operand's dim of 1 is a broadcast one beside another operand's 0.
+    Case("packed_no_queries", b=2, sq=0, sk=20, d=16, dv=16, lengths_q=(0, 0), lengths_k=(7, 20), packed="tight",
+         bias="bhqk", mask_tensor="bh1k"),
+    Case("packed_no_sequences", b=0, sq=0, sk=0, d=16, dv=16, lengths_q=(), lengths_k=(), packed="gaps"),
+    Case("packed_window_sinks", b=2, sq=49, sk=49, d=16, dv=16, mask=window(9, 4, "bottom_right"), sinks=True,
+         lengths_q=(49, 20), lengths_k=(30, 49), packed="gaps", layout="moat"),
+    Case("packed_bias", b=3, sq=33, sk=40, d=16, dv=16, bias="bhqk", lengths_q=(20, 33, 5), lengths_k=(40, 9, 17),
+         packed="tight"),
+    Case("packed_bias_of_all_sequences", b=3, hq=4, hk=2, sq=33, sk=40, d=16, dv=16, mask=_BOTTOM, bias="1hqk",
+         lengths_q=(20, 33, 5), lengths_k=(40, 9, 17), packed="gaps", layout="moat"),
+    Case("packed_bias_of_keys", b=2, sq=33, sk=40, d=16, dv=16, bias="b11k", operand_dtype="float32",
+         lengths_q=(20, 33), lengths_k=(40, 17), packed="tight"),
+    Case("packed_bias_of_queries", b=2, sq=33, sk=40, d=16, dv=16, mask=_TOP, bias="1hq1", mask_tensor="b1qk",
+         lengths_q=(20, 33), lengths_k=(40, 17), packed="gaps"),
+    Case("packed_alibi_dropout", b=3, hq=2, hk=1, sq=33, sk=40, d=16, dv=16, mask=_BOTTOM, alibi="h", dropout_p=0.3,
+         lengths_q=(20, 33, 5), lengths_k=(40, 9, 17), packed="tight"),
+    Case("packed_softcap_alibi_of_sequences", b=2, hq=4, hk=2, sq=33, sk=40, d=16, dv=16,
+         mask=window(None, None, "top_left"), alibi="bh", softcap=3.0, lengths_q=(20, 33), lengths_k=(40, 9),
+         packed="gaps"),
+    Case("packed_documents_chunk", b=3, sq=40, sk=40, d=16, dv=16, mask=_TOP & chunk(16), documents="runs",
+         lengths_q=(40, 17, 30), lengths_k=(40, 17, 30), packed="gaps"),
+    Case("packed_prefix_sink_tokens", b=2, sq=49, sk=66, d=16, dv=16,
+         mask=prefix(20, "bottom_right") & window(9, 0) & sink_tokens(3), lengths_q=(49, 30), lengths_k=(66, 33),
+         packed="tight"),
+    Case("packed_everything", b=3, hq=4, hk=2, sq=49, sk=70, d=24, dv=40, layout="moat", bias="11qk",
+         mask=_BOTTOM & window(30, 0) & sink_tokens(3) & chunk(40), mask_tensor="bhqk", alibi="h", sinks=True,
+         softcap=4.0, dropout_p=0.2, documents="interleaved", lengths_q=(49, 0, 35), lengths_k=(33, 70, 35),
+         packed="gaps"),
+)
+
 CASES: tuple[Case, ...] = (_HEADS + _LENGTHS + _WINDOWS + _HEAD_DIMS + _LAYOUTS
-                           + _ADDED + _HIDDEN_BY_DATA + _REDUCED + _TOGETHER)
+                           + _ADDED + _HIDDEN_BY_DATA + _REDUCED + _TOGETHER
+                           + _EXCEPTIONS + _DOCUMENTS + _PADDED + _PACKED)
 _BY_NAME = {case.name: case for case in CASES}
 
 

@@ -14,10 +14,10 @@ from typing import Any, Literal, NamedTuple, TypeVar, get_args
 import torch
 
 from tilewise.errors import InvalidInput
-from tilewise.masks import ALIGNMENTS, Mask, causal, window
+from tilewise.masks import ALIGNMENTS, Mask, causal, chunk, prefix, sink_tokens, window
 from tilewise.problem import TAIL_WIDTH, WIDEST
 from tilewise.scores import Operands
-from tilewise.testing.cases import Case, Layout, OperandDtype
+from tilewise.testing.cases import Case, Layout, OperandDtype, Packed
 from tilewise.testing.inputs import Inputs, make_inputs, make_operands
 from tilewise.testing.placement import each_once, far_apart, plant_nan, with_meaningless_strides
 
@@ -97,7 +97,8 @@ def draw(seed: int, size: Size = "small") -> Configuration:
         return random.Random(f"{size} {seed} {name}")
 
     fields = _sizes(stream, _LONGEST[size]) | {name: option(stream(name)) for name, option in _OPTIONS.items()}
-    fields = _agreeing(fields, _draw_mask(stream, _LONGEST[size]))
+    fields |= {"mask": _draw_mask(stream, _LONGEST[size])} | _draw_lengths(stream, fields)
+    fields = _agreeing(fields)
     dtype = stream("dtype").choice(_DTYPES)
     case = Case(f"{size}_{seed}", **fields)
     placements = ("meaningless_strides",) if size == "small" else get_args(Placement)[1:]
@@ -150,7 +151,13 @@ _OPTIONS: Mapping[str, Callable[[random.Random], Any]] = {
     "softcap": lambda stream: _sometimes(stream, None, lambda one: one.uniform(0.5, 50.0)),
     "dropout_p": lambda stream: _sometimes(stream, 0.0, lambda one: one.uniform(0.01, 0.9)),
     "max_logit": lambda stream: _sometimes(stream, False, lambda _: True),
+    "documents": lambda stream: _sometimes(stream, "", lambda one: one.choice(("runs", "interleaved"))),
 }
+# How sequences are packed, and whether queries' and keys' lengths are data.
+_Storage = tuple[Packed, bool, bool]
+_STORAGES: tuple[_Storage, ...] = (("", True, True), ("", True, False), ("", False, True), ("tight", True, True),
+                                   ("gaps", True, True), ("gaps", True, True))
+_DENSE: _Storage = ("", False, False)
 
 
 def _sizes(stream: _Stream, longest: int) -> dict[str, Any]:
@@ -182,22 +189,47 @@ def _head_dim(stream: random.Random) -> int:
 
 
 def _draw_mask(stream: _Stream, longest: int) -> Mask:
-    """Draw a band of any kind; its alignment is named."""
+    """Draw a band of any kind, joined now and then to chunks and exceptions; its alignment is named."""
     kind, sides = stream("mask"), stream("window")
     left, right = (sides.choice((0, sides.randint(0, 20), sides.randint(0, longest // 2))) for _ in range(2))
     alignment = stream("alignment").choice(ALIGNMENTS)
-    return kind.choice((
+    mask = kind.choice((
         window(None, None, alignment), causal(alignment), causal(alignment), window(left, right, alignment),
         window(left, None, alignment), window(None, right, alignment), causal(alignment) & window(left, 0)))
+    for make, least in ((prefix, 0), (sink_tokens, 0), (chunk, 1)):
+        own = stream(make.__name__)
+        if own.random() < 1 / 4:
+            mask = mask & make(own.choice((least, own.randint(least, 20), own.randint(least, longest // 2))))
+    return mask
 
 
-def _agreeing(fields: dict[str, Any], mask: Mask) -> dict[str, Any]:
+def _draw_lengths(stream: _Stream, sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """Draw which lengths are data, and these; where queries are as many as keys, half of all times in each sequence."""
+    packed, *given = stream("storage").choice((*(_DENSE for _ in _STORAGES), *_STORAGES))
+    lengths_q, lengths_k = (
+        tuple(_length_up_to(own, sizes[side]) for _ in range(sizes["b"])) if is_given else None
+        for side, own, is_given in zip(("sq", "sk"), map(stream, ("lengths_q", "lengths_k")), given, strict=True))
+    if lengths_q and lengths_k and sizes["sq"] == sizes["sk"] and stream("equal_sequences").random() < 0.5:
+        lengths_k = lengths_q
+    return {"packed": packed, "lengths_q": lengths_q, "lengths_k": lengths_k}
+
+
+def _length_up_to(stream: random.Random, most: int) -> int:
+    """Any length, its ends more often than the others."""
+    return stream.choice((0, most, *(stream.randint(0, most) for _ in range(4))))
+
+
+def _agreeing(fields: dict[str, Any]) -> dict[str, Any]:
     """Change what does not go with the rest."""
+    if fields["packed"] and fields["layout"] not in ("bhsd", "bshd", "bhds", "moat"):
+        fields = fields | {"layout": "bshd"}  # packed sequences have one batch entry, and queries apart from keys
     if fields["layout"].startswith("packed"):
         fields = fields | {"dv": fields["d"]}
-    if fields["layout"] == "packed_qkv":
-        fields = fields | {"sk": fields["sq"]}
-    return fields | {"mask": mask}
+    if fields["layout"] == "packed_qkv" and fields["sk"] != fields["sq"]:
+        lengths_k = fields["lengths_k"]
+        fields = fields | {"sk": fields["sq"], "lengths_k": lengths_k and tuple(
+            min(length, fields["sq"]) for length in lengths_k)}
+    return fields
 
 
 def _draw_shift(stream: random.Random, case: Case, dtype: torch.dtype) -> float:

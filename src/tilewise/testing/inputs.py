@@ -13,15 +13,20 @@ layout         how q, k, v (dims b, h, s, d) lie in memory
 =============  ====================================================================================
 
 Bias and boolean mask follow their case's layout; of ``expanded`` ones, the batch has stride 0. Slopes and sinks have
-NaN between their elements where the layout is ``bhds`` or ``moat``.
+NaN between their elements where the layout is ``bhds`` or ``moat``. Where lengths are data, padding is NaN in a
+``moat``; packed sequences are stored as one batch entry.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from tilewise.api import attention, attention_varlen
+from tilewise.documents import Documents
 from tilewise.errors import InvalidInput
+from tilewise.masks import Mask, TensorMask, documents
 from tilewise.scores import NO_OPERANDS, Operands
 from tilewise.testing.cases import Case, Layout
 
@@ -30,6 +35,8 @@ _OPERAND_STREAM = 2**31
 
 class Inputs(NamedTuple):
     """The tensors of one call: q, k, v and the gradients that arrive at out and at lse.
+
+    Of packed sequences b is 1, and sq and sk are all stored positions.
 
     Attributes:
         q: (b, hq, sq, d).
@@ -62,7 +69,8 @@ def make_inputs(case: Case, dtype: torch.dtype, device: torch.device | str, seed
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator).to(device=device, dtype=dtype)
 
-    b, hq, hk, sq, sk, d, dv = case.b, case.hq, case.hk, case.sq, case.sk, case.d, case.dv
+    hq, hk, d, dv = case.hq, case.hk, case.d, case.dv
+    (b, sq), (_, sk) = case.stored("q"), case.stored("k")
     if case.layout == "packed_qkv":
         packed = draw(b, sq, hq + 2 * hk, d).transpose(1, 2)
         q, k, v = (packed[:, start:stop] for start, stop in ((0, hq), (hq, hq + hk), (hq + hk, hq + 2 * hk)))
@@ -80,14 +88,28 @@ def make_inputs(case: Case, dtype: torch.dtype, device: torch.device | str, seed
     else:
         dout = lay_out(draw(b, hq, sq, dv), "bshd" if case.layout.startswith("packed") else case.layout)
     dlse = draw(b, hq, sq).to(torch.float64 if dtype is torch.float64 else torch.float32)
+    dlse = lay_out(dlse, "moat") if case.layout == "moat" else dlse
+    if case.layout == "moat" and case.has_lengths:
+        for tensor, padding in zip((q, k, v, dout, dlse), (padding_of(case, side, device) for side in "qkkqq"),
+                                   strict=True):
+            tensor.transpose(1, 2)[padding] = float("nan")
     if requires_grad:
         q, k, v = (tensor.detach().requires_grad_() for tensor in (q, k, v))
-    return Inputs(q, k, v, dout, lay_out(dlse, "moat") if case.layout == "moat" else dlse)
+    return Inputs(q, k, v, dout, dlse)
+
+
+def padding_of(case: Case, side: str, device: torch.device | str) -> torch.Tensor:
+    """Return which stored queries ("q") or keys ("k") take no part: (b, s), bool."""
+    batch, positions = case.stored(side)
+    padding = torch.ones(batch, positions, dtype=torch.bool, device=device)
+    for number, span in enumerate(case.spans(side)):
+        padding[0 if case.packed else number, span.start:span.stop] = False
+    return padding
 
 
 def make_operands(case: Case, dtype: torch.dtype, device: torch.device | str, seed: int = 0, *,
                   requires_grad: bool = False) -> Operands:
-    """Draw the case's bias, slopes, boolean mask, sinks and dropout seed, as :func:`make_inputs` draws.
+    """Draw the case's bias, slopes, boolean mask, sinks, dropout seed and documents, as :func:`make_inputs` draws.
 
     A mask hides about a third of the pairs and every fifth row wholly; its values do not depend on the dtype. With
     ``requires_grad``, bias, slopes and sinks are leaves. On the device "meta" nothing is drawn or allocated.
@@ -119,14 +141,78 @@ def make_operands(case: Case, dtype: torch.dtype, device: torch.device | str, se
         drawn_seed = torch.randint(2**62, (1,), generator=generator, device=source).to(device)
     if requires_grad:
         bias, slopes, sinks = (t if t is None else t.detach().requires_grad_() for t in (bias, slopes, sinks))
-    return Operands(bias, slopes, mask, sinks, drawn_seed)
+    ids = _draw_documents(case, generator, device)
+    return Operands(bias, slopes, mask, sinks, drawn_seed, *_lengths(case, device), *(ids or ()))
 
 
 def call_options(case: Case, operands: Operands) -> dict[str, Any]:
-    """Return the keyword arguments of :func:`tilewise.attention` that make a call this case's."""
-    return {"mask": case.mask if operands.mask is None else case.mask & operands.mask, "scale": case.scale,
-            "bias": operands.bias, "alibi_slopes": operands.alibi_slopes, "sinks": operands.sinks,
-            "softcap": case.softcap, "dropout_p": case.dropout_p, "dropout_seed": operands.seed}
+    """Return the keyword arguments that make a call this case's: of attention, or of attention_varlen if packed."""
+    mask: Mask | TensorMask = case.mask
+    together = (None if operands.documents_q is None or operands.documents_k is None else
+                Documents(operands.documents_q, operands.documents_k))
+    if operands.mask is not None or together is not None:
+        mask = TensorMask(case.mask, operands.mask, together)
+    options = {"mask": mask, "scale": case.scale, "bias": operands.bias, "alibi_slopes": operands.alibi_slopes,
+               "sinks": operands.sinks, "softcap": case.softcap, "dropout_p": case.dropout_p,
+               "dropout_seed": operands.seed}
+    if not case.packed:
+        return options | {"seqlens_q": operands.seqlens_q, "seqlens_k": operands.seqlens_k}
+    return options | {"cu_seqlens_q": operands.cu_seqlens_q, "cu_seqlens_k": operands.cu_seqlens_k,
+                      "seqused_q": operands.seqlens_q, "seqused_k": operands.seqlens_k,
+                      "max_seqlen_q": case.sq, "max_seqlen_k": case.sk}
+
+
+def call(case: Case, tensors: Sequence[torch.Tensor], operands: Operands, **options: Any) -> Any:
+    """Make the case's call on its q, k and v: attention, or attention_varlen if packed.
+
+    Args:
+        case: the case.
+        tensors: q, k and v as :func:`make_inputs` lays them out; of packed sequences, too, (1, h, total, d).
+        operands: those of :func:`make_operands`.
+        options: return_aux, deterministic and backend, as the two take them.
+
+    Returns:
+        What the two return, shaped as the tensors are.
+    """
+    q, k, v = tensors
+    if not case.packed:
+        return attention(q, k, v, **call_options(case, operands), **options)
+    q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (q, k, v))
+    got = attention_varlen(q, k, v, **call_options(case, operands), **options)
+    if isinstance(got, torch.Tensor):
+        return got.transpose(0, 1)[None]
+    return type(got)(got.out.transpose(0, 1)[None], *(rows[None] for rows in got[1:]))
+
+
+def _lengths(case: Case, device: torch.device | str) -> tuple[torch.Tensor | None, ...]:
+    """Return cu_seqlens_q, cu_seqlens_k, seqlens_q and seqlens_k: integers of 32 bits of queries, and 64 of keys."""
+    borders: list[torch.Tensor | None] = []
+    used: list[torch.Tensor | None] = []
+    for side, lengths, dtype in (("q", case.lengths_q, torch.int32), ("k", case.lengths_k, torch.int64)):
+        starts = [span.start for span in case.spans(side)]
+        # Four rows are behind the last sequence's; where there is none, all are.
+        end = case.stored(side)[1] - (4 if case.packed == "gaps" else 0) if starts else 0
+        borders.append(torch.tensor([*starts, end], dtype=dtype, device=device) if case.packed else None)
+        used.append(None if lengths is None or case.packed == "tight" else
+                    torch.tensor(lengths, dtype=dtype, device=device))
+    return *borders, *used
+
+
+def _draw_documents(case: Case, generator: torch.Generator, device: torch.device | str) -> Documents | None:
+    if not case.documents:
+        return None
+    ids = []
+    for side in ("q", "k"):
+        batch, positions = case.stored(side)
+        if case.documents == "mixed":
+            drawn = torch.tensor([[number for number, span in enumerate(spans) for _ in range(len(span))]
+                                  for spans in case.document_spans(side)], dtype=torch.int64).reshape(batch, positions)
+        elif case.documents == "runs":
+            drawn = torch.randint(-2, 4, (batch, positions), generator=generator).sort(-1, descending=True)[0]
+        else:
+            drawn = torch.arange(positions) % 3
+        ids.append(drawn.to(device))
+    return documents(*ids).documents
 
 
 def _broadcast_shape(case: Case, pattern: str) -> tuple[int, ...]:

@@ -2,9 +2,11 @@
 
 Nothing is tiled, recomputed or rescaled here. The float64 gradients come from automatic differentiation of the
 definition (the steps in the order of scores.py), the yardstick's from the written-out formulas, so that each can be
-tested against the other.
+tested against the other. Sequences whose lengths are data are gathered by an index into tensors of one sequence a
+batch entry, and results put back; where that entry is longer than its sequence, pairs are hidden.
 """
 
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,6 +14,7 @@ import torch
 from tilewise.backends.base import Gradients
 from tilewise.masks import Mask
 from tilewise.scores import NO_OPERANDS, NO_SETTINGS, Operands, ScoreSettings, checked_dropout_p
+from tilewise.testing.rows import Rows
 
 _FEW_SCORES = 2**20  # for which a pass over them a head dim costs little
 _LOW_16, _LOW_32 = 0xFFFF, 0xFFFFFFFF
@@ -56,20 +59,23 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scale:
     """Return (out, lse) in float64, from dense scores: O(sq x sk) memory.
 
     Args:
-        q: (b, hq, sq, d), any float dtype; k: (b, hk, sk, d); v: (b, hk, sk, dv). All finite.
+        q: (b, hq, sq, d), any float dtype; k: (b, hk, sk, d); v: (b, hk, sk, dv). All finite, but for padding.
         mask: who sees whom.
         scale: factor of the scores; None = 1/sqrt(d).
         changes: bias, slopes, boolean mask, sinks, softcap and dropout.
     """
     terms = _Terms.of(q, k, mask, scale, changes)
-    return _reduce(_visible_scores(_capped_scores(q.double(), k.double(), terms), terms), v.double(), terms)
+    q, k, v = terms.gathered(q.double(), "q"), terms.gathered(k.double(), "k"), terms.gathered(v.double(), "k")
+    out, lse = _reduce(_visible_scores(_capped_scores(q, k, terms), terms), v, terms)
+    return terms.put_back(out, "q"), terms.put_back(lse, "q", float("-inf"))
 
 
 def max_logit(q: torch.Tensor, k: torch.Tensor, mask: Mask, scale: float | None,
               changes: Changes = NO_CHANGES) -> torch.Tensor:
     """Return the largest visible score of each row in float64, (b, hq, sq); -inf where a query sees no key."""
     terms = _Terms.of(q, k, mask, scale, changes)
-    return _largest(_visible_scores(_capped_scores(q.double(), k.double(), terms), terms), terms)
+    q, k = terms.gathered(q.double(), "q"), terms.gathered(k.double(), "k")
+    return terms.put_back(_largest(_visible_scores(_capped_scores(q, k, terms), terms), terms), "q", float("-inf"))
 
 
 def gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None,
@@ -95,8 +101,7 @@ def yardsticks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Te
     the largest error of a small tensor is decided by a few elements, and two equally good results were seen to
     differ there more than threefold; the worst of eight orders says what the dtype costs.
     """
-    terms = _Terms.of(q, k, mask, scale, changes)
-    return tuple(_in_order(order, q, k, v, dout, dlse, terms) for order in range(8))
+    return tuple(_in_orders(range(8), (q, k, v, dout), dlse, _Terms.of(q, k, mask, scale, changes)))
 
 
 def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None,
@@ -109,7 +114,7 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor,
         q, k, v, dout, dlse: as in :func:`gradients`, in the dtype to be judged.
         mask, scale, changes: as in :func:`attend`.
     """
-    return _in_order(0, q, k, v, dout, dlse, _Terms.of(q, k, mask, scale, changes))
+    return next(_in_orders((0,), (q, k, v, dout), dlse, _Terms.of(q, k, mask, scale, changes)))
 
 
 def dropout_keep(seed: int | torch.Tensor, shape: tuple[int, int, int, int], dropout_p: float,
@@ -146,6 +151,41 @@ def philox(counter: tuple[torch.Tensor, ...], seed: int, rounds: int = 7) -> tup
     return c0, c1, c2, c3
 
 
+def visible_pairs(q: torch.Tensor, k: torch.Tensor, mask: Mask, operands: Operands) -> torch.Tensor:
+    """Return which pairs take part, by position, length, document and boolean mask: (b|1, hq|1, sq, sk), bool.
+
+    Where lengths are data, b is the number of sequences, and i and j are positions in a sequence.
+    """
+    rows = {"q": Rows.of("q", q, operands), "k": Rows.of("k", k, operands)}
+    sizes = tuple(tensor.shape[2] if own is None else own.places.shape[1]
+                  for tensor, own in zip((q, k), rows.values(), strict=True))
+
+    def in_the_corner(queries: int, keys: int) -> torch.Tensor:
+        whole = torch.zeros(sizes, dtype=torch.bool, device=q.device)
+        whole[:queries, :keys] = mask.visible(queries, keys, q.device)
+        return whole
+
+    visible = _each(in_the_corner, rows, sizes)
+    if operands.documents_q is not None and operands.documents_k is not None:
+        ids = []
+        for documents, own, tensor in zip((operands.documents_q, operands.documents_k), rows.values(), (q, k),
+                                          strict=True):
+            numbers = documents[:, :1].expand(len(tensor), -1, -1)
+            ids.append(numbers if own is None else own.gather(numbers))
+        visible = visible & (ids[0][..., :, None] == ids[1][..., None, :])
+    return visible if operands.mask is None else visible & operands.mask
+
+
+def _each(make: Callable[[int, int], torch.Tensor], rows: Mapping[str, Rows | None],
+          lengths: tuple[int, ...]) -> torch.Tensor:
+    """Stack what the two lengths of each sequence make, (b, 1, ...); once, (1, 1, ...), where lengths are no data."""
+    queries, keys = rows["q"], rows["k"]
+    if queries is None or keys is None:
+        return make(lengths[0], lengths[1])[None, None]
+    own = [make(*pair) for pair in zip(queries.lengths.tolist(), keys.lengths.tolist(), strict=True)]
+    return torch.stack(own)[:, None] if own else make(0, 0)[None, None][:0]
+
+
 def _wide_product(word: torch.Tensor, factor: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the high and the low 32 bits of a product, by halves of the factor: nothing reaches 2⁶³."""
     low, high = word * (factor & _LOW_16), word * (factor >> 16)
@@ -156,11 +196,12 @@ class _Terms(NamedTuple):
     """The definition beside q, k and v, dense.
 
     Attributes:
-        scale, settings, operands: of the call; the boolean mask is in ``visible`` already.
+        scale, settings, operands: of the call; boolean mask and documents are in ``visible`` already.
         visible: (b|1, hq|1, sq, sk), which pairs take part.
         blind: (b|1, hq|1, sq), which queries' softmax is over nothing at all.
-        distance: |i + offset − j|, (sq, sk); None without slopes.
+        distance: |i + offset − j|, (b|1, 1, sq, sk); None without slopes.
         kept: keep/(1 − dropout_p), (b, hq, sq, sk), float64; None without dropout.
+        rows: by "q" and "k", where lengths are data: how to gather b sequences; sq and sk are the longest's.
     """
 
     scale: float
@@ -170,27 +211,39 @@ class _Terms(NamedTuple):
     blind: torch.Tensor
     distance: torch.Tensor | None
     kept: torch.Tensor | None
+    rows: Mapping[str, Rows | None]
 
     @classmethod
     def of(cls, q: torch.Tensor, k: torch.Tensor, mask: Mask, scale: float | None, changes: Changes) -> "_Terms":
         """Write a call's definition out."""
         operands, settings = changes
-        (b, hq, sq, d), sk = q.shape, k.shape[2]
-        visible = mask.visible(sq, sk, q.device)[None, None]
-        if operands.mask is not None:
-            visible = visible & operands.mask
+        rows = {"q": Rows.of("q", q, operands), "k": Rows.of("k", k, operands)}
+        visible = visible_pairs(q, k, mask, operands)
+        sq, sk = visible.shape[2:]
         blind = ~visible.any(-1)
         if operands.sinks is not None:
             blind = torch.zeros_like(blind)
         distance = kept = None
         if operands.alibi_slopes is not None:
-            standing = torch.arange(sq, device=q.device) + mask.offset(sq, sk)
-            distance = (standing[:, None] - torch.arange(sk, device=q.device)).abs()
+            standing = torch.arange(sq, device=q.device) + _each(lambda *lengths: torch.tensor(
+                mask.offset(*lengths), device=q.device), rows, (sq, sk))[:, :, None]
+            distance = (standing[..., None] - torch.arange(sk, device=q.device)).abs()
         if operands.seed is not None:
-            keep = dropout_keep(operands.seed, (b, hq, sq, sk), settings.dropout_p, q.device)
+            sequences = q.shape[0] if rows["q"] is None else len(rows["q"].lengths)
+            keep = dropout_keep(operands.seed, (sequences, q.shape[1], sq, sk), settings.dropout_p, q.device)
             kept = keep.double() / (1.0 - checked_dropout_p(settings.dropout_p))
-        scale = float(d) ** -0.5 if scale is None else scale
-        return cls(scale, settings, operands, visible, blind, distance, kept)
+        scale = float(q.shape[3]) ** -0.5 if scale is None else scale
+        return cls(scale, settings, operands, visible, blind, distance, kept, rows)
+
+    def gathered(self, tensor: torch.Tensor, side: str) -> torch.Tensor:
+        """Return the sequences of a tensor, one a batch entry."""
+        rows = self.rows[side]
+        return tensor if rows is None else rows.gather(tensor)
+
+    def put_back(self, tensor: torch.Tensor, side: str, elsewhere: float = 0.0) -> torch.Tensor:
+        """Return a tensor of sequences as the call has it."""
+        rows = self.rows[side]
+        return tensor if rows is None else rows.put_back(tensor, elsewhere)
 
     def shuffled(self, queries: torch.Tensor, keys: torch.Tensor) -> "_Terms":
         """Put the positions in another order."""
@@ -221,6 +274,19 @@ def _picked(tensor: torch.Tensor | None, queries: torch.Tensor, keys: torch.Tens
     return tensor[..., keys] if tensor.shape[-1] == len(keys) else tensor
 
 
+def _in_orders(orders: Iterable[int], tensors: Sequence[torch.Tensor], dlse: torch.Tensor | None,
+               terms: _Terms) -> Iterator[Results]:
+    """Gather the sequences of q, k, v, dout and dlse, compute, and put results back."""
+    q, k, v, dout = (terms.gathered(tensor.detach(), side) for tensor, side in zip(tensors, "qkkq", strict=True))
+    dlse = None if dlse is None else terms.gathered(dlse, "q")
+    for order in orders:
+        got = _in_order(order, q, k, v, dout, dlse, terms)
+        yield got._replace(
+            out=terms.put_back(got.out, "q"), lse=terms.put_back(got.lse, "q", float("-inf")),
+            dq=terms.put_back(got.dq, "q"), dk=terms.put_back(got.dk, "k"), dv=terms.put_back(got.dv, "k"),
+            max_logit=None if got.max_logit is None else terms.put_back(got.max_logit, "q", float("-inf")))
+
+
 def _in_order(order: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor,
               dlse: torch.Tensor | None, terms: _Terms) -> Results:
     """Return :func:`dense` in one order of summation.
@@ -232,7 +298,6 @@ def _in_order(order: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dou
     (Monte Carlo arithmetic; Parker, Pierce, Eggert, 2000): in a row that sees one key the difference is 0, and by
     luck its rounding errors are too, in all the orders of a small sum.
     """
-    q, k, v, dout = (tensor.detach() for tensor in (q, k, v, dout))
     dlse = torch.zeros(q.shape[:3], dtype=q.dtype, device=q.device) if dlse is None else dlse.to(q.dtype)
     # A backward pass in O(s) memory knows a row's softmax by its lse alone, kept in float32: the rounding of lse,
     # eps · |lse|, enters every probability, and so it does here. The order below is that of another kernel's.

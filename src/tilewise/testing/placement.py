@@ -4,7 +4,8 @@ import torch
 
 from tilewise.scores import Operands
 from tilewise.testing.cases import Case
-from tilewise.testing.inputs import Inputs
+from tilewise.testing.inputs import Inputs, padding_of
+from tilewise.testing.oracle import visible_pairs
 
 _MEANINGLESS = 1_000_003  # prime, and no multiple of what a vector load or a descriptor counts on
 _FAR = 2**31
@@ -13,24 +14,33 @@ _FAR = 2**31
 def plant_nan(case: Case, inputs: Inputs, operands: Operands) -> None:
     """Write NaN, in place, wherever it may stand (maths.md, section 10) and reach no result.
 
-    That is in keys and values that no query sees by position; in queries that see no key by position, and in the
-    gradients that arrive there, save at lse where sinks are its value; and in a bias whose every pair is hidden, by
-    position or by data.
+    That is in padding; in keys and values that no query sees by position; in queries that see no key by position, and
+    in the gradients that arrive there, save at lse where sinks are its value; and in a bias whose every pair is
+    hidden, by position or by data, or is none.
     """
-    visible = case.mask.visible(case.sq, case.sk, inputs.q.device)
-    blind, unseen = ~visible.any(-1), ~visible.any(0)
-    queries = (inputs.q, inputs.dout) if case.sinks else (inputs.q, inputs.dout, inputs.dlse)
-    for tensors, rows in ((queries, blind), ((inputs.k, inputs.v), unseen)):
-        for tensor in tensors:
-            each_once(tensor)[:, :, rows] = float("nan")
+    blind, unseen = _hidden_by_position(case, inputs.q.device)
+    blind_lse = padding_of(case, "q", inputs.q.device) if case.sinks else blind
+    for tensor, rows in zip(inputs, (blind, unseen, unseen, blind, blind_lse), strict=True):
+        stored = each_once(tensor).transpose(1, 2)
+        # An entry that stands for all of the batch is hidden where it is so for each.
+        stored[rows if len(stored) == len(rows) else rows.all(0, keepdim=True)] = float("nan")
     if operands.bias is not None:
         bias = each_once(operands.bias)
-        pairs = visible if operands.mask is None else visible & operands.mask
-        seen = pairs.expand(case.b, case.hq, -1, -1)
+        seen = visible_pairs(inputs.q, inputs.k, case.mask, operands).expand(case.b, case.hq, -1, -1)
         for dim in range(4):
             if bias.shape[dim] == 1:
                 seen = seen.any(dim, keepdim=True)
         bias.masked_fill_(~seen, float("nan"))
+
+
+def _hidden_by_position(case: Case, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return which stored queries see no key, and which keys no query sees, (b, s) each; padding is both."""
+    blind, unseen = (padding_of(case, side, device) for side in "qk")
+    for number, (queries, keys) in enumerate(zip(case.spans("q"), case.spans("k"), strict=True)):
+        entry, visible = 0 if case.packed else number, case.mask.visible(len(queries), len(keys), device)
+        blind[entry, queries.start:queries.stop] = ~visible.any(-1)
+        unseen[entry, keys.start:keys.stop] = ~visible.any(0)
+    return blind, unseen
 
 
 def each_once(tensor: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from typing import Any
 from tilewise.errors import InvalidInput
 from tilewise.problem import AttentionProblem
 from tilewise.tuning.device import DeviceSpec
-from tilewise.tuning.heuristics import KINDS, Config, fitting, kernel_width, tile_config
+from tilewise.tuning.heuristics import KINDS, Config, has_pairs, kernel_width, tile_config
 
 TILE_FIELDS = ("block_m", "block_n", "num_warps", "num_stages", "descriptors")
 FIELDS: dict[str, type] = {"width": int, "itemsize": int, "masked": bool, "length": int, "block_m": int, "block_n": int,
@@ -43,13 +43,15 @@ class Bucket:
 
 
 def config_for(kernel: str, problem: AttentionProblem, device: DeviceSpec, *, descriptors: bool) -> Config:
-    """Return the table's config for the problem, else the heuristic one; arguments as in ``tile_config``."""
-    rows = load_rows(device.name, table_file(kernel, problem.dtype.itemsize), kernel)
-    row = nearest_row(rows, Bucket.of(problem), descriptors=descriptors)
-    if row is not None:
-        config = KINDS[kernel](*(row[name] for name in TILE_FIELDS))
-        # Measured without operands, which take shared memory of their own.
-        return fitting(config, problem, device) if config.operand_bytes(problem) else config
+    """Return the table's config for the problem, else the heuristic one; arguments as in ``tile_config``.
+
+    Tables are measured without bias, boolean mask and dropout, which want tiles of their own.
+    """
+    if not has_pairs(problem):
+        rows = load_rows(device.name, table_file(kernel, problem.dtype.itemsize), kernel)
+        row = nearest_row(rows, Bucket.of(problem), descriptors=descriptors)
+        if row is not None:
+            return KINDS[kernel](*(row[name] for name in TILE_FIELDS))
     return tile_config(kernel, problem, device, descriptors=descriptors)
 
 

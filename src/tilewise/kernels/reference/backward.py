@@ -10,10 +10,10 @@ import torch
 
 from tilewise.kernels.reference.primitives import blind_spans, put_rows, rows, sink_rows, tile_dtype, tiles
 from tilewise.kernels.reference.scores import (
-    Tile,
     add_to_dalibi_slopes,
     add_to_dbias,
     dropout_factors,
+    seen_tiles,
     tile_scores,
     uncapped,
 )
@@ -36,7 +36,7 @@ class GradientTensors(NamedTuple):
 
 
 def attention_backward(problem: AttentionProblem, saved: Saved, operands: Operands, dout: torch.Tensor,
-                       dlse: torch.Tensor | None, gradients: GradientTensors) -> None:
+                       dlse: torch.Tensor | None, gradients: GradientTensors, first_row: int = 0) -> None:
     """Write every element of the gradients that are wanted.
 
     Args:
@@ -45,6 +45,7 @@ def attention_backward(problem: AttentionProblem, saved: Saved, operands: Operan
         operands: as given to the forward pass.
         dout, dlse: gradients of out and lse; dlse None when none arrives.
         gradients: tensors to write, each shaped as what it is the gradient of.
+        first_row: as given to the forward pass.
 
     Rows of q and dout that see no key by their position, and rows of k and v that no query sees by its, are not read:
     their gradients are 0.
@@ -57,7 +58,7 @@ def attention_backward(problem: AttentionProblem, saved: Saved, operands: Operan
             sums.dsinks.add_(dlse[:, :, blind.start:blind.stop].sum((0, 2)))
     if not problem.is_empty:
         for queries in tiles(problem.seeing_queries):
-            _backward_tile(problem, saved, operands, dout, dlse, queries, sums)
+            _backward_tile(problem, saved, operands, dout, dlse, queries, sums, first_row)
     for gradient, total in zip(gradients[1:3], sums[1:3], strict=True):
         if gradient is not None and total is not None:
             put_rows(gradient, Span(0, problem.sk), total)
@@ -82,7 +83,7 @@ def _zero_sums(problem: AttentionProblem, gradients: GradientTensors) -> Gradien
 
 
 def _backward_tile(problem: AttentionProblem, saved: Saved, operands: Operands, dout: torch.Tensor,
-                   dlse: torch.Tensor | None, queries: Span, sums: GradientTensors) -> None:
+                   dlse: torch.Tensor | None, queries: Span, sums: GradientTensors, first_row: int) -> None:
     """Walk one tile of queries over the keys it sees."""
     q, k, v, out, lse = saved
     q_rows = rows(q, queries, problem)                                      # [b·hk, g·BLOCK, d]
@@ -98,12 +99,11 @@ def _backward_tile(problem: AttentionProblem, saved: Saved, operands: Operands, 
         dsinks = sink_rows(operands.sinks, queries, problem).sub_(lse_rows).exp_().mul_(delta)
         sums.dsinks.sub_(dsinks.view(problem.b, problem.hq, -1).sum((0, 2)))  # eq. 22
     dq_acc = torch.zeros_like(q_rows)                                       # [b·hk, g·BLOCK, d]
-    for keys in tiles(problem.band.keys_of(queries, problem.sk)):
-        tile = Tile(problem, operands, queries, keys)
-        k_rows = rows(k, keys, problem)
+    for tile in seen_tiles(problem, operands, queries, first_row):
+        k_rows = rows(k, tile.keys, problem)
         scores, tanh = tile_scores(tile, q_rows, k_rows)
         probs = scores.sub_(lse_rows).exp_()                                # [b·hk, g·BLOCK, BLOCK]; eq. 3
-        dprobs = torch.bmm(dout_rows, rows(v, keys, problem).mT)            # [b·hk, g·BLOCK, BLOCK]
+        dprobs = torch.bmm(dout_rows, rows(v, tile.keys, problem).mT)       # [b·hk, g·BLOCK, BLOCK]
         factors = dropout_factors(tile)
         if factors is not None:
             dprobs.mul_(factors)                                            # eq. 20
@@ -114,7 +114,7 @@ def _backward_tile(problem: AttentionProblem, saved: Saved, operands: Operands, 
             add_to_dalibi_slopes(sums.dalibi_slopes, tile, dscores)
         dscores = uncapped(dscores, tanh)
         if sums.dk is not None and sums.dv is not None:
-            dk, dv = (total[:, keys.start:keys.stop] for total in (sums.dk, sums.dv))
+            dk, dv = (total[:, tile.keys.start:tile.keys.stop] for total in (sums.dk, sums.dv))
             dk.baddbmm_(dscores.mT, q_rows, alpha=problem.scale)            # eq. 10
             dv.baddbmm_((probs if factors is None else probs.mul_(factors)).mT, dout_rows)  # eq. 8 and 20
         if sums.dq is not None:

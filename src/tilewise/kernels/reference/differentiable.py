@@ -1,7 +1,8 @@
 """Attention in operations that torch differentiates any number of times, in reverse and in forward mode.
 
 The equations are those of forward.py, without a step in place: what a later derivative needs is not overwritten. A tile
-is some queries and all the keys that they see, so that its softmax is done in one go.
+is some queries and all the keys that they see, so that its softmax is done in one go. Sequences whose lengths are data
+are walked by :mod:`tilewise.kernels.reference.sequences`.
 """
 
 from typing import Any, cast
@@ -16,16 +17,18 @@ from tilewise.masks import Span
 from tilewise.problem import AttentionProblem
 from tilewise.scores import Operands
 
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 _unpack_dual: Any = forward_ad.unpack_dual  # has no types
 
 
-def differentiable_attention(problem: AttentionProblem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-                             operands: Operands) -> list[torch.Tensor]:
-    """Return out (b, hq, sq, dv), lse (b, hq, sq) and, where the problem wants it, max_logit, shaped as lse.
+def differentiable_attention(problem: AttentionProblem, inputs: Inputs, operands: Operands,
+                             first_row: int = 0) -> Results:
+    """Return out (b, hq, sq, dv), lse (b, hq, sq) and max_logit, shaped as lse.
 
-    Meaning, edges and what is not read are those of :func:`tilewise.kernels.reference.forward.attention_forward`.
-    Rows without a key have gradients of 0 of every order. max_logit has none.
+    Arguments, meaning, edges and what is not read are those of
+    :func:`tilewise.kernels.reference.forward.attention_forward`. Rows without a key have gradients of 0 of every order.
+    max_logit has none.
 
     A tile is computed again on the way back and keeps nothing but the call's own tensors: O(s) memory for the results,
     for forward mode and for first gradients. Every tile's scores are kept, O(sq x sk), where a gradient is itself
@@ -34,18 +37,24 @@ def differentiable_attention(problem: AttentionProblem, q: torch.Tensor, k: torc
     """
     blind = blind_spans(problem)
     seeing = [] if problem.is_empty else list(tiles(problem.seeing_queries))
-    again = _can_compute_again((q, k, v, *operands))
+    again = _can_compute_again((*inputs, *operands))
     parts: list[Results] = []
     for queries in sorted((*blind, *seeing), key=lambda span: span.start):
         if queries in blind:
-            parts.append(_blind_rows(problem, queries, (q, k, v), operands))
+            parts.append(_blind_rows(problem, queries, inputs, operands))
         elif again:
-            parts.append(cast(Results, checkpoint(_tile, problem, queries, q, k, v, *operands, use_reentrant=False,
-                                                  preserve_rng_state=False)))
+            parts.append(cast(Results, checkpoint(_tile, problem, queries, first_row, *inputs, *operands,
+                                                  use_reentrant=False, preserve_rng_state=False)))
         else:
-            parts.append(_tile(problem, queries, q, k, v, *operands))
-    outs, *others = zip(*parts, strict=True)
-    return [_joined_as(problem, outs), *(torch.cat(other, 2) for other in others[:1 + problem.scores.max_logit])]
+            parts.append(_tile(problem, queries, first_row, *inputs, *operands))
+    outs, lses, max_logits = zip(*parts, strict=True)
+    return _joined_as(problem, outs), torch.cat(lses, 2), torch.cat(max_logits, 2)
+
+
+def nothing_of(problem: AttentionProblem, inputs: Inputs, operands: Operands) -> torch.Tensor:
+    """Return 0 as a sum over no element: it reads nothing, and gives a call without any pair its gradients of 0."""
+    given = (*inputs, operands.bias, operands.alibi_slopes, operands.sinks)
+    return torch.stack([t[..., :0].sum(dtype=problem.lse_dtype) for t in given if t is not None]).sum()
 
 
 def _can_compute_again(tensors: tuple[torch.Tensor | None, ...]) -> bool:
@@ -62,30 +71,28 @@ def _joined_as(problem: AttentionProblem, outs: tuple[torch.Tensor, ...]) -> tor
     return torch.cat(outs, 2)
 
 
-def _blind_rows(problem: AttentionProblem, queries: Span, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-                operands: Operands) -> Results:
+def _blind_rows(problem: AttentionProblem, queries: Span, inputs: Inputs, operands: Operands) -> Results:
     """Return the results of queries that see no key by their position, which are not read."""
     shape = problem.b, problem.hq, len(queries)
-    given = (*inputs, operands.bias, operands.alibi_slopes, operands.sinks)
-    # A sum over no element reads nothing, and gives a call without any pair its gradients of 0.
-    nothing = torch.stack([t[..., :0].sum(dtype=problem.lse_dtype) for t in given if t is not None]).sum()
+    nothing = nothing_of(problem, inputs, operands)
     out = torch.zeros((*shape, problem.dv), dtype=problem.dtype, device=problem.device) + nothing
     max_logit = torch.full(shape, float("-inf"), dtype=problem.lse_dtype, device=problem.device)
     seen = max_logit if operands.sinks is None else operands.sinks[:, None].to(problem.lse_dtype).expand(shape)
     return out, seen + nothing, max_logit
 
 
-def _tile(problem: AttentionProblem, queries: Span, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+def _tile(problem: AttentionProblem, queries: Span, first_row: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
           *others: torch.Tensor | None) -> Results:
     """Attend with one tile of queries to the keys it sees (maths.md, eq. 1 and 3, with section 11)."""
-    keys = problem.band.keys_of(queries, problem.sk)
-    tile = Tile(problem, Operands(*others), queries, keys)
-    scores = _scores(tile, rows(q, queries, problem), rows(k, keys, problem))  # [b·hk, g·BLOCK, keys]
+    operands, q_rows = Operands(*others), rows(q, queries, problem)
+    parts = [Tile(problem, operands, queries, keys, first_row)
+             for keys in problem.band.key_spans(queries, problem.sk)]
+    scores = torch.cat([_scores(part, q_rows, rows(k, part.keys, problem)) for part in parts], -1)
     # The softmax is the same for any shift, so that none of its derivatives asks where the shift came from.
     max_logit = scores.detach().amax(-1, keepdim=True)                      # [b·hk, g·BLOCK, 1]
     sinks, row_max = None, max_logit
-    if tile.operands.sinks is not None:
-        sinks = sink_rows(tile.operands.sinks, queries, problem)            # [b·hk, g·BLOCK, 1]; eq. 17
+    if operands.sinks is not None:
+        sinks = sink_rows(operands.sinks, queries, problem)                 # [b·hk, g·BLOCK, 1]; eq. 17
         row_max = torch.maximum(row_max, sinks.detach())
     shift = row_max.masked_fill(row_max == float("-inf"), 0.0)
     probs = torch.exp(scores - shift)                                       # [b·hk, g·BLOCK, keys]
@@ -96,8 +103,9 @@ def _tile(problem: AttentionProblem, queries: Span, q: torch.Tensor, k: torch.Te
     # derivatives at 0 are not finite, and its results behind them, so that whatever arrives there goes no further.
     empty = row_sum == 0.0
     row_sum = row_sum.masked_fill(empty, 1.0)
-    factors = dropout_factors(tile)
-    out = torch.bmm(probs if factors is None else probs * factors, rows(v, keys, problem)) / row_sum  # eq. 6 and 18
+    factors = [kept for part in parts if (kept := dropout_factors(part)) is not None]
+    values = torch.cat([rows(v, part.keys, problem) for part in parts], 1)  # [b·hk, keys, dv]
+    out = torch.bmm(probs * torch.cat(factors, -1) if factors else probs, values) / row_sum  # eq. 6 and 18
     out = out.masked_fill(empty, 0.0).to(problem.dtype)
     lse = (torch.log(row_sum) + shift).masked_fill(empty, float("-inf"))
     by_head = problem.b, problem.hq, len(queries)

@@ -17,7 +17,8 @@ _WORD = 0xFFFFFFFF
 Words = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def keep_tile(seed: torch.Tensor, batch_heads: int, queries: Span, keys: Span, dropout_p: float) -> torch.Tensor:
+def keep_tile(seed: torch.Tensor, batch_heads: int, queries: Span, keys: Span, dropout_p: float,
+              first_row: int = 0) -> torch.Tensor:
     """Return which pairs of a tile are kept, (batch_heads, len(queries), len(keys)), bool (maths.md, eq. 19).
 
     Args:
@@ -25,10 +26,12 @@ def keep_tile(seed: torch.Tensor, batch_heads: int, queries: Span, keys: Span, d
         batch_heads: b · hq; head h of batch b is row b·hq + h of the result.
         queries, keys: positions of the tile; a pair's answer does not depend on the tile it is asked in.
         dropout_p: probability to drop a pair, a multiple of 2^-16.
+        first_row: sequences in front of the first batch, times hq: what the rows' numbers start from.
     """
     groups = torch.arange(keys.start // 8, -(-keys.stop // 8), device=seed.device)
-    counter = (groups, torch.arange(queries.start, queries.stop, device=seed.device)[:, None],
-               torch.arange(batch_heads, device=seed.device)[:, None, None], torch.zeros_like(seed))
+    heads = torch.arange(first_row, first_row + batch_heads, device=seed.device)
+    counter = (groups, torch.arange(queries.start, queries.stop, device=seed.device)[:, None], heads[:, None, None],
+               torch.zeros_like(seed))
     words = philox(counter, (seed & _WORD, (seed >> 32) & _WORD))
     halves = [half for word in words for half in (word & 0xFFFF, word >> 16)]
     by_key = torch.stack(halves, -1).flatten(-2)                            # [batch_heads, BLOCK, 8·len(groups)]

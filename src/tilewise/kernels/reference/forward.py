@@ -3,7 +3,7 @@
 import torch
 
 from tilewise.kernels.reference.primitives import blind_spans, put_rows, rows, sink_rows, tiles
-from tilewise.kernels.reference.scores import Tile, dropout_factors, tile_scores
+from tilewise.kernels.reference.scores import dropout_factors, seen_tiles, tile_scores
 from tilewise.masks import Span
 from tilewise.problem import AttentionProblem
 from tilewise.scores import Operands
@@ -12,7 +12,8 @@ Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
-def attention_forward(problem: AttentionProblem, inputs: Inputs, operands: Operands, results: Results) -> None:
+def attention_forward(problem: AttentionProblem, inputs: Inputs, operands: Operands, results: Results,
+                      first_row: int = 0) -> None:
     """Write every element of the results: attention, eq. 1 and 3, with the options of section 11.
 
     Args:
@@ -20,6 +21,7 @@ def attention_forward(problem: AttentionProblem, inputs: Inputs, operands: Opera
         inputs: q, k, v.
         operands: the tensors of the options.
         results: out (b, hq, sq, dv), lse (b, hq, sq) and, or None, max_logit (b, hq, sq), to write.
+        first_row: as of :func:`tilewise.kernels.reference.dropout.keep_tile`.
 
     A query that sees no key gives out 0, lse -inf, or its head's sink, and max_logit -inf. Where it is its position
     that hides all keys, its row of q is not read. Nor is a key that no query sees by its position.
@@ -32,21 +34,20 @@ def attention_forward(problem: AttentionProblem, inputs: Inputs, operands: Opera
             max_logit[:, :, blind.start:blind.stop] = float("-inf")
     if not problem.is_empty:
         for queries in tiles(problem.seeing_queries):
-            _forward_tile(problem, inputs, operands, results, queries)
+            _forward_tile(problem, inputs, operands, results, queries, first_row)
 
 
 def _forward_tile(problem: AttentionProblem, inputs: Inputs, operands: Operands, results: Results,
-                  queries: Span) -> None:
+                  queries: Span, first_row: int) -> None:
     """Walk one tile of queries over the keys it sees."""
     (q, k, v), (out, lse, max_logit) = inputs, results
     q_rows = rows(q, queries, problem)                                      # [b·hk, g·BLOCK, d]
     row_max = q_rows.new_full((*q_rows.shape[:2], 1), float("-inf"))        # [b·hk, g·BLOCK, 1]; eq. 5
     row_sum = torch.zeros_like(row_max)                                     # [b·hk, g·BLOCK, 1]
     acc = q_rows.new_zeros(*q_rows.shape[:2], problem.dv)                   # [b·hk, g·BLOCK, dv]
-    for keys in tiles(problem.band.keys_of(queries, problem.sk)):
-        tile = Tile(problem, operands, queries, keys)
-        scores, _ = tile_scores(tile, q_rows, rows(k, keys, problem))
-        row_max = online_softmax_step(scores, rows(v, keys, problem), row_max, row_sum, acc, dropout_factors(tile))
+    for tile in seen_tiles(problem, operands, queries, first_row):
+        scores, _ = tile_scores(tile, q_rows, rows(k, tile.keys, problem))
+        row_max = online_softmax_step(scores, rows(v, tile.keys, problem), row_max, row_sum, acc, dropout_factors(tile))
     if max_logit is not None:
         put_rows(max_logit, queries, row_max)
     if operands.sinks is not None:  # one more key, whose value is 0; eq. 17

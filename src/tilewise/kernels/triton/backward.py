@@ -10,12 +10,16 @@ import triton.language as tl
 
 from tilewise.kernels.triton.bands import (
     cut,
+    first_step,
     keys_seen,
+    last_step,
+    listed_steps,
     numbers_of,
     queries_seeing,
     see,
     sees_any,
     step_at,
+    tile_list,
     unseen_as_zero,
     within_documents,
 )
@@ -29,7 +33,6 @@ from tilewise.kernels.triton.launch import (
     joined,
     needs_int64,
     tile_blocks,
-    tile_count,
     tile_slots,
 )
 from tilewise.kernels.triton.modifiers import (
@@ -40,7 +43,7 @@ from tilewise.kernels.triton.modifiers import (
     modify_tile,
     through_softcap,
 )
-from tilewise.kernels.triton.places import extent, locate
+from tilewise.kernels.triton.places import locate
 from tilewise.kernels.triton.primitives import (
     BLOCK_TAIL,
     LOG2E,
@@ -51,6 +54,8 @@ from tilewise.kernels.triton.primitives import (
     offsets,
     padding_as_zero,
     past,
+    recompute_probs,
+    score_gradient,
     store_tile,
 )
 from tilewise.problem import AttentionProblem, Sizes, padded_dim
@@ -75,9 +80,9 @@ def attention_delta_kernel(out_ptr, dout_ptr, dlse_ptr, delta_ptr, modifiers,
     out_source = head_source(out_ptr, batch, head, row_q, stride_ob, stride_oh, stride_os, False)
     dout_source = head_source(dout_ptr, batch, head, row_q, stride_dob, stride_doh, stride_dos, False)
     place = (batch, head, row_q)
-    out = load_tile(out_source, place, first, rows_q, stride_os, stride_od, BLOCK_M, DV, BLOCK_DV, True, INT64, False,
+    out = load_tile(out_source, place, first, length_q, stride_os, stride_od, BLOCK_M, DV, BLOCK_DV, True, INT64, False,
                     False)
-    dout = load_tile(dout_source, place, first, rows_q, stride_dos, stride_dod, BLOCK_M, DV, BLOCK_DV, True, INT64,
+    dout = load_tile(dout_source, place, first, length_q, stride_dos, stride_dod, BLOCK_M, DV, BLOCK_DV, True, INT64,
                      False, False)
     delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)  # [BLOCK_M]
     offs_m = first + tl.arange(0, BLOCK_M)
@@ -88,15 +93,6 @@ def attention_delta_kernel(out_ptr, dout_ptr, dlse_ptr, delta_ptr, modifiers,
         dlse_base = dlse_ptr + head_offset(batch, head, stride_lb, stride_lh) + row_q.to(tl.int64) * stride_ls
         delta -= tl.load(dlse_base + offsets(offs_m, stride_ls, INT64), mask=offs_m < length_q, other=0.0)
     tl.store(delta_ptr + head_offset(batch, head, hq * sq, sq) + row_q + offs_m, delta, mask=offs_m < rows_q)
-
-
-@triton.jit
-def recompute_probs(scores, lse, visible, scale_log2, MASKED: tl.constexpr):
-    """P = 2^(c·s − lse·log2 e), 0 where hidden (eq. 7); ``lse`` is in base 2 here and broadcasts along the keys."""
-    probs = tl.exp2(scores * scale_log2 - lse)
-    if MASKED:
-        probs = tl.where(visible, probs, 0.0)
-    return probs
 
 
 @triton.jit
@@ -115,50 +111,42 @@ def start_of(delta, like, SEEDED: tl.constexpr):
 
 
 @triton.jit
-def score_gradient(probs, dprobs, delta, visible, SEEDED: tl.constexpr, MASKED: tl.constexpr):
-    """Return dS = P∘(dP − delta), 0 where hidden (eq. 9); dP comes with delta already taken off where SEEDED."""
-    if not SEEDED:
-        dprobs -= delta
-    dscores = probs * dprobs
-    if MASKED:
-        # Not by P = 0 alone: dP may be NaN or inf there, and 0·NaN is NaN.
-        dscores = tl.where(visible, dscores, 0.0)
-    return dscores
-
-
-@triton.jit
 def sum_over_queries(dk, dk_tail, dv, columns, k, k_tail, v, q_source, dout_source, modifiers, row, sequence, head,
-                     place_q, numbers_k, documents_q, lse_base, delta_base, first_key, steps, length_k, band, stride_qs,
-                     stride_qd, stride_dos, stride_dod, scale_log2,
-                     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-                     DV: tl.constexpr, BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
-                     INT64: tl.constexpr, DESCRIPTORS: tl.constexpr, CHANGED: tl.constexpr, CLIP: tl.constexpr,
-                     TAIL: tl.constexpr, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, COLUMNS: tl.constexpr):
+                     place_q, numbers_k, documents_q, listed, lse_base, delta_base, first_key, seen_from, steps,
+                     length_k, band, stride_qs, stride_qd, stride_dos, stride_dod, scale_log2, BLOCK_M: tl.constexpr,
+                     BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr,
+                     BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, INT64: tl.constexpr,
+                     DESCRIPTORS: tl.constexpr, CHANGED: tl.constexpr, CLIP: tl.constexpr, TAIL: tl.constexpr,
+                     NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, COLUMNS: tl.constexpr):
     """Add the fully visible queries, or (MASKED) those around them, to dK, dV and the columns: the one loop body.
 
     Score tiles are transposed, keys by queries: P and dS then enter their products without being turned.
     """
-    start, full_start, full_stop, stop, cover = steps
+    stop = steps[3]
     offs_n = first_key + tl.arange(0, BLOCK_N)
     DROPS: tl.constexpr = modifiers.dropout.ptr is not None
-    HIDES: tl.constexpr = MASKED or modifiers.mask.ptr is not None
+    HIDES: tl.constexpr = MASKED or (modifiers.mask.ptr is not None and listed is None)
+    ADDED: tl.constexpr = MASKED and listed is not None
     BOUNDED: tl.constexpr = band[0] is not None or band[1] is not None or numbers_k is not None
     SEEDED: tl.constexpr = (BOUNDED or BLOCK_D <= 64) and not DROPS
-    first = start if MASKED else full_start
-    last = stop - (full_stop - full_start) if MASKED else full_stop
+    first = first_step(steps, MASKED)
+    last = last_step(steps, listed, MASKED)
     for step in tl.range(first, last, BLOCK_M):
-        m = step_at(step, start, cover, full_start, full_stop, False) if MASKED else step
+        m = step_at(step, steps, listed, MASKED, False)
         offs_m = m + tl.arange(0, BLOCK_M)
         q = load_tile(q_source, place_q, m, stop, stride_qs, stride_qd, BLOCK_M, D, BLOCK_D, MASKED, INT64,
                       DESCRIPTORS, CLIP)
+        q = unseen_as_zero(q, m, seen_from, None, BLOCK_M, ADDED)
         # Past the last query q, dout, lse and delta are read as 0: P is 1 there, dV adds 1·0 and dK 0·0.
         lse = tl.load(lse_base + offs_m, mask=offs_m < stop, other=0.0) * LOG2E  # [BLOCK_M]
         scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
         if TAIL:
             q_tail = load_tail(q_source, q, m, stop, stride_qs, stride_qd, BLOCK_M, D, TAIL, MASKED, INT64)
+            q_tail = unseen_as_zero(q_tail, m, seen_from, None, BLOCK_M, ADDED)
             scores = tl.dot(k_tail, tl.trans(q_tail), scores, input_precision=PRECISION)
         dout = load_tile(dout_source, place_q, m, stop, stride_dos, stride_dod, BLOCK_M, DV, BLOCK_DV, MASKED, INT64,
                          DESCRIPTORS, CLIP)
+        dout = unseen_as_zero(dout, m, seen_from, None, BLOCK_M, ADDED)
         numbers_q = numbers_k
         if numbers_k is not None:
             numbers_q = tl.load(documents_q + offs_m, mask=offs_m < stop, other=-1)[None, :]
@@ -244,13 +232,19 @@ def attention_backward_dkdv_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta
         dout_source = head_source(dout_ptr, batch, head, row_q, stride_dob, stride_doh, stride_dos, DESCRIPTORS)
         row_offset = head_offset(batch, head, hq * sq, sq) + row_q
         columns = tl.zeros([BLOCK_N], tl.float32)
+        listed = None
+        own_steps = steps
+        if modifiers.tiles.k is not None:
+            listed = tile_list(modifiers.tiles.k, modifiers.tiles.per_batch, modifiers.tiles.per_head, batch, head, hq,
+                               first, sk, sq)
+            own_steps = listed_steps(listed, stop)
         for MASKED in tl.static_range(2):
             dk, dk_tail, dv, columns = sum_over_queries(
                 dk, dk_tail, dv, columns, k, k_tail, v, q_source, dout_source, modifiers, sequence * hq + head,
-                sequence, head, (batch, head, row_q), numbers_k, documents_q, lse_ptr + row_offset,
-                delta_ptr + row_offset, first, steps, length_k, band, stride_qs, stride_qd, stride_dos, stride_dod,
-                scale_log2, BLOCK_M, BLOCK_N, D, BLOCK_D, DV, BLOCK_DV, MASKED, PRECISION, INT64, DESCRIPTORS, CHANGED,
-                PADDED, TAIL, NEED_DK, NEED_DV, COLUMNS)
+                sequence, head, (batch, head, row_q), numbers_k, documents_q, listed, lse_ptr + row_offset,
+                delta_ptr + row_offset, first, start, own_steps, length_k, band, stride_qs, stride_qd, stride_dos,
+                stride_dod, scale_log2, BLOCK_M, BLOCK_N, D, BLOCK_D, DV, BLOCK_DV, MASKED, PRECISION, INT64,
+                DESCRIPTORS, CHANGED, PADDED, TAIL, NEED_DK, NEED_DV, COLUMNS)
         if COLUMNS:
             columns_base = columns_ptr + head_offset(batch, head, hq * sk, sk) + row_k
             tl.store(columns_base + offs_n, tl.where(offs_n < length_k, columns, 0.0), mask=offs_n < rows_k)
@@ -268,35 +262,34 @@ def attention_backward_dkdv_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta
 
 
 @triton.jit
-def sum_over_keys(dq, dq_tail, rows, moments, q, q_tail, dout, lse, delta, k_source, v_source, modifiers, row,
-                  sequence, head, place_k, numbers_q, documents_k, offs_m, seen_from, steps, length_q, band,
-                  stride_ks, stride_kd, stride_vs, stride_vd, scale_log2,
-                  BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr,
-                  BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, INT64: tl.constexpr,
-                  DESCRIPTORS: tl.constexpr, CHANGED: tl.constexpr, CLIP: tl.constexpr, TAIL: tl.constexpr,
-                  ROWS: tl.constexpr, MOMENTS: tl.constexpr):
+def sum_over_keys(dq, dq_tail, rows, moments, q, q_tail, dout, lse, delta, k_source, v_source, modifiers, row, sequence,
+                  head, place_k, numbers_q, documents_k, listed, offs_m, seen_from, steps, length_q, band, stride_ks,
+                  stride_kd, stride_vs, stride_vd, scale_log2, BLOCK_N: tl.constexpr, D: tl.constexpr,
+                  BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, MASKED: tl.constexpr,
+                  PRECISION: tl.constexpr, INT64: tl.constexpr, DESCRIPTORS: tl.constexpr, CHANGED: tl.constexpr,
+                  CLIP: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, MOMENTS: tl.constexpr):
     """Add the fully visible keys, or (MASKED) those around them, to dQ and the rows' sums: the one loop body."""
-    start, full_start, full_stop, stop, cover = steps
+    stop = steps[3]
     COVERED: tl.constexpr = band[3] is not None
-    ALIGNED: tl.constexpr = modifiers.dropout.ptr is not None
+    ALIGNED: tl.constexpr = modifiers.dropout.ptr is not None or listed is not None
     ADDED: tl.constexpr = MASKED and (ALIGNED or COVERED)
-    HIDES: tl.constexpr = MASKED or modifiers.mask.ptr is not None
-    first = start - cover if MASKED else full_start
-    last = stop - (full_stop - full_start) if MASKED else full_stop
+    HIDES: tl.constexpr = MASKED or (modifiers.mask.ptr is not None and listed is None)
+    first = first_step(steps, MASKED)
+    last = last_step(steps, listed, MASKED)
     for step in tl.range(first, last, BLOCK_N):
-        n = step_at(step, start, cover, full_start, full_stop, COVERED) if MASKED else step
+        n = step_at(step, steps, listed, MASKED, COVERED)
         offs_n = n + tl.arange(0, BLOCK_N)
         k = load_tile(k_source, place_k, n, stop, stride_ks, stride_kd, BLOCK_N, D, BLOCK_D, MASKED, INT64,
                       DESCRIPTORS, CLIP)
-        k = unseen_as_zero(k, n, seen_from, band[3], BLOCK_N, ADDED)
+        k = unseen_as_zero(k, n, seen_from, band, BLOCK_N, ADDED)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         if TAIL:
             k_tail = load_tail(k_source, k, n, stop, stride_ks, stride_kd, BLOCK_N, D, TAIL, MASKED, INT64)
-            k_tail = unseen_as_zero(k_tail, n, seen_from, band[3], BLOCK_N, ADDED)
+            k_tail = unseen_as_zero(k_tail, n, seen_from, band, BLOCK_N, ADDED)
             scores = tl.dot(q_tail, tl.trans(k_tail), scores, input_precision=PRECISION)
         v = load_tile(v_source, place_k, n, stop, stride_vs, stride_vd, BLOCK_N, DV, BLOCK_DV, MASKED, INT64,
                       DESCRIPTORS, CLIP)
-        v = unseen_as_zero(v, n, seen_from, band[3], BLOCK_N, ADDED)
+        v = unseen_as_zero(v, n, seen_from, band, BLOCK_N, ADDED)
         dprobs = tl.dot(dout, tl.trans(v), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         numbers_k = numbers_q
         if numbers_q is not None:
@@ -374,12 +367,17 @@ def attention_backward_dq_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_p
         documents_k = numbers_of(modifiers.documents.k, modifiers.documents.batched, batch, row_k, sk)
     ALIGN: tl.constexpr = 1 if modifiers.dropout.ptr is None else PER_DRAW
     steps = cut(spans, sink_tokens, BLOCK_N, ALIGN)
+    listed = None
+    if modifiers.tiles.q is not None:
+        listed = tile_list(modifiers.tiles.q, modifiers.tiles.per_batch, modifiers.tiles.per_head, batch, head, hq,
+                           first, sq, sk)
+        steps = listed_steps(listed, spans[3])
     for MASKED in tl.static_range(2):
         dq, dq_tail, rows, moments = sum_over_keys(
             dq, dq_tail, rows, moments, q, q_tail, dout, lse, delta, k_source, v_source, modifiers,
-            sequence * hq + head, sequence, head, (batch, head_k, row_k), numbers_q, documents_k, offs_m, spans[0],
-            steps, length_q, band, stride_ks, stride_kd, stride_vs, stride_vd, scale_log2, BLOCK_N, D, BLOCK_D, DV,
-            BLOCK_DV, MASKED, PRECISION, INT64, DESCRIPTORS, CHANGED, PADDED, TAIL, rows_ptr is not None,
+            sequence * hq + head, sequence, head, (batch, head_k, row_k), numbers_q, documents_k, listed, offs_m,
+            spans[0], steps, length_q, band, stride_ks, stride_kd, stride_vs, stride_vd, scale_log2, BLOCK_N, D,
+            BLOCK_D, DV, BLOCK_DV, MASKED, PRECISION, INT64, DESCRIPTORS, CHANGED, PADDED, TAIL, rows_ptr is not None,
             moments_ptr is not None)
     dq = padding_as_zero(dq * scale, first, length_q, BLOCK_M, PADDED)
     dq_base = dq_ptr + head_offset(batch, head, stride_dqb, stride_dqh) + row_q.to(tl.int64) * stride_dqs
@@ -391,122 +389,6 @@ def attention_backward_dq_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_p
         tl.store(rows_ptr + row_offset + offs_m, tl.where(offs_m < length_q, rows, 0.0), mask=offs_m < rows_q)
     if moments_ptr is not None:
         tl.store(moments_ptr + row_offset + offs_m, tl.where(offs_m < length_q, moments, 0.0), mask=offs_m < rows_q)
-
-
-@triton.jit
-def sum_over_members(acc, members, shared_heads, entry_batch, entry_head, q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr,
-                     delta_ptr, modifiers, first_q, first_k, bounds, SHIFTED: tl.constexpr, count, sq, sk, hq, group,
-                     strides_q, strides_k, strides_v, strides_do, scale_log2, D: tl.constexpr, DV: tl.constexpr,
-                     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
-                     INT64: tl.constexpr, CHANGED: tl.constexpr, TAIL: tl.constexpr, BLOCK_M: tl.constexpr,
-                     BLOCK_N: tl.constexpr):
-    """Add dS of the heads that share one tile of the bias: the kernel's one loop body."""
-    HIDES: tl.constexpr = MASKED or modifiers.mask.ptr is not None
-    lengths = modifiers.lengths
-    documents = modifiers.documents
-    lower, upper, prefix, sink_tokens, chunk, offset, _shift = bounds
-    offs_m, offs_n = first_q + tl.arange(0, BLOCK_M), first_k + tl.arange(0, BLOCK_N)
-    for member in tl.range(0, members):
-        sequence, head = entry_batch + member // shared_heads, entry_head + member % shared_heads
-        row_q, _rows_q, length_q = extent(lengths.cu_q, lengths.q, sequence, count, sq)
-        row_k, _rows_k, length_k = extent(lengths.cu_k, lengths.k, sequence, count, sk)
-        batch = sequence if lengths.cu_q is None else sequence * 0
-        band = (lower, upper, prefix, sink_tokens, chunk, offset, length_k - length_q if SHIFTED else None)
-        q_source = head_source(q_ptr, batch, head, row_q, strides_q[0], strides_q[1], strides_q[2], False)
-        k_source = head_source(k_ptr, batch, head // group, row_k, strides_k[0], strides_k[1], strides_k[2], False)
-        v_source = head_source(v_ptr, batch, head // group, row_k, strides_v[0], strides_v[1], strides_v[2], False)
-        dout_source = head_source(dout_ptr, batch, head, row_q, strides_do[0], strides_do[1], strides_do[2], False)
-        place = (batch, head, row_q)
-        q = load_tile(q_source, place, first_q, length_q, strides_q[2], strides_q[3], BLOCK_M, D, BLOCK_D, True, INT64,
-                      False, False)
-        k = load_tile(k_source, place, first_k, length_k, strides_k[2], strides_k[3], BLOCK_N, D, BLOCK_D, True, INT64,
-                      False, False)
-        v = load_tile(v_source, place, first_k, length_k, strides_v[2], strides_v[3], BLOCK_N, DV, BLOCK_DV, True,
-                      INT64, False, False)
-        dout = load_tile(dout_source, place, first_q, length_q, strides_do[2], strides_do[3], BLOCK_M, DV, BLOCK_DV,
-                         True, INT64, False, False)
-        row_offset = head_offset(batch, head, hq * sq, sq) + row_q
-        lse = tl.load(lse_ptr + row_offset + offs_m, mask=offs_m < length_q, other=0.0) * LOG2E
-        delta = tl.load(delta_ptr + row_offset + offs_m, mask=offs_m < length_q, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
-        if TAIL:
-            q_tail = load_tail(q_source, q, first_q, length_q, strides_q[2], strides_q[3], BLOCK_M, D, TAIL, True,
-                               INT64)
-            k_tail = load_tail(k_source, k, first_k, length_k, strides_k[2], strides_k[3], BLOCK_N, D, TAIL, True,
-                               INT64)
-            scores = tl.dot(q_tail, tl.trans(k_tail), scores, input_precision=PRECISION)
-        numbers_q = None
-        numbers_k = None
-        if documents.q is not None:
-            numbers_q = tl.load(numbers_of(documents.q, documents.batched, batch, row_q, sq) + offs_m,
-                                mask=offs_m < length_q, other=-1)[:, None]
-            numbers_k = tl.load(numbers_of(documents.k, documents.batched, batch, row_k, sk) + offs_n,
-                                mask=offs_n < length_k, other=-1)[None, :]
-        visible = see(offs_m[:, None], offs_n[None, :], length_q, length_k, band, numbers_q, numbers_k)
-        scores, visible, _tanh, kept = modify_tile(
-            scores, visible, modifiers, sequence * hq + head, sequence, head,
-            band, offs_m, first_k, length_q, length_k, scale_log2,
-            q.dtype == tl.float32, INT64, CHANGED, BLOCK_N, False, MASKED)
-        dprobs = drop(gained(tl.dot(dout, tl.trans(v), input_precision=PRECISION), modifiers), kept, modifiers)
-        probs = recompute_probs(scores, lse[:, None], visible, 1.0 if CHANGED else scale_log2, HIDES)
-        acc += score_gradient(probs, dprobs, delta[:, None], visible, False, HIDES)
-    return acc
-
-
-@triton.jit(do_not_specialize=["lower", "upper", "prefix", "sink_tokens", "chunk", "offset", "count", "sq", "sk", "hq",
-                               "group", "size_q", "size_k", "tiles_q", "tiles_k", "own_heads", "shared_heads",
-                               "members"])
-def attention_backward_dbias_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dbias_ptr, modifiers,
-                                    stride_qb, stride_qh, stride_qs, stride_qd,
-                                    stride_kb, stride_kh, stride_ks, stride_kd,
-                                    stride_vb, stride_vh, stride_vs, stride_vd,
-                                    stride_dob, stride_doh, stride_dos, stride_dod,
-                                    scale_log2, lower, upper, prefix, sink_tokens, chunk, offset, count, sq, sk, hq,
-                                    group, size_q, size_k, tiles_q, tiles_k, own_heads, shared_heads, members,
-                                    SHIFTED: tl.constexpr,
-                                    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-                                    PRECISION: tl.constexpr, INT64: tl.constexpr, CHANGED: tl.constexpr,
-                                    TAIL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Compute dbias = dS, summed over the heads and batches that share the bias, for one tile of pairs.
-
-    Grid: (tiles_k · tiles_q · own_heads · own_batches,). dbias: (own_batches, own_heads, size_q, size_k), dense;
-    ``members`` heads share a tile, ``shared_heads`` of them in each batch. Two products a tile and member, no atomics.
-    """
-    tile_k = tl.program_id(0) % tiles_k
-    tile_q, entry_head, entry_batch = locate_entry(tiles_k, tiles_q, own_heads)
-    first_q, first_k = tile_q * BLOCK_M, tile_k * BLOCK_N
-    bounds = (lower, upper, prefix, sink_tokens, chunk, offset, None)
-    # Of tiles that every member sees alike, a hidden one is written, as zeros, but not computed, and one that is
-    # visible whole needs no checks.
-    ALIKE: tl.constexpr = count is None and modifiers.documents.q is None and sink_tokens is None
-    spans = keys_seen(first_q, tl.minimum(first_q + BLOCK_M, sq) - 1, sk, bounds)
-    start, shared_start, shared_stop, stop = spans
-    is_hidden = (first_k >= stop) | (first_k + BLOCK_N <= start)
-    is_whole = (first_k >= shared_start) & (first_k + BLOCK_N <= shared_stop)
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for MASKED in tl.static_range(2):
-        if ALIKE:
-            own = tl.where(is_hidden | (is_whole == (MASKED == 1)), 0, members)
-        else:
-            own = members * MASKED
-        acc = sum_over_members(
-            acc, own, shared_heads, entry_batch, entry_head, q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr,
-            modifiers, first_q, first_k, bounds, SHIFTED, count, sq, sk, hq, group,
-            (stride_qb, stride_qh, stride_qs, stride_qd), (stride_kb, stride_kh, stride_ks, stride_kd),
-            (stride_vb, stride_vh, stride_vs, stride_vd), (stride_dob, stride_doh, stride_dos, stride_dod), scale_log2,
-            D, DV, BLOCK_D, BLOCK_DV, MASKED, PRECISION, INT64, CHANGED, TAIL, BLOCK_M, BLOCK_N)
-    offs_m, offs_n = first_q + tl.arange(0, BLOCK_M), first_k + tl.arange(0, BLOCK_N)
-    pairs = size_q.to(tl.int64) * size_k
-    base = dbias_ptr + head_offset(entry_batch, entry_head, own_heads * pairs, pairs)
-    ptrs = base + offsets(offs_m, size_k, True)[:, None] + offs_n[None, :]
-    tl.store(ptrs, acc.to(dbias_ptr.dtype.element_ty), mask=(offs_m < size_q)[:, None] & (offs_n < size_k)[None, :])
-
-
-@triton.jit
-def locate_entry(tiles_k, tiles_q, heads):
-    """Split the program id, whose lowest part is the tile of keys, into (tile of queries, head, batch)."""
-    pid = tl.program_id(0) // tiles_k
-    return pid % tiles_q, (pid // tiles_q) % heads, (pid // tiles_q) // heads
 
 
 def delta_launch(problem: AttentionProblem, config: RowShape, out_strides: Sizes, dout_strides: Sizes,
@@ -558,27 +440,3 @@ def dq_launch(problem: AttentionProblem, config: TileShape, precision: str, dout
     )
     return Launch(attention_backward_dq_kernel, tiles * problem.hq * problem.b, scalars,
                   tile_blocks(problem, config), optional=3, num_warps=config.num_warps, num_stages=config.num_stages)
-
-
-def dbias_launch(problem: AttentionProblem, config: TileShape, precision: str, dout_strides: Sizes) -> Launch | None:
-    """Bind the dbias kernel, or return None where the bias lacks a query or a key dim (sums.py makes its gradient).
-
-    Call the result with (q, k, v, dout, lse, delta, dbias, modifiers).
-    """
-    bias = problem.scores.bias
-    if bias is None or 1 in bias.shape[2:]:
-        return None
-    inputs = (problem.q_strides, problem.k_strides, problem.v_strides, dout_strides)
-    own_batches, own_heads, size_q, size_k = bias.shape
-    shared_heads = problem.hq // own_heads
-    members = problem.pairs[0] // own_batches * shared_heads
-    tiles_q, tiles_k = tile_count(size_q, config.block_m), tile_count(size_k, config.block_n)
-    d, dv, block_d, block_dv, _, int64, _, changed, tail = constants(problem, precision, needs_int64(problem, *inputs),
-                                                               descriptors=False)
-    scalars = (
-        *joined(*inputs), problem.scale * LOG2E.value, *bounds(problem), problem.sq, problem.sk, problem.hq,
-        problem.group, size_q, size_k, tiles_q, tiles_k, own_heads, shared_heads, members, is_shifted(problem),
-        d, dv, block_d, block_dv, precision, int64, changed, tail, config.block_m, config.block_n,
-    )
-    return Launch(attention_backward_dbias_kernel, tiles_k * tiles_q * own_heads * own_batches, scalars,
-                  num_warps=config.num_warps, num_stages=1)

@@ -8,6 +8,11 @@ sequence's own lengths move the diagonal, ``shift`` is to be added to lower, upp
 import triton
 import triton.language as tl
 
+from tilewise.tile_lists import TILE
+
+LIST_TILE = tl.constexpr(TILE)
+FAR = tl.constexpr(2**29)  # past every position; a loop's bounds are subtracted in 32 bits, so not the largest integer
+
 
 @triton.jit
 def chunk_start(position, chunk):
@@ -111,13 +116,13 @@ def within_documents(documents, batched, batch, row, other_row, offs, length, to
     base = numbers_of(documents, batched, batch, row, total) + offs
     inside = offs < length
     numbers = tl.load(base, mask=inside, other=-1)
-    begins = tl.load(base + total, mask=inside, other=2147483647)
+    begins = tl.load(base + total, mask=inside, other=FAR)
     stops = tl.load(base + 2 * total, mask=inside, other=0)
     unbroken = tl.load(base + 3 * total, mask=inside, other=0)
     start = tl.maximum(start, tl.min(begins, 0) - other_row)
     stop = tl.minimum(stop, tl.max(stops, 0) - other_row)
     shared_start = tl.maximum(shared_start, tl.max(unbroken, 0) - other_row)
-    shared_stop = tl.minimum(shared_stop, tl.min(tl.where(inside, stops, 2147483647), 0) - other_row)
+    shared_stop = tl.minimum(shared_stop, tl.min(tl.where(inside, stops, FAR), 0) - other_row)
     return numbers, (start, shared_start, shared_stop, stop)
 
 
@@ -144,25 +149,85 @@ def cut(spans, sink_tokens, STEP: tl.constexpr, ALIGN: tl.constexpr):
 
 
 @triton.jit
-def step_at(position, start, cover, hole_start, hole_stop, COVERED: tl.constexpr):
-    """Where the masked loop's step at ``position`` lies, which runs from start − cover on.
+def step_at(position, steps, listed, MASKED: tl.constexpr, COVERED: tl.constexpr):
+    """Where a loop's step at ``position`` lies.
 
-    First come the steps of [0, cover), then those from ``start`` on, but for the hole that the unmasked loop fills.
+    The masked loop runs from start − cover on: first come the steps of [0, cover), then those from ``start`` on, but
+    for the hole that the unmasked loop fills. Along a list both loops look their tiles up.
     """
-    n = tl.where(position < hole_start, position, position + hole_stop - hole_start)
-    if COVERED:
-        n = tl.where(position < start, position - (start - cover), n)
+    start, hole_start, hole_stop, _stop, cover = steps
+    n = start * 0 + position
+    if listed is not None:
+        n = tl.load(listed + 2 + n // LIST_TILE) * LIST_TILE + n % LIST_TILE
+    elif MASKED:
+        n = tl.where(position < hole_start, position, position + hole_stop - hole_start)
+        if COVERED:
+            n = tl.where(position < start, position - (start - cover), n)
     return n
 
 
 @triton.jit
-def unseen_as_zero(tile, row, seen_from, sink_tokens, ROWS: tl.constexpr, ADDED: tl.constexpr):
-    """Zero the keys before the first one that is seen, where the steps have some (ADDED): NaN may stand there."""
+def tile_list(numbers, per_batch, per_head, batch, head, heads, first, rows, columns):
+    """Point to the list of one tile of rows (tilewise.tile_lists); per_batch, per_head: whether each has its own."""
+    tiles = tl.cdiv(rows, LIST_TILE)
+    entry = first // LIST_TILE
+    if per_head is not None:
+        entry += head * tiles
+        tiles *= heads
+    if per_batch is not None:
+        entry += batch * tiles
+    return numbers + entry.to(tl.int64) * (2 + tl.cdiv(columns, LIST_TILE))
+
+
+@triton.jit
+def listed_steps(listed, stop):
+    """Steps as :func:`cut` has them, but counted along a list: first the tiles seen in part, then those seen whole."""
+    partly = tl.load(listed) * LIST_TILE
+    whole = tl.load(listed + 1) * LIST_TILE
+    return partly * 0, partly, partly + whole, stop, partly * 0
+
+
+@triton.jit
+def first_step(steps, MASKED: tl.constexpr):
+    """Where the masked or the unmasked loop begins."""
+    start, full_start, _full_stop, _stop, cover = steps
+    if MASKED:
+        begin = start - cover
+    else:
+        begin = full_start
+    return begin
+
+
+@triton.jit
+def last_step(steps, listed, MASKED: tl.constexpr):
+    """Where the masked or the unmasked loop ends."""
+    _start, full_start, full_stop, stop, _cover = steps
+    if not MASKED:
+        end = full_stop
+    elif listed is None:
+        end = stop - (full_stop - full_start)
+    else:
+        end = full_start
+    return end
+
+
+@triton.jit
+def unseen_as_zero(tile, row, seen_from, band, ROWS: tl.constexpr, ADDED: tl.constexpr):
+    """Zero the rows before the first one that is seen, where the steps have some (ADDED): NaN may stand there.
+
+    Of the sink tokens, those are seen that lie in the chunk of ``seen_from``, the first query's, or behind it. Rows of
+    queries have none, and no band here.
+    """
     if ADDED:
         offs = row + tl.arange(0, ROWS)
         is_seen = offs >= seen_from
-        if sink_tokens is not None:
-            is_seen |= offs < sink_tokens
+        if band is not None:
+            _lower, _upper, _prefix, sink_tokens, chunk, _offset, _shift = band
+            if sink_tokens is not None:
+                is_sink = offs < sink_tokens
+                if chunk is not None:
+                    is_sink &= offs >= chunk_start(seen_from, chunk)
+                is_seen |= is_sink
         tile = tl.where(is_seen[:, None], tile, 0.0)
     return tile
 

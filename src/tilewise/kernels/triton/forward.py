@@ -5,10 +5,14 @@ import triton.language as tl
 
 from tilewise.kernels.triton.bands import (
     cut,
+    first_step,
     keys_seen,
+    last_step,
+    listed_steps,
     numbers_of,
     see,
     step_at,
+    tile_list,
     unseen_as_zero,
     within_documents,
 )
@@ -40,32 +44,31 @@ from tilewise.problem import AttentionProblem
 
 
 @triton.jit
-def attend_keys(q, q_tail, k_source, v_source, modifiers, row, sequence, head, place_k, numbers_q, documents_k, acc,
-                row_sum, row_max, offs_m, seen_from, steps, length_q, band, stride_ks, stride_kd, stride_vs, stride_vd,
-                scale_log2,
-                BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr,
+def attend_keys(q, q_tail, k_source, v_source, modifiers, row, sequence, head, place_k, numbers_q, documents_k, listed,
+                acc, row_sum, row_max, offs_m, seen_from, steps, length_q, band, stride_ks, stride_kd, stride_vs,
+                stride_vd, scale_log2, BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr,
                 BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, INT64: tl.constexpr,
                 DESCRIPTORS: tl.constexpr, CHANGED: tl.constexpr, CLIP: tl.constexpr, TAIL: tl.constexpr):
     """Attend to the fully visible keys, or (MASKED) to those around them: the kernel's one loop body."""
-    start, full_start, full_stop, stop, cover = steps
+    stop = steps[3]
     COVERED: tl.constexpr = band[3] is not None
-    ALIGNED: tl.constexpr = modifiers.dropout.ptr is not None
+    ALIGNED: tl.constexpr = modifiers.dropout.ptr is not None or listed is not None
     ADDED: tl.constexpr = MASKED and (ALIGNED or COVERED)
-    HIDES: tl.constexpr = MASKED or modifiers.mask.ptr is not None
-    first = start - cover if MASKED else full_start
-    last = stop - (full_stop - full_start) if MASKED else full_stop
+    HIDES: tl.constexpr = MASKED or (modifiers.mask.ptr is not None and listed is None)
+    first = first_step(steps, MASKED)
+    last = last_step(steps, listed, MASKED)
     # The masked tiles are few: without a pipeline of their own they leave registers to the others (+6 % at d 64). But
-    # a tile of queries from two documents masks all the keys of both.
-    ALONE: tl.constexpr = MASKED and numbers_q is None
+    # a tile of queries from two documents masks all the keys of both, and at d 64 there are registers for it (+16 %).
+    ALONE: tl.constexpr = MASKED and (numbers_q is None or BLOCK_D > 64)
     for step in tl.range(first, last, BLOCK_N, num_stages=1 if ALONE else None):
-        n = step_at(step, start, cover, full_start, full_stop, COVERED) if MASKED else step
+        n = step_at(step, steps, listed, MASKED, COVERED)
         k = load_tile(k_source, place_k, n, stop, stride_ks, stride_kd, BLOCK_N, D, BLOCK_D, MASKED, INT64,
                       DESCRIPTORS, CLIP)
-        k = unseen_as_zero(k, n, seen_from, band[3], BLOCK_N, ADDED)
+        k = unseen_as_zero(k, n, seen_from, band, BLOCK_N, ADDED)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         if TAIL:
             k_tail = load_tail(k_source, k, n, stop, stride_ks, stride_kd, BLOCK_N, D, TAIL, MASKED, INT64)
-            k_tail = unseen_as_zero(k_tail, n, seen_from, band[3], BLOCK_N, ADDED)
+            k_tail = unseen_as_zero(k_tail, n, seen_from, band, BLOCK_N, ADDED)
             scores = tl.dot(q_tail, tl.trans(k_tail), scores, input_precision=PRECISION)
         offs_n = n + tl.arange(0, BLOCK_N)
         numbers_k = numbers_q
@@ -82,7 +85,7 @@ def attend_keys(q, q_tail, k_source, v_source, modifiers, row, sequence, head, p
         probs = drop(probs, kept, modifiers)  # after the sum: what is dropped still counts in the denominator
         v = load_tile(v_source, place_k, n, stop, stride_vs, stride_vd, BLOCK_N, DV, BLOCK_DV, MASKED, INT64,
                       DESCRIPTORS, CLIP)
-        v = unseen_as_zero(v, n, seen_from, band[3], BLOCK_N, ADDED)
+        v = unseen_as_zero(v, n, seen_from, band, BLOCK_N, ADDED)
         acc = tl.dot(probs.to(v.dtype), v, acc, input_precision=PRECISION)  # [BLOCK_M, BLOCK_DV]
     return acc, row_sum, row_max
 
@@ -101,8 +104,7 @@ def attention_forward_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, max_ptr, mod
 
     Grid: (tiles · hq · b,). q, k, v, out: (b, h, s, d) by strides, out's last stride 1; q, k and v come as tensor
     descriptors where DESCRIPTORS. lse and, unless None, max: (b, hq, sq), dense. CHANGED: modifiers change scores.
-    q and k have D + TAIL head dims.
-    ``count``: of the sequences whose lengths are data, else None.
+    q and k have D + TAIL head dims. ``count``: of the sequences whose lengths are data, else None.
     """
     lengths = modifiers.lengths
     first, head, sequence, batch, row_q, row_k, rows_q, length_q, length_k = locate(
@@ -131,13 +133,18 @@ def attention_forward_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, max_ptr, mod
         documents_k = numbers_of(modifiers.documents.k, modifiers.documents.batched, batch, row_k, sk)
     ALIGN: tl.constexpr = 1 if modifiers.dropout.ptr is None else PER_DRAW
     steps = cut(spans, sink_tokens, BLOCK_N, ALIGN)
+    listed = None
+    if modifiers.tiles.q is not None:
+        listed = tile_list(modifiers.tiles.q, modifiers.tiles.per_batch, modifiers.tiles.per_head, batch, head, hq,
+                           first, sq, sk)
+        steps = listed_steps(listed, spans[3])
     row = sequence * hq + head
     for MASKED in tl.static_range(2):
         acc, row_sum, row_max = attend_keys(
             q, q_tail, k_source, v_source, modifiers, row, sequence, head, (batch, head_k, row_k), numbers_q,
-            documents_k, acc, row_sum, row_max, offs_m, spans[0], steps, length_q, band, stride_ks, stride_kd,
-            stride_vs, stride_vd, scale_log2, BLOCK_N, D, BLOCK_D, DV, BLOCK_DV, MASKED, PRECISION, INT64,
-            DESCRIPTORS, CHANGED, PADDED, TAIL)
+            documents_k, listed, acc, row_sum, row_max, offs_m, spans[0], steps, length_q, band, stride_ks, stride_kd,
+            stride_vs, stride_vd, scale_log2, BLOCK_N, D, BLOCK_D, DV, BLOCK_DV, MASKED, PRECISION, INT64, DESCRIPTORS,
+            CHANGED, PADDED, TAIL)
 
     row_offset = head_offset(batch, head, hq * sq, sq) + row_q
     inside = offs_m < rows_q

@@ -97,6 +97,15 @@ class DocumentNumbers(NamedTuple):
     batched: float | None = None
 
 
+class Tiles(NamedTuple):
+    """The tile lists of queries and of keys, dense; per_batch, per_head, unless None: each has lists of its own."""
+
+    q: Any = None
+    k: Any = None
+    per_batch: float | None = None
+    per_head: float | None = None
+
+
 class Modifiers(NamedTuple):
     """What a kernel reads beside q, k and v; what a call does not use is None, which costs nothing there."""
 
@@ -108,6 +117,7 @@ class Modifiers(NamedTuple):
     dropout: Dropout = Dropout()
     lengths: Lengths = Lengths()
     documents: DocumentNumbers = DocumentNumbers()
+    tiles: Tiles = Tiles()
 
 
 NO_MODIFIERS = Modifiers()
@@ -135,10 +145,14 @@ def modifiers_of(problem: AttentionProblem, operands: Operands) -> Modifiers:
     if options.documents_q is not None:
         documents = DocumentNumbers(operands.documents_q, operands.documents_k,
                                     1.0 if options.documents_q.shape[0] > 1 else None)
+    lists = Tiles()
+    if options.tiles_q is not None:
+        per_batch, per_head = (1.0 if size > 1 else None for size in options.tiles_q.shape[:2])
+        lists = Tiles(operands.tiles_q, operands.tiles_k, per_batch, per_head)
     return Modifiers(options.softcap, over_pairs(operands.bias, options.bias), alibi,
                      over_pairs(operands.mask, options.mask), sinks, dropout,
                      Lengths(operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqlens_q, operands.seqlens_k),
-                     documents)
+                     documents, lists)
 
 
 class Launch:

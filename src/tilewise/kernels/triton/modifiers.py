@@ -141,7 +141,7 @@ def modify_tile(scores, visible, modifiers, row, batch, head, band, offs_m, firs
     if CHANGED:
         scores, tanh = change_scores(scores, modifiers, batch, head, band, offs_q, offs_k, stop_q, stop_k,
                                      scale_log2, EXACT, INT64, MASKED)
-    if modifiers.mask.ptr is not None:
+    if modifiers.mask.ptr is not None and (MASKED or modifiers.tiles.q is None):  # whole tiles of a list need none
         allowed = load_pairs(modifiers.mask, batch, head, offs_q, offs_k, stop_q, stop_k, INT64, MASKED).to(tl.int1)
         visible = visible & allowed if MASKED else allowed
     if modifiers.dropout.ptr is not None:

@@ -119,3 +119,24 @@ def online_softmax_step(scores, row_max, row_sum, acc, scale_log2, GUARD: tl.con
     probs = tl.exp2(scores * scale_log2 - shift[:, None])  # [BLOCK_M, BLOCK_N]
     decay = tl.exp2(row_max - shift)  # [BLOCK_M]
     return probs, new_max, row_sum * decay + tl.sum(probs, 1), acc * decay[:, None]
+
+
+@triton.jit
+def recompute_probs(scores, lse, visible, scale_log2, MASKED: tl.constexpr):
+    """P = 2^(c·s − lse·log2 e), 0 where hidden (eq. 7); ``lse`` is in base 2 here and broadcasts along the keys."""
+    probs = tl.exp2(scores * scale_log2 - lse)
+    if MASKED:
+        probs = tl.where(visible, probs, 0.0)
+    return probs
+
+
+@triton.jit
+def score_gradient(probs, dprobs, delta, visible, SEEDED: tl.constexpr, MASKED: tl.constexpr):
+    """Return dS = P∘(dP − delta), 0 where hidden (eq. 9); dP comes with delta already taken off where SEEDED."""
+    if not SEEDED:
+        dprobs -= delta
+    dscores = probs * dprobs
+    if MASKED:
+        # Not by P = 0 alone: dP may be NaN or inf there, and 0·NaN is NaN.
+        dscores = tl.where(visible, dscores, 0.0)
+    return dscores
