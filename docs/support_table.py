@@ -16,7 +16,7 @@ from tilewise.autograd.second_order import why_not_twice
 from tilewise.dispatch import BACKENDS, get_backend
 from tilewise.masks import Mask, causal, chunk, prefix, sink_tokens, window
 from tilewise.problem import AttentionProblem, dense_strides
-from tilewise.scores import OperandFacts, ScoreOptions
+from tilewise.scores import FunctionCode, FunctionFacts, OperandFacts, ScoreOptions
 from tilewise.sequences import Sequences
 from tilewise.tuning.device import DeviceSpec
 
@@ -92,10 +92,17 @@ def options_of(problem: AttentionProblem) -> dict[str, ScoreOptions]:
         "softcap": {"softcap": 30.0},
         "sinks": {"sinks": operand(torch.float32, heads)},
         "dropout": {"dropout_p": 0.125},
+        "score function": {"score_function": FunctionFacts(FunctionCode("score", _nothing, _nothing, None, 0), ())},
+        "mask function": {"mask_function": FunctionFacts(FunctionCode("mask", _nothing, _nothing, None, 0), ())},
         "max_logit": {"max_logit": True},
     }
     together = {name: value for options in alone.values() for name, value in options.items()}
     return {name: ScoreOptions(**options) for name, options in {**alone, "all of these": together}.items()}
+
+
+def _nothing(*_: object) -> torch.Tensor:
+    """Stand for a function of the user's, in Triton and in torch."""
+    return torch.empty(0)
 
 
 def table(device: str) -> str:

@@ -10,6 +10,7 @@ from tilewise import settings
 from tilewise.autograd.attention_op import Options, run
 from tilewise.dispatch import Explanation, explain_problem
 from tilewise.errors import InvalidInput
+from tilewise.functions import NO_FUNCTIONS, CallFunctions, MaskFunction, ScoreFunction, call_functions
 from tilewise.masks import Mask, TensorMask
 from tilewise.problem import AttentionProblem
 from tilewise.scores import (
@@ -24,7 +25,7 @@ from tilewise.scores import (
 
 AUX_OUTPUTS = ("lse", "max_logit")
 _NO_MASK = Mask()
-Visible = Mask | TensorMask | torch.Tensor
+Visible = Mask | TensorMask | torch.Tensor | MaskFunction
 # cu_seqlens_q, cu_seqlens_k, seqlens_q, seqlens_k.
 Lengths = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 _NO_LENGTHS: Lengths = (None, None, None, None)
@@ -64,7 +65,8 @@ class AttentionOutputWithMax(NamedTuple):
 @overload
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visible | None = None,
               scale: float | None = None, bias: torch.Tensor | None = None, alibi_slopes: torch.Tensor | None = None,
-              softcap: float | None = None, sinks: torch.Tensor | None = None, dropout_p: float = 0,
+              score_function: ScoreFunction | None = None, softcap: float | None = None,
+              sinks: torch.Tensor | None = None, dropout_p: float = 0,
               dropout_seed: int | torch.Tensor | None = None, seqlens_q: torch.Tensor | None = None,
               seqlens_k: torch.Tensor | None = None, return_aux: tuple[()] = (),
               deterministic: bool | None = None, backend: str | None = None,
@@ -72,7 +74,8 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visibl
 @overload
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visible | None = None,
               scale: float | None = None, bias: torch.Tensor | None = None, alibi_slopes: torch.Tensor | None = None,
-              softcap: float | None = None, sinks: torch.Tensor | None = None, dropout_p: float = 0,
+              score_function: ScoreFunction | None = None, softcap: float | None = None,
+              sinks: torch.Tensor | None = None, dropout_p: float = 0,
               dropout_seed: int | torch.Tensor | None = None, seqlens_q: torch.Tensor | None = None,
               seqlens_k: torch.Tensor | None = None, return_aux: tuple[Literal["lse"]],
               deterministic: bool | None = None, backend: str | None = None,
@@ -80,7 +83,8 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visibl
 @overload
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visible | None = None,
               scale: float | None = None, bias: torch.Tensor | None = None, alibi_slopes: torch.Tensor | None = None,
-              softcap: float | None = None, sinks: torch.Tensor | None = None, dropout_p: float = 0,
+              score_function: ScoreFunction | None = None, softcap: float | None = None,
+              sinks: torch.Tensor | None = None, dropout_p: float = 0,
               dropout_seed: int | torch.Tensor | None = None, seqlens_q: torch.Tensor | None = None,
               seqlens_k: torch.Tensor | None = None,
               return_aux: tuple[Literal["max_logit"]] | tuple[Literal["lse"], Literal["max_logit"]],
@@ -90,7 +94,8 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visibl
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visible | None = None,
               scale: float | None = None, bias: torch.Tensor | None = None, alibi_slopes: torch.Tensor | None = None,
-              softcap: float | None = None, sinks: torch.Tensor | None = None, dropout_p: float = 0,
+              score_function: ScoreFunction | None = None, softcap: float | None = None,
+              sinks: torch.Tensor | None = None, dropout_p: float = 0,
               dropout_seed: int | torch.Tensor | None = None, seqlens_q: torch.Tensor | None = None,
               seqlens_k: torch.Tensor | None = None, return_aux: tuple[str, ...] = (),
               deterministic: bool | None = None, backend: str | None = None,
@@ -109,13 +114,15 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visibl
         v: (b, hk, sk, dv). Head dims d and dv are 1 or more and may differ; Triton's kernels take d to 576 and dv to
             512. Lengths sq and sk are 0 or more.
         mask: which pairs take part: :func:`causal`, :func:`window`, :func:`prefix`, :func:`chunk`,
-            :func:`sink_tokens`, :func:`documents`, or a boolean tensor that broadcasts to (b, hq, sq, sk), True = take
-            part; any of these joined by ``&``; None = all.
+            :func:`sink_tokens`, :func:`documents`, a boolean tensor that broadcasts to (b, hq, sq, sk), True = take
+            part, or a :class:`tilewise.functions.MaskFunction`; any of these joined by ``&``; None = all.
         scale: factor of the scores, > 0; None = 1/sqrt(d).
         bias: broadcasts to (b, hq, sq, sk), in q's dtype or float32; added to the scaled (and capped) scores. Its
             gradient is summed over the broadcast dims.
         alibi_slopes: (hq,) or (b, hq), float32: ``−slope · |i + offset − j|`` is added to the score of query i and
             key j (ALiBi; Press et al., 2021), with the mask's alignment (offset 0 or sk − sq).
+        score_function: a :class:`tilewise.functions.ScoreFunction`: what a scaled (and capped) score becomes, written
+            by you in Triton, in torch, or in both; bias and slopes are added to its result.
         softcap: scores become ``softcap · tanh(score / softcap)`` before bias and mask (Gemma 2); > 0, None = off.
         sinks: (hq,), float32 or q's dtype: a logit for each head that enters the softmax's denominator and has no
             value (gpt-oss); lse includes it.
@@ -158,16 +165,21 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visibl
     if softcap is not None or dropout_p != 0:  # an operator's schema would turn True into 1.0
         checked_softcap(softcap)
         checked_dropout_p(dropout_p)
-    band, visible, lists = _parted(mask)
+    band, visible, lists, mask_function = _parted(mask)
     q, k, v = _autocast(q, k, v)
     lengths = _NO_LENGTHS
     if seqlens_q is not None or seqlens_k is not None:
         band, lengths = _with_lengths(band, (None, None, seqlens_q, seqlens_k), _PADDED_NAMES)
-    operands = _operands(bias, alibi_slopes, visible, sinks, _seed(q, dropout_p, dropout_seed), lengths, lists)
+    functions = NO_FUNCTIONS
+    if score_function is not None or mask_function is not None:
+        functions = call_functions(score_function, mask_function)
+    operands = _operands(bias, alibi_slopes, visible, sinks, _seed(q, dropout_p, dropout_seed), lengths, lists,
+                         functions)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     options = Options(scale, band.left, band.right, band.alignment, band.prefix, band.sink_tokens, band.chunk, softcap,
-                      dropout_p, "max_logit" in return_aux, None, None, deterministic, backend)
+                      dropout_p, "max_logit" in return_aux, functions.score, functions.mask, None, None,
+                      deterministic, backend)
     attend = _run_twice_differentiable if double_backward else run
     results = attend(q, k, v, operands, options)
     if not return_aux:
@@ -181,7 +193,8 @@ def attention_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_se
                      seqused_k: torch.Tensor | None = None, max_seqlen_q: int | torch.Tensor | None = None,
                      max_seqlen_k: int | torch.Tensor | None = None, mask: Visible | None = None,
                      scale: float | None = None, bias: torch.Tensor | None = None,
-                     alibi_slopes: torch.Tensor | None = None, softcap: float | None = None,
+                     alibi_slopes: torch.Tensor | None = None, score_function: ScoreFunction | None = None,
+                     softcap: float | None = None,
                      sinks: torch.Tensor | None = None, dropout_p: float = 0,
                      dropout_seed: int | torch.Tensor | None = None, return_aux: tuple[()] = (),
                      deterministic: bool | None = None, backend: str | None = None,
@@ -192,7 +205,8 @@ def attention_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_se
                      seqused_k: torch.Tensor | None = None, max_seqlen_q: int | torch.Tensor | None = None,
                      max_seqlen_k: int | torch.Tensor | None = None, mask: Visible | None = None,
                      scale: float | None = None, bias: torch.Tensor | None = None,
-                     alibi_slopes: torch.Tensor | None = None, softcap: float | None = None,
+                     alibi_slopes: torch.Tensor | None = None, score_function: ScoreFunction | None = None,
+                     softcap: float | None = None,
                      sinks: torch.Tensor | None = None, dropout_p: float = 0,
                      dropout_seed: int | torch.Tensor | None = None, return_aux: tuple[Literal["lse"]],
                      deterministic: bool | None = None, backend: str | None = None,
@@ -203,7 +217,8 @@ def attention_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_se
                      seqused_k: torch.Tensor | None = None, max_seqlen_q: int | torch.Tensor | None = None,
                      max_seqlen_k: int | torch.Tensor | None = None, mask: Visible | None = None,
                      scale: float | None = None, bias: torch.Tensor | None = None,
-                     alibi_slopes: torch.Tensor | None = None, softcap: float | None = None,
+                     alibi_slopes: torch.Tensor | None = None, score_function: ScoreFunction | None = None,
+                     softcap: float | None = None,
                      sinks: torch.Tensor | None = None, dropout_p: float = 0,
                      dropout_seed: int | torch.Tensor | None = None,
                      return_aux: tuple[Literal["max_logit"]] | tuple[Literal["lse"], Literal["max_logit"]],
@@ -216,7 +231,8 @@ def attention_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_se
                      seqused_k: torch.Tensor | None = None, max_seqlen_q: int | torch.Tensor | None = None,
                      max_seqlen_k: int | torch.Tensor | None = None, mask: Visible | None = None,
                      scale: float | None = None, bias: torch.Tensor | None = None,
-                     alibi_slopes: torch.Tensor | None = None, softcap: float | None = None,
+                     alibi_slopes: torch.Tensor | None = None, score_function: ScoreFunction | None = None,
+                     softcap: float | None = None,
                      sinks: torch.Tensor | None = None, dropout_p: float = 0,
                      dropout_seed: int | torch.Tensor | None = None, return_aux: tuple[str, ...] = (),
                      deterministic: bool | None = None, backend: str | None = None, double_backward: bool = False,
@@ -245,6 +261,7 @@ def attention_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_se
         alibi_slopes: (hq,) or (sequences, hq), float32.
         scale, softcap, sinks, dropout_p, dropout_seed, return_aux, deterministic, backend, double_backward: as in
             :func:`attention`.
+        score_function: as in :func:`attention`; to a function, ``batch`` is the number of the sequence.
 
     Returns:
         out, (total_q, hq, dv); with ``return_aux`` a named tuple, whose lse and max_logit are (hq, total_q).
@@ -261,16 +278,21 @@ def attention_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_se
     _check_return_aux(return_aux)
     checked_softcap(softcap)
     checked_dropout_p(dropout_p)
-    band, visible, lists = _parted(mask)
+    band, visible, lists, mask_function = _parted(mask)
     longest = _longest(max_seqlen_q, max_seqlen_k, needed=bias is not None or visible is not None)
     q, k, v = _autocast(*(_as_batch(name, tensor) for name, tensor in (("q", q), ("k", k), ("v", v))))
     band, lengths = _with_lengths(band, (cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k,
                                          seqused_q, seqused_k), _PACKED_NAMES)
-    operands = _operands(bias, alibi_slopes, visible, sinks, _seed(q, dropout_p, dropout_seed), lengths, lists)
+    functions = NO_FUNCTIONS
+    if score_function is not None or mask_function is not None:
+        functions = call_functions(score_function, mask_function)
+    operands = _operands(bias, alibi_slopes, visible, sinks, _seed(q, dropout_p, dropout_seed), lengths, lists,
+                         functions)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     options = Options(scale, band.left, band.right, band.alignment, band.prefix, band.sink_tokens, band.chunk, softcap,
-                      dropout_p, "max_logit" in return_aux, longest[0], longest[1], deterministic, backend)
+                      dropout_p, "max_logit" in return_aux, functions.score, functions.mask, longest[0], longest[1],
+                      deterministic, backend)
     attend = _run_twice_differentiable if double_backward else run
     out, *rows = attend(q, k, v, operands, options)
     # Squeezed: the gradient of an index would be a copy of dout among zeros.
@@ -282,7 +304,8 @@ def attention_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_se
 
 def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visible | None = None,
             scale: float | None = None, bias: torch.Tensor | None = None, alibi_slopes: torch.Tensor | None = None,
-            softcap: float | None = None, sinks: torch.Tensor | None = None, dropout_p: float = 0,
+            score_function: ScoreFunction | None = None, softcap: float | None = None,
+            sinks: torch.Tensor | None = None, dropout_p: float = 0,
             seqlens_q: torch.Tensor | None = None, seqlens_k: torch.Tensor | None = None,
             return_aux: tuple[str, ...] = (), deterministic: bool | None = None,
             backend: str | None = None) -> Explanation:
@@ -296,17 +319,22 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visible 
     'reference'
     """
     _check_return_aux(return_aux)
-    band, visible, lists = _parted(mask)
+    band, visible, lists, mask_function = _parted(mask)
     q, k, v = _autocast(q, k, v)
     lengths = _NO_LENGTHS
     if seqlens_q is not None or seqlens_k is not None:
         band, lengths = _with_lengths(band, (None, None, seqlens_q, seqlens_k), _PADDED_NAMES)
-    operands = _operands(bias, alibi_slopes, visible, sinks, _seed(q, dropout_p, 0), lengths, lists)
+    functions = NO_FUNCTIONS
+    if score_function is not None or mask_function is not None:
+        functions = call_functions(score_function, mask_function)
+    operands = _operands(bias, alibi_slopes, visible, sinks, _seed(q, dropout_p, 0), lengths, lists, functions)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     problem = AttentionProblem.from_tensors(
         q, k, v, operands, mask=band, scale=scale, deterministic=deterministic,
-        settings=ScoreSettings(softcap, dropout_p, "max_logit" in return_aux))
+        settings=ScoreSettings(softcap, dropout_p, "max_logit" in return_aux,
+                               score_function=None if score_function is None else score_function.code,
+                               mask_function=None if mask_function is None else mask_function.code))
     return explain_problem(problem, backend or settings.default_backend())
 
 
@@ -317,18 +345,21 @@ def _run_twice_differentiable(*arguments: Any) -> Sequence[torch.Tensor]:
     return run_twice_differentiable(*arguments)
 
 
-def _parted(mask: object) -> tuple[Mask, torch.Tensor | None, tuple[torch.Tensor | None, ...]]:
-    """Part a mask into its band, its tensor and, as operands, its documents and tiles."""
+def _parted(mask: object) -> tuple[Mask, torch.Tensor | None, tuple[torch.Tensor | None, ...], MaskFunction | None]:
+    """Part a mask into its band, its tensor and, as operands, its documents and tiles; and its function."""
     if mask is None:
-        return _NO_MASK, None, _NO_LISTS
+        return _NO_MASK, None, _NO_LISTS, None
     if isinstance(mask, Mask):
-        return mask, None, _NO_LISTS
+        return mask, None, _NO_LISTS, None
     if isinstance(mask, TensorMask):
-        return mask.band, mask.tensor, (*(mask.documents or _NO_LISTS[:2]), *(mask.tiles or _NO_LISTS[2:]))
+        lists = (*(mask.documents or _NO_LISTS[:2]), *(mask.tiles or _NO_LISTS[2:]))
+        return mask.band, mask.tensor, lists, mask.function
     if isinstance(mask, torch.Tensor):
-        return _NO_MASK, mask, _NO_LISTS
+        return _NO_MASK, mask, _NO_LISTS, None
+    if isinstance(mask, MaskFunction):
+        return _NO_MASK, None, _NO_LISTS, mask
     raise InvalidInput(f"mask is a {type(mask).__name__}; allowed is None, causal(), window(left, right), a boolean "
-                       "tensor, or these joined by '&'.")
+                       "tensor, a MaskFunction, or these joined by '&'.")
 
 
 def _as_batch(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -365,16 +396,16 @@ def _with_lengths(band: Mask, lengths: Lengths, names: tuple[str | None, ...]) -
 
 def _operands(bias: torch.Tensor | None, alibi_slopes: torch.Tensor | None, mask: torch.Tensor | None,
               sinks: torch.Tensor | None, seed: torch.Tensor | None, lengths: Lengths,
-              lists: tuple[torch.Tensor | None, ...]) -> Operands:
+              lists: tuple[torch.Tensor | None, ...], functions: CallFunctions) -> Operands:
     if (bias is None and alibi_slopes is None and mask is None and sinks is None and seed is None and lists is _NO_LISTS
-            and lengths is _NO_LENGTHS):
+            and lengths is _NO_LENGTHS and not functions.score_tensors and not functions.mask_tensors):
         return NO_OPERANDS
     if sinks is not None and not isinstance(sinks, torch.Tensor):
         raise InvalidInput(f"sinks is a {type(sinks).__name__}; allowed is a tensor of shape (hq,), or None.")
-    return Operands(None if bias is None else with_four_dims("bias", bias),
-                    None if alibi_slopes is None else with_batch_dim(alibi_slopes),
-                    None if mask is None else with_four_dims("mask", mask), sinks, seed, *lengths,
-                    *lists)
+    alone = (None if bias is None else with_four_dims("bias", bias),
+             None if alibi_slopes is None else with_batch_dim(alibi_slopes),
+             None if mask is None else with_four_dims("mask", mask), sinks, seed, *lengths, *lists)
+    return Operands._make((*alone, functions.score_tensors, functions.mask_tensors))
 
 
 def _seed(q: torch.Tensor, dropout_p: float, seed: int | torch.Tensor | None) -> torch.Tensor | None:

@@ -15,7 +15,7 @@ boolean mask) is joined to a band by ``&``.
 """
 
 from dataclasses import dataclass, replace
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 
@@ -230,19 +230,21 @@ class Mask:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorMask:
-    """A band with documents or a boolean tensor, all of which must let a pair take part; made with ``&``.
+    """A band with documents, a boolean tensor or a function, all of which must let a pair take part; made with ``&``.
 
     Attributes:
         band: who sees whom by position; its hidden tiles are skipped.
         tensor: broadcasts to (b, hq, sq, sk), bool, True where the pair takes part; None = all.
         documents: who is in one document; hidden tiles are skipped; None = all are.
         tiles: lists of the tiles that all of these leave visible, made by :meth:`tiled`; None = there are none.
+        function: a :class:`tilewise.functions.MaskFunction`; None = all.
     """
 
     band: Mask
     tensor: torch.Tensor | None = None
     documents: Documents | None = None
     tiles: TileLists | None = None
+    function: Any = None
 
     def __and__(self, other: "Mask | torch.Tensor | TensorMask") -> "TensorMask":
         if isinstance(other, Mask):
@@ -257,10 +259,14 @@ class TensorMask:
         if self.documents is not None and other.documents is not None:
             raise InvalidInput("cannot combine documents & documents: a mask has one. Give each pair of ids a number "
                                "of its own, and pass those.")
+        if self.function is not None and other.function is not None:
+            raise InvalidInput(f"cannot combine {self.function} & {other.function}: a mask has one. Write one that "
+                               "asks both.")
         tensor = self.tensor if other.tensor is None else other.tensor
         if self.tensor is not None and other.tensor is not None:
             tensor = self.tensor & other.tensor
-        return TensorMask(self.band & other.band, tensor, self.documents or other.documents)
+        return TensorMask(self.band & other.band, tensor, self.documents or other.documents,
+                          function=self.function or other.function)
 
     def __rand__(self, other: "Mask | torch.Tensor") -> "TensorMask":
         return self & other
@@ -268,16 +274,20 @@ class TensorMask:
     def visible(self, query_length: int, key_length: int) -> torch.Tensor:
         """Return the dense mask, (b|1, hq|1, query_length, key_length), bool, on the tensors' device.
 
-        O(query_length x key_length) memory: for oracles and pictures, never for kernels.
+        A function is asked for the first batch entry and head. O(query_length x key_length) memory: for oracles and
+        pictures, never for kernels.
         """
-        return self._visible_rows(0, query_length, query_length, key_length)
+        visible = self._visible_rows(0, query_length, query_length, key_length)
+        return visible if self.function is None else visible & self.function.visible(query_length, key_length,
+                                                                                     visible.device)
 
     def tiled(self, query_length: int, key_length: int) -> "TensorMask":
         """Return the same mask with lists of its visible tiles, so that the others cost nothing.
 
         For a mask that is used in many calls, and hides whole tiles of 128 queries by 128 keys: a boolean tensor is
         otherwise read everywhere that the band and the documents leave visible. Computed on the tensors' device, in
-        O(128 x key_length) memory, without waiting for it. To be made anew when the tensor changes.
+        O(128 x key_length) memory, without waiting for it. To be made anew when the tensor changes. A function is no
+        part of the lists: it is asked wherever they leave a tile visible.
 
         Args:
             query_length, key_length: of the calls; lengths that are data have no lists.
@@ -287,9 +297,10 @@ class TensorMask:
         return replace(self, tiles=lists)
 
     def _visible_rows(self, first: int, stop: int, query_length: int, key_length: int) -> torch.Tensor:
-        """Return the dense mask of queries ``first`` to ``stop``, (b|1, hq|1, stop - first, key_length)."""
+        """Return all but the function, of queries ``first`` to ``stop``: (b|1, hq|1, stop - first, key_length)."""
         tensors = [tensor for tensor in (self.tensor, *(self.documents or ())) if tensor is not None]
-        device = tensors[0].device
+        tensors += () if self.function is None else self.function.tensors
+        device = tensors[0].device if tensors else None
         queries, keys = torch.arange(first, stop, device=device), torch.arange(key_length, device=device)
         visible = self.band.band(query_length, key_length).sees(queries[:, None], keys)[None, None]
         if self.documents is not None:
@@ -320,6 +331,8 @@ class TensorMask:
             parts.append(f"documents of {self.documents.q.shape[2]} tokens")
         if self.tensor is not None:
             parts.append(f"a tensor of shape {tuple(self.tensor.shape)}")
+        if self.function is not None:
+            parts.append(str(self.function))
         return " & ".join(parts)
 
 

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -18,6 +18,7 @@ from tilewise.scores import (
     NO_OPERANDS,
     NO_OPTIONS,
     NO_SETTINGS,
+    FunctionFacts,
     OperandFacts,
     Operands,
     ScoreOptions,
@@ -36,6 +37,7 @@ WIDEST = 512  # head dims in one tile
 TAIL_WIDTH = 64  # head dims of q and k in a second tile beside it
 _NO_MASK = Mask()
 _LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqlens_q", "seqlens_k")
+_FUNCTIONS = {"score_tensors": "score_function", "mask_tensors": "mask_function"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,8 +221,9 @@ def facts_of_operands(operands: Operands) -> tuple[Facts, ...]:
     """Read the operands that are there."""
     if operands is NO_OPERANDS:
         return ()
-    return tuple([facts_of(name, tensor) for name, tensor in zip(Operands._fields, operands, strict=True)
-                  if tensor is not None])
+    return tuple([facts_of(name, tensor) for name, tensor in zip(Operands._fields, operands.alone, strict=False)
+                  if tensor is not None]
+                 + [facts_of(name, tensor) for name in _FUNCTIONS for tensor in getattr(operands, name)])
 
 
 def _is_symbolic(sizes: Iterable[int]) -> bool:
@@ -331,9 +334,9 @@ def _score_options(operands: tuple[Facts, ...], settings: ScoreSettings, sequenc
         "tiles_q": ((*full[:2], -(-sq // TILE), 2 + -(-sk // TILE)), (torch.int32,)),
         "tiles_k": ((*full[:2], -(-sk // TILE), 2 + -(-sq // TILE)), (torch.int32,)),
     }
-    found = {}
+    found: dict[str, Any] = {}
     for name, shape, strides, own_dtype, own_device in operands:
-        if name in _LENGTHS:
+        if name in _LENGTHS or name in _FUNCTIONS:
             continue
         wanted, dtypes = allowed[name]
         if name in ("bias", "mask") and sequences.packed is not None:
@@ -348,7 +351,25 @@ def _score_options(operands: tuple[Facts, ...], settings: ScoreSettings, sequenc
     if (found.pop("seed", None) is None) != (settings.dropout_p == 0.0):
         raise InvalidInput(f"dropout_p is {settings.dropout_p} and a seed is "
                            f"{'given' if settings.dropout_p == 0.0 else 'missing'}: dropout needs both.")
-    return ScoreOptions(checked_softcap(settings.softcap), dropout_p, settings.max_logit, **found)
+    score_function, mask_function = (_function(name, operands, settings, device) for name in _FUNCTIONS)
+    return ScoreOptions(checked_softcap(settings.softcap), dropout_p, settings.max_logit, **found,
+                        score_function=score_function, mask_function=mask_function)
+
+
+def _function(name: str, operands: tuple[Facts, ...], settings: ScoreSettings,
+              device: torch.device) -> FunctionFacts | None:
+    """Check the tensors of a function of the user's, and describe it."""
+    said, tensors = _FUNCTIONS[name], [facts for facts in operands if facts[0] == name]
+    for i, (_, shape, strides, _, own_device) in enumerate(tensors):
+        if own_device != device:
+            raise InvalidInput(f"{said}: tensors[{i}] is on {own_device} and q is on {device}: move them to one "
+                               "device.")
+        dense = [math.prod(shape[dim + 1:]) for dim in range(len(shape))]
+        if any(size > 1 and own != wanted for size, own, wanted in zip(shape, strides, dense, strict=True)):
+            raise InvalidInput(f"{said}: tensors[{i}] has strides {_text(strides)}; allowed are those of a contiguous "
+                               "tensor, which a kernel reads by its pointer: call contiguous() on it.")
+    code = getattr(settings, said)
+    return None if code is None else FunctionFacts(code, tuple(facts[3] for facts in tensors))
 
 
 def _check_longest(name: str, shape: Sizes, sequences: Sequences) -> None:

@@ -2,8 +2,9 @@
 
     x = scale·q·k                    the scaled score
     y = softcap·tanh(x / softcap)    softcap
+    y = f(y; b, h, i, j)             the user's score function
     z = y + bias − slope·|distance|  additive bias and ALiBi
-    z = −inf where hidden            mask
+    z = −inf where hidden            masks, the user's mask function among them
     p = exp(z − lse),  lse = log(exp(sink) + Σ exp(z))
     out = Σ p·keep/(1 − dropout_p)·v
 
@@ -12,6 +13,8 @@ each step back is said there too. The distance of query i and key j is i + offse
 """
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -49,6 +52,7 @@ class Operands(NamedTuple):
         seqlens_q, seqlens_k: (b,), int32 or int64: how many positions of a sequence, the first ones, take part.
         documents_q: (b|1, 4, sq), int32, and documents_k: (b|1, 4, sk), as :class:`tilewise.masks.Documents` has them.
         tiles_q, tiles_k: int32, as :class:`tilewise.tile_lists.TileLists` has them; of a mask that they come with.
+        score_tensors, mask_tensors: what the user's functions read, contiguous.
     """
 
     bias: torch.Tensor | None = None
@@ -64,23 +68,62 @@ class Operands(NamedTuple):
     documents_k: torch.Tensor | None = None
     tiles_q: torch.Tensor | None = None
     tiles_k: torch.Tensor | None = None
+    score_tensors: tuple[torch.Tensor, ...] = ()
+    mask_tensors: tuple[torch.Tensor, ...] = ()
+
+    @property
+    def alone(self) -> tuple[torch.Tensor | None, ...]:
+        """The operands that are one tensor, or None."""
+        return self[:-2]
+
+    @property
+    def present(self) -> list[torch.Tensor]:
+        """Every tensor that is there."""
+        return [*(tensor for tensor in self.alone if tensor is not None), *self.score_tensors, *self.mask_tensors]
 
 
 NO_OPERANDS = Operands()
 
 
+@dataclass(frozen=True, eq=False)
+class FunctionCode:
+    """A score or mask function of the user's without its tensors; the same functions have one code (functions.py).
+
+    Attributes:
+        name: what an operator is told, and a message shows; no two codes of a process share it.
+        triton, torch, derivative: as in :class:`tilewise.functions.ScoreFunction`.
+        tensors: how many it reads.
+    """
+
+    name: str
+    triton: Any
+    torch: "Callable[..., torch.Tensor] | None"
+    derivative: Any
+    tensors: int
+
+
+class FunctionFacts(NamedTuple):
+    """A function with what a kernel is compiled for: the dtypes of its tensors."""
+
+    code: FunctionCode
+    dtypes: tuple[torch.dtype, ...]
+
+
 class ScoreSettings(NamedTuple):
-    """The plain numbers of a call that change its scores; the default changes nothing.
+    """What is not a tensor of a call and changes its scores; the default changes nothing.
 
     Attributes:
         softcap, dropout_p, max_logit: as in :class:`ScoreOptions`.
         longest: of packed sequences: the sizes of an operand's query and key dims; None where no operand has that dim.
+        score_function, mask_function: the user's own, or None.
     """
 
     softcap: float | None = None
     dropout_p: float = 0.0
     max_logit: bool = False
     longest: tuple[int | None, int | None] = (None, None)
+    score_function: FunctionCode | None = None
+    mask_function: FunctionCode | None = None
 
 
 NO_SETTINGS = ScoreSettings()
@@ -107,6 +150,7 @@ class ScoreOptions(NamedTuple):
         dropout_p: probability to drop a pair, 0 <= dropout_p < 1, a multiple of 2^-16.
         max_logit: whether the largest visible score of each row is wanted beside lse.
         bias, alibi_slopes, mask, sinks, documents_q, documents_k, tiles_q, tiles_k: facts of the operand, or None.
+        score_function, mask_function: facts of the user's own, or None.
     """
 
     softcap: float | None = None
@@ -120,11 +164,19 @@ class ScoreOptions(NamedTuple):
     documents_k: OperandFacts | None = None
     tiles_q: OperandFacts | None = None
     tiles_k: OperandFacts | None = None
+    score_function: FunctionFacts | None = None
+    mask_function: FunctionFacts | None = None
+
+    @property
+    def functions(self) -> tuple[FunctionFacts, ...]:
+        """The user's own that are there."""
+        return tuple([facts for facts in (self.score_function, self.mask_function) if facts is not None])
 
     @property
     def changes_scores(self) -> bool:
         """Whether a score is more than scale·q·k."""
-        return self.softcap is not None or self.bias is not None or self.alibi_slopes is not None
+        return (self.softcap is not None or self.bias is not None or self.alibi_slopes is not None
+                or self.score_function is not None)
 
     def __str__(self) -> str:
         parts = []
@@ -144,6 +196,9 @@ class ScoreOptions(NamedTuple):
             parts.append("tile lists")
         if self.dropout_p:
             parts.append(f"dropout {self.dropout_p:.4g}")
+        for name, function in (("score", self.score_function), ("mask", self.mask_function)):
+            if function is not None:
+                parts.append(f"{name} function {function.code.name}")
         return ", ".join(parts)
 
 

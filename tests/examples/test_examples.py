@@ -38,6 +38,11 @@ def test_sliding_window_equals_dense_attention(capsys):
     assert "■" in capsys.readouterr().out
 
 
+def test_score_function_equals_a_bias_of_every_pair(capsys):
+    assert load("score_function").main(["--length", "300", "--device", "cpu"]) < 1e-5
+    assert "■" in capsys.readouterr().out
+
+
 def test_tiny_gpt_learns_the_same_with_tilewise_as_with_torch(tmp_path, capsys):
     plot = tmp_path / "curves.svg"
     assert load("train_tiny_gpt").main(["--steps", "12", "--device", "cpu", "--out", str(plot)]) == 0

@@ -17,6 +17,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from conformance.functions import mask_functions, score_functions
 from tilewise.bench.compile_ahead import CompileOnlyDriver
 from tilewise.kernels.triton.backward import delta_launch, dkdv_launch, dq_launch
 from tilewise.kernels.triton.dbias import dbias_launch
@@ -24,7 +25,7 @@ from tilewise.kernels.triton.forward import forward_launch
 from tilewise.kernels.triton.launch import modifiers_of
 from tilewise.masks import Mask
 from tilewise.problem import AttentionProblem, dense_strides
-from tilewise.scores import OperandFacts, Operands, ScoreOptions
+from tilewise.scores import FunctionFacts, OperandFacts, Operands, ScoreOptions
 from tilewise.sequences import Sequences
 from tilewise.tuning.device import DeviceSpec
 from tilewise.tuning.heuristics import delta_config, tile_config
@@ -47,20 +48,32 @@ def operands_of(request):
     made |= {f"{name}_{side}": torch.empty(size, dtype=torch.int32) for side in "qk" for name, size in (
         ("cu_seqlens", (shape["b"] + 1,)), ("seqlens", (shape["b"],)), ("documents", (1, 4, shape["s"])),
         ("tiles", (1, 1, shape["s"] // 128, 2 + shape["s"] // 128)))}
-    return Operands(**{name: tensor for name, tensor in made.items() if name in request.get("options", ())})
+    made |= {f"{kind}_tensors": function.tensors for kind, function in functions_of(request).items()}
+    return Operands(**{name: tensor for name, tensor in made.items()
+                       if name in request.get("options", ()) or name.endswith("tensors")})
+
+
+def functions_of(request):
+    """A function of the test suite for each "score:NAME" and "mask:NAME" in request["options"]."""
+    named = dict(option.split(":") for option in request.get("options", ()) if ":" in option)
+    made = {"score": score_functions("cpu"), "mask": mask_functions("cpu")}
+    return {kind: made[kind][name] for kind, name in named.items()}
 
 
 def scores_of(request, operands):
     facts = {name: OperandFacts(tuple(tensor.shape), tensor.stride(), tensor.dtype)
-             for name, tensor in operands._asdict().items()
+             for name, tensor in zip(operands._fields, operands.alone, strict=False)
              if tensor is not None and name != "seed" and "seqlens" not in name}
+    facts |= {f"{kind}_function": FunctionFacts(function.code, tuple(tensor.dtype for tensor in function.tensors))
+              for kind, function in functions_of(request).items()}
     return ScoreOptions(softcap=30.0 if "softcap" in request.get("options", ()) else None,
                         dropout_p=0.1 if operands.seed is not None else 0.0, **facts)
 
 
 def sequences_of(operands):
     facts = {name: OperandFacts(tuple(tensor.shape), tensor.stride(), tensor.dtype)
-             for name, tensor in operands._asdict().items() if tensor is not None and "seqlens" in name}
+             for name, tensor in zip(operands._fields, operands.alone, strict=False)
+             if tensor is not None and "seqlens" in name}
     packed = None if operands.cu_seqlens_q is None else len(operands.cu_seqlens_q) - 1
     return Sequences(packed, **facts, max_seqlen_q=packed and 4096, max_seqlen_k=packed and 4096)
 

@@ -20,8 +20,8 @@ def _equal(a, b):
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    ({"mask": [[True]]}, "mask is a list; allowed is None, causal(), window(left, right), a boolean tensor, or these "
-                         "joined by '&'."),
+    ({"mask": [[True]]}, "mask is a list; allowed is None, causal(), window(left, right), a boolean tensor, a "
+                         "MaskFunction, or these joined by '&'."),
     ({"mask": _NONE.float()}, "mask has dtype torch.float32; allowed are torch.bool."),
     ({"mask": causal("top_left") & _NONE[0]},
      "mask is a tensor of shape (5,); allowed is a tensor of 2 to 4 dims that broadcasts to (b, hq, sq, sk)."),
@@ -300,8 +300,8 @@ _CU = torch.tensor([0, 2, 5])
     ({"max_seqlen_k": True}, "max_seqlen_k is True; allowed is an integer >= 0, a tensor of one element, or None."),
     ({"max_seqlen_q": _CU}, "max_seqlen_q is tensor([0, 2, 5]); allowed is an integer >= 0, a tensor of one element, "
                             "or None."),
-    ({"mask": "causal"}, "mask is a str; allowed is None, causal(), window(left, right), a boolean tensor, or these "
-                         "joined by '&'."),
+    ({"mask": "causal"}, "mask is a str; allowed is None, causal(), window(left, right), a boolean tensor, a "
+                         "MaskFunction, or these joined by '&'."),
     ({"softcap": True}, "softcap is True; allowed is a finite number > 0, or None for none."),
     ({"dropout_p": True}, "dropout_p is True; allowed is a probability, 0 <= dropout_p < 1."),
     ({"return_aux": "lse"}, "return_aux is 'lse'; allowed is a tuple of names out of ('lse', 'max_logit')."),

@@ -9,7 +9,7 @@ import torch
 from tilewise.errors import InvalidInput, UnsupportedProblem
 from tilewise.masks import Mask, causal
 from tilewise.problem import AttentionProblem
-from tilewise.scores import OperandFacts, ScoreOptions
+from tilewise.scores import FunctionCode, FunctionFacts, OperandFacts, ScoreOptions
 from tilewise.tuning.configs import DkdvConfig, DqConfig, ForwardConfig
 from tilewise.tuning.device import DeviceSpec, device_spec
 from tilewise.tuning.heuristics import (
@@ -66,7 +66,7 @@ def test_tiles_of_wide_heads_fit_wherever_the_least_ones_do(arch, kernel):
 
 
 def test_a_tail_takes_shared_memory_for_q_and_k_alone():
-    for kernel, kind in KINDS.items():
+    for kind in KINDS.values():
         without, with_tail = (kind(32, 16, 4, 2).shared_bytes(problem_of(d, 512)) for d in (512, 576))
         rows = 16 + 2 * 32 if kind is DkdvConfig else 32 + 2 * 16
         assert with_tail - without == rows * 64 * 2
@@ -91,6 +91,17 @@ def test_operands_take_shared_memory_and_shrink_the_tile():
         assert after.operand_bytes(wanted) >= after.block_m * after.block_n * 4
         assert after.shared_bytes(wanted) <= spec.shared_memory
         assert before.shared_bytes(plain) <= spec.shared_memory
+
+
+def test_a_functions_tensors_count_as_if_each_was_read_for_every_pair():
+    code = FunctionCode("f", None, None, None, 2)
+    plain = problem_of(256, mask=causal())
+    for name in ("score_function", "mask_function"):
+        wanted = replace(plain, scores=ScoreOptions(**{name: FunctionFacts(code, (torch.float32, torch.int8))}))
+        config = tile_config("forward", wanted, DeviceSpec.of_arch("sm_90"), descriptors=True)
+        assert config.operand_bytes(wanted) >= config.block_m * config.block_n * 5
+        assert has_pairs(wanted)
+        assert not has_pairs(replace(plain, scores=ScoreOptions(**{name: FunctionFacts(code, ())})))
 
 
 BIAS = OperandFacts((1, 2, 4096, 4096), (2 * 4096**2, 4096**2, 4096, 1), torch.bfloat16)

@@ -15,6 +15,7 @@ from tilewise import settings
 from tilewise.backends.base import Backend, Needs, Saved
 from tilewise.dispatch import choose
 from tilewise.errors import UnsupportedProblem
+from tilewise.functions import code_of
 from tilewise.masks import Mask
 from tilewise.problem import (
     AttentionProblem,
@@ -26,10 +27,10 @@ from tilewise.problem import (
 )
 from tilewise.scores import NO_OPERANDS, Operands, ScoreSettings
 
-_OPERANDS = ", ".join(f"Tensor? {name}" for name in Operands._fields)
+_OPERANDS = ", ".join(f"Tensor{'[]' if 'tensors' in name else '?'} {name}" for name in Operands._fields)
 _OPTIONS = ("float? scale, int? left, int? right, str? alignment, int? prefix, int? sink_tokens, int? chunk, "
-            "float? softcap, float dropout_p, bool max_logit, SymInt? max_seqlen_q, SymInt? max_seqlen_k, "
-            "bool deterministic, str? backend")
+            "float? softcap, float dropout_p, bool max_logit, str? score_function, str? mask_function, "
+            "SymInt? max_seqlen_q, SymInt? max_seqlen_k, bool deterministic, str? backend")
 # out, lse and, where wanted, max_logit.
 torch.library.define("tilewise::attention_forward",
                      f"(Tensor q, Tensor k, Tensor v, {_OPERANDS}, {_OPTIONS}) -> Tensor[]")
@@ -59,6 +60,8 @@ class Options(NamedTuple):
     softcap: float | None = None
     dropout_p: float = 0.0
     max_logit: bool = False
+    score_function: str | None = None
+    mask_function: str | None = None
     max_seqlen_q: int | None = None
     max_seqlen_k: int | None = None
     deterministic: bool = False
@@ -71,8 +74,9 @@ class Options(NamedTuple):
 
     @property
     def settings(self) -> ScoreSettings:
-        """The numbers that change scores."""
-        return ScoreSettings(self.softcap, self.dropout_p, self.max_logit, (self.max_seqlen_q, self.max_seqlen_k))
+        """The numbers and functions that change scores."""
+        return ScoreSettings(self.softcap, self.dropout_p, self.max_logit, (self.max_seqlen_q, self.max_seqlen_k),
+                             code_of(self.score_function), code_of(self.mask_function))
 
     def problem(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Operands) -> AttentionProblem:
         """Rebuild the validated problem; sizes may be symbolic."""
@@ -88,7 +92,7 @@ def _of_plain(plain: tuple[Any, ...]) -> Options:
 
 _N_OPERANDS = len(Operands._fields)
 _N_PLAIN = 6
-_PLAIN = Options(None, None, None, None)[4:10]  # prefix to max_logit of a call that the plain operator takes
+_PLAIN = Options(None, None, None, None)[4:12]  # prefix to mask_function of a call that the plain operator takes
 
 
 @lru_cache(maxsize=4096)
@@ -198,7 +202,9 @@ class AttentionFunction(torch.autograd.Function):
         """Run the forward op and keep q, k, v, out, lse and the operands: O(s) memory beside the latter."""
         results = forward_op(q, k, v, *rest)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, *results[:2], *rest[:_N_OPERANDS])
+        operands = Operands(*rest[:_N_OPERANDS])
+        ctx.save_for_backward(q, k, v, *results[:2], *operands.alone, *operands.score_tensors, *operands.mask_tensors)
+        ctx.first_of_mask = len(operands.score_tensors)
         ctx.options = rest[_N_OPERANDS:]
         if len(results) > 2:  # a report, not a function to be differentiated
             ctx.mark_non_differentiable(results[2])
@@ -208,7 +214,9 @@ class AttentionFunction(torch.autograd.Function):
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None,
                  *_: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """Run the backward op for the inputs that need a gradient."""
-        q, k, v, out, lse, *operands = ctx.saved_tensors
+        q, k, v, out, lse, *others = ctx.saved_tensors
+        alone, of_functions = others[:_N_OPERANDS - 2], others[_N_OPERANDS - 2:]
+        operands = (*alone, of_functions[:ctx.first_of_mask], of_functions[ctx.first_of_mask:])
         wanted = ctx.needs_input_grad[:3 + _N_OPERANDS]
         gradients: list[torch.Tensor | None] = [None] * (3 + _N_OPERANDS + len(ctx.options))
         if dout is None and dlse is None:
@@ -265,10 +273,10 @@ def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Operands,
             # The backward pass runs in a thread of its own, which does not see a scoped default.
             options = options._replace(backend=settings.default_backend())
         return cast("tuple[torch.Tensor, ...]", _apply(q, k, v, *operands, *options))
-    if operands is NO_OPERANDS and options[4:10] == _PLAIN:
+    if operands is NO_OPERANDS and options[4:12] == _PLAIN:
         return cast("list[torch.Tensor]", forward_plain_op(q, k, v, *options[:4], *options[-2:]))
     return cast("list[torch.Tensor]", forward_op(q, k, v, *operands, *options))
 
 
 def _trainable(operands: Operands) -> bool:
-    return operands is not NO_OPERANDS and any(t is not None and t.requires_grad for t in operands)
+    return operands is not NO_OPERANDS and any(t is not None and t.requires_grad for t in operands.alone)

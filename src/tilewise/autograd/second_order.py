@@ -7,7 +7,7 @@ import torch
 
 from tilewise import settings
 from tilewise.autograd.attention_op import Options
-from tilewise.dispatch import get_backend
+from tilewise.dispatch import choose, get_backend
 from tilewise.errors import UnsupportedProblem
 from tilewise.kernels.reference.differentiable import differentiable_attention
 from tilewise.kernels.reference.sequences import differentiable_by_sequence
@@ -38,6 +38,7 @@ def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Operands,
     if name is not None and reason is not None:
         raise UnsupportedProblem(f"backend {name!r} refuses double_backward=True", {name: reason})
     problem = options.problem(q, k, v, operands)
+    choose(problem, "reference")  # raises where it refuses
     compute = differentiable_by_sequence if problem.sequences.are_data else differentiable_attention
     with torch.autocast(problem.device.type, enabled=False):  # would round the float32 tiles to half
         return compute(problem, (q, k, v), operands)[:2 + problem.scores.max_logit]

@@ -19,7 +19,10 @@ class ReferenceBackend:
     name = "reference"
 
     def why_not(self, problem: AttentionProblem) -> str | None:
-        """Return None: there is no limit."""
+        """Return the one reason against: a function of which it has no torch twin."""
+        for facts in problem.scores.functions:
+            if facts.code.torch is None:
+                return f"needs a torch function, got {facts.code.name} without one; backend='triton' takes a triton one"
         return None
 
     def forward(self, problem: AttentionProblem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,

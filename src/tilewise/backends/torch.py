@@ -113,7 +113,8 @@ def _option(scores: ScoreOptions) -> str | None:
     options = {"bias": scores.bias is not None, "ALiBi slopes": scores.alibi_slopes is not None,
                "mask tensor": scores.mask is not None, "softcap": scores.softcap is not None,
                "sinks": scores.sinks is not None, "dropout": scores.dropout_p > 0.0, "max_logit": scores.max_logit,
-               "documents": scores.documents_q is not None}
+               "documents": scores.documents_q is not None,
+               "score function": scores.score_function is not None, "mask function": scores.mask_function is not None}
     return next((name for name, is_there in options.items() if is_there), None)
 
 

@@ -42,6 +42,10 @@ class TritonBackend:
         if problem.d > WIDEST + TAIL_WIDTH or problem.dv > WIDEST:
             return (f"takes head dims up to {WIDEST + TAIL_WIDTH} for q and k and up to {WIDEST} for v, got "
                     f"{problem.d} and {problem.dv}; backend='reference' takes them")
+        for facts in problem.scores.functions:
+            if facts.code.triton is None:
+                return (f"needs a triton function, got {facts.code.name} without one; backend='reference' takes a "
+                        "torch function")
         if problem.device.type == "cuda":
             return _too_large(problem)
         if problem.device.type != "cpu":
@@ -190,6 +194,7 @@ def _backward_plan(problem: AttentionProblem, incoming: tuple[Sizes, Sizes, Size
 def _fixed_modifiers(problem: AttentionProblem) -> Modifiers | None:
     """The kernels' modifiers where no tensor enters them, the same at every call; else None."""
     has_operands = (any(isinstance(facts, OperandFacts) for facts in problem.scores) or problem.scores.dropout_p
+                    or any(facts.dtypes for facts in problem.scores.functions)
                     or problem.sequences.are_data)
     return None if has_operands else modifiers_of(problem, NO_OPERANDS)
 
@@ -204,7 +209,7 @@ def _of_nothing(out: torch.Tensor, lse: torch.Tensor, max_logit: torch.Tensor | 
 
 
 def _present(operands: Operands) -> tuple[torch.Tensor, ...]:
-    return () if operands is NO_OPERANDS else tuple([tensor for tensor in operands if tensor is not None])
+    return () if operands is NO_OPERANDS else tuple(operands.present)
 
 
 @cache

@@ -115,8 +115,8 @@ def make_call(configuration: Configuration, device: torch.device | str) -> Call:
         for _ in range(2))
     if configuration.placement == "meaningless_strides":
         inputs = Inputs._make(map(with_meaningless_strides, inputs))
-        operands = Operands(*(operand if operand is None else with_meaningless_strides(operand)
-                              for operand in operands))
+        alone = [operand if operand is None else with_meaningless_strides(operand) for operand in operands.alone]
+        operands = Operands._make([*alone, operands.score_tensors, operands.mask_tensors])
     elif configuration.placement in _FAR_DIMS:
         inputs = Inputs._make((*far_apart(inputs[:4], _FAR_DIMS[configuration.placement]), inputs.dlse))
     plant_nan(case, inputs, operands)

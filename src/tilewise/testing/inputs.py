@@ -142,7 +142,9 @@ def make_operands(case: Case, dtype: torch.dtype, device: torch.device | str, se
     if requires_grad:
         bias, slopes, sinks = (t if t is None else t.detach().requires_grad_() for t in (bias, slopes, sinks))
     ids = _draw_documents(case, generator, device)
-    return Operands(bias, slopes, mask, sinks, drawn_seed, *_lengths(case, device), *(ids or ()))
+    documents_q, documents_k = (None, None) if ids is None else ids
+    cu_q, cu_k, used_q, used_k = _lengths(case, device)
+    return Operands(bias, slopes, mask, sinks, drawn_seed, cu_q, cu_k, used_q, used_k, documents_q, documents_k)
 
 
 def call_options(case: Case, operands: Operands) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from tilewise.backends.base import Gradients
+from tilewise.functions import pair_indices
 from tilewise.masks import Mask
 from tilewise.scores import NO_OPERANDS, NO_SETTINGS, Operands, ScoreSettings, checked_dropout_p
 from tilewise.testing.rows import Rows
@@ -202,6 +203,7 @@ class _Terms(NamedTuple):
         distance: |i + offset − j|, (b|1, 1, sq, sk); None without slopes.
         kept: keep/(1 − dropout_p), (b, hq, sq, sk), float64; None without dropout.
         rows: by "q" and "k", where lengths are data: how to gather b sequences; sq and sk are the longest's.
+        places: batch, head, query and key index of the pairs, as the user's functions take them.
     """
 
     scale: float
@@ -212,6 +214,7 @@ class _Terms(NamedTuple):
     distance: torch.Tensor | None
     kept: torch.Tensor | None
     rows: Mapping[str, Rows | None]
+    places: tuple[torch.Tensor, ...]
 
     @classmethod
     def of(cls, q: torch.Tensor, k: torch.Tensor, mask: Mask, scale: float | None, changes: Changes) -> "_Terms":
@@ -220,6 +223,10 @@ class _Terms(NamedTuple):
         rows = {"q": Rows.of("q", q, operands), "k": Rows.of("k", k, operands)}
         visible = visible_pairs(q, k, mask, operands)
         sq, sk = visible.shape[2:]
+        sequences = q.shape[0] if rows["q"] is None else len(rows["q"].lengths)
+        places = pair_indices((sequences, q.shape[1], sq, sk), q.device)
+        if settings.mask_function is not None and settings.mask_function.torch is not None:
+            visible = visible & settings.mask_function.torch(*places, *operands.mask_tensors)
         blind = ~visible.any(-1)
         if operands.sinks is not None:
             blind = torch.zeros_like(blind)
@@ -229,11 +236,10 @@ class _Terms(NamedTuple):
                 mask.offset(*lengths), device=q.device), rows, (sq, sk))[:, :, None]
             distance = (standing[..., None] - torch.arange(sk, device=q.device)).abs()
         if operands.seed is not None:
-            sequences = q.shape[0] if rows["q"] is None else len(rows["q"].lengths)
             keep = dropout_keep(operands.seed, (sequences, q.shape[1], sq, sk), settings.dropout_p, q.device)
             kept = keep.double() / (1.0 - checked_dropout_p(settings.dropout_p))
         scale = float(q.shape[3]) ** -0.5 if scale is None else scale
-        return cls(scale, settings, operands, visible, blind, distance, kept, rows)
+        return cls(scale, settings, operands, visible, blind, distance, kept, rows, places)
 
     def gathered(self, tensor: torch.Tensor, side: str) -> torch.Tensor:
         """Return the sequences of a tensor, one a batch entry."""
@@ -248,10 +254,21 @@ class _Terms(NamedTuple):
     def shuffled(self, queries: torch.Tensor, keys: torch.Tensor) -> "_Terms":
         """Put the positions in another order."""
         bias = _picked(self.operands.bias, queries, keys)
+        batch, head, on_query, on_key = self.places
         return self._replace(
             operands=self.operands._replace(bias=bias), visible=self.visible[..., queries, :][..., keys],
             blind=self.blind[..., queries], distance=_picked(self.distance, queries, keys),
-            kept=_picked(self.kept, queries, keys))
+            kept=_picked(self.kept, queries, keys),
+            places=(batch, head, on_query[:, :, queries], on_key[..., keys]))
+
+    def changed(self, scores: torch.Tensor) -> torch.Tensor:
+        """Return what the user's function makes of the scores of pairs that take part; whatever elsewhere."""
+        code = self.settings.score_function
+        if code is None or code.torch is None:
+            return scores
+        scores = scores.masked_fill(~self.visible, 0.0)  # a function may turn what is hidden to NaN: of 0, no gradient
+        changed = code.torch(scores, *self.places, *self.operands.score_tensors).to(scores.dtype)
+        return changed.expand_as(scores).masked_fill(~self.visible, 0.0)
 
     def dropped(self, values: torch.Tensor) -> torch.Tensor:
         """Return values · keep/(1 − dropout_p)."""
@@ -335,9 +352,9 @@ def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, incoming: tuple[to
             before it is taken off the unrounded product.
     """
     dout, dlse, saved_lse = incoming
-    scores, softcap = _capped_scores(q, k, terms, in_turn=nudge is not None), terms.settings.softcap
-    steepness = None if softcap is None else 1.0 - (scores / softcap) ** 2
-    scores = _visible_scores(scores, terms)
+    capped, softcap = _capped_scores(q, k, terms, in_turn=nudge is not None), terms.settings.softcap
+    steepness = None if softcap is None else 1.0 - (capped / softcap) ** 2
+    scores = _visible_scores(capped, terms)
     out, lse = _reduce(scores, v, terms)
     probs = torch.exp(scores.to(saved_lse.dtype) - saved_lse.unsqueeze(-1))
     probs = probs.masked_fill(terms.blind.unsqueeze(-1), 0.0).to(q.dtype)
@@ -349,7 +366,8 @@ def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, incoming: tuple[to
         delta = delta.double() * (1.0 + nudge * torch.finfo(q.dtype).eps)
         difference = (terms.dropped(dout.double() @ values.double().mT) - delta.unsqueeze(-1)).to(q.dtype)
     dscores = probs * difference
-    dproduct = dscores if steepness is None else dscores * steepness
+    dproduct = _through_function(dscores, capped, terms)
+    dproduct = dproduct if steepness is None else dproduct * steepness
     dq = dproduct @ _per_query_head(k, q) * terms.scale
     dk = _per_key_head(dproduct.mT @ q * terms.scale, k)
     dv = _per_key_head(terms.dropped(probs).mT @ dout, v)
@@ -384,14 +402,26 @@ def _capped_scores(q: torch.Tensor, k: torch.Tensor, terms: _Terms, *, in_turn: 
 
 
 def _visible_scores(scores: torch.Tensor, terms: _Terms) -> torch.Tensor:
-    """Return scores + bias − slope · distance with -inf where hidden; a blind row is 0 all along."""
+    """Return f(scores) + bias − slope · distance with -inf where hidden; a blind row is 0 all along."""
     bias, slopes = terms.operands.bias, terms.operands.alibi_slopes
+    scores = terms.changed(scores)
     if bias is not None:
         scores = scores + bias.to(scores.dtype)
     if slopes is not None and terms.distance is not None:
         scores = scores - slopes.to(scores.dtype)[..., None, None] * terms.distance.to(scores.dtype)
     # A blind row is computed from finite scores and overwritten later: the softmax of nothing has NaN gradients.
     return scores.masked_fill(~terms.visible, float("-inf")).masked_fill(terms.blind.unsqueeze(-1), 0.0)
+
+
+def _through_function(dscores: torch.Tensor, capped: torch.Tensor, terms: _Terms) -> torch.Tensor:
+    """Return the gradient of what the user's function is given, by automatic differentiation of that step alone."""
+    if terms.settings.score_function is None:
+        return dscores
+    with torch.enable_grad():
+        capped = capped.detach().requires_grad_()
+        changed = terms.changed(capped)
+    # Without a graph, the function does not look at its score.
+    return torch.autograd.grad(changed, capped, dscores)[0] if changed.requires_grad else torch.zeros_like(dscores)
 
 
 def _largest(scores: torch.Tensor, terms: _Terms) -> torch.Tensor:

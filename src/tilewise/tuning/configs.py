@@ -40,9 +40,14 @@ class TileConfig:
 
 
     def operand_bytes(self, problem: AttentionProblem) -> int:
-        """Shared memory for tiles of operands: bias and boolean mask in flight, and dropout's answer once."""
-        bias, mask = problem.scores.bias, problem.scores.mask
-        in_flight = max(1, self.num_stages - 1) * ((bias.dtype.itemsize if bias else 0) + (1 if mask else 0))
+        """Shared memory for tiles of operands: bias and boolean mask in flight, and dropout's answer once.
+
+        Of a function's tensors each may be read once for every pair: nobody but its author knows.
+        """
+        bias, mask, functions = problem.scores.bias, problem.scores.mask, problem.scores.functions
+        in_flight = max(1, self.num_stages - 1) * (
+            (bias.dtype.itemsize if bias else 0) + (1 if mask else 0)
+            + sum(dtype.itemsize for facts in functions for dtype in facts.dtypes))
         return self.block_m * self.block_n * (in_flight + (1 if problem.scores.dropout_p else 0))
 
 

@@ -134,7 +134,8 @@ def wants_descriptors(problem: AttentionProblem, device: DeviceSpec) -> bool:
 def has_pairs(problem: AttentionProblem) -> bool:
     """Whether a kernel loads or draws something for each pair of a query and a key."""
     scores = problem.scores
-    return scores.bias is not None or scores.mask is not None or scores.dropout_p > 0.0
+    return (scores.bias is not None or scores.mask is not None or scores.dropout_p > 0.0
+            or any(facts.dtypes for facts in scores.functions))
 
 
 def kernel_width(problem: AttentionProblem) -> int:

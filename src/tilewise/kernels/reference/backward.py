@@ -15,7 +15,7 @@ from tilewise.kernels.reference.scores import (
     dropout_factors,
     seen_tiles,
     tile_scores,
-    uncapped,
+    to_products,
 )
 from tilewise.masks import Span
 from tilewise.problem import AttentionProblem
@@ -101,7 +101,7 @@ def _backward_tile(problem: AttentionProblem, saved: Saved, operands: Operands, 
     dq_acc = torch.zeros_like(q_rows)                                       # [b·hk, g·BLOCK, d]
     for tile in seen_tiles(problem, operands, queries, first_row):
         k_rows = rows(k, tile.keys, problem)
-        scores, tanh = tile_scores(tile, q_rows, k_rows)
+        scores, steps = tile_scores(tile, q_rows, k_rows)
         probs = scores.sub_(lse_rows).exp_()                                # [b·hk, g·BLOCK, BLOCK]; eq. 3
         dprobs = torch.bmm(dout_rows, rows(v, tile.keys, problem).mT)       # [b·hk, g·BLOCK, BLOCK]
         factors = dropout_factors(tile)
@@ -112,7 +112,7 @@ def _backward_tile(problem: AttentionProblem, saved: Saved, operands: Operands, 
             add_to_dbias(sums.dbias, tile, dscores)
         if sums.dalibi_slopes is not None:
             add_to_dalibi_slopes(sums.dalibi_slopes, tile, dscores)
-        dscores = uncapped(dscores, tanh)
+        dscores = to_products(tile, dscores, steps)
         if sums.dk is not None and sums.dv is not None:
             dk, dv = (total[:, tile.keys.start:tile.keys.stop] for total in (sums.dk, sums.dv))
             dk.baddbmm_(dscores.mT, q_rows, alpha=problem.scale)            # eq. 10

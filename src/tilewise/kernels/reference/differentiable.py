@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from tilewise.kernels.reference.primitives import blind_spans, rows, sink_rows, tiles
-from tilewise.kernels.reference.scores import Tile, dropout_factors, hidden_pairs
+from tilewise.kernels.reference.scores import Tile, changed_by_user, dropout_factors, hidden_pairs
 from tilewise.masks import Span
 from tilewise.problem import AttentionProblem
 from tilewise.scores import Operands
@@ -37,7 +37,7 @@ def differentiable_attention(problem: AttentionProblem, inputs: Inputs, operands
     """
     blind = blind_spans(problem)
     seeing = [] if problem.is_empty else list(tiles(problem.seeing_queries))
-    again = _can_compute_again((*inputs, *operands))
+    again = _can_compute_again((*inputs, *operands.alone))
     parts: list[Results] = []
     for queries in sorted((*blind, *seeing), key=lambda span: span.start):
         if queries in blind:
@@ -82,7 +82,7 @@ def _blind_rows(problem: AttentionProblem, queries: Span, inputs: Inputs, operan
 
 
 def _tile(problem: AttentionProblem, queries: Span, first_row: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-          *others: torch.Tensor | None) -> Results:
+          *others: Any) -> Results:
     """Attend with one tile of queries to the keys it sees (maths.md, eq. 1 and 3, with section 11)."""
     operands, q_rows = Operands(*others), rows(q, queries, problem)
     parts = [Tile(problem, operands, queries, keys, first_row)
@@ -122,6 +122,10 @@ def _scores(tile: Tile, q_rows: torch.Tensor, k_rows: torch.Tensor) -> torch.Ten
         if hidden is not None:  # a NaN of a hidden pair must not come back with the derivative
             scores = scores.masked_fill(hidden, 0.0)
         scores = torch.tanh(scores / softcap) * softcap
+    if problem.scores.score_function is not None:
+        if hidden is not None:  # on both sides of the function: of hidden pairs it may make NaN, forth and back
+            scores = scores.masked_fill(hidden, 0.0)
+        scores = changed_by_user(tile, scores).to(products.dtype).expand_as(scores)
     if bias is not None:
         scores = scores + tile.part(bias)
     if slopes is not None:

@@ -7,16 +7,18 @@ Options belong to query heads. The rows of a tile are heads folded into rows, in
 is the same memory, and meets there what broadcasts to (b, hq, sq, sk).
 """
 
-from collections.abc import Iterator
-from typing import NamedTuple
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, cast
 
 import torch
 
+from tilewise.functions import pair_indices
 from tilewise.kernels.reference.dropout import keep_tile
 from tilewise.kernels.reference.primitives import tile_dtype, tiles
 from tilewise.masks import Band, Span
 from tilewise.problem import AttentionProblem
-from tilewise.scores import Operands
+from tilewise.scores import FunctionFacts, Operands
 
 
 class Tile(NamedTuple):
@@ -43,6 +45,12 @@ class Tile(NamedTuple):
         """Return i, (BLOCK, 1), and j, (BLOCK,)."""
         return (torch.arange(self.queries.start, self.queries.stop, device=self.problem.device)[:, None],
                 torch.arange(self.keys.start, self.keys.stop, device=self.problem.device))
+
+    def pairs(self) -> tuple[torch.Tensor, ...]:
+        """Return batch, head, q_idx and k_idx of the tile, as the user's functions take them."""
+        problem = self.problem
+        return pair_indices((problem.b, problem.hq, len(self.queries), len(self.keys)), problem.device,
+                            (self.first_row // problem.hq, self.queries.start, self.keys.start))
 
     def distance(self) -> torch.Tensor:
         """Return |i + offset − j|, (BLOCK, BLOCK): what ALiBi multiplies by its slopes."""
@@ -73,7 +81,21 @@ def seen_tiles(problem: AttentionProblem, operands: Operands, queries: Span, fir
                 yield tile
 
 
-def tile_scores(tile: Tile, q_rows: torch.Tensor, k_rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+class Steps(NamedTuple):
+    """What :func:`to_products` needs of a tile's scores.
+
+    Attributes:
+        tanh: tanh(x / softcap), 0 where hidden; None without softcap.
+        capped: what the user's function was given; None without one.
+        hidden: which pairs the masks hide; None where they touch nothing.
+    """
+
+    tanh: torch.Tensor | None
+    capped: torch.Tensor | None
+    hidden: torch.Tensor | None
+
+
+def tile_scores(tile: Tile, q_rows: torch.Tensor, k_rows: torch.Tensor) -> tuple[torch.Tensor, Steps]:
     """Return the scores of a tile (maths.md, eq. 16), and -inf where a mask hides the pair.
 
     Args:
@@ -82,17 +104,21 @@ def tile_scores(tile: Tile, q_rows: torch.Tensor, k_rows: torch.Tensor) -> tuple
         k_rows: (b·hk, BLOCK, d).
 
     Returns:
-        The scores, and tanh(x / softcap), for :func:`uncapped`, or None where there is no softcap.
+        The scores, and what the way back needs of them.
     """
     problem, (bias, slopes, *_) = tile.problem, tile.operands
     softcap = problem.scores.softcap
     # The product scales for nothing; scaling q beforehand would round it once more.
     scores = q_rows.new_empty(*q_rows.shape[:2], k_rows.shape[1])           # [b·hk, g·BLOCK, BLOCK]
     scores.baddbmm_(q_rows, k_rows.mT, beta=0.0, alpha=problem.scale if softcap is None else problem.scale / softcap)
-    tanh = None
+    tanh = capped = None
     if softcap is not None:
         tanh = scores.tanh_()
         scores = tanh * softcap
+    if problem.scores.score_function is not None:
+        capped = scores
+        scores = torch.empty_like(capped)  # of its own: what a function returns may be broadcast, or its argument
+        tile.by_head(scores).copy_(changed_by_user(tile, tile.by_head(capped)))
     if bias is not None:
         tile.by_head(scores).add_(tile.part(bias))
     if slopes is not None:
@@ -102,12 +128,38 @@ def tile_scores(tile: Tile, q_rows: torch.Tensor, k_rows: torch.Tensor) -> tuple
         tile.by_head(scores).masked_fill_(hidden, float("-inf"))
         if tanh is not None:  # a NaN of a hidden pair must not come back with the derivative
             tile.by_head(tanh).masked_fill_(hidden, 0.0)
-    return scores, tanh
+    return scores, Steps(tanh, capped, hidden)
 
 
-def uncapped(dscores: torch.Tensor, tanh: torch.Tensor | None) -> torch.Tensor:
-    """Lead the gradient of the scores back through the softcap, in place: dx = dz·(1 − tanh²), maths.md, eq. 21."""
-    return dscores if tanh is None else dscores.addcmul_(dscores * tanh, tanh, value=-1.0)
+def changed_by_user(tile: Tile, scores: torch.Tensor) -> torch.Tensor:
+    """Return what the user's function makes of scores (b, hq, BLOCK, BLOCK); it may broadcast to their shape."""
+    code = cast(FunctionFacts, tile.problem.scores.score_function).code
+    function = cast("Callable[..., torch.Tensor]", code.torch)  # the backend refuses where there is none
+    return function(scores, *tile.pairs(), *tile.operands.score_tensors)
+
+
+def to_products(tile: Tile, dscores: torch.Tensor, steps: Steps) -> torch.Tensor:
+    """Lead the gradient of the scores back to the products, in place: dx = dz·f'(y)·(1 − tanh²), maths.md, eq. 21."""
+    if steps.capped is not None:
+        with _recorded():
+            capped = tile.by_head(steps.capped).requires_grad_()
+            changed = changed_by_user(tile, capped).to(capped.dtype).expand_as(capped)
+        if changed.requires_grad:
+            (by_head,) = torch.autograd.grad(changed, capped, tile.by_head(dscores))
+            dscores = by_head.reshape(dscores.shape)
+        else:  # a function that does not look at its score
+            dscores = torch.zeros_like(dscores)
+        if steps.hidden is not None:  # of what is hidden, the function may make NaN
+            tile.by_head(dscores).masked_fill_(steps.hidden, 0.0)
+    return dscores if steps.tanh is None else dscores.addcmul_(dscores * steps.tanh, steps.tanh, value=-1.0)
+
+
+@contextlib.contextmanager
+def _recorded() -> Iterator[None]:
+    """Let autograd record inside an operator, where a dispatch mode, a compiler's say, may have shut it out."""
+    autograd = torch._C.DispatchKey.AutogradFunctionality
+    with torch._C._SetExcludeDispatchKeyGuard(autograd, False), torch.enable_grad():
+        yield
 
 
 def dropout_factors(tile: Tile) -> torch.Tensor | None:
@@ -138,10 +190,20 @@ def hidden_pairs(tile: Tile) -> torch.Tensor | None:
     if tile.keys.start < shared.start or tile.keys.stop > shared.stop:
         by_position = _outside(tile.problem.band, tile)                     # [BLOCK, BLOCK]
         hidden = by_position if hidden is None else hidden | by_position
-    if tile.operands.mask is None:
-        return hidden
-    by_data = ~tile.part(tile.operands.mask)                                # [b|1, hq|1, BLOCK|1, BLOCK|1]
-    return by_data if hidden is None else by_data | hidden
+    by_data = None if tile.operands.mask is None else ~tile.part(tile.operands.mask)  # [b|1, hq|1, BLOCK|1, BLOCK|1]
+    for more in (by_data, _hidden_by_user(tile)):
+        if more is not None:
+            hidden = more if hidden is None else hidden | more
+    return hidden
+
+
+def _hidden_by_user(tile: Tile) -> torch.Tensor | None:
+    """Return what the user's mask function hides; broadcasts to (b, hq, BLOCK, BLOCK)."""
+    facts = tile.problem.scores.mask_function
+    if facts is None:
+        return None
+    function = cast("Callable[..., torch.Tensor]", facts.code.torch)  # the backend refuses where there is none
+    return ~function(*tile.pairs(), *tile.operands.mask_tensors)
 
 
 def _outside(band: Band, tile: Tile) -> torch.Tensor:

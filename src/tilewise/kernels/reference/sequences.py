@@ -111,7 +111,7 @@ class _Sequence(NamedTuple):
         documents = [None if ids is None else ids[min(self.entry, len(ids) - 1)][None, :, span.start:span.stop]
                      for ids, span in ((whole.documents_q, self.queries), (whole.documents_k, self.keys))]
         return Operands(bias, slopes, mask, whole.sinks, whole.seed, documents_q=documents[0],
-                        documents_k=documents[1])
+                        documents_k=documents[1], score_tensors=whole.score_tensors, mask_tensors=whole.mask_tensors)
 
     def gradients(self, whole: GradientTensors) -> GradientTensors:
         """Return the places of the sequence's gradients."""

@@ -41,6 +41,7 @@ from tilewise.kernels.triton.modifiers import (
     drop,
     gained,
     modify_tile,
+    through_function,
     through_softcap,
 )
 from tilewise.kernels.triton.places import locate
@@ -125,7 +126,8 @@ def sum_over_queries(dk, dk_tail, dv, columns, k, k_tail, v, q_source, dout_sour
     stop = steps[3]
     offs_n = first_key + tl.arange(0, BLOCK_N)
     DROPS: tl.constexpr = modifiers.dropout.ptr is not None
-    HIDES: tl.constexpr = MASKED or (modifiers.mask.ptr is not None and listed is None)
+    HIDES: tl.constexpr = (MASKED or (modifiers.mask.ptr is not None and listed is None)
+                           or modifiers.mask_function.call is not None)
     ADDED: tl.constexpr = MASKED and listed is not None
     BOUNDED: tl.constexpr = band[0] is not None or band[1] is not None or numbers_k is not None
     SEEDED: tl.constexpr = (BOUNDED or BLOCK_D <= 64) and not DROPS
@@ -151,9 +153,9 @@ def sum_over_queries(dk, dk_tail, dv, columns, k, k_tail, v, q_source, dout_sour
         if numbers_k is not None:
             numbers_q = tl.load(documents_q + offs_m, mask=offs_m < stop, other=-1)[None, :]
         visible = see(offs_m[None, :], offs_n[:, None], stop, length_k, band, numbers_q, numbers_k)
-        scores, visible, tanh, kept = modify_tile(scores, visible, modifiers, row, sequence, head, band, offs_m,
-                                                  first_key, stop, length_k, scale_log2, q.dtype == tl.float32, INT64,
-                                                  CHANGED, BLOCK_N, True, MASKED)
+        scores, visible, tanh, capped, kept = modify_tile(
+            scores, visible, modifiers, row, sequence, head, band, offs_m, first_key, stop, length_k, scale_log2,
+            q.dtype == tl.float32, INT64, CHANGED, BLOCK_N, True, MASKED)
         if NEED_DK:  # before P: the two products then follow one another in the tensor cores
             delta = tl.load(delta_base + offs_m, mask=offs_m < stop, other=0.0)  # [BLOCK_M]
             dprobs = tl.dot(v, tl.trans(dout), start_of(delta[None, :], scores, SEEDED),
@@ -167,6 +169,8 @@ def sum_over_queries(dk, dk_tail, dv, columns, k, k_tail, v, q_source, dout_sour
             dscores = score_gradient(probs, dprobs, delta[None, :], visible, SEEDED, HIDES)
             if COLUMNS:
                 columns += tl.sum(dscores, 1)
+            dscores = through_function(dscores, capped, visible, modifiers, sequence, head, offs_m, first_key, stop,
+                                       length_k, BLOCK_N, True, MASKED, HIDES)
             dscores = through_softcap(dscores, tanh, visible, modifiers, HIDES)
             dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision=PRECISION)  # [BLOCK_N, BLOCK_D], eq. 10
             if TAIL:
@@ -221,7 +225,9 @@ def attention_backward_dkdv_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta
         numbers_k = numbers[:, None]
         documents_q = numbers_of(modifiers.documents.q, modifiers.documents.batched, batch, row_q, sq)
     start, full_start, full_stop, stop, cover = cut(spans, None, BLOCK_M, 1)
-    if modifiers.bias.ptr is not None or modifiers.mask.ptr is not None:
+    READS: tl.constexpr = (modifiers.bias.ptr is not None or modifiers.mask.ptr is not None
+                           or modifiers.score_function.call is not None or modifiers.mask_function.call is not None)
+    if READS:
         # A last tile that reaches past the keys must not read operands unchecked: none of its steps is whole.
         full_stop = tl.where(first + BLOCK_N > length_k, full_start, full_stop)
     steps = (start, full_start, full_stop, stop, cover)
@@ -273,7 +279,8 @@ def sum_over_keys(dq, dq_tail, rows, moments, q, q_tail, dout, lse, delta, k_sou
     COVERED: tl.constexpr = band[3] is not None
     ALIGNED: tl.constexpr = modifiers.dropout.ptr is not None or listed is not None
     ADDED: tl.constexpr = MASKED and (ALIGNED or COVERED)
-    HIDES: tl.constexpr = MASKED or (modifiers.mask.ptr is not None and listed is None)
+    HIDES: tl.constexpr = (MASKED or (modifiers.mask.ptr is not None and listed is None)
+                           or modifiers.mask_function.call is not None)
     first = first_step(steps, MASKED)
     last = last_step(steps, listed, MASKED)
     for step in tl.range(first, last, BLOCK_N):
@@ -295,9 +302,9 @@ def sum_over_keys(dq, dq_tail, rows, moments, q, q_tail, dout, lse, delta, k_sou
         if numbers_q is not None:
             numbers_k = tl.load(documents_k + offs_n, mask=offs_n < stop, other=-1)[None, :]
         visible = see(offs_m[:, None], offs_n[None, :], length_q, stop, band, numbers_q, numbers_k)
-        scores, visible, tanh, kept = modify_tile(scores, visible, modifiers, row, sequence, head, band, offs_m, n,
-                                                  length_q, stop, scale_log2, q.dtype == tl.float32, INT64, CHANGED,
-                                                  BLOCK_N, False, MASKED)
+        scores, visible, tanh, capped, kept = modify_tile(
+            scores, visible, modifiers, row, sequence, head, band, offs_m, n, length_q, stop, scale_log2,
+            q.dtype == tl.float32, INT64, CHANGED, BLOCK_N, False, MASKED)
         dprobs = drop(gained(dprobs, modifiers), kept, modifiers)
         probs = recompute_probs(scores, lse[:, None], visible, 1.0 if CHANGED else scale_log2, HIDES)
         dscores = score_gradient(probs, dprobs, delta[:, None], visible, False, HIDES)
@@ -305,6 +312,8 @@ def sum_over_keys(dq, dq_tail, rows, moments, q, q_tail, dout, lse, delta, k_sou
             rows += tl.sum(dscores, 1)
         if MOMENTS:
             moments -= tl.sum(dscores * distance(offs_m[:, None], offs_n[None, :], modifiers, band), 1)
+        dscores = through_function(dscores, capped, visible, modifiers, sequence, head, offs_m, n, length_q, stop,
+                                   BLOCK_N, False, MASKED, HIDES)
         dscores = through_softcap(dscores, tanh, visible, modifiers, HIDES)
         dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision=PRECISION)  # [BLOCK_M, BLOCK_D], eq. 10
         if TAIL:

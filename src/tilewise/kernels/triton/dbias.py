@@ -37,7 +37,7 @@ def sum_over_members(acc, members, shared_heads, entry_batch, entry_head, q_ptr,
                      INT64: tl.constexpr, CHANGED: tl.constexpr, TAIL: tl.constexpr, BLOCK_M: tl.constexpr,
                      BLOCK_N: tl.constexpr):
     """Add dS of the heads that share one tile of the bias: the kernel's one loop body."""
-    HIDES: tl.constexpr = MASKED or modifiers.mask.ptr is not None
+    HIDES: tl.constexpr = MASKED or modifiers.mask.ptr is not None or modifiers.mask_function.call is not None
     lengths = modifiers.lengths
     documents = modifiers.documents
     lower, upper, prefix, sink_tokens, chunk, offset, _shift = bounds
@@ -79,7 +79,7 @@ def sum_over_members(acc, members, shared_heads, entry_batch, entry_head, q_ptr,
             numbers_k = tl.load(numbers_of(documents.k, documents.batched, batch, row_k, sk) + offs_n,
                                 mask=offs_n < length_k, other=-1)[None, :]
         visible = see(offs_m[:, None], offs_n[None, :], length_q, length_k, band, numbers_q, numbers_k)
-        scores, visible, _tanh, kept = modify_tile(
+        scores, visible, _tanh, _capped, kept = modify_tile(
             scores, visible, modifiers, sequence * hq + head, sequence, head,
             band, offs_m, first_k, length_q, length_k, scale_log2,
             q.dtype == tl.float32, INT64, CHANGED, BLOCK_N, False, MASKED)

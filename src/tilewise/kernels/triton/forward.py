@@ -54,7 +54,8 @@ def attend_keys(q, q_tail, k_source, v_source, modifiers, row, sequence, head, p
     COVERED: tl.constexpr = band[3] is not None
     ALIGNED: tl.constexpr = modifiers.dropout.ptr is not None or listed is not None
     ADDED: tl.constexpr = MASKED and (ALIGNED or COVERED)
-    HIDES: tl.constexpr = MASKED or (modifiers.mask.ptr is not None and listed is None)
+    HIDES: tl.constexpr = (MASKED or (modifiers.mask.ptr is not None and listed is None)
+                           or modifiers.mask_function.call is not None)
     first = first_step(steps, MASKED)
     last = last_step(steps, listed, MASKED)
     # The masked tiles are few: without a pipeline of their own they leave registers to the others (+6 % at d 64). But
@@ -75,9 +76,9 @@ def attend_keys(q, q_tail, k_source, v_source, modifiers, row, sequence, head, p
         if numbers_q is not None:
             numbers_k = tl.load(documents_k + offs_n, mask=offs_n < stop, other=-1)[None, :]
         visible = see(offs_m[:, None], offs_n[None, :], length_q, stop, band, numbers_q, numbers_k)
-        scores, visible, _tanh, kept = modify_tile(scores, visible, modifiers, row, sequence, head, band, offs_m, n,
-                                                   length_q, stop, scale_log2, q.dtype == tl.float32, INT64, CHANGED,
-                                                   BLOCK_N, False, MASKED)
+        scores, visible, _tanh, _capped, kept = modify_tile(
+            scores, visible, modifiers, row, sequence, head, band, offs_m, n, length_q, stop, scale_log2,
+            q.dtype == tl.float32, INT64, CHANGED, BLOCK_N, False, MASKED)
         if HIDES:
             scores = tl.where(visible, scores, float("-inf"))
         probs, row_max, row_sum, acc = online_softmax_step(scores, row_max, row_sum, acc,

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from tilewise.problem import AttentionProblem, Sizes
-from tilewise.scores import DRAWS, OperandFacts, Operands
+from tilewise.scores import DRAWS, FunctionFacts, OperandFacts, Operands
 
 # Contracting a·b + c into one rounding is what the softmax's cost counts on; Triton 3.10 changes the default.
 FIXED_OPTIONS = {"enable_fp_fusion": True}
@@ -97,6 +97,14 @@ class DocumentNumbers(NamedTuple):
     batched: float | None = None
 
 
+class Function(NamedTuple):
+    """A function of the user's, inlined in the kernel, with its derivative and its tensors' pointers."""
+
+    call: Any = None
+    derivative: Any = None
+    tensors: tuple[Any, ...] | None = None
+
+
 class Tiles(NamedTuple):
     """The tile lists of queries and of keys, dense; per_batch, per_head, unless None: each has lists of its own."""
 
@@ -118,6 +126,8 @@ class Modifiers(NamedTuple):
     lengths: Lengths = Lengths()
     documents: DocumentNumbers = DocumentNumbers()
     tiles: Tiles = Tiles()
+    score_function: Function = Function()
+    mask_function: Function = Function()
 
 
 NO_MODIFIERS = Modifiers()
@@ -133,6 +143,9 @@ def modifiers_of(problem: AttentionProblem, operands: Operands) -> Modifiers:
 
     def over_pairs(tensor: Any, facts: OperandFacts | None) -> Pairs:
         return Pairs() if facts is None else Pairs(tensor, *strides(facts, pairs))
+
+    def function(facts: FunctionFacts | None, tensors: tuple[Any, ...]) -> Function:
+        return Function() if facts is None else Function(facts.code.triton, facts.code.derivative, tuple(tensors))
 
     alibi, sinks, dropout, documents = Slopes(), Sinks(), Dropout(), DocumentNumbers()
     if options.alibi_slopes is not None:
@@ -152,7 +165,8 @@ def modifiers_of(problem: AttentionProblem, operands: Operands) -> Modifiers:
     return Modifiers(options.softcap, over_pairs(operands.bias, options.bias), alibi,
                      over_pairs(operands.mask, options.mask), sinks, dropout,
                      Lengths(operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqlens_q, operands.seqlens_k),
-                     documents, lists)
+                     documents, lists, function(options.score_function, operands.score_tensors),
+                     function(options.mask_function, operands.mask_tensors))
 
 
 class Launch:

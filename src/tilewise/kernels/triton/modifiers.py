@@ -8,7 +8,7 @@ bias and slopes are multiplied by log2 e on their way in.
 import triton
 import triton.language as tl
 
-from tilewise.kernels.triton.primitives import LOG2E
+from tilewise.kernels.triton.primitives import LN2, LOG2E
 
 PER_DRAW = tl.constexpr(8)  # neighbouring keys whose dropout one call of Philox decides
 ROUNDS = tl.constexpr(7)  # of Philox4x32; Salmon et al., 2011, table 2: passes BigCrush
@@ -71,13 +71,22 @@ def distance(offs_q, offs_k, modifiers, band):
 @triton.jit
 def change_scores(products, modifiers, batch, head, band, offs_q, offs_k, stop_q, stop_k, scale_log2,
                   EXACT: tl.constexpr, INT64: tl.constexpr, CHECKED: tl.constexpr):
-    """Return the tile's scores in base 2, c·tanh(scale·q·k / c) + bias − slope·distance, and the tanh."""
+    """Return the tile's scores in base 2, f(c·tanh(scale·q·k / c)) + bias − slope·distance, the tanh, and f's argument.
+
+    The latter is in natural units, as the user's function has it.
+    """
     scores = products * scale_log2
     tanh = scores
     if modifiers.softcap is not None:
         cap = modifiers.softcap * LOG2E
         tanh = hyperbolic_tangent(scores * (1.0 / cap), EXACT)
         scores = tanh * cap
+    capped = scores
+    if modifiers.score_function.call is not None:
+        capped = scores * LN2
+        q_idx, k_idx = readable(offs_q, offs_k, stop_q, stop_k, CHECKED)
+        scores = modifiers.score_function.call(capped, batch, head, q_idx, k_idx, *modifiers.score_function.tensors)
+        scores = scores.to(tl.float32) * LOG2E
     if modifiers.bias.ptr is not None:
         bias = load_pairs(modifiers.bias, batch, head, offs_q, offs_k, stop_q, stop_k, INT64, CHECKED)
         scores += bias.to(tl.float32) * LOG2E
@@ -85,7 +94,28 @@ def change_scores(products, modifiers, batch, head, band, offs_q, offs_k, stop_q
         slope = tl.load(modifiers.alibi.ptr + along(batch, modifiers.alibi.stride_b, True)
                         + along(head, modifiers.alibi.stride_h, True))
         scores -= (slope * LOG2E) * distance(offs_q, offs_k, modifiers, band)
-    return scores, tanh
+    return scores, tanh, capped
+
+
+@triton.jit
+def readable(offs_q, offs_k, stop_q, stop_k, CHECKED: tl.constexpr):
+    """Positions for a user's function, which may read its tensors there: the last stands for those that are outside.
+
+    As in :func:`load_pairs`, only queries may be outside where not CHECKED.
+    """
+    offs_q = tl.maximum(tl.minimum(offs_q, stop_q - 1), 0)
+    if CHECKED:
+        offs_k = tl.maximum(tl.minimum(offs_k, stop_k - 1), 0)
+    return offs_q, offs_k
+
+
+@triton.jit
+def pair_positions(offs_m, first_key, BLOCK_N: tl.constexpr, KEYS_FIRST: tl.constexpr):
+    """Query and key positions of a tile's pairs, which broadcast to it."""
+    offs_n = first_key + tl.arange(0, BLOCK_N)
+    offs_q = offs_m[None, :] if KEYS_FIRST else offs_m[:, None]
+    offs_k = offs_n[:, None] if KEYS_FIRST else offs_n[None, :]
+    return offs_q, offs_k
 
 
 @triton.jit
@@ -130,23 +160,28 @@ def modify_tile(scores, visible, modifiers, row, batch, head, band, offs_m, firs
     """Apply all that acts on a tile's pairs, [BLOCK_M, BLOCK_N] or turned where KEYS_FIRST.
 
     ``visible`` counts where MASKED: elsewhere the band and the lengths hide nothing, and the boolean mask alone may.
-    Returns the scores (in base 2 where CHANGED, else as they came), who is visible, the tanh of the softcap, and which
-    pairs dropout keeps; the last two stand for nothing where the call has no softcap or dropout.
+    Returns the scores (in base 2 where CHANGED, else as they came), who is visible, the tanh of the softcap, what the
+    user's function was given, and which pairs dropout keeps; the last three stand for nothing where the call has no
+    softcap, function or dropout.
     """
     tanh = scores
+    capped = scores
     kept = visible
-    offs_n = first_key + tl.arange(0, BLOCK_N)
-    offs_q = offs_m[None, :] if KEYS_FIRST else offs_m[:, None]
-    offs_k = offs_n[:, None] if KEYS_FIRST else offs_n[None, :]
+    offs_q, offs_k = pair_positions(offs_m, first_key, BLOCK_N, KEYS_FIRST)
     if CHANGED:
-        scores, tanh = change_scores(scores, modifiers, batch, head, band, offs_q, offs_k, stop_q, stop_k,
-                                     scale_log2, EXACT, INT64, MASKED)
+        scores, tanh, capped = change_scores(scores, modifiers, batch, head, band, offs_q, offs_k, stop_q, stop_k,
+                                             scale_log2, EXACT, INT64, MASKED)
     if modifiers.mask.ptr is not None and (MASKED or modifiers.tiles.q is None):  # whole tiles of a list need none
         allowed = load_pairs(modifiers.mask, batch, head, offs_q, offs_k, stop_q, stop_k, INT64, MASKED).to(tl.int1)
         visible = visible & allowed if MASKED else allowed
+    if modifiers.mask_function.call is not None:
+        q_idx, k_idx = readable(offs_q, offs_k, stop_q, stop_k, MASKED)
+        allowed = modifiers.mask_function.call(batch, head, q_idx, k_idx, *modifiers.mask_function.tensors)
+        KNOWN: tl.constexpr = MASKED or (modifiers.mask.ptr is not None and modifiers.tiles.q is None)
+        visible = (visible if KNOWN else tl.full(scores.shape, True, tl.int1)) & allowed
     if modifiers.dropout.ptr is not None:
         kept = keep_pairs(modifiers.dropout, row, offs_m, first_key, BLOCK_N, KEYS_FIRST)
-    return scores, visible, tanh, kept
+    return scores, visible, tanh, capped, kept
 
 
 @triton.jit
@@ -163,6 +198,20 @@ def gained(values, modifiers):
     if modifiers.dropout.ptr is not None:
         values *= modifiers.dropout.gain
     return values
+
+
+@triton.jit
+def through_function(dscores, capped, visible, modifiers, batch, head, offs_m, first_key, stop_q, stop_k,
+                     BLOCK_N: tl.constexpr, KEYS_FIRST: tl.constexpr, MASKED: tl.constexpr, HIDES: tl.constexpr):
+    """Pass a gradient back through the user's function by its derivative (maths.md, eq. 21), and 0 where hidden."""
+    if modifiers.score_function.derivative is not None:
+        offs_q, offs_k = pair_positions(offs_m, first_key, BLOCK_N, KEYS_FIRST)
+        q_idx, k_idx = readable(offs_q, offs_k, stop_q, stop_k, MASKED)
+        dscores = modifiers.score_function.derivative(dscores, capped, batch, head, q_idx, k_idx,
+                                                      *modifiers.score_function.tensors).to(tl.float32)
+        if HIDES:  # once more: of what is hidden, the function may make NaN
+            dscores = tl.where(visible, dscores, 0.0)
+    return dscores
 
 
 @triton.jit

@@ -1,0 +1,238 @@
+"""Score and mask functions of the user's own: written for Triton, which inlines them, and in torch for the reference.
+
+A call's functions travel through an operator's schema by name (:func:`code_of` finds them again), their tensors as
+tensors. What stands behind a name is kept as long as somebody uses it.
+"""
+
+import inspect
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
+from weakref import WeakValueDictionary
+
+import torch as _torch  # of the two classes, torch is an attribute
+
+from tilewise.errors import InvalidInput
+from tilewise.masks import Mask, TensorMask
+from tilewise.scores import FunctionCode
+
+Tensors = tuple[_torch.Tensor, ...]
+_Own = TypeVar("_Own", bound="ScoreFunction | MaskFunction")
+_PAIR = ("batch", "head", "q_idx", "k_idx")
+_BY_FUNCTIONS: WeakValueDictionary[tuple[int, ...], FunctionCode] = WeakValueDictionary()
+_BY_NAME: WeakValueDictionary[str, FunctionCode] = WeakValueDictionary()
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True, eq=False)
+class ScoreFunction:
+    """What becomes of a score, after scale and softcap, before bias, ALiBi and masks.
+
+    ``triton(score, batch, head, q_idx, k_idx, *tensors)`` returns the new score. ``score`` is a float32 tile in natural
+    units; q_idx and k_idx are int32 positions inside the sequence that broadcast to it (its rows may be queries or
+    keys), batch and head int32 scalars, tensors pointers. Tensors may be read at the positions without a mask. The
+    result must be finite wherever a pair takes part; of other pairs it does not matter.
+
+    ``torch`` is the same of tensors: score (b, hq, queries, keys), float32 or float64, int64 indices that broadcast to
+    it, the tensors themselves. It is differentiated by torch.
+
+    Make it once and keep it: each new one is compiled anew. :meth:`with_tensors` changes its tensors alone.
+
+    Attributes:
+        triton: a ``@triton.jit`` function; None = the triton backend refuses.
+        torch: None = the reference backend refuses.
+        derivative: of the Triton function: ``derivative(dscore, score, batch, head, q_idx, k_idx, *tensors)``, a
+            ``@triton.jit`` function, returns the gradient of ``score`` from that of the result. None = dscore itself:
+            right for what adds a term.
+        tensors: contiguous, on the call's device; without a gradient.
+
+    Raises:
+        InvalidInput: an attribute is not what it has to be; at the call: of a tensor.
+
+    >>> import torch
+    >>> def relative(score, batch, head, q_idx, k_idx, table):
+    ...     return score + table[head, q_idx - k_idx]
+    >>> relative_bias = ScoreFunction(torch=relative, tensors=(torch.zeros(8, 1024),))
+    """
+
+    triton: Callable[..., Any] | None = None
+    torch: Callable[..., Any] | None = None
+    derivative: Callable[..., Any] | None = None
+    tensors: Tensors = ()
+    code: FunctionCode = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        _complete(self, "ScoreFunction", self.derivative, ("score", *_PAIR))
+
+    def with_tensors(self, *tensors: _torch.Tensor) -> "ScoreFunction":
+        """Return the same function with other tensors, as many as it has; also inside a compiled function."""
+        return _with_tensors(self, tensors)
+
+
+@dataclass(frozen=True, eq=False)
+class MaskFunction:
+    """Which pairs take part, beside what other masks say: joined to them by ``&``, or a mask by itself.
+
+    ``triton(batch, head, q_idx, k_idx, *tensors)`` returns True where the pair takes part, bool; its arguments, the
+    twin ``torch`` and ``tensors`` are those of :class:`ScoreFunction`. Tiles are skipped by the masks that it is joined
+    to: ``causal() & MaskFunction(...)``.
+
+    >>> even = MaskFunction(torch=lambda batch, head, q_idx, k_idx: (q_idx - k_idx) % 2 == 0)
+    >>> print(even.show(3, 3))
+    ■ · ■
+    · ■ ·
+    ■ · ■
+    """
+
+    triton: Callable[..., Any] | None = None
+    torch: Callable[..., Any] | None = None
+    tensors: Tensors = ()
+    code: FunctionCode = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        _complete(self, "MaskFunction", None, _PAIR)
+
+    def with_tensors(self, *tensors: _torch.Tensor) -> "MaskFunction":
+        """Return the same function with other tensors, as many as it has; also inside a compiled function."""
+        return _with_tensors(self, tensors)
+
+    def __and__(self, other: "Mask | TensorMask | _torch.Tensor | MaskFunction") -> TensorMask:
+        alone = TensorMask(Mask(), function=self)
+        if isinstance(other, MaskFunction):
+            return alone & TensorMask(Mask(), function=other)
+        if not isinstance(other, (Mask, TensorMask, _torch.Tensor)):
+            return NotImplemented
+        return alone & other
+
+    __rand__ = __and__
+
+    def visible(self, query_length: int, key_length: int, device: _torch.device | None = None) -> _torch.Tensor:
+        """Return what the torch function says of the first batch entry and head: (query_length, key_length), bool.
+
+        Raises:
+            InvalidInput: there is none.
+        """
+        if self.torch is None:
+            raise InvalidInput(f"{self} has no torch function, which is what a picture is made of.")
+        sizes = (1, 1, query_length, key_length)
+        says: _torch.Tensor = self.torch(*pair_indices(sizes, device), *self.tensors)
+        return says.expand(sizes)[0, 0]
+
+    def show(self, query_length: int, key_length: int) -> str:
+        """Draw the mask of the first batch entry and head as :meth:`tilewise.Mask.show` does."""
+        return TensorMask(Mask(), function=self).show(query_length, key_length)
+
+    def __str__(self) -> str:
+        return f"function {self.code.name}"
+
+
+class CallFunctions(NamedTuple):
+    """The functions of one call as an operator takes them: by name, with their tensors."""
+
+    score: str | None = None
+    mask: str | None = None
+    score_tensors: Tensors = ()
+    mask_tensors: Tensors = ()
+
+
+NO_FUNCTIONS = CallFunctions()
+
+
+def call_functions(score: object, mask: MaskFunction | None) -> CallFunctions:
+    """Put a call's functions together.
+
+    Raises:
+        InvalidInput: ``score`` is no :class:`ScoreFunction`, or a tensor would need a gradient.
+    """
+    if score is not None and not isinstance(score, ScoreFunction):
+        raise InvalidInput(f"score_function is a {type(score).__name__}; allowed is a tilewise.functions.ScoreFunction"
+                           ", or None.")
+    for function, said in ((score, "score_function"), (mask, "mask function")):
+        for i, tensor in enumerate(() if function is None else function.tensors):
+            if tensor.requires_grad and _torch.is_grad_enabled():
+                raise InvalidInput(f"{said}: tensors[{i}] requires a gradient, and a function's tensors have none; "
+                                   "pass it detached, or pass what it adds to the scores as bias.")
+    return CallFunctions(None if score is None else score.code.name, None if mask is None else mask.code.name,
+                         () if score is None else score.tensors, () if mask is None else mask.tensors)
+
+
+def code_of(name: str | None) -> FunctionCode | None:
+    """Find a function by the name that :func:`call_functions` gave.
+
+    Raises:
+        InvalidInput: nobody keeps it any more.
+    """
+    if name is None:
+        return None
+    code = _BY_NAME.get(name)
+    if code is None:
+        raise InvalidInput(f"function {name} is no more; keep the ScoreFunction or MaskFunction as long as it is used.")
+    return code
+
+
+def pair_indices(sizes: tuple[int, int, int, int], device: _torch.device | None,
+                 first: tuple[int, int, int] = (0, 0, 0)) -> Tensors:
+    """Return batch, head, q_idx and k_idx of (b, hq, queries, keys), int64, as a torch function takes them.
+
+    ``first``: the first batch entry, query and key.
+    """
+    batch, *positions = first
+    starts = (batch, 0, *positions)
+    return tuple(_torch.arange(start, start + size, device=device).view([-1 if dim == along else 1 for dim in range(4)])
+                 for along, (start, size) in enumerate(zip(starts, sizes, strict=True)))
+
+
+def _complete(function: ScoreFunction | MaskFunction, said: str, derivative: Callable[..., Any] | None,
+              arguments: tuple[str, ...]) -> None:
+    """Check a new function's parts, and give it its code: one for the same parts."""
+    tensors = tuple(function.tensors)
+    _check_tensors(said, tensors)
+    if function.triton is None and function.torch is None:
+        raise InvalidInput(f"{said} has neither a triton nor a torch function; allowed is one of them, or both.")
+    if function.torch is not None and not callable(function.torch):
+        raise InvalidInput(f"{said}: torch is a {type(function.torch).__name__}; allowed is a function, or None.")
+    for name, part, wanted in (("triton", function.triton, arguments),
+                               ("derivative", derivative, ("dscore", *arguments))):
+        if part is not None:
+            _check_jit(f"{said}: {name}", part, wanted, len(tensors))
+    parts = (function.triton, function.torch, derivative)
+    key = (*map(id, parts), len(tensors))  # of living objects: the code, as long as it is here, keeps them
+    code = _BY_FUNCTIONS.get(key)
+    if code is None:
+        named: Any = function.torch if function.triton is None else function.triton
+        code = FunctionCode(f"{getattr(named, '__name__', said)}#{next(_numbers)}", *parts, len(tensors))
+        _BY_FUNCTIONS[key] = _BY_NAME[code.name] = code
+    object.__setattr__(function, "tensors", tensors)
+    object.__setattr__(function, "code", code)
+
+
+def _with_tensors(function: _Own, tensors: Tensors) -> _Own:
+    """Copy without going through the registry, in which torch.compile cannot follow."""
+    said = type(function).__name__
+    _check_tensors(said, tensors)
+    if len(tensors) != function.code.tensors:
+        raise InvalidInput(f"{said}.with_tensors: got {len(tensors)} tensors; allowed are {function.code.tensors}, as "
+                           "many as it was made with.")
+    copy: _Own = object.__new__(type(function))
+    for name in function.__dataclass_fields__:
+        object.__setattr__(copy, name, tensors if name == "tensors" else getattr(function, name))
+    return copy
+
+
+def _check_tensors(said: str, tensors: Tensors) -> None:
+    for i, tensor in enumerate(tensors):
+        if not isinstance(tensor, _torch.Tensor):
+            raise InvalidInput(f"{said}: tensors[{i}] is a {type(tensor).__name__}; allowed is a torch.Tensor.")
+
+
+def _check_jit(said: str, function: Any, arguments: tuple[str, ...], tensors: int) -> None:
+    """Check by what it carries, as Triton may not be here: a function that it decorated, and its arguments."""
+    if not (hasattr(function, "arg_names") and hasattr(function, "fn")):
+        raise InvalidInput(f"{said} is a {type(function).__name__}; allowed is a function decorated with @triton.jit, "
+                           "or None.")
+    parameters = inspect.signature(function.fn).parameters.values()
+    count = len(arguments) + tensors
+    if len(parameters) != count and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        raise InvalidInput(f"{said} takes {len(parameters)} arguments; allowed are {count}: {', '.join(arguments)}, "
+                           f"and one for each of the {tensors} tensors.")

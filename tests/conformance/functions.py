@@ -1,0 +1,98 @@
+"""Score and mask functions as a user writes them, each in Triton and in torch."""
+
+import torch
+import triton
+import triton.language as tl
+
+from tilewise.functions import MaskFunction, ScoreFunction
+
+REACH = 200  # of a table of relative positions, to either side
+
+
+@triton.jit
+def relative(score, batch, head, q_idx, k_idx, table):
+    return score + tl.load(table + head * 401 + (q_idx - k_idx + 200))
+
+
+def relative_twin(score, batch, head, q_idx, k_idx, table):
+    return score + table[head, q_idx - k_idx + REACH].to(score.dtype)
+
+
+@triton.jit
+def damped(score, batch, head, q_idx, k_idx, factors):
+    return score * tl.load(factors + q_idx) / (1.0 + batch + tl.abs(q_idx - k_idx) * 0.01)
+
+
+@triton.jit
+def damped_derivative(dscore, score, batch, head, q_idx, k_idx, factors):
+    return dscore * tl.load(factors + q_idx) / (1.0 + batch + tl.abs(q_idx - k_idx) * 0.01)
+
+
+def damped_twin(score, batch, head, q_idx, k_idx, factors):
+    return score * factors[q_idx].to(score.dtype) / (1.0 + batch + (q_idx - k_idx).abs() * 0.01)
+
+
+@triton.jit
+def squashed(score, batch, head, q_idx, k_idx):
+    return score / (1.0 + tl.abs(score) / (1.0 + head))
+
+
+@triton.jit
+def squashed_derivative(dscore, score, batch, head, q_idx, k_idx):
+    slope = 1.0 / (1.0 + tl.abs(score) / (1.0 + head))
+    return dscore * slope * slope
+
+
+def squashed_twin(score, batch, head, q_idx, k_idx):
+    return score / (1.0 + score.abs() / (1.0 + head))
+
+
+@triton.jit
+def singular(score, batch, head, q_idx, k_idx):
+    # Finite where the key is not ahead of the query; NaN or infinite, forth and back, elsewhere.
+    return score * tl.sqrt((q_idx - k_idx + 1).to(tl.float32)) * 0.2
+
+
+@triton.jit
+def singular_derivative(dscore, score, batch, head, q_idx, k_idx):
+    return dscore * tl.sqrt((q_idx - k_idx + 1).to(tl.float32)) * 0.2
+
+
+def singular_twin(score, batch, head, q_idx, k_idx):
+    return score * torch.sqrt((q_idx - k_idx + 1).to(score.dtype)) * 0.2
+
+
+@triton.jit
+def dilated(batch, head, q_idx, k_idx):
+    return ((q_idx - k_idx) % (head + 2) == 0) & (tl.abs(q_idx - k_idx) <= 30)
+
+
+def dilated_twin(batch, head, q_idx, k_idx):
+    return ((q_idx - k_idx) % (head + 2) == 0) & ((q_idx - k_idx).abs() <= 30)
+
+
+@triton.jit
+def chosen(batch, head, q_idx, k_idx, keys):
+    return tl.load(keys + k_idx) != 0  # of keys alone
+
+
+def chosen_twin(batch, head, q_idx, k_idx, keys):
+    return keys[k_idx] != 0
+
+
+def table_of(device, dtype=torch.float32):
+    return torch.randn(4, 2 * REACH + 1, generator=torch.Generator().manual_seed(7)).to(device, dtype)
+
+
+def score_functions(device):
+    """One of each kind: a term read from a tensor, a factor, a curve, and one that is NaN where causal masks hide."""
+    factors = torch.linspace(-1.5, 1.5, 300, device=device)
+    return {"relative": ScoreFunction(relative, relative_twin, tensors=(table_of(device),)),
+            "damped": ScoreFunction(damped, damped_twin, damped_derivative, (factors,)),
+            "squashed": ScoreFunction(squashed, squashed_twin, squashed_derivative),
+            "singular": ScoreFunction(singular, singular_twin, singular_derivative)}
+
+
+def mask_functions(device):
+    keys = (torch.arange(300, device=device) % 7 != 2).int()
+    return {"dilated": MaskFunction(dilated, dilated_twin), "chosen": MaskFunction(chosen, chosen_twin, (keys,))}
