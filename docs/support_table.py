@@ -18,6 +18,7 @@ from tilewise.masks import Mask, causal, chunk, prefix, sink_tokens, window
 from tilewise.problem import AttentionProblem, dense_strides
 from tilewise.scores import FunctionCode, FunctionFacts, OperandFacts, ScoreOptions
 from tilewise.sequences import Sequences
+from tilewise.tuning.device import DeviceSpec
 
 PAGE = Path(__file__).with_name("backends.md")
 CAPABILITY = (9, 0)
@@ -51,6 +52,9 @@ def rows(device: str) -> dict[str, AttentionProblem]:
         "causal within chunks": describe(device, mask=causal() & chunk(256)),
         "GQA, causal": describe(device, hk=2, mask=causal()),
         "head dim 256": describe(device, dims=(256, 256)),
+        "head dim 512": describe(device, dims=(512, 512)),
+        "head dim 576, of v 512": describe(device, dims=(576, 512)),
+        "head dim 640": describe(device, dims=(640, 640)),
         "head dim 80": describe(device, dims=(80, 80)),
         "head dim of v different": describe(device, dims=(192, 128)),
         "head dim not innermost in memory": replace(plain, q_strides=(8 * 1024 * 64, 1024 * 64, 1, 1024)),
@@ -117,8 +121,10 @@ def table(device: str) -> str:
 
 def render() -> str:
     """Return the generated block, without its markers."""
-    # A table for a device that need not be here: the one fact of it that a backend asks for is given.
-    with unittest.mock.patch("torch.cuda.get_device_capability", return_value=CAPABILITY):
+    # A table for a device that need not be here: the facts of it that backends ask for are given.
+    spec = DeviceSpec.of_arch(f"sm_{CAPABILITY[0]}{CAPABILITY[1]}")
+    with (unittest.mock.patch("torch.cuda.get_device_capability", return_value=CAPABILITY),
+          unittest.mock.patch("tilewise.backends.triton.device_spec", return_value=spec)):
         gpu = table("cuda")
     capability = ".".join(map(str, CAPABILITY))
     return f"### On a GPU (compute capability {capability})\n\n{gpu}\n### On the CPU\n\n{table('cpu')}"

@@ -111,7 +111,8 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visibl
             strides: (b, s, h, d) storage comes as a transposed view, packed qkv as slices, without a copy.
         k: (b, hk, sk, d), same dtype and device. ``hq`` is a multiple of ``hk``: each key/value head serves
             ``hq // hk`` consecutive query heads (GQA, MQA), without being expanded.
-        v: (b, hk, sk, dv). Head dims d and dv are 1 to 256 and may differ; lengths sq and sk are 0 or more.
+        v: (b, hk, sk, dv). Head dims d and dv are 1 or more and may differ; Triton's kernels take d to 576 and dv to
+            512. Lengths sq and sk are 0 or more.
         mask: which pairs take part: :func:`causal`, :func:`window`, :func:`prefix`, :func:`chunk`,
             :func:`sink_tokens`, :func:`documents`, a boolean tensor that broadcasts to (b, hq, sq, sk), True = take
             part, or a :class:`tilewise.functions.MaskFunction`; any of these joined by ``&``; None = all.

@@ -33,7 +33,8 @@ from tilewise.tile_lists import TILE
 Direction = Literal["forward", "backward"]
 Sizes = tuple[int, ...]
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-MAX_HEAD_DIM = 256
+WIDEST = 512  # head dims in one tile
+TAIL_WIDTH = 64  # head dims of q and k in a second tile beside it
 _NO_MASK = Mask()
 _LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqlens_q", "seqlens_k")
 _FUNCTIONS = {"score_tensors": "score_function", "mask_tensors": "mask_function"}
@@ -143,12 +144,22 @@ class AttentionProblem:
 
     @property
     def width(self) -> int:
-        """Width of every head inside tile kernels: the wider of d and dv, padded.
+        """Width of every head inside tile kernels: the wider of d, up to the widest tile, and dv, padded.
 
         One width for both: Triton 3.6 miscompiles the pipelined forward loop on sm_90 when k's and v's tiles differ
         in width (d 40, dv 24 gave wrong numbers and out-of-bounds reads on an H200).
         """
-        return padded_dim(max(self.d, self.dv))
+        return padded_dim(max(min(self.d, WIDEST), self.dv))
+
+    @property
+    def tail(self) -> int:
+        """How many head dims of q and k lie past the widest tile; tile kernels hold them in one of TAIL_WIDTH."""
+        return max(0, self.d - WIDEST)
+
+    @property
+    def tail_width(self) -> int:
+        """Width of the tile that holds the tail, 0 without one."""
+        return TAIL_WIDTH if self.tail else 0
 
     @property
     def lse_dtype(self) -> torch.dtype:
@@ -253,8 +264,8 @@ def _check_each(*tensors: Facts) -> None:
             raise InvalidInput(f"{name} has shape {_text(shape)}; allowed are 4 dims (b, h, s, d).")
         if dtype not in DTYPES:
             raise InvalidInput(f"{name} has dtype {dtype}; allowed are {', '.join(map(str, DTYPES))}.")
-        if not 1 <= shape[3] <= MAX_HEAD_DIM:
-            raise InvalidInput(f"{name} has head dim {shape[3]}; allowed are 1 to {MAX_HEAD_DIM}.")
+        if shape[3] < 1:
+            raise InvalidInput(f"{name} has head dim {shape[3]}; allowed are 1 and more.")
         first, _, _, first_dtype, first_device = tensors[0]
         if dtype != first_dtype:
             raise InvalidInput(f"{name} has dtype {dtype} and {first} has {first_dtype}: cast them to one dtype.")

@@ -80,10 +80,11 @@ def sequences_of(operands):
 
 def problem_of(request, operands):
     b, hq, hk, s, d = 1, 2, 1, 4096, request["d"]
-    shapes = (b, hq, s, d), (b, hk, s, d), (b, hk, s, d)
+    dv = request.get("dv", d)
+    shapes = (b, hq, s, d), (b, hk, s, d), (b, hk, s, dv)
     strides = [dense_strides(shape, (4, 2, 1, 1)) for shape in shapes]
     return AttentionProblem(
-        b=b, hq=hq, hk=hk, sq=s, sk=s, d=d, dv=d, dtype=getattr(torch, request["dtype"]),
+        b=b, hq=hq, hk=hk, sq=s, sk=s, d=d, dv=dv, dtype=getattr(torch, request["dtype"]),
         device=torch.device("cuda", 0), scale=1.0, mask=Mask(*request["mask"]),
         scores=scores_of(request, operands), sequences=sequences_of(operands), q_strides=strides[0],
         k_strides=strides[1], v_strides=strides[2])

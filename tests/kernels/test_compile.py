@@ -27,6 +27,7 @@ PACKED = ["cu_seqlens_q", "cu_seqlens_k"]
 TILED = ["mask", "tiles_q", "tiles_k"]
 DOCUMENTS = ["documents_q", "documents_k"]
 OPTIONS_SPILL_BOUND = {"sm_80": 768, "sm_90": 1536, "sm_100": 1536, "gfx942": 64}
+WIDE_SPILL_BOUND = {"sm_80": 64, "sm_90": 1024, "sm_100": 768, "gfx942": 64}  # at width 512, and with a tail
 SPILL_BOUND = {"sm_80": 128, "sm_90": 768, "sm_100": 768, "gfx942": 0}
 
 
@@ -51,6 +52,24 @@ def test_float32_kernels_compile_within_shared_memory(arch):
     assert len(rows) == len(wanted)
     for row in rows:
         assert row["shared"] <= row["limit"], row
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("version", VERSIONS)
+def test_kernels_of_wide_heads_compile_within_registers_and_shared_memory(version, arch):
+    """Tiles of 512, and past that a second one: where the accumulators of the narrower heads' tiles would not fit."""
+    wanted = [{"arch": arch, "kernel": kernel, "d": d, "dv": 512, "dtype": "bfloat16", "mask": MASKS["causal"],
+               "descriptors": False}
+              for d in ((512, 576) if version == INSTALLED else (576,)) for kernel in ("forward", "dk", "dv", "dq")]
+    wanted += [wanted[-1] | {"kernel": "delta"}, wanted[-1] | {"kernel": "dbias", "options": ["bias"]}]
+    rows = compile_all(version, wanted)
+    assert len(rows) == len(wanted)
+    for row in rows:
+        assert row["shared"] <= row["limit"], row
+        # dbias holds all four tiles of a head at once, and its loop has no next one to stream.
+        assert row["stack"] <= (2048 if row["kernel"] == "dbias" else WIDE_SPILL_BOUND[arch]), row
+        if arch == "sm_90" and row["kernel"] != "delta":
+            assert row["wgmma"] > 0, row
 
 
 @pytest.mark.parametrize("arch", ARCHS)

@@ -1,10 +1,14 @@
 """The plans that calls of the Triton backend share, and those that they must not share."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from tilewise import attention
 from tilewise.backends.base import Needs
 from tilewise.problem import AttentionProblem
+from tilewise.tuning.device import DeviceSpec
 
 triton = pytest.importorskip("tilewise.backends.triton", reason="Triton is not installed")
 
@@ -22,3 +26,34 @@ def test_calls_that_need_other_gradients_do_not_share_a_plan():
     """
     assert plan_of(Needs()) is plan_of(Needs())
     assert plan_of(Needs()) is not plan_of(Needs(dbias=True))
+
+
+def problem_of(d, dv, dtype=torch.float32):
+    return AttentionProblem.from_tensors(*(torch.zeros(1, 1, 4, dim, dtype=dtype) for dim in (d, d, dv)))
+
+
+@pytest.mark.parametrize(("d", "dv"), [(577, 8), (8, 513), (640, 640)])
+def test_heads_wider_than_the_tiles_are_refused_in_words_and_taken_by_the_reference(d, dv):
+    problem = problem_of(d, dv)
+    for side in (problem, problem.backward(lse_grad=False)):
+        assert triton.backend.why_not(side) == (f"takes head dims up to 576 for q and k and up to 512 for v, got {d} "
+                                                f"and {dv}; backend='reference' takes them")
+    assert triton.backend.why_not(problem_of(576, 512)) is None
+    q, v = torch.ones(1, 1, 2, d), torch.ones(1, 1, 2, dv)
+    assert torch.equal(attention(q, q, v, backend="reference"), v)
+
+
+@pytest.mark.parametrize(("arch", "d", "dtype", "forward", "backward"), [
+    ("sm_90", 576, torch.bfloat16, None, None), ("sm_90", 576, torch.float32, None, None),
+    ("gfx942", 576, torch.bfloat16, None, None), ("sm_75", 512, torch.bfloat16, None, None),
+    ("sm_75", 576, torch.bfloat16, None, 69632), ("sm_86", 512, torch.float32, None, 131072),
+    ("sm_75", 512, torch.float32, 98304, 131072), ("sm_75", 256, torch.float32, None, None),
+])
+def test_a_device_too_small_for_wide_heads_is_refused_with_its_numbers(monkeypatch, arch, d, dtype, forward, backward):
+    spec = DeviceSpec.of_arch(arch)
+    monkeypatch.setattr(triton, "device_spec", lambda device: spec)
+    problem = replace(problem_of(d, min(d, 512), dtype), device=torch.device("cuda", 0))
+    for side, needed in ((problem, forward), (problem.backward(lse_grad=False), backward)):
+        assert triton.backend.why_not(side) == (needed and (
+            f"needs {needed} bytes of shared memory for head dims {d} and {min(d, 512)} in {dtype}, and {arch} has "
+            f"{spec.shared_memory}; backend='reference' takes them"))

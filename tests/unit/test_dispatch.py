@@ -195,6 +195,7 @@ def _on_cuda(monkeypatch, capability, **fields):
     ((7, 5), {"d": 16}, "capability 8.0 or newer, got 7.5"),
     ((9, 0), {"dtype": torch.float32}, "float16 and bfloat16 on CUDA devices, got torch.float32"),
     ((9, 0), {"d": 20}, "multiple of 8 on CUDA devices, got 20"),
+    ((9, 0), {"d": 264}, "head dim up to 256 on CUDA devices, got 264"),
     ((9, 0), {"sq": 12}, "equal lengths on CUDA devices, got 12 queries and 8 keys"),
 ])
 def test_torch_refuses_in_words_on_cuda(monkeypatch, capability, fields, words):

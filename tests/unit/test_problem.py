@@ -8,7 +8,7 @@ from hypothesis import given
 
 from tilewise.errors import InvalidInput
 from tilewise.masks import Mask, Span, causal, window
-from tilewise.problem import MAX_HEAD_DIM, AttentionProblem, dense_strides, padded_dim
+from tilewise.problem import AttentionProblem, dense_strides, padded_dim
 from tilewise.scores import OperandFacts, Operands, ScoreSettings
 from tilewise.sequences import DENSE, Sequences
 from tilewise.testing.strategies import LENGTHS, masks
@@ -52,8 +52,8 @@ def test_sizes_come_from_the_tensors():
     (1, torch.zeros(1, 2, 2, 5, 8), "k has shape (1, 2, 2, 5, 8); allowed are 4 dims (b, h, s, d)."),
     (2, torch.zeros(2, 2, 5, 3, dtype=torch.int32),
      "v has dtype torch.int32; allowed are torch.float16, torch.bfloat16, torch.float32, torch.float64."),
-    (0, torch.zeros(2, 4, 6, 257), "q has head dim 257; allowed are 1 to 256."),
-    (2, torch.zeros(2, 2, 5, 0), "v has head dim 0; allowed are 1 to 256."),
+    (0, torch.zeros(2, 4, 6, 0), "q has head dim 0; allowed are 1 and more."),
+    (2, torch.zeros(2, 2, 5, 0), "v has head dim 0; allowed are 1 and more."),
     (1, torch.zeros(2, 2, 5, 8, dtype=torch.float16),
      "k has dtype torch.float16 and q has torch.float32: cast them to one dtype."),
     (2, torch.zeros(2, 2, 5, 3, device="meta"), "v is on meta and q is on cpu: move them to one device."),
@@ -95,8 +95,8 @@ def test_unequal_lengths_without_an_alignment_raise():
 def test_a_refused_call_is_refused_again():
     """The checks are cached by their arguments: an error must not become a result the second time."""
     for _ in range(2):
-        with pytest.raises(InvalidInput, match="head dim 257"):
-            _problem(q=(2, 4, 6, MAX_HEAD_DIM + 1))
+        with pytest.raises(InvalidInput, match="q has head dim 0"):
+            _problem(q=(2, 4, 6, 0))
 
 
 def test_equal_calls_are_one_value():
@@ -155,6 +155,15 @@ def _offsets(tensor):
 @pytest.mark.parametrize(("d", "width"), [(1, 16), (16, 16), (17, 32), (64, 64), (65, 128), (192, 256), (256, 256)])
 def test_padded_dim_is_the_next_power_of_two_from_16_up(d, width):
     assert padded_dim(d) == width
+
+
+@pytest.mark.parametrize(("d", "dv", "width", "tail", "tail_width"), [
+    (40, 24, 64, 0, 0), (24, 40, 64, 0, 0), (257, 8, 512, 0, 0), (512, 512, 512, 0, 0), (513, 8, 512, 1, 64),
+    (576, 512, 512, 64, 64), (8, 300, 512, 0, 0),
+])
+def test_head_dims_past_the_widest_tile_are_a_tail(d, dv, width, tail, tail_width):
+    problem = _problem(q=(1, 1, 2, d), k=(1, 1, 2, d), v=(1, 1, 2, dv))
+    assert (problem.width, problem.tail, problem.tail_width) == (width, tail, tail_width)
 
 
 @given(masks(), LENGTHS, LENGTHS)

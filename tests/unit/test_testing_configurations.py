@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tilewise.errors import InvalidInput
-from tilewise.problem import MAX_HEAD_DIM
+from tilewise.problem import TAIL_WIDTH, WIDEST
 from tilewise.testing.cases import Layout
 from tilewise.testing.configurations import SEEDS, Placement, draw, make_call
 from tilewise.testing.oracle import Changes, attend
@@ -117,7 +117,9 @@ def test_sizes_reach_their_ends_and_stay_inside(size, longest, least):
     assert {0, 1} <= lengths
     assert least < max(lengths) <= longest
     assert {(length + 1) % 16 for length in lengths} == set(range(16))
-    assert {1, MAX_HEAD_DIM} <= {dim for case in cases for dim in (case.d, case.dv)}
+    dims = {dim for case in cases for dim in (case.d, case.dv)}
+    assert {1, 256} <= dims
+    assert WIDEST < max(dims) <= WIDEST + TAIL_WIDTH
     assert max(case.b * case.hq for case in cases) <= 9
     assert {0, 1, 2, 3} == {case.b for case in cases}
 

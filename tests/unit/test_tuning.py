@@ -17,6 +17,8 @@ from tilewise.tuning.heuristics import (
     LEAST_WORK_FOR_DESCRIPTORS,
     delta_config,
     has_pairs,
+    least_bytes,
+    shared_bytes,
     split_dkdv,
     tile_config,
     wants_descriptors,
@@ -48,6 +50,34 @@ def test_every_heuristic_tile_fits_the_devices_shared_memory(arch, kernel):
         problem = problem_of(d, dtype=dtype)
         config = tile_config(kernel, problem, spec, descriptors=described)
         assert config.shared_bytes(problem) <= spec.shared_memory
+
+
+@pytest.mark.parametrize(("arch", "kernel"), list(product(ARCHS, KINDS)))
+def test_tiles_of_wide_heads_fit_wherever_the_least_ones_do(arch, kernel):
+    spec = DeviceSpec.of_arch(arch)
+    for d, dtype in product((257, 512, 513, 576), (torch.float16, torch.float32)):
+        problem = problem_of(d, min(d, 512), dtype)
+        if kernel != "forward":
+            problem = problem.backward(lse_grad=False)
+        if least_bytes(problem, spec) <= spec.shared_memory:
+            config = tile_config(kernel, problem, spec, descriptors=True)
+            assert shared_bytes(config, problem, spec) <= spec.shared_memory
+            assert not config.descriptors
+
+
+def test_a_tail_takes_shared_memory_for_q_and_k_alone():
+    for kind in KINDS.values():
+        without, with_tail = (kind(32, 16, 4, 2).shared_bytes(problem_of(d, 512)) for d in (512, 576))
+        rows = 16 + 2 * 32 if kind is DkdvConfig else 32 + 2 * 16
+        assert with_tail - without == rows * 64 * 2
+
+
+def test_cdna_moves_wide_tiles_one_at_a_time_without_a_pipeline():
+    spec, wide = DeviceSpec.of_arch("gfx942"), problem_of(576, 512)
+    assert shared_bytes(DqConfig(32, 16, 4, 1), wide, spec) == 32 * 512 * 2
+    for config, problem, arch in ((DqConfig(32, 16, 4, 2), wide, "gfx942"), (DqConfig(32, 16, 4, 1), wide, "gfx1100"),
+                                  (DqConfig(32, 16, 4, 1), problem_of(256), "gfx942")):
+        assert shared_bytes(config, problem, DeviceSpec.of_arch(arch)) == config.shared_bytes(problem)
 
 
 def test_operands_take_shared_memory_and_shrink_the_tile():
@@ -116,6 +146,7 @@ def test_descriptors_are_not_wanted_where_the_kernel_is_short():
     assert not wants_descriptors(short, hopper)
     assert wants_descriptors(long, hopper)
     assert not wants_descriptors(long, DeviceSpec.of_arch("sm_80"))
+    assert not wants_descriptors(problem_of(257, s=16384), hopper)
 
 
 def test_dk_and_dv_take_a_launch_each_only_for_wide_heads():
@@ -146,6 +177,13 @@ def test_nearest_row_agrees_in_kind_and_is_nearest_in_logarithmic_length():
     assert nearest_row(rows, Bucket(128, 2, False, 2049), descriptors=False) == row(8192)
     assert nearest_row(rows, Bucket(128, 2, True, 1), descriptors=False) == row(2048, masked=True)
     assert nearest_row(rows, Bucket(256, 2, False, 512), descriptors=False) is None
+
+
+def test_a_head_with_a_tail_takes_no_row_of_one_without():
+    wide, tailed = (Bucket.of(problem_of(d, 512, s=512)) for d in (512, 576))
+    assert (wide.width, tailed.width) == (512, 576)
+    assert nearest_row((row(512, width=512),), wide, descriptors=False) == row(512, width=512)
+    assert nearest_row((row(512, width=512),), tailed, descriptors=False) is None
 
 
 def test_row_with_descriptors_wins_at_its_length_if_it_may_serve():

@@ -133,6 +133,8 @@ def _core(problem: AttentionProblem) -> _Core | None:
 def _why_not_cuda(problem: AttentionProblem, core: _Core) -> str | None:
     if problem.dtype not in _GPU_DTYPES:
         return f"computes in float16 and bfloat16 on CUDA devices, got {problem.dtype}"
+    if problem.d > 256:
+        return f"needs a head dim up to 256 on CUDA devices, got {problem.d}"
     if problem.d % 8:
         return f"needs a head dim that is a multiple of 8 on CUDA devices, got {problem.d}"
     if core.is_causal and len(core.queries) != len(core.keys):

@@ -17,10 +17,10 @@ import torch
 from tilewise.backends.base import Gradients, Needs, Results, Saved
 from tilewise.kernels.triton.launch import Modifiers, modifiers_of, takes_descriptors
 from tilewise.kernels.triton.sums import OperandSums
-from tilewise.problem import AttentionProblem, Sizes, dense_strides
+from tilewise.problem import TAIL_WIDTH, WIDEST, AttentionProblem, Sizes, dense_strides
 from tilewise.scores import NO_OPERANDS, OperandFacts, Operands
 from tilewise.tuning.device import device_spec
-from tilewise.tuning.heuristics import delta_config, split_dkdv, wants_descriptors
+from tilewise.tuning.heuristics import delta_config, least_bytes, split_dkdv, wants_descriptors
 from tilewise.tuning.table import config_for
 
 Launcher = Callable[..., None]
@@ -39,12 +39,15 @@ class TritonBackend:
             return "Triton is not installed; CUDA and ROCm builds of torch bring it, others need tilewise[triton]"
         if problem.dtype is torch.float64:
             return "computes in float16, bfloat16 and float32, got float64; backend='reference' takes it"
+        if problem.d > WIDEST + TAIL_WIDTH or problem.dv > WIDEST:
+            return (f"takes head dims up to {WIDEST + TAIL_WIDTH} for q and k and up to {WIDEST} for v, got "
+                    f"{problem.d} and {problem.dv}; backend='reference' takes them")
         for facts in problem.scores.functions:
             if facts.code.triton is None:
                 return (f"needs a triton function, got {facts.code.name} without one; backend='reference' takes a "
                         "torch function")
         if problem.device.type == "cuda":
-            return None
+            return _too_large(problem)
         if problem.device.type != "cpu":
             return f"runs on CUDA and ROCm devices, got {problem.device}"
         if os.environ.get("TRITON_INTERPRET") != "1":
@@ -106,6 +109,18 @@ class TritonBackend:
             if sums.pairs is not None and plan.dbias is not None:
                 plan.dbias(q, k, v, dout, lse, delta, sums.pairs, modifiers)
         return Gradients(dq, dk, dv, *sums.gradients(lse, delta))
+
+
+def _too_large(problem: AttentionProblem) -> str | None:
+    """Say why a device cannot hold wide heads; the least tiles of others fit every device."""
+    if problem.width <= 256:
+        return None
+    spec = device_spec(problem.device)
+    needed = least_bytes(problem, spec)
+    if needed <= spec.shared_memory:
+        return None
+    return (f"needs {needed} bytes of shared memory for head dims {problem.d} and {problem.dv} in {problem.dtype}, and "
+            f"{spec.arch} has {spec.shared_memory}; backend='reference' takes them")
 
 
 @dataclass(frozen=True)

@@ -221,6 +221,11 @@ _HEAD_DIMS = (
     Case("head_dim_128", sq=130, sk=130, d=128, dv=128),
     Case("head_dim_192", sq=66, sk=66, d=192, dv=192, mask=causal()),
     Case("head_dim_256", sq=66, sk=66, d=256, dv=256),
+    Case("head_dim_288", sq=34, sk=34, d=288, dv=288, mask=causal()),
+    Case("head_dim_512", hq=1, hk=1, sq=34, sk=40, d=512, dv=512),
+    # Past 512 q and k have a second tile.
+    Case("head_dim_576_latent_gqa", hq=4, hk=1, sq=20, sk=37, d=576, dv=512, mask=_BOTTOM),
+    Case("head_dim_odd_moat", sq=33, sk=40, d=575, dv=257, mask=window(12, 3, "top_left"), layout="moat"),
     Case("value_dim_smaller", hq=4, hk=2, sq=66, sk=90, d=192, dv=128, mask=_BOTTOM),
     Case("value_dim_larger", sq=66, sk=66, d=64, dv=128),
     Case("value_dim_odd", sq=66, sk=66, d=48, dv=33, mask=causal(), layout="bshd"),
@@ -294,6 +299,10 @@ _TOGETHER = (
     Case("everything_wide_heads", hq=2, hk=1, sq=49, sk=70, d=192, dv=192, mask=_BOTTOM, bias="b11k", alibi="h",
          sinks=True, softcap=4.0, dropout_p=0.2),
     Case("bias_of_keys_wide_heads", sq=66, sk=66, d=256, dv=256, bias="1h1k", mask_tensor="11qk"),
+    Case("bias_sinks_dropout_head_dim_512", hq=2, hk=1, sq=20, sk=35, d=512, dv=512, mask=_BOTTOM, bias="1hqk",
+         sinks=True, dropout_p=0.2),
+    Case("everything_head_dim_544", hq=2, hk=1, sq=20, sk=35, d=544, dv=512, mask=_BOTTOM & window(20, 0), bias="11qk",
+         mask_tensor="b1qk", alibi="h", sinks=True, softcap=4.0, dropout_p=0.2, layout="bshd"),
     Case("everything_expanded", b=2, hq=2, sq=35, sk=35, d=16, dv=16, bias="b11k", mask_tensor="bhqk", alibi="bh",
          sinks=True, softcap=4.0, dropout_p=0.2, layout="expanded"),
 )

@@ -15,7 +15,7 @@ import torch
 
 from tilewise.errors import InvalidInput
 from tilewise.masks import ALIGNMENTS, Mask, causal, chunk, prefix, sink_tokens, window
-from tilewise.problem import MAX_HEAD_DIM
+from tilewise.problem import TAIL_WIDTH, WIDEST
 from tilewise.scores import Operands
 from tilewise.testing.cases import Case, Layout, OperandDtype, Packed
 from tilewise.testing.inputs import Inputs, make_inputs, make_operands
@@ -182,8 +182,10 @@ def _length(stream: random.Random, longest: int) -> int:
 
 
 def _head_dim(stream: random.Random) -> int:
+    """Draw a common one or any up to 256; now and then a wider one, which takes a backend its time."""
     usual = stream.choice((16, 32, 40, 64, 72, 80, 96, 128, 192, 256))
-    return stream.choice((usual, stream.randint(1, 64), stream.randint(1, MAX_HEAD_DIM)))
+    narrow = stream.choice((usual, stream.randint(1, 64), stream.randint(1, 256)))
+    return stream.randint(257, WIDEST + TAIL_WIDTH) if stream.random() < 0.03 else narrow
 
 
 def _draw_mask(stream: _Stream, longest: int) -> Mask:

@@ -58,7 +58,8 @@ class ForwardConfig(TileConfig):
     def shared_bytes(self, problem: AttentionProblem) -> int:
         """Shared memory: q, and ``num_stages`` tiles of k and v in flight."""
         rows = self.block_m + 2 * self.num_stages * self.block_n
-        return problem.dtype.itemsize * rows * problem.width + self.operand_bytes(problem)
+        tail = (self.block_m + self.num_stages * self.block_n) * problem.tail_width
+        return problem.dtype.itemsize * (rows * problem.width + tail) + self.operand_bytes(problem)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +68,8 @@ class DkdvConfig(TileConfig):
 
     def shared_bytes(self, problem: AttentionProblem) -> int:
         """Shared memory: k and v, and ``num_stages`` tiles of q and dout in flight; P and dS stay in registers."""
-        rows = 2 * (self.block_n + self.num_stages * self.block_m)
-        return problem.dtype.itemsize * rows * problem.width + self.operand_bytes(problem)
+        rows = self.block_n + self.num_stages * self.block_m
+        return problem.dtype.itemsize * rows * (2 * problem.width + problem.tail_width) + self.operand_bytes(problem)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +78,8 @@ class DqConfig(TileConfig):
 
     def shared_bytes(self, problem: AttentionProblem) -> int:
         """Shared memory: q and dout, and ``num_stages`` tiles of k and v in flight; dS stays in registers."""
-        rows = 2 * (self.block_m + self.num_stages * self.block_n)
-        return problem.dtype.itemsize * rows * problem.width + self.operand_bytes(problem)
+        rows = self.block_m + self.num_stages * self.block_n
+        return problem.dtype.itemsize * rows * (2 * problem.width + problem.tail_width) + self.operand_bytes(problem)
 
 
 @dataclass(frozen=True, slots=True)

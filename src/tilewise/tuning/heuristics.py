@@ -2,13 +2,13 @@
 
 The Hopper tiles and, to head dim 128, the float32 tiles were the fastest of 4 to 16 candidates a kernel on an H200
 (16384 tokens, length 4096 or 2048, Triton 3.6). The others were chosen by compiling alone, for few spills
-(tests/kernels/test_compile.py holds the bounds); no device has timed them.
+(tests/kernels/test_compile.py holds the bounds); no device has timed them, nor any tile of 512.
 """
 
 from dataclasses import replace
 
 from tilewise.errors import UnsupportedProblem
-from tilewise.problem import AttentionProblem, padded_dim
+from tilewise.problem import WIDEST, AttentionProblem, padded_dim
 from tilewise.tuning.configs import MIN_BLOCK, DeltaConfig, DkdvConfig, DqConfig, ForwardConfig
 from tilewise.tuning.device import DeviceSpec
 
@@ -21,11 +21,11 @@ KINDS: dict[str, type[Config]] = {
 
 # Kernel -> padded head dim (at most) -> tile. Through pointers; a second table where descriptors win by 2 % or more.
 _HOPPER: dict[str, dict[int, Tile]] = {
-    "forward": {64: (64, 64, 4, 3), 128: (128, 64, 8, 3), 256: (128, 64, 8, 2)},
-    "dkdv": {64: (128, 64, 4, 2), 128: (64, 64, 4, 2), 256: (32, 64, 8, 2)},
-    "dk": {64: (128, 64, 4, 2), 128: (32, 128, 4, 3), 256: (32, 128, 8, 3)},
-    "dv": {64: (128, 64, 4, 2), 128: (64, 64, 4, 3), 256: (32, 128, 8, 3)},
-    "dq": {64: (64, 64, 4, 3), 128: (128, 64, 8, 3), 256: (128, 32, 8, 3)},
+    "forward": {64: (64, 64, 4, 3), 128: (128, 64, 8, 3), 256: (128, 64, 8, 2), 512: (64, 16, 8, 3)},
+    "dkdv": {64: (128, 64, 4, 2), 128: (64, 64, 4, 2), 256: (32, 64, 8, 2), 512: (16, 64, 8, 2)},
+    "dk": {64: (128, 64, 4, 2), 128: (32, 128, 4, 3), 256: (32, 128, 8, 3), 512: (16, 64, 8, 2)},
+    "dv": {64: (128, 64, 4, 2), 128: (64, 64, 4, 3), 256: (32, 128, 8, 3), 512: (16, 64, 8, 2)},
+    "dq": {64: (64, 64, 4, 3), 128: (128, 64, 8, 3), 256: (128, 32, 8, 3), 512: (64, 16, 8, 2)},
 }
 _HOPPER_DESCRIPTORS: dict[str, dict[int, Tile]] = {
     "forward": {128: (64, 64, 4, 3), 256: (128, 64, 8, 2)},
@@ -51,33 +51,33 @@ _HOPPER_DROPOUT: dict[str, dict[int, Tile]] = _HOPPER_PAIRS | {
     "dv": {256: (32, 64, 4, 2)},
 }
 _AMPERE: dict[str, dict[int, Tile]] = {
-    "forward": {64: (128, 64, 4, 3), 128: (64, 64, 4, 3), 256: (64, 32, 4, 2)},
-    "dkdv": {64: (32, 64, 4, 2), 128: (32, 64, 8, 2), 256: (16, 64, 8, 1)},
-    "dk": {64: (32, 64, 4, 2), 128: (32, 64, 8, 2), 256: (16, 64, 8, 1)},
-    "dv": {64: (32, 64, 4, 2), 128: (32, 64, 8, 2), 256: (32, 64, 8, 1)},
-    "dq": {64: (64, 64, 4, 2), 128: (64, 32, 4, 2), 256: (64, 32, 8, 1)},
+    "forward": {64: (128, 64, 4, 3), 128: (64, 64, 4, 3), 256: (64, 32, 4, 2), 512: (64, 16, 8, 2)},
+    "dkdv": {64: (32, 64, 4, 2), 128: (32, 64, 8, 2), 256: (16, 64, 8, 1), 512: (16, 32, 8, 2)},
+    "dk": {64: (32, 64, 4, 2), 128: (32, 64, 8, 2), 256: (16, 64, 8, 1), 512: (16, 32, 8, 2)},
+    "dv": {64: (32, 64, 4, 2), 128: (32, 64, 8, 2), 256: (32, 64, 8, 1), 512: (16, 32, 8, 2)},
+    "dq": {64: (64, 64, 4, 2), 128: (64, 32, 4, 2), 256: (64, 32, 8, 1), 512: (32, 16, 8, 2)},
 }
 _BLACKWELL: dict[str, dict[int, Tile]] = {
-    "forward": {64: (128, 64, 4, 3), 128: (128, 64, 8, 3), 256: (128, 64, 8, 2)},
-    "dkdv": {64: (64, 64, 8, 2), 128: (32, 64, 8, 2), 256: (64, 64, 8, 1)},
-    "dk": {64: (64, 64, 8, 2), 128: (32, 64, 8, 2), 256: (64, 64, 8, 1)},
-    "dv": {64: (64, 128, 8, 2), 128: (64, 128, 8, 2), 256: (32, 128, 8, 2)},
-    "dq": {64: (128, 64, 8, 2), 128: (128, 64, 8, 2), 256: (128, 32, 8, 2)},
+    "forward": {64: (128, 64, 4, 3), 128: (128, 64, 8, 3), 256: (128, 64, 8, 2), 512: (64, 32, 8, 2)},
+    "dkdv": {64: (64, 64, 8, 2), 128: (32, 64, 8, 2), 256: (64, 64, 8, 1), 512: (16, 32, 8, 2)},
+    "dk": {64: (64, 64, 8, 2), 128: (32, 64, 8, 2), 256: (64, 64, 8, 1), 512: (16, 32, 8, 2)},
+    "dv": {64: (64, 128, 8, 2), 128: (64, 128, 8, 2), 256: (32, 128, 8, 2), 512: (32, 64, 8, 1)},
+    "dq": {64: (128, 64, 8, 2), 128: (128, 64, 8, 2), 256: (128, 32, 8, 2), 512: (64, 32, 8, 1)},
 }
 _AMD: dict[str, dict[int, Tile]] = {
-    "forward": {64: (128, 64, 4, 1), 128: (128, 32, 4, 1), 256: (64, 32, 4, 1)},
-    "dkdv": {64: (32, 64, 4, 1), 128: (32, 64, 4, 1), 256: (16, 32, 4, 1)},
-    "dk": {64: (32, 64, 4, 1), 128: (32, 64, 4, 1), 256: (16, 32, 4, 1)},
-    "dv": {64: (32, 64, 4, 1), 128: (32, 64, 4, 1), 256: (16, 32, 4, 1)},
-    "dq": {64: (64, 32, 4, 1), 128: (64, 32, 4, 1), 256: (32, 16, 4, 1)},
+    "forward": {64: (128, 64, 4, 1), 128: (128, 32, 4, 1), 256: (64, 32, 4, 1), 512: (32, 32, 4, 1)},
+    "dkdv": {64: (32, 64, 4, 1), 128: (32, 64, 4, 1), 256: (16, 32, 4, 1), 512: (16, 32, 4, 1)},
+    "dk": {64: (32, 64, 4, 1), 128: (32, 64, 4, 1), 256: (16, 32, 4, 1), 512: (16, 32, 4, 1)},
+    "dv": {64: (32, 64, 4, 1), 128: (32, 64, 4, 1), 256: (16, 32, 4, 1), 512: (16, 32, 4, 1)},
+    "dq": {64: (64, 32, 4, 1), 128: (64, 32, 4, 1), 256: (32, 16, 4, 1), 512: (32, 16, 4, 1)},
 }
 # float32 products do not use the tensor cores at full precision: small tiles, whose operands fit the registers.
 _FLOAT32: dict[str, dict[int, Tile]] = {
-    "forward": {64: (32, 64, 4, 2), 128: (32, 64, 8, 1), 256: (32, 32, 8, 1)},
-    "dkdv": {64: (32, 32, 4, 3), 128: (32, 32, 4, 2), 256: (16, 32, 8, 1)},
-    "dk": {64: (32, 32, 4, 3), 128: (32, 32, 4, 2), 256: (16, 32, 8, 1)},
-    "dv": {64: (32, 32, 4, 3), 128: (32, 32, 4, 2), 256: (16, 32, 8, 1)},
-    "dq": {64: (32, 32, 4, 3), 128: (32, 32, 4, 2), 256: (32, 16, 8, 1)},
+    "forward": {64: (32, 64, 4, 2), 128: (32, 64, 8, 1), 256: (32, 32, 8, 1), 512: (16, 16, 8, 1)},
+    "dkdv": {64: (32, 32, 4, 3), 128: (32, 32, 4, 2), 256: (16, 32, 8, 1), 512: (16, 16, 8, 1)},
+    "dk": {64: (32, 32, 4, 3), 128: (32, 32, 4, 2), 256: (16, 32, 8, 1), 512: (16, 16, 8, 1)},
+    "dv": {64: (32, 32, 4, 3), 128: (32, 32, 4, 2), 256: (16, 32, 8, 1), 512: (16, 16, 8, 1)},
+    "dq": {64: (32, 32, 4, 3), 128: (32, 32, 4, 2), 256: (32, 16, 8, 1), 512: (16, 16, 8, 1)},
 }
 
 # Below this many multiply-adds the kernel is over before the host has made its descriptors (about 15 µs).
@@ -95,7 +95,7 @@ def tile_config(kernel: str, problem: AttentionProblem, device: DeviceSpec, *, d
     kind = KINDS[kernel]
     if device.arch == "interpreter":
         return kind(64, 64, 4, 1)
-    width = kernel_width(problem)
+    width = min(kernel_width(problem), WIDEST)  # a tail beside the widest tile changes none of them
     like = "dq" if kernel == "dbias" else kernel
     if problem.dtype.itemsize == 4:
         return fitting(kind(*_FLOAT32[like][width]), problem, device)
@@ -123,9 +123,12 @@ def split_dkdv(problem: AttentionProblem, device: DeviceSpec) -> bool:
 
 
 def wants_descriptors(problem: AttentionProblem, device: DeviceSpec) -> bool:
-    """Whether tensor descriptors can pay: Hopper's copy engine is there, and the kernel outlasts their making."""
+    """Whether tensor descriptors can pay: Hopper's copy engine is there, and the kernel outlasts their making.
+
+    No kernel of wider heads was timed through them, and a tail does not come through them.
+    """
     work = problem.b * problem.hq * problem.sq * problem.sk * problem.d
-    return device.arch == "sm_90" and work >= LEAST_WORK_FOR_DESCRIPTORS
+    return device.arch == "sm_90" and work >= LEAST_WORK_FOR_DESCRIPTORS and kernel_width(problem) <= 256
 
 
 def has_pairs(problem: AttentionProblem) -> bool:
@@ -136,8 +139,26 @@ def has_pairs(problem: AttentionProblem) -> bool:
 
 
 def kernel_width(problem: AttentionProblem) -> int:
-    """Padded head dim that decides the tile: of q and k or of v, the wider, and 64 at least."""
-    return max(64, problem.width)
+    """Padded head dim that decides the tile: of q and k or of v, the wider, and 64 at least; a tail's width added."""
+    return max(64, problem.width) + problem.tail_width
+
+
+def shared_bytes(config: Config, problem: AttentionProblem, device: DeviceSpec) -> int:
+    """Shared memory that a config takes on a device.
+
+    On CDNA, without a pipeline, tiles stay in registers and pass through shared memory one after another (compiled for
+    gfx942 at widths of 512 and 576; the narrower tiles were chosen before that was seen).
+    """
+    if device.arch.startswith("gfx9") and config.num_stages == 1 and problem.width > 256:
+        widest = problem.dtype.itemsize * max(config.block_m, config.block_n) * problem.width
+        return widest + config.operand_bytes(problem)
+    return config.shared_bytes(problem)
+
+
+def least_bytes(problem: AttentionProblem, device: DeviceSpec) -> int:
+    """Shared memory of the hungriest kernel of a pass with its least tile."""
+    kernels = ("forward",) if problem.direction == "forward" else ("dkdv", "dq")
+    return max(shared_bytes(KINDS[kernel](MIN_BLOCK, MIN_BLOCK, 4, 1), problem, device) for kernel in kernels)
 
 
 def _tiles(device: DeviceSpec) -> dict[str, dict[int, Tile]]:
@@ -157,13 +178,13 @@ def fitting(config: Config, problem: AttentionProblem, device: DeviceSpec) -> Co
         UnsupportedProblem: not even the least tile fits.
     """
     streamed, resident = ("block_m", "block_n") if isinstance(config, DkdvConfig) else ("block_n", "block_m")
-    while config.shared_bytes(problem) > device.shared_memory:
+    while shared_bytes(config, problem, device) > device.shared_memory:
         if config.num_stages > 1:
             config = replace(config, num_stages=config.num_stages - 1)
         elif config.block_m == config.block_n == MIN_BLOCK:
             raise UnsupportedProblem(
                 f"no tile fits the {device.shared_memory} bytes of shared memory of {device.arch}, the least takes "
-                f"{config.shared_bytes(problem)}: {problem}", {})
+                f"{shared_bytes(config, problem, device)}: {problem}", {})
         else:
             side = streamed if getattr(config, streamed) > MIN_BLOCK else resident
             config = replace(config, **{side: getattr(config, side) // 2})

@@ -13,7 +13,7 @@ from typing import Protocol
 from tilewise.problem import AttentionProblem
 from tilewise.tuning.configs import MAX_BLOCK, MIN_BLOCK
 from tilewise.tuning.device import DeviceSpec
-from tilewise.tuning.heuristics import Config, tile_config
+from tilewise.tuning.heuristics import Config, shared_bytes, tile_config
 
 MOST_CANDIDATES = 40
 ROUNDS = 5
@@ -94,7 +94,7 @@ def propose(kernel: str, problem: AttentionProblem, device: DeviceSpec, *, descr
         described = tile_config(kernel, problem, device, descriptors=True)
         origins.append(replace(described, descriptors=True))
     others = [(_distance(config, origin), config) for origin in origins for config in _around(origin)
-              if config.shared_bytes(problem) <= device.shared_memory]
+              if shared_bytes(config, problem, device) <= device.shared_memory]
     own = dict.fromkeys([plain] if described is None else [described, plain])
     tiles = [*own, *(config for _, config in sorted(others, key=lambda pair: pair[0]) if config not in own)]
     return Proposals(tuple(tiles[:max(most, len(own))]), plain, described)

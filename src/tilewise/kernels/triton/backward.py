@@ -46,12 +46,15 @@ from tilewise.kernels.triton.modifiers import (
 )
 from tilewise.kernels.triton.places import locate
 from tilewise.kernels.triton.primitives import (
+    BLOCK_TAIL,
     LOG2E,
     head_offset,
     head_source,
+    load_tail,
     load_tile,
     offsets,
     padding_as_zero,
+    past,
     recompute_probs,
     score_gradient,
     store_tile,
@@ -109,12 +112,12 @@ def start_of(delta, like, SEEDED: tl.constexpr):
 
 
 @triton.jit
-def sum_over_queries(dk, dv, columns, k, v, q_source, dout_source, modifiers, row, sequence, head, place_q, numbers_k,
-                     documents_q, listed, lse_base, delta_base, first_key, seen_from, steps, length_k, band, stride_qs,
-                     stride_qd, stride_dos, stride_dod, scale_log2,
-                     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-                     DV: tl.constexpr, BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
-                     INT64: tl.constexpr, DESCRIPTORS: tl.constexpr, CHANGED: tl.constexpr, CLIP: tl.constexpr,
+def sum_over_queries(dk, dk_tail, dv, columns, k, k_tail, v, q_source, dout_source, modifiers, row, sequence, head,
+                     place_q, numbers_k, documents_q, listed, lse_base, delta_base, first_key, seen_from, steps,
+                     length_k, band, stride_qs, stride_qd, stride_dos, stride_dod, scale_log2, BLOCK_M: tl.constexpr,
+                     BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr,
+                     BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, INT64: tl.constexpr,
+                     DESCRIPTORS: tl.constexpr, CHANGED: tl.constexpr, CLIP: tl.constexpr, TAIL: tl.constexpr,
                      NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, COLUMNS: tl.constexpr):
     """Add the fully visible queries, or (MASKED) those around them, to dK, dV and the columns: the one loop body.
 
@@ -139,6 +142,10 @@ def sum_over_queries(dk, dv, columns, k, v, q_source, dout_source, modifiers, ro
         # Past the last query q, dout, lse and delta are read as 0: P is 1 there, dV adds 1·0 and dK 0·0.
         lse = tl.load(lse_base + offs_m, mask=offs_m < stop, other=0.0) * LOG2E  # [BLOCK_M]
         scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
+        if TAIL:
+            q_tail = load_tail(q_source, q, m, stop, stride_qs, stride_qd, BLOCK_M, D, TAIL, MASKED, INT64)
+            q_tail = unseen_as_zero(q_tail, m, seen_from, None, BLOCK_M, ADDED)
+            scores = tl.dot(k_tail, tl.trans(q_tail), scores, input_precision=PRECISION)
         dout = load_tile(dout_source, place_q, m, stop, stride_dos, stride_dod, BLOCK_M, DV, BLOCK_DV, MASKED, INT64,
                          DESCRIPTORS, CLIP)
         dout = unseen_as_zero(dout, m, seen_from, None, BLOCK_M, ADDED)
@@ -166,7 +173,9 @@ def sum_over_queries(dk, dv, columns, k, v, q_source, dout_source, modifiers, ro
                                        length_k, BLOCK_N, True, MASKED, HIDES)
             dscores = through_softcap(dscores, tanh, visible, modifiers, HIDES)
             dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision=PRECISION)  # [BLOCK_N, BLOCK_D], eq. 10
-    return dk, dv, columns
+            if TAIL:
+                dk_tail = tl.dot(dscores.to(q.dtype), q_tail, dk_tail, input_precision=PRECISION)
+    return dk, dk_tail, dv, columns
 
 
 @triton.jit(do_not_specialize=["lower", "upper", "prefix", "sink_tokens", "chunk", "offset", "count", "sq", "sk", "hq",
@@ -182,8 +191,8 @@ def attention_backward_dkdv_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta
                                    sq, sk, hq, hk, group, tiles, SHIFTED: tl.constexpr,
                                    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
                                    PRECISION: tl.constexpr, INT64: tl.constexpr, DESCRIPTORS: tl.constexpr,
-                                   CHANGED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                                   NEED_DK: tl.constexpr, NEED_DV: tl.constexpr):
+                                   CHANGED: tl.constexpr, TAIL: tl.constexpr, BLOCK_M: tl.constexpr,
+                                   BLOCK_N: tl.constexpr, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr):
     """Compute dK = scale·dSᵀQ and dV = PᵀdO for BLOCK_N keys of one head (eq. 8 to 10).
 
     Grid: (tiles · hk · b,). The query heads that share this key/value head are summed here, in float32. Where both
@@ -202,7 +211,9 @@ def attention_backward_dkdv_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta
                   DESCRIPTORS, False)
     v = load_tile(v_source, place_k, first, length_k, stride_vs, stride_vd, BLOCK_N, DV, BLOCK_DV, True, INT64,
                   DESCRIPTORS, False)
+    k_tail = load_tail(k_source, k, first, length_k, stride_ks, stride_kd, BLOCK_N, D, TAIL, True, INT64)
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dk_tail = tl.zeros([BLOCK_N, BLOCK_TAIL], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     offs_n = first + tl.arange(0, BLOCK_N)
     spans = queries_seeing(first, tl.minimum(first + BLOCK_N, length_k) - 1, length_q, band)
@@ -234,12 +245,12 @@ def attention_backward_dkdv_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta
                                first, sk, sq)
             own_steps = listed_steps(listed, stop)
         for MASKED in tl.static_range(2):
-            dk, dv, columns = sum_over_queries(
-                dk, dv, columns, k, v, q_source, dout_source, modifiers, sequence * hq + head, sequence, head,
-                (batch, head, row_q), numbers_k, documents_q, listed, lse_ptr + row_offset, delta_ptr + row_offset,
-                first, start, own_steps, length_k, band, stride_qs, stride_qd, stride_dos, stride_dod, scale_log2,
-                BLOCK_M, BLOCK_N, D, BLOCK_D, DV, BLOCK_DV, MASKED, PRECISION, INT64, DESCRIPTORS, CHANGED, PADDED,
-                NEED_DK, NEED_DV, COLUMNS)
+            dk, dk_tail, dv, columns = sum_over_queries(
+                dk, dk_tail, dv, columns, k, k_tail, v, q_source, dout_source, modifiers, sequence * hq + head,
+                sequence, head, (batch, head, row_q), numbers_k, documents_q, listed, lse_ptr + row_offset,
+                delta_ptr + row_offset, first, start, own_steps, length_k, band, stride_qs, stride_qd, stride_dos,
+                stride_dod, scale_log2, BLOCK_M, BLOCK_N, D, BLOCK_D, DV, BLOCK_DV, MASKED, PRECISION, INT64,
+                DESCRIPTORS, CHANGED, PADDED, TAIL, NEED_DK, NEED_DV, COLUMNS)
         if COLUMNS:
             columns_base = columns_ptr + head_offset(batch, head, hq * sk, sk) + row_k
             tl.store(columns_base + offs_n, tl.where(offs_n < length_k, columns, 0.0), mask=offs_n < rows_k)
@@ -247,6 +258,9 @@ def attention_backward_dkdv_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta
         dk = padding_as_zero(dk * scale, first, length_k, BLOCK_N, PADDED)
         dk_base = dk_ptr + head_offset(batch, head_k, stride_dkb, stride_dkh) + row_k.to(tl.int64) * stride_dks
         store_tile(dk_base, dk, first, rows_k, stride_dks, 1, BLOCK_N, D, BLOCK_D, INT64)
+        if TAIL:
+            dk_tail = padding_as_zero(dk_tail * scale, first, length_k, BLOCK_N, PADDED)
+            store_tile(past(dk_base, 1, D), dk_tail, first, rows_k, stride_dks, 1, BLOCK_N, TAIL, BLOCK_TAIL, INT64)
     if NEED_DV:
         dv = padding_as_zero(gained(dv, modifiers), first, length_k, BLOCK_N, PADDED)
         dv_base = dv_ptr + head_offset(batch, head_k, stride_dvb, stride_dvh) + row_k.to(tl.int64) * stride_dvs
@@ -254,13 +268,12 @@ def attention_backward_dkdv_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta
 
 
 @triton.jit
-def sum_over_keys(dq, rows, moments, q, dout, lse, delta, k_source, v_source, modifiers, row, sequence, head, place_k,
-                  numbers_q, documents_k, listed, offs_m, seen_from, steps, length_q, band, stride_ks, stride_kd,
-                  stride_vs, stride_vd, scale_log2,
-                  BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr,
-                  BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, INT64: tl.constexpr,
-                  DESCRIPTORS: tl.constexpr, CHANGED: tl.constexpr, CLIP: tl.constexpr, ROWS: tl.constexpr,
-                  MOMENTS: tl.constexpr):
+def sum_over_keys(dq, dq_tail, rows, moments, q, q_tail, dout, lse, delta, k_source, v_source, modifiers, row, sequence,
+                  head, place_k, numbers_q, documents_k, listed, offs_m, seen_from, steps, length_q, band, stride_ks,
+                  stride_kd, stride_vs, stride_vd, scale_log2, BLOCK_N: tl.constexpr, D: tl.constexpr,
+                  BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, MASKED: tl.constexpr,
+                  PRECISION: tl.constexpr, INT64: tl.constexpr, DESCRIPTORS: tl.constexpr, CHANGED: tl.constexpr,
+                  CLIP: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, MOMENTS: tl.constexpr):
     """Add the fully visible keys, or (MASKED) those around them, to dQ and the rows' sums: the one loop body."""
     stop = steps[3]
     COVERED: tl.constexpr = band[3] is not None
@@ -277,6 +290,10 @@ def sum_over_keys(dq, rows, moments, q, dout, lse, delta, k_source, v_source, mo
                       DESCRIPTORS, CLIP)
         k = unseen_as_zero(k, n, seen_from, band, BLOCK_N, ADDED)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+        if TAIL:
+            k_tail = load_tail(k_source, k, n, stop, stride_ks, stride_kd, BLOCK_N, D, TAIL, MASKED, INT64)
+            k_tail = unseen_as_zero(k_tail, n, seen_from, band, BLOCK_N, ADDED)
+            scores = tl.dot(q_tail, tl.trans(k_tail), scores, input_precision=PRECISION)
         v = load_tile(v_source, place_k, n, stop, stride_vs, stride_vd, BLOCK_N, DV, BLOCK_DV, MASKED, INT64,
                       DESCRIPTORS, CLIP)
         v = unseen_as_zero(v, n, seen_from, band, BLOCK_N, ADDED)
@@ -299,7 +316,9 @@ def sum_over_keys(dq, rows, moments, q, dout, lse, delta, k_source, v_source, mo
                                    BLOCK_N, False, MASKED, HIDES)
         dscores = through_softcap(dscores, tanh, visible, modifiers, HIDES)
         dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision=PRECISION)  # [BLOCK_M, BLOCK_D], eq. 10
-    return dq, rows, moments
+        if TAIL:
+            dq_tail = tl.dot(dscores.to(k.dtype), k_tail, dq_tail, input_precision=PRECISION)
+    return dq, dq_tail, rows, moments
 
 
 @triton.jit(do_not_specialize=["lower", "upper", "prefix", "sink_tokens", "chunk", "offset", "count", "sq", "sk", "hq",
@@ -315,7 +334,8 @@ def attention_backward_dq_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_p
                                  hq, group, tiles, SHIFTED: tl.constexpr,
                                  D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
                                  PRECISION: tl.constexpr, INT64: tl.constexpr, DESCRIPTORS: tl.constexpr,
-                                 CHANGED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+                                 CHANGED: tl.constexpr, TAIL: tl.constexpr, BLOCK_M: tl.constexpr,
+                                 BLOCK_N: tl.constexpr):
     """Compute dQ = scale·dS K for BLOCK_M queries of one head (eq. 9 and 10). Grid: (tiles · hq · b,).
 
     rows and moments, unless None: (b, hq, sq), dense; receive Σ_j dS, for a bias that all keys share, and
@@ -337,11 +357,13 @@ def attention_backward_dq_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_p
                   DESCRIPTORS, False)
     dout = load_tile(dout_source, place_q, first, length_q, stride_dos, stride_dod, BLOCK_M, DV, BLOCK_DV, True, INT64,
                      DESCRIPTORS, False)
+    q_tail = load_tail(q_source, q, first, length_q, stride_qs, stride_qd, BLOCK_M, D, TAIL, True, INT64)
     row_offset = head_offset(batch, head, hq * sq, sq) + row_q
     lse = tl.load(lse_ptr + row_offset + offs_m, mask=offs_m < length_q, other=0.0) * LOG2E  # [BLOCK_M]
     delta = tl.load(delta_ptr + row_offset + offs_m, mask=offs_m < length_q, other=0.0)  # [BLOCK_M]
 
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    dq_tail = tl.zeros([BLOCK_M, BLOCK_TAIL], tl.float32)
     rows = tl.zeros([BLOCK_M], tl.float32)
     moments = tl.zeros([BLOCK_M], tl.float32)
     spans = keys_seen(first, tl.minimum(first + BLOCK_M, length_q) - 1, length_k, band)
@@ -360,14 +382,18 @@ def attention_backward_dq_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_p
                            first, sq, sk)
         steps = listed_steps(listed, spans[3])
     for MASKED in tl.static_range(2):
-        dq, rows, moments = sum_over_keys(
-            dq, rows, moments, q, dout, lse, delta, k_source, v_source, modifiers, sequence * hq + head, sequence,
-            head, (batch, head_k, row_k), numbers_q, documents_k, listed, offs_m, spans[0], steps, length_q, band,
-            stride_ks, stride_kd, stride_vs, stride_vd, scale_log2, BLOCK_N, D, BLOCK_D, DV, BLOCK_DV, MASKED,
-            PRECISION, INT64, DESCRIPTORS, CHANGED, PADDED, rows_ptr is not None, moments_ptr is not None)
+        dq, dq_tail, rows, moments = sum_over_keys(
+            dq, dq_tail, rows, moments, q, q_tail, dout, lse, delta, k_source, v_source, modifiers,
+            sequence * hq + head, sequence, head, (batch, head_k, row_k), numbers_q, documents_k, listed, offs_m,
+            spans[0], steps, length_q, band, stride_ks, stride_kd, stride_vs, stride_vd, scale_log2, BLOCK_N, D,
+            BLOCK_D, DV, BLOCK_DV, MASKED, PRECISION, INT64, DESCRIPTORS, CHANGED, PADDED, TAIL, rows_ptr is not None,
+            moments_ptr is not None)
     dq = padding_as_zero(dq * scale, first, length_q, BLOCK_M, PADDED)
     dq_base = dq_ptr + head_offset(batch, head, stride_dqb, stride_dqh) + row_q.to(tl.int64) * stride_dqs
     store_tile(dq_base, dq, first, rows_q, stride_dqs, 1, BLOCK_M, D, BLOCK_D, INT64)
+    if TAIL:
+        dq_tail = padding_as_zero(dq_tail * scale, first, length_q, BLOCK_M, PADDED)
+        store_tile(past(dq_base, 1, D), dq_tail, first, rows_q, stride_dqs, 1, BLOCK_M, TAIL, BLOCK_TAIL, INT64)
     if rows_ptr is not None:
         tl.store(rows_ptr + row_offset + offs_m, tl.where(offs_m < length_q, rows, 0.0), mask=offs_m < rows_q)
     if moments_ptr is not None:

@@ -20,6 +20,7 @@ from tilewise.kernels.triton.primitives import (
     LOG2E,
     head_offset,
     head_source,
+    load_tail,
     load_tile,
     offsets,
     recompute_probs,
@@ -33,7 +34,8 @@ def sum_over_members(acc, members, shared_heads, entry_batch, entry_head, q_ptr,
                      delta_ptr, modifiers, first_q, first_k, bounds, SHIFTED: tl.constexpr, count, sq, sk, hq, group,
                      strides_q, strides_k, strides_v, strides_do, scale_log2, D: tl.constexpr, DV: tl.constexpr,
                      BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
-                     INT64: tl.constexpr, CHANGED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+                     INT64: tl.constexpr, CHANGED: tl.constexpr, TAIL: tl.constexpr, BLOCK_M: tl.constexpr,
+                     BLOCK_N: tl.constexpr):
     """Add dS of the heads that share one tile of the bias: the kernel's one loop body."""
     HIDES: tl.constexpr = MASKED or modifiers.mask.ptr is not None or modifiers.mask_function.call is not None
     lengths = modifiers.lengths
@@ -63,6 +65,12 @@ def sum_over_members(acc, members, shared_heads, entry_batch, entry_head, q_ptr,
         lse = tl.load(lse_ptr + row_offset + offs_m, mask=offs_m < length_q, other=0.0) * LOG2E
         delta = tl.load(delta_ptr + row_offset + offs_m, mask=offs_m < length_q, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+        if TAIL:
+            q_tail = load_tail(q_source, q, first_q, length_q, strides_q[2], strides_q[3], BLOCK_M, D, TAIL, True,
+                               INT64)
+            k_tail = load_tail(k_source, k, first_k, length_k, strides_k[2], strides_k[3], BLOCK_N, D, TAIL, True,
+                               INT64)
+            scores = tl.dot(q_tail, tl.trans(k_tail), scores, input_precision=PRECISION)
         numbers_q = None
         numbers_k = None
         if documents.q is not None:
@@ -94,7 +102,7 @@ def attention_backward_dbias_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delt
                                     SHIFTED: tl.constexpr,
                                     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
                                     PRECISION: tl.constexpr, INT64: tl.constexpr, CHANGED: tl.constexpr,
-                                    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+                                    TAIL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Compute dbias = dS, summed over the heads and batches that share the bias, for one tile of pairs.
 
     Grid: (tiles_k · tiles_q · own_heads · own_batches,). dbias: (own_batches, own_heads, size_q, size_k), dense;
@@ -123,7 +131,7 @@ def attention_backward_dbias_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delt
             modifiers, first_q, first_k, bounds, SHIFTED, count, sq, sk, hq, group,
             (stride_qb, stride_qh, stride_qs, stride_qd), (stride_kb, stride_kh, stride_ks, stride_kd),
             (stride_vb, stride_vh, stride_vs, stride_vd), (stride_dob, stride_doh, stride_dos, stride_dod), scale_log2,
-            D, DV, BLOCK_D, BLOCK_DV, MASKED, PRECISION, INT64, CHANGED, BLOCK_M, BLOCK_N)
+            D, DV, BLOCK_D, BLOCK_DV, MASKED, PRECISION, INT64, CHANGED, TAIL, BLOCK_M, BLOCK_N)
     offs_m, offs_n = first_q + tl.arange(0, BLOCK_M), first_k + tl.arange(0, BLOCK_N)
     pairs = size_q.to(tl.int64) * size_k
     base = dbias_ptr + head_offset(entry_batch, entry_head, own_heads * pairs, pairs)
@@ -151,12 +159,12 @@ def dbias_launch(problem: AttentionProblem, config: TileShape, precision: str, d
     shared_heads = problem.hq // own_heads
     members = problem.pairs[0] // own_batches * shared_heads
     tiles_q, tiles_k = tile_count(size_q, config.block_m), tile_count(size_k, config.block_n)
-    d, dv, block_d, block_dv, _, int64, _, changed = constants(problem, precision, needs_int64(problem, *inputs),
-                                                               descriptors=False)
+    d, dv, block_d, block_dv, _, int64, _, changed, tail = constants(
+        problem, precision, needs_int64(problem, *inputs), descriptors=False)
     scalars = (
         *joined(*inputs), problem.scale * LOG2E.value, *bounds(problem), problem.sq, problem.sk, problem.hq,
         problem.group, size_q, size_k, tiles_q, tiles_k, own_heads, shared_heads, members, is_shifted(problem),
-        d, dv, block_d, block_dv, precision, int64, changed, config.block_m, config.block_n,
+        d, dv, block_d, block_dv, precision, int64, changed, tail, config.block_m, config.block_n,
     )
     return Launch(attention_backward_dbias_kernel, tiles_k * tiles_q * own_heads * own_batches, scalars,
                   num_warps=config.num_warps, num_stages=1)

@@ -34,6 +34,7 @@ from tilewise.kernels.triton.primitives import (
     LOG2E,
     head_offset,
     head_source,
+    load_tail,
     load_tile,
     online_softmax_step,
     padding_as_zero,
@@ -43,12 +44,11 @@ from tilewise.problem import AttentionProblem
 
 
 @triton.jit
-def attend_keys(q, k_source, v_source, modifiers, row, sequence, head, place_k, numbers_q, documents_k, listed, acc,
-                row_sum, row_max, offs_m, seen_from, steps, length_q, band, stride_ks, stride_kd, stride_vs, stride_vd,
-                scale_log2,
-                BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr,
+def attend_keys(q, q_tail, k_source, v_source, modifiers, row, sequence, head, place_k, numbers_q, documents_k, listed,
+                acc, row_sum, row_max, offs_m, seen_from, steps, length_q, band, stride_ks, stride_kd, stride_vs,
+                stride_vd, scale_log2, BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr,
                 BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, INT64: tl.constexpr,
-                DESCRIPTORS: tl.constexpr, CHANGED: tl.constexpr, CLIP: tl.constexpr):
+                DESCRIPTORS: tl.constexpr, CHANGED: tl.constexpr, CLIP: tl.constexpr, TAIL: tl.constexpr):
     """Attend to the fully visible keys, or (MASKED) to those around them: the kernel's one loop body."""
     stop = steps[3]
     COVERED: tl.constexpr = band[3] is not None
@@ -67,6 +67,10 @@ def attend_keys(q, k_source, v_source, modifiers, row, sequence, head, place_k, 
                       DESCRIPTORS, CLIP)
         k = unseen_as_zero(k, n, seen_from, band, BLOCK_N, ADDED)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+        if TAIL:
+            k_tail = load_tail(k_source, k, n, stop, stride_ks, stride_kd, BLOCK_N, D, TAIL, MASKED, INT64)
+            k_tail = unseen_as_zero(k_tail, n, seen_from, band, BLOCK_N, ADDED)
+            scores = tl.dot(q_tail, tl.trans(k_tail), scores, input_precision=PRECISION)
         offs_n = n + tl.arange(0, BLOCK_N)
         numbers_k = numbers_q
         if numbers_q is not None:
@@ -95,12 +99,13 @@ def attention_forward_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, max_ptr, mod
                              tiles, SHIFTED: tl.constexpr,
                              D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
                              PRECISION: tl.constexpr, INT64: tl.constexpr, DESCRIPTORS: tl.constexpr,
-                             CHANGED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+                             CHANGED: tl.constexpr, TAIL: tl.constexpr, BLOCK_M: tl.constexpr,
+                             BLOCK_N: tl.constexpr):
     """Compute out = softmax(scale·q kᵀ + mask) v and lse for BLOCK_M queries of one head (eq. 4 to 6).
 
     Grid: (tiles · hq · b,). q, k, v, out: (b, h, s, d) by strides, out's last stride 1; q, k and v come as tensor
     descriptors where DESCRIPTORS. lse and, unless None, max: (b, hq, sq), dense. CHANGED: modifiers change scores.
-    ``count``: of the sequences whose lengths are data, else None.
+    q and k have D + TAIL head dims. ``count``: of the sequences whose lengths are data, else None.
     """
     lengths = modifiers.lengths
     first, head, sequence, batch, row_q, row_k, rows_q, length_q, length_k = locate(
@@ -114,6 +119,7 @@ def attention_forward_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, max_ptr, mod
     v_source = head_source(v_ptr, batch, head_k, row_k, stride_vb, stride_vh, stride_vs, DESCRIPTORS)
     q = load_tile(q_source, (batch, head, row_q), first, length_q, stride_qs, stride_qd, BLOCK_M, D, BLOCK_D, True,
                   INT64, DESCRIPTORS, False)
+    q_tail = load_tail(q_source, q, first, length_q, stride_qs, stride_qd, BLOCK_M, D, TAIL, True, INT64)
 
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)  # eq. 5
     row_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -136,10 +142,10 @@ def attention_forward_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, max_ptr, mod
     row = sequence * hq + head
     for MASKED in tl.static_range(2):
         acc, row_sum, row_max = attend_keys(
-            q, k_source, v_source, modifiers, row, sequence, head, (batch, head_k, row_k), numbers_q, documents_k,
-            listed, acc, row_sum, row_max, offs_m, spans[0], steps, length_q, band, stride_ks, stride_kd, stride_vs,
-            stride_vd, scale_log2, BLOCK_N, D, BLOCK_D, DV, BLOCK_DV, MASKED, PRECISION, INT64, DESCRIPTORS, CHANGED,
-            PADDED)
+            q, q_tail, k_source, v_source, modifiers, row, sequence, head, (batch, head_k, row_k), numbers_q,
+            documents_k, listed, acc, row_sum, row_max, offs_m, spans[0], steps, length_q, band, stride_ks, stride_kd,
+            stride_vs, stride_vd, scale_log2, BLOCK_N, D, BLOCK_D, DV, BLOCK_DV, MASKED, PRECISION, INT64, DESCRIPTORS,
+            CHANGED, PADDED, TAIL)
 
     row_offset = head_offset(batch, head, hq * sq, sq) + row_q
     inside = offs_m < rows_q

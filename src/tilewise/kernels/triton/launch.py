@@ -250,14 +250,14 @@ def is_shifted(problem: AttentionProblem) -> bool:
 
 
 def constants(problem: AttentionProblem, precision: str, int64: bool, descriptors: bool) -> tuple[Any, ...]:
-    """The constexprs that forward, dK/dV and dQ share: D, DV, BLOCK_D, BLOCK_DV, PRECISION, ..., CHANGED."""
-    return (problem.d, problem.dv, problem.width, problem.width, precision, int64, descriptors,
-            problem.scores.changes_scores)
+    """The constexprs that forward, dK/dV and dQ share: D, DV, BLOCK_D, BLOCK_DV, PRECISION, ..., CHANGED, TAIL."""
+    return (problem.d - problem.tail, problem.dv, problem.width, problem.width, precision, int64, descriptors,
+            problem.scores.changes_scores, problem.tail)
 
 
 def needs_int64(problem: AttentionProblem, *strides: Sizes) -> bool:
     """Whether an offset inside one head passes 2^31; offsets of heads and batches are 64-bit in any case."""
-    length, width = max(problem.sq, problem.sk), problem.width
+    length, width = max(problem.sq, problem.sk), problem.width + problem.tail_width
     pairs = problem.pairs
     for facts in (problem.scores.bias, problem.scores.mask):
         if facts is not None:

@@ -3,9 +3,12 @@
 import triton
 import triton.language as tl
 
+from tilewise.problem import TAIL_WIDTH
+
 # exp(x) = 2^(x·LOG2E): the hardware's exponential is base 2. Natural logarithms at every border.
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+BLOCK_TAIL = tl.constexpr(TAIL_WIDTH)
 
 
 @triton.jit
@@ -60,6 +63,27 @@ def load_tile(source, place, row, stop, stride_s, stride_d, ROWS: tl.constexpr, 
             tile = tl.load(ptrs, mask=(offs_d < DIM)[None, :], other=0.0)
         else:
             tile = tl.load(ptrs)
+    return tile
+
+
+@triton.jit
+def past(base, stride_d, DIM: tl.constexpr):
+    """Move a pointer by DIM head dims; 64 bits, as they may be outermost in memory."""
+    return base + tl.full([], DIM, tl.int64) * stride_d
+
+
+@triton.jit
+def load_tail(source, like, row, stop, stride_s, stride_d, ROWS: tl.constexpr, DIM: tl.constexpr,
+              TAIL: tl.constexpr, CHECK_ROWS: tl.constexpr, INT64: tl.constexpr):
+    """Load head dims ``DIM .. DIM + TAIL`` of the rows, [ROWS, BLOCK_TAIL]; zeros, which nobody reads, without a TAIL.
+
+    A head whose dims are not nearly a power of two takes a second tile sooner than one of twice the width.
+    """
+    if TAIL:
+        tile = load_tile(past(source, stride_d, DIM), None, row, stop, stride_s, stride_d, ROWS, TAIL, BLOCK_TAIL,
+                         CHECK_ROWS, INT64, False, False)
+    else:
+        tile = tl.zeros([ROWS, BLOCK_TAIL], like.dtype)
     return tile
 
 
