@@ -78,7 +78,7 @@ def test_inputs_are_only_read(backend, name, device, main_dtype):
     forward_and_backward(backend, case, inputs, "out", operands)
     for tensor, untouched in zip(inputs, make_inputs(case, main_dtype, device), strict=True):
         torch.testing.assert_close(tensor, untouched, rtol=0, atol=0, equal_nan=True)
-    for operand, untouched in zip(operands, operands_of(case, inputs), strict=True):
+    for operand, untouched in zip(operands.alone, operands_of(case, inputs).alone, strict=True):
         assert operand is untouched is None or torch.equal(operand, untouched)
 
 

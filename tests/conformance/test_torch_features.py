@@ -85,7 +85,7 @@ def test_captured_in_a_cuda_graph_it_replays_on_new_values(backend, name, device
     with torch.cuda.graph(graph):
         results = forward_and_backward(backend, case, inputs, "out_and_lse", operands)
     fresh, fresh_operands = (make(case, torch.bfloat16, device, seed=1) for make in (make_inputs, make_operands))
-    for static, values in zip((*inputs, *operands), (*fresh, *fresh_operands), strict=True):
+    for static, values in zip((*inputs, *operands.alone), (*fresh, *fresh_operands.alone), strict=True):
         if values is not None:
             static.copy_(values)
     graph.replay()
