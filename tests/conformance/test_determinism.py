@@ -64,7 +64,7 @@ def test_neighbours_do_not_change_a_bit(backend, case, kind, device, main_dtype)
     Left out: what the batch shares (a gradient of sinks or slopes is a sum over all of it), and dropout, which draws by
     the sequence's number.
     """
-    draw, through = random.Random(f"{case} {kind}"), "out" if case is PLAIN else "out_and_lse"
+    draw = random.Random(f"{case} {kind}")
     own = [tensor[0] for tensor in make_inputs(case, main_dtype, device, seed=1)]
     compositions = [(replace(case, **({} if kind == "dense" else {
         "lengths_q": (QUERIES,), "lengths_k": (KEYS,), "packed": "tight" if kind == "packed" else ""})), 0)]
@@ -75,7 +75,7 @@ def test_neighbours_do_not_change_a_bit(backend, case, kind, device, main_dtype)
         inputs = make_inputs(composition, main_dtype, device)
         for place, values in zip(_sequence_of(composition, number, inputs, "qkkqq"), own, strict=True):
             place.copy_(values)
-        got = forward_and_backward(backend, composition, inputs, through, deterministic=True)
+        got = forward_and_backward(backend, composition, inputs, "out_and_lse", deterministic=True)
         found.append(_sequence_of(composition, number, got[:5], "qqqkk"))
     for (composition, number), results in zip(compositions, found, strict=True):
         differing = [name for name, one, alone in zip(Results._fields, results, found[0], strict=False)
