@@ -39,8 +39,8 @@ def _packed_arguments():
     operands = operands._replace(
         mask=torch.rand((2, 1, 3, 3), generator=generator) > 0.2, **_PACKED, seqlens_q=torch.tensor([2, 2]),
         documents_q=together.q, documents_k=together.k)
-    return (*operands, *Options(None, None, 0, "bottom_right", None, None, 3, 2.0, 0.25, True, 3, 3,
-                                backend="reference"))
+    return (*operands, *Options(None, None, 0, "bottom_right", None, None, 3, 2.0, 0.25, True, max_seqlen_q=3,
+                                max_seqlen_k=3, backend="reference"))
 
 
 def test_forward_op_of_packed_sequences_passes_opcheck():

@@ -31,7 +31,7 @@ def test_seed_decides_the_values_and_global_state_is_left_alone():
     before = torch.get_rng_state()
     first, again, other = (make_inputs(case, torch.float32, "cpu", seed) for seed in (1, 1, 2))
     assert torch.equal(torch.get_rng_state(), before)
-    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(first.alone, again.alone, strict=True))
     assert not any(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
 
@@ -108,8 +108,8 @@ def test_operands_follow_the_seed_and_masks_do_not_follow_the_dtype():
     case = case_named("everything")
     first, again, other, half = (make_operands(case, dtype, "cpu", seed) for dtype, seed in (
         (torch.float32, 1), (torch.float32, 1), (torch.float32, 2), (torch.float16, 1)))
-    assert all(a is b is None or torch.equal(a, b) for a, b in zip(first, again, strict=True))
-    assert not any(torch.equal(a, b) for a, b in zip(first, other, strict=True) if a is not None)
+    assert all(a is b is None or torch.equal(a, b) for a, b in zip(first.alone, again.alone, strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(first.alone, other.alone, strict=True) if a is not None)
     assert torch.equal(first.mask, half.mask)
     assert not torch.equal(first.bias.flatten()[:64], make_inputs(case, torch.float32, "cpu", 1).q.flatten()[:64])
 
@@ -117,7 +117,7 @@ def test_operands_follow_the_seed_and_masks_do_not_follow_the_dtype():
 @pytest.mark.parametrize("case", [case for case in CASES if case.has_options and case.layout != "expanded"], ids=str)
 def test_operands_on_the_meta_device_are_those_of_the_case_without_storage(case):
     made, drawn = (make_operands(case, torch.float16, device) for device in ("meta", "cpu"))
-    for meta, operand in zip(made, drawn, strict=True):
+    for meta, operand in zip(made.alone, drawn.alone, strict=True):
         assert (meta is None) == (operand is None)
         if operand is not None:
             assert meta.is_meta
