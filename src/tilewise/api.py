@@ -134,7 +134,8 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visibl
             first ones, take part; None = all. The rest is padding: not read, 0 in out and in every gradient, -inf in
             lse. Never read by the host. "bottom_right" is each entry's own, by its two lengths.
         return_aux: names of further outputs: "lse", the log-sum-exp, which has a gradient, and "max_logit".
-        deterministic: True demands bit-equal results on every run; None follows
+        deterministic: True demands bit-equal results on every run and, of a sequence, in every batch, whatever the
+            number and the lengths of its neighbours; None follows
             :func:`torch.are_deterministic_algorithms_enabled`.
         backend: "triton", "torch" or "reference"; None chooses (see :func:`explain`, :func:`use_backend`).
         double_backward: True computes by operations that torch itself differentiates, any number of times, in reverse

@@ -1,11 +1,15 @@
 """The same call gives the same bits: repeated, beside other work, and whatever else is in the batch."""
 
+import random
+from dataclasses import replace
+
 import pytest
 import torch
 
 from conformance.calls import forward_and_backward
+from tilewise.masks import causal, sink_tokens, window
 from tilewise.testing.cases import Case, case_named
-from tilewise.testing.inputs import Inputs, make_inputs
+from tilewise.testing.inputs import make_inputs
 from tilewise.testing.oracle import Results
 
 
@@ -24,14 +28,59 @@ def test_repeats_are_bit_equal(backend, name, device, main_dtype):
         assert _differing(first, forward_and_backward(backend, case, inputs, "out_and_lse", deterministic=True)) == []
 
 
-def test_batch_composition_does_not_change_a_bit(backend, device, main_dtype):
-    case = Case("pair", b=2, hq=4, hk=2, sq=66, sk=66, d=40, dv=40)
-    alone = Case("alone", b=1, hq=4, hk=2, sq=66, sk=66, d=40, dv=40)
-    inputs = make_inputs(case, main_dtype, device)
-    both = forward_and_backward(backend, case, inputs, deterministic=True)
-    for i in range(2):
-        one = forward_and_backward(backend, alone, Inputs(*(tensor[i:i + 1] for tensor in inputs)), deterministic=True)
-        assert _differing(one, [None if result is None else result[i:i + 1] for result in both]) == []
+# Of one sequence: 2 tiles of queries and 2 of keys, neither full.
+QUERIES, KEYS = 70, 100
+PLAIN = Case("plain", hq=2, hk=1, sq=QUERIES, sk=KEYS, d=16, dv=16)
+CHANGED = replace(PLAIN, name="changed", mask=causal("bottom_right") & window(60, 0) & sink_tokens(3), alibi="h",
+                  sinks=True, softcap=3.0)
+
+
+def _composed(case, kind, draw, longest):
+    """Return the case with one to three neighbours around its sequence, and the sequence's number."""
+    b = draw.randint(2, 4)
+    number = draw.randrange(b)
+    if kind == "dense":
+        return replace(case, b=b), number
+    others = [(draw.randint(0, longest), draw.randint(0, longest)) for _ in range(b - 1)]
+    lengths_q, lengths_k = zip(*others[:number], (case.sq, case.sk), *others[number:], strict=True)
+    room = draw.choice((0, 0, 17))
+    packed = draw.choice(("tight", "gaps")) if kind == "packed" else ""
+    return replace(case, b=b, sq=max(lengths_q) + room, sk=max(lengths_k) + room, lengths_q=lengths_q,
+                   lengths_k=lengths_k, packed=packed), number
+
+
+def _sequence_of(case, number, tensors, sides):
+    """Cut one sequence out of (b, h, s, ...) tensors of queries ("q") or keys ("k")."""
+    spans = {side: case.spans(side)[number] for side in "qk"}
+    entry = 0 if case.packed else number
+    return [tensor[entry, :, spans[side].start:spans[side].stop] for tensor, side in zip(tensors, sides, strict=True)]
+
+
+@pytest.mark.parametrize("kind", ["dense", "padded", "packed"])
+@pytest.mark.parametrize("case", [PLAIN, CHANGED], ids=str)
+def test_neighbours_do_not_change_a_bit(backend, case, kind, device, main_dtype):
+    """Neither their number nor their lengths, nor where they leave a sequence its place.
+
+    Left out: what the batch shares (a gradient of sinks or slopes is a sum over all of it), and dropout, which draws by
+    the sequence's number.
+    """
+    draw = random.Random(f"{case} {kind}")
+    own = [tensor[0] for tensor in make_inputs(case, main_dtype, device, seed=1)]
+    compositions = [(replace(case, **({} if kind == "dense" else {
+        "lengths_q": (QUERIES,), "lengths_k": (KEYS,), "packed": "tight" if kind == "packed" else ""})), 0)]
+    compositions += [_composed(case, kind, draw, 80 if device.type == "cpu" else 3000)
+                     for _ in range(2 if device.type == "cpu" else 50)]
+    found = []
+    for composition, number in compositions:
+        inputs = make_inputs(composition, main_dtype, device)
+        for place, values in zip(_sequence_of(composition, number, inputs, "qkkqq"), own, strict=True):
+            place.copy_(values)
+        got = forward_and_backward(backend, composition, inputs, "out_and_lse", deterministic=True)
+        found.append(_sequence_of(composition, number, got[:5], "qqqkk"))
+    for (composition, number), results in zip(compositions, found, strict=True):
+        differing = [name for name, one, alone in zip(Results._fields, results, found[0], strict=False)
+                     if not torch.equal(one, alone)]
+        assert not differing, f"sequence {number} of {composition!r}: {differing}"
 
 
 @pytest.mark.gpu

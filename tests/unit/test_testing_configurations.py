@@ -179,7 +179,7 @@ def test_what_the_backend_gets_are_leaves_and_the_oracle_gets_the_same_numbers_w
             assert not truth.isnan().any()
             assert torch.equal(torch.where(tensor.isnan(), truth, tensor), truth)
     names = ("q", "k", "v", "bias", "alibi_slopes", "sinks")
-    assert [name for part in (call.inputs, call.operands) for name, tensor in zip(part._fields, part, strict=True)
+    assert [name for part in (call.inputs, call.operands) for name, tensor in part._asdict().items()
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad] == list(names)
     again = make_call(one, "cpu")
     assert torch.equal(again.clean_inputs.v, call.clean_inputs.v)

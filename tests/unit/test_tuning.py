@@ -10,6 +10,7 @@ from tilewise.errors import InvalidInput, UnsupportedProblem
 from tilewise.masks import Mask, causal
 from tilewise.problem import AttentionProblem
 from tilewise.scores import FunctionCode, FunctionFacts, OperandFacts, ScoreOptions
+from tilewise.sequences import Sequences
 from tilewise.tuning.configs import DkdvConfig, DqConfig, ForwardConfig
 from tilewise.tuning.device import DeviceSpec, device_spec
 from tilewise.tuning.heuristics import (
@@ -147,6 +148,26 @@ def test_descriptors_are_not_wanted_where_the_kernel_is_short():
     assert wants_descriptors(long, hopper)
     assert not wants_descriptors(long, DeviceSpec.of_arch("sm_80"))
     assert not wants_descriptors(problem_of(257, s=16384), hopper)
+
+
+def test_neighbours_do_not_choose_the_tiles_of_a_deterministic_call():
+    """By batch size, and where lengths are data by their sum or their longest, tiles changed, and a sequence's bits."""
+    h200 = DeviceSpec.of_arch("sm_90", "nvidia-h200")
+    lengths = OperandFacts((2,), (1,), torch.int32)
+    layouts = {"padded": Sequences(seqlens_q=lengths), "packed": Sequences(1, lengths, lengths)}
+
+    def tiles(kernel, problem):
+        return config_for(kernel, problem, h200, descriptors=wants_descriptors(problem, h200))
+
+    for deterministic in (True, False):
+        numbers = dict.fromkeys(("dense", *layouts), 0)
+        for d, kernel in product((64, 128, 256), KINDS):
+            plain = replace(problem_of(d, s=1024, b=2), deterministic=deterministic)
+            numbers["dense"] += len({tiles(kernel, replace(plain, b=b)) for b in (1, 8, 512)}) - 1
+            for name, sequences in layouts.items():
+                numbers[name] += len({tiles(kernel, replace(plain, sq=s, sk=s, sequences=sequences))
+                                      for s in (100, 1024, 30000)}) - 1
+        assert all((number == 0) == deterministic for number in numbers.values()), numbers
 
 
 def test_dk_and_dv_take_a_launch_each_only_for_wide_heads():

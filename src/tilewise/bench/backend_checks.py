@@ -10,6 +10,7 @@ from tilewise.bench.checking import one_line
 from tilewise.bench.grids import Cell
 from tilewise.dispatch import get_backend
 from tilewise.problem import AttentionProblem
+from tilewise.scores import Operands
 from tilewise.testing.cases import Case
 from tilewise.testing.configurations import Call, Configuration, make_call
 from tilewise.testing.inputs import call, make_inputs, make_operands
@@ -121,7 +122,7 @@ def _compute(name: str, case: Case, made: Call, *, takes_backward: bool, lse_gra
     if takes_backward:
         outputs, incoming = ((result.out, result.lse), (dout, dlse)) if lse_grad else ((result.out,), (dout,))
         leaves = {"q": q, "k": k, "v": v} | {
-            name: operand for name, operand in zip(operands._fields, operands.alone, strict=False)
+            name: operand for name, operand in zip(Operands._fields, operands.alone, strict=False)
             if operand is not None and operand.requires_grad}
         gradients = torch.autograd.grad(outputs, tuple(leaves.values()), incoming)
         got |= {f"d{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}

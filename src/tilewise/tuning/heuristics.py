@@ -125,10 +125,19 @@ def split_dkdv(problem: AttentionProblem, device: DeviceSpec) -> bool:
 def wants_descriptors(problem: AttentionProblem, device: DeviceSpec) -> bool:
     """Whether tensor descriptors can pay: Hopper's copy engine is there, and the kernel outlasts their making.
 
-    No kernel of wider heads was timed through them, and a tail does not come through them.
+    With them come other tiles. So a deterministic call, whose bits are no neighbour's affair, counts one batch entry's
+    work, and does without where lengths are data.
+    No kernel of wider heads was timed through descriptors, and a tail does not come through them.
     """
-    work = problem.b * problem.hq * problem.sq * problem.sk * problem.d
-    return device.arch == "sm_90" and work >= LEAST_WORK_FOR_DESCRIPTORS and kernel_width(problem) <= 256
+    batch = 1 if problem.deterministic else problem.b
+    work = batch * problem.hq * problem.sq * problem.sk * problem.d
+    return (device.arch == "sm_90" and work >= LEAST_WORK_FOR_DESCRIPTORS and lengths_may_decide(problem)
+            and kernel_width(problem) <= 256)
+
+
+def lengths_may_decide(problem: AttentionProblem) -> bool:
+    """Whether a tile may be chosen by sq and sk: not where these are a sequence's neighbours', and none may matter."""
+    return not (problem.deterministic and problem.sequences.are_data)
 
 
 def has_pairs(problem: AttentionProblem) -> bool:

@@ -18,12 +18,13 @@ from typing import Any
 from tilewise.errors import InvalidInput
 from tilewise.problem import AttentionProblem
 from tilewise.tuning.device import DeviceSpec
-from tilewise.tuning.heuristics import KINDS, Config, has_pairs, kernel_width, tile_config
+from tilewise.tuning.heuristics import KINDS, Config, has_pairs, kernel_width, lengths_may_decide, tile_config
 
 TILE_FIELDS = ("block_m", "block_n", "num_warps", "num_stages", "descriptors")
 FIELDS: dict[str, type] = {"width": int, "itemsize": int, "masked": bool, "length": int, "block_m": int, "block_n": int,
                            "num_warps": int, "num_stages": int, "descriptors": bool}
 Row = dict[str, Any]
+_LENGTH_OF_ANY = 2048  # the middle of the lengths that are measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +38,9 @@ class Bucket:
 
     @classmethod
     def of(cls, problem: AttentionProblem) -> "Bucket":
-        """The bucket of a problem; its length is the longer of the two."""
-        return cls(kernel_width(problem), problem.dtype.itemsize, problem.mask.is_bounded,
-                   max(problem.sq, problem.sk))
+        """The bucket of a problem; its length is the longer of the two, where neighbours may have a say in the tile."""
+        length = max(problem.sq, problem.sk) if lengths_may_decide(problem) else _LENGTH_OF_ANY
+        return cls(kernel_width(problem), problem.dtype.itemsize, problem.mask.is_bounded, length)
 
 
 def config_for(kernel: str, problem: AttentionProblem, device: DeviceSpec, *, descriptors: bool) -> Config:
