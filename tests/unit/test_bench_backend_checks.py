@@ -46,7 +46,8 @@ def test_a_gradient_arrives_through_lse_only_where_it_is_asked_for(lse_grad):
 
 
 def test_a_configuration_of_which_the_oracle_can_afford_a_part_is_checked_in_part(monkeypatch):
-    monkeypatch.setitem(accuracy._ORACLE_PAIRS, "cpu", 4000)
+    for limits in (accuracy._WHOLE_PAIRS, accuracy._ORACLE_PAIRS):
+        monkeypatch.setitem(limits, "cpu", 4000)
     one = next(one for one in map(draw, range(100)) if one.case.sq > 100 and one.case.sk > 100)
     (check,) = check_configuration(one, ["reference"], CPU)
     assert check.checked.startswith("shorter twin")
