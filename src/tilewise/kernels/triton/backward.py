@@ -138,17 +138,17 @@ def sum_over_queries(dk, dk_tail, dv, columns, k, k_tail, v, q_source, dout_sour
         offs_m = m + tl.arange(0, BLOCK_M)
         q = load_tile(q_source, place_q, m, stop, stride_qs, stride_qd, BLOCK_M, D, BLOCK_D, MASKED, INT64,
                       DESCRIPTORS, CLIP)
-        q = unseen_as_zero(q, m, seen_from, None, BLOCK_M, ADDED)
+        q = unseen_as_zero(q, m, seen_from, None, None, BLOCK_M, ADDED)
         # Past the last query q, dout, lse and delta are read as 0: P is 1 there, dV adds 1·0 and dK 0·0.
         lse = tl.load(lse_base + offs_m, mask=offs_m < stop, other=0.0) * LOG2E  # [BLOCK_M]
         scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
         if TAIL:
             q_tail = load_tail(q_source, q, m, stop, stride_qs, stride_qd, BLOCK_M, D, TAIL, MASKED, INT64)
-            q_tail = unseen_as_zero(q_tail, m, seen_from, None, BLOCK_M, ADDED)
+            q_tail = unseen_as_zero(q_tail, m, seen_from, None, None, BLOCK_M, ADDED)
             scores = tl.dot(k_tail, tl.trans(q_tail), scores, input_precision=PRECISION)
         dout = load_tile(dout_source, place_q, m, stop, stride_dos, stride_dod, BLOCK_M, DV, BLOCK_DV, MASKED, INT64,
                          DESCRIPTORS, CLIP)
-        dout = unseen_as_zero(dout, m, seen_from, None, BLOCK_M, ADDED)
+        dout = unseen_as_zero(dout, m, seen_from, None, None, BLOCK_M, ADDED)
         numbers_q = numbers_k
         if numbers_k is not None:
             numbers_q = tl.load(documents_q + offs_m, mask=offs_m < stop, other=-1)[None, :]
@@ -288,15 +288,15 @@ def sum_over_keys(dq, dq_tail, rows, moments, q, q_tail, dout, lse, delta, k_sou
         offs_n = n + tl.arange(0, BLOCK_N)
         k = load_tile(k_source, place_k, n, stop, stride_ks, stride_kd, BLOCK_N, D, BLOCK_D, MASKED, INT64,
                       DESCRIPTORS, CLIP)
-        k = unseen_as_zero(k, n, seen_from, band, BLOCK_N, ADDED)
+        k = unseen_as_zero(k, n, seen_from, band[3], band[4], BLOCK_N, ADDED)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         if TAIL:
             k_tail = load_tail(k_source, k, n, stop, stride_ks, stride_kd, BLOCK_N, D, TAIL, MASKED, INT64)
-            k_tail = unseen_as_zero(k_tail, n, seen_from, band, BLOCK_N, ADDED)
+            k_tail = unseen_as_zero(k_tail, n, seen_from, band[3], band[4], BLOCK_N, ADDED)
             scores = tl.dot(q_tail, tl.trans(k_tail), scores, input_precision=PRECISION)
         v = load_tile(v_source, place_k, n, stop, stride_vs, stride_vd, BLOCK_N, DV, BLOCK_DV, MASKED, INT64,
                       DESCRIPTORS, CLIP)
-        v = unseen_as_zero(v, n, seen_from, band, BLOCK_N, ADDED)
+        v = unseen_as_zero(v, n, seen_from, band[3], band[4], BLOCK_N, ADDED)
         dprobs = tl.dot(dout, tl.trans(v), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         numbers_k = numbers_q
         if numbers_q is not None:

@@ -212,22 +212,20 @@ def last_step(steps, listed, MASKED: tl.constexpr):
 
 
 @triton.jit
-def unseen_as_zero(tile, row, seen_from, band, ROWS: tl.constexpr, ADDED: tl.constexpr):
+def unseen_as_zero(tile, row, seen_from, sink_tokens, chunk, ROWS: tl.constexpr, ADDED: tl.constexpr):
     """Zero the rows before the first one that is seen, where the steps have some (ADDED): NaN may stand there.
 
     Of the sink tokens, those are seen that lie in the chunk of ``seen_from``, the first query's, or behind it. Rows of
-    queries have none, and no band here.
+    queries have none.
     """
     if ADDED:
         offs = row + tl.arange(0, ROWS)
         is_seen = offs >= seen_from
-        if band is not None:
-            _lower, _upper, _prefix, sink_tokens, chunk, _offset, _shift = band
-            if sink_tokens is not None:
-                is_sink = offs < sink_tokens
-                if chunk is not None:
-                    is_sink &= offs >= chunk_start(seen_from, chunk)
-                is_seen |= is_sink
+        if sink_tokens is not None:
+            is_sink = offs < sink_tokens
+            if chunk is not None:
+                is_sink &= offs >= chunk_start(seen_from, chunk)
+            is_seen |= is_sink
         tile = tl.where(is_seen[:, None], tile, 0.0)
     return tile
 

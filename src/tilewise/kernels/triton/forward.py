@@ -65,11 +65,11 @@ def attend_keys(q, q_tail, k_source, v_source, modifiers, row, sequence, head, p
         n = step_at(step, steps, listed, MASKED, COVERED)
         k = load_tile(k_source, place_k, n, stop, stride_ks, stride_kd, BLOCK_N, D, BLOCK_D, MASKED, INT64,
                       DESCRIPTORS, CLIP)
-        k = unseen_as_zero(k, n, seen_from, band, BLOCK_N, ADDED)
+        k = unseen_as_zero(k, n, seen_from, band[3], band[4], BLOCK_N, ADDED)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         if TAIL:
             k_tail = load_tail(k_source, k, n, stop, stride_ks, stride_kd, BLOCK_N, D, TAIL, MASKED, INT64)
-            k_tail = unseen_as_zero(k_tail, n, seen_from, band, BLOCK_N, ADDED)
+            k_tail = unseen_as_zero(k_tail, n, seen_from, band[3], band[4], BLOCK_N, ADDED)
             scores = tl.dot(q_tail, tl.trans(k_tail), scores, input_precision=PRECISION)
         offs_n = n + tl.arange(0, BLOCK_N)
         numbers_k = numbers_q
@@ -86,7 +86,7 @@ def attend_keys(q, q_tail, k_source, v_source, modifiers, row, sequence, head, p
         probs = drop(probs, kept, modifiers)  # after the sum: what is dropped still counts in the denominator
         v = load_tile(v_source, place_k, n, stop, stride_vs, stride_vd, BLOCK_N, DV, BLOCK_DV, MASKED, INT64,
                       DESCRIPTORS, CLIP)
-        v = unseen_as_zero(v, n, seen_from, band, BLOCK_N, ADDED)
+        v = unseen_as_zero(v, n, seen_from, band[3], band[4], BLOCK_N, ADDED)
         acc = tl.dot(probs.to(v.dtype), v, acc, input_precision=PRECISION)  # [BLOCK_M, BLOCK_DV]
     return acc, row_sum, row_max
 
