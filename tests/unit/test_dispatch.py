@@ -208,6 +208,14 @@ def test_torch_on_cuda_refuses_only_the_backward_pass_of_wide_heads_on_some_devi
     assert "head dim up to 192 for the backward pass" in torch_backend.why_not(problem.backward(lse_grad=False))
 
 
+def test_reference_refuses_a_deterministic_call_on_a_gpu_alone():
+    problem = AttentionProblem.from_tensors(*_qkv(), deterministic=True)
+    assert get_backend("reference").why_not(problem) is None
+    for side in (problem, problem.backward(lse_grad=False)):
+        assert get_backend("reference").why_not(replace(side, device=torch.device("cuda", 0))) == (
+            "gives a sequence bits that depend on its batch on CUDA devices, and a deterministic result was asked for")
+
+
 def test_torch_refuses_a_deterministic_call():
     """Three queries of 700 keys had other bits beside other sequences, on a CPU with two threads."""
     problem = AttentionProblem.from_tensors(*_qkv(), deterministic=True)
