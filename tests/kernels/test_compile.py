@@ -27,7 +27,7 @@ PACKED = ["cu_seqlens_q", "cu_seqlens_k"]
 TILED = ["mask", "tiles_q", "tiles_k"]
 DOCUMENTS = ["documents_q", "documents_k"]
 OPTIONS_SPILL_BOUND = {"sm_80": 768, "sm_90": 1536, "sm_100": 1536, "gfx942": 64}
-# A function that reads a tensor for each pair; the most, 1712, is dK/dV for sm_100 on 3.6.0 (3.7.1 and 3.9.0 spill less).
+# A function that reads a tensor for each pair; the most, 1712, is dK/dV for sm_100 on 3.6.0 (on 3.7.1 and 3.9.0: 440).
 FUNCTIONS_SPILL_BOUND = OPTIONS_SPILL_BOUND | {"sm_100": 1792}
 WIDE_SPILL_BOUND = {"sm_80": 64, "sm_90": 1024, "sm_100": 768, "gfx942": 64}  # at width 512, and with a tail
 SPILL_BOUND = {"sm_80": 128, "sm_90": 768, "sm_100": 768, "gfx942": 0}
