@@ -28,7 +28,7 @@ TILED = ["mask", "tiles_q", "tiles_k"]
 DOCUMENTS = ["documents_q", "documents_k"]
 OPTIONS_SPILL_BOUND = {"sm_80": 768, "sm_90": 1536, "sm_100": 1536, "gfx942": 64}
 # A function that reads a tensor for each pair; the most, 1712, is dK/dV for sm_100 on 3.6.0 (on 3.7.1 and 3.9.0: 440).
-FUNCTIONS_SPILL_BOUND = OPTIONS_SPILL_BOUND | {"sm_100": 1792}
+FUNCTIONS_SPILL_BOUND_3_6 = {"sm_100": 1792}
 WIDE_SPILL_BOUND = {"sm_80": 64, "sm_90": 1024, "sm_100": 768, "gfx942": 64}  # at width 512, and with a tail
 SPILL_BOUND = {"sm_80": 128, "sm_90": 768, "sm_100": 768, "gfx942": 0}
 
@@ -103,7 +103,8 @@ def test_kernels_with_functions_of_the_users_own_compile_within_shared_memory(ve
     for row in rows:
         assert row["shared"] <= row["limit"], row
         if "bias" not in row["options"]:
-            assert row["stack"] <= FUNCTIONS_SPILL_BOUND[arch], row
+            older = FUNCTIONS_SPILL_BOUND_3_6 if version == "3.6.0" else {}
+            assert row["stack"] <= older.get(arch, OPTIONS_SPILL_BOUND[arch]), row
 
 
 @pytest.mark.parametrize("arch", ARCHS)
