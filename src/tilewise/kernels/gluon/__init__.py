@@ -1,0 +1,1 @@
+"""Hopper kernels in Gluon: copy engine, warpgroup products and warp roles, said outright."""

@@ -1,0 +1,67 @@
+"""What warps of one program share: rings of tiles with their barriers, and turns of the tensor cores."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+
+
+@gluon.jit
+def make_barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
+    """Allocate barriers that complete a phase after ARRIVALS arrivals."""
+    barriers = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], BARRIER)
+    for i in gl.static_range(NUMBER):
+        mbarrier.init(barriers.index(i), count=ARRIVALS)
+    return barriers
+
+
+@gluon.jit
+def wait_full(full, turn, SLOTS: gl.constexpr):
+    """Wait until the slot of a ring that serves this turn has been filled."""
+    mbarrier.wait(full.index(turn % SLOTS), (turn // SLOTS) & 1)
+
+
+@gluon.jit
+def wait_empty(empty, turn, SLOTS: gl.constexpr):
+    """Wait until the slot of a ring that serves this turn has been left by its last user; at first it is free."""
+    mbarrier.wait(empty.index(turn % SLOTS), ((turn // SLOTS) & 1) ^ 1)
+
+
+@gluon.jit
+def leave(empty, turn, SLOTS: gl.constexpr):
+    """Give a slot of a ring back."""
+    mbarrier.arrive(empty.index(turn % SLOTS), count=1)
+
+
+@gluon.jit
+def _named_barrier(VERB: gl.constexpr, NUMBER: gl.constexpr, THREADS: gl.constexpr):
+    """Emit bar.sync or bar.arrive of a named barrier, once a thread: Gluon has none, and keeps 0 to 7 for itself."""
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    none = gl.full([128], 0, gl.int32, layout=LANES)
+    gl.inline_asm_elementwise(f"bar.{VERB} {NUMBER}, {THREADS}; mov.b32 $0, $1;", "=r,r", [none], dtype=gl.int32,
+                              is_pure=False, pack=1)
+
+
+@gluon.jit
+def take_turn(OWN: gl.constexpr, ON: gl.constexpr):
+    """Wait until it is this warpgroup's turn to issue products (ping-pong)."""
+    if ON:
+        _named_barrier("sync", 10 + OWN, 256)
+
+
+@gluon.jit
+def pass_turn(OWN: gl.constexpr, WARPGROUPS: gl.constexpr, ON: gl.constexpr):
+    """Let the next warpgroup issue products."""
+    if ON:
+        _named_barrier("arrive", 10 + (OWN + 1) % WARPGROUPS, 256)
+
+
+@gluon.jit
+def opaque(number):
+    """Return a number whose origin the compiler cannot see.
+
+    ptxas 12.8 computes what two loops share in front of the first of them alone, though that one may be skipped
+    (descriptors of products, in uniform registers): each loop gets numbers of its own.
+    """
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
