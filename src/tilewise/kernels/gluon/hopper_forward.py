@@ -28,7 +28,7 @@ from tilewise.kernels.gluon.pipeline import (
     wait_empty,
     wait_full,
 )
-from tilewise.kernels.gluon.tiles import keys_at, steps_of, tile_at
+from tilewise.kernels.gluon.tiles import keys_at, masked_of, steps_of, tile_at
 
 LN2 = gl.constexpr(0.6931471805599453)
 ONE_THREAD: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
@@ -138,16 +138,16 @@ def load(sources, queries, pairs, next_tile, counter, order, band, group, C: gl.
 def hide(s, first_row, first_key, band, C: gl.constexpr):
     """Set the scores of pairs that do not take part to -inf (eq. 12); rows past the last query are not looked at."""
     S_LAYOUT: gl.constexpr = s.type.layout
-    _, _, lower, upper = band
+    _, sk, lower, upper = band
     rows = first_row + gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT))
     keys = first_key + gl.arange(0, C.KEYS, layout=gl.SliceLayout(0, S_LAYOUT))
     if C.UPPER:
-        s = gl.where(keys[None, :] <= (rows + upper)[:, None], s, float("-inf"))
-    if C.LOWER:
-        start = gl.maximum(rows + lower, 0)
-        s = gl.where(keys[None, :] >= start[:, None], s, float("-inf"))
+        stop = gl.minimum(rows + (upper + 1), sk)
+        s = gl.where(keys[None, :] < stop[:, None], s, float("-inf"))
     else:
-        s = gl.where((keys >= 0)[None, :], s, float("-inf"))
+        s = gl.where((keys < sk)[None, :], s, float("-inf"))
+    if C.LOWER:
+        s = gl.where(keys[None, :] >= (rows + lower)[:, None], s, float("-inf"))
     return s
 
 
@@ -258,15 +258,16 @@ def attend(sources, queries, pairs, next_tile, out_tiles, lse_ptr, order, band, 
         q_slot = taken % C.Q_STAGES * C.CONSUMERS + OWN
         acc = gl.full([64, C.DV], 0.0, gl.float32, layout=O_LAYOUT)
         nothing = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, S_LAYOUT))
-        if spans[2] > 0:
+        masked = masked_of(row, spans, band, C)
+        if masked > 0:
             s = hide(s, row, keys_at(0, spans, C), band, C)
         p, row_max, factor = soften(s, nothing, scale_log2, True)
         row_sum = gl.sum(p, 1)
         probs = in_pairs(p, DTYPE)
         turn, probs, acc, row_max, row_sum = attend_steps(
-            1, spans[2], turn, q_tiles.index(opaque(q_slot)).reshape([64, C.D]), pairs, probs, acc, row_max, row_sum, row, spans, band, scale_log2, OWN, True, C)
+            1, masked, turn, q_tiles.index(opaque(q_slot)).reshape([64, C.D]), pairs, probs, acc, row_max, row_sum, row, spans, band, scale_log2, OWN, True, C)
         turn, probs, acc, row_max, row_sum = attend_steps(
-            gl.maximum(1, spans[2]), spans[3], turn, q_tiles.index(opaque(q_slot)).reshape([64, C.D]), pairs, probs, acc, row_max, row_sum, row, spans, band,
+            gl.maximum(1, masked), spans[3], turn, q_tiles.index(opaque(q_slot)).reshape([64, C.D]), pairs, probs, acc, row_max, row_sum, row, spans, band,
             scale_log2, OWN, False, C)
 
         leave(q_empty, taken * C.CONSUMERS + OWN, C.Q_STAGES * C.CONSUMERS)

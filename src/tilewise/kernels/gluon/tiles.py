@@ -9,14 +9,18 @@ def tile_at(number, order, C: gl.constexpr):
     """Return (first query, head, batch) of a tile number.
 
     Heads come in sections whose keys and values fit L2 together. Under an upper bound the work of a tile grows with
-    its index: inside a section the longest come first, and the short ones fill the gaps at the end.
+    its index: inside a section the longest come first, and the short ones fill the gaps at the end. What is left over
+    is the first section: as the last, it would have too few short tiles (5 % at 4096 keys of width 128).
     """
     tiles, heads, batches, section = order
     lines = heads * batches
     if C.UPPER:
-        begin = number // (section * tiles) * section
+        width = (lines - 1) % section + 1
+        begin = number * 0
+        if number >= width * tiles:
+            begin = width + (number - width * tiles) // (section * tiles) * section
+            width = section
         inside = number - begin * tiles
-        width = gl.minimum(section, lines - begin)
         tile = tiles - 1 - inside // width
         line = begin + inside % width
     else:
@@ -27,10 +31,10 @@ def tile_at(number, order, C: gl.constexpr):
 
 @gluon.jit
 def steps_of(first, band, C: gl.constexpr):
-    """Return (stop, at the head, masked, steps): the keys that a tile of queries sees, in steps of C.KEYS.
+    """Return (start, at the head, masked, steps): the keys that a tile of queries sees, in steps of C.KEYS.
 
-    Steps are counted from ``stop`` down. The first ``at the head`` of them, and some at the other end, need a mask:
-    ``masked`` in all. There is one step at least, even if nothing is seen.
+    Steps lie on a grid from ``start`` on and are taken from the last one down. The first ``at the head`` of them, and
+    some at the other end, need a mask: ``masked`` in all. There is one step at least, even if nothing is seen.
     """
     sq, sk, lower, upper = band
     last = gl.minimum(first + 64 * C.CONSUMERS, sq) - 1
@@ -45,16 +49,26 @@ def steps_of(first, band, C: gl.constexpr):
         stop = gl.minimum(sk, last + 1 + upper)
         shared_stop = gl.minimum(stop, first + 1 + upper)
     steps = gl.maximum(1, (stop - start + (C.KEYS - 1)) // C.KEYS)
-    at_head = gl.minimum(steps, (stop - shared_stop + (C.KEYS - 1)) // C.KEYS)
-    whole = gl.maximum(0, stop - shared_start) // C.KEYS  # steps that reach no key before shared_start
-    masked = steps - gl.maximum(0, whole - at_head)
-    return stop, at_head, masked, steps
+    at_head = steps - gl.maximum(0, gl.minimum(steps, gl.maximum(0, shared_stop - start) // C.KEYS))
+    tail = gl.minimum(steps - at_head, gl.maximum(0, shared_start - start + (C.KEYS - 1)) // C.KEYS)
+    return start, at_head, at_head + tail, steps
 
 
 @gluon.jit
 def keys_at(step, spans, C: gl.constexpr):
     """Return the first key of a step: the masked ones come first, those of both ends."""
-    stop, at_head, masked, steps = spans
-    place = gl.where(step < masked, steps - 1 - (step - at_head), step - masked + at_head)
-    place = gl.where(step < at_head, step, place)
-    return stop - (place + 1) * C.KEYS
+    start, at_head, masked, steps = spans
+    place = gl.where(step < masked, step - at_head, steps - 1 - (step - masked + at_head))
+    place = gl.where(step < at_head, steps - 1 - step, place)
+    return start + place * C.KEYS
+
+
+@gluon.jit
+def masked_of(row, spans, band, C: gl.constexpr):
+    """Return how many steps need a mask for the 64 queries from ``row`` on: without a lower bound, fewer than a tile's."""
+    start, _, masked, steps = spans
+    if C.UPPER and not C.LOWER:
+        sq, sk, lower, upper = band
+        shared_stop = gl.minimum(sk, row + 1 + upper)
+        masked = steps - gl.minimum(steps, gl.maximum(0, shared_stop - start) // C.KEYS)
+    return masked

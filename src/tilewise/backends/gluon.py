@@ -1,0 +1,122 @@
+"""Launches the Gluon kernels: Hopper GPUs, 16-bit, plain calls; the fastest there."""
+
+import importlib.metadata
+import importlib.util
+from dataclasses import dataclass
+from functools import cache, lru_cache
+
+import torch
+
+from tilewise.backends.base import Gradients, Needs, Results, Saved
+from tilewise.errors import UnsupportedProblem
+from tilewise.kernels.gluon.launch import HopperForward
+from tilewise.problem import AttentionProblem, Sizes
+from tilewise.scores import NO_OPERANDS, Operands
+from tilewise.tuning.device import device_spec
+from tilewise.tuning.heuristics import hopper_forward_config
+
+WIDEST = 128
+_FIRST, _BEYOND = (3, 6), (3, 10)  # Triton versions that the kernels are compiled with in the tests
+_EVERY = Needs()
+
+
+class GluonBackend:
+    """Warp-specialised kernels for sm_90; every result is the same on every run."""
+
+    name = "gluon"
+
+    def why_not(self, problem: AttentionProblem) -> str | None:
+        """Return the reason against, if there is one."""
+        return (_wrong_machine(problem) or _wrong_pass(problem) or _wrong_options(problem) or _wrong_strides(problem))
+
+    def forward(self, problem: AttentionProblem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+                operands: Operands = NO_OPERANDS) -> Results:
+        """See :class:`tilewise.backends.base.Backend`."""
+        plan = _plan(problem)
+        out = torch.empty_strided(plan.shape, plan.strides, dtype=problem.dtype, device=problem.device)
+        lse = torch.empty(plan.shape[:3], dtype=torch.float32, device=problem.device)
+        with torch.cuda.device(problem.device):
+            plan.launch(q, k, v, out, lse)
+        return Results(out, lse)
+
+    def backward(self, problem: AttentionProblem, saved: Saved, dout: torch.Tensor, dlse: torch.Tensor | None,
+                 needs: Needs = _EVERY) -> Gradients:
+        """There is none yet: why_not refuses every backward problem."""
+        raise UnsupportedProblem(f"backend 'gluon' refuses this problem: {problem}", {self.name: _NO_BACKWARD})
+
+
+_NO_BACKWARD = "has no backward pass; another backend takes what it saved"
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Shape and strides of out, and the launch."""
+
+    shape: Sizes
+    strides: Sizes
+    launch: HopperForward
+
+
+@lru_cache(maxsize=1024)
+def _plan(problem: AttentionProblem) -> _Plan:
+    return _Plan((problem.b, problem.hq, problem.sq, problem.dv), problem.out_strides,
+                 HopperForward(problem, hopper_forward_config(problem)))
+
+
+@cache
+def _triton_version() -> tuple[int, ...] | None:
+    if importlib.util.find_spec("triton") is None:
+        return None
+    return tuple(int(part) for part in importlib.metadata.version("triton").split(".")[:2])
+
+
+def _wrong_machine(problem: AttentionProblem) -> str | None:
+    """Hopper, and a Triton whose Gluon is known."""
+    if problem.device.type != "cuda":
+        return f"runs on Hopper GPUs (sm_90), got {problem.device}"
+    arch = device_spec(problem.device).arch
+    if arch != "sm_90":
+        return f"runs on Hopper GPUs (sm_90), got {arch}"
+    version = _triton_version()
+    if version is None or not _FIRST <= version < _BEYOND:
+        found = "none" if version is None else ".".join(map(str, version))
+        return f"needs Triton 3.6 to 3.9, whose Gluon it is written for, got {found}"
+    return None
+
+
+def _wrong_pass(problem: AttentionProblem) -> str | None:
+    if problem.direction == "backward":
+        return _NO_BACKWARD
+    if problem.dtype not in (torch.float16, torch.bfloat16):
+        return f"computes in float16 and bfloat16, got {problem.dtype}"
+    if max(problem.d, problem.dv) > WIDEST:
+        return f"takes head dims up to {WIDEST}, got {problem.d} and {problem.dv}"
+    return None
+
+
+def _wrong_options(problem: AttentionProblem) -> str | None:
+    if problem.sequences.are_data:
+        return f"takes no lengths that are data, got {problem.sequences}"
+    if problem.mask.has_exceptions:
+        return f"takes causal masks and windows, got {problem.mask}"
+    if problem.scores != NO_OPTIONS:
+        return f"takes nothing that changes or reports scores, got {problem.scores}"
+    if problem.is_empty:
+        return "needs a pair that is visible, got none"
+    return None
+
+
+def _wrong_strides(problem: AttentionProblem) -> str | None:
+    """Say which tensor Hopper's copy engine cannot move: last stride 1, the others and the address 16-byte multiples."""
+    itemsize = problem.dtype.itemsize
+    if not problem.aligned:
+        return "needs q, k and v at addresses that are multiples of 16 bytes"
+    for name, strides in (("q", problem.q_strides), ("k", problem.k_strides), ("v", problem.v_strides),
+                          ("out", problem.out_strides)):
+        if strides[3] != 1 or any(stride <= 0 or stride * itemsize % 16 for stride in strides[:3]):
+            return (f"needs a last stride of 1 and the others positive multiples of {16 // itemsize} elements, got "
+                    f"{name} with {strides}")
+    return None
+
+
+backend = GluonBackend()

@@ -1,0 +1,88 @@
+"""Launching a Hopper kernel: its arguments from a problem, and the counter that hands out its tiles."""
+
+import functools
+import math
+from typing import Any
+
+import torch
+
+from tilewise.masks import Span
+from tilewise.problem import AttentionProblem
+from tilewise.tuning.configs import HopperForwardConfig
+
+# What keys and values of one section of heads may take of L2 (50 MiB on an H200): 24 and 48 were no better.
+_SECTION_BYTES = 32 * 2**20
+
+
+class HopperForward:
+    """The forward kernel bound to a problem; call it with (q, k, v, out, lse)."""
+
+    def __init__(self, problem: AttentionProblem, config: HopperForwardConfig) -> None:
+        from triton.experimental.gluon import language as gl
+
+        from tilewise.kernels.gluon.hopper_forward import Shape, hopper_forward_kernel
+
+        self.kernel = hopper_forward_kernel
+        self.keys = problem.seen_keys
+        self.dtype = gl.bfloat16 if problem.dtype is torch.bfloat16 else gl.float16
+        width = config.width(problem)
+        band, first, rows = problem.band, self.keys.start, 64 * config.consumers
+        tiles = math.ceil(problem.sq / rows)
+        total = tiles * problem.hq * problem.b
+        self.grid = (min(total, torch.cuda.get_device_properties(problem.device).multi_processor_count),)
+        # Keys count from the first one that is seen: those before it are not read.
+        self.scalars = (
+            tiles, problem.hq, problem.b, _section(problem), problem.sq, len(self.keys),
+            0 if band.lower is None else band.lower - first, 0 if band.upper is None else band.upper - first,
+            problem.group, problem.scale * math.log2(math.e),
+            Shape(width, config.keys, config.consumers, config.stages, config.query_stages, config.ping_pong,
+                  band.lower is not None, band.upper is not None))
+        self.blocks = [[1, 1, size, width] for size in (64, config.keys, config.keys, 64)]
+        self.layouts = [gl.NVMMASharedLayout.get_default_for(block, self.dtype) for block in self.blocks]
+
+    def __call__(self, *tensors: torch.Tensor) -> None:
+        """Enqueue the kernel on the current stream of the current device."""
+        self.kernel[self.grid](*self.arguments(tensors, _counter(tensors[0].device)), *self.scalars, num_warps=4)
+
+    def arguments(self, tensors: tuple[torch.Tensor, ...], counter: torch.Tensor) -> tuple[Any, ...]:
+        """Descriptors of q, k, v and out, then lse and the counter."""
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+        q, k, v, out, lse = tensors
+        k, v = _rows(k, self.keys), _rows(v, self.keys)
+        described = [TensorDescriptor(tensor, list(tensor.shape), _legal_strides(tensor), block, layout)
+                     for tensor, block, layout in zip((q, k, v, out), self.blocks, self.layouts, strict=True)]
+        return (*described, lse, counter)
+
+
+def _section(problem: AttentionProblem) -> int:
+    """Heads of q whose keys and values are worked on together."""
+    bytes_of_head = len(problem.seen_keys) * (problem.d + problem.dv) * problem.dtype.itemsize
+    return max(1, _SECTION_BYTES // bytes_of_head) * problem.group
+
+
+def _rows(tensor: torch.Tensor, rows: Span) -> torch.Tensor:
+    return tensor if len(rows) == tensor.shape[2] else tensor[:, :, rows.start:rows.stop]
+
+
+def _legal_strides(tensor: torch.Tensor) -> list[int]:
+    """Strides for a descriptor: along a dim of size 1, where any would do, one that the hardware accepts."""
+    return [16 if size == 1 and dim < 3 else stride
+            for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True))]
+
+
+def _counter(device: torch.device) -> torch.Tensor:
+    """A zero that the kernel counts up from and leaves as it was.
+
+    Launches of one stream come one after another and share it. Those of a captured graph may run beside anything, and
+    get one of their own.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(1, dtype=torch.int32, device=device)
+    return _counter_of_stream(device, torch.cuda.current_stream(device).cuda_stream)
+
+
+@functools.cache
+def _counter_of_stream(device: torch.device, stream: int) -> torch.Tensor:
+    del stream
+    return torch.zeros(1, dtype=torch.int32, device=device)
