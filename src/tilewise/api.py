@@ -12,7 +12,7 @@ from tilewise.dispatch import Explanation, explain_problem
 from tilewise.errors import InvalidInput
 from tilewise.functions import NO_FUNCTIONS, CallFunctions, MaskFunction, ScoreFunction, call_functions
 from tilewise.masks import Mask, TensorMask
-from tilewise.problem import AttentionProblem
+from tilewise.problem import AttentionProblem, are_aligned
 from tilewise.scores import (
     NO_OPERANDS,
     Operands,
@@ -137,7 +137,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visibl
         deterministic: True demands bit-equal results on every run and, of a sequence, in every batch, whatever the
             number and the lengths of its neighbours; None follows
             :func:`torch.are_deterministic_algorithms_enabled`.
-        backend: "triton", "torch" or "reference"; None chooses (see :func:`explain`, :func:`use_backend`).
+        backend: "gluon", "triton", "torch" or "reference"; None chooses (see :func:`explain`, :func:`use_backend`).
         double_backward: True computes by operations that torch itself differentiates, any number of times, in reverse
             and in forward mode (:func:`torch.func.jvp`): the reference does, and no other backend. A gradient that is
             itself recorded (``create_graph=True``), or made by :func:`torch.func.grad`, takes O(sq x sk) memory.
@@ -336,6 +336,7 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visible 
         settings=ScoreSettings(softcap, dropout_p, "max_logit" in return_aux,
                                score_function=None if score_function is None else score_function.code,
                                mask_function=None if mask_function is None else mask_function.code))
+    problem = replace(problem, aligned=are_aligned(q, k, v))
     return explain_problem(problem, backend or settings.default_backend())
 
 

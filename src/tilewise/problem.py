@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import Any, Literal
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from tilewise.errors import InvalidInput
 from tilewise.masks import Band, Mask, Span
@@ -56,6 +57,7 @@ class AttentionProblem:
         scores: what changes the scores besides scale and mask.
         sequences: whether lengths are data, and how the sequences lie in the tensors; packed ones have b = 1.
         q_strides, k_strides, v_strides: in elements, dims (b, h, s, d).
+        aligned: whether q, k and v begin at multiples of 16 bytes; of a traced call, yes.
     """
 
     b: int
@@ -77,6 +79,7 @@ class AttentionProblem:
     q_strides: Sizes = ()
     k_strides: Sizes = ()
     v_strides: Sizes = ()
+    aligned: bool = True
     _hash: int = field(init=False, repr=False, compare=False, default=0)
 
     def __post_init__(self) -> None:
@@ -223,6 +226,11 @@ def facts_of_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[
             ("v", v.shape, v.stride(), v.dtype, v.device))
 
 
+def are_aligned(*tensors: torch.Tensor) -> bool:
+    """Whether all of them begin at multiples of 16 bytes, as Hopper's copy engine demands; fake ones count as if."""
+    return all(isinstance(tensor, FakeTensor) or tensor.data_ptr() & 15 == 0 for tensor in tensors)
+
+
 def facts_of_operands(operands: Operands) -> tuple[Facts, ...]:
     """Read the operands that are there."""
     if operands is NO_OPERANDS:
@@ -237,7 +245,8 @@ def _is_symbolic(sizes: Iterable[int]) -> bool:
 
 
 def problem_from_facts(tensors: tuple[Facts, Facts, Facts], operands: tuple[Facts, ...], mask: Mask,
-                       scale: float | None, settings: ScoreSettings, deterministic: bool) -> AttentionProblem:
+                       scale: float | None, settings: ScoreSettings, deterministic: bool,
+                       aligned: bool = True) -> AttentionProblem:
     """Check the facts against one another; see :meth:`AttentionProblem.from_tensors`."""
     q, k, v = tensors
     _check_each(q, k, v)
@@ -257,7 +266,7 @@ def problem_from_facts(tensors: tuple[Facts, Facts, Facts], operands: tuple[Fact
     return AttentionProblem(
         b=b, hq=hq, hk=hk, sq=sq, sk=sk, d=d, dv=dv, dtype=q[3], device=q[4], scale=_checked_scale(scale, d),
         mask=mask, deterministic=deterministic, scores=scores, sequences=sequences, q_strides=q[2], k_strides=k[2],
-        v_strides=v[2],
+        v_strides=v[2], aligned=aligned,
     )
 
 

@@ -20,6 +20,7 @@ from tilewise.masks import Mask
 from tilewise.problem import (
     AttentionProblem,
     Facts,
+    are_aligned,
     dense_strides,
     facts_of_inputs,
     facts_of_operands,
@@ -101,13 +102,15 @@ _PLAIN = Options(None, None, None, None)[4:12]  # prefix to mask_function of a c
 
 @lru_cache(maxsize=4096)
 def _resolve(tensors: tuple[Facts, Facts, Facts], operands: tuple[Facts, ...], options: tuple[Any, ...],
-             default_backend: str | None, lse_grad: bool | None = None) -> tuple[AttentionProblem, Backend]:
+             default_backend: str | None, aligned: bool,
+             lse_grad: bool | None = None) -> tuple[AttentionProblem, Backend]:
     """Problem and backend of a call: one look-up on the way to a kernel, where every microsecond is the user's.
 
     ``lse_grad``, unless None: of the backward pass.
     """
     chosen = Options(*options) if len(options) > _N_PLAIN else _of_plain(options)
-    problem = problem_from_facts(tensors, operands, chosen.mask, chosen.scale, chosen.settings, chosen.deterministic)
+    problem = problem_from_facts(tensors, operands, chosen.mask, chosen.scale, chosen.settings, chosen.deterministic,
+                                 aligned)
     if lse_grad is not None:
         problem = problem.backward(lse_grad=lse_grad)
     return problem, choose(problem, chosen.backend or default_backend)
@@ -116,13 +119,14 @@ def _resolve(tensors: tuple[Facts, Facts, Facts], operands: tuple[Facts, ...], o
 def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> list[torch.Tensor]:
     operands = Operands(*rest[:_N_OPERANDS])
     problem, backend = _resolve(facts_of_inputs(q, k, v), facts_of_operands(operands), rest[_N_OPERANDS:],
-                                None if rest[-1] else settings.default_backend())
+                                None if rest[-1] else settings.default_backend(), are_aligned(q, k, v))
     results = backend.forward(problem, q, k, v, operands)
     return [result for result in results if result is not None]
 
 
 def _forward_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *plain: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    problem, backend = _resolve(facts_of_inputs(q, k, v), (), plain, None if plain[-1] else settings.default_backend())
+    problem, backend = _resolve(facts_of_inputs(q, k, v), (), plain, None if plain[-1] else settings.default_backend(),
+                                are_aligned(q, k, v))
     results = backend.forward(problem, q, k, v)
     return results[0], results[1]
 
@@ -138,7 +142,8 @@ def _backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tens
     if len(options) > _N_PLAIN:
         operands, options = Operands(*rest[:_N_OPERANDS]), options[_N_OPERANDS:]
     problem, backend = _resolve(facts_of_inputs(q, k, v), facts_of_operands(operands), tuple(options),
-                                None if options[-1] else settings.default_backend(), dlse is not None)
+                                None if options[-1] else settings.default_backend(), are_aligned(q, k, v),
+                                dlse is not None)
     gradients = backend.backward(problem, Saved(q, k, v, out, lse, operands), dout, dlse, Needs(*needs))
     return [gradient for gradient in gradients if gradient is not None]
 

@@ -11,7 +11,7 @@ from tilewise.backends.base import Gradients, Needs, Results, Saved
 from tilewise.errors import UnsupportedProblem
 from tilewise.kernels.gluon.launch import HopperForward
 from tilewise.problem import AttentionProblem, Sizes
-from tilewise.scores import NO_OPERANDS, Operands
+from tilewise.scores import NO_OPERANDS, NO_OPTIONS, Operands
 from tilewise.tuning.device import device_spec
 from tilewise.tuning.heuristics import hopper_forward_config
 
@@ -107,7 +107,7 @@ def _wrong_options(problem: AttentionProblem) -> str | None:
 
 
 def _wrong_strides(problem: AttentionProblem) -> str | None:
-    """Say which tensor Hopper's copy engine cannot move: last stride 1, the others and the address 16-byte multiples."""
+    """Say which tensor Hopper's copy engine cannot move: it wants 16-byte multiples, but for a last stride of 1."""
     itemsize = problem.dtype.itemsize
     if not problem.aligned:
         return "needs q, k and v at addresses that are multiples of 16 bytes"

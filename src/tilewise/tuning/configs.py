@@ -88,3 +88,37 @@ class DeltaConfig:
 
     block_m: int = 32
     num_warps: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class HopperForwardConfig:
+    """The warp-specialised forward kernel: 64 queries a warpgroup stay, keys stream.
+
+    Attributes:
+        keys: keys a step.
+        consumers: warpgroups that attend, 64 queries each; one more warp loads.
+        stages: pairs of K and V in flight; a power of two, since every step divides by it (3 lost 8 % at d 64).
+        query_stages: tiles of queries in flight, the same.
+        ping_pong: whether the warpgroups take turns at the tensor cores.
+    """
+
+    keys: int
+    consumers: int
+    stages: int = 2
+    query_stages: int = 2
+    ping_pong: bool = False
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("keys", (64, 128)), ("consumers", (2, 3)), ("stages", (2, 4, 8)),
+                              ("query_stages", (1, 2))):
+            if getattr(self, name) not in allowed:
+                raise InvalidInput(f"{name}={getattr(self, name)}; allowed are {', '.join(map(str, allowed))}.")
+
+    def width(self, problem: AttentionProblem) -> int:
+        """Width of a head inside the tiles: a row of a tile is 128 bytes at least."""
+        return max(64, problem.width)
+
+    def shared_bytes(self, problem: AttentionProblem) -> int:
+        """Shared memory: q, k, v and out; barriers and the next tile's place take another KiB at most."""
+        queries = 64 * self.consumers * (self.query_stages + 1)
+        return problem.dtype.itemsize * self.width(problem) * (queries + 2 * self.stages * self.keys) + 1024

@@ -39,8 +39,7 @@ END = gl.constexpr(-1)  # in place of a first query: no more tiles
 class Shape(NamedTuple):
     """What is fixed when the kernel is compiled."""
 
-    D: int
-    DV: int
+    WIDTH: int
     KEYS: int
     CONSUMERS: int
     STAGES: int
@@ -48,7 +47,6 @@ class Shape(NamedTuple):
     PING_PONG: bool
     LOWER: bool
     UPPER: bool
-    STAGED_OUT: bool
 
 
 @gluon.jit
@@ -80,7 +78,7 @@ def take_tile(next_tile, turn):
 @gluon.jit
 def load_pair(sources, pairs, turn, place_k, place_v, C: gl.constexpr):
     """Producer: load K and V of one turn; a place outside the tensor gives zeros and moves nothing."""
-    _, k_desc, v_desc, _ = sources
+    _q_desc, k_desc, v_desc, _out_desc = sources
     k_tiles, v_tiles, full, empty = pairs
     wait_empty(empty, turn, C.STAGES)
     slot = turn % C.STAGES
@@ -94,9 +92,9 @@ def load_pair(sources, pairs, turn, place_k, place_v, C: gl.constexpr):
 @gluon.jit
 def load(sources, queries, pairs, next_tile, counter, order, band, group, C: gl.constexpr):
     """Producer, one warp: fetch tile numbers, and keep the rings full."""
-    q_desc, _, _, _ = sources
+    q_desc, _k_desc, _v_desc, _out_desc = sources
     q_tiles, q_full, q_empty = queries
-    tiles, heads, batches, _ = order
+    tiles, heads, batches, _section = order
     CONSUMERS: gl.constexpr = C.CONSUMERS
     total = tiles * heads * batches
     turn = 0
@@ -138,7 +136,7 @@ def load(sources, queries, pairs, next_tile, counter, order, band, group, C: gl.
 def hide(s, first_row, first_key, band, C: gl.constexpr):
     """Set the scores of pairs that do not take part to -inf (eq. 12); rows past the last query are not looked at."""
     S_LAYOUT: gl.constexpr = s.type.layout
-    _, sk, lower, upper = band
+    _sq, sk, lower, upper = band
     rows = first_row + gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT))
     keys = first_key + gl.arange(0, C.KEYS, layout=gl.SliceLayout(0, S_LAYOUT))
     if C.UPPER:
@@ -183,22 +181,23 @@ def as_operand(pairs, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def attend_steps(begin, end, turn, q, pairs, probs, acc, row_max, row_sum, row, spans, band, scale_log2,
-                 OWN: gl.constexpr, MASKED: gl.constexpr, C: gl.constexpr):
+def attend_steps(begin, end, turn, q_tiles, q_slot, pairs, probs, acc, row_max, row_sum, row, spans, band,
+                 scale_log2, OWN: gl.constexpr, MASKED: gl.constexpr, C: gl.constexpr):
     """Steps ``begin`` to ``end`` of a tile: S of each, and O += P·V of the one before it."""
     k_tiles, v_tiles, full, empty = pairs
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.KEYS, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     DTYPE: gl.constexpr = k_tiles.dtype
     zero = gl.full([64, C.KEYS], 0.0, gl.float32, layout=S_LAYOUT)
+    q = q_tiles.index(q_slot).reshape([64, C.WIDTH])
     for step in range(begin, end):
         wait_full(full, turn, C.STAGES)
         slot = turn % C.STAGES
         take_turn(OWN, C.PING_PONG)
-        s_pending = warpgroup_mma(q, k_tiles.index(slot).reshape([C.KEYS, C.D]).permute((1, 0)), zero, use_acc=False,
-                                  is_async=True)
-        acc_pending = warpgroup_mma(as_operand(probs, DTYPE, P_LAYOUT),
-                                    v_tiles.index(slot).reshape([C.KEYS, C.DV]), acc, is_async=True)
+        k = k_tiles.index(slot).reshape([C.KEYS, C.WIDTH])
+        v = v_tiles.index(slot).reshape([C.KEYS, C.WIDTH])
+        s_pending = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+        acc_pending = warpgroup_mma(as_operand(probs, DTYPE, P_LAYOUT), v, acc, is_async=True)
         pass_turn(OWN, C.CONSUMERS, C.PING_PONG)
         s = warpgroup_mma_wait(1, deps=(s_pending,))
         if MASKED:
@@ -216,7 +215,7 @@ def attend_steps(begin, end, turn, q, pairs, probs, acc, row_max, row_sum, row, 
 @gluon.jit
 def write(acc, row_max, row_sum, row, head, batch, out_desc, out_tile, lse_ptr, sq, heads, scale_log2,
           C: gl.constexpr):
-    """out and lse of 64 queries (eq. 6)."""
+    """Write out and lse of 64 queries (eq. 6)."""
     sum_or_one = gl.where(row_sum == 0.0, 1.0, row_sum)
     rows = row + gl.arange(0, 64, layout=row_sum.type.layout)
     line = (batch * heads + head).to(gl.int64) * sq
@@ -224,7 +223,7 @@ def write(acc, row_max, row_sum, row, head, batch, out_desc, out_tile, lse_ptr, 
     gl.store(lse_ptr + line + rows, lse, mask=rows < sq)
     acc = acc * gl.convert_layout(1.0 / sum_or_one, gl.SliceLayout(1, acc.type.layout))[:, None]
     tma_store_wait(0)
-    out_tile.reshape([64, C.DV]).store(acc.to(out_desc.dtype))
+    out_tile.reshape([64, C.WIDTH]).store(acc.to(out_desc.dtype))
     fence_async_shared()
     tma_store(out_desc, [batch, head, row, 0], out_tile)
 
@@ -233,11 +232,11 @@ def write(acc, row_max, row_sum, row, head, batch, out_desc, out_tile, lse_ptr, 
 def attend(sources, queries, pairs, next_tile, out_tiles, lse_ptr, order, band, scale_log2, OWN: gl.constexpr,
            C: gl.constexpr):
     """Consumer, one warpgroup: 64 queries of every tile."""
-    _, _, _, out_desc = sources
+    _q_desc, _k_desc, _v_desc, out_desc = sources
     q_tiles, q_full, q_empty = queries
     k_tiles, v_tiles, full, empty = pairs
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.KEYS, 16])
-    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.DV, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.WIDTH, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     DTYPE: gl.constexpr = k_tiles.dtype
     zero = gl.full([64, C.KEYS], 0.0, gl.float32, layout=S_LAYOUT)
@@ -248,27 +247,29 @@ def attend(sources, queries, pairs, next_tile, out_tiles, lse_ptr, order, band, 
     first, head, batch = take_tile(next_tile, taken)
     wait_full(q_full, taken * C.CONSUMERS + OWN, C.Q_STAGES * C.CONSUMERS)
     wait_full(full, turn, C.STAGES)
-    s = warpgroup_mma(q_tiles.index(OWN).reshape([64, C.D]),
-                      k_tiles.index(0).reshape([C.KEYS, C.D]).permute((1, 0)), zero, use_acc=False)
+    first_q = q_tiles.index(OWN).reshape([64, C.WIDTH])
+    first_k = k_tiles.index(0).reshape([C.KEYS, C.WIDTH])
+    s = warpgroup_mma(first_q, first_k.permute((1, 0)), zero, use_acc=False)
     leave(empty, turn, C.STAGES)
     turn += 1
     while first != END:
         spans = steps_of(first, band, C)
         row = first + OWN * 64
-        q_slot = taken % C.Q_STAGES * C.CONSUMERS + OWN
-        acc = gl.full([64, C.DV], 0.0, gl.float32, layout=O_LAYOUT)
+        acc = gl.full([64, C.WIDTH], 0.0, gl.float32, layout=O_LAYOUT)
         nothing = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, S_LAYOUT))
         masked = masked_of(row, spans, band, C)
         if masked > 0:
             s = hide(s, row, keys_at(0, spans, C), band, C)
-        p, row_max, factor = soften(s, nothing, scale_log2, True)
+        p, row_max, _factor = soften(s, nothing, scale_log2, True)
         row_sum = gl.sum(p, 1)
         probs = in_pairs(p, DTYPE)
+        q_slot = taken % C.Q_STAGES * C.CONSUMERS + OWN
         turn, probs, acc, row_max, row_sum = attend_steps(
-            1, masked, turn, q_tiles.index(opaque(q_slot)).reshape([64, C.D]), pairs, probs, acc, row_max, row_sum, row, spans, band, scale_log2, OWN, True, C)
+            1, masked, turn, q_tiles, opaque(q_slot), pairs, probs, acc, row_max, row_sum, row, spans, band,
+            scale_log2, OWN, True, C)
         turn, probs, acc, row_max, row_sum = attend_steps(
-            gl.maximum(1, masked), spans[3], turn, q_tiles.index(opaque(q_slot)).reshape([64, C.D]), pairs, probs, acc, row_max, row_sum, row, spans, band,
-            scale_log2, OWN, False, C)
+            gl.maximum(1, masked), spans[3], turn, q_tiles, opaque(q_slot), pairs, probs, acc, row_max, row_sum, row,
+            spans, band, scale_log2, OWN, False, C)
 
         leave(q_empty, taken * C.CONSUMERS + OWN, C.Q_STAGES * C.CONSUMERS)
         taken += 1
@@ -278,12 +279,12 @@ def attend(sources, queries, pairs, next_tile, out_tiles, lse_ptr, order, band, 
             mbarrier.wait(q_full.index(slot), (taken // C.Q_STAGES) & 1)
         wait_full(full, turn, C.STAGES)
         slot = turn % C.STAGES
-        next_q = q_tiles.index(taken % C.Q_STAGES * C.CONSUMERS + OWN).reshape([64, C.D])
+        next_q = q_tiles.index(taken % C.Q_STAGES * C.CONSUMERS + OWN).reshape([64, C.WIDTH])
+        k = k_tiles.index(slot).reshape([C.KEYS, C.WIDTH])
+        v = v_tiles.index(slot).reshape([C.KEYS, C.WIDTH])
         take_turn(OWN, C.PING_PONG)
-        acc_pending = warpgroup_mma(as_operand(probs, DTYPE, P_LAYOUT),
-                                    v_tiles.index(slot).reshape([C.KEYS, C.DV]), acc, is_async=True)
-        s_pending = warpgroup_mma(next_q, k_tiles.index(slot).reshape([C.KEYS, C.D]).permute((1, 0)), zero,
-                                  use_acc=False, is_async=True)
+        acc_pending = warpgroup_mma(as_operand(probs, DTYPE, P_LAYOUT), v, acc, is_async=True)
+        s_pending = warpgroup_mma(next_q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
         pass_turn(OWN, C.CONSUMERS, C.PING_PONG)
         acc = warpgroup_mma_wait(1, deps=(acc_pending,))
         write(acc, row_max, row_sum, row, head, batch, out_desc, out_tiles.index(OWN), lse_ptr, band[0], order[1],
@@ -311,10 +312,10 @@ def hopper_forward_kernel(q_desc, k_desc, v_desc, out_desc, lse_ptr, counter, ti
     """Compute out and lse."""
     DTYPE: gl.constexpr = q_desc.dtype
     NC: gl.constexpr = C.CONSUMERS
-    q_tiles = gl.allocate_shared_memory(DTYPE, [C.Q_STAGES * NC, 1, 1, 64, C.D], q_desc.layout)
-    k_tiles = gl.allocate_shared_memory(DTYPE, [C.STAGES, 1, 1, C.KEYS, C.D], k_desc.layout)
-    v_tiles = gl.allocate_shared_memory(DTYPE, [C.STAGES, 1, 1, C.KEYS, C.DV], v_desc.layout)
-    out_tiles = gl.allocate_shared_memory(DTYPE, [NC, 1, 1, 64, C.DV], out_desc.layout)
+    q_tiles = gl.allocate_shared_memory(DTYPE, [C.Q_STAGES * NC, 1, 1, 64, C.WIDTH], q_desc.layout)
+    k_tiles = gl.allocate_shared_memory(DTYPE, [C.STAGES, 1, 1, C.KEYS, C.WIDTH], k_desc.layout)
+    v_tiles = gl.allocate_shared_memory(DTYPE, [C.STAGES, 1, 1, C.KEYS, C.WIDTH], v_desc.layout)
+    out_tiles = gl.allocate_shared_memory(DTYPE, [NC, 1, 1, 64, C.WIDTH], out_desc.layout)
     tile_values = gl.allocate_shared_memory(gl.int32, [6, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     queries = (q_tiles, make_barriers(C.Q_STAGES * NC, 1), make_barriers(C.Q_STAGES * NC, 1))
     pairs = (k_tiles, v_tiles, make_barriers(C.STAGES, 1), make_barriers(C.STAGES, NC))

@@ -2,22 +2,48 @@
 
 import functools
 import math
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from tilewise.masks import Span
 from tilewise.problem import AttentionProblem
-from tilewise.tuning.configs import HopperForwardConfig
 
 # What keys and values of one section of heads may take of L2 (50 MiB on an H200): 24 and 48 were no better.
 _SECTION_BYTES = 32 * 2**20
 
 
+class HopperShape(Protocol):
+    """What the kernel reads of its config (tilewise.tuning.configs)."""
+
+    @property
+    def keys(self) -> int:
+        """Keys a step."""
+
+    @property
+    def consumers(self) -> int:
+        """Warpgroups that attend."""
+
+    @property
+    def stages(self) -> int:
+        """Pairs of K and V in flight."""
+
+    @property
+    def query_stages(self) -> int:
+        """Tiles of queries in flight."""
+
+    @property
+    def ping_pong(self) -> bool:
+        """Whether the warpgroups take turns."""
+
+    def width(self, problem: AttentionProblem) -> int:
+        """Width of a head inside the tiles."""
+
+
 class HopperForward:
     """The forward kernel bound to a problem; call it with (q, k, v, out, lse)."""
 
-    def __init__(self, problem: AttentionProblem, config: HopperForwardConfig) -> None:
+    def __init__(self, problem: AttentionProblem, config: HopperShape) -> None:
         from triton.experimental.gluon import language as gl
 
         from tilewise.kernels.gluon.hopper_forward import Shape, hopper_forward_kernel

@@ -65,10 +65,10 @@ def keys_at(step, spans, C: gl.constexpr):
 
 @gluon.jit
 def masked_of(row, spans, band, C: gl.constexpr):
-    """Return how many steps need a mask for the 64 queries from ``row`` on: without a lower bound, fewer than a tile's."""
+    """Return how many steps need a mask for the 64 queries from ``row`` on; with a lower bound, those of the tile."""
     start, _, masked, steps = spans
     if C.UPPER and not C.LOWER:
-        sq, sk, lower, upper = band
+        _sq, sk, _lower, upper = band
         shared_stop = gl.minimum(sk, row + 1 + upper)
         masked = steps - gl.minimum(steps, gl.maximum(0, shared_stop - start) // C.KEYS)
     return masked
