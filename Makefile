@@ -1,6 +1,7 @@
 # Everything runs inside .venv, which the first target that needs it builds; nothing else has to be set up by hand.
 #   make PYTHON=python3.12 ...   which interpreter to build .venv with (3.11 or newer)
 #   make test ARGS='-k merge'    further arguments for pytest, or for `tilewise bench`
+#   make test WORKERS=0          how many processes share the tests; 0: none but pytest's own
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -15,6 +16,8 @@ TRITON_INSTALLED := $(TRITON_VERSIONS:%=.triton/%/.installed)
 # The stamp holds this folder's path: a virtual environment that was moved or copied, whose interpreter is gone, or whose
 # making was cut short, is rebuilt; a newer pyproject.toml only installs again.
 STALE := $(if $(filter-out $(CURDIR),$(or $(shell test -x $(VENV)/bin/python && cat $(INSTALLED) 2>/dev/null),none)),stale)
+# Two processes, of a thread each, fit two cores and one GPU; torch would start as many threads as cores in both.
+WORKERS := 2
 CANDIDATES := $(or $(PYTHON),python3 python3.14 python3.13 python3.12 python3.11)
 
 help:  ## list the targets
@@ -23,7 +26,7 @@ help:  ## list the targets
 venv: $(INSTALLED)  ## build .venv with everything the other targets need
 
 test: $(INSTALLED) triton-versions  ## run the whole suite (on the GPU too, where there is one)
-	$(RUN) pytest $(ARGS)
+	OMP_NUM_THREADS=$(or $(OMP_NUM_THREADS),1) $(RUN) pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS)
 
 lint: $(INSTALLED) types  ## ruff, codespell, mypy, import layers
 	$(RUN) ruff check .

@@ -431,9 +431,12 @@ def _check_return_aux(return_aux: object) -> None:
 
 def _autocast(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     # A non-tensor is left for the problem's check, which names the argument.
-    if not isinstance(q, torch.Tensor) or not torch.is_autocast_enabled(q.device.type):
+    if not isinstance(q, torch.Tensor):
         return q, k, v
-    dtype = torch.get_autocast_dtype(q.device.type)
+    kind = "cuda" if q.is_cuda else q.device.type  # a device makes the string anew, which costs as much as all else
+    if not torch.is_autocast_enabled(kind):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(kind)
     q, k, v = (t.to(dtype) if isinstance(t, torch.Tensor) and t.is_floating_point() and t.dtype != torch.float64
                else t for t in (q, k, v))
     return q, k, v

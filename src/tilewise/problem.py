@@ -217,6 +217,12 @@ def facts_of(name: str, tensor: torch.Tensor) -> Facts:
     return name, tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
+def facts_of_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[Facts, Facts, Facts]:
+    """Read what an operator was handed: its schema has seen to it that these are tensors."""
+    return (("q", q.shape, q.stride(), q.dtype, q.device), ("k", k.shape, k.stride(), k.dtype, k.device),
+            ("v", v.shape, v.stride(), v.dtype, v.device))
+
+
 def facts_of_operands(operands: Operands) -> tuple[Facts, ...]:
     """Read the operands that are there."""
     if operands is NO_OPERANDS:

@@ -4,11 +4,12 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.library import opcheck
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from tilewise import InvalidInput, Mask, UnsupportedProblem, attention, causal, chunk, prefix, sink_tokens, window
-from tilewise.autograd.attention_op import Options, backward_op, forward_op, forward_plain_op
+from tilewise.autograd.attention_op import Options, backward_op, backward_plain_op, forward_op, forward_plain_op
 from tilewise.backends.base import Needs
 from tilewise.scores import NO_OPERANDS, Operands
 
@@ -251,13 +252,16 @@ def test_frozen_inputs_get_no_gradient_and_change_no_other(frozen):
             assert torch.equal(got.grad, expected.grad)
 
 
-def test_backward_passes_are_spared_where_nothing_needs_them(monkeypatch):
+@pytest.mark.parametrize(("name", "op", "options"), [
+    ("backward_plain_op", backward_plain_op, {}), ("backward_op", backward_op, {"softcap": 9.0})],
+    ids=["plain", "softcap"])
+def test_backward_passes_are_spared_where_nothing_needs_them(monkeypatch, name, op, options):
     asked = []
-    monkeypatch.setattr("tilewise.autograd.attention_op.backward_op",
-                        lambda *arguments: asked.append(Needs(*arguments[-1])) or backward_op(*arguments))
+    monkeypatch.setattr(f"tilewise.autograd.attention_op.{name}",
+                        lambda *arguments: asked.append(Needs(*arguments[-1])) or op(*arguments))
     for frozen in ((0,), (1, 2), ()):
         tensors = [t.requires_grad_(i not in frozen) for i, t in enumerate(_tensors())]
-        attention(*tensors, backend="reference").sum().backward()
+        attention(*tensors, **options, backend="reference").sum().backward()
     assert asked == [Needs(False, True), Needs(True, False), Needs(True, True)]
 
 
@@ -429,3 +433,44 @@ def test_plain_forward_op_passes_opcheck_and_gives_what_the_other_gives(mask):
             op(*tensors, *arguments)
         counts.append(counter.get_total_flops())
     assert counts[0] == counts[1] > 0
+
+
+@pytest.mark.parametrize("with_dlse", [False, True], ids=["dout", "dout_and_dlse"])
+@pytest.mark.parametrize("needs", [[True, True], [True, False], [False, True]], ids=["all", "dq", "dkv"])
+def test_plain_backward_op_passes_opcheck_and_gives_what_the_other_gives(needs, with_dlse):
+    tensors, plain = _tensors(torch.float32), (0.5, None, 0, "bottom_right", False, "reference")
+    out, lse = forward_plain_op(*tensors, *plain)
+    lse = lse.masked_fill(lse.isinf(), 0.0)  # opcheck compares values, and -inf - -inf is NaN
+    tensors += [out, lse, torch.randn_like(out), torch.randn_like(lse) if with_dlse else None]
+    assert set(opcheck(backward_plain_op, (*tensors, *plain, needs)).values()) == {"SUCCESS"}
+    results, counts = [], []
+    options = Options(*plain[:4], backend="reference")
+    for op, arguments in ((backward_plain_op, plain), (backward_op, (*NO_OPERANDS, *options))):
+        with FlopCounterMode(display=False) as counter:
+            results.append(op(*tensors, *arguments, needs))
+        counts.append(counter.get_total_flops())
+    assert len(results[0]) == needs[0] + 2 * needs[1]
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True))
+    assert counts[0] == counts[1] > 0
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_only_a_call_with_operands_or_rarer_options_pays_for_the_arguments_of_the_whole_operators(requires_grad):
+    class Calls(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.names = []
+
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            if op.namespace == "tilewise":
+                self.names.append(op.__name__)
+            return op(*args, **(kwargs or {}))
+
+    passes = ["forward", "backward"] if requires_grad else ["forward"]
+    for options, end in (({"mask": causal("top_left"), "scale": 0.5, "deterministic": True}, "_plain.default"),
+                         ({"softcap": 9.0}, ".default"), ({"sinks": torch.zeros(4)}, ".default")):
+        with Calls() as calls:
+            out = attention(*_tensors(torch.float32, requires_grad=requires_grad), **options, backend="reference")
+            if requires_grad:
+                out.sum().backward()
+        assert calls.names == [f"attention_{name}{end}" for name in passes]

@@ -292,3 +292,19 @@ class TestFlex:
         cell = cell_with("bias_learned")
         call = Prepared(FlexProvider(), cell, make_tensors(cell, CPU), CPU).call("backward")
         assert all(torch.equal(first, second) for first, second in zip(call(), call(), strict=True))
+
+
+def test_torch_calls_the_backend_that_a_provider_names(monkeypatch):
+    """Without the context torch would choose for itself, and every provider's row would be of one kernel."""
+    real, allowed = torch.nn.functional.scaled_dot_product_attention, []
+
+    def attend(*arguments, **options):
+        allowed.append([torch.backends.cuda.math_sdp_enabled(), torch.backends.cuda.flash_sdp_enabled(),
+                        torch.backends.cuda.mem_efficient_sdp_enabled()])
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
+    cell = cell_with("")
+    for name in ("sdpa_math", "sdpa_flash"):
+        Prepared(KNOWN[name], cell, make_tensors(cell, CPU), CPU).training_step()
+    assert allowed == [[True, False, False], [False, True, False]]

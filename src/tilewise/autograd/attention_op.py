@@ -21,7 +21,7 @@ from tilewise.problem import (
     AttentionProblem,
     Facts,
     dense_strides,
-    facts_of,
+    facts_of_inputs,
     facts_of_operands,
     problem_from_facts,
 )
@@ -31,19 +31,23 @@ _OPERANDS = ", ".join(f"Tensor{'[]' if 'tensors' in name else '?'} {name}" for n
 _OPTIONS = ("float? scale, int? left, int? right, str? alignment, int? prefix, int? sink_tokens, int? chunk, "
             "float? softcap, float dropout_p, bool max_logit, str? score_function, str? mask_function, "
             "SymInt? max_seqlen_q, SymInt? max_seqlen_k, bool deterministic, str? backend")
+_PLAIN_OPTIONS = "float? scale, int? left, int? right, str? alignment, bool deterministic, str? backend"
 # out, lse and, where wanted, max_logit.
 torch.library.define("tilewise::attention_forward",
                      f"(Tensor q, Tensor k, Tensor v, {_OPERANDS}, {_OPTIONS}) -> Tensor[]")
-# The same without options or a gradient, out and lse: every argument costs the host a quarter of a microsecond.
-torch.library.define(
-    "tilewise::attention_forward_plain",
-    "(Tensor q, Tensor k, Tensor v, float? scale, int? left, int? right, str? alignment, bool deterministic, "
-    "str? backend) -> Tensor[]")
+# The same without operands and rarer options: out and lse. Every argument costs the host a quarter of a microsecond.
+torch.library.define("tilewise::attention_forward_plain",
+                     f"(Tensor q, Tensor k, Tensor v, {_PLAIN_OPTIONS}) -> (Tensor, Tensor)")
 # The gradients that were asked for, in the order of Gradients.
 torch.library.define(
     "tilewise::attention_backward",
     "(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor dout, Tensor? dlse, "
     f"{_OPERANDS}, {_OPTIONS}, bool[] needs) -> Tensor[]",
+)
+torch.library.define(
+    "tilewise::attention_backward_plain",
+    "(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor dout, Tensor? dlse, "
+    f"{_PLAIN_OPTIONS}, bool[] needs) -> Tensor[]",
 )
 
 
@@ -97,38 +101,45 @@ _PLAIN = Options(None, None, None, None)[4:12]  # prefix to mask_function of a c
 
 @lru_cache(maxsize=4096)
 def _resolve(tensors: tuple[Facts, Facts, Facts], operands: tuple[Facts, ...], options: tuple[Any, ...],
-             default_backend: str | None) -> tuple[AttentionProblem, Backend]:
-    """Problem and backend of a call: one look-up on the way to a kernel, where every microsecond is the user's."""
+             default_backend: str | None, lse_grad: bool | None = None) -> tuple[AttentionProblem, Backend]:
+    """Problem and backend of a call: one look-up on the way to a kernel, where every microsecond is the user's.
+
+    ``lse_grad``, unless None: of the backward pass.
+    """
     chosen = Options(*options) if len(options) > _N_PLAIN else _of_plain(options)
     problem = problem_from_facts(tensors, operands, chosen.mask, chosen.scale, chosen.settings, chosen.deterministic)
+    if lse_grad is not None:
+        problem = problem.backward(lse_grad=lse_grad)
     return problem, choose(problem, chosen.backend or default_backend)
 
 
 def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> list[torch.Tensor]:
     operands = Operands(*rest[:_N_OPERANDS])
-    problem, backend = _resolve((facts_of("q", q), facts_of("k", k), facts_of("v", v)), facts_of_operands(operands),
-                                rest[_N_OPERANDS:], None if rest[-1] else settings.default_backend())
+    problem, backend = _resolve(facts_of_inputs(q, k, v), facts_of_operands(operands), rest[_N_OPERANDS:],
+                                None if rest[-1] else settings.default_backend())
     results = backend.forward(problem, q, k, v, operands)
     return [result for result in results if result is not None]
 
 
-def _forward_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *plain: Any) -> list[torch.Tensor]:
-    problem, backend = _resolve((facts_of("q", q), facts_of("k", k), facts_of("v", v)), (), plain,
-                                None if plain[-1] else settings.default_backend())
+def _forward_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *plain: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    problem, backend = _resolve(facts_of_inputs(q, k, v), (), plain, None if plain[-1] else settings.default_backend())
     results = backend.forward(problem, q, k, v)
-    return [results[0], results[1]]
+    return results[0], results[1]
 
 
-def _forward_plain_fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *plain: Any) -> list[torch.Tensor]:
-    return _forward_fake(q, k, v, *NO_OPERANDS, *_of_plain(plain))
+def _forward_plain_fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *plain: Any) -> tuple[torch.Tensor, ...]:
+    return tuple(_forward_fake(q, k, v, *NO_OPERANDS, *_of_plain(plain)))
 
 
 def _backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
               dout: torch.Tensor, dlse: torch.Tensor | None, *rest: Any) -> list[torch.Tensor]:
-    operands, chosen, needs = Operands(*rest[:_N_OPERANDS]), Options(*rest[_N_OPERANDS:-1]), Needs(*rest[-1])
-    problem = chosen.problem(q, k, v, operands).backward(lse_grad=dlse is not None)
-    backend = choose(problem, chosen.backend or settings.default_backend())
-    gradients = backend.backward(problem, Saved(q, k, v, out, lse, operands), dout, dlse, needs)
+    operands = NO_OPERANDS
+    *options, needs = rest
+    if len(options) > _N_PLAIN:
+        operands, options = Operands(*rest[:_N_OPERANDS]), options[_N_OPERANDS:]
+    problem, backend = _resolve(facts_of_inputs(q, k, v), facts_of_operands(operands), tuple(options),
+                                None if options[-1] else settings.default_backend(), dlse is not None)
+    gradients = backend.backward(problem, Saved(q, k, v, out, lse, operands), dout, dlse, Needs(*needs))
     return [gradient for gradient in gradients if gradient is not None]
 
 
@@ -149,9 +160,15 @@ def _backward_fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch
         t.new_empty(t.shape) for t, needed in others if needed and t is not None]
 
 
+def _backward_plain_fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+                         dout: torch.Tensor, dlse: torch.Tensor | None, *rest: Any) -> list[torch.Tensor]:
+    return _backward_fake(q, k, v, out, lse, dout, dlse, *NO_OPERANDS, *_of_plain(rest[:-1]), rest[-1])
+
+
 for _name, _kernel, _fake in (("attention_forward", _forward, _forward_fake),
                               ("attention_forward_plain", _forward_plain, _forward_plain_fake),
-                              ("attention_backward", _backward, _backward_fake)):
+                              ("attention_backward", _backward, _backward_fake),
+                              ("attention_backward_plain", _backward, _backward_plain_fake)):
     torch.library.impl(f"tilewise::{_name}", "CompositeExplicitAutograd", _kernel)
     torch.library.register_fake(f"tilewise::{_name}", _fake)
 
@@ -159,6 +176,7 @@ for _name, _kernel, _fake in (("attention_forward", _forward, _forward_fake),
 forward_op = torch.ops.tilewise.attention_forward.default
 forward_plain_op = torch.ops.tilewise.attention_forward_plain.default
 backward_op = torch.ops.tilewise.attention_backward.default
+backward_plain_op = torch.ops.tilewise.attention_backward_plain.default
 
 
 def _visible_pairs(q_shape: torch.Size, k_shape: torch.Size, rest: tuple[Any, ...]) -> int:
@@ -194,18 +212,31 @@ def _backward_flops(q_shape: torch.Size, k_shape: torch.Size, v_shape: torch.Siz
     return 2 * _visible_pairs(q_shape, k_shape, of_call) * (3 * q_shape[3] + 2 * v_shape[3])
 
 
+@register_flop_formula(torch.ops.tilewise.attention_backward_plain)
+def _backward_plain_flops(q_shape: torch.Size, k_shape: torch.Size, v_shape: torch.Size, *rest: Any,
+                          **_: object) -> int:
+    return _backward_flops(q_shape, k_shape, v_shape, *rest[:4], *NO_OPERANDS, *_of_plain(rest[4:-1]), rest[-1])
+
+
 class AttentionFunction(torch.autograd.Function):
-    """Attention with a gradient for q, k, v, bias, slopes and sinks, through out and lse (maths.md, section 6)."""
+    """Attention with a gradient for q, k, v, bias, slopes and sinks, through out and lse (maths.md, section 6).
+
+    Behind q, k and v it takes what the forward op takes there, or what the plain one does.
+    """
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
         """Run the forward op and keep q, k, v, out, lse and the operands: O(s) memory beside the latter."""
-        results = forward_op(q, k, v, *rest)
         ctx.set_materialize_grads(False)
+        if len(rest) == _N_PLAIN:
+            out, lse = forward_plain_op(q, k, v, *rest)
+            ctx.save_for_backward(q, k, v, out, lse)
+            ctx.options, ctx.first_of_mask = rest, None
+            return out, lse
+        results = forward_op(q, k, v, *rest)
         operands = Operands(*rest[:_N_OPERANDS])
         ctx.save_for_backward(q, k, v, *results[:2], *operands.alone, *operands.score_tensors, *operands.mask_tensors)
-        ctx.first_of_mask = len(operands.score_tensors)
-        ctx.options = rest[_N_OPERANDS:]
+        ctx.options, ctx.first_of_mask = rest[_N_OPERANDS:], len(operands.score_tensors)
         if len(results) > 2:  # a report, not a function to be differentiated
             ctx.mark_non_differentiable(results[2])
         return tuple(results)
@@ -214,29 +245,31 @@ class AttentionFunction(torch.autograd.Function):
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None,
                  *_: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """Run the backward op for the inputs that need a gradient."""
-        q, k, v, out, lse, *others = ctx.saved_tensors
-        alone, of_functions = others[:_N_OPERANDS - 2], others[_N_OPERANDS - 2:]
-        operands = (*alone, of_functions[:ctx.first_of_mask], of_functions[ctx.first_of_mask:])
-        wanted = ctx.needs_input_grad[:3 + _N_OPERANDS]
-        gradients: list[torch.Tensor | None] = [None] * (3 + _N_OPERANDS + len(ctx.options))
+        wanted = ctx.needs_input_grad
+        gradients: list[torch.Tensor | None] = [None] * len(wanted)
         if dout is None and dlse is None:
             return tuple(gradients)
+        q, k, v, out, lse, *others = ctx.saved_tensors
         if dout is None:  # only lse was used: a zero of no memory
             dout = out.new_zeros(()).expand(out.shape)
-        needs = Needs(wanted[0], wanted[1] or wanted[2], *(wanted[3 + i] for i in _DIFFERENTIABLE))
+        op, operands, places = backward_plain_op, (), _PLACES[:3]
+        if ctx.first_of_mask is not None:
+            alone, of_functions = others[:_N_OPERANDS - 2], others[_N_OPERANDS - 2:]
+            operands = (*alone, of_functions[:ctx.first_of_mask], of_functions[ctx.first_of_mask:])
+            op, places = backward_op, _PLACES
+        needs = [wanted[0], wanted[1] or wanted[2], *[wanted[place] for place in places[3:]]]
+        arguments = (q, k, v, out, lse, dout, dlse, *operands, *ctx.options, needs)
         # Gradients are enabled here under create_graph=True alone. A compiled backward pass refuses that by itself.
         twice = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        compute = _apply_once if twice else backward_op
-        made = iter(compute(q, k, v, out, lse, dout, dlse, *operands, *ctx.options, list(needs)))
-        places = (0, 1, 2, *(3 + i for i in _DIFFERENTIABLE))
-        for place, was_made in zip(places, (needs.dq, needs.dkv, *needs[1:]), strict=True):
+        made = iter(_apply_once(op, *arguments) if twice else op(*arguments))
+        for place, was_made in zip(places, (needs[0], needs[1], *needs[1:]), strict=True):
             gradient = next(made) if was_made else None
             gradients[place] = gradient if wanted[place] else None
         return tuple(gradients)
 
 
-# Which operands have a gradient, in the order of Gradients.
-_DIFFERENTIABLE = tuple(Operands._fields.index(name) for name in ("bias", "alibi_slopes", "sinks"))
+# Which of q, k, v and the operands have a gradient, in the order of Gradients.
+_PLACES = (0, 1, 2, *(3 + Operands._fields.index(name) for name in ("bias", "alibi_slopes", "sinks")))
 
 
 class OnceDifferentiable(torch.autograd.Function):
@@ -246,9 +279,9 @@ class OnceDifferentiable(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[torch.Tensor, ...]:
-        """Run the backward op."""
-        return tuple(backward_op(*arguments))
+    def forward(ctx: Any, op: Any, *arguments: Any) -> tuple[torch.Tensor, ...]:
+        """Run the backward op, plain or not."""
+        return tuple(op(*arguments))
 
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor | None) -> None:
@@ -269,13 +302,20 @@ def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Operands,
     Returns out, lse and, where the options want it, max_logit.
     """
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or _trainable(operands)):
-        if options.backend is None and not torch.compiler.is_compiling():
-            # The backward pass runs in a thread of its own, which does not see a scoped default.
-            options = options._replace(backend=settings.default_backend())
-        return cast("tuple[torch.Tensor, ...]", _apply(q, k, v, *operands, *options))
-    if operands is NO_OPERANDS and options[4:12] == _PLAIN:
-        return cast("list[torch.Tensor]", forward_plain_op(q, k, v, *options[:4], *options[-2:]))
+        if torch.compiler.is_compiling():  # asked whether a call is plain, dynamo starts over
+            return cast("tuple[torch.Tensor, ...]", _apply(q, k, v, *operands, *options))
+        # The backward pass runs in a thread of its own, which does not see a scoped default.
+        backend = options.backend or settings.default_backend()
+        if _is_plain(operands, options):
+            return cast("tuple[torch.Tensor, ...]", _apply(q, k, v, *options[:4], options.deterministic, backend))
+        return cast("tuple[torch.Tensor, ...]", _apply(q, k, v, *operands, *options[:-1], backend))
+    if _is_plain(operands, options):
+        return cast("tuple[torch.Tensor, ...]", forward_plain_op(q, k, v, *options[:4], *options[-2:]))
     return cast("list[torch.Tensor]", forward_op(q, k, v, *operands, *options))
+
+
+def _is_plain(operands: Operands, options: Options) -> bool:
+    return operands is NO_OPERANDS and options[4:12] == _PLAIN
 
 
 def _trainable(operands: Operands) -> bool:

@@ -8,14 +8,14 @@ is a look-up, the allocation of its outputs, and the launches.
 import contextlib
 import importlib.util
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from typing import Any
 
 import torch
 
 from tilewise.backends.base import Gradients, Needs, Results, Saved
-from tilewise.kernels.triton.launch import Modifiers, modifiers_of, takes_descriptors
+from tilewise.kernels.triton.launch import Launch, Modifiers, modifiers_of, takes_descriptors
 from tilewise.kernels.triton.sums import OperandSums
 from tilewise.problem import TAIL_WIDTH, WIDEST, AttentionProblem, Sizes, dense_strides
 from tilewise.scores import NO_OPERANDS, OperandFacts, Operands
@@ -23,7 +23,6 @@ from tilewise.tuning.device import device_spec
 from tilewise.tuning.heuristics import delta_config, least_bytes, split_dkdv, wants_descriptors
 from tilewise.tuning.table import config_for
 
-Launcher = Callable[..., None]
 _EVERY = Needs()
 _PLANS = 1024  # problems whose plans are kept
 
@@ -59,18 +58,24 @@ class TritonBackend:
     def forward(self, problem: AttentionProblem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
                 operands: Operands = NO_OPERANDS) -> Results:
         """See :class:`tilewise.backends.base.Backend`."""
-        plan = _forward_plan(problem, _alignment(q, k, v, *_present(operands)), _precision(problem.dtype))
-        out = torch.empty_strided(plan.shape, plan.strides, dtype=problem.dtype, device=problem.device)
-        lse = torch.empty(plan.shape[:3], dtype=torch.float32, device=problem.device)
+        addresses = [tensor.data_ptr() for tensor in (q, k, v, *_present(operands))]
+        plan = _forward_plan(problem, _alignment(addresses), _precision(problem.dtype))
+        dtype, device = problem.dtype, problem.device
+        out = torch.empty_strided(*plan.out, dtype=dtype, device=device)
+        lse = torch.empty_strided(*plan.lse, dtype=torch.float32, device=device)
         max_logit = torch.empty_like(lse) if problem.scores.max_logit else None
-        if plan.launch is None:
+        launch = plan.launch
+        if launch is None:
             return _of_nothing(out, lse, max_logit, operands)
+        arguments: tuple[Any, ...] = (q, k, v, out, lse)
+        if launch.takes_pointers:
+            arguments = (*addresses[:3], out.data_ptr(), lse.data_ptr())
         modifiers = plan.fixed or modifiers_of(problem, operands)
-        if _is_current(problem.device):  # no context here: it costs the host as much as two allocations
-            plan.launch(q, k, v, out, lse, max_logit, modifiers)
+        if _is_current(device):  # no context here: it costs the host as much as two allocations
+            launch(*arguments, max_logit, modifiers)
         else:
-            with torch.cuda.device(problem.device):
-                plan.launch(q, k, v, out, lse, max_logit, modifiers)
+            with torch.cuda.device(device):
+                launch(*arguments, max_logit, modifiers)
         return Results(out, lse, max_logit)
 
     def backward(self, problem: AttentionProblem, saved: Saved, dout: torch.Tensor, dlse: torch.Tensor | None,
@@ -79,7 +84,8 @@ class TritonBackend:
         q, k, v, out, lse, operands = saved
         plan = _backward_plan(
             problem, (out.stride(), dout.stride(), None if dlse is None else dlse.stride()),
-            _alignment(q, k, v, dout, out, lse, *(() if dlse is None else (dlse,)), *_present(operands)),
+            _alignment([tensor.data_ptr() for tensor in (q, k, v, dout, out, lse, *(() if dlse is None else (dlse,)),
+                                                         *_present(operands))]),
             _precision(problem.dtype), needs)
         dq = _empty(q, plan.dq_strides) if needs.dq else None
         dk, dv = (_empty(k, plan.dk_strides), _empty(v, plan.dv_strides)) if needs.dkv else (None, None)
@@ -125,11 +131,11 @@ def _too_large(problem: AttentionProblem) -> str | None:
 
 @dataclass(frozen=True)
 class _ForwardPlan:
-    """Shape and strides of out, the launch (None where no pair is visible), and modifiers that hold no tensor."""
+    """Shape and strides of out and of lse, the launch (None: no pair is visible), and modifiers without a tensor."""
 
-    shape: Sizes
-    strides: Sizes
-    launch: Launcher | None
+    out: tuple[Sizes, Sizes]
+    lse: tuple[Sizes, Sizes]
+    launch: Launch | None
     fixed: Modifiers | None = None
 
 
@@ -140,25 +146,26 @@ class _BackwardPlan:
     dq_strides: Sizes
     dk_strides: Sizes
     dv_strides: Sizes
-    delta: Launcher | None = None
-    dkdv: tuple[Launcher, ...] = ()
-    dq: Launcher | None = None
-    dbias: Launcher | None = None
+    delta: Launch | None = None
+    dkdv: tuple[Launch, ...] = ()
+    dq: Launch | None = None
+    dbias: Launch | None = None
     fixed: Modifiers | None = None
 
 
 @lru_cache(maxsize=_PLANS)
 def _forward_plan(problem: AttentionProblem, alignment: tuple[bool, ...], precision: str) -> _ForwardPlan:
-    shape, strides = (problem.b, problem.hq, problem.sq, problem.dv), problem.out_strides
+    rows = (problem.b, problem.hq, problem.sq)
+    out, lse = ((*rows, problem.dv), problem.out_strides), (rows, (problem.hq * problem.sq, problem.sq, 1))
     if problem.is_empty:
-        return _ForwardPlan(shape, strides, None)
+        return _ForwardPlan(out, lse, None)
     from tilewise.kernels.triton.forward import forward_launch
 
     spec = device_spec(problem.device)
     descriptors = wants_descriptors(problem, spec) and all(alignment) and takes_descriptors(
         problem, problem.q_strides, problem.k_strides, problem.v_strides)
     config = config_for("forward", problem, spec, descriptors=descriptors)
-    return _ForwardPlan(shape, strides, forward_launch(problem, config, precision), _fixed_modifiers(problem))
+    return _ForwardPlan(out, lse, forward_launch(problem, config, precision), _fixed_modifiers(problem))
 
 
 @lru_cache(maxsize=_PLANS)
@@ -217,9 +224,9 @@ def _installed() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def _alignment(*tensors: torch.Tensor) -> tuple[bool, ...]:
-    """Which pointers are multiples of 16 bytes: what a compiled kernel and a descriptor count on."""
-    return tuple([tensor.data_ptr() & 15 == 0 for tensor in tensors])
+def _alignment(addresses: list[int]) -> tuple[bool, ...]:
+    """Which addresses are multiples of 16 bytes: what a compiled kernel and a descriptor count on."""
+    return tuple([address & 15 == 0 for address in addresses])
 
 
 def _precision(dtype: torch.dtype) -> str:
@@ -235,7 +242,7 @@ def _empty(like: torch.Tensor, strides: Sizes) -> torch.Tensor:
 
 def _is_current(device: torch.device) -> bool:
     """Whether Triton, which launches on the current device, will find the tensors there."""
-    return device.type != "cuda" or _one_device() or device.index == torch.cuda.current_device()
+    return _one_device() or device.type != "cuda" or device.index == torch.cuda.current_device()
 
 
 @cache

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
 
@@ -10,7 +11,7 @@ import torch
 from tilewise.bench.accuracy import References, check_plan
 from tilewise.bench.grids import Cell
 from tilewise.bench.options import Tensors, make_tensors
-from tilewise.bench.providers import Dims, Provider
+from tilewise.bench.providers import Attend, Dims, Provider
 from tilewise.bench.roofline import Direction
 from tilewise.bench.rows import Row
 from tilewise.errors import UnsupportedProblem
@@ -20,14 +21,19 @@ _REASON_LENGTH = 300
 
 
 class Prepared:
-    """A provider bound to a cell and its tensors, in the provider's own order of dims."""
+    """A provider bound to a cell and its tensors, in the provider's own order of dims.
 
-    def __init__(self, provider: Provider, cell: Cell, tensors: Tensors, device: torch.device) -> None:
+    Each call enters the provider's context, unless ``in_context``: then the caller holds it.
+    """
+
+    def __init__(self, provider: Provider, cell: Cell, tensors: Tensors, device: torch.device, *,
+                 in_context: bool = False) -> None:
         self._dims = provider.dims(cell.case)
         inputs, operands = tensors
         self._q, self._k, self._v = (native(tensor.detach(), self._dims).requires_grad_() for tensor in inputs[:3])
         learned = {name: getattr(operands, name).detach().requires_grad_() for name in cell.learned}
-        self.attend = provider.bind(cell, operands._replace(**learned), device)
+        bound = provider.bind(cell, operands._replace(**learned), device)
+        self.attend = bound if in_context else _in_context(provider, bound)
         self.leaves = {"q": self._q, "k": self._k, "v": self._v, **learned}
         self.dout = native(inputs.dout, self._dims)
 
@@ -98,6 +104,18 @@ class Checker:
         cell = replace(self._cell, case=replace(self._cell.case, dropout_p=0.0))
         inputs, operands = self._whole
         return Checker(cell, Tensors(inputs, operands._replace(seed=None)), self._device)
+
+
+def _in_context(provider: Provider, attend: Attend) -> Attend:
+    """Return the function with the provider's context around each call."""
+    if provider.context() is None:
+        return attend
+
+    def attend_in_context(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        with provider.context() or nullcontext():
+            return attend(q, k, v)
+
+    return attend_in_context
 
 
 def native(tensor: torch.Tensor, dims: Dims) -> torch.Tensor:

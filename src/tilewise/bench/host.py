@@ -1,6 +1,7 @@
 """Cost of a call on the host: what a user of short sequences waits for."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -25,8 +26,9 @@ def host_cell(device: torch.device) -> Cell:
 def run_host(plan: Plan) -> Iterator[Row]:
     """Yield three rows a provider: forward without and with gradients, and forward with backward.
 
-    The device is not waited for between calls. On a CPU a call computes before it returns, so its numbers hold the
-    computation too.
+    The device is not waited for between calls. What a provider is to be called in (torch's choice of an SDPA backend,
+    which costs the host as much as a call) is entered once, untimed. On a CPU a call computes before it returns, so its
+    numbers hold the computation too.
     """
     cell = host_cell(plan.device)
     tensors = make_tensors(cell, plan.device)
@@ -39,9 +41,10 @@ def run_host(plan: Plan) -> Iterator[Row]:
         if unfit is not None:
             yield unfit
             continue
-        entry = Prepared(provider, cell, tensors, plan.device)
+        entry = Prepared(provider, cell, tensors, plan.device, in_context=True)
         for direction, call in (("forward_no_grad", entry.forward_without_grad), ("forward", entry.forward),
                                 ("forward_backward", entry.training_step)):
-            times = Timing.of(host_samples(call, plan.device, _CALLS, _WARMUPS))
+            with provider.context() or nullcontext():
+                times = Timing.of(host_samples(call, plan.device, _CALLS, _WARMUPS))
             yield replace(checked[0], direction=direction, ms_p20=times.p20, ms_p50=times.p50, ms_p80=times.p80,
                           samples=times.samples, host_us=times.p50 * 1e3)

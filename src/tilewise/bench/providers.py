@@ -77,6 +77,10 @@ class Provider(ABC):
         it must be part of the call.
         """
 
+    def context(self) -> AbstractContextManager[object] | None:
+        """Return what the bound function is to be called in, if anything: anew, or held for many calls."""
+        return None
+
 
 class TilewiseProvider(Provider):
     """One backend of this package, or the automatic choice."""
@@ -168,20 +172,20 @@ class SdpaProvider(Provider):
         return _too_large(cell, device) if self.dense else None
 
     def bind(self, cell: Cell, operands: Operands, device: torch.device) -> Attend:
-        """Call torch with only this backend allowed."""
+        """Call torch, which takes what its context allows."""
         case, make_mask = cell.case, _attn_mask(cell, operands, device)
         is_causal, grouped = case.mask != FULL and make_mask is None, case.hq != case.hk
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             attn_mask = None if make_mask is None else make_mask()
-            with self._only():
-                return torch.nn.functional.scaled_dot_product_attention(
-                    q, k, v, attn_mask, case.dropout_p, is_causal, scale=case.scale, enable_gqa=grouped)
+            return torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, attn_mask, case.dropout_p, is_causal, scale=case.scale, enable_gqa=grouped)
 
         return attend
 
-    def _only(self) -> AbstractContextManager[None]:
-        context: AbstractContextManager[None] = sdpa_kernel(self.backend)
+    def context(self) -> AbstractContextManager[object] | None:
+        """Allow only this backend."""
+        context: AbstractContextManager[object] = sdpa_kernel(self.backend)
         return context
 
 
