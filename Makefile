@@ -16,7 +16,7 @@ TRITON_INSTALLED := $(TRITON_VERSIONS:%=.triton/%/.installed)
 # The stamp holds this folder's path: a virtual environment that was moved or copied, whose interpreter is gone, or whose
 # making was cut short, is rebuilt; a newer pyproject.toml only installs again.
 STALE := $(if $(filter-out $(CURDIR),$(or $(shell test -x $(VENV)/bin/python && cat $(INSTALLED) 2>/dev/null),none)),stale)
-# Two processes fit two cores and one GPU, of a thread each: torch would start as many threads as there are cores in both.
+# Two processes, of a thread each, fit two cores and one GPU; torch would start as many threads as cores in both.
 WORKERS := 2
 CANDIDATES := $(or $(PYTHON),python3 python3.14 python3.13 python3.12 python3.11)
 

@@ -90,6 +90,18 @@ def problem_of(request, operands):
         k_strides=strides[1], v_strides=strides[2])
 
 
+def pairs_of(kernel, problem):
+    """What dQ makes for a bias beside itself: nothing, its gradient, or a part of a sum over the batch, and from what.
+
+    Returns (pairs, earlier pairs, entry, entries).
+    """
+    if kernel == "dq":
+        return None, None, None, 0
+    rounded, total = (torch.empty(1, 1, 16, 16, dtype=dtype) for dtype in (problem.dtype, torch.float32))
+    return {"dq_alone": (rounded, None, None, 1), "dq_first": (total, None, 0, 2), "dq_next": (total, total, 1, 2),
+            "dq_last": (rounded, total, 1, 2)}[kernel]
+
+
 def launch_of(kernel, problem, config, modifiers):
     """Return the launch and its arguments before the scalars, in order."""
     rows = torch.empty(problem.b, problem.hq, problem.sq)
@@ -104,9 +116,11 @@ def launch_of(kernel, problem, config, modifiers):
     if kernel == "delta":
         launch = delta_launch(problem, delta_config(problem), out.stride(), out.stride(), None)
         return launch, (out, out, out, rows, modifiers)
-    if kernel == "dq":
-        return dq_launch(problem, config, "ieee", out.stride(), q.stride()), (
-            q, k, v, out, rows, rows, q, None, rows if modifiers.alibi.ptr is not None else None, modifiers)
+    if kernel.startswith("dq"):
+        pairs, earlier, entry, entries = pairs_of(kernel, problem)
+        return dq_launch(problem, config, "ieee", out.stride(), q.stride(), entries), (
+            q, k, v, out, rows, rows, q, None, rows if modifiers.alibi.ptr is not None else None, pairs, earlier,
+            entry, modifiers)
     if kernel == "dbias":
         pairs = torch.empty(1, 1, 16, 16, dtype=problem.dtype)
         return dbias_launch(problem, config, "ieee", out.stride()), (q, k, v, out, rows, rows, pairs, modifiers)
@@ -121,7 +135,8 @@ def compile_for(request):
     kernel, problem = request["kernel"], problem_of(request, operands)
     config = None
     if kernel != "delta":
-        config = tile_config("dq" if kernel == "dbias" else kernel, problem, spec, descriptors=request["descriptors"])
+        tiles_of = "dq" if kernel.startswith(("dq", "dbias")) else kernel
+        config = tile_config(tiles_of, problem, spec, descriptors=request["descriptors"])
     launch, tensors = launch_of(kernel, problem, config, modifiers_of(problem, operands))
     driver.set_active(CompileOnlyDriver(TARGETS[request["arch"]]))
     compiled = launch.kernel.warmup(*launch.arguments(tensors), *launch.scalars, grid=launch.grid, **launch.options)

@@ -123,6 +123,24 @@ def test_kernels_with_every_option_compile_within_shared_memory(version, arch):
         assert row["stack"] <= OPTIONS_SPILL_BOUND[arch], row
 
 
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("version", VERSIONS)
+def test_kernels_that_make_a_bias_gradient_beside_dq_compile_within_shared_memory(version, arch):
+    wanted = [{"arch": arch, "kernel": kernel, "d": 128, "dtype": "bfloat16", "mask": MASKS["causal"],
+               "descriptors": arch == "sm_90", "options": options}
+              for kernel, options in (("dq_alone", ["bias"]), ("dq_first", ["bias"]), ("dq_next", ["bias"]),
+                                      ("dq_last", ["bias"]), ("dq_last", OPTIONS),
+                                      ("dq_alone", ["bias", *PACKED]), ("dq_next", ["bias", *TILED]))]
+    rows = compile_all(version, wanted)
+    assert len(rows) == len(wanted)
+    for row in rows:
+        assert row["shared"] <= row["limit"], row
+        assert row["stack"] <= OPTIONS_SPILL_BOUND[arch], row
+        if arch == "sm_90" and row["options"] == ["bias"]:
+            assert row["shared"] <= 115712, row  # two programs a multiprocessor: half of 228 KiB, less 1 KiB each
+            assert row["stack"] <= 256, row
+
+
 def compile_all(version, wanted):
     """Compile in a process of its own: with that Triton first on the path, and not as an interpreter."""
     paths = [str(ROOT / "src"), str(ROOT / "tests")]

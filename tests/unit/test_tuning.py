@@ -19,6 +19,7 @@ from tilewise.tuning.heuristics import (
     delta_config,
     has_pairs,
     least_bytes,
+    pair_entries,
     shared_bytes,
     split_dkdv,
     tile_config,
@@ -125,6 +126,22 @@ def test_what_acts_on_each_pair_has_tiles_of_its_own_and_never_a_row_that_was_me
 def test_gradient_of_a_bias_reads_through_pointers():
     wanted = replace(problem_of(256), scores=ScoreOptions(bias=BIAS))
     assert tile_config("dbias", wanted, DeviceSpec.of_arch("sm_90"), descriptors=True) == DqConfig(64, 128, 8, 1)
+
+
+@pytest.mark.parametrize(("shape", "changes", "entries"), [
+    ((1, 16, 4096, 4096), {}, 4), ((1, 16, 4096, 4096), {"b": 1}, 1), ((4, 16, 4096, 4096), {}, 1),
+    ((1, 2, 4096, 4096), {"hq": 2}, 0), ((4, 2, 4096, 4096), {"hq": 2}, 1), ((4, 16, 1, 4096), {}, 0),
+    ((4, 16, 4096, 1), {}, 0), ((1, 1, 4096, 4096), {}, 0), ((4, 1, 4096, 4096), {}, 0),
+    ((1, 16, 4096, 4096), {"b": 1, "sequences": Sequences(packed=3, max_seqlen_q=4096, max_seqlen_k=4096)}, 0),
+    ((3, 16, 4096, 4096), {"b": 1, "sequences": Sequences(packed=3, max_seqlen_q=4096, max_seqlen_k=4096)}, 1),
+], ids=str)
+def test_dq_makes_a_bias_gradient_that_nothing_or_the_batch_is_summed_for_if_its_launches_fill_a_device(
+        shape, changes, entries):
+    scores = ScoreOptions(bias=OperandFacts(shape, (1, 1, 1, 1), torch.bfloat16))
+    problem = replace(problem_of(128, b=4), **{"hq": 16, "scores": scores} | changes)
+    assert pair_entries(problem, DqConfig(64, 64, 4, 2), DeviceSpec.of_arch("sm_90")) == entries
+    assert pair_entries(replace(problem, scores=ScoreOptions()), DqConfig(64, 64, 4, 2),
+                        DeviceSpec.of_arch("sm_90")) == 0
 
 
 def test_device_too_small_for_every_tile_is_refused_with_its_numbers():

@@ -59,8 +59,9 @@ class _Plan:
 
 @lru_cache(maxsize=1024)
 def _plan(problem: AttentionProblem) -> _Plan:
+    multiprocessors = torch.cuda.get_device_properties(problem.device).multi_processor_count
     return _Plan((problem.b, problem.hq, problem.sq, problem.dv), problem.out_strides,
-                 HopperForward(problem, hopper_forward_config(problem)))
+                 HopperForward(problem, hopper_forward_config(problem), multiprocessors))
 
 
 @cache

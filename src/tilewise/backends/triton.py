@@ -9,7 +9,7 @@ import contextlib
 import importlib.util
 import os
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from tilewise.kernels.triton.sums import OperandSums
 from tilewise.problem import TAIL_WIDTH, WIDEST, AttentionProblem, Sizes, dense_strides
 from tilewise.scores import NO_OPERANDS, OperandFacts, Operands
 from tilewise.tuning.device import device_spec
-from tilewise.tuning.heuristics import delta_config, least_bytes, split_dkdv, wants_descriptors
+from tilewise.tuning.heuristics import delta_config, least_bytes, pair_entries, split_dkdv, wants_descriptors
 from tilewise.tuning.table import config_for
 
 _EVERY = Needs()
@@ -109,9 +109,10 @@ class TritonBackend:
                 made = (dk, dv) if needs.dkv else (_empty(k, plan.dk_strides), _empty(v, plan.dv_strides))
                 for launch in plan.dkdv:
                     launch(q, k, v, dout, lse, delta, *made, sums.columns, modifiers)
-            if needs.dq or sums.rows is not None or sums.moments is not None:
+            pairs_on_the_way = sums.pairs if plan.dbias is None else None
+            if needs.dq or any(made is not None for made in (sums.rows, sums.moments, pairs_on_the_way)):
                 plan.dq(q, k, v, dout, lse, delta, _empty(q, plan.dq_strides) if dq is None else dq, sums.rows,
-                        sums.moments, modifiers)
+                        sums.moments, pairs_on_the_way, None, None, modifiers)
             if sums.pairs is not None and plan.dbias is not None:
                 plan.dbias(q, k, v, dout, lse, delta, sums.pairs, modifiers)
         return Gradients(dq, dk, dv, *sums.gradients(lse, delta))
@@ -141,7 +142,7 @@ class _ForwardPlan:
 
 @dataclass(frozen=True)
 class _BackwardPlan:
-    """Strides of the gradients, and the launches; None where no pair is visible."""
+    """Strides of the gradients, and the launches; None where no pair is visible, or (dbias) where dQ's do its work."""
 
     dq_strides: Sizes
     dk_strides: Sizes
@@ -171,7 +172,7 @@ def _forward_plan(problem: AttentionProblem, alignment: tuple[bool, ...], precis
 @lru_cache(maxsize=_PLANS)
 def _backward_plan(problem: AttentionProblem, incoming: tuple[Sizes, Sizes, Sizes | None],
                    alignment: tuple[bool, ...], precision: str, needs: Needs) -> _BackwardPlan:
-    del needs  # a launch keeps the kernel of its first call: which results are None belongs to the plan
+    # A launch keeps the kernel of its first call: which results are None belongs to the plan.
     dq, dk, dv = (dense_strides(shape, strides) for shape, strides in (
         ((problem.b, problem.hq, problem.sq, problem.d), problem.q_strides),
         ((problem.b, problem.hk, problem.sk, problem.d), problem.k_strides),
@@ -180,6 +181,7 @@ def _backward_plan(problem: AttentionProblem, incoming: tuple[Sizes, Sizes, Size
         return _BackwardPlan(dq, dk, dv)
     from tilewise.kernels.triton.backward import delta_launch, dkdv_launch, dq_launch
     from tilewise.kernels.triton.dbias import dbias_launch
+    from tilewise.kernels.triton.pair_sums import PairSums
 
     spec = device_spec(problem.device)
     out_strides, dout_strides, dlse_strides = incoming
@@ -188,13 +190,17 @@ def _backward_plan(problem: AttentionProblem, incoming: tuple[Sizes, Sizes, Size
     kernels = {"dk": (True, False), "dv": (False, True)} if split_dkdv(problem, spec) else {"dkdv": (True, True)}
     dkdv_launches = tuple(
         dkdv_launch(problem, config_for(kernel, problem, spec, descriptors=descriptors), precision, dout_strides,
-                    (dk, dv), needs)
-        for kernel, needs in kernels.items())
+                    (dk, dv), made)
+        for kernel, made in kernels.items())
+    config = config_for("dq", problem, spec, descriptors=descriptors)
+    entries = pair_entries(problem, config, spec) if needs.dbias else 0
+    bind_dq = partial(dq_launch, problem, config, precision, dout_strides, dq, entries)
     return _BackwardPlan(
         dq, dk, dv, delta_launch(problem, delta_config(problem), out_strides, dout_strides, dlse_strides),
         dkdv_launches,
-        dq_launch(problem, config_for("dq", problem, spec, descriptors=descriptors), precision, dout_strides, dq),
-        dbias_launch(problem, config_for("dbias", problem, spec, descriptors=False), precision, dout_strides),
+        PairSums(problem, entries, bind_dq) if entries else bind_dq(),
+        None if entries or not needs.dbias else dbias_launch(
+            problem, config_for("dbias", problem, spec, descriptors=False), precision, dout_strides),
         _fixed_modifiers(problem))
 
 

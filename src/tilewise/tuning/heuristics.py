@@ -9,7 +9,15 @@ from dataclasses import replace
 
 from tilewise.errors import UnsupportedProblem
 from tilewise.problem import WIDEST, AttentionProblem, padded_dim
-from tilewise.tuning.configs import MIN_BLOCK, DeltaConfig, DkdvConfig, DqConfig, ForwardConfig, HopperForwardConfig
+from tilewise.tuning.configs import (
+    MIN_BLOCK,
+    DeltaConfig,
+    DkdvConfig,
+    DqConfig,
+    ForwardConfig,
+    HopperForwardConfig,
+    TileConfig,
+)
 from tilewise.tuning.device import DeviceSpec
 
 Tile = tuple[int, int, int, int]  # block_m, block_n, num_warps, num_stages
@@ -80,6 +88,9 @@ _FLOAT32: dict[str, dict[int, Tile]] = {
     "dq": {64: (32, 32, 4, 3), 128: (32, 32, 4, 2), 256: (32, 16, 8, 1), 512: (16, 16, 8, 1)},
 }
 
+# Programs that keep every multiprocessor busy: two for each of an H200's 132, as many of dQ as fit at head dim 128.
+FILLING = 256
+
 # Below this many multiply-adds the kernel is over before the host has made its descriptors (about 15 µs).
 LEAST_WORK_FOR_DESCRIPTORS = 10**10
 
@@ -131,6 +142,24 @@ def split_dkdv(problem: AttentionProblem, device: DeviceSpec) -> bool:
     At a padded head dim of 256 both together spill on Hopper (H200: 2.7 ms in two launches, 3.7 ms in one).
     """
     return kernel_width(problem) > 128 and device.arch != "interpreter"
+
+
+def pair_entries(problem: AttentionProblem, config: TileConfig, device: DeviceSpec) -> int:
+    """In how many launches dQ's kernel makes the gradient of a bias on its way; 0 where a kernel of its own does.
+
+    1 where no number of the bias stands for two pairs: dS is stored as it is. b where the batch alone shares it, an
+    entry a launch: adding up moves 8 bytes a pair, which takes 1.1 ms for 2^29 pairs at 4 TB/s, if nothing hides it,
+    and the kernel of its own took 2.3 ms there (H200, head dim 128). But each launch has to fill the device, and
+    packed sequences are no entries.
+    """
+    bias = problem.scores.bias
+    if bias is None or 1 in bias.shape[2:] or bias.shape[1] != problem.hq:
+        return 0
+    if bias.shape[0] == problem.pairs[0]:
+        return 1
+    programs = problem.hq * -(-problem.sq // config.block_m)
+    fills = programs >= FILLING or device.arch == "interpreter"
+    return problem.b if problem.sequences.packed is None and fills else 0
 
 
 def wants_descriptors(problem: AttentionProblem, device: DeviceSpec) -> bool:

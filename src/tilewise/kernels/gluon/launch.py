@@ -11,6 +11,9 @@ from tilewise.problem import AttentionProblem
 
 # What keys and values of one section of heads may take of L2 (50 MiB on an H200): 24 and 48 were no better.
 _SECTION_BYTES = 32 * 2**20
+# A warpgroup is four warps. Contracting a·b + c into one rounding is what the softmax's cost counts on; Triton 3.10
+# changes the default, and 3.9 warns of it.
+OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 
 
 class HopperShape(Protocol):
@@ -41,9 +44,12 @@ class HopperShape(Protocol):
 
 
 class HopperForward:
-    """The forward kernel bound to a problem; call it with (q, k, v, out, lse)."""
+    """The forward kernel bound to a problem; call it with (q, k, v, out, lse).
 
-    def __init__(self, problem: AttentionProblem, config: HopperShape) -> None:
+    ``multiprocessors``: of the device; one program runs on each.
+    """
+
+    def __init__(self, problem: AttentionProblem, config: HopperShape, multiprocessors: int) -> None:
         from triton.experimental.gluon import language as gl
 
         from tilewise.kernels.gluon.hopper_forward import Shape, hopper_forward_kernel
@@ -55,7 +61,7 @@ class HopperForward:
         band, first, rows = problem.band, self.keys.start, 64 * config.consumers
         tiles = math.ceil(problem.sq / rows)
         total = tiles * problem.hq * problem.b
-        self.grid = (min(total, torch.cuda.get_device_properties(problem.device).multi_processor_count),)
+        self.grid = (min(total, multiprocessors),)
         # Keys count from the first one that is seen: those before it are not read.
         self.scalars = (
             tiles, problem.hq, problem.b, _section(problem), problem.sq, len(self.keys),
@@ -68,7 +74,7 @@ class HopperForward:
 
     def __call__(self, *tensors: torch.Tensor) -> None:
         """Enqueue the kernel on the current stream of the current device."""
-        self.kernel[self.grid](*self.arguments(tensors, _counter(tensors[0].device)), *self.scalars, num_warps=4)
+        self.kernel[self.grid](*self.arguments(tensors, _counter(tensors[0].device)), *self.scalars, **OPTIONS)
 
     def arguments(self, tensors: tuple[torch.Tensor, ...], counter: torch.Tensor) -> tuple[Any, ...]:
         """Descriptors of q, k, v and out, then lse and the counter."""

@@ -44,6 +44,13 @@ from tilewise.kernels.triton.modifiers import (
     through_function,
     through_softcap,
 )
+from tilewise.kernels.triton.pair_sums import (
+    halves,
+    load_pairs_by_halves,
+    pair_rows,
+    pair_strides,
+    store_pairs_by_halves,
+)
 from tilewise.kernels.triton.places import locate
 from tilewise.kernels.triton.primitives import (
     BLOCK_TAIL,
@@ -269,12 +276,13 @@ def attention_backward_dkdv_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta
 
 @triton.jit
 def sum_over_keys(dq, dq_tail, rows, moments, q, q_tail, dout, lse, delta, k_source, v_source, modifiers, row, sequence,
-                  head, place_k, numbers_q, documents_k, listed, offs_m, seen_from, steps, length_q, band, stride_ks,
-                  stride_kd, stride_vs, stride_vd, scale_log2, BLOCK_N: tl.constexpr, D: tl.constexpr,
-                  BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, MASKED: tl.constexpr,
-                  PRECISION: tl.constexpr, INT64: tl.constexpr, DESCRIPTORS: tl.constexpr, CHANGED: tl.constexpr,
-                  CLIP: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, MOMENTS: tl.constexpr):
-    """Add the fully visible keys, or (MASKED) those around them, to dQ and the rows' sums: the one loop body."""
+                  head, place_k, numbers_q, documents_k, listed, own_pairs, earlier_pairs, offs_m, seen_from, steps,
+                  length_q, band, stride_ks, stride_kd, stride_vs, stride_vd, scale_log2, BLOCK_N: tl.constexpr,
+                  D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
+                  MASKED: tl.constexpr, PRECISION: tl.constexpr, INT64: tl.constexpr, DESCRIPTORS: tl.constexpr,
+                  CHANGED: tl.constexpr, CLIP: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr,
+                  MOMENTS: tl.constexpr):
+    """Add the fully visible keys, or (MASKED) those around them, to dQ and the sums: the one loop body."""
     stop = steps[3]
     COVERED: tl.constexpr = band[3] is not None
     ALIGNED: tl.constexpr = modifiers.dropout.ptr is not None or listed is not None
@@ -286,6 +294,8 @@ def sum_over_keys(dq, dq_tail, rows, moments, q, q_tail, dout, lse, delta, k_sou
     for step in tl.range(first, last, BLOCK_N):
         n = step_at(step, steps, listed, MASKED, COVERED)
         offs_n = n + tl.arange(0, BLOCK_N)
+        if earlier_pairs is not None:  # here, though it takes registers: at the sum the program would wait for them
+            earlier_low, earlier_high = load_pairs_by_halves(earlier_pairs, offs_m, n, length_q, stop, BLOCK_N, MASKED)
         k = load_tile(k_source, place_k, n, stop, stride_ks, stride_kd, BLOCK_N, D, BLOCK_D, MASKED, INT64,
                       DESCRIPTORS, CLIP)
         k = unseen_as_zero(k, n, seen_from, band[3], band[4], BLOCK_N, ADDED)
@@ -308,6 +318,12 @@ def sum_over_keys(dq, dq_tail, rows, moments, q, q_tail, dout, lse, delta, k_sou
         dprobs = drop(gained(dprobs, modifiers), kept, modifiers)
         probs = recompute_probs(scores, lse[:, None], visible, 1.0 if CHANGED else scale_log2, HIDES)
         dscores = score_gradient(probs, dprobs, delta[:, None], visible, False, HIDES)
+        if own_pairs is not None:
+            low, high = halves(dscores)
+            if earlier_pairs is not None:
+                low += earlier_low
+                high += earlier_high
+            store_pairs_by_halves(own_pairs, low, high, offs_m, n, length_q, stop, BLOCK_N, MASKED)
         if ROWS:
             rows += tl.sum(dscores, 1)
         if MOMENTS:
@@ -322,28 +338,30 @@ def sum_over_keys(dq, dq_tail, rows, moments, q, q_tail, dout, lse, delta, k_sou
 
 
 @triton.jit(do_not_specialize=["lower", "upper", "prefix", "sink_tokens", "chunk", "offset", "count", "sq", "sk", "hq",
-                               "group", "tiles"])
+                               "group", "tiles", "entry"])
 def attention_backward_dq_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dq_ptr, rows_ptr, moments_ptr,
-                                 modifiers,
+                                 pairs_ptr, earlier_ptr, entry, modifiers,
                                  stride_qb, stride_qh, stride_qs, stride_qd,
                                  stride_kb, stride_kh, stride_ks, stride_kd,
                                  stride_vb, stride_vh, stride_vs, stride_vd,
                                  stride_dob, stride_doh, stride_dos, stride_dod,
-                                 stride_dqb, stride_dqh, stride_dqs,
+                                 stride_dqb, stride_dqh, stride_dqs, stride_pb, stride_ph, stride_pq,
                                  scale, scale_log2, lower, upper, prefix, sink_tokens, chunk, offset, count, sq, sk,
                                  hq, group, tiles, SHIFTED: tl.constexpr,
                                  D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
                                  PRECISION: tl.constexpr, INT64: tl.constexpr, DESCRIPTORS: tl.constexpr,
                                  CHANGED: tl.constexpr, TAIL: tl.constexpr, BLOCK_M: tl.constexpr,
                                  BLOCK_N: tl.constexpr):
-    """Compute dQ = scale·dS K for BLOCK_M queries of one head (eq. 9 and 10). Grid: (tiles · hq · b,).
+    """Compute dQ = scale·dS K for BLOCK_M queries of one head (eq. 9 and 10).
 
+    Grid: (tiles · hq · b,), or with an ``entry`` (tiles · hq,) for that batch entry alone.
     rows and moments, unless None: (b, hq, sq), dense; receive Σ_j dS, for a bias that all keys share, and
-    −Σ_j dS·distance, for ALiBi's slopes.
+    −Σ_j dS·distance, for ALiBi's slopes. pairs, unless None: (b|1, hq, ≥ sq, ≥ sk); receives dS in the tiles that are
+    visible, with what stands in ``earlier``, unless that is None, added to it.
     """
     lengths = modifiers.lengths
     first, head, sequence, batch, row_q, row_k, rows_q, length_q, length_k = locate(
-        lengths.cu_q, lengths.q, lengths.cu_k, lengths.k, count, tiles, hq, sq, sk, BLOCK_M, upper is not None)
+        lengths.cu_q, lengths.q, lengths.cu_k, lengths.k, count, tiles, hq, sq, sk, BLOCK_M, upper is not None, entry)
     PADDED: tl.constexpr = count is not None
     band = (lower, upper, prefix, sink_tokens, chunk, offset, length_k - length_q if SHIFTED else None)
     offs_m = first + tl.arange(0, BLOCK_M)
@@ -381,13 +399,19 @@ def attention_backward_dq_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_p
         listed = tile_list(modifiers.tiles.q, modifiers.tiles.per_batch, modifiers.tiles.per_head, batch, head, hq,
                            first, sq, sk)
         steps = listed_steps(listed, spans[3])
+    own_pairs = None
+    earlier_pairs = None
+    if pairs_ptr is not None:
+        own_pairs = pair_rows(pairs_ptr, sequence, head, first, stride_pb, stride_ph, stride_pq, BLOCK_M)
+    if earlier_ptr is not None:
+        earlier_pairs = pair_rows(earlier_ptr, sequence, head, first, stride_pb, stride_ph, stride_pq, BLOCK_M)
     for MASKED in tl.static_range(2):
         dq, dq_tail, rows, moments = sum_over_keys(
             dq, dq_tail, rows, moments, q, q_tail, dout, lse, delta, k_source, v_source, modifiers,
-            sequence * hq + head, sequence, head, (batch, head_k, row_k), numbers_q, documents_k, listed, offs_m,
-            spans[0], steps, length_q, band, stride_ks, stride_kd, stride_vs, stride_vd, scale_log2, BLOCK_N, D,
-            BLOCK_D, DV, BLOCK_DV, MASKED, PRECISION, INT64, DESCRIPTORS, CHANGED, PADDED, TAIL, rows_ptr is not None,
-            moments_ptr is not None)
+            sequence * hq + head, sequence, head, (batch, head_k, row_k), numbers_q, documents_k, listed, own_pairs,
+            earlier_pairs, offs_m, spans[0], steps, length_q, band, stride_ks, stride_kd, stride_vs, stride_vd,
+            scale_log2, BLOCK_N, D, BLOCK_D, DV, BLOCK_DV, MASKED, PRECISION, INT64, DESCRIPTORS, CHANGED, PADDED,
+            TAIL, rows_ptr is not None, moments_ptr is not None)
     dq = padding_as_zero(dq * scale, first, length_q, BLOCK_M, PADDED)
     dq_base = dq_ptr + head_offset(batch, head, stride_dqb, stride_dqh) + row_q.to(tl.int64) * stride_dqs
     store_tile(dq_base, dq, first, rows_q, stride_dqs, 1, BLOCK_M, D, BLOCK_D, INT64)
@@ -434,18 +458,21 @@ def dkdv_launch(problem: AttentionProblem, config: TileShape, precision: str, do
 
 
 def dq_launch(problem: AttentionProblem, config: TileShape, precision: str, dout_strides: Sizes,
-              dq_strides: Sizes) -> Launch:
-    """Bind the dQ kernel.
+              dq_strides: Sizes, pair_entries: int = 0) -> Launch:
+    """Bind the dQ kernel; where it makes the pairs too, ``pair_entries`` says in how many launches.
 
-    Call the result with (q, k, v, dout, lse, delta, dq, rows or None, moments or None, modifiers or None).
+    Call the result with (q, k, v, dout, lse, delta, dq, rows or None, moments or None, pairs or None, earlier pairs or
+    None, entry or None, modifiers or None).
     """
     inputs = (problem.q_strides, problem.k_strides, problem.v_strides, dout_strides)
     int64 = needs_int64(problem, *inputs, dq_strides)
     tiles = tile_slots(problem, problem.sq, config.block_m)
     scalars = (
-        *joined(*inputs, dq_strides[:3]), problem.scale, problem.scale * LOG2E.value,
-        *bounds(problem), problem.sq, problem.sk, problem.hq, problem.group, tiles, is_shifted(problem),
-        *constants(problem, precision, int64, config.descriptors), config.block_m, config.block_n,
+        *joined(*inputs, dq_strides[:3]), *pair_strides(problem, pair_entries), problem.scale,
+        problem.scale * LOG2E.value, *bounds(problem), problem.sq, problem.sk, problem.hq, problem.group, tiles,
+        is_shifted(problem), *constants(problem, precision, int64, config.descriptors), config.block_m,
+        config.block_n,
     )
-    return Launch(attention_backward_dq_kernel, tiles * problem.hq * problem.b, scalars,
-                  tile_blocks(problem, config), optional=3, num_warps=config.num_warps, num_stages=config.num_stages)
+    entries = problem.b if pair_entries < 2 else 1
+    return Launch(attention_backward_dq_kernel, tiles * problem.hq * entries, scalars,
+                  tile_blocks(problem, config), optional=6, num_warps=config.num_warps, num_stages=config.num_stages)

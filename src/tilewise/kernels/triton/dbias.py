@@ -1,4 +1,7 @@
-"""Gradient of a bias with a query and a key dim: dS itself, summed over the heads that share it (maths.md, eq. 21)."""
+"""Gradient of a bias with a query and a key dim: dS itself, summed over the heads that share it (maths.md, eq. 21).
+
+By a kernel of its own, for biases whose gradient the dQ kernel does not make on its way (pair_sums.py).
+"""
 
 import triton
 import triton.language as tl

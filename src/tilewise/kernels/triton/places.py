@@ -54,14 +54,17 @@ def extent(cu_seqlens, seqlens, sequence, count, total):
 
 @triton.jit
 def locate(own_cu, own_seqlens, other_cu, other_seqlens, count, tiles, heads, own, other, BLOCK: tl.constexpr,
-           LONGEST_FIRST: tl.constexpr):
+           LONGEST_FIRST: tl.constexpr, entry=None):
     """Return what a program works on; "own" is the side it has a tile of, queries or keys.
 
     (first own position, head, sequence, batch, own and other first row, own rows, own length, other length): positions
     count from the sequence's first row, and rows are those of batch entry ``batch``. Rows from ``own length`` on are
-    padding: they see nothing, and are to be written as such. ``count`` is None where shapes are the lengths.
+    padding: they see nothing, and are to be written as such. ``count`` is None where shapes are the lengths, ``entry``
+    where the grid has every batch entry; else it has that one alone.
     """
     slot, head, batch = locate_tile(tiles, heads, LONGEST_FIRST)
+    if entry is not None:
+        batch += entry
     sequence = batch
     if own_cu is not None:
         sequence = sequence_of(own_cu, count, slot, BLOCK)

@@ -1,7 +1,8 @@
 """Gradients of a call's operands from what the kernels sum: rows, columns and moments of dS, or dS itself.
 
-O(s) memory beside the gradients. The kernels write one number for each query or key and head, in float32; the rest of
-the sum, over what the operand is broadcast along, is torch's, in a fixed order.
+O(s) memory beside the gradients, but for what pair_sums.py takes for a 16-bit bias. The kernels write one number for
+each query or key and head, in float32; the rest of the sum, over what the operand is broadcast along, is torch's, in a
+fixed order.
 """
 
 import torch

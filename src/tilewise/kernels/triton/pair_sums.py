@@ -1,0 +1,118 @@
+"""Gradient of a bias on dQ's way: the dQ kernel stores the dS that it makes, or adds it to that of earlier entries.
+
+Where the batch shares the bias, dQ is launched once for each batch entry, in order: a launch reads, adds and writes
+what those before it on the stream have left, without atomics, so the sum is the same on every run. It is kept in
+float32. Of a 16-bit bias that takes a buffer of the bias's shape beside the gradient, which is this gradient before it
+is rounded. The alternative, a kernel of its own (dbias.py), makes S and dP once more.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from tilewise.kernels.triton.launch import Launch
+from tilewise.kernels.triton.primitives import head_offset, offsets
+from tilewise.problem import AttentionProblem
+
+
+@triton.jit
+def pair_rows(pairs_ptr, sequence, head, first, stride_b, stride_h, stride_q, ROWS: tl.constexpr):
+    """Point to the rows ``first .. first + ROWS`` of one head's pairs, [ROWS]."""
+    base = pairs_ptr + head_offset(sequence, head, stride_b, stride_h) + first.to(tl.int64) * stride_q
+    return base + offsets(tl.arange(0, ROWS), stride_q, True)
+
+
+@triton.jit
+def halves(tile):
+    """Split a tile, [ROWS, COLUMNS], into its first and its last columns.
+
+    On its way to memory a tile changes its layout through shared memory: by halves, through half as much of it (sm_90,
+    d 128: 112 KiB a program instead of 120, so that two fit where one did) and with fewer registers (24 bytes of stack
+    instead of 64 where nothing is added).
+    """
+    return tile.reshape(tile.shape[0], 2, tile.shape[1] // 2).permute(0, 2, 1).split()
+
+
+@triton.jit
+def locate_half(rows, offs_m, first_k, stop_q, stop_k, HALF: tl.constexpr, COLUMNS: tl.constexpr,
+                CHECKED: tl.constexpr):
+    """Point to half 0 or 1 of a tile of pairs with the pointers ``rows``, and say which of its pairs there are.
+
+    Where not CHECKED all keys are inside; without a check along them a thread moves 16 bytes at once.
+    """
+    offs_n = first_k + HALF * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (offs_m < stop_q)[:, None]
+    if CHECKED:
+        inside = inside & (offs_n < stop_k)[None, :]
+    return rows[:, None] + offs_n[None, :], inside
+
+
+@triton.jit
+def load_pairs_by_halves(rows, offs_m, first_k, stop_q, stop_k, BLOCK_N: tl.constexpr, CHECKED: tl.constexpr):
+    """Load both halves, [BLOCK_M, BLOCK_N / 2], of a tile of pairs; 0 outside."""
+    low_ptrs, low_inside = locate_half(rows, offs_m, first_k, stop_q, stop_k, 0, BLOCK_N // 2, CHECKED)
+    high_ptrs, high_inside = locate_half(rows, offs_m, first_k, stop_q, stop_k, 1, BLOCK_N // 2, CHECKED)
+    return tl.load(low_ptrs, mask=low_inside, other=0.0), tl.load(high_ptrs, mask=high_inside, other=0.0)
+
+
+@triton.jit
+def store_pairs_by_halves(rows, low, high, offs_m, first_k, stop_q, stop_k, BLOCK_N: tl.constexpr,
+                          CHECKED: tl.constexpr):
+    """Store both halves of a tile of pairs, in their own dtype."""
+    low_ptrs, low_inside = locate_half(rows, offs_m, first_k, stop_q, stop_k, 0, BLOCK_N // 2, CHECKED)
+    high_ptrs, high_inside = locate_half(rows, offs_m, first_k, stop_q, stop_k, 1, BLOCK_N // 2, CHECKED)
+    tl.store(low_ptrs, low.to(rows.dtype.element_ty), mask=low_inside)
+    tl.store(high_ptrs, high.to(rows.dtype.element_ty), mask=high_inside)
+
+
+def pair_strides(problem: AttentionProblem, entries: int) -> tuple[int | None, ...]:
+    """Strides (b, h, s) of a bias's dense gradient: 0 for a batch that shares it, None where there are no entries."""
+    bias = problem.scores.bias
+    if not entries or bias is None:
+        return None, None, None
+    own_batches, heads, size_q, size_k = bias.shape
+    return (0 if own_batches == 1 else heads * size_q * size_k), size_q * size_k, size_k
+
+
+class PairSums:
+    """The launches of dQ that make the gradient of a bias too; called as one launch of dQ is, with that gradient.
+
+    Args:
+        problem: of the backward pass; its bias has a query and a key dim and every head.
+        entries: 1, or the batch entries that are launched one after another.
+        bind: returns a launch of dQ; one that reads or writes another dtype, or reads nothing, needs one of its own.
+    """
+
+    def __init__(self, problem: AttentionProblem, entries: int, bind: Callable[[], Launch]) -> None:
+        scores, sequences = problem.scores, problem.sequences
+        hiding = (scores.documents_q, scores.documents_k, scores.tiles_q)
+        self._entries = entries
+        # Of a tile that no query of it sees, nothing is written.
+        self._skips = problem.mask.is_bounded or sequences.are_data or any(facts is not None for facts in hiding)
+        # Else an entry may skip what an earlier one has written, or the other way round.
+        self._alike = not sequences.are_data and all(facts is None or facts.shape[0] == 1 for facts in hiding)
+        self._first, self._next, self._last = bind(), bind(), bind()
+
+    def __call__(self, *arguments: Any) -> None:
+        """Enqueue the launches: ``arguments`` as of one of dQ; it is for here to say which pairs are earlier ones."""
+        *tensors, pairs, _earlier, _entry, modifiers = arguments
+        if self._skips and (self._alike or self._entries == 1):
+            pairs.zero_()
+        if self._entries == 1:
+            self._first(*tensors, pairs, None, None, modifiers)
+            return
+        total = pairs if pairs.dtype is torch.float32 else torch.empty_like(pairs, dtype=torch.float32)
+        if not self._alike:
+            total.zero_()
+            for entry in range(self._entries):
+                self._next(*tensors, total, total, entry, modifiers)
+            if total is not pairs:
+                pairs.copy_(total)
+            return
+        self._first(*tensors, total, None, 0, modifiers)
+        for entry in range(1, self._entries - 1):
+            self._next(*tensors, total, total, entry, modifiers)
+        self._last(*tensors, pairs, total, self._entries - 1, modifiers)

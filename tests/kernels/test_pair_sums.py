@@ -1,0 +1,137 @@
+"""Gradient of a bias on dQ's way: where it is made there, where not, and that it is right in every launch."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from conformance.calls import assert_gradients_within_budget, forward_and_backward, operands_of, problem_of
+from tilewise import attention, window
+from tilewise.backends import triton
+from tilewise.backends.base import Needs
+from tilewise.kernels.triton.launch import Launch
+from tilewise.kernels.triton.pair_sums import PairSums
+from tilewise.masks import causal, sink_tokens
+from tilewise.testing.cases import Case
+from tilewise.testing.inputs import make_inputs
+
+# More than a tile of 64 either way, the last one ragged, and whole tiles that a mask hides.
+PLAIN = Case("plain", b=3, hq=2, hk=1, sq=70, sk=150, d=16, dv=24, bias="1hqk")
+CASES = (
+    PLAIN,
+    replace(PLAIN, name="one_entry", b=1),
+    replace(PLAIN, name="two_entries_float32", b=2, operand_dtype="float32", mask=causal("top_left")),
+    replace(PLAIN, name="float32", operand_dtype="float32", mask=causal("bottom_right") & window(20, 0)),
+    replace(PLAIN, name="causal", mask=causal("top_left")),
+    replace(PLAIN, name="sink_tokens", sq=150, mask=causal() & window(20, 0) & sink_tokens(3), softcap=4.0),
+    replace(PLAIN, name="blind_queries", sq=150, sk=70, mask=causal("bottom_right"), alibi="h", sinks=True),
+    replace(PLAIN, name="mask_tensor_dropout", mask_tensor="b11k", dropout_p=0.3),
+    replace(PLAIN, name="documents", mask=causal("bottom_right"), documents="runs"),
+    replace(PLAIN, name="padded", lengths_q=(70, 0, 33), lengths_k=(20, 150, 90), mask=causal("bottom_right")),
+    replace(PLAIN, name="padded_float32", lengths_k=(20, 150, 0), operand_dtype="float32"),
+    replace(PLAIN, name="of_entries", bias="bhqk"),
+    replace(PLAIN, name="of_entries_causal", bias="bhqk", mask=causal("top_left"), operand_dtype="float32"),
+    replace(PLAIN, name="of_entries_padded", bias="bhqk", lengths_q=(70, 0, 33), lengths_k=(20, 150, 90)),
+    replace(PLAIN, name="of_sequences", bias="bhqk", lengths_q=(70, 0, 33), lengths_k=(20, 150, 90), packed="gaps"),
+)
+ELSEWHERE = (
+    replace(PLAIN, name="shared_by_heads", bias="b1qk"),
+    replace(PLAIN, name="shared_by_all", bias="11qk"),
+    replace(PLAIN, name="shared_by_packed_sequences", lengths_q=(70, 0, 33), lengths_k=(20, 150, 90), packed="tight"),
+)
+
+
+@pytest.fixture
+def dtype(device):
+    return torch.float16 if device.type == "cpu" else torch.bfloat16
+
+
+@pytest.fixture(params=["on_the_way", "by_its_own_kernel"])
+def is_on_the_way(request, monkeypatch):
+    """Either way where both can: on the way a launch need not fill the device."""
+    found = triton.pair_entries
+    monkeypatch.setattr("tilewise.tuning.heuristics.FILLING", 1)
+    if request.param != "on_the_way":
+        monkeypatch.setattr(triton, "pair_entries", lambda *_: 0)
+    triton._backward_plan.cache_clear()
+    yield triton.pair_entries is found
+    triton._backward_plan.cache_clear()
+
+
+def plan_of(case, device, dtype, needs):
+    inputs = make_inputs(case, dtype, device)
+    problem = problem_of(case, inputs, operands_of(case, inputs)).backward(lse_grad=False)
+    strides = inputs.dout.stride()
+    return triton._backward_plan(problem, (strides, strides, None), (True,) * 7, "ieee", needs)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_gradient_made_either_way_is_the_oracles(case, is_on_the_way, device, dtype):
+    plan = plan_of(case, device, dtype, Needs(dbias=True))
+    assert isinstance(plan.dq, PairSums) == is_on_the_way
+    assert (plan.dbias is None) == is_on_the_way
+    inputs = make_inputs(case, dtype, device)
+    got = forward_and_backward(triton.backend, case, inputs, "out_and_lse").gradients
+    assert_gradients_within_budget(case, inputs, got, "out_and_lse")
+
+
+def test_dq_has_the_same_bits_whichever_way_the_bias_has_its_gradient(monkeypatch, device, dtype):
+    """The way depends on the batch's size, on which no bit of a deterministic call may depend."""
+    monkeypatch.setattr("tilewise.tuning.heuristics.FILLING", 1)
+    inputs = make_inputs(PLAIN, dtype, device)
+    found = []
+    for entries in (triton.pair_entries, lambda *_: 0):
+        monkeypatch.setattr(triton, "pair_entries", entries)
+        triton._backward_plan.cache_clear()
+        found.append(forward_and_backward(triton.backend, PLAIN, inputs, deterministic=True).dq)
+    triton._backward_plan.cache_clear()
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("case", ELSEWHERE, ids=str)
+def test_gradient_summed_over_more_than_the_batch_has_a_kernel_of_its_own(case, device, dtype):
+    plan = plan_of(case, device, dtype, Needs(dbias=True))
+    assert isinstance(plan.dq, Launch)
+    assert isinstance(plan.dbias, Launch)
+
+
+@pytest.mark.parametrize(("case", "is_wanted"), [(PLAIN, False), (replace(PLAIN, name="of_keys", bias="1h1k"), True)],
+                         ids=str)
+def test_bias_without_gradient_or_without_pairs_costs_no_launch(case, is_wanted, device, dtype):
+    plan = plan_of(case, device, dtype, Needs(dbias=is_wanted))
+    assert isinstance(plan.dq, Launch)
+    assert plan.dbias is None
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 1)], ids=["lists_of_all", "lists_of_entries"])
+def test_lists_of_tiles_leave_no_hidden_pair_unwritten(shape, is_on_the_way, device):
+    """Entries with lists of their own visit other tiles than one another."""
+    case = replace(PLAIN, sq=200, sk=300)
+    q, k, v, dout, _ = make_inputs(case, torch.float32, device, requires_grad=True)
+    bias = torch.linspace(-1, 1, 2 * 200 * 300, device=device).view(1, 2, 200, 300).requires_grad_()
+    visible = torch.ones(*shape, 200, 300, dtype=torch.bool, device=device)
+    for entry in range(shape[0]):
+        visible[entry, :, :128, :128 + 64 * entry] = False
+    mask = window(None, None) & visible
+    want, got = (torch.autograd.grad(attention(q, k, v, mask=given, bias=bias, backend="triton"), bias, dout)[0]
+                 for given in (mask, mask.tiled(200, 300)))
+    assert not got[:, :, :128, :128].any()
+    torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_a_sum_over_the_batch_is_kept_in_float32_and_needs_a_buffer_for_16_bits_alone(dtype):
+    case = replace(PLAIN, operand_dtype="float32" if dtype is torch.float32 else "same")
+    inputs = make_inputs(case, torch.float16, "cpu")
+    problem = problem_of(case, inputs).backward(lse_grad=False)
+    launched = []
+    pairs = torch.empty(problem.scores.bias.shape, dtype=dtype)
+    launches = PairSums(problem, case.b, lambda: lambda *arguments: launched.append(arguments))
+    launches("q", pairs, None, None, "modifiers")
+    assert [(first, entry, last) for first, *_, entry, last in launched] == [
+        ("q", entry, "modifiers") for entry in range(case.b)]
+    totals = [arguments[1] for arguments in launched[:-1]] + [arguments[2] for arguments in launched[1:]]
+    assert all(total is totals[0] and total.dtype is torch.float32 for total in totals)
+    assert launched[0][2] is None
+    assert launched[-1][1] is pairs
+    assert (totals[0] is pairs) == (dtype is torch.float32)
