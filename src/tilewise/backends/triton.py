@@ -149,7 +149,7 @@ class _BackwardPlan:
     dv_strides: Sizes
     delta: Launch | None = None
     dkdv: tuple[Launch, ...] = ()
-    dq: Launch | None = None
+    dq: Launch | PairSums | None = None
     dbias: Launch | None = None
     fixed: Modifiers | None = None
 
