@@ -10,7 +10,7 @@ import importlib.util
 import os
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,6 +22,9 @@ from tilewise.scores import NO_OPERANDS, OperandFacts, Operands
 from tilewise.tuning.device import device_spec
 from tilewise.tuning.heuristics import delta_config, least_bytes, pair_entries, split_dkdv, wants_descriptors
 from tilewise.tuning.table import config_for
+
+if TYPE_CHECKING:
+    from tilewise.kernels.triton.pair_sums import PairSums
 
 _EVERY = Needs()
 _PLANS = 1024  # problems whose plans are kept
@@ -149,7 +152,7 @@ class _BackwardPlan:
     dv_strides: Sizes
     delta: Launch | None = None
     dkdv: tuple[Launch, ...] = ()
-    dq: Launch | PairSums | None = None
+    dq: "Launch | PairSums | None" = None
     dbias: Launch | None = None
     fixed: Modifiers | None = None
 
