@@ -1,9 +1,11 @@
-"""Compile the Triton kernels for a GPU that is not here, and read what the compiler made of them.
+"""Compile the kernels for a GPU that is not here, and read what the compiler made of them.
 
 Run as a script: Triton decides at import whether it interprets, and its version is chosen by PYTHONPATH, so the tests
 start a process per Triton version. Reads a JSON list of requests on standard input, prints one JSON row a line.
 """
 
+import contextlib
+import io
 import json
 import re
 import subprocess
@@ -19,6 +21,7 @@ from triton.runtime import driver
 
 from conformance.functions import mask_functions, score_functions
 from tilewise.bench.compile_ahead import CompileOnlyDriver
+from tilewise.kernels.gluon.launch import OPTIONS, HopperForward
 from tilewise.kernels.triton.backward import delta_launch, dkdv_launch, dq_launch
 from tilewise.kernels.triton.dbias import dbias_launch
 from tilewise.kernels.triton.forward import forward_launch
@@ -28,7 +31,7 @@ from tilewise.problem import AttentionProblem, dense_strides
 from tilewise.scores import FunctionFacts, OperandFacts, Operands, ScoreOptions
 from tilewise.sequences import Sequences
 from tilewise.tuning.device import DeviceSpec
-from tilewise.tuning.heuristics import delta_config, tile_config
+from tilewise.tuning.heuristics import delta_config, hopper_forward_config, tile_config
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -102,14 +105,19 @@ def pairs_of(kernel, problem):
             "dq_last": (rounded, total, 1, 2)}[kernel]
 
 
-def launch_of(kernel, problem, config, modifiers):
-    """Return the launch and its arguments before the scalars, in order."""
+def tensors_of(problem):
+    """Return q, k, v, out and lse."""
     rows = torch.empty(problem.b, problem.hq, problem.sq)
-    q, k, v, out = (torch.empty_strided(shape, strides, dtype=problem.dtype) for shape, strides in (
+    return *(torch.empty_strided(shape, strides, dtype=problem.dtype) for shape, strides in (
         ((problem.b, problem.hq, problem.sq, problem.d), problem.q_strides),
         ((problem.b, problem.hk, problem.sk, problem.d), problem.k_strides),
         ((problem.b, problem.hk, problem.sk, problem.dv), problem.v_strides),
-        ((problem.b, problem.hq, problem.sq, problem.dv), problem.out_strides)))
+        ((problem.b, problem.hq, problem.sq, problem.dv), problem.out_strides))), rows
+
+
+def launch_of(kernel, problem, config, modifiers):
+    """Return the launch and its arguments before the scalars, in order."""
+    q, k, v, out, rows = tensors_of(problem)
     if kernel == "forward":
         return forward_launch(problem, config, "ieee"), (q, k, v, out, rows, None, modifiers)
     problem = replace(problem, direction="backward")
@@ -140,8 +148,26 @@ def compile_for(request):
     launch, tensors = launch_of(kernel, problem, config, modifiers_of(problem, operands))
     driver.set_active(CompileOnlyDriver(TARGETS[request["arch"]]))
     compiled = launch.kernel.warmup(*launch.arguments(tensors), *launch.scalars, grid=launch.grid, **launch.options)
-    row = request | {"triton": triton.__version__, "shared": compiled.metadata.shared, "limit": spec.shared_memory}
+    row = facts_of(request, compiled, spec)
     return row | (amd_report(compiled) if request["arch"].startswith("gfx") else nvidia_report(compiled))
+
+
+def compile_hopper_forward(request):
+    """The Gluon kernel; ptxas's log is printed where TRITON_DUMP_PTXAS_LOG is set and the kernel is not in a cache."""
+    spec, problem = DeviceSpec.of_arch("sm_90"), problem_of(request, Operands())
+    config = hopper_forward_config(problem)
+    launch = HopperForward(problem, config, multiprocessors=132)
+    driver.set_active(CompileOnlyDriver(TARGETS["sm_90"]))
+    arguments = launch.arguments(tensors_of(problem), torch.empty(1, dtype=torch.int32))
+    with contextlib.redirect_stdout(io.StringIO()) as log:
+        compiled = launch.kernel.warmup(*arguments, *launch.scalars, grid=launch.grid, **OPTIONS)
+    row = facts_of(request, compiled, spec)
+    return row | nvidia_report(compiled) | {"planned": config.shared_bytes(problem), "log": log.getvalue(),
+                                            "threads": 32 * compiled.metadata.num_warps}
+
+
+def facts_of(request, compiled, spec):
+    return request | {"triton": triton.__version__, "shared": compiled.metadata.shared, "limit": spec.shared_memory}
 
 
 def nvidia_report(compiled):
@@ -151,7 +177,7 @@ def nvidia_report(compiled):
         usage = _tool("cuobjdump", "--dump-resource-usage", file.name)
         sass = _tool("nvdisasm", "-c", file.name)
     registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
-    names = ("HGMMA", "HMMA", "UTCHMMA", "LDL", "STL")
+    names = ("HGMMA", "HMMA", "UTCHMMA", "LDL", "STL", "UTMALDG", "UTMASTG", "WARPGROUP.ARRIVE")
     counts = {name.lower(): len(re.findall(rf"\b{name}\b", sass)) for name in names}
     return {"registers": registers, "stack": stack, "wgmma": compiled.asm["ptx"].count("wgmma.mma_async"), **counts}
 
@@ -169,4 +195,5 @@ def _tool(name, *arguments):
 
 if __name__ == "__main__":
     for wanted in json.load(sys.stdin):
-        print(json.dumps(compile_for(wanted)), flush=True)
+        compile_one = compile_hopper_forward if wanted["kernel"] == "hopper_forward" else compile_for
+        print(json.dumps(compile_one(wanted)), flush=True)

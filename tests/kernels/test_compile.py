@@ -1,23 +1,15 @@
-"""Every kernel compiles for every target on both ends of the Triton range and between, without a device.
+"""Every Triton kernel compiles for every target on both ends of the Triton range and between, without a device.
 
 Bounds on spills are in bytes of stack a thread. On sm_90 the kernels through descriptors, which long sequences take,
 need 176 at most (3.6.0); the high ceiling is for those through pointers.
 """
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+
+from kernels.compile_process import INSTALLED, VERSIONS, compile_all
 
 pytestmark = pytest.mark.aot
 
-SCRIPT = Path(__file__).with_name("compile_ahead.py")
-ROOT = SCRIPT.parents[2]
-INSTALLED = "installed"
-VERSIONS = (INSTALLED, "3.6.0", "3.9.0")
 MASKS = {"full": [None, None, None], "causal": [None, 0, "top_left"]}
 ARCHS = ("sm_80", "sm_90", "sm_100", "gfx942")
 # Ceilings that today's tiles keep, not tight ones: every head dim on the installed Triton, d 128 on 3.6.0 and 3.9.0.
@@ -139,21 +131,6 @@ def test_kernels_that_make_a_bias_gradient_beside_dq_compile_within_shared_memor
         if arch == "sm_90" and row["options"] == ["bias"]:
             assert row["shared"] <= 115712, row  # two programs a multiprocessor: half of 228 KiB, less 1 KiB each
             assert row["stack"] <= 256, row
-
-
-def compile_all(version, wanted):
-    """Compile in a process of its own: with that Triton first on the path, and not as an interpreter."""
-    paths = [str(ROOT / "src"), str(ROOT / "tests")]
-    if version != INSTALLED:
-        folder = ROOT / ".triton" / version
-        if not folder.is_dir():
-            pytest.fail(f"Triton {version} is not at {folder}: run 'make triton-versions'")
-        paths.insert(0, str(folder))
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(paths)}
-    done = subprocess.run([sys.executable, str(SCRIPT)], input=json.dumps(wanted), capture_output=True, text=True,
-                          env=environment, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 @pytest.mark.parametrize("arch", ARCHS)

@@ -1,0 +1,52 @@
+"""The Gluon kernels compile for Hopper on both ends of the Triton range and between, without a device.
+
+What the compiler must have made of them: products that do not wait for one another, the copy engine both ways, and
+registers for every warp. Triton can only print ptxas's log while it compiles, so its cache is passed over.
+"""
+
+import re
+
+import pytest
+
+from kernels.compile_process import INSTALLED, VERSIONS, compile_all
+
+pytestmark = pytest.mark.aot
+
+MASKS = {"full": [None, None, None], "causal": [None, 0, "top_left"], "window": [255, 0, "top_left"]}
+REGISTER_FILE = 65536
+# Bytes of stack a thread, ceilings. At d 64 three warpgroups have 160 registers a thread: 3.6.0 and 3.7.1 spill 32
+# bytes at most, 3.9.0 spills 152 (full), 208 (causal) and 240 (window). At d 128 3.9.0 spills 32 in windows alone.
+SPILL_BOUND = {"3.9.0": 256}
+SPILL_BOUND_ELSEWHERE = 64
+
+
+def forward(d, mask="causal", dtype="bfloat16"):
+    return {"arch": "sm_90", "kernel": "hopper_forward", "d": d, "dtype": dtype, "mask": MASKS[mask]}
+
+
+def compile_aloud(version, wanted):
+    rows = compile_all(version, wanted, TRITON_DUMP_PTXAS_LOG="1", TRITON_ALWAYS_COMPILE="1")
+    assert len(rows) == len(wanted)
+    return rows
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_hopper_forward_compiles_within_registers_and_shared_memory(version):
+    wanted = [forward(d, mask) for d in (64, 128) for mask in MASKS] + [forward(d, dtype="float16") for d in (64, 128)]
+    for row in compile_aloud(version, wanted):
+        assert row["shared"] <= row["planned"] <= row["limit"], row
+        assert row["registers"] * row["threads"] <= REGISTER_FILE, row
+        assert row["stack"] <= SPILL_BOUND.get(version, SPILL_BOUND_ELSEWHERE), row
+        assert "Used" in row["log"], row
+        # C7510 and its kin: "Potential Performance Loss: wgmma.mma_async instructions are serialized".
+        assert re.findall(r"C75\d\d", row["log"]) == [], row
+        # Where they are serialized, each product gets a fence of its own.
+        assert 0 < row["warpgroup.arrive"] <= row["hgmma"] / 3, row
+        assert row["utmaldg"] > 0, row
+        assert row["utmastg"] > 0, row
+
+
+def test_heads_in_padded_tiles_share_the_kernels_of_full_ones():
+    *full, of_40, of_96 = compile_aloud(INSTALLED, [forward(64), forward(128), forward(40), forward(96)])
+    assert all("Used" in row["log"] for row in full)
+    assert (of_40["log"], of_96["log"]) == ("", ""), "compiled anew"
