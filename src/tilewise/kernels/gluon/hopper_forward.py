@@ -37,7 +37,11 @@ END = gl.constexpr(-1)  # in place of a first query: no more tiles
 
 
 class Shape(NamedTuple):
-    """What is fixed when the kernel is compiled."""
+    """What is fixed when the kernel is compiled: HopperForwardConfig's fields, and what of the mask there is.
+
+    SKIPS: whether a warpgroup looks if a tile's first step hides all from its own queries, as in tiles longer than a
+    step under an upper bound alone.
+    """
 
     WIDTH: int
     KEYS: int
@@ -47,6 +51,7 @@ class Shape(NamedTuple):
     PING_PONG: bool
     LOWER: bool
     UPPER: bool
+    SKIPS: bool
 
 
 @gluon.jit
@@ -213,6 +218,23 @@ def attend_steps(begin, end, turn, q_tiles, q_slot, pairs, probs, acc, row_max, 
 
 
 @gluon.jit
+def scores_of(q_tiles, q_slot, pairs, turn, OWN: gl.constexpr, C: gl.constexpr):
+    """S of a turn whose V nobody needs: of the first step in which these queries see a key."""
+    k_tiles, _v_tiles, full, empty = pairs
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.KEYS, 16])
+    zero = gl.full([64, C.KEYS], 0.0, gl.float32, layout=S_LAYOUT)
+    wait_full(full, turn, C.STAGES)
+    q = q_tiles.index(q_slot).reshape([64, C.WIDTH])
+    k = k_tiles.index(turn % C.STAGES).reshape([C.KEYS, C.WIDTH])
+    take_turn(OWN, C.PING_PONG)
+    pending = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+    pass_turn(OWN, C.CONSUMERS, C.PING_PONG)
+    s = warpgroup_mma_wait(0, deps=(pending,))
+    leave(empty, turn, C.STAGES)
+    return s
+
+
+@gluon.jit
 def write(acc, row_max, row_sum, row, head, batch, out_desc, out_tile, lse_ptr, sq, heads, scale_log2,
           C: gl.constexpr):
     """Write out and lse of 64 queries (eq. 6)."""
@@ -258,18 +280,24 @@ def attend(sources, queries, pairs, next_tile, out_tiles, lse_ptr, order, band, 
         acc = gl.full([64, C.WIDTH], 0.0, gl.float32, layout=O_LAYOUT)
         nothing = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, S_LAYOUT))
         masked = masked_of(row, spans, band, C)
-        if masked > 0:
-            s = hide(s, row, keys_at(0, spans, C), band, C)
+        q_slot = taken % C.Q_STAGES * C.CONSUMERS + OWN
+        begin = first * 0 + 1
+        if C.SKIPS:
+            if (spans[3] > 1) & (keys_at(0, spans, C) >= row + 64 + band[3]):
+                s = scores_of(q_tiles, opaque(q_slot), pairs, turn, OWN, C)
+                turn += 1
+                begin += 1
+        if masked >= begin:
+            s = hide(s, row, keys_at(begin - 1, spans, C), band, C)
         p, row_max, _factor = soften(s, nothing, scale_log2, True)
         row_sum = gl.sum(p, 1)
         probs = in_pairs(p, DTYPE)
-        q_slot = taken % C.Q_STAGES * C.CONSUMERS + OWN
         turn, probs, acc, row_max, row_sum = attend_steps(
-            1, masked, turn, q_tiles, opaque(q_slot), pairs, probs, acc, row_max, row_sum, row, spans, band,
+            begin, masked, turn, q_tiles, opaque(q_slot), pairs, probs, acc, row_max, row_sum, row, spans, band,
             scale_log2, OWN, True, C)
         turn, probs, acc, row_max, row_sum = attend_steps(
-            gl.maximum(1, masked), spans[3], turn, q_tiles, opaque(q_slot), pairs, probs, acc, row_max, row_sum, row,
-            spans, band, scale_log2, OWN, False, C)
+            gl.maximum(begin, masked), spans[3], turn, q_tiles, opaque(q_slot), pairs, probs, acc, row_max, row_sum,
+            row, spans, band, scale_log2, OWN, False, C)
 
         leave(q_empty, taken * C.CONSUMERS + OWN, C.Q_STAGES * C.CONSUMERS)
         taken += 1

@@ -68,7 +68,8 @@ class HopperForward:
             0 if band.lower is None else band.lower - first, 0 if band.upper is None else band.upper - first,
             problem.group, problem.scale * math.log2(math.e),
             Shape(width, config.keys, config.consumers, config.stages, config.query_stages, config.ping_pong,
-                  band.lower is not None, band.upper is not None))
+                  band.lower is not None, band.upper is not None,
+                  config.consumers > 2 and band.lower is None and band.upper is not None))
         self.blocks = [[1, 1, size, width] for size in (64, config.keys, config.keys, 64)]
         self.layouts = [gl.NVMMASharedLayout.get_default_for(block, self.dtype) for block in self.blocks]
 
