@@ -112,9 +112,11 @@ def _wrong_strides(problem: AttentionProblem) -> str | None:
     itemsize = problem.dtype.itemsize
     if not problem.aligned:
         return "needs q, k and v at addresses that are multiples of 16 bytes"
-    for name, strides in (("q", problem.q_strides), ("k", problem.k_strides), ("v", problem.v_strides),
-                          ("out", problem.out_strides)):
-        if strides[3] != 1 or any(stride <= 0 or stride * itemsize % 16 for stride in strides[:3]):
+    queries, keys = (problem.b, problem.hq, problem.sq), (problem.b, problem.hk, problem.sk)
+    for name, sizes, strides in (("q", queries, problem.q_strides), ("k", keys, problem.k_strides),
+                                 ("v", keys, problem.v_strides), ("out", queries, problem.out_strides)):
+        if strides[3] != 1 or any(size > 1 and (stride <= 0 or stride * itemsize % 16)
+                                  for size, stride in zip(sizes, strides, strict=False)):
             return (f"needs a last stride of 1 and the others positive multiples of {16 // itemsize} elements, got "
                     f"{name} with {strides}")
     return None

@@ -1,0 +1,154 @@
+"""The order of a Hopper kernel's tiles and steps: jit functions called as plain Python, since Gluon has no interpreter.
+
+A quotient of ints rounds towards 0 on a GPU and down in Python. They differ for fewer than 1 - KEYS keys alone, where
+the source takes the larger of it and 0 or 1.
+"""
+
+from collections import Counter
+from itertools import pairwise, product
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import assume, example, given
+from hypothesis import strategies as st
+
+from tilewise.masks import ALIGNMENTS, Mask, causal, window
+from tilewise.problem import AttentionProblem
+from tilewise.tuning.configs import HopperForwardConfig
+from tilewise.tuning.heuristics import hopper_forward_config
+
+launch = pytest.importorskip("tilewise.kernels.gluon.launch")
+tiles = pytest.importorskip("tilewise.kernels.gluon.tiles", reason="Triton is not installed")
+ROWS = 64  # queries a warpgroup
+
+
+@pytest.fixture(scope="module", autouse=True)
+def plain_python():
+    """The three functions of gl that tiles.py calls, on numbers."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiles, "gl", SimpleNamespace(minimum=min, maximum=max, where=lambda test, a, b: a if test else b))
+        yield
+
+
+def problem_of(sq=4096, sk=4096, mask=None, d=128, b=1, heads=(1, 1)):
+    return AttentionProblem(b=b, hq=heads[0], hk=heads[1], sq=sq, sk=sk, d=d, dv=d, dtype=torch.bfloat16,
+                            device=torch.device("cuda", 0), scale=1.0, mask=mask or Mask())
+
+
+def scalars_of(problem, config):
+    """Return the arguments that the kernel gets: order, band and what is fixed when it is compiled."""
+    numbers = launch.HopperForward(problem, config, multiprocessors=132).scalars
+    return numbers[:4], numbers[4:8], numbers[-1]
+
+
+@st.composite
+def masks(draw):
+    side = st.none() | st.integers(0, 900)
+    alignment = draw(st.sampled_from(ALIGNMENTS))
+    return draw(st.sampled_from((causal(alignment), window(draw(side), draw(side), alignment))))
+
+
+CONFIGS = st.builds(HopperForwardConfig, keys=st.sampled_from((64, 128)), consumers=st.sampled_from((2, 3)))
+SIZES = st.integers(1, 900)
+
+
+@given(SIZES, SIZES, masks(), CONFIGS)
+@example(900, 900, Mask(), HopperForwardConfig(128, 3))
+@example(512, 512, causal("top_left"), HopperForwardConfig(128, 2))
+@example(300, 700, causal("bottom_right"), HopperForwardConfig(128, 3))
+@example(700, 300, causal("bottom_right"), HopperForwardConfig(128, 2))
+@example(800, 800, window(127, 0, "top_left"), HopperForwardConfig(64, 3))
+@example(200, 900, window(0, 0, "bottom_right"), HopperForwardConfig(128, 2))
+def test_every_visible_key_is_in_one_step_and_unmasked_steps_are_visible_whole(sq, sk, mask, config):
+    problem = problem_of(sq, sk, mask)
+    assume(not problem.is_empty)
+    (n_tiles, *_), band, shape = scalars_of(problem, config)
+    keys = problem.seen_keys
+    visible = mask.visible(sq, sk)[:, keys.start:keys.stop]
+    assert band[1] == visible.shape[1]
+    for first in range(0, n_tiles * ROWS * config.consumers, ROWS * config.consumers):
+        spans = tiles.steps_of.fn(first, band, shape)
+        begins = [tiles.keys_at.fn(step, spans, shape) for step in range(spans[3])]
+        assert begins
+        assert all(begin >= 0 for begin in begins), "the copy engine would shift what is before the tensor"
+        assert len(set(begins)) == len(begins)
+        assert all((begin - min(begins)) % config.keys == 0 for begin in begins), "steps overlap"
+        seen = visible[first:first + ROWS * config.consumers].any(0).nonzero().flatten().tolist()
+        assert {(key - min(begins)) // config.keys * config.keys + min(begins) for key in seen} <= set(begins)
+        if seen:
+            assert len(begins) <= -(-(seen[-1] + 1 - seen[0]) // config.keys), "a step that nobody needs"
+        for row in range(first, first + ROWS * config.consumers, ROWS):
+            masked = tiles.masked_of.fn(row, spans, band, shape)
+            for begin in begins[masked:]:
+                part = visible[row:row + ROWS, begin:begin + config.keys]
+                assert part.all(), (first, row, begin)
+                assert begin + config.keys <= band[1], "keys past the last one need a mask"
+
+
+@pytest.mark.parametrize("config", [HopperForwardConfig(128, 2), HopperForwardConfig(128, 3)], ids=str)
+def test_causal_warpgroups_mask_no_step_that_all_their_queries_see_whole(config):
+    problem = problem_of(1000, 1000, causal())
+    (n_tiles, *_), band, shape = scalars_of(problem, config)
+    for row in range(0, n_tiles * ROWS * config.consumers, ROWS):
+        first = row // (ROWS * config.consumers) * ROWS * config.consumers
+        spans = tiles.steps_of.fn(first, band, shape)
+        for step in range(tiles.masked_of.fn(row, spans, band, shape)):
+            last_key = tiles.keys_at.fn(step, spans, shape) + config.keys - 1
+            assert last_key > row or last_key >= problem.sk
+
+
+@given(st.integers(1, 1000), st.integers(1, 3), st.integers(1, 4), st.integers(1, 3), st.sampled_from((64, 128)),
+       st.booleans())
+def test_every_tile_has_one_number(sq, b, hk, group, d, is_causal):
+    problem = problem_of(sq, sq, causal() if is_causal else None, d, b, (hk * group, hk))
+    order, _, shape = scalars_of(problem, hopper_forward_config(problem))
+    check_numbers(order, shape)
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("order", list(product((1, 2, 7), (1, 3, 8), (1, 2), (1, 2, 3, 4, 5, 16, 100))), ids=str)
+def test_every_tile_has_one_number_whatever_the_section(order, is_causal):
+    _, _, shape = scalars_of(problem_of(mask=causal() if is_causal else None), HopperForwardConfig(128, 2))
+    check_numbers(order, shape)
+
+
+def check_numbers(order, shape):
+    n_tiles, heads, batches, _ = order
+    numbered = Counter(tiles.tile_at.fn(number, order, shape) for number in range(n_tiles * heads * batches))
+    firsts = [tile * ROWS * shape.CONSUMERS for tile in range(n_tiles)]
+    assert numbered == Counter(product(firsts, range(heads), range(batches)))
+
+
+def test_causal_sections_come_one_after_another_the_rest_first_and_long_tiles_before_short_ones():
+    order = n_tiles, heads, batches, section = 5, 4, 2, 3
+    _, _, shape = scalars_of(problem_of(mask=causal()), HopperForwardConfig(128, 2))
+    places = [tiles.tile_at.fn(number, order, shape) for number in range(n_tiles * heads * batches)]
+    lines = [batch * heads + head for _, head, batch in places]
+    sections = [lines[:2 * n_tiles], lines[2 * n_tiles:5 * n_tiles], lines[5 * n_tiles:]]
+    assert [set(lines) for lines in sections] == [{0, 1}, {2, 3, 4}, {5, 6, 7}]
+    assert len(sections[-1]) == section * n_tiles
+    for (first, *_), (after, *_) in pairwise(places[2 * n_tiles:5 * n_tiles]):
+        assert first >= after
+
+
+def test_a_section_holds_whole_groups_of_heads_whose_keys_and_values_fit_l2():
+    """32 MiB; of the 8 MiB that 16384 keys of width 128 take, four kv heads, and of longer ones no less than one."""
+    for sk, group, section in ((16384, 1, 4), (16384, 4, 16), (1 << 20, 8, 8)):
+        problem = problem_of(128, sk, causal("bottom_right"), heads=(16 * group, 16))
+        order, _, _ = scalars_of(problem, hopper_forward_config(problem))
+        assert order[3] == section
+
+
+def test_the_band_counts_from_the_first_key_that_is_seen():
+    problem = problem_of(100, 1000, window(255, 0, "bottom_right"))
+    assert problem.seen_keys.start == 645
+    _, band, shape = scalars_of(problem, HopperForwardConfig(128, 2))
+    assert band == (100, 355, 0, 255)
+    assert (shape.LOWER, shape.UPPER) == (True, True)
+
+
+@pytest.mark.parametrize(("sq", "programs"), [(128, 4), (4096, 128), (8192, 132)])
+def test_there_is_one_program_a_multiprocessor_and_none_without_a_tile(sq, programs):
+    problem = problem_of(sq, sq, heads=(4, 4))
+    assert launch.HopperForward(problem, HopperForwardConfig(128, 2), multiprocessors=132).grid == (programs,)

@@ -1,0 +1,150 @@
+"""What the Gluon backend takes, and in which words it refuses the rest; without a Hopper GPU."""
+
+import importlib.metadata
+import importlib.util
+from dataclasses import replace
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tilewise import UnsupportedProblem, attention, causal, chunk, explain, prefix, sink_tokens, window
+from tilewise.backends import gluon
+from tilewise.masks import Mask
+from tilewise.problem import AttentionProblem, are_aligned, dense_strides
+from tilewise.scores import OperandFacts, ScoreOptions
+from tilewise.sequences import Sequences
+from tilewise.tuning.device import DeviceSpec
+
+NO_BACKWARD = "has no backward pass; another backend takes what it saved"
+NEEDS_TRITON = "needs Triton 3.6 to 3.9, whose Gluon it is written for, got "
+LENGTHS = Sequences(seqlens_k=OperandFacts((2,), (1,), torch.int32))
+
+
+@pytest.fixture(autouse=True)
+def a_hopper_gpu(monkeypatch):
+    """Answer for the device and for Triton, whatever this machine has."""
+    monkeypatch.setattr(gluon, "device_spec", lambda device: DeviceSpec.of_arch("sm_90"))
+    monkeypatch.setattr(gluon, "_triton_version", lambda: (3, 7))
+
+
+def problem_of(lengths=(512, 512), heads=(4, 2), dims=(64, 64), mask=None, dtype=torch.bfloat16, **fields):
+    (sq, sk), (hq, hk), (d, dv) = lengths, heads, dims
+    b, order = fields.pop("b", 2), (4, 2, 3, 1)  # (b, s, h, d) in memory
+    strides = {f"{name}_strides": dense_strides(shape, order) for name, shape in (
+        ("q", (b, hq, sq, d)), ("k", (b, hk, sk, d)), ("v", (b, hk, sk, dv)))}
+    return AttentionProblem(b=b, hq=hq, hk=hk, sq=sq, sk=sk, d=d, dv=dv, dtype=dtype, scale=1.0, mask=mask or Mask(),
+                            **({"device": torch.device("cuda", 0)} | strides | fields))
+
+
+@pytest.mark.parametrize("problem", [
+    problem_of(), problem_of(dtype=torch.float16), problem_of(dims=(128, 128)), problem_of(dims=(40, 8)),
+    problem_of((500, 700), mask=causal("bottom_right")), problem_of(mask=window(100, None)), problem_of((1, 1)),
+    problem_of(deterministic=True), problem_of(heads=(6, 1), b=1),
+], ids=str)
+def test_plain_16_bit_calls_are_taken(problem):
+    assert gluon.backend.why_not(problem) is None
+
+
+@pytest.mark.parametrize(("problem", "reason"), [
+    (problem_of(device=torch.device("cpu")), "runs on Hopper GPUs (sm_90), got cpu"),
+    (problem_of().backward(lse_grad=False), NO_BACKWARD),
+    (problem_of(dtype=torch.float32), "computes in float16 and bfloat16, got torch.float32"),
+    (problem_of(dims=(136, 64)), "takes head dims up to 128, got 136 and 64"),
+    (problem_of(dims=(64, 192)), "takes head dims up to 128, got 64 and 192"),
+    (problem_of(sequences=LENGTHS), f"takes no lengths that are data, got {LENGTHS}"),
+    (problem_of(mask=prefix(3)), f"takes causal masks and windows, got {prefix(3)}"),
+    (problem_of(mask=causal() & chunk(64)), f"takes causal masks and windows, got {causal() & chunk(64)}"),
+    (problem_of(mask=causal() & sink_tokens(2)), f"takes causal masks and windows, got {causal() & sink_tokens(2)}"),
+    (problem_of(scores=ScoreOptions(softcap=30.0)),
+     f"takes nothing that changes or reports scores, got {ScoreOptions(softcap=30.0)}"),
+    (problem_of(scores=ScoreOptions(max_logit=True)),
+     f"takes nothing that changes or reports scores, got {ScoreOptions(max_logit=True)}"),
+    (problem_of((512, 0)), "needs a pair that is visible, got none"),
+    (problem_of(aligned=False), "needs q, k and v at addresses that are multiples of 16 bytes"),
+    (problem_of(dims=(36, 64)), "needs a last stride of 1 and the others positive multiples of 8 elements, got q with "
+                                "(73728, 36, 144, 1)"),
+    (problem_of(dims=(64, 36)), "needs a last stride of 1 and the others positive multiples of 8 elements, got v with "
+                                "(36864, 36, 72, 1)"),
+    (problem_of(k_strides=(65536, 0, 64, 1)), "needs a last stride of 1 and the others positive multiples of 8 "
+                                              "elements, got k with (65536, 0, 64, 1)"),
+    (problem_of(q_strides=(131072, 32768, 1, 512)), "needs a last stride of 1 and the others positive multiples of 8 "
+                                                    "elements, got q with (131072, 32768, 1, 512)"),
+    (problem_of(dims=(64, 36), v_strides=(65536, 64, 128, 1)),
+     "needs a last stride of 1 and the others positive multiples of 8 elements, got out with (73728, 36, 144, 1)"),
+], ids=lambda value: "" if isinstance(value, str) else str(value))
+def test_each_refusal_says_what_was_got(problem, reason):
+    assert gluon.backend.why_not(problem) == reason
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_100", "gfx942"])
+def test_other_gpus_are_refused(monkeypatch, arch):
+    monkeypatch.setattr(gluon, "device_spec", lambda device: DeviceSpec.of_arch(arch))
+    assert gluon.backend.why_not(problem_of()) == f"runs on Hopper GPUs (sm_90), got {arch}"
+
+
+@pytest.mark.parametrize(("version", "found"), [
+    (None, "none"), ((3, 5), "3.5"), ((3, 6), None), ((3, 9), None), ((3, 10), "3.10"), ((4, 0), "4.0"),
+])
+def test_a_triton_whose_gluon_is_unknown_is_refused(monkeypatch, version, found):
+    monkeypatch.setattr(gluon, "_triton_version", lambda: version)
+    assert gluon.backend.why_not(problem_of()) == (found and NEEDS_TRITON + found)
+
+
+def test_a_stride_along_a_dim_of_one_does_not_matter():
+    """Tensors come with any, and no step is ever made along it; the launcher puts one there that the engine takes."""
+    problem = problem_of((1, 512), b=1, heads=(4, 1))
+    strided = replace(problem, q_strides=(0, 64, 7, 1), k_strides=(3, 1, 64, 1))
+    assert gluon.backend.why_not(strided) is None
+
+
+def test_backward_refuses_by_itself():
+    problem = problem_of().backward(lse_grad=False)
+    with pytest.raises(UnsupportedProblem) as caught:
+        gluon.backend.backward(problem, None, torch.zeros(1), None)
+    assert caught.value.reasons == {"gluon": NO_BACKWARD}
+    assert str(caught.value) == f"backend 'gluon' refuses this problem: {problem}\n  gluon: {NO_BACKWARD}"
+
+
+def test_explain_names_gluon_and_its_reason():
+    q = torch.zeros(1, 2, 8, 16, dtype=torch.bfloat16)
+    assert "  forward  gluon      no: runs on Hopper GPUs (sm_90), got cpu" in str(explain(q, q, q)).splitlines()
+
+
+def test_addresses_of_the_tensors_reach_the_backend(monkeypatch):
+    seen = []
+    monkeypatch.setattr(gluon.GluonBackend, "why_not", lambda self, problem: seen.append(problem.aligned) or "no")
+    store = torch.zeros(3 * 29 * 8 + 1, dtype=torch.bfloat16)
+    q = store[:-1].view(1, 3, 29, 8)
+    for v, aligned in ((q, True), (store[1:].view(1, 3, 29, 8), False)):
+        with pytest.raises(UnsupportedProblem):
+            attention(q, q, v, backend="gluon")
+        explain(q, q, v)
+        assert seen == [aligned] * 3, "the call, and explain's two passes"
+        seen.clear()
+
+
+def test_a_traced_tensor_counts_as_aligned():
+    whole = torch.zeros(17, dtype=torch.bfloat16)
+    assert are_aligned(whole)
+    assert are_aligned(whole, whole[8:])
+    assert not are_aligned(whole, whole[1:])
+    with FakeTensorMode() as mode:
+        assert are_aligned(mode.from_tensor(whole)[1:])
+
+
+class TestTritonVersion:
+    """The version is read without importing Triton."""
+
+    @pytest.fixture(autouse=True)
+    def a_hopper_gpu(self):
+        """Nothing is answered here: the true function is tested."""
+
+    def test_it_is_that_of_the_package(self, monkeypatch):
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+        monkeypatch.setattr(importlib.metadata, "version", lambda name: {"triton": "3.10.1+git0"}[name])
+        assert gluon._triton_version.__wrapped__() == (3, 10)
+
+    def test_there_may_be_none(self, monkeypatch):
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+        assert gluon._triton_version.__wrapped__() is None
