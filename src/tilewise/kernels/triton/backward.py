@@ -50,6 +50,7 @@ from tilewise.kernels.triton.primitives import (
     LOG2E,
     head_offset,
     head_source,
+    load_row_values,
     load_tail,
     load_tile,
     offsets,
@@ -140,7 +141,7 @@ def sum_over_queries(dk, dk_tail, dv, columns, k, k_tail, v, q_source, dout_sour
                       DESCRIPTORS, CLIP)
         q = unseen_as_zero(q, m, seen_from, None, None, BLOCK_M, ADDED)
         # Past the last query q, dout, lse and delta are read as 0: P is 1 there, dV adds 1·0 and dK 0·0.
-        lse = tl.load(lse_base + offs_m, mask=offs_m < stop, other=0.0) * LOG2E  # [BLOCK_M]
+        lse = load_row_values(lse_base, m, stop, BLOCK_M, MASKED) * LOG2E  # [BLOCK_M]
         scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
         if TAIL:
             q_tail = load_tail(q_source, q, m, stop, stride_qs, stride_qd, BLOCK_M, D, TAIL, MASKED, INT64)
@@ -157,7 +158,7 @@ def sum_over_queries(dk, dk_tail, dv, columns, k, k_tail, v, q_source, dout_sour
             scores, visible, modifiers, row, sequence, head, band, offs_m, first_key, stop, length_k, scale_log2,
             q.dtype == tl.float32, INT64, CHANGED, BLOCK_N, True, MASKED)
         if NEED_DK:  # before P: the two products then follow one another in the tensor cores
-            delta = tl.load(delta_base + offs_m, mask=offs_m < stop, other=0.0)  # [BLOCK_M]
+            delta = load_row_values(delta_base, m, stop, BLOCK_M, MASKED)  # [BLOCK_M]
             dprobs = tl.dot(v, tl.trans(dout), start_of(delta[None, :], scores, SEEDED),
                             input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
         probs = recompute_probs(scores, lse[None, :], visible, 1.0 if CHANGED else scale_log2, HIDES)
