@@ -24,6 +24,7 @@ from tilewise.errors import InvalidInput
 Sizes = tuple[int, ...]
 # What may stand at each place of a broadcast shape: the problem's letters.
 DRAWS = 2**16  # equally likely values of a pair's random draw
+DRAW_SPAN = 16  # positions, of queries and of keys, after which the order of the draws repeats (maths.md, eq. 19)
 _FOUR = ("b", "hq", "sq", "sk")
 _LETTERS = {
     "bias": _FOUR, "mask": _FOUR, "alibi_slopes": ("b", "hq"), "sinks": ("hq",), "seed": ("1",),

@@ -148,7 +148,7 @@ def compile_for(request):
     launch, tensors = launch_of(kernel, problem, config, modifiers_of(problem, operands))
     driver.set_active(CompileOnlyDriver(TARGETS[request["arch"]]))
     compiled = launch.kernel.warmup(*launch.arguments(tensors), *launch.scalars, grid=launch.grid, **launch.options)
-    row = facts_of(request, compiled, spec)
+    row = facts_of(request, compiled, spec) | {"expected": 0 if config is None else config.shared_bytes(problem)}
     return row | (amd_report(compiled) if request["arch"].startswith("gfx") else nvidia_report(compiled))
 
 

@@ -133,6 +133,19 @@ def test_kernels_that_make_a_bias_gradient_beside_dq_compile_within_shared_memor
             assert row["stack"] <= 256, row
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("version", VERSIONS)
+def test_dropout_draws_where_the_scores_are(version, arch):
+    """Shared memory is that of the tiles: draws once came in another layout, and went through it in every step."""
+    wanted = [{"arch": arch, "kernel": kernel, "d": d, "dtype": "bfloat16", "mask": MASKS["causal"],
+               "descriptors": arch == "sm_90", "options": ["seed"]}
+              for d in (64, 128) for kernel in ("forward", "dkdv", "dq")]
+    rows = compile_all(version, wanted)
+    assert len(rows) == len(wanted)
+    for row in rows:
+        assert row["shared"] <= row["expected"] + 1024, row  # barriers, lse and delta
+
+
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("version", VERSIONS)
 def test_kernels_compile_within_registers_and_shared_memory(version, arch):

@@ -33,15 +33,18 @@ def test_rows_are_numbered_from_the_first_one():
     assert torch.equal(keep_tile(torch.tensor([3]), 2, Span(0, 9), Span(0, 13), 0.5, first_row=5), whole[5:])
 
 
-@pytest.mark.parametrize("j", [11, 12])
-def test_a_pair_reads_the_bits_of_its_place(j):
-    """Key j has half j % 2 of word (j % 8) // 2 of the counter (j // 8, i, head, 0), under the seed's two halves."""
-    seed, head, i = -(7 << 33) + 5, 3, 4
-    counter = tuple(torch.tensor([place]) for place in (j // 8, i, head, 0))
-    key = tuple(torch.tensor([half]) for half in (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF))
-    draw = int(philox(counter, key)[j % 8 // 2]) >> 16 * (j % 2) & 0xFFFF
+@pytest.mark.parametrize(("i", "j", "query", "key", "word", "half"), [
+    (0, 0, 0, 0, 0, 0), (4, 11, 4, 1, 2, 1), (10, 14, 2, 3, 1, 1), (15, 5, 7, 2, 3, 0), (18, 12, 10, 2, 0, 1),
+    (25, 17, 9, 4, 3, 0),
+])
+def test_a_pair_reads_the_bits_of_its_place(i, j, query, key, word, half):
+    """A half of a word of the counter (key, query, head, 0), under the seed's two halves."""
+    seed, head = -(7 << 33) + 5, 3
+    counter = tuple(torch.tensor([place]) for place in (key, query, head, 0))
+    seeds = tuple(torch.tensor([part]) for part in (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF))
+    draw = int(philox(counter, seeds)[word]) >> 16 * half & 0xFFFF
     for dropout_p, kept in ((draw / 2**16, True), ((draw + 1) / 2**16, False)):
-        assert bool(_keep(seed, 5, Span(0, 9), Span(0, 13), dropout_p)[head, i, j]) == kept
+        assert bool(_keep(seed, 5, Span(0, 26), Span(0, 18), dropout_p)[head, i, j]) == kept
 
 
 @pytest.mark.parametrize("dropout_p", [0.05, 0.5, 0.9])

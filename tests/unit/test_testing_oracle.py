@@ -209,12 +209,12 @@ def test_philox_of_full_words_gives_the_known_answer():
 
 
 def test_dropout_keeps_each_pair_by_its_own_word():
-    shape = (2, 3, 5, 11)
+    shape = (2, 3, 25, 21)
     keep = dropout_keep(2**40 + 3, shape, 0.4, "cpu")
     assert keep.shape == shape
-    for b, h, i, j in [(0, 0, 0, 0), (1, 2, 4, 10), (1, 0, 3, 6), (0, 2, 1, 9)]:
-        counter = tuple(torch.tensor(word) for word in (j // 8, i, b * 3 + h, 0))
-        draw = philox(counter, 2**40 + 3)[j % 8 // 2].item() >> 16 * (j % 2) & 0xFFFF
+    for b, h, i, j in [(0, 0, 0, 0), (1, 2, 4, 10), (1, 0, 9, 6), (0, 2, 24, 9), (1, 1, 17, 20)]:
+        counter = tuple(torch.tensor(word) for word in (j // 16 * 4 + j % 8 // 2, i // 16 * 8 + i % 8, b * 3 + h, 0))
+        draw = philox(counter, 2**40 + 3)[2 * (j % 2) + i // 8 % 2].item() >> 16 * (j // 8 % 2) & 0xFFFF
         assert keep[b, h, i, j].item() == (draw >= round(0.4 * 2**16))
     assert torch.equal(keep, dropout_keep(torch.tensor([2**40 + 3]), shape, 0.4, "cpu"))
     assert dropout_keep(0, shape, 0.0, "cpu").all()

@@ -123,8 +123,9 @@ def dropout_keep(seed: int | torch.Tensor, shape: tuple[int, int, int, int], dro
     """Return which pairs a dropout of this seed keeps: (b, hq, sq, sk), bool.
 
     Philox4x32-7 (Salmon et al., 2011) under the key (seed's low word, its high word) turns the counter
-    (j // 8, i, b·hq + h, 0) into four words, whose halves, the low one first, belong to eight neighbouring keys; a
-    pair is kept where its half is at least dropout_p·2¹⁶, rounded as in scores.py.
+    (4·(j // 16) + j % 8 // 2, 8·(i // 16) + i % 8, b·hq + h, 0) into four words. Pair (i, j) takes half j // 8 % 2, 0
+    the low one, of word 2·(j % 2) + i // 8 % 2; it is kept where that is at least dropout_p·2¹⁶, rounded as in
+    scores.py.
 
     Args:
         seed: any 64-bit integer, or a tensor of one.
@@ -133,11 +134,13 @@ def dropout_keep(seed: int | torch.Tensor, shape: tuple[int, int, int, int], dro
         device: of the result.
     """
     b, hq, sq, sk = shape
-    heads, queries, blocks = torch.meshgrid(*(torch.arange(size, device=device) for size in (b * hq, sq, -(-sk // 8))),
-                                            indexing="ij")
-    words = torch.stack(philox((blocks, queries, heads, torch.zeros_like(heads)), int(seed)), -1)
-    halves = torch.stack((words % 2**16, words // 2**16), -1)
-    return (halves.flatten(2)[..., :sk] >= 2**16 * checked_dropout_p(dropout_p)).reshape(shape)
+    i, j = torch.arange(sq, device=device)[:, None], torch.arange(sk, device=device)
+    places = (-(-sk // 16) * 4, -(-sq // 16) * 8, b * hq)
+    key, query, head = torch.meshgrid(*(torch.arange(size, device=device) for size in places), indexing="ij")
+    words = torch.stack(philox((key, query, head, torch.zeros_like(head)), int(seed)))
+    words = words[2 * (j % 2) + i // 8 % 2, 4 * (j // 16) + j % 8 // 2, 8 * (i // 16) + i % 8]  # [sq, sk, b·hq]
+    draws = words >> (16 * (j // 8 % 2))[:, None] & 0xFFFF
+    return (draws >= 2**16 * checked_dropout_p(dropout_p)).permute(2, 0, 1).reshape(shape)
 
 
 def philox(counter: tuple[torch.Tensor, ...], seed: int, rounds: int = 7) -> tuple[torch.Tensor, ...]:

@@ -40,7 +40,7 @@ class TileConfig:
 
 
     def operand_bytes(self, problem: AttentionProblem) -> int:
-        """Shared memory for tiles of operands: bias and boolean mask in flight, and dropout's answer once.
+        """Shared memory for tiles of operands, bias and boolean mask in flight.
 
         Of a function's tensors each may be read once for every pair: nobody but its author knows.
         """
@@ -48,7 +48,7 @@ class TileConfig:
         in_flight = max(1, self.num_stages - 1) * (
             (bias.dtype.itemsize if bias else 0) + (1 if mask else 0)
             + sum(dtype.itemsize for facts in functions for dtype in facts.dtypes))
-        return self.block_m * self.block_n * (in_flight + (1 if problem.scores.dropout_p else 0))
+        return self.block_m * self.block_n * in_flight
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,14 +1,13 @@
 """Which pairs dropout keeps: a function of the seed and the pair's place, so that no pass and no tile has to store it.
 
 The bits are those of Philox4x32-7 (Salmon et al., *Parallel random numbers: as easy as 1, 2, 3*, 2011), a random
-number generator without a state: it turns a counter and a key into four words, here the draws of eight neighbouring
-keys.
+number generator without a state: it turns a counter and a key into four words, here the draws of eight pairs.
 """
 
 import torch
 
 from tilewise.masks import Span
-from tilewise.scores import DRAWS
+from tilewise.scores import DRAW_SPAN, DRAWS
 
 _ROUNDS = 7  # the fewest that passed the authors' batteries of tests
 _FACTORS = 0xD2511F53, 0xCD9E8D57
@@ -28,15 +27,19 @@ def keep_tile(seed: torch.Tensor, batch_heads: int, queries: Span, keys: Span, d
         dropout_p: probability to drop a pair, a multiple of 2^-16.
         first_row: sequences in front of the first batch, times hq: what the rows' numbers start from.
     """
-    groups = torch.arange(keys.start // 8, -(-keys.stop // 8), device=seed.device)
+    first_query, first_key = (span.start // DRAW_SPAN for span in (queries, keys))
+    spans_q, spans_k = (-(-span.stop // DRAW_SPAN) - span.start // DRAW_SPAN for span in (queries, keys))
+    query, key = (torch.arange(first * per_span, (first + spans) * per_span, device=seed.device)
+                  for first, spans, per_span in ((first_query, spans_q, 8), (first_key, spans_k, 4)))
     heads = torch.arange(first_row, first_row + batch_heads, device=seed.device)
-    counter = (groups, torch.arange(queries.start, queries.stop, device=seed.device)[:, None], heads[:, None, None],
-               torch.zeros_like(seed))
+    counter = (key, query[:, None], heads[:, None, None], torch.zeros_like(seed))
     words = philox(counter, (seed & _WORD, (seed >> 32) & _WORD))
-    halves = [half for word in words for half in (word & 0xFFFF, word >> 16)]
-    by_key = torch.stack(halves, -1).flatten(-2)                            # [batch_heads, BLOCK, 8·len(groups)]
-    first = keys.start % 8
-    return by_key[..., first:first + len(keys)] >= int(dropout_p * DRAWS)
+    halves = torch.stack([half for word in words for half in (word & 0xFFFF, word >> 16)], -1)
+    # A half's number is 4·(bit 0 of the key) + 2·(bit 3 of the query) + (bit 3 of the key).
+    draws = halves.view(batch_heads, spans_q, 8, spans_k, 4, 2, 2, 2).permute(0, 1, 6, 2, 3, 7, 4, 5)
+    draws = draws.reshape(batch_heads, DRAW_SPAN * spans_q, DRAW_SPAN * spans_k)
+    rows, columns = (slice(span.start % DRAW_SPAN, span.start % DRAW_SPAN + len(span)) for span in (queries, keys))
+    return draws[:, rows, columns] >= int(dropout_p * DRAWS)
 
 
 def philox(counter: Words, key: tuple[torch.Tensor, torch.Tensor]) -> Words:

@@ -36,10 +36,11 @@ from tilewise.kernels.triton.launch import (
     tile_slots,
 )
 from tilewise.kernels.triton.modifiers import (
-    PER_DRAW,
+    SPAN,
     distance,
     drop,
     gained,
+    less_delta,
     modify_tile,
     through_function,
     through_softcap,
@@ -57,6 +58,7 @@ from tilewise.kernels.triton.primitives import (
     LOG2E,
     head_offset,
     head_source,
+    load_row_values,
     load_tail,
     load_tile,
     offsets,
@@ -135,7 +137,7 @@ def sum_over_queries(dk, dk_tail, dv, columns, k, k_tail, v, q_source, dout_sour
     DROPS: tl.constexpr = modifiers.dropout.ptr is not None
     HIDES: tl.constexpr = (MASKED or (modifiers.mask.ptr is not None and listed is None)
                            or modifiers.mask_function.call is not None)
-    ADDED: tl.constexpr = MASKED and listed is not None
+    ADDED: tl.constexpr = MASKED and (modifiers.dropout.unaligned is not None or listed is not None)
     BOUNDED: tl.constexpr = band[0] is not None or band[1] is not None or numbers_k is not None
     SEEDED: tl.constexpr = (BOUNDED or BLOCK_D <= 64) and not DROPS
     first = first_step(steps, MASKED)
@@ -147,7 +149,7 @@ def sum_over_queries(dk, dk_tail, dv, columns, k, k_tail, v, q_source, dout_sour
                       DESCRIPTORS, CLIP)
         q = unseen_as_zero(q, m, seen_from, None, None, BLOCK_M, ADDED)
         # Past the last query q, dout, lse and delta are read as 0: P is 1 there, dV adds 1·0 and dK 0·0.
-        lse = tl.load(lse_base + offs_m, mask=offs_m < stop, other=0.0) * LOG2E  # [BLOCK_M]
+        lse = load_row_values(lse_base, m, stop, BLOCK_M, MASKED) * LOG2E  # [BLOCK_M]
         scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
         if TAIL:
             q_tail = load_tail(q_source, q, m, stop, stride_qs, stride_qd, BLOCK_M, D, TAIL, MASKED, INT64)
@@ -161,10 +163,10 @@ def sum_over_queries(dk, dk_tail, dv, columns, k, k_tail, v, q_source, dout_sour
             numbers_q = tl.load(documents_q + offs_m, mask=offs_m < stop, other=-1)[None, :]
         visible = see(offs_m[None, :], offs_n[:, None], stop, length_k, band, numbers_q, numbers_k)
         scores, visible, tanh, capped, kept = modify_tile(
-            scores, visible, modifiers, row, sequence, head, band, offs_m, first_key, stop, length_k, scale_log2,
-            q.dtype == tl.float32, INT64, CHANGED, BLOCK_N, True, MASKED)
+            scores, visible, modifiers, row, sequence, head, band, m, first_key, stop, length_k, scale_log2,
+            q.dtype == tl.float32, INT64, CHANGED, BLOCK_M, BLOCK_N, True, MASKED)
         if NEED_DK:  # before P: the two products then follow one another in the tensor cores
-            delta = tl.load(delta_base + offs_m, mask=offs_m < stop, other=0.0)  # [BLOCK_M]
+            delta = load_row_values(delta_base, m, stop, BLOCK_M, MASKED)  # [BLOCK_M]
             dprobs = tl.dot(v, tl.trans(dout), start_of(delta[None, :], scores, SEEDED),
                             input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
         probs = recompute_probs(scores, lse[None, :], visible, 1.0 if CHANGED else scale_log2, HIDES)
@@ -172,8 +174,8 @@ def sum_over_queries(dk, dk_tail, dv, columns, k, k_tail, v, q_source, dout_sour
             dv = tl.dot(drop(probs, kept, modifiers).to(dout.dtype), dout, dv,
                         input_precision=PRECISION)  # [BLOCK_N, BLOCK_DV], eq. 8
         if NEED_DK:
-            dprobs = drop(gained(dprobs, modifiers), kept, modifiers)
-            dscores = score_gradient(probs, dprobs, delta[None, :], visible, SEEDED, HIDES)
+            difference = less_delta(dprobs, delta[None, :], kept, modifiers, SEEDED)
+            dscores = score_gradient(probs, difference, visible, HIDES)
             if COLUMNS:
                 columns += tl.sum(dscores, 1)
             dscores = through_function(dscores, capped, visible, modifiers, sequence, head, offs_m, first_key, stop,
@@ -231,7 +233,8 @@ def attention_backward_dkdv_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta
                                           offs_n, length_k, sk, spans)
         numbers_k = numbers[:, None]
         documents_q = numbers_of(modifiers.documents.q, modifiers.documents.batched, batch, row_q, sq)
-    start, full_start, full_stop, stop, cover = cut(spans, None, BLOCK_M, 1)
+    ALIGN: tl.constexpr = 1 if modifiers.dropout.ptr is None else SPAN
+    start, full_start, full_stop, stop, cover = cut(spans, None, BLOCK_M, ALIGN)
     READS: tl.constexpr = (modifiers.bias.ptr is not None or modifiers.mask.ptr is not None
                            or modifiers.score_function.call is not None or modifiers.mask_function.call is not None)
     if READS:
@@ -255,7 +258,7 @@ def attention_backward_dkdv_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta
             dk, dk_tail, dv, columns = sum_over_queries(
                 dk, dk_tail, dv, columns, k, k_tail, v, q_source, dout_source, modifiers, sequence * hq + head,
                 sequence, head, (batch, head, row_q), numbers_k, documents_q, listed, lse_ptr + row_offset,
-                delta_ptr + row_offset, first, start, own_steps, length_k, band, stride_qs, stride_qd, stride_dos,
+                delta_ptr + row_offset, first, spans[0], own_steps, length_k, band, stride_qs, stride_qd, stride_dos,
                 stride_dod, scale_log2, BLOCK_M, BLOCK_N, D, BLOCK_D, DV, BLOCK_DV, MASKED, PRECISION, INT64,
                 DESCRIPTORS, CHANGED, PADDED, TAIL, NEED_DK, NEED_DV, COLUMNS)
         if COLUMNS:
@@ -276,17 +279,17 @@ def attention_backward_dkdv_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta
 
 @triton.jit
 def sum_over_keys(dq, dq_tail, rows, moments, q, q_tail, dout, lse, delta, k_source, v_source, modifiers, row, sequence,
-                  head, place_k, numbers_q, documents_k, listed, own_pairs, earlier_pairs, offs_m, seen_from, steps,
-                  length_q, band, stride_ks, stride_kd, stride_vs, stride_vd, scale_log2, BLOCK_N: tl.constexpr,
-                  D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
-                  MASKED: tl.constexpr, PRECISION: tl.constexpr, INT64: tl.constexpr, DESCRIPTORS: tl.constexpr,
-                  CHANGED: tl.constexpr, CLIP: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr,
-                  MOMENTS: tl.constexpr):
+                  head, place_k, numbers_q, documents_k, listed, own_pairs, earlier_pairs, first_query, offs_m,
+                  seen_from, steps, length_q, band, stride_ks, stride_kd, stride_vs, stride_vd, scale_log2,
+                  BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr,
+                  BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, INT64: tl.constexpr,
+                  DESCRIPTORS: tl.constexpr, CHANGED: tl.constexpr, CLIP: tl.constexpr, TAIL: tl.constexpr,
+                  ROWS: tl.constexpr, MOMENTS: tl.constexpr):
     """Add the fully visible keys, or (MASKED) those around them, to dQ and the sums: the one loop body."""
     stop = steps[3]
     COVERED: tl.constexpr = band[3] is not None
-    ALIGNED: tl.constexpr = modifiers.dropout.ptr is not None or listed is not None
-    ADDED: tl.constexpr = MASKED and (ALIGNED or COVERED)
+    ROUNDED: tl.constexpr = modifiers.dropout.unaligned is not None or listed is not None
+    ADDED: tl.constexpr = MASKED and (ROUNDED or COVERED)
     HIDES: tl.constexpr = (MASKED or (modifiers.mask.ptr is not None and listed is None)
                            or modifiers.mask_function.call is not None)
     first = first_step(steps, MASKED)
@@ -313,11 +316,11 @@ def sum_over_keys(dq, dq_tail, rows, moments, q, q_tail, dout, lse, delta, k_sou
             numbers_k = tl.load(documents_k + offs_n, mask=offs_n < stop, other=-1)[None, :]
         visible = see(offs_m[:, None], offs_n[None, :], length_q, stop, band, numbers_q, numbers_k)
         scores, visible, tanh, capped, kept = modify_tile(
-            scores, visible, modifiers, row, sequence, head, band, offs_m, n, length_q, stop, scale_log2,
-            q.dtype == tl.float32, INT64, CHANGED, BLOCK_N, False, MASKED)
-        dprobs = drop(gained(dprobs, modifiers), kept, modifiers)
+            scores, visible, modifiers, row, sequence, head, band, first_query, n, length_q, stop, scale_log2,
+            q.dtype == tl.float32, INT64, CHANGED, q.shape[0], BLOCK_N, False, MASKED)
         probs = recompute_probs(scores, lse[:, None], visible, 1.0 if CHANGED else scale_log2, HIDES)
-        dscores = score_gradient(probs, dprobs, delta[:, None], visible, False, HIDES)
+        difference = less_delta(dprobs, delta[:, None], kept, modifiers, False)
+        dscores = score_gradient(probs, difference, visible, HIDES)
         if own_pairs is not None:
             low, high = halves(dscores)
             if earlier_pairs is not None:
@@ -392,7 +395,7 @@ def attention_backward_dq_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_p
                                           offs_m, length_q, sq, spans)
         numbers_q = numbers[:, None]
         documents_k = numbers_of(modifiers.documents.k, modifiers.documents.batched, batch, row_k, sk)
-    ALIGN: tl.constexpr = 1 if modifiers.dropout.ptr is None else PER_DRAW
+    ALIGN: tl.constexpr = 1 if modifiers.dropout.ptr is None else SPAN
     steps = cut(spans, sink_tokens, BLOCK_N, ALIGN)
     listed = None
     if modifiers.tiles.q is not None:
@@ -409,7 +412,7 @@ def attention_backward_dq_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_p
         dq, dq_tail, rows, moments = sum_over_keys(
             dq, dq_tail, rows, moments, q, q_tail, dout, lse, delta, k_source, v_source, modifiers,
             sequence * hq + head, sequence, head, (batch, head_k, row_k), numbers_q, documents_k, listed, own_pairs,
-            earlier_pairs, offs_m, spans[0], steps, length_q, band, stride_ks, stride_kd, stride_vs, stride_vd,
+            earlier_pairs, first, offs_m, spans[0], steps, length_q, band, stride_ks, stride_kd, stride_vs, stride_vd,
             scale_log2, BLOCK_N, D, BLOCK_D, DV, BLOCK_DV, MASKED, PRECISION, INT64, DESCRIPTORS, CHANGED, PADDED,
             TAIL, rows_ptr is not None, moments_ptr is not None)
     dq = padding_as_zero(dq * scale, first, length_q, BLOCK_M, PADDED)

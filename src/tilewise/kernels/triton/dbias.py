@@ -17,7 +17,7 @@ from tilewise.kernels.triton.launch import (
     needs_int64,
     tile_count,
 )
-from tilewise.kernels.triton.modifiers import drop, gained, modify_tile
+from tilewise.kernels.triton.modifiers import less_delta, modify_tile
 from tilewise.kernels.triton.places import extent
 from tilewise.kernels.triton.primitives import (
     LOG2E,
@@ -84,11 +84,12 @@ def sum_over_members(acc, members, shared_heads, entry_batch, entry_head, q_ptr,
         visible = see(offs_m[:, None], offs_n[None, :], length_q, length_k, band, numbers_q, numbers_k)
         scores, visible, _tanh, _capped, kept = modify_tile(
             scores, visible, modifiers, sequence * hq + head, sequence, head,
-            band, offs_m, first_k, length_q, length_k, scale_log2,
-            q.dtype == tl.float32, INT64, CHANGED, BLOCK_N, False, MASKED)
-        dprobs = drop(gained(tl.dot(dout, tl.trans(v), input_precision=PRECISION), modifiers), kept, modifiers)
+            band, first_q, first_k, length_q, length_k, scale_log2,
+            q.dtype == tl.float32, INT64, CHANGED, BLOCK_M, BLOCK_N, False, MASKED)
+        dprobs = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
         probs = recompute_probs(scores, lse[:, None], visible, 1.0 if CHANGED else scale_log2, HIDES)
-        acc += score_gradient(probs, dprobs, delta[:, None], visible, False, HIDES)
+        difference = less_delta(dprobs, delta[:, None], kept, modifiers, False)
+        acc += score_gradient(probs, difference, visible, HIDES)
     return acc
 
 

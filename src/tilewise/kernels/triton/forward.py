@@ -27,7 +27,7 @@ from tilewise.kernels.triton.launch import (
     tile_blocks,
     tile_slots,
 )
-from tilewise.kernels.triton.modifiers import PER_DRAW, add_sink, along, drop, gained, modify_tile
+from tilewise.kernels.triton.modifiers import SPAN, add_sink, along, drop, gained, modify_tile
 from tilewise.kernels.triton.places import locate
 from tilewise.kernels.triton.primitives import (
     LN2,
@@ -45,15 +45,16 @@ from tilewise.problem import AttentionProblem
 
 @triton.jit
 def attend_keys(q, q_tail, k_source, v_source, modifiers, row, sequence, head, place_k, numbers_q, documents_k, listed,
-                acc, row_sum, row_max, offs_m, seen_from, steps, length_q, band, stride_ks, stride_kd, stride_vs,
-                stride_vd, scale_log2, BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr,
-                BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, INT64: tl.constexpr,
-                DESCRIPTORS: tl.constexpr, CHANGED: tl.constexpr, CLIP: tl.constexpr, TAIL: tl.constexpr):
+                acc, row_sum, row_max, first_query, offs_m, seen_from, steps, length_q, band, stride_ks, stride_kd,
+                stride_vs, stride_vd, scale_log2, BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+                DV: tl.constexpr, BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+                INT64: tl.constexpr, DESCRIPTORS: tl.constexpr, CHANGED: tl.constexpr, CLIP: tl.constexpr,
+                TAIL: tl.constexpr):
     """Attend to the fully visible keys, or (MASKED) to those around them: the kernel's one loop body."""
     stop = steps[3]
     COVERED: tl.constexpr = band[3] is not None
-    ALIGNED: tl.constexpr = modifiers.dropout.ptr is not None or listed is not None
-    ADDED: tl.constexpr = MASKED and (ALIGNED or COVERED)
+    ROUNDED: tl.constexpr = modifiers.dropout.unaligned is not None or listed is not None
+    ADDED: tl.constexpr = MASKED and (ROUNDED or COVERED)
     HIDES: tl.constexpr = (MASKED or (modifiers.mask.ptr is not None and listed is None)
                            or modifiers.mask_function.call is not None)
     first = first_step(steps, MASKED)
@@ -77,8 +78,8 @@ def attend_keys(q, q_tail, k_source, v_source, modifiers, row, sequence, head, p
             numbers_k = tl.load(documents_k + offs_n, mask=offs_n < stop, other=-1)[None, :]
         visible = see(offs_m[:, None], offs_n[None, :], length_q, stop, band, numbers_q, numbers_k)
         scores, visible, _tanh, _capped, kept = modify_tile(
-            scores, visible, modifiers, row, sequence, head, band, offs_m, n, length_q, stop, scale_log2,
-            q.dtype == tl.float32, INT64, CHANGED, BLOCK_N, False, MASKED)
+            scores, visible, modifiers, row, sequence, head, band, first_query, n, length_q, stop, scale_log2,
+            q.dtype == tl.float32, INT64, CHANGED, q.shape[0], BLOCK_N, False, MASKED)
         if HIDES:
             scores = tl.where(visible, scores, float("-inf"))
         probs, row_max, row_sum, acc = online_softmax_step(scores, row_max, row_sum, acc,
@@ -132,7 +133,7 @@ def attention_forward_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, max_ptr, mod
                                           offs_m, length_q, sq, spans)
         numbers_q = numbers[:, None]
         documents_k = numbers_of(modifiers.documents.k, modifiers.documents.batched, batch, row_k, sk)
-    ALIGN: tl.constexpr = 1 if modifiers.dropout.ptr is None else PER_DRAW
+    ALIGN: tl.constexpr = 1 if modifiers.dropout.ptr is None else SPAN
     steps = cut(spans, sink_tokens, BLOCK_N, ALIGN)
     listed = None
     if modifiers.tiles.q is not None:
@@ -143,9 +144,9 @@ def attention_forward_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, max_ptr, mod
     for MASKED in tl.static_range(2):
         acc, row_sum, row_max = attend_keys(
             q, q_tail, k_source, v_source, modifiers, row, sequence, head, (batch, head_k, row_k), numbers_q,
-            documents_k, listed, acc, row_sum, row_max, offs_m, spans[0], steps, length_q, band, stride_ks, stride_kd,
-            stride_vs, stride_vd, scale_log2, BLOCK_N, D, BLOCK_D, DV, BLOCK_DV, MASKED, PRECISION, INT64, DESCRIPTORS,
-            CHANGED, PADDED, TAIL)
+            documents_k, listed, acc, row_sum, row_max, first, offs_m, spans[0], steps, length_q, band, stride_ks,
+            stride_kd, stride_vs, stride_vd, scale_log2, BLOCK_N, D, BLOCK_D, DV, BLOCK_DV, MASKED, PRECISION, INT64,
+            DESCRIPTORS, CHANGED, PADDED, TAIL)
 
     row_offset = head_offset(batch, head, hq * sq, sq) + row_q
     inside = offs_m < rows_q

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from tilewise.problem import AttentionProblem, Sizes
-from tilewise.scores import DRAWS, FunctionFacts, OperandFacts, Operands
+from tilewise.scores import DRAW_SPAN, DRAWS, FunctionFacts, OperandFacts, Operands
 
 # Contracting a·b + c into one rounding is what the softmax's cost counts on; Triton 3.10 changes the default.
 FIXED_OPTIONS = {"enable_fp_fusion": True}
@@ -74,11 +74,15 @@ class Sinks(NamedTuple):
 
 
 class Dropout(NamedTuple):
-    """The seed, the first of 2^16 draws that keeps a pair, and what a kept value is multiplied by."""
+    """The seed, the first of 2^16 draws that keeps a pair, and what a kept value is multiplied by.
+
+    ``unaligned``: 1.0 where a tile's first query or key may lie inside of a block of draws, else None.
+    """
 
     ptr: Any = None
     threshold: float | None = None
     gain: float | None = None
+    unaligned: float | None = None
 
 
 class Lengths(NamedTuple):
@@ -155,7 +159,8 @@ def modifiers_of(problem: AttentionProblem, operands: Operands) -> Modifiers:
     if options.sinks is not None:
         sinks = Sinks(operands.sinks, *strides(options.sinks, pairs[1:2]))
     if options.dropout_p:
-        dropout = Dropout(operands.seed, options.dropout_p * DRAWS, 1.0 / (1.0 - options.dropout_p))
+        dropout = Dropout(operands.seed, options.dropout_p * DRAWS, 1.0 / (1.0 - options.dropout_p),
+                          1.0 if is_unaligned(problem) else None)
     if options.documents_q is not None:
         documents = DocumentNumbers(operands.documents_q, operands.documents_k,
                                     1.0 if options.documents_q.shape[0] > 1 else None)
@@ -280,6 +285,13 @@ def bounds(problem: AttentionProblem) -> tuple[int | None, ...]:
 def is_shifted(problem: AttentionProblem) -> bool:
     """Whether the kernel moves the diagonal to the last query and key of each sequence."""
     return problem.sequences.are_data and problem.mask.alignment == "bottom_right"
+
+
+def is_unaligned(problem: AttentionProblem) -> bool:
+    """Whether what a tile sees may start inside of a block of draws: the loops then start before it."""
+    lower, upper, _prefix, _sink_tokens, chunk, offset, _count = bounds(problem)
+    return (problem.scores.documents_q is not None or is_shifted(problem)
+            or any(number is not None and number % DRAW_SPAN != 0 for number in (lower, upper, chunk, offset)))
 
 
 def constants(problem: AttentionProblem, precision: str, int64: bool, descriptors: bool) -> tuple[Any, ...]:

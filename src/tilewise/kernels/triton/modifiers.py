@@ -9,8 +9,9 @@ import triton
 import triton.language as tl
 
 from tilewise.kernels.triton.primitives import LN2, LOG2E
+from tilewise.scores import DRAW_SPAN
 
-PER_DRAW = tl.constexpr(8)  # neighbouring keys whose dropout one call of Philox decides
+SPAN = tl.constexpr(DRAW_SPAN)
 ROUNDS = tl.constexpr(7)  # of Philox4x32; Salmon et al., 2011, table 2: passes BigCrush
 
 
@@ -119,44 +120,57 @@ def pair_positions(offs_m, first_key, BLOCK_N: tl.constexpr, KEYS_FIRST: tl.cons
 
 
 @triton.jit
-def keep_pairs(dropout, row, offs_q, first_k, BLOCK_N: tl.constexpr, KEYS_FIRST: tl.constexpr):
-    """Which pairs dropout keeps: [BLOCK_M, BLOCK_N], or [BLOCK_N, BLOCK_M] where KEYS_FIRST.
+def keep_pairs(dropout, row, first_query, first_key, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+               KEYS_FIRST: tl.constexpr):
+    """Which pairs dropout keeps (maths.md, eq. 19): [BLOCK_M, BLOCK_N], or [BLOCK_N, BLOCK_M] where KEYS_FIRST.
 
-    Pair (i, j) of row ``row`` = batch·hq + head draws 16 bits: half j mod 2 (0 the low one) of word (j mod 8) div 2 of
-    Philox4x32(seed; j div 8, i, row, 0). It is kept when they are not below the threshold: a property of the pair
-    alone, whatever tile it is met in. ``first_k`` is a multiple of 8.
+    A property of the pair alone, whatever tile it is met in; both firsts are multiples of SPAN. Every pair asks for
+    the words of its counter, and a thread computes once those that its pairs have in common: counters are repeated,
+    not computed from positions, so that the compiler sees which are equal. On NVIDIA's tensor cores bit 3 of a query
+    and of a key tell registers of a thread apart, and so does bit 0 of the key (of the query where KEYS_FIRST). So
+    eight pairs share a call there (four where KEYS_FIRST), and nothing moves between threads.
     """
-    groups = first_k // PER_DRAW + tl.arange(0, BLOCK_N // PER_DRAW)
+    query = tl.arange(0, BLOCK_M // 2).reshape(BLOCK_M // SPAN, 1, 8)
+    query = first_query // 2 + tl.broadcast_to(query, (BLOCK_M // SPAN, 2, 8)).reshape(BLOCK_M)
+    key = tl.arange(0, BLOCK_N // 4).reshape(BLOCK_N // SPAN, 1, 4, 1)
+    key = first_key // 4 + tl.broadcast_to(key, (BLOCK_N // SPAN, 2, 4, 2)).reshape(BLOCK_N)
+    m, n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     if KEYS_FIRST:
-        group, query = tl.broadcast(groups[:, None], offs_q[None, :])
+        query, key = tl.broadcast(query[None, :], key[:, None])
+        m, n = tl.broadcast(m[None, :], n[:, None])
     else:
-        query, group = tl.broadcast(offs_q[:, None], groups[None, :])
-    zeros = tl.zeros_like(group)  # a scalar counter does not broadcast inside Philox in every Triton version
-    w0, w1, w2, w3 = tl.philox(tl.load(dropout.ptr), group, query, zeros + row, zeros, ROUNDS)
-    threshold = tl.full(group.shape, dropout.threshold, tl.float32).to(tl.uint32)
-    # Joined by the highest bit of j mod 8 first: the last dim of a tile varies fastest.
-    low = tl.join(tl.join(is_kept(w0, threshold), is_kept(w2, threshold)),
-                  tl.join(is_kept(w1, threshold), is_kept(w3, threshold)))
-    high = tl.join(tl.join(is_kept(w0 >> 16, threshold), is_kept(w2 >> 16, threshold)),
-                   tl.join(is_kept(w1 >> 16, threshold), is_kept(w3 >> 16, threshold)))
-    kept = tl.join(low, high)  # [rows, columns, 2, 2, 2]
-    if KEYS_FIRST:
-        kept = tl.permute(kept, (0, 2, 3, 4, 1)).reshape(BLOCK_N, offs_q.shape[0])
-    else:
-        kept = kept.reshape(offs_q.shape[0], BLOCK_N)
-    return kept != 0
+        query, key = tl.broadcast(query[:, None], key[None, :])
+        m, n = tl.broadcast(m[:, None], n[None, :])
+    w0, w1, w2, w3 = philox(tl.load(dropout.ptr), key, query, row)
+    is_odd = n & 1 != 0
+    words = tl.where(m & 8 != 0, tl.where(is_odd, w3, w1), tl.where(is_odd, w2, w0))
+    draws = tl.where(n & 8 != 0, words, words << 16)  # in the upper half; the lower one then decides nothing
+    return draws >= tl.full([], dropout.threshold, tl.float32).to(tl.uint32) << 16
 
 
 @triton.jit
-def is_kept(words, threshold):
-    """Compare the low 16 bits; a byte, as single bits cannot be joined."""
-    return ((words & 0xFFFF) >= threshold).to(tl.int8)
+def philox(seed, c0, c1, c2):
+    """Return the four words of Philox4x32 for the counter (c0, c1, c2, 0), c2 a scalar.
+
+    As tl.philox, but for its products: one of 64 bits is one instruction, its two halves are two (sm_90, d 128: 541
+    instructions a step of forward, not 590).
+    """
+    k0, k1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+    c0, c1, c2 = c0.to(tl.uint32), c1.to(tl.uint32), c2.to(tl.uint32)
+    c3 = tl.full([], 0, tl.uint32)
+    for _ in tl.static_range(ROUNDS):
+        from_a, from_c = c0.to(tl.uint64) * 0xD2511F53, c2.to(tl.uint64) * 0xCD9E8D57
+        c0, c1 = (from_c >> 32).to(tl.uint32) ^ c1 ^ k0, from_c.to(tl.uint32)
+        c2, c3 = (from_a >> 32).to(tl.uint32) ^ c3 ^ k1, from_a.to(tl.uint32)
+        k0 = tl.add(k0, 0x9E3779B9, sanitize_overflow=False)
+        k1 = tl.add(k1, 0xBB67AE85, sanitize_overflow=False)
+    return c0, c1, c2, c3
 
 
 @triton.jit
-def modify_tile(scores, visible, modifiers, row, batch, head, band, offs_m, first_key, stop_q, stop_k,
-                scale_log2, EXACT: tl.constexpr, INT64: tl.constexpr, CHANGED: tl.constexpr, BLOCK_N: tl.constexpr,
-                KEYS_FIRST: tl.constexpr, MASKED: tl.constexpr):
+def modify_tile(scores, visible, modifiers, row, batch, head, band, first_query, first_key, stop_q, stop_k,
+                scale_log2, EXACT: tl.constexpr, INT64: tl.constexpr, CHANGED: tl.constexpr, BLOCK_M: tl.constexpr,
+                BLOCK_N: tl.constexpr, KEYS_FIRST: tl.constexpr, MASKED: tl.constexpr):
     """Apply all that acts on a tile's pairs, [BLOCK_M, BLOCK_N] or turned where KEYS_FIRST.
 
     ``visible`` counts where MASKED: elsewhere the band and the lengths hide nothing, and the boolean mask alone may.
@@ -167,7 +181,7 @@ def modify_tile(scores, visible, modifiers, row, batch, head, band, offs_m, firs
     tanh = scores
     capped = scores
     kept = visible
-    offs_q, offs_k = pair_positions(offs_m, first_key, BLOCK_N, KEYS_FIRST)
+    offs_q, offs_k = pair_positions(first_query + tl.arange(0, BLOCK_M), first_key, BLOCK_N, KEYS_FIRST)
     if CHANGED:
         scores, tanh, capped = change_scores(scores, modifiers, batch, head, band, offs_q, offs_k, stop_q, stop_k,
                                              scale_log2, EXACT, INT64, MASKED)
@@ -180,7 +194,7 @@ def modify_tile(scores, visible, modifiers, row, batch, head, band, offs_m, firs
         KNOWN: tl.constexpr = MASKED or (modifiers.mask.ptr is not None and modifiers.tiles.q is None)
         visible = (visible if KNOWN else tl.full(scores.shape, True, tl.int1)) & allowed
     if modifiers.dropout.ptr is not None:
-        kept = keep_pairs(modifiers.dropout, row, offs_m, first_key, BLOCK_N, KEYS_FIRST)
+        kept = keep_pairs(modifiers.dropout, row, first_query, first_key, BLOCK_M, BLOCK_N, KEYS_FIRST)
     return scores, visible, tanh, capped, kept
 
 
@@ -188,8 +202,20 @@ def modify_tile(scores, visible, modifiers, row, batch, head, band, offs_m, firs
 def drop(values, kept, modifiers):
     """Set the values of dropped pairs to 0; the division by 1 − p is left to the caller."""
     if modifiers.dropout.ptr is not None:
-        values = tl.where(kept, values, 0.0)
+        # A zero that the compiler does not know: a known one it moves behind the rounding to 16 bits, and then takes
+        # pairs apart and puts them together again (sm_90, d 128: 652 instructions a step of forward, not 541).
+        values = tl.where(kept, values, modifiers.dropout.gain * 0.0)
     return values
+
+
+@triton.jit
+def less_delta(dprobs, delta, kept, modifiers, SEEDED: tl.constexpr):
+    """R∘(dO·Vᵀ) − delta (maths.md, eq. 20) of dO·Vᵀ, or of what has delta already taken off where SEEDED."""
+    if modifiers.dropout.ptr is not None:
+        dprobs = tl.where(kept, dprobs * modifiers.dropout.gain - delta, -delta)
+    elif not SEEDED:
+        dprobs -= delta
+    return dprobs
 
 
 @triton.jit
