@@ -42,7 +42,7 @@ def test_every_kernel_keeps_the_same_pairs_with_every_tile(tile, mask, device):
     dkdv_launch(problem, DkdvConfig(*tile, 4, 1), "ieee", strides, (strides, strides), (True, True))(
         zeros, zeros, zeros, one, lse, delta, dk, dv, None, modifiers)
     dq_launch(problem, DqConfig(*tile, 4, 1), "ieee", strides, strides)(
-        zeros, one, ones, ones, lse, delta, dq, None, None, modifiers)
+        zeros, one, ones, ones, lse, delta, dq, None, None, None, None, None, modifiers)
     dbias_launch(problem, DqConfig(*tile, 4, 1), "ieee", strides)(
         zeros, zeros, ones, ones, lse, delta, dbias, modifiers)
     kept = dropout_keep(SEED, (1, 2, SIZE, SIZE), P, device) & mask.visible(SIZE, SIZE, device)
