@@ -6,7 +6,7 @@ order of preference whose ``why_not`` is None.
 
 import contextlib
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import cast
@@ -95,14 +95,18 @@ class Explanation:
         return "\n".join(lines)
 
 
-def explain_problem(problem: AttentionProblem, backend: str | None = None) -> Explanation:
-    """Ask every backend about both passes of the problem; raises nothing for a refusal."""
+def explain_problem(problem: AttentionProblem, backend: str | None = None,
+                    why_not_first: Callable[[str], str | None] | None = None) -> Explanation:
+    """Ask every backend about both passes of the problem; raises nothing for a refusal.
+
+    ``why_not_first``: asked before a backend is, by its name: a reason that lies in the call and not in the problem.
+    """
     chosen: dict[str, str | None] = {}
     reasons: dict[tuple[str, str], str | None] = {}
     for side in (problem, problem.backward(lse_grad=False)):
         names = order(side)
         wanted = names if backend is None else (get_backend(backend).name,)
-        answers = {name: get_backend(name).why_not(side) for name in names}
+        answers = {name: (why_not_first and why_not_first(name)) or get_backend(name).why_not(side) for name in names}
         chosen[side.direction] = next((name for name in wanted if answers[name] is None), None)
         reasons |= {(side.direction, name): answer for name, answer in answers.items()}
     return Explanation(problem, chosen["forward"], chosen["backward"], reasons)
