@@ -20,8 +20,8 @@ SPILL_BOUND = {"3.9.0": 256}
 SPILL_BOUND_ELSEWHERE = 64
 
 
-def forward(d, mask="causal", dtype="bfloat16"):
-    return {"arch": "sm_90", "kernel": "hopper_forward", "d": d, "dtype": dtype, "mask": MASKS[mask]}
+def forward(d, mask="causal", dtype="bfloat16", s=4096):
+    return {"arch": "sm_90", "kernel": "hopper_forward", "d": d, "dtype": dtype, "mask": MASKS[mask], "s": s}
 
 
 def compile_aloud(version, wanted):
@@ -33,6 +33,7 @@ def compile_aloud(version, wanted):
 @pytest.mark.parametrize("version", VERSIONS)
 def test_hopper_forward_compiles_within_registers_and_shared_memory(version):
     wanted = [forward(d, mask) for d in (64, 128) for mask in MASKS] + [forward(d, dtype="float16") for d in (64, 128)]
+    wanted += [forward(64, s=1024)]  # other tiles
     for row in compile_aloud(version, wanted):
         assert row["shared"] <= row["planned"] <= row["limit"], row
         assert row["registers"] * row["threads"] <= REGISTER_FILE, row
