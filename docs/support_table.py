@@ -124,6 +124,7 @@ def render() -> str:
     # A table for a device that need not be here: the facts of it that backends ask for are given.
     spec = DeviceSpec.of_arch(f"sm_{CAPABILITY[0]}{CAPABILITY[1]}")
     with (unittest.mock.patch("torch.cuda.get_device_capability", return_value=CAPABILITY),
+          unittest.mock.patch("tilewise.backends.gluon.device_spec", return_value=spec),
           unittest.mock.patch("tilewise.backends.triton.device_spec", return_value=spec)):
         gpu = table("cuda")
     capability = ".".join(map(str, CAPABILITY))

@@ -14,14 +14,14 @@ pytestmark = pytest.mark.aot
 
 MASKS = {"full": [None, None, None], "causal": [None, 0, "top_left"], "window": [255, 0, "top_left"]}
 REGISTER_FILE = 65536
-# Bytes of stack a thread, ceilings. At d 64 three warpgroups have 160 registers a thread: 3.6.0 and 3.7.1 spill 32
-# bytes at most, 3.9.0 spills 152 (full), 208 (causal) and 240 (window). At d 128 3.9.0 spills 32 in windows alone.
+# Bytes of stack a thread, ceilings. At d 64 three warpgroups have 160 registers a thread: 3.6.0 and 3.7.1 spill 40
+# bytes at most, 3.9.0 spills 152 (full), 216 (causal) and 240 (window). At d 128 3.9.0 spills 32 in windows alone.
 SPILL_BOUND = {"3.9.0": 256}
 SPILL_BOUND_ELSEWHERE = 64
 
 
-def forward(d, mask="causal", dtype="bfloat16"):
-    return {"arch": "sm_90", "kernel": "hopper_forward", "d": d, "dtype": dtype, "mask": MASKS[mask]}
+def forward(d, mask="causal", dtype="bfloat16", s=4096):
+    return {"arch": "sm_90", "kernel": "hopper_forward", "d": d, "dtype": dtype, "mask": MASKS[mask], "s": s}
 
 
 def compile_aloud(version, wanted):
@@ -33,6 +33,7 @@ def compile_aloud(version, wanted):
 @pytest.mark.parametrize("version", VERSIONS)
 def test_hopper_forward_compiles_within_registers_and_shared_memory(version):
     wanted = [forward(d, mask) for d in (64, 128) for mask in MASKS] + [forward(d, dtype="float16") for d in (64, 128)]
+    wanted += [forward(64, s=1024)]  # other tiles
     for row in compile_aloud(version, wanted):
         assert row["shared"] <= row["planned"] <= row["limit"], row
         assert row["registers"] * row["threads"] <= REGISTER_FILE, row

@@ -75,7 +75,7 @@ def test_a_backend_is_called_by_its_file_name(name):
 
 
 def test_unknown_backend_raises_and_lists_the_known_ones():
-    message = "backend is 'flash'; allowed are 'triton', 'torch', 'reference', or None to choose."
+    message = "backend is 'flash'; allowed are 'gluon', 'triton', 'torch', 'reference', or None to choose."
     for ask in (lambda: get_backend("flash"), lambda: choose(_problem(), "flash"),
                 lambda: attention(*_qkv(), backend="flash"), lambda: explain(*_qkv(), backend="flash")):
         with pytest.raises(InvalidInput) as caught:
@@ -119,6 +119,12 @@ def test_order_names_every_backend_once(dtype, device):
     problem = AttentionProblem.from_tensors(*(t.to(device) for t in _qkv(dtype)))
     for side in (problem, problem.backward(lse_grad=False)):
         assert sorted(dispatch.order(side)) == sorted(BACKENDS)
+
+
+def test_gpus_ask_gluon_before_triton():
+    problem = replace(_problem(dtype=torch.bfloat16), device=torch.device("cuda", 0))
+    for side in (problem, problem.backward(lse_grad=False)):
+        assert dispatch.order(side) == ("gluon", "triton", "torch", "reference")
 
 
 def test_when_every_backend_refuses_the_error_holds_every_reason(monkeypatch):

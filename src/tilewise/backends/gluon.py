@@ -100,8 +100,10 @@ def _wrong_options(problem: AttentionProblem) -> str | None:
         return f"takes no lengths that are data, got {problem.sequences}"
     if problem.mask.has_exceptions:
         return f"takes causal masks and windows, got {problem.mask}"
+    if problem.scores.max_logit:
+        return "takes no max_logit"
     if problem.scores != NO_OPTIONS:
-        return f"takes nothing that changes or reports scores, got {problem.scores}"
+        return f"takes nothing that changes scores, got {problem.scores}"
     if problem.is_empty:
         return "needs a pair that is visible, got none"
     return None

@@ -156,7 +156,7 @@ def hide(s, first_row, first_key, band, C: gl.constexpr):
 
 @gluon.jit
 def soften(s, row_max, scale_log2, HIDES: gl.constexpr):
-    """One online-softmax step (eq. 5): P of this step, the new maximum, and the factor for what came before."""
+    """One online-softmax step (eq. 4 and 7): P of this step, the new maximum, and the factor for what came before."""
     new_max = gl.maximum(row_max, gl.max(s, 1))
     shift = new_max * scale_log2
     if HIDES:  # a row that has seen nothing yet
