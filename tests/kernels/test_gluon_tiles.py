@@ -101,6 +101,28 @@ def test_without_a_lower_bound_warpgroups_mask_no_step_that_all_their_queries_se
             assert last_key > row + mask.right or last_key >= problem.sk
 
 
+@given(SIZES, SIZES, st.integers(0, 900), st.sampled_from(ALIGNMENTS))
+@example(900, 900, 0, "top_left")
+@example(100, 900, 300, "bottom_right")
+def test_first_step_is_skipped_by_warpgroups_that_see_none_of_it_but_never_the_only_one(sq, sk, right, alignment):
+    config, mask = HopperForwardConfig(128, 3), window(None, right, alignment)
+    problem = problem_of(sq, sk, mask)
+    assume(not problem.is_empty)
+    (n_tiles, *_), band, shape = scalars_of(problem, config)
+    assert shape.SKIPS
+    visible = mask.visible(sq, sk)
+    for row in range(0, min(sq, n_tiles * ROWS * config.consumers), ROWS):
+        first = row // (ROWS * config.consumers) * ROWS * config.consumers
+        spans = tiles.steps_of.fn(first, band, shape)
+        begin = tiles.keys_at.fn(0, spans, shape)
+        # Rows past the last query stand for none; the source asks the last row that there could be.
+        hides = tiles.hides_first_step.fn(begin, spans[3], row, band[3])
+        assert hides == (spans[3] > 1 and begin > row + ROWS - 1 + band[3])
+        if hides:
+            assert not visible[row:row + ROWS, begin:begin + config.keys].any()
+            assert tiles.masked_of.fn(row, spans, band, shape) >= 1
+
+
 @given(st.integers(1, 1000), st.integers(1, 3), st.integers(1, 4), st.integers(1, 3), st.sampled_from((64, 128)),
        st.booleans())
 def test_every_tile_has_one_number(sq, b, hk, group, d, is_causal):

@@ -72,3 +72,9 @@ def masked_of(row, spans, band, C: gl.constexpr):
         shared_stop = gl.minimum(sk, row + 1 + upper)
         masked = steps - gl.minimum(steps, gl.maximum(0, shared_stop - start) // C.KEYS)
     return masked
+
+
+@gluon.jit
+def hides_first_step(first_key, steps, row, upper):
+    """Whether a tile's first step, one of several, hides all its keys from the 64 queries from ``row`` on."""
+    return (steps > 1) & (first_key >= row + 64 + upper)
