@@ -20,6 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from conformance.functions import mask_functions, score_functions
+from kernels.sass import stray_descriptors
 from tilewise.bench.compile_ahead import CompileOnlyDriver
 from tilewise.kernels.gluon.launch import OPTIONS, HopperForward
 from tilewise.kernels.triton.backward import delta_launch, dkdv_launch, dq_launch
@@ -149,7 +150,8 @@ def compile_for(request):
     driver.set_active(CompileOnlyDriver(TARGETS[request["arch"]]))
     compiled = launch.kernel.warmup(*launch.arguments(tensors), *launch.scalars, grid=launch.grid, **launch.options)
     row = facts_of(request, compiled, spec) | {"expected": 0 if config is None else config.shared_bytes(problem)}
-    return row | (amd_report(compiled) if request["arch"].startswith("gfx") else nvidia_report(compiled))
+    is_amd = request["arch"].startswith("gfx")
+    return row | (amd_report(compiled) if is_amd else nvidia_report(compiled, sass_of(compiled)))
 
 
 def compile_hopper_forward(request):
@@ -162,20 +164,22 @@ def compile_hopper_forward(request):
     with contextlib.redirect_stdout(io.StringIO()) as log:
         compiled = launch.kernel.warmup(*arguments, *launch.scalars, grid=launch.grid, **OPTIONS)
     row = facts_of(request, compiled, spec)
-    return row | nvidia_report(compiled) | {"planned": config.shared_bytes(problem), "log": log.getvalue(),
-                                            "threads": 32 * compiled.metadata.num_warps}
+    sass = sass_of(compiled)
+    return row | nvidia_report(compiled, sass) | {
+        "planned": config.shared_bytes(problem), "log": log.getvalue(), "threads": 32 * compiled.metadata.num_warps,
+        "strays": stray_descriptors(sass)}
 
 
 def facts_of(request, compiled, spec):
     return request | {"triton": triton.__version__, "shared": compiled.metadata.shared, "limit": spec.shared_memory}
 
 
-def nvidia_report(compiled):
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        usage = _tool("cuobjdump", "--dump-resource-usage", file.name)
-        sass = _tool("nvdisasm", "-c", file.name)
+def sass_of(compiled):
+    return _of_cubin(compiled, "nvdisasm", "-c")
+
+
+def nvidia_report(compiled, sass):
+    usage = _of_cubin(compiled, "cuobjdump", "--dump-resource-usage")
     registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
     names = ("HGMMA", "HMMA", "UTCHMMA", "LDL", "STL", "UTMALDG", "UTMASTG", "WARPGROUP.ARRIVE")
     counts = {name.lower(): len(re.findall(rf"\b{name}\b", sass)) for name in names}
@@ -188,8 +192,12 @@ def amd_report(compiled):
     return {"registers": found["vgpr_count"], "stack": 4 * found["vgpr_spill_count"], "mfma": text.count("v_mfma")}
 
 
-def _tool(name, *arguments):
-    done = subprocess.run([getattr(knobs.nvidia, name).path, *arguments], capture_output=True, text=True, check=True)
+def _of_cubin(compiled, tool, option):
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        done = subprocess.run([getattr(knobs.nvidia, tool).path, option, file.name], capture_output=True, text=True,
+                              check=True)
     return done.stdout + done.stderr
 
 

@@ -1,7 +1,8 @@
 """The Gluon kernels compile for Hopper on both ends of the Triton range and between, without a device.
 
-What the compiler must have made of them: products that do not wait for one another, the copy engine both ways, and
-registers for every warp. Triton can only print ptxas's log while it compiles, so its cache is passed over.
+What the compiler must have made of them: products that do not wait for one another and find their operands whatever
+loop was skipped, the copy engine both ways, and registers for every warp. Triton can only print ptxas's log while it
+compiles, so its cache is passed over.
 """
 
 import re
@@ -43,6 +44,7 @@ def test_hopper_forward_compiles_within_registers_and_shared_memory(version):
         assert re.findall(r"C75\d\d", row["log"]) == [], row
         # Where they are serialized, each product gets a fence of its own.
         assert 0 < row["warpgroup.arrive"] <= row["hgmma"] / 3, row
+        assert row["strays"] == [], row
         assert row["utmaldg"] > 0, row
         assert row["utmastg"] > 0, row
 

@@ -17,7 +17,7 @@ from tilewise.tuning.heuristics import hopper_forward_config
 
 WIDEST = 128
 # The Triton that the kernels ran with on a GPU, and passed. Newer ones, to 3.9, compile them too (tests/kernels), but
-# an assembler's work is not to be trusted unseen: pipeline.py tells of a fault that was found by running, and only so.
+# an assembler's work is not to be trusted unseen: pipeline.py tells of a fault that was found by running.
 CHECKED = (3, 6)
 _EVERY = Needs()
 
