@@ -21,8 +21,9 @@ SPILL_BOUND = {"3.9.0": 256}
 SPILL_BOUND_ELSEWHERE = 64
 
 
-def forward(d, mask="causal", dtype="bfloat16", s=4096):
-    return {"arch": "sm_90", "kernel": "hopper_forward", "d": d, "dtype": dtype, "mask": MASKS[mask], "s": s}
+def forward(d, mask="causal", dtype="bfloat16", s=4096, dv=None):
+    return {"arch": "sm_90", "kernel": "hopper_forward", "d": d, "dv": dv or d, "dtype": dtype, "mask": MASKS[mask],
+            "s": s}
 
 
 def compile_aloud(version, wanted):
@@ -35,6 +36,17 @@ def compile_aloud(version, wanted):
 def test_hopper_forward_compiles_within_registers_and_shared_memory(version):
     wanted = [forward(d, mask) for d in (64, 128) for mask in MASKS] + [forward(d, dtype="float16") for d in (64, 128)]
     wanted += [forward(64, s=1024)]  # other tiles
+    check(version, wanted)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_wide_heads_in_pieces_compile_within_registers_and_shared_memory(version):
+    dims = ((256, 256), (192, 128), (192, 192), (128, 192), (64, 256), (256, 96))
+    check(version, [forward(d, mask, dv=dv) for d, dv in dims for mask in ("full", "causal")]
+          + [forward(256, "window"), forward(192, "window", dv=128)])
+
+
+def check(version, wanted):
     for row in compile_aloud(version, wanted):
         assert row["shared"] <= row["planned"] <= row["limit"], row
         assert row["registers"] * row["threads"] <= REGISTER_FILE, row

@@ -31,8 +31,8 @@ def plain_python():
         yield
 
 
-def problem_of(sq=4096, sk=4096, mask=None, d=128, b=1, heads=(1, 1)):
-    return AttentionProblem(b=b, hq=heads[0], hk=heads[1], sq=sq, sk=sk, d=d, dv=d, dtype=torch.bfloat16,
+def problem_of(sq=4096, sk=4096, mask=None, d=128, b=1, heads=(1, 1), dv=None):
+    return AttentionProblem(b=b, hq=heads[0], hk=heads[1], sq=sq, sk=sk, d=d, dv=dv or d, dtype=torch.bfloat16,
                             device=torch.device("cuda", 0), scale=1.0, mask=mask or Mask())
 
 
@@ -171,6 +171,26 @@ def test_the_band_counts_from_the_first_key_that_is_seen():
     _, band, shape = scalars_of(problem, HopperForwardConfig(128, 2))
     assert band == (100, 355, 0, 255)
     assert (shape.LOWER, shape.UPPER) == (True, True)
+
+
+def test_a_tile_longer_than_a_step_asks_under_an_upper_bound_alone_whether_its_first_step_hides_all():
+    for mask, d, asks in ((causal(), 128, False), (causal(), 256, True), (None, 256, False),
+                          (window(9, 0), 256, False)):
+        problem = problem_of(mask=mask, d=d)
+        shape = scalars_of(problem, hopper_forward_config(problem))[2]
+        assert shape.SKIPS is asks
+
+
+def test_the_kernel_gets_each_piece_by_itself_and_none_where_there_is_one():
+    for d, dv, widths in ((128, 128, [128, None, 128, None, 128, None, 128]),
+                          (64, 64, [64, None, 64, None, 64, None, 64]),
+                          (192, 128, [128, 64, 128, 64, 128, None, 64]), (256, 96, [256, None, 256, None, 64, 32, 32])):
+        problem = problem_of(d=d, dv=dv)
+        config = hopper_forward_config(problem)
+        bound = launch.HopperForward(problem, config, multiprocessors=132)
+        assert [form and form[0][3] for form in bound.forms] == widths
+        rows = [64, 64, config.keys, config.keys, config.keys, config.keys, 64]
+        assert all(form is None or form[0][:3] == [1, 1, row] for form, row in zip(bound.forms, rows, strict=True))
 
 
 @pytest.mark.parametrize(("sq", "programs"), [(128, 4), (4096, 128), (8192, 132)])

@@ -39,8 +39,11 @@ class HopperShape(Protocol):
     def ping_pong(self) -> bool:
         """Whether the warpgroups take turns."""
 
-    def width(self, problem: AttentionProblem) -> int:
-        """Width of a head inside the tiles."""
+    def pieces(self, problem: AttentionProblem) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Columns of q and k inside the tiles, and of v and out, in one or two pieces."""
+
+    def out_buffers(self, problem: AttentionProblem) -> tuple[int, int]:
+        """Columns of out in each buffer of a warpgroup, and how many there are."""
 
 
 class HopperForward:
@@ -57,7 +60,7 @@ class HopperForward:
         self.kernel = hopper_forward_kernel
         self.keys = problem.seen_keys
         self.dtype = gl.bfloat16 if problem.dtype is torch.bfloat16 else gl.float16
-        width = config.width(problem)
+        pieces, columns = config.pieces(problem), config.out_buffers(problem)[0]
         band, first, rows = problem.band, self.keys.start, 64 * config.consumers
         tiles = math.ceil(problem.sq / rows)
         total = tiles * problem.hq * problem.b
@@ -67,24 +70,27 @@ class HopperForward:
             tiles, problem.hq, problem.b, _section(problem), problem.sq, len(self.keys),
             0 if band.lower is None else band.lower - first, 0 if band.upper is None else band.upper - first,
             problem.group, problem.scale * math.log2(math.e),
-            Shape(width, config.keys, config.consumers, config.stages, config.query_stages, config.ping_pong,
-                  band.lower is not None, band.upper is not None,
-                  config.consumers > 2 and band.lower is None and band.upper is not None))
-        self.blocks = [[1, 1, size, width] for size in (64, config.keys, config.keys, 64)]
-        self.layouts = [gl.NVMMASharedLayout.get_default_for(block, self.dtype) for block in self.blocks]
+            Shape(*pieces, *config.out_buffers(problem), config.keys, config.consumers, config.stages,
+                  config.query_stages, config.ping_pong, band.lower is not None, band.upper is not None,
+                  64 * config.consumers > config.keys and band.lower is None and band.upper is not None))
+        # Of each tensor's one or two pieces; of out its buffers.
+        blocks = [None if i >= len(widths) else [1, 1, size, widths[i]]
+                  for size, widths in zip((64, config.keys, config.keys), (pieces[0], *pieces), strict=True)
+                  for i in range(2)] + [[1, 1, 64, columns]]
+        self.forms = [block and (block, gl.NVMMASharedLayout.get_default_for(block, self.dtype)) for block in blocks]
 
     def __call__(self, *tensors: torch.Tensor) -> None:
         """Enqueue the kernel on the current stream of the current device."""
         self.kernel[self.grid](*self.arguments(tensors, _counter(tensors[0].device)), *self.scalars, **OPTIONS)
 
     def arguments(self, tensors: tuple[torch.Tensor, ...], counter: torch.Tensor) -> tuple[Any, ...]:
-        """Descriptors of q, k, v and out, then lse and the counter."""
+        """Descriptors of the pieces of q, k, v and out, then lse and the counter."""
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
         q, k, v, out, lse = tensors
         k, v = _rows(k, self.keys), _rows(v, self.keys)
-        described = [TensorDescriptor(tensor, list(tensor.shape), _legal_strides(tensor), block, layout)
-                     for tensor, block, layout in zip((q, k, v, out), self.blocks, self.layouts, strict=True)]
+        described = [form and TensorDescriptor(tensor, list(tensor.shape), _legal_strides(tensor), *form)
+                     for tensor, form in zip((q, q, k, k, v, v, out), self.forms, strict=True)]
         return (*described, lse, counter)
 
 
