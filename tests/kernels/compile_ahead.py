@@ -156,11 +156,12 @@ def compile_for(request):
 
 def compile_hopper_forward(request):
     """The Gluon kernel; ptxas's log is printed where TRITON_DUMP_PTXAS_LOG is set and the kernel is not in a cache."""
-    spec, problem = DeviceSpec.of_arch("sm_90"), problem_of(request, Operands())
+    operands = operands_of(request)
+    spec, problem = DeviceSpec.of_arch("sm_90"), problem_of(request, operands)
     config = hopper_forward_config(problem)
     launch = HopperForward(problem, config, multiprocessors=132)
     driver.set_active(CompileOnlyDriver(TARGETS["sm_90"]))
-    arguments = launch.arguments(tensors_of(problem), torch.empty(1, dtype=torch.int32))
+    arguments = launch.arguments((*tensors_of(problem), operands.sinks), torch.empty(1, dtype=torch.int32))
     with contextlib.redirect_stdout(io.StringIO()) as log:
         compiled = launch.kernel.warmup(*arguments, *launch.scalars, grid=launch.grid, **OPTIONS)
     row = facts_of(request, compiled, spec)

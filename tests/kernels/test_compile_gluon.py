@@ -21,9 +21,9 @@ SPILL_BOUND = {"3.9.0": 256}
 SPILL_BOUND_ELSEWHERE = 64
 
 
-def forward(d, mask="causal", dtype="bfloat16", s=4096, dv=None):
+def forward(d, mask="causal", dtype="bfloat16", s=4096, dv=None, options=()):
     return {"arch": "sm_90", "kernel": "hopper_forward", "d": d, "dv": dv or d, "dtype": dtype, "mask": MASKS[mask],
-            "s": s}
+            "s": s, "options": options}
 
 
 def compile_aloud(version, wanted):
@@ -44,6 +44,12 @@ def test_wide_heads_in_pieces_compile_within_registers_and_shared_memory(version
     dims = ((256, 256), (192, 128), (192, 192), (128, 192), (64, 256), (256, 96))
     check(version, [forward(d, mask, dv=dv) for d, dv in dims for mask in ("full", "causal")]
           + [forward(256, "window"), forward(192, "window", dv=128)])
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_softcap_and_sinks_compile_within_registers_and_shared_memory(version):
+    check(version, [forward(d, options=options) for d in (64, 128, 256)
+                    for options in (["softcap"], ["sinks"], ["softcap", "sinks"])])
 
 
 def check(version, wanted):

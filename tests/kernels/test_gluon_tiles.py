@@ -4,7 +4,9 @@ A quotient of ints rounds towards 0 on a GPU and down in Python. They differ for
 the source takes the larger of it and 0 or 1.
 """
 
+import math
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise, product
 from types import SimpleNamespace
 
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 
 from tilewise.masks import ALIGNMENTS, Mask, causal, window
 from tilewise.problem import AttentionProblem
+from tilewise.scores import OperandFacts, ScoreOptions
 from tilewise.tuning.configs import HopperForwardConfig
 from tilewise.tuning.heuristics import hopper_forward_config
 
@@ -191,6 +194,20 @@ def test_the_kernel_gets_each_piece_by_itself_and_none_where_there_is_one():
         assert [form and form[0][3] for form in bound.forms] == widths
         rows = [64, 64, config.keys, config.keys, config.keys, config.keys, 64]
         assert all(form is None or form[0][:3] == [1, 1, row] for form, row in zip(bound.forms, rows, strict=True))
+
+
+def test_a_softcap_takes_the_scales_place_and_tanh_gets_the_rest():
+    log2e = math.log2(math.e)
+    for softcap, scaling in ((None, (0.25 * log2e, None)), (30.0, (30.0 * log2e, 2.0 * log2e * 0.25 / 30.0))):
+        problem = replace(problem_of(), scale=0.25, scores=ScoreOptions(softcap=softcap))
+        numbers = launch.HopperForward(problem, HopperForwardConfig(128, 2), multiprocessors=132).scalars
+        assert numbers[-3:-1] == pytest.approx(scaling)
+
+
+@pytest.mark.parametrize(("stride", "passed"), [(1, None), (0, 0), (7, 7)])
+def test_sinks_may_lie_apart(stride, passed):
+    problem = replace(problem_of(), scores=ScoreOptions(sinks=OperandFacts((1,), (stride,), torch.float32)))
+    assert launch.HopperForward(problem, HopperForwardConfig(128, 2), multiprocessors=132).sinks_stride == passed
 
 
 @pytest.mark.parametrize(("sq", "programs"), [(128, 4), (4096, 128), (8192, 132)])

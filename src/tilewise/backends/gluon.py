@@ -38,7 +38,7 @@ class GluonBackend:
         out = torch.empty_strided(plan.shape, plan.strides, dtype=problem.dtype, device=problem.device)
         lse = torch.empty(plan.shape[:3], dtype=torch.float32, device=problem.device)
         with torch.cuda.device(problem.device):
-            plan.launch(q, k, v, out, lse)
+            plan.launch(q, k, v, out, lse, operands.sinks)
         return Results(out, lse)
 
     def backward(self, problem: AttentionProblem, saved: Saved, dout: torch.Tensor, dlse: torch.Tensor | None,

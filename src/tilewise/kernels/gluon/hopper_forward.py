@@ -28,7 +28,7 @@ from tilewise.kernels.gluon.pipeline import (
     wait_empty,
     wait_full,
 )
-from tilewise.kernels.gluon.softmax import as_operand, hide, in_pairs, soften
+from tilewise.kernels.gluon.softmax import add_sink, as_operand, cap, hide, in_pairs, soften
 from tilewise.kernels.gluon.tiles import hides_first_step, keys_at, masked_of, steps_of, tile_at
 
 LN2 = gl.constexpr(0.6931471805599453)
@@ -202,7 +202,7 @@ def rescale(acc, factor):
 
 @gluon.jit
 def attend_steps(begin, end, turn, q_tiles, q_slot, pairs, probs, acc, row_max, row_sum, row, spans, band,
-                 scale_log2, OWN: gl.constexpr, MASKED: gl.constexpr, C: gl.constexpr):
+                 scaling, OWN: gl.constexpr, MASKED: gl.constexpr, C: gl.constexpr):
     """Steps ``begin`` to ``end`` of a tile: S of each, and O += P·V of the one before it."""
     k_tiles, v_tiles, full, empty = pairs
     DTYPE: gl.constexpr = k_tiles[0].dtype
@@ -213,10 +213,10 @@ def attend_steps(begin, end, turn, q_tiles, q_slot, pairs, probs, acc, row_max, 
         s_pending = issue_scores(q_tiles, q_slot, k_tiles, slot, C)
         acc_pending = issue_out(probs, v_tiles, slot, acc, C)
         pass_turn(OWN, C.CONSUMERS, C.PING_PONG)
-        s = warpgroup_mma_wait(len(C.DV), deps=(s_pending,))
+        s = cap(warpgroup_mma_wait(len(C.DV), deps=(s_pending,)), scaling)
         if MASKED:
             s = hide(s, row, keys_at(step, spans, C), band, C)
-        p, row_max, factor = soften(s, row_max, scale_log2, MASKED)
+        p, row_max, factor = soften(s, row_max, scaling, MASKED)
         row_sum = row_sum * factor + gl.sum(p, 1)
         acc = finish(acc_pending, 0)
         leave(empty, turn, C.STAGES)
@@ -268,15 +268,22 @@ def store_columns(acc, place, out_desc, out_tiles, OWN: gl.constexpr, FIRST: gl.
 
 
 @gluon.jit
-def write(acc, row_max, row_sum, place, out_desc, out_tiles, lse_ptr, sq, heads, scale_log2, OWN: gl.constexpr,
+def write(acc, row_max, row_sum, place, out_desc, out_tiles, results, sq, heads, scaling, OWN: gl.constexpr,
           C: gl.constexpr):
     """Write out and lse of 64 queries (eq. 6)."""
     batch, head, row = place
+    lse_ptr, sinks_ptr, sinks_stride = results
+    top = row_max * scaling[0]
+    if sinks_ptr is not None:
+        top, row_sum, decay = add_sink(top, row_sum, sinks_ptr, sinks_stride, head)
     sum_or_one = gl.where(row_sum == 0.0, 1.0, row_sum)
     rows = row + gl.arange(0, 64, layout=row_sum.type.layout)
     line = (batch * heads + head).to(gl.int64) * sq
-    gl.store(lse_ptr + line + rows, (row_max * scale_log2 + gl.log2(sum_or_one)) * LN2, mask=rows < sq)
-    acc = rescale(acc, 1.0 / sum_or_one)
+    gl.store(lse_ptr + line + rows, (top + gl.log2(sum_or_one)) * LN2, mask=rows < sq)
+    share = 1.0 / sum_or_one
+    if sinks_ptr is not None:
+        share = share * decay
+    acc = rescale(acc, share)
     for i in gl.static_range(len(C.DV)):
         store_columns(acc[i], place, out_desc, out_tiles, OWN, i * C.DV[0], C)
 
@@ -289,7 +296,7 @@ def await_queries(q_full, slot, taken, first, C: gl.constexpr):
 
 
 @gluon.jit
-def attend(sources, queries, pairs, next_tile, out_tiles, lse_ptr, order, band, scale_log2, OWN: gl.constexpr,
+def attend(sources, queries, pairs, next_tile, out_tiles, results, order, band, scaling, OWN: gl.constexpr,
            C: gl.constexpr):
     """Consumer, one warpgroup: 64 queries of every tile."""
     _q_descs, _k_descs, _v_descs, out_desc = sources
@@ -320,17 +327,18 @@ def attend(sources, queries, pairs, next_tile, out_tiles, lse_ptr, order, band, 
                 s = scores_of(q_tiles, opaque(q_slot), pairs, turn, OWN, C)
                 turn += 1
                 begin += 1
+        s = cap(s, scaling)
         if masked >= begin:
             s = hide(s, row, keys_at(begin - 1, spans, C), band, C)
-        p, row_max, _factor = soften(s, nothing, scale_log2, True)
+        p, row_max, _factor = soften(s, nothing, scaling, True)
         row_sum = gl.sum(p, 1)
         probs = in_pairs(p, DTYPE)
         turn, probs, acc, row_max, row_sum = attend_steps(
             begin, masked, turn, q_tiles, opaque(q_slot), pairs, probs, acc, row_max, row_sum, row, spans, band,
-            scale_log2, OWN, True, C)
+            scaling, OWN, True, C)
         turn, probs, acc, row_max, row_sum = attend_steps(
             gl.maximum(begin, masked), spans[3], turn, q_tiles, opaque(q_slot), pairs, probs, acc, row_max, row_sum,
-            row, spans, band, scale_log2, OWN, False, C)
+            row, spans, band, scaling, OWN, False, C)
 
         leave(q_empty, taken * C.CONSUMERS + OWN, C.Q_STAGES * C.CONSUMERS)
         taken += 1
@@ -348,8 +356,8 @@ def attend(sources, queries, pairs, next_tile, out_tiles, lse_ptr, order, band, 
         s_pending = issue_scores(q_tiles, next_slot, k_tiles, slot, C)
         pass_turn(OWN, C.CONSUMERS, C.PING_PONG)
         acc = finish(acc_pending, len(C.D))
-        write(acc, row_max, row_sum, (batch, head, row), out_desc, out_tiles, lse_ptr, band[0], order[1], scale_log2,
-              OWN, C)
+        write(acc, row_max, row_sum, (batch, head, row), out_desc, out_tiles, results, band[0], order[1], scaling, OWN,
+              C)
         s = warpgroup_mma_wait(0, deps=(s_pending,))
         leave(empty, turn, C.STAGES)
         turn += 1
@@ -386,10 +394,16 @@ def registers(consumers):
     return 240 if consumers == 2 else 160
 
 
-@gluon.jit(do_not_specialize=["tiles", "heads", "batches", "section", "sq", "sk", "lower", "upper", "group"])
-def hopper_forward_kernel(q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, out_desc, lse_ptr, counter, tiles, heads,
-                          batches, section, sq, sk, lower, upper, group, scale_log2, C: gl.constexpr):
-    """Compute out and lse."""
+@gluon.jit(do_not_specialize=["tiles", "heads", "batches", "section", "sq", "sk", "lower", "upper", "group",
+                             "sinks_stride"])
+def hopper_forward_kernel(q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, out_desc, lse_ptr, counter, sinks_ptr,
+                          sinks_stride, tiles, heads, batches, section, sq, sk, lower, upper, group, scale_log2, squash,
+                          C: gl.constexpr):
+    """Compute out and lse.
+
+    sinks_ptr, squash: None where there are no sinks and no softcap. With one, scale_log2 is that of what tanh gives,
+    and squash what the products are multiplied by before it.
+    """
     q_descs = joined(q_desc, q_rest)
     k_descs = joined(k_desc, k_rest)
     v_descs = joined(v_desc, v_rest)
@@ -406,20 +420,22 @@ def hopper_forward_kernel(q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, out_de
     sources = (q_descs, k_descs, v_descs, out_desc)
     order = (tiles, heads, batches, section)
     band = (sq, sk, lower, upper)
+    scaling = (scale_log2, squash)
+    results = (lse_ptr, sinks_ptr, sinks_stride)
     REGISTERS: gl.constexpr = registers(NC)
     ZERO: gl.constexpr = 0
     ONE: gl.constexpr = 1
     TWO: gl.constexpr = 2
     if NC == 2:
         gl.warp_specialize([
-            (attend, (sources, queries, pairs, next_tile, out_tiles, lse_ptr, order, band, scale_log2, ZERO, C)),
-            (attend, (sources, queries, pairs, next_tile, out_tiles, lse_ptr, order, band, scale_log2, ONE, C)),
+            (attend, (sources, queries, pairs, next_tile, out_tiles, results, order, band, scaling, ZERO, C)),
+            (attend, (sources, queries, pairs, next_tile, out_tiles, results, order, band, scaling, ONE, C)),
             (load, (sources, queries, pairs, next_tile, counter, order, band, group, C)),
         ], [4, 1], [REGISTERS, 24])
     else:
         gl.warp_specialize([
-            (attend, (sources, queries, pairs, next_tile, out_tiles, lse_ptr, order, band, scale_log2, ZERO, C)),
-            (attend, (sources, queries, pairs, next_tile, out_tiles, lse_ptr, order, band, scale_log2, ONE, C)),
-            (attend, (sources, queries, pairs, next_tile, out_tiles, lse_ptr, order, band, scale_log2, TWO, C)),
+            (attend, (sources, queries, pairs, next_tile, out_tiles, results, order, band, scaling, ZERO, C)),
+            (attend, (sources, queries, pairs, next_tile, out_tiles, results, order, band, scaling, ONE, C)),
+            (attend, (sources, queries, pairs, next_tile, out_tiles, results, order, band, scaling, TWO, C)),
             (load, (sources, queries, pairs, next_tile, counter, order, band, group, C)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])

@@ -47,7 +47,7 @@ class HopperShape(Protocol):
 
 
 class HopperForward:
-    """The forward kernel bound to a problem; call it with (q, k, v, out, lse).
+    """The forward kernel bound to a problem; call it with (q, k, v, out, lse, sinks or None).
 
     ``multiprocessors``: of the device; one program runs on each.
     """
@@ -69,7 +69,7 @@ class HopperForward:
         self.scalars = (
             tiles, problem.hq, problem.b, _section(problem), problem.sq, len(self.keys),
             0 if band.lower is None else band.lower - first, 0 if band.upper is None else band.upper - first,
-            problem.group, problem.scale * math.log2(math.e),
+            problem.group, *_scaling(problem),
             Shape(*pieces, *config.out_buffers(problem), config.keys, config.consumers, config.stages,
                   config.query_stages, config.ping_pong, band.lower is not None, band.upper is not None,
                   64 * config.consumers > config.keys and band.lower is None and band.upper is not None))
@@ -78,20 +78,30 @@ class HopperForward:
                   for size, widths in zip((64, config.keys, config.keys), (pieces[0], *pieces), strict=True)
                   for i in range(2)] + [[1, 1, 64, columns]]
         self.forms = [block and (block, gl.NVMMASharedLayout.get_default_for(block, self.dtype)) for block in blocks]
+        sinks = problem.scores.sinks
+        self.sinks_stride = None if sinks is None or sinks.strides[0] == 1 else sinks.strides[0]
 
-    def __call__(self, *tensors: torch.Tensor) -> None:
+    def __call__(self, *tensors: torch.Tensor | None) -> None:
         """Enqueue the kernel on the current stream of the current device."""
         self.kernel[self.grid](*self.arguments(tensors, _counter(tensors[0].device)), *self.scalars, **OPTIONS)
 
     def arguments(self, tensors: tuple[torch.Tensor, ...], counter: torch.Tensor) -> tuple[Any, ...]:
-        """Descriptors of the pieces of q, k, v and out, then lse and the counter."""
+        """Descriptors of the pieces of q, k, v and out, then lse, the counter, and sinks with their stride."""
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-        q, k, v, out, lse = tensors
+        q, k, v, out, lse, sinks = tensors
         k, v = _rows(k, self.keys), _rows(v, self.keys)
         described = [form and TensorDescriptor(tensor, list(tensor.shape), _legal_strides(tensor), *form)
                      for tensor, form in zip((q, q, k, k, v, v, out), self.forms, strict=True)]
-        return (*described, lse, counter)
+        return (*described, lse, counter, sinks, self.sinks_stride)
+
+
+def _scaling(problem: AttentionProblem) -> tuple[float, float | None]:
+    """What the softmax multiplies its scores by, to base 2, and under a softcap what tanh's formula wants before it."""
+    log2e, softcap = math.log2(math.e), problem.scores.softcap
+    if softcap is None:
+        return problem.scale * log2e, None
+    return softcap * log2e, 2.0 * log2e * problem.scale / softcap
 
 
 def _section(problem: AttentionProblem) -> int:

@@ -3,6 +3,27 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+LOG2E = gl.constexpr(1.4426950408889634)
+
+
+@gluon.jit
+def cap(s, scaling):
+    """Under a softcap, tanh of the scaled scores divided by it (maths.md, section 11); else nothing.
+
+    tanh(x) = 1 - 2 / (1 + exp(2x)): at both ends exp gives 0 and inf, and these the limits. Near 0 the terms cancel, to
+    1e-7 absolutely, of a number that is about to be multiplied by the softcap and compared with 1.
+    """
+    _scale_log2, squash = scaling
+    if squash is not None:
+        s = gl.inline_asm_elementwise("""{
+            .reg .f32 e;
+            ex2.approx.ftz.f32 e, $1;
+            add.f32 e, e, 0f3F800000;
+            rcp.approx.ftz.f32 e, e;
+            fma.rn.f32 $0, e, 0fC0000000, 0f3F800000;
+        }""", "=r,r", [s * squash], dtype=gl.float32, is_pure=True, pack=1)
+    return s
+
 
 @gluon.jit
 def hide(s, first_row, first_key, band, C: gl.constexpr):
@@ -22,8 +43,9 @@ def hide(s, first_row, first_key, band, C: gl.constexpr):
 
 
 @gluon.jit
-def soften(s, row_max, scale_log2, HIDES: gl.constexpr):
+def soften(s, row_max, scaling, HIDES: gl.constexpr):
     """One online-softmax step (eq. 4 and 7): P of this step, the new maximum, and the factor for what came before."""
+    scale_log2, _squash = scaling
     new_max = gl.maximum(row_max, gl.max(s, 1))
     shift = new_max * scale_log2
     if HIDES:  # a row that has seen nothing yet
@@ -50,3 +72,14 @@ def as_operand(pairs, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
     even = pairs.to(gl.int16).to(DTYPE, bitcast=True)
     odd = (pairs >> 16).to(gl.int16).to(DTYPE, bitcast=True)
     return gl.convert_layout(gl.join(even, odd).reshape([pairs.shape[0], pairs.shape[1] * 2]), LAYOUT)
+
+
+@gluon.jit
+def add_sink(top, row_sum, sinks_ptr, sinks_stride, head):
+    """Let the head's sink enter the softmax (eq. 4 for one more key, with v = 0): maximum, sum, and out's factor."""
+    stride = 1 if sinks_stride is None else sinks_stride
+    sink = gl.load(sinks_ptr + head * stride).to(gl.float32) * LOG2E
+    new_top = gl.maximum(top, sink)
+    shift = gl.where(new_top == float("-inf"), 0.0, new_top)
+    decay = gl.exp2(top - shift)
+    return new_top, row_sum * decay + gl.exp2(sink - shift), decay
