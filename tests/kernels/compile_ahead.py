@@ -159,7 +159,7 @@ def compile_hopper_forward(request):
     operands = operands_of(request)
     spec, problem = DeviceSpec.of_arch("sm_90"), problem_of(request, operands)
     config = hopper_forward_config(problem)
-    launch = HopperForward(problem, config, multiprocessors=132)
+    launch = HopperForward(problem, config, multiprocessors=132, pack=request.get("pack", 1))
     driver.set_active(CompileOnlyDriver(TARGETS["sm_90"]))
     arguments = launch.arguments((*tensors_of(problem), operands.sinks), torch.empty(1, dtype=torch.int32))
     with contextlib.redirect_stdout(io.StringIO()) as log:

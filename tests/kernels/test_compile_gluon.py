@@ -52,6 +52,12 @@ def test_softcap_and_sinks_compile_within_registers_and_shared_memory(version):
                     for options in (["softcap"], ["sinks"], ["softcap", "sinks"])])
 
 
+@pytest.mark.parametrize("version", VERSIONS)
+def test_packed_heads_compile_within_registers_and_shared_memory(version):
+    check(version, [forward(d, mask) | {"pack": pack} for d in (64, 128, 256)
+                    for mask, pack in (("full", 8), ("causal", 2))] + [forward(128, options=["sinks"]) | {"pack": 8}])
+
+
 def check(version, wanted):
     for row in compile_aloud(version, wanted):
         assert row["shared"] <= row["planned"] <= row["limit"], row

@@ -1,4 +1,6 @@
-"""Forward on Hopper: one warp loads, two or three warpgroups attend 64 queries each (maths.md, section 4).
+"""Forward on Hopper: one warp loads, two or three warpgroups attend 64 rows each (maths.md, section 4).
+
+A row is a query, or where queries are few a query of one of the heads that share keys and values: Shape.PACK.
 
 The stream of a program: tiles of queries one after another, and for each its steps over keys. What is loaded for step
 j is the pair (K of step j, V of step j - 1), since a warpgroup issues S = Q·Kᵀ of step j and O += P·V of step j - 1
@@ -40,6 +42,7 @@ END = gl.constexpr(-1)  # in place of a first query: no more tiles
 class Shape(NamedTuple):
     """What is fixed when the kernel is compiled: HopperForwardConfig's fields, and what of the mask there is.
 
+    PACK: rows of a tile that are heads of one group at one query, a power of two; 1: rows are queries of one head.
     D, DV: the columns of q and k, and of v and out, in one or two pieces: the sides of a tile are powers of two, and a
     head is as wide as the sum of them. Each piece has buffers, descriptors and products of its own.
     OUT, OUT_SLOTS: columns of out that leave together, and how many such buffers a warpgroup has to stage them in.
@@ -47,6 +50,7 @@ class Shape(NamedTuple):
     step under an upper bound alone.
     """
 
+    PACK: int
     D: tuple[int, ...]
     DV: tuple[int, ...]
     OUT: int
@@ -97,8 +101,13 @@ def take_tile(next_tile, turn):
 def load_rows(descs, place, barrier, tiles, slot):
     """Producer: load every piece of some rows into a slot; the second begins where the first ends."""
     batch, head, row = place
+    RANK: gl.constexpr = len(descs[0].block_type.shape)
     for i in gl.static_range(len(descs)):
-        tma_load(descs[i], [batch, head, row, i * descs[0].block_type.shape[3]], barrier, tiles[i].index(slot))
+        if RANK == 5:  # (b, hk, sq, group, d)
+            at = [batch, head, row, 0, i * descs[0].block_type.shape[4]]
+        else:
+            at = [batch, head, row, i * descs[0].block_type.shape[3]]
+        tma_load(descs[i], at, barrier, tiles[i].index(slot))
 
 
 
@@ -132,7 +141,7 @@ def load(sources, queries, pairs, next_tile, counter, order, band, group, C: gl.
     while number < total:
         v_place = (batch, head_k, row)
         first, head, batch = tile_at(number, order, C)
-        head_k = head // group
+        head_k = head if C.PACK > 1 else head // group
         hand_out(next_tile, taken, first, head, batch)
         spans = steps_of(first, band, C)
         row = keys_at(0, spans, C)
@@ -142,7 +151,7 @@ def load(sources, queries, pairs, next_tile, counter, order, band, group, C: gl.
             slot = taken % C.Q_STAGES * C.CONSUMERS + i
             mbarrier.wait(q_empty.index(slot), ((taken // C.Q_STAGES) & 1) ^ 1)
             mbarrier.expect(q_full.index(slot), bytes_of(64, C.D))
-            load_rows(q_descs, (batch, head, first + i * 64), q_full.index(slot), q_tiles, slot)
+            load_rows(q_descs, (batch, head, first + i * (64 // C.PACK)), q_full.index(slot), q_tiles, slot)
         for step in range(1, spans[3]):
             before = row
             row = keys_at(step, spans, C)
@@ -264,22 +273,30 @@ def store_columns(acc, place, out_desc, out_tiles, OWN: gl.constexpr, FIRST: gl.
         tma_store_wait(C.OUT_SLOTS - 1)
         out_tile.reshape([64, C.OUT]).store(acc.to(out_desc.dtype))
         fence_async_shared()
-        tma_store(out_desc, [batch, head, row, FIRST], out_tile)
+        if C.PACK > 1:
+            tma_store(out_desc, [batch, head, row, 0, FIRST], out_tile)
+        else:
+            tma_store(out_desc, [batch, head, row, FIRST], out_tile)
 
 
 @gluon.jit
-def write(acc, row_max, row_sum, place, out_desc, out_tiles, results, sq, heads, scaling, OWN: gl.constexpr,
+def write(acc, row_max, row_sum, place, out_desc, out_tiles, results, sq, heads, group, scaling, OWN: gl.constexpr,
           C: gl.constexpr):
-    """Write out and lse of 64 queries (eq. 6)."""
+    """Write out and lse of 64 rows (eq. 6)."""
     batch, head, row = place
     lse_ptr, sinks_ptr, sinks_stride = results
+    rows = gl.arange(0, 64, layout=row_sum.type.layout)
+    inside = row + rows // C.PACK < sq
+    line = (batch * heads + head).to(gl.int64) * sq
+    if C.PACK > 1:
+        inside = inside & (rows % C.PACK < group)
+        line = (line * group) + (rows % C.PACK) * sq
+        head = head * group + gl.minimum(rows % C.PACK, group - 1)
     top = row_max * scaling[0]
     if sinks_ptr is not None:
         top, row_sum, decay = add_sink(top, row_sum, sinks_ptr, sinks_stride, head)
     sum_or_one = gl.where(row_sum == 0.0, 1.0, row_sum)
-    rows = row + gl.arange(0, 64, layout=row_sum.type.layout)
-    line = (batch * heads + head).to(gl.int64) * sq
-    gl.store(lse_ptr + line + rows, (top + gl.log2(sum_or_one)) * LN2, mask=rows < sq)
+    gl.store(lse_ptr + line + (row + rows // C.PACK), (top + gl.log2(sum_or_one)) * LN2, mask=inside)
     share = 1.0 / sum_or_one
     if sinks_ptr is not None:
         share = share * decay
@@ -296,9 +313,9 @@ def await_queries(q_full, slot, taken, first, C: gl.constexpr):
 
 
 @gluon.jit
-def attend(sources, queries, pairs, next_tile, out_tiles, results, order, band, scaling, OWN: gl.constexpr,
+def attend(sources, queries, pairs, next_tile, out_tiles, results, order, band, group, scaling, OWN: gl.constexpr,
            C: gl.constexpr):
-    """Consumer, one warpgroup: 64 queries of every tile."""
+    """Consumer, one warpgroup: 64 rows of every tile."""
     _q_descs, _k_descs, _v_descs, out_desc = sources
     q_tiles, q_full, q_empty = queries
     k_tiles, v_tiles, full, empty = pairs
@@ -316,14 +333,14 @@ def attend(sources, queries, pairs, next_tile, out_tiles, results, order, band, 
     turn += 1
     while first != END:
         spans = steps_of(first, band, C)
-        row = first + OWN * 64
+        row = first + OWN * (64 // C.PACK)
         acc = zeros(C)
         nothing = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, S_LAYOUT))
         masked = masked_of(row, spans, band, C)
         q_slot = taken % C.Q_STAGES * C.CONSUMERS + OWN
         begin = first * 0 + 1
         if C.SKIPS:
-            if hides_first_step(keys_at(0, spans, C), spans[3], row, band[3]):
+            if hides_first_step(keys_at(0, spans, C), spans[3], row, band[3], C):
                 s = scores_of(q_tiles, opaque(q_slot), pairs, turn, OWN, C)
                 turn += 1
                 begin += 1
@@ -356,8 +373,8 @@ def attend(sources, queries, pairs, next_tile, out_tiles, results, order, band, 
         s_pending = issue_scores(q_tiles, next_slot, k_tiles, slot, C)
         pass_turn(OWN, C.CONSUMERS, C.PING_PONG)
         acc = finish(acc_pending, len(C.D))
-        write(acc, row_max, row_sum, (batch, head, row), out_desc, out_tiles, results, band[0], order[1], scaling, OWN,
-              C)
+        write(acc, row_max, row_sum, (batch, head, row), out_desc, out_tiles, results, band[0], order[1], group,
+              scaling, OWN, C)
         s = warpgroup_mma_wait(0, deps=(s_pending,))
         leave(empty, turn, C.STAGES)
         turn += 1
@@ -428,14 +445,14 @@ def hopper_forward_kernel(q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, out_de
     TWO: gl.constexpr = 2
     if NC == 2:
         gl.warp_specialize([
-            (attend, (sources, queries, pairs, next_tile, out_tiles, results, order, band, scaling, ZERO, C)),
-            (attend, (sources, queries, pairs, next_tile, out_tiles, results, order, band, scaling, ONE, C)),
+            (attend, (sources, queries, pairs, next_tile, out_tiles, results, order, band, group, scaling, ZERO, C)),
+            (attend, (sources, queries, pairs, next_tile, out_tiles, results, order, band, group, scaling, ONE, C)),
             (load, (sources, queries, pairs, next_tile, counter, order, band, group, C)),
         ], [4, 1], [REGISTERS, 24])
     else:
         gl.warp_specialize([
-            (attend, (sources, queries, pairs, next_tile, out_tiles, results, order, band, scaling, ZERO, C)),
-            (attend, (sources, queries, pairs, next_tile, out_tiles, results, order, band, scaling, ONE, C)),
-            (attend, (sources, queries, pairs, next_tile, out_tiles, results, order, band, scaling, TWO, C)),
+            (attend, (sources, queries, pairs, next_tile, out_tiles, results, order, band, group, scaling, ZERO, C)),
+            (attend, (sources, queries, pairs, next_tile, out_tiles, results, order, band, group, scaling, ONE, C)),
+            (attend, (sources, queries, pairs, next_tile, out_tiles, results, order, band, group, scaling, TWO, C)),
             (load, (sources, queries, pairs, next_tile, counter, order, band, group, C)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])

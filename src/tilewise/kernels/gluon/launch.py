@@ -49,10 +49,10 @@ class HopperShape(Protocol):
 class HopperForward:
     """The forward kernel bound to a problem; call it with (q, k, v, out, lse, sinks or None).
 
-    ``multiprocessors``: of the device; one program runs on each.
+    ``multiprocessors``: of the device; one program runs on each. ``pack``: what :func:`pack_of` gives, or 1.
     """
 
-    def __init__(self, problem: AttentionProblem, config: HopperShape, multiprocessors: int) -> None:
+    def __init__(self, problem: AttentionProblem, config: HopperShape, multiprocessors: int, pack: int = 1) -> None:
         from triton.experimental.gluon import language as gl
 
         from tilewise.kernels.gluon.hopper_forward import Shape, hopper_forward_kernel
@@ -61,22 +61,25 @@ class HopperForward:
         self.keys = problem.seen_keys
         self.dtype = gl.bfloat16 if problem.dtype is torch.bfloat16 else gl.float16
         pieces, columns = config.pieces(problem), config.out_buffers(problem)[0]
-        band, first, rows = problem.band, self.keys.start, 64 * config.consumers
-        tiles = math.ceil(problem.sq / rows)
-        total = tiles * problem.hq * problem.b
+        band, first = problem.band, self.keys.start
+        heads = problem.hq if pack == 1 else problem.hk
+        tiles = math.ceil(problem.sq * pack / (64 * config.consumers))
+        total = tiles * heads * problem.b
         self.grid = (min(total, multiprocessors),)
         # Keys count from the first one that is seen: those before it are not read.
         self.scalars = (
-            tiles, problem.hq, problem.b, _section(problem), problem.sq, len(self.keys),
+            tiles, heads, problem.b, _section(problem) * heads // problem.hq, problem.sq, len(self.keys),
             0 if band.lower is None else band.lower - first, 0 if band.upper is None else band.upper - first,
             problem.group, *_scaling(problem),
-            Shape(*pieces, *config.out_buffers(problem), config.keys, config.consumers, config.stages,
+            Shape(pack, *pieces, *config.out_buffers(problem), config.keys, config.consumers, config.stages,
                   config.query_stages, config.ping_pong, band.lower is not None, band.upper is not None,
-                  64 * config.consumers > config.keys and band.lower is None and band.upper is not None))
+                  64 // pack * config.consumers > config.keys and band.lower is None and band.upper is not None))
         # Of each tensor's one or two pieces; of out its buffers.
-        blocks = [None if i >= len(widths) else [1, 1, size, widths[i]]
-                  for size, widths in zip((64, config.keys, config.keys), (pieces[0], *pieces), strict=True)
-                  for i in range(2)] + [[1, 1, 64, columns]]
+        rows = [64] if pack == 1 else [64 // pack, pack]
+        blocks = [None if i >= len(widths) else [1, 1, *sizes, widths[i]]
+                  for sizes, widths in zip((rows, [config.keys], [config.keys]), (pieces[0], *pieces), strict=True)
+                  for i in range(2)] + [[1, 1, *rows, columns]]
+        self.group = None if pack == 1 else problem.group
         self.forms = [block and (block, gl.NVMMASharedLayout.get_default_for(block, self.dtype)) for block in blocks]
         sinks = problem.scores.sinks
         self.sinks_stride = None if sinks is None or sinks.strides[0] == 1 else sinks.strides[0]
@@ -91,6 +94,7 @@ class HopperForward:
 
         q, k, v, out, lse, sinks = tensors
         k, v = _rows(k, self.keys), _rows(v, self.keys)
+        q, out = _grouped(q, self.group), _grouped(out, self.group)
         described = [form and TensorDescriptor(tensor, list(tensor.shape), _legal_strides(tensor), *form)
                      for tensor, form in zip((q, q, k, k, v, v, out), self.forms, strict=True)]
         return (*described, lse, counter, sinks, self.sinks_stride)
@@ -102,6 +106,27 @@ def _scaling(problem: AttentionProblem) -> tuple[float, float | None]:
     if softcap is None:
         return problem.scale * log2e, None
     return softcap * log2e, 2.0 * log2e * problem.scale / softcap
+
+
+def pack_of(problem: AttentionProblem, config: HopperShape, multiprocessors: int) -> int:
+    """How many rows of a tile are heads of one group: the group, padded, where fewer waves of tiles come of it, else 1.
+
+    Queries that are few leave most rows of their tiles empty, and the heads of a group read the same keys. A
+    deterministic call, whose bits are no neighbour's affair, counts one batch entry: under a window it is the tile's
+    first query that the steps are counted from.
+    """
+    batch = 1 if problem.deterministic else problem.b
+    rows, pack = 64 * config.consumers, 1 << (problem.group - 1).bit_length()
+    if pack > 64:
+        return 1
+    apart = math.ceil(problem.sq / rows) * problem.hq * batch
+    together = math.ceil(problem.sq * pack / rows) * problem.hk * batch
+    return pack if math.ceil(together / multiprocessors) < math.ceil(apart / multiprocessors) else 1
+
+
+def _grouped(tensor: torch.Tensor, group: int | None) -> torch.Tensor:
+    """(b, hq, s, d) as (b, hk, s, group, d), or as it is."""
+    return tensor if group is None else tensor.unflatten(1, (-1, group)).transpose(2, 3)
 
 
 def _section(problem: AttentionProblem) -> int:
@@ -116,7 +141,7 @@ def _rows(tensor: torch.Tensor, rows: Span) -> torch.Tensor:
 
 def _legal_strides(tensor: torch.Tensor) -> list[int]:
     """Strides for a descriptor: along a dim of size 1, where any would do, one that the hardware accepts."""
-    return [16 if size == 1 and dim < 3 else stride
+    return [16 if size == 1 and dim < tensor.ndim - 1 else stride
             for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True))]
 
 

@@ -30,7 +30,7 @@ def hide(s, first_row, first_key, band, C: gl.constexpr):
     """Set the scores of pairs that do not take part to -inf (eq. 12); rows past the last query are not looked at."""
     S_LAYOUT: gl.constexpr = s.type.layout
     _sq, sk, lower, upper = band
-    rows = first_row + gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT))
+    rows = first_row + gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT)) // C.PACK
     keys = first_key + gl.arange(0, C.KEYS, layout=gl.SliceLayout(0, S_LAYOUT))
     if C.UPPER:
         stop = gl.minimum(rows + (upper + 1), sk)
@@ -76,7 +76,10 @@ def as_operand(pairs, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def add_sink(top, row_sum, sinks_ptr, sinks_stride, head):
-    """Let the head's sink enter the softmax (eq. 4 for one more key, with v = 0): maximum, sum, and out's factor."""
+    """Let the sink of a head, or of each row's, enter the softmax (eq. 4 for one more key, with v = 0).
+
+    Returns the maximum, the sum, and the factor for out.
+    """
     stride = 1 if sinks_stride is None else sinks_stride
     sink = gl.load(sinks_ptr + head * stride).to(gl.float32) * LOG2E
     new_top = gl.maximum(top, sink)
