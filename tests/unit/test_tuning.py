@@ -259,13 +259,13 @@ def test_hopper_tiles_hold_queries_and_out_and_keys_and_values_of_every_stage():
     assert config.shared_bytes(problem_of(128)) == 2 * 128 * (queries + out + keys + values) + 1024
     # Narrow heads lie in rows of 128 bytes, which the copy engine swizzles.
     assert config.shared_bytes(problem_of(8)) == 2 * 64 * (queries + out + keys + values) + 1024
-    assert config.pieces(problem_of(40, 96)) == config.pieces(problem_of(96, 40)) == ((128,), (128,))
 
 
 def test_hopper_tiles_of_wide_heads_are_in_pieces_and_v_has_its_own_width():
     config = HopperForwardConfig(keys=64, consumers=2)
     for d, dv, pieces in ((256, 256, ((256,), (256,))), (192, 128, ((128, 64), (128,))),
-                          (130, 72, ((128, 64), (64, 32))), (40, 193, ((64,), (256,)))):
+                          (130, 72, ((128, 64), (64, 32))), (40, 193, ((64,), (256,))), (40, 96, ((64,), (64, 32))),
+                          (97, 65, ((128,), (64, 32)))):
         assert config.pieces(problem_of(d, dv)) == pieces
     assert config.shared_bytes(problem_of(192, 256)) == 2 * (2 * 128 * 192 + 128 * 256 + 2 * 64 * (192 + 256)) + 1024
 

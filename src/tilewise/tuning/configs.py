@@ -117,12 +117,7 @@ class HopperForwardConfig:
                 raise InvalidInput(f"{name}={getattr(self, name)}; allowed are {', '.join(map(str, allowed))}.")
 
     def pieces(self, problem: AttentionProblem) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Columns of q and k inside the tiles, and of v and out, in pieces that are powers of two, the widest first.
-
-        To 128 both are as wide as the wider one: other tiles of that width have not run on a GPU.
-        """
-        if problem.width <= 128:
-            return (max(64, problem.width),), (max(64, problem.width),)
+        """Columns of q and k inside the tiles, and of v and out, in pieces that are powers of two, the widest first."""
         return pieces_of(problem.d), pieces_of(problem.dv)
 
     def out_buffers(self, problem: AttentionProblem) -> tuple[int, int]:
