@@ -20,6 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from conformance.functions import mask_functions, score_functions
+from kernels.sass import possibly_unset
 from tilewise.bench.compile_ahead import CompileOnlyDriver
 from tilewise.kernels.gluon.launch import OPTIONS, HopperForward
 from tilewise.kernels.triton.backward import delta_launch, dkdv_launch, dq_launch
@@ -163,7 +164,8 @@ def compile_hopper_forward(request):
         compiled = launch.kernel.warmup(*arguments, *launch.scalars, grid=launch.grid, **OPTIONS)
     row = facts_of(request, compiled, spec)
     return row | nvidia_report(compiled) | {"planned": config.shared_bytes(problem), "log": log.getvalue(),
-                                            "threads": 32 * compiled.metadata.num_warps}
+                                            "threads": 32 * compiled.metadata.num_warps,
+                                            "unset": possibly_unset(sass_of(compiled))}
 
 
 def facts_of(request, compiled, spec):
@@ -171,15 +173,22 @@ def facts_of(request, compiled, spec):
 
 
 def nvidia_report(compiled):
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        usage = _tool("cuobjdump", "--dump-resource-usage", file.name)
-        sass = _tool("nvdisasm", "-c", file.name)
+    usage, sass = _of_cubin(compiled, "cuobjdump", "--dump-resource-usage"), sass_of(compiled)
     registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
     names = ("HGMMA", "HMMA", "UTCHMMA", "LDL", "STL", "UTMALDG", "UTMASTG", "WARPGROUP.ARRIVE")
     counts = {name.lower(): len(re.findall(rf"\b{name}\b", sass)) for name in names}
     return {"registers": registers, "stack": stack, "wgmma": compiled.asm["ptx"].count("wgmma.mma_async"), **counts}
+
+
+def sass_of(compiled):
+    return _of_cubin(compiled, "nvdisasm", "-c")
+
+
+def _of_cubin(compiled, *command):
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        return _tool(*command, file.name)
 
 
 def amd_report(compiled):

@@ -45,6 +45,7 @@ def test_hopper_forward_compiles_within_registers_and_shared_memory(version):
         assert 0 < row["warpgroup.arrive"] <= row["hgmma"] / 3, row
         assert row["utmaldg"] > 0, row
         assert row["utmastg"] > 0, row
+        assert row["unset"] == {}, row  # registers set on some paths alone: see pipeline.opaque
 
 
 def test_heads_in_padded_tiles_share_the_kernels_of_full_ones():
