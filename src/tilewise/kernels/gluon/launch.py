@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 
 from tilewise.masks import Span
-from tilewise.problem import AttentionProblem
+from tilewise.problem import AttentionProblem, legal_strides
 
 # What keys and values of one section of heads may take of L2 (50 MiB on an H200): 24 and 48 were no better.
 _SECTION_BYTES = 32 * 2**20
@@ -51,10 +51,11 @@ class HopperForward:
 
     def __init__(self, problem: AttentionProblem, config: HopperShape, multiprocessors: int) -> None:
         from triton.experimental.gluon import language as gl
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
         from tilewise.kernels.gluon.hopper_forward import Shape, hopper_forward_kernel
 
-        self.kernel = hopper_forward_kernel
+        self.kernel, self.describe = hopper_forward_kernel, TensorDescriptor
         self.keys = problem.seen_keys
         self.dtype = gl.bfloat16 if problem.dtype is torch.bfloat16 else gl.float16
         width = config.width(problem)
@@ -79,11 +80,9 @@ class HopperForward:
 
     def arguments(self, tensors: tuple[torch.Tensor, ...], counter: torch.Tensor) -> tuple[Any, ...]:
         """Descriptors of q, k, v and out, then lse and the counter."""
-        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
         q, k, v, out, lse = tensors
         k, v = _rows(k, self.keys), _rows(v, self.keys)
-        described = [TensorDescriptor(tensor, list(tensor.shape), _legal_strides(tensor), block, layout)
+        described = [self.describe(tensor, list(tensor.shape), legal_strides(tensor), block, layout)
                      for tensor, block, layout in zip((q, k, v, out), self.blocks, self.layouts, strict=True)]
         return (*described, lse, counter)
 
@@ -96,12 +95,6 @@ def _section(problem: AttentionProblem) -> int:
 
 def _rows(tensor: torch.Tensor, rows: Span) -> torch.Tensor:
     return tensor if len(rows) == tensor.shape[2] else tensor[:, :, rows.start:rows.stop]
-
-
-def _legal_strides(tensor: torch.Tensor) -> list[int]:
-    """Strides for a descriptor: along a dim of size 1, where any would do, one that the hardware accepts."""
-    return [16 if size == 1 and dim < 3 else stride
-            for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True))]
 
 
 def _counter(device: torch.device) -> torch.Tensor:
