@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from conformance.functions import mask_functions, score_functions
-from kernels.sass import stray_descriptors
+from kernels.sass import possibly_unset, stray_descriptors
 from tilewise.bench.compile_ahead import CompileOnlyDriver
 from tilewise.kernels.gluon.launch import OPTIONS, HopperForward
 from tilewise.kernels.triton.backward import delta_launch, dkdv_launch, dq_launch
@@ -150,8 +150,7 @@ def compile_for(request):
     driver.set_active(CompileOnlyDriver(TARGETS[request["arch"]]))
     compiled = launch.kernel.warmup(*launch.arguments(tensors), *launch.scalars, grid=launch.grid, **launch.options)
     row = facts_of(request, compiled, spec) | {"expected": 0 if config is None else config.shared_bytes(problem)}
-    is_amd = request["arch"].startswith("gfx")
-    return row | (amd_report(compiled) if is_amd else nvidia_report(compiled, sass_of(compiled)))
+    return row | (amd_report(compiled) if request["arch"].startswith("gfx") else nvidia_report(compiled))
 
 
 def compile_hopper_forward(request):
@@ -164,27 +163,33 @@ def compile_hopper_forward(request):
     arguments = launch.arguments((*tensors_of(problem), operands.sinks), torch.empty(1, dtype=torch.int32))
     with contextlib.redirect_stdout(io.StringIO()) as log:
         compiled = launch.kernel.warmup(*arguments, *launch.scalars, grid=launch.grid, **OPTIONS)
-    row = facts_of(request, compiled, spec)
-    sass = sass_of(compiled)
-    return row | nvidia_report(compiled, sass) | {
+    row, sass = facts_of(request, compiled, spec), sass_of(compiled)
+    return row | nvidia_report(compiled) | {
         "planned": config.shared_bytes(problem), "log": log.getvalue(), "threads": 32 * compiled.metadata.num_warps,
-        "strays": stray_descriptors(sass)}
+        "unset": possibly_unset(sass), "strays": stray_descriptors(sass)}
 
 
 def facts_of(request, compiled, spec):
     return request | {"triton": triton.__version__, "shared": compiled.metadata.shared, "limit": spec.shared_memory}
 
 
-def sass_of(compiled):
-    return _of_cubin(compiled, "nvdisasm", "-c")
-
-
-def nvidia_report(compiled, sass):
-    usage = _of_cubin(compiled, "cuobjdump", "--dump-resource-usage")
+def nvidia_report(compiled):
+    usage, sass = _of_cubin(compiled, "cuobjdump", "--dump-resource-usage"), sass_of(compiled)
     registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
     names = ("HGMMA", "HMMA", "UTCHMMA", "LDL", "STL", "UTMALDG", "UTMASTG", "WARPGROUP.ARRIVE")
     counts = {name.lower(): len(re.findall(rf"\b{name}\b", sass)) for name in names}
     return {"registers": registers, "stack": stack, "wgmma": compiled.asm["ptx"].count("wgmma.mma_async"), **counts}
+
+
+def sass_of(compiled):
+    return _of_cubin(compiled, "nvdisasm", "-c")
+
+
+def _of_cubin(compiled, *command):
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        return _tool(*command, file.name)
 
 
 def amd_report(compiled):
@@ -193,12 +198,8 @@ def amd_report(compiled):
     return {"registers": found["vgpr_count"], "stack": 4 * found["vgpr_spill_count"], "mfma": text.count("v_mfma")}
 
 
-def _of_cubin(compiled, tool, option):
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        done = subprocess.run([getattr(knobs.nvidia, tool).path, option, file.name], capture_output=True, text=True,
-                              check=True)
+def _tool(name, *arguments):
+    done = subprocess.run([getattr(knobs.nvidia, name).path, *arguments], capture_output=True, text=True, check=True)
     return done.stdout + done.stderr
 
 

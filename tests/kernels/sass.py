@@ -1,78 +1,187 @@
-"""Which definitions reach the descriptors of warpgroup products, in machine code as nvdisasm prints it.
+"""Registers that SASS may read before it has set them, and descriptors of products that depend on the path.
 
-A product finds its shared-memory operands through descriptors in uniform registers. ptxas 12.8 was seen to compute what
-two loops share in front of the first of them alone, though that one may be skipped (tilewise.kernels.gluon.pipeline):
-the second then reads what happens to be in the register. Where no such thing happened, each of these registers has one
-definition wherever it is used.
+ptxas 12.8 has computed what two loops share in front of the first of them alone, though that one may be skipped
+(tilewise.kernels.gluon.pipeline.opaque). Such a kernel compiles without a word and multiplies the wrong tiles. Along
+every path through the code, what an instruction reads must have been written; and what a product finds its tiles by, by
+the same instruction on all of them.
+
+Knows the instructions that Hopper kernels are made of, and of a wide one its neighbours too; what it does not know it
+takes for writing its first operand and reading the rest.
 """
 
 import re
-from collections import deque
 
-_LABEL = re.compile(r"\s*(\.L_\w+):")
-_INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,5}\*/\s+(?:@(!?U?P[T0-9]+)\s+)?(.*?);(.*)")
-_PRODUCT = re.compile(r"HGMMA\S*\s+R\d+,\s*(R\w+,\s*)?gdesc\[UR(\d+)\]")
-_TARGET = re.compile(r"\.L_x_\d+")
-# What names a uniform register first and only reads it.
-_READERS = ("HGMMA", "UTMA", "SYNCS", "BAR", "BRA", "WARPGROUP", "UISETP", "USETMAXREG", "UCGABAR", "ST", "LDS")
-_UNSET = -1
+_REGISTER = re.compile(r"(?<![A-Z0-9_])(UR|R|UP|P)(\d+)")
+_WORDS = {"64": 2, "128": 4}
+# Writes no register, whatever comes first.
+_READERS = re.compile(r"(ST|BAR|BRA|BRX|EXIT|RED|UTMA|WARPGROUP|DEPBAR|FENCE|MEMBAR|NOP|WARPSYNC|CCTL|YIELD|RET)")
+_PREDICATES = re.compile(r"U?P(\d|T)")
+# Hands on what may be unset too: ptxas saves uniform registers around code that sets them under a predicate.
+_COPY = re.compile(r"(@!?U?P\d+\s+)?(?:U?MOV|R2UR|IMAD\.MOV\.U32|IMAD\.U32)\s+(U?R\d+),(?: RZ, RZ,)? (U?R\d+)")
+_SETS_PREDICATES_ALONE = ("ISETP", "FSETP", "UISETP", "PLOP3", "UPLOP3")
 
 
-def stray_descriptors(text):
-    """Return the products of a kernel whose descriptors have several definitions, or on some path none."""
-    instructions, followers = _flow(text)
-    defined = [_defined(operation) for _, operation in instructions]
-    products = {i: _registers(match) for i, (_, operation) in enumerate(instructions)
-                if (match := _PRODUCT.match(operation))}
-    watched = {register for registers in products.values() for register in registers}
-    reaching = {0: {register: frozenset([_UNSET]) for register in watched}}
-    waiting = deque([0])
+def possibly_unset(sass):
+    """Return {register: first instruction that may read it unset} of ``nvdisasm -c``'s output."""
+    code, successors = _flow(sass)
+    effects = [_effects(text) for text in code]
+
+    def step(index, known):
+        after = known | effects[index][1]
+        copy = _COPY.fullmatch(code[index])
+        return after - {copy[2]} if copy and copy[3] not in known else after
+
+    found = {}
+    before = _reaching(successors, frozenset(), step, frozenset.intersection)  # what is set on every path
+    for index, text in enumerate(code):
+        if before[index] is not None and not _COPY.fullmatch(text):
+            for register in effects[index][0] - before[index]:
+                found.setdefault(register, text)
+    return found
+
+
+def stray_descriptors(sass):
+    """Return the products whose descriptors have several definitions, or on some path none.
+
+    A register that held something else before is set on every path, and yet a product may read what is stale. Where
+    nothing was moved, each register of a descriptor has one definition wherever it is used. (One that is saved and
+    restored has two: such a find has to be looked at.)
+    """
+    code, successors = _flow(sass)
+    effects = [_effects(text) for text in code]
+    products = {index: {register for register in effects[index][0] if register.startswith("UR")}
+                for index, text in enumerate(code) if _operation(text).startswith("HGMMA")}
+    watched = set().union(*products.values())
+
+    def step(index, known):
+        at_times = code[index].startswith("@")
+        return known | {register: (known[register] if at_times else frozenset()) | {index}
+                        for register in watched & effects[index][1]}
+
+    def join(known, after):
+        return {register: known[register] | after[register] for register in watched}
+
+    unset = -1
+    before = _reaching(successors, dict.fromkeys(watched, frozenset([unset])), step, join)
+    return [code[index] for index, registers in products.items() if before[index] is None or any(
+        len(before[index][register]) > 1 or unset in before[index][register] for register in registers)]
+
+
+def _reaching(successors, start, step, join):
+    """What is known before each instruction, joined over all paths that lead there; None where none does."""
+    before = [None] * len(successors)
+    before[0] = start
+    waiting = [0]
     while waiting:
-        i = waiting.popleft()
-        after = dict(reaching[i])
-        for register in watched.intersection(defined[i]):
-            kept = after[register] if instructions[i][0] else frozenset()
-            after[register] = kept | {i}
-        for follower in followers[i]:
-            known = reaching.get(follower)
-            merged = after if known is None else {register: known[register] | after[register] for register in watched}
-            if merged != known:
-                reaching[follower] = merged
-                waiting.append(follower)
-    return [instructions[i][1] for i, registers in products.items() if i not in reaching or any(
-        len(reaching[i][register]) > 1 or _UNSET in reaching[i][register] for register in registers)]
+        index = waiting.pop()
+        after = step(index, before[index])
+        for successor in successors[index]:
+            known = after if before[successor] is None else join(before[successor], after)
+            if known != before[successor]:
+                before[successor] = known
+                waiting.append(successor)
+    return before
 
 
-def _flow(text):
-    """Return the instructions as (whether under a condition, operation), and for each those that may come next."""
-    labels, instructions, tails = {}, [], []
-    for line in text.splitlines():
-        if label := _LABEL.match(line):
-            labels[label[1]] = len(instructions)
-        elif found := _INSTRUCTION.search(line):
-            instructions.append((found[1] not in (None, "PT", "UPT"), found[2]))
-            tails.append(found[2] + found[3])
-    followers = []
-    for i, (conditional, operation) in enumerate(instructions):
-        jumps = operation.startswith(("BRA", "BRX"))
-        next_ones = [labels[name] for name in _TARGET.findall(tails[i]) if name in labels] if jumps else []
-        conditional = conditional or bool(re.match(r"BRA\S*\s+!?U?P\d", operation))
-        if not operation.startswith(("BRA", "BRX", "EXIT")) or conditional:
-            next_ones.append(i + 1)
-        followers.append([follower for follower in next_ones if follower < len(instructions)])
-    return instructions, followers
+def _flow(sass):
+    """Return the instructions, and for each those that may come next."""
+    code, labels = _parse(sass)
+    return code, [_successors(index, text, labels, len(code)) for index, text in enumerate(code)]
 
 
-def _defined(operation):
-    """The uniform registers that an operation writes."""
-    found = re.match(r"(\S+)\s+(?:!?U?P\w+,\s*)?UR(\d+)\b", operation)
-    if found is None or operation.startswith(_READERS):
-        return range(0)
-    wide = 4 if ".128" in found[1] else 2 if ".64" in found[1] or ".WIDE" in found[1] else 1
-    return range(int(found[2]), int(found[2]) + wide)
+def _parse(sass):
+    code, labels = [], {}
+    for line in sass.splitlines():
+        if label := re.match(r"\s*(\.L_\w+):", line):
+            labels[label[1]] = len(code)
+        elif instruction := re.search(r"/\*[0-9a-f]{4,5}\*/\s+(.*?)\s*;", line):
+            code.append(instruction[1])
+    return code, labels
 
 
-def _registers(match):
-    """The registers of a product's descriptors: two of the left operand, unless it lies in registers, and two."""
-    first = int(match[2])
-    return range(first + 2 if match[1] else first, first + 4)
+def _successors(index, text, labels, end):
+    guarded, body = text.startswith("@"), _operation(text)
+    name = body.split()[0].split(".")[0]
+    after = [index + 1] if index + 1 < end else []
+    if name in ("BRA", "BRX"):
+        targets = [labels[label] for label in re.findall(r"\.L_\w+", text)]
+        conditional = guarded or re.match(r"BRA\S*\s+!?U?P\d", body)
+        return targets + (after if conditional else [])
+    return after if guarded or name not in ("EXIT", "RET") else []
+
+
+def _operation(text):
+    """An instruction without its guard."""
+    return re.sub(r"^@\S+\s+", "", text)
+
+
+def _effects(text):
+    """Return the registers that an instruction reads and those that it writes."""
+    guard = re.match(r"@!?(U?P\d)\s", text)
+    operation, _, rest = _operation(text).partition(" ")
+    operands = [operand.strip() for operand in rest.split(",")] if rest else []
+    name, *qualifiers = operation.split(".")
+    if name == "HGMMA":
+        reads, writes = _product(operation, operands)
+    elif name == "USETMAXREG":
+        reads, writes = set(), _of(operands[0], 1)
+    elif name == "LOP3" and operands[0] == operands[1]:
+        reads, writes = set(), _of(operands[0], 1)  # predicates packed into one register, bit by bit
+    else:
+        reads, writes = _plain(name, qualifiers, operands)
+    return reads | ({guard[1]} if guard else set()), writes
+
+
+def _plain(name, qualifiers, operands):
+    writes, first = set(), 0
+    if not _READERS.match(name):
+        while first < len(operands) and _PREDICATES.fullmatch(operands[first]) and (
+                first == 0 or name in (*_SETS_PREDICATES_ALONE, "ELECT", "VOTE", "VOTEU", "SYNCS")) and first < 2:
+            writes |= _of(operands[first], 1)
+            first += 1
+        if name not in _SETS_PREDICATES_ALONE and first < len(operands) and re.match(r"U?R", operands[first]):
+            writes |= _of(operands[first], _width(name, qualifiers))
+            first += 1
+            while name not in ("SEL", "USEL", "FSEL") and first < len(operands) and _PREDICATES.fullmatch(
+                    operands[first]) and not operands[first].endswith("T"):
+                writes |= _of(operands[first], 1)
+                first += 1
+    reads = {f"{kind}{number}" for operand in operands[first:] for kind, number in _REGISTER.findall(operand)}
+    wide = max([_WORDS.get(word, 1) for word in qualifiers], default=1)
+    if name == "UIADD3":
+        for operand in operands[first:]:
+            reads |= _of(operand, wide)
+    elif name in ("STL", "STS", "STG"):
+        reads |= _of(operands[-1], wide)
+    return reads, writes
+
+
+def _width(name, qualifiers):
+    if name == "CS2R":
+        return 1 if "32" in qualifiers else 2
+    if "WIDE" in qualifiers:
+        return 2
+    if name in ("UIADD3", "UMOV", "MOV", "S2UR", "LDL", "LDS", "LDG", "LDC", "ULDC"):
+        return max([_WORDS.get(word, 1) for word in qualifiers], default=1)
+    return 1
+
+
+def _product(operation, operands):
+    """wgmma: 64 by n sums; descriptors in four uniform registers, the left one's first, unless that is in registers."""
+    sums = _of(operands[0], int(re.search(r"64x(\d+)x", operation)[1]) // 2)
+    left, *others = operands[1:]
+    reads = set()
+    if left.startswith("gdesc"):
+        reads |= _of(left[6:], 4)
+    else:
+        start = re.search(r"gdesc\[UR(\d+)", others[0])
+        reads |= _of(left, 4) | {f"UR{int(start[1]) + word}" for word in (2, 3)}
+    if "!UPT" not in operands:
+        reads |= sums
+    return reads, sums
+
+
+def _of(operand, count):
+    """The registers that an operand begins with."""
+    found = re.match(r"[-!|~]*(UR|R|UP|P)(\d+)", operand)
+    return {f"{found[1]}{int(found[2]) + word}" for word in range(count)} if found else set()

@@ -1,47 +1,78 @@
-"""The reader of machine code finds a product whose descriptor is not defined on every path, and no other."""
+"""The search for registers that are unset or stale on some path, on small made-up listings."""
 
-from kernels.sass import stray_descriptors
+import pytest
 
-LOOPS = """
-        /*0000*/                   ULDC UR4, c[0x0][0x210] ;
-        /*0010*/                   UMOV UR5, 0x40000040 ;
-        /*0020*/                   UIADD3.64 UR6, UR4, 0x2, URZ ;
-{before}
-        /*0030*/              @!P0 BRA `(.L_x_1) ;
-{first}
-.L_x_0:
-        /*0050*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], R24 ;
-        /*0060*/               @P1 BRA `(.L_x_0) ;
-.L_x_1:
-{second}
-        /*0080*/                   HGMMA.64x128x16.F32.BF16 R24, {operands}, R24 ;
-        /*0090*/               @P1 BRA `(.L_x_1) ;
-        /*00a0*/                   EXIT ;
-"""
-MAKES = "        /*0040*/                   UIADD3.64 UR10, UR4, 0x4, URZ ;"
-LEFT = "        /*0020*/                   UIADD3.64 UR8, UR4, 0x6, URZ ;"
+from kernels.sass import possibly_unset, stray_descriptors
 
 
-def read(before="", first="", second="", operands="gdesc[UR8]"):
-    return stray_descriptors(LOOPS.format(before=before, first=first, second=second, operands=operands))
+def listing(*lines):
+    """``nvdisasm -c``'s form; a line that ends in a colon is a label."""
+    return "\n".join(line if line.endswith(":") else f"        /*{16 * n:04x}*/   {line} ;"
+                     for n, line in enumerate(lines))
 
 
-def test_descriptors_made_before_both_loops_or_in_the_one_that_reads_them_are_found():
-    assert read(before=LEFT + "\n" + MAKES) == read(before=LEFT, second=MAKES) == []
-    assert read(second=MAKES, operands="R88, gdesc[UR8].tnspB") == [], "the left operand lies in registers"
+def test_a_register_set_in_front_of_a_loop_that_may_be_skipped_is_found():
+    sass = listing("S2R R0, SR_TID.X", "ISETP.NE.AND P0, PT, R0, RZ, PT", "@!P0 BRA `(.L_x_1)", "UMOV UR5, URZ",
+                   ".L_x_0:", "UIADD3 UR4, UR5, 0x1, URZ", "@P0 BRA `(.L_x_0)",
+                   ".L_x_1:", "ULEA UR6, UR5, UR5, 0x2", "EXIT")
+    assert possibly_unset(sass) == {"UR5": "ULEA UR6, UR5, UR5, 0x2"}
+    assert possibly_unset(sass.replace("@!P0 BRA `(.L_x_1)", "NOP")) == {}
+
+
+@pytest.mark.parametrize(("before", "reader", "unset"), [
+    ("UMOV UR4, URZ", "UIADD3.64 UR6, UR4, 0x2, URZ", {"UR5"}),
+    ("LDS.128 R4, [0x10]", "STS.128 [0x20], R4", set()),
+    ("LDS.64 R4, [0x10]", "STS.128 [0x20], R4", {"R6", "R7"}),
+    ("UIADD3 UR4, UP0, UR9, 0x2, URZ", "UIADD3.X UR5, UR4, URZ, URZ, UP0, !UPT", {"UR9"}),
+    ("ULDC.64 UR4, c[0x0][0x20]", "HGMMA.64x8x16.F32.BF16 R24, gdesc[UR4], RZ, !UPT", {"UR6", "UR7"}),
+    ("ULDC.64 UR6, c[0x0][0x20]", "HGMMA.64x8x16.F32.BF16 R24, R0, gdesc[UR4].tnspB, RZ, !UPT",
+     {"R0", "R1", "R2", "R3"}),
+    ("ULDC.64 UR6, c[0x0][0x20]", "@UP1 ULEA UR8, UR6, UR7, 0x1", {"UP1"}),
+])
+def test_wide_operands_predicates_and_descriptors_of_products_count(before, reader, unset):
+    assert set(possibly_unset(listing(before, reader, "EXIT"))) == unset
+
+
+def test_every_target_of_an_indirect_branch_is_followed():
+    sass = listing("MOV R2, RZ", 'BRX R2 -0x280 (*"BRANCH_TARGETS .L_x_0,.L_x_1"*)', ".L_x_0:", "IADD3 R3, R2, R2, R2",
+                   ".L_x_1:", "IADD3 R4, R3, R2, R2", "EXIT")
+    assert possibly_unset(sass) == {"R3": "IADD3 R4, R3, R2, R2"}
+
+
+def test_a_copy_of_what_is_unset_is_no_use_but_unset_too():
+    used = listing("R2UR UR16, R11", "IMAD.U32 R9, RZ, RZ, UR16", "MOV R8, R9", "IADD3 R7, R8, RZ, RZ", "EXIT")
+    assert possibly_unset(used) == {"R8": "IADD3 R7, R8, RZ, RZ"}
+    saved = listing("R2UR UR16, R11", "@UP3 UMOV UR16, URZ", "STS [UR16], RZ", "EXIT")
+    assert set(possibly_unset(saved)) == {"UP3"}
+
+
+LOOPS = ("ULDC.64 UR4, c[0x0][0x210]", "UIADD3.64 UR6, UR4, 0x2, URZ", "{before}", "@!P0 BRA `(.L_x_1)", "{first}",
+         ".L_x_0:", "HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], R24", "@P1 BRA `(.L_x_0)",
+         ".L_x_1:", "{second}", "HGMMA.64x128x16.F32.BF16 R24, {operands}, R24", "@P1 BRA `(.L_x_1)", "EXIT")
+LEFT, RIGHT = "UIADD3.64 UR8, UR4, 0x6, URZ", "UIADD3.64 UR10, UR4, 0x4, URZ"
+
+
+def strays(before="NOP", first="NOP", second="NOP", operands="gdesc[UR8]"):
+    fields = {"before": before, "first": first, "second": second, "operands": operands}
+    return stray_descriptors(listing(*(part for line in LOOPS for part in line.format_map(fields).split("; "))))
+
+
+def test_descriptors_made_before_both_loops_or_in_the_one_that_reads_them_are_no_strays():
+    assert strays(before=f"{LEFT}; {RIGHT}") == strays(before=LEFT, second=RIGHT) == []
+    assert strays(second=RIGHT, operands="R88, gdesc[UR8].tnspB") == [], "the left operand lies in registers"
 
 
 def test_descriptors_made_in_front_of_a_loop_that_may_be_skipped_are_strays():
-    stray = ["HGMMA.64x128x16.F32.BF16 R24, gdesc[UR8], R24 "]
-    assert read(before=LEFT, first=MAKES) == stray, "on one path there are none"
-    assert read(before=LEFT + "\n" + MAKES, first=MAKES) == stray, "and here others"
-    assert read(second=MAKES) == stray, "the left operand has none"
-    at_times = MAKES.replace("     UIADD3", "@P2  UIADD3")
-    assert read(before=LEFT + "\n" + MAKES, second=at_times) == stray
+    stray = ["HGMMA.64x128x16.F32.BF16 R24, gdesc[UR8], R24"]
+    assert strays(before=LEFT, first=RIGHT) == stray, "on one path there are none"
+    assert strays(before=f"{LEFT}; {RIGHT}", first=RIGHT) == stray, "and here others, as no register is unset"
+    assert strays(second=RIGHT) == stray, "the left operand has none"
+    assert strays(before=f"{LEFT}; {RIGHT}", second="@P2 " + RIGHT) == stray, "made at times"
 
 
-def test_a_jump_by_table_reaches_its_targets():
-    text = LOOPS.format(before=LEFT + "\n" + MAKES, first="", second="", operands="gdesc[UR8]")
-    text = text.replace("@!P0 BRA `(.L_x_1) ;", """BRX R2 -0x190   (*"BRANCH_TARGETS .L_x_0,.L_x_1"*);""")
-    assert stray_descriptors(text) == []
-    assert len(stray_descriptors(text.replace(",.L_x_1", "").replace("@P1 BRA", "BRA"))) == 1, "nothing leads there"
+def test_a_product_that_no_path_leads_to_is_a_stray():
+    product = "HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], RZ, !UPT"
+    made = [f"ULDC.64 {register}, c[0x0][0x210]" for register in ("UR4", "UR6")]
+    sass = listing(*made, "BRA `(.L_x_0)", product, ".L_x_0:", "EXIT")
+    assert stray_descriptors(sass) == [product]
+    assert stray_descriptors(sass.replace("BRA", "@P0 BRA")) == []

@@ -16,7 +16,7 @@ from tilewise.scores import OperandFacts, ScoreOptions
 from tilewise.sequences import Sequences
 from tilewise.tuning.device import DeviceSpec
 
-NO_BACKWARD = "has no backward pass; another backend takes what it saved"
+NO_BACKWARD = "has no backward pass; without backend= another one takes what it saved"
 NEEDS_TRITON = "has run with Triton 3.6 alone, and other versions' code is unchecked on GPUs, got "
 LENGTHS = Sequences(seqlens_k=OperandFacts((2,), (1,), torch.int32))
 

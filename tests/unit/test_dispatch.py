@@ -121,10 +121,15 @@ def test_order_names_every_backend_once(dtype, device):
         assert sorted(dispatch.order(side)) == sorted(BACKENDS)
 
 
-def test_gpus_ask_gluon_before_triton():
-    problem = replace(_problem(dtype=torch.bfloat16), device=torch.device("cuda", 0))
+@pytest.mark.parametrize(("fields", "first"), [
+    ({"b": 4, "sq": 4096, "sk": 4096}, "gluon"), ({}, "triton"),
+    ({"b": 1200, "sq": 512, "sk": 512}, "gluon"), ({"b": 1200, "sq": 512, "sk": 512, "deterministic": True}, "triton"),
+])
+def test_gpus_ask_gluon_first_for_what_outlasts_its_launch_and_one_entry_decides_where_bits_count(fields, first):
+    problem = replace(_problem(dtype=torch.bfloat16), device=torch.device("cuda", 0), d=64, hq=4, hk=4, **fields)
+    second = {"gluon": "triton", "triton": "gluon"}[first]
     for side in (problem, problem.backward(lse_grad=False)):
-        assert dispatch.order(side) == ("gluon", "triton", "torch", "reference")
+        assert dispatch.order(side) == (first, second, "torch", "reference")
 
 
 def test_when_every_backend_refuses_the_error_holds_every_reason(monkeypatch):

@@ -47,7 +47,7 @@ class GluonBackend:
         raise UnsupportedProblem(f"backend 'gluon' refuses this problem: {problem}", {self.name: _NO_BACKWARD})
 
 
-_NO_BACKWARD = "has no backward pass; another backend takes what it saved"
+_NO_BACKWARD = "has no backward pass; without backend= another one takes what it saved"
 
 
 @dataclass(frozen=True)

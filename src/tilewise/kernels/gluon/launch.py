@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 
 from tilewise.masks import Span
-from tilewise.problem import AttentionProblem
+from tilewise.problem import AttentionProblem, legal_strides
 
 # What keys and values of one section of heads may take of L2 (50 MiB on an H200): 24 and 48 were no better.
 _SECTION_BYTES = 32 * 2**20
@@ -54,10 +54,11 @@ class HopperForward:
 
     def __init__(self, problem: AttentionProblem, config: HopperShape, multiprocessors: int, pack: int = 1) -> None:
         from triton.experimental.gluon import language as gl
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
         from tilewise.kernels.gluon.hopper_forward import Shape, hopper_forward_kernel
 
-        self.kernel = hopper_forward_kernel
+        self.kernel, self.describe = hopper_forward_kernel, TensorDescriptor
         self.keys = problem.seen_keys
         self.dtype = gl.bfloat16 if problem.dtype is torch.bfloat16 else gl.float16
         pieces, columns = config.pieces(problem), config.out_buffers(problem)[0]
@@ -88,14 +89,12 @@ class HopperForward:
         """Enqueue the kernel on the current stream of the current device."""
         self.kernel[self.grid](*self.arguments(tensors, _counter(tensors[0].device)), *self.scalars, **OPTIONS)
 
-    def arguments(self, tensors: tuple[torch.Tensor, ...], counter: torch.Tensor) -> tuple[Any, ...]:
+    def arguments(self, tensors: tuple[torch.Tensor | None, ...], counter: torch.Tensor) -> tuple[Any, ...]:
         """Descriptors of the pieces of q, k, v and out, then lse, the counter, and sinks with their stride."""
-        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
         q, k, v, out, lse, sinks = tensors
         k, v = _rows(k, self.keys), _rows(v, self.keys)
         q, out = _grouped(q, self.group), _grouped(out, self.group)
-        described = [form and TensorDescriptor(tensor, list(tensor.shape), _legal_strides(tensor), *form)
+        described = [form and self.describe(tensor, list(tensor.shape), legal_strides(tensor), *form)
                      for tensor, form in zip((q, q, k, k, v, v, out), self.forms, strict=True)]
         return (*described, lse, counter, sinks, self.sinks_stride)
 
@@ -137,12 +136,6 @@ def _section(problem: AttentionProblem) -> int:
 
 def _rows(tensor: torch.Tensor, rows: Span) -> torch.Tensor:
     return tensor if len(rows) == tensor.shape[2] else tensor[:, :, rows.start:rows.stop]
-
-
-def _legal_strides(tensor: torch.Tensor) -> list[int]:
-    """Strides for a descriptor: along a dim of size 1, where any would do, one that the hardware accepts."""
-    return [16 if size == 1 and dim < tensor.ndim - 1 else stride
-            for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True))]
 
 
 def _counter(device: torch.device) -> torch.Tensor:
