@@ -184,10 +184,11 @@ def wants_descriptors(problem: AttentionProblem, device: DeviceSpec) -> bool:
 def outlasts_descriptors(problem: AttentionProblem) -> bool:
     """Whether the work takes longer than the host needs to make descriptors.
 
-    A deterministic call, whose bits are no neighbour's affair, counts one batch entry's.
+    What counts is the mean of the two products, whose widths may differ. A deterministic call, whose bits are no
+    neighbour's affair, counts one batch entry's.
     """
     batch = 1 if problem.deterministic else problem.b
-    return batch * problem.hq * problem.sq * problem.sk * problem.d >= LEAST_WORK_FOR_DESCRIPTORS
+    return batch * problem.hq * problem.sq * problem.sk * (problem.d + problem.dv) >= 2 * LEAST_WORK_FOR_DESCRIPTORS
 
 
 def lengths_may_decide(problem: AttentionProblem) -> bool:
