@@ -100,7 +100,7 @@ class HopperForwardConfig:
         stages: pairs of K and V in flight; a power of two, since every step divides by it (3 lost 8 % at d 64).
         query_stages: tiles of queries in flight, the same.
         ping_pong: whether the warpgroups take turns at the tensor cores.
-        out_parts: 2 where out leaves in two turns of the same buffers, for want of shared memory.
+        out_parts: 2 where out leaves in two or three turns of the same buffers, for want of shared memory.
     """
 
     keys: int

@@ -110,8 +110,6 @@ def load_rows(descs, place, barrier, tiles, slot):
         tma_load(descs[i], at, barrier, tiles[i].index(slot))
 
 
-
-
 @gluon.jit
 def load_pair(sources, pairs, turn, place_k, place_v, C: gl.constexpr):
     """Producer: load K and V of one turn; a place outside the tensor gives zeros and moves nothing."""

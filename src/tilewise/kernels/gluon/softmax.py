@@ -1,4 +1,4 @@
-"""The softmax of a warpgroup's scores: 64 queries, a step of keys, each row in four threads (maths.md, section 4)."""
+"""The softmax of a warpgroup's scores: 64 rows, a step of keys, each row in four threads (maths.md, section 4)."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
