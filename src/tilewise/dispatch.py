@@ -39,7 +39,7 @@ def order(problem: AttentionProblem) -> tuple[str, ...]:
     bfloat16 without such a CPU, 0.5 forward and twice it backward.
 
     On GPUs, gluon's launch goes through Triton's front end, 37 µs of the host where triton's own launch takes 10 (on
-    an H200's host), and makes four descriptors: short calls, which would wait for that, are triton's.
+    an H200's host), and makes four to seven descriptors: short calls, which would wait for that, are triton's.
     """
     if problem.device.type != "cpu":
         first = ("gluon", "triton") if outlasts_descriptors(problem) else ("triton", "gluon")

@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from conformance.functions import mask_functions, score_functions
-from kernels.sass import possibly_unset
+from kernels.sass import possibly_unset, stray_descriptors
 from tilewise.bench.compile_ahead import CompileOnlyDriver
 from tilewise.kernels.gluon.launch import OPTIONS, HopperForward
 from tilewise.kernels.triton.backward import delta_launch, dkdv_launch, dq_launch
@@ -155,17 +155,18 @@ def compile_for(request):
 
 def compile_hopper_forward(request):
     """The Gluon kernel; ptxas's log is printed where TRITON_DUMP_PTXAS_LOG is set and the kernel is not in a cache."""
-    spec, problem = DeviceSpec.of_arch("sm_90"), problem_of(request, Operands())
+    operands = operands_of(request)
+    spec, problem = DeviceSpec.of_arch("sm_90"), problem_of(request, operands)
     config = hopper_forward_config(problem)
-    launch = HopperForward(problem, config, multiprocessors=132)
+    launch = HopperForward(problem, config, multiprocessors=132, pack=request.get("pack", 1))
     driver.set_active(CompileOnlyDriver(TARGETS["sm_90"]))
-    arguments = launch.arguments(tensors_of(problem), torch.empty(1, dtype=torch.int32))
+    arguments = launch.arguments((*tensors_of(problem), operands.sinks), torch.empty(1, dtype=torch.int32))
     with contextlib.redirect_stdout(io.StringIO()) as log:
         compiled = launch.kernel.warmup(*arguments, *launch.scalars, grid=launch.grid, **OPTIONS)
-    row = facts_of(request, compiled, spec)
-    return row | nvidia_report(compiled) | {"planned": config.shared_bytes(problem), "log": log.getvalue(),
-                                            "threads": 32 * compiled.metadata.num_warps,
-                                            "unset": possibly_unset(sass_of(compiled))}
+    row, sass = facts_of(request, compiled, spec), sass_of(compiled)
+    return row | nvidia_report(compiled) | {
+        "planned": config.shared_bytes(problem), "log": log.getvalue(), "threads": 32 * compiled.metadata.num_warps,
+        "unset": possibly_unset(sass), "strays": stray_descriptors(sass)}
 
 
 def facts_of(request, compiled, spec):

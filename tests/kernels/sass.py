@@ -1,8 +1,9 @@
-"""Registers that SASS may read before it has set them.
+"""Registers that SASS may read before it has set them, and descriptors of products that depend on the path.
 
 ptxas 12.8 has computed what two loops share in front of the first of them alone, though that one may be skipped
 (tilewise.kernels.gluon.pipeline.opaque). Such a kernel compiles without a word and multiplies the wrong tiles. Along
-every path through the code, what an instruction reads must have been written.
+every path through the code, what an instruction reads must have been written; and what a product finds its tiles by, by
+the same instruction on all of them.
 
 Knows the instructions that Hopper kernels are made of, and of a wide one its neighbours too; what it does not know it
 takes for writing its first operand and reading the rest.
@@ -22,28 +23,70 @@ _SETS_PREDICATES_ALONE = ("ISETP", "FSETP", "UISETP", "PLOP3", "UPLOP3")
 
 def possibly_unset(sass):
     """Return {register: first instruction that may read it unset} of ``nvdisasm -c``'s output."""
-    code, labels = _parse(sass)
+    code, successors = _flow(sass)
     effects = [_effects(text) for text in code]
-    successors = [_successors(index, text, labels, len(code)) for index, text in enumerate(code)]
-    before = [None] * len(code)  # what is set on every path
-    before[0] = frozenset()
-    waiting = [0]
-    while waiting:
-        index = waiting.pop()
-        after = before[index] | effects[index][1]
-        if (copy := _COPY.fullmatch(code[index])) and copy[3] not in before[index]:
-            after -= {copy[2]}
-        for successor in successors[index]:
-            known = after if before[successor] is None else before[successor] & after
-            if known != before[successor]:
-                before[successor] = known
-                waiting.append(successor)
+
+    def step(index, known):
+        after = known | effects[index][1]
+        copy = _COPY.fullmatch(code[index])
+        return after - {copy[2]} if copy and copy[3] not in known else after
+
     found = {}
+    before = _reaching(successors, frozenset(), step, frozenset.intersection)  # what is set on every path
     for index, text in enumerate(code):
         if before[index] is not None and not _COPY.fullmatch(text):
             for register in effects[index][0] - before[index]:
                 found.setdefault(register, text)
     return found
+
+
+def stray_descriptors(sass):
+    """Return the products whose descriptors have several definitions, or on some path none.
+
+    A register that held something else before is set on every path, and yet a product may read what is stale. Where
+    nothing was moved, each register of a descriptor has one definition wherever it is used. (One that is saved and
+    restored has two: such a find has to be looked at.)
+    """
+    code, successors = _flow(sass)
+    effects = [_effects(text) for text in code]
+    products = {index: {register for register in effects[index][0] if register.startswith("UR")}
+                for index, text in enumerate(code) if _operation(text).startswith("HGMMA")}
+    watched = set().union(*products.values())
+
+    def step(index, known):
+        at_times = code[index].startswith("@")
+        return known | {register: (known[register] if at_times else frozenset()) | {index}
+                        for register in watched & effects[index][1]}
+
+    def join(known, after):
+        return {register: known[register] | after[register] for register in watched}
+
+    unset = -1
+    before = _reaching(successors, dict.fromkeys(watched, frozenset([unset])), step, join)
+    return [code[index] for index, registers in products.items() if before[index] is None or any(
+        len(before[index][register]) > 1 or unset in before[index][register] for register in registers)]
+
+
+def _reaching(successors, start, step, join):
+    """What is known before each instruction, joined over all paths that lead there; None where none does."""
+    before = [None] * len(successors)
+    before[0] = start
+    waiting = [0]
+    while waiting:
+        index = waiting.pop()
+        after = step(index, before[index])
+        for successor in successors[index]:
+            known = after if before[successor] is None else join(before[successor], after)
+            if known != before[successor]:
+                before[successor] = known
+                waiting.append(successor)
+    return before
+
+
+def _flow(sass):
+    """Return the instructions, and for each those that may come next."""
+    code, labels = _parse(sass)
+    return code, [_successors(index, text, labels, len(code)) for index, text in enumerate(code)]
 
 
 def _parse(sass):
@@ -57,7 +100,7 @@ def _parse(sass):
 
 
 def _successors(index, text, labels, end):
-    guarded, body = text.startswith("@"), re.sub(r"^@\S+\s+", "", text)
+    guarded, body = text.startswith("@"), _operation(text)
     name = body.split()[0].split(".")[0]
     after = [index + 1] if index + 1 < end else []
     if name in ("BRA", "BRX"):
@@ -67,11 +110,15 @@ def _successors(index, text, labels, end):
     return after if guarded or name not in ("EXIT", "RET") else []
 
 
+def _operation(text):
+    """An instruction without its guard."""
+    return re.sub(r"^@\S+\s+", "", text)
+
+
 def _effects(text):
     """Return the registers that an instruction reads and those that it writes."""
     guard = re.match(r"@!?(U?P\d)\s", text)
-    body = re.sub(r"^@\S+\s+", "", text)
-    operation, _, rest = body.partition(" ")
+    operation, _, rest = _operation(text).partition(" ")
     operands = [operand.strip() for operand in rest.split(",")] if rest else []
     name, *qualifiers = operation.split(".")
     if name == "HGMMA":

@@ -4,7 +4,9 @@ A quotient of ints rounds towards 0 on a GPU and down in Python. They differ for
 the source takes the larger of it and 0 or 1.
 """
 
+import math
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise, product
 from types import SimpleNamespace
 
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 
 from tilewise.masks import ALIGNMENTS, Mask, causal, window
 from tilewise.problem import AttentionProblem
+from tilewise.scores import OperandFacts, ScoreOptions
 from tilewise.tuning.configs import HopperForwardConfig
 from tilewise.tuning.heuristics import hopper_forward_config
 
@@ -31,14 +34,14 @@ def plain_python():
         yield
 
 
-def problem_of(sq=4096, sk=4096, mask=None, d=128, b=1, heads=(1, 1)):
-    return AttentionProblem(b=b, hq=heads[0], hk=heads[1], sq=sq, sk=sk, d=d, dv=d, dtype=torch.bfloat16,
+def problem_of(sq=4096, sk=4096, mask=None, d=128, b=1, heads=(1, 1), dv=None):
+    return AttentionProblem(b=b, hq=heads[0], hk=heads[1], sq=sq, sk=sk, d=d, dv=dv or d, dtype=torch.bfloat16,
                             device=torch.device("cuda", 0), scale=1.0, mask=mask or Mask())
 
 
-def scalars_of(problem, config):
+def scalars_of(problem, config, pack=1):
     """Return the arguments that the kernel gets: order, band and what is fixed when it is compiled."""
-    numbers = launch.HopperForward(problem, config, multiprocessors=132).scalars
+    numbers = launch.HopperForward(problem, config, 132, pack).scalars
     return numbers[:4], numbers[4:8], numbers[-1]
 
 
@@ -53,37 +56,38 @@ CONFIGS = st.builds(HopperForwardConfig, keys=st.sampled_from((64, 128)), consum
 SIZES = st.integers(1, 900)
 
 
-@given(SIZES, SIZES, masks(), CONFIGS)
-@example(900, 900, Mask(), HopperForwardConfig(128, 3))
-@example(512, 512, causal("top_left"), HopperForwardConfig(128, 2))
-@example(300, 700, causal("bottom_right"), HopperForwardConfig(128, 3))
-@example(700, 300, causal("bottom_right"), HopperForwardConfig(128, 2))
-@example(256, 257, causal("bottom_right"), HopperForwardConfig(128, 2))  # one key of the second step is seen
-@example(512, 512, window(900, 126, "top_left"), HopperForwardConfig(128, 2))  # and here all but one of the first
-@example(800, 800, window(127, 0, "top_left"), HopperForwardConfig(64, 3))
-@example(200, 900, window(0, 0, "bottom_right"), HopperForwardConfig(128, 2))
-def test_every_visible_key_is_in_one_step_and_unmasked_steps_are_visible_whole(sq, sk, mask, config):
-    problem = problem_of(sq, sk, mask)
+@given(SIZES, SIZES, masks(), CONFIGS, st.sampled_from((1, 2, 8, 64)))
+@example(900, 900, Mask(), HopperForwardConfig(128, 3), 1)
+@example(300, 700, causal("bottom_right"), HopperForwardConfig(128, 2), 8)
+@example(512, 512, causal("top_left"), HopperForwardConfig(128, 2), 1)
+@example(300, 700, causal("bottom_right"), HopperForwardConfig(128, 3), 1)
+@example(700, 300, causal("bottom_right"), HopperForwardConfig(128, 2), 1)
+@example(256, 257, causal("bottom_right"), HopperForwardConfig(128, 2), 1)  # one key of the second step is seen
+@example(512, 512, window(900, 126, "top_left"), HopperForwardConfig(128, 2), 1)  # and here all but one of the first
+@example(800, 800, window(127, 0, "top_left"), HopperForwardConfig(64, 3), 1)
+@example(200, 900, window(0, 0, "bottom_right"), HopperForwardConfig(128, 2), 1)
+def test_every_visible_key_is_in_one_step_and_unmasked_steps_are_visible_whole(sq, sk, mask, config, pack):
+    problem, queries = problem_of(sq, sk, mask), ROWS // pack
     assume(not problem.is_empty)
-    (n_tiles, *_), band, shape = scalars_of(problem, config)
+    (n_tiles, *_), band, shape = scalars_of(problem, config, pack)
     keys = problem.seen_keys
     visible = mask.visible(sq, sk)[:, keys.start:keys.stop]
     assert band[1] == visible.shape[1]
-    for first in range(0, n_tiles * ROWS * config.consumers, ROWS * config.consumers):
+    for first in range(0, n_tiles * queries * config.consumers, queries * config.consumers):
         spans = tiles.steps_of.fn(first, band, shape)
         begins = [tiles.keys_at.fn(step, spans, shape) for step in range(spans[3])]
         assert begins
         assert all(begin >= 0 for begin in begins), "the copy engine would shift what is before the tensor"
         assert len(set(begins)) == len(begins)
         assert all((begin - min(begins)) % config.keys == 0 for begin in begins), "steps overlap"
-        seen = visible[first:first + ROWS * config.consumers].any(0).nonzero().flatten().tolist()
+        seen = visible[first:first + queries * config.consumers].any(0).nonzero().flatten().tolist()
         assert {(key - min(begins)) // config.keys * config.keys + min(begins) for key in seen} <= set(begins)
         if seen:
             assert len(begins) <= -(-(seen[-1] + 1 - seen[0]) // config.keys), "a step that nobody needs"
-        for row in range(first, first + ROWS * config.consumers, ROWS):
+        for row in range(first, first + queries * config.consumers, queries):
             masked = tiles.masked_of.fn(row, spans, band, shape)
             for begin in begins[masked:]:
-                part = visible[row:row + ROWS, begin:begin + config.keys]
+                part = visible[row:row + queries, begin:begin + config.keys]
                 assert part.all(), (first, row, begin)
                 assert begin + config.keys <= band[1], "keys past the last one need a mask"
 
@@ -116,7 +120,7 @@ def test_first_step_is_skipped_by_warpgroups_that_see_none_of_it_but_never_the_o
         spans = tiles.steps_of.fn(first, band, shape)
         begin = tiles.keys_at.fn(0, spans, shape)
         # Rows past the last query stand for none; the source asks the last row that there could be.
-        hides = tiles.hides_first_step.fn(begin, spans[3], row, band[3])
+        hides = tiles.hides_first_step.fn(begin, spans[3], row, band[3], shape)
         assert hides == (spans[3] > 1 and begin > row + ROWS - 1 + band[3])
         if hides:
             assert not visible[row:row + ROWS, begin:begin + config.keys].any()
@@ -171,6 +175,62 @@ def test_the_band_counts_from_the_first_key_that_is_seen():
     _, band, shape = scalars_of(problem, HopperForwardConfig(128, 2))
     assert band == (100, 355, 0, 255)
     assert (shape.LOWER, shape.UPPER) == (True, True)
+
+
+def test_a_tile_longer_than_a_step_asks_under_an_upper_bound_alone_whether_its_first_step_hides_all():
+    for mask, d, asks in ((causal(), 128, False), (causal(), 256, True), (None, 256, False),
+                          (window(9, 0), 256, False)):
+        problem = problem_of(mask=mask, d=d)
+        shape = scalars_of(problem, hopper_forward_config(problem))[2]
+        assert shape.SKIPS is asks
+
+
+def test_the_kernel_gets_each_piece_by_itself_and_none_where_there_is_one():
+    for d, dv, widths in ((128, 128, [128, None, 128, None, 128, None, 128]),
+                          (64, 64, [64, None, 64, None, 64, None, 64]),
+                          (192, 128, [128, 64, 128, 64, 128, None, 64]), (256, 96, [256, None, 256, None, 64, 32, 32])):
+        problem = problem_of(d=d, dv=dv)
+        config = hopper_forward_config(problem)
+        bound = launch.HopperForward(problem, config, multiprocessors=132)
+        assert [form and form[0][3] for form in bound.forms] == widths
+        rows = [64, 64, config.keys, config.keys, config.keys, config.keys, 64]
+        assert all(form is None or form[0][:3] == [1, 1, row] for form, row in zip(bound.forms, rows, strict=True))
+
+
+def test_heads_of_a_group_share_tiles_where_that_makes_fewer_waves_of_them():
+    config = HopperForwardConfig(128, 2)
+    for sq, b, heads, pack in ((1, 64, (64, 8), 8), (1, 64, (40, 8), 8), (4, 64, (64, 8), 8),  # 20 to 32 waves; then 4
+                               (1, 2, (64, 8), 1), (4096, 2, (64, 8), 1),  # one is one; and full tiles are as many
+                               (1, 64, (64, 64), 1), (1, 64, (130, 1), 1)):  # no group, and one past a tile's rows
+        problem = problem_of(sq, b=b, heads=heads)
+        assert launch.pack_of(problem, config, 132) == pack
+        assert launch.pack_of(replace(problem, deterministic=True), config, 132) == 1, "an entry is one wave"
+
+
+def test_packed_rows_are_a_querys_heads_one_after_another_then_the_next_query():
+    problem = problem_of(10, b=2, heads=(12, 2))
+    bound = launch.HopperForward(problem, HopperForwardConfig(128, 2), 132, pack=8)
+    assert [form and form[0] for form in bound.forms] == [
+        [1, 1, 8, 8, 128], None, [1, 1, 128, 128], None, [1, 1, 128, 128], None, [1, 1, 8, 8, 128]]
+    assert bound.scalars[:3] == (1, 2, 2), "tiles, kv heads, batches"
+    q = torch.arange(2 * 12 * 10 * 128).view(2, 10, 12, 128).transpose(1, 2)
+    grouped = launch._grouped(q, bound.group)
+    assert grouped.shape == (2, 2, 10, 6, 128)
+    assert torch.equal(grouped[1, 1, 3, 4], q[1, 6 + 4, 3])
+
+
+def test_a_softcap_takes_the_scales_place_and_tanh_gets_the_rest():
+    log2e = math.log2(math.e)
+    for softcap, scaling in ((None, (0.25 * log2e, None)), (30.0, (30.0 * log2e, 2.0 * log2e * 0.25 / 30.0))):
+        problem = replace(problem_of(), scale=0.25, scores=ScoreOptions(softcap=softcap))
+        numbers = launch.HopperForward(problem, HopperForwardConfig(128, 2), multiprocessors=132).scalars
+        assert numbers[-3:-1] == pytest.approx(scaling)
+
+
+@pytest.mark.parametrize(("stride", "passed"), [(1, None), (0, 0), (7, 7)])
+def test_sinks_may_lie_apart(stride, passed):
+    problem = replace(problem_of(), scores=ScoreOptions(sinks=OperandFacts((1,), (stride,), torch.float32)))
+    assert launch.HopperForward(problem, HopperForwardConfig(128, 2), multiprocessors=132).sinks_stride == passed
 
 
 @pytest.mark.parametrize(("sq", "programs"), [(128, 4), (4096, 128), (8192, 132)])

@@ -1,8 +1,8 @@
-"""The search for registers that are read before they are set, on small made-up listings."""
+"""The search for registers that are unset or stale on some path, on small made-up listings."""
 
 import pytest
 
-from kernels.sass import possibly_unset
+from kernels.sass import possibly_unset, stray_descriptors
 
 
 def listing(*lines):
@@ -44,3 +44,35 @@ def test_a_copy_of_what_is_unset_is_no_use_but_unset_too():
     assert possibly_unset(used) == {"R8": "IADD3 R7, R8, RZ, RZ"}
     saved = listing("R2UR UR16, R11", "@UP3 UMOV UR16, URZ", "STS [UR16], RZ", "EXIT")
     assert set(possibly_unset(saved)) == {"UP3"}
+
+
+LOOPS = ("ULDC.64 UR4, c[0x0][0x210]", "UIADD3.64 UR6, UR4, 0x2, URZ", "{before}", "@!P0 BRA `(.L_x_1)", "{first}",
+         ".L_x_0:", "HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], R24", "@P1 BRA `(.L_x_0)",
+         ".L_x_1:", "{second}", "HGMMA.64x128x16.F32.BF16 R24, {operands}, R24", "@P1 BRA `(.L_x_1)", "EXIT")
+LEFT, RIGHT = "UIADD3.64 UR8, UR4, 0x6, URZ", "UIADD3.64 UR10, UR4, 0x4, URZ"
+
+
+def strays(before="NOP", first="NOP", second="NOP", operands="gdesc[UR8]"):
+    fields = {"before": before, "first": first, "second": second, "operands": operands}
+    return stray_descriptors(listing(*(part for line in LOOPS for part in line.format_map(fields).split("; "))))
+
+
+def test_descriptors_made_before_both_loops_or_in_the_one_that_reads_them_are_no_strays():
+    assert strays(before=f"{LEFT}; {RIGHT}") == strays(before=LEFT, second=RIGHT) == []
+    assert strays(second=RIGHT, operands="R88, gdesc[UR8].tnspB") == [], "the left operand lies in registers"
+
+
+def test_descriptors_made_in_front_of_a_loop_that_may_be_skipped_are_strays():
+    stray = ["HGMMA.64x128x16.F32.BF16 R24, gdesc[UR8], R24"]
+    assert strays(before=LEFT, first=RIGHT) == stray, "on one path there are none"
+    assert strays(before=f"{LEFT}; {RIGHT}", first=RIGHT) == stray, "and here others, as no register is unset"
+    assert strays(second=RIGHT) == stray, "the left operand has none"
+    assert strays(before=f"{LEFT}; {RIGHT}", second="@P2 " + RIGHT) == stray, "made at times"
+
+
+def test_a_product_that_no_path_leads_to_is_a_stray():
+    product = "HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], RZ, !UPT"
+    made = [f"ULDC.64 {register}, c[0x0][0x210]" for register in ("UR4", "UR6")]
+    sass = listing(*made, "BRA `(.L_x_0)", product, ".L_x_0:", "EXIT")
+    assert stray_descriptors(sass) == [product]
+    assert stray_descriptors(sass.replace("BRA", "@P0 BRA")) == []

@@ -40,9 +40,11 @@ def problem_of(lengths=(512, 512), heads=(4, 2), dims=(64, 64), mask=None, dtype
 @pytest.mark.parametrize("problem", [
     problem_of(), problem_of(dtype=torch.float16), problem_of(dims=(128, 128)), problem_of(dims=(40, 8)),
     problem_of((500, 700), mask=causal("bottom_right")), problem_of(mask=window(100, None)), problem_of((1, 1)),
-    problem_of(deterministic=True), problem_of(heads=(6, 1), b=1),
+    problem_of(deterministic=True), problem_of(heads=(6, 1), b=1), problem_of(dims=(256, 256)),
+    problem_of(dims=(192, 128)), problem_of(dims=(64, 200)), problem_of(scores=ScoreOptions(softcap=30.0)),
+    problem_of(scores=ScoreOptions(softcap=30.0, sinks=OperandFacts((4,), (1,), torch.float32))),
 ], ids=str)
-def test_plain_16_bit_calls_are_taken(problem):
+def test_16_bit_calls_are_taken(problem):
     assert gluon.backend.why_not(problem) is None
 
 
@@ -50,14 +52,14 @@ def test_plain_16_bit_calls_are_taken(problem):
     (problem_of(device=torch.device("cpu")), "runs on Hopper GPUs (sm_90), got cpu"),
     (problem_of().backward(lse_grad=False), NO_BACKWARD),
     (problem_of(dtype=torch.float32), "computes in float16 and bfloat16, got torch.float32"),
-    (problem_of(dims=(136, 64)), "takes head dims up to 128, got 136 and 64"),
-    (problem_of(dims=(64, 192)), "takes head dims up to 128, got 64 and 192"),
+    (problem_of(dims=(264, 64)), "takes head dims up to 256, got 264 and 64"),
+    (problem_of(dims=(64, 512)), "takes head dims up to 256, got 64 and 512"),
     (problem_of(sequences=LENGTHS), "takes no lengths that are data, got padded sequences"),
     (problem_of(mask=prefix(3)), f"takes causal masks and windows, got {prefix(3)}"),
     (problem_of(mask=causal() & chunk(64)), f"takes causal masks and windows, got {causal() & chunk(64)}"),
     (problem_of(mask=causal() & sink_tokens(2)), f"takes causal masks and windows, got {causal() & sink_tokens(2)}"),
     (problem_of(scores=ScoreOptions(softcap=30.0, dropout_p=0.1)),
-     "takes nothing that changes scores, got softcap 30, dropout 0.1"),
+     "takes softcap and sinks and nothing else that changes scores, got softcap 30, dropout 0.1"),
     (problem_of(scores=ScoreOptions(max_logit=True)), "takes no max_logit"),
     (problem_of((512, 0)), "needs a pair that is visible, got none"),
     (problem_of(aligned=False), "needs q, k and v at addresses that are multiples of 16 bytes"),

@@ -124,9 +124,12 @@ def test_order_names_every_backend_once(dtype, device):
 @pytest.mark.parametrize(("fields", "first"), [
     ({"b": 4, "sq": 4096, "sk": 4096}, "gluon"), ({}, "triton"),
     ({"b": 1200, "sq": 512, "sk": 512}, "gluon"), ({"b": 1200, "sq": 512, "sk": 512, "deterministic": True}, "triton"),
+    ({"b": 60, "sq": 512, "sk": 512, "dv": 256}, "gluon"),
+    ({"b": 60, "sq": 512, "sk": 512, "d": 256, "dv": 16}, "triton"),
 ])
 def test_gpus_ask_gluon_first_for_what_outlasts_its_launch_and_one_entry_decides_where_bits_count(fields, first):
-    problem = replace(_problem(dtype=torch.bfloat16), device=torch.device("cuda", 0), d=64, hq=4, hk=4, **fields)
+    sizes = {"d": 64, "dv": 64, "hq": 4, "hk": 4} | fields
+    problem = replace(_problem(dtype=torch.bfloat16), device=torch.device("cuda", 0), **sizes)
     second = {"gluon": "triton", "triton": "gluon"}[first]
     for side in (problem, problem.backward(lse_grad=False)):
         assert dispatch.order(side) == (first, second, "torch", "reference")

@@ -9,15 +9,15 @@ import torch
 
 from tilewise.backends.base import Gradients, Needs, Results, Saved
 from tilewise.errors import UnsupportedProblem
-from tilewise.kernels.gluon.launch import HopperForward
+from tilewise.kernels.gluon.launch import HopperForward, pack_of
 from tilewise.problem import AttentionProblem, Sizes
 from tilewise.scores import NO_OPERANDS, NO_OPTIONS, Operands
 from tilewise.tuning.device import device_spec
 from tilewise.tuning.heuristics import hopper_forward_config
 
-WIDEST = 128
+WIDEST = 256
 # The Triton that the kernels ran with on a GPU, and passed. Newer ones, to 3.9, compile them too (tests/kernels), but
-# an assembler's work is not to be trusted unseen: pipeline.py tells of a fault that was found by running, and only so.
+# an assembler's work is not to be trusted unseen: pipeline.py tells of a fault that was found by running.
 CHECKED = (3, 6)
 _EVERY = Needs()
 
@@ -38,7 +38,7 @@ class GluonBackend:
         out = torch.empty_strided(plan.shape, plan.strides, dtype=problem.dtype, device=problem.device)
         lse = torch.empty(plan.shape[:3], dtype=torch.float32, device=problem.device)
         with torch.cuda.device(problem.device):
-            plan.launch(q, k, v, out, lse)
+            plan.launch(q, k, v, out, lse, operands.sinks)
         return Results(out, lse)
 
     def backward(self, problem: AttentionProblem, saved: Saved, dout: torch.Tensor, dlse: torch.Tensor | None,
@@ -62,8 +62,9 @@ class _Plan:
 @lru_cache(maxsize=1024)
 def _plan(problem: AttentionProblem) -> _Plan:
     multiprocessors = torch.cuda.get_device_properties(problem.device).multi_processor_count
-    return _Plan((problem.b, problem.hq, problem.sq, problem.dv), problem.out_strides,
-                 HopperForward(problem, hopper_forward_config(problem), multiprocessors))
+    config = hopper_forward_config(problem)
+    launch = HopperForward(problem, config, multiprocessors, pack_of(problem, config, multiprocessors))
+    return _Plan((problem.b, problem.hq, problem.sq, problem.dv), problem.out_strides, launch)
 
 
 @cache
@@ -104,8 +105,8 @@ def _wrong_options(problem: AttentionProblem) -> str | None:
         return f"takes causal masks and windows, got {problem.mask}"
     if problem.scores.max_logit:
         return "takes no max_logit"
-    if problem.scores != NO_OPTIONS:
-        return f"takes nothing that changes scores, got {problem.scores}"
+    if problem.scores._replace(softcap=None, sinks=None) != NO_OPTIONS:
+        return f"takes softcap and sinks and nothing else that changes scores, got {problem.scores}"
     if problem.is_empty:
         return "needs a pair that is visible, got none"
     return None

@@ -100,6 +100,7 @@ class HopperForwardConfig:
         stages: pairs of K and V in flight; a power of two, since every step divides by it (3 lost 8 % at d 64).
         query_stages: tiles of queries in flight, the same.
         ping_pong: whether the warpgroups take turns at the tensor cores.
+        out_parts: 2 where out leaves in two or three turns of the same buffers, for want of shared memory.
     """
 
     keys: int
@@ -107,18 +108,33 @@ class HopperForwardConfig:
     stages: int = 2
     query_stages: int = 2
     ping_pong: bool = False
+    out_parts: int = 1
 
     def __post_init__(self) -> None:
         for name, allowed in (("keys", (64, 128)), ("consumers", (2, 3)), ("stages", (2, 4, 8)),
-                              ("query_stages", (1, 2))):
+                              ("query_stages", (1, 2)), ("out_parts", (1, 2))):
             if getattr(self, name) not in allowed:
                 raise InvalidInput(f"{name}={getattr(self, name)}; allowed are {', '.join(map(str, allowed))}.")
 
-    def width(self, problem: AttentionProblem) -> int:
-        """Width of a head inside the tiles: a row of a tile is 128 bytes at least."""
-        return max(64, problem.width)
+    def pieces(self, problem: AttentionProblem) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Columns of q and k inside the tiles, and of v and out, in pieces that are powers of two, the widest first."""
+        return pieces_of(problem.d), pieces_of(problem.dv)
+
+    def out_buffers(self, problem: AttentionProblem) -> tuple[int, int]:
+        """Columns of out in each buffer of a warpgroup, and how many there are; they are filled in turn."""
+        pieces = self.pieces(problem)[1]
+        columns = pieces[-1] if self.out_parts == 1 else min(64, pieces[-1])
+        return columns, max(1, sum(pieces) // columns // self.out_parts)
 
     def shared_bytes(self, problem: AttentionProblem) -> int:
         """Shared memory: q, k, v and out; barriers and the next tile's place take another KiB at most."""
-        queries = 64 * self.consumers * (self.query_stages + 1)
-        return problem.dtype.itemsize * self.width(problem) * (queries + 2 * self.stages * self.keys) + 1024
+        d, dv = map(sum, self.pieces(problem))
+        columns, buffers = self.out_buffers(problem)
+        rows = 64 * self.consumers
+        elements = rows * (self.query_stages * d + buffers * columns) + self.stages * self.keys * (d + dv)
+        return problem.dtype.itemsize * elements + 1024
+
+
+def pieces_of(dim: int) -> tuple[int, ...]:
+    """The narrowest of 64, 64 + 32, 128, 128 + 64 and 256 that holds a head dim."""
+    return next(pieces for pieces in ((64,), (64, 32), (128,), (128, 64), (256,)) if dim <= sum(pieces))

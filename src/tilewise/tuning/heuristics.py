@@ -6,6 +6,7 @@ The Hopper tiles and, to head dim 128, the float32 tiles were the fastest of 4 t
 """
 
 from dataclasses import replace
+from itertools import product
 
 from tilewise.errors import UnsupportedProblem
 from tilewise.problem import WIDEST, AttentionProblem, padded_dim
@@ -126,10 +127,17 @@ def hopper_forward_config(problem: AttentionProblem) -> HopperForwardConfig:
     At a width of 64 the softmax takes as long as the products: three warpgroups that take turns (+5 % over three that
     do not). Of short sequences their 192 queries see too much that is hidden: two, in any order (causal, length 1024:
     +10 %; 4096: -7 %). At 128 two fill the tensor cores by themselves, and registers allow no third.
+
+    Wider ones were chosen by compiling alone: the most keys a step whose scores fit the registers beside O (128 of them
+    to 128 columns; beside 192 Triton 3.9's ptxas spills and serializes the products) and that shared memory allows, at
+    the cost of the second tile of queries or of out's room.
     """
     if max(problem.d, problem.dv) <= 64 and problem.sk >= 2048:
         return HopperForwardConfig(keys=128, consumers=3, ping_pong=True)
-    return HopperForwardConfig(keys=128, consumers=2)
+    room = DeviceSpec.of_arch("sm_90").shared_memory
+    configs = (HopperForwardConfig(keys, 2, query_stages=query_stages, out_parts=out_parts)
+               for keys, query_stages, out_parts in product((128, 64) if problem.dv <= 128 else (64,), (2, 1), (1, 2)))
+    return next(config for config in configs if config.shared_bytes(problem) <= room)
 
 
 def delta_config(problem: AttentionProblem) -> DeltaConfig:
@@ -176,10 +184,11 @@ def wants_descriptors(problem: AttentionProblem, device: DeviceSpec) -> bool:
 def outlasts_descriptors(problem: AttentionProblem) -> bool:
     """Whether the work takes longer than the host needs to make descriptors.
 
-    A deterministic call, whose bits are no neighbour's affair, counts one batch entry's.
+    What counts is the mean of the two products, whose widths may differ. A deterministic call, whose bits are no
+    neighbour's affair, counts one batch entry's.
     """
     batch = 1 if problem.deterministic else problem.b
-    return batch * problem.hq * problem.sq * problem.sk * problem.d >= LEAST_WORK_FOR_DESCRIPTORS
+    return batch * problem.hq * problem.sq * problem.sk * (problem.d + problem.dv) >= 2 * LEAST_WORK_FOR_DESCRIPTORS
 
 
 def lengths_may_decide(problem: AttentionProblem) -> bool:

@@ -1,4 +1,6 @@
-"""Forward on Hopper: one warp loads, two or three warpgroups attend 64 queries each (maths.md, section 4).
+"""Forward on Hopper: one warp loads, two or three warpgroups attend 64 rows each (maths.md, section 4).
+
+A row is a query, or where queries are few a query of one of the heads that share keys and values: Shape.PACK.
 
 The stream of a program: tiles of queries one after another, and for each its steps over keys. What is loaded for step
 j is the pair (K of step j, V of step j - 1), since a warpgroup issues S = Q·Kᵀ of step j and O += P·V of step j - 1
@@ -28,6 +30,7 @@ from tilewise.kernels.gluon.pipeline import (
     wait_empty,
     wait_full,
 )
+from tilewise.kernels.gluon.softmax import add_sink, as_operand, cap, hide, in_pairs, soften
 from tilewise.kernels.gluon.tiles import hides_first_step, keys_at, masked_of, steps_of, tile_at
 
 LN2 = gl.constexpr(0.6931471805599453)
@@ -39,11 +42,19 @@ END = gl.constexpr(-1)  # in place of a first query: no more tiles
 class Shape(NamedTuple):
     """What is fixed when the kernel is compiled: HopperForwardConfig's fields, and what of the mask there is.
 
+    PACK: rows of a tile that are heads of one group at one query, a power of two; 1: rows are queries of one head.
+    D, DV: the columns of q and k, and of v and out, in one or two pieces: the sides of a tile are powers of two, and a
+    head is as wide as the sum of them. Each piece has buffers, descriptors and products of its own.
+    OUT, OUT_SLOTS: columns of out that leave together, and how many such buffers a warpgroup has to stage them in.
     SKIPS: whether a warpgroup looks if a tile's first step hides all from its own queries, as in tiles longer than a
     step under an upper bound alone.
     """
 
-    WIDTH: int
+    PACK: int
+    D: tuple[int, ...]
+    DV: tuple[int, ...]
+    OUT: int
+    OUT_SLOTS: int
     KEYS: int
     CONSUMERS: int
     STAGES: int
@@ -52,6 +63,12 @@ class Shape(NamedTuple):
     LOWER: bool
     UPPER: bool
     SKIPS: bool
+
+
+@gluon.constexpr_function
+def bytes_of(rows, widths):
+    """Bytes of some rows with all their pieces."""
+    return 2 * rows * sum(widths)
 
 
 @gluon.jit
@@ -81,23 +98,34 @@ def take_tile(next_tile, turn):
 
 
 @gluon.jit
+def load_rows(descs, place, barrier, tiles, slot):
+    """Producer: load every piece of some rows into a slot; the second begins where the first ends."""
+    batch, head, row = place
+    RANK: gl.constexpr = len(descs[0].block_type.shape)
+    for i in gl.static_range(len(descs)):
+        if RANK == 5:  # (b, hk, sq, group, d)
+            at = [batch, head, row, 0, i * descs[0].block_type.shape[4]]
+        else:
+            at = [batch, head, row, i * descs[0].block_type.shape[3]]
+        tma_load(descs[i], at, barrier, tiles[i].index(slot))
+
+
+@gluon.jit
 def load_pair(sources, pairs, turn, place_k, place_v, C: gl.constexpr):
     """Producer: load K and V of one turn; a place outside the tensor gives zeros and moves nothing."""
-    _q_desc, k_desc, v_desc, _out_desc = sources
+    _q_descs, k_descs, v_descs, _out_desc = sources
     k_tiles, v_tiles, full, empty = pairs
     wait_empty(empty, turn, C.STAGES)
     slot = turn % C.STAGES
-    mbarrier.expect(full.index(slot), k_desc.block_type.nbytes + v_desc.block_type.nbytes)
-    batch, head, row = place_k
-    tma_load(k_desc, [batch, head, row, 0], full.index(slot), k_tiles.index(slot))
-    batch, head, row = place_v
-    tma_load(v_desc, [batch, head, row, 0], full.index(slot), v_tiles.index(slot))
+    mbarrier.expect(full.index(slot), bytes_of(C.KEYS, C.D) + bytes_of(C.KEYS, C.DV))
+    load_rows(k_descs, place_k, full.index(slot), k_tiles, slot)
+    load_rows(v_descs, place_v, full.index(slot), v_tiles, slot)
 
 
 @gluon.jit
 def load(sources, queries, pairs, next_tile, counter, order, band, group, C: gl.constexpr):
     """Producer, one warp: fetch tile numbers, and keep the rings full."""
-    q_desc, _k_desc, _v_desc, _out_desc = sources
+    q_descs, _k_descs, _v_descs, _out_desc = sources
     q_tiles, q_full, q_empty = queries
     tiles, heads, batches, _section = order
     CONSUMERS: gl.constexpr = C.CONSUMERS
@@ -111,7 +139,7 @@ def load(sources, queries, pairs, next_tile, counter, order, band, group, C: gl.
     while number < total:
         v_place = (batch, head_k, row)
         first, head, batch = tile_at(number, order, C)
-        head_k = head // group
+        head_k = head if C.PACK > 1 else head // group
         hand_out(next_tile, taken, first, head, batch)
         spans = steps_of(first, band, C)
         row = keys_at(0, spans, C)
@@ -120,8 +148,8 @@ def load(sources, queries, pairs, next_tile, counter, order, band, group, C: gl.
         for i in gl.static_range(CONSUMERS):
             slot = taken % C.Q_STAGES * C.CONSUMERS + i
             mbarrier.wait(q_empty.index(slot), ((taken // C.Q_STAGES) & 1) ^ 1)
-            mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes)
-            tma_load(q_desc, [batch, head, first + i * 64, 0], q_full.index(slot), q_tiles.index(slot))
+            mbarrier.expect(q_full.index(slot), bytes_of(64, C.D))
+            load_rows(q_descs, (batch, head, first + i * (64 // C.PACK)), q_full.index(slot), q_tiles, slot)
         for step in range(1, spans[3]):
             before = row
             row = keys_at(step, spans, C)
@@ -138,80 +166,68 @@ def load(sources, queries, pairs, next_tile, counter, order, band, group, C: gl.
 
 
 @gluon.jit
-def hide(s, first_row, first_key, band, C: gl.constexpr):
-    """Set the scores of pairs that do not take part to -inf (eq. 12); rows past the last query are not looked at."""
-    S_LAYOUT: gl.constexpr = s.type.layout
-    _sq, sk, lower, upper = band
-    rows = first_row + gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT))
-    keys = first_key + gl.arange(0, C.KEYS, layout=gl.SliceLayout(0, S_LAYOUT))
-    if C.UPPER:
-        stop = gl.minimum(rows + (upper + 1), sk)
-        s = gl.where(keys[None, :] < stop[:, None], s, float("-inf"))
-    else:
-        s = gl.where((keys < sk)[None, :], s, float("-inf"))
-    if C.LOWER:
-        s = gl.where(keys[None, :] >= (rows + lower)[:, None], s, float("-inf"))
+def issue_scores(q_tiles, q_slot, k_tiles, slot, C: gl.constexpr):
+    """Begin S = Q·Kᵀ, a product a piece of the columns."""
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.KEYS, 16])
+    s = gl.full([64, C.KEYS], 0.0, gl.float32, layout=S_LAYOUT)
+    for i in gl.static_range(len(C.D)):
+        q = q_tiles[i].index(q_slot).reshape([64, C.D[i]])
+        k = k_tiles[i].index(slot).reshape([C.KEYS, C.D[i]])
+        s = warpgroup_mma(q, k.permute((1, 0)), s, use_acc=i > 0, is_async=True)
     return s
 
 
 @gluon.jit
-def soften(s, row_max, scale_log2, HIDES: gl.constexpr):
-    """One online-softmax step (eq. 4 and 7): P of this step, the new maximum, and the factor for what came before."""
-    new_max = gl.maximum(row_max, gl.max(s, 1))
-    shift = new_max * scale_log2
-    if HIDES:  # a row that has seen nothing yet
-        shift = gl.where(new_max == float("-inf"), 0.0, shift)
-    probs = gl.exp2(s * scale_log2 - shift[:, None])
-    return probs, new_max, gl.exp2(row_max * scale_log2 - shift)
+def issue_out(probs, v_tiles, slot, acc, C: gl.constexpr):
+    """Begin O += P·V, a product a piece of the columns."""
+    pending = ()
+    for i in gl.static_range(len(C.DV)):
+        v = v_tiles[i].index(slot).reshape([C.KEYS, C.DV[i]])
+        p = as_operand(probs, v.dtype, gl.DotOperandLayout(0, acc[i].type.layout, 2))
+        pending = pending + (warpgroup_mma(p, v, acc[i], is_async=True),)
+    return pending
 
 
 @gluon.jit
-def in_pairs(p, DTYPE: gl.constexpr):
-    """Round P, and hold two neighbours in one 32-bit register: (64, KEYS / 2).
-
-    A loop would carry 16-bit values one by one, and take them apart and put them together in every step.
-    """
-    even, odd = p.reshape([p.shape[0], p.shape[1] // 2, 2]).split()
-    KIND: gl.constexpr = "bf16x2" if DTYPE == gl.bfloat16 else "f16x2"
-    return gl.inline_asm_elementwise(f"cvt.rn.{KIND}.f32 $0, $2, $1;", "=r,r,r", [even, odd], dtype=gl.int32,
-                                     is_pure=True, pack=1)
+def finish(pending, LEFT: gl.constexpr):
+    """Wait until all products but the last LEFT are done, and return the results of those that were asked for."""
+    if len(pending) == 1:
+        return (warpgroup_mma_wait(LEFT, deps=pending),)
+    else:
+        return warpgroup_mma_wait(LEFT, deps=pending)
 
 
 @gluon.jit
-def as_operand(pairs, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
-    """The left operand of a product from rounded pairs; costs nothing."""
-    even = pairs.to(gl.int16).to(DTYPE, bitcast=True)
-    odd = (pairs >> 16).to(gl.int16).to(DTYPE, bitcast=True)
-    return gl.convert_layout(gl.join(even, odd).reshape([pairs.shape[0], pairs.shape[1] * 2]), LAYOUT)
+def rescale(acc, factor):
+    """Every piece of O times a number a row."""
+    scaled = ()
+    for i in gl.static_range(len(acc)):
+        own = gl.convert_layout(factor, gl.SliceLayout(1, acc[i].type.layout))
+        scaled = scaled + (acc[i] * own[:, None],)
+    return scaled
 
 
 @gluon.jit
 def attend_steps(begin, end, turn, q_tiles, q_slot, pairs, probs, acc, row_max, row_sum, row, spans, band,
-                 scale_log2, OWN: gl.constexpr, MASKED: gl.constexpr, C: gl.constexpr):
+                 scaling, OWN: gl.constexpr, MASKED: gl.constexpr, C: gl.constexpr):
     """Steps ``begin`` to ``end`` of a tile: S of each, and O += P·V of the one before it."""
     k_tiles, v_tiles, full, empty = pairs
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.KEYS, 16])
-    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
-    DTYPE: gl.constexpr = k_tiles.dtype
-    zero = gl.full([64, C.KEYS], 0.0, gl.float32, layout=S_LAYOUT)
-    q = q_tiles.index(q_slot).reshape([64, C.WIDTH])
+    DTYPE: gl.constexpr = k_tiles[0].dtype
     for step in range(begin, end):
         wait_full(full, turn, C.STAGES)
         slot = turn % C.STAGES
         take_turn(OWN, C.PING_PONG)
-        k = k_tiles.index(slot).reshape([C.KEYS, C.WIDTH])
-        v = v_tiles.index(slot).reshape([C.KEYS, C.WIDTH])
-        s_pending = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
-        acc_pending = warpgroup_mma(as_operand(probs, DTYPE, P_LAYOUT), v, acc, is_async=True)
+        s_pending = issue_scores(q_tiles, q_slot, k_tiles, slot, C)
+        acc_pending = issue_out(probs, v_tiles, slot, acc, C)
         pass_turn(OWN, C.CONSUMERS, C.PING_PONG)
-        s = warpgroup_mma_wait(1, deps=(s_pending,))
+        s = cap(warpgroup_mma_wait(len(C.DV), deps=(s_pending,)), scaling)
         if MASKED:
             s = hide(s, row, keys_at(step, spans, C), band, C)
-        p, row_max, factor = soften(s, row_max, scale_log2, MASKED)
+        p, row_max, factor = soften(s, row_max, scaling, MASKED)
         row_sum = row_sum * factor + gl.sum(p, 1)
-        acc = warpgroup_mma_wait(0, deps=(acc_pending,))
+        acc = finish(acc_pending, 0)
         leave(empty, turn, C.STAGES)
-        acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, acc.type.layout))[:, None]
+        acc = rescale(acc, factor)
         probs = in_pairs(p, DTYPE)
         turn += 1
     return turn, probs, acc, row_max, row_sum
@@ -221,13 +237,9 @@ def attend_steps(begin, end, turn, q_tiles, q_slot, pairs, probs, acc, row_max, 
 def scores_of(q_tiles, q_slot, pairs, turn, OWN: gl.constexpr, C: gl.constexpr):
     """S of a turn whose V nobody needs: of the first step in which these queries see a key."""
     k_tiles, _v_tiles, full, empty = pairs
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.KEYS, 16])
-    zero = gl.full([64, C.KEYS], 0.0, gl.float32, layout=S_LAYOUT)
     wait_full(full, turn, C.STAGES)
-    q = q_tiles.index(q_slot).reshape([64, C.WIDTH])
-    k = k_tiles.index(turn % C.STAGES).reshape([C.KEYS, C.WIDTH])
     take_turn(OWN, C.PING_PONG)
-    pending = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+    pending = issue_scores(q_tiles, q_slot, k_tiles, turn % C.STAGES, C)
     pass_turn(OWN, C.CONSUMERS, C.PING_PONG)
     s = warpgroup_mma_wait(0, deps=(pending,))
     leave(empty, turn, C.STAGES)
@@ -235,33 +247,78 @@ def scores_of(q_tiles, q_slot, pairs, turn, OWN: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def write(acc, row_max, row_sum, row, head, batch, out_desc, out_tile, lse_ptr, sq, heads, scale_log2,
-          C: gl.constexpr):
-    """Write out and lse of 64 queries (eq. 6)."""
-    sum_or_one = gl.where(row_sum == 0.0, 1.0, row_sum)
-    rows = row + gl.arange(0, 64, layout=row_sum.type.layout)
-    line = (batch * heads + head).to(gl.int64) * sq
-    lse = (row_max * scale_log2 + gl.log2(sum_or_one)) * LN2
-    gl.store(lse_ptr + line + rows, lse, mask=rows < sq)
-    acc = acc * gl.convert_layout(1.0 / sum_or_one, gl.SliceLayout(1, acc.type.layout))[:, None]
-    tma_store_wait(0)
-    out_tile.reshape([64, C.WIDTH]).store(acc.to(out_desc.dtype))
-    fence_async_shared()
-    tma_store(out_desc, [batch, head, row, 0], out_tile)
+def zeros(C: gl.constexpr):
+    """O before the first step."""
+    acc = ()
+    for i in gl.static_range(len(C.DV)):
+        acc = acc + (gl.full([64, C.DV[i]], 0.0, gl.float32,
+                             layout=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.DV[i], 16])),)
+    return acc
 
 
 @gluon.jit
-def attend(sources, queries, pairs, next_tile, out_tiles, lse_ptr, order, band, scale_log2, OWN: gl.constexpr,
+def store_columns(acc, place, out_desc, out_tiles, OWN: gl.constexpr, FIRST: gl.constexpr, C: gl.constexpr):
+    """Write some columns of out through the warpgroup's buffers, in the order of those, halving what is too wide."""
+    if acc.shape[1] > C.OUT:
+        HALF: gl.constexpr = acc.shape[1] // 2
+        LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+        low, high = acc.reshape([64, 2, HALF]).permute((0, 2, 1)).split()
+        store_columns(gl.convert_layout(low, LAYOUT), place, out_desc, out_tiles, OWN, FIRST, C)
+        store_columns(gl.convert_layout(high, LAYOUT), place, out_desc, out_tiles, OWN, FIRST + HALF, C)
+    else:
+        batch, head, row = place
+        out_tile = out_tiles.index(OWN * C.OUT_SLOTS + FIRST // C.OUT % C.OUT_SLOTS)
+        tma_store_wait(C.OUT_SLOTS - 1)
+        out_tile.reshape([64, C.OUT]).store(acc.to(out_desc.dtype))
+        fence_async_shared()
+        if C.PACK > 1:
+            tma_store(out_desc, [batch, head, row, 0, FIRST], out_tile)
+        else:
+            tma_store(out_desc, [batch, head, row, FIRST], out_tile)
+
+
+@gluon.jit
+def write(acc, row_max, row_sum, place, out_desc, out_tiles, results, sq, heads, group, scaling, OWN: gl.constexpr,
+          C: gl.constexpr):
+    """Write out and lse of 64 rows (eq. 6)."""
+    batch, head, row = place
+    lse_ptr, sinks_ptr, sinks_stride = results
+    rows = gl.arange(0, 64, layout=row_sum.type.layout)
+    inside = row + rows // C.PACK < sq
+    line = (batch * heads + head).to(gl.int64) * sq
+    if C.PACK > 1:
+        inside = inside & (rows % C.PACK < group)
+        line = (line * group) + (rows % C.PACK) * sq
+        head = head * group + gl.minimum(rows % C.PACK, group - 1)
+    top = row_max * scaling[0]
+    if sinks_ptr is not None:
+        top, row_sum, decay = add_sink(top, row_sum, sinks_ptr, sinks_stride, head)
+    sum_or_one = gl.where(row_sum == 0.0, 1.0, row_sum)
+    gl.store(lse_ptr + line + (row + rows // C.PACK), (top + gl.log2(sum_or_one)) * LN2, mask=inside)
+    share = 1.0 / sum_or_one
+    if sinks_ptr is not None:
+        share = share * decay
+    acc = rescale(acc, share)
+    for i in gl.static_range(len(C.DV)):
+        store_columns(acc[i], place, out_desc, out_tiles, OWN, i * C.DV[0], C)
+
+
+@gluon.jit
+def await_queries(q_full, slot, taken, first, C: gl.constexpr):
+    """Wait for the queries of a tile, if there is one."""
+    if first != END:
+        mbarrier.wait(q_full.index(slot), (taken // C.Q_STAGES) & 1)
+
+
+@gluon.jit
+def attend(sources, queries, pairs, next_tile, out_tiles, results, order, band, group, scaling, OWN: gl.constexpr,
            C: gl.constexpr):
-    """Consumer, one warpgroup: 64 queries of every tile."""
-    _q_desc, _k_desc, _v_desc, out_desc = sources
+    """Consumer, one warpgroup: 64 rows of every tile."""
+    _q_descs, _k_descs, _v_descs, out_desc = sources
     q_tiles, q_full, q_empty = queries
     k_tiles, v_tiles, full, empty = pairs
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.KEYS, 16])
-    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.WIDTH, 16])
-    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
-    DTYPE: gl.constexpr = k_tiles.dtype
-    zero = gl.full([64, C.KEYS], 0.0, gl.float32, layout=S_LAYOUT)
+    DTYPE: gl.constexpr = k_tiles[0].dtype
     if OWN == C.CONSUMERS - 1:
         pass_turn(OWN, C.CONSUMERS, C.PING_PONG)  # the first warpgroup begins
     turn = 0
@@ -269,54 +326,53 @@ def attend(sources, queries, pairs, next_tile, out_tiles, lse_ptr, order, band, 
     first, head, batch = take_tile(next_tile, taken)
     wait_full(q_full, taken * C.CONSUMERS + OWN, C.Q_STAGES * C.CONSUMERS)
     wait_full(full, turn, C.STAGES)
-    first_q = q_tiles.index(OWN).reshape([64, C.WIDTH])
-    first_k = k_tiles.index(0).reshape([C.KEYS, C.WIDTH])
-    s = warpgroup_mma(first_q, first_k.permute((1, 0)), zero, use_acc=False)
+    s = warpgroup_mma_wait(0, deps=(issue_scores(q_tiles, OWN, k_tiles, 0, C),))
     leave(empty, turn, C.STAGES)
     turn += 1
     while first != END:
         spans = steps_of(first, band, C)
-        row = first + OWN * 64
-        acc = gl.full([64, C.WIDTH], 0.0, gl.float32, layout=O_LAYOUT)
+        row = first + OWN * (64 // C.PACK)
+        acc = zeros(C)
         nothing = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, S_LAYOUT))
         masked = masked_of(row, spans, band, C)
         q_slot = taken % C.Q_STAGES * C.CONSUMERS + OWN
         begin = first * 0 + 1
         if C.SKIPS:
-            if hides_first_step(keys_at(0, spans, C), spans[3], row, band[3]):
+            if hides_first_step(keys_at(0, spans, C), spans[3], row, band[3], C):
                 s = scores_of(q_tiles, opaque(q_slot), pairs, turn, OWN, C)
                 turn += 1
                 begin += 1
+        s = cap(s, scaling)
         if masked >= begin:
             s = hide(s, row, keys_at(begin - 1, spans, C), band, C)
-        p, row_max, _factor = soften(s, nothing, scale_log2, True)
+        p, row_max, _factor = soften(s, nothing, scaling, True)
         row_sum = gl.sum(p, 1)
         probs = in_pairs(p, DTYPE)
         turn, probs, acc, row_max, row_sum = attend_steps(
             begin, masked, turn, q_tiles, opaque(q_slot), pairs, probs, acc, row_max, row_sum, row, spans, band,
-            scale_log2, OWN, True, C)
+            scaling, OWN, True, C)
         turn, probs, acc, row_max, row_sum = attend_steps(
             gl.maximum(begin, masked), spans[3], turn, q_tiles, opaque(q_slot), pairs, probs, acc, row_max, row_sum,
-            row, spans, band, scale_log2, OWN, False, C)
+            row, spans, band, scaling, OWN, False, C)
 
         leave(q_empty, taken * C.CONSUMERS + OWN, C.Q_STAGES * C.CONSUMERS)
         taken += 1
         next_first, next_head, next_batch = take_tile(next_tile, taken)
-        if next_first != END:
-            slot = taken % C.Q_STAGES * C.CONSUMERS + OWN
-            mbarrier.wait(q_full.index(slot), (taken // C.Q_STAGES) & 1)
+        next_slot = taken % C.Q_STAGES * C.CONSUMERS + OWN
+        if C.Q_STAGES > 1:
+            await_queries(q_full, next_slot, taken, next_first, C)
         wait_full(full, turn, C.STAGES)
         slot = turn % C.STAGES
-        next_q = q_tiles.index(taken % C.Q_STAGES * C.CONSUMERS + OWN).reshape([64, C.WIDTH])
-        k = k_tiles.index(slot).reshape([C.KEYS, C.WIDTH])
-        v = v_tiles.index(slot).reshape([C.KEYS, C.WIDTH])
         take_turn(OWN, C.PING_PONG)
-        acc_pending = warpgroup_mma(as_operand(probs, DTYPE, P_LAYOUT), v, acc, is_async=True)
-        s_pending = warpgroup_mma(next_q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+        acc_pending = issue_out(probs, v_tiles, slot, acc, C)
+        if C.Q_STAGES == 1:  # they are still on their way: there was no room before
+            await_queries(q_full, next_slot, taken, next_first, C)
+            next_slot = opaque(next_slot)  # a constant, like that of the loops
+        s_pending = issue_scores(q_tiles, next_slot, k_tiles, slot, C)
         pass_turn(OWN, C.CONSUMERS, C.PING_PONG)
-        acc = warpgroup_mma_wait(1, deps=(acc_pending,))
-        write(acc, row_max, row_sum, row, head, batch, out_desc, out_tiles.index(OWN), lse_ptr, band[0], order[1],
-              scale_log2, C)
+        acc = finish(acc_pending, len(C.D))
+        write(acc, row_max, row_sum, (batch, head, row), out_desc, out_tiles, results, band[0], order[1], group,
+              scaling, OWN, C)
         s = warpgroup_mma_wait(0, deps=(s_pending,))
         leave(empty, turn, C.STAGES)
         turn += 1
@@ -328,44 +384,73 @@ def attend(sources, queries, pairs, next_tile, out_tiles, lse_ptr, order, band, 
         take_turn(OWN, C.PING_PONG)  # the last warpgroup has passed on a turn that nobody needs
 
 
+@gluon.jit
+def joined(desc, rest):
+    """The descriptors of a tensor's pieces. A launcher takes none from inside a tuple, so they come one by one."""
+    if rest is None:
+        return (desc,)
+    else:
+        return (desc, rest)
+
+
+@gluon.jit
+def slots_for(descs, SLOTS: gl.constexpr):
+    """Allocate a ring of slots for each piece."""
+    tiles = ()
+    for i in gl.static_range(len(descs)):
+        desc = descs[i]
+        tiles = tiles + (gl.allocate_shared_memory(desc.dtype, [SLOTS] + desc.block_shape, desc.layout),)
+    return tiles
+
+
 @gluon.constexpr_function
 def registers(consumers):
     """Registers a thread of a consumer; the rest of 65536 goes to the first one, which the compiler gives it."""
     return 240 if consumers == 2 else 160
 
 
-@gluon.jit(do_not_specialize=["tiles", "heads", "batches", "section", "sq", "sk", "lower", "upper", "group"])
-def hopper_forward_kernel(q_desc, k_desc, v_desc, out_desc, lse_ptr, counter, tiles, heads, batches, section, sq, sk,
-                          lower, upper, group, scale_log2, C: gl.constexpr):
-    """Compute out and lse."""
-    DTYPE: gl.constexpr = q_desc.dtype
+@gluon.jit(do_not_specialize=["tiles", "heads", "batches", "section", "sq", "sk", "lower", "upper", "group",
+                             "sinks_stride"])
+def hopper_forward_kernel(q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, out_desc, lse_ptr, counter, sinks_ptr,
+                          sinks_stride, tiles, heads, batches, section, sq, sk, lower, upper, group, scale_log2, squash,
+                          C: gl.constexpr):
+    """Compute out and lse.
+
+    sinks_ptr, squash: None where there are no sinks and no softcap. With one, scale_log2 is that of what tanh gives,
+    and squash what the products are multiplied by before it.
+    """
+    q_descs = joined(q_desc, q_rest)
+    k_descs = joined(k_desc, k_rest)
+    v_descs = joined(v_desc, v_rest)
     NC: gl.constexpr = C.CONSUMERS
-    q_tiles = gl.allocate_shared_memory(DTYPE, [C.Q_STAGES * NC, 1, 1, 64, C.WIDTH], q_desc.layout)
-    k_tiles = gl.allocate_shared_memory(DTYPE, [C.STAGES, 1, 1, C.KEYS, C.WIDTH], k_desc.layout)
-    v_tiles = gl.allocate_shared_memory(DTYPE, [C.STAGES, 1, 1, C.KEYS, C.WIDTH], v_desc.layout)
-    out_tiles = gl.allocate_shared_memory(DTYPE, [NC, 1, 1, 64, C.WIDTH], out_desc.layout)
+    q_tiles = slots_for(q_descs, C.Q_STAGES * NC)
+    k_tiles = slots_for(k_descs, C.STAGES)
+    v_tiles = slots_for(v_descs, C.STAGES)
+    out_tiles = slots_for((out_desc,), C.OUT_SLOTS * NC)[0]
     tile_values = gl.allocate_shared_memory(gl.int32, [6, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     queries = (q_tiles, make_barriers(C.Q_STAGES * NC, 1), make_barriers(C.Q_STAGES * NC, 1))
     pairs = (k_tiles, v_tiles, make_barriers(C.STAGES, 1), make_barriers(C.STAGES, NC))
     next_tile = (tile_values, make_barriers(2, 1), make_barriers(2, NC))
     fence_async_shared()
-    sources = (q_desc, k_desc, v_desc, out_desc)
+    sources = (q_descs, k_descs, v_descs, out_desc)
     order = (tiles, heads, batches, section)
     band = (sq, sk, lower, upper)
+    scaling = (scale_log2, squash)
+    results = (lse_ptr, sinks_ptr, sinks_stride)
     REGISTERS: gl.constexpr = registers(NC)
     ZERO: gl.constexpr = 0
     ONE: gl.constexpr = 1
     TWO: gl.constexpr = 2
     if NC == 2:
         gl.warp_specialize([
-            (attend, (sources, queries, pairs, next_tile, out_tiles, lse_ptr, order, band, scale_log2, ZERO, C)),
-            (attend, (sources, queries, pairs, next_tile, out_tiles, lse_ptr, order, band, scale_log2, ONE, C)),
+            (attend, (sources, queries, pairs, next_tile, out_tiles, results, order, band, group, scaling, ZERO, C)),
+            (attend, (sources, queries, pairs, next_tile, out_tiles, results, order, band, group, scaling, ONE, C)),
             (load, (sources, queries, pairs, next_tile, counter, order, band, group, C)),
         ], [4, 1], [REGISTERS, 24])
     else:
         gl.warp_specialize([
-            (attend, (sources, queries, pairs, next_tile, out_tiles, lse_ptr, order, band, scale_log2, ZERO, C)),
-            (attend, (sources, queries, pairs, next_tile, out_tiles, lse_ptr, order, band, scale_log2, ONE, C)),
-            (attend, (sources, queries, pairs, next_tile, out_tiles, lse_ptr, order, band, scale_log2, TWO, C)),
+            (attend, (sources, queries, pairs, next_tile, out_tiles, results, order, band, group, scaling, ZERO, C)),
+            (attend, (sources, queries, pairs, next_tile, out_tiles, results, order, band, group, scaling, ONE, C)),
+            (attend, (sources, queries, pairs, next_tile, out_tiles, results, order, band, group, scaling, TWO, C)),
             (load, (sources, queries, pairs, next_tile, counter, order, band, group, C)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])

@@ -39,17 +39,20 @@ class HopperShape(Protocol):
     def ping_pong(self) -> bool:
         """Whether the warpgroups take turns."""
 
-    def width(self, problem: AttentionProblem) -> int:
-        """Width of a head inside the tiles."""
+    def pieces(self, problem: AttentionProblem) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Columns of q and k inside the tiles, and of v and out, in one or two pieces."""
+
+    def out_buffers(self, problem: AttentionProblem) -> tuple[int, int]:
+        """Columns of out in each buffer of a warpgroup, and how many there are."""
 
 
 class HopperForward:
-    """The forward kernel bound to a problem; call it with (q, k, v, out, lse).
+    """The forward kernel bound to a problem; call it with (q, k, v, out, lse, sinks or None).
 
-    ``multiprocessors``: of the device; one program runs on each.
+    ``multiprocessors``: of the device; one program runs on each. ``pack``: what :func:`pack_of` gives, or 1.
     """
 
-    def __init__(self, problem: AttentionProblem, config: HopperShape, multiprocessors: int) -> None:
+    def __init__(self, problem: AttentionProblem, config: HopperShape, multiprocessors: int, pack: int = 1) -> None:
         from triton.experimental.gluon import language as gl
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -58,33 +61,71 @@ class HopperForward:
         self.kernel, self.describe = hopper_forward_kernel, TensorDescriptor
         self.keys = problem.seen_keys
         self.dtype = gl.bfloat16 if problem.dtype is torch.bfloat16 else gl.float16
-        width = config.width(problem)
-        band, first, rows = problem.band, self.keys.start, 64 * config.consumers
-        tiles = math.ceil(problem.sq / rows)
-        total = tiles * problem.hq * problem.b
+        pieces, columns = config.pieces(problem), config.out_buffers(problem)[0]
+        band, first = problem.band, self.keys.start
+        heads = problem.hq if pack == 1 else problem.hk
+        tiles = math.ceil(problem.sq * pack / (64 * config.consumers))
+        total = tiles * heads * problem.b
         self.grid = (min(total, multiprocessors),)
         # Keys count from the first one that is seen: those before it are not read.
         self.scalars = (
-            tiles, problem.hq, problem.b, _section(problem), problem.sq, len(self.keys),
+            tiles, heads, problem.b, _section(problem) * heads // problem.hq, problem.sq, len(self.keys),
             0 if band.lower is None else band.lower - first, 0 if band.upper is None else band.upper - first,
-            problem.group, problem.scale * math.log2(math.e),
-            Shape(width, config.keys, config.consumers, config.stages, config.query_stages, config.ping_pong,
-                  band.lower is not None, band.upper is not None,
-                  config.consumers > 2 and band.lower is None and band.upper is not None))
-        self.blocks = [[1, 1, size, width] for size in (64, config.keys, config.keys, 64)]
-        self.layouts = [gl.NVMMASharedLayout.get_default_for(block, self.dtype) for block in self.blocks]
+            problem.group, *_scaling(problem),
+            Shape(pack, *pieces, *config.out_buffers(problem), config.keys, config.consumers, config.stages,
+                  config.query_stages, config.ping_pong, band.lower is not None, band.upper is not None,
+                  64 // pack * config.consumers > config.keys and band.lower is None and band.upper is not None))
+        # Of each tensor's one or two pieces; of out its buffers.
+        rows = [64] if pack == 1 else [64 // pack, pack]
+        blocks = [None if i >= len(widths) else [1, 1, *sizes, widths[i]]
+                  for sizes, widths in zip((rows, [config.keys], [config.keys]), (pieces[0], *pieces), strict=True)
+                  for i in range(2)] + [[1, 1, *rows, columns]]
+        self.group = None if pack == 1 else problem.group
+        self.forms = [block and (block, gl.NVMMASharedLayout.get_default_for(block, self.dtype)) for block in blocks]
+        sinks = problem.scores.sinks
+        self.sinks_stride = None if sinks is None or sinks.strides[0] == 1 else sinks.strides[0]
 
-    def __call__(self, *tensors: torch.Tensor) -> None:
+    def __call__(self, *tensors: torch.Tensor | None) -> None:
         """Enqueue the kernel on the current stream of the current device."""
         self.kernel[self.grid](*self.arguments(tensors, _counter(tensors[0].device)), *self.scalars, **OPTIONS)
 
-    def arguments(self, tensors: tuple[torch.Tensor, ...], counter: torch.Tensor) -> tuple[Any, ...]:
-        """Descriptors of q, k, v and out, then lse and the counter."""
-        q, k, v, out, lse = tensors
+    def arguments(self, tensors: tuple[torch.Tensor | None, ...], counter: torch.Tensor) -> tuple[Any, ...]:
+        """Descriptors of the pieces of q, k, v and out, then lse, the counter, and sinks with their stride."""
+        q, k, v, out, lse, sinks = tensors
         k, v = _rows(k, self.keys), _rows(v, self.keys)
-        described = [self.describe(tensor, list(tensor.shape), legal_strides(tensor), block, layout)
-                     for tensor, block, layout in zip((q, k, v, out), self.blocks, self.layouts, strict=True)]
-        return (*described, lse, counter)
+        q, out = _grouped(q, self.group), _grouped(out, self.group)
+        described = [form and self.describe(tensor, list(tensor.shape), legal_strides(tensor), *form)
+                     for tensor, form in zip((q, q, k, k, v, v, out), self.forms, strict=True)]
+        return (*described, lse, counter, sinks, self.sinks_stride)
+
+
+def _scaling(problem: AttentionProblem) -> tuple[float, float | None]:
+    """What the softmax multiplies its scores by, to base 2, and under a softcap what tanh's formula wants before it."""
+    log2e, softcap = math.log2(math.e), problem.scores.softcap
+    if softcap is None:
+        return problem.scale * log2e, None
+    return softcap * log2e, 2.0 * log2e * problem.scale / softcap
+
+
+def pack_of(problem: AttentionProblem, config: HopperShape, multiprocessors: int) -> int:
+    """How many rows of a tile are heads of one group: the group, padded, where fewer waves of tiles come of it, else 1.
+
+    Queries that are few leave most rows of their tiles empty, and the heads of a group read the same keys. A
+    deterministic call, whose bits are no neighbour's affair, counts one batch entry: under a window it is the tile's
+    first query that the steps are counted from.
+    """
+    batch = 1 if problem.deterministic else problem.b
+    rows, pack = 64 * config.consumers, 1 << (problem.group - 1).bit_length()
+    if pack > 64:
+        return 1
+    apart = math.ceil(problem.sq / rows) * problem.hq * batch
+    together = math.ceil(problem.sq * pack / rows) * problem.hk * batch
+    return pack if math.ceil(together / multiprocessors) < math.ceil(apart / multiprocessors) else 1
+
+
+def _grouped(tensor: torch.Tensor, group: int | None) -> torch.Tensor:
+    """(b, hq, s, d) as (b, hk, s, group, d), or as it is."""
+    return tensor if group is None else tensor.unflatten(1, (-1, group)).transpose(2, 3)
 
 
 def _section(problem: AttentionProblem) -> int:

@@ -26,7 +26,7 @@ def tile_at(number, order, C: gl.constexpr):
     else:
         line = number // tiles
         tile = number - line * tiles
-    return tile * (64 * C.CONSUMERS), line % heads, line // heads
+    return tile * (64 // C.PACK * C.CONSUMERS), line % heads, line // heads
 
 
 @gluon.jit
@@ -37,7 +37,7 @@ def steps_of(first, band, C: gl.constexpr):
     some at the other end, need a mask: ``masked`` in all. There is one step at least, even if nothing is seen.
     """
     sq, sk, lower, upper = band
-    last = gl.minimum(first + 64 * C.CONSUMERS, sq) - 1
+    last = gl.minimum(first + 64 // C.PACK * C.CONSUMERS, sq) - 1
     start = first * 0
     shared_start = start
     stop = start + sk
@@ -65,7 +65,7 @@ def keys_at(step, spans, C: gl.constexpr):
 
 @gluon.jit
 def masked_of(row, spans, band, C: gl.constexpr):
-    """Return how many steps need a mask for the 64 queries from ``row`` on; with a lower bound, those of the tile."""
+    """Return how many steps need a mask for the queries from ``row`` on; with a lower bound, those of the tile."""
     start, _, masked, steps = spans
     if C.UPPER and not C.LOWER:
         _sq, sk, _lower, upper = band
@@ -75,6 +75,6 @@ def masked_of(row, spans, band, C: gl.constexpr):
 
 
 @gluon.jit
-def hides_first_step(first_key, steps, row, upper):
-    """Whether a tile's first step, one of several, hides all its keys from the 64 queries from ``row`` on."""
-    return (steps > 1) & (first_key >= row + 64 + upper)
+def hides_first_step(first_key, steps, row, upper, C: gl.constexpr):
+    """Whether a tile's first step, one of several, hides all its keys from a warpgroup's queries, ``row`` and on."""
+    return (steps > 1) & (first_key >= row + 64 // C.PACK + upper)

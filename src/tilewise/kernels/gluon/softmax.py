@@ -1,0 +1,88 @@
+"""The softmax of a warpgroup's scores: 64 rows, a step of keys, each row in four threads (maths.md, section 4)."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+LOG2E = gl.constexpr(1.4426950408889634)
+
+
+@gluon.jit
+def cap(s, scaling):
+    """Under a softcap, tanh of the scaled scores divided by it (maths.md, section 11); else nothing.
+
+    tanh(x) = 1 - 2 / (1 + exp(2x)): at both ends exp gives 0 and inf, and these the limits. Near 0 the terms cancel, to
+    1e-7 absolutely, of a number that is about to be multiplied by the softcap and compared with 1.
+    """
+    _scale_log2, squash = scaling
+    if squash is not None:
+        s = gl.inline_asm_elementwise("""{
+            .reg .f32 e;
+            ex2.approx.ftz.f32 e, $1;
+            add.f32 e, e, 0f3F800000;
+            rcp.approx.ftz.f32 e, e;
+            fma.rn.f32 $0, e, 0fC0000000, 0f3F800000;
+        }""", "=r,r", [s * squash], dtype=gl.float32, is_pure=True, pack=1)
+    return s
+
+
+@gluon.jit
+def hide(s, first_row, first_key, band, C: gl.constexpr):
+    """Set the scores of pairs that do not take part to -inf (eq. 12); rows past the last query are not looked at."""
+    S_LAYOUT: gl.constexpr = s.type.layout
+    _sq, sk, lower, upper = band
+    rows = first_row + gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT)) // C.PACK
+    keys = first_key + gl.arange(0, C.KEYS, layout=gl.SliceLayout(0, S_LAYOUT))
+    if C.UPPER:
+        stop = gl.minimum(rows + (upper + 1), sk)
+        s = gl.where(keys[None, :] < stop[:, None], s, float("-inf"))
+    else:
+        s = gl.where((keys < sk)[None, :], s, float("-inf"))
+    if C.LOWER:
+        s = gl.where(keys[None, :] >= (rows + lower)[:, None], s, float("-inf"))
+    return s
+
+
+@gluon.jit
+def soften(s, row_max, scaling, HIDES: gl.constexpr):
+    """One online-softmax step (eq. 4 and 7): P of this step, the new maximum, and the factor for what came before."""
+    scale_log2, _squash = scaling
+    new_max = gl.maximum(row_max, gl.max(s, 1))
+    shift = new_max * scale_log2
+    if HIDES:  # a row that has seen nothing yet
+        shift = gl.where(new_max == float("-inf"), 0.0, shift)
+    probs = gl.exp2(s * scale_log2 - shift[:, None])
+    return probs, new_max, gl.exp2(row_max * scale_log2 - shift)
+
+
+@gluon.jit
+def in_pairs(p, DTYPE: gl.constexpr):
+    """Round P, and hold two neighbours in one 32-bit register: (64, KEYS / 2).
+
+    A loop would carry 16-bit values one by one, and take them apart and put them together in every step.
+    """
+    even, odd = p.reshape([p.shape[0], p.shape[1] // 2, 2]).split()
+    KIND: gl.constexpr = "bf16x2" if DTYPE == gl.bfloat16 else "f16x2"
+    return gl.inline_asm_elementwise(f"cvt.rn.{KIND}.f32 $0, $2, $1;", "=r,r,r", [even, odd], dtype=gl.int32,
+                                     is_pure=True, pack=1)
+
+
+@gluon.jit
+def as_operand(pairs, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
+    """The left operand of a product from rounded pairs; costs nothing."""
+    even = pairs.to(gl.int16).to(DTYPE, bitcast=True)
+    odd = (pairs >> 16).to(gl.int16).to(DTYPE, bitcast=True)
+    return gl.convert_layout(gl.join(even, odd).reshape([pairs.shape[0], pairs.shape[1] * 2]), LAYOUT)
+
+
+@gluon.jit
+def add_sink(top, row_sum, sinks_ptr, sinks_stride, head):
+    """Let the sink of a head, or of each row's, enter the softmax (eq. 4 for one more key, with v = 0).
+
+    Returns the maximum, the sum, and the factor for out.
+    """
+    stride = 1 if sinks_stride is None else sinks_stride
+    sink = gl.load(sinks_ptr + head * stride).to(gl.float32) * LOG2E
+    new_top = gl.maximum(top, sink)
+    shift = gl.where(new_top == float("-inf"), 0.0, new_top)
+    decay = gl.exp2(top - shift)
+    return new_top, row_sum * decay + gl.exp2(sink - shift), decay
