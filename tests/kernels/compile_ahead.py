@@ -20,8 +20,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from conformance.functions import mask_functions, score_functions
+from kernels.sass import possibly_unset
 from tilewise.bench.compile_ahead import CompileOnlyDriver
-from tilewise.kernels.gluon.launch import OPTIONS, HopperForward
+from tilewise.kernels.gluon.launch import OPTIONS, HopperBackward, HopperForward
 from tilewise.kernels.triton.backward import delta_launch, dkdv_launch, dq_launch
 from tilewise.kernels.triton.dbias import dbias_launch
 from tilewise.kernels.triton.forward import forward_launch
@@ -30,6 +31,7 @@ from tilewise.masks import Mask
 from tilewise.problem import AttentionProblem, dense_strides
 from tilewise.scores import FunctionFacts, OperandFacts, Operands, ScoreOptions
 from tilewise.sequences import Sequences
+from tilewise.tuning.configs import HopperBackwardConfig
 from tilewise.tuning.device import DeviceSpec
 from tilewise.tuning.heuristics import delta_config, hopper_forward_config, tile_config
 
@@ -152,18 +154,25 @@ def compile_for(request):
     return row | (amd_report(compiled) if request["arch"].startswith("gfx") else nvidia_report(compiled))
 
 
-def compile_hopper_forward(request):
-    """The Gluon kernel; ptxas's log is printed where TRITON_DUMP_PTXAS_LOG is set and the kernel is not in a cache."""
+def compile_hopper(request):
+    """A Gluon kernel; ptxas's log is printed where TRITON_DUMP_PTXAS_LOG is set and the kernel is not in a cache."""
     spec, problem = DeviceSpec.of_arch("sm_90"), problem_of(request, Operands())
-    config = hopper_forward_config(problem)
-    launch = HopperForward(problem, config, multiprocessors=132)
+    q, k, v, out, rows = tensors_of(problem)
+    if request["kernel"] == "hopper_forward":
+        config = hopper_forward_config(problem)
+        launch = HopperForward(problem, config, multiprocessors=132)
+        arguments = launch.arguments((q, k, v, out, rows), torch.empty(1, dtype=torch.int32))
+    else:
+        config = HopperBackwardConfig(**request["config"])
+        launch = HopperBackward(problem, config)
+        arguments = launch.arguments((q, k, v, out, rows, rows, k, v), torch.empty(launch.sums_shape))
     driver.set_active(CompileOnlyDriver(TARGETS["sm_90"]))
-    arguments = launch.arguments(tensors_of(problem), torch.empty(1, dtype=torch.int32))
     with contextlib.redirect_stdout(io.StringIO()) as log:
         compiled = launch.kernel.warmup(*arguments, *launch.scalars, grid=launch.grid, **OPTIONS)
     row = facts_of(request, compiled, spec)
     return row | nvidia_report(compiled) | {"planned": config.shared_bytes(problem), "log": log.getvalue(),
-                                            "threads": 32 * compiled.metadata.num_warps}
+                                            "threads": 32 * compiled.metadata.num_warps,
+                                            "unset": possibly_unset(sass_of(compiled))}
 
 
 def facts_of(request, compiled, spec):
@@ -171,15 +180,22 @@ def facts_of(request, compiled, spec):
 
 
 def nvidia_report(compiled):
+    usage, sass = _of_cubin(compiled, "cuobjdump", "--dump-resource-usage"), sass_of(compiled)
+    registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
+    names = ("HGMMA", "HMMA", "UTCHMMA", "LDL", "STL", "UTMALDG", "UTMASTG", "UTMAREDG", "REDG", "WARPGROUP.ARRIVE")
+    counts = {name.lower(): len(re.findall(rf"\b{name}\b", sass)) for name in names}
+    return {"registers": registers, "stack": stack, "wgmma": compiled.asm["ptx"].count("wgmma.mma_async"), **counts}
+
+
+def sass_of(compiled):
+    return _of_cubin(compiled, "nvdisasm", "-c")
+
+
+def _of_cubin(compiled, *command):
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        usage = _tool("cuobjdump", "--dump-resource-usage", file.name)
-        sass = _tool("nvdisasm", "-c", file.name)
-    registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
-    names = ("HGMMA", "HMMA", "UTCHMMA", "LDL", "STL", "UTMALDG", "UTMASTG", "WARPGROUP.ARRIVE")
-    counts = {name.lower(): len(re.findall(rf"\b{name}\b", sass)) for name in names}
-    return {"registers": registers, "stack": stack, "wgmma": compiled.asm["ptx"].count("wgmma.mma_async"), **counts}
+        return _tool(*command, file.name)
 
 
 def amd_report(compiled):
@@ -195,5 +211,5 @@ def _tool(name, *arguments):
 
 if __name__ == "__main__":
     for wanted in json.load(sys.stdin):
-        compile_one = compile_hopper_forward if wanted["kernel"] == "hopper_forward" else compile_for
+        compile_one = compile_hopper if wanted["kernel"].startswith("hopper") else compile_for
         print(json.dumps(compile_one(wanted)), flush=True)

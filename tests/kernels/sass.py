@@ -1,0 +1,140 @@
+"""Registers that SASS may read before it has set them.
+
+ptxas 12.8 has computed what two loops share in front of the first of them alone, though that one may be skipped
+(tilewise.kernels.gluon.pipeline.opaque). Such a kernel compiles without a word and multiplies the wrong tiles. Along
+every path through the code, what an instruction reads must have been written.
+
+Knows the instructions that Hopper kernels are made of, and of a wide one its neighbours too; what it does not know it
+takes for writing its first operand and reading the rest.
+"""
+
+import re
+
+_REGISTER = re.compile(r"(?<![A-Z0-9_])(UR|R|UP|P)(\d+)")
+_WORDS = {"64": 2, "128": 4}
+# Writes no register, whatever comes first.
+_READERS = re.compile(r"(ST|BAR|BRA|BRX|EXIT|RED|UTMA|WARPGROUP|DEPBAR|FENCE|MEMBAR|NOP|WARPSYNC|CCTL|YIELD|RET)")
+_PREDICATES = re.compile(r"U?P(\d|T)")
+# Hands on what may be unset too: ptxas saves uniform registers around code that sets them under a predicate.
+_COPY = re.compile(r"(@!?U?P\d+\s+)?(?:U?MOV|R2UR|IMAD\.MOV\.U32|IMAD\.U32)\s+(U?R\d+),(?: RZ, RZ,)? (U?R\d+)")
+_SETS_PREDICATES_ALONE = ("ISETP", "FSETP", "UISETP", "PLOP3", "UPLOP3")
+
+
+def possibly_unset(sass):
+    """Return {register: first instruction that may read it unset} of ``nvdisasm -c``'s output."""
+    code, labels = _parse(sass)
+    effects = [_effects(text) for text in code]
+    successors = [_successors(index, text, labels, len(code)) for index, text in enumerate(code)]
+    before = [None] * len(code)  # what is set on every path
+    before[0] = frozenset()
+    waiting = [0]
+    while waiting:
+        index = waiting.pop()
+        after = before[index] | effects[index][1]
+        if (copy := _COPY.fullmatch(code[index])) and copy[3] not in before[index]:
+            after -= {copy[2]}
+        for successor in successors[index]:
+            known = after if before[successor] is None else before[successor] & after
+            if known != before[successor]:
+                before[successor] = known
+                waiting.append(successor)
+    found = {}
+    for index, text in enumerate(code):
+        if before[index] is not None and not _COPY.fullmatch(text):
+            for register in effects[index][0] - before[index]:
+                found.setdefault(register, text)
+    return found
+
+
+def _parse(sass):
+    code, labels = [], {}
+    for line in sass.splitlines():
+        if label := re.match(r"\s*(\.L_\w+):", line):
+            labels[label[1]] = len(code)
+        elif instruction := re.search(r"/\*[0-9a-f]{4,5}\*/\s+(.*?)\s*;", line):
+            code.append(instruction[1])
+    return code, labels
+
+
+def _successors(index, text, labels, end):
+    guarded, body = text.startswith("@"), re.sub(r"^@\S+\s+", "", text)
+    name = body.split()[0].split(".")[0]
+    after = [index + 1] if index + 1 < end else []
+    if name in ("BRA", "BRX"):
+        targets = [labels[label] for label in re.findall(r"\.L_\w+", text)]
+        conditional = guarded or re.match(r"BRA\S*\s+!?U?P\d", body)
+        return targets + (after if conditional else [])
+    return after if guarded or name not in ("EXIT", "RET") else []
+
+
+def _effects(text):
+    """Return the registers that an instruction reads and those that it writes."""
+    guard = re.match(r"@!?(U?P\d)\s", text)
+    body = re.sub(r"^@\S+\s+", "", text)
+    operation, _, rest = body.partition(" ")
+    operands = [operand.strip() for operand in rest.split(",")] if rest else []
+    name, *qualifiers = operation.split(".")
+    if name == "HGMMA":
+        reads, writes = _product(operation, operands)
+    elif name == "USETMAXREG":
+        reads, writes = set(), _of(operands[0], 1)
+    elif name == "LOP3" and operands[0] == operands[1]:
+        reads, writes = set(), _of(operands[0], 1)  # predicates packed into one register, bit by bit
+    else:
+        reads, writes = _plain(name, qualifiers, operands)
+    return reads | ({guard[1]} if guard else set()), writes
+
+
+def _plain(name, qualifiers, operands):
+    writes, first = set(), 0
+    if not _READERS.match(name):
+        while first < len(operands) and _PREDICATES.fullmatch(operands[first]) and (
+                first == 0 or name in (*_SETS_PREDICATES_ALONE, "ELECT", "VOTE", "VOTEU", "SYNCS")) and first < 2:
+            writes |= _of(operands[first], 1)
+            first += 1
+        if name not in _SETS_PREDICATES_ALONE and first < len(operands) and re.match(r"U?R", operands[first]):
+            writes |= _of(operands[first], _width(name, qualifiers))
+            first += 1
+            while name not in ("SEL", "USEL", "FSEL") and first < len(operands) and _PREDICATES.fullmatch(
+                    operands[first]) and not operands[first].endswith("T"):
+                writes |= _of(operands[first], 1)
+                first += 1
+    reads = {f"{kind}{number}" for operand in operands[first:] for kind, number in _REGISTER.findall(operand)}
+    wide = max([_WORDS.get(word, 1) for word in qualifiers], default=1)
+    if name == "UIADD3":
+        for operand in operands[first:]:
+            reads |= _of(operand, wide)
+    elif name in ("STL", "STS", "STG"):
+        reads |= _of(operands[-1], wide)
+    return reads, writes
+
+
+def _width(name, qualifiers):
+    if name == "CS2R":
+        return 1 if "32" in qualifiers else 2
+    if "WIDE" in qualifiers:
+        return 2
+    if name in ("UIADD3", "UMOV", "MOV", "S2UR", "LDL", "LDS", "LDG", "LDC", "ULDC"):
+        return max([_WORDS.get(word, 1) for word in qualifiers], default=1)
+    return 1
+
+
+def _product(operation, operands):
+    """wgmma: 64 by n sums; descriptors in four uniform registers, the left one's first, unless that is in registers."""
+    sums = _of(operands[0], int(re.search(r"64x(\d+)x", operation)[1]) // 2)
+    left, *others = operands[1:]
+    reads = set()
+    if left.startswith("gdesc"):
+        reads |= _of(left[6:], 4)
+    else:
+        start = re.search(r"gdesc\[UR(\d+)", others[0])
+        reads |= _of(left, 4) | {f"UR{int(start[1]) + word}" for word in (2, 3)}
+    if "!UPT" not in operands:
+        reads |= sums
+    return reads, sums
+
+
+def _of(operand, count):
+    """The registers that an operand begins with."""
+    found = re.match(r"[-!|~]*(UR|R|UP|P)(\d+)", operand)
+    return {f"{found[1]}{int(found[2]) + word}" for word in range(count)} if found else set()
