@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from tilewise.autograd.second_order import why_not_twice
+from tilewise.backends import gluon
 from tilewise.dispatch import BACKENDS, get_backend
 from tilewise.masks import Mask, causal, chunk, prefix, sink_tokens, window
 from tilewise.problem import AttentionProblem, dense_strides
@@ -124,6 +125,8 @@ def render() -> str:
     # A table for a device that need not be here: the facts of it that backends ask for are given.
     spec = DeviceSpec.of_arch(f"sm_{CAPABILITY[0]}{CAPABILITY[1]}")
     with (unittest.mock.patch("torch.cuda.get_device_capability", return_value=CAPABILITY),
+          unittest.mock.patch("tilewise.backends.gluon.device_spec", return_value=spec),
+          unittest.mock.patch("tilewise.backends.gluon._triton_version", return_value=gluon.CHECKED),
           unittest.mock.patch("tilewise.backends.triton.device_spec", return_value=spec)):
         gpu = table("cuda")
     capability = ".".join(map(str, CAPABILITY))

@@ -31,6 +31,8 @@ Lengths = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, t
 _NO_LENGTHS: Lengths = (None, None, None, None)
 # documents_q, documents_k, tiles_q, tiles_k.
 _NO_LISTS: tuple[torch.Tensor | None, ...] = (None, None, None, None)
+Longest = tuple[int | None, int | None]  # max_seqlen_q, max_seqlen_k
+_NO_LONGEST: Longest = (None, None)
 _PADDED_NAMES = (None, None, "seqlens_q", "seqlens_k")
 _PACKED_NAMES = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
 
@@ -171,21 +173,12 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visibl
     lengths = _NO_LENGTHS
     if seqlens_q is not None or seqlens_k is not None:
         band, lengths = _with_lengths(band, (None, None, seqlens_q, seqlens_k), _PADDED_NAMES)
-    functions = NO_FUNCTIONS
-    if score_function is not None or mask_function is not None:
-        functions = call_functions(score_function, mask_function)
+    functions = _functions(score_function, mask_function)
     operands = _operands(bias, alibi_slopes, visible, sinks, _seed(q, dropout_p, dropout_seed), lengths, lists,
                          functions)
-    if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
-    options = Options(scale, band.left, band.right, band.alignment, band.prefix, band.sink_tokens, band.chunk, softcap,
-                      dropout_p, "max_logit" in return_aux, functions.score, functions.mask, None, None,
-                      deterministic, backend)
-    attend = _run_twice_differentiable if double_backward else run
-    results = attend(q, k, v, operands, options)
-    if not return_aux:
-        return results[0]
-    return AttentionOutputWithMax(*results) if "max_logit" in return_aux else AttentionOutput(*results)
+    options = _options(scale, band, softcap, dropout_p, return_aux, functions, _NO_LONGEST, deterministic, backend)
+    results = _attend(q, k, v, operands, options, double_backward)
+    return _named(results, return_aux) if return_aux else results[0]
 
 
 @overload
@@ -284,23 +277,14 @@ def attention_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_se
     q, k, v = _autocast(*(_as_batch(name, tensor) for name, tensor in (("q", q), ("k", k), ("v", v))))
     band, lengths = _with_lengths(band, (cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k,
                                          seqused_q, seqused_k), _PACKED_NAMES)
-    functions = NO_FUNCTIONS
-    if score_function is not None or mask_function is not None:
-        functions = call_functions(score_function, mask_function)
+    functions = _functions(score_function, mask_function)
     operands = _operands(bias, alibi_slopes, visible, sinks, _seed(q, dropout_p, dropout_seed), lengths, lists,
                          functions)
-    if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
-    options = Options(scale, band.left, band.right, band.alignment, band.prefix, band.sink_tokens, band.chunk, softcap,
-                      dropout_p, "max_logit" in return_aux, functions.score, functions.mask, longest[0], longest[1],
-                      deterministic, backend)
-    attend = _run_twice_differentiable if double_backward else run
-    out, *rows = attend(q, k, v, operands, options)
+    options = _options(scale, band, softcap, dropout_p, return_aux, functions, longest, deterministic, backend)
+    out, *rows = _attend(q, k, v, operands, options, double_backward)
     # Squeezed: the gradient of an index would be a copy of dout among zeros.
     out, rows = out.squeeze(0).transpose(0, 1), [row.squeeze(0) for row in rows]
-    if not return_aux:
-        return out
-    return AttentionOutputWithMax(out, *rows) if "max_logit" in return_aux else AttentionOutput(out, *rows)
+    return _named((out, *rows), return_aux) if return_aux else out
 
 
 def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visible | None = None,
@@ -309,7 +293,7 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visible 
             sinks: torch.Tensor | None = None, dropout_p: float = 0,
             seqlens_q: torch.Tensor | None = None, seqlens_k: torch.Tensor | None = None,
             return_aux: tuple[str, ...] = (), deterministic: bool | None = None,
-            backend: str | None = None) -> Explanation:
+            backend: str | None = None, double_backward: bool = False) -> Explanation:
     """Tell which backend each pass of this call would use, and every other backend's reason.
 
     Arguments and errors are those of :func:`attention`; nothing is computed, and a refusal is an answer.
@@ -325,9 +309,7 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visible 
     lengths = _NO_LENGTHS
     if seqlens_q is not None or seqlens_k is not None:
         band, lengths = _with_lengths(band, (None, None, seqlens_q, seqlens_k), _PADDED_NAMES)
-    functions = NO_FUNCTIONS
-    if score_function is not None or mask_function is not None:
-        functions = call_functions(score_function, mask_function)
+    functions = _functions(score_function, mask_function)
     operands = _operands(bias, alibi_slopes, visible, sinks, _seed(q, dropout_p, 0), lengths, lists, functions)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
@@ -337,14 +319,41 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visible 
                                score_function=None if score_function is None else score_function.code,
                                mask_function=None if mask_function is None else mask_function.code))
     problem = replace(problem, aligned=are_aligned(q, k, v))
-    return explain_problem(problem, backend or settings.default_backend())
+    why_not_twice = _second_order().why_not_twice if double_backward else None
+    return explain_problem(problem, backend or settings.default_backend(), why_not_twice)
 
 
-def _run_twice_differentiable(*arguments: Any) -> Sequence[torch.Tensor]:
+def _functions(score: ScoreFunction | None, mask: MaskFunction | None) -> CallFunctions:
+    return NO_FUNCTIONS if score is None and mask is None else call_functions(score, mask)
+
+
+def _options(scale: float | None, band: Mask, softcap: float | None, dropout_p: float, return_aux: tuple[str, ...],
+             functions: CallFunctions, longest: Longest, deterministic: bool | None,
+             backend: str | None) -> Options:
+    """Flatten what is not a tensor into an operator's arguments."""
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    return Options(scale, band.left, band.right, band.alignment, band.prefix, band.sink_tokens, band.chunk, softcap,
+                   dropout_p, "max_logit" in return_aux, functions.score, functions.mask, *longest, deterministic,
+                   backend)
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Operands, options: Options,
+            double_backward: bool) -> Sequence[torch.Tensor]:
+    if double_backward:
+        return cast(Sequence[torch.Tensor], _second_order().run_twice_differentiable(q, k, v, operands, options))
+    return run(q, k, v, operands, options)
+
+
+def _second_order() -> Any:
     # Loads torch's compiler, in order to be left alone by it: 0.8 s, not to be paid by an import of tilewise.
-    from tilewise.autograd.second_order import run_twice_differentiable
+    from tilewise.autograd import second_order
 
-    return run_twice_differentiable(*arguments)
+    return second_order
+
+
+def _named(results: Sequence[torch.Tensor], return_aux: tuple[str, ...]) -> AttentionOutput | AttentionOutputWithMax:
+    return AttentionOutputWithMax(*results) if "max_logit" in return_aux else AttentionOutput(*results)
 
 
 def _parted(mask: object) -> tuple[Mask, torch.Tensor | None, tuple[torch.Tensor | None, ...], MaskFunction | None]:
@@ -372,14 +381,15 @@ def _as_batch(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.transpose(0, 1).unsqueeze(0)
 
 
-def _longest(*longest: int | torch.Tensor | None, needed: bool) -> tuple[int | None, ...]:
+def _longest(*longest: int | torch.Tensor | None, needed: bool) -> Longest:
     """Check the sizes of the longest sequences; they are part of a call only where an operand needs them."""
     for side, size in zip("qk", longest, strict=True):
         is_count = isinstance(size, (int, torch.SymInt)) and not isinstance(size, bool) and size >= 0
         if not (size is None or is_count or (isinstance(size, torch.Tensor) and size.numel() == 1)):
             raise InvalidInput(f"max_seqlen_{side} is {size!r}; allowed is an integer >= 0, a tensor of one element, "
                                "or None.")
-    return tuple([size if needed and not isinstance(size, torch.Tensor) else None for size in longest])
+    kept = [size if needed and not isinstance(size, torch.Tensor) else None for size in longest]
+    return kept[0], kept[1]
 
 
 def _with_lengths(band: Mask, lengths: Lengths, names: tuple[str | None, ...]) -> tuple[Mask, Lengths]:

@@ -25,7 +25,3 @@ class UnsupportedProblem(TilewiseError, NotImplementedError):
         self.reasons = dict(reasons)
         lines = [summary, *(f"  {name}: {reason}" for name, reason in self.reasons.items())]
         super().__init__("\n".join(lines))
-
-
-class BackendUnavailable(TilewiseError, RuntimeError):
-    """A part of tilewise that needs a package or a device which is not here."""

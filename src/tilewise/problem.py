@@ -209,6 +209,12 @@ def dense_strides(shape: Sizes, order_of: Sizes) -> Sizes:
     return (h * s * d, s * d, d, 1)
 
 
+def legal_strides(tensor: torch.Tensor) -> list[int]:
+    """Strides for a descriptor: along a dim of size 1, where any would do, one that the hardware accepts."""
+    return [16 if size == 1 and dim < 3 else stride
+            for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True))]
+
+
 # name, shape, strides, dtype, device: what the validator reads of one tensor, as a hashable tuple.
 Facts = tuple[str, Sizes, Sizes, torch.dtype, torch.device]
 

@@ -15,8 +15,8 @@ pytestmark = pytest.mark.aot
 
 MASKS = {"full": [None, None, None], "causal": [None, 0, "top_left"], "window": [255, 0, "top_left"]}
 REGISTER_FILE = 65536
-# Bytes of stack a thread, ceilings. At d 64 three warpgroups have 160 registers a thread: 3.6.0 and 3.7.1 spill 32
-# bytes at most, 3.9.0 spills 152 (full), 208 (causal) and 240 (window). At d 128 3.9.0 spills 32 in windows alone.
+# Bytes of stack a thread, ceilings. At d 64 three warpgroups have 160 registers a thread: 3.6.0 and 3.7.1 spill 40
+# bytes at most, 3.9.0 spills 152 (full), 216 (causal) and 240 (window). At d 128 3.9.0 spills 32 in windows alone.
 SPILL_BOUND = {"3.9.0": 256}
 SPILL_BOUND_ELSEWHERE = 64
 # The backward kernel, masked steps included, which spill most: 3.6.0 and 3.7.1 up to 280 bytes, 3.9.0 up to 360.
@@ -24,8 +24,8 @@ BACKWARD_SPILL_BOUND = {"3.9.0": 384}
 BACKWARD_SPILL_BOUND_ELSEWHERE = 320
 
 
-def forward(d, mask="causal", dtype="bfloat16"):
-    return {"arch": "sm_90", "kernel": "hopper_forward", "d": d, "dtype": dtype, "mask": MASKS[mask]}
+def forward(d, mask="causal", dtype="bfloat16", s=4096):
+    return {"arch": "sm_90", "kernel": "hopper_forward", "d": d, "dtype": dtype, "mask": MASKS[mask], "s": s}
 
 
 def backward(d, mask="causal", dtype="bfloat16", **config):
@@ -41,6 +41,7 @@ def compile_aloud(version, wanted):
 @pytest.mark.parametrize("version", VERSIONS)
 def test_hopper_forward_compiles_within_registers_and_shared_memory(version):
     wanted = [forward(d, mask) for d in (64, 128) for mask in MASKS] + [forward(d, dtype="float16") for d in (64, 128)]
+    wanted += [forward(64, s=1024)]  # other tiles
     for row in compile_aloud(version, wanted):
         check_products(row)
         assert row["stack"] <= SPILL_BOUND.get(version, SPILL_BOUND_ELSEWHERE), row
@@ -72,7 +73,7 @@ def check_products(row):
     # Where they are serialized, each product gets a fence of its own.
     assert 0 < row["warpgroup.arrive"] <= row["hgmma"] / 3, row
     assert row["utmaldg"] > 0, row
-    assert row["unset"] == {}, row
+    assert row["unset"] == {}, row  # registers set on some paths alone: see pipeline.opaque
 
 
 def test_heads_in_padded_tiles_share_the_kernels_of_full_ones():

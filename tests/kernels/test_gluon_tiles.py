@@ -59,6 +59,8 @@ SIZES = st.integers(1, 900)
 @example(512, 512, causal("top_left"), HopperForwardConfig(128, 2))
 @example(300, 700, causal("bottom_right"), HopperForwardConfig(128, 3))
 @example(700, 300, causal("bottom_right"), HopperForwardConfig(128, 2))
+@example(256, 257, causal("bottom_right"), HopperForwardConfig(128, 2))  # one key of the second step is seen
+@example(512, 512, window(900, 126, "top_left"), HopperForwardConfig(128, 2))  # and here all but one of the first
 @example(800, 800, window(127, 0, "top_left"), HopperForwardConfig(64, 3))
 @example(200, 900, window(0, 0, "bottom_right"), HopperForwardConfig(128, 2))
 def test_every_visible_key_is_in_one_step_and_unmasked_steps_are_visible_whole(sq, sk, mask, config):
@@ -88,15 +90,38 @@ def test_every_visible_key_is_in_one_step_and_unmasked_steps_are_visible_whole(s
 
 
 @pytest.mark.parametrize("config", [HopperForwardConfig(128, 2), HopperForwardConfig(128, 3)], ids=str)
-def test_causal_warpgroups_mask_no_step_that_all_their_queries_see_whole(config):
-    problem = problem_of(1000, 1000, causal())
+@pytest.mark.parametrize("mask", [causal(), window(None, 63)], ids=str)
+def test_without_a_lower_bound_warpgroups_mask_no_step_that_all_their_queries_see_whole(mask, config):
+    problem = problem_of(1000, 1000, mask)
     (n_tiles, *_), band, shape = scalars_of(problem, config)
     for row in range(0, n_tiles * ROWS * config.consumers, ROWS):
         first = row // (ROWS * config.consumers) * ROWS * config.consumers
         spans = tiles.steps_of.fn(first, band, shape)
         for step in range(tiles.masked_of.fn(row, spans, band, shape)):
             last_key = tiles.keys_at.fn(step, spans, shape) + config.keys - 1
-            assert last_key > row or last_key >= problem.sk
+            assert last_key > row + mask.right or last_key >= problem.sk
+
+
+@given(SIZES, SIZES, st.integers(0, 900), st.sampled_from(ALIGNMENTS))
+@example(900, 900, 0, "top_left")
+@example(100, 900, 300, "bottom_right")
+def test_first_step_is_skipped_by_warpgroups_that_see_none_of_it_but_never_the_only_one(sq, sk, right, alignment):
+    config, mask = HopperForwardConfig(128, 3), window(None, right, alignment)
+    problem = problem_of(sq, sk, mask)
+    assume(not problem.is_empty)
+    (n_tiles, *_), band, shape = scalars_of(problem, config)
+    assert shape.SKIPS
+    visible = mask.visible(sq, sk)
+    for row in range(0, min(sq, n_tiles * ROWS * config.consumers), ROWS):
+        first = row // (ROWS * config.consumers) * ROWS * config.consumers
+        spans = tiles.steps_of.fn(first, band, shape)
+        begin = tiles.keys_at.fn(0, spans, shape)
+        # Rows past the last query stand for none; the source asks the last row that there could be.
+        hides = tiles.hides_first_step.fn(begin, spans[3], row, band[3])
+        assert hides == (spans[3] > 1 and begin > row + ROWS - 1 + band[3])
+        if hides:
+            assert not visible[row:row + ROWS, begin:begin + config.keys].any()
+            assert tiles.masked_of.fn(row, spans, band, shape) >= 1
 
 
 @given(st.integers(1, 1000), st.integers(1, 3), st.integers(1, 4), st.integers(1, 3), st.sampled_from((64, 128)),

@@ -208,6 +208,20 @@ def test_flash_attention_gets_packed_sequences_with_their_borders_and_longest_le
     assert package.options["cu_seqlens_k"].dtype is torch.int32
 
 
+@pytest.mark.parametrize(("changes", "direction", "reason"), [
+    ({}, "forward", None), ({}, "backward", "is built without a backward pass"),
+    ({"dtype": torch.float16}, "forward", "is built for bfloat16 alone, got torch.float16"),
+    ({"mask": window(3, 0, "bottom_right")}, "forward", "is built without windows, got causal("),
+    ({"mask": window(None, 2, "bottom_right")}, "forward", "is built without windows, got window("),
+    ({"mask": causal("top_left")}, "forward", "takes masks aligned bottom-right"),
+])
+def test_forward_build_of_flash_attention_3_refuses_what_it_was_built_without(changes, direction, reason):
+    case = shape_case(1, (2, 2), (9, 17), (64, 64), changes.get("mask", causal("bottom_right")))
+    cell = Cell("paper", case, changes.get("dtype", torch.bfloat16))
+    answer = KNOWN["flash_attn3_fwd"].reason_against(cell, direction, CPU)
+    assert answer == reason if reason is None else answer.startswith(reason)
+
+
 def test_flash_attention_aligns_masks_bottom_right():
     for case, reason in ((shape_case(1, (2, 2), (9, 17), (16, 16), causal("top_left")), "takes masks aligned "
                           "bottom-right, got causal(alignment='top_left')"),

@@ -75,7 +75,7 @@ def test_a_backend_is_called_by_its_file_name(name):
 
 
 def test_unknown_backend_raises_and_lists_the_known_ones():
-    message = "backend is 'flash'; allowed are 'triton', 'torch', 'reference', or None to choose."
+    message = "backend is 'flash'; allowed are 'gluon', 'triton', 'torch', 'reference', or None to choose."
     for ask in (lambda: get_backend("flash"), lambda: choose(_problem(), "flash"),
                 lambda: attention(*_qkv(), backend="flash"), lambda: explain(*_qkv(), backend="flash")):
         with pytest.raises(InvalidInput) as caught:
@@ -119,6 +119,17 @@ def test_order_names_every_backend_once(dtype, device):
     problem = AttentionProblem.from_tensors(*(t.to(device) for t in _qkv(dtype)))
     for side in (problem, problem.backward(lse_grad=False)):
         assert sorted(dispatch.order(side)) == sorted(BACKENDS)
+
+
+@pytest.mark.parametrize(("fields", "first"), [
+    ({"b": 4, "sq": 4096, "sk": 4096}, "gluon"), ({}, "triton"),
+    ({"b": 1200, "sq": 512, "sk": 512}, "gluon"), ({"b": 1200, "sq": 512, "sk": 512, "deterministic": True}, "triton"),
+])
+def test_gpus_ask_gluon_first_for_what_outlasts_its_launch_and_one_entry_decides_where_bits_count(fields, first):
+    problem = replace(_problem(dtype=torch.bfloat16), device=torch.device("cuda", 0), d=64, hq=4, hk=4, **fields)
+    second = {"gluon": "triton", "triton": "gluon"}[first]
+    for side in (problem, problem.backward(lse_grad=False)):
+        assert dispatch.order(side) == (first, second, "torch", "reference")
 
 
 def test_when_every_backend_refuses_the_error_holds_every_reason(monkeypatch):

@@ -14,6 +14,7 @@ from tilewise import (
     causal,
     chunk,
     documents,
+    explain,
     prefix,
     sink_tokens,
     use_backend,
@@ -430,6 +431,15 @@ def test_other_backends_refuse(name):
         attention(*tensors, double_backward=True)
     with use_backend(name):
         assert attention(*tensors, backend="reference", double_backward=True).requires_grad
+
+
+def test_explain_tells_that_the_reference_alone_serves_it():
+    explanation = explain(*_tensors(), double_backward=True)
+    assert (explanation.forward, explanation.backward) == ("reference", "reference")
+    for (_, name), reason in explanation.reasons.items():
+        assert (reason is None) == (name == "reference")
+        assert reason is None or "fused kernels, which torch cannot differentiate" in reason
+    assert explain(*_tensors(), double_backward=True, backend="torch").forward is None
 
 
 def test_wrong_input_raises_as_in_any_call():

@@ -11,13 +11,14 @@ from tilewise.masks import Mask, causal
 from tilewise.problem import AttentionProblem
 from tilewise.scores import FunctionCode, FunctionFacts, OperandFacts, ScoreOptions
 from tilewise.sequences import Sequences
-from tilewise.tuning.configs import DkdvConfig, DqConfig, ForwardConfig, HopperBackwardConfig
+from tilewise.tuning.configs import DkdvConfig, DqConfig, ForwardConfig, HopperBackwardConfig, HopperForwardConfig
 from tilewise.tuning.device import DeviceSpec, device_spec
 from tilewise.tuning.heuristics import (
     KINDS,
     LEAST_WORK_FOR_DESCRIPTORS,
     delta_config,
     has_pairs,
+    hopper_forward_config,
     least_bytes,
     pair_entries,
     shared_bytes,
@@ -247,3 +248,38 @@ def test_device_without_a_table_takes_the_heuristic():
     assert load_rows(spec.name, table_file("forward", 2), "forward") == ()
     assert config_for("forward", problem, spec, descriptors=False) == tile_config(
         "forward", problem, spec, descriptors=False)
+
+
+@pytest.mark.parametrize(("wrong", "message"), [
+    ({"keys": 96}, "keys=96; allowed are 64, 128."), ({"consumers": 4}, "consumers=4; allowed are 2, 3."),
+    ({"stages": 3}, "stages=3; allowed are 2, 4, 8."), ({"query_stages": 3}, "query_stages=3; allowed are 1, 2."),
+])
+def test_illegal_hopper_tile_cannot_be_constructed(wrong, message):
+    legal = {"keys": 128, "consumers": 2, "stages": 2, "query_stages": 2}
+    HopperForwardConfig(**legal)
+    with pytest.raises(InvalidInput) as caught:
+        HopperForwardConfig(**(legal | wrong))
+    assert str(caught.value) == message
+
+
+def test_hopper_tiles_hold_queries_and_out_and_keys_and_values_of_every_stage():
+    config = HopperForwardConfig(keys=128, consumers=3, stages=4, query_stages=1)
+    queries, out, keys, values = 192, 192, 4 * 128, 4 * 128
+    assert config.shared_bytes(problem_of(128)) == 2 * 128 * (queries + out + keys + values) + 1024
+    # Narrow heads lie in rows of 128 bytes, which the copy engine swizzles.
+    assert config.shared_bytes(problem_of(8)) == 2 * 64 * (queries + out + keys + values) + 1024
+    assert (config.width(problem_of(40, 96)), config.width(problem_of(96, 40))) == (128, 128)
+
+
+@pytest.mark.parametrize(("d", "dv"), [(1, 1), (40, 64), (64, 64), (64, 65), (96, 40), (128, 8), (128, 128)])
+def test_every_hopper_tile_fits_the_devices_shared_memory(d, dv):
+    for s, dtype in product((512, 4096), (torch.float16, torch.bfloat16)):
+        problem = problem_of(d, dv, dtype, s)
+        assert hopper_forward_config(problem).shared_bytes(problem) <= DeviceSpec.of_arch("sm_90").shared_memory
+
+
+def test_three_warpgroups_take_turns_where_heads_are_narrow_and_sequences_long():
+    for d, dv, s, three in ((64, 64, 2048, True), (64, 64, 2047, False), (64, 72, 4096, False), (72, 64, 4096, False)):
+        assert hopper_forward_config(problem_of(d, dv, s=s)) == (
+            HopperForwardConfig(keys=128, consumers=3, ping_pong=True) if three
+            else HopperForwardConfig(keys=128, consumers=2))

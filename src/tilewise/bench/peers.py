@@ -65,6 +65,20 @@ class FlashAttentionProvider(Provider):
         return attend
 
 
+class ForwardWheelProvider(FlashAttentionProvider):
+    """FlashAttention-3 as the package fa3-fwd brings it, built for inference."""
+
+    def why_not(self, cell: Cell, direction: Direction, device: torch.device) -> str | None:
+        """Refuse what was switched off in its build."""
+        if direction == "backward":
+            return "is built without a backward pass"
+        if cell.dtype is not torch.bfloat16:
+            return f"is built for bfloat16 alone, got {cell.dtype}"
+        if cell.case.mask.left is not None or cell.case.mask.right not in (None, 0):
+            return f"is built without windows, got {cell.case.mask}"
+        return super().why_not(cell, direction, device)
+
+
 def peer_providers() -> list[Provider]:
     """Return the providers that other packages bring."""
     return [
@@ -72,6 +86,8 @@ def peer_providers() -> list[Provider]:
         FlashAttentionProvider("flash_attn2", "flash_attn.flash_attn_interface", "FlashAttention-2", -1,
                                {"softcap": "softcap", "alibi": "alibi_slopes", "dropout_p": "dropout_p"}),
         FlashAttentionProvider("flash_attn3", "flash_attn_interface", "FlashAttention-3", -1, {"softcap": "softcap"}),
+        ForwardWheelProvider("flash_attn3_fwd", "fa3_fwd_interface", "FlashAttention-3's forward build", -1,
+                             {"softcap": "softcap"}),
         FlashAttentionProvider("flash_attn4", "flash_attn.cute", "FlashAttention-4", None,
                                {"softcap": "softcap", "sinks": "learnable_sink"}),
     ]

@@ -22,13 +22,14 @@ _STYLES = {
     "tilewise:reference": ("#CC79A7", "^"), "naive": ("#000000", "x"), "sdpa_math": ("#7F7F7F", "+"),
     "sdpa_flash": ("#0072B2", "v"), "sdpa_efficient": ("#56B4E9", "<"), "sdpa_cudnn": ("#009E73", ">"),
     "flex": ("#B8A500", "P"), "flash_attn2": ("#0072B2", "p"), "flash_attn3": ("#332288", "h"),
-    "flash_attn4": ("#882255", "*"),
+    "flash_attn4": ("#882255", "*"), "flash_attn3_fwd": ("#332288", "H"), "tilewise:gluon": ("#A02C00", "*"),
 }
 _LABELS = {
     "naive": "naive (dense)", "sdpa_math": "torch SDPA math", "sdpa_flash": "torch SDPA flash",
     "sdpa_efficient": "torch SDPA efficient", "sdpa_cudnn": "torch SDPA cuDNN", "flex": "FlexAttention",
     "flash_attn2": "FlashAttention-2", "flash_attn3": "FlashAttention-3", "flash_attn4": "FlashAttention-4",
     "tilewise:triton:documents": "tilewise documents", "varlen_attn": "torch varlen_attn",
+    "flash_attn3_fwd": "FlashAttention-3 (forward build)", "tilewise:gluon": "tilewise gluon",
     "tilewise:triton": "tilewise triton", "tilewise:torch": "tilewise torch",
     "tilewise:reference": "tilewise reference",
 }

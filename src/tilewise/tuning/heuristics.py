@@ -166,14 +166,20 @@ def pair_entries(problem: AttentionProblem, config: TileConfig, device: DeviceSp
 def wants_descriptors(problem: AttentionProblem, device: DeviceSpec) -> bool:
     """Whether tensor descriptors can pay: Hopper's copy engine is there, and the kernel outlasts their making.
 
-    With them come other tiles. So a deterministic call, whose bits are no neighbour's affair, counts one batch entry's
-    work, and does without where lengths are data.
-    No kernel of wider heads was timed through descriptors, and a tail does not come through them.
+    With them come other tiles: a deterministic call does without where lengths are data. No kernel of wider heads was
+    timed through descriptors, and a tail does not come through them.
+    """
+    return (device.arch == "sm_90" and outlasts_descriptors(problem) and lengths_may_decide(problem)
+            and kernel_width(problem) <= 256)
+
+
+def outlasts_descriptors(problem: AttentionProblem) -> bool:
+    """Whether the work takes longer than the host needs to make descriptors.
+
+    A deterministic call, whose bits are no neighbour's affair, counts one batch entry's.
     """
     batch = 1 if problem.deterministic else problem.b
-    work = batch * problem.hq * problem.sq * problem.sk * problem.d
-    return (device.arch == "sm_90" and work >= LEAST_WORK_FOR_DESCRIPTORS and lengths_may_decide(problem)
-            and kernel_width(problem) <= 256)
+    return batch * problem.hq * problem.sq * problem.sk * problem.d >= LEAST_WORK_FOR_DESCRIPTORS
 
 
 def lengths_may_decide(problem: AttentionProblem) -> bool:

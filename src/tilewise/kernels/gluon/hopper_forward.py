@@ -28,7 +28,7 @@ from tilewise.kernels.gluon.pipeline import (
     wait_empty,
     wait_full,
 )
-from tilewise.kernels.gluon.tiles import keys_at, masked_of, steps_of, tile_at
+from tilewise.kernels.gluon.tiles import hides_first_step, keys_at, masked_of, steps_of, tile_at
 
 LN2 = gl.constexpr(0.6931471805599453)
 ONE_THREAD: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
@@ -156,7 +156,7 @@ def hide(s, first_row, first_key, band, C: gl.constexpr):
 
 @gluon.jit
 def soften(s, row_max, scale_log2, HIDES: gl.constexpr):
-    """One online-softmax step (eq. 5): P of this step, the new maximum, and the factor for what came before."""
+    """One online-softmax step (eq. 4 and 7): P of this step, the new maximum, and the factor for what came before."""
     new_max = gl.maximum(row_max, gl.max(s, 1))
     shift = new_max * scale_log2
     if HIDES:  # a row that has seen nothing yet
@@ -283,7 +283,7 @@ def attend(sources, queries, pairs, next_tile, out_tiles, lse_ptr, order, band, 
         q_slot = taken % C.Q_STAGES * C.CONSUMERS + OWN
         begin = first * 0 + 1
         if C.SKIPS:
-            if (spans[3] > 1) & (keys_at(0, spans, C) >= row + 64 + band[3]):
+            if hides_first_step(keys_at(0, spans, C), spans[3], row, band[3]):
                 s = scores_of(q_tiles, opaque(q_slot), pairs, turn, OWN, C)
                 turn += 1
                 begin += 1

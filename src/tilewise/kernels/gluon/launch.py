@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 
 from tilewise.masks import Span
-from tilewise.problem import AttentionProblem
+from tilewise.problem import AttentionProblem, legal_strides
 
 # What keys and values of one section of heads may take of L2 (50 MiB on an H200): 24 and 48 were no better.
 _SECTION_BYTES = 32 * 2**20
@@ -54,10 +54,11 @@ class HopperForward:
 
     def __init__(self, problem: AttentionProblem, config: HopperShape, multiprocessors: int) -> None:
         from triton.experimental.gluon import language as gl
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
         from tilewise.kernels.gluon.hopper_forward import Shape, hopper_forward_kernel
 
-        self.kernel = hopper_forward_kernel
+        self.kernel, self.describe = hopper_forward_kernel, TensorDescriptor
         self.keys = problem.seen_keys
         self.dtype = gl.bfloat16 if problem.dtype is torch.bfloat16 else gl.float16
         width = config.width(problem)
@@ -82,11 +83,9 @@ class HopperForward:
 
     def arguments(self, tensors: tuple[torch.Tensor, ...], counter: torch.Tensor) -> tuple[Any, ...]:
         """Descriptors of q, k, v and out, then lse and the counter."""
-        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
         q, k, v, out, lse = tensors
         k, v = _rows(k, self.keys), _rows(v, self.keys)
-        described = [TensorDescriptor(tensor, list(tensor.shape), _legal_strides(tensor), block, layout)
+        described = [self.describe(tensor, list(tensor.shape), legal_strides(tensor), block, layout)
                      for tensor, block, layout in zip((q, k, v, out), self.blocks, self.layouts, strict=True)]
         return (*described, lse, counter)
 
@@ -126,11 +125,12 @@ class HopperBackward:
 
     def __init__(self, problem: AttentionProblem, config: HopperBackwardShape) -> None:
         from triton.experimental.gluon import language as gl
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
         from tilewise.kernels.gluon.hopper_backward import Shape, hopper_backward_kernel
         from tilewise.kernels.gluon.hopper_dq import hopper_dq_kernel
 
-        self.kernel, self.dq_kernel = hopper_backward_kernel, hopper_dq_kernel
+        self.kernel, self.dq_kernel, self.describe = hopper_backward_kernel, hopper_dq_kernel, TensorDescriptor
         self.config = config
         dtype = gl.bfloat16 if problem.dtype is torch.bfloat16 else gl.float16
         width, band = config.width(problem), problem.band
@@ -161,13 +161,11 @@ class HopperBackward:
 
     def arguments(self, tensors: tuple[torch.Tensor, ...], sums: torch.Tensor) -> tuple[Any, ...]:
         """Descriptors of q, k, v and dout; lse and delta; descriptors of dk and dv; the sums, or their descriptor."""
-        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
         q, k, v, dout, lse, delta, dk, dv = tensors
-        described = [TensorDescriptor(tensor, list(tensor.shape), _legal_strides(tensor), block, layout)
+        described = [self.describe(tensor, list(tensor.shape), legal_strides(tensor), block, layout)
                      for tensor, block, layout in zip((q, k, v, dout, dk, dv), self.blocks, self.layouts, strict=True)]
-        target = sums if self.config.direct else TensorDescriptor(sums, list(sums.shape), list(sums.stride()),
-                                                                  self.sums_block, self.sums_layout)
+        target = sums if self.config.direct else self.describe(sums, list(sums.shape), list(sums.stride()),
+                                                               self.sums_block, self.sums_layout)
         return (*described[:4], lse, delta, *described[4:], target)
 
 
@@ -185,12 +183,6 @@ def _backward_section(problem: AttentionProblem, width: int) -> int:
 
 def _rows(tensor: torch.Tensor, rows: Span) -> torch.Tensor:
     return tensor if len(rows) == tensor.shape[2] else tensor[:, :, rows.start:rows.stop]
-
-
-def _legal_strides(tensor: torch.Tensor) -> list[int]:
-    """Strides for a descriptor: along a dim of size 1, where any would do, one that the hardware accepts."""
-    return [16 if size == 1 and dim < 3 else stride
-            for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True))]
 
 
 def _counter(device: torch.device) -> torch.Tensor:

@@ -99,6 +99,12 @@ def masked_of(row, spans, band, C: gl.constexpr):
 
 
 @gluon.jit
+def hides_first_step(first_key, steps, row, upper):
+    """Whether a tile's first step, one of several, hides all its keys from the 64 queries from ``row`` on."""
+    return (steps > 1) & (first_key >= row + 64 + upper)
+
+
+@gluon.jit
 def query_steps_of(first, band, C: gl.constexpr):
     """Return (start, at the head, masked, steps): the queries that see a tile of keys, in steps of C.QUERIES.
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-from tilewise.problem import AttentionProblem, Sizes
+from tilewise.problem import AttentionProblem, Sizes, legal_strides
 from tilewise.scores import DRAW_SPAN, DRAWS, FunctionFacts, OperandFacts, Operands
 
 # Contracting a·b + c into one rounding is what the softmax's cost counts on; Triton 3.10 changes the default.
@@ -335,12 +335,6 @@ def tile_blocks(problem: AttentionProblem, config: TileShape) -> Blocks:
     of_queries, of_keys = ([1, 1, rows, problem.width] for rows in (config.block_m, config.block_n))
     blocks = ((of_queries, queries), (of_keys, keys), (of_keys, keys), (of_queries, queries))
     return blocks if problem.direction == "backward" else blocks[:3]
-
-
-def legal_strides(tensor: Any) -> list[int]:
-    """Strides for a descriptor: along a dim of size 1, where any would do, one that the hardware accepts."""
-    return [16 if size == 1 and dim < 3 else stride
-            for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True))]
 
 
 def takes_descriptors(problem: AttentionProblem, *strides: Sizes) -> bool:
