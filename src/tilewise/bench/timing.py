@@ -179,7 +179,7 @@ def graphed(build: Callable[[], Call], device: torch.device) -> Call:
 
     def replay() -> object:
         graph.replay()
-        return kept
+        return kept, call  # and what the call holds: the graph reads it
 
     return replay
 

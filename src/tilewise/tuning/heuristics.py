@@ -54,7 +54,7 @@ _HOPPER_PAIRS: dict[str, dict[int, Tile]] = {
 }
 _HOPPER_MASK = _HOPPER_PAIRS | {"forward": {64: (64, 64, 4, 3), 128: (64, 32, 4, 3), 256: (128, 64, 8, 2)}}
 _HOPPER_DROPOUT: dict[str, dict[int, Tile]] = _HOPPER_PAIRS | {
-    "forward": {64: (64, 64, 4, 3), 128: (64, 32, 4, 3), 256: (128, 64, 8, 2)},
+    "forward": {64: (64, 64, 4, 3), 128: (64, 64, 4, 3), 256: (128, 64, 8, 2)},
     "dkdv": {64: (64, 64, 4, 2), 128: (32, 64, 4, 2)},
     "dv": {256: (32, 64, 4, 2)},
 }
