@@ -22,7 +22,8 @@ from triton.runtime import driver
 from conformance.functions import mask_functions, score_functions
 from kernels.sass import possibly_unset
 from tilewise.bench.compile_ahead import CompileOnlyDriver
-from tilewise.kernels.gluon.launch import OPTIONS, HopperBackward, HopperForward
+from tilewise.kernels.gluon.launch import OPTIONS, HopperForward
+from tilewise.kernels.gluon.launch_backward import HopperBackward
 from tilewise.kernels.triton.backward import delta_launch, dkdv_launch, dq_launch
 from tilewise.kernels.triton.dbias import dbias_launch
 from tilewise.kernels.triton.forward import forward_launch

@@ -19,6 +19,7 @@ from tilewise.tuning.configs import HopperBackwardConfig, HopperForwardConfig
 from tilewise.tuning.heuristics import hopper_forward_config
 
 launch = pytest.importorskip("tilewise.kernels.gluon.launch")
+launch_backward = pytest.importorskip("tilewise.kernels.gluon.launch_backward")
 tiles = pytest.importorskip("tilewise.kernels.gluon.tiles", reason="Triton is not installed")
 ROWS = 64  # queries a warpgroup
 
@@ -185,7 +186,7 @@ BACKWARD_CONFIGS = st.builds(HopperBackwardConfig, queries=st.sampled_from((64, 
 
 
 def backward_scalars_of(problem, config):
-    numbers = launch.HopperBackward(problem, config).scalars
+    numbers = launch_backward.HopperBackward(problem, config).scalars
     return numbers[:4], numbers[4:8], numbers[-1]
 
 
@@ -200,7 +201,11 @@ def backward_scalars_of(problem, config):
 def test_backward_every_seeing_query_is_in_one_step_and_unmasked_steps_see_all_keys(sq, sk, mask, config):
     problem = problem_of(sq, sk, mask)
     (n_tiles, *_), band, shape = backward_scalars_of(problem, config)
-    visible = mask.visible(sq, sk)
+    queries, keys = problem.seeing_queries, problem.seen_keys
+    visible = mask.visible(sq, sk)[queries.start:queries.stop, keys.start:keys.stop]
+    sq, sk = visible.shape
+    assert visible.any(0).all(), "a key that no query sees is read"
+    assert visible.any(1).all(), "a query that sees no key is read"
     assert (n_tiles - 1) * KEYS < sk <= n_tiles * KEYS, "every key has its gradient written"
     for first in range(0, n_tiles * KEYS, KEYS):
         spans = tiles.query_steps_of.fn(first, band, shape)
