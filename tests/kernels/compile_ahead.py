@@ -23,6 +23,7 @@ from conformance.functions import mask_functions, score_functions
 from kernels.sass import possibly_unset, stray_descriptors
 from tilewise.bench.compile_ahead import CompileOnlyDriver
 from tilewise.kernels.gluon.launch import OPTIONS, HopperForward
+from tilewise.kernels.gluon.launch_backward import HopperBackward
 from tilewise.kernels.triton.backward import delta_launch, dkdv_launch, dq_launch
 from tilewise.kernels.triton.dbias import dbias_launch
 from tilewise.kernels.triton.forward import forward_launch
@@ -31,6 +32,7 @@ from tilewise.masks import Mask
 from tilewise.problem import AttentionProblem, dense_strides
 from tilewise.scores import FunctionFacts, OperandFacts, Operands, ScoreOptions
 from tilewise.sequences import Sequences
+from tilewise.tuning.configs import HopperBackwardConfig
 from tilewise.tuning.device import DeviceSpec
 from tilewise.tuning.heuristics import delta_config, hopper_forward_config, tile_config
 
@@ -153,14 +155,20 @@ def compile_for(request):
     return row | (amd_report(compiled) if request["arch"].startswith("gfx") else nvidia_report(compiled))
 
 
-def compile_hopper_forward(request):
-    """The Gluon kernel; ptxas's log is printed where TRITON_DUMP_PTXAS_LOG is set and the kernel is not in a cache."""
+def compile_hopper(request):
+    """A Gluon kernel; ptxas's log is printed where TRITON_DUMP_PTXAS_LOG is set and the kernel is not in a cache."""
     operands = operands_of(request)
     spec, problem = DeviceSpec.of_arch("sm_90"), problem_of(request, operands)
-    config = hopper_forward_config(problem)
-    launch = HopperForward(problem, config, multiprocessors=132, pack=request.get("pack", 1))
+    q, k, v, out, rows = tensors_of(problem)
+    if request["kernel"] == "hopper_forward":
+        config = hopper_forward_config(problem)
+        launch = HopperForward(problem, config, multiprocessors=132, pack=request.get("pack", 1))
+        arguments = launch.arguments((q, k, v, out, rows, operands.sinks), torch.empty(1, dtype=torch.int32))
+    else:
+        config = HopperBackwardConfig(**request["config"])
+        launch = HopperBackward(problem, config)
+        arguments = launch.arguments((q, k, v, out, rows, rows, k, v), torch.empty(launch.sums_shape))
     driver.set_active(CompileOnlyDriver(TARGETS["sm_90"]))
-    arguments = launch.arguments((*tensors_of(problem), operands.sinks), torch.empty(1, dtype=torch.int32))
     with contextlib.redirect_stdout(io.StringIO()) as log:
         compiled = launch.kernel.warmup(*arguments, *launch.scalars, grid=launch.grid, **OPTIONS)
     row, sass = facts_of(request, compiled, spec), sass_of(compiled)
@@ -176,7 +184,7 @@ def facts_of(request, compiled, spec):
 def nvidia_report(compiled):
     usage, sass = _of_cubin(compiled, "cuobjdump", "--dump-resource-usage"), sass_of(compiled)
     registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
-    names = ("HGMMA", "HMMA", "UTCHMMA", "LDL", "STL", "UTMALDG", "UTMASTG", "WARPGROUP.ARRIVE")
+    names = ("HGMMA", "HMMA", "UTCHMMA", "LDL", "STL", "UTMALDG", "UTMASTG", "UTMAREDG", "REDG", "WARPGROUP.ARRIVE")
     counts = {name.lower(): len(re.findall(rf"\b{name}\b", sass)) for name in names}
     return {"registers": registers, "stack": stack, "wgmma": compiled.asm["ptx"].count("wgmma.mma_async"), **counts}
 
@@ -205,5 +213,5 @@ def _tool(name, *arguments):
 
 if __name__ == "__main__":
     for wanted in json.load(sys.stdin):
-        compile_one = compile_hopper_forward if wanted["kernel"] == "hopper_forward" else compile_for
+        compile_one = compile_hopper if wanted["kernel"].startswith("hopper") else compile_for
         print(json.dumps(compile_one(wanted)), flush=True)

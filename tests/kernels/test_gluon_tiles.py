@@ -18,10 +18,11 @@ from hypothesis import strategies as st
 from tilewise.masks import ALIGNMENTS, Mask, causal, window
 from tilewise.problem import AttentionProblem
 from tilewise.scores import OperandFacts, ScoreOptions
-from tilewise.tuning.configs import HopperForwardConfig
+from tilewise.tuning.configs import HopperBackwardConfig, HopperForwardConfig
 from tilewise.tuning.heuristics import hopper_forward_config
 
 launch = pytest.importorskip("tilewise.kernels.gluon.launch")
+launch_backward = pytest.importorskip("tilewise.kernels.gluon.launch_backward")
 tiles = pytest.importorskip("tilewise.kernels.gluon.tiles", reason="Triton is not installed")
 ROWS = 64  # queries a warpgroup
 
@@ -31,6 +32,7 @@ def plain_python():
     """The three functions of gl that tiles.py calls, on numbers."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiles, "gl", SimpleNamespace(minimum=min, maximum=max, where=lambda test, a, b: a if test else b))
+        patch.setattr(tiles, "_place_of", tiles._place_of.fn)
         yield
 
 
@@ -237,3 +239,76 @@ def test_sinks_may_lie_apart(stride, passed):
 def test_there_is_one_program_a_multiprocessor_and_none_without_a_tile(sq, programs):
     problem = problem_of(sq, sq, heads=(4, 4))
     assert launch.HopperForward(problem, HopperForwardConfig(128, 2), multiprocessors=132).grid == (programs,)
+
+
+KEYS = 128  # of a program of the backward kernel
+BACKWARD_CONFIGS = st.builds(HopperBackwardConfig, queries=st.sampled_from((64, 128)))
+
+
+def backward_scalars_of(problem, config):
+    numbers = launch_backward.HopperBackward(problem, config).scalars
+    return numbers[:4], numbers[4:8], numbers[-1]
+
+
+@given(SIZES, SIZES, masks(), BACKWARD_CONFIGS)
+@example(900, 900, Mask(), HopperBackwardConfig(128))
+@example(512, 512, causal("top_left"), HopperBackwardConfig(64))
+@example(300, 700, causal("bottom_right"), HopperBackwardConfig(64))
+@example(700, 300, causal("bottom_right"), HopperBackwardConfig(128))
+@example(100, 600, causal("top_left"), HopperBackwardConfig(64))
+@example(800, 800, window(127, 0, "top_left"), HopperBackwardConfig(128))
+@example(200, 900, window(0, 0, "bottom_right"), HopperBackwardConfig(64))
+def test_backward_every_seeing_query_is_in_one_step_and_unmasked_steps_see_all_keys(sq, sk, mask, config):
+    problem = problem_of(sq, sk, mask)
+    (n_tiles, *_), band, shape = backward_scalars_of(problem, config)
+    queries, keys = problem.seeing_queries, problem.seen_keys
+    visible = mask.visible(sq, sk)[queries.start:queries.stop, keys.start:keys.stop]
+    sq, sk = visible.shape
+    assert visible.any(0).all(), "a key that no query sees is read"
+    assert visible.any(1).all(), "a query that sees no key is read"
+    assert (n_tiles - 1) * KEYS < sk <= n_tiles * KEYS, "every key has its gradient written"
+    for first in range(0, n_tiles * KEYS, KEYS):
+        spans = tiles.query_steps_of.fn(first, band, shape)
+        begins = [tiles.queries_at.fn(step, spans, shape) for step in range(spans[3])]
+        assert all(begin % config.queries == 0 and 0 <= begin < sq for begin in begins), "dq's sums lie on a grid"
+        assert len(set(begins)) == len(begins)
+        seeing = visible[:, first:first + KEYS].any(1).nonzero().flatten().tolist()
+        assert {query // config.queries * config.queries for query in seeing} <= set(begins)
+        if seeing:
+            assert len(begins) <= seeing[-1] // config.queries - seeing[0] // config.queries + 1, "a step for nobody"
+        for key in range(first, first + KEYS, ROWS):
+            masked = tiles.masked_queries_of.fn(key, spans, band, shape)
+            assert 0 <= masked <= spans[3]
+            for step in range(masked, spans[3]):
+                assert visible[begins[step]:begins[step] + config.queries, key:key + ROWS].all(), (key, begins[step])
+                assert key + ROWS <= sk, "keys past the last one need a mask"
+                # What the kernel computes in place of queries_at, where no step is masked.
+                assert begins[step] == spans[0] + (spans[1] - spans[2] + step) * config.queries
+
+
+@pytest.mark.parametrize("queries", [64, 128])
+def test_causal_backward_masks_no_step_whose_queries_all_see_the_warpgroups_keys(queries):
+    config = HopperBackwardConfig(queries)
+    (n_tiles, *_), band, shape = backward_scalars_of(problem_of(1024, 1024, causal()), config)
+    for key in range(0, n_tiles * KEYS, ROWS):
+        spans = tiles.query_steps_of.fn(key // KEYS * KEYS, band, shape)
+        for step in range(tiles.masked_queries_of.fn(key, spans, band, shape)):
+            assert tiles.queries_at.fn(step, spans, shape) < key + ROWS - 1
+
+
+@given(st.integers(1, 1000), st.integers(1, 3), st.integers(1, 4), st.integers(1, 3), st.booleans())
+def test_every_backward_tile_has_one_number_and_long_ones_come_first(sk, b, hk, group, is_causal):
+    problem = problem_of(sk, sk, causal() if is_causal else None, 64, b, (hk * group, hk))
+    order, _, shape = backward_scalars_of(problem, HopperBackwardConfig(64))
+    n_tiles, heads, batches, section = order
+    places = [tiles.key_tile_at.fn(number, order, shape) for number in range(n_tiles * heads * batches)]
+    assert Counter(places) == Counter(product(range(0, n_tiles * KEYS, KEYS), range(heads), range(batches)))
+    if is_causal and section >= heads * batches:
+        assert [first for first, *_ in places] == sorted(first for first, *_ in places)
+
+
+def test_a_backward_section_holds_heads_whose_queries_and_sums_fit_l2():
+    """24 MiB; of the 16 MiB that q, dout and sums of 16384 queries of width 128 take, one head, and never none."""
+    for sq, group, section in ((4096, 1, 6), (16384, 1, 1), (4096, 2, 3), (1 << 20, 8, 1)):
+        problem = problem_of(sq, 128, causal("bottom_right"), heads=(16 * group, 16))
+        assert backward_scalars_of(problem, HopperBackwardConfig(64))[0][3] == section

@@ -16,8 +16,8 @@ from tilewise.scores import OperandFacts, ScoreOptions
 from tilewise.sequences import Sequences
 from tilewise.tuning.device import DeviceSpec
 
-NO_BACKWARD = "has no backward pass; without backend= another one takes what it saved"
 NEEDS_TRITON = "has run with Triton 3.6 alone, and other versions' code is unchecked on GPUs, got "
+SINKS = OperandFacts((4,), (1,), torch.float32)
 LENGTHS = Sequences(seqlens_k=OperandFacts((2,), (1,), torch.int32))
 
 
@@ -40,20 +40,43 @@ def problem_of(lengths=(512, 512), heads=(4, 2), dims=(64, 64), mask=None, dtype
 @pytest.mark.parametrize("problem", [
     problem_of(), problem_of(dtype=torch.float16), problem_of(dims=(128, 128)), problem_of(dims=(40, 8)),
     problem_of((500, 700), mask=causal("bottom_right")), problem_of(mask=window(100, None)), problem_of((1, 1)),
-    problem_of(deterministic=True), problem_of(heads=(6, 1), b=1), problem_of(dims=(256, 256)),
-    problem_of(dims=(192, 128)), problem_of(dims=(64, 200)), problem_of(scores=ScoreOptions(softcap=30.0)),
-    problem_of(scores=ScoreOptions(softcap=30.0, sinks=OperandFacts((4,), (1,), torch.float32))),
+    problem_of(heads=(6, 1), b=1), problem_of(scores=ScoreOptions(sinks=SINKS)),
 ], ids=str)
-def test_16_bit_calls_are_taken(problem):
+def test_plain_16_bit_calls_are_taken(problem):
     assert gluon.backend.why_not(problem) is None
+    assert gluon.backend.why_not(problem.backward(lse_grad=True)) is None
+
+
+@pytest.mark.parametrize(("problem", "reason"), [
+    (problem_of(dims=(256, 256)), "takes head dims up to 128 in its backward pass, got 256 and 256"),
+    (problem_of(dims=(192, 128)), "takes head dims up to 128 in its backward pass, got 192 and 128"),
+    (problem_of(dims=(64, 200)), "takes head dims up to 128 in its backward pass, got 64 and 200"),
+    (problem_of(scores=ScoreOptions(softcap=30.0, sinks=SINKS)),
+     "takes, in its backward pass, sinks and nothing else that changes scores, got softcap 30, sinks"),
+], ids=lambda value: "" if isinstance(value, str) else str(value))
+def test_forward_takes_what_backward_refuses(problem, reason):
+    assert gluon.backend.why_not(problem) is None
+    assert gluon.backend.why_not(problem.backward(lse_grad=False)) == reason
+
+
+def test_a_maximum_is_no_business_of_the_backward():
+    problem = problem_of(scores=ScoreOptions(max_logit=True))
+    assert gluon.backend.why_not(problem) == "takes no max_logit"
+    assert gluon.backend.why_not(problem.backward(lse_grad=False)) is None
+
+
+def test_a_deterministic_result_has_no_backward_here():
+    problem = problem_of(deterministic=True)
+    assert gluon.backend.why_not(problem) is None
+    assert gluon.backend.why_not(problem.backward(lse_grad=False)) == (
+        "sums dq in no fixed order, and a deterministic result was asked for")
 
 
 @pytest.mark.parametrize(("problem", "reason"), [
     (problem_of(device=torch.device("cpu")), "runs on Hopper GPUs (sm_90), got cpu"),
-    (problem_of().backward(lse_grad=False), NO_BACKWARD),
     (problem_of(dtype=torch.float32), "computes in float16 and bfloat16, got torch.float32"),
-    (problem_of(dims=(264, 64)), "takes head dims up to 256, got 264 and 64"),
-    (problem_of(dims=(64, 512)), "takes head dims up to 256, got 64 and 512"),
+    (problem_of(dims=(264, 64)), "takes head dims up to 256 in its forward pass, got 264 and 64"),
+    (problem_of(dims=(64, 512)), "takes head dims up to 256 in its forward pass, got 64 and 512"),
     (problem_of(sequences=LENGTHS), "takes no lengths that are data, got padded sequences"),
     (problem_of(mask=prefix(3)), f"takes causal masks and windows, got {prefix(3)}"),
     (problem_of(mask=causal() & chunk(64)), f"takes causal masks and windows, got {causal() & chunk(64)}"),
@@ -73,6 +96,8 @@ def test_16_bit_calls_are_taken(problem):
                                                     "elements, got q with (131072, 32768, 1, 512)"),
     (problem_of(dims=(64, 36), v_strides=(65536, 64, 128, 1)),
      "needs a last stride of 1 and the others positive multiples of 8 elements, got out with (73728, 36, 144, 1)"),
+    (problem_of(dims=(36, 64), q_strides=(131072, 64, 256, 1), k_strides=(65536, 64, 128, 1)).backward(lse_grad=False),
+     "needs a last stride of 1 and the others positive multiples of 8 elements, got dq with (73728, 36, 144, 1)"),
 ], ids=lambda value: "" if isinstance(value, str) else str(value))
 def test_each_refusal_says_what_was_got(problem, reason):
     assert gluon.backend.why_not(problem) == reason
@@ -97,14 +122,6 @@ def test_a_stride_along_a_dim_of_one_does_not_matter():
     problem = problem_of((1, 512), b=1, heads=(4, 1))
     strided = replace(problem, q_strides=(0, 64, 7, 1), k_strides=(3, 1, 64, 1))
     assert gluon.backend.why_not(strided) is None
-
-
-def test_backward_refuses_by_itself():
-    problem = problem_of().backward(lse_grad=False)
-    with pytest.raises(UnsupportedProblem) as caught:
-        gluon.backend.backward(problem, None, torch.zeros(1), None)
-    assert caught.value.reasons == {"gluon": NO_BACKWARD}
-    assert str(caught.value) == f"backend 'gluon' refuses this problem: {problem}\n  gluon: {NO_BACKWARD}"
 
 
 def test_explain_names_gluon_and_its_reason():

@@ -11,7 +11,7 @@ from tilewise.masks import Mask, causal
 from tilewise.problem import AttentionProblem
 from tilewise.scores import FunctionCode, FunctionFacts, OperandFacts, ScoreOptions
 from tilewise.sequences import Sequences
-from tilewise.tuning.configs import DkdvConfig, DqConfig, ForwardConfig, HopperForwardConfig
+from tilewise.tuning.configs import DkdvConfig, DqConfig, ForwardConfig, HopperBackwardConfig, HopperForwardConfig
 from tilewise.tuning.device import DeviceSpec, device_spec
 from tilewise.tuning.heuristics import (
     KINDS,
@@ -44,6 +44,16 @@ def problem_of(d=64, dv=None, dtype=torch.bfloat16, s=4096, b=1, mask=None):
 def test_illegal_tile_cannot_be_constructed(kind, tile, name):
     with pytest.raises(InvalidInput, match=name):
         kind(*tile)
+
+
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"queries": 32}, "queries=32; allowed are 64, 128."),
+    ({"queries": 64, "stages": 3}, "stages=3; allowed are 2, 4."),
+    ({"queries": 64, "out_stages": 3}, "out_stages=3; allowed are 1, 2, 4."),
+])
+def test_illegal_steps_of_the_hopper_backward_cannot_be_constructed(settings, message):
+    with pytest.raises(InvalidInput, match=message):
+        HopperBackwardConfig(**settings)
 
 
 @pytest.mark.parametrize(("arch", "kernel"), list(product(ARCHS, KINDS)))

@@ -8,14 +8,16 @@ from functools import cache, lru_cache
 import torch
 
 from tilewise.backends.base import Gradients, Needs, Results, Saved
-from tilewise.errors import UnsupportedProblem
 from tilewise.kernels.gluon.launch import HopperForward, pack_of
-from tilewise.problem import AttentionProblem, Sizes
+from tilewise.kernels.gluon.launch_backward import HopperBackward
+from tilewise.kernels.triton.launch import Launch, modifiers_of
+from tilewise.kernels.triton.sums import OperandSums
+from tilewise.problem import AttentionProblem, Sizes, are_aligned, dense_strides
 from tilewise.scores import NO_OPERANDS, NO_OPTIONS, Operands
 from tilewise.tuning.device import device_spec
-from tilewise.tuning.heuristics import hopper_forward_config
+from tilewise.tuning.heuristics import delta_config, hopper_backward_config, hopper_forward_config
 
-WIDEST = 256
+WIDEST = {"forward": 256, "backward": 128}
 # The Triton that the kernels ran with on a GPU, and passed. Newer ones, to 3.9, compile them too (tests/kernels), but
 # an assembler's work is not to be trusted unseen: pipeline.py tells of a fault that was found by running.
 CHECKED = (3, 6)
@@ -23,7 +25,7 @@ _EVERY = Needs()
 
 
 class GluonBackend:
-    """Warp-specialised kernels for sm_90; every result is the same on every run."""
+    """Warp-specialised kernels for sm_90; all but dq, which is summed in no fixed order, is the same on every run."""
 
     name = "gluon"
 
@@ -43,11 +45,23 @@ class GluonBackend:
 
     def backward(self, problem: AttentionProblem, saved: Saved, dout: torch.Tensor, dlse: torch.Tensor | None,
                  needs: Needs = _EVERY) -> Gradients:
-        """There is none yet: why_not refuses every backward problem."""
-        raise UnsupportedProblem(f"backend 'gluon' refuses this problem: {problem}", {self.name: _NO_BACKWARD})
-
-
-_NO_BACKWARD = "has no backward pass; without backend= another one takes what it saved"
+        """See :class:`tilewise.backends.base.Backend`. A dout that the copy engine cannot move is copied first."""
+        q, k, v, out, lse, operands = saved
+        if not (are_aligned(dout) and _moves(dout.shape, dout.stride(), dout.element_size())):
+            dout = torch.empty_strided(dout.shape, problem.out_strides, dtype=dout.dtype,
+                                       device=dout.device).copy_(dout)
+        plan = _backward_plan(problem, (out.stride(), dout.stride(), None if dlse is None else dlse.stride()),
+                              are_aligned(out, lse, *(() if dlse is None else (dlse,)), *operands.present))
+        make = torch.empty_strided if plan.launch.reads_all else _zeros_strided
+        dq, dk, dv = (make(like.shape, strides, dtype=problem.dtype, device=problem.device)
+                      for like, strides in zip((q, k, v), plan.strides, strict=True))
+        delta = torch.empty_like(lse)
+        with torch.cuda.device(problem.device):
+            plan.delta(out, dout, out if dlse is None else dlse, delta, modifiers_of(problem, operands))
+            plan.launch(q, k, v, dout, lse, delta, dq, dk, dv)
+        sums = OperandSums(problem, operands, dbias=False, dalibi_slopes=False, dsinks=needs.dsinks)
+        return Gradients(dq if needs.dq else None, *((dk, dv) if needs.dkv else (None, None)),
+                         *sums.gradients(lse, delta))
 
 
 @dataclass(frozen=True)
@@ -65,6 +79,32 @@ def _plan(problem: AttentionProblem) -> _Plan:
     config = hopper_forward_config(problem)
     launch = HopperForward(problem, config, multiprocessors, pack_of(problem, config, multiprocessors))
     return _Plan((problem.b, problem.hq, problem.sq, problem.dv), problem.out_strides, launch)
+
+
+@dataclass(frozen=True)
+class _BackwardPlan:
+    """Strides of dq, dk and dv, the delta kernel's launch, and that of the others."""
+
+    strides: tuple[Sizes, Sizes, Sizes]
+    delta: Launch
+    launch: HopperBackward
+
+
+@lru_cache(maxsize=1024)
+def _backward_plan(problem: AttentionProblem, incoming: tuple[Sizes, Sizes, Sizes | None],
+                   aligned: bool) -> _BackwardPlan:
+    # ``aligned``: a launch keeps the kernel of its first call, which counts on addresses alike.
+    from tilewise.kernels.triton.backward import delta_launch
+
+    return _BackwardPlan(_gradient_strides(problem), delta_launch(problem, delta_config(problem), *incoming),
+                         HopperBackward(problem, hopper_backward_config(problem)))
+
+
+def _gradient_strides(problem: AttentionProblem) -> tuple[Sizes, Sizes, Sizes]:
+    """Of dq, dk and dv: dense, in the order of their inputs."""
+    return (dense_strides((problem.b, problem.hq, problem.sq, problem.d), problem.q_strides),
+            dense_strides((problem.b, problem.hk, problem.sk, problem.d), problem.k_strides),
+            dense_strides((problem.b, problem.hk, problem.sk, problem.dv), problem.v_strides))
 
 
 @cache
@@ -89,12 +129,14 @@ def _wrong_machine(problem: AttentionProblem) -> str | None:
 
 
 def _wrong_pass(problem: AttentionProblem) -> str | None:
-    if problem.direction == "backward":
-        return _NO_BACKWARD
+    """What the kernel of this direction cannot compute, whatever the options."""
+    if problem.direction == "backward" and problem.deterministic:
+        return "sums dq in no fixed order, and a deterministic result was asked for"
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return f"computes in float16 and bfloat16, got {problem.dtype}"
-    if max(problem.d, problem.dv) > WIDEST:
-        return f"takes head dims up to {WIDEST}, got {problem.d} and {problem.dv}"
+    widest = WIDEST[problem.direction]
+    if max(problem.d, problem.dv) > widest:
+        return f"takes head dims up to {widest} in its {problem.direction} pass, got {problem.d} and {problem.dv}"
     return None
 
 
@@ -103,9 +145,12 @@ def _wrong_options(problem: AttentionProblem) -> str | None:
         return f"takes no lengths that are data, got {problem.sequences}"
     if problem.mask.has_exceptions:
         return f"takes causal masks and windows, got {problem.mask}"
-    if problem.scores.max_logit:
+    if problem.direction == "backward":
+        if problem.scores._replace(sinks=None, max_logit=False) != NO_OPTIONS:
+            return f"takes, in its backward pass, sinks and nothing else that changes scores, got {problem.scores}"
+    elif problem.scores.max_logit:
         return "takes no max_logit"
-    if problem.scores._replace(softcap=None, sinks=None) != NO_OPTIONS:
+    elif problem.scores._replace(softcap=None, sinks=None) != NO_OPTIONS:
         return f"takes softcap and sinks and nothing else that changes scores, got {problem.scores}"
     if problem.is_empty:
         return "needs a pair that is visible, got none"
@@ -118,13 +163,26 @@ def _wrong_strides(problem: AttentionProblem) -> str | None:
     if not problem.aligned:
         return "needs q, k and v at addresses that are multiples of 16 bytes"
     queries, keys = (problem.b, problem.hq, problem.sq), (problem.b, problem.hk, problem.sk)
-    for name, sizes, strides in (("q", queries, problem.q_strides), ("k", keys, problem.k_strides),
-                                 ("v", keys, problem.v_strides), ("out", queries, problem.out_strides)):
-        if strides[3] != 1 or any(size > 1 and (stride <= 0 or stride * itemsize % 16)
-                                  for size, stride in zip(sizes, strides, strict=False)):
+    moved = [("q", queries, problem.q_strides), ("k", keys, problem.k_strides), ("v", keys, problem.v_strides)]
+    if problem.direction == "forward":
+        moved.append(("out", queries, problem.out_strides))
+    else:
+        moved += zip(("dq", "dk", "dv"), (queries, keys, keys), _gradient_strides(problem), strict=True)
+    for name, sizes, strides in moved:
+        if not _moves(sizes, strides, itemsize):
             return (f"needs a last stride of 1 and the others positive multiples of {16 // itemsize} elements, got "
                     f"{name} with {strides}")
     return None
+
+
+def _moves(sizes: Sizes, strides: Sizes, itemsize: int) -> bool:
+    """Whether the copy engine can move a tensor with these strides; along a dim of size 1 it makes no step."""
+    return strides[3] == 1 and all(size <= 1 or (stride > 0 and stride * itemsize % 16 == 0)
+                                   for size, stride in zip(sizes[:3], strides[:3], strict=True))
+
+
+def _zeros_strided(shape: Sizes, strides: Sizes, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty_strided(shape, strides, dtype=dtype, device=device).zero_()
 
 
 backend = GluonBackend()

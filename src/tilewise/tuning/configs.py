@@ -135,6 +135,40 @@ class HopperForwardConfig:
         return problem.dtype.itemsize * elements + 1024
 
 
+@dataclass(frozen=True, slots=True)
+class HopperBackwardConfig:
+    """The warp-specialised backward kernel: 64 keys a warpgroup stay, queries stream.
+
+    Attributes:
+        queries: queries a step; 128 where the heads are narrow enough for their scores to fit beside dK and dV.
+        stages, out_stages: tiles of q and of dout in flight; powers of two, since every step divides by them.
+        ahead: whether a step computes the scores of the next one.
+        direct: whether dQ goes to its sums from registers, else through shared memory.
+    """
+
+    queries: int
+    stages: int = 2
+    out_stages: int = 2
+    ahead: bool = False
+    direct: bool = False
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("queries", (64, 128)), ("stages", (2, 4)), ("out_stages", (1, 2, 4))):
+            if getattr(self, name) not in allowed:
+                raise InvalidInput(f"{name}={getattr(self, name)}; allowed are {', '.join(map(str, allowed))}.")
+
+    def width(self, problem: AttentionProblem) -> int:
+        """Width of a head inside the tiles: a row of a tile is 128 bytes at least."""
+        return max(64, problem.width)
+
+    def shared_bytes(self, problem: AttentionProblem) -> int:
+        """Shared memory: k, v, q, dout, dS twice, lse and delta, and staged dQ; barriers take less than a KiB."""
+        width, size = self.width(problem), problem.dtype.itemsize
+        operands = size * width * (4 * 64 + self.queries * (self.stages + self.out_stages))
+        scores, rows = size * 2 * 128 * self.queries, 8 * self.stages * self.queries
+        return operands + scores + rows + (0 if self.direct else 4 * width * self.queries) + 1024
+
+
 def pieces_of(dim: int) -> tuple[int, ...]:
     """The narrowest of 64, 64 + 32, 128, 128 + 64 and 256 that holds a head dim."""
     return next(pieces for pieces in ((64,), (64, 32), (128,), (128, 64), (256,)) if dim <= sum(pieces))

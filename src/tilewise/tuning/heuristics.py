@@ -16,6 +16,7 @@ from tilewise.tuning.configs import (
     DkdvConfig,
     DqConfig,
     ForwardConfig,
+    HopperBackwardConfig,
     HopperForwardConfig,
     TileConfig,
 )
@@ -138,6 +139,16 @@ def hopper_forward_config(problem: AttentionProblem) -> HopperForwardConfig:
     configs = (HopperForwardConfig(keys, 2, query_stages=query_stages, out_parts=out_parts)
                for keys, query_stages, out_parts in product((128, 64) if problem.dv <= 128 else (64,), (2, 1), (1, 2)))
     return next(config for config in configs if config.shared_bytes(problem) <= room)
+
+
+def hopper_backward_config(problem: AttentionProblem) -> HopperBackwardConfig:
+    """Choose the steps of the Gluon backward kernel, timed on an H200 at lengths 1024 to 16384 (Triton 3.6).
+
+    At a width of 64 registers hold the next step's scores beside this one's (+0 to 7 %), and dQ goes to its sums from
+    registers (+7 to 16 %). At 128 neither gains: too many registers hold dK and dV.
+    """
+    narrow = max(problem.d, problem.dv) <= 64
+    return HopperBackwardConfig(queries=64, ahead=narrow, direct=narrow)
 
 
 def delta_config(problem: AttentionProblem) -> DeltaConfig:

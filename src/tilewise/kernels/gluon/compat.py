@@ -1,8 +1,20 @@
 """The names that differ between Triton versions; nothing else here may look at the version."""
 
+from triton._C.libtriton import ir
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 # Renamed in 3.8; the old names are gone in 3.9.
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 tma_store_wait = tma.store_wait
+
+
+@builtin
+def _tma_add_by_builder(desc, coord, src, _semantic=None):
+    """Add a tile to global memory: 3.6 and 3.7 can, but have no name for it."""
+    place = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, place, src.handle)
+
+
+tma_add = tma.async_atomic_add if hasattr(tma, "async_atomic_add") else _tma_add_by_builder

@@ -58,6 +58,12 @@ def pass_turn(OWN: gl.constexpr, WARPGROUPS: gl.constexpr, ON: gl.constexpr):
 
 
 @gluon.jit
+def meet(WARPGROUPS: gl.constexpr):
+    """Wait until all consumers are here; not beside turns, whose barriers these are."""
+    _named_barrier("sync", 10, 128 * WARPGROUPS)
+
+
+@gluon.jit
 def opaque(number):
     """Return a number whose origin the compiler cannot see.
 

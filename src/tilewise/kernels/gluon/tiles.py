@@ -1,4 +1,7 @@
-"""Which tile of queries a program works on next, and which keys that tile sees, in the order it takes them."""
+"""Which tile a program works on, and which steps that takes, in what order.
+
+Forward: tiles of queries and the keys they see. Backward: tiles of keys and the queries that see them.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -12,21 +15,42 @@ def tile_at(number, order, C: gl.constexpr):
     its index: inside a section the longest come first, and the short ones fill the gaps at the end. What is left over
     is the first section: as the last, it would have too few short tiles (5 % at 4096 keys of width 128).
     """
+    rank, line = _place_of(number, order, C.UPPER)
+    tiles, heads, _batches, _section = order
+    tile = tiles - 1 - rank if C.UPPER else rank
+    return tile * (64 // C.PACK * C.CONSUMERS), line % heads, line // heads
+
+
+@gluon.jit
+def key_tile_at(number, order, C: gl.constexpr):
+    """Return (first key, head of k, batch) of a tile number.
+
+    Heads come in sections as in ``tile_at``; here what fits L2 is q, dout and the sums for dq. Under an upper bound the
+    first keys are seen by the most queries.
+    """
+    rank, line = _place_of(number, order, C.UPPER)
+    _tiles, heads, _batches, _section = order
+    return rank * (64 * C.CONSUMERS), line % heads, line // heads
+
+
+@gluon.jit
+def _place_of(number, order, IN_SECTIONS: gl.constexpr):
+    """Return (tile, counted from the longest under a bound; line of heads and batches) of a tile number."""
     tiles, heads, batches, section = order
     lines = heads * batches
-    if C.UPPER:
+    if IN_SECTIONS:
         width = (lines - 1) % section + 1
         begin = number * 0
         if number >= width * tiles:
             begin = width + (number - width * tiles) // (section * tiles) * section
             width = section
         inside = number - begin * tiles
-        tile = tiles - 1 - inside // width
+        rank = inside // width
         line = begin + inside % width
     else:
         line = number // tiles
-        tile = number - line * tiles
-    return tile * (64 // C.PACK * C.CONSUMERS), line % heads, line // heads
+        rank = number - line * tiles
+    return rank, line
 
 
 @gluon.jit
@@ -78,3 +102,51 @@ def masked_of(row, spans, band, C: gl.constexpr):
 def hides_first_step(first_key, steps, row, upper, C: gl.constexpr):
     """Whether a tile's first step, one of several, hides all its keys from a warpgroup's queries, ``row`` and on."""
     return (steps > 1) & (first_key >= row + 64 // C.PACK + upper)
+
+
+@gluon.jit
+def query_steps_of(first, band, C: gl.constexpr):
+    """Return (start, at the head, masked, steps): the queries that see a tile of keys, in steps of C.QUERIES.
+
+    Steps lie on a grid from query 0 on, since the sums for dq are stored by steps, and are taken from the first one up.
+    The first ``at the head`` of them and some at the other end need a mask: ``masked`` in all; in a tile that reaches
+    past the last key all do. Queries past the last one do not: their probabilities are 0. There may be no step.
+    """
+    sq, sk, lower, upper = band
+    last = gl.minimum(first + 64 * C.CONSUMERS, sk) - 1
+    start = first * 0
+    shared_start = start
+    stop = start + sq
+    shared_stop = stop
+    if C.UPPER:
+        start = gl.maximum(0, first - upper) // C.QUERIES * C.QUERIES
+        shared_start = gl.maximum(0, last - upper)
+    if C.LOWER:
+        stop = gl.minimum(sq, last - lower + 1)
+        shared_stop = gl.minimum(sq, first - lower + 1)
+    steps = gl.maximum(0, stop - start + (C.QUERIES - 1)) // C.QUERIES
+    at_head = gl.minimum(steps, (shared_start - start + (C.QUERIES - 1)) // C.QUERIES)
+    at_head = gl.where(first + 64 * C.CONSUMERS > sk, steps, at_head)
+    whole = gl.where(shared_stop == sq, steps, gl.maximum(0, shared_stop - start) // C.QUERIES)
+    tail = steps - gl.maximum(at_head, gl.minimum(steps, whole))
+    return start, at_head, at_head + tail, steps
+
+
+@gluon.jit
+def queries_at(step, spans, C: gl.constexpr):
+    """Return the first query of a step: the masked ones come first, those of both ends."""
+    start, at_head, masked, steps = spans
+    place = gl.where(step < masked, steps - 1 - (step - at_head), step - (masked - at_head))
+    place = gl.where(step < at_head, step, place)
+    return start + place * C.QUERIES
+
+
+@gluon.jit
+def masked_queries_of(key, spans, band, C: gl.constexpr):
+    """Return how many steps need a mask for the 64 keys from ``key`` on; with a lower bound, those of the tile."""
+    start, _, masked, steps = spans
+    if C.UPPER and not C.LOWER:
+        _sq, sk, _lower, upper = band
+        own = gl.minimum(steps, gl.maximum(0, key + 63 - upper - start + (C.QUERIES - 1)) // C.QUERIES)
+        masked = gl.where(key + 64 > sk, steps, own)
+    return masked

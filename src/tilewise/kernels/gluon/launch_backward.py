@@ -1,0 +1,119 @@
+"""Launching the Hopper backward kernels: their arguments from a problem, and the sums that dQ is made from."""
+
+import math
+from typing import Any, Protocol
+
+import torch
+
+from tilewise.kernels.gluon.launch import OPTIONS
+from tilewise.masks import Span
+from tilewise.problem import AttentionProblem, legal_strides
+
+# What q, dout and the sums for dq of one section of heads may take of L2 (50 MiB on an H200).
+_SECTION_BYTES = 24 * 2**20
+_KEYS = 128  # keys of a program
+
+
+class HopperBackwardShape(Protocol):
+    """What the backward kernel reads of its config (tilewise.tuning.configs)."""
+
+    @property
+    def queries(self) -> int:
+        """Queries a step."""
+
+    @property
+    def stages(self) -> int:
+        """Tiles of q in flight."""
+
+    @property
+    def out_stages(self) -> int:
+        """Tiles of dout in flight."""
+
+    @property
+    def ahead(self) -> bool:
+        """Whether a step computes the next one's scores."""
+
+    @property
+    def direct(self) -> bool:
+        """Whether dQ is added from registers."""
+
+    def width(self, problem: AttentionProblem) -> int:
+        """Width of a head inside the tiles."""
+
+
+class HopperBackward:
+    """The backward kernels bound to a problem; call it with (q, k, v, dout, lse, delta, dq, dk, dv).
+
+    lse, delta: contiguous; delta as the Triton backend's kernel computes it. dout and the gradients: a last stride of
+    1, the others legal for a descriptor. Queries that see no key, and keys that none sees, are not read: their
+    gradients are left as they are.
+    """
+
+    def __init__(self, problem: AttentionProblem, config: HopperBackwardShape) -> None:
+        from triton.experimental.gluon import language as gl
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+        from tilewise.kernels.gluon.hopper_backward import Shape, hopper_backward_kernel
+        from tilewise.kernels.gluon.hopper_dq import hopper_dq_kernel
+
+        self.kernel, self.dq_kernel, self.describe = hopper_backward_kernel, hopper_dq_kernel, TensorDescriptor
+        self.config = config
+        self.queries, self.keys = problem.seeing_queries, problem.seen_keys
+        self.reads_all = len(self.queries) == problem.sq and len(self.keys) == problem.sk
+        dtype = gl.bfloat16 if problem.dtype is torch.bfloat16 else gl.float16
+        width, band, sq = config.width(problem), problem.band, len(self.queries)
+        tiles, lines = math.ceil(len(self.keys) / _KEYS), problem.b * problem.hk
+        # Both count from the first one that is read.
+        lower, upper = (0 if bound is None else bound + self.queries.start - self.keys.start
+                        for bound in (band.lower, band.upper))
+        self.grid = (tiles * lines,)
+        self.scalars = (
+            tiles, problem.hk, problem.b, _section(problem, width), sq, len(self.keys), lower, upper, problem.group,
+            problem.scale, problem.scale * math.log2(math.e),
+            Shape(width, config.queries, _KEYS // 64, config.stages, config.out_stages, config.ahead, config.direct,
+                  band.lower is not None, band.upper is not None))
+        self.blocks = [[1, 1, size, width] for size in (config.queries, 64, 64, config.queries, 64, 64)]
+        self.layouts = [gl.NVMMASharedLayout.get_default_for(block, dtype) for block in self.blocks]
+        # A part of dQ: half of a step, the columns of 64 queries or 64 of 128 queries.
+        halves = config.queries == 64
+        parts, columns = 2 * math.ceil(sq / config.queries), width // 2 if halves else width
+        self.sums_shape = (problem.b * problem.hq * parts * columns // 4, 256)
+        self.sums_block = [columns // 4, 256]
+        self.sums_layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+        self.dq_grid = (parts, problem.b * problem.hq)
+        self.dq_scalars = (sq, problem.hq, parts, problem.scale, problem.d, columns, halves)
+
+    def __call__(self, *tensors: torch.Tensor) -> None:
+        """Enqueue the kernels on the current stream of the current device."""
+        q, k, v, dout, lse, delta, dq, dk, dv = self._read(tensors)
+        sums = torch.zeros(self.sums_shape, dtype=torch.float32, device=dq.device)
+        self.kernel[self.grid](*self.arguments((q, k, v, dout, lse, delta, dk, dv), sums), *self.scalars, **OPTIONS)
+        self.dq_kernel[self.dq_grid](sums, dq, *dq.stride()[:3], *self.dq_scalars, num_warps=4)
+
+    def arguments(self, tensors: tuple[torch.Tensor, ...], sums: torch.Tensor) -> tuple[Any, ...]:
+        """Descriptors of q, k, v and dout; lse and delta; descriptors of dk and dv; the sums, or their descriptor."""
+        q, k, v, dout, lse, delta, dk, dv = tensors
+        described = [self.describe(tensor, list(tensor.shape), legal_strides(tensor), block, layout)
+                     for tensor, block, layout in zip((q, k, v, dout, dk, dv), self.blocks, self.layouts, strict=True)]
+        target = sums if self.config.direct else self.describe(sums, list(sums.shape), list(sums.stride()),
+                                                               self.sums_block, self.sums_layout)
+        return (*described[:4], lse, delta, *described[4:], target)
+
+    def _read(self, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """Leave out the rows that are not read."""
+        if self.reads_all:
+            return tensors
+        q, k, v, dout, lse, delta, dq, dk, dv = tensors
+        q, dout, lse, delta, dq = (_rows(tensor, self.queries) for tensor in (q, dout, lse, delta, dq))
+        k, v, dk, dv = (_rows(tensor, self.keys) for tensor in (k, v, dk, dv))
+        return q, k, v, dout, lse.contiguous(), delta.contiguous(), dq, dk, dv
+
+
+def _rows(tensor: torch.Tensor, rows: Span) -> torch.Tensor:
+    return tensor[:, :, rows.start:rows.stop]
+
+
+def _section(problem: AttentionProblem, width: int) -> int:
+    """Heads of k whose query heads' q, dout and sums for dq are worked on together."""
+    bytes_of_head = problem.sq * (2 * problem.dtype.itemsize + 4) * width * problem.group
+    return max(1, _SECTION_BYTES // bytes_of_head)

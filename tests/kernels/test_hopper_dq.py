@@ -1,0 +1,44 @@
+"""The sums that the Hopper backward kernel leaves come out as dQ, whatever the shape of its parts."""
+
+import math
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+from tilewise.kernels.gluon.hopper_dq import hopper_dq_kernel
+
+B, H = 2, 3
+
+
+def held_by_threads(part):
+    """What the threads of a warpgroup hold of a product of 64 rows: four values a thread, eight columns at a time.
+
+    Warp w has rows 16 w to 16 w + 15; its lane 4 g + l the columns 2 l and 2 l + 1 of rows g and g + 8.
+    """
+    warp, lane = torch.arange(128) // 32, torch.arange(128) % 32
+    row, column = 16 * warp + lane // 4, 2 * (lane % 4)
+    return torch.stack([torch.stack([part[row + below, first + column + right]
+                                     for below in (0, 8) for right in (0, 1)], 1)
+                        for first in range(0, part.shape[1], 8)])
+
+
+def sums_of(dq, queries, width):
+    """Cut dq, padded, into parts: of 64 queries left and right halves, of 128 upper and lower ones."""
+    padded = torch.zeros(B, H, math.ceil(dq.shape[2] / queries) * queries, width)
+    padded[:, :, :dq.shape[2], :dq.shape[3]] = dq
+    cut = [part for line in padded.flatten(0, 1) for rows in line.split(64)
+           for part in rows.split(width // 2 if queries == 64 else width, dim=1)]
+    return torch.stack([held_by_threads(part) for part in cut])
+
+
+@pytest.mark.parametrize(("queries", "width", "sq", "d"), [(64, 128, 130, 96), (128, 64, 200, 40), (64, 64, 64, 64),
+                                                           (128, 64, 129, 64)])
+def test_sums_become_dq(queries, width, sq, d, device):
+    dq = torch.randn(B, H, sq, d)
+    sums = sums_of(dq, queries, width).to(device)
+    parts = len(sums) // (B * H)
+    got = torch.full((B, sq, H, d), float("nan"), dtype=torch.float16, device=device).transpose(1, 2)
+    hopper_dq_kernel[(parts, B * H)](sums, got, *got.stride()[:3], sq, H, parts, 0.5, d, sums[0].numel() // 64,
+                                     queries == 64)
+    assert torch.equal(got.cpu(), (dq * 0.5).half())
