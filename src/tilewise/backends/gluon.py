@@ -8,6 +8,7 @@ from functools import cache, lru_cache
 import torch
 
 from tilewise.backends.base import Gradients, Needs, Results, Saved
+from tilewise.backends.current import is_current
 from tilewise.errors import UnsupportedProblem
 from tilewise.kernels.gluon.launch import HopperForward
 from tilewise.problem import AttentionProblem, Sizes
@@ -37,8 +38,11 @@ class GluonBackend:
         plan = _plan(problem)
         out = torch.empty_strided(plan.shape, plan.strides, dtype=problem.dtype, device=problem.device)
         lse = torch.empty(plan.shape[:3], dtype=torch.float32, device=problem.device)
-        with torch.cuda.device(problem.device):
+        if is_current(problem.device):
             plan.launch(q, k, v, out, lse)
+        else:
+            with torch.cuda.device(problem.device):
+                plan.launch(q, k, v, out, lse)
         return Results(out, lse)
 
     def backward(self, problem: AttentionProblem, saved: Saved, dout: torch.Tensor, dlse: torch.Tensor | None,
