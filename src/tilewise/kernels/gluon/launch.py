@@ -2,10 +2,12 @@
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 
+from tilewise.kernels.gluon.enqueue import Enqueue
 from tilewise.masks import Span
 from tilewise.problem import AttentionProblem, legal_strides
 
@@ -71,12 +73,16 @@ class HopperForward:
             Shape(width, config.keys, config.consumers, config.stages, config.query_stages, config.ping_pong,
                   band.lower is not None, band.upper is not None,
                   config.consumers > 2 and band.lower is None and band.upper is not None))
+        self.enqueue = Enqueue(self.kernel, self.grid, self.scalars, OPTIONS)
         self.blocks = [[1, 1, size, width] for size in (64, config.keys, config.keys, 64)]
         self.layouts = [gl.NVMMASharedLayout.get_default_for(block, self.dtype) for block in self.blocks]
 
     def __call__(self, *tensors: torch.Tensor) -> None:
         """Enqueue the kernel on the current stream of the current device."""
-        self.kernel[self.grid](*self.arguments(tensors, _counter(tensors[0].device)), *self.scalars, **OPTIONS)
+        counter = _counter(tensors[0].device)
+        q, k, v, out, lse = tensors
+        self.enqueue((q.data_ptr(), _address(k, self.keys), _address(v, self.keys), out.data_ptr(), lse.data_ptr(),
+                      counter.data_ptr()), lambda: self.arguments(tensors, counter))
 
     def arguments(self, tensors: tuple[torch.Tensor, ...], counter: torch.Tensor) -> tuple[Any, ...]:
         """Descriptors of q, k, v and out, then lse and the counter."""
@@ -97,6 +103,12 @@ def _rows(tensor: torch.Tensor, rows: Span) -> torch.Tensor:
     return tensor if len(rows) == tensor.shape[2] else tensor[:, :, rows.start:rows.stop]
 
 
+def _address(tensor: torch.Tensor, rows: Span) -> int:
+    """Where :func:`_rows` begins, without making it."""
+    start = tensor.data_ptr()
+    return start + rows.start * tensor.stride(2) * tensor.itemsize if rows.start else start
+
+
 def _counter(device: torch.device) -> torch.Tensor:
     """A zero that the kernel counts up from and leaves as it was.
 
@@ -105,7 +117,15 @@ def _counter(device: torch.device) -> torch.Tensor:
     """
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(1, dtype=torch.int32, device=device)
-    return _counter_of_stream(device, torch.cuda.current_stream(device).cuda_stream)
+    return _counter_of_stream(device, _streams()(device.index))
+
+
+@functools.cache
+def _streams() -> Callable[[int], int]:
+    """What tells a device's current stream, as Triton asks for it; torch's own way makes an object of it."""
+    from triton.runtime import driver
+
+    return driver.active.get_current_stream
 
 
 @functools.cache
