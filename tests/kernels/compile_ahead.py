@@ -166,7 +166,7 @@ def compile_hopper(request):
         arguments = launch.arguments((q, k, v, out, rows, operands.sinks), torch.empty(1, dtype=torch.int32))
     else:
         config = HopperBackwardConfig(**request["config"])
-        launch = HopperBackward(problem, config)
+        launch = HopperBackward(problem, config, problem.q_strides)
         arguments = launch.arguments((q, k, v, out, rows, rows, k, v), torch.empty(launch.sums_shape))
     driver.set_active(CompileOnlyDriver(TARGETS["sm_90"]))
     with contextlib.redirect_stdout(io.StringIO()) as log:

@@ -14,10 +14,10 @@ INSTALLED = "installed"
 VERSIONS = (INSTALLED, "3.6.0", "3.9.0")
 
 
-def compile_all(version, wanted, **settings):
+def compile_all(version, wanted, script=SCRIPT, **settings):
     """Compile in a process of its own: with that Triton first on the path, and not as an interpreter.
 
-    ``settings``: environment variables of that process.
+    ``script``: what runs there. ``settings``: environment variables of that process.
     """
     paths = [str(ROOT / "src"), str(ROOT / "tests")]
     if version != INSTALLED:
@@ -26,7 +26,7 @@ def compile_all(version, wanted, **settings):
             pytest.fail(f"Triton {version} is not at {folder}: run 'make triton-versions'")
         paths.insert(0, str(folder))
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(paths), **settings}
-    done = subprocess.run([sys.executable, str(SCRIPT)], input=json.dumps(wanted), capture_output=True, text=True,
+    done = subprocess.run([sys.executable, str(script)], input=json.dumps(wanted), capture_output=True, text=True,
                           env=environment, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(line) for line in done.stdout.splitlines()]

@@ -246,7 +246,7 @@ BACKWARD_CONFIGS = st.builds(HopperBackwardConfig, queries=st.sampled_from((64, 
 
 
 def backward_scalars_of(problem, config):
-    numbers = launch_backward.HopperBackward(problem, config).scalars
+    numbers = launch_backward.HopperBackward(problem, config, problem.q_strides).scalars
     return numbers[:4], numbers[4:8], numbers[-1]
 
 

@@ -1,8 +1,10 @@
 """What the Gluon backend takes, and in which words it refuses the rest; without a Hopper GPU."""
 
+import contextlib
 import importlib.metadata
 import importlib.util
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -122,6 +124,20 @@ def test_a_stride_along_a_dim_of_one_does_not_matter():
     problem = problem_of((1, 512), b=1, heads=(4, 1))
     strided = replace(problem, q_strides=(0, 64, 7, 1), k_strides=(3, 1, 64, 1))
     assert gluon.backend.why_not(strided) is None
+
+
+@pytest.mark.parametrize("current", [True, False])
+def test_forward_launches_on_the_tensors_device_and_makes_it_current_where_it_is_not(monkeypatch, current):
+    entered, launched, device = [], [], torch.device("cpu")
+    q = torch.zeros(1, 2, 8, 16, dtype=torch.bfloat16)
+    monkeypatch.setattr(gluon, "is_current", lambda asked: current)
+    monkeypatch.setattr(torch.cuda, "device", lambda asked: contextlib.nullcontext(entered.append(asked)))
+    monkeypatch.setattr(gluon, "HopperForward",
+                        lambda *facts: lambda *tensors: launched.append((tensors[:3], list(entered))))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda asked: SimpleNamespace(multi_processor_count=132))
+    monkeypatch.setattr(gluon, "_plan", gluon._plan.__wrapped__)
+    gluon.backend.forward(AttentionProblem.from_tensors(q, q, q), q, q, q)
+    assert launched == [((q, q, q), [] if current else [device])]
 
 
 def test_explain_names_gluon_and_its_reason():

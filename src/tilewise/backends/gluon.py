@@ -1,5 +1,6 @@
 """Launches the Gluon kernels: Hopper GPUs, 16-bit, plain calls; the fastest there."""
 
+import contextlib
 import importlib.metadata
 import importlib.util
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from functools import cache, lru_cache
 import torch
 
 from tilewise.backends.base import Gradients, Needs, Results, Saved
+from tilewise.backends.current import is_current
 from tilewise.kernels.gluon.launch import HopperForward, pack_of
 from tilewise.kernels.gluon.launch_backward import HopperBackward
 from tilewise.kernels.triton.launch import Launch, modifiers_of
@@ -39,7 +41,7 @@ class GluonBackend:
         plan = _plan(problem)
         out = torch.empty_strided(plan.shape, plan.strides, dtype=problem.dtype, device=problem.device)
         lse = torch.empty(plan.shape[:3], dtype=torch.float32, device=problem.device)
-        with torch.cuda.device(problem.device):
+        with contextlib.nullcontext() if is_current(problem.device) else torch.cuda.device(problem.device):
             plan.launch(q, k, v, out, lse, operands.sinks)
         return Results(out, lse)
 
@@ -56,7 +58,7 @@ class GluonBackend:
         dq, dk, dv = (make(like.shape, strides, dtype=problem.dtype, device=problem.device)
                       for like, strides in zip((q, k, v), plan.strides, strict=True))
         delta = torch.empty_like(lse)
-        with torch.cuda.device(problem.device):
+        with contextlib.nullcontext() if is_current(problem.device) else torch.cuda.device(problem.device):
             plan.delta(out, dout, out if dlse is None else dlse, delta, modifiers_of(problem, operands))
             plan.launch(q, k, v, dout, lse, delta, dq, dk, dv)
         sums = OperandSums(problem, operands, dbias=False, dalibi_slopes=False, dsinks=needs.dsinks)
@@ -96,8 +98,9 @@ def _backward_plan(problem: AttentionProblem, incoming: tuple[Sizes, Sizes, Size
     # ``aligned``: a launch keeps the kernel of its first call, which counts on addresses alike.
     from tilewise.kernels.triton.backward import delta_launch
 
-    return _BackwardPlan(_gradient_strides(problem), delta_launch(problem, delta_config(problem), *incoming),
-                         HopperBackward(problem, hopper_backward_config(problem)))
+    strides = _gradient_strides(problem)
+    return _BackwardPlan(strides, delta_launch(problem, delta_config(problem), *incoming),
+                         HopperBackward(problem, hopper_backward_config(problem), strides[0]))
 
 
 def _gradient_strides(problem: AttentionProblem) -> tuple[Sizes, Sizes, Sizes]:

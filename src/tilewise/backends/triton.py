@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tilewise.backends.base import Gradients, Needs, Results, Saved
+from tilewise.backends.current import is_current
 from tilewise.kernels.triton.launch import Launch, Modifiers, modifiers_of, takes_descriptors
 from tilewise.kernels.triton.sums import OperandSums
 from tilewise.problem import TAIL_WIDTH, WIDEST, AttentionProblem, Sizes, dense_strides
@@ -74,7 +75,7 @@ class TritonBackend:
         if launch.takes_pointers:
             arguments = (*addresses[:3], out.data_ptr(), lse.data_ptr())
         modifiers = plan.fixed or modifiers_of(problem, operands)
-        if _is_current(device):  # no context here: it costs the host as much as two allocations
+        if is_current(device):
             launch(*arguments, max_logit, modifiers)
         else:
             with torch.cuda.device(device):
@@ -106,7 +107,7 @@ class TritonBackend:
             return Gradients(dq, dk, dv, *sums.gradients(lse, delta))
         modifiers = plan.fixed or modifiers_of(problem, operands)
         # A sum of rows or columns comes with the gradient of q, or of k and v, whether that is wanted or not.
-        with contextlib.nullcontext() if _is_current(problem.device) else torch.cuda.device(problem.device):
+        with contextlib.nullcontext() if is_current(problem.device) else torch.cuda.device(problem.device):
             plan.delta(out, dout, out if dlse is None else dlse, delta, modifiers)
             if needs.dkv or sums.columns is not None:
                 made = (dk, dv) if needs.dkv else (_empty(k, plan.dk_strides), _empty(v, plan.dv_strides))
@@ -247,17 +248,6 @@ def _precision(dtype: torch.dtype) -> str:
 
 def _empty(like: torch.Tensor, strides: Sizes) -> torch.Tensor:
     return torch.empty_strided(like.shape, strides, dtype=like.dtype, device=like.device)
-
-
-def _is_current(device: torch.device) -> bool:
-    """Whether Triton, which launches on the current device, will find the tensors there."""
-    return _one_device() or device.type != "cuda" or device.index == torch.cuda.current_device()
-
-
-@cache
-def _one_device() -> bool:
-    """Whether there is one GPU: then it is the current one, and asking costs the host more than this look-up."""
-    return torch.cuda.device_count() == 1
 
 
 backend = TritonBackend()

@@ -2,15 +2,18 @@
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 
+from tilewise.kernels.gluon.enqueue import Enqueue
 from tilewise.masks import Span
 from tilewise.problem import AttentionProblem, legal_strides
 
 # What keys and values of one section of heads may take of L2 (50 MiB on an H200): 24 and 48 were no better.
 _SECTION_BYTES = 32 * 2**20
+_PLACES = (0, 0, 1, 1, 2, 2, 3)  # which of q, k, v and out the kernel's descriptors show: two pieces of all but out
 # A warpgroup is four warps. Contracting a·b + c into one rounding is what the softmax's cost counts on; Triton 3.10
 # changes the default, and 3.9 warns of it.
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
@@ -75,6 +78,7 @@ class HopperForward:
             Shape(pack, *pieces, *config.out_buffers(problem), config.keys, config.consumers, config.stages,
                   config.query_stages, config.ping_pong, band.lower is not None, band.upper is not None,
                   64 // pack * config.consumers > config.keys and band.lower is None and band.upper is not None))
+        self.enqueue = Enqueue(self.kernel, self.grid, self.scalars, OPTIONS)
         # Of each tensor's one or two pieces; of out its buffers.
         rows = [64] if pack == 1 else [64 // pack, pack]
         blocks = [None if i >= len(widths) else [1, 1, *sizes, widths[i]]
@@ -87,7 +91,12 @@ class HopperForward:
 
     def __call__(self, *tensors: torch.Tensor | None) -> None:
         """Enqueue the kernel on the current stream of the current device."""
-        self.kernel[self.grid](*self.arguments(tensors, _counter(tensors[0].device)), *self.scalars, **OPTIONS)
+        q, k, v, out, lse, sinks = tensors
+        counter = _counter(q.device)
+        places = (q.data_ptr(), _address(k, self.keys), _address(v, self.keys), out.data_ptr())
+        self.enqueue((*[form and places[i] for form, i in zip(self.forms, _PLACES, strict=True)], lse.data_ptr(),
+                      counter.data_ptr(), None if sinks is None else sinks.data_ptr(), self.sinks_stride),
+                     lambda: self.arguments(tensors, counter))
 
     def arguments(self, tensors: tuple[torch.Tensor | None, ...], counter: torch.Tensor) -> tuple[Any, ...]:
         """Descriptors of the pieces of q, k, v and out, then lse, the counter, and sinks with their stride."""
@@ -95,7 +104,7 @@ class HopperForward:
         k, v = _rows(k, self.keys), _rows(v, self.keys)
         q, out = _grouped(q, self.group), _grouped(out, self.group)
         described = [form and self.describe(tensor, list(tensor.shape), legal_strides(tensor), *form)
-                     for tensor, form in zip((q, q, k, k, v, v, out), self.forms, strict=True)]
+                     for tensor, form in zip([(q, k, v, out)[i] for i in _PLACES], self.forms, strict=True)]
         return (*described, lse, counter, sinks, self.sinks_stride)
 
 
@@ -138,6 +147,12 @@ def _rows(tensor: torch.Tensor, rows: Span) -> torch.Tensor:
     return tensor if len(rows) == tensor.shape[2] else tensor[:, :, rows.start:rows.stop]
 
 
+def _address(tensor: torch.Tensor, rows: Span) -> int:
+    """Where :func:`_rows` begins, without making it."""
+    start = tensor.data_ptr()
+    return start + rows.start * tensor.stride(2) * tensor.itemsize if rows.start else start
+
+
 def _counter(device: torch.device) -> torch.Tensor:
     """A zero that the kernel counts up from and leaves as it was.
 
@@ -146,7 +161,15 @@ def _counter(device: torch.device) -> torch.Tensor:
     """
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(1, dtype=torch.int32, device=device)
-    return _counter_of_stream(device, torch.cuda.current_stream(device).cuda_stream)
+    return _counter_of_stream(device, _streams()(device.index))
+
+
+@functools.cache
+def _streams() -> Callable[[int], int]:
+    """What tells a device's current stream, as Triton asks for it; torch's own way makes an object of it."""
+    from triton.runtime import driver
+
+    return driver.active.get_current_stream
 
 
 @functools.cache

@@ -5,9 +5,10 @@ from typing import Any, Protocol
 
 import torch
 
+from tilewise.kernels.gluon.enqueue import Enqueue
 from tilewise.kernels.gluon.launch import OPTIONS
 from tilewise.masks import Span
-from tilewise.problem import AttentionProblem, legal_strides
+from tilewise.problem import AttentionProblem, Sizes, legal_strides
 
 # What q, dout and the sums for dq of one section of heads may take of L2 (50 MiB on an H200).
 _SECTION_BYTES = 24 * 2**20
@@ -44,19 +45,19 @@ class HopperBackwardShape(Protocol):
 class HopperBackward:
     """The backward kernels bound to a problem; call it with (q, k, v, dout, lse, delta, dq, dk, dv).
 
-    lse, delta: contiguous; delta as the Triton backend's kernel computes it. dout and the gradients: a last stride of
-    1, the others legal for a descriptor. Queries that see no key, and keys that none sees, are not read: their
-    gradients are left as they are.
+    ``dq_strides``: those of dq. lse and delta are contiguous, delta as the Triton backend's kernel computes it; dout
+    and the gradients have a last stride of 1 and others that are legal for a descriptor. Queries that see no key, and
+    keys that none sees, are not read: their gradients are left as they are.
     """
 
-    def __init__(self, problem: AttentionProblem, config: HopperBackwardShape) -> None:
+    def __init__(self, problem: AttentionProblem, config: HopperBackwardShape, dq_strides: Sizes) -> None:
         from triton.experimental.gluon import language as gl
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
         from tilewise.kernels.gluon.hopper_backward import Shape, hopper_backward_kernel
         from tilewise.kernels.gluon.hopper_dq import hopper_dq_kernel
 
-        self.kernel, self.dq_kernel, self.describe = hopper_backward_kernel, hopper_dq_kernel, TensorDescriptor
+        self.kernel, self.describe = hopper_backward_kernel, TensorDescriptor
         self.config = config
         self.queries, self.keys = problem.seeing_queries, problem.seen_keys
         self.reads_all = len(self.queries) == problem.sq and len(self.keys) == problem.sk
@@ -80,15 +81,18 @@ class HopperBackward:
         self.sums_shape = (problem.b * problem.hq * parts * columns // 4, 256)
         self.sums_block = [columns // 4, 256]
         self.sums_layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-        self.dq_grid = (parts, problem.b * problem.hq)
-        self.dq_scalars = (sq, problem.hq, parts, problem.scale, problem.d, columns, halves)
+        self.enqueue = Enqueue(hopper_backward_kernel, self.grid, self.scalars, OPTIONS)
+        self.enqueue_dq = Enqueue(hopper_dq_kernel, (parts, problem.b * problem.hq),
+                                  (*dq_strides[:3], sq, problem.hq, parts, problem.scale, problem.d, columns, halves),
+                                  {"num_warps": 4})
 
     def __call__(self, *tensors: torch.Tensor) -> None:
         """Enqueue the kernels on the current stream of the current device."""
         q, k, v, dout, lse, delta, dq, dk, dv = self._read(tensors)
         sums = torch.zeros(self.sums_shape, dtype=torch.float32, device=dq.device)
-        self.kernel[self.grid](*self.arguments((q, k, v, dout, lse, delta, dk, dv), sums), *self.scalars, **OPTIONS)
-        self.dq_kernel[self.dq_grid](sums, dq, *dq.stride()[:3], *self.dq_scalars, num_warps=4)
+        mine = (q, k, v, dout, lse, delta, dk, dv)
+        self.enqueue(tuple([tensor.data_ptr() for tensor in (*mine, sums)]), lambda: self.arguments(mine, sums))
+        self.enqueue_dq((sums.data_ptr(), dq.data_ptr()), lambda: (sums, dq))
 
     def arguments(self, tensors: tuple[torch.Tensor, ...], sums: torch.Tensor) -> tuple[Any, ...]:
         """Descriptors of q, k, v and dout; lse and delta; descriptors of dk and dv; the sums, or their descriptor."""

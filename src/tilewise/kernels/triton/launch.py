@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
+from tilewise.kernels.hooks import watching
 from tilewise.problem import AttentionProblem, Sizes, legal_strides
 from tilewise.scores import DRAW_SPAN, DRAWS, FunctionFacts, OperandFacts, Operands
 
@@ -246,16 +247,14 @@ def relaunching(compiled: Any, grid: tuple[int, int, int], scalars: Arguments) -
     takes the host 4.5 µs instead of 6.0 (Triton 3.6.0, the driver's part left out). Where a profiler has hooked itself
     into Triton's launches, Triton's own way is taken.
     """
-    from triton import knobs
     from triton.runtime import driver
 
-    (x, y, z), runtime = grid, knobs.runtime
+    (x, y, z), watched = grid, watching()
     run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
     device, stream_of = driver.active.get_current_device(), driver.active.get_current_stream
 
     def launch(tensors: Arguments) -> None:
-        enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
-        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):  # each a chain, a function or None
+        if watched():
             compiled[grid](*tensors, *scalars)
         else:
             run(x, y, z, stream_of(device), function, metadata, None, None, None, *tensors, *scalars)

@@ -1,0 +1,110 @@
+"""Launch a compiled Hopper kernel twice, by Triton's own way and past it, and print what either hands on.
+
+Run as a script, by test_handed_arguments.py. Triton's launcher is the real one, all but what it builds in C, which
+needs a driver: in its place stand functions that keep their arguments.
+"""
+
+import json
+import re
+import sys
+from unittest.mock import patch
+
+import torch
+from triton.backends.nvidia import driver as nvidia
+from triton.runtime import driver
+
+from kernels.compile_ahead import TARGETS, operands_of, problem_of, tensors_of
+from tilewise.bench.compile_ahead import CompileOnlyDriver
+from tilewise.kernels.gluon import launch as launching
+from tilewise.kernels.gluon.launch_backward import HopperBackward
+from tilewise.tuning.heuristics import hopper_backward_config, hopper_forward_config
+
+
+class Driver(CompileOnlyDriver):
+    """A driver that compiles, and whose tensor maps are what they would be encoded from."""
+
+    @property
+    def utils(self):
+        return self
+
+    def fill_tma_descriptor(self, *form):
+        return ["map", *(list(part) if isinstance(part, tuple | list) else part for part in form)]
+
+
+class Compiled:
+    """A compiled kernel with its handles loaded."""
+
+    function, packed_metadata = 1, (4, 1, 2)
+
+    def __init__(self, compiled):
+        self.handed, self.source = [], None
+        with patch.object(nvidia, "compile_module_from_src", self.build), patch.object(nvidia, "library_dirs", list):
+            self.run = nvidia.CudaLauncher(compiled.src, compiled.metadata)
+
+    def build(self, src, **_libraries):
+        self.source = src
+        return self
+
+    def launch(self, *arguments):
+        self.handed.append(arguments)
+
+    @property
+    def format(self):
+        """What the launcher in C reads of each argument, from the first of the kernel's own."""
+        return re.search(r'PyArg_ParseTuple\(args, "(\w+)"', self.source)[1][nvidia._BASE_ARGS_FORMAT_LEN:]
+
+
+class FrontEnd:
+    """The kernel's front end, up to the launcher: compiles at the first call."""
+
+    def __init__(self, kernel):
+        self.kernel, self.compiled = kernel, None
+
+    def __getitem__(self, grid):
+        def launch(*arguments, **options):
+            made = self.kernel.warmup(*arguments, grid=grid, **options)
+            self.compiled = Compiled(made)
+            self.compiled.run(*(*grid, 1, 1)[:3], 0, 1, self.compiled.packed_metadata, None, None, None, *arguments)
+            return self.compiled
+
+        return launch
+
+
+def plain(argument):
+    """An argument as JSON has it; a tensor is its address, as it is past the front end."""
+    return argument.data_ptr() if isinstance(argument, torch.Tensor) else argument
+
+
+def bound(request):
+    """The launch of a request's pass, its tensors, and the memory that it makes itself, by the name of its maker."""
+    operands = operands_of(request)
+    problem = problem_of(request, operands)
+    q, k, v, out, rows = tensors_of(problem)
+    if request["kernel"] == "hopper_forward":
+        launch = launching.HopperForward(problem, hopper_forward_config(problem), multiprocessors=132)
+        counter = torch.empty(1, dtype=torch.int32)
+        launching._counter = lambda device: counter
+        return launch, (q, k, v, out, rows, operands.sinks), counter
+    launch = HopperBackward(problem, hopper_backward_config(problem), problem.q_strides)
+    sums = torch.empty(launch.sums_shape)
+    torch.zeros = lambda *shape, **options: sums
+    return launch, (q, k, v, out, rows, rows.clone(), *map(torch.empty_like, (q, k, v))), sums
+
+
+def launches(request):
+    driver.set_active(Driver(TARGETS["sm_90"]))
+    launch, tensors, made = bound(request)
+    launch.enqueue.kernel = FrontEnd(launch.kernel)
+    if request["kernel"] == "hopper_backward":
+        launch.enqueue_dq.kernel = FrontEnd(launch.enqueue_dq.kernel)
+    launch(*tensors)
+    launch(*tensors)
+    compiled = launch.enqueue.kernel.compiled
+    return {"handed": [[plain(argument) for argument in arguments] for arguments in compiled.handed],
+            "base": nvidia._BASE_ARGS_FORMAT_LEN, "format": compiled.format,
+            "addresses": [None if tensor is None else tensor.data_ptr() for tensor in (*tensors, made)]}
+
+
+if __name__ == "__main__":
+    for wanted in json.load(sys.stdin):
+        print(json.dumps(launches(wanted)), flush=True)

@@ -1,0 +1,48 @@
+"""What a launch past Triton's front end hands to the launcher in C is what Triton's own way hands there."""
+
+import pytest
+
+from kernels.compile_process import SCRIPT, compile_all
+
+pytestmark = pytest.mark.aot
+# What Python has for what the launcher reads: objects, 32- and 64-bit integers, floats.
+READS = {"O": object, "i": int, "L": int, "d": float}
+
+
+def check(request):
+    """Return the addresses in the encoded maps, in order, and those of the tensors."""
+    row, = compile_all("3.6.0", [request | {"dtype": "bfloat16", "s": 4096}],
+                       script=SCRIPT.with_name("handed_arguments.py"))
+    own, past = row["handed"]
+    assert own == past
+    arguments = past[row["base"]:]
+    assert len(arguments) == len(row["format"])
+    assert all(isinstance(argument, READS[read]) for argument, read in zip(arguments, row["format"], strict=True))
+    encoded = [argument[1] for argument in arguments if isinstance(argument, list) and argument[0] == "map"]
+    # Past the last map come four sizes, four strides, and pointers.
+    last = max(i for i, argument in enumerate(arguments) if isinstance(argument, list) and argument[0] == "map")
+    return encoded, arguments[last + 9:], row["addresses"]
+
+
+@pytest.mark.parametrize(("d", "mask", "options", "shown"), [
+    (128, [None, 0, "top_left"], [], (0, 1, 2, 3)),
+    (40, [None, None, None], ["sinks"], (0, 1, 2, 3)),
+    (192, [None, None, None], [], (0, 0, 1, 1, 2, 2, 3)),  # in two pieces
+], ids=str)
+def test_both_ways_hand_the_same_arguments_of_the_forward(d, mask, options, shown):
+    encoded, behind, (*tensors, counter) = check(
+        {"kernel": "hopper_forward", "d": d, "mask": mask, "options": options})
+    lse, sinks = tensors[4:]
+    assert encoded == [tensors[i] for i in shown]
+    assert behind[:3] == [lse, counter, sinks]
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_both_ways_hand_the_same_arguments_of_the_backward(d):
+    encoded, behind, (q, k, v, dout, _lse, _delta, _dq, dk, dv, sums) = check(
+        {"kernel": "hopper_backward", "d": d, "mask": [None, 0, "top_left"]})
+    if d == 64:  # dq is added from registers
+        assert encoded == [q, k, v, dout, dk, dv]
+        assert behind[0] == sums
+    else:
+        assert encoded == [q, k, v, dout, dk, dv, sums]
