@@ -39,11 +39,26 @@ class InContext(DenseProvider):
 
 
 @pytest.mark.parametrize("calls", [3, 11])
-def test_a_context_is_entered_once_for_all_timed_calls(monkeypatch, calls):
+def test_a_context_is_entered_once_for_all_timed_calls_of_a_turn(monkeypatch, calls):
     monkeypatch.setattr("tilewise.bench.host._CALLS", calls)
+    monkeypatch.setattr("tilewise.bench.host._TURNS", 2)
     provider = InContext()
     rows = list(run_host(Plan(CPU, [provider], Regime("host", 1, 1.0), provenance(CPU, ""))))
     assert [(row.direction, row.samples) for row in rows] == [
-        (direction, calls) for direction in ("forward_no_grad", "forward", "forward_backward")]
+        (direction, 2 * calls) for direction in ("forward_no_grad", "forward", "forward_backward")]
     assert provider.outside == 0
-    assert provider.entered == 2 + 3  # two checks, three timings
+    assert provider.entered == 2 + 2 * 3  # two checks, three timings a turn
+
+
+def test_providers_take_turns(monkeypatch):
+    monkeypatch.setattr("tilewise.bench.host._CALLS", 1)
+    monkeypatch.setattr("tilewise.bench.host._WARMUPS", 0)
+    monkeypatch.setattr("tilewise.bench.host._TURNS", 2)
+    order = []
+    monkeypatch.setattr("tilewise.bench.host.host_samples",
+                        lambda call, *_: order.append(call.__self__.provider.name) or [1.0])
+    first, second = InContext(), InContext()
+    first.name, second.name = "first", "second"
+    rows = list(run_host(Plan(CPU, [first, second], Regime("host", 1, 1.0), provenance(CPU, ""))))
+    assert order == 2 * (3 * ["first"] + 3 * ["second"])
+    assert {(row.provider, row.samples) for row in rows} == {("first", 2), ("second", 2)}

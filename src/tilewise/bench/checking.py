@@ -28,7 +28,7 @@ class Prepared:
 
     def __init__(self, provider: Provider, cell: Cell, tensors: Tensors, device: torch.device, *,
                  in_context: bool = False) -> None:
-        self._dims = provider.dims(cell.case)
+        self.provider, self._dims = provider, provider.dims(cell.case)
         inputs, operands = tensors
         self._q, self._k, self._v = (native(tensor.detach(), self._dims).requires_grad_() for tensor in inputs[:3])
         learned = {name: getattr(operands, name).detach().requires_grad_() for name in cell.learned}

@@ -1,5 +1,6 @@
 """Cost of a call on the host: what a user of short sequences waits for."""
 
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -13,6 +14,7 @@ from tilewise.bench.plan import Plan, blank_row
 from tilewise.bench.rows import Row
 from tilewise.bench.timing import Timing, host_samples
 
+_TURNS = 9
 _CALLS = 200
 _WARMUPS = 20
 
@@ -26,25 +28,32 @@ def host_cell(device: torch.device) -> Cell:
 def run_host(plan: Plan) -> Iterator[Row]:
     """Yield three rows a provider: forward without and with gradients, and forward with backward.
 
-    The device is not waited for between calls. What a provider is to be called in (torch's choice of an SDPA backend,
-    which costs the host as much as a call) is entered once, untimed. On a CPU a call computes before it returns, so its
+    Providers are called in turns: the first seconds of a process are slower than the rest, whoever has them. The device
+    is not waited for between calls. What a provider is to be called in (torch's choice of an SDPA backend, which costs
+    the host as much as a call) is entered once a turn, untimed. On a CPU a call computes before it returns, so its
     numbers hold the computation too.
     """
     cell = host_cell(plan.device)
     tensors = make_tensors(cell, plan.device)
     checker = Checker(cell, tensors, plan.device)
+    entries: dict[Row, Prepared] = {}
     for provider in plan.providers:
-        plan.on_step(f"host cost of {provider.name}")
         row = blank_row(cell, provider.name, "forward_backward", "host", plan.origin)
         checked = [checker.checked(row, provider, "forward"), checker.checked(row, provider, "backward")]
         unfit = next((one for one in checked if one.status != "ok"), None)
         if unfit is not None:
             yield unfit
-            continue
-        entry = Prepared(provider, cell, tensors, plan.device, in_context=True)
-        for direction, call in (("forward_no_grad", entry.forward_without_grad), ("forward", entry.forward),
-                                ("forward_backward", entry.training_step)):
-            with provider.context() or nullcontext():
-                times = Timing.of(host_samples(call, plan.device, _CALLS, _WARMUPS))
-            yield replace(checked[0], direction=direction, ms_p20=times.p20, ms_p50=times.p50, ms_p80=times.p80,
-                          samples=times.samples, host_us=times.p50 * 1e3)
+        else:
+            entries[checked[0]] = Prepared(provider, cell, tensors, plan.device, in_context=True)
+    samples: dict[tuple[Row, str], list[float]] = defaultdict(list)
+    for turn in range(_TURNS):
+        plan.on_step(f"host cost, turn {turn + 1} of {_TURNS}")
+        for row, entry in entries.items():
+            for direction, call in (("forward_no_grad", entry.forward_without_grad), ("forward", entry.forward),
+                                    ("forward_backward", entry.training_step)):
+                with entry.provider.context() or nullcontext():
+                    samples[row, direction] += host_samples(call, plan.device, _CALLS, _WARMUPS)
+    for (row, direction), times in samples.items():
+        timing = Timing.of(times)
+        yield replace(row, direction=direction, ms_p20=timing.p20, ms_p50=timing.p50, ms_p80=timing.p80,
+                      samples=timing.samples, host_us=timing.p50 * 1e3)
