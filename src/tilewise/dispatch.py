@@ -17,7 +17,7 @@ from tilewise import settings
 from tilewise.backends.base import Backend
 from tilewise.errors import InvalidInput, UnsupportedProblem
 from tilewise.problem import AttentionProblem
-from tilewise.tuning.heuristics import outlasts_descriptors
+from tilewise.tuning.heuristics import prefers_gluon
 
 BACKENDS = ("gluon", "triton", "torch", "reference")
 
@@ -38,11 +38,10 @@ def order(problem: AttentionProblem) -> tuple[str, ...]:
     to 0.9 of the time in both passes. In float16 it takes 1.1 to 1.4 of it forward and 8 times it backward; in
     bfloat16 without such a CPU, 0.5 forward and twice it backward.
 
-    On GPUs, gluon's launch goes through Triton's front end, 37 µs of the host where triton's own launch takes 10 (on
-    an H200's host), and makes four to seven descriptors: short calls, which would wait for that, are triton's.
+    On GPUs, ``prefers_gluon`` says what is worth gluon's launch, the dearer one.
     """
     if problem.device.type != "cpu":
-        first = ("gluon", "triton") if outlasts_descriptors(problem) else ("triton", "gluon")
+        first = ("gluon", "triton") if prefers_gluon(problem) else ("triton", "gluon")
         return (*first, "torch", "reference")
     half_is_slow = problem.dtype is torch.float16 or (
         problem.dtype is torch.bfloat16 and problem.direction == "backward" and not _cpu_multiplies_bfloat16())

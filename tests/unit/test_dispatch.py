@@ -123,16 +123,26 @@ def test_order_names_every_backend_once(dtype, device):
 
 @pytest.mark.parametrize(("fields", "first"), [
     ({"b": 4, "sq": 4096, "sk": 4096}, "gluon"), ({}, "triton"),
-    ({"b": 1200, "sq": 512, "sk": 512}, "gluon"), ({"b": 1200, "sq": 512, "sk": 512, "deterministic": True}, "triton"),
-    ({"b": 60, "sq": 512, "sk": 512, "dv": 256}, "gluon"),
-    ({"b": 60, "sq": 512, "sk": 512, "d": 256, "dv": 16}, "triton"),
+    ({"b": 200, "sq": 512, "sk": 512}, "gluon"), ({"b": 200, "sq": 512, "sk": 512, "deterministic": True}, "triton"),
+    ({"b": 12, "sq": 512, "sk": 512, "dv": 256}, "gluon"), ({"b": 12, "sq": 512, "sk": 512}, "triton"),
+    ({"b": 64, "sq": 65, "sk": 4096, "hk": 4}, "gluon"),
 ])
-def test_gpus_ask_gluon_first_for_what_outlasts_its_launch_and_one_entry_decides_where_bits_count(fields, first):
+def test_gpus_ask_gluon_first_for_what_is_worth_its_launch_and_one_entry_decides_where_bits_count(fields, first):
     sizes = {"d": 64, "dv": 64, "hq": 4, "hk": 4} | fields
     problem = replace(_problem(dtype=torch.bfloat16), device=torch.device("cuda", 0), **sizes)
     second = {"gluon": "triton", "triton": "gluon"}[first]
     for side in (problem, problem.backward(lse_grad=False)):
         assert dispatch.order(side) == (first, second, "torch", "reference")
+
+
+@pytest.mark.parametrize(("fields", "first"), [
+    ({}, "gluon"), ({"hk": 32}, "triton"), ({"b": 4, "sk": 65536}, "triton"), ({"deterministic": True}, "triton"),
+])
+def test_few_queries_are_gluons_where_heads_of_a_group_share_a_tile(fields, first):
+    sizes = {"b": 64, "sq": 1, "sk": 4096, "hq": 32, "hk": 8} | fields
+    problem = replace(_problem(dtype=torch.bfloat16), device=torch.device("cuda", 0), **sizes)
+    assert dispatch.order(problem)[0] == first
+    assert dispatch.order(problem.backward(lse_grad=False))[0] == "triton"
 
 
 def test_when_every_backend_refuses_the_error_holds_every_reason(monkeypatch):

@@ -12,7 +12,7 @@ from tilewise.backends.base import Gradients, Needs, Results, Saved
 from tilewise.backends.current import is_current
 from tilewise.kernels.gluon.launch import HopperForward, pack_of
 from tilewise.kernels.gluon.launch_backward import HopperBackward
-from tilewise.kernels.triton.launch import Launch, modifiers_of
+from tilewise.kernels.triton.launch import Launch, Modifiers, modifiers_of
 from tilewise.kernels.triton.sums import OperandSums
 from tilewise.problem import AttentionProblem, Sizes, are_aligned, dense_strides
 from tilewise.scores import NO_OPERANDS, NO_OPTIONS, Operands
@@ -59,11 +59,13 @@ class GluonBackend:
                       for like, strides in zip((q, k, v), plan.strides, strict=True))
         delta = torch.empty_like(lse)
         with contextlib.nullcontext() if is_current(problem.device) else torch.cuda.device(problem.device):
-            plan.delta(out, dout, out if dlse is None else dlse, delta, modifiers_of(problem, operands))
+            plan.delta(out, dout, out if dlse is None else dlse, delta, plan.fixed or modifiers_of(problem, operands))
             plan.launch(q, k, v, dout, lse, delta, dq, dk, dv)
-        sums = OperandSums(problem, operands, dbias=False, dalibi_slopes=False, dsinks=needs.dsinks)
-        return Gradients(dq if needs.dq else None, *((dk, dv) if needs.dkv else (None, None)),
-                         *sums.gradients(lse, delta))
+        made = (dq if needs.dq else None, *((dk, dv) if needs.dkv else (None, None)))
+        if not needs.dsinks:
+            return Gradients(*made)
+        sums = OperandSums(problem, operands, dbias=False, dalibi_slopes=False, dsinks=True)
+        return Gradients(*made, *sums.gradients(lse, delta))
 
 
 @dataclass(frozen=True)
@@ -85,11 +87,12 @@ def _plan(problem: AttentionProblem) -> _Plan:
 
 @dataclass(frozen=True)
 class _BackwardPlan:
-    """Strides of dq, dk and dv, the delta kernel's launch, and that of the others."""
+    """Strides of dq, dk and dv, the delta kernel's launch, that of the others, and modifiers without a tensor."""
 
     strides: tuple[Sizes, Sizes, Sizes]
     delta: Launch
     launch: HopperBackward
+    fixed: Modifiers | None
 
 
 @lru_cache(maxsize=1024)
@@ -100,7 +103,8 @@ def _backward_plan(problem: AttentionProblem, incoming: tuple[Sizes, Sizes, Size
 
     strides = _gradient_strides(problem)
     return _BackwardPlan(strides, delta_launch(problem, delta_config(problem), *incoming),
-                         HopperBackward(problem, hopper_backward_config(problem), strides[0]))
+                         HopperBackward(problem, hopper_backward_config(problem), strides[0]),
+                         None if problem.scores.sinks else modifiers_of(problem, NO_OPERANDS))
 
 
 def _gradient_strides(problem: AttentionProblem) -> tuple[Sizes, Sizes, Sizes]:
@@ -178,6 +182,7 @@ def _wrong_strides(problem: AttentionProblem) -> str | None:
     return None
 
 
+@lru_cache(maxsize=4096)
 def _moves(sizes: Sizes, strides: Sizes, itemsize: int) -> bool:
     """Whether the copy engine can move a tensor with these strides; along a dim of size 1 it makes no step."""
     return strides[3] == 1 and all(size <= 1 or (stride > 0 and stride * itemsize % 16 == 0)

@@ -45,7 +45,7 @@ _HOPPER_DESCRIPTORS: dict[str, dict[int, Tile]] = {
     "dq": {64: (64, 64, 4, 3)},
 }
 # What loads or draws something for each pair wants other tiles; all but dbias through descriptors, where that may be.
-# The fastest of 12 to 48 candidates on an H200 (b 4, length 4096, causal, bfloat16): 1.0 to 1.3 times the plain ones.
+# The fastest of 5 to 48 candidates on an H200 (b 4, length 4096, causal, bfloat16): 1.0 to 1.3 times the plain ones.
 _HOPPER_PAIRS: dict[str, dict[int, Tile]] = {
     "forward": {64: (64, 64, 4, 3), 128: (128, 64, 8, 3), 256: (128, 64, 8, 2)},
     "dkdv": {64: (128, 64, 4, 2), 128: (64, 64, 4, 2)},
@@ -54,7 +54,10 @@ _HOPPER_PAIRS: dict[str, dict[int, Tile]] = {
     "dq": {64: (64, 64, 4, 3), 128: (64, 64, 4, 2), 256: (64, 64, 4, 2)},
     "dbias": {64: (64, 64, 4, 1), 128: (64, 64, 4, 1), 256: (64, 128, 8, 1)},
 }
-_HOPPER_MASK = _HOPPER_PAIRS | {"forward": {64: (64, 64, 4, 3), 128: (64, 32, 4, 3), 256: (128, 64, 8, 2)}}
+_HOPPER_MASK: dict[str, dict[int, Tile]] = _HOPPER_PAIRS | {
+    "forward": {64: (64, 64, 4, 3), 128: (64, 32, 4, 3), 256: (128, 64, 8, 2)},
+    "dkdv": {64: (128, 64, 4, 2), 128: (32, 64, 4, 2)},
+}
 _HOPPER_DROPOUT: dict[str, dict[int, Tile]] = _HOPPER_PAIRS | {
     "forward": {64: (64, 64, 4, 3), 128: (64, 64, 4, 3), 256: (128, 64, 8, 2)},
     "dkdv": {64: (64, 64, 4, 2), 128: (32, 64, 4, 2)},
@@ -90,11 +93,15 @@ _FLOAT32: dict[str, dict[int, Tile]] = {
     "dq": {64: (32, 32, 4, 3), 128: (32, 32, 4, 2), 256: (32, 16, 8, 1), 512: (16, 16, 8, 1)},
 }
 
+_MULTIPROCESSORS = 132  # of an H100 or an H200
 # Programs that keep every multiprocessor busy: two for each of an H200's 132, as many of dQ as fit at head dim 128.
 FILLING = 256
 
 # Below this many multiply-adds the kernel is over before the host has made its descriptors (about 15 µs).
 LEAST_WORK_FOR_DESCRIPTORS = 10**10
+# The Hopper kernels' launch takes the host 4 µs more than a Triton kernel's, and 20 with tensors that it has not seen
+# (beside an H200); in 20 µs a Triton kernel computes about this many of each product, at 300 TFLOP/s.
+LEAST_WORK_FOR_GLUON = 15 * 10**8
 
 
 def tile_config(kernel: str, problem: AttentionProblem, device: DeviceSpec, *, descriptors: bool) -> Config:
@@ -200,6 +207,21 @@ def outlasts_descriptors(problem: AttentionProblem) -> bool:
     """
     batch = 1 if problem.deterministic else problem.b
     return batch * problem.hq * problem.sq * problem.sk * (problem.d + problem.dv) >= 2 * LEAST_WORK_FOR_DESCRIPTORS
+
+
+def prefers_gluon(problem: AttentionProblem) -> bool:
+    """Whether the Hopper kernels, where they take the problem, save more time than their launch costs.
+
+    A tile has 64 rows at least. Where there are fewer queries, the Triton kernels, with smaller tiles, take 0.4 to 0.8
+    of the time (H200, forward), unless the heads of a group share a tile: 1.6 to 10 times it. They do, in the forward,
+    where each head by itself would take a second wave of tiles. A deterministic call counts one batch entry, as above.
+    """
+    batch = 1 if problem.deterministic else problem.b
+    packs = problem.direction == "forward" and problem.group > 1 and batch * problem.hq > _MULTIPROCESSORS
+    if problem.sq <= 64 and not packs:
+        return False
+    work = batch * problem.hq * max(problem.sq, 64) * problem.sk * (problem.d + problem.dv)
+    return work >= 2 * LEAST_WORK_FOR_GLUON
 
 
 def lengths_may_decide(problem: AttentionProblem) -> bool:
