@@ -40,7 +40,8 @@ class GluonBackend:
         out = torch.empty_strided(plan.shape, plan.strides, dtype=problem.dtype, device=problem.device)
         lse = torch.empty(plan.shape[:3], dtype=torch.float32, device=problem.device)
         with torch.cuda.device(problem.device):
-            plan.launch(q, k, v, out, lse, operands.sinks)
+            plan.launch(q, k, v, out, lse, operands.sinks, operands.cu_seqlens_q, operands.cu_seqlens_k,
+                        operands.seqlens_q, operands.seqlens_k)
         return Results(out, lse)
 
     def backward(self, problem: AttentionProblem, saved: Saved, dout: torch.Tensor, dlse: torch.Tensor | None,
@@ -141,18 +142,18 @@ def _wrong_pass(problem: AttentionProblem) -> str | None:
 
 
 def _wrong_options(problem: AttentionProblem) -> str | None:
-    if problem.sequences.are_data:
-        return f"takes no lengths that are data, got {problem.sequences}"
     if problem.mask.has_exceptions:
         return f"takes causal masks and windows, got {problem.mask}"
     if problem.direction == "backward":
+        if problem.sequences.are_data:
+            return f"takes, in its backward pass, no lengths that are data, got {problem.sequences}"
         if problem.scores._replace(sinks=None, max_logit=False) != NO_OPTIONS:
             return f"takes, in its backward pass, sinks and nothing else that changes scores, got {problem.scores}"
     elif problem.scores.max_logit:
         return "takes no max_logit"
     elif problem.scores._replace(softcap=None, sinks=None) != NO_OPTIONS:
         return f"takes softcap and sinks and nothing else that changes scores, got {problem.scores}"
-    if problem.is_empty:
+    if problem.is_empty or not problem.sk:  # lengths that are data may not be known to be 0, but the tensors' are
         return "needs a pair that is visible, got none"
     return None
 

@@ -127,13 +127,15 @@ def hopper_forward_config(problem: AttentionProblem) -> HopperForwardConfig:
 
     At a width of 64 the softmax takes as long as the products: three warpgroups that take turns (+5 % over three that
     do not). Of short sequences their 192 queries see too much that is hidden: two, in any order (causal, length 1024:
-    +10 %; 4096: -7 %). At 128 two fill the tensor cores by themselves, and registers allow no third.
+    +10 %; 4096: -7 %). At 128 two fill the tensor cores by themselves, and registers allow no third. Of packed
+    sequences the mean counts, and of a deterministic call's none: it is the neighbours' affair too.
 
     Wider ones were chosen by compiling alone: the most keys a step whose scores fit the registers beside O (128 of them
     to 128 columns; beside 192 Triton 3.9's ptxas spills and serializes the products) and that shared memory allows, at
     the cost of the second tile of queries or of out's room.
     """
-    if max(problem.d, problem.dv) <= 64 and problem.sk >= 2048:
+    length = problem.sk // (problem.sequences.packed or 1) if lengths_may_decide(problem) else 0
+    if max(problem.d, problem.dv) <= 64 and length >= 2048:
         return HopperForwardConfig(keys=128, consumers=3, ping_pong=True)
     room = DeviceSpec.of_arch("sm_90").shared_memory
     configs = (HopperForwardConfig(keys, 2, query_stages=query_stages, out_parts=out_parts)
