@@ -23,7 +23,10 @@ from tilewise import (
 from tilewise.backends.base import Gradients, Needs, Results
 from tilewise.dispatch import BACKENDS, choose, explain_problem, get_backend
 from tilewise.problem import AttentionProblem
-from tilewise.scores import NO_OPERANDS, Operands, ScoreSettings
+from tilewise.scores import NO_OPERANDS, OperandFacts, Operands, ScoreSettings
+from tilewise.sequences import Sequences
+
+LENGTHS = Sequences(seqlens_k=OperandFacts((4,), (1,), torch.int32))
 
 
 @pytest.fixture(autouse=True)
@@ -126,6 +129,8 @@ def test_order_names_every_backend_once(dtype, device):
     ({"b": 1200, "sq": 512, "sk": 512}, "gluon"), ({"b": 1200, "sq": 512, "sk": 512, "deterministic": True}, "triton"),
     ({"b": 60, "sq": 512, "sk": 512, "dv": 256}, "gluon"),
     ({"b": 60, "sq": 512, "sk": 512, "d": 256, "dv": 16}, "triton"),
+    ({"b": 4, "sq": 4096, "sk": 4096, "sequences": LENGTHS}, "gluon"),
+    ({"b": 4, "sq": 4096, "sk": 4096, "sequences": LENGTHS, "deterministic": True}, "triton"),
 ])
 def test_gpus_ask_gluon_first_for_what_outlasts_its_launch_and_one_entry_decides_where_bits_count(fields, first):
     sizes = {"d": 64, "dv": 64, "hq": 4, "hk": 4} | fields

@@ -187,19 +187,20 @@ def pair_entries(problem: AttentionProblem, config: TileConfig, device: DeviceSp
 def wants_descriptors(problem: AttentionProblem, device: DeviceSpec) -> bool:
     """Whether tensor descriptors can pay: Hopper's copy engine is there, and the kernel outlasts their making.
 
-    With them come other tiles: a deterministic call does without where lengths are data. No kernel of wider heads was
-    timed through descriptors, and a tail does not come through them.
+    No kernel of wider heads was timed through descriptors, and a tail does not come through them.
     """
-    return (device.arch == "sm_90" and outlasts_descriptors(problem) and lengths_may_decide(problem)
-            and kernel_width(problem) <= 256)
+    return device.arch == "sm_90" and outlasts_descriptors(problem) and kernel_width(problem) <= 256
 
 
 def outlasts_descriptors(problem: AttentionProblem) -> bool:
     """Whether the work takes longer than the host needs to make descriptors.
 
-    What counts is the mean of the two products, whose widths may differ. A deterministic call, whose bits are no
-    neighbour's affair, counts one batch entry's.
+    What counts is the mean of the two products, whose widths may differ. With descriptors come other tiles, or another
+    kernel. A deterministic call, whose bits are no neighbour's affair, counts one batch entry's work; where lengths are
+    data, the answer is no.
     """
+    if not lengths_may_decide(problem):
+        return False
     batch = 1 if problem.deterministic else problem.b
     return batch * problem.hq * problem.sq * problem.sk * (problem.d + problem.dv) >= 2 * LEAST_WORK_FOR_DESCRIPTORS
 
