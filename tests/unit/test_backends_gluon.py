@@ -102,6 +102,8 @@ def test_a_deterministic_result_has_no_backward_here():
                                                     "elements, got q with (131072, 32768, 1, 512)"),
     (problem_of(dims=(64, 36), v_strides=(65536, 64, 128, 1)),
      "needs a last stride of 1 and the others positive multiples of 8 elements, got out with (73728, 36, 144, 1)"),
+    (problem_of((1, 64), heads=(1, 1), b=1, dims=(64, 36), v_strides=(4096, 64, 64, 1), sequences=PACKED),
+     "needs a last stride of 1 and the others positive multiples of 8 elements, got out with (36, 36, 36, 1)"),
     (problem_of(dims=(36, 64), q_strides=(131072, 64, 256, 1), k_strides=(65536, 64, 128, 1)).backward(lse_grad=False),
      "needs a last stride of 1 and the others positive multiples of 8 elements, got dq with (73728, 36, 144, 1)"),
 ], ids=lambda value: "" if isinstance(value, str) else str(value))

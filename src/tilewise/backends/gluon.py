@@ -166,7 +166,8 @@ def _wrong_strides(problem: AttentionProblem) -> str | None:
     queries, keys = (problem.b, problem.hq, problem.sq), (problem.b, problem.hk, problem.sk)
     moved = [("q", queries, problem.q_strides), ("k", keys, problem.k_strides), ("v", keys, problem.v_strides)]
     if problem.direction == "forward":
-        moved.append(("out", queries, problem.out_strides))
+        # Some rows of packed sequences do not go by the copy engine, but in pieces of as many bytes, be there one row.
+        moved.append(("out", queries if problem.sequences.packed is None else (2, 2, 2), problem.out_strides))
     else:
         moved += zip(("dq", "dk", "dv"), (queries, keys, keys), _gradient_strides(problem), strict=True)
     for name, sizes, strides in moved:

@@ -147,11 +147,15 @@ def blank(acc, length):
 
 @gluon.jit
 def store_some(out_tile, out_ptr, out_desc, place, left, FIRST: gl.constexpr, C: gl.constexpr):
-    """Store the first ``left`` rows of staged columns of out: what is below them is another sequence's."""
-    batch, head, row = place
+    """Store the first ``left`` rows of staged columns of out: what is below them is another sequence's.
+
+    Eight columns at once: out's strides and its width are multiples of that.
+    """
+    _batch, head, row = place
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C.OUT, C.OUT // 8], [4, 1], [1, 0])
     rows = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
     columns = FIRST + gl.arange(0, C.OUT, layout=gl.SliceLayout(0, LAYOUT))
-    lines = out_ptr + (batch * out_desc.strides[0] + head * out_desc.strides[1] + (row + rows) * out_desc.strides[2])
-    gl.store(lines[:, None] + columns[None, :], out_tile.reshape([64, C.OUT]).load(LAYOUT),
-             mask=(rows < left)[:, None] & (columns < out_desc.shape[3])[None, :])
+    lines = gl.multiple_of(head * out_desc.strides[1] + (row + rows) * out_desc.strides[2], 8)
+    inside = (rows < left)[:, None] & (columns // 8 < out_desc.shape[3] // 8)[None, :]
+    values = out_tile.reshape([64, C.OUT]).load(LAYOUT)
+    gl.store((out_ptr + lines)[:, None] + columns[None, :], values, mask=inside)
