@@ -204,7 +204,7 @@ def test_padded_entries_have_the_tiles_of_their_shape_and_the_lengths_of_their_o
 
 def test_what_says_where_a_tile_is_has_a_place_for_each_number():
     for sequences in (Packed([[5], [5]], [None, None], 0), Packed([[5], [5]], [[3], [4]], 2)):
-        for mask in (Mask(), causal("top_left"), causal("bottom_right")):
+        for mask in (Mask(), causal("top_left"), causal("bottom_right"), window(None, None, "bottom_right")):
             order, band, operands, shape = sequences.bound(mask)
             assert shape.SHIFTED is (mask == causal("bottom_right"))
             assert all(len(tile) == lengths.tile_size(shape) for tile, _ in located(order, band, operands, shape))
