@@ -38,6 +38,14 @@ class Sequences(NamedTuple):
         """Whether some length is known to the device alone."""
         return not (self.cu_seqlens_q is None and self.seqlens_q is None and self.seqlens_k is None)
 
+    def slots(self, length: int, rows: int) -> int:
+        """Tiles of ``rows`` that cover a length; packed, without knowing where in it sequences begin.
+
+        Sequence n has the tiles from cu_seqlens[n] div rows + n on, which are enough: ceil((b - a) / rows) is at most
+        b div rows - a div rows + 1.
+        """
+        return -(-length // rows) if self.packed is None else length // rows + self.packed + 1
+
     def __str__(self) -> str:
         if self.packed is not None:
             return f"{self.packed} packed sequences"

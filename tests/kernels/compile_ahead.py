@@ -163,7 +163,8 @@ def compile_hopper(request):
     if request["kernel"] == "hopper_forward":
         config = hopper_forward_config(problem)
         launch = HopperForward(problem, config, multiprocessors=132, pack=request.get("pack", 1))
-        arguments = launch.arguments((q, k, v, out, rows, operands.sinks), torch.empty(1, dtype=torch.int32))
+        lengths = (operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqlens_q, operands.seqlens_k)
+        arguments = launch.arguments((q, k, v, out, rows, operands.sinks, *lengths), torch.empty(1, dtype=torch.int32))
     else:
         config = HopperBackwardConfig(**request["config"])
         launch = HopperBackward(problem, config, problem.q_strides)

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from tilewise.masks import ALIGNMENTS, Mask, causal, window
 from tilewise.problem import AttentionProblem
 from tilewise.scores import OperandFacts, ScoreOptions
+from tilewise.sequences import Sequences
 from tilewise.tuning.configs import HopperBackwardConfig, HopperForwardConfig
 from tilewise.tuning.heuristics import hopper_forward_config
 
@@ -207,6 +208,8 @@ def test_heads_of_a_group_share_tiles_where_that_makes_fewer_waves_of_them():
         problem = problem_of(sq, b=b, heads=heads)
         assert launch.pack_of(problem, config, 132) == pack
         assert launch.pack_of(replace(problem, deterministic=True), config, 132) == 1, "an entry is one wave"
+        lengths = Sequences(seqlens_q=OperandFacts((b,), (1,), torch.int32))
+        assert launch.pack_of(replace(problem, sequences=lengths), config, 132) == 1, "a length ends one head's rows"
 
 
 def test_packed_rows_are_a_querys_heads_one_after_another_then_the_next_query():

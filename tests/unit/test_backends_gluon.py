@@ -21,6 +21,8 @@ from tilewise.tuning.device import DeviceSpec
 NEEDS_TRITON = "has run with Triton 3.6 alone, and other versions' code is unchecked on GPUs, got "
 SINKS = OperandFacts((4,), (1,), torch.float32)
 LENGTHS = Sequences(seqlens_k=OperandFacts((2,), (1,), torch.int32))
+BORDERS = OperandFacts((9,), (1,), torch.int64)
+PACKED = Sequences(8, BORDERS, BORDERS)
 
 
 @pytest.fixture(autouse=True)
@@ -55,6 +57,9 @@ def test_plain_16_bit_calls_are_taken(problem):
     (problem_of(dims=(64, 200)), "takes head dims up to 128 in its backward pass, got 64 and 200"),
     (problem_of(scores=ScoreOptions(softcap=30.0, sinks=SINKS)),
      "takes, in its backward pass, sinks and nothing else that changes scores, got softcap 30, sinks"),
+    (problem_of(sequences=LENGTHS), "takes, in its backward pass, no lengths that are data, got padded sequences"),
+    (problem_of((700, 900), b=1, mask=causal("bottom_right"), sequences=PACKED),
+     "takes, in its backward pass, no lengths that are data, got 8 packed sequences"),
 ], ids=lambda value: "" if isinstance(value, str) else str(value))
 def test_forward_takes_what_backward_refuses(problem, reason):
     assert gluon.backend.why_not(problem) is None
@@ -79,7 +84,6 @@ def test_a_deterministic_result_has_no_backward_here():
     (problem_of(dtype=torch.float32), "computes in float16 and bfloat16, got torch.float32"),
     (problem_of(dims=(264, 64)), "takes head dims up to 256 in its forward pass, got 264 and 64"),
     (problem_of(dims=(64, 512)), "takes head dims up to 256 in its forward pass, got 64 and 512"),
-    (problem_of(sequences=LENGTHS), "takes no lengths that are data, got padded sequences"),
     (problem_of(mask=prefix(3)), f"takes causal masks and windows, got {prefix(3)}"),
     (problem_of(mask=causal() & chunk(64)), f"takes causal masks and windows, got {causal() & chunk(64)}"),
     (problem_of(mask=causal() & sink_tokens(2)), f"takes causal masks and windows, got {causal() & sink_tokens(2)}"),
@@ -87,6 +91,8 @@ def test_a_deterministic_result_has_no_backward_here():
      "takes softcap and sinks and nothing else that changes scores, got softcap 30, dropout 0.1"),
     (problem_of(scores=ScoreOptions(max_logit=True)), "takes no max_logit"),
     (problem_of((512, 0)), "needs a pair that is visible, got none"),
+    (problem_of((512, 0), sequences=LENGTHS), "needs a pair that is visible, got none"),
+    (problem_of((0, 512), b=1, sequences=PACKED), "needs a pair that is visible, got none"),
     (problem_of(aligned=False), "needs q, k and v at addresses that are multiples of 16 bytes"),
     (problem_of(dims=(36, 64)), "needs a last stride of 1 and the others positive multiples of 8 elements, got q with "
                                 "(73728, 36, 144, 1)"),
@@ -98,6 +104,8 @@ def test_a_deterministic_result_has_no_backward_here():
                                                     "elements, got q with (131072, 32768, 1, 512)"),
     (problem_of(dims=(64, 36), v_strides=(65536, 64, 128, 1)),
      "needs a last stride of 1 and the others positive multiples of 8 elements, got out with (73728, 36, 144, 1)"),
+    (problem_of((1, 64), heads=(1, 1), b=1, dims=(64, 36), v_strides=(4096, 64, 64, 1), sequences=PACKED),
+     "needs a last stride of 1 and the others positive multiples of 8 elements, got out with (36, 36, 36, 1)"),
     (problem_of(dims=(36, 64), q_strides=(131072, 64, 256, 1), k_strides=(65536, 64, 128, 1)).backward(lse_grad=False),
      "needs a last stride of 1 and the others positive multiples of 8 elements, got dq with (73728, 36, 144, 1)"),
 ], ids=lambda value: "" if isinstance(value, str) else str(value))

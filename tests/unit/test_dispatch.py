@@ -23,7 +23,10 @@ from tilewise import (
 from tilewise.backends.base import Gradients, Needs, Results
 from tilewise.dispatch import BACKENDS, choose, explain_problem, get_backend
 from tilewise.problem import AttentionProblem
-from tilewise.scores import NO_OPERANDS, Operands, ScoreSettings
+from tilewise.scores import NO_OPERANDS, OperandFacts, Operands, ScoreSettings
+from tilewise.sequences import Sequences
+
+LENGTHS = Sequences(seqlens_k=OperandFacts((4,), (1,), torch.int32))
 
 
 @pytest.fixture(autouse=True)
@@ -126,6 +129,10 @@ def test_order_names_every_backend_once(dtype, device):
     ({"b": 200, "sq": 512, "sk": 512}, "gluon"), ({"b": 200, "sq": 512, "sk": 512, "deterministic": True}, "triton"),
     ({"b": 12, "sq": 512, "sk": 512, "dv": 256}, "gluon"), ({"b": 12, "sq": 512, "sk": 512}, "triton"),
     ({"b": 64, "sq": 65, "sk": 4096, "hk": 4}, "gluon"),
+    ({"b": 4, "sq": 4096, "sk": 4096, "sequences": LENGTHS}, "gluon"),
+    ({"b": 1, "sq": 8192, "sk": 8192, "sequences": Sequences(8, LENGTHS.seqlens_k, LENGTHS.seqlens_k)}, "gluon"),
+    ({"b": 1, "sq": 8192, "sk": 8192, "sequences": Sequences(80, LENGTHS.seqlens_k, LENGTHS.seqlens_k)}, "triton"),
+    ({"b": 4, "sq": 4096, "sk": 4096, "sequences": LENGTHS, "deterministic": True}, "triton"),
 ])
 def test_gpus_ask_gluon_first_for_what_is_worth_its_launch_and_one_entry_decides_where_bits_count(fields, first):
     sizes = {"d": 64, "dv": 64, "hq": 4, "hk": 4} | fields

@@ -307,6 +307,15 @@ def test_three_warpgroups_take_turns_where_heads_are_narrow_and_sequences_long()
             else HopperForwardConfig(keys=128, consumers=2))
 
 
+def test_of_packed_sequences_the_mean_length_counts_and_of_deterministic_calls_none():
+    borders = OperandFacts((9,), (1,), torch.int32)
+    for s, packed, deterministic, three in ((16384, 8, False, 3), (16383, 8, False, 2), (4096, 0, False, 3),
+                                            (16384, 8, True, 2), (4096, None, False, 3), (4096, None, True, 2)):
+        sequences = Sequences(packed, *((None, None, borders) if packed is None else (borders, borders)))
+        problem = replace(problem_of(64, 64, s=s), sequences=sequences, deterministic=deterministic)
+        assert hopper_forward_config(problem).consumers == three
+
+
 @pytest.mark.parametrize(("d", "dv", "config"), [
     (192, 128, HopperForwardConfig(keys=128, consumers=2, query_stages=1, out_parts=2)),
     (192, 192, HopperForwardConfig(keys=64, consumers=2, out_parts=2)),

@@ -42,7 +42,8 @@ class GluonBackend:
         out = torch.empty_strided(plan.shape, plan.strides, dtype=problem.dtype, device=problem.device)
         lse = torch.empty(plan.shape[:3], dtype=torch.float32, device=problem.device)
         with contextlib.nullcontext() if is_current(problem.device) else torch.cuda.device(problem.device):
-            plan.launch(q, k, v, out, lse, operands.sinks)
+            plan.launch(q, k, v, out, lse, operands.sinks, operands.cu_seqlens_q, operands.cu_seqlens_k,
+                        operands.seqlens_q, operands.seqlens_k)
         return Results(out, lse)
 
     def backward(self, problem: AttentionProblem, saved: Saved, dout: torch.Tensor, dlse: torch.Tensor | None,
@@ -148,18 +149,18 @@ def _wrong_pass(problem: AttentionProblem) -> str | None:
 
 
 def _wrong_options(problem: AttentionProblem) -> str | None:
-    if problem.sequences.are_data:
-        return f"takes no lengths that are data, got {problem.sequences}"
     if problem.mask.has_exceptions:
         return f"takes causal masks and windows, got {problem.mask}"
     if problem.direction == "backward":
+        if problem.sequences.are_data:
+            return f"takes, in its backward pass, no lengths that are data, got {problem.sequences}"
         if problem.scores._replace(sinks=None, max_logit=False) != NO_OPTIONS:
             return f"takes, in its backward pass, sinks and nothing else that changes scores, got {problem.scores}"
     elif problem.scores.max_logit:
         return "takes no max_logit"
     elif problem.scores._replace(softcap=None, sinks=None) != NO_OPTIONS:
         return f"takes softcap and sinks and nothing else that changes scores, got {problem.scores}"
-    if problem.is_empty:
+    if problem.is_empty or not problem.sk:  # lengths that are data may not be known to be 0, but the tensors' are
         return "needs a pair that is visible, got none"
     return None
 
@@ -172,7 +173,8 @@ def _wrong_strides(problem: AttentionProblem) -> str | None:
     queries, keys = (problem.b, problem.hq, problem.sq), (problem.b, problem.hk, problem.sk)
     moved = [("q", queries, problem.q_strides), ("k", keys, problem.k_strides), ("v", keys, problem.v_strides)]
     if problem.direction == "forward":
-        moved.append(("out", queries, problem.out_strides))
+        # Some rows of packed sequences do not go by the copy engine, but in pieces of as many bytes, be there one row.
+        moved.append(("out", queries if problem.sequences.packed is None else (2, 2, 2), problem.out_strides))
     else:
         moved += zip(("dq", "dk", "dv"), (queries, keys, keys), _gradient_strides(problem), strict=True)
     for name, sizes, strides in moved:

@@ -134,13 +134,15 @@ def hopper_forward_config(problem: AttentionProblem) -> HopperForwardConfig:
 
     At a width of 64 the softmax takes as long as the products: three warpgroups that take turns (+5 % over three that
     do not). Of short sequences their 192 queries see too much that is hidden: two, in any order (causal, length 1024:
-    +10 %; 4096: -7 %). At 128 two fill the tensor cores by themselves, and registers allow no third.
+    +10 %; 4096: -7 %). At 128 two fill the tensor cores by themselves, and registers allow no third. Of packed
+    sequences the mean counts, and of a deterministic call's none: it is the neighbours' affair too.
 
     Wider ones were chosen by compiling alone: the most keys a step whose scores fit the registers beside O (128 of them
     to 128 columns; beside 192 Triton 3.9's ptxas spills and serializes the products) and that shared memory allows, at
     the cost of the second tile of queries or of out's room.
     """
-    if max(problem.d, problem.dv) <= 64 and problem.sk >= 2048:
+    length = problem.sk // (problem.sequences.packed or 1) if lengths_may_decide(problem) else 0
+    if max(problem.d, problem.dv) <= 64 and length >= 2048:
         return HopperForwardConfig(keys=128, consumers=3, ping_pong=True)
     room = DeviceSpec.of_arch("sm_90").shared_memory
     configs = (HopperForwardConfig(keys, 2, query_stages=query_stages, out_parts=out_parts)
@@ -192,19 +194,20 @@ def pair_entries(problem: AttentionProblem, config: TileConfig, device: DeviceSp
 def wants_descriptors(problem: AttentionProblem, device: DeviceSpec) -> bool:
     """Whether tensor descriptors can pay: Hopper's copy engine is there, and the kernel outlasts their making.
 
-    With them come other tiles: a deterministic call does without where lengths are data. No kernel of wider heads was
-    timed through descriptors, and a tail does not come through them.
+    No kernel of wider heads was timed through descriptors, and a tail does not come through them.
     """
-    return (device.arch == "sm_90" and outlasts_descriptors(problem) and lengths_may_decide(problem)
-            and kernel_width(problem) <= 256)
+    return device.arch == "sm_90" and outlasts_descriptors(problem) and kernel_width(problem) <= 256
 
 
 def outlasts_descriptors(problem: AttentionProblem) -> bool:
     """Whether the work takes longer than the host needs to make descriptors.
 
-    What counts is the mean of the two products, whose widths may differ. A deterministic call, whose bits are no
-    neighbour's affair, counts one batch entry's.
+    What counts is the mean of the two products, whose widths may differ. With descriptors come other tiles, or another
+    kernel. A deterministic call, whose bits are no neighbour's affair, counts one batch entry's work; where lengths are
+    data, the answer is no.
     """
+    if not lengths_may_decide(problem):
+        return False
     batch = 1 if problem.deterministic else problem.b
     return batch * problem.hq * problem.sq * problem.sk * (problem.d + problem.dv) >= 2 * LEAST_WORK_FOR_DESCRIPTORS
 
@@ -214,13 +217,17 @@ def prefers_gluon(problem: AttentionProblem) -> bool:
 
     A tile has 64 rows at least. Where there are fewer queries, the Triton kernels, with smaller tiles, take 0.4 to 0.8
     of the time (H200, forward), unless the heads of a group share a tile: 1.6 to 10 times it. They do, in the forward,
-    where each head by itself would take a second wave of tiles. A deterministic call counts one batch entry, as above.
+    where each head by itself would take a second wave of tiles. Of packed sequences the mean length counts, of a
+    deterministic call one batch entry; where lengths are data, that one is triton's.
     """
-    batch = 1 if problem.deterministic else problem.b
-    packs = problem.direction == "forward" and problem.group > 1 and batch * problem.hq > _MULTIPROCESSORS
+    if not lengths_may_decide(problem):
+        return False
+    batch, keys = 1 if problem.deterministic else problem.b, problem.sk // (problem.sequences.packed or 1)
+    packs = (problem.direction == "forward" and not problem.sequences.are_data and problem.group > 1
+             and batch * problem.hq > _MULTIPROCESSORS)
     if problem.sq <= 64 and not packs:
         return False
-    work = batch * problem.hq * max(problem.sq, 64) * problem.sk * (problem.d + problem.dv)
+    work = batch * problem.hq * max(problem.sq, 64) * keys * (problem.d + problem.dv)
     return work >= 2 * LEAST_WORK_FOR_GLUON
 
 

@@ -21,21 +21,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tilewise.kernels.gluon.compat import tma_load, tma_store, tma_store_wait
+from tilewise.kernels.gluon.lengths import band_of, blank, clear, locate, rows_of, store_some, tile_size
 from tilewise.kernels.gluon.pipeline import (
+    hand_out,
     leave,
     make_barriers,
     opaque,
     pass_turn,
+    take_tile,
     take_turn,
     wait_empty,
     wait_full,
 )
 from tilewise.kernels.gluon.softmax import add_sink, as_operand, cap, hide, in_pairs, soften
-from tilewise.kernels.gluon.tiles import hides_first_step, keys_at, masked_of, steps_of, tile_at
+from tilewise.kernels.gluon.tiles import hides_first_step, keys_at, masked_of, steps_of
 
 LN2 = gl.constexpr(0.6931471805599453)
-ONE_THREAD: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-EVERY_THREAD: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
 END = gl.constexpr(-1)  # in place of a first query: no more tiles
 
 
@@ -48,6 +49,8 @@ class Shape(NamedTuple):
     OUT, OUT_SLOTS: columns of out that leave together, and how many such buffers a warpgroup has to stage them in.
     SKIPS: whether a warpgroup looks if a tile's first step hides all from its own queries, as in tiles longer than a
     step under an upper bound alone.
+    LENGTHS, PACKED, SHIFTED: whether lengths are data; the sequences lie one behind the other in one batch entry; the
+    diagonal runs through the last query and key of each.
     """
 
     PACK: int
@@ -63,38 +66,15 @@ class Shape(NamedTuple):
     LOWER: bool
     UPPER: bool
     SKIPS: bool
+    LENGTHS: bool
+    PACKED: bool
+    SHIFTED: bool
 
 
 @gluon.constexpr_function
 def bytes_of(rows, widths):
     """Bytes of some rows with all their pieces."""
     return 2 * rows * sum(widths)
-
-
-@gluon.jit
-def hand_out(next_tile, turn, first, head, batch):
-    """Producer: tell the consumers their next tile."""
-    values, full, empty = next_tile
-    wait_empty(empty, turn, 2)
-    slot = turn % 2
-    none = gl.full([1], 0, gl.int32, layout=ONE_THREAD)
-    values.index(slot * 3).store(none + first)
-    values.index(slot * 3 + 1).store(none + head)
-    values.index(slot * 3 + 2).store(none + batch)
-    mbarrier.arrive(full.index(slot), count=1)
-
-
-@gluon.jit
-def take_tile(next_tile, turn):
-    """Consumer: receive the next tile."""
-    values, full, empty = next_tile
-    wait_full(full, turn, 2)
-    slot = turn % 2
-    first = gl.sum(values.index(slot * 3).load(EVERY_THREAD), 0)
-    head = gl.sum(values.index(slot * 3 + 1).load(EVERY_THREAD), 0)
-    batch = gl.sum(values.index(slot * 3 + 2).load(EVERY_THREAD), 0)
-    leave(empty, turn, 2)
-    return first, head, batch
 
 
 @gluon.jit
@@ -123,7 +103,16 @@ def load_pair(sources, pairs, turn, place_k, place_v, C: gl.constexpr):
 
 
 @gluon.jit
-def load(sources, queries, pairs, next_tile, counter, order, band, group, C: gl.constexpr):
+def draw(counter, total):
+    """Producer: take the next tile's number."""
+    drawn = gl.atomic_add(counter, 1, sem="relaxed")
+    if drawn == total - 1:
+        gl.store(counter, 0)  # the launch's last draw leaves the counter as it was found
+    return drawn + gl.num_programs(0)
+
+
+@gluon.jit
+def load(sources, queries, pairs, next_tile, counter, order, band, lengths, group, C: gl.constexpr):
     """Producer, one warp: fetch tile numbers, and keep the rings full."""
     q_descs, _k_descs, _v_descs, _out_desc = sources
     q_tiles, q_full, q_empty = queries
@@ -137,30 +126,33 @@ def load(sources, queries, pairs, next_tile, counter, order, band, group, C: gl.
     head_k = batch
     row = batch - C.KEYS  # nowhere
     while number < total:
-        v_place = (batch, head_k, row)
-        first, head, batch = tile_at(number, order, C)
-        head_k = head if C.PACK > 1 else head // group
-        hand_out(next_tile, taken, first, head, batch)
-        spans = steps_of(first, band, C)
-        row = keys_at(0, spans, C)
-        load_pair(sources, pairs, turn, (batch, head_k, row), v_place, C)
-        turn += 1
-        for i in gl.static_range(CONSUMERS):
-            slot = taken % C.Q_STAGES * C.CONSUMERS + i
-            mbarrier.wait(q_empty.index(slot), ((taken // C.Q_STAGES) & 1) ^ 1)
-            mbarrier.expect(q_full.index(slot), bytes_of(64, C.D))
-            load_rows(q_descs, (batch, head, first + i * (64 // C.PACK)), q_full.index(slot), q_tiles, slot)
-        for step in range(1, spans[3]):
-            before = row
-            row = keys_at(step, spans, C)
-            load_pair(sources, pairs, turn, (batch, head_k, row), (batch, head_k, before), C)
+        tile, row_k, exists = locate(number, order, band, lengths, C)
+        if exists:
+            v_place = (batch, head_k, row)
+            first = tile[0]
+            head = tile[1]
+            batch = tile[2]
+            head_k = head if C.PACK > 1 else head // group
+            hand_out(next_tile, taken, tile, tile_size(C))
+            spans = steps_of(first, band_of(tile, band, C), C)
+            row = row_k + keys_at(0, spans, C)
+            load_pair(sources, pairs, turn, (batch, head_k, row), v_place, C)
             turn += 1
-        taken += 1
-        drawn = gl.atomic_add(counter, 1, sem="relaxed")
-        if drawn == total - 1:
-            gl.store(counter, 0)  # the launch's last draw leaves the counter as it was found
-        number = drawn + gl.num_programs(0)
-    hand_out(next_tile, taken, END, 0, 0)
+            row_q = rows_of(tile, band[0], C)[0]
+            for i in gl.static_range(CONSUMERS):
+                slot = taken % C.Q_STAGES * C.CONSUMERS + i
+                mbarrier.wait(q_empty.index(slot), ((taken // C.Q_STAGES) & 1) ^ 1)
+                mbarrier.expect(q_full.index(slot), bytes_of(64, C.D))
+                q_place = (batch, head, row_q + first + i * (64 // C.PACK))
+                load_rows(q_descs, q_place, q_full.index(slot), q_tiles, slot)
+            for step in range(1, spans[3]):
+                before = row
+                row = row_k + keys_at(step, spans, C)
+                load_pair(sources, pairs, turn, (batch, head_k, row), (batch, head_k, before), C)
+                turn += 1
+            taken += 1
+        number = draw(counter, total)
+    hand_out(next_tile, taken, (END, 0, 0), tile_size(C))
     nowhere = batch * 0 - C.KEYS
     load_pair(sources, pairs, turn, (batch, head_k, nowhere), (batch, head_k, row), C)
 
@@ -257,34 +249,46 @@ def zeros(C: gl.constexpr):
 
 
 @gluon.jit
-def store_columns(acc, place, out_desc, out_tiles, OWN: gl.constexpr, FIRST: gl.constexpr, C: gl.constexpr):
-    """Write some columns of out through the warpgroup's buffers, in the order of those, halving what is too wide."""
+def store_columns(acc, place, left, out_desc, out_ptr, out_tiles, OWN: gl.constexpr, FIRST: gl.constexpr,
+                  C: gl.constexpr):
+    """Write some columns of out through the warpgroup's buffers, in the order of those, halving what is too wide.
+
+    ``left``: rows to the end of a packed sequence; the copy engine would write past it.
+    """
     if acc.shape[1] > C.OUT:
         HALF: gl.constexpr = acc.shape[1] // 2
         LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
         low, high = acc.reshape([64, 2, HALF]).permute((0, 2, 1)).split()
-        store_columns(gl.convert_layout(low, LAYOUT), place, out_desc, out_tiles, OWN, FIRST, C)
-        store_columns(gl.convert_layout(high, LAYOUT), place, out_desc, out_tiles, OWN, FIRST + HALF, C)
+        store_columns(gl.convert_layout(low, LAYOUT), place, left, out_desc, out_ptr, out_tiles, OWN, FIRST, C)
+        store_columns(gl.convert_layout(high, LAYOUT), place, left, out_desc, out_ptr, out_tiles, OWN, FIRST + HALF, C)
     else:
         batch, head, row = place
         out_tile = out_tiles.index(OWN * C.OUT_SLOTS + FIRST // C.OUT % C.OUT_SLOTS)
         tma_store_wait(C.OUT_SLOTS - 1)
         out_tile.reshape([64, C.OUT]).store(acc.to(out_desc.dtype))
         fence_async_shared()
-        if C.PACK > 1:
+        if C.PACKED:
+            if left >= 64:
+                tma_store(out_desc, [batch, head, row, FIRST], out_tile)
+            else:
+                store_some(out_tile, out_ptr, out_desc, place, left, FIRST, C)
+        elif C.PACK > 1:
             tma_store(out_desc, [batch, head, row, 0, FIRST], out_tile)
         else:
             tma_store(out_desc, [batch, head, row, FIRST], out_tile)
 
 
 @gluon.jit
-def write(acc, row_max, row_sum, place, out_desc, out_tiles, results, sq, heads, group, scaling, OWN: gl.constexpr,
-          C: gl.constexpr):
+def write(acc, row_max, row_sum, tile, row, out_desc, out_tiles, results, sq, heads, group, scaling,
+          OWN: gl.constexpr, C: gl.constexpr):
     """Write out and lse of 64 rows (eq. 6)."""
-    batch, head, row = place
-    lse_ptr, sinks_ptr, sinks_stride = results
+    head = tile[1]
+    batch = 0 if C.PACKED else tile[2]
+    out_ptr, lse_ptr, sinks_ptr, sinks_stride = results
+    begin, stop, length = rows_of(tile, sq, C)
+    place = (batch, head, begin + row)
     rows = gl.arange(0, 64, layout=row_sum.type.layout)
-    inside = row + rows // C.PACK < sq
+    inside = row + rows // C.PACK < stop
     line = (batch * heads + head).to(gl.int64) * sq
     if C.PACK > 1:
         inside = inside & (rows % C.PACK < group)
@@ -294,13 +298,21 @@ def write(acc, row_max, row_sum, place, out_desc, out_tiles, results, sq, heads,
     if sinks_ptr is not None:
         top, row_sum, decay = add_sink(top, row_sum, sinks_ptr, sinks_stride, head)
     sum_or_one = gl.where(row_sum == 0.0, 1.0, row_sum)
-    gl.store(lse_ptr + line + (row + rows // C.PACK), (top + gl.log2(sum_or_one)) * LN2, mask=inside)
+    lse = (top + gl.log2(sum_or_one)) * LN2
+    if C.LENGTHS:
+        lse = gl.where(row + rows < length, lse, float("-inf"))
+    gl.store(lse_ptr + line + (begin + row + rows // C.PACK), lse, mask=inside)
     share = 1.0 / sum_or_one
     if sinks_ptr is not None:
         share = share * decay
     acc = rescale(acc, share)
+    if C.LENGTHS:
+        acc = blank(acc, length - row)
+    if C.PACKED and C.OUT_SLOTS > 1:
+        if stop - row < 64:
+            tma_store_wait(0)  # what goes by other ways is not counted when a buffer is used again
     for i in gl.static_range(len(C.DV)):
-        store_columns(acc[i], place, out_desc, out_tiles, OWN, i * C.DV[0], C)
+        store_columns(acc[i], place, stop - row, out_desc, out_ptr, out_tiles, OWN, i * C.DV[0], C)
 
 
 @gluon.jit
@@ -323,62 +335,69 @@ def attend(sources, queries, pairs, next_tile, out_tiles, results, order, band, 
         pass_turn(OWN, C.CONSUMERS, C.PING_PONG)  # the first warpgroup begins
     turn = 0
     taken = 0
-    first, head, batch = take_tile(next_tile, taken)
-    wait_full(q_full, taken * C.CONSUMERS + OWN, C.Q_STAGES * C.CONSUMERS)
+    tile = take_tile(next_tile, taken, tile_size(C))
+    if C.LENGTHS:
+        await_queries(q_full, OWN, taken, tile[0], C)  # this program's tiles may all lie between the sequences
+    else:
+        wait_full(q_full, taken * C.CONSUMERS + OWN, C.Q_STAGES * C.CONSUMERS)
     wait_full(full, turn, C.STAGES)
     s = warpgroup_mma_wait(0, deps=(issue_scores(q_tiles, OWN, k_tiles, 0, C),))
     leave(empty, turn, C.STAGES)
     turn += 1
-    while first != END:
-        spans = steps_of(first, band, C)
+    while tile[0] != END:
+        first = tile[0]
+        own_band = band_of(tile, band, C)
+        spans = steps_of(first, own_band, C)
         row = first + OWN * (64 // C.PACK)
         acc = zeros(C)
         nothing = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, S_LAYOUT))
-        masked = masked_of(row, spans, band, C)
+        masked = masked_of(row, spans, own_band, C)
         q_slot = taken % C.Q_STAGES * C.CONSUMERS + OWN
         begin = first * 0 + 1
         if C.SKIPS:
-            if hides_first_step(keys_at(0, spans, C), spans[3], row, band[3], C):
+            if hides_first_step(keys_at(0, spans, C), spans[3], row, own_band[3], C):
                 s = scores_of(q_tiles, opaque(q_slot), pairs, turn, OWN, C)
                 turn += 1
                 begin += 1
         s = cap(s, scaling)
         if masked >= begin:
-            s = hide(s, row, keys_at(begin - 1, spans, C), band, C)
+            s = hide(s, row, keys_at(begin - 1, spans, C), own_band, C)
         p, row_max, _factor = soften(s, nothing, scaling, True)
         row_sum = gl.sum(p, 1)
         probs = in_pairs(p, DTYPE)
+        if C.LENGTHS:
+            keep = own_band[1] - keys_at(0, spans, C)
+            if (keep < C.KEYS) & (begin == 1):  # the first step is the only one that may reach past the keys
+                wait_full(full, turn, C.STAGES)
+                clear(v_tiles, opaque(turn % C.STAGES), keep, C)
         turn, probs, acc, row_max, row_sum = attend_steps(
-            begin, masked, turn, q_tiles, opaque(q_slot), pairs, probs, acc, row_max, row_sum, row, spans, band,
-            scaling, OWN, True, C)
+            begin, masked, turn, q_tiles, opaque(q_slot), pairs, probs, acc, row_max, row_sum, row, spans,
+            own_band, scaling, OWN, True, C)
         turn, probs, acc, row_max, row_sum = attend_steps(
             gl.maximum(begin, masked), spans[3], turn, q_tiles, opaque(q_slot), pairs, probs, acc, row_max, row_sum,
-            row, spans, band, scaling, OWN, False, C)
+            row, spans, own_band, scaling, OWN, False, C)
 
         leave(q_empty, taken * C.CONSUMERS + OWN, C.Q_STAGES * C.CONSUMERS)
         taken += 1
-        next_first, next_head, next_batch = take_tile(next_tile, taken)
+        after = take_tile(next_tile, taken, tile_size(C))
         next_slot = taken % C.Q_STAGES * C.CONSUMERS + OWN
         if C.Q_STAGES > 1:
-            await_queries(q_full, next_slot, taken, next_first, C)
+            await_queries(q_full, next_slot, taken, after[0], C)
         wait_full(full, turn, C.STAGES)
         slot = turn % C.STAGES
         take_turn(OWN, C.PING_PONG)
         acc_pending = issue_out(probs, v_tiles, slot, acc, C)
         if C.Q_STAGES == 1:  # they are still on their way: there was no room before
-            await_queries(q_full, next_slot, taken, next_first, C)
+            await_queries(q_full, next_slot, taken, after[0], C)
             next_slot = opaque(next_slot)  # a constant, like that of the loops
         s_pending = issue_scores(q_tiles, next_slot, k_tiles, slot, C)
         pass_turn(OWN, C.CONSUMERS, C.PING_PONG)
         acc = finish(acc_pending, len(C.D))
-        write(acc, row_max, row_sum, (batch, head, row), out_desc, out_tiles, results, band[0], order[1], group,
-              scaling, OWN, C)
+        write(acc, row_max, row_sum, tile, row, out_desc, out_tiles, results, band[0], order[1], group, scaling, OWN, C)
         s = warpgroup_mma_wait(0, deps=(s_pending,))
         leave(empty, turn, C.STAGES)
         turn += 1
-        first = next_first
-        head = next_head
-        batch = next_batch
+        tile = after
     tma_store_wait(0)
     if OWN == 0:
         take_turn(OWN, C.PING_PONG)  # the last warpgroup has passed on a turn that nobody needs
@@ -410,14 +429,15 @@ def registers(consumers):
 
 
 @gluon.jit(do_not_specialize=["tiles", "heads", "batches", "section", "sq", "sk", "lower", "upper", "group",
-                             "sinks_stride"])
+                             "sinks_stride", "cu_q", "cu_k", "seqlens_q", "seqlens_k", "count"])
 def hopper_forward_kernel(q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, out_desc, lse_ptr, counter, sinks_ptr,
-                          sinks_stride, tiles, heads, batches, section, sq, sk, lower, upper, group, scale_log2, squash,
-                          C: gl.constexpr):
+                          sinks_stride, out_ptr, cu_q, cu_k, seqlens_q, seqlens_k, tiles, heads, batches, section, sq,
+                          sk, lower, upper, group, count, scale_log2, squash, C: gl.constexpr):
     """Compute out and lse.
 
     sinks_ptr, squash: None where there are no sinks and no softcap. With one, scale_log2 is that of what tanh gives,
-    and squash what the products are multiplied by before it.
+    and squash what the products are multiplied by before it. out_ptr: None unless sequences are packed. cu_q to
+    seqlens_k, count: None but for what says where sequences lie and how many they are (tilewise.sequences).
     """
     q_descs = joined(q_desc, q_rest)
     k_descs = joined(k_desc, k_rest)
@@ -427,7 +447,7 @@ def hopper_forward_kernel(q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, out_de
     k_tiles = slots_for(k_descs, C.STAGES)
     v_tiles = slots_for(v_descs, C.STAGES)
     out_tiles = slots_for((out_desc,), C.OUT_SLOTS * NC)[0]
-    tile_values = gl.allocate_shared_memory(gl.int32, [6, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    tile_values = gl.allocate_shared_memory(gl.int32, [2 * tile_size(C), 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     queries = (q_tiles, make_barriers(C.Q_STAGES * NC, 1), make_barriers(C.Q_STAGES * NC, 1))
     pairs = (k_tiles, v_tiles, make_barriers(C.STAGES, 1), make_barriers(C.STAGES, NC))
     next_tile = (tile_values, make_barriers(2, 1), make_barriers(2, NC))
@@ -436,7 +456,8 @@ def hopper_forward_kernel(q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, out_de
     order = (tiles, heads, batches, section)
     band = (sq, sk, lower, upper)
     scaling = (scale_log2, squash)
-    results = (lse_ptr, sinks_ptr, sinks_stride)
+    lengths = (cu_q, cu_k, seqlens_q, seqlens_k, count)
+    results = (out_ptr, lse_ptr, sinks_ptr, sinks_stride)
     REGISTERS: gl.constexpr = registers(NC)
     ZERO: gl.constexpr = 0
     ONE: gl.constexpr = 1
@@ -445,12 +466,12 @@ def hopper_forward_kernel(q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, out_de
         gl.warp_specialize([
             (attend, (sources, queries, pairs, next_tile, out_tiles, results, order, band, group, scaling, ZERO, C)),
             (attend, (sources, queries, pairs, next_tile, out_tiles, results, order, band, group, scaling, ONE, C)),
-            (load, (sources, queries, pairs, next_tile, counter, order, band, group, C)),
+            (load, (sources, queries, pairs, next_tile, counter, order, band, lengths, group, C)),
         ], [4, 1], [REGISTERS, 24])
     else:
         gl.warp_specialize([
             (attend, (sources, queries, pairs, next_tile, out_tiles, results, order, band, group, scaling, ZERO, C)),
             (attend, (sources, queries, pairs, next_tile, out_tiles, results, order, band, group, scaling, ONE, C)),
             (attend, (sources, queries, pairs, next_tile, out_tiles, results, order, band, group, scaling, TWO, C)),
-            (load, (sources, queries, pairs, next_tile, counter, order, band, group, C)),
+            (load, (sources, queries, pairs, next_tile, counter, order, band, lengths, group, C)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])

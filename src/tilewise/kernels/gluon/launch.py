@@ -13,6 +13,7 @@ from tilewise.problem import AttentionProblem, legal_strides
 
 # What keys and values of one section of heads may take of L2 (50 MiB on an H200): 24 and 48 were no better.
 _SECTION_BYTES = 32 * 2**20
+_NO_LENGTHS = (None,) * 4
 _PLACES = (0, 0, 1, 1, 2, 2, 3)  # which of q, k, v and out the kernel's descriptors show: two pieces of all but out
 # A warpgroup is four warps. Contracting a·b + c into one rounding is what the softmax's cost counts on; Triton 3.10
 # changes the default, and 3.9 warns of it.
@@ -52,6 +53,7 @@ class HopperShape(Protocol):
 class HopperForward:
     """The forward kernel bound to a problem; call it with (q, k, v, out, lse, sinks or None).
 
+    Where lengths are data, cu_seqlens_q, cu_seqlens_k, seqlens_q and seqlens_k follow, each a tensor or None.
     ``multiprocessors``: of the device; one program runs on each. ``pack``: what :func:`pack_of` gives, or 1.
     """
 
@@ -65,19 +67,19 @@ class HopperForward:
         self.keys = problem.seen_keys
         self.dtype = gl.bfloat16 if problem.dtype is torch.bfloat16 else gl.float16
         pieces, columns = config.pieces(problem), config.out_buffers(problem)[0]
-        band, first = problem.band, self.keys.start
+        self.packed = problem.sequences.packed is not None
+        lower, upper, count, is_shifted = _bounds(problem)
         heads = problem.hq if pack == 1 else problem.hk
-        tiles = math.ceil(problem.sq * pack / (64 * config.consumers))
+        tiles = problem.sequences.slots(problem.sq * pack, 64 * config.consumers)
         total = tiles * heads * problem.b
         self.grid = (min(total, multiprocessors),)
-        # Keys count from the first one that is seen: those before it are not read.
         self.scalars = (
             tiles, heads, problem.b, _section(problem) * heads // problem.hq, problem.sq, len(self.keys),
-            0 if band.lower is None else band.lower - first, 0 if band.upper is None else band.upper - first,
-            problem.group, *_scaling(problem),
+            lower or 0, upper or 0, problem.group, count, *_scaling(problem),
             Shape(pack, *pieces, *config.out_buffers(problem), config.keys, config.consumers, config.stages,
-                  config.query_stages, config.ping_pong, band.lower is not None, band.upper is not None,
-                  64 // pack * config.consumers > config.keys and band.lower is None and band.upper is not None))
+                  config.query_stages, config.ping_pong, lower is not None, upper is not None,
+                  64 // pack * config.consumers > config.keys and lower is None and upper is not None,
+                  count is not None, self.packed, is_shifted))
         self.enqueue = Enqueue(self.kernel, self.grid, self.scalars, OPTIONS)
         # Of each tensor's one or two pieces; of out its buffers.
         rows = [64] if pack == 1 else [64 // pack, pack]
@@ -91,21 +93,38 @@ class HopperForward:
 
     def __call__(self, *tensors: torch.Tensor | None) -> None:
         """Enqueue the kernel on the current stream of the current device."""
-        q, k, v, out, lse, sinks = tensors
+        q, k, v, out, lse, sinks, *lengths = tensors
         counter = _counter(q.device)
         places = (q.data_ptr(), _address(k, self.keys), _address(v, self.keys), out.data_ptr())
         self.enqueue((*[form and places[i] for form, i in zip(self.forms, _PLACES, strict=True)], lse.data_ptr(),
-                      counter.data_ptr(), None if sinks is None else sinks.data_ptr(), self.sinks_stride),
+                      counter.data_ptr(), _pointer(sinks), self.sinks_stride, places[3] if self.packed else None,
+                      *[_pointer(tensor) for tensor in lengths or _NO_LENGTHS]),
                      lambda: self.arguments(tensors, counter))
 
     def arguments(self, tensors: tuple[torch.Tensor | None, ...], counter: torch.Tensor) -> tuple[Any, ...]:
-        """Descriptors of the pieces of q, k, v and out, then lse, the counter, and sinks with their stride."""
-        q, k, v, out, lse, sinks = tensors
+        """Descriptors of the pieces of q, k, v and out, then what the kernel reads and writes by its address."""
+        q, k, v, out, lse, sinks, *lengths = tensors
+        out_ptr = out if self.packed else None
         k, v = _rows(k, self.keys), _rows(v, self.keys)
         q, out = _grouped(q, self.group), _grouped(out, self.group)
         described = [form and self.describe(tensor, list(tensor.shape), legal_strides(tensor), *form)
                      for tensor, form in zip([(q, k, v, out)[i] for i in _PLACES], self.forms, strict=True)]
-        return (*described, lse, counter, sinks, self.sinks_stride)
+        return (*described, lse, counter, sinks, self.sinks_stride, out_ptr, *(lengths or _NO_LENGTHS))
+
+
+def _bounds(problem: AttentionProblem) -> tuple[int | None, int | None, int | None, bool]:
+    """The band's lower and upper number, the count of sequences whose lengths are data, None for what is not there.
+
+    Keys count from the first one that is seen: those before it are not read. Of lengths that are data the diagonal runs
+    through a sequence's first query and key, and the last number says whether the kernel moves it to the last ones.
+    """
+    mask, sequences, first = problem.mask, problem.sequences, problem.seen_keys.start
+    if sequences.are_data:
+        return (None if mask.left is None else -mask.left, mask.right, problem.pairs[0],
+                mask.is_bounded and mask.alignment == "bottom_right")
+    band = problem.band
+    return (None if band.lower is None else band.lower - first, None if band.upper is None else band.upper - first,
+            None, False)
 
 
 def _scaling(problem: AttentionProblem) -> tuple[float, float | None]:
@@ -121,8 +140,10 @@ def pack_of(problem: AttentionProblem, config: HopperShape, multiprocessors: int
 
     Queries that are few leave most rows of their tiles empty, and the heads of a group read the same keys. A
     deterministic call, whose bits are no neighbour's affair, counts one batch entry: under a window it is the tile's
-    first query that the steps are counted from.
+    first query that the steps are counted from. Tiles that a length of their own ends have rows of one head.
     """
+    if problem.sequences.are_data:
+        return 1
     batch = 1 if problem.deterministic else problem.b
     rows, pack = 64 * config.consumers, 1 << (problem.group - 1).bit_length()
     if pack > 64:
@@ -145,6 +166,10 @@ def _section(problem: AttentionProblem) -> int:
 
 def _rows(tensor: torch.Tensor, rows: Span) -> torch.Tensor:
     return tensor if len(rows) == tensor.shape[2] else tensor[:, :, rows.start:rows.stop]
+
+
+def _pointer(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 def _address(tensor: torch.Tensor, rows: Span) -> int:

@@ -1,10 +1,12 @@
-"""What warps of one program share: rings of tiles with their barriers, and turns of the tensor cores."""
+"""What warps of one program share: rings of tiles with their barriers, the next tile, turns of the tensor cores."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+ONE_THREAD: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+EVERY_THREAD: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
 
 
 @gluon.jit
@@ -32,6 +34,31 @@ def wait_empty(empty, turn, SLOTS: gl.constexpr):
 def leave(empty, turn, SLOTS: gl.constexpr):
     """Give a slot of a ring back."""
     mbarrier.arrive(empty.index(turn % SLOTS), count=1)
+
+
+@gluon.jit
+def hand_out(next_tile, turn, tile, SIZE: gl.constexpr):
+    """Producer: tell the consumers their next tile: SIZE numbers, or of an end the first of them."""
+    values, full, empty = next_tile
+    wait_empty(empty, turn, 2)
+    slot = turn % 2
+    none = gl.full([1], 0, gl.int32, layout=ONE_THREAD)
+    for i in gl.static_range(len(tile)):
+        values.index(slot * SIZE + i).store(none + tile[i])
+    mbarrier.arrive(full.index(slot), count=1)
+
+
+@gluon.jit
+def take_tile(next_tile, turn, SIZE: gl.constexpr):
+    """Consumer: receive the next tile."""
+    values, full, empty = next_tile
+    wait_full(full, turn, 2)
+    slot = turn % 2
+    tile = ()
+    for i in gl.static_range(SIZE):
+        tile = tile + (gl.sum(values.index(slot * SIZE + i).load(EVERY_THREAD), 0),)
+    leave(empty, turn, 2)
+    return tile
 
 
 @gluon.jit

@@ -318,12 +318,8 @@ def tile_count(length: int, block: int) -> int:
 
 
 def tile_slots(problem: AttentionProblem, length: int, block: int) -> int:
-    """Programs a head, and a batch entry, that cover a length; packed, without knowing where sequences begin.
-
-    places.sequence_of says why these are enough.
-    """
-    packed = problem.sequences.packed
-    return tile_count(length, block) if packed is None else length // block + packed + 1
+    """Programs a head, and a batch entry, that cover a length, wherever in it sequences begin."""
+    return problem.sequences.slots(length, block)
 
 
 def tile_blocks(problem: AttentionProblem, config: TileShape) -> Blocks:

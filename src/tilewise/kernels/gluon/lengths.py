@@ -1,0 +1,161 @@
+"""Lengths that are data: which sequence a tile of queries lies in, and what of others it must not read or write.
+
+A tile is then (first query in its sequence, head, batch; the sequence's first row, its rows, its queries, its keys that
+are seen, and where the diagonal moves, how far), else the first three alone.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+
+from tilewise.kernels.gluon.tiles import tile_at
+
+_CHUNK = gl.constexpr(128)  # sequences that are looked through at once
+_ONE_WARP: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
+_CLEARED = gl.constexpr(32)  # rows that are read and written at once
+
+
+@gluon.constexpr_function
+def tile_size(c):
+    """How many numbers say where a tile is."""
+    return 7 + c.SHIFTED if c.LENGTHS else 3
+
+
+@gluon.jit
+def sequence_of(cu_seqlens, count, slot, ROWS: gl.constexpr):
+    """Find the packed sequence that a slot of ROWS rows belongs to; ``count`` for the rows past the last one.
+
+    Sequence n owns the slots from cu_seqlens[n] div ROWS + n on: no less than its rows need, since
+    ceil((b − a) / ROWS) <= b div ROWS − a div ROWS + 1.
+    """
+    sequence = slot * 0 - 1
+    for first in range(0, count + 1, _CHUNK):
+        numbers = first + gl.arange(0, _CHUNK, layout=_ONE_WARP)
+        begins = gl.load(cu_seqlens + numbers, mask=numbers <= count, other=0).to(gl.int32) // ROWS + numbers
+        sequence += gl.sum(((begins <= slot) & (numbers <= count)).to(gl.int32), 0)
+    return sequence
+
+
+@gluon.jit
+def extent(cu_seqlens, seqlens, sequence, count, total):
+    """Return where a sequence begins in its tensor, the rows it has there, and how many of them take part."""
+    begin = sequence * 0
+    rows = begin + total
+    length = rows
+    if cu_seqlens is not None:
+        begin = gl.load(cu_seqlens + sequence).to(gl.int32)
+        stop = gl.load(cu_seqlens + gl.minimum(sequence + 1, count)).to(gl.int32)
+        rows = gl.where(sequence < count, stop, total) - begin
+        length = stop - begin  # 0 past the last sequence
+    if seqlens is not None:
+        length = gl.minimum(gl.load(seqlens + sequence, mask=sequence < count, other=0).to(gl.int32), rows)
+    return begin, rows, length
+
+
+@gluon.jit
+def locate(number, order, band, lengths, C: gl.constexpr):
+    """Return the tile of a number, the first row of its keys, and whether there is a row of it at all.
+
+    Keys that no query of the sequence sees are not read: they count as if they were behind it.
+    """
+    first, head, batch = tile_at(number, order, C)
+    if C.LENGTHS:
+        cu_q, cu_k, seqlens_q, seqlens_k, count = lengths
+        total_q, total_k, _lower, upper = band
+        sequence = batch
+        if C.PACKED:
+            ROWS: gl.constexpr = 64 * C.CONSUMERS
+            sequence = sequence_of(cu_q, count, first // ROWS, ROWS)
+        row_q, rows, sq = extent(cu_q, seqlens_q, sequence, count, total_q)
+        row_k, _rows, sk = extent(cu_k, seqlens_k, sequence, count, total_k)
+        if C.PACKED:
+            first -= (row_q // ROWS + sequence) * ROWS
+        shift = sk - sq
+        seen = sk
+        if C.UPPER:
+            seen = gl.minimum(sk, sq + (upper + shift if C.SHIFTED else upper))
+        seen = gl.where(first < sq, seen, 0)
+        tile = (first, head, batch, row_q, rows, sq, seen)
+        if C.SHIFTED:
+            tile = tile + (shift,)
+        return tile, row_k, first < rows
+    else:
+        return (first, head, batch), 0, True
+
+
+@gluon.jit
+def band_of(tile, band, C: gl.constexpr):
+    """Return (sq, sk, lower, upper) of a tile: where lengths are data, its sequence's."""
+    if C.LENGTHS:
+        shift = tile[7] if C.SHIFTED else 0
+        return tile[5], tile[6], band[2] + shift, band[3] + shift
+    else:
+        return band
+
+
+@gluon.jit
+def rows_of(tile, sq, C: gl.constexpr):
+    """Return a sequence's first row in its tensor, the rows it has there, and how many are queries."""
+    if C.LENGTHS:
+        return tile[3], tile[4], tile[5]
+    else:
+        return 0, sq, sq
+
+
+@gluon.jit
+def _kept(values, below):
+    """Where ``below`` is negative the values, else 0: two neighbours at once, which one by one are taken apart."""
+    return gl.inline_asm_elementwise("""{
+        .reg .pred p;
+        setp.lt.s32 p, $2, 0;
+        selp.b32 $0, $1, 0, p;
+    }""", "=r,r,r,r", [values, below], dtype=values.dtype, is_pure=True, pack=2)
+
+
+@gluon.jit
+def _clear_piece(v, keep):
+    WIDTH: gl.constexpr = v.shape[1]
+    PARTS: gl.constexpr = v.shape[0] // _CLEARED
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
+    for part in gl.static_range(PARTS):
+        if keep < (part + 1) * _CLEARED:
+            lines = v.slice(part * _CLEARED, _CLEARED)
+            rows = part * _CLEARED + gl.arange(0, _CLEARED, layout=gl.SliceLayout(1, LAYOUT))
+            lines.store(_kept(lines.load(LAYOUT), (rows - keep)[:, None]))
+
+
+@gluon.jit
+def clear(tiles, slot, keep, C: gl.constexpr):
+    """Zero the rows from ``keep`` on of a tile of V: they belong to others, and 0 · NaN is NaN.
+
+    Every warpgroup does it for itself, and what it writes is what is there once another one has.
+    """
+    for i in gl.static_range(len(tiles)):
+        _clear_piece(tiles[i].index(slot).reshape([C.KEYS, C.DV[i]]), keep)
+    fence_async_shared()
+
+
+@gluon.jit
+def blank(acc, length):
+    """Zero the rows from ``length`` on of every piece of out."""
+    blanked = ()
+    for i in gl.static_range(len(acc)):
+        rows = gl.arange(0, 64, layout=gl.SliceLayout(1, acc[i].type.layout))
+        blanked = blanked + (gl.where((rows < length)[:, None], acc[i], 0.0),)
+    return blanked
+
+
+@gluon.jit
+def store_some(out_tile, out_ptr, out_desc, place, left, FIRST: gl.constexpr, C: gl.constexpr):
+    """Store the first ``left`` rows of staged columns of out: what is below them is another sequence's.
+
+    Eight columns at once: out's strides and its width are multiples of that.
+    """
+    _batch, head, row = place
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C.OUT, C.OUT // 8], [4, 1], [1, 0])
+    rows = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
+    columns = FIRST + gl.arange(0, C.OUT, layout=gl.SliceLayout(0, LAYOUT))
+    lines = gl.multiple_of(head * out_desc.strides[1] + (row + rows) * out_desc.strides[2], 8)
+    inside = (rows < left)[:, None] & (columns // 8 < out_desc.shape[3] // 8)[None, :]
+    values = out_tile.reshape([64, C.OUT]).load(LAYOUT)
+    gl.store((out_ptr + lines)[:, None] + columns[None, :], values, mask=inside)

@@ -1,0 +1,210 @@
+"""Where a Hopper kernel's tiles lie when lengths are data: jit functions called as plain Python on CPU tensors."""
+
+from collections import Counter
+from itertools import accumulate
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from tilewise.masks import ALIGNMENTS, Mask, causal, window
+from tilewise.problem import AttentionProblem
+from tilewise.scores import OperandFacts
+from tilewise.sequences import Sequences
+from tilewise.tuning.configs import HopperForwardConfig
+
+lengths = pytest.importorskip("tilewise.kernels.gluon.lengths", reason="Triton is not installed")
+launch = pytest.importorskip("tilewise.kernels.gluon.launch")
+tiles = pytest.importorskip("tilewise.kernels.gluon.tiles")
+ROWS = 64  # queries a warpgroup
+CONFIG = HopperForwardConfig(keys=128, consumers=2)
+
+
+class Pointer:
+    """What a kernel reads a tensor by; an address outside of it may be there under a mask alone."""
+
+    def __init__(self, values, at=0):
+        self.values, self.at = values, at
+
+    def __add__(self, step):
+        return Pointer(self.values, self.at + step)
+
+
+def load(pointer, mask=True, other=0):
+    at, mask = torch.as_tensor(pointer.at), torch.as_tensor(mask)
+    assert torch.all((at >= 0) & (at < len(pointer.values)) | ~mask), "reads outside"
+    found = torch.tensor(pointer.values or [0])[torch.where(mask, at, 0)]
+    return torch.where(mask, found, other)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def plain_python():
+    """The functions of gl that the two modules call, on numbers and tensors; sequences are looked through by fours."""
+    language = SimpleNamespace(minimum=min, maximum=max, where=lambda test, a, b: a if test else b, int32=torch.int32,
+                               arange=lambda first, last, layout: torch.arange(first, last), load=load, sum=torch.sum)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (tiles, lengths):
+            patch.setattr(module, "gl", language)
+        for module, name in ((tiles, "_place_of"), (lengths, "tile_at"), (lengths, "sequence_of"),
+                             (lengths, "extent")):
+            patch.setattr(module, name, getattr(module, name).fn)
+        patch.setattr(lengths, "_CHUNK", 4)
+        yield
+
+
+def facts(size):
+    return OperandFacts((size,), (1,), torch.int32)
+
+
+class Packed:
+    """Sequences one behind the other; ``used`` rows of each take part, and ``behind`` rows follow the last one."""
+
+    def __init__(self, rows, used, behind):
+        self.borders = [list(accumulate(side, initial=0)) for side in rows]
+        self.rows, self.used, self.totals = rows, used, [sum(side) + behind for side in rows]
+
+    def bound(self, mask, heads=1):
+        """Return the kernel's arguments for them: order, band, lengths and what is fixed."""
+        count = len(self.rows[0])
+        said = [None if side is None else facts(count) for side in self.used]
+        problem = problem_of(self.totals, 1, heads, mask, Sequences(count, facts(count + 1), facts(count + 1), *said))
+        pointers = [Pointer(side) for side in self.borders] + [
+            None if side is None else Pointer(side) for side in self.used]
+        return arguments(problem, (*pointers, count))
+
+    def lengths(self, sequence):
+        """Queries and keys that take part."""
+        return [(rows if used is None else [min(pair) for pair in zip(rows, used, strict=True)])[sequence]
+                for rows, used in zip(self.rows, self.used, strict=True)]
+
+
+def problem_of(sizes, b, heads, mask, sequences):
+    return AttentionProblem(b=b, hq=heads, hk=heads, sq=sizes[0], sk=sizes[1], d=128, dv=128, dtype=torch.bfloat16,
+                            device=torch.device("cuda", 0), scale=1.0, mask=mask, sequences=sequences)
+
+
+def arguments(problem, operands):
+    numbers = launch.HopperForward(problem, CONFIG, 132).scalars
+    assert numbers[9] == operands[-1]
+    return numbers[:4], numbers[4:8], operands, numbers[-1]
+
+
+def located(order, band, operands, shape):
+    """Every tile that is handed out, with the first row of its keys."""
+    for number in range(order[0] * order[1] * order[2]):
+        tile, row_k, exists = lengths.locate.fn(number, order, band, operands, shape)
+        if exists:
+            yield [int(part) for part in tile], int(row_k)
+
+
+@st.composite
+def masks(draw):
+    side = st.none() | st.integers(0, 300)
+    return draw(st.sampled_from((Mask(), causal(draw(st.sampled_from(ALIGNMENTS))),
+                                 window(draw(side), draw(side), draw(st.sampled_from(ALIGNMENTS))))))
+
+
+@st.composite
+def packed(draw):
+    count = draw(st.integers(0, 9))
+    length = st.sampled_from((0, 1, 127, 128, 129)) | st.integers(0, 500)
+    many = st.lists(length, min_size=count, max_size=count)
+    return Packed([draw(many), draw(many)], [draw(st.none() | many), draw(st.none() | many)], draw(st.integers(1, 200)))
+
+
+@given(packed(), masks())
+@example(Packed([[128, 0, 0, 1, 300], [5, 700, 0, 0, 129]], [None, None], 0), causal("bottom_right"))
+@example(Packed([[100, 300], [300, 100]], [[50, 0], [0, 300]], 70), window(10, 0, "bottom_right"))
+def test_every_row_of_packed_sequences_is_in_one_tile_and_tiles_know_their_sequence(sequences, mask):
+    order, band, operands, shape = sequences.bound(mask, heads=2)
+    written = Counter()
+    for tile, row_k in located(order, band, operands, shape):
+        first, head, batch, row_q, rows, sq, _seen, *_shift = tile
+        assert batch == 0
+        assert first % (ROWS * CONFIG.consumers) == 0
+        written.update((head, row_q + row) for row in range(first, min(rows, first + ROWS * CONFIG.consumers)))
+        if row_q == sequences.borders[0][-1] and sq == 0:
+            continue  # behind the last one, or a sequence without queries
+        sequence = next(n for n, start in enumerate(sequences.borders[0])
+                        if start == row_q and sequences.rows[0][n] == rows)
+        assert sq == sequences.lengths(sequence)[0]
+        if sequences.rows[0].count(rows) == 1:
+            assert row_k == sequences.borders[1][sequence]
+    assert written == Counter((head, row) for head in range(2) for row in range(sequences.totals[0]))
+
+
+@given(packed(), masks())
+@example(Packed([[128, 0, 0, 1, 300], [5, 700, 0, 0, 129]], [None, None], 0), causal("bottom_right"))
+@example(Packed([[300], [700]], [None, [300]], 0), causal("top_left"))
+@example(Packed([[300], [700]], [[200], None], 0), causal("top_left"))
+@example(Packed([[700], [300]], [None, None], 0), window(100, 50, "bottom_right"))
+def test_steps_hold_every_visible_key_and_the_first_one_alone_passes_the_last_key_that_is_seen(sequences, mask):
+    order, band, operands, shape = sequences.bound(mask)
+    for tile, _ in located(order, band, operands, shape):
+        first, _head, _batch, row_q, rows, sq, seen, *_shift = tile
+        same = [n for n, start in enumerate(sequences.borders[0][:-1])
+                if start == row_q and sequences.rows[0][n] == rows]
+        own_band = lengths.band_of.fn(tile, band, shape)
+        spans = tiles.steps_of.fn(first, own_band, shape)
+        begins = [tiles.keys_at.fn(step, spans, shape) for step in range(spans[3])]
+        assert begins[0] >= 0
+        assert all(begin >= 0 and begin + CONFIG.keys <= seen for begin in begins[1:])
+        if not same or first >= sq:
+            assert seen == 0
+            assert len(begins) == 1, "one step, that hides all"
+            assert all(tiles.masked_of.fn(row, spans, own_band, shape) == 1 for row in (first, first + ROWS))
+            continue
+        visible = mask.visible(sq, sequences.lengths(same[0])[1])
+        any_sees = visible.any(0).nonzero().flatten().tolist()
+        assert seen == (any_sees[-1] + 1 if any_sees else seen), "keys that nobody sees are read"
+        keys = visible[first:first + ROWS * CONFIG.consumers].any(0).nonzero().flatten().tolist()
+        assert all(any(begin <= key < begin + CONFIG.keys for begin in begins) for key in keys)
+        for row in range(first, min(sq, first + ROWS * CONFIG.consumers), ROWS):
+            for begin in begins[tiles.masked_of.fn(row, spans, own_band, shape):]:
+                part = visible[row:row + ROWS, begin:begin + CONFIG.keys]
+                assert part.all()
+                assert part.shape[1] == CONFIG.keys
+
+
+@given(packed(), masks())
+def test_a_sequences_tiles_are_those_that_it_has_alone(sequences, mask):
+    """So its bits are no neighbour's affair."""
+    def tiles_of(packed):
+        return Counter((tile[0], *tile[4:]) for tile, _ in located(*packed.bound(mask))
+                       if tile[3] < packed.borders[0][-1])
+
+    alone = Counter()
+    for n in range(len(sequences.rows[0])):
+        alone += tiles_of(Packed([[side[n]] for side in sequences.rows],
+                                 [None if side is None else [side[n]] for side in sequences.used], 1))
+    assert tiles_of(sequences) == alone
+
+
+@given(st.lists(st.tuples(st.integers(0, 300), st.integers(0, 400)), min_size=1, max_size=4), masks(),
+       st.booleans(), st.booleans())
+def test_padded_entries_have_the_tiles_of_their_shape_and_the_lengths_of_their_own(pairs, mask, of_q, of_k):
+    b, (queries, keys) = len(pairs), zip(*pairs, strict=True)
+    sequences = Sequences(None, None, None, facts(b) if of_q else None, facts(b))
+    operands = (None, None, Pointer(list(queries)) if of_q else None, Pointer(list(keys)), b)
+    order, band, operands, shape = arguments(problem_of((300, 400), b, 2, mask, sequences), operands)
+    found = list(located(order, band, operands, shape))
+    assert Counter(tuple(tile[:3]) for tile, _ in found) == Counter(
+        (first, head, batch) for first in range(0, 300, ROWS * CONFIG.consumers) for head in range(2)
+        for batch in range(b))
+    for (first, _head, batch, row, rows, sq, seen, *_shift), row_k in found:
+        assert (row, rows, row_k, sq) == (0, 300, 0, queries[batch] if of_q else 300)
+        visible = mask.visible(sq, keys[batch]).any(0).nonzero().flatten().tolist()
+        if first >= sq:
+            assert seen == 0
+        elif visible:
+            assert seen == visible[-1] + 1
+
+
+def test_what_says_where_a_tile_is_has_a_place_for_each_number():
+    for sequences in (Packed([[5], [5]], [None, None], 0), Packed([[5], [5]], [[3], [4]], 2)):
+        for mask in (Mask(), causal("top_left"), causal("bottom_right"), window(None, None, "bottom_right")):
+            order, band, operands, shape = sequences.bound(mask)
+            assert shape.SHIFTED is (mask == causal("bottom_right"))
+            assert all(len(tile) == lengths.tile_size(shape) for tile, _ in located(order, band, operands, shape))
