@@ -171,7 +171,10 @@ def compile_hopper(request):
     with contextlib.redirect_stdout(io.StringIO()) as log:
         compiled = launch.kernel.warmup(*arguments, *launch.scalars, grid=launch.grid, **OPTIONS)
     row = facts_of(request, compiled, spec)
-    return row | nvidia_report(compiled) | {"planned": config.shared_bytes(problem), "log": log.getvalue(),
+    ptx = compiled.asm["ptx"]
+    waits = {"acquire": ptx.count("ld.acquire.gpu"), "release": ptx.count("st.release.gpu"),
+             "complete": len(re.findall(r"cp\.async\.bulk\.wait_group\s+0;", ptx))}
+    return row | nvidia_report(compiled) | waits | {"planned": config.shared_bytes(problem), "log": log.getvalue(),
                                             "threads": 32 * compiled.metadata.num_warps,
                                             "unset": possibly_unset(sass_of(compiled))}
 
