@@ -78,14 +78,22 @@ def test_hopper_backward_compiles_within_registers_and_shared_memory(version):
     wanted = [backward(d, mask, queries=queries, ahead=ahead, direct=direct)
               for (d, queries), (mask, ahead, direct) in product(
                   ((64, 128), (128, 64)), (("full", False, True), ("causal", True, False), ("window", True, True)))]
+    wanted += [backward(d, mask, queries=queries, ahead=ahead, writer=True, ordered=ordered)
+               for d, queries, mask, ahead, ordered in (
+                   (128, 64, "full", False, False), (128, 64, "causal", False, True), (128, 64, "window", False, True),
+                   (64, 64, "full", True, True), (64, 64, "causal", True, False), (64, 128, "causal", False, True))]
     wanted.append(backward(64, dtype="float16", queries=64, stages=4))
     for row in compile_aloud(version, wanted):
         check_products(row)
         assert row["stack"] <= BACKWARD_SPILL_BOUND.get(version, BACKWARD_SPILL_BOUND_ELSEWHERE), row
         assert row["utmastg"] > 0, row
-        # Four values at a time, in 2 loops of 2 warpgroups, or one reduction by the copy engine in each.
+        # Four values at a time, in 2 loops of 2 warpgroups, or one reduction by the copy engine in each, or by each of
+        # 2 writers one for each warpgroup.
         added = (row["redg"], row["utmaredg"])
         assert added == ((32, 0) if row["config"].get("direct") else (0, 4)), row
+        # Each writer waits for the tiles before, and until all has arrived, not only been read, before it says so.
+        waits = 2 if row["config"].get("ordered") else 0
+        assert (row["acquire"], row["complete"], row["release"]) == (waits,) * 3, row
 
 
 def check_products(row):

@@ -32,7 +32,8 @@ def plain_python():
     """The three functions of gl that tiles.py calls, on numbers."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiles, "gl", SimpleNamespace(minimum=min, maximum=max, where=lambda test, a, b: a if test else b))
-        patch.setattr(tiles, "_place_of", tiles._place_of.fn)
+        for called in ("_place_of", "masked_queries_of"):
+            patch.setattr(tiles, called, getattr(tiles, called).fn)
         yield
 
 
@@ -242,7 +243,9 @@ def test_there_is_one_program_a_multiprocessor_and_none_without_a_tile(sq, progr
 
 
 KEYS = 128  # of a program of the backward kernel
-BACKWARD_CONFIGS = st.builds(HopperBackwardConfig, queries=st.sampled_from((64, 128)))
+ORDERED_CONFIGS = st.builds(HopperBackwardConfig, queries=st.sampled_from((64, 128)), writer=st.just(True),
+                            ordered=st.just(True))
+BACKWARD_CONFIGS = st.builds(HopperBackwardConfig, queries=st.sampled_from((64, 128))) | ORDERED_CONFIGS
 
 
 def backward_scalars_of(problem, config):
@@ -258,6 +261,7 @@ def backward_scalars_of(problem, config):
 @example(100, 600, causal("top_left"), HopperBackwardConfig(64))
 @example(800, 800, window(127, 0, "top_left"), HopperBackwardConfig(128))
 @example(200, 900, window(0, 0, "bottom_right"), HopperBackwardConfig(64))
+@example(800, 800, window(127, 0, "top_left"), HopperBackwardConfig(64, writer=True, ordered=True))
 def test_backward_every_seeing_query_is_in_one_step_and_unmasked_steps_see_all_keys(sq, sk, mask, config):
     problem = problem_of(sq, sk, mask)
     (n_tiles, *_), band, shape = backward_scalars_of(problem, config)
@@ -277,23 +281,67 @@ def test_backward_every_seeing_query_is_in_one_step_and_unmasked_steps_see_all_k
         if seeing:
             assert len(begins) <= seeing[-1] // config.queries - seeing[0] // config.queries + 1, "a step for nobody"
         for key in range(first, first + KEYS, ROWS):
-            masked = tiles.masked_queries_of.fn(key, spans, band, shape)
-            assert 0 <= masked <= spans[3]
-            for step in range(masked, spans[3]):
+            ends = tiles.phases_of.fn(key, spans, band, shape)
+            assert list(ends) == sorted(ends)
+            assert (ends[0], ends[-1]) == (0, spans[3])
+            assert shape.LOWER or not config.ordered or ends[1] == 0, "this phase is left out"
+            for step in range(ends[1], ends[2]):
                 assert visible[begins[step]:begins[step] + config.queries, key:key + ROWS].all(), (key, begins[step])
                 assert key + ROWS <= sk, "keys past the last one need a mask"
                 # What the kernel computes in place of queries_at, where no step is masked.
-                assert begins[step] == spans[0] + (spans[1] - spans[2] + step) * config.queries
+                assert config.ordered or begins[step] == spans[0] + (spans[1] - spans[2] + step) * config.queries
 
 
+@pytest.mark.parametrize("ordered", [False, True])
 @pytest.mark.parametrize("queries", [64, 128])
-def test_causal_backward_masks_no_step_whose_queries_all_see_the_warpgroups_keys(queries):
-    config = HopperBackwardConfig(queries)
+def test_causal_backward_masks_no_step_whose_queries_all_see_the_warpgroups_keys(queries, ordered):
+    config = HopperBackwardConfig(queries, writer=ordered, ordered=ordered)
     (n_tiles, *_), band, shape = backward_scalars_of(problem_of(1024, 1024, causal()), config)
     for key in range(0, n_tiles * KEYS, ROWS):
         spans = tiles.query_steps_of.fn(key // KEYS * KEYS, band, shape)
-        for step in range(tiles.masked_queries_of.fn(key, spans, band, shape)):
+        ends = tiles.phases_of.fn(key, spans, band, shape)
+        for step in {*range(spans[3])} - {*range(ends[1], ends[2])}:
             assert tiles.queries_at.fn(step, spans, shape) < key + ROWS - 1
+
+
+@example(900, 900, window(64, 0, "top_left"), HopperBackwardConfig(64, writer=True, ordered=True), 2, 2, 3)
+@example(900, 900, window(65, None, "top_left"), HopperBackwardConfig(64, writer=True, ordered=True), 1, 1, 1)
+@given(SIZES, SIZES, masks(), ORDERED_CONFIGS, st.integers(1, 2), st.integers(1, 2), st.integers(1, 3))
+def test_tiles_add_to_each_step_in_the_order_of_their_programs_and_come_there_in_this_order(
+        sq, sk, mask, config, b, hk, section):
+    """A tile may only wait for programs of lower numbers: others may not be running. And it seldom should."""
+    problem = problem_of(sq, sk, mask, b=b, heads=(hk, hk))
+    assume(not problem.is_empty)
+    (n_tiles, *_), band, shape = backward_scalars_of(problem, config)
+    order, adding = (n_tiles, hk, b, section), {}
+    for number in range(n_tiles * hk * b):
+        first, head, batch = tiles.key_tile_at.fn(number, order, shape)
+        spans = tiles.query_steps_of.fn(first, band, shape)
+        for turn in range(spans[3]):
+            step = tiles.queries_at.fn(turn, spans, shape) // config.queries
+            rank = tiles.rank_of.fn(first, step, band, shape)
+            adding.setdefault((batch, head, step), []).append((rank, first, turn))
+    for ranks, firsts, turns in (zip(*tiles_of_step, strict=True) for tiles_of_step in adding.values()):
+        assert ranks == tuple(range(len(ranks)))
+        assert firsts == tuple(sorted(firsts))
+        assert turns == tuple(sorted(turns)), "one that started at the same time would wait"
+
+
+def test_sums_are_followed_by_a_counter_for_each_step_where_they_are_ordered():
+    problem = problem_of(1000, 1000, d=128, b=3, heads=(40, 40))
+    plain, ordered = (launch_backward.HopperBackward(problem, HopperBackwardConfig(64, writer=True, ordered=ordered),
+                                                      problem.q_strides)
+                      for ordered in (False, True))
+    steps = 3 * 40 * 16
+    assert plain.sums_shape == (steps * 64 * 128 // 256, 256)
+    sums = torch.zeros(ordered.sums_shape)
+    rows = torch.zeros(3, 40, 1000)
+    tensor = torch.zeros(3, 40, 1000, 128, dtype=torch.bfloat16)
+    *_, described, counters = ordered.arguments((tensor,) * 4 + (rows, rows, tensor, tensor), sums)
+    assert tuple(described.shape) == plain.sums_shape
+    assert counters.dtype is torch.int32
+    assert counters.numel() >= steps
+    assert counters.data_ptr() == sums.data_ptr() + 4 * math.prod(plain.sums_shape)
 
 
 @given(st.integers(1, 1000), st.integers(1, 3), st.integers(1, 4), st.integers(1, 3), st.booleans())

@@ -37,12 +37,14 @@ def test_both_ways_hand_the_same_arguments_of_the_forward(d, mask, options, show
     assert behind[:3] == [lse, counter, sinks]
 
 
-@pytest.mark.parametrize("d", [64, 128])
-def test_both_ways_hand_the_same_arguments_of_the_backward(d):
+@pytest.mark.parametrize(("d", "deterministic"), [(64, False), (128, False), (64, True)])
+def test_both_ways_hand_the_same_arguments_of_the_backward(d, deterministic):
     encoded, behind, (q, k, v, dout, _lse, _delta, _dq, dk, dv, sums) = check(
-        {"kernel": "hopper_backward", "d": d, "mask": [None, 0, "top_left"]})
-    if d == 64:  # dq is added from registers
+        {"kernel": "hopper_backward", "d": d, "mask": [None, 0, "top_left"], "deterministic": deterministic})
+    if d == 64 and not deterministic:  # dq is added from registers
         assert encoded == [q, k, v, dout, dk, dv]
         assert behind[0] == sums
     else:
         assert encoded == [q, k, v, dout, dk, dv, sums]
+    if deterministic:  # counters stand behind the sums: 4096 queries of 2 heads, 64 columns
+        assert behind[0] == sums + 4 * 2 * 4096 * 64

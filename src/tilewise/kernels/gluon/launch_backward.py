@@ -38,6 +38,14 @@ class HopperBackwardShape(Protocol):
     def direct(self) -> bool:
         """Whether dQ is added from registers."""
 
+    @property
+    def writer(self) -> bool:
+        """Whether warps of their own add dQ."""
+
+    @property
+    def ordered(self) -> bool:
+        """Whether dQ is added in a fixed order."""
+
     def width(self, problem: AttentionProblem) -> int:
         """Width of a head inside the tiles."""
 
@@ -72,13 +80,16 @@ class HopperBackward:
             tiles, problem.hk, problem.b, _section(problem, width), sq, len(self.keys), lower, upper, problem.group,
             problem.scale, problem.scale * math.log2(math.e),
             Shape(width, config.queries, _KEYS // 64, config.stages, config.out_stages, config.ahead, config.direct,
-                  band.lower is not None, band.upper is not None))
+                  config.writer, config.ordered, band.lower is not None, band.upper is not None))
         self.blocks = [[1, 1, size, width] for size in (config.queries, 64, 64, config.queries, 64, 64)]
         self.layouts = [gl.NVMMASharedLayout.get_default_for(block, dtype) for block in self.blocks]
         # A part of dQ: half of a step, the columns of 64 queries or 64 of 128 queries.
         halves = config.queries == 64
         parts, columns = 2 * math.ceil(sq / config.queries), width // 2 if halves else width
-        self.sums_shape = (problem.b * problem.hq * parts * columns // 4, 256)
+        steps = problem.b * problem.hq * parts // 2
+        self.sums_rows = steps * columns // 2
+        # Counters of tiles that have added to a step stand behind the sums: one memory to be zeroed.
+        self.sums_shape = (self.sums_rows + (math.ceil(steps / 256) if config.ordered else 0), 256)
         self.sums_block = [columns // 4, 256]
         self.sums_layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
         self.enqueue = Enqueue(hopper_backward_kernel, self.grid, self.scalars, OPTIONS)
@@ -91,17 +102,22 @@ class HopperBackward:
         q, k, v, dout, lse, delta, dq, dk, dv = self._read(tensors)
         sums = torch.zeros(self.sums_shape, dtype=torch.float32, device=dq.device)
         mine = (q, k, v, dout, lse, delta, dk, dv)
-        self.enqueue(tuple([tensor.data_ptr() for tensor in (*mine, sums)]), lambda: self.arguments(mine, sums))
+        counters = sums.data_ptr() + self.sums_rows * 1024 if self.config.ordered else None
+        self.enqueue((*[tensor.data_ptr() for tensor in (*mine, sums)], counters), lambda: self.arguments(mine, sums))
         self.enqueue_dq((sums.data_ptr(), dq.data_ptr()), lambda: (sums, dq))
 
     def arguments(self, tensors: tuple[torch.Tensor, ...], sums: torch.Tensor) -> tuple[Any, ...]:
-        """Descriptors of q, k, v and dout; lse and delta; descriptors of dk and dv; the sums, or their descriptor."""
+        """Return the tensors in order, all but lse and delta as descriptors, then the sums and their counters.
+
+        The sums, too, are described, but where dQ is added from registers.
+        """
         q, k, v, dout, lse, delta, dk, dv = tensors
         described = [self.describe(tensor, list(tensor.shape), legal_strides(tensor), block, layout)
                      for tensor, block, layout in zip((q, k, v, dout, dk, dv), self.blocks, self.layouts, strict=True)]
-        target = sums if self.config.direct else self.describe(sums, list(sums.shape), list(sums.stride()),
+        target = sums if self.config.direct else self.describe(sums, [self.sums_rows, 256], list(sums.stride()),
                                                                self.sums_block, self.sums_layout)
-        return (*described[:4], lse, delta, *described[4:], target)
+        counters = sums[self.sums_rows:].view(torch.int32) if self.config.ordered else None
+        return (*described[:4], lse, delta, *described[4:], target, counters)
 
     def _read(self, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """Leave out the rows that are not read."""

@@ -108,9 +108,9 @@ def hides_first_step(first_key, steps, row, upper, C: gl.constexpr):
 def query_steps_of(first, band, C: gl.constexpr):
     """Return (start, at the head, masked, steps): the queries that see a tile of keys, in steps of C.QUERIES.
 
-    Steps lie on a grid from query 0 on, since the sums for dq are stored by steps, and are taken from the first one up.
-    The first ``at the head`` of them and some at the other end need a mask: ``masked`` in all; in a tile that reaches
-    past the last key all do. Queries past the last one do not: their probabilities are 0. There may be no step.
+    Steps lie on a grid from query 0 on, since the sums for dq are stored by steps. The first ``at the head`` of them
+    and some at the other end need a mask: ``masked`` in all; in a tile that reaches past the last key all do. Queries
+    past the last one do not: their probabilities are 0. There may be no step.
     """
     sq, sk, lower, upper = band
     last = gl.minimum(first + 64 * C.CONSUMERS, sk) - 1
@@ -134,11 +134,47 @@ def query_steps_of(first, band, C: gl.constexpr):
 
 @gluon.jit
 def queries_at(step, spans, C: gl.constexpr):
-    """Return the first query of a step: the masked ones come first, those of both ends."""
+    """Return the first query of a step: the masked ones come first, those of both ends.
+
+    With C.ORDERED they come from the last one down: whatever the mask, of tiles that start together the one of the
+    earlier keys is at a step first or at the same time. From the first one up a causal tile would have to wait until
+    an earlier one has come to its diagonal.
+    """
     start, at_head, masked, steps = spans
-    place = gl.where(step < masked, steps - 1 - (step - at_head), step - (masked - at_head))
-    place = gl.where(step < at_head, step, place)
+    if C.ORDERED:
+        place = steps - 1 - step
+    else:
+        place = gl.where(step < masked, steps - 1 - (step - at_head), step - (masked - at_head))
+        place = gl.where(step < at_head, step, place)
     return start + place * C.QUERIES
+
+
+@gluon.jit
+def phases_of(key, spans, band, C: gl.constexpr):
+    """Return where phases of steps end for the 64 keys from ``key`` on; all but the second need a mask.
+
+    With C.ORDERED there are three, of which the first is empty without a lower bound; else two.
+    """
+    _start, at_head, masked, steps = spans
+    own = masked_queries_of(key, spans, band, C)
+    if C.ORDERED:
+        ends = (0, masked - at_head, steps - (own - (masked - at_head)), steps)
+    else:
+        ends = (0, own, steps)
+    return ends
+
+
+@gluon.jit
+def rank_of(first, step, band, C: gl.constexpr):
+    """Return how many tiles of keys before that from ``first`` on see a step: the first that does sees its first query.
+
+    ``step``: counted on the grid of all. A bound above only ever hides a step from the tiles behind.
+    """
+    _sq, _sk, lower, _upper = band
+    rank = first // (64 * C.CONSUMERS)
+    if C.LOWER:
+        rank -= gl.maximum(0, step * C.QUERIES + lower) // (64 * C.CONSUMERS)
+    return rank
 
 
 @gluon.jit
