@@ -360,3 +360,12 @@ def test_a_backward_section_holds_heads_whose_queries_and_sums_fit_l2():
     for sq, group, section in ((4096, 1, 6), (16384, 1, 1), (4096, 2, 3), (1 << 20, 8, 1)):
         problem = problem_of(sq, 128, causal("bottom_right"), heads=(16 * group, 16))
         assert backward_scalars_of(problem, HopperBackwardConfig(64))[0][3] == section
+        ordered = HopperBackwardConfig(64, writer=True, ordered=True)
+        assert backward_scalars_of(problem, ordered)[0][3] == 16, "tiles of one head wait for one another"
+
+
+def test_ordered_tiles_that_start_together_are_of_many_heads():
+    order, _, shape = backward_scalars_of(problem_of(4096, 4096, heads=(32, 32)),
+                                          HopperBackwardConfig(64, writer=True, ordered=True))
+    places = [tiles.key_tile_at.fn(number, order, shape) for number in range(132)]
+    assert max(Counter(head for _, head, _ in places).values()) == 9

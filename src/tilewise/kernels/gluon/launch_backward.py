@@ -12,6 +12,9 @@ from tilewise.problem import AttentionProblem, Sizes, legal_strides
 
 # What q, dout and the sums for dq of one section of heads may take of L2 (50 MiB on an H200).
 _SECTION_BYTES = 24 * 2**20
+# Where dQ is summed in order a tile of keys is a step or two behind the one before. With heads enough in a section
+# those that start together are few of each head: of 132 multiprocessors' tiles, 8.
+_LEAST_ORDERED = 16
 _KEYS = 128  # keys of a program
 
 
@@ -77,7 +80,8 @@ class HopperBackward:
                         for bound in (band.lower, band.upper))
         self.grid = (tiles * lines,)
         self.scalars = (
-            tiles, problem.hk, problem.b, _section(problem, width), sq, len(self.keys), lower, upper, problem.group,
+            tiles, problem.hk, problem.b, _section(problem, width, _LEAST_ORDERED if config.ordered else 1), sq,
+            len(self.keys), lower, upper, problem.group,
             problem.scale, problem.scale * math.log2(math.e),
             Shape(width, config.queries, _KEYS // 64, config.stages, config.out_stages, config.ahead, config.direct,
                   config.writer, config.ordered, band.lower is not None, band.upper is not None))
@@ -133,7 +137,7 @@ def _rows(tensor: torch.Tensor, rows: Span) -> torch.Tensor:
     return tensor[:, :, rows.start:rows.stop]
 
 
-def _section(problem: AttentionProblem, width: int) -> int:
+def _section(problem: AttentionProblem, width: int, least: int) -> int:
     """Heads of k whose query heads' q, dout and sums for dq are worked on together."""
     bytes_of_head = problem.sq * (2 * problem.dtype.itemsize + 4) * width * problem.group
-    return max(1, _SECTION_BYTES // bytes_of_head)
+    return max(least, _SECTION_BYTES // bytes_of_head)

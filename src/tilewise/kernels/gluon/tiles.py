@@ -26,9 +26,10 @@ def key_tile_at(number, order, C: gl.constexpr):
     """Return (first key, head of k, batch) of a tile number.
 
     Heads come in sections as in ``tile_at``; here what fits L2 is q, dout and the sums for dq. Under an upper bound the
-    first keys are seen by the most queries.
+    first keys are seen by the most queries. With C.ORDERED tiles of one head wait for one another: in a section those
+    that start together are of many heads.
     """
-    rank, line = _place_of(number, order, C.UPPER)
+    rank, line = _place_of(number, order, C.UPPER or C.ORDERED)
     _tiles, heads, _batches, _section = order
     return rank * (64 * C.CONSUMERS), line % heads, line // heads
 
