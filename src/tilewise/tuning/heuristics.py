@@ -150,8 +150,8 @@ def hopper_backward_config(problem: AttentionProblem) -> HopperBackwardConfig:
     """
     narrow = max(problem.d, problem.dv) <= 64
     if problem.deterministic:
-        return HopperBackwardConfig(queries=64, ahead=narrow, writer=True, ordered=True)
-    return HopperBackwardConfig(queries=64, ahead=narrow, direct=narrow)
+        return HopperBackwardConfig(ahead=narrow, ordered=True)
+    return HopperBackwardConfig(ahead=narrow, direct=narrow)
 
 
 def delta_config(problem: AttentionProblem) -> DeltaConfig:

@@ -21,9 +21,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tilewise.kernels.gluon.compat import tma_load, tma_store, tma_store_wait
-from tilewise.kernels.gluon.hopper_dq_sums import hand_over, make_stage, part_columns, write_sums
+from tilewise.kernels.gluon.hopper_dq_sums import hand_over, make_stage, write_sums
 from tilewise.kernels.gluon.pipeline import leave, make_barriers, meet, wait_empty, wait_full
-from tilewise.kernels.gluon.tiles import key_tile_at, phases_of, queries_at, query_steps_of
+from tilewise.kernels.gluon.tiles import QUERIES, key_tile_at, phases_of, queries_at, query_steps_of
 
 LOG2E = gl.constexpr(1.4426950408889634)
 ONE_WARP: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
@@ -33,13 +33,11 @@ class Shape(NamedTuple):
     """What is fixed when the kernel is compiled: HopperBackwardConfig's fields, and what of the mask there is."""
 
     WIDTH: int
-    QUERIES: int
     CONSUMERS: int
     STAGES: int
     OUT_STAGES: int
     AHEAD: bool
     DIRECT: bool
-    WRITER: bool
     ORDERED: bool
     LOWER: bool
     UPPER: bool
@@ -54,7 +52,7 @@ def load_rows(sources, queries, rows, turn, place, line, sq, C: gl.constexpr):
     q_desc, _k_desc, _v_desc, _dout_desc, lse_ptr, delta_ptr = sources
     q_tiles, full, empty = queries
     batch, head, first = place
-    offsets = first + gl.arange(0, C.QUERIES, layout=ONE_WARP)
+    offsets = first + gl.arange(0, QUERIES, layout=ONE_WARP)
     lse = gl.load(lse_ptr + line + offsets, mask=offsets < sq, other=float("-inf"))
     delta = gl.load(delta_ptr + line + offsets, mask=offsets < sq, other=0.0)
     wait_empty(empty, turn, C.STAGES)
@@ -111,7 +109,7 @@ def hide(probs, first_query, first_key, band, C: gl.constexpr):
     """Set the probabilities of pairs that do not take part to 0 (eq. 12)."""
     LAYOUT: gl.constexpr = probs.type.layout
     _sq, sk, lower, upper = band
-    queries = first_query + gl.arange(0, C.QUERIES, layout=gl.SliceLayout(0, LAYOUT))
+    queries = first_query + gl.arange(0, QUERIES, layout=gl.SliceLayout(0, LAYOUT))
     keys = first_key + gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
     start = gl.full([64], -2**31, gl.int32, layout=gl.SliceLayout(1, LAYOUT))
     if C.UPPER:
@@ -126,26 +124,22 @@ def hide(probs, first_query, first_key, band, C: gl.constexpr):
 @gluon.jit
 def issue_scores(k, q_tiles, turn, C: gl.constexpr):
     """Issue Sᵀ = K·Qᵀ of a turn."""
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.QUERIES, 16])
-    zero = gl.full([64, C.QUERIES], 0.0, gl.float32, layout=S_LAYOUT)
-    q = q_tiles.index(turn % C.STAGES).reshape([C.QUERIES, C.WIDTH])
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
+    zero = gl.full([64, QUERIES], 0.0, gl.float32, layout=S_LAYOUT)
+    q = q_tiles.index(turn % C.STAGES).reshape([QUERIES, C.WIDTH])
     return warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def issue_dq(k_tiles, dscores_tiles, half, OWN: gl.constexpr, C: gl.constexpr):
-    """Issue a warpgroup's part of dQ = dS·K: of 64 queries half the columns, of 128 queries half the rows."""
-    COLUMNS: gl.constexpr = part_columns(C)
+    """Issue a warpgroup's part of dQ = dS·K: half its columns."""
+    COLUMNS: gl.constexpr = C.WIDTH // 2
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     dq = gl.full([64, COLUMNS], 0.0, gl.float32, layout=LAYOUT)
     NC: gl.constexpr = C.CONSUMERS
     for i in gl.static_range(NC):
         dscores = dscores_tiles.index(half * C.CONSUMERS + i)
-        k = k_tiles.index(i).reshape([64, C.WIDTH])
-        if C.QUERIES == 64:
-            k = k.slice(OWN * COLUMNS, COLUMNS, 1)
-        else:
-            dscores = dscores.slice(OWN * 64, 64, 1)
+        k = k_tiles.index(i).reshape([64, C.WIDTH]).slice(OWN * COLUMNS, COLUMNS, 1)
         dq = warpgroup_mma(dscores.permute((1, 0)), k, dq, use_acc=i > 0, is_async=True)
     return dq
 
@@ -157,27 +151,27 @@ def sum_steps(begin, end, turn, scores, dk, dv, tiles, queries, douts, rows, sum
     k_tiles, v_tiles, dscores_tiles = tiles
     q_tiles, q_full, q_empty = queries
     dout_tiles, dout_full, dout_empty = douts
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.QUERIES, 16])
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
     ROW: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
     DTYPE: gl.constexpr = k_tiles.dtype
     NC: gl.constexpr = C.CONSUMERS
-    zero = gl.full([64, C.QUERIES], 0.0, gl.float32, layout=S_LAYOUT)
+    zero = gl.full([64, QUERIES], 0.0, gl.float32, layout=S_LAYOUT)
     k = k_tiles.index(OWN).reshape([64, C.WIDTH])
     v = v_tiles.index(OWN).reshape([64, C.WIDTH])
-    unmasked = spans[0] + (spans[1] - spans[2]) * C.QUERIES
+    unmasked = spans[0] + (spans[1] - spans[2]) * QUERIES
     for step in range(begin, end):
         slot = turn % C.STAGES
         if MASKED or C.ORDERED:
             first_query = queries_at(step, spans, C)
         else:  # behind those at the head
-            first_query = unmasked + step * C.QUERIES
+            first_query = unmasked + step * QUERIES
         if not C.AHEAD:
             wait_full(q_full, turn, C.STAGES)
             scores_pending = issue_scores(k, q_tiles, turn, C)
         wait_full(dout_full, turn, C.OUT_STAGES)
-        q = q_tiles.index(slot).reshape([C.QUERIES, C.WIDTH])
-        dout = dout_tiles.index(turn % C.OUT_STAGES).reshape([C.QUERIES, C.WIDTH])
+        q = q_tiles.index(slot).reshape([QUERIES, C.WIDTH])
+        dout = dout_tiles.index(turn % C.OUT_STAGES).reshape([QUERIES, C.WIDTH])
         dprobs_pending = warpgroup_mma(v, dout.permute((1, 0)), zero, use_acc=False, is_async=True)
         lse = rows.index(2 * slot).load(ROW)
         if not C.AHEAD:
@@ -207,7 +201,7 @@ def sum_steps(begin, end, turn, scores, dk, dv, tiles, queries, douts, rows, sum
             dv = warpgroup_mma_wait(NC + 1, deps=(dv_pending,))
             leave(dout_empty, turn, C.OUT_STAGES)
             dq = warpgroup_mma_wait(1, deps=(dq_pending,))
-        hand_over(sums, dq, stage, turn, first_part + first_query // (C.QUERIES // 2), OWN, C)
+        hand_over(sums, dq, stage, turn, first_part + first_query // (QUERIES // 2), OWN, C)
         if C.AHEAD:
             dk, scores = warpgroup_mma_wait(0, deps=(dk_pending, scores_pending))
         else:
@@ -235,17 +229,17 @@ def gather(gathered, OWN: gl.constexpr, C: gl.constexpr):
     k_tiles, v_tiles, keys_full = keys
     q_tiles, q_full, _q_empty = queries
     first, head_k, batch = tile
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.QUERIES, 16])
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
     SUM_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.WIDTH, 16])
     dk = gl.full([64, C.WIDTH], 0.0, gl.float32, layout=SUM_LAYOUT)
     dv = gl.full([64, C.WIDTH], 0.0, gl.float32, layout=SUM_LAYOUT)
-    scores = gl.full([64, C.QUERIES], 0.0, gl.float32, layout=S_LAYOUT)
+    scores = gl.full([64, QUERIES], 0.0, gl.float32, layout=S_LAYOUT)
     spans = query_steps_of(first, band, C)
     key = first + OWN * 64
     ends = phases_of(key, spans, band, C)
     FIRST: gl.constexpr = 1 if C.ORDERED and not C.LOWER else 0
     STOP: gl.constexpr = 3 if C.ORDERED else 2
-    parts = (band[0] + (C.QUERIES - 1)) // C.QUERIES * C.CONSUMERS
+    parts = (band[0] + (QUERIES - 1)) // QUERIES * C.CONSUMERS
     NC: gl.constexpr = C.CONSUMERS
     for i in gl.static_range(NC):
         mbarrier.wait(keys_full.index(i), 0)
@@ -283,16 +277,16 @@ def hopper_backward_kernel(q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr
     ROWS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     k_tiles = gl.allocate_shared_memory(DTYPE, [NC, 1, 1, 64, C.WIDTH], k_desc.layout)
     v_tiles = gl.allocate_shared_memory(DTYPE, [NC, 1, 1, 64, C.WIDTH], v_desc.layout)
-    q_tiles = gl.allocate_shared_memory(DTYPE, [C.STAGES, 1, 1, C.QUERIES, C.WIDTH], q_desc.layout)
-    dout_tiles = gl.allocate_shared_memory(DTYPE, [C.OUT_STAGES, 1, 1, C.QUERIES, C.WIDTH], dout_desc.layout)
-    TURNED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, C.QUERIES], DTYPE)
-    dscores_tiles = gl.allocate_shared_memory(DTYPE, [2 * NC, 64, C.QUERIES], TURNED)
-    rows = gl.allocate_shared_memory(gl.float32, [2 * C.STAGES, C.QUERIES], ROWS)  # lse and delta in turn
+    q_tiles = gl.allocate_shared_memory(DTYPE, [C.STAGES, 1, 1, QUERIES, C.WIDTH], q_desc.layout)
+    dout_tiles = gl.allocate_shared_memory(DTYPE, [C.OUT_STAGES, 1, 1, QUERIES, C.WIDTH], dout_desc.layout)
+    TURNED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, QUERIES], DTYPE)
+    dscores_tiles = gl.allocate_shared_memory(DTYPE, [2 * NC, 64, QUERIES], TURNED)
+    rows = gl.allocate_shared_memory(gl.float32, [2 * C.STAGES, QUERIES], ROWS)  # lse and delta in turn
     stage = dscores_tiles
-    if C.WRITER:
+    if C.ORDERED:
         stage = make_stage(sums, C)
     elif not C.DIRECT:
-        stage = gl.allocate_shared_memory(gl.float32, [NC, part_columns(C) // 4, 256], sums.layout)
+        stage = gl.allocate_shared_memory(gl.float32, [NC, C.WIDTH // 8, 256], sums.layout)
     keys = (k_tiles, v_tiles, make_barriers(NC, 1))
     queries = (q_tiles, make_barriers(C.STAGES, 2), make_barriers(C.STAGES, NC))
     douts = (dout_tiles, make_barriers(C.OUT_STAGES, 1), make_barriers(C.OUT_STAGES, NC))
@@ -307,7 +301,7 @@ def hopper_backward_kernel(q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr
                 (scale, scale_log2))
     loaded = (sources, keys, queries, douts, rows, tile, band, heads, group)
     written = (sums, counters, stage, tile, band, heads, group)
-    if C.WRITER:
+    if C.ORDERED:
         gl.warp_specialize([(gather, (gathered, ZERO, C)), (gather, (gathered, ONE, C)), (load, (loaded, C)),
                             (write_sums, (written, ZERO, C)), (write_sums, (written, ONE, C))], [4, 1, 1, 1],
                            [240, 24, 24, 24])

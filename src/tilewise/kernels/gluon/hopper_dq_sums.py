@@ -1,11 +1,11 @@
 """How the backward kernel's parts of dQ reach their sums in global memory (maths.md, eq. 10).
 
 Each step of a tile of keys adds one part a consumer. The consumers add it themselves, from registers (C.DIRECT) or
-through a staged tile that the copy engine adds; or they stage it for warps that do nothing else (C.WRITER), and wait
-for the copy engine only when it is two steps behind. Those warps can keep an order (C.ORDERED): in each step tile of
-keys after tile of keys, so that every bit of dQ is the same on every run. A counter of the step then says how many
-tiles have added their parts. A tile waits for earlier ones alone, whose programs have lower numbers and started before:
-they need not all be running at once.
+through a staged tile that the copy engine adds; or, for a fixed order (C.ORDERED), they stage it for warps that do
+nothing else, and wait for these only when they are two steps behind. Those warps add in each step tile of keys after
+tile of keys, so that every bit of dQ is the same on every run. A counter of the step says how many tiles have added
+their parts. A tile waits for earlier ones alone, whose programs have lower numbers and started before: they need not
+all be running at once.
 """
 
 from triton.experimental import gluon
@@ -14,24 +14,18 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from tilewise.kernels.gluon.compat import tma_add, tma_store_wait
 from tilewise.kernels.gluon.pipeline import leave, make_barriers, wait_empty, wait_full
-from tilewise.kernels.gluon.tiles import queries_at, query_steps_of, rank_of
+from tilewise.kernels.gluon.tiles import QUERIES, queries_at, query_steps_of, rank_of
 
 # Writers take steps in turn, each with a stage of its own: an addition may last as long as two steps.
 WRITERS: gl.constexpr = gl.constexpr(2)
 LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
 
 
-@gluon.constexpr_function
-def part_columns(C):
-    """Columns of a warpgroup's part of dQ, which has 64 rows."""
-    return C.WIDTH if C.QUERIES == 128 else C.WIDTH // 2
-
-
 @gluon.jit
 def make_stage(sums, C: gl.constexpr):
     """Allocate what parts of dQ are staged in: for each writer a tile a consumer."""
     NC: gl.constexpr = C.CONSUMERS
-    tiles = gl.allocate_shared_memory(gl.float32, [WRITERS * NC, part_columns(C) // 4, 256], sums.layout)
+    tiles = gl.allocate_shared_memory(gl.float32, [WRITERS * NC, C.WIDTH // 8, 256], sums.layout)
     return tiles, make_barriers(WRITERS, NC), make_barriers(WRITERS, 1)
 
 
@@ -41,13 +35,13 @@ def hand_over(sums, dq, stage, turn, part, OWN: gl.constexpr, C: gl.constexpr):
 
     Each thread's values go four by four: neighbours in memory are neighbours in a warp. part: its number among all.
     """
-    COLUMNS: gl.constexpr = part_columns(C)
+    COLUMNS: gl.constexpr = C.WIDTH // 2
     turned = dq.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute((3, 0, 2, 4, 1, 5))
     if C.DIRECT:
         flat = turned.reshape([64 * COLUMNS])
         offsets = gl.arange(0, 64 * COLUMNS, layout=flat.type.layout)
         gl.atomic_add(sums + part.to(gl.int64) * (64 * COLUMNS) + offsets, flat, sem="relaxed")
-    elif C.WRITER:
+    elif C.ORDERED:
         tiles, full, empty = stage
         wait_empty(empty, turn, WRITERS)
         tiles.index(turn % WRITERS * C.CONSUMERS + OWN).store(turned.reshape([COLUMNS // 4, 256]))
@@ -67,21 +61,19 @@ def write_sums(written, OWN: gl.constexpr, C: gl.constexpr):
     tiles, full, empty = stage
     first, head_k, batch = tile
     spans = query_steps_of(first, band, C)
-    all_steps = (band[0] + (C.QUERIES - 1)) // C.QUERIES
-    ROWS: gl.constexpr = part_columns(C) // 4
+    all_steps = (band[0] + (QUERIES - 1)) // QUERIES
+    ROWS: gl.constexpr = C.WIDTH // 8
     NC: gl.constexpr = C.CONSUMERS
     for turn in range(OWN, group * spans[3], WRITERS):
         member = turn // spans[3]
-        place = queries_at(turn - member * spans[3], spans, C) // C.QUERIES
+        place = queries_at(turn - member * spans[3], spans, C) // QUERIES
         step = (batch * heads * group + head_k * group + member) * all_steps + place
-        if C.ORDERED:
-            rank = rank_of(first, place, band, C)
-            _wait_for_tiles_before(counters + step, rank)
+        rank = rank_of(first, place, band, C)
+        _wait_for_tiles_before(counters + step, rank)
         wait_full(full, turn, WRITERS)
         for i in gl.static_range(NC):
             tma_add(sums, [(step * NC + i) * ROWS, 0], tiles.index(OWN * NC + i))
-        if C.ORDERED:
-            _let_next_tile_add(counters + step, rank + 1)
+        _let_next_tile_add(counters + step, rank + 1)
         tma_store_wait(0)
         leave(empty, turn, WRITERS)
 

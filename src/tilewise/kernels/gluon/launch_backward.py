@@ -22,10 +22,6 @@ class HopperBackwardShape(Protocol):
     """What the backward kernel reads of its config (tilewise.tuning.configs)."""
 
     @property
-    def queries(self) -> int:
-        """Queries a step."""
-
-    @property
     def stages(self) -> int:
         """Tiles of q in flight."""
 
@@ -42,12 +38,8 @@ class HopperBackwardShape(Protocol):
         """Whether dQ is added from registers."""
 
     @property
-    def writer(self) -> bool:
-        """Whether warps of their own add dQ."""
-
-    @property
     def ordered(self) -> bool:
-        """Whether dQ is added in a fixed order."""
+        """Whether warps of their own add dQ, in a fixed order."""
 
     def width(self, problem: AttentionProblem) -> int:
         """Width of a head inside the tiles."""
@@ -67,13 +59,14 @@ class HopperBackward:
 
         from tilewise.kernels.gluon.hopper_backward import Shape, hopper_backward_kernel
         from tilewise.kernels.gluon.hopper_dq import hopper_dq_kernel
+        from tilewise.kernels.gluon.tiles import QUERIES
 
         self.kernel, self.describe = hopper_backward_kernel, TensorDescriptor
         self.config = config
         self.queries, self.keys = problem.seeing_queries, problem.seen_keys
         self.reads_all = len(self.queries) == problem.sq and len(self.keys) == problem.sk
         dtype = gl.bfloat16 if problem.dtype is torch.bfloat16 else gl.float16
-        width, band, sq = config.width(problem), problem.band, len(self.queries)
+        width, band, sq, step = config.width(problem), problem.band, len(self.queries), int(QUERIES)
         tiles, lines = math.ceil(len(self.keys) / _KEYS), problem.b * problem.hk
         # Both count from the first one that is read.
         lower, upper = (0 if bound is None else bound + self.queries.start - self.keys.start
@@ -83,13 +76,11 @@ class HopperBackward:
             tiles, problem.hk, problem.b, _section(problem, width, _LEAST_ORDERED if config.ordered else 1), sq,
             len(self.keys), lower, upper, problem.group,
             problem.scale, problem.scale * math.log2(math.e),
-            Shape(width, config.queries, _KEYS // 64, config.stages, config.out_stages, config.ahead, config.direct,
-                  config.writer, config.ordered, band.lower is not None, band.upper is not None))
-        self.blocks = [[1, 1, size, width] for size in (config.queries, 64, 64, config.queries, 64, 64)]
+            Shape(width, _KEYS // 64, config.stages, config.out_stages, config.ahead, config.direct, config.ordered,
+                  band.lower is not None, band.upper is not None))
+        self.blocks = [[1, 1, size, width] for size in (step, 64, 64, step, 64, 64)]
         self.layouts = [gl.NVMMASharedLayout.get_default_for(block, dtype) for block in self.blocks]
-        # A part of dQ: half of a step, the columns of 64 queries or 64 of 128 queries.
-        halves = config.queries == 64
-        parts, columns = 2 * math.ceil(sq / config.queries), width // 2 if halves else width
+        parts, columns = 2 * math.ceil(sq / step), width // 2  # of dQ: half the columns of a step each
         steps = problem.b * problem.hq * parts // 2
         self.sums_rows = steps * columns // 2
         # Counters of tiles that have added to a step stand behind the sums: one memory to be zeroed.
@@ -98,7 +89,7 @@ class HopperBackward:
         self.sums_layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
         self.enqueue = Enqueue(hopper_backward_kernel, self.grid, self.scalars, OPTIONS)
         self.enqueue_dq = Enqueue(hopper_dq_kernel, (parts, problem.b * problem.hq),
-                                  (*dq_strides[:3], sq, problem.hq, parts, problem.scale, problem.d, columns, halves),
+                                  (*dq_strides[:3], sq, problem.hq, parts, problem.scale, problem.d, columns),
                                   {"num_warps": 4})
 
     def __call__(self, *tensors: torch.Tensor) -> None:
