@@ -38,8 +38,9 @@ def order(problem: AttentionProblem) -> tuple[str, ...]:
     to 0.9 of the time in both passes. In float16 it takes 1.1 to 1.4 of it forward and 8 times it backward; in
     bfloat16 without such a CPU, 0.5 forward and twice it backward.
 
-    On GPUs, gluon's launch goes through Triton's front end, 37 µs of the host where triton's own launch takes 10 (on
-    an H200's host), and makes four to seven descriptors: short calls, which would wait for that, are triton's.
+    On GPUs, calls are triton's that are too short for its own kernels to gain by tensor descriptors. Where gluon's
+    begin to gain was not timed: they need descriptors always, but keep them, and a launch takes 11 µs of an H200's
+    host at most, against triton's 10.
     """
     if problem.device.type != "cpu":
         first = ("gluon", "triton") if outlasts_descriptors(problem) else ("triton", "gluon")

@@ -127,7 +127,7 @@ def test_order_names_every_backend_once(dtype, device):
     ({"b": 60, "sq": 512, "sk": 512, "dv": 256}, "gluon"),
     ({"b": 60, "sq": 512, "sk": 512, "d": 256, "dv": 16}, "triton"),
 ])
-def test_gpus_ask_gluon_first_for_what_outlasts_its_launch_and_one_entry_decides_where_bits_count(fields, first):
+def test_gpus_ask_gluon_first_for_what_outlasts_descriptors_and_one_entry_decides_where_bits_count(fields, first):
     sizes = {"d": 64, "dv": 64, "hq": 4, "hk": 4} | fields
     problem = replace(_problem(dtype=torch.bfloat16), device=torch.device("cuda", 0), **sizes)
     second = {"gluon": "triton", "triton": "gluon"}[first]
