@@ -92,6 +92,7 @@ def problem_of(request, operands):
     return AttentionProblem(
         b=b, hq=hq, hk=hk, sq=s, sk=s, d=d, dv=dv, dtype=getattr(torch, request["dtype"]),
         device=torch.device("cuda", 0), scale=1.0, mask=Mask(*request["mask"]),
+        deterministic=request.get("deterministic", False),
         scores=scores_of(request, operands), sequences=sequences_of(operands), q_strides=strides[0],
         k_strides=strides[1], v_strides=strides[2])
 
@@ -172,8 +173,10 @@ def compile_hopper(request):
     driver.set_active(CompileOnlyDriver(TARGETS["sm_90"]))
     with contextlib.redirect_stdout(io.StringIO()) as log:
         compiled = launch.kernel.warmup(*arguments, *launch.scalars, grid=launch.grid, **OPTIONS)
-    row, sass = facts_of(request, compiled, spec), sass_of(compiled)
-    return row | nvidia_report(compiled) | {
+    row, sass, ptx = facts_of(request, compiled, spec), sass_of(compiled), compiled.asm["ptx"]
+    waits = {"acquire": ptx.count("ld.acquire.gpu"), "release": ptx.count("st.release.gpu"),
+             "complete": len(re.findall(r"cp\.async\.bulk\.wait_group\s+0;", ptx))}
+    return row | nvidia_report(compiled) | waits | {
         "planned": config.shared_bytes(problem), "log": log.getvalue(), "threads": 32 * compiled.metadata.num_warps,
         "unset": possibly_unset(sass), "strays": stray_descriptors(sass)}
 

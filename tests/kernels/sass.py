@@ -44,19 +44,24 @@ def stray_descriptors(sass):
     """Return the products whose descriptors have several definitions, or on some path none.
 
     A register that held something else before is set on every path, and yet a product may read what is stale. Where
-    nothing was moved, each register of a descriptor has one definition wherever it is used. (One that is saved and
-    restored has two: such a find has to be looked at.)
+    nothing was moved, each register of a descriptor has one definition wherever it is used; what was saved in another
+    register and restored from there keeps its own.
     """
     code, successors = _flow(sass)
     effects = [_effects(text) for text in code]
+    copies = [_COPY.fullmatch(text) for text in code]
     products = {index: {register for register in effects[index][0] if register.startswith("UR")}
                 for index, text in enumerate(code) if _operation(text).startswith("HGMMA")}
     watched = set().union(*products.values())
+    watched |= {copy[3] for copy in copies if copy and copy[2] in watched}
+    watched |= {copy[3] for copy in copies if copy and copy[2] in watched}  # from where it was saved
 
     def step(index, known):
-        at_times = code[index].startswith("@")
-        return known | {register: (known[register] if at_times else frozenset()) | {index}
-                        for register in watched & effects[index][1]}
+        copy, after = copies[index], dict(known)
+        for register in watched & effects[index][1]:
+            kept = known[register] if code[index].startswith("@") else frozenset()
+            after[register] = kept | (known[copy[3]] if copy and copy[3] in watched else {index})
+        return after
 
     def join(known, after):
         return {register: known[register] | after[register] for register in watched}

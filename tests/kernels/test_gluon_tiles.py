@@ -26,14 +26,17 @@ launch = pytest.importorskip("tilewise.kernels.gluon.launch")
 launch_backward = pytest.importorskip("tilewise.kernels.gluon.launch_backward")
 tiles = pytest.importorskip("tilewise.kernels.gluon.tiles", reason="Triton is not installed")
 ROWS = 64  # queries a warpgroup
+QUERIES = int(tiles.QUERIES)  # a step of the backward kernel
 
 
 @pytest.fixture(scope="module", autouse=True)
 def plain_python():
-    """The three functions of gl that tiles.py calls, on numbers."""
+    """The three functions of gl that tiles.py calls, on numbers, and its constant as one."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiles, "gl", SimpleNamespace(minimum=min, maximum=max, where=lambda test, a, b: a if test else b))
-        patch.setattr(tiles, "_place_of", tiles._place_of.fn)
+        patch.setattr(tiles, "QUERIES", QUERIES)
+        for called in ("_place_of", "masked_queries_of"):
+            patch.setattr(tiles, called, getattr(tiles, called).fn)
         yield
 
 
@@ -245,22 +248,23 @@ def test_there_is_one_program_a_multiprocessor_and_none_without_a_tile(sq, progr
 
 
 KEYS = 128  # of a program of the backward kernel
-BACKWARD_CONFIGS = st.builds(HopperBackwardConfig, queries=st.sampled_from((64, 128)))
+IN_NO_ORDER, IN_ORDER = HopperBackwardConfig(), HopperBackwardConfig(ordered=True)
 
 
-def backward_scalars_of(problem, config):
+def backward_scalars_of(problem, config=IN_NO_ORDER):
     numbers = launch_backward.HopperBackward(problem, config, problem.q_strides).scalars
     return numbers[:4], numbers[4:8], numbers[-1]
 
 
-@given(SIZES, SIZES, masks(), BACKWARD_CONFIGS)
-@example(900, 900, Mask(), HopperBackwardConfig(128))
-@example(512, 512, causal("top_left"), HopperBackwardConfig(64))
-@example(300, 700, causal("bottom_right"), HopperBackwardConfig(64))
-@example(700, 300, causal("bottom_right"), HopperBackwardConfig(128))
-@example(100, 600, causal("top_left"), HopperBackwardConfig(64))
-@example(800, 800, window(127, 0, "top_left"), HopperBackwardConfig(128))
-@example(200, 900, window(0, 0, "bottom_right"), HopperBackwardConfig(64))
+@given(SIZES, SIZES, masks(), st.sampled_from((IN_NO_ORDER, IN_ORDER)))
+@example(900, 900, Mask(), IN_NO_ORDER)
+@example(512, 512, causal("top_left"), IN_NO_ORDER)
+@example(300, 700, causal("bottom_right"), IN_NO_ORDER)
+@example(700, 300, causal("bottom_right"), IN_NO_ORDER)
+@example(100, 600, causal("top_left"), IN_NO_ORDER)
+@example(800, 800, window(127, 0, "top_left"), IN_NO_ORDER)
+@example(200, 900, window(0, 0, "bottom_right"), IN_NO_ORDER)
+@example(800, 800, window(127, 0, "top_left"), IN_ORDER)
 def test_backward_every_seeing_query_is_in_one_step_and_unmasked_steps_see_all_keys(sq, sk, mask, config):
     problem = problem_of(sq, sk, mask)
     (n_tiles, *_), band, shape = backward_scalars_of(problem, config)
@@ -273,36 +277,77 @@ def test_backward_every_seeing_query_is_in_one_step_and_unmasked_steps_see_all_k
     for first in range(0, n_tiles * KEYS, KEYS):
         spans = tiles.query_steps_of.fn(first, band, shape)
         begins = [tiles.queries_at.fn(step, spans, shape) for step in range(spans[3])]
-        assert all(begin % config.queries == 0 and 0 <= begin < sq for begin in begins), "dq's sums lie on a grid"
+        assert all(begin % QUERIES == 0 and 0 <= begin < sq for begin in begins), "dq's sums lie on a grid"
         assert len(set(begins)) == len(begins)
         seeing = visible[:, first:first + KEYS].any(1).nonzero().flatten().tolist()
-        assert {query // config.queries * config.queries for query in seeing} <= set(begins)
+        assert {query // QUERIES * QUERIES for query in seeing} <= set(begins)
         if seeing:
-            assert len(begins) <= seeing[-1] // config.queries - seeing[0] // config.queries + 1, "a step for nobody"
+            assert len(begins) <= seeing[-1] // QUERIES - seeing[0] // QUERIES + 1, "a step for nobody"
         for key in range(first, first + KEYS, ROWS):
-            masked = tiles.masked_queries_of.fn(key, spans, band, shape)
-            assert 0 <= masked <= spans[3]
-            for step in range(masked, spans[3]):
-                assert visible[begins[step]:begins[step] + config.queries, key:key + ROWS].all(), (key, begins[step])
+            ends = tiles.phases_of.fn(key, spans, band, shape)
+            assert list(ends) == sorted(ends)
+            assert (ends[0], ends[-1]) == (0, spans[3])
+            assert shape.LOWER or not config.ordered or ends[1] == 0, "this phase is left out"
+            for step in range(ends[1], ends[2]):
+                assert visible[begins[step]:begins[step] + QUERIES, key:key + ROWS].all(), (key, begins[step])
                 assert key + ROWS <= sk, "keys past the last one need a mask"
                 # What the kernel computes in place of queries_at, where no step is masked.
-                assert begins[step] == spans[0] + (spans[1] - spans[2] + step) * config.queries
+                assert config.ordered or begins[step] == spans[0] + (spans[1] - spans[2] + step) * QUERIES
 
 
-@pytest.mark.parametrize("queries", [64, 128])
-def test_causal_backward_masks_no_step_whose_queries_all_see_the_warpgroups_keys(queries):
-    config = HopperBackwardConfig(queries)
+@pytest.mark.parametrize("config", [IN_NO_ORDER, IN_ORDER], ids=["in no order", "in order"])
+def test_causal_backward_masks_no_step_whose_queries_all_see_the_warpgroups_keys(config):
     (n_tiles, *_), band, shape = backward_scalars_of(problem_of(1024, 1024, causal()), config)
     for key in range(0, n_tiles * KEYS, ROWS):
         spans = tiles.query_steps_of.fn(key // KEYS * KEYS, band, shape)
-        for step in range(tiles.masked_queries_of.fn(key, spans, band, shape)):
+        ends = tiles.phases_of.fn(key, spans, band, shape)
+        for step in {*range(spans[3])} - {*range(ends[1], ends[2])}:
             assert tiles.queries_at.fn(step, spans, shape) < key + ROWS - 1
+
+
+@example(900, 900, window(64, 0, "top_left"), 2, 2, 3)
+@example(900, 900, window(65, None, "top_left"), 1, 1, 1)
+@given(SIZES, SIZES, masks(), st.integers(1, 2), st.integers(1, 2), st.integers(1, 3))
+def test_tiles_add_to_each_step_in_the_order_of_their_programs_and_come_there_in_this_order(
+        sq, sk, mask, b, hk, section):
+    """A tile may only wait for programs of lower numbers: others may not be running. And it seldom should."""
+    problem = problem_of(sq, sk, mask, b=b, heads=(hk, hk))
+    assume(not problem.is_empty)
+    (n_tiles, *_), band, shape = backward_scalars_of(problem, IN_ORDER)
+    order, adding = (n_tiles, hk, b, section), {}
+    for number in range(n_tiles * hk * b):
+        first, head, batch = tiles.key_tile_at.fn(number, order, shape)
+        spans = tiles.query_steps_of.fn(first, band, shape)
+        for turn in range(spans[3]):
+            step = tiles.queries_at.fn(turn, spans, shape) // QUERIES
+            rank = tiles.rank_of.fn(first, step, band, shape)
+            adding.setdefault((batch, head, step), []).append((rank, first, turn))
+    for ranks, firsts, turns in (zip(*tiles_of_step, strict=True) for tiles_of_step in adding.values()):
+        assert ranks == tuple(range(len(ranks)))
+        assert firsts == tuple(sorted(firsts))
+        assert turns == tuple(sorted(turns)), "one that started at the same time would wait"
+
+
+def test_sums_are_followed_by_a_counter_for_each_step_where_they_are_ordered():
+    problem = problem_of(1000, 1000, d=128, b=3, heads=(40, 40))
+    plain, ordered = (launch_backward.HopperBackward(problem, config, problem.q_strides)
+                      for config in (IN_NO_ORDER, IN_ORDER))
+    steps = 3 * 40 * 16
+    assert plain.sums_shape == (steps * 64 * 128 // 256, 256)
+    sums = torch.zeros(ordered.sums_shape)
+    rows = torch.zeros(3, 40, 1000)
+    tensor = torch.zeros(3, 40, 1000, 128, dtype=torch.bfloat16)
+    *_, described, counters = ordered.arguments((tensor,) * 4 + (rows, rows, tensor, tensor), sums)
+    assert tuple(described.shape) == plain.sums_shape
+    assert counters.dtype is torch.int32
+    assert counters.numel() >= steps
+    assert counters.data_ptr() == sums.data_ptr() + 4 * math.prod(plain.sums_shape)
 
 
 @given(st.integers(1, 1000), st.integers(1, 3), st.integers(1, 4), st.integers(1, 3), st.booleans())
 def test_every_backward_tile_has_one_number_and_long_ones_come_first(sk, b, hk, group, is_causal):
     problem = problem_of(sk, sk, causal() if is_causal else None, 64, b, (hk * group, hk))
-    order, _, shape = backward_scalars_of(problem, HopperBackwardConfig(64))
+    order, _, shape = backward_scalars_of(problem)
     n_tiles, heads, batches, section = order
     places = [tiles.key_tile_at.fn(number, order, shape) for number in range(n_tiles * heads * batches)]
     assert Counter(places) == Counter(product(range(0, n_tiles * KEYS, KEYS), range(heads), range(batches)))
@@ -314,4 +359,11 @@ def test_a_backward_section_holds_heads_whose_queries_and_sums_fit_l2():
     """24 MiB; of the 16 MiB that q, dout and sums of 16384 queries of width 128 take, one head, and never none."""
     for sq, group, section in ((4096, 1, 6), (16384, 1, 1), (4096, 2, 3), (1 << 20, 8, 1)):
         problem = problem_of(sq, 128, causal("bottom_right"), heads=(16 * group, 16))
-        assert backward_scalars_of(problem, HopperBackwardConfig(64))[0][3] == section
+        assert backward_scalars_of(problem)[0][3] == section
+        assert backward_scalars_of(problem, IN_ORDER)[0][3] == 16, "tiles of one head wait for one another"
+
+
+def test_ordered_tiles_that_start_together_are_of_many_heads():
+    order, _, shape = backward_scalars_of(problem_of(4096, 4096, heads=(32, 32)), IN_ORDER)
+    places = [tiles.key_tile_at.fn(number, order, shape) for number in range(132)]
+    assert max(Counter(head for _, head, _ in places).values()) == 9

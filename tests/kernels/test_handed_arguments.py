@@ -9,8 +9,11 @@ pytestmark = pytest.mark.aot
 READS = {"O": object, "i": int, "L": int, "d": float}
 
 
-def check(request):
-    """Return the addresses in the encoded maps, in order, and those of the tensors."""
+def check(request, dims=4):
+    """Return the addresses in the encoded maps, in order, what follows the last one, and the tensors' addresses.
+
+    ``dims``: those of the last tensor that comes through a map.
+    """
     row, = compile_all("3.6.0", [request | {"dtype": "bfloat16", "s": 4096}],
                        script=SCRIPT.with_name("handed_arguments.py"))
     own, past = row["handed"]
@@ -19,9 +22,9 @@ def check(request):
     assert len(arguments) == len(row["format"])
     assert all(isinstance(argument, READS[read]) for argument, read in zip(arguments, row["format"], strict=True))
     encoded = [argument[1] for argument in arguments if isinstance(argument, list) and argument[0] == "map"]
-    # Past the last map come four sizes, four strides, and pointers.
+    # Past the last map come its tensor's sizes and strides, then pointers.
     last = max(i for i, argument in enumerate(arguments) if isinstance(argument, list) and argument[0] == "map")
-    return encoded, arguments[last + 9:], row["addresses"]
+    return encoded, arguments[last + 1 + 2 * dims:], row["addresses"]
 
 
 @pytest.mark.parametrize(("d", "mask", "options", "shown"), [
@@ -37,12 +40,16 @@ def test_both_ways_hand_the_same_arguments_of_the_forward(d, mask, options, show
     assert behind[:3] == [lse, counter, sinks]
 
 
-@pytest.mark.parametrize("d", [64, 128])
-def test_both_ways_hand_the_same_arguments_of_the_backward(d):
+@pytest.mark.parametrize(("d", "deterministic"), [(64, False), (128, False), (64, True)])
+def test_both_ways_hand_the_same_arguments_of_the_backward(d, deterministic):
+    direct = d == 64 and not deterministic  # dq is added from registers
     encoded, behind, (q, k, v, dout, _lse, _delta, _dq, dk, dv, sums) = check(
-        {"kernel": "hopper_backward", "d": d, "mask": [None, 0, "top_left"]})
-    if d == 64:  # dq is added from registers
+        {"kernel": "hopper_backward", "d": d, "mask": [None, 0, "top_left"], "deterministic": deterministic},
+        dims=4 if direct else 2)
+    if direct:
         assert encoded == [q, k, v, dout, dk, dv]
         assert behind[0] == sums
     else:
         assert encoded == [q, k, v, dout, dk, dv, sums]
+    if deterministic:  # counters stand behind the sums: 4096 queries of 2 heads, 64 columns
+        assert behind[0] == sums + 4 * 2 * 4096 * 64

@@ -70,6 +70,13 @@ def test_descriptors_made_in_front_of_a_loop_that_may_be_skipped_are_strays():
     assert strays(before=f"{LEFT}; {RIGHT}", second="@P2 " + RIGHT) == stray, "made at times"
 
 
+def test_descriptors_that_are_saved_and_restored_are_no_strays():
+    save, restore = "MOV R18, UR8; MOV R19, UR9", "R2UR UR8, R18; R2UR UR9, R19"
+    assert strays(before=f"{LEFT}; {RIGHT}; {save}", first=f"UMOV UR8, URZ; UMOV UR9, URZ; {restore}") == []
+    stray = ["HGMMA.64x128x16.F32.BF16 R24, gdesc[UR8], R24"]
+    assert strays(before=f"{LEFT}; {RIGHT}; {save}", first=f"MOV R19, RZ; {restore}") == stray, "another is restored"
+
+
 def test_a_product_that_no_path_leads_to_is_a_stray():
     product = "HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], RZ, !UPT"
     made = [f"ULDC.64 {register}, c[0x0][0x210]" for register in ("UR4", "UR6")]

@@ -18,6 +18,7 @@ from tilewise.tuning.heuristics import (
     LEAST_WORK_FOR_DESCRIPTORS,
     delta_config,
     has_pairs,
+    hopper_backward_config,
     hopper_forward_config,
     least_bytes,
     pair_entries,
@@ -47,9 +48,10 @@ def test_illegal_tile_cannot_be_constructed(kind, tile, name):
 
 
 @pytest.mark.parametrize(("settings", "message"), [
-    ({"queries": 32}, "queries=32; allowed are 64, 128."),
-    ({"queries": 64, "stages": 3}, "stages=3; allowed are 2, 4."),
-    ({"queries": 64, "out_stages": 3}, "out_stages=3; allowed are 1, 2, 4."),
+    ({"stages": 3}, "stages=3; allowed are 2, 4."),
+    ({"out_stages": 3}, "out_stages=3; allowed are 1, 2, 4."),
+    ({"direct": True, "ordered": True},
+     "ordered=True with direct=True; dQ is added from registers or in order, not both."),
 ])
 def test_illegal_steps_of_the_hopper_backward_cannot_be_constructed(settings, message):
     with pytest.raises(InvalidInput, match=message):
@@ -298,6 +300,22 @@ def test_every_hopper_tile_fits_the_devices_shared_memory(d, dv):
     for s, dtype in product((512, 4096), (torch.float16, torch.bfloat16)):
         problem = problem_of(d, dv, dtype, s)
         assert hopper_forward_config(problem).shared_bytes(problem) <= DeviceSpec.of_arch("sm_90").shared_memory
+
+
+@pytest.mark.parametrize(("d", "dv"), [(40, 64), (64, 72), (128, 128)])
+def test_the_hopper_backward_adds_to_dq_in_order_where_that_is_asked_for_alone(d, dv):
+    for deterministic in (False, True):
+        problem = replace(problem_of(d, dv), deterministic=deterministic)
+        config = hopper_backward_config(problem)
+        assert config.ordered == deterministic
+        assert config.shared_bytes(problem) <= DeviceSpec.of_arch("sm_90").shared_memory
+
+
+def test_staged_dq_takes_shared_memory_for_one_step_and_in_order_for_two():
+    step = 4 * 64 * 128
+    direct, staged, ordered = (HopperBackwardConfig(**settings).shared_bytes(problem_of(128))
+                               for settings in ({"direct": True}, {}, {"ordered": True}))
+    assert (staged - direct, ordered - direct) == (step, 2 * step)
 
 
 def test_three_warpgroups_take_turns_where_heads_are_narrow_and_sequences_long():

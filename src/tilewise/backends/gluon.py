@@ -27,13 +27,18 @@ _EVERY = Needs()
 
 
 class GluonBackend:
-    """Warp-specialised kernels for sm_90; all but dq, which is summed in no fixed order, is the same on every run."""
+    """Warp-specialised kernels for sm_90.
+
+    All but dq is the same on every run; dq is where a deterministic result is asked for, else it is summed in no fixed
+    order.
+    """
 
     name = "gluon"
 
     def why_not(self, problem: AttentionProblem) -> str | None:
         """Return the reason against, if there is one."""
-        return (_wrong_machine(problem) or _wrong_pass(problem) or _wrong_options(problem) or _wrong_strides(problem))
+        return (_wrong_machine(problem) or _wrong_dtype_or_dims(problem) or _wrong_options(problem)
+                or _wrong_strides(problem))
 
     def forward(self, problem: AttentionProblem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
                 operands: Operands = NO_OPERANDS) -> Results:
@@ -136,10 +141,7 @@ def _wrong_machine(problem: AttentionProblem) -> str | None:
     return None
 
 
-def _wrong_pass(problem: AttentionProblem) -> str | None:
-    """What the kernel of this direction cannot compute, whatever the options."""
-    if problem.direction == "backward" and problem.deterministic:
-        return "sums dq in no fixed order, and a deterministic result was asked for"
+def _wrong_dtype_or_dims(problem: AttentionProblem) -> str | None:
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return f"computes in float16 and bfloat16, got {problem.dtype}"
     widest = WIDEST[problem.direction]

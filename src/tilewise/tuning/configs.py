@@ -137,36 +137,40 @@ class HopperForwardConfig:
 
 @dataclass(frozen=True, slots=True)
 class HopperBackwardConfig:
-    """The warp-specialised backward kernel: 64 keys a warpgroup stay, queries stream.
+    """The warp-specialised backward kernel: 64 keys a warpgroup stay, queries stream, 64 a step.
 
     Attributes:
-        queries: queries a step; 128 where the heads are narrow enough for their scores to fit beside dK and dV.
         stages, out_stages: tiles of q and of dout in flight; powers of two, since every step divides by them.
         ahead: whether a step computes the scores of the next one.
         direct: whether dQ goes to its sums from registers, else through shared memory.
+        ordered: whether warps of their own take it from there, of two steps at a time, and add it in a fixed order;
+            every bit is then the same on every run.
     """
 
-    queries: int
     stages: int = 2
     out_stages: int = 2
     ahead: bool = False
     direct: bool = False
+    ordered: bool = False
 
     def __post_init__(self) -> None:
-        for name, allowed in (("queries", (64, 128)), ("stages", (2, 4)), ("out_stages", (1, 2, 4))):
+        for name, allowed in (("stages", (2, 4)), ("out_stages", (1, 2, 4))):
             if getattr(self, name) not in allowed:
                 raise InvalidInput(f"{name}={getattr(self, name)}; allowed are {', '.join(map(str, allowed))}.")
+        if self.ordered and self.direct:
+            raise InvalidInput("ordered=True with direct=True; dQ is added from registers or in order, not both.")
 
     def width(self, problem: AttentionProblem) -> int:
         """Width of a head inside the tiles: a row of a tile is 128 bytes at least."""
         return max(64, problem.width)
 
     def shared_bytes(self, problem: AttentionProblem) -> int:
-        """Shared memory: k, v, q, dout, dS twice, lse and delta, and staged dQ; barriers take less than a KiB."""
+        """Shared memory: k, v, q, dout, dS twice, lse and delta, dQ of 0 to 2 steps; barriers take under a KiB."""
         width, size = self.width(problem), problem.dtype.itemsize
-        operands = size * width * (4 * 64 + self.queries * (self.stages + self.out_stages))
-        scores, rows = size * 2 * 128 * self.queries, 8 * self.stages * self.queries
-        return operands + scores + rows + (0 if self.direct else 4 * width * self.queries) + 1024
+        operands = size * width * 64 * (4 + self.stages + self.out_stages)
+        scores, rows = size * 2 * 128 * 64, 8 * self.stages * 64
+        steps = 0 if self.direct else 2 if self.ordered else 1
+        return operands + scores + rows + steps * 4 * width * 64 + 1024
 
 
 def pieces_of(dim: int) -> tuple[int, ...]:

@@ -137,9 +137,10 @@ def hopper_forward_config(problem: AttentionProblem) -> HopperForwardConfig:
     +10 %; 4096: -7 %). At 128 two fill the tensor cores by themselves, and registers allow no third. Of packed
     sequences the mean counts, and of a deterministic call's none: it is the neighbours' affair too.
 
-    Wider ones were chosen by compiling alone: the most keys a step whose scores fit the registers beside O (128 of them
-    to 128 columns; beside 192 Triton 3.9's ptxas spills and serializes the products) and that shared memory allows, at
-    the cost of the second tile of queries or of out's room.
+    Wider ones take the most keys a step whose scores fit the registers beside O (128 of them to 128 columns; beside 192
+    Triton 3.9's ptxas spills and serializes the products) and that shared memory allows, at the cost of the second tile
+    of queries or of out's room. Of these, head dims 256, and 192 with 128 for v, were timed (docs/hopper.md): at the
+    latter steps of 128 keys gain 11 to 13 % over those of 64.
     """
     length = problem.sk // (problem.sequences.packed or 1) if lengths_may_decide(problem) else 0
     if max(problem.d, problem.dv) <= 64 and length >= 2048:
@@ -154,10 +155,13 @@ def hopper_backward_config(problem: AttentionProblem) -> HopperBackwardConfig:
     """Choose the steps of the Gluon backward kernel, timed on an H200 at lengths 1024 to 16384 (Triton 3.6).
 
     At a width of 64 registers hold the next step's scores beside this one's (+0 to 7 %), and dQ goes to its sums from
-    registers (+7 to 16 %). At 128 neither gains: too many registers hold dK and dV.
+    registers (+7 to 16 %). At 128 neither gains: too many registers hold dK and dV. In order a pass makes 0.70 to 0.94
+    of what it makes in none.
     """
     narrow = max(problem.d, problem.dv) <= 64
-    return HopperBackwardConfig(queries=64, ahead=narrow, direct=narrow)
+    if problem.deterministic:
+        return HopperBackwardConfig(ahead=narrow, ordered=True)
+    return HopperBackwardConfig(ahead=narrow, direct=narrow)
 
 
 def delta_config(problem: AttentionProblem) -> DeltaConfig:

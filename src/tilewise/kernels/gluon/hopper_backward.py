@@ -3,8 +3,8 @@
 One warp loads; each consumer, a warpgroup, owns 64 keys and sums their dK and dV in registers. It computes its scores
 turned, Sᵀ = K·Qᵀ, so that P and dS come out as left operands of dV = Pᵀ·dO and dK = dSᵀ·Q. Only dQ = dS·K needs the
 keys of all: dS goes through shared memory, and each warpgroup makes its part of dQ from the whole of it. That part is
-added in global memory to the sums of the other tiles, in float32 and in the order in which threads hold it;
-hopper_dq.py brings it into dq's. The query heads of a group pass one after another while the keys stay.
+added in global memory to the sums of the other tiles (hopper_dq_sums.py), in float32 and in the order in which threads
+hold it; hopper_dq.py brings it into dq's. The query heads of a group pass one after another while the keys stay.
 
 With C.AHEAD, S of the next step is computed while this step's dQ and dK are: a step then begins with its softmax.
 """
@@ -20,9 +20,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tilewise.kernels.gluon.compat import tma_add, tma_load, tma_store, tma_store_wait
+from tilewise.kernels.gluon.compat import tma_load, tma_store, tma_store_wait
+from tilewise.kernels.gluon.hopper_dq_sums import hand_over, make_stage, write_sums
 from tilewise.kernels.gluon.pipeline import leave, make_barriers, meet, wait_empty, wait_full
-from tilewise.kernels.gluon.tiles import key_tile_at, masked_queries_of, queries_at, query_steps_of
+from tilewise.kernels.gluon.tiles import QUERIES, key_tile_at, phases_of, queries_at, query_steps_of
 
 LOG2E = gl.constexpr(1.4426950408889634)
 ONE_WARP: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
@@ -32,12 +33,12 @@ class Shape(NamedTuple):
     """What is fixed when the kernel is compiled: HopperBackwardConfig's fields, and what of the mask there is."""
 
     WIDTH: int
-    QUERIES: int
     CONSUMERS: int
     STAGES: int
     OUT_STAGES: int
     AHEAD: bool
     DIRECT: bool
+    ORDERED: bool
     LOWER: bool
     UPPER: bool
 
@@ -51,7 +52,7 @@ def load_rows(sources, queries, rows, turn, place, line, sq, C: gl.constexpr):
     q_desc, _k_desc, _v_desc, _dout_desc, lse_ptr, delta_ptr = sources
     q_tiles, full, empty = queries
     batch, head, first = place
-    offsets = first + gl.arange(0, C.QUERIES, layout=ONE_WARP)
+    offsets = first + gl.arange(0, QUERIES, layout=ONE_WARP)
     lse = gl.load(lse_ptr + line + offsets, mask=offsets < sq, other=float("-inf"))
     delta = gl.load(delta_ptr + line + offsets, mask=offsets < sq, other=0.0)
     wait_empty(empty, turn, C.STAGES)
@@ -76,8 +77,9 @@ def load_dout(sources, douts, turn, place, C: gl.constexpr):
 
 
 @gluon.jit
-def load(sources, keys, queries, douts, rows, tile, band, heads, group, C: gl.constexpr):
+def load(loaded, C: gl.constexpr):
     """Producer, one warp: the keys and values once, then the queries of every head of the group."""
+    sources, keys, queries, douts, rows, tile, band, heads, group = loaded
     _q_desc, k_desc, v_desc, _dout_desc, _lse_ptr, _delta_ptr = sources
     k_tiles, v_tiles, keys_full = keys
     first, head_k, batch = tile
@@ -107,7 +109,7 @@ def hide(probs, first_query, first_key, band, C: gl.constexpr):
     """Set the probabilities of pairs that do not take part to 0 (eq. 12)."""
     LAYOUT: gl.constexpr = probs.type.layout
     _sq, sk, lower, upper = band
-    queries = first_query + gl.arange(0, C.QUERIES, layout=gl.SliceLayout(0, LAYOUT))
+    queries = first_query + gl.arange(0, QUERIES, layout=gl.SliceLayout(0, LAYOUT))
     keys = first_key + gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
     start = gl.full([64], -2**31, gl.int32, layout=gl.SliceLayout(1, LAYOUT))
     if C.UPPER:
@@ -122,83 +124,54 @@ def hide(probs, first_query, first_key, band, C: gl.constexpr):
 @gluon.jit
 def issue_scores(k, q_tiles, turn, C: gl.constexpr):
     """Issue Sᵀ = K·Qᵀ of a turn."""
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.QUERIES, 16])
-    zero = gl.full([64, C.QUERIES], 0.0, gl.float32, layout=S_LAYOUT)
-    q = q_tiles.index(turn % C.STAGES).reshape([C.QUERIES, C.WIDTH])
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
+    zero = gl.full([64, QUERIES], 0.0, gl.float32, layout=S_LAYOUT)
+    q = q_tiles.index(turn % C.STAGES).reshape([QUERIES, C.WIDTH])
     return warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def issue_dq(k_tiles, dscores_tiles, half, OWN: gl.constexpr, C: gl.constexpr):
-    """Issue a warpgroup's part of dQ = dS·K: of 64 queries half the columns, of 128 queries half the rows."""
-    COLUMNS: gl.constexpr = part_columns(C)
+    """Issue a warpgroup's part of dQ = dS·K: half its columns."""
+    COLUMNS: gl.constexpr = C.WIDTH // 2
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     dq = gl.full([64, COLUMNS], 0.0, gl.float32, layout=LAYOUT)
     NC: gl.constexpr = C.CONSUMERS
     for i in gl.static_range(NC):
         dscores = dscores_tiles.index(half * C.CONSUMERS + i)
-        k = k_tiles.index(i).reshape([64, C.WIDTH])
-        if C.QUERIES == 64:
-            k = k.slice(OWN * COLUMNS, COLUMNS, 1)
-        else:
-            dscores = dscores.slice(OWN * 64, 64, 1)
+        k = k_tiles.index(i).reshape([64, C.WIDTH]).slice(OWN * COLUMNS, COLUMNS, 1)
         dq = warpgroup_mma(dscores.permute((1, 0)), k, dq, use_acc=i > 0, is_async=True)
     return dq
 
 
-@gluon.constexpr_function
-def part_columns(C):
-    """Columns of a warpgroup's part of dQ, which has 64 rows."""
-    return C.WIDTH if C.QUERIES == 128 else C.WIDTH // 2
-
-
 @gluon.jit
-def add_dq(sums, dq, staged, part, OWN: gl.constexpr, C: gl.constexpr):
-    """Add a part of dQ to its sums, each thread's values four by four: neighbours in memory are neighbours in a warp.
-
-    part: its number among all parts.
-    """
-    COLUMNS: gl.constexpr = part_columns(C)
-    turned = dq.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute((3, 0, 2, 4, 1, 5))
-    if C.DIRECT:
-        flat = turned.reshape([64 * COLUMNS])
-        offsets = gl.arange(0, 64 * COLUMNS, layout=flat.type.layout)
-        gl.atomic_add(sums + part.to(gl.int64) * (64 * COLUMNS) + offsets, flat, sem="relaxed")
-    else:
-        tma_store_wait(0)
-        staged.index(OWN).store(turned.reshape([COLUMNS // 4, 256]))
-        fence_async_shared()
-        tma_add(sums, [part * (COLUMNS // 4), 0], staged.index(OWN))
-
-
-@gluon.jit
-def sum_steps(begin, end, turn, scores, dk, dv, tiles, queries, douts, rows, sums, staged, spans, band, first_part,
+def sum_steps(begin, end, turn, scores, dk, dv, tiles, queries, douts, rows, sums, stage, spans, band, first_part,
               key, scale_log2, OWN: gl.constexpr, MASKED: gl.constexpr, C: gl.constexpr):
     """Steps ``begin`` to ``end`` of one query head: add to dk and dv, and to dQ in memory."""
     k_tiles, v_tiles, dscores_tiles = tiles
     q_tiles, q_full, q_empty = queries
     dout_tiles, dout_full, dout_empty = douts
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.QUERIES, 16])
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
     ROW: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
     DTYPE: gl.constexpr = k_tiles.dtype
     NC: gl.constexpr = C.CONSUMERS
-    zero = gl.full([64, C.QUERIES], 0.0, gl.float32, layout=S_LAYOUT)
+    zero = gl.full([64, QUERIES], 0.0, gl.float32, layout=S_LAYOUT)
     k = k_tiles.index(OWN).reshape([64, C.WIDTH])
     v = v_tiles.index(OWN).reshape([64, C.WIDTH])
-    unmasked = spans[0] + (spans[1] - spans[2]) * C.QUERIES
+    unmasked = spans[0] + (spans[1] - spans[2]) * QUERIES
     for step in range(begin, end):
         slot = turn % C.STAGES
-        if MASKED:
+        if MASKED or C.ORDERED:
             first_query = queries_at(step, spans, C)
         else:  # behind those at the head
-            first_query = unmasked + step * C.QUERIES
+            first_query = unmasked + step * QUERIES
         if not C.AHEAD:
             wait_full(q_full, turn, C.STAGES)
             scores_pending = issue_scores(k, q_tiles, turn, C)
         wait_full(dout_full, turn, C.OUT_STAGES)
-        q = q_tiles.index(slot).reshape([C.QUERIES, C.WIDTH])
-        dout = dout_tiles.index(turn % C.OUT_STAGES).reshape([C.QUERIES, C.WIDTH])
+        q = q_tiles.index(slot).reshape([QUERIES, C.WIDTH])
+        dout = dout_tiles.index(turn % C.OUT_STAGES).reshape([QUERIES, C.WIDTH])
         dprobs_pending = warpgroup_mma(v, dout.permute((1, 0)), zero, use_acc=False, is_async=True)
         lse = rows.index(2 * slot).load(ROW)
         if not C.AHEAD:
@@ -228,7 +201,7 @@ def sum_steps(begin, end, turn, scores, dk, dv, tiles, queries, douts, rows, sum
             dv = warpgroup_mma_wait(NC + 1, deps=(dv_pending,))
             leave(dout_empty, turn, C.OUT_STAGES)
             dq = warpgroup_mma_wait(1, deps=(dq_pending,))
-        add_dq(sums, dq, staged, first_part + first_query // (C.QUERIES // 2), OWN, C)
+        hand_over(sums, dq, stage, turn, first_part + first_query // (QUERIES // 2), OWN, C)
         if C.AHEAD:
             dk, scores = warpgroup_mma_wait(0, deps=(dk_pending, scores_pending))
         else:
@@ -248,22 +221,25 @@ def write(desc, staged, gradient, place):
 
 
 @gluon.jit
-def gather(targets, sums, keys, queries, douts, rows, dscores_tiles, staged, tile, band, heads, group, scale,
-           scale_log2, OWN: gl.constexpr, C: gl.constexpr):
+def gather(gathered, OWN: gl.constexpr, C: gl.constexpr):
     """Consumer, one warpgroup: dK and dV of 64 keys, and its part of dQ of every step."""
+    targets, sums, keys, queries, douts, rows, dscores_tiles, stage, tile, band, heads, group, scales = gathered
+    scale, scale_log2 = scales
     dk_desc, dv_desc = targets
     k_tiles, v_tiles, keys_full = keys
     q_tiles, q_full, _q_empty = queries
     first, head_k, batch = tile
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.QUERIES, 16])
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
     SUM_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.WIDTH, 16])
     dk = gl.full([64, C.WIDTH], 0.0, gl.float32, layout=SUM_LAYOUT)
     dv = gl.full([64, C.WIDTH], 0.0, gl.float32, layout=SUM_LAYOUT)
-    scores = gl.full([64, C.QUERIES], 0.0, gl.float32, layout=S_LAYOUT)
+    scores = gl.full([64, QUERIES], 0.0, gl.float32, layout=S_LAYOUT)
     spans = query_steps_of(first, band, C)
     key = first + OWN * 64
-    masked = masked_queries_of(key, spans, band, C)
-    parts = (band[0] + (C.QUERIES - 1)) // C.QUERIES * C.CONSUMERS
+    ends = phases_of(key, spans, band, C)
+    FIRST: gl.constexpr = 1 if C.ORDERED and not C.LOWER else 0
+    STOP: gl.constexpr = 3 if C.ORDERED else 2
+    parts = (band[0] + (QUERIES - 1)) // QUERIES * C.CONSUMERS
     NC: gl.constexpr = C.CONSUMERS
     for i in gl.static_range(NC):
         mbarrier.wait(keys_full.index(i), 0)
@@ -276,12 +252,10 @@ def gather(targets, sums, keys, queries, douts, rows, dscores_tiles, staged, til
     tiles = (k_tiles, v_tiles, dscores_tiles)
     for member in range(group):
         first_part = (batch * heads * group + head_k * group + member) * parts + OWN
-        turn, scores, dk, dv = sum_steps(
-            0, masked, turn, scores, dk, dv, tiles, queries, douts, rows, sums, staged, spans, band,
-            first_part, key, scale_log2, OWN, True, C)
-        turn, scores, dk, dv = sum_steps(
-            masked, spans[3], turn, scores, dk, dv, tiles, queries, douts, rows, sums, staged, spans, band,
-            first_part, key, scale_log2, OWN, False, C)
+        for phase in gl.static_range(FIRST, STOP):
+            turn, scores, dk, dv = sum_steps(
+                ends[phase], ends[phase + 1], turn, scores, dk, dv, tiles, queries, douts, rows, sums, stage, spans,
+                band, first_part, key, scale_log2, OWN, phase != 1, C)
     place = (batch, head_k, key)
     write(dv_desc, v_tiles.index(OWN), dv, place)
     meet(C.CONSUMERS)  # the other's dQ has read these keys
@@ -290,25 +264,29 @@ def gather(targets, sums, keys, queries, douts, rows, dscores_tiles, staged, til
 
 
 @gluon.jit(do_not_specialize=["tiles", "heads", "batches", "section", "sq", "sk", "lower", "upper", "group"])
-def hopper_backward_kernel(q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr, dk_desc, dv_desc, sums, tiles, heads,
-                           batches, section, sq, sk, lower, upper, group, scale, scale_log2, C: gl.constexpr):
+def hopper_backward_kernel(q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr, dk_desc, dv_desc, sums, counters,
+                           tiles, heads, batches, section, sq, sk, lower, upper, group, scale, scale_log2,
+                           C: gl.constexpr):
     """Compute dk and dv, and add to the sums for dq, which must be zero at first.
 
-    Grid: (tiles · heads of k · batches,). sums: (·, 256), a descriptor, or a pointer where C.DIRECT.
+    Grid: (tiles · heads of k · batches,). sums: (·, 256), a descriptor, or a pointer where C.DIRECT. counters: where
+    C.ORDERED one for each step of a query head, zero at first.
     """
     DTYPE: gl.constexpr = q_desc.dtype
     NC: gl.constexpr = C.CONSUMERS
     ROWS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     k_tiles = gl.allocate_shared_memory(DTYPE, [NC, 1, 1, 64, C.WIDTH], k_desc.layout)
     v_tiles = gl.allocate_shared_memory(DTYPE, [NC, 1, 1, 64, C.WIDTH], v_desc.layout)
-    q_tiles = gl.allocate_shared_memory(DTYPE, [C.STAGES, 1, 1, C.QUERIES, C.WIDTH], q_desc.layout)
-    dout_tiles = gl.allocate_shared_memory(DTYPE, [C.OUT_STAGES, 1, 1, C.QUERIES, C.WIDTH], dout_desc.layout)
-    TURNED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, C.QUERIES], DTYPE)
-    dscores_tiles = gl.allocate_shared_memory(DTYPE, [2 * NC, 64, C.QUERIES], TURNED)
-    rows = gl.allocate_shared_memory(gl.float32, [2 * C.STAGES, C.QUERIES], ROWS)  # lse and delta in turn
-    staged = dscores_tiles
-    if not C.DIRECT:
-        staged = gl.allocate_shared_memory(gl.float32, [NC, part_columns(C) // 4, 256], sums.layout)
+    q_tiles = gl.allocate_shared_memory(DTYPE, [C.STAGES, 1, 1, QUERIES, C.WIDTH], q_desc.layout)
+    dout_tiles = gl.allocate_shared_memory(DTYPE, [C.OUT_STAGES, 1, 1, QUERIES, C.WIDTH], dout_desc.layout)
+    TURNED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, QUERIES], DTYPE)
+    dscores_tiles = gl.allocate_shared_memory(DTYPE, [2 * NC, 64, QUERIES], TURNED)
+    rows = gl.allocate_shared_memory(gl.float32, [2 * C.STAGES, QUERIES], ROWS)  # lse and delta in turn
+    stage = dscores_tiles
+    if C.ORDERED:
+        stage = make_stage(sums, C)
+    elif not C.DIRECT:
+        stage = gl.allocate_shared_memory(gl.float32, [NC, C.WIDTH // 8, 256], sums.layout)
     keys = (k_tiles, v_tiles, make_barriers(NC, 1))
     queries = (q_tiles, make_barriers(C.STAGES, 2), make_barriers(C.STAGES, NC))
     douts = (dout_tiles, make_barriers(C.OUT_STAGES, 1), make_barriers(C.OUT_STAGES, NC))
@@ -319,10 +297,14 @@ def hopper_backward_kernel(q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr
     tile = key_tile_at(gl.program_id(0), (tiles, heads, batches, section), C)
     ZERO: gl.constexpr = 0
     ONE: gl.constexpr = 1
-    gl.warp_specialize([
-        (gather, (targets, sums, keys, queries, douts, rows, dscores_tiles, staged, tile, band, heads, group, scale,
-                  scale_log2, ZERO, C)),
-        (gather, (targets, sums, keys, queries, douts, rows, dscores_tiles, staged, tile, band, heads, group, scale,
-                  scale_log2, ONE, C)),
-        (load, (sources, keys, queries, douts, rows, tile, band, heads, group, C)),
-    ], [4, 1], [240, 24])
+    gathered = (targets, sums, keys, queries, douts, rows, dscores_tiles, stage, tile, band, heads, group,
+                (scale, scale_log2))
+    loaded = (sources, keys, queries, douts, rows, tile, band, heads, group)
+    written = (sums, counters, stage, tile, band, heads, group)
+    if C.ORDERED:
+        gl.warp_specialize([(gather, (gathered, ZERO, C)), (gather, (gathered, ONE, C)), (load, (loaded, C)),
+                            (write_sums, (written, ZERO, C)), (write_sums, (written, ONE, C))], [4, 1, 1, 1],
+                           [240, 24, 24, 24])
+    else:
+        gl.warp_specialize([(gather, (gathered, ZERO, C)), (gather, (gathered, ONE, C)), (load, (loaded, C))], [4, 1],
+                           [240, 24])

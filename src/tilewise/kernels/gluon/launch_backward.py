@@ -12,15 +12,14 @@ from tilewise.problem import AttentionProblem, Sizes, legal_strides
 
 # What q, dout and the sums for dq of one section of heads may take of L2 (50 MiB on an H200).
 _SECTION_BYTES = 24 * 2**20
+# Where dQ is summed in order a tile of keys is a step or two behind the one before. With heads enough in a section
+# those that start together are few of each head: of 132 multiprocessors' tiles, 8.
+_LEAST_ORDERED = 16
 _KEYS = 128  # keys of a program
 
 
 class HopperBackwardShape(Protocol):
     """What the backward kernel reads of its config (tilewise.tuning.configs)."""
-
-    @property
-    def queries(self) -> int:
-        """Queries a step."""
 
     @property
     def stages(self) -> int:
@@ -37,6 +36,10 @@ class HopperBackwardShape(Protocol):
     @property
     def direct(self) -> bool:
         """Whether dQ is added from registers."""
+
+    @property
+    def ordered(self) -> bool:
+        """Whether warps of their own add dQ, in a fixed order."""
 
     def width(self, problem: AttentionProblem) -> int:
         """Width of a head inside the tiles."""
@@ -56,34 +59,37 @@ class HopperBackward:
 
         from tilewise.kernels.gluon.hopper_backward import Shape, hopper_backward_kernel
         from tilewise.kernels.gluon.hopper_dq import hopper_dq_kernel
+        from tilewise.kernels.gluon.tiles import QUERIES
 
         self.kernel, self.describe = hopper_backward_kernel, TensorDescriptor
         self.config = config
         self.queries, self.keys = problem.seeing_queries, problem.seen_keys
         self.reads_all = len(self.queries) == problem.sq and len(self.keys) == problem.sk
         dtype = gl.bfloat16 if problem.dtype is torch.bfloat16 else gl.float16
-        width, band, sq = config.width(problem), problem.band, len(self.queries)
+        width, band, sq, step = config.width(problem), problem.band, len(self.queries), int(QUERIES)
         tiles, lines = math.ceil(len(self.keys) / _KEYS), problem.b * problem.hk
         # Both count from the first one that is read.
         lower, upper = (0 if bound is None else bound + self.queries.start - self.keys.start
                         for bound in (band.lower, band.upper))
         self.grid = (tiles * lines,)
         self.scalars = (
-            tiles, problem.hk, problem.b, _section(problem, width), sq, len(self.keys), lower, upper, problem.group,
+            tiles, problem.hk, problem.b, _section(problem, width, _LEAST_ORDERED if config.ordered else 1), sq,
+            len(self.keys), lower, upper, problem.group,
             problem.scale, problem.scale * math.log2(math.e),
-            Shape(width, config.queries, _KEYS // 64, config.stages, config.out_stages, config.ahead, config.direct,
+            Shape(width, _KEYS // 64, config.stages, config.out_stages, config.ahead, config.direct, config.ordered,
                   band.lower is not None, band.upper is not None))
-        self.blocks = [[1, 1, size, width] for size in (config.queries, 64, 64, config.queries, 64, 64)]
+        self.blocks = [[1, 1, size, width] for size in (step, 64, 64, step, 64, 64)]
         self.layouts = [gl.NVMMASharedLayout.get_default_for(block, dtype) for block in self.blocks]
-        # A part of dQ: half of a step, the columns of 64 queries or 64 of 128 queries.
-        halves = config.queries == 64
-        parts, columns = 2 * math.ceil(sq / config.queries), width // 2 if halves else width
-        self.sums_shape = (problem.b * problem.hq * parts * columns // 4, 256)
+        parts, columns = 2 * math.ceil(sq / step), width // 2  # of dQ: half the columns of a step each
+        steps = problem.b * problem.hq * parts // 2
+        self.sums_rows = steps * columns // 2
+        # Counters of tiles that have added to a step stand behind the sums: one memory to be zeroed.
+        self.sums_shape = (self.sums_rows + (math.ceil(steps / 256) if config.ordered else 0), 256)
         self.sums_block = [columns // 4, 256]
         self.sums_layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
         self.enqueue = Enqueue(hopper_backward_kernel, self.grid, self.scalars, OPTIONS)
         self.enqueue_dq = Enqueue(hopper_dq_kernel, (parts, problem.b * problem.hq),
-                                  (*dq_strides[:3], sq, problem.hq, parts, problem.scale, problem.d, columns, halves),
+                                  (*dq_strides[:3], sq, problem.hq, parts, problem.scale, problem.d, columns),
                                   {"num_warps": 4})
 
     def __call__(self, *tensors: torch.Tensor) -> None:
@@ -91,17 +97,22 @@ class HopperBackward:
         q, k, v, dout, lse, delta, dq, dk, dv = self._read(tensors)
         sums = torch.zeros(self.sums_shape, dtype=torch.float32, device=dq.device)
         mine = (q, k, v, dout, lse, delta, dk, dv)
-        self.enqueue(tuple([tensor.data_ptr() for tensor in (*mine, sums)]), lambda: self.arguments(mine, sums))
+        counters = sums.data_ptr() + self.sums_rows * 1024 if self.config.ordered else None
+        self.enqueue((*[tensor.data_ptr() for tensor in (*mine, sums)], counters), lambda: self.arguments(mine, sums))
         self.enqueue_dq((sums.data_ptr(), dq.data_ptr()), lambda: (sums, dq))
 
     def arguments(self, tensors: tuple[torch.Tensor, ...], sums: torch.Tensor) -> tuple[Any, ...]:
-        """Descriptors of q, k, v and dout; lse and delta; descriptors of dk and dv; the sums, or their descriptor."""
+        """Return the tensors in order, all but lse and delta as descriptors, then the sums and their counters.
+
+        The sums, too, are described, but where dQ is added from registers.
+        """
         q, k, v, dout, lse, delta, dk, dv = tensors
         described = [self.describe(tensor, list(tensor.shape), legal_strides(tensor), block, layout)
                      for tensor, block, layout in zip((q, k, v, dout, dk, dv), self.blocks, self.layouts, strict=True)]
-        target = sums if self.config.direct else self.describe(sums, list(sums.shape), list(sums.stride()),
+        target = sums if self.config.direct else self.describe(sums, [self.sums_rows, 256], list(sums.stride()),
                                                                self.sums_block, self.sums_layout)
-        return (*described[:4], lse, delta, *described[4:], target)
+        counters = sums[self.sums_rows:].view(torch.int32) if self.config.ordered else None
+        return (*described[:4], lse, delta, *described[4:], target, counters)
 
     def _read(self, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """Leave out the rows that are not read."""
@@ -117,7 +128,7 @@ def _rows(tensor: torch.Tensor, rows: Span) -> torch.Tensor:
     return tensor[:, :, rows.start:rows.stop]
 
 
-def _section(problem: AttentionProblem, width: int) -> int:
+def _section(problem: AttentionProblem, width: int, least: int) -> int:
     """Heads of k whose query heads' q, dout and sums for dq are worked on together."""
     bytes_of_head = problem.sq * (2 * problem.dtype.itemsize + 4) * width * problem.group
-    return max(1, _SECTION_BYTES // bytes_of_head)
+    return max(least, _SECTION_BYTES // bytes_of_head)

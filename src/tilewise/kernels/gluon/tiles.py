@@ -6,6 +6,8 @@ Forward: tiles of queries and the keys they see. Backward: tiles of keys and the
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+QUERIES = gl.constexpr(64)  # a step of the backward kernel
+
 
 @gluon.jit
 def tile_at(number, order, C: gl.constexpr):
@@ -26,9 +28,10 @@ def key_tile_at(number, order, C: gl.constexpr):
     """Return (first key, head of k, batch) of a tile number.
 
     Heads come in sections as in ``tile_at``; here what fits L2 is q, dout and the sums for dq. Under an upper bound the
-    first keys are seen by the most queries.
+    first keys are seen by the most queries. With C.ORDERED tiles of one head wait for one another: in a section those
+    that start together are of many heads.
     """
-    rank, line = _place_of(number, order, C.UPPER)
+    rank, line = _place_of(number, order, C.UPPER or C.ORDERED)
     _tiles, heads, _batches, _section = order
     return rank * (64 * C.CONSUMERS), line % heads, line // heads
 
@@ -106,11 +109,11 @@ def hides_first_step(first_key, steps, row, upper, C: gl.constexpr):
 
 @gluon.jit
 def query_steps_of(first, band, C: gl.constexpr):
-    """Return (start, at the head, masked, steps): the queries that see a tile of keys, in steps of C.QUERIES.
+    """Return (start, at the head, masked, steps): the queries that see a tile of keys, in steps of QUERIES.
 
-    Steps lie on a grid from query 0 on, since the sums for dq are stored by steps, and are taken from the first one up.
-    The first ``at the head`` of them and some at the other end need a mask: ``masked`` in all; in a tile that reaches
-    past the last key all do. Queries past the last one do not: their probabilities are 0. There may be no step.
+    Steps lie on a grid from query 0 on, since the sums for dq are stored by steps. The first ``at the head`` of them
+    and some at the other end need a mask: ``masked`` in all; in a tile that reaches past the last key all do. Queries
+    past the last one do not: their probabilities are 0. There may be no step.
     """
     sq, sk, lower, upper = band
     last = gl.minimum(first + 64 * C.CONSUMERS, sk) - 1
@@ -119,26 +122,62 @@ def query_steps_of(first, band, C: gl.constexpr):
     stop = start + sq
     shared_stop = stop
     if C.UPPER:
-        start = gl.maximum(0, first - upper) // C.QUERIES * C.QUERIES
+        start = gl.maximum(0, first - upper) // QUERIES * QUERIES
         shared_start = gl.maximum(0, last - upper)
     if C.LOWER:
         stop = gl.minimum(sq, last - lower + 1)
         shared_stop = gl.minimum(sq, first - lower + 1)
-    steps = gl.maximum(0, stop - start + (C.QUERIES - 1)) // C.QUERIES
-    at_head = gl.minimum(steps, (shared_start - start + (C.QUERIES - 1)) // C.QUERIES)
+    steps = gl.maximum(0, stop - start + (QUERIES - 1)) // QUERIES
+    at_head = gl.minimum(steps, (shared_start - start + (QUERIES - 1)) // QUERIES)
     at_head = gl.where(first + 64 * C.CONSUMERS > sk, steps, at_head)
-    whole = gl.where(shared_stop == sq, steps, gl.maximum(0, shared_stop - start) // C.QUERIES)
+    whole = gl.where(shared_stop == sq, steps, gl.maximum(0, shared_stop - start) // QUERIES)
     tail = steps - gl.maximum(at_head, gl.minimum(steps, whole))
     return start, at_head, at_head + tail, steps
 
 
 @gluon.jit
 def queries_at(step, spans, C: gl.constexpr):
-    """Return the first query of a step: the masked ones come first, those of both ends."""
+    """Return the first query of a step: the masked ones come first, those of both ends.
+
+    With C.ORDERED they come from the last one down: whatever the mask, of tiles that start together the one of the
+    earlier keys is at a step first or at the same time. From the first one up a causal tile would have to wait until
+    an earlier one has come to its diagonal.
+    """
     start, at_head, masked, steps = spans
-    place = gl.where(step < masked, steps - 1 - (step - at_head), step - (masked - at_head))
-    place = gl.where(step < at_head, step, place)
-    return start + place * C.QUERIES
+    if C.ORDERED:
+        place = steps - 1 - step
+    else:
+        place = gl.where(step < masked, steps - 1 - (step - at_head), step - (masked - at_head))
+        place = gl.where(step < at_head, step, place)
+    return start + place * QUERIES
+
+
+@gluon.jit
+def phases_of(key, spans, band, C: gl.constexpr):
+    """Return where phases of steps end for the 64 keys from ``key`` on; all but the second need a mask.
+
+    With C.ORDERED there are three, of which the first is empty without a lower bound; else two.
+    """
+    _start, at_head, masked, steps = spans
+    own = masked_queries_of(key, spans, band, C)
+    if C.ORDERED:
+        ends = (0, masked - at_head, steps - (own - (masked - at_head)), steps)
+    else:
+        ends = (0, own, steps)
+    return ends
+
+
+@gluon.jit
+def rank_of(first, step, band, C: gl.constexpr):
+    """Return how many tiles of keys before that from ``first`` on see a step: the first that does sees its first query.
+
+    ``step``: counted on the grid of all. A bound above only ever hides a step from the tiles behind.
+    """
+    _sq, _sk, lower, _upper = band
+    rank = first // (64 * C.CONSUMERS)
+    if C.LOWER:
+        rank -= gl.maximum(0, step * QUERIES + lower) // (64 * C.CONSUMERS)
+    return rank
 
 
 @gluon.jit
@@ -147,6 +186,6 @@ def masked_queries_of(key, spans, band, C: gl.constexpr):
     start, _, masked, steps = spans
     if C.UPPER and not C.LOWER:
         _sq, sk, _lower, upper = band
-        own = gl.minimum(steps, gl.maximum(0, key + 63 - upper - start + (C.QUERIES - 1)) // C.QUERIES)
+        own = gl.minimum(steps, gl.maximum(0, key + 63 - upper - start + (QUERIES - 1)) // QUERIES)
         masked = gl.where(key + 64 > sk, steps, own)
     return masked

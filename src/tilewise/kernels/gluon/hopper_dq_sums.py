@@ -1,0 +1,105 @@
+"""How the backward kernel's parts of dQ reach their sums in global memory (maths.md, eq. 10).
+
+Each step of a tile of keys adds one part a consumer. The consumers add it themselves, from registers (C.DIRECT) or
+through a staged tile that the copy engine adds; or, for a fixed order (C.ORDERED), they stage it for warps that do
+nothing else, and wait for these only when they are two steps behind. Those warps add in each step tile of keys after
+tile of keys, so that every bit of dQ is the same on every run. A counter of the step says how many tiles have added
+their parts. A tile waits for earlier ones alone, whose programs have lower numbers and started before: they need not
+all be running at once.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+
+from tilewise.kernels.gluon.compat import tma_add, tma_store_wait
+from tilewise.kernels.gluon.pipeline import leave, make_barriers, wait_empty, wait_full
+from tilewise.kernels.gluon.tiles import QUERIES, queries_at, query_steps_of, rank_of
+
+# Writers take steps in turn, each with a stage of its own: an addition may last as long as two steps.
+WRITERS: gl.constexpr = gl.constexpr(2)
+LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+
+
+@gluon.jit
+def make_stage(sums, C: gl.constexpr):
+    """Allocate what parts of dQ are staged in: for each writer a tile a consumer."""
+    NC: gl.constexpr = C.CONSUMERS
+    tiles = gl.allocate_shared_memory(gl.float32, [WRITERS * NC, C.WIDTH // 8, 256], sums.layout)
+    return tiles, make_barriers(WRITERS, NC), make_barriers(WRITERS, 1)
+
+
+@gluon.jit
+def hand_over(sums, dq, stage, turn, part, OWN: gl.constexpr, C: gl.constexpr):
+    """Consumer: add a part of dQ to its sums, or stage it for the writer.
+
+    Each thread's values go four by four: neighbours in memory are neighbours in a warp. part: its number among all.
+    """
+    COLUMNS: gl.constexpr = C.WIDTH // 2
+    turned = dq.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute((3, 0, 2, 4, 1, 5))
+    if C.DIRECT:
+        flat = turned.reshape([64 * COLUMNS])
+        offsets = gl.arange(0, 64 * COLUMNS, layout=flat.type.layout)
+        gl.atomic_add(sums + part.to(gl.int64) * (64 * COLUMNS) + offsets, flat, sem="relaxed")
+    elif C.ORDERED:
+        tiles, full, empty = stage
+        wait_empty(empty, turn, WRITERS)
+        tiles.index(turn % WRITERS * C.CONSUMERS + OWN).store(turned.reshape([COLUMNS // 4, 256]))
+        fence_async_shared()
+        leave(full, turn, WRITERS)
+    else:
+        tma_store_wait(0)
+        stage.index(OWN).store(turned.reshape([COLUMNS // 4, 256]))
+        fence_async_shared()
+        tma_add(sums, [part * (COLUMNS // 4), 0], stage.index(OWN))
+
+
+@gluon.jit
+def write_sums(written, OWN: gl.constexpr, C: gl.constexpr):
+    """Writer, one warp: add what the consumers stage in every other step of all heads of the group."""
+    sums, counters, stage, tile, band, heads, group = written
+    tiles, full, empty = stage
+    first, head_k, batch = tile
+    spans = query_steps_of(first, band, C)
+    all_steps = (band[0] + (QUERIES - 1)) // QUERIES
+    ROWS: gl.constexpr = C.WIDTH // 8
+    NC: gl.constexpr = C.CONSUMERS
+    for turn in range(OWN, group * spans[3], WRITERS):
+        member = turn // spans[3]
+        place = queries_at(turn - member * spans[3], spans, C) // QUERIES
+        step = (batch * heads * group + head_k * group + member) * all_steps + place
+        rank = rank_of(first, place, band, C)
+        _wait_for_tiles_before(counters + step, rank)
+        wait_full(full, turn, WRITERS)
+        for i in gl.static_range(NC):
+            tma_add(sums, [(step * NC + i) * ROWS, 0], tiles.index(OWN * NC + i))
+        _let_next_tile_add(counters + step, rank + 1)
+        tma_store_wait(0)
+        leave(empty, turn, WRITERS)
+
+
+@gluon.jit
+def _wait_for_tiles_before(counter, rank):
+    """Wait until ``rank`` tiles have added to a step. The fence orders the copy engine's accesses behind the wait."""
+    _each_lane("{ .reg .pred waits; again: ld.acquire.gpu.global.b32 $0, [$1]; setp.ne.s32 waits, $0, $2; "
+               "@waits bra again; fence.proxy.async.global; }", counter, rank)
+
+
+@gluon.jit
+def _let_next_tile_add(counter, tiles):
+    """Say how many tiles have added to a step, when all of this one has arrived in global memory.
+
+    The lane that has issued the additions waits for them, the others for it. Gluon's own wait is over when the staged
+    tiles have been read.
+    """
+    _each_lane("{ .reg .pred first; .reg .b32 lane; mov.u32 lane, %laneid; setp.eq.u32 first, lane, 0; "
+               "cp.async.bulk.wait_group 0; bar.warp.sync 0xffffffff; @first st.release.gpu.global.b32 [$1], $2; "
+               "mov.b32 $0, $2; }", counter, tiles)
+
+
+@gluon.jit
+def _each_lane(CODE: gl.constexpr, counter, number):
+    """Emit code for each lane of a warp: $1 is a counter's address, $2 a number."""
+    pointers = counter + gl.full([32], 0, gl.int32, layout=LANES)
+    numbers = number + gl.full([32], 0, gl.int32, layout=LANES)
+    gl.inline_asm_elementwise(CODE, "=&r,l,r", [pointers, numbers], dtype=gl.int32, is_pure=False, pack=1)
