@@ -356,8 +356,11 @@ def test_every_backward_tile_has_one_number_and_long_ones_come_first(sk, b, hk, 
 
 
 def test_a_backward_section_holds_heads_whose_queries_and_sums_fit_l2():
-    """24 MiB; of the 16 MiB that q, dout and sums of 16384 queries of width 128 take, one head, and never none."""
-    for sq, group, section in ((4096, 1, 6), (16384, 1, 1), (4096, 2, 3), (1 << 20, 8, 1)):
+    """32 MiB; of the 16 MiB that q, dout and sums of 16384 queries of width 128 take, two heads, and never none.
+
+    Heads of a group come in turn, and count once. Sections are powers of two, to end together.
+    """
+    for sq, group, section in ((4096, 1, 8), (16384, 1, 2), (4096, 2, 8), (3000, 1, 8), (1 << 20, 8, 1)):
         problem = problem_of(sq, 128, causal("bottom_right"), heads=(16 * group, 16))
         assert backward_scalars_of(problem)[0][3] == section
         assert backward_scalars_of(problem, IN_ORDER)[0][3] == 16, "tiles of one head wait for one another"

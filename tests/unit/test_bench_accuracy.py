@@ -34,6 +34,15 @@ def test_a_larger_one_is_checked_on_its_first_and_last_heads(monkeypatch):
     assert plan.is_full_shape
 
 
+def test_heads_are_compared_until_there_are_enough_pairs_and_one_head_is_whole_beyond(monkeypatch):
+    monkeypatch.setitem(accuracy._ENOUGH_PAIRS, "cpu", 3 * 2 * 32 * 32)
+    assert check_plan(cell(), CPU).text == "3 of 4 key/value heads"
+    monkeypatch.setitem(accuracy._ENOUGH_PAIRS, "cpu", 600)
+    plan = check_plan(cell(), CPU)
+    assert plan.text == "1 of 4 key/value heads"
+    assert plan.is_full_shape
+
+
 def test_a_huge_one_is_checked_on_a_shorter_twin_that_the_limit_allows(monkeypatch):
     monkeypatch.setitem(accuracy._ORACLE_PAIRS, "cpu", 600)
     plan = check_plan(cell(), CPU)

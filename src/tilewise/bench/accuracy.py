@@ -22,6 +22,8 @@ _PER_QUERY_HEAD = ("out", "lse", "max_logit", "dq")
 # Scores that are compared, one head at a time. Each is formed in float64 and in every order of the yardsticks:
 # about 4 s of one CPU core for a cell of the cpu grid (torch 2.13).
 _ORACLE_PAIRS = {"cpu": 2**23, "cuda": 2**31}
+# Of several heads, as many as have these together: enough to meet every kind of tile. 16 heads of 4096 tokens on a GPU.
+_ENOUGH_PAIRS = {"cpu": 2**23, "cuda": 2**28}
 # A case with options is in memory whole: up to 90 bytes a score (dropout, s 1024, torch 2.13), 48 GB here.
 _WHOLE_PAIRS = {"cpu": 2**23, "cuda": 2**29}
 _MOST_GROUPS = 16
@@ -52,18 +54,19 @@ class CheckPlan:
 
 def check_plan(cell: Cell, device: torch.device) -> CheckPlan:
     """Choose the largest part of a cell that the oracle can afford, at least one key/value head."""
-    whole, by_head = (limits.get(device.type, limits["cpu"]) for limits in (_WHOLE_PAIRS, _ORACLE_PAIRS))
+    whole, by_head, enough = (limits.get(device.type, limits["cpu"])
+                              for limits in (_WHOLE_PAIRS, _ORACLE_PAIRS, _ENOUGH_PAIRS))
     if not cell.case.has_options:
-        return _plan_by_head(cell, by_head)
+        return _plan_by_head(cell, by_head, enough)
     plan = _whole_plan(cell, whole)
     if plan.cell == cell or cell.case.packed != "tight" or options_of(cell.case) != ("packed",):
         return plan
     # Whole, every sequence would be as long as the longest.
-    plan = _plan_by_head(cell, by_head)
+    plan = _plan_by_head(cell, by_head, enough)
     return replace(plan, text=f"{plan.text}, by sequence", by_sequence=True)
 
 
-def _plan_by_head(cell: Cell, limit: int) -> CheckPlan:
+def _plan_by_head(cell: Cell, limit: int, enough: int) -> CheckPlan:
     case = cell.case
     entries, _ = case.stored("q")
     pairs = max(1, case.hq // max(1, case.hk) * case.dense_pairs // max(1, entries))
@@ -72,7 +75,8 @@ def _plan_by_head(cell: Cell, limit: int) -> CheckPlan:
         shorter = _shorter(cell, limit / pairs)
         lengths = f"s{shorter.case.sq}x{shorter.case.sk}"
         return CheckPlan(shorter, ((0, 0),), f"shorter twin {lengths}, 1 of {total} key/value heads")
-    count = max(1, min(total, limit // pairs, _MOST_GROUPS))  # an empty batch has one group still: an empty slice
+    # An empty batch has one group still: an empty slice.
+    count = max(1, min(total, min(limit, enough) // pairs, _MOST_GROUPS))
     chosen = [round(i * (total - 1) / max(1, count - 1)) for i in range(count)]
     text = "full" if count >= total else f"{count} of {total} key/value heads"
     return CheckPlan(cell, tuple(divmod(index, case.hk) for index in chosen), text)

@@ -155,7 +155,7 @@ def hopper_backward_config(problem: AttentionProblem) -> HopperBackwardConfig:
     """Choose the steps of the Gluon backward kernel, timed on an H200 at lengths 1024 to 16384 (Triton 3.6).
 
     At a width of 64 registers hold the next step's scores beside this one's (+0 to 7 %), and dQ goes to its sums from
-    registers (+7 to 16 %). At 128 neither gains: too many registers hold dK and dV. In order a pass makes 0.70 to 0.94
+    registers (+7 to 16 %). At 128 neither gains: too many registers hold dK and dV. In order a pass makes 0.84 to 0.94
     of what it makes in none.
     """
     narrow = max(problem.d, problem.dv) <= 64
