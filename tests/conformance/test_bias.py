@@ -14,7 +14,10 @@ from conformance.calls import (
     skip_if_refused,
     visible_of,
 )
+from conformance.functions import REACH, relative, relative_twin
+from tilewise import UnsupportedProblem, attention, window
 from tilewise.backends.base import Saved
+from tilewise.functions import ScoreFunction
 from tilewise.testing.cases import Case, case_named
 from tilewise.testing.inputs import make_inputs
 
@@ -49,6 +52,44 @@ def test_bias_of_hidden_pairs_may_hold_anything_and_has_no_gradient(backend, nam
     assert_forward_within_budget(case, inputs, results[:2], clean)
     assert_gradients_within_budget(case, inputs, results.gradients, "out_and_lse", clean)
     assert not results.dbias[hidden].any()
+
+
+def _results(backend, tensors, **options):
+    """out, lse and the gradients of q, k and v, or a skip with the backend's reason."""
+    try:
+        out, lse = attention(*tensors, return_aux=("lse",), backend=backend.name, **options)
+        return out, lse, *torch.autograd.grad((out.float().sum() + lse[lse > float("-inf")].sum()), tensors)
+    except UnsupportedProblem as refusal:
+        pytest.skip(str(refusal))
+
+
+@pytest.fixture
+def tensors(device, main_dtype):
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(2, 2, 200, 16, generator=generator).to(device, main_dtype).requires_grad_() for _ in range(3)]
+
+
+# 130 keys are the first tile, and more, whatever the tile; one query is left without any.
+@pytest.mark.filterwarnings("ignore:invalid value encountered in subtract:RuntimeWarning")
+@pytest.mark.parametrize("rows", [1, 200])
+def test_a_bias_of_minus_infinity_hides_as_a_boolean_mask_does(backend, rows, tensors):
+    keep = torch.ones(rows, 200, dtype=torch.bool, device=tensors[0].device)
+    keep[:, :130] = False
+    keep[rows // 2] &= rows == 1
+    bias = torch.zeros(rows, 200, device=keep.device, dtype=tensors[0].dtype).masked_fill_(~keep, float("-inf"))
+    wanted = _results(backend, tensors, mask=keep)
+    torch.testing.assert_close(_results(backend, tensors, bias=bias), wanted)
+    dbias, = torch.autograd.grad(attention(*tensors, bias=bias.requires_grad_(), backend=backend.name).sum(), bias)
+    assert dbias.isfinite().all()
+    assert not dbias[~keep].any()
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in subtract:RuntimeWarning")
+def test_a_score_function_of_minus_infinity_hides_as_a_window_does(backend, tensors):
+    table = torch.zeros(2, 2 * REACH + 1, device=tensors[0].device)
+    table[:, :REACH - 20] = table[:, REACH + 21:] = float("-inf")  # by the query's place less the key's
+    far = _results(backend, tensors, score_function=ScoreFunction(relative, relative_twin, tensors=(table,)))
+    torch.testing.assert_close(far, _results(backend, tensors, mask=window(20, 20)))
 
 
 class _Largest(TorchDispatchMode):

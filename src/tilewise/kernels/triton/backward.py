@@ -41,6 +41,7 @@ from tilewise.kernels.triton.modifiers import (
     drop,
     gained,
     less_delta,
+    lse_of_probs,
     modify_tile,
     through_function,
     through_softcap,
@@ -149,7 +150,7 @@ def sum_over_queries(dk, dk_tail, dv, columns, k, k_tail, v, q_source, dout_sour
                       DESCRIPTORS, CLIP)
         q = unseen_as_zero(q, m, seen_from, None, None, BLOCK_M, ADDED)
         # Past the last query q, dout, lse and delta are read as 0: P is 1 there, dV adds 1·0 and dK 0·0.
-        lse = load_row_values(lse_base, m, stop, BLOCK_M, MASKED) * LOG2E  # [BLOCK_M]
+        lse = lse_of_probs(load_row_values(lse_base, m, stop, BLOCK_M, MASKED) * LOG2E, modifiers)  # [BLOCK_M]
         scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
         if TAIL:
             q_tail = load_tail(q_source, q, m, stop, stride_qs, stride_qd, BLOCK_M, D, TAIL, MASKED, INT64)
@@ -380,7 +381,8 @@ def attention_backward_dq_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_p
                      DESCRIPTORS, False)
     q_tail = load_tail(q_source, q, first, length_q, stride_qs, stride_qd, BLOCK_M, D, TAIL, True, INT64)
     row_offset = head_offset(batch, head, hq * sq, sq) + row_q
-    lse = tl.load(lse_ptr + row_offset + offs_m, mask=offs_m < length_q, other=0.0) * LOG2E  # [BLOCK_M]
+    lse = tl.load(lse_ptr + row_offset + offs_m, mask=offs_m < length_q, other=0.0)  # [BLOCK_M]
+    lse = lse_of_probs(lse * LOG2E, modifiers)
     delta = tl.load(delta_ptr + row_offset + offs_m, mask=offs_m < length_q, other=0.0)  # [BLOCK_M]
 
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)

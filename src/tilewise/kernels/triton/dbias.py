@@ -17,7 +17,7 @@ from tilewise.kernels.triton.launch import (
     needs_int64,
     tile_count,
 )
-from tilewise.kernels.triton.modifiers import less_delta, modify_tile
+from tilewise.kernels.triton.modifiers import less_delta, lse_of_probs, modify_tile
 from tilewise.kernels.triton.places import extent
 from tilewise.kernels.triton.primitives import (
     LOG2E,
@@ -65,7 +65,8 @@ def sum_over_members(acc, members, shared_heads, entry_batch, entry_head, q_ptr,
         dout = load_tile(dout_source, place, first_q, length_q, strides_do[2], strides_do[3], BLOCK_M, DV, BLOCK_DV,
                          True, INT64, False, False)
         row_offset = head_offset(batch, head, hq * sq, sq) + row_q
-        lse = tl.load(lse_ptr + row_offset + offs_m, mask=offs_m < length_q, other=0.0) * LOG2E
+        lse = tl.load(lse_ptr + row_offset + offs_m, mask=offs_m < length_q, other=0.0)
+        lse = lse_of_probs(lse * LOG2E, modifiers)
         delta = tl.load(delta_ptr + row_offset + offs_m, mask=offs_m < length_q, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         if TAIL:

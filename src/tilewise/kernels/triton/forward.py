@@ -57,6 +57,8 @@ def attend_keys(q, q_tail, k_source, v_source, modifiers, row, sequence, head, p
     ADDED: tl.constexpr = MASKED and (ROUNDED or COVERED)
     HIDES: tl.constexpr = (MASKED or (modifiers.mask.ptr is not None and listed is None)
                            or modifiers.mask_function.call is not None)
+    # Scores of -inf that nothing hides leave a row without a maximum just as well.
+    GUARD: tl.constexpr = HIDES or modifiers.bias.ptr is not None or modifiers.score_function.call is not None
     first = first_step(steps, MASKED)
     last = last_step(steps, listed, MASKED)
     # The masked tiles are few: without a pipeline of their own they leave registers to the others (+6 % at d 64). But
@@ -83,7 +85,7 @@ def attend_keys(q, q_tail, k_source, v_source, modifiers, row, sequence, head, p
         if HIDES:
             scores = tl.where(visible, scores, float("-inf"))
         probs, row_max, row_sum, acc = online_softmax_step(scores, row_max, row_sum, acc,
-                                                           1.0 if CHANGED else scale_log2, HIDES)
+                                                           1.0 if CHANGED else scale_log2, GUARD)
         probs = drop(probs, kept, modifiers)  # after the sum: what is dropped still counts in the denominator
         v = load_tile(v_source, place_k, n, stop, stride_vs, stride_vd, BLOCK_N, DV, BLOCK_DV, MASKED, INT64,
                       DESCRIPTORS, CLIP)
