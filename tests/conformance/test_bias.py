@@ -66,7 +66,7 @@ def _results(backend, tensors, **options):
 @pytest.fixture
 def tensors(device, main_dtype):
     generator = torch.Generator().manual_seed(3)
-    return [torch.randn(2, 2, 200, 16, generator=generator).to(device, main_dtype).requires_grad_() for _ in range(3)]
+    return [torch.randn(1, 1, 200, 16, generator=generator).to(device, main_dtype).requires_grad_() for _ in range(3)]
 
 
 # 130 keys are the first tile, and more, whatever the tile; one query is left without any.
@@ -86,7 +86,7 @@ def test_a_bias_of_minus_infinity_hides_as_a_boolean_mask_does(backend, rows, te
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in subtract:RuntimeWarning")
 def test_a_score_function_of_minus_infinity_hides_as_a_window_does(backend, tensors):
-    table = torch.zeros(2, 2 * REACH + 1, device=tensors[0].device)
+    table = torch.zeros(1, 2 * REACH + 1, device=tensors[0].device)
     table[:, :REACH - 20] = table[:, REACH + 21:] = float("-inf")  # by the query's place less the key's
     far = _results(backend, tensors, score_function=ScoreFunction(relative, relative_twin, tensors=(table,)))
     torch.testing.assert_close(far, _results(backend, tensors, mask=window(20, 20)))

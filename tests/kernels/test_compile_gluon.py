@@ -1,4 +1,4 @@
-"""The Gluon kernels compile for Hopper on both ends of the Triton range and between, without a device.
+"""The Gluon kernels compile for Hopper on both ends of the Triton range, without a device.
 
 What the compiler must have made of them: products that do not wait for one another and find their operands whatever
 loop was skipped, the copy engine both ways, and registers for every warp. Triton can only print ptxas's log while it
@@ -13,6 +13,8 @@ import pytest
 from kernels.compile_process import INSTALLED, VERSIONS, compile_all
 
 pytestmark = pytest.mark.aot
+# What the backend takes, and the newest; a kernel takes ten seconds of a core.
+ENDS = tuple(version for version in VERSIONS if version != INSTALLED)
 
 MASKS = {"full": [None, None, None], "causal": [None, 0, "top_left"], "window": [255, 0, "top_left"]}
 # The diagonal of lengths that are data runs through the last query and key of each sequence.
@@ -48,33 +50,33 @@ def compile_aloud(version, wanted):
     return rows
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("version", ENDS)
 def test_hopper_forward_compiles_within_registers_and_shared_memory(version):
     wanted = [forward(d, mask) for d in (64, 128) for mask in MASKS] + [forward(d, dtype="float16") for d in (64, 128)]
     wanted += [forward(64, s=1024)]  # other tiles
     check(version, wanted)
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("version", ENDS)
 def test_wide_heads_in_pieces_compile_within_registers_and_shared_memory(version):
     dims = ((256, 256), (192, 128), (192, 192), (128, 192), (64, 256), (256, 96), (96, 96), (64, 128), (128, 64))
-    check(version, [forward(d, mask, dv=dv) for d, dv in dims for mask in ("full", "causal")]
-          + [forward(256, "window"), forward(192, "window", dv=128)])
+    check(version, [forward(d, ("full", "causal")[i % 2], dv=dv) for i, (d, dv) in enumerate(dims)]
+          + [forward(256, "causal"), forward(256, "window"), forward(192, "window", dv=128)])
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("version", ENDS)
 def test_softcap_and_sinks_compile_within_registers_and_shared_memory(version):
-    check(version, [forward(d, options=options) for d in (64, 128, 256)
-                    for options in (["softcap"], ["sinks"], ["softcap", "sinks"])])
+    check(version, [forward(d, options=options) for d, options in (
+        (64, ["sinks"]), (128, ["softcap"]), *((d, ["softcap", "sinks"]) for d in (64, 128, 256)))])
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("version", ENDS)
 def test_packed_heads_compile_within_registers_and_shared_memory(version):
     check(version, [forward(d, mask) | {"pack": pack} for d in (64, 128, 256)
                     for mask, pack in (("full", 8), ("causal", 2))] + [forward(128, options=["sinks"]) | {"pack": 8}])
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("version", ENDS)
 def test_lengths_that_are_data_compile_within_registers_and_shared_memory(version):
     padded, packed = ["seqlens_q", "seqlens_k"], ["cu_seqlens_q", "cu_seqlens_k"]
     wanted = [forward(d, mask, options=packed) for d in (64, 128) for mask in MASKS]
@@ -93,7 +95,7 @@ def check(version, wanted, bounds=SPILL_BOUND):
         assert row["utmastg"] > 0, row
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("version", ENDS)
 def test_hopper_backward_compiles_within_registers_and_shared_memory(version):
     wanted = [backward(d, mask, **config) for (d, configs), mask in product(BACKWARD_CONFIGS.items(), MASKS)
               for config in configs]
