@@ -15,7 +15,7 @@ from conformance.calls import (
     visible_of,
 )
 from conformance.functions import REACH, relative, relative_twin
-from tilewise import UnsupportedProblem, attention, window
+from tilewise import attention, explain, window
 from tilewise.backends.base import Saved
 from tilewise.functions import ScoreFunction
 from tilewise.testing.cases import Case, case_named
@@ -55,12 +55,13 @@ def test_bias_of_hidden_pairs_may_hold_anything_and_has_no_gradient(backend, nam
 
 
 def _results(backend, tensors, **options):
-    """out, lse and the gradients of q, k and v, or a skip with the backend's reason."""
-    try:
-        out, lse = attention(*tensors, return_aux=("lse",), backend=backend.name, **options)
-        return out, lse, *torch.autograd.grad((out.float().sum() + lse[lse > float("-inf")].sum()), tensors)
-    except UnsupportedProblem as refusal:
-        pytest.skip(str(refusal))
+    """out, lse and the gradients of q, k and v, or a skip with the backend's reason against a pass of the call."""
+    reasons = explain(*tensors, **options).reasons
+    for direction in ("forward", "backward"):
+        if reasons[direction, backend.name] is not None:
+            pytest.skip(reasons[direction, backend.name])
+    out, lse = attention(*tensors, return_aux=("lse",), backend=backend.name, **options)
+    return out, lse, *torch.autograd.grad((out.float().sum() + lse[lse > float("-inf")].sum()), tensors)
 
 
 @pytest.fixture
