@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from tilewise.autograd.second_order import why_not_twice
-from tilewise.backends import gluon
+from tilewise.backends import cudnn, gluon
 from tilewise.dispatch import BACKENDS, get_backend
 from tilewise.masks import Mask, causal, chunk, prefix, sink_tokens, window
 from tilewise.problem import AttentionProblem, dense_strides
@@ -127,7 +127,10 @@ def render() -> str:
     with (unittest.mock.patch("torch.cuda.get_device_capability", return_value=CAPABILITY),
           unittest.mock.patch("tilewise.backends.gluon.device_spec", return_value=spec),
           unittest.mock.patch("tilewise.backends.gluon._triton_version", return_value=gluon.CHECKED),
-          unittest.mock.patch("tilewise.backends.triton.device_spec", return_value=spec)):
+          unittest.mock.patch("tilewise.backends.triton.device_spec", return_value=spec),
+          unittest.mock.patch("tilewise.backends.cudnn.frontend_version", return_value=cudnn.OLDEST_FRONTEND),
+          unittest.mock.patch("tilewise.backends.cudnn.library_version", return_value=cudnn.OLDEST_LIBRARY),
+          unittest.mock.patch("tilewise.backends.cudnn.graph_refusal", return_value=None)):
         gpu = table("cuda")
     capability = ".".join(map(str, CAPABILITY))
     return f"### On a GPU (compute capability {capability})\n\n{gpu}\n### On the CPU\n\n{table('cpu')}"

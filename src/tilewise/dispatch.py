@@ -19,7 +19,9 @@ from tilewise.errors import InvalidInput, UnsupportedProblem
 from tilewise.problem import AttentionProblem
 from tilewise.tuning.heuristics import prefers_gluon
 
-BACKENDS = ("gluon", "triton", "torch", "reference")
+BACKENDS = ("gluon", "triton", "torch", "cudnn", "reference")
+# Serve the calls that name them and no others: that they are faster anywhere has not been measured.
+ON_REQUEST = ("cudnn",)
 
 
 @cache
@@ -31,7 +33,7 @@ def get_backend(name: str) -> Backend:
 
 
 def order(problem: AttentionProblem) -> tuple[str, ...]:
-    """Backends by preference for this problem; the first that takes it is chosen.
+    """Backends by preference for this problem, those on request left out; the first that takes it is chosen.
 
     Measured on CPUs at b=1 h=8 d=64, 128 to 4096 tokens, causal and not (torch 2.13, AVX-512, 2 cores), torch's C++
     kernel against the tiled reference. In float32, and in bfloat16 where the CPU multiplies it, the kernel takes 0.5
@@ -108,8 +110,8 @@ def explain_problem(problem: AttentionProblem, backend: str | None = None,
     chosen: dict[str, str | None] = {}
     reasons: dict[tuple[str, str], str | None] = {}
     for side in (problem, problem.backward(lse_grad=False)):
-        names = order(side)
-        wanted = names if backend is None else (get_backend(backend).name,)
+        names = (*order(side), *ON_REQUEST)
+        wanted = order(side) if backend is None else (get_backend(backend).name,)
         answers = {name: (why_not_first and why_not_first(name)) or get_backend(name).why_not(side) for name in names}
         chosen[side.direction] = next((name for name in wanted if answers[name] is None), None)
         reasons |= {(side.direction, name): answer for name, answer in answers.items()}
@@ -121,7 +123,7 @@ def use_backend(name: str) -> Iterator[None]:
     """Use one backend for every call inside the ``with`` block that names none; thread- and task-local.
 
     Args:
-        name: "gluon", "triton", "torch" or "reference".
+        name: "gluon", "triton", "torch", "cudnn" or "reference".
 
     Raises:
         InvalidInput: no backend has that name.
