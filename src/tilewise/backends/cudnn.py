@@ -20,6 +20,7 @@ from tilewise.kernels.cudnn.description import (
     core_of,
     describe,
     gradient_strides,
+    lse_like,
     plain_strides,
 )
 from tilewise.kernels.cudnn.graph import Graph, graph_of
@@ -60,22 +61,21 @@ class CudnnBackend:
         shape = (problem.b, problem.hq, problem.sq, problem.dv)
         out = torch.empty_strided(shape, problem.out_strides, dtype=problem.dtype, device=problem.device)
         lse = torch.empty(shape[:3], dtype=torch.float32, device=problem.device)
-        whole = len(core.queries) == problem.sq
-        # Before 9.26 cuDNN writes and reads a contiguous lse alone.
-        part_lse = lse if whole else lse.new_empty((*shape[:2], len(core.queries)))
+        direct = len(core.queries) == problem.sq and problem.sequences.packed is None
+        part_lse = lse if direct else lse_like(lse, problem)
         tensors: Tensors = {"q": _cut(q, core.queries), "k": _cut(k, core.keys), "v": _cut(v, core.keys),
                             "out": _cut(out, core.queries), "lse": part_lse[..., None]}
         if operands.sinks is not None:
             tensors["sinks"] = operands.sinks.float().contiguous().view(1, -1, 1, 1)
         with _on(problem.device):
             _run(problem, graph, tensors, operands)
+            if not direct:
+                _cut(lse, core.queries).copy_(part_lse)
             if problem.sequences.are_data:
                 _blank(problem, "q", out, operands, lse)
-        if not whole:
-            lse[:, :, core.queries.start:core.queries.stop] = part_lse
-            # What sees nothing has the sink alone in its denominator.
-            _fill_around(lse, core.queries, float("-inf") if operands.sinks is None else operands.sinks[:, None])
-            _fill_around(out, core.queries, 0.0)
+        # What sees nothing has the sink alone in its denominator.
+        _fill_around(lse, core.queries, float("-inf") if operands.sinks is None else operands.sinks[:, None])
+        _fill_around(out, core.queries, 0.0)
         if operands.bias is not None:  # its −inf may hide every key of a query
             out.masked_fill_((lse == float("-inf"))[..., None], 0.0)
         return Results(out, lse)
@@ -89,10 +89,7 @@ class CudnnBackend:
         made = [torch.empty_strided(like.shape, strides, dtype=like.dtype, device=like.device)
                 for like, strides in zip((q, k, v), gradient_strides(problem), strict=True)]
         parts = (core.queries, core.keys, core.keys)
-        part_lse = lse[:, :, core.queries.start:core.queries.stop].contiguous()
-        if problem.sequences.are_data or operands.bias is not None:
-            # exp(score − lse) is to be 0 for all that a query without a visible key is paired with.
-            part_lse = part_lse.masked_fill(part_lse == float("-inf"), float("inf"))
+        part_lse = _saved_lse(problem, lse)
         tensors: Tensors = {"q": _cut(q, core.queries), "k": _cut(k, core.keys), "v": _cut(v, core.keys),
                             "out": _cut(out, core.queries), "dout": _cut(dout, core.queries),
                             "lse": part_lse[..., None]}
@@ -137,6 +134,17 @@ def _graph(problem: AttentionProblem, *, dbias: bool = False) -> Graph:
     if isinstance(answer, str):
         raise RuntimeError(f"the graph {answer}")
     return answer
+
+
+def _saved_lse(problem: AttentionProblem, lse: torch.Tensor) -> torch.Tensor:
+    """Return the core's lse as the backward graph has it."""
+    part = _cut(lse, core_of(problem).queries)
+    if problem.sequences.are_data or problem.scores.bias is not None:
+        # exp(score − lse) is to be 0 for all that a query without a visible key is paired with.
+        part = part.masked_fill(part == float("-inf"), float("inf"))
+    if problem.sequences.packed is not None or part.shape != lse.shape:
+        part = lse_like(lse, problem).copy_(part)
+    return part
 
 
 def _run(problem: AttentionProblem, graph: Graph, tensors: Tensors, operands: Operands) -> None:

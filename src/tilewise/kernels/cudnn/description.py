@@ -143,8 +143,9 @@ def _ports(problem: AttentionProblem, core: Core, *, dbias: bool) -> tuple[tuple
     k = port("k", "k", rows_k, problem.d, problem.k_strides)
     v = port("v", "k", rows_k, problem.dv, problem.v_strides)
     out = port("out", "q", rows_q, problem.dv, problem.out_strides)
-    # (h, s) is contiguous in each entry, and packed sequences lie in those of one entry.
-    lse = Port("lse", (*rows_q, 1), dense((*rows_q, 1)), torch.float32, "" if packed is None else "q")
+    lse = Port("lse", (*rows_q, 1), dense((*rows_q, 1)), torch.float32)
+    if packed is not None:
+        lse = lse._replace(strides=(problem.hq * problem.sq, 1, problem.hq, 1), side="q")
     facts = problem.scores.bias
     bias = []
     if facts is not None:
@@ -182,6 +183,17 @@ def plain_strides(sizes: Sizes, strides: Sizes) -> Sizes:
     """Strides with those along dims of size 1, which torch leaves as they come, set to the width of a row."""
     return (*(sizes[3] if size == 1 else stride for size, stride in zip(sizes[:3], strides[:3], strict=True)),
             1 if sizes[3] == 1 else strides[3])
+
+
+def lse_like(lse: torch.Tensor, problem: AttentionProblem) -> torch.Tensor:
+    """Return an empty tensor as a graph has the core's lse: contiguous, of packed sequences with the heads innermost.
+
+    Before 9.26 cuDNN writes and reads the first of a batch entry alone, and packed sequences go by their rows.
+    """
+    b, h, length = *lse.shape[:2], len(core_of(problem).queries)
+    if problem.sequences.packed is None:
+        return lse.new_empty(b, h, length)
+    return lse.new_empty(b, length, h).transpose(1, 2)
 
 
 def dense(sizes: Sizes) -> Sizes:
