@@ -25,7 +25,7 @@ from tilewise.bench.compile_ahead import CompileOnlyDriver
 from tilewise.kernels.gluon.launch import OPTIONS, HopperForward
 from tilewise.kernels.gluon.launch_backward import HopperBackward
 from tilewise.kernels.triton.backward import delta_launch, dkdv_launch, dq_launch
-from tilewise.kernels.triton.blanks import blank_launch
+from tilewise.kernels.triton.blanks import blank_launch, lengths_launch
 from tilewise.kernels.triton.dbias import dbias_launch
 from tilewise.kernels.triton.forward import forward_launch
 from tilewise.kernels.triton.launch import modifiers_of
@@ -125,13 +125,16 @@ def launch_of(kernel, problem, config, modifiers):
     q, k, v, out, rows = tensors_of(problem)
     if kernel == "forward":
         return forward_launch(problem, config, "ieee"), (q, k, v, out, rows, None, modifiers)
+    if kernel == "lengths":
+        return lengths_launch(problem), (torch.empty(2, 8, dtype=torch.int32), *modifiers.lengths)
     if kernel.startswith("blank"):
-        side, tensor, lse = ("q", out, rows) if kernel == "blank_out" else ("k", k, None)
+        side, tensor, more, lse = ("q", out, None, rows) if kernel == "blank_out" else ("k", k, v, None)
         lengths = modifiers.lengths
         queries, keys = (lengths.cu_q, lengths.q), (lengths.cu_k, lengths.k)
         own, other = (queries, keys) if side == "q" else (keys, queries)
-        return blank_launch(problem, side, tensor.shape[3], tensor.stride()), (
-            tensor, lse, None if lse is None else modifiers.sinks.ptr, *own, *other)
+        facts = None if more is None else (more.shape[3], more.stride())
+        return blank_launch(problem, side, tensor.shape[3], tensor.stride(), facts), (
+            tensor, more, lse, None if lse is None else modifiers.sinks.ptr, *own, *other)
     problem = replace(problem, direction="backward")
     if kernel == "delta":
         launch = delta_launch(problem, delta_config(problem), out.stride(), out.stride(), None)
@@ -154,7 +157,7 @@ def compile_for(request):
     operands = operands_of(request)
     kernel, problem = request["kernel"], problem_of(request, operands)
     config = None
-    if not kernel.startswith(("blank", "delta")):
+    if not kernel.startswith(("blank", "delta", "lengths")):
         tiles_of = "dq" if kernel.startswith(("dq", "dbias")) else kernel
         config = tile_config(tiles_of, problem, spec, descriptors=request["descriptors"])
     launch, tensors = launch_of(kernel, problem, config, modifiers_of(problem, operands))

@@ -1,4 +1,4 @@
-"""Zeros where nothing is seen: the kernel that writes them, interpreted on the CPU, against the oracle's mask."""
+"""Zeros where nothing is seen, and each sequence's lengths: the kernels, interpreted on the CPU, against the oracle."""
 
 import pytest
 import torch
@@ -28,10 +28,12 @@ def _blank(case: Case, side: str, device):
     rows = torch.full_like(like, NAN)
     lse = torch.full(like.shape[:3], NAN, device=device) if side == "q" else None
     lengths = {"q": (operands.cu_seqlens_q, operands.seqlens_q), "k": (operands.cu_seqlens_k, operands.seqlens_k)}
-    blanks.blank_launch(problem, side, rows.shape[3], rows.stride())(
-        rows, lse, operands.sinks if side == "q" else None, *lengths[side], *lengths["k" if side == "q" else "q"])
+    more = torch.full((*like.shape[:3], 8), NAN, dtype=torch.float16, device=device) if side == "k" else None
+    blanks.blank_launch(problem, side, rows.shape[3], rows.stride(), None if more is None else (8, more.stride()))(
+        rows, more, lse, operands.sinks if side == "q" else None, *lengths[side], *lengths["k" if side == "q" else "q"])
     visible = visible_of(case, device)
     seen = visible.any(-1) if side == "q" else visible.any(2).unflatten(1, (case.hk, -1)).any(2)
+    assert more is None or torch.equal(more.isnan().any(-1), rows.isnan().any(-1))
     return rows, lse, stored(case, seen, side), operands
 
 
@@ -53,3 +55,23 @@ def test_their_lse_is_the_sink_and_that_of_padding_minus_infinity(case, device):
         expected = torch.where(taking_part, operands.sinks.float()[:, None], expected)
     assert torch.equal(lse.isnan(), seen)
     torch.testing.assert_close(lse[~seen], expected[~seen], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("case", LENGTHS, ids=str)
+def test_lengths_are_those_of_each_sequence_however_they_are_given(case, device):
+    inputs = make_inputs(case, torch.float16, device)
+    operands = operands_of(case, inputs)
+    lengths = torch.full((2, case.b), -1, dtype=torch.int32, device=device)
+    blanks.lengths_launch(problem_of(case, inputs, operands))(
+        lengths, operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqlens_q, operands.seqlens_k)
+    assert lengths.tolist() == [[len(span) for span in case.spans(side)] for side in "qk"]
+
+
+def test_a_length_is_no_more_than_there_are_rows(device):
+    case = Case("padded", b=2, sq=5, sk=7, lengths_k=(7, 3))
+    inputs = make_inputs(case, torch.float16, device)
+    operands = operands_of(case, inputs)
+    operands.seqlens_k[:] = 100
+    lengths = torch.empty(2, 2, dtype=torch.int32, device=device)
+    blanks.lengths_launch(problem_of(case, inputs, operands))(lengths, None, None, None, operands.seqlens_k)
+    assert lengths.tolist() == [[5, 5], [7, 7]]

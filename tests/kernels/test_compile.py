@@ -83,11 +83,11 @@ def test_kernels_of_lengths_documents_and_tile_lists_compile_within_shared_memor
 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("version", VERSIONS)
-def test_the_kernel_of_blank_rows_compiles_without_a_spill(version, arch):
+def test_the_kernels_of_blank_rows_and_lengths_compile_without_a_spill(version, arch):
     wanted = [{"arch": arch, "kernel": kernel, "d": d, "dtype": "bfloat16", "mask": mask, "descriptors": False,
                "options": names}
               for d in (64, 256) for mask in ([63, 0, "bottom_right"], [None, None, None])
-              for names in (PACKED, [*PADDED, "sinks"]) for kernel in ("blank_out", "blank_keys")]
+              for names in (PACKED, [*PADDED, "sinks"]) for kernel in ("blank_out", "blank_keys", "lengths")]
     rows = compile_all(version, wanted)
     assert len(rows) == len(wanted)
     for row in rows:

@@ -80,6 +80,7 @@ def test_16_bit_calls_are_taken(problem):
     (problem_of(mask=causal() & chunk(64)), "takes causal masks and windows, got causal() & chunk(64)"),
     (problem_of((8, 0)), "needs a pair that is visible, got none"),
     (problem_of((8, 0), sequences=LENGTHS), "needs a pair that is visible, got none"),
+    (problem_of(b=1, sequences=PACKED._replace(packed=0)), "needs a pair that is visible, got none"),
     (problem_of((1, 9), **scores(sinks=SINKS)), "takes no sinks with one query"),
     (problem_of(aligned=False), "needs q, k and v at addresses that are multiples of 16 bytes"),
     (problem_of(q_strides=(512 * 4 * 64, 64, 4 * 64, 2)), f"{STRIDES}q with (131072, 64, 256, 2)"),

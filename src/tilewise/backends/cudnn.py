@@ -16,7 +16,6 @@ from tilewise.backends.base import Gradients, Needs, Results, Saved
 from tilewise.backends.current import is_current
 from tilewise.kernels.cudnn.description import (
     Borders,
-    Description,
     core_of,
     describe,
     gradient_strides,
@@ -39,7 +38,6 @@ OLDEST_LIBRARY = (9, 19, 0)
 _EVERY = Needs()
 Side = Literal["q", "k"]
 Tensors = dict[str | Borders, torch.Tensor]
-_SIDES: tuple[Side, Side, Side] = ("q", "k", "k")  # of q, k and v
 _ALIGNMENT = 8  # elements of 16 bit in 16 bytes, by which the engines move rows without a check of their own
 
 
@@ -72,7 +70,7 @@ class CudnnBackend:
             if not direct:
                 _cut(lse, core.queries).copy_(part_lse)
             if problem.sequences.are_data:
-                _blank(problem, "q", out, operands, lse)
+                _blank(problem, "q", [out], operands, lse)
         # What sees nothing has the sink alone in its denominator.
         _fill_around(lse, core.queries, float("-inf") if operands.sinks is None else operands.sinks[:, None])
         _fill_around(out, core.queries, 0.0)
@@ -102,8 +100,8 @@ class CudnnBackend:
         with _on(problem.device):
             _run(problem, graph, tensors, operands)
             if problem.sequences.are_data:
-                for side, tensor in zip(_SIDES, made, strict=True):
-                    _blank(problem, side, tensor, operands)
+                _blank(problem, "q", made[:1], operands)
+                _blank(problem, "k", made[1:], operands)
             dsinks = _sink_gradient(problem, saved, (out, dout), lse) if needs.dsinks else None
         if operands.bias is not None:
             made[0].masked_fill_((lse == float("-inf"))[..., None], 0.0)
@@ -141,7 +139,7 @@ def _saved_lse(problem: AttentionProblem, lse: torch.Tensor) -> torch.Tensor:
     part = _cut(lse, core_of(problem).queries)
     if problem.sequences.are_data or problem.scores.bias is not None:
         # exp(score − lse) is to be 0 for all that a query without a visible key is paired with.
-        part = part.masked_fill(part == float("-inf"), float("inf"))
+        part = part.nan_to_num(nan=float("nan"), posinf=float("inf"), neginf=float("inf"))
     if problem.sequences.packed is not None or part.shape != lse.shape:
         part = lse_like(lse, problem).copy_(part)
     return part
@@ -152,12 +150,16 @@ def _run(problem: AttentionProblem, graph: Graph, tensors: Tensors, operands: Op
     if operands.bias is not None:
         bias = _cut_pairs(operands.bias, problem)
         tensors["bias"] = bias if bias.data_ptr() % 16 == 0 else bias.clone()
-    description, core = graph.description, core_of(problem)
+    description = graph.description
     if description.lengths:
-        tensors["seqlens_q"] = _lengths(description, operands.cu_seqlens_q, operands.seqlens_q, len(core.queries),
-                                        problem.device)
-        tensors["seqlens_k"] = _lengths(description, operands.cu_seqlens_k, operands.seqlens_k, len(core.keys),
-                                        problem.device)
+        lengths = torch.empty(2, description.lengths, dtype=torch.int32, device=problem.device)
+        if problem.sequences.are_data:
+            _lengths_launch(problem)(lengths, operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqlens_q,
+                                     operands.seqlens_k)
+        else:
+            for side, positions in zip(lengths, core_of(problem), strict=True):
+                side.fill_(len(positions))
+        tensors |= {"seqlens_q": lengths[0], "seqlens_k": lengths[1]}
     for borders in description.borders:
         rows = operands.cu_seqlens_q if borders.side == "q" else operands.cu_seqlens_k
         if rows is not None:
@@ -165,37 +167,32 @@ def _run(problem: AttentionProblem, graph: Graph, tensors: Tensors, operands: Op
     graph(tensors)
 
 
-def _lengths(description: Description, borders: torch.Tensor | None, used: torch.Tensor | None, rows: int,
-             device: torch.device) -> torch.Tensor:
-    """Return how many positions of each sequence take part, as cuDNN takes it; no more than there are."""
-    if borders is not None:
-        lengths = borders.diff()
-        if used is not None:
-            lengths = torch.minimum(lengths, used)
-    elif used is not None:
-        lengths = used.clamp(0, rows)
-    else:
-        lengths = torch.full((description.lengths,), rows, dtype=torch.int32, device=device)
-    return lengths.int()
+@lru_cache(maxsize=1024)
+def _lengths_launch(problem: AttentionProblem) -> Launch:
+    from tilewise.kernels.triton.blanks import lengths_launch
+
+    return lengths_launch(problem)
 
 
 @lru_cache(maxsize=1024)
 def _blank_launch(problem: AttentionProblem, side: Side, width: int, strides: Sizes,
-                  with_lse: bool) -> Launch:
+                  more: tuple[int, Sizes] | None, with_lse: bool) -> Launch:
     # ``with_lse``: a launch keeps the kernel of its first call, and which tensors are None belongs to that.
     from tilewise.kernels.triton.blanks import blank_launch
 
-    return blank_launch(problem, side, width, strides)
+    return blank_launch(problem, side, width, strides, more)
 
 
-def _blank(problem: AttentionProblem, side: Side, rows: torch.Tensor, operands: Operands,
+def _blank(problem: AttentionProblem, side: Side, tensors: list[torch.Tensor], operands: Operands,
            lse: torch.Tensor | None = None) -> None:
-    """Write zeros, and lse's value, where a position sees nothing."""
-    launch = _blank_launch(problem, side, rows.shape[3], rows.stride(), lse is not None)
+    """Write zeros into one tensor or two of a side, and lse's value, where a position sees nothing."""
+    rows, more = tensors[0], tensors[1] if len(tensors) > 1 else None
+    launch = _blank_launch(problem, side, rows.shape[3], rows.stride(),
+                           None if more is None else (more.shape[3], more.stride()), lse is not None)
     queries = operands.cu_seqlens_q, operands.seqlens_q
     keys = operands.cu_seqlens_k, operands.seqlens_k
     own, other = (queries, keys) if side == "q" else (keys, queries)
-    launch(rows, lse, None if lse is None else operands.sinks, *own, *other)
+    launch(rows, more, lse, None if lse is None else operands.sinks, *own, *other)
 
 
 def _sink_gradient(problem: AttentionProblem, saved: Saved, outs: tuple[torch.Tensor, torch.Tensor],
@@ -300,7 +297,8 @@ def _wrong_options(problem: AttentionProblem) -> str | None:
         return f"takes no {lacking}"
     if problem.mask.has_exceptions:
         return f"takes causal masks and windows, got {problem.mask}"
-    if problem.is_empty or not problem.sk:  # lengths that are data may not be known to be 0, but the tensors' are
+    # Lengths that are data may not be known to be 0, but the tensors' are, and how many sequences there are.
+    if problem.is_empty or not problem.sk or problem.sequences.packed == 0:
         return "needs a pair that is visible, got none"
     core = core_of(problem)
     if scores.sinks is not None and len(core.queries) == 1:

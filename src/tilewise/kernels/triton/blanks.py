@@ -1,7 +1,8 @@
-"""Zeros for the rows that see nothing, where another library's kernel wrote the rest and lengths are data.
+"""What another library's kernel wants of lengths that are data, and leaves to be done where they hide something.
 
-Which rows these are the device alone knows: padding, and what stands outside of a band whose place depends on lengths
-(maths.md, eq. 26). A program that has none of them reads two lengths and writes nothing.
+It wants each sequence's own lengths, however they were given. And which rows see nothing the device alone knows:
+padding, and what stands outside of a band whose place depends on lengths (maths.md, eq. 26). These are zeroed by a
+second kernel; a program of it that has none of them reads two lengths and writes nothing.
 """
 
 from typing import Literal
@@ -10,22 +11,48 @@ import triton
 import triton.language as tl
 
 from tilewise.kernels.triton.launch import Launch, is_shifted, tile_slots
-from tilewise.kernels.triton.places import locate
+from tilewise.kernels.triton.places import extent, locate
 from tilewise.problem import AttentionProblem, Sizes, padded_dim
 
 _ROWS = 64  # a program; fewer launch more programs, more hold more zeros in registers
+_SEQUENCES = 128  # a program
+
+
+@triton.jit
+def sequence_lengths_kernel(lengths_ptr, cu_q, cu_k, seqlens_q, seqlens_k, rows_q, rows_k, count, BLOCK: tl.constexpr):
+    """Write how many queries and keys of each sequence take part, (2, sequences), int32: no more than there are."""
+    sequences = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = sequences < count
+    known = tl.minimum(sequences, count - 1)
+    _begin, _rows, queries = extent(cu_q, seqlens_q, known, count, rows_q)
+    _begin, _rows, keys = extent(cu_k, seqlens_k, known, count, rows_k)
+    tl.store(lengths_ptr + sequences, queries, mask=inside)
+    tl.store(lengths_ptr + count + sequences, keys, mask=inside)
+
+
+@triton.jit
+def _blank(ptr, head, batch, rows, blank, stride_b, stride_h, stride_s, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Write 0 into the rows [BLOCK] that are blank."""
+    offs_d = tl.arange(0, BLOCK_D)
+    base = ptr + batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h
+    ptrs = base + rows.to(tl.int64)[:, None] * stride_s + offs_d[None, :]
+    zeros = tl.zeros([rows.shape[0], BLOCK_D], dtype=ptr.dtype.element_ty)
+    tl.store(ptrs, zeros, mask=blank[:, None] & (offs_d < D)[None, :])
 
 
 @triton.jit
 def blank_rows_kernel(
-    rows_ptr, lse_ptr, sinks_ptr, own_cu, own_seqlens, other_cu, other_seqlens,
-    stride_b, stride_h, stride_s, stride_sink, behind, ahead, count, own, other, heads, tiles,
-    SHIFTED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
+    rows_ptr, more_ptr, lse_ptr, sinks_ptr, own_cu, own_seqlens, other_cu, other_seqlens,
+    stride_b, stride_h, stride_s, more_stride_b, more_stride_h, more_stride_s, stride_sink,
+    behind, ahead, count, own, other, heads, tiles,
+    SHIFTED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, MORE_D: tl.constexpr, MORE_BLOCK_D: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """Write 0 into the (b, h, s, d) rows that see nothing, and with lse_ptr lse's −inf, or the sink, beside them.
+    """Write 0 into the (b, h, s, d) rows that see nothing, and into those of a second tensor with more_ptr.
 
-    Position p sees those of the other side from p − behind to p + ahead, both moved by the difference of the lengths
-    if SHIFTED; None leaves a side open. The last stride is 1; lse is contiguous.
+    With lse_ptr, lse's −inf, or the sink, is written beside them. Position p sees those of the other side from
+    p − behind to p + ahead, both moved by the difference of the lengths if SHIFTED; None leaves a side open. The last
+    stride is 1; lse is contiguous.
     """
     first, head, _sequence, batch, own_row, _other_row, own_rows, own_length, other_length = locate(
         own_cu, own_seqlens, other_cu, other_seqlens, count, tiles, heads, own, other, BLOCK, False)
@@ -40,30 +67,39 @@ def blank_rows_kernel(
         stop = tl.minimum(stop, place + ahead + 1)
     taking_part = offs < own_length
     blank = (offs >= 0) & (offs < own_rows) & ~(taking_part & (start < stop))       # [BLOCK]
-    offs_d = tl.arange(0, BLOCK_D)
-    base = rows_ptr + batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h
-    ptrs = base + (own_row + offs).to(tl.int64)[:, None] * stride_s + offs_d[None, :]
-    zeros = tl.zeros([BLOCK, BLOCK_D], dtype=rows_ptr.dtype.element_ty)
-    tl.store(ptrs, zeros, mask=blank[:, None] & (offs_d < D)[None, :])
+    rows = own_row + offs
+    _blank(rows_ptr, head, batch, rows, blank, stride_b, stride_h, stride_s, D, BLOCK_D)
+    if more_ptr is not None:
+        _blank(more_ptr, head, batch, rows, blank, more_stride_b, more_stride_h, more_stride_s, MORE_D, MORE_BLOCK_D)
     if lse_ptr is not None:
         lse = tl.full([BLOCK], float("-inf"), tl.float32)
         if sinks_ptr is not None:
             lse = tl.where(taking_part, tl.load(sinks_ptr + head * stride_sink).to(tl.float32), lse)
-        lse_ptrs = lse_ptr + (batch.to(tl.int64) * heads + head) * own + own_row + offs
+        lse_ptrs = lse_ptr + (batch.to(tl.int64) * heads + head) * own + rows
         tl.store(lse_ptrs, lse, mask=blank)
 
 
-def blank_launch(problem: AttentionProblem, side: Literal["q", "k"], width: int, strides: Sizes) -> Launch:
-    """Bind the kernel for a tensor (b, h, s, width) of queries or keys with these strides.
+def lengths_launch(problem: AttentionProblem) -> Launch:
+    """Bind the kernel of the lengths: call it with (lengths, cu_seqlens of q and k, seqlens of q and k)."""
+    count = problem.pairs[0]
+    return Launch(sequence_lengths_kernel, -(-count // _SEQUENCES), (problem.sq, problem.sk, count, _SEQUENCES),
+                  num_warps=4)
 
-    Call the result with (rows, lse or None, sinks or None, cu_seqlens and seqlens of its own side, those of the other).
+
+def blank_launch(problem: AttentionProblem, side: Literal["q", "k"], width: int, strides: Sizes,
+                 more: tuple[int, Sizes] | None = None) -> Launch:
+    """Bind the kernel for a tensor (b, h, s, width) of queries or keys with these strides; ``more``: of another.
+
+    Call the result with (rows, rows of the other or None, lse or None, sinks or None, cu_seqlens and seqlens of its own
+    side, those of the other side).
     """
     mask, sinks, of_queries = problem.mask, problem.scores.sinks, side == "q"
     heads, own, other = (problem.hq, problem.sq, problem.sk) if of_queries else (problem.hk, problem.sk, problem.sq)
     tiles = tile_slots(problem, own, _ROWS)
+    more_width, more_strides = more or (width, strides)
     scalars = (
-        *strides[:3], 0 if sinks is None else sinks.strides[0],
+        *strides[:3], *more_strides[:3], 0 if sinks is None else sinks.strides[0],
         *((mask.left, mask.right) if of_queries else (mask.right, mask.left)), problem.pairs[0], own, other, heads,
-        tiles, is_shifted(problem), width, padded_dim(width), _ROWS,
+        tiles, is_shifted(problem), width, padded_dim(width), more_width, padded_dim(more_width), _ROWS,
     )
     return Launch(blank_rows_kernel, tiles * heads * problem.b, scalars, num_warps=4)
