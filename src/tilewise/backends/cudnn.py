@@ -154,8 +154,8 @@ def _run(problem: AttentionProblem, graph: Graph, tensors: Tensors, operands: Op
     if description.lengths:
         lengths = torch.empty(2, description.lengths, dtype=torch.int32, device=problem.device)
         if problem.sequences.are_data:
-            _lengths_launch(problem)(lengths, operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqlens_q,
-                                     operands.seqlens_k)
+            launch = _lengths_launch(problem, are_aligned(*operands.present))
+            launch(lengths, operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqlens_q, operands.seqlens_k)
         else:
             for side, positions in zip(lengths, core_of(problem), strict=True):
                 side.fill_(len(positions))
@@ -167,8 +167,9 @@ def _run(problem: AttentionProblem, graph: Graph, tensors: Tensors, operands: Op
     graph(tensors)
 
 
+# Of launches, ``aligned``: one keeps the kernel of its first call, which counts on addresses alike.
 @lru_cache(maxsize=1024)
-def _lengths_launch(problem: AttentionProblem) -> Launch:
+def _lengths_launch(problem: AttentionProblem, aligned: bool) -> Launch:
     from tilewise.kernels.triton.blanks import lengths_launch
 
     return lengths_launch(problem)
@@ -176,8 +177,8 @@ def _lengths_launch(problem: AttentionProblem) -> Launch:
 
 @lru_cache(maxsize=1024)
 def _blank_launch(problem: AttentionProblem, side: Side, width: int, strides: Sizes,
-                  more: tuple[int, Sizes] | None, with_lse: bool) -> Launch:
-    # ``with_lse``: a launch keeps the kernel of its first call, and which tensors are None belongs to that.
+                  more: tuple[int, Sizes] | None, with_lse: bool, aligned: bool) -> Launch:
+    # ``with_lse``: which tensors are None belongs to a kernel too.
     from tilewise.kernels.triton.blanks import blank_launch
 
     return blank_launch(problem, side, width, strides, more)
@@ -188,7 +189,8 @@ def _blank(problem: AttentionProblem, side: Side, tensors: list[torch.Tensor], o
     """Write zeros into one tensor or two of a side, and lse's value, where a position sees nothing."""
     rows, more = tensors[0], tensors[1] if len(tensors) > 1 else None
     launch = _blank_launch(problem, side, rows.shape[3], rows.stride(),
-                           None if more is None else (more.shape[3], more.stride()), lse is not None)
+                           None if more is None else (more.shape[3], more.stride()), lse is not None,
+                           are_aligned(*operands.present))
     queries = operands.cu_seqlens_q, operands.seqlens_q
     keys = operands.cu_seqlens_k, operands.seqlens_k
     own, other = (queries, keys) if side == "q" else (keys, queries)
@@ -208,7 +210,6 @@ def _sink_gradient(problem: AttentionProblem, saved: Saved, outs: tuple[torch.Te
 
 @lru_cache(maxsize=1024)
 def _delta_launch(problem: AttentionProblem, out_strides: Sizes, dout_strides: Sizes, aligned: bool) -> Launch:
-    # ``aligned``: a launch keeps the kernel of its first call, which counts on addresses alike.
     from tilewise.kernels.triton.backward import delta_launch
 
     return delta_launch(problem, delta_config(problem), out_strides, dout_strides, None)
