@@ -126,7 +126,7 @@ def launch_of(kernel, problem, config, modifiers):
     if kernel == "forward":
         return forward_launch(problem, config, "ieee"), (q, k, v, out, rows, None, modifiers)
     if kernel == "lengths":
-        return lengths_launch(problem), (torch.empty(2, 8, dtype=torch.int32), *modifiers.lengths)
+        return lengths_launch(problem, 8), (torch.empty(2, 8, dtype=torch.int32), *modifiers.lengths)
     if kernel.startswith("blank"):
         side, tensor, more, lse = ("q", out, None, rows) if kernel == "blank_out" else ("k", k, v, None)
         lengths = modifiers.lengths

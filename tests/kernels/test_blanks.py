@@ -61,10 +61,10 @@ def test_their_lse_is_the_sink_and_that_of_padding_minus_infinity(case, device):
 def test_lengths_are_those_of_each_sequence_however_they_are_given(case, device):
     inputs = make_inputs(case, torch.float16, device)
     operands = operands_of(case, inputs)
-    lengths = torch.full((2, case.b), -1, dtype=torch.int32, device=device)
-    blanks.lengths_launch(problem_of(case, inputs, operands))(
+    lengths = torch.full((2, case.b + 1), -1, dtype=torch.int32, device=device)
+    blanks.lengths_launch(problem_of(case, inputs, operands), case.b + 1)(
         lengths, operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqlens_q, operands.seqlens_k)
-    assert lengths.tolist() == [[len(span) for span in case.spans(side)] for side in "qk"]
+    assert lengths.tolist() == [[*(len(span) for span in case.spans(side)), -1] for side in "qk"]
 
 
 def test_a_length_is_no_more_than_there_are_rows(device):
@@ -73,5 +73,5 @@ def test_a_length_is_no_more_than_there_are_rows(device):
     operands = operands_of(case, inputs)
     operands.seqlens_k[:] = 100
     lengths = torch.empty(2, 2, dtype=torch.int32, device=device)
-    blanks.lengths_launch(problem_of(case, inputs, operands))(lengths, None, None, None, operands.seqlens_k)
+    blanks.lengths_launch(problem_of(case, inputs, operands), 2)(lengths, None, None, None, operands.seqlens_k)
     assert lengths.tolist() == [[5, 5], [7, 7]]

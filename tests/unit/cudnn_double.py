@@ -85,7 +85,7 @@ class Graph:
         for tensor in ports.values():
             given = pack[tensor.uid]
             assert given.dtype is DTYPES[tensor.data_type], tensor.name
-            assert given.data_ptr() % 16 == 0 or given.dtype not in (torch.float16, torch.bfloat16), tensor.name
+            assert given.data_ptr() % 16 == 0, tensor.name
         count = ports["q"].dim[0]
         for n in range(count):
             parts = {name: _part(pack, tensor, n) for name, tensor in ports.items() if not name.startswith("seq_len")}

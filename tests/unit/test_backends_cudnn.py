@@ -18,6 +18,7 @@ from conformance.calls import (
 )
 from tilewise import causal, window
 from tilewise.backends import cudnn
+from tilewise.backends.base import Needs, Saved
 from tilewise.dispatch import choose
 from tilewise.kernels.cudnn import graph, library
 from tilewise.kernels.cudnn.description import describe
@@ -112,6 +113,32 @@ def test_a_bias_that_hides_every_key_of_a_query_gives_zeros(double):
     assert not results.dq[:, :, 3].any()
     assert not results.dbias[:, :, 3].any()
     assert all(gradient.isfinite().all() for gradient in results.gradients if gradient is not None)
+
+
+def test_operands_that_begin_anywhere_are_copied_to_where_cudnn_takes_them(double):
+    case = Case("anywhere", b=2, hq=4, hk=2, sq=24, sk=40, d=16, dv=16, mask=causal("bottom_right"), bias="1hqk",
+                sinks=True, operand_dtype="float32")
+    inputs = make_inputs(case, HALF, "cpu")
+    operands = operands_of(case, inputs)
+    moved = {name: torch.cat([tensor.flatten()[:1], tensor.flatten()])[1:].view(tensor.shape)
+             for name, tensor in (("bias", operands.bias), ("sinks", operands.sinks))}
+    assert all(tensor.data_ptr() % 16 for tensor in moved.values())
+    results = forward_and_backward(cudnn.backend, case, inputs, "out", operands._replace(**moved))
+    assert_forward_within_budget(case, inputs, results[:2])
+    assert_gradients_within_budget(case, inputs, results.gradients)
+
+
+@pytest.mark.parametrize("needs", [Needs(True, False), Needs(False, True), Needs(False, False, dbias=True)])
+def test_only_what_is_needed_is_returned(double, needs):
+    case = Case("some", b=1, hq=2, hk=2, sq=24, sk=24, d=16, dv=16, bias="11qk")
+    inputs = make_inputs(case, HALF, "cpu")
+    operands = operands_of(case, inputs)
+    problem = problem_of(case, inputs, operands)
+    out, lse, _ = cudnn.backend.forward(problem, *inputs[:3], operands)
+    made = cudnn.backend.backward(problem.backward(lse_grad=False), Saved(*inputs[:3], out, lse, operands),
+                                  inputs.dout, None, needs)
+    assert [gradient is not None for gradient in made] == [needs.dq, needs.dkv, needs.dkv, needs.dbias, False, False]
+    assert ("dBias" in double.runs[1][0].arguments) is needs.dbias
 
 
 def _named(double, run):

@@ -64,7 +64,7 @@ class CudnnBackend:
         tensors: Tensors = {"q": _cut(q, core.queries), "k": _cut(k, core.keys), "v": _cut(v, core.keys),
                             "out": _cut(out, core.queries), "lse": part_lse[..., None]}
         if operands.sinks is not None:
-            tensors["sinks"] = operands.sinks.float().contiguous().view(1, -1, 1, 1)
+            tensors["sinks"] = _aligned(operands.sinks.float().contiguous()).view(1, -1, 1, 1)
         with _on(problem.device):
             _run(problem, graph, tensors, operands)
             if not direct:
@@ -110,10 +110,9 @@ class CudnnBackend:
                 _fill_around(tensor, part, 0.0)
         if dbias is not None and part_dbias is not None and part_dbias.data_ptr() != dbias.data_ptr():
             _cut_pairs(dbias, problem).copy_(part_dbias)
-        dq, dk, dv = made
-        if not needs.dkv:
-            return Gradients(dq, None, None, dbias, None, dsinks)
-        return Gradients(dq if needs.dq else None, dk, dv, dbias, None, dsinks)
+        dq, dk, dv = (tensor if needed else None
+                      for tensor, needed in zip(made, (needs.dq, needs.dkv, needs.dkv), strict=True))
+        return Gradients(dq, dk, dv, dbias, None, dsinks)
 
 
 def graph_refusal(problem: AttentionProblem) -> str | None:
@@ -148,18 +147,18 @@ def _saved_lse(problem: AttentionProblem, lse: torch.Tensor) -> torch.Tensor:
 def _run(problem: AttentionProblem, graph: Graph, tensors: Tensors, operands: Operands) -> None:
     """Run the graph with a bias and lengths beside the tensors."""
     if operands.bias is not None:
-        bias = _cut_pairs(operands.bias, problem)
-        tensors["bias"] = bias if bias.data_ptr() % 16 == 0 else bias.clone()
+        tensors["bias"] = _aligned(_cut_pairs(operands.bias, problem))
     description = graph.description
-    if description.lengths:
-        lengths = torch.empty(2, description.lengths, dtype=torch.int32, device=problem.device)
+    count = description.lengths
+    if count:
+        lengths = torch.empty(2, _round_up(count, _ALIGNMENT), dtype=torch.int32, device=problem.device)
         if problem.sequences.are_data:
-            launch = _lengths_launch(problem, are_aligned(*operands.present))
+            launch = _lengths_launch(problem, lengths.stride(0), are_aligned(*operands.present))
             launch(lengths, operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqlens_q, operands.seqlens_k)
         else:
             for side, positions in zip(lengths, core_of(problem), strict=True):
                 side.fill_(len(positions))
-        tensors |= {"seqlens_q": lengths[0], "seqlens_k": lengths[1]}
+        tensors |= {"seqlens_q": lengths[0, :count], "seqlens_k": lengths[1, :count]}
     for borders in description.borders:
         rows = operands.cu_seqlens_q if borders.side == "q" else operands.cu_seqlens_k
         if rows is not None:
@@ -169,10 +168,10 @@ def _run(problem: AttentionProblem, graph: Graph, tensors: Tensors, operands: Op
 
 # Of launches, ``aligned``: one keeps the kernel of its first call, which counts on addresses alike.
 @lru_cache(maxsize=1024)
-def _lengths_launch(problem: AttentionProblem, aligned: bool) -> Launch:
+def _lengths_launch(problem: AttentionProblem, stride: int, aligned: bool) -> Launch:
     from tilewise.kernels.triton.blanks import lengths_launch
 
-    return lengths_launch(problem)
+    return lengths_launch(problem, stride)
 
 
 @lru_cache(maxsize=1024)
@@ -234,6 +233,17 @@ def _fill_around(tensor: torch.Tensor, positions: Span, value: float | torch.Ten
     for outside in (tensor[:, :, :positions.start], tensor[:, :, positions.stop:]):
         if outside.shape[2]:
             outside[...] = value
+
+
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor, or a copy with its strides where it does not begin at a multiple of 16 bytes."""
+    if are_aligned(tensor):
+        return tensor
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def _round_up(count: int, step: int) -> int:
+    return -(-count // step) * step
 
 
 def _laid_out(tensor: torch.Tensor, problem: AttentionProblem) -> torch.Tensor:

@@ -19,7 +19,8 @@ _SEQUENCES = 128  # a program
 
 
 @triton.jit
-def sequence_lengths_kernel(lengths_ptr, cu_q, cu_k, seqlens_q, seqlens_k, rows_q, rows_k, count, BLOCK: tl.constexpr):
+def sequence_lengths_kernel(lengths_ptr, cu_q, cu_k, seqlens_q, seqlens_k, rows_q, rows_k, stride, count,
+                            BLOCK: tl.constexpr):
     """Write how many queries and keys of each sequence take part, (2, sequences), int32: no more than there are."""
     sequences = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = sequences < count
@@ -27,7 +28,7 @@ def sequence_lengths_kernel(lengths_ptr, cu_q, cu_k, seqlens_q, seqlens_k, rows_
     _begin, _rows, queries = extent(cu_q, seqlens_q, known, count, rows_q)
     _begin, _rows, keys = extent(cu_k, seqlens_k, known, count, rows_k)
     tl.store(lengths_ptr + sequences, queries, mask=inside)
-    tl.store(lengths_ptr + count + sequences, keys, mask=inside)
+    tl.store(lengths_ptr + stride + sequences, keys, mask=inside)
 
 
 @triton.jit
@@ -79,11 +80,14 @@ def blank_rows_kernel(
         tl.store(lse_ptrs, lse, mask=blank)
 
 
-def lengths_launch(problem: AttentionProblem) -> Launch:
-    """Bind the kernel of the lengths: call it with (lengths, cu_seqlens of q and k, seqlens of q and k)."""
+def lengths_launch(problem: AttentionProblem, stride: int) -> Launch:
+    """Bind the kernel of the lengths, (2, sequences) with that row stride.
+
+    Call the result with (lengths, cu_seqlens of q and k, seqlens of q and k).
+    """
     count = problem.pairs[0]
-    return Launch(sequence_lengths_kernel, -(-count // _SEQUENCES), (problem.sq, problem.sk, count, _SEQUENCES),
-                  num_warps=4)
+    scalars = (problem.sq, problem.sk, stride, count, _SEQUENCES)
+    return Launch(sequence_lengths_kernel, -(-count // _SEQUENCES), scalars, num_warps=4)
 
 
 def blank_launch(problem: AttentionProblem, side: Literal["q", "k"], width: int, strides: Sizes,
