@@ -6,6 +6,7 @@ handed over say. As these are the *core* of a call, the queries that see a key a
 of a core lies at or right of its top left corner.
 """
 
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 import torch
@@ -75,6 +76,7 @@ class Core(NamedTuple):
     keys: Span
 
 
+@lru_cache(maxsize=4096)
 def core_of(problem: AttentionProblem) -> Core:
     """Return the part of a call that is handed to cuDNN."""
     return Core(problem.seeing_queries, problem.seen_keys)
