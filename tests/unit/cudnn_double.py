@@ -170,8 +170,9 @@ def _backward(arguments, parts, lengths):
         parts[name][:, :length] = made[name].to(parts[name].dtype)
     if "dBias" in parts:
         target = parts["dBias"]
-        total = dscores if len(target) > 1 else dscores.sum(0, keepdim=True)
-        target += total.to(target.dtype)
+        assert target.dtype is parts["q"].dtype
+        once = [dim for dim in range(3) if target.shape[dim] == 1 and dscores.shape[dim] > 1]
+        target += (dscores.sum(once, keepdim=True) if once else dscores).to(target.dtype)
 
 
 class Double:

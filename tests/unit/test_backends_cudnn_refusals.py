@@ -53,6 +53,7 @@ def refusal(problem):
     problem_of(), problem_of(dtype=torch.float16), problem_of(dims=(256, 192)), problem_of(dims=(40, 8)),
     problem_of((500, 700), mask=causal("bottom_right")), problem_of(mask=window(100, None)), problem_of((1, 7)),
     problem_of(heads=(6, 1), b=1), problem_of(**scores(sinks=SINKS)), problem_of(**scores(bias=BIAS)),
+    problem_of(**scores(bias=OperandFacts((1, 4, 1, 512), (2048, 512, 512, 1), torch.bfloat16))),
     problem_of(mask=causal("bottom_right"), sequences=LENGTHS), problem_of(b=1, sequences=PACKED),
 ], ids=str)
 def test_16_bit_calls_are_taken(problem):
@@ -86,8 +87,6 @@ def test_16_bit_calls_are_taken(problem):
     (problem_of(q_strides=(512 * 4 * 64, 64, 4 * 64, 2)), f"{STRIDES}q with (131072, 64, 256, 2)"),
     (problem_of(k_strides=(512 * 2 * 64, 66, 2 * 64, 1)), f"{STRIDES}k with (65536, 66, 128, 1)"),
     (problem_of(v_strides=(512 * 2 * 64, 0, 2 * 64, 1)), f"{STRIDES}v with (65536, 0, 128, 1)"),
-    (problem_of(**scores(bias=OperandFacts((1, 4, 1, 512), (2048, 512, 512, 1), torch.bfloat16))),
-     "takes a bias of each query and key, got one of shape (1, 4, 1, 512)"),
     (problem_of(**scores(bias=BIAS._replace(strides=(4 * 512 * 516, 512 * 516, 516, 1)))),
      "needs a bias with a last stride of 1 and the others positive multiples of 8 elements, got "
      "(1056768, 264192, 516, 1)"),
@@ -103,13 +102,15 @@ def test_the_rest_is_refused_with_its_reason(problem, reason):
 def test_a_bias_begins_where_the_engines_can_load_it():
     bias = OperandFacts((1, 4, 24, 64), (6144, 1536, 64, 1), torch.float32)
     for left, first in ((16, None), (14, 26), (20, None)):
-        reason = refusal(problem_of((24, 64), mask=window(left, 0, "bottom_right"), **scores(bias=bias)))
+        reason = cudnn.backend.why_not(problem_of((24, 64), mask=window(left, 0, "bottom_right"), **scores(bias=bias)))
         assert reason == (None if first is None else
                           f"needs the first key that is seen at a multiple of 4 beside a bias, got {first}")
 
 
 @pytest.mark.parametrize(("problem", "reason"), [
     (problem_of().backward(lse_grad=True), "has no gradient through lse"),
+    (problem_of(**scores(bias=BIAS._replace(dtype=torch.float32))).backward(lse_grad=False),
+     "makes the gradient of a bias in the inputs' dtype alone, torch.bfloat16, got a bias in torch.float32"),
     (problem_of((1, 1)).backward(lse_grad=False),
      "needs more than one query or more than one key in its backward pass"),
     (problem_of(**scores(bias=BIAS), sequences=LENGTHS).backward(lse_grad=False),

@@ -92,11 +92,8 @@ class CudnnBackend:
                             "out": _cut(out, core.queries), "dout": _cut(dout, core.queries),
                             "lse": part_lse[..., None]}
         tensors |= {f"d{name}": _cut(tensor, part) for name, tensor, part in zip("qkv", made, parts, strict=True)}
-        dbias = None if operands.bias is None or not needs.dbias else torch.zeros_like(
-            operands.bias, memory_format=torch.contiguous_format)
-        part_dbias = None if dbias is None else _cut_pairs(dbias, problem).contiguous()
-        if part_dbias is not None:
-            tensors["dbias"] = part_dbias
+        if needs.dbias and operands.bias is not None:
+            tensors["dbias"] = _new_dbias(graph, operands.bias)
         with _on(problem.device):
             _run(problem, graph, tensors, operands)
             if problem.sequences.are_data:
@@ -108,8 +105,7 @@ class CudnnBackend:
         if not problem.sequences.are_data:
             for tensor, part in zip(made, parts, strict=True):
                 _fill_around(tensor, part, 0.0)
-        if dbias is not None and part_dbias is not None and part_dbias.data_ptr() != dbias.data_ptr():
-            _cut_pairs(dbias, problem).copy_(part_dbias)
+        dbias = _whole_dbias(problem, operands.bias, tensors["dbias"]) if "dbias" in tensors else None
         dq, dk, dv = (tensor if needed else None
                       for tensor, needed in zip(made, (needs.dq, needs.dkv, needs.dkv), strict=True))
         return Gradients(dq, dk, dv, dbias, None, dsinks)
@@ -131,6 +127,21 @@ def _graph(problem: AttentionProblem, *, dbias: bool = False) -> Graph:
     if isinstance(answer, str):
         raise RuntimeError(f"the graph {answer}")
     return answer
+
+
+def _new_dbias(graph: Graph, bias: torch.Tensor) -> torch.Tensor:
+    """Return zeros as the graph has the gradient: cuDNN may pass over what no query sees, and sums what is shared."""
+    port = graph.description.outputs[-1]
+    return torch.empty_strided(port.sizes, port.strides, dtype=bias.dtype, device=bias.device).zero_()
+
+
+def _whole_dbias(problem: AttentionProblem, bias: torch.Tensor | None, part: torch.Tensor) -> torch.Tensor | None:
+    """Return the gradient in the bias's shape, contiguous, given that of the core."""
+    if bias is None or (part.shape == bias.shape and part.is_contiguous()):
+        return part
+    whole = torch.zeros_like(bias, memory_format=torch.contiguous_format)
+    _cut_pairs(whole, problem).copy_(part)
+    return whole
 
 
 def _saved_lse(problem: AttentionProblem, lse: torch.Tensor) -> torch.Tensor:
@@ -223,9 +234,11 @@ def _cut(tensor: torch.Tensor, positions: Span) -> torch.Tensor:
 
 
 def _cut_pairs(bias: torch.Tensor, problem: AttentionProblem) -> torch.Tensor:
-    """Return the pairs of the core; where lengths are data, the bias itself."""
-    queries, keys = core_of(problem)
-    return bias[:, :, queries.start:queries.stop, keys.start:keys.stop]
+    """Return the pairs of the core of a bias, which has a dim of queries or keys whole or once."""
+    for dim, (positions, length) in enumerate(zip(core_of(problem), (problem.sq, problem.sk), strict=True), start=2):
+        if bias.shape[dim] == length:
+            bias = bias.narrow(dim, positions.start, len(positions))
+    return bias
 
 
 def _fill_around(tensor: torch.Tensor, positions: Span, value: float | torch.Tensor) -> None:
@@ -355,14 +368,14 @@ def _wrong_bias(problem: AttentionProblem) -> str | None:
     facts = problem.scores.bias
     if facts is None:
         return None
-    if facts.shape[2:] != (problem.sq, problem.sk):
-        return f"takes a bias of each query and key, got one of shape {tuple(facts.shape)}"
+    if problem.direction == "backward" and facts.dtype is not problem.dtype:
+        return f"makes the gradient of a bias in the inputs' dtype alone, {problem.dtype}, got a bias in {facts.dtype}"
     step = 16 // facts.dtype.itemsize
-    if (facts.strides[3] != 1 and problem.sk > 1) or _uneven(facts.shape, facts.strides, step):
+    if (facts.strides[3] != 1 and facts.shape[3] > 1) or _uneven(facts.shape, facts.strides, step):
         return (f"needs a bias with a last stride of 1 and the others positive multiples of {step} elements, got "
                 f"{facts.strides}")
     first = core_of(problem).keys.start
-    if first % step:
+    if first % step and facts.shape[3] > 1:
         return f"needs the first key that is seen at a multiple of {step} beside a bias, got {first}"
     return None
 

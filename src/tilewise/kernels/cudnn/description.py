@@ -15,6 +15,7 @@ from tilewise.masks import Span
 from tilewise.problem import AttentionProblem, Direction, Sizes, dense_strides
 
 _INT32_MAX = 2**31 - 1
+_STEP = 8  # elements of 16 bit in the 16 bytes that are moved at once
 
 
 class Port(NamedTuple):
@@ -151,7 +152,9 @@ def _ports(problem: AttentionProblem, core: Core, *, dbias: bool) -> tuple[tuple
     facts = problem.scores.bias
     bias = []
     if facts is not None:
-        sizes = (*facts.shape[:2], len(core.queries), len(core.keys))
+        # A dim that the bias has once stays so: cuDNN broadcasts it, and sums its gradient.
+        sizes = (*facts.shape[:2], *(len(part) if own == whole else 1 for part, own, whole in zip(
+            core, facts.shape[2:], (problem.sq, problem.sk), strict=True)))
         bias = [Port("bias", sizes, plain_strides(sizes, facts.strides), facts.dtype)]
     if problem.direction == "forward":
         sinks = [] if problem.scores.sinks is None else [
@@ -159,7 +162,7 @@ def _ports(problem: AttentionProblem, core: Core, *, dbias: bool) -> tuple[tuple
         return (q, k, v, *bias, *sinks), (out, lse)
     gradients = [like._replace(name=f"d{like.name}", strides=plain_strides(like.sizes, strides))
                  for like, strides in zip((q, k, v), gradient_strides(problem), strict=True)]
-    made = [Port("dbias", sizes, dense(sizes), facts.dtype)] if dbias and facts is not None else []
+    made = [Port("dbias", sizes, dense(sizes, step=_STEP), facts.dtype)] if dbias and facts is not None else []
     return (q, k, v, out, out._replace(name="dout"), lse, *bias), (*gradients, *made)
 
 
@@ -198,7 +201,8 @@ def lse_like(lse: torch.Tensor, problem: AttentionProblem) -> torch.Tensor:
     return lse.new_empty(b, length, h).transpose(1, 2)
 
 
-def dense(sizes: Sizes) -> Sizes:
-    """Strides of a contiguous tensor."""
+def dense(sizes: Sizes, step: int = 1) -> Sizes:
+    """Strides of a tensor without gaps, but for those that begin each row at a multiple of ``step`` elements."""
     _, h, s, t = sizes
-    return (h * s * t, s * t, t, 1)
+    row = -(-t // step) * step
+    return (h * s * row, s * row, row, 1)

@@ -1,5 +1,6 @@
 """Graphs of cuDNN: built once from a description, kept in a bounded cache, run with the tensors of a call."""
 
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
@@ -144,5 +145,10 @@ def _built(description: Description, device: torch.device) -> Graph | str:
         try:
             return Graph(description, device)
         except frontend().cudnnGraphNotSupportedError as refusal:
-            reason = " ".join(str(refusal).split())
-            return f"is refused by cuDNN itself: {reason}"
+            return f"is refused by cuDNN itself: {_told(str(refusal))}"
+
+
+def _told(words: str) -> str:
+    """Shorten cuDNN's words: where every engine has some, those that say more than that it declined, each once."""
+    reasons = dict.fromkeys(re.findall(r"Reason: (.+?) at: ", words))
+    return f"no engine of it takes the graph ({'; '.join(reasons)})" if reasons else " ".join(words.split())
