@@ -78,6 +78,7 @@ class Graph:
 
     def execute(self, pack, workspace, handle):
         assert workspace.numel() == 64
+        self.double.while_running()
         self.double.runs.append((self, {**pack}))
         compute = _forward if "stats" not in self.arguments else _backward
         ports = {**{name: tensor for name, tensor in self.arguments.items() if isinstance(tensor, Tensor)},
@@ -182,7 +183,7 @@ class Double:
         graphs: every graph that was begun.
         runs: the graph and the tensors, by their numbers, of every run.
         refusal: what the next graphs are refused with; None = nothing.
-        while_building: called in every build.
+        while_building, while_running: called in every build and in every run.
     """
 
     cudnnGraphNotSupportedError = GraphNotSupportedError  # noqa: N815 - its name there
@@ -192,7 +193,7 @@ class Double:
 
     def __init__(self):
         self.graphs, self.runs, self.handles, self.streams, self.refusal = [], [], [], [], None
-        self.while_building = lambda: None
+        self.while_building = self.while_running = lambda: None
 
     def pygraph(self, **options):
         return Graph(self, **options)

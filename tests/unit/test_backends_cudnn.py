@@ -250,6 +250,32 @@ def test_a_graph_is_built_once_whoever_asks_for_it(double):
                                         "compute_data_type": "FLOAT", "handle": "handle"}
 
 
+def test_threads_do_not_run_one_graph_at_once(double):
+    case = case_named("mha")
+    inputs = make_inputs(case, HALF, "cpu")
+    problem = problem_of(case, inputs)
+    inside, together = [], threading.Barrier(3)
+
+    def run():
+        inside.append(1)
+        time.sleep(0.02)
+        assert len(inside) == 1
+        inside.pop()
+
+    def call():
+        together.wait()
+        cudnn.backend.forward(problem, *inputs[:3])
+        done.append(1)
+
+    done, double.while_running = [], run
+    threads = [threading.Thread(target=call) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(done) == 3
+
+
 def test_cudnns_own_refusal_is_asked_for_once_and_told(double):
     double.refusal = "no engine\n  for this graph"
     problem = problem_of(case_named("mha"), make_inputs(case_named("mha"), HALF, "cpu"))

@@ -33,6 +33,7 @@ class Graph:
         modes = frontend().heur_mode
         self._built.build([modes.A, modes.FALLBACK])
         self._numbers = numbers
+        self._running = threading.Lock()  # the front end fills its graph's own list of addresses
         self.workspace: int = self._built.get_workspace_size()
 
     def __call__(self, tensors: Mapping[str | Borders, torch.Tensor]) -> None:
@@ -44,7 +45,8 @@ class Graph:
             _captured.add(self)
         workspace = torch.empty(self.workspace, dtype=torch.uint8, device=self._device)
         pack = {self._numbers[name]: tensor for name, tensor in tensors.items()}
-        self._built.execute(pack, workspace, handle=handle_of(self._device))
+        with self._running:
+            self._built.execute(pack, workspace, handle=handle_of(self._device))
 
 
 def express(description: Description, cudnn: Any, handle: Any) -> tuple[Any, dict[str | Borders, int]]:
