@@ -124,7 +124,7 @@ def _diagonal(problem: AttentionProblem, core: Core) -> _Diagonal:
     moved = queries.start - keys.start
     lower = None if band.lower is None or band.lower + moved <= 1 - len(queries) else band.lower + moved
     upper = None if band.upper is None or band.upper + moved >= len(keys) - 1 else band.upper + moved
-    # The plain causal mask of fewer queries than keys is what cuDNN's own kernels know best; it takes no bias there.
+    # The plain causal mask of fewer queries than keys is said in cuDNN's own way, which takes no bias.
     offset = len(keys) - len(queries)
     bottom_right = upper is not None and upper == offset and offset > 0 and problem.scores.bias is None
     start = offset if bottom_right else 0
