@@ -10,6 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
+from tilewise.kernels.gluon.compat import reinterpret
 from tilewise.kernels.gluon.tiles import QUERIES, tile_at
 
 _CHUNK = gl.constexpr(128)  # sequences that are looked through at once
@@ -250,7 +251,7 @@ def clear_rows(tiles, slot, begin, stop, WIDTH: gl.constexpr):
     A row of 64 columns is a line of 128 bytes, whatever the order inside of it; the next columns lie behind all rows.
     """
     PARTS: gl.constexpr = WIDTH // 64
-    lines = tiles._reinterpret(gl.int32, [tiles.shape[0] * PARTS * 64, 32], _LINES)
+    lines = reinterpret(tiles, gl.int32, [tiles.shape[0] * PARTS * 64, 32], _LINES)
     zero = gl.full([32], 0, gl.int32, layout=_LANES)
     for part in gl.static_range(PARTS):
         top = (slot * PARTS + part) * 64
