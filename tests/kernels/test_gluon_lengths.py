@@ -50,8 +50,8 @@ def plain_python():
         for module in (tiles, lengths):
             patch.setattr(module, "gl", language)
             patch.setattr(module, "QUERIES", STEP)
-        for module, name in ((tiles, "_place_of"), (tiles, "masked_queries_of"), (lengths, "tile_at"), (lengths, "sequence_of"),
-                             (lengths, "extent")):
+        for module, name in ((tiles, "_place_of"), (tiles, "masked_queries_of"), (lengths, "tile_at"),
+                             (lengths, "sequence_of"), (lengths, "extent")):
             patch.setattr(module, name, getattr(module, name).fn)
         patch.setattr(lengths, "_CHUNK", 4)
         yield
@@ -274,8 +274,9 @@ def test_a_tile_of_keys_knows_which_rows_see_and_are_seen_and_its_steps_hold_eve
                 assert key + ROWS <= sk
                 assert visible[begins[step]:begins[step] + STEP, key:key + ROWS].all()
                 assert begins[step] == spans[0] + (spans[1] - spans[2] + step) * STEP
-    assert +pairs == +Counter({n: int(mask.visible(*sequences.lengths(n)).sum()) for n in range(len(sequences.rows[0]))})
-    steps = sequences.totals[0] // STEP + len(sequences.rows[0]) + 1
+    count = len(sequences.rows[0])
+    assert +pairs == +Counter({n: int(mask.visible(*sequences.lengths(n)).sum()) for n in range(count)})
+    steps = sequences.totals[0] // STEP + count + 1
     assert all(0 <= step < steps for step in owners), "steps of the sums that there are"
 
 
