@@ -71,7 +71,7 @@ class HopperBackward:
         sequences, lines = problem.sequences, problem.b * problem.hk
         tiles = sequences.slots(len(self.keys), _KEYS)
         self.packed = sequences.packed is not None
-        bounds, count, is_shifted = bounds_of(problem)[:2], *bounds_of(problem)[2:]
+        *bounds, count, is_shifted = bounds_of(problem)
         # Queries, too, count from the first one that is read.
         lower, upper = (0 if bound is None else bound + self.queries.start for bound in bounds)
         self.grid = (tiles * lines,)
