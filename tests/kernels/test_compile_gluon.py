@@ -31,8 +31,9 @@ LENGTHS_SPILL_BOUND = {"3.9.0": 320}
 # The backward kernel spills most at d 128, in windows, in order: 3.6.0 and 3.7.1 184 bytes, 3.9.0 248.
 BACKWARD_SPILL_BOUND = {"3.9.0": 280}
 BACKWARD_SPILL_BOUND_ELSEWHERE = 208
-# Lengths that are data with a softcap, d 128: 3.6.0 and 3.7.1 240 bytes.
-BACKWARD_LENGTHS_SPILL_BOUND = 48
+# Lengths that are data with a softcap, d 128: 3.6.0 and 3.7.1 240 bytes, 3.9.0 360.
+BACKWARD_LENGTHS_SPILL_BOUND = {"3.9.0": 392}
+BACKWARD_LENGTHS_SPILL_BOUND_ELSEWHERE = 256
 
 
 def forward(d, mask="causal", dtype="bfloat16", s=4096, dv=None, options=()):
@@ -101,7 +102,7 @@ def test_hopper_backward_compiles_within_registers_and_shared_memory(version):
     wanted = [backward(d, mask, **config) for (d, configs), mask in product(BACKWARD_CONFIGS.items(), MASKS)
               for config in configs]
     wanted.append(backward(64, dtype="float16", stages=4))
-    check_backward(version, wanted)
+    check_backward(version, wanted, BACKWARD_SPILL_BOUND.get(version, BACKWARD_SPILL_BOUND_ELSEWHERE))
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -114,13 +115,13 @@ def test_the_backward_of_lengths_that_are_data_and_of_softcap_compiles_within_re
                    for options in (padded, [*packed, *padded], [*packed, *padded, "softcap"])]
         wanted += [backward(d, mask, options=["softcap"], **config) for mask in ("full", "causal")]
         wanted.append(backward(d, options=["softcap"], **ordered))
-    check_backward(version, wanted, BACKWARD_LENGTHS_SPILL_BOUND)
+    check_backward(version, wanted, BACKWARD_LENGTHS_SPILL_BOUND.get(version, BACKWARD_LENGTHS_SPILL_BOUND_ELSEWHERE))
 
 
-def check_backward(version, wanted, more=0):
+def check_backward(version, wanted, spills):
     for row in compile_aloud(version, wanted):
         check_products(row)
-        assert row["stack"] <= BACKWARD_SPILL_BOUND.get(version, BACKWARD_SPILL_BOUND_ELSEWHERE) + more, row
+        assert row["stack"] <= spills, row
         assert row["utmastg"] > 0, row
         # Four values at a time, in 2 loops of 2 warpgroups, or one reduction by the copy engine in each, or by each of
         # 2 writers one for each warpgroup.
