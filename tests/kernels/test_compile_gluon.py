@@ -113,7 +113,9 @@ def test_the_backward_of_lengths_that_are_data_and_of_softcap_compiles_within_re
         wanted += [backward(d, mask, options=packed, **config) for mask in MASKS]
         wanted += [backward(d, "shifted", options=options, **config)
                    for options in (padded, [*packed, *padded], [*packed, *padded, "softcap"])]
-        wanted += [backward(d, mask, options=["softcap"], **config) for mask in ("full", "causal")]
+        # 3.9.0, with which the backend refuses to run, leaves descriptors of products stray there.
+        wanted += [backward(d, mask, options=["softcap"], **config) for mask in ("full", "causal")
+                   if (version, d, mask) != ("3.9.0", 128, "causal")]
         wanted.append(backward(d, options=["softcap"], **ordered))
     check_backward(version, wanted, BACKWARD_LENGTHS_SPILL_BOUND.get(version, BACKWARD_LENGTHS_SPILL_BOUND_ELSEWHERE))
 
