@@ -53,3 +53,12 @@ def test_both_ways_hand_the_same_arguments_of_the_backward(d, deterministic):
         assert encoded == [q, k, v, dout, dk, dv, sums]
     if deterministic:  # counters stand behind the sums: 4096 queries of 2 heads, 64 columns
         assert behind[0] == sums + 4 * 2 * 4096 * 64
+
+
+def test_both_ways_hand_the_same_arguments_of_the_backward_of_packed_sequences():
+    encoded, behind, (q, k, v, dout, _lse, _delta, _dq, dk, dv, *lengths, sums) = check(
+        {"kernel": "hopper_backward", "d": 64, "mask": [None, 0, "top_left"],
+         "options": ["cu_seqlens_q", "cu_seqlens_k", "seqlens_k"]}, dims=4)
+    assert encoded == [q, k, v, dout, dk, dv]
+    assert behind[:7] == [sums, None, dk, dv, *lengths[:2], None]
+    assert behind[7] == lengths[3]

@@ -1,6 +1,7 @@
 """The sums that the Hopper backward kernel leaves come out as dQ."""
 
 import math
+from itertools import accumulate
 
 import pytest
 import torch
@@ -38,5 +39,23 @@ def test_sums_become_dq(width, sq, d, device):
     sums = sums_of(dq, width).to(device)
     parts = len(sums) // (B * H)
     got = torch.full((B, sq, H, d), float("nan"), dtype=torch.float16, device=device).transpose(1, 2)
-    hopper_dq_kernel[(parts, B * H)](sums, got, *got.stride()[:3], sq, H, parts, 0.5, d, width // 2)
+    hopper_dq_kernel[(parts, B * H)](sums, got, None, *got.stride()[:3], sq, H, parts, None, 0.5, d, width // 2)
     assert torch.equal(got.cpu(), (dq * 0.5).half())
+
+
+@pytest.mark.parametrize("lengths", [[130, 0, 1, 64, 63, 0], [3] * 200, []], ids=["odd", "many", "none"])
+def test_steps_of_packed_sequences_become_their_rows(lengths, device):
+    """Each sequence begins a step of its own, and its rows follow those of the one before."""
+    borders, width, behind, columns = [0, *accumulate(lengths)], 64, 70, 40
+    steps = (borders[-1] + behind) // 64 + len(lengths) + 1
+    dq = torch.randn(1, 1, borders[-1] + behind, columns)
+    spread = torch.full((B, H, steps * 64, columns), float("nan"))
+    for n, (begin, rows) in enumerate(zip(borders, [*lengths, behind], strict=True)):
+        first = (begin // 64 + n) * 64
+        spread[:, :, first:first + rows] = dq[:, :, begin:begin + rows]
+    sums = sums_of(spread, width).to(device)
+    got = torch.full((1, dq.shape[2], H, columns), float("nan"), dtype=torch.float16, device=device).transpose(1, 2)
+    cu_seqlens = torch.tensor(borders, device=device)
+    hopper_dq_kernel[(2 * steps, H)](sums, got, cu_seqlens, *got.stride()[:3], dq.shape[2], H, 2 * steps, len(lengths),
+                                     0.5, columns, width // 2)
+    assert torch.equal(got.cpu(), (dq * 0.5).half().expand(1, H, -1, -1))

@@ -66,7 +66,8 @@ class GluonBackend:
         delta = torch.empty_like(lse)
         with contextlib.nullcontext() if is_current(problem.device) else torch.cuda.device(problem.device):
             plan.delta(out, dout, out if dlse is None else dlse, delta, plan.fixed or modifiers_of(problem, operands))
-            plan.launch(q, k, v, dout, lse, delta, dq, dk, dv)
+            plan.launch(q, k, v, dout, lse, delta, dq, dk, dv, operands.cu_seqlens_q, operands.cu_seqlens_k,
+                        operands.seqlens_q, operands.seqlens_k)
         made = (dq if needs.dq else None, *((dk, dv) if needs.dkv else (None, None)))
         if not needs.dsinks:
             return Gradients(*made)
@@ -110,7 +111,8 @@ def _backward_plan(problem: AttentionProblem, incoming: tuple[Sizes, Sizes, Size
     strides = _gradient_strides(problem)
     return _BackwardPlan(strides, delta_launch(problem, delta_config(problem), *incoming),
                          HopperBackward(problem, hopper_backward_config(problem), strides[0]),
-                         None if problem.scores.sinks else modifiers_of(problem, NO_OPERANDS))
+                         None if problem.scores.sinks or problem.sequences.are_data
+                         else modifiers_of(problem, NO_OPERANDS))
 
 
 def _gradient_strides(problem: AttentionProblem) -> tuple[Sizes, Sizes, Sizes]:
@@ -154,13 +156,12 @@ def _wrong_options(problem: AttentionProblem) -> str | None:
     if problem.mask.has_exceptions:
         return f"takes causal masks and windows, got {problem.mask}"
     if problem.direction == "backward":
-        if problem.sequences.are_data:
-            return f"takes, in its backward pass, no lengths that are data, got {problem.sequences}"
-        if problem.scores._replace(sinks=None, max_logit=False) != NO_OPTIONS:
-            return f"takes, in its backward pass, sinks and nothing else that changes scores, got {problem.scores}"
+        if problem.deterministic and problem.sequences.are_data:
+            return ("takes, in its backward pass, no lengths that are data where deterministic=True, got "
+                    f"{problem.sequences}")
     elif problem.scores.max_logit:
         return "takes no max_logit"
-    elif problem.scores._replace(softcap=None, sinks=None) != NO_OPTIONS:
+    if problem.scores._replace(softcap=None, sinks=None, max_logit=False) != NO_OPTIONS:
         return f"takes softcap and sinks and nothing else that changes scores, got {problem.scores}"
     if problem.is_empty or not problem.sk:  # lengths that are data may not be known to be 0, but the tensors' are
         return "needs a pair that is visible, got none"
@@ -173,11 +174,12 @@ def _wrong_strides(problem: AttentionProblem) -> str | None:
     if not problem.aligned:
         return "needs q, k and v at addresses that are multiples of 16 bytes"
     queries, keys = (problem.b, problem.hq, problem.sq), (problem.b, problem.hk, problem.sk)
+    # Some rows of packed sequences do not go by the copy engine, but in pieces of as many bytes, be there one row.
     moved = [("q", queries, problem.q_strides), ("k", keys, problem.k_strides), ("v", keys, problem.v_strides)]
     if problem.direction == "forward":
-        # Some rows of packed sequences do not go by the copy engine, but in pieces of as many bytes, be there one row.
         moved.append(("out", queries if problem.sequences.packed is None else (2, 2, 2), problem.out_strides))
     else:
+        keys = keys if problem.sequences.packed is None else (2, 2, 2)
         moved += zip(("dq", "dk", "dv"), (queries, keys, keys), _gradient_strides(problem), strict=True)
     for name, sizes, strides in moved:
         if not _moves(sizes, strides, itemsize):

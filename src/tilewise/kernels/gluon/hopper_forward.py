@@ -271,7 +271,7 @@ def store_columns(acc, place, left, out_desc, out_ptr, out_tiles, OWN: gl.conste
             if left >= 64:
                 tma_store(out_desc, [batch, head, row, FIRST], out_tile)
             else:
-                store_some(out_tile, out_ptr, out_desc, place, left, FIRST, C)
+                store_some(out_tile, out_ptr, out_desc, place, left, FIRST, C.OUT)
         elif C.PACK > 1:
             tma_store(out_desc, [batch, head, row, 0, FIRST], out_tile)
         else:

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import torch
 
 from tilewise.kernels.gluon.enqueue import Enqueue
-from tilewise.kernels.gluon.launch import OPTIONS
+from tilewise.kernels.gluon.launch import NO_LENGTHS, OPTIONS, address_of, bounds_of, scaling_of
 from tilewise.masks import Span
 from tilewise.problem import AttentionProblem, Sizes, legal_strides
 
@@ -48,6 +48,7 @@ class HopperBackwardShape(Protocol):
 class HopperBackward:
     """The backward kernels bound to a problem; call it with (q, k, v, dout, lse, delta, dq, dk, dv).
 
+    Where lengths are data, cu_seqlens_q, cu_seqlens_k, seqlens_q and seqlens_k follow, each a tensor or None.
     ``dq_strides``: those of dq. lse and delta are contiguous, delta as the Triton backend's kernel computes it; dout
     and the gradients have a last stride of 1 and others that are legal for a descriptor. Queries that see no key, and
     keys that none sees, are not read: their gradients are left as they are.
@@ -66,21 +67,23 @@ class HopperBackward:
         self.queries, self.keys = problem.seeing_queries, problem.seen_keys
         self.reads_all = len(self.queries) == problem.sq and len(self.keys) == problem.sk
         dtype = gl.bfloat16 if problem.dtype is torch.bfloat16 else gl.float16
-        width, band, sq, step = config.width(problem), problem.band, len(self.queries), int(QUERIES)
-        tiles, lines = math.ceil(len(self.keys) / _KEYS), problem.b * problem.hk
-        # Both count from the first one that is read.
-        lower, upper = (0 if bound is None else bound + self.queries.start - self.keys.start
-                        for bound in (band.lower, band.upper))
+        width, sq, step = config.width(problem), len(self.queries), int(QUERIES)
+        sequences, lines = problem.sequences, problem.b * problem.hk
+        tiles = sequences.slots(len(self.keys), _KEYS)
+        self.packed = sequences.packed is not None
+        *bounds, count, is_shifted = bounds_of(problem)
+        # Queries, too, count from the first one that is read.
+        lower, upper = (0 if bound is None else bound + self.queries.start for bound in bounds)
         self.grid = (tiles * lines,)
         self.scalars = (
             tiles, problem.hk, problem.b, _section(problem, width, _LEAST_ORDERED if config.ordered else 1), sq,
             len(self.keys), lower, upper, problem.group,
-            problem.scale, problem.scale * math.log2(math.e),
+            problem.scale, *scaling_of(problem), count,
             Shape(width, _KEYS // 64, config.stages, config.out_stages, config.ahead, config.direct, config.ordered,
-                  band.lower is not None, band.upper is not None))
+                  *(bound is not None for bound in bounds), count is not None, self.packed, is_shifted))
         self.blocks = [[1, 1, size, width] for size in (step, 64, 64, step, 64, 64)]
         self.layouts = [gl.NVMMASharedLayout.get_default_for(block, dtype) for block in self.blocks]
-        parts, columns = 2 * math.ceil(sq / step), width // 2  # of dQ: half the columns of a step each
+        parts, columns = 2 * sequences.slots(sq, step), width // 2  # of dQ: half the columns of a step each
         steps = problem.b * problem.hq * parts // 2
         self.sums_rows = steps * columns // 2
         # Counters of tiles that have added to a step stand behind the sums: one memory to be zeroed.
@@ -89,22 +92,28 @@ class HopperBackward:
         self.sums_layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
         self.enqueue = Enqueue(hopper_backward_kernel, self.grid, self.scalars, OPTIONS)
         self.enqueue_dq = Enqueue(hopper_dq_kernel, (parts, problem.b * problem.hq),
-                                  (*dq_strides[:3], sq, problem.hq, parts, problem.scale, problem.d, columns),
+                                  (*dq_strides[:3], sq, problem.hq, parts, sequences.packed, problem.scale, problem.d,
+                                   columns),
                                   {"num_warps": 4})
 
-    def __call__(self, *tensors: torch.Tensor) -> None:
+    def __call__(self, *tensors: Any) -> None:
         """Enqueue the kernels on the current stream of the current device."""
-        q, k, v, dout, lse, delta, dq, dk, dv = self._read(tensors)
+        q, k, v, dout, lse, delta, dq, dk, dv = self._read(tensors[:9])
+        lengths = tensors[9:] or NO_LENGTHS
         sums = torch.zeros(self.sums_shape, dtype=torch.float32, device=dq.device)
         mine = (q, k, v, dout, lse, delta, dk, dv)
         counters = sums.data_ptr() + self.sums_rows * 1024 if self.config.ordered else None
-        self.enqueue((*[tensor.data_ptr() for tensor in (*mine, sums)], counters), lambda: self.arguments(mine, sums))
-        self.enqueue_dq((sums.data_ptr(), dq.data_ptr()), lambda: (sums, dq))
+        plain = (dk, dv, *lengths) if self.packed else (None, None, *lengths)
+        self.enqueue((*[tensor.data_ptr() for tensor in (*mine, sums)], counters, *map(address_of, plain)),
+                     lambda: self.arguments(mine, sums, lengths))
+        self.enqueue_dq((sums.data_ptr(), dq.data_ptr(), address_of(lengths[0])), lambda: (sums, dq, lengths[0]))
 
-    def arguments(self, tensors: tuple[torch.Tensor, ...], sums: torch.Tensor) -> tuple[Any, ...]:
+    def arguments(self, tensors: tuple[torch.Tensor, ...], sums: torch.Tensor,
+                  lengths: tuple[torch.Tensor | None, ...] = NO_LENGTHS) -> tuple[Any, ...]:
         """Return the tensors in order, all but lse and delta as descriptors, then the sums and their counters.
 
-        The sums, too, are described, but where dQ is added from registers.
+        The sums, too, are described, but where dQ is added from registers. dk and dv follow as they are where
+        sequences are packed, else None, then the lengths.
         """
         q, k, v, dout, lse, delta, dk, dv = tensors
         described = [self.describe(tensor, list(tensor.shape), legal_strides(tensor), block, layout)
@@ -112,7 +121,8 @@ class HopperBackward:
         target = sums if self.config.direct else self.describe(sums, [self.sums_rows, 256], list(sums.stride()),
                                                                self.sums_block, self.sums_layout)
         counters = sums[self.sums_rows:].view(torch.int32) if self.config.ordered else None
-        return (*described[:4], lse, delta, *described[4:], target, counters)
+        plain = (dk, dv) if self.packed else (None, None)
+        return (*described[:4], lse, delta, *described[4:], target, counters, *plain, *lengths)
 
     def _read(self, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """Leave out the rows that are not read."""
