@@ -20,6 +20,7 @@ SHIFTED = {"shifted": [255, 0, "bottom_right"]}
 # Of each width: dQ added in no order, as is fastest, and in order.
 BACKWARD_CONFIGS = {64: ({"ahead": True, "direct": True}, {"ahead": True, "ordered": True}),
                     128: ({}, {"ordered": True})}
+WIDE = {"direct": True, "wide": True}
 REGISTER_FILE = 65536
 # Bytes of stack a thread, ceilings. At d 64 three warpgroups have 160 registers a thread: 3.6.0 and 3.7.1 spill 40
 # bytes at most, 3.9.0 spills 152 (full), 216 (causal) and 240 (window). At d 128 3.9.0 spills 32 in windows alone.
@@ -31,6 +32,8 @@ LENGTHS_SPILL_BOUND = {"3.9.0": 320}
 # The backward kernel spills most at d 128, in windows, in order: 3.6.0 and 3.7.1 184 bytes, 3.9.0 248.
 BACKWARD_SPILL_BOUND = {"3.9.0": 280}
 BACKWARD_SPILL_BOUND_ELSEWHERE = 208
+WIDE_SPILL_BOUND = {"3.9.0": 256}
+WIDE_SPILL_BOUND_ELSEWHERE = 160
 
 
 def forward(d, mask="causal", dtype="bfloat16", s=4096, dv=None, options=()):
@@ -38,8 +41,9 @@ def forward(d, mask="causal", dtype="bfloat16", s=4096, dv=None, options=()):
             "mask": (MASKS | SHIFTED)[mask], "options": options}
 
 
-def backward(d, mask="causal", dtype="bfloat16", **config):
-    return {"arch": "sm_90", "kernel": "hopper_backward", "d": d, "dtype": dtype, "mask": MASKS[mask], "config": config}
+def backward(d, mask="causal", dtype="bfloat16", dv=None, **config):
+    return {"arch": "sm_90", "kernel": "hopper_backward", "d": d, "dv": dv or d, "dtype": dtype, "mask": MASKS[mask],
+            "config": config}
 
 
 def compile_aloud(version, wanted):
@@ -109,6 +113,18 @@ def test_hopper_backward_compiles_within_registers_and_shared_memory(version):
         # Each writer waits for the tiles before, and until all has arrived, not only been read, before it says so.
         waits = 2 if row["config"].get("ordered") else 0
         assert (row["acquire"], row["complete"], row["release"]) == (waits,) * 3, row
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_hopper_backward_of_wide_heads_compiles_within_registers_and_shared_memory(version):
+    wanted = [backward(256, mask, **WIDE) for mask in MASKS] + [backward(256, dtype="float16", **WIDE)]
+    wanted += [backward(d, dv=dv, **WIDE) for d, dv in ((192, 128), (72, 136))]
+    for row in compile_aloud(version, wanted):
+        check_products(row)
+        assert row["stack"] <= WIDE_SPILL_BOUND.get(version, WIDE_SPILL_BOUND_ELSEWHERE), row
+        assert row["utmastg"] > 0, row
+        # Four values at a time of half the columns, in 2 loops of one warpgroup and one of the other.
+        assert (row["redg"], row["utmaredg"]) == (3 * 16 if row["d"] > 128 else 3 * 8, 0), row
 
 
 def check_products(row):

@@ -44,23 +44,36 @@ class Shape(NamedTuple):
 
 
 @gluon.jit
-def load_rows(sources, queries, rows, turn, place, line, sq, C: gl.constexpr):
-    """Producer: load Q of one turn, and lse and delta of the same queries.
-
-    lse is turned to base 2, and to +inf where there is no query or it sees nothing: the probabilities are 0 there.
-    """
-    q_desc, _k_desc, _v_desc, _dout_desc, lse_ptr, delta_ptr = sources
-    q_tiles, full, empty = queries
-    batch, head, first = place
+def fetch_rows(lse_ptr, delta_ptr, first, line, sq):
+    """Producer: read lse and delta of a step."""
     offsets = first + gl.arange(0, QUERIES, layout=ONE_WARP)
     lse = gl.load(lse_ptr + line + offsets, mask=offsets < sq, other=float("-inf"))
     delta = gl.load(delta_ptr + line + offsets, mask=offsets < sq, other=0.0)
+    return lse, delta
+
+
+@gluon.jit
+def put_rows(rows, slot, lse, delta):
+    """Producer: put lse and delta into a slot.
+
+    lse is turned to base 2, and to +inf where there is no query or it sees nothing: the probabilities are 0 there.
+    """
+    rows.index(2 * slot).store(gl.where(lse == float("-inf"), float("inf"), lse * LOG2E))
+    rows.index(2 * slot + 1).store(delta)
+
+
+@gluon.jit
+def load_rows(sources, queries, rows, turn, place, line, sq, C: gl.constexpr):
+    """Producer: load Q of one turn, and lse and delta of the same queries."""
+    q_desc, _k_desc, _v_desc, _dout_desc, lse_ptr, delta_ptr = sources
+    q_tiles, full, empty = queries
+    batch, head, first = place
+    lse, delta = fetch_rows(lse_ptr, delta_ptr, first, line, sq)
     wait_empty(empty, turn, C.STAGES)
     slot = turn % C.STAGES
     mbarrier.expect(full.index(slot), q_desc.block_type.nbytes)
     tma_load(q_desc, [batch, head, first, 0], full.index(slot), q_tiles.index(slot))
-    rows.index(2 * slot).store(gl.where(lse == float("-inf"), float("inf"), lse * LOG2E))
-    rows.index(2 * slot + 1).store(delta)
+    put_rows(rows, slot, lse, delta)
     mbarrier.arrive(full.index(slot), count=1)
 
 
@@ -214,10 +227,10 @@ def sum_steps(begin, end, turn, scores, dk, dv, tiles, queries, douts, rows, sum
 @gluon.jit
 def write(desc, staged, gradient, place):
     """Write 64 rows of dK or dV by way of the tile that their keys or values came in."""
-    batch, head, row = place
+    batch, head, row, column = place
     staged.reshape(gradient.shape).store(gradient.to(desc.dtype))
     fence_async_shared()
-    tma_store(desc, [batch, head, row, 0], staged)
+    tma_store(desc, [batch, head, row, column], staged)
 
 
 @gluon.jit
@@ -256,7 +269,7 @@ def gather(gathered, OWN: gl.constexpr, C: gl.constexpr):
             turn, scores, dk, dv = sum_steps(
                 ends[phase], ends[phase + 1], turn, scores, dk, dv, tiles, queries, douts, rows, sums, stage, spans,
                 band, first_part, key, scale_log2, OWN, phase != 1, C)
-    place = (batch, head_k, key)
+    place = (batch, head_k, key, 0)
     write(dv_desc, v_tiles.index(OWN), dv, place)
     meet(C.CONSUMERS)  # the other's dQ has read these keys
     write(dk_desc, k_tiles.index(OWN), dk * scale, place)

@@ -30,13 +30,17 @@ def make_stage(sums, C: gl.constexpr):
 
 
 @gluon.jit
-def hand_over(sums, dq, stage, turn, part, OWN: gl.constexpr, C: gl.constexpr):
-    """Consumer: add a part of dQ to its sums, or stage it for the writer.
+def by_threads(values):
+    """Order 64 rows as a warpgroup holds them: each thread's values four by four, neighbours in memory in a warp."""
+    COLUMNS: gl.constexpr = values.shape[1]
+    return values.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute((3, 0, 2, 4, 1, 5))
 
-    Each thread's values go four by four: neighbours in memory are neighbours in a warp. part: its number among all.
-    """
+
+@gluon.jit
+def hand_over(sums, dq, stage, turn, part, OWN: gl.constexpr, C: gl.constexpr):
+    """Consumer: add a part of dQ to its sums, or stage it for the writer. part: its number among all."""
     COLUMNS: gl.constexpr = C.WIDTH // 2
-    turned = dq.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute((3, 0, 2, 4, 1, 5))
+    turned = by_threads(dq)
     if C.DIRECT:
         flat = turned.reshape([64 * COLUMNS])
         offsets = gl.arange(0, 64 * COLUMNS, layout=flat.type.layout)

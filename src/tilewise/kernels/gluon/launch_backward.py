@@ -15,7 +15,6 @@ _SECTION_BYTES = 24 * 2**20
 # Where dQ is summed in order a tile of keys is a step or two behind the one before. With heads enough in a section
 # those that start together are few of each head: of 132 multiprocessors' tiles, 8.
 _LEAST_ORDERED = 16
-_KEYS = 128  # keys of a program
 
 
 class HopperBackwardShape(Protocol):
@@ -41,8 +40,16 @@ class HopperBackwardShape(Protocol):
     def ordered(self) -> bool:
         """Whether warps of their own add dQ, in a fixed order."""
 
-    def width(self, problem: AttentionProblem) -> int:
-        """Width of a head inside the tiles."""
+    @property
+    def wide(self) -> bool:
+        """Whether two warpgroups share the keys, and tiles hold half the columns of a head."""
+
+    @property
+    def keys(self) -> int:
+        """Keys of a program."""
+
+    def widths(self, problem: AttentionProblem) -> Sizes:
+        """Widths of a head of q and k and of one of v inside the tiles."""
 
 
 class HopperBackward:
@@ -57,17 +64,17 @@ class HopperBackward:
         from triton.experimental.gluon import language as gl
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-        from tilewise.kernels.gluon.hopper_backward import Shape, hopper_backward_kernel
         from tilewise.kernels.gluon.hopper_dq import hopper_dq_kernel
         from tilewise.kernels.gluon.tiles import QUERIES
 
-        self.kernel, self.describe = hopper_backward_kernel, TensorDescriptor
+        self.kernel, shape = _kernel_of(problem, config)
+        self.describe = TensorDescriptor
         self.config = config
         self.queries, self.keys = problem.seeing_queries, problem.seen_keys
         self.reads_all = len(self.queries) == problem.sq and len(self.keys) == problem.sk
         dtype = gl.bfloat16 if problem.dtype is torch.bfloat16 else gl.float16
-        width, band, sq, step = config.width(problem), problem.band, len(self.queries), int(QUERIES)
-        tiles, lines = math.ceil(len(self.keys) / _KEYS), problem.b * problem.hk
+        (width, width_v), band, sq, step = config.widths(problem), problem.band, len(self.queries), int(QUERIES)
+        tiles, lines = math.ceil(len(self.keys) / config.keys), problem.b * problem.hk
         # Both count from the first one that is read.
         lower, upper = (0 if bound is None else bound + self.queries.start - self.keys.start
                         for bound in (band.lower, band.upper))
@@ -75,10 +82,10 @@ class HopperBackward:
         self.scalars = (
             tiles, problem.hk, problem.b, _section(problem, width, _LEAST_ORDERED if config.ordered else 1), sq,
             len(self.keys), lower, upper, problem.group,
-            problem.scale, problem.scale * math.log2(math.e),
-            Shape(width, _KEYS // 64, config.stages, config.out_stages, config.ahead, config.direct, config.ordered,
-                  band.lower is not None, band.upper is not None))
-        self.blocks = [[1, 1, size, width] for size in (step, 64, 64, step, 64, 64)]
+            problem.scale, problem.scale * math.log2(math.e), shape)
+        pieces = 2 if config.wide else 1
+        self.blocks = [[1, 1, size, columns // pieces] for size, columns in (
+            (step, width), (64, width), (64, width_v), (step, width_v), (64, width), (64, width_v))]
         self.layouts = [gl.NVMMASharedLayout.get_default_for(block, dtype) for block in self.blocks]
         parts, columns = 2 * math.ceil(sq / step), width // 2  # of dQ: half the columns of a step each
         steps = problem.b * problem.hq * parts // 2
@@ -87,7 +94,7 @@ class HopperBackward:
         self.sums_shape = (self.sums_rows + (math.ceil(steps / 256) if config.ordered else 0), 256)
         self.sums_block = [columns // 4, 256]
         self.sums_layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-        self.enqueue = Enqueue(hopper_backward_kernel, self.grid, self.scalars, OPTIONS)
+        self.enqueue = Enqueue(self.kernel, self.grid, self.scalars, OPTIONS)
         self.enqueue_dq = Enqueue(hopper_dq_kernel, (parts, problem.b * problem.hq),
                                   (*dq_strides[:3], sq, problem.hq, parts, problem.scale, problem.d, columns),
                                   {"num_warps": 4})
@@ -122,6 +129,20 @@ class HopperBackward:
         q, dout, lse, delta, dq = (_rows(tensor, self.queries) for tensor in (q, dout, lse, delta, dq))
         k, v, dk, dv = (_rows(tensor, self.keys) for tensor in (k, v, dk, dv))
         return q, k, v, dout, lse.contiguous(), delta.contiguous(), dq, dk, dv
+
+
+def _kernel_of(problem: AttentionProblem, config: HopperBackwardShape) -> tuple[Any, Any]:
+    """The kernel, and what is fixed when it is compiled."""
+    bounds = (problem.band.lower is not None, problem.band.upper is not None)
+    if config.wide:
+        from tilewise.kernels.gluon import hopper_backward_wide as wide
+
+        return wide.hopper_backward_wide_kernel, wide.Shape(*config.widths(problem), config.stages, config.out_stages,
+                                                            *bounds)
+    from tilewise.kernels.gluon.hopper_backward import Shape, hopper_backward_kernel
+
+    return hopper_backward_kernel, Shape(config.widths(problem)[0], config.keys // 64, config.stages,
+                                         config.out_stages, config.ahead, config.direct, config.ordered, *bounds)
 
 
 def _rows(tensor: torch.Tensor, rows: Span) -> torch.Tensor:
