@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from tilewise.kernels.gluon.compat import tma_load, tma_store_wait
 from tilewise.kernels.gluon.hopper_backward import fetch_rows, hide, put_rows, write
 from tilewise.kernels.gluon.hopper_dq_sums import by_threads, hand_over
-from tilewise.kernels.gluon.pipeline import leave, make_barriers, meet, wait_empty, wait_full
+from tilewise.kernels.gluon.pipeline import leave, make_barriers, meet, opaque, wait_empty, wait_full
 from tilewise.kernels.gluon.tiles import QUERIES, key_tile_at, phases_of, queries_at, query_steps_of
 
 PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])  # of a step: 64 keys by 64 queries
@@ -93,27 +93,31 @@ def half_of(tiles, slot, HALF: gl.constexpr):
 
 
 @gluon.jit
-def issue_pairs(left_tiles, right_tiles, slot):
-    """Issue Sᵀ = K·Qᵀ, or dPᵀ = V·dOᵀ, of a slot: a product for each half of the columns, added up."""
+def issue_pairs(left_tiles, right_tiles, slot, resident):
+    """Issue Sᵀ = K·Qᵀ, or dPᵀ = V·dOᵀ, of a slot: a product for each half of the columns, added up.
+
+    resident: 0, the slot of what stays. Two loops get a number of their own each, see pipeline.opaque.
+    """
     pairs = gl.full([64, QUERIES], 0.0, gl.float32, layout=PAIRS)
     for half in gl.static_range(2):
         right = half_of(right_tiles, slot, half).permute((1, 0))
-        pairs = warpgroup_mma(half_of(left_tiles, 0, half), right, pairs, use_acc=half > 0, is_async=True)
+        pairs = warpgroup_mma(half_of(left_tiles, resident, half), right, pairs, use_acc=half > 0, is_async=True)
     return pairs
 
 
 @gluon.jit
-def finish_step(dv_pending, dk, memory, sums, turn, part, OWN: gl.constexpr, C: gl.constexpr):
+def finish_step(dv_pending, dk, memory, sums, turn, part, resident, OWN: gl.constexpr, C: gl.constexpr):
     """Half the columns of dQ and dK of one step, whose dS is in shared memory; dV is under way."""
     keys, queries, douts, _rows, lent = memory
     k_tiles, _v_tiles, _keys_full = keys
     q_tiles, _q_full, q_empty = queries
     _dout_tiles, _dout_full, dout_empty = douts
-    _probs, _probs_full, dscores, _dscores_full = lent
+    _probs_tile, _probs_full, dscores_tiles, _dscores_full = lent
+    dscores = dscores_tiles.index(resident)
     dq = gl.full([64, C.WIDTH // 2], 0.0, gl.float32, layout=dk.type.layout)
     dv = warpgroup_mma_wait(0, deps=(dv_pending,))  # the registers of P are free before those of dQ are taken
     leave(dout_empty, turn, C.OUT_STAGES)
-    dq_pending = warpgroup_mma(dscores.permute((1, 0)), half_of(k_tiles, 0, OWN), dq, use_acc=False, is_async=True)
+    dq_pending = warpgroup_mma(dscores.permute((1, 0)), half_of(k_tiles, resident, OWN), dq, use_acc=False, is_async=True)
     dk_pending = warpgroup_mma(dscores, half_of(q_tiles, turn % C.STAGES, OWN), dk, is_async=True)
     dq = warpgroup_mma_wait(1, deps=(dq_pending,))
     hand_over(sums, dq, sums, turn, part, OWN, C)
@@ -130,9 +134,10 @@ def score_steps(begin, end, turn, dk, dv, memory, sums, spans, band, first_part,
     k_tiles, _v_tiles, _keys_full = keys
     q_tiles, q_full, _q_empty = queries
     dout_tiles, dout_full, _dout_empty = douts
-    probs_tile, probs_full, _dscores_tile, dscores_full = lent
+    probs_tile, probs_full, _dscores_tiles, dscores_full = lent
     LEFT: gl.constexpr = gl.DotOperandLayout(0, dv.type.layout, 2)
     unmasked = spans[0] + (spans[1] - spans[2]) * QUERIES
+    resident = opaque(spans[0] * 0)
     for step in range(begin, end):
         slot = turn % C.STAGES
         if MASKED:
@@ -140,7 +145,7 @@ def score_steps(begin, end, turn, dk, dv, memory, sums, spans, band, first_part,
         else:  # behind those at the head
             first_query = unmasked + step * QUERIES
         wait_full(q_full, turn, C.STAGES)
-        scores_pending = issue_pairs(k_tiles, q_tiles, slot)
+        scores_pending = issue_pairs(k_tiles, q_tiles, slot, resident)
         lse = rows.index(2 * slot).load(gl.SliceLayout(0, PAIRS))
         scores = warpgroup_mma_wait(0, deps=(scores_pending,))
         probs = gl.exp2(scores * scale_log2 - lse[None, :])
@@ -154,7 +159,8 @@ def score_steps(begin, end, turn, dk, dv, memory, sums, spans, band, first_part,
         dout = half_of(dout_tiles, turn % C.OUT_STAGES, 0)
         dv_pending = warpgroup_mma(left_probs, dout, dv, is_async=True)
         wait_full(dscores_full, turn, 1)
-        dk, dv = finish_step(dv_pending, dk, memory, sums, turn, first_part + first_query // 32, 0, C)
+        part = first_part + first_query // 32
+        dk, dv = finish_step(dv_pending, dk, memory, sums, turn, part, resident, 0, C)
         turn += 1
     return turn, dk, dv
 
@@ -166,13 +172,13 @@ def slope_steps(turn, dk, dv, memory, sums, spans, first_part, C: gl.constexpr):
     _k_tiles, v_tiles, _keys_full = keys
     _q_tiles, q_full, _q_empty = queries
     dout_tiles, dout_full, _dout_empty = douts
-    probs_tile, probs_full, dscores_tile, dscores_full = lent
+    probs_tile, probs_full, dscores_tiles, dscores_full = lent
     DTYPE: gl.constexpr = v_tiles.dtype
     for step in range(spans[3]):
         slot = turn % C.STAGES
         part = first_part + queries_at(step, spans, C) // 32
         wait_full(dout_full, turn, C.OUT_STAGES)
-        dprobs_pending = issue_pairs(v_tiles, dout_tiles, turn % C.OUT_STAGES)
+        dprobs_pending = issue_pairs(v_tiles, dout_tiles, turn % C.OUT_STAGES, 0)
         wait_full(q_full, turn, C.STAGES)
         delta = rows.index(2 * slot + 1).load(gl.SliceLayout(0, PAIRS))
         wait_full(probs_full, turn, 1)
@@ -182,11 +188,11 @@ def slope_steps(turn, dk, dv, memory, sums, spans, first_part, C: gl.constexpr):
         dv_pending = warpgroup_mma(left_probs, dout, dv, is_async=True)
         dprobs = warpgroup_mma_wait(1, deps=(dprobs_pending,))
         dscores = (probs * (dprobs - delta[None, :])).to(DTYPE)
-        dscores_tile.store(dscores)
+        dscores_tiles.index(0).store(dscores)
         fence_async_shared()
         leave(dscores_full, turn, 1)
         wait_full(dscores_full, turn, 1)  # of all four warps
-        dk, dv = finish_step(dv_pending, dk, memory, sums, turn, part, 1, C)
+        dk, dv = finish_step(dv_pending, dk, memory, sums, turn, part, 0, 1, C)
         turn += 1
     return turn, dk, dv
 
@@ -252,12 +258,12 @@ def hopper_backward_wide_kernel(q_desc, k_desc, v_desc, dout_desc, lse_ptr, delt
     q_tiles = gl.allocate_shared_memory(DTYPE, [2 * C.STAGES, 1, 1, QUERIES, D], q_desc.layout)
     dout_tiles = gl.allocate_shared_memory(DTYPE, [2 * C.OUT_STAGES, 1, 1, QUERIES, DV], dout_desc.layout)
     probs_tile = gl.allocate_shared_memory(gl.float32, [QUERIES // 4, 256], ROWS)
-    dscores_tile = gl.allocate_shared_memory(DTYPE, [64, QUERIES], TURNED)
+    dscores_tiles = gl.allocate_shared_memory(DTYPE, [1, 64, QUERIES], TURNED)
     rows = gl.allocate_shared_memory(gl.float32, [2 * C.STAGES, QUERIES], FLAT)  # lse and delta in turn
     keys = (k_tiles, v_tiles, make_barriers(2, 1))
     queries = (q_tiles, make_barriers(C.STAGES, 2), make_barriers(C.STAGES, 2))
     douts = (dout_tiles, make_barriers(C.OUT_STAGES, 1), make_barriers(C.OUT_STAGES, 2))
-    lent = (probs_tile, make_barriers(1, 1), dscores_tile, make_barriers(1, 1))
+    lent = (probs_tile, make_barriers(1, 1), dscores_tiles, make_barriers(1, 1))
     fence_async_shared()
     band = (sq, sk, lower, upper)
     tile = key_tile_at(gl.program_id(0), (tiles, heads, batches, section), C)
