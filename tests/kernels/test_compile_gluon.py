@@ -123,8 +123,8 @@ def test_the_hopper_backward_of_wide_heads_compiles_within_registers_and_shared_
         check_products(row)
         assert row["stack"] <= WIDE_SPILL_BOUND.get(version, WIDE_SPILL_BOUND_ELSEWHERE), row
         assert row["utmastg"] > 0, row
-        # Four values at a time of half the columns, in 2 loops of one warpgroup and one of the other.
-        assert (row["redg"], row["utmaredg"]) == (3 * 16 if row["d"] > 128 else 3 * 8, 0), row
+        # Four values at a time of a warpgroup's columns, in 2 loops of the first and one of the second.
+        assert (row["redg"], row["utmaredg"]) == ({256: 2 * 16 + 16, 192: 2 * 16 + 8, 72: 2 * 8 + 8}[row["d"]], 0), row
 
 
 def check_products(row):

@@ -9,6 +9,7 @@ from collections import Counter
 from dataclasses import replace
 from itertools import pairwise, product
 from types import SimpleNamespace
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -347,15 +348,19 @@ def test_sums_are_followed_by_a_counter_for_each_step_where_they_are_ordered():
     assert counters.data_ptr() == sums.data_ptr() + 4 * math.prod(plain.sums_shape)
 
 
-@pytest.mark.parametrize(("d", "dv", "of_q", "of_v"), [(256, 256, 128, 128), (192, 128, 128, 64), (136, 72, 128, 64),
-                                                       (40, 200, 64, 128)])
-def test_wide_heads_come_in_two_tiles_of_half_their_columns(d, dv, of_q, of_v):
+@pytest.mark.parametrize(("d", "dv", "of_q", "of_v", "parts"), [
+    (256, 256, (128, None), (128, None), (128, 2)), (192, 128, (128, 64), (64, None), (64, 3)),
+    (192, 192, (128, 64), (64, 128), (64, 3)), (136, 72, (128, 64), (64, None), (64, 3)),
+    (40, 200, (64, None), (128, None), (64, 2))])
+def test_wide_heads_come_in_a_tile_for_each_warpgroup(d, dv, of_q, of_v, parts):
+    """The first sums more of dK and less of dV. Forms say None where the second's tile is like the first's."""
     problem = replace(problem_of(1000, 1000, d=d, heads=(2, 2)), dv=dv)
     launch = launch_backward.HopperBackward(problem, WIDE, problem.q_strides)
     assert launch.grid == (2 * 16,)
-    assert launch.blocks == [[1, 1, 64, columns] for columns in (of_q, of_q, of_v, of_v, of_q, of_v)]
-    assert launch.sums_shape == (2 * 16 * 64 * 2 * of_q // 256, 256)
-    assert launch.enqueue_dq.scalars[-2:] == (d, of_q), "dq's columns, and those of a part"
+    assert launch.forms == [[columns and ([1, 1, 64, columns], ANY) for columns in pair]
+                            for pair in (of_q, of_q, of_v, of_v, of_q, of_v)]
+    assert launch.sums_shape == (2 * 16 * 64 * math.prod(parts) // 256, 256)
+    assert launch.enqueue_dq.scalars[-3:] == (d, *parts), "dq's columns, those of a part, and parts side by side"
 
 
 @given(st.integers(1, 1000), st.integers(1, 3), st.integers(1, 4), st.integers(1, 3), st.booleans())

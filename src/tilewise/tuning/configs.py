@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from tilewise.errors import InvalidInput
-from tilewise.problem import AttentionProblem, padded_dim
+from tilewise.problem import AttentionProblem
 
 MIN_BLOCK = 16  # the least M, N and K of a tile product
 MAX_BLOCK = 256
@@ -169,18 +169,21 @@ class HopperBackwardConfig:
         """Keys of a program."""
         return 64 if self.wide else 128
 
-    def widths(self, problem: AttentionProblem) -> tuple[int, int]:
-        """Widths of a head of q and k and of one of v inside the tiles: a row of a tile is 128 bytes at least."""
+    def columns(self, problem: AttentionProblem) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Columns of q and k inside the tiles, and of v and dout: a row of a tile is 128 bytes at least.
+
+        Where two warpgroups share keys, what each sums; of 192 the one that makes dS has less of q and more of v.
+        """
         if self.wide:
-            return max(128, padded_dim(problem.d)), max(128, padded_dim(problem.dv))
-        return (max(64, problem.width),) * 2
+            return _halves_of(problem.d), _halves_of(problem.dv)[::-1]
+        return ((max(64, problem.width),),) * 2
 
     def shared_bytes(self, problem: AttentionProblem) -> int:
         """Shared memory: k, v, q, dout, lse and delta, dQ of 0 to 2 steps; barriers take under a KiB.
 
         And dS twice, or, where two warpgroups share keys, once, with the probabilities in float32.
         """
-        (d, dv), size = self.widths(problem), problem.dtype.itemsize
+        (d, dv), size = map(sum, self.columns(problem)), problem.dtype.itemsize
         operands = size * 64 * (d * (self.keys // 64 + self.stages) + dv * (self.keys // 64 + self.out_stages))
         scores, rows = 64 * 64 * (4 + size if self.wide else 4 * size), 8 * self.stages * 64
         steps = 0 if self.direct else 2 if self.ordered else 1
@@ -190,3 +193,7 @@ class HopperBackwardConfig:
 def pieces_of(dim: int) -> tuple[int, ...]:
     """The narrowest of 64, 64 + 32, 128, 128 + 64 and 256 that holds a head dim."""
     return next(pieces for pieces in ((64,), (64, 32), (128,), (128, 64), (256,)) if dim <= sum(pieces))
+
+
+def _halves_of(dim: int) -> tuple[int, int]:
+    return next(halves for halves in ((64, 64), (128, 64), (128, 128)) if dim <= sum(halves))

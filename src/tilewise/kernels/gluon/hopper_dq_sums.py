@@ -37,23 +37,28 @@ def by_threads(values):
 
 
 @gluon.jit
+def add_directly(place, dq):
+    """Consumer: add a part of dQ to its sums, which begin at ``place``, from registers."""
+    flat = by_threads(dq).reshape([64 * dq.shape[1]])
+    offsets = gl.arange(0, 64 * dq.shape[1], layout=flat.type.layout)
+    gl.atomic_add(place + offsets, flat, sem="relaxed")
+
+
+@gluon.jit
 def hand_over(sums, dq, stage, turn, part, OWN: gl.constexpr, C: gl.constexpr):
     """Consumer: add a part of dQ to its sums, or stage it for the writer. part: its number among all."""
     COLUMNS: gl.constexpr = C.WIDTH // 2
-    turned = by_threads(dq)
     if C.DIRECT:
-        flat = turned.reshape([64 * COLUMNS])
-        offsets = gl.arange(0, 64 * COLUMNS, layout=flat.type.layout)
-        gl.atomic_add(sums + part.to(gl.int64) * (64 * COLUMNS) + offsets, flat, sem="relaxed")
+        add_directly(sums + part.to(gl.int64) * (64 * COLUMNS), dq)
     elif C.ORDERED:
         tiles, full, empty = stage
         wait_empty(empty, turn, WRITERS)
-        tiles.index(turn % WRITERS * C.CONSUMERS + OWN).store(turned.reshape([COLUMNS // 4, 256]))
+        tiles.index(turn % WRITERS * C.CONSUMERS + OWN).store(by_threads(dq).reshape([COLUMNS // 4, 256]))
         fence_async_shared()
         leave(full, turn, WRITERS)
     else:
         tma_store_wait(0)
-        stage.index(OWN).store(turned.reshape([COLUMNS // 4, 256]))
+        stage.index(OWN).store(by_threads(dq).reshape([COLUMNS // 4, 256]))
         fence_async_shared()
         tma_add(sums, [part * (COLUMNS // 4), 0], stage.index(OWN))
 

@@ -1,6 +1,7 @@
 """Launching the Hopper backward kernels: their arguments from a problem, and the sums that dQ is made from."""
 
 import math
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -42,14 +43,14 @@ class HopperBackwardShape(Protocol):
 
     @property
     def wide(self) -> bool:
-        """Whether two warpgroups share the keys, and tiles hold half the columns of a head."""
+        """Whether two warpgroups share the keys, and tiles hold the columns that each of them sums."""
 
     @property
     def keys(self) -> int:
         """Keys of a program."""
 
-    def widths(self, problem: AttentionProblem) -> Sizes:
-        """Widths of a head of q and k and of one of v inside the tiles."""
+    def columns(self, problem: AttentionProblem) -> tuple[Sizes, Sizes]:
+        """Columns of q and k inside the tiles, and of v and dout, in one or two pieces."""
 
 
 class HopperBackward:
@@ -73,7 +74,8 @@ class HopperBackward:
         self.queries, self.keys = problem.seeing_queries, problem.seen_keys
         self.reads_all = len(self.queries) == problem.sq and len(self.keys) == problem.sk
         dtype = gl.bfloat16 if problem.dtype is torch.bfloat16 else gl.float16
-        (width, width_v), band, sq, step = config.widths(problem), problem.band, len(self.queries), int(QUERIES)
+        pieces, band, sq, step = config.columns(problem), problem.band, len(self.queries), int(QUERIES)
+        width = sum(pieces[0])
         tiles, lines = math.ceil(len(self.keys) / config.keys), problem.b * problem.hk
         # Both count from the first one that is read.
         lower, upper = (0 if bound is None else bound + self.queries.start - self.keys.start
@@ -83,21 +85,22 @@ class HopperBackward:
             tiles, problem.hk, problem.b, _section(problem, width, _LEAST_ORDERED if config.ordered else 1), sq,
             len(self.keys), lower, upper, problem.group,
             problem.scale, problem.scale * math.log2(math.e), shape)
-        pieces = 2 if config.wide else 1
-        self.blocks = [[1, 1, size, columns // pieces] for size, columns in (
-            (step, width), (64, width), (64, width_v), (step, width_v), (64, width), (64, width_v))]
-        self.layouts = [gl.NVMMASharedLayout.get_default_for(block, dtype) for block in self.blocks]
-        parts, columns = 2 * math.ceil(sq / step), width // 2  # of dQ: half the columns of a step each
-        steps = problem.b * problem.hq * parts // 2
-        self.sums_rows = steps * columns // 2
+        # Of q, k, v, dout, dk and dv a form a piece, None for a second piece like the first.
+        self.forms = [[None if i and block == blocks[0] else
+                       (block, gl.NVMMASharedLayout.get_default_for(block, dtype)) for i, block in enumerate(blocks)]
+                      for blocks in ([[1, 1, size, columns] for columns in pieces[of_v]] for size, of_v in (
+                          (step, 0), (64, 0), (64, 1), (step, 1), (64, 0), (64, 1)))]
+        columns = min(width // 2, *pieces[0])  # of a part of dQ: what a warpgroup sums, or half of it
+        parts, steps = width // columns * math.ceil(sq / step), problem.b * problem.hq * math.ceil(sq / step)
+        self.sums_rows = steps * width // 4
         # Counters of tiles that have added to a step stand behind the sums: one memory to be zeroed.
         self.sums_shape = (self.sums_rows + (math.ceil(steps / 256) if config.ordered else 0), 256)
         self.sums_block = [columns // 4, 256]
         self.sums_layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
         self.enqueue = Enqueue(self.kernel, self.grid, self.scalars, OPTIONS)
         self.enqueue_dq = Enqueue(hopper_dq_kernel, (parts, problem.b * problem.hq),
-                                  (*dq_strides[:3], sq, problem.hq, parts, problem.scale, problem.d, columns),
-                                  {"num_warps": 4})
+                                  (*dq_strides[:3], sq, problem.hq, parts, problem.scale, problem.d, columns,
+                                   width // columns), {"num_warps": 4})
 
     def __call__(self, *tensors: torch.Tensor) -> None:
         """Enqueue the kernels on the current stream of the current device."""
@@ -105,7 +108,8 @@ class HopperBackward:
         sums = torch.zeros(self.sums_shape, dtype=torch.float32, device=dq.device)
         mine = (q, k, v, dout, lse, delta, dk, dv)
         counters = sums.data_ptr() + self.sums_rows * 1024 if self.config.ordered else None
-        self.enqueue((*[tensor.data_ptr() for tensor in (*mine, sums)], counters), lambda: self.arguments(mine, sums))
+        self.enqueue((*self._in_forms(mine, lambda tensor, form: tensor.data_ptr()), sums.data_ptr(), counters),
+                     lambda: self.arguments(mine, sums))
         self.enqueue_dq((sums.data_ptr(), dq.data_ptr()), lambda: (sums, dq))
 
     def arguments(self, tensors: tuple[torch.Tensor, ...], sums: torch.Tensor) -> tuple[Any, ...]:
@@ -113,13 +117,19 @@ class HopperBackward:
 
         The sums, too, are described, but where dQ is added from registers.
         """
-        q, k, v, dout, lse, delta, dk, dv = tensors
-        described = [self.describe(tensor, list(tensor.shape), legal_strides(tensor), block, layout)
-                     for tensor, block, layout in zip((q, k, v, dout, dk, dv), self.blocks, self.layouts, strict=True)]
+        described = self._in_forms(tensors, lambda tensor, form: tensor if form is None else self.describe(
+            tensor, list(tensor.shape), legal_strides(tensor), *form))
         target = sums if self.config.direct else self.describe(sums, [self.sums_rows, 256], list(sums.stride()),
                                                                self.sums_block, self.sums_layout)
         counters = sums[self.sums_rows:].view(torch.int32) if self.config.ordered else None
-        return (*described[:4], lse, delta, *described[4:], target, counters)
+        return (*described, target, counters)
+
+    def _in_forms(self, tensors: tuple[torch.Tensor, ...], make: Callable[[torch.Tensor, Any], Any]) -> list[Any]:
+        """Make an argument of each tensor in each of its forms; lse and delta have none, and a form may be None."""
+        made: list[Any] = []
+        for tensor, forms in zip(tensors, (*self.forms[:4], [], [], *self.forms[4:]), strict=True):
+            made += [form and make(tensor, form) for form in forms] if forms else [make(tensor, None)]
+        return made
 
     def _read(self, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """Leave out the rows that are not read."""
@@ -137,11 +147,11 @@ def _kernel_of(problem: AttentionProblem, config: HopperBackwardShape) -> tuple[
     if config.wide:
         from tilewise.kernels.gluon import hopper_backward_wide as wide
 
-        return wide.hopper_backward_wide_kernel, wide.Shape(*config.widths(problem), config.stages, config.out_stages,
+        return wide.hopper_backward_wide_kernel, wide.Shape(*config.columns(problem), config.stages, config.out_stages,
                                                             *bounds)
     from tilewise.kernels.gluon.hopper_backward import Shape, hopper_backward_kernel
 
-    return hopper_backward_kernel, Shape(config.widths(problem)[0], config.keys // 64, config.stages,
+    return hopper_backward_kernel, Shape(config.columns(problem)[0][0], config.keys // 64, config.stages,
                                          config.out_stages, config.ahead, config.direct, config.ordered, *bounds)
 
 
