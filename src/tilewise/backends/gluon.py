@@ -19,7 +19,8 @@ from tilewise.scores import NO_OPERANDS, NO_OPTIONS, Operands
 from tilewise.tuning.device import device_spec
 from tilewise.tuning.heuristics import delta_config, hopper_backward_config, hopper_forward_config
 
-WIDEST = {"forward": 256, "backward": 128}
+WIDEST = 256
+WIDEST_IN_ORDER = 128  # shared memory holds no wider parts of dQ that wait for their turn
 # The Triton that the kernels ran with on a GPU, and passed. Newer ones, to 3.9, compile them too (tests/kernels), but
 # an assembler's work is not to be trusted unseen: pipeline.py tells of a fault that was found by running.
 CHECKED = (3, 6)
@@ -144,9 +145,12 @@ def _wrong_machine(problem: AttentionProblem) -> str | None:
 def _wrong_dtype_or_dims(problem: AttentionProblem) -> str | None:
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return f"computes in float16 and bfloat16, got {problem.dtype}"
-    widest = WIDEST[problem.direction]
-    if max(problem.d, problem.dv) > widest:
-        return f"takes head dims up to {widest} in its {problem.direction} pass, got {problem.d} and {problem.dv}"
+    if max(problem.d, problem.dv) > WIDEST:
+        return f"takes head dims up to {WIDEST}, got {problem.d} and {problem.dv}"
+    if (problem.deterministic and problem.direction == "backward"
+            and max(problem.d, problem.dv) > WIDEST_IN_ORDER):
+        return (f"takes, in its backward pass, head dims up to {WIDEST_IN_ORDER} where the result is to be "
+                f"deterministic, got {problem.d} and {problem.dv}")
     return None
 
 
