@@ -19,7 +19,8 @@ from tilewise.scores import NO_OPERANDS, NO_OPTIONS, Operands
 from tilewise.tuning.device import device_spec
 from tilewise.tuning.heuristics import delta_config, hopper_backward_config, hopper_forward_config
 
-WIDEST = {"forward": 256, "backward": 128}
+WIDEST = 256
+WIDEST_OF_ALL = 128  # what the backward kernel for wider heads does not have is taken to here
 # The Triton that the kernels ran with on a GPU, and passed. Newer ones, to 3.9, compile them too (tests/kernels), but
 # an assembler's work is not to be trusted unseen: pipeline.py tells of a fault that was found by running.
 CHECKED = (3, 6)
@@ -146,9 +147,15 @@ def _wrong_machine(problem: AttentionProblem) -> str | None:
 def _wrong_dtype_or_dims(problem: AttentionProblem) -> str | None:
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return f"computes in float16 and bfloat16, got {problem.dtype}"
-    widest = WIDEST[problem.direction]
-    if max(problem.d, problem.dv) > widest:
-        return f"takes head dims up to {widest} in its {problem.direction} pass, got {problem.d} and {problem.dv}"
+    if max(problem.d, problem.dv) > WIDEST:
+        return f"takes head dims up to {WIDEST}, got {problem.d} and {problem.dv}"
+    if problem.direction == "backward" and max(problem.d, problem.dv) > WIDEST_OF_ALL:
+        wanted = {"deterministic=True": problem.deterministic, "lengths that are data": problem.sequences.are_data,
+                  "softcap": problem.scores.softcap is not None}
+        if any(wanted.values()):
+            return (f"takes, in its backward pass, head dims up to {WIDEST_OF_ALL} with "
+                    f"{' and '.join(name for name, is_wanted in wanted.items() if is_wanted)}, got {problem.d} and "
+                    f"{problem.dv}")
     return None
 
 

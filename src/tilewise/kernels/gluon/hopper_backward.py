@@ -64,10 +64,27 @@ class Shape(NamedTuple):
 
 
 @gluon.jit
+def fetch_rows(lse_ptr, delta_ptr, line, offsets, seeing):
+    """Producer: read lse and delta of a step's queries; of those that see nothing -inf and 0."""
+    lse = gl.load(lse_ptr + line + offsets, mask=seeing, other=float("-inf"))
+    delta = gl.load(delta_ptr + line + offsets, mask=seeing, other=0.0)
+    return lse, delta
+
+
+@gluon.jit
+def put_rows(rows, slot, lse, delta):
+    """Producer: put lse and delta into a slot.
+
+    lse is turned to base 2, and to +inf where there is no query or it sees nothing: the probabilities are 0 there.
+    """
+    rows.index(2 * slot).store(gl.where(lse == float("-inf"), float("inf"), lse * LOG2E))
+    rows.index(2 * slot + 1).store(delta)
+
+
+@gluon.jit
 def load_rows(sources, queries, rows, turn, place, line, owned, clears, C: gl.constexpr):
     """Producer: load Q of one turn, and lse and delta of the same queries.
 
-    lse is turned to base 2, and to +inf where there is no query or it sees nothing: the probabilities are 0 there.
     owned: the first query that sees a key and the end of them. clears: whether the tile is to be cleared before it is
     full; it arrives at the ring's spare barrier then.
     """
@@ -79,8 +96,7 @@ def load_rows(sources, queries, rows, turn, place, line, owned, clears, C: gl.co
     seeing = offsets < sq
     if C.LENGTHS:
         seeing = seeing & (offsets >= see_from)
-    lse = gl.load(lse_ptr + line + offsets, mask=seeing, other=float("-inf"))
-    delta = gl.load(delta_ptr + line + offsets, mask=seeing, other=0.0)
+    lse, delta = fetch_rows(lse_ptr, delta_ptr, line, offsets, seeing)
     wait_empty(empty, turn, C.STAGES)
     slot = turn % C.STAGES
     arrival = slot
@@ -88,8 +104,7 @@ def load_rows(sources, queries, rows, turn, place, line, owned, clears, C: gl.co
         arrival = gl.where(clears, C.STAGES, slot)
     mbarrier.expect(full.index(arrival), q_desc.block_type.nbytes)
     tma_load(q_desc, [batch, head, row + first, 0], full.index(arrival), q_tiles.index(slot))
-    rows.index(2 * slot).store(gl.where(lse == float("-inf"), float("inf"), lse * LOG2E))
-    rows.index(2 * slot + 1).store(delta)
+    put_rows(rows, slot, lse, delta)
     mbarrier.arrive(full.index(arrival), count=1)
 
 
@@ -304,16 +319,16 @@ def write(desc, ptr, staged, gradient, place, left, C: gl.constexpr):
 
     ``left``: rows to the end of a packed sequence; the copy engine would write past it.
     """
-    batch, head, row = place
+    batch, head, row, column = place
     staged.reshape(gradient.shape).store(gradient.to(desc.dtype))
     fence_async_shared()
     if C.PACKED:
         if left >= 64:
-            tma_store(desc, [batch, head, row, 0], staged)
+            tma_store(desc, [batch, head, row, column], staged)
         else:
-            store_some(staged, ptr, desc, place, left, 0, C.WIDTH)
+            store_some(staged, ptr, desc, (batch, head, row), left, 0, C.WIDTH)
     else:
-        tma_store(desc, [batch, head, row, 0], staged)
+        tma_store(desc, [batch, head, row, column], staged)
 
 
 @gluon.jit
@@ -356,7 +371,7 @@ def gather(gathered, OWN: gl.constexpr, C: gl.constexpr):
                 ends[phase], ends[phase + 1], turn, scores, dk, dv, tiles, queries, douts, rows, sums, stage, spans,
                 band, first_part, key, (scale_log2, squash), OWN, phase != 1, C)
     row, left = key_rows_of(spot, key, C)
-    place = (batch, head_k, row)
+    place = (batch, head_k, row, 0)
     write(dv_desc, dv_ptr, v_tiles.index(OWN), dv, place, left, C)
     meet(C.CONSUMERS)  # the other's dQ has read these keys
     write(dk_desc, dk_ptr, k_tiles.index(OWN), dk * scale, place, left, C)

@@ -29,8 +29,8 @@ def rows_of_step(cu_seqlens, count, step, total):
 
 @triton.jit(do_not_specialize=["sq", "heads", "parts", "count"])
 def hopper_dq_kernel(sums_ptr, dq_ptr, cu_seqlens, stride_b, stride_h, stride_s, sq, heads, parts, count, scale,
-                     D: tl.constexpr, COLUMNS: tl.constexpr):
-    """Write one part of dQ, 64 rows by COLUMNS columns; two lie side by side.
+                     D: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr):
+    """Write one part of dQ, 64 rows by COLUMNS columns; PARTS lie side by side.
 
     Grid: (parts of a head, heads · batches). sums: of each part, four by four, what thread after thread of a
     warpgroup holds of it: (eight columns, warp, row of 8, pair of columns, upper or lower 8 rows, column of the pair).
@@ -41,8 +41,8 @@ def hopper_dq_kernel(sums_ptr, dq_ptr, cu_seqlens, stride_b, stride_h, stride_s,
     values = tl.load(sums_ptr + (line.to(tl.int64) * parts + part) * (64 * COLUMNS) + tl.arange(0, 64 * COLUMNS))
     values = tl.reshape(values, (COLUMNS // 8, 4, 8, 4, 2, 2))
     dq = tl.reshape(tl.permute(values, (1, 4, 2, 0, 3, 5)), (64, COLUMNS)) * scale
-    columns = tl.arange(0, COLUMNS) + part % 2 * COLUMNS
-    begin, stop = rows_of_step(cu_seqlens, count, part // 2, sq)
+    columns = tl.arange(0, COLUMNS) + part % PARTS * COLUMNS
+    begin, stop = rows_of_step(cu_seqlens, count, part // PARTS, sq)
     rows = begin + tl.arange(0, 64)
     place = dq_ptr + (line // heads).to(tl.int64) * stride_b + (line % heads).to(tl.int64) * stride_h
     place += rows.to(tl.int64)[:, None] * stride_s + columns[None, :]
