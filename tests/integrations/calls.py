@@ -1,9 +1,13 @@
 """What the tests of several faces call with, and how they look at a call."""
 
+import contextlib
 import inspect
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from tilewise import UnsupportedProblem, use_backend
 
 SLOPES = torch.tensor([[0.5, 0.25, 0.125, 0.0], [1.0, 0.0, 0.3, 0.7]])
 # Where packed sequences begin and end: of 9 queries, and of 8 keys.
@@ -37,3 +41,13 @@ def handed(call):
     with Handed() as mode:
         call()
     return mode.tensors
+
+
+@contextlib.contextmanager
+def refusing_skips(backend):
+    """Compute by this backend; the test is skipped with the reasons of a refusal."""
+    with use_backend(backend.name):
+        try:
+            yield
+        except UnsupportedProblem as refusal:
+            pytest.skip(str(refusal))

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from integrations.calls import CU_K, CU_Q, SLOPES, signature, tensors
+from integrations.calls import CU_K, CU_Q, SLOPES, refusing_skips, signature, tensors
 from integrations.dense import close
-from tilewise import UnsupportedProblem, merge
+from tilewise import UnsupportedProblem, merge, use_backend
 from tilewise.integrations import flash_attn as face
 from tilewise.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func
 
@@ -95,18 +95,19 @@ def test_gradients_that_nobody_holds_are_left_out():
     assert dk.any()
 
 
-def test_parts_of_the_keys_make_the_whole_as_in_a_ring():
+def test_parts_of_the_keys_make_the_whole_as_in_a_ring(backend, device):
     """A part's backward pass is given out and lse of the whole, lse with strides of its own, as a ring merges them."""
-    q, k, v, dout = tensors(6, 8)
+    q, k, v, dout = (tensor.detach().to(device).requires_grad_() for tensor in tensors(6, 8))
     wanted = flash_attn_func(q, k, v)
     options = (0.0, None, False, -1, -1, 0.0, None)
-    parts = [(k[:, part].detach(), v[:, part].detach()) for part in (slice(0, 3), slice(3, 8))]
-    with torch.no_grad():
+    places = slice(0, 3), slice(3, 8)
+    sums = [torch.zeros_like(tensor) for tensor in (q, k, v)]
+    with torch.no_grad(), refusing_skips(backend):
+        parts = [(k[:, place], v[:, place]) for place in places]
         results = [face._flash_attn_forward(q, *part, *options, False)[:2] for part in parts]
         out, lse = merge(*(given for own, own_lse in results for given in (own.transpose(1, 2), own_lse)))
         out, lse = out.transpose(1, 2), lse.transpose(1, 2).contiguous().transpose(1, 2)
-        sums = [torch.zeros_like(tensor) for tensor in (q, k, v)]
-        for part, place in zip(parts, (slice(0, 3), slice(3, 8)), strict=True):
+        for part, place in zip(parts, places, strict=True):
             made = [torch.empty_like(tensor) for tensor in (q, *part)]
             face._flash_attn_backward(dout, q, *part, out, lse, *made, *options, False)
             sums[0] += made[0]
@@ -114,6 +115,22 @@ def test_parts_of_the_keys_make_the_whole_as_in_a_ring():
     close(out, wanted.double())
     for one, other in zip(sums, torch.autograd.grad(wanted, (q, k, v), dout), strict=True):
         close(one, other.double())
+
+
+def test_deterministic_is_demanded_by_the_backward_pass_or_by_torch():
+    q, k, v, dout = (tensor.detach() for tensor in tensors(5, 7))
+    options = (0.0, None, False, -1, -1, 0.0, None)
+    with use_backend("torch"):  # which refuses it
+        given = (dout, q, k, v, *face._flash_attn_forward(q, k, v, *options, False)[:2], None, None, None, *options)
+        face._flash_attn_backward(*given, False)
+        with pytest.raises(UnsupportedProblem, match="a deterministic result was asked for"):
+            face._flash_attn_backward(*given, True)
+        torch.use_deterministic_algorithms(True)
+        try:
+            with pytest.raises(UnsupportedProblem, match="a deterministic result was asked for"):
+                face._flash_attn_backward(*given, False)
+        finally:
+            torch.use_deterministic_algorithms(False)
 
 
 def test_keys_beyond_those_used_take_no_part():

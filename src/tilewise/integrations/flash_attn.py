@@ -315,7 +315,7 @@ def _backward(tensors: list[torch.Tensor], lse: torch.Tensor, options: dict[str,
               rng_state: torch.Tensor | None) -> list[torch.Tensor]:
     """Return dq, dk and dv of (b, h, s, d) tensors q, k, v, out and dout; lse is +inf where a query sees no key."""
     q, k, v, out, dout = tensors
-    lse = lse.masked_fill(lse == float("inf"), float("-inf")).contiguous()
+    lse = lse.masked_fill(lse == float("inf"), float("-inf"))  # contiguous, as backends expect it, whatever lse was
     slopes, cu_seqlens_q, cu_seqlens_k = (options.get(n) for n in ("alibi_slopes", "cu_seqlens_q", "cu_seqlens_k"))
     operands = Operands(alibi_slopes=None if slopes is None else with_batch_dim(slopes),
                         seed=rng_state[:1] if rng_state is not None and options["dropout_p"] else None,
