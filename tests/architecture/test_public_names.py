@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 import tilewise
+from tilewise.integrations import bert_padding, flash_attn, torch_sdpa
 
+FACES = (flash_attn, bert_padding, torch_sdpa)
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
@@ -34,9 +36,19 @@ def test_public_name_has_a_docstring(name):
     assert len(inspect.getdoc(getattr(tilewise, name)).split()) >= 5
 
 
-@pytest.mark.parametrize("name", ["attention", "attention_varlen"])
-def test_arguments_of_a_call_are_all_described(name):
-    call = getattr(tilewise, name)
+@pytest.mark.parametrize("face", FACES, ids=lambda face: face.__name__.rpartition(".")[2])
+def test_integrations_page_documents_exactly_the_names_of_a_face(face):
+    page = (DOCS / "integrations.md").read_text("utf-8")
+    documented = re.findall(rf"autofunction:: {re.escape(face.__name__)}\.(\w+)$", page, re.MULTILINE)
+    assert sorted(documented) == sorted(face.__all__)
+
+
+CALLS = (tilewise.attention, tilewise.attention_varlen, flash_attn.flash_attn_func, flash_attn.flash_attn_varlen_func,
+         torch_sdpa.scaled_dot_product_attention, torch_sdpa.varlen_attn, bert_padding.unpad_input)
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
+def test_arguments_of_a_call_are_all_described(call):
     arguments = call.__doc__.partition("Args:")[2].partition("Returns:")[0]
     described = re.findall(r"^ {8}(\w+(?:, \w+)*):", arguments, re.MULTILINE)
     assert {one for names in described for one in names.split(", ")} == set(inspect.signature(call).parameters)
