@@ -255,7 +255,7 @@ def problem_from_facts(tensors: tuple[Facts, Facts, Facts], operands: tuple[Fact
                        aligned: bool = True) -> AttentionProblem:
     """Check the facts against one another; see :meth:`AttentionProblem.from_tensors`."""
     q, k, v = tensors
-    _check_each(q, k, v)
+    check_each(q, k, v)
     (b, hq, sq, d), (_, hk, sk, _), dv = q[1], k[1], v[1][3]
     _check_together(q, k, v)
     scores, sequences = NO_OPTIONS, DENSE
@@ -270,7 +270,7 @@ def problem_from_facts(tensors: tuple[Facts, Facts, Facts], operands: tuple[Fact
                                "distance of a query and a key is ambiguous. Pass mask=window(None, None, alignment) or "
                                "another mask with alignment='top_left' or 'bottom_right'.")
     return AttentionProblem(
-        b=b, hq=hq, hk=hk, sq=sq, sk=sk, d=d, dv=dv, dtype=q[3], device=q[4], scale=_checked_scale(scale, d),
+        b=b, hq=hq, hk=hk, sq=sq, sk=sk, d=d, dv=dv, dtype=q[3], device=q[4], scale=checked_scale(scale, d),
         mask=mask, deterministic=deterministic, scores=scores, sequences=sequences, q_strides=q[2], k_strides=k[2],
         v_strides=v[2], aligned=aligned,
     )
@@ -279,7 +279,7 @@ def problem_from_facts(tensors: tuple[Facts, Facts, Facts], operands: tuple[Fact
 _cached = lru_cache(maxsize=4096)(problem_from_facts)
 
 
-def _check_each(*tensors: Facts) -> None:
+def check_each(*tensors: Facts) -> None:
     for name, shape, _, dtype, device in tensors:
         if len(shape) != 4:
             raise InvalidInput(f"{name} has shape {_text(shape)}; allowed are 4 dims (b, h, s, d).")
@@ -413,7 +413,7 @@ def _lengths_text(sq: int, sk: int, sequences: Sequences) -> str:
     return "lengths that are data" if sequences.are_data else f"{sq} queries and {sk} keys"
 
 
-def _checked_scale(scale: float | None, d: int) -> float:
+def checked_scale(scale: float | None, d: int) -> float:
     if scale is None:
         return 1.0 / math.sqrt(d)
     if isinstance(scale, (int, float)) and not isinstance(scale, bool) and 0.0 < scale < math.inf:

@@ -83,6 +83,15 @@ class DqConfig(TileConfig):
 
 
 @dataclass(frozen=True, slots=True)
+class DecodeConfig(TileConfig):
+    """The decode kernel: ``block_m`` rows, a query of a head each, stay; keys stream."""
+
+    def shared_bytes(self, width: int, itemsize: int) -> int:
+        """Shared memory: ``num_stages`` tiles of k and v in flight; q and P pass through it before and between."""
+        return 2 * self.num_stages * self.block_n * width * itemsize + self.block_m * max(width, self.block_n) * itemsize
+
+
+@dataclass(frozen=True, slots=True)
 class DeltaConfig:
     """The delta kernel: a row sum, bound by memory; the tile only has to fill the loads."""
 

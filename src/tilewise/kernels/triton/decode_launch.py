@@ -1,0 +1,81 @@
+"""Binds the kernels of decoding to a problem: append, attend and combine."""
+
+from typing import Any
+
+from tilewise.decode_problem import CacheOperands, DecodeProblem
+from tilewise.kernels.triton.cache import Cache, Rotary, append_kernel
+from tilewise.kernels.triton.decode import Extras, attention_decode_kernel, combine_kernel
+from tilewise.kernels.triton.launch import Launch
+from tilewise.kernels.triton.primitives import LOG2E
+from tilewise.scores import Sizes
+
+APPEND_ROWS = 8  # a position's heads, in most caches; what is written is little
+
+
+def cache_of(problem: DecodeProblem, operands: CacheOperands) -> Cache:
+    """Put what says how a cache is filled into the form that kernels take."""
+    table = operands.block_table
+    return Cache(operands.cache_seqlens, problem.new or None, operands.cache_leftpad, operands.cache_batch_idx, table,
+                 None if table is None else problem.strides_of("block_table")[0])
+
+
+def rotary_of(problem: DecodeProblem, operands: CacheOperands) -> Rotary:
+    """Put the angles into the form that kernels take."""
+    if not problem.rotary_dim:
+        return Rotary()
+    return Rotary(operands.rotary_cos, operands.rotary_sin, problem.strides_of("rotary_cos")[0],
+                  problem.strides_of("rotary_sin")[0])
+
+
+def extras_of(problem: DecodeProblem, operands: CacheOperands) -> Extras:
+    """Put what changes a score or a softmax into the form that kernels take; slopes are (b, hq)."""
+    def strides(name: str, rank: int) -> tuple[int | None, ...]:
+        if not problem.has(name):
+            return (None,) * rank
+        return tuple(None if stride == 1 else stride for stride in problem.strides_of(name))
+
+    return Extras(problem.softcap, operands.alibi_slopes, *strides("alibi_slopes", 2), operands.sinks,
+                  *strides("sinks", 1))
+
+
+def append_launch(problem: DecodeProblem) -> Launch:
+    """Bind the kernel: call the result with (k, v, k_cache, v_cache, cache, rotary)."""
+    tiles = -(-problem.new * problem.hk // APPEND_ROWS)
+    scalars = (*problem.strides_of("k"), *problem.strides_of("v"), *problem.strides_of("k_cache")[:3],
+               *problem.strides_of("v_cache")[:3], problem.new, problem.hk, problem.capacity, tiles, problem.d,
+               problem.dv, problem.width, problem.page, problem.rotary_dim, problem.interleaved, APPEND_ROWS)
+    return Launch(append_kernel, tiles * problem.b, scalars, num_warps=4, num_stages=1)
+
+
+def decode_launch(problem: DecodeProblem, config: Any, splits: Any, tiles: int, precision: str) -> Launch:
+    """Bind the kernel: call the result with (q, k_cache, v_cache, out, lse, cache, rotary, extras)."""
+    mask, whole = problem.mask, is_whole(splits)
+    dense = (problem.hq * problem.sq, problem.sq, 1)
+    out = problem.out_strides[:3] if whole else tuple(stride * splits.count * problem.dv for stride in dense)
+    k_strides, v_strides = problem.strides_of("k_cache"), problem.strides_of("v_cache")
+    scalars = (*problem.strides_of("q"), *k_strides[:3], *v_strides[:3], *out, problem.scale * LOG2E.value,
+               None if mask.left is None else -mask.left, mask.right, problem.sq, problem.hk, problem.group,
+               problem.capacity, tiles, splits.count, splits.length, problem.d, problem.dv, problem.width,
+               problem.page, problem.rotary_dim, problem.interleaved, problem.sq > 1, whole,
+               _needs_int64(problem, k_strides, v_strides), precision, config.block_m, config.block_n)
+    return Launch(attention_decode_kernel, problem.hk * tiles * splits.count * problem.b, scalars,
+                  num_warps=config.num_warps, num_stages=config.num_stages)
+
+
+def combine_launch(problem: DecodeProblem, splits: Any) -> Launch:
+    """Bind the kernel: call the result with (parts, lses, out, lse, extras)."""
+    scalars = (*problem.out_strides[:3], problem.sq, problem.hq, splits.count, problem.dv, problem.width)
+    return Launch(combine_kernel, problem.b * problem.hq * problem.sq, scalars, num_warps=4, num_stages=1)
+
+
+def is_whole(splits: Any) -> bool:
+    """Whether the first kernel's result is the call's; not where a split has a fixed length: how many there are would
+    decide about bits.
+    """
+    return bool(splits.count == 1 and splits.length is None)
+
+
+def _needs_int64(problem: DecodeProblem, *strides: Sizes) -> bool:
+    """Whether an offset inside one head of a page, or of a sequence, passes 2^31; a tile reaches past the last row."""
+    rows = (problem.page or problem.capacity) + 256
+    return any(rows * abs(tensor[2]) + problem.width >= 2**31 for tensor in strides)
