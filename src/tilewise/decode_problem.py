@@ -188,7 +188,7 @@ def _check_operands(q: Facts, given: dict[str, Facts], sizes: dict[str, int]) ->
     table = given["block_table"][1][-1:] if "block_table" in given else (0,)
     allowed: dict[str, tuple[Sizes, tuple[torch.dtype, ...]]] = {
         "k": ((b, hk, new, d), (dtype,)), "v": ((b, hk, new, sizes["dv"]), (dtype,)),
-        **{name: ((b,), _INTEGERS) for name in ("cache_seqlens", "cache_batch_idx", "cache_leftpad")},
+        **dict.fromkeys(("cache_seqlens", "cache_batch_idx", "cache_leftpad"), ((b,), _INTEGERS)),
         "block_table": ((b, *table), _INTEGERS), "alibi_slopes": ((b, hq), (wide,)), "sinks": ((hq,), (dtype, wide))}
     for name, shape, strides, own_dtype, own_device in given.values():
         if name in allowed:

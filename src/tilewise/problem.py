@@ -280,6 +280,7 @@ _cached = lru_cache(maxsize=4096)(problem_from_facts)
 
 
 def check_each(*tensors: Facts) -> None:
+    """Check what concerns each tensor, and that all have one dtype and device; raises :class:`InvalidInput`."""
     for name, shape, _, dtype, device in tensors:
         if len(shape) != 4:
             raise InvalidInput(f"{name} has shape {_text(shape)}; allowed are 4 dims (b, h, s, d).")
@@ -414,6 +415,7 @@ def _lengths_text(sq: int, sk: int, sequences: Sequences) -> str:
 
 
 def checked_scale(scale: float | None, d: int) -> float:
+    """Return the scale, 1/sqrt(d) for None. Raises :class:`InvalidInput` unless it is finite and > 0."""
     if scale is None:
         return 1.0 / math.sqrt(d)
     if isinstance(scale, (int, float)) and not isinstance(scale, bool) and 0.0 < scale < math.inf:

@@ -14,6 +14,7 @@ MOST_SPLITS = 128
 # In steps of a split: what a program costs before its first key has come, and what combining costs. By reckoning (a
 # step of 64 keys at head dim 128 takes 2 µs where 264 programs share 4.2 TB/s), not by measurement.
 _BEGINNING, _COMBINING = 1.0, 1.5
+_NEARLY = 1.05  # fewer splits are worth this much of the reckoned time
 
 
 @dataclass(frozen=True)
@@ -32,16 +33,20 @@ class Splits:
 def decode_config(problem: DecodeProblem, device: DeviceSpec) -> DecodeConfig:
     """Choose the tile: rows for the queries of a group, and as many keys in flight as two programs have room for.
 
-    16 bits, head dim 128: 64 keys, three stages, 96 KiB.
+    16 bits, head dim 128, on Hopper: 64 keys, four stages, 103 KiB.
     """
     rows = min(MOST_ROWS, max(MIN_BLOCK, 1 << (problem.sq * problem.group - 1).bit_length()))
     if device.arch == "interpreter":
         return DecodeConfig(rows, 64, 4, 1)
-    width, itemsize = max(64, problem.width), problem.dtype.itemsize
-    deepest = 2 if device.arch.startswith("gfx") else 3
-    room = device.shared_memory // (1 if device.arch.startswith("gfx") else RESIDENT)
-    candidates = [DecodeConfig(rows, keys, 4, stages) for keys in (64, 32, 16) for stages in range(deepest, 1, -1)]
-    return next((config for config in candidates if config.shared_bytes(width, itemsize) <= room), candidates[-1])
+    itemsize, is_amd = problem.dtype.itemsize, device.arch.startswith("gfx")
+    # Products of float32 are made by threads, which hold more than the tensor cores' rows: twice the warps.
+    warps = 8 if itemsize == 4 else 4
+    room = device.shared_memory if is_amd else device.shared_memory // RESIDENT
+    # Two stages of few rows are one tile in flight, which nothing loads beside.
+    candidates = [DecodeConfig(rows, keys, warps, stages) for keys in (64, 32, 16)
+                  for stages in ((2,) if is_amd else (4, 3))]
+    return next((config for config in candidates if config.shared_bytes(problem.width, itemsize) <= room),
+                candidates[-1])
 
 
 def choose_splits(problem: DecodeProblem, config: DecodeConfig, multiprocessors: int) -> Splits:
@@ -65,7 +70,9 @@ def choose_splits(problem: DecodeProblem, config: DecodeConfig, multiprocessors:
         waves = -(-programs * splits // (multiprocessors * RESIDENT))
         return waves * (-(-steps // splits) + _BEGINNING) + (_COMBINING if splits > 1 else 0.0)
 
-    return Splits(min(range(1, min(steps, MOST_SPLITS) + 1), key=cost))
+    counts = range(1, min(steps, MOST_SPLITS) + 1)
+    least = min(map(cost, counts))
+    return Splits(next(splits for splits in counts if cost(splits) <= _NEARLY * least))
 
 
 def row_tiles(problem: DecodeProblem, config: DecodeConfig) -> int:

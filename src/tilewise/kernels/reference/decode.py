@@ -46,7 +46,8 @@ def append(problem: DecodeProblem, k_cache: torch.Tensor, v_cache: torch.Tensor,
     Instead of it the last one that has room is written again, or what stands there: thus the host need not know.
     """
     k, v = operands.k, operands.v
-    assert k is not None and v is not None
+    assert k is not None
+    assert v is not None
     room = (problem.capacity - before)[:, None]
     index = torch.minimum(torch.arange(problem.new, device=problem.device), room - 1).clamp(min=0)
     places = before[:, None] + index
@@ -67,11 +68,14 @@ def append(problem: DecodeProblem, k_cache: torch.Tensor, v_cache: torch.Tensor,
 def rotated(problem: DecodeProblem, x: torch.Tensor, operands: CacheOperands, places: torch.Tensor) -> torch.Tensor:
     """Turn the first ``rotary_dim`` dims of (b, h, s, d) by the angles of places (b, s)."""
     cos, sin = operands.rotary_cos, operands.rotary_sin
-    assert cos is not None and sin is not None
+    assert cos is not None
+    assert sin is not None
     places = places.clamp(max=len(cos) - 1)
     cos, sin = (angles[places][:, None].to(problem.lse_dtype) for angles in (cos, sin))
     turning, rest = x[..., :problem.rotary_dim].to(problem.lse_dtype), x[..., problem.rotary_dim:]
-    pairs = turning.unflatten(-1, (-1, 2)) if problem.interleaved else turning.unflatten(-1, (2, -1)).mT
+    half = problem.rotary_dim // 2
+    pairs = (turning.reshape(*x.shape[:3], half, 2) if problem.interleaved
+             else turning.reshape(*x.shape[:3], 2, half).mT)
     first, second = pairs.unbind(-1)
     turned = torch.stack((first * cos - second * sin, second * cos + first * sin), -1)
     turned = turned.flatten(-2) if problem.interleaved else turned.mT.flatten(-2)
@@ -96,11 +100,12 @@ def _rows(problem: DecodeProblem, operands: CacheOperands) -> torch.Tensor:
 def _scores(problem: DecodeProblem, q: torch.Tensor, k: torch.Tensor, operands: CacheOperands,
             distance: torch.Tensor) -> torch.Tensor:
     """Scores of all pairs, masks aside, (b, hk, group, sq, capacity)."""
-    scores = q.unflatten(1, (problem.hk, problem.group)) @ k[:, :, None].mT * problem.scale
+    groups = q.reshape(problem.b, problem.hk, problem.group, problem.sq, problem.d)
+    scores: torch.Tensor = groups @ k[:, :, None].mT * problem.scale
     if problem.softcap is not None:
         scores = problem.softcap * torch.tanh(scores / problem.softcap)
     if operands.alibi_slopes is not None:
-        slopes = operands.alibi_slopes.unflatten(1, (problem.hk, problem.group))[..., None, None]
+        slopes = operands.alibi_slopes.reshape(problem.b, problem.hk, problem.group, 1, 1)
         scores = scores - slopes * distance[:, :, None]
     return scores
 

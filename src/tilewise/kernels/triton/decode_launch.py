@@ -1,15 +1,27 @@
 """Binds the kernels of decoding to a problem: append, attend and combine."""
 
-from typing import Any
+from typing import Protocol
 
 from tilewise.decode_problem import CacheOperands, DecodeProblem
 from tilewise.kernels.triton.cache import Cache, Rotary, append_kernel
 from tilewise.kernels.triton.decode import Extras, attention_decode_kernel, combine_kernel
-from tilewise.kernels.triton.launch import Launch
+from tilewise.kernels.triton.launch import Launch, TileShape
 from tilewise.kernels.triton.primitives import LOG2E
 from tilewise.scores import Sizes
 
 APPEND_ROWS = 8  # a position's heads, in most caches; what is written is little
+
+
+class SplitShape(Protocol):
+    """What a launch reads of :class:`tilewise.tuning.decode.Splits`."""
+
+    @property
+    def count(self) -> int:
+        """Programs that share the keys of a tile of rows."""
+
+    @property
+    def length(self) -> int | None:
+        """Keys of each; None = an even share."""
 
 
 def cache_of(problem: DecodeProblem, operands: CacheOperands) -> Cache:
@@ -47,7 +59,8 @@ def append_launch(problem: DecodeProblem) -> Launch:
     return Launch(append_kernel, tiles * problem.b, scalars, num_warps=4, num_stages=1)
 
 
-def decode_launch(problem: DecodeProblem, config: Any, splits: Any, tiles: int, precision: str) -> Launch:
+def decode_launch(problem: DecodeProblem, config: TileShape, splits: SplitShape, tiles: int,
+                  precision: str) -> Launch:
     """Bind the kernel: call the result with (q, k_cache, v_cache, out, lse, cache, rotary, extras)."""
     mask, whole = problem.mask, is_whole(splits)
     dense = (problem.hq * problem.sq, problem.sq, 1)
@@ -62,17 +75,18 @@ def decode_launch(problem: DecodeProblem, config: Any, splits: Any, tiles: int, 
                   num_warps=config.num_warps, num_stages=config.num_stages)
 
 
-def combine_launch(problem: DecodeProblem, splits: Any) -> Launch:
+def combine_launch(problem: DecodeProblem, splits: SplitShape) -> Launch:
     """Bind the kernel: call the result with (parts, lses, out, lse, extras)."""
     scalars = (*problem.out_strides[:3], problem.sq, problem.hq, splits.count, problem.dv, problem.width)
     return Launch(combine_kernel, problem.b * problem.hq * problem.sq, scalars, num_warps=4, num_stages=1)
 
 
-def is_whole(splits: Any) -> bool:
-    """Whether the first kernel's result is the call's; not where a split has a fixed length: how many there are would
-    decide about bits.
+def is_whole(splits: SplitShape) -> bool:
+    """Whether the first kernel's result is the call's.
+
+    Not where a split has a fixed length: bits would depend on how many there are, which the capacity decides.
     """
-    return bool(splits.count == 1 and splits.length is None)
+    return splits.count == 1 and splits.length is None
 
 
 def _needs_int64(problem: DecodeProblem, *strides: Sizes) -> bool:
