@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from tilewise.kernels.triton.modifiers import along
 from tilewise.kernels.triton.primitives import head_offset
 
 
 class Cache(NamedTuple):
-    """How a cache is filled, and where its sequences lie; what a call does not use is None."""
+    """How a cache is filled, and where its sequences lie; what a call does not use, and a stride of 1, is None."""
 
     lengths: Any = None  # (b,)
-    new: int | None = None  # keys behind these that count too
     leftpad: Any = None  # (b,)
     batch_idx: Any = None  # (b,)
     table: Any = None  # (b, pages of a sequence), last stride 1
@@ -23,7 +23,7 @@ class Cache(NamedTuple):
 
 
 class Rotary(NamedTuple):
-    """Cosines and sines, each (positions, rotary_dim / 2), last stride 1; None where nothing turns."""
+    """Cosines and sines, each (positions, rotary_dim / 2), last stride 1; None as in :class:`Cache`."""
 
     cos: Any = None
     sin: Any = None
@@ -32,15 +32,12 @@ class Rotary(NamedTuple):
 
 
 @triton.jit
-def filled(cache, batch, capacity):
+def filled(cache, batch, new, capacity):
     """Return how many positions of a sequence were filled before this call, and how many are now."""
     before = capacity
     if cache.lengths is not None:
         before = tl.load(cache.lengths + batch).to(tl.int32)
-    length = before
-    if cache.new is not None:
-        length = before + cache.new
-    return before, tl.minimum(length, capacity)
+    return before, tl.minimum(before + new, capacity)
 
 
 @triton.jit
@@ -75,9 +72,11 @@ def load_turned(rows, places, inside, rotary, stride_d, D: tl.constexpr, BLOCK_D
             pair = offs_d % HALF
         turning = inside[:, None] & (offs_d < ROTARY)[None, :]
         other = tl.load(rows[:, None] + (partner * stride_d)[None, :], mask=turning, other=0.0).to(tl.float32)
-        angle = places[:, None].to(tl.int64)
-        cos = tl.load(rotary.cos + angle * rotary.stride_cos + pair[None, :], mask=turning, other=1.0).to(tl.float32)
-        sin = tl.load(rotary.sin + angle * rotary.stride_sin + pair[None, :], mask=turning, other=0.0).to(tl.float32)
+        angle = places[:, None]
+        angle_of = rotary.cos + along(angle, rotary.stride_cos, True) + pair[None, :]
+        cos = tl.load(angle_of, mask=turning, other=1.0).to(tl.float32)
+        angle_of = rotary.sin + along(angle, rotary.stride_sin, True) + pair[None, :]
+        sin = tl.load(angle_of, mask=turning, other=0.0).to(tl.float32)
         turned = tile.to(tl.float32) * cos + tl.where(is_first, -1.0, 1.0)[None, :] * other * sin
         tile = turned.to(tile.dtype)
     return tile
@@ -102,7 +101,7 @@ def append_kernel(k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, cache, rotary,
     place = tl.load(cache.lengths + batch).to(tl.int32) + index
     inside = (index < new) & (place < capacity)
     if PAGE > 0:
-        row = tl.load(cache.table + batch.to(tl.int64) * cache.stride_table + place // PAGE, mask=inside, other=0)
+        row = tl.load(cache.table + along(batch, cache.stride_table, True) + place // PAGE, mask=inside, other=0)
         within = (place % PAGE).to(tl.int64)
     else:
         row = row_of(cache, batch)

@@ -49,10 +49,10 @@ def pages_of(cache, batch, n, stop, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
     if cache.table is None:
         pages = n * 0
     elif PAGE % BLOCK_N == 0:
-        pages = tl.load(cache.table + batch.to(tl.int64) * cache.stride_table + n // PAGE, mask=n < stop, other=0)
+        pages = tl.load(cache.table + along(batch, cache.stride_table, True) + n // PAGE, mask=n < stop, other=0)
     else:
         offs_n = n + tl.arange(0, BLOCK_N)
-        pages = tl.load(cache.table + batch.to(tl.int64) * cache.stride_table + offs_n // PAGE, mask=offs_n < stop,
+        pages = tl.load(cache.table + along(batch, cache.stride_table, True) + offs_n // PAGE, mask=offs_n < stop,
                         other=0)
     return pages
 
@@ -99,11 +99,12 @@ def finished(row_max, row_sum, acc, sinks, stride_sinks, head, inside):
     return row_max + tl.log2(divisor), acc / divisor[:, None]
 
 
-@triton.jit(do_not_specialize=["lower", "upper", "sq", "hk", "group", "capacity", "tiles", "splits", "per_split"])
+@triton.jit(do_not_specialize=["lower", "upper", "sq", "hk", "group", "new", "capacity", "tiles", "splits",
+                               "per_split"])
 def attention_decode_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, cache, rotary, extras,
                             stride_qb, stride_qh, stride_qs, stride_qd, stride_kb, stride_kh, stride_ks,
                             stride_vb, stride_vh, stride_vs, stride_ob, stride_oh, stride_os,
-                            scale_log2, lower, upper, sq, hk, group, capacity, tiles, splits, per_split,
+                            scale_log2, lower, upper, sq, hk, group, new, capacity, tiles, splits, per_split,
                             D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
                             ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, MANY: tl.constexpr,
                             WHOLE: tl.constexpr, INT64: tl.constexpr, PRECISION: tl.constexpr,
@@ -119,7 +120,7 @@ def attention_decode_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, cache, rotary
     tile = (pid // hk) % tiles
     split = (pid // (hk * tiles)) % splits
     batch = pid // (hk * tiles * splits)
-    before, length = filled(cache, batch, capacity)
+    before, length = filled(cache, batch, new, capacity)
 
     offs_m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, BLOCK_D)

@@ -26,28 +26,20 @@ class SplitShape(Protocol):
 
 def cache_of(problem: DecodeProblem, operands: CacheOperands) -> Cache:
     """Put what says how a cache is filled into the form that kernels take."""
-    table = operands.block_table
-    return Cache(operands.cache_seqlens, problem.new or None, operands.cache_leftpad, operands.cache_batch_idx, table,
-                 None if table is None else problem.strides_of("block_table")[0])
+    return Cache(operands.cache_seqlens, operands.cache_leftpad, operands.cache_batch_idx, operands.block_table,
+                 _stride(problem, "block_table", 0))
 
 
 def rotary_of(problem: DecodeProblem, operands: CacheOperands) -> Rotary:
     """Put the angles into the form that kernels take."""
-    if not problem.rotary_dim:
-        return Rotary()
-    return Rotary(operands.rotary_cos, operands.rotary_sin, problem.strides_of("rotary_cos")[0],
-                  problem.strides_of("rotary_sin")[0])
+    return Rotary(operands.rotary_cos, operands.rotary_sin, _stride(problem, "rotary_cos", 0),
+                  _stride(problem, "rotary_sin", 0))
 
 
 def extras_of(problem: DecodeProblem, operands: CacheOperands) -> Extras:
     """Put what changes a score or a softmax into the form that kernels take; slopes are (b, hq)."""
-    def strides(name: str, rank: int) -> tuple[int | None, ...]:
-        if not problem.has(name):
-            return (None,) * rank
-        return tuple(None if stride == 1 else stride for stride in problem.strides_of(name))
-
-    return Extras(problem.softcap, operands.alibi_slopes, *strides("alibi_slopes", 2), operands.sinks,
-                  *strides("sinks", 1))
+    return Extras(problem.softcap, operands.alibi_slopes, _stride(problem, "alibi_slopes", 0),
+                  _stride(problem, "alibi_slopes", 1), operands.sinks, _stride(problem, "sinks", 0))
 
 
 def append_launch(problem: DecodeProblem) -> Launch:
@@ -68,7 +60,7 @@ def decode_launch(problem: DecodeProblem, config: TileShape, splits: SplitShape,
     k_strides, v_strides = problem.strides_of("k_cache"), problem.strides_of("v_cache")
     scalars = (*problem.strides_of("q"), *k_strides[:3], *v_strides[:3], *out, problem.scale * LOG2E.value,
                None if mask.left is None else -mask.left, mask.right, problem.sq, problem.hk, problem.group,
-               problem.capacity, tiles, splits.count, splits.length, problem.d, problem.dv, problem.width,
+               problem.new, problem.capacity, tiles, splits.count, splits.length, problem.d, problem.dv, problem.width,
                problem.page, problem.rotary_dim, problem.interleaved, problem.sq > 1, whole,
                _needs_int64(problem, k_strides, v_strides), precision, config.block_m, config.block_n)
     return Launch(attention_decode_kernel, problem.hk * tiles * splits.count * problem.b, scalars,
@@ -87,6 +79,12 @@ def is_whole(splits: SplitShape) -> bool:
     Not where a split has a fixed length: bits would depend on how many there are, which the capacity decides.
     """
     return splits.count == 1 and splits.length is None
+
+
+def _stride(problem: DecodeProblem, name: str, dim: int) -> int | None:
+    """A stride of a tensor, if it is there; a unit stride is None, as in launch.py."""
+    stride = problem.strides_of(name)[dim] if problem.has(name) else None
+    return None if stride == 1 else stride
 
 
 def _needs_int64(problem: DecodeProblem, *strides: Sizes) -> bool:
