@@ -9,9 +9,11 @@ from tilewise.autograd.decode_op import run_decode
 from tilewise.decode_problem import CacheOperands, DecodeOptions, check_mask
 from tilewise.errors import InvalidInput
 from tilewise.masks import Mask
+from tilewise.problem import facts_of
 from tilewise.scores import with_batch_dim
 
 _NO_MASK = Mask()
+_NAMES = ("q", "k_cache", "v_cache", *CacheOperands._fields)
 
 
 def attention_decode(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *, k: torch.Tensor | None = None,
@@ -72,9 +74,10 @@ def attention_decode(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tens
         raise InvalidInput(f"return_aux is {return_aux!r}; allowed are () and ('lse',).")
     mask = _NO_MASK if mask is None else mask
     check_mask(mask)
+    facts_of("q", q)
     operands = CacheOperands(k, v, _lengths(q, cache_seqlens), cache_batch_idx, cache_leftpad, block_table, rotary_cos,
                              rotary_sin, _slopes(q, alibi_slopes), sinks)
-    _refuse_gradients(q, k_cache, v_cache, operands)
+    _check_tensors(q, k_cache, v_cache, operands)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     options = DecodeOptions(mask, scale, softcap, rotary_interleaved, num_splits, deterministic)
@@ -94,14 +97,19 @@ def _slopes(q: torch.Tensor, slopes: torch.Tensor | None) -> torch.Tensor | None
     if slopes is None:
         return None
     slopes = with_batch_dim(slopes)
-    return slopes.expand(len(q), -1) if len(slopes) == 1 else slopes
+    return slopes.expand(len(q), -1) if slopes.shape == (1, q.shape[1]) else slopes
 
 
-def _refuse_gradients(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, operands: CacheOperands) -> None:
-    if not torch.is_grad_enabled():
-        return
-    names = ("q", "k_cache", "v_cache", *operands._fields)
-    for name, tensor in zip(names, (q, k_cache, v_cache, *operands), strict=True):
-        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+def _check_tensors(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, operands: CacheOperands) -> None:
+    """Refuse what is no tensor, which the operator would in words of its own, and what asks for a gradient."""
+    facts_of("k_cache", k_cache)
+    facts_of("v_cache", v_cache)
+    graded = torch.is_grad_enabled()
+    for name, tensor in zip(_NAMES, (q, k_cache, v_cache, *operands), strict=True):
+        if tensor is None:
+            continue
+        if not isinstance(tensor, torch.Tensor):
+            raise InvalidInput(f"{name} is a {type(tensor).__name__}; allowed is a torch.Tensor, or None.")
+        if graded and tensor.requires_grad:
             raise InvalidInput(f"{name} requires a gradient, and decoding has no backward pass; call it under "
                                "torch.no_grad(), or attention() without a cache.")

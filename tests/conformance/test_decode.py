@@ -1,4 +1,4 @@
-"""Decoding, by the reference and by the kernels: every way that a cache may lie, every option, and the writing of keys."""
+"""Decoding, by the reference and by the kernels: every way that a cache may lie, every option, and appending."""
 
 import pytest
 import torch

@@ -1,6 +1,7 @@
 """Decoding: problem and device to tile, and to how often the keys are split. Pure functions of the two."""
 
 from dataclasses import dataclass
+from itertools import product
 
 from tilewise.decode_problem import DecodeProblem
 from tilewise.tuning.configs import MIN_BLOCK, DecodeConfig
@@ -41,12 +42,14 @@ def decode_config(problem: DecodeProblem, device: DeviceSpec) -> DecodeConfig:
     itemsize, is_amd = problem.dtype.itemsize, device.arch.startswith("gfx")
     # Products of float32 are made by threads, which hold more than the tensor cores' rows: twice the warps.
     warps = 8 if itemsize == 4 else 4
-    room = device.shared_memory if is_amd else device.shared_memory // RESIDENT
     # Two stages of few rows are one tile in flight, which nothing loads beside.
-    candidates = [DecodeConfig(rows, keys, warps, stages) for keys in (64, 32, 16)
-                  for stages in ((2,) if is_amd else (4, 3))]
-    return next((config for config in candidates if config.shared_bytes(problem.width, itemsize) <= room),
-                candidates[-1])
+    depths = (2,) if is_amd else (4, 3)
+    rooms = (device.shared_memory,) if is_amd else (device.shared_memory // RESIDENT, device.shared_memory)
+    for block_m, room, keys, stages in product((rows, rows // 2, rows // 4), rooms, (64, 32, 16), depths):
+        config = DecodeConfig(max(block_m, MIN_BLOCK), keys, warps, stages)
+        if config.shared_bytes(problem.width, itemsize) <= room:
+            return config
+    return DecodeConfig(MIN_BLOCK, MIN_BLOCK, warps, 2)
 
 
 def choose_splits(problem: DecodeProblem, config: DecodeConfig, multiprocessors: int) -> Splits:
