@@ -38,7 +38,7 @@ class TritonBackend:
 
     def why_not(self, problem: AttentionProblem) -> str | None:
         """Return the reason against, if there is one."""
-        reason = why_not_run(problem.dtype, problem.device)
+        reason = why_not_at_all(problem.dtype)
         if reason is not None:
             return reason
         if problem.d > WIDEST + TAIL_WIDTH or problem.dv > WIDEST:
@@ -48,7 +48,7 @@ class TritonBackend:
             if facts.code.triton is None:
                 return (f"needs a triton function, got {facts.code.name} without one; backend='reference' takes a "
                         "torch function")
-        return _too_large(problem) if problem.device.type == "cuda" else None
+        return _too_large(problem) if problem.device.type == "cuda" else why_not_here(problem.dtype, problem.device)
 
     def forward(self, problem: AttentionProblem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
                 operands: Operands = NO_OPERANDS) -> Results:
@@ -113,12 +113,17 @@ class TritonBackend:
         return Gradients(dq, dk, dv, *sums.gradients(lse, delta))
 
 
-def why_not_run(dtype: torch.dtype, device: torch.device) -> str | None:
-    """Return why no kernel runs here, or on this dtype; what they compute does not matter."""
+def why_not_at_all(dtype: torch.dtype) -> str | None:
+    """Return why no kernel computes in this dtype, or none at all."""
     if not _installed():
         return "Triton is not installed; CUDA and ROCm builds of torch bring it, others need tilewise[triton]"
     if dtype is torch.float64:
         return "computes in float16, bfloat16 and float32, got float64; backend='reference' takes it"
+    return None
+
+
+def why_not_here(dtype: torch.dtype, device: torch.device) -> str | None:
+    """Return why no kernel runs on this device."""
     if device.type == "cuda":
         return None
     if device.type != "cpu":

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tilewise.backends.current import is_current
-from tilewise.backends.triton import PLANS, alignment_of, precision_of, why_not_run
+from tilewise.backends.triton import PLANS, alignment_of, precision_of, why_not_at_all, why_not_here
 from tilewise.decode_problem import CacheOperands, DecodeProblem
 from tilewise.kernels.triton.launch import Launch
 from tilewise.problem import Sizes
@@ -20,7 +20,7 @@ WIDEST = 256  # head dims
 
 def why_not(problem: DecodeProblem) -> str | None:
     """Return the reason against, if there is one."""
-    reason = why_not_run(problem.dtype, problem.device)
+    reason = why_not_at_all(problem.dtype) or why_not_here(problem.dtype, problem.device)
     if reason is None and max(problem.d, problem.dv) > WIDEST:
         return f"decodes head dims up to {WIDEST}, got {problem.d} and {problem.dv}; backend='reference' takes them"
     return reason
