@@ -3,7 +3,7 @@
 Letters as in problem.py; ``capacity`` is how many positions of a sequence its cache can hold.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -79,6 +79,15 @@ class DecodeProblem:
     num_splits: int | None
     deterministic: bool
     strides: tuple[tuple[str, Sizes], ...]
+    _hash: int = field(init=False, repr=False, compare=False, default=0)
+
+    def __post_init__(self) -> None:
+        # Looked up twice a call: hashed once here instead.
+        names = [own.name for own in fields(self) if own.name != "_hash"]
+        object.__setattr__(self, "_hash", hash(tuple(getattr(self, name) for name in names)))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     @classmethod
     def from_tensors(cls, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, operands: CacheOperands,

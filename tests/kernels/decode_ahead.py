@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from dataclasses import replace
 
 import torch
 from triton.runtime import driver
@@ -18,6 +19,7 @@ from tilewise.kernels.triton.decode_launch import (
     extras_of,
     is_whole,
     rotary_of,
+    strides_of,
 )
 from tilewise.masks import Mask
 from tilewise.tuning.decode import choose_splits, decode_config, row_tiles
@@ -48,15 +50,17 @@ def compile_decode(request):
     options = DecodeOptions(Mask(100, 0) if every else Mask(), softcap=30.0 if every else None,
                             num_splits=request.get("splits"))
     problem = DecodeProblem.from_tensors(q, kv, kv, operands, options)
-    config = decode_config(problem, spec)
+    config = replace(decode_config(problem, spec), overlapped=request.get("overlapped", False))
     splits = choose_splits(problem, config, 132)
     parts, rows = torch.empty(8, dtype=problem.dtype if is_whole(splits) else torch.float32), torch.empty(8)
-    cache, rotary, extras = cache_of(problem, operands), rotary_of(problem, operands), extras_of(problem, operands)
+    strides = strides_of(problem)
+    cache, rotary = cache_of(operands, strides), rotary_of(operands, strides)
+    extras = extras_of(operands, strides, problem.softcap)
     if request["kernel"] == "append":
         launch, tensors = append_launch(problem), (operands.k, operands.v, kv, kv, cache, rotary)
     elif request["kernel"] == "combine":
-        launch, tensors = combine_launch(problem, splits), (rows, rows, torch.empty(8, dtype=problem.dtype), rows,
-                                                            extras)
+        launch = combine_launch(problem, config, splits)
+        tensors = (rows, rows, torch.empty(8, dtype=problem.dtype), rows, extras)
     else:
         launch = decode_launch(problem, config, splits, row_tiles(problem, config), "ieee")
         tensors = (q, kv, kv, parts, rows, cache, rotary, extras)
@@ -65,6 +69,8 @@ def compile_decode(request):
     row = facts_of(request, compiled, spec) | {"planned": config.shared_bytes(problem.width, problem.dtype.itemsize)}
     if request["arch"].startswith("gfx"):
         return row | amd_report(compiled)
+    row["waits"], row["lets"] = (compiled.asm["ptx"].count(f"griddepcontrol.{name}")
+                                 for name in ("wait", "launch_dependents"))
     copies = re.findall(r"\bLDGSTS\S*", sass_of(compiled))
     return row | nvidia_report(compiled) | {"copies": len(copies),
                                             "narrow": sum(not copy.endswith(".128") for copy in copies)}

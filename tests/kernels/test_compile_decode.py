@@ -31,6 +31,13 @@ def test_kernels_of_decoding_compile_without_spills_and_copy_16_bytes_at_once(ve
             assert row["narrow"] == 0, row
 
 
+def test_an_overlapped_combination_waits_for_the_parts():
+    wanted = [{"arch": "sm_90", "kernel": kernel, "dtype": "bfloat16", "d": 128, "overlapped": overlapped}
+              for kernel in ("decode", "combine") for overlapped in (True, False)]
+    rows = compile_all(INSTALLED, wanted, SCRIPT)
+    assert [(row["lets"], row["waits"]) for row in rows] == [(1, 0), (0, 0), (0, 1), (0, 0)]
+
+
 @pytest.mark.parametrize("arch", ARCHS)
 def test_float32_decoding_compiles_within_shared_memory(arch):
     wanted = [{"arch": arch, "kernel": "decode", "dtype": "float32", "d": d} for d in (64, 128, 256)]

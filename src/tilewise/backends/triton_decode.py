@@ -3,7 +3,7 @@
 import contextlib
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,6 +14,9 @@ from tilewise.kernels.triton.launch import Launch
 from tilewise.problem import Sizes
 from tilewise.tuning.decode import choose_splits, decode_config, row_tiles
 from tilewise.tuning.device import device_spec
+
+if TYPE_CHECKING:
+    from tilewise.kernels.triton.decode_launch import Strides
 
 WIDEST = 256  # head dims
 
@@ -36,8 +39,8 @@ def decode(problem: DecodeProblem, q: torch.Tensor, k_cache: torch.Tensor, v_cac
     rows, device = (problem.b, problem.hq, problem.sq), problem.device
     out = torch.empty_strided((*rows, problem.dv), problem.out_strides, dtype=problem.dtype, device=device)
     lse = torch.empty(rows, dtype=torch.float32, device=device)
-    cache, rotary = cache_of(problem, operands), rotary_of(problem, operands)
-    extras = extras_of(problem, operands)
+    cache, rotary = cache_of(operands, plan.strides), rotary_of(operands, plan.strides)
+    extras = extras_of(operands, plan.strides, problem.softcap)
     with contextlib.nullcontext() if is_current(device) else torch.cuda.device(device):
         if plan.append is not None:
             plan.append(operands.k, operands.v, k_cache, v_cache, cache, rotary)
@@ -55,6 +58,7 @@ def decode(problem: DecodeProblem, q: torch.Tensor, k_cache: torch.Tensor, v_cac
 class _Plan:
     """The launches; None for what is not needed. ``parts``: shape of the parts' buffer."""
 
+    strides: "Strides"
     append: Launch | None
     attend: Any
     combine: Any
@@ -64,17 +68,18 @@ class _Plan:
 @lru_cache(maxsize=PLANS)
 def _plan(problem: DecodeProblem, alignment: tuple[bool, ...], precision: str) -> _Plan:
     # A launch keeps the kernel of its first call, which was compiled for the alignment of its tensors.
-    from tilewise.kernels.triton.decode_launch import append_launch, combine_launch, decode_launch, is_whole
+    from tilewise.kernels.triton.decode_launch import append_launch, combine_launch, decode_launch, is_whole, strides_of
 
+    strides = strides_of(problem)
     append = append_launch(problem) if problem.new and problem.b else None
     if not problem.b * problem.sq:
-        return _Plan(append, None, None)
+        return _Plan(strides, append, None, None)
     config = decode_config(problem, device_spec(problem.device))
     splits = choose_splits(problem, config, _multiprocessors(problem.device))
     attend = decode_launch(problem, config, splits, row_tiles(problem, config), precision)
     if is_whole(splits):
-        return _Plan(append, attend, None)
-    return _Plan(append, attend, combine_launch(problem, splits),
+        return _Plan(strides, append, attend, None)
+    return _Plan(strides, append, attend, combine_launch(problem, config, splits),
                  (problem.b, problem.hq, problem.sq, splits.count, problem.dv))
 
 

@@ -84,7 +84,14 @@ class DqConfig(TileConfig):
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig(TileConfig):
-    """The decode kernel: ``block_m`` rows, a query of a head each, stay; keys stream."""
+    """The decode kernel: ``block_m`` rows, a query of a head each, stay; keys stream.
+
+    Attributes:
+        overlapped: whether the kernel that combines is launched while this one still runs, and waits by itself; CUDA
+            devices of compute capability 9.0 and later can.
+    """
+
+    overlapped: bool = False
 
     def shared_bytes(self, width: int, itemsize: int) -> int:
         """Shared memory: q, P, and tiles of k and v in flight: one a stage, the product of few rows frees one sooner.

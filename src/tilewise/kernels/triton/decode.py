@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tilewise.kernels.triton.cache import filled, load_turned, row_of
 from tilewise.kernels.triton.modifiers import add_sink, along, hyperbolic_tangent
@@ -108,7 +109,7 @@ def attention_decode_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, cache, rotary
                             D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
                             ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, MANY: tl.constexpr,
                             WHOLE: tl.constexpr, INT64: tl.constexpr, PRECISION: tl.constexpr,
-                            BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+                            OVERLAPPED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Attend to one split of the keys with BLOCK_M rows (eq. 4 to 6); out is whole or, in float32, a part.
 
     Grid: (hk · tiles · splits · b,), heads fastest, as they are neighbours in most caches. A split is ``per_split``
@@ -152,6 +153,8 @@ def attention_decode_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, cache, rotary
     # Summed over the warps once, at the end: each sum over a row is two barriers, and steps are short.
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    if OVERLAPPED and not WHOLE:
+        gdc_launch_dependents()
     pages = pages_of(cache, batch, begin, end, PAGE, BLOCK_N)
     for n in tl.range(begin, end, BLOCK_N):
         offs_n = n + tl.arange(0, BLOCK_N)
@@ -191,12 +194,14 @@ def attention_decode_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, cache, rotary
 
 @triton.jit(do_not_specialize=["sq", "hq", "splits"])
 def combine_kernel(parts_ptr, lses_ptr, out_ptr, lse_ptr, extras, stride_ob, stride_oh, stride_os, sq, hq, splits,
-                   DV: tl.constexpr, BLOCK_D: tl.constexpr):
+                   DV: tl.constexpr, BLOCK_D: tl.constexpr, OVERLAPPED: tl.constexpr):
     """Combine the parts of one query of one head (eq. 11), and let the sink enter.
 
     Grid: (sq · hq · b,). PARTS at a time, whatever the number of splits, and a part without keys has weight 0: a row's
     bits are its own affair.
     """
+    if OVERLAPPED:
+        gdc_wait()  # until the parts are there
     pid = tl.program_id(0)
     query = pid % sq
     head = (pid // sq) % hq
