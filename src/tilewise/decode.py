@@ -6,10 +6,9 @@ import torch
 
 from tilewise.api import AttentionOutput
 from tilewise.autograd.decode_op import run_decode
-from tilewise.decode_problem import CacheOperands, DecodeOptions, check_mask
+from tilewise.decode_problem import CacheOperands, DecodeOptions, check_mask, facts_of_inputs
 from tilewise.errors import InvalidInput
 from tilewise.masks import Mask
-from tilewise.problem import facts_of
 from tilewise.scores import with_batch_dim
 
 _NO_MASK = Mask()
@@ -74,7 +73,7 @@ def attention_decode(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tens
         raise InvalidInput(f"return_aux is {return_aux!r}; allowed are () and ('lse',).")
     mask = _NO_MASK if mask is None else mask
     check_mask(mask)
-    facts_of("q", q)
+    facts_of_inputs(q, k_cache, v_cache)
     operands = CacheOperands(k, v, _lengths(q, cache_seqlens), cache_batch_idx, cache_leftpad, block_table, rotary_cos,
                              rotary_sin, _slopes(q, alibi_slopes), sinks)
     _check_tensors(q, k_cache, v_cache, operands)
@@ -102,8 +101,6 @@ def _slopes(q: torch.Tensor, slopes: torch.Tensor | None) -> torch.Tensor | None
 
 def _check_tensors(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, operands: CacheOperands) -> None:
     """Refuse what is no tensor, which the operator would in words of its own, and what asks for a gradient."""
-    facts_of("k_cache", k_cache)
-    facts_of("v_cache", v_cache)
     graded = torch.is_grad_enabled()
     for name, tensor in zip(_NAMES, (q, k_cache, v_cache, *operands), strict=True):
         if tensor is None:

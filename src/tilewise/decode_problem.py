@@ -4,14 +4,13 @@ Letters as in problem.py; ``capacity`` is how many positions of a sequence its c
 """
 
 from dataclasses import dataclass, field, fields
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 
 from tilewise.errors import InvalidInput, UnsupportedProblem
 from tilewise.masks import Mask
-from tilewise.problem import Facts, check_each, checked_scale, dense_strides, facts_of, padded_dim
+from tilewise.problem import Facts, check_each, checked_scale, dense_strides, facts_of, is_symbolic, padded_dim
 from tilewise.scores import Sizes, check_operand, checked_softcap
 
 _INTEGERS = (torch.int32, torch.int64)
@@ -82,26 +81,14 @@ class DecodeProblem:
     _hash: int = field(init=False, repr=False, compare=False, default=0)
 
     def __post_init__(self) -> None:
+        if is_symbolic((self.b, self.sq, self.capacity, self.new, *(size for _, own in self.strides for size in own))):
+            return  # a traced call: it has no hash and is never looked up
         # Looked up twice a call: hashed once here instead.
         names = [own.name for own in fields(self) if own.name != "_hash"]
         object.__setattr__(self, "_hash", hash(tuple(getattr(self, name) for name in names)))
 
     def __hash__(self) -> int:
         return self._hash
-
-    @classmethod
-    def from_tensors(cls, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, operands: CacheOperands,
-                     options: DecodeOptions) -> "DecodeProblem":
-        """Check the tensors against one another and describe them.
-
-        Raises:
-            InvalidInput: what no backend could give a meaning; names the argument.
-            UnsupportedProblem: a mask with exceptions.
-        """
-        facts = (facts_of("q", q), facts_of("k_cache", k_cache), facts_of("v_cache", v_cache))
-        more = tuple([facts_of(name, tensor) for name, tensor in zip(operands._fields, operands, strict=True)
-                      if tensor is not None])
-        return _cached(facts, more, options)
 
     @property
     def group(self) -> int:
@@ -138,8 +125,25 @@ class DecodeProblem:
         return f"decode b{self.b} h{heads} s{self.sq} cache {cache} d{self.d} {dtype} {self.mask} on {self.device}"
 
 
-def _decode_problem(tensors: tuple[Facts, Facts, Facts], operands: tuple[Facts, ...],
-                    options: DecodeOptions) -> DecodeProblem:
+def facts_of_inputs(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> tuple[Facts, Facts, Facts]:
+    """Read q and the caches; raises :class:`InvalidInput` for what is no tensor."""
+    return facts_of("q", q), facts_of("k_cache", k_cache), facts_of("v_cache", v_cache)
+
+
+def facts_of_present(operands: CacheOperands) -> tuple[Facts, ...]:
+    """Read the operands that are there; raises :class:`InvalidInput` for what is no tensor."""
+    return tuple([facts_of(name, tensor) for name, tensor in zip(CacheOperands._fields, operands, strict=True)
+                  if tensor is not None])
+
+
+def decode_problem(tensors: tuple[Facts, Facts, Facts], operands: tuple[Facts, ...],
+                   options: DecodeOptions) -> DecodeProblem:
+    """Check q, the caches and the operands against one another and describe them.
+
+    Raises:
+        InvalidInput: what no backend could give a meaning; names the argument.
+        UnsupportedProblem: a mask with exceptions.
+    """
     check_each(*tensors)
     q, k, v = tensors
     given = {facts[0]: facts for facts in operands}
@@ -160,9 +164,6 @@ def _decode_problem(tensors: tuple[Facts, Facts, Facts], operands: tuple[Facts, 
         mask=options.mask, softcap=checked_softcap(options.softcap), interleaved=options.rotary_interleaved,
         num_splits=splits, deterministic=options.deterministic,
         strides=tuple((facts[0], tuple(facts[2])) for facts in (*tensors, *operands)))
-
-
-_cached = lru_cache(maxsize=4096)(_decode_problem)
 
 
 def _check_caches(q: Facts, k: Facts, v: Facts, given: dict[str, Facts]) -> None:

@@ -85,7 +85,7 @@ class AttentionProblem:
     def __post_init__(self) -> None:
         sizes = (self.b, self.hq, self.hk, self.sq, self.sk, self.d, self.dv,
                  *self.q_strides, *self.k_strides, *self.v_strides)
-        if _is_symbolic(sizes):
+        if is_symbolic(sizes):
             return  # a traced call: it has no hash and is never looked up
         # Looked up several times a call: hashed once here instead.
         names = [n for n in self.__slots__ if n != "_hash"]
@@ -108,7 +108,7 @@ class AttentionProblem:
         # Symbolic sizes of a traced call cannot be hashed; there the checks alone matter.
         sizes = [size for _, shape, strides, _, _ in (*facts, *more) for size in (*shape, *strides)]
         sizes += [size for size in settings.longest if size is not None]
-        build = problem_from_facts if torch.compiler.is_compiling() or _is_symbolic(sizes) else _cached
+        build = problem_from_facts if torch.compiler.is_compiling() or is_symbolic(sizes) else _cached
         return build(facts, more, mask, scale, settings, deterministic)
 
     @property
@@ -246,7 +246,8 @@ def facts_of_operands(operands: Operands) -> tuple[Facts, ...]:
                  + [facts_of(name, tensor) for name in _FUNCTIONS for tensor in getattr(operands, name)])
 
 
-def _is_symbolic(sizes: Iterable[int]) -> bool:
+def is_symbolic(sizes: Iterable[int]) -> bool:
+    """Whether a traced call left a size open."""
     return any(isinstance(size, torch.SymInt) for size in sizes)
 
 

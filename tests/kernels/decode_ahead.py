@@ -10,7 +10,7 @@ from triton.runtime import driver
 
 from kernels.compile_ahead import TARGETS, amd_report, facts_of, nvidia_report, sass_of
 from tilewise.bench.compile_ahead import CompileOnlyDriver
-from tilewise.decode_problem import CacheOperands, DecodeOptions, DecodeProblem
+from tilewise.decode_problem import CacheOperands, DecodeOptions, decode_problem, facts_of_inputs, facts_of_present
 from tilewise.kernels.triton.decode_launch import (
     append_launch,
     cache_of,
@@ -49,7 +49,7 @@ def compile_decode(request):
     every = bool(request.get("every"))
     options = DecodeOptions(Mask(100, 0) if every else Mask(), softcap=30.0 if every else None,
                             num_splits=request.get("splits"))
-    problem = DecodeProblem.from_tensors(q, kv, kv, operands, options)
+    problem = decode_problem(facts_of_inputs(q, kv, kv), facts_of_present(operands), options)
     config = replace(decode_config(problem, spec), overlapped=request.get("overlapped", False))
     splits = choose_splits(problem, config, 132)
     parts, rows = torch.empty(8, dtype=problem.dtype if is_whole(splits) else torch.float32), torch.empty(8)

@@ -30,11 +30,12 @@ def test_the_operator_is_what_its_schema_says(check):
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated:DeprecationWarning")
-def test_a_call_compiles_into_one_graph_that_writes_the_caches():
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_call_compiles_into_one_graph_that_writes_the_caches(dynamic):
     torch._dynamo.reset()
     wanted_tensors, found_tensors = tensors(), tensors()
     wanted = decode(*wanted_tensors)
-    found = torch.compile(decode, backend="aot_eager", fullgraph=True)(*found_tensors)
+    found = torch.compile(decode, backend="aot_eager", fullgraph=True, dynamic=dynamic)(*found_tensors)
     for one, other in zip((*found, *found_tensors), (*wanted, *wanted_tensors), strict=True):
         torch.testing.assert_close(one, other)
     assert not torch.equal(found_tensors[1], tensors()[1])

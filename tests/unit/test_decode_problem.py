@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tilewise import InvalidInput, UnsupportedProblem, attention_decode, causal, documents, sink_tokens, window
-from tilewise.decode_problem import CacheOperands, DecodeOptions, DecodeProblem
+from tilewise.decode_problem import CacheOperands, DecodeOptions, decode_problem, facts_of_inputs, facts_of_present
 
 Q, CACHE = torch.randn(2, 4, 1, 8), torch.randn(2, 2, 10, 8)
 NEW, LENGTHS, TABLE = torch.randn(2, 2, 1, 8), torch.tensor([3, 4]), torch.zeros(2, 3, dtype=torch.int32)
@@ -101,11 +101,7 @@ def test_no_gradient_is_asked_for_under_no_grad():
 
 
 def test_a_table_makes_the_capacity():
-    problem = DecodeProblem.from_tensors(Q, CACHE, CACHE, CacheOperands(block_table=TABLE), DecodeOptions())
+    problem = decode_problem(facts_of_inputs(Q, CACHE, CACHE), facts_of_present(CacheOperands(block_table=TABLE)),
+                             DecodeOptions())
     assert (problem.page, problem.capacity) == (10, 30)
     assert str(problem) == "decode b2 h4/2 s1 cache 30 in pages of 10 d8 float32 no mask on cpu"
-
-
-def test_a_problem_is_made_once():
-    first, again = (DecodeProblem.from_tensors(Q, CACHE, CACHE, CacheOperands(), DecodeOptions()) for _ in range(2))
-    assert first is again

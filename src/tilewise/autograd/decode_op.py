@@ -1,13 +1,22 @@
 """The op boundary of decoding: one opaque node of a compiled graph, which changes its caches. It has no gradient."""
 
+from functools import lru_cache
 from typing import Any
 
 import torch
 
 from tilewise import settings
-from tilewise.decode_problem import CacheOperands, DecodeOptions, DecodeProblem
-from tilewise.dispatch import choose_decoder
+from tilewise.decode_problem import (
+    CacheOperands,
+    DecodeOptions,
+    DecodeProblem,
+    decode_problem,
+    facts_of_inputs,
+    facts_of_present,
+)
+from tilewise.dispatch import Decoder, choose_decoder
 from tilewise.masks import Mask
+from tilewise.problem import Facts
 
 _OPERANDS = ", ".join(f"Tensor? {name}" for name in CacheOperands._fields)
 torch.library.define("tilewise::attention_decode",
@@ -26,23 +35,32 @@ def run_decode(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, op
     return out, lse
 
 
-def _problem(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
-             rest: tuple[Any, ...]) -> tuple[DecodeProblem, CacheOperands]:
-    operands, (left, right, alignment, *numbers) = CacheOperands(*rest[:_N_OPERANDS]), rest[_N_OPERANDS:-1]
-    options = DecodeOptions(Mask(left, right, alignment), *numbers)
-    return DecodeProblem.from_tensors(q, k_cache, v_cache, operands, options), operands
+def _options(numbers: tuple[Any, ...]) -> DecodeOptions:
+    left, right, alignment, *rest = numbers
+    return DecodeOptions(Mask(left, right, alignment), *rest)
+
+
+@lru_cache(maxsize=4096)
+def _resolve(facts: tuple[Facts, Facts, Facts], more: tuple[Facts, ...], numbers: tuple[Any, ...],
+             backend: str | None) -> tuple[DecodeProblem, Decoder]:
+    """Problem and decoder of a call: one look-up on the way to a kernel."""
+    problem = decode_problem(facts, more, _options(numbers))
+    return problem, choose_decoder(problem, backend)
 
 
 def _decode(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
             *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    problem, operands = _problem(q, k_cache, v_cache, rest)
-    decoder = choose_decoder(problem, rest[-1] or settings.default_backend())
+    operands = CacheOperands(*rest[:_N_OPERANDS])
+    problem, decoder = _resolve(facts_of_inputs(q, k_cache, v_cache), facts_of_present(operands),
+                                rest[_N_OPERANDS:-1], rest[-1] or settings.default_backend())
     return decoder.decode(problem, q, k_cache, v_cache, operands)
 
 
 def _fake(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
           *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    problem, _ = _problem(q, k_cache, v_cache, rest)
+    # Symbolic sizes of a traced call cannot be hashed; there the checks alone matter.
+    problem = decode_problem(facts_of_inputs(q, k_cache, v_cache), facts_of_present(CacheOperands(*rest[:_N_OPERANDS])),
+                             _options(rest[_N_OPERANDS:-1]))
     rows = (problem.b, problem.hq, problem.sq)
     return (q.new_empty_strided((*rows, problem.dv), problem.out_strides),
             q.new_empty(rows, dtype=problem.lse_dtype))
