@@ -16,7 +16,7 @@ from tilewise.kernels.triton.cache import filled, load_turned, row_of
 from tilewise.kernels.triton.modifiers import add_sink, along, hyperbolic_tangent
 from tilewise.kernels.triton.primitives import LN2, LOG2E, head_offset, offsets, online_softmax_weights
 
-PARTS = tl.constexpr(16)  # combined at once; the order of sums must not depend on how many there are
+PARTS = tl.constexpr(32)  # combined at once; the order of sums must not depend on how many there are
 
 
 class Extras(NamedTuple):
@@ -214,8 +214,10 @@ def combine_kernel(parts_ptr, lses_ptr, out_ptr, lse_ptr, extras, stride_ob, str
     for first in tl.range(0, splits, PARTS):
         offs_p = first + tl.arange(0, PARTS)
         lses = tl.load(lses_ptr + row + offs_p, mask=offs_p < splits, other=float("-inf"))
-        taken = (lses > float("-inf"))[:, None] & (offs_d < DV)[None, :]
-        parts = tl.load(parts_ptr + (row + offs_p)[:, None] * DV + offs_d[None, :], mask=taken, other=0.0)
+        inside = (offs_p < splits)[:, None] & (offs_d < DV)[None, :]
+        parts = tl.load(parts_ptr + (row + offs_p)[:, None] * DV + offs_d[None, :], mask=inside, other=0.0)
+        # A part without keys was not written. Asked after the load, which need not wait for lse then.
+        parts = tl.where((lses > float("-inf"))[:, None], parts, 0.0)
         weights, row_max, decay = online_softmax_weights(lses[None, :], row_max, 1.0, True)  # [1, PARTS]
         row_sum = row_sum * decay + tl.sum(weights, 1)
         acc = acc * decay[:, None] + tl.sum(tl.trans(weights) * parts, 0)[None, :]
