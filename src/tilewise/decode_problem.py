@@ -56,7 +56,8 @@ class DecodeProblem:
         scale, mask, softcap, interleaved, deterministic: as the call has them; the mask's diagonal ends at the last
             query and key.
         num_splits: how often the keys are split; None = as many as fill the device.
-        strides: operand -> strides, of q, the caches and those operands that are there.
+        tensors: name, strides and dtype of q, the caches and those operands that are there: what a kernel is compiled
+            for.
     """
 
     b: int
@@ -77,11 +78,11 @@ class DecodeProblem:
     interleaved: bool
     num_splits: int | None
     deterministic: bool
-    strides: tuple[tuple[str, Sizes], ...]
+    tensors: tuple[tuple[str, Sizes, torch.dtype], ...]
     _hash: int = field(init=False, repr=False, compare=False, default=0)
 
     def __post_init__(self) -> None:
-        if is_symbolic((self.b, self.sq, self.capacity, self.new, *(size for _, own in self.strides for size in own))):
+        if is_symbolic((self.b, self.sq, self.capacity, self.new, *(size for _, own, _ in self.tensors for size in own))):
             return  # a traced call: it has no hash and is never looked up
         # Looked up twice a call: hashed once here instead.
         names = [own.name for own in fields(self) if own.name != "_hash"]
@@ -112,11 +113,11 @@ class DecodeProblem:
 
     def strides_of(self, name: str) -> Sizes:
         """Strides of a tensor that the call has."""
-        return dict(self.strides)[name]
+        return next(strides for own, strides, _ in self.tensors if own == name)
 
     def has(self, name: str) -> bool:
         """Whether the call has this operand."""
-        return any(name == own for own, _ in self.strides)
+        return any(name == own for own, _, _ in self.tensors)
 
     def __str__(self) -> str:
         heads = f"{self.hq}" if self.hq == self.hk else f"{self.hq}/{self.hk}"
@@ -163,7 +164,7 @@ def decode_problem(tensors: tuple[Facts, Facts, Facts], operands: tuple[Facts, .
         page=0 if table is None else page, new=new, rotary_dim=rotary_dim, scale=checked_scale(options.scale, d),
         mask=options.mask, softcap=checked_softcap(options.softcap), interleaved=options.rotary_interleaved,
         num_splits=splits, deterministic=options.deterministic,
-        strides=tuple((facts[0], tuple(facts[2])) for facts in (*tensors, *operands)))
+        tensors=tuple((facts[0], tuple(facts[2]), facts[3]) for facts in (*tensors, *operands)))
 
 
 def _check_caches(q: Facts, k: Facts, v: Facts, given: dict[str, Facts]) -> None:

@@ -100,6 +100,14 @@ def test_no_gradient_is_asked_for_under_no_grad():
         call(q=Q.clone().requires_grad_())
 
 
+def test_calls_that_differ_in_the_dtype_of_a_length_are_two_problems():
+    """A launch keeps the kernel of its first call, which reads lengths of that call's size."""
+    one, other = (decode_problem(facts_of_inputs(Q, CACHE, CACHE),
+                                 facts_of_present(CacheOperands(cache_seqlens=LENGTHS.to(dtype))), DecodeOptions())
+                  for dtype in (torch.int32, torch.int64))
+    assert one != other
+
+
 def test_a_table_makes_the_capacity():
     problem = decode_problem(facts_of_inputs(Q, CACHE, CACHE), facts_of_present(CacheOperands(block_table=TABLE)),
                              DecodeOptions())

@@ -66,9 +66,9 @@ def load_cached(base, pages, n, inside, stride_page, stride_s, D: tl.constexpr, 
     if PAGE == 0:
         rows = base + offsets(n + tl.arange(0, BLOCK_N), stride_s, INT64)
     elif PAGE % BLOCK_N == 0:
-        rows = base + pages.to(tl.int64) * stride_page + (n % PAGE + tl.arange(0, BLOCK_N)) * stride_s
+        rows = base + pages.to(tl.int64) * stride_page + offsets(n % PAGE + tl.arange(0, BLOCK_N), stride_s, INT64)
     else:
-        rows = base + pages.to(tl.int64) * stride_page + (n + tl.arange(0, BLOCK_N)) % PAGE * stride_s
+        rows = base + pages.to(tl.int64) * stride_page + offsets((n + tl.arange(0, BLOCK_N)) % PAGE, stride_s, INT64)
     taken = inside[:, None]
     if BLOCK_D != D:
         taken = taken & (offs_d < D)[None, :]
