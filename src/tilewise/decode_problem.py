@@ -82,7 +82,8 @@ class DecodeProblem:
     _hash: int = field(init=False, repr=False, compare=False, default=0)
 
     def __post_init__(self) -> None:
-        if is_symbolic((self.b, self.sq, self.capacity, self.new, *(size for _, own, _ in self.tensors for size in own))):
+        strides = (stride for _, own, _ in self.tensors for stride in own)
+        if is_symbolic((self.b, self.sq, self.capacity, self.new, *strides)):
             return  # a traced call: it has no hash and is never looked up
         # Looked up twice a call: hashed once here instead.
         names = [own.name for own in fields(self) if own.name != "_hash"]
