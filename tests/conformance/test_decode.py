@@ -128,6 +128,17 @@ def test_nothing_seen_gives_zero_and_minus_infinity_or_the_sink(decoder, device)
     torch.testing.assert_close(lse[1, :, 0], sinks)
 
 
+@pytest.mark.parametrize("splits", [1, 3])
+def test_nan_in_a_key_that_is_seen_is_seen(splits, decoder, device):
+    q, k_cache, v_cache, call, _ = made({}, torch.float32, device)
+    k_cache[2, :, 30], v_cache[0, 0, 4] = torch.nan, torch.nan
+    out, lse = attention_decode(q, k_cache, v_cache, **call, num_splits=splits, return_aux=("lse",))
+    assert out[2].isnan().all()
+    assert lse[2].isnan().all()
+    assert out[0, :2].isnan().all()
+    assert out[0, 2:].isfinite().all()
+
+
 def test_a_full_cache_is_plain_attention(decoder, device):
     q, k_cache, v_cache, _, _ = made({"sq": 5}, torch.float32, device)
     out = attention_decode(q, k_cache, v_cache, mask=causal())

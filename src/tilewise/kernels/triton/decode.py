@@ -216,8 +216,8 @@ def combine_kernel(parts_ptr, lses_ptr, out_ptr, lse_ptr, extras, stride_ob, str
         lses = tl.load(lses_ptr + row + offs_p, mask=offs_p < splits, other=float("-inf"))
         inside = (offs_p < splits)[:, None] & (offs_d < DV)[None, :]
         parts = tl.load(parts_ptr + (row + offs_p)[:, None] * DV + offs_d[None, :], mask=inside, other=0.0)
-        # A part without keys was not written. Asked after the load, which need not wait for lse then.
-        parts = tl.where((lses > float("-inf"))[:, None], parts, 0.0)
+        # A part without keys was not written. Asked after the load, which need not wait for lse then; a NaN stays.
+        parts = tl.where((lses != float("-inf"))[:, None], parts, 0.0)
         weights, row_max, decay = online_softmax_weights(lses[None, :], row_max, 1.0, True)  # [1, PARTS]
         row_sum = row_sum * decay + tl.sum(weights, 1)
         acc = acc * decay[:, None] + tl.sum(tl.trans(weights) * parts, 0)[None, :]
