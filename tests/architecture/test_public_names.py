@@ -13,8 +13,8 @@ FACES = (flash_attn, bert_padding, torch_sdpa)
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
-def test_public_names_are_at_most_fifteen_and_exist():
-    assert len(tilewise.__all__) == len(set(tilewise.__all__)) <= 15
+def test_public_names_are_at_most_sixteen_and_exist():
+    assert len(tilewise.__all__) == len(set(tilewise.__all__)) <= 16
     assert [name for name in tilewise.__all__ if not hasattr(tilewise, name)] == []
 
 
@@ -43,7 +43,8 @@ def test_integrations_page_documents_exactly_the_names_of_a_face(face):
     assert sorted(documented) == sorted(face.__all__)
 
 
-CALLS = (tilewise.attention, tilewise.attention_varlen, flash_attn.flash_attn_func, flash_attn.flash_attn_varlen_func,
+CALLS = (tilewise.attention, tilewise.attention_varlen, tilewise.attention_decode, flash_attn.flash_attn_func,
+         flash_attn.flash_attn_varlen_func, flash_attn.flash_attn_with_kvcache,
          torch_sdpa.scaled_dot_product_attention, torch_sdpa.varlen_attn, bert_padding.unpad_input)
 
 
