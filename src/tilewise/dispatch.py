@@ -23,6 +23,8 @@ from tilewise.tuning.heuristics import prefers_gluon
 BACKENDS = ("gluon", "triton", "torch", "cudnn", "reference")
 # Serve the calls that name them and no others: that they are faster anywhere has not been measured.
 ON_REQUEST = ("cudnn",)
+# Multiply what is hidden by 0, where the others do not look, if lengths are data: NaN there reaches their results.
+FINITE_PADDING = ("cudnn",)
 
 
 @cache

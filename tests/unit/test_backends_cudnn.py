@@ -71,8 +71,6 @@ MORE = [
          mask=causal("bottom_right"), bias="1hqk"),
     Case("bias_causal_bottom_right_more_queries", b=2, hq=4, hk=2, sq=40, sk=24, d=16, dv=24,
          mask=causal("bottom_right"), bias="bhqk"),
-    Case("bias_of_keys_window", b=2, hq=4, hk=2, sq=24, sk=64, d=16, dv=16, mask=window(16, 3, "bottom_right"),
-         bias="b11k"),
     Case("bias_float32", b=2, hq=2, hk=2, sq=24, sk=40, d=16, dv=16, bias="bhqk", operand_dtype="float32"),
     Case("bias_window_of_late_keys", b=1, hq=2, hk=2, sq=24, sk=64, d=16, dv=16, mask=window(16, 3, "bottom_right"),
          bias="11qk", sinks=True),
@@ -201,7 +199,10 @@ def test_a_key_that_nobody_sees_is_not_handed_on(double):
     (Case("odd_queries", sq=192, sk=256), 0), (Case("one_query", sq=1, sk=256), 1),
 ], ids=str)
 def test_lengths_guard_the_backward_pass_where_cudnn_is_known_to_give_nan(double, case, lengths):
-    """pytorch#196678 and cudnn-frontend#1072: without lengths exp(0 − lse) overflows past the last key."""
+    """pytorch#196678 and cudnn-frontend#1072: without lengths exp(0 − lse) overflows past the last key.
+
+    So it did on an H200 with cuDNN 9.19, for 192 keys and for one query, and with lengths it did not.
+    """
     problem = problem_of(case, make_inputs(case, HALF, "cpu"))
     assert describe(problem).lengths == 0
     assert describe(problem.backward(lse_grad=False)).lengths == lengths

@@ -10,6 +10,7 @@ from tilewise import causal, chunk, prefix, window
 from tilewise.backends import cudnn, gluon, triton
 from tilewise.dispatch import BACKENDS, ON_REQUEST, choose, explain_problem, order
 from tilewise.kernels.cudnn import library
+from tilewise.problem import dense_strides
 from tilewise.scores import FunctionCode, FunctionFacts, OperandFacts, ScoreOptions
 from tilewise.sequences import Sequences
 from tilewise.tuning.device import DeviceSpec
@@ -20,11 +21,16 @@ BIAS = OperandFacts((1, 4, 512, 512), (4 * 512 * 512, 512 * 512, 512, 1), torch.
 LENGTHS = Sequences(seqlens_k=OperandFacts((2,), (1,), torch.int32))
 BORDERS = OperandFacts((9,), (1,), torch.int64)
 PACKED = Sequences(8, BORDERS, BORDERS)
+BROADCAST = "takes a bias that has every query and key, and every head if it has every batch entry, got "
 STRIDES = "needs a last stride of 1 and the others positive multiples of 8 elements, got "
 
 
 def scores(**fields):
     return {"scores": ScoreOptions(**fields)}
+
+
+def bias_of(*shape):
+    return OperandFacts(shape, dense_strides(shape, (4, 3, 2, 1)), torch.bfloat16)
 
 
 def function(name):
@@ -53,7 +59,9 @@ def refusal(problem):
     problem_of(), problem_of(dtype=torch.float16), problem_of(dims=(256, 192)), problem_of(dims=(40, 8)),
     problem_of((500, 700), mask=causal("bottom_right")), problem_of(mask=window(100, None)), problem_of((1, 7)),
     problem_of(heads=(6, 1), b=1), problem_of(**scores(sinks=SINKS)), problem_of(**scores(bias=BIAS)),
-    problem_of(**scores(bias=OperandFacts((1, 4, 1, 512), (2048, 512, 512, 1), torch.bfloat16))),
+    problem_of(**scores(bias=bias_of(1, 1, 512, 512))), problem_of(**scores(bias=bias_of(2, 4, 512, 512))),
+    problem_of(heads=(1, 1), **scores(bias=bias_of(2, 1, 512, 512))),
+    problem_of((1, 512), **scores(bias=bias_of(2, 4, 1, 512))),
     problem_of(mask=causal("bottom_right"), sequences=LENGTHS), problem_of(b=1, sequences=PACKED),
 ], ids=str)
 def test_16_bit_calls_are_taken(problem):
@@ -90,6 +98,12 @@ def test_16_bit_calls_are_taken(problem):
     (problem_of(**scores(bias=BIAS._replace(strides=(4 * 512 * 516, 512 * 516, 516, 1)))),
      "needs a bias with a last stride of 1 and the others positive multiples of 8 elements, got "
      "(1056768, 264192, 516, 1)"),
+    (problem_of(**scores(bias=bias_of(2, 1, 1, 512))), f"{BROADCAST}2x1x1x512"),
+    (problem_of(**scores(bias=bias_of(1, 4, 1, 512))), f"{BROADCAST}1x4x1x512"),
+    (problem_of(**scores(bias=bias_of(1, 4, 512, 1))), f"{BROADCAST}1x4x512x1"),
+    (problem_of(**scores(bias=bias_of(2, 1, 512, 512))), f"{BROADCAST}2x1x512x512"),
+    (problem_of((512, 2**17 + 1), b=1, heads=(2, 2), k_strides=(2**31, 64, 2**14, 1), sequences=PACKED),
+     f"takes packed sequences within 2147483647 elements of memory, got k over {2**31 + 64 + 64}"),
     (problem_of((512, 512), mask=window(10, 0, "bottom_right"), **scores(bias=BIAS), b=1, sequences=PACKED),
      "takes no bias with packed sequences"),
     (problem_of(mask=causal("bottom_right"), **scores(bias=BIAS), sequences=LENGTHS),

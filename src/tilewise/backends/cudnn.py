@@ -15,6 +15,7 @@ import torch
 from tilewise.backends.base import Gradients, Needs, Results, Saved
 from tilewise.backends.current import is_current
 from tilewise.kernels.cudnn.description import (
+    BORDERS_DTYPE,
     Borders,
     core_of,
     describe,
@@ -38,11 +39,16 @@ OLDEST_LIBRARY = (9, 19, 0)
 _EVERY = Needs()
 Side = Literal["q", "k"]
 Tensors = dict[str | Borders, torch.Tensor]
+_MOST_ELEMENTS = 2**31 - 1  # from a packed tensor's first to its last
 _ALIGNMENT = 8  # elements of 16 bit in 16 bytes, by which the engines move rows without a check of their own
 
 
 class CudnnBackend:
-    """cuDNN's engines behind tilewise's contract. dq is summed in no fixed order."""
+    """cuDNN's engines behind tilewise's contract, but for one clause: where lengths are data, padding must be finite.
+
+    The engines multiply it, and what a mask hides beside lengths, by 0: a NaN there reaches results. dq is summed in no
+    fixed order.
+    """
 
     name = "cudnn"
 
@@ -50,7 +56,7 @@ class CudnnBackend:
         """Return the reason against, if there is one. The last to be asked is cuDNN: that builds the call's graph."""
         return (_wrong_machine(problem) or _wrong_dtype_or_dims(problem) or _wrong_options(problem)
                 or _wrong_lengths(problem) or _wrong_strides(problem) or _wrong_bias(problem)
-                or graph_refusal(problem))
+                or _too_far_apart(problem) or graph_refusal(problem))
 
     def forward(self, problem: AttentionProblem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
                 operands: Operands = NO_OPERANDS) -> Results:
@@ -173,7 +179,7 @@ def _run(problem: AttentionProblem, graph: Graph, tensors: Tensors, operands: Op
     for borders in description.borders:
         rows = operands.cu_seqlens_q if borders.side == "q" else operands.cu_seqlens_k
         if rows is not None:
-            tensors[borders] = rows.to(borders.dtype) * borders.stride
+            tensors[borders] = rows.to(BORDERS_DTYPE) * borders.stride
     graph(tensors)
 
 
@@ -234,11 +240,9 @@ def _cut(tensor: torch.Tensor, positions: Span) -> torch.Tensor:
 
 
 def _cut_pairs(bias: torch.Tensor, problem: AttentionProblem) -> torch.Tensor:
-    """Return the pairs of the core of a bias, which has a dim of queries or keys whole or once."""
-    for dim, (positions, length) in enumerate(zip(core_of(problem), (problem.sq, problem.sk), strict=True), start=2):
-        if bias.shape[dim] == length:
-            bias = bias.narrow(dim, positions.start, len(positions))
-    return bias
+    """Return the pairs of the core."""
+    queries, keys = core_of(problem)
+    return _cut(bias, queries)[..., keys.start:keys.stop]
 
 
 def _fill_around(tensor: torch.Tensor, positions: Span, value: float | torch.Tensor) -> None:
@@ -368,6 +372,11 @@ def _wrong_bias(problem: AttentionProblem) -> str | None:
     facts = problem.scores.bias
     if facts is None:
         return None
+    batch, heads, *pairs = facts.shape
+    # 9.19 broadcasts one dim of queries or keys to wrong results, and says nothing; one of heads alone is not known.
+    if pairs != [problem.sq, problem.sk] or (batch > 1 and heads < problem.hq):
+        return ("takes a bias that has every query and key, and every head if it has every batch entry, got "
+                f"{'x'.join(map(str, facts.shape))}")
     if problem.direction == "backward" and facts.dtype is not problem.dtype:
         return f"makes the gradient of a bias in the inputs' dtype alone, {problem.dtype}, got a bias in {facts.dtype}"
     step = 16 // facts.dtype.itemsize
@@ -375,8 +384,18 @@ def _wrong_bias(problem: AttentionProblem) -> str | None:
         return (f"needs a bias with a last stride of 1 and the others positive multiples of {step} elements, got "
                 f"{facts.strides}")
     first = core_of(problem).keys.start
-    if first % step and facts.shape[3] > 1:
+    if first % step:
         return f"needs the first key that is seen at a multiple of {step} beside a bias, got {first}"
+    return None
+
+
+def _too_far_apart(problem: AttentionProblem) -> str | None:
+    """Say which tensor of packed sequences is too large: beyond 2³¹ elements 9.19 reads what is not there."""
+    description = _described(problem, dbias=False)
+    for port in (*description.inputs, *description.outputs):
+        elements = 1 + sum((size - 1) * stride for size, stride in zip(port.sizes[1:], port.strides[1:], strict=True))
+        if port.side and elements > _MOST_ELEMENTS:
+            return f"takes packed sequences within {_MOST_ELEMENTS} elements of memory, got {port.name} over {elements}"
     return None
 
 

@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from tilewise.kernels.cudnn.description import Borders, Description, Port
+from tilewise.kernels.cudnn.description import BORDERS_DTYPE, Borders, Description, Port
 from tilewise.kernels.cudnn.library import frontend, handle_of
 
 _Value = TypeVar("_Value")
@@ -63,7 +63,7 @@ def express(description: Description, cudnn: Any, handle: Any) -> tuple[Any, dic
         return graph.tensor(name=name, dim=[count, 1, 1, 1], stride=[1, 1, 1, 1],
                             data_type=getattr(types, _DTYPES[dtype]), uid=number(key))
 
-    borders = {key: index(key, f"borders_{key.side}_{key.stride}", description.lengths + 1, key.dtype)
+    borders = {key: index(key, f"borders_{key.side}_{key.stride}", description.lengths + 1, BORDERS_DTYPE)
                for key in description.borders}
     starts = {(key.side, key.stride): tensor for key, tensor in borders.items()}
 
