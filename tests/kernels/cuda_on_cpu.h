@@ -132,8 +132,7 @@ inline float cut_to_tf32(float x) {
   std::memcpy(&x, &bits, 4);
   return x;
 }
-inline float to_tf32(float x) {
-  if (!std::isfinite(x)) return x;
+inline float nearest_tf32(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, 4);
   bits = (bits + 0x1000u) & 0xffffe000u;

@@ -77,12 +77,9 @@ TW_DEVICE void wait_for_copies() {}
 #endif
 
 #if __CUDA_ARCH__ >= 800
-// Round to TF32: 10 bits behind the point instead of 23.
-TW_DEVICE float to_tf32(float x) {
-  unsigned y;
-  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
-  return __uint_as_float(y);
-}
+// To the nearest TF32, with 10 bits behind the point instead of 23: two instructions, where cvt.rna.tf32 becomes four.
+// What exceeds 2^128 (1 - 2^-12) becomes infinite, and some NaN become 0, of which x - nearest_tf32(x) is NaN still.
+TW_DEVICE float nearest_tf32(float x) { return __uint_as_float((__float_as_uint(x) + 0x1000u) & 0xffffe000u); }
 
 // d += a b, for a of 16 x 8, b of 8 x 8, by a warp. Lane 4 g + c holds a[g][c], a[g + 8][c], a[g][c + 4],
 // a[g + 8][c + 4]; b[c][g], b[c + 4][g]; d[g][2c], d[g][2c + 1], d[g + 8][2c], d[g + 8][2c + 1]. The 13 low bits of a
@@ -210,12 +207,13 @@ TW_DEVICE void load_numbers(float* numbers, const float* source, int first, int 
 
 #if TW_PRODUCTS
 
-// On tensor cores, through three TF32 products. x = big + small, both of TF32 and exact to 1 unit in the last place of
-// x: big is rounded to nearest, so that small has 12 bits and a sign, of which the hardware drops the last. Then
-// a b = small big + big small + big big, and only small small, below 2^-22 of a b, is left out.
+// On tensor cores, through three TF32 products: x = big + small, where big is the TF32 nearest to x, and small, of 12
+// bits and a sign, loses at most the last one in the tensor core. Then a b = small big + big small + big big, and only
+// small small, below 2^-22 of a b, is left out. (Cut instead of rounded, big would cost an instruction less, and the
+// result twice the error.)
 //
-// The tensor core adds with truncation, which for a long sum pulls toward zero: sums over all keys are made by
-// ordinary additions, a tile's by the tensor core.
+// The tensor core adds with truncation, which pulls a sum toward zero at each addition. So it sums up one tile at a time
+// alone, big big apart from the others (a third of the additions that count); ordinary additions do the rest.
 struct Product {
   static constexpr int LANES = 4, ROWS = 2 * TW_BLOCKS, OWN = 16 * TW_BLOCKS, PAD = 8;
   static constexpr int SCRATCH = 0;
@@ -230,16 +228,28 @@ struct Product {
   static TW_DEVICE int quad_of(int e) { return e / 8 * 32 + lane() % 4 * 8 + e % 8; }
 
   static TW_DEVICE void split(float x, float& big, float& small) {
-    big = to_tf32(x);
-    if (TW_PRODUCTS == 3) small = x - big;
+    big = nearest_tf32(x);
+    small = TW_PRODUCTS == 3 ? x - big : 0.0f;
+  }
+
+  // Add to the 16 x 8 sums of block m whose columns a thread holds as 2n and 2n + 1.
+  template <int COLUMNS>
+  static TW_DEVICE void add_product(float (&sums)[ROWS][COLUMNS], int m, int n, const float (&a)[4], float b0, float b1,
+                                    bool wanted) {
+    if (wanted)
+      multiply_tiles(sums[2 * m][2 * n], sums[2 * m][2 * n + 1], sums[2 * m + 1][2 * n], sums[2 * m + 1][2 * n + 1], a,
+                     b0, b1);
   }
 
   // scores = a b^T over WIDTH dims; the warp's rows of a begin at ``a``. Dims are numbered so that lane c's share of
   // two steps of 8 is 4 neighbours.
   template <int N, int WIDTH, int STRIDE>
   static TW_DEVICE void rows_by_rows(float (&scores)[ROWS][N / LANES], const float* a, const float* b) {
+    float cross[ROWS][N / LANES];  // small big + big small
+#pragma unroll
     for (int r = 0; r < ROWS; r++)
-      for (int c = 0; c < N / LANES; c++) scores[r][c] = 0.0f;
+#pragma unroll
+      for (int c = 0; c < N / LANES; c++) scores[r][c] = cross[r][c] = 0.0f;
     const float* a_lane = a + place(lane() / 4) * STRIDE + lane() % 4 * 4;
     const float* b_lane = b + place(lane() / 4) * STRIDE + lane() % 4 * 4;
 #pragma unroll 2
@@ -264,17 +274,19 @@ struct Product {
         split(x.z, big[2], small[2]);
         split(x.w, big[3], small[3]);
 #pragma unroll
-        for (int part = 3 - TW_PRODUCTS; part < 3; part++)
+        for (int step = 0; step < 2; step++)
 #pragma unroll
-          for (int step = 0; step < 2; step++)
-#pragma unroll
-            for (int m = 0; m < TW_BLOCKS; m++)
-              multiply_tiles(scores[2 * m][2 * n], scores[2 * m][2 * n + 1], scores[2 * m + 1][2 * n],
-                             scores[2 * m + 1][2 * n + 1], part == 0 ? a_small[m][step] : a_big[m][step],
-                             part == 1 ? small[2 * step] : big[2 * step],
-                             part == 1 ? small[2 * step + 1] : big[2 * step + 1]);
+          for (int m = 0; m < TW_BLOCKS; m++) {
+            add_product(cross, m, n, a_small[m][step], big[2 * step], big[2 * step + 1], TW_PRODUCTS == 3);
+            add_product(scores, m, n, a_big[m][step], big[2 * step], big[2 * step + 1], true);
+            add_product(cross, m, n, a_big[m][step], small[2 * step], small[2 * step + 1], TW_PRODUCTS == 3);
+          }
       }
     }
+#pragma unroll
+    for (int r = 0; r < ROWS; r++)
+#pragma unroll
+      for (int c = 0; c < N / LANES; c++) scores[r][c] += cross[r][c];
   }
 
   // sums = sums * decay + tile columns. What a thread holds of a tile of scores is just what it has to hand to the
@@ -291,11 +303,11 @@ struct Product {
     const float* lane_row = columns + lane() / 4 * 4;
 #pragma unroll
     for (int group = 0; group < WIDTH / 32; group++) {
-      float part[ROWS][8];
+      float part[ROWS][8], cross[ROWS][8];  // [2 i + h]: column i of quad h
 #pragma unroll
       for (int r = 0; r < ROWS; r++)
 #pragma unroll
-        for (int e = 0; e < 8; e++) part[r][e] = 0.0f;
+        for (int e = 0; e < 8; e++) part[r][e] = cross[r][e] = 0.0f;
 #pragma unroll
       for (int n = 0; n < N / 8; n++) {
         float b_big[2][4], b_small[2][4];
@@ -309,24 +321,28 @@ struct Product {
           split(x.w, b_big[half][3], b_small[half][3]);
         }
 #pragma unroll
-        for (int p = 3 - TW_PRODUCTS; p < 3; p++)
+        for (int m = 0; m < TW_BLOCKS; m++) {
+          float a_big[4], a_small[4];  // rows g and g + 8 of column place(2c), then of place(2c + 1)
 #pragma unroll
-          for (int m = 0; m < TW_BLOCKS; m++) {
-            float a[4];  // rows g, g + 8; keys place(2c), place(2c + 1)
-#pragma unroll
-            for (int f = 0; f < 4; f++)
-              a[f] = p == 0 ? small[2 * m + f % 2][2 * n + f / 2] : big[2 * m + f % 2][2 * n + f / 2];
-#pragma unroll
-            for (int i = 0; i < 4; i++)  // the i-th of each lane's quad of columns
-              multiply_tiles(part[2 * m][i], part[2 * m][4 + i], part[2 * m + 1][i], part[2 * m + 1][4 + i], a,
-                             p == 1 ? b_small[0][i] : b_big[0][i], p == 1 ? b_small[1][i] : b_big[1][i]);
+          for (int f = 0; f < 4; f++) {
+            a_big[f] = big[2 * m + f % 2][2 * n + f / 2];
+            a_small[f] = small[2 * m + f % 2][2 * n + f / 2];
           }
+#pragma unroll
+          for (int i = 0; i < 4; i++) {  // the i-th of each lane's quads of columns
+            add_product(cross, m, i, a_small, b_big[0][i], b_big[1][i], TW_PRODUCTS == 3);
+            add_product(part, m, i, a_big, b_big[0][i], b_big[1][i], true);
+            add_product(cross, m, i, a_big, b_small[0][i], b_small[1][i], TW_PRODUCTS == 3);
+          }
+        }
       }
 #pragma unroll
       for (int r = 0; r < ROWS; r++)
 #pragma unroll
-        for (int e = 0; e < 8; e++)
-          sums[r][group * 8 + e] = sums[r][group * 8 + e] * decay[r] + part[r][e];
+        for (int e = 0; e < 8; e++) {
+          int own = e % 4 * 2 + e / 4;
+          sums[r][group * 8 + e] = sums[r][group * 8 + e] * decay[r] + (part[r][own] + cross[r][own]);
+        }
     }
   }
 };
