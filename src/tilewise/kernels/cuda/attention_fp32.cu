@@ -21,7 +21,7 @@
 // TW_OTHERS        rows of the other side a step: keys in forward and dq, queries in dkdv
 // TW_RESIDENT      programs that shall fit a multiprocessor; bounds the registers
 // TW_VECTORS       whether rows of all tensors read can be copied 16 bytes at a time
-// TW_DK, TW_DV_SUM whether dkdv makes dk and dv (wide heads: a launch each)
+// TW_FORWARD, TW_DELTA, TW_DK, TW_DV_SUM, TW_DQ: what is to be made; dk and dv by one kernel, or (wide heads) a launch each
 
 #define TW_THREADS (TW_WARPS * 32)
 #define TW_BOUNDS __launch_bounds__(TW_THREADS, TW_RESIDENT)
@@ -563,7 +563,7 @@ TW_KERNEL attention_forward_kernel(const Call call) {
 
 #endif
 
-#if TW_BACKWARD
+#if TW_DELTA
 
 // delta = sum over e of out dout, less dlse (eq. 9): a warp a row. Grid: tiles of TW_WARPS queries, heads, batch.
 TW_KERNEL attention_backward_delta_kernel(const Call call) {
@@ -581,10 +581,18 @@ TW_KERNEL attention_backward_delta_kernel(const Call call) {
   if (lane == 0) call.delta[(static_cast<long long>(at.batch) * call.hq + at.head) * call.sq + i] = sum;
 }
 
+#endif
+
+#if TW_DK || TW_DV_SUM || TW_DQ
+
 // probs = exp(scale s - lse) and dscores = probs (dprobs - delta), of one pair (eq. 7 and 9).
 TW_DEVICE float prob_of(float score, float scale_log2, float lse_log2) {
   return exp2_fast(score * scale_log2 - lse_log2);
 }
+
+#endif
+
+#if TW_DK || TW_DV_SUM
 
 // dv = sum over queries of probs^T dout, dk = scale sum of dscores^T q (eq. 8 and 10), over the heads that share the
 // keys, in a fixed order. Grid: tiles of keys, key heads, batch. Scores are transposed: a thread's rows are keys.
@@ -689,6 +697,10 @@ TW_KERNEL attention_backward_dkdv_kernel(const Call call) {
   store_rows<TW_D>(call.dk, head_of(call.dk, at.batch, at.head), dk, factor, own, call.sk, call.width);
 #endif
 }
+
+#endif
+
+#if TW_DQ
 
 // dq = scale sum over keys of dscores k (eq. 10). Grid: tiles of queries, heads, batch.
 TW_KERNEL attention_backward_dq_kernel(const Call call) {
