@@ -1,5 +1,13 @@
-"""Launches the CUDA float32 kernels with products on tensor cores: three TF32 products for one of float32."""
+"""Launches the CUDA float32 kernels with products on tensor cores."""
 
 from tilewise.backends.float32 import Float32Backend
 
-backend = Float32Backend("cuda", tensor_cores=True)
+
+class CudaBackend(Float32Backend):
+    """Three TF32 products for one of float32, or one where ``torch.backends.cuda.matmul.allow_tf32`` is set."""
+
+    name = "cuda"
+    tensor_cores = True
+
+
+backend = CudaBackend()

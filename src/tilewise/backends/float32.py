@@ -2,9 +2,8 @@
 
 import contextlib
 import importlib.util
-from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
 
@@ -20,7 +19,6 @@ from tilewise.tuning.device import DeviceSpec, device_spec
 _EVERY = Needs()
 
 
-@dataclass(frozen=True)
 class Float32Backend:
     """Forward, delta, dK/dV and dQ kernels without atomics: every result is the same on every run.
 
@@ -30,8 +28,8 @@ class Float32Backend:
             setting allows TF32; else on FMA pipes, each product and sum rounded once.
     """
 
-    name: str
-    tensor_cores: bool
+    name: ClassVar[str]
+    tensor_cores: ClassVar[bool]
 
     def why_not(self, problem: AttentionProblem) -> str | None:
         """Return the reason against, if there is one."""
@@ -104,7 +102,7 @@ def _wrong_problem(problem: AttentionProblem) -> str | None:
     if problem.mask.has_exceptions:
         return f"takes causal masks and windows, got {problem.mask}"
     if problem.scores != NO_OPTIONS:
-        return f"takes no option that changes scores or reports one, got {problem.scores or 'max_logit'}"
+        return f"takes no option that changes scores or reports one, got {str(problem.scores) or 'max_logit'}"
     if problem.sequences.packed is not None:
         return f"takes lengths of batch entries, got {problem.sequences}"
     if max(problem.sq, problem.sk) >= UNBOUNDED:

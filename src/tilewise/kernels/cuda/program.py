@@ -143,8 +143,11 @@ def load(program: Program, arch: str, device: int, shared_bytes: int) -> Callabl
 
     module = checked(driver.cuModuleLoadData(machine_code(program, arch)))
     function = checked(driver.cuModuleGetFunction(module, program.name.encode()))
-    limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    checked(driver.cuFuncSetAttribute(function, limit, shared_bytes))
+    attribute = driver.CUfunction_attribute
+    checked(driver.cuFuncSetAttribute(function, attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                                      shared_bytes))
+    # Tiles pass the first-level cache by: all of its memory may be shared memory.
+    checked(driver.cuFuncSetAttribute(function, attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100))
     enqueue, threads = driver.cuLaunchKernel, 32 * program.config.warps
 
     def launch(call: Call, programs: int) -> None:
