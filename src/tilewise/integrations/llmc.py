@@ -46,7 +46,8 @@ def packed_attention(packed: torch.Tensor, heads: int, *, is_causal: bool = True
         raise InvalidInput(f"packed has {packed.shape[2]} columns and heads is {heads}: the columns must be a multiple "
                            "of 3 heads, those of q, k and v.")
     width = packed.shape[2] // 3
-    q, k, v = (part.unflatten(2, (heads, width // heads)).transpose(1, 2) for part in torch.split(packed, width, 2))
+    q, k, v = (torch.unflatten(part, 2, (heads, width // heads)).transpose(1, 2)
+               for part in torch.split(packed, width, 2))
     result = attention(q, k, v, mask=causal() if is_causal else None, scale=scale, return_aux=("lse",),
                        deterministic=deterministic, backend=backend)
     out = result.out.transpose(1, 2).flatten(2)
