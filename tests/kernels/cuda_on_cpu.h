@@ -1,6 +1,7 @@
 // The hardware section of attention_fp32.cu for a CPU: every thread of a program is a coroutine, and what a warp or a
 // program does together is a meeting point. Slow, and exact about layouts, masks and barriers; of a tensor core it
-// keeps what matters to the error: inputs cut to TF32, sums cut toward zero to float32.
+// keeps what matters to the error: inputs cut to TF32, sums cut toward zero to float32. Copies to shared memory happen
+// as late as they may, when their thread waits for them.
 #pragma once
 #include <setjmp.h>
 #include <ucontext.h>
@@ -30,7 +31,15 @@ struct Meeting {
   int arrived = 0, round = 0;
 };
 
+struct Copy {
+  float* to;
+  const float* from;
+  int count;
+  bool inside;
+};
+
 struct Thread {
+  std::vector<Copy> copies;
   ucontext_t start;
   jmp_buf at;
   std::vector<char> stack;
@@ -101,7 +110,9 @@ inline void run_programs(int programs, int threads, int shared_bytes, void (*bod
   }
 }
 
-inline float* shared_memory() { return machine.memory.data() + (16 - reinterpret_cast<uintptr_t>(machine.memory.data()) % 16) % 16 / 4; }
+inline float* shared_memory() {
+  return machine.memory.data() + (16 - reinterpret_cast<uintptr_t>(machine.memory.data()) % 16) % 16 / 4;
+}
 inline int thread_index() { return machine.thread; }
 inline int program_index() { return machine.index; }
 inline void synchronize() { meet(machine.program, static_cast<int>(machine.threads.size())); }
@@ -120,10 +131,16 @@ inline float shuffle_xor(float x, int mask) {
 
 inline void copy16(float* to, const float* from, bool inside) {
   if (reinterpret_cast<uintptr_t>(to) % 16 || (inside && reinterpret_cast<uintptr_t>(from) % 16)) std::abort();
-  for (int e = 0; e < 4; e++) to[e] = inside ? from[e] : 0.0f;
+  machine.threads[machine.thread].copies.push_back({to, from, 4, inside});
 }
-inline void copy4(float* to, const float* from, bool inside) { *to = inside ? *from : 0.0f; }
-inline void wait_for_copies() {}
+inline void copy4(float* to, const float* from, bool inside) {
+  machine.threads[machine.thread].copies.push_back({to, from, 1, inside});
+}
+inline void wait_for_copies() {
+  for (const Copy& copy : machine.threads[machine.thread].copies)
+    for (int e = 0; e < copy.count; e++) copy.to[e] = copy.inside ? copy.from[e] : 0.0f;
+  machine.threads[machine.thread].copies.clear();
+}
 
 inline float cut_to_tf32(float x) {
   uint32_t bits;

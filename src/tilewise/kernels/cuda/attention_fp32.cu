@@ -552,7 +552,7 @@ TW_KERNEL attention_forward_kernel(const Call call) {
 #pragma unroll
     for (int mask = 1; mask < LANES; mask *= 2) sum += shuffle_xor(sum, mask);
     int i = own + Product::row_of(r);
-    bool sees_none = row_max[r] == -INFINITE || i >= at.length_q;
+    bool sees_none = sum == 0.0f || i >= at.length_q;  // where all that it sees is NaN, sum is too
     factor[r] = sees_none ? 0.0f : 1.0f / sum;  // eq. 6
     if (i < call.sq && Product::lane() % LANES == 0)
       call.lse[(static_cast<long long>(at.batch) * call.hq + at.head) * call.sq + i] =
