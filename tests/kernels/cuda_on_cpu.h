@@ -89,7 +89,10 @@ inline void run_programs(int programs, int threads, int shared_bytes, void (*bod
   for (machine.index = 0; machine.index < programs; machine.index++) {
     // NaN in what nobody has written; an odd tail, so that a read past the end is one of NaN too.
     machine.memory.assign(shared_bytes / 4 + 64, std::numeric_limits<float>::quiet_NaN());
-    for (auto& thread : machine.threads) thread.begun = thread.done = false;
+    for (auto& thread : machine.threads) {
+      thread.begun = thread.done = false;
+      thread.copies.clear();
+    }
     for (int left = threads; left;) {
       for (int t = 0; t < threads; t++) {
         Thread& thread = machine.threads[t];
