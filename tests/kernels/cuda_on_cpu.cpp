@@ -17,3 +17,7 @@ RUN(attention_backward_dq_kernel)
 #else
 RUN(attention_backward_dkdv_kernel)
 #endif
+
+#if TW_PRODUCTS
+extern "C" int place(int g) { return Product::place(g); }
+#endif

@@ -16,7 +16,8 @@ OPTIONS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-U_FORTIFY_SOURCE", "-Wno-u
 
 
 @cache
-def _library(program):
+def library(program):
+    """Compile one program, unless that was done before, and load it."""
     key = hashlib.sha256("\n".join(program.macros).encode())
     for path in (SOURCE, HERE / "cuda_on_cpu.h", HERE / "cuda_on_cpu.cpp"):
         key.update(path.read_bytes())
@@ -32,5 +33,5 @@ def _library(program):
 
 def load(program, arch, device, shared_bytes):
     """Stand in for tilewise.kernels.cuda.program.load."""
-    run = _library(program).run
+    run = library(program).run
     return lambda call, programs: run(ctypes.byref(call), programs, shared_bytes)

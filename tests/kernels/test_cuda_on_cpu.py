@@ -102,3 +102,18 @@ def test_tiles_of_gpus_with_less_shared_memory_compute_the_same(backend, arch, m
         exact = dict(zip(PLAIN, (*exact[:2], *oracle.gradients(q, k, v, dout, None, causal(), None)[:3]), strict=True))
         assert max(relative_errors(results(backend, q, k, v, dout, causal()), exact).values()) < 2e-6
     float32._plan.cache_clear()
+
+
+@pytest.mark.parametrize("width", [16, 32, 48, 64, 96, 128, 256])
+def test_a_quarter_warp_reads_no_bank_of_shared_memory_twice(width):
+    """16 bytes a thread, 8 threads at a time: rows of both operands of one product, columns of the other's right one."""
+    problem = AttentionProblem.from_tensors(*[torch.empty(1, 1, 1, 64)] * 3)
+    program = float32.plan("forward", problem, DeviceSpec.of_arch("sm_90"), 3, True)[0]
+    place, stride = cuda_on_cpu.library(program).place, width + 8
+    reads = {"rows": lambda lane: place(lane // 4) * stride + lane % 4 * 4,
+             "columns, even": lambda lane: place(lane % 4 * 2) * stride + lane // 4 * 4,
+             "columns, odd": lambda lane: place(lane % 4 * 2 + 1) * stride + lane // 4 * 4}
+    for name, first in reads.items():
+        for quarter in range(4):
+            banks = [(first(lane) + e) % 32 for lane in range(8 * quarter, 8 * quarter + 8) for e in range(4)]
+            assert len(set(banks)) == 32, name

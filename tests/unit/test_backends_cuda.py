@@ -4,6 +4,7 @@ import re
 import sys
 from dataclasses import replace
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -185,6 +186,15 @@ def test_compiled_kernel_is_taken_from_the_cache_and_compiled_anew_for_another_a
     assert programs.machine_code(program, "sm_90") == b"from the cache"
     assert programs.machine_code(program, "sm_80").startswith(b"\x7fELF")
     assert len(list((tmp_path / "kernels").iterdir())) == 2
+
+
+def test_failing_compiler_is_quoted(monkeypatch):
+    failing = SimpleNamespace(nvrtcResult=SimpleNamespace(NVRTC_SUCCESS=0), nvrtcCreateProgram=lambda *_: (1, None),
+                              nvrtcGetErrorString=lambda error: (0, b"NVRTC_ERROR_OUT_OF_MEMORY"))
+    monkeypatch.setattr(programs, "_nvrtc", lambda: failing)
+    program = float32.plan("delta", problem(), DeviceSpec.of_arch("sm_90"), 3, True)[0]
+    with pytest.raises(BackendUnavailable, match="NVRTC: NVRTC_ERROR_OUT_OF_MEMORY"):
+        programs.compile_program(program, "sm_90")
 
 
 def test_compiling_without_the_package_says_what_to_install(monkeypatch):
