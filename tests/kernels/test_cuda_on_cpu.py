@@ -106,7 +106,7 @@ def test_tiles_of_gpus_with_less_shared_memory_compute_the_same(backend, arch, m
 
 @pytest.mark.parametrize("width", [16, 32, 48, 64, 96, 128, 256])
 def test_a_quarter_warp_reads_no_bank_of_shared_memory_twice(width):
-    """16 bytes a thread, 8 threads at a time: rows of both operands of one product, columns of the other's right one."""
+    """16 bytes a thread, 8 threads at a time: rows of both operands of a product, columns of the other."""
     problem = AttentionProblem.from_tensors(*[torch.empty(1, 1, 1, 64)] * 3)
     program = float32.plan("forward", problem, DeviceSpec.of_arch("sm_90"), 3, True)[0]
     place, stride = cuda_on_cpu.library(program).place, width + 8
