@@ -197,9 +197,16 @@ def test_failing_compiler_is_quoted(monkeypatch):
         programs.compile_program(program, "sm_90")
 
 
-def test_compiling_without_the_package_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+def without_library():
+    raise RuntimeError("Failure finding libnvrtc.so")
+
+
+@pytest.mark.parametrize("module", [None, SimpleNamespace(nvrtc=SimpleNamespace(nvrtcVersion=without_library))],
+                         ids=["no package", "no library"])
+def test_compiling_without_package_or_library_says_what_to_install(module, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cuda.bindings", module)
     programs._nvrtc.cache_clear()
-    with pytest.raises(BackendUnavailable, match=r"needs the package cuda-bindings.*tilewise\[cuda\]"):
-        programs.compile_program(float32.plan("delta", problem(), DeviceSpec.of_arch("sm_90"), 3, True)[0], "sm_90")
+    program = float32.plan("delta", problem(), DeviceSpec.of_arch("sm_90"), 3, True)[0]
+    with pytest.raises(BackendUnavailable, match=r"needs the package cuda-bindings and the library.*tilewise\[cuda\]"):
+        programs.compile_program(program, "sm_90")
     programs._nvrtc.cache_clear()

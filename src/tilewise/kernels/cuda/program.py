@@ -163,7 +163,9 @@ def load(program: Program, arch: str, device: int, shared_bytes: int) -> Callabl
 def _nvrtc() -> Any:
     try:
         from cuda.bindings import nvrtc
-    except ImportError as error:
-        raise BackendUnavailable("backend 'cuda' needs the package cuda-bindings, which CUDA builds of torch bring; "
-                                 "others need tilewise[cuda]") from error
+
+        nvrtc.nvrtcVersion()  # loads the library
+    except (ImportError, RuntimeError) as error:
+        raise BackendUnavailable("backend 'cuda' needs the package cuda-bindings and the library NVRTC, which CUDA "
+                                 f"builds of torch bring; others need tilewise[cuda]: {error}") from error
     return nvrtc
