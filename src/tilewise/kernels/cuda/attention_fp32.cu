@@ -212,8 +212,8 @@ TW_DEVICE void load_numbers(float* numbers, const float* source, int first, int 
 // small small, below 2^-22 of a b, is left out. (Cut instead of rounded, big would cost an instruction less, and the
 // result twice the error.)
 //
-// The tensor core adds with truncation, which pulls a sum toward zero at each addition. So it sums up one tile at a time
-// alone, big big apart from the others (a third of the additions that count); ordinary additions do the rest.
+// The tensor core adds with truncation, which pulls a sum toward zero at each addition. So it sums up one tile or 64 dims
+// at a time, big big apart from the others (a third of the additions that count); ordinary additions do the rest.
 struct Product {
   static constexpr int LANES = 4, ROWS = 2 * TW_BLOCKS, OWN = 16 * TW_BLOCKS, PAD = 8;
   static constexpr int SCRATCH = 0;
@@ -246,42 +246,55 @@ struct Product {
   template <int N, int WIDTH, int STRIDE>
   static TW_DEVICE void rows_by_rows(float (&scores)[ROWS][N / LANES], const float* a, const float* b) {
     float cross[ROWS][N / LANES];  // small big + big small
+    constexpr int CHUNK = WIDTH < 64 ? WIDTH : 64;
 #pragma unroll
     for (int r = 0; r < ROWS; r++)
 #pragma unroll
       for (int c = 0; c < N / LANES; c++) scores[r][c] = cross[r][c] = 0.0f;
     const float* a_lane = a + place(lane() / 4) * STRIDE + lane() % 4 * 4;
     const float* b_lane = b + place(lane() / 4) * STRIDE + lane() % 4 * 4;
+#pragma unroll 1
+    for (int first = 0; first < WIDTH; first += CHUNK) {
+      float sums[ROWS][N / LANES];
+#pragma unroll
+      for (int r = 0; r < ROWS; r++)
+#pragma unroll
+        for (int c = 0; c < N / LANES; c++) sums[r][c] = 0.0f;
 #pragma unroll 2
-    for (int d = 0; d < WIDTH; d += 16) {
-      float a_big[TW_BLOCKS][2][4], a_small[TW_BLOCKS][2][4];  // [block][step of 8 dims][fragment]
+      for (int d = first; d < first + CHUNK && d < WIDTH; d += 16) {
+        float a_big[TW_BLOCKS][2][4], a_small[TW_BLOCKS][2][4];  // [block][step of 8 dims][fragment]
 #pragma unroll
-      for (int m = 0; m < TW_BLOCKS; m++)
+        for (int m = 0; m < TW_BLOCKS; m++)
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-          float4 x = *reinterpret_cast<const float4*>(a_lane + (m * 16 + half * 8) * STRIDE + d);
-          split(x.x, a_big[m][0][half], a_small[m][0][half]);
-          split(x.y, a_big[m][0][half + 2], a_small[m][0][half + 2]);
-          split(x.z, a_big[m][1][half], a_small[m][1][half]);
-          split(x.w, a_big[m][1][half + 2], a_small[m][1][half + 2]);
-        }
-#pragma unroll
-      for (int n = 0; n < N / 8; n++) {
-        float4 x = *reinterpret_cast<const float4*>(b_lane + n * 8 * STRIDE + d);
-        float big[4], small[4];
-        split(x.x, big[0], small[0]);
-        split(x.y, big[1], small[1]);
-        split(x.z, big[2], small[2]);
-        split(x.w, big[3], small[3]);
-#pragma unroll
-        for (int step = 0; step < 2; step++)
-#pragma unroll
-          for (int m = 0; m < TW_BLOCKS; m++) {
-            add_product(cross, m, n, a_small[m][step], big[2 * step], big[2 * step + 1], TW_PRODUCTS == 3);
-            add_product(scores, m, n, a_big[m][step], big[2 * step], big[2 * step + 1], true);
-            add_product(cross, m, n, a_big[m][step], small[2 * step], small[2 * step + 1], TW_PRODUCTS == 3);
+          for (int half = 0; half < 2; half++) {
+            float4 x = *reinterpret_cast<const float4*>(a_lane + (m * 16 + half * 8) * STRIDE + d);
+            split(x.x, a_big[m][0][half], a_small[m][0][half]);
+            split(x.y, a_big[m][0][half + 2], a_small[m][0][half + 2]);
+            split(x.z, a_big[m][1][half], a_small[m][1][half]);
+            split(x.w, a_big[m][1][half + 2], a_small[m][1][half + 2]);
           }
+#pragma unroll
+        for (int n = 0; n < N / 8; n++) {
+          float4 x = *reinterpret_cast<const float4*>(b_lane + n * 8 * STRIDE + d);
+          float big[4], small[4];
+          split(x.x, big[0], small[0]);
+          split(x.y, big[1], small[1]);
+          split(x.z, big[2], small[2]);
+          split(x.w, big[3], small[3]);
+#pragma unroll
+          for (int step = 0; step < 2; step++)
+#pragma unroll
+            for (int m = 0; m < TW_BLOCKS; m++) {
+              add_product(cross, m, n, a_small[m][step], big[2 * step], big[2 * step + 1], TW_PRODUCTS == 3);
+              add_product(sums, m, n, a_big[m][step], big[2 * step], big[2 * step + 1], true);
+              add_product(cross, m, n, a_big[m][step], small[2 * step], small[2 * step + 1], TW_PRODUCTS == 3);
+            }
+        }
       }
+#pragma unroll
+      for (int r = 0; r < ROWS; r++)
+#pragma unroll
+        for (int c = 0; c < N / LANES; c++) scores[r][c] += sums[r][c];
     }
 #pragma unroll
     for (int r = 0; r < ROWS; r++)
