@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
-OPTIONAL = ("triton", "typer", "rich", "matplotlib", "numpy", "hypothesis", "pytest")
+OPTIONAL = ("triton", "typer", "rich", "matplotlib", "numpy", "hypothesis", "pytest", "transformers")
 
 
 def run(code, **environment):

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 import tilewise
-from tilewise.integrations import bert_padding, flash_attn, torch_sdpa
+from tilewise.integrations import bert_padding, flash_attn, torch_sdpa, transformers
 
-FACES = (flash_attn, bert_padding, torch_sdpa)
+FACES = (flash_attn, bert_padding, torch_sdpa, transformers)
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
@@ -44,7 +44,8 @@ def test_integrations_page_documents_exactly_the_names_of_a_face(face):
 
 
 CALLS = (tilewise.attention, tilewise.attention_varlen, flash_attn.flash_attn_func, flash_attn.flash_attn_varlen_func,
-         torch_sdpa.scaled_dot_product_attention, torch_sdpa.varlen_attn, bert_padding.unpad_input)
+         torch_sdpa.scaled_dot_product_attention, torch_sdpa.varlen_attn, bert_padding.unpad_input,
+         transformers.register)
 
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
