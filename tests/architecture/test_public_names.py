@@ -7,9 +7,18 @@ from pathlib import Path
 import pytest
 
 import tilewise
-from tilewise.integrations import bert_padding, flash_attn, flex, sdpa_provider, torch_sdpa, transformers
+from tilewise.integrations import (
+    bert_padding,
+    flash_attn,
+    flash_attn_cute,
+    flash_attn_interface,
+    flex,
+    sdpa_provider,
+    torch_sdpa,
+    transformers,
+)
 
-FACES = (flash_attn, bert_padding, torch_sdpa, sdpa_provider, flex, transformers)
+FACES = (flash_attn, bert_padding, flash_attn_interface, flash_attn_cute, torch_sdpa, sdpa_provider, flex, transformers)
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
@@ -45,11 +54,13 @@ def test_integrations_page_documents_exactly_the_names_of_a_face(face):
 
 CALLS = (tilewise.attention, tilewise.attention_varlen, flash_attn.flash_attn_func, flash_attn.flash_attn_varlen_func,
          torch_sdpa.scaled_dot_product_attention, torch_sdpa.varlen_attn, bert_padding.unpad_input,
-         transformers.register, sdpa_provider.register, flex.flex_attention)
+         transformers.register, sdpa_provider.register, flex.flex_attention, flash_attn_interface.flash_attn_func,
+         flash_attn_interface.flash_attn_varlen_func, flash_attn_cute.flash_attn_func,
+         flash_attn_cute.flash_attn_varlen_func)
 
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
 def test_arguments_of_a_call_are_all_described(call):
     arguments = re.split("Returns:|Raises:", call.__doc__.partition("Args:")[2])[0]
-    described = re.findall(r"^ {8}(\w+(?:, \w+)*):", arguments, re.MULTILINE)
-    assert {one for names in described for one in names.split(", ")} == set(inspect.signature(call).parameters)
+    described = re.findall(r"^ {8}(\w+(?:,\s+\w+)*):", arguments, re.MULTILINE)
+    assert {one for names in described for one in re.split(r",\s+", names)} == set(inspect.signature(call).parameters)
