@@ -62,5 +62,5 @@ CALLS = (tilewise.attention, tilewise.attention_varlen, flash_attn.flash_attn_fu
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
 def test_arguments_of_a_call_are_all_described(call):
     arguments = re.split("Returns:|Raises:", call.__doc__.partition("Args:")[2])[0]
-    described = re.findall(r"^ {8}(\w+(?:,\s+\w+)*):", arguments, re.MULTILINE)
-    assert {one for names in described for one in re.split(r",\s+", names)} == set(inspect.signature(call).parameters)
+    described = re.findall(r"^ {8}(\w+(?:, \w+)*):", arguments, re.MULTILINE)
+    assert {one for names in described for one in names.split(", ")} == set(inspect.signature(call).parameters)

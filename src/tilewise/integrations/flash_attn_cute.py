@@ -45,8 +45,8 @@ def flash_attn_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, qv: Maybe
         num_splits, pack_gqa: without an effect.
         deterministic: True demands bit-equal gradients; False leaves it to
             :func:`torch.use_deterministic_algorithms`.
-        gather_kv_indices, score_mod, score_mod_bwd, mask_mod, aux_tensors, aux_scalars, block_sparse_tensors,
-            block_sparse_tensors_bwd: must be None.
+        gather_kv_indices, score_mod, score_mod_bwd, mask_mod, aux_tensors, aux_scalars: must be None.
+        block_sparse_tensors, block_sparse_tensors_bwd: must be None.
         return_lse: return lse too where no gradient needs it.
 
     Returns:
@@ -86,10 +86,10 @@ def flash_attn_varlen_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, qv
         cu_seqlens_q, cu_seqlens_k: (sequences + 1,): 0, then where each sequence ends; both or neither.
         max_seqlen_q, max_seqlen_k, min_seqlen_k: lengths of the longest and shortest; nothing here needs them.
         seqused_q, seqused_k: (sequences,): how many rows of each take part; None = all.
-        gather_kv_indices, page_table, score_mod, score_mod_bwd, mask_mod, block_sparse_tensors, aux_tensors,
-            aux_scalars: must be None.
-        qv, softmax_scale, causal, window_size, learnable_sink, softcap, num_splits, pack_gqa, deterministic,
-            return_lse: as in :func:`flash_attn_func`.
+        gather_kv_indices, page_table, score_mod, score_mod_bwd, mask_mod: must be None.
+        block_sparse_tensors, aux_tensors, aux_scalars: must be None.
+        qv, softmax_scale, causal, window_size, learnable_sink, softcap: as in :func:`flash_attn_func`.
+        num_splits, pack_gqa, deterministic, return_lse: as in :func:`flash_attn_func`.
         scheduler_metadata, seqlen_k_per_split, disable_scheduler_metadata: without an effect.
 
     Returns:

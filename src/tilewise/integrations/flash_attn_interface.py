@@ -72,8 +72,9 @@ def flash_attn_varlen_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu
         max_seqlen_q, max_seqlen_k: lengths of the longest; nothing here needs them.
         seqused_q, seqused_k: (sequences,): how many rows of each take part; None = all.
         qv: (total_q, hq, dv); otherwise as in :func:`flash_attn_func`.
-        softmax_scale, causal, q_descale, k_descale, v_descale, window_size, attention_chunk, softcap, num_splits,
-            pack_gqa, deterministic, sm_margin, return_attn_probs: as in :func:`flash_attn_func`.
+        softmax_scale, causal, window_size, attention_chunk, softcap: as in :func:`flash_attn_func`.
+        q_descale, k_descale, v_descale, deterministic, return_attn_probs: as in :func:`flash_attn_func`.
+        num_splits, pack_gqa, sm_margin: without an effect.
 
     Returns:
         out, (total_q, hq, dv); with ``return_attn_probs`` also lse, (hq, total_q).
