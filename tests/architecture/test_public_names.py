@@ -9,6 +9,7 @@ import pytest
 import tilewise
 from tilewise.integrations import (
     bert_padding,
+    diffusers,
     flash_attn,
     flash_attn_cute,
     flash_attn_interface,
@@ -18,7 +19,8 @@ from tilewise.integrations import (
     transformers,
 )
 
-FACES = (flash_attn, bert_padding, flash_attn_interface, flash_attn_cute, torch_sdpa, sdpa_provider, flex, transformers)
+FACES = (flash_attn, bert_padding, flash_attn_interface, flash_attn_cute, torch_sdpa, sdpa_provider, flex, transformers,
+         diffusers)
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
@@ -56,7 +58,7 @@ CALLS = (tilewise.attention, tilewise.attention_varlen, flash_attn.flash_attn_fu
          torch_sdpa.scaled_dot_product_attention, torch_sdpa.varlen_attn, bert_padding.unpad_input,
          transformers.register, sdpa_provider.register, flex.flex_attention, flash_attn_interface.flash_attn_func,
          flash_attn_interface.flash_attn_varlen_func, flash_attn_cute.flash_attn_func,
-         flash_attn_cute.flash_attn_varlen_func)
+         flash_attn_cute.flash_attn_varlen_func, diffusers.dispatch_attention_fn)
 
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
