@@ -86,7 +86,8 @@ def attention_mask(batch_size: int, q_length: int, kv_length: int, q_offset: int
     padding = None
     if attention_mask is not None:
         padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
-        padding = padding[:, kv_offset:kv_offset + kv_length]
+        # Contiguous: a static cache's marks grow from step to step, and a compiled model would be told a new stride.
+        padding = padding[:, kv_offset:kv_offset + kv_length].contiguous()
         if read_padding and not torch.compiler.is_compiling() and bool(padding.all()):
             padding = None
     mask_function = mask_function or masking_utils.causal_mask_function
