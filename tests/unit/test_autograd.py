@@ -407,7 +407,7 @@ class TestCompiled:
         assert compiler.frame_count == 2
 
     def test_only_the_stride_of_a_mask_may_vary(self):
-        """The marks of a growing cache, cut to a length: their stride alone was a symbol, and the problem was hashed."""
+        """Marks of a growing cache, cut to a length: their stride alone was a symbol, and the problem was hashed."""
         step = torch.compile(lambda q, k, v, mask: attention(q, k, v, mask=mask), fullgraph=True, backend="aot_eager")
         tensors = _tensors(sq=5, sk=5)
         for width in (7, 8, 9):
