@@ -110,6 +110,14 @@ def test_packed_sequences_become_documents(name):
     assert mask.is_band
 
 
+def test_a_window_of_no_keys_hides_all_without_a_tensor_of_all_pairs():
+    """Qwen2-MoE without sliding layers describes one, which no layer uses."""
+    mask, wanted = both(utils.sliding_window_causal_mask_function(0), PLACES["training"], padding("left", 7))
+    assert torch.equal(dense(mask), wanted)
+    assert mask.visible.tensor.numel() == 1
+    assert not attend(ModelMask(mask.visible, None, (1, 1, 4, 4), is_band=False)).any()
+
+
 def test_what_has_no_name_is_evaluated():
     blocks = torch.tensor([[-1, 0, 0, -1, 1, 1, 1]]).expand(2, -1)
     image = utils.or_masks(utils.causal_mask_function, utils.blockwise_overlay(blocks))

@@ -91,6 +91,7 @@ class Pattern(NamedTuple):
         chunk: positions a chunk; None = no chunks.
         left_padding: (b,): where the chunks of a sequence begin.
         packed: (b|1, s): which sequence a position belongs to.
+        empty: True where no key is seen, as in a window of no keys that a model describes and does not use.
     """
 
     left: int | None = None
@@ -98,6 +99,7 @@ class Pattern(NamedTuple):
     chunk: int | None = None
     left_padding: torch.Tensor | None = None
     packed: torch.Tensor | None = None
+    empty: bool | None = None
 
 
 def pattern_of(mask_function: MaskFunction) -> Pattern | None:
@@ -126,6 +128,9 @@ def translate(pattern: Pattern, places: Places, padding: torch.Tensor | None) ->
         places: where queries and keys stand.
         padding: (b, keys), bool, True = a token; None = all are.
     """
+    if pattern.empty:
+        nothing = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=places.device)
+        return ModelMask(TensorMask(Mask(), nothing), None, places.shape, is_band=False)
     aligned = _aligned(pattern, places)
     if aligned is None or (pattern.packed is not None and padding is not None):
         return None
@@ -224,7 +229,8 @@ def _read(part: MaskFunction) -> dict[str, Any] | None:
         return {}
     held = _held(part)
     if _is_made_by("sliding_window_overlay", part):  # W keys, the query's own among them
-        return {"left": held["sliding_window"] - 1}
+        keys = held["sliding_window"]
+        return {"left": keys - 1} if keys > 0 else {"empty": True}
     if _is_made_by("sliding_window_bidirectional_overlay", part):  # W keys on either side of it
         return {"left": held["sliding_window"], "right": held["sliding_window"]}
     if _is_made_by("chunked_overlay", part):
