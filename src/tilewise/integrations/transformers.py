@@ -22,9 +22,9 @@ __all__ = ["attention_forward", "attention_mask", "register"]
 _TAKEN = ("eager", "flash", "flex_attention", "paged", "sdpa", "/", "|")
 # What Transformers hands down to every layer, and what only its flash kernels need: nothing in the result hangs on it.
 _WITHOUT_EFFECT = frozenset({
-    "cache_position", "deterministic", "logits_to_keep", "max_length_k", "max_length_q", "num_items_in_batch",
-    "output_hidden_states", "output_router_logits", "position_embeddings", "position_ids", "return_dict", "seq_idx",
-    "use_cache"})
+    "cache_position", "deterministic", "logits_to_keep", "max_length_k", "max_length_q", "mm_token_type_ids",
+    "num_items_in_batch", "output_hidden_states", "output_router_logits", "position_embeddings", "position_ids",
+    "return_dict", "seq_idx", "token_type_ids", "use_cache"})
 
 
 def register(name: str = "tilewise", *, read_padding: bool = False) -> None:
