@@ -9,12 +9,13 @@ import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 
 from tilewise import settings
 from tilewise.backends.base import Backend
+from tilewise.decode_problem import CacheOperands, DecodeProblem
 from tilewise.errors import InvalidInput, UnsupportedProblem
 from tilewise.problem import AttentionProblem
 from tilewise.tuning.heuristics import prefers_cuda, prefers_gluon
@@ -74,6 +75,40 @@ def choose(problem: AttentionProblem, backend: str | None = None) -> Backend:
         reasons[name] = reason
     subject = "no backend takes" if backend is None else f"backend {backend!r} refuses"
     raise UnsupportedProblem(f"{subject} this problem: {problem}", reasons)
+
+
+class Decoder(Protocol):
+    """A module that decodes: ``backends/<name>_decode.py``."""
+
+    def why_not(self, problem: DecodeProblem) -> str | None:
+        """Return why it refuses the problem, as one sentence, or None if it takes it."""
+
+    def decode(self, problem: DecodeProblem, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
+               operands: CacheOperands) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append new keys and values, and return out and lse."""
+
+
+@lru_cache(maxsize=4096)
+def choose_decoder(problem: DecodeProblem, backend: str | None = None) -> Decoder:
+    """Return what decodes the problem: triton where there is a GPU, else, or where it refuses, the reference.
+
+    Raises:
+        InvalidInput, UnsupportedProblem: as :func:`choose`.
+    """
+    names: tuple[str, ...] = ("triton", "reference") if problem.device.type != "cpu" else ("reference", "triton")
+    if backend is not None:
+        names = (get_backend(backend).name,)
+    reasons = {}
+    for name in names:
+        if name not in ("triton", "reference"):
+            reasons[name] = "does not decode; backend='triton' and 'reference' do"
+            continue
+        decoder = cast(Decoder, importlib.import_module(f"tilewise.backends.{name}_decode"))
+        reason = decoder.why_not(problem)
+        if reason is None:
+            return decoder
+        reasons[name] = reason
+    raise UnsupportedProblem(f"backend {backend!r} refuses this problem: {problem}", reasons)
 
 
 @dataclass(frozen=True)

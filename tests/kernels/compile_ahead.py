@@ -161,15 +161,15 @@ def compile_hopper(request):
     operands = operands_of(request)
     spec, problem = DeviceSpec.of_arch("sm_90"), problem_of(request, operands)
     q, k, v, out, rows = tensors_of(problem)
+    lengths = (operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqlens_q, operands.seqlens_k)
     if request["kernel"] == "hopper_forward":
         config = hopper_forward_config(problem)
         launch = HopperForward(problem, config, multiprocessors=132, pack=request.get("pack", 1))
-        lengths = (operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqlens_q, operands.seqlens_k)
         arguments = launch.arguments((q, k, v, out, rows, operands.sinks, *lengths), torch.empty(1, dtype=torch.int32))
     else:
         config = HopperBackwardConfig(**request["config"])
         launch = HopperBackward(problem, config, problem.q_strides)
-        arguments = launch.arguments((q, k, v, out, rows, rows, k, v), torch.empty(launch.sums_shape))
+        arguments = launch.arguments((q, k, v, out, rows, rows, k, v), torch.empty(launch.sums_shape), lengths)
     driver.set_active(CompileOnlyDriver(TARGETS["sm_90"]))
     with contextlib.redirect_stdout(io.StringIO()) as log:
         compiled = launch.kernel.warmup(*arguments, *launch.scalars, grid=launch.grid, **OPTIONS)

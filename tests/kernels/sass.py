@@ -132,6 +132,8 @@ def _effects(text):
         reads, writes = set(), _of(operands[0], 1)
     elif name == "LOP3" and operands[0] == operands[1]:
         reads, writes = set(), _of(operands[0], 1)  # predicates packed into one register, bit by bit
+    elif name == "PRMT" and operands[2] == "0x7610" and operands[0] == operands[3]:
+        reads, writes = _of(operands[1], 1), _of(operands[0], 1)  # 16 bits, the upper half left as it was
     else:
         reads, writes = _plain(name, qualifiers, operands)
     return reads | ({guard[1]} if guard else set()), writes

@@ -13,12 +13,14 @@ from tilewise.masks import ALIGNMENTS, Mask, causal, window
 from tilewise.problem import AttentionProblem
 from tilewise.scores import OperandFacts
 from tilewise.sequences import Sequences
-from tilewise.tuning.configs import HopperForwardConfig
+from tilewise.tuning.configs import HopperBackwardConfig, HopperForwardConfig
 
 lengths = pytest.importorskip("tilewise.kernels.gluon.lengths", reason="Triton is not installed")
 launch = pytest.importorskip("tilewise.kernels.gluon.launch")
+launch_backward = pytest.importorskip("tilewise.kernels.gluon.launch_backward")
 tiles = pytest.importorskip("tilewise.kernels.gluon.tiles")
 ROWS = 64  # queries a warpgroup
+KEYS, STEP = 128, 64  # of a program of the backward kernel, and its queries a step
 CONFIG = HopperForwardConfig(keys=128, consumers=2)
 
 
@@ -47,8 +49,9 @@ def plain_python():
     with pytest.MonkeyPatch.context() as patch:
         for module in (tiles, lengths):
             patch.setattr(module, "gl", language)
-        for module, name in ((tiles, "_place_of"), (lengths, "tile_at"), (lengths, "sequence_of"),
-                             (lengths, "extent")):
+            patch.setattr(module, "QUERIES", STEP)
+        for module, name in ((tiles, "_place_of"), (tiles, "masked_queries_of"), (lengths, "tile_at"),
+                             (lengths, "sequence_of"), (lengths, "extent")):
             patch.setattr(module, name, getattr(module, name).fn)
         patch.setattr(lengths, "_CHUNK", 4)
         yield
@@ -65,14 +68,14 @@ class Packed:
         self.borders = [list(accumulate(side, initial=0)) for side in rows]
         self.rows, self.used, self.totals = rows, used, [sum(side) + behind for side in rows]
 
-    def bound(self, mask, heads=1):
+    def bound(self, mask, heads=1, backward=False):
         """Return the kernel's arguments for them: order, band, lengths and what is fixed."""
         count = len(self.rows[0])
         said = [None if side is None else facts(count) for side in self.used]
         problem = problem_of(self.totals, 1, heads, mask, Sequences(count, facts(count + 1), facts(count + 1), *said))
         pointers = [Pointer(side) for side in self.borders] + [
             None if side is None else Pointer(side) for side in self.used]
-        return arguments(problem, (*pointers, count))
+        return (arguments_of_backward if backward else arguments)(problem, (*pointers, count))
 
     def lengths(self, sequence):
         """Queries and keys that take part."""
@@ -89,6 +92,20 @@ def arguments(problem, operands):
     numbers = launch.HopperForward(problem, CONFIG, 132).scalars
     assert numbers[9] == operands[-1]
     return numbers[:4], numbers[4:8], operands, numbers[-1]
+
+
+def arguments_of_backward(problem, operands):
+    numbers = launch_backward.HopperBackward(problem, HopperBackwardConfig(), problem.q_strides).scalars
+    assert numbers[12] == operands[-1]
+    return numbers[:4], numbers[4:8], operands, numbers[-1]
+
+
+def located_keys(order, band, operands, shape):
+    """Every tile of keys: (first key, head, batch), its band, what else there is to know."""
+    for number in range(order[0] * order[1] * order[2]):
+        tile = tiles.key_tile_at.fn(number, order, shape)
+        found = [int(part) for part in lengths.locate_keys.fn(tile, band, operands, shape)]
+        yield found[:3], found[3:7], found[7:]
 
 
 def located(order, band, operands, shape):
@@ -208,3 +225,89 @@ def test_what_says_where_a_tile_is_has_a_place_for_each_number():
             order, band, operands, shape = sequences.bound(mask)
             assert shape.SHIFTED is (mask == causal("bottom_right"))
             assert all(len(tile) == lengths.tile_size(shape) for tile, _ in located(order, band, operands, shape))
+
+
+@given(packed(), masks())
+@example(Packed([[5, 700, 0, 0, 129], [128, 0, 0, 1, 300]], [None, None], 0), causal("bottom_right"))
+@example(Packed([[300, 100], [100, 300]], [[0, 100], [50, 0]], 70), window(10, 0, "bottom_right"))
+def test_every_row_of_packed_keys_is_in_one_tile_that_writes_its_gradient(sequences, mask):
+    written = Counter()
+    for (first, head, batch), _, (_row_q, row_k, _see_from, _seen_from, rows, _step) in located_keys(
+            *sequences.bound(mask, heads=2, backward=True)):
+        assert batch == 0
+        assert first % KEYS == 0
+        written.update((head, row_k + row) for row in range(first, min(rows, first + KEYS)))
+    assert written == Counter((head, row) for head in range(2) for row in range(sequences.totals[1]))
+
+
+@given(packed(), masks())
+@example(Packed([[5, 700, 0, 0, 129], [128, 0, 0, 1, 300]], [None, None], 0), causal("bottom_right"))
+@example(Packed([[700], [300]], [None, None], 0), window(100, 50, "bottom_right"))
+@example(Packed([[300], [700]], [None, None], 0), window(100, None, "top_left"))
+@example(Packed([[700], [300]], [None, [200]], 5), window(70, None, "bottom_right"))
+@example(Packed([[77], [400]], [[70], None], 0), Mask())
+def test_a_tile_of_keys_knows_which_rows_see_and_are_seen_and_its_steps_hold_every_visible_pair(sequences, mask):
+    order, band, operands, shape = sequences.bound(mask, backward=True)
+    owners, pairs = {}, Counter()
+    for (first, *_), own_band, (row_q, row_k, see_from, seen_from, rows, first_step) in located_keys(
+            order, band, operands, shape):
+        spans = tiles.query_steps_of.fn(first, own_band, shape)
+        same = [n for n, start in enumerate(sequences.borders[1][:-1])
+                if start == row_k and sequences.rows[1][n] == rows > 0]
+        visible = mask.visible(*sequences.lengths(same[0])) if same and row_k < sequences.borders[1][-1] else None
+        if visible is None or not visible[:, first:first + KEYS].any():
+            assert spans[3] == 0
+            continue
+        sq, sk = visible.shape
+        assert row_q == sequences.borders[0][same[0]]
+        seeing, seen = (visible.any(side).nonzero().flatten().tolist() for side in (1, 0))
+        assert (see_from, own_band[0]) == (seeing[0], seeing[-1] + 1), "the others' rows are zeroed"
+        assert (seen_from, own_band[1]) == (seen[0], seen[-1] + 1)
+        begins = [tiles.queries_at.fn(step, spans, shape) for step in range(spans[3])]
+        for begin in begins:
+            assert 0 <= begin < sq
+            assert owners.setdefault(first_step + begin // STEP, (same[0], begin)) == (same[0], begin)
+            pairs[same[0]] += int(visible[begin:begin + STEP, first:first + KEYS].sum())
+        for key in range(first, first + KEYS, ROWS):
+            ends = tiles.phases_of.fn(key, spans, own_band, shape)
+            for step in range(ends[1], ends[2]):
+                assert key + ROWS <= sk
+                assert visible[begins[step]:begins[step] + STEP, key:key + ROWS].all()
+                assert begins[step] == spans[0] + (spans[1] - spans[2] + step) * STEP
+    count = len(sequences.rows[0])
+    assert +pairs == +Counter({n: int(mask.visible(*sequences.lengths(n)).sum()) for n in range(count)})
+    steps = sequences.totals[0] // STEP + count + 1
+    assert all(0 <= step < steps for step in owners), "steps of the sums that there are"
+
+
+@given(packed(), masks())
+def test_a_sequences_tiles_of_keys_are_those_that_it_has_alone(sequences, mask):
+    """So the bits of its dk and dv are no neighbour's affair."""
+    def tiles_of(packed):
+        return Counter((first, *band, *more[2:5]) for (first, *_), band, more in located_keys(
+            *packed.bound(mask, backward=True)) if more[1] < packed.borders[1][-1] and first < more[4])
+
+    alone = Counter()
+    for n in range(len(sequences.rows[0])):
+        alone += tiles_of(Packed([[side[n]] for side in sequences.rows],
+                                 [None if side is None else [side[n]] for side in sequences.used], 1))
+    assert tiles_of(sequences) == alone
+
+
+@given(st.lists(st.tuples(st.integers(0, 300), st.integers(0, 400)), min_size=1, max_size=4), masks(), st.booleans())
+def test_padded_keys_have_the_tiles_of_their_shape(pairs, mask, of_q):
+    b, (queries, keys) = len(pairs), zip(*pairs, strict=True)
+    sequences = Sequences(None, None, None, facts(b) if of_q else None, facts(b))
+    operands = (None, None, Pointer(list(queries)) if of_q else None, Pointer(list(keys)), b)
+    order, band, operands, shape = arguments_of_backward(problem_of((300, 400), b, 2, mask, sequences), operands)
+    found = list(located_keys(order, band, operands, shape))
+    assert Counter(tuple(tile) for tile, *_ in found) == Counter(
+        (first, head, batch) for first in range(0, 400, KEYS) for head in range(2) for batch in range(b))
+    for (first, _head, batch), own_band, (row_q, row_k, see_from, _seen_from, rows, first_step) in found:
+        assert (row_q, row_k, rows, first_step) == (0, 0, 400, 0)
+        visible = mask.visible(queries[batch] if of_q else 300, keys[batch])
+        seeing = visible.any(1).nonzero().flatten().tolist()
+        if visible[:, first:first + KEYS].any():
+            assert (see_from, own_band[0]) == (seeing[0], seeing[-1] + 1)
+        else:
+            assert tiles.query_steps_of.fn(first, own_band, shape)[3] == 0

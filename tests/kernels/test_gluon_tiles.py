@@ -9,6 +9,7 @@ from collections import Counter
 from dataclasses import replace
 from itertools import pairwise, product
 from types import SimpleNamespace
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -247,8 +248,9 @@ def test_there_is_one_program_a_multiprocessor_and_none_without_a_tile(sq, progr
     assert launch.HopperForward(problem, HopperForwardConfig(128, 2), multiprocessors=132).grid == (programs,)
 
 
-KEYS = 128  # of a program of the backward kernel
+KEYS = 128  # of a program of the backward kernel for narrow heads
 IN_NO_ORDER, IN_ORDER = HopperBackwardConfig(), HopperBackwardConfig(ordered=True)
+WIDE = HopperBackwardConfig(direct=True, wide=True)
 
 
 def backward_scalars_of(problem, config=IN_NO_ORDER):
@@ -256,7 +258,7 @@ def backward_scalars_of(problem, config=IN_NO_ORDER):
     return numbers[:4], numbers[4:8], numbers[-1]
 
 
-@given(SIZES, SIZES, masks(), st.sampled_from((IN_NO_ORDER, IN_ORDER)))
+@given(SIZES, SIZES, masks(), st.sampled_from((IN_NO_ORDER, IN_ORDER, WIDE)))
 @example(900, 900, Mask(), IN_NO_ORDER)
 @example(512, 512, causal("top_left"), IN_NO_ORDER)
 @example(300, 700, causal("bottom_right"), IN_NO_ORDER)
@@ -265,6 +267,8 @@ def backward_scalars_of(problem, config=IN_NO_ORDER):
 @example(800, 800, window(127, 0, "top_left"), IN_NO_ORDER)
 @example(200, 900, window(0, 0, "bottom_right"), IN_NO_ORDER)
 @example(800, 800, window(127, 0, "top_left"), IN_ORDER)
+@example(300, 700, causal("bottom_right"), WIDE)
+@example(800, 820, window(127, 0, "top_left"), WIDE)
 def test_backward_every_seeing_query_is_in_one_step_and_unmasked_steps_see_all_keys(sq, sk, mask, config):
     problem = problem_of(sq, sk, mask)
     (n_tiles, *_), band, shape = backward_scalars_of(problem, config)
@@ -273,17 +277,17 @@ def test_backward_every_seeing_query_is_in_one_step_and_unmasked_steps_see_all_k
     sq, sk = visible.shape
     assert visible.any(0).all(), "a key that no query sees is read"
     assert visible.any(1).all(), "a query that sees no key is read"
-    assert (n_tiles - 1) * KEYS < sk <= n_tiles * KEYS, "every key has its gradient written"
-    for first in range(0, n_tiles * KEYS, KEYS):
+    assert (n_tiles - 1) * config.keys < sk <= n_tiles * config.keys, "every key has its gradient written"
+    for first in range(0, n_tiles * config.keys, config.keys):
         spans = tiles.query_steps_of.fn(first, band, shape)
         begins = [tiles.queries_at.fn(step, spans, shape) for step in range(spans[3])]
         assert all(begin % QUERIES == 0 and 0 <= begin < sq for begin in begins), "dq's sums lie on a grid"
         assert len(set(begins)) == len(begins)
-        seeing = visible[:, first:first + KEYS].any(1).nonzero().flatten().tolist()
+        seeing = visible[:, first:first + config.keys].any(1).nonzero().flatten().tolist()
         assert {query // QUERIES * QUERIES for query in seeing} <= set(begins)
         if seeing:
             assert len(begins) <= seeing[-1] // QUERIES - seeing[0] // QUERIES + 1, "a step for nobody"
-        for key in range(first, first + KEYS, ROWS):
+        for key in range(first, first + config.keys, ROWS):
             ends = tiles.phases_of.fn(key, spans, band, shape)
             assert list(ends) == sorted(ends)
             assert (ends[0], ends[-1]) == (0, spans[3])
@@ -295,11 +299,11 @@ def test_backward_every_seeing_query_is_in_one_step_and_unmasked_steps_see_all_k
                 assert config.ordered or begins[step] == spans[0] + (spans[1] - spans[2] + step) * QUERIES
 
 
-@pytest.mark.parametrize("config", [IN_NO_ORDER, IN_ORDER], ids=["in no order", "in order"])
+@pytest.mark.parametrize("config", [IN_NO_ORDER, IN_ORDER, WIDE], ids=["in no order", "in order", "wide"])
 def test_causal_backward_masks_no_step_whose_queries_all_see_the_warpgroups_keys(config):
     (n_tiles, *_), band, shape = backward_scalars_of(problem_of(1024, 1024, causal()), config)
-    for key in range(0, n_tiles * KEYS, ROWS):
-        spans = tiles.query_steps_of.fn(key // KEYS * KEYS, band, shape)
+    for key in range(0, n_tiles * config.keys, ROWS):
+        spans = tiles.query_steps_of.fn(key // config.keys * config.keys, band, shape)
         ends = tiles.phases_of.fn(key, spans, band, shape)
         for step in {*range(spans[3])} - {*range(ends[1], ends[2])}:
             assert tiles.queries_at.fn(step, spans, shape) < key + ROWS - 1
@@ -337,11 +341,26 @@ def test_sums_are_followed_by_a_counter_for_each_step_where_they_are_ordered():
     sums = torch.zeros(ordered.sums_shape)
     rows = torch.zeros(3, 40, 1000)
     tensor = torch.zeros(3, 40, 1000, 128, dtype=torch.bfloat16)
-    *_, described, counters = ordered.arguments((tensor,) * 4 + (rows, rows, tensor, tensor), sums)
+    described, counters = ordered.arguments((tensor,) * 4 + (rows, rows, tensor, tensor), sums)[8:10]
     assert tuple(described.shape) == plain.sums_shape
     assert counters.dtype is torch.int32
     assert counters.numel() >= steps
     assert counters.data_ptr() == sums.data_ptr() + 4 * math.prod(plain.sums_shape)
+
+
+@pytest.mark.parametrize(("d", "dv", "of_q", "of_v", "parts"), [
+    (256, 256, (128, None), (128, None), (128, 2)), (192, 128, (128, 64), (64, None), (64, 3)),
+    (192, 192, (128, 64), (64, 128), (64, 3)), (136, 72, (128, 64), (64, None), (64, 3)),
+    (40, 200, (64, None), (128, None), (64, 2))])
+def test_wide_heads_come_in_a_tile_for_each_warpgroup(d, dv, of_q, of_v, parts):
+    """The first sums more of dK and less of dV. Forms say None where the second's tile is like the first's."""
+    problem = replace(problem_of(1000, 1000, d=d, heads=(2, 2)), dv=dv)
+    launch = launch_backward.HopperBackward(problem, WIDE, problem.q_strides)
+    assert launch.grid == (2 * 16,)
+    assert launch.forms == [[columns and ([1, 1, 64, columns], ANY) for columns in pair]
+                            for pair in (of_q, of_q, of_v, of_v, of_q, of_v)]
+    assert launch.sums_shape == (2 * 16 * 64 * math.prod(parts) // 256, 256)
+    assert launch.enqueue_dq.scalars[-3:] == (d, *parts), "dq's columns, those of a part, and parts side by side"
 
 
 @given(st.integers(1, 1000), st.integers(1, 3), st.integers(1, 4), st.integers(1, 3), st.booleans())

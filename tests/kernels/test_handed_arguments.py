@@ -53,3 +53,21 @@ def test_both_ways_hand_the_same_arguments_of_the_backward(d, deterministic):
         assert encoded == [q, k, v, dout, dk, dv, sums]
     if deterministic:  # counters stand behind the sums: 4096 queries of 2 heads, 64 columns
         assert behind[0] == sums + 4 * 2 * 4096 * 64
+
+
+def test_both_ways_hand_the_same_arguments_of_the_backward_of_packed_sequences():
+    encoded, behind, (q, k, v, dout, _lse, _delta, _dq, dk, dv, *lengths, sums) = check(
+        {"kernel": "hopper_backward", "d": 64, "mask": [None, 0, "top_left"],
+         "options": ["cu_seqlens_q", "cu_seqlens_k", "seqlens_k"]}, dims=4)
+    assert encoded == [q, k, v, dout, dk, dv]
+    assert behind[:7] == [sums, None, dk, dv, *lengths[:2], None]
+    assert behind[7] == lengths[3]
+
+
+@pytest.mark.parametrize(("d", "dv", "tiles"), [(256, 256, (1, 1)), (192, 192, (2, 2)), (192, 128, (2, 1))])
+def test_both_ways_hand_the_same_arguments_of_the_backward_of_wide_heads(d, dv, tiles):
+    encoded, behind, (q, k, v, dout, _lse, _delta, _dq, dk, dv_, sums) = check(
+        {"kernel": "hopper_backward", "d": d, "dv": dv, "mask": [None, 0, "top_left"]})
+    of_q, of_v = tiles
+    assert encoded == [q] * of_q + [k] * of_q + [v] * of_v + [dout] * of_v + [dk] * of_q + [dv_] * of_v
+    assert sums in behind[:2]

@@ -1,6 +1,7 @@
 """The sums that the Hopper backward kernel leaves come out as dQ."""
 
 import math
+from itertools import accumulate
 
 import pytest
 import torch
@@ -23,20 +24,41 @@ def held_by_threads(part):
                         for first in range(0, part.shape[1], 8)])
 
 
-def sums_of(dq, width):
-    """Cut dq, padded, into parts: of 64 queries left and right halves."""
+def sums_of(dq, width, cuts):
+    """Cut dq, padded, into parts: of 64 queries some columns each."""
     padded = torch.zeros(B, H, math.ceil(dq.shape[2] / 64) * 64, width)
     padded[:, :, :dq.shape[2], :dq.shape[3]] = dq
     cut = [part for line in padded.flatten(0, 1) for rows in line.split(64)
-           for part in rows.split(width // 2, dim=1)]
-    return torch.stack([held_by_threads(part) for part in cut])
+           for part in rows.split(cuts, dim=1)]
+    return torch.cat([held_by_threads(part).flatten() for part in cut])
 
 
-@pytest.mark.parametrize(("width", "sq", "d"), [(128, 130, 96), (64, 200, 40), (64, 64, 64), (128, 129, 128)])
-def test_sums_become_dq(width, sq, d, device):
+@pytest.mark.parametrize(("cuts", "sq", "d", "parts"), [
+    ([64, 64], 130, 96, 2), ([32, 32], 200, 40, 2), ([32, 32], 64, 64, 2), ([64, 64], 129, 128, 2),
+    ([128, 128], 130, 200, 2), ([128, 64], 130, 192, 3)])  # of the last one the first part is two
+def test_sums_become_dq(cuts, sq, d, parts, device):
     dq = torch.randn(B, H, sq, d)
-    sums = sums_of(dq, width).to(device)
-    parts = len(sums) // (B * H)
+    sums = sums_of(dq, sum(cuts), cuts).to(device)
+    all_parts = parts * math.ceil(sq / 64)
     got = torch.full((B, sq, H, d), float("nan"), dtype=torch.float16, device=device).transpose(1, 2)
-    hopper_dq_kernel[(parts, B * H)](sums, got, *got.stride()[:3], sq, H, parts, 0.5, d, width // 2)
+    hopper_dq_kernel[(all_parts, B * H)](sums, got, None, *got.stride()[:3], sq, H, all_parts, None, 0.5, d,
+                                         sum(cuts) // parts, parts)
     assert torch.equal(got.cpu(), (dq * 0.5).half())
+
+
+@pytest.mark.parametrize("lengths", [[130, 0, 1, 64, 63, 0], [3] * 200, []], ids=["odd", "many", "none"])
+def test_steps_of_packed_sequences_become_their_rows(lengths, device):
+    """Each sequence begins a step of its own, and its rows follow those of the one before."""
+    borders, width, behind, columns = [0, *accumulate(lengths)], 64, 70, 40
+    steps = (borders[-1] + behind) // 64 + len(lengths) + 1
+    dq = torch.randn(1, 1, borders[-1] + behind, columns)
+    spread = torch.full((B, H, steps * 64, columns), float("nan"))
+    for n, (begin, rows) in enumerate(zip(borders, [*lengths, behind], strict=True)):
+        first = (begin // 64 + n) * 64
+        spread[:, :, first:first + rows] = dq[:, :, begin:begin + rows]
+    sums = sums_of(spread, width, [width // 2] * 2).to(device)
+    got = torch.full((1, dq.shape[2], H, columns), float("nan"), dtype=torch.float16, device=device).transpose(1, 2)
+    cu_seqlens = torch.tensor(borders, device=device)
+    hopper_dq_kernel[(2 * steps, H)](sums, got, cu_seqlens, *got.stride()[:3], dq.shape[2], H, 2 * steps, len(lengths),
+                                     0.5, columns, width // 2, 2)
+    assert torch.equal(got.cpu(), (dq * 0.5).half().expand(1, H, -1, -1))

@@ -28,6 +28,9 @@ def test_a_register_set_in_front_of_a_loop_that_may_be_skipped_is_found():
     ("ULDC.64 UR6, c[0x0][0x20]", "HGMMA.64x8x16.F32.BF16 R24, R0, gdesc[UR4].tnspB, RZ, !UPT",
      {"R0", "R1", "R2", "R3"}),
     ("ULDC.64 UR6, c[0x0][0x20]", "@UP1 ULEA UR8, UR6, UR7, 0x1", {"UP1"}),
+    ("PRMT R4, RZ, 0x7610, R4", "PRMT R4, R4, 0x5410, RZ", set()),
+    ("NOP", "PRMT R4, R5, 0x7610, R4", {"R5"}),
+    ("NOP", "PRMT R4, RZ, 0x5410, R4", {"R4"}),
 ])
 def test_wide_operands_predicates_and_descriptors_of_products_count(before, reader, unset):
     assert set(possibly_unset(listing(before, reader, "EXIT"))) == unset

@@ -44,7 +44,10 @@ def problem_of(lengths=(512, 512), heads=(4, 2), dims=(64, 64), mask=None, dtype
 @pytest.mark.parametrize("problem", [
     problem_of(), problem_of(dtype=torch.float16), problem_of(dims=(128, 128)), problem_of(dims=(40, 8)),
     problem_of((500, 700), mask=causal("bottom_right")), problem_of(mask=window(100, None)), problem_of((1, 1)),
+    problem_of(dims=(256, 256)), problem_of(dims=(192, 128)), problem_of(dims=(64, 200)),
     problem_of(heads=(6, 1), b=1), problem_of(scores=ScoreOptions(sinks=SINKS)), problem_of(deterministic=True),
+    problem_of(scores=ScoreOptions(softcap=30.0, sinks=SINKS)), problem_of(sequences=LENGTHS),
+    problem_of((700, 900), b=1, mask=causal("bottom_right"), sequences=PACKED),
 ], ids=str)
 def test_plain_16_bit_calls_are_taken(problem):
     assert gluon.backend.why_not(problem) is None
@@ -52,14 +55,16 @@ def test_plain_16_bit_calls_are_taken(problem):
 
 
 @pytest.mark.parametrize(("problem", "reason"), [
-    (problem_of(dims=(256, 256)), "takes head dims up to 128 in its backward pass, got 256 and 256"),
-    (problem_of(dims=(192, 128)), "takes head dims up to 128 in its backward pass, got 192 and 128"),
-    (problem_of(dims=(64, 200)), "takes head dims up to 128 in its backward pass, got 64 and 200"),
-    (problem_of(scores=ScoreOptions(softcap=30.0, sinks=SINKS)),
-     "takes, in its backward pass, sinks and nothing else that changes scores, got softcap 30, sinks"),
-    (problem_of(sequences=LENGTHS), "takes, in its backward pass, no lengths that are data, got padded sequences"),
-    (problem_of((700, 900), b=1, mask=causal("bottom_right"), sequences=PACKED),
-     "takes, in its backward pass, no lengths that are data, got 8 packed sequences"),
+    (problem_of(dims=(136, 128), deterministic=True),
+     "takes, in its backward pass, head dims up to 128 with deterministic=True, got 136 and 128"),
+    (problem_of(dims=(64, 256), scores=ScoreOptions(softcap=30.0)),
+     "takes, in its backward pass, head dims up to 128 with softcap, got 64 and 256"),
+    (problem_of(dims=(256, 256), sequences=LENGTHS, deterministic=True), "takes, in its backward pass, head dims up to "
+     "128 with deterministic=True and lengths that are data, got 256 and 256"),
+    (problem_of(sequences=LENGTHS, deterministic=True),
+     "takes, in its backward pass, no lengths that are data where deterministic=True, got padded sequences"),
+    (problem_of((700, 900), b=1, mask=causal("bottom_right"), sequences=PACKED, deterministic=True),
+     "takes, in its backward pass, no lengths that are data where deterministic=True, got 8 packed sequences"),
 ], ids=lambda value: "" if isinstance(value, str) else str(value))
 def test_forward_takes_what_backward_refuses(problem, reason):
     assert gluon.backend.why_not(problem) is None
@@ -75,8 +80,8 @@ def test_a_maximum_is_no_business_of_the_backward():
 @pytest.mark.parametrize(("problem", "reason"), [
     (problem_of(device=torch.device("cpu")), "runs on Hopper GPUs (sm_90), got cpu"),
     (problem_of(dtype=torch.float32), "computes in float16 and bfloat16, got torch.float32"),
-    (problem_of(dims=(264, 64)), "takes head dims up to 256 in its forward pass, got 264 and 64"),
-    (problem_of(dims=(64, 512)), "takes head dims up to 256 in its forward pass, got 64 and 512"),
+    (problem_of(dims=(264, 64)), "takes head dims up to 256, got 264 and 64"),
+    (problem_of(dims=(64, 512)), "takes head dims up to 256, got 64 and 512"),
     (problem_of(mask=prefix(3)), f"takes causal masks and windows, got {prefix(3)}"),
     (problem_of(mask=causal() & chunk(64)), f"takes causal masks and windows, got {causal() & chunk(64)}"),
     (problem_of(mask=causal() & sink_tokens(2)), f"takes causal masks and windows, got {causal() & sink_tokens(2)}"),
@@ -101,6 +106,9 @@ def test_a_maximum_is_no_business_of_the_backward():
      "needs a last stride of 1 and the others positive multiples of 8 elements, got out with (36, 36, 36, 1)"),
     (problem_of(dims=(36, 64), q_strides=(131072, 64, 256, 1), k_strides=(65536, 64, 128, 1)).backward(lse_grad=False),
      "needs a last stride of 1 and the others positive multiples of 8 elements, got dq with (73728, 36, 144, 1)"),
+    (problem_of((64, 1), heads=(1, 1), b=1, dims=(64, 36), v_strides=(4096, 64, 64, 1),
+                sequences=PACKED).backward(lse_grad=False),
+     "needs a last stride of 1 and the others positive multiples of 8 elements, got dv with (36, 36, 36, 1)"),
 ], ids=lambda value: "" if isinstance(value, str) else str(value))
 def test_each_refusal_says_what_was_got(problem, reason):
     assert gluon.backend.why_not(problem) == reason

@@ -52,6 +52,8 @@ def test_illegal_tile_cannot_be_constructed(kind, tile, name):
     ({"out_stages": 3}, "out_stages=3; allowed are 1, 2, 4."),
     ({"direct": True, "ordered": True},
      "ordered=True with direct=True; dQ is added from registers or in order, not both."),
+    ({"wide": True}, "wide=True with ahead=False, direct=False; allowed is direct=True."),
+    ({"wide": True, "direct": True, "ahead": True}, "wide=True with ahead=True, direct=True; allowed is direct=True."),
 ])
 def test_illegal_steps_of_the_hopper_backward_cannot_be_constructed(settings, message):
     with pytest.raises(InvalidInput, match=message):
@@ -309,6 +311,14 @@ def test_the_hopper_backward_adds_to_dq_in_order_where_that_is_asked_for_alone(d
         config = hopper_backward_config(problem)
         assert config.ordered == deterministic
         assert config.shared_bytes(problem) <= DeviceSpec.of_arch("sm_90").shared_memory
+
+
+@pytest.mark.parametrize(("d", "dv"), [(129, 8), (8, 129), (136, 72), (160, 160), (192, 128), (192, 192), (256, 256)])
+def test_two_warpgroups_share_the_keys_where_heads_are_wide(d, dv):
+    problem = problem_of(d, dv)
+    config = hopper_backward_config(problem)
+    assert config.wide
+    assert config.shared_bytes(problem) <= DeviceSpec.of_arch("sm_90").shared_memory
 
 
 def test_staged_dq_takes_shared_memory_for_one_step_and_in_order_for_two():

@@ -19,7 +19,8 @@ from tilewise.scores import NO_OPERANDS, NO_OPTIONS, Operands
 from tilewise.tuning.device import device_spec
 from tilewise.tuning.heuristics import delta_config, hopper_backward_config, hopper_forward_config
 
-WIDEST = {"forward": 256, "backward": 128}
+WIDEST = 256
+WIDEST_OF_ALL = 128  # what the backward kernel for wider heads does not have is taken to here
 # The Triton that the kernels ran with on a GPU, and passed. Newer ones, to 3.9, compile them too (tests/kernels), but
 # an assembler's work is not to be trusted unseen: pipeline.py tells of a fault that was found by running.
 CHECKED = (3, 6)
@@ -66,7 +67,8 @@ class GluonBackend:
         delta = torch.empty_like(lse)
         with contextlib.nullcontext() if is_current(problem.device) else torch.cuda.device(problem.device):
             plan.delta(out, dout, out if dlse is None else dlse, delta, plan.fixed or modifiers_of(problem, operands))
-            plan.launch(q, k, v, dout, lse, delta, dq, dk, dv)
+            plan.launch(q, k, v, dout, lse, delta, dq, dk, dv, operands.cu_seqlens_q, operands.cu_seqlens_k,
+                        operands.seqlens_q, operands.seqlens_k)
         made = (dq if needs.dq else None, *((dk, dv) if needs.dkv else (None, None)))
         if not needs.dsinks:
             return Gradients(*made)
@@ -110,7 +112,8 @@ def _backward_plan(problem: AttentionProblem, incoming: tuple[Sizes, Sizes, Size
     strides = _gradient_strides(problem)
     return _BackwardPlan(strides, delta_launch(problem, delta_config(problem), *incoming),
                          HopperBackward(problem, hopper_backward_config(problem), strides[0]),
-                         None if problem.scores.sinks else modifiers_of(problem, NO_OPERANDS))
+                         None if problem.scores.sinks or problem.sequences.are_data
+                         else modifiers_of(problem, NO_OPERANDS))
 
 
 def _gradient_strides(problem: AttentionProblem) -> tuple[Sizes, Sizes, Sizes]:
@@ -144,9 +147,15 @@ def _wrong_machine(problem: AttentionProblem) -> str | None:
 def _wrong_dtype_or_dims(problem: AttentionProblem) -> str | None:
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return f"computes in float16 and bfloat16, got {problem.dtype}"
-    widest = WIDEST[problem.direction]
-    if max(problem.d, problem.dv) > widest:
-        return f"takes head dims up to {widest} in its {problem.direction} pass, got {problem.d} and {problem.dv}"
+    if max(problem.d, problem.dv) > WIDEST:
+        return f"takes head dims up to {WIDEST}, got {problem.d} and {problem.dv}"
+    if problem.direction == "backward" and max(problem.d, problem.dv) > WIDEST_OF_ALL:
+        wanted = {"deterministic=True": problem.deterministic, "lengths that are data": problem.sequences.are_data,
+                  "softcap": problem.scores.softcap is not None}
+        if any(wanted.values()):
+            return (f"takes, in its backward pass, head dims up to {WIDEST_OF_ALL} with "
+                    f"{' and '.join(name for name, is_wanted in wanted.items() if is_wanted)}, got {problem.d} and "
+                    f"{problem.dv}")
     return None
 
 
@@ -154,13 +163,12 @@ def _wrong_options(problem: AttentionProblem) -> str | None:
     if problem.mask.has_exceptions:
         return f"takes causal masks and windows, got {problem.mask}"
     if problem.direction == "backward":
-        if problem.sequences.are_data:
-            return f"takes, in its backward pass, no lengths that are data, got {problem.sequences}"
-        if problem.scores._replace(sinks=None, max_logit=False) != NO_OPTIONS:
-            return f"takes, in its backward pass, sinks and nothing else that changes scores, got {problem.scores}"
+        if problem.deterministic and problem.sequences.are_data:
+            return ("takes, in its backward pass, no lengths that are data where deterministic=True, got "
+                    f"{problem.sequences}")
     elif problem.scores.max_logit:
         return "takes no max_logit"
-    elif problem.scores._replace(softcap=None, sinks=None) != NO_OPTIONS:
+    if problem.scores._replace(softcap=None, sinks=None, max_logit=False) != NO_OPTIONS:
         return f"takes softcap and sinks and nothing else that changes scores, got {problem.scores}"
     if problem.is_empty or not problem.sk:  # lengths that are data may not be known to be 0, but the tensors' are
         return "needs a pair that is visible, got none"
@@ -173,11 +181,12 @@ def _wrong_strides(problem: AttentionProblem) -> str | None:
     if not problem.aligned:
         return "needs q, k and v at addresses that are multiples of 16 bytes"
     queries, keys = (problem.b, problem.hq, problem.sq), (problem.b, problem.hk, problem.sk)
+    # Some rows of packed sequences do not go by the copy engine, but in pieces of as many bytes, be there one row.
     moved = [("q", queries, problem.q_strides), ("k", keys, problem.k_strides), ("v", keys, problem.v_strides)]
     if problem.direction == "forward":
-        # Some rows of packed sequences do not go by the copy engine, but in pieces of as many bytes, be there one row.
         moved.append(("out", queries if problem.sequences.packed is None else (2, 2, 2), problem.out_strides))
     else:
+        keys = keys if problem.sequences.packed is None else (2, 2, 2)
         moved += zip(("dq", "dk", "dv"), (queries, keys, keys), _gradient_strides(problem), strict=True)
     for name, sizes, strides in moved:
         if not _moves(sizes, strides, itemsize):

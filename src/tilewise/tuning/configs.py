@@ -83,6 +83,29 @@ class DqConfig(TileConfig):
 
 
 @dataclass(frozen=True, slots=True)
+class DecodeConfig(TileConfig):
+    """The decode kernel: ``block_m`` rows, a query of a head each, stay; keys stream.
+
+    Attributes:
+        overlapped: whether the kernel that combines is launched while this one still runs, and waits by itself; CUDA
+            devices of compute capability 9.0 and later can.
+    """
+
+    overlapped: bool = False
+
+    def shared_bytes(self, width: int, itemsize: int) -> int:
+        """Shared memory: q, P, and tiles of k and v in flight: one a stage, the product of few rows frees one sooner.
+
+        64 rows and more are wgmma's on Hopper: it reads k and v where they arrived, and P from registers. A KiB is for
+        the reductions between warps.
+        """
+        many = self.block_m >= 64
+        tiles = self.num_stages if many else max(1, self.num_stages - 1)
+        row = width if many else width + self.block_n
+        return itemsize * (2 * tiles * self.block_n * width + self.block_m * row) + 1024
+
+
+@dataclass(frozen=True, slots=True)
 class DeltaConfig:
     """The delta kernel: a row sum, bound by memory; the tile only has to fill the loads."""
 
@@ -137,7 +160,7 @@ class HopperForwardConfig:
 
 @dataclass(frozen=True, slots=True)
 class HopperBackwardConfig:
-    """The warp-specialised backward kernel: 64 keys a warpgroup stay, queries stream, 64 a step.
+    """The warp-specialised backward kernel: 64 keys a warpgroup stay, or of two; queries stream, 64 a step.
 
     Attributes:
         stages, out_stages: tiles of q and of dout in flight; powers of two, since every step divides by them.
@@ -145,6 +168,7 @@ class HopperBackwardConfig:
         direct: whether dQ goes to its sums from registers, else through shared memory.
         ordered: whether warps of their own take it from there, of two steps at a time, and add it in a fixed order;
             every bit is then the same on every run.
+        wide: whether two warpgroups share 64 keys, each with half the columns of dK, dV and dQ; added from registers.
     """
 
     stages: int = 2
@@ -152,6 +176,7 @@ class HopperBackwardConfig:
     ahead: bool = False
     direct: bool = False
     ordered: bool = False
+    wide: bool = False
 
     def __post_init__(self) -> None:
         for name, allowed in (("stages", (2, 4)), ("out_stages", (1, 2, 4))):
@@ -159,20 +184,39 @@ class HopperBackwardConfig:
                 raise InvalidInput(f"{name}={getattr(self, name)}; allowed are {', '.join(map(str, allowed))}.")
         if self.ordered and self.direct:
             raise InvalidInput("ordered=True with direct=True; dQ is added from registers or in order, not both.")
+        if self.wide and (self.ahead or not self.direct):
+            raise InvalidInput(f"wide=True with ahead={self.ahead}, direct={self.direct}; allowed is direct=True.")
 
-    def width(self, problem: AttentionProblem) -> int:
-        """Width of a head inside the tiles: a row of a tile is 128 bytes at least."""
-        return max(64, problem.width)
+    @property
+    def keys(self) -> int:
+        """Keys of a program."""
+        return 64 if self.wide else 128
+
+    def columns(self, problem: AttentionProblem) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Columns of q and k inside the tiles, and of v and dout: a row of a tile is 128 bytes at least.
+
+        Where two warpgroups share keys, what each sums; of 192 the one that makes dS has less of q and more of v.
+        """
+        if self.wide:
+            return _halves_of(problem.d), _halves_of(problem.dv)[::-1]
+        return ((max(64, problem.width),),) * 2
 
     def shared_bytes(self, problem: AttentionProblem) -> int:
-        """Shared memory: k, v, q, dout, dS twice, lse and delta, dQ of 0 to 2 steps; barriers take under a KiB."""
-        width, size = self.width(problem), problem.dtype.itemsize
-        operands = size * width * 64 * (4 + self.stages + self.out_stages)
-        scores, rows = size * 2 * 128 * 64, 8 * self.stages * 64
+        """Shared memory: k, v, q, dout, lse and delta, dQ of 0 to 2 steps; barriers take under a KiB.
+
+        And dS twice, or, where two warpgroups share keys, once, with the probabilities in float32.
+        """
+        (d, dv), size = map(sum, self.columns(problem)), problem.dtype.itemsize
+        operands = size * 64 * (d * (self.keys // 64 + self.stages) + dv * (self.keys // 64 + self.out_stages))
+        scores, rows = 64 * 64 * (4 + size if self.wide else 4 * size), 8 * self.stages * 64
         steps = 0 if self.direct else 2 if self.ordered else 1
-        return operands + scores + rows + steps * 4 * width * 64 + 1024
+        return operands + scores + rows + steps * 4 * d * 64 + 1024
 
 
 def pieces_of(dim: int) -> tuple[int, ...]:
     """The narrowest of 64, 64 + 32, 128, 128 + 64 and 256 that holds a head dim."""
     return next(pieces for pieces in ((64,), (64, 32), (128,), (128, 64), (256,)) if dim <= sum(pieces))
+
+
+def _halves_of(dim: int) -> tuple[int, int]:
+    return next(halves for halves in ((64, 64), (128, 64), (128, 128)) if dim <= sum(halves))

@@ -160,8 +160,10 @@ def hopper_backward_config(problem: AttentionProblem) -> HopperBackwardConfig:
 
     At a width of 64 registers hold the next step's scores beside this one's (+0 to 7 %), and dQ goes to its sums from
     registers (+7 to 16 %). At 128 neither gains: too many registers hold dK and dV. In order a pass makes 0.84 to 0.94
-    of what it makes in none.
+    of what it makes in none. Wider heads leave no choice: two warpgroups share the keys.
     """
+    if max(problem.d, problem.dv) > 128:
+        return HopperBackwardConfig(direct=True, wide=True)
     narrow = max(problem.d, problem.dv) <= 64
     if problem.deterministic:
         return HopperBackwardConfig(ahead=narrow, ordered=True)

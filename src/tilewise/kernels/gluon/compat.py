@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from triton._C.libtriton import ir
-from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language._core import builtin, shared_memory_descriptor
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from tilewise.errors import TilewiseError
@@ -17,6 +17,8 @@ from tilewise.errors import TilewiseError
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 tma_store_wait = tma.store_wait
+# Public from 3.9 on.
+reinterpret = getattr(shared_memory_descriptor, "reinterpret", None) or shared_memory_descriptor._reinterpret
 
 
 @builtin

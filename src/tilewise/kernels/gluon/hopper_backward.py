@@ -7,6 +7,9 @@ added in global memory to the sums of the other tiles (hopper_dq_sums.py), in fl
 hold it; hopper_dq.py brings it into dq's. The query heads of a group pass one after another while the keys stay.
 
 With C.AHEAD, S of the next step is computed while this step's dQ and dK are: a step then begins with its softmax.
+
+Where lengths are data, rows of other sequences come into the tiles. Their probabilities are 0 and enter products, and
+0 · NaN is NaN: the loading warp zeroes them, before it says that the tile is there.
 """
 
 from typing import NamedTuple
@@ -22,7 +25,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from tilewise.kernels.gluon.compat import tma_load, tma_store, tma_store_wait
 from tilewise.kernels.gluon.hopper_dq_sums import hand_over, make_stage, write_sums
-from tilewise.kernels.gluon.pipeline import leave, make_barriers, meet, wait_empty, wait_full
+from tilewise.kernels.gluon.lengths import (
+    clear_rows,
+    key_rows_of,
+    key_tile_of,
+    locate_keys,
+    owned_of,
+    parts_of,
+    store_some,
+    tell,
+)
+from tilewise.kernels.gluon.pipeline import leave, make_barriers, meet, opaque, wait_empty, wait_full
+from tilewise.kernels.gluon.softmax import cap
 from tilewise.kernels.gluon.tiles import QUERIES, key_tile_at, phases_of, queries_at, query_steps_of
 
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -30,7 +44,10 @@ ONE_WARP: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
 
 
 class Shape(NamedTuple):
-    """What is fixed when the kernel is compiled: HopperBackwardConfig's fields, and what of the mask there is."""
+    """What is fixed when the kernel is compiled: HopperBackwardConfig's fields, and what of the mask there is.
+
+    LENGTHS, PACKED, SHIFTED: as in the forward kernel.
+    """
 
     WIDTH: int
     CONSUMERS: int
@@ -41,67 +58,146 @@ class Shape(NamedTuple):
     ORDERED: bool
     LOWER: bool
     UPPER: bool
+    LENGTHS: bool
+    PACKED: bool
+    SHIFTED: bool
 
 
 @gluon.jit
-def load_rows(sources, queries, rows, turn, place, line, sq, C: gl.constexpr):
-    """Producer: load Q of one turn, and lse and delta of the same queries.
+def fetch_rows(lse_ptr, delta_ptr, line, offsets, seeing):
+    """Producer: read lse and delta of a step's queries; of those that see nothing -inf and 0."""
+    lse = gl.load(lse_ptr + line + offsets, mask=seeing, other=float("-inf"))
+    delta = gl.load(delta_ptr + line + offsets, mask=seeing, other=0.0)
+    return lse, delta
+
+
+@gluon.jit
+def put_rows(rows, slot, lse, delta):
+    """Producer: put lse and delta into a slot.
 
     lse is turned to base 2, and to +inf where there is no query or it sees nothing: the probabilities are 0 there.
     """
-    q_desc, _k_desc, _v_desc, _dout_desc, lse_ptr, delta_ptr = sources
-    q_tiles, full, empty = queries
-    batch, head, first = place
-    offsets = first + gl.arange(0, QUERIES, layout=ONE_WARP)
-    lse = gl.load(lse_ptr + line + offsets, mask=offsets < sq, other=float("-inf"))
-    delta = gl.load(delta_ptr + line + offsets, mask=offsets < sq, other=0.0)
-    wait_empty(empty, turn, C.STAGES)
-    slot = turn % C.STAGES
-    mbarrier.expect(full.index(slot), q_desc.block_type.nbytes)
-    tma_load(q_desc, [batch, head, first, 0], full.index(slot), q_tiles.index(slot))
     rows.index(2 * slot).store(gl.where(lse == float("-inf"), float("inf"), lse * LOG2E))
     rows.index(2 * slot + 1).store(delta)
-    mbarrier.arrive(full.index(slot), count=1)
 
 
 @gluon.jit
-def load_dout(sources, douts, turn, place, C: gl.constexpr):
+def load_rows(sources, queries, rows, turn, place, line, owned, clears, C: gl.constexpr):
+    """Producer: load Q of one turn, and lse and delta of the same queries.
+
+    owned: the first query that sees a key and the end of them. clears: whether the tile is to be cleared before it is
+    full; it arrives at the ring's spare barrier then.
+    """
+    q_desc, _k_desc, _v_desc, _dout_desc, lse_ptr, delta_ptr = sources
+    q_tiles, full, empty = queries
+    batch, head, first, row = place
+    see_from, sq = owned
+    offsets = first + gl.arange(0, QUERIES, layout=ONE_WARP)
+    seeing = offsets < sq
+    if C.LENGTHS:
+        seeing = seeing & (offsets >= see_from)
+    lse, delta = fetch_rows(lse_ptr, delta_ptr, line, offsets, seeing)
+    wait_empty(empty, turn, C.STAGES)
+    slot = turn % C.STAGES
+    arrival = slot
+    if C.LENGTHS:
+        arrival = gl.where(clears, C.STAGES, slot)
+    mbarrier.expect(full.index(arrival), q_desc.block_type.nbytes)
+    tma_load(q_desc, [batch, head, row + first, 0], full.index(arrival), q_tiles.index(slot))
+    put_rows(rows, slot, lse, delta)
+    mbarrier.arrive(full.index(arrival), count=1)
+
+
+@gluon.jit
+def load_dout(sources, douts, turn, place, clears, C: gl.constexpr):
     """Producer: load dO of one turn."""
     _q_desc, _k_desc, _v_desc, dout_desc, _lse_ptr, _delta_ptr = sources
     dout_tiles, full, empty = douts
-    batch, head, first = place
+    batch, head, first, row = place
     wait_empty(empty, turn, C.OUT_STAGES)
     slot = turn % C.OUT_STAGES
-    mbarrier.expect(full.index(slot), dout_desc.block_type.nbytes)
-    tma_load(dout_desc, [batch, head, first, 0], full.index(slot), dout_tiles.index(slot))
+    arrival = slot
+    if C.LENGTHS:
+        arrival = gl.where(clears, C.OUT_STAGES, slot)
+    mbarrier.expect(full.index(arrival), dout_desc.block_type.nbytes)
+    tma_load(dout_desc, [batch, head, row + first, 0], full.index(arrival), dout_tiles.index(slot))
+
+
+@gluon.jit
+def clear_step(queries, douts, turn, cleared, begin, stop, C: gl.constexpr):
+    """Producer: zero what of Q and dO of a turn sees no key, then say that both are full. cleared: how often before."""
+    q_tiles, q_full, _q_empty = queries
+    dout_tiles, dout_full, _dout_empty = douts
+    mbarrier.wait(q_full.index(C.STAGES), cleared & 1)
+    mbarrier.wait(dout_full.index(C.OUT_STAGES), cleared & 1)
+    clear_rows(q_tiles, turn % C.STAGES, begin, stop, C.WIDTH)
+    clear_rows(dout_tiles, turn % C.OUT_STAGES, begin, stop, C.WIDTH)
+    fence_async_shared()
+    mbarrier.arrive(q_full.index(turn % C.STAGES), count=2)
+    mbarrier.arrive(dout_full.index(turn % C.OUT_STAGES), count=1)
+
+
+@gluon.jit
+def load_keys(sources, keys, place, owned, C: gl.constexpr):
+    """Producer: load K and V of each consumer; owned: the first key that is seen and the end of them."""
+    _q_desc, k_desc, v_desc, _dout_desc, _lse_ptr, _delta_ptr = sources
+    k_tiles, v_tiles, full = keys
+    batch, head_k, first, row = place
+    NC: gl.constexpr = C.CONSUMERS
+    for i in gl.static_range(NC):
+        key = first + i * 64
+        arrival = i
+        if C.LENGTHS:
+            clears = (owned[0] > key) | (owned[1] < key + 64)
+            arrival = gl.where(clears, NC + i, i)
+        mbarrier.expect(full.index(arrival), k_desc.block_type.nbytes + v_desc.block_type.nbytes)
+        tma_load(k_desc, [batch, head_k, row + key, 0], full.index(arrival), k_tiles.index(i))
+        tma_load(v_desc, [batch, head_k, row + key, 0], full.index(arrival), v_tiles.index(i))
+        if C.LENGTHS:
+            if clears:
+                mbarrier.wait(full.index(NC + i), 0)
+                begin = gl.minimum(owned[0] - key, 64)
+                stop = gl.maximum(owned[1] - key, 0)
+                clear_rows(k_tiles, i, begin, stop, C.WIDTH)
+                clear_rows(v_tiles, i, begin, stop, C.WIDTH)
+                fence_async_shared()
+                mbarrier.arrive(full.index(i), count=1)
 
 
 @gluon.jit
 def load(loaded, C: gl.constexpr):
     """Producer, one warp: the keys and values once, then the queries of every head of the group."""
-    sources, keys, queries, douts, rows, tile, band, heads, group = loaded
-    _q_desc, k_desc, v_desc, _dout_desc, _lse_ptr, _delta_ptr = sources
-    k_tiles, v_tiles, keys_full = keys
+    sources, keys, queries, douts, rows, tile, spot, band, heads, group = loaded
+    total = band[0]
+    tile, band = key_tile_of(spot, tile, band, 1, C)
     first, head_k, batch = tile
     spans = query_steps_of(first, band, C)
-    NC: gl.constexpr = C.CONSUMERS
-    for i in gl.static_range(NC):
-        mbarrier.expect(keys_full.index(i), k_desc.block_type.nbytes + v_desc.block_type.nbytes)
-        tma_load(k_desc, [batch, head_k, first + i * 64, 0], keys_full.index(i), k_tiles.index(i))
-        tma_load(v_desc, [batch, head_k, first + i * 64, 0], keys_full.index(i), v_tiles.index(i))
+    first_rows, owned, seen = owned_of(spot, band, C)
+    row_q, row_k = first_rows
+    see_from, sq = owned
+    load_keys(sources, keys, (batch, head_k, first, row_k), seen, C)
     turn = 0
+    cleared = 0
+    clears = False
     for member in range(group):
         head = head_k * group + member
-        line = (batch * heads * group + head).to(gl.int64) * band[0]
+        line = (batch * heads * group + head).to(gl.int64) * total + row_q
         for step in range(spans[3]):
-            place = (batch, head, queries_at(step, spans, C))
-            load_rows(sources, queries, rows, turn, place, line, band[0], C)
-            load_dout(sources, douts, turn, place, C)
+            query = queries_at(step, spans, C)
+            place = (batch, head, query, row_q)
+            if C.LENGTHS:
+                clears = (query < see_from) | (query + QUERIES > sq)
+            load_rows(sources, queries, rows, turn, place, line, owned, clears, C)
+            load_dout(sources, douts, turn, place, clears, C)
+            if C.LENGTHS:
+                if clears:
+                    clear_step(queries, douts, turn, cleared, see_from - query, sq - query, C)
+                    cleared += 1
             turn += 1
     if C.AHEAD:
         if turn > 0:  # the last step, too, computes a next S
-            load_rows(sources, queries, rows, turn, (batch, head_k * group, band[0]), turn.to(gl.int64) * 0, band[0],
-                      C)
+            load_rows(sources, queries, rows, turn, (batch, head_k * group, band[0], row_q), turn.to(gl.int64) * 0,
+                      owned, False, C)
 
 
 @gluon.jit
@@ -146,11 +242,12 @@ def issue_dq(k_tiles, dscores_tiles, half, OWN: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def sum_steps(begin, end, turn, scores, dk, dv, tiles, queries, douts, rows, sums, stage, spans, band, first_part,
-              key, scale_log2, OWN: gl.constexpr, MASKED: gl.constexpr, C: gl.constexpr):
+              key, scaling, OWN: gl.constexpr, MASKED: gl.constexpr, C: gl.constexpr):
     """Steps ``begin`` to ``end`` of one query head: add to dk and dv, and to dQ in memory."""
     k_tiles, v_tiles, dscores_tiles = tiles
     q_tiles, q_full, q_empty = queries
     dout_tiles, dout_full, dout_empty = douts
+    scale_log2, squash = scaling
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
     ROW: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
@@ -160,6 +257,8 @@ def sum_steps(begin, end, turn, scores, dk, dv, tiles, queries, douts, rows, sum
     k = k_tiles.index(OWN).reshape([64, C.WIDTH])
     v = v_tiles.index(OWN).reshape([64, C.WIDTH])
     unmasked = spans[0] + (spans[1] - spans[2]) * QUERIES
+    if C.LENGTHS:
+        turn = opaque(turn)
     for step in range(begin, end):
         slot = turn % C.STAGES
         if MASKED or C.ORDERED:
@@ -176,10 +275,13 @@ def sum_steps(begin, end, turn, scores, dk, dv, tiles, queries, douts, rows, sum
         lse = rows.index(2 * slot).load(ROW)
         if not C.AHEAD:
             scores = warpgroup_mma_wait(1, deps=(scores_pending,))
+        scores = cap(scores, scaling)
         probs = gl.exp2(scores * scale_log2 - lse[None, :])
         if MASKED:
             probs = hide(probs, first_query, key, band, C)
         left_probs = gl.convert_layout(probs.to(DTYPE), LEFT)
+        if squash is not None:  # scores are tanh's; its derivative is the factor of dS
+            probs = probs * (1.0 - scores * scores)
         delta = rows.index(2 * slot + 1).load(ROW)
         dprobs = warpgroup_mma_wait(0, deps=(dprobs_pending,))
         dscores = (probs * (dprobs - delta[None, :])).to(DTYPE)
@@ -212,22 +314,34 @@ def sum_steps(begin, end, turn, scores, dk, dv, tiles, queries, douts, rows, sum
 
 
 @gluon.jit
-def write(desc, staged, gradient, place):
-    """Write 64 rows of dK or dV by way of the tile that their keys or values came in."""
-    batch, head, row = place
+def write(desc, ptr, staged, gradient, place, left, C: gl.constexpr):
+    """Write 64 rows of dK or dV by way of the tile that their keys or values came in.
+
+    ``left``: rows to the end of a packed sequence; the copy engine would write past it.
+    """
+    batch, head, row, column = place
     staged.reshape(gradient.shape).store(gradient.to(desc.dtype))
     fence_async_shared()
-    tma_store(desc, [batch, head, row, 0], staged)
+    if C.PACKED:
+        if left >= 64:
+            tma_store(desc, [batch, head, row, column], staged)
+        else:
+            store_some(staged, ptr, desc, (batch, head, row), left, 0, C.WIDTH)
+    else:
+        tma_store(desc, [batch, head, row, column], staged)
 
 
 @gluon.jit
 def gather(gathered, OWN: gl.constexpr, C: gl.constexpr):
     """Consumer, one warpgroup: dK and dV of 64 keys, and its part of dQ of every step."""
-    targets, sums, keys, queries, douts, rows, dscores_tiles, stage, tile, band, heads, group, scales = gathered
-    scale, scale_log2 = scales
-    dk_desc, dv_desc = targets
+    (targets, sums, keys, queries, douts, rows, dscores_tiles, stage, tile, spot, band, heads, group, count,
+     scales) = gathered
+    scale, scale_log2, squash = scales
+    dk_desc, dv_desc, dk_ptr, dv_ptr = targets
     k_tiles, v_tiles, keys_full = keys
     q_tiles, q_full, _q_empty = queries
+    total = band[0]
+    tile, band = key_tile_of(spot, tile, band, 4, C)
     first, head_k, batch = tile
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
     SUM_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.WIDTH, 16])
@@ -239,7 +353,7 @@ def gather(gathered, OWN: gl.constexpr, C: gl.constexpr):
     ends = phases_of(key, spans, band, C)
     FIRST: gl.constexpr = 1 if C.ORDERED and not C.LOWER else 0
     STOP: gl.constexpr = 3 if C.ORDERED else 2
-    parts = (band[0] + (QUERIES - 1)) // QUERIES * C.CONSUMERS
+    parts, own_part = parts_of(spot, total, count, OWN, C)
     NC: gl.constexpr = C.CONSUMERS
     for i in gl.static_range(NC):
         mbarrier.wait(keys_full.index(i), 0)
@@ -251,26 +365,30 @@ def gather(gathered, OWN: gl.constexpr, C: gl.constexpr):
             scores = warpgroup_mma_wait(0, deps=(issue_scores(k, q_tiles, turn, C),))
     tiles = (k_tiles, v_tiles, dscores_tiles)
     for member in range(group):
-        first_part = (batch * heads * group + head_k * group + member) * parts + OWN
+        first_part = (batch * heads * group + head_k * group + member) * parts + own_part
         for phase in gl.static_range(FIRST, STOP):
             turn, scores, dk, dv = sum_steps(
                 ends[phase], ends[phase + 1], turn, scores, dk, dv, tiles, queries, douts, rows, sums, stage, spans,
-                band, first_part, key, scale_log2, OWN, phase != 1, C)
-    place = (batch, head_k, key)
-    write(dv_desc, v_tiles.index(OWN), dv, place)
+                band, first_part, key, (scale_log2, squash), OWN, phase != 1, C)
+    row, left = key_rows_of(spot, key, C)
+    place = (batch, head_k, row, 0)
+    write(dv_desc, dv_ptr, v_tiles.index(OWN), dv, place, left, C)
     meet(C.CONSUMERS)  # the other's dQ has read these keys
-    write(dk_desc, k_tiles.index(OWN), dk * scale, place)
+    write(dk_desc, dk_ptr, k_tiles.index(OWN), dk * scale, place, left, C)
     tma_store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["tiles", "heads", "batches", "section", "sq", "sk", "lower", "upper", "group"])
+@gluon.jit(do_not_specialize=["tiles", "heads", "batches", "section", "sq", "sk", "lower", "upper", "group",
+                               "count"])
 def hopper_backward_kernel(q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr, dk_desc, dv_desc, sums, counters,
-                           tiles, heads, batches, section, sq, sk, lower, upper, group, scale, scale_log2,
-                           C: gl.constexpr):
+                           dk_ptr, dv_ptr, cu_q, cu_k, seqlens_q, seqlens_k,
+                           tiles, heads, batches, section, sq, sk, lower, upper, group, scale, scale_log2, squash,
+                           count, C: gl.constexpr):
     """Compute dk and dv, and add to the sums for dq, which must be zero at first.
 
     Grid: (tiles · heads of k · batches,). sums: (·, 256), a descriptor, or a pointer where C.DIRECT. counters: where
-    C.ORDERED one for each step of a query head, zero at first.
+    C.ORDERED one for each step of a query head, zero at first. dk_ptr, dv_ptr, cu_q, cu_k: of packed sequences, else
+    None; seqlens: or None; count: sequences whose lengths are data, or None. scale_log2, squash: as in softmax.cap.
     """
     DTYPE: gl.constexpr = q_desc.dtype
     NC: gl.constexpr = C.CONSUMERS
@@ -287,19 +405,23 @@ def hopper_backward_kernel(q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr
         stage = make_stage(sums, C)
     elif not C.DIRECT:
         stage = gl.allocate_shared_memory(gl.float32, [NC, C.WIDTH // 8, 256], sums.layout)
-    keys = (k_tiles, v_tiles, make_barriers(NC, 1))
-    queries = (q_tiles, make_barriers(C.STAGES, 2), make_barriers(C.STAGES, NC))
-    douts = (dout_tiles, make_barriers(C.OUT_STAGES, 1), make_barriers(C.OUT_STAGES, NC))
+    SPARE: gl.constexpr = 1 if C.LENGTHS else 0  # where tiles arrive that are cleared before they are full
+    keys = (k_tiles, v_tiles, make_barriers(NC + SPARE * NC, 1))
+    queries = (q_tiles, make_barriers(C.STAGES + SPARE, 2), make_barriers(C.STAGES, NC))
+    douts = (dout_tiles, make_barriers(C.OUT_STAGES + SPARE, 1), make_barriers(C.OUT_STAGES, NC))
     fence_async_shared()
     sources = (q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr)
-    targets = (dk_desc, dv_desc)
+    targets = (dk_desc, dv_desc, dk_ptr, dv_ptr)
     band = (sq, sk, lower, upper)
     tile = key_tile_at(gl.program_id(0), (tiles, heads, batches, section), C)
+    spot = ()
+    if C.LENGTHS:
+        spot = tell(locate_keys(tile, band, (cu_q, cu_k, seqlens_q, seqlens_k, count), C))
     ZERO: gl.constexpr = 0
     ONE: gl.constexpr = 1
-    gathered = (targets, sums, keys, queries, douts, rows, dscores_tiles, stage, tile, band, heads, group,
-                (scale, scale_log2))
-    loaded = (sources, keys, queries, douts, rows, tile, band, heads, group)
+    gathered = (targets, sums, keys, queries, douts, rows, dscores_tiles, stage, tile, spot, band, heads, group, count,
+                (scale, scale_log2, squash))
+    loaded = (sources, keys, queries, douts, rows, tile, spot, band, heads, group)
     written = (sums, counters, stage, tile, band, heads, group)
     if C.ORDERED:
         gl.warp_specialize([(gather, (gathered, ZERO, C)), (gather, (gathered, ONE, C)), (load, (loaded, C)),

@@ -3,22 +3,47 @@
 import triton
 import triton.language as tl
 
+_CHUNK = tl.constexpr(128)  # sequences that are looked through at once
 
-@triton.jit(do_not_specialize=["sq", "heads", "parts"])
-def hopper_dq_kernel(sums_ptr, dq_ptr, stride_b, stride_h, stride_s, sq, heads, parts, scale, D: tl.constexpr,
-                     COLUMNS: tl.constexpr):
-    """Write one part of dQ, 64 rows by COLUMNS columns; two lie side by side.
+
+@triton.jit
+def rows_of_step(cu_seqlens, count, step, total):
+    """Return the first row of dq of a step of 64, and where its sequence ends, or what is behind the last one.
+
+    Of packed sequences n owns the steps from cu_seqlens[n] div 64 + n on.
+    """
+    begin = step * 64
+    stop = begin * 0 + total
+    if cu_seqlens is not None:
+        sequence = step * 0 - 1
+        for first in tl.range(0, count + 1, _CHUNK):
+            numbers = first + tl.arange(0, _CHUNK)
+            steps = tl.load(cu_seqlens + numbers, mask=numbers <= count, other=0).to(tl.int32) // 64 + numbers
+            sequence += tl.sum(((steps <= step) & (numbers <= count)).to(tl.int32), 0)
+        row = tl.load(cu_seqlens + sequence).to(tl.int32)
+        begin += row - (row // 64 + sequence) * 64
+        following = tl.load(cu_seqlens + tl.minimum(sequence + 1, count)).to(tl.int32)
+        stop = tl.where(sequence < count, following, total)
+    return begin, stop
+
+
+@triton.jit(do_not_specialize=["sq", "heads", "parts", "count"])
+def hopper_dq_kernel(sums_ptr, dq_ptr, cu_seqlens, stride_b, stride_h, stride_s, sq, heads, parts, count, scale,
+                     D: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr):
+    """Write one part of dQ, 64 rows by COLUMNS columns; PARTS lie side by side.
 
     Grid: (parts of a head, heads · batches). sums: of each part, four by four, what thread after thread of a
     warpgroup holds of it: (eight columns, warp, row of 8, pair of columns, upper or lower 8 rows, column of the pair).
+    cu_seqlens, count: of packed sequences their borders and their number, else None.
     """
     part = tl.program_id(0)
     line = tl.program_id(1)
     values = tl.load(sums_ptr + (line.to(tl.int64) * parts + part) * (64 * COLUMNS) + tl.arange(0, 64 * COLUMNS))
     values = tl.reshape(values, (COLUMNS // 8, 4, 8, 4, 2, 2))
     dq = tl.reshape(tl.permute(values, (1, 4, 2, 0, 3, 5)), (64, COLUMNS)) * scale
-    columns = tl.arange(0, COLUMNS) + part % 2 * COLUMNS
-    rows = part // 2 * 64 + tl.arange(0, 64)
+    columns = tl.arange(0, COLUMNS) + part % PARTS * COLUMNS
+    begin, stop = rows_of_step(cu_seqlens, count, part // PARTS, sq)
+    rows = begin + tl.arange(0, 64)
     place = dq_ptr + (line // heads).to(tl.int64) * stride_b + (line % heads).to(tl.int64) * stride_h
     place += rows.to(tl.int64)[:, None] * stride_s + columns[None, :]
-    tl.store(place, dq.to(dq_ptr.dtype.element_ty), mask=(rows < sq)[:, None] & (columns < D)[None, :])
+    tl.store(place, dq.to(dq_ptr.dtype.element_ty), mask=(rows < stop)[:, None] & (columns < D)[None, :])

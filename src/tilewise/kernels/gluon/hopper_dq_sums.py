@@ -30,26 +30,35 @@ def make_stage(sums, C: gl.constexpr):
 
 
 @gluon.jit
-def hand_over(sums, dq, stage, turn, part, OWN: gl.constexpr, C: gl.constexpr):
-    """Consumer: add a part of dQ to its sums, or stage it for the writer.
+def by_threads(values):
+    """Order 64 rows as a warpgroup holds them: each thread's values four by four, neighbours in memory in a warp."""
+    COLUMNS: gl.constexpr = values.shape[1]
+    return values.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute((3, 0, 2, 4, 1, 5))
 
-    Each thread's values go four by four: neighbours in memory are neighbours in a warp. part: its number among all.
-    """
+
+@gluon.jit
+def add_directly(place, dq):
+    """Consumer: add a part of dQ to its sums, which begin at ``place``, from registers."""
+    flat = by_threads(dq).reshape([64 * dq.shape[1]])
+    offsets = gl.arange(0, 64 * dq.shape[1], layout=flat.type.layout)
+    gl.atomic_add(place + offsets, flat, sem="relaxed")
+
+
+@gluon.jit
+def hand_over(sums, dq, stage, turn, part, OWN: gl.constexpr, C: gl.constexpr):
+    """Consumer: add a part of dQ to its sums, or stage it for the writer. part: its number among all."""
     COLUMNS: gl.constexpr = C.WIDTH // 2
-    turned = dq.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute((3, 0, 2, 4, 1, 5))
     if C.DIRECT:
-        flat = turned.reshape([64 * COLUMNS])
-        offsets = gl.arange(0, 64 * COLUMNS, layout=flat.type.layout)
-        gl.atomic_add(sums + part.to(gl.int64) * (64 * COLUMNS) + offsets, flat, sem="relaxed")
+        add_directly(sums + part.to(gl.int64) * (64 * COLUMNS), dq)
     elif C.ORDERED:
         tiles, full, empty = stage
         wait_empty(empty, turn, WRITERS)
-        tiles.index(turn % WRITERS * C.CONSUMERS + OWN).store(turned.reshape([COLUMNS // 4, 256]))
+        tiles.index(turn % WRITERS * C.CONSUMERS + OWN).store(by_threads(dq).reshape([COLUMNS // 4, 256]))
         fence_async_shared()
         leave(full, turn, WRITERS)
     else:
         tma_store_wait(0)
-        stage.index(OWN).store(turned.reshape([COLUMNS // 4, 256]))
+        stage.index(OWN).store(by_threads(dq).reshape([COLUMNS // 4, 256]))
         fence_async_shared()
         tma_add(sums, [part * (COLUMNS // 4), 0], stage.index(OWN))
 

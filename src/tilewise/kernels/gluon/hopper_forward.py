@@ -28,6 +28,7 @@ from tilewise.kernels.gluon.pipeline import (
     make_barriers,
     opaque,
     pass_turn,
+    slots_for,
     take_tile,
     take_turn,
     wait_empty,
@@ -271,7 +272,7 @@ def store_columns(acc, place, left, out_desc, out_ptr, out_tiles, OWN: gl.conste
             if left >= 64:
                 tma_store(out_desc, [batch, head, row, FIRST], out_tile)
             else:
-                store_some(out_tile, out_ptr, out_desc, place, left, FIRST, C)
+                store_some(out_tile, out_ptr, out_desc, place, left, FIRST, C.OUT)
         elif C.PACK > 1:
             tma_store(out_desc, [batch, head, row, 0, FIRST], out_tile)
         else:
@@ -410,16 +411,6 @@ def joined(desc, rest):
         return (desc,)
     else:
         return (desc, rest)
-
-
-@gluon.jit
-def slots_for(descs, SLOTS: gl.constexpr):
-    """Allocate a ring of slots for each piece."""
-    tiles = ()
-    for i in gl.static_range(len(descs)):
-        desc = descs[i]
-        tiles = tiles + (gl.allocate_shared_memory(desc.dtype, [SLOTS] + desc.block_shape, desc.layout),)
-    return tiles
 
 
 @gluon.constexpr_function

@@ -13,7 +13,7 @@ from tilewise.problem import AttentionProblem, legal_strides
 
 # What keys and values of one section of heads may take of L2 (50 MiB on an H200): 24 and 48 were no better.
 _SECTION_BYTES = 32 * 2**20
-_NO_LENGTHS = (None,) * 4
+NO_LENGTHS = (None,) * 4  # cu_seqlens_q, cu_seqlens_k, seqlens_q, seqlens_k
 _PLACES = (0, 0, 1, 1, 2, 2, 3)  # which of q, k, v and out the kernel's descriptors show: two pieces of all but out
 # A warpgroup is four warps. Contracting a·b + c into one rounding is what the softmax's cost counts on; Triton 3.10
 # changes the default, and 3.9 warns of it.
@@ -68,14 +68,14 @@ class HopperForward:
         self.dtype = gl.bfloat16 if problem.dtype is torch.bfloat16 else gl.float16
         pieces, columns = config.pieces(problem), config.out_buffers(problem)[0]
         self.packed = problem.sequences.packed is not None
-        lower, upper, count, is_shifted = _bounds(problem)
+        lower, upper, count, is_shifted = bounds_of(problem)
         heads = problem.hq if pack == 1 else problem.hk
         tiles = problem.sequences.slots(problem.sq * pack, 64 * config.consumers)
         total = tiles * heads * problem.b
         self.grid = (min(total, multiprocessors),)
         self.scalars = (
             tiles, heads, problem.b, _section(problem) * heads // problem.hq, problem.sq, len(self.keys),
-            lower or 0, upper or 0, problem.group, count, *_scaling(problem),
+            lower or 0, upper or 0, problem.group, count, *scaling_of(problem),
             Shape(pack, *pieces, *config.out_buffers(problem), config.keys, config.consumers, config.stages,
                   config.query_stages, config.ping_pong, lower is not None, upper is not None,
                   64 // pack * config.consumers > config.keys and lower is None and upper is not None,
@@ -97,8 +97,8 @@ class HopperForward:
         counter = _counter(q.device)
         places = (q.data_ptr(), _address(k, self.keys), _address(v, self.keys), out.data_ptr())
         self.enqueue((*[form and places[i] for form, i in zip(self.forms, _PLACES, strict=True)], lse.data_ptr(),
-                      counter.data_ptr(), _pointer(sinks), self.sinks_stride, places[3] if self.packed else None,
-                      *[_pointer(tensor) for tensor in lengths or _NO_LENGTHS]),
+                      counter.data_ptr(), address_of(sinks), self.sinks_stride, places[3] if self.packed else None,
+                      *[address_of(tensor) for tensor in lengths or NO_LENGTHS]),
                      lambda: self.arguments(tensors, counter))
 
     def arguments(self, tensors: tuple[torch.Tensor | None, ...], counter: torch.Tensor) -> tuple[Any, ...]:
@@ -109,10 +109,10 @@ class HopperForward:
         q, out = _grouped(q, self.group), _grouped(out, self.group)
         described = [form and self.describe(tensor, list(tensor.shape), legal_strides(tensor), *form)
                      for tensor, form in zip([(q, k, v, out)[i] for i in _PLACES], self.forms, strict=True)]
-        return (*described, lse, counter, sinks, self.sinks_stride, out_ptr, *(lengths or _NO_LENGTHS))
+        return (*described, lse, counter, sinks, self.sinks_stride, out_ptr, *(lengths or NO_LENGTHS))
 
 
-def _bounds(problem: AttentionProblem) -> tuple[int | None, int | None, int | None, bool]:
+def bounds_of(problem: AttentionProblem) -> tuple[int | None, int | None, int | None, bool]:
     """The band's lower and upper number, the count of sequences whose lengths are data, None for what is not there.
 
     Keys count from the first one that is seen: those before it are not read. Of lengths that are data the diagonal runs
@@ -127,7 +127,7 @@ def _bounds(problem: AttentionProblem) -> tuple[int | None, int | None, int | No
             None, False)
 
 
-def _scaling(problem: AttentionProblem) -> tuple[float, float | None]:
+def scaling_of(problem: AttentionProblem) -> tuple[float, float | None]:
     """What the softmax multiplies its scores by, to base 2, and under a softcap what tanh's formula wants before it."""
     log2e, softcap = math.log2(math.e), problem.scores.softcap
     if softcap is None:
@@ -168,7 +168,8 @@ def _rows(tensor: torch.Tensor, rows: Span) -> torch.Tensor:
     return tensor if len(rows) == tensor.shape[2] else tensor[:, :, rows.start:rows.stop]
 
 
-def _pointer(tensor: torch.Tensor | None) -> int | None:
+def address_of(tensor: torch.Tensor | None) -> int | None:
+    """Return where a tensor that may not be there lies."""
     return None if tensor is None else tensor.data_ptr()
 
 

@@ -1,12 +1,13 @@
 """Launching the Hopper backward kernels: their arguments from a problem, and the sums that dQ is made from."""
 
 import math
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 
 from tilewise.kernels.gluon.enqueue import Enqueue
-from tilewise.kernels.gluon.launch import OPTIONS
+from tilewise.kernels.gluon.launch import NO_LENGTHS, OPTIONS, address_of, bounds_of, scaling_of
 from tilewise.masks import Span
 from tilewise.problem import AttentionProblem, Sizes, legal_strides
 
@@ -15,7 +16,6 @@ _SECTION_BYTES = 32 * 2**20
 # Where dQ is summed in order a tile of keys is a step or two behind the one before. With heads enough in a section
 # those that start together are few of each head: of 132 multiprocessors' tiles, 8.
 _LEAST_ORDERED = 16
-_KEYS = 128  # keys of a program
 
 
 class HopperBackwardShape(Protocol):
@@ -41,13 +41,22 @@ class HopperBackwardShape(Protocol):
     def ordered(self) -> bool:
         """Whether warps of their own add dQ, in a fixed order."""
 
-    def width(self, problem: AttentionProblem) -> int:
-        """Width of a head inside the tiles."""
+    @property
+    def wide(self) -> bool:
+        """Whether two warpgroups share the keys, and tiles hold the columns that each of them sums."""
+
+    @property
+    def keys(self) -> int:
+        """Keys of a program."""
+
+    def columns(self, problem: AttentionProblem) -> tuple[Sizes, Sizes]:
+        """Columns of q and k inside the tiles, and of v and dout, in one or two pieces."""
 
 
 class HopperBackward:
     """The backward kernels bound to a problem; call it with (q, k, v, dout, lse, delta, dq, dk, dv).
 
+    Where lengths are data, cu_seqlens_q, cu_seqlens_k, seqlens_q and seqlens_k follow, each a tensor or None.
     ``dq_strides``: those of dq. lse and delta are contiguous, delta as the Triton backend's kernel computes it; dout
     and the gradients have a last stride of 1 and others that are legal for a descriptor. Queries that see no key, and
     keys that none sees, are not read: their gradients are left as they are.
@@ -57,62 +66,83 @@ class HopperBackward:
         from triton.experimental.gluon import language as gl
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-        from tilewise.kernels.gluon.hopper_backward import Shape, hopper_backward_kernel
         from tilewise.kernels.gluon.hopper_dq import hopper_dq_kernel
         from tilewise.kernels.gluon.tiles import QUERIES
 
-        self.kernel, self.describe = hopper_backward_kernel, TensorDescriptor
+        self.kernel, scales = _kernel_of(problem, config)
+        self.describe = TensorDescriptor
         self.config = config
         self.queries, self.keys = problem.seeing_queries, problem.seen_keys
         self.reads_all = len(self.queries) == problem.sq and len(self.keys) == problem.sk
         dtype = gl.bfloat16 if problem.dtype is torch.bfloat16 else gl.float16
-        width, band, sq, step = config.width(problem), problem.band, len(self.queries), int(QUERIES)
-        tiles, lines = math.ceil(len(self.keys) / _KEYS), problem.b * problem.hk
-        # Both count from the first one that is read.
-        lower, upper = (0 if bound is None else bound + self.queries.start - self.keys.start
-                        for bound in (band.lower, band.upper))
+        pieces, sq, step = config.columns(problem), len(self.queries), int(QUERIES)
+        width, sequences, lines = sum(pieces[0]), problem.sequences, problem.b * problem.hk
+        tiles = sequences.slots(len(self.keys), config.keys)
+        self.packed = sequences.packed is not None
+        # Queries, too, count from the first one that is read.
+        lower, upper = (0 if bound is None else bound + self.queries.start for bound in bounds_of(problem)[:2])
         self.grid = (tiles * lines,)
         self.scalars = (
             tiles, problem.hk, problem.b, _section(problem, width, _LEAST_ORDERED if config.ordered else 1), sq,
             len(self.keys), lower, upper, problem.group,
-            problem.scale, problem.scale * math.log2(math.e),
-            Shape(width, _KEYS // 64, config.stages, config.out_stages, config.ahead, config.direct, config.ordered,
-                  band.lower is not None, band.upper is not None))
-        self.blocks = [[1, 1, size, width] for size in (step, 64, 64, step, 64, 64)]
-        self.layouts = [gl.NVMMASharedLayout.get_default_for(block, dtype) for block in self.blocks]
-        parts, columns = 2 * math.ceil(sq / step), width // 2  # of dQ: half the columns of a step each
-        steps = problem.b * problem.hq * parts // 2
-        self.sums_rows = steps * columns // 2
+            *scales)
+        # Of q, k, v, dout, dk and dv a form a piece, None for a second piece like the first.
+        self.forms = [[None if i and block == blocks[0] else
+                       (block, gl.NVMMASharedLayout.get_default_for(block, dtype)) for i, block in enumerate(blocks)]
+                      for blocks in ([[1, 1, size, columns] for columns in pieces[of_v]] for size, of_v in (
+                          (step, 0), (64, 0), (64, 1), (step, 1), (64, 0), (64, 1)))]
+        columns = min(width // 2, *pieces[0])  # of a part of dQ: what a warpgroup sums, or half of it
+        parts = width // columns * sequences.slots(sq, step)
+        steps = problem.b * problem.hq * sequences.slots(sq, step)
+        self.sums_rows = steps * width // 4
         # Counters of tiles that have added to a step stand behind the sums: one memory to be zeroed.
         self.sums_shape = (self.sums_rows + (math.ceil(steps / 256) if config.ordered else 0), 256)
         self.sums_block = [columns // 4, 256]
         self.sums_layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-        self.enqueue = Enqueue(hopper_backward_kernel, self.grid, self.scalars, OPTIONS)
+        self.enqueue = Enqueue(self.kernel, self.grid, self.scalars, OPTIONS)
         self.enqueue_dq = Enqueue(hopper_dq_kernel, (parts, problem.b * problem.hq),
-                                  (*dq_strides[:3], sq, problem.hq, parts, problem.scale, problem.d, columns),
-                                  {"num_warps": 4})
+                                  (*dq_strides[:3], sq, problem.hq, parts, sequences.packed, problem.scale, problem.d,
+                                   columns, width // columns), {"num_warps": 4})
 
-    def __call__(self, *tensors: torch.Tensor) -> None:
+    def __call__(self, *tensors: Any) -> None:
         """Enqueue the kernels on the current stream of the current device."""
-        q, k, v, dout, lse, delta, dq, dk, dv = self._read(tensors)
+        q, k, v, dout, lse, delta, dq, dk, dv = self._read(tensors[:9])
+        lengths = tensors[9:] or NO_LENGTHS
         sums = torch.zeros(self.sums_shape, dtype=torch.float32, device=dq.device)
         mine = (q, k, v, dout, lse, delta, dk, dv)
         counters = sums.data_ptr() + self.sums_rows * 1024 if self.config.ordered else None
-        self.enqueue((*[tensor.data_ptr() for tensor in (*mine, sums)], counters), lambda: self.arguments(mine, sums))
-        self.enqueue_dq((sums.data_ptr(), dq.data_ptr()), lambda: (sums, dq))
+        self.enqueue((*self._in_forms(mine, lambda tensor, form: tensor.data_ptr()), sums.data_ptr(), counters,
+                      *map(address_of, self._plain(dk, dv, lengths))),
+                     lambda: self.arguments(mine, sums, lengths))
+        self.enqueue_dq((sums.data_ptr(), dq.data_ptr(), address_of(lengths[0])), lambda: (sums, dq, lengths[0]))
 
-    def arguments(self, tensors: tuple[torch.Tensor, ...], sums: torch.Tensor) -> tuple[Any, ...]:
+    def arguments(self, tensors: tuple[torch.Tensor, ...], sums: torch.Tensor,
+                  lengths: tuple[torch.Tensor | None, ...] = NO_LENGTHS) -> tuple[Any, ...]:
         """Return the tensors in order, all but lse and delta as descriptors, then the sums and their counters.
 
-        The sums, too, are described, but where dQ is added from registers.
+        The sums, too, are described, but where dQ is added from registers. dk and dv follow as they are where
+        sequences are packed, else None, then the lengths.
         """
-        q, k, v, dout, lse, delta, dk, dv = tensors
-        described = [self.describe(tensor, list(tensor.shape), legal_strides(tensor), block, layout)
-                     for tensor, block, layout in zip((q, k, v, dout, dk, dv), self.blocks, self.layouts, strict=True)]
+        described = self._in_forms(tensors, lambda tensor, form: tensor if form is None else self.describe(
+            tensor, list(tensor.shape), legal_strides(tensor), *form))
         target = sums if self.config.direct else self.describe(sums, [self.sums_rows, 256], list(sums.stride()),
                                                                self.sums_block, self.sums_layout)
         counters = sums[self.sums_rows:].view(torch.int32) if self.config.ordered else None
-        return (*described[:4], lse, delta, *described[4:], target, counters)
+        return (*described, target, counters, *self._plain(tensors[6], tensors[7], lengths))
+
+    def _in_forms(self, tensors: tuple[torch.Tensor, ...], make: Callable[[torch.Tensor, Any], Any]) -> list[Any]:
+        """Make an argument of each tensor in each of its forms; lse and delta have none, and a form may be None."""
+        made: list[Any] = []
+        for tensor, forms in zip(tensors, (*self.forms[:4], [], [], *self.forms[4:]), strict=True):
+            made += [form and make(tensor, form) for form in forms] if forms else [make(tensor, None)]
+        return made
+
+    def _plain(self, dk: torch.Tensor, dv: torch.Tensor,
+               lengths: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
+        """What else the kernel takes: dk and dv where sequences are packed, and lengths; none where heads are wide."""
+        if self.config.wide:
+            return ()
+        return (dk, dv, *lengths) if self.packed else (None, None, *lengths)
 
     def _read(self, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """Leave out the rows that are not read."""
@@ -122,6 +152,23 @@ class HopperBackward:
         q, dout, lse, delta, dq = (_rows(tensor, self.queries) for tensor in (q, dout, lse, delta, dq))
         k, v, dk, dv = (_rows(tensor, self.keys) for tensor in (k, v, dk, dv))
         return q, k, v, dout, lse.contiguous(), delta.contiguous(), dq, dk, dv
+
+
+def _kernel_of(problem: AttentionProblem, config: HopperBackwardShape) -> tuple[Any, tuple[Any, ...]]:
+    """The kernel, and its last arguments: what scales scores, and what is fixed when it is compiled."""
+    *bounds, count, is_shifted = bounds_of(problem)
+    bounded = [bound is not None for bound in bounds]
+    scale_log2, squash = scaling_of(problem)
+    if config.wide:
+        from tilewise.kernels.gluon import hopper_backward_wide as wide
+
+        return wide.hopper_backward_wide_kernel, (problem.scale, scale_log2, wide.Shape(
+            *config.columns(problem), config.stages, config.out_stages, *bounded))
+    from tilewise.kernels.gluon.hopper_backward import Shape, hopper_backward_kernel
+
+    return hopper_backward_kernel, (problem.scale, scale_log2, squash, count, Shape(
+        config.columns(problem)[0][0], config.keys // 64, config.stages, config.out_stages, config.ahead,
+        config.direct, config.ordered, *bounded, count is not None, problem.sequences.packed is not None, is_shifted))
 
 
 def _rows(tensor: torch.Tensor, rows: Span) -> torch.Tensor:

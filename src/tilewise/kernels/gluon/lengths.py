@@ -1,17 +1,31 @@
-"""Lengths that are data: which sequence a tile of queries lies in, and what of others it must not read or write.
+"""Lengths that are data: which sequence a tile lies in, and what of others it must not read or write.
 
-A tile is then (first query in its sequence, head, batch; the sequence's first row, its rows, its queries, its keys that
-are seen, and where the diagonal moves, how far), else the first three alone.
+A tile of queries is then (first query in its sequence, head, batch; the sequence's first row, its rows, its queries,
+its keys that are seen, and where the diagonal moves, how far), else the first three alone. A tile of keys keeps its
+three numbers, its band becomes the sequence's, and what else there is to know are the places below, in shared memory:
+each warp reads what it needs where it needs it, since registers are scarce.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from tilewise.kernels.gluon.tiles import tile_at
+from tilewise.kernels.gluon.compat import reinterpret
+from tilewise.kernels.gluon.tiles import QUERIES, tile_at
 
 _CHUNK = gl.constexpr(128)  # sequences that are looked through at once
-_ONE_WARP: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
+_ONE_WARP = gl.constexpr(gl.BlockedLayout([4], [32], [1], [0]))
+_FOUR_WARPS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+_LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+_LINES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+# What there is to know of a tile of keys: first key, head and batch, then the four numbers of its band, then
+_ROW_Q = gl.constexpr(7)  # its sequence's first row of q
+_ROW_K = gl.constexpr(8)  # and of k
+_SEE_FROM = gl.constexpr(9)  # the first query that sees a key
+_SEEN_FROM = gl.constexpr(10)  # the first key that is seen
+_ROWS = gl.constexpr(11)  # keys that there is a row of
+_FIRST_STEP = gl.constexpr(12)  # which step of a head is the sequence's first among dQ's sums
+_NUMBERS = gl.constexpr(13)
 _CLEARED = gl.constexpr(32)  # rows that are read and written at once
 
 
@@ -22,7 +36,7 @@ def tile_size(c):
 
 
 @gluon.jit
-def sequence_of(cu_seqlens, count, slot, ROWS: gl.constexpr):
+def sequence_of(cu_seqlens, count, slot, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
     """Find the packed sequence that a slot of ROWS rows belongs to; ``count`` for the rows past the last one.
 
     Sequence n owns the slots from cu_seqlens[n] div ROWS + n on: no less than its rows need, since
@@ -30,7 +44,7 @@ def sequence_of(cu_seqlens, count, slot, ROWS: gl.constexpr):
     """
     sequence = slot * 0 - 1
     for first in range(0, count + 1, _CHUNK):
-        numbers = first + gl.arange(0, _CHUNK, layout=_ONE_WARP)
+        numbers = first + gl.arange(0, _CHUNK, layout=LAYOUT)
         begins = gl.load(cu_seqlens + numbers, mask=numbers <= count, other=0).to(gl.int32) // ROWS + numbers
         sequence += gl.sum(((begins <= slot) & (numbers <= count)).to(gl.int32), 0)
     return sequence
@@ -65,7 +79,7 @@ def locate(number, order, band, lengths, C: gl.constexpr):
         sequence = batch
         if C.PACKED:
             ROWS: gl.constexpr = 64 * C.CONSUMERS
-            sequence = sequence_of(cu_q, count, first // ROWS, ROWS)
+            sequence = sequence_of(cu_q, count, first // ROWS, ROWS, _ONE_WARP)
         row_q, rows, sq = extent(cu_q, seqlens_q, sequence, count, total_q)
         row_k, _rows, sk = extent(cu_k, seqlens_k, sequence, count, total_k)
         if C.PACKED:
@@ -81,6 +95,101 @@ def locate(number, order, band, lengths, C: gl.constexpr):
         return tile, row_k, first < rows
     else:
         return (first, head, batch), 0, True
+
+
+@gluon.jit
+def locate_keys(tile, band, lengths, C: gl.constexpr):
+    """Return what there is to know of a tile of keys, in the order of a spot's places.
+
+    Keys that no query sees count as if they were behind it, and queries that see none too, but for those at its
+    beginning: dQ's sums lie on a grid from its first query on. Where a tile has no key there are no queries.
+    """
+    first, head_k, batch = tile
+    cu_q, cu_k, seqlens_q, seqlens_k, count = lengths
+    total_q, total_k, lower, upper = band
+    sequence = batch
+    if C.PACKED:
+        ROWS: gl.constexpr = 64 * C.CONSUMERS
+        sequence = sequence_of(cu_k, count, first // ROWS, ROWS, _FOUR_WARPS)
+    row_q, _rows, sq = extent(cu_q, seqlens_q, sequence, count, total_q)
+    row_k, rows, sk = extent(cu_k, seqlens_k, sequence, count, total_k)
+    first_step = first * 0
+    if C.PACKED:
+        first -= (row_k // ROWS + sequence) * ROWS
+        first_step = row_q // QUERIES + sequence
+    if C.SHIFTED:
+        lower += sk - sq
+        upper += sk - sq
+    see_from = first * 0
+    keys_from = see_from
+    seeing = sq
+    seen = sk
+    if C.UPPER:
+        seen = gl.minimum(sk, sq + upper)
+        see_from = gl.maximum(0, -upper)
+    if C.LOWER:
+        seeing = gl.minimum(sq, sk - lower)
+        keys_from = gl.maximum(0, lower)
+    seeing = gl.where(first < seen, seeing, 0)
+    return first, head_k, batch, seeing, seen, lower, upper, row_q, row_k, see_from, keys_from, rows, first_step
+
+
+@gluon.jit
+def tell(numbers):
+    """Put what there is to know of a tile of keys into shared memory: a spot."""
+    spot = gl.allocate_shared_memory(gl.int32, [_NUMBERS, 1], _LINES)
+    none = gl.full([1], 0, gl.int32, layout=_FOUR_WARPS)
+    for i in gl.static_range(_NUMBERS):
+        spot.index(i).store(none + numbers[i])
+    return spot
+
+
+@gluon.jit
+def recall(spot, NUMBER: gl.constexpr, WARPS: gl.constexpr):
+    """Read one number of a spot; WARPS: of the reader."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    return gl.sum(spot.index(NUMBER).load(LAYOUT), 0)
+
+
+@gluon.jit
+def key_tile_of(spot, tile, band, WARPS: gl.constexpr, C: gl.constexpr):
+    """Return a tile of keys and its band: where lengths are data, its sequence's."""
+    if C.LENGTHS:
+        tile = (recall(spot, 0, WARPS), recall(spot, 1, WARPS), recall(spot, 2, WARPS))
+        band = (recall(spot, 3, WARPS), recall(spot, 4, WARPS), recall(spot, 5, WARPS), recall(spot, 6, WARPS))
+    return tile, band
+
+
+@gluon.jit
+def key_rows_of(spot, key, C: gl.constexpr):
+    """Return the row of a consumer's first key, and how many rows its sequence has from there on."""
+    if C.LENGTHS:
+        return key + recall(spot, _ROW_K, 4), recall(spot, _ROWS, 4) - key
+    else:
+        return key, 64
+
+
+@gluon.jit
+def owned_of(spot, band, C: gl.constexpr):
+    """Return, for one warp, a sequence's first rows of q and k, and its queries and keys that see and are seen."""
+    if C.LENGTHS:
+        rows = (recall(spot, _ROW_Q, 1), recall(spot, _ROW_K, 1))
+        queries = (recall(spot, _SEE_FROM, 1), band[0])
+        return rows, queries, (recall(spot, _SEEN_FROM, 1), band[1])
+    else:
+        return (0, 0), (0, band[0]), (0, band[1])
+
+
+@gluon.jit
+def parts_of(spot, sq, count, OWN: gl.constexpr, C: gl.constexpr):
+    """Return how many parts of dQ's sums a query head has, and which is a consumer's first; ``sq``: rows of a head."""
+    steps = (sq + (QUERIES - 1)) // QUERIES
+    first = OWN
+    if C.PACKED:
+        steps = sq // QUERIES + count + 1
+    if C.LENGTHS:
+        first += recall(spot, _FIRST_STEP, 4) * C.CONSUMERS
+    return steps * C.CONSUMERS, first
 
 
 @gluon.jit
@@ -136,6 +245,23 @@ def clear(tiles, slot, keep, C: gl.constexpr):
 
 
 @gluon.jit
+def clear_rows(tiles, slot, begin, stop, WIDTH: gl.constexpr):
+    """Zero the rows before ``begin`` and from ``stop`` on of a tile of 64; one warp does it.
+
+    A row of 64 columns is a line of 128 bytes, whatever the order inside of it; the next columns lie behind all rows.
+    """
+    PARTS: gl.constexpr = WIDTH // 64
+    lines = reinterpret(tiles, gl.int32, [tiles.shape[0] * PARTS * 64, 32], _LINES)
+    zero = gl.full([32], 0, gl.int32, layout=_LANES)
+    for part in gl.static_range(PARTS):
+        top = (slot * PARTS + part) * 64
+        for row in range(0, begin):
+            lines.index(top + row).store(zero)
+        for row in range(stop, 64):
+            lines.index(top + row).store(zero)
+
+
+@gluon.jit
 def blank(acc, length):
     """Zero the rows from ``length`` on of every piece of out."""
     blanked = ()
@@ -146,16 +272,16 @@ def blank(acc, length):
 
 
 @gluon.jit
-def store_some(out_tile, out_ptr, out_desc, place, left, FIRST: gl.constexpr, C: gl.constexpr):
-    """Store the first ``left`` rows of staged columns of out: what is below them is another sequence's.
+def store_some(out_tile, out_ptr, out_desc, place, left, FIRST: gl.constexpr, OUT: gl.constexpr):
+    """Store the first ``left`` rows of OUT staged columns of out: what is below them is another sequence's.
 
     Eight columns at once: out's strides and its width are multiples of that.
     """
     _batch, head, row = place
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C.OUT, C.OUT // 8], [4, 1], [1, 0])
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // OUT, OUT // 8], [4, 1], [1, 0])
     rows = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
-    columns = FIRST + gl.arange(0, C.OUT, layout=gl.SliceLayout(0, LAYOUT))
+    columns = FIRST + gl.arange(0, OUT, layout=gl.SliceLayout(0, LAYOUT))
     lines = gl.multiple_of(head * out_desc.strides[1] + (row + rows) * out_desc.strides[2], 8)
     inside = (rows < left)[:, None] & (columns // 8 < out_desc.shape[3] // 8)[None, :]
-    values = out_tile.reshape([64, C.OUT]).load(LAYOUT)
+    values = out_tile.reshape([64, OUT]).load(LAYOUT)
     gl.store((out_ptr + lines)[:, None] + columns[None, :], values, mask=inside)

@@ -19,6 +19,16 @@ def make_barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
+def slots_for(descs, SLOTS: gl.constexpr):
+    """Allocate a ring of slots for each piece."""
+    tiles = ()
+    for i in gl.static_range(len(descs)):
+        desc = descs[i]
+        tiles = tiles + (gl.allocate_shared_memory(desc.dtype, [SLOTS] + desc.block_shape, desc.layout),)
+    return tiles
+
+
+@gluon.jit
 def wait_full(full, turn, SLOTS: gl.constexpr):
     """Wait until the slot of a ring that serves this turn has been filled."""
     mbarrier.wait(full.index(turn % SLOTS), (turn // SLOTS) & 1)

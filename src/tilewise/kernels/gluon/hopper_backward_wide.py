@@ -1,0 +1,294 @@
+"""Backward on Hopper for heads of more than 128 columns: two warpgroups share a tile of 64 keys (maths.md, section 6).
+
+dK and dV of 64 keys and 256 columns are twice what a warpgroup's registers hold. Each therefore sums some columns of
+both, half of them or of 192 one 128 and the other 64, and makes dQ of dK's columns. The scores are not halved. One
+warpgroup computes Sᵀ = K·Qᵀ and the probabilities, and lends these to the other in float32; that one has dPᵀ = V·dOᵀ by
+then and makes dS of both, which goes back in 16 bits, an operand of dK and dQ. One warp loads. The rest is
+hopper_backward.py's.
+
+K, V, Q and dO come in two tiles each, one of each warpgroup's columns.
+"""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from tilewise.kernels.gluon.compat import tma_load, tma_store_wait
+from tilewise.kernels.gluon.hopper_backward import ONE_WARP, fetch_rows, hide, put_rows, write
+from tilewise.kernels.gluon.hopper_dq_sums import add_directly, by_threads
+from tilewise.kernels.gluon.pipeline import leave, make_barriers, meet, opaque, slots_for, wait_empty, wait_full
+from tilewise.kernels.gluon.tiles import QUERIES, key_tile_at, phases_of, queries_at, query_steps_of
+
+PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])  # of a step: 64 keys by 64 queries
+
+
+class Shape(NamedTuple):
+    """What is fixed when the kernel is compiled: HopperBackwardConfig's fields, and what of the mask there is.
+
+    COLUMNS, COLUMNS_V: of q and k, and of v, what each warpgroup sums. CONSUMERS and ORDERED tell tiles.py of 64 keys
+    and of no order, PACKED that a row's end is the tensor's.
+    """
+
+    COLUMNS: tuple[int, int]
+    COLUMNS_V: tuple[int, int]
+    STAGES: int
+    OUT_STAGES: int
+    LOWER: bool
+    UPPER: bool
+    CONSUMERS: int = 1
+    ORDERED: bool = False
+    PACKED: bool = False
+
+
+@gluon.jit
+def pair_of(desc, rest):
+    """The descriptors of both pieces of a tensor: one where they are alike."""
+    if rest is None:
+        return (desc, desc)
+    else:
+        return (desc, rest)
+
+
+@gluon.jit
+def load_halves(descs, tiles, slot, place, full):
+    """Producer: load 64 rows, each warpgroup's columns into a tile of their own."""
+    batch, head, row = place
+    mbarrier.expect(full, descs[0].block_type.nbytes + descs[1].block_type.nbytes)
+    tma_load(descs[0], [batch, head, row, 0], full, tiles[0].index(slot))
+    tma_load(descs[1], [batch, head, row, descs[0].block_type.shape[3]], full, tiles[1].index(slot))
+
+
+@gluon.jit
+def load(loaded, C: gl.constexpr):
+    """Producer, one warp: the keys and values once, then the queries of every head of the group."""
+    sources, keys, queries, douts, rows, tile, band, heads, group = loaded
+    q_descs, k_descs, v_descs, dout_descs, lse_ptr, delta_ptr = sources
+    k_tiles, v_tiles, keys_full = keys
+    q_tiles, q_full, q_empty = queries
+    dout_tiles, dout_full, dout_empty = douts
+    first, head_k, batch = tile
+    spans = query_steps_of(first, band, C)
+    load_halves(k_descs, k_tiles, 0, (batch, head_k, first), keys_full.index(0))
+    load_halves(v_descs, v_tiles, 0, (batch, head_k, first), keys_full.index(1))
+    turn = 0
+    for member in range(group):
+        head = head_k * group + member
+        line = (batch * heads * group + head).to(gl.int64) * band[0]
+        for step in range(spans[3]):
+            place = (batch, head, queries_at(step, spans, C))
+            offsets = place[2] + gl.arange(0, QUERIES, layout=ONE_WARP)
+            lse, delta = fetch_rows(lse_ptr, delta_ptr, line, offsets, offsets < band[0])
+            wait_empty(q_empty, turn, C.STAGES)
+            slot = turn % C.STAGES
+            load_halves(q_descs, q_tiles, slot, place, q_full.index(slot))
+            put_rows(rows, slot, lse, delta)
+            mbarrier.arrive(q_full.index(slot), count=1)
+            wait_empty(dout_empty, turn, C.OUT_STAGES)
+            slot = turn % C.OUT_STAGES
+            load_halves(dout_descs, dout_tiles, slot, place, dout_full.index(slot))
+            turn += 1
+
+
+@gluon.jit
+def half_of(tiles, slot, OWN: gl.constexpr):
+    """Return a warpgroup's columns of 64 rows."""
+    return tiles[OWN].index(slot).reshape([64, tiles[OWN].shape[4]])
+
+
+@gluon.jit
+def issue_pairs(left_tiles, right_tiles, slot, resident):
+    """Issue Sᵀ = K·Qᵀ, or dPᵀ = V·dOᵀ, of a slot: a product for each of two tiles, added up.
+
+    resident: 0, the slot of what stays. Two loops get a number of their own each, see pipeline.opaque.
+    """
+    pairs = gl.full([64, QUERIES], 0.0, gl.float32, layout=PAIRS)
+    for half in gl.static_range(2):
+        right = half_of(right_tiles, slot, half).permute((1, 0))
+        pairs = warpgroup_mma(half_of(left_tiles, resident, half), right, pairs, use_acc=half > 0, is_async=True)
+    return pairs
+
+
+@gluon.jit
+def sums_at(sums, row, OWN: gl.constexpr, C: gl.constexpr):
+    """Return where the sums of a warpgroup's columns begin of the step from a row of all heads' queries on."""
+    return sums + row.to(gl.int64) * (C.COLUMNS[0] + C.COLUMNS[1]) + OWN * 64 * C.COLUMNS[0]
+
+
+@gluon.jit
+def finish_step(dv_pending, dk, memory, turn, place, resident, OWN: gl.constexpr, C: gl.constexpr):
+    """A warpgroup's columns of dQ and dK of one step, whose dS is in shared memory; dV is under way."""
+    keys, queries, douts, _rows, lent = memory
+    k_tiles, _v_tiles, _keys_full = keys
+    q_tiles, _q_full, q_empty = queries
+    _dout_tiles, _dout_full, dout_empty = douts
+    _probs_tile, _probs_full, dscores_tiles, _dscores_full = lent
+    dscores = dscores_tiles.index(resident)
+    dq = gl.full([64, C.COLUMNS[OWN]], 0.0, gl.float32, layout=dk.type.layout)
+    dv = warpgroup_mma_wait(0, deps=(dv_pending,))  # the registers of P are free before those of dQ are taken
+    leave(dout_empty, turn, C.OUT_STAGES)
+    k, q = half_of(k_tiles, resident, OWN), half_of(q_tiles, turn % C.STAGES, OWN)
+    dq_pending = warpgroup_mma(dscores.permute((1, 0)), k, dq, use_acc=False, is_async=True)
+    dk_pending = warpgroup_mma(dscores, q, dk, is_async=True)
+    dq = warpgroup_mma_wait(1, deps=(dq_pending,))
+    add_directly(place, dq)
+    dk = warpgroup_mma_wait(0, deps=(dk_pending,))
+    leave(q_empty, turn, C.STAGES)
+    return dk, dv
+
+
+@gluon.jit
+def score_steps(begin, end, turn, dk, dv, memory, sums, spans, band, first_sum, key, scale_log2,
+                MASKED: gl.constexpr, C: gl.constexpr):
+    """Steps ``begin`` to ``end`` of one query head, by the warpgroup that makes the probabilities."""
+    keys, queries, douts, rows, lent = memory
+    k_tiles, _v_tiles, _keys_full = keys
+    q_tiles, q_full, _q_empty = queries
+    dout_tiles, dout_full, _dout_empty = douts
+    probs_tile, probs_full, _dscores_tiles, dscores_full = lent
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, dv.type.layout, 2)
+    unmasked = spans[0] + (spans[1] - spans[2]) * QUERIES
+    resident = opaque(spans[0] * 0)
+    for step in range(begin, end):
+        slot = turn % C.STAGES
+        if MASKED:
+            first_query = queries_at(step, spans, C)
+        else:  # behind those at the head
+            first_query = unmasked + step * QUERIES
+        wait_full(q_full, turn, C.STAGES)
+        scores_pending = issue_pairs(k_tiles, q_tiles, slot, resident)
+        lse = rows.index(2 * slot).load(gl.SliceLayout(0, PAIRS))
+        scores = warpgroup_mma_wait(0, deps=(scores_pending,))
+        probs = gl.exp2(scores * scale_log2 - lse[None, :])
+        if MASKED:
+            probs = hide(probs, first_query, key, band, C)
+        # The other has read those before: it sent dS after that. Neither reads dS any more: dK and dQ are done.
+        probs_tile.store(by_threads(probs).reshape([QUERIES // 4, 256]))
+        leave(probs_full, turn, 1)
+        wait_full(dout_full, turn, C.OUT_STAGES)
+        left_probs = gl.convert_layout(probs.to(k_tiles[0].dtype), LEFT)
+        dout = half_of(dout_tiles, turn % C.OUT_STAGES, 0)
+        dv_pending = warpgroup_mma(left_probs, dout, dv, is_async=True)
+        wait_full(dscores_full, turn, 1)
+        place = sums_at(sums, first_sum + first_query, 0, C)
+        dk, dv = finish_step(dv_pending, dk, memory, turn, place, resident, 0, C)
+        turn += 1
+    return turn, dk, dv
+
+
+@gluon.jit
+def slope_steps(turn, dk, dv, memory, sums, spans, first_sum, C: gl.constexpr):
+    """All steps of one query head, by the warpgroup that makes dS."""
+    keys, queries, douts, rows, lent = memory
+    _k_tiles, v_tiles, _keys_full = keys
+    _q_tiles, q_full, _q_empty = queries
+    dout_tiles, dout_full, _dout_empty = douts
+    probs_tile, probs_full, dscores_tiles, dscores_full = lent
+    DTYPE: gl.constexpr = v_tiles[0].dtype
+    for step in range(spans[3]):
+        slot = turn % C.STAGES
+        place = sums_at(sums, first_sum + queries_at(step, spans, C), 1, C)
+        wait_full(dout_full, turn, C.OUT_STAGES)
+        dprobs_pending = issue_pairs(v_tiles, dout_tiles, turn % C.OUT_STAGES, 0)
+        wait_full(q_full, turn, C.STAGES)
+        delta = rows.index(2 * slot + 1).load(gl.SliceLayout(0, PAIRS))
+        wait_full(probs_full, turn, 1)
+        probs = borrow(probs_tile)
+        left_probs = gl.convert_layout(probs.to(DTYPE), gl.DotOperandLayout(0, dv.type.layout, 2))
+        dout = half_of(dout_tiles, turn % C.OUT_STAGES, 1)
+        dv_pending = warpgroup_mma(left_probs, dout, dv, is_async=True)
+        dprobs = warpgroup_mma_wait(1, deps=(dprobs_pending,))
+        dscores = (probs * (dprobs - delta[None, :])).to(DTYPE)
+        dscores_tiles.index(0).store(dscores)
+        fence_async_shared()
+        leave(dscores_full, turn, 1)
+        wait_full(dscores_full, turn, 1)  # of all four warps
+        dk, dv = finish_step(dv_pending, dk, memory, turn, place, 0, 1, C)
+        turn += 1
+    return turn, dk, dv
+
+
+@gluon.jit
+def borrow(probs_tile):
+    """Read the other warpgroup's probabilities: each thread those that its own pairs have."""
+    like = by_threads(gl.full([64, QUERIES], 0.0, gl.float32, layout=PAIRS)).reshape([QUERIES // 4, 256])
+    probs = probs_tile.load(like.type.layout).reshape([QUERIES // 8, 4, 8, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5))
+    return gl.convert_layout(probs.reshape([64, QUERIES]), PAIRS, assert_trivial=True)
+
+
+@gluon.jit
+def gather(gathered, OWN: gl.constexpr, C: gl.constexpr):
+    """Consumer, one warpgroup: its columns of dK and dV of 64 keys, and of dQ of every step."""
+    targets, sums, memory, tile, band, heads, group, scales = gathered
+    scale, scale_log2 = scales
+    dk_descs, dv_descs = targets
+    k_tiles, v_tiles, keys_full = memory[0]
+    first, head_k, batch = tile
+    DK_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.COLUMNS[OWN], 16])
+    DV_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.COLUMNS_V[OWN], 16])
+    dk = gl.full([64, C.COLUMNS[OWN]], 0.0, gl.float32, layout=DK_LAYOUT)
+    dv = gl.full([64, C.COLUMNS_V[OWN]], 0.0, gl.float32, layout=DV_LAYOUT)
+    spans = query_steps_of(first, band, C)
+    ends = phases_of(first, spans, band, C)
+    rows = (band[0] + (QUERIES - 1)) // QUERIES * QUERIES
+    mbarrier.wait(keys_full.index(0), 0)
+    mbarrier.wait(keys_full.index(1), 0)
+    turn = 0
+    for member in range(group):
+        first_sum = (batch * heads * group + head_k * group + member) * rows
+        if OWN == 0:
+            turn, dk, dv = score_steps(ends[0], ends[1], turn, dk, dv, memory, sums, spans, band, first_sum, first,
+                                       scale_log2, True, C)
+            turn, dk, dv = score_steps(ends[1], ends[2], turn, dk, dv, memory, sums, spans, band, first_sum, first,
+                                       scale_log2, False, C)
+        else:
+            turn, dk, dv = slope_steps(turn, dk, dv, memory, sums, spans, first_sum, C)
+    meet(2)  # the other has read all of these keys and values
+    write(dv_descs[OWN], None, v_tiles[OWN].index(0), dv, (batch, head_k, first, OWN * C.COLUMNS_V[0]), 64, C)
+    write(dk_descs[OWN], None, k_tiles[OWN].index(0), dk * scale, (batch, head_k, first, OWN * C.COLUMNS[0]), 64, C)
+    tma_store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["tiles", "heads", "batches", "section", "sq", "sk", "lower", "upper", "group"])
+def hopper_backward_wide_kernel(q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, dout_desc, dout_rest, lse_ptr,
+                                delta_ptr, dk_desc, dk_rest, dv_desc, dv_rest, sums, counters, tiles, heads, batches,
+                                section, sq, sk, lower, upper, group, scale, scale_log2, C: gl.constexpr):
+    """Compute dk and dv, and add to the sums for dq, which must be zero at first.
+
+    Grid: (tiles · heads of k · batches,). A descriptor for each warpgroup's columns, the second one None where they are
+    as many. sums: a pointer. counters: None, as where the other kernel adds in no order.
+    """
+    DTYPE: gl.constexpr = q_desc.dtype
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    ROWS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    TURNED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, QUERIES], DTYPE)
+    q_descs, k_descs = pair_of(q_desc, q_rest), pair_of(k_desc, k_rest)
+    v_descs, dout_descs = pair_of(v_desc, v_rest), pair_of(dout_desc, dout_rest)
+    k_tiles = slots_for(k_descs, 1)
+    v_tiles = slots_for(v_descs, 1)
+    q_tiles = slots_for(q_descs, C.STAGES)
+    dout_tiles = slots_for(dout_descs, C.OUT_STAGES)
+    probs_tile = gl.allocate_shared_memory(gl.float32, [QUERIES // 4, 256], ROWS)
+    dscores_tiles = gl.allocate_shared_memory(DTYPE, [1, 64, QUERIES], TURNED)
+    rows = gl.allocate_shared_memory(gl.float32, [2 * C.STAGES, QUERIES], FLAT)  # lse and delta in turn
+    keys = (k_tiles, v_tiles, make_barriers(2, 1))
+    queries = (q_tiles, make_barriers(C.STAGES, 2), make_barriers(C.STAGES, 2))
+    douts = (dout_tiles, make_barriers(C.OUT_STAGES, 1), make_barriers(C.OUT_STAGES, 2))
+    lent = (probs_tile, make_barriers(1, 1), dscores_tiles, make_barriers(1, 1))
+    fence_async_shared()
+    band = (sq, sk, lower, upper)
+    tile = key_tile_at(gl.program_id(0), (tiles, heads, batches, section), C)
+    ZERO: gl.constexpr = 0
+    ONE: gl.constexpr = 1
+    targets = (pair_of(dk_desc, dk_rest), pair_of(dv_desc, dv_rest))
+    gathered = (targets, sums, (keys, queries, douts, rows, lent), tile, band, heads, group, (scale, scale_log2))
+    sources = (q_descs, k_descs, v_descs, dout_descs, lse_ptr, delta_ptr)
+    loaded = (sources, keys, queries, douts, rows, tile, band, heads, group)
+    gl.warp_specialize([(gather, (gathered, ZERO, C)), (gather, (gathered, ONE, C)), (load, (loaded, C))], [4, 1],
+                       [240, 24])
