@@ -90,15 +90,18 @@ def test_gpu_without_the_shared_memory_is_refused(monkeypatch):
                                                "memory of sm_1")
 
 
-def test_single_tf32_products_are_made_only_where_torch_is_allowed_them():
-    before = torch.backends.cuda.matmul.allow_tf32
+@pytest.mark.parametrize(("name", "off", "on"), [("allow_tf32", False, True), ("fp32_precision", "ieee", "tf32")])
+def test_single_tf32_products_are_made_only_where_torch_is_allowed_them(name, off, on):
+    """torch raises where its older name is read after the newer was written: so did reading allow_tf32 here."""
+    torch_settings = torch.backends.cuda.matmul
+    before = torch_settings.fp32_precision
     try:
-        torch.backends.cuda.matmul.allow_tf32 = False
+        setattr(torch_settings, name, off)
         assert (TENSOR_CORES.products, FMA_PIPES.products) == (3, 0)
-        torch.backends.cuda.matmul.allow_tf32 = True
+        setattr(torch_settings, name, on)
         assert (TENSOR_CORES.products, FMA_PIPES.products) == (1, 0)
     finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
+        torch_settings.fp32_precision = before
 
 
 @pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"])

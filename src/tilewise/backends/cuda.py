@@ -4,7 +4,7 @@ from tilewise.backends.float32 import Float32Backend
 
 
 class CudaBackend(Float32Backend):
-    """Three TF32 products for one of float32, or one where ``torch.backends.cuda.matmul.allow_tf32`` is set."""
+    """Three TF32 products for one of float32, or one where torch may multiply in TF32."""
 
     name = "cuda"
     tensor_cores = True
