@@ -18,9 +18,9 @@ from tilewise.backends.base import Backend
 from tilewise.decode_problem import CacheOperands, DecodeProblem
 from tilewise.errors import InvalidInput, UnsupportedProblem
 from tilewise.problem import AttentionProblem
-from tilewise.tuning.heuristics import prefers_gluon
+from tilewise.tuning.heuristics import prefers_cuda, prefers_gluon
 
-BACKENDS = ("gluon", "triton", "torch", "cudnn", "reference")
+BACKENDS = ("gluon", "triton", "cuda", "cuda_ieee", "torch", "cudnn", "reference")
 # Serve the calls that name them and no others: that they are faster anywhere has not been measured.
 ON_REQUEST = ("cudnn",)
 # Multiply what is hidden by 0, where the others do not look, if lengths are data: NaN there reaches their results.
@@ -43,14 +43,17 @@ def order(problem: AttentionProblem) -> tuple[str, ...]:
     to 0.9 of the time in both passes. In float16 it takes 1.1 to 1.4 of it forward and 8 times it backward; in
     bfloat16 without such a CPU, 0.5 forward and twice it backward.
 
-    On GPUs, ``prefers_gluon`` says what is worth gluon's launch, the dearer one.
+    On GPUs, ``prefers_gluon`` says what is worth gluon's launch, the dearer one, and ``prefers_cuda`` which float32
+    calls go to cuda before triton.
     """
     if problem.device.type != "cpu":
         first = ("gluon", "triton") if prefers_gluon(problem) else ("triton", "gluon")
-        return (*first, "torch", "reference")
+        own = ("cuda", *first) if prefers_cuda(problem) else (*first, "cuda")
+        return (*own, "cuda_ieee", "torch", "reference")
     half_is_slow = problem.dtype is torch.float16 or (
         problem.dtype is torch.bfloat16 and problem.direction == "backward" and not _cpu_multiplies_bfloat16())
-    return ("reference", "torch", "triton", "gluon") if half_is_slow else ("torch", "reference", "triton", "gluon")
+    first = ("reference", "torch") if half_is_slow else ("torch", "reference")
+    return (*first, "triton", "gluon", "cuda", "cuda_ieee")
 
 
 @cache
@@ -160,7 +163,7 @@ def use_backend(name: str) -> Iterator[None]:
     """Use one backend for every call inside the ``with`` block that names none; thread- and task-local.
 
     Args:
-        name: "gluon", "triton", "torch", "cudnn" or "reference".
+        name: "gluon", "triton", "cuda", "cuda_ieee", "torch", "cudnn" or "reference".
 
     Raises:
         InvalidInput: no backend has that name.

@@ -85,7 +85,8 @@ class AttentionProblem:
     def __post_init__(self) -> None:
         sizes = (self.b, self.hq, self.hk, self.sq, self.sk, self.d, self.dv,
                  *self.q_strides, *self.k_strides, *self.v_strides)
-        if is_symbolic(sizes):
+        operands = [facts for facts in (*self.scores, *self.sequences) if isinstance(facts, OperandFacts)]
+        if is_symbolic(sizes) or any(is_symbolic((*facts.shape, *facts.strides)) for facts in operands):
             return  # a traced call: it has no hash and is never looked up
         # Looked up several times a call: hashed once here instead.
         names = [n for n in self.__slots__ if n != "_hash"]

@@ -16,7 +16,10 @@ MODULE_LINES, HOST_LINES, KERNEL_LINES, PARAMETERS = 500, 60, 120, 8
 # where a flag is a parameter.
 LONG_SIGNATURES = ("src/tilewise/api.py", "src/tilewise/decode.py", "src/tilewise/autograd/attention_op.py",
                    "src/tilewise/cli/app.py",
-                   "src/tilewise/integrations/flash_attn.py", "src/tilewise/integrations/torch_sdpa.py")
+                   "src/tilewise/integrations/flash_attn.py", "src/tilewise/integrations/torch_sdpa.py",
+                   "src/tilewise/integrations/transformers.py", "src/tilewise/integrations/sdpa_provider.py",
+                   "src/tilewise/integrations/flex.py", "src/tilewise/integrations/flash_attn_interface.py",
+                   "src/tilewise/integrations/flash_attn_cute.py", "src/tilewise/integrations/diffusers.py")
 
 
 def functions(name):
