@@ -169,7 +169,8 @@ def compile_hopper(request):
     else:
         config = HopperBackwardConfig(**request["config"])
         launch = HopperBackward(problem, config, problem.q_strides)
-        arguments = launch.arguments((q, k, v, out, rows, rows, k, v), torch.empty(launch.sums_shape), lengths)
+        arguments = launch.arguments((q, k, v, out, rows, rows, k, v), torch.empty(launch.sums_shape),
+                                     (*lengths, operands.seed))
     driver.set_active(CompileOnlyDriver(TARGETS["sm_90"]))
     with contextlib.redirect_stdout(io.StringIO()) as log:
         compiled = launch.kernel.warmup(*arguments, *launch.scalars, grid=launch.grid, **OPTIONS)
