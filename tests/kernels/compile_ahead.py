@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from conformance.functions import mask_functions, score_functions
-from kernels.sass import possibly_unset, stray_descriptors
+from kernels.sass import possibly_unset, stray_descriptors, under_products
 from tilewise.bench.compile_ahead import CompileOnlyDriver
 from tilewise.kernels.gluon.launch import OPTIONS, HopperForward
 from tilewise.kernels.gluon.launch_backward import HopperBackward
@@ -179,7 +179,8 @@ def compile_hopper(request):
              "complete": len(re.findall(r"cp\.async\.bulk\.wait_group\s+0;", ptx))}
     return row | nvidia_report(compiled) | waits | {
         "planned": config.shared_bytes(problem), "log": log.getvalue(), "threads": 32 * compiled.metadata.num_warps,
-        "unset": possibly_unset(sass), "strays": stray_descriptors(sass)}
+        "unset": possibly_unset(sass), "strays": stray_descriptors(sass),
+        "philox": under_products(sass, "IMAD.WIDE.U32")}
 
 
 def facts_of(request, compiled, spec):

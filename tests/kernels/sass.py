@@ -72,6 +72,20 @@ def stray_descriptors(sass):
         len(before[index][register]) > 1 or unset in before[index][register] for register in registers)]
 
 
+def under_products(sass, name):
+    """Count the instructions of a name that stand where products are under way, and all of them."""
+    under, count, everything = False, 0, 0
+    for text in _flow(sass)[0]:
+        operation = _operation(text)
+        if operation.startswith("HGMMA"):
+            under = True
+        elif re.match(r"WARPGROUP.DEPBAR\S* gsb0, 0x0", operation):
+            under = False
+        elif operation.startswith(name):
+            count, everything = count + under, everything + 1
+    return count, everything
+
+
 def _reaching(successors, start, step, join):
     """What is known before each instruction, joined over all paths that lead there; None where none does."""
     before = [None] * len(successors)

@@ -15,8 +15,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tilewise.kernels.reference.dropout import keep_tile
-from tilewise.masks import Span
+from tilewise.masks import Span, window
+from tilewise.problem import AttentionProblem
+from tilewise.scores import ScoreOptions
+from tilewise.tuning.configs import HopperBackwardConfig
 
+launch_backward = pytest.importorskip("tilewise.kernels.gluon.launch_backward")
 dropout = pytest.importorskip("tilewise.kernels.gluon.dropout", reason="Triton is not installed")
 STEP = 64  # keys of a warpgroup, and queries of a step
 P = 0.3
@@ -73,7 +77,6 @@ def threshold_of(dropout_p):
 
 def kept(words, dropout_p):
     """What of 64 keys by 64 queries is kept."""
-    ones = SimpleNamespace(type=SimpleNamespace(layout=None), __neg__=None)
     ones = np.ones((STEP, STEP), np.float32).view(Tensor)
     ones.type = SimpleNamespace(layout=None)
     return dropout.signed.fn(ones, words, threshold_of(dropout_p)) > 0
@@ -117,3 +120,17 @@ def test_the_gradient_of_scores_is_that_of_the_formula_times_what_the_host_divid
     signed = np.where(keep, probs, -probs)
     own = dropout.score_gradient.fn(signed, dprobs, delta * 2 * (1 - P))
     np.testing.assert_allclose(own / 2 / (1 - P), probs * (keep * dprobs / (1 - P) - delta), atol=1e-12)
+
+
+def test_the_launch_hands_over_what_the_kernel_draws_and_scales_by():
+    """None where nothing is dropped: the kernel is then the one that has no such thing."""
+    def bound(dropout_p):
+        problem = AttentionProblem(
+            b=1, hq=2, hk=1, sq=512, sk=768, d=64, dv=64, dtype=torch.bfloat16, device=torch.device("cuda", 0),
+            scale=0.25, mask=window(80, 0, "bottom_right"), scores=ScoreOptions(dropout_p=dropout_p))
+        launch = launch_backward.HopperBackward(problem, HopperBackwardConfig(), problem.q_strides)
+        return launch.scalars[9], launch.enqueue_dq.scalars[7], *launch.scalars[13:-1], launch.scalars[-1].DROPS
+
+    assert bound(0.0) == (0.25, 0.25, None, None, None, None, None, False)
+    # dS comes times 2 (1 - p) = 1.5; the first key that is seen is number 176.
+    assert bound(0.25) == (0.25 / 1.5, 0.25 / 1.5, 2**14, 1.5, 1 / 0.75, 0, 176, True)

@@ -75,14 +75,12 @@ def fetch_rows(lse_ptr, delta_ptr, line, offsets, seeing):
 
 
 @gluon.jit
-def put_rows(rows, slot, lse, delta, share):
-    """Producer: put lse and delta into a slot, the latter times ``share``, unless that is None.
+def put_rows(rows, slot, lse, delta):
+    """Producer: put lse and delta into a slot.
 
     lse is turned to base 2, and to +inf where there is no query or it sees nothing: the probabilities are 0 there.
     """
     rows.index(2 * slot).store(gl.where(lse == float("-inf"), float("inf"), lse * LOG2E))
-    if share is not None:
-        delta *= share
     rows.index(2 * slot + 1).store(delta)
 
 
@@ -102,6 +100,8 @@ def load_rows(sources, queries, rows, turn, place, line, owned, clears, C: gl.co
     if C.LENGTHS:
         seeing = seeing & (offsets >= see_from)
     lse, delta = fetch_rows(lse_ptr, delta_ptr, line, offsets, seeing)
+    if C.DROPS:
+        delta *= share
     wait_empty(empty, turn, C.STAGES)
     slot = turn % C.STAGES
     arrival = slot
@@ -109,7 +109,7 @@ def load_rows(sources, queries, rows, turn, place, line, owned, clears, C: gl.co
         arrival = gl.where(clears, C.STAGES, slot)
     mbarrier.expect(full.index(arrival), q_desc.block_type.nbytes)
     tma_load(q_desc, [batch, head, row + first, 0], full.index(arrival), q_tiles.index(slot))
-    put_rows(rows, slot, lse, delta, share)
+    put_rows(rows, slot, lse, delta)
     mbarrier.arrive(full.index(arrival), count=1)
 
 
