@@ -134,7 +134,7 @@ def test_dropout_in_the_backward_compiles_within_registers_and_shared_memory(ver
     wanted = [backward(d, mask, options=["seed"], **config) for (d, configs), mask in product(
         BACKWARD_CONFIGS.items(), MASKS) for config in configs
         # 3.9.0, with which the backend refuses to run, leaves a descriptor of a product stray there.
-        if (version, d, mask, config) != ("3.9.0", 128, "causal", {"ordered": True})]
+        if (version, d, config) != ("3.9.0", 128, {"ordered": True}) or mask == "window"]
     wanted.append(backward(128, dtype="float16", options=["seed"]))
     rows = check_backward(version, wanted, BACKWARD_DROPOUT_SPILL_BOUND.get(
         version, BACKWARD_DROPOUT_SPILL_BOUND_ELSEWHERE))
