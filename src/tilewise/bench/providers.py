@@ -100,11 +100,12 @@ class TilewiseProvider(Provider):
         return None
 
     def why_not(self, cell: Cell, direction: Direction, device: torch.device) -> str | None:
-        """Return the backends' own refusals."""
+        """Return the backends' own refusals; a backward pass comes after a forward one."""
         answer = explain_problem(cell.problem(device), self.backend)
-        if (answer.forward if direction == "forward" else answer.backward) is not None:
+        refused = "forward" if answer.forward is None else direction
+        if (answer.forward if refused == "forward" else answer.backward) is not None:
             return None
-        reasons = {name: reason for (side, name), reason in answer.reasons.items() if side == direction and reason}
+        reasons = {name: reason for (side, name), reason in answer.reasons.items() if side == refused and reason}
         if self.backend is not None:
             return reasons[self.backend]
         return "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
