@@ -139,7 +139,8 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visibl
         deterministic: True demands bit-equal results on every run and, of a sequence, in every batch, whatever the
             number and the lengths of its neighbours; None follows
             :func:`torch.are_deterministic_algorithms_enabled`.
-        backend: "gluon", "triton", "torch" or "reference"; None chooses (see :func:`explain`, :func:`use_backend`).
+        backend: "gluon", "triton", "cuda", "cuda_ieee", "torch" or "reference"; None chooses (see :func:`explain`,
+            :func:`use_backend`).
         double_backward: True computes by operations that torch itself differentiates, any number of times, in reverse
             and in forward mode (:func:`torch.func.jvp`): the reference does, and no other backend. A gradient that is
             itself recorded (``create_graph=True``), or made by :func:`torch.func.grad`, takes O(sq x sk) memory.

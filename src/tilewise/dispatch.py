@@ -9,17 +9,18 @@ import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 
 from tilewise import settings
 from tilewise.backends.base import Backend
+from tilewise.decode_problem import CacheOperands, DecodeProblem
 from tilewise.errors import InvalidInput, UnsupportedProblem
 from tilewise.problem import AttentionProblem
-from tilewise.tuning.heuristics import prefers_gluon
+from tilewise.tuning.heuristics import prefers_cuda, prefers_gluon
 
-BACKENDS = ("gluon", "triton", "torch", "reference")
+BACKENDS = ("gluon", "triton", "cuda", "cuda_ieee", "torch", "reference")
 
 
 @cache
@@ -38,14 +39,17 @@ def order(problem: AttentionProblem) -> tuple[str, ...]:
     to 0.9 of the time in both passes. In float16 it takes 1.1 to 1.4 of it forward and 8 times it backward; in
     bfloat16 without such a CPU, 0.5 forward and twice it backward.
 
-    On GPUs, ``prefers_gluon`` says what is worth gluon's launch, the dearer one.
+    On GPUs, ``prefers_gluon`` says what is worth gluon's launch, the dearer one, and ``prefers_cuda`` which float32
+    calls go to cuda before triton.
     """
     if problem.device.type != "cpu":
         first = ("gluon", "triton") if prefers_gluon(problem) else ("triton", "gluon")
-        return (*first, "torch", "reference")
+        own = ("cuda", *first) if prefers_cuda(problem) else (*first, "cuda")
+        return (*own, "cuda_ieee", "torch", "reference")
     half_is_slow = problem.dtype is torch.float16 or (
         problem.dtype is torch.bfloat16 and problem.direction == "backward" and not _cpu_multiplies_bfloat16())
-    return ("reference", "torch", "triton", "gluon") if half_is_slow else ("torch", "reference", "triton", "gluon")
+    first = ("reference", "torch") if half_is_slow else ("torch", "reference")
+    return (*first, "triton", "gluon", "cuda", "cuda_ieee")
 
 
 @cache
@@ -71,6 +75,40 @@ def choose(problem: AttentionProblem, backend: str | None = None) -> Backend:
         reasons[name] = reason
     subject = "no backend takes" if backend is None else f"backend {backend!r} refuses"
     raise UnsupportedProblem(f"{subject} this problem: {problem}", reasons)
+
+
+class Decoder(Protocol):
+    """A module that decodes: ``backends/<name>_decode.py``."""
+
+    def why_not(self, problem: DecodeProblem) -> str | None:
+        """Return why it refuses the problem, as one sentence, or None if it takes it."""
+
+    def decode(self, problem: DecodeProblem, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
+               operands: CacheOperands) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append new keys and values, and return out and lse."""
+
+
+@lru_cache(maxsize=4096)
+def choose_decoder(problem: DecodeProblem, backend: str | None = None) -> Decoder:
+    """Return what decodes the problem: triton where there is a GPU, else, or where it refuses, the reference.
+
+    Raises:
+        InvalidInput, UnsupportedProblem: as :func:`choose`.
+    """
+    names: tuple[str, ...] = ("triton", "reference") if problem.device.type != "cpu" else ("reference", "triton")
+    if backend is not None:
+        names = (get_backend(backend).name,)
+    reasons = {}
+    for name in names:
+        if name not in ("triton", "reference"):
+            reasons[name] = "does not decode; backend='triton' and 'reference' do"
+            continue
+        decoder = cast(Decoder, importlib.import_module(f"tilewise.backends.{name}_decode"))
+        reason = decoder.why_not(problem)
+        if reason is None:
+            return decoder
+        reasons[name] = reason
+    raise UnsupportedProblem(f"backend {backend!r} refuses this problem: {problem}", reasons)
 
 
 @dataclass(frozen=True)
@@ -121,7 +159,7 @@ def use_backend(name: str) -> Iterator[None]:
     """Use one backend for every call inside the ``with`` block that names none; thread- and task-local.
 
     Args:
-        name: "gluon", "triton", "torch" or "reference".
+        name: "gluon", "triton", "cuda", "cuda_ieee", "torch" or "reference".
 
     Raises:
         InvalidInput: no backend has that name.

@@ -75,7 +75,7 @@ def test_installed_modules_look_like_a_package_of_that_version():
 
 
 @pytest.mark.usefixtures("without_flash_attn")
-@pytest.mark.parametrize("line", ["from flash_attn import flash_attn_with_kvcache", "import flash_attn.layers.rotary"])
+@pytest.mark.parametrize("line", ["from flash_attn import flash_attn_gpu", "import flash_attn.layers.rotary"])
 def test_what_is_not_there_is_an_import_error(line):
     face.install()
     with pytest.raises(ImportError):

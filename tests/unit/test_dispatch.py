@@ -25,6 +25,7 @@ from tilewise.dispatch import BACKENDS, choose, explain_problem, get_backend
 from tilewise.problem import AttentionProblem
 from tilewise.scores import NO_OPERANDS, OperandFacts, Operands, ScoreSettings
 from tilewise.sequences import Sequences
+from tilewise.tuning import heuristics
 
 LENGTHS = Sequences(seqlens_k=OperandFacts((4,), (1,), torch.int32))
 
@@ -78,7 +79,8 @@ def test_a_backend_is_called_by_its_file_name(name):
 
 
 def test_unknown_backend_raises_and_lists_the_known_ones():
-    message = "backend is 'flash'; allowed are 'gluon', 'triton', 'torch', 'reference', or None to choose."
+    message = ("backend is 'flash'; allowed are 'gluon', 'triton', 'cuda', 'cuda_ieee', 'torch', 'reference', or None "
+               "to choose.")
     for ask in (lambda: get_backend("flash"), lambda: choose(_problem(), "flash"),
                 lambda: attention(*_qkv(), backend="flash"), lambda: explain(*_qkv(), backend="flash")):
         with pytest.raises(InvalidInput) as caught:
@@ -139,7 +141,16 @@ def test_gpus_ask_gluon_first_for_what_is_worth_its_launch_and_one_entry_decides
     problem = replace(_problem(dtype=torch.bfloat16), device=torch.device("cuda", 0), **sizes)
     second = {"gluon": "triton", "triton": "gluon"}[first]
     for side in (problem, problem.backward(lse_grad=False)):
-        assert dispatch.order(side) == (first, second, "torch", "reference")
+        assert dispatch.order(side) == (first, second, "cuda", "cuda_ieee", "torch", "reference")
+
+
+def test_gpus_ask_cuda_before_triton_only_for_what_it_was_measured_to_be_faster_at(monkeypatch):
+    problem = replace(_problem(), device=torch.device("cuda", 0))
+    assert dispatch.order(problem) == ("triton", "gluon", "cuda", "cuda_ieee", "torch", "reference")
+    monkeypatch.setattr(heuristics, "_CUDA_IS_MEASURED", True)
+    assert dispatch.order(problem) == ("cuda", "triton", "gluon", "cuda_ieee", "torch", "reference")
+    half = replace(problem, dtype=torch.bfloat16)
+    assert dispatch.order(half) == ("triton", "gluon", "cuda", "cuda_ieee", "torch", "reference")
 
 
 @pytest.mark.parametrize(("fields", "first"), [

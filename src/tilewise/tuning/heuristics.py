@@ -8,6 +8,8 @@ The Hopper tiles and, to head dim 128, the float32 tiles were the fastest of 4 t
 from dataclasses import replace
 from itertools import product
 
+import torch
+
 from tilewise.errors import UnsupportedProblem
 from tilewise.problem import WIDEST, AttentionProblem, padded_dim
 from tilewise.tuning.configs import (
@@ -92,6 +94,8 @@ _FLOAT32: dict[str, dict[int, Tile]] = {
     "dv": {64: (32, 32, 4, 3), 128: (32, 32, 4, 2), 256: (16, 32, 8, 1), 512: (16, 16, 8, 1)},
     "dq": {64: (32, 32, 4, 3), 128: (32, 32, 4, 2), 256: (32, 16, 8, 1), 512: (16, 16, 8, 1)},
 }
+
+_CUDA_IS_MEASURED = False
 
 _MULTIPROCESSORS = 132  # of an H100 or an H200
 # Programs that keep every multiprocessor busy: two for each of an H200's 132, as many of dQ as fit at head dim 128.
@@ -235,6 +239,14 @@ def prefers_gluon(problem: AttentionProblem) -> bool:
         return False
     work = batch * problem.hq * max(problem.sq, 64) * keys * (problem.d + problem.dv)
     return work >= 2 * LEAST_WORK_FOR_GLUON
+
+
+def prefers_cuda(problem: AttentionProblem) -> bool:
+    """Whether the CUDA float32 kernels, where they take the problem, are faster than triton's at the same precision.
+
+    No device has timed them yet: no call goes to them by itself.
+    """
+    return problem.dtype is torch.float32 and _CUDA_IS_MEASURED
 
 
 def lengths_may_decide(problem: AttentionProblem) -> bool:
