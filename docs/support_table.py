@@ -66,6 +66,7 @@ def rows(device: str) -> dict[str, AttentionProblem]:
         "gradient": plain.backward(lse_grad=False),
         "gradient, causal": describe(device, mask=causal()).backward(lse_grad=False),
         "gradient through lse": plain.backward(lse_grad=True),
+        "gradient, dropout": replace(plain, scores=ScoreOptions(dropout_p=0.125)).backward(lse_grad=False),
         "gradient, deterministic=True": replace(plain, deterministic=True).backward(lse_grad=False),
     }
 

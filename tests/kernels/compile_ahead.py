@@ -180,7 +180,8 @@ def compile_hopper(request):
     else:
         config = HopperBackwardConfig(**request["config"])
         launch = HopperBackward(problem, config, problem.q_strides)
-        arguments = launch.arguments((q, k, v, out, rows, rows, k, v), torch.empty(launch.sums_shape), lengths)
+        arguments = launch.arguments((q, k, v, out, rows, rows, k, v), torch.empty(launch.sums_shape),
+                                     (*lengths, operands.seed))
     driver.set_active(CompileOnlyDriver(TARGETS["sm_90"]))
     with contextlib.redirect_stdout(io.StringIO()) as log:
         compiled = launch.kernel.warmup(*arguments, *launch.scalars, grid=launch.grid, **OPTIONS)
@@ -189,7 +190,8 @@ def compile_hopper(request):
              "complete": len(re.findall(r"cp\.async\.bulk\.wait_group\s+0;", ptx))}
     return row | nvidia_report(compiled) | waits | {
         "planned": config.shared_bytes(problem), "log": log.getvalue(), "threads": 32 * compiled.metadata.num_warps,
-        "unset": possibly_unset(sass), "strays": stray_descriptors(sass)}
+        "unset": possibly_unset(sass), "strays": stray_descriptors(sass),
+        "philox": sass.count("IMAD.WIDE.U32")}
 
 
 def facts_of(request, compiled, spec):

@@ -11,6 +11,7 @@ import torch
 
 from tilewise.backends import cuda, cuda_ieee, float32
 from tilewise.backends.base import Needs, Saved
+from tilewise.backends.triton import precision_of
 from tilewise.errors import BackendUnavailable, InvalidInput
 from tilewise.kernels.cuda import program as programs
 from tilewise.kernels.cuda.call import UNBOUNDED, Call
@@ -97,9 +98,10 @@ def test_single_tf32_products_are_made_only_where_torch_is_allowed_them(name, of
     before = torch_settings.fp32_precision
     try:
         setattr(torch_settings, name, off)
-        assert (TENSOR_CORES.products, FMA_PIPES.products) == (3, 0)
+        assert (TENSOR_CORES.products, FMA_PIPES.products, precision_of(torch.float32)) == (3, 0, "ieee")
         setattr(torch_settings, name, on)
-        assert (TENSOR_CORES.products, FMA_PIPES.products) == (1, 0)
+        assert (TENSOR_CORES.products, FMA_PIPES.products, precision_of(torch.float32)) == (1, 0, "tf32")
+        assert precision_of(torch.float16) == "ieee"
     finally:
         torch_settings.fp32_precision = before
 

@@ -8,7 +8,7 @@ from typing import ClassVar, cast
 import torch
 
 from tilewise.backends.base import Gradients, Needs, Results, Saved
-from tilewise.backends.current import is_current
+from tilewise.backends.current import allows_tf32, is_current
 from tilewise.kernels.cuda.call import UNBOUNDED, Call
 from tilewise.kernels.cuda.program import Program, load
 from tilewise.problem import AttentionProblem, are_aligned, dense_strides
@@ -71,8 +71,7 @@ class Float32Backend:
         """How a product is made now: by 0 TF32 products, 3, or 1 where the user allows it to torch."""
         if not self.tensor_cores:
             return 0
-        # Of torch's two names for the setting this one can be read whichever was written.
-        return 1 if torch.backends.cuda.matmul.fp32_precision == "tf32" else 3
+        return 1 if allows_tf32() else 3
 
     def _wrong_machine(self, problem: AttentionProblem) -> str | None:
         if problem.device.type != "cuda" or torch.version.hip is not None:

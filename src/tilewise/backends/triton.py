@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tilewise.backends.base import Gradients, Needs, Results, Saved
-from tilewise.backends.current import is_current
+from tilewise.backends.current import allows_tf32, is_current
 from tilewise.kernels.triton.launch import Launch, Modifiers, modifiers_of, takes_descriptors
 from tilewise.kernels.triton.sums import OperandSums
 from tilewise.problem import TAIL_WIDTH, WIDEST, AttentionProblem, Sizes, dense_strides
@@ -254,9 +254,7 @@ def alignment_of(addresses: list[int]) -> tuple[bool, ...]:
 
 def precision_of(dtype: torch.dtype) -> str:
     """How float32 products are made: exactly, unless the user allowed TF32 in torch's own settings."""
-    if dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32:
-        return "tf32"
-    return "ieee"
+    return "tf32" if dtype is torch.float32 and allows_tf32() else "ieee"
 
 
 def _empty(like: torch.Tensor, strides: Sizes) -> torch.Tensor:

@@ -101,10 +101,12 @@ class TilewiseProvider(Provider):
         return None
 
     def why_not(self, cell: Cell, direction: Direction, device: torch.device) -> str | None:
-        """Return the backends' own refusals."""
+        """Return the backends' own refusals; a backward pass comes after a forward one."""
         problem = cell.problem(device)
+        passes = [problem] if direction == "forward" else [problem, problem.backward(lse_grad=False)]
         try:
-            choose(problem if direction == "forward" else problem.backward(lse_grad=False), self.backend)
+            for one in passes:
+                choose(one, self.backend)
         except UnsupportedProblem as refusal:
             if self.backend is not None:
                 return refusal.reasons[self.backend]
