@@ -147,7 +147,7 @@ def test_gpus_ask_gluon_first_for_what_is_worth_its_launch_and_one_entry_decides
 def test_gpus_ask_cuda_before_triton_only_for_what_it_was_measured_to_be_faster_at(monkeypatch):
     problem = replace(_problem(), device=torch.device("cuda", 0))
     assert dispatch.order(problem) == ("triton", "gluon", "cuda", "cuda_ieee", "torch", "reference")
-    monkeypatch.setattr(heuristics, "_CUDA_IS_MEASURED", True)
+    monkeypatch.setattr(heuristics, "_CUDA_GOES_FIRST", True)
     assert dispatch.order(problem) == ("cuda", "triton", "gluon", "cuda_ieee", "torch", "reference")
     half = replace(problem, dtype=torch.bfloat16)
     assert dispatch.order(half) == ("triton", "gluon", "cuda", "cuda_ieee", "torch", "reference")

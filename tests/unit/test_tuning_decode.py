@@ -43,10 +43,11 @@ def test_a_tile_holds_the_queries_of_a_group(sq, hq, rows):
 
 
 def test_the_tile_of_hopper_is_64_keys_in_four_stages():
-    assert decode_config(problem_of(), DeviceSpec.of_arch("sm_90")) == DecodeConfig(16, 64, 4, 4)
+    assert decode_config(problem_of(), DeviceSpec.of_arch("sm_90")) == DecodeConfig(16, 64, 4, 4, overlapped=True)
+    assert not decode_config(problem_of(), DeviceSpec.of_arch("sm_80")).overlapped
 
 
-@pytest.mark.parametrize(("b", "kv", "count"), [(1, 8192, 32), (4, 8192, 8), (16, 65536, 2), (32, 8192, 1),
+@pytest.mark.parametrize(("b", "kv", "count"), [(1, 8192, 16), (4, 8192, 4), (16, 65536, 1), (32, 8192, 1),
                                                 (128, 8192, 1), (1, 64, 1), (1, 640, 10)])
 def test_splits_fill_the_device_and_no_more(b, kv, count):
     assert splits_of(problem_of(b=b, kv=kv)) == Splits(count)

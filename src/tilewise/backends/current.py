@@ -25,4 +25,4 @@ def allows_tf32() -> bool:
     torch raises where its older name for this, ``allow_tf32``, is read after the newer was written; the newer can be
     read whichever was.
     """
-    return torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")

@@ -12,8 +12,9 @@ RESIDENT = 2  # programs that share a multiprocessor: one waits for its warps wh
 # Keys of a split where a sequence's result must not depend on its neighbours: 16 splits of 8192 keys.
 FIXED_SPLIT = 512
 MOST_SPLITS = 128
-# In steps of a split: what a program costs before its first key has come, and what combining costs. By reckoning (a
-# step of 64 keys at head dim 128 takes 2 µs where 264 programs share 4.2 TB/s), not by measurement.
+# In steps of a split: what a program costs before its first key has come, and what combining costs, by reckoning. What
+# was measured (H200, 32 heads on 8, head dim 128, 8192 keys) is how many programs to count on at once: with one a
+# multiprocessor batches of 4, 8 and 16 are split half as often as with two, and read 3 to 7 % faster.
 _BEGINNING, _COMBINING = 1.0, 1.5
 _NEARLY = 1.05  # fewer splits are worth this much of the reckoned time
 
@@ -34,7 +35,9 @@ class Splits:
 def decode_config(problem: DecodeProblem, device: DeviceSpec) -> DecodeConfig:
     """Choose the tile: rows for the queries of a group, and as many keys in flight as two programs have room for.
 
-    16 bits, head dim 128, on Hopper: 64 keys, four stages, 103 KiB.
+    16 bits, head dim 128, on Hopper: 64 keys, four stages, 103 KiB. On an H200 three were 10 % slower from 64 sequences
+    on, 128 keys and 8 warps 2 to 20 % slower where keys are split; to launch the kernel that combines early gained 0 to
+    7 %.
     """
     rows = min(MOST_ROWS, max(MIN_BLOCK, 1 << (problem.sq * problem.group - 1).bit_length()))
     if device.arch == "interpreter":
@@ -42,14 +45,14 @@ def decode_config(problem: DecodeProblem, device: DeviceSpec) -> DecodeConfig:
     itemsize, is_amd = problem.dtype.itemsize, device.arch.startswith("gfx")
     # Products of float32 are made by threads, which hold more than the tensor cores' rows: twice the warps.
     warps = 8 if itemsize == 4 else 4
-    # Two stages of few rows are one tile in flight, which nothing loads beside.
-    depths = (2,) if is_amd else (4, 3)
     rooms = (device.shared_memory,) if is_amd else (device.shared_memory // RESIDENT, device.shared_memory)
+    # Two stages of few rows are one tile in flight, which nothing loads beside.
+    depths, overlapped = (2,) if is_amd else (4, 3), device.arch == "sm_90"
     for block_m, room, keys, stages in product((rows, rows // 2, rows // 4), rooms, (64, 32, 16), depths):
-        config = DecodeConfig(max(block_m, MIN_BLOCK), keys, warps, stages)
+        config = DecodeConfig(max(block_m, MIN_BLOCK), keys, warps, stages, overlapped=overlapped)
         if config.shared_bytes(problem.width, itemsize) <= room:
             return config
-    return DecodeConfig(MIN_BLOCK, MIN_BLOCK, warps, 2)
+    return DecodeConfig(MIN_BLOCK, MIN_BLOCK, warps, 2, overlapped=overlapped)
 
 
 def choose_splits(problem: DecodeProblem, config: DecodeConfig, multiprocessors: int) -> Splits:
@@ -70,7 +73,7 @@ def choose_splits(problem: DecodeProblem, config: DecodeConfig, multiprocessors:
     programs = problem.b * problem.hk * row_tiles(problem, config)
 
     def cost(splits: int) -> float:
-        waves = -(-programs * splits // (multiprocessors * RESIDENT))
+        waves = -(-programs * splits // multiprocessors)
         return waves * (-(-steps // splits) + _BEGINNING) + (_COMBINING if splits > 1 else 0.0)
 
     counts = range(1, min(steps, MOST_SPLITS) + 1)
