@@ -36,7 +36,8 @@ def attention_decode(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tens
             With a block_table, (pages, hk, page size, d) and so on, pages of any size.
         k, v: (b, hk, new, d) and (b, hk, new, dv): written to the caches, in place, from position ``cache_seqlens``
             on; what there is no room for is not. None = the caches are complete.
-        cache_seqlens: (b,), int32 or int64, or an integer: positions filled before k and v; None = all.
+        cache_seqlens: (b,), int32 or int64, or an integer: positions filled before k and v, a number below 0 in
+            a tensor counting as 0; None = all.
         cache_batch_idx: (b,), int32 or int64: the row of the caches in which a sequence lies; None = its own.
         cache_leftpad: (b,), int32 or int64: positions before this one are padding, which nobody sees; None = 0.
         block_table: (b, pages of a sequence), int32 or int64: its pages in order; entries past its end are not read.
@@ -85,11 +86,12 @@ def attention_decode(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tens
 
 
 def _lengths(q: torch.Tensor, cache_seqlens: Any) -> torch.Tensor | None:
-    if isinstance(cache_seqlens, int) and not isinstance(cache_seqlens, bool):
+    if isinstance(cache_seqlens, int) and not isinstance(cache_seqlens, bool) and 0 <= cache_seqlens < 2**31:
         return torch.full((len(q),), cache_seqlens, dtype=torch.int32, device=q.device)
     if cache_seqlens is None or isinstance(cache_seqlens, torch.Tensor):
         return cache_seqlens
-    raise InvalidInput(f"cache_seqlens is {cache_seqlens!r}; allowed is a tensor of shape (b,), an integer, or None.")
+    raise InvalidInput(f"cache_seqlens is {cache_seqlens!r}; allowed is a tensor of shape (b,), an "
+                       "integer from 0 up, or None.")
 
 
 def _slopes(q: torch.Tensor, slopes: torch.Tensor | None) -> torch.Tensor | None:

@@ -53,6 +53,7 @@ class DecodeProblem:
         page: positions of a page, 0 where the cache has none.
         new: keys that are appended.
         rotary_dim: head dims that are turned, 0 = none.
+        positions: rows of the angles, 0 = none; a place behind the last one is turned as that is.
         scale, mask, softcap, interleaved, deterministic: as the call has them; the mask's diagonal ends at the last
             query and key.
         num_splits: how often the keys are split; None = as many as fill the device.
@@ -72,6 +73,7 @@ class DecodeProblem:
     page: int
     new: int
     rotary_dim: int
+    positions: int
     scale: float
     mask: Mask
     softcap: float | None
@@ -162,7 +164,8 @@ def decode_problem(tensors: tuple[Facts, Facts, Facts], operands: tuple[Facts, .
         raise InvalidInput(f"num_splits is {splits!r}; allowed is an integer >= 1, or None to choose.")
     return DecodeProblem(
         b=b, hq=hq, hk=hk, sq=sq, d=d, dv=dv, dtype=dtype, device=q[4], capacity=capacity,
-        page=0 if table is None else page, new=new, rotary_dim=rotary_dim, scale=checked_scale(options.scale, d),
+        page=0 if table is None else page, new=new, rotary_dim=rotary_dim,
+        positions=given["rotary_cos"][1][0] if rotary_dim else 0, scale=checked_scale(options.scale, d),
         mask=options.mask, softcap=checked_softcap(options.softcap), interleaved=options.rotary_interleaved,
         num_splits=splits, deterministic=options.deterministic,
         tensors=tuple((facts[0], tuple(facts[2]), facts[3]) for facts in (*tensors, *operands)))

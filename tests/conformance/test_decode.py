@@ -117,6 +117,38 @@ def test_out_lse_and_caches_are_those_of_the_formula(name, backend, splits, dtyp
         torch.testing.assert_close(cache.cpu().double(), right, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
+@pytest.mark.parametrize(("length", "mask"), [(9, causal()), (10, causal()), (10, None)], ids=str)
+def test_angles_behind_the_table_are_not_read(length, mask, decoder, device):
+    """A query may stand behind the cache's last position: then it is turned as one that stands there."""
+    whole = torch.full((2, 20, 4), torch.nan, device=device)
+    whole[:, :10] = torch.rand(2, 10, 4)
+    q, k_cache, v_cache = (torch.randn(1, 1, rows, 16, device=device) for rows in (2, 10, 10))
+    call = {name: torch.randn(1, 1, 1, 16, device=device) for name in ("k", "v")}
+    out = attention_decode(q, k_cache, v_cache, **call, mask=mask, rotary_cos=whole[0, :10], rotary_sin=whole[1, :10],
+                           cache_seqlens=torch.tensor([length], device=device))
+    assert out.isfinite().all()
+
+
+def test_a_length_below_zero_counts_as_zero(decoder, device):
+    made = [torch.randn(2, 2, rows, 16, device=device) for rows in (1, 12, 12, 1, 1)]
+    results = []
+    for lengths in ([-1, 4], [0, 4]):
+        q, k_cache, v_cache, k, v = (tensor.clone() for tensor in made)
+        out = attention_decode(q, k_cache, v_cache, k=k, v=v, cache_seqlens=torch.tensor(lengths, device=device))
+        results.append((out, k_cache, v_cache))
+    for got, wanted in zip(*results, strict=True):
+        assert torch.equal(got, wanted)
+
+
+def test_a_graph_that_saved_the_cache_notices_what_is_appended(decoder, device):
+    cache, values, new = (torch.randn(1, 1, rows, 16, device=device) for rows in (8, 8, 1))
+    weight = torch.ones_like(cache).requires_grad_()
+    product = (weight * cache).sum()
+    attention_decode(new, cache, values, k=new, v=new, cache_seqlens=3)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+
+
 def test_nothing_seen_gives_zero_and_minus_infinity_or_the_sink(decoder, device):
     q, k_cache, v_cache, call, _ = made({}, torch.float32, device)
     out, lse = attention_decode(q, k_cache, v_cache, **call, return_aux=("lse",))

@@ -58,6 +58,7 @@ CALLS = {
                           bottom_right(9, 12), {"softcap": 1.5, "scale": 0.7}),
     "chunks": ({"attention_chunk": 5, "causal": True}, None, bottom_right(9, 12, right=0) & chunked(9, 12, 5), {}),
     "no_window_where_the_sum_is_negative": (None, {"window_size": (-1, -1)}, bottom_right(9, 12), {}),
+    "causal_beside_no_window": (None, {"causal": True, "window_size": (-1, -1)}, bottom_right(9, 12, right=0), {}),
 }
 
 
@@ -150,6 +151,17 @@ def test_parts_of_the_keys_are_combined():
     kept = torch.empty_like(out)
     assert fa3.flash_attn_combine(outs, lses, kept)[0] is kept
     assert torch.equal(kept, out)
+
+
+def test_one_part_is_copied_and_none_is_refused():
+    outs, lses = torch.randn(1, 2, 3, 4, 8), torch.randn(1, 2, 3, 4)
+    out, lse = fa3.flash_attn_combine(outs, lses)
+    assert torch.equal(out, outs[0])
+    assert torch.equal(lse, lses[0])
+    assert out.data_ptr() != outs.data_ptr()
+    assert lse.data_ptr() != lses.data_ptr()
+    with pytest.raises(InvalidInput, match=r"^out_partial has no parts; allowed is one or more\.$"):
+        fa3.flash_attn_combine(outs[:0], lses[:0])
 
 
 @pytest.mark.parametrize(("function", "name", "said"), [

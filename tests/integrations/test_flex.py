@@ -143,6 +143,15 @@ def test_a_mask_is_translated_once_and_not_kept_alive(monkeypatch):
     assert gone() is None
 
 
+def test_a_mask_that_inference_translated_serves_training():
+    mask, leaves = made("causal"), inputs()
+    with torch.inference_mode():
+        flex_attention(*(leaf.detach().clone() for leaf in leaves), block_mask=mask)
+    out = flex_attention(*(leaf.detach().requires_grad_() for leaf in leaves), block_mask=mask)
+    assert torch.autograd.grad(out.sum(), out)[0].shape == out.shape
+    out.sum().backward()
+
+
 def test_masks_and_score_functions_of_tilewise_are_taken():
     leaves = inputs()
     close(flex_attention(*leaves, block_mask=causal()), flex_attention(*leaves, block_mask=made("causal")), 1e-9)

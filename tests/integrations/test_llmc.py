@@ -37,6 +37,15 @@ def test_gradient_arrives_in_the_packed_layout():
     torch.testing.assert_close(got, wanted, atol=5e-6, rtol=0)
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_a_compiled_call_has_no_gradient_through_lse():
+    """The backend has none, and would refuse: lse is asked for where it is returned alone."""
+    compiled = torch.compile(lambda packed: packed_attention(packed, 2, backend="torch"), backend="aot_eager")
+    (gradient,) = torch.autograd.grad(compiled(packed := packed_input(requires_grad=True)).sum(), packed)
+    (wanted,) = torch.autograd.grad(packed_attention(packed, 2, backend="torch").sum(), packed)
+    assert torch.equal(gradient, wanted)
+
+
 def test_a_full_mask_and_a_scale_can_be_asked_for():
     packed = packed_input()
     full = packed_attention(packed, 3, is_causal=False, scale=0.5)
@@ -50,7 +59,7 @@ def test_kernels_are_handed_views_of_the_input_and_out_is_returned_where_it_was_
 
     def attention(q, k, v, **options):
         result = real(q, k, v, **options)
-        seen.update(q=q, k=k, v=v, out=result.out)
+        seen.update(q=q, k=k, v=v, out=result)
         return result
 
     real = llmc.attention

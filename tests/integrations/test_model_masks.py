@@ -215,3 +215,6 @@ def test_packed_lengths_beside_padding_raise():
     with pytest.raises(UnsupportedProblem, match="are given with 2 batch entries and a band"):
         attend(None, b=2, **lengths)
     assert attend(None, **lengths).shape == (1, 4, 2, 8)
+    for name, one in lengths.items():
+        with pytest.raises(InvalidInput, match="of cu_seq_lens_q and cu_seq_lens_k one is given; allowed are both or"):
+            attend(None, **{name: one})

@@ -34,4 +34,9 @@ def library(program):
 def load(program, arch, device, shared_bytes):
     """Stand in for tilewise.kernels.cuda.program.load."""
     run = library(program).run
-    return lambda call, programs: run(ctypes.byref(call), programs, shared_bytes)
+
+    def launch(call, programs):
+        assert programs > 0, "CUDA launches no empty grid"
+        run(ctypes.byref(call), programs, shared_bytes)
+
+    return launch

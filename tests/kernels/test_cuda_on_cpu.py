@@ -14,6 +14,7 @@ from tilewise.backends import cuda, cuda_ieee, float32
 from tilewise.backends.base import Gradients, Needs, Results, Saved
 from tilewise.masks import Mask, causal
 from tilewise.problem import AttentionProblem
+from tilewise.scores import Operands
 from tilewise.testing import oracle
 from tilewise.testing.cases import CASES
 from tilewise.testing.inputs import make_inputs
@@ -129,3 +130,18 @@ def test_a_quarter_warp_reads_no_bank_of_shared_memory_twice(width):
         for quarter in range(4):
             banks = [(first(lane) + e) % 32 for lane in range(8 * quarter, 8 * quarter + 8) for e in range(4)]
             assert len(set(banks)) == 32, name
+
+
+@pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS.keys())
+def test_no_key_rows_beside_lengths_that_are_data(backend):
+    """The lengths say nothing of it, and no kernel has a program for it."""
+    q, dout, k = torch.randn(2, 2, 8, 64), torch.randn(2, 2, 8, 64), torch.randn(2, 2, 0, 64)
+    operands = Operands(seqlens_k=torch.zeros(2, dtype=torch.int32))
+    problem = AttentionProblem.from_tensors(q, k, k, operands, mask=Mask())
+    out, lse, _ = backend.forward(problem, q, k, k, operands)
+    assert (out == 0).all()
+    assert (lse == -torch.inf).all()
+    saved = Saved(q, k, k, out, lse, operands)
+    dq, dk, dv, *_ = backend.backward(problem.backward(lse_grad=False), saved, dout, None, Needs())
+    assert (dq == 0).all()
+    assert dk.shape == dv.shape == k.shape

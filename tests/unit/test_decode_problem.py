@@ -45,7 +45,7 @@ WRONG = {
     "cache_seqlens has shape (3,); allowed is (b=2).": {"cache_seqlens": torch.zeros(3, dtype=torch.int32)},
     "cache_seqlens has dtype torch.float32; allowed are torch.int32, torch.int64.": {"cache_seqlens": torch.zeros(2)},
     "cache_seqlens has stride 2; allowed is 1: call contiguous() on it.": {"cache_seqlens": TABLE.view(-1)[::2][:2]},
-    "cache_seqlens is 2.5; allowed is a tensor of shape (b,), an integer, or None.": {"cache_seqlens": 2.5},
+    "cache_seqlens is 2.5; allowed is a tensor of shape (b,), an integer from 0 up, or None.": {"cache_seqlens": 2.5},
     "cache_leftpad has shape (2, 3); allowed is (b=2).": {"cache_leftpad": TABLE},
     "block_table has shape (1, 3); allowed is (b=2, pages a sequence=3).": {"block_table": TABLE[:1]},
     "rotary_cos is given without k, which says which keys turn; those of the cache have turned already.":
@@ -62,6 +62,7 @@ WRONG = {
     "rotary_sin has stride 10; allowed is 1: call contiguous() on it.":
         {"k": NEW, "v": NEW, "cache_seqlens": LENGTHS, "rotary_cos": ANGLES, "rotary_sin": torch.zeros(4, 10).mT},
     "alibi_slopes has shape (1, 3); allowed is (b=2, hq=4), or 1 in place of b.": {"alibi_slopes": torch.zeros(3)},
+    "cache_seqlens is -1; allowed is a tensor of shape (b,), an integer from 0 up, or None.": {"cache_seqlens": -1},
     "sinks is a list; allowed is a torch.Tensor, or None.": {"sinks": [0.0] * 4},
     "sinks has shape (2,); allowed is (hq=4).": {"sinks": torch.zeros(2)},
     "scale is 0.0; allowed is a finite number > 0, or None for 1/sqrt(d).": {"scale": 0.0},

@@ -4,6 +4,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from tilewise import settings
 from tilewise.decode_problem import (
@@ -53,7 +54,12 @@ def _decode(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
     operands = CacheOperands(*rest[:_N_OPERANDS])
     problem, decoder = _resolve(facts_of_inputs(q, k_cache, v_cache), facts_of_present(operands),
                                 rest[_N_OPERANDS:-1], rest[-1] or settings.default_backend())
-    return decoder.decode(problem, q, k_cache, v_cache, operands)
+    made = decoder.decode(problem, q, k_cache, v_cache, operands)
+    if problem.new:  # written by kernels that autograd does not see: a graph that has saved the caches must raise
+        for cache in (k_cache, v_cache):
+            if not cache.is_inference():
+                increment_version(cache)
+    return made
 
 
 def _fake(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,

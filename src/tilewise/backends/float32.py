@@ -41,7 +41,7 @@ class Float32Backend:
         shape = (problem.b, problem.hq, problem.sq, problem.dv)
         out = torch.empty_strided(shape, problem.out_strides, dtype=problem.dtype, device=problem.device)
         lse = torch.empty(shape[:3], dtype=torch.float32, device=problem.device)
-        if problem.is_empty:
+        if problem.is_empty or not problem.sk:  # lengths that are data say nothing of keys that are not there
             return Results(out.zero_(), lse.fill_(float("-inf")))
         call = Call.of(problem, q=q, k=k, v=v, out=out, lse=lse, **_lengths(operands))
         vectors = _takes_vectors(q, k, v)
@@ -55,7 +55,7 @@ class Float32Backend:
         q, k, v, out, lse, operands = saved
         dq = _empty_like(q) if needs.dq else None
         dk, dv = (_empty_like(k), _empty_like(v)) if needs.dkv else (None, None)
-        if problem.is_empty:
+        if problem.is_empty or not problem.sk:  # lengths that are data say nothing of keys that are not there
             return Gradients(*(None if gradient is None else gradient.zero_() for gradient in (dq, dk, dv)))
         delta = torch.empty_like(lse)
         call = Call.of(problem, q=q, k=k, v=v, out=out, dout=dout, dq=dq, dk=dk, dv=dv, dlse=dlse, lse=lse, delta=delta,

@@ -267,6 +267,8 @@ def install() -> None:
     if present is not None and getattr(present, "flash_attn_func", None) is not flash_attn_func:
         raise TilewiseError(f"flash_attn is imported already, from {getattr(present, '__file__', None)}: code that "
                             "holds its functions would go on calling them. Call install() before anything imports it.")
+    if present is not None:
+        return
     package = ModuleType("flash_attn", __doc__)
     package.__spec__ = ModuleSpec("flash_attn", None, is_package=True)
     package.__path__ = []

@@ -134,5 +134,5 @@ def _options(softmax_scale: float | None, causal: bool, window_size: Window, lea
     right = 0 if causal else right
     if left is not None and right is not None and left + right < 0:
         left = right = None
-    return {"mask": band_of(left, right, causal=False), "scale": softmax_scale, "sinks": learnable_sink,
+    return {"mask": band_of(left, right, causal), "scale": softmax_scale, "sinks": learnable_sink,
             "softcap": softcap or None, "deterministic": deterministic or None}

@@ -122,7 +122,9 @@ def flash_attn_combine(out_partial: torch.Tensor, lse_partial: torch.Tensor, out
     Returns:
         out, (b, s, h, dv), and lse, (b, s, h).
     """
-    made, lse = out_partial[0].float(), lse_partial[0]
+    if not len(out_partial):
+        raise InvalidInput("out_partial has no parts; allowed is one or more.")
+    made, lse = out_partial[0].float().clone(), lse_partial[0].clone()
     for part, part_lse in zip(out_partial[1:], lse_partial[1:], strict=True):
         made, lse = merge(made, lse, part.float(), part_lse)
     if out is not None:

@@ -132,7 +132,8 @@ def _mask(block_mask: Any, query: torch.Tensor, key: torch.Tensor) -> Visible:
     lengths = query.shape[2], key.shape[2]
     made = _TRANSLATED.get(block_mask)
     if made is None or made[0] != lengths:
-        made = lengths, TensorMask(_FROM_THE_FIRST, _evaluated(block_mask, *lengths)).tiled(*lengths)
+        with torch.inference_mode(False):  # a later call may want gradients
+            made = lengths, TensorMask(_FROM_THE_FIRST, _evaluated(block_mask, *lengths)).tiled(*lengths)
         _TRANSLATED[block_mask] = made
     return made[1]
 

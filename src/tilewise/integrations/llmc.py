@@ -48,7 +48,9 @@ def packed_attention(packed: torch.Tensor, heads: int, *, is_causal: bool = True
     width = packed.shape[2] // 3
     q, k, v = (torch.unflatten(part, 2, (heads, width // heads)).transpose(1, 2)
                for part in torch.split(packed, width, 2))
-    result = attention(q, k, v, mask=causal() if is_causal else None, scale=scale, return_aux=("lse",),
-                       deterministic=deterministic, backend=backend)
-    out = result.out.transpose(1, 2).flatten(2)
-    return (out, result.lse) if return_lse else out
+    # lse is asked for where it is wanted alone: a compiled call makes a gradient through what is.
+    result = attention(q, k, v, mask=causal() if is_causal else None, scale=scale, deterministic=deterministic,
+                       return_aux=("lse",) if return_lse else (), backend=backend)
+    if isinstance(result, torch.Tensor):
+        return result.transpose(1, 2).flatten(2)
+    return result.out.transpose(1, 2).flatten(2), result.lse

@@ -134,12 +134,14 @@ def attention_forward(module: torch.nn.Module, query: torch.Tensor, key: torch.T
         UnsupportedProblem: probabilities, a paged cache or something unknown is asked for.
     """
     lengths = kwargs.pop("cu_seq_lens_q", None), kwargs.pop("cu_seq_lens_k", None)
+    if (lengths[0] is None) != (lengths[1] is None):
+        raise InvalidInput("of cu_seq_lens_q and cu_seq_lens_k one is given; allowed are both or neither.")
     _refuse_unknown(kwargs)
     mask, bias, seqlens_k = _translated(module, query, key, attention_mask, is_causal, sliding_window)
     if position_bias is not None:
         bias = position_bias if bias is None else bias + position_bias
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux, "dropout_p": dropout, "bias": bias}
-    if lengths[0] is not None and lengths[1] is not None:
+    if lengths[0] is not None:
         band = _band_of_packed(query, attention_mask, mask)
         options |= {"mask": band, "cu_seqlens_q": lengths[0], "cu_seqlens_k": lengths[1]}
         out: torch.Tensor = attention_varlen(*(t.squeeze(0).transpose(0, 1) for t in (query, key, value)), **options)

@@ -14,7 +14,7 @@ def attend_cached(problem: DecodeProblem, q: torch.Tensor, k_cache: torch.Tensor
     before = operands.cache_seqlens
     if before is None:
         before = torch.full((problem.b,), problem.capacity, device=problem.device)
-    before = before.to(torch.int64)
+    before = before.to(torch.int64).clamp(min=0)
     queries = torch.arange(problem.sq, device=problem.device)
     if problem.new:
         append(problem, k_cache, v_cache, operands, before)

@@ -32,11 +32,17 @@ class Rotary(NamedTuple):
 
 
 @triton.jit
+def length_before(cache, batch):
+    """Return how many positions of a sequence were filled before this call; a length below 0 counts as 0."""
+    return tl.maximum(tl.load(cache.lengths + batch).to(tl.int32), 0)
+
+
+@triton.jit
 def filled(cache, batch, new, capacity):
     """Return how many positions of a sequence were filled before this call, and how many are now."""
     before = capacity
     if cache.lengths is not None:
-        before = tl.load(cache.lengths + batch).to(tl.int32)
+        before = length_before(cache, batch)
     return before, tl.minimum(before + new, capacity)
 
 
@@ -98,7 +104,7 @@ def append_kernel(k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, cache, rotary,
     offs = pid % tiles * ROWS + tl.arange(0, ROWS)
     index = offs // hk
     head = offs % hk
-    place = tl.load(cache.lengths + batch).to(tl.int32) + index
+    place = length_before(cache, batch) + index
     inside = (index < new) & (place < capacity)
     if PAGE > 0:
         row = tl.load(cache.table + along(batch, cache.stride_table, True) + place // PAGE, mask=inside, other=0)

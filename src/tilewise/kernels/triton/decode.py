@@ -100,12 +100,12 @@ def finished(row_max, row_sum, acc, sinks, stride_sinks, head, inside):
     return row_max + tl.log2(divisor), acc / divisor[:, None]
 
 
-@triton.jit(do_not_specialize=["lower", "upper", "sq", "hk", "group", "new", "capacity", "tiles", "splits",
-                               "per_split"])
+@triton.jit(do_not_specialize=["lower", "upper", "sq", "hk", "group", "new", "capacity", "positions", "tiles",
+                               "splits", "per_split"])
 def attention_decode_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, cache, rotary, extras,
                             stride_qb, stride_qh, stride_qs, stride_qd, stride_kb, stride_kh, stride_ks,
                             stride_vb, stride_vh, stride_vs, stride_ob, stride_oh, stride_os,
-                            scale_log2, lower, upper, sq, hk, group, new, capacity, tiles, splits, per_split,
+                            scale_log2, lower, upper, sq, hk, group, new, capacity, positions, tiles, splits, per_split,
                             D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
                             ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, MANY: tl.constexpr,
                             WHOLE: tl.constexpr, INT64: tl.constexpr, PRECISION: tl.constexpr,
@@ -143,6 +143,7 @@ def attention_decode_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, cache, rotary
     turned = tl.zeros_like(query) + before
     if (lower is not None) or (upper is not None):
         turned = before + query
+    turned = tl.minimum(turned, positions - 1)  # behind the last one: as the last one
     q = load_turned(q_rows, turned, inside_m, rotary, stride_qd, D, BLOCK_D, ROTARY, INTERLEAVED)  # [BLOCK_M, BLOCK_D]
     row = row_of(cache, batch) if PAGE == 0 else batch * 0
     k_base = k_ptr + head_offset(row, head_k, stride_kb, stride_kh)

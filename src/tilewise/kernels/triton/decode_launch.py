@@ -87,8 +87,8 @@ def decode_launch(problem: DecodeProblem, config: DecodeShape, splits: SplitShap
     k_strides, v_strides = problem.strides_of("k_cache"), problem.strides_of("v_cache")
     scalars = (*problem.strides_of("q"), *k_strides[:3], *v_strides[:3], *out, problem.scale * LOG2E.value,
                None if mask.left is None else -mask.left, mask.right, problem.sq, problem.hk, problem.group,
-               problem.new, problem.capacity, tiles, splits.count, splits.length, problem.d, problem.dv, problem.width,
-               problem.page, problem.rotary_dim, problem.interleaved, problem.sq > 1, whole,
+               problem.new, problem.capacity, problem.positions, tiles, splits.count, splits.length, problem.d,
+               problem.dv, problem.width, problem.page, problem.rotary_dim, problem.interleaved, problem.sq > 1, whole,
                _needs_int64(problem, k_strides, v_strides), precision,
                config.overlapped, config.block_m, config.block_n)
     return Launch(attention_decode_kernel, problem.hk * tiles * splits.count * problem.b, scalars,
