@@ -114,7 +114,7 @@ def test_hopper_backward_compiles_within_registers_and_shared_memory(version):
     check_backward(version, wanted, BACKWARD_SPILL_BOUND.get(version, BACKWARD_SPILL_BOUND_ELSEWHERE))
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("version", ENDS)
 def test_the_backward_of_lengths_that_are_data_and_of_softcap_compiles_within_registers_and_shared_memory(version):
     padded, packed = ["seqlens_q", "seqlens_k"], ["cu_seqlens_q", "cu_seqlens_k"]
     wanted = []
@@ -142,8 +142,9 @@ def test_dropout_in_the_backward_compiles_within_registers_and_shared_memory(ver
     rows += check_backward(version, [backward(d, "shifted", options=both, **configs[0])
                                      for d, configs in BACKWARD_CONFIGS.items()], DROPOUT_OF_ALL_SPILL_BOUND)
     for row in rows:
-        # In each of 2 loops of 2 warpgroups 8 calls of Philox, of 9 products; the rest counts tiles.
-        assert 0 <= row["philox"] - 4 * 8 * 9 <= (80 if row["options"] == both else 32), row
+        # In each loop of 2 warpgroups 8 calls of Philox, of 9 products; the rest counts tiles, or looks sequences up.
+        loops = 3 if row["config"].get("ordered") and row["mask"][0] is not None else 2
+        assert 0 <= row["philox"] - 2 * loops * 8 * 9 <= (96 if row["options"] == both else 40), row
 
 
 def check_backward(version, wanted, spills):
@@ -162,7 +163,7 @@ def check_backward(version, wanted, spills):
     return rows
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("version", ENDS)
 def test_the_hopper_backward_of_wide_heads_compiles_within_registers_and_shared_memory(version):
     wanted = [backward(256, mask, **WIDE) for mask in MASKS] + [backward(256, dtype="float16", **WIDE)]
     wanted += [backward(d, dv=dv, **WIDE) for d, dv in ((192, 128), (72, 136))]
