@@ -18,7 +18,7 @@ from tilewise.backends.base import Backend
 from tilewise.decode_problem import CacheOperands, DecodeProblem
 from tilewise.errors import InvalidInput, UnsupportedProblem
 from tilewise.problem import AttentionProblem
-from tilewise.tuning.heuristics import prefers_cuda, prefers_gluon
+from tilewise.tuning.heuristics import prefers_gluon
 
 BACKENDS = ("gluon", "triton", "cuda", "cuda_ieee", "torch", "cudnn", "reference")
 # Serve the calls that name them and no others: that they are faster anywhere has not been measured.
@@ -43,13 +43,13 @@ def order(problem: AttentionProblem) -> tuple[str, ...]:
     to 0.9 of the time in both passes. In float16 it takes 1.1 to 1.4 of it forward and 8 times it backward; in
     bfloat16 without such a CPU, 0.5 forward and twice it backward.
 
-    On GPUs, ``prefers_gluon`` says what is worth gluon's launch, the dearer one, and ``prefers_cuda`` which float32
-    calls go to cuda before triton.
+    On GPUs, ``prefers_gluon`` says what is worth gluon's launch, the dearer one. The float32 kernels of cuda come
+    behind triton's, slower as these are (docs/float32.md): where TF32 is allowed, and both make one product, they have
+    not been timed, and a choice is kept without that setting.
     """
     if problem.device.type != "cpu":
         first = ("gluon", "triton") if prefers_gluon(problem) else ("triton", "gluon")
-        own = ("cuda", *first) if prefers_cuda(problem) else (*first, "cuda")
-        return (*own, "cuda_ieee", "torch", "reference")
+        return (*first, "cuda", "cuda_ieee", "torch", "reference")
     half_is_slow = problem.dtype is torch.float16 or (
         problem.dtype is torch.bfloat16 and problem.direction == "backward" and not _cpu_multiplies_bfloat16())
     first = ("reference", "torch") if half_is_slow else ("torch", "reference")

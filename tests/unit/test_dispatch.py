@@ -25,7 +25,6 @@ from tilewise.dispatch import BACKENDS, choose, explain_problem, get_backend
 from tilewise.problem import AttentionProblem
 from tilewise.scores import NO_OPERANDS, OperandFacts, Operands, ScoreSettings
 from tilewise.sequences import Sequences
-from tilewise.tuning import heuristics
 
 LENGTHS = Sequences(seqlens_k=OperandFacts((4,), (1,), torch.int32))
 
@@ -144,13 +143,10 @@ def test_gpus_ask_gluon_first_for_what_is_worth_its_launch_and_one_entry_decides
         assert dispatch.order(side) == (first, second, "cuda", "cuda_ieee", "torch", "reference")
 
 
-def test_gpus_ask_cuda_before_triton_only_for_what_it_was_measured_to_be_faster_at(monkeypatch):
+def test_gpus_ask_cuda_behind_triton():
     problem = replace(_problem(), device=torch.device("cuda", 0))
-    assert dispatch.order(problem) == ("triton", "gluon", "cuda", "cuda_ieee", "torch", "reference")
-    monkeypatch.setattr(heuristics, "_CUDA_GOES_FIRST", True)
-    assert dispatch.order(problem) == ("cuda", "triton", "gluon", "cuda_ieee", "torch", "reference")
-    half = replace(problem, dtype=torch.bfloat16)
-    assert dispatch.order(half) == ("triton", "gluon", "cuda", "cuda_ieee", "torch", "reference")
+    for own in (problem, replace(problem, dtype=torch.bfloat16)):
+        assert dispatch.order(own) == ("triton", "gluon", "cuda", "cuda_ieee", "torch", "reference")
 
 
 @pytest.mark.parametrize(("fields", "first"), [

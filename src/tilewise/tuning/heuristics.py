@@ -8,8 +8,6 @@ The Hopper tiles and, to head dim 128, the float32 tiles were the fastest of 4 t
 from dataclasses import replace
 from itertools import product
 
-import torch
-
 from tilewise.errors import UnsupportedProblem
 from tilewise.problem import WIDEST, AttentionProblem, padded_dim
 from tilewise.tuning.configs import (
@@ -94,8 +92,6 @@ _FLOAT32: dict[str, dict[int, Tile]] = {
     "dv": {64: (32, 32, 4, 3), 128: (32, 32, 4, 2), 256: (16, 32, 8, 1), 512: (16, 16, 8, 1)},
     "dq": {64: (32, 32, 4, 3), 128: (32, 32, 4, 2), 256: (32, 16, 8, 1), 512: (16, 16, 8, 1)},
 }
-
-_CUDA_GOES_FIRST = False
 
 _MULTIPROCESSORS = 132  # of an H100 or an H200
 # Programs that keep every multiprocessor busy: two for each of an H200's 132, as many of dQ as fit at head dim 128.
@@ -239,15 +235,6 @@ def prefers_gluon(problem: AttentionProblem) -> bool:
         return False
     work = batch * problem.hq * max(problem.sq, 64) * keys * (problem.d + problem.dv)
     return work >= 2 * LEAST_WORK_FOR_GLUON
-
-
-def prefers_cuda(problem: AttentionProblem) -> bool:
-    """Whether the CUDA float32 kernels, where they take the problem, are to be asked before triton.
-
-    They were 2.6 to 5.3 times as fast on an H200 where TF32 is not allowed (docs/float32.md). Where it is, triton makes
-    one product too, and which is faster then has not been timed: no call goes to them unless it names them.
-    """
-    return problem.dtype is torch.float32 and _CUDA_GOES_FIRST
 
 
 def lengths_may_decide(problem: AttentionProblem) -> bool:
