@@ -121,7 +121,7 @@ def test_tiles_of_gpus_with_less_shared_memory_compute_the_same(backend, arch, m
 def test_a_quarter_warp_reads_no_bank_of_shared_memory_twice(width):
     """16 bytes a thread, 8 threads at a time: rows of both operands of a product, columns of the other."""
     problem = AttentionProblem.from_tensors(*[torch.empty(1, 1, 1, 64)] * 3)
-    program = float32.plan("forward", problem, DeviceSpec.of_arch("sm_90"), 3, True)[0]
+    program = float32.plan("forward", problem, DeviceSpec.of_arch("sm_90"), 1, True)[0]
     place, stride = cuda_on_cpu.library(program).place, width + 8
     reads = {"rows": lambda lane: place(lane // 4) * stride + lane % 4 * 4,
              "columns, even": lambda lane: place(lane % 4 * 2) * stride + lane // 4 * 4,
@@ -130,6 +130,12 @@ def test_a_quarter_warp_reads_no_bank_of_shared_memory_twice(width):
         for quarter in range(4):
             banks = [(first(lane) + e) % 32 for lane in range(8 * quarter, 8 * quarter + 8) for e in range(4)]
             assert len(set(banks)) == 32, name
+
+
+@pytest.mark.parametrize("width", [32, 64, 96, 128])
+def test_eight_rows_of_halves_lie_in_different_banks(width):
+    """A matrix that the tensor core reads is 8 rows of 16 bytes; the stride is the width and 4 floats."""
+    assert len({(row * (width + 4) + e) % 32 for row in range(8) for e in range(4)}) == 32
 
 
 @pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS.keys())

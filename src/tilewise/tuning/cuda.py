@@ -50,7 +50,8 @@ class CudaConfig:
 
     def shared_bytes(self, kernel: str, d: int, dv: int) -> int:
         """Shared memory of a kernel for padded head dims: its rows, and two steps of the other side's."""
-        pad = 8 if self.products else 4
+        halves = self.products == 3 and max(d, dv) <= 128  # TW_HALVES in the source
+        pad = 8 if self.products and not halves else 4
         d, dv = d + pad, dv + pad
         own = self.rows * (d if kernel == "forward" else d + dv)
         step = self.others * (d + dv + (2 if kernel in SUMS_OVER_QUERIES else 0))  # 2: lse and delta
@@ -62,12 +63,12 @@ SUMS_OVER_QUERIES = ("dkdv", "dk", "dv")
 
 # Kernel -> padded head dim (at most) -> tiles; the first that a device has the shared memory for is taken.
 _TENSOR_CORES: dict[str, dict[int, tuple[Tile, ...]]] = {
-    "forward": {64: ((2, 4, 32, 2), (1, 4, 32, 1)), 128: ((1, 4, 32, 2), (1, 4, 16, 1)),
+    "forward": {64: ((2, 4, 32, 2), (1, 4, 32, 1)), 128: ((1, 8, 32, 1), (1, 4, 32, 1), (1, 4, 16, 1)),
                 256: ((1, 8, 16, 1), (1, 4, 16, 1), (1, 2, 16, 1))},
     "dkdv": {64: ((1, 4, 32, 2),), 128: ((1, 8, 32, 1), (1, 4, 32, 1), (1, 2, 16, 1))},
     "dk": {256: ((1, 4, 16, 1), (1, 2, 8, 1), (1, 1, 8, 1))},
     "dv": {256: ((1, 4, 16, 1), (1, 2, 8, 1), (1, 1, 8, 1))},
-    "dq": {64: ((1, 4, 32, 2),), 128: ((1, 8, 32, 1), (1, 4, 32, 1), (1, 2, 16, 1)),
+    "dq": {64: ((1, 4, 32, 2),), 128: ((1, 8, 16, 1), (1, 4, 16, 1), (1, 2, 16, 1)),
            256: ((1, 4, 16, 1), (1, 2, 8, 1), (1, 1, 8, 1))},
 }
 _FMA_PIPES: dict[str, dict[int, tuple[Tile, ...]]] = {
