@@ -1,11 +1,12 @@
 """What a benchmark run does with every cell, and the rows it starts from."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 
 import torch
 
+from tilewise.bench.decode import decode_providers
 from tilewise.bench.grids import Cell, dtype_name
 from tilewise.bench.mask_text import format_mask
 from tilewise.bench.options import options_text
@@ -13,9 +14,9 @@ from tilewise.bench.packed import packed_providers
 from tilewise.bench.peers import peer_providers
 from tilewise.bench.provenance import Provenance
 from tilewise.bench.providers import Provider, own_providers, torch_providers
-from tilewise.bench.roofline import DIRECTIONS, Direction
+from tilewise.bench.roofline import DIRECTIONS, Direction, flops, least_bytes
 from tilewise.bench.rows import Row
-from tilewise.bench.timing import Regime
+from tilewise.bench.timing import Regime, Timing
 from tilewise.errors import InvalidInput
 
 
@@ -48,7 +49,8 @@ def available_providers(names: Sequence[str], device: torch.device) -> tuple[lis
         InvalidInput: no provider has that name.
     """
     known = {provider.name: provider
-             for make in (own_providers, torch_providers, packed_providers, peer_providers) for provider in make()}
+             for make in (own_providers, torch_providers, packed_providers, decode_providers, peer_providers)
+             for provider in make()}
     for name in names:
         if name not in known:
             raise InvalidInput(f"provider is {name!r}; allowed are {', '.join(known)}.")
@@ -80,3 +82,14 @@ def blank_row(cell: Cell, provider: str, direction: str, regime: str, origin: Pr
     return Row(grid=cell.grid, case=str(case), provider=provider, direction=direction, **sizes,
                dtype=dtype_name(cell.dtype), mask=format_mask(case.mask), layout=case.layout, regime=regime,
                status="ok", options=options_text(cell), **asdict(origin))
+
+
+def timed_row(row: Row, cell: Cell, direction: Direction, timing: Timing) -> Row:
+    """Return the row with what was timed, and the rates that this is for the cell."""
+    seconds = timing.p50 / 1e3
+    return replace(
+        row, ms_p20=timing.p20, ms_p50=timing.p50, ms_p80=timing.p80, samples=timing.samples,
+        tflops=flops(cell.case, direction) / seconds / 1e12,
+        gb_per_s=least_bytes(cell.case, cell.dtype, direction) / seconds / 1e9,
+        sm_mhz=timing.clocks.sm_mhz, power_w=timing.clocks.power_w,
+    )

@@ -126,7 +126,8 @@ def bench(  # noqa: PLR0913 - one parameter a flag
     dtype: Annotated[str, typer.Option(help="Dtype of the shape.")] = "float32",
     providers: Annotated[str | None, typer.Option(help="Providers, with commas. Default: all that are here "
                                                        "and take a case.")] = None,
-    seqs: Annotated[str | None, typer.Option(help="Keep these query lengths of the grid.")] = None,
+    seqs: Annotated[str | None, typer.Option(help="Keep these query lengths of the grid; of decode, these "
+                                                      "lengths of the cache.")] = None,
     dims: Annotated[str | None, typer.Option(help="Keep these head dims of the grid.")] = None,
     direction: Annotated[Literal["both", "forward", "backward"], typer.Option(help="Passes to time.")] = "both",
     regime: Annotated[str | None, typer.Option(help="duty, dense, sustained or turns. Default: duty on a GPU, else "
