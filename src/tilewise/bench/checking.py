@@ -28,7 +28,7 @@ class Prepared:
 
     def __init__(self, provider: Provider, cell: Cell, tensors: Tensors, device: torch.device, *,
                  in_context: bool = False) -> None:
-        self.provider, self._dims = provider, provider.dims(cell.case)
+        self.provider, self._case, self._dims = provider, cell.case, provider.dims(cell.case)
         inputs, operands = tensors
         stored = provider.stored(*(native(tensor.detach(), self._dims) for tensor in inputs[:3]))
         self._stored = tuple(tensor.detach().requires_grad_(not cell.cached) for tensor in stored)
@@ -61,7 +61,7 @@ class Prepared:
         if direction == "forward":
             return {"out": standard(self.forward().detach(), self._dims)}
         found, count = self._backward_call()(), len(self._stored)
-        inputs = zip(("dq", "dk", "dv"), self.provider.gradients_of(found[:count]), strict=True)
+        inputs = zip(("dq", "dk", "dv"), self.provider.gradients_of(found[:count], self._case), strict=True)
         return ({name: standard(tensor, self._dims) for name, tensor in inputs}
                 | {f"d{name}": tensor for name, tensor in zip(self._learned, found[count:], strict=True)})
 

@@ -168,7 +168,9 @@ def _gqa() -> list[tuple[Case, torch.dtype]]:
 
 
 def _fp32() -> list[tuple[Case, torch.dtype]]:
-    return [(_square(b, 12, s, 64, CAUSAL, "bshd"), torch.float32) for b, s in ((8, 1024), (6, 4096), (1, 8192))]
+    # Of llm.c's layer, 12 heads of 64 on 768 channels; and heads of 128.
+    return [(_square(b, 12, s, d, CAUSAL, "bshd"), torch.float32)
+            for d in (64, 128) for b, s in ((8, 1024), (6, 4096), (1, 8192))]
 
 
 def _options() -> list[tuple[Case, torch.dtype, tuple[str, ...]]]:

@@ -8,6 +8,7 @@ import torch
 
 from tilewise.bench.decode import decode_providers
 from tilewise.bench.grids import Cell, dtype_name
+from tilewise.bench.llmc import llmc_providers
 from tilewise.bench.mask_text import format_mask
 from tilewise.bench.options import options_text
 from tilewise.bench.packed import packed_providers
@@ -49,7 +50,8 @@ def available_providers(names: Sequence[str], device: torch.device) -> tuple[lis
         InvalidInput: no provider has that name.
     """
     known = {provider.name: provider
-             for make in (own_providers, torch_providers, packed_providers, decode_providers, peer_providers)
+             for make in (own_providers, torch_providers, packed_providers, decode_providers, llmc_providers,
+                          peer_providers)
              for provider in make()}
     for name in names:
         if name not in known:

@@ -75,8 +75,8 @@ class Provider(ABC):
         """Return what its function takes, made of q, k and v in its order of dims, untimed; as a rule, themselves."""
         return q, k, v
 
-    def gradients_of(self, found: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """Return dq, dk and dv, given the gradients of what :meth:`stored` made."""
+    def gradients_of(self, found: tuple[torch.Tensor, ...], case: Case) -> tuple[torch.Tensor, ...]:
+        """Return dq, dk and dv, in its order of dims, given the gradients of what :meth:`stored` made."""
         return found
 
     @abstractmethod
