@@ -66,13 +66,14 @@ def _is_measured(kernel: str, problem: AttentionProblem) -> bool:
 def _forward_configs(problem: AttentionProblem, device: DeviceSpec) -> list[HopperForwardConfig]:
     """Tiles whose scores and output fit the registers: three warpgroups at a width of 64, 128 keys to 128 columns.
 
-    Of those that differ in the room for queries and for out alone, the roomiest that fits.
+    Three take 128 keys: the kernel leaves out one step that a diagonal hides from a warpgroup, and of 64 keys there
+    would be two. Of tiles that differ in the room for queries and for out alone, the roomiest that fits.
     """
-    consumers = (2, 3) if max(problem.d, problem.dv) <= 64 else (2,)
-    keys = (128, 64) if problem.dv <= 128 else (64,)
+    sides = [(128, 3)] if max(problem.d, problem.dv) <= 64 else []
+    sides += [(keys, 2) for keys in ((128, 64) if problem.dv <= 128 else (64,))]
     found = []
-    for step, warpgroups, stages, ping_pong in product(keys, consumers, (2, 4, 8), (False, True)):
-        rooms = (HopperForwardConfig(step, warpgroups, stages, query_stages, ping_pong, out_parts)
+    for (keys, consumers), stages, ping_pong in product(sides, (2, 4, 8), (False, True)):
+        rooms = (HopperForwardConfig(keys, consumers, stages, query_stages, ping_pong, out_parts)
                  for query_stages, out_parts in product((2, 1), (1, 2)))
         found += list(islice((room for room in rooms if room.shared_bytes(problem) <= device.shared_memory), 1))
     return found
