@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import tilewise
+from tilewise.integrations import flash_attn, torch_sdpa
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples"
 
@@ -98,6 +100,20 @@ def test_packed_gpt_notices_documents_that_see_one_another(monkeypatch, capsys):
     monkeypatch.setitem(example.FUNCTIONS, "tw_varlen", together)
     assert example.main(["--steps", "6", "--device", "cpu"]) == 1
     assert "DIFFER" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("way", ["tw_attention", "tw_varlen", "torch_reversed", "torch_varlen", "fa2_varlen"])
+def test_packed_gpt_ways_agree_with_one_another(way, monkeypatch):
+    """The two that need a GPU are called with this package's own functions of their signatures in their place."""
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", torch_sdpa.varlen_attn)
+    monkeypatch.setitem(sys.modules, "flash_attn", flash_attn)
+    example, lengths = load("train_packed_gpt"), torch.tensor([7, 1, 8, 16])
+    positions = torch.cat([torch.arange(length) for length in lengths.tolist()]).view(2, 16)
+    ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+    batch = example.Batch(torch.zeros_like(positions), positions, ends, 16, torch.float32)
+    q, k, v = (torch.randn(2, 16, heads, 8, generator=torch.Generator().manual_seed(heads + i)).transpose(1, 2)
+               for i, heads in enumerate((4, 2, 2)))
+    torch.testing.assert_close(example.FUNCTIONS[way](batch, q, k, v, 0.3), example.by_torch(batch, q, k, v, 0.3))
 
 
 def test_packed_gpt_hides_documents_from_one_another_and_asks_for_no_token_of_the_next():
