@@ -99,6 +99,9 @@ def check(  # noqa: PLR0913 - one parameter a flag
 def fuzz(
     *, seed: Annotated[int, typer.Option(min=0, help="First seed; a seed is one configuration.")] = 0,
     count: Annotated[int, typer.Option(min=1, help="Seeds to try, one after another.")] = 100,
+    variation: Annotated[int, typer.Option(min=0, help="First variation of each seed; 0 is its own call.")] = 0,
+    variations: Annotated[int, typer.Option(
+        min=1, help="Variations of each seed: other sizes of the same options, with few kernels more.")] = 1,
     size: Annotated[Literal["small", "large"] | None, typer.Option(
         help="Lengths to 150; or to 2048, with offsets past 2^31. Default: large on a GPU, else small.")] = None,
     backend: Annotated[list[str] | None, typer.Option(help="A backend; may be repeated. Default: all.")] = None,
@@ -111,7 +114,9 @@ def fuzz(
     where = flags.usable_device(device)
     names = [get_backend(name).name for name in backend or BACKENDS]
     level: Size = size or ("large" if where.type == "cuda" else "small")
-    findings = session.fuzz_session([draw(one, level) for one in range(seed, seed + count)], names, where)
+    configurations = [draw(one, level, other) for one in range(seed, seed + count)
+                      for other in range(variation, variation + variations)]
+    findings = session.fuzz_session(configurations, names, where)
     render.as_json([render.fuzz_facts(finding) for finding in findings]) if as_json else render.fuzz(findings)
     if not all(finding.check.ok for finding in findings):
         raise typer.Exit(_WRONG)

@@ -106,6 +106,7 @@ def checks(results: Sequence[BackendCheck], *, verbose: bool) -> None:
 def fuzz_facts(finding: Finding) -> dict[str, Any]:
     """Return the check of one random configuration as plain values."""
     return check_facts(finding.check) | {"seed": finding.configuration.seed,
+                                         "variation": finding.configuration.variation,
                                          "configuration": str(finding.configuration),
                                          "reproduce": finding.reproducer}
 

@@ -74,10 +74,11 @@ class Finding:
     @property
     def reproducer(self) -> str:
         """The command that checks this again, alone."""
-        seed, size, backend = self.configuration.seed, self.configuration.size, self.check.backend
+        drawn, backend = self.configuration, self.check.backend
+        varied = f"--variation {drawn.variation} " if drawn.variation else ""
         interpreted = "TRITON_INTERPRET=1 " if backend == "triton" and self.device.type == "cpu" else ""
-        return (f"{interpreted}tilewise fuzz --seed {seed} --count 1 --size {size} --backend {backend} "
-                f"--device {self.device}")
+        return (f"{interpreted}tilewise fuzz --seed {drawn.seed} --count 1 {varied}--size {drawn.size} "
+                f"--backend {backend} --device {self.device}")
 
 
 class Bar:
@@ -139,7 +140,7 @@ def fuzz_session(configurations: Sequence[Configuration], backends: Sequence[str
     findings: list[Finding] = []
     with progress(len(configurations)) as bar:
         for configuration in configurations:
-            bar.describe(f"seed {configuration.seed}")
+            bar.describe(configuration.case.name)
             for check in check_configuration(configuration, backends, device):
                 findings.append(Finding(configuration, check, device))
                 if not check.ok:
