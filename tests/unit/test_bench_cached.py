@@ -28,8 +28,8 @@ KNOWN = {provider.name: provider for provider in (*own_providers(), *torch_provi
 FORMS = ["tilewise", "tilewise:reference", "tilewise:pages256", "tilewise:pages16", "tilewise:deterministic"]
 
 
-def rows_of(*providers, **options):
-    ((_, rows),) = run([CELL], Plan(CPU, providers, REGIMES["turns"], ORIGIN, **options))
+def rows_of(*providers, device=CPU):
+    ((_, rows),) = run([CELL], Plan(device, providers, REGIMES["turns"], ORIGIN))
     return {row.provider: row for row in rows}
 
 
@@ -100,8 +100,9 @@ def test_what_a_provider_does_not_take_it_refuses_with_a_sentence(name, cell, di
     assert KNOWN[name].reason_against(cell, direction, CPU) == words
 
 
-def test_rows_hold_bytes_a_second_and_one_of_them_is_a_copy():
-    rows = rows_of(KNOWN["tilewise"], KNOWN["tilewise:pages16"], KNOWN["tilewise:gluon"], KNOWN["naive"])
+def test_rows_hold_bytes_a_second_and_one_of_them_is_a_copy(device):
+    rows = rows_of(KNOWN["tilewise"], KNOWN["tilewise:pages16"], KNOWN["tilewise:gluon"], KNOWN["naive"],
+                   device=device)
     assert list(rows) == ["tilewise", "tilewise:pages16", "tilewise:gluon", "naive", "copy"]
     for name in ("tilewise", "tilewise:pages16", "naive"):
         row = rows[name]
