@@ -9,7 +9,7 @@ from tilewise.bench.checking import Checker, Prepared
 from tilewise.bench.grids import CAUSAL, FULL, Cell, grid_cells, shape_case
 from tilewise.bench.llmc import LlmcProvider, llmc_providers
 from tilewise.bench.options import make_tensors
-from tilewise.bench.plan import blank_row
+from tilewise.bench.plan import available_providers, blank_row
 from tilewise.bench.provenance import provenance
 from tilewise.masks import window
 
@@ -50,6 +50,12 @@ def test_what_the_layer_cannot_say_is_refused(cell):
     reason = LlmcProvider(None).reason_against(cell, "forward", CPU)
     assert reason.startswith("takes queries, keys and values of one shape, full or causal, got ")
     assert reason.endswith(str(cell.case))
+
+
+def test_it_is_timed_where_it_is_named():
+    unnamed, absent = available_providers([], CPU)
+    assert not any("llmc" in name for name in (*absent, *(provider.name for provider in unnamed)))
+    assert [provider.name for provider in available_providers(["tilewise:llmc"], CPU)[0]] == ["tilewise:llmc"]
 
 
 def test_a_backends_refusal_is_its_own():

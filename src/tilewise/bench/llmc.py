@@ -20,6 +20,7 @@ class LlmcProvider(TilewiseProvider):
 
     options = frozenset()
     gradients = frozenset()
+    on_request = True
 
     def __init__(self, backend: str | None) -> None:
         super().__init__(backend)

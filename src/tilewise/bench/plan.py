@@ -44,7 +44,9 @@ class Plan:
 
 
 def available_providers(names: Sequence[str], device: torch.device) -> tuple[list[Provider], dict[str, str]]:
-    """Return the providers of those names (all, if none is given) that run here, and why each other one does not.
+    """Return the providers of those names that run here, and why each other one does not.
+
+    Without names, all but those on request.
 
     Raises:
         InvalidInput: no provider has that name.
@@ -56,7 +58,8 @@ def available_providers(names: Sequence[str], device: torch.device) -> tuple[lis
     for name in names:
         if name not in known:
             raise InvalidInput(f"provider is {name!r}; allowed are {', '.join(known)}.")
-    wanted = {name: known[name] for name in names or known}
+    chosen = names or [name for name, provider in known.items() if not provider.on_request]
+    wanted = {name: known[name] for name in chosen}
     absent = {name: reason for name, provider in wanted.items() if (reason := provider.missing(device))}
     return [provider for name, provider in wanted.items() if name not in absent], absent
 

@@ -41,12 +41,14 @@ class Provider(ABC):
     Attributes:
         options: which options it takes, of those in options.py.
         gradients: which operands it has a gradient of.
+        on_request: whether it is timed only where it is named, being another way to a call that is timed anyway.
         draws_alike: whether its dropout keeps the pairs that scores.py says; else its results have no exact ones.
     """
 
     name: str
     options: frozenset[str] = frozenset()
     gradients: frozenset[str] = frozenset()
+    on_request = False
     draws_alike = False
 
     def missing(self, device: torch.device) -> str | None:
