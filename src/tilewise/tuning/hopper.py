@@ -80,9 +80,15 @@ def _forward_configs(problem: AttentionProblem, device: DeviceSpec) -> list[Hopp
 
 
 def _backward_configs(problem: AttentionProblem, device: DeviceSpec) -> list[HopperBackwardConfig]:
-    """Steps in each way that the kernel of these head dims has; all of them add dQ in no fixed order."""
-    wide = max(problem.d, problem.dv) > 128
-    ways = ((False, True),) if wide else tuple(product((False, True), (False, True)))
-    configs = (HopperBackwardConfig(*stages, ahead, direct, wide=wide)
-               for stages, (ahead, direct) in product(((2, 2), (2, 1), (4, 2), (4, 4)), ways))
+    """Steps in each way that the kernel of these head dims has; all of them add dQ in no fixed order.
+
+    Left out at a width of 128 are one tile of dout, or the next scores with four of q: of these ptxas (of Triton 3.6)
+    makes products whose descriptors are not the same on every path, which the compile tests forbid; and the next
+    scores with two, which were timed and gained nothing.
+    """
+    width = max(problem.d, problem.dv)
+    aheads, directs = (False, True) if width <= 64 else (False,), (True,) if width > 128 else (False, True)
+    rings = ((2, 2), (2, 1)) if width > 128 else ((2, 2), (4, 2), (4, 4))
+    configs = (HopperBackwardConfig(*ring, ahead, direct, wide=width > 128)
+               for ring, ahead, direct in product(rings, aheads, directs))
     return [config for config in configs if config.shared_bytes(problem) <= device.shared_memory]
