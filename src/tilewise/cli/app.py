@@ -131,7 +131,8 @@ def bench(  # noqa: PLR0913 - one parameter a flag
     dtype: Annotated[str, typer.Option(help="Dtype of the shape.")] = "float32",
     providers: Annotated[str | None, typer.Option(help="Providers, with commas. Default: all that are here "
                                                        "and take a case.")] = None,
-    seqs: Annotated[str | None, typer.Option(help="Keep these query lengths of the grid.")] = None,
+    seqs: Annotated[str | None, typer.Option(help="Keep these query lengths of the grid; of decode, these "
+                                                      "lengths of the cache.")] = None,
     dims: Annotated[str | None, typer.Option(help="Keep these head dims of the grid.")] = None,
     direction: Annotated[Literal["both", "forward", "backward"], typer.Option(help="Passes to time.")] = "both",
     regime: Annotated[str | None, typer.Option(help="duty, dense, sustained or turns. Default: duty on a GPU, else "
@@ -178,8 +179,9 @@ def bench(  # noqa: PLR0913 - one parameter a flag
 
 @app.command()
 def tune(  # noqa: PLR0913 - one parameter a flag
-    *, kernels: Annotated[str, typer.Option(help="forward, dkdv, dk, dv, dq, with commas. Default: those that calls "
-                                                 "launch.")] = "",
+    *, backend: Annotated[str, typer.Option(help="Whose kernels: triton, or gluon for Hopper's.")] = "triton",
+    kernels: Annotated[str, typer.Option(help="forward, dkdv, dk, dv, dq, with commas; of gluon hopper_forward, "
+                                              "hopper_backward. Default: those that calls launch.")] = "",
     widths: Annotated[str, typer.Option(help="Head dims, padded: 64, 128, 256.")] = "64,128,256",
     dtypes: Annotated[str, typer.Option(help="Dtypes; bfloat16 and float16 share their rows.")] = "bfloat16",
     masks: Annotated[str, typer.Option(help="none, causal.")] = "none,causal",
@@ -188,7 +190,7 @@ def tune(  # noqa: PLR0913 - one parameter a flag
     budget: Annotated[float | None, typer.Option(min=0, help="Seconds after which no search starts.")] = None,
     device: flags.DeviceName = None, out: Folder = Path("tune-out"), as_json: flags.AsJson = False,
 ) -> None:
-    """Time the tiles of the Triton kernels on this GPU, and write tables of the fastest.
+    """Time the tiles of the Triton or the Gluon kernels on this GPU, and write tables of the fastest.
 
     A tile whose result is wrong is never timed. Nothing else calls this: a table counts once it lies in the package.
     """
@@ -196,7 +198,7 @@ def tune(  # noqa: PLR0913 - one parameter a flag
     demand_gpu(where)
     wanted = Wanted(flags.comma_list(kernels), flags.comma_integers("widths", widths),
                     [parse_dtype(name) for name in flags.comma_list(dtypes)], flags.comma_list(masks),
-                    flags.comma_integers("lengths", lengths))
+                    flags.comma_integers("lengths", lengths), backend=backend)
     plan = TuningPlan(where, tasks(wanted, where), candidates, budget)
     outcome = session.tune_session(plan, out, provenance(where, session.command_line()))
     render.tuning_json(outcome) if as_json else render.tuning(outcome)

@@ -22,6 +22,7 @@ from tilewise.bench.provenance import Provenance
 from tilewise.bench.report import markdown
 from tilewise.bench.rows import Row, write_rows
 from tilewise.bench.runner import run, work
+from tilewise.bench.timing import COLD
 from tilewise.bench.tuning_runs import TuningPlan, rows_of, table_provenance, tune
 from tilewise.testing.configurations import Configuration
 from tilewise.tuning.device import device_spec
@@ -209,5 +210,6 @@ def draw(outcome: Outcome, folder: Path) -> None:
     if importlib.util.find_spec("matplotlib") is None:
         outcome.notes.append("no figures: matplotlib is not installed; pip install 'tilewise[bench]' brings it")
         return
-    for grid in dict.fromkeys(row.grid for row in outcome.rows if row.ms_p50 is not None):
-        outcome.files += draw_figures([row for row in outcome.rows if row.grid == grid], folder, grid)
+    drawn = [row for row in outcome.rows if row.regime != COLD.name]  # one query has no length to draw along
+    for grid in dict.fromkeys(row.grid for row in drawn if row.ms_p50 is not None):
+        outcome.files += draw_figures([row for row in drawn if row.grid == grid], folder, grid)
