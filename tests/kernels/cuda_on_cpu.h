@@ -1,7 +1,7 @@
 // The hardware section of attention_fp32.cu for a CPU: every thread of a program is a coroutine, and what a warp or a
 // program does together is a meeting point. Slow, and exact about layouts, masks and barriers; of a tensor core it
-// keeps what matters to the error: inputs cut to TF32, sums cut toward zero to float32. Copies to shared memory happen
-// as late as they may, when their thread waits for them.
+// keeps what matters to the error: inputs cut to TF32 or made halves, sums cut toward zero to float32. Copies to shared
+// memory happen as late as they may, when their thread waits for them.
 #pragma once
 #include <setjmp.h>
 #include <ucontext.h>
@@ -159,6 +159,7 @@ inline float cut_to_tf32(float x) {
   return x;
 }
 inline float nearest_tf32(float x) {
+  if (std::isnan(x)) return x;
   uint32_t bits;
   std::memcpy(&bits, &x, 4);
   bits = (bits + 0x1000u) & 0xffffe000u;
@@ -224,14 +225,17 @@ inline void load_matrices(unsigned (&x)[4], const float* row, bool transposed) {
 inline void load_matrices(unsigned (&x)[4], const float* row) { load_matrices(x, row, false); }
 inline void load_matrices_transposed(unsigned (&x)[4], const float* row) { load_matrices(x, row, true); }
 
-inline void multiply_halves(float& d0, float& d1, float& d2, float& d3, const unsigned (&a)[4], unsigned b0, unsigned b1) {
+inline void multiply_halves(float& d0, float& d1, float& d2, float& d3, const unsigned (&a)[4], unsigned b0,
+                            unsigned b1) {
   float* own = &machine.exchange[machine.thread * 8];
   std::memcpy(own, a, 16);
   std::memcpy(own + 4, &b0, 4);
   std::memcpy(own + 5, &b1, 4);
   synchronize_warp();
   const float* warp = &machine.exchange[machine.thread / 32 * 256];
-  auto half = [&](int lane, int place, int i) { return half_of(static_cast<unsigned>(__float_as_int(warp[lane * 8 + place])), i); };
+  auto half = [&](int lane, int place, int i) {
+    return half_of(static_cast<unsigned>(__float_as_int(warp[lane * 8 + place])), i);
+  };
   int g = machine.thread % 32 / 4, c = machine.thread % 4;
   float* d[4] = {&d0, &d1, &d2, &d3};
   for (int f = 0; f < 4; f++) {

@@ -1,8 +1,8 @@
 // Exact float32 attention, forward and backward, in one file without an include.
 //
 // Reads top to bottom: 1 what the compiler is told, 2 the hardware's own instructions, 3 a call, 4 tiles in shared
-// memory, 5 the two tile products, once on tensor cores and once on FMA pipes, 6 the kernels. Equation numbers are those
-// of docs/maths.md; b, h, s, d name dims as everywhere in tilewise; i counts queries, j keys.
+// memory, 5 the two tile products, by halves, by TF32 and on FMA pipes, 6 the kernels. Equation numbers are those of
+// docs/maths.md; b, h, s, d name dims as everywhere in tilewise; i counts queries, j keys.
 //
 // Both products of attention, and all five of its gradient, have one of two forms, where R is a tile of rows:
 //
@@ -15,21 +15,15 @@
 // 1. What the compiler is told
 //
 // TW_D, TW_DV      head dims of q and k and of v, padded: multiples of 32 (of 16 for TW_D in the forward pass)
-// TW_PRODUCTS      0: FMA pipes ("ieee"); 1: one TF32 product ("tf32"); 3: three of them ("tf32x3")
-// TW_BLOCKS        tf32: blocks of 16 rows a warp owns; ieee: rows a thread owns
+// TW_PRODUCTS      0: FMA pipes; on tensor cores 1: one product of TF32, or 3: three of halves
+// TW_BLOCKS        tensor cores: blocks of 16 rows a warp owns; FMA pipes: rows a thread owns
 // TW_WARPS         warps a program; together they own TW_ROWS rows
-// TW_OTHERS        rows of the other side a step: keys in forward and dq, queries in dkdv
+// TW_OTHERS        rows of the other side a step: keys in forward and dq, queries in dkdv; halves take multiples of 16
 // TW_RESIDENT      programs that shall fit a multiprocessor; bounds the registers
 // TW_VECTORS       whether rows of all tensors read can be copied 16 bytes at a time
 // TW_FORWARD, TW_DELTA, TW_DK, TW_DV_SUM, TW_DQ: what is to be made; dk and dv by one kernel, or (wide heads) a launch each
 
 #define TW_THREADS (TW_WARPS * 32)
-#ifndef TW_HALVES  // wider heads leave no registers for it
-#define TW_HALVES (TW_PRODUCTS == 3 && !TW_DELTA && TW_D <= 128 && TW_DV <= 128)
-#endif
-#ifndef TW_UNROLL
-#define TW_UNROLL 2
-#endif
 #define TW_BOUNDS __launch_bounds__(TW_THREADS, TW_RESIDENT)
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -83,9 +77,12 @@ TW_DEVICE void wait_for_copies() {}
 #endif
 
 #if __CUDA_ARCH__ >= 800
-// To the nearest TF32, with 10 bits behind the point instead of 23: two instructions, where cvt.rna.tf32 becomes four.
-// What exceeds 2^128 (1 - 2^-12) becomes infinite, and some NaN become 0, of which x - nearest_tf32(x) is NaN still.
-TW_DEVICE float nearest_tf32(float x) { return __uint_as_float((__float_as_uint(x) + 0x1000u) & 0xffffe000u); }
+// To the nearest TF32, with 10 bits behind the point instead of 23.
+TW_DEVICE float nearest_tf32(float x) {
+  unsigned y;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
+  return __uint_as_float(y);
+}
 
 // d += a b, for a of 16 x 8, b of 8 x 8, by a warp. Lane 4 g + c holds a[g][c], a[g + 8][c], a[g][c + 4],
 // a[g + 8][c + 4]; b[c][g], b[c + 4][g]; d[g][2c], d[g][2c + 1], d[g + 8][2c], d[g + 8][2c + 1]. The 13 low bits of a
@@ -254,18 +251,23 @@ TW_DEVICE void load_numbers(float* numbers, const float* source, int first, int 
 // ---------------------------------------------------------------------------------------------------------------------
 // 5. The two tile products
 //
+// A tensor core adds with truncation, which pulls a sum toward zero at each addition. So it sums up one tile, or a
+// chunk of dims, at a time; ordinary additions do the rest.
+//
 // A warp owns OWN rows; a thread of it ROWS of these, row_of(r), and of N columns N / LANES, column_of(c); the LANES
 // threads that share a row are neighbours by shuffle_xor. A row of sums of E numbers is held in quads of neighbouring
 // columns that begin at quad_of(e).
 
-#if TW_HALVES
+#if TW_PRODUCTS == 3
 
-// On tensor cores, through three products of halves: a row times a power of two, which brings its largest number to 2^14
-// and more, is big + small, both halves, of 11 bits each. Then a b = small big + big small + big big, and only small
-// small, below 2^-22 of a b, is left out. Of a number below 2^-17 of its row's largest some of the 22 bits are lost.
+// On tensor cores, through three products of halves: a row times a power of two, which brings its largest number L
+// between 2^14 and 2^15, is big + small, both halves, of 11 bits each. Then a b = small big + big small + big big, and
+// only small small, below 2^-22 of a b, is left out. big + small errs by at most 2^-23 of the number or 2^-39 of L,
+// whichever is more: numbers below 2^-16 of L have fewer bits.
 //
 // A tile is split where it was copied to: 16 columns become big and small of two blocks of 8, of which the first has
-// columns 4c and 4c + 1, the second 4c + 2 and 4c + 3. The factor that leads back stands behind its row.
+// columns 4c and 4c + 1, the second 4c + 2 and 4c + 3. The factor that leads back stands behind its row,
+// NaN where the row holds an infinity: then all that the row is a factor of is NaN.
 struct Product {
   static constexpr int LANES = 4, ROWS = 2 * TW_BLOCKS, OWN = 16 * TW_BLOCKS, PAD = 4;
   static constexpr float UNIT = 0x1p-126f;  // of sums to begin with
@@ -276,7 +278,7 @@ struct Product {
   static TW_DEVICE int column_of(int c) { return c / 2 * 8 + lane() % 4 * 2 + c % 2; }
   static TW_DEVICE int quad_of(int e) { return e / 4 * 16 + lane() % 4 * 4 + e % 4; }
 
-  // The power of two that brings ``largest`` between 2^14 and 2^15, and what leads back; that is NaN of infinity.
+  // The power of two that brings ``largest`` between 2^14 and 2^15, and what leads back.
   static TW_DEVICE void scale_to_halves(float largest, float& there, float& back) {
     int exponent = most(__float_as_int(largest) >> 23, 15);
     there = __int_as_float((268 - exponent) << 23);
@@ -319,41 +321,61 @@ struct Product {
     }
   }
 
-  static TW_DEVICE void add_product(float (&sums)[TW_BLOCKS][4], int m, const unsigned (&a)[4], unsigned b0, unsigned b1) {
+  static TW_DEVICE void add_product(float (&sums)[TW_BLOCKS][4], int m, const unsigned (&a)[4], unsigned b0,
+                                    unsigned b1) {
     multiply_halves(sums[m][0], sums[m][1], sums[m][2], sums[m][3], a, b0, b1);
   }
 
-  // scores = a b^T over WIDTH dims; the warp's rows of a begin at ``a``. As above, a tensor core sums big big apart.
+  // scores = a b^T over WIDTH dims; the warp's rows of a begin at ``a``. big big is summed apart from the others, whose
+  // truncated bits are 2^-11 times as large.
   template <int N, int WIDTH, int STRIDE>
   static TW_DEVICE void rows_by_rows(float (&scores)[ROWS][N / LANES], const float* a, const float* b) {
-    float sums[N / 8][TW_BLOCKS][4], cross[N / 8][TW_BLOCKS][4];
+    constexpr int CHUNK = WIDTH < 128 ? WIDTH : 128;
+    float cross[N / 8][TW_BLOCKS][4];  // small big + big small
 #pragma unroll
     for (int n = 0; n < N / 8; n++)
 #pragma unroll
       for (int m = 0; m < TW_BLOCKS; m++)
 #pragma unroll
-        for (int f = 0; f < 4; f++) sums[n][m][f] = cross[n][m][f] = 0.0f;
+        for (int f = 0; f < 4; f++) cross[n][m][f] = 0.0f;
     const float* a_row = a + lane() % 16 * STRIDE + lane() / 16 * 8;                    // two of rows, of columns
     const float* b_row = b + lane() % 8 * STRIDE + lane() / 8 % 2 * 8 + lane() / 16 * 4;  // of columns, big and small
-#pragma unroll TW_UNROLL
-    for (int d = 0; d < WIDTH; d += 16) {
-      unsigned big[TW_BLOCKS][4], small[TW_BLOCKS][4];
+#pragma unroll 1
+    for (int first = 0; first < WIDTH; first += CHUNK) {
+      float sums[N / 8][TW_BLOCKS][4];
 #pragma unroll
-      for (int m = 0; m < TW_BLOCKS; m++) {
-        load_matrices(big[m], a_row + m * 16 * STRIDE + d);
-        load_matrices(small[m], a_row + m * 16 * STRIDE + d + 4);
+      for (int n = 0; n < N / 8; n++)
+#pragma unroll
+        for (int m = 0; m < TW_BLOCKS; m++)
+#pragma unroll
+          for (int f = 0; f < 4; f++) sums[n][m][f] = 0.0f;
+#pragma unroll 2
+      for (int d = first; d < first + CHUNK && d < WIDTH; d += 16) {
+        unsigned big[TW_BLOCKS][4], small[TW_BLOCKS][4];
+#pragma unroll
+        for (int m = 0; m < TW_BLOCKS; m++) {
+          load_matrices(big[m], a_row + m * 16 * STRIDE + d);
+          load_matrices(small[m], a_row + m * 16 * STRIDE + d + 4);
+        }
+#pragma unroll
+        for (int n = 0; n < N / 8; n++) {
+          unsigned x[4];
+          load_matrices(x, b_row + n * 8 * STRIDE + d);
+#pragma unroll
+          for (int m = 0; m < TW_BLOCKS; m++) add_product(cross[n], m, small[m], x[0], x[1]);
+#pragma unroll
+          for (int m = 0; m < TW_BLOCKS; m++) add_product(sums[n], m, big[m], x[0], x[1]);
+#pragma unroll
+          for (int m = 0; m < TW_BLOCKS; m++) add_product(cross[n], m, big[m], x[2], x[3]);
+        }
       }
 #pragma unroll
-      for (int n = 0; n < N / 8; n++) {
-        unsigned x[4];
-        load_matrices(x, b_row + n * 8 * STRIDE + d);
+      for (int r = 0; r < ROWS; r++)
 #pragma unroll
-        for (int m = 0; m < TW_BLOCKS; m++) add_product(cross[n], m, small[m], x[0], x[1]);
-#pragma unroll
-        for (int m = 0; m < TW_BLOCKS; m++) add_product(sums[n], m, big[m], x[0], x[1]);
-#pragma unroll
-        for (int m = 0; m < TW_BLOCKS; m++) add_product(cross[n], m, big[m], x[2], x[3]);
-      }
+        for (int c = 0; c < N / LANES; c++) {
+          float sum = sums[c / 2][r / 2][r % 2 * 2 + c % 2];
+          scores[r][c] = first == 0 ? sum : scores[r][c] + sum;
+        }
     }
     float a_back[ROWS];
 #pragma unroll
@@ -363,20 +385,19 @@ struct Product {
       float b_back = b[column_of(c) * STRIDE + WIDTH];
 #pragma unroll
       for (int r = 0; r < ROWS; r++) {
-        int f = r % 2 * 2 + c % 2;
-        scores[r][c] = (sums[c / 2][r / 2][f] + cross[c / 2][r / 2][f]) * (a_back[r] * b_back);
+        scores[r][c] = (scores[r][c] + cross[c / 2][r / 2][r % 2 * 2 + c % 2]) * (a_back[r] * b_back);
       }
     }
   }
 
-  // sums = sums * decay + tile columns, a row of sums in a unit of its own. What a thread holds of a tile is just what it
-  // has to hand to the tensor core as the left operand. The rows' factors of ``columns`` join the tile, and a row of it
+  // sums = sums * decay + tile columns, a row of sums in a unit of its own. What a thread holds of a tile is just what
+  // it has to hand to the tensor core as the left operand. The rows' factors of ``columns`` join the tile, and a row of it
   // is scaled to halves by its largest number so far: by that of ``columns`` alone where the tile's are at most 1.
   template <int N, int WIDTH, int STRIDE, bool ARE_PROBS>
   static TW_DEVICE void tile_by_columns(float (&sums)[ROWS][WIDTH / LANES], const float (&decay)[ROWS],
                                         const float (&tile)[ROWS][N / LANES], const float* columns,
                                         float (&unit)[ROWS], float*) {
-    static_assert(WIDTH % 32 == 0, "columns come in groups of 32");
+    static_assert(WIDTH % 32 == 0 && N % 16 == 0, "columns come in groups of 32, rows of 16");
     float back[N / LANES], scaled[ROWS][N / LANES], rescale[ROWS], largest_back = 0.0f, last_of_probs = unit[0];
 #pragma unroll
     for (int c = 0; c < N / LANES; c++) {
@@ -442,13 +463,7 @@ struct Product {
 
 #elif TW_PRODUCTS
 
-// On tensor cores, through three TF32 products: x = big + small, where big is the TF32 nearest to x, and small, of 12
-// bits and a sign, loses at most the last one in the tensor core. Then a b = small big + big small + big big, and only
-// small small, below 2^-22 of a b, is left out. (Cut instead of rounded, big would cost an instruction less, and the
-// result twice the error.)
-//
-// The tensor core adds with truncation, which pulls a sum toward zero at each addition. So it sums up one tile or 64 dims
-// at a time, big big apart from the others (a third of the additions that count); ordinary additions do the rest.
+// On tensor cores, through one product of TF32, rounded to the nearest.
 struct Product {
   static constexpr int LANES = 4, ROWS = 2 * TW_BLOCKS, OWN = 16 * TW_BLOCKS, PAD = 8;
   static constexpr float UNIT = 1.0f;
@@ -466,30 +481,31 @@ struct Product {
   template <int N, int WIDTH, int STRIDE>
   static TW_DEVICE void prepare(float*) {}  // used as they are
 
-  static TW_DEVICE void split(float x, float& big, float& small) {
-    big = nearest_tf32(x);
-    small = TW_PRODUCTS == 3 ? x - big : 0.0f;
-  }
-
   // Add to the 16 x 8 sums of block m whose columns a thread holds as 2n and 2n + 1.
   template <int COLUMNS>
-  static TW_DEVICE void add_product(float (&sums)[ROWS][COLUMNS], int m, int n, const float (&a)[4], float b0, float b1,
-                                    bool wanted) {
-    if (wanted)
-      multiply_tiles(sums[2 * m][2 * n], sums[2 * m][2 * n + 1], sums[2 * m + 1][2 * n], sums[2 * m + 1][2 * n + 1], a,
-                     b0, b1);
+  static TW_DEVICE void add_product(float (&sums)[ROWS][COLUMNS], int m, int n, const float (&a)[4], float b0,
+                                    float b1) {
+    multiply_tiles(sums[2 * m][2 * n], sums[2 * m][2 * n + 1], sums[2 * m + 1][2 * n], sums[2 * m + 1][2 * n + 1], a,
+                   b0, b1);
+  }
+
+  static TW_DEVICE void load_rounded(float (&x)[4], const float* quad) {
+    float4 exact = *reinterpret_cast<const float4*>(quad);
+    x[0] = nearest_tf32(exact.x);
+    x[1] = nearest_tf32(exact.y);
+    x[2] = nearest_tf32(exact.z);
+    x[3] = nearest_tf32(exact.w);
   }
 
   // scores = a b^T over WIDTH dims; the warp's rows of a begin at ``a``. Dims are numbered so that lane c's share of
   // two steps of 8 is 4 neighbours.
   template <int N, int WIDTH, int STRIDE>
   static TW_DEVICE void rows_by_rows(float (&scores)[ROWS][N / LANES], const float* a, const float* b) {
-    float cross[ROWS][N / LANES];  // small big + big small
     constexpr int CHUNK = WIDTH < 64 ? WIDTH : 64;
 #pragma unroll
     for (int r = 0; r < ROWS; r++)
 #pragma unroll
-      for (int c = 0; c < N / LANES; c++) scores[r][c] = cross[r][c] = 0.0f;
+      for (int c = 0; c < N / LANES; c++) scores[r][c] = 0.0f;
     const float* a_lane = a + place(lane() / 4) * STRIDE + lane() % 4 * 4;
     const float* b_lane = b + place(lane() / 4) * STRIDE + lane() % 4 * 4;
 #pragma unroll 1
@@ -501,33 +517,25 @@ struct Product {
         for (int c = 0; c < N / LANES; c++) sums[r][c] = 0.0f;
 #pragma unroll 2
       for (int d = first; d < first + CHUNK && d < WIDTH; d += 16) {
-        float a_big[TW_BLOCKS][2][4], a_small[TW_BLOCKS][2][4];  // [block][step of 8 dims][fragment]
+        float left[TW_BLOCKS][2][4];  // [block][step of 8 dims][fragment]
 #pragma unroll
         for (int m = 0; m < TW_BLOCKS; m++)
 #pragma unroll
           for (int half = 0; half < 2; half++) {
-            float4 x = *reinterpret_cast<const float4*>(a_lane + (m * 16 + half * 8) * STRIDE + d);
-            split(x.x, a_big[m][0][half], a_small[m][0][half]);
-            split(x.y, a_big[m][0][half + 2], a_small[m][0][half + 2]);
-            split(x.z, a_big[m][1][half], a_small[m][1][half]);
-            split(x.w, a_big[m][1][half + 2], a_small[m][1][half + 2]);
+            float x[4];
+            load_rounded(x, a_lane + (m * 16 + half * 8) * STRIDE + d);
+#pragma unroll
+            for (int i = 0; i < 4; i++) left[m][i / 2][half + i % 2 * 2] = x[i];
           }
 #pragma unroll
         for (int n = 0; n < N / 8; n++) {
-          float4 x = *reinterpret_cast<const float4*>(b_lane + n * 8 * STRIDE + d);
-          float big[4], small[4];
-          split(x.x, big[0], small[0]);
-          split(x.y, big[1], small[1]);
-          split(x.z, big[2], small[2]);
-          split(x.w, big[3], small[3]);
+          float x[4];
+          load_rounded(x, b_lane + n * 8 * STRIDE + d);
 #pragma unroll
           for (int step = 0; step < 2; step++)
 #pragma unroll
-            for (int m = 0; m < TW_BLOCKS; m++) {
-              add_product(cross, m, n, a_small[m][step], big[2 * step], big[2 * step + 1], TW_PRODUCTS == 3);
-              add_product(sums, m, n, a_big[m][step], big[2 * step], big[2 * step + 1], true);
-              add_product(cross, m, n, a_big[m][step], small[2 * step], small[2 * step + 1], TW_PRODUCTS == 3);
-            }
+            for (int m = 0; m < TW_BLOCKS; m++)
+              add_product(sums, m, n, left[m][step], x[2 * step], x[2 * step + 1]);
         }
       }
 #pragma unroll
@@ -535,10 +543,6 @@ struct Product {
 #pragma unroll
         for (int c = 0; c < N / LANES; c++) scores[r][c] += sums[r][c];
     }
-#pragma unroll
-    for (int r = 0; r < ROWS; r++)
-#pragma unroll
-      for (int c = 0; c < N / LANES; c++) scores[r][c] += cross[r][c];
   }
 
   // sums = sums * decay + tile columns. What a thread holds of a tile of scores is just what it has to hand to the
@@ -548,54 +552,39 @@ struct Product {
                                         const float (&tile)[ROWS][N / LANES], const float* columns, float (&)[ROWS],
                                         float*) {
     static_assert(WIDTH % 32 == 0, "columns come in groups of 32");
-    float big[ROWS][N / LANES], small[ROWS][N / LANES];
+    float rounded[ROWS][N / LANES];
 #pragma unroll
     for (int r = 0; r < ROWS; r++)
 #pragma unroll
-      for (int c = 0; c < N / LANES; c++) split(tile[r][c], big[r][c], small[r][c]);
+      for (int c = 0; c < N / LANES; c++) rounded[r][c] = nearest_tf32(tile[r][c]);
     const float* lane_row = columns + lane() / 4 * 4;
 #pragma unroll
     for (int group = 0; group < WIDTH / 32; group++) {
-      float part[ROWS][8], cross[ROWS][8];  // [2 i + h]: column i of quad h
+      float part[ROWS][8];  // [2 i + h]: column i of quad h
 #pragma unroll
       for (int r = 0; r < ROWS; r++)
 #pragma unroll
-        for (int e = 0; e < 8; e++) part[r][e] = cross[r][e] = 0.0f;
+        for (int e = 0; e < 8; e++) part[r][e] = 0.0f;
 #pragma unroll
       for (int n = 0; n < N / 8; n++) {
-        float b_big[2][4], b_small[2][4];
+        float x[2][4];
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-          int row = n * 8 + place(lane() % 4 * 2 + half);
-          float4 x = *reinterpret_cast<const float4*>(lane_row + row * STRIDE + group * 32);
-          split(x.x, b_big[half][0], b_small[half][0]);
-          split(x.y, b_big[half][1], b_small[half][1]);
-          split(x.z, b_big[half][2], b_small[half][2]);
-          split(x.w, b_big[half][3], b_small[half][3]);
-        }
+        for (int half = 0; half < 2; half++)
+          load_rounded(x[half], lane_row + (n * 8 + place(lane() % 4 * 2 + half)) * STRIDE + group * 32);
 #pragma unroll
         for (int m = 0; m < TW_BLOCKS; m++) {
-          float a_big[4], a_small[4];  // rows g and g + 8 of column place(2c), then of place(2c + 1)
+          float left[4];  // rows g and g + 8 of column place(2c), then of place(2c + 1)
 #pragma unroll
-          for (int f = 0; f < 4; f++) {
-            a_big[f] = big[2 * m + f % 2][2 * n + f / 2];
-            a_small[f] = small[2 * m + f % 2][2 * n + f / 2];
-          }
+          for (int f = 0; f < 4; f++) left[f] = rounded[2 * m + f % 2][2 * n + f / 2];
 #pragma unroll
-          for (int i = 0; i < 4; i++) {  // the i-th of each lane's quads of columns
-            add_product(cross, m, i, a_small, b_big[0][i], b_big[1][i], TW_PRODUCTS == 3);
-            add_product(part, m, i, a_big, b_big[0][i], b_big[1][i], true);
-            add_product(cross, m, i, a_big, b_small[0][i], b_small[1][i], TW_PRODUCTS == 3);
-          }
+          for (int i = 0; i < 4; i++) add_product(part, m, i, left, x[0][i], x[1][i]);  // i-th of each lane's quads
         }
       }
 #pragma unroll
       for (int r = 0; r < ROWS; r++)
 #pragma unroll
-        for (int e = 0; e < 8; e++) {
-          int own = e % 4 * 2 + e / 4;
-          sums[r][group * 8 + e] = sums[r][group * 8 + e] * decay[r] + (part[r][own] + cross[r][own]);
-        }
+        for (int e = 0; e < 8; e++)
+          sums[r][group * 8 + e] = sums[r][group * 8 + e] * decay[r] + part[r][e % 4 * 2 + e / 4];
     }
   }
 };
