@@ -16,10 +16,9 @@ from conformance.calls import (
     operands_of,
     problem_of,
 )
-from tilewise import causal, window
+from tilewise import causal, dispatch, window
 from tilewise.backends import cudnn
 from tilewise.backends.base import Needs, Saved
-from tilewise.dispatch import choose
 from tilewise.kernels.cudnn import graph, library
 from tilewise.kernels.cudnn.description import describe
 from tilewise.masks import Mask
@@ -46,9 +45,9 @@ def double(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    choose.cache_clear()
+    dispatch._chosen.cache_clear()
     yield double
-    choose.cache_clear()
+    dispatch._chosen.cache_clear()
 
 
 @pytest.mark.parametrize("case", SERVED, ids=str)

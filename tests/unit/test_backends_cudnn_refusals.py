@@ -6,9 +6,9 @@ import importlib.util
 import pytest
 import torch
 
-from tilewise import causal, chunk, prefix, window
+from tilewise import causal, chunk, dispatch, prefix, window
 from tilewise.backends import cudnn, gluon, triton
-from tilewise.dispatch import BACKENDS, ON_REQUEST, choose, explain_problem, order
+from tilewise.dispatch import BACKENDS, ON_REQUEST, explain_problem, order
 from tilewise.kernels.cudnn import library
 from tilewise.problem import dense_strides
 from tilewise.scores import FunctionCode, FunctionFacts, OperandFacts, ScoreOptions
@@ -194,7 +194,7 @@ def test_nothing_but_its_name_chooses_it(monkeypatch):
     assert "cudnn" in ON_REQUEST
     for side in (problem, problem.backward(lse_grad=False)):
         assert "cudnn" not in order(side)
-        assert choose.__wrapped__(side, "cudnn") is cudnn.backend
+        assert dispatch._chosen.__wrapped__(side, "cudnn", False) is cudnn.backend
     monkeypatch.setattr(gluon, "device_spec", lambda device: DeviceSpec.of_arch("sm_90"))
     monkeypatch.setattr(triton, "device_spec", lambda device: DeviceSpec.of_arch("sm_90"))
     explanation = explain_problem(problem, "cudnn")

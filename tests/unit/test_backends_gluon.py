@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tilewise import UnsupportedProblem, attention, causal, chunk, explain, prefix, sink_tokens, window
+from tilewise import UnsupportedProblem, attention, causal, chunk, dispatch, explain, prefix, sink_tokens, window
 from tilewise.backends import gluon
 from tilewise.backends.triton import TritonBackend
-from tilewise.dispatch import choose, explain_problem
+from tilewise.dispatch import explain_problem
 from tilewise.masks import Mask
 from tilewise.problem import AttentionProblem, are_aligned, dense_strides
 from tilewise.scores import OperandFacts, ScoreOptions
@@ -97,9 +97,9 @@ def test_a_call_with_dropout_goes_forward_by_triton_and_back_by_gluon(monkeypatc
     refusal = "takes dropout in its backward pass alone, got dropout 0.5"
     assert f"  forward  gluon      no: {refusal}" in str(found).splitlines()
     sides = problem, problem.backward(lse_grad=False)
-    assert [choose.__wrapped__(side).name for side in sides] == ["triton", "gluon"]
+    assert [dispatch._chosen.__wrapped__(side, None, False).name for side in sides] == ["triton", "gluon"]
     with pytest.raises(UnsupportedProblem, match=refusal.replace(".", r"\.")):
-        choose.__wrapped__(problem, "gluon")
+        dispatch._chosen.__wrapped__(problem, "gluon", False)
 
 
 def test_a_maximum_is_no_business_of_the_backward():

@@ -13,6 +13,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from tilewise import settings
 from tilewise.backends.base import Backend, Needs, Saved
+from tilewise.backends.current import allows_tf32
 from tilewise.dispatch import choose
 from tilewise.errors import UnsupportedProblem
 from tilewise.functions import code_of
@@ -102,31 +103,38 @@ _PLAIN = Options(None, None, None, None)[4:12]  # prefix to mask_function of a c
 
 @lru_cache(maxsize=4096)
 def _resolve(tensors: tuple[Facts, Facts, Facts], operands: tuple[Facts, ...], options: tuple[Any, ...],
-             default_backend: str | None, aligned: bool,
+             default_backend: str | None, aligned: bool, tf32: bool,
              lse_grad: bool | None = None) -> tuple[AttentionProblem, Backend]:
     """Problem and backend of a call: one look-up on the way to a kernel, where every microsecond is the user's.
 
-    ``lse_grad``, unless None: of the backward pass.
+    Args:
+        tensors, operands, options, aligned: as the call has them.
+        default_backend: serves where the options name none.
+        tf32: whether torch may round the factors of the inputs' products to TF32; an order of preference hangs on it.
+        lse_grad: of the backward pass, unless None.
     """
     chosen = Options(*options) if len(options) > _N_PLAIN else _of_plain(options)
     problem = problem_from_facts(tensors, operands, chosen.mask, chosen.scale, chosen.settings, chosen.deterministic,
                                  aligned)
     if lse_grad is not None:
         problem = problem.backward(lse_grad=lse_grad)
-    return problem, choose(problem, chosen.backend or default_backend)
+    return problem, choose(problem, chosen.backend or default_backend, tf32)
 
 
 def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> list[torch.Tensor]:
     operands = Operands(*rest[:_N_OPERANDS])
-    problem, backend = _resolve(facts_of_inputs(q, k, v), facts_of_operands(operands), rest[_N_OPERANDS:],
-                                None if rest[-1] else settings.default_backend(), are_aligned(q, k, v))
+    inputs = facts_of_inputs(q, k, v)
+    problem, backend = _resolve(inputs, facts_of_operands(operands), rest[_N_OPERANDS:],
+                                None if rest[-1] else settings.default_backend(), are_aligned(q, k, v),
+                                allows_tf32(inputs[0][3]))
     results = backend.forward(problem, q, k, v, operands)
     return [result for result in results if result is not None]
 
 
 def _forward_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *plain: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    problem, backend = _resolve(facts_of_inputs(q, k, v), (), plain, None if plain[-1] else settings.default_backend(),
-                                are_aligned(q, k, v))
+    inputs = facts_of_inputs(q, k, v)
+    problem, backend = _resolve(inputs, (), plain, None if plain[-1] else settings.default_backend(),
+                                are_aligned(q, k, v), allows_tf32(inputs[0][3]))
     results = backend.forward(problem, q, k, v)
     return results[0], results[1]
 
@@ -141,9 +149,10 @@ def _backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tens
     *options, needs = rest
     if len(options) > _N_PLAIN:
         operands, options = Operands(*rest[:_N_OPERANDS]), options[_N_OPERANDS:]
-    problem, backend = _resolve(facts_of_inputs(q, k, v), facts_of_operands(operands), tuple(options),
+    inputs = facts_of_inputs(q, k, v)
+    problem, backend = _resolve(inputs, facts_of_operands(operands), tuple(options),
                                 None if options[-1] else settings.default_backend(), are_aligned(q, k, v),
-                                dlse is not None)
+                                allows_tf32(inputs[0][3]), dlse is not None)
     gradients = backend.backward(problem, Saved(q, k, v, out, lse, operands), dout, dlse, Needs(*needs))
     return [gradient for gradient in gradients if gradient is not None]
 

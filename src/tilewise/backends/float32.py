@@ -71,7 +71,7 @@ class Float32Backend:
         """How a product is made now: by 0 TF32 products, 3, or 1 where the user allows it to torch."""
         if not self.tensor_cores:
             return 0
-        return 1 if allows_tf32() else 3
+        return 1 if allows_tf32(torch.float32) else 3
 
     def _wrong_machine(self, problem: AttentionProblem) -> str | None:
         if problem.device.type != "cuda" or torch.version.hip is not None:

@@ -254,7 +254,7 @@ def alignment_of(addresses: list[int]) -> tuple[bool, ...]:
 
 def precision_of(dtype: torch.dtype) -> str:
     """How float32 products are made: exactly, unless the user allowed TF32 in torch's own settings."""
-    return "tf32" if dtype is torch.float32 and allows_tf32() else "ieee"
+    return "tf32" if allows_tf32(dtype) else "ieee"
 
 
 def _empty(like: torch.Tensor, strides: Sizes) -> torch.Tensor:
