@@ -178,6 +178,9 @@ def explain_problem(problem: AttentionProblem, backend: str | None = None,
 def use_backend(name: str) -> Iterator[None]:
     """Use one backend for every call inside the ``with`` block that names none; thread- and task-local.
 
+    It holds for the backward passes of these calls too. A compiled call that has a gradient raises instead: name the
+    backend in the call, or by ``TILEWISE_BACKEND``.
+
     Args:
         name: "gluon", "triton", "cuda", "cuda_ieee", "torch", "cudnn" or "reference".
 

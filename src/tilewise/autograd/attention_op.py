@@ -98,6 +98,8 @@ def _of_plain(plain: tuple[Any, ...]) -> Options:
 
 _N_OPERANDS = len(Operands._fields)
 _N_PLAIN = 6
+# A call that names no backend, in a graph: what is traced cannot ask for a scope, nor save which one there is at a run.
+COMPILED_WITH_GRADIENT = ""
 _PLAIN = Options(None, None, None, None)[4:12]  # prefix to mask_function of a call that the plain operator takes
 
 
@@ -121,11 +123,24 @@ def _resolve(tensors: tuple[Facts, Facts, Facts], operands: tuple[Facts, ...], o
     return problem, choose(problem, chosen.backend or default_backend, tf32)
 
 
+def _in_force(named: str | None) -> str | None:
+    """Return the name that serves a forward pass which names no backend.
+
+    Raises:
+        UnsupportedProblem: it is that of a scope, and the call is of a compiled graph's that has a gradient.
+    """
+    if named == COMPILED_WITH_GRADIENT and (scope := settings.scoped_backend()) is not None:
+        raise UnsupportedProblem(
+            f"use_backend({scope!r}) stands around a compiled call that has a gradient, and its backward pass, which "
+            f"runs elsewhere, would not know of it. Pass backend={scope!r} to the call, or set TILEWISE_BACKEND.", {})
+    return settings.default_backend()
+
+
 def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> list[torch.Tensor]:
     operands = Operands(*rest[:_N_OPERANDS])
     inputs = facts_of_inputs(q, k, v)
     problem, backend = _resolve(inputs, facts_of_operands(operands), rest[_N_OPERANDS:],
-                                None if rest[-1] else settings.default_backend(), are_aligned(q, k, v),
+                                None if rest[-1] else _in_force(rest[-1]), are_aligned(q, k, v),
                                 allows_tf32(inputs[0][3]))
     results = backend.forward(problem, q, k, v, operands)
     return [result for result in results if result is not None]
@@ -133,7 +148,7 @@ def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> l
 
 def _forward_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *plain: Any) -> tuple[torch.Tensor, torch.Tensor]:
     inputs = facts_of_inputs(q, k, v)
-    problem, backend = _resolve(inputs, (), plain, None if plain[-1] else settings.default_backend(),
+    problem, backend = _resolve(inputs, (), plain, None if plain[-1] else _in_force(plain[-1]),
                                 are_aligned(q, k, v), allows_tf32(inputs[0][3]))
     results = backend.forward(problem, q, k, v)
     return results[0], results[1]
@@ -348,9 +363,10 @@ def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Operands, o
     """
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or _trainable(operands)):
         if torch.compiler.is_compiling():  # asked whether a call is plain, dynamo starts over
+            arguments = (*operands, *options[:-1], options.backend or COMPILED_WITH_GRADIENT)
             if not with_lse:
-                return (cast(torch.Tensor, _apply_for_out(q, k, v, *operands, *options)),)
-            return cast("tuple[torch.Tensor, ...]", _apply(q, k, v, *operands, *options))
+                return (cast(torch.Tensor, _apply_for_out(q, k, v, *arguments)),)
+            return cast("tuple[torch.Tensor, ...]", _apply(q, k, v, *arguments))
         # The backward pass runs in a thread of its own, which does not see a scoped default.
         backend = options.backend or settings.default_backend()
         if _is_plain(operands, options):
