@@ -97,6 +97,11 @@ def _chosen(problem: AttentionProblem, backend: str | None, tf32: bool) -> Backe
     raise UnsupportedProblem(f"{subject} this problem: {problem}", reasons)
 
 
+def forget_chosen() -> None:
+    """Let go of every choice, where a backend's answers have changed."""
+    _chosen.cache_clear()
+
+
 class Decoder(Protocol):
     """A module that decodes: ``backends/<name>_decode.py``."""
 

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import register_flop_formula
 from tilewise import settings
 from tilewise.backends.base import Backend, Needs, Saved
 from tilewise.backends.current import allows_tf32
-from tilewise.dispatch import choose
+from tilewise.dispatch import choose, forget_chosen
 from tilewise.errors import UnsupportedProblem
 from tilewise.functions import code_of
 from tilewise.masks import Mask
@@ -121,6 +121,12 @@ def _resolve(tensors: tuple[Facts, Facts, Facts], operands: tuple[Facts, ...], o
     if lse_grad is not None:
         problem = problem.backward(lse_grad=lse_grad)
     return problem, choose(problem, chosen.backend or default_backend, tf32)
+
+
+def forget_choices() -> None:
+    """Choose backends anew from the next call on: what a backend takes has changed."""
+    _resolve.cache_clear()
+    forget_chosen()
 
 
 def _in_force(named: str | None) -> str | None:
