@@ -4,6 +4,7 @@ import re
 import sys
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -191,6 +192,42 @@ def test_compiled_kernel_is_taken_from_the_cache_and_compiled_anew_for_another_a
     assert programs.machine_code(program, "sm_90") == b"from the cache"
     assert programs.machine_code(program, "sm_80").startswith(b"\x7fELF")
     assert len(list((tmp_path / "kernels").iterdir())) == 2
+
+
+def _file_in_the_way(folder):
+    (folder / "file").write_text("no folder")
+    return str(folder / "file" / "kernels")
+
+
+def _folder_in_the_way(folder):
+    """What a kernel's file is renamed to is a folder: neither read nor replaced."""
+    (folder / f"delta-sm_90-{'0' * 24}.cubin").mkdir()
+    return str(folder)
+
+
+@pytest.mark.parametrize("make", [_file_in_the_way, _folder_in_the_way, None], ids=["folder", "file", "home"])
+def test_without_a_cache_that_can_be_written_kernels_are_compiled_with_one_warning(make, tmp_path, monkeypatch):
+    """It was an OSError, of a folder of which no argument had been named."""
+    monkeypatch.setattr(programs, "_nvrtc", lambda: SimpleNamespace(nvrtcVersion=lambda: (0, 13, 0)))
+    monkeypatch.setattr(programs, "compile_program", lambda program, arch: (b"compiled", ""))
+    monkeypatch.setattr(programs.hashlib, "sha256", lambda key: SimpleNamespace(hexdigest=lambda: "0" * 64))
+    for name in ("TILEWISE_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    if make is None:
+        monkeypatch.setattr(Path, "home", _no_home)
+    else:
+        monkeypatch.setenv("TILEWISE_CACHE", make(tmp_path))
+    before = sorted(tmp_path.iterdir())
+    program = float32.plan("delta", problem(), DeviceSpec.of_arch("sm_90"), 3, True)[0]
+    programs._tell_once.cache_clear()
+    with pytest.warns(RuntimeWarning, match=r"cannot be kept on disk.*: .+\. Set TILEWISE_CACHE to a folder"):
+        assert programs.machine_code(program, "sm_90") == b"compiled"
+    assert programs.machine_code(program, "sm_90") == b"compiled", "and told once"
+    assert sorted(tmp_path.iterdir()) == before, "nothing half made is left"
+
+
+def _no_home():
+    raise RuntimeError("Could not determine home directory.")
 
 
 def test_failing_compiler_is_quoted(monkeypatch):
