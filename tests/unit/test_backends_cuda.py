@@ -35,7 +35,7 @@ def problem(d=64, mask=None, **fields):
 
 @pytest.fixture
 def hopper(monkeypatch):
-    monkeypatch.setattr(float32, "_installed", lambda: True)
+    monkeypatch.setattr(float32, "lacking", lambda: None)
     monkeypatch.setattr(float32, "device_spec", lambda device: DeviceSpec.of_arch("sm_90"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
 
@@ -76,13 +76,6 @@ def test_older_gpus_are_refused_by_what_their_cores_lack(monkeypatch):
     assert FMA_PIPES.why_not(problem()) is None
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
     assert FMA_PIPES.why_not(problem()) == "needs CUDA compute capability 7.5 or newer, got 7.0"
-
-
-@pytest.mark.usefixtures("hopper")
-def test_missing_package_is_named_with_the_extra_that_brings_it(monkeypatch):
-    monkeypatch.setattr(float32, "_installed", lambda: False)
-    assert "needs the package cuda-bindings" in TENSOR_CORES.why_not(problem())
-    assert "tilewise[cuda]" in TENSOR_CORES.why_not(problem())
 
 
 @pytest.mark.usefixtures("hopper")
@@ -240,15 +233,26 @@ def test_failing_compiler_is_quoted(monkeypatch):
 
 
 def without_library():
-    raise RuntimeError("Failure finding libnvrtc.so")
+    raise RuntimeError("Failure finding libnvrtc.so\nlisted: these folders")
 
 
-@pytest.mark.parametrize("module", [None, SimpleNamespace(nvrtc=SimpleNamespace(nvrtcVersion=without_library))],
-                         ids=["no package", "no library"])
-def test_compiling_without_package_or_library_says_what_to_install(module, monkeypatch):
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(("module", "told"), [
+    (None, "import of cuda.bindings halted; None in sys.modules"),
+    (SimpleNamespace(nvrtc=SimpleNamespace(nvrtcVersion=without_library)), "Failure finding libnvrtc.so"),
+], ids=["no package", "no library"])
+def test_package_and_library_that_are_missing_are_named_before_a_call_needs_them(module, told, monkeypatch):
+    """With the package and without the library, the problem was taken, and the call failed."""
     monkeypatch.setitem(sys.modules, "cuda.bindings", module)
-    programs._nvrtc.cache_clear()
-    program = float32.plan("delta", problem(), DeviceSpec.of_arch("sm_90"), 3, True)[0]
-    with pytest.raises(BackendUnavailable, match=r"needs the package cuda-bindings and the library.*tilewise\[cuda\]"):
-        programs.compile_program(program, "sm_90")
-    programs._nvrtc.cache_clear()
+    monkeypatch.setattr(float32, "lacking", programs.lacking)
+    programs.lacking.cache_clear()
+    try:
+        reason = ("needs the package cuda-bindings and the library NVRTC, which CUDA builds of torch bring; others "
+                  f"need tilewise[cuda]: {told}")
+        assert TENSOR_CORES.why_not(problem()) == FMA_PIPES.why_not(problem()) == reason
+        program = float32.plan("delta", problem(), DeviceSpec.of_arch("sm_90"), 3, True)[0]
+        with pytest.raises(BackendUnavailable) as caught:
+            programs.compile_program(program, "sm_90")
+        assert str(caught.value) == f"backend 'cuda' {reason}"
+    finally:
+        programs.lacking.cache_clear()

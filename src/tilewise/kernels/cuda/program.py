@@ -186,12 +186,22 @@ def load(program: Program, arch: str, device: int, shared_bytes: int) -> Callabl
 
 
 @cache
-def _nvrtc() -> Any:
+def lacking() -> str | None:
+    """Return what the compiler needs and has not, as one sentence, or None; asked first, it loads the library."""
     try:
         from cuda.bindings import nvrtc
 
-        nvrtc.nvrtcVersion()  # loads the library
+        nvrtc.nvrtcVersion()
     except (ImportError, RuntimeError) as error:
-        raise BackendUnavailable("backend 'cuda' needs the package cuda-bindings and the library NVRTC, which CUDA "
-                                 f"builds of torch bring; others need tilewise[cuda]: {error}") from error
+        return ("needs the package cuda-bindings and the library NVRTC, which CUDA builds of torch bring; others need "
+                f"tilewise[cuda]: {str(error).partition(chr(10))[0]}")
+    return None
+
+
+def _nvrtc() -> Any:
+    reason = lacking()
+    if reason is not None:
+        raise BackendUnavailable(f"backend 'cuda' {reason}")
+    from cuda.bindings import nvrtc
+
     return nvrtc
