@@ -8,18 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from tilewise import (
-    InvalidInput,
-    Mask,
-    UnsupportedProblem,
-    attention,
-    causal,
-    chunk,
-    prefix,
-    sink_tokens,
-    use_backend,
-    window,
-)
+from tilewise import InvalidInput, Mask, UnsupportedProblem, attention, causal, chunk, prefix, sink_tokens, window
 from tilewise.autograd.attention_op import Options, backward_op, backward_plain_op, forward_op, forward_plain_op
 from tilewise.backends.base import Needs
 from tilewise.scores import NO_OPERANDS, Operands
@@ -403,34 +392,6 @@ class TestCompiled:
                           *(t.grad for t in (operands.bias, operands.alibi_slopes, operands.sinks))])
         for eager, compiled in zip(*found, strict=True):
             torch.testing.assert_close(compiled, eager)
-
-    @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
-    def test_a_scope_that_its_backward_pass_would_not_know_of_is_refused(self, compiler):
-        """The forward pass was the scope's, and the backward pass of whichever backend came first."""
-        step = torch.compile(lambda *t: attention(*t).sum(), fullgraph=True, backend=compiler)
-        tensors = _tensors(requires_grad=True)
-        with use_backend("reference"), pytest.raises(UnsupportedProblem) as caught:
-            step(*tensors)
-        assert str(caught.value).startswith(  # a graph adds where it stood
-            "use_backend('reference') stands around a compiled call that has a gradient, and its backward pass, which "
-            "runs elsewhere, would not know of it. Pass backend='reference' to the call, or set TILEWISE_BACKEND.")
-        step(*tensors).backward()
-        with use_backend("reference"), torch.no_grad():
-            step(*tensors)
-        named = torch.compile(lambda *t: attention(*t, backend="reference").sum(), fullgraph=True, backend=compiler)
-        with use_backend("torch"):
-            named(*tensors).backward()
-
-    def test_the_environment_names_both_passes_of_a_compiled_call(self, monkeypatch):
-        step = torch.compile(lambda *t: attention(*t).sum(), fullgraph=True, backend="aot_eager")
-        monkeypatch.setenv("TILEWISE_BACKEND", "cudnn")
-        with pytest.raises(UnsupportedProblem, match="backend 'cudnn' refuses this problem: forward"):
-            step(*_tensors(requires_grad=True))
-        monkeypatch.setenv("TILEWISE_BACKEND", "reference")
-        loss = step(*_tensors(requires_grad=True))
-        monkeypatch.setenv("TILEWISE_BACKEND", "cudnn")
-        with pytest.raises(UnsupportedProblem, match="backend 'cudnn' refuses this problem: backward"):
-            loss.backward()
 
     def test_a_seed_is_drawn_anew_at_every_call_of_a_compiled_graph(self):
         step = torch.compile(lambda *t: attention(*t, dropout_p=0.5, backend="reference"), fullgraph=True,

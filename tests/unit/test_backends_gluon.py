@@ -3,6 +3,7 @@
 import contextlib
 import importlib.metadata
 import importlib.util
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -162,6 +163,7 @@ def test_other_gpus_are_refused(monkeypatch, arch):
 
 @pytest.mark.parametrize(("version", "found"), [
     (None, "none"), ((3, 5), "3.5"), ((3, 6), None), ((3, 7), "3.7"), ((3, 10), "3.10"),
+    ((0, 0), "one that tells no version"),
 ])
 def test_a_triton_that_no_gpu_has_checked_the_kernels_with_is_refused(monkeypatch, version, found):
     monkeypatch.setattr(gluon, "_triton_version", lambda: version)
@@ -216,6 +218,10 @@ def test_a_traced_tensor_counts_as_aligned():
         assert are_aligned(mode.from_tensor(whole)[1:])
 
 
+def _without_metadata(name):
+    raise importlib.metadata.PackageNotFoundError(name)
+
+
 class TestTritonVersion:
     """The version is read without importing Triton."""
 
@@ -227,6 +233,15 @@ class TestTritonVersion:
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
         monkeypatch.setattr(importlib.metadata, "version", lambda name: {"triton": "3.10.1+git0"}[name])
         assert gluon._triton_version.__wrapped__() == (3, 10)
+
+    def test_of_a_triton_without_metadata_it_is_the_modules_own(self, monkeypatch):
+        """As builds from source and of other names have it: what was asked, raised where it had to answer."""
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+        monkeypatch.setattr(importlib.metadata, "version", _without_metadata)
+        for module, version in ((SimpleNamespace(__version__="3.6.0"), (3, 6)), (SimpleNamespace(), (0, 0)),
+                                (SimpleNamespace(__version__="main"), (0, 0)), (None, (0, 0))):
+            monkeypatch.setitem(sys.modules, "triton", module)
+            assert gluon._triton_version.__wrapped__() == version
 
     def test_there_may_be_none(self, monkeypatch):
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

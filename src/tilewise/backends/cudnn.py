@@ -28,6 +28,7 @@ from tilewise.kernels.cudnn.library import frontend_version, library_version
 from tilewise.kernels.triton.launch import Launch, modifiers_of
 from tilewise.kernels.triton.sums import OperandSums
 from tilewise.masks import Span
+from tilewise.packages import version_text
 from tilewise.problem import AttentionProblem, Sizes, are_aligned
 from tilewise.scores import NO_OPERANDS, Operands
 from tilewise.tuning.heuristics import delta_config
@@ -282,7 +283,7 @@ def _wrong_machine(problem: AttentionProblem) -> str | None:
     if frontend is None:
         return "needs cuDNN's front end (nvidia-cudnn-frontend), which tilewise[cudnn] brings, and it is not installed"
     if frontend < OLDEST_FRONTEND:
-        return f"needs nvidia-cudnn-frontend {_text(OLDEST_FRONTEND)} or newer, got {_text(frontend)}"
+        return f"needs nvidia-cudnn-frontend {_text(OLDEST_FRONTEND)} or newer, got {version_text(frontend)}"
     if library is None or library < OLDEST_LIBRARY:
         found = "none" if library is None else _text(library)
         return f"needs cuDNN {_text(OLDEST_LIBRARY)} or newer, as CUDA builds of torch bring it, got {found}"

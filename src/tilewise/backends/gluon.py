@@ -1,8 +1,6 @@
 """Launches the Gluon kernels: Hopper GPUs, 16-bit, plain calls; the fastest there."""
 
 import contextlib
-import importlib.metadata
-import importlib.util
 from dataclasses import dataclass
 from functools import cache, lru_cache
 
@@ -14,6 +12,7 @@ from tilewise.kernels.gluon.launch import HopperForward, pack_of
 from tilewise.kernels.gluon.launch_backward import HopperBackward
 from tilewise.kernels.triton.launch import Launch, Modifiers, modifiers_of
 from tilewise.kernels.triton.sums import OperandSums
+from tilewise.packages import package_version, version_text
 from tilewise.problem import AttentionProblem, Sizes, are_aligned, dense_strides
 from tilewise.scores import DRAW_SPAN, NO_OPERANDS, NO_OPTIONS, Operands
 from tilewise.tuning.device import device_spec
@@ -124,10 +123,8 @@ def _gradient_strides(problem: AttentionProblem) -> tuple[Sizes, Sizes, Sizes]:
 
 
 @cache
-def _triton_version() -> tuple[int, ...] | None:
-    if importlib.util.find_spec("triton") is None:
-        return None
-    return tuple(int(part) for part in importlib.metadata.version("triton").split(".")[:2])
+def _triton_version() -> tuple[int, int] | None:
+    return package_version("triton", "triton")
 
 
 def _wrong_machine(problem: AttentionProblem) -> str | None:
@@ -139,8 +136,8 @@ def _wrong_machine(problem: AttentionProblem) -> str | None:
         return f"runs on Hopper GPUs (sm_90), got {arch}"
     version = _triton_version()
     if version != CHECKED:
-        found = "none" if version is None else ".".join(map(str, version))
-        return f"has run with Triton 3.6 alone, and other versions' code is unchecked on GPUs, got {found}"
+        return ("has run with Triton 3.6 alone, and other versions' code is unchecked on GPUs, got "
+                f"{version_text(version)}")
     return None
 
 
