@@ -238,6 +238,11 @@ def are_aligned(*tensors: torch.Tensor) -> bool:
     return all(isinstance(tensor, FakeTensor) or tensor.data_ptr() & 15 == 0 for tensor in tensors)
 
 
+def alignment_of(addresses: list[int]) -> tuple[bool, ...]:
+    """Which addresses are multiples of 16 bytes, each by itself: what a compiled kernel and a descriptor count on."""
+    return tuple([address & 15 == 0 for address in addresses])
+
+
 def facts_of_operands(operands: Operands) -> tuple[Facts, ...]:
     """Read the operands that are there."""
     if operands is NO_OPERANDS:

@@ -99,6 +99,29 @@ def test_what_the_cases_leave_out_stays_within_budget_too(double, case):
     assert_forward_within_budget(case, inputs, results[:2])
 
 
+def test_launches_belong_to_the_alignment_of_each_operand(double, monkeypatch):
+    """One flag stood for all of them: a kernel made for one odd address was handed another."""
+    seen = {name: set() for name in ("_lengths_launch", "_blank_launch", "_delta_launch")}
+    for name in seen:
+        monkeypatch.setattr(cudnn, name, _noting(getattr(cudnn, name), seen[name]))
+    case = Case("padded_sinks", b=2, hq=2, hk=2, sq=32, sk=48, d=16, dv=16, sinks=True, lengths_q=(32, 20),
+                lengths_k=(11, 48))
+    inputs = make_inputs(case, HALF, "cpu")
+    operands = operands_of(case, inputs)
+    odd = {name: torch.cat([one[:1], one])[1:] for name in ("seqlens_q", "seqlens_k")
+           if (one := getattr(operands, name)) is not None}
+    for name, tensor in odd.items():
+        forward_and_backward(cudnn.backend, case, inputs, "out", operands._replace(**{name: tensor}))
+    assert {name: len(alignments) for name, alignments in seen.items()} == dict.fromkeys(seen, 2)
+
+
+def _noting(function, alignments):
+    def noting(*given):
+        alignments.add(given[-1])
+        return function(*given)
+    return noting
+
+
 def test_a_bias_that_hides_every_key_of_a_query_gives_zeros(double):
     case = Case("hidden", b=1, hq=2, hk=2, sq=16, sk=16, d=16, dv=16, bias="11qk")
     inputs = make_inputs(case, HALF, "cpu")

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tilewise import UnsupportedProblem, attention, causal, chunk, dispatch, explain, prefix, sink_tokens, window
 from tilewise.backends import gluon
+from tilewise.backends.base import Saved
 from tilewise.backends.triton import TritonBackend
 from tilewise.dispatch import explain_problem
 from tilewise.masks import Mask
@@ -216,6 +217,24 @@ def test_a_traced_tensor_counts_as_aligned():
     assert not are_aligned(whole, whole[1:])
     with FakeTensorMode() as mode:
         assert are_aligned(mode.from_tensor(whole)[1:])
+
+
+def test_a_delta_launch_belongs_to_the_alignment_of_each_tensor(monkeypatch):
+    """One flag stood for all of them: a kernel made for an aligned dlse beside an odd out was handed an odd dlse."""
+    keys = []
+
+    def plan(problem, incoming, alignment):
+        keys.append(alignment)
+        raise KeyError
+
+    monkeypatch.setattr(gluon, "_backward_plan", plan)
+    q, lse = torch.zeros(1, 2, 8, 64), torch.zeros(1, 2, 8)
+    problem = AttentionProblem.from_tensors(q, q, q).backward(lse_grad=True)
+    odd_out, odd_lse = torch.zeros(q.numel() + 1)[1:].view_as(q), torch.zeros(17)[1:].view_as(lse)
+    for out, dlse in ((q, lse), (odd_out, lse), (q, odd_lse)):
+        with pytest.raises(KeyError):
+            gluon.backend.backward(problem, Saved(q, q, q, out, lse), q, dlse)
+    assert keys == [(True, True, True), (False, True, True), (True, True, False)]
 
 
 def _without_metadata(name):

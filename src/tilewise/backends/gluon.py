@@ -13,7 +13,7 @@ from tilewise.kernels.gluon.launch_backward import HopperBackward
 from tilewise.kernels.triton.launch import Launch, Modifiers, modifiers_of
 from tilewise.kernels.triton.sums import OperandSums
 from tilewise.packages import package_version, version_text
-from tilewise.problem import AttentionProblem, Sizes, are_aligned, dense_strides
+from tilewise.problem import AttentionProblem, Sizes, alignment_of, are_aligned, dense_strides
 from tilewise.scores import DRAW_SPAN, NO_OPERANDS, NO_OPTIONS, Operands
 from tilewise.tuning.device import device_spec
 from tilewise.tuning.heuristics import delta_config, hopper_backward_config, hopper_forward_config
@@ -59,7 +59,8 @@ class GluonBackend:
             dout = torch.empty_strided(dout.shape, problem.out_strides, dtype=dout.dtype,
                                        device=dout.device).copy_(dout)
         plan = _backward_plan(problem, (out.stride(), dout.stride(), None if dlse is None else dlse.stride()),
-                              are_aligned(out, lse, *(() if dlse is None else (dlse,)), *operands.present))
+                              alignment_of([tensor.data_ptr() for tensor in (
+                                  out, lse, *(() if dlse is None else (dlse,)), *operands.present)]))
         make = torch.empty_strided if plan.launch.reads_all else _zeros_strided
         dq, dk, dv = (make(like.shape, strides, dtype=problem.dtype, device=problem.device)
                       for like, strides in zip((q, k, v), plan.strides, strict=True))
@@ -104,8 +105,8 @@ class _BackwardPlan:
 
 @lru_cache(maxsize=1024)
 def _backward_plan(problem: AttentionProblem, incoming: tuple[Sizes, Sizes, Sizes | None],
-                   aligned: bool) -> _BackwardPlan:
-    # ``aligned``: a launch keeps the kernel of its first call, which counts on addresses alike.
+                   alignment: tuple[bool, ...]) -> _BackwardPlan:
+    # ``alignment``: a launch keeps the kernel of its first call, which counts on addresses alike.
     from tilewise.kernels.triton.backward import delta_launch
 
     strides = _gradient_strides(problem)
