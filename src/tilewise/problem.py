@@ -27,6 +27,7 @@ from tilewise.scores import (
     check_operand,
     checked_dropout_p,
     checked_softcap,
+    is_factor,
 )
 from tilewise.sequences import DENSE, Sequences
 from tilewise.tile_lists import TILE
@@ -422,12 +423,12 @@ def _lengths_text(sq: int, sk: int, sequences: Sequences) -> str:
 
 
 def checked_scale(scale: float | None, d: int) -> float:
-    """Return the scale, 1/sqrt(d) for None. Raises :class:`InvalidInput` unless it is finite and > 0."""
+    """Return the scale, 1/sqrt(d) for None. Raises :class:`InvalidInput` unless it is None or a factor in float32."""
     if scale is None:
         return 1.0 / math.sqrt(d)
-    if isinstance(scale, (int, float)) and not isinstance(scale, bool) and 0.0 < scale < math.inf:
+    if is_factor(scale):
         return float(scale)
-    raise InvalidInput(f"scale is {scale!r}; allowed is a finite number > 0, or None for 1/sqrt(d).")
+    raise InvalidInput(f"scale is {scale!r}; allowed is a number from 2^-126 to 2^127, or None for 1/sqrt(d).")
 
 
 def _text(shape: Iterable[int]) -> str:
