@@ -162,6 +162,17 @@ class Explanation:
         return "\n".join(lines)
 
 
+def answer_of(name: str, problem: AttentionProblem) -> str | None:
+    """Return a backend's reason against the problem, or None; a sentence too where asking it fails.
+
+    A library that is broken, or a device without memory for what is built to ask: a call raises what comes then.
+    """
+    try:
+        return get_backend(name).why_not(problem)
+    except (ImportError, OSError, RuntimeError) as error:
+        return f"could not be asked, {type(error).__name__}: {' '.join(str(error).split())}"
+
+
 def explain_problem(problem: AttentionProblem, backend: str | None = None,
                     why_not_first: Callable[[str], str | None] | None = None) -> Explanation:
     """Ask every backend about both passes of the problem; raises nothing for a refusal.
@@ -173,7 +184,7 @@ def explain_problem(problem: AttentionProblem, backend: str | None = None,
     for side in (problem, problem.backward(lse_grad=False)):
         names = (*order(side), *ON_REQUEST)
         wanted = order(side) if backend is None else (get_backend(backend).name,)
-        answers = {name: (why_not_first and why_not_first(name)) or get_backend(name).why_not(side) for name in names}
+        answers = {name: (why_not_first and why_not_first(name)) or answer_of(name, side) for name in names}
         chosen[side.direction] = next((name for name in wanted if answers[name] is None), None)
         reasons |= {(side.direction, name): answer for name, answer in answers.items()}
     return Explanation(problem, chosen["forward"], chosen["backward"], reasons)

@@ -338,6 +338,60 @@ def test_the_cache_keeps_the_values_that_were_asked_for_last():
     assert len(cache) == 2
 
 
+def _in_threads(*functions):
+    threads = [threading.Thread(target=function) for function in functions]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def test_values_of_two_keys_are_made_side_by_side():
+    """Every build waited for every other: a second each, whatever its problem."""
+    cache, both, made = graph.Cache(8), threading.Barrier(2, timeout=10), []
+
+    def make(key):
+        both.wait()  # broken, if the other is not begun meanwhile
+        return key
+
+    threads = _in_threads(*(lambda key=key: made.append(cache.get(key, lambda: make(key))) for key in "ab"))
+    for thread in threads:
+        thread.join()
+    assert sorted(made) == ["a", "b"]
+
+
+def test_a_value_whose_making_fails_fails_for_all_that_wait_and_is_made_anew():
+    cache, waiting, raised = graph.Cache(8), threading.Event(), []
+
+    def fail():
+        waiting.wait(10)
+        raise RuntimeError("no memory")
+
+    def ask():
+        try:
+            cache.get("key", fail)
+        except RuntimeError as error:
+            raised.append(str(error))
+
+    threads = _in_threads(ask, ask)
+    waiting.set()
+    for thread in threads:
+        thread.join()
+    assert raised == ["no memory"] * 2
+    assert cache.get("key", lambda: 1) == 1
+
+
+def test_explain_answers_where_asking_cudnn_fails(double):
+    def fail():
+        raise RuntimeError("CUDNN_STATUS_INTERNAL_ERROR\n  at once")
+
+    double.while_building = fail
+    problem = problem_of(case_named("mha"), make_inputs(case_named("mha"), HALF, "cpu"))
+    explanation = dispatch.explain_problem(problem, "cudnn")
+    assert explanation.forward is None
+    assert explanation.reasons["forward", "cudnn"] == (
+        "could not be asked, RuntimeError: CUDNN_STATUS_INTERNAL_ERROR at once")
+
+
 def test_a_graph_that_is_captured_outlives_the_cache(double, monkeypatch):
     case = case_named("mha")
     inputs = make_inputs(case, HALF, "cpu")
