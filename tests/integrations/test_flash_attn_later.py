@@ -10,6 +10,7 @@ from integrations.dense import bottom_right, close, dense
 from tilewise import InvalidInput, TilewiseError, UnsupportedProblem
 from tilewise.integrations import flash_attn_cute as fa4
 from tilewise.integrations import flash_attn_interface as fa3
+from tilewise.integrations import flash_family
 
 _DESCALES = "q_descale=None, k_descale=None, v_descale=None"
 _FA3 = (f"{_DESCALES}, window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, "
@@ -126,6 +127,28 @@ def test_version_4_returns_lse_where_it_is_asked_for_or_a_gradient_is():
     plain = [tensor.detach() for tensor in given]
     assert fa4.flash_attn_func(*plain)[1] is None
     assert fa4.flash_attn_func(*plain, return_lse=True)[1].shape == (2, 4, 9)
+
+
+def test_version_3_makes_lse_where_it_is_asked_for_alone(monkeypatch):
+    """In a compiled graph it had a gradient of zeros, which some backends have not."""
+    asked = []
+    for name in ("attention", "attention_varlen"):
+        monkeypatch.setattr(flash_family, name, _noting(getattr(flash_family, name), asked))
+    q, k, v, _ = tensors(9, 8)
+    packed = (q[0], k[0], v[0], CU_Q, CU_K, 6, 5)
+    for function, given in ((fa3.flash_attn_func, (q, k, v)), (fa3.flash_attn_varlen_func, packed)):
+        assert torch.equal(function(*given), function(*given, return_attn_probs=True)[0])
+    qkv = torch.stack((q, q, q), 2)
+    assert torch.equal(fa3.flash_attn_qkvpacked_func(qkv),
+                       fa3.flash_attn_qkvpacked_func(qkv, return_attn_probs=True)[0])
+    assert asked == 3 * [(), ("lse",)]
+
+
+def _noting(real, asked):
+    def noting(*given, return_aux, **options):
+        asked.append(return_aux)
+        return real(*given, return_aux=return_aux, **options)
+    return noting
 
 
 def test_packed_projections():

@@ -52,7 +52,7 @@ def flash_attn_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_s
     """
     _refuse_scales(q_descale, k_descale, v_descale)
     options = _options(softmax_scale, causal, window_size, attention_chunk, softcap, deterministic)
-    found = attend(q, k, v, qv, options)
+    found = attend(q, k, v, qv, options, with_lse=return_attn_probs)
     return found if return_attn_probs else found[0]
 
 
@@ -82,7 +82,7 @@ def flash_attn_varlen_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu
     _refuse_scales(q_descale, k_descale, v_descale)
     options = _options(softmax_scale, causal, window_size, attention_chunk, softcap, deterministic)
     found = attend(q, k, v, qv, options, {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
-                                          "seqused_q": seqused_q, "seqused_k": seqused_k})
+                                          "seqused_q": seqused_q, "seqused_k": seqused_k}, return_attn_probs)
     return found if return_attn_probs else found[0]
 
 
@@ -105,7 +105,7 @@ def flash_attn_qkvpacked_func(qkv: torch.Tensor, softmax_scale: float | None = N
         key_heads = (qkv.shape[2] - num_heads_q) // 2
         q, k, v = torch.split(qkv, [num_heads_q, key_heads, key_heads], 2)
     options = _options(softmax_scale, causal, window_size, attention_chunk, softcap, deterministic)
-    found = attend(q, k, v, None, options)
+    found = attend(q, k, v, None, options, with_lse=return_attn_probs)
     return found if return_attn_probs else found[0]
 
 
