@@ -93,8 +93,12 @@ def _chosen(problem: AttentionProblem, backend: str | None, tf32: bool) -> Backe
         if reason is None:
             return candidate
         reasons[name] = reason
+    raise _refusal(problem, backend, reasons)
+
+
+def _refusal(problem: object, backend: str | None, reasons: dict[str, str]) -> UnsupportedProblem:
     subject = "no backend takes" if backend is None else f"backend {backend!r} refuses"
-    raise UnsupportedProblem(f"{subject} this problem: {problem}", reasons)
+    return UnsupportedProblem(f"{subject} this problem: {problem}", reasons)
 
 
 def forget_chosen() -> None:
@@ -133,7 +137,7 @@ def choose_decoder(problem: DecodeProblem, backend: str | None = None) -> Decode
         if reason is None:
             return decoder
         reasons[name] = reason
-    raise UnsupportedProblem(f"backend {backend!r} refuses this problem: {problem}", reasons)
+    raise _refusal(problem, backend, reasons)
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,10 @@
 import pytest
 import torch
 
-from tilewise import InvalidInput, UnsupportedProblem, attention_decode, causal, documents, sink_tokens, window
+from tilewise import InvalidInput, Mask, UnsupportedProblem, attention_decode, causal, documents, sink_tokens, window
+from tilewise.backends import reference_decode, triton_decode
 from tilewise.decode_problem import CacheOperands, DecodeOptions, decode_problem, facts_of_inputs, facts_of_present
+from tilewise.dispatch import choose_decoder
 
 Q, CACHE = torch.randn(2, 4, 1, 8), torch.randn(2, 2, 10, 8)
 NEW, LENGTHS, TABLE = torch.randn(2, 2, 1, 8), torch.tensor([3, 4]), torch.zeros(2, 3, dtype=torch.int32)
@@ -94,6 +96,19 @@ def test_a_mask_with_exceptions_is_not_decoded():
                                  "window(left, right).")
     with pytest.raises(InvalidInput, match="mask is a TensorMask; allowed is None"):
         call(mask=documents(torch.zeros(10, dtype=torch.int32)))
+
+
+@pytest.mark.parametrize(("asked", "subject"), [(None, "no backend takes"), ("triton", "backend 'triton' refuses"),
+                                                ("torch", "backend 'torch' refuses")])
+def test_a_refusal_says_what_was_asked_for(monkeypatch, asked, subject):
+    """Where none was named it said "backend None"."""
+    for module in (reference_decode, triton_decode):
+        monkeypatch.setattr(module, "why_not", lambda problem: "says no")
+    problem = decode_problem(facts_of_inputs(Q, CACHE, CACHE), (), DecodeOptions(Mask()))
+    with pytest.raises(UnsupportedProblem) as caught:
+        choose_decoder.__wrapped__(problem, asked)
+    assert str(caught.value).startswith(f"{subject} this problem: {problem}\n  ")
+    assert list(caught.value.reasons) == (["reference", "triton"] if asked is None else [asked])
 
 
 def test_no_gradient_is_asked_for_under_no_grad():
