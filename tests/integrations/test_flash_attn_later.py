@@ -161,6 +161,24 @@ def test_packed_projections():
         fa3.flash_attn_qkvpacked_func(torch.cat(few, 2))
 
 
+@pytest.mark.parametrize(("shape", "heads", "message"), [
+    ((1, 9, 7, 8), 4, "num_heads_q is 4 and qkv has 7 heads; allowed is a number that leaves as many heads for k as "
+                      "for v."),
+    ((1, 9, 4, 8), 6, "num_heads_q is 6 and qkv has 4 heads; allowed is a number that leaves as many heads for k as "
+                      "for v."),
+    ((1, 9, 4, 8), -2, "num_heads_q is -2 and qkv has 4 heads; allowed is a number that leaves as many heads for k as "
+                       "for v."),
+    ((9, 4, 8), 2, "qkv has 3 dims and num_heads_q is 2; allowed are 5 dims (b, s, 3, h, d), or 4 dims (b, s, hq + 2 "
+                   "hk, d) with num_heads_q."),
+    ((1, 9, 2, 4, 8), None, "qkv has shape (1, 9, 2, 4, 8); allowed is (b, s, 3, h, d)."),
+])
+def test_packed_projections_that_cannot_be_parted_are_refused_by_name(shape, heads, message):
+    """torch said it of its split, and Python of an assignment."""
+    with pytest.raises(InvalidInput) as caught:
+        fa3.flash_attn_qkvpacked_func(torch.zeros(shape), num_heads_q=heads)
+    assert str(caught.value) == message
+
+
 def test_parts_of_the_keys_are_combined():
     q, k, v = (tensor.detach() for tensor in tensors(9, 12)[:3])
     parts = [fa3.flash_attn_func(q, k[:, keys], v[:, keys], return_attn_probs=True)

@@ -57,6 +57,8 @@ WRONG = {
     "rotary_cos has shape (9, 4); allowed is (positions, rotary_dim / 2) with at least 10 positions, the capacity of "
     "the cache, and a rotary_dim of 2 to 8.":
         {"k": NEW, "v": NEW, "cache_seqlens": LENGTHS, "rotary_cos": ANGLES[:9], "rotary_sin": ANGLES[:9]},
+    "rotary_interleaved is 'yes'; allowed are True and False.": {"rotary_interleaved": "yes"},
+    "rotary_interleaved is None; allowed are True and False.": {"rotary_interleaved": None},
     "rotary_cos has dtype torch.int64; allowed are floating-point dtypes.":
         {"k": NEW, "v": NEW, "cache_seqlens": LENGTHS, "rotary_cos": ANGLES.long(), "rotary_sin": ANGLES.long()},
     "rotary_sin has shape (10, 3); allowed is (positions=10, rotary_dim / 2=4).":

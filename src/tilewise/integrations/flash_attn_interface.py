@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tilewise.errors import InvalidInput, TilewiseError
-from tilewise.integrations.flash_family import OutAndLse, attend, band_of, refuse
+from tilewise.integrations.flash_family import OutAndLse, attend, band_of, refuse, unpacked
 from tilewise.masks import chunk
 from tilewise.merge import merge
 
@@ -97,13 +97,16 @@ def flash_attn_qkvpacked_func(qkv: torch.Tensor, softmax_scale: float | None = N
     """
     _refuse_scales(q_descale, k_descale, v_descale)
     if qkv.dim() == 5:
-        q, k, v = qkv.unbind(2)
-    elif num_heads_q is None:
-        raise InvalidInput(f"qkv has {qkv.dim()} dims and num_heads_q is None; allowed are 5 dims (b, s, 3, h, d), or "
-                           "4 dims (b, s, hq + 2 hk, d) with num_heads_q.")
+        q, k, v = unpacked("qkv", qkv, "b, s, 3, h, d")
+    elif qkv.dim() != 4 or num_heads_q is None:
+        raise InvalidInput(f"qkv has {qkv.dim()} dims and num_heads_q is {num_heads_q}; allowed are 5 dims "
+                           "(b, s, 3, h, d), or 4 dims (b, s, hq + 2 hk, d) with num_heads_q.")
     else:
-        key_heads = (qkv.shape[2] - num_heads_q) // 2
-        q, k, v = torch.split(qkv, [num_heads_q, key_heads, key_heads], 2)
+        heads_of_two = qkv.shape[2] - num_heads_q
+        if num_heads_q < 0 or heads_of_two < 0 or heads_of_two % 2:
+            raise InvalidInput(f"num_heads_q is {num_heads_q} and qkv has {qkv.shape[2]} heads; allowed is a number "
+                               "that leaves as many heads for k as for v.")
+        q, k, v = torch.split(qkv, [num_heads_q, heads_of_two // 2, heads_of_two // 2], 2)
     options = _options(softmax_scale, causal, window_size, attention_chunk, softcap, deterministic)
     found = attend(q, k, v, None, options, with_lse=return_attn_probs)
     return found if return_attn_probs else found[0]

@@ -1,4 +1,4 @@
-"""What flash-attn 3 and 4 have in common, translated: layouts, lengths, ``qv``, and refusals.
+"""What versions of flash-attn have in common, translated: layouts, packed projections, lengths, ``qv``, and refusals.
 
 Tensors are (b, s, h, d), or (total, h, d) packed, and seen as (b, h, s, d) without a copy. Diagonals run through the
 bottom right corner, each sequence's own; lse is -inf where a query sees no key.
@@ -45,6 +45,15 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, qv: torch.Tensor |
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     found = attention(q, k, v, seqlens_q=given.get("seqused_q"), seqlens_k=given.get("seqused_k"), **options)
     return (found[0].transpose(1, 2), found[1]) if with_lse else (found.transpose(1, 2), None)
+
+
+def unpacked(name: str, packed: torch.Tensor, dims: str) -> tuple[torch.Tensor, ...]:
+    """Return the parts of packed projections, without a copy; ``dims``: "b, s, 3, h, d", the number that of parts."""
+    names = dims.split(", ")
+    place = next(place for place, size in enumerate(names) if size.isdigit())
+    if packed.dim() != len(names) or packed.shape[place] != int(names[place]):
+        raise InvalidInput(f"{name} has shape {tuple(packed.shape)}; allowed is ({dims}).")
+    return packed.unbind(place)
 
 
 def refuse(reason: str, **given: object) -> None:
