@@ -126,7 +126,8 @@ def launch_of(kernel, problem, config, modifiers):
     if kernel == "forward":
         return forward_launch(problem, config, "ieee"), (q, k, v, out, rows, None, modifiers)
     if kernel == "lengths":
-        return lengths_launch(problem, 8), (torch.empty(2, 8, dtype=torch.int32), *modifiers.lengths)
+        steps = () if problem.sequences.packed is None else ((1, 512, 1024, 8), (2048, 1024))
+        return lengths_launch(problem, 8, *steps), (torch.empty(8, 8, dtype=torch.int32), *modifiers.lengths)
     if kernel.startswith("blank"):
         side, tensor, more, lse = ("q", out, None, rows) if kernel == "blank_out" else ("k", k, v, None)
         lengths = modifiers.lengths
@@ -134,7 +135,8 @@ def launch_of(kernel, problem, config, modifiers):
         own, other = (queries, keys) if side == "q" else (keys, queries)
         facts = None if more is None else (more.shape[3], more.stride())
         return blank_launch(problem, side, tensor.shape[3], tensor.stride(), facts), (
-            tensor, more, lse, None if lse is None else modifiers.sinks.ptr, *own, *other)
+            tensor, more, lse, None if lse is None or lengths.cu_q is None else rows,
+            None if lse is None else modifiers.sinks.ptr, *own, *other)
     problem = replace(problem, direction="backward")
     if kernel == "delta":
         launch = delta_launch(problem, delta_config(problem), out.stride(), out.stride(), None)

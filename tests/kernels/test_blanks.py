@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from conformance.calls import operands_of, problem_of, stored, visible_of
+from tilewise.masks import window
 from tilewise.testing.cases import CASES, Case
 from tilewise.testing.inputs import make_inputs
 
@@ -30,7 +31,8 @@ def _blank(case: Case, side: str, device):
     lengths = {"q": (operands.cu_seqlens_q, operands.seqlens_q), "k": (operands.cu_seqlens_k, operands.seqlens_k)}
     more = torch.full((*like.shape[:3], 8), NAN, dtype=torch.float16, device=device) if side == "k" else None
     blanks.blank_launch(problem, side, rows.shape[3], rows.stride(), None if more is None else (8, more.stride()))(
-        rows, more, lse, operands.sinks if side == "q" else None, *lengths[side], *lengths["k" if side == "q" else "q"])
+        rows, more, lse, None, operands.sinks if side == "q" else None, *lengths[side],
+        *lengths["k" if side == "q" else "q"])
     visible = visible_of(case, device)
     seen = visible.any(-1) if side == "q" else visible.any(2).unflatten(1, (case.hk, -1)).any(2)
     assert more is None or torch.equal(more.isnan().any(-1), rows.isnan().any(-1))
@@ -75,3 +77,41 @@ def test_a_length_is_no_more_than_there_are_rows(device):
     lengths = torch.empty(2, 2, dtype=torch.int32, device=device)
     blanks.lengths_launch(problem_of(case, inputs, operands), 2)(lengths, None, None, None, operands.seqlens_k)
     assert lengths.tolist() == [[5, 5], [7, 7]]
+
+
+PACKED = [case for case in LENGTHS if case.packed]
+
+
+@pytest.mark.parametrize("case", PACKED, ids=str)
+def test_the_lse_of_what_sees_something_comes_from_a_tensor_with_heads_innermost(case, device):
+    _, lse, seen, operands = _blank(case, "q", device)
+    inputs = make_inputs(case, torch.float16, device)
+    problem, given = problem_of(case, inputs, operands), torch.randn(lse.shape, device=device)
+    whole = torch.full_like(lse, NAN)
+    rows = torch.empty_like(inputs.q)
+    blanks.blank_launch(problem, "q", rows.shape[3], rows.stride())(
+        rows, None, whole, given.transpose(1, 2).contiguous(), operands.sinks, operands.cu_seqlens_q,
+        operands.seqlens_q, operands.cu_seqlens_k, operands.seqlens_k)
+    assert torch.equal(whole, torch.where(seen, given, lse))
+
+
+@pytest.mark.parametrize("case", PACKED, ids=str)
+@pytest.mark.parametrize("steps", [((3,), (5, 7)), ((1, 2, 3, 4), (5, 6, 7, 8)), ((), (1,))], ids=str)
+def test_borders_are_rows_times_the_steps_of_their_side(case, steps, device):
+    inputs = make_inputs(case, torch.float16, device)
+    operands = operands_of(case, inputs)
+    count = sum(map(len, steps))
+    index = torch.full((2 + count, case.b + 2), -1, dtype=torch.int32, device=device)
+    blanks.lengths_launch(problem_of(case, inputs, operands), case.b + 2, *steps)(
+        index, operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqlens_q, operands.seqlens_k)
+    assert [row[:case.b] for row in index[:2].tolist()] == [[len(span) for span in case.spans(side)] for side in "qk"]
+    borders = [operands.cu_seqlens_q] * len(steps[0]) + [operands.cu_seqlens_k] * len(steps[1])
+    for row, own, step in zip(index[2:], borders, (*steps[0], *steps[1]), strict=True):
+        assert row.tolist() == [*(own * step).tolist(), -1]
+
+
+def test_lengths_that_are_no_data_are_those_of_what_is_seen(device):
+    case = Case("late", b=2, sq=4, sk=9, mask=window(2, 0, "bottom_right"))
+    lengths = torch.empty(2, 2, dtype=torch.int32, device=device)
+    blanks.lengths_launch(problem_of(case, make_inputs(case, torch.float16, device)), 2)(lengths, *[None] * 4)
+    assert lengths.tolist() == [[4, 4], [6, 6]]

@@ -3,7 +3,6 @@
 import contextlib
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from conformance.calls import (
     problem_of,
 )
 from tilewise import causal, window
-from tilewise.backends import cudnn
+from tilewise.backends import cudnn, cudnn_plan
 from tilewise.backends.base import Needs, Saved
 from tilewise.dispatch import choose
 from tilewise.kernels.cudnn import graph, library
@@ -46,9 +45,12 @@ def double(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    choose.cache_clear()
+    caches = choose, cudnn_plan.forward_plan, cudnn_plan.backward_plan
+    for cache in caches:
+        cache.cache_clear()
     yield double
-    choose.cache_clear()
+    for cache in caches:
+        cache.cache_clear()
 
 
 @pytest.mark.parametrize("case", SERVED, ids=str)
@@ -329,15 +331,15 @@ def test_a_graph_that_is_captured_outlives_the_cache(double, monkeypatch):
 
 
 def test_each_thread_has_a_handle_and_sets_the_stream_in_every_call(monkeypatch):
-    double, stream = Double(), SimpleNamespace(cuda_stream=7)
+    double, streams = Double(), {0: 7}
     monkeypatch.setattr(library, "frontend", lambda: double)
     monkeypatch.setattr(library, "_handles", threading.local())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(library, "stream_of", streams.get)
     device = torch.device("cuda", 0)
 
     def ask():
         library.handle_of(device)
-        stream.cuda_stream = 9
+        streams[0] = 9
         assert library.handle_of(device) in double.handles
 
     ask()
