@@ -65,7 +65,7 @@ class CudnnBackend:
         with _on(device):
             _run(problem, plan.graph, tensors, operands)
             if plan.blank is not None:
-                launched(plan.blank, out, None, lse, part, operands.sinks, operands.cu_seqlens_q, operands.seqlens_q,
+                launched(plan.blank, out, lse, part, operands.sinks, operands.cu_seqlens_q, operands.seqlens_q,
                          operands.cu_seqlens_k, operands.seqlens_k)
         if plan.core is not None:
             queries = plan.core.queries
@@ -100,11 +100,9 @@ class CudnnBackend:
             tensors["dbias"] = _new_dbias(plan.graph, operands.bias)
         with _on(problem.device):
             _run(problem, plan.graph, tensors, operands)
-            if plan.blank_q is not None and plan.blank_k is not None:
-                queries = operands.cu_seqlens_q, operands.seqlens_q
-                keys = operands.cu_seqlens_k, operands.seqlens_k
-                launched(plan.blank_q, dq, None, None, None, None, *queries, *keys)
-                launched(plan.blank_k, dk, dv, None, None, None, *keys, *queries)
+            if plan.blank is not None:
+                launched(plan.blank, dq, dk, dv, operands.cu_seqlens_q, operands.seqlens_q, operands.cu_seqlens_k,
+                         operands.seqlens_k)
             dsinks = _sink_gradient(problem, saved, (out, dout), lse) if needs.dsinks else None
         if operands.bias is not None:
             dq.masked_fill_((lse == float("-inf"))[..., None], 0.0)

@@ -6,7 +6,7 @@ A plan holds no tensor: streams, threads, nested calls and CUDA graphs cannot me
 """
 
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -49,7 +49,7 @@ class BackwardPlan(NamedTuple):
         gradients: layouts of dq, dk and dv.
         part: layout of the lse that the graph reads, where that is not the saved one.
         blind: whether a query may see nothing and the graph be asked about it.
-        blank_q, blank_k: write what sees nothing, where lengths are data.
+        blank: writes what sees nothing, where lengths are data.
     """
 
     graph: Graph
@@ -58,8 +58,7 @@ class BackwardPlan(NamedTuple):
     gradients: tuple[Layout, Layout, Layout]
     part: Layout | None
     blind: bool
-    blank_q: Launch | None
-    blank_k: Launch | None
+    blank: Launch | None
 
 
 class Index(NamedTuple):
@@ -77,25 +76,22 @@ def forward_plan(problem: AttentionProblem, aligned: bool) -> ForwardPlan:
     shape = (problem.b, problem.hq, problem.sq, problem.dv)
     core = _core(problem)
     is_lse = problem.sequences.packed is None and (core is None or len(core.queries) == problem.sq)
-    blank = _blank(problem, "q", problem.dv, problem.out_strides) if problem.sequences.are_data else None
     return ForwardPlan(graph_for(problem), core, (shape, problem.out_strides), shape[:3],
-                       None if is_lse else lse_layout(problem), blank)
+                       None if is_lse else lse_layout(problem), _blank_out(problem))
 
 
 @lru_cache(maxsize=PLANS)
 def backward_plan(problem: AttentionProblem, dbias: bool, aligned: bool) -> BackwardPlan:
     """Return the plan of a problem that was not refused; see :func:`forward_plan`."""
-    core, data = _core(problem), problem.sequences.are_data
-    blind = data or problem.scores.bias is not None
+    core = _core(problem)
+    blind = problem.sequences.are_data or problem.scores.bias is not None
     is_lse = not blind and (core is None or len(core.queries) == problem.sq)
     q, k, v = gradient_strides(problem)
     keys = problem.b, problem.hk, problem.sk
     gradients = (((problem.b, problem.hq, problem.sq, problem.d), q), ((*keys, problem.d), k), ((*keys, problem.dv), v))
     return BackwardPlan(
         graph_for(problem, dbias=dbias), core, problem.out_strides, gradients,
-        None if is_lse else lse_layout(problem), blind,
-        _blank(problem, "q", problem.d, q) if data else None,
-        _blank(problem, "k", problem.d, k, (problem.dv, v)) if data else None)
+        None if is_lse else lse_layout(problem), blind, _blank_gradients(problem))
 
 
 @lru_cache(maxsize=4 * PLANS)
@@ -140,8 +136,17 @@ def _core(problem: AttentionProblem) -> Core | None:
     return None if (len(core.queries), len(core.keys)) == (problem.sq, problem.sk) else core
 
 
-def _blank(problem: AttentionProblem, side: Literal["q", "k"], width: int, strides: Sizes,
-           more: tuple[int, Sizes] | None = None) -> Launch:
-    from tilewise.kernels.triton.blanks import blank_launch
+def _blank_out(problem: AttentionProblem) -> Launch | None:
+    if not problem.sequences.are_data:
+        return None
+    from tilewise.kernels.triton.blanks import blank_out_launch
 
-    return blank_launch(problem, side, width, strides, more)
+    return blank_out_launch(problem)
+
+
+def _blank_gradients(problem: AttentionProblem) -> Launch | None:
+    if not problem.sequences.are_data:
+        return None
+    from tilewise.kernels.triton.blanks import blank_gradients_launch
+
+    return blank_gradients_launch(problem, gradient_strides(problem))
