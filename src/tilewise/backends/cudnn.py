@@ -12,10 +12,19 @@ from functools import lru_cache
 import torch
 
 from tilewise.backends.base import Gradients, Needs, Results, Saved
-from tilewise.backends.cudnn_plan import backward_plan, described, empty, forward_plan, index_of, launched
+from tilewise.backends.cudnn_plan import (
+    backward_plan,
+    begin_evenly,
+    described,
+    empty,
+    forward_plan,
+    index_of,
+    launched,
+)
 from tilewise.backends.current import is_current
 from tilewise.kernels.cudnn.description import Borders, Core, core_of, plain_strides
 from tilewise.kernels.cudnn.graph import Graph, graph_of
+from tilewise.kernels.cudnn.lengths import constant_lengths
 from tilewise.kernels.cudnn.library import frontend_version, library_version
 from tilewise.kernels.triton.launch import Launch, modifiers_of
 from tilewise.kernels.triton.sums import OperandSums
@@ -38,7 +47,7 @@ class CudnnBackend:
     """cuDNN's engines behind tilewise's contract, but for one clause: where lengths are data, padding must be finite.
 
     The engines multiply it, and what a mask hides beside lengths, by 0: a NaN there reaches results. dq is summed in no
-    fixed order.
+    fixed order. Lengths of padded sequences reach cuDNN as they are given, in int32: none may pass the tensor's.
     """
 
     name = "cudnn"
@@ -52,7 +61,7 @@ class CudnnBackend:
     def forward(self, problem: AttentionProblem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
                 operands: Operands = NO_OPERANDS) -> Results:
         """See :class:`tilewise.backends.base.Backend`."""
-        plan = forward_plan(problem, are_aligned(*operands.present))
+        plan = forward_plan(problem, operands is NO_OPERANDS or begin_evenly(operands.present))
         device = problem.device
         out = empty(plan.out, problem.dtype, device)
         lse = torch.empty(plan.lse, dtype=torch.float32, device=device)
@@ -82,7 +91,7 @@ class CudnnBackend:
                  needs: Needs = _EVERY) -> Gradients:
         """See :class:`tilewise.backends.base.Backend`. An out or dout that is laid out unlike out is copied first."""
         q, k, v, out, lse, operands = saved
-        plan = backward_plan(problem, needs.dbias, are_aligned(*operands.present))
+        plan = backward_plan(problem, needs.dbias, operands is NO_OPERANDS or begin_evenly(operands.present))
         out, dout = _laid_out(out, plan.out_strides), _laid_out(dout, plan.out_strides)
         dq, dk, dv = [empty(layout, problem.dtype, problem.device) for layout in plan.gradients]
         part = lse
@@ -141,15 +150,36 @@ def _run(problem: AttentionProblem, graph: Graph, tensors: Tensors, operands: Op
     """Run the graph with a bias, lengths and borders beside the tensors."""
     if operands.bias is not None:
         tensors["bias"] = _aligned(_cut_pairs(operands.bias, problem))
-    description = graph.description
-    if description.lengths:
-        lengths = operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqlens_q, operands.seqlens_k
-        index = index_of(problem, description.borders,
-                         are_aligned(*[tensor for tensor in lengths if tensor is not None]))
-        written = torch.empty(index.shape, dtype=torch.int32, device=problem.device)
-        launched(index.launch, written, *lengths)
-        tensors.update(zip(index.rows, written.unbind(0), strict=True))
+    if graph.description.lengths:
+        tensors |= _whole_lengths(problem, graph, operands) or _written_lengths(problem, graph, operands)
     graph(tensors)
+
+
+def _whole_lengths(problem: AttentionProblem, graph: Graph, operands: Operands) -> Tensors | None:
+    """Return the lengths of both sides as they were given, and constants for those that were not.
+
+    None where they must be written: of packed sequences, of another dtype, and off where cuDNN takes them.
+    """
+    if problem.sequences.packed is not None:
+        return None
+    q, k, *_ = graph.description.inputs
+    found: Tensors = {}
+    for name, given, port in (("seqlens_q", operands.seqlens_q, q), ("seqlens_k", operands.seqlens_k, k)):
+        if given is None:
+            given = constant_lengths(graph.description.lengths, port.sizes[2], problem.device)
+        if given is None or given.dtype is not torch.int32 or not begin_evenly((given,)):
+            return None
+        found[name] = given
+    return found
+
+
+def _written_lengths(problem: AttentionProblem, graph: Graph, operands: Operands) -> Tensors:
+    """Return each sequence's lengths, no more than there are, and the borders of packed ones: by one launch."""
+    given = operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqlens_q, operands.seqlens_k
+    index = index_of(problem, graph.description.borders, begin_evenly(given))
+    written = torch.empty(index.shape, dtype=torch.int32, device=problem.device)
+    launched(index.launch, written, *given)
+    return dict(zip(index.rows, written.unbind(0), strict=True))
 
 
 def _sink_gradient(problem: AttentionProblem, saved: Saved, outs: tuple[torch.Tensor, torch.Tensor],
@@ -207,7 +237,7 @@ def _aligned(tensor: torch.Tensor) -> torch.Tensor:
 
 def _laid_out(tensor: torch.Tensor, strides: Sizes) -> torch.Tensor:
     """Return out, or a tensor like it, with out's strides: the graph's; as it is, if they are."""
-    if are_aligned(tensor) and (tensor.stride() == strides or plain_strides(tensor.shape, tensor.stride())
+    if begin_evenly((tensor,)) and (tensor.stride() == strides or plain_strides(tensor.shape, tensor.stride())
                                 == plain_strides(tensor.shape, strides)):
         return tensor
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)

@@ -1,10 +1,11 @@
 """What every call of a problem through cuDNN has in common, worked out at the first.
 
 A call's cost on the host is what a user of short sequences waits for. So a call is a look-up, the allocation of what it
-returns and of what it needs on the way, one launch for lengths that are data, the graph, and one for what sees nothing.
+returns and of what it needs on the way, at most one launch for lengths, the graph, and one for what sees nothing.
 A plan holds no tensor: streams, threads, nested calls and CUDA graphs cannot meet in one.
 """
 
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -121,6 +122,15 @@ def graph_for(problem: AttentionProblem, *, dbias: bool = False) -> Graph:
 def empty(layout: Layout, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return a tensor of that shape and those strides."""
     return torch.empty_strided(*layout, dtype=dtype, device=device)
+
+
+def begin_evenly(tensors: Iterable[torch.Tensor | None]) -> bool:
+    """Whether all that are there begin at multiples of 16 bytes; none of them is a fake one."""
+    bits = 0
+    for tensor in tensors:
+        if tensor is not None:
+            bits |= tensor.data_ptr()
+    return bits & 15 == 0
 
 
 def launched(launch: Launch, *tensors: torch.Tensor | None) -> None:
