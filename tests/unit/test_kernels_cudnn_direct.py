@@ -20,8 +20,8 @@ def _graph(order=(1, 2, 3, 4), engine=None, plan=5):
 
     lowered = SimpleNamespace(_execute_with_raw_ptrs=execute, _prepare_variant_pack_template=lambda: None,
                               _get_variant_pack_uids_sorted=lambda: order)
-    return SimpleNamespace(_lowered_graph=lowered, selected_engine=engine, _plan_index=1,
-                           _plans=[None, SimpleNamespace(cpp_index=plan)]), runs
+    plans = [] if plan == "none" else [None, SimpleNamespace(cpp_index=plan)]
+    return SimpleNamespace(_lowered_graph=lowered, selected_engine=engine, _plan_index=1, _plans=plans), runs
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,7 @@ def version(monkeypatch):
     monkeypatch.setattr(direct, "frontend_version", lambda: (1, 28))
 
 
-@pytest.mark.parametrize(("plan", "said"), [(5, 5), (None, -1)])
+@pytest.mark.parametrize(("plan", "said"), [(5, 5), (None, -1), ("none", -1)])
 def test_addresses_are_handed_over_by_number_to_the_plan_that_was_built(plan, said):
     graph, runs = _graph(plan=plan)
     tensors = {name: torch.zeros(4) for name in NUMBERS}

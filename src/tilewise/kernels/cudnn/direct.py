@@ -36,7 +36,7 @@ def direct_run(built: Any, numbers: Mapping[Any, int]) -> DirectRun | None:
     order = [names.get(number) for number in lowered._get_variant_pack_uids_sorted()]
     if not order or None in order:
         return None
-    plan = built._plans[built._plan_index].cpp_index
+    plan = built._plans[built._plan_index].cpp_index if built._plans else None
     return _bound(lowered._execute_with_raw_ptrs, order, -1 if plan is None else plan)
 
 
