@@ -102,6 +102,30 @@ def test_what_the_cases_leave_out_stays_within_budget_too(double, case):
     assert_forward_within_budget(case, inputs, results[:2])
 
 
+def test_launches_belong_to_the_alignment_of_each_operand(double, monkeypatch):
+    """One flag would stand for all of them: a kernel made for one odd address would be handed another."""
+    seen = {name: set() for name in ("forward_plan", "backward_plan", "index_of", "_delta_launch")}
+    for name, alignments in seen.items():
+        monkeypatch.setattr(cudnn, name, _noting(getattr(cudnn, name), alignments))
+    case = Case("padded_sinks", b=2, hq=2, hk=2, sq=32, sk=48, d=16, dv=16, sinks=True, lengths_q=(32, 20),
+                lengths_k=(11, 48))
+    inputs = make_inputs(case, HALF, "cpu")
+    operands = operands_of(case, inputs)
+    for name in ("seqlens_q", "seqlens_k"):
+        given = getattr(operands, name).to(torch.int32)
+        moved = operands._replace(**{name: torch.cat([given[:1], given])[1:]})
+        results = forward_and_backward(cudnn.backend, case, inputs, "out", moved)
+        assert_gradients_within_budget(case, inputs, results.gradients)
+    assert {name: len(alignments) for name, alignments in seen.items()} == dict.fromkeys(seen, 2)
+
+
+def _noting(function, alignments):
+    def noting(*given):
+        alignments.add(given[-1])
+        return function(*given)
+    return noting
+
+
 def test_a_bias_that_hides_every_key_of_a_query_gives_zeros(double):
     case = Case("hidden", b=1, hq=2, hk=2, sq=16, sk=16, d=16, dv=16, bias="11qk")
     inputs = make_inputs(case, HALF, "cpu")

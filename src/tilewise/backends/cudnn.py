@@ -13,8 +13,9 @@ import torch
 
 from tilewise.backends.base import Gradients, Needs, Results, Saved
 from tilewise.backends.cudnn_plan import (
+    Alignment,
+    alignment,
     backward_plan,
-    begin_evenly,
     described,
     empty,
     forward_plan,
@@ -61,7 +62,7 @@ class CudnnBackend:
     def forward(self, problem: AttentionProblem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
                 operands: Operands = NO_OPERANDS) -> Results:
         """See :class:`tilewise.backends.base.Backend`."""
-        plan = forward_plan(problem, operands is NO_OPERANDS or begin_evenly(operands.present))
+        plan = forward_plan(problem, _alignment(operands))
         device = problem.device
         out = empty(plan.out, problem.dtype, device)
         lse = torch.empty(plan.lse, dtype=torch.float32, device=device)
@@ -91,7 +92,7 @@ class CudnnBackend:
                  needs: Needs = _EVERY) -> Gradients:
         """See :class:`tilewise.backends.base.Backend`. An out or dout that is laid out unlike out is copied first."""
         q, k, v, out, lse, operands = saved
-        plan = backward_plan(problem, needs.dbias, operands is NO_OPERANDS or begin_evenly(operands.present))
+        plan = backward_plan(problem, needs.dbias, _alignment(operands))
         out, dout = _laid_out(out, plan.out_strides), _laid_out(dout, plan.out_strides)
         dq, dk, dv = [empty(layout, problem.dtype, problem.device) for layout in plan.gradients]
         part = lse
@@ -167,7 +168,7 @@ def _whole_lengths(problem: AttentionProblem, graph: Graph, operands: Operands) 
     for name, given, port in (("seqlens_q", operands.seqlens_q, q), ("seqlens_k", operands.seqlens_k, k)):
         if given is None:
             given = constant_lengths(graph.description.lengths, port.sizes[2], problem.device)
-        if given is None or given.dtype is not torch.int32 or not begin_evenly((given,)):
+        if given is None or given.dtype is not torch.int32 or given.data_ptr() & 15:
             return None
         found[name] = given
     return found
@@ -176,7 +177,7 @@ def _whole_lengths(problem: AttentionProblem, graph: Graph, operands: Operands) 
 def _written_lengths(problem: AttentionProblem, graph: Graph, operands: Operands) -> Tensors:
     """Return each sequence's lengths, no more than there are, and the borders of packed ones: by one launch."""
     given = operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqlens_q, operands.seqlens_k
-    index = index_of(problem, graph.description.borders, begin_evenly(given))
+    index = index_of(problem, graph.description.borders, alignment(given))
     written = torch.empty(index.shape, dtype=torch.int32, device=problem.device)
     launched(index.launch, written, *given)
     return dict(zip(index.rows, written.unbind(0), strict=True))
@@ -187,17 +188,21 @@ def _sink_gradient(problem: AttentionProblem, saved: Saved, outs: tuple[torch.Te
     """Return the gradient of the sinks, made of lse and of delta as the Triton backend does."""
     out, dout = outs
     delta = torch.empty_like(lse)
-    launch = _delta_launch(problem, out.stride(), dout.stride(), are_aligned(*saved.operands.present))
+    launch = _delta_launch(problem, out.stride(), dout.stride(), _alignment(saved.operands))
     launch(out, dout, out, delta, modifiers_of(problem, saved.operands))
     sums = OperandSums(problem, saved.operands, dbias=False, dalibi_slopes=False, dsinks=True)
     return sums.gradients(lse, delta)[2]
 
 
 @lru_cache(maxsize=1024)
-def _delta_launch(problem: AttentionProblem, out_strides: Sizes, dout_strides: Sizes, aligned: bool) -> Launch:
+def _delta_launch(problem: AttentionProblem, out_strides: Sizes, dout_strides: Sizes, operands: Alignment) -> Launch:
     from tilewise.kernels.triton.backward import delta_launch
 
     return delta_launch(problem, delta_config(problem), out_strides, dout_strides, None)
+
+
+def _alignment(operands: Operands) -> Alignment:
+    return () if operands is NO_OPERANDS else alignment(operands.present)
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
@@ -237,7 +242,7 @@ def _aligned(tensor: torch.Tensor) -> torch.Tensor:
 
 def _laid_out(tensor: torch.Tensor, strides: Sizes) -> torch.Tensor:
     """Return out, or a tensor like it, with out's strides: the graph's; as it is, if they are."""
-    if begin_evenly((tensor,)) and (tensor.stride() == strides or plain_strides(tensor.shape, tensor.stride())
+    if tensor.data_ptr() & 15 == 0 and (tensor.stride() == strides or plain_strides(tensor.shape, tensor.stride())
                                 == plain_strides(tensor.shape, strides)):
         return tensor
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)

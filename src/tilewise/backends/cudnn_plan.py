@@ -19,6 +19,7 @@ from tilewise.problem import AttentionProblem, Sizes
 PLANS = 256  # as many as graphs, which they hold
 _STEP = 4  # lengths of 32 bit in 16 bytes, where each row of them begins
 Layout = tuple[Sizes, Sizes]  # shape and strides
+Alignment = tuple[bool, ...]  # of each tensor that is the caller's; the others are aligned
 
 
 class ForwardPlan(NamedTuple):
@@ -70,10 +71,11 @@ class Index(NamedTuple):
     launch: Launch
 
 
-# Of a plan and an index, ``aligned``: a launch keeps the kernel of its first call, which counts on addresses alike.
+# Of a plan and an index, ``operands``, ``lengths``: a launch keeps the kernel of its first call, which counts on
+# addresses alike.
 @lru_cache(maxsize=PLANS)
-def forward_plan(problem: AttentionProblem, aligned: bool) -> ForwardPlan:
-    """Return the plan of a problem that was not refused; ``aligned``: whether operands begin at 16 bytes."""
+def forward_plan(problem: AttentionProblem, operands: Alignment) -> ForwardPlan:
+    """Return the plan of a problem that was not refused, and of operands so aligned."""
     shape = (problem.b, problem.hq, problem.sq, problem.dv)
     core = _core(problem)
     is_lse = problem.sequences.packed is None and (core is None or len(core.queries) == problem.sq)
@@ -82,7 +84,7 @@ def forward_plan(problem: AttentionProblem, aligned: bool) -> ForwardPlan:
 
 
 @lru_cache(maxsize=PLANS)
-def backward_plan(problem: AttentionProblem, dbias: bool, aligned: bool) -> BackwardPlan:
+def backward_plan(problem: AttentionProblem, dbias: bool, operands: Alignment) -> BackwardPlan:
     """Return the plan of a problem that was not refused; see :func:`forward_plan`."""
     core = _core(problem)
     blind = problem.sequences.are_data or problem.scores.bias is not None
@@ -96,7 +98,7 @@ def backward_plan(problem: AttentionProblem, dbias: bool, aligned: bool) -> Back
 
 
 @lru_cache(maxsize=4 * PLANS)
-def index_of(problem: AttentionProblem, borders: tuple[Borders, ...], aligned: bool) -> Index:
+def index_of(problem: AttentionProblem, borders: tuple[Borders, ...], lengths: Alignment) -> Index:
     """Return how lengths and these borders are made."""
     from tilewise.kernels.triton.blanks import lengths_launch
 
@@ -124,13 +126,9 @@ def empty(layout: Layout, dtype: torch.dtype, device: torch.device) -> torch.Ten
     return torch.empty_strided(*layout, dtype=dtype, device=device)
 
 
-def begin_evenly(tensors: Iterable[torch.Tensor | None]) -> bool:
-    """Whether all that are there begin at multiples of 16 bytes; none of them is a fake one."""
-    bits = 0
-    for tensor in tensors:
-        if tensor is not None:
-            bits |= tensor.data_ptr()
-    return bits & 15 == 0
+def alignment(tensors: Iterable[torch.Tensor | None]) -> Alignment:
+    """Which of those that are there begin at multiples of 16 bytes; none of them is a fake one."""
+    return tuple([tensor.data_ptr() & 15 == 0 for tensor in tensors if tensor is not None])
 
 
 def launched(launch: Launch, *tensors: torch.Tensor | None) -> None:
