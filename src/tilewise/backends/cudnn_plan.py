@@ -14,7 +14,7 @@ import torch
 from tilewise.kernels.cudnn.description import Borders, Core, core_of, describe, gradient_strides, lse_layout
 from tilewise.kernels.cudnn.graph import Graph, graph_of
 from tilewise.kernels.triton.launch import Launch
-from tilewise.problem import AttentionProblem, Sizes
+from tilewise.problem import AttentionProblem, Sizes, alignment_of
 
 PLANS = 256  # as many as graphs, which they hold
 _STEP = 4  # lengths of 32 bit in 16 bytes, where each row of them begins
@@ -128,7 +128,7 @@ def empty(layout: Layout, dtype: torch.dtype, device: torch.device) -> torch.Ten
 
 def alignment(tensors: Iterable[torch.Tensor | None]) -> Alignment:
     """Which of those that are there begin at multiples of 16 bytes; none of them is a fake one."""
-    return tuple([tensor.data_ptr() & 15 == 0 for tensor in tensors if tensor is not None])
+    return alignment_of([tensor.data_ptr() for tensor in tensors if tensor is not None])
 
 
 def launched(launch: Launch, *tensors: torch.Tensor | None) -> None:
