@@ -4,11 +4,13 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
+from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
 import torch
 
 from tilewise.kernels.cudnn.description import BORDERS_DTYPE, Borders, Description, Port
+from tilewise.kernels.cudnn.direct import direct_run
 from tilewise.kernels.cudnn.library import frontend, handle_of
 
 _Value = TypeVar("_Value")
@@ -35,6 +37,7 @@ class Graph:
         self._numbers = numbers
         self._running = threading.Lock()  # the front end fills its graph's own list of addresses
         self.workspace: int = self._built.get_workspace_size()
+        self._direct = direct_run(self._built, numbers)
 
     def __call__(self, tensors: Mapping[str | Borders, torch.Tensor]) -> None:
         """Enqueue it on the current stream of its device, which must be current.
@@ -44,9 +47,14 @@ class Graph:
         if torch.cuda.is_current_stream_capturing():
             _captured.add(self)
         workspace = torch.empty(self.workspace, dtype=torch.uint8, device=self._device)
+        handle = handle_of(self._device)
+        if self._direct is not None:
+            with self._running:
+                self._direct(tensors, workspace, handle)
+            return
         pack = {self._numbers[name]: tensor for name, tensor in tensors.items()}
         with self._running:
-            self._built.execute(pack, workspace, handle=handle_of(self._device))
+            self._built.execute(pack, workspace, handle=handle)
 
 
 def express(description: Description, cudnn: Any, handle: Any) -> tuple[Any, dict[str | Borders, int]]:
@@ -107,14 +115,14 @@ def _options(description: Description, cudnn: Any) -> dict[str, Any]:
 
 
 class Cache(Generic[_Value]):
-    """The last so many values by key, each made once: who asks for one that is being made waits for it.
+    """The last so many values by key, each made once: who asks for one that is being made waits for it, and no other.
 
     functools.lru_cache would let two threads make one value twice; a graph takes cuDNN up to a second.
     """
 
     def __init__(self, size: int) -> None:
         self._size, self._lock = size, threading.Lock()
-        self._values: OrderedDict[Hashable, _Value] = OrderedDict()
+        self._values: OrderedDict[Hashable, Future[_Value]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._values)
@@ -122,12 +130,22 @@ class Cache(Generic[_Value]):
     def get(self, key: Hashable, make: Callable[[], _Value]) -> _Value:
         """Return the value of the key, made by ``make`` where it is not there."""
         with self._lock:
-            if key not in self._values:
-                self._values[key] = make()
+            value = self._values.get(key)
+            is_mine = value is None
+            if value is None:
+                value = self._values[key] = Future()
                 if len(self._values) > self._size:
                     self._values.popitem(last=False)
             self._values.move_to_end(key)
-            return self._values[key]
+        if is_mine:
+            try:
+                value.set_result(make())
+            except BaseException as error:  # whoever waits is to raise it too, and the next one to try again
+                with self._lock:
+                    if self._values.get(key) is value:
+                        del self._values[key]
+                value.set_exception(error)
+        return value.result()
 
 
 _graphs: Cache[Graph | str] = Cache(256)
