@@ -125,6 +125,21 @@ def test_illegal_tile_cannot_be_made(field, value):
         CudaConfig(**fields)
 
 
+def test_halves_take_rows_of_the_other_side_by_16():
+    with pytest.raises(InvalidInput, match=re.escape("others=8; halves (products=3) allow multiples of 16")):
+        CudaConfig(products=3, blocks=1, warps=4, others=8)
+    assert CudaConfig(products=1, blocks=1, warps=4, others=8).others == 8
+
+
+@pytest.mark.parametrize(("kernel", "d", "tile"), [
+    ("forward", 32, (2, 8, 32, 1)), ("forward", 64, (2, 8, 32, 1)), ("forward", 96, (1, 8, 64, 1)),
+    ("forward", 128, (1, 8, 64, 1)), ("dkdv", 64, (1, 8, 32, 1)), ("dkdv", 128, (1, 8, 32, 1)),
+    ("dq", 64, (1, 8, 32, 2)), ("dq", 128, (1, 4, 16, 2))])
+@pytest.mark.parametrize("mask", [None, causal()])
+def test_hopper_gets_the_tiles_that_were_fastest_there(kernel, d, tile, mask):
+    assert cuda_config(kernel, problem(d, mask), DeviceSpec.of_arch("sm_90"), 3) == CudaConfig(3, *tile)
+
+
 @pytest.mark.parametrize(("mask", "bounds"), [
     (None, (-UNBOUNDED, UNBOUNDED)), (causal(), (-UNBOUNDED, 0)), (window(5, 2), (-5, 2)),
     (window(2**40, 2), (-UNBOUNDED, 2))])

@@ -37,7 +37,7 @@ class ProgramShape(Protocol):
 
     @property
     def products(self) -> int:
-        """TF32 products that make a product; 0 = FMA pipes."""
+        """How many on tensor cores make a product: 3 of halves, or 1 of TF32; 0 = FMA pipes."""
 
     @property
     def blocks(self) -> int:
