@@ -2,7 +2,6 @@
 
 import atexit
 import contextlib
-import functools
 import json
 import os
 import subprocess
@@ -17,6 +16,7 @@ ROOT = SCRIPT.parents[2]
 INSTALLED = "installed"
 ENDS = OLDEST, NEWEST = "3.6.0", "3.9.0"  # of the supported range
 VERSIONS = (INSTALLED, *ENDS)
+_shared = {}  # version -> the process that tests share
 
 
 def compile_all(version, wanted, script=SCRIPT, *, alone=False, **settings):
@@ -30,19 +30,21 @@ def compile_all(version, wanted, script=SCRIPT, *, alone=False, **settings):
     if alone or settings:
         with Compiler(version, script, **settings) as compiler:
             return compiler.compile(wanted)
-    compiler = shared_compiler(version, script)
+    if version in _shared and _shared[version].script != script:  # one for each version is memory enough
+        _shared.pop(version).close()
+    if version not in _shared:
+        _shared[version] = Compiler(version, script)
     try:
-        return compiler.compile(wanted)
+        return _shared[version].compile(wanted)
     except BaseException:
-        shared_compiler.cache_clear()  # this one may have ended
+        _shared.pop(version).close()
         raise
 
 
-@functools.cache
-def shared_compiler(version, script):
-    compiler = Compiler(version, script)
-    atexit.register(compiler.close)
-    return compiler
+@atexit.register
+def _close_shared():
+    for compiler in _shared.values():
+        compiler.close()
 
 
 class Compiler:
@@ -55,6 +57,7 @@ class Compiler:
             if not folder.is_dir():
                 pytest.fail(f"Triton {version} is not at {folder}: run 'make triton-versions'")
             paths.insert(0, str(folder))
+        self.script = script
         environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(paths), **settings}
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed in close()
         self.process = subprocess.Popen([sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -68,13 +71,15 @@ class Compiler:
             print(json.dumps(request), file=self.process.stdin, flush=True)
         line = self.process.stdout.readline()
         if not line:
+            self.process.wait()
             self.errors.seek(0)
             pytest.fail(f"The compiler ended: {self.errors.read()[-4000:]}")
         return json.loads(line)
 
     def close(self):
-        with self.errors:
-            self.process.communicate()
+        self.process.kill()  # it has answered all there was, or will not be listened to
+        self.process.communicate()
+        self.errors.close()
 
     def __enter__(self):
         return self
