@@ -1,5 +1,7 @@
 """Decoding: the tile and the splits that heuristics choose."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -51,6 +53,12 @@ def test_the_tile_of_hopper_is_64_keys_in_four_stages():
                                                 (128, 8192, 1), (1, 64, 1), (1, 640, 10)])
 def test_splits_fill_the_device_and_no_more(b, kv, count):
     assert splits_of(problem_of(b=b, kv=kv)) == Splits(count)
+
+
+@pytest.mark.parametrize(("page", "count"), [(16, 8), (63, 8), (64, 4), (256, 4)])
+def test_keys_in_pages_smaller_than_a_step_are_split_twice_as_often(page, count):
+    """Threads look pages up before they load: two programs a multiprocessor wait for it in turn."""
+    assert splits_of(replace(problem_of(b=4), page=page)) == Splits(count)
 
 
 def test_a_window_is_split_for_what_it_sees():

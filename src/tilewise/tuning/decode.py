@@ -14,7 +14,8 @@ FIXED_SPLIT = 512
 MOST_SPLITS = 128
 # In steps of a split: what a program costs before its first key has come, and what combining costs, by reckoning. What
 # was measured (H200, 32 heads on 8, head dim 128, 8192 keys) is how many programs to count on at once: with one a
-# multiprocessor batches of 4, 8 and 16 are split half as often as with two, and read 3 to 7 % faster.
+# multiprocessor batches of 4, 8 and 16 are split half as often as with two, and read 3 to 7 % faster; but 22 to 36 %
+# slower in pages of 16, which are looked up by the threads that load.
 _BEGINNING, _COMBINING = 1.0, 1.5
 _NEARLY = 1.05  # fewer splits are worth this much of the reckoned time
 
@@ -71,9 +72,10 @@ def choose_splits(problem: DecodeProblem, config: DecodeConfig, multiprocessors:
         return Splits(max(1, -(-keys // FIXED_SPLIT)), FIXED_SPLIT)
     steps = max(1, -(-keys // config.block_n))
     programs = problem.b * problem.hk * row_tiles(problem, config)
+    at_once = multiprocessors * (RESIDENT if 0 < problem.page < config.block_n else 1)
 
     def cost(splits: int) -> float:
-        waves = -(-programs * splits // multiprocessors)
+        waves = -(-programs * splits // at_once)
         return waves * (-(-steps // splits) + _BEGINNING) + (_COMBINING if splits > 1 else 0.0)
 
     counts = range(1, min(steps, MOST_SPLITS) + 1)
