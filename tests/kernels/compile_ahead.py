@@ -100,13 +100,16 @@ def problem_of(request, operands):
 def pairs_of(kernel, problem):
     """What dQ makes for a bias beside itself: nothing, its gradient, or a part of a sum over the batch, and from what.
 
-    Returns (pairs, earlier pairs, entry, entries).
+    Returns (pairs, earlier pairs, entry, entries at once).
     """
     if kernel == "dq":
-        return None, None, None, 0
+        return None, None, None, None
+    if kernel == "dq_alone":
+        return torch.empty(1, 1, 16, 16, dtype=problem.dtype), None, None, 0
+    which, at_once = kernel.removeprefix("dq_").split("_of_")
     rounded, total = (torch.empty(1, 1, 16, 16, dtype=dtype) for dtype in (problem.dtype, torch.float32))
-    return {"dq_alone": (rounded, None, None, 1), "dq_first": (total, None, 0, 2), "dq_next": (total, total, 1, 2),
-            "dq_last": (rounded, total, 1, 2)}[kernel]
+    return *{"both": (rounded, None), "first": (total, None), "next": (total, total), "last": (rounded, total)}[which], (
+        0), int(at_once)
 
 
 def tensors_of(problem):
@@ -129,8 +132,8 @@ def launch_of(kernel, problem, config, modifiers):
         launch = delta_launch(problem, delta_config(problem), out.stride(), out.stride(), None)
         return launch, (out, out, out, rows, modifiers)
     if kernel.startswith("dq"):
-        pairs, earlier, entry, entries = pairs_of(kernel, problem)
-        return dq_launch(problem, config, "ieee", out.stride(), q.stride(), entries), (
+        pairs, earlier, entry, at_once = pairs_of(kernel, problem)
+        return dq_launch(problem, config, "ieee", out.stride(), q.stride(), at_once), (
             q, k, v, out, rows, rows, q, None, rows if modifiers.alibi.ptr is not None else None, pairs, earlier,
             entry, modifiers)
     if kernel == "dbias":

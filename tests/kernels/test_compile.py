@@ -120,9 +120,9 @@ def test_kernels_with_every_option_compile_within_shared_memory(version, arch):
 def test_kernels_that_make_a_bias_gradient_beside_dq_compile_within_shared_memory(version, arch):
     wanted = [{"arch": arch, "kernel": kernel, "d": 128, "dtype": "bfloat16", "mask": MASKS["causal"],
                "descriptors": arch == "sm_90", "options": options}
-              for kernel, options in (("dq_alone", ["bias"]), ("dq_first", ["bias"]), ("dq_next", ["bias"]),
-                                      ("dq_last", ["bias"]), ("dq_last", OPTIONS),
-                                      ("dq_alone", ["bias", *PACKED]), ("dq_next", ["bias", *TILED]))]
+              for kernel, options in (("dq_alone", ["bias"]), ("dq_first_of_1", ["bias"]), ("dq_next_of_1", ["bias"]),
+                                      ("dq_last_of_1", ["bias"]), ("dq_last_of_1", OPTIONS),
+                                      ("dq_alone", ["bias", *PACKED]), ("dq_next_of_1", ["bias", *TILED]))]
     rows = compile_all(version, wanted)
     assert len(rows) == len(wanted)
     for row in rows:

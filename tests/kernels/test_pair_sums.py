@@ -126,7 +126,7 @@ def test_a_sum_over_the_batch_is_kept_in_float32_and_needs_a_buffer_for_16_bits_
     problem = problem_of(case, inputs).backward(lse_grad=False)
     launched = []
     pairs = torch.empty(problem.scores.bias.shape, dtype=dtype)
-    launches = PairSums(problem, case.b, lambda: lambda *arguments: launched.append(arguments))
+    launches = PairSums(problem, case.b, 1, lambda _: lambda *arguments: launched.append(arguments))
     launches("q", pairs, None, None, "modifiers")
     assert [(first, entry, last) for first, *_, entry, last in launched] == [
         ("q", entry, "modifiers") for entry in range(case.b)]

@@ -83,6 +83,17 @@ class DqConfig(TileConfig):
 
 
 @dataclass(frozen=True, slots=True)
+class DqEntriesConfig(DqConfig):
+    """The dQ kernel with a tile of queries of each of ``entries`` batch entries, which share a bias."""
+
+    entries: int = 2
+
+    def shared_bytes(self, problem: AttentionProblem) -> int:
+        """Shared memory: the tiles of every entry, and a step's sum of dS, halved, on its way to memory (float32)."""
+        return self.entries * DqConfig.shared_bytes(self, problem) + 2 * self.block_m * self.block_n
+
+
+@dataclass(frozen=True, slots=True)
 class DeltaConfig:
     """The delta kernel: a row sum, bound by memory; the tile only has to fill the loads."""
 
