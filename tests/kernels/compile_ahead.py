@@ -34,7 +34,7 @@ from tilewise.scores import FunctionFacts, OperandFacts, Operands, ScoreOptions
 from tilewise.sequences import Sequences
 from tilewise.tuning.configs import HopperBackwardConfig
 from tilewise.tuning.device import DeviceSpec
-from tilewise.tuning.heuristics import delta_config, hopper_forward_config, tile_config
+from tilewise.tuning.heuristics import delta_config, entries_config, hopper_forward_config, tile_config
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -108,8 +108,8 @@ def pairs_of(kernel, problem):
         return torch.empty(1, 1, 16, 16, dtype=problem.dtype), None, None, 0
     which, at_once = kernel.removeprefix("dq_").split("_of_")
     rounded, total = (torch.empty(1, 1, 16, 16, dtype=dtype) for dtype in (problem.dtype, torch.float32))
-    return *{"both": (rounded, None), "first": (total, None), "next": (total, total), "last": (rounded, total)}[which], (
-        0), int(at_once)
+    made = {"all": (rounded, None), "first": (total, None), "next": (total, total), "last": (rounded, total)}
+    return *made[which], 0, int(at_once)
 
 
 def tensors_of(problem):
@@ -152,6 +152,9 @@ def compile_for(request):
     if kernel != "delta":
         tiles_of = "dq" if kernel.startswith(("dq", "dbias")) else kernel
         config = tile_config(tiles_of, problem, spec, descriptors=request["descriptors"])
+        at_once = int(kernel.rpartition("_of_")[2]) if "_of_" in kernel else 1
+        if at_once > 1:
+            config = entries_config(replace(problem, b=at_once), spec)
     launch, tensors = launch_of(kernel, problem, config, modifiers_of(problem, operands))
     driver.set_active(CompileOnlyDriver(TARGETS[request["arch"]]))
     compiled = launch.kernel.warmup(*launch.arguments(tensors), *launch.scalars, grid=launch.grid, **launch.options)
@@ -185,7 +188,8 @@ def compile_hopper(request):
 
 
 def facts_of(request, compiled, spec):
-    return request | {"triton": triton.__version__, "shared": compiled.metadata.shared, "limit": spec.shared_memory}
+    return request | {"triton": triton.__version__, "shared": compiled.metadata.shared, "limit": spec.shared_memory,
+                      "loads": compiled.asm["ttir"].count("tt.load ")}
 
 
 def nvidia_report(compiled):

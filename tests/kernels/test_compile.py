@@ -133,6 +133,25 @@ def test_kernels_that_make_a_bias_gradient_beside_dq_compile_within_shared_memor
             assert row["stack"] <= 256, row
 
 
+@pytest.mark.parametrize("version", VERSIONS)
+def test_dq_of_several_entries_keeps_its_sums_in_registers_and_reads_their_bias_once(version):
+    """The spills are those of the masked loop, most of them, and of adding earlier sums (at head dim 64)."""
+    wanted = [{"arch": "sm_90", "kernel": f"dq_{which}_of_{entries}", "d": d, "dtype": "bfloat16",
+               "mask": MASKS["causal"], "descriptors": False, "options": options}
+              for d, entries in ((64, 2), (64, 4), (128, 2))
+              for which, options in (("all", ["bias"]), ("last", ["bias"]), ("last", OPTIONS))]
+    rows = compile_all(version, wanted)
+    assert len(rows) == len(wanted)
+    for row in rows:
+        assert row["shared"] <= row["expected"] + 1024 <= row["limit"], row
+        if row["options"] == ["bias"]:
+            assert row["stack"] <= 384, row
+            # Of an entry q, dout, lse, delta, and in both loops k and v; of all the bias, and halves of earlier sums.
+            once = 1 if "all" in row["kernel"] else 3
+            assert row["loads"] == int(row["kernel"][-1]) * (4 + 2 * 2) + 2 * once, row
+        assert row["wgmma"] > 0, row
+
+
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("version", VERSIONS)
 def test_dropout_draws_where_the_scores_are(version, arch):

@@ -17,6 +17,7 @@ from tilewise.tuning.heuristics import (
     KINDS,
     LEAST_WORK_FOR_DESCRIPTORS,
     delta_config,
+    entries_config,
     has_pairs,
     hopper_backward_config,
     hopper_forward_config,
@@ -157,6 +158,33 @@ def test_dq_makes_a_bias_gradient_that_nothing_or_the_batch_is_summed_for_if_its
     assert pair_entries(problem, DqConfig(64, 64, 4, 2), DeviceSpec.of_arch("sm_90")) == entries
     assert pair_entries(replace(problem, scores=ScoreOptions()), DqConfig(64, 64, 4, 2),
                         DeviceSpec.of_arch("sm_90")) == 0
+
+
+@pytest.mark.parametrize(("d", "b", "arch", "changes", "entries"), [
+    (128, 2, "sm_90", {}, 2), (128, 5, "sm_90", {}, 2), (96, 4, "sm_90", {}, 2), (64, 3, "sm_90", {}, 2),
+    (64, 4, "sm_90", {}, 4), (64, 5, "sm_90", {}, 4), (256, 4, "sm_90", {}, None), (128, 1, "sm_90", {}, None),
+    (128, 4, "sm_90", {"deterministic": True}, None), (128, 4, "sm_90", {"dtype": torch.float32}, None),
+    (128, 4, "sm_80", {}, None), (128, 4, "sm_100", {}, None), (128, 4, "gfx942", {}, None),
+], ids=str)
+def test_dq_adds_up_as_many_batch_entries_as_registers_hold_but_none_of_a_deterministic_call(
+        d, b, arch, changes, entries):
+    scores = ScoreOptions(bias=OperandFacts((1, 16, 4096, 4096), (1, 1, 1, 1), torch.bfloat16))
+    problem = replace(problem_of(d, b=b), **{"hq": 16, "scores": scores} | changes)
+    config = entries_config(problem, DeviceSpec.of_arch(arch))
+    assert (None if config is None else config.entries) == entries
+    if config is not None:
+        assert config.shared_bytes(problem) <= DeviceSpec.of_arch(arch).shared_memory
+
+
+def test_entries_that_do_not_fit_shared_memory_together_are_taken_one_at_a_time():
+    masks = {name: OperandFacts((1, 16, 4096, 4096), (1, 1, 1, 1), dtype)
+             for name, dtype in (("bias", torch.float32), ("mask", torch.bool))}
+    problem = replace(problem_of(128, b=2), scores=ScoreOptions(**masks))
+    spec = DeviceSpec.of_arch("sm_90")
+    config = entries_config(problem, spec)
+    # q and dout, two stages of k and v; the bias once, the mask for each; half a step in float32.
+    assert config.shared_bytes(problem) == 2 * (2 * 2 * 128 * (128 + 2 * 32)) + 128 * 32 * (4 + 2) + 128 * 16 * 4
+    assert entries_config(problem, replace(spec, shared_memory=config.shared_bytes(problem) - 1)) is None
 
 
 def test_device_too_small_for_every_tile_is_refused_with_its_numbers():

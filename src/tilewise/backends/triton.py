@@ -207,7 +207,7 @@ def _backward_plan(problem: AttentionProblem, incoming: tuple[Sizes, Sizes, Size
     entries = pair_entries(problem, config, spec) if needs.dbias else 0
     at_once = 1
     if entries > 1 and sees_alike(problem):
-        together = entries_config(problem, spec, descriptors=descriptors)
+        together = entries_config(problem, spec)
         config, at_once = (config, 1) if together is None else (together, together.entries)
     bind_dq = partial(dq_launch, problem, config, precision, dout_strides, dq)
     return _BackwardPlan(

@@ -86,11 +86,14 @@ class DqConfig(TileConfig):
 class DqEntriesConfig(DqConfig):
     """The dQ kernel with a tile of queries of each of ``entries`` batch entries, which share a bias."""
 
-    entries: int = 2
+    entries: int = 1
 
     def shared_bytes(self, problem: AttentionProblem) -> int:
-        """Shared memory: the tiles of every entry, and a step's sum of dS, halved, on its way to memory (float32)."""
-        return self.entries * DqConfig.shared_bytes(self, problem) + 2 * self.block_m * self.block_n
+        """Shared memory: the tiles of every entry, one of the bias, and half a step's dS in float32 on its way out."""
+        bias = problem.scores.bias
+        common = self.block_m * self.block_n * max(1, self.num_stages - 1) * (bias.dtype.itemsize if bias else 0)
+        own = DqConfig.shared_bytes(self, problem) - common
+        return self.entries * own + common + 2 * self.block_m * self.block_n
 
 
 @dataclass(frozen=True, slots=True)

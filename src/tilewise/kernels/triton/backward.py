@@ -47,7 +47,6 @@ from tilewise.kernels.triton.modifiers import (
     through_softcap,
 )
 from tilewise.kernels.triton.pair_sums import (
-    halves,
     load_pairs_by_halves,
     pair_rows,
     pair_strides,
@@ -301,13 +300,14 @@ def sum_over_keys(sums, entries, modifiers, sequence, head, numbers_q, documents
     for step in tl.range(first, last, BLOCK_N):
         n = step_at(step, steps, listed, MASKED, COVERED)
         offs_n = n + tl.arange(0, BLOCK_N)
-        if earlier_pairs is not None:  # here, though it takes registers: at the sum the program would wait for them
-            earlier_low, earlier_high = load_pairs_by_halves(earlier_pairs, offs_m, n, length_q, stop, BLOCK_N, MASKED)
         made = ()
         pairs = None
         for e in tl.static_range(ENTRIES):
             q, q_tail, dout, lse, delta, k_source, v_source, place_k, row = entries[e]
             dq, dq_tail, rows, moments = sums[e]
+            earlier = None
+            if earlier_pairs is not None and e == ENTRIES - 1:  # at the sum the program would wait for them
+                earlier = load_pairs_by_halves(earlier_pairs, offs_m, n, length_q, stop, BLOCK_N, MASKED)
             k = load_tile(k_source, place_k, n, stop, stride_ks, stride_kd, BLOCK_N, D, BLOCK_D, MASKED, INT64,
                           DESCRIPTORS, CLIP)
             k = unseen_as_zero(k, n, seen_from, band[3], band[4], BLOCK_N, ADDED)
@@ -333,11 +333,7 @@ def sum_over_keys(sums, entries, modifiers, sequence, head, numbers_q, documents
             if own_pairs is not None:
                 pairs = dscores if pairs is None else pairs + dscores
                 if e == ENTRIES - 1:
-                    low, high = halves(pairs)
-                    if earlier_pairs is not None:
-                        low += earlier_low
-                        high += earlier_high
-                    store_pairs_by_halves(own_pairs, low, high, offs_m, n, length_q, stop, BLOCK_N, MASKED)
+                    store_pairs_by_halves(own_pairs, pairs, earlier, offs_m, n, length_q, stop, BLOCK_N, MASKED)
             if ROWS:
                 rows += tl.sum(dscores, 1)
             if MOMENTS:

@@ -1,7 +1,7 @@
 """Gradient of a bias on dQ's way: the dQ kernel stores the dS that it makes, or adds it to that of earlier entries.
 
-Where the batch shares the bias, dQ is launched for one batch entry after another, or for two at once: a program then
-has a tile of queries of both, adds their dS in registers, and reads the bias once. In order, a launch reads, adds and
+Where the batch shares the bias, dQ is launched for one batch entry after another, or for a few at once: a program has a
+tile of queries of each, adds their dS in registers, and reads the bias once. In order, a launch reads, adds and
 writes what those before it on the stream have left, without atomics, so the sum is the same on every run. Between two
 launches it is in float32: of a 16-bit bias, in a buffer of the bias's shape beside the gradient, which is this gradient
 before it is rounded; where one launch has every entry, in registers alone. The alternative, a kernel of its own
@@ -61,9 +61,13 @@ def load_pairs_by_halves(rows, offs_m, first_k, stop_q, stop_k, BLOCK_N: tl.cons
 
 
 @triton.jit
-def store_pairs_by_halves(rows, low, high, offs_m, first_k, stop_q, stop_k, BLOCK_N: tl.constexpr,
+def store_pairs_by_halves(rows, pairs, earlier, offs_m, first_k, stop_q, stop_k, BLOCK_N: tl.constexpr,
                           CHECKED: tl.constexpr):
-    """Store both halves of a tile of pairs, in their own dtype."""
+    """Store both halves of a tile of pairs, with those of ``earlier`` ones added, unless None; in their own dtype."""
+    low, high = halves(pairs)
+    if earlier is not None:
+        low += earlier[0]
+        high += earlier[1]
     low_ptrs, low_inside = locate_half(rows, offs_m, first_k, stop_q, stop_k, 0, BLOCK_N // 2, CHECKED)
     high_ptrs, high_inside = locate_half(rows, offs_m, first_k, stop_q, stop_k, 1, BLOCK_N // 2, CHECKED)
     tl.store(low_ptrs, low.to(rows.dtype.element_ty), mask=low_inside)
