@@ -1,11 +1,11 @@
 """Gradient of a bias on dQ's way: the dQ kernel stores the dS that it makes, or adds it to that of earlier entries.
 
-Where the batch shares the bias, dQ is launched for one batch entry after another, or for a few at once: a program has a
-tile of queries of each, adds their dS in registers, and reads the bias once. In order, a launch reads, adds and
-writes what those before it on the stream have left, without atomics, so the sum is the same on every run. Between two
-launches it is in float32: of a 16-bit bias, in a buffer of the bias's shape beside the gradient, which is this gradient
-before it is rounded; where one launch has every entry, in registers alone. The alternative, a kernel of its own
-(dbias.py), makes S and dP once more.
+Where the batch shares the bias, dQ is launched for one batch entry after another, or for a few at once: a program then
+has a tile of queries of each, adds up their dS in registers, and reads the bias once. A launch reads, adds and writes
+what those before it on the stream have left, without atomics, so the sum is the same on every run. Between launches it
+is in float32: of a 16-bit bias that takes a buffer of the bias's shape beside the gradient, which is this gradient
+before it is rounded. Where one launch has every entry, nothing is read again and there is no buffer. The alternative, a
+kernel of its own (dbias.py), makes S and dP once more.
 """
 
 from collections.abc import Callable
@@ -18,6 +18,7 @@ import triton.language as tl
 from tilewise.kernels.triton.launch import Launch
 from tilewise.kernels.triton.primitives import head_offset, offsets
 from tilewise.problem import AttentionProblem
+from tilewise.scores import OperandFacts
 
 
 @triton.jit
@@ -85,9 +86,12 @@ def pair_strides(problem: AttentionProblem, at_once: int | None) -> tuple[int | 
 
 def sees_alike(problem: AttentionProblem) -> bool:
     """Whether all batch entries see the same tiles: no lengths that are data, no documents or lists of their own."""
+    return not problem.sequences.are_data and all(facts.shape[0] == 1 for facts in _hiding(problem))
+
+
+def _hiding(problem: AttentionProblem) -> list[OperandFacts]:
     scores = problem.scores
-    hiding = (scores.documents_q, scores.documents_k, scores.tiles_q)
-    return not problem.sequences.are_data and all(facts is None or facts.shape[0] == 1 for facts in hiding)
+    return [facts for facts in (scores.documents_q, scores.documents_k, scores.tiles_q) if facts is not None]
 
 
 class PairSums:
@@ -102,10 +106,8 @@ class PairSums:
     """
 
     def __init__(self, problem: AttentionProblem, entries: int, at_once: int, bind: Callable[[int], Launch]) -> None:
-        scores, sequences = problem.scores, problem.sequences
-        hiding = (scores.documents_q, scores.documents_k, scores.tiles_q)
         # Of a tile that no query of it sees, nothing is written.
-        self._skips = problem.mask.is_bounded or sequences.are_data or any(facts is not None for facts in hiding)
+        self._skips = problem.mask.is_bounded or problem.sequences.are_data or bool(_hiding(problem))
         # Else an entry may skip what an earlier one has written, or the other way round.
         self._alike = entries == 1 or sees_alike(problem)
         firsts = range(0, entries, at_once)
