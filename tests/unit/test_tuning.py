@@ -164,6 +164,7 @@ def test_dq_makes_a_bias_gradient_that_nothing_or_the_batch_is_summed_for_if_its
     (128, 2, "sm_90", {}, 2), (128, 5, "sm_90", {}, 2), (96, 4, "sm_90", {}, 2), (64, 3, "sm_90", {}, 2),
     (64, 4, "sm_90", {}, 4), (64, 5, "sm_90", {}, 4), (256, 4, "sm_90", {}, None), (128, 1, "sm_90", {}, None),
     (128, 4, "sm_90", {"deterministic": True}, None), (128, 4, "sm_90", {"dtype": torch.float32}, None),
+    (96, 4, "sm_90", {"k_strides": (96 * 4096, 96, 96, 1)}, 2), (40, 4, "sm_90", {"v_strides": (40, 40, 40, 1)}, None),
     (128, 4, "sm_80", {}, None), (128, 4, "sm_100", {}, None), (128, 4, "gfx942", {}, None),
 ], ids=str)
 def test_dq_adds_up_as_many_batch_entries_as_registers_hold_but_none_of_a_deterministic_call(

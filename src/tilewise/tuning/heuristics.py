@@ -213,7 +213,10 @@ def entries_config(problem: AttentionProblem, device: DeviceSpec) -> DqEntriesCo
         return DqEntriesConfig(64, 64, 4, 1, entries=2)
     tiles = _HOPPER_ENTRIES.get(kernel_width(problem), {})
     entries = max((entries for entries in tiles if entries <= problem.b), default=1)
-    if device.arch != "sm_90" or problem.dtype.itemsize != 2 or entries == 1:
+    # Triton copies 16 bytes at once, and ahead, only where it knows strides to be multiples of 16.
+    rows = (*problem.q_strides[:3], *problem.k_strides[:3], *problem.v_strides[:3])
+    is_copied_ahead = problem.dtype.itemsize == 2 and not any(stride % 16 for stride in rows)
+    if device.arch != "sm_90" or entries == 1 or not is_copied_ahead:
         return None
     config = DqEntriesConfig(*tiles[entries], entries=entries)
     return config if shared_bytes(config, problem, device) <= device.shared_memory else None
