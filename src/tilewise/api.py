@@ -139,7 +139,8 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visibl
         deterministic: True demands bit-equal results on every run and, of a sequence, in every batch, whatever the
             number and the lengths of its neighbours; None follows
             :func:`torch.are_deterministic_algorithms_enabled`.
-        backend: "gluon", "triton", "torch" or "reference"; None chooses (see :func:`explain`, :func:`use_backend`).
+        backend: "gluon", "triton", "cuda", "cuda_ieee", "torch", "cudnn" or "reference"; None chooses (see
+            :func:`explain`, :func:`use_backend`).
         double_backward: True computes by operations that torch itself differentiates, any number of times, in reverse
             and in forward mode (:func:`torch.func.jvp`): the reference does, and no other backend. A gradient that is
             itself recorded (``create_graph=True``), or made by :func:`torch.func.grad`, takes O(sq x sk) memory.
@@ -177,7 +178,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visibl
     operands = _operands(bias, alibi_slopes, visible, sinks, _seed(q, dropout_p, dropout_seed), lengths, lists,
                          functions)
     options = _options(scale, band, softcap, dropout_p, return_aux, functions, _NO_LONGEST, deterministic, backend)
-    results = _attend(q, k, v, operands, options, double_backward)
+    results = _attend(q, k, v, operands, options, double_backward, bool(return_aux))
     return _named(results, return_aux) if return_aux else results[0]
 
 
@@ -281,7 +282,7 @@ def attention_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_se
     operands = _operands(bias, alibi_slopes, visible, sinks, _seed(q, dropout_p, dropout_seed), lengths, lists,
                          functions)
     options = _options(scale, band, softcap, dropout_p, return_aux, functions, longest, deterministic, backend)
-    out, *rows = _attend(q, k, v, operands, options, double_backward)
+    out, *rows = _attend(q, k, v, operands, options, double_backward, bool(return_aux))
     # Squeezed: the gradient of an index would be a copy of dout among zeros.
     out, rows = out.squeeze(0).transpose(0, 1), [row.squeeze(0) for row in rows]
     return _named((out, *rows), return_aux) if return_aux else out
@@ -339,10 +340,10 @@ def _options(scale: float | None, band: Mask, softcap: float | None, dropout_p: 
 
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Operands, options: Options,
-            double_backward: bool) -> Sequence[torch.Tensor]:
+            double_backward: bool, with_lse: bool) -> Sequence[torch.Tensor]:
     if double_backward:
         return cast(Sequence[torch.Tensor], _second_order().run_twice_differentiable(q, k, v, operands, options))
-    return run(q, k, v, operands, options)
+    return run(q, k, v, operands, options, with_lse)
 
 
 def _second_order() -> Any:

@@ -9,17 +9,22 @@ import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 
 from tilewise import settings
 from tilewise.backends.base import Backend
+from tilewise.decode_problem import CacheOperands, DecodeProblem
 from tilewise.errors import InvalidInput, UnsupportedProblem
 from tilewise.problem import AttentionProblem
 from tilewise.tuning.heuristics import prefers_gluon
 
-BACKENDS = ("gluon", "triton", "torch", "reference")
+BACKENDS = ("gluon", "triton", "cuda", "cuda_ieee", "torch", "cudnn", "reference")
+# Serve the calls that name them and no others: that they are faster anywhere has not been measured.
+ON_REQUEST = ("cudnn",)
+# Multiply what is hidden by 0, where the others do not look, if lengths are data: NaN there reaches their results.
+FINITE_PADDING = ("cudnn",)
 
 
 @cache
@@ -31,21 +36,24 @@ def get_backend(name: str) -> Backend:
 
 
 def order(problem: AttentionProblem) -> tuple[str, ...]:
-    """Backends by preference for this problem; the first that takes it is chosen.
+    """Backends by preference for this problem, those on request left out; the first that takes it is chosen.
 
     Measured on CPUs at b=1 h=8 d=64, 128 to 4096 tokens, causal and not (torch 2.13, AVX-512, 2 cores), torch's C++
     kernel against the tiled reference. In float32, and in bfloat16 where the CPU multiplies it, the kernel takes 0.5
     to 0.9 of the time in both passes. In float16 it takes 1.1 to 1.4 of it forward and 8 times it backward; in
     bfloat16 without such a CPU, 0.5 forward and twice it backward.
 
-    On GPUs, ``prefers_gluon`` says what is worth gluon's launch, the dearer one.
+    On GPUs, ``prefers_gluon`` says what is worth gluon's launch, the dearer one. The float32 kernels of cuda come
+    behind triton's, slower as these are (docs/float32.md): where TF32 is allowed, and both make one product, they have
+    not been timed, and a choice is kept without that setting.
     """
     if problem.device.type != "cpu":
         first = ("gluon", "triton") if prefers_gluon(problem) else ("triton", "gluon")
-        return (*first, "torch", "reference")
+        return (*first, "cuda", "cuda_ieee", "torch", "reference")
     half_is_slow = problem.dtype is torch.float16 or (
         problem.dtype is torch.bfloat16 and problem.direction == "backward" and not _cpu_multiplies_bfloat16())
-    return ("reference", "torch", "triton", "gluon") if half_is_slow else ("torch", "reference", "triton", "gluon")
+    first = ("reference", "torch") if half_is_slow else ("torch", "reference")
+    return (*first, "triton", "gluon", "cuda", "cuda_ieee")
 
 
 @cache
@@ -71,6 +79,40 @@ def choose(problem: AttentionProblem, backend: str | None = None) -> Backend:
         reasons[name] = reason
     subject = "no backend takes" if backend is None else f"backend {backend!r} refuses"
     raise UnsupportedProblem(f"{subject} this problem: {problem}", reasons)
+
+
+class Decoder(Protocol):
+    """A module that decodes: ``backends/<name>_decode.py``."""
+
+    def why_not(self, problem: DecodeProblem) -> str | None:
+        """Return why it refuses the problem, as one sentence, or None if it takes it."""
+
+    def decode(self, problem: DecodeProblem, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
+               operands: CacheOperands) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append new keys and values, and return out and lse."""
+
+
+@lru_cache(maxsize=4096)
+def choose_decoder(problem: DecodeProblem, backend: str | None = None) -> Decoder:
+    """Return what decodes the problem: triton where there is a GPU, else, or where it refuses, the reference.
+
+    Raises:
+        InvalidInput, UnsupportedProblem: as :func:`choose`.
+    """
+    names: tuple[str, ...] = ("triton", "reference") if problem.device.type != "cpu" else ("reference", "triton")
+    if backend is not None:
+        names = (get_backend(backend).name,)
+    reasons = {}
+    for name in names:
+        if name not in ("triton", "reference"):
+            reasons[name] = "does not decode; backend='triton' and 'reference' do"
+            continue
+        decoder = cast(Decoder, importlib.import_module(f"tilewise.backends.{name}_decode"))
+        reason = decoder.why_not(problem)
+        if reason is None:
+            return decoder
+        reasons[name] = reason
+    raise UnsupportedProblem(f"backend {backend!r} refuses this problem: {problem}", reasons)
 
 
 @dataclass(frozen=True)
@@ -108,8 +150,8 @@ def explain_problem(problem: AttentionProblem, backend: str | None = None,
     chosen: dict[str, str | None] = {}
     reasons: dict[tuple[str, str], str | None] = {}
     for side in (problem, problem.backward(lse_grad=False)):
-        names = order(side)
-        wanted = names if backend is None else (get_backend(backend).name,)
+        names = (*order(side), *ON_REQUEST)
+        wanted = order(side) if backend is None else (get_backend(backend).name,)
         answers = {name: (why_not_first and why_not_first(name)) or get_backend(name).why_not(side) for name in names}
         chosen[side.direction] = next((name for name in wanted if answers[name] is None), None)
         reasons |= {(side.direction, name): answer for name, answer in answers.items()}
@@ -121,7 +163,7 @@ def use_backend(name: str) -> Iterator[None]:
     """Use one backend for every call inside the ``with`` block that names none; thread- and task-local.
 
     Args:
-        name: "gluon", "triton", "torch" or "reference".
+        name: "gluon", "triton", "cuda", "cuda_ieee", "torch", "cudnn" or "reference".
 
     Raises:
         InvalidInput: no backend has that name.

@@ -14,6 +14,10 @@ class InvalidInput(TilewiseError, ValueError):
     """An argument that has no meaning on any backend; the message names the argument."""
 
 
+class BackendUnavailable(TilewiseError, RuntimeError):
+    """A backend that cannot run here, whatever the problem: something it needs is missing, or refuses."""
+
+
 class UnsupportedProblem(TilewiseError, NotImplementedError):
     """A meaningful problem that the asked-for backend, or every backend, refuses.
 

@@ -353,7 +353,8 @@ def window(left: int | None, right: int | None, alignment: Alignment | None = No
     """Keep the keys from ``left`` before to ``right`` after the diagonal, both ends and the diagonal included.
 
     Args:
-        left, right: integers >= 0, in tokens; None = unbounded on that side. ``window(1023, 0)`` sees 1024 keys.
+        left, right: integers >= 0, in tokens; None, or 2³⁰ and more = unbounded on that side. ``window(1023, 0)`` sees
+            1024 keys.
         alignment: as in :func:`causal`.
 
     Raises:
@@ -453,9 +454,14 @@ def _tighter(a: int | None, b: int | None) -> int | None:
     return min(a, b)
 
 
+_NO_BOUND = 2**30  # no tensor is as long, and kernels reckon positions in 32 bits
+
+
 def _checked_side(name: str, value: object) -> int | None:
-    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
-        return value
+    if value is None:
+        return None
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value if value < _NO_BOUND else None
     raise InvalidInput(f"window: {name} is {value!r}; allowed is an integer >= 0, or None for no bound on that side.")
 
 

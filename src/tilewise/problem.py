@@ -85,7 +85,8 @@ class AttentionProblem:
     def __post_init__(self) -> None:
         sizes = (self.b, self.hq, self.hk, self.sq, self.sk, self.d, self.dv,
                  *self.q_strides, *self.k_strides, *self.v_strides)
-        if _is_symbolic(sizes):
+        operands = [facts for facts in (*self.scores, *self.sequences) if isinstance(facts, OperandFacts)]
+        if is_symbolic(sizes) or any(is_symbolic((*facts.shape, *facts.strides)) for facts in operands):
             return  # a traced call: it has no hash and is never looked up
         # Looked up several times a call: hashed once here instead.
         names = [n for n in self.__slots__ if n != "_hash"]
@@ -108,7 +109,7 @@ class AttentionProblem:
         # Symbolic sizes of a traced call cannot be hashed; there the checks alone matter.
         sizes = [size for _, shape, strides, _, _ in (*facts, *more) for size in (*shape, *strides)]
         sizes += [size for size in settings.longest if size is not None]
-        build = problem_from_facts if torch.compiler.is_compiling() or _is_symbolic(sizes) else _cached
+        build = problem_from_facts if torch.compiler.is_compiling() or is_symbolic(sizes) else _cached
         return build(facts, more, mask, scale, settings, deterministic)
 
     @property
@@ -246,7 +247,8 @@ def facts_of_operands(operands: Operands) -> tuple[Facts, ...]:
                  + [facts_of(name, tensor) for name in _FUNCTIONS for tensor in getattr(operands, name)])
 
 
-def _is_symbolic(sizes: Iterable[int]) -> bool:
+def is_symbolic(sizes: Iterable[int]) -> bool:
+    """Whether a traced call left a size open."""
     return any(isinstance(size, torch.SymInt) for size in sizes)
 
 
@@ -255,7 +257,7 @@ def problem_from_facts(tensors: tuple[Facts, Facts, Facts], operands: tuple[Fact
                        aligned: bool = True) -> AttentionProblem:
     """Check the facts against one another; see :meth:`AttentionProblem.from_tensors`."""
     q, k, v = tensors
-    _check_each(q, k, v)
+    check_each(q, k, v)
     (b, hq, sq, d), (_, hk, sk, _), dv = q[1], k[1], v[1][3]
     _check_together(q, k, v)
     scores, sequences = NO_OPTIONS, DENSE
@@ -270,7 +272,7 @@ def problem_from_facts(tensors: tuple[Facts, Facts, Facts], operands: tuple[Fact
                                "distance of a query and a key is ambiguous. Pass mask=window(None, None, alignment) or "
                                "another mask with alignment='top_left' or 'bottom_right'.")
     return AttentionProblem(
-        b=b, hq=hq, hk=hk, sq=sq, sk=sk, d=d, dv=dv, dtype=q[3], device=q[4], scale=_checked_scale(scale, d),
+        b=b, hq=hq, hk=hk, sq=sq, sk=sk, d=d, dv=dv, dtype=q[3], device=q[4], scale=checked_scale(scale, d),
         mask=mask, deterministic=deterministic, scores=scores, sequences=sequences, q_strides=q[2], k_strides=k[2],
         v_strides=v[2], aligned=aligned,
     )
@@ -279,7 +281,8 @@ def problem_from_facts(tensors: tuple[Facts, Facts, Facts], operands: tuple[Fact
 _cached = lru_cache(maxsize=4096)(problem_from_facts)
 
 
-def _check_each(*tensors: Facts) -> None:
+def check_each(*tensors: Facts) -> None:
+    """Check what concerns each tensor, and that all have one dtype and device; raises :class:`InvalidInput`."""
     for name, shape, _, dtype, device in tensors:
         if len(shape) != 4:
             raise InvalidInput(f"{name} has shape {_text(shape)}; allowed are 4 dims (b, h, s, d).")
@@ -413,7 +416,8 @@ def _lengths_text(sq: int, sk: int, sequences: Sequences) -> str:
     return "lengths that are data" if sequences.are_data else f"{sq} queries and {sk} keys"
 
 
-def _checked_scale(scale: float | None, d: int) -> float:
+def checked_scale(scale: float | None, d: int) -> float:
+    """Return the scale, 1/sqrt(d) for None. Raises :class:`InvalidInput` unless it is finite and > 0."""
     if scale is None:
         return 1.0 / math.sqrt(d)
     if isinstance(scale, (int, float)) and not isinstance(scale, bool) and 0.0 < scale < math.inf:

@@ -32,6 +32,9 @@ _LETTERS = {
     "seqused_q": ("sequences",), "seqused_k": ("sequences",),
     "documents_q": ("b", "4", "sq"), "documents_k": ("b", "4", "sk"),
     "tiles_q": ("b", "hq", "tiles of sq", "2 + tiles of sk"), "tiles_k": ("b", "hq", "tiles of sk", "2 + tiles of sq"),
+    "k": ("b", "hk", "new", "d"), "v": ("b", "hk", "new", "dv"), "cache_seqlens": ("b",), "cache_batch_idx": ("b",),
+    "cache_leftpad": ("b",), "block_table": ("b", "pages a sequence"), "rotary_cos": ("positions", "rotary_dim / 2"),
+    "rotary_sin": ("positions", "rotary_dim / 2"),
 }
 _BROADCAST = {"bias": _FOUR, "mask": _FOUR, "alibi_slopes": ("b",), "documents_q": ("b",), "documents_k": ("b",),
               "tiles_q": ("b", "hq"), "tiles_k": ("b", "hq")}

@@ -5,6 +5,8 @@ variable                  default    meaning
 ========================  =========  ==============================================================
 ``TILEWISE_BACKEND``      unset      backend used where a call passes ``backend=None``; an unknown
                                      name raises at the first call, as ``backend=`` would
+``TILEWISE_CACHE``        unset      folder for compiled CUDA kernels; unset: ``tilewise`` in
+                                     ``$XDG_CACHE_HOME``, or in ``~/.cache``
 ========================  =========  ==============================================================
 
 An argument of the call outranks :func:`use_backend`, which outranks the environment.
@@ -14,6 +16,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 from contextvars import ContextVar
+from pathlib import Path
 
 _backend: ContextVar[str | None] = ContextVar("tilewise_backend", default=None)
 
@@ -21,6 +24,13 @@ _backend: ContextVar[str | None] = ContextVar("tilewise_backend", default=None)
 def default_backend() -> str | None:
     """Return the backend name in force where a call names none, or None to let dispatch choose."""
     return _backend.get() or os.environ.get("TILEWISE_BACKEND") or None
+
+
+def cache_folder() -> Path:
+    """Return the folder for compiled CUDA kernels, which need not exist yet."""
+    if named := os.environ.get("TILEWISE_CACHE"):
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tilewise"
 
 
 @contextlib.contextmanager

@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
-OPTIONAL = ("triton", "typer", "rich", "matplotlib", "numpy", "hypothesis", "pytest")
+OPTIONAL = ("triton", "cudnn", "typer", "rich", "matplotlib", "numpy", "hypothesis", "pytest", "transformers",
+            "diffusers", "cuda")
 
 
 def run(code, **environment):

@@ -7,14 +7,26 @@ from pathlib import Path
 import pytest
 
 import tilewise
-from tilewise.integrations import bert_padding, flash_attn, torch_sdpa
+from tilewise.integrations import (
+    bert_padding,
+    diffusers,
+    flash_attn,
+    flash_attn_cute,
+    flash_attn_interface,
+    flex,
+    llmc,
+    sdpa_provider,
+    torch_sdpa,
+    transformers,
+)
 
-FACES = (flash_attn, bert_padding, torch_sdpa)
+FACES = (flash_attn, bert_padding, flash_attn_interface, flash_attn_cute, torch_sdpa, sdpa_provider, flex, transformers,
+         diffusers, llmc)
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
-def test_public_names_are_at_most_fifteen_and_exist():
-    assert len(tilewise.__all__) == len(set(tilewise.__all__)) <= 15
+def test_public_names_are_at_most_sixteen_and_exist():
+    assert len(tilewise.__all__) == len(set(tilewise.__all__)) <= 16
     assert [name for name in tilewise.__all__ if not hasattr(tilewise, name)] == []
 
 
@@ -43,12 +55,17 @@ def test_integrations_page_documents_exactly_the_names_of_a_face(face):
     assert sorted(documented) == sorted(face.__all__)
 
 
-CALLS = (tilewise.attention, tilewise.attention_varlen, flash_attn.flash_attn_func, flash_attn.flash_attn_varlen_func,
-         torch_sdpa.scaled_dot_product_attention, torch_sdpa.varlen_attn, bert_padding.unpad_input)
+CALLS = (tilewise.attention, tilewise.attention_varlen, tilewise.attention_decode, flash_attn.flash_attn_func,
+         flash_attn.flash_attn_varlen_func, flash_attn.flash_attn_with_kvcache,
+         torch_sdpa.scaled_dot_product_attention, torch_sdpa.varlen_attn, bert_padding.unpad_input,
+         transformers.register, sdpa_provider.register, flex.flex_attention, flash_attn_interface.flash_attn_func,
+         flash_attn_interface.flash_attn_varlen_func, flash_attn_cute.flash_attn_func,
+         flash_attn_cute.flash_attn_varlen_func, diffusers.dispatch_attention_fn,
+         llmc.packed_attention)
 
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
 def test_arguments_of_a_call_are_all_described(call):
-    arguments = call.__doc__.partition("Args:")[2].partition("Returns:")[0]
+    arguments = re.split("Returns:|Raises:", call.__doc__.partition("Args:")[2])[0]
     described = re.findall(r"^ {8}(\w+(?:, \w+)*):", arguments, re.MULTILINE)
     assert {one for names in described for one in names.split(", ")} == set(inspect.signature(call).parameters)

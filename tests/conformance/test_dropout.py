@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from conformance.calls import problem_of, skip_if_refused
-from tilewise import attention
+from tilewise import attention, explain
 from tilewise.testing.cases import Case
 from tilewise.testing.inputs import make_inputs
 from tilewise.testing.oracle import dropout_keep
@@ -22,7 +22,9 @@ def _probs(backend, inputs, **options):
 @pytest.fixture
 def inputs(backend, device, main_dtype):
     inputs = make_inputs(CASE, main_dtype, device)
-    skip_if_refused(backend, problem_of(CASE, inputs).backward(lse_grad=False))
+    problem = problem_of(CASE, inputs)
+    for side in (problem, problem.backward(lse_grad=False)):
+        skip_if_refused(backend, side)
     return inputs
 
 
@@ -42,6 +44,21 @@ def test_backward_drops_the_same_pairs(backend, inputs, device):
     keep = dropout_keep(5, (CASE.b, CASE.hq, CASE.sq, CASE.sk), P, device)
     kept = keep.unflatten(1, (CASE.hk, -1)).sum(2).mT
     torch.testing.assert_close(v.grad.double(), kept.double() / (1 - P) / CASE.sk, rtol=0.01, atol=0.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("d", [64, 128])
+def test_a_pass_back_by_another_backend_drops_the_same_pairs(device, d):
+    """On Hopper GPUs, where the call goes forward by triton and back by gluon."""
+    q = torch.zeros(64, 16, d, d, dtype=torch.bfloat16, device=device)
+    k, v = (torch.randn(64, 16, 512, d, device=device).to(q.dtype) for _ in range(2))
+    found = explain(q, k, v, dropout_p=P, dropout_seed=9)
+    if found.forward == found.backward:
+        pytest.skip(f"both passes are by {found.forward}")
+    out = attention(q, k, v.requires_grad_(), dropout_p=P, dropout_seed=9)
+    dv, = torch.autograd.grad(out, v, torch.eye(d, dtype=q.dtype, device=device).expand_as(out))
+    keep = dropout_keep(9, (64, 16, d, 512), P, device)
+    torch.testing.assert_close(dv.double(), keep.mT.double() / (1 - P) / 512, rtol=0.01, atol=0.0)
 
 
 def test_every_part_of_the_seed_matters_and_nothing_else(backend, inputs, device):

@@ -1,6 +1,7 @@
 """NaN in what no one sees reaches nothing: keys without a query, queries without a key and padding are not read.
 
-Padding holds NaN in every case of layout "moat" whose lengths are data.
+Padding holds NaN in every case of layout "moat" whose lengths are data. Backend 'cudnn' is excepted there: it asks for
+finite padding (docs/backends.md), and refuses that layout's strides.
 """
 
 import pytest
@@ -13,6 +14,7 @@ from conformance.calls import (
     forward_and_backward,
     operands_of,
 )
+from tilewise.dispatch import FINITE_PADDING
 from tilewise.testing.cases import CASES, case_named
 from tilewise.testing.inputs import make_inputs, padding_of
 
@@ -86,6 +88,8 @@ def test_keys_that_a_tensor_hides_from_all_reach_no_output(backend, value, devic
 @pytest.mark.parametrize("value", [float("inf"), 0.0])
 @pytest.mark.parametrize("case", PADDED, ids=str)
 def test_padding_may_hold_anything_and_changes_no_bit(backend, case, value, device, main_dtype):
+    if backend.name in FINITE_PADDING:
+        pytest.skip(f"backend {backend.name!r} asks for finite padding where lengths are data")
     with_nan, others = (make_inputs(case, main_dtype, device) for _ in range(2))
     operands = operands_of(case, with_nan)
     assert with_nan.q.isnan().any()

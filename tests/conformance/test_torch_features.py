@@ -8,6 +8,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from conformance.calls import (
+    TRAINABLE,
     assert_forward_within_budget,
     assert_gradients_within_budget,
     forward_and_backward,
@@ -59,6 +60,28 @@ def test_compiles_whole_and_once_for_all_lengths(backend, options, device, main_
         counts.append(compiler.frame_count)
     # The first may count twice: dynamo starts over where a number, here dropout_p, turns out to be a constant.
     assert counts == [counts[0]] * 3
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated:DeprecationWarning")
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("options", [{}, {"bias": "1hqk"}, {"sinks": True}], ids=["plain", "bias", "sinks"])
+def test_compiled_without_lse_it_needs_no_gradient_through_lse(backend, options, device, main_dtype):
+    """A backend that has none would refuse the backward pass of a compiler that makes one of zeros."""
+    case = Case("compiled", b=2, hq=4, hk=2, sq=40, sk=40, d=32, dv=32, **options)
+    inputs = make_inputs(case, main_dtype, device)
+    operands = operands_of(case, inputs)
+    skip_if_refused(backend, problem_of(case, inputs, operands).backward(lse_grad=False))
+    leaves, given = [tensor.requires_grad_() for tensor in inputs[:3]], trainable(operands)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def step(q, k, v, **rest):
+        return attention(q, k, v, backend=backend.name, **rest) * 1.0
+
+    out = step(*leaves, **call_options(case, operands._replace(**given)))
+    got = torch.autograd.grad(out, [*leaves, *given.values()], inputs.dout)
+    of_operands = dict(zip(given, got[3:], strict=True))
+    assert_gradients_within_budget(case, inputs, (*got[:3], *map(of_operands.get, TRAINABLE)))
 
 
 def _skip_if_lengths_are_read(backend, case):

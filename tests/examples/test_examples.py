@@ -68,6 +68,33 @@ def test_tiny_gpt_notices_wrong_attention(broken, tmp_path, monkeypatch):
     assert example.main(["--steps", "12", "--device", "cpu", "--out", str(tmp_path / "curves.svg")]) == 1
 
 
+needs_transformers = pytest.mark.skipif(importlib.util.find_spec("transformers") is None,
+                                        reason="Transformers is not installed, whose model this example trains")
+
+
+@needs_transformers
+def test_packed_gpt_learns_the_same_with_every_way_to_attend(capsys):
+    assert load("train_packed_gpt").main(["--steps", "6", "--device", "cpu"]) == 0
+    printed = capsys.readouterr().out
+    losses = re.findall(r"loss ([\d.]+) -> ([\d.]+)", printed)
+    assert len(losses) >= 3
+    assert all(float(last) < float(first) - 0.2 for first, last in losses)
+    assert 0 < float(re.search(r"largest difference (\S+),", printed)[1]) < 1e-5
+
+
+@needs_transformers
+def test_packed_gpt_notices_documents_that_see_one_another(monkeypatch):
+    example = load("train_packed_gpt")
+    apart = example.attend_by_varlen
+
+    def attend(*given, document_ends, **options):
+        rows = torch.arange(0, int(document_ends[-1]) + 1, given[1].shape[2], dtype=torch.int32)
+        return apart(*given, document_ends=rows, **options)
+
+    monkeypatch.setattr(example, "attend_by_varlen", attend)
+    assert example.main(["--steps", "6", "--device", "cpu"]) == 1
+
+
 def test_tiny_gpt_text_is_long_and_varied():
     text, vocabulary = load("train_tiny_gpt").read_text()
     assert len(text) > 100_000

@@ -28,6 +28,11 @@ SIGNATURES = {
     "flash_attn_varlen_func": f"q, k, v, {_LENGTHS}, {_SAME}, block_table=None",
     "flash_attn_varlen_kvpacked_func": f"q, kv, {_LENGTHS}, {_SAME}",
     "flash_attn_varlen_qkvpacked_func": f"qkv, cu_seqlens, max_seqlen, {_SAME}",
+    "flash_attn_with_kvcache": (
+        "q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, "
+        "cache_batch_idx=None, cache_leftpad=None, block_table=None, softmax_scale=None, causal=False, "
+        "window_size=(-1, -1), softcap=0.0, rotary_interleaved=True, alibi_slopes=None, num_splits=0, "
+        "return_softmax_lse=False"),
 }
 
 
@@ -251,8 +256,9 @@ def test_a_block_table_raises():
     q, k, v, _ = (tensor[0].detach() for tensor in tensors(9, 8))
     with pytest.raises(UnsupportedProblem) as caught:
         flash_attn_varlen_func(q, k, v, CU_Q, CU_K, 6, 5, block_table=torch.zeros(3, 1))
-    assert str(caught.value) == ("block_table is given; allowed is None: caches in pages or padded on the left are not "
-                                 "there yet. Pass keys and values packed, with cu_seqlens_k.")
+    assert str(caught.value) == ("block_table is given; allowed is None: of packed queries, caches in pages or padded "
+                                 "on the left are not there yet. Pass keys and values packed, with cu_seqlens_k, or a "
+                                 "batch of queries to flash_attn_with_kvcache.")
 
 
 # Dynamo itself instantiates autograd Functions while it traces them.

@@ -9,7 +9,7 @@ import torch
 
 from integrations.dense import bottom_right, close, dense
 from tilewise import TilewiseError
-from tilewise.integrations import bert_padding
+from tilewise.integrations import bert_padding, flash_attn_cute
 from tilewise.integrations import flash_attn as face
 
 # As code is found in models: nothing here names tilewise.
@@ -75,7 +75,7 @@ def test_installed_modules_look_like_a_package_of_that_version():
 
 
 @pytest.mark.usefixtures("without_flash_attn")
-@pytest.mark.parametrize("line", ["from flash_attn import flash_attn_with_kvcache", "import flash_attn.layers.rotary"])
+@pytest.mark.parametrize("line", ["from flash_attn import flash_attn_gpu", "import flash_attn.layers.rotary"])
 def test_what_is_not_there_is_an_import_error(line):
     face.install()
     with pytest.raises(ImportError):
@@ -87,6 +87,13 @@ def test_installing_twice_is_as_good_as_once():
     face.install()
     face.install()
     assert sys.modules["flash_attn"].flash_attn_func is face.flash_attn_func
+
+
+@pytest.mark.usefixtures("without_flash_attn")
+def test_installing_behind_flash_attn_4_leaves_it_there():
+    flash_attn_cute.install()
+    face.install()
+    assert sys.modules["flash_attn"].cute.flash_attn_func is flash_attn_cute.flash_attn_func
 
 
 @pytest.mark.usefixtures("without_flash_attn")
@@ -118,6 +125,11 @@ def test_padding_is_taken_out_and_put_back(dtype):
     assert torch.equal(back, hidden * mask[..., None, None])
     gradient, = torch.autograd.grad(back.sum(), hidden)
     assert torch.equal(gradient, mask[..., None, None].expand_as(hidden).float())
+
+
+def test_any_number_but_zero_marks_a_token():
+    _, _, cu_seqlens, longest, used = bert_padding.unpad_input(torch.randn(1, 4, 2), torch.tensor([[1, 1, 2, 0]]))
+    assert (cu_seqlens.tolist(), longest, used.tolist()) == ([0, 3], 3, [3])
 
 
 def test_tokens_that_are_kept_and_not_used_get_rows():

@@ -148,5 +148,6 @@ def test_caches_in_pages_or_padded_on_the_left_raise(name):
     q, k, v, _ = (tensor[0].detach() for tensor in tensors(9, 8))
     with pytest.raises(UnsupportedProblem) as caught:
         face._flash_attn_varlen_forward(q, k, v, CU_Q, CU_K, 6, 5, 0.0, None, False, **{name: torch.zeros(3)})
-    assert str(caught.value) == (f"{name} is given; allowed is None: caches in pages or padded on the left are not "
-                                 "there yet. Pass keys and values packed, with cu_seqlens_k.")
+    assert str(caught.value) == (f"{name} is given; allowed is None: of packed queries, caches in pages or padded on "
+                                 "the left are not there yet. Pass keys and values packed, with cu_seqlens_k, or a "
+                                 "batch of queries to flash_attn_with_kvcache.")

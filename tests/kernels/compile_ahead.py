@@ -25,6 +25,7 @@ from tilewise.bench.compile_ahead import CompileOnlyDriver
 from tilewise.kernels.gluon.launch import OPTIONS, HopperForward
 from tilewise.kernels.gluon.launch_backward import HopperBackward
 from tilewise.kernels.triton.backward import delta_launch, dkdv_launch, dq_launch
+from tilewise.kernels.triton.blanks import blank_launch, lengths_launch
 from tilewise.kernels.triton.dbias import dbias_launch
 from tilewise.kernels.triton.forward import forward_launch
 from tilewise.kernels.triton.launch import modifiers_of
@@ -127,6 +128,16 @@ def launch_of(kernel, problem, config, modifiers):
     q, k, v, out, rows = tensors_of(problem)
     if kernel == "forward":
         return forward_launch(problem, config, "ieee"), (q, k, v, out, rows, None, modifiers)
+    if kernel == "lengths":
+        return lengths_launch(problem, 8), (torch.empty(2, 8, dtype=torch.int32), *modifiers.lengths)
+    if kernel.startswith("blank"):
+        side, tensor, more, lse = ("q", out, None, rows) if kernel == "blank_out" else ("k", k, v, None)
+        lengths = modifiers.lengths
+        queries, keys = (lengths.cu_q, lengths.q), (lengths.cu_k, lengths.k)
+        own, other = (queries, keys) if side == "q" else (keys, queries)
+        facts = None if more is None else (more.shape[3], more.stride())
+        return blank_launch(problem, side, tensor.shape[3], tensor.stride(), facts), (
+            tensor, more, lse, None if lse is None else modifiers.sinks.ptr, *own, *other)
     problem = replace(problem, direction="backward")
     if kernel == "delta":
         launch = delta_launch(problem, delta_config(problem), out.stride(), out.stride(), None)
@@ -149,7 +160,7 @@ def compile_for(request):
     operands = operands_of(request)
     kernel, problem = request["kernel"], problem_of(request, operands)
     config = None
-    if kernel != "delta":
+    if not kernel.startswith(("blank", "delta", "lengths")):
         tiles_of = "dq" if kernel.startswith(("dq", "dbias")) else kernel
         config = tile_config(tiles_of, problem, spec, descriptors=request["descriptors"])
         at_once = int(kernel.rpartition("_of_")[2]) if "_of_" in kernel else 1
@@ -175,7 +186,8 @@ def compile_hopper(request):
     else:
         config = HopperBackwardConfig(**request["config"])
         launch = HopperBackward(problem, config, problem.q_strides)
-        arguments = launch.arguments((q, k, v, out, rows, rows, k, v), torch.empty(launch.sums_shape), lengths)
+        arguments = launch.arguments((q, k, v, out, rows, rows, k, v), torch.empty(launch.sums_shape),
+                                     (*lengths, operands.seed))
     driver.set_active(CompileOnlyDriver(TARGETS["sm_90"]))
     with contextlib.redirect_stdout(io.StringIO()) as log:
         compiled = launch.kernel.warmup(*arguments, *launch.scalars, grid=launch.grid, **OPTIONS)
@@ -184,7 +196,8 @@ def compile_hopper(request):
              "complete": len(re.findall(r"cp\.async\.bulk\.wait_group\s+0;", ptx))}
     return row | nvidia_report(compiled) | waits | {
         "planned": config.shared_bytes(problem), "log": log.getvalue(), "threads": 32 * compiled.metadata.num_warps,
-        "unset": possibly_unset(sass), "strays": stray_descriptors(sass)}
+        "unset": possibly_unset(sass), "strays": stray_descriptors(sass),
+        "philox": sass.count("IMAD.WIDE.U32")}
 
 
 def facts_of(request, compiled, spec):

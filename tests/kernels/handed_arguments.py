@@ -86,11 +86,11 @@ def bound(request):
         launching._counter = lambda device: counter
         return launch, (q, k, v, out, rows, operands.sinks), counter
     launch = HopperBackward(problem, hopper_backward_config(problem), problem.q_strides)
-    lengths = (operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqlens_q, operands.seqlens_k)
+    data = (operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqlens_q, operands.seqlens_k, operands.seed)
     sums = torch.empty(launch.sums_shape)
     torch.zeros = lambda *shape, **options: sums
     tensors = (q, k, v, out, rows, rows.clone(), *map(torch.empty_like, (q, k, v)))
-    return launch, (*tensors, *lengths) if problem.sequences.are_data else tensors, sums
+    return launch, (*tensors, *data) if any(tensor is not None for tensor in data) else tensors, sums
 
 
 def launches(request):

@@ -83,6 +83,19 @@ def test_kernels_of_lengths_documents_and_tile_lists_compile_within_shared_memor
 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("version", VERSIONS)
+def test_the_kernels_of_blank_rows_and_lengths_compile_without_a_spill(version, arch):
+    wanted = [{"arch": arch, "kernel": kernel, "d": d, "dtype": "bfloat16", "mask": mask, "descriptors": False,
+               "options": names}
+              for d in (64, 256) for mask in ([63, 0, "bottom_right"], [None, None, None])
+              for names in (PACKED, [*PADDED, "sinks"]) for kernel in ("blank_out", "blank_keys", "lengths")]
+    rows = compile_all(version, wanted)
+    assert len(rows) == len(wanted)
+    for row in rows:
+        assert row["stack"] == 0, row
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("version", VERSIONS)
 def test_kernels_with_functions_of_the_users_own_compile_within_shared_memory(version, arch):
     """Functions are arguments inside of tuples, which no other option has. With all the others some kernels spill."""
     wanted = [{"arch": arch, "kernel": kernel, "d": 128, "dtype": "bfloat16", "mask": MASKS["causal"],

@@ -294,6 +294,21 @@ def test_a_sequences_tiles_of_keys_are_those_that_it_has_alone(sequences, mask):
     assert tiles_of(sequences) == alone
 
 
+@given(packed(), masks(), st.booleans())
+def test_where_pairs_are_dropped_a_tile_of_keys_knows_its_sequences_number_last(sequences, mask, drops):
+    order, band, operands, shape = sequences.bound(mask, backward=True)
+    named = set()
+    for (first, *_), _, (_row_q, row_k, _see_from, _seen_from, rows, first_step, *number) in located_keys(
+            order, band, operands, shape._replace(DROPS=drops)):
+        assert len(number) == drops
+        if drops and first < rows and row_k < sequences.borders[1][-1]:
+            assert sequences.borders[1][number[0]] == row_k
+            assert sequences.rows[1][number[0]] == rows
+            assert first_step == sequences.borders[0][number[0]] // STEP + number[0]
+            named.update(number)
+    assert not drops or named == {n for n, rows in enumerate(sequences.rows[1]) if rows}
+
+
 @given(st.lists(st.tuples(st.integers(0, 300), st.integers(0, 400)), min_size=1, max_size=4), masks(), st.booleans())
 def test_padded_keys_have_the_tiles_of_their_shape(pairs, mask, of_q):
     b, (queries, keys) = len(pairs), zip(*pairs, strict=True)

@@ -406,6 +406,14 @@ class TestCompiled:
             step(*_tensors(sq=s, sk=s, requires_grad=True)).backward()
         assert compiler.frame_count == 2
 
+    def test_only_the_stride_of_a_mask_may_vary(self):
+        """Marks of a growing cache, cut to a length: their stride alone was a symbol, and the problem was hashed."""
+        step = torch.compile(lambda q, k, v, mask: attention(q, k, v, mask=mask), fullgraph=True, backend="aot_eager")
+        tensors = _tensors(sq=5, sk=5)
+        for width in (7, 8, 9):
+            mask = (torch.arange(5 * width).view(5, width) % 3 != 1)[:, :5]
+            torch.testing.assert_close(step(*tensors, mask), attention(*tensors, mask=mask))
+
     def test_a_wrong_shape_raises_our_error_in_a_compiled_call_too(self):
         step = torch.compile(lambda q, k, v: attention(q, k, v), backend="eager")
         q, k, v = _tensors()

@@ -12,6 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tilewise import UnsupportedProblem, attention, causal, chunk, explain, prefix, sink_tokens, window
 from tilewise.backends import gluon
+from tilewise.backends.triton import TritonBackend
+from tilewise.dispatch import choose, explain_problem
 from tilewise.masks import Mask
 from tilewise.problem import AttentionProblem, are_aligned, dense_strides
 from tilewise.scores import OperandFacts, ScoreOptions
@@ -23,6 +25,8 @@ SINKS = OperandFacts((4,), (1,), torch.float32)
 LENGTHS = Sequences(seqlens_k=OperandFacts((2,), (1,), torch.int32))
 BORDERS = OperandFacts((9,), (1,), torch.int64)
 PACKED = Sequences(8, BORDERS, BORDERS)
+DROPS = ScoreOptions(dropout_p=0.5)
+FIRSTS = "takes dropout where the first query that sees a key and the first key that is seen are multiples of 16, got "
 
 
 @pytest.fixture(autouse=True)
@@ -71,6 +75,33 @@ def test_forward_takes_what_backward_refuses(problem, reason):
     assert gluon.backend.why_not(problem.backward(lse_grad=False)) == reason
 
 
+@pytest.mark.parametrize("problem", [
+    problem_of(scores=DROPS), problem_of(dims=(128, 64), scores=DROPS, deterministic=True),
+    problem_of(scores=ScoreOptions(softcap=30.0, sinks=SINKS, dropout_p=0.5)),
+    problem_of(scores=DROPS, sequences=LENGTHS),
+    problem_of((700, 900), b=1, mask=causal("bottom_right"), sequences=PACKED, scores=DROPS),
+    problem_of((512, 700), mask=causal("bottom_right"), scores=DROPS),
+    problem_of((512, 768), mask=window(80, 0, "bottom_right"), scores=DROPS),  # key 176 is the first that is seen
+], ids=str)
+def test_backward_takes_the_dropout_that_forward_refuses(problem):
+    assert gluon.backend.why_not(problem) == f"takes dropout in its backward pass alone, got {problem.scores}"
+    assert gluon.backend.why_not(problem.backward(lse_grad=True)) is None
+
+
+def test_a_call_with_dropout_goes_forward_by_triton_and_back_by_gluon(monkeypatch):
+    monkeypatch.setattr(TritonBackend, "why_not", lambda self, problem: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    problem = problem_of((4096, 4096), heads=(16, 16), scores=DROPS)
+    found = explain_problem(problem)
+    assert (found.forward, found.backward) == ("triton", "gluon")
+    refusal = "takes dropout in its backward pass alone, got dropout 0.5"
+    assert f"  forward  gluon      no: {refusal}" in str(found).splitlines()
+    sides = problem, problem.backward(lse_grad=False)
+    assert [choose.__wrapped__(side).name for side in sides] == ["triton", "gluon"]
+    with pytest.raises(UnsupportedProblem, match=refusal.replace(".", r"\.")):
+        choose.__wrapped__(problem, "gluon")
+
+
 def test_a_maximum_is_no_business_of_the_backward():
     problem = problem_of(scores=ScoreOptions(max_logit=True))
     assert gluon.backend.why_not(problem) == "takes no max_logit"
@@ -86,7 +117,16 @@ def test_a_maximum_is_no_business_of_the_backward():
     (problem_of(mask=causal() & chunk(64)), f"takes causal masks and windows, got {causal() & chunk(64)}"),
     (problem_of(mask=causal() & sink_tokens(2)), f"takes causal masks and windows, got {causal() & sink_tokens(2)}"),
     (problem_of(scores=ScoreOptions(softcap=30.0, dropout_p=0.1)),
-     "takes softcap and sinks and nothing else that changes scores, got softcap 30, dropout 0.1"),
+     "takes dropout in its backward pass alone, got softcap 30, dropout 0.1"),
+    (problem_of(scores=ScoreOptions(alibi_slopes=SINKS, dropout_p=0.5)),
+     "takes softcap and sinks and nothing else that changes scores, got alibi, dropout 0.5"),
+    (problem_of(scores=ScoreOptions(alibi_slopes=SINKS, dropout_p=0.5)).backward(lse_grad=False),
+     "takes softcap, sinks and dropout and nothing else that changes scores, got alibi, dropout 0.5"),
+    (problem_of(dims=(64, 256), scores=ScoreOptions(dropout_p=0.5)).backward(lse_grad=False),
+     "takes, in its backward pass, head dims up to 128 with dropout, got 64 and 256"),
+    (problem_of((512, 700), mask=window(100, 0, "bottom_right"), scores=DROPS).backward(lse_grad=False),
+     FIRSTS + "0 and 88"),
+    (problem_of((700, 512), mask=causal("bottom_right"), scores=DROPS).backward(lse_grad=False), FIRSTS + "188 and 0"),
     (problem_of(scores=ScoreOptions(max_logit=True)), "takes no max_logit"),
     (problem_of((512, 0)), "needs a pair that is visible, got none"),
     (problem_of((512, 0), sequences=LENGTHS), "needs a pair that is visible, got none"),

@@ -5,12 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tilewise import causal
 from tilewise.backends.reference import ReferenceBackend
-from tilewise.bench import accuracy
+from tilewise.bench import accuracy, backend_checks
 from tilewise.bench.accuracy import check_plan
 from tilewise.bench.backend_checks import check_backends, check_call, check_configuration
 from tilewise.bench.grids import Cell
-from tilewise.testing.cases import case_named
+from tilewise.dispatch import FINITE_PADDING
+from tilewise.testing.cases import Case, case_named
 from tilewise.testing.configurations import Call, draw
 from tilewise.testing.inputs import make_inputs, make_operands
 
@@ -54,6 +56,28 @@ def test_a_configuration_of_which_the_oracle_can_afford_a_part_is_checked_in_par
     assert check.ok
     assert check.reports
     assert check.cell.case is one.case
+
+
+def test_backends_that_ask_for_finite_padding_get_it_and_no_others(monkeypatch):
+    """And so of what a mask hides beside lengths; without lengths it is for all of them NaN."""
+    given = []
+
+    def forward(self, problem, q, *rest):
+        given.append(bool(q.isnan().any()))
+        return computed(self, problem, q, *rest)
+
+    computed = ReferenceBackend.forward
+    monkeypatch.setattr(ReferenceBackend, "forward", forward)
+    padded = Case("padded", b=2, sq=8, sk=8, d=16, dv=16, lengths_q=(3, 8), lengths_k=(8, 5))
+    blind = Case("blind", sq=8, sk=5, d=16, dv=16, mask=causal("bottom_right"))
+    for finite in ((), ("reference",)):
+        monkeypatch.setattr(backend_checks, "FINITE_PADDING", finite)
+        for case in (padded, blind):
+            one = replace(draw(0), case=case, dtype=torch.float32, shift=0.0, placement="as_laid_out")
+            (check,) = check_configuration(one, ["reference"], CPU)
+            assert check.ok
+    assert given == [True, True, False, True]
+    assert FINITE_PADDING == ("cudnn",)
 
 
 def test_a_configuration_decides_whether_lse_has_a_gradient():

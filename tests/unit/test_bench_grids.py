@@ -3,7 +3,18 @@
 import pytest
 import torch
 
-from tilewise.bench.grids import FULL, GRIDS, Cell, filtered, grid_cells, packed_case, parse_dtype, priced, shape_case
+from tilewise.bench.grids import (
+    FULL,
+    GRIDS,
+    Cell,
+    filtered,
+    grid_cells,
+    packed_case,
+    packed_kv_cases,
+    parse_dtype,
+    priced,
+    shape_case,
+)
 from tilewise.errors import InvalidInput
 from tilewise.masks import causal
 from tilewise.problem import AttentionProblem
@@ -78,6 +89,29 @@ def test_a_packed_cell_describes_the_problem_that_its_tensors_make():
     assert q.shape == (1, 4, 14, 8)
     assert Cell("packed", case, torch.bfloat16).problem(torch.device("cpu")) == AttentionProblem.from_tensors(
         q, k, v, operands, mask=case.mask, settings=case.settings)
+
+
+@pytest.mark.parametrize("case", packed_kv_cases(3, 4, 12, 8), ids=str)
+def test_a_cell_of_packed_kv_describes_the_problem_that_its_views_make(case):
+    q, k, v, _, _ = make_inputs(case, torch.bfloat16, "cpu")
+    operands = make_operands(case, torch.bfloat16, "cpu")
+    assert k.stride() == v.stride()
+    assert case.packed or v.data_ptr() - k.data_ptr() == 4 * 8 * 2
+    assert Cell("packed-kv", case, torch.bfloat16).problem(torch.device("cpu")) == AttentionProblem.from_tensors(
+        q, k, v, operands, mask=case.mask, settings=case.settings)
+
+
+def test_the_packed_kv_grid_has_each_shape_with_all_keys_with_lengths_and_packed():
+    cells = [cell.case for cell in grid_cells(["packed-kv"])]
+    assert [(case.b, case.sq, case.d) for case in cells[::3]] == [
+        (b, s, d) for d in (64, 128) for s in (512, 1024, 2048, 4096) for b in (1, 2, 4, 6)]
+    for plain, padded, packed in zip(cells[::3], cells[1::3], cells[2::3], strict=True):
+        assert [case.layout for case in (plain, padded, packed)] == ["packed_kv", "packed_kv", "bshd"]
+        assert (plain.has_lengths, padded.is_padded, packed.packed) == (False, True, "tight")
+        assert padded.lengths_k == packed.lengths_k
+        assert packed.lengths_q == (plain.sq,) * plain.b
+        assert padded.lengths_k[0] == plain.sk
+        assert min(padded.lengths_k) > plain.sk // 2
 
 
 def test_unknown_names_raise_and_list_what_is_allowed():

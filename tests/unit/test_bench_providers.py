@@ -15,6 +15,7 @@ from tilewise.bench.peers import FlashAttentionProvider, peer_providers
 from tilewise.bench.plan import blank_row
 from tilewise.bench.provenance import provenance
 from tilewise.bench.providers import DenseProvider, TilewiseProvider, own_providers, torch_providers
+from tilewise.dispatch import get_backend
 from tilewise.masks import causal, window
 from tilewise.scores import Operands
 from tilewise.testing.cases import Case, case_named
@@ -322,3 +323,13 @@ def test_torch_calls_the_backend_that_a_provider_names(monkeypatch):
     for name in ("sdpa_math", "sdpa_flash"):
         Prepared(KNOWN[name], cell, make_tensors(cell, CPU), CPU).training_step()
     assert allowed == [[True, False, False], [False, True, False]]
+
+
+def test_a_backward_pass_is_not_timed_on_a_backend_that_refuses_the_forward(monkeypatch):
+    gluon = get_backend("gluon")
+    monkeypatch.setattr(type(gluon), "why_not", lambda self, problem: {"forward": "takes none", "backward": None}[
+        problem.direction])
+    for direction in ("forward", "backward"):
+        assert TilewiseProvider("gluon").why_not(CELLS[0], direction, CPU) == "takes none"
+    monkeypatch.setattr(type(gluon), "why_not", lambda self, problem: None)
+    assert TilewiseProvider("gluon").why_not(CELLS[0], "backward", CPU) is None

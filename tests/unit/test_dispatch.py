@@ -78,7 +78,8 @@ def test_a_backend_is_called_by_its_file_name(name):
 
 
 def test_unknown_backend_raises_and_lists_the_known_ones():
-    message = "backend is 'flash'; allowed are 'gluon', 'triton', 'torch', 'reference', or None to choose."
+    message = ("backend is 'flash'; allowed are 'gluon', 'triton', 'cuda', 'cuda_ieee', 'torch', 'cudnn', 'reference', "
+               "or None to choose.")
     for ask in (lambda: get_backend("flash"), lambda: choose(_problem(), "flash"),
                 lambda: attention(*_qkv(), backend="flash"), lambda: explain(*_qkv(), backend="flash")):
         with pytest.raises(InvalidInput) as caught:
@@ -118,10 +119,10 @@ def test_bfloat16_gradients_go_to_torch_only_where_the_cpu_multiplies_bfloat16(m
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_order_names_every_backend_once(dtype, device):
+def test_order_names_every_backend_once_but_for_those_on_request(dtype, device):
     problem = AttentionProblem.from_tensors(*(t.to(device) for t in _qkv(dtype)))
     for side in (problem, problem.backward(lse_grad=False)):
-        assert sorted(dispatch.order(side)) == sorted(BACKENDS)
+        assert sorted((*dispatch.order(side), *dispatch.ON_REQUEST)) == sorted(BACKENDS)
 
 
 @pytest.mark.parametrize(("fields", "first"), [
@@ -139,7 +140,13 @@ def test_gpus_ask_gluon_first_for_what_is_worth_its_launch_and_one_entry_decides
     problem = replace(_problem(dtype=torch.bfloat16), device=torch.device("cuda", 0), **sizes)
     second = {"gluon": "triton", "triton": "gluon"}[first]
     for side in (problem, problem.backward(lse_grad=False)):
-        assert dispatch.order(side) == (first, second, "torch", "reference")
+        assert dispatch.order(side) == (first, second, "cuda", "cuda_ieee", "torch", "reference")
+
+
+def test_gpus_ask_cuda_behind_triton():
+    problem = replace(_problem(), device=torch.device("cuda", 0))
+    for own in (problem, replace(problem, dtype=torch.bfloat16)):
+        assert dispatch.order(own) == ("triton", "gluon", "cuda", "cuda_ieee", "torch", "reference")
 
 
 @pytest.mark.parametrize(("fields", "first"), [
@@ -158,7 +165,7 @@ def test_when_every_backend_refuses_the_error_holds_every_reason(monkeypatch):
         monkeypatch.setattr(get_backend(name).__class__, "why_not", lambda self, _: f"{self.name} says no")
     with pytest.raises(UnsupportedProblem) as caught:
         choose.__wrapped__(problem)  # past the cache, which may know the problem from another test
-    assert caught.value.reasons == {name: f"{name} says no" for name in BACKENDS}
+    assert caught.value.reasons == {name: f"{name} says no" for name in BACKENDS if name not in dispatch.ON_REQUEST}
     assert str(caught.value).startswith("no backend takes this problem: forward b1 h2 s8x8 d16 float32 window(2, 2)")
 
 

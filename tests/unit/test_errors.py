@@ -2,11 +2,11 @@
 
 import pytest
 
-from tilewise.errors import InvalidInput, TilewiseError, UnsupportedProblem
+from tilewise.errors import BackendUnavailable, InvalidInput, TilewiseError, UnsupportedProblem
 
 
 @pytest.mark.parametrize(("error", "builtin"), [
-    (InvalidInput, ValueError), (UnsupportedProblem, NotImplementedError)])
+    (BackendUnavailable, RuntimeError), (InvalidInput, ValueError), (UnsupportedProblem, NotImplementedError)])
 def test_each_error_is_ours_and_the_builtin_of_its_kind(error, builtin):
     assert issubclass(error, TilewiseError)
     assert issubclass(error, builtin)

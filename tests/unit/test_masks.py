@@ -131,6 +131,11 @@ def test_and_keeps_the_exceptions_of_both_and_the_shorter_where_both_have_one(fi
     assert joined == Mask(3, 0, **{field: min(lengths, default=None)})
 
 
+def test_a_side_that_no_tensor_reaches_is_no_bound():
+    assert window(3, 2**31 - 1) == window(3, 2**63) == window(3, None)
+    assert window(2**30 - 1, 0).left == 2**30 - 1
+
+
 @pytest.mark.parametrize(("one", "other", "length"), [(4, 12, 4), (12, 4, 4), (6, 6, 6), (1, 5, 1)])
 def test_chunks_inside_chunks_are_the_shorter_ones(one, other, length):
     joined = chunk(one) & chunk(other)

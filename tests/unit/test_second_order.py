@@ -444,8 +444,8 @@ def test_explain_tells_that_the_reference_alone_serves_it():
 
 def test_wrong_input_raises_as_in_any_call():
     q, k, v = _tensors()
-    with pytest.raises(InvalidInput, match="backend is 'cuda'; allowed are"):
-        attention(q, k, v, backend="cuda", double_backward=True)
+    with pytest.raises(InvalidInput, match="backend is 'tpu'; allowed are"):
+        attention(q, k, v, backend="tpu", double_backward=True)
     with pytest.raises(InvalidInput, match="v has 3 positions and k has 4"):
         attention(q, k, v[:, :, :3], double_backward=True)
 

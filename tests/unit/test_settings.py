@@ -1,8 +1,10 @@
 """Which backend name is in force: the scope, then the environment, then none."""
 
+from pathlib import Path
+
 import pytest
 
-from tilewise.settings import backend_scope, default_backend
+from tilewise.settings import backend_scope, cache_folder, default_backend
 
 
 @pytest.fixture(autouse=True)
@@ -42,3 +44,13 @@ def test_scope_ends_with_an_error_too():
     with pytest.raises(KeyError), backend_scope("reference"):
         raise KeyError
     assert default_backend() is None
+
+
+def test_compiled_kernels_are_kept_where_the_variable_says_else_with_the_users_caches(monkeypatch):
+    monkeypatch.delenv("TILEWISE_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert cache_folder() == Path.home() / ".cache" / "tilewise"
+    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
+    assert cache_folder() == Path("/caches/tilewise")
+    monkeypatch.setenv("TILEWISE_CACHE", "/kernels")
+    assert cache_folder() == Path("/kernels")

@@ -223,54 +223,83 @@ def _backward_plain_flops(q_shape: torch.Size, k_shape: torch.Size, v_shape: tor
     return _backward_flops(q_shape, k_shape, v_shape, *rest[:4], *NO_OPERANDS, *_of_plain(rest[4:-1]), rest[-1])
 
 
-class AttentionFunction(torch.autograd.Function):
-    """Attention with a gradient for q, k, v, bias, slopes and sinks, through out and lse (maths.md, section 6).
+def _forward_and_keep(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+                      rest: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
+    """Run the forward op and keep q, k, v, out, lse and the operands: O(s) memory beside the latter.
 
-    Behind q, k and v it takes what the forward op takes there, or what the plain one does.
+    ``rest`` is what the forward op takes behind q, k and v, or what the plain one does.
     """
+    ctx.set_materialize_grads(False)
+    if len(rest) == _N_PLAIN:
+        out, lse = forward_plain_op(q, k, v, *rest)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.options, ctx.first_of_mask = rest, None
+        return out, lse
+    results = forward_op(q, k, v, *rest)
+    operands = Operands(*rest[:_N_OPERANDS])
+    ctx.save_for_backward(q, k, v, *results[:2], *operands.alone, *operands.score_tensors, *operands.mask_tensors)
+    ctx.options, ctx.first_of_mask = rest[_N_OPERANDS:], len(operands.score_tensors)
+    if len(results) > 2:  # a report, not a function to be differentiated
+        ctx.mark_non_differentiable(results[2])
+    return tuple(results)
+
+
+def _gradients(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """Run the backward op for the inputs that need a gradient."""
+    wanted = ctx.needs_input_grad
+    gradients: list[torch.Tensor | None] = [None] * len(wanted)
+    if dout is None and dlse is None:
+        return tuple(gradients)
+    q, k, v, out, lse, *others = ctx.saved_tensors
+    if dout is None:  # only lse was used: a zero of no memory
+        dout = out.new_zeros(()).expand(out.shape)
+    op, operands, places = backward_plain_op, (), _PLACES[:3]
+    if ctx.first_of_mask is not None:
+        alone, of_functions = others[:_N_OPERANDS - 2], others[_N_OPERANDS - 2:]
+        operands = (*alone, of_functions[:ctx.first_of_mask], of_functions[ctx.first_of_mask:])
+        op, places = backward_op, _PLACES
+    needs = [wanted[0], wanted[1] or wanted[2], *[wanted[place] for place in places[3:]]]
+    arguments = (q, k, v, out, lse, dout, dlse, *operands, *ctx.options, needs)
+    # Gradients are enabled here under create_graph=True alone. A compiled backward pass refuses that by itself.
+    twice = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    made = iter(_apply_once(op, *arguments) if twice else op(*arguments))
+    for place, was_made in zip(places, (needs[0], needs[1], *needs[1:]), strict=True):
+        gradient = next(made) if was_made else None
+        gradients[place] = gradient if wanted[place] else None
+    return tuple(gradients)
+
+
+class AttentionFunction(torch.autograd.Function):
+    """Attention with a gradient for q, k, v, bias, slopes and sinks, through out and lse (maths.md, section 6)."""
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
-        """Run the forward op and keep q, k, v, out, lse and the operands: O(s) memory beside the latter."""
-        ctx.set_materialize_grads(False)
-        if len(rest) == _N_PLAIN:
-            out, lse = forward_plain_op(q, k, v, *rest)
-            ctx.save_for_backward(q, k, v, out, lse)
-            ctx.options, ctx.first_of_mask = rest, None
-            return out, lse
-        results = forward_op(q, k, v, *rest)
-        operands = Operands(*rest[:_N_OPERANDS])
-        ctx.save_for_backward(q, k, v, *results[:2], *operands.alone, *operands.score_tensors, *operands.mask_tensors)
-        ctx.options, ctx.first_of_mask = rest[_N_OPERANDS:], len(operands.score_tensors)
-        if len(results) > 2:  # a report, not a function to be differentiated
-            ctx.mark_non_differentiable(results[2])
-        return tuple(results)
+        """Return out, lse and, where the options want it, max_logit."""
+        return _forward_and_keep(ctx, q, k, v, rest)
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None,
                  *_: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        """Run the backward op for the inputs that need a gradient."""
-        wanted = ctx.needs_input_grad
-        gradients: list[torch.Tensor | None] = [None] * len(wanted)
-        if dout is None and dlse is None:
-            return tuple(gradients)
-        q, k, v, out, lse, *others = ctx.saved_tensors
-        if dout is None:  # only lse was used: a zero of no memory
-            dout = out.new_zeros(()).expand(out.shape)
-        op, operands, places = backward_plain_op, (), _PLACES[:3]
-        if ctx.first_of_mask is not None:
-            alone, of_functions = others[:_N_OPERANDS - 2], others[_N_OPERANDS - 2:]
-            operands = (*alone, of_functions[:ctx.first_of_mask], of_functions[ctx.first_of_mask:])
-            op, places = backward_op, _PLACES
-        needs = [wanted[0], wanted[1] or wanted[2], *[wanted[place] for place in places[3:]]]
-        arguments = (q, k, v, out, lse, dout, dlse, *operands, *ctx.options, needs)
-        # Gradients are enabled here under create_graph=True alone. A compiled backward pass refuses that by itself.
-        twice = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        made = iter(_apply_once(op, *arguments) if twice else op(*arguments))
-        for place, was_made in zip(places, (needs[0], needs[1], *needs[1:]), strict=True):
-            gradient = next(made) if was_made else None
-            gradients[place] = gradient if wanted[place] else None
-        return tuple(gradients)
+        """Return a gradient for each input, or None."""
+        return _gradients(ctx, dout, dlse)
+
+
+class OutFunction(torch.autograd.Function):
+    """The same for a compiled call whose lse nobody takes.
+
+    A compiler hands a gradient of zeros, not None, to a result that is not used: the backward pass would be one
+    through lse, which some backends have not.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> torch.Tensor:
+        """Return out; lse is kept."""
+        return _forward_and_keep(ctx, q, k, v, rest)[0]
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """Return a gradient for each input, or None."""
+        return _gradients(ctx, dout, None)
 
 
 # Which of q, k, v and the operands have a gradient, in the order of Gradients.
@@ -297,17 +326,21 @@ class OnceDifferentiable(torch.autograd.Function):
 
 
 _apply: Any = AttentionFunction.apply
+_apply_for_out: Any = OutFunction.apply
 _apply_once: Any = OnceDifferentiable.apply
 
 
-def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Operands,
-        options: Options) -> Sequence[torch.Tensor]:
+def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Operands, options: Options,
+        with_lse: bool = True) -> Sequence[torch.Tensor]:
     """Attend; through the autograd Function only where a gradient can be asked for (it costs host time).
 
-    Returns out, lse and, where the options want it, max_logit.
+    Returns out, lse and, where the options want it, max_logit; what follows out may lack where it is not taken, which
+    ``with_lse`` says.
     """
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or _trainable(operands)):
         if torch.compiler.is_compiling():  # asked whether a call is plain, dynamo starts over
+            if not with_lse:
+                return (cast(torch.Tensor, _apply_for_out(q, k, v, *operands, *options)),)
             return cast("tuple[torch.Tensor, ...]", _apply(q, k, v, *operands, *options))
         # The backward pass runs in a thread of its own, which does not see a scoped default.
         backend = options.backend or settings.default_backend()

@@ -1,4 +1,4 @@
-"""Whether a launch finds the tensors on the device that is current."""
+"""What torch has set when a call is made: the device that is current, and whether TF32 is allowed."""
 
 from functools import cache
 
@@ -17,3 +17,12 @@ def is_current(device: torch.device) -> bool:
 def _one_device() -> bool:
     """Whether there is one GPU: then it is the current one, and asking costs the host more than this look-up."""
     return torch.cuda.device_count() == 1
+
+
+def allows_tf32() -> bool:
+    """Whether the user has allowed torch to round float32 factors of a product to TF32.
+
+    torch raises where its older name for this, ``allow_tf32``, is read after the newer was written; the newer can be
+    read whichever was.
+    """
+    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")

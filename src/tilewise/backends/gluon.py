@@ -15,7 +15,7 @@ from tilewise.kernels.gluon.launch_backward import HopperBackward
 from tilewise.kernels.triton.launch import Launch, Modifiers, modifiers_of
 from tilewise.kernels.triton.sums import OperandSums
 from tilewise.problem import AttentionProblem, Sizes, are_aligned, dense_strides
-from tilewise.scores import NO_OPERANDS, NO_OPTIONS, Operands
+from tilewise.scores import DRAW_SPAN, NO_OPERANDS, NO_OPTIONS, Operands
 from tilewise.tuning.device import device_spec
 from tilewise.tuning.heuristics import delta_config, hopper_backward_config, hopper_forward_config
 
@@ -68,7 +68,7 @@ class GluonBackend:
         with contextlib.nullcontext() if is_current(problem.device) else torch.cuda.device(problem.device):
             plan.delta(out, dout, out if dlse is None else dlse, delta, plan.fixed or modifiers_of(problem, operands))
             plan.launch(q, k, v, dout, lse, delta, dq, dk, dv, operands.cu_seqlens_q, operands.cu_seqlens_k,
-                        operands.seqlens_q, operands.seqlens_k)
+                        operands.seqlens_q, operands.seqlens_k, operands.seed)
         made = (dq if needs.dq else None, *((dk, dv) if needs.dkv else (None, None)))
         if not needs.dsinks:
             return Gradients(*made)
@@ -151,7 +151,7 @@ def _wrong_dtype_or_dims(problem: AttentionProblem) -> str | None:
         return f"takes head dims up to {WIDEST}, got {problem.d} and {problem.dv}"
     if problem.direction == "backward" and max(problem.d, problem.dv) > WIDEST_OF_ALL:
         wanted = {"deterministic=True": problem.deterministic, "lengths that are data": problem.sequences.are_data,
-                  "softcap": problem.scores.softcap is not None}
+                  "softcap": problem.scores.softcap is not None, "dropout": problem.scores.dropout_p > 0.0}
         if any(wanted.values()):
             return (f"takes, in its backward pass, head dims up to {WIDEST_OF_ALL} with "
                     f"{' and '.join(name for name, is_wanted in wanted.items() if is_wanted)}, got {problem.d} and "
@@ -168,10 +168,17 @@ def _wrong_options(problem: AttentionProblem) -> str | None:
                     f"{problem.sequences}")
     elif problem.scores.max_logit:
         return "takes no max_logit"
-    if problem.scores._replace(softcap=None, sinks=None, max_logit=False) != NO_OPTIONS:
-        return f"takes softcap and sinks and nothing else that changes scores, got {problem.scores}"
+    if problem.scores._replace(softcap=None, sinks=None, max_logit=False, dropout_p=0.0) != NO_OPTIONS:
+        taken = "softcap and sinks" if problem.direction == "forward" else "softcap, sinks and dropout"
+        return f"takes {taken} and nothing else that changes scores, got {problem.scores}"
+    if problem.scores.dropout_p and problem.direction == "forward":
+        return f"takes dropout in its backward pass alone, got {problem.scores}"
     if problem.is_empty or not problem.sk:  # lengths that are data may not be known to be 0, but the tensors' are
         return "needs a pair that is visible, got none"
+    firsts = problem.seeing_queries.start, problem.seen_keys.start  # a tile of either begins there
+    if problem.scores.dropout_p and any(first % DRAW_SPAN for first in firsts):
+        return (f"takes dropout where the first query that sees a key and the first key that is seen are multiples of "
+                f"{DRAW_SPAN}, got {firsts[0]} and {firsts[1]}")
     return None
 
 

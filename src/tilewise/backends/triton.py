@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tilewise.backends.base import Gradients, Needs, Results, Saved
-from tilewise.backends.current import is_current
+from tilewise.backends.current import allows_tf32, is_current
 from tilewise.kernels.triton.launch import Launch, Modifiers, modifiers_of, takes_descriptors
 from tilewise.kernels.triton.sums import OperandSums
 from tilewise.problem import TAIL_WIDTH, WIDEST, AttentionProblem, Sizes, dense_strides
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from tilewise.kernels.triton.pair_sums import PairSums
 
 _EVERY = Needs()
-_PLANS = 1024  # problems whose plans are kept
+PLANS = 1024  # problems whose plans are kept
 
 
 class TritonBackend:
@@ -45,10 +45,9 @@ class TritonBackend:
 
     def why_not(self, problem: AttentionProblem) -> str | None:
         """Return the reason against, if there is one."""
-        if not _installed():
-            return "Triton is not installed; CUDA and ROCm builds of torch bring it, others need tilewise[triton]"
-        if problem.dtype is torch.float64:
-            return "computes in float16, bfloat16 and float32, got float64; backend='reference' takes it"
+        reason = why_not_at_all(problem.dtype)
+        if reason is not None:
+            return reason
         if problem.d > WIDEST + TAIL_WIDTH or problem.dv > WIDEST:
             return (f"takes head dims up to {WIDEST + TAIL_WIDTH} for q and k and up to {WIDEST} for v, got "
                     f"{problem.d} and {problem.dv}; backend='reference' takes them")
@@ -56,21 +55,13 @@ class TritonBackend:
             if facts.code.triton is None:
                 return (f"needs a triton function, got {facts.code.name} without one; backend='reference' takes a "
                         "torch function")
-        if problem.device.type == "cuda":
-            return _too_large(problem)
-        if problem.device.type != "cpu":
-            return f"runs on CUDA and ROCm devices, got {problem.device}"
-        if os.environ.get("TRITON_INTERPRET") != "1":
-            return "runs on CUDA and ROCm devices, got cpu; to interpret it there, start with TRITON_INTERPRET=1"
-        if problem.dtype is torch.bfloat16:
-            return "Triton's interpreter multiplies bfloat16 wrongly; use float16 or float32 on the CPU"
-        return None
+        return _too_large(problem) if problem.device.type == "cuda" else why_not_here(problem.dtype, problem.device)
 
     def forward(self, problem: AttentionProblem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
                 operands: Operands = NO_OPERANDS) -> Results:
         """See :class:`tilewise.backends.base.Backend`."""
         addresses = [tensor.data_ptr() for tensor in (q, k, v, *_present(operands))]
-        plan = _forward_plan(problem, _alignment(addresses), _precision(problem.dtype))
+        plan = _forward_plan(problem, alignment_of(addresses), precision_of(problem.dtype))
         dtype, device = problem.dtype, problem.device
         out = torch.empty_strided(*plan.out, dtype=dtype, device=device)
         lse = torch.empty_strided(*plan.lse, dtype=torch.float32, device=device)
@@ -95,9 +86,9 @@ class TritonBackend:
         q, k, v, out, lse, operands = saved
         plan = _backward_plan(
             problem, (out.stride(), dout.stride(), None if dlse is None else dlse.stride()),
-            _alignment([tensor.data_ptr() for tensor in (q, k, v, dout, out, lse, *(() if dlse is None else (dlse,)),
+            alignment_of([tensor.data_ptr() for tensor in (q, k, v, dout, out, lse, *(() if dlse is None else (dlse,)),
                                                          *_present(operands))]),
-            _precision(problem.dtype), needs)
+            precision_of(problem.dtype), needs)
         dq = _empty(q, plan.dq_strides) if needs.dq else None
         dk, dv = (_empty(k, plan.dk_strides), _empty(v, plan.dv_strides)) if needs.dkv else (None, None)
         sums = OperandSums(problem, operands, dbias=needs.dbias, dalibi_slopes=needs.dalibi_slopes,
@@ -127,6 +118,28 @@ class TritonBackend:
             if sums.pairs is not None and plan.dbias is not None:
                 plan.dbias(q, k, v, dout, lse, delta, sums.pairs, modifiers)
         return Gradients(dq, dk, dv, *sums.gradients(lse, delta))
+
+
+def why_not_at_all(dtype: torch.dtype) -> str | None:
+    """Return why no kernel computes in this dtype, or none at all."""
+    if not _installed():
+        return "Triton is not installed; CUDA and ROCm builds of torch bring it, others need tilewise[triton]"
+    if dtype is torch.float64:
+        return "computes in float16, bfloat16 and float32, got float64; backend='reference' takes it"
+    return None
+
+
+def why_not_here(dtype: torch.dtype, device: torch.device) -> str | None:
+    """Return why no kernel runs on this device."""
+    if device.type == "cuda":
+        return None
+    if device.type != "cpu":
+        return f"runs on CUDA and ROCm devices, got {device}"
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return "runs on CUDA and ROCm devices, got cpu; to interpret it there, start with TRITON_INTERPRET=1"
+    if dtype is torch.bfloat16:
+        return "Triton's interpreter multiplies bfloat16 wrongly; use float16 or float32 on the CPU"
+    return None
 
 
 def _too_large(problem: AttentionProblem) -> str | None:
@@ -165,7 +178,7 @@ class _BackwardPlan:
     fixed: Modifiers | None = None
 
 
-@lru_cache(maxsize=_PLANS)
+@lru_cache(maxsize=PLANS)
 def _forward_plan(problem: AttentionProblem, alignment: tuple[bool, ...], precision: str) -> _ForwardPlan:
     rows = (problem.b, problem.hq, problem.sq)
     out, lse = ((*rows, problem.dv), problem.out_strides), (rows, (problem.hq * problem.sq, problem.sq, 1))
@@ -180,7 +193,7 @@ def _forward_plan(problem: AttentionProblem, alignment: tuple[bool, ...], precis
     return _ForwardPlan(out, lse, forward_launch(problem, config, precision), _fixed_modifiers(problem))
 
 
-@lru_cache(maxsize=_PLANS)
+@lru_cache(maxsize=PLANS)
 def _backward_plan(problem: AttentionProblem, incoming: tuple[Sizes, Sizes, Sizes | None],
                    alignment: tuple[bool, ...], precision: str, needs: Needs) -> _BackwardPlan:
     # A launch keeps the kernel of its first call: which results are None belongs to the plan.
@@ -245,16 +258,14 @@ def _installed() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def _alignment(addresses: list[int]) -> tuple[bool, ...]:
+def alignment_of(addresses: list[int]) -> tuple[bool, ...]:
     """Which addresses are multiples of 16 bytes: what a compiled kernel and a descriptor count on."""
     return tuple([address & 15 == 0 for address in addresses])
 
 
-def _precision(dtype: torch.dtype) -> str:
+def precision_of(dtype: torch.dtype) -> str:
     """How float32 products are made: exactly, unless the user allowed TF32 in torch's own settings."""
-    if dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32:
-        return "tf32"
-    return "ieee"
+    return "tf32" if dtype is torch.float32 and allows_tf32() else "ieee"
 
 
 def _empty(like: torch.Tensor, strides: Sizes) -> torch.Tensor:

@@ -8,7 +8,7 @@ import torch
 from tilewise.bench.accuracy import CheckPlan, References, check_plan
 from tilewise.bench.checking import one_line
 from tilewise.bench.grids import Cell
-from tilewise.dispatch import get_backend
+from tilewise.dispatch import FINITE_PADDING, get_backend
 from tilewise.problem import AttentionProblem
 from tilewise.scores import Operands
 from tilewise.testing.cases import Case
@@ -65,11 +65,19 @@ def check_backends(cell: Cell, backends: Iterable[str], device: torch.device, se
 
 def check_configuration(configuration: Configuration, backends: Iterable[str],
                         device: torch.device) -> list[BackendCheck]:
-    """Check each backend on one random configuration."""
+    """Check each backend on one random configuration.
+
+    NaN stands wherever it may, but for the backends that ask for finite padding.
+    """
     cell = Cell("random", configuration.case, configuration.dtype)
     plan = check_plan(cell, device)
-    call = make_call(replace(configuration, case=plan.cell.case), device)
-    return check_call(cell, plan, call, backends, lse_grad=configuration.lse_grad)
+    drawn, names = replace(configuration, case=plan.cell.case), list(backends)
+    finite = [name for name in names if drawn.case.has_lengths and name in FINITE_PADDING]
+    others = [name for name in names if name not in finite]
+    checks = {check.backend: check for nan, group in ((True, others), (False, finite)) if group
+              for check in check_call(cell, plan, make_call(drawn, device, nan=nan), group,
+                                      lse_grad=configuration.lse_grad)}
+    return [checks[name] for name in names]
 
 
 def check_call(cell: Cell, plan: CheckPlan, call: Call, backends: Iterable[str], *,

@@ -13,7 +13,7 @@ from tilewise.bench.provenance import device_name, provenance
 from tilewise.dispatch import BACKENDS, get_backend
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_EXTRAS = ("triton", "typer", "rich", "matplotlib")
+_EXTRAS = ("triton", "cudnn", "typer", "rich", "matplotlib")
 
 
 def environment() -> dict[str, Any]:

@@ -51,8 +51,11 @@ class Cell:
         """Describe the call without allocating its tensors."""
         case = self.case
         (b, sq), (_, sk) = case.stored("q"), case.stored("k")
-        q, k, v = (lay_out(torch.empty((b, h, s, d), dtype=self.dtype, device="meta"), case.layout)
+        layout: Layout = "bshd" if case.layout == "packed_kv" else case.layout
+        q, k, v = (lay_out(torch.empty((b, h, s, d), dtype=self.dtype, device="meta"), layout)
                    for h, s, d in ((case.hq, sq, case.d), (case.hk, sk, case.d), (case.hk, sk, case.dv)))
+        if case.layout == "packed_kv":
+            k, v = k.new_empty(b, sk, 2, case.hk, case.d).permute(2, 0, 3, 1, 4)
         operands = make_operands(case, self.dtype, "meta")
         problem = AttentionProblem.from_tensors(q, k, v, operands, mask=case.mask, scale=case.scale,
                                                 settings=case.settings)
@@ -113,6 +116,20 @@ def packed_case(heads: tuple[int, int], lengths: Sequence[int], d: int, mask: Ma
     return replace(case, name=f"{case.name}_packed", lengths_q=tuple(lengths), lengths_k=tuple(lengths), packed="tight")
 
 
+def packed_kv_cases(b: int, heads: int, s: int, d: int) -> tuple[Case, Case, Case]:
+    """Name one shape whose k and v are views of one tensor in three forms.
+
+    With all keys; with lengths of the keys, from all down to over half, as padded batch entries; and the same sequences
+    packed, in tensors of their own.
+    """
+    lengths = tuple(s - entry * s // (2 * b) for entry in range(b))
+    plain = shape_case(b, (heads, heads), (s, s), (d, d), FULL, "packed_kv")
+    return (replace(plain, name=f"{plain.name}_kv"),
+            replace(plain, name=f"{plain.name}_kv_padded", lengths_k=lengths),
+            replace(plain, name=f"{plain.name}_packed", lengths_q=(s,) * b, lengths_k=lengths, packed="tight",
+                    layout="bshd"))
+
+
 def _square(b: int, heads: int | tuple[int, int], s: int, d: int, mask: Mask, layout: Layout) -> Case:
     pair = (heads, heads) if isinstance(heads, int) else heads
     return shape_case(b, pair, (s, s), (d, d), mask, layout)
@@ -147,6 +164,12 @@ def _packed() -> list[tuple[Case, torch.dtype]]:
             for heads, d in (((16, 16), 128), ((32, 8), 128), ((32, 32), 64)) for mask in (FULL, causal("top_left"))]
 
 
+def _packed_kv() -> list[tuple[Case, torch.dtype]]:
+    # Keys and values in one (b, s, 2, h, d) tensor: the call that cudnn-frontend#98 asks about.
+    return [(case, torch.bfloat16) for d in (64, 128) for s in (512, 1024, 2048, 4096) for b in (1, 2, 4, 6)
+            for case in packed_kv_cases(b, 16, s, d)]
+
+
 def _cpu() -> list[tuple[Case, torch.dtype]]:
     # From short to long, so that a run whose time is up has every series begun. Together under five minutes on two
     # idle cores, most of it in dense attention; that is why bfloat16 has two lengths alone.
@@ -160,4 +183,5 @@ def _cpu() -> list[tuple[Case, torch.dtype]]:
 _Entry = tuple[Case, torch.dtype] | tuple[Case, torch.dtype, tuple[str, ...]]
 GRIDS: dict[str, Callable[[], Sequence[_Entry]]] = {
     "cpu": _cpu, "paper": _paper, "seeds": _seeds, "gqa": _gqa, "fp32": _fp32, "options": _options, "packed": _packed,
+    "packed-kv": _packed_kv,
 }

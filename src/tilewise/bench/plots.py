@@ -23,6 +23,7 @@ _STYLES = {
     "sdpa_flash": ("#0072B2", "v"), "sdpa_efficient": ("#56B4E9", "<"), "sdpa_cudnn": ("#009E73", ">"),
     "flex": ("#B8A500", "P"), "flash_attn2": ("#0072B2", "p"), "flash_attn3": ("#332288", "h"),
     "flash_attn4": ("#882255", "*"), "flash_attn3_fwd": ("#332288", "H"), "tilewise:gluon": ("#A02C00", "*"),
+    "tilewise:cuda": ("#117733", "d"), "tilewise:cuda_ieee": ("#999933", "d"),
 }
 _LABELS = {
     "naive": "naive (dense)", "sdpa_math": "torch SDPA math", "sdpa_flash": "torch SDPA flash",
@@ -31,7 +32,8 @@ _LABELS = {
     "tilewise:triton:documents": "tilewise documents", "varlen_attn": "torch varlen_attn",
     "flash_attn3_fwd": "FlashAttention-3 (forward build)", "tilewise:gluon": "tilewise gluon",
     "tilewise:triton": "tilewise triton", "tilewise:torch": "tilewise torch",
-    "tilewise:reference": "tilewise reference",
+    "tilewise:reference": "tilewise reference", "tilewise:cuda": "tilewise cuda",
+    "tilewise:cuda_ieee": "tilewise cuda, IEEE",
 }
 _COLUMNS = 3
 _PANEL = (4.6, 3.0)  # inches

@@ -17,7 +17,8 @@ from tilewise.bench.grids import FULL, Cell
 from tilewise.bench.memory import MIB, available_bytes
 from tilewise.bench.options import LEARNABLE, OPTIONS, options_of
 from tilewise.bench.roofline import Direction
-from tilewise.dispatch import BACKENDS, explain_problem
+from tilewise.dispatch import BACKENDS, choose
+from tilewise.errors import UnsupportedProblem
 from tilewise.masks import TensorMask
 from tilewise.scores import Operands
 from tilewise.testing.cases import Case
@@ -100,14 +101,17 @@ class TilewiseProvider(Provider):
         return None
 
     def why_not(self, cell: Cell, direction: Direction, device: torch.device) -> str | None:
-        """Return the backends' own refusals."""
-        answer = explain_problem(cell.problem(device), self.backend)
-        if (answer.forward if direction == "forward" else answer.backward) is not None:
-            return None
-        reasons = {name: reason for (side, name), reason in answer.reasons.items() if side == direction and reason}
-        if self.backend is not None:
-            return reasons[self.backend]
-        return "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+        """Return the backends' own refusals; a backward pass comes after a forward one."""
+        problem = cell.problem(device)
+        passes = [problem] if direction == "forward" else [problem, problem.backward(lse_grad=False)]
+        try:
+            for one in passes:
+                choose(one, self.backend)
+        except UnsupportedProblem as refusal:
+            if self.backend is not None:
+                return refusal.reasons[self.backend]
+            return "; ".join(f"{name}: {reason}" for name, reason in refusal.reasons.items())
+        return None
 
     def dims(self, case: Case) -> Dims:
         """Those of the call."""

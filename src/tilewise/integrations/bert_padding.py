@@ -31,8 +31,9 @@ def unpad_input(hidden_states: torch.Tensor, attention_mask: torch.Tensor, unuse
         The rows, (total, ...); their indices in b·s, (total,); cu_seqlens, (b + 1,), int32; the longest sequence's
         length; and how many rows of each take part, (b,), int32.
     """
-    present = attention_mask if unused_mask is None else attention_mask + unused_mask
-    lengths, used = (mask.sum(-1, dtype=torch.int32) for mask in (present, attention_mask))
+    taking_part = attention_mask != 0
+    present = taking_part if unused_mask is None else taking_part | (unused_mask != 0)
+    lengths, used = (mask.sum(-1, dtype=torch.int32) for mask in (present, taking_part))
     indices = present.flatten().nonzero().flatten()
     cu_seqlens = pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
     return index_first_axis(hidden_states.flatten(0, 1), indices), indices, cu_seqlens, int(lengths.max()), used

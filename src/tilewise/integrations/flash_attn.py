@@ -5,7 +5,7 @@ the distances of ALiBi count from the bottom right corner; a bound of -1 (any ne
 none; lse is +inf, not -inf, where a query sees no key. What flash-attn refuses and tilewise does not is computed:
 float32, wider heads, softcap with dropout, gradients of lse and of ALiBi slopes.
 
-Not there yet is what needs a decoding kernel: ``flash_attn_with_kvcache`` has no name here, and a block table raises.
+Not there yet are block tables of packed queries, which raise; those of ``flash_attn_with_kvcache`` are.
 """
 
 import sys
@@ -17,6 +17,7 @@ import torch
 
 from tilewise.api import attention, attention_varlen
 from tilewise.autograd.attention_op import Options, backward_op
+from tilewise.decode import attention_decode
 from tilewise.errors import TilewiseError, UnsupportedProblem
 from tilewise.integrations import bert_padding
 from tilewise.integrations.signed_probabilities import signed_probabilities, signed_probabilities_varlen
@@ -24,7 +25,7 @@ from tilewise.masks import Mask, window
 from tilewise.scores import Operands, with_batch_dim
 
 __all__ = ["flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func",
-           "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func", "install"]
+           "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func", "flash_attn_with_kvcache", "install"]
 INTERFACE_VERSION = "2.8.3"  # of flash-attn, whose signatures these are; code that tells its versions apart asks
 Slopes = torch.Tensor | None
 Attended = torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -98,7 +99,7 @@ def flash_attn_varlen_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu
         dropout_p, softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs: as in
             :func:`flash_attn_func`, diagonals and distances by each sequence's own lengths.
         alibi_slopes: (hq,) or (sequences, hq), float32.
-        block_table: must be None: paged caches are not there yet.
+        block_table: must be None: of packed queries, caches in pages are not there yet.
 
     Returns:
         out, (total_q, hq, dv); with ``return_attn_probs`` also lse, (hq, total_q), and S_dmask, as of
@@ -136,6 +137,51 @@ def flash_attn_varlen_qkvpacked_func(qkv: torch.Tensor, cu_seqlens: torch.Tensor
     options |= _lengths(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     q, k, v = qkv.unbind(1)
     return _attend_varlen(q, k, v, options, return_attn_probs)
+
+
+def flash_attn_with_kvcache(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
+                            k: torch.Tensor | None = None, v: torch.Tensor | None = None,
+                            rotary_cos: torch.Tensor | None = None, rotary_sin: torch.Tensor | None = None,
+                            cache_seqlens: int | torch.Tensor | None = None,
+                            cache_batch_idx: torch.Tensor | None = None, cache_leftpad: torch.Tensor | None = None,
+                            block_table: torch.Tensor | None = None, softmax_scale: float | None = None,
+                            causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+                            rotary_interleaved: bool = True, alibi_slopes: Slopes = None, num_splits: int = 0,
+                            return_softmax_lse: bool = False) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attend to a cache as ``flash_attn.flash_attn_with_kvcache``; there is no backward pass.
+
+    Pages may have any size, not multiples of 256 alone, and a block table may come with a left padding.
+
+    Args:
+        q: (b, sq, hq, d), any strides.
+        k_cache, v_cache: (rows, capacity, hk, d) and (rows, capacity, hk, dv), stride 1 along the head dim; with a
+            block_table, (pages, page size, hk, d) and so on.
+        k, v: (b, new, hk, d) and (b, new, hk, dv): written to the caches from position ``cache_seqlens`` on.
+        rotary_cos, rotary_sin: (positions, rotary_dim / 2): k is turned from position ``cache_seqlens`` on, and q too,
+            but, without ``causal`` and a window, all of q by that one position.
+        cache_seqlens: (b,), int32, or an integer: positions filled before k and v.
+        cache_batch_idx: (b,), int32: rows of the caches.
+        cache_leftpad: (b,), int32: where the keys begin.
+        block_table: (b, pages of a sequence), int32.
+        softmax_scale, causal, window_size, softcap, alibi_slopes: as in :func:`flash_attn_func`.
+        rotary_interleaved: True = dims 2p and 2p + 1 turn together; False = p and p + rotary_dim / 2.
+        num_splits: programs that share the keys of a head; 0 = what fills the device.
+        return_softmax_lse: return (out, lse).
+
+    Returns:
+        out, (b, sq, hq, dv); with ``return_softmax_lse`` also lse, (b, hq, sq), float32, +inf where a query sees no
+        key.
+    """
+    left, right = _sides(causal, window_size)
+    k, v = (None if tensor is None else _heads_first(tensor) for tensor in (k, v))
+    with torch.no_grad():
+        out, lse = attention_decode(
+            _heads_first(q), _heads_first(k_cache), _heads_first(v_cache), k=k, v=v, cache_seqlens=cache_seqlens,
+            cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, block_table=block_table,
+            rotary_cos=rotary_cos, rotary_sin=rotary_sin, rotary_interleaved=rotary_interleaved,
+            mask=window(left, right), scale=softmax_scale, alibi_slopes=alibi_slopes,
+            softcap=None if softcap == 0.0 else softcap, num_splits=num_splits or None, return_aux=("lse",))
+    return (out.transpose(1, 2), _plus_inf_where_empty(lse)) if return_softmax_lse else out.transpose(1, 2)
 
 
 def _flash_attn_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: float,
@@ -221,6 +267,8 @@ def install() -> None:
     if present is not None and getattr(present, "flash_attn_func", None) is not flash_attn_func:
         raise TilewiseError(f"flash_attn is imported already, from {getattr(present, '__file__', None)}: code that "
                             "holds its functions would go on calling them. Call install() before anything imports it.")
+    if present is not None:
+        return
     package = ModuleType("flash_attn", __doc__)
     package.__spec__ = ModuleSpec("flash_attn", None, is_package=True)
     package.__path__ = []
@@ -233,10 +281,15 @@ def install() -> None:
 def _options(dropout_p: float, softmax_scale: float | None, causal: bool, window_size: tuple[int, int],
              softcap: float, alibi_slopes: Slopes, deterministic: bool = False) -> dict[str, Any]:
     """Translate what is neither q, k, v nor a length into the arguments of :func:`tilewise.attention`."""
-    left, right = (None if side < 0 else side for side in window_size)
-    return {"mask": window(left, 0 if causal else right, "bottom_right"), "scale": softmax_scale,
+    return {"mask": window(*_sides(causal, window_size), "bottom_right"), "scale": softmax_scale,
             "softcap": None if softcap == 0.0 else softcap, "alibi_slopes": alibi_slopes, "dropout_p": dropout_p,
             "deterministic": deterministic or None}
+
+
+def _sides(causal: bool, window_size: tuple[int, int]) -> tuple[int | None, int | None]:
+    """Translate a window, whose right side counts not if causal, into that of :func:`tilewise.window`."""
+    left, right = (None if side < 0 else side for side in window_size)
+    return left, 0 if causal else right
 
 
 def _lengths(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, max_seqlen_q: int,
@@ -248,8 +301,9 @@ def _lengths(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, max_seqlen_
 def _refuse_pages(**given: torch.Tensor | None) -> None:
     for name, tensor in given.items():
         if tensor is not None:
-            raise UnsupportedProblem(f"{name} is given; allowed is None: caches in pages or padded on the left are not "
-                                     "there yet. Pass keys and values packed, with cu_seqlens_k.", {})
+            raise UnsupportedProblem(f"{name} is given; allowed is None: of packed queries, caches in pages or "
+                                     "padded on the left are not there yet. Pass keys and values packed, with "
+                                     "cu_seqlens_k, or a batch of queries to flash_attn_with_kvcache.", {})
 
 
 def _heads_first(tensor: torch.Tensor) -> torch.Tensor:

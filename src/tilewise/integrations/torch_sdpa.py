@@ -35,7 +35,7 @@ def scaled_dot_product_attention(query: torch.Tensor, key: torch.Tensor, value: 
         query, key, value: (..., hq, sq, d), (..., hk, sk, d) and (..., hk, sk, dv), of two dims or more; dims in front
             are broadcast, and the heads too unless ``enable_gqa``.
         attn_mask: broadcasts to (..., hq, sq, sk); bool, True = take part, or query's dtype or float32, added to the
-            scaled scores, where -inf hides a pair (for which a boolean tensor of its shape is made).
+            scaled scores, where -inf hides a pair.
         dropout_p: probability to drop a pair, whatever mode a module is in.
         is_causal: query i sees keys up to i, also where lengths differ; together with ``attn_mask`` both hold.
         scale: None = 1/sqrt(d).
@@ -59,11 +59,10 @@ def scaled_dot_product_attention(query: torch.Tensor, key: torch.Tensor, value: 
     bias = None
     if attn_mask is not None:
         given = _four_dims(attn_mask, batch)
-        is_boolean = given.dtype is torch.bool
-        bias = None if is_boolean else given
-        # A bias is finite where a pair takes part: kernels do not expect tiles of -inf that no mask hides. Not joined
-        # by "&", which torch.compile takes for an operator of torch.
-        mask = TensorMask(band, given if is_boolean else given != float("-inf"))
+        if given.dtype is torch.bool:  # not joined by "&", which torch.compile takes for an operator of torch
+            mask = TensorMask(band, given)
+        else:
+            bias = given
     out = attention(q, k, v, mask=mask, bias=bias, dropout_p=dropout_p, scale=scale)
     return out.reshape((*batch, *out.shape[1:])[-rank:])
 

@@ -65,7 +65,7 @@ class Call(NamedTuple):
     """A configuration's tensors.
 
     Attributes:
-        inputs, operands: what a backend is given: NaN wherever it may stand.
+        inputs, operands: what a backend is given: NaN wherever it may stand, if it is to.
         clean_inputs, clean_operands: the same numbers without NaN, for the oracle.
     """
 
@@ -107,8 +107,11 @@ def draw(seed: int, size: Size = "small") -> Configuration:
                          placement=_sometimes(stream("placement"), "as_laid_out", lambda one: one.choice(placements)))
 
 
-def make_call(configuration: Configuration, device: torch.device | str) -> Call:
-    """Draw a configuration's tensors; q, k, v, bias, slopes and sinks of what a backend is given are leaves."""
+def make_call(configuration: Configuration, device: torch.device | str, *, nan: bool = True) -> Call:
+    """Draw a configuration's tensors; q, k, v, bias, slopes and sinks of what a backend is given are leaves.
+
+    Without ``nan`` what is hidden holds numbers like the rest, but for the padding of the layout "moat".
+    """
     case, dtype, seed = configuration.case, configuration.dtype, configuration.seed
     (clean_inputs, clean_operands), (inputs, operands) = (
         (_shifted(make_inputs(case, dtype, device, seed), configuration), make_operands(case, dtype, device, seed))
@@ -119,7 +122,8 @@ def make_call(configuration: Configuration, device: torch.device | str) -> Call:
         operands = Operands._make([*alone, operands.score_tensors, operands.mask_tensors])
     elif configuration.placement in _FAR_DIMS:
         inputs = Inputs._make((*far_apart(inputs[:4], _FAR_DIMS[configuration.placement]), inputs.dlse))
-    plant_nan(case, inputs, operands)
+    if nan:
+        plant_nan(case, inputs, operands)
     leaves = (tensor.detach().requires_grad_() for tensor in inputs[:3])
     trainable = {name: operand.detach().requires_grad_() for name in ("bias", "alibi_slopes", "sinks")
                  if (operand := getattr(operands, name)) is not None}

@@ -90,10 +90,32 @@ class DqEntriesConfig(DqConfig):
 
     def shared_bytes(self, problem: AttentionProblem) -> int:
         """Shared memory: the tiles of every entry, one of the bias, and half a step's dS in float32 on its way out."""
-        bias = problem.scores.bias
-        common = self.block_m * self.block_n * max(1, self.num_stages - 1) * (bias.dtype.itemsize if bias else 0)
+        common = self.operand_bytes(problem)
         own = DqConfig.shared_bytes(self, problem) - common
         return self.entries * own + common + 2 * self.block_m * self.block_n
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeConfig(TileConfig):
+    """The decode kernel: ``block_m`` rows, a query of a head each, stay; keys stream.
+
+    Attributes:
+        overlapped: whether the kernel that combines is launched while this one still runs, and waits by itself; CUDA
+            devices of compute capability 9.0 and later can.
+    """
+
+    overlapped: bool = False
+
+    def shared_bytes(self, width: int, itemsize: int) -> int:
+        """Shared memory: q, P, and tiles of k and v in flight: one a stage, the product of few rows frees one sooner.
+
+        64 rows and more are wgmma's on Hopper: it reads k and v where they arrived, and P from registers. A KiB is for
+        the reductions between warps.
+        """
+        many = self.block_m >= 64
+        tiles = self.num_stages if many else max(1, self.num_stages - 1)
+        row = width if many else width + self.block_n
+        return itemsize * (2 * tiles * self.block_n * width + self.block_m * row) + 1024
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from tilewise.kernels.gluon import dropout
 from tilewise.kernels.gluon.compat import tma_load, tma_store, tma_store_wait
 from tilewise.kernels.gluon.hopper_dq_sums import hand_over, make_stage, write_sums
 from tilewise.kernels.gluon.lengths import (
@@ -32,6 +33,8 @@ from tilewise.kernels.gluon.lengths import (
     locate_keys,
     owned_of,
     parts_of,
+    recall,
+    sequence_at,
     store_some,
     tell,
 )
@@ -61,6 +64,7 @@ class Shape(NamedTuple):
     LENGTHS: bool
     PACKED: bool
     SHIFTED: bool
+    DROPS: bool
 
 
 @gluon.jit
@@ -88,7 +92,7 @@ def load_rows(sources, queries, rows, turn, place, line, owned, clears, C: gl.co
     owned: the first query that sees a key and the end of them. clears: whether the tile is to be cleared before it is
     full; it arrives at the ring's spare barrier then.
     """
-    q_desc, _k_desc, _v_desc, _dout_desc, lse_ptr, delta_ptr = sources
+    q_desc, _k_desc, _v_desc, _dout_desc, lse_ptr, delta_ptr, share = sources
     q_tiles, full, empty = queries
     batch, head, first, row = place
     see_from, sq = owned
@@ -97,6 +101,8 @@ def load_rows(sources, queries, rows, turn, place, line, owned, clears, C: gl.co
     if C.LENGTHS:
         seeing = seeing & (offsets >= see_from)
     lse, delta = fetch_rows(lse_ptr, delta_ptr, line, offsets, seeing)
+    if C.DROPS:
+        delta *= share
     wait_empty(empty, turn, C.STAGES)
     slot = turn % C.STAGES
     arrival = slot
@@ -111,7 +117,7 @@ def load_rows(sources, queries, rows, turn, place, line, owned, clears, C: gl.co
 @gluon.jit
 def load_dout(sources, douts, turn, place, clears, C: gl.constexpr):
     """Producer: load dO of one turn."""
-    _q_desc, _k_desc, _v_desc, dout_desc, _lse_ptr, _delta_ptr = sources
+    _q_desc, _k_desc, _v_desc, dout_desc, _lse_ptr, _delta_ptr, _share = sources
     dout_tiles, full, empty = douts
     batch, head, first, row = place
     wait_empty(empty, turn, C.OUT_STAGES)
@@ -140,7 +146,7 @@ def clear_step(queries, douts, turn, cleared, begin, stop, C: gl.constexpr):
 @gluon.jit
 def load_keys(sources, keys, place, owned, C: gl.constexpr):
     """Producer: load K and V of each consumer; owned: the first key that is seen and the end of them."""
-    _q_desc, k_desc, v_desc, _dout_desc, _lse_ptr, _delta_ptr = sources
+    _q_desc, k_desc, v_desc, _dout_desc, _lse_ptr, _delta_ptr, _share = sources
     k_tiles, v_tiles, full = keys
     batch, head_k, first, row = place
     NC: gl.constexpr = C.CONSUMERS
@@ -242,8 +248,12 @@ def issue_dq(k_tiles, dscores_tiles, half, OWN: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def sum_steps(begin, end, turn, scores, dk, dv, tiles, queries, douts, rows, sums, stage, spans, band, first_part,
-              key, scaling, OWN: gl.constexpr, MASKED: gl.constexpr, C: gl.constexpr):
-    """Steps ``begin`` to ``end`` of one query head: add to dk and dv, and to dQ in memory."""
+              key, scaling, drawn, member, OWN: gl.constexpr, MASKED: gl.constexpr, C: gl.constexpr):
+    """Steps ``begin`` to ``end`` of one query head: add to dk and dv, and to dQ in memory.
+
+    drawn: the seed's halves, the number of the group's first head, of which this is number ``member``, the threshold in
+    the upper half of a word, and the positions of the first query and key that are read.
+    """
     k_tiles, v_tiles, dscores_tiles = tiles
     q_tiles, q_full, q_empty = queries
     dout_tiles, dout_full, dout_empty = douts
@@ -268,6 +278,10 @@ def sum_steps(begin, end, turn, scores, dk, dv, tiles, queries, douts, rows, sum
         if not C.AHEAD:
             wait_full(q_full, turn, C.STAGES)
             scores_pending = issue_scores(k, q_tiles, turn, C)
+        if C.DROPS:
+            seed, first_row, threshold, origin_q, origin_k = drawn
+            words = dropout.draw(opaque(seed[0]), opaque(seed[1]), first_row + member, origin_q + first_query,
+                                 origin_k + key)
         wait_full(dout_full, turn, C.OUT_STAGES)
         q = q_tiles.index(slot).reshape([QUERIES, C.WIDTH])
         dout = dout_tiles.index(turn % C.OUT_STAGES).reshape([QUERIES, C.WIDTH])
@@ -279,12 +293,19 @@ def sum_steps(begin, end, turn, scores, dk, dv, tiles, queries, douts, rows, sum
         probs = gl.exp2(scores * scale_log2 - lse[None, :])
         if MASKED:
             probs = hide(probs, first_query, key, band, C)
-        left_probs = gl.convert_layout(probs.to(DTYPE), LEFT)
+        if C.DROPS:
+            probs = dropout.signed(probs, words, threshold)
+            left_probs = gl.convert_layout(dropout.kept_alone(probs, DTYPE), LEFT)
+        else:
+            left_probs = gl.convert_layout(probs.to(DTYPE), LEFT)
         if squash is not None:  # scores are tanh's; its derivative is the factor of dS
             probs = probs * (1.0 - scores * scores)
         delta = rows.index(2 * slot + 1).load(ROW)
         dprobs = warpgroup_mma_wait(0, deps=(dprobs_pending,))
-        dscores = (probs * (dprobs - delta[None, :])).to(DTYPE)
+        if C.DROPS:
+            dscores = dropout.score_gradient(probs, dprobs, delta[None, :]).to(DTYPE)
+        else:
+            dscores = (probs * (dprobs - delta[None, :])).to(DTYPE)
         half = turn & 1
         dscores_tiles.index(half * C.CONSUMERS + OWN).store(dscores)
         dv_pending = warpgroup_mma(left_probs, dout, dv, is_async=True)
@@ -335,7 +356,7 @@ def write(desc, ptr, staged, gradient, place, left, C: gl.constexpr):
 def gather(gathered, OWN: gl.constexpr, C: gl.constexpr):
     """Consumer, one warpgroup: dK and dV of 64 keys, and its part of dQ of every step."""
     (targets, sums, keys, queries, douts, rows, dscores_tiles, stage, tile, spot, band, heads, group, count,
-     scales) = gathered
+     scales, draws) = gathered
     scale, scale_log2, squash = scales
     dk_desc, dv_desc, dk_ptr, dv_ptr = targets
     k_tiles, v_tiles, keys_full = keys
@@ -364,14 +385,22 @@ def gather(gathered, OWN: gl.constexpr, C: gl.constexpr):
             k = k_tiles.index(OWN).reshape([64, C.WIDTH])
             scores = warpgroup_mma_wait(0, deps=(issue_scores(k, q_tiles, turn, C),))
     tiles = (k_tiles, v_tiles, dscores_tiles)
+    drawn = ()
+    if C.DROPS:
+        seed, threshold, gain, origin_q, origin_k = draws
+        first_row = sequence_at(spot, batch, C) * heads * group + head_k * group
+        seed = (recall(seed, 0, 4), recall(seed, 1, 4))
+        drawn = (seed, first_row, threshold.to(gl.uint32) << 16, origin_q, origin_k)
     for member in range(group):
         first_part = (batch * heads * group + head_k * group + member) * parts + own_part
         for phase in gl.static_range(FIRST, STOP):
             turn, scores, dk, dv = sum_steps(
                 ends[phase], ends[phase + 1], turn, scores, dk, dv, tiles, queries, douts, rows, sums, stage, spans,
-                band, first_part, key, (scale_log2, squash), OWN, phase != 1, C)
+                band, first_part, key, (scale_log2, squash), drawn, member, OWN, phase != 1, C)
     row, left = key_rows_of(spot, key, C)
     place = (batch, head_k, row, 0)
+    if C.DROPS:
+        dv = dv * gain
     write(dv_desc, dv_ptr, v_tiles.index(OWN), dv, place, left, C)
     meet(C.CONSUMERS)  # the other's dQ has read these keys
     write(dk_desc, dk_ptr, k_tiles.index(OWN), dk * scale, place, left, C)
@@ -379,16 +408,19 @@ def gather(gathered, OWN: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit(do_not_specialize=["tiles", "heads", "batches", "section", "sq", "sk", "lower", "upper", "group",
-                               "count"])
+                               "count", "threshold", "origin_q", "origin_k"])
 def hopper_backward_kernel(q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr, dk_desc, dv_desc, sums, counters,
-                           dk_ptr, dv_ptr, cu_q, cu_k, seqlens_q, seqlens_k,
+                           dk_ptr, dv_ptr, cu_q, cu_k, seqlens_q, seqlens_k, seed_ptr,
                            tiles, heads, batches, section, sq, sk, lower, upper, group, scale, scale_log2, squash,
-                           count, C: gl.constexpr):
+                           count, threshold, share, gain, origin_q, origin_k, C: gl.constexpr):
     """Compute dk and dv, and add to the sums for dq, which must be zero at first.
 
     Grid: (tiles · heads of k · batches,). sums: (·, 256), a descriptor, or a pointer where C.DIRECT. counters: where
     C.ORDERED one for each step of a query head, zero at first. dk_ptr, dv_ptr, cu_q, cu_k: of packed sequences, else
     None; seqlens: or None; count: sequences whose lengths are data, or None. scale_log2, squash: as in softmax.cap.
+    seed_ptr, and from threshold on: where C.DROPS, else None; the first of 2^16 draws that keeps a pair, what delta
+    (share) and dv (gain) are multiplied by, and the positions of the first query and key. The sums for dq are then
+    share times as large, and scale makes up for it in dk.
     """
     DTYPE: gl.constexpr = q_desc.dtype
     NC: gl.constexpr = C.CONSUMERS
@@ -410,17 +442,21 @@ def hopper_backward_kernel(q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr
     queries = (q_tiles, make_barriers(C.STAGES + SPARE, 2), make_barriers(C.STAGES, NC))
     douts = (dout_tiles, make_barriers(C.OUT_STAGES + SPARE, 1), make_barriers(C.OUT_STAGES, NC))
     fence_async_shared()
-    sources = (q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr)
+    sources = (q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr, share)
     targets = (dk_desc, dv_desc, dk_ptr, dv_ptr)
     band = (sq, sk, lower, upper)
     tile = key_tile_at(gl.program_id(0), (tiles, heads, batches, section), C)
     spot = ()
     if C.LENGTHS:
         spot = tell(locate_keys(tile, band, (cu_q, cu_k, seqlens_q, seqlens_k, count), C))
+    seed = ()
+    if C.DROPS:
+        number = gl.load(seed_ptr)
+        seed = tell((number.to(gl.int32), (number >> 32).to(gl.int32)))
     ZERO: gl.constexpr = 0
     ONE: gl.constexpr = 1
     gathered = (targets, sums, keys, queries, douts, rows, dscores_tiles, stage, tile, spot, band, heads, group, count,
-                (scale, scale_log2, squash))
+                (scale, scale_log2, squash), (seed, threshold, gain, origin_q, origin_k))
     loaded = (sources, keys, queries, douts, rows, tile, spot, band, heads, group)
     written = (sums, counters, stage, tile, band, heads, group)
     if C.ORDERED:

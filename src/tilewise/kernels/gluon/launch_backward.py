@@ -10,7 +10,9 @@ from tilewise.kernels.gluon.enqueue import Enqueue
 from tilewise.kernels.gluon.launch import NO_LENGTHS, OPTIONS, address_of, bounds_of, scaling_of
 from tilewise.masks import Span
 from tilewise.problem import AttentionProblem, Sizes, legal_strides
+from tilewise.scores import DRAWS
 
+_NO_DATA = (*NO_LENGTHS, None)  # and dropout's seed
 # What q, dout and the sums for dq of one section of heads may take of L2 (50 MiB on an H200).
 _SECTION_BYTES = 32 * 2**20
 # Where dQ is summed in order a tile of keys is a step or two behind the one before. With heads enough in a section
@@ -56,7 +58,8 @@ class HopperBackwardShape(Protocol):
 class HopperBackward:
     """The backward kernels bound to a problem; call it with (q, k, v, dout, lse, delta, dq, dk, dv).
 
-    Where lengths are data, cu_seqlens_q, cu_seqlens_k, seqlens_q and seqlens_k follow, each a tensor or None.
+    Where lengths are data or pairs are dropped, cu_seqlens_q, cu_seqlens_k, seqlens_q, seqlens_k and the seed follow,
+    each a tensor or None.
     ``dq_strides``: those of dq. lse and delta are contiguous, delta as the Triton backend's kernel computes it; dout
     and the gradients have a last stride of 1 and others that are legal for a descriptor. Queries that see no key, and
     keys that none sees, are not read: their gradients are left as they are.
@@ -101,34 +104,34 @@ class HopperBackward:
         self.sums_layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
         self.enqueue = Enqueue(self.kernel, self.grid, self.scalars, OPTIONS)
         self.enqueue_dq = Enqueue(hopper_dq_kernel, (parts, problem.b * problem.hq),
-                                  (*dq_strides[:3], sq, problem.hq, parts, sequences.packed, problem.scale, problem.d,
-                                   columns, width // columns), {"num_warps": 4})
+                                  (*dq_strides[:3], sq, problem.hq, parts, sequences.packed, _gradient_scale(problem),
+                                   problem.d, columns, width // columns), {"num_warps": 4})
 
     def __call__(self, *tensors: Any) -> None:
         """Enqueue the kernels on the current stream of the current device."""
         q, k, v, dout, lse, delta, dq, dk, dv = self._read(tensors[:9])
-        lengths = tensors[9:] or NO_LENGTHS
+        data = tensors[9:] or _NO_DATA
         sums = torch.zeros(self.sums_shape, dtype=torch.float32, device=dq.device)
         mine = (q, k, v, dout, lse, delta, dk, dv)
         counters = sums.data_ptr() + self.sums_rows * 1024 if self.config.ordered else None
         self.enqueue((*self._in_forms(mine, lambda tensor, form: tensor.data_ptr()), sums.data_ptr(), counters,
-                      *map(address_of, self._plain(dk, dv, lengths))),
-                     lambda: self.arguments(mine, sums, lengths))
-        self.enqueue_dq((sums.data_ptr(), dq.data_ptr(), address_of(lengths[0])), lambda: (sums, dq, lengths[0]))
+                      *map(address_of, self._plain(dk, dv, data))),
+                     lambda: self.arguments(mine, sums, data))
+        self.enqueue_dq((sums.data_ptr(), dq.data_ptr(), address_of(data[0])), lambda: (sums, dq, data[0]))
 
     def arguments(self, tensors: tuple[torch.Tensor, ...], sums: torch.Tensor,
-                  lengths: tuple[torch.Tensor | None, ...] = NO_LENGTHS) -> tuple[Any, ...]:
+                  data: tuple[torch.Tensor | None, ...] = _NO_DATA) -> tuple[Any, ...]:
         """Return the tensors in order, all but lse and delta as descriptors, then the sums and their counters.
 
         The sums, too, are described, but where dQ is added from registers. dk and dv follow as they are where
-        sequences are packed, else None, then the lengths.
+        sequences are packed, else None, then the lengths and the seed.
         """
         described = self._in_forms(tensors, lambda tensor, form: tensor if form is None else self.describe(
             tensor, list(tensor.shape), legal_strides(tensor), *form))
         target = sums if self.config.direct else self.describe(sums, [self.sums_rows, 256], list(sums.stride()),
                                                                self.sums_block, self.sums_layout)
         counters = sums[self.sums_rows:].view(torch.int32) if self.config.ordered else None
-        return (*described, target, counters, *self._plain(tensors[6], tensors[7], lengths))
+        return (*described, target, counters, *self._plain(tensors[6], tensors[7], data))
 
     def _in_forms(self, tensors: tuple[torch.Tensor, ...], make: Callable[[torch.Tensor, Any], Any]) -> list[Any]:
         """Make an argument of each tensor in each of its forms; lse and delta have none, and a form may be None."""
@@ -138,11 +141,11 @@ class HopperBackward:
         return made
 
     def _plain(self, dk: torch.Tensor, dv: torch.Tensor,
-               lengths: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
-        """What else the kernel takes: dk and dv where sequences are packed, and lengths; none where heads are wide."""
+               data: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
+        """What else the kernel takes: dk and dv where sequences are packed, lengths, the seed; none of wide heads."""
         if self.config.wide:
             return ()
-        return (dk, dv, *lengths) if self.packed else (None, None, *lengths)
+        return (dk, dv, *data) if self.packed else (None, None, *data)
 
     def _read(self, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """Leave out the rows that are not read."""
@@ -166,9 +169,25 @@ def _kernel_of(problem: AttentionProblem, config: HopperBackwardShape) -> tuple[
             *config.columns(problem), config.stages, config.out_stages, *bounded))
     from tilewise.kernels.gluon.hopper_backward import Shape, hopper_backward_kernel
 
-    return hopper_backward_kernel, (problem.scale, scale_log2, squash, count, Shape(
+    return hopper_backward_kernel, (_gradient_scale(problem), scale_log2, squash, count, *_draws_of(problem), Shape(
         config.columns(problem)[0][0], config.keys // 64, config.stages, config.out_stages, config.ahead,
-        config.direct, config.ordered, *bounded, count is not None, problem.sequences.packed is not None, is_shifted))
+        config.direct, config.ordered, *bounded, count is not None, problem.sequences.packed is not None, is_shifted,
+        problem.scores.dropout_p > 0.0))
+
+
+def _gradient_scale(problem: AttentionProblem) -> float:
+    """What dK and dQ are multiplied by: the scale. Where pairs are dropped, dS comes times 2 (1 - p)."""
+    dropout_p = problem.scores.dropout_p
+    return problem.scale * 0.5 / (1.0 - dropout_p) if dropout_p else problem.scale
+
+
+def _draws_of(problem: AttentionProblem) -> tuple[int | float | None, ...]:
+    """What the kernel knows of dropout: the threshold, factors of delta and dV, first positions; of none, nothing."""
+    dropout_p = problem.scores.dropout_p
+    if not dropout_p:
+        return (None,) * 5
+    return (int(dropout_p * DRAWS), 2.0 * (1.0 - dropout_p), 1.0 / (1.0 - dropout_p), problem.seeing_queries.start,
+            problem.seen_keys.start)
 
 
 def _rows(tensor: torch.Tensor, rows: Span) -> torch.Tensor:

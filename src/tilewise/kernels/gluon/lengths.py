@@ -25,7 +25,7 @@ _SEE_FROM = gl.constexpr(9)  # the first query that sees a key
 _SEEN_FROM = gl.constexpr(10)  # the first key that is seen
 _ROWS = gl.constexpr(11)  # keys that there is a row of
 _FIRST_STEP = gl.constexpr(12)  # which step of a head is the sequence's first among dQ's sums
-_NUMBERS = gl.constexpr(13)
+_SEQUENCE = gl.constexpr(13)  # where C.DROPS, its number: draws depend on it
 _CLEARED = gl.constexpr(32)  # rows that are read and written at once
 
 
@@ -131,15 +131,19 @@ def locate_keys(tile, band, lengths, C: gl.constexpr):
         seeing = gl.minimum(sq, sk - lower)
         keys_from = gl.maximum(0, lower)
     seeing = gl.where(first < seen, seeing, 0)
-    return first, head_k, batch, seeing, seen, lower, upper, row_q, row_k, see_from, keys_from, rows, first_step
+    numbers = (first, head_k, batch, seeing, seen, lower, upper, row_q, row_k, see_from, keys_from, rows, first_step)
+    if C.DROPS:
+        numbers = numbers + (sequence,)
+    return numbers
 
 
 @gluon.jit
 def tell(numbers):
     """Put what there is to know of a tile of keys into shared memory: a spot."""
-    spot = gl.allocate_shared_memory(gl.int32, [_NUMBERS, 1], _LINES)
+    NUMBERS: gl.constexpr = len(numbers)
+    spot = gl.allocate_shared_memory(gl.int32, [NUMBERS, 1], _LINES)
     none = gl.full([1], 0, gl.int32, layout=_FOUR_WARPS)
-    for i in gl.static_range(_NUMBERS):
+    for i in gl.static_range(NUMBERS):
         spot.index(i).store(none + numbers[i])
     return spot
 
@@ -167,6 +171,15 @@ def key_rows_of(spot, key, C: gl.constexpr):
         return key + recall(spot, _ROW_K, 4), recall(spot, _ROWS, 4) - key
     else:
         return key, 64
+
+
+@gluon.jit
+def sequence_at(spot, batch, C: gl.constexpr):
+    """Return, where C.DROPS, the number of a tile's sequence, for four warps."""
+    if C.LENGTHS:
+        return recall(spot, _SEQUENCE, 4)
+    else:
+        return batch
 
 
 @gluon.jit

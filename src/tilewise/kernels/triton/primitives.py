@@ -128,14 +128,19 @@ def online_softmax_step(scores, row_max, row_sum, acc, scale_log2, GUARD: tl.con
 
     m' = max(m, c·max_j s_j);  l' = l·2^(m−m') + Σ_j 2^(c·s_j−m');  acc' = acc·2^(m−m'),  c = scale·log2 e > 0
     """
+    probs, new_max, decay = online_softmax_weights(scores, row_max, scale_log2, GUARD)
+    return probs, new_max, row_sum * decay + tl.sum(probs, 1), acc * decay[:, None]
+
+
+@triton.jit
+def online_softmax_weights(scores, row_max, scale_log2, GUARD: tl.constexpr):
+    """Return the tile's probabilities, the new row maximum, and what comes of sums over the keys before it (eq. 4)."""
     new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)  # [BLOCK_M]
     shift = new_max
     if GUARD:
         # A row with no visible key yet has new_max = −inf; −inf − (−inf) is NaN, so shift by 0 there.
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-    probs = tl.exp2(scores * scale_log2 - shift[:, None])  # [BLOCK_M, BLOCK_N]
-    decay = tl.exp2(row_max - shift)  # [BLOCK_M]
-    return probs, new_max, row_sum * decay + tl.sum(probs, 1), acc * decay[:, None]
+    return tl.exp2(scores * scale_log2 - shift[:, None]), new_max, tl.exp2(row_max - shift)
 
 
 @triton.jit

@@ -1,0 +1,412 @@
+"""Runs cuDNN's attention engines through graphs of its front end: 16-bit calls, packed views in place.
+
+cuDNN is handed only the core of a dense call, the queries that see a key and the keys that are seen, as views; where
+lengths are data, all, and what sees nothing is written afterwards (kernels/triton/blanks.py). So the contract of the
+other backends holds for what cuDNN leaves open. Its graphs are made in kernels/cudnn.
+"""
+
+import contextlib
+import importlib.util
+from functools import lru_cache
+from typing import Literal
+
+import torch
+
+from tilewise.backends.base import Gradients, Needs, Results, Saved
+from tilewise.backends.current import is_current
+from tilewise.kernels.cudnn.description import (
+    BORDERS_DTYPE,
+    Borders,
+    core_of,
+    describe,
+    gradient_strides,
+    lse_like,
+    plain_strides,
+)
+from tilewise.kernels.cudnn.graph import Graph, graph_of
+from tilewise.kernels.cudnn.library import frontend_version, library_version
+from tilewise.kernels.triton.launch import Launch, modifiers_of
+from tilewise.kernels.triton.sums import OperandSums
+from tilewise.masks import Span
+from tilewise.problem import AttentionProblem, Sizes, are_aligned
+from tilewise.scores import NO_OPERANDS, Operands
+from tilewise.tuning.heuristics import delta_config
+
+OLDEST_FRONTEND = (1, 28)  # its graphs and handles are as library.py and graph.py use them
+# 9.10.0 and 9.10.1 compute 16-bit attention wrongly, 9.14.0 long windows, and 9.15.0 wants guards of its own, by the
+# front end's word; torch 2.11, the oldest that we take, comes with this one.
+OLDEST_LIBRARY = (9, 19, 0)
+_EVERY = Needs()
+Side = Literal["q", "k"]
+Tensors = dict[str | Borders, torch.Tensor]
+_MOST_ELEMENTS = 2**31 - 1  # from a packed tensor's first to its last
+_ALIGNMENT = 8  # elements of 16 bit in 16 bytes, by which the engines move rows without a check of their own
+
+
+class CudnnBackend:
+    """cuDNN's engines behind tilewise's contract, but for one clause: where lengths are data, padding must be finite.
+
+    The engines multiply it, and what a mask hides beside lengths, by 0: a NaN there reaches results. dq is summed in no
+    fixed order.
+    """
+
+    name = "cudnn"
+
+    def why_not(self, problem: AttentionProblem) -> str | None:
+        """Return the reason against, if there is one. The last to be asked is cuDNN: that builds the call's graph."""
+        return (_wrong_machine(problem) or _wrong_dtype_or_dims(problem) or _wrong_options(problem)
+                or _wrong_lengths(problem) or _wrong_strides(problem) or _wrong_bias(problem)
+                or _too_far_apart(problem) or graph_refusal(problem))
+
+    def forward(self, problem: AttentionProblem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+                operands: Operands = NO_OPERANDS) -> Results:
+        """See :class:`tilewise.backends.base.Backend`."""
+        graph, core = _graph(problem), core_of(problem)
+        shape = (problem.b, problem.hq, problem.sq, problem.dv)
+        out = torch.empty_strided(shape, problem.out_strides, dtype=problem.dtype, device=problem.device)
+        lse = torch.empty(shape[:3], dtype=torch.float32, device=problem.device)
+        direct = len(core.queries) == problem.sq and problem.sequences.packed is None
+        part_lse = lse if direct else lse_like(lse, problem)
+        tensors: Tensors = {"q": _cut(q, core.queries), "k": _cut(k, core.keys), "v": _cut(v, core.keys),
+                            "out": _cut(out, core.queries), "lse": part_lse[..., None]}
+        if operands.sinks is not None:
+            tensors["sinks"] = _aligned(operands.sinks.float().contiguous()).view(1, -1, 1, 1)
+        with _on(problem.device):
+            _run(problem, graph, tensors, operands)
+            if not direct:
+                _cut(lse, core.queries).copy_(part_lse)
+            if problem.sequences.are_data:
+                _blank(problem, "q", [out], operands, lse)
+        # What sees nothing has the sink alone in its denominator.
+        _fill_around(lse, core.queries, float("-inf") if operands.sinks is None else operands.sinks[:, None])
+        _fill_around(out, core.queries, 0.0)
+        if operands.bias is not None:  # its −inf may hide every key of a query
+            out.masked_fill_((lse == float("-inf"))[..., None], 0.0)
+        return Results(out, lse)
+
+    def backward(self, problem: AttentionProblem, saved: Saved, dout: torch.Tensor, dlse: torch.Tensor | None,
+                 needs: Needs = _EVERY) -> Gradients:
+        """See :class:`tilewise.backends.base.Backend`. An out or dout that is laid out unlike out is copied first."""
+        q, k, v, out, lse, operands = saved
+        graph, core = _graph(problem, dbias=needs.dbias), core_of(problem)
+        out, dout = _laid_out(out, problem), _laid_out(dout, problem)
+        made = [torch.empty_strided(like.shape, strides, dtype=like.dtype, device=like.device)
+                for like, strides in zip((q, k, v), gradient_strides(problem), strict=True)]
+        parts = (core.queries, core.keys, core.keys)
+        part_lse = _saved_lse(problem, lse)
+        tensors: Tensors = {"q": _cut(q, core.queries), "k": _cut(k, core.keys), "v": _cut(v, core.keys),
+                            "out": _cut(out, core.queries), "dout": _cut(dout, core.queries),
+                            "lse": part_lse[..., None]}
+        tensors |= {f"d{name}": _cut(tensor, part) for name, tensor, part in zip("qkv", made, parts, strict=True)}
+        if needs.dbias and operands.bias is not None:
+            tensors["dbias"] = _new_dbias(graph, operands.bias)
+        with _on(problem.device):
+            _run(problem, graph, tensors, operands)
+            if problem.sequences.are_data:
+                _blank(problem, "q", made[:1], operands)
+                _blank(problem, "k", made[1:], operands)
+            dsinks = _sink_gradient(problem, saved, (out, dout), lse) if needs.dsinks else None
+        if operands.bias is not None:
+            made[0].masked_fill_((lse == float("-inf"))[..., None], 0.0)
+        if not problem.sequences.are_data:
+            for tensor, part in zip(made, parts, strict=True):
+                _fill_around(tensor, part, 0.0)
+        dbias = _whole_dbias(problem, operands.bias, tensors["dbias"]) if "dbias" in tensors else None
+        dq, dk, dv = (tensor if needed else None
+                      for tensor, needed in zip(made, (needs.dq, needs.dkv, needs.dkv), strict=True))
+        return Gradients(dq, dk, dv, dbias, None, dsinks)
+
+
+def graph_refusal(problem: AttentionProblem) -> str | None:
+    """Return the sentence with which cuDNN refuses the problem's graph; where it takes it, the graph is built now."""
+    backward_bias = problem.direction == "backward" and problem.scores.bias is not None
+    answer = graph_of(_described(problem, dbias=backward_bias), problem.device)
+    return answer if isinstance(answer, str) else None
+
+
+_described = lru_cache(maxsize=4096)(describe)
+
+
+def _graph(problem: AttentionProblem, *, dbias: bool = False) -> Graph:
+    """Return the graph of a problem that was not refused."""
+    answer = graph_of(_described(problem, dbias=dbias), problem.device)
+    if isinstance(answer, str):
+        raise RuntimeError(f"the graph {answer}")
+    return answer
+
+
+def _new_dbias(graph: Graph, bias: torch.Tensor) -> torch.Tensor:
+    """Return zeros as the graph has the gradient: cuDNN may pass over what no query sees, and sums what is shared."""
+    port = graph.description.outputs[-1]
+    return torch.empty_strided(port.sizes, port.strides, dtype=bias.dtype, device=bias.device).zero_()
+
+
+def _whole_dbias(problem: AttentionProblem, bias: torch.Tensor | None, part: torch.Tensor) -> torch.Tensor | None:
+    """Return the gradient in the bias's shape, contiguous, given that of the core."""
+    if bias is None or (part.shape == bias.shape and part.is_contiguous()):
+        return part
+    whole = torch.zeros_like(bias, memory_format=torch.contiguous_format)
+    _cut_pairs(whole, problem).copy_(part)
+    return whole
+
+
+def _saved_lse(problem: AttentionProblem, lse: torch.Tensor) -> torch.Tensor:
+    """Return the core's lse as the backward graph has it."""
+    part = _cut(lse, core_of(problem).queries)
+    if problem.sequences.are_data or problem.scores.bias is not None:
+        # exp(score − lse) is to be 0 for all that a query without a visible key is paired with.
+        part = part.nan_to_num(nan=float("nan"), posinf=float("inf"), neginf=float("inf"))
+    if problem.sequences.packed is not None or part.shape != lse.shape:
+        part = lse_like(lse, problem).copy_(part)
+    return part
+
+
+def _run(problem: AttentionProblem, graph: Graph, tensors: Tensors, operands: Operands) -> None:
+    """Run the graph with a bias and lengths beside the tensors."""
+    if operands.bias is not None:
+        tensors["bias"] = _aligned(_cut_pairs(operands.bias, problem))
+    description = graph.description
+    count = description.lengths
+    if count:
+        lengths = torch.empty(2, _round_up(count, _ALIGNMENT), dtype=torch.int32, device=problem.device)
+        if problem.sequences.are_data:
+            launch = _lengths_launch(problem, lengths.stride(0), are_aligned(*operands.present))
+            launch(lengths, operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqlens_q, operands.seqlens_k)
+        else:
+            for side, positions in zip(lengths, core_of(problem), strict=True):
+                side.fill_(len(positions))
+        tensors |= {"seqlens_q": lengths[0, :count], "seqlens_k": lengths[1, :count]}
+    for borders in description.borders:
+        rows = operands.cu_seqlens_q if borders.side == "q" else operands.cu_seqlens_k
+        if rows is not None:
+            tensors[borders] = rows.to(BORDERS_DTYPE) * borders.stride
+    graph(tensors)
+
+
+# Of launches, ``aligned``: one keeps the kernel of its first call, which counts on addresses alike.
+@lru_cache(maxsize=1024)
+def _lengths_launch(problem: AttentionProblem, stride: int, aligned: bool) -> Launch:
+    from tilewise.kernels.triton.blanks import lengths_launch
+
+    return lengths_launch(problem, stride)
+
+
+@lru_cache(maxsize=1024)
+def _blank_launch(problem: AttentionProblem, side: Side, width: int, strides: Sizes,
+                  more: tuple[int, Sizes] | None, with_lse: bool, aligned: bool) -> Launch:
+    # ``with_lse``: which tensors are None belongs to a kernel too.
+    from tilewise.kernels.triton.blanks import blank_launch
+
+    return blank_launch(problem, side, width, strides, more)
+
+
+def _blank(problem: AttentionProblem, side: Side, tensors: list[torch.Tensor], operands: Operands,
+           lse: torch.Tensor | None = None) -> None:
+    """Write zeros into one tensor or two of a side, and lse's value, where a position sees nothing."""
+    rows, more = tensors[0], tensors[1] if len(tensors) > 1 else None
+    launch = _blank_launch(problem, side, rows.shape[3], rows.stride(),
+                           None if more is None else (more.shape[3], more.stride()), lse is not None,
+                           are_aligned(*operands.present))
+    queries = operands.cu_seqlens_q, operands.seqlens_q
+    keys = operands.cu_seqlens_k, operands.seqlens_k
+    own, other = (queries, keys) if side == "q" else (keys, queries)
+    launch(rows, more, lse, None if lse is None else operands.sinks, *own, *other)
+
+
+def _sink_gradient(problem: AttentionProblem, saved: Saved, outs: tuple[torch.Tensor, torch.Tensor],
+                   lse: torch.Tensor) -> torch.Tensor | None:
+    """Return the gradient of the sinks, made of lse and of delta as the Triton backend does."""
+    out, dout = outs
+    delta = torch.empty_like(lse)
+    launch = _delta_launch(problem, out.stride(), dout.stride(), are_aligned(*saved.operands.present))
+    launch(out, dout, out, delta, modifiers_of(problem, saved.operands))
+    sums = OperandSums(problem, saved.operands, dbias=False, dalibi_slopes=False, dsinks=True)
+    return sums.gradients(lse, delta)[2]
+
+
+@lru_cache(maxsize=1024)
+def _delta_launch(problem: AttentionProblem, out_strides: Sizes, dout_strides: Sizes, aligned: bool) -> Launch:
+    from tilewise.kernels.triton.backward import delta_launch
+
+    return delta_launch(problem, delta_config(problem), out_strides, dout_strides, None)
+
+
+def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    return contextlib.nullcontext() if is_current(device) else torch.cuda.device(device)
+
+
+def _cut(tensor: torch.Tensor, positions: Span) -> torch.Tensor:
+    return tensor[:, :, positions.start:positions.stop]
+
+
+def _cut_pairs(bias: torch.Tensor, problem: AttentionProblem) -> torch.Tensor:
+    """Return the pairs of the core."""
+    queries, keys = core_of(problem)
+    return _cut(bias, queries)[..., keys.start:keys.stop]
+
+
+def _fill_around(tensor: torch.Tensor, positions: Span, value: float | torch.Tensor) -> None:
+    """Write the value at the positions (dim 2) outside of the span."""
+    for outside in (tensor[:, :, :positions.start], tensor[:, :, positions.stop:]):
+        if outside.shape[2]:
+            outside[...] = value
+
+
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor, or a copy with its strides where it does not begin at a multiple of 16 bytes."""
+    if are_aligned(tensor):
+        return tensor
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def _round_up(count: int, step: int) -> int:
+    return -(-count // step) * step
+
+
+def _laid_out(tensor: torch.Tensor, problem: AttentionProblem) -> torch.Tensor:
+    """Return out, or a tensor like it, with out's strides: the graph's; as it is, if they are."""
+    wanted = plain_strides(tensor.shape, problem.out_strides)
+    if are_aligned(tensor) and plain_strides(tensor.shape, tensor.stride()) == wanted:
+        return tensor
+    return torch.empty_strided(tensor.shape, problem.out_strides, dtype=tensor.dtype,
+                               device=tensor.device).copy_(tensor)
+
+
+def _wrong_machine(problem: AttentionProblem) -> str | None:
+    """A GPU of NVIDIA's, and versions of cuDNN and its front end that are known."""
+    if problem.device.type != "cuda" or torch.version.hip is not None:
+        return f"runs on CUDA devices, got {'ROCm' if problem.device.type == 'cuda' else problem.device}"
+    if importlib.util.find_spec("triton") is None:
+        return "needs Triton, which CUDA builds of torch bring, and it is not installed"
+    frontend, library = frontend_version(), library_version()
+    if frontend is None:
+        return "needs cuDNN's front end (nvidia-cudnn-frontend), which tilewise[cudnn] brings, and it is not installed"
+    if frontend < OLDEST_FRONTEND:
+        return f"needs nvidia-cudnn-frontend {_text(OLDEST_FRONTEND)} or newer, got {_text(frontend)}"
+    if library is None or library < OLDEST_LIBRARY:
+        found = "none" if library is None else _text(library)
+        return f"needs cuDNN {_text(OLDEST_LIBRARY)} or newer, as CUDA builds of torch bring it, got {found}"
+    capability = torch.cuda.get_device_capability(problem.device)
+    if capability < (8, 0):
+        return f"needs CUDA compute capability 8.0 or newer, got {_text(capability)}"
+    return None
+
+
+def _wrong_dtype_or_dims(problem: AttentionProblem) -> str | None:
+    if problem.dtype not in (torch.float16, torch.bfloat16):
+        return f"computes in float16 and bfloat16, got {problem.dtype}"
+    dims = problem.d, problem.dv
+    if dims[0] % 8 or dims[1] % 8:
+        return f"takes head dims that are multiples of 8, got {dims[0]} and {dims[1]}"
+    major = torch.cuda.get_device_capability(problem.device)[0]
+    widest = 256 if problem.direction == "forward" or major == 9 else 128
+    if max(dims) > widest and not (major == 10 and dims == (192, 128)):
+        return (f"takes head dims up to {widest} in its {problem.direction} pass on this device, got {dims[0]} and "
+                f"{dims[1]}")
+    return None
+
+
+def _wrong_options(problem: AttentionProblem) -> str | None:
+    """Say which option cuDNN has not, or has with another meaning."""
+    scores = problem.scores
+    if problem.deterministic:
+        return "promises no bits that are the same in every batch, and a deterministic result was asked for"
+    if problem.lse_grad:
+        return "has no gradient through lse"
+    if scores.dropout_p:
+        return "takes no dropout: cuDNN draws the pairs to drop in its own way, and a seed would mean another draw"
+    if scores.alibi_slopes is not None:
+        return "takes no ALiBi slopes: cuDNN makes its own of the number of heads; a bias can hold them"
+    options = {"mask tensor": scores.mask is not None, "documents": scores.documents_q is not None,
+               "softcap": scores.softcap is not None, "max_logit": scores.max_logit,
+               "score function": scores.score_function is not None, "mask function": scores.mask_function is not None}
+    lacking = next((name for name, is_there in options.items() if is_there), None)
+    if lacking is not None:
+        return f"takes no {lacking}"
+    if problem.mask.has_exceptions:
+        return f"takes causal masks and windows, got {problem.mask}"
+    # Lengths that are data may not be known to be 0, but the tensors' are, and how many sequences there are.
+    if problem.is_empty or not problem.sk or problem.sequences.packed == 0:
+        return "needs a pair that is visible, got none"
+    core = core_of(problem)
+    if scores.sinks is not None and len(core.queries) == 1:
+        return "takes no sinks with one query"
+    if problem.direction == "backward" and len(core.queries) == len(core.keys) == 1:
+        return "needs more than one query or more than one key in its backward pass"
+    return None
+
+
+def _wrong_lengths(problem: AttentionProblem) -> str | None:
+    """Say what is not taken beside lengths that are data."""
+    if not problem.sequences.are_data:
+        return None
+    if problem.scores.bias is not None:
+        if problem.sequences.packed is not None:
+            return "takes no bias with packed sequences"
+        if problem.direction == "backward":
+            return "has no gradient beside a bias where lengths are data"
+        if problem.mask.is_bounded and problem.mask.alignment == "bottom_right":
+            return f"takes no bias beside a mask aligned bottom-right where lengths are data, got {problem.mask}"
+    if problem.sequences.packed is not None and problem.direction == "backward":
+        capability = torch.cuda.get_device_capability(problem.device)
+        if capability[0] not in (9, 10):
+            return ("takes packed sequences in its backward pass on devices of compute capability 9 and 10, got "
+                    f"{_text(capability)}")
+    return None
+
+
+def _wrong_strides(problem: AttentionProblem) -> str | None:
+    """Say which tensor the engines would read wrongly: they move 16 bytes at a time, and check nothing."""
+    if not problem.aligned:
+        return "needs q, k and v at addresses that are multiples of 16 bytes"
+    queries, keys = (problem.b, problem.hq, problem.sq), (problem.b, problem.hk, problem.sk)
+    for name, sizes, strides in (("q", queries, problem.q_strides), ("k", keys, problem.k_strides),
+                                 ("v", keys, problem.v_strides)):
+        if strides[3] != 1 or _uneven(sizes, strides, _ALIGNMENT):
+            return (f"needs a last stride of 1 and the others positive multiples of {_ALIGNMENT} elements, got {name} "
+                    f"with {strides}")
+    return None
+
+
+def _wrong_bias(problem: AttentionProblem) -> str | None:
+    facts = problem.scores.bias
+    if facts is None:
+        return None
+    batch, heads, *pairs = facts.shape
+    # 9.19 broadcasts one dim of queries or keys to wrong results, and says nothing; one of heads alone is not known.
+    if pairs != [problem.sq, problem.sk] or (batch > 1 and heads < problem.hq):
+        return ("takes a bias that has every query and key, and every head if it has every batch entry, got "
+                f"{'x'.join(map(str, facts.shape))}")
+    if problem.direction == "backward" and facts.dtype is not problem.dtype:
+        return f"makes the gradient of a bias in the inputs' dtype alone, {problem.dtype}, got a bias in {facts.dtype}"
+    step = 16 // facts.dtype.itemsize
+    if (facts.strides[3] != 1 and facts.shape[3] > 1) or _uneven(facts.shape, facts.strides, step):
+        return (f"needs a bias with a last stride of 1 and the others positive multiples of {step} elements, got "
+                f"{facts.strides}")
+    first = core_of(problem).keys.start
+    if first % step:
+        return f"needs the first key that is seen at a multiple of {step} beside a bias, got {first}"
+    return None
+
+
+def _too_far_apart(problem: AttentionProblem) -> str | None:
+    """Say which tensor of packed sequences is too large: beyond 2³¹ elements 9.19 reads what is not there."""
+    description = _described(problem, dbias=False)
+    for port in (*description.inputs, *description.outputs):
+        elements = 1 + sum((size - 1) * stride for size, stride in zip(port.sizes[1:], port.strides[1:], strict=True))
+        if port.side and elements > _MOST_ELEMENTS:
+            return f"takes packed sequences within {_MOST_ELEMENTS} elements of memory, got {port.name} over {elements}"
+    return None
+
+
+def _uneven(sizes: Sizes, strides: Sizes, step: int) -> bool:
+    """Whether a row begins off a multiple of ``step`` elements, or two begin at one; dims of size 1 make no step."""
+    return any(size > 1 and (stride <= 0 or stride % step)
+               for size, stride in zip(sizes[:3], strides[:3], strict=False))
+
+
+def _text(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
+
+
+backend = CudnnBackend()

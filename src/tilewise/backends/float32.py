@@ -1,0 +1,161 @@
+"""What the backends cuda and cuda_ieee share: the float32 kernels of kernels/cuda, by two kinds of product."""
+
+import contextlib
+import importlib.util
+from functools import cache, lru_cache
+from typing import ClassVar, cast
+
+import torch
+
+from tilewise.backends.base import Gradients, Needs, Results, Saved
+from tilewise.backends.current import allows_tf32, is_current
+from tilewise.kernels.cuda.call import UNBOUNDED, Call
+from tilewise.kernels.cuda.program import Program, load
+from tilewise.problem import AttentionProblem, are_aligned, dense_strides
+from tilewise.scores import NO_OPERANDS, NO_OPTIONS, Operands
+from tilewise.tuning.cuda import DELTA, WIDEST, CudaConfig, cuda_config, padded_dims, sum_kernels
+from tilewise.tuning.device import DeviceSpec, device_spec
+
+_EVERY = Needs()
+
+
+class Float32Backend:
+    """Forward, delta, dK/dV and dQ kernels without atomics: every result is the same on every run.
+
+    Attributes:
+        name: of the backend.
+        tensor_cores: whether products are made of three TF32 products on tensor cores, or of one where torch's own
+            setting allows TF32; else on FMA pipes, each product and sum rounded once.
+    """
+
+    name: ClassVar[str]
+    tensor_cores: ClassVar[bool]
+
+    def why_not(self, problem: AttentionProblem) -> str | None:
+        """Return the reason against, if there is one."""
+        return self._wrong_machine(problem) or _wrong_problem(problem) or self._too_large(problem)
+
+    def forward(self, problem: AttentionProblem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+                operands: Operands = NO_OPERANDS) -> Results:
+        """See :class:`tilewise.backends.base.Backend`."""
+        shape = (problem.b, problem.hq, problem.sq, problem.dv)
+        out = torch.empty_strided(shape, problem.out_strides, dtype=problem.dtype, device=problem.device)
+        lse = torch.empty(shape[:3], dtype=torch.float32, device=problem.device)
+        if problem.is_empty or not problem.sk:  # lengths that are data say nothing of keys that are not there
+            return Results(out.zero_(), lse.fill_(float("-inf")))
+        call = Call.of(problem, q=q, k=k, v=v, out=out, lse=lse, **_lengths(operands))
+        vectors = _takes_vectors(q, k, v)
+        with contextlib.nullcontext() if is_current(problem.device) else torch.cuda.device(problem.device):
+            _launch("forward", problem, call, self.products, vectors)
+        return Results(out, lse)
+
+    def backward(self, problem: AttentionProblem, saved: Saved, dout: torch.Tensor, dlse: torch.Tensor | None,
+                 needs: Needs = _EVERY) -> Gradients:
+        """See :class:`tilewise.backends.base.Backend`."""
+        q, k, v, out, lse, operands = saved
+        dq = _empty_like(q) if needs.dq else None
+        dk, dv = (_empty_like(k), _empty_like(v)) if needs.dkv else (None, None)
+        if problem.is_empty or not problem.sk:  # lengths that are data say nothing of keys that are not there
+            return Gradients(*(None if gradient is None else gradient.zero_() for gradient in (dq, dk, dv)))
+        delta = torch.empty_like(lse)
+        call = Call.of(problem, q=q, k=k, v=v, out=out, dout=dout, dq=dq, dk=dk, dv=dv, dlse=dlse, lse=lse, delta=delta,
+                       **_lengths(operands))
+        vectors = _takes_vectors(q, k, v, dout)
+        with contextlib.nullcontext() if is_current(problem.device) else torch.cuda.device(problem.device):
+            for kernel in ("delta", *(sum_kernels(problem) if needs.dkv else ()), *(("dq",) if needs.dq else ())):
+                _launch(kernel, problem, call, self.products, vectors)
+        return Gradients(dq, dk, dv)
+
+    @property
+    def products(self) -> int:
+        """How a product is made now: by 0 TF32 products, 3, or 1 where the user allows it to torch."""
+        if not self.tensor_cores:
+            return 0
+        return 1 if allows_tf32() else 3
+
+    def _wrong_machine(self, problem: AttentionProblem) -> str | None:
+        if problem.device.type != "cuda" or torch.version.hip is not None:
+            return f"runs on CUDA devices, got {'ROCm' if torch.version.hip else problem.device}"
+        if not _installed():
+            return "needs the package cuda-bindings, which CUDA builds of torch bring; others need tilewise[cuda]"
+        capability, least = torch.cuda.get_device_capability(problem.device), (8, 0) if self.tensor_cores else (7, 5)
+        if capability < least:
+            also = "; backend='cuda_ieee' takes 7.5" if self.tensor_cores else ""
+            return (f"needs CUDA compute capability {least[0]}.{least[1]} or newer, got {capability[0]}."
+                    f"{capability[1]}{also}")
+        return None
+
+    def _too_large(self, problem: AttentionProblem) -> str | None:
+        spec = device_spec(problem.device)
+        kernels = ("forward",) if problem.direction == "forward" else (*sum_kernels(problem), "dq")
+        if any(cuda_config(kernel, problem, spec, self.products) is None for kernel in kernels):
+            return (f"finds no tile for head dims {problem.d} and {problem.dv} in the {spec.shared_memory} bytes of "
+                    f"shared memory of {spec.arch}")
+        return None
+
+
+def _wrong_problem(problem: AttentionProblem) -> str | None:
+    if problem.dtype is not torch.float32:
+        return f"computes in float32, got {problem.dtype}"
+    if max(problem.d, problem.dv) > WIDEST:
+        return f"takes head dims up to {WIDEST}, got {problem.d} and {problem.dv}"
+    if problem.mask.has_exceptions:
+        return f"takes causal masks and windows, got {problem.mask}"
+    if problem.scores != NO_OPTIONS:
+        return f"takes no option that changes scores or reports one, got {str(problem.scores) or 'max_logit'}"
+    if problem.sequences.packed is not None:
+        return f"takes lengths of batch entries, got {problem.sequences}"
+    if max(problem.sq, problem.sk) >= UNBOUNDED:
+        return f"takes lengths below {UNBOUNDED}, got {problem.sq} queries and {problem.sk} keys"
+    return None
+
+
+def _lengths(operands: Operands) -> dict[str, torch.Tensor | None]:
+    return {"seqlens_q": operands.seqlens_q, "seqlens_k": operands.seqlens_k}
+
+
+def _takes_vectors(*tensors: torch.Tensor) -> bool:
+    """Whether every row of these tensors can be read 16 bytes at a time."""
+    return are_aligned(*tensors) and all(
+        tensor.stride(3) == 1 and tensor.shape[3] % 4 == 0
+        and all(stride % 4 == 0 or size == 1
+                for size, stride in zip(tensor.shape[:3], tensor.stride()[:3], strict=True))
+        for tensor in tensors)
+
+
+def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, dense_strides(tensor.shape, tensor.stride()), dtype=tensor.dtype,
+                               device=tensor.device)
+
+
+def _launch(kernel: str, problem: AttentionProblem, call: Call, products: int, vectors: bool) -> None:
+    program, shared_bytes, tiles, heads = _plan(kernel, problem, products, vectors)
+    call.tiles = tiles
+    load(program, device_spec(problem.device).arch, problem.device.index or 0, shared_bytes)(call,
+                                                                                            tiles * heads * problem.b)
+
+
+@lru_cache(maxsize=4096)
+def _plan(kernel: str, problem: AttentionProblem, products: int, vectors: bool) -> tuple[Program, int, int, int]:
+    """Return a kernel's program, its shared memory, and how many tiles and heads its grid has."""
+    return plan(kernel, problem, device_spec(problem.device), products, vectors)
+
+
+def plan(kernel: str, problem: AttentionProblem, device: DeviceSpec, products: int,
+         vectors: bool) -> tuple[Program, int, int, int]:
+    """The same for a device that need not be here."""
+    dims = padded_dims(kernel, problem)
+    if kernel == "delta":
+        config, shared_bytes, rows = DELTA, 0, DELTA.warps
+    else:
+        # why_not refuses where there is none.
+        config = cast(CudaConfig, cuda_config(kernel, problem, device, products))
+        shared_bytes, rows = config.shared_bytes(kernel, *dims), config.rows
+    of_keys = kernel in ("dkdv", "dk", "dv")
+    length, heads = (problem.sk, problem.hk) if of_keys else (problem.sq, problem.hq)
+    return Program(kernel, config, *dims, vectors), shared_bytes, -(-length // rows), heads
+
+
+@cache
+def _installed() -> bool:
+    return importlib.util.find_spec("cuda") is not None and importlib.util.find_spec("cuda.bindings") is not None

@@ -1,0 +1,114 @@
+"""Decoding: attention of a few new queries to the keys and values that a cache holds."""
+
+from typing import Any
+
+import torch
+
+from tilewise.api import AttentionOutput
+from tilewise.autograd.decode_op import run_decode
+from tilewise.decode_problem import CacheOperands, DecodeOptions, check_mask, facts_of_inputs
+from tilewise.errors import InvalidInput
+from tilewise.masks import Mask
+from tilewise.scores import with_batch_dim
+
+_NO_MASK = Mask()
+_NAMES = ("q", "k_cache", "v_cache", *CacheOperands._fields)
+
+
+def attention_decode(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *, k: torch.Tensor | None = None,
+                     v: torch.Tensor | None = None, cache_seqlens: int | torch.Tensor | None = None,
+                     cache_batch_idx: torch.Tensor | None = None, cache_leftpad: torch.Tensor | None = None,
+                     block_table: torch.Tensor | None = None, rotary_cos: torch.Tensor | None = None,
+                     rotary_sin: torch.Tensor | None = None, rotary_interleaved: bool = True,
+                     mask: Mask | None = None, scale: float | None = None,
+                     alibi_slopes: torch.Tensor | None = None, softcap: float | None = None,
+                     sinks: torch.Tensor | None = None, num_splits: int | None = None,
+                     return_aux: tuple[str, ...] = (), deterministic: bool | None = None,
+                     backend: str | None = None) -> torch.Tensor | AttentionOutput:
+    """Compute attention of new queries to a cache of keys and values, which k and v are appended to first.
+
+    The last query stands on the last key. Lengths, tables and indices stay on the device: no synchronisation, and a
+    CUDA graph replays with other ones. There is no backward pass.
+
+    Args:
+        q: (b, hq, sq, d), any strides; sq is 1, or a few, or all of a prompt.
+        k_cache, v_cache: (b, hk, capacity, d) and (b, hk, capacity, dv), stride 1 along the head dim and any others.
+            With a block_table, (pages, hk, page size, d) and so on, pages of any size.
+        k, v: (b, hk, new, d) and (b, hk, new, dv): written to the caches, in place, from position ``cache_seqlens``
+            on; what there is no room for is not. None = the caches are complete.
+        cache_seqlens: (b,), int32 or int64, or an integer: positions filled before k and v, a number below 0 in
+            a tensor counting as 0; None = all.
+        cache_batch_idx: (b,), int32 or int64: the row of the caches in which a sequence lies; None = its own.
+        cache_leftpad: (b,), int32 or int64: positions before this one are padding, which nobody sees; None = 0.
+        block_table: (b, pages of a sequence), int32 or int64: its pages in order; entries past its end are not read.
+        rotary_cos, rotary_sin: (positions, rotary_dim / 2), floating point: k is turned by the angles of its positions
+            and q, under a bounded mask, by those of the positions that k begins at, query by query; without one all of
+            q turns by the first.
+        rotary_interleaved: True = dims 2p and 2p + 1 turn together; False = p and p + rotary_dim / 2.
+        mask: :func:`causal`, :func:`window` or both, their alignment "bottom_right" or left out; None = every key of
+            the sequence.
+        scale, softcap: as in :func:`attention`.
+        alibi_slopes: (hq,) or (b, hq), float32; distances count from the key that a query stands on.
+        sinks: (hq,), as in :func:`attention`.
+        num_splits: programs that share the keys of a head; None = what fills the device. It changes the order of sums.
+        return_aux: ``("lse",)`` returns a named tuple (out, lse).
+        deterministic: True = a sequence's result has the same bits whatever else the batch or the cache holds; keys
+            are then split at fixed lengths. None follows :func:`torch.use_deterministic_algorithms`. On every run the
+            same it is in any case.
+        backend: "triton" or "reference"; None = triton where there is a GPU.
+
+    Returns:
+        out, (b, hq, sq, dv), or with ``return_aux`` (out, lse): 0 and -inf where a query sees no key.
+
+    Raises:
+        InvalidInput: an argument without a meaning, or one that asks for a gradient.
+        UnsupportedProblem: the backend refuses, or the mask is more than a band.
+
+    >>> import torch, tilewise as tw
+    >>> q, cache = torch.randn(2, 8, 1, 64), torch.randn(2, 2, 100, 64)
+    >>> tw.attention_decode(q, cache, cache, cache_seqlens=torch.tensor([30, 99])).shape
+    torch.Size([2, 8, 1, 64])
+    """
+    named = tuple(return_aux) if not isinstance(return_aux, str) else (return_aux,)
+    if isinstance(return_aux, str) or named not in ((), ("lse",)):
+        raise InvalidInput(f"return_aux is {return_aux!r}; allowed are () and ('lse',).")
+    mask = _NO_MASK if mask is None else mask
+    check_mask(mask)
+    facts_of_inputs(q, k_cache, v_cache)
+    operands = CacheOperands(k, v, _lengths(q, cache_seqlens), cache_batch_idx, cache_leftpad, block_table, rotary_cos,
+                             rotary_sin, _slopes(q, alibi_slopes), sinks)
+    _check_tensors(q, k_cache, v_cache, operands)
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    options = DecodeOptions(mask, scale, softcap, rotary_interleaved, num_splits, deterministic)
+    out, lse = run_decode(q, k_cache, v_cache, operands, options, backend)
+    return AttentionOutput(out, lse) if named else out
+
+
+def _lengths(q: torch.Tensor, cache_seqlens: Any) -> torch.Tensor | None:
+    if isinstance(cache_seqlens, int) and not isinstance(cache_seqlens, bool) and 0 <= cache_seqlens < 2**31:
+        return torch.full((len(q),), cache_seqlens, dtype=torch.int32, device=q.device)
+    if cache_seqlens is None or isinstance(cache_seqlens, torch.Tensor):
+        return cache_seqlens
+    raise InvalidInput(f"cache_seqlens is {cache_seqlens!r}; allowed is a tensor of shape (b,), an "
+                       "integer from 0 up, or None.")
+
+
+def _slopes(q: torch.Tensor, slopes: torch.Tensor | None) -> torch.Tensor | None:
+    if slopes is None:
+        return None
+    slopes = with_batch_dim(slopes)
+    return slopes.expand(len(q), -1) if slopes.shape == (1, q.shape[1]) else slopes
+
+
+def _check_tensors(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, operands: CacheOperands) -> None:
+    """Refuse what is no tensor, which the operator would in words of its own, and what asks for a gradient."""
+    graded = torch.is_grad_enabled()
+    for name, tensor in zip(_NAMES, (q, k_cache, v_cache, *operands), strict=True):
+        if tensor is None:
+            continue
+        if not isinstance(tensor, torch.Tensor):
+            raise InvalidInput(f"{name} is a {type(tensor).__name__}; allowed is a torch.Tensor, or None.")
+        if graded and tensor.requires_grad:
+            raise InvalidInput(f"{name} requires a gradient, and decoding has no backward pass; call it under "
+                               "torch.no_grad(), or attention() without a cache.")

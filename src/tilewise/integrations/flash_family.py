@@ -1,0 +1,53 @@
+"""What flash-attn 3 and 4 have in common, translated: layouts, lengths, ``qv``, and refusals.
+
+Tensors are (b, s, h, d), or (total, h, d) packed, and seen as (b, h, s, d) without a copy. Diagonals run through the
+bottom right corner, each sequence's own; lse is -inf where a query sees no key.
+"""
+
+from typing import Any
+
+import torch
+
+from tilewise.api import attention, attention_varlen
+from tilewise.errors import InvalidInput, UnsupportedProblem
+from tilewise.masks import Mask, window
+
+OutAndLse = tuple[torch.Tensor, torch.Tensor]
+
+
+def band_of(left: int | None, right: int | None, causal: bool) -> Mask:
+    """Return the mask of a window; causal takes the place of its right side."""
+    return window(left, 0 if causal else right, "bottom_right")
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, qv: torch.Tensor | None, options: dict[str, Any],
+           lengths: dict[str, Any] | None = None) -> OutAndLse:
+    """Return out and lse.
+
+    Args:
+        q, k, v: as flash-attn has them, packed where ``lengths`` has ``cu_seqlens_q``.
+        qv: (..., hq, dv): queries of the values, whose products with v are added to those of q with k; None = none.
+        options: of :func:`tilewise.attention`.
+        lengths: ``cu_seqlens_q``, ``cu_seqlens_k``, ``seqused_q`` and ``seqused_k``.
+    """
+    if qv is not None:  # q·k + qv·v is a product of the two side by side; the scale counts both
+        q, k = torch.cat((q, qv), -1), torch.cat((k, v), -1)
+    given: dict[str, Any] = lengths or {}
+    packed = [given.get(name) is not None for name in ("cu_seqlens_q", "cu_seqlens_k")]
+    if packed[0] != packed[1]:
+        raise InvalidInput(f"cu_seqlens_q is {'given' if packed[0] else 'None'} and cu_seqlens_k is "
+                           f"{'given' if packed[1] else 'None'}; allowed are both, or neither.")
+    options |= {"return_aux": ("lse",)}
+    if packed[0]:
+        out, lse = attention_varlen(q, k, v, **given, **options)
+        return out, lse
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    out, lse = attention(q, k, v, seqlens_q=given.get("seqused_q"), seqlens_k=given.get("seqused_k"), **options)
+    return out.transpose(1, 2), lse
+
+
+def refuse(reason: str, **given: object) -> None:
+    """Raise for the first argument that is there."""
+    for name, value in given.items():
+        if value is not None:
+            raise UnsupportedProblem(f"{name} is given; allowed is None: {reason}", {})

@@ -1,0 +1,169 @@
+"""FlexAttention's call, for what can be translated: no compiling, and no score_mod of one's own in Python.
+
+A ``BlockMask`` becomes a boolean tensor, by its blocks and its ``mask_mod``, and lists of its visible tiles: made once,
+in queries x keys bytes, and kept as long as the mask lives. Masks of tilewise's own are taken in its place, and cost no
+such tensor. A ``score_mod`` is one of :func:`softcap` and :func:`alibi`, which FlexAttention itself takes as well, or a
+:class:`tilewise.functions.ScoreFunction`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from tilewise.api import attention
+from tilewise.errors import InvalidInput, UnsupportedProblem
+from tilewise.functions import MaskFunction, ScoreFunction
+from tilewise.integrations.torch_sdpa import _check_heads
+from tilewise.masks import Mask, TensorMask, window
+
+__all__ = ["alibi", "flex_attention", "softcap"]
+
+Visible = Mask | TensorMask | MaskFunction
+_FROM_THE_FIRST = window(None, None, "top_left")  # hides nothing: distances are those of indices
+# Of each BlockMask its tiled mask, and the lengths that it was made for.
+_TRANSLATED: WeakKeyDictionary[Any, tuple[tuple[int, int], TensorMask]] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True, eq=False)
+class ScoreMod:
+    """A score_mod that is known by name: FlexAttention calls it, tilewise reads its options.
+
+    Attributes:
+        function: (score, b, h, q_idx, kv_idx) -> score.
+        options: the same as arguments of :func:`tilewise.attention`.
+    """
+
+    function: Callable[..., torch.Tensor]
+    options: dict[str, Any]
+
+    def __call__(self, score: torch.Tensor, b: torch.Tensor, h: torch.Tensor, q_idx: torch.Tensor,
+                 kv_idx: torch.Tensor) -> torch.Tensor:
+        """Change one score."""
+        return self.function(score, b, h, q_idx, kv_idx)
+
+
+def softcap(cap: float) -> ScoreMod:
+    """Return the score_mod ``cap · tanh(score / cap)``."""
+    return ScoreMod(lambda score, b, h, q_idx, kv_idx: cap * torch.tanh(score / cap), {"softcap": cap})
+
+
+def alibi(slopes: torch.Tensor) -> ScoreMod:
+    """Return the score_mod ``score − slopes[h] · |q_idx − kv_idx|``; slopes (hq,), float32.
+
+    Beside a mask of tilewise's, distances have that mask's alignment.
+    """
+    return ScoreMod(lambda score, b, h, q_idx, kv_idx: score - slopes[h] * (q_idx - kv_idx).abs(),
+                    {"alibi_slopes": slopes})
+
+
+def flex_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+                   score_mod: ScoreMod | ScoreFunction | None = None, block_mask: Any = None,
+                   scale: float | None = None, enable_gqa: bool = False, return_lse: bool = False,
+                   kernel_options: dict[str, Any] | None = None, *, return_aux: Any = None) -> Any:
+    """Attend as :func:`torch.nn.attention.flex_attention.flex_attention`.
+
+    Args:
+        query, key, value: (b, hq, sq, d), (b|1, hk, sk, d) and (b|1, hk, sk, dv).
+        score_mod: made by :func:`softcap` or :func:`alibi`, a :class:`tilewise.functions.ScoreFunction`, or None.
+        block_mask: a ``BlockMask``, a mask of tilewise's, or None. What a ``BlockMask`` sees is read at its first call.
+        scale: None = 1/sqrt(d).
+        enable_gqa: allow hq to be a multiple of hk.
+        return_lse: return (out, lse).
+        kernel_options: for the tiles of FlexAttention's own kernels; without an effect.
+        return_aux: an ``AuxRequest``: return (out, AuxOutput), with lse and max_scores where asked for.
+
+    Returns:
+        out, (b, hq, sq, dv), 0 where a query sees no key; lse and max_scores, (b, hq, sq), float32, -inf there.
+
+    Raises:
+        UnsupportedProblem: score_mod is a function of Python's own.
+        InvalidInput: the ``BlockMask`` is of other lengths, or as :func:`tilewise.attention`.
+
+    >>> q = torch.randn(1, 4, 64, 16)
+    >>> flex_attention(q, q, q, score_mod=softcap(20.0)).shape
+    torch.Size([1, 4, 64, 16])
+    """
+    if return_lse and return_aux is not None:
+        raise InvalidInput("return_lse is True and return_aux is given; allowed is one of them: "
+                           "return_aux=AuxRequest(lse=True).")
+    _check_heads(query.shape[1], key.shape[1], enable_gqa)
+    options = _score_options(score_mod)
+    mask = _mask(block_mask, query, key)
+    if len(key) == 1 and len(query) > 1:
+        key, value = (tensor.expand(len(query), -1, -1, -1) for tensor in (key, value))
+    out, lse, *most = attention(query, key, value, mask=mask, scale=scale, **options,
+                                return_aux=("lse", "max_logit") if _wants(return_aux, "max_scores") else ("lse",))
+    if return_lse:
+        return out, lse
+    if return_aux is None:
+        return out
+    from torch.nn.attention.flex_attention import AuxOutput
+
+    return out, AuxOutput(lse if _wants(return_aux, "lse") else None, most[0] if most else None)
+
+
+def _wants(return_aux: Any, name: str) -> bool:
+    return return_aux is not None and bool(getattr(return_aux, name))
+
+
+def _score_options(score_mod: object) -> dict[str, Any]:
+    if score_mod is None:
+        return {}
+    if isinstance(score_mod, ScoreFunction):
+        return {"score_function": score_mod}
+    if isinstance(score_mod, ScoreMod):
+        return score_mod.options
+    raise UnsupportedProblem(f"score_mod is a {type(score_mod).__name__} of Python's own, which nothing here compiles; "
+                             "allowed are None, softcap(...) and alibi(...) of tilewise.integrations.flex, and a "
+                             "tilewise.functions.ScoreFunction, which has the formula in Triton.", {})
+
+
+def _mask(block_mask: Any, query: torch.Tensor, key: torch.Tensor) -> Visible:
+    if block_mask is None:
+        return _FROM_THE_FIRST
+    if isinstance(block_mask, (Mask, TensorMask, MaskFunction)):
+        return block_mask
+    if not hasattr(block_mask, "kv_num_blocks"):
+        raise InvalidInput(f"block_mask is a {type(block_mask).__name__}; allowed is a BlockMask, a mask of "
+                           "tilewise's, or None.")
+    lengths = query.shape[2], key.shape[2]
+    made = _TRANSLATED.get(block_mask)
+    if made is None or made[0] != lengths:
+        with torch.inference_mode(False):  # a later call may want gradients
+            made = lengths, TensorMask(_FROM_THE_FIRST, _evaluated(block_mask, *lengths)).tiled(*lengths)
+        _TRANSLATED[block_mask] = made
+    return made[1]
+
+
+def _evaluated(block_mask: Any, query_length: int, key_length: int) -> torch.Tensor:
+    """Return what a BlockMask lets take part, (b|1, h|1, sq, sk), bool: whole blocks, and others pair by pair."""
+    if tuple(block_mask.seq_lengths) != (query_length, key_length):
+        of_mask = " queries and ".join(map(str, block_mask.seq_lengths))
+        raise InvalidInput(f"block_mask is of {of_mask} keys, and query and key have {query_length} and {key_length}: "
+                           "make one for these lengths.")
+    from torch.nn.attention.flex_attention import create_mask
+
+    batch, heads = block_mask.kv_num_blocks.shape[:2]
+    pairs = create_mask(block_mask.mask_mod, batch, heads, query_length, key_length,
+                        device=block_mask.kv_num_blocks.device)
+    in_part = _blocks(block_mask, block_mask.kv_num_blocks, block_mask.kv_indices)
+    visible = pairs & in_part[..., :query_length, :key_length]
+    if block_mask.full_kv_num_blocks is None:
+        return visible
+    whole = _blocks(block_mask, block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
+    return visible | whole[..., :query_length, :key_length]
+
+
+def _blocks(block_mask: Any, counts: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    """Return which pairs lie in listed blocks: of each row of ``indices`` the first ``counts``."""
+    rows, columns = block_mask.BLOCK_SIZE
+    key_blocks = -(-block_mask.seq_lengths[1] // columns)
+    is_listed = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
+    # What is not listed goes into a column that is cut off.
+    places = torch.where(is_listed, indices.long(), key_blocks)
+    listed = torch.zeros(*counts.shape, key_blocks + 1, dtype=torch.bool, device=indices.device)
+    listed = listed.scatter(-1, places, is_listed)[..., :key_blocks]
+    return listed.repeat_interleave(rows, -2).repeat_interleave(columns, -1)

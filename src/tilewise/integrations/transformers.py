@@ -1,0 +1,201 @@
+"""Hugging Face Transformers: an attention function and a mask function under a name that models can be told.
+
+:func:`register` enters both, since a name that has no mask function gets no masks, and padding would be ignored
+silently. A model is then made, or told, with ``attn_implementation="tilewise"``.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from tilewise.api import attention, attention_varlen
+from tilewise.errors import InvalidInput, TilewiseError, UnsupportedProblem
+from tilewise.integrations.model_masks import ModelMask, Places, evaluated, pattern_of, translate
+from tilewise.masks import Mask, TensorMask, window
+
+__all__ = ["attention_forward", "attention_mask", "register"]
+
+# Names by which Transformers takes an implementation for one of its own.
+_TAKEN = ("eager", "flash", "flex_attention", "paged", "sdpa", "/", "|")
+# What Transformers hands down to every layer, and what only its flash kernels need: nothing in the result hangs on it.
+_WITHOUT_EFFECT = frozenset({
+    "cache_position", "deterministic", "logits_to_keep", "max_length_k", "max_length_q", "mm_token_type_ids",
+    "num_items_in_batch", "output_hidden_states", "output_router_logits", "position_embeddings", "position_ids",
+    "return_dict", "seq_idx", "token_type_ids", "use_cache"})
+
+
+def register(name: str = "tilewise", *, read_padding: bool = False) -> None:
+    """Enter tilewise's attention and mask functions into Transformers, by this name.
+
+    Then ``AutoModel.from_pretrained(..., attn_implementation=name)`` or ``model.set_attn_implementation(name)``.
+
+    Args:
+        name: must not look like an implementation of Transformers' own, as one with "flash" in it does.
+        read_padding: look at each padding mask on the host, as Transformers' own implementations do, and drop one that
+            hides nothing, which leaves the call to faster kernels. Waits for the device once a forward pass; without,
+            nothing is waited for.
+
+    Raises:
+        InvalidInput: the name would be taken for another implementation.
+        TilewiseError: Transformers is not installed.
+
+    >>> register()  # doctest: +SKIP
+    """
+    for taken in _TAKEN:
+        if taken in name:
+            raise InvalidInput(f"name is {name!r}; allowed is one without {taken!r}, by which Transformers takes it "
+                               "for an implementation of its own.")
+    try:
+        from transformers import AttentionInterface, AttentionMaskInterface
+    except ImportError as missing:
+        raise TilewiseError("Transformers is not installed, or older than 5.17; allowed are 5.17 and newer: install "
+                            "'tilewise[transformers]'.") from missing
+    AttentionInterface.register(name, attention_forward)
+    AttentionMaskInterface.register(name, partial(attention_mask, read_padding=read_padding))
+
+
+def attention_mask(batch_size: int, q_length: int, kv_length: int, q_offset: int | torch.Tensor = 0, kv_offset: int = 0,
+                   mask_function: Callable[..., Any] | None = None,
+                   attention_mask: torch.Tensor | ModelMask | None = None, *,
+                   device: torch.device | str = "cpu", use_vmap: bool = False, read_padding: bool = False,
+                   **_: Any) -> ModelMask:
+    """Describe a layer's mask, as an ``AttentionMaskInterface`` function.
+
+    Padding becomes documents and the window a band, whose hidden tiles are skipped; a cache that is longer than its
+    content gets the lengths in use, which stay on the device. What no such name fits is made a boolean tensor.
+
+    Args:
+        batch_size, q_length, kv_length: sizes of the mask.
+        q_offset, kv_offset: positions of the first query and key; the query's may be a tensor.
+        mask_function: of (batch, head, query, key) indices, True = take part; None = causal.
+        attention_mask: (b, at least kv_offset + kv_length or what is there of it), bool, True = a token.
+        device: of the mask.
+        use_vmap: whether ``mask_function`` cannot be handed index tensors.
+        read_padding: as in :func:`register`.
+
+    Returns:
+        What :func:`attention_forward` takes.
+    """
+    if isinstance(attention_mask, ModelMask):  # made before the model was called, as for a compiled one
+        return attention_mask
+    from transformers import masking_utils
+
+    padding = None
+    if attention_mask is not None:
+        padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
+        # Contiguous: a static cache's marks grow from step to step, and a compiled model would be told a new stride.
+        padding = padding[:, kv_offset:kv_offset + kv_length].contiguous()
+        if read_padding and not torch.compiler.is_compiling() and bool(padding.all()):
+            padding = None
+    mask_function = mask_function or masking_utils.causal_mask_function
+    places = Places(batch_size, q_length, kv_length, q_offset, kv_offset, device)
+    pattern = pattern_of(mask_function)
+    if pattern is not None:
+        mask = translate(pattern, places, padding)
+        if mask is not None:
+            return mask
+    dense = masking_utils.sdpa_mask(
+        batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
+        mask_function=mask_function, attention_mask=attention_mask, allow_is_causal_skip=False,
+        allow_is_bidirectional_skip=False, use_vmap=use_vmap, device=device)
+    return evaluated(dense)
+
+
+def attention_forward(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+                      attention_mask: ModelMask | torch.Tensor | None, dropout: float = 0.0,
+                      scaling: float | None = None, is_causal: bool | None = None, sliding_window: int | None = None,
+                      softcap: float | None = None, s_aux: torch.Tensor | None = None,
+                      position_bias: torch.Tensor | None = None, **kwargs: Any) -> tuple[torch.Tensor, None]:
+    """Attend, as an ``AttentionInterface`` function.
+
+    Args:
+        module: the layer; its ``is_causal`` counts where neither a mask nor the argument says it.
+        query, key, value: (b, hq, sq, d), (b, hk, sk, d) and (b, hk, sk, dv).
+        attention_mask: a mask of :func:`attention_mask`, or of four dims: bool, True = take part, or added to the
+            scores, where the least number of its dtype and -inf hide a pair.
+        dropout: probability to drop a pair.
+        scaling: None = 1/sqrt(d).
+        is_causal, sliding_window: what is hidden by position where there is no mask; ``sliding_window`` keys are kept,
+            the query's own among them.
+        softcap: bound of the scores.
+        s_aux: (hq,): a logit of each head for nothing.
+        position_bias: broadcasts to (b, hq, sq, sk): added to the scores.
+        kwargs: ``cu_seq_lens_q`` and ``cu_seq_lens_k`` mark packed sequences of one batch entry; what else Transformers
+            hands down without an effect on the result; anything else raises.
+
+    Returns:
+        out, (b, sq, hq, dv), and None for the probabilities, which are never there. A query that sees no key gives 0,
+        where Transformers' own average all values.
+
+    Raises:
+        UnsupportedProblem: probabilities, a paged cache or something unknown is asked for.
+    """
+    lengths = kwargs.pop("cu_seq_lens_q", None), kwargs.pop("cu_seq_lens_k", None)
+    if (lengths[0] is None) != (lengths[1] is None):
+        raise InvalidInput("of cu_seq_lens_q and cu_seq_lens_k one is given; allowed are both or neither.")
+    _refuse_unknown(kwargs)
+    mask, bias, seqlens_k = _translated(module, query, key, attention_mask, is_causal, sliding_window)
+    if position_bias is not None:
+        bias = position_bias if bias is None else bias + position_bias
+    options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux, "dropout_p": dropout, "bias": bias}
+    if lengths[0] is not None:
+        band = _band_of_packed(query, attention_mask, mask)
+        options |= {"mask": band, "cu_seqlens_q": lengths[0], "cu_seqlens_k": lengths[1]}
+        out: torch.Tensor = attention_varlen(*(t.squeeze(0).transpose(0, 1) for t in (query, key, value)), **options)
+        return out.unsqueeze(0).contiguous(), None
+    out = attention(query, key, value, mask=mask, seqlens_k=seqlens_k, **options)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _band_of_packed(query: torch.Tensor, attention_mask: ModelMask | torch.Tensor | None,
+                    mask: Mask | TensorMask) -> Mask:
+    """Return what packed sequences need beside their lengths; documents of positions that say the same are dropped."""
+    is_band = attention_mask is None or (isinstance(attention_mask, ModelMask) and attention_mask.is_band)
+    if query.shape[0] != 1 or not is_band:
+        raise UnsupportedProblem(f"cu_seq_lens_q and cu_seq_lens_k are given with {query.shape[0]} batch entries and "
+                                 f"{'a band' if is_band else 'padding or another mask'}; allowed are one entry and "
+                                 "masks by position. Leave them out, and mark sequences by position_ids.", {})
+    band = mask.band if isinstance(mask, TensorMask) else mask
+    return replace(band, alignment=band.alignment or "bottom_right")  # as flash-attn's lengths mean it
+
+
+def _translated(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor,
+                attention_mask: ModelMask | torch.Tensor | None, is_causal: bool | None, sliding_window: int | None,
+                ) -> tuple[Mask | TensorMask, torch.Tensor | None, torch.Tensor | None]:
+    """Return the mask, what is added to the scores, and the lengths in use."""
+    if isinstance(attention_mask, ModelMask):
+        given, wanted = (query.shape[2], key.shape[2]), attention_mask.shape[2:]
+        if given != wanted:
+            raise InvalidInput(f"attention_mask is of {wanted[0]} queries and {wanted[1]} keys, and query and key have "
+                               f"{given[0]} and {given[1]}: allowed is a mask made for them.")
+        return attention_mask.visible, None, attention_mask.seqlens_k
+    if attention_mask is not None:
+        if attention_mask.dim() != 4:
+            raise InvalidInput(f"attention_mask has shape {tuple(attention_mask.shape)}; allowed are four dims, or a "
+                               "mask of the mask function that register() enters.")
+        if attention_mask.dtype is torch.bool:
+            return TensorMask(Mask(), attention_mask), None, None
+        hidden = torch.finfo(attention_mask.dtype).min
+        return TensorMask(Mask(), attention_mask > hidden), attention_mask, None
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    # One query is the newest: it sees every key. Of several, lengths alone do not tell on which keys they stand, so the
+    # mask has no alignment, and raises where they differ.
+    last = query.shape[2] == 1
+    side = None if sliding_window is None else sliding_window - 1
+    if last:
+        return window(side, None, "bottom_right"), None, None
+    return window(side, 0 if causal else side), None, None
+
+
+def _refuse_unknown(kwargs: dict[str, Any]) -> None:
+    for name, value in kwargs.items():
+        if value is None or value is False or name in _WITHOUT_EFFECT:
+            continue
+        if name == "output_attentions":
+            raise UnsupportedProblem("output_attentions is True; allowed is False: the probabilities are never in "
+                                     "memory. Use attn_implementation='eager' to look at them.", {})
+        raise UnsupportedProblem(f"{name} is given, a {type(value).__name__}; allowed is None: tilewise does not know "
+                                 "what it would change. Use attn_implementation='eager' or 'sdpa' for this model.", {})

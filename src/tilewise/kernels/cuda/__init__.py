@@ -1,0 +1,1 @@
+"""float32 attention in CUDA C++: one source, compiled when first used."""

@@ -1,0 +1,807 @@
+// Exact float32 attention, forward and backward, in one file without an include.
+//
+// Reads top to bottom: 1 what the compiler is told, 2 the hardware's own instructions, 3 a call, 4 tiles in shared
+// memory, 5 the two tile products, once on tensor cores and once on FMA pipes, 6 the kernels. Equation numbers are those
+// of docs/maths.md; b, h, s, d name dims as everywhere in tilewise; i counts queries, j keys.
+//
+// Both products of attention, and all five of its gradient, have one of two forms, where R is a tile of rows:
+//
+//   scores[m][n] = sum_d A[m][d] B[n][d]       "rows by rows":       Q Kt, dO Vt and their transposes
+//   sums[m][e]  += sum_n T[m][n] C[n][e]       "tile by columns":    P V, Pt dO, dSt Q, dS K
+//
+// T is what a thread made of its own scores, so it never leaves the registers where the two layouts agree.
+
+// ---------------------------------------------------------------------------------------------------------------------
+// 1. What the compiler is told
+//
+// TW_D, TW_DV      head dims of q and k and of v, padded: multiples of 32 (of 16 for TW_D in the forward pass)
+// TW_PRODUCTS      0: FMA pipes ("ieee"); 1: one TF32 product ("tf32"); 3: three of them ("tf32x3")
+// TW_BLOCKS        tf32: blocks of 16 rows a warp owns; ieee: rows a thread owns
+// TW_WARPS         warps a program; together they own TW_ROWS rows
+// TW_OTHERS        rows of the other side a step: keys in forward and dq, queries in dkdv
+// TW_RESIDENT      programs that shall fit a multiprocessor; bounds the registers
+// TW_VECTORS       whether rows of all tensors read can be copied 16 bytes at a time
+// TW_FORWARD, TW_DELTA, TW_DK, TW_DV_SUM, TW_DQ: what is to be made; dk and dv by one kernel, or (wide heads) a launch each
+
+#define TW_THREADS (TW_WARPS * 32)
+#define TW_BOUNDS __launch_bounds__(TW_THREADS, TW_RESIDENT)
+
+// ---------------------------------------------------------------------------------------------------------------------
+// 2. The hardware's own instructions
+
+#ifndef TW_HARDWARE  // the test suite puts functions of the CPU here
+#define TW_KERNEL extern "C" __global__ void TW_BOUNDS
+#define TW_DEVICE __device__ __forceinline__
+
+TW_DEVICE float* shared_memory() {
+  extern __shared__ float4 memory[];
+  return reinterpret_cast<float*>(memory);
+}
+
+TW_DEVICE int thread_index() { return threadIdx.x; }
+TW_DEVICE int program_index() { return blockIdx.x; }
+TW_DEVICE void synchronize() { __syncthreads(); }
+TW_DEVICE void synchronize_warp() { __syncwarp(); }
+TW_DEVICE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
+TW_DEVICE float multiply(float a, float b) { return __fmul_rn(a, b); }  // never fused with an addition
+
+// 2^x, to 2 units in the last place; 0 for -inf.
+TW_DEVICE float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+TW_DEVICE float log2_exact(float x) { return log2f(x); }
+
+// Copy 16 or 4 bytes from global to shared memory without passing through registers, or write zeros. A copy is seen
+// after the thread has waited for its own copies, and all threads have synchronized.
+#if __CUDA_ARCH__ >= 800
+TW_DEVICE void copy16(float* to, const float* from, bool inside) {
+  unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(to));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(from), "r"(inside ? 16 : 0)
+               : "memory");
+}
+TW_DEVICE void copy4(float* to, const float* from, bool inside) {
+  unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(to));
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(address), "l"(from), "r"(inside ? 4 : 0)
+               : "memory");
+}
+TW_DEVICE void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+#else  // Turing has no such copies
+TW_DEVICE void copy16(float* to, const float* from, bool inside) {
+  *reinterpret_cast<float4*>(to) = inside ? *reinterpret_cast<const float4*>(from) : make_float4(0, 0, 0, 0);
+}
+TW_DEVICE void copy4(float* to, const float* from, bool inside) { *to = inside ? *from : 0.0f; }
+TW_DEVICE void wait_for_copies() {}
+#endif
+
+#if __CUDA_ARCH__ >= 800
+// To the nearest TF32, with 10 bits behind the point instead of 23: two instructions, where cvt.rna.tf32 becomes four.
+// What exceeds 2^128 (1 - 2^-12) becomes infinite, and some NaN become 0, of which x - nearest_tf32(x) is NaN still.
+TW_DEVICE float nearest_tf32(float x) { return __uint_as_float((__float_as_uint(x) + 0x1000u) & 0xffffe000u); }
+
+// d += a b, for a of 16 x 8, b of 8 x 8, by a warp. Lane 4 g + c holds a[g][c], a[g + 8][c], a[g][c + 4],
+// a[g + 8][c + 4]; b[c][g], b[c + 4][g]; d[g][2c], d[g][2c + 1], d[g + 8][2c], d[g + 8][2c + 1]. The 13 low bits of a
+// and b are ignored, which rounds toward zero.
+TW_DEVICE void multiply_tiles(float& d0, float& d1, float& d2, float& d3, const float (&a)[4], float b0, float b1) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(d0), "+f"(d1), "+f"(d2), "+f"(d3)
+      : "r"(__float_as_uint(a[0])), "r"(__float_as_uint(a[1])), "r"(__float_as_uint(a[2])),
+        "r"(__float_as_uint(a[3])), "r"(__float_as_uint(b0)), "r"(__float_as_uint(b1)));
+}
+#endif
+#endif  // TW_HARDWARE
+
+// ---------------------------------------------------------------------------------------------------------------------
+// 3. A call
+
+constexpr float LOG2E = 1.4426950408889634f;
+constexpr float LN2 = 0.6931471805599453f;
+#define INFINITE __int_as_float(0x7f800000)
+
+struct Tensor {  // (b, h, s, d) by strides, in elements
+  float* data;
+  long long b, h, s, d;
+};
+
+struct Call {
+  Tensor q, k, v, out, dout, dq, dk, dv, dlse;  // dlse: (b, h, s)
+  float *lse, *delta;                           // (b, hq, sq), dense
+  const void *lengths_q, *lengths_k;            // (b,) or null
+  int wide_q, wide_k;                           // whether these have 64 bits
+  int hq, group, sq, sk, width, width_v;          // widths: head dims of q and k, and of v
+  int lower, upper;                             // query i sees key j where lower <= j - i <= upper (eq. 12)
+  int shifted;                                  // whether the band moves by (length of k) - (length of q)
+  int tiles;                                    // of the program's own rows, a head
+  float scale;
+};
+
+TW_DEVICE int least(int a, int b) { return a < b ? a : b; }
+TW_DEVICE int most(int a, int b) { return a > b ? a : b; }
+
+// The part of a call that one program works on: a tile of rows of one head.
+struct Place {
+  int batch, head, first;
+  int length_q, length_k, lower, upper;
+
+  // Keys that queries [from, to) see, and queries that see keys [from, to) (eq. 13 and 15).
+  TW_DEVICE int first_key(int from) const { return most(0, from + lower); }
+  TW_DEVICE int last_key(int to) const { return least(length_k, to + upper); }
+  TW_DEVICE int first_query(int from) const { return most(0, from - upper); }
+  TW_DEVICE int last_query(int to) const { return least(length_q, to - lower); }
+  TW_DEVICE bool sees(int i, int j) const { return lower <= j - i && j - i <= upper; }
+};
+
+TW_DEVICE int length_of(const void* lengths, int wide, int batch, int size) {
+  if (lengths == nullptr) return size;
+  long long length = wide ? static_cast<const long long*>(lengths)[batch] : static_cast<const int*>(lengths)[batch];
+  return length < size ? static_cast<int>(length) : size;
+}
+
+// Neighbouring programs share a head, hence what they read. Where the band hides keys to the right, later tiles of
+// queries have more to do: they go first, so that short ones fill the end.
+TW_DEVICE Place locate(const Call& call, int heads, int rows, bool last_first) {
+  int tile = program_index() % call.tiles, rest = program_index() / call.tiles;
+  if (last_first) tile = call.tiles - 1 - tile;
+  Place place;
+  place.first = tile * rows;
+  place.head = rest % heads;
+  place.batch = rest / heads;
+  place.length_q = length_of(call.lengths_q, call.wide_q, place.batch, call.sq);
+  place.length_k = length_of(call.lengths_k, call.wide_k, place.batch, call.sk);
+  int shift = call.shifted ? place.length_k - place.length_q : 0;
+  place.lower = call.lower + shift;
+  place.upper = call.upper + shift;
+  return place;
+}
+
+TW_DEVICE float* head_of(const Tensor& tensor, int batch, int head) {
+  return tensor.data + batch * tensor.b + head * tensor.h;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// 4. Tiles in shared memory
+//
+// A tile is ROWS rows of WIDTH floats, STRIDE apart. Rows outside [from, to) are zeros and are not read: what nobody
+// sees may hold NaN.
+
+template <int ROWS, int WIDTH, int STRIDE>
+TW_DEVICE void load_tile(float* tile, const Tensor& tensor, const float* head, int first, int from, int to, int width) {
+  constexpr int VECTORS = WIDTH / 4;
+#pragma unroll 4
+  for (int n = thread_index(); n < ROWS * VECTORS; n += TW_THREADS) {
+    int row = n / VECTORS, column = n % VECTORS * 4, s = first + row;
+    bool inside = from <= s && s < to;
+    const float* source = head + (inside ? s * tensor.s : 0);
+    float* target = tile + row * STRIDE + column;
+#if TW_VECTORS
+    inside = inside && column < width;
+    copy16(target, inside ? source + column : head, inside);
+#else
+    for (int e = 0; e < 4; e++) {
+      bool here = inside && column + e < width;
+      copy4(target + e, here ? source + (column + e) * tensor.d : head, here);
+    }
+#endif
+  }
+}
+
+// One number a row: lse or delta.
+template <int ROWS>
+TW_DEVICE void load_numbers(float* numbers, const float* source, int first, int from, int to) {
+  for (int row = thread_index(); row < ROWS; row += TW_THREADS) {
+    int s = first + row;
+    bool inside = from <= s && s < to;
+    copy4(numbers + row, inside ? source + s : source, inside);
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// 5. The two tile products
+//
+// A warp owns OWN rows; a thread of it ROWS of these, row_of(r), and of N columns N / LANES, column_of(c); the LANES
+// threads that share a row are neighbours by shuffle_xor. A row of sums of E numbers is held in quads of neighbouring
+// columns that begin at quad_of(e).
+
+#if TW_PRODUCTS
+
+// On tensor cores, through three TF32 products: x = big + small, where big is the TF32 nearest to x, and small, of 12
+// bits and a sign, loses at most the last one in the tensor core. Then a b = small big + big small + big big, and only
+// small small, below 2^-22 of a b, is left out. (Cut instead of rounded, big would cost an instruction less, and the
+// result twice the error.)
+//
+// The tensor core adds with truncation, which pulls a sum toward zero at each addition. So it sums up one tile or 64 dims
+// at a time, big big apart from the others (a third of the additions that count); ordinary additions do the rest.
+struct Product {
+  static constexpr int LANES = 4, ROWS = 2 * TW_BLOCKS, OWN = 16 * TW_BLOCKS, PAD = 8;
+  static constexpr int SCRATCH = 0;
+
+  // Rows and columns are numbered so that 16-byte loads of shared memory meet no bank twice, with one stride for both
+  // products: place(2c) = c and place(2c + 1) = 4 + (c ^ 2), rows c (and place(2c + 1)) being 8 banks apart from one
+  // another and two neighbours of a quarter warp 16.
+  static TW_DEVICE int place(int g) { return g & 1 ? 4 + (g >> 1 ^ 2) : g >> 1; }
+  static TW_DEVICE int lane() { return thread_index() % 32; }
+  static TW_DEVICE int row_of(int r) { return r / 2 * 16 + r % 2 * 8 + place(lane() / 4); }
+  static TW_DEVICE int column_of(int c) { return c / 2 * 8 + place(lane() % 4 * 2 + c % 2); }
+  static TW_DEVICE int quad_of(int e) { return e / 8 * 32 + lane() % 4 * 8 + e % 8; }
+
+  static TW_DEVICE void split(float x, float& big, float& small) {
+    big = nearest_tf32(x);
+    small = TW_PRODUCTS == 3 ? x - big : 0.0f;
+  }
+
+  // Add to the 16 x 8 sums of block m whose columns a thread holds as 2n and 2n + 1.
+  template <int COLUMNS>
+  static TW_DEVICE void add_product(float (&sums)[ROWS][COLUMNS], int m, int n, const float (&a)[4], float b0, float b1,
+                                    bool wanted) {
+    if (wanted)
+      multiply_tiles(sums[2 * m][2 * n], sums[2 * m][2 * n + 1], sums[2 * m + 1][2 * n], sums[2 * m + 1][2 * n + 1], a,
+                     b0, b1);
+  }
+
+  // scores = a b^T over WIDTH dims; the warp's rows of a begin at ``a``. Dims are numbered so that lane c's share of
+  // two steps of 8 is 4 neighbours.
+  template <int N, int WIDTH, int STRIDE>
+  static TW_DEVICE void rows_by_rows(float (&scores)[ROWS][N / LANES], const float* a, const float* b) {
+    float cross[ROWS][N / LANES];  // small big + big small
+    constexpr int CHUNK = WIDTH < 64 ? WIDTH : 64;
+#pragma unroll
+    for (int r = 0; r < ROWS; r++)
+#pragma unroll
+      for (int c = 0; c < N / LANES; c++) scores[r][c] = cross[r][c] = 0.0f;
+    const float* a_lane = a + place(lane() / 4) * STRIDE + lane() % 4 * 4;
+    const float* b_lane = b + place(lane() / 4) * STRIDE + lane() % 4 * 4;
+#pragma unroll 1
+    for (int first = 0; first < WIDTH; first += CHUNK) {
+      float sums[ROWS][N / LANES];
+#pragma unroll
+      for (int r = 0; r < ROWS; r++)
+#pragma unroll
+        for (int c = 0; c < N / LANES; c++) sums[r][c] = 0.0f;
+#pragma unroll 2
+      for (int d = first; d < first + CHUNK && d < WIDTH; d += 16) {
+        float a_big[TW_BLOCKS][2][4], a_small[TW_BLOCKS][2][4];  // [block][step of 8 dims][fragment]
+#pragma unroll
+        for (int m = 0; m < TW_BLOCKS; m++)
+#pragma unroll
+          for (int half = 0; half < 2; half++) {
+            float4 x = *reinterpret_cast<const float4*>(a_lane + (m * 16 + half * 8) * STRIDE + d);
+            split(x.x, a_big[m][0][half], a_small[m][0][half]);
+            split(x.y, a_big[m][0][half + 2], a_small[m][0][half + 2]);
+            split(x.z, a_big[m][1][half], a_small[m][1][half]);
+            split(x.w, a_big[m][1][half + 2], a_small[m][1][half + 2]);
+          }
+#pragma unroll
+        for (int n = 0; n < N / 8; n++) {
+          float4 x = *reinterpret_cast<const float4*>(b_lane + n * 8 * STRIDE + d);
+          float big[4], small[4];
+          split(x.x, big[0], small[0]);
+          split(x.y, big[1], small[1]);
+          split(x.z, big[2], small[2]);
+          split(x.w, big[3], small[3]);
+#pragma unroll
+          for (int step = 0; step < 2; step++)
+#pragma unroll
+            for (int m = 0; m < TW_BLOCKS; m++) {
+              add_product(cross, m, n, a_small[m][step], big[2 * step], big[2 * step + 1], TW_PRODUCTS == 3);
+              add_product(sums, m, n, a_big[m][step], big[2 * step], big[2 * step + 1], true);
+              add_product(cross, m, n, a_big[m][step], small[2 * step], small[2 * step + 1], TW_PRODUCTS == 3);
+            }
+        }
+      }
+#pragma unroll
+      for (int r = 0; r < ROWS; r++)
+#pragma unroll
+        for (int c = 0; c < N / LANES; c++) scores[r][c] += sums[r][c];
+    }
+#pragma unroll
+    for (int r = 0; r < ROWS; r++)
+#pragma unroll
+      for (int c = 0; c < N / LANES; c++) scores[r][c] += cross[r][c];
+  }
+
+  // sums = sums * decay + tile columns. What a thread holds of a tile of scores is just what it has to hand to the
+  // tensor core as the left operand.
+  template <int N, int WIDTH, int STRIDE>
+  static TW_DEVICE void tile_by_columns(float (&sums)[ROWS][WIDTH / LANES], const float (&decay)[ROWS],
+                                        const float (&tile)[ROWS][N / LANES], const float* columns, float*) {
+    static_assert(WIDTH % 32 == 0, "columns come in groups of 32");
+    float big[ROWS][N / LANES], small[ROWS][N / LANES];
+#pragma unroll
+    for (int r = 0; r < ROWS; r++)
+#pragma unroll
+      for (int c = 0; c < N / LANES; c++) split(tile[r][c], big[r][c], small[r][c]);
+    const float* lane_row = columns + lane() / 4 * 4;
+#pragma unroll
+    for (int group = 0; group < WIDTH / 32; group++) {
+      float part[ROWS][8], cross[ROWS][8];  // [2 i + h]: column i of quad h
+#pragma unroll
+      for (int r = 0; r < ROWS; r++)
+#pragma unroll
+        for (int e = 0; e < 8; e++) part[r][e] = cross[r][e] = 0.0f;
+#pragma unroll
+      for (int n = 0; n < N / 8; n++) {
+        float b_big[2][4], b_small[2][4];
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          int row = n * 8 + place(lane() % 4 * 2 + half);
+          float4 x = *reinterpret_cast<const float4*>(lane_row + row * STRIDE + group * 32);
+          split(x.x, b_big[half][0], b_small[half][0]);
+          split(x.y, b_big[half][1], b_small[half][1]);
+          split(x.z, b_big[half][2], b_small[half][2]);
+          split(x.w, b_big[half][3], b_small[half][3]);
+        }
+#pragma unroll
+        for (int m = 0; m < TW_BLOCKS; m++) {
+          float a_big[4], a_small[4];  // rows g and g + 8 of column place(2c), then of place(2c + 1)
+#pragma unroll
+          for (int f = 0; f < 4; f++) {
+            a_big[f] = big[2 * m + f % 2][2 * n + f / 2];
+            a_small[f] = small[2 * m + f % 2][2 * n + f / 2];
+          }
+#pragma unroll
+          for (int i = 0; i < 4; i++) {  // the i-th of each lane's quads of columns
+            add_product(cross, m, i, a_small, b_big[0][i], b_big[1][i], TW_PRODUCTS == 3);
+            add_product(part, m, i, a_big, b_big[0][i], b_big[1][i], true);
+            add_product(cross, m, i, a_big, b_small[0][i], b_small[1][i], TW_PRODUCTS == 3);
+          }
+        }
+      }
+#pragma unroll
+      for (int r = 0; r < ROWS; r++)
+#pragma unroll
+        for (int e = 0; e < 8; e++) {
+          int own = e % 4 * 2 + e / 4;
+          sums[r][group * 8 + e] = sums[r][group * 8 + e] * decay[r] + (part[r][own] + cross[r][own]);
+        }
+    }
+  }
+};
+
+#else
+
+// On FMA pipes: every product and sum rounded once, as IEEE 754 has it. A warp is 4 x 8 threads, rows by columns; a
+// thread owns TW_BLOCKS rows, 4 apart, so that each number loaded from shared memory serves several products.
+struct Product {
+  static constexpr int LANES = 8, ROWS = TW_BLOCKS, OWN = 4 * TW_BLOCKS, PAD = 4;
+  static constexpr int SCRATCH_STRIDE = TW_OTHERS + 4, SCRATCH = OWN * SCRATCH_STRIDE;  // floats a warp
+  static constexpr int GROUPS = 16 / ROWS;
+
+  static TW_DEVICE int lane() { return thread_index() % 32; }
+  static TW_DEVICE int row_of(int r) { return r * 4 + lane() / 8; }
+  static TW_DEVICE int column_of(int c) { return c * 8 + lane() % 8; }
+  static TW_DEVICE int quad_of(int e) { return e / 4 * 32 + lane() % 8 * 4 + e % 4; }
+
+  template <int N, int WIDTH, int STRIDE>
+  static TW_DEVICE void rows_by_rows(float (&scores)[ROWS][N / LANES], const float* a, const float* b) {
+    for (int r = 0; r < ROWS; r++)
+      for (int c = 0; c < N / LANES; c++) scores[r][c] = 0.0f;
+    const float* a_lane = a + row_of(0) * STRIDE;
+    const float* b_lane = b + column_of(0) * STRIDE;
+#pragma unroll 2
+    for (int d = 0; d < WIDTH; d += 4) {
+      float4 x[ROWS];
+#pragma unroll
+      for (int r = 0; r < ROWS; r++) x[r] = *reinterpret_cast<const float4*>(a_lane + r * 4 * STRIDE + d);
+#pragma unroll
+      for (int c = 0; c < N / LANES; c++) {
+        float4 y = *reinterpret_cast<const float4*>(b_lane + c * 8 * STRIDE + d);
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+          scores[r][c] += x[r].x * y.x;
+          scores[r][c] += x[r].y * y.y;
+          scores[r][c] += x[r].z * y.z;
+          scores[r][c] += x[r].w * y.w;
+        }
+      }
+    }
+  }
+
+  // The tile goes through the warp's own shared memory, for every thread needs whole rows of it. A tile's sums are added
+  // to the others' at its end: 4096 keys summed one after another err by three times as much. As many columns at once
+  // as 64 registers hold.
+  template <int N, int WIDTH, int STRIDE>
+  static TW_DEVICE void tile_by_columns(float (&sums)[ROWS][WIDTH / LANES], const float (&decay)[ROWS],
+                                        const float (&tile)[ROWS][N / LANES], const float* columns, float* scratch) {
+    static_assert(WIDTH % 32 == 0, "columns come in groups of 32");
+    synchronize_warp();
+#pragma unroll
+    for (int r = 0; r < ROWS; r++)
+#pragma unroll
+      for (int c = 0; c < N / LANES; c++) scratch[row_of(r) * SCRATCH_STRIDE + column_of(c)] = tile[r][c];
+    synchronize_warp();
+    const float* own = scratch + row_of(0) * SCRATCH_STRIDE;
+#pragma unroll
+    for (int first = 0; first < WIDTH / 32; first += GROUPS) {
+      float part[ROWS][4 * GROUPS];
+#pragma unroll
+      for (int r = 0; r < ROWS; r++)
+#pragma unroll
+        for (int e = 0; e < 4 * GROUPS; e++) part[r][e] = 0.0f;
+      const float* lane_row = columns + first * 32 + lane() % 8 * 4;
+#pragma unroll 1
+      for (int n = 0; n < N; n += 4) {
+        float4 x[ROWS];
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) x[r] = *reinterpret_cast<const float4*>(own + r * 4 * SCRATCH_STRIDE + n);
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+#pragma unroll
+          for (int group = 0; group < GROUPS; group++) {
+            if (first + group >= WIDTH / 32) continue;
+            float4 y = *reinterpret_cast<const float4*>(lane_row + (n + i) * STRIDE + group * 32);
+#pragma unroll
+            for (int r = 0; r < ROWS; r++) {
+              float p = i == 0 ? x[r].x : i == 1 ? x[r].y : i == 2 ? x[r].z : x[r].w;
+              part[r][group * 4] += p * y.x;
+              part[r][group * 4 + 1] += p * y.y;
+              part[r][group * 4 + 2] += p * y.z;
+              part[r][group * 4 + 3] += p * y.w;
+            }
+          }
+      }
+#pragma unroll
+      for (int r = 0; r < ROWS; r++)
+#pragma unroll
+        for (int e = 0; e < 4 * GROUPS; e++)
+          if (first * 4 + e < WIDTH / LANES)
+            sums[r][first * 4 + e] = sums[r][first * 4 + e] * decay[r] + part[r][e];
+    }
+  }
+};
+
+#endif  // TW_PRODUCTS
+
+constexpr int ROWS = Product::ROWS, LANES = Product::LANES;
+constexpr int TW_ROWS = Product::OWN * TW_WARPS;
+constexpr int STRIDE = TW_D + Product::PAD, STRIDE_V = TW_DV + Product::PAD;
+
+TW_DEVICE int warp_index() { return thread_index() / 32; }
+
+// Write the warp's rows of sums, each times its factor; rows from ``rows`` on are left alone.
+template <int WIDTH>
+TW_DEVICE void store_rows(const Tensor& tensor, float* head, const float (&sums)[ROWS][WIDTH / LANES],
+                          const float (&factor)[ROWS], int first, int rows, int width) {
+#pragma unroll
+  for (int r = 0; r < ROWS; r++) {
+    int s = first + Product::row_of(r);
+    if (s >= rows) continue;
+    float* row = head + s * tensor.s;
+#pragma unroll
+    for (int e = 0; e < WIDTH / LANES; e += 4) {
+      int column = Product::quad_of(e);
+      if (column >= width) continue;
+      // A factor of 0 stands for a row that is zero, whatever was summed.
+      float4 x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      if (factor[r] != 0.0f)
+        x = make_float4(sums[r][e] * factor[r], sums[r][e + 1] * factor[r], sums[r][e + 2] * factor[r],
+                        sums[r][e + 3] * factor[r]);
+      if (width % 4 == 0) {  // our own tensors are dense: then every row begins at a multiple of 16 bytes
+        *reinterpret_cast<float4*>(row + column) = x;
+      } else {
+        row[column] = x.x;
+        if (column + 1 < width) row[column + 1] = x.y;
+        if (column + 2 < width) row[column + 2] = x.z;
+        if (column + 3 < width) row[column + 3] = x.w;
+      }
+    }
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// 6. The kernels
+
+#if TW_FORWARD
+
+// out = softmax(scale q k^T + mask) v, and lse (eq. 4 to 6). Grid: tiles of queries, heads, batch.
+TW_KERNEL attention_forward_kernel(const Call call) {
+  constexpr int N = TW_OTHERS, KEYS = N * STRIDE, STAGE = KEYS + N * STRIDE_V;
+  float* q = shared_memory();
+  float* stages = q + TW_ROWS * STRIDE;
+  float* scratch = stages + 2 * STAGE + warp_index() * Product::SCRATCH;
+  Place at = locate(call, call.hq, TW_ROWS, call.upper < call.sk);
+  int stop_q = least(at.first + TW_ROWS, at.length_q);
+  int from = at.first_key(at.first), to = at.last_key(stop_q);
+  if (at.first >= at.length_q) to = from;  // nothing but padding
+  const float* k_head = head_of(call.k, at.batch, at.head / call.group);
+  const float* v_head = head_of(call.v, at.batch, at.head / call.group);
+
+  load_tile<TW_ROWS, TW_D, STRIDE>(q, call.q, head_of(call.q, at.batch, at.head), at.first, at.first,
+                                   from < to ? stop_q : 0, call.width);
+  load_tile<N, TW_D, STRIDE>(stages, call.k, k_head, from, from, to, call.width);
+  load_tile<N, TW_DV, STRIDE_V>(stages + KEYS, call.v, v_head, from, from, to, call.width_v);
+
+  const float scale_log2 = call.scale * LOG2E;
+  int own = at.first + warp_index() * Product::OWN;  // the warp's queries
+  int own_stop = least(own + Product::OWN, stop_q);
+  float sums[ROWS][TW_DV / LANES], row_max[ROWS], row_sum[ROWS];
+#pragma unroll
+  for (int r = 0; r < ROWS; r++) {
+    row_max[r] = -INFINITE;
+    row_sum[r] = 0.0f;
+#pragma unroll
+    for (int e = 0; e < TW_DV / LANES; e++) sums[r][e] = 0.0f;
+  }
+
+  for (int n = from, stage = 0; n < to; n += N, stage ^= 1) {
+    const float* k = stages + stage * STAGE;
+    wait_for_copies();
+    synchronize();  // this step's tiles are here, and everybody is done with the last step's
+    if (n + N < to) {
+      float* next = stages + (stage ^ 1) * STAGE;
+      load_tile<N, TW_D, STRIDE>(next, call.k, k_head, n + N, from, to, call.width);
+      load_tile<N, TW_DV, STRIDE_V>(next + KEYS, call.v, v_head, n + N, from, to, call.width_v);
+    }
+    if (own >= own_stop || n >= at.last_key(own_stop) || n + N <= at.first_key(own)) continue;  // none for this warp
+
+    float scores[ROWS][N / LANES];
+    Product::rows_by_rows<N, TW_D, STRIDE>(scores, q + warp_index() * Product::OWN * STRIDE, k);
+    bool whole = n + N <= to && at.sees(own, n + N - 1) && at.sees(own_stop - 1, n);
+    if (!whole) {
+#pragma unroll
+      for (int r = 0; r < ROWS; r++)
+#pragma unroll
+        for (int c = 0; c < N / LANES; c++) {
+          int j = n + Product::column_of(c);
+          if (j >= to || !at.sees(own + Product::row_of(r), j)) scores[r][c] = -INFINITE;
+        }
+    }
+
+    float decay[ROWS];  // the online softmax (eq. 5)
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) {
+      float largest = row_max[r];
+#pragma unroll
+      for (int c = 0; c < N / LANES; c++) largest = fmaxf(largest, scores[r][c]);
+#pragma unroll
+      for (int mask = 1; mask < LANES; mask *= 2) largest = fmaxf(largest, shuffle_xor(largest, mask));
+      // A row that has seen nothing yet: -inf - (-inf) is NaN, so shift by 0 there.
+      float shift = largest == -INFINITE ? 0.0f : multiply(largest, scale_log2);
+      decay[r] = exp2_fast(multiply(row_max[r], scale_log2) - shift);
+      float sum = 0.0f;
+#pragma unroll
+      for (int c = 0; c < N / LANES; c++) {
+        scores[r][c] = exp2_fast(scores[r][c] * scale_log2 - shift);
+        sum += scores[r][c];
+      }
+      row_sum[r] = row_sum[r] * decay[r] + sum;
+      row_max[r] = largest;
+    }
+    Product::tile_by_columns<N, TW_DV, STRIDE_V>(sums, decay, scores, k + KEYS, scratch);
+  }
+
+  float factor[ROWS];
+#pragma unroll
+  for (int r = 0; r < ROWS; r++) {
+    float sum = row_sum[r];
+#pragma unroll
+    for (int mask = 1; mask < LANES; mask *= 2) sum += shuffle_xor(sum, mask);
+    int i = own + Product::row_of(r);
+    bool sees_none = sum == 0.0f || i >= at.length_q;  // where all that it sees is NaN, sum is too
+    factor[r] = sees_none ? 0.0f : 1.0f / sum;  // eq. 6
+    if (i < call.sq && Product::lane() % LANES == 0)
+      call.lse[(static_cast<long long>(at.batch) * call.hq + at.head) * call.sq + i] =
+          sees_none ? -INFINITE : (multiply(row_max[r], scale_log2) + log2_exact(sum)) * LN2;
+  }
+  store_rows<TW_DV>(call.out, head_of(call.out, at.batch, at.head), sums, factor, own, call.sq, call.width_v);
+}
+
+#endif
+
+#if TW_DELTA
+
+// delta = sum over e of out dout, less dlse (eq. 9): a warp a row. Grid: tiles of TW_WARPS queries, heads, batch.
+TW_KERNEL attention_backward_delta_kernel(const Call call) {
+  Place at = locate(call, call.hq, TW_WARPS, false);
+  int i = at.first + warp_index(), lane = thread_index() % 32;
+  if (i >= call.sq) return;
+  float sum = 0.0f;
+  if (i < at.length_q && at.first_key(i) < at.last_key(i + 1)) {
+    const float* out = head_of(call.out, at.batch, at.head) + i * call.out.s;
+    const float* dout = head_of(call.dout, at.batch, at.head) + i * call.dout.s;
+    for (int e = lane; e < call.width_v; e += 32) sum += out[e * call.out.d] * dout[e * call.dout.d];
+    for (int mask = 1; mask < 32; mask *= 2) sum += shuffle_xor(sum, mask);
+    if (call.dlse.data != nullptr) sum -= head_of(call.dlse, at.batch, at.head)[i * call.dlse.s];
+  }
+  if (lane == 0) call.delta[(static_cast<long long>(at.batch) * call.hq + at.head) * call.sq + i] = sum;
+}
+
+#endif
+
+#if TW_DK || TW_DV_SUM || TW_DQ
+
+// probs = exp(scale s - lse) and dscores = probs (dprobs - delta), of one pair (eq. 7 and 9).
+TW_DEVICE float prob_of(float score, float scale_log2, float lse_log2) {
+  return exp2_fast(score * scale_log2 - lse_log2);
+}
+
+#endif
+
+#if TW_DK || TW_DV_SUM
+
+// dv = sum over queries of probs^T dout, dk = scale sum of dscores^T q (eq. 8 and 10), over the heads that share the
+// keys, in a fixed order. Grid: tiles of keys, key heads, batch. Scores are transposed: a thread's rows are keys.
+TW_KERNEL attention_backward_dkdv_kernel(const Call call) {
+  constexpr int N = TW_OTHERS, QUERIES = N * STRIDE, STAGE = QUERIES + N * STRIDE_V + 2 * N;
+  float* k = shared_memory();
+  float* v = k + TW_ROWS * STRIDE;
+  float* stages = v + TW_ROWS * STRIDE_V;
+  float* scratch = stages + 2 * STAGE + warp_index() * Product::SCRATCH;
+  int heads = call.hq / call.group;
+  Place at = locate(call, heads, TW_ROWS, false);
+  int stop_k = least(at.first + TW_ROWS, at.length_k);
+  int from = at.first_query(at.first), to = at.first < at.length_k ? at.last_query(stop_k) : 0;
+  int steps = to > from ? (to - from + N - 1) / N : 0;
+
+  load_tile<TW_ROWS, TW_D, STRIDE>(k, call.k, head_of(call.k, at.batch, at.head), at.first, at.first,
+                                   steps ? stop_k : 0, call.width);
+  load_tile<TW_ROWS, TW_DV, STRIDE_V>(v, call.v, head_of(call.v, at.batch, at.head), at.first, at.first,
+                                      steps ? stop_k : 0, call.width_v);
+
+  const float scale_log2 = call.scale * LOG2E;
+  int own = at.first + warp_index() * Product::OWN;
+  int own_stop = least(own + Product::OWN, stop_k);
+  float ones[ROWS];
+#pragma unroll
+  for (int r = 0; r < ROWS; r++) ones[r] = 1.0f;
+#if TW_DK
+  float dk[ROWS][TW_D / LANES];
+#pragma unroll
+  for (int r = 0; r < ROWS; r++)
+#pragma unroll
+    for (int e = 0; e < TW_D / LANES; e++) dk[r][e] = 0.0f;
+#endif
+#if TW_DV_SUM
+  float dv[ROWS][TW_DV / LANES];
+#pragma unroll
+  for (int r = 0; r < ROWS; r++)
+#pragma unroll
+    for (int e = 0; e < TW_DV / LANES; e++) dv[r][e] = 0.0f;
+#endif
+
+  for (int step = 0; step <= steps * call.group; step++) {  // step 0 loads only
+    if (step > 0) {
+      wait_for_copies();
+      synchronize();
+    }
+    if (step < steps * call.group) {
+      int head = at.head * call.group + step / steps, n = from + step % steps * N;
+      long long row = (static_cast<long long>(at.batch) * call.hq + head) * call.sq;
+      float* next = stages + step % 2 * STAGE;
+      load_tile<N, TW_D, STRIDE>(next, call.q, head_of(call.q, at.batch, head), n, from, to, call.width);
+      load_tile<N, TW_DV, STRIDE_V>(next + QUERIES, call.dout, head_of(call.dout, at.batch, head), n, from, to,
+                                    call.width_v);
+      load_numbers<N>(next + STAGE - 2 * N, call.lse + row, n, from, to);
+      load_numbers<N>(next + STAGE - N, call.delta + row, n, from, to);
+    }
+    if (step == 0) continue;
+    const float* q = stages + (step - 1) % 2 * STAGE;
+    const float *dout = q + QUERIES, *lse = q + STAGE - 2 * N, *delta = lse + N;
+    int n = from + (step - 1) % steps * N;
+    if (own >= own_stop || n >= at.last_query(own_stop) || n + N <= at.first_query(own)) continue;
+
+    float probs[ROWS][N / LANES];
+    Product::rows_by_rows<N, TW_D, STRIDE>(probs, k + warp_index() * Product::OWN * STRIDE, q);
+    bool whole = n + N <= to && at.sees(n, own_stop - 1) && at.sees(n + N - 1, own);
+#pragma unroll
+    for (int c = 0; c < N / LANES; c++) {
+      int column = Product::column_of(c), i = n + column;
+      float lse_log2 = multiply(lse[column], LOG2E);
+#pragma unroll
+      for (int r = 0; r < ROWS; r++) {
+        bool hidden = !whole && (i >= to || !at.sees(i, own + Product::row_of(r)));
+        probs[r][c] = hidden ? 0.0f : prob_of(probs[r][c], scale_log2, lse_log2);
+      }
+    }
+#if TW_DV_SUM
+    Product::tile_by_columns<N, TW_DV, STRIDE_V>(dv, ones, probs, dout, scratch);
+#endif
+#if TW_DK
+    float dscores[ROWS][N / LANES];
+    Product::rows_by_rows<N, TW_DV, STRIDE_V>(dscores, v + warp_index() * Product::OWN * STRIDE_V, dout);
+#pragma unroll
+    for (int c = 0; c < N / LANES; c++)
+#pragma unroll
+      for (int r = 0; r < ROWS; r++) {
+        float difference = dscores[r][c] - delta[Product::column_of(c)];
+        dscores[r][c] = probs[r][c] == 0.0f ? 0.0f : probs[r][c] * difference;
+      }
+    Product::tile_by_columns<N, TW_D, STRIDE>(dk, ones, dscores, q, scratch);
+#endif
+  }
+
+  float factor[ROWS];
+#pragma unroll
+  for (int r = 0; r < ROWS; r++) factor[r] = own + Product::row_of(r) < stop_k && steps ? 1.0f : 0.0f;
+#if TW_DV_SUM
+  store_rows<TW_DV>(call.dv, head_of(call.dv, at.batch, at.head), dv, factor, own, call.sk, call.width_v);
+#endif
+#if TW_DK
+#pragma unroll
+  for (int r = 0; r < ROWS; r++) factor[r] *= call.scale;
+  store_rows<TW_D>(call.dk, head_of(call.dk, at.batch, at.head), dk, factor, own, call.sk, call.width);
+#endif
+}
+
+#endif
+
+#if TW_DQ
+
+// dq = scale sum over keys of dscores k (eq. 10). Grid: tiles of queries, heads, batch.
+TW_KERNEL attention_backward_dq_kernel(const Call call) {
+  constexpr int N = TW_OTHERS, KEYS = N * STRIDE, STAGE = KEYS + N * STRIDE_V;
+  float* q = shared_memory();
+  float* dout = q + TW_ROWS * STRIDE;
+  float* stages = dout + TW_ROWS * STRIDE_V;
+  float* scratch = stages + 2 * STAGE + warp_index() * Product::SCRATCH;
+  Place at = locate(call, call.hq, TW_ROWS, call.upper < call.sk);
+  int stop_q = least(at.first + TW_ROWS, at.length_q);
+  int from = at.first_key(at.first), to = at.last_key(stop_q);
+  if (at.first >= at.length_q) to = from;
+  int read_stop = from < to ? stop_q : 0;
+  const float* k_head = head_of(call.k, at.batch, at.head / call.group);
+  const float* v_head = head_of(call.v, at.batch, at.head / call.group);
+  int own = at.first + warp_index() * Product::OWN;
+  int own_stop = least(own + Product::OWN, stop_q);
+
+  // Of these queries some may see nothing: they are not read either.
+  int seen_from = most(at.first, at.first_query(0)), seen_to = least(read_stop, at.last_query(at.length_k));
+  load_tile<TW_ROWS, TW_D, STRIDE>(q, call.q, head_of(call.q, at.batch, at.head), at.first, seen_from, seen_to, call.width);
+  load_tile<TW_ROWS, TW_DV, STRIDE_V>(dout, call.dout, head_of(call.dout, at.batch, at.head), at.first, seen_from,
+                                      seen_to, call.width_v);
+  load_tile<N, TW_D, STRIDE>(stages, call.k, k_head, from, from, to, call.width);
+  load_tile<N, TW_DV, STRIDE_V>(stages + KEYS, call.v, v_head, from, from, to, call.width_v);
+
+  const float scale_log2 = call.scale * LOG2E;
+  float sums[ROWS][TW_D / LANES], ones[ROWS], lse_log2[ROWS], delta[ROWS];
+#pragma unroll
+  for (int r = 0; r < ROWS; r++) {
+    int i = own + Product::row_of(r);
+    bool inside = i < call.sq;
+    long long row = (static_cast<long long>(at.batch) * call.hq + at.head) * call.sq + (inside ? i : 0);
+    lse_log2[r] = inside ? multiply(call.lse[row], LOG2E) : INFINITE;
+    delta[r] = inside ? call.delta[row] : 0.0f;
+    ones[r] = 1.0f;
+#pragma unroll
+    for (int e = 0; e < TW_D / LANES; e++) sums[r][e] = 0.0f;
+  }
+
+  for (int n = from, stage = 0; n < to; n += N, stage ^= 1) {
+    const float* k = stages + stage * STAGE;
+    wait_for_copies();
+    synchronize();
+    if (n + N < to) {
+      float* next = stages + (stage ^ 1) * STAGE;
+      load_tile<N, TW_D, STRIDE>(next, call.k, k_head, n + N, from, to, call.width);
+      load_tile<N, TW_DV, STRIDE_V>(next + KEYS, call.v, v_head, n + N, from, to, call.width_v);
+    }
+    if (own >= own_stop || n >= at.last_key(own_stop) || n + N <= at.first_key(own)) continue;
+
+    float probs[ROWS][N / LANES], dscores[ROWS][N / LANES];
+    Product::rows_by_rows<N, TW_D, STRIDE>(probs, q + warp_index() * Product::OWN * STRIDE, k);
+    Product::rows_by_rows<N, TW_DV, STRIDE_V>(dscores, dout + warp_index() * Product::OWN * STRIDE_V, k + KEYS);
+    bool whole = n + N <= to && at.sees(own, n + N - 1) && at.sees(own_stop - 1, n);
+#pragma unroll
+    for (int r = 0; r < ROWS; r++)
+#pragma unroll
+      for (int c = 0; c < N / LANES; c++) {
+        int j = n + Product::column_of(c);
+        bool hidden = !whole && (j >= to || !at.sees(own + Product::row_of(r), j));
+        float prob = hidden ? 0.0f : prob_of(probs[r][c], scale_log2, lse_log2[r]);
+        dscores[r][c] = prob == 0.0f ? 0.0f : prob * (dscores[r][c] - delta[r]);
+      }
+    Product::tile_by_columns<N, TW_D, STRIDE>(sums, ones, dscores, k, scratch);
+  }
+
+  float factor[ROWS];
+#pragma unroll
+  for (int r = 0; r < ROWS; r++) {
+    int i = own + Product::row_of(r);
+    factor[r] = seen_from <= i && i < seen_to ? call.scale : 0.0f;
+  }
+  store_rows<TW_D>(call.dq, head_of(call.dq, at.batch, at.head), sums, factor, own, call.sq, call.width);
+}
+
+#endif

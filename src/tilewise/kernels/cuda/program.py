@@ -1,0 +1,171 @@
+"""From macros to a kernel that can be launched: NVRTC, a cache on disk, the driver.
+
+Needs the package cuda-bindings and the library NVRTC, which CUDA builds of torch bring; no toolkit, no headers. Nothing
+here but :func:`load` needs a GPU.
+"""
+
+import ctypes
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any, Protocol
+
+from tilewise import settings
+from tilewise.errors import BackendUnavailable
+from tilewise.kernels.cuda.call import Call
+
+SOURCE = Path(__file__).with_name("attention_fp32.cu")
+_NAMES = {"forward": "attention_forward_kernel", "delta": "attention_backward_delta_kernel",
+          "dkdv": "attention_backward_dkdv_kernel", "dk": "attention_backward_dkdv_kernel",
+          "dv": "attention_backward_dkdv_kernel", "dq": "attention_backward_dq_kernel"}
+_MAKES = {"forward": ("TW_FORWARD",), "delta": ("TW_DELTA",), "dkdv": ("TW_DK", "TW_DV_SUM"), "dk": ("TW_DK",),
+          "dv": ("TW_DV_SUM",), "dq": ("TW_DQ",)}
+
+
+class ProgramShape(Protocol):
+    """What a kernel reads of its config (tilewise.tuning.cuda)."""
+
+    @property
+    def products(self) -> int:
+        """TF32 products that make a product; 0 = FMA pipes."""
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of rows a warp."""
+
+    @property
+    def warps(self) -> int:
+        """Warps a program."""
+
+    @property
+    def others(self) -> int:
+        """Rows of the other side a step."""
+
+    @property
+    def resident(self) -> int:
+        """Programs a multiprocessor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """One kernel with its macros, not yet compiled.
+
+    Attributes:
+        kernel: "forward", "delta", "dkdv", "dk", "dv" or "dq".
+        config: shape of the program.
+        d, dv: padded head dims.
+        vectors: whether every row that it reads can be copied 16 bytes at a time.
+    """
+
+    kernel: str
+    config: ProgramShape
+    d: int
+    dv: int
+    vectors: bool
+
+    @property
+    def name(self) -> str:
+        """The kernel's name in the source."""
+        return _NAMES[self.kernel]
+
+    @property
+    def macros(self) -> tuple[str, ...]:
+        """Compiler options that define the source's macros."""
+        config = self.config
+        values = {"TW_D": self.d, "TW_DV": self.dv, "TW_PRODUCTS": config.products, "TW_BLOCKS": config.blocks,
+                  "TW_WARPS": config.warps, "TW_OTHERS": config.others, "TW_RESIDENT": config.resident,
+                  "TW_VECTORS": int(self.vectors)} | dict.fromkeys(_MAKES[self.kernel], 1)
+        return tuple(f"-D{name}={value}" for name, value in values.items())
+
+
+def compile_program(program: Program, arch: str, *options: str) -> tuple[bytes, str]:
+    """Compile for an architecture such as "sm_90"; returns the machine code and the compiler's log.
+
+    Raises:
+        BackendUnavailable: NVRTC is not there, or refuses the source; the message holds its words.
+    """
+    nvrtc = _nvrtc()
+
+    def checked(result: tuple[Any, ...]) -> Any:
+        error, *values = result
+        if error != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            raise BackendUnavailable(f"NVRTC: {nvrtc.nvrtcGetErrorString(error)[1].decode()}")
+        return values[0] if values else None
+
+    made = checked(nvrtc.nvrtcCreateProgram(SOURCE.read_bytes(), SOURCE.name.encode(), 0, [], []))
+    arguments = [option.encode() for option in (f"--gpu-architecture={arch}", "--std=c++17", *program.macros, *options)]
+    (outcome,) = nvrtc.nvrtcCompileProgram(made, len(arguments), arguments)
+    log = bytearray(checked(nvrtc.nvrtcGetProgramLogSize(made)))
+    checked(nvrtc.nvrtcGetProgramLog(made, log))
+    text = log.rstrip(b"\0").decode()
+    if outcome != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        checked(nvrtc.nvrtcDestroyProgram(made))
+        raise BackendUnavailable(f"NVRTC cannot compile {SOURCE.name} for {arch}: {text or outcome}")
+    code = bytearray(checked(nvrtc.nvrtcGetCUBINSize(made)))
+    checked(nvrtc.nvrtcGetCUBIN(made, code))
+    checked(nvrtc.nvrtcDestroyProgram(made))
+    return bytes(code), text
+
+
+def machine_code(program: Program, arch: str) -> bytes:
+    """Return the compiled program, from the cache on disk where it is there; a file is whole or not there."""
+    version = ".".join(map(str, _nvrtc().nvrtcVersion()[1:]))
+    key = "\n".join((version, arch, *program.macros)).encode() + SOURCE.read_bytes()
+    path = settings.cache_folder() / f"{program.kernel}-{arch}-{hashlib.sha256(key).hexdigest()[:24]}.cubin"
+    if path.exists():
+        return path.read_bytes()
+    code, _log = compile_program(program, arch)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        file.write(code)
+    os.replace(file.name, path)  # processes that compile the same at once put the same there
+    return code
+
+
+@lru_cache(maxsize=1024)
+def load(program: Program, arch: str, device: int, shared_bytes: int) -> Callable[[Call, int], None]:
+    """Return what launches a program on the device, which must be current: call it with a Call and a grid's size.
+
+    ``device``: its index; a kernel belongs to one.
+    """
+    import torch
+    from cuda.bindings import driver
+
+    def checked(result: tuple[Any, ...]) -> Any:
+        error, *values = result
+        if error != driver.CUresult.CUDA_SUCCESS:
+            raise RuntimeError(f"{program.name}: {driver.cuGetErrorString(error)[1].decode()}")
+        return values[0] if values else None
+
+    module = checked(driver.cuModuleLoadData(machine_code(program, arch)))
+    function = checked(driver.cuModuleGetFunction(module, program.name.encode()))
+    attribute = driver.CUfunction_attribute
+    checked(driver.cuFuncSetAttribute(function, attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                                      shared_bytes))
+    # Tiles pass the first-level cache by: all of its memory may be shared memory.
+    checked(driver.cuFuncSetAttribute(function, attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100))
+    enqueue, threads = driver.cuLaunchKernel, 32 * program.config.warps
+
+    def launch(call: Call, programs: int) -> None:
+        # The driver copies the argument before it returns.
+        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(call))
+        stream = torch.cuda.current_stream(device).cuda_stream
+        checked(enqueue(function, programs, 1, 1, threads, 1, 1, shared_bytes, stream, ctypes.addressof(arguments), 0))
+
+    return launch
+
+
+@cache
+def _nvrtc() -> Any:
+    try:
+        from cuda.bindings import nvrtc
+
+        nvrtc.nvrtcVersion()  # loads the library
+    except (ImportError, RuntimeError) as error:
+        raise BackendUnavailable("backend 'cuda' needs the package cuda-bindings and the library NVRTC, which CUDA "
+                                 f"builds of torch bring; others need tilewise[cuda]: {error}") from error
+    return nvrtc

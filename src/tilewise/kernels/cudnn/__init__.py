@@ -1,0 +1,1 @@
+"""Graphs for cuDNN's attention engines: what they say, how they are built, and what they run on."""

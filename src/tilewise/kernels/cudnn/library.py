@@ -1,0 +1,48 @@
+"""cuDNN and its front end: which are here, and a handle of each thread for each device."""
+
+import importlib
+import importlib.metadata
+import importlib.util
+import threading
+from functools import cache
+from typing import Any
+
+import torch
+
+_PACKAGE = "nvidia-cudnn-frontend"
+_handles = threading.local()
+
+
+@cache
+def frontend_version() -> tuple[int, ...] | None:
+    """Version of the front end, its first two numbers; None where it is not installed."""
+    if importlib.util.find_spec("cudnn") is None:
+        return None
+    return tuple(int(part) for part in importlib.metadata.version(_PACKAGE).split(".")[:2])
+
+
+@cache
+def library_version() -> tuple[int, int, int] | None:
+    """Version of the cuDNN that torch runs with, (9, 19, 0); None for a torch without it."""
+    cudnn: Any = torch.backends.cudnn
+    number = cudnn.version()
+    return None if number is None else (number // 10000, number // 100 % 100, number % 100)
+
+
+@cache
+def frontend() -> Any:
+    """Import the front end: late, as it takes a while and is optional."""
+    return importlib.import_module("cudnn")
+
+
+def handle_of(device: torch.device) -> Any:
+    """Return this thread's handle for the device, which must be current, set to the stream that is current now.
+
+    A handle carries its stream and scratch state, so that no two threads share one.
+    """
+    held: dict[int, Any] = _handles.__dict__.setdefault("of_device", {})
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if index not in held:
+        held[index] = frontend().create_handle()
+    frontend().set_stream(held[index], torch.cuda.current_stream(device).cuda_stream)
+    return held[index]

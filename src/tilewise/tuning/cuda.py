@@ -1,0 +1,113 @@
+"""Tiles of the CUDA float32 kernels: what one is, and which one a problem gets. Pure functions of the two.
+
+Chosen by compiling alone, for few spills (tests/kernels/test_compile_cuda.py holds the bounds). An H200 has timed them
+(docs/float32.md), and no others beside them.
+"""
+
+from dataclasses import dataclass
+
+from tilewise.errors import InvalidInput
+from tilewise.problem import AttentionProblem
+from tilewise.tuning.device import DeviceSpec
+
+WIDEST = 256
+Tile = tuple[int, int, int, int]  # blocks, warps, others, resident
+
+
+@dataclass(frozen=True, slots=True)
+class CudaConfig:
+    """Shape of one program of a tile kernel; its fields are macros of attention_fp32.cu.
+
+    Attributes:
+        products: TF32 products that make a product: 1 or 3; 0 = FMA pipes.
+        blocks: rows that a warp owns, in units of 16 on tensor cores, of 4 on FMA pipes.
+        warps: warps a program, each with rows of its own.
+        others: rows of the other side a step; two steps of them are in shared memory.
+        resident: programs that shall fit a multiprocessor, for the compiler to count registers by.
+    """
+
+    products: int
+    blocks: int
+    warps: int
+    others: int
+    resident: int = 1
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("products", (0, 1, 3)), ("blocks", (1, 2, 4, 8)), ("warps", (1, 2, 4, 8)),
+                              ("others", (8, 16, 32, 64)), ("resident", (1, 2, 3, 4))):
+            if getattr(self, name) not in allowed:
+                raise InvalidInput(f"{name}={getattr(self, name)}; allowed are {', '.join(map(str, allowed))}.")
+
+    @property
+    def rows(self) -> int:
+        """Rows a program."""
+        return self.warps * self.blocks * (16 if self.products else 4)
+
+    @property
+    def threads(self) -> int:
+        """Threads a program."""
+        return 32 * self.warps
+
+    def shared_bytes(self, kernel: str, d: int, dv: int) -> int:
+        """Shared memory of a kernel for padded head dims: its rows, and two steps of the other side's."""
+        pad = 8 if self.products else 4
+        d, dv = d + pad, dv + pad
+        own = self.rows * (d if kernel == "forward" else d + dv)
+        step = self.others * (d + dv + (2 if kernel in SUMS_OVER_QUERIES else 0))  # 2: lse and delta
+        scratch = 0 if self.products else self.rows * (self.others + 4)
+        return 4 * (own + 2 * step + scratch)
+
+
+SUMS_OVER_QUERIES = ("dkdv", "dk", "dv")
+
+# Kernel -> padded head dim (at most) -> tiles; the first that a device has the shared memory for is taken.
+_TENSOR_CORES: dict[str, dict[int, tuple[Tile, ...]]] = {
+    "forward": {64: ((2, 4, 32, 2), (1, 4, 32, 1)), 128: ((1, 4, 32, 2), (1, 4, 16, 1)),
+                256: ((1, 8, 16, 1), (1, 4, 16, 1), (1, 2, 16, 1))},
+    "dkdv": {64: ((1, 4, 32, 2),), 128: ((1, 8, 32, 1), (1, 4, 32, 1), (1, 2, 16, 1))},
+    "dk": {256: ((1, 4, 16, 1), (1, 2, 8, 1), (1, 1, 8, 1))},
+    "dv": {256: ((1, 4, 16, 1), (1, 2, 8, 1), (1, 1, 8, 1))},
+    "dq": {64: ((1, 4, 32, 2),), 128: ((1, 8, 32, 1), (1, 4, 32, 1), (1, 2, 16, 1)),
+           256: ((1, 4, 16, 1), (1, 2, 8, 1), (1, 1, 8, 1))},
+}
+_FMA_PIPES: dict[str, dict[int, tuple[Tile, ...]]] = {
+    "forward": {64: ((8, 4, 32, 2), (4, 4, 32, 1)), 128: ((4, 4, 32, 2), (4, 4, 16, 1), (4, 2, 16, 1)),
+                256: ((4, 4, 32, 1), (4, 2, 16, 1), (2, 2, 8, 1))},
+    "dkdv": {64: ((4, 4, 32, 2), (4, 2, 16, 1)), 128: ((4, 8, 32, 1), (4, 4, 32, 1), (4, 2, 16, 1), (4, 1, 8, 1))},
+    "dk": {256: ((4, 4, 16, 1), (4, 1, 16, 1), (2, 1, 8, 1))},
+    "dv": {256: ((4, 4, 16, 1), (4, 1, 16, 1), (2, 1, 8, 1))},
+    "dq": {64: ((4, 4, 32, 2), (4, 2, 16, 1)), 128: ((4, 8, 32, 1), (4, 4, 32, 1), (4, 2, 16, 1), (4, 1, 8, 1)),
+           256: ((4, 4, 16, 1), (4, 1, 16, 1), (2, 1, 8, 1))},
+}
+DELTA = CudaConfig(products=0, blocks=1, warps=8, others=8)
+
+
+def padded_dims(kernel: str, problem: AttentionProblem) -> tuple[int, int]:
+    """Head dims of q and k and of v inside the tiles: sums have 32 columns a group, scores 16 dims a step."""
+    return _padded(problem.d, 16 if kernel == "forward" else 32), _padded(problem.dv, 32)
+
+
+def sum_kernels(problem: AttentionProblem) -> tuple[str, ...]:
+    """Which kernels make dk and dv: one, or for wide heads, whose sums fill the registers each alone, two."""
+    return ("dkdv",) if max(problem.d, problem.dv) <= 128 else ("dk", "dv")
+
+
+def cuda_config(kernel: str, problem: AttentionProblem, device: DeviceSpec, products: int) -> CudaConfig | None:
+    """Choose the tile of a kernel; None where the device has not the shared memory for the least.
+
+    Head dims decide, and lengths do not: a deterministic call's bits are no neighbour's affair.
+
+    Args:
+        kernel: "forward", "dkdv", "dk", "dv" or "dq".
+        problem, device: what it is for.
+        products: as in :class:`CudaConfig`.
+    """
+    tiles = (_TENSOR_CORES if products else _FMA_PIPES)[kernel]
+    dims = padded_dims(kernel, problem)
+    width = next(width for width in tiles if max(dims) <= width)
+    configs = (CudaConfig(products, *tile) for tile in tiles[width])
+    return next((config for config in configs if config.shared_bytes(kernel, *dims) <= device.shared_memory), None)
+
+
+def _padded(dim: int, unit: int) -> int:
+    return -(-dim // unit) * unit

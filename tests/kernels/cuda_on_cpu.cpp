@@ -1,0 +1,23 @@
+// One kernel of attention_fp32.cu, made callable on a CPU; see cuda_on_cpu.h.
+#include "cuda_on_cpu.h"
+#include "attention_fp32.cu"
+
+static Call current;
+#define RUN(name) \
+  extern "C" void run(const Call* call, int programs, int shared_bytes) { \
+    current = *call; \
+    run_programs(programs, TW_THREADS, shared_bytes, [] { name(current); }); \
+  }
+#if TW_FORWARD
+RUN(attention_forward_kernel)
+#elif TW_DELTA
+RUN(attention_backward_delta_kernel)
+#elif TW_DQ
+RUN(attention_backward_dq_kernel)
+#else
+RUN(attention_backward_dkdv_kernel)
+#endif
+
+#if TW_PRODUCTS
+extern "C" int place(int g) { return Product::place(g); }
+#endif

@@ -1,0 +1,42 @@
+"""Run the CUDA kernels on a CPU: the source compiled by the C++ compiler, each thread a coroutine (cuda_on_cpu.h)."""
+
+import ctypes
+import hashlib
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+from tilewise.kernels.cuda.program import SOURCE
+
+HERE = Path(__file__).parent
+COMPILER = shutil.which("c++") or shutil.which("g++")
+OPTIONS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-U_FORTIFY_SOURCE", "-Wno-unknown-pragmas")
+
+
+@cache
+def library(program):
+    """Compile one program, unless that was done before, and load it."""
+    key = hashlib.sha256("\n".join(program.macros).encode())
+    for path in (SOURCE, HERE / "cuda_on_cpu.h", HERE / "cuda_on_cpu.cpp"):
+        key.update(path.read_bytes())
+    made = Path(tempfile.gettempdir()) / "tilewise-cuda-on-cpu" / f"{key.hexdigest()[:24]}.so"
+    if not made.exists():
+        made.parent.mkdir(exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=made.parent) as file:
+            subprocess.run([COMPILER, *OPTIONS, *program.macros, f"-I{HERE}", f"-I{SOURCE.parent}",
+                            str(HERE / "cuda_on_cpu.cpp"), "-o", file.name + ".so"], check=True)
+            Path(file.name + ".so").replace(made)
+    return ctypes.CDLL(str(made))
+
+
+def load(program, arch, device, shared_bytes):
+    """Stand in for tilewise.kernels.cuda.program.load."""
+    run = library(program).run
+
+    def launch(call, programs):
+        assert programs > 0, "CUDA launches no empty grid"
+        run(ctypes.byref(call), programs, shared_bytes)
+
+    return launch

@@ -1,0 +1,81 @@
+"""Compile the kernels of decoding for a GPU that is not here; a script, as compile_ahead.py, for the same reasons."""
+
+import json
+import re
+import sys
+from dataclasses import replace
+
+import torch
+from triton.runtime import driver
+
+from kernels.compile_ahead import TARGETS, amd_report, facts_of, nvidia_report, sass_of
+from tilewise.bench.compile_ahead import CompileOnlyDriver
+from tilewise.decode_problem import CacheOperands, DecodeOptions, decode_problem, facts_of_inputs, facts_of_present
+from tilewise.kernels.triton.decode_launch import (
+    append_launch,
+    cache_of,
+    combine_launch,
+    decode_launch,
+    extras_of,
+    is_whole,
+    rotary_of,
+    strides_of,
+)
+from tilewise.masks import Mask
+from tilewise.tuning.decode import choose_splits, decode_config, row_tiles
+from tilewise.tuning.device import DeviceSpec
+
+
+def tensors_of(request):
+    """q, the caches and the operands; request["every"]: all of these that go together, and one key a sequence."""
+    b, hk, group, capacity = 2, 2, 4, 8192
+    d, sq, page, dtype = request["d"], request.get("sq", 1), request.get("page", 0), getattr(torch, request["dtype"])
+    q = torch.empty(b, sq, hk * group, d, dtype=dtype).transpose(1, 2)
+    cache = torch.empty(b if not page else 64, page or capacity, hk, d, dtype=dtype).transpose(1, 2)
+    given = {"cache_seqlens": torch.empty(b, dtype=torch.int32)}
+    if page:
+        given["block_table"] = torch.empty(b, capacity // page, dtype=torch.int32)
+    if request.get("every"):
+        new = torch.empty(b, hk, 1, d, dtype=dtype)
+        angles = torch.empty(capacity, d // 4, dtype=dtype)
+        given |= {"k": new, "v": new, "rotary_cos": angles, "rotary_sin": angles, "sinks": torch.empty(hk * group),
+                  "alibi_slopes": torch.empty(b, hk * group), "cache_leftpad": torch.empty(b, dtype=torch.int32)}
+    return q, cache, CacheOperands(**given)
+
+
+def compile_decode(request):
+    spec = DeviceSpec.of_arch(request["arch"])
+    q, kv, operands = tensors_of(request)
+    every = bool(request.get("every"))
+    options = DecodeOptions(Mask(100, 0) if every else Mask(), softcap=30.0 if every else None,
+                            num_splits=request.get("splits"))
+    problem = decode_problem(facts_of_inputs(q, kv, kv), facts_of_present(operands), options)
+    config = replace(decode_config(problem, spec), overlapped=request.get("overlapped", False))
+    splits = choose_splits(problem, config, 132)
+    parts, rows = torch.empty(8, dtype=problem.dtype if is_whole(splits) else torch.float32), torch.empty(8)
+    strides = strides_of(problem)
+    cache, rotary = cache_of(operands, strides), rotary_of(operands, strides)
+    extras = extras_of(operands, strides, problem.softcap)
+    if request["kernel"] == "append":
+        launch, tensors = append_launch(problem), (operands.k, operands.v, kv, kv, cache, rotary)
+    elif request["kernel"] == "combine":
+        launch = combine_launch(problem, config, splits)
+        tensors = (rows, rows, torch.empty(8, dtype=problem.dtype), rows, extras)
+    else:
+        launch = decode_launch(problem, config, splits, row_tiles(problem, config), "ieee")
+        tensors = (q, kv, kv, parts, rows, cache, rotary, extras)
+    driver.set_active(CompileOnlyDriver(TARGETS[request["arch"]]))
+    compiled = launch.kernel.warmup(*tensors, *launch.scalars, grid=launch.grid, **launch.options)
+    row = facts_of(request, compiled, spec) | {"planned": config.shared_bytes(problem.width, problem.dtype.itemsize)}
+    if request["arch"].startswith("gfx"):
+        return row | amd_report(compiled)
+    row["waits"], row["lets"] = (compiled.asm["ptx"].count(f"griddepcontrol.{name}")
+                                 for name in ("wait", "launch_dependents"))
+    copies = re.findall(r"\bLDGSTS\S*", sass_of(compiled))
+    return row | nvidia_report(compiled) | {"copies": len(copies),
+                                            "narrow": sum(not copy.endswith(".128") for copy in copies)}
+
+
+if __name__ == "__main__":
+    for wanted in json.load(sys.stdin):
+        print(json.dumps(compile_decode(wanted)), flush=True)

@@ -1,0 +1,73 @@
+"""The CUDA kernels compile for every architecture we name, without a GPU, and spill little."""
+
+import re
+from dataclasses import replace
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from tilewise.backends import float32
+from tilewise.errors import BackendUnavailable
+from tilewise.kernels.cuda.program import Program, compile_program
+from tilewise.problem import AttentionProblem
+from tilewise.tuning.cuda import CudaConfig, sum_kernels
+from tilewise.tuning.device import DeviceSpec
+
+pytestmark = [pytest.mark.aot, pytest.mark.skipif(find_spec("cuda") is None, reason="cuda-bindings is not installed")]
+ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+PRODUCTS = {"tf32x3": 3, "ieee": 0}
+# Bytes of spill stores a thread, at most: stores to local memory that a step of tens of thousands of products hides.
+SPILLS = 300
+
+
+def problem(d):
+    strides = (8 * 1024 * d, 1024 * d, d, 1)
+    return AttentionProblem(b=2, hq=8, hk=8, sq=1024, sk=1024, d=d, dv=d, dtype=torch.float32,
+                            device=torch.device("cuda"), scale=d**-0.5, q_strides=strides, k_strides=strides,
+                            v_strides=strides)
+
+
+def programs(arch, products, d):
+    device = DeviceSpec.of_arch(arch)
+    kernels = ("forward", "delta", *sum_kernels(problem(d)), "dq")
+    return [float32.plan(kernel, problem(d), device, products, vectors=True)[0] for kernel in kernels]
+
+
+def spilled(log):
+    return [int(count) for count in re.findall(r"(\d+) bytes spill stores", log)]
+
+
+def is_possible(arch, products):
+    return products == 0 or arch != "sm_75"  # Turing has no TF32
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("products", PRODUCTS.values(), ids=PRODUCTS.keys())
+@pytest.mark.parametrize("arch", ARCHS)
+def test_kernels_compile_and_spill_little(arch, products, d):
+    if not is_possible(arch, products):
+        pytest.skip("Turing has no TF32; why_not refuses")
+    counts = {}
+    for program in programs(arch, products, d):
+        code, log = compile_program(program, arch, "--ptxas-options=-v")
+        assert code.startswith(b"\x7fELF")
+        counts[program.kernel] = max(spilled(log))
+    assert {kernel: count for kernel, count in counts.items() if count > SPILLS} == {}
+
+
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90"])
+def test_kernels_compile_for_rows_that_vectors_cannot_read(arch):
+    forward = replace(programs(arch, 0, 64)[0], vectors=False)
+    assert compile_program(forward, arch)[0].startswith(b"\x7fELF")
+
+
+def test_single_tf32_product_compiles():
+    for program in programs("sm_90", 1, 64):
+        assert compile_program(program, "sm_90")[0].startswith(b"\x7fELF")
+
+
+def test_refused_source_raises_with_the_compilers_words():
+    odd = Program("forward", CudaConfig(0, 4, 4, 32), d=64, dv=24, vectors=True)
+    with pytest.raises(BackendUnavailable, match="columns come in groups of 32"):
+        compile_program(odd, "sm_90")

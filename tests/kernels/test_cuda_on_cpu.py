@@ -1,0 +1,147 @@
+"""The CUDA kernels compute attention: the whole source, run by a CPU, against the oracle."""
+
+import pytest
+import torch
+
+from conformance.calls import (
+    assert_forward_within_budget,
+    assert_gradients_within_budget,
+    operands_of,
+    problem_of,
+)
+from kernels import cuda_on_cpu
+from tilewise.backends import cuda, cuda_ieee, float32
+from tilewise.backends.base import Gradients, Needs, Results, Saved
+from tilewise.masks import Mask, causal
+from tilewise.problem import AttentionProblem
+from tilewise.scores import Operands
+from tilewise.testing import oracle
+from tilewise.testing.cases import CASES
+from tilewise.testing.inputs import make_inputs
+from tilewise.tuning.device import DeviceSpec
+
+pytestmark = pytest.mark.skipif(cuda_on_cpu.COMPILER is None, reason="there is no C++ compiler to run the kernels with")
+PLAIN = ("out", "lse", "dq", "dk", "dv")
+BACKENDS = {"cuda": cuda.backend, "cuda_ieee": cuda_ieee.backend}
+
+
+def is_taken(case):
+    return float32._wrong_problem(problem_of(case, make_inputs(case, torch.float32, "cpu"))) is None
+
+
+TAKEN = [case for case in CASES if is_taken(case)]
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch):
+    monkeypatch.setattr(float32, "load", cuda_on_cpu.load)
+    monkeypatch.setattr(float32, "device_spec", lambda device: DeviceSpec.of_arch("sm_90"))
+    float32._plan.cache_clear()
+
+
+@pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS.keys())
+@pytest.mark.parametrize("case", TAKEN, ids=str)
+def test_results_stay_within_error_budget(backend, case):
+    inputs = make_inputs(case, torch.float32, "cpu")
+    q, k, v, dout, dlse = inputs
+    operands = operands_of(case, inputs)
+    problem = problem_of(case, inputs, operands)
+    result = backend.forward(problem, q, k, v, operands)
+    assert_forward_within_budget(case, inputs, Results(result.out, result.lse))
+    got = backend.backward(problem.backward(lse_grad=True), Saved(q, k, v, *result[:2], operands), dout, dlse, Needs())
+    assert_gradients_within_budget(case, inputs, Gradients(*got), "out_and_lse")
+
+
+def results(backend, q, k, v, dout, mask=None):
+    problem = AttentionProblem.from_tensors(q, k, v, mask=mask or Mask())
+    out, lse, _ = backend.forward(problem, q, k, v)
+    made = backend.backward(problem.backward(lse_grad=False), Saved(q, k, v, out, lse), dout, None, Needs())
+    return dict(zip(PLAIN, (out, lse, *made[:3]), strict=True))
+
+
+def random(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def relative_errors(got, exact):
+    return {name: ((got[name].double() - exact[name]).norm() / exact[name].norm()).item() for name in PLAIN}
+
+
+def test_three_tf32_products_err_at_most_twice_as_much_as_float32_ones_and_one_errs_as_tf32_does(monkeypatch):
+    """The tensor core cuts sums toward zero here at every addition: the worst that is known of one."""
+    q, k, v, dout = (random(1, 2, 150 + i, 64)[:, :, :150] for i in range(4))
+    exact = oracle.attend(q, k, v, Mask(), None)
+    exact = dict(zip(PLAIN, (*exact[:2], *oracle.gradients(q, k, v, dout, None, Mask(), None)[:3]), strict=True))
+    three, ieee = (relative_errors(results(backend, q, k, v, dout), exact) for backend in BACKENDS.values())
+    assert all(error < 1e-6 for error in three.values()), three
+    assert all(three[name] < 2 * ieee[name] for name in PLAIN), (three, ieee)
+    monkeypatch.setattr(float32.Float32Backend, "products", 1)
+    one = relative_errors(results(cuda.backend, q, k, v, dout), exact)
+    assert all(1e-5 < one[name] < 2e-3 for name in ("out", "dq", "dk", "dv")), one
+
+
+@pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS.keys())
+@pytest.mark.parametrize(("keys", "d"), [(4096, 64), (512, 256)])
+def test_long_sums_err_no_more_than_short_ones(backend, keys, d):
+    """Keys summed one after another erred by 1.2e-6, and so did 256 dims summed by a tensor core that cuts; sums of
+    a tile's and of 64 dims' err by 5e-7.
+    """
+    q, (k, v) = random(1, 1, 32, d), (random(1, 1, keys + i, d)[:, :, :keys] for i in range(2))
+    out = backend.forward(AttentionProblem.from_tensors(q, k, v), q, k, v).out
+    exact = oracle.attend(q, k, v, Mask(), None)[0]
+    assert ((out - exact).norm() / exact.norm()).item() < 8e-7
+
+
+@pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS.keys())
+def test_nan_stays_with_the_rows_that_see_it(backend):
+    q, k, v, dout = (random(1, 1, 40 + i, 32)[:, :, :40] for i in range(4))
+    q[0, 0, 3], k[0, 0, 30, 0] = float("nan"), float("nan")
+    got = results(backend, q, k, v, dout, causal())
+    rows = torch.zeros(40, dtype=torch.bool)
+    rows[3] = rows[30:] = True
+    for name in ("out", "lse"):
+        assert got[name][0, 0, rows].isnan().all(), name
+        assert got[name][0, 0, ~rows].isfinite().all(), name
+
+
+@pytest.mark.parametrize(("backend", "arch"), [(cuda_ieee.backend, "sm_75"), (cuda.backend, "sm_86")],
+                         ids=["cuda_ieee-sm_75", "cuda-sm_86"])
+def test_tiles_of_gpus_with_less_shared_memory_compute_the_same(backend, arch, monkeypatch):
+    monkeypatch.setattr(float32, "device_spec", lambda device: DeviceSpec.of_arch(arch))
+    float32._plan.cache_clear()
+    for d in (64, 128, 256):
+        q, k, v, dout = (random(1, 1, 20 + i, d)[:, :, :20] for i in range(4))
+        exact = oracle.attend(q, k, v, causal(), None)
+        exact = dict(zip(PLAIN, (*exact[:2], *oracle.gradients(q, k, v, dout, None, causal(), None)[:3]), strict=True))
+        assert max(relative_errors(results(backend, q, k, v, dout, causal()), exact).values()) < 2e-6
+    float32._plan.cache_clear()
+
+
+@pytest.mark.parametrize("width", [16, 32, 48, 64, 96, 128, 256])
+def test_a_quarter_warp_reads_no_bank_of_shared_memory_twice(width):
+    """16 bytes a thread, 8 threads at a time: rows of both operands of a product, columns of the other."""
+    problem = AttentionProblem.from_tensors(*[torch.empty(1, 1, 1, 64)] * 3)
+    program = float32.plan("forward", problem, DeviceSpec.of_arch("sm_90"), 3, True)[0]
+    place, stride = cuda_on_cpu.library(program).place, width + 8
+    reads = {"rows": lambda lane: place(lane // 4) * stride + lane % 4 * 4,
+             "columns, even": lambda lane: place(lane % 4 * 2) * stride + lane // 4 * 4,
+             "columns, odd": lambda lane: place(lane % 4 * 2 + 1) * stride + lane // 4 * 4}
+    for name, first in reads.items():
+        for quarter in range(4):
+            banks = [(first(lane) + e) % 32 for lane in range(8 * quarter, 8 * quarter + 8) for e in range(4)]
+            assert len(set(banks)) == 32, name
+
+
+@pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS.keys())
+def test_no_key_rows_beside_lengths_that_are_data(backend):
+    """The lengths say nothing of it, and no kernel has a program for it."""
+    q, dout, k = torch.randn(2, 2, 8, 64), torch.randn(2, 2, 8, 64), torch.randn(2, 2, 0, 64)
+    operands = Operands(seqlens_k=torch.zeros(2, dtype=torch.int32))
+    problem = AttentionProblem.from_tensors(q, k, k, operands, mask=Mask())
+    out, lse, _ = backend.forward(problem, q, k, k, operands)
+    assert (out == 0).all()
+    assert (lse == -torch.inf).all()
+    saved = Saved(q, k, k, out, lse, operands)
+    dq, dk, dv, *_ = backend.backward(problem.backward(lse_grad=False), saved, dout, None, Needs())
+    assert (dq == 0).all()
+    assert dk.shape == dv.shape == k.shape

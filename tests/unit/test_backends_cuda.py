@@ -1,0 +1,217 @@
+"""The float32 backends: what they refuse, how they make a product, which tile they take, what a kernel is told."""
+
+import re
+import sys
+from dataclasses import replace
+from importlib.util import find_spec
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tilewise.backends import cuda, cuda_ieee, float32
+from tilewise.backends.base import Needs, Saved
+from tilewise.backends.triton import precision_of
+from tilewise.errors import BackendUnavailable, InvalidInput
+from tilewise.kernels.cuda import program as programs
+from tilewise.kernels.cuda.call import UNBOUNDED, Call
+from tilewise.masks import causal, prefix, window
+from tilewise.problem import AttentionProblem
+from tilewise.scores import OperandFacts, ScoreOptions
+from tilewise.sequences import Sequences
+from tilewise.tuning.cuda import CudaConfig, cuda_config, sum_kernels
+from tilewise.tuning.device import DeviceSpec
+
+TENSOR_CORES, FMA_PIPES = cuda.backend, cuda_ieee.backend
+LENGTHS = OperandFacts((2,), (1,), torch.int32)
+
+
+def problem(d=64, mask=None, **fields):
+    q, k = torch.empty(2, 4, 100, d), torch.empty(2, 2, 100, d)
+    made = AttentionProblem.from_tensors(q, k, k, **({} if mask is None else {"mask": mask}))
+    return replace(made, device=torch.device("cuda", 0), **fields)
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    monkeypatch.setattr(float32, "_installed", lambda: True)
+    monkeypatch.setattr(float32, "device_spec", lambda device: DeviceSpec.of_arch("sm_90"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(("asked", "words"), [
+    (replace(problem(), device=torch.device("cpu")), "runs on CUDA devices, got cpu"),
+    (problem(dtype=torch.bfloat16), "computes in float32, got torch.bfloat16"),
+    (problem(d=257), "takes head dims up to 256, got 257 and 257"),
+    (problem(mask=causal() & prefix(3)), r"takes causal masks and windows, got causal\(\) & prefix\(3\)"),
+    (problem(scores=ScoreOptions(softcap=30.0)), "takes no option that changes scores or reports one, got softcap 30"),
+    (problem(scores=ScoreOptions(max_logit=True)), "got max_logit"),
+    (problem(sequences=Sequences(8, LENGTHS, LENGTHS)), "takes lengths of batch entries, got 8 packed sequences"),
+    (problem(sk=2**29), "takes lengths below 536870912, got 100 queries and 536870912 keys"),
+])
+def test_what_is_refused_is_said(asked, words):
+    for backend in (TENSOR_CORES, FMA_PIPES):
+        for side in (asked, asked.backward(lse_grad=True)):
+            assert re.search(words, backend.why_not(side) or "")
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("asked", [
+    problem(), problem(d=256, mask=causal()), problem(d=8), problem(d=33), problem(mask=window(3, 5)),
+    problem(sequences=Sequences(seqlens_k=LENGTHS)), problem(deterministic=True), problem(sk=0),
+])
+def test_what_is_plain_is_taken_both_ways(asked):
+    for backend in (TENSOR_CORES, FMA_PIPES):
+        assert backend.why_not(asked) is None
+        assert backend.why_not(asked.backward(lse_grad=True)) is None
+
+
+@pytest.mark.usefixtures("hopper")
+def test_older_gpus_are_refused_by_what_their_cores_lack(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert TENSOR_CORES.why_not(problem()) == ("needs CUDA compute capability 8.0 or newer, got 7.5; "
+                                               "backend='cuda_ieee' takes 7.5")
+    assert FMA_PIPES.why_not(problem()) is None
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
+    assert FMA_PIPES.why_not(problem()) == "needs CUDA compute capability 7.5 or newer, got 7.0"
+
+
+@pytest.mark.usefixtures("hopper")
+def test_missing_package_is_named_with_the_extra_that_brings_it(monkeypatch):
+    monkeypatch.setattr(float32, "_installed", lambda: False)
+    assert "needs the package cuda-bindings" in TENSOR_CORES.why_not(problem())
+    assert "tilewise[cuda]" in TENSOR_CORES.why_not(problem())
+
+
+@pytest.mark.usefixtures("hopper")
+def test_gpu_without_the_shared_memory_is_refused(monkeypatch):
+    monkeypatch.setattr(float32, "device_spec", lambda device: DeviceSpec("tiny", "sm_1", 16 * 1024))
+    assert TENSOR_CORES.why_not(problem()) == ("finds no tile for head dims 64 and 64 in the 16384 bytes of shared "
+                                               "memory of sm_1")
+
+
+@pytest.mark.parametrize(("name", "off", "on"), [("allow_tf32", False, True), ("fp32_precision", "ieee", "tf32")])
+def test_single_tf32_products_are_made_only_where_torch_is_allowed_them(name, off, on):
+    """torch raises where its older name is read after the newer was written: so did reading allow_tf32 here."""
+    torch_settings = torch.backends.cuda.matmul
+    before = torch_settings.fp32_precision
+    try:
+        setattr(torch_settings, name, off)
+        assert (TENSOR_CORES.products, FMA_PIPES.products, precision_of(torch.float32)) == (3, 0, "ieee")
+        setattr(torch_settings, name, on)
+        assert (TENSOR_CORES.products, FMA_PIPES.products, precision_of(torch.float32)) == (1, 0, "tf32")
+        assert precision_of(torch.float16) == "ieee"
+    finally:
+        torch_settings.fp32_precision = before
+
+
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"])
+@pytest.mark.parametrize("d", [8, 64, 72, 128, 160, 256])
+def test_every_architecture_has_a_tile_that_fits_it(arch, d):
+    device = DeviceSpec.of_arch(arch)
+    for products in (0,) if arch == "sm_75" else (0, 1, 3):
+        for kernel in ("forward", *sum_kernels(problem(d)), "dq"):
+            assert cuda_config(kernel, problem(d), device, products) is not None
+
+
+def test_tiles_do_not_depend_on_lengths_or_batch():
+    device = DeviceSpec.of_arch("sm_90")
+    for kernel in ("forward", "dkdv", "dq"):
+        assert (cuda_config(kernel, problem(), device, 3)
+                == cuda_config(kernel, problem(b=64, sq=1, sk=9999), device, 3))
+
+
+@pytest.mark.parametrize(("field", "value"), [
+    ("products", 2), ("blocks", 3), ("warps", 5), ("others", 12), ("resident", 0)])
+def test_illegal_tile_cannot_be_made(field, value):
+    fields = {"products": 3, "blocks": 1, "warps": 4, "others": 32, "resident": 1} | {field: value}
+    with pytest.raises(InvalidInput, match=f"{field}={value}; allowed are"):
+        CudaConfig(**fields)
+
+
+@pytest.mark.parametrize(("mask", "bounds"), [
+    (None, (-UNBOUNDED, UNBOUNDED)), (causal(), (-UNBOUNDED, 0)), (window(5, 2), (-5, 2)),
+    (window(2**40, 2), (-UNBOUNDED, 2))])
+def test_bounds_of_the_band_fit_the_kernels_integers(mask, bounds):
+    call = Call.of(problem(mask=mask))
+    assert (call.lower, call.upper, call.shifted) == (*bounds, False)
+
+
+def test_lengths_that_are_data_leave_the_shift_to_the_kernel():
+    asked = problem(mask=causal("bottom_right"), sequences=Sequences(seqlens_k=LENGTHS))
+    lengths = torch.zeros(2, dtype=torch.int64)
+    call = Call.of(asked, seqlens_k=lengths)
+    assert (call.lower, call.upper, call.shifted) == (-UNBOUNDED, 0, True)
+    assert (call.lengths_q, call.lengths_k, call.wide_k) == (None, lengths.data_ptr(), True)
+
+
+@pytest.mark.parametrize("backend", [TENSOR_CORES, FMA_PIPES], ids=lambda backend: backend.name)
+def test_problem_without_a_visible_pair_launches_nothing(backend, monkeypatch):
+    monkeypatch.setattr(float32, "_launch", None)
+    q, k = torch.randn(1, 2, 5, 8), torch.empty(1, 2, 0, 8)
+    empty = AttentionProblem.from_tensors(q, k, k)
+    out, lse, _ = backend.forward(empty, q, k, k)
+    assert torch.equal(out, torch.zeros_like(q))
+    assert (lse == float("-inf")).all()
+    gradients = backend.backward(empty.backward(lse_grad=False), Saved(q, k, k, out, lse), out, None, Needs())
+    assert torch.equal(gradients.dq, torch.zeros_like(q))
+
+
+def test_gradients_that_nobody_needs_are_not_launched(monkeypatch):
+    launched = []
+    monkeypatch.setattr(float32, "_launch", lambda kernel, *_: launched.append(kernel))
+    q = torch.randn(1, 2, 5, 8)
+    saved, plain = Saved(q, q, q, q, torch.zeros(1, 2, 5)), AttentionProblem.from_tensors(q, q, q)
+    for needs, kernels in ((Needs(), ["delta", "dkdv", "dq"]), (Needs(dkv=False), ["delta", "dq"]),
+                           (Needs(dq=False), ["delta", "dkdv"])):
+        TENSOR_CORES.backward(plain.backward(lse_grad=False), saved, q, None, needs)
+        assert launched == kernels
+        launched.clear()
+
+
+@pytest.mark.parametrize(("made", "vectors"), [
+    (lambda: torch.empty(2, 3, 8, 16), True), (lambda: torch.empty(2, 8, 3, 16).transpose(1, 2), True),
+    (lambda: torch.empty(2, 3, 8, 18)[..., :16], False), (lambda: torch.empty(2, 3, 16, 8).mT, False),
+    (lambda: torch.empty(2 * 3 * 8 * 16 + 1)[1:].view(2, 3, 8, 16), False),
+    (lambda: torch.empty(2, 3, 8, 18), False), (lambda: torch.empty(1, 3, 8, 16).as_strided((1, 3, 8, 16),
+                                                                                            (7, 128, 16, 1)), True)])
+def test_rows_are_copied_16_bytes_at_a_time_only_where_each_begins_at_such_a_multiple(made, vectors):
+    assert float32._takes_vectors(made()) is vectors
+
+
+@pytest.mark.skipif(find_spec("cuda") is None, reason="cuda-bindings is not installed")
+def test_compiled_kernel_is_taken_from_the_cache_and_compiled_anew_for_another_architecture(tmp_path, monkeypatch):
+    monkeypatch.setenv("TILEWISE_CACHE", str(tmp_path / "kernels"))
+    program = float32.plan("delta", problem(), DeviceSpec.of_arch("sm_90"), 3, True)[0]
+    code = programs.machine_code(program, "sm_90")
+    assert code.startswith(b"\x7fELF")
+    (kept,) = (tmp_path / "kernels").iterdir()
+    kept.write_bytes(b"from the cache")
+    assert programs.machine_code(program, "sm_90") == b"from the cache"
+    assert programs.machine_code(program, "sm_80").startswith(b"\x7fELF")
+    assert len(list((tmp_path / "kernels").iterdir())) == 2
+
+
+def test_failing_compiler_is_quoted(monkeypatch):
+    failing = SimpleNamespace(nvrtcResult=SimpleNamespace(NVRTC_SUCCESS=0), nvrtcCreateProgram=lambda *_: (1, None),
+                              nvrtcGetErrorString=lambda error: (0, b"NVRTC_ERROR_OUT_OF_MEMORY"))
+    monkeypatch.setattr(programs, "_nvrtc", lambda: failing)
+    program = float32.plan("delta", problem(), DeviceSpec.of_arch("sm_90"), 3, True)[0]
+    with pytest.raises(BackendUnavailable, match="NVRTC: NVRTC_ERROR_OUT_OF_MEMORY"):
+        programs.compile_program(program, "sm_90")
+
+
+def without_library():
+    raise RuntimeError("Failure finding libnvrtc.so")
+
+
+@pytest.mark.parametrize("module", [None, SimpleNamespace(nvrtc=SimpleNamespace(nvrtcVersion=without_library))],
+                         ids=["no package", "no library"])
+def test_compiling_without_package_or_library_says_what_to_install(module, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cuda.bindings", module)
+    programs._nvrtc.cache_clear()
+    program = float32.plan("delta", problem(), DeviceSpec.of_arch("sm_90"), 3, True)[0]
+    with pytest.raises(BackendUnavailable, match=r"needs the package cuda-bindings and the library.*tilewise\[cuda\]"):
+        programs.compile_program(program, "sm_90")
+    programs._nvrtc.cache_clear()
