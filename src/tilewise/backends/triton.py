@@ -228,7 +228,7 @@ def _backward_plan(problem: AttentionProblem, incoming: tuple[Sizes, Sizes, Size
         dkdv_launches,
         PairSums(problem, entries, at_once, bind_dq) if entries else bind_dq(),
         None if entries or not needs.dbias else dbias_launch(
-            problem, config_for("dbias", problem, spec, descriptors=False), precision, dout_strides),
+            problem, config_for("dbias", problem, spec, descriptors=descriptors), precision, dout_strides),
         _fixed_modifiers(problem))
 
 

@@ -41,6 +41,7 @@ from tilewise.kernels.triton.modifiers import (
     drop,
     gained,
     less_delta,
+    load_pairs,
     lse_of_probs,
     modify_tile,
     through_function,
@@ -302,6 +303,10 @@ def sum_over_keys(sums, entries, modifiers, sequence, head, numbers_q, documents
         offs_n = n + tl.arange(0, BLOCK_N)
         made = ()
         pairs = None
+        bias = None
+        if ENTRIES > 1 and modifiers.bias.ptr is not None:
+            bias = load_pairs(modifiers.bias, sequence, head, offs_m[:, None], offs_n[None, :], length_q, stop, INT64,
+                              MASKED)
         for e in tl.static_range(ENTRIES):
             q, q_tail, dout, lse, delta, k_source, v_source, place_k, row = entries[e]
             dq, dq_tail, rows, moments = sums[e]
@@ -326,7 +331,7 @@ def sum_over_keys(sums, entries, modifiers, sequence, head, numbers_q, documents
             visible = see(offs_m[:, None], offs_n[None, :], length_q, stop, band, numbers_q, numbers_k)
             scores, visible, tanh, capped, kept = modify_tile(
                 scores, visible, modifiers, row, sequence + e, head, band, first_query, n, length_q, stop, scale_log2,
-                q.dtype == tl.float32, INT64, CHANGED, q.shape[0], BLOCK_N, False, MASKED, sequence)
+                q.dtype == tl.float32, INT64, CHANGED, q.shape[0], BLOCK_N, False, MASKED, bias)
             probs = recompute_probs(scores, lse[:, None], visible, 1.0 if CHANGED else scale_log2, HIDES)
             difference = less_delta(dprobs, delta[:, None], kept, modifiers, False)
             dscores = score_gradient(probs, difference, visible, HIDES)

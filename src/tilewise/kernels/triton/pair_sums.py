@@ -110,6 +110,7 @@ class PairSums:
         self._skips = problem.mask.is_bounded or problem.sequences.are_data or bool(_hiding(problem))
         # Else an entry may skip what an earlier one has written, or the other way round.
         self._alike = entries == 1 or sees_alike(problem)
+        at_once = min(at_once, entries)  # a program for more of them would read and write past the last one
         firsts = range(0, entries, at_once)
         first, following, last = bind(at_once if entries > 1 else 0), bind(at_once), bind(entries - firsts[-1])
         self._steps: list[tuple[int | None, Launch]] = [(begin, following) for begin in firsts]
