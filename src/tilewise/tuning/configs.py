@@ -90,7 +90,8 @@ class DqEntriesConfig(DqConfig):
 
     def shared_bytes(self, problem: AttentionProblem) -> int:
         """Shared memory: the tiles of every entry, one of the bias, and half a step's dS in float32 on its way out."""
-        common = self.operand_bytes(problem)
+        bias = problem.scores.bias
+        common = self.block_m * self.block_n * max(1, self.num_stages - 1) * (bias.dtype.itemsize if bias else 0)
         own = DqConfig.shared_bytes(self, problem) - common
         return self.entries * own + common + 2 * self.block_m * self.block_n
 
