@@ -1,124 +1,240 @@
-"""Train a Llama of Transformers on packed documents, with each way to attend from one seed: time, memory, one curve.
+"""Train a Llama of Transformers on packed documents, a copy with each way to attend: step time, memory, one curve.
 
 Usage: ``python examples/train_packed_gpt.py --size 125m --dtype bfloat16 --steps 40`` (needs tilewise[transformers])
 
-The ways: torch's SDPA as Transformers calls it, which is given a mask of every pair; tilewise by
-``attn_implementation="tilewise"``, which makes documents of the positions; tilewise called by a function of one's own,
-which knows where documents begin; and flash-attn's packed function, where it is installed. The text is the language
-reference that ships with Python, a document the beginning of a topic.
+``sdpa`` and ``tilewise`` are what a model is told by ``attn_implementation=``: torch's operator, to which Transformers
+gives a mask of every pair, and tilewise, which makes documents of the positions. The other ways are functions below.
+All copies begin with the same weights and take turns at each batch. The text is the language reference that ships with
+Python, a document some stretch of it. ``--documents 1`` makes each row one document: plain causal attention.
 """
 
 import argparse
+import copy
 import statistics
 import sys
 import time
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from pydoc_data.topics import topics
 
 import torch
-from torch.nn.functional import cross_entropy, pad
+from torch.nn import functional as F  # noqa: N812  (the field's name for it)
 
 import tilewise as tw
 from tilewise.integrations.transformers import register
 
 SIZES = {
-    "tiny": {"context": 128, "batch": 2, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-             "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256},
-    "125m": {"context": 4096, "batch": 4, "hidden_size": 768, "intermediate_size": 2560, "num_hidden_layers": 12,
-             "num_attention_heads": 12, "num_key_value_heads": 12, "vocab_size": 32000},
+    "tiny": {"context": 128, "batch": 2, "documents": 4, "rate": 1e-3, "hidden_size": 64, "intermediate_size": 128,
+             "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256},
+    "125m": {"context": 4096, "batch": 4, "documents": 16, "rate": 3e-4, "hidden_size": 768, "intermediate_size": 2560,
+             "num_hidden_layers": 12, "num_attention_heads": 12, "num_key_value_heads": 12, "vocab_size": 32000},
 }
-# Largest difference between the curves, in nats: rounding differs from the first step on, and training amplifies it.
-# Over 6 steps of the tiny size on a CPU it came to 5e-7 in float32 and 3e-4 in bfloat16. Documents that see one another
-# are at 3e-2 then.
+CONTROL = "torch_reversed"
+# Largest difference between the curves, in nats, that is allowed anyhow. Rounding differs from the first step on, and
+# training amplifies it: where that takes torch's operator with its keys reversed further, twice as far is allowed.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
 
 
-def attend_by_varlen(module, query, key, value, attention_mask, *, document_ends, scaling=None, **_):
-    """Attend inside each document: rows are put end to end, (b·s, h, d), without a copy."""
-    q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
-    out = tw.attention_varlen(q, k, v, cu_seqlens_q=document_ends, mask=tw.causal(), scale=scaling)
-    return out.unflatten(0, (len(query), -1)), None
+@dataclass
+class Batch:
+    """Packed rows, and what ways to attend make of them: once, at the first layer that asks.
+
+    Attributes:
+        tokens: (b, s) integers.
+        positions: (b, s): of each token inside its document.
+        ends: (documents + 1,), int32: 0, then where each document ends in all rows put end to end.
+        longest: document's length.
+        dtype: in which attention computes.
+    """
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    ends: torch.Tensor
+    longest: int
+    dtype: torch.dtype
+
+    @property
+    def is_whole(self):
+        """Whether each row is one document."""
+        return len(self.ends) == len(self.tokens) + 1
+
+    @cached_property
+    def mask(self):
+        """Who sees whom, for tilewise."""
+        return tw.causal() if self.is_whole else tw.causal() & tw.documents((self.positions == 0).cumsum(1))
+
+    @cached_property
+    def dense_mask(self):
+        """The same as torch adds it to the scores: (b, 1, s, s), 0 or -inf."""
+        number = (self.positions == 0).cumsum(1)
+        visible = (number[:, :, None] == number[:, None]).tril()
+        return torch.zeros_like(visible, dtype=self.dtype).masked_fill_(~visible, -torch.inf)[:, None]
+
+    @property
+    def wanted(self):
+        """The token after each; the last of a document does not tell the first of the next."""
+        return torch.where(self.positions == 0, -100, self.tokens).roll(-1, 1)
 
 
-def attend_by_flash_attn(module, query, key, value, attention_mask, *, document_ends, scaling=None, **_):
-    """Do the same by the real flash-attn."""
+# The ways map q (b, hq, s, d), k and v (b, hk, s, d) to (b, s, hq, d), as Transformers wants it.
+def by_attention(batch, q, k, v, scale):
+    """tilewise, told of documents by an id a token."""
+    return tw.attention(q, k, v, mask=batch.mask, scale=scale).transpose(1, 2)
+
+
+def by_varlen(batch, q, k, v, scale):
+    """tilewise, told where documents end."""
+    out = tw.attention_varlen(*end_to_end(q, k, v), cu_seqlens_q=batch.ends, mask=tw.causal(), scale=scale)
+    return out.unflatten(0, (len(q), -1))
+
+
+def by_torch(batch, q, k, v, scale):
+    """SDPA of torch, with a mask of every pair where a row has several documents."""
+    mask = None if batch.is_whole else batch.dense_mask
+    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=batch.is_whole, scale=scale,
+                                          enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)
+
+
+def by_torch_reversed(batch, q, k, v, scale):
+    """SDPA of torch once more, keys from last to first: the same terms in another order, hence other rounding."""
+    return F.scaled_dot_product_attention(q, k.flip(2), v.flip(2), batch.dense_mask.flip(3), scale=scale,
+                                          enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)
+
+
+def by_torch_varlen(batch, q, k, v, scale):
+    """FlashAttention-2 on packed sequences, as torch has it; versions differ in how they are told of fewer kv heads."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    k, v = (tensor[:, :, None].expand(-1, -1, q.shape[1] // k.shape[1], -1, -1).flatten(1, 2) for tensor in (k, v))
+    out = varlen_attn(*end_to_end(q, k, v), batch.ends, batch.ends, batch.longest, batch.longest, scale=scale,
+                      window_size=(-1, 0))
+    return out.unflatten(0, (len(q), -1))
+
+
+def by_flash_attn(batch, q, k, v, scale):
+    """FlashAttention-2 on packed sequences, of the package flash-attn."""
     from flash_attn import flash_attn_varlen_func
 
-    q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
-    longest = query.shape[2]
-    out = flash_attn_varlen_func(q, k, v, document_ends, document_ends, longest, longest, softmax_scale=scaling,
-                                 causal=True)
-    return out.unflatten(0, (len(query), -1)), None
+    out = flash_attn_varlen_func(*end_to_end(q, k, v), batch.ends, batch.ends, batch.longest, batch.longest,
+                                 softmax_scale=scale, causal=True)
+    return out.unflatten(0, (len(q), -1))
+
+
+def end_to_end(*tensors):
+    """Put the rows of (b, h, s, d) tensors end to end, (b·s, h, d): views here, where heads of a token lie together."""
+    return [tensor.transpose(1, 2).flatten(0, 1) for tensor in tensors]
+
+
+FUNCTIONS = {"tw_attention": by_attention, "tw_varlen": by_varlen, "torch_sdpa": by_torch, CONTROL: by_torch_reversed,
+             "torch_varlen": by_torch_varlen, "fa2_varlen": by_flash_attn}
+
+
+def attend(module, query, key, value, attention_mask, *, function, scaling=None, **_):
+    """Call a way's function, as an attention function of Transformers; rotary embeddings leave q and k in float32."""
+    return function(query.to(value.dtype), key.to(value.dtype), value, scaling), None
 
 
 def ways(options):
-    """Return the names by which Transformers knows the ways to attend."""
+    """Enter the ways into Transformers. Returns the names of those that can run here, torch's first."""
     import transformers
 
     register("tilewise")
-    # Looked up at the call; the mask function makes nothing of what these ways do not read.
-    transformers.AttentionInterface.register("varlen", lambda *given, **more: attend_by_varlen(*given, **more))
-    transformers.AttentionInterface.register("fa2_varlen", attend_by_flash_attn)
-    found = ["sdpa", "tilewise", "varlen"]
+    transformers.AttentionInterface.register("function", attend)  # without a mask function: no masks are made for it
+    missing = set()
+    if torch.device(options.device).type != "cuda" or options.dtype != "bfloat16":
+        missing |= {"torch_varlen", "fa2_varlen"}
     try:
         import flash_attn  # noqa: F401
-
-        found += ["fa2_varlen"] if options.dtype == "bfloat16" else []
     except ImportError:
-        pass
-    return found
+        missing.add("fa2_varlen")
+    return [way for way in ("sdpa", "tilewise", *FUNCTIONS) if way not in missing]
+
+
+def document_lengths(context, documents, draw):
+    """Draw the lengths of a row's documents: log-normal, so that most are short and a few are long."""
+    lengths = [context] if documents == 1 else []
+    while (rest := context - sum(lengths)) > 0:
+        spread = torch.randn((), generator=draw) - 0.5  # the mean of its exponential is 1
+        lengths.append(min(int(context / documents * spread.exp()) + 1, rest))
+    return lengths
 
 
 def batches(size, options):
-    """Yield tokens (b, s), positions inside each document, (b, s), and where documents end in all rows together."""
-    documents = [torch.tensor(list(topics[name].encode("ascii", "replace"))) for name in sorted(topics)]
+    """Yield as many batches as there are steps, the same for the same seed."""
+    text = torch.tensor(list("\n\n".join(topics[name] for name in sorted(topics)).encode("ascii", "replace")))
     draw = torch.Generator().manual_seed(options.seed)
-    batch, context = size["batch"], size["context"]
     for _ in range(options.steps):
-        rows, positions = [], []
-        for _ in range(batch):
-            row, places = [], []
-            while sum(map(len, row)) < context:
-                number, length = (int(torch.randint(low, high, (), generator=draw))
-                                  for low, high in ((0, len(documents)), (context // 16, context // 2)))
-                document = documents[number][:min(length, context - sum(map(len, row)))]
-                row.append(document)
-                places.append(torch.arange(len(document)))
-            rows.append(torch.cat(row))
-            positions.append(torch.cat(places))
-        place = torch.stack(positions)
-        starts = (place.flatten() == 0).nonzero().flatten().int()
-        ends = pad(starts, (0, 1), value=batch * context)  # each start ends the document before
-        yield tuple(tensor.to(options.device) for tensor in (torch.stack(rows), place, ends))
+        lengths = [length for _ in range(size["batch"])
+                   for length in document_lengths(size["context"], size["documents"], draw)]
+        starts = torch.randint(len(text) - size["context"], (len(lengths),), generator=draw).tolist()
+        tokens = torch.cat([text[start:start + length] for start, length in zip(starts, lengths, strict=True)])
+        positions = torch.cat([torch.arange(length) for length in lengths])
+        ends = F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).int()
+        shape = (size["batch"], size["context"])
+        yield Batch(tokens.view(shape).to(options.device), positions.view(shape).to(options.device),
+                    ends.to(options.device), max(lengths), getattr(torch, options.dtype))
 
 
-def train(way, size, options):
-    """Return the loss and the seconds of each step, and the peak of memory in GiB."""
+@dataclass
+class Run:
+    """A model that attends one way, and what was measured of each of its steps.
+
+    Attributes:
+        gib: most memory that a step held above what lies between steps, weights and optimizer of all runs.
+    """
+
+    way: str
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    losses: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    gib: list[float] = field(default_factory=list)
+
+    def step(self, batch):
+        """Train on one batch."""
+        kind = batch.tokens.device.type
+        if kind == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+        start = time.perf_counter()
+        batch = replace(batch)  # without the masks that another way made
+        more = {"function": partial(FUNCTIONS[self.way], batch)} if self.way in FUNCTIONS else {}
+        with torch.autocast(kind, torch.bfloat16, enabled=batch.dtype is torch.bfloat16):
+            logits = self.model(batch.tokens, position_ids=batch.positions, use_cache=False, **more).logits
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), batch.wanted.flatten(), ignore_index=-100)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.losses.append(loss.item())  # waits for the step to end
+        self.seconds.append(time.perf_counter() - start)
+        self.gib.append((torch.cuda.max_memory_allocated() - before) / 2**30 if kind == "cuda" else 0.0)
+
+    def measured(self):
+        """Return the median of the milliseconds a step and the peak, in GiB; the first third compiles and warms up."""
+        first = len(self.seconds) // 3
+        return statistics.median(self.seconds[first:]) * 1e3, max(self.gib[first:])
+
+
+def make_runs(names, size, options):
+    """Make a run for each way, all with the same weights."""
     import transformers
 
     torch.manual_seed(options.seed)
-    shape = {name: value for name, value in size.items() if name not in ("context", "batch")}
+    shape = {name: value for name, value in size.items() if name not in ("context", "batch", "documents", "rate")}
     config = transformers.LlamaConfig(**shape, max_position_embeddings=size["context"], tie_word_embeddings=True)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=way).to(options.device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    on_gpu = torch.device(options.device).type == "cuda"
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats()
-    losses, seconds = [], []
-    for tokens, positions, ends in batches(size, options):
-        start = time.perf_counter()
-        # Ways of Transformers' own take no word that they do not know.
-        known = {} if way in ("sdpa", "tilewise") else {"document_ends": ends}
-        with torch.autocast(torch.device(options.device).type, torch.bfloat16, enabled=options.dtype == "bfloat16"):
-            logits = model(tokens, position_ids=positions, use_cache=False, **known).logits
-        # The last token of a document does not tell the first of the next.
-        wanted = torch.where(positions[:, 1:] == 0, -100, tokens[:, 1:])
-        loss = cross_entropy(logits[:, :-1].flatten(0, 1).float(), wanted.flatten(), ignore_index=-100)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())  # waits for the step to end
-        seconds.append(time.perf_counter() - start)
-    return losses, seconds, torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0
+    first = transformers.AutoModelForCausalLM.from_config(config).to(options.device)
+    runs = []
+    for way in names:
+        model = copy.deepcopy(first)
+        model.set_attn_implementation("function" if way in FUNCTIONS else way)
+        runs.append(Run(way, model, torch.optim.AdamW(model.parameters(), lr=size["rate"], fused=True)))
+    return runs
+
+
+def difference(a, b):
+    """Return the largest difference between the curves of two runs."""
+    return max(abs(x - y) for x, y in zip(a.losses, b.losses, strict=True))
 
 
 def main(arguments=None):
@@ -126,23 +242,28 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=tuple(SIZES), default="tiny")
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--documents", type=int, help="how many a row, about; default: 4 or, with 125m, 16")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=tuple(TOLERANCE), default="float32")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
 
-    size, curves = SIZES[options.size], {}
-    for way in ways(options):
-        curves[way], seconds, peak = train(way, size, options)
-        step = statistics.median(seconds[len(seconds) // 3:])  # the first ones compile
-        print(f"{way:<18} loss {curves[way][0]:.4f} -> {curves[way][-1]:.4f}, {step * 1e3:.1f} ms a step, "
-              f"{size['batch'] * size['context'] / step:.0f} tokens/s, peak {peak:.2f} GiB")
+    size = SIZES[options.size] | ({"documents": options.documents} if options.documents else {})
+    runs = make_runs(ways(options), size, options)
+    for batch in batches(size, options):
+        for run in runs:
+            run.step(batch)
 
-    first, *others = curves.values()
-    difference = max(abs(a - b) for other in others for a, b in zip(first, other, strict=True))
-    coincide = difference <= TOLERANCE[options.dtype]
-    print(f"largest difference {difference:.1e}, allowed {TOLERANCE[options.dtype]:.0e}: "
-          f"the curves {'coincide' if coincide else 'DIFFER'}")
+    first, control = runs[0], next(run for run in runs if run.way == CONTROL)
+    bound = max(TOLERANCE[options.dtype], 2 * difference(first, control))
+    for run in runs:
+        ms, gib = run.measured()
+        print(f"{run.way:<14} loss {run.losses[0]:.4f} -> {run.losses[-1]:.4f}, {ms:.1f} ms a step, "
+              f"{size['batch'] * size['context'] / ms * 1e3:.0f} tokens/s, {gib:.2f} GiB above weights and optimizer, "
+              f"{difference(first, run):.1e} from {first.way}")
+    largest = max(difference(first, run) for run in runs if run is not control)
+    coincide = largest <= bound
+    print(f"largest difference {largest:.1e}, allowed {bound:.0e}: the curves {'coincide' if coincide else 'DIFFER'}")
     return 0 if coincide else 1
 
 

@@ -59,7 +59,8 @@ CALLS = (tilewise.attention, tilewise.attention_varlen, tilewise.attention_decod
          flash_attn.flash_attn_varlen_func, flash_attn.flash_attn_with_kvcache,
          torch_sdpa.scaled_dot_product_attention, torch_sdpa.varlen_attn, bert_padding.unpad_input,
          transformers.register, sdpa_provider.register, flex.flex_attention, flash_attn_interface.flash_attn_func,
-         flash_attn_interface.flash_attn_varlen_func, flash_attn_cute.flash_attn_func,
+         flash_attn_interface.flash_attn_varlen_func, flash_attn_interface.flash_attn_with_kvcache,
+         flash_attn_cute.flash_attn_func,
          flash_attn_cute.flash_attn_varlen_func, diffusers.dispatch_attention_fn,
          llmc.packed_attention)
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from tilewise.backends.reference import ReferenceBackend
-from tilewise.bench.grids import CAUSAL, GRIDS, packed_case, priced, shape_case
+from tilewise.bench import cached
+from tilewise.bench.grids import CAUSAL, FULL, GRIDS, packed_case, priced, shape_case
 from tilewise.bench.rows import read_rows
 from tilewise.masks import causal
 
@@ -113,6 +114,21 @@ def test_the_packed_grid_gives_rows_of_packed_sequences_and_no_prices(run, tmp_p
     assert "price" not in (tmp_path / "packed.md").read_text("utf-8")
     assert "not timed here: naive: takes no packed sequences" in finished.output
     assert (tmp_path / "packed-speed.svg").stat().st_size > 0
+
+
+def test_the_decode_grid_gives_rows_beside_a_copys_and_no_figures(run, tmp_path, monkeypatch):
+    small = shape_case(2, (4, 2), (1, 512), (8, 8), FULL, "bshd")
+    monkeypatch.setitem(GRIDS, "decode", lambda: [(small, torch.float32, (), True)])
+    monkeypatch.setitem(cached._COPIED, "cpu", 2**16)
+    finished = run("bench", "--grid", "decode", "--device", "cpu", "--out", tmp_path)
+    assert finished.status == 0
+    rows = {row.provider: row for row in read_rows(tmp_path / "decode.csv")}
+    assert {"tilewise", "tilewise:reference", "tilewise:pages256", "tilewise:pages16", "tilewise:deterministic",
+            "naive", "sdpa_math", "sdpa_flash", "sdpa_flash_folded", "copy"} <= set(rows)
+    assert {(row.status, row.regime, row.direction) for row in rows.values()} == {("ok", "cold", "forward")}
+    assert "TB/s, of ours what it is of a copy's" in (tmp_path / "decode.md").read_text("utf-8")
+    assert "not timed here: tilewise:cudnn: does not decode; backend='triton' and 'reference' do" in finished.output
+    assert not list(tmp_path.glob("*.svg"))
 
 
 def test_a_provider_that_was_asked_for_by_name_has_its_rows_even_if_it_takes_nothing(run, tmp_path):

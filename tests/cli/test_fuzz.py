@@ -62,6 +62,17 @@ def test_a_failure_exits_with_1_and_names_tensor_coordinate_and_command(run):
 
 
 @pytest.mark.usefixtures("wrong_reference")
+def test_variations_of_a_seed_are_checked_and_named_one_by_one(run):
+    finished = run("fuzz", *FEW, "--variations", 3, "--backend", "reference", "--json")
+    assert [(check["seed"], check["variation"]) for check in finished.json] == [
+        (seed, variation) for seed in range(3, 7) for variation in range(3)]
+    assert [check["configuration"] for check in finished.json[:3]] == [str(draw(3, "small", n)) for n in range(3)]
+    failed = next(check for check in finished.json if check["variation"] and not check["ok"])
+    again = run(*shlex.split(failed["reproduce"])[1:], "--json").json
+    assert [(check["configuration"], check["ok"]) for check in again] == [(failed["configuration"], False)]
+
+
+@pytest.mark.usefixtures("wrong_reference")
 def test_a_failure_is_a_value_of_json_too(run):
     finished = run("fuzz", *FEW, "--backend", "reference", "--size", "small", "--json")
     assert finished.status == 1

@@ -1,11 +1,13 @@
 """``tilewise tune``: its refusals, and with a search that knows its answers, what it prints and writes."""
 
 import json
+from dataclasses import asdict
 
 import pytest
 
+from tilewise.backends.gluon import GluonBackend
 from tilewise.cli import app, session
-from tilewise.tuning.configs import DqConfig, ForwardConfig
+from tilewise.tuning.configs import DqConfig, ForwardConfig, HopperForwardConfig
 from tilewise.tuning.search import Choice, Fault, Finding
 from tilewise.tuning.table import read_table
 
@@ -71,6 +73,22 @@ def test_flags_shape_the_search(run, searched, tmp_path):
         "dq b64_h32_s256_d64_none float16", "dq b32_h32_s512_d64_none float16"]
     assert len(plan.tasks) == 8
     assert (plan.most, plan.budget) == (7, 30.0)
+
+
+def test_of_gluon_it_writes_tables_of_its_own_kernels(run, monkeypatch, tmp_path):
+    config = HopperForwardConfig(keys=128, consumers=3, ping_pong=True)
+    monkeypatch.setattr(app, "demand_gpu", lambda device: None)
+    monkeypatch.setattr(GluonBackend, "why_not", lambda self, problem: None)
+    monkeypatch.setattr(session, "tune", lambda plan: iter([(plan.tasks[0], Finding((Choice(config, 0.5, 0.6, 9),),
+                                                                                    ()))]))
+    finished = run(*TUNE, "--backend", "gluon", "--out", tmp_path)
+    assert finished.status == 0
+    (row,) = read_table(tmp_path / "interpreter" / "hopper_forward.16bit.json", "hopper_forward")
+    assert row == {"width": 64, "itemsize": 2, "masked": True, "length": 512, **asdict(config), "ms": 0.5,
+                   "heuristic_ms": 0.6, "candidates": 9}
+    words = " ".join(finished.output.split())
+    assert "keys 128" in words
+    assert "hopper_backward b32_h32_s512_d64_causal bfloat16" in words
 
 
 def test_a_flag_that_no_table_knows_exits_with_2(run, searched):

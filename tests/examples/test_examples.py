@@ -2,12 +2,15 @@
 
 import importlib.util
 import re
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 import tilewise
+from tilewise.integrations import flash_attn, torch_sdpa
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples"
 
@@ -73,26 +76,61 @@ needs_transformers = pytest.mark.skipif(importlib.util.find_spec("transformers")
 
 
 @needs_transformers
-def test_packed_gpt_learns_the_same_with_every_way_to_attend(capsys):
-    assert load("train_packed_gpt").main(["--steps", "6", "--device", "cpu"]) == 0
+@pytest.mark.parametrize("documents", ["4", "1"])
+def test_packed_gpt_learns_the_same_with_every_way_to_attend(documents, capsys):
+    example = load("train_packed_gpt")
+    assert example.main(["--steps", "6", "--device", "cpu", "--documents", documents]) == 0
     printed = capsys.readouterr().out
-    losses = re.findall(r"loss ([\d.]+) -> ([\d.]+)", printed)
-    assert len(losses) >= 3
-    assert all(float(last) < float(first) - 0.2 for first, last in losses)
+    losses = re.findall(r"^(\w+) +loss ([\d.]+) -> ([\d.]+)", printed, re.MULTILINE)
+    assert [way for way, *_ in losses] == ["sdpa", "tilewise", "tw_attention", "tw_varlen", "torch_sdpa",
+                                           "torch_reversed"]
+    assert all(float(last) < float(first) - 0.2 for _, first, last in losses)
     assert 0 < float(re.search(r"largest difference (\S+),", printed)[1]) < 1e-5
 
 
 @needs_transformers
-def test_packed_gpt_notices_documents_that_see_one_another(monkeypatch):
+def test_packed_gpt_notices_documents_that_see_one_another(monkeypatch, capsys):
     example = load("train_packed_gpt")
-    apart = example.attend_by_varlen
+    apart = example.FUNCTIONS["tw_varlen"]
 
-    def attend(*given, document_ends, **options):
-        rows = torch.arange(0, int(document_ends[-1]) + 1, given[1].shape[2], dtype=torch.int32)
-        return apart(*given, document_ends=rows, **options)
+    def together(batch, *given):
+        rows = torch.arange(len(batch.tokens) + 1, dtype=torch.int32) * batch.tokens.shape[1]
+        return apart(replace(batch, ends=rows), *given)
 
-    monkeypatch.setattr(example, "attend_by_varlen", attend)
+    monkeypatch.setitem(example.FUNCTIONS, "tw_varlen", together)
     assert example.main(["--steps", "6", "--device", "cpu"]) == 1
+    assert "DIFFER" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("way", ["tw_attention", "tw_varlen", "torch_reversed", "torch_varlen", "fa2_varlen"])
+def test_packed_gpt_ways_agree_with_one_another(way, monkeypatch):
+    """The two that need a GPU are called with this package's own functions of their signatures in their place."""
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", torch_sdpa.varlen_attn)
+    monkeypatch.setitem(sys.modules, "flash_attn", flash_attn)
+    example, lengths = load("train_packed_gpt"), torch.tensor([7, 1, 8, 16])
+    positions = torch.cat([torch.arange(length) for length in lengths.tolist()]).view(2, 16)
+    ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+    batch = example.Batch(torch.zeros_like(positions), positions, ends, 16, torch.float32)
+    q, k, v = (torch.randn(2, 16, heads, 8, generator=torch.Generator().manual_seed(heads + i)).transpose(1, 2)
+               for i, heads in enumerate((4, 2, 2)))
+    torch.testing.assert_close(example.FUNCTIONS[way](batch, q, k, v, 0.3), example.by_torch(batch, q, k, v, 0.3))
+
+
+def test_packed_gpt_hides_documents_from_one_another_and_asks_for_no_token_of_the_next():
+    example = load("train_packed_gpt")
+    batch = example.Batch(torch.tensor([[5, 6, 7, 8]]), torch.tensor([[0, 1, 0, 1]]), torch.tensor([0, 2, 4]), 2,
+                          torch.float32)
+    assert batch.wanted.tolist() == [[6, -100, 8, -100]]
+    assert torch.equal(batch.mask.visible(4, 4), batch.dense_mask == 0)
+
+
+def test_packed_gpt_draws_documents_of_mixed_lengths_that_fill_the_row():
+    example, draw = load("train_packed_gpt"), torch.Generator().manual_seed(0)
+    rows = [example.document_lengths(4096, 16, draw) for _ in range(50)]
+    assert {sum(row) for row in rows} == {4096}
+    assert 13 < sum(map(len, rows)) / len(rows) < 20
+    assert max(map(max, rows)) > 1500
+    assert 0 < min(map(min, rows)) < 50
 
 
 def test_tiny_gpt_text_is_long_and_varied():

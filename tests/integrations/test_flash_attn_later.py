@@ -25,6 +25,12 @@ SIGNATURES = {
     fa3.flash_attn_qkvpacked_func: (f"qkv, softmax_scale=None, causal=False, {_DESCALES}, window_size=(-1, -1), "
                                     "attention_chunk=0, softcap=0.0, deterministic=False, num_heads_q=None, "
                                     "sm_margin=0, return_attn_probs=False"),
+    fa3.flash_attn_with_kvcache: (
+        "q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, "
+        "cache_batch_idx=None, cache_leftpad=None, page_table=None, cu_seqlens_q=None, cu_seqlens_k_new=None, "
+        f"max_seqlen_q=None, rotary_seqlens=None, {_DESCALES}, softmax_scale=None, causal=False, "
+        "window_size=(-1, -1), attention_chunk=0, softcap=0.0, rotary_interleaved=True, scheduler_metadata=None, "
+        "num_splits=0, pack_gqa=None, sm_margin=0, return_softmax_lse=False"),
     fa3.flash_attn_combine: "out_partial, lse_partial, out=None, out_dtype=None",
     fa4.flash_attn_func: (f"q, k, v, qv=None, gather_kv_indices=None, {_FA4}, aux_tensors=None, aux_scalars=None, "
                           "block_sparse_tensors=None, block_sparse_tensors_bwd=None, return_lse=False"),

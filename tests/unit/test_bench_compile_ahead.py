@@ -22,17 +22,21 @@ from tilewise.bench.tile_launches import PER_ROW, TENSORS, tile_launch
 from tilewise.bench.tuning_runs import Wanted, tasks
 from tilewise.testing.inputs import make_inputs
 from tilewise.tuning.configs import DqConfig, ForwardConfig
+from tilewise.tuning.heuristics import hopper_backward_config, hopper_forward_config
 
 CPU = torch.device("cpu")
 target = GPUTarget("cuda", 90, 32)
 wanted = Wanted(("forward", "dq"), widths=(64,), masks=("none",), lengths=(128,), tokens=256, hidden=128)
 forward, dq = tasks(wanted, CPU)
 tiles = [(forward, ForwardConfig(64, 32, 4, 1)), (dq, DqConfig(64, 32, 4, 1, True))]
+for kernel, heuristic in (("hopper_forward", hopper_forward_config), ("hopper_backward", hopper_backward_config)):
+    task = Task(kernel, forward.cell)
+    tiles.append((task, heuristic(task.problem(CPU))))
 cache = pathlib.Path(sys.argv[1])
 with AheadCompiler(tiles, tile_compiler(target), 1) as ahead:
-    assert [ahead.fault(tile) for tile in tiles] == [None, None]
+    assert [ahead.fault(tile) for tile in tiles] == [None] * 4
 compiled = sorted(cache.rglob("*.cubin"))
-assert len(compiled) == 2, compiled
+assert len(compiled) == 4, compiled
 driver.set_active(CompileOnlyDriver(target))
 for task, config in tiles:
     inputs = make_inputs(task.cell.case, task.cell.dtype, CPU)

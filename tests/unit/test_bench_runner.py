@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tilewise.bench.grids import FULL, Cell, packed_case, shape_case
+from tilewise.bench.grids import FULL, GRIDS, Cell, grid_cells, packed_case, shape_case
 from tilewise.bench.packed import DocumentsProvider
 from tilewise.bench.plan import Plan, available_providers, takers
 from tilewise.bench.provenance import provenance
@@ -136,6 +136,17 @@ def test_packed_sequences_are_timed_and_their_memory_measured(provider):
 def test_a_packed_cell_takes_the_time_of_its_own_pairs():
     packed = Cell("packed", packed_case((2, 1), (400, 300), 16, FULL), torch.float32)
     assert work(packed) - work(CELL) == 2 * 16 * (400**2 + 300**2 - 33**2)
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("backend", ["cudnn", "cuda", "cuda_ieee", "gluon", "triton"])
+def test_every_backend_can_be_said_for_every_grid_and_answers_in_a_sentence(backend, grid):
+    cuda = torch.device("cuda")
+    (provider,), absent = available_providers([f"tilewise:{backend}"], cuda)
+    assert absent == {}
+    cell = grid_cells([grid])[0]
+    reason = provider.reason_against(cell, "forward", torch.device("cpu"))
+    assert reason is None or " " in reason
 
 
 def test_an_unknown_provider_raises_and_lists_the_known():

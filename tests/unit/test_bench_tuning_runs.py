@@ -1,10 +1,13 @@
 """Which problems are tuned, and a search through the interpreter: the kernels run, and a wrong one is caught."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
 
+from tilewise.backends.base import Saved
+from tilewise.backends.gluon import GluonBackend
+from tilewise.backends.reference import ReferenceBackend
 from tilewise.backends.triton import backend
 from tilewise.bench import accuracy, tuning_runs
 from tilewise.bench.compile_ahead import DIED, AheadCompiler, Task
@@ -14,6 +17,7 @@ from tilewise.bench.timing import Regime
 from tilewise.bench.tuning_runs import TuningPlan, Wanted, demand_gpu, rows_of, table_provenance, tasks, tune
 from tilewise.errors import InvalidInput
 from tilewise.masks import causal
+from tilewise.scores import NO_OPERANDS
 from tilewise.tuning import search
 from tilewise.tuning.configs import ForwardConfig
 from tilewise.tuning.table import Bucket
@@ -61,6 +65,69 @@ def test_where_dk_and_dv_take_a_launch_each_they_are_tuned_apart(monkeypatch):
 def test_what_no_row_could_serve_is_refused(change, words):
     with pytest.raises(InvalidInput, match=words):
         tasks(replace(TINY, **change), CPU)
+
+
+def test_gluon_has_kernels_of_its_own_on_the_same_problems(monkeypatch):
+    monkeypatch.setattr(GluonBackend, "why_not", lambda self, problem: None)
+    wanted = replace(TINY, backend="gluon", widths=(64, 128))
+    assert [str(task) for task in tasks(wanted, CPU)] == [
+        f"{kernel} b1_h{128 // width}_s48_d{width}_causal float16" for width in (64, 128)
+        for kernel in ("hopper_forward", "hopper_backward")]
+    (task,) = tasks(replace(wanted, widths=(64,), kernels=("hopper_backward",)), CPU)
+    assert task.problem(CPU).direction == "backward"
+    assert Task("hopper_forward", task.cell).problem(CPU).direction == "forward"
+    with pytest.raises(InvalidInput, match="kernels has dq; allowed are hopper_forward, hopper_backward"):
+        tasks(replace(wanted, kernels=("dq",)), CPU)
+    with pytest.raises(InvalidInput, match=r"kernels has hopper_forward; allowed are forward, dkdv, dk, dv, dq\."):
+        tasks(replace(TINY, kernels=("hopper_forward",)), CPU)
+
+
+def test_gluon_is_not_tuned_where_it_does_not_run():
+    with pytest.raises(InvalidInput, match="backend is 'gluon', which runs on Hopper GPUs"):
+        tasks(replace(TINY, backend="gluon"), CPU)
+
+
+def test_a_backend_without_a_table_is_not_tuned():
+    with pytest.raises(InvalidInput, match="backend is 'cudnn'; allowed are triton, gluon, which have tables"):
+        tasks(replace(TINY, backend="cudnn"), CPU)
+
+
+def test_a_gluon_kernel_is_checked_and_timed_as_any_other(monkeypatch):
+    """The reference stands for the kernels; the second tile's dk is wrong."""
+    monkeypatch.setattr(GluonBackend, "why_not", lambda self, problem: None)
+    monkeypatch.setattr(search, "ROUNDS", 2)
+    monkeypatch.setattr(tuning_runs, "get_backend", lambda name: ReferenceBackend())
+    seen = []
+
+    def launch(kernel, problem, config):
+        seen.append(config)
+        number = len(seen)
+
+        def forward(q, k, v, out, lse):
+            made = ReferenceBackend().forward(problem, q, k, v)
+            out.copy_(made.out)
+            lse.copy_(made.lse)
+
+        def backward(q, k, v, dout, lse, delta, dq, dk, dv):
+            made = ReferenceBackend().forward(task_forward, q, k, v)
+            for target, gradient in zip((dq, dk, dv), ReferenceBackend().backward(
+                    problem, Saved(q, k, v, made.out, made.lse, NO_OPERANDS), dout, None)[:3], strict=True):
+                target.copy_(gradient)
+            dk.mul_(1.5 if number == 2 else 1.0)
+
+        return forward if kernel == "hopper_forward" else backward
+
+    monkeypatch.setattr(tuning_runs, "tile_launch", launch)
+    wanted = replace(TINY, backend="gluon")
+    task_forward = tasks(wanted, CPU)[0].problem(CPU)
+    for kernel, faults in (("hopper_forward", 0), ("hopper_backward", 1)):
+        seen.clear()
+        ((task, finding),) = tune(TuningPlan(CPU, tasks(replace(wanted, kernels=(kernel,)), CPU), most=3, regime=QUICK))
+        assert len(finding.faults) == faults
+        rows, faulty = rows_of(task, finding, CPU)
+        assert rows[0] | {"width": 64, "itemsize": 2, "masked": True, "length": 48, "candidates": 3 - faults} == rows[0]
+        assert all("dk OVER BUDGET" in row["reason"] for row in faulty)
+        assert {name: rows[0][name] for name in asdict(seen[0])} == asdict(finding.choices[0].config)
 
 
 def test_a_length_that_cannot_be_checked_is_refused(monkeypatch):

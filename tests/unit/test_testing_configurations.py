@@ -54,6 +54,19 @@ def test_a_seed_means_the_same_call_on_every_machine():
     assert (case.lengths_q, case.lengths_k, case.packed, case.documents) == ((1563, 0), None, "", "")
 
 
+def test_a_variation_has_its_seed_s_options_and_sizes_of_its_own():
+    for seed in range(40):
+        own = DRAWN["large"][seed]
+        assert draw(seed, "large", 0) == own
+        others = [draw(seed, "large", variation) for variation in range(1, 9)]
+        assert len({(one.case.b, one.case.sq, one.case.sk) for one in others}) > 1
+        assert len({one.case.name for one in (own, *others)}) == 9
+        for other in others:
+            assert (other.seed, other.dtype, other.lse_grad) == (seed, own.dtype, own.lse_grad)
+            assert all(getattr(other.case, option) == getattr(own.case, option) for option in OPTIONS)
+            assert (other.case.hq, other.case.hk, other.case.packed) == (own.case.hq, own.case.hk, own.case.packed)
+
+
 def test_a_seed_depends_on_no_other_draw_and_disturbs_none():
     random.seed(3)
     state = random.getstate()
@@ -66,6 +79,7 @@ def test_a_seed_depends_on_no_other_draw_and_disturbs_none():
     ((-1,), "seed is -1; allowed are 0 to 2147483647"),
     ((SEEDS,), "seed is 2147483648; allowed are"),
     ((0, "huge"), r"size is 'huge'; allowed are \('small', 'large'\)"),
+    ((0, "small", -1), "variation is -1; allowed are integers from 0"),
 ])
 def test_what_cannot_be_drawn_is_refused(arguments, message):
     with pytest.raises(InvalidInput, match=message):

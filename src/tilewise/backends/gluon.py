@@ -17,7 +17,8 @@ from tilewise.kernels.triton.sums import OperandSums
 from tilewise.problem import AttentionProblem, Sizes, are_aligned, dense_strides
 from tilewise.scores import DRAW_SPAN, NO_OPERANDS, NO_OPTIONS, Operands
 from tilewise.tuning.device import device_spec
-from tilewise.tuning.heuristics import delta_config, hopper_backward_config, hopper_forward_config
+from tilewise.tuning.heuristics import delta_config
+from tilewise.tuning.hopper import backward_config, forward_config
 
 WIDEST = 256
 WIDEST_OF_ALL = 128  # what the backward kernel for wider heads does not have is taken to here
@@ -88,7 +89,7 @@ class _Plan:
 @lru_cache(maxsize=1024)
 def _plan(problem: AttentionProblem) -> _Plan:
     multiprocessors = torch.cuda.get_device_properties(problem.device).multi_processor_count
-    config = hopper_forward_config(problem)
+    config = forward_config(problem, device_spec(problem.device))
     launch = HopperForward(problem, config, multiprocessors, pack_of(problem, config, multiprocessors))
     return _Plan((problem.b, problem.hq, problem.sq, problem.dv), problem.out_strides, launch)
 
@@ -110,8 +111,9 @@ def _backward_plan(problem: AttentionProblem, incoming: tuple[Sizes, Sizes, Size
     from tilewise.kernels.triton.backward import delta_launch
 
     strides = _gradient_strides(problem)
+    config = backward_config(problem, device_spec(problem.device))
     return _BackwardPlan(strides, delta_launch(problem, delta_config(problem), *incoming),
-                         HopperBackward(problem, hopper_backward_config(problem), strides[0]),
+                         HopperBackward(problem, config, strides[0]),
                          None if problem.scores.sinks or problem.sequences.are_data
                          else modifiers_of(problem, NO_OPERANDS))
 

@@ -28,18 +28,20 @@ class Prepared:
 
     def __init__(self, provider: Provider, cell: Cell, tensors: Tensors, device: torch.device, *,
                  in_context: bool = False) -> None:
-        self.provider, self._dims = provider, provider.dims(cell.case)
+        self.provider, self._case, self._dims = provider, cell.case, provider.dims(cell.case)
         inputs, operands = tensors
-        self._q, self._k, self._v = (native(tensor.detach(), self._dims).requires_grad_() for tensor in inputs[:3])
+        stored = provider.stored(*(native(tensor.detach(), self._dims) for tensor in inputs[:3]))
+        self._stored = tuple(tensor.detach().requires_grad_(not cell.cached) for tensor in stored)
         learned = {name: getattr(operands, name).detach().requires_grad_() for name in cell.learned}
         bound = provider.bind(cell, operands._replace(**learned), device)
         self.attend = bound if in_context else _in_context(provider, bound)
-        self.leaves = {"q": self._q, "k": self._k, "v": self._v, **learned}
+        self._learned = learned
+        self.leaves = (*self._stored, *learned.values())
         self.dout = native(inputs.dout, self._dims)
 
     def forward(self) -> torch.Tensor:
         """Run the training forward: what the backward needs is kept."""
-        return self.attend(self._q, self._k, self._v)
+        return self.attend(*self._stored)
 
     def forward_without_grad(self) -> torch.Tensor:
         """Run the forward of inference."""
@@ -48,7 +50,7 @@ class Prepared:
 
     def training_step(self) -> tuple[torch.Tensor, ...]:
         """Run forward and backward, keeping nothing between calls."""
-        return torch.autograd.grad(self.forward(), tuple(self.leaves.values()), self.dout)
+        return torch.autograd.grad(self.forward(), self.leaves, self.dout)
 
     def call(self, direction: Direction) -> Callable[[], object]:
         """Return one direction alone as a call; for the backward, the forward runs once, here."""
@@ -58,14 +60,14 @@ class Prepared:
         """Return what a direction computes, by name; dims (b, h, s, d), and an operand's own for its gradient."""
         if direction == "forward":
             return {"out": standard(self.forward().detach(), self._dims)}
-        gradients = dict(zip(self.leaves, self._backward_call()(), strict=True))
-        return {f"d{name}": standard(tensor, self._dims) if name in ("q", "k", "v") else tensor
-                for name, tensor in gradients.items()}
+        found, count = self._backward_call()(), len(self._stored)
+        inputs = zip(("dq", "dk", "dv"), self.provider.gradients_of(found[:count], self._case), strict=True)
+        return ({name: standard(tensor, self._dims) for name, tensor in inputs}
+                | {f"d{name}": tensor for name, tensor in zip(self._learned, found[count:], strict=True)})
 
     def _backward_call(self) -> Callable[[], tuple[torch.Tensor, ...]]:
         out = self.forward()
-        leaves = tuple(self.leaves.values())
-        return lambda: torch.autograd.grad(out, leaves, self.dout, retain_graph=True)
+        return lambda: torch.autograd.grad(out, self.leaves, self.dout, retain_graph=True)
 
 
 class Checker:

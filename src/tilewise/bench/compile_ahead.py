@@ -17,7 +17,7 @@ import torch
 from tilewise.bench.grids import Cell
 from tilewise.bench.tile_launches import PER_ROW, TENSORS, tile_launch
 from tilewise.problem import AttentionProblem
-from tilewise.tuning.heuristics import Config
+from tilewise.tuning.configs import AnyConfig
 
 DIED = "the compiler ended its process"
 Request = TypeVar("Request", bound=Hashable)
@@ -33,13 +33,13 @@ class Task:
     def problem(self, device: torch.device) -> AttentionProblem:
         """Describe the call that the kernel belongs to."""
         problem = self.cell.problem(device)
-        return problem if self.kernel == "forward" else problem.backward(lse_grad=False)
+        return problem if self.kernel.endswith("forward") else problem.backward(lse_grad=False)
 
     def __str__(self) -> str:
         return f"{self.kernel} {self.cell}"
 
 
-Tile = tuple[Task, Config]
+Tile = tuple[Task, AnyConfig]
 
 
 class AheadCompiler(Generic[Request]):

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from tilewise.bench.mask_text import format_mask
+from tilewise.decode_problem import DecodeOptions, DecodeProblem, decode_problem, facts_of_inputs
 from tilewise.errors import InvalidInput
 from tilewise.masks import Mask, causal
 from tilewise.problem import AttentionProblem
@@ -40,15 +41,30 @@ class Cell:
 
     Attributes:
         learned: the operands, by their names in scores.py, that get a gradient; q, k and v always do.
+        cached: whether keys and values are a full cache, as decoding reads it: a forward pass alone, without gradients.
     """
 
     grid: str
     case: Case
     dtype: torch.dtype
     learned: tuple[str, ...] = ()
+    cached: bool = False
 
     def problem(self, device: torch.device) -> AttentionProblem:
         """Describe the call without allocating its tensors."""
+        case = self.case
+        operands = make_operands(case, self.dtype, "meta")
+        problem = AttentionProblem.from_tensors(*self._inputs(), operands, mask=case.mask, scale=case.scale,
+                                                settings=case.settings)
+        return replace(problem, device=device)
+
+    def decode_problem(self, device: torch.device) -> DecodeProblem:
+        """Describe the call of a cached cell without allocating its tensors; its lengths are the whole cache's."""
+        options = DecodeOptions(self.case.mask, self.case.scale)
+        return replace(decode_problem(facts_of_inputs(*self._inputs()), (), options), device=device)
+
+    def _inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return q, k and v without memory, laid out as the case says."""
         case = self.case
         (b, sq), (_, sk) = case.stored("q"), case.stored("k")
         layout: Layout = "bshd" if case.layout == "packed_kv" else case.layout
@@ -56,10 +72,7 @@ class Cell:
                    for h, s, d in ((case.hq, sq, case.d), (case.hk, sk, case.d), (case.hk, sk, case.dv)))
         if case.layout == "packed_kv":
             k, v = k.new_empty(b, sk, 2, case.hk, case.d).permute(2, 0, 3, 1, 4)
-        operands = make_operands(case, self.dtype, "meta")
-        problem = AttentionProblem.from_tensors(q, k, v, operands, mask=case.mask, scale=case.scale,
-                                                settings=case.settings)
-        return replace(problem, device=device)
+        return q, k, v
 
     def __str__(self) -> str:
         return f"{self.case} {dtype_name(self.dtype)}"
@@ -98,9 +111,13 @@ def grid_cells(names: Iterable[str]) -> list[Cell]:
 
 
 def filtered(cells: Iterable[Cell], lengths: Sequence[int] = (), dims: Sequence[int] = ()) -> list[Cell]:
-    """Keep the cells whose query length (of packed sequences, together) and head dim are listed; [] keeps all."""
+    """Keep the cells whose query length (of packed sequences, together) and head dim are listed; [] keeps all.
+
+    Of cached cells the length of the cache counts.
+    """
     return [cell for cell in cells
-            if (not lengths or cell.case.stored("q")[1] in lengths) and (not dims or cell.case.d in dims)]
+            if (not lengths or cell.case.stored("k" if cell.cached else "q")[1] in lengths)
+            and (not dims or cell.case.d in dims)]
 
 
 def priced(case: Case) -> list[tuple[Case, tuple[str, ...]]]:
@@ -151,7 +168,9 @@ def _gqa() -> list[tuple[Case, torch.dtype]]:
 
 
 def _fp32() -> list[tuple[Case, torch.dtype]]:
-    return [(_square(b, 12, s, 64, CAUSAL, "bshd"), torch.float32) for b, s in ((8, 1024), (6, 4096), (1, 8192))]
+    # Of llm.c's layer, 12 heads of 64 on 768 channels; and heads of 128.
+    return [(_square(b, 12, s, d, CAUSAL, "bshd"), torch.float32)
+            for d in (64, 128) for b, s in ((8, 1024), (6, 4096), (1, 8192))]
 
 
 def _options() -> list[tuple[Case, torch.dtype, tuple[str, ...]]]:
@@ -170,6 +189,12 @@ def _packed_kv() -> list[tuple[Case, torch.dtype]]:
             for case in packed_kv_cases(b, 16, s, d)]
 
 
+def _decode() -> list[tuple[Case, torch.dtype, tuple[str, ...], bool]]:
+    # One query of each sequence and a cache of 8192 or 65536 keys: the heads of a Llama of 8 billion weights.
+    return [(shape_case(b, (32, 8), (1, s), (128, 128), FULL, "bshd"), torch.bfloat16, (), True)
+            for s, batches in ((8192, (1, 4, 8, 16, 32, 64)), (65536, (1, 4, 8, 16))) for b in batches]
+
+
 def _cpu() -> list[tuple[Case, torch.dtype]]:
     # From short to long, so that a run whose time is up has every series begun. Together under five minutes on two
     # idle cores, most of it in dense attention; that is why bfloat16 has two lengths alone.
@@ -180,8 +205,9 @@ def _cpu() -> list[tuple[Case, torch.dtype]]:
     return [(_square(1, 8, s, 64, mask, "bhsd"), dtype) for s, mask, dtype in series]
 
 
-_Entry = tuple[Case, torch.dtype] | tuple[Case, torch.dtype, tuple[str, ...]]
+_Entry = (tuple[Case, torch.dtype] | tuple[Case, torch.dtype, tuple[str, ...]]
+          | tuple[Case, torch.dtype, tuple[str, ...], bool])
 GRIDS: dict[str, Callable[[], Sequence[_Entry]]] = {
     "cpu": _cpu, "paper": _paper, "seeds": _seeds, "gqa": _gqa, "fp32": _fp32, "options": _options, "packed": _packed,
-    "packed-kv": _packed_kv,
+    "packed-kv": _packed_kv, "decode": _decode,
 }

@@ -7,7 +7,7 @@ not take one cell. Those of packed sequences are in packed.py, other packages' k
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -17,14 +17,15 @@ from tilewise.bench.grids import FULL, Cell
 from tilewise.bench.memory import MIB, available_bytes
 from tilewise.bench.options import LEARNABLE, OPTIONS, options_of
 from tilewise.bench.roofline import Direction
-from tilewise.dispatch import BACKENDS, choose
+from tilewise.decode import attention_decode
+from tilewise.dispatch import BACKENDS, choose, choose_decoder
 from tilewise.errors import UnsupportedProblem
 from tilewise.masks import TensorMask
 from tilewise.scores import Operands
 from tilewise.testing.cases import Case
 from tilewise.testing.inputs import call_options
 
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Attend = Callable[..., torch.Tensor]
 Dims = Literal["bhsd", "bshd", "shd"]
 AUTOMATIC = "tilewise"
 
@@ -40,12 +41,14 @@ class Provider(ABC):
     Attributes:
         options: which options it takes, of those in options.py.
         gradients: which operands it has a gradient of.
+        on_request: whether it is timed only where it is named, being another way to a call that is timed anyway.
         draws_alike: whether its dropout keeps the pairs that scores.py says; else its results have no exact ones.
     """
 
     name: str
     options: frozenset[str] = frozenset()
     gradients: frozenset[str] = frozenset()
+    on_request = False
     draws_alike = False
 
     def missing(self, device: torch.device) -> str | None:
@@ -70,9 +73,17 @@ class Provider(ABC):
         """Return the order of dims that it calls with; "shd" = packed sequences without a batch dim."""
         return "bhsd"
 
+    def stored(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return what its function takes, made of q, k and v in its order of dims, untimed; as a rule, themselves."""
+        return q, k, v
+
+    def gradients_of(self, found: tuple[torch.Tensor, ...], case: Case) -> tuple[torch.Tensor, ...]:
+        """Return dq, dk and dv, in its order of dims, given the gradients of what :meth:`stored` made."""
+        return found
+
     @abstractmethod
     def bind(self, cell: Cell, operands: Operands, device: torch.device) -> Attend:
-        """Return the function of q, k, v, in the provider's order of dims, that is timed for this cell.
+        """Return the function of what :meth:`stored` makes that is timed for this cell.
 
         What can be made of the operands once for many calls is made here, untimed; of those that require a gradient,
         it must be part of the call.
@@ -102,10 +113,12 @@ class TilewiseProvider(Provider):
 
     def why_not(self, cell: Cell, direction: Direction, device: torch.device) -> str | None:
         """Return the backends' own refusals; a backward pass comes after a forward one."""
-        problem = cell.problem(device)
-        passes = [problem] if direction == "forward" else [problem, problem.backward(lse_grad=False)]
         try:
-            for one in passes:
+            if cell.cached:
+                choose_decoder(cell.decode_problem(device), self.backend)
+                return "has no backward pass of decoding" if direction == "backward" else None
+            problem = cell.problem(device)
+            for one in [problem] if direction == "forward" else [problem, problem.backward(lse_grad=False)]:
                 choose(one, self.backend)
         except UnsupportedProblem as refusal:
             if self.backend is not None:
@@ -118,11 +131,24 @@ class TilewiseProvider(Provider):
         return "shd" if case.packed else "bhsd"
 
     def bind(self, cell: Cell, operands: Operands, device: torch.device) -> Attend:
-        """Call :func:`tilewise.attention`, or :func:`tilewise.attention_varlen` if packed."""
+        """Call :func:`tilewise.attention`, :func:`tilewise.attention_varlen` if packed, or of a cache decoding."""
+        if cell.cached:
+            return self.bind_cached(cell, device)
         options = call_options(cell.case, operands)
         if cell.case.packed:
             return lambda q, k, v: attention_varlen(q, k, v, **options, backend=self.backend)
         return lambda q, k, v: attention(q, k, v, **options, backend=self.backend)
+
+    def bind_cached(self, cell: Cell, device: torch.device, **options: Any) -> Attend:
+        """Call :func:`tilewise.attention_decode`; that the cache is full, the device is told as a serving loop would.
+
+        Args:
+            options: more of its arguments.
+        """
+        case = cell.case
+        lengths = torch.full((case.b,), case.sk, dtype=torch.int32, device=device)
+        return lambda q, k, v: cast(torch.Tensor, attention_decode(
+            q, k, v, cache_seqlens=lengths, mask=case.mask, scale=case.scale, backend=self.backend, **options))
 
 
 class DenseProvider(Provider):

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tilewise.bench.providers import AUTOMATIC, is_ours
-from tilewise.bench.rows import Row, latest, read_rows
+from tilewise.bench.rows import COPY, Row, latest, read_rows
+from tilewise.bench.timing import COLD
 from tilewise.errors import InvalidInput
 
 VIEWS = ("speed", "memory", "accuracy", "price")
@@ -176,6 +177,9 @@ def _view(view: str, rows: Sequence[Row]) -> tuple[str, Callable[[Comparison, Ro
     if all(row.regime == "host" for row in rows):
         return ("Microseconds of the host for one call, and how many times tilewise is as fast",
                 lambda side, row: _speed_cell(side, row, row.host_us))
+    if all(row.regime == COLD.name for row in rows):
+        return ("TB/s, of ours what it is of a copy's, of the others how many times tilewise is as fast",
+                _bandwidth_cell)
     if counts_in_tflops(rows):
         return "TFLOP/s, and how many times tilewise is as fast", lambda side, row: _speed_cell(side, row, row.tflops)
     return ("Milliseconds a call, and how many times tilewise is as fast",
@@ -189,6 +193,17 @@ def _speed_cell(side: Comparison, row: Row, value: float | None) -> str:
     text = f"{value:.3g}" if value < 100 else f"{value:.0f}"
     text = f"**{text}**" if row is side.ours else text
     return text if ratio is None else f"{text} ({ratio:.2f}×)"
+
+
+def _bandwidth_cell(side: Comparison, row: Row) -> str:
+    if row.gb_per_s is None:
+        return _status_cell(row)
+    text, copy = f"{row.gb_per_s / 1e3:.2f}", side.rows.get(COPY)
+    if not is_ours(row.provider):
+        ratio = side.speedup_over(row.provider)
+        return text if ratio is None else f"{text} ({ratio:.2f}×)"
+    text = f"**{text}**" if row is side.ours else text
+    return text if copy is None or not copy.gb_per_s else f"{text} ({row.gb_per_s / copy.gb_per_s:.0%})"
 
 
 def _memory_cell(side: Comparison, row: Row) -> str:

@@ -24,6 +24,7 @@ class Row:
             failed = it broke. reason tells more.
         ms_p20, ms_p50, ms_p80: percentiles over ``samples`` calls, in milliseconds.
         tflops: credited operations per second (roofline.py), in 10^12.
+        gb_per_s: least bytes per second (roofline.py), in 10^9; of a copy, those that it reads and writes.
         peak_mib: most memory held at once above the inputs; a backward row counts forward and backward together.
         max_error, mean_error: against float64; the worst of all gradients in a backward row.
         checked: which part of the problem the errors were taken over, and what was left out of it.
@@ -72,6 +73,7 @@ class Row:
     command: str = ""
 
 
+COPY = "copy"  # the provider of a row that tells how fast a plain copy moves bytes, and no attention
 COLUMNS = tuple(field.name for field in fields(Row))
 _LATER = {"options"}  # files written before these columns were thought of stay readable: they have the default
 _HINTS = get_type_hints(Row)

@@ -5,15 +5,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
+from tilewise.bench.cached import CachedRun
 from tilewise.bench.checking import Checker, Prepared, one_line
 from tilewise.bench.clocks import ClockSampler
 from tilewise.bench.grids import Cell
 from tilewise.bench.memory import peak_mib
 from tilewise.bench.options import make_tensors
-from tilewise.bench.plan import Plan, blank_row
-from tilewise.bench.roofline import Direction, flops, least_bytes
+from tilewise.bench.plan import Plan, blank_row, timed_row
+from tilewise.bench.roofline import Direction
 from tilewise.bench.rows import Row
-from tilewise.bench.timing import Call, Timing, graphed, host_microseconds, measure
+from tilewise.bench.timing import Call, graphed, host_microseconds, measure
 
 _LEAST_WORK = 1e8
 _GRAPH_MAX_LENGTH = 1024  # beyond it a call outlasts its launch, and a replay measures the same
@@ -30,7 +31,7 @@ def run(cells: Iterable[Cell], plan: Plan) -> Iterator[tuple[Cell, list[Row]]]:
         for cell in cells:
             if plan.budget is not None and end - start + pace * work(cell) > plan.budget:
                 return
-            rows = _CellRun(cell, plan, clocks).rows()
+            rows = (CachedRun if cell.cached else _CellRun)(cell, plan, clocks).rows()
             begin, end = end, time.monotonic()
             pace = (end - begin) / work(cell)
             yield cell, rows
@@ -88,7 +89,7 @@ class _CellRun:
         done = []
         for row in rows:
             if row.provider in times:
-                row = replace(self._with_timing(row, direction, times[row.provider]),
+                row = replace(timed_row(row, self._cell, direction, times[row.provider]),
                               host_us=host_us.get(row.provider))
                 entry = prepared[row.provider]
                 call = entry.forward if direction == "forward" else entry.training_step
@@ -102,15 +103,6 @@ class _CellRun:
         call = graphed(partial(entry.call, direction), self._plan.device) if self._on_graph else entry.call(direction)
         call()
         return call
-
-    def _with_timing(self, row: Row, direction: Direction, timing: Timing) -> Row:
-        case, seconds = self._cell.case, timing.p50 / 1e3
-        return replace(
-            row, ms_p20=timing.p20, ms_p50=timing.p50, ms_p80=timing.p80, samples=timing.samples,
-            tflops=flops(case, direction) / seconds / 1e12,
-            gb_per_s=least_bytes(case, self._cell.dtype, direction) / seconds / 1e9,
-            sm_mhz=timing.clocks.sm_mhz, power_w=timing.clocks.power_w,
-        )
 
     def _step(self, text: str) -> None:
         self._plan.on_step(f"{self._cell}: {text}")

@@ -1,4 +1,4 @@
-"""One Triton kernel with one tile: how to launch it, which tensors it takes, which of them it computes.
+"""One Triton or Gluon kernel with one tile: how to launch it, which tensors it takes, which of them it computes.
 
 For problems with one length, one head dim and as many key/value heads as query heads, where every (b, h, s, d) tensor
 lies in memory as q does.
@@ -6,20 +6,25 @@ lies in memory as q does.
 
 from typing import Any
 
+import torch
+
 from tilewise.problem import AttentionProblem
-from tilewise.tuning.heuristics import Config
 
 _OF_BACKWARD = ("q", "k", "v", "dout", "lse", "delta")
 TENSORS = {
     "forward": ("q", "k", "v", "out", "lse"), "dkdv": (*_OF_BACKWARD, "dk", "dv"), "dk": (*_OF_BACKWARD, "dk", "dv"),
     "dv": (*_OF_BACKWARD, "dk", "dv"), "dq": (*_OF_BACKWARD, "dq"),
+    "hopper_forward": ("q", "k", "v", "out", "lse"), "hopper_backward": (*_OF_BACKWARD, "dq", "dk", "dv"),
 }
-RESULTS = {"forward": ("out", "lse"), "dkdv": ("dk", "dv"), "dk": ("dk",), "dv": ("dv",), "dq": ("dq",)}
+RESULTS = {"forward": ("out", "lse"), "dkdv": ("dk", "dv"), "dk": ("dk",), "dv": ("dv",), "dq": ("dq",),
+           "hopper_forward": ("out", "lse"), "hopper_backward": ("dq", "dk", "dv")}
 PER_ROW = ("lse", "delta")  # (b, h, s), float32, dense; every other tensor is shaped as q
 
 
-def tile_launch(kernel: str, problem: AttentionProblem, config: Config) -> Any:
-    """Bind a kernel to a problem (seen from its backward pass for all but "forward") and a tile."""
+def tile_launch(kernel: str, problem: AttentionProblem, config: Any) -> Any:
+    """Bind a kernel to a problem (seen from its backward pass for all but the forward ones) and a tile."""
+    if kernel.startswith("hopper"):
+        return HopperLaunch(kernel, problem, config)
     from tilewise.kernels.triton.backward import dkdv_launch, dq_launch
     from tilewise.kernels.triton.forward import forward_launch
 
@@ -29,3 +34,42 @@ def tile_launch(kernel: str, problem: AttentionProblem, config: Config) -> Any:
     if kernel == "dq":
         return dq_launch(problem, config, "ieee", strides, strides)
     return dkdv_launch(problem, config, "ieee", strides, (strides, strides), (kernel != "dv", kernel != "dk"))
+
+
+class HopperLaunch:
+    """A Gluon kernel bound to a problem and a tile, as :func:`tile_launch` gives Triton's; the backward one with dq's.
+
+    Attributes:
+        kernel, grid, scalars, options: what Triton compiles, as of a Triton kernel's launch.
+    """
+
+    def __init__(self, kernel: str, problem: AttentionProblem, config: Any) -> None:
+        from tilewise.kernels.gluon.launch import OPTIONS, HopperForward
+        from tilewise.kernels.gluon.launch_backward import HopperBackward
+
+        self._is_forward = kernel == "hopper_forward"
+        if self._is_forward:
+            self._launch: Any = HopperForward(problem, config, _multiprocessors(problem.device))
+        else:
+            self._launch = HopperBackward(problem, config, problem.q_strides)
+        self.kernel, self.grid, self.scalars = self._launch.kernel, self._launch.grid, self._launch.scalars
+        self.options = OPTIONS
+
+    def __call__(self, *tensors: torch.Tensor) -> None:
+        """Enqueue on the current stream."""
+        self._launch(*tensors, None) if self._is_forward else self._launch(*tensors)
+
+    def arguments(self, tensors: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
+        """Return what the compiler sees before the scalars."""
+        make = tensors[0].new_empty
+        if self._is_forward:
+            return tuple(self._launch.arguments((*tensors, None), make(1, dtype=torch.int32)))
+        dq, *others = tensors[6:]
+        del dq  # its sums are in its place
+        return tuple(self._launch.arguments((*tensors[:6], *others),
+                                            make(self._launch.sums_shape, dtype=torch.float32)))
+
+
+def _multiprocessors(device: torch.device) -> int:
+    """Of the device; of one that is not here, an H200's: nothing but the grid depends on it."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132

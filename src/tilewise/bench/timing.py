@@ -8,10 +8,12 @@ A GPU at its power limit lowers its clock, so a time means little without its re
 ``dense``   bursts back to back: the card sits at its power limit, and a figure depends on who ran before
 ``sustained``  each provider alone without a pause after a rest, the second half counted: what a long job gets
 ``turns``   the CPU's: short turns without gaps
+``cold``    a call is many, each on memory of its own that is colder than L2 (cached.py), and all of them one CUDA
+            graph, which runs once a turn: how decoding is timed, whatever was asked for
 ==========  ====================================================================================================
 
 All but ``sustained`` interleave the providers: each gets a turn a round, and the order rotates, so that drift
-reaches all of them alike. On a GPU the L2 cache is cleared before every timed call, save in ``sustained``.
+reaches all of them alike. On a GPU the L2 cache is cleared before every timed call, save in ``sustained`` and ``cold``.
 """
 
 import math
@@ -45,6 +47,7 @@ class Regime:
         least_warmups, least_calls: however long a call is.
         idle_factor: idle time before a turn, as a multiple of the turn.
         enough_calls, enough_time: a provider that has been timed for both sits out the turns that are left.
+        clears: whether the L2 cache is cleared before every timed call.
     """
 
     name: str
@@ -56,8 +59,10 @@ class Regime:
     idle_factor: float = 0.0
     enough_calls: int = 3
     enough_time: float = math.inf
+    clears: bool = True
 
 
+COLD = Regime("cold", turns=7, least_warmups=0, least_calls=1, clears=False)
 REGIMES = {regime.name: regime for regime in (
     Regime("duty", turns=5, warmup=3.0, burst=12.0, idle_factor=4.0),
     Regime("dense", turns=3, warmup=10.0, burst=40.0),
@@ -97,7 +102,7 @@ class Timing:
 def measure(calls: Mapping[str, Call], regime: Regime, device: torch.device,
             clocks: ClockSampler) -> dict[str, Timing]:
     """Time every call, by name; each must have run once before, so that no set-up is left in it."""
-    stopwatch: Stopwatch = CudaStopwatch(device) if device.type == "cuda" else Stopwatch()
+    stopwatch: Stopwatch = CudaStopwatch(device, clears=regime.clears) if device.type == "cuda" else Stopwatch()
     if regime.name == "sustained":
         return {name: _sustained(call, stopwatch, clocks) for name, call in calls.items()}
     estimates = {name: _estimate(call, stopwatch) for name, call in calls.items()}
@@ -133,11 +138,11 @@ class Stopwatch:
 
 
 class CudaStopwatch(Stopwatch):
-    """Times calls by events on the device's stream, the L2 cache cold before each."""
+    """Times calls by events on the device's stream, the L2 cache cold before each unless that is not ``clears``."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, clears: bool = True) -> None:
         self._device = device
-        self._fill = torch.empty(_L2_FILL, dtype=torch.int8, device=device)
+        self._fill = torch.empty(_L2_FILL, dtype=torch.int8, device=device) if clears else None
 
     def time(self, call: Call, count: int) -> list[float]:
         """Return the milliseconds of each of ``count`` calls."""
@@ -153,7 +158,8 @@ class CudaStopwatch(Stopwatch):
 
     def clear_cache(self) -> None:
         """Overwrite a buffer larger than the L2 cache."""
-        self._fill.zero_()
+        if self._fill is not None:
+            self._fill.zero_()
 
     def synchronize(self) -> None:
         """Wait for the device."""

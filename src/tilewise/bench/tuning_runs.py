@@ -1,4 +1,4 @@
-"""Search the tiles of the Triton kernels on a device: which problems, and the kernels behind tuning/search.py.
+"""Search the tiles of the Triton or Gluon kernels on a device: which problems, and the kernels behind tuning/search.py.
 
 A problem holds 16384 tokens of 2048 elements however long its sequences are, as the grid "paper" does. Every tile's
 result is held against dense float64 attention on the first and the last head before it is timed.
@@ -24,15 +24,19 @@ from tilewise.bench.tile_launches import PER_ROW, RESULTS, TENSORS, tile_launch
 from tilewise.bench.timing import Call, Regime, measure
 from tilewise.dispatch import get_backend
 from tilewise.errors import InvalidInput
+from tilewise.problem import AttentionProblem
 from tilewise.testing.inputs import make_inputs
-from tilewise.tuning.device import device_spec
-from tilewise.tuning.heuristics import Config, split_dkdv, wants_descriptors
-from tilewise.tuning.search import MOST_CANDIDATES, Finding, propose, search
-from tilewise.tuning.table import Bucket, Row, make_row
+from tilewise.tuning.configs import AnyConfig
+from tilewise.tuning.device import DeviceSpec, device_spec
+from tilewise.tuning.heuristics import split_dkdv, wants_descriptors
+from tilewise.tuning.hopper import propose_hopper
+from tilewise.tuning.search import MOST_CANDIDATES, Finding, Proposals, propose, search
+from tilewise.tuning.table import HOPPER_KINDS, Bucket, Row, make_row
 
 WIDTHS = (64, 128, 256)
 MASKS = {"none": FULL, "causal": CAUSAL}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+KERNELS = {"triton": tuple(kernel for kernel in TENSORS if kernel not in HOPPER_KINDS), "gluon": tuple(HOPPER_KINDS)}
 # Shorter bursts than a benchmark's: a search has many tiles, and its rounds repeat them.
 REGIME = Regime("tuning", turns=1, warmup=1.0, burst=6.0, idle_factor=2.0)
 
@@ -42,6 +46,7 @@ class Wanted:
     """The problems to tune for; without kernels, those that the backend launches.
 
     Attributes:
+        backend: whose kernels, "triton" or "gluon".
         tokens, hidden: batch times length (one sequence at least), and heads times head dim.
     """
 
@@ -52,6 +57,7 @@ class Wanted:
     lengths: Sequence[int] = (512, 2048, 8192)
     tokens: int = 16384
     hidden: int = 2048
+    backend: str = "triton"
 
 
 @dataclass(frozen=True)
@@ -86,7 +92,10 @@ def tasks(wanted: Wanted, device: torch.device) -> list[Task]:
     Raises:
         InvalidInput: a kernel, width, dtype, mask or length that tables have no row for, or cannot be checked.
     """
-    for name, given, allowed in (("kernels", wanted.kernels, tuple(TENSORS)), ("widths", wanted.widths, WIDTHS),
+    if wanted.backend not in KERNELS:
+        raise InvalidInput(f"backend is {wanted.backend!r}; allowed are {', '.join(KERNELS)}, which have tables.")
+    for name, given, allowed in (("kernels", wanted.kernels, KERNELS[wanted.backend]),
+                                 ("widths", wanted.widths, WIDTHS),
                                  ("dtypes", wanted.dtypes, DTYPES), ("masks", wanted.masks, tuple(MASKS))):
         for value in given:
             if value not in allowed:
@@ -104,8 +113,8 @@ def tasks(wanted: Wanted, device: torch.device) -> list[Task]:
         if not check_plan(cell, device).is_full_shape:
             raise InvalidInput(f"lengths has {length}, too long to be checked against dense attention on {device}; "
                                "rows of shorter lengths serve it.")
-        launched = ("dk", "dv") if split_dkdv(cell.problem(device), device_spec(device)) else ("dkdv",)
-        found += [Task(kernel, cell) for kernel in wanted.kernels or ("forward", *launched, "dq")]
+        launched = _launched(cell.problem(device), device, wanted.backend)
+        found += [Task(kernel, cell) for kernel in wanted.kernels or launched]
     if not found:
         raise InvalidInput("nothing to tune: widths, dtypes, masks and lengths need one value each at least.")
     return found
@@ -117,8 +126,7 @@ def tune(plan: TuningPlan) -> Iterator[tuple[Task, Finding]]:
     proposals = {}
     for task in plan.tasks:
         problem = task.problem(plan.device)
-        proposals[task] = propose(task.kernel, problem, spec, descriptors=wants_descriptors(problem, spec),
-                                  most=plan.most)
+        proposals[task] = _proposed(task.kernel, problem, spec, plan.most)
     tiles = [(task, config) for task in plan.tasks for config in proposals[task].tiles if on_gpu]
     stage = None
     with contextlib.ExitStack() as stack:
@@ -134,6 +142,27 @@ def tune(plan: TuningPlan) -> Iterator[tuple[Task, Finding]]:
             if stage is None or stage.cell != task.cell:
                 stage = Stage(task.cell, plan.device)
             yield task, search(KernelTrial(task, stage, plan, ahead, clocks), proposals[task])
+
+
+def _launched(problem: AttentionProblem, device: torch.device, backend: str) -> tuple[str, ...]:
+    """Return the kernels that a backend launches for a problem's two passes.
+
+    Raises:
+        InvalidInput: the backend does not take the problem; its own kernels could not be run.
+    """
+    if backend == "triton":
+        split = split_dkdv(problem, device_spec(device))
+        return ("forward", *(("dk", "dv") if split else ("dkdv",)), "dq")
+    reason = get_backend(backend).why_not(problem)
+    if reason is not None:
+        raise InvalidInput(f"backend is {backend!r}, which {reason}.")
+    return KERNELS[backend]
+
+
+def _proposed(kernel: str, problem: AttentionProblem, spec: DeviceSpec, most: int) -> Proposals:
+    if kernel in HOPPER_KINDS:
+        return propose_hopper(kernel, problem, spec, most)
+    return propose(kernel, problem, spec, descriptors=wants_descriptors(problem, spec), most=most)
 
 
 class Stage:
@@ -166,7 +195,7 @@ class KernelTrial:
         self._tensors = [(stage.tensors | made)[name] for name in TENSORS[task.kernel]]
         self._calls: dict[str, Call] = {}
 
-    def fault(self, config: Config) -> str | None:
+    def fault(self, config: AnyConfig) -> str | None:
         """Compile and run once, and compare; the results are NaN before, so that none can be left over."""
         self._plan.on_step(f"{self._task}: checking {config}")
         died = self._ahead.fault((self._task, config))
@@ -185,7 +214,7 @@ class KernelTrial:
         over = [report for report in self._stage.references.reports(self._results) if not report.ok]
         return "; ".join(map(str, over)) or None
 
-    def time(self, configs: Sequence[Config]) -> list[float]:
+    def time(self, configs: Sequence[AnyConfig]) -> list[float]:
         """Give every tile a turn."""
         self._plan.on_step(f"{self._task}: timing {len(configs)} tiles")
         times = measure({str(config): self._calls[str(config)] for config in configs}, self._plan.regime,

@@ -99,6 +99,9 @@ def check(  # noqa: PLR0913 - one parameter a flag
 def fuzz(
     *, seed: Annotated[int, typer.Option(min=0, help="First seed; a seed is one configuration.")] = 0,
     count: Annotated[int, typer.Option(min=1, help="Seeds to try, one after another.")] = 100,
+    variation: Annotated[int, typer.Option(min=0, help="First variation of each seed; 0 is its own call.")] = 0,
+    variations: Annotated[int, typer.Option(
+        min=1, help="Variations of each seed: other sizes of the same options, with few kernels more.")] = 1,
     size: Annotated[Literal["small", "large"] | None, typer.Option(
         help="Lengths to 150; or to 2048, with offsets past 2^31. Default: large on a GPU, else small.")] = None,
     backend: Annotated[list[str] | None, typer.Option(help="A backend; may be repeated. Default: all.")] = None,
@@ -111,7 +114,9 @@ def fuzz(
     where = flags.usable_device(device)
     names = [get_backend(name).name for name in backend or BACKENDS]
     level: Size = size or ("large" if where.type == "cuda" else "small")
-    findings = session.fuzz_session([draw(one, level) for one in range(seed, seed + count)], names, where)
+    configurations = [draw(one, level, other) for one in range(seed, seed + count)
+                      for other in range(variation, variation + variations)]
+    findings = session.fuzz_session(configurations, names, where)
     render.as_json([render.fuzz_facts(finding) for finding in findings]) if as_json else render.fuzz(findings)
     if not all(finding.check.ok for finding in findings):
         raise typer.Exit(_WRONG)
@@ -126,7 +131,8 @@ def bench(  # noqa: PLR0913 - one parameter a flag
     dtype: Annotated[str, typer.Option(help="Dtype of the shape.")] = "float32",
     providers: Annotated[str | None, typer.Option(help="Providers, with commas. Default: all that are here "
                                                        "and take a case.")] = None,
-    seqs: Annotated[str | None, typer.Option(help="Keep these query lengths of the grid.")] = None,
+    seqs: Annotated[str | None, typer.Option(help="Keep these query lengths of the grid; of decode, these "
+                                                      "lengths of the cache.")] = None,
     dims: Annotated[str | None, typer.Option(help="Keep these head dims of the grid.")] = None,
     direction: Annotated[Literal["both", "forward", "backward"], typer.Option(help="Passes to time.")] = "both",
     regime: Annotated[str | None, typer.Option(help="duty, dense, sustained or turns. Default: duty on a GPU, else "
@@ -173,8 +179,9 @@ def bench(  # noqa: PLR0913 - one parameter a flag
 
 @app.command()
 def tune(  # noqa: PLR0913 - one parameter a flag
-    *, kernels: Annotated[str, typer.Option(help="forward, dkdv, dk, dv, dq, with commas. Default: those that calls "
-                                                 "launch.")] = "",
+    *, backend: Annotated[str, typer.Option(help="Whose kernels: triton, or gluon for Hopper's.")] = "triton",
+    kernels: Annotated[str, typer.Option(help="forward, dkdv, dk, dv, dq, with commas; of gluon hopper_forward, "
+                                              "hopper_backward. Default: those that calls launch.")] = "",
     widths: Annotated[str, typer.Option(help="Head dims, padded: 64, 128, 256.")] = "64,128,256",
     dtypes: Annotated[str, typer.Option(help="Dtypes; bfloat16 and float16 share their rows.")] = "bfloat16",
     masks: Annotated[str, typer.Option(help="none, causal.")] = "none,causal",
@@ -183,7 +190,7 @@ def tune(  # noqa: PLR0913 - one parameter a flag
     budget: Annotated[float | None, typer.Option(min=0, help="Seconds after which no search starts.")] = None,
     device: flags.DeviceName = None, out: Folder = Path("tune-out"), as_json: flags.AsJson = False,
 ) -> None:
-    """Time the tiles of the Triton kernels on this GPU, and write tables of the fastest.
+    """Time the tiles of the Triton or the Gluon kernels on this GPU, and write tables of the fastest.
 
     A tile whose result is wrong is never timed. Nothing else calls this: a table counts once it lies in the package.
     """
@@ -191,7 +198,7 @@ def tune(  # noqa: PLR0913 - one parameter a flag
     demand_gpu(where)
     wanted = Wanted(flags.comma_list(kernels), flags.comma_integers("widths", widths),
                     [parse_dtype(name) for name in flags.comma_list(dtypes)], flags.comma_list(masks),
-                    flags.comma_integers("lengths", lengths))
+                    flags.comma_integers("lengths", lengths), backend=backend)
     plan = TuningPlan(where, tasks(wanted, where), candidates, budget)
     outcome = session.tune_session(plan, out, provenance(where, session.command_line()))
     render.tuning_json(outcome) if as_json else render.tuning(outcome)

@@ -18,6 +18,8 @@ from tilewise.bench.report import Comparison, comparisons, counts_in_tflops, des
 from tilewise.bench.rows import Row
 from tilewise.cli.session import Finding, Outcome, TuningOutcome
 from tilewise.dispatch import Explanation
+from tilewise.tuning.table import HOPPER_KINDS, config_of
+from tilewise.tuning.table import Row as TableRow
 
 _NOTHING = "–"
 _BASELINE = "naive"
@@ -104,6 +106,7 @@ def checks(results: Sequence[BackendCheck], *, verbose: bool) -> None:
 def fuzz_facts(finding: Finding) -> dict[str, Any]:
     """Return the check of one random configuration as plain values."""
     return check_facts(finding.check) | {"seed": finding.configuration.seed,
+                                         "variation": finding.configuration.variation,
                                          "configuration": str(finding.configuration),
                                          "reproduce": finding.reproducer}
 
@@ -158,10 +161,9 @@ def tuning(outcome: TuningOutcome) -> None:
                   "ms", "heuristic's ms", "of tiles", title="fastest tiles", title_justify="left")
     for name, rows in outcome.rows.items():
         for row in rows:
-            kernel, tile = name.partition(".")[0], f"{row['block_m']} x {row['block_n']}"
+            kernel = name.partition(".")[0]
             table.add_row(kernel, str(row["width"]), str(row["itemsize"]), "yes" if row["masked"] else "no",
-                          str(row["length"]), tile, str(row["num_warps"]), str(row["num_stages"]),
-                          "yes" if row["descriptors"] else "no", _number(row["ms"], ".4g"),
+                          str(row["length"]), *_tile(row, kernel), _number(row["ms"], ".4g"),
                           _number(row["heuristic_ms"], ".4g"), str(row["candidates"]))
     console.print(table)
     for name, faults in outcome.faults.items():
@@ -171,6 +173,14 @@ def tuning(outcome: TuningOutcome) -> None:
         console.print(f"left out to keep to the time budget: {', '.join(map(str, outcome.left))}", markup=False)
     for file in outcome.files:
         console.print(f"wrote {file}", markup=False, soft_wrap=True)
+
+
+def _tile(row: TableRow, kernel: str) -> tuple[str, ...]:
+    """Four cells: sides, warps, stages and descriptors; of a Gluon kernel's tile, all that it has in the first."""
+    if kernel in HOPPER_KINDS:
+        return ", ".join(f"{name} {value}" for name, value in config_of(row, kernel).items()), "", "", "yes"
+    return (f"{row['block_m']} x {row['block_n']}", str(row["num_warps"]), str(row["num_stages"]),
+            "yes" if row["descriptors"] else "no")
 
 
 def tuning_json(outcome: TuningOutcome) -> None:

@@ -22,6 +22,7 @@ from tilewise.bench.provenance import Provenance
 from tilewise.bench.report import markdown
 from tilewise.bench.rows import Row, write_rows
 from tilewise.bench.runner import run, work
+from tilewise.bench.timing import COLD
 from tilewise.bench.tuning_runs import TuningPlan, rows_of, table_provenance, tune
 from tilewise.testing.configurations import Configuration
 from tilewise.tuning.device import device_spec
@@ -73,10 +74,11 @@ class Finding:
     @property
     def reproducer(self) -> str:
         """The command that checks this again, alone."""
-        seed, size, backend = self.configuration.seed, self.configuration.size, self.check.backend
+        drawn, backend = self.configuration, self.check.backend
+        varied = f"--variation {drawn.variation} " if drawn.variation else ""
         interpreted = "TRITON_INTERPRET=1 " if backend == "triton" and self.device.type == "cpu" else ""
-        return (f"{interpreted}tilewise fuzz --seed {seed} --count 1 --size {size} --backend {backend} "
-                f"--device {self.device}")
+        return (f"{interpreted}tilewise fuzz --seed {drawn.seed} --count 1 {varied}--size {drawn.size} "
+                f"--backend {backend} --device {self.device}")
 
 
 class Bar:
@@ -138,7 +140,7 @@ def fuzz_session(configurations: Sequence[Configuration], backends: Sequence[str
     findings: list[Finding] = []
     with progress(len(configurations)) as bar:
         for configuration in configurations:
-            bar.describe(f"seed {configuration.seed}")
+            bar.describe(configuration.case.name)
             for check in check_configuration(configuration, backends, device):
                 findings.append(Finding(configuration, check, device))
                 if not check.ok:
@@ -208,5 +210,6 @@ def draw(outcome: Outcome, folder: Path) -> None:
     if importlib.util.find_spec("matplotlib") is None:
         outcome.notes.append("no figures: matplotlib is not installed; pip install 'tilewise[bench]' brings it")
         return
-    for grid in dict.fromkeys(row.grid for row in outcome.rows if row.ms_p50 is not None):
-        outcome.files += draw_figures([row for row in outcome.rows if row.grid == grid], folder, grid)
+    drawn = [row for row in outcome.rows if row.regime != COLD.name]  # one query has no length to draw along
+    for grid in dict.fromkeys(row.grid for row in drawn if row.ms_p50 is not None):
+        outcome.files += draw_figures([row for row in drawn if row.grid == grid], folder, grid)

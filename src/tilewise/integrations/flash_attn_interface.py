@@ -1,10 +1,8 @@
 """The functions of flash-attn 3, whose module is ``flash_attn_interface``: names, order, defaults and conventions.
 
 A window's bound of -1 (any negative one), a softcap of 0.0 and an attention_chunk of 0 mean none. What flash-attn 3
-refuses and tilewise does not is computed: float32, gradients of lse, of qv and of chunks. ``pack_gqa``, ``num_splits``
-and ``sm_margin`` are for its kernels, and have no effect.
-
-Not there is ``flash_attn_with_kvcache``.
+refuses and tilewise does not is computed: float32, gradients of lse, of qv and of chunks. ``pack_gqa``, ``sm_margin``,
+``scheduler_metadata`` and, but for a cache, ``num_splits`` are for its kernels, and have no effect.
 """
 
 import sys
@@ -12,12 +10,14 @@ from typing import Any
 
 import torch
 
+from tilewise.decode import attention_decode
 from tilewise.errors import InvalidInput, TilewiseError
 from tilewise.integrations.flash_family import OutAndLse, attend, band_of, refuse
 from tilewise.masks import chunk
 from tilewise.merge import merge
 
-__all__ = ["flash_attn_combine", "flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func", "install"]
+__all__ = ["flash_attn_combine", "flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func",
+           "flash_attn_with_kvcache", "install"]
 Maybe = torch.Tensor | None
 
 
@@ -107,6 +107,65 @@ def flash_attn_qkvpacked_func(qkv: torch.Tensor, softmax_scale: float | None = N
     options = _options(softmax_scale, causal, window_size, attention_chunk, softcap, deterministic)
     found = attend(q, k, v, None, options)
     return found if return_attn_probs else found[0]
+
+
+def flash_attn_with_kvcache(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, k: Maybe = None,
+                            v: Maybe = None, qv: Maybe = None, rotary_cos: Maybe = None, rotary_sin: Maybe = None,
+                            cache_seqlens: int | torch.Tensor | None = None, cache_batch_idx: Maybe = None,
+                            cache_leftpad: Maybe = None, page_table: Maybe = None, cu_seqlens_q: Maybe = None,
+                            cu_seqlens_k_new: Maybe = None, max_seqlen_q: int | None = None,
+                            rotary_seqlens: Maybe = None, q_descale: Maybe = None, k_descale: Maybe = None,
+                            v_descale: Maybe = None, softmax_scale: float | None = None, causal: bool = False,
+                            window_size: tuple[int, int] = (-1, -1), attention_chunk: int = 0, softcap: float = 0.0,
+                            rotary_interleaved: bool = True, scheduler_metadata: Maybe = None, num_splits: int = 0,
+                            pack_gqa: bool | None = None, sm_margin: int = 0,
+                            return_softmax_lse: bool = False) -> torch.Tensor | OutAndLse:
+    """Attend to a cache as flash-attn 3's ``flash_attn_with_kvcache``; there is no backward pass.
+
+    Pages may have any size.
+
+    Args:
+        q: (b, sq, hq, d), any strides.
+        k_cache, v_cache: (rows, capacity, hk, d) and (rows, capacity, hk, dv), stride 1 along the head dim; with a
+            page_table, (pages, page size, hk, d) and so on.
+        k, v: (b, new, hk, d) and (b, new, hk, dv): written to the caches from position ``cache_seqlens`` on.
+        rotary_cos, rotary_sin: (positions, rotary_dim / 2): k is turned from position ``cache_seqlens`` on, and q too,
+            but, without ``causal`` and a window, all of q by that one position.
+        cache_seqlens: (b,), int32, or an integer: positions filled before k and v.
+        cache_batch_idx: (b,), int32: rows of the caches.
+        cache_leftpad: (b,), int32: where the keys begin.
+        page_table: (b, pages of a sequence), int32.
+        qv, cu_seqlens_q, cu_seqlens_k_new, rotary_seqlens, q_descale, k_descale, v_descale: must be None.
+        attention_chunk: must be 0.
+        softmax_scale, causal, window_size, softcap: as in :func:`flash_attn_func`.
+        rotary_interleaved: True = dims 2p and 2p + 1 turn together; False = p and p + rotary_dim / 2.
+        num_splits: programs that share the keys of a head; 0 = what fills the device.
+        max_seqlen_q, scheduler_metadata, pack_gqa, sm_margin: without an effect.
+        return_softmax_lse: return (out, lse).
+
+    Returns:
+        out, (b, sq, hq, dv), 0 where a query sees no key; lse is (b, hq, sq), float32, -inf there.
+
+    >>> q, cache = torch.randn(2, 1, 8, 64), torch.randn(2, 100, 2, 64)
+    >>> flash_attn_with_kvcache(q, cache, cache, cache_seqlens=torch.tensor([30, 99]), causal=True).shape
+    torch.Size([2, 1, 8, 64])
+    """
+    _refuse_scales(q_descale, k_descale, v_descale)
+    refuse("queries and new keys come as a batch, pad them.", cu_seqlens_q=cu_seqlens_q,
+           cu_seqlens_k_new=cu_seqlens_k_new)
+    refuse("a cache is read as it lies, and keys turn by where they lie.", qv=qv, rotary_seqlens=rotary_seqlens)
+    refuse("of a cache, chunks are not there yet.", attention_chunk=attention_chunk or None)
+    left, right = (None if side < 0 else side for side in window_size)
+    k, v = (None if tensor is None else tensor.transpose(1, 2) for tensor in (k, v))
+    with torch.no_grad():
+        out, lse = attention_decode(
+            q.transpose(1, 2), k_cache.transpose(1, 2), v_cache.transpose(1, 2), k=k, v=v, cache_seqlens=cache_seqlens,
+            cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, block_table=page_table,
+            rotary_cos=rotary_cos, rotary_sin=rotary_sin, rotary_interleaved=rotary_interleaved,
+            mask=band_of(left, right, causal), scale=softmax_scale, softcap=softcap or None,
+            num_splits=num_splits or None, return_aux=("lse",))
+    out = out.transpose(1, 2)
+    return (out, lse) if return_softmax_lse else out
 
 
 def flash_attn_combine(out_partial: torch.Tensor, lse_partial: torch.Tensor, out: Maybe = None,

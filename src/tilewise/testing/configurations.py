@@ -28,6 +28,8 @@ SEEDS = 2**31  # make_operands adds as much, and a generator heeds 32 bits
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _LONGEST = {"small": 150, "large": 2048}
 _TILE_SIDES = (16, 32, 64, 128, 256, 512, 1024)
+# Streams of what kernels are not compiled for, by and large: the only ones that a variation draws anew.
+_VARIED = frozenset(("sq", "sk", "equal_lengths", "b", "lengths_q", "lengths_k", "equal_sequences", "window"))
 _FAR_DIMS = {"far_batch": 0, "far_heads": 1, "far_positions": 2}
 _T = TypeVar("_T")
 _Stream = Callable[[str], random.Random]
@@ -44,6 +46,7 @@ class Configuration:
         lse_grad: whether a gradient arrives through lse.
         shift: what is added to every scaled score by way of q's and k's first dim; 0 = nothing.
         placement: what is done to strides beyond the case's layout; see placement.py.
+        variation: 0, or which of the seed's other sizes these are.
     """
 
     seed: int
@@ -53,6 +56,7 @@ class Configuration:
     lse_grad: bool
     shift: float
     placement: Placement
+    variation: int = 0
 
     def __str__(self) -> str:
         more = f", {'out and lse' if self.lse_grad else 'out'} differentiated"
@@ -75,15 +79,17 @@ class Call(NamedTuple):
     clean_operands: Operands
 
 
-def draw(seed: int, size: Size = "small") -> Configuration:
+def draw(seed: int, size: Size = "small", variation: int = 0) -> Configuration:
     """Return the configuration of a seed; it depends on nothing else.
 
     Args:
         seed: 0 to 2³¹ − 1.
         size: "small" has lengths to 150, for CPUs and the interpreter; "large" has lengths to 2048, for GPUs.
+        variation: 0 or more: 1, 2, ... are the seed's options with other batch sizes, lengths and window sides, for
+            which few kernels have to be compiled anew.
 
     Raises:
-        InvalidInput: the seed or the size is none of these.
+        InvalidInput: the seed, the size or the variation is none of these.
 
     >>> draw(7) == draw(7)
     True
@@ -92,19 +98,23 @@ def draw(seed: int, size: Size = "small") -> Configuration:
         raise InvalidInput(f"seed is {seed}; allowed are 0 to {SEEDS - 1}.")
     if size not in get_args(Size):
         raise InvalidInput(f"size is {size!r}; allowed are {get_args(Size)}.")
+    if variation < 0:
+        raise InvalidInput(f"variation is {variation}; allowed are integers from 0.")
 
     def stream(name: str) -> random.Random:
-        return random.Random(f"{size} {seed} {name}")
+        varied = f" {variation}" if variation and name in _VARIED else ""
+        return random.Random(f"{size} {seed} {name}{varied}")
 
     fields = _sizes(stream, _LONGEST[size]) | {name: option(stream(name)) for name, option in _OPTIONS.items()}
     fields |= {"mask": _draw_mask(stream, _LONGEST[size])} | _draw_lengths(stream, fields)
     fields = _agreeing(fields)
     dtype = stream("dtype").choice(_DTYPES)
-    case = Case(f"{size}_{seed}", **fields)
+    case = Case(f"{size}_{seed}" + (f"_{variation}" if variation else ""), **fields)
     placements = ("meaningless_strides",) if size == "small" else get_args(Placement)[1:]
     return Configuration(seed, size, case, dtype, lse_grad=stream("lse_grad").random() < 0.5,
                          shift=_draw_shift(stream("shift"), case, dtype),
-                         placement=_sometimes(stream("placement"), "as_laid_out", lambda one: one.choice(placements)))
+                         placement=_sometimes(stream("placement"), "as_laid_out", lambda one: one.choice(placements)),
+                         variation=variation)
 
 
 def make_call(configuration: Configuration, device: torch.device | str, *, nan: bool = True) -> Call:

@@ -227,6 +227,10 @@ class HopperBackwardConfig:
         return operands + scores + rows + steps * 4 * d * 64 + 1024
 
 
+HopperConfig = HopperForwardConfig | HopperBackwardConfig
+AnyConfig = TileConfig | HopperConfig
+
+
 def pieces_of(dim: int) -> tuple[int, ...]:
     """The narrowest of 64, 64 + 32, 128, 128 + 64 and 256 that holds a head dim."""
     return next(pieces for pieces in ((64,), (64, 32), (128,), (128, 64), (256,)) if dim <= sum(pieces))

@@ -11,7 +11,7 @@ from itertools import product
 from typing import Protocol
 
 from tilewise.problem import AttentionProblem
-from tilewise.tuning.configs import MAX_BLOCK, MIN_BLOCK
+from tilewise.tuning.configs import MAX_BLOCK, MIN_BLOCK, AnyConfig, TileConfig
 from tilewise.tuning.device import DeviceSpec
 from tilewise.tuning.heuristics import Config, shared_bytes, tile_config
 
@@ -24,10 +24,10 @@ LEAST_GAIN = 0.02  # what a tile must be faster by to replace the heuristic's
 class Trial(Protocol):
     """One kernel on one problem, ready to run with any tile."""
 
-    def fault(self, config: Config) -> str | None:
+    def fault(self, config: AnyConfig) -> str | None:
         """Run the kernel once; return why this tile cannot be used (it fails, its result is wrong), else None."""
 
-    def time(self, configs: Sequence[Config]) -> list[float]:
+    def time(self, configs: Sequence[AnyConfig]) -> list[float]:
         """Time tiles without a fault one after the other, cache cold; return the milliseconds of each."""
 
 
@@ -41,9 +41,9 @@ class Proposals:
         described: its tile for tensors that may come through descriptors; None where they may not.
     """
 
-    tiles: tuple[Config, ...]
-    plain: Config
-    described: Config | None
+    tiles: tuple[AnyConfig, ...]
+    plain: AnyConfig
+    described: AnyConfig | None
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Choice:
         candidates: tiles that were timed for this choice.
     """
 
-    config: Config
+    config: AnyConfig
     ms: float
     heuristic_ms: float | None
     candidates: int
@@ -66,7 +66,7 @@ class Choice:
 class Fault:
     """A tile that cannot be used, and why."""
 
-    config: Config
+    config: AnyConfig
     reason: str
 
 
@@ -113,8 +113,8 @@ def search(trial: Trial, proposals: Proposals) -> Finding:
     if not times:
         return Finding((), faults)
     best = _choice(times, proposals.described or proposals.plain)
-    plain = {config: ms for config, ms in times.items() if not config.descriptors}
-    if best.config.descriptors and plain:
+    plain = {config: ms for config, ms in times.items() if not _is_described(config)}
+    if _is_described(best.config) and plain:
         return Finding((best, _choice(plain, proposals.plain)), faults)
     return Finding((best,), faults)
 
@@ -137,9 +137,15 @@ def _distance(config: Config, origin: Config) -> tuple[float, float]:
     return abs(m) + abs(n) + abs(m + n - warps) + stages / 2, abs(m + n)
 
 
-def _medians(trial: Trial, configs: Sequence[Config], keep: Collection[Config | None]) -> dict[Config, float]:
+def _is_described(config: AnyConfig) -> bool:
+    """Whether tensors may come through pointers too, and with this tile do not."""
+    return isinstance(config, TileConfig) and config.descriptors
+
+
+def _medians(trial: Trial, configs: Sequence[AnyConfig],
+             keep: Collection[AnyConfig | None]) -> dict[AnyConfig, float]:
     """Time in rounds, a round's order turned against the last; the hopeless have the first round alone."""
-    samples: dict[Config, list[float]] = {config: [] for config in configs}
+    samples: dict[AnyConfig, list[float]] = {config: [] for config in configs}
     running = list(configs)
     for turn in range(ROUNDS if running else 0):
         first = turn * len(running) // ROUNDS
@@ -151,13 +157,13 @@ def _medians(trial: Trial, configs: Sequence[Config], keep: Collection[Config | 
     return {config: statistics.median(times) for config, times in samples.items()}
 
 
-def _is_hopeless(config: Config, samples: Mapping[Config, Sequence[float]]) -> bool:
+def _is_hopeless(config: AnyConfig, samples: Mapping[AnyConfig, Sequence[float]]) -> bool:
     """Whether a tile is far behind the best one that loads as it does, by descriptors or pointers."""
-    best = min(times[0] for other, times in samples.items() if other.descriptors == config.descriptors)
+    best = min(times[0] for other, times in samples.items() if _is_described(other) == _is_described(config))
     return samples[config][0] > HOPELESS * best
 
 
-def _choice(times: Mapping[Config, float], heuristic: Config) -> Choice:
+def _choice(times: Mapping[AnyConfig, float], heuristic: AnyConfig) -> Choice:
     best = min(times, key=lambda config: times[config])
     own = times.get(heuristic)
     config = heuristic if own is not None and times[best] > (1 - LEAST_GAIN) * own else best

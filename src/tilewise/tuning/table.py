@@ -3,27 +3,30 @@
 A row says: for this padded head dim, element size, masked or not, and this length, this tile was the fastest. A
 problem takes the row that agrees in the first three and is nearest in length (on a logarithmic scale). A row made
 with descriptors serves only where the tensors can come through them. Further fields of a row are for its reader.
+Tables of the Gluon kernels are alike, with the fields of their own configs; hopper.py asks them.
 """
 
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cache
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from tilewise.errors import InvalidInput
 from tilewise.problem import AttentionProblem
+from tilewise.tuning.configs import AnyConfig, HopperBackwardConfig, HopperConfig, HopperForwardConfig
 from tilewise.tuning.device import DeviceSpec
 from tilewise.tuning.heuristics import KINDS, Config, has_pairs, kernel_width, lengths_may_decide, tile_config
 
-TILE_FIELDS = ("block_m", "block_n", "num_warps", "num_stages", "descriptors")
-FIELDS: dict[str, type] = {"width": int, "itemsize": int, "masked": bool, "length": int, "block_m": int, "block_n": int,
-                           "num_warps": int, "num_stages": int, "descriptors": bool}
 Row = dict[str, Any]
+HOPPER_KINDS: dict[str, type[HopperConfig]] = {
+    "hopper_forward": HopperForwardConfig, "hopper_backward": HopperBackwardConfig,
+}
+ALL_KINDS: dict[str, type[AnyConfig]] = {**KINDS, **HOPPER_KINDS}
 _LENGTH_OF_ANY = 2048  # the middle of the lengths that are measured
 
 
@@ -52,7 +55,7 @@ def config_for(kernel: str, problem: AttentionProblem, device: DeviceSpec, *, de
         rows = load_rows(device.name, table_file(kernel, problem.dtype.itemsize), kernel)
         row = nearest_row(rows, Bucket.of(problem), descriptors=descriptors)
         if row is not None:
-            return KINDS[kernel](*(row[name] for name in TILE_FIELDS))
+            return KINDS[kernel](**config_of(row, kernel))
     return tile_config(kernel, problem, device, descriptors=descriptors)
 
 
@@ -63,9 +66,15 @@ def nearest_row(rows: tuple[Row, ...], bucket: Bucket, *, descriptors: bool) -> 
     """
     alike = [row for row in rows
              if (row["width"], row["itemsize"], row["masked"]) == (bucket.width, bucket.itemsize, bucket.masked)
-             and (descriptors or not row["descriptors"])]
+             and (descriptors or not row.get("descriptors", False))]
     wanted = math.log2(max(bucket.length, 1))
-    return min(alike, key=lambda row: (abs(math.log2(row["length"]) - wanted), not row["descriptors"]), default=None)
+    return min(alike, key=lambda row: (abs(math.log2(row["length"]) - wanted), not row.get("descriptors", False)),
+               default=None)
+
+
+def config_of(row: Row, kernel: str) -> dict[str, Any]:
+    """Return the fields of a row that are its config's."""
+    return {field.name: row[field.name] for field in fields(ALL_KINDS[kernel])}
 
 
 def table_file(kernel: str, itemsize: int) -> str:
@@ -101,7 +110,7 @@ def read_table(path: Traversable, kernel: str) -> tuple[Row, ...]:
     return tuple(table["rows"])
 
 
-def make_row(bucket: Bucket, config: Config, **measured: float | None) -> Row:
+def make_row(bucket: Bucket, config: AnyConfig, **measured: float | None) -> Row:
     """Return the row that says: for this bucket, this config; with what was measured, for its reader."""
     return asdict(bucket) | asdict(config) | measured
 
@@ -119,11 +128,12 @@ def _lines(rows: Sequence[Row]) -> str:
 
 
 def _check_row(row: object, kernel: str) -> None:
+    allowed = get_type_hints(Bucket) | get_type_hints(ALL_KINDS[kernel])
     if not isinstance(row, dict):
-        raise InvalidInput(f"it is {row!r}; allowed is an object with {', '.join(FIELDS)}.")
-    for name, kind in FIELDS.items():
+        raise InvalidInput(f"it is {row!r}; allowed is an object with {', '.join(allowed)}.")
+    for name, kind in allowed.items():
         if type(row.get(name)) is not kind:
             raise InvalidInput(f"{name} is {row.get(name)!r}; allowed is {kind.__name__}.")
     if row["length"] < 1:
         raise InvalidInput(f"length is {row['length']}; allowed is 1 or more.")
-    KINDS[kernel](*(row[name] for name in TILE_FIELDS))
+    ALL_KINDS[kernel](**config_of(row, kernel))

@@ -1,0 +1,94 @@
+"""The Gluon kernels' tiles: those that are legal, and which one a problem gets: of a table, else the heuristic's."""
+
+from collections.abc import Iterable
+from itertools import islice, product
+from typing import Any
+
+from tilewise.problem import AttentionProblem
+from tilewise.tuning.configs import HopperBackwardConfig, HopperConfig, HopperForwardConfig, pieces_of
+from tilewise.tuning.device import DeviceSpec
+from tilewise.tuning.heuristics import hopper_backward_config, hopper_forward_config, kernel_width
+from tilewise.tuning.search import MOST_CANDIDATES, Proposals
+from tilewise.tuning.table import Bucket, config_of, load_rows, nearest_row, table_file
+
+
+def forward_config(problem: AttentionProblem, device: DeviceSpec) -> HopperForwardConfig:
+    """Return the table's config for the problem, else the heuristic one."""
+    measured = _measured("hopper_forward", problem, device)
+    return hopper_forward_config(problem) if measured is None else HopperForwardConfig(**measured)
+
+
+def backward_config(problem: AttentionProblem, device: DeviceSpec) -> HopperBackwardConfig:
+    """Return the table's config for the problem, else the heuristic one."""
+    measured = _measured("hopper_backward", problem, device)
+    return hopper_backward_config(problem) if measured is None else HopperBackwardConfig(**measured)
+
+
+def propose_hopper(kernel: str, problem: AttentionProblem, device: DeviceSpec,
+                   most: int = MOST_CANDIDATES) -> Proposals:
+    """Propose every legal tile, the heuristic's first.
+
+    Args:
+        kernel: "hopper_forward" or "hopper_backward".
+        problem, device: what it is for.
+        most: tiles at most.
+    """
+    own: HopperConfig
+    legal: Iterable[HopperConfig]
+    if kernel == "hopper_forward":
+        own, legal = hopper_forward_config(problem), _forward_configs(problem, device)
+    else:
+        own, legal = hopper_backward_config(problem), _backward_configs(problem, device)
+    return Proposals(tuple(dict.fromkeys((own, *legal)))[:most], own, None)
+
+
+def _measured(kernel: str, problem: AttentionProblem, device: DeviceSpec) -> dict[str, Any] | None:
+    """Return the fields of the table's config for the problem, None where it has none."""
+    if not _is_measured(kernel, problem):
+        return None
+    rows = load_rows(device.name, table_file(kernel, problem.dtype.itemsize), kernel)
+    row = nearest_row(rows, Bucket.of(problem), descriptors=False)
+    return None if row is None else config_of(row, kernel)
+
+
+def _is_measured(kernel: str, problem: AttentionProblem) -> bool:
+    """Whether a table could have measured such a call.
+
+    Rows are of plain calls with one head dim, whose tiles have one piece of 64, 128 or 256 columns. Softcap and dropout
+    take registers, lengths that are data and sums in a fixed order take other ways.
+    """
+    scores = problem.scores
+    return (problem.d == problem.dv and pieces_of(problem.d) == (kernel_width(problem),)
+            and scores.softcap is None and not scores.dropout_p and not problem.sequences.are_data
+            and not (kernel == "hopper_backward" and problem.deterministic))
+
+
+def _forward_configs(problem: AttentionProblem, device: DeviceSpec) -> list[HopperForwardConfig]:
+    """Tiles whose scores and output fit the registers: three warpgroups at a width of 64, 128 keys to 128 columns.
+
+    Three take 128 keys: the kernel leaves out one step that a diagonal hides from a warpgroup, and of 64 keys there
+    would be two. Of tiles that differ in the room for queries and for out alone, the roomiest that fits.
+    """
+    sides = [(128, 3)] if max(problem.d, problem.dv) <= 64 else []
+    sides += [(keys, 2) for keys in ((128, 64) if problem.dv <= 128 else (64,))]
+    found = []
+    for (keys, consumers), stages, ping_pong in product(sides, (2, 4, 8), (False, True)):
+        rooms = (HopperForwardConfig(keys, consumers, stages, query_stages, ping_pong, out_parts)
+                 for query_stages, out_parts in product((2, 1), (1, 2)))
+        found += list(islice((room for room in rooms if room.shared_bytes(problem) <= device.shared_memory), 1))
+    return found
+
+
+def _backward_configs(problem: AttentionProblem, device: DeviceSpec) -> list[HopperBackwardConfig]:
+    """Steps in each way that the kernel of these head dims has; all of them add dQ in no fixed order.
+
+    Left out at a width of 128 are one tile of dout, or the next scores with four of q: of these ptxas (of Triton 3.6)
+    makes products whose descriptors are not the same on every path, which the compile tests forbid; and the next
+    scores with two, which were timed and gained nothing.
+    """
+    width = max(problem.d, problem.dv)
+    aheads, directs = (False, True) if width <= 64 else (False,), (True,) if width > 128 else (False, True)
+    rings = ((2, 2), (2, 1)) if width > 128 else ((2, 2), (4, 2), (4, 4))
+    configs = (HopperBackwardConfig(*ring, ahead, direct, wide=width > 128)
+               for ring, ahead, direct in product(rings, aheads, directs))
+    return [config for config in configs if config.shared_bytes(problem) <= device.shared_memory]

@@ -1,0 +1,149 @@
+"""Tiles of the Gluon kernels: the legal ones are proposed, a table is asked where it was measured, or the heuristic."""
+
+import json
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+
+from tilewise.errors import InvalidInput
+from tilewise.masks import Mask, causal
+from tilewise.problem import AttentionProblem
+from tilewise.scores import OperandFacts, ScoreOptions
+from tilewise.sequences import Sequences
+from tilewise.tuning import hopper, table
+from tilewise.tuning.configs import HopperBackwardConfig, HopperForwardConfig
+from tilewise.tuning.device import DeviceSpec
+from tilewise.tuning.heuristics import hopper_backward_config, hopper_forward_config
+from tilewise.tuning.hopper import backward_config, forward_config, propose_hopper
+from tilewise.tuning.search import MOST_CANDIDATES
+from tilewise.tuning.table import Bucket, make_row, read_table, write_table
+
+DEVICE = DeviceSpec.of_arch("sm_90", "some-hopper")
+HEURISTICS = {"hopper_forward": hopper_forward_config, "hopper_backward": hopper_backward_config}
+FORWARD = HopperForwardConfig(keys=64, consumers=2, stages=4)
+BACKWARD = HopperBackwardConfig(stages=4, out_stages=1, direct=True)
+
+
+def problem_of(d=128, dv=None, s=4096, kernel="hopper_forward", **fields):
+    fields = {"mask": Mask(), "dtype": torch.bfloat16, **fields}
+    problem = AttentionProblem(b=1, hq=2, hk=2, sq=s, sk=s, d=d, dv=dv or d, device=torch.device("cuda", 0), scale=1.0,
+                               **fields)
+    return problem if kernel == "hopper_forward" else problem.backward(lse_grad=False)
+
+
+@pytest.fixture
+def rows(monkeypatch):
+    """Let these rows be the device's tables."""
+    made = {
+        "hopper_forward": tuple(make_row(Bucket(width, 2, masked, 4096), FORWARD) for width in (64, 128, 256)
+                                for masked in (False, True)),
+        "hopper_backward": tuple(make_row(Bucket(width, 2, masked, 4096), BACKWARD) for width in (64, 128)
+                                 for masked in (False, True)),
+    }
+    monkeypatch.setattr(hopper, "load_rows", lambda device, file, kernel: made[kernel] if (device, file) == (
+        "some-hopper", f"{kernel}.16bit.json") else ())
+    return made
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("kernel", HEURISTICS)
+def test_proposals_are_distinct_legal_and_begin_with_the_heuristics(kernel, d):
+    problem = problem_of(d, kernel=kernel)
+    found = propose_hopper(kernel, problem, DEVICE)
+    assert found.tiles[0] == found.plain == HEURISTICS[kernel](problem)
+    assert found.described is None
+    assert len(set(found.tiles)) == len(found.tiles) <= MOST_CANDIDATES
+    assert all(config.shared_bytes(problem) <= DEVICE.shared_memory for config in found.tiles)
+    assert propose_hopper(kernel, problem, DEVICE, most=2).tiles == found.tiles[:2]
+
+
+def test_few_are_legal_where_heads_are_wide_and_all_ways_where_they_are_narrow():
+    assert {kernel: [len(propose_hopper(kernel, problem_of(d, kernel=kernel), DEVICE).tiles) for d in (64, 128, 256)]
+            for kernel in HEURISTICS} == {"hopper_forward": [14, 6, 2], "hopper_backward": [12, 5, 2]}
+    narrow = propose_hopper("hopper_forward", problem_of(64), DEVICE).tiles
+    assert {(config.keys, config.consumers, config.ping_pong) for config in narrow} == {
+        (*sides, turns) for sides in ((64, 2), (128, 2), (128, 3)) for turns in (False, True)}
+    assert {config.query_stages for config in narrow if config.stages == 2} == {2}  # there is room for them
+    ways = {(config.ahead, config.direct)
+            for config in propose_hopper("hopper_backward", problem_of(64, kernel="hopper_backward"), DEVICE).tiles}
+    assert ways == {(ahead, direct) for ahead in (False, True) for direct in (False, True)}
+    assert not any(config.ordered for config in propose_hopper("hopper_backward", problem_of(kernel="hopper_backward"),
+                                                               DEVICE).tiles)
+
+
+def test_registers_bound_keys_and_warpgroups():
+    for d, dv, keys, consumers in ((64, 128, {64, 128}, {2}), (128, 192, {64}, {2}), (96, 64, {64, 128}, {2})):
+        tiles = propose_hopper("hopper_forward", problem_of(d, dv), DEVICE).tiles
+        assert ({config.keys for config in tiles}, {config.consumers for config in tiles}) == (keys, consumers)
+    assert all(config.wide and config.direct for config in propose_hopper(
+        "hopper_backward", problem_of(192, 128, kernel="hopper_backward"), DEVICE).tiles)
+
+
+@pytest.mark.parametrize("fields", [{"d": 64}, {"d": 40}, {"d": 128}, {"d": 104}, {"d": 256}, {"mask": causal()},
+                                    {"s": 100}, {"deterministic": True}], ids=str)
+def test_a_row_of_the_table_serves_plain_calls_of_its_width(rows, fields):
+    assert forward_config(problem_of(**fields), DEVICE) == FORWARD
+
+
+def facts(*shape):
+    return OperandFacts(shape, (1,) * len(shape), torch.int32)
+
+
+@pytest.mark.parametrize("fields", [
+    {"d": 96}, {"d": 192}, {"d": 64, "dv": 128}, {"d": 40, "dv": 64}, {"scores": ScoreOptions(softcap=3.0)},
+    {"scores": ScoreOptions(dropout_p=0.1)}, {"sequences": Sequences(seqlens_k=facts(1))},
+    {"sequences": Sequences(2, None, None, facts(3), facts(3))}], ids=str)
+@pytest.mark.parametrize("kernel", HEURISTICS)
+def test_what_no_table_has_measured_gets_the_heuristics_tile(rows, kernel, fields):
+    problem = problem_of(kernel=kernel, **fields)
+    chosen = forward_config if kernel == "hopper_forward" else backward_config
+    assert chosen(problem, DEVICE) == HEURISTICS[kernel](problem)
+
+
+def test_dq_in_a_fixed_order_and_widths_without_a_row_get_the_heuristics_steps(rows):
+    assert backward_config(problem_of(kernel="hopper_backward"), DEVICE) == BACKWARD
+    for fields in ({"deterministic": True}, {"d": 256}):
+        problem = problem_of(kernel="hopper_backward", **fields)
+        assert backward_config(problem, DEVICE) == hopper_backward_config(problem)
+    assert forward_config(problem_of(), DeviceSpec.of_arch("sm_90", "another")) == hopper_forward_config(problem_of())
+
+
+def test_the_row_nearest_in_length_is_taken(rows):
+    short = make_row(Bucket(128, 2, False, 512), replace(FORWARD, stages=2))
+    rows["hopper_forward"] += (short,)
+    assert [forward_config(problem_of(s=s), DEVICE).stages for s in (600, 1400, 1500, 9000)] == [2, 2, 4, 4]
+
+
+def test_tables_are_written_and_read_and_a_broken_row_is_named(tmp_path):
+    path = tmp_path / "hopper_backward.16bit.json"
+    row = make_row(Bucket(128, 2, True, 2048), BACKWARD, ms=0.5)
+    assert row == {"width": 128, "itemsize": 2, "masked": True, "length": 2048, **asdict(BACKWARD), "ms": 0.5}
+    write_table(path, {"device": "a GPU"}, [row])
+    assert read_table(path, "hopper_backward") == (row,)
+    for change, words in (({"stages": 3}, "stages=3; allowed are 2, 4"), ({"ahead": 1}, "ahead is 1; allowed is bool"),
+                          ({"ordered": True}, "ordered=True with direct=True")):
+        path.write_text(json.dumps({"provenance": {}, "rows": [row | change]}), encoding="utf-8")
+        with pytest.raises(InvalidInput, match=f"row 0: {words}"):
+            read_table(path, "hopper_backward")
+
+
+def test_the_backend_asks_the_table(rows, monkeypatch):
+    from tilewise.backends import gluon
+
+    asked = []
+    monkeypatch.setattr(gluon, "device_spec", lambda device: DEVICE)
+    monkeypatch.setattr(gluon, "HopperForward", lambda problem, config, *others: asked.append(config))
+    monkeypatch.setattr(gluon, "HopperBackward", lambda problem, config, *others: asked.append(config))
+    monkeypatch.setattr(gluon, "pack_of", lambda problem, config, multiprocessors: 1)
+    monkeypatch.setattr("tilewise.kernels.triton.backward.delta_launch", lambda *given: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: type("GPU", (), {
+        "multi_processor_count": 132}))
+    strides = dict.fromkeys(("q_strides", "k_strides", "v_strides"), (1, 1, 1, 1))
+    gluon._plan.__wrapped__(problem_of(**strides))
+    gluon._backward_plan.__wrapped__(problem_of(kernel="hopper_backward", **strides), ((1,), (1,), None), True)
+    assert asked == [FORWARD, BACKWARD]
+
+
+def test_the_names_of_the_kernels_are_tables_of_their_own():
+    assert not set(table.HOPPER_KINDS) & set(table.KINDS)
