@@ -136,7 +136,7 @@ def render() -> str:
           unittest.mock.patch("tilewise.backends.gluon.device_spec", return_value=spec),
           unittest.mock.patch("tilewise.backends.gluon._triton_version", return_value=gluon.CHECKED),
           unittest.mock.patch("tilewise.backends.float32.device_spec", return_value=spec),
-          unittest.mock.patch("tilewise.backends.float32._installed", return_value=True),
+          unittest.mock.patch("tilewise.backends.float32.lacking", return_value=None),
           unittest.mock.patch("tilewise.backends.triton.device_spec", return_value=spec),
           unittest.mock.patch("tilewise.backends.cudnn.frontend_version", return_value=cudnn.OLDEST_FRONTEND),
           unittest.mock.patch("tilewise.backends.cudnn.library_version", return_value=cudnn.OLDEST_LIBRARY),

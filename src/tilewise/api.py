@@ -118,14 +118,15 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visibl
         mask: which pairs take part: :func:`causal`, :func:`window`, :func:`prefix`, :func:`chunk`,
             :func:`sink_tokens`, :func:`documents`, a boolean tensor that broadcasts to (b, hq, sq, sk), True = take
             part, or a :class:`tilewise.functions.MaskFunction`; any of these joined by ``&``; None = all.
-        scale: factor of the scores, > 0; None = 1/sqrt(d).
+        scale: factor of the scores, from 2⁻¹²⁶ to 2¹²⁷; None = 1/sqrt(d).
         bias: broadcasts to (b, hq, sq, sk), in q's dtype or float32; added to the scaled (and capped) scores. Its
             gradient is summed over the broadcast dims.
         alibi_slopes: (hq,) or (b, hq), float32: ``−slope · |i + offset − j|`` is added to the score of query i and
             key j (ALiBi; Press et al., 2021), with the mask's alignment (offset 0 or sk − sq).
         score_function: a :class:`tilewise.functions.ScoreFunction`: what a scaled (and capped) score becomes, written
             by you in Triton, in torch, or in both; bias and slopes are added to its result.
-        softcap: scores become ``softcap · tanh(score / softcap)`` before bias and mask (Gemma 2); > 0, None = off.
+        softcap: scores become ``softcap · tanh(score / softcap)`` before bias and mask (Gemma 2); from 2⁻¹²⁶ to 2¹²⁷,
+            None = off.
         sinks: (hq,), float32 or q's dtype: a logit for each head that enters the softmax's denominator and has no
             value (gpt-oss); lse includes it.
         dropout_p: probability to drop a pair, 0 <= dropout_p < 1; what is kept is divided by 1 − dropout_p.

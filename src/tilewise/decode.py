@@ -72,6 +72,8 @@ def attention_decode(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tens
     named = tuple(return_aux) if not isinstance(return_aux, str) else (return_aux,)
     if isinstance(return_aux, str) or named not in ((), ("lse",)):
         raise InvalidInput(f"return_aux is {return_aux!r}; allowed are () and ('lse',).")
+    if not isinstance(rotary_interleaved, bool):
+        raise InvalidInput(f"rotary_interleaved is {rotary_interleaved!r}; allowed are True and False.")
     mask = _NO_MASK if mask is None else mask
     check_mask(mask)
     facts_of_inputs(q, k_cache, v_cache)

@@ -15,9 +15,11 @@ import torch
 
 from tilewise import settings
 from tilewise.backends.base import Backend
+from tilewise.backends.current import allows_tf32
 from tilewise.decode_problem import CacheOperands, DecodeProblem
 from tilewise.errors import InvalidInput, UnsupportedProblem
 from tilewise.problem import AttentionProblem
+from tilewise.tuning.device import device_spec
 from tilewise.tuning.heuristics import prefers_gluon
 
 BACKENDS = ("gluon", "triton", "cuda", "cuda_ieee", "torch", "cudnn", "reference")
@@ -35,8 +37,10 @@ def get_backend(name: str) -> Backend:
     return cast(Backend, importlib.import_module(f"tilewise.backends.{name}").backend)
 
 
-def order(problem: AttentionProblem) -> tuple[str, ...]:
+def order(problem: AttentionProblem, tf32: bool | None = None) -> tuple[str, ...]:
     """Backends by preference for this problem, those on request left out; the first that takes it is chosen.
+
+    ``tf32``: whether a float32 product may be rounded to TF32; None = as torch is set.
 
     Measured on CPUs at b=1 h=8 d=64, 128 to 4096 tokens, causal and not (torch 2.13, AVX-512, 2 cores), torch's C++
     kernel against the tiled reference. In float32, and in bfloat16 where the CPU multiplies it, the kernel takes 0.5
@@ -44,16 +48,24 @@ def order(problem: AttentionProblem) -> tuple[str, ...]:
     bfloat16 without such a CPU, 0.5 forward and twice it backward.
 
     On GPUs, ``prefers_gluon`` says what is worth gluon's launch, the dearer one. The float32 kernels of cuda come
-    behind triton's, slower as these are (docs/float32.md): where TF32 is allowed, and both make one product, they have
-    not been timed, and a choice is kept without that setting.
+    first on Hopper GPUs: they were 2.8 to 5.2 times as fast as triton's on an H200 (docs/float32.md). They come behind
+    where they have not been timed: on other GPUs, many of which multiply TF32 no faster than float32, and where TF32
+    is allowed, so that both make one product.
     """
     if problem.device.type != "cpu":
-        first = ("gluon", "triton") if prefers_gluon(problem) else ("triton", "gluon")
-        return (*first, "cuda", "cuda_ieee", "torch", "reference")
+        first: tuple[str, ...] = ("gluon", "triton") if prefers_gluon(problem) else ("triton", "gluon")
+        tf32 = allows_tf32(problem.dtype) if tf32 is None else tf32
+        first = ("cuda", *first) if _prefers_cuda(problem, tf32) else (*first, "cuda")
+        return (*first, "cuda_ieee", "torch", "reference")
     half_is_slow = problem.dtype is torch.float16 or (
         problem.dtype is torch.bfloat16 and problem.direction == "backward" and not _cpu_multiplies_bfloat16())
     first = ("reference", "torch") if half_is_slow else ("torch", "reference")
     return (*first, "triton", "gluon", "cuda", "cuda_ieee")
+
+
+def _prefers_cuda(problem: AttentionProblem, tf32: bool) -> bool:
+    return (problem.dtype is torch.float32 and not tf32 and problem.device.type == "cuda"
+            and device_spec(problem.device).arch == "sm_90")
 
 
 @cache
@@ -61,15 +73,19 @@ def _cpu_multiplies_bfloat16() -> bool:
     return torch.cpu._is_avx512_bf16_supported()
 
 
-@lru_cache(maxsize=4096)
-def choose(problem: AttentionProblem, backend: str | None = None) -> Backend:
-    """Return the backend that serves the problem.
+def choose(problem: AttentionProblem, backend: str | None = None, tf32: bool | None = None) -> Backend:
+    """Return the backend that serves the problem; ``tf32`` as in :func:`order`.
 
     Raises:
         InvalidInput: no backend has that name.
         UnsupportedProblem: the named backend, or every backend, refuses; the message holds each reason.
     """
-    names = order(problem) if backend is None else (backend,)
+    return _chosen(problem, backend, allows_tf32(problem.dtype) if tf32 is None else tf32)
+
+
+@lru_cache(maxsize=4096)
+def _chosen(problem: AttentionProblem, backend: str | None, tf32: bool) -> Backend:
+    names = order(problem, tf32) if backend is None else (backend,)
     reasons = {}
     for name in names:
         candidate = get_backend(name)
@@ -77,8 +93,17 @@ def choose(problem: AttentionProblem, backend: str | None = None) -> Backend:
         if reason is None:
             return candidate
         reasons[name] = reason
+    raise _refusal(problem, backend, reasons)
+
+
+def _refusal(problem: object, backend: str | None, reasons: dict[str, str]) -> UnsupportedProblem:
     subject = "no backend takes" if backend is None else f"backend {backend!r} refuses"
-    raise UnsupportedProblem(f"{subject} this problem: {problem}", reasons)
+    return UnsupportedProblem(f"{subject} this problem: {problem}", reasons)
+
+
+def forget_chosen() -> None:
+    """Let go of every choice, where a backend's answers have changed."""
+    _chosen.cache_clear()
 
 
 class Decoder(Protocol):
@@ -112,7 +137,7 @@ def choose_decoder(problem: DecodeProblem, backend: str | None = None) -> Decode
         if reason is None:
             return decoder
         reasons[name] = reason
-    raise UnsupportedProblem(f"backend {backend!r} refuses this problem: {problem}", reasons)
+    raise _refusal(problem, backend, reasons)
 
 
 @dataclass(frozen=True)
@@ -141,6 +166,17 @@ class Explanation:
         return "\n".join(lines)
 
 
+def answer_of(name: str, problem: AttentionProblem) -> str | None:
+    """Return a backend's reason against the problem, or None; a sentence too where asking it fails.
+
+    A library that is broken, or a device without memory for what is built to ask: a call raises what comes then.
+    """
+    try:
+        return get_backend(name).why_not(problem)
+    except (ImportError, OSError, RuntimeError) as error:
+        return f"could not be asked, {type(error).__name__}: {' '.join(str(error).split())}"
+
+
 def explain_problem(problem: AttentionProblem, backend: str | None = None,
                     why_not_first: Callable[[str], str | None] | None = None) -> Explanation:
     """Ask every backend about both passes of the problem; raises nothing for a refusal.
@@ -152,7 +188,7 @@ def explain_problem(problem: AttentionProblem, backend: str | None = None,
     for side in (problem, problem.backward(lse_grad=False)):
         names = (*order(side), *ON_REQUEST)
         wanted = order(side) if backend is None else (get_backend(backend).name,)
-        answers = {name: (why_not_first and why_not_first(name)) or get_backend(name).why_not(side) for name in names}
+        answers = {name: (why_not_first and why_not_first(name)) or answer_of(name, side) for name in names}
         chosen[side.direction] = next((name for name in wanted if answers[name] is None), None)
         reasons |= {(side.direction, name): answer for name, answer in answers.items()}
     return Explanation(problem, chosen["forward"], chosen["backward"], reasons)
@@ -161,6 +197,9 @@ def explain_problem(problem: AttentionProblem, backend: str | None = None,
 @contextlib.contextmanager
 def use_backend(name: str) -> Iterator[None]:
     """Use one backend for every call inside the ``with`` block that names none; thread- and task-local.
+
+    It holds for the backward passes of these calls too. A compiled call that has a gradient raises instead: name the
+    backend in the call, or by ``TILEWISE_BACKEND``.
 
     Args:
         name: "gluon", "triton", "cuda", "cuda_ieee", "torch", "cudnn" or "reference".

@@ -27,6 +27,7 @@ from tilewise.scores import (
     check_operand,
     checked_dropout_p,
     checked_softcap,
+    is_factor,
 )
 from tilewise.sequences import DENSE, Sequences
 from tilewise.tile_lists import TILE
@@ -238,6 +239,11 @@ def are_aligned(*tensors: torch.Tensor) -> bool:
     return all(isinstance(tensor, FakeTensor) or tensor.data_ptr() & 15 == 0 for tensor in tensors)
 
 
+def alignment_of(addresses: list[int]) -> tuple[bool, ...]:
+    """Which addresses are multiples of 16 bytes, each by itself: what a compiled kernel and a descriptor count on."""
+    return tuple([address & 15 == 0 for address in addresses])
+
+
 def facts_of_operands(operands: Operands) -> tuple[Facts, ...]:
     """Read the operands that are there."""
     if operands is NO_OPERANDS:
@@ -417,12 +423,12 @@ def _lengths_text(sq: int, sk: int, sequences: Sequences) -> str:
 
 
 def checked_scale(scale: float | None, d: int) -> float:
-    """Return the scale, 1/sqrt(d) for None. Raises :class:`InvalidInput` unless it is finite and > 0."""
+    """Return the scale, 1/sqrt(d) for None. Raises :class:`InvalidInput` unless it is None or a factor in float32."""
     if scale is None:
         return 1.0 / math.sqrt(d)
-    if isinstance(scale, (int, float)) and not isinstance(scale, bool) and 0.0 < scale < math.inf:
+    if is_factor(scale):
         return float(scale)
-    raise InvalidInput(f"scale is {scale!r}; allowed is a finite number > 0, or None for 1/sqrt(d).")
+    raise InvalidInput(f"scale is {scale!r}; allowed is a number from 2^-126 to 2^127, or None for 1/sqrt(d).")
 
 
 def _text(shape: Iterable[int]) -> str:

@@ -12,7 +12,6 @@ Any subset of the steps may be there; the order never changes (maths.md, section
 each step back is said there too. The distance of query i and key j is i + offset − j, with the mask's alignment.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -245,12 +244,17 @@ def check_operand(name: str, operand: tuple[Sizes, torch.dtype, torch.device], f
 
 
 def checked_softcap(softcap: Any) -> float | None:
-    """Return the softcap as a float. Raises :class:`InvalidInput` unless it is None or finite and > 0."""
+    """Return the softcap as a float. Raises :class:`InvalidInput` unless it is None a factor in float32."""
     if softcap is None:
         return None
-    if isinstance(softcap, (int, float)) and not isinstance(softcap, bool) and 0.0 < softcap < math.inf:
+    if is_factor(softcap):
         return float(softcap)
-    raise InvalidInput(f"softcap is {softcap!r}; allowed is a finite number > 0, or None for none.")
+    raise InvalidInput(f"softcap is {softcap!r}; allowed is a number from 2^-126 to 2^127, or None for none.")
+
+
+def is_factor(value: Any) -> bool:
+    """Whether a number can multiply scores in float32, its product with log2(e) too: as 0 or infinity it cannot."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 2.0**-126 <= value <= 2.0**127
 
 
 def checked_dropout_p(dropout_p: Any) -> float:

@@ -26,6 +26,11 @@ def default_backend() -> str | None:
     return _backend.get() or os.environ.get("TILEWISE_BACKEND") or None
 
 
+def scoped_backend() -> str | None:
+    """Return the backend name of the :func:`use_backend` block that the call stands in, if it stands in one."""
+    return _backend.get()
+
+
 def cache_folder() -> Path:
     """Return the folder for compiled CUDA kernels, which need not exist yet."""
     if named := os.environ.get("TILEWISE_CACHE"):

@@ -56,6 +56,13 @@ def test_rows_whose_every_score_is_far_from_zero(backend, shift, sk, mask, devic
     assert (results.lse < -80).all() if shift < 0 else (results.lse > 9000).all()
 
 
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_the_least_scale_averages_what_is_seen(backend, mask, device):
+    """A scale that a kernel has as 0 makes NaN of a hidden score, which is -inf."""
+    case = Case("least_scale", hq=2, hk=2, sq=70, sk=129, d=16, dv=16, mask=mask, scale=2.0**-126)
+    _check(backend, case, make_inputs(case, torch.float32, device))
+
+
 @pytest.mark.parametrize("factor", [30.0, 1000.0])
 def test_large_random_inputs(backend, factor, device):
     case = Case("large", hq=4, hk=2, sq=70, sk=100, d=32, dv=32, mask=causal("bottom_right"))

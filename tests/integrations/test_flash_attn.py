@@ -5,7 +5,7 @@ import torch
 
 from integrations.calls import CU_K, CU_Q, SLOPES, handed, signature, tensors
 from integrations.dense import alibi, bottom_right, close, dense
-from tilewise import UnsupportedProblem, use_backend
+from tilewise import InvalidInput, UnsupportedProblem, use_backend
 from tilewise.integrations import flash_attn as face
 from tilewise.integrations.flash_attn import (
     flash_attn_func,
@@ -244,6 +244,23 @@ def test_deterministic_is_demanded_by_the_call_or_by_torch():
                 flash_attn_func(q, k, v)
         finally:
             torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(("function", "given", "message"), [
+    (flash_attn_qkvpacked_func, [torch.zeros(1, 5, 2, 4, 8)],
+     "qkv has shape (1, 5, 2, 4, 8); allowed is (b, s, 3, h, d)."),
+    (flash_attn_kvpacked_func, [torch.zeros(1, 5, 4, 8), torch.zeros(1, 5, 4, 8)],
+     "kv has shape (1, 5, 4, 8); allowed is (b, sk, 2, hk, d)."),
+    (flash_attn_varlen_qkvpacked_func, [torch.zeros(9, 3, 8), CU_Q, 6],
+     "qkv has shape (9, 3, 8); allowed is (total, 3, h, d)."),
+    (flash_attn_varlen_kvpacked_func, [torch.zeros(9, 4, 8), torch.zeros(8, 3, 2, 8), CU_Q, CU_K, 6, 5],
+     "kv has shape (8, 3, 2, 8); allowed is (total_k, 2, hk, d)."),
+])
+def test_packed_projections_of_another_shape_are_refused_by_name(function, given, message):
+    """Python said of an assignment that it got too many or too few."""
+    with pytest.raises(InvalidInput) as caught:
+        function(*given)
+    assert str(caught.value) == message
 
 
 def test_unknown_arguments_raise():

@@ -10,6 +10,7 @@ from integrations.dense import bottom_right, close, dense
 from tilewise import InvalidInput, TilewiseError, UnsupportedProblem
 from tilewise.integrations import flash_attn_cute as fa4
 from tilewise.integrations import flash_attn_interface as fa3
+from tilewise.integrations import flash_family
 
 _DESCALES = "q_descale=None, k_descale=None, v_descale=None"
 _FA3 = (f"{_DESCALES}, window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, "
@@ -134,6 +135,28 @@ def test_version_4_returns_lse_where_it_is_asked_for_or_a_gradient_is():
     assert fa4.flash_attn_func(*plain, return_lse=True)[1].shape == (2, 4, 9)
 
 
+def test_version_3_makes_lse_where_it_is_asked_for_alone(monkeypatch):
+    """In a compiled graph it had a gradient of zeros, which some backends have not."""
+    asked = []
+    for name in ("attention", "attention_varlen"):
+        monkeypatch.setattr(flash_family, name, _noting(getattr(flash_family, name), asked))
+    q, k, v, _ = tensors(9, 8)
+    packed = (q[0], k[0], v[0], CU_Q, CU_K, 6, 5)
+    for function, given in ((fa3.flash_attn_func, (q, k, v)), (fa3.flash_attn_varlen_func, packed)):
+        assert torch.equal(function(*given), function(*given, return_attn_probs=True)[0])
+    qkv = torch.stack((q, q, q), 2)
+    assert torch.equal(fa3.flash_attn_qkvpacked_func(qkv),
+                       fa3.flash_attn_qkvpacked_func(qkv, return_attn_probs=True)[0])
+    assert asked == 3 * [(), ("lse",)]
+
+
+def _noting(real, asked):
+    def noting(*given, return_aux, **options):
+        asked.append(return_aux)
+        return real(*given, return_aux=return_aux, **options)
+    return noting
+
+
 def test_packed_projections():
     q, k, v, _ = tensors(9, 9, hk=4)
     wanted = fa3.flash_attn_func(q, k, v)
@@ -142,6 +165,24 @@ def test_packed_projections():
     close(fa3.flash_attn_qkvpacked_func(torch.cat(few, 2), num_heads_q=4), fa3.flash_attn_func(*few).double())
     with pytest.raises(InvalidInput, match="qkv has 4 dims and num_heads_q is None; allowed are 5 dims"):
         fa3.flash_attn_qkvpacked_func(torch.cat(few, 2))
+
+
+@pytest.mark.parametrize(("shape", "heads", "message"), [
+    ((1, 9, 7, 8), 4, "num_heads_q is 4 and qkv has 7 heads; allowed is a number that leaves as many heads for k as "
+                      "for v."),
+    ((1, 9, 4, 8), 6, "num_heads_q is 6 and qkv has 4 heads; allowed is a number that leaves as many heads for k as "
+                      "for v."),
+    ((1, 9, 4, 8), -2, "num_heads_q is -2 and qkv has 4 heads; allowed is a number that leaves as many heads for k as "
+                       "for v."),
+    ((9, 4, 8), 2, "qkv has 3 dims and num_heads_q is 2; allowed are 5 dims (b, s, 3, h, d), or 4 dims (b, s, hq + 2 "
+                   "hk, d) with num_heads_q."),
+    ((1, 9, 2, 4, 8), None, "qkv has shape (1, 9, 2, 4, 8); allowed is (b, s, 3, h, d)."),
+])
+def test_packed_projections_that_cannot_be_parted_are_refused_by_name(shape, heads, message):
+    """torch said it of its split, and Python of an assignment."""
+    with pytest.raises(InvalidInput) as caught:
+        fa3.flash_attn_qkvpacked_func(torch.zeros(shape), num_heads_q=heads)
+    assert str(caught.value) == message
 
 
 def test_parts_of_the_keys_are_combined():

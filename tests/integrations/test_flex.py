@@ -179,6 +179,17 @@ def test_lse_and_largest_scores_are_returned():
     assert aux.lse.shape == (2, 4, 300)
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_a_compiled_call_without_lse_needs_no_gradient_through_it(monkeypatch):
+    """It was asked for at every call, and a compiler hands a gradient of zeros to what nobody takes."""
+    monkeypatch.setenv("TILEWISE_BACKEND", "torch")  # which has no gradient through lse
+    q, k, v = (torch.randn(1, 2, 16, 8, requires_grad=True) for _ in range(3))
+    torch._dynamo.reset()
+    torch.compile(lambda *t: flex_attention(*t, block_mask=causal()), backend="aot_eager")(q, k, v).sum().backward()
+    torch._dynamo.reset()
+    assert q.grad is not None
+
+
 def test_what_cannot_be_translated_raises():
     leaves = inputs()
     with pytest.raises(UnsupportedProblem, match="score_mod is a function of Python's own, which nothing here"):

@@ -207,6 +207,13 @@ def test_masks_that_were_made_for_another_call_raise():
         attend(torch.ones(1, 4))
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8])
+def test_a_mask_of_integers_is_refused_by_its_dtype(dtype):
+    """torch refused to tell the least number of an integer type as it does of floating-point ones."""
+    with pytest.raises(InvalidInput, match=f"attention_mask has dtype {dtype}; allowed are torch.bool, True = take "):
+        attend(torch.ones(1, 1, 4, 4, dtype=dtype))
+
+
 def test_packed_lengths_beside_padding_raise():
     lengths = {"cu_seq_lens_q": torch.tensor([0, 1, 4]), "cu_seq_lens_k": torch.tensor([0, 1, 4])}
     mask = attention_mask(1, 4, 4, attention_mask=torch.ones(1, 4, dtype=torch.bool))

@@ -1,5 +1,7 @@
 """The provider of torch's flash attention: its operators, entered for the CPU, compared with the dense formula."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn.attention import (
@@ -14,8 +16,11 @@ from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
 from integrations.calls import CU_K, CU_Q, tensors
 from integrations.dense import bottom_right, close, dense
-from tilewise import UnsupportedProblem, attention_varlen
+from tilewise import UnsupportedProblem, attention, attention_varlen, use_backend
+from tilewise.autograd import attention_op
+from tilewise.dispatch import choose, get_backend
 from tilewise.integrations import sdpa_provider
+from tilewise.problem import AttentionProblem
 
 aten = torch.ops.aten
 
@@ -127,6 +132,47 @@ def test_what_it_does_not_have_raises(active):
         aten._scaled_dot_product_flash_attention(*(row.transpose(1, 2) for row in rows), 0.5, False, True)
     with pytest.raises(UnsupportedProblem, match="alibi_slopes is given; allowed is None or False"):
         aten._flash_attention_forward(*rows, None, None, 9, 9, 0.0, True, False, alibi_slopes=torch.ones(4))
+
+
+def test_the_backend_that_calls_torchs_operators_refuses_while_they_are_ours(monkeypatch):
+    """With this backend in force they called each other without an end, and named, it was another that computed."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    q = torch.zeros(1, 2, 64, 64, dtype=torch.bfloat16)
+    problem = replace(AttentionProblem.from_tensors(q, q, q), device=torch.device("cuda", 0))
+    backend = get_backend("torch")
+    assert choose(problem, "torch") is backend
+    for _ in range(2):
+        provider = sdpa_provider.ActiveProvider("CUDA")
+        with pytest.raises(UnsupportedProblem, match="whose place tilewise itself has taken; "
+                                                     r"torch.nn.attention.restore_flash_attention_impl\(\) puts"):
+            choose(problem, "torch")
+        provider.remove()
+        assert choose(problem, "torch") is backend
+
+
+def test_calls_choose_anew_when_operators_are_replaced_and_put_back():
+    q = torch.zeros(1, 2, 8, 16)
+    provider = None
+    for step in range(3):
+        attention(q, q, q)
+        assert attention_op._resolve.cache_info().misses == 1 or step == 0
+        if provider is None:
+            provider = sdpa_provider.ActiveProvider("CUDA")
+        else:
+            provider.remove()
+
+
+@pytest.mark.gpu
+def test_named_for_a_call_of_torchs_it_refuses_and_does_not_call_itself(device):
+    q = torch.randn(1, 4, 256, 64, device=device, dtype=torch.bfloat16)
+    sdpa_provider.register()
+    activate_flash_attention_impl("tilewise")
+    try:
+        with use_backend("torch"), sdpa_kernel(SDPBackend.FLASH_ATTENTION), pytest.raises(
+                UnsupportedProblem, match="whose place tilewise itself has taken"):
+            torch.nn.functional.scaled_dot_product_attention(q, q, q)
+    finally:
+        restore_flash_attention_impl()
 
 
 def test_torch_lists_activates_and_restores_it():

@@ -234,6 +234,19 @@ def test_one_split_demands_the_same_result_in_every_batch(monkeypatch):
     assert demanded == [True, None, None]
 
 
+@pytest.mark.parametrize("aux", [None, AuxRequest(lse=False), AuxRequest(lse=True)])
+def test_lse_is_made_where_it_is_wanted_alone(monkeypatch, aux):
+    """In a compiled graph it had a gradient of zeros, which some backends have not."""
+    asked, real = [], torch_sdpa.attention_varlen
+    monkeypatch.setattr(torch_sdpa, "attention_varlen", lambda *given, return_aux, **options: (
+        asked.append(return_aux), real(*given, return_aux=return_aux, **options))[1])
+    q, k, v, _ = (tensor[0].detach() for tensor in tensors(9, 8, hk=4))
+    found = varlen_attn(q, k, v, CU_Q, CU_K, 6, 5, return_aux=aux)
+    with_lse = aux is not None and aux.lse
+    assert asked == [("lse",) if with_lse else ()]
+    assert isinstance(found, tuple) is with_lse
+
+
 def test_a_block_table_raises():
     q, k, v, _ = (tensor[0].detach() for tensor in tensors(9, 8))
     with pytest.raises(UnsupportedProblem) as caught:

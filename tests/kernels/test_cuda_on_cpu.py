@@ -93,6 +93,16 @@ def test_long_sums_err_no_more_than_short_ones(backend, keys, d):
 
 
 @pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS.keys())
+def test_the_least_scale_averages_what_is_seen(backend):
+    q, v = random(1, 2, 40, 16), random(1, 2, 40, 16)
+    problem = AttentionProblem.from_tensors(q, q, v, mask=causal(), scale=2.0**-126)
+    out, lse, _ = backend.forward(problem, q, q, v)
+    seen = torch.arange(1.0, 41)
+    torch.testing.assert_close(out, v.cumsum(2) / seen[:, None], atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(lse, seen.log().expand(1, 2, 40), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS.keys())
 def test_nan_stays_with_the_rows_that_see_it(backend):
     q, k, v, dout = (random(1, 1, 40 + i, 32)[:, :, :40] for i in range(4))
     q[0, 0, 3], k[0, 0, 30, 0] = float("nan"), float("nan")

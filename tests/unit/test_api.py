@@ -37,7 +37,7 @@ def _equal(a, b):
     ({"mask": documents(torch.arange(5))}, "documents_q has shape (1, 4, 5); allowed is (b=2, 4=4, sq=6), or 1 in "
                                            "place of b."),
     ({"sinks": torch.zeros(4).half()}, "sinks has dtype torch.float16; allowed are torch.float32."),
-    ({"softcap": 0.0}, "softcap is 0.0; allowed is a finite number > 0, or None for none."),
+    ({"softcap": 0.0}, "softcap is 0.0; allowed is a number from 2^-126 to 2^127, or None for none."),
     ({"dropout_p": 1.0}, "dropout_p is 1.0; allowed is a probability, 0 <= dropout_p < 1."),
     ({"return_aux": "lse"}, "return_aux is 'lse'; allowed is a tuple of names out of ('lse', 'max_logit')."),
     ({"return_aux": ("lse", "max")},
@@ -302,7 +302,7 @@ _CU = torch.tensor([0, 2, 5])
                             "or None."),
     ({"mask": "causal"}, "mask is a str; allowed is None, causal(), window(left, right), a boolean tensor, a "
                          "MaskFunction, or these joined by '&'."),
-    ({"softcap": True}, "softcap is True; allowed is a finite number > 0, or None for none."),
+    ({"softcap": True}, "softcap is True; allowed is a number from 2^-126 to 2^127, or None for none."),
     ({"dropout_p": True}, "dropout_p is True; allowed is a probability, 0 <= dropout_p < 1."),
     ({"return_aux": "lse"}, "return_aux is 'lse'; allowed is a tuple of names out of ('lse', 'max_logit')."),
     ({"mask": documents(torch.arange(4))}, "documents_q has shape (1, 4, 4); allowed is (b=1, 4=4, sq=5), or 1 in "

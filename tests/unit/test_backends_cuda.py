@@ -4,6 +4,7 @@ import re
 import sys
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -34,7 +35,7 @@ def problem(d=64, mask=None, **fields):
 
 @pytest.fixture
 def hopper(monkeypatch):
-    monkeypatch.setattr(float32, "_installed", lambda: True)
+    monkeypatch.setattr(float32, "lacking", lambda: None)
     monkeypatch.setattr(float32, "device_spec", lambda device: DeviceSpec.of_arch("sm_90"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
 
@@ -75,13 +76,6 @@ def test_older_gpus_are_refused_by_what_their_cores_lack(monkeypatch):
     assert FMA_PIPES.why_not(problem()) is None
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
     assert FMA_PIPES.why_not(problem()) == "needs CUDA compute capability 7.5 or newer, got 7.0"
-
-
-@pytest.mark.usefixtures("hopper")
-def test_missing_package_is_named_with_the_extra_that_brings_it(monkeypatch):
-    monkeypatch.setattr(float32, "_installed", lambda: False)
-    assert "needs the package cuda-bindings" in TENSOR_CORES.why_not(problem())
-    assert "tilewise[cuda]" in TENSOR_CORES.why_not(problem())
 
 
 @pytest.mark.usefixtures("hopper")
@@ -193,6 +187,42 @@ def test_compiled_kernel_is_taken_from_the_cache_and_compiled_anew_for_another_a
     assert len(list((tmp_path / "kernels").iterdir())) == 2
 
 
+def _file_in_the_way(folder):
+    (folder / "file").write_text("no folder")
+    return str(folder / "file" / "kernels")
+
+
+def _folder_in_the_way(folder):
+    """What a kernel's file is renamed to is a folder: neither read nor replaced."""
+    (folder / f"delta-sm_90-{'0' * 24}.cubin").mkdir()
+    return str(folder)
+
+
+@pytest.mark.parametrize("make", [_file_in_the_way, _folder_in_the_way, None], ids=["folder", "file", "home"])
+def test_without_a_cache_that_can_be_written_kernels_are_compiled_with_one_warning(make, tmp_path, monkeypatch):
+    """It was an OSError, of a folder of which no argument had been named."""
+    monkeypatch.setattr(programs, "_nvrtc", lambda: SimpleNamespace(nvrtcVersion=lambda: (0, 13, 0)))
+    monkeypatch.setattr(programs, "compile_program", lambda program, arch: (b"compiled", ""))
+    monkeypatch.setattr(programs.hashlib, "sha256", lambda key: SimpleNamespace(hexdigest=lambda: "0" * 64))
+    for name in ("TILEWISE_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    if make is None:
+        monkeypatch.setattr(Path, "home", _no_home)
+    else:
+        monkeypatch.setenv("TILEWISE_CACHE", make(tmp_path))
+    before = sorted(tmp_path.iterdir())
+    program = float32.plan("delta", problem(), DeviceSpec.of_arch("sm_90"), 3, True)[0]
+    programs._tell_once.cache_clear()
+    with pytest.warns(RuntimeWarning, match=r"cannot be kept on disk.*: .+\. Set TILEWISE_CACHE to a folder"):
+        assert programs.machine_code(program, "sm_90") == b"compiled"
+    assert programs.machine_code(program, "sm_90") == b"compiled", "and told once"
+    assert sorted(tmp_path.iterdir()) == before, "nothing half made is left"
+
+
+def _no_home():
+    raise RuntimeError("Could not determine home directory.")
+
+
 def test_failing_compiler_is_quoted(monkeypatch):
     failing = SimpleNamespace(nvrtcResult=SimpleNamespace(NVRTC_SUCCESS=0), nvrtcCreateProgram=lambda *_: (1, None),
                               nvrtcGetErrorString=lambda error: (0, b"NVRTC_ERROR_OUT_OF_MEMORY"))
@@ -203,15 +233,26 @@ def test_failing_compiler_is_quoted(monkeypatch):
 
 
 def without_library():
-    raise RuntimeError("Failure finding libnvrtc.so")
+    raise RuntimeError("Failure finding libnvrtc.so\nlisted: these folders")
 
 
-@pytest.mark.parametrize("module", [None, SimpleNamespace(nvrtc=SimpleNamespace(nvrtcVersion=without_library))],
-                         ids=["no package", "no library"])
-def test_compiling_without_package_or_library_says_what_to_install(module, monkeypatch):
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(("module", "told"), [
+    (None, "import of cuda.bindings halted; None in sys.modules"),
+    (SimpleNamespace(nvrtc=SimpleNamespace(nvrtcVersion=without_library)), "Failure finding libnvrtc.so"),
+], ids=["no package", "no library"])
+def test_package_and_library_that_are_missing_are_named_before_a_call_needs_them(module, told, monkeypatch):
+    """With the package and without the library, the problem was taken, and the call failed."""
     monkeypatch.setitem(sys.modules, "cuda.bindings", module)
-    programs._nvrtc.cache_clear()
-    program = float32.plan("delta", problem(), DeviceSpec.of_arch("sm_90"), 3, True)[0]
-    with pytest.raises(BackendUnavailable, match=r"needs the package cuda-bindings and the library.*tilewise\[cuda\]"):
-        programs.compile_program(program, "sm_90")
-    programs._nvrtc.cache_clear()
+    monkeypatch.setattr(float32, "lacking", programs.lacking)
+    programs.lacking.cache_clear()
+    try:
+        reason = ("needs the package cuda-bindings and the library NVRTC, which CUDA builds of torch bring; others "
+                  f"need tilewise[cuda]: {told}")
+        assert TENSOR_CORES.why_not(problem()) == FMA_PIPES.why_not(problem()) == reason
+        program = float32.plan("delta", problem(), DeviceSpec.of_arch("sm_90"), 3, True)[0]
+        with pytest.raises(BackendUnavailable) as caught:
+            programs.compile_program(program, "sm_90")
+        assert str(caught.value) == f"backend 'cuda' {reason}"
+    finally:
+        programs.lacking.cache_clear()

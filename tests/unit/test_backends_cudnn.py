@@ -16,10 +16,9 @@ from conformance.calls import (
     operands_of,
     problem_of,
 )
-from tilewise import causal, window
+from tilewise import causal, dispatch, window
 from tilewise.backends import cudnn
 from tilewise.backends.base import Needs, Saved
-from tilewise.dispatch import choose
 from tilewise.kernels.cudnn import graph, library
 from tilewise.kernels.cudnn.description import describe
 from tilewise.masks import Mask
@@ -46,9 +45,9 @@ def double(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    choose.cache_clear()
+    dispatch._chosen.cache_clear()
     yield double
-    choose.cache_clear()
+    dispatch._chosen.cache_clear()
 
 
 @pytest.mark.parametrize("case", SERVED, ids=str)
@@ -98,6 +97,29 @@ def test_what_the_cases_leave_out_stays_within_budget_too(double, case):
         assert case.name in ("padded_bias", "bias_float32"), cudnn.backend.why_not(side)
         results = forward(cudnn.backend, case, inputs)
     assert_forward_within_budget(case, inputs, results[:2])
+
+
+def test_launches_belong_to_the_alignment_of_each_operand(double, monkeypatch):
+    """One flag stood for all of them: a kernel made for one odd address was handed another."""
+    seen = {name: set() for name in ("_lengths_launch", "_blank_launch", "_delta_launch")}
+    for name in seen:
+        monkeypatch.setattr(cudnn, name, _noting(getattr(cudnn, name), seen[name]))
+    case = Case("padded_sinks", b=2, hq=2, hk=2, sq=32, sk=48, d=16, dv=16, sinks=True, lengths_q=(32, 20),
+                lengths_k=(11, 48))
+    inputs = make_inputs(case, HALF, "cpu")
+    operands = operands_of(case, inputs)
+    odd = {name: torch.cat([one[:1], one])[1:] for name in ("seqlens_q", "seqlens_k")
+           if (one := getattr(operands, name)) is not None}
+    for name, tensor in odd.items():
+        forward_and_backward(cudnn.backend, case, inputs, "out", operands._replace(**{name: tensor}))
+    assert {name: len(alignments) for name, alignments in seen.items()} == dict.fromkeys(seen, 2)
+
+
+def _noting(function, alignments):
+    def noting(*given):
+        alignments.add(given[-1])
+        return function(*given)
+    return noting
 
 
 def test_a_bias_that_hides_every_key_of_a_query_gives_zeros(double):
@@ -314,6 +336,60 @@ def test_the_cache_keeps_the_values_that_were_asked_for_last():
     assert [get(key) for key in (1, 2, 1, 3, 1, 2)] == [1, 2, 1, 3, 1, 2]
     assert made == [1, 2, 3, 2]
     assert len(cache) == 2
+
+
+def _in_threads(*functions):
+    threads = [threading.Thread(target=function) for function in functions]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def test_values_of_two_keys_are_made_side_by_side():
+    """Every build waited for every other: a second each, whatever its problem."""
+    cache, both, made = graph.Cache(8), threading.Barrier(2, timeout=10), []
+
+    def make(key):
+        both.wait()  # broken, if the other is not begun meanwhile
+        return key
+
+    threads = _in_threads(*(lambda key=key: made.append(cache.get(key, lambda: make(key))) for key in "ab"))
+    for thread in threads:
+        thread.join()
+    assert sorted(made) == ["a", "b"]
+
+
+def test_a_value_whose_making_fails_fails_for_all_that_wait_and_is_made_anew():
+    cache, waiting, raised = graph.Cache(8), threading.Event(), []
+
+    def fail():
+        waiting.wait(10)
+        raise RuntimeError("no memory")
+
+    def ask():
+        try:
+            cache.get("key", fail)
+        except RuntimeError as error:
+            raised.append(str(error))
+
+    threads = _in_threads(ask, ask)
+    waiting.set()
+    for thread in threads:
+        thread.join()
+    assert raised == ["no memory"] * 2
+    assert cache.get("key", lambda: 1) == 1
+
+
+def test_explain_answers_where_asking_cudnn_fails(double):
+    def fail():
+        raise RuntimeError("CUDNN_STATUS_INTERNAL_ERROR\n  at once")
+
+    double.while_building = fail
+    problem = problem_of(case_named("mha"), make_inputs(case_named("mha"), HALF, "cpu"))
+    explanation = dispatch.explain_problem(problem, "cudnn")
+    assert explanation.forward is None
+    assert explanation.reasons["forward", "cudnn"] == (
+        "could not be asked, RuntimeError: CUDNN_STATUS_INTERNAL_ERROR at once")
 
 
 def test_a_graph_that_is_captured_outlives_the_cache(double, monkeypatch):

@@ -2,13 +2,15 @@
 
 import importlib.metadata
 import importlib.util
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tilewise import causal, chunk, prefix, window
+from tilewise import causal, chunk, dispatch, prefix, window
 from tilewise.backends import cudnn, gluon, triton
-from tilewise.dispatch import BACKENDS, ON_REQUEST, choose, explain_problem, order
+from tilewise.dispatch import BACKENDS, ON_REQUEST, explain_problem, order
 from tilewise.kernels.cudnn import library
 from tilewise.problem import dense_strides
 from tilewise.scores import FunctionCode, FunctionFacts, OperandFacts, ScoreOptions
@@ -156,6 +158,7 @@ def test_what_is_taken_depends_on_the_device(monkeypatch, capability, problem, r
     ("frontend_version", None, "needs cuDNN's front end (nvidia-cudnn-frontend), which tilewise[cudnn] brings, and it "
                                "is not installed"),
     ("frontend_version", (1, 27), "needs nvidia-cudnn-frontend 1.28 or newer, got 1.27"),
+    ("frontend_version", (0, 0), "needs nvidia-cudnn-frontend 1.28 or newer, got one that tells no version"),
     ("frontend_version", (1, 32), None),
     ("library_version", None, "needs cuDNN 9.19.0 or newer, as CUDA builds of torch bring it, got none"),
     ("library_version", (9, 14, 0), "needs cuDNN 9.19.0 or newer, as CUDA builds of torch bring it, got 9.14.0"),
@@ -172,8 +175,20 @@ def test_without_triton_and_without_a_gpu_it_says_so(monkeypatch):
     assert refusal(problem_of()) == "needs Triton, which CUDA builds of torch bring, and it is not installed"
 
 
+def test_of_a_front_end_without_metadata_the_version_is_the_modules_own(monkeypatch):
+    """What had to answer raised."""
+    def without_metadata(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(importlib.metadata, "version", without_metadata)
+    monkeypatch.setitem(sys.modules, "cudnn", SimpleNamespace(__version__="1.28.0"))
+    assert library.frontend_version.__wrapped__() == (1, 28)
+
+
 def test_versions_are_read_without_an_import(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", {"nvidia-cudnn-frontend": "1.28.0"}.get)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     assert library.frontend_version.__wrapped__() == (1, 28)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert library.frontend_version.__wrapped__() is None
@@ -194,7 +209,7 @@ def test_nothing_but_its_name_chooses_it(monkeypatch):
     assert "cudnn" in ON_REQUEST
     for side in (problem, problem.backward(lse_grad=False)):
         assert "cudnn" not in order(side)
-        assert choose.__wrapped__(side, "cudnn") is cudnn.backend
+        assert dispatch._chosen.__wrapped__(side, "cudnn", False) is cudnn.backend
     monkeypatch.setattr(gluon, "device_spec", lambda device: DeviceSpec.of_arch("sm_90"))
     monkeypatch.setattr(triton, "device_spec", lambda device: DeviceSpec.of_arch("sm_90"))
     explanation = explain_problem(problem, "cudnn")

@@ -3,6 +3,7 @@
 import contextlib
 import importlib.metadata
 import importlib.util
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -10,10 +11,11 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tilewise import UnsupportedProblem, attention, causal, chunk, explain, prefix, sink_tokens, window
+from tilewise import UnsupportedProblem, attention, causal, chunk, dispatch, explain, prefix, sink_tokens, window
 from tilewise.backends import gluon
+from tilewise.backends.base import Saved
 from tilewise.backends.triton import TritonBackend
-from tilewise.dispatch import choose, explain_problem
+from tilewise.dispatch import explain_problem
 from tilewise.masks import Mask
 from tilewise.problem import AttentionProblem, are_aligned, dense_strides
 from tilewise.scores import OperandFacts, ScoreOptions
@@ -97,9 +99,9 @@ def test_a_call_with_dropout_goes_forward_by_triton_and_back_by_gluon(monkeypatc
     refusal = "takes dropout in its backward pass alone, got dropout 0.5"
     assert f"  forward  gluon      no: {refusal}" in str(found).splitlines()
     sides = problem, problem.backward(lse_grad=False)
-    assert [choose.__wrapped__(side).name for side in sides] == ["triton", "gluon"]
+    assert [dispatch._chosen.__wrapped__(side, None, False).name for side in sides] == ["triton", "gluon"]
     with pytest.raises(UnsupportedProblem, match=refusal.replace(".", r"\.")):
-        choose.__wrapped__(problem, "gluon")
+        dispatch._chosen.__wrapped__(problem, "gluon", False)
 
 
 def test_a_maximum_is_no_business_of_the_backward():
@@ -162,6 +164,7 @@ def test_other_gpus_are_refused(monkeypatch, arch):
 
 @pytest.mark.parametrize(("version", "found"), [
     (None, "none"), ((3, 5), "3.5"), ((3, 6), None), ((3, 7), "3.7"), ((3, 10), "3.10"),
+    ((0, 0), "one that tells no version"),
 ])
 def test_a_triton_that_no_gpu_has_checked_the_kernels_with_is_refused(monkeypatch, version, found):
     monkeypatch.setattr(gluon, "_triton_version", lambda: version)
@@ -216,6 +219,28 @@ def test_a_traced_tensor_counts_as_aligned():
         assert are_aligned(mode.from_tensor(whole)[1:])
 
 
+def test_a_delta_launch_belongs_to_the_alignment_of_each_tensor(monkeypatch):
+    """One flag stood for all of them: a kernel made for an aligned dlse beside an odd out was handed an odd dlse."""
+    keys = []
+
+    def plan(problem, incoming, alignment):
+        keys.append(alignment)
+        raise KeyError
+
+    monkeypatch.setattr(gluon, "_backward_plan", plan)
+    q, lse = torch.zeros(1, 2, 8, 64), torch.zeros(1, 2, 8)
+    problem = AttentionProblem.from_tensors(q, q, q).backward(lse_grad=True)
+    odd_out, odd_lse = torch.zeros(q.numel() + 1)[1:].view_as(q), torch.zeros(17)[1:].view_as(lse)
+    for out, dlse in ((q, lse), (odd_out, lse), (q, odd_lse)):
+        with pytest.raises(KeyError):
+            gluon.backend.backward(problem, Saved(q, q, q, out, lse), q, dlse)
+    assert keys == [(True, True, True), (False, True, True), (True, True, False)]
+
+
+def _without_metadata(name):
+    raise importlib.metadata.PackageNotFoundError(name)
+
+
 class TestTritonVersion:
     """The version is read without importing Triton."""
 
@@ -227,6 +252,15 @@ class TestTritonVersion:
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
         monkeypatch.setattr(importlib.metadata, "version", lambda name: {"triton": "3.10.1+git0"}[name])
         assert gluon._triton_version.__wrapped__() == (3, 10)
+
+    def test_of_a_triton_without_metadata_it_is_the_modules_own(self, monkeypatch):
+        """As builds from source and of other names have it: what was asked, raised where it had to answer."""
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+        monkeypatch.setattr(importlib.metadata, "version", _without_metadata)
+        for module, version in ((SimpleNamespace(__version__="3.6.0"), (3, 6)), (SimpleNamespace(), (0, 0)),
+                                (SimpleNamespace(__version__="main"), (0, 0)), (None, (0, 0))):
+            monkeypatch.setitem(sys.modules, "triton", module)
+            assert gluon._triton_version.__wrapped__() == version
 
     def test_there_may_be_none(self, monkeypatch):
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

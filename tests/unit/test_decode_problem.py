@@ -3,8 +3,10 @@
 import pytest
 import torch
 
-from tilewise import InvalidInput, UnsupportedProblem, attention_decode, causal, documents, sink_tokens, window
+from tilewise import InvalidInput, Mask, UnsupportedProblem, attention_decode, causal, documents, sink_tokens, window
+from tilewise.backends import reference_decode, triton_decode
 from tilewise.decode_problem import CacheOperands, DecodeOptions, decode_problem, facts_of_inputs, facts_of_present
+from tilewise.dispatch import choose_decoder
 
 Q, CACHE = torch.randn(2, 4, 1, 8), torch.randn(2, 2, 10, 8)
 NEW, LENGTHS, TABLE = torch.randn(2, 2, 1, 8), torch.tensor([3, 4]), torch.zeros(2, 3, dtype=torch.int32)
@@ -55,6 +57,8 @@ WRONG = {
     "rotary_cos has shape (9, 4); allowed is (positions, rotary_dim / 2) with at least 10 positions, the capacity of "
     "the cache, and a rotary_dim of 2 to 8.":
         {"k": NEW, "v": NEW, "cache_seqlens": LENGTHS, "rotary_cos": ANGLES[:9], "rotary_sin": ANGLES[:9]},
+    "rotary_interleaved is 'yes'; allowed are True and False.": {"rotary_interleaved": "yes"},
+    "rotary_interleaved is None; allowed are True and False.": {"rotary_interleaved": None},
     "rotary_cos has dtype torch.int64; allowed are floating-point dtypes.":
         {"k": NEW, "v": NEW, "cache_seqlens": LENGTHS, "rotary_cos": ANGLES.long(), "rotary_sin": ANGLES.long()},
     "rotary_sin has shape (10, 3); allowed is (positions=10, rotary_dim / 2=4).":
@@ -65,8 +69,8 @@ WRONG = {
     "cache_seqlens is -1; allowed is a tensor of shape (b,), an integer from 0 up, or None.": {"cache_seqlens": -1},
     "sinks is a list; allowed is a torch.Tensor, or None.": {"sinks": [0.0] * 4},
     "sinks has shape (2,); allowed is (hq=4).": {"sinks": torch.zeros(2)},
-    "scale is 0.0; allowed is a finite number > 0, or None for 1/sqrt(d).": {"scale": 0.0},
-    "softcap is -1.0; allowed is a finite number > 0, or None for none.": {"softcap": -1.0},
+    "scale is 0.0; allowed is a number from 2^-126 to 2^127, or None for 1/sqrt(d).": {"scale": 0.0},
+    "softcap is -1.0; allowed is a number from 2^-126 to 2^127, or None for none.": {"softcap": -1.0},
     "num_splits is 0; allowed is an integer >= 1, or None to choose.": {"num_splits": 0},
     "return_aux is 'lse'; allowed are () and ('lse',).": {"return_aux": "lse"},
     "return_aux is ('max_logit',); allowed are () and ('lse',).": {"return_aux": ("max_logit",)},
@@ -94,6 +98,19 @@ def test_a_mask_with_exceptions_is_not_decoded():
                                  "window(left, right).")
     with pytest.raises(InvalidInput, match="mask is a TensorMask; allowed is None"):
         call(mask=documents(torch.zeros(10, dtype=torch.int32)))
+
+
+@pytest.mark.parametrize(("asked", "subject"), [(None, "no backend takes"), ("triton", "backend 'triton' refuses"),
+                                                ("torch", "backend 'torch' refuses")])
+def test_a_refusal_says_what_was_asked_for(monkeypatch, asked, subject):
+    """Where none was named it said "backend None"."""
+    for module in (reference_decode, triton_decode):
+        monkeypatch.setattr(module, "why_not", lambda problem: "says no")
+    problem = decode_problem(facts_of_inputs(Q, CACHE, CACHE), (), DecodeOptions(Mask()))
+    with pytest.raises(UnsupportedProblem) as caught:
+        choose_decoder.__wrapped__(problem, asked)
+    assert str(caught.value).startswith(f"{subject} this problem: {problem}\n  ")
+    assert list(caught.value.reasons) == (["reference", "triton"] if asked is None else [asked])
 
 
 def test_no_gradient_is_asked_for_under_no_grad():

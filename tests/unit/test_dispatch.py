@@ -25,6 +25,7 @@ from tilewise.dispatch import BACKENDS, choose, explain_problem, get_backend
 from tilewise.problem import AttentionProblem
 from tilewise.scores import NO_OPERANDS, OperandFacts, Operands, ScoreSettings
 from tilewise.sequences import Sequences
+from tilewise.tuning.device import DeviceSpec
 
 LENGTHS = Sequences(seqlens_k=OperandFacts((4,), (1,), torch.int32))
 
@@ -143,10 +144,71 @@ def test_gpus_ask_gluon_first_for_what_is_worth_its_launch_and_one_entry_decides
         assert dispatch.order(side) == (first, second, "cuda", "cuda_ieee", "torch", "reference")
 
 
-def test_gpus_ask_cuda_behind_triton():
-    problem = replace(_problem(), device=torch.device("cuda", 0))
-    for own in (problem, replace(problem, dtype=torch.bfloat16)):
-        assert dispatch.order(own) == ("triton", "gluon", "cuda", "cuda_ieee", "torch", "reference")
+@pytest.fixture
+def tf32():
+    """Set whether torch may multiply in TF32."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    yield lambda allowed: setattr(matmul, "fp32_precision", "tf32" if allowed else "ieee")
+    matmul.fp32_precision = before
+
+
+def _on_gpu(monkeypatch, arch, **fields):
+    """A plain problem on a GPU that is not here."""
+    monkeypatch.setattr(dispatch, "device_spec", lambda device: DeviceSpec.of_arch(arch))
+    return replace(_problem(), device=torch.device("cuda", 0), **fields)
+
+
+@pytest.mark.parametrize(("arch", "dtype", "allowed", "asked"), [
+    ("sm_90", torch.float32, False, ("cuda", "triton", "gluon")),
+    ("sm_90", torch.float32, True, ("triton", "gluon", "cuda")),
+    ("sm_80", torch.float32, False, ("triton", "gluon", "cuda")),
+    ("gfx942", torch.float32, False, ("triton", "gluon", "cuda")),
+    ("sm_90", torch.bfloat16, False, ("triton", "gluon", "cuda")),
+])
+def test_cuda_is_asked_first_where_its_float32_kernels_were_timed_to_be_faster(monkeypatch, tf32, arch, dtype, allowed,
+                                                                               asked):
+    tf32(allowed)
+    problem = _on_gpu(monkeypatch, arch, dtype=dtype)
+    for side in (problem, problem.backward(lse_grad=False)):
+        assert dispatch.order(side) == (*asked, "cuda_ieee", "torch", "reference")
+
+
+def test_choice_follows_torchs_tf32_setting_from_call_to_call(monkeypatch, tf32):
+    problem = _on_gpu(monkeypatch, "sm_90", sq=9)
+    for name in BACKENDS:
+        monkeypatch.setattr(get_backend(name).__class__, "why_not", lambda self, _: None)
+    for allowed, name in ((False, "cuda"), (True, "triton"), (False, "cuda")):
+        tf32(allowed)
+        assert choose(problem).name == explain_problem(problem).forward == name
+        assert choose(problem, tf32=not allowed).name != name
+        assert choose(problem, "triton").name == "triton"
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}], ids=["plain", "softcap"])
+def test_calls_follow_torchs_tf32_setting_forward_and_backward(monkeypatch, tf32, recorder, options):
+    """What a call resolves to is kept: without the setting in its key, the first call would decide for all."""
+    from tilewise.autograd import attention_op
+
+    real = get_backend("torch")
+    monkeypatch.setattr(real.__class__, "why_not", lambda self, _: None)
+    for side in ("forward", "backward"):
+        monkeypatch.setattr(real.__class__, side, lambda _, *given, side=side: (
+            getattr(_Recorder(), side)(*given)))
+    monkeypatch.setattr(dispatch, "order", lambda problem, tf32: ("reference",) if tf32 else ("torch",))
+    caches = (dispatch._chosen, attention_op._resolve)
+    for cache in caches:
+        cache.cache_clear()
+    try:
+        q, k, v = (tensor.requires_grad_() for tensor in _qkv())
+        for allowed in (False, True, False, True):
+            recorder.calls.clear()
+            tf32(allowed)
+            attention(q, k, v, **options).sum().backward()
+            assert recorder.calls == (["forward", "backward"] if allowed else [])
+    finally:
+        for cache in caches:
+            cache.cache_clear()
 
 
 @pytest.mark.parametrize(("fields", "first"), [
@@ -164,7 +226,7 @@ def test_when_every_backend_refuses_the_error_holds_every_reason(monkeypatch):
     for name in BACKENDS:
         monkeypatch.setattr(get_backend(name).__class__, "why_not", lambda self, _: f"{self.name} says no")
     with pytest.raises(UnsupportedProblem) as caught:
-        choose.__wrapped__(problem)  # past the cache, which may know the problem from another test
+        dispatch._chosen.__wrapped__(problem, None, False)  # past the cache, which may know the problem
     assert caught.value.reasons == {name: f"{name} says no" for name in BACKENDS if name not in dispatch.ON_REQUEST}
     assert str(caught.value).startswith("no backend takes this problem: forward b1 h2 s8x8 d16 float32 window(2, 2)")
 

@@ -76,11 +76,12 @@ def test_no_key_heads_raise():
         _problem(k=(2, 0, 5, 8), v=(2, 0, 5, 3))
 
 
-@pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, math.nan, True, "0.5", torch.tensor(0.5)])
+@pytest.mark.parametrize("scale", [0.0, 1e-46, 2.0**-127, 1e39, -1.0, math.inf, math.nan, True, "0.5",
+                                   torch.tensor(0.5)])
 def test_scale_that_is_no_positive_number_raises(scale):
     with pytest.raises(InvalidInput) as caught:
         AttentionProblem.from_tensors(*_tensors(), scale=scale)
-    assert str(caught.value) == f"scale is {scale!r}; allowed is a finite number > 0, or None for 1/sqrt(d)."
+    assert str(caught.value) == f"scale is {scale!r}; allowed is a number from 2^-126 to 2^127, or None for 1/sqrt(d)."
 
 
 def test_scale_may_be_any_positive_number():

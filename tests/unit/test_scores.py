@@ -87,10 +87,11 @@ def test_operand_on_another_device_is_named(name, tensor):
     assert message.endswith(f"{name} is on meta and q is on cpu: move them to one device.")
 
 
-@pytest.mark.parametrize("softcap", [0.0, -1.0, math.inf, math.nan, True, "30", torch.tensor(30.0)])
+@pytest.mark.parametrize("softcap", [0.0, 1e-46, 2.0**-127, 1e39, -1.0, math.inf, math.nan, True, "30",
+                                     torch.tensor(30.0)])
 def test_softcap_that_is_no_positive_number_raises(softcap):
     assert _message(settings=ScoreSettings(softcap=softcap)) == (
-        f"softcap is {softcap!r}; allowed is a finite number > 0, or None for none.")
+        f"softcap is {softcap!r}; allowed is a number from 2^-126 to 2^127, or None for none.")
 
 
 @pytest.mark.parametrize("dropout_p", [1.0, -0.1, math.nan, True, "0.5", None, torch.tensor(0.5)])

@@ -13,7 +13,8 @@ from torch.utils.flop_counter import register_flop_formula
 
 from tilewise import settings
 from tilewise.backends.base import Backend, Needs, Saved
-from tilewise.dispatch import choose
+from tilewise.backends.current import allows_tf32
+from tilewise.dispatch import choose, forget_chosen
 from tilewise.errors import UnsupportedProblem
 from tilewise.functions import code_of
 from tilewise.masks import Mask
@@ -97,36 +98,64 @@ def _of_plain(plain: tuple[Any, ...]) -> Options:
 
 _N_OPERANDS = len(Operands._fields)
 _N_PLAIN = 6
+# A call that names no backend, in a graph: what is traced cannot ask for a scope, nor save which one there is at a run.
+COMPILED_WITH_GRADIENT = ""
 _PLAIN = Options(None, None, None, None)[4:12]  # prefix to mask_function of a call that the plain operator takes
 
 
 @lru_cache(maxsize=4096)
 def _resolve(tensors: tuple[Facts, Facts, Facts], operands: tuple[Facts, ...], options: tuple[Any, ...],
-             default_backend: str | None, aligned: bool,
+             default_backend: str | None, aligned: bool, tf32: bool,
              lse_grad: bool | None = None) -> tuple[AttentionProblem, Backend]:
     """Problem and backend of a call: one look-up on the way to a kernel, where every microsecond is the user's.
 
-    ``lse_grad``, unless None: of the backward pass.
+    Args:
+        tensors, operands, options, aligned: as the call has them.
+        default_backend: serves where the options name none.
+        tf32: whether torch may round the factors of the inputs' products to TF32; an order of preference hangs on it.
+        lse_grad: of the backward pass, unless None.
     """
     chosen = Options(*options) if len(options) > _N_PLAIN else _of_plain(options)
     problem = problem_from_facts(tensors, operands, chosen.mask, chosen.scale, chosen.settings, chosen.deterministic,
                                  aligned)
     if lse_grad is not None:
         problem = problem.backward(lse_grad=lse_grad)
-    return problem, choose(problem, chosen.backend or default_backend)
+    return problem, choose(problem, chosen.backend or default_backend, tf32)
+
+
+def forget_choices() -> None:
+    """Choose backends anew from the next call on: what a backend takes has changed."""
+    _resolve.cache_clear()
+    forget_chosen()
+
+
+def _in_force(named: str | None) -> str | None:
+    """Return the name that serves a forward pass which names no backend.
+
+    Raises:
+        UnsupportedProblem: it is that of a scope, and the call is of a compiled graph's that has a gradient.
+    """
+    if named == COMPILED_WITH_GRADIENT and (scope := settings.scoped_backend()) is not None:
+        raise UnsupportedProblem(
+            f"use_backend({scope!r}) stands around a compiled call that has a gradient, and its backward pass, which "
+            f"runs elsewhere, would not know of it. Pass backend={scope!r} to the call, or set TILEWISE_BACKEND.", {})
+    return settings.default_backend()
 
 
 def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> list[torch.Tensor]:
     operands = Operands(*rest[:_N_OPERANDS])
-    problem, backend = _resolve(facts_of_inputs(q, k, v), facts_of_operands(operands), rest[_N_OPERANDS:],
-                                None if rest[-1] else settings.default_backend(), are_aligned(q, k, v))
+    inputs = facts_of_inputs(q, k, v)
+    problem, backend = _resolve(inputs, facts_of_operands(operands), rest[_N_OPERANDS:],
+                                None if rest[-1] else _in_force(rest[-1]), are_aligned(q, k, v),
+                                allows_tf32(inputs[0][3]))
     results = backend.forward(problem, q, k, v, operands)
     return [result for result in results if result is not None]
 
 
 def _forward_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *plain: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    problem, backend = _resolve(facts_of_inputs(q, k, v), (), plain, None if plain[-1] else settings.default_backend(),
-                                are_aligned(q, k, v))
+    inputs = facts_of_inputs(q, k, v)
+    problem, backend = _resolve(inputs, (), plain, None if plain[-1] else _in_force(plain[-1]),
+                                are_aligned(q, k, v), allows_tf32(inputs[0][3]))
     results = backend.forward(problem, q, k, v)
     return results[0], results[1]
 
@@ -141,9 +170,10 @@ def _backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tens
     *options, needs = rest
     if len(options) > _N_PLAIN:
         operands, options = Operands(*rest[:_N_OPERANDS]), options[_N_OPERANDS:]
-    problem, backend = _resolve(facts_of_inputs(q, k, v), facts_of_operands(operands), tuple(options),
+    inputs = facts_of_inputs(q, k, v)
+    problem, backend = _resolve(inputs, facts_of_operands(operands), tuple(options),
                                 None if options[-1] else settings.default_backend(), are_aligned(q, k, v),
-                                dlse is not None)
+                                allows_tf32(inputs[0][3]), dlse is not None)
     gradients = backend.backward(problem, Saved(q, k, v, out, lse, operands), dout, dlse, Needs(*needs))
     return [gradient for gradient in gradients if gradient is not None]
 
@@ -339,9 +369,10 @@ def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Operands, o
     """
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or _trainable(operands)):
         if torch.compiler.is_compiling():  # asked whether a call is plain, dynamo starts over
+            arguments = (*operands, *options[:-1], options.backend or COMPILED_WITH_GRADIENT)
             if not with_lse:
-                return (cast(torch.Tensor, _apply_for_out(q, k, v, *operands, *options)),)
-            return cast("tuple[torch.Tensor, ...]", _apply(q, k, v, *operands, *options))
+                return (cast(torch.Tensor, _apply_for_out(q, k, v, *arguments)),)
+            return cast("tuple[torch.Tensor, ...]", _apply(q, k, v, *arguments))
         # The backward pass runs in a thread of its own, which does not see a scoped default.
         backend = options.backend or settings.default_backend()
         if _is_plain(operands, options):

@@ -28,7 +28,8 @@ from tilewise.kernels.cudnn.library import frontend_version, library_version
 from tilewise.kernels.triton.launch import Launch, modifiers_of
 from tilewise.kernels.triton.sums import OperandSums
 from tilewise.masks import Span
-from tilewise.problem import AttentionProblem, Sizes, are_aligned
+from tilewise.packages import version_text
+from tilewise.problem import AttentionProblem, Sizes, alignment_of, are_aligned
 from tilewise.scores import NO_OPERANDS, Operands
 from tilewise.tuning.heuristics import delta_config
 
@@ -170,7 +171,7 @@ def _run(problem: AttentionProblem, graph: Graph, tensors: Tensors, operands: Op
     if count:
         lengths = torch.empty(2, _round_up(count, _ALIGNMENT), dtype=torch.int32, device=problem.device)
         if problem.sequences.are_data:
-            launch = _lengths_launch(problem, lengths.stride(0), are_aligned(*operands.present))
+            launch = _lengths_launch(problem, lengths.stride(0), _alignment(operands))
             launch(lengths, operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqlens_q, operands.seqlens_k)
         else:
             for side, positions in zip(lengths, core_of(problem), strict=True):
@@ -183,9 +184,14 @@ def _run(problem: AttentionProblem, graph: Graph, tensors: Tensors, operands: Op
     graph(tensors)
 
 
-# Of launches, ``aligned``: one keeps the kernel of its first call, which counts on addresses alike.
+def _alignment(operands: Operands) -> tuple[bool, ...]:
+    """Of the tensors that are the caller's; the others are aligned."""
+    return alignment_of([tensor.data_ptr() for tensor in operands.present])
+
+
+# Of launches, ``alignment``: one keeps the kernel of its first call, which counts on addresses alike.
 @lru_cache(maxsize=1024)
-def _lengths_launch(problem: AttentionProblem, stride: int, aligned: bool) -> Launch:
+def _lengths_launch(problem: AttentionProblem, stride: int, alignment: tuple[bool, ...]) -> Launch:
     from tilewise.kernels.triton.blanks import lengths_launch
 
     return lengths_launch(problem, stride)
@@ -193,7 +199,7 @@ def _lengths_launch(problem: AttentionProblem, stride: int, aligned: bool) -> La
 
 @lru_cache(maxsize=1024)
 def _blank_launch(problem: AttentionProblem, side: Side, width: int, strides: Sizes,
-                  more: tuple[int, Sizes] | None, with_lse: bool, aligned: bool) -> Launch:
+                  more: tuple[int, Sizes] | None, with_lse: bool, alignment: tuple[bool, ...]) -> Launch:
     # ``with_lse``: which tensors are None belongs to a kernel too.
     from tilewise.kernels.triton.blanks import blank_launch
 
@@ -206,7 +212,7 @@ def _blank(problem: AttentionProblem, side: Side, tensors: list[torch.Tensor], o
     rows, more = tensors[0], tensors[1] if len(tensors) > 1 else None
     launch = _blank_launch(problem, side, rows.shape[3], rows.stride(),
                            None if more is None else (more.shape[3], more.stride()), lse is not None,
-                           are_aligned(*operands.present))
+                           _alignment(operands))
     queries = operands.cu_seqlens_q, operands.seqlens_q
     keys = operands.cu_seqlens_k, operands.seqlens_k
     own, other = (queries, keys) if side == "q" else (keys, queries)
@@ -218,14 +224,15 @@ def _sink_gradient(problem: AttentionProblem, saved: Saved, outs: tuple[torch.Te
     """Return the gradient of the sinks, made of lse and of delta as the Triton backend does."""
     out, dout = outs
     delta = torch.empty_like(lse)
-    launch = _delta_launch(problem, out.stride(), dout.stride(), are_aligned(*saved.operands.present))
+    launch = _delta_launch(problem, out.stride(), dout.stride(), _alignment(saved.operands))
     launch(out, dout, out, delta, modifiers_of(problem, saved.operands))
     sums = OperandSums(problem, saved.operands, dbias=False, dalibi_slopes=False, dsinks=True)
     return sums.gradients(lse, delta)[2]
 
 
 @lru_cache(maxsize=1024)
-def _delta_launch(problem: AttentionProblem, out_strides: Sizes, dout_strides: Sizes, aligned: bool) -> Launch:
+def _delta_launch(problem: AttentionProblem, out_strides: Sizes, dout_strides: Sizes,
+                  alignment: tuple[bool, ...]) -> Launch:
     from tilewise.kernels.triton.backward import delta_launch
 
     return delta_launch(problem, delta_config(problem), out_strides, dout_strides, None)
@@ -282,7 +289,7 @@ def _wrong_machine(problem: AttentionProblem) -> str | None:
     if frontend is None:
         return "needs cuDNN's front end (nvidia-cudnn-frontend), which tilewise[cudnn] brings, and it is not installed"
     if frontend < OLDEST_FRONTEND:
-        return f"needs nvidia-cudnn-frontend {_text(OLDEST_FRONTEND)} or newer, got {_text(frontend)}"
+        return f"needs nvidia-cudnn-frontend {_text(OLDEST_FRONTEND)} or newer, got {version_text(frontend)}"
     if library is None or library < OLDEST_LIBRARY:
         found = "none" if library is None else _text(library)
         return f"needs cuDNN {_text(OLDEST_LIBRARY)} or newer, as CUDA builds of torch bring it, got {found}"

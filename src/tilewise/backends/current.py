@@ -4,6 +4,9 @@ from functools import cache
 
 import torch
 
+# Bound once: read at every call, a chain of attributes costs the host more than what it ends in.
+_FLOAT32, _matmul = torch.float32, torch.backends.cuda.matmul
+
 
 def is_current(device: torch.device) -> bool:
     """Whether Triton, which launches on the current device, will find the tensors there.
@@ -19,10 +22,10 @@ def _one_device() -> bool:
     return torch.cuda.device_count() == 1
 
 
-def allows_tf32() -> bool:
-    """Whether the user has allowed torch to round float32 factors of a product to TF32.
+def allows_tf32(dtype: torch.dtype) -> bool:
+    """Whether the user has allowed torch to round factors of a product in this dtype, float32 alone, to TF32.
 
     torch raises where its older name for this, ``allow_tf32``, is read after the newer was written; the newer can be
     read whichever was.
     """
-    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
+    return dtype is _FLOAT32 and bool(_matmul.fp32_precision == "tf32")

@@ -1,8 +1,7 @@
 """What the backends cuda and cuda_ieee share: the float32 kernels of kernels/cuda, by two kinds of product."""
 
 import contextlib
-import importlib.util
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import ClassVar, cast
 
 import torch
@@ -10,7 +9,7 @@ import torch
 from tilewise.backends.base import Gradients, Needs, Results, Saved
 from tilewise.backends.current import allows_tf32, is_current
 from tilewise.kernels.cuda.call import UNBOUNDED, Call
-from tilewise.kernels.cuda.program import Program, load
+from tilewise.kernels.cuda.program import Program, lacking, load
 from tilewise.problem import AttentionProblem, are_aligned, dense_strides
 from tilewise.scores import NO_OPERANDS, NO_OPTIONS, Operands
 from tilewise.tuning.cuda import DELTA, WIDEST, CudaConfig, cuda_config, padded_dims, sum_kernels
@@ -71,13 +70,14 @@ class Float32Backend:
         """How a product is made now: by 0 TF32 products, 3, or 1 where the user allows it to torch."""
         if not self.tensor_cores:
             return 0
-        return 1 if allows_tf32() else 3
+        return 1 if allows_tf32(torch.float32) else 3
 
     def _wrong_machine(self, problem: AttentionProblem) -> str | None:
         if problem.device.type != "cuda" or torch.version.hip is not None:
             return f"runs on CUDA devices, got {'ROCm' if torch.version.hip else problem.device}"
-        if not _installed():
-            return "needs the package cuda-bindings, which CUDA builds of torch bring; others need tilewise[cuda]"
+        reason = lacking()
+        if reason is not None:
+            return reason
         capability, least = torch.cuda.get_device_capability(problem.device), (8, 0) if self.tensor_cores else (7, 5)
         if capability < least:
             also = "; backend='cuda_ieee' takes 7.5" if self.tensor_cores else ""
@@ -154,8 +154,3 @@ def plan(kernel: str, problem: AttentionProblem, device: DeviceSpec, products: i
     of_keys = kernel in ("dkdv", "dk", "dv")
     length, heads = (problem.sk, problem.hk) if of_keys else (problem.sq, problem.hq)
     return Program(kernel, config, *dims, vectors), shared_bytes, -(-length // rows), heads
-
-
-@cache
-def _installed() -> bool:
-    return importlib.util.find_spec("cuda") is not None and importlib.util.find_spec("cuda.bindings") is not None

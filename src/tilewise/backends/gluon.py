@@ -1,8 +1,6 @@
 """Launches the Gluon kernels: Hopper GPUs, 16-bit, plain calls; the fastest there."""
 
 import contextlib
-import importlib.metadata
-import importlib.util
 from dataclasses import dataclass
 from functools import cache, lru_cache
 
@@ -14,7 +12,8 @@ from tilewise.kernels.gluon.launch import HopperForward, pack_of
 from tilewise.kernels.gluon.launch_backward import HopperBackward
 from tilewise.kernels.triton.launch import Launch, Modifiers, modifiers_of
 from tilewise.kernels.triton.sums import OperandSums
-from tilewise.problem import AttentionProblem, Sizes, are_aligned, dense_strides
+from tilewise.packages import package_version, version_text
+from tilewise.problem import AttentionProblem, Sizes, alignment_of, are_aligned, dense_strides
 from tilewise.scores import DRAW_SPAN, NO_OPERANDS, NO_OPTIONS, Operands
 from tilewise.tuning.device import device_spec
 from tilewise.tuning.heuristics import delta_config
@@ -61,7 +60,8 @@ class GluonBackend:
             dout = torch.empty_strided(dout.shape, problem.out_strides, dtype=dout.dtype,
                                        device=dout.device).copy_(dout)
         plan = _backward_plan(problem, (out.stride(), dout.stride(), None if dlse is None else dlse.stride()),
-                              are_aligned(out, lse, *(() if dlse is None else (dlse,)), *operands.present))
+                              alignment_of([tensor.data_ptr() for tensor in (
+                                  out, lse, *(() if dlse is None else (dlse,)), *operands.present)]))
         make = torch.empty_strided if plan.launch.reads_all else _zeros_strided
         dq, dk, dv = (make(like.shape, strides, dtype=problem.dtype, device=problem.device)
                       for like, strides in zip((q, k, v), plan.strides, strict=True))
@@ -106,8 +106,8 @@ class _BackwardPlan:
 
 @lru_cache(maxsize=1024)
 def _backward_plan(problem: AttentionProblem, incoming: tuple[Sizes, Sizes, Sizes | None],
-                   aligned: bool) -> _BackwardPlan:
-    # ``aligned``: a launch keeps the kernel of its first call, which counts on addresses alike.
+                   alignment: tuple[bool, ...]) -> _BackwardPlan:
+    # ``alignment``: a launch keeps the kernel of its first call, which counts on addresses alike.
     from tilewise.kernels.triton.backward import delta_launch
 
     strides = _gradient_strides(problem)
@@ -126,10 +126,8 @@ def _gradient_strides(problem: AttentionProblem) -> tuple[Sizes, Sizes, Sizes]:
 
 
 @cache
-def _triton_version() -> tuple[int, ...] | None:
-    if importlib.util.find_spec("triton") is None:
-        return None
-    return tuple(int(part) for part in importlib.metadata.version("triton").split(".")[:2])
+def _triton_version() -> tuple[int, int] | None:
+    return package_version("triton", "triton")
 
 
 def _wrong_machine(problem: AttentionProblem) -> str | None:
@@ -141,8 +139,8 @@ def _wrong_machine(problem: AttentionProblem) -> str | None:
         return f"runs on Hopper GPUs (sm_90), got {arch}"
     version = _triton_version()
     if version != CHECKED:
-        found = "none" if version is None else ".".join(map(str, version))
-        return f"has run with Triton 3.6 alone, and other versions' code is unchecked on GPUs, got {found}"
+        return ("has run with Triton 3.6 alone, and other versions' code is unchecked on GPUs, got "
+                f"{version_text(version)}")
     return None
 
 

@@ -16,6 +16,12 @@ from tilewise.scores import NO_OPERANDS, Operands, ScoreOptions
 
 _aten = torch.ops.aten
 _GPU_DTYPES = (torch.float16, torch.bfloat16)
+_replaced: set[str] = set()  # dispatch keys whose flash attention is tilewise itself, by its integration
+
+
+def replace_flash_attention(dispatch_key: str, is_ours: bool) -> None:
+    """Note whether tilewise stands in for torch's operators; what was chosen before is for the caller to forget."""
+    (_replaced.add if is_ours else _replaced.discard)(dispatch_key)
 
 
 class TorchBackend:
@@ -135,6 +141,9 @@ def _core(problem: AttentionProblem) -> _Core | None:
 
 
 def _why_not_cuda(problem: AttentionProblem, core: _Core) -> str | None:
+    if "CUDA" in _replaced:
+        return ("calls torch's flash attention, whose place tilewise itself has taken; "
+                "torch.nn.attention.restore_flash_attention_impl() puts torch's own back")
     if problem.dtype not in _GPU_DTYPES:
         return f"computes in float16 and bfloat16 on CUDA devices, got {problem.dtype}"
     if problem.d > 256:

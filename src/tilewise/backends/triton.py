@@ -18,7 +18,7 @@ from tilewise.backends.base import Gradients, Needs, Results, Saved
 from tilewise.backends.current import allows_tf32, is_current
 from tilewise.kernels.triton.launch import Launch, Modifiers, modifiers_of, takes_descriptors
 from tilewise.kernels.triton.sums import OperandSums
-from tilewise.problem import TAIL_WIDTH, WIDEST, AttentionProblem, Sizes, dense_strides
+from tilewise.problem import TAIL_WIDTH, WIDEST, AttentionProblem, Sizes, alignment_of, dense_strides
 from tilewise.scores import NO_OPERANDS, OperandFacts, Operands
 from tilewise.tuning.device import device_spec
 from tilewise.tuning.heuristics import (
@@ -258,14 +258,9 @@ def _installed() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def alignment_of(addresses: list[int]) -> tuple[bool, ...]:
-    """Which addresses are multiples of 16 bytes: what a compiled kernel and a descriptor count on."""
-    return tuple([address & 15 == 0 for address in addresses])
-
-
 def precision_of(dtype: torch.dtype) -> str:
     """How float32 products are made: exactly, unless the user allowed TF32 in torch's own settings."""
-    return "tf32" if dtype is torch.float32 and allows_tf32() else "ieee"
+    return "tf32" if allows_tf32(dtype) else "ieee"
 
 
 def _empty(like: torch.Tensor, strides: Sizes) -> torch.Tensor:

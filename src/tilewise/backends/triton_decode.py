@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tilewise.backends.current import is_current
-from tilewise.backends.triton import PLANS, alignment_of, precision_of, why_not_at_all, why_not_here
+from tilewise.backends.triton import PLANS, precision_of, why_not_at_all, why_not_here
 from tilewise.decode_problem import CacheOperands, DecodeProblem
 from tilewise.kernels.triton.launch import Launch
-from tilewise.problem import Sizes
+from tilewise.problem import Sizes, alignment_of
 from tilewise.tuning.decode import choose_splits, decode_config, row_tiles
 from tilewise.tuning.device import device_spec
 

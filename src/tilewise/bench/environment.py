@@ -10,7 +10,7 @@ from tilewise.bench.grids import FULL, Cell, dtype_name, shape_case
 from tilewise.bench.memory import MIB, available_bytes
 from tilewise.bench.plan import available_providers
 from tilewise.bench.provenance import device_name, provenance
-from tilewise.dispatch import BACKENDS, get_backend
+from tilewise.dispatch import BACKENDS, answer_of
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _EXTRAS = ("triton", "cudnn", "typer", "rich", "matplotlib")
@@ -43,6 +43,6 @@ def _backend_facts(name: str, device: torch.device) -> dict[str, str | None]:
     facts: dict[str, str | None] = {}
     for dtype in _DTYPES:
         problem = Cell("info", shape_case(1, (8, 8), (1024, 1024), (64, 64), FULL), dtype).problem(device)
-        answers = (get_backend(name).why_not(side) for side in (problem, problem.backward(lse_grad=False)))
+        answers = (answer_of(name, side) for side in (problem, problem.backward(lse_grad=False)))
         facts[dtype_name(dtype)] = next((answer for answer in answers if answer is not None), None)
     return facts

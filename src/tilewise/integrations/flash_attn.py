@@ -20,6 +20,7 @@ from tilewise.autograd.attention_op import Options, backward_op
 from tilewise.decode import attention_decode
 from tilewise.errors import TilewiseError, UnsupportedProblem
 from tilewise.integrations import bert_padding
+from tilewise.integrations.flash_family import unpacked
 from tilewise.integrations.signed_probabilities import signed_probabilities, signed_probabilities_varlen
 from tilewise.masks import Mask, window
 from tilewise.scores import Operands, with_batch_dim
@@ -70,7 +71,7 @@ def flash_attn_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, dropout_p: float
                              return_attn_probs: bool = False) -> Attended:
     """Attend as :func:`flash_attn_func`, with k and v in one tensor, ``kv`` (b, sk, 2, hk, d), not copied."""
     options = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-    k, v = kv.unbind(2)
+    k, v = unpacked("kv", kv, "b, sk, 2, hk, d")
     return _attend(q, k, v, options, return_attn_probs)
 
 
@@ -80,7 +81,7 @@ def flash_attn_qkvpacked_func(qkv: torch.Tensor, dropout_p: float = 0.0, softmax
                               return_attn_probs: bool = False) -> Attended:
     """Attend as :func:`flash_attn_func`, with q, k and v in one tensor, ``qkv`` (b, s, 3, h, d), not copied."""
     options = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-    q, k, v = qkv.unbind(2)
+    q, k, v = unpacked("qkv", qkv, "b, s, 3, h, d")
     return _attend(q, k, v, options, return_attn_probs)
 
 
@@ -123,7 +124,7 @@ def flash_attn_varlen_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, cu_seqlen
     """Attend as :func:`flash_attn_varlen_func`, with k and v in one tensor, ``kv`` (total_k, 2, hk, d)."""
     options = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     options |= _lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    k, v = kv.unbind(1)
+    k, v = unpacked("kv", kv, "total_k, 2, hk, d")
     return _attend_varlen(q, k, v, options, return_attn_probs)
 
 
@@ -135,7 +136,7 @@ def flash_attn_varlen_qkvpacked_func(qkv: torch.Tensor, cu_seqlens: torch.Tensor
     """Attend as :func:`flash_attn_varlen_func`, with q, k and v in one tensor, ``qkv`` (total, 3, h, d)."""
     options = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     options |= _lengths(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-    q, k, v = qkv.unbind(1)
+    q, k, v = unpacked("qkv", qkv, "total, 3, h, d")
     return _attend_varlen(q, k, v, options, return_attn_probs)
 
 

@@ -12,7 +12,7 @@ import torch
 
 from tilewise.decode import attention_decode
 from tilewise.errors import InvalidInput, TilewiseError
-from tilewise.integrations.flash_family import OutAndLse, attend, band_of, refuse
+from tilewise.integrations.flash_family import OutAndLse, attend, band_of, refuse, unpacked
 from tilewise.masks import chunk
 from tilewise.merge import merge
 
@@ -52,7 +52,7 @@ def flash_attn_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_s
     """
     _refuse_scales(q_descale, k_descale, v_descale)
     options = _options(softmax_scale, causal, window_size, attention_chunk, softcap, deterministic)
-    found = attend(q, k, v, qv, options)
+    found = attend(q, k, v, qv, options, with_lse=return_attn_probs)
     return found if return_attn_probs else found[0]
 
 
@@ -82,7 +82,7 @@ def flash_attn_varlen_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu
     _refuse_scales(q_descale, k_descale, v_descale)
     options = _options(softmax_scale, causal, window_size, attention_chunk, softcap, deterministic)
     found = attend(q, k, v, qv, options, {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
-                                          "seqused_q": seqused_q, "seqused_k": seqused_k})
+                                          "seqused_q": seqused_q, "seqused_k": seqused_k}, return_attn_probs)
     return found if return_attn_probs else found[0]
 
 
@@ -97,15 +97,18 @@ def flash_attn_qkvpacked_func(qkv: torch.Tensor, softmax_scale: float | None = N
     """
     _refuse_scales(q_descale, k_descale, v_descale)
     if qkv.dim() == 5:
-        q, k, v = qkv.unbind(2)
-    elif num_heads_q is None:
-        raise InvalidInput(f"qkv has {qkv.dim()} dims and num_heads_q is None; allowed are 5 dims (b, s, 3, h, d), or "
-                           "4 dims (b, s, hq + 2 hk, d) with num_heads_q.")
+        q, k, v = unpacked("qkv", qkv, "b, s, 3, h, d")
+    elif qkv.dim() != 4 or num_heads_q is None:
+        raise InvalidInput(f"qkv has {qkv.dim()} dims and num_heads_q is {num_heads_q}; allowed are 5 dims "
+                           "(b, s, 3, h, d), or 4 dims (b, s, hq + 2 hk, d) with num_heads_q.")
     else:
-        key_heads = (qkv.shape[2] - num_heads_q) // 2
-        q, k, v = torch.split(qkv, [num_heads_q, key_heads, key_heads], 2)
+        heads_of_two = qkv.shape[2] - num_heads_q
+        if num_heads_q < 0 or heads_of_two < 0 or heads_of_two % 2:
+            raise InvalidInput(f"num_heads_q is {num_heads_q} and qkv has {qkv.shape[2]} heads; allowed is a number "
+                               "that leaves as many heads for k as for v.")
+        q, k, v = torch.split(qkv, [num_heads_q, heads_of_two // 2, heads_of_two // 2], 2)
     options = _options(softmax_scale, causal, window_size, attention_chunk, softcap, deterministic)
-    found = attend(q, k, v, None, options)
+    found = attend(q, k, v, None, options, with_lse=return_attn_probs)
     return found if return_attn_probs else found[0]
 
 

@@ -1,4 +1,4 @@
-"""What flash-attn 3 and 4 have in common, translated: layouts, lengths, ``qv``, and refusals.
+"""What versions of flash-attn have in common, translated: layouts, packed projections, lengths, ``qv``, and refusals.
 
 Tensors are (b, s, h, d), or (total, h, d) packed, and seen as (b, h, s, d) without a copy. Diagonals run through the
 bottom right corner, each sequence's own; lse is -inf where a query sees no key.
@@ -21,14 +21,15 @@ def band_of(left: int | None, right: int | None, causal: bool) -> Mask:
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, qv: torch.Tensor | None, options: dict[str, Any],
-           lengths: dict[str, Any] | None = None) -> OutAndLse:
-    """Return out and lse.
+           lengths: dict[str, Any] | None = None, with_lse: bool = True) -> tuple[torch.Tensor, Any]:
+    """Return out and, unless it is not wanted, lse.
 
     Args:
         q, k, v: as flash-attn has them, packed where ``lengths`` has ``cu_seqlens_q``.
         qv: (..., hq, dv): queries of the values, whose products with v are added to those of q with k; None = none.
         options: of :func:`tilewise.attention`.
         lengths: ``cu_seqlens_q``, ``cu_seqlens_k``, ``seqused_q`` and ``seqused_k``.
+        with_lse: whether lse is wanted; None stands for it where not.
     """
     if qv is not None:  # q·k + qv·v is a product of the two side by side; the scale counts both
         q, k = torch.cat((q, qv), -1), torch.cat((k, v), -1)
@@ -37,13 +38,22 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, qv: torch.Tensor |
     if packed[0] != packed[1]:
         raise InvalidInput(f"cu_seqlens_q is {'given' if packed[0] else 'None'} and cu_seqlens_k is "
                            f"{'given' if packed[1] else 'None'}; allowed are both, or neither.")
-    options |= {"return_aux": ("lse",)}
+    options |= {"return_aux": ("lse",) if with_lse else ()}
     if packed[0]:
-        out, lse = attention_varlen(q, k, v, **given, **options)
-        return out, lse
+        found = attention_varlen(q, k, v, **given, **options)
+        return (found[0], found[1]) if with_lse else (found, None)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    out, lse = attention(q, k, v, seqlens_q=given.get("seqused_q"), seqlens_k=given.get("seqused_k"), **options)
-    return out.transpose(1, 2), lse
+    found = attention(q, k, v, seqlens_q=given.get("seqused_q"), seqlens_k=given.get("seqused_k"), **options)
+    return (found[0].transpose(1, 2), found[1]) if with_lse else (found.transpose(1, 2), None)
+
+
+def unpacked(name: str, packed: torch.Tensor, dims: str) -> tuple[torch.Tensor, ...]:
+    """Return the parts of packed projections, without a copy; ``dims``: "b, s, 3, h, d", the number that of parts."""
+    names = dims.split(", ")
+    place = next(place for place, size in enumerate(names) if size.isdigit())
+    if packed.dim() != len(names) or packed.shape[place] != int(names[place]):
+        raise InvalidInput(f"{name} has shape {tuple(packed.shape)}; allowed is ({dims}).")
+    return packed.unbind(place)
 
 
 def refuse(reason: str, **given: object) -> None:

@@ -94,15 +94,18 @@ def flex_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     mask = _mask(block_mask, query, key)
     if len(key) == 1 and len(query) > 1:
         key, value = (tensor.expand(len(query), -1, -1, -1) for tensor in (key, value))
-    out, lse, *most = attention(query, key, value, mask=mask, scale=scale, **options,
-                                return_aux=("lse", "max_logit") if _wants(return_aux, "max_scores") else ("lse",))
+    with_lse, with_most = return_lse or _wants(return_aux, "lse"), _wants(return_aux, "max_scores")
+    # What is not asked for is not made: where it would have a gradient of zeros, some backends refuse.
+    found: Any = attention(query, key, value, mask=mask, scale=scale, **options,
+                           return_aux=("max_logit",) if with_most else ("lse",) if with_lse else ())
+    out, lse, *most = found if with_lse or with_most else (found, None)
     if return_lse:
         return out, lse
     if return_aux is None:
         return out
     from torch.nn.attention.flex_attention import AuxOutput
 
-    return out, AuxOutput(lse if _wants(return_aux, "lse") else None, most[0] if most else None)
+    return out, AuxOutput(lse if with_lse else None, most[0] if most else None)
 
 
 def _wants(return_aux: Any, name: str) -> bool:

@@ -2,7 +2,8 @@
 
 :func:`register` enters the provider; ``torch.nn.attention.activate_flash_attention_impl("tilewise")`` lets it take the
 place of the operators that those functions call, on CUDA devices, until ``restore_flash_attention_impl()``. torch still
-chooses among its backends first: what its flash backend does not take (float32, masks) does not come here.
+chooses among its backends first: what its flash backend does not take (float32, masks) does not come here. Meanwhile
+the backend ``torch`` refuses calls on CUDA devices: the operators that it calls are tilewise's own.
 
 Diagonals run through the bottom right corner, as in those operators; of ``is_causal`` torch sends equal lengths alone.
 """
@@ -13,7 +14,8 @@ from typing import Any
 import torch
 
 from tilewise.api import attention, attention_varlen
-from tilewise.autograd.attention_op import Options, backward_op
+from tilewise.autograd.attention_op import Options, backward_op, forget_choices
+from tilewise.backends.torch import replace_flash_attention
 from tilewise.errors import UnsupportedProblem
 from tilewise.masks import Mask, window
 from tilewise.scores import Operands
@@ -32,11 +34,18 @@ class ActiveProvider:
         for name, operator in _OPERATORS.items():
             if hasattr(torch.ops.aten, name):  # one of them is newer than torch 2.11
                 library.impl(name, operator, dispatch_key)
-        self.library = library
+        self.library, self._dispatch_key = library, dispatch_key
+        self._note(is_ours=True)
 
     def remove(self) -> None:
         """Put torch's own operators back."""
         self.library = None
+        self._note(is_ours=False)
+
+    def _note(self, *, is_ours: bool) -> None:
+        # The backend that calls these operators would come back here, without an end.
+        replace_flash_attention(self._dispatch_key, is_ours)
+        forget_choices()
 
 
 def register(name: str = "tilewise") -> None:

@@ -6,7 +6,7 @@ need ``enable_gqa``; dropout draws from torch's default generator, so that a see
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -100,10 +100,12 @@ def varlen_attn(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_
                                  "values packed, with cu_seq_k.", {})
     _check_heads(query.shape[1], key.shape[1], enable_gqa)
     left, right = (None if side < 0 else side for side in window_size)
-    out, lse = attention_varlen(query, key, value, cu_seqlens_q=cu_seq_q, cu_seqlens_k=cu_seq_k, seqused_k=seqused_k,
-                                mask=window(left, right, "bottom_right"), scale=scale,
-                                deterministic=True if num_splits == 1 else None, return_aux=("lse",))
-    return (out, lse) if return_aux is not None and return_aux.lse else out
+    with_lse = return_aux is not None and return_aux.lse
+    wanted: Any = ("lse",) if with_lse else ()
+    found: Any = attention_varlen(query, key, value, cu_seqlens_q=cu_seq_q, cu_seqlens_k=cu_seq_k, seqused_k=seqused_k,
+                                  mask=window(left, right, "bottom_right"), scale=scale,
+                                  deterministic=True if num_splits == 1 else None, return_aux=wanted)
+    return tuple(found) if with_lse else found
 
 
 def _check_heads(query_heads: int, key_heads: int, enable_gqa: bool) -> None:

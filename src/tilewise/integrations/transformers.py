@@ -178,6 +178,9 @@ def _translated(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor,
                                "mask of the mask function that register() enters.")
         if attention_mask.dtype is torch.bool:
             return TensorMask(Mask(), attention_mask), None, None
+        if not attention_mask.is_floating_point():
+            raise InvalidInput(f"attention_mask has dtype {attention_mask.dtype}; allowed are torch.bool, True = take "
+                               "part, and floating-point dtypes, which are added to the scores.")
         hidden = torch.finfo(attention_mask.dtype).min
         return TensorMask(Mask(), attention_mask > hidden), attention_mask, None
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal

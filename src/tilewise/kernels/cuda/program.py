@@ -4,10 +4,12 @@ Needs the package cuda-bindings and the library NVRTC, which CUDA builds of torc
 here but :func:`load` needs a GPU.
 """
 
+import contextlib
 import ctypes
 import hashlib
 import os
 import tempfile
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -112,18 +114,42 @@ def compile_program(program: Program, arch: str, *options: str) -> tuple[bytes, 
 
 
 def machine_code(program: Program, arch: str) -> bytes:
-    """Return the compiled program, from the cache on disk where it is there; a file is whole or not there."""
+    """Return the compiled program, from the cache on disk where it is there; a file is whole or not there.
+
+    Without a folder that can be written it is compiled for this process alone, with a warning.
+    """
     version = ".".join(map(str, _nvrtc().nvrtcVersion()[1:]))
     key = "\n".join((version, arch, *program.macros)).encode() + SOURCE.read_bytes()
-    path = settings.cache_folder() / f"{program.kernel}-{arch}-{hashlib.sha256(key).hexdigest()[:24]}.cubin"
-    if path.exists():
-        return path.read_bytes()
+    name = f"{program.kernel}-{arch}-{hashlib.sha256(key).hexdigest()[:24]}.cubin"
+    with contextlib.suppress(OSError, RuntimeError):  # not there, or told below: RuntimeError where there is no home
+        return (settings.cache_folder() / name).read_bytes()
     code, _log = compile_program(program, arch)
+    try:
+        _keep(code, settings.cache_folder() / name)
+    except OSError as error:
+        _tell_once(f"{settings.cache_folder()}: {error.strerror}")
+    except RuntimeError as error:
+        _tell_once(str(error).rstrip("."))
+    return code
+
+
+def _keep(code: bytes, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        file.write(code)
-    os.replace(file.name, path)  # processes that compile the same at once put the same there
-    return code
+        try:
+            file.write(code)
+            file.flush()
+            os.replace(file.name, path)  # processes that compile the same at once put the same there
+        except OSError:
+            os.unlink(file.name)
+            raise
+
+
+@cache
+def _tell_once(reason: str) -> None:
+    warnings.warn("compiled CUDA kernels cannot be kept on disk, so that every process compiles them anew, in a second "
+                  f"a kernel: {reason}. Set TILEWISE_CACHE to a folder that can be written.", RuntimeWarning,
+                  stacklevel=2)
 
 
 @lru_cache(maxsize=1024)
@@ -160,12 +186,22 @@ def load(program: Program, arch: str, device: int, shared_bytes: int) -> Callabl
 
 
 @cache
-def _nvrtc() -> Any:
+def lacking() -> str | None:
+    """Return what the compiler needs and has not, as one sentence, or None; asked first, it loads the library."""
     try:
         from cuda.bindings import nvrtc
 
-        nvrtc.nvrtcVersion()  # loads the library
+        nvrtc.nvrtcVersion()
     except (ImportError, RuntimeError) as error:
-        raise BackendUnavailable("backend 'cuda' needs the package cuda-bindings and the library NVRTC, which CUDA "
-                                 f"builds of torch bring; others need tilewise[cuda]: {error}") from error
+        return ("needs the package cuda-bindings and the library NVRTC, which CUDA builds of torch bring; others need "
+                f"tilewise[cuda]: {str(error).partition(chr(10))[0]}")
+    return None
+
+
+def _nvrtc() -> Any:
+    reason = lacking()
+    if reason is not None:
+        raise BackendUnavailable(f"backend 'cuda' {reason}")
+    from cuda.bindings import nvrtc
+
     return nvrtc

@@ -4,6 +4,7 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
+from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -107,14 +108,14 @@ def _options(description: Description, cudnn: Any) -> dict[str, Any]:
 
 
 class Cache(Generic[_Value]):
-    """The last so many values by key, each made once: who asks for one that is being made waits for it.
+    """The last so many values by key, each made once: who asks for one that is being made waits for it, and no other.
 
     functools.lru_cache would let two threads make one value twice; a graph takes cuDNN up to a second.
     """
 
     def __init__(self, size: int) -> None:
         self._size, self._lock = size, threading.Lock()
-        self._values: OrderedDict[Hashable, _Value] = OrderedDict()
+        self._values: OrderedDict[Hashable, Future[_Value]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._values)
@@ -122,12 +123,22 @@ class Cache(Generic[_Value]):
     def get(self, key: Hashable, make: Callable[[], _Value]) -> _Value:
         """Return the value of the key, made by ``make`` where it is not there."""
         with self._lock:
-            if key not in self._values:
-                self._values[key] = make()
+            value = self._values.get(key)
+            is_mine = value is None
+            if value is None:
+                value = self._values[key] = Future()
                 if len(self._values) > self._size:
                     self._values.popitem(last=False)
             self._values.move_to_end(key)
-            return self._values[key]
+        if is_mine:
+            try:
+                value.set_result(make())
+            except BaseException as error:  # whoever waits is to raise it too, and the next one to try again
+                with self._lock:
+                    if self._values.get(key) is value:
+                        del self._values[key]
+                value.set_exception(error)
+        return value.result()
 
 
 _graphs: Cache[Graph | str] = Cache(256)

@@ -1,24 +1,21 @@
 """cuDNN and its front end: which are here, and a handle of each thread for each device."""
 
 import importlib
-import importlib.metadata
-import importlib.util
 import threading
 from functools import cache
 from typing import Any
 
 import torch
 
-_PACKAGE = "nvidia-cudnn-frontend"
+from tilewise.packages import package_version
+
 _handles = threading.local()
 
 
 @cache
-def frontend_version() -> tuple[int, ...] | None:
+def frontend_version() -> tuple[int, int] | None:
     """Version of the front end, its first two numbers; None where it is not installed."""
-    if importlib.util.find_spec("cudnn") is None:
-        return None
-    return tuple(int(part) for part in importlib.metadata.version(_PACKAGE).split(".")[:2])
+    return package_version("cudnn", "nvidia-cudnn-frontend")
 
 
 @cache
