@@ -161,7 +161,7 @@ def compile_for(request):
     kernel, problem = request["kernel"], problem_of(request, operands)
     config = None
     if not kernel.startswith(("blank", "delta", "lengths")):
-        tiles_of = "dq" if kernel.startswith(("dq", "dbias")) else kernel
+        tiles_of = "dq" if kernel.startswith("dq") else kernel
         config = tile_config(tiles_of, problem, spec, descriptors=request["descriptors"])
         at_once = int(kernel.rpartition("_of_")[2]) if "_of_" in kernel else 1
         if at_once > 1:

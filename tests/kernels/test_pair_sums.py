@@ -162,8 +162,8 @@ def test_a_sum_over_the_batch_is_kept_in_float32_and_needs_a_buffer_for_16_bits_
 
 
 @pytest.mark.parametrize(("b", "at_once", "launches"), [
-    (2, 2, [(2, 0)]), (4, 4, [(4, 0)]), (5, 2, [(2, 0), (2, 2), (1, 4)]), (3, 2, [(2, 0), (1, 2)]),
-    (6, 2, [(2, 0), (2, 2), (2, 4)]), (6, 4, [(4, 0), (2, 4)]), (2, 4, [(2, 0)])])
+    (2, 2, [(2, 0)]), (3, 2, [(2, 0), (1, 2)]), (5, 2, [(2, 0), (2, 2), (1, 4)]), (6, 2, [(2, 0), (2, 2), (2, 4)]),
+    (3, 3, [(3, 0)]), (2, 4, [(2, 0)])])
 def test_entries_at_once_take_a_launch_together_and_the_last_one_the_rest(b, at_once, launches):
     launched, pairs = sums_of(replace(PLAIN, b=b), at_once)
     assert [launch[:2] for launch in launched] == launches

@@ -86,7 +86,7 @@ class DqConfig(TileConfig):
 class DqEntriesConfig(DqConfig):
     """The dQ kernel with a tile of queries of each of ``entries`` batch entries, which share a bias."""
 
-    entries: int = 1
+    entries: int = 2
 
     def shared_bytes(self, problem: AttentionProblem) -> int:
         """Shared memory: the tiles of every entry, one of the bias, and half a step's dS in float32 on its way out."""
@@ -94,6 +94,22 @@ class DqEntriesConfig(DqConfig):
         common = self.block_m * self.block_n * max(1, self.num_stages - 1) * (bias.dtype.itemsize if bias else 0)
         own = DqConfig.shared_bytes(self, problem) - common
         return self.entries * own + common + 2 * self.block_m * self.block_n
+
+
+@dataclass(frozen=True, slots=True)
+class DbiasConfig(TileConfig):
+    """The dbias kernel: a tile of pairs stays, the heads that share it come one after another, with no pipeline.
+
+    Attributes:
+        registers: the most that a thread may take, so that more programs share a multiprocessor; 0: as many as it likes.
+    """
+
+    registers: int = 0
+
+    def shared_bytes(self, problem: AttentionProblem) -> int:
+        """Shared memory: a tile of q, of k, of v and of dout, however many stages the launch leaves out."""
+        rows = self.block_m + self.block_n
+        return problem.dtype.itemsize * rows * (2 * problem.width + problem.tail_width) + self.operand_bytes(problem)
 
 
 @dataclass(frozen=True, slots=True)

@@ -190,7 +190,7 @@ class Launch:
         optional: how many arguments before the scalars may be left out: the modifiers, which stand last, and then
             results that are not wanted.
         blocks: for each leading tensor that goes as a descriptor, its block and the position it is clipped at.
-        options: num_warps, num_stages.
+        options: num_warps, num_stages, and maxnreg where a thread's registers are bounded.
     """
 
     def __init__(self, kernel: Any, programs: int, scalars: tuple[Any, ...], blocks: Blocks = (), optional: int = 0,
