@@ -38,6 +38,10 @@ class TileConfig:
         if not 1 <= self.num_stages <= 8:
             raise InvalidInput(f"num_stages={self.num_stages}; allowed are 1 to 8.")
 
+    @property
+    def limits(self) -> dict[str, int]:
+        """Options of a launch that bound what the compiler may take."""
+        return {}
 
     def operand_bytes(self, problem: AttentionProblem) -> int:
         """Shared memory for tiles of operands, bias and boolean mask in flight.
@@ -101,10 +105,15 @@ class DbiasConfig(TileConfig):
     """The dbias kernel: a tile of pairs stays, the heads that share it come one after another, with no pipeline.
 
     Attributes:
-        registers: the most that a thread may take, so that more programs share a multiprocessor; 0: as many as it likes.
+        registers: the most that a thread may take, so that more programs share a multiprocessor; 0: any number.
     """
 
     registers: int = 0
+
+    @property
+    def limits(self) -> dict[str, int]:
+        """The bound on registers, if there is one."""
+        return {"maxnreg": self.registers} if self.registers else {}
 
     def shared_bytes(self, problem: AttentionProblem) -> int:
         """Shared memory: a tile of q, of k, of v and of dout, however many stages the launch leaves out."""

@@ -72,8 +72,8 @@ _HOPPER_DROPOUT: dict[str, dict[int, Tile]] = _HOPPER_PAIRS | {
 # bias that 4 entries of length 4096 or 2 of 8192 share). No other width was timed, and with lengths that are data
 # Triton 3.9.0 spills 700 to 900 bytes.
 _DBIAS_REGISTERS = {128: 168}
-# Padded head dim -> tile of dQ for two batch entries at once. On an H200 the whole backward, head dim 128, takes 0.85 to
-# 0.96 of the time of one entry a launch (b 4, length 4096 and b 2, 8192), and through pointers 0.95 to 0.99 of that
+# Padded head dim -> tile of dQ for two batch entries at once. On an H200, head dim 128, the whole backward takes 0.85
+# to 0.96 of the time of one entry a launch (b 4, length 4096 and b 2, 8192), and through pointers 0.95 to 0.99 of that
 # through descriptors, which take more registers and instructions here. The tile of 64 was chosen by compiling alone.
 _HOPPER_ENTRIES: dict[int, Tile] = {64: (64, 64, 4, 2), 128: (128, 32, 8, 2)}
 _AMPERE: dict[str, dict[int, Tile]] = {

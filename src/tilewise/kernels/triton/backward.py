@@ -287,8 +287,7 @@ def sum_over_keys(sums, entries, modifiers, sequence, head, numbers_q, documents
                   TAIL: tl.constexpr, ROWS: tl.constexpr, MOMENTS: tl.constexpr, ENTRIES: tl.constexpr):
     """Add the fully visible keys, or (MASKED) those around them, to dQ and the sums: the one loop body.
 
-    ``sums`` and ``entries`` hold a tuple for each batch entry from ``sequence`` on: their bias and these steps are the
-    same, and their pairs are added up.
+    ``sums`` and ``entries``: a tuple for each batch entry from ``sequence`` on, which share bias, steps and pairs.
     """
     stop = steps[3]
     COVERED: tl.constexpr = band[3] is not None
@@ -441,12 +440,11 @@ def attention_backward_dq_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_p
         if TAIL:
             dq_tail = padding_as_zero(dq_tail * scale, first, length_q, BLOCK_M, PADDED)
             store_tile(past(dq_base, 1, D), dq_tail, first, rows_q, stride_dqs, 1, BLOCK_M, TAIL, BLOCK_TAIL, INT64)
-        row_offset = head_offset(batch + e, head, hq * sq, sq) + row_q
+        own_row = head_offset(batch + e, head, hq * sq, sq) + row_q
         if rows_ptr is not None:
-            tl.store(rows_ptr + row_offset + offs_m, tl.where(offs_m < length_q, rows, 0.0), mask=offs_m < rows_q)
+            tl.store(rows_ptr + own_row + offs_m, tl.where(offs_m < length_q, rows, 0.0), mask=offs_m < rows_q)
         if moments_ptr is not None:
-            tl.store(moments_ptr + row_offset + offs_m, tl.where(offs_m < length_q, moments, 0.0),
-                     mask=offs_m < rows_q)
+            tl.store(moments_ptr + own_row + offs_m, tl.where(offs_m < length_q, moments, 0.0), mask=offs_m < rows_q)
 
 
 def delta_launch(problem: AttentionProblem, config: RowShape, out_strides: Sizes, dout_strides: Sizes,

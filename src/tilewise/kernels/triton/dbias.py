@@ -3,8 +3,6 @@
 By a kernel of its own, for biases whose gradient the dQ kernel does not make on its way (pair_sums.py).
 """
 
-from typing import Protocol
-
 import triton
 import triton.language as tl
 
@@ -33,14 +31,6 @@ from tilewise.kernels.triton.primitives import (
     score_gradient,
 )
 from tilewise.problem import AttentionProblem, Sizes
-
-
-class DbiasShape(TileShape, Protocol):
-    """What this kernel reads of its config."""
-
-    @property
-    def registers(self) -> int:
-        """The most that a thread may take; 0: as many as it likes."""
 
 
 @triton.jit
@@ -172,7 +162,7 @@ def locate_entry(tiles_k, tiles_q, heads):
     return pid % tiles_q, (pid // tiles_q) % heads, (pid // tiles_q) // heads
 
 
-def dbias_launch(problem: AttentionProblem, config: DbiasShape, precision: str, dout_strides: Sizes) -> Launch | None:
+def dbias_launch(problem: AttentionProblem, config: TileShape, precision: str, dout_strides: Sizes) -> Launch | None:
     """Bind the dbias kernel, or return None where the bias lacks a query or a key dim (sums.py makes its gradient).
 
     Call the result with (q, k, v, dout, lse, delta, dbias, modifiers).
@@ -193,4 +183,4 @@ def dbias_launch(problem: AttentionProblem, config: DbiasShape, precision: str, 
     )
     return Launch(attention_backward_dbias_kernel, tiles_k * tiles_q * own_heads * own_batches, scalars,
                   tile_blocks(problem, config), num_warps=config.num_warps,
-                  num_stages=1, **({"maxnreg": config.registers} if config.registers else {}))
+                  num_stages=1, **config.limits)

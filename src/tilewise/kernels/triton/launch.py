@@ -43,6 +43,10 @@ class TileShape(RowShape, Protocol):
     def descriptors(self) -> bool:
         """Whether tiles come through tensor descriptors."""
 
+    @property
+    def limits(self) -> dict[str, int]:
+        """Options of a launch that bound what the compiler may take; none but dbias's has any."""
+
 
 # Triton 3.6 loses an integer 1 inside a nested tuple, and cannot compare a tuple that holds None with None. So a unit
 # stride is None, what is absent has None for a pointer, and other numbers are floats, which are never made constants.
