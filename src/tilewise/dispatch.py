@@ -48,9 +48,8 @@ def order(problem: AttentionProblem, tf32: bool | None = None) -> tuple[str, ...
     bfloat16 without such a CPU, 0.5 forward and twice it backward.
 
     On GPUs, ``prefers_gluon`` says what is worth gluon's launch, the dearer one. The float32 kernels of cuda come
-    first on Hopper GPUs: they were 2.8 to 5.2 times as fast as triton's on an H200 (docs/float32.md). They come behind
-    where they have not been timed: on other GPUs, many of which multiply TF32 no faster than float32, and where TF32
-    is allowed, so that both make one product.
+    first on Hopper GPUs: they were 2.8 times as fast as triton's on an H200 at least (docs/float32.md). They come
+    behind where they have not been timed: on other GPUs, and where TF32 is allowed, so that both make one product.
     """
     if problem.device.type != "cpu":
         first: tuple[str, ...] = ("gluon", "triton") if prefers_gluon(problem) else ("triton", "gluon")

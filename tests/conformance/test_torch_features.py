@@ -2,6 +2,7 @@
 
 import contextlib
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -146,3 +147,16 @@ def test_host_never_waits_for_the_device(backend, name, device):
     with raising_where_the_host_waits():
         results = forward_and_backward(backend, case, inputs, "out_and_lse", operands)
     assert_gradients_within_budget(case, inputs, results.gradients, "out_and_lse")
+
+
+@pytest.mark.gpu
+def test_a_thread_that_has_not_used_the_device_may_call(backend, device):
+    """Such is autograd's thread in a backward pass that comes first: it has no context until something makes one."""
+    case = case_named("gqa_causal_odd_lengths")
+    dtype = torch.float32 if backend.name in ("cuda", "cuda_ieee") else torch.float16
+    skip_if_refused(backend, problem_of(case, make_inputs(case, dtype, device)))
+    inputs = make_inputs(case, dtype, device)
+    forward_and_backward(backend, case, inputs, "out")  # memory and kernels are there: nothing else makes a context
+    with ThreadPoolExecutor(1) as thread:
+        results = thread.submit(forward_and_backward, backend, case, inputs, "out").result()
+    assert_gradients_within_budget(case, inputs, results.gradients)

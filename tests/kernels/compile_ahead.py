@@ -25,7 +25,7 @@ from tilewise.bench.compile_ahead import CompileOnlyDriver
 from tilewise.kernels.gluon.launch import OPTIONS, HopperForward
 from tilewise.kernels.gluon.launch_backward import HopperBackward
 from tilewise.kernels.triton.backward import delta_launch, dkdv_launch, dq_launch
-from tilewise.kernels.triton.blanks import blank_launch, lengths_launch
+from tilewise.kernels.triton.blanks import blank_gradients_launch, blank_out_launch, lengths_launch
 from tilewise.kernels.triton.dbias import dbias_launch
 from tilewise.kernels.triton.forward import forward_launch
 from tilewise.kernels.triton.launch import modifiers_of
@@ -129,15 +129,15 @@ def launch_of(kernel, problem, config, modifiers):
     if kernel == "forward":
         return forward_launch(problem, config, "ieee"), (q, k, v, out, rows, None, modifiers)
     if kernel == "lengths":
-        return lengths_launch(problem, 8), (torch.empty(2, 8, dtype=torch.int32), *modifiers.lengths)
+        steps = () if problem.sequences.packed is None else ((1, 512, 1024, 8), (2048, 1024))
+        return lengths_launch(problem, 8, *steps), (torch.empty(8, 8, dtype=torch.int32), *modifiers.lengths)
     if kernel.startswith("blank"):
-        side, tensor, more, lse = ("q", out, None, rows) if kernel == "blank_out" else ("k", k, v, None)
         lengths = modifiers.lengths
-        queries, keys = (lengths.cu_q, lengths.q), (lengths.cu_k, lengths.k)
-        own, other = (queries, keys) if side == "q" else (keys, queries)
-        facts = None if more is None else (more.shape[3], more.stride())
-        return blank_launch(problem, side, tensor.shape[3], tensor.stride(), facts), (
-            tensor, more, lse, None if lse is None else modifiers.sinks.ptr, *own, *other)
+        by_side = lengths.cu_q, lengths.q, lengths.cu_k, lengths.k
+        if kernel == "blank_gradients":
+            return blank_gradients_launch(problem, (q.stride(), k.stride(), v.stride())), (q, k, v, *by_side)
+        seen = None if lengths.cu_q is None else rows
+        return blank_out_launch(problem), (out, rows, seen, modifiers.sinks.ptr, *by_side)
     problem = replace(problem, direction="backward")
     if kernel == "delta":
         launch = delta_launch(problem, delta_config(problem), out.stride(), out.stride(), None)

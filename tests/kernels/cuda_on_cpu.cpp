@@ -18,6 +18,6 @@ RUN(attention_backward_dq_kernel)
 RUN(attention_backward_dkdv_kernel)
 #endif
 
-#if TW_PRODUCTS
+#if TW_PRODUCTS == 1
 extern "C" int place(int g) { return Product::place(g); }
 #endif

@@ -1,7 +1,7 @@
 // The hardware section of attention_fp32.cu for a CPU: every thread of a program is a coroutine, and what a warp or a
 // program does together is a meeting point. Slow, and exact about layouts, masks and barriers; of a tensor core it
-// keeps what matters to the error: inputs cut to TF32, sums cut toward zero to float32. Copies to shared memory happen
-// as late as they may, when their thread waits for them.
+// keeps what matters to the error: inputs cut to TF32 or made halves, sums cut toward zero to float32. Copies to shared
+// memory happen as late as they may, when their thread waits for them.
 #pragma once
 #include <setjmp.h>
 #include <ucontext.h>
@@ -23,6 +23,12 @@ struct float4 {
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline float __int_as_float(int x) {
   float y;
+  std::memcpy(&y, &x, 4);
+  return y;
+}
+
+inline int __float_as_int(float x) {
+  int y;
   std::memcpy(&y, &x, 4);
   return y;
 }
@@ -153,6 +159,7 @@ inline float cut_to_tf32(float x) {
   return x;
 }
 inline float nearest_tf32(float x) {
+  if (std::isnan(x)) return x;
   uint32_t bits;
   std::memcpy(&bits, &x, 4);
   bits = (bits + 0x1000u) & 0xffffe000u;
@@ -178,6 +185,64 @@ inline void multiply_tiles(float& d0, float& d1, float& d2, float& d3, const flo
     for (int k = 0; k < 8; k++)  // a[g + 8 (f / 2)][k] b[k][2c + f % 2]
       sum += static_cast<double>(warp[(g * 4 + k % 4) * 8 + k / 4 * 2 + f / 2]) *
              warp[((2 * c + f % 2) * 4 + k % 4) * 8 + 4 + k / 4];
+    *d[f] = toward_zero(sum);
+  }
+  synchronize_warp();
+}
+
+inline unsigned pack_halves(float first, float second) {
+  _Float16 halves[2] = {static_cast<_Float16>(first), static_cast<_Float16>(second)};
+  unsigned pair;
+  std::memcpy(&pair, halves, 4);
+  return pair;
+}
+inline float half_of(unsigned pair, int i) {
+  _Float16 halves[2];
+  std::memcpy(halves, &pair, 4);
+  return static_cast<float>(halves[i]);
+}
+inline float first_half(unsigned pair) { return half_of(pair, 0); }
+inline float second_half(unsigned pair) { return half_of(pair, 1); }
+
+// Every lane hands in where a row is; row r of matrix i comes from lane 8 i + r.
+inline void load_matrices(unsigned (&x)[4], const float* row, bool transposed) {
+  if (reinterpret_cast<uintptr_t>(row) % 16) std::abort();
+  std::memcpy(&machine.exchange[machine.thread * 8], &row, sizeof row);
+  synchronize_warp();
+  int first = machine.thread / 32 * 32, g = machine.thread % 32 / 4, c = machine.thread % 4;
+  for (int i = 0; i < 4; i++) {
+    uint16_t halves[2];
+    for (int h = 0; h < 2; h++) {
+      int r = transposed ? 2 * c + h : g, column = transposed ? g : 2 * c + h;
+      const char* from;
+      std::memcpy(&from, &machine.exchange[(first + 8 * i + r) * 8], sizeof from);
+      std::memcpy(&halves[h], from + 2 * column, 2);
+    }
+    std::memcpy(&x[i], halves, 4);
+  }
+  synchronize_warp();
+}
+inline void load_matrices(unsigned (&x)[4], const float* row) { load_matrices(x, row, false); }
+inline void load_matrices_transposed(unsigned (&x)[4], const float* row) { load_matrices(x, row, true); }
+
+inline void multiply_halves(float& d0, float& d1, float& d2, float& d3, const unsigned (&a)[4], unsigned b0,
+                            unsigned b1) {
+  float* own = &machine.exchange[machine.thread * 8];
+  std::memcpy(own, a, 16);
+  std::memcpy(own + 4, &b0, 4);
+  std::memcpy(own + 5, &b1, 4);
+  synchronize_warp();
+  const float* warp = &machine.exchange[machine.thread / 32 * 256];
+  auto half = [&](int lane, int place, int i) {
+    return half_of(static_cast<unsigned>(__float_as_int(warp[lane * 8 + place])), i);
+  };
+  int g = machine.thread % 32 / 4, c = machine.thread % 4;
+  float* d[4] = {&d0, &d1, &d2, &d3};
+  for (int f = 0; f < 4; f++) {
+    double sum = *d[f];
+    for (int k = 0; k < 16; k++)  // a[g + 8 (f / 2)][k] b[k][2c + f % 2]
+      sum += static_cast<double>(half(g * 4 + k % 8 / 2, k / 8 * 2 + f / 2, k % 2)) *
+             half((2 * c + f % 2) * 4 + k % 8 / 2, 4 + k / 8, k % 2);
     *d[f] = toward_zero(sum);
   }
   synchronize_warp();

@@ -87,7 +87,7 @@ def test_the_kernels_of_blank_rows_and_lengths_compile_without_a_spill(version, 
     wanted = [{"arch": arch, "kernel": kernel, "d": d, "dtype": "bfloat16", "mask": mask, "descriptors": False,
                "options": names}
               for d in (64, 256) for mask in ([63, 0, "bottom_right"], [None, None, None])
-              for names in (PACKED, [*PADDED, "sinks"]) for kernel in ("blank_out", "blank_keys", "lengths")]
+              for names in (PACKED, [*PADDED, "sinks"]) for kernel in ("blank_out", "blank_gradients", "lengths")]
     rows = compile_all(version, wanted)
     assert len(rows) == len(wanted)
     for row in rows:

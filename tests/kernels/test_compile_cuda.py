@@ -16,9 +16,11 @@ from tilewise.tuning.device import DeviceSpec
 
 pytestmark = [pytest.mark.aot, pytest.mark.skipif(find_spec("cuda") is None, reason="cuda-bindings is not installed")]
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
-PRODUCTS = {"tf32x3": 3, "ieee": 0}
-# Bytes of spill stores a thread, at most: stores to local memory that a step of tens of thousands of products hides.
-SPILLS = 300
+PRODUCTS = {"halves": 3, "ieee": 0}
+# Bytes of spill stores a thread, at most: stores to local memory that a step of tens of thousands of products hides. At
+# head dim 256 sums fill half of the registers: on sm_90 halves store 20 to 32 numbers there a step, beside the 192 or
+# 288 instructions of the tensor core.
+SPILLS = {64: 300, 128: 300, 256: 450}
 
 
 def problem(d):
@@ -39,7 +41,7 @@ def spilled(log):
 
 
 def is_possible(arch, products):
-    return products == 0 or arch != "sm_75"  # Turing has no TF32
+    return products == 0 or arch != "sm_75"  # Turing has neither TF32 nor products of 16 halves
 
 
 @pytest.mark.parametrize("d", [64, 128, 256])
@@ -47,13 +49,13 @@ def is_possible(arch, products):
 @pytest.mark.parametrize("arch", ARCHS)
 def test_kernels_compile_and_spill_little(arch, products, d):
     if not is_possible(arch, products):
-        pytest.skip("Turing has no TF32; why_not refuses")
+        pytest.skip("Turing has no such products; why_not refuses")
     counts = {}
     for program in programs(arch, products, d):
         code, log = compile_program(program, arch, "--ptxas-options=-v")
         assert code.startswith(b"\x7fELF")
         counts[program.kernel] = max(spilled(log))
-    assert {kernel: count for kernel, count in counts.items() if count > SPILLS} == {}
+    assert {kernel: count for kernel, count in counts.items() if count > SPILLS[d]} == {}
 
 
 @pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90"])
@@ -62,8 +64,9 @@ def test_kernels_compile_for_rows_that_vectors_cannot_read(arch):
     assert compile_program(forward, arch)[0].startswith(b"\x7fELF")
 
 
-def test_single_tf32_product_compiles():
-    for program in programs("sm_90", 1, 64):
+@pytest.mark.parametrize("d", [64, 256])
+def test_single_tf32_product_compiles(d):
+    for program in programs("sm_90", 1, d):
         assert compile_program(program, "sm_90")[0].startswith(b"\x7fELF")
 
 

@@ -67,7 +67,7 @@ def relative_errors(got, exact):
     return {name: ((got[name].double() - exact[name]).norm() / exact[name].norm()).item() for name in PLAIN}
 
 
-def test_three_tf32_products_err_at_most_twice_as_much_as_float32_ones_and_one_errs_as_tf32_does(monkeypatch):
+def test_three_products_of_halves_err_at_most_twice_as_much_as_float32_ones_and_one_errs_as_tf32_does(monkeypatch):
     """The tensor core cuts sums toward zero here at every addition: the worst that is known of one."""
     q, k, v, dout = (random(1, 2, 150 + i, 64)[:, :, :150] for i in range(4))
     exact = oracle.attend(q, k, v, Mask(), None)
@@ -83,8 +83,8 @@ def test_three_tf32_products_err_at_most_twice_as_much_as_float32_ones_and_one_e
 @pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS.keys())
 @pytest.mark.parametrize(("keys", "d"), [(4096, 64), (512, 256)])
 def test_long_sums_err_no_more_than_short_ones(backend, keys, d):
-    """Keys summed one after another erred by 1.2e-6, and so did 256 dims summed by a tensor core that cuts; sums of
-    a tile's and of 64 dims' err by 5e-7.
+    """Keys summed one after another erred by 1.2e-6, and so did 256 dims that a tensor core cut 32 times; sums of a
+    tile's keys and of a chunk of dims err by 5e-7.
     """
     q, (k, v) = random(1, 1, 32, d), (random(1, 1, keys + i, d)[:, :, :keys] for i in range(2))
     out = backend.forward(AttentionProblem.from_tensors(q, k, v), q, k, v).out
@@ -114,8 +114,38 @@ def test_nan_stays_with_the_rows_that_see_it(backend):
         assert got[name][0, 0, ~rows].isfinite().all(), name
 
 
-@pytest.mark.parametrize(("backend", "arch"), [(cuda_ieee.backend, "sm_75"), (cuda.backend, "sm_86")],
-                         ids=["cuda_ieee-sm_75", "cuda-sm_86"])
+@pytest.mark.parametrize("infinite", ["k", "v"])
+def test_infinity_in_a_row_of_k_or_v_is_nan_for_those_that_see_it_and_nothing_to_tiles_that_do_not(infinite):
+    q, k, v, dout = (random(1, 1, 80 + i, 32)[:, :, :80] for i in range(4))
+    before = results(cuda.backend, q, k, v, dout, causal())
+    {"k": k, "v": v}[infinite][0, 0, 70, 5] = float("inf")
+    after = results(cuda.backend, q, k, v, dout, causal())
+    assert after["out"][:, :, 70:].isnan().all()
+    assert after["dk"][0, 0, 70].isnan().all()
+    for name in ("out", "lse", "dq"):
+        assert torch.equal(after[name][:, :, :64], before[name][:, :, :64]), name  # tiles begin at multiples of 32
+    if infinite == "k":
+        assert after["lse"][:, :, 70:].isnan().all()
+        assert torch.equal(after["lse"][:, :, :70], before["lse"][:, :, :70])
+    else:
+        assert torch.equal(after["lse"], before["lse"])
+
+
+def test_numbers_lose_bits_only_far_below_their_rows_largest():
+    """One key: the probability is 1, and out is what is left of v when it has been split and cut once."""
+    smaller = 2.0 ** -torch.arange(32.0) * (1 + torch.rand(1, 40, 1, 32, generator=torch.Generator().manual_seed(0)))
+    v = (smaller * 10.0 ** torch.randint(-30, 30, (1, 40, 1, 1), generator=torch.Generator().manual_seed(1))).float()
+    q, k = random(1, 40, 1, 32), random(1, 40, 1, 32)
+    out = cuda.backend.forward(AttentionProblem.from_tensors(q, k, v), q, k, v).out
+    error, largest = (out.double() - v).abs(), v.double().amax(-1, keepdim=True)
+    cut = 2.0**-23 * v.double()
+    assert (error <= cut + torch.maximum(2.0**-23 * v.double(), 2.0**-39 * largest)).all()
+    assert (error[..., -4:] > 2.0**-22 * v.double()[..., -4:]).any()
+
+
+@pytest.mark.parametrize(("backend", "arch"), [(cuda_ieee.backend, "sm_75"), (cuda.backend, "sm_80"),
+                                               (cuda.backend, "sm_86")],
+                         ids=["cuda_ieee-sm_75", "cuda-sm_80", "cuda-sm_86"])
 def test_tiles_of_gpus_with_less_shared_memory_compute_the_same(backend, arch, monkeypatch):
     monkeypatch.setattr(float32, "device_spec", lambda device: DeviceSpec.of_arch(arch))
     float32._plan.cache_clear()
@@ -131,7 +161,7 @@ def test_tiles_of_gpus_with_less_shared_memory_compute_the_same(backend, arch, m
 def test_a_quarter_warp_reads_no_bank_of_shared_memory_twice(width):
     """16 bytes a thread, 8 threads at a time: rows of both operands of a product, columns of the other."""
     problem = AttentionProblem.from_tensors(*[torch.empty(1, 1, 1, 64)] * 3)
-    program = float32.plan("forward", problem, DeviceSpec.of_arch("sm_90"), 3, True)[0]
+    program = float32.plan("forward", problem, DeviceSpec.of_arch("sm_90"), 1, True)[0]
     place, stride = cuda_on_cpu.library(program).place, width + 8
     reads = {"rows": lambda lane: place(lane // 4) * stride + lane % 4 * 4,
              "columns, even": lambda lane: place(lane % 4 * 2) * stride + lane // 4 * 4,
@@ -140,6 +170,12 @@ def test_a_quarter_warp_reads_no_bank_of_shared_memory_twice(width):
         for quarter in range(4):
             banks = [(first(lane) + e) % 32 for lane in range(8 * quarter, 8 * quarter + 8) for e in range(4)]
             assert len(set(banks)) == 32, name
+
+
+@pytest.mark.parametrize("width", [16, 32, 48, 64, 96, 128, 256])
+def test_eight_rows_of_halves_lie_in_different_banks(width):
+    """A matrix that the tensor core reads is 8 rows of 16 bytes; the stride is the width and 4 floats."""
+    assert len({(row * (width + 4) + e) % 32 for row in range(8) for e in range(4)}) == 32
 
 
 @pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS.keys())

@@ -2,6 +2,7 @@
 
 import re
 import sys
+import threading
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -122,6 +123,21 @@ def test_illegal_tile_cannot_be_made(field, value):
     fields = {"products": 3, "blocks": 1, "warps": 4, "others": 32, "resident": 1} | {field: value}
     with pytest.raises(InvalidInput, match=f"{field}={value}; allowed are"):
         CudaConfig(**fields)
+
+
+def test_halves_take_rows_of_the_other_side_by_16():
+    with pytest.raises(InvalidInput, match=re.escape("others=8; halves (products=3) allow multiples of 16")):
+        CudaConfig(products=3, blocks=1, warps=4, others=8)
+    assert CudaConfig(products=1, blocks=1, warps=4, others=8).others == 8
+
+
+@pytest.mark.parametrize(("kernel", "d", "tile"), [
+    ("forward", 32, (2, 8, 32, 1)), ("forward", 64, (2, 8, 32, 1)), ("forward", 96, (1, 8, 64, 1)),
+    ("forward", 128, (1, 8, 64, 1)), ("dkdv", 64, (1, 8, 32, 1)), ("dkdv", 128, (1, 8, 32, 1)),
+    ("dq", 64, (1, 8, 32, 2)), ("dq", 128, (1, 4, 16, 2))])
+@pytest.mark.parametrize("mask", [None, causal()])
+def test_hopper_gets_the_tiles_that_were_fastest_there(kernel, d, tile, mask):
+    assert cuda_config(kernel, problem(d, mask), DeviceSpec.of_arch("sm_90"), 3) == CudaConfig(3, *tile)
 
 
 @pytest.mark.parametrize(("mask", "bounds"), [
@@ -256,3 +272,33 @@ def test_package_and_library_that_are_missing_are_named_before_a_call_needs_them
         assert str(caught.value) == f"backend 'cuda' {reason}"
     finally:
         programs.lacking.cache_clear()
+
+
+def test_a_thread_without_a_context_is_given_the_device_s(monkeypatch):
+    """A backward pass in autograd's thread found none: only calls of the CUDA runtime make one current."""
+    contexts, made = threading.local(), []
+
+    def current():
+        return 0, getattr(contexts, "own", 0)
+
+    def enqueue(*arguments):
+        made.append(current()[1])
+        return (0,)
+
+    driver = SimpleNamespace(
+        CUresult=SimpleNamespace(CUDA_SUCCESS=0), CUfunction_attribute=SimpleNamespace(
+            CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES=0, CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT=1),
+        cuCtxGetCurrent=current, cuCtxSetCurrent=lambda one: (0, setattr(contexts, "own", one)),
+        cuDevicePrimaryCtxRetain=lambda device: (0, 70 + device), cuModuleLoadData=lambda code: (0, "module"),
+        cuModuleGetFunction=lambda *_: (0, "function"), cuFuncSetAttribute=lambda *_: (0,), cuLaunchKernel=enqueue)
+    monkeypatch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(driver=driver))
+    monkeypatch.setattr(programs, "machine_code", lambda *_: b"")
+    monkeypatch.setattr(programs, "_thread", threading.local())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
+    program = programs.Program("delta", CudaConfig(products=3, blocks=1, warps=4, others=32), 64, 64, vectors=True)
+    launch = programs.load.__wrapped__(program, "sm_90", 3, 0)
+    launch(Call(), 1)
+    thread = threading.Thread(target=lambda: [launch(Call(), 1), launch(Call(), 1)])
+    thread.start()
+    thread.join()
+    assert made == [73, 73, 73]

@@ -3,7 +3,6 @@
 import contextlib
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,9 +16,9 @@ from conformance.calls import (
     problem_of,
 )
 from tilewise import causal, dispatch, window
-from tilewise.backends import cudnn
+from tilewise.backends import cudnn, cudnn_plan
 from tilewise.backends.base import Needs, Saved
-from tilewise.kernels.cudnn import graph, library
+from tilewise.kernels.cudnn import graph, lengths, library
 from tilewise.kernels.cudnn.description import describe
 from tilewise.masks import Mask
 from tilewise.testing.cases import CASES, Case, case_named
@@ -45,9 +44,12 @@ def double(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    dispatch._chosen.cache_clear()
+    caches = dispatch._chosen, cudnn_plan.forward_plan, cudnn_plan.backward_plan
+    for cache in caches:
+        cache.cache_clear()
     yield double
-    dispatch._chosen.cache_clear()
+    for cache in caches:
+        cache.cache_clear()
 
 
 @pytest.mark.parametrize("case", SERVED, ids=str)
@@ -100,18 +102,19 @@ def test_what_the_cases_leave_out_stays_within_budget_too(double, case):
 
 
 def test_launches_belong_to_the_alignment_of_each_operand(double, monkeypatch):
-    """One flag stood for all of them: a kernel made for one odd address was handed another."""
-    seen = {name: set() for name in ("_lengths_launch", "_blank_launch", "_delta_launch")}
-    for name in seen:
-        monkeypatch.setattr(cudnn, name, _noting(getattr(cudnn, name), seen[name]))
+    """One flag would stand for all of them: a kernel made for one odd address would be handed another."""
+    seen = {name: set() for name in ("forward_plan", "backward_plan", "index_of", "_delta_launch")}
+    for name, alignments in seen.items():
+        monkeypatch.setattr(cudnn, name, _noting(getattr(cudnn, name), alignments))
     case = Case("padded_sinks", b=2, hq=2, hk=2, sq=32, sk=48, d=16, dv=16, sinks=True, lengths_q=(32, 20),
                 lengths_k=(11, 48))
     inputs = make_inputs(case, HALF, "cpu")
     operands = operands_of(case, inputs)
-    odd = {name: torch.cat([one[:1], one])[1:] for name in ("seqlens_q", "seqlens_k")
-           if (one := getattr(operands, name)) is not None}
-    for name, tensor in odd.items():
-        forward_and_backward(cudnn.backend, case, inputs, "out", operands._replace(**{name: tensor}))
+    for name in ("seqlens_q", "seqlens_k"):
+        given = getattr(operands, name).to(torch.int32)
+        moved = operands._replace(**{name: torch.cat([given[:1], given])[1:]})
+        results = forward_and_backward(cudnn.backend, case, inputs, "out", moved)
+        assert_gradients_within_budget(case, inputs, results.gradients)
     assert {name: len(alignments) for name, alignments in seen.items()} == dict.fromkeys(seen, 2)
 
 
@@ -204,6 +207,64 @@ def test_a_gradient_that_is_laid_out_unlike_out_is_copied_and_none_else(double):
     assert handed.stride() == results.out.stride()
 
 
+@pytest.mark.parametrize("given", ["k", "q", "qk"])
+def test_lengths_in_int32_are_handed_on_in_place_and_constants_for_others(double, given):
+    case = Case("padded", b=2, hq=2, hk=2, sq=24, sk=40, d=16, dv=16, lengths_q=(24, 3) if "q" in given else None,
+                lengths_k=(7, 40) if "k" in given else None)
+    inputs = make_inputs(case, HALF, "cpu")
+    operands = operands_of(case, inputs)
+    operands = operands._replace(**{f"seqlens_{side}": getattr(operands, f"seqlens_{side}").to(torch.int32)
+                                    for side in given})
+    results = forward_and_backward(cudnn.backend, case, inputs, "out", operands)
+    assert_gradients_within_budget(case, inputs, results.gradients)
+    for run in (0, 1):
+        handed = _named(double, run)
+        for side, argument, length in (("q", "seq_len_q", 24), ("k", "seq_len_kv", 40)):
+            tensor = handed[argument][1]
+            if side in given:
+                assert tensor.data_ptr() == getattr(operands, f"seqlens_{side}").data_ptr()
+            else:
+                assert tensor is lengths.constant_lengths(2, length, torch.device("cpu"))
+                assert tensor.tolist() == [length, length]
+
+
+@pytest.mark.parametrize("how", ["int64", "off"])
+def test_other_lengths_are_written_anew_and_no_more_than_there_are(double, how):
+    case = Case("padded", b=2, hq=2, hk=2, sq=24, sk=40, d=16, dv=16, lengths_k=(7, 40))
+    inputs = make_inputs(case, HALF, "cpu")
+    operands = operands_of(case, inputs)
+    given = torch.tensor([7, 99], dtype=torch.int64 if how == "int64" else torch.int32)
+    given = given if how == "int64" else torch.cat([given[:1], given])[1:]
+    forward(cudnn.backend, case, inputs, operands._replace(seqlens_k=given))
+    assert _named(double, 0)["seq_len_kv"][1][:2].tolist() == [7, 40]
+
+
+def test_a_constant_is_made_once_never_while_captured_and_not_beyond_a_bound(monkeypatch):
+    monkeypatch.setattr(lengths, "_kept", {})
+    monkeypatch.setattr(lengths, "_MOST", 1)
+    capturing = [True]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    device = torch.device("cpu")
+    assert lengths.constant_lengths(2, 5, device) is None
+    capturing[0] = False
+    made = lengths.constant_lengths(2, 5, device)
+    assert made.tolist() == [5, 5]
+    assert made.dtype is torch.int32
+    assert lengths.constant_lengths(2, 6, device) is None
+    capturing[0] = True
+    assert lengths.constant_lengths(2, 5, device) is made
+
+
+def test_where_no_constant_may_be_made_lengths_are_written(double, monkeypatch):
+    monkeypatch.setattr(cudnn, "constant_lengths", lambda count, length, device: None)
+    case = Case("odd_keys", sq=256, sk=192)
+    inputs = make_inputs(case, HALF, "cpu")
+    results = forward_and_backward(cudnn.backend, case, inputs)
+    assert_gradients_within_budget(case, inputs, results.gradients)
+    handed = _named(double, 1)
+    assert [handed[name][1][0].item() for name in ("seq_len_q", "seq_len_kv")] == [256, 192]
+
+
 def test_a_key_that_nobody_sees_is_not_handed_on(double):
     """NaN there reaches nothing: 24 queries see the last 24 + 16 of 64 keys."""
     case = Case("late", b=1, hq=2, hk=2, sq=24, sk=64, d=16, dv=16, mask=window(16, 0, "bottom_right"))
@@ -216,21 +277,21 @@ def test_a_key_that_nobody_sees_is_not_handed_on(double):
     assert not results.dv[:, :, :24].any()
 
 
-@pytest.mark.parametrize(("case", "lengths"), [
+@pytest.mark.parametrize(("case", "count"), [
     (Case("even", sq=256, sk=256), 0), (Case("odd_keys", sq=256, sk=192), 1),
     (Case("odd_queries", sq=192, sk=256), 0), (Case("one_query", sq=1, sk=256), 1),
 ], ids=str)
-def test_lengths_guard_the_backward_pass_where_cudnn_is_known_to_give_nan(double, case, lengths):
+def test_lengths_guard_the_backward_pass_where_cudnn_is_known_to_give_nan(double, case, count):
     """pytorch#196678 and cudnn-frontend#1072: without lengths exp(0 − lse) overflows past the last key.
 
     So it did on an H200 with cuDNN 9.19, for 192 keys and for one query, and with lengths it did not.
     """
     problem = problem_of(case, make_inputs(case, HALF, "cpu"))
     assert describe(problem).lengths == 0
-    assert describe(problem.backward(lse_grad=False)).lengths == lengths
+    assert describe(problem.backward(lse_grad=False)).lengths == count
     inputs = make_inputs(case, HALF, "cpu")
     forward_and_backward(cudnn.backend, case, inputs)
-    assert double.runs[1][0].arguments.get("use_padding_mask", False) is bool(lengths)
+    assert double.runs[1][0].arguments.get("use_padding_mask", False) is bool(count)
 
 
 @pytest.mark.parametrize(("mask", "sizes", "expected"), [
@@ -405,15 +466,15 @@ def test_a_graph_that_is_captured_outlives_the_cache(double, monkeypatch):
 
 
 def test_each_thread_has_a_handle_and_sets_the_stream_in_every_call(monkeypatch):
-    double, stream = Double(), SimpleNamespace(cuda_stream=7)
+    double, streams = Double(), {0: 7}
     monkeypatch.setattr(library, "frontend", lambda: double)
     monkeypatch.setattr(library, "_handles", threading.local())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(library, "stream_of", streams.get)
     device = torch.device("cuda", 0)
 
     def ask():
         library.handle_of(device)
-        stream.cuda_stream = 9
+        streams[0] = 9
         assert library.handle_of(device) in double.handles
 
     ask()

@@ -4,7 +4,7 @@ from tilewise.backends.float32 import Float32Backend
 
 
 class CudaBackend(Float32Backend):
-    """Three TF32 products for one of float32, or one where torch may multiply in TF32."""
+    """Three products of scaled halves for one of float32, or one of TF32 where torch may multiply so."""
 
     name = "cuda"
     tensor_cores = True

@@ -8,28 +8,30 @@ other backends holds for what cuDNN leaves open. Its graphs are made in kernels/
 import contextlib
 import importlib.util
 from functools import lru_cache
-from typing import Literal
 
 import torch
 
 from tilewise.backends.base import Gradients, Needs, Results, Saved
-from tilewise.backends.current import is_current
-from tilewise.kernels.cudnn.description import (
-    BORDERS_DTYPE,
-    Borders,
-    core_of,
-    describe,
-    gradient_strides,
-    lse_like,
-    plain_strides,
+from tilewise.backends.cudnn_plan import (
+    Alignment,
+    alignment,
+    backward_plan,
+    described,
+    empty,
+    forward_plan,
+    index_of,
+    launched,
 )
+from tilewise.backends.current import is_current
+from tilewise.kernels.cudnn.description import Borders, Core, core_of, plain_strides
 from tilewise.kernels.cudnn.graph import Graph, graph_of
+from tilewise.kernels.cudnn.lengths import constant_lengths
 from tilewise.kernels.cudnn.library import frontend_version, library_version
 from tilewise.kernels.triton.launch import Launch, modifiers_of
 from tilewise.kernels.triton.sums import OperandSums
 from tilewise.masks import Span
 from tilewise.packages import version_text
-from tilewise.problem import AttentionProblem, Sizes, alignment_of, are_aligned
+from tilewise.problem import AttentionProblem, Sizes, are_aligned
 from tilewise.scores import NO_OPERANDS, Operands
 from tilewise.tuning.heuristics import delta_config
 
@@ -38,7 +40,6 @@ OLDEST_FRONTEND = (1, 28)  # its graphs and handles are as library.py and graph.
 # front end's word; torch 2.11, the oldest that we take, comes with this one.
 OLDEST_LIBRARY = (9, 19, 0)
 _EVERY = Needs()
-Side = Literal["q", "k"]
 Tensors = dict[str | Borders, torch.Tensor]
 _MOST_ELEMENTS = 2**31 - 1  # from a packed tensor's first to its last
 _ALIGNMENT = 8  # elements of 16 bit in 16 bytes, by which the engines move rows without a check of their own
@@ -48,7 +49,7 @@ class CudnnBackend:
     """cuDNN's engines behind tilewise's contract, but for one clause: where lengths are data, padding must be finite.
 
     The engines multiply it, and what a mask hides beside lengths, by 0: a NaN there reaches results. dq is summed in no
-    fixed order.
+    fixed order. Lengths of padded sequences reach cuDNN as they are given, in int32: none may pass the tensor's.
     """
 
     name = "cudnn"
@@ -62,25 +63,28 @@ class CudnnBackend:
     def forward(self, problem: AttentionProblem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
                 operands: Operands = NO_OPERANDS) -> Results:
         """See :class:`tilewise.backends.base.Backend`."""
-        graph, core = _graph(problem), core_of(problem)
-        shape = (problem.b, problem.hq, problem.sq, problem.dv)
-        out = torch.empty_strided(shape, problem.out_strides, dtype=problem.dtype, device=problem.device)
-        lse = torch.empty(shape[:3], dtype=torch.float32, device=problem.device)
-        direct = len(core.queries) == problem.sq and problem.sequences.packed is None
-        part_lse = lse if direct else lse_like(lse, problem)
-        tensors: Tensors = {"q": _cut(q, core.queries), "k": _cut(k, core.keys), "v": _cut(v, core.keys),
-                            "out": _cut(out, core.queries), "lse": part_lse[..., None]}
+        plan = forward_plan(problem, _alignment(operands))
+        device = problem.device
+        out = empty(plan.out, problem.dtype, device)
+        lse = torch.empty(plan.lse, dtype=torch.float32, device=device)
+        part = None if plan.part is None else empty(plan.part, torch.float32, device)
+        tensors: Tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse if part is None else part}
+        if plan.core is not None:
+            _cut_all(tensors, plan.core)
         if operands.sinks is not None:
-            tensors["sinks"] = _aligned(operands.sinks.float().contiguous()).view(1, -1, 1, 1)
-        with _on(problem.device):
-            _run(problem, graph, tensors, operands)
-            if not direct:
-                _cut(lse, core.queries).copy_(part_lse)
-            if problem.sequences.are_data:
-                _blank(problem, "q", [out], operands, lse)
-        # What sees nothing has the sink alone in its denominator.
-        _fill_around(lse, core.queries, float("-inf") if operands.sinks is None else operands.sinks[:, None])
-        _fill_around(out, core.queries, 0.0)
+            tensors["sinks"] = _aligned(operands.sinks.float().contiguous())
+        with _on(device):
+            _run(problem, plan.graph, tensors, operands)
+            if plan.blank is not None:
+                launched(plan.blank, out, lse, part, operands.sinks, operands.cu_seqlens_q, operands.seqlens_q,
+                         operands.cu_seqlens_k, operands.seqlens_k)
+        if plan.core is not None:
+            queries = plan.core.queries
+            if part is not None:
+                _cut(lse, queries).copy_(part)
+            # What sees nothing has the sink alone in its denominator.
+            _fill_around(lse, queries, float("-inf") if operands.sinks is None else operands.sinks[:, None])
+            _fill_around(out, queries, 0.0)
         if operands.bias is not None:  # its −inf may hide every key of a query
             out.masked_fill_((lse == float("-inf"))[..., None], 0.0)
         return Results(out, lse)
@@ -89,51 +93,44 @@ class CudnnBackend:
                  needs: Needs = _EVERY) -> Gradients:
         """See :class:`tilewise.backends.base.Backend`. An out or dout that is laid out unlike out is copied first."""
         q, k, v, out, lse, operands = saved
-        graph, core = _graph(problem, dbias=needs.dbias), core_of(problem)
-        out, dout = _laid_out(out, problem), _laid_out(dout, problem)
-        made = [torch.empty_strided(like.shape, strides, dtype=like.dtype, device=like.device)
-                for like, strides in zip((q, k, v), gradient_strides(problem), strict=True)]
-        parts = (core.queries, core.keys, core.keys)
-        part_lse = _saved_lse(problem, lse)
-        tensors: Tensors = {"q": _cut(q, core.queries), "k": _cut(k, core.keys), "v": _cut(v, core.keys),
-                            "out": _cut(out, core.queries), "dout": _cut(dout, core.queries),
-                            "lse": part_lse[..., None]}
-        tensors |= {f"d{name}": _cut(tensor, part) for name, tensor, part in zip("qkv", made, parts, strict=True)}
+        plan = backward_plan(problem, needs.dbias, _alignment(operands))
+        out, dout = _laid_out(out, plan.out_strides), _laid_out(dout, plan.out_strides)
+        dq, dk, dv = [empty(layout, problem.dtype, problem.device) for layout in plan.gradients]
+        part = lse
+        if plan.part is not None:
+            part = empty(plan.part, torch.float32, problem.device)
+            seeing = lse.detach() if plan.core is None else _cut(lse.detach(), plan.core.queries)
+            if plan.blind:  # exp(score − lse) is to be 0 for all that a query without a visible key is paired with
+                torch.nan_to_num(seeing, nan=float("nan"), posinf=float("inf"), neginf=float("inf"), out=part)
+            else:
+                part.copy_(seeing)
+        tensors: Tensors = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": part, "dq": dq, "dk": dk, "dv": dv}
+        if plan.core is not None:
+            _cut_all(tensors, plan.core)
         if needs.dbias and operands.bias is not None:
-            tensors["dbias"] = _new_dbias(graph, operands.bias)
+            tensors["dbias"] = _new_dbias(plan.graph, operands.bias)
         with _on(problem.device):
-            _run(problem, graph, tensors, operands)
-            if problem.sequences.are_data:
-                _blank(problem, "q", made[:1], operands)
-                _blank(problem, "k", made[1:], operands)
+            _run(problem, plan.graph, tensors, operands)
+            if plan.blank is not None:
+                launched(plan.blank, dq, dk, dv, operands.cu_seqlens_q, operands.seqlens_q, operands.cu_seqlens_k,
+                         operands.seqlens_k)
             dsinks = _sink_gradient(problem, saved, (out, dout), lse) if needs.dsinks else None
         if operands.bias is not None:
-            made[0].masked_fill_((lse == float("-inf"))[..., None], 0.0)
-        if not problem.sequences.are_data:
-            for tensor, part in zip(made, parts, strict=True):
-                _fill_around(tensor, part, 0.0)
+            dq.masked_fill_((lse == float("-inf"))[..., None], 0.0)
+        if plan.core is not None:
+            _fill_around(dq, plan.core.queries, 0.0)
+            for gradient in (dk, dv):
+                _fill_around(gradient, plan.core.keys, 0.0)
         dbias = _whole_dbias(problem, operands.bias, tensors["dbias"]) if "dbias" in tensors else None
-        dq, dk, dv = (tensor if needed else None
-                      for tensor, needed in zip(made, (needs.dq, needs.dkv, needs.dkv), strict=True))
-        return Gradients(dq, dk, dv, dbias, None, dsinks)
+        return Gradients(dq if needs.dq else None, dk if needs.dkv else None, dv if needs.dkv else None, dbias, None,
+                         dsinks)
 
 
 def graph_refusal(problem: AttentionProblem) -> str | None:
     """Return the sentence with which cuDNN refuses the problem's graph; where it takes it, the graph is built now."""
     backward_bias = problem.direction == "backward" and problem.scores.bias is not None
-    answer = graph_of(_described(problem, dbias=backward_bias), problem.device)
+    answer = graph_of(described(problem, dbias=backward_bias), problem.device)
     return answer if isinstance(answer, str) else None
-
-
-_described = lru_cache(maxsize=4096)(describe)
-
-
-def _graph(problem: AttentionProblem, *, dbias: bool = False) -> Graph:
-    """Return the graph of a problem that was not refused."""
-    answer = graph_of(_described(problem, dbias=dbias), problem.device)
-    if isinstance(answer, str):
-        raise RuntimeError(f"the graph {answer}")
-    return answer
 
 
 def _new_dbias(graph: Graph, bias: torch.Tensor) -> torch.Tensor:
@@ -151,72 +148,40 @@ def _whole_dbias(problem: AttentionProblem, bias: torch.Tensor | None, part: tor
     return whole
 
 
-def _saved_lse(problem: AttentionProblem, lse: torch.Tensor) -> torch.Tensor:
-    """Return the core's lse as the backward graph has it."""
-    part = _cut(lse, core_of(problem).queries)
-    if problem.sequences.are_data or problem.scores.bias is not None:
-        # exp(score − lse) is to be 0 for all that a query without a visible key is paired with.
-        part = part.nan_to_num(nan=float("nan"), posinf=float("inf"), neginf=float("inf"))
-    if problem.sequences.packed is not None or part.shape != lse.shape:
-        part = lse_like(lse, problem).copy_(part)
-    return part
-
-
 def _run(problem: AttentionProblem, graph: Graph, tensors: Tensors, operands: Operands) -> None:
-    """Run the graph with a bias and lengths beside the tensors."""
+    """Run the graph with a bias, lengths and borders beside the tensors."""
     if operands.bias is not None:
         tensors["bias"] = _aligned(_cut_pairs(operands.bias, problem))
-    description = graph.description
-    count = description.lengths
-    if count:
-        lengths = torch.empty(2, _round_up(count, _ALIGNMENT), dtype=torch.int32, device=problem.device)
-        if problem.sequences.are_data:
-            launch = _lengths_launch(problem, lengths.stride(0), _alignment(operands))
-            launch(lengths, operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqlens_q, operands.seqlens_k)
-        else:
-            for side, positions in zip(lengths, core_of(problem), strict=True):
-                side.fill_(len(positions))
-        tensors |= {"seqlens_q": lengths[0, :count], "seqlens_k": lengths[1, :count]}
-    for borders in description.borders:
-        rows = operands.cu_seqlens_q if borders.side == "q" else operands.cu_seqlens_k
-        if rows is not None:
-            tensors[borders] = rows.to(BORDERS_DTYPE) * borders.stride
+    if graph.description.lengths:
+        tensors |= _whole_lengths(problem, graph, operands) or _written_lengths(problem, graph, operands)
     graph(tensors)
 
 
-def _alignment(operands: Operands) -> tuple[bool, ...]:
-    """Of the tensors that are the caller's; the others are aligned."""
-    return alignment_of([tensor.data_ptr() for tensor in operands.present])
+def _whole_lengths(problem: AttentionProblem, graph: Graph, operands: Operands) -> Tensors | None:
+    """Return the lengths of both sides as they were given, and constants for those that were not.
+
+    None where they must be written: of packed sequences, of another dtype, and off where cuDNN takes them.
+    """
+    if problem.sequences.packed is not None:
+        return None
+    q, k, *_ = graph.description.inputs
+    found: Tensors = {}
+    for name, given, port in (("seqlens_q", operands.seqlens_q, q), ("seqlens_k", operands.seqlens_k, k)):
+        if given is None:
+            given = constant_lengths(graph.description.lengths, port.sizes[2], problem.device)
+        if given is None or given.dtype is not torch.int32 or given.data_ptr() & 15:
+            return None
+        found[name] = given
+    return found
 
 
-# Of launches, ``alignment``: one keeps the kernel of its first call, which counts on addresses alike.
-@lru_cache(maxsize=1024)
-def _lengths_launch(problem: AttentionProblem, stride: int, alignment: tuple[bool, ...]) -> Launch:
-    from tilewise.kernels.triton.blanks import lengths_launch
-
-    return lengths_launch(problem, stride)
-
-
-@lru_cache(maxsize=1024)
-def _blank_launch(problem: AttentionProblem, side: Side, width: int, strides: Sizes,
-                  more: tuple[int, Sizes] | None, with_lse: bool, alignment: tuple[bool, ...]) -> Launch:
-    # ``with_lse``: which tensors are None belongs to a kernel too.
-    from tilewise.kernels.triton.blanks import blank_launch
-
-    return blank_launch(problem, side, width, strides, more)
-
-
-def _blank(problem: AttentionProblem, side: Side, tensors: list[torch.Tensor], operands: Operands,
-           lse: torch.Tensor | None = None) -> None:
-    """Write zeros into one tensor or two of a side, and lse's value, where a position sees nothing."""
-    rows, more = tensors[0], tensors[1] if len(tensors) > 1 else None
-    launch = _blank_launch(problem, side, rows.shape[3], rows.stride(),
-                           None if more is None else (more.shape[3], more.stride()), lse is not None,
-                           _alignment(operands))
-    queries = operands.cu_seqlens_q, operands.seqlens_q
-    keys = operands.cu_seqlens_k, operands.seqlens_k
-    own, other = (queries, keys) if side == "q" else (keys, queries)
-    launch(rows, more, lse, None if lse is None else operands.sinks, *own, *other)
+def _written_lengths(problem: AttentionProblem, graph: Graph, operands: Operands) -> Tensors:
+    """Return each sequence's lengths, no more than there are, and the borders of packed ones: by one launch."""
+    given = operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqlens_q, operands.seqlens_k
+    index = index_of(problem, graph.description.borders, alignment(given))
+    written = torch.empty(index.shape, dtype=torch.int32, device=problem.device)
+    launched(index.launch, written, *given)
+    return dict(zip(index.rows, written.unbind(0), strict=True))
 
 
 def _sink_gradient(problem: AttentionProblem, saved: Saved, outs: tuple[torch.Tensor, torch.Tensor],
@@ -231,15 +196,25 @@ def _sink_gradient(problem: AttentionProblem, saved: Saved, outs: tuple[torch.Te
 
 
 @lru_cache(maxsize=1024)
-def _delta_launch(problem: AttentionProblem, out_strides: Sizes, dout_strides: Sizes,
-                  alignment: tuple[bool, ...]) -> Launch:
+def _delta_launch(problem: AttentionProblem, out_strides: Sizes, dout_strides: Sizes, operands: Alignment) -> Launch:
     from tilewise.kernels.triton.backward import delta_launch
 
     return delta_launch(problem, delta_config(problem), out_strides, dout_strides, None)
 
 
+def _alignment(operands: Operands) -> Alignment:
+    return () if operands is NO_OPERANDS else alignment(operands.present)
+
+
 def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
     return contextlib.nullcontext() if is_current(device) else torch.cuda.device(device)
+
+
+def _cut_all(tensors: Tensors, core: Core) -> None:
+    """Leave of each tensor the core; lse is that of the core already."""
+    for name, tensor in tensors.items():
+        if name != "lse":
+            tensors[name] = _cut(tensor, core.keys if name in ("k", "v", "dk", "dv") else core.queries)
 
 
 def _cut(tensor: torch.Tensor, positions: Span) -> torch.Tensor:
@@ -266,17 +241,12 @@ def _aligned(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
-def _round_up(count: int, step: int) -> int:
-    return -(-count // step) * step
-
-
-def _laid_out(tensor: torch.Tensor, problem: AttentionProblem) -> torch.Tensor:
+def _laid_out(tensor: torch.Tensor, strides: Sizes) -> torch.Tensor:
     """Return out, or a tensor like it, with out's strides: the graph's; as it is, if they are."""
-    wanted = plain_strides(tensor.shape, problem.out_strides)
-    if are_aligned(tensor) and plain_strides(tensor.shape, tensor.stride()) == wanted:
+    if tensor.data_ptr() & 15 == 0 and (tensor.stride() == strides or plain_strides(tensor.shape, tensor.stride())
+                                == plain_strides(tensor.shape, strides)):
         return tensor
-    return torch.empty_strided(tensor.shape, problem.out_strides, dtype=tensor.dtype,
-                               device=tensor.device).copy_(tensor)
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def _wrong_machine(problem: AttentionProblem) -> str | None:
@@ -398,7 +368,7 @@ def _wrong_bias(problem: AttentionProblem) -> str | None:
 
 def _too_far_apart(problem: AttentionProblem) -> str | None:
     """Say which tensor of packed sequences is too large: beyond 2³¹ elements 9.19 reads what is not there."""
-    description = _described(problem, dbias=False)
+    description = described(problem, dbias=False)
     for port in (*description.inputs, *description.outputs):
         elements = 1 + sum((size - 1) * stride for size, stride in zip(port.sizes[1:], port.strides[1:], strict=True))
         if port.side and elements > _MOST_ELEMENTS:

@@ -23,8 +23,8 @@ class Float32Backend:
 
     Attributes:
         name: of the backend.
-        tensor_cores: whether products are made of three TF32 products on tensor cores, or of one where torch's own
-            setting allows TF32; else on FMA pipes, each product and sum rounded once.
+        tensor_cores: whether products are made of three products of scaled halves on tensor cores, or of one of TF32
+            where torch's own setting allows that; else on FMA pipes, each product and sum rounded once.
     """
 
     name: ClassVar[str]
@@ -67,7 +67,7 @@ class Float32Backend:
 
     @property
     def products(self) -> int:
-        """How a product is made now: by 0 TF32 products, 3, or 1 where the user allows it to torch."""
+        """How a product is made now: on tensor cores by 3, or by 1 where the user allows TF32 to torch; else 0."""
         if not self.tensor_cores:
             return 0
         return 1 if allows_tf32(torch.float32) else 3

@@ -1,7 +1,8 @@
 """Tiles of the CUDA float32 kernels: what one is, and which one a problem gets. Pure functions of the two.
 
-Chosen by compiling alone, for few spills (tests/kernels/test_compile_cuda.py holds the bounds). An H200 has timed them
-(docs/float32.md), and no others beside them.
+First ones of products of halves at head dims up to 128 were the fastest of seven (backward: four to six) that an H200
+timed at 64 and 128 (docs/float32.md), full and causal: up to 5 % behind another for some lengths, ahead by more for the
+rest. All others were chosen by compiling alone, for few spills (tests/kernels/test_compile_cuda.py holds the bounds).
 """
 
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ class CudaConfig:
     """Shape of one program of a tile kernel; its fields are macros of attention_fp32.cu.
 
     Attributes:
-        products: TF32 products that make a product: 1 or 3; 0 = FMA pipes.
+        products: how many on tensor cores make a product: 3 of halves, or 1 of TF32; 0 = FMA pipes.
         blocks: rows that a warp owns, in units of 16 on tensor cores, of 4 on FMA pipes.
         warps: warps a program, each with rows of its own.
         others: rows of the other side a step; two steps of them are in shared memory.
@@ -37,6 +38,8 @@ class CudaConfig:
                               ("others", (8, 16, 32, 64)), ("resident", (1, 2, 3, 4))):
             if getattr(self, name) not in allowed:
                 raise InvalidInput(f"{name}={getattr(self, name)}; allowed are {', '.join(map(str, allowed))}.")
+        if self.products == 3 and self.others % 16:
+            raise InvalidInput(f"others={self.others}; halves (products=3) allow multiples of 16.")
 
     @property
     def rows(self) -> int:
@@ -50,7 +53,7 @@ class CudaConfig:
 
     def shared_bytes(self, kernel: str, d: int, dv: int) -> int:
         """Shared memory of a kernel for padded head dims: its rows, and two steps of the other side's."""
-        pad = 8 if self.products else 4
+        pad = 8 if self.products == 1 else 4
         d, dv = d + pad, dv + pad
         own = self.rows * (d if kernel == "forward" else d + dv)
         step = self.others * (d + dv + (2 if kernel in SUMS_OVER_QUERIES else 0))  # 2: lse and delta
@@ -61,13 +64,22 @@ class CudaConfig:
 SUMS_OVER_QUERIES = ("dkdv", "dk", "dv")
 
 # Kernel -> padded head dim (at most) -> tiles; the first that a device has the shared memory for is taken.
-_TENSOR_CORES: dict[str, dict[int, tuple[Tile, ...]]] = {
-    "forward": {64: ((2, 4, 32, 2), (1, 4, 32, 1)), 128: ((1, 4, 32, 2), (1, 4, 16, 1)),
+_HALVES: dict[str, dict[int, tuple[Tile, ...]]] = {
+    "forward": {64: ((2, 8, 32, 1), (2, 4, 32, 2)), 128: ((1, 8, 64, 1), (1, 8, 32, 1), (1, 4, 32, 1)),
+                256: ((1, 8, 16, 1), (1, 4, 16, 1), (1, 2, 16, 1))},
+    "dkdv": {64: ((1, 8, 32, 1), (1, 4, 32, 2)), 128: ((1, 8, 32, 1), (1, 4, 32, 1), (1, 2, 16, 1))},
+    "dk": {256: ((1, 4, 16, 1), (1, 2, 16, 1), (1, 1, 16, 1))},
+    "dv": {256: ((1, 4, 16, 1), (1, 2, 16, 1), (1, 1, 16, 1))},
+    "dq": {64: ((1, 8, 32, 2), (1, 4, 32, 2)), 128: ((1, 4, 16, 2),),
+           256: ((1, 4, 16, 1), (1, 2, 16, 1), (1, 1, 16, 1))},
+}
+_TF32: dict[str, dict[int, tuple[Tile, ...]]] = {
+    "forward": {64: ((2, 4, 32, 2), (1, 4, 32, 1)), 128: ((1, 8, 32, 1), (1, 4, 32, 1), (1, 4, 16, 1)),
                 256: ((1, 8, 16, 1), (1, 4, 16, 1), (1, 2, 16, 1))},
     "dkdv": {64: ((1, 4, 32, 2),), 128: ((1, 8, 32, 1), (1, 4, 32, 1), (1, 2, 16, 1))},
     "dk": {256: ((1, 4, 16, 1), (1, 2, 8, 1), (1, 1, 8, 1))},
     "dv": {256: ((1, 4, 16, 1), (1, 2, 8, 1), (1, 1, 8, 1))},
-    "dq": {64: ((1, 4, 32, 2),), 128: ((1, 8, 32, 1), (1, 4, 32, 1), (1, 2, 16, 1)),
+    "dq": {64: ((1, 4, 32, 2),), 128: ((1, 8, 16, 1), (1, 4, 16, 1), (1, 2, 16, 1)),
            256: ((1, 4, 16, 1), (1, 2, 8, 1), (1, 1, 8, 1))},
 }
 _FMA_PIPES: dict[str, dict[int, tuple[Tile, ...]]] = {
@@ -79,6 +91,7 @@ _FMA_PIPES: dict[str, dict[int, tuple[Tile, ...]]] = {
     "dq": {64: ((4, 4, 32, 2), (4, 2, 16, 1)), 128: ((4, 8, 32, 1), (4, 4, 32, 1), (4, 2, 16, 1), (4, 1, 8, 1)),
            256: ((4, 4, 16, 1), (4, 1, 16, 1), (2, 1, 8, 1))},
 }
+_TILES = {0: _FMA_PIPES, 1: _TF32, 3: _HALVES}  # by products
 DELTA = CudaConfig(products=0, blocks=1, warps=8, others=8)
 
 
@@ -102,7 +115,7 @@ def cuda_config(kernel: str, problem: AttentionProblem, device: DeviceSpec, prod
         problem, device: what it is for.
         products: as in :class:`CudaConfig`.
     """
-    tiles = (_TENSOR_CORES if products else _FMA_PIPES)[kernel]
+    tiles = _TILES[products][kernel]
     dims = padded_dims(kernel, problem)
     width = next(width for width in tiles if max(dims) <= width)
     configs = (CudaConfig(products, *tile) for tile in tiles[width])

@@ -1,8 +1,8 @@
 // Exact float32 attention, forward and backward, in one file without an include.
 //
 // Reads top to bottom: 1 what the compiler is told, 2 the hardware's own instructions, 3 a call, 4 tiles in shared
-// memory, 5 the two tile products, once on tensor cores and once on FMA pipes, 6 the kernels. Equation numbers are those
-// of docs/maths.md; b, h, s, d name dims as everywhere in tilewise; i counts queries, j keys.
+// memory, 5 the two tile products, by halves, by TF32 and on FMA pipes, 6 the kernels. Equation numbers are those of
+// docs/maths.md; b, h, s, d name dims as everywhere in tilewise; i counts queries, j keys.
 //
 // Both products of attention, and all five of its gradient, have one of two forms, where R is a tile of rows:
 //
@@ -15,10 +15,10 @@
 // 1. What the compiler is told
 //
 // TW_D, TW_DV      head dims of q and k and of v, padded: multiples of 32 (of 16 for TW_D in the forward pass)
-// TW_PRODUCTS      0: FMA pipes ("ieee"); 1: one TF32 product ("tf32"); 3: three of them ("tf32x3")
-// TW_BLOCKS        tf32: blocks of 16 rows a warp owns; ieee: rows a thread owns
+// TW_PRODUCTS      0: FMA pipes; on tensor cores 1: one product of TF32, or 3: three of halves
+// TW_BLOCKS        tensor cores: blocks of 16 rows a warp owns; FMA pipes: rows a thread owns
 // TW_WARPS         warps a program; together they own TW_ROWS rows
-// TW_OTHERS        rows of the other side a step: keys in forward and dq, queries in dkdv
+// TW_OTHERS        rows of the other side a step: keys in forward and dq, queries in dkdv; halves take multiples of 16
 // TW_RESIDENT      programs that shall fit a multiprocessor; bounds the registers
 // TW_VECTORS       whether rows of all tensors read can be copied 16 bytes at a time
 // TW_FORWARD, TW_DELTA, TW_DK, TW_DV_SUM, TW_DQ: what is to be made; dk and dv by one kernel, or (wide heads) a launch each
@@ -77,9 +77,12 @@ TW_DEVICE void wait_for_copies() {}
 #endif
 
 #if __CUDA_ARCH__ >= 800
-// To the nearest TF32, with 10 bits behind the point instead of 23: two instructions, where cvt.rna.tf32 becomes four.
-// What exceeds 2^128 (1 - 2^-12) becomes infinite, and some NaN become 0, of which x - nearest_tf32(x) is NaN still.
-TW_DEVICE float nearest_tf32(float x) { return __uint_as_float((__float_as_uint(x) + 0x1000u) & 0xffffe000u); }
+// To the nearest TF32, with 10 bits behind the point instead of 23.
+TW_DEVICE float nearest_tf32(float x) {
+  unsigned y;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
+  return __uint_as_float(y);
+}
 
 // d += a b, for a of 16 x 8, b of 8 x 8, by a warp. Lane 4 g + c holds a[g][c], a[g + 8][c], a[g][c + 4],
 // a[g + 8][c + 4]; b[c][g], b[c + 4][g]; d[g][2c], d[g][2c + 1], d[g + 8][2c], d[g + 8][2c + 1]. The 13 low bits of a
@@ -90,6 +93,48 @@ TW_DEVICE void multiply_tiles(float& d0, float& d1, float& d2, float& d3, const 
       : "+f"(d0), "+f"(d1), "+f"(d2), "+f"(d3)
       : "r"(__float_as_uint(a[0])), "r"(__float_as_uint(a[1])), "r"(__float_as_uint(a[2])),
         "r"(__float_as_uint(a[3])), "r"(__float_as_uint(b0)), "r"(__float_as_uint(b1)));
+}
+
+// Two numbers rounded to halves, in one register; and each of them again.
+TW_DEVICE unsigned pack_halves(float first, float second) {
+  unsigned pair;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
+  return pair;
+}
+TW_DEVICE float first_half(unsigned pair) {
+  float x;
+  asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; cvt.f32.f16 %0, low;}" : "=f"(x) : "r"(pair));
+  return x;
+}
+TW_DEVICE float second_half(unsigned pair) {
+  float x;
+  asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; cvt.f32.f16 %0, high;}" : "=f"(x) : "r"(pair));
+  return x;
+}
+
+// Four matrices of 8 x 8 halves out of shared memory: lane 8 i + r knows where row r of matrix i is, 8 halves on 16
+// bytes. Lane 4 g + c gets row g, columns 2c and 2c + 1 of each; transposed: rows 2c and 2c + 1 of column g.
+TW_DEVICE void load_matrices(unsigned (&x)[4], const float* row) {
+  unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(row));
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(address));
+}
+TW_DEVICE void load_matrices_transposed(unsigned (&x)[4], const float* row) {
+  unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(row));
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(address));
+}
+
+// d += a b, for halves a of 16 x 16, b of 16 x 8, by a warp. Lane 4 g + c holds columns 2c and 2c + 1 of a[g], a[g + 8],
+// and columns 2c + 8 and 2c + 9 of these; b[2c][g] and b[2c + 1][g], and 8 rows below; d as above.
+TW_DEVICE void multiply_halves(float& d0, float& d1, float& d2, float& d3, const unsigned (&a)[4], unsigned b0,
+                               unsigned b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(d0), "+f"(d1), "+f"(d2), "+f"(d3)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 #endif
 #endif  // TW_HARDWARE
@@ -167,24 +212,29 @@ TW_DEVICE float* head_of(const Tensor& tensor, int batch, int head) {
 // A tile is ROWS rows of WIDTH floats, STRIDE apart. Rows outside [from, to) are zeros and are not read: what nobody
 // sees may hold NaN.
 
+TW_DEVICE int warp_index() { return thread_index() / 32; }
+
+// A warp copies 4 rows at a time, 8 threads a row; whoever copied a number may read it as soon as it has waited.
 template <int ROWS, int WIDTH, int STRIDE>
 TW_DEVICE void load_tile(float* tile, const Tensor& tensor, const float* head, int first, int from, int to, int width) {
-  constexpr int VECTORS = WIDTH / 4;
-#pragma unroll 4
-  for (int n = thread_index(); n < ROWS * VECTORS; n += TW_THREADS) {
-    int row = n / VECTORS, column = n % VECTORS * 4, s = first + row;
-    bool inside = from <= s && s < to;
-    const float* source = head + (inside ? s * tensor.s : 0);
-    float* target = tile + row * STRIDE + column;
+  int own = thread_index() / 8, column = thread_index() % 8 * 4;
+  const float* source = head + (first + own) * tensor.s + column * tensor.d;
+  float* target = tile + own * STRIDE + column;
+#pragma unroll
+  for (int row = 0; row < ROWS; row += TW_THREADS / 8) {
+    int s = first + row + own;
+    bool seen = from <= s && s < to;
+#pragma unroll
+    for (int i = 0; i < WIDTH; i += 32) {
+      if (row + own >= ROWS || column + i >= WIDTH) continue;
 #if TW_VECTORS
-    inside = inside && column < width;
-    copy16(target, inside ? source + column : head, inside);
+      copy16(target + row * STRIDE + i, source + i, seen && column + i < width);
 #else
-    for (int e = 0; e < 4; e++) {
-      bool here = inside && column + e < width;
-      copy4(target + e, here ? source + (column + e) * tensor.d : head, here);
-    }
+      for (int e = i; e < i + 4; e++)
+        copy4(target + row * STRIDE + e, source + e * tensor.d, seen && column + e < width);
 #endif
+    }
+    source += TW_THREADS / 8 * tensor.s;
   }
 }
 
@@ -201,21 +251,222 @@ TW_DEVICE void load_numbers(float* numbers, const float* source, int first, int 
 // ---------------------------------------------------------------------------------------------------------------------
 // 5. The two tile products
 //
+// A tensor core adds with truncation, which pulls a sum toward zero at each addition. So it sums up one tile, or a
+// chunk of dims, at a time; ordinary additions do the rest.
+//
 // A warp owns OWN rows; a thread of it ROWS of these, row_of(r), and of N columns N / LANES, column_of(c); the LANES
 // threads that share a row are neighbours by shuffle_xor. A row of sums of E numbers is held in quads of neighbouring
 // columns that begin at quad_of(e).
 
-#if TW_PRODUCTS
+#if TW_PRODUCTS == 3
 
-// On tensor cores, through three TF32 products: x = big + small, where big is the TF32 nearest to x, and small, of 12
-// bits and a sign, loses at most the last one in the tensor core. Then a b = small big + big small + big big, and only
-// small small, below 2^-22 of a b, is left out. (Cut instead of rounded, big would cost an instruction less, and the
-// result twice the error.)
+// On tensor cores, through three products of halves: a row times a power of two, which brings its largest number L
+// between 2^14 and 2^15, is big + small, both halves, of 11 bits each. Then a b = small big + big small + big big, and
+// only small small, below 2^-22 of a b, is left out. big + small errs by at most 2^-23 of the number or 2^-39 of L,
+// whichever is more: numbers below 2^-16 of L have fewer bits.
 //
-// The tensor core adds with truncation, which pulls a sum toward zero at each addition. So it sums up one tile or 64 dims
-// at a time, big big apart from the others (a third of the additions that count); ordinary additions do the rest.
+// A tile is split where it was copied to: 16 columns become big and small of two blocks of 8, of which the first has
+// columns 4c and 4c + 1, the second 4c + 2 and 4c + 3. The factor that leads back stands behind its row,
+// NaN where the row holds an infinity: then all that the row is a factor of is NaN.
+struct Product {
+  static constexpr int LANES = 4, ROWS = 2 * TW_BLOCKS, OWN = 16 * TW_BLOCKS, PAD = 4;
+  static constexpr float UNIT = 0x1p-126f;  // of sums to begin with
+  static constexpr int SCRATCH = 0;
+
+  static TW_DEVICE int lane() { return thread_index() % 32; }
+  static TW_DEVICE int row_of(int r) { return r / 2 * 16 + r % 2 * 8 + lane() / 4; }
+  static TW_DEVICE int column_of(int c) { return c / 2 * 8 + lane() % 4 * 2 + c % 2; }
+  static TW_DEVICE int quad_of(int e) { return e / 4 * 16 + lane() % 4 * 4 + e % 4; }
+
+  // The power of two that brings ``largest`` between 2^14 and 2^15, and what leads back.
+  static TW_DEVICE void scale_to_halves(float largest, float& there, float& back) {
+    int exponent = most(__float_as_int(largest) >> 23, 15);
+    there = __int_as_float((268 - exponent) << 23);
+    back = __int_as_float(exponent == 255 ? 0x7fffffff : (exponent - 14) << 23);
+  }
+
+  static TW_DEVICE void split(float x, float y, unsigned& big, unsigned& small) {
+    big = pack_halves(x, y);
+    small = pack_halves(x - first_half(big), y - second_half(big));
+  }
+
+  // Split what this thread has copied.
+  template <int N, int WIDTH, int STRIDE>
+  static TW_DEVICE void prepare(float* tile) {
+#pragma unroll
+    for (int first = 0; first < N; first += TW_THREADS / 8) {
+      int row = first + thread_index() / 8;
+      if (row >= N) continue;  // all of a warp's rows
+      float* group = tile + row * STRIDE;
+      float4 x[(WIDTH + 31) / 32];
+      float largest = 0.0f, there, back;
+#pragma unroll
+      for (int i = 0; i < (WIDTH + 31) / 32; i++) {
+        int column = i * 32 + lane() % 8 * 4;
+        x[i] = column < WIDTH ? *reinterpret_cast<float4*>(group + column) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        largest = fmaxf(fmaxf(largest, fmaxf(fabsf(x[i].x), fabsf(x[i].y))), fmaxf(fabsf(x[i].z), fabsf(x[i].w)));
+      }
+#pragma unroll
+      for (int mask = 1; mask < 8; mask *= 2) largest = fmaxf(largest, shuffle_xor(largest, mask));
+      scale_to_halves(largest, there, back);
+      synchronize_warp();  // 8 threads have read the row
+#pragma unroll
+      for (int i = 0; i < (WIDTH + 31) / 32; i++) {
+        if (i * 32 + lane() % 8 * 4 >= WIDTH) continue;
+        unsigned* block = reinterpret_cast<unsigned*>(group) + i * 32 + lane() % 8 / 4 * 16 + lane() % 4;
+        split(x[i].x * there, x[i].y * there, block[0], block[4]);
+        split(x[i].z * there, x[i].w * there, block[8], block[12]);
+      }
+      if (lane() % 8 == 0) group[WIDTH] = back;
+    }
+  }
+
+  static TW_DEVICE void add_product(float (&sums)[TW_BLOCKS][4], int m, const unsigned (&a)[4], unsigned b0,
+                                    unsigned b1) {
+    multiply_halves(sums[m][0], sums[m][1], sums[m][2], sums[m][3], a, b0, b1);
+  }
+
+  // scores = a b^T over WIDTH dims; the warp's rows of a begin at ``a``. big big is summed apart from the others, whose
+  // truncated bits are 2^-11 times as large.
+  template <int N, int WIDTH, int STRIDE>
+  static TW_DEVICE void rows_by_rows(float (&scores)[ROWS][N / LANES], const float* a, const float* b) {
+    constexpr int CHUNK = WIDTH < 128 ? WIDTH : 128;
+    float cross[N / 8][TW_BLOCKS][4];  // small big + big small
+#pragma unroll
+    for (int n = 0; n < N / 8; n++)
+#pragma unroll
+      for (int m = 0; m < TW_BLOCKS; m++)
+#pragma unroll
+        for (int f = 0; f < 4; f++) cross[n][m][f] = 0.0f;
+    const float* a_row = a + lane() % 16 * STRIDE + lane() / 16 * 8;                    // two of rows, of columns
+    const float* b_row = b + lane() % 8 * STRIDE + lane() / 8 % 2 * 8 + lane() / 16 * 4;  // of columns, big and small
+#pragma unroll 1
+    for (int first = 0; first < WIDTH; first += CHUNK) {
+      float sums[N / 8][TW_BLOCKS][4];
+#pragma unroll
+      for (int n = 0; n < N / 8; n++)
+#pragma unroll
+        for (int m = 0; m < TW_BLOCKS; m++)
+#pragma unroll
+          for (int f = 0; f < 4; f++) sums[n][m][f] = 0.0f;
+#pragma unroll 2
+      for (int d = first; d < first + CHUNK && d < WIDTH; d += 16) {
+        unsigned big[TW_BLOCKS][4], small[TW_BLOCKS][4];
+#pragma unroll
+        for (int m = 0; m < TW_BLOCKS; m++) {
+          load_matrices(big[m], a_row + m * 16 * STRIDE + d);
+          load_matrices(small[m], a_row + m * 16 * STRIDE + d + 4);
+        }
+#pragma unroll
+        for (int n = 0; n < N / 8; n++) {
+          unsigned x[4];
+          load_matrices(x, b_row + n * 8 * STRIDE + d);
+#pragma unroll
+          for (int m = 0; m < TW_BLOCKS; m++) add_product(cross[n], m, small[m], x[0], x[1]);
+#pragma unroll
+          for (int m = 0; m < TW_BLOCKS; m++) add_product(sums[n], m, big[m], x[0], x[1]);
+#pragma unroll
+          for (int m = 0; m < TW_BLOCKS; m++) add_product(cross[n], m, big[m], x[2], x[3]);
+        }
+      }
+#pragma unroll
+      for (int r = 0; r < ROWS; r++)
+#pragma unroll
+        for (int c = 0; c < N / LANES; c++) {
+          float sum = sums[c / 2][r / 2][r % 2 * 2 + c % 2];
+          scores[r][c] = first == 0 ? sum : scores[r][c] + sum;
+        }
+    }
+    float a_back[ROWS];
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) a_back[r] = a[row_of(r) * STRIDE + WIDTH];
+#pragma unroll
+    for (int c = 0; c < N / LANES; c++) {
+      float b_back = b[column_of(c) * STRIDE + WIDTH];
+#pragma unroll
+      for (int r = 0; r < ROWS; r++) {
+        scores[r][c] = (scores[r][c] + cross[c / 2][r / 2][r % 2 * 2 + c % 2]) * (a_back[r] * b_back);
+      }
+    }
+  }
+
+  // sums = sums * decay + tile columns, a row of sums in a unit of its own. What a thread holds of a tile is just what
+  // it has to hand to the tensor core as the left operand. The rows' factors of ``columns`` join the tile, and a row of it
+  // is scaled to halves by its largest number so far: by that of ``columns`` alone where the tile's are at most 1.
+  template <int N, int WIDTH, int STRIDE, bool ARE_PROBS>
+  static TW_DEVICE void tile_by_columns(float (&sums)[ROWS][WIDTH / LANES], const float (&decay)[ROWS],
+                                        const float (&tile)[ROWS][N / LANES], const float* columns,
+                                        float (&unit)[ROWS], float*) {
+    static_assert(WIDTH % 32 == 0 && N % 16 == 0, "columns come in groups of 32, rows of 16");
+    float back[N / LANES], scaled[ROWS][N / LANES], rescale[ROWS], largest_back = 0.0f, last_of_probs = unit[0];
+#pragma unroll
+    for (int c = 0; c < N / LANES; c++) {
+      back[c] = columns[column_of(c) * STRIDE + WIDTH];
+      largest_back = fmaxf(largest_back, back[c]);
+    }
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) {
+      float largest = largest_back, there;
+#pragma unroll
+      for (int c = 0; c < N / LANES; c++) {
+        scaled[r][c] = ARE_PROBS ? tile[r][c] : tile[r][c] * back[c];
+        if (!ARE_PROBS) largest = fmaxf(c == 0 ? 0.0f : largest, fabsf(scaled[r][c]));
+      }
+#pragma unroll
+      for (int mask = 1; mask < LANES; mask *= 2) largest = fmaxf(largest, shuffle_xor(largest, mask));
+      float last = ARE_PROBS ? last_of_probs : unit[r];  // the same for all rows
+      scale_to_halves(fmaxf(largest, last * 0x1p14f), there, unit[r]);
+      rescale[r] = decay[r] * (last * there);
+#pragma unroll
+      for (int c = 0; c < N / LANES; c++) scaled[r][c] *= ARE_PROBS ? back[c] * there : there;
+    }
+
+    unsigned big[N / 16][TW_BLOCKS][4], small[N / 16][TW_BLOCKS][4];
+#pragma unroll
+    for (int n = 0; n < N / 16; n++)
+#pragma unroll
+      for (int m = 0; m < TW_BLOCKS; m++)
+#pragma unroll
+        for (int f = 0; f < 4; f++) {
+          int r = 2 * m + f % 2, c = 4 * n + f / 2 * 2;
+          split(scaled[r][c], scaled[r][c + 1], big[n][m][f], small[n][m][f]);
+        }
+    const float* row = columns + lane() % 16 * STRIDE + lane() / 16 * 4;  // two of rows, big and small
+#pragma unroll
+    for (int e = 0; e < WIDTH / 8; e++) {
+      float part[TW_BLOCKS][4];
+      unsigned x[N / 16][4];
+#pragma unroll
+      for (int m = 0; m < TW_BLOCKS; m++)
+#pragma unroll
+        for (int f = 0; f < 4; f++) part[m][f] = 0.0f;
+#pragma unroll
+      for (int n = 0; n < N / 16; n++) {  // what is small comes first: it is cut as little as apart
+        load_matrices_transposed(x[n], row + n * 16 * STRIDE + e * 8);
+#pragma unroll
+        for (int m = 0; m < TW_BLOCKS; m++) add_product(part, m, small[n][m], x[n][0], x[n][1]);
+#pragma unroll
+        for (int m = 0; m < TW_BLOCKS; m++) add_product(part, m, big[n][m], x[n][2], x[n][3]);
+      }
+#pragma unroll
+      for (int n = 0; n < N / 16; n++)
+#pragma unroll
+        for (int m = 0; m < TW_BLOCKS; m++) add_product(part, m, big[n][m], x[n][0], x[n][1]);
+#pragma unroll
+      for (int r = 0; r < ROWS; r++)
+#pragma unroll
+        for (int h = 0; h < 2; h++)
+          sums[r][2 * e + h] = sums[r][2 * e + h] * rescale[r] + part[r / 2][r % 2 * 2 + h];
+    }
+  }
+};
+
+#elif TW_PRODUCTS
+
+// On tensor cores, through one product of TF32, rounded to the nearest.
 struct Product {
   static constexpr int LANES = 4, ROWS = 2 * TW_BLOCKS, OWN = 16 * TW_BLOCKS, PAD = 8;
+  static constexpr float UNIT = 1.0f;
   static constexpr int SCRATCH = 0;
 
   // Rows and columns are numbered so that 16-byte loads of shared memory meet no bank twice, with one stride for both
@@ -227,30 +478,34 @@ struct Product {
   static TW_DEVICE int column_of(int c) { return c / 2 * 8 + place(lane() % 4 * 2 + c % 2); }
   static TW_DEVICE int quad_of(int e) { return e / 8 * 32 + lane() % 4 * 8 + e % 8; }
 
-  static TW_DEVICE void split(float x, float& big, float& small) {
-    big = nearest_tf32(x);
-    small = TW_PRODUCTS == 3 ? x - big : 0.0f;
-  }
+  template <int N, int WIDTH, int STRIDE>
+  static TW_DEVICE void prepare(float*) {}  // used as they are
 
   // Add to the 16 x 8 sums of block m whose columns a thread holds as 2n and 2n + 1.
   template <int COLUMNS>
-  static TW_DEVICE void add_product(float (&sums)[ROWS][COLUMNS], int m, int n, const float (&a)[4], float b0, float b1,
-                                    bool wanted) {
-    if (wanted)
-      multiply_tiles(sums[2 * m][2 * n], sums[2 * m][2 * n + 1], sums[2 * m + 1][2 * n], sums[2 * m + 1][2 * n + 1], a,
-                     b0, b1);
+  static TW_DEVICE void add_product(float (&sums)[ROWS][COLUMNS], int m, int n, const float (&a)[4], float b0,
+                                    float b1) {
+    multiply_tiles(sums[2 * m][2 * n], sums[2 * m][2 * n + 1], sums[2 * m + 1][2 * n], sums[2 * m + 1][2 * n + 1], a,
+                   b0, b1);
+  }
+
+  static TW_DEVICE void load_rounded(float (&x)[4], const float* quad) {
+    float4 exact = *reinterpret_cast<const float4*>(quad);
+    x[0] = nearest_tf32(exact.x);
+    x[1] = nearest_tf32(exact.y);
+    x[2] = nearest_tf32(exact.z);
+    x[3] = nearest_tf32(exact.w);
   }
 
   // scores = a b^T over WIDTH dims; the warp's rows of a begin at ``a``. Dims are numbered so that lane c's share of
   // two steps of 8 is 4 neighbours.
   template <int N, int WIDTH, int STRIDE>
   static TW_DEVICE void rows_by_rows(float (&scores)[ROWS][N / LANES], const float* a, const float* b) {
-    float cross[ROWS][N / LANES];  // small big + big small
     constexpr int CHUNK = WIDTH < 64 ? WIDTH : 64;
 #pragma unroll
     for (int r = 0; r < ROWS; r++)
 #pragma unroll
-      for (int c = 0; c < N / LANES; c++) scores[r][c] = cross[r][c] = 0.0f;
+      for (int c = 0; c < N / LANES; c++) scores[r][c] = 0.0f;
     const float* a_lane = a + place(lane() / 4) * STRIDE + lane() % 4 * 4;
     const float* b_lane = b + place(lane() / 4) * STRIDE + lane() % 4 * 4;
 #pragma unroll 1
@@ -262,33 +517,25 @@ struct Product {
         for (int c = 0; c < N / LANES; c++) sums[r][c] = 0.0f;
 #pragma unroll 2
       for (int d = first; d < first + CHUNK && d < WIDTH; d += 16) {
-        float a_big[TW_BLOCKS][2][4], a_small[TW_BLOCKS][2][4];  // [block][step of 8 dims][fragment]
+        float left[TW_BLOCKS][2][4];  // [block][step of 8 dims][fragment]
 #pragma unroll
         for (int m = 0; m < TW_BLOCKS; m++)
 #pragma unroll
           for (int half = 0; half < 2; half++) {
-            float4 x = *reinterpret_cast<const float4*>(a_lane + (m * 16 + half * 8) * STRIDE + d);
-            split(x.x, a_big[m][0][half], a_small[m][0][half]);
-            split(x.y, a_big[m][0][half + 2], a_small[m][0][half + 2]);
-            split(x.z, a_big[m][1][half], a_small[m][1][half]);
-            split(x.w, a_big[m][1][half + 2], a_small[m][1][half + 2]);
+            float x[4];
+            load_rounded(x, a_lane + (m * 16 + half * 8) * STRIDE + d);
+#pragma unroll
+            for (int i = 0; i < 4; i++) left[m][i / 2][half + i % 2 * 2] = x[i];
           }
 #pragma unroll
         for (int n = 0; n < N / 8; n++) {
-          float4 x = *reinterpret_cast<const float4*>(b_lane + n * 8 * STRIDE + d);
-          float big[4], small[4];
-          split(x.x, big[0], small[0]);
-          split(x.y, big[1], small[1]);
-          split(x.z, big[2], small[2]);
-          split(x.w, big[3], small[3]);
+          float x[4];
+          load_rounded(x, b_lane + n * 8 * STRIDE + d);
 #pragma unroll
           for (int step = 0; step < 2; step++)
 #pragma unroll
-            for (int m = 0; m < TW_BLOCKS; m++) {
-              add_product(cross, m, n, a_small[m][step], big[2 * step], big[2 * step + 1], TW_PRODUCTS == 3);
-              add_product(sums, m, n, a_big[m][step], big[2 * step], big[2 * step + 1], true);
-              add_product(cross, m, n, a_big[m][step], small[2 * step], small[2 * step + 1], TW_PRODUCTS == 3);
-            }
+            for (int m = 0; m < TW_BLOCKS; m++)
+              add_product(sums, m, n, left[m][step], x[2 * step], x[2 * step + 1]);
         }
       }
 #pragma unroll
@@ -296,66 +543,48 @@ struct Product {
 #pragma unroll
         for (int c = 0; c < N / LANES; c++) scores[r][c] += sums[r][c];
     }
-#pragma unroll
-    for (int r = 0; r < ROWS; r++)
-#pragma unroll
-      for (int c = 0; c < N / LANES; c++) scores[r][c] += cross[r][c];
   }
 
   // sums = sums * decay + tile columns. What a thread holds of a tile of scores is just what it has to hand to the
   // tensor core as the left operand.
-  template <int N, int WIDTH, int STRIDE>
+  template <int N, int WIDTH, int STRIDE, bool ARE_PROBS>
   static TW_DEVICE void tile_by_columns(float (&sums)[ROWS][WIDTH / LANES], const float (&decay)[ROWS],
-                                        const float (&tile)[ROWS][N / LANES], const float* columns, float*) {
+                                        const float (&tile)[ROWS][N / LANES], const float* columns, float (&)[ROWS],
+                                        float*) {
     static_assert(WIDTH % 32 == 0, "columns come in groups of 32");
-    float big[ROWS][N / LANES], small[ROWS][N / LANES];
+    float rounded[ROWS][N / LANES];
 #pragma unroll
     for (int r = 0; r < ROWS; r++)
 #pragma unroll
-      for (int c = 0; c < N / LANES; c++) split(tile[r][c], big[r][c], small[r][c]);
+      for (int c = 0; c < N / LANES; c++) rounded[r][c] = nearest_tf32(tile[r][c]);
     const float* lane_row = columns + lane() / 4 * 4;
 #pragma unroll
     for (int group = 0; group < WIDTH / 32; group++) {
-      float part[ROWS][8], cross[ROWS][8];  // [2 i + h]: column i of quad h
+      float part[ROWS][8];  // [2 i + h]: column i of quad h
 #pragma unroll
       for (int r = 0; r < ROWS; r++)
 #pragma unroll
-        for (int e = 0; e < 8; e++) part[r][e] = cross[r][e] = 0.0f;
+        for (int e = 0; e < 8; e++) part[r][e] = 0.0f;
 #pragma unroll
       for (int n = 0; n < N / 8; n++) {
-        float b_big[2][4], b_small[2][4];
+        float x[2][4];
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-          int row = n * 8 + place(lane() % 4 * 2 + half);
-          float4 x = *reinterpret_cast<const float4*>(lane_row + row * STRIDE + group * 32);
-          split(x.x, b_big[half][0], b_small[half][0]);
-          split(x.y, b_big[half][1], b_small[half][1]);
-          split(x.z, b_big[half][2], b_small[half][2]);
-          split(x.w, b_big[half][3], b_small[half][3]);
-        }
+        for (int half = 0; half < 2; half++)
+          load_rounded(x[half], lane_row + (n * 8 + place(lane() % 4 * 2 + half)) * STRIDE + group * 32);
 #pragma unroll
         for (int m = 0; m < TW_BLOCKS; m++) {
-          float a_big[4], a_small[4];  // rows g and g + 8 of column place(2c), then of place(2c + 1)
+          float left[4];  // rows g and g + 8 of column place(2c), then of place(2c + 1)
 #pragma unroll
-          for (int f = 0; f < 4; f++) {
-            a_big[f] = big[2 * m + f % 2][2 * n + f / 2];
-            a_small[f] = small[2 * m + f % 2][2 * n + f / 2];
-          }
+          for (int f = 0; f < 4; f++) left[f] = rounded[2 * m + f % 2][2 * n + f / 2];
 #pragma unroll
-          for (int i = 0; i < 4; i++) {  // the i-th of each lane's quads of columns
-            add_product(cross, m, i, a_small, b_big[0][i], b_big[1][i], TW_PRODUCTS == 3);
-            add_product(part, m, i, a_big, b_big[0][i], b_big[1][i], true);
-            add_product(cross, m, i, a_big, b_small[0][i], b_small[1][i], TW_PRODUCTS == 3);
-          }
+          for (int i = 0; i < 4; i++) add_product(part, m, i, left, x[0][i], x[1][i]);  // i-th of each lane's quads
         }
       }
 #pragma unroll
       for (int r = 0; r < ROWS; r++)
 #pragma unroll
-        for (int e = 0; e < 8; e++) {
-          int own = e % 4 * 2 + e / 4;
-          sums[r][group * 8 + e] = sums[r][group * 8 + e] * decay[r] + (part[r][own] + cross[r][own]);
-        }
+        for (int e = 0; e < 8; e++)
+          sums[r][group * 8 + e] = sums[r][group * 8 + e] * decay[r] + part[r][e % 4 * 2 + e / 4];
     }
   }
 };
@@ -366,6 +595,7 @@ struct Product {
 // thread owns TW_BLOCKS rows, 4 apart, so that each number loaded from shared memory serves several products.
 struct Product {
   static constexpr int LANES = 8, ROWS = TW_BLOCKS, OWN = 4 * TW_BLOCKS, PAD = 4;
+  static constexpr float UNIT = 1.0f;
   static constexpr int SCRATCH_STRIDE = TW_OTHERS + 4, SCRATCH = OWN * SCRATCH_STRIDE;  // floats a warp
   static constexpr int GROUPS = 16 / ROWS;
 
@@ -373,6 +603,9 @@ struct Product {
   static TW_DEVICE int row_of(int r) { return r * 4 + lane() / 8; }
   static TW_DEVICE int column_of(int c) { return c * 8 + lane() % 8; }
   static TW_DEVICE int quad_of(int e) { return e / 4 * 32 + lane() % 8 * 4 + e % 4; }
+
+  template <int N, int WIDTH, int STRIDE>
+  static TW_DEVICE void prepare(float*) {}  // used as they are
 
   template <int N, int WIDTH, int STRIDE>
   static TW_DEVICE void rows_by_rows(float (&scores)[ROWS][N / LANES], const float* a, const float* b) {
@@ -402,9 +635,10 @@ struct Product {
   // The tile goes through the warp's own shared memory, for every thread needs whole rows of it. A tile's sums are added
   // to the others' at its end: 4096 keys summed one after another err by three times as much. As many columns at once
   // as 64 registers hold.
-  template <int N, int WIDTH, int STRIDE>
+  template <int N, int WIDTH, int STRIDE, bool ARE_PROBS>
   static TW_DEVICE void tile_by_columns(float (&sums)[ROWS][WIDTH / LANES], const float (&decay)[ROWS],
-                                        const float (&tile)[ROWS][N / LANES], const float* columns, float* scratch) {
+                                        const float (&tile)[ROWS][N / LANES], const float* columns, float (&)[ROWS],
+                                        float* scratch) {
     static_assert(WIDTH % 32 == 0, "columns come in groups of 32");
     synchronize_warp();
 #pragma unroll
@@ -458,12 +692,10 @@ constexpr int ROWS = Product::ROWS, LANES = Product::LANES;
 constexpr int TW_ROWS = Product::OWN * TW_WARPS;
 constexpr int STRIDE = TW_D + Product::PAD, STRIDE_V = TW_DV + Product::PAD;
 
-TW_DEVICE int warp_index() { return thread_index() / 32; }
-
-// Write the warp's rows of sums, each times its factor; rows from ``rows`` on are left alone.
+// Write the warp's rows of sums, each times its factor and its unit; rows from ``rows`` on are left alone.
 template <int WIDTH>
 TW_DEVICE void store_rows(const Tensor& tensor, float* head, const float (&sums)[ROWS][WIDTH / LANES],
-                          const float (&factor)[ROWS], int first, int rows, int width) {
+                          const float (&factor)[ROWS], const float (&unit)[ROWS], int first, int rows, int width) {
 #pragma unroll
   for (int r = 0; r < ROWS; r++) {
     int s = first + Product::row_of(r);
@@ -476,8 +708,8 @@ TW_DEVICE void store_rows(const Tensor& tensor, float* head, const float (&sums)
       // A factor of 0 stands for a row that is zero, whatever was summed.
       float4 x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
       if (factor[r] != 0.0f)
-        x = make_float4(sums[r][e] * factor[r], sums[r][e + 1] * factor[r], sums[r][e + 2] * factor[r],
-                        sums[r][e + 3] * factor[r]);
+        x = make_float4(sums[r][e] * factor[r] * unit[r], sums[r][e + 1] * factor[r] * unit[r],
+                        sums[r][e + 2] * factor[r] * unit[r], sums[r][e + 3] * factor[r] * unit[r]);
       if (width % 4 == 0) {  // our own tensors are dense: then every row begins at a multiple of 16 bytes
         *reinterpret_cast<float4*>(row + column) = x;
       } else {
@@ -516,18 +748,23 @@ TW_KERNEL attention_forward_kernel(const Call call) {
   const float scale_log2 = call.scale * LOG2E;
   int own = at.first + warp_index() * Product::OWN;  // the warp's queries
   int own_stop = least(own + Product::OWN, stop_q);
-  float sums[ROWS][TW_DV / LANES], row_max[ROWS], row_sum[ROWS];
+  float sums[ROWS][TW_DV / LANES], row_max[ROWS], row_sum[ROWS], unit[ROWS];
 #pragma unroll
   for (int r = 0; r < ROWS; r++) {
     row_max[r] = -INFINITE;
     row_sum[r] = 0.0f;
+    unit[r] = Product::UNIT;
 #pragma unroll
     for (int e = 0; e < TW_DV / LANES; e++) sums[r][e] = 0.0f;
   }
 
+  wait_for_copies();
+  Product::prepare<TW_ROWS, TW_D, STRIDE>(q);
   for (int n = from, stage = 0; n < to; n += N, stage ^= 1) {
-    const float* k = stages + stage * STAGE;
+    float* k = stages + stage * STAGE;
     wait_for_copies();
+    Product::prepare<N, TW_D, STRIDE>(k);
+    Product::prepare<N, TW_DV, STRIDE_V>(k + KEYS);
     synchronize();  // this step's tiles are here, and everybody is done with the last step's
     if (n + N < to) {
       float* next = stages + (stage ^ 1) * STAGE;
@@ -569,7 +806,7 @@ TW_KERNEL attention_forward_kernel(const Call call) {
       row_sum[r] = row_sum[r] * decay[r] + sum;
       row_max[r] = largest;
     }
-    Product::tile_by_columns<N, TW_DV, STRIDE_V>(sums, decay, scores, k + KEYS, scratch);
+    Product::tile_by_columns<N, TW_DV, STRIDE_V, true>(sums, decay, scores, k + KEYS, unit, scratch);
   }
 
   float factor[ROWS];
@@ -585,7 +822,7 @@ TW_KERNEL attention_forward_kernel(const Call call) {
       call.lse[(static_cast<long long>(at.batch) * call.hq + at.head) * call.sq + i] =
           sees_none ? -INFINITE : (multiply(row_max[r], scale_log2) + log2_exact(sum)) * LN2;
   }
-  store_rows<TW_DV>(call.out, head_of(call.out, at.batch, at.head), sums, factor, own, call.sq, call.width_v);
+  store_rows<TW_DV>(call.out, head_of(call.out, at.batch, at.head), sums, factor, unit, own, call.sq, call.width_v);
 }
 
 #endif
@@ -647,23 +884,34 @@ TW_KERNEL attention_backward_dkdv_kernel(const Call call) {
 #pragma unroll
   for (int r = 0; r < ROWS; r++) ones[r] = 1.0f;
 #if TW_DK
-  float dk[ROWS][TW_D / LANES];
+  float dk[ROWS][TW_D / LANES], unit_k[ROWS];
 #pragma unroll
   for (int r = 0; r < ROWS; r++)
 #pragma unroll
     for (int e = 0; e < TW_D / LANES; e++) dk[r][e] = 0.0f;
+#pragma unroll
+  for (int r = 0; r < ROWS; r++) unit_k[r] = Product::UNIT;
 #endif
 #if TW_DV_SUM
-  float dv[ROWS][TW_DV / LANES];
+  float dv[ROWS][TW_DV / LANES], unit_v[ROWS];
 #pragma unroll
   for (int r = 0; r < ROWS; r++)
 #pragma unroll
     for (int e = 0; e < TW_DV / LANES; e++) dv[r][e] = 0.0f;
+#pragma unroll
+  for (int r = 0; r < ROWS; r++) unit_v[r] = Product::UNIT;
 #endif
 
   for (int step = 0; step <= steps * call.group; step++) {  // step 0 loads only
     if (step > 0) {
+      float* arrived = stages + (step - 1) % 2 * STAGE;
       wait_for_copies();
+      if (step == 1) {
+        Product::prepare<TW_ROWS, TW_D, STRIDE>(k);
+        Product::prepare<TW_ROWS, TW_DV, STRIDE_V>(v);
+      }
+      Product::prepare<N, TW_D, STRIDE>(arrived);
+      Product::prepare<N, TW_DV, STRIDE_V>(arrived + QUERIES);
       synchronize();
     }
     if (step < steps * call.group) {
@@ -696,7 +944,7 @@ TW_KERNEL attention_backward_dkdv_kernel(const Call call) {
       }
     }
 #if TW_DV_SUM
-    Product::tile_by_columns<N, TW_DV, STRIDE_V>(dv, ones, probs, dout, scratch);
+    Product::tile_by_columns<N, TW_DV, STRIDE_V, false>(dv, ones, probs, dout, unit_v, scratch);
 #endif
 #if TW_DK
     float dscores[ROWS][N / LANES];
@@ -708,7 +956,7 @@ TW_KERNEL attention_backward_dkdv_kernel(const Call call) {
         float difference = dscores[r][c] - delta[Product::column_of(c)];
         dscores[r][c] = probs[r][c] == 0.0f ? 0.0f : probs[r][c] * difference;
       }
-    Product::tile_by_columns<N, TW_D, STRIDE>(dk, ones, dscores, q, scratch);
+    Product::tile_by_columns<N, TW_D, STRIDE, false>(dk, ones, dscores, q, unit_k, scratch);
 #endif
   }
 
@@ -716,12 +964,12 @@ TW_KERNEL attention_backward_dkdv_kernel(const Call call) {
 #pragma unroll
   for (int r = 0; r < ROWS; r++) factor[r] = own + Product::row_of(r) < stop_k && steps ? 1.0f : 0.0f;
 #if TW_DV_SUM
-  store_rows<TW_DV>(call.dv, head_of(call.dv, at.batch, at.head), dv, factor, own, call.sk, call.width_v);
+  store_rows<TW_DV>(call.dv, head_of(call.dv, at.batch, at.head), dv, factor, unit_v, own, call.sk, call.width_v);
 #endif
 #if TW_DK
 #pragma unroll
   for (int r = 0; r < ROWS; r++) factor[r] *= call.scale;
-  store_rows<TW_D>(call.dk, head_of(call.dk, at.batch, at.head), dk, factor, own, call.sk, call.width);
+  store_rows<TW_D>(call.dk, head_of(call.dk, at.batch, at.head), dk, factor, unit_k, own, call.sk, call.width);
 #endif
 }
 
@@ -755,7 +1003,7 @@ TW_KERNEL attention_backward_dq_kernel(const Call call) {
   load_tile<N, TW_DV, STRIDE_V>(stages + KEYS, call.v, v_head, from, from, to, call.width_v);
 
   const float scale_log2 = call.scale * LOG2E;
-  float sums[ROWS][TW_D / LANES], ones[ROWS], lse_log2[ROWS], delta[ROWS];
+  float sums[ROWS][TW_D / LANES], ones[ROWS], lse_log2[ROWS], delta[ROWS], unit[ROWS];
 #pragma unroll
   for (int r = 0; r < ROWS; r++) {
     int i = own + Product::row_of(r);
@@ -764,13 +1012,19 @@ TW_KERNEL attention_backward_dq_kernel(const Call call) {
     lse_log2[r] = inside ? multiply(call.lse[row], LOG2E) : INFINITE;
     delta[r] = inside ? call.delta[row] : 0.0f;
     ones[r] = 1.0f;
+    unit[r] = Product::UNIT;
 #pragma unroll
     for (int e = 0; e < TW_D / LANES; e++) sums[r][e] = 0.0f;
   }
 
+  wait_for_copies();
+  Product::prepare<TW_ROWS, TW_D, STRIDE>(q);
+  Product::prepare<TW_ROWS, TW_DV, STRIDE_V>(dout);
   for (int n = from, stage = 0; n < to; n += N, stage ^= 1) {
-    const float* k = stages + stage * STAGE;
+    float* k = stages + stage * STAGE;
     wait_for_copies();
+    Product::prepare<N, TW_D, STRIDE>(k);
+    Product::prepare<N, TW_DV, STRIDE_V>(k + KEYS);
     synchronize();
     if (n + N < to) {
       float* next = stages + (stage ^ 1) * STAGE;
@@ -792,7 +1046,7 @@ TW_KERNEL attention_backward_dq_kernel(const Call call) {
         float prob = hidden ? 0.0f : prob_of(probs[r][c], scale_log2, lse_log2[r]);
         dscores[r][c] = prob == 0.0f ? 0.0f : prob * (dscores[r][c] - delta[r]);
       }
-    Product::tile_by_columns<N, TW_D, STRIDE>(sums, ones, dscores, k, scratch);
+    Product::tile_by_columns<N, TW_D, STRIDE, false>(sums, ones, dscores, k, unit, scratch);
   }
 
   float factor[ROWS];
@@ -801,7 +1055,7 @@ TW_KERNEL attention_backward_dq_kernel(const Call call) {
     int i = own + Product::row_of(r);
     factor[r] = seen_from <= i && i < seen_to ? call.scale : 0.0f;
   }
-  store_rows<TW_D>(call.dq, head_of(call.dq, at.batch, at.head), sums, factor, own, call.sq, call.width);
+  store_rows<TW_D>(call.dq, head_of(call.dq, at.batch, at.head), sums, factor, unit, own, call.sq, call.width);
 }
 
 #endif

@@ -9,6 +9,7 @@ import ctypes
 import hashlib
 import os
 import tempfile
+import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,12 +29,15 @@ _MAKES = {"forward": ("TW_FORWARD",), "delta": ("TW_DELTA",), "dkdv": ("TW_DK", 
           "dv": ("TW_DV_SUM",), "dq": ("TW_DQ",)}
 
 
+_thread = threading.local()  # has_context: whether this thread is known to have one
+
+
 class ProgramShape(Protocol):
     """What a kernel reads of its config (tilewise.tuning.cuda)."""
 
     @property
     def products(self) -> int:
-        """TF32 products that make a product; 0 = FMA pipes."""
+        """How many on tensor cores make a product: 3 of halves, or 1 of TF32; 0 = FMA pipes."""
 
     @property
     def blocks(self) -> int:
@@ -167,6 +171,16 @@ def load(program: Program, arch: str, device: int, shared_bytes: int) -> Callabl
             raise RuntimeError(f"{program.name}: {driver.cuGetErrorString(error)[1].decode()}")
         return values[0] if values else None
 
+    def enter() -> None:
+        """Make the device's context current where there is none: in a thread that has not called the runtime yet.
+
+        Autograd's threads are such. The context is held once for each of them; it is torch's, and lasts as long.
+        """
+        if not int(checked(driver.cuCtxGetCurrent())):
+            checked(driver.cuCtxSetCurrent(checked(driver.cuDevicePrimaryCtxRetain(device))))
+        _thread.has_context = True
+
+    enter()
     module = checked(driver.cuModuleLoadData(machine_code(program, arch)))
     function = checked(driver.cuModuleGetFunction(module, program.name.encode()))
     attribute = driver.CUfunction_attribute
@@ -177,6 +191,8 @@ def load(program: Program, arch: str, device: int, shared_bytes: int) -> Callabl
     enqueue, threads = driver.cuLaunchKernel, 32 * program.config.warps
 
     def launch(call: Call, programs: int) -> None:
+        if not getattr(_thread, "has_context", False):
+            enter()
         # The driver copies the argument before it returns.
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(call))
         stream = torch.cuda.current_stream(device).cuda_stream

@@ -186,15 +186,13 @@ def plain_strides(sizes: Sizes, strides: Sizes) -> Sizes:
             1 if sizes[3] == 1 else strides[3])
 
 
-def lse_like(lse: torch.Tensor, problem: AttentionProblem) -> torch.Tensor:
-    """Return an empty tensor as a graph has the core's lse: contiguous, of packed sequences with the heads innermost.
+def lse_layout(problem: AttentionProblem) -> tuple[Sizes, Sizes]:
+    """Shape and strides of the core's lse in a graph: contiguous, of packed sequences with the heads innermost.
 
     Before 9.26 cuDNN writes and reads the first of a batch entry alone, and packed sequences go by their rows.
     """
-    b, h, length = *lse.shape[:2], len(core_of(problem).queries)
-    if problem.sequences.packed is None:
-        return lse.new_empty(b, h, length)
-    return lse.new_empty(b, length, h).transpose(1, 2)
+    b, h, length = problem.b, problem.hq, len(core_of(problem).queries)
+    return (b, h, length), (h * length, length, 1) if problem.sequences.packed is None else (h * length, 1, h)
 
 
 def dense(sizes: Sizes, step: int = 1) -> Sizes:

@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from tilewise.kernels.cudnn.description import BORDERS_DTYPE, Borders, Description, Port
+from tilewise.kernels.cudnn.direct import direct_run
 from tilewise.kernels.cudnn.library import frontend, handle_of
 
 _Value = TypeVar("_Value")
@@ -36,6 +37,7 @@ class Graph:
         self._numbers = numbers
         self._running = threading.Lock()  # the front end fills its graph's own list of addresses
         self.workspace: int = self._built.get_workspace_size()
+        self._direct = direct_run(self._built, numbers)
 
     def __call__(self, tensors: Mapping[str | Borders, torch.Tensor]) -> None:
         """Enqueue it on the current stream of its device, which must be current.
@@ -45,9 +47,14 @@ class Graph:
         if torch.cuda.is_current_stream_capturing():
             _captured.add(self)
         workspace = torch.empty(self.workspace, dtype=torch.uint8, device=self._device)
+        handle = handle_of(self._device)
+        if self._direct is not None:
+            with self._running:
+                self._direct(tensors, workspace, handle)
+            return
         pack = {self._numbers[name]: tensor for name, tensor in tensors.items()}
         with self._running:
-            self._built.execute(pack, workspace, handle=handle_of(self._device))
+            self._built.execute(pack, workspace, handle=handle)
 
 
 def express(description: Description, cudnn: Any, handle: Any) -> tuple[Any, dict[str | Borders, int]]:

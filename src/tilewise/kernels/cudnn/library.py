@@ -41,5 +41,13 @@ def handle_of(device: torch.device) -> Any:
     index = torch.cuda.current_device() if device.index is None else device.index
     if index not in held:
         held[index] = frontend().create_handle()
-    frontend().set_stream(held[index], torch.cuda.current_stream(device).cuda_stream)
+    frontend().set_stream(held[index], stream_of(index))
     return held[index]
+
+
+def stream_of(index: int) -> int:
+    """Return the address of the stream that is current on a device.
+
+    As Triton's launches ask for it: torch.cuda.current_stream makes an object of it first, at every call.
+    """
+    return int(torch._C._cuda_getCurrentRawStream(index))
