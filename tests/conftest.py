@@ -1,7 +1,8 @@
-"""Settings that every test shares: the device, poisoned memory, the backends, hypothesis' budget."""
+"""Settings that every test shares: the device, poisoned memory, the backends, the interpreter, hypothesis' budget."""
 
 import functools
 import os
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -56,6 +57,18 @@ def poisoned_memory():
     with pytest.MonkeyPatch.context() as patch:
         for owner, name in allocators:
             patch.setattr(owner, name, _poisoned(getattr(owner, name)))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_interpreter():
+    if os.environ.get("TRITON_INTERPRET") != "1" or find_spec("triton") is None:
+        yield
+        return
+    from interpreter import patch_once_a_launch
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch_once_a_launch(patch)
         yield
 
 

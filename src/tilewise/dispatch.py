@@ -49,7 +49,8 @@ def order(problem: AttentionProblem, tf32: bool | None = None) -> tuple[str, ...
 
     On GPUs, ``prefers_gluon`` says what is worth gluon's launch, the dearer one. The float32 kernels of cuda come
     first on Hopper GPUs: they were 2.8 times as fast as triton's on an H200 at least (docs/float32.md). They come
-    behind where they have not been timed: on other GPUs, and where TF32 is allowed, so that both make one product.
+    behind where they have not been timed: on other GPUs, at head dims above 128, and where TF32 is allowed, so that
+    both make one product.
     """
     if problem.device.type != "cpu":
         first: tuple[str, ...] = ("gluon", "triton") if prefers_gluon(problem) else ("triton", "gluon")
@@ -62,9 +63,12 @@ def order(problem: AttentionProblem, tf32: bool | None = None) -> tuple[str, ...
     return (*first, "triton", "gluon", "cuda", "cuda_ieee")
 
 
+_WIDEST_TIMED = 128  # head dim at which cuda's kernels were timed beside triton's
+
+
 def _prefers_cuda(problem: AttentionProblem, tf32: bool) -> bool:
     return (problem.dtype is torch.float32 and not tf32 and problem.device.type == "cuda"
-            and device_spec(problem.device).arch == "sm_90")
+            and max(problem.d, problem.dv) <= _WIDEST_TIMED and device_spec(problem.device).arch == "sm_90")
 
 
 @cache

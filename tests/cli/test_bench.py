@@ -137,7 +137,8 @@ def test_a_provider_that_was_asked_for_by_name_has_its_rows_even_if_it_takes_not
     assert {row["status"] for row in finished.json["rows"]} == {"refused"}
 
 
-def test_the_host_mode_gives_three_calls_a_provider(run, tmp_path):
+def test_the_host_mode_gives_three_calls_a_provider(run, tmp_path, monkeypatch):
+    monkeypatch.setattr("tilewise.bench.host._CALLS", 10)
     finished = run("bench", "--host", "--providers", "tilewise,sdpa_flash", "--device", "cpu", "--out", tmp_path,
                    "--json")
     assert [(row["provider"], row["direction"]) for row in finished.json["rows"]] == [

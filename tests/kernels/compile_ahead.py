@@ -1,7 +1,7 @@
 """Compile the kernels for a GPU that is not here, and read what the compiler made of them.
 
 Run as a script: Triton decides at import whether it interprets, and its version is chosen by PYTHONPATH, so the tests
-start a process per Triton version. Reads a JSON list of requests on standard input, prints one JSON row a line.
+start a process per Triton version. Reads a request in JSON a line, answers each with a row in JSON a line.
 """
 
 import contextlib
@@ -170,7 +170,9 @@ def compile_for(request):
     driver.set_active(CompileOnlyDriver(TARGETS[request["arch"]]))
     compiled = launch.kernel.warmup(*launch.arguments(tensors), *launch.scalars, grid=launch.grid, **launch.options)
     row = facts_of(request, compiled, spec) | {"expected": 0 if config is None else config.shared_bytes(problem)}
-    return row | (amd_report(compiled) if request["arch"].startswith("gfx") else nvidia_report(compiled))
+    if request["arch"].startswith("gfx"):
+        return row | amd_report(compiled)
+    return row | nvidia_report(compiled, sass_of(compiled))
 
 
 def compile_hopper(request):
@@ -191,10 +193,10 @@ def compile_hopper(request):
     driver.set_active(CompileOnlyDriver(TARGETS["sm_90"]))
     with contextlib.redirect_stdout(io.StringIO()) as log:
         compiled = launch.kernel.warmup(*arguments, *launch.scalars, grid=launch.grid, **OPTIONS)
-    row, sass, ptx = facts_of(request, compiled, spec), sass_of(compiled), compiled.asm["ptx"]
+    sass, ptx = sass_of(compiled), compiled.asm["ptx"]
     waits = {"acquire": ptx.count("ld.acquire.gpu"), "release": ptx.count("st.release.gpu"),
              "complete": len(re.findall(r"cp\.async\.bulk\.wait_group\s+0;", ptx))}
-    return row | nvidia_report(compiled) | waits | {
+    return facts_of(request, compiled, spec) | nvidia_report(compiled, sass) | waits | {
         "planned": config.shared_bytes(problem), "log": log.getvalue(), "threads": 32 * compiled.metadata.num_warps,
         "unset": possibly_unset(sass), "strays": stray_descriptors(sass),
         "philox": sass.count("IMAD.WIDE.U32")}
@@ -205,8 +207,8 @@ def facts_of(request, compiled, spec):
                       "loads": compiled.asm["ttir"].count("tt.load ")}
 
 
-def nvidia_report(compiled):
-    usage, sass = _of_cubin(compiled, "cuobjdump", "--dump-resource-usage"), sass_of(compiled)
+def nvidia_report(compiled, sass):
+    usage = _of_cubin(compiled, "cuobjdump", "--dump-resource-usage")
     registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
     names = ("HGMMA", "HMMA", "UTCHMMA", "LDL", "STL", "UTMALDG", "UTMASTG", "UTMAREDG", "REDG", "WARPGROUP.ARRIVE")
     counts = {name.lower(): len(re.findall(rf"\b{name}\b", sass)) for name in names}
@@ -236,6 +238,6 @@ def _tool(name, *arguments):
 
 
 if __name__ == "__main__":
-    for wanted in json.load(sys.stdin):
+    for wanted in map(json.loads, sys.stdin):
         compile_one = compile_hopper if wanted["kernel"].startswith("hopper") else compile_for
         print(json.dumps(compile_one(wanted)), flush=True)

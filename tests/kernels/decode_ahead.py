@@ -71,11 +71,12 @@ def compile_decode(request):
         return row | amd_report(compiled)
     row["waits"], row["lets"] = (compiled.asm["ptx"].count(f"griddepcontrol.{name}")
                                  for name in ("wait", "launch_dependents"))
-    copies = re.findall(r"\bLDGSTS\S*", sass_of(compiled))
-    return row | nvidia_report(compiled) | {"copies": len(copies),
+    sass = sass_of(compiled)
+    copies = re.findall(r"\bLDGSTS\S*", sass)
+    return row | nvidia_report(compiled, sass) | {"copies": len(copies),
                                             "narrow": sum(not copy.endswith(".128") for copy in copies)}
 
 
 if __name__ == "__main__":
-    for wanted in json.load(sys.stdin):
+    for wanted in map(json.loads, sys.stdin):
         print(json.dumps(compile_decode(wanted)), flush=True)

@@ -108,5 +108,5 @@ def launches(request):
 
 
 if __name__ == "__main__":
-    for wanted in json.load(sys.stdin):
+    for wanted in map(json.loads, sys.stdin):
         print(json.dumps(launches(wanted)), flush=True)

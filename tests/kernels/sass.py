@@ -10,6 +10,8 @@ takes for writing its first operand and reading the rest.
 """
 
 import re
+from collections import Counter
+from itertools import chain
 
 _REGISTER = re.compile(r"(?<![A-Z0-9_])(UR|R|UP|P)(\d+)")
 _WORDS = {"64": 2, "128": 4}
@@ -55,10 +57,13 @@ def stray_descriptors(sass):
     watched = set().union(*products.values())
     watched |= {copy[3] for copy in copies if copy and copy[2] in watched}
     watched |= {copy[3] for copy in copies if copy and copy[2] in watched}  # from where it was saved
+    written = [watched & effect[1] for effect in effects]
 
     def step(index, known):
+        if not written[index]:
+            return known
         copy, after = copies[index], dict(known)
-        for register in watched & effects[index][1]:
+        for register in written[index]:
             kept = known[register] if code[index].startswith("@") else frozenset()
             after[register] = kept | (known[copy[3]] if copy and copy[3] in watched else {index})
         return after
@@ -76,12 +81,15 @@ def _reaching(successors, start, step, join):
     """What is known before each instruction, joined over all paths that lead there; None where none does."""
     before = [None] * len(successors)
     before[0] = start
+    ways_in = Counter([0, *chain.from_iterable(map(set, successors))])
     waiting = [0]
     while waiting:
         index = waiting.pop()
         after = step(index, before[index])
         for successor in successors[index]:
-            known = after if before[successor] is None else join(before[successor], after)
+            # Most instructions follow one other alone, and nothing is joined there.
+            first = ways_in[successor] == 1 or before[successor] is None
+            known = after if first else join(before[successor], after)
             if known != before[successor]:
                 before[successor] = known
                 waiting.append(successor)

@@ -1,12 +1,17 @@
-"""Every Triton kernel compiles for every target on both ends of the Triton range and between, without a device.
+"""Every Triton kernel compiles for every target on both ends of the Triton range, without a device.
+
+On the installed version, which is between, do so those without options, of every head dim, those in float32 and those
+with all options. The ends share what options change: see shared_by_ends.
 
 Bounds on spills are in bytes of stack a thread. On sm_90 the kernels through descriptors, which long sequences take,
 need 176 at most (3.6.0); the high ceiling is for those through pointers.
 """
 
+from itertools import product
+
 import pytest
 
-from kernels.compile_process import INSTALLED, VERSIONS, compile_all
+from kernels.compile_process import ENDS, INSTALLED, VERSIONS, compile_all
 
 pytestmark = pytest.mark.aot
 
@@ -23,6 +28,14 @@ OPTIONS_SPILL_BOUND = {"sm_80": 768, "sm_90": 1536, "sm_100": 1536, "gfx942": 64
 FUNCTIONS_SPILL_BOUND_3_6 = {"sm_100": 1792}
 WIDE_SPILL_BOUND = {"sm_80": 64, "sm_90": 1024, "sm_100": 768, "gfx942": 64}  # at width 512, and with a tail
 SPILL_BOUND = {"sm_80": 128, "sm_90": 768, "sm_100": 768, "gfx942": 0}
+
+
+def shared_by_ends(kinds, version, arch):
+    """Return every second kind: of an architecture the other end of the range has the rest, of the next it has these.
+
+    So each kind is compiled for each architecture, and with each version.
+    """
+    return list(kinds)[(ENDS.index(version) + ARCHS.index(arch)) % 2::2]
 
 
 def requests(arch, dims):
@@ -49,13 +62,13 @@ def test_float32_kernels_compile_within_shared_memory(arch):
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("version", ENDS)
 def test_kernels_of_wide_heads_compile_within_registers_and_shared_memory(version, arch):
     """Tiles of 512, and past that a second one: where the accumulators of the narrower heads' tiles would not fit."""
     wanted = [{"arch": arch, "kernel": kernel, "d": d, "dv": 512, "dtype": "bfloat16", "mask": MASKS["causal"],
-               "descriptors": False}
-              for d in ((512, 576) if version == INSTALLED else (576,)) for kernel in ("forward", "dk", "dv", "dq")]
+               "descriptors": False} for kernel in ("forward", "dk", "dv", "dq") for d in (512, 576)]
     wanted += [wanted[-1] | {"kernel": "delta"}, wanted[-1] | {"kernel": "dbias", "options": ["bias"]}]
+    wanted = shared_by_ends(wanted, version, arch)
     rows = compile_all(version, wanted)
     assert len(rows) == len(wanted)
     for row in rows:
@@ -67,13 +80,13 @@ def test_kernels_of_wide_heads_compile_within_registers_and_shared_memory(versio
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("version", ENDS)
 def test_kernels_of_lengths_documents_and_tile_lists_compile_within_shared_memory(version, arch):
+    masks = ([None, 0, "bottom_right"], [63, 0, "bottom_right", 7, 5, 1024])
+    kinds = product(masks, (PACKED, DOCUMENTS, TILED, PADDED + DOCUMENTS + ["sinks"]))
     wanted = [{"arch": arch, "kernel": kernel, "d": 128, "dtype": "bfloat16", "mask": mask,
                "descriptors": arch == "sm_90" and kernel != "delta", "options": names}
-              for mask in ([None, 0, "bottom_right"], [63, 0, "bottom_right", 7, 5, 1024])
-              for names in (PACKED, DOCUMENTS, TILED, PADDED + DOCUMENTS + ["sinks"])
-              for kernel in ("forward", "dkdv", "dq", "delta")]
+              for mask, names in shared_by_ends(kinds, version, arch) for kernel in ("forward", "dkdv", "dq", "delta")]
     rows = compile_all(version, wanted)
     assert len(rows) == len(wanted)
     for row in rows:
@@ -82,12 +95,13 @@ def test_kernels_of_lengths_documents_and_tile_lists_compile_within_shared_memor
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("version", ENDS)
 def test_the_kernels_of_blank_rows_and_lengths_compile_without_a_spill(version, arch):
+    kinds = product((64, 256), ([63, 0, "bottom_right"], [None, None, None]), (PACKED, [*PADDED, "sinks"]))
     wanted = [{"arch": arch, "kernel": kernel, "d": d, "dtype": "bfloat16", "mask": mask, "descriptors": False,
                "options": names}
-              for d in (64, 256) for mask in ([63, 0, "bottom_right"], [None, None, None])
-              for names in (PACKED, [*PADDED, "sinks"]) for kernel in ("blank_out", "blank_gradients", "lengths")]
+              for d, mask, names in shared_by_ends(kinds, version, arch)
+              for kernel in ("blank_out", "blank_gradients", "lengths")]
     rows = compile_all(version, wanted)
     assert len(rows) == len(wanted)
     for row in rows:
@@ -95,13 +109,13 @@ def test_the_kernels_of_blank_rows_and_lengths_compile_without_a_spill(version, 
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("version", ENDS)
 def test_kernels_with_functions_of_the_users_own_compile_within_shared_memory(version, arch):
     """Functions are arguments inside of tuples, which no other option has. With all the others some kernels spill."""
     wanted = [{"arch": arch, "kernel": kernel, "d": 128, "dtype": "bfloat16", "mask": MASKS["causal"],
                "descriptors": arch == "sm_90" and kernel != "delta", "options": options}
-              for options in (["score:relative"], ["score:damped"], ["mask:chosen"],
-                              ["score:damped", "mask:dilated", *OPTIONS])
+              for options in shared_by_ends((["score:relative"], ["score:damped"], ["mask:chosen"],
+                                             ["score:damped", "mask:dilated", *OPTIONS]), version, arch)
               for kernel in ("forward", "dkdv", "dq", "delta", "dbias") if kernel != "dbias" or "bias" in options]
     rows = compile_all(version, wanted)
     assert len(rows) == len(wanted)
@@ -119,8 +133,8 @@ def test_kernels_with_every_option_compile_within_shared_memory(version, arch):
     wanted = [{"arch": arch, "kernel": kernel, "d": 128, "dtype": "bfloat16", "mask": MASKS["causal"],
                "descriptors": arch == "sm_90", "options": OPTIONS}
               for kernel in ("forward", "dkdv", "dq", "dbias")]
-    # Alone too: a field that is absent and one that is there were once mistaken for one another.
-    wanted += [wanted[0] | {"options": [name]} for name in OPTIONS]
+    if version in ENDS:  # alone too: a field that is absent and one that is there were once mistaken for one another
+        wanted += [wanted[0] | {"options": [name]} for name in shared_by_ends(OPTIONS, version, arch)]
     rows = compile_all(version, wanted)
     assert len(rows) == len(wanted)
     for row in rows:
@@ -129,13 +143,14 @@ def test_kernels_with_every_option_compile_within_shared_memory(version, arch):
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("version", ENDS)
 def test_kernels_that_make_a_bias_gradient_beside_dq_compile_within_shared_memory(version, arch):
     wanted = [{"arch": arch, "kernel": kernel, "d": 128, "dtype": "bfloat16", "mask": MASKS["causal"],
                "descriptors": arch == "sm_90", "options": options}
-              for kernel, options in (("dq_alone", ["bias"]), ("dq_first_of_1", ["bias"]), ("dq_next_of_1", ["bias"]),
-                                      ("dq_last_of_1", ["bias"]), ("dq_last_of_1", OPTIONS),
-                                      ("dq_alone", ["bias", *PACKED]), ("dq_next_of_1", ["bias", *TILED]))]
+              for kernel, options in shared_by_ends((
+                  ("dq_alone", ["bias"]), ("dq_first_of_1", ["bias"]), ("dq_next_of_1", ["bias"]),
+                  ("dq_last_of_1", ["bias"]), ("dq_last_of_1", OPTIONS), ("dq_alone", ["bias", *PACKED]),
+                  ("dq_next_of_1", ["bias", *TILED])), version, arch)]
     rows = compile_all(version, wanted)
     assert len(rows) == len(wanted)
     for row in rows:
@@ -180,12 +195,12 @@ def test_three_programs_of_dbias_share_a_multiprocessor_and_read_their_bias_once
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("version", ENDS)
 def test_dropout_draws_where_the_scores_are(version, arch):
     """Shared memory is that of the tiles: draws once came in another layout, and went through it in every step."""
     wanted = [{"arch": arch, "kernel": kernel, "d": d, "dtype": "bfloat16", "mask": MASKS["causal"],
                "descriptors": arch == "sm_90", "options": ["seed"]}
-              for d in (64, 128) for kernel in ("forward", "dkdv", "dq")]
+              for d, kernel in shared_by_ends(product((64, 128), ("forward", "dkdv", "dq")), version, arch)]
     rows = compile_all(version, wanted)
     assert len(rows) == len(wanted)
     for row in rows:

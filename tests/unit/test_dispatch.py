@@ -174,6 +174,12 @@ def test_cuda_is_asked_first_where_its_float32_kernels_were_timed_to_be_faster(m
         assert dispatch.order(side) == (*asked, "cuda_ieee", "torch", "reference")
 
 
+@pytest.mark.parametrize(("d", "dv", "first"), [(128, 128, "cuda"), (136, 64, "triton"), (64, 136, "triton")])
+def test_cuda_is_asked_first_at_the_head_dims_that_were_timed(monkeypatch, tf32, d, dv, first):
+    tf32(False)
+    assert dispatch.order(_on_gpu(monkeypatch, "sm_90", dtype=torch.float32, d=d, dv=dv))[0] == first
+
+
 def test_choice_follows_torchs_tf32_setting_from_call_to_call(monkeypatch, tf32):
     problem = _on_gpu(monkeypatch, "sm_90", sq=9)
     for name in BACKENDS:
