@@ -35,7 +35,7 @@ from tilewise.scores import FunctionFacts, OperandFacts, Operands, ScoreOptions
 from tilewise.sequences import Sequences
 from tilewise.tuning.configs import HopperBackwardConfig
 from tilewise.tuning.device import DeviceSpec
-from tilewise.tuning.heuristics import delta_config, hopper_forward_config, tile_config
+from tilewise.tuning.heuristics import delta_config, entries_config, hopper_forward_config, tile_config
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -101,13 +101,16 @@ def problem_of(request, operands):
 def pairs_of(kernel, problem):
     """What dQ makes for a bias beside itself: nothing, its gradient, or a part of a sum over the batch, and from what.
 
-    Returns (pairs, earlier pairs, entry, entries).
+    Returns (pairs, earlier pairs, entry, entries at once).
     """
     if kernel == "dq":
-        return None, None, None, 0
+        return None, None, None, None
+    if kernel == "dq_alone":
+        return torch.empty(1, 1, 16, 16, dtype=problem.dtype), None, None, 0
+    which, at_once = kernel.removeprefix("dq_").split("_of_")
     rounded, total = (torch.empty(1, 1, 16, 16, dtype=dtype) for dtype in (problem.dtype, torch.float32))
-    return {"dq_alone": (rounded, None, None, 1), "dq_first": (total, None, 0, 2), "dq_next": (total, total, 1, 2),
-            "dq_last": (rounded, total, 1, 2)}[kernel]
+    made = {"all": (rounded, None), "first": (total, None), "next": (total, total), "last": (rounded, total)}
+    return *made[which], 0, int(at_once)
 
 
 def tensors_of(problem):
@@ -140,8 +143,8 @@ def launch_of(kernel, problem, config, modifiers):
         launch = delta_launch(problem, delta_config(problem), out.stride(), out.stride(), None)
         return launch, (out, out, out, rows, modifiers)
     if kernel.startswith("dq"):
-        pairs, earlier, entry, entries = pairs_of(kernel, problem)
-        return dq_launch(problem, config, "ieee", out.stride(), q.stride(), entries), (
+        pairs, earlier, entry, at_once = pairs_of(kernel, problem)
+        return dq_launch(problem, config, "ieee", out.stride(), q.stride(), at_once), (
             q, k, v, out, rows, rows, q, None, rows if modifiers.alibi.ptr is not None else None, pairs, earlier,
             entry, modifiers)
     if kernel == "dbias":
@@ -158,8 +161,11 @@ def compile_for(request):
     kernel, problem = request["kernel"], problem_of(request, operands)
     config = None
     if not kernel.startswith(("blank", "delta", "lengths")):
-        tiles_of = "dq" if kernel.startswith(("dq", "dbias")) else kernel
+        tiles_of = "dq" if kernel.startswith("dq") else kernel
         config = tile_config(tiles_of, problem, spec, descriptors=request["descriptors"])
+        at_once = int(kernel.rpartition("_of_")[2]) if "_of_" in kernel else 1
+        if at_once > 1:
+            config = entries_config(replace(problem, b=at_once), spec)
     launch, tensors = launch_of(kernel, problem, config, modifiers_of(problem, operands))
     driver.set_active(CompileOnlyDriver(TARGETS[request["arch"]]))
     compiled = launch.kernel.warmup(*launch.arguments(tensors), *launch.scalars, grid=launch.grid, **launch.options)
@@ -197,7 +203,8 @@ def compile_hopper(request):
 
 
 def facts_of(request, compiled, spec):
-    return request | {"triton": triton.__version__, "shared": compiled.metadata.shared, "limit": spec.shared_memory}
+    return request | {"triton": triton.__version__, "shared": compiled.metadata.shared, "limit": spec.shared_memory,
+                      "loads": compiled.asm["ttir"].count("tt.load ")}
 
 
 def nvidia_report(compiled, sass):

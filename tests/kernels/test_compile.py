@@ -113,7 +113,7 @@ def test_the_kernels_of_blank_rows_and_lengths_compile_without_a_spill(version, 
 def test_kernels_with_functions_of_the_users_own_compile_within_shared_memory(version, arch):
     """Functions are arguments inside of tuples, which no other option has. With all the others some kernels spill."""
     wanted = [{"arch": arch, "kernel": kernel, "d": 128, "dtype": "bfloat16", "mask": MASKS["causal"],
-               "descriptors": arch == "sm_90" and kernel not in ("delta", "dbias"), "options": options}
+               "descriptors": arch == "sm_90" and kernel != "delta", "options": options}
               for options in shared_by_ends((["score:relative"], ["score:damped"], ["mask:chosen"],
                                              ["score:damped", "mask:dilated", *OPTIONS]), version, arch)
               for kernel in ("forward", "dkdv", "dq", "delta", "dbias") if kernel != "dbias" or "bias" in options]
@@ -131,7 +131,7 @@ def test_kernels_with_functions_of_the_users_own_compile_within_shared_memory(ve
 def test_kernels_with_every_option_compile_within_shared_memory(version, arch):
     """Nested tuples of arguments are what differs most between versions of Triton."""
     wanted = [{"arch": arch, "kernel": kernel, "d": 128, "dtype": "bfloat16", "mask": MASKS["causal"],
-               "descriptors": arch == "sm_90" and kernel != "dbias", "options": OPTIONS}
+               "descriptors": arch == "sm_90", "options": OPTIONS}
               for kernel in ("forward", "dkdv", "dq", "dbias")]
     if version in ENDS:  # alone too: a field that is absent and one that is there were once mistaken for one another
         wanted += [wanted[0] | {"options": [name]} for name in shared_by_ends(OPTIONS, version, arch)]
@@ -148,8 +148,9 @@ def test_kernels_that_make_a_bias_gradient_beside_dq_compile_within_shared_memor
     wanted = [{"arch": arch, "kernel": kernel, "d": 128, "dtype": "bfloat16", "mask": MASKS["causal"],
                "descriptors": arch == "sm_90", "options": options}
               for kernel, options in shared_by_ends((
-                  ("dq_alone", ["bias"]), ("dq_first", ["bias"]), ("dq_next", ["bias"]), ("dq_last", ["bias"]),
-                  ("dq_last", OPTIONS), ("dq_alone", ["bias", *PACKED]), ("dq_next", ["bias", *TILED])), version, arch)]
+                  ("dq_alone", ["bias"]), ("dq_first_of_1", ["bias"]), ("dq_next_of_1", ["bias"]),
+                  ("dq_last_of_1", ["bias"]), ("dq_last_of_1", OPTIONS), ("dq_alone", ["bias", *PACKED]),
+                  ("dq_next_of_1", ["bias", *TILED])), version, arch)]
     rows = compile_all(version, wanted)
     assert len(rows) == len(wanted)
     for row in rows:
@@ -158,6 +159,39 @@ def test_kernels_that_make_a_bias_gradient_beside_dq_compile_within_shared_memor
         if arch == "sm_90" and row["options"] == ["bias"]:
             assert row["shared"] <= 115712, row  # two programs a multiprocessor: half of 228 KiB, less 1 KiB each
             assert row["stack"] <= 256, row
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_dq_of_several_entries_keeps_its_sums_in_registers_and_reads_their_bias_once(version):
+    """The spills are those of the masked loop, most of them, and of adding earlier sums (at head dim 64)."""
+    wanted = [{"arch": "sm_90", "kernel": f"dq_{which}_of_2", "d": d, "dtype": "bfloat16",
+               "mask": MASKS["causal"], "descriptors": False, "options": options}
+              for d in (64, 128) for which, options in (("all", ["bias"]), ("last", ["bias"]), ("last", OPTIONS))]
+    rows = compile_all(version, wanted)
+    assert len(rows) == len(wanted)
+    for row in rows:
+        assert row["shared"] <= row["expected"] + 1024 <= row["limit"], row
+        if row["options"] == ["bias"]:
+            assert row["stack"] <= 384, row
+            # Of an entry q, dout, lse, delta, and in both loops k and v; of all the bias, and halves of earlier sums.
+            once = 1 if "all" in row["kernel"] else 3
+            assert row["loads"] == 2 * (4 + 2 * 2) + 2 * once, row
+        assert row["wgmma"] > 0, row
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_three_programs_of_dbias_share_a_multiprocessor_and_read_their_bias_once(version):
+    wanted = [{"arch": "sm_90", "kernel": "dbias", "d": d, "dtype": "bfloat16", "mask": mask, "descriptors": True,
+               "options": ["bias"]} for d in (72, 128) for mask in MASKS.values()]
+    rows = compile_all(version, wanted)
+    assert len(rows) == len(wanted)
+    for row in rows:
+        assert row["shared"] <= row["expected"] <= 76800, row  # a third of 228 KiB, less 1 KiB each
+        assert row["registers"] <= 168, row  # a third of 65536 for 128 threads, in eights
+        assert row["stack"] <= 64, row
+        assert row["utmaldg"] > 0, row
+        assert row["wgmma"] > 0, row
+        assert row["loads"] == 2 * 3, row  # in both loops lse and delta, and before each the bias
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])

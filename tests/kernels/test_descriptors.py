@@ -5,13 +5,16 @@ from dataclasses import replace
 import pytest
 import torch
 
+from conformance.calls import operands_of, problem_of
 from tilewise.kernels.triton.backward import dkdv_launch, dq_launch
+from tilewise.kernels.triton.dbias import dbias_launch
 from tilewise.kernels.triton.forward import forward_launch
+from tilewise.kernels.triton.launch import modifiers_of
 from tilewise.masks import Mask, causal, window
 from tilewise.problem import AttentionProblem
 from tilewise.testing.cases import Case
 from tilewise.testing.inputs import make_inputs
-from tilewise.tuning.configs import DkdvConfig, DqConfig, ForwardConfig
+from tilewise.tuning.configs import DbiasConfig, DkdvConfig, DqConfig, ForwardConfig
 
 MASKS = {"no_mask": Mask(), "causal": causal("bottom_right"), "window": window(20, 3, "top_left")}
 TILE = (32, 16, 4, 2)
@@ -57,3 +60,25 @@ def test_backward_through_descriptors_is_bit_equal(call):
         assert expected.isfinite().all()
         assert expected.any()
         assert torch.equal(expected, got)
+
+
+@pytest.mark.parametrize("shape", ["1hqk", "11qk", "b1qk"])
+@pytest.mark.parametrize("lengths", [None, (70, 33)], ids=["dense", "padded"])
+def test_gradient_of_a_bias_through_descriptors_is_bit_equal(shape, lengths, device):
+    """With registers bounded, too: one that the launch got as an option."""
+    case = Case("described_bias", b=2, hq=4, hk=2, sq=70, sk=85, d=40, dv=24, mask=causal("bottom_right"), bias=shape,
+                layout="bshd", lengths_q=lengths, lengths_k=lengths)
+    inputs = make_inputs(case, torch.float16, device)
+    q, k, v, dout, dlse = inputs[:5]
+    operands = operands_of(case, inputs)
+    problem = problem_of(case, inputs, operands).backward(lse_grad=False)
+    modifiers, results = modifiers_of(problem, operands), []
+    for described, registers in ((False, 0), (True, 0), (True, 168)):
+        dbias = torch.full_like(operands.bias, float("nan"))
+        launch = dbias_launch(problem, DbiasConfig(*TILE, described, registers), "ieee", dout.stride())
+        assert launch.options.get("maxnreg", 0) == registers
+        launch(q, k, v, dout, dlse, dlse, dbias, modifiers)
+        results.append(dbias)
+    assert results[0].isfinite().all()
+    assert results[0].any()
+    assert all(torch.equal(results[0], result) for result in results[1:])

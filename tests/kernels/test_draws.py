@@ -13,7 +13,7 @@ from tilewise.kernels.triton.launch import is_unaligned, modifiers_of
 from tilewise.problem import AttentionProblem
 from tilewise.scores import Operands, ScoreSettings
 from tilewise.testing.oracle import dropout_keep
-from tilewise.tuning.configs import DkdvConfig, DqConfig, ForwardConfig
+from tilewise.tuning.configs import DbiasConfig, DkdvConfig, DqConfig, ForwardConfig
 
 SEED, P, SIZE = 11, 0.4, 80
 TILES = [(16, 16), (16, 64), (64, 16), (128, 32)]
@@ -43,7 +43,7 @@ def test_every_kernel_keeps_the_same_pairs_with_every_tile(tile, mask, device):
         zeros, zeros, zeros, one, lse, delta, dk, dv, None, modifiers)
     dq_launch(problem, DqConfig(*tile, 4, 1), "ieee", strides, strides)(
         zeros, one, ones, ones, lse, delta, dq, None, None, None, None, None, modifiers)
-    dbias_launch(problem, DqConfig(*tile, 4, 1), "ieee", strides)(
+    dbias_launch(problem, DbiasConfig(*tile, 4, 1), "ieee", strides)(
         zeros, zeros, ones, ones, lse, delta, dbias, modifiers)
     kept = dropout_keep(SEED, (1, 2, SIZE, SIZE), P, device) & mask.visible(SIZE, SIZE, device)
     for written in (out, dv.mT, dq, dbias):

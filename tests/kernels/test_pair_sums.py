@@ -17,9 +17,13 @@ from tilewise.testing.inputs import make_inputs
 
 # More than a tile of 64 either way, the last one ragged, and whole tiles that a mask hides.
 PLAIN = Case("plain", b=3, hq=2, hk=1, sq=70, sk=150, d=16, dv=24, bias="1hqk")
+FIVE = replace(PLAIN, name="five_entries", b=5)
 CASES = (
     PLAIN,
+    FIVE,
     replace(PLAIN, name="one_entry", b=1),
+    replace(PLAIN, name="two_entries", b=2, mask=causal("bottom_right"), alibi="h", dropout_p=0.3, softcap=4.0),
+    replace(PLAIN, name="five_entries_padded", b=5, lengths_k=(20, 150, 0, 64, 7), mask=causal("bottom_right")),
     replace(PLAIN, name="two_entries_float32", b=2, operand_dtype="float32", mask=causal("top_left")),
     replace(PLAIN, name="float32", operand_dtype="float32", mask=causal("bottom_right") & window(20, 0)),
     replace(PLAIN, name="causal", mask=causal("top_left")),
@@ -119,19 +123,66 @@ def test_lists_of_tiles_leave_no_hidden_pair_unwritten(shape, is_on_the_way, dev
     torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("case", [FIVE, replace(FIVE, name="padded", lengths_k=(20, 150, 0, 64, 7))], ids=str)
+def test_gradients_have_the_same_bits_at_every_call(case, monkeypatch, device, dtype):
+    monkeypatch.setattr("tilewise.tuning.heuristics.FILLING", 1)
+    triton._backward_plan.cache_clear()
+    inputs = make_inputs(case, dtype, device)
+    found = [forward_and_backward(triton.backend, case, inputs) for _ in range(2)]
+    triton._backward_plan.cache_clear()
+    assert all(torch.equal(*pair) for pair in zip(*(run.gradients for run in found), strict=True)
+               if pair[0] is not None)
+
+
+def sums_of(case, at_once, dtype=torch.float16):
+    """Return what PairSums asked to be bound, what it launched (entry, pairs, earlier pairs), and its result."""
+    inputs = make_inputs(case, torch.float16, "cpu")
+    problem = problem_of(case, inputs, operands_of(case, inputs)).backward(lse_grad=False)
+    bound, launched = [], []
+
+    def bind(entries):
+        bound.append(entries)
+        return lambda _q, pairs, earlier, entry, _modifiers: launched.append((entries, entry, pairs, earlier))
+
+    pairs = torch.empty(problem.scores.bias.shape, dtype=dtype)
+    PairSums(problem, case.b, at_once, bind)("q", pairs, None, None, "modifiers")
+    return launched, pairs
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 def test_a_sum_over_the_batch_is_kept_in_float32_and_needs_a_buffer_for_16_bits_alone(dtype):
     case = replace(PLAIN, operand_dtype="float32" if dtype is torch.float32 else "same")
-    inputs = make_inputs(case, torch.float16, "cpu")
-    problem = problem_of(case, inputs).backward(lse_grad=False)
-    launched = []
-    pairs = torch.empty(problem.scores.bias.shape, dtype=dtype)
-    launches = PairSums(problem, case.b, lambda: lambda *arguments: launched.append(arguments))
-    launches("q", pairs, None, None, "modifiers")
-    assert [(first, entry, last) for first, *_, entry, last in launched] == [
-        ("q", entry, "modifiers") for entry in range(case.b)]
-    totals = [arguments[1] for arguments in launched[:-1]] + [arguments[2] for arguments in launched[1:]]
+    launched, pairs = sums_of(case, 1, dtype)
+    assert [launch[:2] for launch in launched] == [(1, entry) for entry in range(case.b)]
+    totals = [launch[2] for launch in launched[:-1]] + [launch[3] for launch in launched[1:]]
     assert all(total is totals[0] and total.dtype is torch.float32 for total in totals)
-    assert launched[0][2] is None
-    assert launched[-1][1] is pairs
+    assert launched[0][3] is None
+    assert launched[-1][2] is pairs
     assert (totals[0] is pairs) == (dtype is torch.float32)
+
+
+@pytest.mark.parametrize(("b", "at_once", "launches"), [
+    (2, 2, [(2, 0)]), (3, 2, [(2, 0), (1, 2)]), (5, 2, [(2, 0), (2, 2), (1, 4)]), (6, 2, [(2, 0), (2, 2), (2, 4)]),
+    (3, 3, [(3, 0)]), (2, 4, [(2, 0)])])
+def test_entries_at_once_take_a_launch_together_and_the_last_one_the_rest(b, at_once, launches):
+    launched, pairs = sums_of(replace(PLAIN, b=b), at_once)
+    assert [launch[:2] for launch in launched] == launches
+    assert launched[0][3] is None
+    assert launched[-1][2] is pairs
+    assert all(launch[2] is launched[0][2] for launch in launched[:-1])
+    assert all(launch[3] is launched[0][2] for launch in launched[1:])
+
+
+@pytest.mark.parametrize(("case", "is_alike"), [
+    (PLAIN, True), (replace(PLAIN, mask_tensor="b11k"), True),
+    (replace(PLAIN, lengths_k=(20, 150, 0)), False), (replace(PLAIN, documents="runs"), False),
+], ids=["plain", "masks_of_entries", "padded", "documents_of_entries"])
+def test_entries_are_taken_at_once_where_they_see_the_same_tiles(case, is_alike, monkeypatch, device, dtype):
+    """Their loops are one; what hides pairs within a tile is each entry's own."""
+    monkeypatch.setattr("tilewise.tuning.heuristics.FILLING", 1)
+    asked = []
+    monkeypatch.setattr(triton, "entries_config", lambda *_: asked.append(True))
+    triton._backward_plan.cache_clear()
+    plan_of(case, device, dtype, Needs(dbias=True))
+    triton._backward_plan.cache_clear()
+    assert bool(asked) == is_alike

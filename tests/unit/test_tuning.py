@@ -11,12 +11,20 @@ from tilewise.masks import Mask, causal
 from tilewise.problem import AttentionProblem
 from tilewise.scores import FunctionCode, FunctionFacts, OperandFacts, ScoreOptions
 from tilewise.sequences import Sequences
-from tilewise.tuning.configs import DkdvConfig, DqConfig, ForwardConfig, HopperBackwardConfig, HopperForwardConfig
+from tilewise.tuning.configs import (
+    DbiasConfig,
+    DkdvConfig,
+    DqConfig,
+    ForwardConfig,
+    HopperBackwardConfig,
+    HopperForwardConfig,
+)
 from tilewise.tuning.device import DeviceSpec, device_spec
 from tilewise.tuning.heuristics import (
     KINDS,
     LEAST_WORK_FOR_DESCRIPTORS,
     delta_config,
+    entries_config,
     has_pairs,
     hopper_backward_config,
     hopper_forward_config,
@@ -85,7 +93,7 @@ def test_tiles_of_wide_heads_fit_wherever_the_least_ones_do(arch, kernel):
 def test_a_tail_takes_shared_memory_for_q_and_k_alone():
     for kind in KINDS.values():
         without, with_tail = (kind(32, 16, 4, 2).shared_bytes(problem_of(d, 512)) for d in (512, 576))
-        rows = 16 + 2 * 32 if kind is DkdvConfig else 32 + 2 * 16
+        rows = {DkdvConfig: 16 + 2 * 32, DbiasConfig: 32 + 16}.get(kind, 32 + 2 * 16)
         assert with_tail - without == rows * 64 * 2
 
 
@@ -138,9 +146,24 @@ def test_what_acts_on_each_pair_has_tiles_of_its_own_and_never_a_row_that_was_me
                                                                                  descriptors=False)
 
 
-def test_gradient_of_a_bias_reads_through_pointers():
-    wanted = replace(problem_of(256), scores=ScoreOptions(bias=BIAS))
-    assert tile_config("dbias", wanted, DeviceSpec.of_arch("sm_90"), descriptors=True) == DqConfig(64, 128, 8, 1)
+@pytest.mark.parametrize(("d", "descriptors", "changes", "config"), [
+    (128, True, {}, DbiasConfig(64, 64, 4, 1, True, 168)), (65, True, {}, DbiasConfig(64, 64, 4, 1, True, 168)),
+    (128, False, {}, DbiasConfig(64, 64, 4, 1)), (64, True, {}, DbiasConfig(64, 64, 4, 1)),
+    (256, True, {}, DbiasConfig(64, 128, 8, 1)),
+    (128, True, {"sequences": Sequences(seqlens_k=OperandFacts((1,), (1,), torch.int32))},
+     DbiasConfig(64, 64, 4, 1)),
+], ids=str)
+def test_gradient_of_a_bias_reads_through_descriptors_where_three_programs_then_share_a_multiprocessor(
+        d, descriptors, changes, config):
+    wanted = replace(problem_of(d), scores=ScoreOptions(bias=BIAS), **changes)
+    assert tile_config("dbias", wanted, DeviceSpec.of_arch("sm_90"), descriptors=descriptors) == config
+    assert tile_config("dbias", wanted, DeviceSpec.of_arch("sm_80"), descriptors=descriptors).registers == 0
+
+
+def test_gradient_of_a_bias_takes_a_tile_of_each_operand_in_any_number_of_stages():
+    problem = replace(problem_of(128), scores=ScoreOptions(bias=BIAS))
+    for stages in (1, 2):
+        assert DbiasConfig(64, 32, 4, stages).shared_bytes(problem) == 2 * (64 + 32) * 2 * 128 + 2 * 64 * 32
 
 
 @pytest.mark.parametrize(("shape", "changes", "entries"), [
@@ -157,6 +180,34 @@ def test_dq_makes_a_bias_gradient_that_nothing_or_the_batch_is_summed_for_if_its
     assert pair_entries(problem, DqConfig(64, 64, 4, 2), DeviceSpec.of_arch("sm_90")) == entries
     assert pair_entries(replace(problem, scores=ScoreOptions()), DqConfig(64, 64, 4, 2),
                         DeviceSpec.of_arch("sm_90")) == 0
+
+
+@pytest.mark.parametrize(("d", "b", "arch", "changes", "entries"), [
+    (128, 2, "sm_90", {}, 2), (128, 5, "sm_90", {}, 2), (96, 4, "sm_90", {}, 2), (64, 3, "sm_90", {}, 2),
+    (64, 2, "sm_90", {}, 2), (256, 4, "sm_90", {}, None), (128, 1, "sm_90", {}, None),
+    (128, 4, "sm_90", {"deterministic": True}, None), (128, 4, "sm_90", {"dtype": torch.float32}, None),
+    (96, 4, "sm_90", {"k_strides": (96 * 4096, 96, 96, 1)}, 2), (40, 4, "sm_90", {"v_strides": (40, 40, 40, 1)}, None),
+    (128, 4, "sm_80", {}, None), (128, 4, "sm_100", {}, None), (128, 4, "gfx942", {}, None),
+], ids=str)
+def test_dq_adds_up_two_batch_entries_where_registers_hold_them_but_none_of_a_deterministic_call(
+        d, b, arch, changes, entries):
+    scores = ScoreOptions(bias=OperandFacts((1, 16, 4096, 4096), (1, 1, 1, 1), torch.bfloat16))
+    problem = replace(problem_of(d, b=b), **{"hq": 16, "scores": scores} | changes)
+    config = entries_config(problem, DeviceSpec.of_arch(arch))
+    assert (None if config is None else config.entries) == entries
+    if config is not None:
+        assert config.shared_bytes(problem) <= DeviceSpec.of_arch(arch).shared_memory
+
+
+def test_entries_that_do_not_fit_shared_memory_together_are_taken_one_at_a_time():
+    masks = {name: OperandFacts((1, 16, 4096, 4096), (1, 1, 1, 1), dtype)
+             for name, dtype in (("bias", torch.float32), ("mask", torch.bool))}
+    problem = replace(problem_of(128, b=2), scores=ScoreOptions(**masks))
+    spec = DeviceSpec.of_arch("sm_90")
+    config = entries_config(problem, spec)
+    # q and dout, two stages of k and v; the bias once, the mask for each; half a step in float32.
+    assert config.shared_bytes(problem) == 2 * (2 * 2 * 128 * (128 + 2 * 32)) + 128 * 32 * (4 + 2) + 128 * 16 * 4
+    assert entries_config(problem, replace(spec, shared_memory=config.shared_bytes(problem) - 1)) is None
 
 
 def test_device_too_small_for_every_tile_is_refused_with_its_numbers():

@@ -21,7 +21,14 @@ from tilewise.kernels.triton.sums import OperandSums
 from tilewise.problem import TAIL_WIDTH, WIDEST, AttentionProblem, Sizes, alignment_of, dense_strides
 from tilewise.scores import NO_OPERANDS, OperandFacts, Operands
 from tilewise.tuning.device import device_spec
-from tilewise.tuning.heuristics import delta_config, least_bytes, pair_entries, split_dkdv, wants_descriptors
+from tilewise.tuning.heuristics import (
+    delta_config,
+    entries_config,
+    least_bytes,
+    pair_entries,
+    split_dkdv,
+    wants_descriptors,
+)
 from tilewise.tuning.table import config_for
 
 if TYPE_CHECKING:
@@ -198,7 +205,7 @@ def _backward_plan(problem: AttentionProblem, incoming: tuple[Sizes, Sizes, Size
         return _BackwardPlan(dq, dk, dv)
     from tilewise.kernels.triton.backward import delta_launch, dkdv_launch, dq_launch
     from tilewise.kernels.triton.dbias import dbias_launch
-    from tilewise.kernels.triton.pair_sums import PairSums
+    from tilewise.kernels.triton.pair_sums import PairSums, sees_alike
 
     spec = device_spec(problem.device)
     out_strides, dout_strides, dlse_strides = incoming
@@ -211,13 +218,17 @@ def _backward_plan(problem: AttentionProblem, incoming: tuple[Sizes, Sizes, Size
         for kernel, made in kernels.items())
     config = config_for("dq", problem, spec, descriptors=descriptors)
     entries = pair_entries(problem, config, spec) if needs.dbias else 0
-    bind_dq = partial(dq_launch, problem, config, precision, dout_strides, dq, entries)
+    at_once = 1
+    if entries > 1 and sees_alike(problem):
+        together = entries_config(problem, spec)
+        config, at_once = (config, 1) if together is None else (together, together.entries)
+    bind_dq = partial(dq_launch, problem, config, precision, dout_strides, dq)
     return _BackwardPlan(
         dq, dk, dv, delta_launch(problem, delta_config(problem), out_strides, dout_strides, dlse_strides),
         dkdv_launches,
-        PairSums(problem, entries, bind_dq) if entries else bind_dq(),
+        PairSums(problem, entries, at_once, bind_dq) if entries else bind_dq(),
         None if entries or not needs.dbias else dbias_launch(
-            problem, config_for("dbias", problem, spec, descriptors=False), precision, dout_strides),
+            problem, config_for("dbias", problem, spec, descriptors=descriptors), precision, dout_strides),
         _fixed_modifiers(problem))
 
 

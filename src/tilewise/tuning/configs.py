@@ -38,6 +38,10 @@ class TileConfig:
         if not 1 <= self.num_stages <= 8:
             raise InvalidInput(f"num_stages={self.num_stages}; allowed are 1 to 8.")
 
+    @property
+    def limits(self) -> dict[str, int]:
+        """Options of a launch that bound what the compiler may take."""
+        return {}
 
     def operand_bytes(self, problem: AttentionProblem) -> int:
         """Shared memory for tiles of operands, bias and boolean mask in flight.
@@ -79,6 +83,41 @@ class DqConfig(TileConfig):
     def shared_bytes(self, problem: AttentionProblem) -> int:
         """Shared memory: q and dout, and ``num_stages`` tiles of k and v in flight; dS stays in registers."""
         rows = self.block_m + self.num_stages * self.block_n
+        return problem.dtype.itemsize * rows * (2 * problem.width + problem.tail_width) + self.operand_bytes(problem)
+
+
+@dataclass(frozen=True, slots=True)
+class DqEntriesConfig(DqConfig):
+    """The dQ kernel with a tile of queries of each of ``entries`` batch entries, which share a bias."""
+
+    entries: int = 2
+
+    def shared_bytes(self, problem: AttentionProblem) -> int:
+        """Shared memory: the tiles of every entry, one of the bias, and half a step's dS in float32 on its way out."""
+        bias = problem.scores.bias
+        common = self.block_m * self.block_n * max(1, self.num_stages - 1) * (bias.dtype.itemsize if bias else 0)
+        own = DqConfig.shared_bytes(self, problem) - common
+        return self.entries * own + common + 2 * self.block_m * self.block_n
+
+
+@dataclass(frozen=True, slots=True)
+class DbiasConfig(TileConfig):
+    """The dbias kernel: a tile of pairs stays, the heads that share it come one after another, with no pipeline.
+
+    Attributes:
+        registers: the most that a thread may take, so that more programs share a multiprocessor; 0: any number.
+    """
+
+    registers: int = 0
+
+    @property
+    def limits(self) -> dict[str, int]:
+        """The bound on registers, if there is one."""
+        return {"maxnreg": self.registers} if self.registers else {}
+
+    def shared_bytes(self, problem: AttentionProblem) -> int:
+        """Shared memory: a tile of q, of k, of v and of dout, however many stages the launch leaves out."""
+        rows = self.block_m + self.block_n
         return problem.dtype.itemsize * rows * (2 * problem.width + problem.tail_width) + self.operand_bytes(problem)
 
 

@@ -12,9 +12,11 @@ from tilewise.errors import UnsupportedProblem
 from tilewise.problem import WIDEST, AttentionProblem, padded_dim
 from tilewise.tuning.configs import (
     MIN_BLOCK,
+    DbiasConfig,
     DeltaConfig,
     DkdvConfig,
     DqConfig,
+    DqEntriesConfig,
     ForwardConfig,
     HopperBackwardConfig,
     HopperForwardConfig,
@@ -23,10 +25,11 @@ from tilewise.tuning.configs import (
 from tilewise.tuning.device import DeviceSpec
 
 Tile = tuple[int, int, int, int]  # block_m, block_n, num_warps, num_stages
-Config = ForwardConfig | DkdvConfig | DqConfig
+Config = ForwardConfig | DkdvConfig | DqConfig | DbiasConfig
 
 KINDS: dict[str, type[Config]] = {
-    "forward": ForwardConfig, "dkdv": DkdvConfig, "dk": DkdvConfig, "dv": DkdvConfig, "dq": DqConfig, "dbias": DqConfig,
+    "forward": ForwardConfig, "dkdv": DkdvConfig, "dk": DkdvConfig, "dv": DkdvConfig, "dq": DqConfig,
+    "dbias": DbiasConfig,
 }
 
 # Kernel -> padded head dim (at most) -> tile. Through pointers; a second table where descriptors win by 2 % or more.
@@ -44,7 +47,8 @@ _HOPPER_DESCRIPTORS: dict[str, dict[int, Tile]] = {
     "dv": {256: (32, 128, 8, 3)},
     "dq": {64: (64, 64, 4, 3)},
 }
-# What loads or draws something for each pair wants other tiles; all but dbias through descriptors, where that may be.
+# What loads or draws something for each pair wants other tiles; all but dbias through descriptors, where that may be,
+# and of dbias those in _DBIAS_REGISTERS.
 # The fastest of 5 to 48 candidates on an H200 (b 4, length 4096, causal, bfloat16): 1.0 to 1.3 times the plain ones.
 _HOPPER_PAIRS: dict[str, dict[int, Tile]] = {
     "forward": {64: (64, 64, 4, 3), 128: (128, 64, 8, 3), 256: (128, 64, 8, 2)},
@@ -63,6 +67,15 @@ _HOPPER_DROPOUT: dict[str, dict[int, Tile]] = _HOPPER_PAIRS | {
     "dkdv": {64: (64, 64, 4, 2), 128: (32, 64, 4, 2)},
     "dv": {256: (32, 64, 4, 2)},
 }
+# Padded head dim -> registers of dbias's kernel through descriptors: with 168 three programs of 128 threads share a
+# multiprocessor. It takes 0.70 to 0.75 of the time of two that have 255 and read through pointers (H200, 16 heads, a
+# bias that 4 entries of length 4096 or 2 of 8192 share). No other width was timed, and with lengths that are data
+# Triton 3.9.0 spills 700 to 900 bytes.
+_DBIAS_REGISTERS = {128: 168}
+# Padded head dim -> tile of dQ for two batch entries at once. On an H200, head dim 128, the whole backward takes 0.85
+# to 0.96 of the time of one entry a launch (b 4, length 4096 and b 2, 8192), and through pointers 0.95 to 0.99 of that
+# through descriptors, which take more registers and instructions here. The tile of 64 was chosen by compiling alone.
+_HOPPER_ENTRIES: dict[int, Tile] = {64: (64, 64, 4, 2), 128: (128, 32, 8, 2)}
 _AMPERE: dict[str, dict[int, Tile]] = {
     "forward": {64: (128, 64, 4, 3), 128: (64, 64, 4, 3), 256: (64, 32, 4, 2), 512: (64, 16, 8, 2)},
     "dkdv": {64: (32, 64, 4, 2), 128: (32, 64, 8, 2), 256: (16, 64, 8, 1), 512: (16, 32, 8, 2)},
@@ -121,9 +134,12 @@ def tile_config(kernel: str, problem: AttentionProblem, device: DeviceSpec, *, d
         return fitting(kind(*_FLOAT32[like][width]), problem, device)
     if device.arch == "sm_90" and has_pairs(problem):
         tiles = _HOPPER_DROPOUT if problem.scores.dropout_p else _HOPPER_MASK if problem.scores.mask else _HOPPER_PAIRS
+        if width in tiles[kernel] and kernel == "dbias":
+            described = descriptors and not problem.sequences.are_data
+            registers = _DBIAS_REGISTERS.get(width, 0) if described else 0
+            return fitting(DbiasConfig(*tiles[kernel][width], registers > 0, registers), problem, device)
         if width in tiles[kernel]:
-            through = descriptors and kernel != "dbias"
-            return fitting(kind(*tiles[kernel][width], descriptors=through), problem, device)
+            return fitting(kind(*tiles[kernel][width], descriptors=descriptors), problem, device)
     if descriptors and device.arch == "sm_90" and width in _HOPPER_DESCRIPTORS.get(kernel, {}):
         return fitting(kind(*_HOPPER_DESCRIPTORS[kernel][width], descriptors=True), problem, device)
     return fitting(kind(*_tiles(device)[like][width]), problem, device)
@@ -183,9 +199,10 @@ def pair_entries(problem: AttentionProblem, config: TileConfig, device: DeviceSp
     """In how many launches dQ's kernel makes the gradient of a bias on its way; 0 where a kernel of its own does.
 
     1 where no number of the bias stands for two pairs: dS is stored as it is. b where the batch alone shares it, an
-    entry a launch: adding up moves 8 bytes a pair, which takes 1.1 ms for 2^29 pairs at 4 TB/s, if nothing hides it,
-    and the kernel of its own took 2.3 ms there (H200, head dim 128). But each launch has to fill the device, and
-    packed sequences are no entries.
+    entry a launch, or two (entries_config): adding up moves 8 bytes a pair and launch, the kernel of its own makes two
+    products more for each entry. With that one a backward took 0.95 (4 entries of length 4096, causal), 1.10 (the same,
+    full) and 1.3 to 1.4 (2 entries of 8192) times as long as with two entries a launch (H200, 16 heads, head dim 128).
+    But each launch has to fill the device, and packed sequences are no entries.
     """
     bias = problem.scores.bias
     if bias is None or 1 in bias.shape[2:] or bias.shape[1] != problem.hq:
@@ -195,6 +212,25 @@ def pair_entries(problem: AttentionProblem, config: TileConfig, device: DeviceSp
     programs = problem.hq * -(-problem.sq // config.block_m)
     fills = programs >= FILLING or device.arch == "interpreter"
     return problem.b if problem.sequences.packed is None and fills else 0
+
+
+def entries_config(problem: AttentionProblem, device: DeviceSpec) -> DqEntriesConfig | None:
+    """Choose the tile of dQ's kernel where it adds up the dS of several batch entries in registers; None: of one.
+
+    Not for a deterministic call, whose dQ must have the same order of sums whether the entry has a neighbour or not.
+    """
+    if problem.deterministic:
+        return None
+    if device.arch == "interpreter":
+        return DqEntriesConfig(64, 64, 4, 1)
+    tile = _HOPPER_ENTRIES.get(kernel_width(problem))
+    # Triton copies 16 bytes at once, and ahead, only where it knows strides to be multiples of 16.
+    rows = (*problem.q_strides[:3], *problem.k_strides[:3], *problem.v_strides[:3])
+    is_copied_ahead = problem.dtype.itemsize == 2 and not any(stride % 16 for stride in rows)
+    if device.arch != "sm_90" or problem.b == 1 or tile is None or not is_copied_ahead:
+        return None
+    config = DqEntriesConfig(*tile)
+    return config if shared_bytes(config, problem, device) <= device.shared_memory else None
 
 
 def wants_descriptors(problem: AttentionProblem, device: DeviceSpec) -> bool:

@@ -41,13 +41,13 @@ from tilewise.kernels.triton.modifiers import (
     drop,
     gained,
     less_delta,
+    load_pairs,
     lse_of_probs,
     modify_tile,
     through_function,
     through_softcap,
 )
 from tilewise.kernels.triton.pair_sums import (
-    halves,
     load_pairs_by_halves,
     pair_rows,
     pair_strides,
@@ -279,14 +279,16 @@ def attention_backward_dkdv_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta
 
 
 @triton.jit
-def sum_over_keys(dq, dq_tail, rows, moments, q, q_tail, dout, lse, delta, k_source, v_source, modifiers, row, sequence,
-                  head, place_k, numbers_q, documents_k, listed, own_pairs, earlier_pairs, first_query, offs_m,
-                  seen_from, steps, length_q, band, stride_ks, stride_kd, stride_vs, stride_vd, scale_log2,
-                  BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr,
-                  BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, INT64: tl.constexpr,
-                  DESCRIPTORS: tl.constexpr, CHANGED: tl.constexpr, CLIP: tl.constexpr, TAIL: tl.constexpr,
-                  ROWS: tl.constexpr, MOMENTS: tl.constexpr):
-    """Add the fully visible keys, or (MASKED) those around them, to dQ and the sums: the one loop body."""
+def sum_over_keys(sums, entries, modifiers, sequence, head, numbers_q, documents_k, listed, own_pairs,
+                  earlier_pairs, first_query, offs_m, seen_from, steps, length_q, band, stride_ks, stride_kd,
+                  stride_vs, stride_vd, scale_log2, BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+                  DV: tl.constexpr, BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+                  INT64: tl.constexpr, DESCRIPTORS: tl.constexpr, CHANGED: tl.constexpr, CLIP: tl.constexpr,
+                  TAIL: tl.constexpr, ROWS: tl.constexpr, MOMENTS: tl.constexpr, ENTRIES: tl.constexpr):
+    """Add the fully visible keys, or (MASKED) those around them, to dQ and the sums: the one loop body.
+
+    ``sums`` and ``entries``: a tuple for each batch entry from ``sequence`` on, which share bias, steps and pairs.
+    """
     stop = steps[3]
     COVERED: tl.constexpr = band[3] is not None
     ROUNDED: tl.constexpr = modifiers.dropout.unaligned is not None or listed is not None
@@ -298,47 +300,57 @@ def sum_over_keys(dq, dq_tail, rows, moments, q, q_tail, dout, lse, delta, k_sou
     for step in tl.range(first, last, BLOCK_N):
         n = step_at(step, steps, listed, MASKED, COVERED)
         offs_n = n + tl.arange(0, BLOCK_N)
-        if earlier_pairs is not None:  # here, though it takes registers: at the sum the program would wait for them
-            earlier_low, earlier_high = load_pairs_by_halves(earlier_pairs, offs_m, n, length_q, stop, BLOCK_N, MASKED)
-        k = load_tile(k_source, place_k, n, stop, stride_ks, stride_kd, BLOCK_N, D, BLOCK_D, MASKED, INT64,
-                      DESCRIPTORS, CLIP)
-        k = unseen_as_zero(k, n, seen_from, band[3], band[4], BLOCK_N, ADDED)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
-        if TAIL:
-            k_tail = load_tail(k_source, k, n, stop, stride_ks, stride_kd, BLOCK_N, D, TAIL, MASKED, INT64)
-            k_tail = unseen_as_zero(k_tail, n, seen_from, band[3], band[4], BLOCK_N, ADDED)
-            scores = tl.dot(q_tail, tl.trans(k_tail), scores, input_precision=PRECISION)
-        v = load_tile(v_source, place_k, n, stop, stride_vs, stride_vd, BLOCK_N, DV, BLOCK_DV, MASKED, INT64,
-                      DESCRIPTORS, CLIP)
-        v = unseen_as_zero(v, n, seen_from, band[3], band[4], BLOCK_N, ADDED)
-        dprobs = tl.dot(dout, tl.trans(v), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
-        numbers_k = numbers_q
-        if numbers_q is not None:
-            numbers_k = tl.load(documents_k + offs_n, mask=offs_n < stop, other=-1)[None, :]
-        visible = see(offs_m[:, None], offs_n[None, :], length_q, stop, band, numbers_q, numbers_k)
-        scores, visible, tanh, capped, kept = modify_tile(
-            scores, visible, modifiers, row, sequence, head, band, first_query, n, length_q, stop, scale_log2,
-            q.dtype == tl.float32, INT64, CHANGED, q.shape[0], BLOCK_N, False, MASKED)
-        probs = recompute_probs(scores, lse[:, None], visible, 1.0 if CHANGED else scale_log2, HIDES)
-        difference = less_delta(dprobs, delta[:, None], kept, modifiers, False)
-        dscores = score_gradient(probs, difference, visible, HIDES)
-        if own_pairs is not None:
-            low, high = halves(dscores)
-            if earlier_pairs is not None:
-                low += earlier_low
-                high += earlier_high
-            store_pairs_by_halves(own_pairs, low, high, offs_m, n, length_q, stop, BLOCK_N, MASKED)
-        if ROWS:
-            rows += tl.sum(dscores, 1)
-        if MOMENTS:
-            moments -= tl.sum(dscores * distance(offs_m[:, None], offs_n[None, :], modifiers, band), 1)
-        dscores = through_function(dscores, capped, visible, modifiers, sequence, head, offs_m, n, length_q, stop,
-                                   BLOCK_N, False, MASKED, HIDES)
-        dscores = through_softcap(dscores, tanh, visible, modifiers, HIDES)
-        dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision=PRECISION)  # [BLOCK_M, BLOCK_D], eq. 10
-        if TAIL:
-            dq_tail = tl.dot(dscores.to(k.dtype), k_tail, dq_tail, input_precision=PRECISION)
-    return dq, dq_tail, rows, moments
+        made = ()
+        pairs = None
+        bias = None
+        if ENTRIES > 1 and modifiers.bias.ptr is not None:
+            bias = load_pairs(modifiers.bias, sequence, head, offs_m[:, None], offs_n[None, :], length_q, stop, INT64,
+                              MASKED)
+        for e in tl.static_range(ENTRIES):
+            q, q_tail, dout, lse, delta, k_source, v_source, place_k, row = entries[e]
+            dq, dq_tail, rows, moments = sums[e]
+            earlier = None
+            if earlier_pairs is not None and e == ENTRIES - 1:  # at the sum the program would wait for them
+                earlier = load_pairs_by_halves(earlier_pairs, offs_m, n, length_q, stop, BLOCK_N, MASKED)
+            k = load_tile(k_source, place_k, n, stop, stride_ks, stride_kd, BLOCK_N, D, BLOCK_D, MASKED, INT64,
+                          DESCRIPTORS, CLIP)
+            k = unseen_as_zero(k, n, seen_from, band[3], band[4], BLOCK_N, ADDED)
+            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+            if TAIL:
+                k_tail = load_tail(k_source, k, n, stop, stride_ks, stride_kd, BLOCK_N, D, TAIL, MASKED, INT64)
+                k_tail = unseen_as_zero(k_tail, n, seen_from, band[3], band[4], BLOCK_N, ADDED)
+                scores = tl.dot(q_tail, tl.trans(k_tail), scores, input_precision=PRECISION)
+            v = load_tile(v_source, place_k, n, stop, stride_vs, stride_vd, BLOCK_N, DV, BLOCK_DV, MASKED, INT64,
+                          DESCRIPTORS, CLIP)
+            v = unseen_as_zero(v, n, seen_from, band[3], band[4], BLOCK_N, ADDED)
+            dprobs = tl.dot(dout, tl.trans(v), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+            numbers_k = numbers_q
+            if numbers_q is not None:
+                numbers_k = tl.load(documents_k + offs_n, mask=offs_n < stop, other=-1)[None, :]
+            visible = see(offs_m[:, None], offs_n[None, :], length_q, stop, band, numbers_q, numbers_k)
+            scores, visible, tanh, capped, kept = modify_tile(
+                scores, visible, modifiers, row, sequence + e, head, band, first_query, n, length_q, stop, scale_log2,
+                q.dtype == tl.float32, INT64, CHANGED, q.shape[0], BLOCK_N, False, MASKED, bias)
+            probs = recompute_probs(scores, lse[:, None], visible, 1.0 if CHANGED else scale_log2, HIDES)
+            difference = less_delta(dprobs, delta[:, None], kept, modifiers, False)
+            dscores = score_gradient(probs, difference, visible, HIDES)
+            if own_pairs is not None:
+                pairs = dscores if pairs is None else pairs + dscores
+                if e == ENTRIES - 1:
+                    store_pairs_by_halves(own_pairs, pairs, earlier, offs_m, n, length_q, stop, BLOCK_N, MASKED)
+            if ROWS:
+                rows += tl.sum(dscores, 1)
+            if MOMENTS:
+                moments -= tl.sum(dscores * distance(offs_m[:, None], offs_n[None, :], modifiers, band), 1)
+            dscores = through_function(dscores, capped, visible, modifiers, sequence + e, head, offs_m, n, length_q,
+                                       stop, BLOCK_N, False, MASKED, HIDES)
+            dscores = through_softcap(dscores, tanh, visible, modifiers, HIDES)
+            dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision=PRECISION)  # [BLOCK_M, BLOCK_D], eq. 10
+            if TAIL:
+                dq_tail = tl.dot(dscores.to(k.dtype), k_tail, dq_tail, input_precision=PRECISION)
+            made += ((dq, dq_tail, rows, moments),)
+        sums = made
+    return sums
 
 
 @triton.jit(do_not_specialize=["lower", "upper", "prefix", "sink_tokens", "chunk", "offset", "count", "sq", "sk", "hq",
@@ -355,10 +367,11 @@ def attention_backward_dq_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_p
                                  D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
                                  PRECISION: tl.constexpr, INT64: tl.constexpr, DESCRIPTORS: tl.constexpr,
                                  CHANGED: tl.constexpr, TAIL: tl.constexpr, BLOCK_M: tl.constexpr,
-                                 BLOCK_N: tl.constexpr):
+                                 BLOCK_N: tl.constexpr, ENTRIES: tl.constexpr):
     """Compute dQ = scale·dS K for BLOCK_M queries of one head (eq. 9 and 10).
 
-    Grid: (tiles · hq · b,), or with an ``entry`` (tiles · hq,) for that batch entry alone.
+    Grid: (tiles · hq · b,), or with an ``entry`` (tiles · hq,) for ENTRIES batch entries from that one on: more than
+    one only where all have the same lengths, documents and tile lists.
     rows and moments, unless None: (b, hq, sq), dense; receive Σ_j dS, for a bias that all keys share, and
     −Σ_j dS·distance, for ALiBi's slopes. pairs, unless None: (b|1, hq, ≥ sq, ≥ sk); receives dS in the tiles that are
     visible, with what stands in ``earlier``, unless that is None, added to it.
@@ -370,25 +383,28 @@ def attention_backward_dq_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_p
     band = (lower, upper, prefix, sink_tokens, chunk, offset, length_k - length_q if SHIFTED else None)
     offs_m = first + tl.arange(0, BLOCK_M)
     head_k = head // group
-    q_source = head_source(q_ptr, batch, head, row_q, stride_qb, stride_qh, stride_qs, DESCRIPTORS)
-    k_source = head_source(k_ptr, batch, head_k, row_k, stride_kb, stride_kh, stride_ks, DESCRIPTORS)
-    v_source = head_source(v_ptr, batch, head_k, row_k, stride_vb, stride_vh, stride_vs, DESCRIPTORS)
-    dout_source = head_source(dout_ptr, batch, head, row_q, stride_dob, stride_doh, stride_dos, DESCRIPTORS)
-    place_q = (batch, head, row_q)
-    q = load_tile(q_source, place_q, first, length_q, stride_qs, stride_qd, BLOCK_M, D, BLOCK_D, True, INT64,
-                  DESCRIPTORS, False)
-    dout = load_tile(dout_source, place_q, first, length_q, stride_dos, stride_dod, BLOCK_M, DV, BLOCK_DV, True, INT64,
-                     DESCRIPTORS, False)
-    q_tail = load_tail(q_source, q, first, length_q, stride_qs, stride_qd, BLOCK_M, D, TAIL, True, INT64)
-    row_offset = head_offset(batch, head, hq * sq, sq) + row_q
-    lse = tl.load(lse_ptr + row_offset + offs_m, mask=offs_m < length_q, other=0.0)  # [BLOCK_M]
-    lse = lse_of_probs(lse * LOG2E, modifiers)
-    delta = tl.load(delta_ptr + row_offset + offs_m, mask=offs_m < length_q, other=0.0)  # [BLOCK_M]
-
-    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    dq_tail = tl.zeros([BLOCK_M, BLOCK_TAIL], tl.float32)
-    rows = tl.zeros([BLOCK_M], tl.float32)
-    moments = tl.zeros([BLOCK_M], tl.float32)
+    entries = ()
+    sums = ()
+    for e in tl.static_range(ENTRIES):
+        own = batch + e
+        q_source = head_source(q_ptr, own, head, row_q, stride_qb, stride_qh, stride_qs, DESCRIPTORS)
+        k_source = head_source(k_ptr, own, head_k, row_k, stride_kb, stride_kh, stride_ks, DESCRIPTORS)
+        v_source = head_source(v_ptr, own, head_k, row_k, stride_vb, stride_vh, stride_vs, DESCRIPTORS)
+        dout_source = head_source(dout_ptr, own, head, row_q, stride_dob, stride_doh, stride_dos, DESCRIPTORS)
+        place_q = (own, head, row_q)
+        q = load_tile(q_source, place_q, first, length_q, stride_qs, stride_qd, BLOCK_M, D, BLOCK_D, True, INT64,
+                      DESCRIPTORS, False)
+        dout = load_tile(dout_source, place_q, first, length_q, stride_dos, stride_dod, BLOCK_M, DV, BLOCK_DV, True,
+                         INT64, DESCRIPTORS, False)
+        q_tail = load_tail(q_source, q, first, length_q, stride_qs, stride_qd, BLOCK_M, D, TAIL, True, INT64)
+        row_offset = head_offset(own, head, hq * sq, sq) + row_q
+        lse = tl.load(lse_ptr + row_offset + offs_m, mask=offs_m < length_q, other=0.0)  # [BLOCK_M]
+        lse = lse_of_probs(lse * LOG2E, modifiers)
+        delta = tl.load(delta_ptr + row_offset + offs_m, mask=offs_m < length_q, other=0.0)  # [BLOCK_M]
+        entries += ((q, q_tail, dout, lse, delta, k_source, v_source, (own, head_k, row_k),
+                     (sequence + e) * hq + head),)
+        sums += ((tl.zeros([BLOCK_M, BLOCK_D], tl.float32), tl.zeros([BLOCK_M, BLOCK_TAIL], tl.float32),
+                  tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32)),)
     spans = keys_seen(first, tl.minimum(first + BLOCK_M, length_q) - 1, length_k, band)
     numbers_q = None
     documents_k = None
@@ -411,22 +427,24 @@ def attention_backward_dq_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_p
     if earlier_ptr is not None:
         earlier_pairs = pair_rows(earlier_ptr, sequence, head, first, stride_pb, stride_ph, stride_pq, BLOCK_M)
     for MASKED in tl.static_range(2):
-        dq, dq_tail, rows, moments = sum_over_keys(
-            dq, dq_tail, rows, moments, q, q_tail, dout, lse, delta, k_source, v_source, modifiers,
-            sequence * hq + head, sequence, head, (batch, head_k, row_k), numbers_q, documents_k, listed, own_pairs,
-            earlier_pairs, first, offs_m, spans[0], steps, length_q, band, stride_ks, stride_kd, stride_vs, stride_vd,
-            scale_log2, BLOCK_N, D, BLOCK_D, DV, BLOCK_DV, MASKED, PRECISION, INT64, DESCRIPTORS, CHANGED, PADDED,
-            TAIL, rows_ptr is not None, moments_ptr is not None)
-    dq = padding_as_zero(dq * scale, first, length_q, BLOCK_M, PADDED)
-    dq_base = dq_ptr + head_offset(batch, head, stride_dqb, stride_dqh) + row_q.to(tl.int64) * stride_dqs
-    store_tile(dq_base, dq, first, rows_q, stride_dqs, 1, BLOCK_M, D, BLOCK_D, INT64)
-    if TAIL:
-        dq_tail = padding_as_zero(dq_tail * scale, first, length_q, BLOCK_M, PADDED)
-        store_tile(past(dq_base, 1, D), dq_tail, first, rows_q, stride_dqs, 1, BLOCK_M, TAIL, BLOCK_TAIL, INT64)
-    if rows_ptr is not None:
-        tl.store(rows_ptr + row_offset + offs_m, tl.where(offs_m < length_q, rows, 0.0), mask=offs_m < rows_q)
-    if moments_ptr is not None:
-        tl.store(moments_ptr + row_offset + offs_m, tl.where(offs_m < length_q, moments, 0.0), mask=offs_m < rows_q)
+        sums = sum_over_keys(
+            sums, entries, modifiers, sequence, head, numbers_q, documents_k, listed, own_pairs, earlier_pairs, first,
+            offs_m, spans[0], steps, length_q, band, stride_ks, stride_kd, stride_vs, stride_vd, scale_log2, BLOCK_N,
+            D, BLOCK_D, DV, BLOCK_DV, MASKED, PRECISION, INT64, DESCRIPTORS, CHANGED, PADDED, TAIL,
+            rows_ptr is not None, moments_ptr is not None, ENTRIES)
+    for e in tl.static_range(ENTRIES):
+        dq, dq_tail, rows, moments = sums[e]
+        dq = padding_as_zero(dq * scale, first, length_q, BLOCK_M, PADDED)
+        dq_base = dq_ptr + head_offset(batch + e, head, stride_dqb, stride_dqh) + row_q.to(tl.int64) * stride_dqs
+        store_tile(dq_base, dq, first, rows_q, stride_dqs, 1, BLOCK_M, D, BLOCK_D, INT64)
+        if TAIL:
+            dq_tail = padding_as_zero(dq_tail * scale, first, length_q, BLOCK_M, PADDED)
+            store_tile(past(dq_base, 1, D), dq_tail, first, rows_q, stride_dqs, 1, BLOCK_M, TAIL, BLOCK_TAIL, INT64)
+        own_row = head_offset(batch + e, head, hq * sq, sq) + row_q
+        if rows_ptr is not None:
+            tl.store(rows_ptr + own_row + offs_m, tl.where(offs_m < length_q, rows, 0.0), mask=offs_m < rows_q)
+        if moments_ptr is not None:
+            tl.store(moments_ptr + own_row + offs_m, tl.where(offs_m < length_q, moments, 0.0), mask=offs_m < rows_q)
 
 
 def delta_launch(problem: AttentionProblem, config: RowShape, out_strides: Sizes, dout_strides: Sizes,
@@ -463,8 +481,8 @@ def dkdv_launch(problem: AttentionProblem, config: TileShape, precision: str, do
 
 
 def dq_launch(problem: AttentionProblem, config: TileShape, precision: str, dout_strides: Sizes,
-              dq_strides: Sizes, pair_entries: int = 0) -> Launch:
-    """Bind the dQ kernel; where it makes the pairs too, ``pair_entries`` says in how many launches.
+              dq_strides: Sizes, at_once: int | None = None) -> Launch:
+    """Bind the dQ kernel; where it makes the pairs too, ``at_once`` says for how many batch entries, 0 for each apart.
 
     Call the result with (q, k, v, dout, lse, delta, dq, rows or None, moments or None, pairs or None, earlier pairs or
     None, entry or None, modifiers or None).
@@ -473,11 +491,10 @@ def dq_launch(problem: AttentionProblem, config: TileShape, precision: str, dout
     int64 = needs_int64(problem, *inputs, dq_strides)
     tiles = tile_slots(problem, problem.sq, config.block_m)
     scalars = (
-        *joined(*inputs, dq_strides[:3]), *pair_strides(problem, pair_entries), problem.scale,
+        *joined(*inputs, dq_strides[:3]), *pair_strides(problem, at_once), problem.scale,
         problem.scale * LOG2E.value, *bounds(problem), problem.sq, problem.sk, problem.hq, problem.group, tiles,
         is_shifted(problem), *constants(problem, precision, int64, config.descriptors), config.block_m,
-        config.block_n,
+        config.block_n, at_once or 1,
     )
-    entries = problem.b if pair_entries < 2 else 1
-    return Launch(attention_backward_dq_kernel, tiles * problem.hq * entries, scalars,
+    return Launch(attention_backward_dq_kernel, tiles * problem.hq * (1 if at_once else problem.b), scalars,
                   tile_blocks(problem, config), optional=6, num_warps=config.num_warps, num_stages=config.num_stages)

@@ -15,9 +15,10 @@ from tilewise.kernels.triton.launch import (
     is_shifted,
     joined,
     needs_int64,
+    tile_blocks,
     tile_count,
 )
-from tilewise.kernels.triton.modifiers import less_delta, lse_of_probs, modify_tile
+from tilewise.kernels.triton.modifiers import less_delta, load_pairs, lse_of_probs, modify_tile
 from tilewise.kernels.triton.places import extent
 from tilewise.kernels.triton.primitives import (
     LOG2E,
@@ -35,35 +36,44 @@ from tilewise.problem import AttentionProblem, Sizes
 @triton.jit
 def sum_over_members(acc, members, shared_heads, entry_batch, entry_head, q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr,
                      delta_ptr, modifiers, first_q, first_k, bounds, SHIFTED: tl.constexpr, count, sq, sk, hq, group,
-                     strides_q, strides_k, strides_v, strides_do, scale_log2, D: tl.constexpr, DV: tl.constexpr,
-                     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
-                     INT64: tl.constexpr, CHANGED: tl.constexpr, TAIL: tl.constexpr, BLOCK_M: tl.constexpr,
-                     BLOCK_N: tl.constexpr):
-    """Add dS of the heads that share one tile of the bias: the kernel's one loop body."""
+                     size_q, size_k, strides_q, strides_k, strides_v, strides_do, scale_log2,
+                     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+                     MASKED: tl.constexpr, PRECISION: tl.constexpr, INT64: tl.constexpr, DESCRIPTORS: tl.constexpr,
+                     CHANGED: tl.constexpr, TAIL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Add dS of the heads that share one tile of the bias, which is read once: the kernel's one loop body."""
     HIDES: tl.constexpr = MASKED or modifiers.mask.ptr is not None or modifiers.mask_function.call is not None
     lengths = modifiers.lengths
     documents = modifiers.documents
     lower, upper, prefix, sink_tokens, chunk, offset, _shift = bounds
     offs_m, offs_n = first_q + tl.arange(0, BLOCK_M), first_k + tl.arange(0, BLOCK_N)
+    CLIP: tl.constexpr = count is not None
+    bias = None
+    if modifiers.bias.ptr is not None:
+        bias = tl.zeros([BLOCK_M, BLOCK_N], modifiers.bias.ptr.dtype.element_ty)
+        if members > 0:  # else the tile may be one that this loop, which checks nothing, cannot read
+            bias = load_pairs(modifiers.bias, entry_batch, entry_head, offs_m[:, None], offs_n[None, :], size_q,
+                              size_k, INT64, MASKED)
     for member in tl.range(0, members):
         sequence, head = entry_batch + member // shared_heads, entry_head + member % shared_heads
         row_q, _rows_q, length_q = extent(lengths.cu_q, lengths.q, sequence, count, sq)
         row_k, _rows_k, length_k = extent(lengths.cu_k, lengths.k, sequence, count, sk)
         batch = sequence if lengths.cu_q is None else sequence * 0
         band = (lower, upper, prefix, sink_tokens, chunk, offset, length_k - length_q if SHIFTED else None)
-        q_source = head_source(q_ptr, batch, head, row_q, strides_q[0], strides_q[1], strides_q[2], False)
-        k_source = head_source(k_ptr, batch, head // group, row_k, strides_k[0], strides_k[1], strides_k[2], False)
-        v_source = head_source(v_ptr, batch, head // group, row_k, strides_v[0], strides_v[1], strides_v[2], False)
-        dout_source = head_source(dout_ptr, batch, head, row_q, strides_do[0], strides_do[1], strides_do[2], False)
-        place = (batch, head, row_q)
-        q = load_tile(q_source, place, first_q, length_q, strides_q[2], strides_q[3], BLOCK_M, D, BLOCK_D, True, INT64,
-                      False, False)
-        k = load_tile(k_source, place, first_k, length_k, strides_k[2], strides_k[3], BLOCK_N, D, BLOCK_D, True, INT64,
-                      False, False)
-        v = load_tile(v_source, place, first_k, length_k, strides_v[2], strides_v[3], BLOCK_N, DV, BLOCK_DV, True,
-                      INT64, False, False)
-        dout = load_tile(dout_source, place, first_q, length_q, strides_do[2], strides_do[3], BLOCK_M, DV, BLOCK_DV,
-                         True, INT64, False, False)
+        q_source = head_source(q_ptr, batch, head, row_q, strides_q[0], strides_q[1], strides_q[2], DESCRIPTORS)
+        head_k = head // group
+        k_source = head_source(k_ptr, batch, head_k, row_k, strides_k[0], strides_k[1], strides_k[2], DESCRIPTORS)
+        v_source = head_source(v_ptr, batch, head_k, row_k, strides_v[0], strides_v[1], strides_v[2], DESCRIPTORS)
+        dout_source = head_source(dout_ptr, batch, head, row_q, strides_do[0], strides_do[1], strides_do[2],
+                                  DESCRIPTORS)
+        place_q, place_k = (batch, head, row_q), (batch, head_k, row_k)
+        q = load_tile(q_source, place_q, first_q, length_q, strides_q[2], strides_q[3], BLOCK_M, D, BLOCK_D, True,
+                      INT64, DESCRIPTORS, CLIP)
+        k = load_tile(k_source, place_k, first_k, length_k, strides_k[2], strides_k[3], BLOCK_N, D, BLOCK_D, True,
+                      INT64, DESCRIPTORS, CLIP)
+        v = load_tile(v_source, place_k, first_k, length_k, strides_v[2], strides_v[3], BLOCK_N, DV, BLOCK_DV, True,
+                      INT64, DESCRIPTORS, CLIP)
+        dout = load_tile(dout_source, place_q, first_q, length_q, strides_do[2], strides_do[3], BLOCK_M, DV, BLOCK_DV,
+                         True, INT64, DESCRIPTORS, CLIP)
         row_offset = head_offset(batch, head, hq * sq, sq) + row_q
         lse = tl.load(lse_ptr + row_offset + offs_m, mask=offs_m < length_q, other=0.0)
         lse = lse_of_probs(lse * LOG2E, modifiers)
@@ -75,6 +85,7 @@ def sum_over_members(acc, members, shared_heads, entry_batch, entry_head, q_ptr,
             k_tail = load_tail(k_source, k, first_k, length_k, strides_k[2], strides_k[3], BLOCK_N, D, TAIL, True,
                                INT64)
             scores = tl.dot(q_tail, tl.trans(k_tail), scores, input_precision=PRECISION)
+        dprobs = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
         numbers_q = None
         numbers_k = None
         if documents.q is not None:
@@ -86,8 +97,7 @@ def sum_over_members(acc, members, shared_heads, entry_batch, entry_head, q_ptr,
         scores, visible, _tanh, _capped, kept = modify_tile(
             scores, visible, modifiers, sequence * hq + head, sequence, head,
             band, first_q, first_k, length_q, length_k, scale_log2,
-            q.dtype == tl.float32, INT64, CHANGED, BLOCK_M, BLOCK_N, False, MASKED)
-        dprobs = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
+            q.dtype == tl.float32, INT64, CHANGED, BLOCK_M, BLOCK_N, False, MASKED, bias)
         probs = recompute_probs(scores, lse[:, None], visible, 1.0 if CHANGED else scale_log2, HIDES)
         difference = less_delta(dprobs, delta[:, None], kept, modifiers, False)
         acc += score_gradient(probs, difference, visible, HIDES)
@@ -106,8 +116,9 @@ def attention_backward_dbias_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delt
                                     group, size_q, size_k, tiles_q, tiles_k, own_heads, shared_heads, members,
                                     SHIFTED: tl.constexpr,
                                     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-                                    PRECISION: tl.constexpr, INT64: tl.constexpr, CHANGED: tl.constexpr,
-                                    TAIL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+                                    PRECISION: tl.constexpr, INT64: tl.constexpr, DESCRIPTORS: tl.constexpr,
+                                    CHANGED: tl.constexpr, TAIL: tl.constexpr, BLOCK_M: tl.constexpr,
+                                    BLOCK_N: tl.constexpr):
     """Compute dbias = dS, summed over the heads and batches that share the bias, for one tile of pairs.
 
     Grid: (tiles_k · tiles_q · own_heads · own_batches,). dbias: (own_batches, own_heads, size_q, size_k), dense;
@@ -134,9 +145,9 @@ def attention_backward_dbias_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delt
         acc = sum_over_members(
             acc, own, shared_heads, entry_batch, entry_head, q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr,
             modifiers, first_q, first_k, bounds, SHIFTED, count, sq, sk, hq, group,
-            (stride_qb, stride_qh, stride_qs, stride_qd), (stride_kb, stride_kh, stride_ks, stride_kd),
+            size_q, size_k, (stride_qb, stride_qh, stride_qs, stride_qd), (stride_kb, stride_kh, stride_ks, stride_kd),
             (stride_vb, stride_vh, stride_vs, stride_vd), (stride_dob, stride_doh, stride_dos, stride_dod), scale_log2,
-            D, DV, BLOCK_D, BLOCK_DV, MASKED, PRECISION, INT64, CHANGED, TAIL, BLOCK_M, BLOCK_N)
+            D, DV, BLOCK_D, BLOCK_DV, MASKED, PRECISION, INT64, DESCRIPTORS, CHANGED, TAIL, BLOCK_M, BLOCK_N)
     offs_m, offs_n = first_q + tl.arange(0, BLOCK_M), first_k + tl.arange(0, BLOCK_N)
     pairs = size_q.to(tl.int64) * size_k
     base = dbias_ptr + head_offset(entry_batch, entry_head, own_heads * pairs, pairs)
@@ -164,12 +175,12 @@ def dbias_launch(problem: AttentionProblem, config: TileShape, precision: str, d
     shared_heads = problem.hq // own_heads
     members = problem.pairs[0] // own_batches * shared_heads
     tiles_q, tiles_k = tile_count(size_q, config.block_m), tile_count(size_k, config.block_n)
-    d, dv, block_d, block_dv, _, int64, _, changed, tail = constants(
-        problem, precision, needs_int64(problem, *inputs), descriptors=False)
     scalars = (
         *joined(*inputs), problem.scale * LOG2E.value, *bounds(problem), problem.sq, problem.sk, problem.hq,
         problem.group, size_q, size_k, tiles_q, tiles_k, own_heads, shared_heads, members, is_shifted(problem),
-        d, dv, block_d, block_dv, precision, int64, changed, tail, config.block_m, config.block_n,
+        *constants(problem, precision, needs_int64(problem, *inputs), config.descriptors), config.block_m,
+        config.block_n,
     )
     return Launch(attention_backward_dbias_kernel, tiles_k * tiles_q * own_heads * own_batches, scalars,
-                  num_warps=config.num_warps, num_stages=1)
+                  tile_blocks(problem, config), num_warps=config.num_warps,
+                  num_stages=1, **config.limits)

@@ -43,6 +43,10 @@ class TileShape(RowShape, Protocol):
     def descriptors(self) -> bool:
         """Whether tiles come through tensor descriptors."""
 
+    @property
+    def limits(self) -> dict[str, int]:
+        """Options of a launch that bound what the compiler may take; none but dbias's has any."""
+
 
 # Triton 3.6 loses an integer 1 inside a nested tuple, and cannot compare a tuple that holds None with None. So a unit
 # stride is None, what is absent has None for a pointer, and other numbers are floats, which are never made constants.
@@ -190,7 +194,7 @@ class Launch:
         optional: how many arguments before the scalars may be left out: the modifiers, which stand last, and then
             results that are not wanted.
         blocks: for each leading tensor that goes as a descriptor, its block and the position it is clipped at.
-        options: num_warps, num_stages.
+        options: num_warps, num_stages, and maxnreg where a thread's registers are bounded.
     """
 
     def __init__(self, kernel: Any, programs: int, scalars: tuple[Any, ...], blocks: Blocks = (), optional: int = 0,

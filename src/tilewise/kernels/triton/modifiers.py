@@ -71,7 +71,7 @@ def distance(offs_q, offs_k, modifiers, band):
 
 @triton.jit
 def change_scores(products, modifiers, batch, head, band, offs_q, offs_k, stop_q, stop_k, scale_log2,
-                  EXACT: tl.constexpr, INT64: tl.constexpr, CHECKED: tl.constexpr):
+                  EXACT: tl.constexpr, INT64: tl.constexpr, CHECKED: tl.constexpr, bias):
     """Return the tile's scores in base 2, f(c·tanh(scale·q·k / c)) + bias − slope·distance, the tanh, and f's argument.
 
     The latter is in natural units, as the user's function has it.
@@ -89,7 +89,8 @@ def change_scores(products, modifiers, batch, head, band, offs_q, offs_k, stop_q
         scores = modifiers.score_function.call(capped, batch, head, q_idx, k_idx, *modifiers.score_function.tensors)
         scores = scores.to(tl.float32) * LOG2E
     if modifiers.bias.ptr is not None:
-        bias = load_pairs(modifiers.bias, batch, head, offs_q, offs_k, stop_q, stop_k, INT64, CHECKED)
+        if bias is None:
+            bias = load_pairs(modifiers.bias, batch, head, offs_q, offs_k, stop_q, stop_k, INT64, CHECKED)
         scores += bias.to(tl.float32) * LOG2E
     if modifiers.alibi.ptr is not None:
         slope = tl.load(modifiers.alibi.ptr + along(batch, modifiers.alibi.stride_b, True)
@@ -170,13 +171,14 @@ def philox(seed, c0, c1, c2):
 @triton.jit
 def modify_tile(scores, visible, modifiers, row, batch, head, band, first_query, first_key, stop_q, stop_k,
                 scale_log2, EXACT: tl.constexpr, INT64: tl.constexpr, CHANGED: tl.constexpr, BLOCK_M: tl.constexpr,
-                BLOCK_N: tl.constexpr, KEYS_FIRST: tl.constexpr, MASKED: tl.constexpr):
+                BLOCK_N: tl.constexpr, KEYS_FIRST: tl.constexpr, MASKED: tl.constexpr, bias=None):
     """Apply all that acts on a tile's pairs, [BLOCK_M, BLOCK_N] or turned where KEYS_FIRST.
 
     ``visible`` counts where MASKED: elsewhere the band and the lengths hide nothing, and the boolean mask alone may.
     Returns the scores (in base 2 where CHANGED, else as they came), who is visible, the tanh of the softcap, what the
     user's function was given, and which pairs dropout keeps; the last three stand for nothing where the call has no
-    softcap, function or dropout.
+    softcap, function or dropout. Where several heads or batch entries share a tile of the bias, the caller
+    has loaded it, once for all, as ``bias``.
     """
     tanh = scores
     capped = scores
@@ -184,7 +186,7 @@ def modify_tile(scores, visible, modifiers, row, batch, head, band, first_query,
     offs_q, offs_k = pair_positions(first_query + tl.arange(0, BLOCK_M), first_key, BLOCK_N, KEYS_FIRST)
     if CHANGED:
         scores, tanh, capped = change_scores(scores, modifiers, batch, head, band, offs_q, offs_k, stop_q, stop_k,
-                                             scale_log2, EXACT, INT64, MASKED)
+                                             scale_log2, EXACT, INT64, MASKED, bias)
     if modifiers.mask.ptr is not None and (MASKED or modifiers.tiles.q is None):  # whole tiles of a list need none
         allowed = load_pairs(modifiers.mask, batch, head, offs_q, offs_k, stop_q, stop_k, INT64, MASKED).to(tl.int1)
         visible = visible & allowed if MASKED else allowed

@@ -1,9 +1,11 @@
 """Gradient of a bias on dQ's way: the dQ kernel stores the dS that it makes, or adds it to that of earlier entries.
 
-Where the batch shares the bias, dQ is launched once for each batch entry, in order: a launch reads, adds and writes
-what those before it on the stream have left, without atomics, so the sum is the same on every run. It is kept in
-float32. Of a 16-bit bias that takes a buffer of the bias's shape beside the gradient, which is this gradient before it
-is rounded. The alternative, a kernel of its own (dbias.py), makes S and dP once more.
+Where the batch shares the bias, dQ is launched for one batch entry after another, or for a few at once: a program then
+has a tile of queries of each, adds up their dS in registers, and reads the bias once. A launch reads, adds and writes
+what those before it on the stream have left, without atomics, so the sum is the same on every run. Between launches it
+is in float32: of a 16-bit bias that takes a buffer of the bias's shape beside the gradient, which is this gradient
+before it is rounded. Where one launch has every entry, nothing is read again and there is no buffer. The alternative, a
+kernel of its own (dbias.py), makes S and dP once more.
 """
 
 from collections.abc import Callable
@@ -16,6 +18,7 @@ import triton.language as tl
 from tilewise.kernels.triton.launch import Launch
 from tilewise.kernels.triton.primitives import head_offset, offsets
 from tilewise.problem import AttentionProblem
+from tilewise.scores import OperandFacts
 
 
 @triton.jit
@@ -59,22 +62,36 @@ def load_pairs_by_halves(rows, offs_m, first_k, stop_q, stop_k, BLOCK_N: tl.cons
 
 
 @triton.jit
-def store_pairs_by_halves(rows, low, high, offs_m, first_k, stop_q, stop_k, BLOCK_N: tl.constexpr,
+def store_pairs_by_halves(rows, pairs, earlier, offs_m, first_k, stop_q, stop_k, BLOCK_N: tl.constexpr,
                           CHECKED: tl.constexpr):
-    """Store both halves of a tile of pairs, in their own dtype."""
+    """Store both halves of a tile of pairs, with those of ``earlier`` ones added, unless None; in their own dtype."""
+    low, high = halves(pairs)
+    if earlier is not None:
+        low += earlier[0]
+        high += earlier[1]
     low_ptrs, low_inside = locate_half(rows, offs_m, first_k, stop_q, stop_k, 0, BLOCK_N // 2, CHECKED)
     high_ptrs, high_inside = locate_half(rows, offs_m, first_k, stop_q, stop_k, 1, BLOCK_N // 2, CHECKED)
     tl.store(low_ptrs, low.to(rows.dtype.element_ty), mask=low_inside)
     tl.store(high_ptrs, high.to(rows.dtype.element_ty), mask=high_inside)
 
 
-def pair_strides(problem: AttentionProblem, entries: int) -> tuple[int | None, ...]:
-    """Strides (b, h, s) of a bias's dense gradient: 0 for a batch that shares it, None where there are no entries."""
+def pair_strides(problem: AttentionProblem, at_once: int | None) -> tuple[int | None, ...]:
+    """Strides (b, h, s) of a bias's dense gradient: 0 for a batch that shares it, None where dQ's kernel makes none."""
     bias = problem.scores.bias
-    if not entries or bias is None:
+    if at_once is None or bias is None:
         return None, None, None
     own_batches, heads, size_q, size_k = bias.shape
     return (0 if own_batches == 1 else heads * size_q * size_k), size_q * size_k, size_k
+
+
+def sees_alike(problem: AttentionProblem) -> bool:
+    """Whether all batch entries see the same tiles: no lengths that are data, no documents or lists of their own."""
+    return not problem.sequences.are_data and all(facts.shape[0] == 1 for facts in _hiding(problem))
+
+
+def _hiding(problem: AttentionProblem) -> list[OperandFacts]:
+    scores = problem.scores
+    return [facts for facts in (scores.documents_q, scores.documents_k, scores.tiles_q) if facts is not None]
 
 
 class PairSums:
@@ -82,37 +99,36 @@ class PairSums:
 
     Args:
         problem: of the backward pass; its bias has a query and a key dim and every head.
-        entries: 1, or the batch entries that are launched one after another.
-        bind: returns a launch of dQ; one that reads or writes another dtype, or reads nothing, needs one of its own.
+        entries: the batch entries that share the bias and are added up, or 1 where each has its own.
+        at_once: how many of them a launch adds in registers; more than 1 only where they see alike.
+        bind: returns a launch of dQ for so many entries, or with 0 for each entry apart; one that reads or writes
+            another dtype, or reads nothing, needs one of its own.
     """
 
-    def __init__(self, problem: AttentionProblem, entries: int, bind: Callable[[], Launch]) -> None:
-        scores, sequences = problem.scores, problem.sequences
-        hiding = (scores.documents_q, scores.documents_k, scores.tiles_q)
-        self._entries = entries
+    def __init__(self, problem: AttentionProblem, entries: int, at_once: int, bind: Callable[[int], Launch]) -> None:
         # Of a tile that no query of it sees, nothing is written.
-        self._skips = problem.mask.is_bounded or sequences.are_data or any(facts is not None for facts in hiding)
+        self._skips = problem.mask.is_bounded or problem.sequences.are_data or bool(_hiding(problem))
         # Else an entry may skip what an earlier one has written, or the other way round.
-        self._alike = not sequences.are_data and all(facts is None or facts.shape[0] == 1 for facts in hiding)
-        self._first, self._next, self._last = bind(), bind(), bind()
+        self._alike = entries == 1 or sees_alike(problem)
+        at_once = min(at_once, entries)  # a program for more of them would read and write past the last one
+        firsts = range(0, entries, at_once)
+        first, following, last = bind(at_once if entries > 1 else 0), bind(at_once), bind(entries - firsts[-1])
+        self._steps: list[tuple[int | None, Launch]] = [(begin, following) for begin in firsts]
+        self._steps[-1] = (firsts[-1], last)
+        self._steps[0] = (0 if entries > 1 else None, first)
 
     def __call__(self, *arguments: Any) -> None:
         """Enqueue the launches: ``arguments`` as of one of dQ; it is for here to say which pairs are earlier ones."""
         *tensors, pairs, _earlier, _entry, modifiers = arguments
-        if self._skips and (self._alike or self._entries == 1):
+        if self._skips and self._alike:
             pairs.zero_()
-        if self._entries == 1:
-            self._first(*tensors, pairs, None, None, modifiers)
-            return
-        total = pairs if pairs.dtype is torch.float32 else torch.empty_like(pairs, dtype=torch.float32)
-        if not self._alike:
-            total.zero_()
-            for entry in range(self._entries):
-                self._next(*tensors, total, total, entry, modifiers)
-            if total is not pairs:
-                pairs.copy_(total)
-            return
-        self._first(*tensors, total, None, 0, modifiers)
-        for entry in range(1, self._entries - 1):
-            self._next(*tensors, total, total, entry, modifiers)
-        self._last(*tensors, pairs, total, self._entries - 1, modifiers)
+        *before, (last_entry, last) = self._steps
+        is_total = not before or pairs.dtype is torch.float32
+        total = pairs if is_total else torch.empty_like(pairs, dtype=torch.float32)
+        earlier = None if self._alike else total.zero_()
+        for entry, launch in before:
+            launch(*tensors, total, earlier, entry, modifiers)
+            earlier = total
+        last(*tensors, pairs if self._alike else total, earlier, last_entry, modifiers)
+        if not (self._alike or is_total):
+            pairs.copy_(total)
