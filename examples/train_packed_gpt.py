@@ -10,6 +10,7 @@ Python, a document some stretch of it. ``--documents 1`` makes each row one docu
 
 import argparse
 import copy
+import math
 import statistics
 import sys
 import time
@@ -233,7 +234,9 @@ def make_runs(names, size, options):
 
 
 def difference(a, b):
-    """Return the largest difference between the curves of two runs."""
+    """Return the largest difference between the curves of two runs; infinity where a loss is not finite."""
+    if not all(map(math.isfinite, a.losses + b.losses)):
+        return math.inf
     return max(abs(x - y) for x, y in zip(a.losses, b.losses, strict=True))
 
 
@@ -262,7 +265,7 @@ def main(arguments=None):
               f"{size['batch'] * size['context'] / ms * 1e3:.0f} tokens/s, {gib:.2f} GiB above weights and optimizer, "
               f"{difference(first, run):.1e} from {first.way}")
     largest = max(difference(first, run) for run in runs if run is not control)
-    coincide = largest <= bound
+    coincide = math.isfinite(largest) and largest <= bound
     print(f"largest difference {largest:.1e}, allowed {bound:.0e}: the curves {'coincide' if coincide else 'DIFFER'}")
     return 0 if coincide else 1
 

@@ -48,9 +48,9 @@ def order(problem: AttentionProblem, tf32: bool | None = None) -> tuple[str, ...
     bfloat16 without such a CPU, 0.5 forward and twice it backward.
 
     On GPUs, ``prefers_gluon`` says what is worth gluon's launch, the dearer one. The float32 kernels of cuda come
-    first on Hopper GPUs: they were 2.8 times as fast as triton's on an H200 at least (docs/float32.md). They come
-    behind where they have not been timed: on other GPUs, at head dims above 128, and where TF32 is allowed, so that
-    both make one product.
+    first on Hopper GPUs: from 1024 queries and keys on, at head dims 64 to 128, they were 5 to 8 times as fast
+    as triton's on an H200 (timed at both ends; one between is computed as the next multiple of 32). They come behind
+    where they have not been timed: elsewhere, and where TF32 is allowed, so that both make one product.
     """
     if problem.device.type != "cpu":
         first: tuple[str, ...] = ("gluon", "triton") if prefers_gluon(problem) else ("triton", "gluon")
@@ -63,12 +63,14 @@ def order(problem: AttentionProblem, tf32: bool | None = None) -> tuple[str, ...
     return (*first, "triton", "gluon", "cuda", "cuda_ieee")
 
 
-_WIDEST_TIMED = 128  # head dim at which cuda's kernels were timed beside triton's
+# Where cuda's kernels were timed beside triton's: head dims, and queries and keys.
+_TIMED_DIMS, _SHORTEST_TIMED = range(64, 129), 1024
 
 
 def _prefers_cuda(problem: AttentionProblem, tf32: bool) -> bool:
     return (problem.dtype is torch.float32 and not tf32 and problem.device.type == "cuda"
-            and max(problem.d, problem.dv) <= _WIDEST_TIMED and device_spec(problem.device).arch == "sm_90")
+            and all(dim in _TIMED_DIMS for dim in (problem.d, problem.dv))
+            and min(problem.sq, problem.sk) >= _SHORTEST_TIMED and device_spec(problem.device).arch == "sm_90")
 
 
 @cache

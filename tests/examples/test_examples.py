@@ -58,13 +58,15 @@ def test_tiny_gpt_learns_the_same_with_tilewise_as_with_torch(tmp_path, capsys):
     assert "<svg" in plot.read_text()
 
 
-@pytest.mark.parametrize("broken", ["no gradient for k", "mask off by half"])
+@pytest.mark.parametrize("broken", ["no gradient for k", "mask off by half", "not a number"])
 def test_tiny_gpt_notices_wrong_attention(broken, tmp_path, monkeypatch):
     example = load("train_tiny_gpt")
 
     def attend(q, k, v):
         if broken == "no gradient for k":
             return tilewise.attention(q, k.detach(), v, mask=tilewise.causal())
+        if broken == "not a number":
+            return tilewise.attention(q, k, v, mask=tilewise.causal()) + torch.nan
         return tilewise.attention(q, k, v, mask=tilewise.causal() & tilewise.window(example.CONTEXT // 2, 0))
 
     monkeypatch.setattr(example, "attend_by_tilewise", attend)
@@ -100,6 +102,18 @@ def test_packed_gpt_notices_documents_that_see_one_another(monkeypatch, capsys):
     monkeypatch.setitem(example.FUNCTIONS, "tw_varlen", together)
     assert example.main(["--steps", "6", "--device", "cpu"]) == 1
     assert "DIFFER" in capsys.readouterr().out
+
+
+@needs_transformers
+def test_packed_gpt_takes_no_loss_for_none_that_differs(monkeypatch, capsys):
+    """A NaN is neither above nor below a bound."""
+    example = load("train_packed_gpt")
+    right = example.FUNCTIONS["tw_varlen"]
+    calls = iter(range(100))
+    monkeypatch.setitem(example.FUNCTIONS, "tw_varlen",
+                        lambda *given: right(*given) * (1 if next(calls) < 4 else torch.nan))
+    assert example.main(["--steps", "3", "--device", "cpu"]) == 1
+    assert "largest difference inf" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("way", ["tw_attention", "tw_varlen", "torch_reversed", "torch_varlen", "fa2_varlen"])

@@ -239,22 +239,6 @@ def test_other_lengths_are_written_anew_and_no_more_than_there_are(double, how):
     assert _named(double, 0)["seq_len_kv"][1][:2].tolist() == [7, 40]
 
 
-def test_a_constant_is_made_once_never_while_captured_and_not_beyond_a_bound(monkeypatch):
-    monkeypatch.setattr(lengths, "_kept", {})
-    monkeypatch.setattr(lengths, "_MOST", 1)
-    capturing = [True]
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
-    device = torch.device("cpu")
-    assert lengths.constant_lengths(2, 5, device) is None
-    capturing[0] = False
-    made = lengths.constant_lengths(2, 5, device)
-    assert made.tolist() == [5, 5]
-    assert made.dtype is torch.int32
-    assert lengths.constant_lengths(2, 6, device) is None
-    capturing[0] = True
-    assert lengths.constant_lengths(2, 5, device) is made
-
-
 def test_where_no_constant_may_be_made_lengths_are_written(double, monkeypatch):
     monkeypatch.setattr(cudnn, "constant_lengths", lambda count, length, device: None)
     case = Case("odd_keys", sq=256, sk=192)

@@ -156,7 +156,7 @@ def tf32():
 def _on_gpu(monkeypatch, arch, **fields):
     """A plain problem on a GPU that is not here."""
     monkeypatch.setattr(dispatch, "device_spec", lambda device: DeviceSpec.of_arch(arch))
-    return replace(_problem(), device=torch.device("cuda", 0), **fields)
+    return replace(_problem(), device=torch.device("cuda", 0), **{"sq": 1024, "sk": 1024, "d": 64, "dv": 64} | fields)
 
 
 @pytest.mark.parametrize(("arch", "dtype", "allowed", "asked"), [
@@ -174,14 +174,17 @@ def test_cuda_is_asked_first_where_its_float32_kernels_were_timed_to_be_faster(m
         assert dispatch.order(side) == (*asked, "cuda_ieee", "torch", "reference")
 
 
-@pytest.mark.parametrize(("d", "dv", "first"), [(128, 128, "cuda"), (136, 64, "triton"), (64, 136, "triton")])
-def test_cuda_is_asked_first_at_the_head_dims_that_were_timed(monkeypatch, tf32, d, dv, first):
+@pytest.mark.parametrize(("sizes", "first"), [
+    ({"d": 128, "dv": 128}, "cuda"), ({"d": 96}, "cuda"), ({"d": 129}, "triton"), ({"dv": 136}, "triton"),
+    ({"d": 63}, "triton"), ({"dv": 40}, "triton"), ({"sq": 1023}, "triton"), ({"sk": 1023}, "triton"),
+    ({"sq": 1}, "triton")])
+def test_cuda_is_asked_first_at_the_sizes_that_were_timed(monkeypatch, tf32, sizes, first):
     tf32(False)
-    assert dispatch.order(_on_gpu(monkeypatch, "sm_90", dtype=torch.float32, d=d, dv=dv))[0] == first
+    assert dispatch.order(_on_gpu(monkeypatch, "sm_90", dtype=torch.float32, **sizes))[0] == first
 
 
 def test_choice_follows_torchs_tf32_setting_from_call_to_call(monkeypatch, tf32):
-    problem = _on_gpu(monkeypatch, "sm_90", sq=9)
+    problem = _on_gpu(monkeypatch, "sm_90", sq=1025)
     for name in BACKENDS:
         monkeypatch.setattr(get_backend(name).__class__, "why_not", lambda self, _: None)
     for allowed, name in ((False, "cuda"), (True, "triton"), (False, "cuda")):

@@ -371,6 +371,7 @@ def _too_far_apart(problem: AttentionProblem) -> str | None:
     description = described(problem, dbias=False)
     for port in (*description.inputs, *description.outputs):
         elements = 1 + sum((size - 1) * stride for size, stride in zip(port.sizes[1:], port.strides[1:], strict=True))
+        elements = max(elements, port.sizes[2] * port.strides[2])  # where the last sequence ends, in 32 bits
         if port.side and elements > _MOST_ELEMENTS:
             return f"takes packed sequences within {_MOST_ELEMENTS} elements of memory, got {port.name} over {elements}"
     return None
