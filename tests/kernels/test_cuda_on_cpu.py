@@ -103,6 +103,40 @@ def test_the_least_scale_averages_what_is_seen(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS.keys())
+@pytest.mark.parametrize("size", [1e4, 1.2e4, 1e5, 1e9])
+def test_a_row_s_largest_score_has_probability_1_however_large_it_is(backend, size):
+    """The largest score was multiplied with one rounding, and what was taken from it with two: what was left, 2^8 in
+    scores of 10^8, took probabilities to infinity, and to 0 where the difference fell the other way.
+    """
+    q, v = torch.zeros(1, 1, 24, 64), random(1, 1, 24, 64)
+    q[..., 0] = size * (1 + torch.arange(24.0) / 24)
+    problem = AttentionProblem.from_tensors(q, q, v, scale=1.0)
+    out, lse, _ = backend.forward(problem, q, q, v)
+    torch.testing.assert_close(out, v[:, :, 23:].expand_as(v), atol=0, rtol=1e-6)
+    torch.testing.assert_close(lse, q[..., 0] * q[0, 0, 23, 0], atol=0, rtol=2.0**-22)
+
+
+@pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS.keys())
+def test_a_small_probability_beside_a_large_score_has_all_its_bits(backend):
+    """Scores 64 000 000 and 8 less, both exact in float32; the first key has no v."""
+    q, k, v = torch.zeros(1, 1, 1, 64), torch.zeros(1, 1, 2, 64), random(1, 1, 2, 64)
+    q[..., :2], k[..., 0], k[0, 0, 1, 1], v[:, :, 0] = torch.tensor([8000.0, 1.0]), 8000.0, -8.0, 0.0
+    out = backend.forward(AttentionProblem.from_tensors(q, k, v, scale=1.0), q, k, v).out
+    expected = v[:, :, 1:].double() * torch.sigmoid(torch.tensor(-8.0, dtype=torch.float64))
+    torch.testing.assert_close(out.double(), expected, atol=0, rtol=1e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS.keys())
+def test_random_scores_of_great_size_pick_each_query_s_best_key(backend):
+    q, k, v = random(1, 1, 64, 64) * 1e4, random(1, 1, 65, 64)[:, :, :64] * 1e4, random(1, 1, 66, 64)[:, :, :64]
+    problem = AttentionProblem.from_tensors(q, k, v, scale=1.0)
+    out, lse, _ = backend.forward(problem, q, k, v)
+    exact, exact_lse = oracle.attend(q, k, v, Mask(), 1.0)
+    torch.testing.assert_close(out.double(), exact, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(lse.double(), exact_lse, atol=0, rtol=1e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS.keys())
 def test_nan_stays_with_the_rows_that_see_it(backend):
     q, k, v, dout = (random(1, 1, 40 + i, 32)[:, :, :40] for i in range(4))
     q[0, 0, 3], k[0, 0, 30, 0] = float("nan"), float("nan")
@@ -161,8 +195,8 @@ def test_tiles_of_gpus_with_less_shared_memory_compute_the_same(backend, arch, m
 def test_a_quarter_warp_reads_no_bank_of_shared_memory_twice(width):
     """16 bytes a thread, 8 threads at a time: rows of both operands of a product, columns of the other."""
     problem = AttentionProblem.from_tensors(*[torch.empty(1, 1, 1, 64)] * 3)
-    program = float32.plan("forward", problem, DeviceSpec.of_arch("sm_90"), 1, True)[0]
-    place, stride = cuda_on_cpu.library(program).place, width + 8
+    built = cuda_on_cpu.library(float32.plan("forward", problem, DeviceSpec.of_arch("sm_90"), 1, True)[0])
+    place, stride = built.place, width + built.pad()
     reads = {"rows": lambda lane: place(lane // 4) * stride + lane % 4 * 4,
              "columns, even": lambda lane: place(lane % 4 * 2) * stride + lane // 4 * 4,
              "columns, odd": lambda lane: place(lane % 4 * 2 + 1) * stride + lane // 4 * 4}
@@ -174,8 +208,10 @@ def test_a_quarter_warp_reads_no_bank_of_shared_memory_twice(width):
 
 @pytest.mark.parametrize("width", [16, 32, 48, 64, 96, 128, 256])
 def test_eight_rows_of_halves_lie_in_different_banks(width):
-    """A matrix that the tensor core reads is 8 rows of 16 bytes; the stride is the width and 4 floats."""
-    assert len({(row * (width + 4) + e) % 32 for row in range(8) for e in range(4)}) == 32
+    """A matrix that the tensor core reads is 8 rows of 16 bytes."""
+    problem = AttentionProblem.from_tensors(*[torch.empty(1, 1, 1, 64)] * 3)
+    built = cuda_on_cpu.library(float32.plan("forward", problem, DeviceSpec.of_arch("sm_90"), 3, True)[0])
+    assert len({(row * (width + built.pad()) + e) % 32 for row in range(8) for e in range(4)}) == 32
 
 
 @pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS.keys())
