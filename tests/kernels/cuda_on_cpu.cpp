@@ -18,6 +18,7 @@ RUN(attention_backward_dq_kernel)
 RUN(attention_backward_dkdv_kernel)
 #endif
 
+extern "C" int pad() { return Product::PAD; }
 #if TW_PRODUCTS == 1
 extern "C" int place(int g) { return Product::place(g); }
 #endif

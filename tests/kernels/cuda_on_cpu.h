@@ -126,7 +126,11 @@ inline int thread_index() { return machine.thread; }
 inline int program_index() { return machine.index; }
 inline void synchronize() { meet(machine.program, static_cast<int>(machine.threads.size())); }
 inline void synchronize_warp() { meet(machine.warps[machine.thread / 32], 32); }
-inline float multiply(float a, float b) { return a * b; }
+inline float multiply(float a, float b) {
+  float y = a * b;
+  asm("" : "+m"(y));  // never fused with an addition
+  return y;
+}
 inline float exp2_fast(float x) { return std::exp2(x); }
 inline float log2_exact(float x) { return std::log2(x); }
 

@@ -1,5 +1,6 @@
 """The float32 backends: what they refuse, how they make a product, which tile they take, what a kernel is told."""
 
+import os
 import re
 import sys
 import threading
@@ -235,6 +236,65 @@ def test_without_a_cache_that_can_be_written_kernels_are_compiled_with_one_warni
     assert sorted(tmp_path.iterdir()) == before, "nothing half made is left"
 
 
+@pytest.mark.parametrize(("umask", "permissions"), [(0o022, 0o644), (0o002, 0o664), (0o077, 0o600)])
+def test_kept_kernel_has_the_permissions_that_the_user_gives_files(umask, permissions, tmp_path):
+    """Other users of a shared folder could not read it, and each of their processes compiled every kernel."""
+    before = os.umask(umask)
+    try:
+        programs._keep(b"code", tmp_path / "kernel.cubin")
+    finally:
+        os.umask(before)
+    (kept,) = tmp_path.iterdir()
+    assert (kept.name, kept.read_bytes()) == ("kernel.cubin", b"code")
+    assert kept.stat().st_mode & 0o777 == permissions
+
+
+def test_kernel_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(programs.os, "fsync", lambda number: seen.append([path.name for path in tmp_path.iterdir()]))
+    programs._keep(b"code", tmp_path / "kernel.cubin")
+    ((unfinished,),) = seen
+    assert unfinished.startswith(f"kernel.cubin.{os.getpid()}-{threading.get_ident()}-")
+
+
+@pytest.mark.parametrize("mends", [True, False])
+def test_kept_kernel_that_the_driver_refuses_is_compiled_anew_once(mends, tmp_path, monkeypatch):
+    """A file that a crash had left empty made every process fail until somebody deleted it."""
+    monkeypatch.setenv("TILEWISE_CACHE", str(tmp_path))
+    monkeypatch.setattr(programs, "_nvrtc", lambda: SimpleNamespace(nvrtcVersion=lambda: (0, 13, 0)))
+    compiled, loaded = [], []
+    monkeypatch.setattr(programs, "compile_program", lambda *_: (compiled.append(b"whole") or b"whole", ""))
+
+    def load(code):
+        loaded.append(code)
+        return int(code != b"whole" or not mends), "module"
+
+    driver = _driver(cuModuleLoadData=load, cuGetErrorString=lambda error: (0, b"invalid image"))
+    monkeypatch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(driver=driver))
+    program = programs.Program("delta", CudaConfig(products=3, blocks=1, warps=4, others=32), 64, 64, vectors=True)
+    programs.machine_code(program, "sm_90")
+    (kept,) = tmp_path.iterdir()
+    kept.write_bytes(b"")
+    if mends:
+        programs.load.__wrapped__(program, "sm_90", 3, 0)
+    else:
+        with pytest.raises(RuntimeError, match="attention_backward_delta_kernel: invalid image"):
+            programs.load.__wrapped__(program, "sm_90", 3, 0)
+    assert loaded == [b"", b"whole"]
+    assert compiled == [b"whole"] * 2
+    assert kept.read_bytes() == b"whole"
+
+
+def _driver(**functions):
+    """A driver that takes everything, but for what is given."""
+    return SimpleNamespace(**{
+        "CUresult": SimpleNamespace(CUDA_SUCCESS=0), "CUfunction_attribute": SimpleNamespace(
+            CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES=0, CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT=1),
+        "cuCtxGetCurrent": lambda: (0, 1), "cuModuleLoadData": lambda code: (0, "module"),
+        "cuModuleGetFunction": lambda *_: (0, "function"), "cuFuncSetAttribute": lambda *_: (0,),
+        "cuLaunchKernel": lambda *_: (0,)} | functions)
+
+
 def _no_home():
     raise RuntimeError("Could not determine home directory.")
 
@@ -285,12 +345,9 @@ def test_a_thread_without_a_context_is_given_the_device_s(monkeypatch):
         made.append(current()[1])
         return (0,)
 
-    driver = SimpleNamespace(
-        CUresult=SimpleNamespace(CUDA_SUCCESS=0), CUfunction_attribute=SimpleNamespace(
-            CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES=0, CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT=1),
+    driver = _driver(
         cuCtxGetCurrent=current, cuCtxSetCurrent=lambda one: (0, setattr(contexts, "own", one)),
-        cuDevicePrimaryCtxRetain=lambda device: (0, 70 + device), cuModuleLoadData=lambda code: (0, "module"),
-        cuModuleGetFunction=lambda *_: (0, "function"), cuFuncSetAttribute=lambda *_: (0,), cuLaunchKernel=enqueue)
+        cuDevicePrimaryCtxRetain=lambda device: (0, 70 + device), cuLaunchKernel=enqueue)
     monkeypatch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(driver=driver))
     monkeypatch.setattr(programs, "machine_code", lambda *_: b"")
     monkeypatch.setattr(programs, "_thread", threading.local())

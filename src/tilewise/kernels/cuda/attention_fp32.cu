@@ -794,13 +794,14 @@ TW_KERNEL attention_forward_kernel(const Call call) {
       for (int c = 0; c < N / LANES; c++) largest = fmaxf(largest, scores[r][c]);
 #pragma unroll
       for (int mask = 1; mask < LANES; mask *= 2) largest = fmaxf(largest, shuffle_xor(largest, mask));
-      // A row that has seen nothing yet: -inf - (-inf) is NaN, so shift by 0 there.
-      float shift = largest == -INFINITE ? 0.0f : multiply(largest, scale_log2);
-      decay[r] = exp2_fast(multiply(row_max[r], scale_log2) - shift);
+      // A row that has seen nothing yet: -inf - (-inf) is NaN, so shift by 0 there. The shift is taken from the score
+      // before the scale, that the largest score's probability be 1: what rounding the scaled shift leaves grows with it.
+      float shift = largest == -INFINITE ? 0.0f : largest;
+      decay[r] = exp2_fast((row_max[r] - shift) * scale_log2);
       float sum = 0.0f;
 #pragma unroll
       for (int c = 0; c < N / LANES; c++) {
-        scores[r][c] = exp2_fast(scores[r][c] * scale_log2 - shift);
+        scores[r][c] = exp2_fast((scores[r][c] - shift) * scale_log2);
         sum += scores[r][c];
       }
       row_sum[r] = row_sum[r] * decay[r] + sum;
@@ -820,7 +821,7 @@ TW_KERNEL attention_forward_kernel(const Call call) {
     factor[r] = sees_none ? 0.0f : 1.0f / sum;  // eq. 6
     if (i < call.sq && Product::lane() % LANES == 0)
       call.lse[(static_cast<long long>(at.batch) * call.hq + at.head) * call.sq + i] =
-          sees_none ? -INFINITE : (multiply(row_max[r], scale_log2) + log2_exact(sum)) * LN2;
+          sees_none ? -INFINITE : fmaf(row_max[r], call.scale, log2_exact(sum) * LN2);
   }
   store_rows<TW_DV>(call.out, head_of(call.out, at.batch, at.head), sums, factor, unit, own, call.sq, call.width_v);
 }
@@ -849,9 +850,10 @@ TW_KERNEL attention_backward_delta_kernel(const Call call) {
 
 #if TW_DK || TW_DV_SUM || TW_DQ
 
-// probs = exp(scale s - lse) and dscores = probs (dprobs - delta), of one pair (eq. 7 and 9).
+// probs = exp(scale s - lse) and dscores = probs (dprobs - delta), of one pair (eq. 7 and 9). Above 1 by as much as lse
+// was rounded: nothing here counts on less.
 TW_DEVICE float prob_of(float score, float scale_log2, float lse_log2) {
-  return exp2_fast(score * scale_log2 - lse_log2);
+  return exp2_fast(fmaf(score, scale_log2, -lse_log2));
 }
 
 #endif

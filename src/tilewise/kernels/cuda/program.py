@@ -8,7 +8,7 @@ import contextlib
 import ctypes
 import hashlib
 import os
-import tempfile
+import secrets
 import threading
 import warnings
 from collections.abc import Callable
@@ -117,16 +117,17 @@ def compile_program(program: Program, arch: str, *options: str) -> tuple[bytes, 
     return bytes(code), text
 
 
-def machine_code(program: Program, arch: str) -> bytes:
-    """Return the compiled program, from the cache on disk where it is there; a file is whole or not there.
+def machine_code(program: Program, arch: str, *, anew: bool = False) -> bytes:
+    """Return the compiled program, from the cache on disk where it is there, unless ``anew``.
 
     Without a folder that can be written it is compiled for this process alone, with a warning.
     """
     version = ".".join(map(str, _nvrtc().nvrtcVersion()[1:]))
     key = "\n".join((version, arch, *program.macros)).encode() + SOURCE.read_bytes()
     name = f"{program.kernel}-{arch}-{hashlib.sha256(key).hexdigest()[:24]}.cubin"
-    with contextlib.suppress(OSError, RuntimeError):  # not there, or told below: RuntimeError where there is no home
-        return (settings.cache_folder() / name).read_bytes()
+    if not anew:
+        with contextlib.suppress(OSError, RuntimeError):  # not there, or told below; RuntimeError: there is no home
+            return (settings.cache_folder() / name).read_bytes()
     code, _log = compile_program(program, arch)
     try:
         _keep(code, settings.cache_folder() / name)
@@ -138,15 +139,21 @@ def machine_code(program: Program, arch: str) -> bytes:
 
 
 def _keep(code: bytes, path: Path) -> None:
+    """Write the file whole or not at all, with the permissions that the user gives files: others may share the folder.
+
+    Processes that compile the same at once put the same there.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        try:
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}-{secrets.token_hex(4)}")
+    try:
+        with unfinished.open("xb") as file:
             file.write(code)
             file.flush()
-            os.replace(file.name, path)  # processes that compile the same at once put the same there
-        except OSError:
-            os.unlink(file.name)
-            raise
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    except OSError:
+        unfinished.unlink(missing_ok=True)
+        raise
 
 
 @cache
@@ -181,7 +188,9 @@ def load(program: Program, arch: str, device: int, shared_bytes: int) -> Callabl
         _thread.has_context = True
 
     enter()
-    module = checked(driver.cuModuleLoadData(machine_code(program, arch)))
+    error, module = driver.cuModuleLoadData(machine_code(program, arch))
+    if error != driver.CUresult.CUDA_SUCCESS:  # a file that a crash has left without its content, say
+        module = checked(driver.cuModuleLoadData(machine_code(program, arch, anew=True)))
     function = checked(driver.cuModuleGetFunction(module, program.name.encode()))
     attribute = driver.CUfunction_attribute
     checked(driver.cuFuncSetAttribute(function, attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
