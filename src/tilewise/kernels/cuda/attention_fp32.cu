@@ -144,6 +144,7 @@ TW_DEVICE void multiply_halves(float& d0, float& d1, float& d2, float& d3, const
 
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr float LN2 = 0.6931471805599453f;
+constexpr float FAR = 65536.0f;  // from 0, in powers of 2: rounding there moves a score by 2^-8 and more
 #define INFINITE __int_as_float(0x7f800000)
 
 struct Tensor {  // (b, h, s, d) by strides, in elements
@@ -794,14 +795,19 @@ TW_KERNEL attention_forward_kernel(const Call call) {
       for (int c = 0; c < N / LANES; c++) largest = fmaxf(largest, scores[r][c]);
 #pragma unroll
       for (int mask = 1; mask < LANES; mask *= 2) largest = fmaxf(largest, shuffle_xor(largest, mask));
-      // A row that has seen nothing yet: -inf - (-inf) is NaN, so shift by 0 there. The shift is taken from the score
-      // before the scale, that the largest score's probability be 1: what rounding the scaled shift leaves grows with it.
-      float shift = largest == -INFINITE ? 0.0f : largest;
-      decay[r] = exp2_fast((row_max[r] - shift) * scale_log2);
+      // A row that has seen nothing yet: -inf - (-inf) is NaN, so shift by 0 there.
+      float shift = largest == -INFINITE ? 0.0f : multiply(largest, scale_log2), origin = 0.0f;
+      if (fabsf(shift) > FAR) {  // what rounding left of the shift would take the largest probability far from 1
+        origin = largest;
+        shift = 0.0f;
+#pragma unroll
+        for (int c = 0; c < N / LANES; c++) scores[r][c] -= origin;
+      }
+      decay[r] = exp2_fast(multiply(row_max[r] - origin, scale_log2) - shift);  // 1 where the maximum stays
       float sum = 0.0f;
 #pragma unroll
       for (int c = 0; c < N / LANES; c++) {
-        scores[r][c] = exp2_fast((scores[r][c] - shift) * scale_log2);
+        scores[r][c] = exp2_fast(fmaf(scores[r][c], scale_log2, -shift));
         sum += scores[r][c];
       }
       row_sum[r] = row_sum[r] * decay[r] + sum;
@@ -821,7 +827,7 @@ TW_KERNEL attention_forward_kernel(const Call call) {
     factor[r] = sees_none ? 0.0f : 1.0f / sum;  // eq. 6
     if (i < call.sq && Product::lane() % LANES == 0)
       call.lse[(static_cast<long long>(at.batch) * call.hq + at.head) * call.sq + i] =
-          sees_none ? -INFINITE : fmaf(row_max[r], call.scale, log2_exact(sum) * LN2);
+          sees_none ? -INFINITE : (multiply(row_max[r], scale_log2) + log2_exact(sum)) * LN2;
   }
   store_rows<TW_DV>(call.out, head_of(call.out, at.batch, at.head), sums, factor, unit, own, call.sq, call.width_v);
 }
