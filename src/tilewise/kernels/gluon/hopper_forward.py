@@ -25,7 +25,9 @@ from tilewise.kernels.gluon.lengths import band_of, blank, clear, locate, rows_o
 from tilewise.kernels.gluon.pipeline import (
     hand_out,
     leave,
+    leave_own,
     make_barriers,
+    make_own,
     opaque,
     pass_turn,
     slots_for,
@@ -33,6 +35,7 @@ from tilewise.kernels.gluon.pipeline import (
     take_turn,
     wait_empty,
     wait_full,
+    wait_own,
 )
 from tilewise.kernels.gluon.softmax import add_sink, as_operand, cap, hide, in_pairs, soften
 from tilewise.kernels.gluon.tiles import hides_first_step, keys_at, masked_of, steps_of
@@ -70,12 +73,19 @@ class Shape(NamedTuple):
     LENGTHS: bool
     PACKED: bool
     SHIFTED: bool
+    TRY: str = ""
 
 
 @gluon.constexpr_function
 def bytes_of(rows, widths):
     """Bytes of some rows with all their pieces."""
     return 2 * rows * sum(widths)
+
+
+@gluon.constexpr_function
+def tries(flags, letter):
+    """Whether a variant is on: see hopper_forward_config."""
+    return letter in flags
 
 
 @gluon.jit
@@ -95,12 +105,44 @@ def load_rows(descs, place, barrier, tiles, slot):
 def load_pair(sources, pairs, turn, place_k, place_v, C: gl.constexpr):
     """Producer: load K and V of one turn; a place outside the tensor gives zeros and moves nothing."""
     _q_descs, k_descs, v_descs, _out_desc = sources
-    k_tiles, v_tiles, full, empty = pairs
-    wait_empty(empty, turn, C.STAGES)
+    k_tiles, v_tiles, full, empty, v_full, v_empty = pairs
     slot = turn % C.STAGES
-    mbarrier.expect(full.index(slot), bytes_of(C.KEYS, C.D) + bytes_of(C.KEYS, C.DV))
-    load_rows(k_descs, place_k, full.index(slot), k_tiles, slot)
-    load_rows(v_descs, place_v, full.index(slot), v_tiles, slot)
+    if tries(C.TRY, "N") and turn >= C.STAGES:  # ablation: what is there stays
+        wait_room(empty, 0, turn, C)
+        mbarrier.arrive(full.index(slot), count=1)
+        if tries(C.TRY, "k"):
+            wait_room(v_empty, 1, turn, C)
+            mbarrier.arrive(v_full.index(slot), count=1)
+    else:
+        wait_room(empty, 0, turn, C)
+        if tries(C.TRY, "k"):
+            mbarrier.expect(full.index(slot), bytes_of(C.KEYS, C.D))
+            load_rows(k_descs, place_k, full.index(slot), k_tiles, slot)
+            wait_room(v_empty, 1, turn, C)
+            mbarrier.expect(v_full.index(slot), bytes_of(C.KEYS, C.DV))
+            load_rows(v_descs, place_v, v_full.index(slot), v_tiles, slot)
+        else:
+            mbarrier.expect(full.index(slot), bytes_of(C.KEYS, C.D) + bytes_of(C.KEYS, C.DV))
+            load_rows(k_descs, place_k, full.index(slot), k_tiles, slot)
+            load_rows(v_descs, place_v, full.index(slot), v_tiles, slot)
+
+
+@gluon.jit
+def wait_room(empty, RING: gl.constexpr, turn, C: gl.constexpr):
+    """Producer: wait until a slot of K and V (RING 0), or of V alone (1), has been left."""
+    if tries(C.TRY, "e"):
+        wait_own(RING, turn, C.STAGES)
+    else:
+        wait_empty(empty, turn, C.STAGES)
+
+
+@gluon.jit
+def release(empty, RING: gl.constexpr, turn, C: gl.constexpr):
+    """Consumer: leave a slot of K and V (RING 0), or of V alone (1)."""
+    if tries(C.TRY, "e"):
+        leave_own(RING, turn, C.STAGES)
+    else:
+        leave(empty, turn, C.STAGES)
 
 
 @gluon.jit
@@ -158,16 +200,120 @@ def load(sources, queries, pairs, next_tile, counter, order, band, lengths, grou
     load_pair(sources, pairs, turn, (batch, head_k, nowhere), (batch, head_k, row), C)
 
 
+@gluon.constexpr_function
+def held(width, flags):
+    """Columns of Q that a warpgroup holds in registers."""
+    return min(width, 128 if "q" in flags else 64 if "h" in flags else 0)
+
+
 @gluon.jit
-def issue_scores(q_tiles, q_slot, k_tiles, slot, C: gl.constexpr):
+def hold_queries(q_tiles, q_slot, C: gl.constexpr):
+    """Take the last columns of Q into registers, as far as they are to be held."""
+    HELD: gl.constexpr = held(C.D[0], C.TRY)
+    if HELD > 0:
+        LAYOUT: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.KEYS, 16]), 2)
+        q = q_tiles[0].index(q_slot).reshape([64, C.D[0]])
+        return (q.slice(C.D[0] - HELD, HELD, 1).load(LAYOUT),)
+    else:
+        return ()
+
+
+@gluon.jit
+def issue_scores(q_tiles, q_slot, k_tiles, slot, q_held, C: gl.constexpr):
     """Begin S = Q·Kᵀ, a product a piece of the columns."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.KEYS, 16])
     s = gl.full([64, C.KEYS], 0.0, gl.float32, layout=S_LAYOUT)
-    for i in gl.static_range(len(C.D)):
+    HELD: gl.constexpr = held(C.D[0], C.TRY)
+    if HELD > 0:
+        WIDTH: gl.constexpr = C.D[0]
+        q = q_tiles[0].index(q_slot).reshape([64, WIDTH])
+        k = k_tiles[0].index(slot).reshape([C.KEYS, WIDTH]).permute((1, 0))
+        PARTS: gl.constexpr = (WIDTH - HELD) // 64
+        for i in gl.static_range(PARTS):
+            s = warpgroup_mma(q.slice(64 * i, 64, 1), k.slice(64 * i, 64, 0), s, use_acc=i > 0, is_async=True)
+        s = warpgroup_mma(q_held[0], k.slice(WIDTH - HELD, HELD, 0), s, use_acc=PARTS > 0, is_async=True)
+    for i in gl.static_range(1 if HELD > 0 else 0, len(C.D)):
         q = q_tiles[i].index(q_slot).reshape([64, C.D[i]])
         k = k_tiles[i].index(slot).reshape([C.KEYS, C.D[i]])
         s = warpgroup_mma(q, k.permute((1, 0)), s, use_acc=i > 0, is_async=True)
     return s
+
+
+@gluon.constexpr_function
+def sum_layout(keys, flags):
+    """The layout of a tile's sums."""
+    scores = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, keys, 16])
+    if "s" not in flags:
+        return gl.SliceLayout(1, scores)
+    return gl.DistributedLinearLayout([[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4])
+
+
+@gluon.jit
+def halves(s):
+    """The first and the last keys of a step's scores."""
+    HALF: gl.constexpr = s.shape[1] // 2
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    low, high = s.reshape([64, 2, HALF]).permute((0, 2, 1)).split()
+    return gl.convert_layout(low, LAYOUT), gl.convert_layout(high, LAYOUT)
+
+
+@gluon.jit
+def soften_low(s, row_max, scaling, HIDES: gl.constexpr):
+    """As soften, but of the scores in halves; P is made of the first alone."""
+    scale_log2, _squash = scaling
+    new_max = gl.maximum(row_max, gl.max(s, 1))
+    low, high = halves(s)
+    shift = new_max * scale_log2
+    if HIDES:
+        shift = gl.where(new_max == float("-inf"), 0.0, shift)
+    own = gl.convert_layout(shift, gl.SliceLayout(1, low.type.layout))
+    return gl.exp2(low * scale_log2 - own[:, None]), high, new_max, gl.exp2(row_max * scale_log2 - shift), shift
+
+
+@gluon.jit
+def pairs_of(p, DTYPE: gl.constexpr, C: gl.constexpr):
+    """P of a whole step as the loops carry it."""
+    if tries(C.TRY, "m"):
+        low, high = halves(p)
+        return (in_pairs(low, DTYPE), in_pairs(high, DTYPE))
+    else:
+        return in_pairs(p, DTYPE)
+
+
+@gluon.jit
+def sum_of(p, C: gl.constexpr):
+    """Sum of a row; under "s" of each thread's part of it, a number for each of the four threads that share a row."""
+    if tries(C.TRY, "s"):
+        total = gl.sum(gl.sum(p.reshape([64, p.shape[1] // 8, 4, 2]), 3), 1)
+    else:
+        total = gl.sum(p, 1)
+    return gl.convert_layout(total, sum_layout(C.KEYS, C.TRY))
+
+
+@gluon.jit
+def scaled_sum(row_sum, factor, p, C: gl.constexpr):
+    """The sum of a row so far."""
+    new = sum_of(p, C)
+    if tries(C.TRY, "s"):
+        own = gl.convert_layout(factor, gl.SliceLayout(1, new.type.layout))
+        return row_sum * own[:, None] + new
+    else:
+        return row_sum * gl.convert_layout(factor, new.type.layout) + new
+
+
+@gluon.jit
+def stay(number):
+    """Keep what follows behind what makes this number: a branch that nothing takes ends a block of ptxas's schedule.
+
+    Else the wait for O += P·V moves up to that for S. As a sum the number is no such NaN.
+    """
+    return gl.inline_asm_elementwise("""{
+        .reg .pred never;
+        mov.b32 $0, $2;
+        mov.b32 $1, $3;
+        setp.eq.b32 never, $2, 0x7FC12345;
+        @never nanosleep.u32 20;
+    }""", "=r,=r,r,r", [number], dtype=gl.float32, is_pure=False, pack=2)
 
 
 @gluon.jit
@@ -176,8 +322,15 @@ def issue_out(probs, v_tiles, slot, acc, C: gl.constexpr):
     pending = ()
     for i in gl.static_range(len(C.DV)):
         v = v_tiles[i].index(slot).reshape([C.KEYS, C.DV[i]])
-        p = as_operand(probs, v.dtype, gl.DotOperandLayout(0, acc[i].type.layout, 2))
-        pending = pending + (warpgroup_mma(p, v, acc[i], is_async=True),)
+        LAYOUT: gl.constexpr = gl.DotOperandLayout(0, acc[i].type.layout, 2)
+        if tries(C.TRY, "m"):
+            HALF: gl.constexpr = C.KEYS // 2
+            first = warpgroup_mma(as_operand(probs[0], v.dtype, LAYOUT), v.slice(0, HALF, 0), acc[i], is_async=True)
+            pending = pending + (warpgroup_mma(as_operand(probs[1], v.dtype, LAYOUT), v.slice(HALF, HALF, 0), first,
+                                               is_async=True),)
+        else:
+            p = as_operand(probs, v.dtype, LAYOUT)
+            pending = pending + (warpgroup_mma(p, v, acc[i], is_async=True),)
     return pending
 
 
@@ -201,41 +354,69 @@ def rescale(acc, factor):
 
 
 @gluon.jit
-def attend_steps(begin, end, turn, q_tiles, q_slot, pairs, probs, acc, row_max, row_sum, row, spans, band,
+def attend_steps(begin, end, turn, q_tiles, q_slot, q_held, pairs, probs, acc, row_max, row_sum, row, spans, band,
                  scaling, OWN: gl.constexpr, MASKED: gl.constexpr, C: gl.constexpr):
     """Steps ``begin`` to ``end`` of a tile: S of each, and O += P·V of the one before it."""
-    k_tiles, v_tiles, full, empty = pairs
+    k_tiles, v_tiles, full, empty, v_full, v_empty = pairs
     DTYPE: gl.constexpr = k_tiles[0].dtype
     for step in range(begin, end):
         wait_full(full, turn, C.STAGES)
         slot = turn % C.STAGES
         take_turn(OWN, C.PING_PONG)
-        s_pending = issue_scores(q_tiles, q_slot, k_tiles, slot, C)
+        s_pending = issue_scores(q_tiles, q_slot, k_tiles, slot, q_held, C)
+        if tries(C.TRY, "k"):
+            wait_full(v_full, turn, C.STAGES)
         acc_pending = issue_out(probs, v_tiles, slot, acc, C)
         pass_turn(OWN, C.CONSUMERS, C.PING_PONG)
-        s = cap(warpgroup_mma_wait(len(C.DV), deps=(s_pending,)), scaling)
+        s = cap(warpgroup_mma_wait(out_products(C.DV, C.TRY), deps=(s_pending,)), scaling)
+        if tries(C.TRY, "k"):
+            release(empty, 0, turn, C)
         if MASKED:
             s = hide(s, row, keys_at(step, spans, C), band, C)
-        p, row_max, factor = soften(s, row_max, scaling, MASKED)
-        row_sum = row_sum * factor + gl.sum(p, 1)
+        if tries(C.TRY, "X"):  # ablation: no softmax
+            p = s
+            factor = row_max
+        elif tries(C.TRY, "m"):
+            low, high, row_max, factor, shift = soften_low(s, row_max, scaling, MASKED)
+            part = stay(sum_of(low, C))
+        else:
+            p, row_max, factor = soften(s, row_max, scaling, MASKED)
+            row_sum = scaled_sum(row_sum, factor, p, C)
+            if tries(C.TRY, "f"):
+                probs = in_pairs(p, DTYPE)
+            if tries(C.TRY, "l"):
+                row_sum = stay(row_sum)
         acc = finish(acc_pending, 0)
-        leave(empty, turn, C.STAGES)
-        acc = rescale(acc, factor)
-        probs = in_pairs(p, DTYPE)
+        if tries(C.TRY, "k"):
+            release(v_empty, 1, turn, C)
+        else:
+            release(empty, 0, turn, C)
+        if not tries(C.TRY, "X"):
+            acc = rescale(acc, factor)
+        if tries(C.TRY, "m"):
+            own = gl.convert_layout(shift, gl.SliceLayout(1, high.type.layout))
+            high = gl.exp2(high * scaling[0] - own[:, None])
+            row_sum = scaled_sum(row_sum, factor, high, C) + part
+            probs = (in_pairs(low, DTYPE), in_pairs(high, DTYPE))
+        elif not tries(C.TRY, "f"):
+            probs = in_pairs(p, DTYPE)
         turn += 1
     return turn, probs, acc, row_max, row_sum
 
 
 @gluon.jit
-def scores_of(q_tiles, q_slot, pairs, turn, OWN: gl.constexpr, C: gl.constexpr):
+def scores_of(q_tiles, q_slot, q_held, pairs, turn, OWN: gl.constexpr, C: gl.constexpr):
     """S of a turn whose V nobody needs: of the first step in which these queries see a key."""
-    k_tiles, _v_tiles, full, empty = pairs
+    k_tiles, _v_tiles, full, empty, v_full, v_empty = pairs
     wait_full(full, turn, C.STAGES)
     take_turn(OWN, C.PING_PONG)
-    pending = issue_scores(q_tiles, q_slot, k_tiles, turn % C.STAGES, C)
+    pending = issue_scores(q_tiles, q_slot, k_tiles, turn % C.STAGES, q_held, C)
     pass_turn(OWN, C.CONSUMERS, C.PING_PONG)
     s = warpgroup_mma_wait(0, deps=(pending,))
-    leave(empty, turn, C.STAGES)
+    release(empty, 0, turn, C)
+    if tries(C.TRY, "k"):
+        wait_full(v_full, turn, C.STAGES)
+        release(v_empty, 1, turn, C)
     return s
 
 
@@ -316,6 +497,18 @@ def write(acc, row_max, row_sum, tile, row, out_desc, out_tiles, results, sq, he
         store_columns(acc[i], place, stop - row, out_desc, out_ptr, out_tiles, OWN, i * C.DV[0], C)
 
 
+@gluon.constexpr_function
+def out_products(widths, flags):
+    """Products that O is added to in."""
+    return len(widths) * (2 if "m" in flags else 1)
+
+
+@gluon.constexpr_function
+def products_of(widths, flags):
+    """Products that S is issued in."""
+    return len(widths) + (widths[0] - held(widths[0], flags)) // 64 if held(widths[0], flags) else len(widths)
+
+
 @gluon.jit
 def await_queries(q_full, slot, taken, first, C: gl.constexpr):
     """Wait for the queries of a tile, if there is one."""
@@ -329,7 +522,7 @@ def attend(sources, queries, pairs, next_tile, out_tiles, results, order, band, 
     """Consumer, one warpgroup: 64 rows of every tile."""
     _q_descs, _k_descs, _v_descs, out_desc = sources
     q_tiles, q_full, q_empty = queries
-    k_tiles, v_tiles, full, empty = pairs
+    k_tiles, v_tiles, full, empty, v_full, v_empty = pairs
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.KEYS, 16])
     DTYPE: gl.constexpr = k_tiles[0].dtype
     if OWN == C.CONSUMERS - 1:
@@ -341,9 +534,13 @@ def attend(sources, queries, pairs, next_tile, out_tiles, results, order, band, 
         await_queries(q_full, OWN, taken, tile[0], C)  # this program's tiles may all lie between the sequences
     else:
         wait_full(q_full, taken * C.CONSUMERS + OWN, C.Q_STAGES * C.CONSUMERS)
+    q_held = hold_queries(q_tiles, OWN, C)
     wait_full(full, turn, C.STAGES)
-    s = warpgroup_mma_wait(0, deps=(issue_scores(q_tiles, OWN, k_tiles, 0, C),))
-    leave(empty, turn, C.STAGES)
+    s = warpgroup_mma_wait(0, deps=(issue_scores(q_tiles, OWN, k_tiles, 0, q_held, C),))
+    release(empty, 0, turn, C)
+    if tries(C.TRY, "k"):
+        wait_full(v_full, turn, C.STAGES)
+        release(v_empty, 1, turn, C)
     turn += 1
     while tile[0] != END:
         first = tile[0]
@@ -357,26 +554,29 @@ def attend(sources, queries, pairs, next_tile, out_tiles, results, order, band, 
         begin = first * 0 + 1
         if C.SKIPS:
             if hides_first_step(keys_at(0, spans, C), spans[3], row, own_band[3], C):
-                s = scores_of(q_tiles, opaque(q_slot), pairs, turn, OWN, C)
+                s = scores_of(q_tiles, opaque(q_slot), q_held, pairs, turn, OWN, C)
                 turn += 1
                 begin += 1
         s = cap(s, scaling)
         if masked >= begin:
             s = hide(s, row, keys_at(begin - 1, spans, C), own_band, C)
         p, row_max, _factor = soften(s, nothing, scaling, True)
-        row_sum = gl.sum(p, 1)
-        probs = in_pairs(p, DTYPE)
+        row_sum = sum_of(p, C)
+        probs = pairs_of(p, DTYPE, C)
         if C.LENGTHS:
             keep = own_band[1] - keys_at(0, spans, C)
             if (keep < C.KEYS) & (begin == 1):  # the first step is the only one that may reach past the keys
-                wait_full(full, turn, C.STAGES)
+                if tries(C.TRY, "k"):
+                    wait_full(v_full, turn, C.STAGES)
+                else:
+                    wait_full(full, turn, C.STAGES)
                 clear(v_tiles, opaque(turn % C.STAGES), keep, C)
         turn, probs, acc, row_max, row_sum = attend_steps(
-            begin, masked, turn, q_tiles, opaque(q_slot), pairs, probs, acc, row_max, row_sum, row, spans,
+            begin, masked, turn, q_tiles, opaque(q_slot), q_held, pairs, probs, acc, row_max, row_sum, row, spans,
             own_band, scaling, OWN, True, C)
         turn, probs, acc, row_max, row_sum = attend_steps(
-            gl.maximum(begin, masked), spans[3], turn, q_tiles, opaque(q_slot), pairs, probs, acc, row_max, row_sum,
-            row, spans, own_band, scaling, OWN, False, C)
+            gl.maximum(begin, masked), spans[3], turn, q_tiles, opaque(q_slot), q_held, pairs, probs, acc, row_max,
+            row_sum, row, spans, own_band, scaling, OWN, False, C)
 
         leave(q_empty, taken * C.CONSUMERS + OWN, C.Q_STAGES * C.CONSUMERS)
         taken += 1
@@ -384,19 +584,29 @@ def attend(sources, queries, pairs, next_tile, out_tiles, results, order, band, 
         next_slot = taken % C.Q_STAGES * C.CONSUMERS + OWN
         if C.Q_STAGES > 1:
             await_queries(q_full, next_slot, taken, after[0], C)
-        wait_full(full, turn, C.STAGES)
+        if tries(C.TRY, "k"):
+            wait_full(v_full, turn, C.STAGES)
+        else:
+            wait_full(full, turn, C.STAGES)
         slot = turn % C.STAGES
         take_turn(OWN, C.PING_PONG)
         acc_pending = issue_out(probs, v_tiles, slot, acc, C)
         if C.Q_STAGES == 1:  # they are still on their way: there was no room before
             await_queries(q_full, next_slot, taken, after[0], C)
             next_slot = opaque(next_slot)  # a constant, like that of the loops
-        s_pending = issue_scores(q_tiles, next_slot, k_tiles, slot, C)
+        q_held = hold_queries(q_tiles, next_slot, C)
+        if tries(C.TRY, "k"):
+            wait_full(full, turn, C.STAGES)
+        s_pending = issue_scores(q_tiles, next_slot, k_tiles, slot, q_held, C)
         pass_turn(OWN, C.CONSUMERS, C.PING_PONG)
-        acc = finish(acc_pending, len(C.D))
+        acc = finish(acc_pending, products_of(C.D, C.TRY))
+        if tries(C.TRY, "k"):
+            release(v_empty, 1, turn, C)
+        if tries(C.TRY, "s"):
+            row_sum = gl.convert_layout(gl.sum(row_sum, 1), row_max.type.layout)
         write(acc, row_max, row_sum, tile, row, out_desc, out_tiles, results, band[0], order[1], group, scaling, OWN, C)
         s = warpgroup_mma_wait(0, deps=(s_pending,))
-        leave(empty, turn, C.STAGES)
+        release(empty, 0, turn, C)
         turn += 1
         tile = after
     tma_store_wait(0)
@@ -440,7 +650,13 @@ def hopper_forward_kernel(q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, out_de
     out_tiles = slots_for((out_desc,), C.OUT_SLOTS * NC)[0]
     tile_values = gl.allocate_shared_memory(gl.int32, [2 * tile_size(C), 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     queries = (q_tiles, make_barriers(C.Q_STAGES * NC, 1), make_barriers(C.Q_STAGES * NC, 1))
-    pairs = (k_tiles, v_tiles, make_barriers(C.STAGES, 1), make_barriers(C.STAGES, NC))
+    if tries(C.TRY, "k"):
+        pairs = (k_tiles, v_tiles, make_barriers(C.STAGES, 1), make_barriers(C.STAGES, NC),
+                 make_barriers(C.STAGES, 1), make_barriers(C.STAGES, NC))
+    else:
+        pairs = (k_tiles, v_tiles, make_barriers(C.STAGES, 1), make_barriers(C.STAGES, NC), None, None)
+    if tries(C.TRY, "e"):
+        make_own(C.STAGES, NC)
     next_tile = (tile_values, make_barriers(2, 1), make_barriers(2, NC))
     fence_async_shared()
     sources = (q_descs, k_descs, v_descs, out_desc)

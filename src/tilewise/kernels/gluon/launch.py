@@ -79,7 +79,7 @@ class HopperForward:
             Shape(pack, *pieces, *config.out_buffers(problem), config.keys, config.consumers, config.stages,
                   config.query_stages, config.ping_pong, lower is not None, upper is not None,
                   64 // pack * config.consumers > config.keys and lower is None and upper is not None,
-                  count is not None, self.packed, is_shifted))
+                  count is not None, self.packed, is_shifted, getattr(config, "tries", "")))
         self.enqueue = Enqueue(self.kernel, self.grid, self.scalars, OPTIONS)
         # Of each tensor's one or two pieces; of out its buffers.
         rows = [64] if pack == 1 else [64 // pack, pack]
