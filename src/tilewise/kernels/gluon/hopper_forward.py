@@ -37,7 +37,7 @@ from tilewise.kernels.gluon.pipeline import (
     wait_full,
     wait_own,
 )
-from tilewise.kernels.gluon.softmax import add_sink, as_operand, cap, hide, in_pairs, soften
+from tilewise.kernels.gluon.softmax import add_sink, as_operand, cap, hide, in_pairs, soften, top_of
 from tilewise.kernels.gluon.tiles import hides_first_step, keys_at, masked_of, steps_of
 
 LN2 = gl.constexpr(0.6931471805599453)
@@ -240,6 +240,37 @@ def issue_scores(q_tiles, q_slot, k_tiles, slot, q_held, C: gl.constexpr):
 
 
 @gluon.constexpr_function
+def _kinds(values):
+    return ",".join(["=r"] * values + ["r"] * (2 * values))
+
+
+@gluon.constexpr_function
+def _skipping(values):
+    """PTX: multiply some of a thread's values by factors, the first two of them in turn, unless those of a warp are 1."""
+    moves = "".join(f"mov.b32 ${i}, ${values + i};" for i in range(values))
+    factors = [2 * values + i for i in (0, 2)]
+    products = "".join(f"mul.f32 ${i}, ${values + i}, ${2 * values + i};" for i in range(values))
+    return (f"{{.reg .pred some, other;setp.neu.f32 some, ${factors[0]}, 0f3F800000;"
+            f"setp.neu.or.f32 some, ${factors[1]}, 0f3F800000, some;vote.sync.any.pred some, some, -1;{moves}"
+            f"@!some bra WHOLE_${{:uid}};{products}WHOLE_${{:uid}}:}}")
+
+
+@gluon.jit
+def rescale_some(acc, factor):
+    """Every piece of O times a number a row, but in warps where all of them are 1."""
+    scaled = ()
+    for i in gl.static_range(len(acc)):
+        own = gl.convert_layout(factor, gl.SliceLayout(1, acc[i].type.layout))
+        factors = gl.zeros_like(acc[i]) + own[:, None]
+        VALUES: gl.constexpr = acc[i].shape[1] // 2
+        LINES: gl.constexpr = _skipping(VALUES)
+        KINDS: gl.constexpr = _kinds(VALUES)
+        scaled = scaled + (gl.inline_asm_elementwise(LINES, KINDS, [acc[i], factors], dtype=gl.float32, is_pure=False,
+                                                     pack=VALUES),)
+    return scaled
+
+
+@gluon.constexpr_function
 def sum_layout(keys, flags):
     """The layout of a tile's sums."""
     scores = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, keys, 16])
@@ -258,10 +289,10 @@ def halves(s):
 
 
 @gluon.jit
-def soften_low(s, row_max, scaling, HIDES: gl.constexpr):
+def soften_low(s, row_max, scaling, HIDES: gl.constexpr, LAZY: gl.constexpr):
     """As soften, but of the scores in halves; P is made of the first alone."""
     scale_log2, _squash = scaling
-    new_max = gl.maximum(row_max, gl.max(s, 1))
+    new_max = top_of(s, row_max, scaling, LAZY)
     low, high = halves(s)
     shift = new_max * scale_log2
     if HIDES:
@@ -359,6 +390,7 @@ def attend_steps(begin, end, turn, q_tiles, q_slot, q_held, pairs, probs, acc, r
     """Steps ``begin`` to ``end`` of a tile: S of each, and O += P·V of the one before it."""
     k_tiles, v_tiles, full, empty, v_full, v_empty = pairs
     DTYPE: gl.constexpr = k_tiles[0].dtype
+    LAZY: gl.constexpr = tries(C.TRY, "y")
     for step in range(begin, end):
         wait_full(full, turn, C.STAGES)
         slot = turn % C.STAGES
@@ -377,10 +409,10 @@ def attend_steps(begin, end, turn, q_tiles, q_slot, q_held, pairs, probs, acc, r
             p = s
             factor = row_max
         elif tries(C.TRY, "m"):
-            low, high, row_max, factor, shift = soften_low(s, row_max, scaling, MASKED)
+            low, high, row_max, factor, shift = soften_low(s, row_max, scaling, MASKED, LAZY)
             part = stay(sum_of(low, C))
         else:
-            p, row_max, factor = soften(s, row_max, scaling, MASKED)
+            p, row_max, factor = soften(s, row_max, scaling, MASKED, LAZY)
             row_sum = scaled_sum(row_sum, factor, p, C)
             if tries(C.TRY, "f"):
                 probs = in_pairs(p, DTYPE)
@@ -391,7 +423,9 @@ def attend_steps(begin, end, turn, q_tiles, q_slot, q_held, pairs, probs, acc, r
             release(v_empty, 1, turn, C)
         else:
             release(empty, 0, turn, C)
-        if not tries(C.TRY, "X"):
+        if tries(C.TRY, "z") or tries(C.TRY, "y"):
+            acc = rescale_some(acc, factor)
+        elif not tries(C.TRY, "X"):
             acc = rescale(acc, factor)
         if tries(C.TRY, "m"):
             own = gl.convert_layout(shift, gl.SliceLayout(1, high.type.layout))

@@ -43,10 +43,19 @@ def hide(s, first_row, first_key, band, C: gl.constexpr):
 
 
 @gluon.jit
-def soften(s, row_max, scaling, HIDES: gl.constexpr):
+def top_of(s, row_max, scaling, LAZY: gl.constexpr):
+    """The new maximum; LAZY: the old one unless it is exceeded by 8 to base 2, so that a row is rescaled rarely."""
+    top = gl.maximum(row_max, gl.max(s, 1))
+    if LAZY:
+        top = gl.where((top - row_max) * scaling[0] > 8.0, top, row_max)
+    return top
+
+
+@gluon.jit
+def soften(s, row_max, scaling, HIDES: gl.constexpr, LAZY: gl.constexpr = False):
     """One online-softmax step (eq. 4 and 7): P of this step, the new maximum, and the factor for what came before."""
     scale_log2, _squash = scaling
-    new_max = gl.maximum(row_max, gl.max(s, 1))
+    new_max = top_of(s, row_max, scaling, LAZY)
     shift = new_max * scale_log2
     if HIDES:  # a row that has seen nothing yet
         shift = gl.where(new_max == float("-inf"), 0.0, shift)
