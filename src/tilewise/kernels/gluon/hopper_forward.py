@@ -37,7 +37,7 @@ from tilewise.kernels.gluon.pipeline import (
     wait_full,
     wait_own,
 )
-from tilewise.kernels.gluon.softmax import add_sink, as_operand, cap, hide, in_pairs, soften, top_of
+from tilewise.kernels.gluon.softmax import add_sink, as_operand, cap, hide, hide_by_columns, in_pairs, soften, top_of
 from tilewise.kernels.gluon.tiles import hides_first_step, keys_at, masked_of, steps_of
 
 LN2 = gl.constexpr(0.6931471805599453)
@@ -74,6 +74,7 @@ class Shape(NamedTuple):
     PACKED: bool
     SHIFTED: bool
     TRY: str = ""
+    DIAGONAL: bool = False
 
 
 @gluon.constexpr_function
@@ -219,22 +220,24 @@ def hold_queries(q_tiles, q_slot, C: gl.constexpr):
 
 
 @gluon.jit
-def issue_scores(q_tiles, q_slot, k_tiles, slot, q_held, C: gl.constexpr):
-    """Begin S = Q·Kᵀ, a product a piece of the columns."""
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.KEYS, 16])
-    s = gl.full([64, C.KEYS], 0.0, gl.float32, layout=S_LAYOUT)
+def issue_scores(q_tiles, q_slot, k_tiles, slot, q_held, C: gl.constexpr, HALF: gl.constexpr = False):
+    """Begin S = Q·Kᵀ, a product a piece of the columns; HALF: of the first half of the keys."""
+    KEYS: gl.constexpr = C.KEYS // 2 if HALF else C.KEYS
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    s = gl.full([64, KEYS], 0.0, gl.float32, layout=S_LAYOUT)
     HELD: gl.constexpr = held(C.D[0], C.TRY)
     if HELD > 0:
         WIDTH: gl.constexpr = C.D[0]
         q = q_tiles[0].index(q_slot).reshape([64, WIDTH])
-        k = k_tiles[0].index(slot).reshape([C.KEYS, WIDTH]).permute((1, 0))
+        k = k_tiles[0].index(slot).reshape([C.KEYS, WIDTH]).slice(0, KEYS, 0).permute((1, 0))
         PARTS: gl.constexpr = (WIDTH - HELD) // 64
         for i in gl.static_range(PARTS):
             s = warpgroup_mma(q.slice(64 * i, 64, 1), k.slice(64 * i, 64, 0), s, use_acc=i > 0, is_async=True)
-        s = warpgroup_mma(q_held[0], k.slice(WIDTH - HELD, HELD, 0), s, use_acc=PARTS > 0, is_async=True)
+        own = gl.convert_layout(q_held[0], gl.DotOperandLayout(0, S_LAYOUT, 2))
+        s = warpgroup_mma(own, k.slice(WIDTH - HELD, HELD, 0), s, use_acc=PARTS > 0, is_async=True)
     for i in gl.static_range(1 if HELD > 0 else 0, len(C.D)):
         q = q_tiles[i].index(q_slot).reshape([64, C.D[i]])
-        k = k_tiles[i].index(slot).reshape([C.KEYS, C.D[i]])
+        k = k_tiles[i].index(slot).reshape([C.KEYS, C.D[i]]).slice(0, KEYS, 0)
         s = warpgroup_mma(q, k.permute((1, 0)), s, use_acc=i > 0, is_async=True)
     return s
 
@@ -312,6 +315,28 @@ def pairs_of(p, DTYPE: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
+def hidden(s, first_row, first_key, band, C: gl.constexpr):
+    """Set the scores of pairs that do not take part to -inf."""
+    if tries(C.TRY, "w"):
+        return hide_by_columns(s, first_row, first_key, band, C)
+    else:
+        return hide(s, first_row, first_key, band, C)
+
+
+@gluon.jit
+def widened(low, C: gl.constexpr):
+    """P of a whole step from that of the first half of its keys: zeros for the others."""
+    zero = low * 0
+    if tries(C.TRY, "m"):
+        return (low, zero)
+    else:
+        S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.KEYS, 16])
+        both = gl.join(low, zero).permute((0, 2, 1)).reshape([64, C.KEYS // 2])
+        like = in_pairs(gl.full([64, C.KEYS], 0.0, gl.float32, layout=S_LAYOUT), gl.bfloat16)
+        return gl.convert_layout(both, like.type.layout)
+
+
+@gluon.jit
 def sum_of(p, C: gl.constexpr):
     """Sum of a row; under "s" of each thread's part of it, a number for each of the four threads that share a row."""
     if tries(C.TRY, "s"):
@@ -348,16 +373,19 @@ def stay(number):
 
 
 @gluon.jit
-def issue_out(probs, v_tiles, slot, acc, C: gl.constexpr):
-    """Begin O += P·V, a product a piece of the columns."""
+def issue_out(probs, v_tiles, slot, acc, C: gl.constexpr, HALF: gl.constexpr = False):
+    """Begin O += P·V, a product a piece of the columns; HALF: P is that of the first half of the keys."""
     pending = ()
     for i in gl.static_range(len(C.DV)):
         v = v_tiles[i].index(slot).reshape([C.KEYS, C.DV[i]])
         LAYOUT: gl.constexpr = gl.DotOperandLayout(0, acc[i].type.layout, 2)
-        if tries(C.TRY, "m"):
-            HALF: gl.constexpr = C.KEYS // 2
-            first = warpgroup_mma(as_operand(probs[0], v.dtype, LAYOUT), v.slice(0, HALF, 0), acc[i], is_async=True)
-            pending = pending + (warpgroup_mma(as_operand(probs[1], v.dtype, LAYOUT), v.slice(HALF, HALF, 0), first,
+        KEYS: gl.constexpr = C.KEYS // 2
+        if HALF:
+            p = as_operand(probs, v.dtype, LAYOUT)
+            pending = pending + (warpgroup_mma(p, v.slice(0, KEYS, 0), acc[i], is_async=True),)
+        elif tries(C.TRY, "m"):
+            first = warpgroup_mma(as_operand(probs[0], v.dtype, LAYOUT), v.slice(0, KEYS, 0), acc[i], is_async=True)
+            pending = pending + (warpgroup_mma(as_operand(probs[1], v.dtype, LAYOUT), v.slice(KEYS, KEYS, 0), first,
                                                is_async=True),)
         else:
             p = as_operand(probs, v.dtype, LAYOUT)
@@ -385,55 +413,64 @@ def rescale(acc, factor):
 
 
 @gluon.jit
-def attend_steps(begin, end, turn, q_tiles, q_slot, q_held, pairs, probs, acc, row_max, row_sum, row, spans, band,
-                 scaling, OWN: gl.constexpr, MASKED: gl.constexpr, C: gl.constexpr):
-    """Steps ``begin`` to ``end`` of a tile: S of each, and O += P·V of the one before it."""
+def attend_step(step, turn, q_tiles, q_slot, q_held, pairs, probs, acc, row_max, row_sum, row, spans, band, scaling,
+                OWN: gl.constexpr, MASKED: gl.constexpr, HALF: gl.constexpr, C: gl.constexpr):
+    """S of a step, and O += P·V of the one before it; HALF: whose P is that of the first half of its keys."""
     k_tiles, v_tiles, full, empty, v_full, v_empty = pairs
     DTYPE: gl.constexpr = k_tiles[0].dtype
     LAZY: gl.constexpr = tries(C.TRY, "y")
-    for step in range(begin, end):
-        wait_full(full, turn, C.STAGES)
-        slot = turn % C.STAGES
-        take_turn(OWN, C.PING_PONG)
-        s_pending = issue_scores(q_tiles, q_slot, k_tiles, slot, q_held, C)
-        if tries(C.TRY, "k"):
-            wait_full(v_full, turn, C.STAGES)
-        acc_pending = issue_out(probs, v_tiles, slot, acc, C)
-        pass_turn(OWN, C.CONSUMERS, C.PING_PONG)
-        s = cap(warpgroup_mma_wait(out_products(C.DV, C.TRY), deps=(s_pending,)), scaling)
-        if tries(C.TRY, "k"):
-            release(empty, 0, turn, C)
-        if MASKED:
-            s = hide(s, row, keys_at(step, spans, C), band, C)
-        if tries(C.TRY, "X"):  # ablation: no softmax
-            p = s
-            factor = row_max
-        elif tries(C.TRY, "m"):
-            low, high, row_max, factor, shift = soften_low(s, row_max, scaling, MASKED, LAZY)
-            part = stay(sum_of(low, C))
-        else:
-            p, row_max, factor = soften(s, row_max, scaling, MASKED, LAZY)
-            row_sum = scaled_sum(row_sum, factor, p, C)
-            if tries(C.TRY, "f"):
-                probs = in_pairs(p, DTYPE)
-            if tries(C.TRY, "l"):
-                row_sum = stay(row_sum)
-        acc = finish(acc_pending, 0)
-        if tries(C.TRY, "k"):
-            release(v_empty, 1, turn, C)
-        else:
-            release(empty, 0, turn, C)
-        if tries(C.TRY, "z") or tries(C.TRY, "y"):
-            acc = rescale_some(acc, factor)
-        elif not tries(C.TRY, "X"):
-            acc = rescale(acc, factor)
-        if tries(C.TRY, "m"):
-            own = gl.convert_layout(shift, gl.SliceLayout(1, high.type.layout))
-            high = gl.exp2(high * scaling[0] - own[:, None])
-            row_sum = scaled_sum(row_sum, factor, high, C) + part
-            probs = (in_pairs(low, DTYPE), in_pairs(high, DTYPE))
-        elif not tries(C.TRY, "f"):
+    wait_full(full, turn, C.STAGES)
+    slot = turn % C.STAGES
+    take_turn(OWN, C.PING_PONG)
+    s_pending = issue_scores(q_tiles, q_slot, k_tiles, slot, q_held, C)
+    if tries(C.TRY, "k"):
+        wait_full(v_full, turn, C.STAGES)
+    acc_pending = issue_out(probs, v_tiles, slot, acc, C, HALF)
+    pass_turn(OWN, C.CONSUMERS, C.PING_PONG)
+    s = cap(warpgroup_mma_wait(out_products(C.DV, C.TRY, HALF), deps=(s_pending,)), scaling)
+    if tries(C.TRY, "k"):
+        release(empty, 0, turn, C)
+    if MASKED:
+        s = hidden(s, row, keys_at(step, spans, C), band, C)
+    if tries(C.TRY, "X"):  # ablation: no softmax
+        p = s
+        factor = row_max
+    elif tries(C.TRY, "m"):
+        low, high, row_max, factor, shift = soften_low(s, row_max, scaling, MASKED, LAZY)
+        part = stay(sum_of(low, C))
+    else:
+        p, row_max, factor = soften(s, row_max, scaling, MASKED, LAZY)
+        row_sum = scaled_sum(row_sum, factor, p, C)
+        if tries(C.TRY, "f"):
             probs = in_pairs(p, DTYPE)
+        if tries(C.TRY, "l"):
+            row_sum = stay(row_sum)
+    acc = finish(acc_pending, 0)
+    if tries(C.TRY, "k"):
+        release(v_empty, 1, turn, C)
+    else:
+        release(empty, 0, turn, C)
+    if tries(C.TRY, "z") or tries(C.TRY, "y"):
+        acc = rescale_some(acc, factor)
+    elif not tries(C.TRY, "X"):
+        acc = rescale(acc, factor)
+    if tries(C.TRY, "m"):
+        own = gl.convert_layout(shift, gl.SliceLayout(1, high.type.layout))
+        high = gl.exp2(high * scaling[0] - own[:, None])
+        row_sum = scaled_sum(row_sum, factor, high, C) + part
+        probs = (in_pairs(low, DTYPE), in_pairs(high, DTYPE))
+    elif not tries(C.TRY, "f"):
+        probs = in_pairs(p, DTYPE)
+    return probs, acc, row_max, row_sum
+
+
+@gluon.jit
+def attend_steps(begin, end, turn, q_tiles, q_slot, q_held, pairs, probs, acc, row_max, row_sum, row, spans, band,
+                 scaling, OWN: gl.constexpr, MASKED: gl.constexpr, C: gl.constexpr):
+    """Steps ``begin`` to ``end`` of a tile: S of each, and O += P·V of the one before it."""
+    for step in range(begin, end):
+        probs, acc, row_max, row_sum = attend_step(step, turn, q_tiles, q_slot, q_held, pairs, probs, acc, row_max,
+                                                   row_sum, row, spans, band, scaling, OWN, MASKED, False, C)
         turn += 1
     return turn, probs, acc, row_max, row_sum
 
@@ -532,9 +569,9 @@ def write(acc, row_max, row_sum, tile, row, out_desc, out_tiles, results, sq, he
 
 
 @gluon.constexpr_function
-def out_products(widths, flags):
+def out_products(widths, flags, half):
     """Products that O is added to in."""
-    return len(widths) * (2 if "m" in flags else 1)
+    return len(widths) * (2 if "m" in flags and not half else 1)
 
 
 @gluon.constexpr_function
@@ -570,7 +607,8 @@ def attend(sources, queries, pairs, next_tile, out_tiles, results, order, band, 
         wait_full(q_full, taken * C.CONSUMERS + OWN, C.Q_STAGES * C.CONSUMERS)
     q_held = hold_queries(q_tiles, OWN, C)
     wait_full(full, turn, C.STAGES)
-    s = warpgroup_mma_wait(0, deps=(issue_scores(q_tiles, OWN, k_tiles, 0, q_held, C),))
+    HALF: gl.constexpr = C.DIAGONAL and OWN == 0  # of a tile's first step these queries see half the keys
+    s = warpgroup_mma_wait(0, deps=(issue_scores(q_tiles, OWN, k_tiles, 0, q_held, C, HALF),))
     release(empty, 0, turn, C)
     if tries(C.TRY, "k"):
         wait_full(v_full, turn, C.STAGES)
@@ -592,11 +630,24 @@ def attend(sources, queries, pairs, next_tile, out_tiles, results, order, band, 
                 turn += 1
                 begin += 1
         s = cap(s, scaling)
-        if masked >= begin:
-            s = hide(s, row, keys_at(begin - 1, spans, C), own_band, C)
-        p, row_max, _factor = soften(s, nothing, scaling, True)
+        if C.DIAGONAL:
+            s = hidden(s, row, keys_at(0, spans, C), own_band, C)
+        elif masked >= begin:
+            s = hidden(s, row, keys_at(begin - 1, spans, C), own_band, C)
+        p, row_max, _factor = soften(s, gl.convert_layout(nothing, gl.SliceLayout(1, s.type.layout)), scaling, True)
+        row_max = gl.convert_layout(row_max, nothing.type.layout)
         row_sum = sum_of(p, C)
-        probs = pairs_of(p, DTYPE, C)
+        if HALF:
+            low = in_pairs(p, DTYPE)
+            probs = widened(low, C)
+            if spans[3] > 1:
+                probs, acc, row_max, row_sum = attend_step(
+                    1, turn, q_tiles, opaque(q_slot), q_held, pairs, low, acc, row_max, row_sum, row, spans, own_band,
+                    scaling, OWN, False, True, C)
+                turn += 1
+                begin += 1
+        else:
+            probs = pairs_of(p, DTYPE, C)
         if C.LENGTHS:
             keep = own_band[1] - keys_at(0, spans, C)
             if (keep < C.KEYS) & (begin == 1):  # the first step is the only one that may reach past the keys
@@ -605,9 +656,10 @@ def attend(sources, queries, pairs, next_tile, out_tiles, results, order, band, 
                 else:
                     wait_full(full, turn, C.STAGES)
                 clear(v_tiles, opaque(turn % C.STAGES), keep, C)
-        turn, probs, acc, row_max, row_sum = attend_steps(
-            begin, masked, turn, q_tiles, opaque(q_slot), q_held, pairs, probs, acc, row_max, row_sum, row, spans,
-            own_band, scaling, OWN, True, C)
+        if not C.DIAGONAL:
+            turn, probs, acc, row_max, row_sum = attend_steps(
+                begin, masked, turn, q_tiles, opaque(q_slot), q_held, pairs, probs, acc, row_max, row_sum, row, spans,
+                own_band, scaling, OWN, True, C)
         turn, probs, acc, row_max, row_sum = attend_steps(
             gl.maximum(begin, masked), spans[3], turn, q_tiles, opaque(q_slot), q_held, pairs, probs, acc, row_max,
             row_sum, row, spans, own_band, scaling, OWN, False, C)
@@ -631,7 +683,7 @@ def attend(sources, queries, pairs, next_tile, out_tiles, results, order, band, 
         q_held = hold_queries(q_tiles, next_slot, C)
         if tries(C.TRY, "k"):
             wait_full(full, turn, C.STAGES)
-        s_pending = issue_scores(q_tiles, next_slot, k_tiles, slot, q_held, C)
+        s_pending = issue_scores(q_tiles, next_slot, k_tiles, slot, q_held, C, HALF)
         pass_turn(OWN, C.CONSUMERS, C.PING_PONG)
         acc = finish(acc_pending, products_of(C.D, C.TRY))
         if tries(C.TRY, "k"):

@@ -79,7 +79,8 @@ class HopperForward:
             Shape(pack, *pieces, *config.out_buffers(problem), config.keys, config.consumers, config.stages,
                   config.query_stages, config.ping_pong, lower is not None, upper is not None,
                   64 // pack * config.consumers > config.keys and lower is None and upper is not None,
-                  count is not None, self.packed, is_shifted, getattr(config, "tries", "")))
+                  count is not None, self.packed, is_shifted, getattr(config, "tries", ""),
+                  "d" in getattr(config, "tries", "") and self.on_diagonal(problem, config, pack, lower, upper, count)))
         self.enqueue = Enqueue(self.kernel, self.grid, self.scalars, OPTIONS)
         # Of each tensor's one or two pieces; of out its buffers.
         rows = [64] if pack == 1 else [64 // pack, pack]
@@ -90,6 +91,11 @@ class HopperForward:
         self.forms = [block and (block, gl.NVMMASharedLayout.get_default_for(block, self.dtype)) for block in blocks]
         sinks = problem.scores.sinks
         self.sinks_stride = None if sinks is None or sinks.strides[0] == 1 else sinks.strides[0]
+
+    def on_diagonal(self, problem, config, pack, lower, upper, count) -> bool:
+        """Whether every tile's first step has the diagonal from its first query and key on."""
+        return (pack == 1 and lower is None and upper is not None and count is None and config.consumers == 2
+                and config.keys == 128 and upper >= 0 and upper % 128 == 0 and problem.sq + upper <= len(self.keys))
 
     def __call__(self, *tensors: torch.Tensor | None) -> None:
         """Enqueue the kernel on the current stream of the current device."""
