@@ -259,17 +259,22 @@ def _skipping(values):
 
 
 @gluon.jit
+def rescale_piece(acc, factor):
+    """Some columns of O times a number a row, but in warps where all of them are 1."""
+    own = gl.convert_layout(factor, gl.SliceLayout(1, acc.type.layout))
+    VALUES: gl.constexpr = acc.shape[1] // 2
+    LINES: gl.constexpr = _skipping(VALUES)
+    KINDS: gl.constexpr = _kinds(VALUES)
+    return gl.inline_asm_elementwise(LINES, KINDS, [acc, gl.zeros_like(acc) + own[:, None]], dtype=gl.float32,
+                                     is_pure=False, pack=VALUES)
+
+
+@gluon.jit
 def rescale_some(acc, factor):
     """Every piece of O times a number a row, but in warps where all of them are 1."""
     scaled = ()
     for i in gl.static_range(len(acc)):
-        own = gl.convert_layout(factor, gl.SliceLayout(1, acc[i].type.layout))
-        factors = gl.zeros_like(acc[i]) + own[:, None]
-        VALUES: gl.constexpr = acc[i].shape[1] // 2
-        LINES: gl.constexpr = _skipping(VALUES)
-        KINDS: gl.constexpr = _kinds(VALUES)
-        scaled = scaled + (gl.inline_asm_elementwise(LINES, KINDS, [acc[i], factors], dtype=gl.float32, is_pure=False,
-                                                     pack=VALUES),)
+        scaled = scaled + (rescale_piece(acc[i], factor),)
     return scaled
 
 
@@ -373,23 +378,26 @@ def stay(number):
 
 
 @gluon.jit
+def add_product(probs, v, acc, C: gl.constexpr, HALF: gl.constexpr):
+    """Begin O += P·V of some columns."""
+    LAYOUT: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    KEYS: gl.constexpr = C.KEYS // 2
+    if HALF:
+        return warpgroup_mma(as_operand(probs, v.dtype, LAYOUT), v.slice(0, KEYS, 0), acc, is_async=True)
+    elif tries(C.TRY, "m"):
+        acc = warpgroup_mma(as_operand(probs[0], v.dtype, LAYOUT), v.slice(0, KEYS, 0), acc, is_async=True)
+        return warpgroup_mma(as_operand(probs[1], v.dtype, LAYOUT), v.slice(KEYS, KEYS, 0), acc, is_async=True)
+    else:
+        return warpgroup_mma(as_operand(probs, v.dtype, LAYOUT), v, acc, is_async=True)
+
+
+@gluon.jit
 def issue_out(probs, v_tiles, slot, acc, C: gl.constexpr, HALF: gl.constexpr = False):
     """Begin O += P·V, a product a piece of the columns; HALF: P is that of the first half of the keys."""
     pending = ()
     for i in gl.static_range(len(C.DV)):
         v = v_tiles[i].index(slot).reshape([C.KEYS, C.DV[i]])
-        LAYOUT: gl.constexpr = gl.DotOperandLayout(0, acc[i].type.layout, 2)
-        KEYS: gl.constexpr = C.KEYS // 2
-        if HALF:
-            p = as_operand(probs, v.dtype, LAYOUT)
-            pending = pending + (warpgroup_mma(p, v.slice(0, KEYS, 0), acc[i], is_async=True),)
-        elif tries(C.TRY, "m"):
-            first = warpgroup_mma(as_operand(probs[0], v.dtype, LAYOUT), v.slice(0, KEYS, 0), acc[i], is_async=True)
-            pending = pending + (warpgroup_mma(as_operand(probs[1], v.dtype, LAYOUT), v.slice(KEYS, KEYS, 0), first,
-                                               is_async=True),)
-        else:
-            p = as_operand(probs, v.dtype, LAYOUT)
-            pending = pending + (warpgroup_mma(p, v, acc[i], is_async=True),)
+        pending = pending + (add_product(probs, v, acc[i], C, HALF),)
     return pending
 
 
