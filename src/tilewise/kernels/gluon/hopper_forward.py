@@ -297,16 +297,38 @@ def halves(s):
 
 
 @gluon.jit
-def soften_low(s, row_max, scaling, HIDES: gl.constexpr, LAZY: gl.constexpr):
-    """As soften, but of the scores in halves; P is made of the first alone."""
+def top_and_shift(s, row_max, scaling, HIDES: gl.constexpr, LAZY: gl.constexpr):
+    """The new maximum, what it shifts exponents by, and the factor for what came before."""
     scale_log2, _squash = scaling
     new_max = top_of(s, row_max, scaling, LAZY)
-    low, high = halves(s)
     shift = new_max * scale_log2
     if HIDES:
         shift = gl.where(new_max == float("-inf"), 0.0, shift)
-    own = gl.convert_layout(shift, gl.SliceLayout(1, low.type.layout))
-    return gl.exp2(low * scale_log2 - own[:, None]), high, new_max, gl.exp2(row_max * scale_log2 - shift), shift
+    return new_max, shift, gl.exp2(row_max * scale_log2 - shift)
+
+
+@gluon.jit
+def powers(s, shift, scaling):
+    """P of some keys."""
+    own = gl.convert_layout(shift, gl.SliceLayout(1, s.type.layout))
+    return gl.exp2(s * scaling[0] - own[:, None])
+
+
+@gluon.jit
+def side_by_side(low, high, LIKE: gl.constexpr):
+    """Pairs of neighbouring keys as one tensor: a matter of names, nothing moves."""
+    both = gl.join(low, high).permute((0, 2, 1)).reshape([64, low.shape[1] * 2])
+    return gl.convert_layout(both, LIKE)
+
+
+@gluon.jit
+def pairs_side_by_side(low, high, DTYPE: gl.constexpr):
+    """Pairs of two quarters' P as those of a half."""
+    N: gl.constexpr = low.shape[1] * 2
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
+    like = in_pairs(gl.full([64, N], 0.0, gl.float32, layout=LAYOUT), DTYPE)
+    LIKE: gl.constexpr = like.type.layout
+    return side_by_side(in_pairs(low, DTYPE), in_pairs(high, DTYPE), LIKE)
 
 
 @gluon.jit
@@ -444,8 +466,20 @@ def attend_step(step, turn, q_tiles, q_slot, q_held, pairs, probs, acc, row_max,
         p = s
         factor = row_max
     elif tries(C.TRY, "m"):
-        low, high, row_max, factor, shift = soften_low(s, row_max, scaling, MASKED, LAZY)
-        part = stay(sum_of(low, C))
+        row_max, shift, factor = top_and_shift(s, row_max, scaling, MASKED, LAZY)
+        low, high = halves(s)
+        if tries(C.TRY, "v"):  # a quarter of the exponentials before the wait
+            low, second = halves(low)
+            low = powers(low, shift, scaling)
+            part = stay(sum_of(low, C))
+        elif tries(C.TRY, "u"):  # three quarters
+            high, last = halves(high)
+            low = powers(low, shift, scaling)
+            high = powers(high, shift, scaling)
+            part = stay(sum_of(low, C) + sum_of(high, C))
+        else:
+            low = powers(low, shift, scaling)
+            part = stay(sum_of(low, C))
     else:
         p, row_max, factor = soften(s, row_max, scaling, MASKED, LAZY)
         row_sum = scaled_sum(row_sum, factor, p, C)
@@ -463,10 +497,19 @@ def attend_step(step, turn, q_tiles, q_slot, q_held, pairs, probs, acc, row_max,
     elif not tries(C.TRY, "X"):
         acc = rescale(acc, factor)
     if tries(C.TRY, "m"):
-        own = gl.convert_layout(shift, gl.SliceLayout(1, high.type.layout))
-        high = gl.exp2(high * scaling[0] - own[:, None])
-        row_sum = scaled_sum(row_sum, factor, high, C) + part
-        probs = (in_pairs(low, DTYPE), in_pairs(high, DTYPE))
+        if tries(C.TRY, "v"):
+            second = powers(second, shift, scaling)
+            high = powers(high, shift, scaling)
+            row_sum = scaled_sum(row_sum, factor, high, C) + (part + sum_of(second, C))
+            probs = (pairs_side_by_side(low, second, DTYPE), in_pairs(high, DTYPE))
+        elif tries(C.TRY, "u"):
+            last = powers(last, shift, scaling)
+            row_sum = scaled_sum(row_sum, factor, last, C) + part
+            probs = (in_pairs(low, DTYPE), pairs_side_by_side(high, last, DTYPE))
+        else:
+            high = powers(high, shift, scaling)
+            row_sum = scaled_sum(row_sum, factor, high, C) + part
+            probs = (in_pairs(low, DTYPE), in_pairs(high, DTYPE))
     elif not tries(C.TRY, "f"):
         probs = in_pairs(p, DTYPE)
     return probs, acc, row_max, row_sum
