@@ -174,6 +174,8 @@ def _plain(name, qualifiers, operands):
 def _width(name, qualifiers):
     if name == "CS2R":
         return 1 if "32" in qualifiers else 2
+    if name == "LDSM":
+        return int(qualifiers[-1])
     if "WIDE" in qualifiers:
         return 2
     if name in ("UIADD3", "UMOV", "MOV", "S2UR", "LDL", "LDS", "LDG", "LDC", "ULDC"):
