@@ -249,7 +249,7 @@ def _kinds(values):
 
 @gluon.constexpr_function
 def _skipping(values):
-    """PTX: multiply some of a thread's values by factors, the first two of them in turn, unless those of a warp are 1."""
+    """PTX: multiply a thread's values by factors, two of them in turn, unless those of a warp are 1."""
     moves = "".join(f"mov.b32 ${i}, ${values + i};" for i in range(values))
     factors = [2 * values + i for i in (0, 2)]
     products = "".join(f"mul.f32 ${i}, ${values + i}, ${2 * values + i};" for i in range(values))
@@ -284,7 +284,8 @@ def sum_layout(keys, flags):
     scores = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, keys, 16])
     if "s" not in flags:
         return gl.SliceLayout(1, scores)
-    return gl.DistributedLinearLayout([[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4])
+    lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout([[8, 0]], lanes, [[16, 0], [32, 0]], [], [64, 4])
 
 
 @gluon.jit
