@@ -1,4 +1,4 @@
-"""The softcap's tanh is as near as float32 allows: what it errs by is multiplied by the cap, and then a score's error."""
+"""The softcap's tanh is as near as float32 allows: what it errs by, times the cap, is a score's error."""
 
 import pytest
 import torch
@@ -9,9 +9,9 @@ from tilewise.kernels.triton.modifiers import hyperbolic_tangent
 
 
 @triton.jit
-def tanh_kernel(x_ptr, out_ptr, EXACT: tl.constexpr, COUNT: tl.constexpr):
-    offs = tl.arange(0, COUNT)
-    tl.store(out_ptr + offs, hyperbolic_tangent(tl.load(x_ptr + offs), EXACT))
+def tanh_kernel(x_ptr, out_ptr, exact: tl.constexpr, count: tl.constexpr):
+    offs = tl.arange(0, count)
+    tl.store(out_ptr + offs, hyperbolic_tangent(tl.load(x_ptr + offs), exact))
 
 
 def tanh(x, exact):
@@ -22,7 +22,7 @@ def tanh(x, exact):
 
 @pytest.mark.parametrize("exact", [False, True])
 def test_far_from_0_it_errs_by_rounding_alone(exact, device):
-    """From tanh(1) on, numbers below 1 are 2⁻²⁴ apart; a quotient near 1 would err by its own rounding, and e's, too."""
+    """From tanh(1) on, numbers below 1 are 2⁻²⁴ apart; a quotient near 1 would err by its own rounding too."""
     x = torch.linspace(1, 12, 1024, device=device)
     for values in (x, -x):
         assert (tanh(values, exact) - values.double().tanh()).abs().max() <= 2**-24

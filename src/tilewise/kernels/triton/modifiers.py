@@ -19,8 +19,8 @@ ROUNDS = tl.constexpr(7)  # of Philox4x32; Salmon et al., 2011, table 2: passes 
 def hyperbolic_tangent(x, EXACT: tl.constexpr):
     """tanh(x) = sign(x)·(1 − 2e/(1 + e)), e = exp(−2|x|); EXACT keeps float32's relative error near 0 too.
 
-    Far from 0 what the division and e err by is small beside 1. Near 0 the terms cancel, and the series to x⁹ takes over
-    (its next term is 1e-8 of x at 1/4).
+    Far from 0 what the division and e err by is small beside 1. Near 0 the terms cancel, and the series to x⁹ takes
+    over (its next term is 1e-8 of x at 1/4).
     """
     e = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
     size = 1.0 - (e + e) / (1.0 + e)
