@@ -115,6 +115,19 @@ def check(version, wanted, bounds=SPILL_BOUND):
         check_products(row)
         assert row["stack"] <= bounds.get(version, SPILL_BOUND_ELSEWHERE), row
         assert row["utmastg"] > 0, row
+        check_waits(row)
+
+
+def check_waits(row):
+    """In two parts, half a step's exponentials stand above the wait for O += P·V, and a softcap's above that."""
+    if max(row["d"], row["dv"]) > 128:
+        assert row["branches"] == 0, row
+        return
+    half = 64 * 64 // 128  # of 64 rows and 64 keys, a thread
+    above = 3 * half if "softcap" in row["options"] else half  # tanh takes one a score, of both halves
+    in_steps = [number for number in row["exponentials"] if number >= half]
+    assert len(in_steps) == row["branches"] > 0, row
+    assert all(above <= number <= above + half // 2 for number in in_steps), row
 
 
 @pytest.mark.parametrize("version", ENDS)

@@ -2,13 +2,20 @@
 
 import pytest
 
-from kernels.sass import possibly_unset, stray_descriptors
+from kernels.sass import exponentials_before_waits, possibly_unset, stray_descriptors
 
 
 def listing(*lines):
     """``nvdisasm -c``'s form; a line that ends in a colon is a label."""
     return "\n".join(line if line.endswith(":") else f"        /*{16 * n:04x}*/   {line} ;"
                      for n, line in enumerate(lines))
+
+
+def test_exponentials_are_counted_from_a_wait_that_leaves_products_running_to_one_that_leaves_none():
+    sass = listing("MUFU.EX2 R0, R1", "WARPGROUP.DEPBAR.LE gsb0, 0x2", "MUFU.EX2 R0, R1", "MUFU.RCP R0, R1",
+                   "MUFU.EX2 R2, R3", "WARPGROUP.DEPBAR.LE gsb0, 0x0", "MUFU.EX2 R0, R1",
+                   "WARPGROUP.DEPBAR.LE gsb0, 0x1", "WARPGROUP.DEPBAR.LE gsb0, 0x0", "WARPGROUP.DEPBAR.LE gsb0, 0x0")
+    assert exponentials_before_waits(sass) == [2, 0]
 
 
 def test_a_register_set_in_front_of_a_loop_that_may_be_skipped_is_found():
@@ -23,8 +30,6 @@ def test_a_register_set_in_front_of_a_loop_that_may_be_skipped_is_found():
     ("UMOV UR4, URZ", "UIADD3.64 UR6, UR4, 0x2, URZ", {"UR5"}),
     ("LDS.128 R4, [0x10]", "STS.128 [0x20], R4", set()),
     ("LDS.64 R4, [0x10]", "STS.128 [0x20], R4", {"R6", "R7"}),
-    ("LDSM.16.M88.4 R4, [0x10]", "STS.128 [0x20], R4", set()),
-    ("LDSM.16.M88.2 R4, [0x10]", "STS.128 [0x20], R4", {"R6", "R7"}),
     ("UIADD3 UR4, UP0, UR9, 0x2, URZ", "UIADD3.X UR5, UR4, URZ, URZ, UP0, !UPT", {"UR9"}),
     ("ULDC.64 UR4, c[0x0][0x20]", "HGMMA.64x8x16.F32.BF16 R24, gdesc[UR4], RZ, !UPT", {"UR6", "UR7"}),
     ("ULDC.64 UR6, c[0x0][0x20]", "HGMMA.64x8x16.F32.BF16 R24, R0, gdesc[UR4].tnspB, RZ, !UPT",

@@ -171,7 +171,6 @@ class HopperForwardConfig:
     query_stages: int = 2
     ping_pong: bool = False
     out_parts: int = 1
-    tries: str = ""
 
     def __post_init__(self) -> None:
         for name, allowed in (("keys", (64, 128)), ("consumers", (2, 3)), ("stages", (2, 4, 8)),

@@ -79,8 +79,8 @@ class HopperForward:
             Shape(pack, *pieces, *config.out_buffers(problem), config.keys, config.consumers, config.stages,
                   config.query_stages, config.ping_pong, lower is not None, upper is not None,
                   64 // pack * config.consumers > config.keys and lower is None and upper is not None,
-                  count is not None, self.packed, is_shifted, getattr(config, "tries", ""),
-                  "d" in getattr(config, "tries", "") and self.on_diagonal(problem, config, pack, lower, upper, count)))
+                  _parts(problem, config), pack == 1 and count is None and _on_diagonal(problem, config, lower, upper),
+                  count is not None, self.packed, is_shifted))
         self.enqueue = Enqueue(self.kernel, self.grid, self.scalars, OPTIONS)
         # Of each tensor's one or two pieces; of out its buffers.
         rows = [64] if pack == 1 else [64 // pack, pack]
@@ -91,11 +91,6 @@ class HopperForward:
         self.forms = [block and (block, gl.NVMMASharedLayout.get_default_for(block, self.dtype)) for block in blocks]
         sinks = problem.scores.sinks
         self.sinks_stride = None if sinks is None or sinks.strides[0] == 1 else sinks.strides[0]
-
-    def on_diagonal(self, problem, config, pack, lower, upper, count) -> bool:
-        """Whether every tile's first step has the diagonal from its first query and key on."""
-        return (pack == 1 and lower is None and upper is not None and count is None and config.consumers == 2
-                and config.keys == 128 and upper >= 0 and upper % 128 == 0 and problem.sq + upper <= len(self.keys))
 
     def __call__(self, *tensors: torch.Tensor | None) -> None:
         """Enqueue the kernel on the current stream of the current device."""
@@ -162,6 +157,18 @@ def pack_of(problem: AttentionProblem, config: HopperShape, multiprocessors: int
 def _grouped(tensor: torch.Tensor, group: int | None) -> torch.Tensor:
     """(b, hq, s, d) as (b, hk, s, group, d), or as it is."""
     return tensor if group is None else tensor.unflatten(1, (-1, group)).transpose(2, 3)
+
+
+def _parts(problem: AttentionProblem, config: HopperShape) -> int:
+    """In how many parts the softmax of a step comes; wider heads were not timed in two."""
+    return 2 if max(problem.d, problem.dv) <= 128 and config.keys == 128 else 1
+
+
+def _on_diagonal(problem: AttentionProblem, config: HopperShape, lower: int | None, upper: int | None) -> bool:
+    """Whether each tile's first step has the diagonal from its first query and key on; not asked of narrow heads."""
+    return (lower is None and upper is not None and upper >= 0 and upper % config.keys == 0
+            and 64 * config.consumers == config.keys and problem.sq + upper <= len(problem.seen_keys)
+            and 64 < max(problem.d, problem.dv) <= 128)
 
 
 def _section(problem: AttentionProblem) -> int:
