@@ -183,7 +183,7 @@ def attend_step(step, turn, q_tiles, q_slot, pairs, probs, acc, row_max, row_sum
     """S of a step, and O += P·V of the one before it.
 
     In two parts the softmax has half of its exponentials above the wait for that product: they run beside it. The
-    others have O's rescaling beside them, which has to follow it, instead of leaving that to run alone.
+    others have O's rescaling beside them, which must follow the product and would else run alone.
     """
     k_tiles, v_tiles, full, empty = pairs
     DTYPE: gl.constexpr = k_tiles[0].dtype
@@ -336,7 +336,7 @@ def attend(sources, queries, pairs, next_tile, out_tiles, results, order, band, 
     else:
         wait_full(q_full, taken * C.CONSUMERS + OWN, C.Q_STAGES * C.CONSUMERS)
     wait_full(full, turn, C.STAGES)
-    HALF: gl.constexpr = C.DIAGONAL and OWN == 0
+    HALF: gl.constexpr = C.DIAGONAL and OWN == 0  # of a tile's first step these queries see half of the keys
     s = warpgroup_mma_wait(0, deps=(issue_scores(q_tiles, OWN, k_tiles, 0, HALF, C),))
     leave(empty, turn, C.STAGES)
     turn += 1
@@ -367,7 +367,7 @@ def attend(sources, queries, pairs, next_tile, out_tiles, results, order, band, 
         row_sum = sum_of(p, C)
         if HALF:
             low = in_pairs(p, DTYPE)
-            probs = (low, low * 0)
+            probs = (low, low * 0)  # what follows a tile's last step takes all keys, be it the first
             if spans[3] > 1:
                 probs, acc, row_max, row_sum = attend_step(
                     1, turn, q_tiles, opaque(q_slot), pairs, (low,), acc, row_max, row_sum, row, spans, own_band,
