@@ -19,6 +19,7 @@ from tilewise.tuning.configs import (
     DqEntriesConfig,
     ForwardConfig,
     HopperBackwardConfig,
+    HopperDbiasConfig,
     HopperForwardConfig,
     TileConfig,
 )
@@ -109,6 +110,9 @@ _FLOAT32: dict[str, dict[int, Tile]] = {
 _MULTIPROCESSORS = 132  # of an H100 or an H200
 # Programs that keep every multiprocessor busy: two for each of an H200's 132, as many of dQ as fit at head dim 128.
 FILLING = 256
+# The Hopper kernel for a shared bias: tiles of 128 x 128 pairs, one program a multiprocessor, that half of them have.
+LEAST_TILES = 66
+LEAST_SHARING = 4  # entries from which it takes the place of dQ's way
 
 # Below this many multiply-adds the kernel is over before the host has made its descriptors (about 15 µs).
 LEAST_WORK_FOR_DESCRIPTORS = 10**10
@@ -212,6 +216,36 @@ def pair_entries(problem: AttentionProblem, config: TileConfig, device: DeviceSp
     programs = problem.hq * -(-problem.sq // config.block_m)
     fills = programs >= FILLING or device.arch == "interpreter"
     return problem.b if problem.sequences.packed is None and fills else 0
+
+
+def hopper_dbias_config(problem: AttentionProblem, entries: int) -> HopperDbiasConfig | None:
+    """Choose the tile of the Gluon kernel that sums a bias's gradient; None where another way is as good, by count.
+
+    Its tiles load 0.38 of the bytes of the Triton kernel's for each product, and those are what limits either: it takes
+    the place of that one where there are tiles enough for half the multiprocessors. On dQ's way the cost of an entry is
+    8 bytes a pair, in half as many launches; this kernel's are the bytes of its tiles, about as many as those at two
+    entries without a mask, and half at four, where nothing is left of what a tile costs by itself.
+
+    Four blocks of keys want rows of the bias that 16 bytes move: of others the loads take too many registers.
+
+    Args:
+        problem: its bias has a query and a key dim.
+        entries: what :func:`pair_entries` has found.
+    """
+    bias = problem.scores.bias
+    if bias is None or 1 in bias.shape[2:] or entries == 1:
+        return None
+    lines = bias.shape[0] * bias.shape[1]
+
+    def tiles(blocks: int) -> int:
+        return lines * -(-problem.sq // 128) * -(-problem.sk // (64 * blocks))
+
+    if tiles(2) < LEAST_TILES or (entries > 1 and problem.b * problem.hq < LEAST_SHARING * lines):
+        return None
+    room = DeviceSpec.of_arch("sm_90").shared_memory
+    wide = [(4, 2, 4), (4, 1, 3)] if bias.vector > 1 and tiles(4) >= 2 * LEAST_TILES else []
+    configs = (HopperDbiasConfig(*stages) for stages in (*wide, (2, 2, 2), (2, 1, 3)))
+    return next(config for config in configs if config.shared_bytes(problem) <= room)
 
 
 def entries_config(problem: AttentionProblem, device: DeviceSpec) -> DqEntriesConfig | None:

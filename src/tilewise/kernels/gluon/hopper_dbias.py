@@ -1,10 +1,10 @@
 """Gradient of a bias that entries or heads share, on Hopper: dS summed over them (maths.md, eq. 21).
 
 A tile of pairs stays: two consumers, a warpgroup each, own 64 queries of it and hold the sums of their dS in registers.
-The entries, batch entries and heads, that share the bias stream past. One warp loads Q and dO of an entry, one its K and
-V, 64 keys a turn; where a mask hides tiles one more writes their zeros. A consumer makes S = Q·Kᵀ and dP = dO·Vᵀ of 64 x
-64 pairs, adds dS = P∘(dP - delta) to their sum, and goes on to the next keys. The bias of the tile is read once, to
-shared memory; by the same way the sums leave when the last entry is added.
+The entries, which are batch entries and heads that share the bias, stream past. One warp loads Q and dO of an entry,
+one its K and V, 64 keys a turn; where a mask hides tiles one more writes their zeros. A consumer makes S = Q·Kᵀ and
+dP = dO·Vᵀ of 64 x 64 pairs, adds dS = P∘(dP - delta) to their sum, and goes on to the next keys. The bias of the tile
+is read once, to shared memory; by the same way the sums leave when the last entry is added.
 
 What limits it is L2: an entry of a tile of 128 queries by n keys loads 2·(128 + n) rows for 4·128·n·d FLOP.
 """
@@ -33,8 +33,8 @@ BLANK_ROWS = gl.constexpr(4)  # that are zeroed at once
 class Shape(NamedTuple):
     """What is fixed when the kernel is compiled: HopperDbiasConfig's fields, and what of the mask there is.
 
-    WIDTH: columns of a head inside the tiles. BLOCKS: of 64 keys, in a tile. READS, WRITES: numbers of the bias and of its
-    gradient, one key after another, that lie inside of 16 bytes by themselves; 1 where that cannot be counted on.
+    WIDTH: columns of a head inside the tiles. BLOCKS: of 64 keys, in a tile. READS, WRITES: numbers of the bias and of
+    its gradient, one key after another, that lie inside of 16 bytes by themselves; 1 where that cannot be counted on.
     """
 
     WIDTH: int
@@ -56,7 +56,7 @@ def entry_of(line, member, sharing):
 
 @gluon.jit
 def load_queries(loaded, C: gl.constexpr):
-    """Producer, one warp: tell the consumers their tiles, and load Q and dO of every entry, each consumer's by itself."""
+    """Producer, one warp: tell the consumers their tiles; load Q and dO of every entry, each consumer's by itself."""
     sources, queries, _keys, next_tile, order, band, sharing = loaded
     q_desc, _k_desc, _v_desc, dout_desc = sources
     q_tiles, dout_tiles, full, empty = queries
@@ -202,7 +202,7 @@ def write_sums(dbias_ptr, bias_tiles, sums, line, first_query, first_key, band, 
 @gluon.jit
 def add_block(total, q, dout, keys, turn, bias_tile, lse, delta, first_query, first_key, band, scale_log2,
               MASKED: gl.constexpr, C: gl.constexpr):
-    """Consumer: add dS of 64 queries and 64 keys of an entry (eq. 7 and 9); the scores as the Triton kernels have them."""
+    """Consumer: add dS of 64 queries and 64 keys of an entry (eq. 7 and 9); scores as the Triton kernels have them."""
     k_tiles, v_tiles, full, empty = keys
     LAYOUT: gl.constexpr = total.type.layout
     zero = gl.full([64, 64], 0.0, gl.float32, layout=LAYOUT)

@@ -8,7 +8,6 @@ import torch
 from tilewise.kernels.gluon.enqueue import Enqueue
 from tilewise.kernels.gluon.launch import OPTIONS
 from tilewise.problem import AttentionProblem, legal_strides
-from tilewise.scores import OperandFacts
 
 
 class HopperDbiasShape(Protocol):
@@ -26,7 +25,7 @@ class HopperDbiasShape(Protocol):
     def stages(self) -> int:
         """Blocks of keys in flight."""
 
-    def width(self, problem: AttentionProblem) -> int:
+    def columns(self, problem: AttentionProblem) -> int:
         """Columns of a head inside the tiles."""
 
 
@@ -47,20 +46,21 @@ class HopperDbias:
         bias = problem.scores.bias
         assert bias is not None
         own_batches, own_heads, size_q, size_k = bias.shape
+        dense = (own_heads * size_q * size_k, size_q * size_k, size_k, 1)
         shared_heads = problem.hq // own_heads
         lines = own_batches * own_heads
         rows, columns = math.ceil(size_q / int(ROWS)), math.ceil(size_k / (64 * config.blocks))
         band, dtype = problem.band, gl.bfloat16 if problem.dtype is torch.bfloat16 else gl.float16
-        block = [1, 1, 64, config.width(problem)]
+        block = [1, 1, 64, config.columns(problem)]
         self.describe, self.form = TensorDescriptor, (block, gl.NVMMASharedLayout.get_default_for(block, dtype))
         self.kernel = hopper_dbias_kernel
         self.grid = (min(lines * rows * columns, multiprocessors),)
         self.scalars = (
-            *bias.expanded((own_batches, own_heads, size_q, size_k)), size_q, size_k, problem.hq, problem.group,
+            *bias.strides, size_q, size_k, problem.hq, problem.group,
             own_heads, shared_heads, problem.b // own_batches * shared_heads, lines, rows, columns, band.lower or 0,
             band.upper or 0, problem.scale * math.log2(math.e),
-            Shape(block[3], config.blocks, config.q_stages, config.stages, *_vectors(bias),
-                  band.lower is not None, band.upper is not None))
+            Shape(block[3], config.blocks, config.q_stages, config.stages, bias.vector,
+                  bias._replace(strides=dense).vector, band.lower is not None, band.upper is not None))
         self.enqueue = Enqueue(self.kernel, self.grid, self.scalars, OPTIONS)
 
     def __call__(self, *tensors: Any) -> None:
@@ -74,14 +74,3 @@ class HopperDbias:
         described = [self.describe(tensor, list(tensor.shape), legal_strides(tensor), *self.form)
                      for tensor in tensors[:4]]
         return (*described, *tensors[4:])
-
-
-def _vectors(bias: OperandFacts) -> tuple[int, int]:
-    """How many numbers of the bias, and of its dense gradient, make 16 bytes that lie by themselves, else 1.
-
-    The bias begins at a multiple of 16 bytes, as its gradient does.
-    """
-    each = 16 // bias.dtype.itemsize
-    writes = each if bias.shape[3] % each == 0 else 1
-    is_read = writes > 1 and bias.strides[3] == 1 and not any(stride % each for stride in bias.strides[:3])
-    return each if is_read else 1, writes

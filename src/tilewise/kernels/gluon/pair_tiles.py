@@ -34,7 +34,10 @@ def tiles_of(row, band, C: gl.constexpr):
 
 @gluon.jit
 def seek(line, row, place, order, band, C: gl.constexpr):
-    """Return (line, row, place in it, tile) of the ``place``-th seen tile from a row's first on; past all, line = lines."""
+    """Return (line, row, place, tile) of the ``place``-th seen tile from a row's first on, counted from its own row's.
+
+    Past the last one line is ``lines``.
+    """
     rows, lines = order
     first, count = tiles_of(row, band, C)
     while (place >= count) & (line < lines):
