@@ -197,7 +197,8 @@ def _full(shape, value, dtype, layout):
 def language(program, programs):
     """What a kernel finds under the name gl."""
     return SimpleNamespace(
-        program_id=lambda axis: torch.tensor(program).as_subclass(Tensor), num_programs=lambda axis: programs, static_range=range,
+        program_id=lambda axis: torch.tensor(program).as_subclass(Tensor), num_programs=lambda axis: programs,
+        static_range=range,
         arange=lambda first, last, layout: torch.arange(first, last).as_subclass(Tensor), full=_full, where=_where,
         minimum=_of_either(min, torch.minimum), maximum=_of_either(max, torch.maximum), exp2=torch.exp2,
         load=_load, store=_store, sum=torch.sum, multiple_of=_multiple_of, max_contiguous=_max_contiguous,
