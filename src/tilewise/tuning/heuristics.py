@@ -219,12 +219,13 @@ def pair_entries(problem: AttentionProblem, config: TileConfig, device: DeviceSp
 
 
 def hopper_dbias_config(problem: AttentionProblem, entries: int) -> HopperDbiasConfig | None:
-    """Choose the tile of the Gluon kernel that sums a bias's gradient; None where another way is as good, by count.
+    """Choose the tile of the Gluon kernel that sums a bias's gradient; None where another way is as good.
 
-    Its tiles load 0.38 of the bytes of the Triton kernel's for each product, and those are what limits either: it takes
-    the place of that one where there are tiles enough for half the multiprocessors. On dQ's way the cost of an entry is
-    8 bytes a pair, in half as many launches; this kernel's are the bytes of its tiles, about as many as those at two
-    entries without a mask, and half at four, where nothing is left of what a tile costs by itself.
+    Chosen by count, not timed. For each product its tiles load 0.38 (four blocks) or 0.5 of the bytes of the Triton
+    kernel's, and those are what limits either: it takes the place of that one where half the multiprocessors have a
+    tile. dQ's way, as it was timed (H200, 16 heads, d 128), costs what this kernel does at 5.5 TB/s of L2, or half of
+    it without a mask, at 2 entries of length 8192, and 1.4 to 2 times as much at 4 of 4096, where parts of the sum go
+    to memory and back.
 
     Four blocks of keys want rows of the bias that 16 bytes move: of others the loads take too many registers.
 

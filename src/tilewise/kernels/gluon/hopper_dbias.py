@@ -59,7 +59,7 @@ def load_queries(loaded, C: gl.constexpr):
     """Producer, one warp: tell the consumers their tiles; load Q and dO of every entry, each consumer's by itself."""
     sources, queries, _keys, next_tile, order, band, sharing = loaded
     q_desc, _k_desc, _v_desc, dout_desc = sources
-    q_tiles, dout_tiles, full, empty = queries
+    q_tiles, dout_tiles, full, dout_full, empty = queries
     none = gl.program_id(0) * 0
     line, row, place, tile = seek(none, none, gl.program_id(0), order, band, C)
     turn = 0
@@ -72,10 +72,11 @@ def load_queries(loaded, C: gl.constexpr):
             for i in gl.static_range(2):
                 slot = turn % C.Q_STAGES * 2 + i
                 mbarrier.wait(empty.index(slot), ((turn // C.Q_STAGES) & 1) ^ 1)
-                mbarrier.expect(full.index(slot), q_desc.block_type.nbytes + dout_desc.block_type.nbytes)
                 query = row * ROWS + i * 64
+                mbarrier.expect(full.index(slot), q_desc.block_type.nbytes)
                 tma_load(q_desc, [batch, head, query, 0], full.index(slot), q_tiles.index(slot))
-                tma_load(dout_desc, [batch, head, query, 0], full.index(slot), dout_tiles.index(slot))
+                mbarrier.expect(dout_full.index(slot), dout_desc.block_type.nbytes)
+                tma_load(dout_desc, [batch, head, query, 0], dout_full.index(slot), dout_tiles.index(slot))
             turn += 1
         line, row, place, tile = seek(line, row, place + gl.num_programs(0), order, band, C)
     hand_out(next_tile, taken, (END, 0, 0), SIZE)
@@ -200,9 +201,12 @@ def write_sums(dbias_ptr, bias_tiles, sums, line, first_query, first_key, band, 
 
 
 @gluon.jit
-def add_block(total, q, dout, keys, turn, bias_tile, lse, delta, first_query, first_key, band, scale_log2,
-              MASKED: gl.constexpr, C: gl.constexpr):
-    """Consumer: add dS of 64 queries and 64 keys of an entry (eq. 7 and 9); scores as the Triton kernels have them."""
+def add_block(total, q, dout, arrival, keys, turn, bias_tile, lse, delta, first_query, first_key, band, scale_log2,
+              FIRST: gl.constexpr, MASKED: gl.constexpr, C: gl.constexpr):
+    """Consumer: add dS of 64 queries and 64 keys of an entry (eq. 7 and 9); scores as the Triton kernels have them.
+
+    arrival: the barrier of dO and its phase, waited for where this may be the entry's FIRST block: S needs Q alone.
+    """
     k_tiles, v_tiles, full, empty = keys
     LAYOUT: gl.constexpr = total.type.layout
     zero = gl.full([64, 64], 0.0, gl.float32, layout=LAYOUT)
@@ -210,6 +214,8 @@ def add_block(total, q, dout, keys, turn, bias_tile, lse, delta, first_query, fi
     k = k_tiles.index(turn % C.STAGES).reshape([64, C.WIDTH])
     v = v_tiles.index(turn % C.STAGES).reshape([64, C.WIDTH])
     scores_pending = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+    if FIRST:
+        mbarrier.wait(arrival[0], arrival[1])
     dprobs_pending = warpgroup_mma(dout, v.permute((1, 0)), zero, use_acc=False, is_async=True)
     bias = bias_tile.load(LAYOUT).to(gl.float32) * LOG2E
     scores = warpgroup_mma_wait(1, deps=(scores_pending,))
@@ -233,7 +239,7 @@ def add_entries(sums, members, turn, q_turn, line, first_query, first_key, block
                 band, heads, sharing, scale_log2, OWN: gl.constexpr, MASKED: gl.constexpr, C: gl.constexpr):
     """Consumer: add dS of every entry that shares the tile; where MASKED some blocks of keys may be left out."""
     lse_ptr, delta_ptr = rows
-    q_tiles, dout_tiles, q_full, q_empty = queries
+    q_tiles, dout_tiles, q_full, dout_full, q_empty = queries
     begin, end = blocks
     LAYOUT: gl.constexpr = sums[0].type.layout
     BLOCKS: gl.constexpr = C.BLOCKS
@@ -247,15 +253,17 @@ def add_entries(sums, members, turn, q_turn, line, first_query, first_key, block
         delta = gl.load(delta_ptr + start + offsets, mask=offsets < band[0], other=0.0)
         lse = gl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
         slot = q_turn % C.Q_STAGES * 2 + OWN
-        mbarrier.wait(q_full.index(slot), (q_turn // C.Q_STAGES) & 1)
+        phase = (q_turn // C.Q_STAGES) & 1
+        mbarrier.wait(q_full.index(slot), phase)
         q = q_tiles.index(slot).reshape([64, C.WIDTH])
         dout = dout_tiles.index(slot).reshape([64, C.WIDTH])
         added = ()
         for i in gl.static_range(BLOCKS):
             total = sums[i]
             if (i >= begin) & (i < end):
-                total = add_block(total, q, dout, keys, turn, bias_tiles.index(OWN * C.BLOCKS + i), lse, delta,
-                                  first_query, first_key + i * 64, band, scale_log2, MASKED, C)
+                total = add_block(total, q, dout, (dout_full.index(slot), phase), keys, turn,
+                                  bias_tiles.index(OWN * C.BLOCKS + i), lse, delta, first_query, first_key + i * 64,
+                                  band, scale_log2, MASKED or i == 0, MASKED, C)
                 turn += 1
             added = added + (total,)
         sums = added
@@ -313,7 +321,8 @@ def hopper_dbias_kernel(q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr, b
     BIAS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], BIAS)
     bias_tiles = gl.allocate_shared_memory(BIAS, [2 * C.BLOCKS, 64, 64], BIAS_LAYOUT)
     numbers = gl.allocate_shared_memory(gl.int32, [2 * SIZE, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    queries = (q_tiles, dout_tiles, make_barriers(2 * C.Q_STAGES, 1), make_barriers(2 * C.Q_STAGES, 1))
+    queries = (q_tiles, dout_tiles, make_barriers(2 * C.Q_STAGES, 1), make_barriers(2 * C.Q_STAGES, 1),
+               make_barriers(2 * C.Q_STAGES, 1))
     keys = (k_tiles, v_tiles, make_barriers(C.STAGES, 1), make_barriers(C.STAGES, 2))
     next_tile = (numbers, make_barriers(2, 1), make_barriers(2, 2))
     fence_async_shared()
