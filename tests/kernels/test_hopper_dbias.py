@@ -50,12 +50,12 @@ def expected(problem, tensors):
 
 
 CASES = {
-    "full": (Mask(), (200, 300), (2, 1), (1, 2), torch.float16, (4, 1, 3)),
-    "causal": (causal("bottom_right"), (300, 520), (2, 2), (1, 2), torch.float16, (4, 2, 4)),
-    "causal_all_share": (causal("top_left"), (320, 520), (4, 2), (1, 1), torch.float32, (2, 1, 3)),
-    "window_heads_share": (window(100, 30, "top_left"), (300, 450), (2, 1), (3, 1), torch.float16, (2, 2, 2)),
-    "blind_queries_odd": (causal("bottom_right"), (400, 131), (2, 2), (1, 2), torch.float16, (2, 2, 2)),
-    "keys_unseen": (window(0, 0, "top_left"), (70, 800), (1, 1), (1, 1), torch.float32, (4, 1, 3)),
+    "full": (Mask(), (200, 300), (2, 1), (1, 2), torch.float16, (1, 3)),
+    "causal": (causal("bottom_right"), (300, 520), (2, 2), (1, 2), torch.float16, (2, 4)),
+    "causal_all_share": (causal("top_left"), (320, 520), (4, 2), (1, 1), torch.float32, (1, 3)),
+    "window_heads_share": (window(100, 30, "top_left"), (300, 450), (2, 1), (3, 1), torch.float16, (2, 2)),
+    "blind_queries_odd": (causal("bottom_right"), (400, 131), (2, 2), (1, 2), torch.float16, (2, 2)),
+    "keys_unseen": (window(0, 0, "top_left"), (70, 800), (1, 1), (1, 1), torch.float32, (1, 3)),
 }
 
 
@@ -73,7 +73,9 @@ def test_its_source_computes_the_sum_on_the_cpu(case, programs):
                  *(Pointer(tensor.flatten()) for tensor in (lse, delta, bias)), Pointer(dbias.view(-1)),
                  *launch.scalars)
     constants = {(hopper_dbias, "LOG2E"): math.log2(math.e), (hopper_dbias, "SIZE"): 3, (hopper_dbias, "END"): -1,
-                 (hopper_dbias, "ROWS"): 128, (hopper_dbias, "BLANK_ROWS"): 4, (pair_tiles, "ROWS"): 128}
+                 (hopper_dbias, "BLANK_ROWS"): 4}
+    constants |= {(module, name): int(getattr(pair_tiles, name)) for module in (hopper_dbias, pair_tiles)
+                  for name in ("ROWS", "BLOCKS")}
     run(hopper_dbias.hopper_dbias_kernel, (hopper_dbias, pair_tiles, pipeline), programs, arguments, constants)
     want = expected(problem, tensors)
     assert not dbias[want == 0.0].any()

@@ -254,20 +254,18 @@ class HopperBackwardConfig:
 
 @dataclass(frozen=True, slots=True)
 class HopperDbiasConfig:
-    """The kernel that sums dS of entries that share a bias: a tile of pairs stays, 128 queries; entries stream.
+    """The kernel that sums dS of entries that share a bias: a tile of 128 x 128 pairs stays; entries stream.
 
     Attributes:
-        blocks: of 64 keys, in a tile.
         q_stages: entries whose q and dout are in flight.
-        stages: blocks of k and v in flight.
+        stages: blocks of 64 keys in flight, k and v.
     """
 
-    blocks: int = 4
-    q_stages: int = 1
-    stages: int = 3
+    q_stages: int = 2
+    stages: int = 2
 
     def __post_init__(self) -> None:
-        for name, allowed in (("blocks", (2, 4)), ("q_stages", (1, 2)), ("stages", (2, 3, 4))):
+        for name, allowed in (("q_stages", (1, 2)), ("stages", (2, 3, 4))):
             if getattr(self, name) not in allowed:
                 raise InvalidInput(f"{name}={getattr(self, name)}; allowed are {', '.join(map(str, allowed))}.")
 
@@ -279,7 +277,7 @@ class HopperDbiasConfig:
         """Shared memory: q and dout, k and v, the bias of the tile; barriers and its place take under a KiB."""
         bias = problem.scores.bias
         rows = 4 * self.q_stages + 2 * self.stages
-        pairs = 128 * self.blocks * (bias.dtype.itemsize if bias else 0)
+        pairs = 256 * (bias.dtype.itemsize if bias else 0)
         return 64 * (problem.dtype.itemsize * rows * self.columns(problem) + pairs) + 1024
 
 

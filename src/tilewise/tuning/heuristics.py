@@ -112,7 +112,7 @@ _MULTIPROCESSORS = 132  # of an H100 or an H200
 FILLING = 256
 # The Hopper kernel for a shared bias: tiles of 128 x 128 pairs, one program a multiprocessor, that half of them have.
 LEAST_TILES = 66
-LEAST_SHARING = 4  # entries from which it takes the place of dQ's way
+LEAST_SHARING = 3  # entries from which it takes the place of dQ's way
 
 # Below this many multiply-adds the kernel is over before the host has made its descriptors (about 15 µs).
 LEAST_WORK_FOR_DESCRIPTORS = 10**10
@@ -221,13 +221,13 @@ def pair_entries(problem: AttentionProblem, config: TileConfig, device: DeviceSp
 def hopper_dbias_config(problem: AttentionProblem, entries: int) -> HopperDbiasConfig | None:
     """Choose the tile of the Gluon kernel that sums a bias's gradient; None where another way is as good.
 
-    Chosen by count, not timed. For each product its tiles load 0.38 (four blocks) or 0.5 of the bytes of the Triton
-    kernel's, and those are what limits either: it takes the place of that one where half the multiprocessors have a
-    tile. dQ's way, as it was timed (H200, 16 heads, d 128), costs what this kernel does at 5.5 TB/s of L2, or half of
-    it without a mask, at 2 entries of length 8192, and 1.4 to 2 times as much at 4 of 4096, where parts of the sum go
-    to memory and back.
+    Timed on an H200 with 16 heads at d 128, the sum alone takes 0.54 to 0.60 of the time of the Triton kernel of its
+    own; that half the multiprocessors should have a tile is counted, not timed. Beside dQ's way a backward pass with
+    tiles twice as wide, which were slower, took 0.81 (3 entries of length 4096, causal), 0.84 and 0.92 (4 of them,
+    causal and full), 0.73 and 0.82 (8 of 2048), but 1.11 and 1.24 (2 of 8192) of the time; 1.01 at d 64 (4 of 4096).
 
-    Four blocks of keys want rows of the bias that 16 bytes move: of others the loads take too many registers.
+    Of entries first, then of blocks of keys, as many are in flight as shared memory allows: with one and four of d 128
+    the sum took 0.99 to 1.08 as long under a causal mask, 0.96 to 1.03 without.
 
     Args:
         problem: its bias has a query and a key dim.
@@ -237,15 +237,11 @@ def hopper_dbias_config(problem: AttentionProblem, entries: int) -> HopperDbiasC
     if bias is None or 1 in bias.shape[2:] or entries == 1:
         return None
     lines = bias.shape[0] * bias.shape[1]
-
-    def tiles(blocks: int) -> int:
-        return lines * -(-problem.sq // 128) * -(-problem.sk // (64 * blocks))
-
-    if tiles(2) < LEAST_TILES or (entries > 1 and problem.b * problem.hq < LEAST_SHARING * lines):
+    tiles = lines * -(-problem.sq // 128) * -(-problem.sk // 128)
+    if tiles < LEAST_TILES or (entries > 1 and problem.b * problem.hq < LEAST_SHARING * lines):
         return None
     room = DeviceSpec.of_arch("sm_90").shared_memory
-    wide = [(4, 2, 4), (4, 1, 3)] if bias.vector > 1 and tiles(4) >= 2 * LEAST_TILES else []
-    configs = (HopperDbiasConfig(*stages) for stages in (*wide, (2, 2, 2), (2, 1, 3)))
+    configs = (HopperDbiasConfig(*stages) for stages in ((2, 4), (2, 2), (1, 3)))
     return next(config for config in configs if config.shared_bytes(problem) <= room)
 
 

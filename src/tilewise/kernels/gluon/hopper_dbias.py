@@ -6,7 +6,8 @@ one its K and V, 64 keys a turn; where a mask hides tiles one more writes their 
 dP = dO·Vᵀ of 64 x 64 pairs, adds dS = P∘(dP - delta) to their sum, and goes on to the next keys. The bias of the tile
 is read once, to shared memory; by the same way the sums leave when the last entry is added.
 
-What limits it is L2: an entry of a tile of 128 queries by n keys loads 2·(128 + n) rows for 4·128·n·d FLOP.
+What limits it is L2: an entry of a tile of 128 queries by 128 keys loads 512 rows for 4·128·128·d FLOP. Tiles of 256
+keys load a quarter less for that, and were slower (docs/hopper.md).
 """
 
 from typing import NamedTuple
@@ -21,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tilewise.kernels.gluon.compat import tma_load
-from tilewise.kernels.gluon.pair_tiles import ROWS, blocks_of, seek, tiles_of
+from tilewise.kernels.gluon.pair_tiles import BLOCKS, ROWS, blocks_of, seek, tiles_of
 from tilewise.kernels.gluon.pipeline import hand_out, leave, make_barriers, opaque, take_tile, wait_empty, wait_full
 
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -33,12 +34,11 @@ BLANK_ROWS = gl.constexpr(4)  # that are zeroed at once
 class Shape(NamedTuple):
     """What is fixed when the kernel is compiled: HopperDbiasConfig's fields, and what of the mask there is.
 
-    WIDTH: columns of a head inside the tiles. BLOCKS: of 64 keys, in a tile. READS, WRITES: numbers of the bias and of
-    its gradient, one key after another, that lie inside of 16 bytes by themselves; 1 where that cannot be counted on.
+    WIDTH: columns of a head inside the tiles. READS, WRITES: numbers of the bias and of its gradient, one key after
+    another, that lie inside of 16 bytes by themselves; 1 where that cannot be counted on.
     """
 
     WIDTH: int
-    BLOCKS: int
     Q_STAGES: int
     STAGES: int
     READS: int
@@ -99,7 +99,7 @@ def load_keys(loaded, C: gl.constexpr):
                 wait_empty(empty, turn, C.STAGES)
                 slot = turn % C.STAGES
                 mbarrier.expect(full.index(slot), k_desc.block_type.nbytes + v_desc.block_type.nbytes)
-                key = (tile * C.BLOCKS + block) * 64
+                key = (tile * BLOCKS + block) * 64
                 tma_load(k_desc, [batch, head // sharing[3], key, 0], full.index(slot), k_tiles.index(slot))
                 tma_load(v_desc, [batch, head // sharing[3], key, 0], full.index(slot), v_tiles.index(slot))
                 turn += 1
@@ -149,9 +149,9 @@ def blank(blanked, C: gl.constexpr):
         if (tile < first) | (tile >= first + count):
             base = dbias_ptr + (number // columns // rows).to(gl.int64) * sq * sk
             for query in range(row * ROWS, gl.minimum(row * ROWS + ROWS, sq), BLANK_ROWS):
-                for block in range(C.BLOCKS):
+                for block in range(BLOCKS):
                     queries = query + own_rows
-                    keys = (tile * C.BLOCKS + block) * 64 + own_keys
+                    keys = (tile * BLOCKS + block) * 64 + own_keys
                     gl.store(places_of(base, queries, keys, (sk, 1), C.WRITES), zeros,
                              mask=inside(queries, keys, band, C.WRITES))
         number += gl.num_programs(0)
@@ -161,26 +161,20 @@ def blank(blanked, C: gl.constexpr):
 def fetch_bias(bias_tiles, source, line, first_query, first_key, band, own_heads, OWN: gl.constexpr, C: gl.constexpr):
     """Consumer: bring the bias of its pairs to shared memory; 0 past the last query and key.
 
-    Loads of 16 bytes all come before the first store, which waits for one; of single numbers that takes too many
-    registers.
+    All loads come before the first store, which waits for one.
     """
     bias_ptr, stride_b, stride_h, stride_q, stride_k = source
     LAYOUT: gl.constexpr = plain_layout(bias_ptr.dtype.element_ty.primitive_bitwidth, 4)
     queries = first_query + gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
     base = bias_ptr + (line // own_heads).to(gl.int64) * stride_b + (line % own_heads).to(gl.int64) * stride_h
     fetched = ()
-    BLOCKS: gl.constexpr = C.BLOCKS
     for i in gl.static_range(BLOCKS):
         keys = first_key + i * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
         places = places_of(base, queries, keys, (stride_q, stride_k), C.READS)
         bias = gl.load(places, mask=inside(queries, keys, band, C.READS), other=0.0)
-        if C.READS > 1:
-            fetched = fetched + (bias,)
-        else:
-            bias_tiles.index(OWN * C.BLOCKS + i).store(bias)
-    if C.READS > 1:
-        for i in gl.static_range(BLOCKS):
-            bias_tiles.index(OWN * C.BLOCKS + i).store(fetched[i])
+        fetched = fetched + (bias,)
+    for i in gl.static_range(BLOCKS):
+        bias_tiles.index(OWN * BLOCKS + i).store(fetched[i])
 
 
 @gluon.jit
@@ -191,12 +185,11 @@ def write_sums(dbias_ptr, bias_tiles, sums, line, first_query, first_key, band, 
     LAYOUT: gl.constexpr = plain_layout(DTYPE.primitive_bitwidth, 4)
     queries = first_query + gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
     base = dbias_ptr + line.to(gl.int64) * sq * sk
-    BLOCKS: gl.constexpr = C.BLOCKS
     for i in gl.static_range(BLOCKS):
-        bias_tiles.index(OWN * C.BLOCKS + i).store(sums[i].to(DTYPE))
+        bias_tiles.index(OWN * BLOCKS + i).store(sums[i].to(DTYPE))
     for i in gl.static_range(BLOCKS):
         keys = first_key + i * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
-        gl.store(places_of(base, queries, keys, (sk, 1), C.WRITES), bias_tiles.index(OWN * C.BLOCKS + i).load(LAYOUT),
+        gl.store(places_of(base, queries, keys, (sk, 1), C.WRITES), bias_tiles.index(OWN * BLOCKS + i).load(LAYOUT),
                  mask=inside(queries, keys, band, C.WRITES))
 
 
@@ -242,7 +235,6 @@ def add_entries(sums, members, turn, q_turn, line, first_query, first_key, block
     q_tiles, dout_tiles, q_full, dout_full, q_empty = queries
     begin, end = blocks
     LAYOUT: gl.constexpr = sums[0].type.layout
-    BLOCKS: gl.constexpr = C.BLOCKS
     offsets = first_query + gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
     turn = opaque(turn)
     q_turn = opaque(q_turn)
@@ -262,7 +254,7 @@ def add_entries(sums, members, turn, q_turn, line, first_query, first_key, block
             total = sums[i]
             if (i >= begin) & (i < end):
                 total = add_block(total, q, dout, (dout_full.index(slot), phase), keys, turn,
-                                  bias_tiles.index(OWN * C.BLOCKS + i), lse, delta, first_query, first_key + i * 64,
+                                  bias_tiles.index(OWN * BLOCKS + i), lse, delta, first_query, first_key + i * 64,
                                   band, scale_log2, MASKED or i == 0, MASKED, C)
                 turn += 1
             added = added + (total,)
@@ -277,7 +269,6 @@ def add_up(summed, OWN: gl.constexpr, C: gl.constexpr):
     """Consumer, one warpgroup: the sums of dS of 64 queries of every tile."""
     rows, source, dbias_ptr, queries, keys, next_tile, bias_tiles, band, heads, sharing, scale_log2 = summed
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    BLOCKS: gl.constexpr = C.BLOCKS
     PHASES: gl.constexpr = 2 if C.LOWER or C.UPPER else 1
     turn = 0
     q_turn = 0
@@ -285,7 +276,7 @@ def add_up(summed, OWN: gl.constexpr, C: gl.constexpr):
     line, row, tile = take_tile(next_tile, taken, SIZE)
     while line != END:
         first_query = row * ROWS + OWN * 64
-        first_key = tile * (C.BLOCKS * 64)
+        first_key = tile * (BLOCKS * 64)
         begin, end, whole = blocks_of(row, tile, band, C)
         fetch_bias(bias_tiles, source, line, first_query, first_key, band, sharing[0], OWN, C)
         sums = ()
@@ -319,7 +310,7 @@ def hopper_dbias_kernel(q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr, b
     k_tiles = gl.allocate_shared_memory(DTYPE, [C.STAGES, 1, 1, 64, C.WIDTH], k_desc.layout)
     v_tiles = gl.allocate_shared_memory(DTYPE, [C.STAGES, 1, 1, 64, C.WIDTH], v_desc.layout)
     BIAS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], BIAS)
-    bias_tiles = gl.allocate_shared_memory(BIAS, [2 * C.BLOCKS, 64, 64], BIAS_LAYOUT)
+    bias_tiles = gl.allocate_shared_memory(BIAS, [2 * BLOCKS, 64, 64], BIAS_LAYOUT)
     numbers = gl.allocate_shared_memory(gl.int32, [2 * SIZE, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     queries = (q_tiles, dout_tiles, make_barriers(2 * C.Q_STAGES, 1), make_barriers(2 * C.Q_STAGES, 1),
                make_barriers(2 * C.Q_STAGES, 1))

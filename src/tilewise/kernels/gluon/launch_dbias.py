@@ -14,10 +14,6 @@ class HopperDbiasShape(Protocol):
     """What the kernel reads of its config (tilewise.tuning.configs)."""
 
     @property
-    def blocks(self) -> int:
-        """Blocks of 64 keys in a tile."""
-
-    @property
     def q_stages(self) -> int:
         """Entries whose queries are in flight."""
 
@@ -41,7 +37,7 @@ class HopperDbias:
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
         from tilewise.kernels.gluon.hopper_dbias import Shape, hopper_dbias_kernel
-        from tilewise.kernels.gluon.pair_tiles import ROWS
+        from tilewise.kernels.gluon.pair_tiles import BLOCKS, ROWS
 
         bias = problem.scores.bias
         assert bias is not None
@@ -49,7 +45,7 @@ class HopperDbias:
         dense = (own_heads * size_q * size_k, size_q * size_k, size_k, 1)
         shared_heads = problem.hq // own_heads
         lines = own_batches * own_heads
-        rows, columns = math.ceil(size_q / int(ROWS)), math.ceil(size_k / (64 * config.blocks))
+        rows, columns = math.ceil(size_q / int(ROWS)), math.ceil(size_k / (64 * int(BLOCKS)))
         band, dtype = problem.band, gl.bfloat16 if problem.dtype is torch.bfloat16 else gl.float16
         block = [1, 1, 64, config.columns(problem)]
         self.describe, self.form = TensorDescriptor, (block, gl.NVMMASharedLayout.get_default_for(block, dtype))
@@ -59,8 +55,8 @@ class HopperDbias:
             *bias.strides, size_q, size_k, problem.hq, problem.group,
             own_heads, shared_heads, problem.b // own_batches * shared_heads, lines, rows, columns, band.lower or 0,
             band.upper or 0, problem.scale * math.log2(math.e),
-            Shape(block[3], config.blocks, config.q_stages, config.stages, bias.vector,
-                  bias._replace(strides=dense).vector, band.lower is not None, band.upper is not None))
+            Shape(block[3], config.q_stages, config.stages, bias.vector, bias._replace(strides=dense).vector,
+                  band.lower is not None, band.upper is not None))
         self.enqueue = Enqueue(self.kernel, self.grid, self.scalars, OPTIONS)
 
     def __call__(self, *tensors: Any) -> None:

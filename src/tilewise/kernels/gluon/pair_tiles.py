@@ -1,6 +1,6 @@
 """Which tiles of pairs the bias's gradient is summed in, and what of each is seen; jit functions of plain numbers.
 
-A tile is ROWS queries by C.BLOCKS blocks of 64 keys. Seen ones are counted along the keys, then along the queries, then
+A tile is ROWS queries by BLOCKS blocks of 64 keys. Seen ones are counted along the keys, then along the queries, then
 from line to line (a line is a head of the bias of a batch entry); programs take them in turn, a program's own and then
 as many further on as there are programs. Nobody has to divide them: each has as many as any other, or one more.
 """
@@ -9,6 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 ROWS = gl.constexpr(128)  # queries of a tile, 64 a consumer
+BLOCKS = gl.constexpr(2)  # of 64 keys, in a tile
 
 
 @gluon.jit
@@ -28,8 +29,8 @@ def keys_seen(row, band, C: gl.constexpr):
 def tiles_of(row, band, C: gl.constexpr):
     """Return the first tile of a row that is seen, and how many are."""
     start, stop = keys_seen(row, band, C)
-    first = start // (C.BLOCKS * 64)
-    return first, gl.where(stop > start, (stop + (C.BLOCKS * 64 - 1)) // (C.BLOCKS * 64) - first, 0)
+    first = start // (BLOCKS * 64)
+    return first, gl.where(stop > start, (stop + (BLOCKS * 64 - 1)) // (BLOCKS * 64) - first, 0)
 
 
 @gluon.jit
@@ -53,13 +54,13 @@ def seek(line, row, place, order, band, C: gl.constexpr):
 def blocks_of(row, tile, band, C: gl.constexpr):
     """Return [begin, end) of a tile's blocks that are seen, and whether all its queries see all its keys (eq. 14)."""
     sq, sk, lower, upper = band
-    first_key = tile * (C.BLOCKS * 64)
+    first_key = tile * (BLOCKS * 64)
     whole = row >= 0
     if C.LOWER:
         whole = whole & (first_key >= gl.minimum(row * ROWS + ROWS, sq) - 1 + lower)
     if C.UPPER:
-        whole = whole & (gl.minimum(first_key + C.BLOCKS * 64, sk) - 1 <= row * ROWS + upper)
+        whole = whole & (gl.minimum(first_key + BLOCKS * 64, sk) - 1 <= row * ROWS + upper)
     start, stop = keys_seen(row, band, C)
     begin = gl.where(whole, 0, gl.maximum(0, start - first_key) // 64)
-    end = gl.where(whole, C.BLOCKS, gl.minimum(C.BLOCKS, (stop - first_key + 63) // 64))
+    end = gl.where(whole, BLOCKS, gl.minimum(BLOCKS, (stop - first_key + 63) // 64))
     return begin, end, whole
