@@ -144,6 +144,17 @@ class OperandFacts(NamedTuple):
         return tuple(0 if own != size else stride
                      for own, size, stride in zip(self.shape, shape, self.strides, strict=True))
 
+    @property
+    def vector(self) -> int:
+        """How many numbers, one after another along the last dim, fill 16 bytes that a tensor at one may be cut into.
+
+        1 where rows begin or end elsewhere.
+        """
+        each = 16 // self.dtype.itemsize
+        steps = [stride for size, stride in zip(self.shape[:-1], self.strides[:-1], strict=True) if size > 1]
+        is_cut = self.strides[-1] == 1 and not any(length % each for length in (self.shape[-1], *steps))
+        return each if is_cut else 1
+
 
 class ScoreOptions(NamedTuple):
     """Everything of a problem that changes its scores, without tensors; the default changes nothing.

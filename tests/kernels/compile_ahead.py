@@ -24,6 +24,7 @@ from kernels.sass import exponentials_before_waits, possibly_unset, stray_descri
 from tilewise.bench.compile_ahead import CompileOnlyDriver
 from tilewise.kernels.gluon.launch import OPTIONS, HopperForward
 from tilewise.kernels.gluon.launch_backward import HopperBackward
+from tilewise.kernels.gluon.launch_dbias import HopperDbias
 from tilewise.kernels.triton.backward import delta_launch, dkdv_launch, dq_launch
 from tilewise.kernels.triton.blanks import blank_gradients_launch, blank_out_launch, lengths_launch
 from tilewise.kernels.triton.dbias import dbias_launch
@@ -33,7 +34,7 @@ from tilewise.masks import Mask
 from tilewise.problem import AttentionProblem, dense_strides
 from tilewise.scores import FunctionFacts, OperandFacts, Operands, ScoreOptions
 from tilewise.sequences import Sequences
-from tilewise.tuning.configs import HopperBackwardConfig
+from tilewise.tuning.configs import HopperBackwardConfig, HopperDbiasConfig
 from tilewise.tuning.device import DeviceSpec
 from tilewise.tuning.heuristics import delta_config, entries_config, hopper_forward_config, tile_config
 
@@ -185,6 +186,13 @@ def compile_hopper(request):
         config = hopper_forward_config(problem)
         launch = HopperForward(problem, config, multiprocessors=132, pack=request.get("pack", 1))
         arguments = launch.arguments((q, k, v, out, rows, operands.sinks, *lengths), torch.empty(1, dtype=torch.int32))
+    elif request["kernel"] == "hopper_dbias":
+        config = HopperDbiasConfig(*request["config"])
+        bias = torch.empty(1, problem.hq, problem.sq, problem.sk, dtype=getattr(torch, request["bias"]))
+        facts = OperandFacts(tuple(bias.shape), bias.stride(), bias.dtype)
+        problem = replace(problem, direction="backward", scores=ScoreOptions(bias=facts))
+        launch = HopperDbias(problem, config, multiprocessors=132)
+        arguments = launch.arguments((q, k, v, out, rows, rows, bias, bias))
     else:
         config = HopperBackwardConfig(**request["config"])
         launch = HopperBackward(problem, config, problem.q_strides)

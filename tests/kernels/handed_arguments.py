@@ -7,6 +7,8 @@ needs a driver: in its place stand functions that keep their arguments.
 import json
 import re
 import sys
+from dataclasses import replace
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
@@ -17,6 +19,9 @@ from kernels.compile_ahead import TARGETS, operands_of, problem_of, tensors_of
 from tilewise.bench.compile_ahead import CompileOnlyDriver
 from tilewise.kernels.gluon import launch as launching
 from tilewise.kernels.gluon.launch_backward import HopperBackward
+from tilewise.kernels.gluon.launch_dbias import HopperDbias
+from tilewise.scores import OperandFacts, ScoreOptions
+from tilewise.tuning.configs import HopperDbiasConfig
 from tilewise.tuning.heuristics import hopper_backward_config, hopper_forward_config
 
 
@@ -85,6 +90,13 @@ def bound(request):
         counter = torch.empty(1, dtype=torch.int32)
         launching._counter = lambda device: counter
         return launch, (q, k, v, out, rows, operands.sinks), counter
+    if request["kernel"] == "hopper_dbias":
+        bias = torch.empty(1, problem.hq, problem.sq, problem.sk, dtype=problem.dtype)
+        facts = OperandFacts(tuple(bias.shape), bias.stride(), bias.dtype)
+        launch = HopperDbias(replace(problem, direction="backward", scores=ScoreOptions(bias=facts)),
+                             HopperDbiasConfig(), multiprocessors=132)
+        modifiers = SimpleNamespace(bias=SimpleNamespace(ptr=bias), data_ptr=bias.data_ptr)
+        return launch, (q, k, v, out, rows, rows.clone(), torch.empty_like(bias), modifiers), bias
     launch = HopperBackward(problem, hopper_backward_config(problem), problem.q_strides)
     data = (operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqlens_q, operands.seqlens_k, operands.seed)
     sums = torch.empty(launch.sums_shape)

@@ -154,7 +154,7 @@ def _effects(text):
         reads, writes = set(), _of(operands[0], 1)
     elif name == "LOP3" and operands[0] == operands[1]:
         reads, writes = set(), _of(operands[0], 1)  # predicates packed into one register, bit by bit
-    elif name == "PRMT" and operands[2] == "0x7610" and operands[0] == operands[3]:
+    elif name == "PRMT" and operands[2] in ("0x7610", "0x7632") and operands[0] == operands[3]:
         reads, writes = _of(operands[1], 1), _of(operands[0], 1)  # 16 bits, the upper half left as it was
     else:
         reads, writes = _plain(name, qualifiers, operands)
@@ -190,6 +190,8 @@ def _width(name, qualifiers):
         return 1 if "32" in qualifiers else 2
     if "WIDE" in qualifiers:
         return 2
+    if name == "LDSM":
+        return max([int(word) for word in qualifiers if word in ("2", "4")], default=1)
     if name in ("UIADD3", "UMOV", "MOV", "S2UR", "LDL", "LDS", "LDG", "LDC", "ULDC"):
         return max([_WORDS.get(word, 1) for word in qualifiers], default=1)
     return 1

@@ -41,6 +41,10 @@ BACKWARD_LENGTHS_SPILL_BOUND_ELSEWHERE = 256
 BACKWARD_DROPOUT_SPILL_BOUND = {NEWEST: 456}
 BACKWARD_DROPOUT_SPILL_BOUND_ELSEWHERE = 416
 DROPOUT_OF_ALL_SPILL_BOUND = 640
+# The sum of a bias's gradient: 3.6.0 none, but 40 bytes of a float32 bias and 64 where rows are not cut at 16 bytes;
+# 3.9.0 80 bytes of a float32 bias.
+DBIAS_SPILL_BOUND = {NEWEST: 96}
+DBIAS_SPILL_BOUND_ELSEWHERE = 80
 WIDE_SPILL_BOUND = {NEWEST: 256}
 WIDE_SPILL_BOUND_ELSEWHERE = 160
 
@@ -53,6 +57,11 @@ def forward(d, mask="causal", dtype="bfloat16", s=4096, dv=None, options=()):
 def backward(d, mask="causal", dtype="bfloat16", dv=None, options=(), **config):
     return {"arch": "sm_90", "kernel": "hopper_backward", "d": d, "dv": dv or d, "dtype": dtype,
             "mask": (MASKS | SHIFTED)[mask], "config": config, "options": options}
+
+
+def dbias(d, mask, bias="bfloat16", config=(2, 2), s=4096):
+    return {"arch": "sm_90", "kernel": "hopper_dbias", "d": d, "dtype": "float16" if bias == "float16" else "bfloat16",
+            "mask": MASKS[mask], "bias": bias, "config": config, "s": s}
 
 
 def compile_aloud(version, wanted):
@@ -203,6 +212,22 @@ def test_the_hopper_backward_of_wide_heads_compiles_within_registers_and_shared_
         assert row["utmastg"] > 0, row
         # Four values at a time of a warpgroup's columns, in 2 loops of the first and one of the second.
         assert (row["redg"], row["utmaredg"]) == ({256: 2 * 16 + 16, 192: 2 * 16 + 8, 72: 2 * 8 + 8}[row["d"]], 0), row
+
+
+@pytest.mark.parametrize("version", ENDS)
+def test_the_sum_of_a_shared_bias_gradient_compiles_within_registers_and_shared_memory(version):
+    wanted = [dbias(128, "causal"), dbias(128, "window", "float32", config=(1, 3))]
+    if version == OLDEST:
+        wanted += [dbias(128, "full"), dbias(128, "window"), dbias(64, "causal", config=(2, 4)),
+                   dbias(64, "full", "float32", config=(2, 4)), dbias(128, "causal", "float16"),
+                   dbias(128, "causal", s=4001), dbias(128, "full", "float32", config=(1, 3), s=4001)]
+    for row in compile_aloud(version, wanted):
+        check_products(row)
+        assert row["stack"] <= DBIAS_SPILL_BOUND.get(version, DBIAS_SPILL_BOUND_ELSEWHERE), row
+        # Of each of 2 warpgroups, in a loop without a mask and one with: S and dP of each block, 16 columns a product.
+        loops = 1 if row["mask"] == MASKS["full"] else 2
+        assert row["hgmma"] == 2 * loops * 2 * 2 * (row["d"] // 16), row
+        assert (row["utmastg"], row["redg"], row["utmaredg"]) == (0, 0, 0), row
 
 
 def check_products(row):

@@ -78,3 +78,10 @@ def test_both_ways_hand_the_same_arguments_of_the_backward_of_wide_heads(d, dv, 
     of_q, of_v = tiles
     assert encoded == [q] * of_q + [k] * of_q + [v] * of_v + [dout] * of_v + [dk] * of_q + [dv_] * of_v
     assert sums in behind[:2]
+
+
+def test_both_ways_hand_the_same_arguments_of_the_sum_of_a_shared_bias_gradient():
+    encoded, behind, (q, k, v, dout, lse, delta, dbias, bias, _bias) = check(
+        {"kernel": "hopper_dbias", "d": 64, "mask": [None, 0, "top_left"]})
+    assert encoded == [q, k, v, dout]
+    assert behind[:4] == [lse, delta, bias, dbias]

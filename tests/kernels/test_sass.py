@@ -37,6 +37,11 @@ def test_a_register_set_in_front_of_a_loop_that_may_be_skipped_is_found():
     ("ULDC.64 UR6, c[0x0][0x20]", "@UP1 ULEA UR8, UR6, UR7, 0x1", {"UP1"}),
     ("PRMT R4, RZ, 0x7610, R4", "PRMT R4, R4, 0x5410, RZ", set()),
     ("NOP", "PRMT R4, R5, 0x7610, R4", {"R5"}),
+    ("NOP", "PRMT R4, R5.reuse, 0x7632, R4", {"R5"}),
+    ("NOP", "PRMT R4, R5, 0x7632, R6", {"R5", "R6"}),
+    ("LDSM.16.M88.4 R4, [0x10]", "STS.128 [0x20], R4", set()),
+    ("LDSM.16.M88.2 R4, [0x10]", "STS.128 [0x20], R4", {"R6", "R7"}),
+    ("LDSM.16.M88 R4, [0x10]", "STS.64 [0x20], R4", {"R5"}),
     ("NOP", "PRMT R4, RZ, 0x5410, R4", {"R4"}),
 ])
 def test_wide_operands_predicates_and_descriptors_of_products_count(before, reader, unset):

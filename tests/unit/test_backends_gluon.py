@@ -35,7 +35,7 @@ FIRSTS = "takes dropout where the first query that sees a key and the first key 
 def a_hopper_gpu(monkeypatch):
     """Answer for the device and for Triton, whatever this machine has."""
     monkeypatch.setattr(gluon, "device_spec", lambda device: DeviceSpec.of_arch("sm_90"))
-    monkeypatch.setattr(gluon, "_triton_version", lambda: (3, 6))
+    monkeypatch.setattr(gluon, "triton_version", lambda: (3, 6))
 
 
 def problem_of(lengths=(512, 512), heads=(4, 2), dims=(64, 64), mask=None, dtype=torch.bfloat16, **fields):
@@ -167,7 +167,7 @@ def test_other_gpus_are_refused(monkeypatch, arch):
     ((0, 0), "one that tells no version"),
 ])
 def test_a_triton_that_no_gpu_has_checked_the_kernels_with_is_refused(monkeypatch, version, found):
-    monkeypatch.setattr(gluon, "_triton_version", lambda: version)
+    monkeypatch.setattr(gluon, "triton_version", lambda: version)
     assert gluon.backend.why_not(problem_of()) == (found and NEEDS_TRITON + found)
 
 
@@ -251,7 +251,7 @@ class TestTritonVersion:
     def test_it_is_that_of_the_package(self, monkeypatch):
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
         monkeypatch.setattr(importlib.metadata, "version", lambda name: {"triton": "3.10.1+git0"}[name])
-        assert gluon._triton_version.__wrapped__() == (3, 10)
+        assert gluon.triton_version.__wrapped__() == (3, 10)
 
     def test_of_a_triton_without_metadata_it_is_the_modules_own(self, monkeypatch):
         """As builds from source and of other names have it: what was asked, raised where it had to answer."""
@@ -260,8 +260,8 @@ class TestTritonVersion:
         for module, version in ((SimpleNamespace(__version__="3.6.0"), (3, 6)), (SimpleNamespace(), (0, 0)),
                                 (SimpleNamespace(__version__="main"), (0, 0)), (None, (0, 0))):
             monkeypatch.setitem(sys.modules, "triton", module)
-            assert gluon._triton_version.__wrapped__() == version
+            assert gluon.triton_version.__wrapped__() == version
 
     def test_there_may_be_none(self, monkeypatch):
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-        assert gluon._triton_version.__wrapped__() is None
+        assert gluon.triton_version.__wrapped__() is None

@@ -161,6 +161,16 @@ def test_options_hold_the_facts_of_their_operands():
     assert problem.backward(lse_grad=False).scores == problem.scores
 
 
+@pytest.mark.parametrize(("shape", "strides", "dtype", "vector"), [
+    ((2, 4, 6, 8), (192, 48, 8, 1), torch.bfloat16, 8), ((2, 4, 6, 4), (96, 24, 4, 1), torch.float32, 4),
+    ((2, 4, 6, 4), (96, 24, 4, 1), torch.bfloat16, 1), ((2, 4, 6, 8), (192, 48, 9, 1), torch.bfloat16, 1),
+    ((1, 1, 6, 8), (3, 5, 8, 1), torch.bfloat16, 8), ((2, 4, 6, 8), (0, 48, 8, 1), torch.bfloat16, 8),
+    ((2, 4, 8, 8), (256, 64, 1, 8), torch.bfloat16, 1), ((1, 1, 1, 6), (6, 6, 6, 1), torch.float32, 1),
+])
+def test_rows_may_be_cut_into_16_bytes_where_all_begin_and_end_at_such(shape, strides, dtype, vector):
+    assert OperandFacts(shape, strides, dtype).vector == vector
+
+
 def test_expanded_strides_are_zero_along_what_is_broadcast():
     facts = OperandFacts((2, 1, 6, 1), (6, 6, 1, 1), torch.float32)
     assert facts.expanded((2, 4, 6, 5)) == (6, 0, 1, 0)

@@ -17,6 +17,7 @@ from tilewise.tuning.configs import (
     DqConfig,
     ForwardConfig,
     HopperBackwardConfig,
+    HopperDbiasConfig,
     HopperForwardConfig,
 )
 from tilewise.tuning.device import DeviceSpec, device_spec
@@ -27,6 +28,7 @@ from tilewise.tuning.heuristics import (
     entries_config,
     has_pairs,
     hopper_backward_config,
+    hopper_dbias_config,
     hopper_forward_config,
     least_bytes,
     pair_entries,
@@ -66,6 +68,14 @@ def test_illegal_tile_cannot_be_constructed(kind, tile, name):
 def test_illegal_steps_of_the_hopper_backward_cannot_be_constructed(settings, message):
     with pytest.raises(InvalidInput, match=message):
         HopperBackwardConfig(**settings)
+
+
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"q_stages": 3}, "q_stages=3; allowed are 1, 2."), ({"stages": 5}, "stages=5; allowed are 2, 3, 4."),
+])
+def test_illegal_tiles_of_the_hopper_dbias_cannot_be_constructed(settings, message):
+    with pytest.raises(InvalidInput, match=message):
+        HopperDbiasConfig(**settings)
 
 
 @pytest.mark.parametrize(("arch", "kernel"), list(product(ARCHS, KINDS)))
@@ -208,6 +218,28 @@ def test_entries_that_do_not_fit_shared_memory_together_are_taken_one_at_a_time(
     # q and dout, two stages of k and v; the bias once, the mask for each; half a step in float32.
     assert config.shared_bytes(problem) == 2 * (2 * 2 * 128 * (128 + 2 * 32)) + 128 * 32 * (4 + 2) + 128 * 16 * 4
     assert entries_config(problem, replace(spec, shared_memory=config.shared_bytes(problem) - 1)) is None
+
+
+def shared_bias(b=4, own=(1, 16), s=4096, dtype=torch.bfloat16, d=128, strides=None):
+    bias = OperandFacts((*own, s, s), strides or (own[1] * s * s, s * s, s, 1), dtype)
+    return replace(problem_of(d, b=b, s=s), hq=16, hk=16, scores=ScoreOptions(bias=bias), direction="backward")
+
+
+@pytest.mark.parametrize(("problem", "entries", "config"), [
+    (shared_bias(), 4, (2, 2)), (shared_bias(b=2), 2, None), (shared_bias(b=3), 3, (2, 2)),
+    (shared_bias(own=(4, 16)), 1, None), (shared_bias(own=(1, 1), b=1), 0, (2, 2)),
+    (shared_bias(own=(1, 8), b=1), 0, (2, 2)), (shared_bias(own=(1, 1), s=1024), 0, None),  # 64 tiles
+    (shared_bias(own=(1, 1), s=1100), 0, (2, 2)), (shared_bias(d=64), 4, (2, 4)),
+    (shared_bias(d=64, dtype=torch.float32), 4, (2, 4)), (shared_bias(dtype=torch.float32), 4, (1, 3)),
+    (shared_bias(d=64, b=2), 2, None),
+    (shared_bias(own=(1, 16), s=1), 0, None), (replace(shared_bias(), scores=ScoreOptions()), 0, None),
+])
+def test_the_hopper_kernel_sums_a_bias_gradient_where_three_entries_share_it_or_triton_has_a_kernel_of_its_own(
+        problem, entries, config):
+    found = hopper_dbias_config(problem, entries)
+    assert found == (config and HopperDbiasConfig(*config))
+    if found is not None:
+        assert found.shared_bytes(problem) <= DeviceSpec.of_arch("sm_90").shared_memory
 
 
 def test_device_too_small_for_every_tile_is_refused_with_its_numbers():

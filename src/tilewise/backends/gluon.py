@@ -2,17 +2,18 @@
 
 import contextlib
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 
 import torch
 
 from tilewise.backends.base import Gradients, Needs, Results, Saved
 from tilewise.backends.current import is_current
+from tilewise.backends.hopper import CHECKED, triton_version
 from tilewise.kernels.gluon.launch import HopperForward, pack_of
 from tilewise.kernels.gluon.launch_backward import HopperBackward
 from tilewise.kernels.triton.launch import Launch, Modifiers, modifiers_of
 from tilewise.kernels.triton.sums import OperandSums
-from tilewise.packages import package_version, version_text
+from tilewise.packages import version_text
 from tilewise.problem import AttentionProblem, Sizes, alignment_of, are_aligned, dense_strides
 from tilewise.scores import DRAW_SPAN, NO_OPERANDS, NO_OPTIONS, Operands
 from tilewise.tuning.device import device_spec
@@ -21,9 +22,6 @@ from tilewise.tuning.hopper import backward_config, forward_config
 
 WIDEST = 256
 WIDEST_OF_ALL = 128  # what the backward kernel for wider heads does not have is taken to here
-# The Triton that the kernels ran with on a GPU, and passed. Newer ones, to 3.9, compile them too (tests/kernels), but
-# an assembler's work is not to be trusted unseen: pipeline.py tells of a fault that was found by running.
-CHECKED = (3, 6)
 _EVERY = Needs()
 
 
@@ -125,11 +123,6 @@ def _gradient_strides(problem: AttentionProblem) -> tuple[Sizes, Sizes, Sizes]:
             dense_strides((problem.b, problem.hk, problem.sk, problem.dv), problem.v_strides))
 
 
-@cache
-def _triton_version() -> tuple[int, int] | None:
-    return package_version("triton", "triton")
-
-
 def _wrong_machine(problem: AttentionProblem) -> str | None:
     """Hopper, and a Triton whose Gluon is known."""
     if problem.device.type != "cuda":
@@ -137,7 +130,7 @@ def _wrong_machine(problem: AttentionProblem) -> str | None:
     arch = device_spec(problem.device).arch
     if arch != "sm_90":
         return f"runs on Hopper GPUs (sm_90), got {arch}"
-    version = _triton_version()
+    version = triton_version()
     if version != CHECKED:
         return ("has run with Triton 3.6 alone, and other versions' code is unchecked on GPUs, got "
                 f"{version_text(version)}")

@@ -16,6 +16,7 @@ import torch
 
 from tilewise.backends.base import Gradients, Needs, Results, Saved
 from tilewise.backends.current import allows_tf32, is_current
+from tilewise.backends.hopper import sums_dbias
 from tilewise.kernels.triton.launch import Launch, Modifiers, modifiers_of, takes_descriptors
 from tilewise.kernels.triton.sums import OperandSums
 from tilewise.problem import TAIL_WIDTH, WIDEST, AttentionProblem, Sizes, alignment_of, dense_strides
@@ -24,6 +25,7 @@ from tilewise.tuning.device import device_spec
 from tilewise.tuning.heuristics import (
     delta_config,
     entries_config,
+    hopper_dbias_config,
     least_bytes,
     pair_entries,
     split_dkdv,
@@ -32,7 +34,9 @@ from tilewise.tuning.heuristics import (
 from tilewise.tuning.table import config_for
 
 if TYPE_CHECKING:
+    from tilewise.kernels.gluon.launch_dbias import HopperDbias
     from tilewise.kernels.triton.pair_sums import PairSums
+    from tilewise.tuning.configs import TileConfig
 
 _EVERY = Needs()
 PLANS = 1024  # problems whose plans are kept
@@ -174,7 +178,7 @@ class _BackwardPlan:
     delta: Launch | None = None
     dkdv: tuple[Launch, ...] = ()
     dq: "Launch | PairSums | None" = None
-    dbias: Launch | None = None
+    dbias: "Launch | HopperDbias | None" = None
     fixed: Modifiers | None = None
 
 
@@ -204,7 +208,6 @@ def _backward_plan(problem: AttentionProblem, incoming: tuple[Sizes, Sizes, Size
     if problem.is_empty:
         return _BackwardPlan(dq, dk, dv)
     from tilewise.kernels.triton.backward import delta_launch, dkdv_launch, dq_launch
-    from tilewise.kernels.triton.dbias import dbias_launch
     from tilewise.kernels.triton.pair_sums import PairSums, sees_alike
 
     spec = device_spec(problem.device)
@@ -217,7 +220,7 @@ def _backward_plan(problem: AttentionProblem, incoming: tuple[Sizes, Sizes, Size
                     (dk, dv), made)
         for kernel, made in kernels.items())
     config = config_for("dq", problem, spec, descriptors=descriptors)
-    entries = pair_entries(problem, config, spec) if needs.dbias else 0
+    entries, dbias = _dbias_of(problem, config, precision, dout_strides, descriptors) if needs.dbias else (0, None)
     at_once = 1
     if entries > 1 and sees_alike(problem):
         together = entries_config(problem, spec)
@@ -226,10 +229,29 @@ def _backward_plan(problem: AttentionProblem, incoming: tuple[Sizes, Sizes, Size
     return _BackwardPlan(
         dq, dk, dv, delta_launch(problem, delta_config(problem), out_strides, dout_strides, dlse_strides),
         dkdv_launches,
-        PairSums(problem, entries, at_once, bind_dq) if entries else bind_dq(),
-        None if entries or not needs.dbias else dbias_launch(
-            problem, config_for("dbias", problem, spec, descriptors=descriptors), precision, dout_strides),
-        _fixed_modifiers(problem))
+        PairSums(problem, entries, at_once, bind_dq) if entries else bind_dq(), dbias, _fixed_modifiers(problem))
+
+
+def _dbias_of(problem: AttentionProblem, dq_config: "TileConfig", precision: str, dout_strides: Sizes,
+              descriptors: bool) -> "tuple[int, Launch | HopperDbias | None]":
+    """Say how a bias has its gradient: on dQ's way, in how many launches, or by which kernel of its own.
+
+    0 and None where it lacks a query or a key dim.
+    """
+    from tilewise.kernels.triton.dbias import dbias_launch
+
+    spec = device_spec(problem.device)
+    entries = pair_entries(problem, dq_config, spec)
+    tile = hopper_dbias_config(problem, entries) if descriptors and sums_dbias(problem) else None
+    if tile is not None:
+        from tilewise.kernels.gluon.launch_dbias import HopperDbias
+
+        multiprocessors = torch.cuda.get_device_properties(problem.device).multi_processor_count
+        return 0, HopperDbias(problem, tile, multiprocessors)
+    if entries:
+        return entries, None
+    return 0, dbias_launch(problem, config_for("dbias", problem, spec, descriptors=descriptors), precision,
+                           dout_strides)
 
 
 def _fixed_modifiers(problem: AttentionProblem) -> Modifiers | None:

@@ -1,0 +1,72 @@
+"""Launching the Hopper kernel for the gradient of a shared bias: its arguments from a problem."""
+
+import math
+from typing import Any, Protocol
+
+import torch
+
+from tilewise.kernels.gluon.enqueue import Enqueue
+from tilewise.kernels.gluon.launch import OPTIONS
+from tilewise.problem import AttentionProblem, legal_strides
+
+
+class HopperDbiasShape(Protocol):
+    """What the kernel reads of its config (tilewise.tuning.configs)."""
+
+    @property
+    def q_stages(self) -> int:
+        """Entries whose queries are in flight."""
+
+    @property
+    def stages(self) -> int:
+        """Blocks of keys in flight."""
+
+    def columns(self, problem: AttentionProblem) -> int:
+        """Columns of a head inside the tiles."""
+
+
+class HopperDbias:
+    """The kernel bound to a problem whose bias has a query and a key dim.
+
+    Call it as the Triton backend's own kernel for this, with (q, k, v, dout, lse, delta, dbias, modifiers), of which it
+    reads the bias. q, k, v and dout are legal for a descriptor, lse and delta contiguous, dbias is dense.
+    """
+
+    def __init__(self, problem: AttentionProblem, config: HopperDbiasShape, multiprocessors: int) -> None:
+        from triton.experimental.gluon import language as gl
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+        from tilewise.kernels.gluon.hopper_dbias import Shape, hopper_dbias_kernel
+        from tilewise.kernels.gluon.pair_tiles import BLOCKS, ROWS
+
+        bias = problem.scores.bias
+        assert bias is not None
+        own_batches, own_heads, size_q, size_k = bias.shape
+        dense = (own_heads * size_q * size_k, size_q * size_k, size_k, 1)
+        shared_heads = problem.hq // own_heads
+        lines = own_batches * own_heads
+        rows, columns = math.ceil(size_q / int(ROWS)), math.ceil(size_k / (64 * int(BLOCKS)))
+        band, dtype = problem.band, gl.bfloat16 if problem.dtype is torch.bfloat16 else gl.float16
+        block = [1, 1, 64, config.columns(problem)]
+        self.describe, self.form = TensorDescriptor, (block, gl.NVMMASharedLayout.get_default_for(block, dtype))
+        self.kernel = hopper_dbias_kernel
+        self.grid = (min(lines * rows * columns, multiprocessors),)
+        self.scalars = (
+            *bias.strides, size_q, size_k, problem.hq, problem.group,
+            own_heads, shared_heads, problem.b // own_batches * shared_heads, lines, rows, columns, band.lower or 0,
+            band.upper or 0, problem.scale * math.log2(math.e),
+            Shape(block[3], config.q_stages, config.stages, bias.vector, bias._replace(strides=dense).vector,
+                  band.lower is not None, band.upper is not None))
+        self.enqueue = Enqueue(self.kernel, self.grid, self.scalars, OPTIONS)
+
+    def __call__(self, *tensors: Any) -> None:
+        """Enqueue the kernel on the current stream of the current device."""
+        *read, dbias, modifiers = tensors
+        mine = (*read, modifiers.bias.ptr, dbias)
+        self.enqueue(tuple([tensor.data_ptr() for tensor in mine]), lambda: self.arguments(mine))
+
+    def arguments(self, tensors: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
+        """Return descriptors of q, k, v and dout, and lse, delta, the bias and its gradient as they are."""
+        described = [self.describe(tensor, list(tensor.shape), legal_strides(tensor), *self.form)
+                     for tensor in tensors[:4]]
+        return (*described, *tensors[4:])

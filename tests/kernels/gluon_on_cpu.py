@@ -1,0 +1,237 @@
+"""A warp-specialised Gluon kernel on the CPU: its source as plain Python, a thread for each partition of its warps.
+
+Gluon has no interpreter. Here a tensor is torch's, shared memory is memory, and a barrier counts arrivals and bytes as
+Hopper's do. What is asynchronous happens late: a copy lands a moment after it was asked for, and a product reads its
+operands when it is waited for, so that a slot that is filled anew too early gives wrong numbers, and a barrier that
+nobody completes ends the test.
+"""
+
+import random
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from triton.runtime.jit import JITFunction
+
+PATIENCE = 20.0  # seconds after which a wait is a deadlock
+
+
+class Tensor(torch.Tensor):
+    """torch's, with what Gluon's has beside it."""
+
+    type = SimpleNamespace(layout=None)
+
+    def to(self, dtype):
+        return torch.Tensor.to(self, getattr(dtype, "torch", dtype))
+
+    def __iadd__(self, other):
+        return self + other  # values have names, not places
+
+    def __isub__(self, other):
+        return self - other
+
+
+class Dtype:
+    """A number's type, as a kernel asks for it."""
+
+    def __init__(self, dtype):
+        self.torch, self.primitive_bitwidth = dtype, 8 * dtype.itemsize
+
+
+class Pointer:
+    """What a kernel reads and writes a tensor by, element after element of its memory."""
+
+    def __init__(self, values, at=0):
+        self.values, self.at, self.dtype = values, at, SimpleNamespace(element_ty=Dtype(values.dtype))
+
+    def __add__(self, step):
+        return Pointer(self.values, self.at + step)
+
+    def places(self, mask):
+        at, mask = torch.broadcast_tensors(torch.as_tensor(self.at), torch.as_tensor(mask))
+        assert torch.all((at >= 0) & (at < self.values.numel()) | ~mask), "an address outside of the tensor"
+        return at, mask
+
+
+class Shared:
+    """Shared memory, or a view of it."""
+
+    def __init__(self, values):
+        self.values, self.dtype = values, values.dtype
+
+    def index(self, place):
+        return Shared(self.values[int(place)])
+
+    def reshape(self, shape):
+        return Shared(self.values.view(shape))
+
+    def permute(self, order):
+        return Shared(self.values.permute(order))
+
+    def store(self, values):
+        self.values.copy_(values)
+
+    def load(self, layout):
+        return self.values.clone().as_subclass(Tensor)
+
+
+class Barrier:
+    """An mbarrier: a phase ends when all have arrived and all bytes that are expected are there."""
+
+    def __init__(self, arrivals):
+        self.arrivals = self.missing = arrivals
+        self.bytes, self.phase, self.changed = 0, 0, threading.Condition()
+
+    def change(self, arrivals, size):
+        with self.changed:
+            self.missing -= arrivals
+            self.bytes += size
+            assert self.missing >= 0, "one arrives who is not waited for"
+            if not self.missing and not self.bytes:
+                self.missing, self.phase = self.arrivals, self.phase ^ 1
+                self.changed.notify_all()
+
+    def wait(self, parity):
+        with self.changed:
+            assert self.changed.wait_for(lambda: self.phase != parity, PATIENCE), "a deadlock"
+
+
+class Descriptor:
+    """What the copy engine reads a tensor by: zeros outside."""
+
+    def __init__(self, tensor, block):
+        self.tensor, self.block, self.dtype, self.layout = tensor, block, tensor.dtype, None
+        self.block_type = SimpleNamespace(nbytes=tensor.itemsize * torch.Size(block).numel())
+
+    def read(self, place):
+        found = torch.zeros(self.block, dtype=self.dtype)
+        begins = [int(first) for first in place]
+        spans = [slice(first, min(first + size, end)) for first, size, end in
+                 zip(begins, self.block, self.tensor.shape, strict=True)]
+        part = self.tensor[tuple(spans)]
+        found[tuple(slice(0, size) for size in part.shape)] = part
+        return found
+
+
+def _copy(desc, place, barrier, target):
+    def land():
+        time.sleep(random.random() * 2e-3)
+        target.store(desc.read(place))
+        barrier.change(0, -desc.block_type.nbytes)
+
+    threading.Thread(target=land, daemon=True).start()
+
+
+def _load(pointer, mask=True, other=0.0):
+    at, mask = pointer.places(mask)
+    found = pointer.values[torch.where(mask, at, 0)]
+    return torch.where(mask, found, torch.tensor(other, dtype=found.dtype)).as_subclass(Tensor)
+
+
+def _store(pointer, values, mask=True):
+    at, mask = pointer.places(mask)
+    pointer.values[at[mask]] = torch.as_tensor(values).broadcast_to(at.shape)[mask].as_subclass(torch.Tensor)
+
+
+def _multiple_of(pointer, numbers):
+    """Hold a promise to the compiler against the addresses, as if the tensor began at a multiple."""
+    assert not torch.any(pointer.at[..., 0] * pointer.values.itemsize % numbers[-1])
+    return pointer
+
+
+def _max_contiguous(pointer, numbers):
+    vectors = pointer.at.unflatten(-1, (-1, numbers[-1]))
+    assert torch.equal(vectors - vectors[..., :1], torch.arange(numbers[-1]).expand(vectors.shape))
+    return pointer
+
+
+def _multiply(left, right, total, *, use_acc, is_async):
+    return lambda: (left.values.float() @ right.values.float()).as_subclass(Tensor)
+
+
+def _wait_for_products(_left, deps):
+    return deps[0]()
+
+
+def _where(test, yes, no):
+    return torch.where(test, yes, no) if isinstance(test, torch.Tensor) else yes if test else no
+
+
+def _of_either(scalars, tensors):
+    def call(*numbers):
+        is_scalar = not any(isinstance(number, torch.Tensor) for number in numbers)
+        return scalars(*numbers) if is_scalar else tensors(*map(torch.as_tensor, numbers))
+
+    return call
+
+
+def _specialize(partitions, _warps, _registers):
+    failures = []
+
+    def run(function, arguments):
+        try:
+            function(*arguments)
+        except BaseException as failure:
+            failures.append(failure)
+
+    threads = [threading.Thread(target=run, args=partition, daemon=True) for partition in partitions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+
+
+def _allocate(dtype, shape, _layout):
+    dtype = getattr(dtype, "torch", dtype)
+    return Shared(torch.full(shape, float("nan") if dtype.is_floating_point else -7, dtype=dtype))
+
+
+def _full(shape, value, dtype, layout):
+    return torch.full(shape, value, dtype=getattr(dtype, "torch", dtype)).as_subclass(Tensor)
+
+
+def language(program, programs):
+    """What a kernel finds under the name gl."""
+    return SimpleNamespace(
+        program_id=lambda axis: torch.tensor(program).as_subclass(Tensor), num_programs=lambda axis: programs,
+        static_range=range,
+        arange=lambda first, last, layout: torch.arange(first, last).as_subclass(Tensor), full=_full, where=_where,
+        minimum=_of_either(min, torch.minimum), maximum=_of_either(max, torch.maximum), exp2=torch.exp2,
+        load=_load, store=_store, sum=torch.sum, multiple_of=_multiple_of, max_contiguous=_max_contiguous,
+        allocate_shared_memory=_allocate, warp_specialize=_specialize,
+        float32=torch.float32, int32=torch.int32, int64=torch.int64,
+        SliceLayout=lambda *_: None, NVMMADistributedLayout=lambda *_: None, SwizzledSharedLayout=lambda *_: None,
+        NVMMASharedLayout=SimpleNamespace(get_default_for=lambda *_: None))
+
+
+def run(kernel, modules, grid, arguments, constants):
+    """Run a kernel, its programs one after another.
+
+    kernel: a jit function. modules: those that it is made of. constants: (module, name) -> a plain number in the place
+    of a constexpr.
+    """
+    for program in range(grid):
+        with pytest.MonkeyPatch.context() as patch:
+            fakes = {
+                "gl": language(program, grid), "tma_load": _copy, "fence_async_shared": lambda: None,
+                "warpgroup_mma": _multiply, "warpgroup_mma_wait": _wait_for_products, "opaque": lambda number: number,
+                "make_barriers": lambda number, arrivals: SimpleNamespace(
+                    index=[Barrier(arrivals) for _ in range(number)].__getitem__),
+                "plain_layout": lambda *_: None,
+                "mbarrier": SimpleNamespace(
+                    wait=lambda barrier, parity: barrier.wait(int(parity)),
+                    arrive=lambda barrier, count: barrier.change(count, 0),
+                    expect=lambda barrier, size: barrier.change(1, size))}
+            for module in modules:
+                for name, value in list(vars(module).items()):
+                    if name in fakes:
+                        patch.setattr(module, name, fakes[name])
+                    elif isinstance(value, JITFunction):
+                        patch.setattr(module, name, value.fn)
+            for (module, name), value in constants.items():
+                patch.setattr(module, name, value)
+            kernel.fn(*arguments)

@@ -1,0 +1,177 @@
+"""The tiles in which the gradient of a shared bias is summed: jit functions called as plain Python."""
+
+from collections import Counter
+from itertools import product
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from tilewise.masks import ALIGNMENTS, Mask, causal, window
+from tilewise.problem import AttentionProblem
+from tilewise.scores import OperandFacts, ScoreOptions
+from tilewise.tuning.configs import HopperDbiasConfig
+
+pair_tiles = pytest.importorskip("tilewise.kernels.gluon.pair_tiles", reason="Triton is not installed")
+hopper_dbias = pytest.importorskip("tilewise.kernels.gluon.hopper_dbias")
+launch_dbias = pytest.importorskip("tilewise.kernels.gluon.launch_dbias")
+ROWS, BLOCKS = int(pair_tiles.ROWS), int(pair_tiles.BLOCKS)
+KEYS = 64 * BLOCKS
+NAMES = ("stride_b", "stride_h", "stride_q", "stride_k", "sq", "sk", "heads", "group", "own_heads", "shared_heads",
+         "members", "lines", "rows", "columns", "lower", "upper", "scale_log2", "C")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def plain_python():
+    """The functions of gl that pair_tiles.py calls, on numbers, and its own ones called as such."""
+    language = SimpleNamespace(minimum=min, maximum=max, where=lambda test, a, b: a if test else b)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pair_tiles, "gl", language)
+        patch.setattr(pair_tiles, "ROWS", ROWS)
+        patch.setattr(pair_tiles, "BLOCKS", BLOCKS)
+        for called in ("keys_seen", "tiles_of"):
+            patch.setattr(pair_tiles, called, getattr(pair_tiles, called).fn)
+        yield
+
+
+def launch_of(sq=512, sk=512, mask=None, *, b=4, heads=(4, 2), shape=None, strides=None,
+              dtype=torch.bfloat16, d=128, dv=128):
+    shape = shape or (1, heads[0], sq, sk)
+    strides = strides or (shape[1] * sq * sk, sq * sk, sk, 1)
+    problem = AttentionProblem(b=b, hq=heads[0], hk=heads[1], sq=sq, sk=sk, d=d, dv=dv, dtype=torch.bfloat16,
+                               device=torch.device("cuda", 0), scale=0.5, mask=mask or Mask(), direction="backward",
+                               scores=ScoreOptions(bias=OperandFacts(shape, strides, dtype)))
+    return launch_dbias.HopperDbias(problem, HopperDbiasConfig(), 132)
+
+
+def scalars_of(launch):
+    return SimpleNamespace(**dict(zip(NAMES, launch.scalars, strict=True)))
+
+
+@st.composite
+def masks(draw):
+    side = st.none() | st.integers(0, 900)
+    alignment = draw(st.sampled_from(ALIGNMENTS))
+    return draw(st.sampled_from((Mask(), causal(alignment), window(draw(side), draw(side), alignment))))
+
+
+def walk(scalars, programs):
+    """Return the tiles (line, row, tile) that each program sums."""
+    order, band = (scalars.rows, scalars.lines), (scalars.sq, scalars.sk, scalars.lower, scalars.upper)
+    for number in range(programs):
+        found, (line, row, place, tile) = [], pair_tiles.seek.fn(0, 0, number, order, band, scalars.C)
+        while line < scalars.lines:
+            found.append((line, row, tile))
+            line, row, place, tile = pair_tiles.seek.fn(line, row, place + programs, order, band, scalars.C)
+        yield found
+
+
+SIZES = st.integers(2, 900)
+
+
+@given(SIZES, SIZES, masks(), st.integers(1, 3), st.integers(1, 9))
+@example(900, 900, Mask(), 2, 7)
+@example(512, 512, causal("top_left"), 2, 5)
+@example(300, 700, causal("bottom_right"), 1, 3)
+@example(700, 300, causal("bottom_right"), 2, 3)  # queries that see nothing
+@example(800, 800, window(127, 0, "top_left"), 2, 9)
+@example(200, 900, window(0, 0, "bottom_right"), 1, 4)
+@example(100, 900, window(0, 0, "top_left"), 1, 2)  # keys that nobody sees
+def test_every_seen_tile_is_summed_once_by_programs_that_have_as_many_and_the_others_are_blank(
+        sq, sk, mask, lines, programs):
+    scalars = scalars_of(launch_of(sq, sk, mask, heads=(lines, 1)))
+    band = (sq, sk, scalars.lower, scalars.upper)
+    visible = mask.visible(sq, sk)
+    seen = {(line, row, tile) for line, row, tile in product(range(lines), range(scalars.rows), range(scalars.columns))
+            if visible[row * ROWS:(row + 1) * ROWS, tile * KEYS:(tile + 1) * KEYS].any()}
+    found = list(walk(scalars, programs))
+    summed = Counter(tile for tiles in found for tile in tiles)
+    counts = [len(tiles) for tiles in found]
+    assert max(counts) - min(counts) <= 1
+    assert set(summed.values()) <= {1}
+    assert seen <= set(summed), "a tile that is seen and left out"
+    # Under both bounds the first key of the first query and the last of the last may be of tiles that nobody sees.
+    for row in range(scalars.rows):
+        first, count = pair_tiles.tiles_of(row, band, scalars.C)
+        assert {tile for _line, own, tile in summed if own == row} == set(range(first, first + count))
+        assert first + count <= scalars.columns, "zeros are written by tiles up to the last"
+
+
+@given(SIZES, SIZES, masks())
+@example(512, 512, causal("top_left"))
+@example(300, 700, causal("bottom_right"))
+@example(700, 300, causal("bottom_right"))
+@example(800, 800, window(127, 0, "top_left"))
+@example(1000, 1000, Mask())
+def test_blocks_left_out_are_hidden_and_tiles_without_a_mask_are_seen_whole(sq, sk, mask):
+    scalars = scalars_of(launch_of(sq, sk, mask, heads=(1, 1)))
+    band, visible = (sq, sk, scalars.lower, scalars.upper), mask.visible(sq, sk)
+    for row in range(scalars.rows):
+        first, count = pair_tiles.tiles_of(row, band, scalars.C)
+        for tile in range(first, first + count):
+            begin, end, whole = pair_tiles.blocks_of.fn(row, tile, band, scalars.C)
+            part = visible[row * ROWS:(row + 1) * ROWS, tile * KEYS:(tile + 1) * KEYS]
+            assert whole == part.all()
+            assert 0 <= begin < end <= BLOCKS, "the queries' slots are given back by a block"
+            hidden = [block for block in range(BLOCKS) if not begin <= block < end]
+            assert not any(part[:, 64 * block:64 * block + 64].any() for block in hidden)
+            assert (begin, end) == (0, BLOCKS) or not whole
+
+
+@pytest.mark.parametrize(("shape", "entries"), [
+    ((1, 6), {line: [(b, line) for b in range(4)] for line in range(6)}),
+    ((1, 1), {0: [(b, head) for b in range(4) for head in range(6)]}),
+    ((4, 1), {line: [(line, head) for head in range(6)] for line in range(4)}),
+    ((4, 6), {line: [divmod(line, 6)] for line in range(24)}),
+], ids=str)
+def test_a_lines_entries_are_the_batch_entries_and_heads_that_share_it(shape, entries):
+    scalars = scalars_of(launch_of(heads=(6, 3), shape=(*shape, 512, 512)))
+    sharing = scalars.own_heads, scalars.shared_heads, scalars.members, scalars.group
+    found = {line: [hopper_dbias.entry_of.fn(line, member, sharing) for member in range(scalars.members)]
+             for line in range(scalars.lines)}
+    assert found == entries
+    assert scalars.group == 2
+
+
+def test_the_kernel_gets_the_bias_by_its_strides_and_the_band_counted_from_the_first_key():
+    launch = launch_of(100, 1000, window(255, 0, "bottom_right"), shape=(1, 4, 100, 1000), strides=(7, 5, 3, 2))
+    scalars = scalars_of(launch)
+    assert (scalars.stride_b, scalars.stride_h, scalars.stride_q, scalars.stride_k) == (7, 5, 3, 2)
+    assert (scalars.lower, scalars.upper, scalars.C.LOWER, scalars.C.UPPER) == (645, 900, True, True)
+    assert (scalars.rows, scalars.columns, scalars.heads, launch.grid) == (1, 8, 4, (32,))
+    assert scalars.scale_log2 == pytest.approx(0.5 * 1.442695)
+    full = scalars_of(launch_of())
+    assert (full.C.LOWER, full.C.UPPER, full.C.WIDTH) == (False, False, 128)
+    assert launch_of(4096, 4096).grid == (132,)
+    assert [scalars_of(launch_of(d=d, dv=dv)).C.WIDTH for d, dv in ((16, 40), (64, 65), (96, 8))] == [64, 128, 128]
+
+
+@pytest.mark.parametrize(("sk", "strides", "dtype", "reads", "writes"), [
+    (512, None, torch.bfloat16, 8, 8), (512, None, torch.float32, 4, 4), (500, None, torch.float32, 4, 4),
+    (500, None, torch.bfloat16, 1, 1), (512, (512 * 512, 0, 512, 1), torch.bfloat16, 8, 8),
+    (512, (0, 512 * 512, 1, 512), torch.bfloat16, 1, 8), (512, (0, 0, 513, 1), torch.bfloat16, 1, 8),
+    (512, (3, 512 * 512, 512, 1), torch.bfloat16, 8, 8),
+])
+def test_sixteen_bytes_move_at_once_where_rows_of_the_bias_and_of_its_gradient_begin_and_end_at_such(
+        sk, strides, dtype, reads, writes):
+    shape = scalars_of(launch_of(sk=sk, strides=strides, dtype=dtype)).C
+    assert (reads, writes) == (shape.READS, shape.WRITES)
+
+
+def test_a_row_of_64_keys_is_as_many_threads_as_move_16_bytes():
+    for bits, warps in product((16, 32), (1, 4)):
+        layout = hopper_dbias.plain_layout.fn(bits, warps)
+        each, (rows, lanes) = layout.size_per_thread, layout.threads_per_warp
+        assert each == [1, 128 // bits]
+        assert lanes * each[1] == 64
+        assert rows * lanes == 32
+        assert layout.warps_per_cta == [warps, 1]
+
+
+@pytest.mark.parametrize("vector", [1, 4, 8])
+def test_pairs_past_the_last_query_or_key_are_not_there(vector):
+    rows, keys = torch.arange(64) + 64, torch.arange(64) + 128
+    found = hopper_dbias.inside.fn(rows, keys, (100, 152, 0, 0), vector)
+    assert torch.equal(found, (rows < 100)[:, None] & (keys < 152)[None, :])

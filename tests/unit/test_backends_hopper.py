@@ -1,0 +1,120 @@
+"""Which gradients of a bias the Hopper kernel sums for the Triton backend, and when it is asked."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tilewise.backends import hopper
+from tilewise.backends.base import Needs
+from tilewise.masks import Mask, causal, chunk, prefix, window
+from tilewise.problem import AttentionProblem, dense_strides
+from tilewise.scores import OperandFacts, ScoreOptions
+from tilewise.sequences import Sequences
+from tilewise.tuning.device import DeviceSpec
+
+triton = pytest.importorskip("tilewise.backends.triton", reason="Triton is not installed")
+from tilewise.kernels.gluon.launch_dbias import HopperDbias  # noqa: E402 - it needs Triton
+from tilewise.kernels.triton.launch import Launch  # noqa: E402
+from tilewise.kernels.triton.pair_sums import PairSums  # noqa: E402
+
+B, H, S = 4, 16, 4096
+SEEN = OperandFacts((B, H), (H, 1), torch.float32)
+
+
+@pytest.fixture(autouse=True)
+def a_hopper_gpu(monkeypatch):
+    """Answer for the device and for Triton, whatever this machine has."""
+    for module in (hopper, triton):
+        monkeypatch.setattr(module, "device_spec", lambda device: DeviceSpec.of_arch("sm_90"))
+    monkeypatch.setattr(hopper, "triton_version", lambda: (3, 6))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    triton._backward_plan.cache_clear()
+    yield
+    triton._backward_plan.cache_clear()
+
+
+def bias_of(b, h, s=S, dtype=torch.bfloat16):
+    return OperandFacts((b, h, s, s), dense_strides((b, h, s, s), (4, 3, 2, 1)), dtype)
+
+
+def problem_of(bias=None, d=128, dv=None, dtype=torch.bfloat16, s=S, b=B, options=None, **fields):
+    bias, dv = bias or bias_of(1, H, s), dv or d
+    strides = {f"{name}_strides": dense_strides((b, H, s, dim), (4, 3, 2, 1)) for name, dim in
+               (("q", d), ("k", d), ("v", dv))}
+    return AttentionProblem(b=b, hq=H, hk=H, sq=s, sk=s, d=d, dv=dv, dtype=dtype, device=torch.device("cuda", 0),
+                            scale=1.0, direction="backward", scores=ScoreOptions(bias=bias, **(options or {})),
+                            **({"mask": causal()} | strides | fields))
+
+
+@pytest.mark.parametrize("problem", [
+    problem_of(), problem_of(mask=Mask()), problem_of(mask=window(100, 3)), problem_of(dtype=torch.float16),
+    problem_of(bias_of(1, H, dtype=torch.float32)), problem_of(d=64), problem_of(d=40, dv=128),
+    problem_of(options={"sinks": OperandFacts((H,), (1,), torch.float32)}), problem_of(options={"max_logit": True}),
+    problem_of(deterministic=True), problem_of(lse_grad=True), problem_of(bias_of(1, 1)), problem_of(bias_of(B, 1)),
+], ids=str)
+def test_bands_with_plain_scores_are_summed_there(problem):
+    assert hopper.sums_dbias(problem)
+
+
+@pytest.mark.parametrize("problem", [
+    problem_of(d=129, dv=128), problem_of(d=64, dv=136), problem_of(dtype=torch.float32),
+    problem_of(mask=causal() & prefix(5)), problem_of(mask=causal() & chunk(64)),
+    problem_of(sequences=Sequences(seqlens_k=OperandFacts((B,), (1,), torch.int32))),
+    problem_of(options={"softcap": 3.0}), problem_of(options={"dropout_p": 0.5}),
+    problem_of(options={"alibi_slopes": SEEN}),
+    problem_of(options={"mask": OperandFacts((1, 1, S, S), (S, S, S, 1), torch.bool)}),
+    problem_of(options={"documents_q": SEEN}), problem_of(options={"tiles_q": SEEN}),
+    problem_of(options={"score_function": SEEN}), problem_of(options={"mask_function": SEEN}),
+    problem_of(OperandFacts((1, H, 1, S), (S, S, S, 1), torch.bfloat16)),
+    problem_of(OperandFacts((1, H, S, 1), (S, S, 1, 1), torch.bfloat16)),
+    replace(problem_of(), scores=ScoreOptions()),
+])
+def test_all_else_keeps_the_triton_kernels(problem):
+    assert not hopper.sums_dbias(problem)
+
+
+@pytest.mark.parametrize("version", [None, (3, 5), (3, 7)])
+def test_another_triton_or_gpu_keeps_the_triton_kernels(monkeypatch, version):
+    monkeypatch.setattr(hopper, "triton_version", lambda: version)
+    assert not hopper.sums_dbias(problem_of())
+    monkeypatch.setattr(hopper, "triton_version", lambda: (3, 6))
+    monkeypatch.setattr(hopper, "device_spec", lambda device: DeviceSpec.of_arch("sm_100"))
+    assert not hopper.sums_dbias(problem_of())
+
+
+def plan_of(problem, aligned=True, needs=Needs(dbias=True)):  # noqa: B008 - a frozen value
+    strides = problem.out_strides
+    return triton._backward_plan(problem, (strides, strides, None), (aligned,) * 7, "ieee", needs)
+
+
+@pytest.mark.parametrize(("problem", "q_stages"), [
+    (problem_of(), 2), (problem_of(s=2048, b=8), 2), (problem_of(b=3), 2), (problem_of(bias_of(1, 1), b=2), 2),
+    (problem_of(bias_of(4, 1)), 2), (problem_of(bias_of(1, H, dtype=torch.float32)), 1),
+    (problem_of(deterministic=True), 2),
+], ids=str)
+def test_a_bias_that_three_entries_or_the_heads_share_has_its_gradient_summed_there(problem, q_stages):
+    plan = plan_of(problem)
+    assert isinstance(plan.dbias, HopperDbias)
+    assert isinstance(plan.dq, Launch)
+    assert q_stages == plan.dbias.scalars[-1].Q_STAGES
+    assert plan_of(problem, needs=Needs()).dbias is None
+
+
+@pytest.mark.parametrize("problem", [problem_of(b=2), problem_of(bias_of(B, H)), problem_of(options={"softcap": 3.0})],
+                         ids=["two_entries", "of_entries", "softcap"])
+def test_on_dqs_way_it_stays_where_fewer_share_it_and_where_the_kernel_does_not_take_the_call(problem):
+    plan = plan_of(problem)
+    assert plan.dbias is None
+    assert isinstance(plan.dq, PairSums)
+
+
+def test_what_the_copy_engine_cannot_move_keeps_the_triton_kernels():
+    assert isinstance(plan_of(problem_of(bias_of(1, 1)), aligned=False).dbias, Launch)
+    assert isinstance(plan_of(problem_of(bias_of(1, 1), q_strides=(S * H * 129, S * 129, 129, 1))).dbias, Launch)
+
+
+def test_dq_of_a_deterministic_call_has_one_tile_whichever_way_its_batch_has_the_gradient():
+    tiles = {tuple(plan_of(problem_of(deterministic=True, b=b)).dq.options.items()) for b in (4, 8)}
+    assert len(tiles) == 1
