@@ -133,6 +133,14 @@ inline float multiply(float a, float b) {
 }
 inline float exp2_fast(float x) { return std::exp2(x); }
 inline float log2_exact(float x) { return std::log2(x); }
+inline void add1(float* to, float x) { *to += x; }
+inline void add4(float* to, float x, float y, float z, float w) {
+  if (reinterpret_cast<uintptr_t>(to) % 16) std::abort();
+  add1(to, x);
+  add1(to + 1, y);
+  add1(to + 2, z);
+  add1(to + 3, w);
+}
 
 inline float shuffle_xor(float x, int mask) {
   machine.exchange[machine.thread * 8] = x;

@@ -12,7 +12,7 @@ from tilewise.kernels.cuda.call import UNBOUNDED, Call
 from tilewise.kernels.cuda.program import Program, lacking, load
 from tilewise.problem import AttentionProblem, are_aligned, dense_strides
 from tilewise.scores import NO_OPERANDS, NO_OPTIONS, Operands
-from tilewise.tuning.cuda import DELTA, WIDEST, CudaConfig, cuda_config, padded_dims, sum_kernels
+from tilewise.tuning.cuda import DELTA, SUMS_OVER_QUERIES, WIDEST, CudaConfig, backward_kernels, cuda_config, padded_dims
 from tilewise.tuning.device import DeviceSpec, device_spec
 
 _EVERY = Needs()
@@ -56,13 +56,17 @@ class Float32Backend:
         dk, dv = (_empty_like(k), _empty_like(v)) if needs.dkv else (None, None)
         if problem.is_empty or not problem.sk:  # lengths that are data say nothing of keys that are not there
             return Gradients(*(None if gradient is None else gradient.zero_() for gradient in (dq, dk, dv)))
+        products = self.products
+        kernels = backward_kernels(problem, products, dq=needs.dq, dkv=needs.dkv)
+        if dq is not None and "dq" not in kernels:  # another adds to it
+            dq.zero_()
         delta = torch.empty_like(lse)
         call = Call.of(problem, q=q, k=k, v=v, out=out, dout=dout, dq=dq, dk=dk, dv=dv, dlse=dlse, lse=lse, delta=delta,
                        **_lengths(operands))
         vectors = _takes_vectors(q, k, v, dout)
         with contextlib.nullcontext() if is_current(problem.device) else torch.cuda.device(problem.device):
-            for kernel in ("delta", *(sum_kernels(problem) if needs.dkv else ()), *(("dq",) if needs.dq else ())):
-                _launch(kernel, problem, call, self.products, vectors)
+            for kernel in ("delta", *kernels):
+                _launch(kernel, problem, call, products, vectors)
         return Gradients(dq, dk, dv)
 
     @property
@@ -87,8 +91,9 @@ class Float32Backend:
 
     def _too_large(self, problem: AttentionProblem) -> str | None:
         spec = device_spec(problem.device)
-        kernels = ("forward",) if problem.direction == "forward" else (*sum_kernels(problem), "dq")
-        if any(cuda_config(kernel, problem, spec, self.products) is None for kernel in kernels):
+        products = self.products
+        kernels = ("forward",) if problem.direction == "forward" else backward_kernels(problem, products)
+        if any(cuda_config(kernel, problem, spec, products) is None for kernel in kernels):
             return (f"finds no tile for head dims {problem.d} and {problem.dv} in the {spec.shared_memory} bytes of "
                     f"shared memory of {spec.arch}")
         return None
@@ -151,6 +156,5 @@ def plan(kernel: str, problem: AttentionProblem, device: DeviceSpec, products: i
         # why_not refuses where there is none.
         config = cast(CudaConfig, cuda_config(kernel, problem, device, products))
         shared_bytes, rows = config.shared_bytes(kernel, *dims), config.rows
-    of_keys = kernel in ("dkdv", "dk", "dv")
-    length, heads = (problem.sk, problem.hk) if of_keys else (problem.sq, problem.hq)
+    length, heads = (problem.sk, problem.hk) if kernel in SUMS_OVER_QUERIES else (problem.sq, problem.hq)
     return Program(kernel, config, *dims, vectors), shared_bytes, -(-length // rows), heads

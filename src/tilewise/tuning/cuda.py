@@ -58,15 +58,18 @@ class CudaConfig:
         own = self.rows * (d if kernel == "forward" else d + dv)
         step = self.others * (d + dv + (2 if kernel in SUMS_OVER_QUERIES else 0))  # 2: lse and delta
         scratch = 0 if self.products else self.rows * (self.others + 4)
+        if kernel == "dqkv":
+            scratch = self.others * (self.rows + pad)  # dscores of all rows
         return 4 * (own + 2 * step + scratch)
 
 
-SUMS_OVER_QUERIES = ("dkdv", "dk", "dv")
+SUMS_OVER_QUERIES = ("dqkv", "dkdv", "dk", "dv")
 
 # Kernel -> padded head dim (at most) -> tiles; the first that a device has the shared memory for is taken.
 _HALVES: dict[str, dict[int, tuple[Tile, ...]]] = {
     "forward": {64: ((2, 8, 32, 1), (2, 4, 32, 2)), 128: ((1, 8, 64, 1), (1, 8, 32, 1), (1, 4, 32, 1)),
                 256: ((1, 8, 16, 1), (1, 4, 16, 1), (1, 2, 16, 1))},
+    "dqkv": {64: ((1, 8, 32, 1), (1, 4, 32, 2)), 128: ((1, 8, 32, 1), (1, 4, 32, 1), (1, 2, 16, 1))},
     "dkdv": {64: ((1, 8, 32, 1), (1, 4, 32, 2)), 128: ((1, 8, 32, 1), (1, 4, 32, 1), (1, 2, 16, 1))},
     "dk": {256: ((1, 4, 16, 1), (1, 2, 16, 1), (1, 1, 16, 1))},
     "dv": {256: ((1, 4, 16, 1), (1, 2, 16, 1), (1, 1, 16, 1))},
@@ -105,13 +108,24 @@ def sum_kernels(problem: AttentionProblem) -> tuple[str, ...]:
     return ("dkdv",) if max(problem.d, problem.dv) <= 128 else ("dk", "dv")
 
 
+def backward_kernels(problem: AttentionProblem, products: int, *, dq: bool = True, dkv: bool = True) -> tuple[str, ...]:
+    """Which kernels, after that of delta, make the gradients that are needed.
+
+    One makes all three where dq may be summed in no fixed order, and its sums fit the registers; else dq has its own.
+    """
+    sums = sum_kernels(problem)
+    if dq and dkv and products == 3 and sums == ("dkdv",) and not problem.deterministic:
+        return ("dqkv",)
+    return (*(sums if dkv else ()), *(("dq",) if dq else ()))
+
+
 def cuda_config(kernel: str, problem: AttentionProblem, device: DeviceSpec, products: int) -> CudaConfig | None:
     """Choose the tile of a kernel; None where the device has not the shared memory for the least.
 
     Head dims decide, and lengths do not: a deterministic call's bits are no neighbour's affair.
 
     Args:
-        kernel: "forward", "dkdv", "dk", "dv" or "dq".
+        kernel: "forward", "dqkv", "dkdv", "dk", "dv" or "dq".
         problem, device: what it is for.
         products: as in :class:`CudaConfig`.
     """

@@ -22,6 +22,7 @@
 // TW_RESIDENT      programs that shall fit a multiprocessor; bounds the registers
 // TW_VECTORS       whether rows of all tensors read can be copied 16 bytes at a time
 // TW_FORWARD, TW_DELTA, TW_DK, TW_DV_SUM, TW_DQ: what is to be made; dk and dv by one kernel, or (wide heads) a launch each
+// TW_DQ_SUM        whether the kernel of dk and dv adds up dq too
 
 #define TW_THREADS (TW_WARPS * 32)
 #define TW_BOUNDS __launch_bounds__(TW_THREADS, TW_RESIDENT)
@@ -53,6 +54,23 @@ TW_DEVICE float exp2_fast(float x) {
 }
 
 TW_DEVICE float log2_exact(float x) { return log2f(x); }
+
+// Add to 4 neighbours or to one number in global memory, each whole, in no order that is fixed.
+#if __CUDA_ARCH__ >= 900
+TW_DEVICE void add4(float* to, float x, float y, float z, float w) {
+  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to)), "f"(x), "f"(y),
+               "f"(z), "f"(w)
+               : "memory");
+}
+#else
+TW_DEVICE void add4(float* to, float x, float y, float z, float w) {
+  atomicAdd(to, x);
+  atomicAdd(to + 1, y);
+  atomicAdd(to + 2, z);
+  atomicAdd(to + 3, w);
+}
+#endif
+TW_DEVICE void add1(float* to, float x) { atomicAdd(to, x); }
 
 // Copy 16 or 4 bytes from global to shared memory without passing through registers, or write zeros. A copy is seen
 // after the thread has waited for its own copies, and all threads have synchronized.
@@ -242,8 +260,10 @@ TW_DEVICE void load_tile(float* tile, const Tensor& tensor, const float* head, i
 // One number a row: lse or delta.
 template <int ROWS>
 TW_DEVICE void load_numbers(float* numbers, const float* source, int first, int from, int to) {
-  for (int row = thread_index(); row < ROWS; row += TW_THREADS) {
-    int s = first + row;
+#pragma unroll
+  for (int begin = 0; begin < ROWS; begin += TW_THREADS) {
+    int row = begin + thread_index(), s = first + row;
+    if (row >= ROWS) continue;
     bool inside = from <= s && s < to;
     copy4(numbers + row, inside ? source + s : source, inside);
   }
@@ -433,32 +453,104 @@ struct Product {
           split(scaled[r][c], scaled[r][c + 1], big[n][m][f], small[n][m][f]);
         }
     const float* row = columns + lane() % 16 * STRIDE + lane() / 16 * 4;  // two of rows, big and small
+    // What is small has sums of its own, and where registers are few small big and big small have: the tensor core takes
+    // five products' time for one, and begins the next of another sum meanwhile.
+    constexpr int ABREAST = WIDTH < 128 ? 2 : 1, PARTS = WIDTH < 128 ? 2 : 3;
 #pragma unroll
-    for (int e = 0; e < WIDTH / 8; e++) {
-      float part[TW_BLOCKS][4];
-      unsigned x[N / 16][4];
+    for (int first = 0; first < WIDTH / 8; first += ABREAST) {
+      float part[ABREAST][PARTS][TW_BLOCKS][4];
 #pragma unroll
-      for (int m = 0; m < TW_BLOCKS; m++)
+      for (int e = 0; e < ABREAST; e++)
 #pragma unroll
-        for (int f = 0; f < 4; f++) part[m][f] = 0.0f;
+        for (int p = 0; p < PARTS; p++)
 #pragma unroll
-      for (int n = 0; n < N / 16; n++) {  // what is small comes first: it is cut as little as apart
-        load_matrices_transposed(x[n], row + n * 16 * STRIDE + e * 8);
+          for (int m = 0; m < TW_BLOCKS; m++)
 #pragma unroll
-        for (int m = 0; m < TW_BLOCKS; m++) add_product(part, m, small[n][m], x[n][0], x[n][1]);
+            for (int f = 0; f < 4; f++) part[e][p][m][f] = 0.0f;
 #pragma unroll
-        for (int m = 0; m < TW_BLOCKS; m++) add_product(part, m, big[n][m], x[n][2], x[n][3]);
+      for (int n = 0; n < N / 16; n++) {
+        unsigned x[ABREAST][4];
+#pragma unroll
+        for (int e = 0; e < ABREAST; e++)
+          load_matrices_transposed(x[e], row + n * 16 * STRIDE + (first + e) * 8);
+#pragma unroll
+        for (int e = 0; e < ABREAST; e++)
+#pragma unroll
+          for (int m = 0; m < TW_BLOCKS; m++) add_product(part[e][0], m, small[n][m], x[e][0], x[e][1]);
+#pragma unroll
+        for (int e = 0; e < ABREAST; e++)
+#pragma unroll
+          for (int m = 0; m < TW_BLOCKS; m++) add_product(part[e][1], m, big[n][m], x[e][0], x[e][1]);
+#pragma unroll
+        for (int e = 0; e < ABREAST; e++)
+#pragma unroll
+          for (int m = 0; m < TW_BLOCKS; m++) add_product(part[e][2 % PARTS], m, big[n][m], x[e][2], x[e][3]);
       }
-#pragma unroll
-      for (int n = 0; n < N / 16; n++)
-#pragma unroll
-        for (int m = 0; m < TW_BLOCKS; m++) add_product(part, m, big[n][m], x[n][0], x[n][1]);
 #pragma unroll
       for (int r = 0; r < ROWS; r++)
 #pragma unroll
-        for (int h = 0; h < 2; h++)
-          sums[r][2 * e + h] = sums[r][2 * e + h] * rescale[r] + part[r / 2][r % 2 * 2 + h];
+        for (int e = 0; e < ABREAST; e++)
+#pragma unroll
+          for (int h = 0; h < 2; h++) {
+            float& sum = sums[r][2 * (first + e) + h];
+            const int m = r / 2, f = r % 2 * 2 + h;
+            float low = PARTS == 3 ? part[e][0][m][f] + part[e][2 % PARTS][m][f] : part[e][0][m][f];
+            sum = sum * rescale[r] + (low + part[e][1][m][f]);
+          }
     }
+  }
+
+  // A tile's row m, column n, times the factor of its row, goes to row n, column m of another, which a warp of OWN
+  // columns each fills: n as columns of ours lie, so that this can be split.
+  template <int N, int STRIDE>
+  static TW_DEVICE void store_transposed(float* to, const float (&tile)[ROWS][N / LANES], const float (&factor)[ROWS]) {
+    int own = lane() / 8 * 4 + lane() / 4 % 2;  // where, once it is split, rows g of a block of 16 are: g + 8 behind
+#pragma unroll
+    for (int c = 0; c < N / LANES; c++)
+#pragma unroll
+      for (int r = 0; r < ROWS; r++)
+        to[column_of(c) * STRIDE + r / 2 * 16 + r % 2 * 2 + own] = tile[r][c] * factor[r];
+  }
+
+  // sums = a b for 16 rows of a, of its columns [from, to) in steps of 16, and ``count`` <= GROUPS groups of 16 columns of
+  // b, APART groups from one another. A thread gets 4 neighbours of a group in row g, then in row g + 8.
+  template <int GROUPS, int APART, int A_STRIDE, int B_STRIDE>
+  static TW_DEVICE void rows_by_columns(float (&sums)[GROUPS][8], const float* a, const float* b, int from, int to,
+                                        int count) {
+    constexpr int PARTS = GROUPS == 1 ? 3 : 2;
+    float part[2 * GROUPS][PARTS][4];
+#pragma unroll
+    for (int e = 0; e < 2 * GROUPS; e++)
+#pragma unroll
+      for (int p = 0; p < PARTS; p++)
+#pragma unroll
+        for (int f = 0; f < 4; f++) part[e][p][f] = 0.0f;
+    const float* a_row = a + lane() % 16 * A_STRIDE + lane() / 16 * 8;  // two of rows, of columns
+    const float* b_row = b + lane() % 16 * B_STRIDE + lane() / 16 * 4;  // two of rows, big and small
+#pragma unroll 2
+    for (int n = from; n < to; n += 16) {
+      unsigned big[4], small[4], x[2 * GROUPS][4];
+      load_matrices(big, a_row + n);
+      load_matrices(small, a_row + n + 4);
+#pragma unroll
+      for (int e = 0; e < 2 * GROUPS; e++)
+        if (e / 2 < count) load_matrices_transposed(x[e], b_row + n * B_STRIDE + e / 2 * APART * 16 + e % 2 * 8);
+#pragma unroll
+      for (int p = 0; p < 3; p++)
+#pragma unroll
+        for (int e = 0; e < 2 * GROUPS; e++) {
+          if (e / 2 >= count) continue;
+          float(&sum)[4] = part[e][p % PARTS];
+          multiply_halves(sum[0], sum[1], sum[2], sum[3], p == 0 ? small : big, x[e][p / 2 * 2], x[e][p / 2 * 2 + 1]);
+        }
+    }
+#pragma unroll
+    for (int e = 0; e < 2 * GROUPS; e++)
+#pragma unroll
+      for (int f = 0; f < 4; f++) {
+        float low = PARTS == 3 ? part[e][0][f] + part[e][2 % PARTS][f] : part[e][0][f];
+        sums[e / 2][f / 2 * 4 + e % 2 * 2 + f % 2] = low + part[e][1][f];
+      }
   }
 };
 
@@ -864,16 +956,65 @@ TW_DEVICE float prob_of(float score, float scale_log2, float lse_log2) {
 
 #endif
 
+#if TW_DQ_SUM
+
+// dq += scale dscores k for queries from n on, of ``to``, and the keys in shared memory. A warp takes a block of 16
+// queries and every so many of dq's groups of 16 columns; keys that no query of the step sees it leaves out.
+template <int STRIDE_SUM>
+TW_DEVICE void add_to_dq(const Call& call, const Place& at, int head, int n, int to, const float* dscores,
+                         const float* k) {
+  constexpr int BLOCKS = TW_OTHERS / 16, APART = TW_WARPS / BLOCKS, GROUPS = (TW_D / 16 + APART - 1) / APART;
+  static_assert(TW_WARPS % BLOCKS == 0, "blocks of queries have as many warps each");
+  int block = warp_index() % BLOCKS, group = warp_index() / BLOCKS;
+  int count = TW_D / 16 % APART ? (TW_D / 16 - group + APART - 1) / APART : GROUPS;
+  int from_key = most(0, at.first_key(n) - at.first) / 16 * 16;
+  int to_key = least(TW_ROWS, at.last_key(least(n + TW_OTHERS, to)) - at.first);
+  const float* rows = dscores + block * 16 * STRIDE_SUM;
+  float sums[GROUPS][8];
+  Product::rows_by_columns<GROUPS, APART, STRIDE_SUM, STRIDE>(sums, rows, k + group * 16, from_key, to_key, count);
+  float* dq = head_of(call.dq, at.batch, head);
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    int row = half * 8 + Product::lane() / 4, i = n + block * 16 + row;
+    if (i >= to) continue;
+    float factor = rows[row * STRIDE_SUM + TW_ROWS] * call.scale;
+#pragma unroll
+    for (int g = 0; g < GROUPS; g++) {
+      int column = (group + g * APART) * 16 + Product::lane() % 4 * 4;
+      if (column >= call.width) continue;
+      const float(&x)[8] = sums[g];
+      float* to_row = dq + i * call.dq.s + column;
+      if (call.width % 4 == 0) {
+        add4(to_row, x[half * 4] * factor, x[half * 4 + 1] * factor, x[half * 4 + 2] * factor, x[half * 4 + 3] * factor);
+      } else {
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+          if (column + e < call.width) add1(to_row + e, x[half * 4 + e] * factor);
+      }
+    }
+  }
+}
+
+#endif
+
 #if TW_DK || TW_DV_SUM
 
 // dv = sum over queries of probs^T dout, dk = scale sum of dscores^T q (eq. 8 and 10), over the heads that share the
 // keys, in a fixed order. Grid: tiles of keys, key heads, batch. Scores are transposed: a thread's rows are keys.
+//
+// With TW_DQ_SUM each step also adds scale dscores k, over the keys of the program, to dq, which holds zeros before: two
+// products and a reading of everything less than in a kernel of its own, but in no fixed order. A warp has dscores of
+// its own keys alone, so they meet in shared memory, as rows of queries, and are split there like any other tile.
 TW_KERNEL attention_backward_dkdv_kernel(const Call call) {
   constexpr int N = TW_OTHERS, QUERIES = N * STRIDE, STAGE = QUERIES + N * STRIDE_V + 2 * N;
   float* k = shared_memory();
   float* v = k + TW_ROWS * STRIDE;
   float* stages = v + TW_ROWS * STRIDE_V;
   float* scratch = stages + 2 * STAGE + warp_index() * Product::SCRATCH;
+#if TW_DQ_SUM
+  constexpr int STRIDE_SUM = TW_ROWS + Product::PAD;
+  float* all_dscores = stages + 2 * STAGE;
+#endif
   int heads = call.hq / call.group;
   Place at = locate(call, heads, TW_ROWS, false);
   int stop_k = least(at.first + TW_ROWS, at.length_k);
@@ -910,62 +1051,97 @@ TW_KERNEL attention_backward_dkdv_kernel(const Call call) {
   for (int r = 0; r < ROWS; r++) unit_v[r] = Product::UNIT;
 #endif
 
+  const float *own_k = k + warp_index() * Product::OWN * STRIDE, *own_v = v + warp_index() * Product::OWN * STRIDE_V;
+  int head = at.head * call.group, n = from;  // of the step
   for (int step = 0; step <= steps * call.group; step++) {  // step 0 loads only
+    float *q = stages + (step + 1) % 2 * STAGE, *dout = q + QUERIES;
+    const float *lse = q + STAGE - 2 * N, *delta = lse + N;
+    int next_head = head, next_n = n;
     if (step > 0) {
-      float* arrived = stages + (step - 1) % 2 * STAGE;
       wait_for_copies();
       if (step == 1) {
         Product::prepare<TW_ROWS, TW_D, STRIDE>(k);
         Product::prepare<TW_ROWS, TW_DV, STRIDE_V>(v);
       }
-      Product::prepare<N, TW_D, STRIDE>(arrived);
-      Product::prepare<N, TW_DV, STRIDE_V>(arrived + QUERIES);
+      Product::prepare<N, TW_D, STRIDE>(q);
+      Product::prepare<N, TW_DV, STRIDE_V>(dout);
       synchronize();
+      next_n += N;
+      if (next_n >= to) {
+        next_n = from;
+        next_head++;
+      }
     }
     if (step < steps * call.group) {
-      int head = at.head * call.group + step / steps, n = from + step % steps * N;
-      long long row = (static_cast<long long>(at.batch) * call.hq + head) * call.sq;
+      long long row = (static_cast<long long>(at.batch) * call.hq + next_head) * call.sq;
       float* next = stages + step % 2 * STAGE;
-      load_tile<N, TW_D, STRIDE>(next, call.q, head_of(call.q, at.batch, head), n, from, to, call.width);
-      load_tile<N, TW_DV, STRIDE_V>(next + QUERIES, call.dout, head_of(call.dout, at.batch, head), n, from, to,
-                                    call.width_v);
-      load_numbers<N>(next + STAGE - 2 * N, call.lse + row, n, from, to);
-      load_numbers<N>(next + STAGE - N, call.delta + row, n, from, to);
+      load_tile<N, TW_D, STRIDE>(next, call.q, head_of(call.q, at.batch, next_head), next_n, from, to, call.width);
+      load_tile<N, TW_DV, STRIDE_V>(next + QUERIES, call.dout, head_of(call.dout, at.batch, next_head), next_n, from,
+                                    to, call.width_v);
+      load_numbers<N>(next + STAGE - 2 * N, call.lse + row, next_n, from, to);
+      load_numbers<N>(next + STAGE - N, call.delta + row, next_n, from, to);
     }
     if (step == 0) continue;
-    const float* q = stages + (step - 1) % 2 * STAGE;
-    const float *dout = q + QUERIES, *lse = q + STAGE - 2 * N, *delta = lse + N;
-    int n = from + (step - 1) % steps * N;
-    if (own >= own_stop || n >= at.last_query(own_stop) || n + N <= at.first_query(own)) continue;
 
-    float probs[ROWS][N / LANES];
-    Product::rows_by_rows<N, TW_D, STRIDE>(probs, k + warp_index() * Product::OWN * STRIDE, q);
-    bool whole = n + N <= to && at.sees(n, own_stop - 1) && at.sees(n + N - 1, own);
-#pragma unroll
-    for (int c = 0; c < N / LANES; c++) {
-      int column = Product::column_of(c), i = n + column;
-      float lse_log2 = multiply(lse[column], LOG2E);
-#pragma unroll
-      for (int r = 0; r < ROWS; r++) {
-        bool hidden = !whole && (i >= to || !at.sees(i, own + Product::row_of(r)));
-        probs[r][c] = hidden ? 0.0f : prob_of(probs[r][c], scale_log2, lse_log2);
-      }
-    }
-#if TW_DV_SUM
-    Product::tile_by_columns<N, TW_DV, STRIDE_V, false>(dv, ones, probs, dout, unit_v, scratch);
-#endif
+    const bool sees_some = own < own_stop && n < at.last_query(own_stop) && n + N > at.first_query(own);
 #if TW_DK
     float dscores[ROWS][N / LANES];
-    Product::rows_by_rows<N, TW_DV, STRIDE_V>(dscores, v + warp_index() * Product::OWN * STRIDE_V, dout);
-#pragma unroll
-    for (int c = 0; c < N / LANES; c++)
-#pragma unroll
-      for (int r = 0; r < ROWS; r++) {
-        float difference = dscores[r][c] - delta[Product::column_of(c)];
-        dscores[r][c] = probs[r][c] == 0.0f ? 0.0f : probs[r][c] * difference;
-      }
-    Product::tile_by_columns<N, TW_D, STRIDE, false>(dk, ones, dscores, q, unit_k, scratch);
 #endif
+    if (sees_some) {
+      float probs[ROWS][N / LANES];
+      Product::rows_by_rows<N, TW_D, STRIDE>(probs, own_k, q);
+#pragma unroll
+      for (int c = 0; c < N / LANES; c++) {
+        float lse_log2 = multiply(lse[Product::column_of(c)], LOG2E);
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) probs[r][c] = prob_of(probs[r][c], scale_log2, lse_log2);
+      }
+      if (!(n + N <= to && at.sees(n, own_stop - 1) && at.sees(n + N - 1, own))) {
+#pragma unroll
+        for (int c = 0; c < N / LANES; c++)
+#pragma unroll
+          for (int r = 0; r < ROWS; r++) {
+            int i = n + Product::column_of(c);
+            if (i >= to || !at.sees(i, own + Product::row_of(r))) probs[r][c] = 0.0f;
+          }
+      }
+#if TW_DV_SUM
+      Product::tile_by_columns<N, TW_DV, STRIDE_V, false>(dv, ones, probs, dout, unit_v, scratch);
+#endif
+#if TW_DK
+      Product::rows_by_rows<N, TW_DV, STRIDE_V>(dscores, own_v, dout);
+#pragma unroll
+      for (int c = 0; c < N / LANES; c++)
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+          float difference = dscores[r][c] - delta[Product::column_of(c)];
+          dscores[r][c] = probs[r][c] == 0.0f ? 0.0f : probs[r][c] * difference;
+        }
+#endif
+    }
+#if TW_DQ_SUM
+    float k_back[ROWS];
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) k_back[r] = sees_some ? own_k[Product::row_of(r) * STRIDE + TW_D] : 0.0f;
+    if (!sees_some) {
+#pragma unroll
+      for (int c = 0; c < N / LANES; c++)
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) dscores[r][c] = 0.0f;
+    }
+    Product::store_transposed<N, STRIDE_SUM>(all_dscores + warp_index() * Product::OWN, dscores, k_back);
+    synchronize();
+    Product::prepare<N, TW_ROWS, STRIDE_SUM>(all_dscores);
+#endif
+#if TW_DK
+    if (sees_some) Product::tile_by_columns<N, TW_D, STRIDE, false>(dk, ones, dscores, q, unit_k, scratch);
+#endif
+#if TW_DQ_SUM
+    synchronize();
+    add_to_dq<STRIDE_SUM>(call, at, head, n, to, all_dscores, k);
+#endif
+    head = next_head;
+    n = next_n;
   }
 
   float factor[ROWS];
@@ -1043,17 +1219,25 @@ TW_KERNEL attention_backward_dq_kernel(const Call call) {
 
     float probs[ROWS][N / LANES], dscores[ROWS][N / LANES];
     Product::rows_by_rows<N, TW_D, STRIDE>(probs, q + warp_index() * Product::OWN * STRIDE, k);
-    Product::rows_by_rows<N, TW_DV, STRIDE_V>(dscores, dout + warp_index() * Product::OWN * STRIDE_V, k + KEYS);
-    bool whole = n + N <= to && at.sees(own, n + N - 1) && at.sees(own_stop - 1, n);
 #pragma unroll
     for (int r = 0; r < ROWS; r++)
 #pragma unroll
-      for (int c = 0; c < N / LANES; c++) {
-        int j = n + Product::column_of(c);
-        bool hidden = !whole && (j >= to || !at.sees(own + Product::row_of(r), j));
-        float prob = hidden ? 0.0f : prob_of(probs[r][c], scale_log2, lse_log2[r]);
-        dscores[r][c] = prob == 0.0f ? 0.0f : prob * (dscores[r][c] - delta[r]);
-      }
+      for (int c = 0; c < N / LANES; c++) probs[r][c] = prob_of(probs[r][c], scale_log2, lse_log2[r]);
+    if (!(n + N <= to && at.sees(own, n + N - 1) && at.sees(own_stop - 1, n))) {
+#pragma unroll
+      for (int r = 0; r < ROWS; r++)
+#pragma unroll
+        for (int c = 0; c < N / LANES; c++) {
+          int j = n + Product::column_of(c);
+          if (j >= to || !at.sees(own + Product::row_of(r), j)) probs[r][c] = 0.0f;
+        }
+    }
+    Product::rows_by_rows<N, TW_DV, STRIDE_V>(dscores, dout + warp_index() * Product::OWN * STRIDE_V, k + KEYS);
+#pragma unroll
+    for (int r = 0; r < ROWS; r++)
+#pragma unroll
+      for (int c = 0; c < N / LANES; c++)
+        dscores[r][c] = probs[r][c] == 0.0f ? 0.0f : probs[r][c] * (dscores[r][c] - delta[r]);
     Product::tile_by_columns<N, TW_D, STRIDE, false>(sums, ones, dscores, k, unit, scratch);
   }
 

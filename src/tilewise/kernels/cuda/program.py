@@ -23,9 +23,9 @@ from tilewise.kernels.cuda.call import Call
 
 SOURCE = Path(__file__).with_name("attention_fp32.cu")
 _NAMES = {"forward": "attention_forward_kernel", "delta": "attention_backward_delta_kernel",
-          "dkdv": "attention_backward_dkdv_kernel", "dk": "attention_backward_dkdv_kernel",
+          "dqkv": "attention_backward_dkdv_kernel", "dkdv": "attention_backward_dkdv_kernel", "dk": "attention_backward_dkdv_kernel",
           "dv": "attention_backward_dkdv_kernel", "dq": "attention_backward_dq_kernel"}
-_MAKES = {"forward": ("TW_FORWARD",), "delta": ("TW_DELTA",), "dkdv": ("TW_DK", "TW_DV_SUM"), "dk": ("TW_DK",),
+_MAKES = {"forward": ("TW_FORWARD",), "delta": ("TW_DELTA",), "dqkv": ("TW_DK", "TW_DV_SUM", "TW_DQ_SUM"), "dkdv": ("TW_DK", "TW_DV_SUM"), "dk": ("TW_DK",),
           "dv": ("TW_DV_SUM",), "dq": ("TW_DQ",)}
 
 
@@ -61,7 +61,7 @@ class Program:
     """One kernel with its macros, not yet compiled.
 
     Attributes:
-        kernel: "forward", "delta", "dkdv", "dk", "dv" or "dq".
+        kernel: "forward", "delta", "dqkv", "dkdv", "dk", "dv" or "dq".
         config: shape of the program.
         d, dv: padded head dims.
         vectors: whether every row that it reads can be copied 16 bytes at a time.
