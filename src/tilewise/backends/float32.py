@@ -8,11 +8,21 @@ import torch
 
 from tilewise.backends.base import Gradients, Needs, Results, Saved
 from tilewise.backends.current import allows_tf32, is_current
-from tilewise.kernels.cuda.call import UNBOUNDED, Call
+from tilewise.kernels.cuda.call import UNBOUNDED, Call, Tensor
 from tilewise.kernels.cuda.program import Program, lacking, load
 from tilewise.problem import AttentionProblem, are_aligned, dense_strides
 from tilewise.scores import NO_OPERANDS, NO_OPTIONS, Operands
-from tilewise.tuning.cuda import DELTA, SUMS_OVER_QUERIES, WIDEST, CudaConfig, backward_kernels, cuda_config, padded_dims
+from tilewise.tuning.cuda import (
+    DELTA,
+    PAD,
+    SPLIT,
+    SUMS_OVER_QUERIES,
+    WIDEST,
+    CudaConfig,
+    backward_kernels,
+    cuda_config,
+    padded_dims,
+)
 from tilewise.tuning.device import DeviceSpec, device_spec
 
 _EVERY = Needs()
@@ -136,8 +146,29 @@ def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
 def _launch(kernel: str, problem: AttentionProblem, call: Call, products: int, vectors: bool) -> None:
     program, shared_bytes, tiles, heads = _plan(kernel, problem, products, vectors)
     call.tiles = tiles
+    if program.config.split:
+        call, _scratch = _split(program, problem, call)
     load(program, device_spec(problem.device).arch, problem.device.index or 0, shared_bytes)(call,
                                                                                             tiles * heads * problem.b)
+
+
+def _split(program: Program, problem: AttentionProblem, call: Call) -> tuple[Call, list[torch.Tensor]]:
+    """Split the tensors whose rows come in steps; returns a call that has them, and their memory."""
+    of_queries = program.kernel in SUMS_OVER_QUERIES
+    first, second = ("q", "dout") if of_queries else ("k", "v")
+    rows, heads = (problem.sq, problem.hq) if of_queries else (problem.sk, problem.hk)
+    scratch = [torch.empty(problem.b, heads, rows, dim + PAD, dtype=problem.dtype, device=problem.device)
+               for dim in (program.d, program.dv)]
+    tiles = -(-rows // SPLIT.others)
+    splitting = Call(hq=heads, sk=rows, width=problem.d, width_v=problem.dv, tiles=tiles, k=getattr(call, first),
+                     v=getattr(call, second), dk=Tensor.of(scratch[0]), dv=Tensor.of(scratch[1]))
+    launch = load(Program("split", SPLIT, program.d, program.dv, program.vectors), device_spec(problem.device).arch,
+                  problem.device.index or 0, SPLIT.shared_bytes("split", program.d, program.dv))
+    launch(splitting, tiles * heads * problem.b)
+    call = Call.from_buffer_copy(call)
+    setattr(call, first, Tensor.of(scratch[0]))
+    setattr(call, second, Tensor.of(scratch[1]))
+    return call, scratch
 
 
 @lru_cache(maxsize=4096)

@@ -12,7 +12,8 @@ from tilewise.problem import AttentionProblem
 from tilewise.tuning.device import DeviceSpec
 
 WIDEST = 256
-Tile = tuple[int, int, int, int]  # blocks, warps, others, resident
+PAD = 4  # floats behind a row in shared memory, and of a split one everywhere; the first holds the row's factor
+Tile = tuple[int, int, int, int] | tuple[int, int, int, int, bool]  # blocks, warps, others, resident, split
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,8 @@ class CudaConfig:
         warps: warps a program, each with rows of its own.
         others: rows of the other side a step; two steps of them are in shared memory.
         resident: programs that shall fit a multiprocessor, for the compiler to count registers by.
+        split: whether rows of the other side were split into halves before (products=3), once a call, not in every
+            program: into as much memory as they are, and a little.
     """
 
     products: int
@@ -32,12 +35,15 @@ class CudaConfig:
     warps: int
     others: int
     resident: int = 1
+    split: bool = False
 
     def __post_init__(self) -> None:
         for name, allowed in (("products", (0, 1, 3)), ("blocks", (1, 2, 4, 8)), ("warps", (1, 2, 4, 8)),
                               ("others", (8, 16, 32, 64)), ("resident", (1, 2, 3, 4))):
             if getattr(self, name) not in allowed:
                 raise InvalidInput(f"{name}={getattr(self, name)}; allowed are {', '.join(map(str, allowed))}.")
+        if self.split and self.products != 3:
+            raise InvalidInput(f"split=True with products={self.products}; allowed is products=3.")
         if self.products == 3 and self.others % 16:
             raise InvalidInput(f"others={self.others}; halves (products=3) allow multiples of 16.")
 
@@ -53,8 +59,10 @@ class CudaConfig:
 
     def shared_bytes(self, kernel: str, d: int, dv: int) -> int:
         """Shared memory of a kernel for padded head dims: its rows, and two steps of the other side's."""
-        pad = 8 if self.products == 1 else 4
+        pad = 8 if self.products == 1 else PAD
         d, dv = d + pad, dv + pad
+        if kernel == "split":
+            return 4 * self.others * (d + dv)
         own = self.rows * (d if kernel == "forward" else d + dv)
         step = self.others * (d + dv + (2 if kernel in SUMS_OVER_QUERIES else 0))  # 2: lse and delta
         scratch = 0 if self.products else self.rows * (self.others + 4)
@@ -96,6 +104,7 @@ _FMA_PIPES: dict[str, dict[int, tuple[Tile, ...]]] = {
 }
 _TILES = {0: _FMA_PIPES, 1: _TF32, 3: _HALVES}  # by products
 DELTA = CudaConfig(products=0, blocks=1, warps=8, others=8)
+SPLIT = CudaConfig(products=3, blocks=1, warps=8, others=32)
 
 
 def padded_dims(kernel: str, problem: AttentionProblem) -> tuple[int, int]:

@@ -21,6 +21,7 @@
 // TW_OTHERS        rows of the other side a step: keys in forward and dq, queries in dkdv; halves take multiples of 16
 // TW_RESIDENT      programs that shall fit a multiprocessor; bounds the registers
 // TW_VECTORS       whether rows of all tensors read can be copied 16 bytes at a time
+// TW_SPLIT         halves: whether tensors whose tiles come in steps are split already, by the kernel that TW_SPLIT_ROWS makes
 // TW_FORWARD, TW_DELTA, TW_DK, TW_DV_SUM, TW_DQ: what is to be made; dk and dv by one kernel, or (wide heads) a launch each
 // TW_DQ_SUM        whether the kernel of dk and dv adds up dq too
 
@@ -234,7 +235,7 @@ TW_DEVICE float* head_of(const Tensor& tensor, int batch, int head) {
 TW_DEVICE int warp_index() { return thread_index() / 32; }
 
 // A warp copies 4 rows at a time, 8 threads a row; whoever copied a number may read it as soon as it has waited.
-template <int ROWS, int WIDTH, int STRIDE>
+template <int ROWS, int WIDTH, int STRIDE, bool VECTORS = TW_VECTORS>
 TW_DEVICE void load_tile(float* tile, const Tensor& tensor, const float* head, int first, int from, int to, int width) {
   int own = thread_index() / 8, column = thread_index() % 8 * 4;
   const float* source = head + (first + own) * tensor.s + column * tensor.d;
@@ -246,12 +247,12 @@ TW_DEVICE void load_tile(float* tile, const Tensor& tensor, const float* head, i
 #pragma unroll
     for (int i = 0; i < WIDTH; i += 32) {
       if (row + own >= ROWS || column + i >= WIDTH) continue;
-#if TW_VECTORS
-      copy16(target + row * STRIDE + i, source + i, seen && column + i < width);
-#else
+      if (VECTORS) {
+        copy16(target + row * STRIDE + i, source + i, seen && column + i < width);
+        continue;
+      }
       for (int e = i; e < i + 4; e++)
         copy4(target + row * STRIDE + e, source + e * tensor.d, seen && column + e < width);
-#endif
     }
     source += TW_THREADS / 8 * tensor.s;
   }
@@ -351,7 +352,7 @@ struct Product {
   // truncated bits are 2^-11 times as large.
   template <int N, int WIDTH, int STRIDE>
   static TW_DEVICE void rows_by_rows(float (&scores)[ROWS][N / LANES], const float* a, const float* b) {
-    constexpr int CHUNK = WIDTH < 128 ? WIDTH : 128;
+    constexpr int CHUNK = WIDTH < 128 ? WIDTH : 128, UNROLL = WIDTH == 128 ? 4 : 2;
     float cross[N / 8][TW_BLOCKS][4];  // small big + big small
 #pragma unroll
     for (int n = 0; n < N / 8; n++)
@@ -370,7 +371,7 @@ struct Product {
         for (int m = 0; m < TW_BLOCKS; m++)
 #pragma unroll
           for (int f = 0; f < 4; f++) sums[n][m][f] = 0.0f;
-#pragma unroll 2
+#pragma unroll UNROLL
       for (int d = first; d < first + CHUNK && d < WIDTH; d += 16) {
         unsigned big[TW_BLOCKS][4], small[TW_BLOCKS][4];
 #pragma unroll
@@ -815,8 +816,51 @@ TW_DEVICE void store_rows(const Tensor& tensor, float* head, const float (&sums)
   }
 }
 
+// Tiles of the side that comes in steps: split as they come, rows with their factors, or by whoever copied them.
+template <int N, int WIDTH, int STRIDE>
+TW_DEVICE void load_step(float* tile, const Tensor& tensor, const float* head, int first, int from, int to, int width) {
+#if TW_SPLIT
+  load_tile<N, STRIDE, STRIDE, true>(tile, tensor, head, first, from, to, STRIDE);
+#else
+  load_tile<N, WIDTH, STRIDE>(tile, tensor, head, first, from, to, width);
+#endif
+}
+
+template <int N, int WIDTH, int STRIDE>
+TW_DEVICE void prepare_step(float* tile) {
+#if !TW_SPLIT
+  Product::prepare<N, WIDTH, STRIDE>(tile);
+#endif
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // 6. The kernels
+
+#if TW_SPLIT_ROWS
+
+// Rows of k and v, split, into dk and dv: rows as they lie in shared memory, factor and all. Grid: tiles of keys, heads,
+// batch.
+TW_KERNEL attention_split_kernel(const Call call) {
+  constexpr int N = TW_OTHERS;
+  float *k = shared_memory(), *v = k + N * STRIDE;
+  Place at = locate(call, call.hq, N, false);
+  load_tile<N, TW_D, STRIDE>(k, call.k, head_of(call.k, at.batch, at.head), at.first, at.first, call.sk, call.width);
+  load_tile<N, TW_DV, STRIDE_V>(v, call.v, head_of(call.v, at.batch, at.head), at.first, at.first, call.sk,
+                                call.width_v);
+  wait_for_copies();
+  Product::prepare<N, TW_D, STRIDE>(k);
+  Product::prepare<N, TW_DV, STRIDE_V>(v);
+  synchronize();
+  int rows = least(N, call.sk - at.first);
+  float* to_k = head_of(call.dk, at.batch, at.head) + at.first * call.dk.s;
+  float* to_v = head_of(call.dv, at.batch, at.head) + at.first * call.dv.s;
+  for (int i = thread_index() * 4; i < rows * STRIDE; i += TW_THREADS * 4)
+    *reinterpret_cast<float4*>(to_k + i) = *reinterpret_cast<float4*>(k + i);
+  for (int i = thread_index() * 4; i < rows * STRIDE_V; i += TW_THREADS * 4)
+    *reinterpret_cast<float4*>(to_v + i) = *reinterpret_cast<float4*>(v + i);
+}
+
+#endif
 
 #if TW_FORWARD
 
@@ -835,8 +879,8 @@ TW_KERNEL attention_forward_kernel(const Call call) {
 
   load_tile<TW_ROWS, TW_D, STRIDE>(q, call.q, head_of(call.q, at.batch, at.head), at.first, at.first,
                                    from < to ? stop_q : 0, call.width);
-  load_tile<N, TW_D, STRIDE>(stages, call.k, k_head, from, from, to, call.width);
-  load_tile<N, TW_DV, STRIDE_V>(stages + KEYS, call.v, v_head, from, from, to, call.width_v);
+  load_step<N, TW_D, STRIDE>(stages, call.k, k_head, from, from, to, call.width);
+  load_step<N, TW_DV, STRIDE_V>(stages + KEYS, call.v, v_head, from, from, to, call.width_v);
 
   const float scale_log2 = call.scale * LOG2E;
   int own = at.first + warp_index() * Product::OWN;  // the warp's queries
@@ -856,13 +900,13 @@ TW_KERNEL attention_forward_kernel(const Call call) {
   for (int n = from, stage = 0; n < to; n += N, stage ^= 1) {
     float* k = stages + stage * STAGE;
     wait_for_copies();
-    Product::prepare<N, TW_D, STRIDE>(k);
-    Product::prepare<N, TW_DV, STRIDE_V>(k + KEYS);
+    prepare_step<N, TW_D, STRIDE>(k);
+    prepare_step<N, TW_DV, STRIDE_V>(k + KEYS);
     synchronize();  // this step's tiles are here, and everybody is done with the last step's
     if (n + N < to) {
       float* next = stages + (stage ^ 1) * STAGE;
-      load_tile<N, TW_D, STRIDE>(next, call.k, k_head, n + N, from, to, call.width);
-      load_tile<N, TW_DV, STRIDE_V>(next + KEYS, call.v, v_head, n + N, from, to, call.width_v);
+      load_step<N, TW_D, STRIDE>(next, call.k, k_head, n + N, from, to, call.width);
+      load_step<N, TW_DV, STRIDE_V>(next + KEYS, call.v, v_head, n + N, from, to, call.width_v);
     }
     if (own >= own_stop || n >= at.last_key(own_stop) || n + N <= at.first_key(own)) continue;  // none for this warp
 
@@ -1063,8 +1107,8 @@ TW_KERNEL attention_backward_dkdv_kernel(const Call call) {
         Product::prepare<TW_ROWS, TW_D, STRIDE>(k);
         Product::prepare<TW_ROWS, TW_DV, STRIDE_V>(v);
       }
-      Product::prepare<N, TW_D, STRIDE>(q);
-      Product::prepare<N, TW_DV, STRIDE_V>(dout);
+      prepare_step<N, TW_D, STRIDE>(q);
+      prepare_step<N, TW_DV, STRIDE_V>(dout);
       synchronize();
       next_n += N;
       if (next_n >= to) {
@@ -1075,8 +1119,8 @@ TW_KERNEL attention_backward_dkdv_kernel(const Call call) {
     if (step < steps * call.group) {
       long long row = (static_cast<long long>(at.batch) * call.hq + next_head) * call.sq;
       float* next = stages + step % 2 * STAGE;
-      load_tile<N, TW_D, STRIDE>(next, call.q, head_of(call.q, at.batch, next_head), next_n, from, to, call.width);
-      load_tile<N, TW_DV, STRIDE_V>(next + QUERIES, call.dout, head_of(call.dout, at.batch, next_head), next_n, from,
+      load_step<N, TW_D, STRIDE>(next, call.q, head_of(call.q, at.batch, next_head), next_n, from, to, call.width);
+      load_step<N, TW_DV, STRIDE_V>(next + QUERIES, call.dout, head_of(call.dout, at.batch, next_head), next_n, from,
                                     to, call.width_v);
       load_numbers<N>(next + STAGE - 2 * N, call.lse + row, next_n, from, to);
       load_numbers<N>(next + STAGE - N, call.delta + row, next_n, from, to);
@@ -1183,8 +1227,8 @@ TW_KERNEL attention_backward_dq_kernel(const Call call) {
   load_tile<TW_ROWS, TW_D, STRIDE>(q, call.q, head_of(call.q, at.batch, at.head), at.first, seen_from, seen_to, call.width);
   load_tile<TW_ROWS, TW_DV, STRIDE_V>(dout, call.dout, head_of(call.dout, at.batch, at.head), at.first, seen_from,
                                       seen_to, call.width_v);
-  load_tile<N, TW_D, STRIDE>(stages, call.k, k_head, from, from, to, call.width);
-  load_tile<N, TW_DV, STRIDE_V>(stages + KEYS, call.v, v_head, from, from, to, call.width_v);
+  load_step<N, TW_D, STRIDE>(stages, call.k, k_head, from, from, to, call.width);
+  load_step<N, TW_DV, STRIDE_V>(stages + KEYS, call.v, v_head, from, from, to, call.width_v);
 
   const float scale_log2 = call.scale * LOG2E;
   float sums[ROWS][TW_D / LANES], ones[ROWS], lse_log2[ROWS], delta[ROWS], unit[ROWS];
@@ -1207,13 +1251,13 @@ TW_KERNEL attention_backward_dq_kernel(const Call call) {
   for (int n = from, stage = 0; n < to; n += N, stage ^= 1) {
     float* k = stages + stage * STAGE;
     wait_for_copies();
-    Product::prepare<N, TW_D, STRIDE>(k);
-    Product::prepare<N, TW_DV, STRIDE_V>(k + KEYS);
+    prepare_step<N, TW_D, STRIDE>(k);
+    prepare_step<N, TW_DV, STRIDE_V>(k + KEYS);
     synchronize();
     if (n + N < to) {
       float* next = stages + (stage ^ 1) * STAGE;
-      load_tile<N, TW_D, STRIDE>(next, call.k, k_head, n + N, from, to, call.width);
-      load_tile<N, TW_DV, STRIDE_V>(next + KEYS, call.v, v_head, n + N, from, to, call.width_v);
+      load_step<N, TW_D, STRIDE>(next, call.k, k_head, n + N, from, to, call.width);
+      load_step<N, TW_DV, STRIDE_V>(next + KEYS, call.v, v_head, n + N, from, to, call.width_v);
     }
     if (own >= own_stop || n >= at.last_key(own_stop) || n + N <= at.first_key(own)) continue;
 

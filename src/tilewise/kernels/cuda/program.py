@@ -22,10 +22,10 @@ from tilewise.errors import BackendUnavailable
 from tilewise.kernels.cuda.call import Call
 
 SOURCE = Path(__file__).with_name("attention_fp32.cu")
-_NAMES = {"forward": "attention_forward_kernel", "delta": "attention_backward_delta_kernel",
+_NAMES = {"split": "attention_split_kernel", "forward": "attention_forward_kernel", "delta": "attention_backward_delta_kernel",
           "dqkv": "attention_backward_dkdv_kernel", "dkdv": "attention_backward_dkdv_kernel", "dk": "attention_backward_dkdv_kernel",
           "dv": "attention_backward_dkdv_kernel", "dq": "attention_backward_dq_kernel"}
-_MAKES = {"forward": ("TW_FORWARD",), "delta": ("TW_DELTA",), "dqkv": ("TW_DK", "TW_DV_SUM", "TW_DQ_SUM"), "dkdv": ("TW_DK", "TW_DV_SUM"), "dk": ("TW_DK",),
+_MAKES = {"split": ("TW_SPLIT_ROWS",), "forward": ("TW_FORWARD",), "delta": ("TW_DELTA",), "dqkv": ("TW_DK", "TW_DV_SUM", "TW_DQ_SUM"), "dkdv": ("TW_DK", "TW_DV_SUM"), "dk": ("TW_DK",),
           "dv": ("TW_DV_SUM",), "dq": ("TW_DQ",)}
 
 
@@ -55,13 +55,17 @@ class ProgramShape(Protocol):
     def resident(self) -> int:
         """Programs a multiprocessor."""
 
+    @property
+    def split(self) -> bool:
+        """Whether the other side's rows come split into halves."""
+
 
 @dataclass(frozen=True, slots=True)
 class Program:
     """One kernel with its macros, not yet compiled.
 
     Attributes:
-        kernel: "forward", "delta", "dqkv", "dkdv", "dk", "dv" or "dq".
+        kernel: "split", "forward", "delta", "dqkv", "dkdv", "dk", "dv" or "dq".
         config: shape of the program.
         d, dv: padded head dims.
         vectors: whether every row that it reads can be copied 16 bytes at a time.
@@ -84,7 +88,7 @@ class Program:
         config = self.config
         values = {"TW_D": self.d, "TW_DV": self.dv, "TW_PRODUCTS": config.products, "TW_BLOCKS": config.blocks,
                   "TW_WARPS": config.warps, "TW_OTHERS": config.others, "TW_RESIDENT": config.resident,
-                  "TW_VECTORS": int(self.vectors)} | dict.fromkeys(_MAKES[self.kernel], 1)
+                  "TW_VECTORS": int(self.vectors), "TW_SPLIT": int(config.split)} | dict.fromkeys(_MAKES[self.kernel], 1)
         return tuple(f"-D{name}={value}" for name, value in values.items())
 
 
