@@ -11,7 +11,7 @@ from tilewise.backends import float32
 from tilewise.errors import BackendUnavailable
 from tilewise.kernels.cuda.program import Program, compile_program
 from tilewise.problem import AttentionProblem
-from tilewise.tuning.cuda import CudaConfig, sum_kernels
+from tilewise.tuning.cuda import CudaConfig, backward_kernels, sum_kernels
 from tilewise.tuning.device import DeviceSpec
 
 pytestmark = [pytest.mark.aot, pytest.mark.skipif(find_spec("cuda") is None, reason="cuda-bindings is not installed")]
@@ -32,8 +32,8 @@ def problem(d):
 
 def programs(arch, products, d):
     device = DeviceSpec.of_arch(arch)
-    kernels = ("forward", "delta", *sum_kernels(problem(d)), "dq")
-    return [float32.plan(kernel, problem(d), device, products, vectors=True)[0] for kernel in kernels]
+    kernels = ("forward", "delta", *sum_kernels(problem(d)), "dq", *backward_kernels(problem(d), products))
+    return [float32.plan(kernel, problem(d), device, products, vectors=True)[0] for kernel in dict.fromkeys(kernels)]
 
 
 def spilled(log):

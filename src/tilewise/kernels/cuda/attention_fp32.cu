@@ -42,6 +42,7 @@ TW_DEVICE float* shared_memory() {
 
 TW_DEVICE int thread_index() { return threadIdx.x; }
 TW_DEVICE int program_index() { return blockIdx.x; }
+TW_DEVICE int program_count() { return gridDim.x; }
 TW_DEVICE void synchronize() { __syncthreads(); }
 TW_DEVICE void synchronize_warp() { __syncwarp(); }
 TW_DEVICE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
@@ -205,10 +206,16 @@ TW_DEVICE int length_of(const void* lengths, int wide, int batch, int size) {
   return length < size ? static_cast<int>(length) : size;
 }
 
-// Neighbouring programs share a head, hence what they read. Where the band hides keys to the right, later tiles of
-// queries have more to do: they go first, so that short ones fill the end.
+// Whether the band hides keys after, and before, what a query is at.
+TW_DEVICE bool hides_right(const Call& call) { return call.upper < call.sk; }
+TW_DEVICE bool hides_left(const Call& call) { return call.lower > -call.sq; }
+
+// Neighbouring programs share a head, hence what they read. But where the band hides one side alone, tiles at one end
+// have more to do: these go first, of all heads, so that short ones fill the end.
 TW_DEVICE Place locate(const Call& call, int heads, int rows, bool last_first) {
-  int tile = program_index() % call.tiles, rest = program_index() / call.tiles;
+  int index = program_index(), all_heads = program_count() / call.tiles;
+  bool uneven = hides_right(call) != hides_left(call);
+  int tile = uneven ? index / all_heads : index % call.tiles, rest = uneven ? index % all_heads : index / call.tiles;
   if (last_first) tile = call.tiles - 1 - tile;
   Place place;
   place.first = tile * rows;
@@ -870,7 +877,7 @@ TW_KERNEL attention_forward_kernel(const Call call) {
   float* q = shared_memory();
   float* stages = q + TW_ROWS * STRIDE;
   float* scratch = stages + 2 * STAGE + warp_index() * Product::SCRATCH;
-  Place at = locate(call, call.hq, TW_ROWS, call.upper < call.sk);
+  Place at = locate(call, call.hq, TW_ROWS, hides_right(call));
   int stop_q = least(at.first + TW_ROWS, at.length_q);
   int from = at.first_key(at.first), to = at.last_key(stop_q);
   if (at.first >= at.length_q) to = from;  // nothing but padding
@@ -1060,15 +1067,16 @@ TW_KERNEL attention_backward_dkdv_kernel(const Call call) {
   float* all_dscores = stages + 2 * STAGE;
 #endif
   int heads = call.hq / call.group;
-  Place at = locate(call, heads, TW_ROWS, false);
+  Place at = locate(call, heads, TW_ROWS, hides_left(call));
   int stop_k = least(at.first + TW_ROWS, at.length_k);
   int from = at.first_query(at.first), to = at.first < at.length_k ? at.last_query(stop_k) : 0;
   int steps = to > from ? (to - from + N - 1) / N : 0;
 
-  load_tile<TW_ROWS, TW_D, STRIDE>(k, call.k, head_of(call.k, at.batch, at.head), at.first, at.first,
-                                   steps ? stop_k : 0, call.width);
-  load_tile<TW_ROWS, TW_DV, STRIDE_V>(v, call.v, head_of(call.v, at.batch, at.head), at.first, at.first,
-                                      steps ? stop_k : 0, call.width_v);
+  // Of these keys some may be seen by nobody: they are not read.
+  int seen_from = most(at.first, at.first_key(0)), seen_to = steps ? least(stop_k, at.last_key(at.length_q)) : 0;
+  load_tile<TW_ROWS, TW_D, STRIDE>(k, call.k, head_of(call.k, at.batch, at.head), at.first, seen_from, seen_to, call.width);
+  load_tile<TW_ROWS, TW_DV, STRIDE_V>(v, call.v, head_of(call.v, at.batch, at.head), at.first, seen_from, seen_to,
+                                      call.width_v);
 
   const float scale_log2 = call.scale * LOG2E;
   int own = at.first + warp_index() * Product::OWN;
@@ -1212,7 +1220,7 @@ TW_KERNEL attention_backward_dq_kernel(const Call call) {
   float* dout = q + TW_ROWS * STRIDE;
   float* stages = dout + TW_ROWS * STRIDE_V;
   float* scratch = stages + 2 * STAGE + warp_index() * Product::SCRATCH;
-  Place at = locate(call, call.hq, TW_ROWS, call.upper < call.sk);
+  Place at = locate(call, call.hq, TW_ROWS, hides_right(call));
   int stop_q = least(at.first + TW_ROWS, at.length_q);
   int from = at.first_key(at.first), to = at.last_key(stop_q);
   if (at.first >= at.length_q) to = from;
