@@ -9,7 +9,8 @@
 //   scores[m][n] = sum_d A[m][d] B[n][d]       "rows by rows":       Q Kt, dO Vt and their transposes
 //   sums[m][e]  += sum_n T[m][n] C[n][e]       "tile by columns":    P V, Pt dO, dSt Q, dS K
 //
-// T is what a thread made of its own scores, so it never leaves the registers where the two layouts agree.
+// T is what a thread made of its own scores, so it never leaves the registers where the two layouts agree. One sum has a
+// third form, rows by columns, with T in shared memory: dS K where one kernel makes all three gradients.
 
 // ---------------------------------------------------------------------------------------------------------------------
 // 1. What the compiler is told
@@ -21,8 +22,9 @@
 // TW_OTHERS        rows of the other side a step: keys in forward and dq, queries in dkdv; halves take multiples of 16
 // TW_RESIDENT      programs that shall fit a multiprocessor; bounds the registers
 // TW_VECTORS       whether rows of all tensors read can be copied 16 bytes at a time
-// TW_SPLIT         halves: whether tensors whose tiles come in steps are split already, by the kernel that TW_SPLIT_ROWS makes
-// TW_FORWARD, TW_DELTA, TW_DK, TW_DV_SUM, TW_DQ: what is to be made; dk and dv by one kernel, or (wide heads) a launch each
+// TW_SPLIT         halves: whether tensors whose tiles come in steps are split already, by the kernel of TW_SPLIT_ROWS
+// TW_SPLIT_ROWS, TW_FORWARD, TW_DELTA, TW_DK, TW_DV_SUM, TW_DQ: what is to be made; dk and dv by one kernel, or (wide
+//                  heads) a launch each
 // TW_DQ_SUM        whether the kernel of dk and dv adds up dq too
 
 #define TW_THREADS (TW_WARPS * 32)
@@ -420,8 +422,8 @@ struct Product {
   }
 
   // sums = sums * decay + tile columns, a row of sums in a unit of its own. What a thread holds of a tile is just what
-  // it has to hand to the tensor core as the left operand. The rows' factors of ``columns`` join the tile, and a row of it
-  // is scaled to halves by its largest number so far: by that of ``columns`` alone where the tile's are at most 1.
+  // it has to hand to the tensor core as the left operand. The rows' factors of ``columns`` join the tile, and a row of
+  // it is scaled to halves by its largest number so far: by that of ``columns`` alone where the tile's are at most 1.
   template <int N, int WIDTH, int STRIDE, bool ARE_PROBS>
   static TW_DEVICE void tile_by_columns(float (&sums)[ROWS][WIDTH / LANES], const float (&decay)[ROWS],
                                         const float (&tile)[ROWS][N / LANES], const float* columns,
@@ -461,8 +463,9 @@ struct Product {
           split(scaled[r][c], scaled[r][c + 1], big[n][m][f], small[n][m][f]);
         }
     const float* row = columns + lane() % 16 * STRIDE + lane() / 16 * 4;  // two of rows, big and small
-    // What is small has sums of its own, and where registers are few small big and big small have: the tensor core takes
-    // five products' time for one, and begins the next of another sum meanwhile.
+    // A product is added five products' time after it began: what is next to it belongs to another sum. So what is
+    // small has sums of its own, which cuts it less, too; and where registers are few, and the compiler makes one block
+    // of columns after the other, its two kinds have.
     constexpr int ABREAST = WIDTH < 128 ? 2 : 1, PARTS = WIDTH < 128 ? 2 : 3;
 #pragma unroll
     for (int first = 0; first < WIDTH / 8; first += ABREAST) {
@@ -508,11 +511,13 @@ struct Product {
     }
   }
 
-  // A tile's row m, column n, times the factor of its row, goes to row n, column m of another, which a warp of OWN
-  // columns each fills: n as columns of ours lie, so that this can be split.
+  // What a thread holds of a tile, times its row's factor, to where ``to`` has it transposed: a tile of N rows in shared
+  // memory, of which every warp fills columns of its own. Splitting deals 16 columns to two blocks of 8: they stand so
+  // that the first block gets the first 8 rows.
   template <int N, int STRIDE>
-  static TW_DEVICE void store_transposed(float* to, const float (&tile)[ROWS][N / LANES], const float (&factor)[ROWS]) {
-    int own = lane() / 8 * 4 + lane() / 4 % 2;  // where, once it is split, rows g of a block of 16 are: g + 8 behind
+  static TW_DEVICE void store_transposed(float* to, const float (&tile)[ROWS][N / LANES],
+                                         const float (&factor)[ROWS]) {
+    int own = lane() / 8 * 4 + lane() / 4 % 2;  // of row g; row g + 8 is 2 behind
 #pragma unroll
     for (int c = 0; c < N / LANES; c++)
 #pragma unroll
@@ -520,8 +525,8 @@ struct Product {
         to[column_of(c) * STRIDE + r / 2 * 16 + r % 2 * 2 + own] = tile[r][c] * factor[r];
   }
 
-  // sums = a b for 16 rows of a, of its columns [from, to) in steps of 16, and ``count`` <= GROUPS groups of 16 columns of
-  // b, APART groups from one another. A thread gets 4 neighbours of a group in row g, then in row g + 8.
+  // sums = a b for 16 rows of a, of its columns [from, to) by 16, and ``count`` of up to GROUPS groups of 16 columns of
+  // b, each APART groups from the last. A thread gets 4 neighbours of a group in row g, then in row g + 8.
   template <int GROUPS, int APART, int A_STRIDE, int B_STRIDE>
   static TW_DEVICE void rows_by_columns(float (&sums)[GROUPS][8], const float* a, const float* b, int from, int to,
                                         int count) {
@@ -845,8 +850,8 @@ TW_DEVICE void prepare_step(float* tile) {
 
 #if TW_SPLIT_ROWS
 
-// Rows of k and v, split, into dk and dv: rows as they lie in shared memory, factor and all. Grid: tiles of keys, heads,
-// batch.
+// Rows of k and v, or of q and dout, which go by their names here, split, to where dk and dv say: rows as they lie in
+// shared memory, the factor behind each. Grid: tiles of rows, heads, batch.
 TW_KERNEL attention_split_kernel(const Call call) {
   constexpr int N = TW_OTHERS;
   float *k = shared_memory(), *v = k + N * STRIDE;
@@ -1033,14 +1038,14 @@ TW_DEVICE void add_to_dq(const Call& call, const Place& at, int head, int n, int
     for (int g = 0; g < GROUPS; g++) {
       int column = (group + g * APART) * 16 + Product::lane() % 4 * 4;
       if (column >= call.width) continue;
-      const float(&x)[8] = sums[g];
-      float* to_row = dq + i * call.dq.s + column;
-      if (call.width % 4 == 0) {
-        add4(to_row, x[half * 4] * factor, x[half * 4 + 1] * factor, x[half * 4 + 2] * factor, x[half * 4 + 3] * factor);
+      const float* x = sums[g] + half * 4;
+      float* target = dq + i * call.dq.s + column;
+      if (call.width % 4 == 0) {  // rows begin at a multiple of 16 bytes
+        add4(target, x[0] * factor, x[1] * factor, x[2] * factor, x[3] * factor);
       } else {
 #pragma unroll
         for (int e = 0; e < 4; e++)
-          if (column + e < call.width) add1(to_row + e, x[half * 4 + e] * factor);
+          if (column + e < call.width) add1(target + e, x[e] * factor);
       }
     }
   }
@@ -1053,9 +1058,9 @@ TW_DEVICE void add_to_dq(const Call& call, const Place& at, int head, int n, int
 // dv = sum over queries of probs^T dout, dk = scale sum of dscores^T q (eq. 8 and 10), over the heads that share the
 // keys, in a fixed order. Grid: tiles of keys, key heads, batch. Scores are transposed: a thread's rows are keys.
 //
-// With TW_DQ_SUM each step also adds scale dscores k, over the keys of the program, to dq, which holds zeros before: two
-// products and a reading of everything less than in a kernel of its own, but in no fixed order. A warp has dscores of
-// its own keys alone, so they meet in shared memory, as rows of queries, and are split there like any other tile.
+// With TW_DQ_SUM each step also adds scale dscores k, over the keys of the program, to dq, which holds zeros before.
+// That takes two products and a reading of everything less than a kernel of its own, but has no fixed order. A warp has
+// dscores of its own keys alone, so they meet in shared memory, as rows of queries, and are split like any other tile.
 TW_KERNEL attention_backward_dkdv_kernel(const Call call) {
   constexpr int N = TW_OTHERS, QUERIES = N * STRIDE, STAGE = QUERIES + N * STRIDE_V + 2 * N;
   float* k = shared_memory();
@@ -1074,7 +1079,8 @@ TW_KERNEL attention_backward_dkdv_kernel(const Call call) {
 
   // Of these keys some may be seen by nobody: they are not read.
   int seen_from = most(at.first, at.first_key(0)), seen_to = steps ? least(stop_k, at.last_key(at.length_q)) : 0;
-  load_tile<TW_ROWS, TW_D, STRIDE>(k, call.k, head_of(call.k, at.batch, at.head), at.first, seen_from, seen_to, call.width);
+  load_tile<TW_ROWS, TW_D, STRIDE>(k, call.k, head_of(call.k, at.batch, at.head), at.first, seen_from, seen_to,
+                                   call.width);
   load_tile<TW_ROWS, TW_DV, STRIDE_V>(v, call.v, head_of(call.v, at.batch, at.head), at.first, seen_from, seen_to,
                                       call.width_v);
 
