@@ -29,7 +29,9 @@ _EVERY = Needs()
 
 
 class Float32Backend:
-    """Forward, delta, dK/dV and dQ kernels without atomics: every result is the same on every run.
+    """Forward, delta, dK/dV and dQ kernels without atomics, or one that makes every gradient (``backward_kernels``).
+
+    All but that one's dq is the same on every run; with ``deterministic`` all is.
 
     Attributes:
         name: of the backend.

@@ -9,8 +9,8 @@
 //   scores[m][n] = sum_d A[m][d] B[n][d]       "rows by rows":       Q Kt, dO Vt and their transposes
 //   sums[m][e]  += sum_n T[m][n] C[n][e]       "tile by columns":    P V, Pt dO, dSt Q, dS K
 //
-// T is what a thread made of its own scores, so it never leaves the registers where the two layouts agree. One sum has a
-// third form, rows by columns, with T in shared memory: dS K where one kernel makes all three gradients.
+// T is what a thread made of its own scores, so it never leaves the registers where the two layouts agree. One sum has
+// a third form, rows by columns, with T in shared memory: dS K where one kernel makes all three gradients.
 
 // ---------------------------------------------------------------------------------------------------------------------
 // 1. What the compiler is told
@@ -511,9 +511,9 @@ struct Product {
     }
   }
 
-  // What a thread holds of a tile, times its row's factor, to where ``to`` has it transposed: a tile of N rows in shared
-  // memory, of which every warp fills columns of its own. Splitting deals 16 columns to two blocks of 8: they stand so
-  // that the first block gets the first 8 rows.
+  // What a thread holds of a tile, times its row's factor, to where ``to`` has it transposed: a tile of N rows in
+  // shared memory, of which every warp fills columns of its own. Splitting deals 16 columns to two blocks of 8: they
+  // stand so that the first block gets the first 8 rows.
   template <int N, int STRIDE>
   static TW_DEVICE void store_transposed(float* to, const float (&tile)[ROWS][N / LANES],
                                          const float (&factor)[ROWS]) {
