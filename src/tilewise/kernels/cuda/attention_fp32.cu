@@ -327,7 +327,7 @@ struct Product {
 #pragma unroll
     for (int first = 0; first < N; first += TW_THREADS / 8) {
       int row = first + thread_index() / 8;
-      if (row >= N) continue;  // all of a warp's rows
+      if (N % (TW_THREADS / 8) && row >= N) continue;  // all of a warp's rows
       float* group = tile + row * STRIDE;
       float4 x[(WIDTH + 31) / 32];
       float largest = 0.0f, there, back;
@@ -515,14 +515,16 @@ struct Product {
   // shared memory, of which every warp fills columns of its own. Splitting deals 16 columns to two blocks of 8: they
   // stand so that the first block gets the first 8 rows.
   template <int N, int STRIDE>
-  static TW_DEVICE void store_transposed(float* to, const float (&tile)[ROWS][N / LANES],
-                                         const float (&factor)[ROWS]) {
+  static TW_DEVICE void store_transposed(float* to, const float (&tile)[ROWS][N / LANES], const float* factors,
+                                         int apart) {
     int own = lane() / 8 * 4 + lane() / 4 % 2;  // of row g; row g + 8 is 2 behind
 #pragma unroll
-    for (int c = 0; c < N / LANES; c++)
+    for (int r = 0; r < ROWS; r++) {
+      float factor = factors[row_of(r) * apart];
 #pragma unroll
-      for (int r = 0; r < ROWS; r++)
-        to[column_of(c) * STRIDE + r / 2 * 16 + r % 2 * 2 + own] = tile[r][c] * factor[r];
+      for (int c = 0; c < N / LANES; c++)
+        to[column_of(c) * STRIDE + r / 2 * 16 + r % 2 * 2 + own] = tile[r][c] * factor;
+    }
   }
 
   // sums = a b for 16 rows of a, of its columns [from, to) by 16, and ``count`` of up to GROUPS groups of 16 columns of
@@ -1069,7 +1071,7 @@ TW_KERNEL attention_backward_dkdv_kernel(const Call call) {
   float* scratch = stages + 2 * STAGE + warp_index() * Product::SCRATCH;
 #if TW_DQ_SUM
   constexpr int STRIDE_SUM = TW_ROWS + Product::PAD;
-  float* all_dscores = stages + 2 * STAGE;
+  float *all_dscores = stages + 2 * STAGE, *own_dscores = all_dscores + warp_index() * Product::OWN;
 #endif
   int heads = call.hq / call.group;
   Place at = locate(call, heads, TW_ROWS, hides_left(call));
@@ -1176,18 +1178,14 @@ TW_KERNEL attention_backward_dkdv_kernel(const Call call) {
           dscores[r][c] = probs[r][c] == 0.0f ? 0.0f : probs[r][c] * difference;
         }
 #endif
+#if TW_DQ_SUM
+      Product::store_transposed<N, STRIDE_SUM>(own_dscores, dscores, own_k + TW_D, STRIDE);
+    } else {
+      for (int i = Product::lane(); i < N * Product::OWN; i += 32)
+        own_dscores[i / Product::OWN * STRIDE_SUM + i % Product::OWN] = 0.0f;
+#endif
     }
 #if TW_DQ_SUM
-    float k_back[ROWS];
-#pragma unroll
-    for (int r = 0; r < ROWS; r++) k_back[r] = sees_some ? own_k[Product::row_of(r) * STRIDE + TW_D] : 0.0f;
-    if (!sees_some) {
-#pragma unroll
-      for (int c = 0; c < N / LANES; c++)
-#pragma unroll
-        for (int r = 0; r < ROWS; r++) dscores[r][c] = 0.0f;
-    }
-    Product::store_transposed<N, STRIDE_SUM>(all_dscores + warp_index() * Product::OWN, dscores, k_back);
     synchronize();
     Product::prepare<N, TW_ROWS, STRIDE_SUM>(all_dscores);
 #endif
