@@ -542,7 +542,7 @@ struct Product {
         for (int f = 0; f < 4; f++) part[e][p][f] = 0.0f;
     const float* a_row = a + lane() % 16 * A_STRIDE + lane() / 16 * 8;  // two of rows, of columns
     const float* b_row = b + lane() % 16 * B_STRIDE + lane() / 16 * 4;  // two of rows, big and small
-#pragma unroll 2
+#pragma unroll 4
     for (int n = from; n < to; n += 16) {
       unsigned big[4], small[4], x[2 * GROUPS][4];
       load_matrices(big, a_row + n);
