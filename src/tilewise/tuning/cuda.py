@@ -2,7 +2,8 @@
 
 First ones of products of halves at head dims up to 128 were the fastest of seven (backward: four to six) that an H200
 timed at 64 and 128 (docs/float32.md), full and causal: up to 5 % behind another for some lengths, ahead by more for the
-rest. All others were chosen by compiling alone, for few spills (tests/kernels/test_compile_cuda.py holds the bounds).
+rest. That was before dqkv was written: its tiles are dkdv's. All others were chosen by compiling alone, for few spills
+(tests/kernels/test_compile_cuda.py holds the bounds).
 """
 
 from dataclasses import dataclass

@@ -466,7 +466,7 @@ struct Product {
     // A product is added five products' time after it began: what is next to it belongs to another sum. So what is
     // small has sums of its own, which cuts it less, too; and where registers are few, and the compiler makes one block
     // of columns after the other, its two kinds have.
-    constexpr int ABREAST = WIDTH < 128 ? 2 : 1, PARTS = WIDTH < 128 ? 2 : 3;
+    constexpr int ABREAST = WIDTH > 64 ? 1 : 2, PARTS = WIDTH > 64 ? 3 : 2;
 #pragma unroll
     for (int first = 0; first < WIDTH / 8; first += ABREAST) {
       float part[ABREAST][PARTS][TW_BLOCKS][4];
@@ -527,11 +527,12 @@ struct Product {
     }
   }
 
-  // sums = a b for 16 rows of a, of its columns [from, to) by 16, and ``count`` of up to GROUPS groups of 16 columns of
-  // b, each APART groups from the last. A thread gets 4 neighbours of a group in row g, then in row g + 8.
-  template <int GROUPS, int APART, int A_STRIDE, int B_STRIDE>
+  // sums = a b for 16 rows of a, of its columns [from, to) by 16, and every APART-th group of 16 columns of b from
+  // ``group`` on; for the last of all there are where there is none. A thread gets 4 neighbours of a group in row g, then
+  // in row g + 8.
+  template <int GROUPS, int APART, int WIDTH, int A_STRIDE, int B_STRIDE>
   static TW_DEVICE void rows_by_columns(float (&sums)[GROUPS][8], const float* a, const float* b, int from, int to,
-                                        int count) {
+                                        int group) {
     constexpr int PARTS = GROUPS == 1 ? 3 : 2;
     float part[2 * GROUPS][PARTS][4];
 #pragma unroll
@@ -541,7 +542,10 @@ struct Product {
 #pragma unroll
         for (int f = 0; f < 4; f++) part[e][p][f] = 0.0f;
     const float* a_row = a + lane() % 16 * A_STRIDE + lane() / 16 * 8;  // two of rows, of columns
-    const float* b_row = b + lane() % 16 * B_STRIDE + lane() / 16 * 4;  // two of rows, big and small
+    const float* b_row[GROUPS];  // two of rows, big and small
+#pragma unroll
+    for (int i = 0; i < GROUPS; i++)
+      b_row[i] = b + lane() % 16 * B_STRIDE + least(group + i * APART, WIDTH / 16 - 1) * 16 + lane() / 16 * 4;
 #pragma unroll 4
     for (int n = from; n < to; n += 16) {
       unsigned big[4], small[4], x[2 * GROUPS][4];
@@ -549,12 +553,11 @@ struct Product {
       load_matrices(small, a_row + n + 4);
 #pragma unroll
       for (int e = 0; e < 2 * GROUPS; e++)
-        if (e / 2 < count) load_matrices_transposed(x[e], b_row + n * B_STRIDE + e / 2 * APART * 16 + e % 2 * 8);
+        load_matrices_transposed(x[e], b_row[e / 2] + n * B_STRIDE + e % 2 * 8);
 #pragma unroll
       for (int p = 0; p < 3; p++)
 #pragma unroll
         for (int e = 0; e < 2 * GROUPS; e++) {
-          if (e / 2 >= count) continue;
           float(&sum)[4] = part[e][p % PARTS];
           multiply_halves(sum[0], sum[1], sum[2], sum[3], p == 0 ? small : big, x[e][p / 2 * 2], x[e][p / 2 * 2 + 1]);
         }
@@ -1024,12 +1027,11 @@ TW_DEVICE void add_to_dq(const Call& call, const Place& at, int head, int n, int
   constexpr int BLOCKS = TW_OTHERS / 16, APART = TW_WARPS / BLOCKS, GROUPS = (TW_D / 16 + APART - 1) / APART;
   static_assert(TW_WARPS % BLOCKS == 0, "blocks of queries have as many warps each");
   int block = warp_index() % BLOCKS, group = warp_index() / BLOCKS;
-  int count = TW_D / 16 % APART ? (TW_D / 16 - group + APART - 1) / APART : GROUPS;
   int from_key = most(0, at.first_key(n) - at.first) / 16 * 16;
   int to_key = least(TW_ROWS, at.last_key(least(n + TW_OTHERS, to)) - at.first);
   const float* rows = dscores + block * 16 * STRIDE_SUM;
   float sums[GROUPS][8];
-  Product::rows_by_columns<GROUPS, APART, STRIDE_SUM, STRIDE>(sums, rows, k + group * 16, from_key, to_key, count);
+  Product::rows_by_columns<GROUPS, APART, TW_D, STRIDE_SUM, STRIDE>(sums, rows, k, from_key, to_key, group);
   float* dq = head_of(call.dq, at.batch, head);
 #pragma unroll
   for (int half = 0; half < 2; half++) {
