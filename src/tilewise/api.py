@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple, cast, overload
 import torch
 
 from tilewise import settings
+from tilewise.arguments import check_choices, check_inputs, check_switch
 from tilewise.autograd.attention_op import Options, run
 from tilewise.dispatch import Explanation, explain_problem
 from tilewise.errors import InvalidInput
@@ -306,6 +307,8 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visible 
     'reference'
     """
     _check_return_aux(return_aux)
+    check_choices(scale, deterministic, backend)
+    check_switch("double_backward", double_backward)
     band, visible, lists, mask_function = _parted(mask)
     q, k, v = _autocast(q, k, v)
     lengths = _NO_LENGTHS
@@ -333,6 +336,7 @@ def _options(scale: float | None, band: Mask, softcap: float | None, dropout_p: 
              functions: CallFunctions, longest: Longest, deterministic: bool | None,
              backend: str | None) -> Options:
     """Flatten what is not a tensor into an operator's arguments."""
+    check_choices(scale, deterministic, backend)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     return Options(scale, band.left, band.right, band.alignment, band.prefix, band.sink_tokens, band.chunk, softcap,
@@ -342,6 +346,7 @@ def _options(scale: float | None, band: Mask, softcap: float | None, dropout_p: 
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Operands, options: Options,
             double_backward: bool, with_lse: bool) -> Sequence[torch.Tensor]:
+    check_switch("double_backward", double_backward)
     if double_backward:
         return cast(Sequence[torch.Tensor], _second_order().run_twice_differentiable(q, k, v, operands, options))
     return run(q, k, v, operands, options, with_lse)
@@ -443,13 +448,10 @@ def _check_return_aux(return_aux: object) -> None:
 
 
 def _autocast(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    # A non-tensor is left for the problem's check, which names the argument.
-    if not isinstance(q, torch.Tensor):
-        return q, k, v
+    check_inputs(q, k, v)
     kind = "cuda" if q.is_cuda else q.device.type  # a device makes the string anew, which costs as much as all else
     if not torch.is_autocast_enabled(kind):
         return q, k, v
     dtype = torch.get_autocast_dtype(kind)
-    q, k, v = (t.to(dtype) if isinstance(t, torch.Tensor) and t.is_floating_point() and t.dtype != torch.float64
-               else t for t in (q, k, v))
+    q, k, v = (t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in (q, k, v))
     return q, k, v

@@ -5,11 +5,12 @@ from typing import Any
 import torch
 
 from tilewise.api import AttentionOutput
+from tilewise.arguments import check_choices, check_switch
 from tilewise.autograd.decode_op import run_decode
-from tilewise.decode_problem import CacheOperands, DecodeOptions, check_mask, facts_of_inputs
+from tilewise.decode_problem import CacheOperands, DecodeOptions, check_mask, checked_splits, facts_of_inputs
 from tilewise.errors import InvalidInput
 from tilewise.masks import Mask
-from tilewise.scores import with_batch_dim
+from tilewise.scores import checked_softcap, with_batch_dim
 
 _NO_MASK = Mask()
 _NAMES = ("q", "k_cache", "v_cache", *CacheOperands._fields)
@@ -72,8 +73,10 @@ def attention_decode(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tens
     named = tuple(return_aux) if not isinstance(return_aux, str) else (return_aux,)
     if isinstance(return_aux, str) or named not in ((), ("lse",)):
         raise InvalidInput(f"return_aux is {return_aux!r}; allowed are () and ('lse',).")
-    if not isinstance(rotary_interleaved, bool):
-        raise InvalidInput(f"rotary_interleaved is {rotary_interleaved!r}; allowed are True and False.")
+    check_switch("rotary_interleaved", rotary_interleaved)
+    check_choices(scale, deterministic, backend)
+    checked_softcap(softcap)
+    checked_splits(num_splits)
     mask = _NO_MASK if mask is None else mask
     check_mask(mask)
     facts_of_inputs(q, k_cache, v_cache)

@@ -159,15 +159,12 @@ def decode_problem(tensors: tuple[Facts, Facts, Facts], operands: tuple[Facts, .
     _check_operands(q, given, {"hk": hk, "dv": dv, "capacity": capacity, "new": new})
     rotary_dim = _rotary_dim(given, d, capacity, q[4])
     check_mask(options.mask)
-    splits = options.num_splits
-    if splits is not None and (not isinstance(splits, int) or isinstance(splits, bool) or splits < 1):
-        raise InvalidInput(f"num_splits is {splits!r}; allowed is an integer >= 1, or None to choose.")
     return DecodeProblem(
         b=b, hq=hq, hk=hk, sq=sq, d=d, dv=dv, dtype=dtype, device=q[4], capacity=capacity,
         page=0 if table is None else page, new=new, rotary_dim=rotary_dim,
         positions=given["rotary_cos"][1][0] if rotary_dim else 0, scale=checked_scale(options.scale, d),
         mask=options.mask, softcap=checked_softcap(options.softcap), interleaved=options.rotary_interleaved,
-        num_splits=splits, deterministic=options.deterministic,
+        num_splits=checked_splits(options.num_splits), deterministic=options.deterministic,
         tensors=tuple((facts[0], tuple(facts[2]), facts[3]) for facts in (*tensors, *operands)))
 
 
@@ -236,6 +233,13 @@ def _rotary_dim(given: dict[str, Facts], d: int, capacity: int, device: torch.de
         if shape[1] > 1 and strides[1] != 1:
             raise InvalidInput(f"{name} has stride {strides[1]}; allowed is 1: call contiguous() on it.")
     return int(2 * shape[1])
+
+
+def checked_splits(splits: Any) -> int | None:
+    """Return the number of splits; raises :class:`InvalidInput` for what is none."""
+    if splits is not None and (not isinstance(splits, int) or isinstance(splits, bool) or splits < 1):
+        raise InvalidInput(f"num_splits is {splits!r}; allowed is an integer >= 1, or None to choose.")
+    return splits
 
 
 def check_mask(mask: Any) -> None:

@@ -43,12 +43,28 @@ def _equal(a, b):
     ({"return_aux": ("lse", "max")},
      "return_aux is ('lse', 'max'); allowed is a tuple of names out of ('lse', 'max_logit')."),
     ({"return_aux": None}, "return_aux is None; allowed is a tuple of names out of ('lse', 'max_logit')."),
+    ({"scale": "a"}, "scale is 'a'; allowed is a number from 2^-126 to 2^127, or None for 1/sqrt(d)."),
+    ({"scale": True}, "scale is True; allowed is a number from 2^-126 to 2^127, or None for 1/sqrt(d)."),
+    ({"deterministic": "yes"}, "deterministic is 'yes'; allowed are True and False, or None to follow "
+                               "torch.use_deterministic_algorithms."),
+    ({"backend": 3}, "backend is 3; allowed is the name of a backend, or None to choose."),
+    ({"double_backward": "no"}, "double_backward is 'no'; allowed are True and False."),
 ], ids=lambda value: next(iter(value)) if isinstance(value, dict) else "")
 @pytest.mark.parametrize("call", [attention, explain])
 def test_message_names_the_argument_and_what_is_allowed(call, arguments, message):
     with pytest.raises(InvalidInput) as caught:
         call(*_tensors(), **arguments)
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("call", [attention, explain])
+@pytest.mark.parametrize(("place", "name"), [(0, "q"), (1, "k"), (2, "v")])
+def test_what_is_no_tensor_is_refused_by_name(call, place, name):
+    tensors = list(_tensors())
+    tensors[place] = tensors[place].tolist()
+    with pytest.raises(InvalidInput) as caught:
+        call(*tensors)
+    assert str(caught.value) == f"{name} is a list; allowed is a torch.Tensor."
 
 
 @pytest.mark.parametrize("seed", [1.5, True, "7", 2**63, -2**63 - 1])
@@ -304,6 +320,7 @@ _CU = torch.tensor([0, 2, 5])
                          "MaskFunction, or these joined by '&'."),
     ({"softcap": True}, "softcap is True; allowed is a number from 2^-126 to 2^127, or None for none."),
     ({"dropout_p": True}, "dropout_p is True; allowed is a probability, 0 <= dropout_p < 1."),
+    ({"scale": "s"}, "scale is 's'; allowed is a number from 2^-126 to 2^127, or None for 1/sqrt(d)."),
     ({"return_aux": "lse"}, "return_aux is 'lse'; allowed is a tuple of names out of ('lse', 'max_logit')."),
     ({"mask": documents(torch.arange(4))}, "documents_q has shape (1, 4, 4); allowed is (b=1, 4=4, sq=5), or 1 in "
                                            "place of b."),

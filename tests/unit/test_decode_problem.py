@@ -72,6 +72,13 @@ WRONG = {
     "scale is 0.0; allowed is a number from 2^-126 to 2^127, or None for 1/sqrt(d).": {"scale": 0.0},
     "softcap is -1.0; allowed is a number from 2^-126 to 2^127, or None for none.": {"softcap": -1.0},
     "num_splits is 0; allowed is an integer >= 1, or None to choose.": {"num_splits": 0},
+    "num_splits is '3'; allowed is an integer >= 1, or None to choose.": {"num_splits": "3"},
+    "num_splits is True; allowed is an integer >= 1, or None to choose.": {"num_splits": True},
+    "scale is 'a'; allowed is a number from 2^-126 to 2^127, or None for 1/sqrt(d).": {"scale": "a"},
+    "softcap is 'a'; allowed is a number from 2^-126 to 2^127, or None for none.": {"softcap": "a"},
+    "deterministic is 1; allowed are True and False, or None to follow torch.use_deterministic_algorithms.":
+        {"deterministic": 1},
+    "backend is 1; allowed is the name of a backend, or None to choose.": {"backend": 1},
     "return_aux is 'lse'; allowed are () and ('lse',).": {"return_aux": "lse"},
     "return_aux is ('max_logit',); allowed are () and ('lse',).": {"return_aux": ("max_logit",)},
     "mask is a Tensor; allowed is None, causal() or window(left, right).": {"mask": torch.ones(1, 10).bool()},
