@@ -23,7 +23,7 @@ class CudaConfig:
         products: how many on tensor cores make a product: 3 of halves, or 1 of TF32; 0 = FMA pipes.
         blocks: rows that a warp owns, in units of 16 on tensor cores, of 4 on FMA pipes.
         warps: warps a program, each with rows of its own.
-        others: rows of the other side a step; two steps of them are in shared memory.
+        others: rows of the other side a step; on tensor cores two steps of them are in shared memory, else one.
         resident: programs that shall fit a multiprocessor, for the compiler to count registers by.
     """
 
@@ -52,13 +52,14 @@ class CudaConfig:
         return 32 * self.warps
 
     def shared_bytes(self, kernel: str, d: int, dv: int) -> int:
-        """Shared memory of a kernel for padded head dims: its rows, and two steps of the other side's."""
+        """Shared memory of a kernel for padded head dims: its rows, and one or two steps of the other side's."""
         pad = 8 if self.products == 1 else 4
         d, dv = d + pad, dv + pad
         own = self.rows * (d if kernel == "forward" else d + dv)
         step = self.others * (d + dv + (2 if kernel in SUMS_OVER_QUERIES else 0))  # 2: lse and delta
-        scratch = 0 if self.products else self.rows * (self.others + 4)
-        return 4 * (own + 2 * step + scratch)
+        if self.products:
+            return 4 * (own + 2 * step)
+        return 4 * (own + step + self.rows * (min(self.others, 32) + 8))  # what passes tiles on, 32 columns at a time
 
 
 SUMS_OVER_QUERIES = ("dkdv", "dk", "dv")
@@ -83,12 +84,12 @@ _TF32: dict[str, dict[int, tuple[Tile, ...]]] = {
            256: ((1, 4, 16, 1), (1, 2, 8, 1), (1, 1, 8, 1))},
 }
 _FMA_PIPES: dict[str, dict[int, tuple[Tile, ...]]] = {
-    "forward": {64: ((8, 4, 32, 2), (4, 4, 32, 1)), 128: ((4, 4, 32, 2), (4, 4, 16, 1), (4, 2, 16, 1)),
+    "forward": {64: ((8, 4, 64, 2), (4, 4, 32, 1)), 128: ((4, 4, 64, 2), (4, 4, 32, 1), (4, 2, 16, 1)),
                 256: ((4, 4, 32, 1), (4, 2, 16, 1), (2, 2, 8, 1))},
-    "dkdv": {64: ((4, 4, 32, 2), (4, 2, 16, 1)), 128: ((4, 8, 32, 1), (4, 4, 32, 1), (4, 2, 16, 1), (4, 1, 8, 1))},
+    "dkdv": {64: ((4, 4, 64, 2), (4, 2, 16, 1)), 128: ((4, 8, 64, 1), (4, 4, 32, 1), (4, 2, 16, 1), (4, 1, 8, 1))},
     "dk": {256: ((4, 4, 16, 1), (4, 1, 16, 1), (2, 1, 8, 1))},
     "dv": {256: ((4, 4, 16, 1), (4, 1, 16, 1), (2, 1, 8, 1))},
-    "dq": {64: ((4, 4, 32, 2), (4, 2, 16, 1)), 128: ((4, 8, 32, 1), (4, 4, 32, 1), (4, 2, 16, 1), (4, 1, 8, 1)),
+    "dq": {64: ((4, 4, 64, 2), (4, 2, 16, 1)), 128: ((4, 8, 64, 1), (4, 4, 32, 1), (4, 2, 16, 1), (4, 1, 8, 1)),
            256: ((4, 4, 16, 1), (4, 1, 16, 1), (2, 1, 8, 1))},
 }
 _TILES = {0: _FMA_PIPES, 1: _TF32, 3: _HALVES}  # by products
