@@ -601,7 +601,11 @@ struct Product {
   static constexpr int CHUNK = TW_OTHERS < 32 ? TW_OTHERS : 32;  // columns of a tile that pass through shared memory at once
   static constexpr int SCRATCH_STRIDE = CHUNK + 8, SCRATCH = OWN * SCRATCH_STRIDE;  // floats a warp
   static constexpr int UNROLL = TW_BLOCKS < 8 ? 4 : 2;
-  static constexpr int GROUPS = 2;  // of 32 columns that are summed up at once
+#if TW_FORWARD || TW_DQ
+  static constexpr int GROUPS = TW_BLOCKS < 8 ? 4 : 2;  // of 32 columns that are summed up at once
+#else
+  static constexpr int GROUPS = 2;  // two sums of their own fill the registers
+#endif
 
   static TW_DEVICE int lane() { return thread_index() % 32; }
   static TW_DEVICE int lane_row() { return lane() / 16 * 2 + lane() % 2; }
@@ -647,13 +651,14 @@ struct Product {
                                         const float (&tile)[ROWS][N / LANES], const float* columns, float (&)[ROWS],
                                         float* scratch) {
     static_assert(WIDTH % 32 == 0, "columns come in groups of 32");
+    constexpr int TOGETHER = GROUPS < WIDTH / 32 ? GROUPS : WIDTH / 32;
 #pragma unroll
-    for (int first = 0; first < WIDTH / 32; first += GROUPS) {
-      float part[ROWS][4 * GROUPS];
+    for (int first = 0; first < WIDTH / 32; first += TOGETHER) {
+      float part[ROWS][4 * TOGETHER];
 #pragma unroll
       for (int r = 0; r < ROWS; r++)
 #pragma unroll
-        for (int e = 0; e < 4 * GROUPS; e++) part[r][e] = 0.0f;
+        for (int e = 0; e < 4 * TOGETHER; e++) part[r][e] = 0.0f;
 #pragma unroll
       for (int chunk = 0; chunk < N; chunk += CHUNK) {
         if (first == 0 || N > CHUNK) {
@@ -667,7 +672,7 @@ struct Product {
         }
         const float* own = scratch + row_of(0) * SCRATCH_STRIDE;
         const float* lane_row = columns + chunk * STRIDE + first * 32 + lane_column() * 4;
-#pragma unroll UNROLL / 2
+#pragma unroll UNROLL / TOGETHER
         for (int n = 0; n < CHUNK; n += 4, own += 4, lane_row += 4 * STRIDE) {
           float4 x[ROWS];
 #pragma unroll
@@ -675,7 +680,7 @@ struct Product {
 #pragma unroll
           for (int i = 0; i < 4; i++)
 #pragma unroll
-            for (int group = 0; group < GROUPS; group++) {
+            for (int group = 0; group < TOGETHER; group++) {
               if (first + group >= WIDTH / 32) continue;
               float4 y = *reinterpret_cast<const float4*>(lane_row + i * STRIDE + group * 32);
 #pragma unroll
@@ -692,7 +697,7 @@ struct Product {
 #pragma unroll
       for (int r = 0; r < ROWS; r++)
 #pragma unroll
-        for (int e = 0; e < 4 * GROUPS; e++)
+        for (int e = 0; e < 4 * TOGETHER; e++)
           if (first * 4 + e < WIDTH / LANES)
             sums[r][first * 4 + e] = sums[r][first * 4 + e] * decay[r] + part[r][e];
     }
@@ -742,19 +747,23 @@ TW_DEVICE void store_rows(const Tensor& tensor, float* head, const float (&sums)
 // ---------------------------------------------------------------------------------------------------------------------
 // 6. The kernels
 
-#if TW_FORWARD
+#if TW_FORWARD || TW_DQ
 
-// Take from row i of scores the keys from n on that it does not see.
+// Put ``value`` in the place of what the warp's queries have of keys n on that they do not see; nobody sees key ``to``.
 template <int N>
-TW_DEVICE void hide_scores(float (&scores)[ROWS][N / LANES], const Place& at, int own, int n, int to) {
+TW_DEVICE void hide(float (&tile)[ROWS][N / LANES], float value, const Place& at, int own, int n, int to) {
 #pragma unroll
   for (int r = 0; r < ROWS; r++)
 #pragma unroll
     for (int c = 0; c < N / LANES; c++) {
       int j = n + Product::column_of(c);
-      if (j >= to || !at.sees(own + Product::row_of(r), j)) scores[r][c] = -INFINITE;
+      if (j >= to || !at.sees(own + Product::row_of(r), j)) tile[r][c] = value;
     }
 }
+
+#endif
+
+#if TW_FORWARD
 
 // The online softmax (eq. 5): scores become probabilities, decay what the sums so far are multiplied by.
 template <int N>
@@ -851,7 +860,7 @@ TW_KERNEL attention_forward_kernel(const Call call) {
     if (any) {
       Product::rows_by_rows<N, TW_D, STRIDE>(scores, q + warp_index() * Product::OWN * STRIDE, k);
       bool whole = n + N <= to && at.sees(own, n + N - 1) && at.sees(own_stop - 1, n);
-      if (!whole) hide_scores<N>(scores, at, own, n, to);
+      if (!whole) hide<N>(scores, -INFINITE, at, own, n, to);
       fold_scores<N>(scores, decay, row_max, row_sum, scale_log2);
     }
     if (STEPS == 1) {
@@ -916,17 +925,20 @@ TW_DEVICE float prob_of(float score, float scale_log2, float lse_log2) {
 template <int N>
 TW_DEVICE void make_probs(float (&probs)[ROWS][N / LANES], const Place& at, int own, int own_stop, int n, int to,
                           const float* lse, float scale_log2) {
-  bool whole = n + N <= to && at.sees(n, own_stop - 1) && at.sees(n + N - 1, own);
 #pragma unroll
   for (int c = 0; c < N / LANES; c++) {
-    int column = Product::column_of(c), i = n + column;
-    float lse_log2 = multiply(lse[column], LOG2E);
+    float lse_log2 = multiply(lse[Product::column_of(c)], LOG2E);
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) probs[r][c] = prob_of(probs[r][c], scale_log2, lse_log2);
+  }
+  if (n + N <= to && at.sees(n, own_stop - 1) && at.sees(n + N - 1, own)) return;  // nothing is hidden
+#pragma unroll
+  for (int c = 0; c < N / LANES; c++)
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
-      bool hidden = !whole && (i >= to || !at.sees(i, own + Product::row_of(r)));
-      probs[r][c] = hidden ? 0.0f : prob_of(probs[r][c], scale_log2, lse_log2);
+      int i = n + Product::column_of(c);
+      if (i >= to || !at.sees(i, own + Product::row_of(r))) probs[r][c] = 0.0f;
     }
-  }
 }
 
 // dprobs become dscores.
@@ -1157,16 +1169,17 @@ TW_KERNEL attention_backward_dq_kernel(const Call call) {
       if (!any) continue;
       Product::rows_by_rows<N, TW_D, STRIDE>(probs, own_q, k);
     }
-    bool whole = n + N <= to && at.sees(own, n + N - 1) && at.sees(own_stop - 1, n);
 #pragma unroll
     for (int r = 0; r < ROWS; r++)
 #pragma unroll
-      for (int c = 0; c < N / LANES; c++) {
-        int j = n + Product::column_of(c);
-        bool hidden = !whole && (j >= to || !at.sees(own + Product::row_of(r), j));
-        float prob = hidden ? 0.0f : prob_of(probs[r][c], scale_log2, lse_log2[r]);
-        dscores[r][c] = prob == 0.0f ? 0.0f : prob * (dscores[r][c] - delta[r]);
-      }
+      for (int c = 0; c < N / LANES; c++) probs[r][c] = prob_of(probs[r][c], scale_log2, lse_log2[r]);
+    bool whole = n + N <= to && at.sees(own, n + N - 1) && at.sees(own_stop - 1, n);
+    if (!whole) hide<N>(probs, 0.0f, at, own, n, to);
+#pragma unroll
+    for (int r = 0; r < ROWS; r++)
+#pragma unroll
+      for (int c = 0; c < N / LANES; c++)
+        dscores[r][c] = probs[r][c] == 0.0f ? 0.0f : probs[r][c] * (dscores[r][c] - delta[r]);
     Product::tile_by_columns<N, TW_D, STRIDE, false>(sums, ones, dscores, k, unit, scratch);
   }
 
