@@ -19,8 +19,9 @@ ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 PRODUCTS = {"halves": 3, "ieee": 0}
 # Bytes of spill stores a thread, at most: stores to local memory that a step of tens of thousands of products hides. At
 # head dim 256 sums fill half of the registers: on sm_90 halves store 20 to 32 numbers there a step, beside the 192 or
-# 288 instructions of the tensor core.
-SPILLS = {64: 300, 128: 300, 256: 450}
+# 288 instructions of the tensor core. The forward pass on FMA pipes at head dim 64 has 38 of its 64 sums there while it
+# makes a step's 8192 products: no loop over dims or keys stores or loads any.
+SPILLS = {3: {64: 300, 128: 300, 256: 450}, 0: {64: 480, 128: 300, 256: 300}}
 
 
 def problem(d):
@@ -53,7 +54,7 @@ def test_kernels_compile_and_spill_little(arch, products, d):
         code, log = compile_program(program, arch, "--ptxas-options=-v")
         assert code.startswith(b"\x7fELF")
         counts[program.kernel] = max(spilled(log))
-    assert {kernel: count for kernel, count in counts.items() if count > SPILLS[d]} == {}
+    assert {kernel: count for kernel, count in counts.items() if count > SPILLS[products][d]} == {}
 
 
 @pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90"])

@@ -206,6 +206,28 @@ def test_a_quarter_warp_reads_no_bank_of_shared_memory_twice(width):
 
 
 @pytest.mark.parametrize("width", [16, 32, 48, 64, 96, 128, 256])
+def test_half_a_warp_on_fma_pipes_reads_128_bytes_at_once(width):
+    """16 bytes a thread are two reads of 128 bytes a warp, not four, only where each of half a warp's threads has the
+    address of its neighbour or of its next but one; 4 bytes a thread are written at once.
+    """
+    problem = AttentionProblem.from_tensors(*[torch.empty(1, 1, 1, 64)] * 3)
+    built = cuda_on_cpu.library(float32.plan("forward", problem, DeviceSpec.of_arch("sm_90"), 0, True)[0])
+    stride, scratch = width + built.pad(), built.scratch_stride()
+    row, column = ([of(lane) for lane in range(32)] for of in (built.row_of, built.column_of))
+    assert len(set(zip(row, column, strict=True))) == 32
+    reads = {"rows": [row[lane] * stride for lane in range(32)],
+             "rows of the other side": [column[lane] * stride for lane in range(32)],
+             "rows of the tile": [row[lane] * scratch for lane in range(32)],
+             "columns": [column[lane] * 4 for lane in range(32)]}
+    for name, first in reads.items():
+        for half in (first[:16], first[16:]):
+            assert any(all(half[i] == half[i ^ apart] for i in range(16)) for apart in (1, 2)), name
+            banks = [(start + e) % 32 for start in set(half) for e in range(4)]
+            assert len(set(banks)) == len(banks), name
+    assert len({(row[lane] * scratch + column[lane]) % 32 for lane in range(32)}) == 32
+
+
+@pytest.mark.parametrize("width", [16, 32, 48, 64, 96, 128, 256])
 def test_eight_rows_of_halves_lie_in_different_banks(width):
     """A matrix that the tensor core reads is 8 rows of 16 bytes."""
     problem = AttentionProblem.from_tensors(*[torch.empty(1, 1, 1, 64)] * 3)
