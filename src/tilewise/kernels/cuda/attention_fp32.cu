@@ -593,12 +593,13 @@ struct Product {
 #else
 
 // On FMA pipes: every product and sum rounded once, as IEEE 754 has it. A warp is 4 x 8 threads, rows by columns; a
-// thread owns TW_BLOCKS rows, 4 apart, so that each number loaded from shared memory serves several products. Half a warp
-// is 2 x 8 threads, of which two neighbours have the same columns: only so does it read 8 different 16 bytes at once.
+// thread owns TW_BLOCKS rows, 4 apart, so that each number loaded from shared memory serves several products. Lanes 1
+// apart share columns, those 2 apart rows: half a warp's 16-byte loads are one read of 128 bytes where either kind shares
+// its address, else two.
 struct Product {
   static constexpr int LANES = 8, ROWS = TW_BLOCKS, OWN = 4 * TW_BLOCKS, PAD = 4;
   static constexpr float UNIT = 1.0f;
-  static constexpr int CHUNK = TW_OTHERS < 32 ? TW_OTHERS : 32;  // columns of a tile that pass through shared memory at once
+  static constexpr int CHUNK = TW_OTHERS < 32 ? TW_OTHERS : 32;  // columns of a tile in shared memory at once
   static constexpr int SCRATCH_STRIDE = CHUNK + 8, SCRATCH = OWN * SCRATCH_STRIDE;  // floats a warp
   static constexpr int UNROLL = TW_BLOCKS < 8 ? 4 : 2;
 #if TW_FORWARD || TW_DQ
@@ -710,7 +711,7 @@ constexpr int ROWS = Product::ROWS, LANES = Product::LANES;
 constexpr int TW_ROWS = Product::OWN * TW_WARPS;
 constexpr int STRIDE = TW_D + Product::PAD, STRIDE_V = TW_DV + Product::PAD;
 constexpr int NEIGHBOUR = TW_PRODUCTS ? 1 : 2;  // what lanes of neighbours in a row differ by
-// Steps of the other side in shared memory. On FMA pipes a step takes so long that one will do: while one of its tiles is
+// Steps of the other side in shared memory. On FMA pipes one will do, and may be longer: while one of its tiles is
 // multiplied, the other is loaded.
 constexpr int STEPS = TW_PRODUCTS ? 2 : 1;
 
@@ -749,7 +750,7 @@ TW_DEVICE void store_rows(const Tensor& tensor, float* head, const float (&sums)
 
 #if TW_FORWARD || TW_DQ
 
-// Put ``value`` in the place of what the warp's queries have of keys n on that they do not see; nobody sees key ``to``.
+// Put ``value`` wherever a query of the warp's does not see its key; keys n on, of which nobody sees ``to`` and later.
 template <int N>
 TW_DEVICE void hide(float (&tile)[ROWS][N / LANES], float value, const Place& at, int own, int n, int to) {
 #pragma unroll
@@ -1159,7 +1160,8 @@ TW_KERNEL attention_backward_dq_kernel(const Call call) {
     if (STEPS == 2 && !any) continue;
 
     float probs[ROWS][N / LANES], dscores[ROWS][N / LANES];
-    const float *own_q = q + warp_index() * Product::OWN * STRIDE, *own_dout = dout + warp_index() * Product::OWN * STRIDE_V;
+    const float* own_q = q + warp_index() * Product::OWN * STRIDE;
+    const float* own_dout = dout + warp_index() * Product::OWN * STRIDE_V;
     if (STEPS == 2) Product::rows_by_rows<N, TW_D, STRIDE>(probs, own_q, k);
     if (any) Product::rows_by_rows<N, TW_DV, STRIDE_V>(dscores, own_dout, k + KEYS);
     if (STEPS == 1) {
