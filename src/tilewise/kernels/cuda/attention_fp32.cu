@@ -789,7 +789,7 @@ TW_DEVICE void fold_scores(float (&scores)[ROWS][N / LANES], float (&decay)[ROWS
   if (far) {  // what rounding left of the shift would take the largest probability far from 1
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
-      if (fabsf(shift[r]) <= FAR) continue;
+      if (!(fabsf(shift[r]) > FAR)) continue;
 #pragma unroll
       for (int c = 0; c < N / LANES; c++) scores[r][c] -= row_max[r];
       decay[r] = multiply(last[r] - row_max[r], scale_log2);
