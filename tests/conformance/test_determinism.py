@@ -110,8 +110,8 @@ def test_no_run_of_250_is_an_outlier(backend, mask, d, device):
     case = Case("outlier", b=2, hq=4, hk=2, sq=1000, sk=1000, d=d, dv=d, mask=mask)
     inputs = make_inputs(case, torch.bfloat16, device)
     first = forward_and_backward(backend, case, inputs)
-    rounding = 2**-8 * first.dq.abs().clamp(min=first.dq.abs().amax() * 2**-10)  # of bfloat16; of its sums, much less
+    step = 2**-7 * first.dq.abs().clamp(min=first.dq.abs().amax() * 2**-10)  # to bfloat16's next number, at most
     for _ in range(250):
         again = forward_and_backward(backend, case, inputs)
         assert _differing(first._replace(dq=None), again._replace(dq=None)) == []
-        assert ((again.dq - first.dq).abs() <= rounding).all()
+        assert ((again.dq - first.dq).abs() <= step).all()

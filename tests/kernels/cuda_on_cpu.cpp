@@ -10,6 +10,8 @@ static Call current;
   }
 #if TW_FORWARD
 RUN(attention_forward_kernel)
+#elif TW_SPLIT_ROWS
+RUN(attention_split_kernel)
 #elif TW_DELTA
 RUN(attention_backward_delta_kernel)
 #elif TW_DQ

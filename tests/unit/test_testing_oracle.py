@@ -292,3 +292,8 @@ def test_odd_orders_never_lose_every_rounding_error_by_luck():
     worst = torch.stack([sample.dq.abs() for sample in samples]).amax(0)
     assert (worst > 0).all()
     assert worst.max() < 1e-5
+    worst = torch.stack([(sample.dv - inputs[3]).abs() for sample in samples]).amax(0)  # of dv = dout
+    large = samples[0].lse.abs() > 1
+    assert large.sum() > 9
+    assert (worst[large] > 0).all()
+    assert worst.max() < 1e-5

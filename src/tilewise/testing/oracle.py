@@ -314,9 +314,10 @@ def _in_order(order: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dou
     Order 0 sums as the tensors lie; another number seeds a shuffle of positions and head dims, which changes nothing
     but the rounding. Odd ones also add the scores up one head dim after another, as a tile kernel does (a BLAS may
     split the sum and round less; seen at d 256 in float32: a third); take delta off dout vᵀ before that is rounded,
-    as a product does whose sum starts from −delta; and move delta by one unit in the last place, up or down at random
-    (Monte Carlo arithmetic; Parker, Pierce, Eggert, 2000): in a row that sees one key the difference is 0, and by
-    luck its rounding errors are too, in all the orders of a small sum.
+    as a product does whose sum starts from −delta; and move delta and the saved lse by one unit in the last place, up
+    or down at random (Monte Carlo arithmetic; Parker, Pierce, Eggert, 2000): in a row that sees one key the difference
+    is 0, and by luck its rounding errors are too, in all the orders of a small sum; lse is the score itself there, and
+    their difference 0 too, but not for a kernel that keeps scores in base 2 and rounds both on the way.
     """
     dlse = torch.zeros(q.shape[:3], dtype=q.dtype, device=q.device) if dlse is None else dlse.to(q.dtype)
     # A backward pass in O(s) memory knows a row's softmax by its lse alone, kept in float32: the rounding of lse,
@@ -328,7 +329,10 @@ def _in_order(order: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dou
     generator = torch.Generator().manual_seed(order)
     queries, keys, dims, value_dims = (torch.randperm(size, generator=generator).to(q.device)
                                        for size in (q.shape[2], k.shape[2], q.shape[3], v.shape[3]))
-    nudge = None if order % 2 == 0 else 2 * torch.randint(2, q.shape[:3], generator=generator).to(q.device) - 1
+    nudge = None
+    if order % 2:
+        nudge, lse_nudge = 2 * torch.randint(2, (2, *q.shape[:3]), generator=generator).to(q.device) - 1
+        saved_lse = saved_lse * (1.0 + lse_nudge * torch.finfo(saved_lse.dtype).eps)
     got = _dense(
         q[:, :, queries][..., dims], k[:, :, keys][..., dims], v[:, :, keys][..., value_dims],
         (dout[:, :, queries][..., value_dims], dlse[:, :, queries], saved_lse[:, :, queries]),
