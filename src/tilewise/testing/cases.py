@@ -348,6 +348,8 @@ _PADDED = (
          lengths_q=(50, 40), lengths_k=(33, 40), layout="moat"),
     Case("padded_window_bias", b=2, sq=40, sk=49, d=16, dv=16, mask=window(9, 4, "bottom_right"), bias="1hqk",
          lengths_q=(40, 21), lengths_k=(31, 49), layout="moat"),
+    Case("padded_sink_tokens_past_the_keys", b=2, sq=200, sk=60, d=16, dv=16, mask=_TOP & window(9, 0) & sink_tokens(7),
+         lengths_q=(200, 150), lengths_k=(5, 40), layout="moat"),
     Case("padded_everything", b=3, hq=4, hk=2, sq=49, sk=70, d=24, dv=40, layout="moat", bias="bhqk",
          mask=_BOTTOM & window(30, 0) & sink_tokens(3), mask_tensor="1h1k", alibi="bh", sinks=True, softcap=4.0,
          dropout_p=0.2, operand_dtype="float32", documents="runs", lengths_q=(49, 20, 35), lengths_k=(33, 70, 35)),

@@ -139,10 +139,10 @@ def cut(spans, sink_tokens, STEP: tl.constexpr, ALIGN: tl.constexpr):
     cover = start * 0
     if sink_tokens is not None:
         cover = tl.cdiv(tl.minimum(sink_tokens, stop), STEP) * STEP
+        start = tl.minimum(start, stop)  # behind the last key a window leaves the sink tokens alone, which end there
         is_one_span = start <= cover
         start = tl.where(is_one_span, 0, start)
         cover = tl.where(is_one_span, 0, cover)
-        stop = tl.maximum(start, stop)
     full_start = start + tl.cdiv(tl.maximum(shared_start - start, 0), STEP) * STEP
     full_stop = full_start + tl.maximum(shared_stop - full_start, 0) // STEP * STEP
     return start, full_start, full_stop, stop, cover
