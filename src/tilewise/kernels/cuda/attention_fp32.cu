@@ -713,7 +713,7 @@ struct Product {
   static constexpr int SUM_ROWS = 4, SUM_GROUP = 32;  // of rows by columns: rows a thread, columns a group
   static constexpr float UNIT = 1.0f;
 #if TW_DQ_SUM
-  static constexpr int CHUNK = TW_OTHERS;  // columns of a tile in shared memory at once: all, for dq is made of them too
+  static constexpr int CHUNK = TW_OTHERS;  // columns of a tile in shared memory at once: dq needs all
 #else
   static constexpr int CHUNK = TW_OTHERS < 32 ? TW_OTHERS : 32;
 #endif
@@ -821,8 +821,8 @@ struct Product {
     }
   }
 
-  // sums = a^T b for 16 columns of a, of its rows [from, to), and every APART-th group of 32 columns of b from ``group``
-  // on. A group behind b's last sums up what lies there, for nobody.
+  // sums = a^T b for 16 columns of a, of its rows [from, to), and every APART-th group of 32 columns of b from
+  // ``group`` on. A group behind b's last sums up what lies there, for nobody.
   template <int GROUPS, int APART, int WIDTH, int A_STRIDE, int B_STRIDE>
   static TW_DEVICE void rows_by_columns(float (&sums)[GROUPS][4 * SUM_ROWS], const float* a, const float* b, int from,
                                         int to, int group) {
