@@ -31,7 +31,9 @@ def problem(d):
 def programs(arch, products, d):
     device = DeviceSpec.of_arch(arch)
     kernels = ("forward", "delta", *sum_kernels(problem(d)), "dq", *backward_kernels(problem(d), products))
-    return [float32.plan(kernel, problem(d), device, products, vectors=True)[0] for kernel in dict.fromkeys(kernels)]
+    tiles = [float32.plan(kernel, problem(d), device, products, vectors=True)[0] for kernel in dict.fromkeys(kernels)]
+    split = (float32.splitting(program) for program in tiles if program.config.split)
+    return tiles + list(dict.fromkeys(split))
 
 
 def spilled(log):

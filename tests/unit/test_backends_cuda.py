@@ -156,8 +156,8 @@ def test_memory_of_tiles_on_fma_pipes_is_counted():
 
 
 @pytest.mark.parametrize(("kernel", "d", "tile"), [
-    ("forward", 32, (2, 8, 32, 1)), ("forward", 64, (2, 8, 32, 1)), ("forward", 96, (1, 8, 64, 1)),
-    ("forward", 128, (1, 8, 64, 1)), ("dqkv", 64, (1, 8, 32, 1)), ("dqkv", 128, (1, 8, 32, 1)),
+    ("forward", 32, (2, 8, 32, 1)), ("forward", 64, (2, 8, 32, 1)), ("forward", 96, (1, 8, 64, 1, True)),
+    ("forward", 128, (1, 8, 64, 1, True)), ("dqkv", 64, (1, 4, 32, 2, True)), ("dqkv", 128, (1, 8, 32, 1, True)),
     ("dkdv", 64, (1, 8, 32, 1)), ("dkdv", 128, (1, 8, 32, 1)),
     ("dq", 64, (1, 8, 32, 2)), ("dq", 128, (1, 4, 16, 2))])
 @pytest.mark.parametrize("mask", [None, causal()])

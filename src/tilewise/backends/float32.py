@@ -162,15 +162,20 @@ def _split(program: Program, problem: AttentionProblem, call: Call) -> tuple[Cal
     scratch = [torch.empty(problem.b, heads, rows, dim + PAD, dtype=problem.dtype, device=problem.device)
                for dim in (program.d, program.dv)]
     tiles = -(-rows // SPLIT.others)
-    splitting = Call(hq=heads, sk=rows, width=problem.d, width_v=problem.dv, tiles=tiles, k=getattr(call, first),
-                     v=getattr(call, second), dk=Tensor.of(scratch[0]), dv=Tensor.of(scratch[1]))
-    launch = load(Program("split", SPLIT, program.d, program.dv, program.vectors), device_spec(problem.device).arch,
-                  problem.device.index or 0, SPLIT.shared_bytes("split", program.d, program.dv))
-    launch(splitting, tiles * heads * problem.b)
+    before = Call(hq=heads, sk=rows, width=problem.d, width_v=problem.dv, tiles=tiles, k=getattr(call, first),
+                  v=getattr(call, second), dk=Tensor.of(scratch[0]), dv=Tensor.of(scratch[1]))
+    launch = load(splitting(program), device_spec(problem.device).arch, problem.device.index or 0,
+                  SPLIT.shared_bytes("split", program.d, program.dv))
+    launch(before, tiles * heads * problem.b)
     call = Call.from_buffer_copy(call)
     setattr(call, first, Tensor.of(scratch[0]))
     setattr(call, second, Tensor.of(scratch[1]))
     return call, scratch
+
+
+def splitting(program: Program) -> Program:
+    """Return the program that splits what comes to another in steps."""
+    return Program("split", SPLIT, program.d, program.dv, program.vectors)
 
 
 @lru_cache(maxsize=4096)

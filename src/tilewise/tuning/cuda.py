@@ -1,9 +1,11 @@
 """Tiles of the CUDA float32 kernels: what one is, and which one a problem gets. Pure functions of the two.
 
-First ones of products of halves and of FMA pipes at head dims up to 128 were the fastest of four to nine that an H200
-timed at 64 and 128 (docs/float32.md), full and causal: up to 5 % behind another for some lengths, ahead by more for the
-rest. That was before dqkv was written: its tiles are dkdv's. All others were chosen by compiling alone, for few spills
-(tests/kernels/test_compile_cuda.py holds the bounds).
+First ones of products of halves at head dims up to 128 were timed on an H200 at 64 and 128, full and causal, at lengths
+of 1024, 4096 and 8192 (docs/float32.md). Those of forward and dqkv were the fastest of three to seven in whole calls, up
+to 3 % behind another for some lengths; but forward's at 64, which needs no memory, is up to 6 % behind (2, 4, 32, 2, True)
+from 4096 on, and as far ahead at 1024. Those of dkdv and dq were the fastest of four to six as kernels alone. First ones
+of FMA pipes were the fastest of three to nine there, as kernels alone; dqkv's are dkdv's. All others were chosen by
+compiling alone, for few spills (tests/kernels/test_compile_cuda.py holds the bounds).
 """
 
 from dataclasses import dataclass
@@ -76,9 +78,9 @@ SUMS_OVER_QUERIES = ("dqkv", "dkdv", "dk", "dv")
 
 # Kernel -> padded head dim (at most) -> tiles; the first that a device has the shared memory for is taken.
 _HALVES: dict[str, dict[int, tuple[Tile, ...]]] = {
-    "forward": {64: ((2, 8, 32, 1), (2, 4, 32, 2)), 128: ((1, 8, 64, 1), (1, 8, 32, 1), (1, 4, 32, 1)),
+    "forward": {64: ((2, 8, 32, 1), (2, 4, 32, 2)), 128: ((1, 8, 64, 1, True), (1, 8, 32, 1), (1, 4, 32, 1)),
                 256: ((1, 8, 16, 1), (1, 4, 16, 1), (1, 2, 16, 1))},
-    "dqkv": {64: ((1, 8, 32, 1), (1, 4, 32, 2)), 128: ((1, 8, 32, 1), (1, 4, 32, 1), (1, 2, 16, 1))},
+    "dqkv": {64: ((1, 4, 32, 2, True),), 128: ((1, 8, 32, 1, True), (1, 4, 32, 1), (1, 2, 16, 1))},
     "dkdv": {64: ((1, 8, 32, 1), (1, 4, 32, 2)), 128: ((1, 8, 32, 1), (1, 4, 32, 1), (1, 2, 16, 1))},
     "dk": {256: ((1, 4, 16, 1), (1, 2, 16, 1), (1, 1, 16, 1))},
     "dv": {256: ((1, 4, 16, 1), (1, 2, 16, 1), (1, 1, 16, 1))},
