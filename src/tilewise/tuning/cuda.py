@@ -1,11 +1,12 @@
 """Tiles of the CUDA float32 kernels: what one is, and which one a problem gets. Pure functions of the two.
 
-First ones of products of halves at head dims up to 128 were timed on an H200 at 64 and 128, full and causal, at lengths
-of 1024, 4096 and 8192 (docs/float32.md). Those of forward and dqkv were the fastest of three to seven in whole calls, up
-to 3 % behind another for some lengths; but forward's at 64, which needs no memory, is up to 6 % behind (2, 4, 32, 2, True)
-from 4096 on, and as far ahead at 1024. Those of dkdv and dq were the fastest of four to six as kernels alone. First ones
-of FMA pipes were the fastest of three to nine there, as kernels alone; dqkv's are dkdv's. All others were chosen by
-compiling alone, for few spills (tests/kernels/test_compile_cuda.py holds the bounds).
+First ones of products of halves at head dims up to 128 were timed on an H200 at 64 and 128, full and causal, at
+lengths of 1024, 4096 and 8192 (docs/float32.md). Those of forward and dqkv were the fastest of three to seven in
+whole calls, up to 3 % behind another for some lengths; but forward's at 64, which needs no memory, is up to 6 %
+behind (2, 4, 32, 2, True) from 4096 on, and as far ahead at 1024. Those of dkdv and dq were the fastest of four to
+six as kernels alone. First ones of FMA pipes were the fastest of three to nine there, as kernels alone; dqkv's are
+dkdv's. All others were chosen by compiling alone, for few spills (tests/kernels/test_compile_cuda.py holds the
+bounds).
 """
 
 from dataclasses import dataclass
