@@ -147,6 +147,14 @@ def test_memory_of_tiles_is_counted():
     assert SPLIT.shared_bytes("split", 64, 32) == 4 * 32 * (68 + 36)
 
 
+def test_memory_of_tiles_on_fma_pipes_is_counted():
+    """One step of the other side's, and what a tile passes through: 32 columns of it, or all where dq is made of it."""
+    tile = CudaConfig(products=0, blocks=4, warps=4, others=64)
+    assert tile.shared_bytes("forward", 64, 64) == 4 * (64 * 68 + 64 * 2 * 68 + 64 * 40)
+    assert tile.shared_bytes("dkdv", 64, 64) == 4 * (64 * 2 * 68 + 64 * (2 * 68 + 2) + 64 * 40)
+    assert tile.shared_bytes("dqkv", 64, 64) == tile.shared_bytes("dkdv", 64, 64) + 4 * 64 * 32
+
+
 @pytest.mark.parametrize(("kernel", "d", "tile"), [
     ("forward", 32, (2, 8, 32, 1)), ("forward", 64, (2, 8, 32, 1)), ("forward", 96, (1, 8, 64, 1, True)),
     ("forward", 128, (1, 8, 64, 1, True)), ("dqkv", 64, (1, 4, 32, 2, True)), ("dqkv", 128, (1, 8, 32, 1, True)),
@@ -155,6 +163,14 @@ def test_memory_of_tiles_is_counted():
 @pytest.mark.parametrize("mask", [None, causal()])
 def test_hopper_gets_the_tiles_that_were_fastest_there(kernel, d, tile, mask):
     assert cuda_config(kernel, problem(d, mask), DeviceSpec.of_arch("sm_90"), 3) == CudaConfig(3, *tile)
+
+
+@pytest.mark.parametrize(("kernel", "d", "tile"), [
+    ("forward", 64, (4, 4, 128, 2)), ("forward", 128, (4, 8, 64, 1)), ("dqkv", 64, (4, 4, 64, 2)),
+    ("dqkv", 128, (4, 4, 32, 2)), ("dkdv", 64, (4, 4, 64, 2)), ("dkdv", 128, (4, 4, 32, 2)), ("dq", 64, (4, 4, 64, 2)),
+    ("dq", 128, (4, 4, 32, 2))])
+def test_fma_pipes_of_hopper_get_the_tiles_that_were_fastest_there(kernel, d, tile):
+    assert cuda_config(kernel, problem(d), DeviceSpec.of_arch("sm_90"), 0) == CudaConfig(0, *tile)
 
 
 @pytest.mark.parametrize(("mask", "bounds"), [
@@ -199,7 +215,7 @@ def test_gradients_that_nobody_needs_are_not_launched(monkeypatch):
 
 @pytest.mark.parametrize(("asked", "products", "kernels"), [
     (problem(), 3, ("dqkv",)), (problem(d=128), 3, ("dqkv",)), (problem(deterministic=True), 3, ("dkdv", "dq")),
-    (problem(), 1, ("dkdv", "dq")), (problem(), 0, ("dkdv", "dq")), (problem(d=129), 3, ("dk", "dv", "dq"))])
+    (problem(), 1, ("dkdv", "dq")), (problem(), 0, ("dqkv",)), (problem(d=129), 3, ("dk", "dv", "dq"))])
 def test_one_kernel_makes_every_gradient_where_dq_may_be_summed_in_any_order(asked, products, kernels):
     assert backward_kernels(asked, products) == kernels
 

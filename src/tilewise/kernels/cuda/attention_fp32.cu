@@ -301,6 +301,7 @@ TW_DEVICE void load_numbers(float* numbers, const float* source, int first, int 
 // NaN where the row holds an infinity: then all that the row is a factor of is NaN.
 struct Product {
   static constexpr int LANES = 4, ROWS = 2 * TW_BLOCKS, OWN = 16 * TW_BLOCKS, PAD = 4;
+  static constexpr int SUM_ROWS = 2, SUM_GROUP = 16;  // of rows by columns: rows a thread, columns a group
   static constexpr float UNIT = 0x1p-126f;  // of sums to begin with
   static constexpr int SCRATCH = 0;
 
@@ -308,6 +309,7 @@ struct Product {
   static TW_DEVICE int row_of(int r) { return r / 2 * 16 + r % 2 * 8 + lane() / 4; }
   static TW_DEVICE int column_of(int c) { return c / 2 * 8 + lane() % 4 * 2 + c % 2; }
   static TW_DEVICE int quad_of(int e) { return e / 4 * 16 + lane() % 4 * 4 + e % 4; }
+  static TW_DEVICE int sum_row_of(int r) { return r * 8 + lane() / 4; }
 
   // The power of two that brings ``largest`` between 2^14 and 2^15, and what leads back.
   static TW_DEVICE void scale_to_halves(float largest, float& there, float& back) {
@@ -531,7 +533,7 @@ struct Product {
   // ``group`` on; for the last of all there are where there is none. A thread gets 4 neighbours of a group in row g, then
   // in row g + 8.
   template <int GROUPS, int APART, int WIDTH, int A_STRIDE, int B_STRIDE>
-  static TW_DEVICE void rows_by_columns(float (&sums)[GROUPS][8], const float* a, const float* b, int from, int to,
+  static TW_DEVICE void rows_by_columns(float (&sums)[GROUPS][4 * SUM_ROWS], const float* a, const float* b, int from, int to,
                                         int group) {
     constexpr int PARTS = GROUPS == 1 ? 3 : 2;
     float part[2 * GROUPS][PARTS][4];
@@ -703,35 +705,52 @@ struct Product {
 #else
 
 // On FMA pipes: every product and sum rounded once, as IEEE 754 has it. A warp is 4 x 8 threads, rows by columns; a
-// thread owns TW_BLOCKS rows, 4 apart, so that each number loaded from shared memory serves several products.
+// thread owns TW_BLOCKS rows, 4 apart, so that each number loaded from shared memory serves several products. Lanes 1
+// apart share columns, those 2 apart rows: half a warp's 16-byte loads are one read of 128 bytes where either kind shares
+// its address, else two.
 struct Product {
   static constexpr int LANES = 8, ROWS = TW_BLOCKS, OWN = 4 * TW_BLOCKS, PAD = 4;
+  static constexpr int SUM_ROWS = 4, SUM_GROUP = 32;  // of rows by columns: rows a thread, columns a group
   static constexpr float UNIT = 1.0f;
-  static constexpr int SCRATCH_STRIDE = TW_OTHERS + 4, SCRATCH = OWN * SCRATCH_STRIDE;  // floats a warp
-  static constexpr int GROUPS = 16 / ROWS;
+#if TW_DQ_SUM
+  static constexpr int CHUNK = TW_OTHERS;  // columns of a tile in shared memory at once: dq needs all
+#else
+  static constexpr int CHUNK = TW_OTHERS < 32 ? TW_OTHERS : 32;
+#endif
+  static constexpr int SCRATCH_STRIDE = CHUNK + 8, SCRATCH = OWN * SCRATCH_STRIDE;  // floats a warp
+#if TW_DQ
+  static constexpr int GROUPS = 4;  // of 32 columns that are summed up at once
+#else
+  static constexpr int GROUPS = 2;  // an H200 took 5 % longer for 4 in the forward pass
+#endif
 
   static TW_DEVICE int lane() { return thread_index() % 32; }
-  static TW_DEVICE int row_of(int r) { return r * 4 + lane() / 8; }
-  static TW_DEVICE int column_of(int c) { return c * 8 + lane() % 8; }
-  static TW_DEVICE int quad_of(int e) { return e / 4 * 32 + lane() % 8 * 4 + e % 4; }
+  static TW_DEVICE int lane_row() { return lane() / 16 * 2 + lane() % 2; }
+  static TW_DEVICE int lane_column() { return lane() / 2 % 8; }
+  static TW_DEVICE int row_of(int r) { return r * 4 + lane_row(); }
+  static TW_DEVICE int column_of(int c) { return c * 8 + lane_column(); }
+  static TW_DEVICE int quad_of(int e) { return e / 4 * 32 + lane_column() * 4 + e % 4; }
+  static TW_DEVICE int sum_row_of(int r) { return lane_row() * 4 + r; }
 
   template <int N, int WIDTH, int STRIDE>
   static TW_DEVICE void prepare(float*) {}  // used as they are
 
   template <int N, int WIDTH, int STRIDE>
   static TW_DEVICE void rows_by_rows(float (&scores)[ROWS][N / LANES], const float* a, const float* b) {
+#pragma unroll
     for (int r = 0; r < ROWS; r++)
+#pragma unroll
       for (int c = 0; c < N / LANES; c++) scores[r][c] = 0.0f;
     const float* a_lane = a + row_of(0) * STRIDE;
     const float* b_lane = b + column_of(0) * STRIDE;
-#pragma unroll 2
-    for (int d = 0; d < WIDTH; d += 4) {
+#pragma unroll 4
+    for (int d = 0; d < WIDTH; d += 4, a_lane += 4, b_lane += 4) {
       float4 x[ROWS];
 #pragma unroll
-      for (int r = 0; r < ROWS; r++) x[r] = *reinterpret_cast<const float4*>(a_lane + r * 4 * STRIDE + d);
+      for (int r = 0; r < ROWS; r++) x[r] = *reinterpret_cast<const float4*>(a_lane + r * 4 * STRIDE);
 #pragma unroll
       for (int c = 0; c < N / LANES; c++) {
-        float4 y = *reinterpret_cast<const float4*>(b_lane + c * 8 * STRIDE + d);
+        float4 y = *reinterpret_cast<const float4*>(b_lane + c * 8 * STRIDE);
 #pragma unroll
         for (int r = 0; r < ROWS; r++) {
           scores[r][c] += x[r].x * y.x;
@@ -744,55 +763,90 @@ struct Product {
   }
 
   // The tile goes through the warp's own shared memory, for every thread needs whole rows of it. A tile's sums are added
-  // to the others' at its end: 4096 keys summed one after another err by three times as much. As many columns at once
-  // as 64 registers hold.
+  // to the others' at its end: 4096 keys summed one after another err by three times as much.
   template <int N, int WIDTH, int STRIDE, bool ARE_PROBS>
   static TW_DEVICE void tile_by_columns(float (&sums)[ROWS][WIDTH / LANES], const float (&decay)[ROWS],
                                         const float (&tile)[ROWS][N / LANES], const float* columns, float (&)[ROWS],
                                         float* scratch) {
     static_assert(WIDTH % 32 == 0, "columns come in groups of 32");
-    synchronize_warp();
+    constexpr int TOGETHER = GROUPS < WIDTH / 32 ? GROUPS : WIDTH / 32;
 #pragma unroll
-    for (int r = 0; r < ROWS; r++)
-#pragma unroll
-      for (int c = 0; c < N / LANES; c++) scratch[row_of(r) * SCRATCH_STRIDE + column_of(c)] = tile[r][c];
-    synchronize_warp();
-    const float* own = scratch + row_of(0) * SCRATCH_STRIDE;
-#pragma unroll
-    for (int first = 0; first < WIDTH / 32; first += GROUPS) {
-      float part[ROWS][4 * GROUPS];
+    for (int first = 0; first < WIDTH / 32; first += TOGETHER) {
+      float part[ROWS][4 * TOGETHER];
 #pragma unroll
       for (int r = 0; r < ROWS; r++)
 #pragma unroll
-        for (int e = 0; e < 4 * GROUPS; e++) part[r][e] = 0.0f;
-      const float* lane_row = columns + first * 32 + lane() % 8 * 4;
-#pragma unroll 1
-      for (int n = 0; n < N; n += 4) {
-        float4 x[ROWS];
+        for (int e = 0; e < 4 * TOGETHER; e++) part[r][e] = 0.0f;
 #pragma unroll
-        for (int r = 0; r < ROWS; r++) x[r] = *reinterpret_cast<const float4*>(own + r * 4 * SCRATCH_STRIDE + n);
+      for (int chunk = 0; chunk < N; chunk += CHUNK) {
+        if (first == 0 || N > CHUNK) {
+          synchronize_warp();
 #pragma unroll
-        for (int i = 0; i < 4; i++)
+          for (int r = 0; r < ROWS; r++)
 #pragma unroll
-          for (int group = 0; group < GROUPS; group++) {
-            if (first + group >= WIDTH / 32) continue;
-            float4 y = *reinterpret_cast<const float4*>(lane_row + (n + i) * STRIDE + group * 32);
+            for (int c = 0; c < CHUNK / LANES; c++)
+              scratch[row_of(r) * SCRATCH_STRIDE + column_of(c)] = tile[r][chunk / LANES + c];
+          synchronize_warp();
+        }
+        const float* own = scratch + row_of(0) * SCRATCH_STRIDE;
+        const float* lane_row = columns + chunk * STRIDE + first * 32 + lane_column() * 4;
+#pragma unroll 4 / TOGETHER
+        for (int n = 0; n < CHUNK; n += 4, own += 4, lane_row += 4 * STRIDE) {
+          float4 x[ROWS];
 #pragma unroll
-            for (int r = 0; r < ROWS; r++) {
-              float p = i == 0 ? x[r].x : i == 1 ? x[r].y : i == 2 ? x[r].z : x[r].w;
-              part[r][group * 4] += p * y.x;
-              part[r][group * 4 + 1] += p * y.y;
-              part[r][group * 4 + 2] += p * y.z;
-              part[r][group * 4 + 3] += p * y.w;
+          for (int r = 0; r < ROWS; r++) x[r] = *reinterpret_cast<const float4*>(own + r * 4 * SCRATCH_STRIDE);
+#pragma unroll
+          for (int i = 0; i < 4; i++)
+#pragma unroll
+            for (int group = 0; group < TOGETHER; group++) {
+              if (first + group >= WIDTH / 32) continue;
+              float4 y = *reinterpret_cast<const float4*>(lane_row + i * STRIDE + group * 32);
+#pragma unroll
+              for (int r = 0; r < ROWS; r++) {
+                float p = i == 0 ? x[r].x : i == 1 ? x[r].y : i == 2 ? x[r].z : x[r].w;
+                part[r][group * 4] += p * y.x;
+                part[r][group * 4 + 1] += p * y.y;
+                part[r][group * 4 + 2] += p * y.z;
+                part[r][group * 4 + 3] += p * y.w;
+              }
             }
-          }
+        }
       }
 #pragma unroll
       for (int r = 0; r < ROWS; r++)
 #pragma unroll
-        for (int e = 0; e < 4 * GROUPS; e++)
+        for (int e = 0; e < 4 * TOGETHER; e++)
           if (first * 4 + e < WIDTH / LANES)
             sums[r][first * 4 + e] = sums[r][first * 4 + e] * decay[r] + part[r][e];
+    }
+  }
+
+  // sums = a^T b for 16 columns of a, of its rows [from, to), and every APART-th group of 32 columns of b from
+  // ``group`` on. A group behind b's last sums up what lies there, for nobody.
+  template <int GROUPS, int APART, int WIDTH, int A_STRIDE, int B_STRIDE>
+  static TW_DEVICE void rows_by_columns(float (&sums)[GROUPS][4 * SUM_ROWS], const float* a, const float* b, int from,
+                                        int to, int group) {
+#pragma unroll
+    for (int g = 0; g < GROUPS; g++)
+#pragma unroll
+      for (int e = 0; e < 4 * SUM_ROWS; e++) sums[g][e] = 0.0f;
+    const float* a_lane = a + from * A_STRIDE + sum_row_of(0);
+    const float* b_lane = b + from * B_STRIDE + group * SUM_GROUP + quad_of(0);
+#pragma unroll 8
+    for (int n = from; n < to; n++, a_lane += A_STRIDE, b_lane += B_STRIDE) {
+      float4 x = *reinterpret_cast<const float4*>(a_lane);
+#pragma unroll
+      for (int g = 0; g < GROUPS; g++) {
+        float4 y = *reinterpret_cast<const float4*>(b_lane + g * APART * SUM_GROUP);
+#pragma unroll
+        for (int r = 0; r < SUM_ROWS; r++) {
+          float p = r == 0 ? x.x : r == 1 ? x.y : r == 2 ? x.z : x.w;
+          sums[g][r * 4] += p * y.x;
+          sums[g][r * 4 + 1] += p * y.y;
+          sums[g][r * 4 + 2] += p * y.z;
+          sums[g][r * 4 + 3] += p * y.w;
+        }
+      }
     }
   }
 };
@@ -802,6 +856,10 @@ struct Product {
 constexpr int ROWS = Product::ROWS, LANES = Product::LANES;
 constexpr int TW_ROWS = Product::OWN * TW_WARPS;
 constexpr int STRIDE = TW_D + Product::PAD, STRIDE_V = TW_DV + Product::PAD;
+constexpr int NEIGHBOUR = TW_PRODUCTS ? 1 : 2;  // what lanes of neighbours in a row differ by
+// Steps of the other side in shared memory. On FMA pipes one will do, and may be longer: while one of its tiles is
+// multiplied, the other is loaded.
+constexpr int STEPS = TW_PRODUCTS ? 2 : 1;
 
 // Write the warp's rows of sums, each times its factor and its unit; rows from ``rows`` on are left alone.
 template <int WIDTH>
@@ -879,14 +937,73 @@ TW_KERNEL attention_split_kernel(const Call call) {
 
 #endif
 
+#if TW_FORWARD || TW_DQ
+
+// Put ``value`` wherever a query of the warp's does not see its key; keys n on, of which nobody sees ``to`` and later.
+template <int N>
+TW_DEVICE void hide(float (&tile)[ROWS][N / LANES], float value, const Place& at, int own, int n, int to) {
+#pragma unroll
+  for (int r = 0; r < ROWS; r++)
+#pragma unroll
+    for (int c = 0; c < N / LANES; c++) {
+      int j = n + Product::column_of(c);
+      if (j >= to || !at.sees(own + Product::row_of(r), j)) tile[r][c] = value;
+    }
+}
+
+#endif
+
 #if TW_FORWARD
+
+// The online softmax (eq. 5): scores become probabilities, decay what the sums so far are multiplied by.
+template <int N>
+TW_DEVICE void fold_scores(float (&scores)[ROWS][N / LANES], float (&decay)[ROWS], float (&row_max)[ROWS],
+                           float (&row_sum)[ROWS], float scale_log2) {
+  float last[ROWS], shift[ROWS];
+  bool far = false;
+#pragma unroll
+  for (int r = 0; r < ROWS; r++) {
+    float largest = row_max[r];
+#pragma unroll
+    for (int c = 0; c < N / LANES; c++) largest = fmaxf(largest, scores[r][c]);
+#pragma unroll
+    for (int mask = 1; mask < LANES; mask *= 2) largest = fmaxf(largest, shuffle_xor(largest, mask * NEIGHBOUR));
+    // A row that has seen nothing yet: -inf - (-inf) is NaN, so shift by 0 there.
+    shift[r] = largest == -INFINITE ? 0.0f : multiply(largest, scale_log2);
+    decay[r] = multiply(row_max[r], scale_log2) - shift[r];  // 0 where the maximum stays
+    last[r] = row_max[r];
+    row_max[r] = largest;
+    far |= fabsf(shift[r]) > FAR;
+  }
+  if (far) {  // what rounding left of the shift would take the largest probability far from 1
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) {
+      if (!(fabsf(shift[r]) > FAR)) continue;
+#pragma unroll
+      for (int c = 0; c < N / LANES; c++) scores[r][c] -= row_max[r];
+      decay[r] = multiply(last[r] - row_max[r], scale_log2);
+      shift[r] = 0.0f;
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < ROWS; r++) {
+    decay[r] = exp2_fast(decay[r]);
+    float sum = 0.0f;
+#pragma unroll
+    for (int c = 0; c < N / LANES; c++) {
+      scores[r][c] = exp2_fast(fmaf(scores[r][c], scale_log2, -shift[r]));
+      sum += scores[r][c];
+    }
+    row_sum[r] = row_sum[r] * decay[r] + sum;
+  }
+}
 
 // out = softmax(scale q k^T + mask) v, and lse (eq. 4 to 6). Grid: tiles of queries, heads, batch.
 TW_KERNEL attention_forward_kernel(const Call call) {
   constexpr int N = TW_OTHERS, KEYS = N * STRIDE, STAGE = KEYS + N * STRIDE_V;
   float* q = shared_memory();
   float* stages = q + TW_ROWS * STRIDE;
-  float* scratch = stages + 2 * STAGE + warp_index() * Product::SCRATCH;
+  float* scratch = stages + STEPS * STAGE + warp_index() * Product::SCRATCH;
   Place at = locate(call, call.hq, TW_ROWS, hides_right(call));
   int stop_q = least(at.first + TW_ROWS, at.length_q);
   int from = at.first_key(at.first), to = at.last_key(stop_q);
@@ -897,7 +1014,7 @@ TW_KERNEL attention_forward_kernel(const Call call) {
   load_tile<TW_ROWS, TW_D, STRIDE>(q, call.q, head_of(call.q, at.batch, at.head), at.first, at.first,
                                    from < to ? stop_q : 0, call.width);
   load_step<N, TW_D, STRIDE>(stages, call.k, k_head, from, from, to, call.width);
-  load_step<N, TW_DV, STRIDE_V>(stages + KEYS, call.v, v_head, from, from, to, call.width_v);
+  if (STEPS == 2) load_step<N, TW_DV, STRIDE_V>(stages + KEYS, call.v, v_head, from, from, to, call.width_v);
 
   const float scale_log2 = call.scale * LOG2E;
   int own = at.first + warp_index() * Product::OWN;  // the warp's queries
@@ -914,59 +1031,34 @@ TW_KERNEL attention_forward_kernel(const Call call) {
 
   wait_for_copies();
   Product::prepare<TW_ROWS, TW_D, STRIDE>(q);
-  for (int n = from, stage = 0; n < to; n += N, stage ^= 1) {
+  for (int n = from, stage = 0; n < to; n += N, stage = STEPS - 1 - stage) {
     float* k = stages + stage * STAGE;
     wait_for_copies();
     prepare_step<N, TW_D, STRIDE>(k);
     prepare_step<N, TW_DV, STRIDE_V>(k + KEYS);
     synchronize();  // this step's tiles are here, and everybody is done with the last step's
-    if (n + N < to) {
+    if (STEPS == 1) load_tile<N, TW_DV, STRIDE_V>(k + KEYS, call.v, v_head, n, from, to, call.width_v);
+    if (STEPS == 2 && n + N < to) {
       float* next = stages + (stage ^ 1) * STAGE;
       load_step<N, TW_D, STRIDE>(next, call.k, k_head, n + N, from, to, call.width);
       load_step<N, TW_DV, STRIDE_V>(next + KEYS, call.v, v_head, n + N, from, to, call.width_v);
     }
-    if (own >= own_stop || n >= at.last_key(own_stop) || n + N <= at.first_key(own)) continue;  // none for this warp
+    bool any = own < own_stop && n < at.last_key(own_stop) && n + N > at.first_key(own);  // for this warp
+    if (STEPS == 2 && !any) continue;
 
-    float scores[ROWS][N / LANES];
-    Product::rows_by_rows<N, TW_D, STRIDE>(scores, q + warp_index() * Product::OWN * STRIDE, k);
-    bool whole = n + N <= to && at.sees(own, n + N - 1) && at.sees(own_stop - 1, n);
-    if (!whole) {
-#pragma unroll
-      for (int r = 0; r < ROWS; r++)
-#pragma unroll
-        for (int c = 0; c < N / LANES; c++) {
-          int j = n + Product::column_of(c);
-          if (j >= to || !at.sees(own + Product::row_of(r), j)) scores[r][c] = -INFINITE;
-        }
+    float scores[ROWS][N / LANES], decay[ROWS];
+    if (any) {
+      Product::rows_by_rows<N, TW_D, STRIDE>(scores, q + warp_index() * Product::OWN * STRIDE, k);
+      bool whole = n + N <= to && at.sees(own, n + N - 1) && at.sees(own_stop - 1, n);
+      if (!whole) hide<N>(scores, -INFINITE, at, own, n, to);
+      fold_scores<N>(scores, decay, row_max, row_sum, scale_log2);
     }
-
-    float decay[ROWS];  // the online softmax (eq. 5)
-#pragma unroll
-    for (int r = 0; r < ROWS; r++) {
-      float largest = row_max[r];
-#pragma unroll
-      for (int c = 0; c < N / LANES; c++) largest = fmaxf(largest, scores[r][c]);
-#pragma unroll
-      for (int mask = 1; mask < LANES; mask *= 2) largest = fmaxf(largest, shuffle_xor(largest, mask));
-      // A row that has seen nothing yet: -inf - (-inf) is NaN, so shift by 0 there.
-      float shift = largest == -INFINITE ? 0.0f : multiply(largest, scale_log2), origin = 0.0f;
-      if (fabsf(shift) > FAR) {  // what rounding left of the shift would take the largest probability far from 1
-        origin = largest;
-        shift = 0.0f;
-#pragma unroll
-        for (int c = 0; c < N / LANES; c++) scores[r][c] -= origin;
-      }
-      decay[r] = exp2_fast(multiply(row_max[r] - origin, scale_log2) - shift);  // 1 where the maximum stays
-      float sum = 0.0f;
-#pragma unroll
-      for (int c = 0; c < N / LANES; c++) {
-        scores[r][c] = exp2_fast(fmaf(scores[r][c], scale_log2, -shift));
-        sum += scores[r][c];
-      }
-      row_sum[r] = row_sum[r] * decay[r] + sum;
-      row_max[r] = largest;
+    if (STEPS == 1) {
+      wait_for_copies();
+      synchronize();  // values are here, and everybody is done with the keys
+      if (n + N < to) load_tile<N, TW_D, STRIDE>(k, call.k, k_head, n + N, from, to, call.width);
     }
-    Product::tile_by_columns<N, TW_DV, STRIDE_V, true>(sums, decay, scores, k + KEYS, unit, scratch);
+    if (any) Product::tile_by_columns<N, TW_DV, STRIDE_V, true>(sums, decay, scores, k + KEYS, unit, scratch);
   }
 
   float factor[ROWS];
@@ -974,11 +1066,11 @@ TW_KERNEL attention_forward_kernel(const Call call) {
   for (int r = 0; r < ROWS; r++) {
     float sum = row_sum[r];
 #pragma unroll
-    for (int mask = 1; mask < LANES; mask *= 2) sum += shuffle_xor(sum, mask);
+    for (int mask = 1; mask < LANES; mask *= 2) sum += shuffle_xor(sum, mask * NEIGHBOUR);
     int i = own + Product::row_of(r);
     bool sees_none = sum == 0.0f || i >= at.length_q;  // where all that it sees is NaN, sum is too
     factor[r] = sees_none ? 0.0f : 1.0f / sum;  // eq. 6
-    if (i < call.sq && Product::lane() % LANES == 0)
+    if (i < call.sq && Product::column_of(0) == 0)
       call.lse[(static_cast<long long>(at.batch) * call.hq + at.head) * call.sq + i] =
           sees_none ? -INFINITE : (multiply(row_max[r], scale_log2) + log2_exact(sum)) * LN2;
   }
@@ -1020,29 +1112,30 @@ TW_DEVICE float prob_of(float score, float scale_log2, float lse_log2) {
 #if TW_DQ_SUM
 
 // dq += scale dscores k for queries from n on, of ``to``, and the keys in shared memory. A warp takes a block of 16
-// queries and every so many of dq's groups of 16 columns; keys that no query of the step sees it leaves out.
+// queries and every so many of dq's groups of columns; keys that no query of the step sees it leaves out.
 template <int STRIDE_SUM>
 TW_DEVICE void add_to_dq(const Call& call, const Place& at, int head, int n, int to, const float* dscores,
                          const float* k) {
-  constexpr int BLOCKS = TW_OTHERS / 16, APART = TW_WARPS / BLOCKS, GROUPS = (TW_D / 16 + APART - 1) / APART;
+  constexpr int BLOCKS = TW_OTHERS / 16, APART = TW_WARPS / BLOCKS, GROUP = Product::SUM_GROUP;
+  constexpr int GROUPS = (TW_D / GROUP + APART - 1) / APART, ROWS_OF_SUM = Product::SUM_ROWS;
   static_assert(TW_WARPS % BLOCKS == 0, "blocks of queries have as many warps each");
   int block = warp_index() % BLOCKS, group = warp_index() / BLOCKS;
   int from_key = most(0, at.first_key(n) - at.first) / 16 * 16;
   int to_key = least(TW_ROWS, at.last_key(least(n + TW_OTHERS, to)) - at.first);
-  const float* rows = dscores + block * 16 * STRIDE_SUM;
-  float sums[GROUPS][8];
+  const float* rows = dscores + block * 16 * (TW_PRODUCTS ? STRIDE_SUM : 1);  // FMA pipes have keys by queries
+  float sums[GROUPS][4 * ROWS_OF_SUM];
   Product::rows_by_columns<GROUPS, APART, TW_D, STRIDE_SUM, STRIDE>(sums, rows, k, from_key, to_key, group);
   float* dq = head_of(call.dq, at.batch, head);
 #pragma unroll
-  for (int half = 0; half < 2; half++) {
-    int row = half * 8 + Product::lane() / 4, i = n + block * 16 + row;
+  for (int r = 0; r < ROWS_OF_SUM; r++) {
+    int row = Product::sum_row_of(r), i = n + block * 16 + row;
     if (i >= to) continue;
-    float factor = rows[row * STRIDE_SUM + TW_ROWS] * call.scale;
+    float factor = TW_PRODUCTS ? rows[row * STRIDE_SUM + TW_ROWS] * call.scale : call.scale;
 #pragma unroll
     for (int g = 0; g < GROUPS; g++) {
-      int column = (group + g * APART) * 16 + Product::lane() % 4 * 4;
+      int column = (group + g * APART) * GROUP + Product::quad_of(0);
       if (column >= call.width) continue;
-      const float* x = sums[g] + half * 4;
+      const float* x = sums[g] + r * 4;
       float* target = dq + i * call.dq.s + column;
       if (call.width % 4 == 0) {  // rows begin at a multiple of 16 bytes
         add4(target, x[0] * factor, x[1] * factor, x[2] * factor, x[3] * factor);
@@ -1059,22 +1152,52 @@ TW_DEVICE void add_to_dq(const Call& call, const Place& at, int head, int n, int
 
 #if TW_DK || TW_DV_SUM
 
+// Scores become the probabilities of queries n on, of which the warp's keys see none from ``to`` on.
+template <int N>
+TW_DEVICE void make_probs(float (&probs)[ROWS][N / LANES], const Place& at, int own, int own_stop, int n, int to,
+                          const float* lse, float scale_log2) {
+#pragma unroll
+  for (int c = 0; c < N / LANES; c++) {
+    float lse_log2 = multiply(lse[Product::column_of(c)], LOG2E);
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) probs[r][c] = prob_of(probs[r][c], scale_log2, lse_log2);
+  }
+  if (n + N <= to && at.sees(n, own_stop - 1) && at.sees(n + N - 1, own)) return;  // nothing is hidden
+#pragma unroll
+  for (int c = 0; c < N / LANES; c++)
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) {
+      int i = n + Product::column_of(c);
+      if (i >= to || !at.sees(i, own + Product::row_of(r))) probs[r][c] = 0.0f;
+    }
+}
+
+// dprobs become dscores.
+template <int N>
+TW_DEVICE void make_dscores(float (&dscores)[ROWS][N / LANES], const float (&probs)[ROWS][N / LANES],
+                            const float* delta) {
+#pragma unroll
+  for (int c = 0; c < N / LANES; c++)
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) {
+      float difference = dscores[r][c] - delta[Product::column_of(c)];
+      dscores[r][c] = probs[r][c] == 0.0f ? 0.0f : probs[r][c] * difference;
+    }
+}
+
 // dv = sum over queries of probs^T dout, dk = scale sum of dscores^T q (eq. 8 and 10), over the heads that share the
 // keys, in a fixed order. Grid: tiles of keys, key heads, batch. Scores are transposed: a thread's rows are keys.
 //
 // With TW_DQ_SUM each step also adds scale dscores k, over the keys of the program, to dq, which holds zeros before.
 // That takes two products and a reading of everything less than a kernel of its own, but has no fixed order. A warp has
-// dscores of its own keys alone, so they meet in shared memory, as rows of queries, and are split like any other tile.
+// dscores of its own keys alone, so they meet in shared memory: halves as rows of queries, split like any other tile;
+// for FMA pipes they stay as they are.
 TW_KERNEL attention_backward_dkdv_kernel(const Call call) {
   constexpr int N = TW_OTHERS, QUERIES = N * STRIDE, STAGE = QUERIES + N * STRIDE_V + 2 * N;
   float* k = shared_memory();
   float* v = k + TW_ROWS * STRIDE;
   float* stages = v + TW_ROWS * STRIDE_V;
-  float* scratch = stages + 2 * STAGE + warp_index() * Product::SCRATCH;
-#if TW_DQ_SUM
-  constexpr int STRIDE_SUM = TW_ROWS + Product::PAD;
-  float *all_dscores = stages + 2 * STAGE, *own_dscores = all_dscores + warp_index() * Product::OWN;
-#endif
+  float *all_dscores = stages + STEPS * STAGE, *scratch = all_dscores + warp_index() * Product::SCRATCH;
   int heads = call.hq / call.group;
   Place at = locate(call, heads, TW_ROWS, hides_left(call));
   int stop_k = least(at.first + TW_ROWS, at.length_k);
@@ -1114,6 +1237,11 @@ TW_KERNEL attention_backward_dkdv_kernel(const Call call) {
 #endif
 
   const float *own_k = k + warp_index() * Product::OWN * STRIDE, *own_v = v + warp_index() * Product::OWN * STRIDE_V;
+#if TW_PRODUCTS
+#if TW_DQ_SUM
+  constexpr int STRIDE_SUM = TW_ROWS + Product::PAD;
+  float* own_dscores = all_dscores + warp_index() * Product::OWN;
+#endif
   int head = at.head * call.group, n = from;  // of the step
   for (int step = 0; step <= steps * call.group; step++) {  // step 0 loads only
     float *q = stages + (step + 1) % 2 * STAGE, *dout = q + QUERIES;
@@ -1152,33 +1280,13 @@ TW_KERNEL attention_backward_dkdv_kernel(const Call call) {
     if (sees_some) {
       float probs[ROWS][N / LANES];
       Product::rows_by_rows<N, TW_D, STRIDE>(probs, own_k, q);
-#pragma unroll
-      for (int c = 0; c < N / LANES; c++) {
-        float lse_log2 = multiply(lse[Product::column_of(c)], LOG2E);
-#pragma unroll
-        for (int r = 0; r < ROWS; r++) probs[r][c] = prob_of(probs[r][c], scale_log2, lse_log2);
-      }
-      if (!(n + N <= to && at.sees(n, own_stop - 1) && at.sees(n + N - 1, own))) {
-#pragma unroll
-        for (int c = 0; c < N / LANES; c++)
-#pragma unroll
-          for (int r = 0; r < ROWS; r++) {
-            int i = n + Product::column_of(c);
-            if (i >= to || !at.sees(i, own + Product::row_of(r))) probs[r][c] = 0.0f;
-          }
-      }
+      make_probs<N>(probs, at, own, own_stop, n, to, lse, scale_log2);
 #if TW_DV_SUM
       Product::tile_by_columns<N, TW_DV, STRIDE_V, false>(dv, ones, probs, dout, unit_v, scratch);
 #endif
 #if TW_DK
       Product::rows_by_rows<N, TW_DV, STRIDE_V>(dscores, own_v, dout);
-#pragma unroll
-      for (int c = 0; c < N / LANES; c++)
-#pragma unroll
-        for (int r = 0; r < ROWS; r++) {
-          float difference = dscores[r][c] - delta[Product::column_of(c)];
-          dscores[r][c] = probs[r][c] == 0.0f ? 0.0f : probs[r][c] * difference;
-        }
+      make_dscores<N>(dscores, probs, delta);
 #endif
 #if TW_DQ_SUM
       Product::store_transposed<N, STRIDE_SUM>(own_dscores, dscores, own_k + TW_D, STRIDE);
@@ -1201,6 +1309,52 @@ TW_KERNEL attention_backward_dkdv_kernel(const Call call) {
     head = next_head;
     n = next_n;
   }
+#else
+  auto load_dout = [&](int step) {
+    load_tile<N, TW_DV, STRIDE_V>(stages + QUERIES, call.dout,
+                                  head_of(call.dout, at.batch, at.head * call.group + step / steps),
+                                  from + step % steps * N, from, to, call.width_v);
+  };
+  float *q = stages, *dout = q + QUERIES, *lse = q + STAGE - 2 * N, *delta = lse + N;
+  if (steps) load_dout(0);
+  for (int step = 0; step < steps * call.group; step++) {
+    int head = at.head * call.group + step / steps, n = from + step % steps * N;
+    long long row = (static_cast<long long>(at.batch) * call.hq + head) * call.sq;
+    wait_for_copies();
+    synchronize();  // dO is here, and everybody is done with the last Q
+    load_tile<N, TW_D, STRIDE>(q, call.q, head_of(call.q, at.batch, head), n, from, to, call.width);
+    load_numbers<N>(lse, call.lse + row, n, from, to);
+    load_numbers<N>(delta, call.delta + row, n, from, to);
+    bool any = own < own_stop && n < at.last_query(own_stop) && n + N > at.first_query(own);  // for this warp
+
+    float probs[ROWS][N / LANES], dscores[ROWS][N / LANES];
+#if TW_DK
+    if (any) Product::rows_by_rows<N, TW_DV, STRIDE_V>(dscores, own_v, dout);
+#endif
+    wait_for_copies();
+    synchronize();  // Q is here
+    if (any) {
+      Product::rows_by_rows<N, TW_D, STRIDE>(probs, own_k, q);
+      make_probs<N>(probs, at, own, own_stop, n, to, lse, scale_log2);
+#if TW_DK
+      make_dscores<N>(dscores, probs, delta);
+#endif
+#if TW_DV_SUM
+      Product::tile_by_columns<N, TW_DV, STRIDE_V, false>(dv, ones, probs, dout, unit_v, scratch);
+#endif
+    }
+    synchronize();  // everybody is done with dO
+    if (step + 1 < steps * call.group) load_dout(step + 1);
+#if TW_DK
+    if (any) Product::tile_by_columns<N, TW_D, STRIDE, false>(dk, ones, dscores, q, unit_k, scratch);
+#endif
+#if TW_DQ_SUM
+    for (int i = Product::lane(); i < Product::SCRATCH && !any; i += 32) scratch[i] = 0.0f;
+    synchronize();  // dscores of all keys are where each warp put its own for dk
+    add_to_dq<Product::SCRATCH_STRIDE>(call, at, head, n, to, all_dscores, k);
+#endif
+  }
+#endif  // TW_PRODUCTS
 
   float factor[ROWS];
 #pragma unroll
@@ -1225,7 +1379,7 @@ TW_KERNEL attention_backward_dq_kernel(const Call call) {
   float* q = shared_memory();
   float* dout = q + TW_ROWS * STRIDE;
   float* stages = dout + TW_ROWS * STRIDE_V;
-  float* scratch = stages + 2 * STAGE + warp_index() * Product::SCRATCH;
+  float* scratch = stages + STEPS * STAGE + warp_index() * Product::SCRATCH;
   Place at = locate(call, call.hq, TW_ROWS, hides_right(call));
   int stop_q = least(at.first + TW_ROWS, at.length_q);
   int from = at.first_key(at.first), to = at.last_key(stop_q);
@@ -1241,7 +1395,7 @@ TW_KERNEL attention_backward_dq_kernel(const Call call) {
   load_tile<TW_ROWS, TW_D, STRIDE>(q, call.q, head_of(call.q, at.batch, at.head), at.first, seen_from, seen_to, call.width);
   load_tile<TW_ROWS, TW_DV, STRIDE_V>(dout, call.dout, head_of(call.dout, at.batch, at.head), at.first, seen_from,
                                       seen_to, call.width_v);
-  load_step<N, TW_D, STRIDE>(stages, call.k, k_head, from, from, to, call.width);
+  if (STEPS == 2) load_step<N, TW_D, STRIDE>(stages, call.k, k_head, from, from, to, call.width);
   load_step<N, TW_DV, STRIDE_V>(stages + KEYS, call.v, v_head, from, from, to, call.width_v);
 
   const float scale_log2 = call.scale * LOG2E;
@@ -1262,35 +1416,39 @@ TW_KERNEL attention_backward_dq_kernel(const Call call) {
   wait_for_copies();
   Product::prepare<TW_ROWS, TW_D, STRIDE>(q);
   Product::prepare<TW_ROWS, TW_DV, STRIDE_V>(dout);
-  for (int n = from, stage = 0; n < to; n += N, stage ^= 1) {
+  for (int n = from, stage = 0; n < to; n += N, stage = STEPS - 1 - stage) {
     float* k = stages + stage * STAGE;
     wait_for_copies();
     prepare_step<N, TW_D, STRIDE>(k);
     prepare_step<N, TW_DV, STRIDE_V>(k + KEYS);
     synchronize();
-    if (n + N < to) {
+    if (STEPS == 1) load_tile<N, TW_D, STRIDE>(k, call.k, k_head, n, from, to, call.width);
+    if (STEPS == 2 && n + N < to) {
       float* next = stages + (stage ^ 1) * STAGE;
       load_step<N, TW_D, STRIDE>(next, call.k, k_head, n + N, from, to, call.width);
       load_step<N, TW_DV, STRIDE_V>(next + KEYS, call.v, v_head, n + N, from, to, call.width_v);
     }
-    if (own >= own_stop || n >= at.last_key(own_stop) || n + N <= at.first_key(own)) continue;
+    bool any = own < own_stop && n < at.last_key(own_stop) && n + N > at.first_key(own);  // for this warp
+    if (STEPS == 2 && !any) continue;
 
     float probs[ROWS][N / LANES], dscores[ROWS][N / LANES];
-    Product::rows_by_rows<N, TW_D, STRIDE>(probs, q + warp_index() * Product::OWN * STRIDE, k);
+    const float* own_q = q + warp_index() * Product::OWN * STRIDE;
+    const float* own_dout = dout + warp_index() * Product::OWN * STRIDE_V;
+    if (STEPS == 1) {
+      if (any) Product::rows_by_rows<N, TW_DV, STRIDE_V>(dscores, own_dout, k + KEYS);
+      wait_for_copies();
+      synchronize();  // keys are here, and everybody is done with the values
+      if (n + N < to) load_tile<N, TW_DV, STRIDE_V>(k + KEYS, call.v, v_head, n + N, from, to, call.width_v);
+      if (!any) continue;
+    }
+    Product::rows_by_rows<N, TW_D, STRIDE>(probs, own_q, k);
 #pragma unroll
     for (int r = 0; r < ROWS; r++)
 #pragma unroll
       for (int c = 0; c < N / LANES; c++) probs[r][c] = prob_of(probs[r][c], scale_log2, lse_log2[r]);
-    if (!(n + N <= to && at.sees(own, n + N - 1) && at.sees(own_stop - 1, n))) {
-#pragma unroll
-      for (int r = 0; r < ROWS; r++)
-#pragma unroll
-        for (int c = 0; c < N / LANES; c++) {
-          int j = n + Product::column_of(c);
-          if (j >= to || !at.sees(own + Product::row_of(r), j)) probs[r][c] = 0.0f;
-        }
-    }
-    Product::rows_by_rows<N, TW_DV, STRIDE_V>(dscores, dout + warp_index() * Product::OWN * STRIDE_V, k + KEYS);
+    bool whole = n + N <= to && at.sees(own, n + N - 1) && at.sees(own_stop - 1, n);
+    if (!whole) hide<N>(probs, 0.0f, at, own, n, to);
+    if (STEPS == 2) Product::rows_by_rows<N, TW_DV, STRIDE_V>(dscores, own_dout, k + KEYS);
 #pragma unroll
     for (int r = 0; r < ROWS; r++)
 #pragma unroll
