@@ -10,6 +10,8 @@ static Call current;
   }
 #if TW_FORWARD
 RUN(attention_forward_kernel)
+#elif TW_SPLIT_ROWS
+RUN(attention_split_kernel)
 #elif TW_DELTA
 RUN(attention_backward_delta_kernel)
 #elif TW_DQ
@@ -21,4 +23,14 @@ RUN(attention_backward_dkdv_kernel)
 extern "C" int pad() { return Product::PAD; }
 #if TW_PRODUCTS == 1
 extern "C" int place(int g) { return Product::place(g); }
+#elif TW_PRODUCTS == 0
+extern "C" int scratch_stride() { return Product::SCRATCH_STRIDE; }
+extern "C" int row_of(int lane) {
+  machine.thread = lane;
+  return Product::row_of(0);
+}
+extern "C" int column_of(int lane) {
+  machine.thread = lane;
+  return Product::column_of(0);
+}
 #endif

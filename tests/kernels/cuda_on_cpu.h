@@ -58,7 +58,7 @@ struct Machine {
   std::vector<Meeting> warps;
   Meeting program;
   std::vector<float> exchange;  // 8 numbers a thread
-  int thread = 0, index = 0;
+  int thread = 0, index = 0, count = 0;
   ucontext_t scheduler;
   jmp_buf back;
   void (*body)() = nullptr;
@@ -88,6 +88,7 @@ inline void begin_thread() {
 // Run the body for every thread of every program.
 inline void run_programs(int programs, int threads, int shared_bytes, void (*body)()) {
   machine.body = body;
+  machine.count = programs;
   machine.threads = std::vector<Thread>(threads);
   machine.exchange.assign(threads * 8, 0.0f);
   machine.warps.assign(threads / 32, Meeting());
@@ -124,6 +125,7 @@ inline float* shared_memory() {
 }
 inline int thread_index() { return machine.thread; }
 inline int program_index() { return machine.index; }
+inline int program_count() { return machine.count; }
 inline void synchronize() { meet(machine.program, static_cast<int>(machine.threads.size())); }
 inline void synchronize_warp() { meet(machine.warps[machine.thread / 32], 32); }
 inline float multiply(float a, float b) {
@@ -133,6 +135,14 @@ inline float multiply(float a, float b) {
 }
 inline float exp2_fast(float x) { return std::exp2(x); }
 inline float log2_exact(float x) { return std::log2(x); }
+inline void add1(float* to, float x) { *to += x; }
+inline void add4(float* to, float x, float y, float z, float w) {
+  if (reinterpret_cast<uintptr_t>(to) % 16) std::abort();
+  add1(to, x);
+  add1(to + 1, y);
+  add1(to + 2, z);
+  add1(to + 3, w);
+}
 
 inline float shuffle_xor(float x, int mask) {
   machine.exchange[machine.thread * 8] = x;

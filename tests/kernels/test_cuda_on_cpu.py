@@ -1,5 +1,7 @@
 """The CUDA kernels compute attention: the whole source, run by a CPU, against the oracle."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -16,8 +18,9 @@ from tilewise.masks import Mask, causal, window
 from tilewise.problem import AttentionProblem
 from tilewise.scores import Operands
 from tilewise.testing import oracle
-from tilewise.testing.cases import CASES
+from tilewise.testing.cases import CASES, case_named
 from tilewise.testing.inputs import make_inputs
+from tilewise.tuning import cuda as tuning
 from tilewise.tuning.device import DeviceSpec
 
 pytestmark = pytest.mark.skipif(cuda_on_cpu.COMPILER is None, reason="there is no C++ compiler to run the kernels with")
@@ -50,6 +53,51 @@ def test_results_stay_within_error_budget(backend, case):
     assert_forward_within_budget(case, inputs, Results(result.out, result.lse))
     got = backend.backward(problem.backward(lse_grad=True), Saved(q, k, v, *result[:2], operands), dout, dlse, Needs())
     assert_gradients_within_budget(case, inputs, Gradients(*got), "out_and_lse")
+
+
+@pytest.mark.parametrize("name", ["gqa_causal_odd_lengths", "window_bottom_right_blind_queries", "padded",
+                                  "value_dim_odd"])
+@pytest.mark.parametrize("backend", [cuda.backend, cuda_ieee.backend], ids=lambda backend: backend.name)
+def test_deterministic_gradients_have_kernels_of_their_own_and_stay_within_error_budget(backend, name):
+    case = case_named(name)
+    inputs = make_inputs(case, torch.float32, "cpu")
+    q, k, v, dout, dlse = inputs
+    operands = operands_of(case, inputs)
+    problem = problem_of(case, inputs, operands, deterministic=True)
+    result = backend.forward(problem, q, k, v, operands)
+    got = backend.backward(problem.backward(lse_grad=True), Saved(q, k, v, *result[:2], operands), dout, dlse, Needs())
+    assert_gradients_within_budget(case, inputs, Gradients(*got), "out_and_lse")
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", ["gqa_causal_odd_lengths", "padded", "value_dim_odd", "head_dim_128"])
+def test_rows_split_once_a_call_are_as_every_program_splits_them(name, deterministic, monkeypatch):
+    case = case_named(name)
+    inputs = make_inputs(case, torch.float32, "cpu")
+    q, k, v, dout, dlse = inputs
+    operands = operands_of(case, inputs)
+    problem = problem_of(case, inputs, operands, deterministic=deterministic)
+    found = []
+    for split in (False, True):
+        monkeypatch.setattr(float32, "cuda_config", lambda *asked, split=split: replace(tuning.cuda_config(*asked),
+                                                                                       split=split))
+        float32._plan.cache_clear()
+        out, lse, _ = cuda.backend.forward(problem, q, k, v, operands)
+        made = cuda.backend.backward(problem.backward(lse_grad=True), Saved(q, k, v, out, lse, operands), dout, dlse,
+                                     Needs())
+        found.append((out, lse, *made[:3]))
+    float32._plan.cache_clear()
+    for name, one, other in zip(PLAIN, *found, strict=True):
+        assert torch.equal(one, other), name
+
+
+def test_keys_that_no_query_sees_may_hold_anything_beside_keys_that_are_seen():
+    """dq is a sum over the keys of a program, in blocks of 16: 0 times NaN was in it."""
+    q, k, v, dout = (random(1, 1, 20 + i, 64) for i in (0, 9, 9, 0))
+    k[:, :, 20:] = v[:, :, 20:] = float("nan")
+    got = results(cuda.backend, q, k, v, dout, causal("top_left"))
+    assert all(tensor.isfinite().all() for tensor in got.values())
+    assert (got["dk"][:, :, 20:] == 0).all()
 
 
 def results(backend, q, k, v, dout, mask=None):
@@ -203,6 +251,28 @@ def test_a_quarter_warp_reads_no_bank_of_shared_memory_twice(width):
         for quarter in range(4):
             banks = [(first(lane) + e) % 32 for lane in range(8 * quarter, 8 * quarter + 8) for e in range(4)]
             assert len(set(banks)) == 32, name
+
+
+@pytest.mark.parametrize("width", [16, 32, 48, 64, 96, 128, 256])
+def test_half_a_warp_on_fma_pipes_reads_128_bytes_at_once(width):
+    """16 bytes a thread are two reads of 128 bytes a warp, not four, only where each of half a warp's threads has the
+    address of its neighbour or of its next but one; 4 bytes a thread are written at once.
+    """
+    problem = AttentionProblem.from_tensors(*[torch.empty(1, 1, 1, 64)] * 3)
+    built = cuda_on_cpu.library(float32.plan("forward", problem, DeviceSpec.of_arch("sm_90"), 0, True)[0])
+    stride, scratch = width + built.pad(), built.scratch_stride()
+    row, column = ([of(lane) for lane in range(32)] for of in (built.row_of, built.column_of))
+    assert len(set(zip(row, column, strict=True))) == 32
+    reads = {"rows": [row[lane] * stride for lane in range(32)],
+             "rows of the other side": [column[lane] * stride for lane in range(32)],
+             "rows of the tile": [row[lane] * scratch for lane in range(32)],
+             "columns": [column[lane] * 4 for lane in range(32)]}
+    for name, first in reads.items():
+        for half in (first[:16], first[16:]):
+            assert any(all(half[i] == half[i ^ apart] for i in range(16)) for apart in (1, 2)), name
+            banks = [(start + e) % 32 for start in set(half) for e in range(4)]
+            assert len(set(banks)) == len(banks), name
+    assert len({(row[lane] * scratch + column[lane]) % 32 for lane in range(32)}) == 32
 
 
 @pytest.mark.parametrize("width", [16, 32, 48, 64, 96, 128, 256])

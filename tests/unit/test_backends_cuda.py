@@ -22,7 +22,7 @@ from tilewise.masks import causal, prefix, window
 from tilewise.problem import AttentionProblem
 from tilewise.scores import OperandFacts, ScoreOptions
 from tilewise.sequences import Sequences
-from tilewise.tuning.cuda import CudaConfig, cuda_config, sum_kernels
+from tilewise.tuning.cuda import SPLIT, CudaConfig, backward_kernels, cuda_config, sum_kernels
 from tilewise.tuning.device import DeviceSpec
 
 TENSOR_CORES, FMA_PIPES = cuda.backend, cuda_ieee.backend
@@ -107,13 +107,13 @@ def test_single_tf32_products_are_made_only_where_torch_is_allowed_them(name, of
 def test_every_architecture_has_a_tile_that_fits_it(arch, d):
     device = DeviceSpec.of_arch(arch)
     for products in (0,) if arch == "sm_75" else (0, 1, 3):
-        for kernel in ("forward", *sum_kernels(problem(d)), "dq"):
+        for kernel in ("forward", *sum_kernels(problem(d)), "dq", *backward_kernels(problem(d), products)):
             assert cuda_config(kernel, problem(d), device, products) is not None
 
 
 def test_tiles_do_not_depend_on_lengths_or_batch():
     device = DeviceSpec.of_arch("sm_90")
-    for kernel in ("forward", "dkdv", "dq"):
+    for kernel in ("forward", "dqkv", "dkdv", "dq"):
         assert (cuda_config(kernel, problem(), device, 3)
                 == cuda_config(kernel, problem(b=64, sq=1, sk=9999), device, 3))
 
@@ -132,13 +132,45 @@ def test_halves_take_rows_of_the_other_side_by_16():
     assert CudaConfig(products=1, blocks=1, warps=4, others=8).others == 8
 
 
+@pytest.mark.parametrize("products", [0, 1])
+def test_halves_alone_are_split_before(products):
+    with pytest.raises(InvalidInput, match=f"split=True with products={products}; allowed is products=3"):
+        CudaConfig(products=products, blocks=1, warps=4, others=16, split=True)
+
+
+def test_memory_of_tiles_is_counted():
+    """Rows of 64 and 4 floats, of q or of k and v, two steps of the other side's, and of queries lse and delta."""
+    tile = CudaConfig(products=3, blocks=1, warps=4, others=32)
+    assert tile.shared_bytes("forward", 64, 64) == 4 * (64 * 68 + 2 * 32 * 2 * 68)
+    assert tile.shared_bytes("dkdv", 64, 64) == 4 * (64 * 2 * 68 + 2 * 32 * (2 * 68 + 2))
+    assert tile.shared_bytes("dqkv", 64, 64) == tile.shared_bytes("dkdv", 64, 64) + 4 * 32 * (64 + 4)
+    assert SPLIT.shared_bytes("split", 64, 32) == 4 * 32 * (68 + 36)
+
+
+def test_memory_of_tiles_on_fma_pipes_is_counted():
+    """One step of the other side's, and what a tile passes through: 32 columns of it, or all where dq is made of it."""
+    tile = CudaConfig(products=0, blocks=4, warps=4, others=64)
+    assert tile.shared_bytes("forward", 64, 64) == 4 * (64 * 68 + 64 * 2 * 68 + 64 * 40)
+    assert tile.shared_bytes("dkdv", 64, 64) == 4 * (64 * 2 * 68 + 64 * (2 * 68 + 2) + 64 * 40)
+    assert tile.shared_bytes("dqkv", 64, 64) == tile.shared_bytes("dkdv", 64, 64) + 4 * 64 * 32
+
+
 @pytest.mark.parametrize(("kernel", "d", "tile"), [
-    ("forward", 32, (2, 8, 32, 1)), ("forward", 64, (2, 8, 32, 1)), ("forward", 96, (1, 8, 64, 1)),
-    ("forward", 128, (1, 8, 64, 1)), ("dkdv", 64, (1, 8, 32, 1)), ("dkdv", 128, (1, 8, 32, 1)),
+    ("forward", 32, (2, 8, 32, 1)), ("forward", 64, (2, 8, 32, 1)), ("forward", 96, (1, 8, 64, 1, True)),
+    ("forward", 128, (1, 8, 64, 1, True)), ("dqkv", 64, (1, 4, 32, 2, True)), ("dqkv", 128, (1, 8, 32, 1, True)),
+    ("dkdv", 64, (1, 8, 32, 1)), ("dkdv", 128, (1, 8, 32, 1)),
     ("dq", 64, (1, 8, 32, 2)), ("dq", 128, (1, 4, 16, 2))])
 @pytest.mark.parametrize("mask", [None, causal()])
 def test_hopper_gets_the_tiles_that_were_fastest_there(kernel, d, tile, mask):
     assert cuda_config(kernel, problem(d, mask), DeviceSpec.of_arch("sm_90"), 3) == CudaConfig(3, *tile)
+
+
+@pytest.mark.parametrize(("kernel", "d", "tile"), [
+    ("forward", 64, (4, 4, 128, 2)), ("forward", 128, (4, 8, 64, 1)), ("dqkv", 64, (4, 4, 64, 2)),
+    ("dqkv", 128, (4, 4, 32, 2)), ("dkdv", 64, (4, 4, 64, 2)), ("dkdv", 128, (4, 4, 32, 2)), ("dq", 64, (4, 4, 64, 2)),
+    ("dq", 128, (4, 4, 32, 2))])
+def test_fma_pipes_of_hopper_get_the_tiles_that_were_fastest_there(kernel, d, tile):
+    assert cuda_config(kernel, problem(d), DeviceSpec.of_arch("sm_90"), 0) == CudaConfig(0, *tile)
 
 
 @pytest.mark.parametrize(("mask", "bounds"), [
@@ -174,11 +206,52 @@ def test_gradients_that_nobody_needs_are_not_launched(monkeypatch):
     monkeypatch.setattr(float32, "_launch", lambda kernel, *_: launched.append(kernel))
     q = torch.randn(1, 2, 5, 8)
     saved, plain = Saved(q, q, q, q, torch.zeros(1, 2, 5)), AttentionProblem.from_tensors(q, q, q)
-    for needs, kernels in ((Needs(), ["delta", "dkdv", "dq"]), (Needs(dkv=False), ["delta", "dq"]),
+    for needs, kernels in ((Needs(), ["delta", "dqkv"]), (Needs(dkv=False), ["delta", "dq"]),
                            (Needs(dq=False), ["delta", "dkdv"])):
         TENSOR_CORES.backward(plain.backward(lse_grad=False), saved, q, None, needs)
         assert launched == kernels
         launched.clear()
+
+
+@pytest.mark.parametrize(("asked", "products", "kernels"), [
+    (problem(), 3, ("dqkv",)), (problem(d=128), 3, ("dqkv",)), (problem(deterministic=True), 3, ("dkdv", "dq")),
+    (problem(), 1, ("dkdv", "dq")), (problem(), 0, ("dqkv",)), (problem(d=129), 3, ("dk", "dv", "dq"))])
+def test_one_kernel_makes_every_gradient_where_dq_may_be_summed_in_any_order(asked, products, kernels):
+    assert backward_kernels(asked, products) == kernels
+
+
+def test_dq_is_zeros_before_a_kernel_adds_to_it(monkeypatch):
+    q = torch.full((1, 2, 5, 8), 3.0)
+    monkeypatch.setattr(float32, "_launch", lambda *_: None)
+    monkeypatch.setattr(float32, "_empty_like", lambda tensor: torch.full_like(tensor, float("nan")))
+    saved, plain = Saved(q, q, q, q, torch.zeros(1, 2, 5)), AttentionProblem.from_tensors(q, q, q)
+    for deterministic in (False, True):
+        asked = replace(plain, deterministic=deterministic).backward(lse_grad=False)
+        dq = TENSOR_CORES.backward(asked, saved, q, None, Needs()).dq
+        assert dq.isnan().all() if deterministic else (dq == 0).all()
+
+
+@pytest.mark.parametrize(("kernel", "split"), [("forward", "kv"), ("dqkv", "qdout"), ("dq", "kv")])
+def test_what_comes_in_steps_is_split_before_and_the_rest_stays(kernel, split, monkeypatch):
+    calls = []
+    monkeypatch.setattr(float32, "load", lambda program, *_: lambda call, programs: calls.append(
+        (program.kernel, programs, {name: getattr(call, name).data for name in ("q", "k", "v", "dout")},
+         (call.dk.data, call.dv.data))))
+    monkeypatch.setattr(float32, "device_spec", lambda device: DeviceSpec.of_arch("sm_90"))
+    monkeypatch.setattr(float32, "cuda_config", lambda *_: CudaConfig(3, 1, 4, 32, split=True))
+    float32._plan.cache_clear()
+    q, k, v, dout = (torch.empty(2, heads, 40, 64) for heads in (4, 2, 2, 4))
+    asked = AttentionProblem.from_tensors(q, k, v)
+    call = Call.of(asked, q=q, k=k, v=v, dout=dout)
+    float32._launch(kernel, asked, call, 3, vectors=True)
+    float32._plan.cache_clear()
+    (first, programs_of_split, _, (one, other)), (second, _, seen, _) = calls
+    assert (first, second) == ("split", kernel)
+    own = {name: tensor.data_ptr() for name, tensor in (("q", q), ("k", k), ("v", v), ("dout", dout))}
+    expected = {"kv": {"k": one, "v": other}, "qdout": {"q": one, "dout": other}}[split]
+    assert programs_of_split == 2 * 2 * (2 if split == "kv" else 4)
+    assert seen == own | expected
+    assert call.q.data == q.data_ptr(), "the caller's call is as it was"
 
 
 @pytest.mark.parametrize(("made", "vectors"), [

@@ -8,18 +8,30 @@ import torch
 
 from tilewise.backends.base import Gradients, Needs, Results, Saved
 from tilewise.backends.current import allows_tf32, is_current
-from tilewise.kernels.cuda.call import UNBOUNDED, Call
+from tilewise.kernels.cuda.call import UNBOUNDED, Call, Tensor
 from tilewise.kernels.cuda.program import Program, lacking, load
 from tilewise.problem import AttentionProblem, are_aligned, dense_strides
 from tilewise.scores import NO_OPERANDS, NO_OPTIONS, Operands
-from tilewise.tuning.cuda import DELTA, WIDEST, CudaConfig, cuda_config, padded_dims, sum_kernels
+from tilewise.tuning.cuda import (
+    DELTA,
+    PAD,
+    SPLIT,
+    SUMS_OVER_QUERIES,
+    WIDEST,
+    CudaConfig,
+    backward_kernels,
+    cuda_config,
+    padded_dims,
+)
 from tilewise.tuning.device import DeviceSpec, device_spec
 
 _EVERY = Needs()
 
 
 class Float32Backend:
-    """Forward, delta, dK/dV and dQ kernels without atomics: every result is the same on every run.
+    """Forward, delta, dK/dV and dQ kernels without atomics, or one that makes every gradient (``backward_kernels``).
+
+    All but that one's dq is the same on every run; with ``deterministic`` all is.
 
     Attributes:
         name: of the backend.
@@ -56,13 +68,17 @@ class Float32Backend:
         dk, dv = (_empty_like(k), _empty_like(v)) if needs.dkv else (None, None)
         if problem.is_empty or not problem.sk:  # lengths that are data say nothing of keys that are not there
             return Gradients(*(None if gradient is None else gradient.zero_() for gradient in (dq, dk, dv)))
+        products = self.products
+        kernels = backward_kernels(problem, products, dq=needs.dq, dkv=needs.dkv)
+        if dq is not None and "dq" not in kernels:  # another adds to it
+            dq.zero_()
         delta = torch.empty_like(lse)
         call = Call.of(problem, q=q, k=k, v=v, out=out, dout=dout, dq=dq, dk=dk, dv=dv, dlse=dlse, lse=lse, delta=delta,
                        **_lengths(operands))
         vectors = _takes_vectors(q, k, v, dout)
         with contextlib.nullcontext() if is_current(problem.device) else torch.cuda.device(problem.device):
-            for kernel in ("delta", *(sum_kernels(problem) if needs.dkv else ()), *(("dq",) if needs.dq else ())):
-                _launch(kernel, problem, call, self.products, vectors)
+            for kernel in ("delta", *kernels):
+                _launch(kernel, problem, call, products, vectors)
         return Gradients(dq, dk, dv)
 
     @property
@@ -87,8 +103,9 @@ class Float32Backend:
 
     def _too_large(self, problem: AttentionProblem) -> str | None:
         spec = device_spec(problem.device)
-        kernels = ("forward",) if problem.direction == "forward" else (*sum_kernels(problem), "dq")
-        if any(cuda_config(kernel, problem, spec, self.products) is None for kernel in kernels):
+        products = self.products
+        kernels = ("forward",) if problem.direction == "forward" else backward_kernels(problem, products)
+        if any(cuda_config(kernel, problem, spec, products) is None for kernel in kernels):
             return (f"finds no tile for head dims {problem.d} and {problem.dv} in the {spec.shared_memory} bytes of "
                     f"shared memory of {spec.arch}")
         return None
@@ -131,8 +148,34 @@ def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
 def _launch(kernel: str, problem: AttentionProblem, call: Call, products: int, vectors: bool) -> None:
     program, shared_bytes, tiles, heads = _plan(kernel, problem, products, vectors)
     call.tiles = tiles
+    if program.config.split:
+        call, _scratch = _split(program, problem, call)
     load(program, device_spec(problem.device).arch, problem.device.index or 0, shared_bytes)(call,
                                                                                             tiles * heads * problem.b)
+
+
+def _split(program: Program, problem: AttentionProblem, call: Call) -> tuple[Call, list[torch.Tensor]]:
+    """Split the tensors whose rows come in steps; returns a call that has them, and their memory."""
+    of_queries = program.kernel in SUMS_OVER_QUERIES
+    first, second = ("q", "dout") if of_queries else ("k", "v")
+    rows, heads = (problem.sq, problem.hq) if of_queries else (problem.sk, problem.hk)
+    scratch = [torch.empty(problem.b, heads, rows, dim + PAD, dtype=problem.dtype, device=problem.device)
+               for dim in (program.d, program.dv)]
+    tiles = -(-rows // SPLIT.others)
+    before = Call(hq=heads, sk=rows, width=problem.d, width_v=problem.dv, tiles=tiles, k=getattr(call, first),
+                  v=getattr(call, second), dk=Tensor.of(scratch[0]), dv=Tensor.of(scratch[1]))
+    launch = load(splitting(program), device_spec(problem.device).arch, problem.device.index or 0,
+                  SPLIT.shared_bytes("split", program.d, program.dv))
+    launch(before, tiles * heads * problem.b)
+    call = Call.from_buffer_copy(call)
+    setattr(call, first, Tensor.of(scratch[0]))
+    setattr(call, second, Tensor.of(scratch[1]))
+    return call, scratch
+
+
+def splitting(program: Program) -> Program:
+    """Return the program that splits what comes to another in steps."""
+    return Program("split", SPLIT, program.d, program.dv, program.vectors)
 
 
 @lru_cache(maxsize=4096)
@@ -151,6 +194,5 @@ def plan(kernel: str, problem: AttentionProblem, device: DeviceSpec, products: i
         # why_not refuses where there is none.
         config = cast(CudaConfig, cuda_config(kernel, problem, device, products))
         shared_bytes, rows = config.shared_bytes(kernel, *dims), config.rows
-    of_keys = kernel in ("dkdv", "dk", "dv")
-    length, heads = (problem.sk, problem.hk) if of_keys else (problem.sq, problem.hq)
+    length, heads = (problem.sk, problem.hk) if kernel in SUMS_OVER_QUERIES else (problem.sq, problem.hq)
     return Program(kernel, config, *dims, vectors), shared_bytes, -(-length // rows), heads

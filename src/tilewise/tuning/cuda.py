@@ -1,8 +1,12 @@
 """Tiles of the CUDA float32 kernels: what one is, and which one a problem gets. Pure functions of the two.
 
-First ones of products of halves at head dims up to 128 were the fastest of seven (backward: four to six) that an H200
-timed at 64 and 128 (docs/float32.md), full and causal: up to 5 % behind another for some lengths, ahead by more for the
-rest. All others were chosen by compiling alone, for few spills (tests/kernels/test_compile_cuda.py holds the bounds).
+First ones of products of halves at head dims up to 128 were timed on an H200 at 64 and 128, full and causal, at
+lengths of 1024, 4096 and 8192 (docs/float32.md). Those of forward and dqkv were the fastest of three to seven in
+whole calls, up to 3 % behind another for some lengths; but forward's at 64, which needs no memory, is up to 6 %
+behind (2, 4, 32, 2, True) from 4096 on, and as far ahead at 1024. Those of dkdv and dq were the fastest of four to
+six as kernels alone. First ones of FMA pipes were the fastest of three to nine there, as kernels alone; dqkv's are
+dkdv's. All others were chosen by compiling alone, for few spills (tests/kernels/test_compile_cuda.py holds the
+bounds).
 """
 
 from dataclasses import dataclass
@@ -12,7 +16,8 @@ from tilewise.problem import AttentionProblem
 from tilewise.tuning.device import DeviceSpec
 
 WIDEST = 256
-Tile = tuple[int, int, int, int]  # blocks, warps, others, resident
+PAD = 4  # floats behind a row in shared memory, and of a split one everywhere; the first holds the row's factor
+Tile = tuple[int, int, int, int] | tuple[int, int, int, int, bool]  # blocks, warps, others, resident, split
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +28,10 @@ class CudaConfig:
         products: how many on tensor cores make a product: 3 of halves, or 1 of TF32; 0 = FMA pipes.
         blocks: rows that a warp owns, in units of 16 on tensor cores, of 4 on FMA pipes.
         warps: warps a program, each with rows of its own.
-        others: rows of the other side a step; two steps of them are in shared memory.
+        others: rows of the other side a step; on tensor cores two steps of them are in shared memory, else one.
         resident: programs that shall fit a multiprocessor, for the compiler to count registers by.
+        split: whether rows of the other side were split into halves before (products=3), once a call, not in every
+            program: into as much memory as they are, and a little.
     """
 
     products: int
@@ -32,12 +39,15 @@ class CudaConfig:
     warps: int
     others: int
     resident: int = 1
+    split: bool = False
 
     def __post_init__(self) -> None:
-        for name, allowed in (("products", (0, 1, 3)), ("blocks", (1, 2, 4, 8)), ("warps", (1, 2, 4, 8)),
-                              ("others", (8, 16, 32, 64)), ("resident", (1, 2, 3, 4))):
+        for name, allowed in (("products", (0, 1, 3)), ("blocks", (1, 2, 4)), ("warps", (1, 2, 4, 8)),
+                              ("others", (8, 16, 32, 64, 128)), ("resident", (1, 2, 3, 4))):
             if getattr(self, name) not in allowed:
                 raise InvalidInput(f"{name}={getattr(self, name)}; allowed are {', '.join(map(str, allowed))}.")
+        if self.split and self.products != 3:
+            raise InvalidInput(f"split=True with products={self.products}; allowed is products=3.")
         if self.products == 3 and self.others % 16:
             raise InvalidInput(f"others={self.others}; halves (products=3) allow multiples of 16.")
 
@@ -52,21 +62,26 @@ class CudaConfig:
         return 32 * self.warps
 
     def shared_bytes(self, kernel: str, d: int, dv: int) -> int:
-        """Shared memory of a kernel for padded head dims: its rows, and two steps of the other side's."""
-        pad = 8 if self.products == 1 else 4
+        """Shared memory of a kernel for padded head dims: its rows, and one or two steps of the other side's."""
+        pad = 8 if self.products == 1 else PAD
         d, dv = d + pad, dv + pad
+        if kernel == "split":
+            return 4 * self.others * (d + dv)
         own = self.rows * (d if kernel == "forward" else d + dv)
         step = self.others * (d + dv + (2 if kernel in SUMS_OVER_QUERIES else 0))  # 2: lse and delta
-        scratch = 0 if self.products else self.rows * (self.others + 4)
-        return 4 * (own + 2 * step + scratch)
+        if not self.products:  # a warp's tile passes through it, all of it where dq is made of it too
+            return 4 * (own + step + self.rows * ((self.others if kernel == "dqkv" else min(self.others, 32)) + 8))
+        dscores = self.others * (self.rows + pad) if kernel == "dqkv" else 0  # of all rows
+        return 4 * (own + 2 * step + dscores)
 
 
-SUMS_OVER_QUERIES = ("dkdv", "dk", "dv")
+SUMS_OVER_QUERIES = ("dqkv", "dkdv", "dk", "dv")
 
 # Kernel -> padded head dim (at most) -> tiles; the first that a device has the shared memory for is taken.
 _HALVES: dict[str, dict[int, tuple[Tile, ...]]] = {
-    "forward": {64: ((2, 8, 32, 1), (2, 4, 32, 2)), 128: ((1, 8, 64, 1), (1, 8, 32, 1), (1, 4, 32, 1)),
+    "forward": {64: ((2, 8, 32, 1), (2, 4, 32, 2)), 128: ((1, 8, 64, 1, True), (1, 8, 32, 1), (1, 4, 32, 1)),
                 256: ((1, 8, 16, 1), (1, 4, 16, 1), (1, 2, 16, 1))},
+    "dqkv": {64: ((1, 4, 32, 2, True),), 128: ((1, 8, 32, 1, True), (1, 4, 32, 1), (1, 2, 16, 1))},
     "dkdv": {64: ((1, 8, 32, 1), (1, 4, 32, 2)), 128: ((1, 8, 32, 1), (1, 4, 32, 1), (1, 2, 16, 1))},
     "dk": {256: ((1, 4, 16, 1), (1, 2, 16, 1), (1, 1, 16, 1))},
     "dv": {256: ((1, 4, 16, 1), (1, 2, 16, 1), (1, 1, 16, 1))},
@@ -83,16 +98,18 @@ _TF32: dict[str, dict[int, tuple[Tile, ...]]] = {
            256: ((1, 4, 16, 1), (1, 2, 8, 1), (1, 1, 8, 1))},
 }
 _FMA_PIPES: dict[str, dict[int, tuple[Tile, ...]]] = {
-    "forward": {64: ((8, 4, 32, 2), (4, 4, 32, 1)), 128: ((4, 4, 32, 2), (4, 4, 16, 1), (4, 2, 16, 1)),
-                256: ((4, 4, 32, 1), (4, 2, 16, 1), (2, 2, 8, 1))},
-    "dkdv": {64: ((4, 4, 32, 2), (4, 2, 16, 1)), 128: ((4, 8, 32, 1), (4, 4, 32, 1), (4, 2, 16, 1), (4, 1, 8, 1))},
-    "dk": {256: ((4, 4, 16, 1), (4, 1, 16, 1), (2, 1, 8, 1))},
-    "dv": {256: ((4, 4, 16, 1), (4, 1, 16, 1), (2, 1, 8, 1))},
-    "dq": {64: ((4, 4, 32, 2), (4, 2, 16, 1)), 128: ((4, 8, 32, 1), (4, 4, 32, 1), (4, 2, 16, 1), (4, 1, 8, 1)),
-           256: ((4, 4, 16, 1), (4, 1, 16, 1), (2, 1, 8, 1))},
+    "forward": {64: ((4, 4, 128, 2), (4, 4, 64, 1)), 128: ((4, 8, 64, 1), (4, 4, 32, 1), (4, 4, 16, 1)),
+                256: ((4, 8, 32, 1), (4, 4, 16, 1), (4, 2, 16, 1), (2, 2, 8, 1))},
+    "dqkv": {64: ((4, 4, 64, 2), (4, 4, 32, 1)), 128: ((4, 4, 32, 2), (4, 4, 16, 1), (4, 2, 16, 1))},
+    "dkdv": {64: ((4, 4, 64, 2), (4, 4, 32, 1)), 128: ((4, 4, 32, 2), (4, 4, 16, 1), (4, 2, 16, 1))},
+    "dk": {256: ((4, 4, 32, 1), (4, 2, 16, 1), (4, 1, 16, 1), (2, 1, 8, 1))},
+    "dv": {256: ((4, 4, 32, 1), (4, 2, 16, 1), (4, 1, 16, 1), (2, 1, 8, 1))},
+    "dq": {64: ((4, 4, 64, 2), (4, 4, 32, 1)), 128: ((4, 4, 32, 2), (4, 4, 16, 1), (4, 2, 16, 1)),
+           256: ((4, 4, 32, 1), (4, 2, 16, 1), (4, 1, 16, 1), (2, 1, 8, 1))},
 }
 _TILES = {0: _FMA_PIPES, 1: _TF32, 3: _HALVES}  # by products
 DELTA = CudaConfig(products=0, blocks=1, warps=8, others=8)
+SPLIT = CudaConfig(products=3, blocks=1, warps=8, others=32)
 
 
 def padded_dims(kernel: str, problem: AttentionProblem) -> tuple[int, int]:
@@ -105,13 +122,24 @@ def sum_kernels(problem: AttentionProblem) -> tuple[str, ...]:
     return ("dkdv",) if max(problem.d, problem.dv) <= 128 else ("dk", "dv")
 
 
+def backward_kernels(problem: AttentionProblem, products: int, *, dq: bool = True, dkv: bool = True) -> tuple[str, ...]:
+    """Which kernels, after that of delta, make the gradients that are needed.
+
+    One makes all three where dq may be summed in no fixed order, and its sums fit the registers; else dq has its own.
+    """
+    sums = sum_kernels(problem)
+    if dq and dkv and products != 1 and sums == ("dkdv",) and not problem.deterministic:
+        return ("dqkv",)
+    return (*(sums if dkv else ()), *(("dq",) if dq else ()))
+
+
 def cuda_config(kernel: str, problem: AttentionProblem, device: DeviceSpec, products: int) -> CudaConfig | None:
     """Choose the tile of a kernel; None where the device has not the shared memory for the least.
 
     Head dims decide, and lengths do not: a deterministic call's bits are no neighbour's affair.
 
     Args:
-        kernel: "forward", "dkdv", "dk", "dv" or "dq".
+        kernel: "forward", "dqkv", "dkdv", "dk", "dv" or "dq".
         problem, device: what it is for.
         products: as in :class:`CudaConfig`.
     """

@@ -9,7 +9,8 @@
 //   scores[m][n] = sum_d A[m][d] B[n][d]       "rows by rows":       Q Kt, dO Vt and their transposes
 //   sums[m][e]  += sum_n T[m][n] C[n][e]       "tile by columns":    P V, Pt dO, dSt Q, dS K
 //
-// T is what a thread made of its own scores, so it never leaves the registers where the two layouts agree.
+// T is what a thread made of its own scores, so it never leaves the registers where the two layouts agree. One sum has
+// a third form, rows by columns, with T in shared memory: dS K where one kernel makes all three gradients.
 
 // ---------------------------------------------------------------------------------------------------------------------
 // 1. What the compiler is told
@@ -21,7 +22,10 @@
 // TW_OTHERS        rows of the other side a step: keys in forward and dq, queries in dkdv; halves take multiples of 16
 // TW_RESIDENT      programs that shall fit a multiprocessor; bounds the registers
 // TW_VECTORS       whether rows of all tensors read can be copied 16 bytes at a time
-// TW_FORWARD, TW_DELTA, TW_DK, TW_DV_SUM, TW_DQ: what is to be made; dk and dv by one kernel, or (wide heads) a launch each
+// TW_SPLIT         halves: whether tensors whose tiles come in steps are split already, by the kernel of TW_SPLIT_ROWS
+// TW_SPLIT_ROWS, TW_FORWARD, TW_DELTA, TW_DK, TW_DV_SUM, TW_DQ: what is to be made; dk and dv by one kernel, or (wide
+//                  heads) a launch each
+// TW_DQ_SUM        whether the kernel of dk and dv adds up dq too
 
 #define TW_THREADS (TW_WARPS * 32)
 #define TW_BOUNDS __launch_bounds__(TW_THREADS, TW_RESIDENT)
@@ -40,6 +44,7 @@ TW_DEVICE float* shared_memory() {
 
 TW_DEVICE int thread_index() { return threadIdx.x; }
 TW_DEVICE int program_index() { return blockIdx.x; }
+TW_DEVICE int program_count() { return gridDim.x; }
 TW_DEVICE void synchronize() { __syncthreads(); }
 TW_DEVICE void synchronize_warp() { __syncwarp(); }
 TW_DEVICE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
@@ -53,6 +58,23 @@ TW_DEVICE float exp2_fast(float x) {
 }
 
 TW_DEVICE float log2_exact(float x) { return log2f(x); }
+
+// Add to 4 neighbours or to one number in global memory, each whole, in no order that is fixed.
+#if __CUDA_ARCH__ >= 900
+TW_DEVICE void add4(float* to, float x, float y, float z, float w) {
+  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to)), "f"(x), "f"(y),
+               "f"(z), "f"(w)
+               : "memory");
+}
+#else
+TW_DEVICE void add4(float* to, float x, float y, float z, float w) {
+  atomicAdd(to, x);
+  atomicAdd(to + 1, y);
+  atomicAdd(to + 2, z);
+  atomicAdd(to + 3, w);
+}
+#endif
+TW_DEVICE void add1(float* to, float x) { atomicAdd(to, x); }
 
 // Copy 16 or 4 bytes from global to shared memory without passing through registers, or write zeros. A copy is seen
 // after the thread has waited for its own copies, and all threads have synchronized.
@@ -186,10 +208,16 @@ TW_DEVICE int length_of(const void* lengths, int wide, int batch, int size) {
   return length < size ? static_cast<int>(length) : size;
 }
 
-// Neighbouring programs share a head, hence what they read. Where the band hides keys to the right, later tiles of
-// queries have more to do: they go first, so that short ones fill the end.
+// Whether the band hides keys after, and before, what a query is at.
+TW_DEVICE bool hides_right(const Call& call) { return call.upper < call.sk; }
+TW_DEVICE bool hides_left(const Call& call) { return call.lower > -call.sq; }
+
+// Neighbouring programs share a head, hence what they read. But where the band hides one side alone, tiles at one end
+// have more to do: these go first, of all heads, so that short ones fill the end.
 TW_DEVICE Place locate(const Call& call, int heads, int rows, bool last_first) {
-  int tile = program_index() % call.tiles, rest = program_index() / call.tiles;
+  int index = program_index(), all_heads = program_count() / call.tiles;
+  bool uneven = hides_right(call) != hides_left(call);
+  int tile = uneven ? index / all_heads : index % call.tiles, rest = uneven ? index % all_heads : index / call.tiles;
   if (last_first) tile = call.tiles - 1 - tile;
   Place place;
   place.first = tile * rows;
@@ -216,7 +244,7 @@ TW_DEVICE float* head_of(const Tensor& tensor, int batch, int head) {
 TW_DEVICE int warp_index() { return thread_index() / 32; }
 
 // A warp copies 4 rows at a time, 8 threads a row; whoever copied a number may read it as soon as it has waited.
-template <int ROWS, int WIDTH, int STRIDE>
+template <int ROWS, int WIDTH, int STRIDE, bool VECTORS = TW_VECTORS>
 TW_DEVICE void load_tile(float* tile, const Tensor& tensor, const float* head, int first, int from, int to, int width) {
   int own = thread_index() / 8, column = thread_index() % 8 * 4;
   const float* source = head + (first + own) * tensor.s + column * tensor.d;
@@ -228,12 +256,12 @@ TW_DEVICE void load_tile(float* tile, const Tensor& tensor, const float* head, i
 #pragma unroll
     for (int i = 0; i < WIDTH; i += 32) {
       if (row + own >= ROWS || column + i >= WIDTH) continue;
-#if TW_VECTORS
-      copy16(target + row * STRIDE + i, source + i, seen && column + i < width);
-#else
+      if (VECTORS) {
+        copy16(target + row * STRIDE + i, source + i, seen && column + i < width);
+        continue;
+      }
       for (int e = i; e < i + 4; e++)
         copy4(target + row * STRIDE + e, source + e * tensor.d, seen && column + e < width);
-#endif
     }
     source += TW_THREADS / 8 * tensor.s;
   }
@@ -242,8 +270,10 @@ TW_DEVICE void load_tile(float* tile, const Tensor& tensor, const float* head, i
 // One number a row: lse or delta.
 template <int ROWS>
 TW_DEVICE void load_numbers(float* numbers, const float* source, int first, int from, int to) {
-  for (int row = thread_index(); row < ROWS; row += TW_THREADS) {
-    int s = first + row;
+#pragma unroll
+  for (int begin = 0; begin < ROWS; begin += TW_THREADS) {
+    int row = begin + thread_index(), s = first + row;
+    if (row >= ROWS) continue;
     bool inside = from <= s && s < to;
     copy4(numbers + row, inside ? source + s : source, inside);
   }
@@ -271,6 +301,7 @@ TW_DEVICE void load_numbers(float* numbers, const float* source, int first, int 
 // NaN where the row holds an infinity: then all that the row is a factor of is NaN.
 struct Product {
   static constexpr int LANES = 4, ROWS = 2 * TW_BLOCKS, OWN = 16 * TW_BLOCKS, PAD = 4;
+  static constexpr int SUM_ROWS = 2, SUM_GROUP = 16;  // of rows by columns: rows a thread, columns a group
   static constexpr float UNIT = 0x1p-126f;  // of sums to begin with
   static constexpr int SCRATCH = 0;
 
@@ -278,6 +309,7 @@ struct Product {
   static TW_DEVICE int row_of(int r) { return r / 2 * 16 + r % 2 * 8 + lane() / 4; }
   static TW_DEVICE int column_of(int c) { return c / 2 * 8 + lane() % 4 * 2 + c % 2; }
   static TW_DEVICE int quad_of(int e) { return e / 4 * 16 + lane() % 4 * 4 + e % 4; }
+  static TW_DEVICE int sum_row_of(int r) { return r * 8 + lane() / 4; }
 
   // The power of two that brings ``largest`` between 2^14 and 2^15, and what leads back.
   static TW_DEVICE void scale_to_halves(float largest, float& there, float& back) {
@@ -297,7 +329,7 @@ struct Product {
 #pragma unroll
     for (int first = 0; first < N; first += TW_THREADS / 8) {
       int row = first + thread_index() / 8;
-      if (row >= N) continue;  // all of a warp's rows
+      if (N % (TW_THREADS / 8) && row >= N) continue;  // all of a warp's rows
       float* group = tile + row * STRIDE;
       float4 x[(WIDTH + 31) / 32];
       float largest = 0.0f, there, back;
@@ -331,7 +363,7 @@ struct Product {
   // truncated bits are 2^-11 times as large.
   template <int N, int WIDTH, int STRIDE>
   static TW_DEVICE void rows_by_rows(float (&scores)[ROWS][N / LANES], const float* a, const float* b) {
-    constexpr int CHUNK = WIDTH < 128 ? WIDTH : 128;
+    constexpr int CHUNK = WIDTH < 128 ? WIDTH : 128, UNROLL = WIDTH == 128 ? 4 : 2;
     float cross[N / 8][TW_BLOCKS][4];  // small big + big small
 #pragma unroll
     for (int n = 0; n < N / 8; n++)
@@ -350,7 +382,7 @@ struct Product {
         for (int m = 0; m < TW_BLOCKS; m++)
 #pragma unroll
           for (int f = 0; f < 4; f++) sums[n][m][f] = 0.0f;
-#pragma unroll 2
+#pragma unroll UNROLL
       for (int d = first; d < first + CHUNK && d < WIDTH; d += 16) {
         unsigned big[TW_BLOCKS][4], small[TW_BLOCKS][4];
 #pragma unroll
@@ -392,8 +424,8 @@ struct Product {
   }
 
   // sums = sums * decay + tile columns, a row of sums in a unit of its own. What a thread holds of a tile is just what
-  // it has to hand to the tensor core as the left operand. The rows' factors of ``columns`` join the tile, and a row of it
-  // is scaled to halves by its largest number so far: by that of ``columns`` alone where the tile's are at most 1.
+  // it has to hand to the tensor core as the left operand. The rows' factors of ``columns`` join the tile, and a row of
+  // it is scaled to halves by its largest number so far: by that of ``columns`` alone where the tile's are at most 1.
   template <int N, int WIDTH, int STRIDE, bool ARE_PROBS>
   static TW_DEVICE void tile_by_columns(float (&sums)[ROWS][WIDTH / LANES], const float (&decay)[ROWS],
                                         const float (&tile)[ROWS][N / LANES], const float* columns,
@@ -433,32 +465,112 @@ struct Product {
           split(scaled[r][c], scaled[r][c + 1], big[n][m][f], small[n][m][f]);
         }
     const float* row = columns + lane() % 16 * STRIDE + lane() / 16 * 4;  // two of rows, big and small
+    // A product is added five products' time after it began: what is next to it belongs to another sum. So what is
+    // small has sums of its own, which cuts it less, too; and where registers are few, and the compiler makes one block
+    // of columns after the other, its two kinds have.
+    constexpr int ABREAST = WIDTH > 64 ? 1 : 2, PARTS = WIDTH > 64 ? 3 : 2;
 #pragma unroll
-    for (int e = 0; e < WIDTH / 8; e++) {
-      float part[TW_BLOCKS][4];
-      unsigned x[N / 16][4];
+    for (int first = 0; first < WIDTH / 8; first += ABREAST) {
+      float part[ABREAST][PARTS][TW_BLOCKS][4];
 #pragma unroll
-      for (int m = 0; m < TW_BLOCKS; m++)
+      for (int e = 0; e < ABREAST; e++)
 #pragma unroll
-        for (int f = 0; f < 4; f++) part[m][f] = 0.0f;
+        for (int p = 0; p < PARTS; p++)
 #pragma unroll
-      for (int n = 0; n < N / 16; n++) {  // what is small comes first: it is cut as little as apart
-        load_matrices_transposed(x[n], row + n * 16 * STRIDE + e * 8);
+          for (int m = 0; m < TW_BLOCKS; m++)
 #pragma unroll
-        for (int m = 0; m < TW_BLOCKS; m++) add_product(part, m, small[n][m], x[n][0], x[n][1]);
+            for (int f = 0; f < 4; f++) part[e][p][m][f] = 0.0f;
 #pragma unroll
-        for (int m = 0; m < TW_BLOCKS; m++) add_product(part, m, big[n][m], x[n][2], x[n][3]);
+      for (int n = 0; n < N / 16; n++) {
+        unsigned x[ABREAST][4];
+#pragma unroll
+        for (int e = 0; e < ABREAST; e++)
+          load_matrices_transposed(x[e], row + n * 16 * STRIDE + (first + e) * 8);
+#pragma unroll
+        for (int e = 0; e < ABREAST; e++)
+#pragma unroll
+          for (int m = 0; m < TW_BLOCKS; m++) add_product(part[e][0], m, small[n][m], x[e][0], x[e][1]);
+#pragma unroll
+        for (int e = 0; e < ABREAST; e++)
+#pragma unroll
+          for (int m = 0; m < TW_BLOCKS; m++) add_product(part[e][1], m, big[n][m], x[e][0], x[e][1]);
+#pragma unroll
+        for (int e = 0; e < ABREAST; e++)
+#pragma unroll
+          for (int m = 0; m < TW_BLOCKS; m++) add_product(part[e][2 % PARTS], m, big[n][m], x[e][2], x[e][3]);
       }
-#pragma unroll
-      for (int n = 0; n < N / 16; n++)
-#pragma unroll
-        for (int m = 0; m < TW_BLOCKS; m++) add_product(part, m, big[n][m], x[n][0], x[n][1]);
 #pragma unroll
       for (int r = 0; r < ROWS; r++)
 #pragma unroll
-        for (int h = 0; h < 2; h++)
-          sums[r][2 * e + h] = sums[r][2 * e + h] * rescale[r] + part[r / 2][r % 2 * 2 + h];
+        for (int e = 0; e < ABREAST; e++)
+#pragma unroll
+          for (int h = 0; h < 2; h++) {
+            float& sum = sums[r][2 * (first + e) + h];
+            const int m = r / 2, f = r % 2 * 2 + h;
+            float low = PARTS == 3 ? part[e][0][m][f] + part[e][2 % PARTS][m][f] : part[e][0][m][f];
+            sum = sum * rescale[r] + (low + part[e][1][m][f]);
+          }
     }
+  }
+
+  // What a thread holds of a tile, times its row's factor, to where ``to`` has it transposed: a tile of N rows in
+  // shared memory, of which every warp fills columns of its own. Splitting deals 16 columns to two blocks of 8: they
+  // stand so that the first block gets the first 8 rows.
+  template <int N, int STRIDE>
+  static TW_DEVICE void store_transposed(float* to, const float (&tile)[ROWS][N / LANES], const float* factors,
+                                         int apart) {
+    int own = lane() / 8 * 4 + lane() / 4 % 2;  // of row g; row g + 8 is 2 behind
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) {
+      float factor = factors[row_of(r) * apart];
+#pragma unroll
+      for (int c = 0; c < N / LANES; c++)
+        to[column_of(c) * STRIDE + r / 2 * 16 + r % 2 * 2 + own] = tile[r][c] * factor;
+    }
+  }
+
+  // sums = a b for 16 rows of a, of its columns [from, to) by 16, and every APART-th group of 16 columns of b from
+  // ``group`` on; for the last of all there are where there is none. A thread gets 4 neighbours of a group in row g, then
+  // in row g + 8.
+  template <int GROUPS, int APART, int WIDTH, int A_STRIDE, int B_STRIDE>
+  static TW_DEVICE void rows_by_columns(float (&sums)[GROUPS][4 * SUM_ROWS], const float* a, const float* b, int from, int to,
+                                        int group) {
+    constexpr int PARTS = GROUPS == 1 ? 3 : 2;
+    float part[2 * GROUPS][PARTS][4];
+#pragma unroll
+    for (int e = 0; e < 2 * GROUPS; e++)
+#pragma unroll
+      for (int p = 0; p < PARTS; p++)
+#pragma unroll
+        for (int f = 0; f < 4; f++) part[e][p][f] = 0.0f;
+    const float* a_row = a + lane() % 16 * A_STRIDE + lane() / 16 * 8;  // two of rows, of columns
+    const float* b_row[GROUPS];  // two of rows, big and small
+#pragma unroll
+    for (int i = 0; i < GROUPS; i++)
+      b_row[i] = b + lane() % 16 * B_STRIDE + least(group + i * APART, WIDTH / 16 - 1) * 16 + lane() / 16 * 4;
+#pragma unroll 4
+    for (int n = from; n < to; n += 16) {
+      unsigned big[4], small[4], x[2 * GROUPS][4];
+      load_matrices(big, a_row + n);
+      load_matrices(small, a_row + n + 4);
+#pragma unroll
+      for (int e = 0; e < 2 * GROUPS; e++)
+        load_matrices_transposed(x[e], b_row[e / 2] + n * B_STRIDE + e % 2 * 8);
+#pragma unroll
+      for (int p = 0; p < 3; p++)
+#pragma unroll
+        for (int e = 0; e < 2 * GROUPS; e++) {
+          float(&sum)[4] = part[e][p % PARTS];
+          multiply_halves(sum[0], sum[1], sum[2], sum[3], p == 0 ? small : big, x[e][p / 2 * 2], x[e][p / 2 * 2 + 1]);
+        }
+    }
+#pragma unroll
+    for (int e = 0; e < 2 * GROUPS; e++)
+#pragma unroll
+      for (int f = 0; f < 4; f++) {
+        float low = PARTS == 3 ? part[e][0][f] + part[e][2 % PARTS][f] : part[e][0][f];
+        sums[e / 2][f / 2 * 4 + e % 2 * 2 + f % 2] = low + part[e][1][f];
+      }
   }
 };
 
@@ -593,35 +705,52 @@ struct Product {
 #else
 
 // On FMA pipes: every product and sum rounded once, as IEEE 754 has it. A warp is 4 x 8 threads, rows by columns; a
-// thread owns TW_BLOCKS rows, 4 apart, so that each number loaded from shared memory serves several products.
+// thread owns TW_BLOCKS rows, 4 apart, so that each number loaded from shared memory serves several products. Lanes 1
+// apart share columns, those 2 apart rows: half a warp's 16-byte loads are one read of 128 bytes where either kind shares
+// its address, else two.
 struct Product {
   static constexpr int LANES = 8, ROWS = TW_BLOCKS, OWN = 4 * TW_BLOCKS, PAD = 4;
+  static constexpr int SUM_ROWS = 4, SUM_GROUP = 32;  // of rows by columns: rows a thread, columns a group
   static constexpr float UNIT = 1.0f;
-  static constexpr int SCRATCH_STRIDE = TW_OTHERS + 4, SCRATCH = OWN * SCRATCH_STRIDE;  // floats a warp
-  static constexpr int GROUPS = 16 / ROWS;
+#if TW_DQ_SUM
+  static constexpr int CHUNK = TW_OTHERS;  // columns of a tile in shared memory at once: dq needs all
+#else
+  static constexpr int CHUNK = TW_OTHERS < 32 ? TW_OTHERS : 32;
+#endif
+  static constexpr int SCRATCH_STRIDE = CHUNK + 8, SCRATCH = OWN * SCRATCH_STRIDE;  // floats a warp
+#if TW_DQ
+  static constexpr int GROUPS = 4;  // of 32 columns that are summed up at once
+#else
+  static constexpr int GROUPS = 2;  // an H200 took 5 % longer for 4 in the forward pass
+#endif
 
   static TW_DEVICE int lane() { return thread_index() % 32; }
-  static TW_DEVICE int row_of(int r) { return r * 4 + lane() / 8; }
-  static TW_DEVICE int column_of(int c) { return c * 8 + lane() % 8; }
-  static TW_DEVICE int quad_of(int e) { return e / 4 * 32 + lane() % 8 * 4 + e % 4; }
+  static TW_DEVICE int lane_row() { return lane() / 16 * 2 + lane() % 2; }
+  static TW_DEVICE int lane_column() { return lane() / 2 % 8; }
+  static TW_DEVICE int row_of(int r) { return r * 4 + lane_row(); }
+  static TW_DEVICE int column_of(int c) { return c * 8 + lane_column(); }
+  static TW_DEVICE int quad_of(int e) { return e / 4 * 32 + lane_column() * 4 + e % 4; }
+  static TW_DEVICE int sum_row_of(int r) { return lane_row() * 4 + r; }
 
   template <int N, int WIDTH, int STRIDE>
   static TW_DEVICE void prepare(float*) {}  // used as they are
 
   template <int N, int WIDTH, int STRIDE>
   static TW_DEVICE void rows_by_rows(float (&scores)[ROWS][N / LANES], const float* a, const float* b) {
+#pragma unroll
     for (int r = 0; r < ROWS; r++)
+#pragma unroll
       for (int c = 0; c < N / LANES; c++) scores[r][c] = 0.0f;
     const float* a_lane = a + row_of(0) * STRIDE;
     const float* b_lane = b + column_of(0) * STRIDE;
-#pragma unroll 2
-    for (int d = 0; d < WIDTH; d += 4) {
+#pragma unroll 4
+    for (int d = 0; d < WIDTH; d += 4, a_lane += 4, b_lane += 4) {
       float4 x[ROWS];
 #pragma unroll
-      for (int r = 0; r < ROWS; r++) x[r] = *reinterpret_cast<const float4*>(a_lane + r * 4 * STRIDE + d);
+      for (int r = 0; r < ROWS; r++) x[r] = *reinterpret_cast<const float4*>(a_lane + r * 4 * STRIDE);
 #pragma unroll
       for (int c = 0; c < N / LANES; c++) {
-        float4 y = *reinterpret_cast<const float4*>(b_lane + c * 8 * STRIDE + d);
+        float4 y = *reinterpret_cast<const float4*>(b_lane + c * 8 * STRIDE);
 #pragma unroll
         for (int r = 0; r < ROWS; r++) {
           scores[r][c] += x[r].x * y.x;
@@ -634,55 +763,90 @@ struct Product {
   }
 
   // The tile goes through the warp's own shared memory, for every thread needs whole rows of it. A tile's sums are added
-  // to the others' at its end: 4096 keys summed one after another err by three times as much. As many columns at once
-  // as 64 registers hold.
+  // to the others' at its end: 4096 keys summed one after another err by three times as much.
   template <int N, int WIDTH, int STRIDE, bool ARE_PROBS>
   static TW_DEVICE void tile_by_columns(float (&sums)[ROWS][WIDTH / LANES], const float (&decay)[ROWS],
                                         const float (&tile)[ROWS][N / LANES], const float* columns, float (&)[ROWS],
                                         float* scratch) {
     static_assert(WIDTH % 32 == 0, "columns come in groups of 32");
-    synchronize_warp();
+    constexpr int TOGETHER = GROUPS < WIDTH / 32 ? GROUPS : WIDTH / 32;
 #pragma unroll
-    for (int r = 0; r < ROWS; r++)
-#pragma unroll
-      for (int c = 0; c < N / LANES; c++) scratch[row_of(r) * SCRATCH_STRIDE + column_of(c)] = tile[r][c];
-    synchronize_warp();
-    const float* own = scratch + row_of(0) * SCRATCH_STRIDE;
-#pragma unroll
-    for (int first = 0; first < WIDTH / 32; first += GROUPS) {
-      float part[ROWS][4 * GROUPS];
+    for (int first = 0; first < WIDTH / 32; first += TOGETHER) {
+      float part[ROWS][4 * TOGETHER];
 #pragma unroll
       for (int r = 0; r < ROWS; r++)
 #pragma unroll
-        for (int e = 0; e < 4 * GROUPS; e++) part[r][e] = 0.0f;
-      const float* lane_row = columns + first * 32 + lane() % 8 * 4;
-#pragma unroll 1
-      for (int n = 0; n < N; n += 4) {
-        float4 x[ROWS];
+        for (int e = 0; e < 4 * TOGETHER; e++) part[r][e] = 0.0f;
 #pragma unroll
-        for (int r = 0; r < ROWS; r++) x[r] = *reinterpret_cast<const float4*>(own + r * 4 * SCRATCH_STRIDE + n);
+      for (int chunk = 0; chunk < N; chunk += CHUNK) {
+        if (first == 0 || N > CHUNK) {
+          synchronize_warp();
 #pragma unroll
-        for (int i = 0; i < 4; i++)
+          for (int r = 0; r < ROWS; r++)
 #pragma unroll
-          for (int group = 0; group < GROUPS; group++) {
-            if (first + group >= WIDTH / 32) continue;
-            float4 y = *reinterpret_cast<const float4*>(lane_row + (n + i) * STRIDE + group * 32);
+            for (int c = 0; c < CHUNK / LANES; c++)
+              scratch[row_of(r) * SCRATCH_STRIDE + column_of(c)] = tile[r][chunk / LANES + c];
+          synchronize_warp();
+        }
+        const float* own = scratch + row_of(0) * SCRATCH_STRIDE;
+        const float* lane_row = columns + chunk * STRIDE + first * 32 + lane_column() * 4;
+#pragma unroll 4 / TOGETHER
+        for (int n = 0; n < CHUNK; n += 4, own += 4, lane_row += 4 * STRIDE) {
+          float4 x[ROWS];
 #pragma unroll
-            for (int r = 0; r < ROWS; r++) {
-              float p = i == 0 ? x[r].x : i == 1 ? x[r].y : i == 2 ? x[r].z : x[r].w;
-              part[r][group * 4] += p * y.x;
-              part[r][group * 4 + 1] += p * y.y;
-              part[r][group * 4 + 2] += p * y.z;
-              part[r][group * 4 + 3] += p * y.w;
+          for (int r = 0; r < ROWS; r++) x[r] = *reinterpret_cast<const float4*>(own + r * 4 * SCRATCH_STRIDE);
+#pragma unroll
+          for (int i = 0; i < 4; i++)
+#pragma unroll
+            for (int group = 0; group < TOGETHER; group++) {
+              if (first + group >= WIDTH / 32) continue;
+              float4 y = *reinterpret_cast<const float4*>(lane_row + i * STRIDE + group * 32);
+#pragma unroll
+              for (int r = 0; r < ROWS; r++) {
+                float p = i == 0 ? x[r].x : i == 1 ? x[r].y : i == 2 ? x[r].z : x[r].w;
+                part[r][group * 4] += p * y.x;
+                part[r][group * 4 + 1] += p * y.y;
+                part[r][group * 4 + 2] += p * y.z;
+                part[r][group * 4 + 3] += p * y.w;
+              }
             }
-          }
+        }
       }
 #pragma unroll
       for (int r = 0; r < ROWS; r++)
 #pragma unroll
-        for (int e = 0; e < 4 * GROUPS; e++)
+        for (int e = 0; e < 4 * TOGETHER; e++)
           if (first * 4 + e < WIDTH / LANES)
             sums[r][first * 4 + e] = sums[r][first * 4 + e] * decay[r] + part[r][e];
+    }
+  }
+
+  // sums = a^T b for 16 columns of a, of its rows [from, to), and every APART-th group of 32 columns of b from
+  // ``group`` on. A group behind b's last sums up what lies there, for nobody.
+  template <int GROUPS, int APART, int WIDTH, int A_STRIDE, int B_STRIDE>
+  static TW_DEVICE void rows_by_columns(float (&sums)[GROUPS][4 * SUM_ROWS], const float* a, const float* b, int from,
+                                        int to, int group) {
+#pragma unroll
+    for (int g = 0; g < GROUPS; g++)
+#pragma unroll
+      for (int e = 0; e < 4 * SUM_ROWS; e++) sums[g][e] = 0.0f;
+    const float* a_lane = a + from * A_STRIDE + sum_row_of(0);
+    const float* b_lane = b + from * B_STRIDE + group * SUM_GROUP + quad_of(0);
+#pragma unroll 8
+    for (int n = from; n < to; n++, a_lane += A_STRIDE, b_lane += B_STRIDE) {
+      float4 x = *reinterpret_cast<const float4*>(a_lane);
+#pragma unroll
+      for (int g = 0; g < GROUPS; g++) {
+        float4 y = *reinterpret_cast<const float4*>(b_lane + g * APART * SUM_GROUP);
+#pragma unroll
+        for (int r = 0; r < SUM_ROWS; r++) {
+          float p = r == 0 ? x.x : r == 1 ? x.y : r == 2 ? x.z : x.w;
+          sums[g][r * 4] += p * y.x;
+          sums[g][r * 4 + 1] += p * y.y;
+          sums[g][r * 4 + 2] += p * y.z;
+          sums[g][r * 4 + 3] += p * y.w;
+        }
+      }
     }
   }
 };
@@ -692,6 +856,10 @@ struct Product {
 constexpr int ROWS = Product::ROWS, LANES = Product::LANES;
 constexpr int TW_ROWS = Product::OWN * TW_WARPS;
 constexpr int STRIDE = TW_D + Product::PAD, STRIDE_V = TW_DV + Product::PAD;
+constexpr int NEIGHBOUR = TW_PRODUCTS ? 1 : 2;  // what lanes of neighbours in a row differ by
+// Steps of the other side in shared memory. On FMA pipes one will do, and may be longer: while one of its tiles is
+// multiplied, the other is loaded.
+constexpr int STEPS = TW_PRODUCTS ? 2 : 1;
 
 // Write the warp's rows of sums, each times its factor and its unit; rows from ``rows`` on are left alone.
 template <int WIDTH>
@@ -723,18 +891,120 @@ TW_DEVICE void store_rows(const Tensor& tensor, float* head, const float (&sums)
   }
 }
 
+// Tiles of the side that comes in steps: split as they come, rows with their factors, or by whoever copied them.
+template <int N, int WIDTH, int STRIDE>
+TW_DEVICE void load_step(float* tile, const Tensor& tensor, const float* head, int first, int from, int to, int width) {
+#if TW_SPLIT
+  load_tile<N, STRIDE, STRIDE, true>(tile, tensor, head, first, from, to, STRIDE);
+#else
+  load_tile<N, WIDTH, STRIDE>(tile, tensor, head, first, from, to, width);
+#endif
+}
+
+template <int N, int WIDTH, int STRIDE>
+TW_DEVICE void prepare_step(float* tile) {
+#if !TW_SPLIT
+  Product::prepare<N, WIDTH, STRIDE>(tile);
+#endif
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // 6. The kernels
 
+#if TW_SPLIT_ROWS
+
+// Rows of k and v, or of q and dout, which go by their names here, split, to where dk and dv say: rows as they lie in
+// shared memory, the factor behind each. Grid: tiles of rows, heads, batch.
+TW_KERNEL attention_split_kernel(const Call call) {
+  constexpr int N = TW_OTHERS;
+  float *k = shared_memory(), *v = k + N * STRIDE;
+  Place at = locate(call, call.hq, N, false);
+  load_tile<N, TW_D, STRIDE>(k, call.k, head_of(call.k, at.batch, at.head), at.first, at.first, call.sk, call.width);
+  load_tile<N, TW_DV, STRIDE_V>(v, call.v, head_of(call.v, at.batch, at.head), at.first, at.first, call.sk,
+                                call.width_v);
+  wait_for_copies();
+  Product::prepare<N, TW_D, STRIDE>(k);
+  Product::prepare<N, TW_DV, STRIDE_V>(v);
+  synchronize();
+  int rows = least(N, call.sk - at.first);
+  float* to_k = head_of(call.dk, at.batch, at.head) + at.first * call.dk.s;
+  float* to_v = head_of(call.dv, at.batch, at.head) + at.first * call.dv.s;
+  for (int i = thread_index() * 4; i < rows * STRIDE; i += TW_THREADS * 4)
+    *reinterpret_cast<float4*>(to_k + i) = *reinterpret_cast<float4*>(k + i);
+  for (int i = thread_index() * 4; i < rows * STRIDE_V; i += TW_THREADS * 4)
+    *reinterpret_cast<float4*>(to_v + i) = *reinterpret_cast<float4*>(v + i);
+}
+
+#endif
+
+#if TW_FORWARD || TW_DQ
+
+// Put ``value`` wherever a query of the warp's does not see its key; keys n on, of which nobody sees ``to`` and later.
+template <int N>
+TW_DEVICE void hide(float (&tile)[ROWS][N / LANES], float value, const Place& at, int own, int n, int to) {
+#pragma unroll
+  for (int r = 0; r < ROWS; r++)
+#pragma unroll
+    for (int c = 0; c < N / LANES; c++) {
+      int j = n + Product::column_of(c);
+      if (j >= to || !at.sees(own + Product::row_of(r), j)) tile[r][c] = value;
+    }
+}
+
+#endif
+
 #if TW_FORWARD
+
+// The online softmax (eq. 5): scores become probabilities, decay what the sums so far are multiplied by.
+template <int N>
+TW_DEVICE void fold_scores(float (&scores)[ROWS][N / LANES], float (&decay)[ROWS], float (&row_max)[ROWS],
+                           float (&row_sum)[ROWS], float scale_log2) {
+  float last[ROWS], shift[ROWS];
+  bool far = false;
+#pragma unroll
+  for (int r = 0; r < ROWS; r++) {
+    float largest = row_max[r];
+#pragma unroll
+    for (int c = 0; c < N / LANES; c++) largest = fmaxf(largest, scores[r][c]);
+#pragma unroll
+    for (int mask = 1; mask < LANES; mask *= 2) largest = fmaxf(largest, shuffle_xor(largest, mask * NEIGHBOUR));
+    // A row that has seen nothing yet: -inf - (-inf) is NaN, so shift by 0 there.
+    shift[r] = largest == -INFINITE ? 0.0f : multiply(largest, scale_log2);
+    decay[r] = multiply(row_max[r], scale_log2) - shift[r];  // 0 where the maximum stays
+    last[r] = row_max[r];
+    row_max[r] = largest;
+    far |= fabsf(shift[r]) > FAR;
+  }
+  if (far) {  // what rounding left of the shift would take the largest probability far from 1
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) {
+      if (!(fabsf(shift[r]) > FAR)) continue;
+#pragma unroll
+      for (int c = 0; c < N / LANES; c++) scores[r][c] -= row_max[r];
+      decay[r] = multiply(last[r] - row_max[r], scale_log2);
+      shift[r] = 0.0f;
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < ROWS; r++) {
+    decay[r] = exp2_fast(decay[r]);
+    float sum = 0.0f;
+#pragma unroll
+    for (int c = 0; c < N / LANES; c++) {
+      scores[r][c] = exp2_fast(fmaf(scores[r][c], scale_log2, -shift[r]));
+      sum += scores[r][c];
+    }
+    row_sum[r] = row_sum[r] * decay[r] + sum;
+  }
+}
 
 // out = softmax(scale q k^T + mask) v, and lse (eq. 4 to 6). Grid: tiles of queries, heads, batch.
 TW_KERNEL attention_forward_kernel(const Call call) {
   constexpr int N = TW_OTHERS, KEYS = N * STRIDE, STAGE = KEYS + N * STRIDE_V;
   float* q = shared_memory();
   float* stages = q + TW_ROWS * STRIDE;
-  float* scratch = stages + 2 * STAGE + warp_index() * Product::SCRATCH;
-  Place at = locate(call, call.hq, TW_ROWS, call.upper < call.sk);
+  float* scratch = stages + STEPS * STAGE + warp_index() * Product::SCRATCH;
+  Place at = locate(call, call.hq, TW_ROWS, hides_right(call));
   int stop_q = least(at.first + TW_ROWS, at.length_q);
   int from = at.first_key(at.first), to = at.last_key(stop_q);
   if (at.first >= at.length_q) to = from;  // nothing but padding
@@ -743,8 +1013,8 @@ TW_KERNEL attention_forward_kernel(const Call call) {
 
   load_tile<TW_ROWS, TW_D, STRIDE>(q, call.q, head_of(call.q, at.batch, at.head), at.first, at.first,
                                    from < to ? stop_q : 0, call.width);
-  load_tile<N, TW_D, STRIDE>(stages, call.k, k_head, from, from, to, call.width);
-  load_tile<N, TW_DV, STRIDE_V>(stages + KEYS, call.v, v_head, from, from, to, call.width_v);
+  load_step<N, TW_D, STRIDE>(stages, call.k, k_head, from, from, to, call.width);
+  if (STEPS == 2) load_step<N, TW_DV, STRIDE_V>(stages + KEYS, call.v, v_head, from, from, to, call.width_v);
 
   const float scale_log2 = call.scale * LOG2E;
   int own = at.first + warp_index() * Product::OWN;  // the warp's queries
@@ -761,59 +1031,34 @@ TW_KERNEL attention_forward_kernel(const Call call) {
 
   wait_for_copies();
   Product::prepare<TW_ROWS, TW_D, STRIDE>(q);
-  for (int n = from, stage = 0; n < to; n += N, stage ^= 1) {
+  for (int n = from, stage = 0; n < to; n += N, stage = STEPS - 1 - stage) {
     float* k = stages + stage * STAGE;
     wait_for_copies();
-    Product::prepare<N, TW_D, STRIDE>(k);
-    Product::prepare<N, TW_DV, STRIDE_V>(k + KEYS);
+    prepare_step<N, TW_D, STRIDE>(k);
+    prepare_step<N, TW_DV, STRIDE_V>(k + KEYS);
     synchronize();  // this step's tiles are here, and everybody is done with the last step's
-    if (n + N < to) {
+    if (STEPS == 1) load_tile<N, TW_DV, STRIDE_V>(k + KEYS, call.v, v_head, n, from, to, call.width_v);
+    if (STEPS == 2 && n + N < to) {
       float* next = stages + (stage ^ 1) * STAGE;
-      load_tile<N, TW_D, STRIDE>(next, call.k, k_head, n + N, from, to, call.width);
-      load_tile<N, TW_DV, STRIDE_V>(next + KEYS, call.v, v_head, n + N, from, to, call.width_v);
+      load_step<N, TW_D, STRIDE>(next, call.k, k_head, n + N, from, to, call.width);
+      load_step<N, TW_DV, STRIDE_V>(next + KEYS, call.v, v_head, n + N, from, to, call.width_v);
     }
-    if (own >= own_stop || n >= at.last_key(own_stop) || n + N <= at.first_key(own)) continue;  // none for this warp
+    bool any = own < own_stop && n < at.last_key(own_stop) && n + N > at.first_key(own);  // for this warp
+    if (STEPS == 2 && !any) continue;
 
-    float scores[ROWS][N / LANES];
-    Product::rows_by_rows<N, TW_D, STRIDE>(scores, q + warp_index() * Product::OWN * STRIDE, k);
-    bool whole = n + N <= to && at.sees(own, n + N - 1) && at.sees(own_stop - 1, n);
-    if (!whole) {
-#pragma unroll
-      for (int r = 0; r < ROWS; r++)
-#pragma unroll
-        for (int c = 0; c < N / LANES; c++) {
-          int j = n + Product::column_of(c);
-          if (j >= to || !at.sees(own + Product::row_of(r), j)) scores[r][c] = -INFINITE;
-        }
+    float scores[ROWS][N / LANES], decay[ROWS];
+    if (any) {
+      Product::rows_by_rows<N, TW_D, STRIDE>(scores, q + warp_index() * Product::OWN * STRIDE, k);
+      bool whole = n + N <= to && at.sees(own, n + N - 1) && at.sees(own_stop - 1, n);
+      if (!whole) hide<N>(scores, -INFINITE, at, own, n, to);
+      fold_scores<N>(scores, decay, row_max, row_sum, scale_log2);
     }
-
-    float decay[ROWS];  // the online softmax (eq. 5)
-#pragma unroll
-    for (int r = 0; r < ROWS; r++) {
-      float largest = row_max[r];
-#pragma unroll
-      for (int c = 0; c < N / LANES; c++) largest = fmaxf(largest, scores[r][c]);
-#pragma unroll
-      for (int mask = 1; mask < LANES; mask *= 2) largest = fmaxf(largest, shuffle_xor(largest, mask));
-      // A row that has seen nothing yet: -inf - (-inf) is NaN, so shift by 0 there.
-      float shift = largest == -INFINITE ? 0.0f : multiply(largest, scale_log2), origin = 0.0f;
-      if (fabsf(shift) > FAR) {  // what rounding left of the shift would take the largest probability far from 1
-        origin = largest;
-        shift = 0.0f;
-#pragma unroll
-        for (int c = 0; c < N / LANES; c++) scores[r][c] -= origin;
-      }
-      decay[r] = exp2_fast(multiply(row_max[r] - origin, scale_log2) - shift);  // 1 where the maximum stays
-      float sum = 0.0f;
-#pragma unroll
-      for (int c = 0; c < N / LANES; c++) {
-        scores[r][c] = exp2_fast(fmaf(scores[r][c], scale_log2, -shift));
-        sum += scores[r][c];
-      }
-      row_sum[r] = row_sum[r] * decay[r] + sum;
-      row_max[r] = largest;
+    if (STEPS == 1) {
+      wait_for_copies();
+      synchronize();  // values are here, and everybody is done with the keys
+      if (n + N < to) load_tile<N, TW_D, STRIDE>(k, call.k, k_head, n + N, from, to, call.width);
     }
-    Product::tile_by_columns<N, TW_DV, STRIDE_V, true>(sums, decay, scores, k + KEYS, unit, scratch);
+    if (any) Product::tile_by_columns<N, TW_DV, STRIDE_V, true>(sums, decay, scores, k + KEYS, unit, scratch);
   }
 
   float factor[ROWS];
@@ -821,11 +1066,11 @@ TW_KERNEL attention_forward_kernel(const Call call) {
   for (int r = 0; r < ROWS; r++) {
     float sum = row_sum[r];
 #pragma unroll
-    for (int mask = 1; mask < LANES; mask *= 2) sum += shuffle_xor(sum, mask);
+    for (int mask = 1; mask < LANES; mask *= 2) sum += shuffle_xor(sum, mask * NEIGHBOUR);
     int i = own + Product::row_of(r);
     bool sees_none = sum == 0.0f || i >= at.length_q;  // where all that it sees is NaN, sum is too
     factor[r] = sees_none ? 0.0f : 1.0f / sum;  // eq. 6
-    if (i < call.sq && Product::lane() % LANES == 0)
+    if (i < call.sq && Product::column_of(0) == 0)
       call.lse[(static_cast<long long>(at.batch) * call.hq + at.head) * call.sq + i] =
           sees_none ? -INFINITE : (multiply(row_max[r], scale_log2) + log2_exact(sum)) * LN2;
   }
@@ -864,26 +1109,107 @@ TW_DEVICE float prob_of(float score, float scale_log2, float lse_log2) {
 
 #endif
 
+#if TW_DQ_SUM
+
+// dq += scale dscores k for queries from n on, of ``to``, and the keys in shared memory. A warp takes a block of 16
+// queries and every so many of dq's groups of columns; keys that no query of the step sees it leaves out.
+template <int STRIDE_SUM>
+TW_DEVICE void add_to_dq(const Call& call, const Place& at, int head, int n, int to, const float* dscores,
+                         const float* k) {
+  constexpr int BLOCKS = TW_OTHERS / 16, APART = TW_WARPS / BLOCKS, GROUP = Product::SUM_GROUP;
+  constexpr int GROUPS = (TW_D / GROUP + APART - 1) / APART, ROWS_OF_SUM = Product::SUM_ROWS;
+  static_assert(TW_WARPS % BLOCKS == 0, "blocks of queries have as many warps each");
+  int block = warp_index() % BLOCKS, group = warp_index() / BLOCKS;
+  int from_key = most(0, at.first_key(n) - at.first) / 16 * 16;
+  int to_key = least(TW_ROWS, at.last_key(least(n + TW_OTHERS, to)) - at.first);
+  const float* rows = dscores + block * 16 * (TW_PRODUCTS ? STRIDE_SUM : 1);  // FMA pipes have keys by queries
+  float sums[GROUPS][4 * ROWS_OF_SUM];
+  Product::rows_by_columns<GROUPS, APART, TW_D, STRIDE_SUM, STRIDE>(sums, rows, k, from_key, to_key, group);
+  float* dq = head_of(call.dq, at.batch, head);
+#pragma unroll
+  for (int r = 0; r < ROWS_OF_SUM; r++) {
+    int row = Product::sum_row_of(r), i = n + block * 16 + row;
+    if (i >= to) continue;
+    float factor = TW_PRODUCTS ? rows[row * STRIDE_SUM + TW_ROWS] * call.scale : call.scale;
+#pragma unroll
+    for (int g = 0; g < GROUPS; g++) {
+      int column = (group + g * APART) * GROUP + Product::quad_of(0);
+      if (column >= call.width) continue;
+      const float* x = sums[g] + r * 4;
+      float* target = dq + i * call.dq.s + column;
+      if (call.width % 4 == 0) {  // rows begin at a multiple of 16 bytes
+        add4(target, x[0] * factor, x[1] * factor, x[2] * factor, x[3] * factor);
+      } else {
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+          if (column + e < call.width) add1(target + e, x[e] * factor);
+      }
+    }
+  }
+}
+
+#endif
+
 #if TW_DK || TW_DV_SUM
+
+// Scores become the probabilities of queries n on, of which the warp's keys see none from ``to`` on.
+template <int N>
+TW_DEVICE void make_probs(float (&probs)[ROWS][N / LANES], const Place& at, int own, int own_stop, int n, int to,
+                          const float* lse, float scale_log2) {
+#pragma unroll
+  for (int c = 0; c < N / LANES; c++) {
+    float lse_log2 = multiply(lse[Product::column_of(c)], LOG2E);
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) probs[r][c] = prob_of(probs[r][c], scale_log2, lse_log2);
+  }
+  if (n + N <= to && at.sees(n, own_stop - 1) && at.sees(n + N - 1, own)) return;  // nothing is hidden
+#pragma unroll
+  for (int c = 0; c < N / LANES; c++)
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) {
+      int i = n + Product::column_of(c);
+      if (i >= to || !at.sees(i, own + Product::row_of(r))) probs[r][c] = 0.0f;
+    }
+}
+
+// dprobs become dscores.
+template <int N>
+TW_DEVICE void make_dscores(float (&dscores)[ROWS][N / LANES], const float (&probs)[ROWS][N / LANES],
+                            const float* delta) {
+#pragma unroll
+  for (int c = 0; c < N / LANES; c++)
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) {
+      float difference = dscores[r][c] - delta[Product::column_of(c)];
+      dscores[r][c] = probs[r][c] == 0.0f ? 0.0f : probs[r][c] * difference;
+    }
+}
 
 // dv = sum over queries of probs^T dout, dk = scale sum of dscores^T q (eq. 8 and 10), over the heads that share the
 // keys, in a fixed order. Grid: tiles of keys, key heads, batch. Scores are transposed: a thread's rows are keys.
+//
+// With TW_DQ_SUM each step also adds scale dscores k, over the keys of the program, to dq, which holds zeros before.
+// That takes two products and a reading of everything less than a kernel of its own, but has no fixed order. A warp has
+// dscores of its own keys alone, so they meet in shared memory: halves as rows of queries, split like any other tile;
+// for FMA pipes they stay as they are.
 TW_KERNEL attention_backward_dkdv_kernel(const Call call) {
   constexpr int N = TW_OTHERS, QUERIES = N * STRIDE, STAGE = QUERIES + N * STRIDE_V + 2 * N;
   float* k = shared_memory();
   float* v = k + TW_ROWS * STRIDE;
   float* stages = v + TW_ROWS * STRIDE_V;
-  float* scratch = stages + 2 * STAGE + warp_index() * Product::SCRATCH;
+  float *all_dscores = stages + STEPS * STAGE, *scratch = all_dscores + warp_index() * Product::SCRATCH;
   int heads = call.hq / call.group;
-  Place at = locate(call, heads, TW_ROWS, false);
+  Place at = locate(call, heads, TW_ROWS, hides_left(call));
   int stop_k = least(at.first + TW_ROWS, at.length_k);
   int from = at.first_query(at.first), to = at.first < at.length_k ? at.last_query(stop_k) : 0;
   int steps = to > from ? (to - from + N - 1) / N : 0;
 
-  load_tile<TW_ROWS, TW_D, STRIDE>(k, call.k, head_of(call.k, at.batch, at.head), at.first, at.first,
-                                   steps ? stop_k : 0, call.width);
-  load_tile<TW_ROWS, TW_DV, STRIDE_V>(v, call.v, head_of(call.v, at.batch, at.head), at.first, at.first,
-                                      steps ? stop_k : 0, call.width_v);
+  // Of these keys some may be seen by nobody: they are not read.
+  int seen_from = most(at.first, at.first_key(0)), seen_to = steps ? least(stop_k, at.last_key(at.length_q)) : 0;
+  load_tile<TW_ROWS, TW_D, STRIDE>(k, call.k, head_of(call.k, at.batch, at.head), at.first, seen_from, seen_to,
+                                   call.width);
+  load_tile<TW_ROWS, TW_DV, STRIDE_V>(v, call.v, head_of(call.v, at.batch, at.head), at.first, seen_from, seen_to,
+                                      call.width_v);
 
   const float scale_log2 = call.scale * LOG2E;
   int own = at.first + warp_index() * Product::OWN;
@@ -910,63 +1236,125 @@ TW_KERNEL attention_backward_dkdv_kernel(const Call call) {
   for (int r = 0; r < ROWS; r++) unit_v[r] = Product::UNIT;
 #endif
 
+  const float *own_k = k + warp_index() * Product::OWN * STRIDE, *own_v = v + warp_index() * Product::OWN * STRIDE_V;
+#if TW_PRODUCTS
+#if TW_DQ_SUM
+  constexpr int STRIDE_SUM = TW_ROWS + Product::PAD;
+  float* own_dscores = all_dscores + warp_index() * Product::OWN;
+#endif
+  int head = at.head * call.group, n = from;  // of the step
   for (int step = 0; step <= steps * call.group; step++) {  // step 0 loads only
+    float *q = stages + (step + 1) % 2 * STAGE, *dout = q + QUERIES;
+    const float *lse = q + STAGE - 2 * N, *delta = lse + N;
+    int next_head = head, next_n = n;
     if (step > 0) {
-      float* arrived = stages + (step - 1) % 2 * STAGE;
       wait_for_copies();
       if (step == 1) {
         Product::prepare<TW_ROWS, TW_D, STRIDE>(k);
         Product::prepare<TW_ROWS, TW_DV, STRIDE_V>(v);
       }
-      Product::prepare<N, TW_D, STRIDE>(arrived);
-      Product::prepare<N, TW_DV, STRIDE_V>(arrived + QUERIES);
+      prepare_step<N, TW_D, STRIDE>(q);
+      prepare_step<N, TW_DV, STRIDE_V>(dout);
       synchronize();
+      next_n += N;
+      if (next_n >= to) {
+        next_n = from;
+        next_head++;
+      }
     }
     if (step < steps * call.group) {
-      int head = at.head * call.group + step / steps, n = from + step % steps * N;
-      long long row = (static_cast<long long>(at.batch) * call.hq + head) * call.sq;
+      long long row = (static_cast<long long>(at.batch) * call.hq + next_head) * call.sq;
       float* next = stages + step % 2 * STAGE;
-      load_tile<N, TW_D, STRIDE>(next, call.q, head_of(call.q, at.batch, head), n, from, to, call.width);
-      load_tile<N, TW_DV, STRIDE_V>(next + QUERIES, call.dout, head_of(call.dout, at.batch, head), n, from, to,
-                                    call.width_v);
-      load_numbers<N>(next + STAGE - 2 * N, call.lse + row, n, from, to);
-      load_numbers<N>(next + STAGE - N, call.delta + row, n, from, to);
+      load_step<N, TW_D, STRIDE>(next, call.q, head_of(call.q, at.batch, next_head), next_n, from, to, call.width);
+      load_step<N, TW_DV, STRIDE_V>(next + QUERIES, call.dout, head_of(call.dout, at.batch, next_head), next_n, from,
+                                    to, call.width_v);
+      load_numbers<N>(next + STAGE - 2 * N, call.lse + row, next_n, from, to);
+      load_numbers<N>(next + STAGE - N, call.delta + row, next_n, from, to);
     }
     if (step == 0) continue;
-    const float* q = stages + (step - 1) % 2 * STAGE;
-    const float *dout = q + QUERIES, *lse = q + STAGE - 2 * N, *delta = lse + N;
-    int n = from + (step - 1) % steps * N;
-    if (own >= own_stop || n >= at.last_query(own_stop) || n + N <= at.first_query(own)) continue;
 
-    float probs[ROWS][N / LANES];
-    Product::rows_by_rows<N, TW_D, STRIDE>(probs, k + warp_index() * Product::OWN * STRIDE, q);
-    bool whole = n + N <= to && at.sees(n, own_stop - 1) && at.sees(n + N - 1, own);
-#pragma unroll
-    for (int c = 0; c < N / LANES; c++) {
-      int column = Product::column_of(c), i = n + column;
-      float lse_log2 = multiply(lse[column], LOG2E);
-#pragma unroll
-      for (int r = 0; r < ROWS; r++) {
-        bool hidden = !whole && (i >= to || !at.sees(i, own + Product::row_of(r)));
-        probs[r][c] = hidden ? 0.0f : prob_of(probs[r][c], scale_log2, lse_log2);
-      }
-    }
-#if TW_DV_SUM
-    Product::tile_by_columns<N, TW_DV, STRIDE_V, false>(dv, ones, probs, dout, unit_v, scratch);
-#endif
+    const bool sees_some = own < own_stop && n < at.last_query(own_stop) && n + N > at.first_query(own);
 #if TW_DK
     float dscores[ROWS][N / LANES];
-    Product::rows_by_rows<N, TW_DV, STRIDE_V>(dscores, v + warp_index() * Product::OWN * STRIDE_V, dout);
-#pragma unroll
-    for (int c = 0; c < N / LANES; c++)
-#pragma unroll
-      for (int r = 0; r < ROWS; r++) {
-        float difference = dscores[r][c] - delta[Product::column_of(c)];
-        dscores[r][c] = probs[r][c] == 0.0f ? 0.0f : probs[r][c] * difference;
-      }
-    Product::tile_by_columns<N, TW_D, STRIDE, false>(dk, ones, dscores, q, unit_k, scratch);
+#endif
+    if (sees_some) {
+      float probs[ROWS][N / LANES];
+      Product::rows_by_rows<N, TW_D, STRIDE>(probs, own_k, q);
+      make_probs<N>(probs, at, own, own_stop, n, to, lse, scale_log2);
+#if TW_DV_SUM
+      Product::tile_by_columns<N, TW_DV, STRIDE_V, false>(dv, ones, probs, dout, unit_v, scratch);
+#endif
+#if TW_DK
+      Product::rows_by_rows<N, TW_DV, STRIDE_V>(dscores, own_v, dout);
+      make_dscores<N>(dscores, probs, delta);
+#endif
+#if TW_DQ_SUM
+      Product::store_transposed<N, STRIDE_SUM>(own_dscores, dscores, own_k + TW_D, STRIDE);
+    } else {
+      for (int i = Product::lane(); i < N * Product::OWN; i += 32)
+        own_dscores[i / Product::OWN * STRIDE_SUM + i % Product::OWN] = 0.0f;
+#endif
+    }
+#if TW_DQ_SUM
+    synchronize();
+    Product::prepare<N, TW_ROWS, STRIDE_SUM>(all_dscores);
+#endif
+#if TW_DK
+    if (sees_some) Product::tile_by_columns<N, TW_D, STRIDE, false>(dk, ones, dscores, q, unit_k, scratch);
+#endif
+#if TW_DQ_SUM
+    synchronize();
+    add_to_dq<STRIDE_SUM>(call, at, head, n, to, all_dscores, k);
+#endif
+    head = next_head;
+    n = next_n;
+  }
+#else
+  auto load_dout = [&](int step) {
+    load_tile<N, TW_DV, STRIDE_V>(stages + QUERIES, call.dout,
+                                  head_of(call.dout, at.batch, at.head * call.group + step / steps),
+                                  from + step % steps * N, from, to, call.width_v);
+  };
+  float *q = stages, *dout = q + QUERIES, *lse = q + STAGE - 2 * N, *delta = lse + N;
+  if (steps) load_dout(0);
+  for (int step = 0; step < steps * call.group; step++) {
+    int head = at.head * call.group + step / steps, n = from + step % steps * N;
+    long long row = (static_cast<long long>(at.batch) * call.hq + head) * call.sq;
+    wait_for_copies();
+    synchronize();  // dO is here, and everybody is done with the last Q
+    load_tile<N, TW_D, STRIDE>(q, call.q, head_of(call.q, at.batch, head), n, from, to, call.width);
+    load_numbers<N>(lse, call.lse + row, n, from, to);
+    load_numbers<N>(delta, call.delta + row, n, from, to);
+    bool any = own < own_stop && n < at.last_query(own_stop) && n + N > at.first_query(own);  // for this warp
+
+    float probs[ROWS][N / LANES], dscores[ROWS][N / LANES];
+#if TW_DK
+    if (any) Product::rows_by_rows<N, TW_DV, STRIDE_V>(dscores, own_v, dout);
+#endif
+    wait_for_copies();
+    synchronize();  // Q is here
+    if (any) {
+      Product::rows_by_rows<N, TW_D, STRIDE>(probs, own_k, q);
+      make_probs<N>(probs, at, own, own_stop, n, to, lse, scale_log2);
+#if TW_DK
+      make_dscores<N>(dscores, probs, delta);
+#endif
+#if TW_DV_SUM
+      Product::tile_by_columns<N, TW_DV, STRIDE_V, false>(dv, ones, probs, dout, unit_v, scratch);
+#endif
+    }
+    synchronize();  // everybody is done with dO
+    if (step + 1 < steps * call.group) load_dout(step + 1);
+#if TW_DK
+    if (any) Product::tile_by_columns<N, TW_D, STRIDE, false>(dk, ones, dscores, q, unit_k, scratch);
+#endif
+#if TW_DQ_SUM
+    for (int i = Product::lane(); i < Product::SCRATCH && !any; i += 32) scratch[i] = 0.0f;
+    synchronize();  // dscores of all keys are where each warp put its own for dk
+    add_to_dq<Product::SCRATCH_STRIDE>(call, at, head, n, to, all_dscores, k);
 #endif
   }
+#endif  // TW_PRODUCTS
 
   float factor[ROWS];
 #pragma unroll
@@ -991,8 +1379,8 @@ TW_KERNEL attention_backward_dq_kernel(const Call call) {
   float* q = shared_memory();
   float* dout = q + TW_ROWS * STRIDE;
   float* stages = dout + TW_ROWS * STRIDE_V;
-  float* scratch = stages + 2 * STAGE + warp_index() * Product::SCRATCH;
-  Place at = locate(call, call.hq, TW_ROWS, call.upper < call.sk);
+  float* scratch = stages + STEPS * STAGE + warp_index() * Product::SCRATCH;
+  Place at = locate(call, call.hq, TW_ROWS, hides_right(call));
   int stop_q = least(at.first + TW_ROWS, at.length_q);
   int from = at.first_key(at.first), to = at.last_key(stop_q);
   if (at.first >= at.length_q) to = from;
@@ -1007,8 +1395,8 @@ TW_KERNEL attention_backward_dq_kernel(const Call call) {
   load_tile<TW_ROWS, TW_D, STRIDE>(q, call.q, head_of(call.q, at.batch, at.head), at.first, seen_from, seen_to, call.width);
   load_tile<TW_ROWS, TW_DV, STRIDE_V>(dout, call.dout, head_of(call.dout, at.batch, at.head), at.first, seen_from,
                                       seen_to, call.width_v);
-  load_tile<N, TW_D, STRIDE>(stages, call.k, k_head, from, from, to, call.width);
-  load_tile<N, TW_DV, STRIDE_V>(stages + KEYS, call.v, v_head, from, from, to, call.width_v);
+  if (STEPS == 2) load_step<N, TW_D, STRIDE>(stages, call.k, k_head, from, from, to, call.width);
+  load_step<N, TW_DV, STRIDE_V>(stages + KEYS, call.v, v_head, from, from, to, call.width_v);
 
   const float scale_log2 = call.scale * LOG2E;
   float sums[ROWS][TW_D / LANES], ones[ROWS], lse_log2[ROWS], delta[ROWS], unit[ROWS];
@@ -1028,32 +1416,44 @@ TW_KERNEL attention_backward_dq_kernel(const Call call) {
   wait_for_copies();
   Product::prepare<TW_ROWS, TW_D, STRIDE>(q);
   Product::prepare<TW_ROWS, TW_DV, STRIDE_V>(dout);
-  for (int n = from, stage = 0; n < to; n += N, stage ^= 1) {
+  for (int n = from, stage = 0; n < to; n += N, stage = STEPS - 1 - stage) {
     float* k = stages + stage * STAGE;
     wait_for_copies();
-    Product::prepare<N, TW_D, STRIDE>(k);
-    Product::prepare<N, TW_DV, STRIDE_V>(k + KEYS);
+    prepare_step<N, TW_D, STRIDE>(k);
+    prepare_step<N, TW_DV, STRIDE_V>(k + KEYS);
     synchronize();
-    if (n + N < to) {
+    if (STEPS == 1) load_tile<N, TW_D, STRIDE>(k, call.k, k_head, n, from, to, call.width);
+    if (STEPS == 2 && n + N < to) {
       float* next = stages + (stage ^ 1) * STAGE;
-      load_tile<N, TW_D, STRIDE>(next, call.k, k_head, n + N, from, to, call.width);
-      load_tile<N, TW_DV, STRIDE_V>(next + KEYS, call.v, v_head, n + N, from, to, call.width_v);
+      load_step<N, TW_D, STRIDE>(next, call.k, k_head, n + N, from, to, call.width);
+      load_step<N, TW_DV, STRIDE_V>(next + KEYS, call.v, v_head, n + N, from, to, call.width_v);
     }
-    if (own >= own_stop || n >= at.last_key(own_stop) || n + N <= at.first_key(own)) continue;
+    bool any = own < own_stop && n < at.last_key(own_stop) && n + N > at.first_key(own);  // for this warp
+    if (STEPS == 2 && !any) continue;
 
     float probs[ROWS][N / LANES], dscores[ROWS][N / LANES];
-    Product::rows_by_rows<N, TW_D, STRIDE>(probs, q + warp_index() * Product::OWN * STRIDE, k);
-    Product::rows_by_rows<N, TW_DV, STRIDE_V>(dscores, dout + warp_index() * Product::OWN * STRIDE_V, k + KEYS);
-    bool whole = n + N <= to && at.sees(own, n + N - 1) && at.sees(own_stop - 1, n);
+    const float* own_q = q + warp_index() * Product::OWN * STRIDE;
+    const float* own_dout = dout + warp_index() * Product::OWN * STRIDE_V;
+    if (STEPS == 1) {
+      if (any) Product::rows_by_rows<N, TW_DV, STRIDE_V>(dscores, own_dout, k + KEYS);
+      wait_for_copies();
+      synchronize();  // keys are here, and everybody is done with the values
+      if (n + N < to) load_tile<N, TW_DV, STRIDE_V>(k + KEYS, call.v, v_head, n + N, from, to, call.width_v);
+      if (!any) continue;
+    }
+    Product::rows_by_rows<N, TW_D, STRIDE>(probs, own_q, k);
 #pragma unroll
     for (int r = 0; r < ROWS; r++)
 #pragma unroll
-      for (int c = 0; c < N / LANES; c++) {
-        int j = n + Product::column_of(c);
-        bool hidden = !whole && (j >= to || !at.sees(own + Product::row_of(r), j));
-        float prob = hidden ? 0.0f : prob_of(probs[r][c], scale_log2, lse_log2[r]);
-        dscores[r][c] = prob == 0.0f ? 0.0f : prob * (dscores[r][c] - delta[r]);
-      }
+      for (int c = 0; c < N / LANES; c++) probs[r][c] = prob_of(probs[r][c], scale_log2, lse_log2[r]);
+    bool whole = n + N <= to && at.sees(own, n + N - 1) && at.sees(own_stop - 1, n);
+    if (!whole) hide<N>(probs, 0.0f, at, own, n, to);
+    if (STEPS == 2) Product::rows_by_rows<N, TW_DV, STRIDE_V>(dscores, own_dout, k + KEYS);
+#pragma unroll
+    for (int r = 0; r < ROWS; r++)
+#pragma unroll
+      for (int c = 0; c < N / LANES; c++)
+        dscores[r][c] = probs[r][c] == 0.0f ? 0.0f : probs[r][c] * (dscores[r][c] - delta[r]);
     Product::tile_by_columns<N, TW_D, STRIDE, false>(sums, ones, dscores, k, unit, scratch);
   }
 

@@ -22,11 +22,17 @@ from tilewise.errors import BackendUnavailable
 from tilewise.kernels.cuda.call import Call
 
 SOURCE = Path(__file__).with_name("attention_fp32.cu")
-_NAMES = {"forward": "attention_forward_kernel", "delta": "attention_backward_delta_kernel",
-          "dkdv": "attention_backward_dkdv_kernel", "dk": "attention_backward_dkdv_kernel",
-          "dv": "attention_backward_dkdv_kernel", "dq": "attention_backward_dq_kernel"}
-_MAKES = {"forward": ("TW_FORWARD",), "delta": ("TW_DELTA",), "dkdv": ("TW_DK", "TW_DV_SUM"), "dk": ("TW_DK",),
-          "dv": ("TW_DV_SUM",), "dq": ("TW_DQ",)}
+# Kernel -> its name in the source, and the macros that ask for it.
+_KERNELS = {
+    "split": ("attention_split_kernel", ("TW_SPLIT_ROWS",)),
+    "forward": ("attention_forward_kernel", ("TW_FORWARD",)),
+    "delta": ("attention_backward_delta_kernel", ("TW_DELTA",)),
+    "dqkv": ("attention_backward_dkdv_kernel", ("TW_DK", "TW_DV_SUM", "TW_DQ_SUM")),
+    "dkdv": ("attention_backward_dkdv_kernel", ("TW_DK", "TW_DV_SUM")),
+    "dk": ("attention_backward_dkdv_kernel", ("TW_DK",)),
+    "dv": ("attention_backward_dkdv_kernel", ("TW_DV_SUM",)),
+    "dq": ("attention_backward_dq_kernel", ("TW_DQ",)),
+}
 
 
 _thread = threading.local()  # has_context: whether this thread is known to have one
@@ -55,13 +61,17 @@ class ProgramShape(Protocol):
     def resident(self) -> int:
         """Programs a multiprocessor."""
 
+    @property
+    def split(self) -> bool:
+        """Whether the other side's rows come split into halves."""
+
 
 @dataclass(frozen=True, slots=True)
 class Program:
     """One kernel with its macros, not yet compiled.
 
     Attributes:
-        kernel: "forward", "delta", "dkdv", "dk", "dv" or "dq".
+        kernel: "split", "forward", "delta", "dqkv" (all gradients), "dkdv", "dk", "dv" or "dq".
         config: shape of the program.
         d, dv: padded head dims.
         vectors: whether every row that it reads can be copied 16 bytes at a time.
@@ -76,7 +86,7 @@ class Program:
     @property
     def name(self) -> str:
         """The kernel's name in the source."""
-        return _NAMES[self.kernel]
+        return _KERNELS[self.kernel][0]
 
     @property
     def macros(self) -> tuple[str, ...]:
@@ -84,7 +94,8 @@ class Program:
         config = self.config
         values = {"TW_D": self.d, "TW_DV": self.dv, "TW_PRODUCTS": config.products, "TW_BLOCKS": config.blocks,
                   "TW_WARPS": config.warps, "TW_OTHERS": config.others, "TW_RESIDENT": config.resident,
-                  "TW_VECTORS": int(self.vectors)} | dict.fromkeys(_MAKES[self.kernel], 1)
+                  "TW_VECTORS": int(self.vectors), "TW_SPLIT": int(config.split)}
+        values |= dict.fromkeys(_KERNELS[self.kernel][1], 1)
         return tuple(f"-D{name}={value}" for name, value in values.items())
 
 
