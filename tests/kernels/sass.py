@@ -77,6 +77,20 @@ def stray_descriptors(sass):
         len(before[index][register]) > 1 or unset in before[index][register] for register in registers)]
 
 
+def exponentials_before_waits(sass):
+    """For each wait that leaves some products running, the exponentials from there to the next that leaves none."""
+    code, _labels = _parse(sass)
+    found, running = [], None
+    for text in code:
+        if wait := re.search(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x(\d+)", text):
+            if running is not None and int(wait[1], 16) == 0:
+                found.append(running)
+            running = 0 if int(wait[1], 16) else None
+        elif running is not None and "MUFU.EX2" in text:
+            running += 1
+    return found
+
+
 def _reaching(successors, start, step, join):
     """What is known before each instruction, joined over all paths that lead there; None where none does."""
     before = [None] * len(successors)

@@ -134,6 +134,48 @@ def test_first_step_is_skipped_by_warpgroups_that_see_none_of_it_but_never_the_o
             assert tiles.masked_of.fn(row, spans, band, shape) >= 1
 
 
+@given(SIZES, st.integers(0, 6), st.integers(0, 200))
+@example(900, 0, 0)
+@example(64, 1, 0)
+@example(128, 0, 1)
+def test_on_the_diagonal_the_first_warpgroup_sees_half_of_a_first_step_and_all_see_all_of_the_others(sq, right, more):
+    """And P of a step that is half seen is multiplied by that half of V: nothing that is visible may lie behind it."""
+    mask, sk = window(None, 128 * right, "top_left"), sq + 128 * right + more
+    (n_tiles, *_), band, shape = scalars_of(problem_of(sq, sk, mask), HopperForwardConfig(128, 2))
+    assert shape.DIAGONAL
+    visible = mask.visible(sq, sk)[:, :band[1]]
+    for first in range(0, n_tiles * 128, 128):
+        spans = tiles.steps_of.fn(first, band, shape)
+        begins = [tiles.keys_at.fn(step, spans, shape) for step in range(spans[3])]
+        assert begins[0] == first + 128 * right
+        assert not visible[first:first + ROWS, begins[0] + 64:].any()
+        assert all(visible[first:first + 128, begin:begin + 128].all() and begin + 128 <= band[1]
+                   for begin in begins[1:])
+
+
+def test_the_diagonal_is_used_where_every_tiles_first_step_has_it():
+    config = HopperForwardConfig(128, 2)
+    for problem, used in (
+            (problem_of(mask=causal()), True), (problem_of(4000, 4000, causal()), True),
+            (problem_of(256, 384, causal("bottom_right")), True), (problem_of(256, 300, causal("top_left")), True),
+            (problem_of(256, 300, causal("bottom_right")), False), (problem_of(256, 255, causal("top_left")), False),
+            (problem_of(mask=window(None, 1)), False), (problem_of(mask=window(9, 0)), False), (problem_of(), False),
+            (problem_of(mask=causal(), d=64), False), (problem_of(mask=causal(), d=192, dv=128), False)):
+        assert scalars_of(problem, config)[2].DIAGONAL is used
+    problem = problem_of(mask=causal("top_left"), heads=(2, 1))
+    assert not scalars_of(problem, config, 2)[2].DIAGONAL, "rows of a tile are no queries in a row"
+    assert not scalars_of(problem, HopperForwardConfig(64, 2))[2].DIAGONAL
+    lengths = Sequences(seqlens_q=OperandFacts((1,), (1,), torch.int32))
+    assert not scalars_of(replace(problem, sequences=lengths), config)[2].DIAGONAL
+
+
+def test_a_softmax_comes_in_two_parts_where_heads_are_narrow_and_steps_are_long():
+    for d, dv, keys, parts in ((64, 64, 128, 2), (128, 128, 128, 2), (96, 40, 128, 2), (128, 128, 64, 1),
+                               (192, 128, 128, 1), (64, 256, 64, 1)):
+        problem = problem_of(d=d, dv=dv)
+        assert parts == scalars_of(problem, HopperForwardConfig(keys, 2))[2].PARTS
+
+
 @given(st.integers(1, 1000), st.integers(1, 3), st.integers(1, 4), st.integers(1, 3), st.sampled_from((64, 128)),
        st.booleans())
 def test_every_tile_has_one_number(sq, b, hk, group, d, is_causal):

@@ -2,13 +2,20 @@
 
 import pytest
 
-from kernels.sass import possibly_unset, stray_descriptors
+from kernels.sass import exponentials_before_waits, possibly_unset, stray_descriptors
 
 
 def listing(*lines):
     """``nvdisasm -c``'s form; a line that ends in a colon is a label."""
     return "\n".join(line if line.endswith(":") else f"        /*{16 * n:04x}*/   {line} ;"
                      for n, line in enumerate(lines))
+
+
+def test_exponentials_are_counted_from_a_wait_that_leaves_products_running_to_one_that_leaves_none():
+    sass = listing("MUFU.EX2 R0, R1", "WARPGROUP.DEPBAR.LE gsb0, 0x2", "MUFU.EX2 R0, R1", "MUFU.RCP R0, R1",
+                   "MUFU.EX2 R2, R3", "WARPGROUP.DEPBAR.LE gsb0, 0x0", "MUFU.EX2 R0, R1",
+                   "WARPGROUP.DEPBAR.LE gsb0, 0x1", "WARPGROUP.DEPBAR.LE gsb0, 0x0", "WARPGROUP.DEPBAR.LE gsb0, 0x0")
+    assert exponentials_before_waits(sass) == [2, 0]
 
 
 def test_a_register_set_in_front_of_a_loop_that_may_be_skipped_is_found():

@@ -16,7 +16,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
@@ -29,12 +28,26 @@ from tilewise.kernels.gluon.pipeline import (
     opaque,
     pass_turn,
     slots_for,
+    stay,
     take_tile,
     take_turn,
     wait_empty,
     wait_full,
 )
-from tilewise.kernels.gluon.softmax import add_sink, as_operand, cap, hide, in_pairs, soften
+from tilewise.kernels.gluon.products import finish, issue_out, issue_scores, rescale, zeros
+from tilewise.kernels.gluon.softmax import (
+    add_sink,
+    cap,
+    factor_of,
+    halves,
+    hide,
+    in_pairs,
+    in_parts,
+    powers,
+    scaled_sum,
+    shift_of,
+    sum_of,
+)
 from tilewise.kernels.gluon.tiles import hides_first_step, keys_at, masked_of, steps_of
 
 LN2 = gl.constexpr(0.6931471805599453)
@@ -50,6 +63,10 @@ class Shape(NamedTuple):
     OUT, OUT_SLOTS: columns of out that leave together, and how many such buffers a warpgroup has to stage them in.
     SKIPS: whether a warpgroup looks if a tile's first step hides all from its own queries, as in tiles longer than a
     step under an upper bound alone.
+    PARTS: parts of a step's keys; with two, the wait for O += P·V lies between the exponentials of the first and those
+    of the second.
+    DIAGONAL: whether each tile's first step has the diagonal from its first query and key on: the first warpgroup then
+    needs half of its keys, and no other step has a mask. Of two warpgroups, steps as long as tiles, one upper bound.
     LENGTHS, PACKED, SHIFTED: whether lengths are data; the sequences lie one behind the other in one batch entry; the
     diagonal runs through the last query and key of each.
     """
@@ -67,6 +84,8 @@ class Shape(NamedTuple):
     LOWER: bool
     UPPER: bool
     SKIPS: bool
+    PARTS: int
+    DIAGONAL: bool
     LENGTHS: bool
     PACKED: bool
     SHIFTED: bool
@@ -159,69 +178,54 @@ def load(sources, queries, pairs, next_tile, counter, order, band, lengths, grou
 
 
 @gluon.jit
-def issue_scores(q_tiles, q_slot, k_tiles, slot, C: gl.constexpr):
-    """Begin S = Q·Kᵀ, a product a piece of the columns."""
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.KEYS, 16])
-    s = gl.full([64, C.KEYS], 0.0, gl.float32, layout=S_LAYOUT)
-    for i in gl.static_range(len(C.D)):
-        q = q_tiles[i].index(q_slot).reshape([64, C.D[i]])
-        k = k_tiles[i].index(slot).reshape([C.KEYS, C.D[i]])
-        s = warpgroup_mma(q, k.permute((1, 0)), s, use_acc=i > 0, is_async=True)
-    return s
+def attend_step(step, turn, q_tiles, q_slot, pairs, probs, acc, row_max, row_sum, row, spans, band, scaling,
+                OWN: gl.constexpr, MASKED: gl.constexpr, C: gl.constexpr):
+    """S of a step, and O += P·V of the one before it.
 
-
-@gluon.jit
-def issue_out(probs, v_tiles, slot, acc, C: gl.constexpr):
-    """Begin O += P·V, a product a piece of the columns."""
-    pending = ()
-    for i in gl.static_range(len(C.DV)):
-        v = v_tiles[i].index(slot).reshape([C.KEYS, C.DV[i]])
-        p = as_operand(probs, v.dtype, gl.DotOperandLayout(0, acc[i].type.layout, 2))
-        pending = pending + (warpgroup_mma(p, v, acc[i], is_async=True),)
-    return pending
-
-
-@gluon.jit
-def finish(pending, LEFT: gl.constexpr):
-    """Wait until all products but the last LEFT are done, and return the results of those that were asked for."""
-    if len(pending) == 1:
-        return (warpgroup_mma_wait(LEFT, deps=pending),)
+    In two parts the softmax has half of its exponentials above the wait for that product: they run beside it. The
+    others have O's rescaling beside them, which must follow the product and would else run alone.
+    """
+    k_tiles, v_tiles, full, empty = pairs
+    DTYPE: gl.constexpr = k_tiles[0].dtype
+    wait_full(full, turn, C.STAGES)
+    slot = turn % C.STAGES
+    take_turn(OWN, C.PING_PONG)
+    s_pending = issue_scores(q_tiles, q_slot, k_tiles, slot, False, C)
+    acc_pending = issue_out(probs, v_tiles, slot, acc, C)
+    pass_turn(OWN, C.CONSUMERS, C.PING_PONG)
+    s = cap(warpgroup_mma_wait(len(C.DV) * len(probs), deps=(s_pending,)), scaling)
+    if MASKED:
+        s = hide(s, row, keys_at(step, spans, C), band, C)
+    before = row_max
+    row_max, shift = shift_of(s, before, scaling, MASKED)
+    if C.PARTS == 2:
+        factor = factor_of(before, shift, scaling)
+        low, high = halves(s)
+        low = powers(low, shift, scaling)
+        low_sum = stay(sum_of(low, C))
     else:
-        return warpgroup_mma_wait(LEFT, deps=pending)
-
-
-@gluon.jit
-def rescale(acc, factor):
-    """Every piece of O times a number a row."""
-    scaled = ()
-    for i in gl.static_range(len(acc)):
-        own = gl.convert_layout(factor, gl.SliceLayout(1, acc[i].type.layout))
-        scaled = scaled + (acc[i] * own[:, None],)
-    return scaled
+        p = powers(s, shift, scaling)
+        factor = factor_of(before, shift, scaling)
+        row_sum = scaled_sum(row_sum, factor, p, C)
+    acc = finish(acc_pending, 0)
+    leave(empty, turn, C.STAGES)
+    acc = rescale(acc, factor)
+    if C.PARTS == 2:
+        high = powers(high, shift, scaling)
+        row_sum = scaled_sum(row_sum, factor, high, C) + low_sum
+        probs = (in_pairs(low, DTYPE), in_pairs(high, DTYPE))
+    else:
+        probs = in_parts(p, DTYPE, C)
+    return probs, acc, row_max, row_sum
 
 
 @gluon.jit
 def attend_steps(begin, end, turn, q_tiles, q_slot, pairs, probs, acc, row_max, row_sum, row, spans, band,
                  scaling, OWN: gl.constexpr, MASKED: gl.constexpr, C: gl.constexpr):
-    """Steps ``begin`` to ``end`` of a tile: S of each, and O += P·V of the one before it."""
-    k_tiles, v_tiles, full, empty = pairs
-    DTYPE: gl.constexpr = k_tiles[0].dtype
+    """Steps ``begin`` to ``end`` of a tile."""
     for step in range(begin, end):
-        wait_full(full, turn, C.STAGES)
-        slot = turn % C.STAGES
-        take_turn(OWN, C.PING_PONG)
-        s_pending = issue_scores(q_tiles, q_slot, k_tiles, slot, C)
-        acc_pending = issue_out(probs, v_tiles, slot, acc, C)
-        pass_turn(OWN, C.CONSUMERS, C.PING_PONG)
-        s = cap(warpgroup_mma_wait(len(C.DV), deps=(s_pending,)), scaling)
-        if MASKED:
-            s = hide(s, row, keys_at(step, spans, C), band, C)
-        p, row_max, factor = soften(s, row_max, scaling, MASKED)
-        row_sum = row_sum * factor + gl.sum(p, 1)
-        acc = finish(acc_pending, 0)
-        leave(empty, turn, C.STAGES)
-        acc = rescale(acc, factor)
-        probs = in_pairs(p, DTYPE)
+        probs, acc, row_max, row_sum = attend_step(step, turn, q_tiles, q_slot, pairs, probs, acc, row_max, row_sum,
+                                                   row, spans, band, scaling, OWN, MASKED, C)
         turn += 1
     return turn, probs, acc, row_max, row_sum
 
@@ -232,21 +236,11 @@ def scores_of(q_tiles, q_slot, pairs, turn, OWN: gl.constexpr, C: gl.constexpr):
     k_tiles, _v_tiles, full, empty = pairs
     wait_full(full, turn, C.STAGES)
     take_turn(OWN, C.PING_PONG)
-    pending = issue_scores(q_tiles, q_slot, k_tiles, turn % C.STAGES, C)
+    pending = issue_scores(q_tiles, q_slot, k_tiles, turn % C.STAGES, False, C)
     pass_turn(OWN, C.CONSUMERS, C.PING_PONG)
     s = warpgroup_mma_wait(0, deps=(pending,))
     leave(empty, turn, C.STAGES)
     return s
-
-
-@gluon.jit
-def zeros(C: gl.constexpr):
-    """O before the first step."""
-    acc = ()
-    for i in gl.static_range(len(C.DV)):
-        acc = acc + (gl.full([64, C.DV[i]], 0.0, gl.float32,
-                             layout=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.DV[i], 16])),)
-    return acc
 
 
 @gluon.jit
@@ -342,7 +336,8 @@ def attend(sources, queries, pairs, next_tile, out_tiles, results, order, band, 
     else:
         wait_full(q_full, taken * C.CONSUMERS + OWN, C.Q_STAGES * C.CONSUMERS)
     wait_full(full, turn, C.STAGES)
-    s = warpgroup_mma_wait(0, deps=(issue_scores(q_tiles, OWN, k_tiles, 0, C),))
+    HALF: gl.constexpr = C.DIAGONAL and OWN == 0  # of a tile's first step these queries see half of the keys
+    s = warpgroup_mma_wait(0, deps=(issue_scores(q_tiles, OWN, k_tiles, 0, HALF, C),))
     leave(empty, turn, C.STAGES)
     turn += 1
     while tile[0] != END:
@@ -361,19 +356,35 @@ def attend(sources, queries, pairs, next_tile, out_tiles, results, order, band, 
                 turn += 1
                 begin += 1
         s = cap(s, scaling)
-        if masked >= begin:
+        if C.DIAGONAL:
+            s = hide(s, row, keys_at(0, spans, C), own_band, C)
+        elif masked >= begin:
             s = hide(s, row, keys_at(begin - 1, spans, C), own_band, C)
-        p, row_max, _factor = soften(s, nothing, scaling, True)
-        row_sum = gl.sum(p, 1)
-        probs = in_pairs(p, DTYPE)
+        own_nothing = gl.convert_layout(nothing, gl.SliceLayout(1, s.type.layout))
+        row_max, shift = shift_of(s, own_nothing, scaling, True)
+        p = powers(s, shift, scaling)
+        row_max = gl.convert_layout(row_max, nothing.type.layout)
+        row_sum = sum_of(p, C)
+        if HALF:
+            low = in_pairs(p, DTYPE)
+            probs = (low, low * 0)  # what follows a tile's last step takes all keys, be it the first
+            if spans[3] > 1:
+                probs, acc, row_max, row_sum = attend_step(
+                    1, turn, q_tiles, opaque(q_slot), pairs, (low,), acc, row_max, row_sum, row, spans, own_band,
+                    scaling, OWN, False, C)
+                turn += 1
+                begin += 1
+        else:
+            probs = in_parts(p, DTYPE, C)
         if C.LENGTHS:
             keep = own_band[1] - keys_at(0, spans, C)
             if (keep < C.KEYS) & (begin == 1):  # the first step is the only one that may reach past the keys
                 wait_full(full, turn, C.STAGES)
                 clear(v_tiles, opaque(turn % C.STAGES), keep, C)
-        turn, probs, acc, row_max, row_sum = attend_steps(
-            begin, masked, turn, q_tiles, opaque(q_slot), pairs, probs, acc, row_max, row_sum, row, spans,
-            own_band, scaling, OWN, True, C)
+        if not C.DIAGONAL:
+            turn, probs, acc, row_max, row_sum = attend_steps(
+                begin, masked, turn, q_tiles, opaque(q_slot), pairs, probs, acc, row_max, row_sum, row, spans,
+                own_band, scaling, OWN, True, C)
         turn, probs, acc, row_max, row_sum = attend_steps(
             gl.maximum(begin, masked), spans[3], turn, q_tiles, opaque(q_slot), pairs, probs, acc, row_max, row_sum,
             row, spans, own_band, scaling, OWN, False, C)
@@ -391,9 +402,11 @@ def attend(sources, queries, pairs, next_tile, out_tiles, results, order, band, 
         if C.Q_STAGES == 1:  # they are still on their way: there was no room before
             await_queries(q_full, next_slot, taken, after[0], C)
             next_slot = opaque(next_slot)  # a constant, like that of the loops
-        s_pending = issue_scores(q_tiles, next_slot, k_tiles, slot, C)
+        s_pending = issue_scores(q_tiles, next_slot, k_tiles, slot, HALF, C)
         pass_turn(OWN, C.CONSUMERS, C.PING_PONG)
         acc = finish(acc_pending, len(C.D))
+        if C.PARTS == 2:
+            row_sum = gl.convert_layout(gl.sum(row_sum, 1), row_max.type.layout)
         write(acc, row_max, row_sum, tile, row, out_desc, out_tiles, results, band[0], order[1], group, scaling, OWN, C)
         s = warpgroup_mma_wait(0, deps=(s_pending,))
         leave(empty, turn, C.STAGES)

@@ -79,6 +79,7 @@ class HopperForward:
             Shape(pack, *pieces, *config.out_buffers(problem), config.keys, config.consumers, config.stages,
                   config.query_stages, config.ping_pong, lower is not None, upper is not None,
                   64 // pack * config.consumers > config.keys and lower is None and upper is not None,
+                  _parts(problem, config), pack == 1 and count is None and _on_diagonal(problem, config, lower, upper),
                   count is not None, self.packed, is_shifted))
         self.enqueue = Enqueue(self.kernel, self.grid, self.scalars, OPTIONS)
         # Of each tensor's one or two pieces; of out its buffers.
@@ -156,6 +157,18 @@ def pack_of(problem: AttentionProblem, config: HopperShape, multiprocessors: int
 def _grouped(tensor: torch.Tensor, group: int | None) -> torch.Tensor:
     """(b, hq, s, d) as (b, hk, s, group, d), or as it is."""
     return tensor if group is None else tensor.unflatten(1, (-1, group)).transpose(2, 3)
+
+
+def _parts(problem: AttentionProblem, config: HopperShape) -> int:
+    """In how many parts the softmax of a step comes; wider heads were not timed in two."""
+    return 2 if max(problem.d, problem.dv) <= 128 and config.keys == 128 else 1
+
+
+def _on_diagonal(problem: AttentionProblem, config: HopperShape, lower: int | None, upper: int | None) -> bool:
+    """Whether each tile's first step has the diagonal from its first query and key on; not asked of narrow heads."""
+    return (lower is None and upper is not None and upper >= 0 and upper % config.keys == 0
+            and 64 * config.consumers == config.keys and problem.sq + upper <= len(problem.seen_keys)
+            and 64 < max(problem.d, problem.dv) <= 128)
 
 
 def _section(problem: AttentionProblem) -> int:

@@ -108,3 +108,20 @@ def opaque(number):
     (descriptors of products, in uniform registers): each loop gets numbers of its own.
     """
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def stay(number):
+    """Return a sum of exponentials; a wait that follows in the source stays below what makes it.
+
+    ptxas moves a wait for products up, past all that does not need them, as far as its block of instructions goes. A
+    branch ends the block: this one sleeps 20 ns where the sum is one certain NaN, which no sum is. The tests count the
+    exponentials above the wait in the machine code.
+    """
+    return gl.inline_asm_elementwise("""{
+        .reg .pred never;
+        mov.b32 $0, $2;
+        mov.b32 $1, $3;
+        setp.eq.b32 never, $2, 0x7FC12345;
+        @never nanosleep.u32 20;
+    }""", "=r,=r,r,r", [number], dtype=gl.float32, is_pure=False, pack=2)

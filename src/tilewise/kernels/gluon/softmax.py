@@ -27,31 +27,85 @@ def cap(s, scaling):
 
 @gluon.jit
 def hide(s, first_row, first_key, band, C: gl.constexpr):
-    """Set the scores of pairs that do not take part to -inf (eq. 12); rows past the last query are not looked at."""
-    S_LAYOUT: gl.constexpr = s.type.layout
+    """Set the scores of pairs that do not take part to -inf (eq. 12); rows past the last query are not looked at.
+
+    Of every eight keys a thread has the same two. So the bounds of a row are counted from the thread's own first key,
+    and compared with numbers that the compiler knows: two instructions a score, where keys that are computed take six.
+    """
     _sq, sk, lower, upper = band
-    rows = first_row + gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT)) // C.PACK
-    keys = first_key + gl.arange(0, C.KEYS, layout=gl.SliceLayout(0, S_LAYOUT))
+    N: gl.constexpr = s.shape[1]
+    split = s.reshape([64, N // 8, 4, 2])
+    LAYOUT: gl.constexpr = split.type.layout
+    ROWS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT)))
+    rows = first_row + gl.arange(0, 64, layout=ROWS) // C.PACK
+    lanes = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT)))) * 2
+    eights = gl.arange(0, N // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT)))) * 8
+    ones = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))))
+    place = eights[None, :, None, None] + ones[None, None, None, :]
+    own = lanes[None, None, :, None] + first_key
     if C.UPPER:
         stop = gl.minimum(rows + (upper + 1), sk)
-        s = gl.where(keys[None, :] < stop[:, None], s, float("-inf"))
+        split = gl.where(place < stop[:, None, None, None] - own, split, float("-inf"))
     else:
-        s = gl.where((keys < sk)[None, :], s, float("-inf"))
+        split = gl.where(place < sk - own, split, float("-inf"))
     if C.LOWER:
-        s = gl.where(keys[None, :] >= (rows + lower)[:, None], s, float("-inf"))
-    return s
+        split = gl.where(place >= (rows + lower)[:, None, None, None] - own, split, float("-inf"))
+    return gl.convert_layout(split.reshape([64, N]), s.type.layout)
 
 
 @gluon.jit
-def soften(s, row_max, scaling, HIDES: gl.constexpr):
-    """One online-softmax step (eq. 4 and 7): P of this step, the new maximum, and the factor for what came before."""
+def shift_of(s, row_max, scaling, HIDES: gl.constexpr):
+    """Return the new maximum of each row, and what it takes from exponents."""
     scale_log2, _squash = scaling
     new_max = gl.maximum(row_max, gl.max(s, 1))
     shift = new_max * scale_log2
     if HIDES:  # a row that has seen nothing yet
         shift = gl.where(new_max == float("-inf"), 0.0, shift)
-    probs = gl.exp2(s * scale_log2 - shift[:, None])
-    return probs, new_max, gl.exp2(row_max * scale_log2 - shift)
+    return new_max, shift
+
+
+@gluon.jit
+def factor_of(row_max, shift, scaling):
+    """The factor for what came before, under the maximum of then."""
+    return gl.exp2(row_max * scaling[0] - shift)
+
+
+@gluon.jit
+def powers(s, shift, scaling):
+    """P of some keys (eq. 4 and 7), not yet rounded."""
+    own = gl.convert_layout(shift, gl.SliceLayout(1, s.type.layout))
+    return gl.exp2(s * scaling[0] - own[:, None])
+
+
+@gluon.jit
+def halves(s):
+    """The scores of a step's first keys, and of its last; costs nothing."""
+    HALF: gl.constexpr = s.shape[1] // 2
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    low, high = s.reshape([64, 2, HALF]).permute((0, 2, 1)).split()
+    return gl.convert_layout(low, LAYOUT), gl.convert_layout(high, LAYOUT)
+
+
+@gluon.jit
+def sum_of(p, C: gl.constexpr):
+    """The sum of each row; of a step in two parts, of each of the four threads that share the row.
+
+    What threads have summed is added when the tile is done, and shuffled between them in no step.
+    """
+    if C.PARTS == 2:
+        total = gl.sum(gl.sum(p.reshape([64, p.shape[1] // 8, 4, 2]), 3), 1)
+        LANES: gl.constexpr = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
+        return gl.convert_layout(total, gl.DistributedLinearLayout([[8, 0]], LANES, [[16, 0], [32, 0]], [], [64, 4]))
+    else:
+        return gl.sum(p, 1)
+
+
+@gluon.jit
+def scaled_sum(row_sum, factor, p, C: gl.constexpr):
+    """The sums so far times the factor of their row, and those of a step's keys, or of some."""
+    if C.PARTS == 2:
+        factor = gl.convert_layout(factor, gl.SliceLayout(1, row_sum.type.layout))[:, None]
+    return row_sum * factor + sum_of(p, C)
 
 
 @gluon.jit
@@ -64,6 +118,16 @@ def in_pairs(p, DTYPE: gl.constexpr):
     KIND: gl.constexpr = "bf16x2" if DTYPE == gl.bfloat16 else "f16x2"
     return gl.inline_asm_elementwise(f"cvt.rn.{KIND}.f32 $0, $2, $1;", "=r,r,r", [even, odd], dtype=gl.int32,
                                      is_pure=True, pack=1)
+
+
+@gluon.jit
+def in_parts(p, DTYPE: gl.constexpr, C: gl.constexpr):
+    """P of a whole step, rounded, as the loops carry it."""
+    if C.PARTS == 2:
+        low, high = halves(p)
+        return (in_pairs(low, DTYPE), in_pairs(high, DTYPE))
+    else:
+        return (in_pairs(p, DTYPE),)
 
 
 @gluon.jit
