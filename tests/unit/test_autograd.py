@@ -421,6 +421,20 @@ class TestCompiled:
             step(q, k, v[:, :, :3])
 
 
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_saved_tensors_may_come_back_in_another_layout(backend):
+    """As hooks that compress them, or keep them elsewhere, may give them."""
+    leaves = [tensor.float().requires_grad_() for tensor in _tensors()]
+    dout = torch.randn(1, 4, 6, 2, generator=torch.Generator().manual_seed(1))
+    found = []
+    for unpack in (lambda tensor: tensor, lambda tensor: tensor.transpose(1, 2).contiguous().transpose(1, 2)):
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, unpack):
+            out = attention(*leaves, backend=backend)
+            found.append(torch.autograd.grad(out, leaves, dout))
+    for as_saved, otherwise in zip(*found, strict=True):
+        torch.testing.assert_close(otherwise, as_saved)
+
+
 def test_op_reports_wrong_input_by_our_error():
     q, k, v = _tensors()
     with pytest.raises(InvalidInput, match="k has head dim 3 and q has 2"):

@@ -174,6 +174,7 @@ def _backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tens
     problem, backend = _resolve(inputs, facts_of_operands(operands), tuple(options),
                                 None if options[-1] else settings.default_backend(), are_aligned(q, k, v),
                                 allows_tf32(inputs[0][3]), dlse is not None)
+    lse = lse.contiguous()  # as it was made: a hook of saved tensors may have handed back another layout
     gradients = backend.backward(problem, Saved(q, k, v, out, lse, operands), dout, dlse, Needs(*needs))
     return [gradient for gradient in gradients if gradient is not None]
 
