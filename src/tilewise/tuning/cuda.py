@@ -5,8 +5,10 @@ lengths of 1024, 4096 and 8192 (docs/float32.md). Those of forward and dqkv were
 whole calls, up to 3 % behind another for some lengths; but forward's at 64, which needs no memory, is up to 6 %
 behind (2, 4, 32, 2, True) from 4096 on, and as far ahead at 1024. Those of dkdv and dq were the fastest of four to
 six as kernels alone. First ones of FMA pipes were the fastest of three to nine there, as kernels alone; dqkv's are
-dkdv's. All others were chosen by compiling alone, for few spills (tests/kernels/test_compile_cuda.py holds the
-bounds).
+dkdv's. In whole calls (4, 8, 64, 1) for dqkv at 64 was up to 3 % behind it, (4, 4, 32, 3) up to 4 %, but in causal
+calls of 1024 7 and 13 % ahead, where `tilewise bench` found the default faster than either; at 128 (4, 8, 32, 1) was
+within 1 %. For forward at 64 (4, 4, 64, 3) was from 2 % behind to 5 % ahead; at 128 (4, 4, 64, 2) 2 % behind. All
+others were chosen by compiling alone, for few spills (tests/kernels/test_compile_cuda.py holds the bounds).
 """
 
 from dataclasses import dataclass
