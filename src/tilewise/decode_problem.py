@@ -3,6 +3,7 @@
 Letters as in problem.py; ``capacity`` is how many positions of a sequence its cache can hold.
 """
 
+import numbers
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
@@ -237,9 +238,10 @@ def _rotary_dim(given: dict[str, Facts], d: int, capacity: int, device: torch.de
 
 def checked_splits(splits: Any) -> int | None:
     """Return the number of splits; raises :class:`InvalidInput` for what is none."""
-    if splits is not None and (not isinstance(splits, int) or isinstance(splits, bool) or splits < 1):
+    is_count = isinstance(splits, numbers.Integral) and not isinstance(splits, bool)
+    if splits is not None and (not is_count or splits < 1):
         raise InvalidInput(f"num_splits is {splits!r}; allowed is an integer >= 1, or None to choose.")
-    return splits
+    return None if splits is None else int(splits)
 
 
 def check_mask(mask: Any) -> None:

@@ -12,6 +12,7 @@ Any subset of the steps may be there; the order never changes (maths.md, section
 each step back is said there too. The distance of query i and key j is i + offset − j, with the mask's alignment.
 """
 
+import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -265,7 +266,8 @@ def checked_softcap(softcap: Any) -> float | None:
 
 def is_factor(value: Any) -> bool:
     """Whether a number can multiply scores in float32, its product with log2(e) too: as 0 or infinity it cannot."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 2.0**-126 <= value <= 2.0**127
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    return is_number and bool(2.0**-126 <= value <= 2.0**127)
 
 
 def checked_dropout_p(dropout_p: Any) -> float:

@@ -20,7 +20,10 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize(("case", "dtype"), pairs.values(), ids=pairs.keys())
 
 
+_FLOAT32_ALONE = ("cuda", "cuda_ieee")
+
+
 @pytest.fixture(scope="session")
-def main_dtype(device):
-    """What the device is mostly used with; float32 on a CPU, where the interpreter knows no bfloat16."""
-    return torch.float32 if device.type == "cpu" else torch.bfloat16
+def main_dtype(device, backend):
+    """What the device is mostly used with: float32 on a CPU, as Triton's interpreter wants it; or the only one."""
+    return torch.float32 if device.type == "cpu" or backend.name in _FLOAT32_ALONE else torch.bfloat16

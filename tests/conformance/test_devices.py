@@ -14,7 +14,7 @@ NAMES = ["gqa_causal_odd_lengths", "everything", "padded_everything", "packed_ev
 
 @pytest.fixture
 def turns(device):
-    """Devices whose turn it is, the second first, so that nothing was kept when it comes."""
+    """Devices whose turn it is, the second first: in the first test nothing was kept when it comes."""
     if torch.cuda.device_count() < 2:
         pytest.skip(f"needs two CUDA devices, torch sees {torch.cuda.device_count()}")
     return [torch.device("cuda", index) for index in (1, 0, 1, 0)]
@@ -23,12 +23,11 @@ def turns(device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("current", [0, 1])
 @pytest.mark.parametrize("name", NAMES)
-def test_tensors_decide_where_a_call_computes(backend, name, current, turns):
+def test_tensors_decide_where_a_call_computes(backend, name, current, turns, main_dtype):
     case = case_named(name)
-    dtype = torch.float32 if backend.name in ("cuda", "cuda_ieee") else torch.float16
     found = []
     for place in turns:
-        inputs = make_inputs(case, dtype, place)
+        inputs = make_inputs(case, main_dtype, place)
         with torch.cuda.device(current):
             results = forward_and_backward(backend, case, inputs, "out", deterministic=True)
         assert {tensor.device for tensor in results if tensor is not None} == {place}

@@ -92,10 +92,10 @@ def _skip_if_lengths_are_read(backend, case):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["gqa_causal_odd_lengths", "everything", "padded_everything", "packed_everything"])
-def test_captured_in_a_cuda_graph_it_replays_on_new_values(backend, name, device):
+def test_captured_in_a_cuda_graph_it_replays_on_new_values(backend, name, device, main_dtype):
     case = case_named(name)
     _skip_if_lengths_are_read(backend, case)
-    inputs = make_inputs(case, torch.bfloat16, device)
+    inputs = make_inputs(case, main_dtype, device)
     operands = operands_of(case, inputs)
     problem = problem_of(case, inputs, operands)
     skip_if_refused(backend, problem.backward(lse_grad=True))
@@ -108,7 +108,7 @@ def test_captured_in_a_cuda_graph_it_replays_on_new_values(backend, name, device
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         results = forward_and_backward(backend, case, inputs, "out_and_lse", operands)
-    fresh, fresh_operands = (make(case, torch.bfloat16, device, seed=1) for make in (make_inputs, make_operands))
+    fresh, fresh_operands = (make(case, main_dtype, device, seed=1) for make in (make_inputs, make_operands))
     for static, values in zip((*inputs, *operands.alone), (*fresh, *fresh_operands.alone), strict=True):
         if values is not None:
             static.copy_(values)
@@ -138,10 +138,10 @@ def test_a_wait_would_be_seen(device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["gqa_causal_odd_lengths", "causal_bottom_right_more_queries", "packed_qkv_gqa",
                                   "everything", "padded_everything", "packed_everything"])
-def test_host_never_waits_for_the_device(backend, name, device):
+def test_host_never_waits_for_the_device(backend, name, device, main_dtype):
     case = case_named(name)
     _skip_if_lengths_are_read(backend, case)
-    inputs = make_inputs(case, torch.bfloat16, device)
+    inputs = make_inputs(case, main_dtype, device)
     operands = operands_of(case, inputs)
     forward_and_backward(backend, case, inputs, "out_and_lse", operands)  # compiling and loading a kernel may wait
     with raising_where_the_host_waits():
@@ -150,12 +150,11 @@ def test_host_never_waits_for_the_device(backend, name, device):
 
 
 @pytest.mark.gpu
-def test_a_thread_that_has_not_used_the_device_may_call(backend, device):
+def test_a_thread_that_has_not_used_the_device_may_call(backend, device, main_dtype):
     """Such is autograd's thread in a backward pass that comes first: it has no context until something makes one."""
     case = case_named("gqa_causal_odd_lengths")
-    dtype = torch.float32 if backend.name in ("cuda", "cuda_ieee") else torch.float16
-    skip_if_refused(backend, problem_of(case, make_inputs(case, dtype, device)))
-    inputs = make_inputs(case, dtype, device)
+    inputs = make_inputs(case, main_dtype, device)
+    skip_if_refused(backend, problem_of(case, inputs))
     forward_and_backward(backend, case, inputs, "out")  # memory and kernels are there: nothing else makes a context
     with ThreadPoolExecutor(1) as thread:
         results = thread.submit(forward_and_backward, backend, case, inputs, "out").result()

@@ -1,5 +1,6 @@
 """The public calls: what their arguments may be, what they return, and how a mask and a seed become operands."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -55,6 +56,13 @@ def test_message_names_the_argument_and_what_is_allowed(call, arguments, message
     with pytest.raises(InvalidInput) as caught:
         call(*_tensors(), **arguments)
     assert str(caught.value) == message
+
+
+def test_numbers_of_numpy_are_numbers():
+    tensors = _tensors()
+    for scale in (np.float32(0.25), np.float64(0.25)):
+        assert torch.equal(attention(*tensors, scale=scale, softcap=np.float32(2)),
+                           attention(*tensors, scale=0.25, softcap=2.0))
 
 
 @pytest.mark.parametrize("call", [attention, explain])

@@ -332,7 +332,7 @@ def _in_order(order: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dou
     nudge = None
     if order % 2:
         nudge, lse_nudge = 2 * torch.randint(2, (2, *q.shape[:3]), generator=generator).to(q.device) - 1
-        saved_lse = saved_lse * (1.0 + lse_nudge * torch.finfo(saved_lse.dtype).eps)
+        saved_lse = saved_lse * (1.0 + lse_nudge.to(saved_lse.dtype) * torch.finfo(saved_lse.dtype).eps)
     got = _dense(
         q[:, :, queries][..., dims], k[:, :, keys][..., dims], v[:, :, keys][..., value_dims],
         (dout[:, :, queries][..., value_dims], dlse[:, :, queries], saved_lse[:, :, queries]),
@@ -370,7 +370,7 @@ def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, incoming: tuple[to
     if nudge is None:
         difference = terms.dropped(dout @ values.mT) - delta.unsqueeze(-1)
     else:
-        delta = delta.double() * (1.0 + nudge * torch.finfo(q.dtype).eps)
+        delta = delta.double() * (1.0 + nudge.double() * torch.finfo(q.dtype).eps)
         difference = (terms.dropped(dout.double() @ values.double().mT) - delta.unsqueeze(-1)).to(q.dtype)
     dscores = probs * difference
     dproduct = _through_function(dscores, capped, terms)

@@ -149,8 +149,8 @@ TW_DEVICE void load_matrices_transposed(unsigned (&x)[4], const float* row) {
                : "r"(address));
 }
 
-// d += a b, for halves a of 16 x 16, b of 16 x 8, by a warp. Lane 4 g + c holds columns 2c and 2c + 1 of a[g], a[g + 8],
-// and columns 2c + 8 and 2c + 9 of these; b[2c][g] and b[2c + 1][g], and 8 rows below; d as above.
+// d += a b, for halves a of 16 x 16, b of 16 x 8, by a warp. Lane 4 g + c holds columns 2c and 2c + 1 of a[g],
+// a[g + 8], and columns 2c + 8 and 2c + 9 of these; b[2c][g] and b[2c + 1][g], and 8 rows below; d as above.
 TW_DEVICE void multiply_halves(float& d0, float& d1, float& d2, float& d3, const unsigned (&a)[4], unsigned b0,
                                unsigned b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
@@ -530,11 +530,11 @@ struct Product {
   }
 
   // sums = a b for 16 rows of a, of its columns [from, to) by 16, and every APART-th group of 16 columns of b from
-  // ``group`` on; for the last of all there are where there is none. A thread gets 4 neighbours of a group in row g, then
-  // in row g + 8.
+  // ``group`` on; for the last of all there are where there is none. A thread gets 4 neighbours of a group in row g,
+  // then in row g + 8.
   template <int GROUPS, int APART, int WIDTH, int A_STRIDE, int B_STRIDE>
-  static TW_DEVICE void rows_by_columns(float (&sums)[GROUPS][4 * SUM_ROWS], const float* a, const float* b, int from, int to,
-                                        int group) {
+  static TW_DEVICE void rows_by_columns(float (&sums)[GROUPS][4 * SUM_ROWS], const float* a, const float* b, int from,
+                                        int to, int group) {
     constexpr int PARTS = GROUPS == 1 ? 3 : 2;
     float part[2 * GROUPS][PARTS][4];
 #pragma unroll
@@ -706,8 +706,8 @@ struct Product {
 
 // On FMA pipes: every product and sum rounded once, as IEEE 754 has it. A warp is 4 x 8 threads, rows by columns; a
 // thread owns TW_BLOCKS rows, 4 apart, so that each number loaded from shared memory serves several products. Lanes 1
-// apart share columns, those 2 apart rows: half a warp's 16-byte loads are one read of 128 bytes where either kind shares
-// its address, else two.
+// apart share columns, those 2 apart rows: half a warp's 16-byte loads are one read of 128 bytes where either kind
+// shares its address, else two.
 struct Product {
   static constexpr int LANES = 8, ROWS = TW_BLOCKS, OWN = 4 * TW_BLOCKS, PAD = 4;
   static constexpr int SUM_ROWS = 4, SUM_GROUP = 32;  // of rows by columns: rows a thread, columns a group
@@ -762,8 +762,8 @@ struct Product {
     }
   }
 
-  // The tile goes through the warp's own shared memory, for every thread needs whole rows of it. A tile's sums are added
-  // to the others' at its end: 4096 keys summed one after another err by three times as much.
+  // The tile goes through the warp's own shared memory, for every thread needs whole rows of it. A tile's sums are
+  // added to the others' at its end: 4096 keys summed one after another err by three times as much.
   template <int N, int WIDTH, int STRIDE, bool ARE_PROBS>
   static TW_DEVICE void tile_by_columns(float (&sums)[ROWS][WIDTH / LANES], const float (&decay)[ROWS],
                                         const float (&tile)[ROWS][N / LANES], const float* columns, float (&)[ROWS],
@@ -1392,7 +1392,8 @@ TW_KERNEL attention_backward_dq_kernel(const Call call) {
 
   // Of these queries some may see nothing: they are not read either.
   int seen_from = most(at.first, at.first_query(0)), seen_to = least(read_stop, at.last_query(at.length_k));
-  load_tile<TW_ROWS, TW_D, STRIDE>(q, call.q, head_of(call.q, at.batch, at.head), at.first, seen_from, seen_to, call.width);
+  load_tile<TW_ROWS, TW_D, STRIDE>(q, call.q, head_of(call.q, at.batch, at.head), at.first, seen_from, seen_to,
+                                   call.width);
   load_tile<TW_ROWS, TW_DV, STRIDE_V>(dout, call.dout, head_of(call.dout, at.batch, at.head), at.first, seen_from,
                                       seen_to, call.width_v);
   if (STEPS == 2) load_step<N, TW_D, STRIDE>(stages, call.k, k_head, from, from, to, call.width);
