@@ -9,18 +9,19 @@ import torch
 
 from conformance.calls import assert_gradients_within_budget, forward_and_backward, operands_of, problem_of
 from tilewise.backends import hopper
-from tilewise.backends.base import Needs
 from tilewise.masks import Mask, causal, window
 from tilewise.problem import AttentionProblem
 from tilewise.scores import OperandFacts, ScoreOptions
 from tilewise.testing.cases import Case
 from tilewise.testing.inputs import make_inputs
 from tilewise.tuning.configs import HopperDbiasConfig
+from tilewise.tuning.device import device_spec
 
 hopper_dbias = pytest.importorskip("tilewise.kernels.gluon.hopper_dbias", reason="Triton is not installed")
-from kernels.gluon_on_cpu import Descriptor, Pointer, run  # noqa: E402 - they need Triton
-from tilewise.backends import triton  # noqa: E402
-from tilewise.kernels.gluon import launch_dbias, pair_tiles, pipeline  # noqa: E402
+launch_dbias, pair_tiles, pipeline = (
+    pytest.importorskip(f"tilewise.kernels.gluon.{name}") for name in ("launch_dbias", "pair_tiles", "pipeline"))
+triton, gluon_on_cpu = (pytest.importorskip(name) for name in ("tilewise.backends.triton", "kernels.gluon_on_cpu"))
+Descriptor, Pointer, run = gluon_on_cpu.Descriptor, gluon_on_cpu.Pointer, gluon_on_cpu.run
 
 
 def call_of(mask, lengths, heads, shape, dtype, config, b=3, d=40, dv=24):
@@ -114,14 +115,16 @@ def small_calls_take_it(monkeypatch):
 @pytest.mark.usefixtures("small_calls_take_it")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", ON_GPU, ids=str)
-def test_it_computes_the_oracles_gradient_and_the_same_bits_at_every_call(case, dtype, device):
+def test_it_computes_the_oracles_gradient_and_the_same_bits_at_every_call(case, dtype, device, monkeypatch):
     inputs = make_inputs(case, dtype, device)
     problem = problem_of(case, inputs, operands_of(case, inputs)).backward(lse_grad=True)
-    if not hopper.sums_dbias(problem):
-        pytest.skip("runs on Hopper GPUs with Triton 3.6")
-    strides = inputs.dout.stride()
-    plan = triton._backward_plan(problem, (strides, strides, None), (True,) * 7, "ieee", Needs(dbias=True))
-    assert isinstance(plan.dbias, launch_dbias.HopperDbias)
+    if device_spec(device).arch != "sm_90" or hopper.triton_version() != hopper.CHECKED:
+        pytest.skip(f"runs on Hopper GPUs with Triton {'.'.join(map(str, hopper.CHECKED))}")
+    assert hopper.sums_dbias(problem)
+    launches, launch = [], launch_dbias.HopperDbias.__call__
+    monkeypatch.setattr(launch_dbias.HopperDbias, "__call__",
+                        lambda *arguments: launches.append(arguments) or launch(*arguments))
     got, again = (forward_and_backward(triton.backend, case, inputs, "out_and_lse").gradients for _ in range(2))
     assert_gradients_within_budget(case, inputs, got, "out_and_lse")
     assert torch.equal(got.dbias, again.dbias)
+    assert len(launches) == 2
