@@ -3,7 +3,7 @@
 Gluon has no interpreter. Here a tensor is torch's, shared memory is memory, and a barrier counts arrivals and bytes as
 Hopper's do. What is asynchronous happens late: a copy lands a moment after it was asked for, and a product reads its
 operands when it is waited for, so that a slot that is filled anew too early gives wrong numbers, and a barrier that
-nobody completes ends the test.
+nobody completes ends the test. Nor may a sum be read that the last wait has not waited for.
 """
 
 import random
@@ -59,7 +59,7 @@ class Shared:
     """Shared memory, or a view of it."""
 
     def __init__(self, values):
-        self.values, self.dtype = values, values.dtype
+        self.values, self.dtype, self.shape = values, values.dtype, values.shape
 
     def index(self, place):
         return Shared(self.values[int(place)])
@@ -69,6 +69,9 @@ class Shared:
 
     def permute(self, order):
         return Shared(self.values.permute(order))
+
+    def slice(self, start, length, dim):
+        return Shared(self.values.narrow(dim, start, length))
 
     def store(self, values):
         self.values.copy_(values)
@@ -99,20 +102,26 @@ class Barrier:
 
 
 class Descriptor:
-    """What the copy engine reads a tensor by: zeros outside."""
+    """What the copy engine reads a tensor by, zeros outside, and writes it by, nothing there."""
 
     def __init__(self, tensor, block):
         self.tensor, self.block, self.dtype, self.layout = tensor, block, tensor.dtype, None
-        self.block_type = SimpleNamespace(nbytes=tensor.itemsize * torch.Size(block).numel())
+        self.block_shape = block
+        self.block_type = SimpleNamespace(nbytes=tensor.itemsize * torch.Size(block).numel(), shape=block)
+
+    def part(self, place):
+        begins = [int(first) for first in place]
+        return self.tensor[tuple(slice(first, min(first + size, end)) for first, size, end in
+                                 zip(begins, self.block, self.tensor.shape, strict=True))]
 
     def read(self, place):
-        found = torch.zeros(self.block, dtype=self.dtype)
-        begins = [int(first) for first in place]
-        spans = [slice(first, min(first + size, end)) for first, size, end in
-                 zip(begins, self.block, self.tensor.shape, strict=True)]
-        part = self.tensor[tuple(spans)]
+        found, part = torch.zeros(self.block, dtype=self.dtype), self.part(place)
         found[tuple(slice(0, size) for size in part.shape)] = part
         return found
+
+    def write(self, place, values):
+        part = self.part(place)
+        part.copy_(values[tuple(slice(0, size) for size in part.shape)])
 
 
 def _copy(desc, place, barrier, target):
@@ -122,6 +131,21 @@ def _copy(desc, place, barrier, target):
         barrier.change(0, -desc.block_type.nbytes)
 
     threading.Thread(target=land, daemon=True).start()
+
+
+def _copy_out(desc, place, source):
+    desc.write(place, source.values)
+
+
+def _add(pointer, values, sem):
+    assert sem == "relaxed"
+    at, mask = pointer.places(True)
+    assert mask.all()
+    with _adding:
+        pointer.values.index_add_(0, at.flatten(), values.as_subclass(torch.Tensor))
+
+
+_adding = threading.Lock()
 
 
 def _load(pointer, mask=True, other=0.0):
@@ -147,12 +171,40 @@ def _max_contiguous(pointer, numbers):
     return pointer
 
 
-def _multiply(left, right, total, *, use_acc, is_async):
-    return lambda: (left.values.float() @ right.values.float()).as_subclass(Tensor)
+class Product:
+    """A product that has been asked for: it reads its operands, and what it is added to, when it is waited for."""
+
+    type = Tensor.type
+
+    def __init__(self, left, right, total):
+        self.operands, self.total, self.sums = (left, right), total, None
+
+    def finish(self):
+        left, right = (operand.values if isinstance(operand, Shared) else operand for operand in self.operands)
+        total = self.total.sums if isinstance(self.total, Product) else self.total
+        self.sums = (left.float() @ right.float() + total).as_subclass(Tensor)
 
 
-def _wait_for_products(_left, deps):
-    return deps[0]()
+_under_way = threading.local()
+
+
+def _multiply(left, right, total, *, is_async, use_acc=True):
+    """Ask for a product; a total that is itself a product is waited for with this one, or before."""
+    assert is_async
+    product = Product(left, right, total if use_acc else torch.zeros(()))
+    _under_way.products = [*getattr(_under_way, "products", ()), product]
+    return product
+
+
+def _wait_for_products(left, deps):
+    """Finish all products of this partition but the last ``left``, in order."""
+    products = _under_way.products
+    done = products[:len(products) - left]
+    _under_way.products = products[len(done):]
+    for product in done:
+        product.finish()
+    assert all(product.sums is not None for product in deps), "a sum is read that is not waited for"
+    return deps[0].sums if len(deps) == 1 else tuple(product.sums for product in deps)
 
 
 def _where(test, yes, no):
@@ -201,10 +253,10 @@ def language(program, programs):
         static_range=range,
         arange=lambda first, last, layout: torch.arange(first, last).as_subclass(Tensor), full=_full, where=_where,
         minimum=_of_either(min, torch.minimum), maximum=_of_either(max, torch.maximum), exp2=torch.exp2,
-        load=_load, store=_store, sum=torch.sum, multiple_of=_multiple_of, max_contiguous=_max_contiguous,
+        load=_load, store=_store, atomic_add=_add, convert_layout=lambda values, *_, **__: values, sum=torch.sum, multiple_of=_multiple_of, max_contiguous=_max_contiguous,
         allocate_shared_memory=_allocate, warp_specialize=_specialize,
         float32=torch.float32, int32=torch.int32, int64=torch.int64,
-        SliceLayout=lambda *_: None, NVMMADistributedLayout=lambda *_: None, SwizzledSharedLayout=lambda *_: None,
+        SliceLayout=lambda *_: None, DotOperandLayout=lambda *_: None, NVMMADistributedLayout=lambda *_: None, SwizzledSharedLayout=lambda *_: None,
         NVMMASharedLayout=SimpleNamespace(get_default_for=lambda *_: None))
 
 
@@ -215,13 +267,15 @@ def run(kernel, modules, grid, arguments, constants):
     of a constexpr.
     """
     for program in range(grid):
+        meeting = {}  # of so many warpgroups
         with pytest.MonkeyPatch.context() as patch:
             fakes = {
-                "gl": language(program, grid), "tma_load": _copy, "fence_async_shared": lambda: None,
+                "gl": language(program, grid), "tma_load": _copy, "tma_store": _copy_out, "tma_store_wait": lambda left: None,
+                "fence_async_shared": lambda: None, "plain_layout": lambda *_: None,
+                "meet": lambda number: meeting.setdefault(number, threading.Barrier(number)).wait(PATIENCE),
                 "warpgroup_mma": _multiply, "warpgroup_mma_wait": _wait_for_products, "opaque": lambda number: number,
                 "make_barriers": lambda number, arrivals: SimpleNamespace(
                     index=[Barrier(arrivals) for _ in range(number)].__getitem__),
-                "plain_layout": lambda *_: None,
                 "mbarrier": SimpleNamespace(
                     wait=lambda barrier, parity: barrier.wait(int(parity)),
                     arrive=lambda barrier, count: barrier.change(count, 0),
@@ -233,5 +287,5 @@ def run(kernel, modules, grid, arguments, constants):
                     elif isinstance(value, JITFunction):
                         patch.setattr(module, name, value.fn)
             for (module, name), value in constants.items():
-                patch.setattr(module, name, value)
+                patch.setattr(module, name, value, raising=False)
             kernel.fn(*arguments)

@@ -214,6 +214,18 @@ def test_the_hopper_backward_of_wide_heads_compiles_within_registers_and_shared_
         assert (row["redg"], row["utmaredg"]) == ({256: 2 * 16 + 16, 192: 2 * 16 + 8, 72: 2 * 8 + 8}[row["d"]], 0), row
 
 
+def test_the_hopper_backward_of_heads_in_pieces_compiles_within_registers_and_shared_memory():
+    # 3.9.0 spills registers that nothing has set.
+    wanted = [backward(192, mask, dv=128, direct=True) for mask in MASKS]
+    wanted += [backward(192, dv=128, dtype="float16", direct=True)]
+    for row in compile_aloud(OLDEST, wanted):
+        check_products(row)
+        assert row["stack"] <= WIDE_SPILL_BOUND_ELSEWHERE, row
+        assert row["utmastg"] > 0, row
+        # Four values at a time of half the columns, in 2 loops of 2 warpgroups.
+        assert (row["redg"], row["utmaredg"]) == (4 * 12, 0), row
+
+
 @pytest.mark.parametrize("version", ENDS)
 def test_the_sum_of_a_shared_bias_gradient_compiles_within_registers_and_shared_memory(version):
     wanted = [dbias(128, "causal"), dbias(128, "window", "float32", config=(1, 3))]

@@ -76,8 +76,19 @@ def test_registers_bound_keys_and_warpgroups():
     for d, dv, keys, consumers in ((64, 128, {64, 128}, {2}), (128, 192, {64}, {2}), (96, 64, {64, 128}, {2})):
         tiles = propose_hopper("hopper_forward", problem_of(d, dv), DEVICE).tiles
         assert ({config.keys for config in tiles}, {config.consumers for config in tiles}) == (keys, consumers)
-    assert all(config.wide and config.direct for config in propose_hopper(
-        "hopper_backward", problem_of(192, 128, kernel="hopper_backward"), DEVICE).tiles)
+    for d, dv, wide in ((192, 128, {False, True}), (136, 40, {False, True}), (200, 64, {True}), (192, 192, {True}),
+                        (64, 136, {True}), (128, 128, {False})):
+        tiles = propose_hopper("hopper_backward", problem_of(d, dv, kernel="hopper_backward"), DEVICE).tiles
+        assert {config.wide for config in tiles} == wide
+        assert tiles[0].wide is (wide == {True})
+        assert max(d, dv) <= 128 or all(config.direct for config in tiles)
+
+
+@pytest.mark.parametrize("ways", [{"direct": True, "ahead": True}, {}, {"ordered": True}], ids=str)
+def test_heads_in_pieces_are_summed_from_registers_a_step_at_a_time(ways):
+    config = HopperBackwardConfig(**ways)
+    with pytest.raises(InvalidInput, match=f"ahead={config.ahead}, direct={config.direct} at head dim 192; allowed is"):
+        config.columns(problem_of(192, 128, kernel="hopper_backward"))
 
 
 @pytest.mark.parametrize("fields", [{"d": 64}, {"d": 40}, {"d": 128}, {"d": 104}, {"d": 256}, {"mask": causal()},

@@ -199,7 +199,7 @@ class HopperForwardConfig:
 
 @dataclass(frozen=True, slots=True)
 class HopperBackwardConfig:
-    """The warp-specialised backward kernel: 64 keys a warpgroup stay, or of two; queries stream, 64 a step.
+    """The warp-specialised backward kernels: 64 keys a warpgroup stay, or of two; queries stream, 64 a step.
 
     Attributes:
         stages, out_stages: tiles of q and of dout in flight; powers of two, since every step divides by them.
@@ -234,10 +234,16 @@ class HopperBackwardConfig:
     def columns(self, problem: AttentionProblem) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Columns of q and k inside the tiles, and of v and dout: a row of a tile is 128 bytes at least.
 
-        Where two warpgroups share keys, what each sums; of 192 the one that makes dS has less of q and more of v.
+        Where two warpgroups share keys, what each sums; of 192 the one that makes dS has less of q and more of v. Where
+        each has keys of its own, q and k of more than 128 columns come in two pieces.
         """
         if self.wide:
             return _halves_of(problem.d), _halves_of(problem.dv)[::-1]
+        if problem.d > 128:
+            if self.ahead or not self.direct:
+                raise InvalidInput(f"ahead={self.ahead}, direct={self.direct} at head dim {problem.d}; allowed is "
+                                   "direct=True.")
+            return (128, 64), (128,)
         return ((max(64, problem.width),),) * 2
 
     def shared_bytes(self, problem: AttentionProblem) -> int:

@@ -176,10 +176,11 @@ def hopper_backward_config(problem: AttentionProblem) -> HopperBackwardConfig:
 
     At a width of 64 registers hold the next step's scores beside this one's (+0 to 7 %), and dQ goes to its sums from
     registers (+7 to 16 %). At 128 neither gains: too many registers hold dK and dV. In order a pass makes 0.84 to 0.94
-    of what it makes in none. Wider heads leave no choice: two warpgroups share the keys.
+    of what it makes in none. Wider heads leave no choice: where registers hold all columns of dK and dV of 64 keys each
+    warpgroup has keys of its own, else two share them.
     """
     if max(problem.d, problem.dv) > 128:
-        return HopperBackwardConfig(direct=True, wide=True)
+        return HopperBackwardConfig(direct=True, wide=problem.d > 192 or problem.dv > 128)
     narrow = max(problem.d, problem.dv) <= 64
     if problem.deterministic:
         return HopperBackwardConfig(ahead=narrow, ordered=True)

@@ -89,6 +89,8 @@ def _backward_configs(problem: AttentionProblem, device: DeviceSpec) -> list[Hop
     width = max(problem.d, problem.dv)
     aheads, directs = (False, True) if width <= 64 else (False,), (True,) if width > 128 else (False, True)
     rings = ((2, 2), (2, 1)) if width > 128 else ((2, 2), (4, 2), (4, 4))
-    configs = (HopperBackwardConfig(*ring, ahead, direct, wide=width > 128)
-               for ring, ahead, direct in product(rings, aheads, directs))
+    configs = [HopperBackwardConfig(*ring, ahead, direct, wide=width > 128)
+               for ring, ahead, direct in product(rings, aheads, directs)]
+    if 128 < problem.d <= 192 and problem.dv <= 128:
+        configs.append(HopperBackwardConfig(direct=True))
     return [config for config in configs if config.shared_bytes(problem) <= device.shared_memory]

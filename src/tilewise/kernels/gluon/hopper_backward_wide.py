@@ -57,12 +57,16 @@ def pair_of(desc, rest):
 
 
 @gluon.jit
-def load_halves(descs, tiles, slot, place, full):
-    """Producer: load 64 rows, each warpgroup's columns into a tile of their own."""
+def load_pieces(descs, tiles, slot, place, full):
+    """Producer: load 64 rows, each piece of their columns into a tile of its own."""
     batch, head, row = place
-    mbarrier.expect(full, descs[0].block_type.nbytes + descs[1].block_type.nbytes)
+    size: gl.constexpr = descs[0].block_type.nbytes
+    if len(descs) == 1:
+        mbarrier.expect(full, size)
+    else:
+        mbarrier.expect(full, size + descs[1].block_type.nbytes)
+        tma_load(descs[1], [batch, head, row, descs[0].block_type.shape[3]], full, tiles[1].index(slot))
     tma_load(descs[0], [batch, head, row, 0], full, tiles[0].index(slot))
-    tma_load(descs[1], [batch, head, row, descs[0].block_type.shape[3]], full, tiles[1].index(slot))
 
 
 @gluon.jit
@@ -75,8 +79,11 @@ def load(loaded, C: gl.constexpr):
     dout_tiles, dout_full, dout_empty = douts
     first, head_k, batch = tile
     spans = query_steps_of(first, band, C)
-    load_halves(k_descs, k_tiles, 0, (batch, head_k, first), keys_full.index(0))
-    load_halves(v_descs, v_tiles, 0, (batch, head_k, first), keys_full.index(1))
+    NC: gl.constexpr = C.CONSUMERS
+    for i in gl.static_range(NC):
+        place = (batch, head_k, first + i * 64)
+        load_pieces(k_descs, k_tiles, i, place, keys_full.index(2 * i))
+        load_pieces(v_descs, v_tiles, i, place, keys_full.index(2 * i + 1))
     turn = 0
     for member in range(group):
         head = head_k * group + member
@@ -87,31 +94,32 @@ def load(loaded, C: gl.constexpr):
             lse, delta = fetch_rows(lse_ptr, delta_ptr, line, offsets, offsets < band[0])
             wait_empty(q_empty, turn, C.STAGES)
             slot = turn % C.STAGES
-            load_halves(q_descs, q_tiles, slot, place, q_full.index(slot))
+            load_pieces(q_descs, q_tiles, slot, place, q_full.index(slot))
             put_rows(rows, slot, lse, delta)
             mbarrier.arrive(q_full.index(slot), count=1)
             wait_empty(dout_empty, turn, C.OUT_STAGES)
             slot = turn % C.OUT_STAGES
-            load_halves(dout_descs, dout_tiles, slot, place, dout_full.index(slot))
+            load_pieces(dout_descs, dout_tiles, slot, place, dout_full.index(slot))
             turn += 1
 
 
 @gluon.jit
 def half_of(tiles, slot, OWN: gl.constexpr):
-    """Return a warpgroup's columns of 64 rows."""
+    """Return a warpgroup's columns of 64 rows, or those of a piece."""
     return tiles[OWN].index(slot).reshape([64, tiles[OWN].shape[4]])
 
 
 @gluon.jit
-def issue_pairs(left_tiles, right_tiles, slot, resident):
-    """Issue Sᵀ = K·Qᵀ, or dPᵀ = V·dOᵀ, of a slot: a product for each of two tiles, added up.
+def issue_pairs(left_tiles, right_tiles, slot, resident, start=None):
+    """Issue Sᵀ = K·Qᵀ, or dPᵀ = V·dOᵀ, of a slot, added to ``start``: a product for each piece of their columns.
 
-    resident: 0, the slot of what stays. Two loops get a number of their own each, see pipeline.opaque.
+    resident: the slot of what stays. Two loops get a number of their own each, see pipeline.opaque.
     """
-    pairs = gl.full([64, QUERIES], 0.0, gl.float32, layout=PAIRS)
-    for half in gl.static_range(2):
-        right = half_of(right_tiles, slot, half).permute((1, 0))
-        pairs = warpgroup_mma(half_of(left_tiles, resident, half), right, pairs, use_acc=half > 0, is_async=True)
+    pairs = gl.full([64, QUERIES], 0.0, gl.float32, layout=PAIRS) if start is None else start
+    for piece in gl.static_range(len(left_tiles)):
+        right = half_of(right_tiles, slot, piece).permute((1, 0))
+        pairs = warpgroup_mma(half_of(left_tiles, resident, piece), right, pairs,
+                              use_acc=start is not None or piece > 0, is_async=True)
     return pairs
 
 

@@ -81,7 +81,7 @@ class HopperBackward:
         pieces, sq, step = config.columns(problem), len(self.queries), int(QUERIES)
         width, sequences, lines = sum(pieces[0]), problem.sequences, problem.b * problem.hk
         tiles = sequences.slots(len(self.keys), config.keys)
-        self.packed = sequences.packed is not None
+        self.packed, self.in_pieces = sequences.packed is not None, len(pieces[0]) > 1
         # Queries, too, count from the first one that is read.
         lower, upper = (0 if bound is None else bound + self.queries.start for bound in bounds_of(problem)[:2])
         self.grid = (tiles * lines,)
@@ -143,7 +143,7 @@ class HopperBackward:
     def _plain(self, dk: torch.Tensor, dv: torch.Tensor,
                data: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
         """What else the kernel takes: dk and dv where sequences are packed, lengths, the seed; none of wide heads."""
-        if self.config.wide:
+        if self.in_pieces:
             return ()
         return (dk, dv, *data) if self.packed else (None, None, *data)
 
@@ -167,6 +167,12 @@ def _kernel_of(problem: AttentionProblem, config: HopperBackwardShape) -> tuple[
 
         return wide.hopper_backward_wide_kernel, (problem.scale, scale_log2, wide.Shape(
             *config.columns(problem), config.stages, config.out_stages, *bounded))
+    columns = config.columns(problem)
+    if len(columns[0]) > 1:
+        from tilewise.kernels.gluon import hopper_backward_pieces as pieces
+
+        return pieces.hopper_backward_pieces_kernel, (problem.scale, scale_log2, pieces.Shape(
+            *columns, config.stages, config.out_stages, *bounded))
     from tilewise.kernels.gluon.hopper_backward import Shape, hopper_backward_kernel
 
     return hopper_backward_kernel, (_gradient_scale(problem), scale_log2, squash, count, *_draws_of(problem), Shape(
