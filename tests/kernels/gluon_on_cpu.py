@@ -237,6 +237,12 @@ def _specialize(partitions, _warps, _registers):
         raise failures[0]
 
 
+def _meeting():
+    """Where the warpgroups of one program meet, as many as say so."""
+    barriers = {}
+    return lambda number: barriers.setdefault(number, threading.Barrier(number)).wait(PATIENCE)
+
+
 def _allocate(dtype, shape, _layout):
     dtype = getattr(dtype, "torch", dtype)
     return Shared(torch.full(shape, float("nan") if dtype.is_floating_point else -7, dtype=dtype))
@@ -253,10 +259,12 @@ def language(program, programs):
         static_range=range,
         arange=lambda first, last, layout: torch.arange(first, last).as_subclass(Tensor), full=_full, where=_where,
         minimum=_of_either(min, torch.minimum), maximum=_of_either(max, torch.maximum), exp2=torch.exp2,
-        load=_load, store=_store, atomic_add=_add, convert_layout=lambda values, *_, **__: values, sum=torch.sum, multiple_of=_multiple_of, max_contiguous=_max_contiguous,
+        load=_load, store=_store, atomic_add=_add, convert_layout=lambda values, *_, **__: values,
+        sum=torch.sum, multiple_of=_multiple_of, max_contiguous=_max_contiguous,
         allocate_shared_memory=_allocate, warp_specialize=_specialize,
         float32=torch.float32, int32=torch.int32, int64=torch.int64,
-        SliceLayout=lambda *_: None, DotOperandLayout=lambda *_: None, NVMMADistributedLayout=lambda *_: None, SwizzledSharedLayout=lambda *_: None,
+        SliceLayout=lambda *_: None, DotOperandLayout=lambda *_: None, NVMMADistributedLayout=lambda *_: None,
+        SwizzledSharedLayout=lambda *_: None,
         NVMMASharedLayout=SimpleNamespace(get_default_for=lambda *_: None))
 
 
@@ -267,12 +275,11 @@ def run(kernel, modules, grid, arguments, constants):
     of a constexpr.
     """
     for program in range(grid):
-        meeting = {}  # of so many warpgroups
         with pytest.MonkeyPatch.context() as patch:
             fakes = {
-                "gl": language(program, grid), "tma_load": _copy, "tma_store": _copy_out, "tma_store_wait": lambda left: None,
-                "fence_async_shared": lambda: None, "plain_layout": lambda *_: None,
-                "meet": lambda number: meeting.setdefault(number, threading.Barrier(number)).wait(PATIENCE),
+                "gl": language(program, grid), "tma_load": _copy, "tma_store": _copy_out,
+                "tma_store_wait": lambda left: None, "fence_async_shared": lambda: None, "plain_layout": lambda *_: None,
+                "meet": _meeting(),
                 "warpgroup_mma": _multiply, "warpgroup_mma_wait": _wait_for_products, "opaque": lambda number: number,
                 "make_barriers": lambda number, arrivals: SimpleNamespace(
                     index=[Barrier(arrivals) for _ in range(number)].__getitem__),

@@ -2,7 +2,6 @@
 
 import math
 import random
-from dataclasses import replace
 
 import pytest
 import torch
@@ -73,7 +72,8 @@ def test_their_source_computes_the_gradients_on_the_cpu(mask, dims, config):
         Pointer(tensor.flatten()) if form is None else Descriptor(tensor, form[0])))
     modules = (backward, wide, pieces, sums_of, pipeline, tiles)
     constants = {(module, "QUERIES"): 64 for module in modules} | {
-        (backward, "LOG2E"): math.log2(math.e), (pieces, "times"): lambda probs, slopes, dtype: (probs.float() * slopes).to(dtype)}
+        (backward, "LOG2E"): math.log2(math.e),
+        (pieces, "times"): lambda probs, slopes, dtype: (probs.float() * slopes).to(dtype)}
     run(launch.kernel, modules, launch.grid[0],
         (*described, Pointer(sums), None, *launch.scalars), constants)
     columns = sum(config.columns(problem)[0])
