@@ -278,8 +278,8 @@ def run(kernel, modules, grid, arguments, constants):
         with pytest.MonkeyPatch.context() as patch:
             fakes = {
                 "gl": language(program, grid), "tma_load": _copy, "tma_store": _copy_out,
-                "tma_store_wait": lambda left: None, "fence_async_shared": lambda: None, "plain_layout": lambda *_: None,
-                "meet": _meeting(),
+                "tma_store_wait": lambda left: None, "fence_async_shared": lambda: None,
+                "plain_layout": lambda *_: None, "meet": _meeting(),
                 "warpgroup_mma": _multiply, "warpgroup_mma_wait": _wait_for_products, "opaque": lambda number: number,
                 "make_barriers": lambda number, arrivals: SimpleNamespace(
                     index=[Barrier(arrivals) for _ in range(number)].__getitem__),
