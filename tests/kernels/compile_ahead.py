@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from conformance.functions import mask_functions, score_functions
-from kernels.sass import exponentials_before_waits, possibly_unset, stray_descriptors
+from kernels.sass import exponentials_before_waits, possibly_unset, spills_in_steps, stray_descriptors
 from tilewise.bench.compile_ahead import CompileOnlyDriver
 from tilewise.kernels.gluon.launch import OPTIONS, HopperForward
 from tilewise.kernels.gluon.launch_backward import HopperBackward
@@ -213,8 +213,8 @@ def compile_hopper(request):
         "planned": config.shared_bytes(problem), "log": first_log, "anew": bool(log.getvalue()),
         "threads": 32 * compiled.metadata.num_warps,
         "unset": possibly_unset(sass), "strays": stray_descriptors(sass),
-        "exponentials": exponentials_before_waits(sass), "branches": sass.count("NANOSLEEP"),
-        "philox": sass.count("IMAD.WIDE.U32")}
+        "exponentials": exponentials_before_waits(sass), "in_steps": spills_in_steps(sass),
+        "branches": sass.count("NANOSLEEP"), "philox": sass.count("IMAD.WIDE.U32")}
 
 
 def facts_of(request, compiled, spec):
