@@ -180,6 +180,19 @@ def test_a_row_s_largest_score_has_probability_1_however_large_it_is(backend, si
 
 
 @pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS.keys())
+@pytest.mark.parametrize("size", [14.0, 30.0, 122.0])
+def test_a_query_that_sees_one_key_copies_its_row_however_large_the_score_is(backend, size):
+    """Scores of 196 to 14884 beside their negatives; a probability of 1 but for what its shift was rounded by, times
+    a row, over that probability again, was two units in the last place from the row.
+    """
+    q = torch.full((1, 1, 24, 64), size / 8) * torch.where(torch.arange(24) % 2 == 0, 1.0, -1.0)[:, None]
+    k, v = random(1, 1, 33, 64) - 1e-3 * size, random(1, 1, 33, 64).bfloat16().float()
+    k[..., :12, :], k[0, 0, 5], k[0, 0, 6] = 0.0, size / 8, -size / 8
+    out = backend.forward(AttentionProblem.from_tensors(q, k, v, scale=1.0), q, k, v).out
+    torch.testing.assert_close(out, v[:, :, [5, 6]].repeat(1, 1, 12, 1), atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS.keys())
 def test_a_small_probability_beside_a_large_score_has_all_its_bits(backend):
     """Scores 64 000 000 and 8 less, both exact in float32; the first key has no v."""
     q, k, v = torch.zeros(1, 1, 1, 64), torch.zeros(1, 1, 2, 64), random(1, 1, 2, 64)

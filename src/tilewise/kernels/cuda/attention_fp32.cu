@@ -166,7 +166,7 @@ TW_DEVICE void multiply_halves(float& d0, float& d1, float& d2, float& d3, const
 
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr float LN2 = 0.6931471805599453f;
-constexpr float FAR = 65536.0f;  // from 0, in powers of 2: rounding there moves a score by 2^-8 and more
+constexpr float FAR = 256.0f;  // from 0, in powers of 2: rounding there moves a score by 2^-16 and more
 #define INFINITE __int_as_float(0x7f800000)
 
 struct Tensor {  // (b, h, s, d) by strides, in elements
