@@ -294,5 +294,5 @@ def run(kernel, modules, grid, arguments, constants):
                     elif isinstance(value, JITFunction):
                         patch.setattr(module, name, value.fn)
             for (module, name), value in constants.items():
-                patch.setattr(module, name, value, raising=False)
+                patch.setattr(module, name, value)
             kernel.fn(*arguments)

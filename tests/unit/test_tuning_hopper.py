@@ -87,8 +87,15 @@ def test_registers_bound_keys_and_warpgroups():
 @pytest.mark.parametrize("ways", [{"direct": True, "ahead": True}, {}, {"ordered": True}], ids=str)
 def test_heads_in_pieces_are_summed_from_registers_a_step_at_a_time(ways):
     config = HopperBackwardConfig(**ways)
-    with pytest.raises(InvalidInput, match=f"ahead={config.ahead}, direct={config.direct} at head dim 192; allowed is"):
+    words = f"ahead={config.ahead}, direct={config.direct} at head dims 192 and 128; allowed are"
+    with pytest.raises(InvalidInput, match=words):
         config.columns(problem_of(192, 128, kernel="hopper_backward"))
+
+
+@pytest.mark.parametrize(("d", "dv"), [(200, 128), (192, 136), (64, 136), (256, 256)])
+def test_heads_whose_sums_no_registers_hold_are_not_given_keys_of_their_own(d, dv):
+    with pytest.raises(InvalidInput, match=f"wide=False with .* at head dims {d} and {dv}; allowed are wide=True"):
+        HopperBackwardConfig(direct=True).columns(problem_of(d, dv, kernel="hopper_backward"))
 
 
 @pytest.mark.parametrize("fields", [{"d": 64}, {"d": 40}, {"d": 128}, {"d": 104}, {"d": 256}, {"mask": causal()},

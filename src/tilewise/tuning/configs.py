@@ -235,16 +235,17 @@ class HopperBackwardConfig:
         """Columns of q and k inside the tiles, and of v and dout: a row of a tile is 128 bytes at least.
 
         Where two warpgroups share keys, what each sums; of 192 the one that makes dS has less of q and more of v. Where
-        each has keys of its own, q and k of more than 128 columns come in two pieces.
+        each has keys of its own, q and k of more than 128 columns come in two pieces, whose sums leave no registers for
+        the next step's scores.
         """
         if self.wide:
             return _halves_of(problem.d), _halves_of(problem.dv)[::-1]
-        if problem.d > 128:
-            if self.ahead or not self.direct:
-                raise InvalidInput(f"ahead={self.ahead}, direct={self.direct} at head dim {problem.d}; allowed is "
-                                   "direct=True.")
-            return (128, 64), (128,)
-        return ((max(64, problem.width),),) * 2
+        if max(problem.d, problem.dv) <= 128:
+            return ((max(64, problem.width),),) * 2
+        if not sums_fit(problem) or self.ahead or not self.direct:
+            raise InvalidInput(f"wide=False with ahead={self.ahead}, direct={self.direct} at head dims {problem.d} and "
+                               f"{problem.dv}; allowed are wide=True, and direct=True up to 192 and 128.")
+        return (128, 64), (128,)
 
     def shared_bytes(self, problem: AttentionProblem) -> int:
         """Shared memory: k, v, q, dout, lse and delta, dQ of 0 to 2 steps; barriers take under a KiB.
@@ -294,6 +295,11 @@ AnyConfig = TileConfig | HopperConfig
 def pieces_of(dim: int) -> tuple[int, ...]:
     """The narrowest of 64, 64 + 32, 128, 128 + 64 and 256 that holds a head dim."""
     return next(pieces for pieces in ((64,), (64, 32), (128,), (128, 64), (256,)) if dim <= sum(pieces))
+
+
+def sums_fit(problem: AttentionProblem) -> bool:
+    """Whether a warpgroup's registers hold all columns of dK and dV of 64 keys."""
+    return problem.d <= 192 and problem.dv <= 128
 
 
 def _halves_of(dim: int) -> tuple[int, int]:

@@ -22,6 +22,7 @@ from tilewise.tuning.configs import (
     HopperDbiasConfig,
     HopperForwardConfig,
     TileConfig,
+    sums_fit,
 )
 from tilewise.tuning.device import DeviceSpec
 
@@ -180,7 +181,7 @@ def hopper_backward_config(problem: AttentionProblem) -> HopperBackwardConfig:
     warpgroup has keys of its own, else two share them.
     """
     if max(problem.d, problem.dv) > 128:
-        return HopperBackwardConfig(direct=True, wide=problem.d > 192 or problem.dv > 128)
+        return HopperBackwardConfig(direct=True, wide=not sums_fit(problem))
     narrow = max(problem.d, problem.dv) <= 64
     if problem.deterministic:
         return HopperBackwardConfig(ahead=narrow, ordered=True)

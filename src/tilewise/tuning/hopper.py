@@ -5,7 +5,7 @@ from itertools import islice, product
 from typing import Any
 
 from tilewise.problem import AttentionProblem
-from tilewise.tuning.configs import HopperBackwardConfig, HopperConfig, HopperForwardConfig, pieces_of
+from tilewise.tuning.configs import HopperBackwardConfig, HopperConfig, HopperForwardConfig, pieces_of, sums_fit
 from tilewise.tuning.device import DeviceSpec
 from tilewise.tuning.heuristics import hopper_backward_config, hopper_forward_config, kernel_width
 from tilewise.tuning.search import MOST_CANDIDATES, Proposals
@@ -91,6 +91,6 @@ def _backward_configs(problem: AttentionProblem, device: DeviceSpec) -> list[Hop
     rings = ((2, 2), (2, 1)) if width > 128 else ((2, 2), (4, 2), (4, 4))
     configs = [HopperBackwardConfig(*ring, ahead, direct, wide=width > 128)
                for ring, ahead, direct in product(rings, aheads, directs)]
-    if 128 < problem.d <= 192 and problem.dv <= 128:
+    if width > 128 and sums_fit(problem):
         configs.append(HopperBackwardConfig(direct=True))
     return [config for config in configs if config.shared_bytes(problem) <= device.shared_memory]

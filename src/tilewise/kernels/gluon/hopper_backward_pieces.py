@@ -2,8 +2,8 @@
 
 dK and dV of 64 keys are 160 registers a thread then, and a warpgroup holds all of them, as in hopper_backward.py: what
 the two must tell each other is dS alone, where heads that are wider yet (hopper_backward_wide.py) have probabilities to
-lend too. What is left of the registers is S and dP and little else, so the operands of dV and dK are rounded late and
-dQ is made when P is done with.
+lend too. The registers that are left hold S or dP, and not both: P is rounded before dP is asked for, dS is made of it,
+dK takes dS from shared memory, and dQ comes when P is done with.
 
 Sides of a tile are powers of two: the columns of q and k come in a piece of 128 and one of 64, and of each a warpgroup
 makes half of dQ's.
@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from tilewise.kernels.gluon.compat import tma_store_wait
 from tilewise.kernels.gluon.hopper_backward import hide, write
-from tilewise.kernels.gluon.hopper_backward_wide import PAIRS, half_of, issue_pairs, load
+from tilewise.kernels.gluon.hopper_backward_wide import PAIRS, columns_of, issue_pairs, load
 from tilewise.kernels.gluon.hopper_dq_sums import add_directly
 from tilewise.kernels.gluon.pipeline import leave, make_barriers, meet, opaque, slots_for, wait_full
 from tilewise.kernels.gluon.tiles import QUERIES, key_tile_at, phases_of, queries_at, query_steps_of
@@ -74,18 +74,18 @@ def times(probs, slopes, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def issue_dq(k_tiles, dscores_tiles, half, none, OWN: gl.constexpr, PIECE: gl.constexpr, C: gl.constexpr):
+def issue_dq(k_tiles, dscores_tiles, half, origin, OWN: gl.constexpr, PIECE: gl.constexpr, C: gl.constexpr):
     """Issue a warpgroup's half of the columns of a piece of dQ = dS·K."""
     COLUMNS: gl.constexpr = C.COLUMNS[PIECE] // 2
     dq = gl.full([64, COLUMNS], 0.0, gl.float32, layout=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16]))
     for i in gl.static_range(2):
-        k = half_of(k_tiles, none + i, PIECE).slice(OWN * COLUMNS, COLUMNS, 1)
+        k = columns_of(k_tiles, origin + i, PIECE).slice(OWN * COLUMNS, COLUMNS, 1)
         dq = warpgroup_mma(dscores_tiles.index(half + i).permute((1, 0)), k, dq, use_acc=i > 0, is_async=True)
     return dq
 
 
 @gluon.jit
-def finish_step(dv_pending, dk, dk_rest, memory, turn, half, none, place, OWN: gl.constexpr, C: gl.constexpr):
+def finish_step(dv_pending, dk, dk_rest, memory, turn, half, origin, place, OWN: gl.constexpr, C: gl.constexpr):
     """A warpgroup's part of dQ, and dK, of one step, whose dS is in shared memory; dV is under way.
 
     place: where the step's sums begin.
@@ -97,11 +97,11 @@ def finish_step(dv_pending, dk, dk_rest, memory, turn, half, none, place, OWN: g
     slot = turn % C.STAGES
     dv = warpgroup_mma_wait(0, deps=(dv_pending,))  # the registers of P are free before those of dQ are taken
     leave(dout_empty, turn, C.OUT_STAGES)
-    dq_pending = issue_dq(k_tiles, dscores_tiles, half, none, OWN, 0, C)
-    dq_rest_pending = issue_dq(k_tiles, dscores_tiles, half, none, OWN, 1, C)
+    dq_pending = issue_dq(k_tiles, dscores_tiles, half, origin, OWN, 0, C)
+    dq_rest_pending = issue_dq(k_tiles, dscores_tiles, half, origin, OWN, 1, C)
     dscores = dscores_tiles.index(half + OWN)
-    dk_pending = warpgroup_mma(dscores, half_of(q_tiles, slot, 0), dk, is_async=True)
-    dk_rest_pending = warpgroup_mma(dscores, half_of(q_tiles, slot, 1), dk_rest, is_async=True)
+    dk_pending = warpgroup_mma(dscores, columns_of(q_tiles, slot, 0), dk, is_async=True)
+    dk_rest_pending = warpgroup_mma(dscores, columns_of(q_tiles, slot, 1), dk_rest, is_async=True)
     dq = warpgroup_mma_wait(4, deps=(dq_pending,))
     add_directly(place + OWN * 32 * C.COLUMNS[0], dq)
     dq_rest = warpgroup_mma_wait(2, deps=(dq_rest_pending,))
@@ -125,14 +125,14 @@ def sum_steps(begin, end, turn, dk, dk_rest, dv, memory, sums, spans, band, firs
     unmasked = spans[0] + (spans[1] - spans[2]) * QUERIES
     for step in range(begin, end):
         # Where tiles lie is found anew in each step: registers do not hold it.
-        none = opaque(turn * 0)
+        origin = opaque(turn * 0)
         slot, out_slot = turn % C.STAGES, turn % C.OUT_STAGES
         if MASKED:
             first_query = queries_at(step, spans, C)
         else:  # behind those at the head
             first_query = unmasked + step * QUERIES
         wait_full(q_full, turn, C.STAGES)
-        scores_pending = issue_pairs(k_tiles, q_tiles, slot, none + OWN)
+        scores_pending = issue_pairs(k_tiles, q_tiles, slot, origin + OWN)
         scores = warpgroup_mma_wait(0, deps=(scores_pending,))
         probs = gl.exp2(scores * scale_log2 - rows.index(2 * slot).load(ROW)[None, :])
         if MASKED:
@@ -140,15 +140,15 @@ def sum_steps(begin, end, turn, dk, dk_rest, dv, memory, sums, spans, band, firs
         left_probs = gl.convert_layout(probs.to(DTYPE), gl.DotOperandLayout(0, dv.type.layout, 2))
         delta = gl.full([64, QUERIES], 0.0, gl.float32, layout=PAIRS) + rows.index(2 * slot + 1).load(ROW)[None, :]
         wait_full(dout_full, turn, C.OUT_STAGES)
-        slopes_pending = issue_pairs(v_tiles, dout_tiles, out_slot, none + OWN, -delta)
-        dv_pending = warpgroup_mma(left_probs, half_of(dout_tiles, out_slot, 0), dv, is_async=True)
+        slopes_pending = issue_pairs(v_tiles, dout_tiles, out_slot, origin + OWN, -delta)
+        dv_pending = warpgroup_mma(left_probs, columns_of(dout_tiles, out_slot, 0), dv, is_async=True)
         slopes = warpgroup_mma_wait(1, deps=(slopes_pending,))
-        half = (turn & 1) * 2 + none
+        half = (turn & 1) * 2 + origin
         dscores_tiles.index(half + OWN).store(times(gl.convert_layout(left_probs, PAIRS), slopes, DTYPE))
         fence_async_shared()
         meet(2)
         place = sums + (first_sum + first_query).to(gl.int64) * WIDTH
-        dk, dk_rest, dv = finish_step(dv_pending, dk, dk_rest, memory, turn, half, none, place, OWN, C)
+        dk, dk_rest, dv = finish_step(dv_pending, dk, dk_rest, memory, turn, half, origin, place, OWN, C)
         turn += 1
     return turn, dk, dk_rest, dv
 

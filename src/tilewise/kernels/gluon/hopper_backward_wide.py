@@ -1,6 +1,6 @@
-"""Backward on Hopper for heads of more than 128 columns: two warpgroups share a tile of 64 keys (maths.md, section 6).
+"""Backward on Hopper where registers hold no dK and dV of 64 keys: two warpgroups share a tile (maths.md, section 6).
 
-dK and dV of 64 keys and 256 columns are twice what a warpgroup's registers hold. Each therefore sums some columns of
+Of 256 columns both are twice what a warpgroup's registers hold, beside a step. Each therefore sums some columns of
 both, half of them or of 192 one 128 and the other 64, and makes dQ of dK's columns. The scores are not halved. One
 warpgroup computes Sᵀ = K·Qᵀ and the probabilities, and lends these to the other in float32; that one has dPᵀ = V·dOᵀ by
 then and makes dS of both, which goes back in 16 bits, an operand of dK and dQ. One warp loads. The rest is
@@ -104,9 +104,9 @@ def load(loaded, C: gl.constexpr):
 
 
 @gluon.jit
-def half_of(tiles, slot, OWN: gl.constexpr):
-    """Return a warpgroup's columns of 64 rows, or those of a piece."""
-    return tiles[OWN].index(slot).reshape([64, tiles[OWN].shape[4]])
+def columns_of(tiles, slot, PIECE: gl.constexpr):
+    """Return a piece of the columns of 64 rows."""
+    return tiles[PIECE].index(slot).reshape([64, tiles[PIECE].shape[4]])
 
 
 @gluon.jit
@@ -117,8 +117,8 @@ def issue_pairs(left_tiles, right_tiles, slot, resident, start=None):
     """
     pairs = gl.full([64, QUERIES], 0.0, gl.float32, layout=PAIRS) if start is None else start
     for piece in gl.static_range(len(left_tiles)):
-        right = half_of(right_tiles, slot, piece).permute((1, 0))
-        pairs = warpgroup_mma(half_of(left_tiles, resident, piece), right, pairs,
+        right = columns_of(right_tiles, slot, piece).permute((1, 0))
+        pairs = warpgroup_mma(columns_of(left_tiles, resident, piece), right, pairs,
                               use_acc=start is not None or piece > 0, is_async=True)
     return pairs
 
@@ -141,7 +141,7 @@ def finish_step(dv_pending, dk, memory, turn, place, resident, OWN: gl.constexpr
     dq = gl.full([64, C.COLUMNS[OWN]], 0.0, gl.float32, layout=dk.type.layout)
     dv = warpgroup_mma_wait(0, deps=(dv_pending,))  # the registers of P are free before those of dQ are taken
     leave(dout_empty, turn, C.OUT_STAGES)
-    k, q = half_of(k_tiles, resident, OWN), half_of(q_tiles, turn % C.STAGES, OWN)
+    k, q = columns_of(k_tiles, resident, OWN), columns_of(q_tiles, turn % C.STAGES, OWN)
     dq_pending = warpgroup_mma(dscores.permute((1, 0)), k, dq, use_acc=False, is_async=True)
     dk_pending = warpgroup_mma(dscores, q, dk, is_async=True)
     dq = warpgroup_mma_wait(1, deps=(dq_pending,))
@@ -181,7 +181,7 @@ def score_steps(begin, end, turn, dk, dv, memory, sums, spans, band, first_sum, 
         leave(probs_full, turn, 1)
         wait_full(dout_full, turn, C.OUT_STAGES)
         left_probs = gl.convert_layout(probs.to(k_tiles[0].dtype), LEFT)
-        dout = half_of(dout_tiles, turn % C.OUT_STAGES, 0)
+        dout = columns_of(dout_tiles, turn % C.OUT_STAGES, 0)
         dv_pending = warpgroup_mma(left_probs, dout, dv, is_async=True)
         wait_full(dscores_full, turn, 1)
         place = sums_at(sums, first_sum + first_query, 0, C)
@@ -209,7 +209,7 @@ def slope_steps(turn, dk, dv, memory, sums, spans, first_sum, C: gl.constexpr):
         wait_full(probs_full, turn, 1)
         probs = borrow(probs_tile)
         left_probs = gl.convert_layout(probs.to(DTYPE), gl.DotOperandLayout(0, dv.type.layout, 2))
-        dout = half_of(dout_tiles, turn % C.OUT_STAGES, 1)
+        dout = columns_of(dout_tiles, turn % C.OUT_STAGES, 1)
         dv_pending = warpgroup_mma(left_probs, dout, dv, is_async=True)
         dprobs = warpgroup_mma_wait(1, deps=(dprobs_pending,))
         dscores = (probs * (dprobs - delta[None, :])).to(DTYPE)

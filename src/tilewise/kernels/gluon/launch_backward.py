@@ -162,12 +162,12 @@ def _kernel_of(problem: AttentionProblem, config: HopperBackwardShape) -> tuple[
     *bounds, count, is_shifted = bounds_of(problem)
     bounded = [bound is not None for bound in bounds]
     scale_log2, squash = scaling_of(problem)
+    columns = config.columns(problem)
     if config.wide:
         from tilewise.kernels.gluon import hopper_backward_wide as wide
 
         return wide.hopper_backward_wide_kernel, (problem.scale, scale_log2, wide.Shape(
-            *config.columns(problem), config.stages, config.out_stages, *bounded))
-    columns = config.columns(problem)
+            *columns, config.stages, config.out_stages, *bounded))
     if len(columns[0]) > 1:
         from tilewise.kernels.gluon import hopper_backward_pieces as pieces
 
@@ -176,7 +176,7 @@ def _kernel_of(problem: AttentionProblem, config: HopperBackwardShape) -> tuple[
     from tilewise.kernels.gluon.hopper_backward import Shape, hopper_backward_kernel
 
     return hopper_backward_kernel, (_gradient_scale(problem), scale_log2, squash, count, *_draws_of(problem), Shape(
-        config.columns(problem)[0][0], config.keys // 64, config.stages, config.out_stages, config.ahead,
+        columns[0][0], config.keys // 64, config.stages, config.out_stages, config.ahead,
         config.direct, config.ordered, *bounded, count is not None, problem.sequences.packed is not None, is_shifted,
         problem.scores.dropout_p > 0.0))
 
