@@ -235,8 +235,7 @@ class HopperBackwardConfig:
         """Columns of q and k inside the tiles, and of v and dout: a row of a tile is 128 bytes at least.
 
         Where two warpgroups share keys, what each sums; of 192 the one that makes dS has less of q and more of v. Where
-        each has keys of its own, q and k of more than 128 columns come in two pieces, whose sums leave no registers for
-        the next step's scores.
+        each has keys of its own, q and k of more than 128 columns come in two pieces, in a kernel that knows one way.
         """
         if self.wide:
             return _halves_of(problem.d), _halves_of(problem.dv)[::-1]

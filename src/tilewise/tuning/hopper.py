@@ -84,7 +84,7 @@ def _backward_configs(problem: AttentionProblem, device: DeviceSpec) -> list[Hop
 
     Left out at a width of 128 are one tile of dout, or the next scores with four of q: of these ptxas (of Triton 3.6)
     makes products whose descriptors are not the same on every path, which the compile tests forbid; and the next
-    scores with two, which were timed and gained nothing.
+    scores with two, which were timed and gained nothing. Where q and k come in pieces, one tile of dout was slower.
     """
     width = max(problem.d, problem.dv)
     aheads, directs = (False, True) if width <= 64 else (False,), (True,) if width > 128 else (False, True)
