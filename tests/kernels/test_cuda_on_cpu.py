@@ -16,9 +16,9 @@ from tilewise.backends import cuda, cuda_ieee, float32
 from tilewise.backends.base import Gradients, Needs, Results, Saved
 from tilewise.masks import Mask, causal, window
 from tilewise.problem import AttentionProblem
-from tilewise.scores import Operands
+from tilewise.scores import NO_OPERANDS, Operands
 from tilewise.testing import oracle
-from tilewise.testing.cases import CASES, case_named
+from tilewise.testing.cases import CASES, Case, case_named
 from tilewise.testing.inputs import make_inputs
 from tilewise.tuning import cuda as tuning
 from tilewise.tuning.device import DeviceSpec
@@ -138,6 +138,21 @@ def test_long_sums_err_no_more_than_short_ones(backend, keys, d):
     out = backend.forward(AttentionProblem.from_tensors(q, k, v), q, k, v).out
     exact = oracle.attend(q, k, v, Mask(), None)[0]
     assert ((out - exact).norm() / exact.norm()).item() < 8e-7
+
+
+@pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS.keys())
+@pytest.mark.parametrize("sk", [100, 129])
+def test_rows_past_the_last_key_reach_no_gradient_where_every_score_is_far_below_zero(backend, sk):
+    """Their score is 0, so their probability e^100, or infinite, and dq sums over whole tiles of keys."""
+    case = Case("shifted", hq=2, hk=1, sq=65, sk=sk, d=16, dv=16, scale=1.0)
+    inputs = make_inputs(case, torch.float32, "cpu")
+    q, k, v, dout, _ = inputs
+    q[..., 0], k[..., 0] = 1.0, -100.0
+    problem = problem_of(case, inputs)
+    out, lse, _ = backend.forward(problem, q, k, v)
+    assert (lse < -80).all()
+    got = backend.backward(problem.backward(lse_grad=False), Saved(q, k, v, out, lse, NO_OPERANDS), dout, None, Needs())
+    assert_gradients_within_budget(case, inputs, Gradients(*got))
 
 
 @pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS.keys())
