@@ -171,7 +171,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visibl
     if (bias is None and alibi_slopes is None and score_function is None and softcap is None and sinks is None
             and dropout_p == 0 and seqlens_q is None and seqlens_k is None and double_backward is False
             and (mask is None or mask.__class__ is Mask) and (return_aux == () or return_aux == _LSE)):
-        results = attend(q, k, v, mask, (scale, deterministic, backend), return_aux == _LSE)
+        results = attend(q, k, v, mask, (scale, deterministic, backend))
         if results is not None:
             return AttentionOutput(*results) if return_aux else results[0]
     if return_aux != ():

@@ -31,7 +31,7 @@ _BACKEND, _SHORT_WAYS, _OFF = (os.environ.encodekey(text) for text in ("TILEWISE
 
 def default_backend() -> str | None:
     """Return the backend name in force where a call names none, or None to let dispatch choose."""
-    return _backend.get() or (os.environ["TILEWISE_BACKEND"] or None if _BACKEND in _variables else None)
+    return _backend.get() or (os.environ.get("TILEWISE_BACKEND") if _BACKEND in _variables else None) or None
 
 
 def short_ways() -> bool:

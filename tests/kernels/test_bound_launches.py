@@ -1,5 +1,6 @@
 """A bound pass hands its kernels what an unbound one does: tensors at first, their addresses from then on."""
 
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -80,3 +81,15 @@ def test_a_pass_that_launches_nothing_is_not_bound():
     assert triton.backend.bind_forward(problem) is None
     back = problem.backward(lse_grad=False)
     assert triton.backend.bind_backward(back, Saved(q, k[:, :, :0], v[:, :, :0], out, lse), dout, None, Needs()) is None
+
+
+def test_what_is_bound_keeps_no_tensor(monkeypatch):
+    monkeypatch.setattr(triton, "_backward_plan", lambda *_: triton._BackwardPlan(
+        Needs(), (), (), (), Recorder(), dq=Recorder()))
+    q, k, v, out, lse, dout = tensors_of()
+    problem = AttentionProblem.from_tensors(q, k, v).backward(lse_grad=False)
+    bound = triton.backend.bind_backward(problem, Saved(q, k, v, out, lse), dout, None, Needs())
+    kept = [weakref.ref(tensor) for tensor in (q, k, v, out, lse, dout)]
+    del q, k, v, out, lse, dout
+    assert bound is not None
+    assert [tensor() for tensor in kept] == [None] * 6

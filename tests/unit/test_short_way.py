@@ -189,6 +189,15 @@ def test_a_profiler_shows_the_operators(bound):
     assert bound.ways == ["short", "long", "long back"]
 
 
+def test_a_profiler_of_every_thread_shows_them_too(bound):
+    attention(*tensors_of())
+    every_thread = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    with profile(experimental_config=every_thread), ThreadPoolExecutor(1) as pool:
+        attention(*tensors_of())
+        pool.submit(attention, *tensors_of()).result()
+    assert bound.ways == ["short", "long", "long"]
+
+
 def test_a_tracer_records_the_operator():
     tensors = tensors_of()
     with warnings.catch_warnings():
@@ -267,7 +276,7 @@ def test_a_tensor_whose_storage_was_emptied_goes_the_long_way(offset):
     q = torch.zeros(1 + offset, 4, 8, 16)[offset:]
     q.untyped_storage().resize_(0)
     assert q.data_ptr() in (0, q.nbytes)
-    assert short_way.attend(q, *tensors_of()[1:], None, (None, None, None), False) is None
+    assert short_way.attend(q, *tensors_of()[1:], None, (None, None, None)) is None
 
 
 def test_transforms_of_functorch_are_as_on_the_long_way(bound, monkeypatch):
@@ -302,6 +311,18 @@ def test_refusals_are_the_same(monkeypatch, options):
     expected = outcome(lambda: long_way(monkeypatch, lambda: attention(q, k, v, **options)))
     assert issubclass(expected[0], TilewiseError)
     assert outcome(lambda: attention(q, k, v, **options)) == expected
+
+
+@pytest.mark.parametrize("mask", [Mask(left=1.0), Mask(left=True), Mask(1, 1.0), Mask(1, 1, ["top_left"]),
+                                  Mask(1, 1, 3)], ids=str)
+def test_masks_of_other_types_mean_what_they_mean_on_the_long_way(bound, monkeypatch, mask):
+    """An operator's schema takes them or refuses them; an equal mask of the right types has another answer."""
+    expected = outcome(lambda: long_way(monkeypatch, lambda: attention(*tensors_of(), mask=mask)))
+    for _ in range(2):
+        assert is_same(outcome(lambda: attention(*tensors_of(), mask=mask)), expected)
+        attention(*tensors_of(), mask=Mask(1))
+        attention(*tensors_of(), mask=Mask(1, 1))
+    assert bound.ways.count("short") == 4
 
 
 def test_what_a_backend_refuses_is_refused_in_its_words(bound, monkeypatch):
@@ -369,8 +390,9 @@ def test_hooks_unpack_once_whichever_way_is_taken(bound, kind):
         unpacked.append(tensor)
         return tensor.as_subclass(kind)
 
+    q, k, v = tensors_of()  # k and v come as they are unpacked; torch makes those anew that have a gradient
     with saved_tensors_hooks(lambda tensor: tensor, unpack):
-        out = attention(*tensors_of(requires_grad=True))
+        out = attention(q.requires_grad_(), k, v)
     out.sum().backward()
     assert len(unpacked) == 5
     assert bound.ways == ["short", "short back" if kind is torch.Tensor else "long back"]
@@ -381,6 +403,36 @@ def test_checkpoints_compute_again(bound, reentrant):
     tensors = tensors_of(requires_grad=True)
     checkpoint(attention, *tensors, use_reentrant=reentrant).sum().backward()
     assert bound.ways == ["short", "short", "short back"]
+
+
+@pytest.mark.parametrize("changed", range(5), ids=["q", "k", "v", "out", "lse"])
+def test_what_was_saved_and_changed_is_refused_in_the_same_words(bound, monkeypatch, changed):
+    def differentiate():
+        tensors = [tensor * 1 for tensor in tensors_of(requires_grad=True)]
+        out, lse = attention(*tensors, return_aux=("lse",))
+        with torch.no_grad():
+            (*tensors, out, lse)[changed].add_(1)
+        (out.sum() + lse.sum()).backward()
+
+    expected = outcome(lambda: long_way(monkeypatch, differentiate))
+    assert "modified by an inplace operation" in expected[1]
+    assert outcome(differentiate) == expected
+    assert bound.ways == ["long", "short"]
+
+
+@pytest.mark.parametrize("return_aux", [(), ("lse",)])
+def test_a_graph_is_the_same(bound, monkeypatch, return_aux):
+    def graph():
+        handed = []
+        results = attention(*tensors_of(requires_grad=True), return_aux=return_aux)
+        out = results[0] if return_aux else results
+        out.grad_fn.register_prehook(lambda incoming: handed.append([dout is None for dout in incoming]))
+        out.sum().backward()
+        return out.grad_fn.name(), out.output_nr, len(out.grad_fn.next_functions), handed
+
+    expected = long_way(monkeypatch, graph)
+    assert graph() == expected
+    assert bound.ways == ["long", "long back", "short", "short back"]
 
 
 def test_a_second_derivative_is_refused_in_the_same_words(monkeypatch):

@@ -141,8 +141,8 @@ def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> l
     operands = Operands(*rest[:_N_OPERANDS])
     inputs = facts_of_inputs(q, k, v)
     problem, backend = resolve(inputs, facts_of_operands(operands), rest[_N_OPERANDS:],
-                                None if rest[-1] else _in_force(rest[-1]), are_aligned(q, k, v),
-                                allows_tf32(inputs[0][3]))
+                               None if rest[-1] else _in_force(rest[-1]), are_aligned(q, k, v),
+                               allows_tf32(inputs[0][3]))
     results = backend.forward(problem, q, k, v, operands)
     return [result for result in results if result is not None]
 

@@ -11,10 +11,10 @@ same functions.
 import functools
 import operator
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch.autograd import forward_ad
+from torch.autograd import forward_ad, profiler
 
 from tilewise import settings
 from tilewise.autograd.attention_op import gradients_of, resolve
@@ -24,10 +24,11 @@ from tilewise.dispatch import forget_chosen
 from tilewise.masks import Mask
 from tilewise.problem import facts_of_inputs
 
-KEPT = 2048  # ways; more are forgotten together, since a way is made again from plans that are kept longer
+KEPT = 1024  # ways; more are forgotten together, since a way is made again from a plan, of which as many are kept
 # Memory starts higher: less is an offset into a storage that was emptied (FSDP), or none at all (no element, meta).
 _LOWEST_ADDRESS = 1 << 32
 _Tensor, _float32 = torch.Tensor, torch.float32
+_SIDES, _ALIGNMENTS = (int, type(None)), (str, type(None))
 # Bound once: each look-up of a chain is a twentieth of a microsecond.
 _is_compiling, _is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
 _dispatch_modes, _has_function_mode = torch._C._len_torch_dispatch_stack, torch._C._is_torch_function_mode_enabled
@@ -46,6 +47,7 @@ class Way(NamedTuple):
     options: tuple[Any, ...]
 
 
+_NO_BAND = (None, None, None)
 # By the facts of a call, forward and backward; None: such a call has no short way.
 _ways: dict[Key, Way | None] = {}
 _ways_back: dict[Key, BoundBackward | None] = {}
@@ -60,14 +62,13 @@ def forget_choices() -> None:
     _ways_back.clear()
 
 
-def attend(q: Any, k: Any, v: Any, mask: Mask | None, numbers: tuple[Any, Any, Any],
-           with_lse: bool) -> Sequence[torch.Tensor] | None:
-    """Return out and, where it is taken, lse of a call without operands; None if it has to go the long way.
+def attend(q: Any, k: Any, v: Any, mask: Mask | None,
+           numbers: tuple[Any, Any, Any]) -> Sequence[torch.Tensor] | None:
+    """Return out and lse of a call without operands; None if it has to go the long way.
 
     Args:
         q, k, v, mask: as the user gave them, the mask a :class:`Mask` or None.
         numbers: scale, deterministic and backend, as the user gave them.
-        with_lse: whether lse is taken.
     """
     scale, deterministic, backend = numbers
     if (_is_watched() or not q.__class__ is k.__class__ is v.__class__ is _Tensor
@@ -80,8 +81,9 @@ def attend(q: Any, k: Any, v: Any, mask: Mask | None, numbers: tuple[Any, Any, A
         return None
     if deterministic is None:
         deterministic = _follows_determinism()
-    band = (None,) * 6 if mask is None else (mask.left, mask.right, mask.alignment, mask.prefix, mask.sink_tokens,
-                                             mask.chunk)
+    band = _NO_BAND if mask is None else _band_of(mask)
+    if band is None:
+        return None
     try:
         addresses = q.data_ptr(), k.data_ptr(), v.data_ptr()
         key = (q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), k.get_device(), v.get_device(), dtype,
@@ -92,35 +94,40 @@ def attend(q: Any, k: Any, v: Any, mask: Mask | None, numbers: tuple[Any, Any, A
     if ((at_q | at_k | at_v) & 15 or min(addresses) < _LOWEST_ADDRESS or not is_current(device)
             or q.is_neg() or k.is_neg() or v.is_neg()):
         return None
-    way = _ways.get(key, _UNKNOWN)
+    way: Way | None = _ways.get(key, _UNKNOWN)
     if way is _UNKNOWN:
-        way = _keep(_ways, key, _way_of(key, (q, k, v)))
+        way = _keep(_ways, key, _way_of((scale, *band, deterministic, name), (q, k, v)))
     if way is None:
         return None
     if _is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        made = _apply(q, k, v, way, addresses, with_lse)
-        return cast("tuple[torch.Tensor, ...]", made if with_lse else (made,))
-    return cast(Way, way).forward(q, k, v, addresses)
+        made: tuple[torch.Tensor, torch.Tensor] = _apply(q, k, v, way, addresses)
+        return made
+    return way.forward(q, k, v, addresses)
 
 
 def _is_watched() -> bool:
     """Whether somebody may want to see an operator: a compiler, a mode, a transform, a profiler, a tracer, the user."""
     return bool(_is_compiling() or not settings.short_ways() or _dispatch_modes() or _has_function_mode()
-                or _in_functorch() or _in_profiler() or forward_ad._current_level >= 0
-                or _tracing() is not None)
+                # One that is asked to profile every thread is not this thread's own.
+                or _in_functorch() or _in_profiler() or profiler._is_profiler_enabled
+                or forward_ad._current_level >= 0 or _tracing() is not None)
+
+
+def _band_of(mask: Mask) -> tuple[int | None, int | None, str | None] | None:
+    """Return the mask's part of a key; None if an operator takes it by other words, or refuses it by its type."""
+    left, right, alignment = band = mask.left, mask.right, mask.alignment
+    is_plain = not mask.has_exceptions and (left.__class__ in _SIDES and right.__class__ in _SIDES
+                                            and alignment.__class__ in _ALIGNMENTS)
+    return band if is_plain else None
 
 
 def _is_cast(dtype: torch.dtype, device: torch.device) -> bool:
     return torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type) is not dtype
 
 
-def _way_of(key: tuple[Any, ...], tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> Way | None:
+def _way_of(options: tuple[Any, ...], tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> Way | None:
     """Check and choose as the operator does, and ask the backend for a bound launch; raises as the operator does."""
-    scale, band, deterministic, name, tf32 = key[-5:]
-    if band[3:] != (None, None, None):
-        return None
-    options = (scale, *band[:3], deterministic, name)
-    problem, backend = resolve(facts_of_inputs(*tensors), (), options, None, True, tf32)
+    problem, backend = resolve(facts_of_inputs(*tensors), (), options, None, True, allows_tf32(tensors[0].dtype))
     forward = backend.bind_forward(problem) if isinstance(backend, BindingBackend) else None
     return None if forward is None else Way(forward, options)
 
@@ -175,25 +182,28 @@ def _bound_backward(saved: Sequence[torch.Tensor], dout: torch.Tensor, dlse: tor
     return backend.bind_backward(problem, Saved(q, k, v, out, lse), dout, dlse, Needs(*needs))
 
 
-class ShortFunction(torch.autograd.Function):
-    """Attention by a bound launch, with a gradient for q, k and v through out and lse."""
+class AttentionFunction(torch.autograd.Function):
+    """Attention by a bound launch, with a gradient for q, k and v through out and lse.
+
+    Its node has the name and the results that the operators' has: a graph does not tell which way a call went.
+    """
 
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, way: Way, addresses: tuple[int, int, int],
-                with_lse: bool) -> Any:
-        """Return out, and lse where it is taken."""
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, way: Way,
+                addresses: tuple[int, int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return out and lse."""
         out, lse = way.forward(q, k, v, addresses)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.set_materialize_grads(False)
         ctx.way = way
-        return (out, lse) if with_lse else out
+        return out, lse
 
     @staticmethod
-    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None = None) -> tuple[Any, ...]:
+    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """Return a gradient for each of q, k and v, or None."""
         wanted = ctx.needs_input_grad
         if dout is None and dlse is None:
-            return (None,) * 6
+            return (None,) * 5
         way, saved = ctx.way, ctx.saved_tensors
         made = None
         # Gradients are enabled here under create_graph=True alone.
@@ -202,8 +212,8 @@ class ShortFunction(torch.autograd.Function):
         if made is None:
             return gradients_of(wanted, saved, (dout, dlse), way.options)
         dq, dk, dv = made
-        return (dq if wanted[0] else None, dk if wanted[1] else None, dv if wanted[2] else None, None, None, None)
+        return (dq if wanted[0] else None, dk if wanted[1] else None, dv if wanted[2] else None, None, None)
 
 
 # Function.apply in Python looks for transforms of functorch and for what is left of them; both take the long way.
-_apply: Any = super(torch.autograd.Function, ShortFunction).apply
+_apply: Any = super(torch.autograd.Function, AttentionFunction).apply
