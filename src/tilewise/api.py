@@ -9,6 +9,7 @@ import torch
 from tilewise import settings
 from tilewise.arguments import check_choices, check_inputs, check_switch
 from tilewise.autograd.attention_op import Options, run
+from tilewise.autograd.short_way import attend
 from tilewise.dispatch import Explanation, explain_problem
 from tilewise.errors import InvalidInput
 from tilewise.functions import NO_FUNCTIONS, CallFunctions, MaskFunction, ScoreFunction, call_functions
@@ -25,6 +26,7 @@ from tilewise.scores import (
 )
 
 AUX_OUTPUTS = ("lse", "max_logit")
+_LSE = ("lse",)
 _NO_MASK = Mask()
 Visible = Mask | TensorMask | torch.Tensor | MaskFunction
 # cu_seqlens_q, cu_seqlens_k, seqlens_q, seqlens_k.
@@ -166,6 +168,12 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visibl
     torch.Size([1, 8, 128, 64])
     >>> out, lse = tw.attention(q, k, v, bias=torch.zeros(128, 128), softcap=30.0, return_aux=("lse",))
     """
+    if (bias is None and alibi_slopes is None and score_function is None and softcap is None and sinks is None
+            and dropout_p == 0 and seqlens_q is None and seqlens_k is None and double_backward is False
+            and (mask is None or mask.__class__ is Mask) and (return_aux == () or return_aux == _LSE)):
+        results = attend(q, k, v, mask, (scale, deterministic, backend))
+        if results is not None:
+            return AttentionOutput(*results) if return_aux else results[0]
     if return_aux != ():
         _check_return_aux(return_aux)
     if softcap is not None or dropout_p != 0:  # an operator's schema would turn True into 1.0

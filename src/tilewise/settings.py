@@ -7,6 +7,9 @@ variable                  default    meaning
                                      name raises at the first call, as ``backend=`` would
 ``TILEWISE_CACHE``        unset      folder for compiled CUDA kernels; unset: ``tilewise`` in
                                      ``$XDG_CACHE_HOME``, or in ``~/.cache``
+``TILEWISE_SHORT_WAYS``   unset      ``0``: every call goes through torch's dispatcher and each check,
+                                     as its first one does, which costs the host some ten
+                                     microseconds a call; to tell a fault of a short way by
 ========================  =========  ==============================================================
 
 An argument of the call outranks :func:`use_backend`, which outranks the environment.
@@ -17,13 +20,23 @@ import os
 from collections.abc import Iterator
 from contextvars import ContextVar
 from pathlib import Path
+from typing import Any
 
 _backend: ContextVar[str | None] = ContextVar("tilewise_backend", default=None)
+# What every call asks for is read from the dict inside os.environ: the way around it raises and catches an exception
+# for a variable that is not set, 0.5 µs each.
+_variables: dict[Any, Any] = os.environ._data  # type: ignore[attr-defined]
+_BACKEND, _SHORT_WAYS, _OFF = (os.environ.encodekey(text) for text in ("TILEWISE_BACKEND", "TILEWISE_SHORT_WAYS", "0"))
 
 
 def default_backend() -> str | None:
     """Return the backend name in force where a call names none, or None to let dispatch choose."""
-    return _backend.get() or os.environ.get("TILEWISE_BACKEND") or None
+    return _backend.get() or (os.environ.get("TILEWISE_BACKEND") if _BACKEND in _variables else None) or None
+
+
+def short_ways() -> bool:
+    """Return whether a call may go past the dispatcher and the checks that an equal call has passed before."""
+    return _variables.get(_SHORT_WAYS) != _OFF
 
 
 def scoped_backend() -> str | None:

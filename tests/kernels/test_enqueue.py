@@ -167,14 +167,23 @@ def test_a_tensor_is_encoded_once_for_an_address(enqueue, device):
 def test_so_many_encoded_tensors_are_kept_and_the_least_used_goes(device, monkeypatch):
     monkeypatch.setattr(module, "KEPT", 2)
     enqueue, (a, b, c) = Enqueue(Kernel(), (5,), (128, 0.5), OPTIONS), [tensors_of() for _ in range(3)]
-    for tensors in (a, a, b, a, c):
+    for tensors in (a, a, b, c):
         call(enqueue, tensors)
     device.encoded.clear()
-    call(enqueue, a)
+    for tensors in (b, c):
+        call(enqueue, tensors)
     assert device.encoded == []
-    call(enqueue, b)
-    assert device.encoded == [b[0].data_ptr(), b[1].data_ptr()]
-    assert enqueue.kernel.compiled[0].handed[-1] == handed_for(b)
+    call(enqueue, a)
+    assert device.encoded == [a[0].data_ptr(), a[1].data_ptr()]
+    assert enqueue.kernel.compiled[0].handed[-1] == handed_for(a)
+
+
+def test_calls_that_are_alike_share_a_kernel_whatever_their_alignments_look_like(enqueue):
+    q, out, plain = tensors_of()
+    for _ in range(3):
+        enqueue(addresses_of((q, out, plain)), lambda: (descriptor_of(q), descriptor_of(out), plain, None), alike=True)
+    assert len(enqueue.kernel.front_end) == 1
+    assert enqueue.kernel.compiled[0].handed == [handed_for((q, out, plain))] * 2
 
 
 def test_a_launch_goes_to_the_stream_that_is_current_then(enqueue, device):
@@ -276,7 +285,7 @@ def test_the_hopper_forward_passes_the_addresses_of_its_descriptors(monkeypatch,
     monkeypatch.setattr(launching, "_counter", lambda device: counter)
     problem = AttentionProblem.from_tensors(q, k, v, mask=mask)
     bound, seen = launching.HopperForward(problem, HopperForwardConfig(128, 2), multiprocessors=132), []
-    bound.enqueue = lambda addresses, arguments: seen.append((addresses, arguments()))
+    bound.enqueue = lambda addresses, arguments, alike: seen.append((addresses, arguments()))
     bound(q, k, v, out, lse, None)
     (addresses, arguments), = seen
     module._compare(addresses, arguments)

@@ -205,7 +205,7 @@ def test_calls_follow_torchs_tf32_setting_forward_and_backward(monkeypatch, tf32
         monkeypatch.setattr(real.__class__, side, lambda _, *given, side=side: (
             getattr(_Recorder(), side)(*given)))
     monkeypatch.setattr(dispatch, "order", lambda problem, tf32: ("reference",) if tf32 else ("torch",))
-    caches = (dispatch._chosen, attention_op._resolve)
+    caches = (dispatch._chosen, attention_op.resolve)
     for cache in caches:
         cache.cache_clear()
     try:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tilewise.settings import backend_scope, cache_folder, default_backend
+from tilewise.settings import backend_scope, cache_folder, default_backend, short_ways
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +44,14 @@ def test_scope_ends_with_an_error_too():
     with pytest.raises(KeyError), backend_scope("reference"):
         raise KeyError
     assert default_backend() is None
+
+
+@pytest.mark.parametrize(("value", "taken"), [(None, True), ("", True), ("1", True), ("0", False)])
+def test_short_ways_are_taken_unless_the_variable_is_0(monkeypatch, value, taken):
+    monkeypatch.setenv("TILEWISE_SHORT_WAYS", value or "")
+    if value is None:
+        monkeypatch.delenv("TILEWISE_SHORT_WAYS")
+    assert short_ways() is taken
 
 
 def test_compiled_kernels_are_kept_where_the_variable_says_else_with_the_users_caches(monkeypatch):

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import register_flop_formula
 from tilewise import settings
 from tilewise.backends.base import Backend, Needs, Saved
 from tilewise.backends.current import allows_tf32
-from tilewise.dispatch import choose, forget_chosen
+from tilewise.dispatch import choose
 from tilewise.errors import UnsupportedProblem
 from tilewise.functions import code_of
 from tilewise.masks import Mask
@@ -96,6 +96,7 @@ def _of_plain(plain: tuple[Any, ...]) -> Options:
     return Options(scale, left, right, alignment, deterministic=deterministic, backend=backend)
 
 
+Incoming = tuple[torch.Tensor | None, torch.Tensor | None]  # dout and dlse
 _N_OPERANDS = len(Operands._fields)
 _N_PLAIN = 6
 # A call that names no backend, in a graph: what is traced cannot ask for a scope, nor save which one there is at a run.
@@ -104,9 +105,9 @@ _PLAIN = Options(None, None, None, None)[4:12]  # prefix to mask_function of a c
 
 
 @lru_cache(maxsize=4096)
-def _resolve(tensors: tuple[Facts, Facts, Facts], operands: tuple[Facts, ...], options: tuple[Any, ...],
-             default_backend: str | None, aligned: bool, tf32: bool,
-             lse_grad: bool | None = None) -> tuple[AttentionProblem, Backend]:
+def resolve(tensors: tuple[Facts, Facts, Facts], operands: tuple[Facts, ...], options: tuple[Any, ...],
+            default_backend: str | None, aligned: bool, tf32: bool,
+            lse_grad: bool | None = None) -> tuple[AttentionProblem, Backend]:
     """Problem and backend of a call: one look-up on the way to a kernel, where every microsecond is the user's.
 
     Args:
@@ -121,12 +122,6 @@ def _resolve(tensors: tuple[Facts, Facts, Facts], operands: tuple[Facts, ...], o
     if lse_grad is not None:
         problem = problem.backward(lse_grad=lse_grad)
     return problem, choose(problem, chosen.backend or default_backend, tf32)
-
-
-def forget_choices() -> None:
-    """Choose backends anew from the next call on: what a backend takes has changed."""
-    _resolve.cache_clear()
-    forget_chosen()
 
 
 def _in_force(named: str | None) -> str | None:
@@ -145,17 +140,17 @@ def _in_force(named: str | None) -> str | None:
 def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> list[torch.Tensor]:
     operands = Operands(*rest[:_N_OPERANDS])
     inputs = facts_of_inputs(q, k, v)
-    problem, backend = _resolve(inputs, facts_of_operands(operands), rest[_N_OPERANDS:],
-                                None if rest[-1] else _in_force(rest[-1]), are_aligned(q, k, v),
-                                allows_tf32(inputs[0][3]))
+    problem, backend = resolve(inputs, facts_of_operands(operands), rest[_N_OPERANDS:],
+                               None if rest[-1] else _in_force(rest[-1]), are_aligned(q, k, v),
+                               allows_tf32(inputs[0][3]))
     results = backend.forward(problem, q, k, v, operands)
     return [result for result in results if result is not None]
 
 
 def _forward_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *plain: Any) -> tuple[torch.Tensor, torch.Tensor]:
     inputs = facts_of_inputs(q, k, v)
-    problem, backend = _resolve(inputs, (), plain, None if plain[-1] else _in_force(plain[-1]),
-                                are_aligned(q, k, v), allows_tf32(inputs[0][3]))
+    problem, backend = resolve(inputs, (), plain, None if plain[-1] else _in_force(plain[-1]),
+                               are_aligned(q, k, v), allows_tf32(inputs[0][3]))
     results = backend.forward(problem, q, k, v)
     return results[0], results[1]
 
@@ -171,9 +166,9 @@ def _backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tens
     if len(options) > _N_PLAIN:
         operands, options = Operands(*rest[:_N_OPERANDS]), options[_N_OPERANDS:]
     inputs = facts_of_inputs(q, k, v)
-    problem, backend = _resolve(inputs, facts_of_operands(operands), tuple(options),
-                                None if options[-1] else settings.default_backend(), are_aligned(q, k, v),
-                                allows_tf32(inputs[0][3]), dlse is not None)
+    problem, backend = resolve(inputs, facts_of_operands(operands), tuple(options),
+                               None if options[-1] else settings.default_backend(), are_aligned(q, k, v),
+                               allows_tf32(inputs[0][3]), dlse is not None)
     lse = lse.contiguous()  # as it was made: a hook of saved tensors may have handed back another layout
     gradients = backend.backward(problem, Saved(q, k, v, out, lse, operands), dout, dlse, Needs(*needs))
     return [gradient for gradient in gradients if gradient is not None]
@@ -275,22 +270,29 @@ def _forward_and_keep(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
     return tuple(results)
 
 
-def _gradients(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    """Run the backward op for the inputs that need a gradient."""
-    wanted = ctx.needs_input_grad
+def gradients_of(wanted: Sequence[bool], saved: Sequence[torch.Tensor], incoming: Incoming, options: tuple[Any, ...],
+                 first_of_mask: int | None = None) -> tuple[torch.Tensor | None, ...]:
+    """Run the backward op for the inputs that need a gradient.
+
+    Args:
+        wanted: which inputs of the autograd Function do.
+        saved: what the forward pass kept: q, k, v, out, lse and, of a call that is not plain, the operands.
+        incoming: dout and dlse, one of them None where that result was not used.
+        options: what the op takes behind the tensors.
+        first_of_mask: how many tensors of a score function come before those of a mask's; None of a plain call.
+    """
     gradients: list[torch.Tensor | None] = [None] * len(wanted)
-    if dout is None and dlse is None:
-        return tuple(gradients)
-    q, k, v, out, lse, *others = ctx.saved_tensors
+    dout, dlse = incoming
+    q, k, v, out, lse, *others = saved
     if dout is None:  # only lse was used: a zero of no memory
         dout = out.new_zeros(()).expand(out.shape)
-    op, operands, places = backward_plain_op, (), _PLACES[:3]
-    if ctx.first_of_mask is not None:
+    op, operands, places = backward_plain_op, cast("tuple[Any, ...]", ()), _PLACES[:3]
+    if first_of_mask is not None:
         alone, of_functions = others[:_N_OPERANDS - 2], others[_N_OPERANDS - 2:]
-        operands = (*alone, of_functions[:ctx.first_of_mask], of_functions[ctx.first_of_mask:])
+        operands = (*alone, of_functions[:first_of_mask], of_functions[first_of_mask:])
         op, places = backward_op, _PLACES
     needs = [wanted[0], wanted[1] or wanted[2], *[wanted[place] for place in places[3:]]]
-    arguments = (q, k, v, out, lse, dout, dlse, *operands, *ctx.options, needs)
+    arguments = (q, k, v, out, lse, dout, dlse, *operands, *options, needs)
     # Gradients are enabled here under create_graph=True alone. A compiled backward pass refuses that by itself.
     twice = torch.is_grad_enabled() and not torch.compiler.is_compiling()
     made = iter(_apply_once(op, *arguments) if twice else op(*arguments))
@@ -298,6 +300,12 @@ def _gradients(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -
         gradient = next(made) if was_made else None
         gradients[place] = gradient if wanted[place] else None
     return tuple(gradients)
+
+
+def _gradients(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    if dout is None and dlse is None:
+        return (None,) * len(ctx.needs_input_grad)
+    return gradients_of(ctx.needs_input_grad, ctx.saved_tensors, (dout, dlse), ctx.options, ctx.first_of_mask)
 
 
 class AttentionFunction(torch.autograd.Function):

@@ -1,6 +1,7 @@
 """What a backend is: a name, a predicate that refuses in words, and two functions."""
 
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -37,10 +38,19 @@ class Results(NamedTuple):
     max_logit: torch.Tensor | None = None
 
 
+# A pass bound to its problem; tensors and addresses of a call come alone. Every address is a multiple of 16, and the
+# device is current. Forward: q, k, v and their addresses -> out and lse.
+BoundForward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, tuple[int, int, int]],
+                        tuple[torch.Tensor, torch.Tensor]]
+# Backward: (q, k, v, out, lse, dout, dlse or None), and the addresses of those that are there -> dq, dk, dv.
+BoundBackward = Callable[[tuple[torch.Tensor | None, ...], tuple[int, ...]], tuple[torch.Tensor | None, ...]]
+
+
 class Backend(Protocol):
     """One way to compute attention. All of them mean the same (docs/maths.md); they differ in what they take.
 
-    Tensors are (b, h, s, d) with any strides. A backend may be handed the out and lse of another backend.
+    Tensors are (b, h, s, d) with any strides. A backend may be handed the out and lse of another backend. One that is
+    a :class:`BindingBackend` has the short way (autograd/short_way.py).
     """
 
     name: str
@@ -62,6 +72,18 @@ class Backend(Protocol):
     def backward(self, problem: AttentionProblem, saved: "Saved", dout: torch.Tensor, dlse: torch.Tensor | None,
                  needs: Needs = Needs()) -> Gradients:  # noqa: B008 - a value, never changed
         """Return the gradients that are needed, each dense; those of q, k and v with dims stored in their order."""
+
+
+@runtime_checkable
+class BindingBackend(Backend, Protocol):
+    """A backend that binds its launches to a problem without operands, for calls that differ in addresses alone."""
+
+    def bind_forward(self, problem: AttentionProblem) -> BoundForward | None:
+        """Return what ``forward`` does for this problem, which ``why_not`` takes; None if that needs no launch."""
+
+    def bind_backward(self, problem: AttentionProblem, saved: "Saved", dout: torch.Tensor, dlse: torch.Tensor | None,
+                      needs: Needs) -> BoundBackward | None:
+        """The same of ``backward``, for tensors of the shapes, strides and dtypes of these; none of them is kept."""
 
 
 class Saved(NamedTuple):

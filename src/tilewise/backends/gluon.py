@@ -3,10 +3,11 @@
 import contextlib
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 
-from tilewise.backends.base import Gradients, Needs, Results, Saved
+from tilewise.backends.base import BoundBackward, BoundForward, Gradients, Needs, Results, Saved
 from tilewise.backends.current import is_current
 from tilewise.backends.hopper import CHECKED, triton_version
 from tilewise.kernels.gluon.launch import HopperForward, pack_of
@@ -43,45 +44,67 @@ class GluonBackend:
                 operands: Operands = NO_OPERANDS) -> Results:
         """See :class:`tilewise.backends.base.Backend`."""
         plan = _plan(problem)
-        out = torch.empty_strided(plan.shape, plan.strides, dtype=problem.dtype, device=problem.device)
-        lse = torch.empty(plan.shape[:3], dtype=torch.float32, device=problem.device)
         with contextlib.nullcontext() if is_current(problem.device) else torch.cuda.device(problem.device):
-            plan.launch(q, k, v, out, lse, operands.sinks, operands.cu_seqlens_q, operands.cu_seqlens_k,
-                        operands.seqlens_q, operands.seqlens_k)
-        return Results(out, lse)
+            return Results(*plan.attend(q, k, v, operands))
+
+    def bind_forward(self, problem: AttentionProblem) -> BoundForward:
+        """See :class:`tilewise.backends.base.BindingBackend`."""
+        attend = _plan(problem).attend
+        return lambda q, k, v, addresses: attend(q, k, v)
 
     def backward(self, problem: AttentionProblem, saved: Saved, dout: torch.Tensor, dlse: torch.Tensor | None,
                  needs: Needs = _EVERY) -> Gradients:
         """See :class:`tilewise.backends.base.Backend`. A dout that the copy engine cannot move is copied first."""
         q, k, v, out, lse, operands = saved
-        if not (are_aligned(dout) and _moves(dout.shape, dout.stride(), dout.element_size())):
-            dout = torch.empty_strided(dout.shape, problem.out_strides, dtype=dout.dtype,
-                                       device=dout.device).copy_(dout)
+        if not (are_aligned(dout) and _is_movable(dout)):
+            dout = _movable(dout, problem)
         plan = _backward_plan(problem, (out.stride(), dout.stride(), None if dlse is None else dlse.stride()),
                               alignment_of([tensor.data_ptr() for tensor in (
                                   out, lse, *(() if dlse is None else (dlse,)), *operands.present)]))
-        make = torch.empty_strided if plan.launch.reads_all else _zeros_strided
-        dq, dk, dv = (make(like.shape, strides, dtype=problem.dtype, device=problem.device)
-                      for like, strides in zip((q, k, v), plan.strides, strict=True))
-        delta = torch.empty_like(lse)
         with contextlib.nullcontext() if is_current(problem.device) else torch.cuda.device(problem.device):
-            plan.delta(out, dout, out if dlse is None else dlse, delta, plan.fixed or modifiers_of(problem, operands))
-            plan.launch(q, k, v, dout, lse, delta, dq, dk, dv, operands.cu_seqlens_q, operands.cu_seqlens_k,
-                        operands.seqlens_q, operands.seqlens_k, operands.seed)
+            dq, dk, dv, delta = plan.differentiate((q, k, v, out, lse, dout, dlse),
+                                                   plan.fixed or modifiers_of(problem, operands), operands)
         made = (dq if needs.dq else None, *((dk, dv) if needs.dkv else (None, None)))
         if not needs.dsinks:
             return Gradients(*made)
         sums = OperandSums(problem, operands, dbias=False, dalibi_slopes=False, dsinks=True)
         return Gradients(*made, *sums.gradients(lse, delta))
 
+    def bind_backward(self, problem: AttentionProblem, saved: Saved, dout: torch.Tensor, dlse: torch.Tensor | None,
+                      needs: Needs) -> BoundBackward:
+        """See :class:`tilewise.backends.base.BindingBackend`."""
+        moves = _is_movable(dout)
+        plan = _backward_plan(problem, (saved.out.stride(), dout.stride() if moves else problem.out_strides,
+                                        None if dlse is None else dlse.stride()), (True,) * (2 if dlse is None else 3))
+
+        def differentiate(tensors: tuple[Any, ...], addresses: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
+            if not moves:
+                tensors = (*tensors[:5], _movable(tensors[5], problem), tensors[6])
+            return plan.differentiate(tensors, plan.fixed)[:3]
+
+        return differentiate
+
 
 @dataclass(frozen=True)
 class _Plan:
-    """Shape and strides of out, and the launch."""
+    """A problem, shape and strides of its out, and the launch."""
 
-    shape: Sizes
-    strides: Sizes
+    problem: AttentionProblem
+    out: tuple[Sizes, Sizes]
     launch: HopperForward
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+               operands: Operands = NO_OPERANDS) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return out and lse, launched on the current device, which is that of the tensors."""
+        (shape, strides), device = self.out, self.problem.device
+        out = torch.empty_strided(shape, strides, dtype=self.problem.dtype, device=device)
+        lse = torch.empty(shape[:3], dtype=torch.float32, device=device)
+        if operands is NO_OPERANDS:
+            self.launch(q, k, v, out, lse, None)
+        else:
+            self.launch(q, k, v, out, lse, operands.sinks, operands.cu_seqlens_q, operands.cu_seqlens_k,
+                        operands.seqlens_q, operands.seqlens_k)
+        return out, lse
 
 
 @lru_cache(maxsize=1024)
@@ -89,7 +112,7 @@ def _plan(problem: AttentionProblem) -> _Plan:
     multiprocessors = torch.cuda.get_device_properties(problem.device).multi_processor_count
     config = forward_config(problem, device_spec(problem.device))
     launch = HopperForward(problem, config, multiprocessors, pack_of(problem, config, multiprocessors))
-    return _Plan((problem.b, problem.hq, problem.sq, problem.dv), problem.out_strides, launch)
+    return _Plan(problem, ((problem.b, problem.hq, problem.sq, problem.dv), problem.out_strides), launch)
 
 
 @dataclass(frozen=True)
@@ -100,6 +123,30 @@ class _BackwardPlan:
     delta: Launch
     launch: HopperBackward
     fixed: Modifiers | None
+
+    def differentiate(self, tensors: tuple[Any, ...], modifiers: Modifiers | None,
+                      operands: Operands = NO_OPERANDS) -> tuple[torch.Tensor, ...]:
+        """Return dq, dk, dv and delta, launched on the current device, which is that of the tensors.
+
+        ``tensors``: q, k, v, out, lse, dout and dlse or None.
+        """
+        q, k, v, out, lse, dout, dlse = tensors
+        dq, dk, dv = (torch.empty_strided(like.shape, strides, dtype=like.dtype, device=like.device)
+                      for like, strides in zip((q, k, v), self.strides, strict=True))
+        if not self.launch.reads_all:
+            for gradient in (dq, dk, dv):
+                gradient.zero_()
+        delta = torch.empty_like(lse)
+        given: tuple[Any, ...] = out, dout, out if dlse is None else dlse, delta
+        if self.delta.takes_pointers:
+            given = tuple([tensor.data_ptr() for tensor in given])
+        self.delta(*given, modifiers)
+        if operands is NO_OPERANDS:
+            self.launch(q, k, v, dout, lse, delta, dq, dk, dv)
+        else:
+            self.launch(q, k, v, dout, lse, delta, dq, dk, dv, operands.cu_seqlens_q, operands.cu_seqlens_k,
+                        operands.seqlens_q, operands.seqlens_k, operands.seed)
+        return dq, dk, dv, delta
 
 
 @lru_cache(maxsize=1024)
@@ -202,8 +249,12 @@ def _moves(sizes: Sizes, strides: Sizes, itemsize: int) -> bool:
                                    for size, stride in zip(sizes[:3], strides[:3], strict=True))
 
 
-def _zeros_strided(shape: Sizes, strides: Sizes, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.empty_strided(shape, strides, dtype=dtype, device=device).zero_()
+def _is_movable(dout: torch.Tensor) -> bool:
+    return _moves(dout.shape, dout.stride(), dout.element_size())
+
+
+def _movable(dout: torch.Tensor, problem: AttentionProblem) -> torch.Tensor:
+    return torch.empty_strided(dout.shape, problem.out_strides, dtype=dout.dtype, device=dout.device).copy_(dout)
 
 
 backend = GluonBackend()

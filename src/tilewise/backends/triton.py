@@ -10,11 +10,11 @@ import importlib.util
 import os
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from tilewise.backends.base import Gradients, Needs, Results, Saved
+from tilewise.backends.base import BoundBackward, BoundForward, Gradients, Needs, Results, Saved
 from tilewise.backends.current import allows_tf32, is_current
 from tilewise.backends.hopper import sums_dbias
 from tilewise.kernels.triton.launch import Launch, Modifiers, modifiers_of, takes_descriptors
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from tilewise.tuning.configs import TileConfig
 
 _EVERY = Needs()
+_Three = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]  # dq, dk, dv
 PLANS = 1024  # problems whose plans are kept
 
 
@@ -66,39 +67,32 @@ class TritonBackend:
         """See :class:`tilewise.backends.base.Backend`."""
         addresses = [tensor.data_ptr() for tensor in (q, k, v, *_present(operands))]
         plan = _forward_plan(problem, alignment_of(addresses), precision_of(problem.dtype))
-        dtype, device = problem.dtype, problem.device
-        out = torch.empty_strided(*plan.out, dtype=dtype, device=device)
-        lse = torch.empty_strided(*plan.lse, dtype=torch.float32, device=device)
-        max_logit = torch.empty_like(lse) if problem.scores.max_logit else None
-        launch = plan.launch
-        if launch is None:
-            return _of_nothing(out, lse, max_logit, operands)
-        arguments: tuple[Any, ...] = (q, k, v, out, lse)
-        if launch.takes_pointers:
-            arguments = (*addresses[:3], out.data_ptr(), lse.data_ptr())
+        if plan.launch is None:
+            return _of_nothing(*plan.allocated(), operands)
         modifiers = plan.fixed or modifiers_of(problem, operands)
-        if is_current(device):
-            launch(*arguments, max_logit, modifiers)
-        else:
-            with torch.cuda.device(device):
-                launch(*arguments, max_logit, modifiers)
-        return Results(out, lse, max_logit)
+        with contextlib.nullcontext() if is_current(problem.device) else torch.cuda.device(problem.device):
+            return Results(*plan.attend(q, k, v, (addresses[0], addresses[1], addresses[2]), modifiers))
+
+    def bind_forward(self, problem: AttentionProblem) -> BoundForward | None:
+        """See :class:`tilewise.backends.base.BindingBackend`."""
+        plan = _forward_plan(problem, (True,) * 3, precision_of(problem.dtype))
+        if plan.launch is None:
+            return None
+        attend, modifiers = plan.attend, plan.fixed
+        return lambda q, k, v, addresses: attend(q, k, v, addresses, modifiers)[:2]
 
     def backward(self, problem: AttentionProblem, saved: Saved, dout: torch.Tensor, dlse: torch.Tensor | None,
                  needs: Needs = _EVERY) -> Gradients:
         """See :class:`tilewise.backends.base.Backend`."""
         q, k, v, out, lse, operands = saved
-        plan = _backward_plan(
-            problem, (out.stride(), dout.stride(), None if dlse is None else dlse.stride()),
-            alignment_of([tensor.data_ptr() for tensor in (q, k, v, dout, out, lse, *(() if dlse is None else (dlse,)),
-                                                         *_present(operands))]),
-            precision_of(problem.dtype), needs)
-        dq = _empty(q, plan.dq_strides) if needs.dq else None
-        dk, dv = (_empty(k, plan.dk_strides), _empty(v, plan.dv_strides)) if needs.dkv else (None, None)
+        alignment = alignment_of([tensor.data_ptr() for tensor in (
+            q, k, v, dout, out, lse, *(() if dlse is None else (dlse,)), *_present(operands))])
+        plan = _backward_plan(problem, _strides_of(out, dout, dlse), alignment, precision_of(problem.dtype), needs)
+        dq, dk, dv = plan.allocated(q, k, v)
         sums = OperandSums(problem, operands, dbias=needs.dbias, dalibi_slopes=needs.dalibi_slopes,
                            dsinks=needs.dsinks)
         delta = torch.empty_like(lse)
-        if plan.delta is None or plan.dq is None:
+        if plan.delta is None:
             for gradient in (dq, dk, dv):
                 if gradient is not None:
                     gradient.zero_()
@@ -108,20 +102,25 @@ class TritonBackend:
                 delta -= dlse
             return Gradients(dq, dk, dv, *sums.gradients(lse, delta))
         modifiers = plan.fixed or modifiers_of(problem, operands)
+        made: _Three = (dq, dk, dv)
         # A sum of rows or columns comes with the gradient of q, or of k and v, whether that is wanted or not.
+        if not needs.dkv and sums.columns is not None:
+            made = (dq, _empty(k, plan.dk_strides), _empty(v, plan.dv_strides))
+        pairs_on_the_way = sums.pairs if plan.dbias is None else None
+        if not needs.dq and any(buffer is not None for buffer in (sums.rows, sums.moments, pairs_on_the_way)):
+            made = (_empty(q, plan.dq_strides), *made[1:])
         with contextlib.nullcontext() if is_current(problem.device) else torch.cuda.device(problem.device):
-            plan.delta(out, dout, out if dlse is None else dlse, delta, modifiers)
-            if needs.dkv or sums.columns is not None:
-                made = (dk, dv) if needs.dkv else (_empty(k, plan.dk_strides), _empty(v, plan.dv_strides))
-                for launch in plan.dkdv:
-                    launch(q, k, v, dout, lse, delta, *made, sums.columns, modifiers)
-            pairs_on_the_way = sums.pairs if plan.dbias is None else None
-            if needs.dq or any(made is not None for made in (sums.rows, sums.moments, pairs_on_the_way)):
-                plan.dq(q, k, v, dout, lse, delta, _empty(q, plan.dq_strides) if dq is None else dq, sums.rows,
-                        sums.moments, pairs_on_the_way, None, None, modifiers)
-            if sums.pairs is not None and plan.dbias is not None:
-                plan.dbias(q, k, v, dout, lse, delta, sums.pairs, modifiers)
+            plan.differentiate((out, dout, dlse), (q, k, v, dout, lse, delta), made, sums, modifiers)
         return Gradients(dq, dk, dv, *sums.gradients(lse, delta))
+
+    def bind_backward(self, problem: AttentionProblem, saved: Saved, dout: torch.Tensor, dlse: torch.Tensor | None,
+                      needs: Needs) -> BoundBackward | None:
+        """See :class:`tilewise.backends.base.BindingBackend`."""
+        plan = _backward_plan(problem, _strides_of(saved.out, dout, dlse), (True,) * (6 if dlse is None else 7),
+                              precision_of(problem.dtype), needs)
+        if plan.delta is None:
+            return None
+        return plan.bound(OperandSums(problem, NO_OPERANDS, dbias=False, dalibi_slopes=False, dsinks=False))
 
 
 def why_not_at_all(dtype: torch.dtype) -> str | None:
@@ -160,18 +159,37 @@ def _too_large(problem: AttentionProblem) -> str | None:
 
 @dataclass(frozen=True)
 class _ForwardPlan:
-    """Shape and strides of out and of lse, the launch (None: no pair is visible), and modifiers without a tensor."""
+    """What a problem's results are, the launch (None: no pair is visible), and modifiers without a tensor."""
 
+    problem: AttentionProblem
     out: tuple[Sizes, Sizes]
-    lse: tuple[Sizes, Sizes]
-    launch: Launch | None
+    launch: Launch | None = None
     fixed: Modifiers | None = None
+
+    def allocated(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return out, lse and, where it is wanted, max_logit, to be filled."""
+        (shape, strides), device = self.out, self.problem.device
+        out = torch.empty_strided(shape, strides, dtype=self.problem.dtype, device=device)
+        lse = torch.empty(shape[:3], dtype=torch.float32, device=device)
+        return out, lse, torch.empty_like(lse) if self.problem.scores.max_logit else None
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, addresses: tuple[int, ...],
+               modifiers: Modifiers | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Launch on the current device, which is that of the tensors; return what :meth:`allocated` does, filled."""
+        out, lse, max_logit = made = self.allocated()
+        launch = cast(Launch, self.launch)
+        if launch.takes_pointers:
+            launch(*addresses, out.data_ptr(), lse.data_ptr(), max_logit, modifiers)
+        else:
+            launch(q, k, v, out, lse, max_logit, modifiers)
+        return made
 
 
 @dataclass(frozen=True)
 class _BackwardPlan:
     """Strides of the gradients, and the launches; None where no pair is visible, or (dbias) where dQ's do its work."""
 
+    needs: Needs
     dq_strides: Sizes
     dk_strides: Sizes
     dv_strides: Sizes
@@ -181,20 +199,68 @@ class _BackwardPlan:
     dbias: "Launch | HopperDbias | None" = None
     fixed: Modifiers | None = None
 
+    def allocated(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> _Three:
+        """Return dq, dk and dv, to be filled; None for what is not needed."""
+        dk, dv = (_empty(k, self.dk_strides), _empty(v, self.dv_strides)) if self.needs.dkv else (None, None)
+        return _empty(q, self.dq_strides) if self.needs.dq else None, dk, dv
+
+    def differentiate(self, results: tuple[Any, Any, Any], inputs: tuple[Any, ...], made: tuple[Any, Any, Any],
+                      sums: OperandSums, modifiers: Modifiers | None) -> None:
+        """Launch on the current device, which is that of the tensors.
+
+        Args:
+            results: out, dout and dlse or None; as the others, tensors, or addresses where every launch takes them.
+            inputs: q, k, v, dout, lse and delta.
+            made: dq, dk and dv; None for what is neither needed nor made on the way of something else.
+            sums, modifiers: of the operands.
+        """
+        out, dout, dlse = results
+        dq, dk, dv = made
+        cast(Launch, self.delta)(out, dout, out if dlse is None else dlse, inputs[5], modifiers)
+        if dk is not None:
+            for launch in self.dkdv:
+                launch(*inputs, dk, dv, sums.columns, modifiers)
+        if dq is not None:
+            pairs_on_the_way = sums.pairs if self.dbias is None else None
+            cast(Launch, self.dq)(*inputs, dq, sums.rows, sums.moments, pairs_on_the_way, None, None, modifiers)
+        if sums.pairs is not None and self.dbias is not None:
+            self.dbias(*inputs, sums.pairs, modifiers)
+
+    def bound(self, no_sums: OperandSums) -> BoundBackward:
+        """Return the whole backward pass of a plain problem."""
+        launches: list[Any] = [self.delta, *(self.dkdv if self.needs.dkv else ()), *(self.dq,) * self.needs.dq]
+        pending = [launch for launch in launches if not launch.takes_pointers]
+
+        def differentiate(tensors: tuple[Any, ...], addresses: tuple[int, ...]) -> _Three:
+            q, k, v, out, lse, dout, dlse = tensors
+            made = self.allocated(q, k, v)
+            delta = torch.empty_like(lse)
+            if pending:  # a first call, or one through descriptors
+                self.differentiate((out, dout, dlse), (q, k, v, dout, lse, delta), made, no_sums, self.fixed)
+                pending[:] = [launch for launch in launches if not launch.takes_pointers]
+                return made
+            at_q, at_k, at_v, at_out, at_lse, at_dout, *at_dlse = addresses
+            at_dq, at_dk, at_dv = [None if gradient is None else gradient.data_ptr() for gradient in made]
+            self.differentiate((at_out, at_dout, at_dlse[0] if at_dlse else None),
+                               (at_q, at_k, at_v, at_dout, at_lse, delta.data_ptr()), (at_dq, at_dk, at_dv), no_sums,
+                               self.fixed)
+            return made
+
+        return differentiate
+
 
 @lru_cache(maxsize=PLANS)
 def _forward_plan(problem: AttentionProblem, alignment: tuple[bool, ...], precision: str) -> _ForwardPlan:
-    rows = (problem.b, problem.hq, problem.sq)
-    out, lse = ((*rows, problem.dv), problem.out_strides), (rows, (problem.hq * problem.sq, problem.sq, 1))
+    out = (problem.b, problem.hq, problem.sq, problem.dv), problem.out_strides
     if problem.is_empty:
-        return _ForwardPlan(out, lse, None)
+        return _ForwardPlan(problem, out)
     from tilewise.kernels.triton.forward import forward_launch
 
     spec = device_spec(problem.device)
     descriptors = wants_descriptors(problem, spec) and all(alignment) and takes_descriptors(
         problem, problem.q_strides, problem.k_strides, problem.v_strides)
     config = config_for("forward", problem, spec, descriptors=descriptors)
-    return _ForwardPlan(out, lse, forward_launch(problem, config, precision), _fixed_modifiers(problem))
+    return _ForwardPlan(problem, out, forward_launch(problem, config, precision), _fixed_modifiers(problem))
 
 
 @lru_cache(maxsize=PLANS)
@@ -206,7 +272,7 @@ def _backward_plan(problem: AttentionProblem, incoming: tuple[Sizes, Sizes, Size
         ((problem.b, problem.hk, problem.sk, problem.d), problem.k_strides),
         ((problem.b, problem.hk, problem.sk, problem.dv), problem.v_strides)))
     if problem.is_empty:
-        return _BackwardPlan(dq, dk, dv)
+        return _BackwardPlan(needs, dq, dk, dv)
     from tilewise.kernels.triton.backward import delta_launch, dkdv_launch, dq_launch
     from tilewise.kernels.triton.pair_sums import PairSums, sees_alike
 
@@ -227,7 +293,7 @@ def _backward_plan(problem: AttentionProblem, incoming: tuple[Sizes, Sizes, Size
         config, at_once = (config, 1) if together is None else (together, together.entries)
     bind_dq = partial(dq_launch, problem, config, precision, dout_strides, dq)
     return _BackwardPlan(
-        dq, dk, dv, delta_launch(problem, delta_config(problem), out_strides, dout_strides, dlse_strides),
+        needs, dq, dk, dv, delta_launch(problem, delta_config(problem), out_strides, dout_strides, dlse_strides),
         dkdv_launches,
         PairSums(problem, entries, at_once, bind_dq) if entries else bind_dq(), dbias, _fixed_modifiers(problem))
 
@@ -283,6 +349,11 @@ def _installed() -> bool:
 def precision_of(dtype: torch.dtype) -> str:
     """How float32 products are made: exactly, unless the user allowed TF32 in torch's own settings."""
     return "tf32" if allows_tf32(dtype) else "ieee"
+
+
+def _strides_of(out: torch.Tensor, dout: torch.Tensor,
+                dlse: torch.Tensor | None) -> tuple[Sizes, Sizes, Sizes | None]:
+    return out.stride(), dout.stride(), None if dlse is None else dlse.stride()
 
 
 def _empty(like: torch.Tensor, strides: Sizes) -> torch.Tensor:

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from tilewise.api import attention, attention_varlen
-from tilewise.autograd.attention_op import Options, backward_op, forget_choices
+from tilewise.autograd.attention_op import Options, backward_op
+from tilewise.autograd.short_way import forget_choices
 from tilewise.backends.torch import replace_flash_attention
 from tilewise.errors import UnsupportedProblem
 from tilewise.masks import Mask, window

@@ -34,17 +34,19 @@ class Enqueue:
     def __init__(self, kernel: Any, grid: tuple[int, ...], scalars: tuple[Any, ...], options: dict[str, Any]) -> None:
         self.kernel, self.grid, self.scalars, self.options = kernel, grid, scalars, options
         self._watched = watching()
-        self._again: dict[tuple[Any, ...], Callable[[Addresses], None]] = {}
+        self._again: dict[Any, Callable[[Addresses], None]] = {}
 
-    def __call__(self, addresses: Addresses, arguments: Callable[[], tuple[Any, ...]]) -> None:
+    def __call__(self, addresses: Addresses, arguments: Callable[[], tuple[Any, ...]], alike: bool = False) -> None:
         """Enqueue the kernel on the current stream of the current device, which is that of the tensors.
 
         Args:
             addresses: of the kernel's tensors, in order.
             arguments: makes the same as the front end wants them: tensors, or descriptors of tensors, at these
                 addresses. It is called where the front end is.
+            alike: the caller knows that in all of its calls that say so the same addresses are there, and the same
+                ones are multiples of 16.
         """
-        alignment = tuple([address and address & 15 == 0 for address in addresses])
+        alignment = alike or tuple([address and address & 15 == 0 for address in addresses])
         again = self._again.get(alignment)
         if again is not None and not self._watched():
             again(addresses)
@@ -81,16 +83,23 @@ def _relaunching(compiled: Any, grid: tuple[int, ...], arguments: tuple[Any, ...
     run, encoders = bare_launcher(compiled, [argument for argument in arguments if _is_descriptor(argument)])
     left = iter(encoders)
     parts = [lru_cache(KEPT)(next(left)) if _is_descriptor(argument) else None for argument in arguments]
+    leading = max((i + 1 for i, parts_at in enumerate(parts) if parts_at), default=0)
     (x, y, z), function, metadata = (*grid, 1, 1)[:3], compiled.function, compiled.packed_metadata
     device, stream_of = driver.active.get_current_device(), driver.active.get_current_stream
 
-    def launch(addresses: Addresses) -> None:
-        handed: list[Any] = []
-        for address, parts_at in zip(addresses, parts, strict=True):
+    @lru_cache(KEPT)
+    def handed(addresses: Addresses) -> tuple[Any, ...]:
+        """What stands for the leading addresses; a loop of equal steps meets the same ones together again."""
+        made: list[Any] = []
+        for address, parts_at in zip(addresses, parts, strict=False):
             if parts_at is None:
-                handed.append(address)
+                made.append(address)
             else:
-                handed += parts_at(address)
-        run(x, y, z, stream_of(device), function, metadata, None, None, None, *handed, *scalars)
+                made += parts_at(address)
+        return tuple(made)
+
+    def launch(addresses: Addresses) -> None:
+        run(x, y, z, stream_of(device), function, metadata, None, None, None, *handed(addresses[:leading]),
+            *addresses[leading:], *scalars)
 
     return launch

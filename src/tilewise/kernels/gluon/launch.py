@@ -2,6 +2,7 @@
 
 import functools
 import math
+import operator
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -14,6 +15,7 @@ from tilewise.problem import AttentionProblem, legal_strides
 # What keys and values of one section of heads may take of L2 (50 MiB on an H200): 24 and 48 were no better.
 _SECTION_BYTES = 32 * 2**20
 NO_LENGTHS = (None,) * 4  # cu_seqlens_q, cu_seqlens_k, seqlens_q, seqlens_k
+_NOTHING = (None,) * 3 + NO_LENGTHS  # sinks, their stride, out's address
 _PLACES = (0, 0, 1, 1, 2, 2, 3)  # which of q, k, v and out the kernel's descriptors show: two pieces of all but out
 # A warpgroup is four warps. Contracting a·b + c into one rounding is what the softmax's cost counts on; Triton 3.10
 # changes the default, and 3.9 warns of it.
@@ -89,6 +91,10 @@ class HopperForward:
                   for i in range(2)] + [[1, 1, *rows, columns]]
         self.group = None if pack == 1 else problem.group
         self.forms = [block and (block, gl.NVMMASharedLayout.get_default_for(block, self.dtype)) for block in blocks]
+        self.places = operator.itemgetter(*[i if form else 4 for form, i in zip(self.forms, _PLACES, strict=True)])
+        # Of the first row that is read, in bytes.
+        self.offsets = tuple(self.keys.start * strides[2] * problem.dtype.itemsize
+                             for strides in (problem.k_strides, problem.v_strides))
         sinks = problem.scores.sinks
         self.sinks_stride = None if sinks is None or sinks.strides[0] == 1 else sinks.strides[0]
 
@@ -96,11 +102,15 @@ class HopperForward:
         """Enqueue the kernel on the current stream of the current device."""
         q, k, v, out, lse, sinks, *lengths = tensors
         counter = _counter(q.device)
-        places = (q.data_ptr(), _address(k, self.keys), _address(v, self.keys), out.data_ptr())
-        self.enqueue((*[form and places[i] for form, i in zip(self.forms, _PLACES, strict=True)], lse.data_ptr(),
-                      counter.data_ptr(), address_of(sinks), self.sinks_stride, places[3] if self.packed else None,
-                      *[address_of(tensor) for tensor in lengths or NO_LENGTHS]),
-                     lambda: self.arguments(tensors, counter))
+        offset_k, offset_v = self.offsets
+        at_out = out.data_ptr()
+        described = self.places((q.data_ptr(), k.data_ptr() + offset_k, v.data_ptr() + offset_v, at_out, None))
+        plain = sinks is None and not lengths
+        rest = _NOTHING if plain else (address_of(sinks), self.sinks_stride, at_out if self.packed else None,
+                                       *[address_of(tensor) for tensor in lengths or NO_LENGTHS])
+        # What torch allocates is aligned, as the backend wants q, k and v to be; so are the rows that are read.
+        self.enqueue((*described, lse.data_ptr(), counter.data_ptr(), *rest),
+                     lambda: self.arguments(tensors, counter), alike=plain)
 
     def arguments(self, tensors: tuple[torch.Tensor | None, ...], counter: torch.Tensor) -> tuple[Any, ...]:
         """Descriptors of the pieces of q, k, v and out, then what the kernel reads and writes by its address."""
@@ -184,12 +194,6 @@ def _rows(tensor: torch.Tensor, rows: Span) -> torch.Tensor:
 def address_of(tensor: torch.Tensor | None) -> int | None:
     """Return where a tensor that may not be there lies."""
     return None if tensor is None else tensor.data_ptr()
-
-
-def _address(tensor: torch.Tensor, rows: Span) -> int:
-    """Where :func:`_rows` begins, without making it."""
-    start = tensor.data_ptr()
-    return start + rows.start * tensor.stride(2) * tensor.itemsize if rows.start else start
 
 
 def _counter(device: torch.device) -> torch.Tensor:

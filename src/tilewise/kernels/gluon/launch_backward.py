@@ -1,6 +1,7 @@
 """Launching the Hopper backward kernels: their arguments from a problem, and the sums that dQ is made from."""
 
 import math
+import operator
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -94,6 +95,8 @@ class HopperBackward:
                        (block, gl.NVMMASharedLayout.get_default_for(block, dtype)) for i, block in enumerate(blocks)]
                       for blocks in ([[1, 1, size, columns] for columns in pieces[of_v]] for size, of_v in (
                           (step, 0), (64, 0), (64, 1), (step, 1), (64, 0), (64, 1)))]
+        self.places = operator.itemgetter(*[i if form else 8 for i, forms in enumerate(
+            (*self.forms[:4], [True], [True], *self.forms[4:])) for form in forms])
         columns = min(width // 2, *pieces[0])  # of a part of dQ: what a warpgroup sums, or half of it
         parts = width // columns * sequences.slots(sq, step)
         steps = problem.b * problem.hq * sequences.slots(sq, step)
@@ -111,13 +114,15 @@ class HopperBackward:
         """Enqueue the kernels on the current stream of the current device."""
         q, k, v, dout, lse, delta, dq, dk, dv = self._read(tensors[:9])
         data = tensors[9:] or _NO_DATA
+        plain = data is _NO_DATA  # then alignments belong to the problem: of rows of lse and delta, that of the first
         sums = torch.zeros(self.sums_shape, dtype=torch.float32, device=dq.device)
         mine = (q, k, v, dout, lse, delta, dk, dv)
-        counters = sums.data_ptr() + self.sums_rows * 1024 if self.config.ordered else None
-        self.enqueue((*self._in_forms(mine, lambda tensor, form: tensor.data_ptr()), sums.data_ptr(), counters,
-                      *map(address_of, self._plain(dk, dv, data))),
-                     lambda: self.arguments(mine, sums, data))
-        self.enqueue_dq((sums.data_ptr(), dq.data_ptr(), address_of(data[0])), lambda: (sums, dq, data[0]))
+        at_sums = sums.data_ptr()
+        counters = at_sums + self.sums_rows * 1024 if self.config.ordered else None
+        self.enqueue((*self.places((*[tensor.data_ptr() for tensor in mine], None)), at_sums, counters,
+                      *[address_of(tensor) for tensor in self._plain(dk, dv, data)]),
+                     lambda: self.arguments(mine, sums, data), alike=plain)
+        self.enqueue_dq((at_sums, dq.data_ptr(), address_of(data[0])), lambda: (sums, dq, data[0]), alike=plain)
 
     def arguments(self, tensors: tuple[torch.Tensor, ...], sums: torch.Tensor,
                   data: tuple[torch.Tensor | None, ...] = _NO_DATA) -> tuple[Any, ...]:

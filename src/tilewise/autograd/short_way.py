@@ -1,0 +1,219 @@
+"""The short way of a plain call: from the public function to the launch in one look-up.
+
+A call of equal facts (shapes, strides, dtypes, device, options) was checked, and its backend chosen, the first time.
+From then on what torch's dispatcher, the checks and the plans cost the host, more than a small problem costs the
+device, is a look-up of these facts. The operators (attention_op.py) remain the definition: a call goes there whenever
+somebody may want to see an operator, a tensor is no plain one, or the backend has no launch bound to its problem. An
+equal call computes the same on either way, and what one refuses the other never takes: facts become a launch by the
+same functions.
+"""
+
+import functools
+import operator
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch.autograd import forward_ad, profiler
+
+from tilewise import settings
+from tilewise.autograd.attention_op import gradients_of, resolve
+from tilewise.backends.base import BindingBackend, BoundBackward, BoundForward, Needs, Saved
+from tilewise.backends.current import allows_tf32, is_current
+from tilewise.dispatch import forget_chosen
+from tilewise.masks import Mask
+from tilewise.problem import facts_of_inputs
+
+KEPT = 1024  # ways; more are forgotten together, since a way is made again from a plan, of which as many are kept
+# Memory starts higher: less is an offset into a storage that was emptied (FSDP), or none at all (no element, meta).
+_LOWEST_ADDRESS = 1 << 32
+_Tensor, _float32 = torch.Tensor, torch.float32
+_SIDES, _ALIGNMENTS = (int, type(None)), (str, type(None))
+# Bound once: each look-up of a chain is a twentieth of a microsecond.
+_is_compiling, _is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
+_dispatch_modes, _has_function_mode = torch._C._len_torch_dispatch_stack, torch._C._is_torch_function_mode_enabled
+_in_functorch, _in_autocast = torch._C._are_functorch_transforms_active, torch._C._is_any_autocast_enabled
+_in_profiler, _tracing = torch._C._autograd._profiler_enabled, torch._C._get_tracing_state
+_follows_determinism = torch.are_deterministic_algorithms_enabled
+
+Key = tuple[Any, ...]
+_Kept = TypeVar("_Kept")
+
+
+class Way(NamedTuple):
+    """A bound forward pass, and what the operators of the same call take behind their tensors."""
+
+    forward: BoundForward
+    options: tuple[Any, ...]
+
+
+_NO_BAND = (None, None, None)
+# By the facts of a call, forward and backward; None: such a call has no short way.
+_ways: dict[Key, Way | None] = {}
+_ways_back: dict[Key, BoundBackward | None] = {}
+_UNKNOWN: Any = object()
+
+
+def forget_choices() -> None:
+    """Choose backends anew from the next call on: what a backend takes has changed."""
+    resolve.cache_clear()
+    forget_chosen()
+    _ways.clear()
+    _ways_back.clear()
+
+
+def attend(q: Any, k: Any, v: Any, mask: Mask | None,
+           numbers: tuple[Any, Any, Any]) -> Sequence[torch.Tensor] | None:
+    """Return out and lse of a call without operands; None if it has to go the long way.
+
+    Args:
+        q, k, v, mask: as the user gave them, the mask a :class:`Mask` or None.
+        numbers: scale, deterministic and backend, as the user gave them.
+    """
+    scale, deterministic, backend = numbers
+    if (_is_watched() or not q.__class__ is k.__class__ is v.__class__ is _Tensor
+            # Of other types are equal keys, as 1 and True, of which one is refused.
+            or not (scale is None or scale.__class__ is float) or not (backend is None or backend.__class__ is str)
+            or not (deterministic is None or deterministic.__class__ is bool)):
+        return None
+    dtype, device, name = q.dtype, q.device, backend or settings.default_backend()
+    if not dtype is k.dtype is v.dtype or backend == "" or (_in_autocast() and _is_cast(dtype, device)):
+        return None
+    if deterministic is None:
+        deterministic = _follows_determinism()
+    band = _NO_BAND if mask is None else _band_of(mask)
+    if band is None:
+        return None
+    try:
+        addresses = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        key = (q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), k.get_device(), v.get_device(), dtype,
+               device, scale, band, deterministic, name, allows_tf32(dtype))
+    except RuntimeError:  # no memory, or none of strides: sparse, nested, what a transform of functorch wraps
+        return None
+    at_q, at_k, at_v = addresses
+    if ((at_q | at_k | at_v) & 15 or min(addresses) < _LOWEST_ADDRESS or not is_current(device)
+            or q.is_neg() or k.is_neg() or v.is_neg()):
+        return None
+    way: Way | None = _ways.get(key, _UNKNOWN)
+    if way is _UNKNOWN:
+        way = _keep(_ways, key, _way_of((scale, *band, deterministic, name), (q, k, v)))
+    if way is None:
+        return None
+    if _is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        made: tuple[torch.Tensor, torch.Tensor] = _apply(q, k, v, way, addresses)
+        return made
+    return way.forward(q, k, v, addresses)
+
+
+def _is_watched() -> bool:
+    """Whether somebody may want to see an operator: a compiler, a mode, a transform, a profiler, a tracer, the user."""
+    return bool(_is_compiling() or not settings.short_ways() or _dispatch_modes() or _has_function_mode()
+                # One that is asked to profile every thread is not this thread's own.
+                or _in_functorch() or _in_profiler() or profiler._is_profiler_enabled
+                or forward_ad._current_level >= 0 or _tracing() is not None)
+
+
+def _band_of(mask: Mask) -> tuple[int | None, int | None, str | None] | None:
+    """Return the mask's part of a key; None if an operator takes it by other words, or refuses it by its type."""
+    left, right, alignment = band = mask.left, mask.right, mask.alignment
+    is_plain = not mask.has_exceptions and (left.__class__ in _SIDES and right.__class__ in _SIDES
+                                            and alignment.__class__ in _ALIGNMENTS)
+    return band if is_plain else None
+
+
+def _is_cast(dtype: torch.dtype, device: torch.device) -> bool:
+    return torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type) is not dtype
+
+
+def _way_of(options: tuple[Any, ...], tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> Way | None:
+    """Check and choose as the operator does, and ask the backend for a bound launch; raises as the operator does."""
+    problem, backend = resolve(facts_of_inputs(*tensors), (), options, None, True, allows_tf32(tensors[0].dtype))
+    forward = backend.bind_forward(problem) if isinstance(backend, BindingBackend) else None
+    return None if forward is None else Way(forward, options)
+
+
+def _keep(ways: dict[Key, _Kept], key: Key, way: _Kept) -> _Kept:
+    if len(ways) >= KEPT:
+        ways.clear()
+    ways[key] = way
+    return way
+
+
+def _differentiate(way: Way, saved: Sequence[torch.Tensor], dout: torch.Tensor, dlse: torch.Tensor | None,
+                   needs: tuple[bool, bool]) -> tuple[torch.Tensor | None, ...] | None:
+    """Return dq, dk and dv; None if the backward pass has to go the long way.
+
+    Hooks may have handed back other tensors than were saved, so every fact that a launch counts on is looked up.
+    """
+    q, k, v, out, lse = saved
+    dtype, place = q.dtype, q.get_device()
+    if not (q.__class__ is k.__class__ is v.__class__ is out.__class__ is lse.__class__ is dout.__class__ is _Tensor
+            and dtype is k.dtype is v.dtype is out.dtype is dout.dtype and lse.dtype is _float32
+            and place == k.get_device() == v.get_device() == out.get_device() == lse.get_device()
+            == dout.get_device() and (dlse is None or dlse.__class__ is _Tensor)):
+        return None
+    options, device = way.options, q.device
+    name, tf32 = options[-1] or settings.default_backend(), allows_tf32(dtype)
+    there = (q, k, v, out, lse, dout) if dlse is None else (q, k, v, out, lse, dout, dlse)
+    try:
+        addresses = tuple([tensor.data_ptr() for tensor in there])
+        key = (q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), out.stride(), lse.stride(), dout.stride(),
+               None if dlse is None else dlse.stride(), dtype, device, options, name, tf32, needs)
+    except RuntimeError:  # as in attend
+        return None
+    if (functools.reduce(operator.or_, addresses) & 15 or min(addresses) < _LOWEST_ADDRESS or not is_current(device)
+            or any(tensor.is_neg() for tensor in there)):
+        return None
+    bound = _ways_back.get(key, _UNKNOWN)
+    if bound is _UNKNOWN:
+        bound = _keep(_ways_back, key, _bound_backward(saved, dout, dlse, (*options[:-1], name), needs))
+    return None if bound is None else bound((q, k, v, out, lse, dout, dlse), addresses)
+
+
+def _bound_backward(saved: Sequence[torch.Tensor], dout: torch.Tensor, dlse: torch.Tensor | None,
+                    options: tuple[Any, ...], needs: tuple[bool, bool]) -> BoundBackward | None:
+    q, k, v, out, lse = saved
+    if not lse.is_contiguous():
+        return None
+    problem, backend = resolve(facts_of_inputs(q, k, v), (), options, None, True, allows_tf32(q.dtype),
+                               dlse is not None)
+    if not isinstance(backend, BindingBackend):
+        return None
+    return backend.bind_backward(problem, Saved(q, k, v, out, lse), dout, dlse, Needs(*needs))
+
+
+class AttentionFunction(torch.autograd.Function):
+    """Attention by a bound launch, with a gradient for q, k and v through out and lse.
+
+    Its node has the name and the results that the operators' has: a graph does not tell which way a call went.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, way: Way,
+                addresses: tuple[int, int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return out and lse."""
+        out, lse = way.forward(q, k, v, addresses)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.set_materialize_grads(False)
+        ctx.way = way
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """Return a gradient for each of q, k and v, or None."""
+        wanted = ctx.needs_input_grad
+        if dout is None and dlse is None:
+            return (None,) * 5
+        way, saved = ctx.way, ctx.saved_tensors
+        made = None
+        # Gradients are enabled here under create_graph=True alone.
+        if dout is not None and not _is_grad_enabled() and not _is_watched():
+            made = _differentiate(way, saved, dout, dlse, (wanted[0], wanted[1] or wanted[2]))
+        if made is None:
+            return gradients_of(wanted, saved, (dout, dlse), way.options)
+        dq, dk, dv = made
+        return (dq if wanted[0] else None, dk if wanted[1] else None, dv if wanted[2] else None, None, None)
+
+
+# Function.apply in Python looks for transforms of functorch and for what is left of them; both take the long way.
+_apply: Any = super(torch.autograd.Function, AttentionFunction).apply

@@ -1,0 +1,494 @@
+"""The short way of a plain call: who takes it, who must not, and that nobody can tell the two apart by results."""
+
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+from torch.profiler import profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from tilewise import Mask, attention, causal, dispatch, prefix, window
+from tilewise.autograd import short_way
+from tilewise.autograd.short_way import forget_choices
+from tilewise.backends.base import BindingBackend
+from tilewise.backends.reference import ReferenceBackend
+from tilewise.errors import TilewiseError
+from tilewise.settings import backend_scope
+
+
+class Bound(ReferenceBackend):
+    """The reference, with launches that are bound; notes which way each pass came."""
+
+    def __init__(self):
+        self.ways, self.binds = [], 0
+
+    def forward(self, *given, **named):
+        self.ways.append("long")
+        return super().forward(*given, **named)
+
+    def backward(self, *given, **named):
+        self.ways.append("long back")
+        return super().backward(*given, **named)
+
+    def bind_forward(self, problem):
+        self.binds += 1
+
+        def attend(q, k, v, addresses):
+            assert addresses == (q.data_ptr(), k.data_ptr(), v.data_ptr())
+            self.ways.append("short")
+            return super(Bound, self).forward(problem, q, k, v)[:2]
+
+        return attend
+
+    def bind_backward(self, problem, saved, dout, dlse, needs):
+        self.binds += 1
+        facts = [tensor.stride() for tensor in (*saved[:5], dout)]
+
+        def differentiate(tensors, addresses):
+            assert [tensor.stride() for tensor in tensors[:6]] == facts
+            assert addresses == tuple(tensor.data_ptr() for tensor in tensors if tensor is not None)
+            assert (tensors[6] is None) == (dlse is None)
+            self.ways.append("short back")
+            return super(Bound, self).backward(problem, saved._make((*tensors[:5], saved.operands)), *tensors[5:],
+                                               needs)[:3]
+
+        return differentiate
+
+
+@pytest.fixture(autouse=True)
+def bound(monkeypatch):
+    """Every name is that of the one backend which binds."""
+    made, real = Bound(), dispatch.get_backend
+    monkeypatch.delenv("TILEWISE_SHORT_WAYS", raising=False)
+    monkeypatch.delenv("TILEWISE_BACKEND", raising=False)
+    monkeypatch.setattr(dispatch, "get_backend", lambda name: real(name) and made)
+    forget_choices()
+    yield made
+    forget_choices()
+
+
+def tensors_of(dtype=torch.float32, *, requires_grad=False, sq=8, hk=2):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator, dtype=dtype).requires_grad_(requires_grad)
+            for shape in ((1, 4, sq, 16), (1, hk, 8, 16), (1, hk, 8, 16))]
+
+
+def long_way(monkeypatch, call):
+    with monkeypatch.context() as patch:
+        patch.setenv("TILEWISE_SHORT_WAYS", "0")
+        return call()
+
+
+def ways_of(bound, call):
+    bound.ways.clear()
+    result = call()
+    return bound.ways, result
+
+
+def test_the_fake_is_what_a_backend_that_binds_is(bound):
+    assert isinstance(bound, BindingBackend)
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"mask": causal()}, {"mask": window(2, 1)}, {"scale": 0.25}, {"deterministic": True}, {"deterministic": False},
+    {"backend": "reference"}, {"mask": Mask(), "dropout_seed": 3}], ids=str)
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_plain_call_takes_it_and_gives_the_same_bits(bound, monkeypatch, options, recorded):
+    tensors = tensors_of(requires_grad=recorded)
+    for _ in range(2):
+        ways, out = ways_of(bound, lambda: attention(*tensors, **options))
+        assert ways == ["short"]
+    assert bound.binds == 1
+    assert out.requires_grad == recorded
+    assert torch.equal(out, long_way(monkeypatch, lambda: attention(*tensors, **options)))
+
+
+@pytest.mark.parametrize("wanted", [(True, True, True), (True, False, False), (False, True, False),
+                                    (False, True, True)])
+@pytest.mark.parametrize("through", ["out", "lse", "both"])
+def test_gradients_are_the_same(bound, monkeypatch, wanted, through):
+    def gradients():
+        tensors = [tensor.requires_grad_(want) for tensor, want in zip(tensors_of(), wanted, strict=True)]
+        out, lse = attention(*tensors, return_aux=("lse",))
+        total = {"out": out.sum(), "lse": lse.sum(), "both": (out**2).sum() + lse.sum()}[through]
+        total.backward()
+        return [tensor.grad for tensor in tensors]
+
+    expected = long_way(monkeypatch, gradients)
+    ways, made = ways_of(bound, gradients)
+    assert ways == ["short", "long back" if through == "lse" else "short back"]
+    for gradient, other in zip(made, expected, strict=True):
+        assert (gradient is None and other is None) or torch.equal(gradient, other)
+
+
+class Seen(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, operator, types, arguments=(), named=None):
+        self.names.append(str(operator))
+        return operator(*arguments, **(named or {}))
+
+
+class SeenFunctions(TorchFunctionMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_function__(self, function, types, arguments=(), named=None):
+        self.names.append(str(function))
+        return function(*arguments, **(named or {}))
+
+
+@pytest.mark.parametrize("mode", [Seen, SeenFunctions])
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_mode_sees_the_operator_of_each_pass(bound, mode, recorded):
+    attention(*tensors_of())
+    tensors = tensors_of(requires_grad=recorded)
+    with mode() as seen:
+        out = attention(*tensors)
+        if recorded:
+            out.backward(torch.ones_like(out))
+    passes = ("forward", "backward") if recorded and mode is Seen else ("forward",)
+    for side in passes:
+        assert any(f"tilewise.attention_{side}_plain" in name for name in seen.names)
+    assert "short" not in bound.ways[1:]
+
+
+def test_a_mode_that_is_entered_for_the_backward_pass_sees_it(bound):
+    tensors = tensors_of(requires_grad=True)
+    out = attention(*tensors)
+    with Seen() as seen:
+        out.backward(torch.ones_like(out))
+    assert bound.ways == ["short", "long back"]
+    assert "tilewise.attention_backward_plain.default" in seen.names
+
+
+def test_flops_are_counted(bound):
+    attention(*tensors_of())
+    with FlopCounterMode(display=False) as counter:
+        attention(*tensors_of())
+    assert counter.get_total_flops() == 4 * 4 * 8 * 8 * 16
+
+
+def test_a_profiler_shows_the_operators(bound):
+    tensors = tensors_of(requires_grad=True)
+    attention(*tensors)
+    with profile() as profiled:
+        out = attention(*tensors)
+        out.backward(torch.ones_like(out))
+    names = {event.key for event in profiled.key_averages()}
+    assert {"tilewise::attention_forward_plain", "tilewise::attention_backward_plain"} <= names
+    assert bound.ways == ["short", "long", "long back"]
+
+
+def test_a_profiler_of_every_thread_shows_them_too(bound):
+    attention(*tensors_of())
+    every_thread = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    with profile(experimental_config=every_thread), ThreadPoolExecutor(1) as pool:
+        attention(*tensors_of())
+        pool.submit(attention, *tensors_of()).result()
+    assert bound.ways == ["short", "long", "long"]
+
+
+def test_a_tracer_records_the_operator():
+    tensors = tensors_of()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        traced = torch.jit.trace(lambda q, k, v: attention(q, k, v), tensors, check_trace=False)
+    assert "tilewise::attention_forward_plain" in str(traced.graph)
+
+
+def test_a_level_of_forward_mode_goes_the_long_way(bound):
+    tensors = tensors_of()
+    with forward_ad.dual_level():
+        attention(*tensors)
+    assert bound.ways == ["long"]
+
+
+def outcome(call):
+    try:
+        return call()
+    except Exception as error:  # any: that it is the same is the claim
+        return type(error), str(error)
+
+
+def is_same(made, expected):
+    if isinstance(expected, torch.Tensor):
+        return isinstance(made, torch.Tensor) and torch.equal(made, expected)
+    if isinstance(expected, tuple):
+        return len(made) == len(expected) and all(map(is_same, made, expected))
+    return made == expected
+
+
+class Subclass(torch.Tensor):
+    """Its operators are seen by ``__torch_function__``."""
+
+
+def misaligned(tensor):
+    return torch.cat([tensor.new_zeros(1), tensor.flatten()])[1:].view(tensor.shape)
+
+
+def turned(tensor):
+    return torch.complex(torch.zeros_like(tensor), -tensor).conj().imag
+
+
+@pytest.mark.parametrize("other", [
+    lambda tensor: tensor.as_subclass(Subclass), misaligned, turned, lambda tensor: torch.nn.Parameter(tensor),
+    lambda tensor: tensor.to("meta"), lambda tensor: tensor.to_sparse(), lambda tensor: tensor.double(),
+    lambda tensor: torch._efficientzerotensor(tensor.shape), lambda tensor: tensor[:, :3], lambda tensor: tensor[0],
+    lambda tensor: tensor.int(), lambda tensor: tensor.tolist(),
+], ids=["subclass", "misaligned", "negative", "parameter", "meta", "sparse", "dtype", "zeros", "heads", "rank",
+        "integers", "list"])
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_tensors_of_other_kinds_mean_what_they_mean_on_the_long_way(bound, monkeypatch, other, place):
+    def call():
+        tensors = tensors_of(sq=8, hk=4)
+        tensors[place] = other(tensors[place])
+        with torch.no_grad():
+            return attention(*tensors)
+
+    expected = outcome(lambda: long_way(monkeypatch, call))
+    for _ in range(2):
+        assert is_same(outcome(call), expected)
+    assert "short" not in bound.ways
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 8, 16), (1, 4, 0, 16)])
+def test_tensors_without_an_element_go_the_long_way(bound, shape):
+    _, k, v = tensors_of()
+    q = torch.zeros(shape)
+    assert attention(q, k[:shape[0]], v[:shape[0]], mask=Mask()).shape == shape
+    assert bound.ways == ["long"]
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+def test_a_tensor_whose_storage_was_emptied_goes_the_long_way(offset):
+    """What FSDP leaves of a parameter: the address is 0, or its offset in the storage."""
+    attention(*tensors_of())
+    q = torch.zeros(1 + offset, 4, 8, 16)[offset:]
+    q.untyped_storage().resize_(0)
+    assert q.data_ptr() in (0, q.nbytes)
+    assert short_way.attend(q, *tensors_of()[1:], None, (None, None, None)) is None
+
+
+def test_transforms_of_functorch_are_as_on_the_long_way(bound, monkeypatch):
+    q, k, v = tensors_of()
+    kept = []
+    calls = [lambda: torch.func.grad(lambda q: attention(q, k, v).sum())(q),
+             lambda: torch.func.vmap(lambda q: attention(q, k, v))(q[None]),
+             lambda: torch.func.jvp(lambda q: attention(q, k, v), (q,), (q,)),
+             lambda: torch.func.grad(lambda q: (kept.append(q), q.sum())[1])(q) * 0 + attention(kept[-1], k, v)]
+    for call in calls:
+        expected = outcome(lambda call=call: long_way(monkeypatch, call))
+        assert is_same(outcome(call), expected)
+    assert "short" not in bound.ways
+
+
+@pytest.mark.parametrize("options", [
+    {"mask": prefix(2)}, {"softcap": 2.0}, {"sinks": torch.zeros(4)}, {"bias": torch.zeros(8, 8)},
+    {"alibi_slopes": torch.zeros(4)}, {"dropout_p": 0.5}, {"return_aux": ("max_logit",)}, {"scale": 1},
+    {"seqlens_k": torch.tensor([3])}, {"mask": torch.ones(8, 8, dtype=torch.bool)}], ids=str)
+def test_what_is_more_than_plain_goes_the_long_way(bound, options):
+    attention(*tensors_of(), **options)
+    assert bound.ways == ["long"]
+
+
+@pytest.mark.parametrize("options", [
+    {"scale": True}, {"scale": "1"}, {"scale": 0.0}, {"scale": float("nan")}, {"deterministic": 1}, {"backend": "none"},
+    {"backend": 3}, {"return_aux": None}, {"return_aux": "lse"}, {"return_aux": ["sum"]}, {"mask": 3},
+    {"double_backward": 0}, {"dropout_p": 2.0}], ids=str)
+def test_refusals_are_the_same(monkeypatch, options):
+    q, k, v = tensors_of()
+    attention(q, k, v, scale=1.0, deterministic=True)  # whose facts are equal to those of some
+    expected = outcome(lambda: long_way(monkeypatch, lambda: attention(q, k, v, **options)))
+    assert issubclass(expected[0], TilewiseError)
+    assert outcome(lambda: attention(q, k, v, **options)) == expected
+
+
+@pytest.mark.parametrize("mask", [Mask(left=1.0), Mask(left=True), Mask(1, 1.0), Mask(1, 1, ["top_left"]),
+                                  Mask(1, 1, 3)], ids=str)
+def test_masks_of_other_types_mean_what_they_mean_on_the_long_way(bound, monkeypatch, mask):
+    """An operator's schema takes them or refuses them; an equal mask of the right types has another answer."""
+    expected = outcome(lambda: long_way(monkeypatch, lambda: attention(*tensors_of(), mask=mask)))
+    for _ in range(2):
+        assert is_same(outcome(lambda: attention(*tensors_of(), mask=mask)), expected)
+        attention(*tensors_of(), mask=Mask(1))
+        attention(*tensors_of(), mask=Mask(1, 1))
+    assert bound.ways.count("short") == 4
+
+
+def test_what_a_backend_refuses_is_refused_in_its_words(bound, monkeypatch):
+    monkeypatch.setattr(Bound, "why_not", lambda self, problem: "is not for you")
+    tensors = tensors_of()
+    expected = outcome(lambda: long_way(monkeypatch, lambda: attention(*tensors)))
+    assert "is not for you" in expected[1]
+    assert outcome(lambda: attention(*tensors)) == expected
+
+
+def test_autocast_that_casts_nothing_is_no_hindrance(bound):
+    tensors = tensors_of(torch.bfloat16, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        attention(*tensors).sum().backward()
+        assert attention(*tensors_of()).dtype is torch.bfloat16
+    assert bound.ways == ["short", "short back", "long"]
+
+
+def test_calls_that_differ_in_one_fact_are_bound_apart(bound, monkeypatch):
+    q, k, v = tensors_of()
+    calls = [{}, {"scale": 0.5}, {"mask": causal()}, {"mask": causal("top_left")}, {"mask": window(1, 1)},
+             {"deterministic": True}, {"backend": "triton"}]
+    for _ in range(2):
+        for options in calls:
+            expected = long_way(monkeypatch, lambda options=options: attention(q, k, v, **options))
+            assert torch.equal(attention(q, k, v, **options), expected)
+    assert bound.binds == len(calls)
+    strided = q.transpose(1, 2).contiguous().transpose(1, 2)
+    assert torch.equal(attention(strided, k, v), attention(q, k, v))
+    attention(q[:, :, :5], k, v)
+    attention(*(tensor.double() for tensor in (q, k, v)))
+    with backend_scope("cuda"):
+        attention(q, k, v)
+    monkeypatch.setenv("TILEWISE_BACKEND", "torch")
+    attention(q, k, v)
+    assert bound.binds == len(calls) + 5
+
+
+@pytest.mark.parametrize("unpack", [
+    lambda tensor: tensor.clone(), lambda tensor: tensor.mT.contiguous().mT, lambda tensor: torch.nn.Parameter(tensor),
+    lambda tensor: misaligned(tensor)], ids=["copy", "layout", "parameter", "misaligned"])
+def test_what_hooks_hand_back_is_looked_at(bound, monkeypatch, unpack):
+    def gradients():
+        tensors = tensors_of(requires_grad=True)
+        out, lse = attention(*tensors, return_aux=("lse",))  # bound to what was saved
+        (out.sum() + lse.sum()).backward()
+        plain = [tensor.grad.clone() for tensor in tensors]
+        with saved_tensors_hooks(lambda tensor: tensor.detach(), unpack):
+            out, lse = attention(*tensors, return_aux=("lse",))
+        (out.sum() + lse.sum()).backward()
+        return [tensor.grad - first for tensor, first in zip(tensors, plain, strict=True)]
+
+    expected = long_way(monkeypatch, gradients)
+    for _ in range(2):
+        for gradient, other in zip(gradients(), expected, strict=True):
+            torch.testing.assert_close(gradient, other)
+
+
+@pytest.mark.parametrize("kind", [torch.Tensor, Subclass])
+def test_hooks_unpack_once_whichever_way_is_taken(bound, kind):
+    """A checkpoint's refuses to do so twice."""
+    unpacked = []
+
+    def unpack(tensor):
+        unpacked.append(tensor)
+        return tensor.as_subclass(kind)
+
+    q, k, v = tensors_of()  # k and v come as they are unpacked; torch makes those anew that have a gradient
+    with saved_tensors_hooks(lambda tensor: tensor, unpack):
+        out = attention(q.requires_grad_(), k, v)
+    out.sum().backward()
+    assert len(unpacked) == 5
+    assert bound.ways == ["short", "short back" if kind is torch.Tensor else "long back"]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_compute_again(bound, reentrant):
+    tensors = tensors_of(requires_grad=True)
+    checkpoint(attention, *tensors, use_reentrant=reentrant).sum().backward()
+    assert bound.ways == ["short", "short", "short back"]
+
+
+@pytest.mark.parametrize("changed", range(5), ids=["q", "k", "v", "out", "lse"])
+def test_what_was_saved_and_changed_is_refused_in_the_same_words(bound, monkeypatch, changed):
+    def differentiate():
+        tensors = [tensor * 1 for tensor in tensors_of(requires_grad=True)]
+        out, lse = attention(*tensors, return_aux=("lse",))
+        with torch.no_grad():
+            (*tensors, out, lse)[changed].add_(1)
+        (out.sum() + lse.sum()).backward()
+
+    expected = outcome(lambda: long_way(monkeypatch, differentiate))
+    assert "modified by an inplace operation" in expected[1]
+    assert outcome(differentiate) == expected
+    assert bound.ways == ["long", "short"]
+
+
+@pytest.mark.parametrize("return_aux", [(), ("lse",)])
+def test_a_graph_is_the_same(bound, monkeypatch, return_aux):
+    def graph():
+        handed = []
+        results = attention(*tensors_of(requires_grad=True), return_aux=return_aux)
+        out = results[0] if return_aux else results
+        out.grad_fn.register_prehook(lambda incoming: handed.append([dout is None for dout in incoming]))
+        out.sum().backward()
+        return out.grad_fn.name(), out.output_nr, len(out.grad_fn.next_functions), handed
+
+    expected = long_way(monkeypatch, graph)
+    assert graph() == expected
+    assert bound.ways == ["long", "long back", "short", "short back"]
+
+
+def test_a_second_derivative_is_refused_in_the_same_words(monkeypatch):
+    def twice():
+        tensors = tensors_of(requires_grad=True)
+        gradient, = torch.autograd.grad((attention(*tensors)**2).sum(), tensors[:1], create_graph=True)
+        gradient.sum().backward()
+
+    expected = outcome(lambda: long_way(monkeypatch, twice))
+    assert "double_backward=True" in expected[1]
+    assert outcome(twice) == expected
+
+
+def test_a_scope_holds_for_the_backward_pass(bound):
+    tensors = tensors_of(requires_grad=True)
+    with backend_scope("torch"):
+        out = attention(*tensors)
+    out.backward(torch.ones_like(out))
+    assert [key[12][-1] for key in short_way._ways_back] == ["torch"]
+
+
+def test_choices_are_forgotten(bound):
+    tensors = tensors_of(requires_grad=True)
+    for binds in (2, 4):
+        out = attention(*tensors)
+        out.backward(torch.ones_like(out))
+        assert bound.binds == binds
+        forget_choices()
+        assert not short_way._ways
+        assert not short_way._ways_back
+
+
+def test_so_many_ways_are_kept(monkeypatch):
+    monkeypatch.setattr(short_way, "KEPT", 3)
+    for sq in range(1, 9):
+        attention(*tensors_of(sq=sq), mask=Mask())
+        assert len(short_way._ways) <= 3
+
+
+def test_threads_share_the_ways(bound):
+    sets = [tensors_of(sq=1 + n) for n in range(4)]
+    expected = [attention(*tensors) for tensors in sets]
+    with ThreadPoolExecutor(4) as pool:
+        made = list(pool.map(lambda n: attention(*sets[n % 4]), range(64)))
+    assert all(torch.equal(out, expected[n % 4]) for n, out in enumerate(made))
+
+
+def test_a_backend_that_binds_nothing_goes_the_long_way(bound, monkeypatch):
+    monkeypatch.setattr(Bound, "bind_forward", lambda self, problem: None)
+    assert attention(*tensors_of()).shape == (1, 4, 8, 16)
+    assert bound.ways == ["long"]
+
+
+def test_a_device_that_is_not_current_goes_the_long_way(bound, monkeypatch):
+    monkeypatch.setattr(short_way, "is_current", lambda device: False)
+    tensors = tensors_of(requires_grad=True)
+    out = attention(*tensors)
+    out.backward(torch.ones_like(out))
+    assert bound.ways == ["long", "long back"]
