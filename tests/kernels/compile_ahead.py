@@ -214,7 +214,8 @@ def compile_hopper(request):
         "threads": 32 * compiled.metadata.num_warps,
         "unset": possibly_unset(sass), "strays": stray_descriptors(sass),
         "exponentials": exponentials_before_waits(sass), "in_steps": spills_in_steps(sass),
-        "branches": sass.count("NANOSLEEP"), "philox": sass.count("IMAD.WIDE.U32")}
+        "branches": sass.count("NANOSLEEP"), "philox": sass.count("IMAD.WIDE.U32"),
+        "held": launch.scalars[-1].HELD if request["kernel"] == "hopper_forward" else 0}
 
 
 def facts_of(request, compiled, spec):
@@ -225,7 +226,8 @@ def facts_of(request, compiled, spec):
 def nvidia_report(compiled, sass):
     usage = _of_cubin(compiled, "cuobjdump", "--dump-resource-usage")
     registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
-    names = ("HGMMA", "HMMA", "UTCHMMA", "LDL", "STL", "UTMALDG", "UTMASTG", "UTMAREDG", "REDG", "WARPGROUP.ARRIVE")
+    names = ("HGMMA", "HMMA", "UTCHMMA", "LDL", "STL", "UTMALDG", "UTMASTG", "UTMAREDG", "REDG", "WARPGROUP.ARRIVE",
+             "LDSM")
     counts = {name.lower(): len(re.findall(rf"\b{name}\b", sass)) for name in names}
     return {"registers": registers, "stack": stack, "wgmma": compiled.asm["ptx"].count("wgmma.mma_async"), **counts}
 

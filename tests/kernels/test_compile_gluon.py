@@ -28,6 +28,8 @@ REGISTER_FILE = 65536
 # spills 24 bytes at most, 3.9.0 spills 40 (full), 72 (causal) and 112 (window).
 SPILL_BOUND = {NEWEST: 256}
 SPILL_BOUND_ELSEWHERE = 64
+# In causal calls at d 128, beside Q in registers, 3.6.0 spills 96 bytes, in the step after a diagonal's first one.
+HELD_SPILL_BOUND_ELSEWHERE = 112
 # Where lengths are data, a sequence's rows and lengths need registers too: 3.6.0 and 3.7.1 spill 56 bytes at most,
 # 3.9.0 up to 296.
 LENGTHS_SPILL_BOUND = {NEWEST: 320}
@@ -72,9 +74,10 @@ def compile_aloud(version, wanted):
 
 @pytest.mark.parametrize("version", ENDS)
 def test_hopper_forward_compiles_within_registers_and_shared_memory(version):
-    wanted = [*(forward(64, mask) for mask in MASKS), forward(128, "window")]
+    wanted = [*(forward(64, mask) for mask in MASKS), forward(128, "window"), forward(128, "causal")]
     if version == OLDEST:
-        wanted += [forward(128, mask) for mask in ("full", "causal")] + [forward(d, dtype="float16") for d in (64, 128)]
+        wanted += [forward(128, "full"), forward(128) | {"mask": [None, 1, "top_left"]}]
+        wanted += [forward(d, dtype="float16") for d in (64, 128)]
         wanted += [forward(64, s=1024)]  # other tiles
     check(version, wanted)
 
@@ -122,14 +125,20 @@ def test_lengths_that_are_data_compile_within_registers_and_shared_memory(versio
 def check(version, wanted, bounds=SPILL_BOUND):
     for row in compile_aloud(version, wanted):
         check_products(row)
-        assert row["stack"] <= bounds.get(version, SPILL_BOUND_ELSEWHERE), row
+        elsewhere = HELD_SPILL_BOUND_ELSEWHERE if row["held"] == 128 else SPILL_BOUND_ELSEWHERE
+        assert row["stack"] <= bounds.get(version, elsewhere), row
+        # Two warpgroups take Q into registers in two places, four instructions for 64 columns.
+        assert not row["held"] or row["ldsm"] == 2 * 2 * row["held"] // 16, row
         assert version == NEWEST or row["in_steps"] == [], row  # what is spilled costs a few loads a tile
         assert row["utmastg"] > 0, row
         check_waits(row)
 
 
 def check_waits(row):
-    """In two parts, half a step's exponentials stand above the wait for O += P·V, and a softcap's above that."""
+    """In two parts, half a step's exponentials stand above the wait for O += P·V, and a softcap's above that.
+
+    Beside Q in registers, 3.6.0 has all of them above it in the step after a diagonal's first one, once a tile.
+    """
     if max(row["d"], row["dv"]) > 128:
         assert row["branches"] == 0, row
         return
@@ -137,7 +146,9 @@ def check_waits(row):
     above = 3 * half if "softcap" in row["options"] else half  # tanh takes one a score, of both halves
     in_steps = [number for number in row["exponentials"] if number >= half]
     assert len(in_steps) == row["branches"] > 0, row
-    assert all(above <= number <= above + half // 2 for number in in_steps), row
+    late = [number for number in in_steps if number > above + half // 2]
+    assert min(in_steps) >= above, row
+    assert len(late) <= (1 if row["held"] and row["mask"] == MASKS["causal"] else 0), row
 
 
 @pytest.mark.parametrize("version", ENDS)

@@ -25,6 +25,7 @@ from tilewise.tuning.heuristics import hopper_forward_config
 
 launch = pytest.importorskip("tilewise.kernels.gluon.launch")
 launch_backward = pytest.importorskip("tilewise.kernels.gluon.launch_backward")
+products = pytest.importorskip("tilewise.kernels.gluon.products")
 tiles = pytest.importorskip("tilewise.kernels.gluon.tiles", reason="Triton is not installed")
 ROWS = 64  # queries a warpgroup
 QUERIES = int(tiles.QUERIES)  # a step of the backward kernel
@@ -174,6 +175,34 @@ def test_a_softmax_comes_in_two_parts_where_heads_are_narrow_and_steps_are_long(
                                (192, 128, 128, 1), (64, 256, 64, 1)):
         problem = problem_of(d=d, dv=dv)
         assert parts == scalars_of(problem, HopperForwardConfig(keys, 2))[2].PARTS
+
+
+def test_queries_are_held_in_registers_where_that_was_timed():
+    for d, config, held in ((128, HopperForwardConfig(128, 2), 128), (104, HopperForwardConfig(128, 2), 128),
+                            (128, HopperForwardConfig(64, 2), 0), (128, HopperForwardConfig(128, 3), 0),
+                            (256, HopperForwardConfig(64, 2, query_stages=1), 64), (96, HopperForwardConfig(128, 2), 0),
+                            (64, HopperForwardConfig(128, 3), 0), (192, HopperForwardConfig(64, 2), 0)):
+        for mask in (Mask(), causal("top_left"), window(None, 5)):
+            assert held == scalars_of(problem_of(mask=mask, d=d), config)[2].HELD
+    config = HopperForwardConfig(128, 2)
+    lengths = OperandFacts((1,), (1,), torch.int32)
+    for problem in (problem_of(mask=window(9, 0)), problem_of(dv=64), problem_of(d=192, dv=128),
+                    problem_of(d=64, dv=128),
+                    replace(problem_of(), sequences=Sequences(seqlens_q=lengths)),
+                    replace(problem_of(), scores=ScoreOptions(softcap=30.0)),
+                    replace(problem_of(), scores=ScoreOptions(sinks=OperandFacts((1,), (1,), torch.float32)))):
+        assert scalars_of(problem, config)[2].HELD == 0
+    assert scalars_of(problem_of(heads=(2, 1)), config, 2)[2].HELD == 0
+
+
+@pytest.mark.parametrize(("widths", "held"), [((64,), 0), ((64, 32), 0), ((128,), 0), ((128,), 128), ((128, 64), 64),
+                                              ((256,), 0), ((256,), 64), ((256,), 128)], ids=str)
+def test_every_column_is_in_one_product_of_scores_and_those_held_are_the_last_one(widths, held):
+    found = products.products_of.fn(widths, held)
+    columns = [(piece, column) for piece, begin, number in found for column in range(begin, begin + number)]
+    assert columns == [(piece, column) for piece, width in enumerate(widths) for column in range(width)]
+    assert all(number & (number - 1) == 0 for _, _, number in found)
+    assert held in (0, found[-1][2])
 
 
 @given(st.integers(1, 1000), st.integers(1, 3), st.integers(1, 4), st.integers(1, 3), st.sampled_from((64, 128)),

@@ -34,7 +34,7 @@ from tilewise.kernels.gluon.pipeline import (
     wait_empty,
     wait_full,
 )
-from tilewise.kernels.gluon.products import finish, issue_out, issue_scores, rescale, zeros
+from tilewise.kernels.gluon.products import finish, hold_queries, issue_out, issue_scores, products_of, rescale, zeros
 from tilewise.kernels.gluon.softmax import (
     add_sink,
     cap,
@@ -67,6 +67,7 @@ class Shape(NamedTuple):
     of the second.
     DIAGONAL: whether each tile's first step has the diagonal from its first query and key on: the first warpgroup then
     needs half of its keys, and no other step has a mask. Of two warpgroups, steps as long as tiles, one upper bound.
+    HELD: how many of q's last columns a warpgroup holds in registers: steps read only the others from shared memory.
     LENGTHS, PACKED, SHIFTED: whether lengths are data; the sequences lie one behind the other in one batch entry; the
     diagonal runs through the last query and key of each.
     """
@@ -86,6 +87,7 @@ class Shape(NamedTuple):
     SKIPS: bool
     PARTS: int
     DIAGONAL: bool
+    HELD: int
     LENGTHS: bool
     PACKED: bool
     SHIFTED: bool
@@ -178,8 +180,8 @@ def load(sources, queries, pairs, next_tile, counter, order, band, lengths, grou
 
 
 @gluon.jit
-def attend_step(step, turn, q_tiles, q_slot, pairs, probs, acc, row_max, row_sum, row, spans, band, scaling,
-                OWN: gl.constexpr, MASKED: gl.constexpr, C: gl.constexpr):
+def attend_step(step, turn, q, pairs, probs, acc, row_max, row_sum, row, spans, band, scaling, OWN: gl.constexpr,
+                MASKED: gl.constexpr, C: gl.constexpr):
     """S of a step, and O += P·V of the one before it.
 
     In two parts the softmax has half of its exponentials above the wait for that product: they run beside it. The
@@ -190,7 +192,7 @@ def attend_step(step, turn, q_tiles, q_slot, pairs, probs, acc, row_max, row_sum
     wait_full(full, turn, C.STAGES)
     slot = turn % C.STAGES
     take_turn(OWN, C.PING_PONG)
-    s_pending = issue_scores(q_tiles, q_slot, k_tiles, slot, False, C)
+    s_pending = issue_scores(q, k_tiles, slot, False, C)
     acc_pending = issue_out(probs, v_tiles, slot, acc, C)
     pass_turn(OWN, C.CONSUMERS, C.PING_PONG)
     s = cap(warpgroup_mma_wait(len(C.DV) * len(probs), deps=(s_pending,)), scaling)
@@ -220,23 +222,23 @@ def attend_step(step, turn, q_tiles, q_slot, pairs, probs, acc, row_max, row_sum
 
 
 @gluon.jit
-def attend_steps(begin, end, turn, q_tiles, q_slot, pairs, probs, acc, row_max, row_sum, row, spans, band,
-                 scaling, OWN: gl.constexpr, MASKED: gl.constexpr, C: gl.constexpr):
+def attend_steps(begin, end, turn, q, pairs, probs, acc, row_max, row_sum, row, spans, band, scaling,
+                 OWN: gl.constexpr, MASKED: gl.constexpr, C: gl.constexpr):
     """Steps ``begin`` to ``end`` of a tile."""
     for step in range(begin, end):
-        probs, acc, row_max, row_sum = attend_step(step, turn, q_tiles, q_slot, pairs, probs, acc, row_max, row_sum,
-                                                   row, spans, band, scaling, OWN, MASKED, C)
+        probs, acc, row_max, row_sum = attend_step(step, turn, q, pairs, probs, acc, row_max, row_sum, row, spans,
+                                                   band, scaling, OWN, MASKED, C)
         turn += 1
     return turn, probs, acc, row_max, row_sum
 
 
 @gluon.jit
-def scores_of(q_tiles, q_slot, pairs, turn, OWN: gl.constexpr, C: gl.constexpr):
+def scores_of(q, pairs, turn, OWN: gl.constexpr, C: gl.constexpr):
     """S of a turn whose V nobody needs: of the first step in which these queries see a key."""
     k_tiles, _v_tiles, full, empty = pairs
     wait_full(full, turn, C.STAGES)
     take_turn(OWN, C.PING_PONG)
-    pending = issue_scores(q_tiles, q_slot, k_tiles, turn % C.STAGES, False, C)
+    pending = issue_scores(q, k_tiles, turn % C.STAGES, False, C)
     pass_turn(OWN, C.CONSUMERS, C.PING_PONG)
     s = warpgroup_mma_wait(0, deps=(pending,))
     leave(empty, turn, C.STAGES)
@@ -335,9 +337,10 @@ def attend(sources, queries, pairs, next_tile, out_tiles, results, order, band, 
         await_queries(q_full, OWN, taken, tile[0], C)  # this program's tiles may all lie between the sequences
     else:
         wait_full(q_full, taken * C.CONSUMERS + OWN, C.Q_STAGES * C.CONSUMERS)
+    held = hold_queries(q_tiles, OWN, C)
     wait_full(full, turn, C.STAGES)
     HALF: gl.constexpr = C.DIAGONAL and OWN == 0  # of a tile's first step these queries see half of the keys
-    s = warpgroup_mma_wait(0, deps=(issue_scores(q_tiles, OWN, k_tiles, 0, HALF, C),))
+    s = warpgroup_mma_wait(0, deps=(issue_scores((q_tiles, OWN, held), k_tiles, 0, HALF, C),))
     leave(empty, turn, C.STAGES)
     turn += 1
     while tile[0] != END:
@@ -352,7 +355,7 @@ def attend(sources, queries, pairs, next_tile, out_tiles, results, order, band, 
         begin = first * 0 + 1
         if C.SKIPS:
             if hides_first_step(keys_at(0, spans, C), spans[3], row, own_band[3], C):
-                s = scores_of(q_tiles, opaque(q_slot), pairs, turn, OWN, C)
+                s = scores_of((q_tiles, opaque(q_slot), held), pairs, turn, OWN, C)
                 turn += 1
                 begin += 1
         s = cap(s, scaling)
@@ -370,8 +373,8 @@ def attend(sources, queries, pairs, next_tile, out_tiles, results, order, band, 
             probs = (low, low * 0)  # what follows a tile's last step takes all keys, be it the first
             if spans[3] > 1:
                 probs, acc, row_max, row_sum = attend_step(
-                    1, turn, q_tiles, opaque(q_slot), pairs, (low,), acc, row_max, row_sum, row, spans, own_band,
-                    scaling, OWN, False, C)
+                    1, turn, (q_tiles, opaque(q_slot), held), pairs, (low,), acc, row_max, row_sum, row, spans,
+                    own_band, scaling, OWN, False, C)
                 turn += 1
                 begin += 1
         else:
@@ -383,11 +386,11 @@ def attend(sources, queries, pairs, next_tile, out_tiles, results, order, band, 
                 clear(v_tiles, opaque(turn % C.STAGES), keep, C)
         if not C.DIAGONAL:
             turn, probs, acc, row_max, row_sum = attend_steps(
-                begin, masked, turn, q_tiles, opaque(q_slot), pairs, probs, acc, row_max, row_sum, row, spans,
+                begin, masked, turn, (q_tiles, opaque(q_slot), held), pairs, probs, acc, row_max, row_sum, row, spans,
                 own_band, scaling, OWN, True, C)
         turn, probs, acc, row_max, row_sum = attend_steps(
-            gl.maximum(begin, masked), spans[3], turn, q_tiles, opaque(q_slot), pairs, probs, acc, row_max, row_sum,
-            row, spans, own_band, scaling, OWN, False, C)
+            gl.maximum(begin, masked), spans[3], turn, (q_tiles, opaque(q_slot), held), pairs, probs, acc, row_max,
+            row_sum, row, spans, own_band, scaling, OWN, False, C)
 
         leave(q_empty, taken * C.CONSUMERS + OWN, C.Q_STAGES * C.CONSUMERS)
         taken += 1
@@ -402,9 +405,10 @@ def attend(sources, queries, pairs, next_tile, out_tiles, results, order, band, 
         if C.Q_STAGES == 1:  # they are still on their way: there was no room before
             await_queries(q_full, next_slot, taken, after[0], C)
             next_slot = opaque(next_slot)  # a constant, like that of the loops
-        s_pending = issue_scores(q_tiles, next_slot, k_tiles, slot, HALF, C)
+        held = hold_queries(q_tiles, next_slot, C)
+        s_pending = issue_scores((q_tiles, next_slot, held), k_tiles, slot, HALF, C)
         pass_turn(OWN, C.CONSUMERS, C.PING_PONG)
-        acc = finish(acc_pending, len(C.D))
+        acc = finish(acc_pending, len(products_of(C.D, C.HELD)))
         if C.PARTS == 2:
             row_sum = gl.convert_layout(gl.sum(row_sum, 1), row_max.type.layout)
         write(acc, row_max, row_sum, tile, row, out_desc, out_tiles, results, band[0], order[1], group, scaling, OWN, C)

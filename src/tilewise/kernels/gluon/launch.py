@@ -14,6 +14,8 @@ from tilewise.problem import AttentionProblem, legal_strides
 
 # What keys and values of one section of heads may take of L2 (50 MiB on an H200): 24 and 48 were no better.
 _SECTION_BYTES = 32 * 2**20
+# Columns of q that registers hold; by the pieces of q and of v, keys a step and warpgroups. Elsewhere none.
+_HELD = {(((128,), (128,)), 128, 2): 128, (((256,), (256,)), 64, 2): 64}
 NO_LENGTHS = (None,) * 4  # cu_seqlens_q, cu_seqlens_k, seqlens_q, seqlens_k
 _NOTHING = (None,) * 3 + NO_LENGTHS  # sinks, their stride, out's address
 _PLACES = (0, 0, 1, 1, 2, 2, 3)  # which of q, k, v and out the kernel's descriptors show: two pieces of all but out
@@ -82,7 +84,7 @@ class HopperForward:
                   config.query_stages, config.ping_pong, lower is not None, upper is not None,
                   64 // pack * config.consumers > config.keys and lower is None and upper is not None,
                   _parts(problem, config), pack == 1 and count is None and _on_diagonal(problem, config, lower, upper),
-                  count is not None, self.packed, is_shifted))
+                  _held(problem, config, lower, pack), count is not None, self.packed, is_shifted))
         self.enqueue = Enqueue(self.kernel, self.grid, self.scalars, OPTIONS)
         # Of each tensor's one or two pieces; of out its buffers.
         rows = [64] if pack == 1 else [64 // pack, pack]
@@ -179,6 +181,15 @@ def _on_diagonal(problem: AttentionProblem, config: HopperShape, lower: int | No
     return (lower is None and upper is not None and upper >= 0 and upper % config.keys == 0
             and 64 * config.consumers == config.keys and problem.sq + upper <= len(problem.seen_keys)
             and 64 < max(problem.d, problem.dv) <= 128)
+
+
+def _held(problem: AttentionProblem, config: HopperShape, lower: int | None, pack: int) -> int:
+    """Columns of q that a warpgroup holds in registers: where that was timed, and faster."""
+    scores = problem.scores
+    is_plain = lower is None and pack == 1 and not problem.sequences.are_data
+    if not is_plain or scores.softcap is not None or scores.sinks is not None:
+        return 0
+    return _HELD.get((config.pieces(problem), config.keys, config.consumers), 0)
 
 
 def _section(problem: AttentionProblem) -> int:

@@ -7,16 +7,60 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 from tilewise.kernels.gluon.softmax import as_operand
 
 
+@gluon.constexpr_function
+def products_of(widths, held):
+    """The products that make S, of each the piece of Q and K, its first column and how many: powers of two.
+
+    The last ``held`` columns, whose Q registers hold, are the last one.
+    """
+    found = []
+    for piece, width in enumerate(widths):
+        end = width - held if piece == len(widths) - 1 else width
+        begin = 0
+        while begin < end:
+            columns = 1 << ((end - begin).bit_length() - 1)
+            found.append((piece, begin, columns))
+            begin += columns
+    return [*found, (len(widths) - 1, widths[-1] - held, held)] if held else found
+
+
 @gluon.jit
-def issue_scores(q_tiles, q_slot, k_tiles, slot, HALF: gl.constexpr, C: gl.constexpr):
-    """Begin S = Q·Kᵀ, a product a piece of the columns. HALF: of the first half of the keys alone."""
+def hold_queries(q_tiles, q_slot, C: gl.constexpr):
+    """Take the columns of Q that are to be held into registers, each two neighbours in one of 32 bits, as P's."""
+    if C.HELD > 0:
+        PIECE: gl.constexpr = len(C.D) - 1
+        WIDTH: gl.constexpr = C.D[PIECE]
+        LAYOUT: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.KEYS, 16]), 2)
+        q = q_tiles[PIECE].index(q_slot).reshape([64, WIDTH]).slice(WIDTH - C.HELD, C.HELD, 1).load(LAYOUT)
+        even, odd = q.reshape([64, C.HELD // 2, 2]).split()
+        return (gl.inline_asm_elementwise("mov.b32 $0, {$1, $2};", "=r,h,h", [even, odd], dtype=gl.int32,
+                                          is_pure=True, pack=1),)
+    else:
+        return ()
+
+
+@gluon.jit
+def columns_of(tiles, slot, ROWS: gl.constexpr, PRODUCT: gl.constexpr, C: gl.constexpr):
+    """The columns of Q or K in a slot that a product multiplies, by its number."""
+    OWN: gl.constexpr = products_of(C.D, C.HELD)[PRODUCT]
+    return tiles[OWN[0]].index(slot).reshape([ROWS, C.D[OWN[0]]]).slice(OWN[1], OWN[2], 1)
+
+
+@gluon.jit
+def issue_scores(q, k_tiles, slot, HALF: gl.constexpr, C: gl.constexpr):
+    """Begin S = Q·Kᵀ, as many products as products_of says. HALF: of the first half of the keys alone."""
+    q_tiles, q_slot, held = q
     KEYS: gl.constexpr = C.KEYS // 2 if HALF else C.KEYS
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    PRODUCTS: gl.constexpr = len(products_of(C.D, C.HELD))
     s = gl.full([64, KEYS], 0.0, gl.float32, layout=S_LAYOUT)
-    for i in gl.static_range(len(C.D)):
-        q = q_tiles[i].index(q_slot).reshape([64, C.D[i]])
-        k = k_tiles[i].index(slot).reshape([C.KEYS, C.D[i]]).slice(0, KEYS, 0)
-        s = warpgroup_mma(q, k.permute((1, 0)), s, use_acc=i > 0, is_async=True)
+    for i in gl.static_range(PRODUCTS):
+        if C.HELD > 0 and i == PRODUCTS - 1:
+            rows = as_operand(held[0], k_tiles[0].dtype, gl.DotOperandLayout(0, S_LAYOUT, 2))
+        else:
+            rows = columns_of(q_tiles, q_slot, 64, i, C)
+        k = columns_of(k_tiles, slot, C.KEYS, i, C).slice(0, KEYS, 0)
+        s = warpgroup_mma(rows, k.permute((1, 0)), s, use_acc=i > 0, is_async=True)
     return s
 
 
