@@ -296,3 +296,14 @@ def test_no_key_rows_beside_lengths_that_are_data(backend):
     dq, dk, dv, *_ = backend.backward(problem.backward(lse_grad=False), saved, dout, None, Needs())
     assert (dq == 0).all()
     assert dk.shape == dv.shape == k.shape
+
+
+@pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS.keys())
+def test_rows_behind_the_last_key_add_nothing_to_dq_where_every_score_is_very_low(backend):
+    """Their scores were 0, above all others by 1000: probabilities without end, times keys of 0."""
+    q, k = random(1, 1, 20, 64) * 0.1 + 11, random(1, 1, 21, 64)[:, :, :20] * 0.1 - 11
+    v, dout = random(1, 1, 22, 64)[:, :, :20], random(1, 1, 23, 64)[:, :, :20]
+    exact = oracle.gradients(q, k, v, dout, None, Mask(), None)
+    got = results(backend, q, k, v, dout)
+    for name, expected in zip(("dq", "dk", "dv"), exact[:3], strict=True):
+        torch.testing.assert_close(got[name].double(), expected, atol=1e-3, rtol=1e-3)

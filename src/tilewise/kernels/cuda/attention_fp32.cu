@@ -1243,7 +1243,8 @@ TW_DEVICE void add_to_dq(const Call& call, const Place& at, int head, int n, int
 
 #if TW_DK || TW_DV_SUM
 
-// Scores become the probabilities of queries n on, of which the warp's keys see none from ``to`` on.
+// Scores become the probabilities of queries n on, of which the warp's keys see none from ``to`` on. Keys from own_stop
+// on have some score too, which nothing bounds the probability of.
 template <int N>
 TW_DEVICE void make_probs(float (&probs)[ROWS][N / LANES], const Place& at, int own, int own_stop, int n, int to,
                           const float* lse, float scale_log2) {
@@ -1253,13 +1254,15 @@ TW_DEVICE void make_probs(float (&probs)[ROWS][N / LANES], const Place& at, int 
 #pragma unroll
     for (int r = 0; r < ROWS; r++) probs[r][c] = prob_of(probs[r][c], scale_log2, lse_log2);
   }
-  if (n + N <= to && at.sees(n, own_stop - 1) && at.sees(n + N - 1, own)) return;  // nothing is hidden
+  bool whole = n + N <= to && own + Product::OWN == own_stop;
+  if (whole && at.sees(n, own_stop - 1) && at.sees(n + N - 1, own)) return;  // nothing is hidden
 #pragma unroll
   for (int c = 0; c < N / LANES; c++)
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
-      int i = n + Product::column_of(c);
-      if (i >= to || !at.sees(i, own + Product::row_of(r))) probs[r][c] = 0.0f;
+      int i = n + Product::column_of(c), j = own + Product::row_of(r);
+      bool hidden = (i >= to) | (j >= own_stop) | !at.sees(i, j);  // no branch: registers are few here
+      probs[r][c] = hidden ? 0.0f : probs[r][c];
     }
 }
 
