@@ -268,8 +268,8 @@ TW_DEVICE void load_tile(float* tile, const Tensor& tensor, const float* head, i
   }
 }
 
-// The same for WIDTH dims from ``dim`` on, transposed: a row for each dim, STRIDE apart, of ROWS floats. Four neighbours
-// of 8 dims a warp are 32 banks where STRIDE is 4 more than a multiple of 32.
+// The same for WIDTH dims from ``dim`` on, transposed: a row for each dim, STRIDE apart, of ROWS floats. A warp writes 8
+// dims of 4 neighbours at a time, to 32 banks where STRIDE is 4 more than a multiple of 32.
 template <int ROWS, int WIDTH, int STRIDE>
 TW_DEVICE void load_transposed(float* tile, const Tensor& tensor, const float* head, int first, int from, int to,
                                int dim, int width) {
@@ -727,13 +727,15 @@ struct Product {
 
 #else
 
-// On FMA pipes: every product and sum rounded once, as IEEE 754 has it. A warp owns 4 TW_BLOCKS rows, LANES threads
-// each. Two threads share every 16 bytes that half a warp loads from shared memory, or all do, so that it is one read of
-// 128 bytes: lanes 1 apart share columns, others rows.
+// On FMA pipes: every product and sum rounded once, as IEEE 754 has it. A warp owns 4 TW_BLOCKS rows, each of LANES
+// threads; a thread ROWS of them, so that each number loaded from shared memory serves several products. Lanes 1 apart
+// share columns, those 2 apart rows: half a warp's 16-byte loads are one read of 128 bytes where either kind shares its
+// address, else two.
 //
-// An instruction reads each of two register banks once a cycle; numbers that it shares with the one before cost
-// nothing. So a product of many rows and columns of one dim or key, whose numbers lie side by side, 4 to a load, takes
-// the fewest cycles: 1.25 each for 8 rows by 8 columns, 1.7 for 4 by 8 where 4 dims lie side by side instead.
+// Registers lie in two banks, odd and even, each read once a cycle; what the instruction before has read in the same
+// place costs nothing. So a product takes one cycle where row or column stays, and the sum is in the other bank than
+// what changes. By counting, ptxas gets to 1.25 issue slots and cycles a product for 8 rows by 8 columns of numbers
+// that lie side by side, 4 to a load; to 1.7 for 4 rows by 8 where 4 dims of a row do.
 struct Product {
 #if TW_FORWARD
   static constexpr int LANES = TW_DV % 64 ? 8 : 16;
