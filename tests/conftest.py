@@ -65,10 +65,10 @@ def quick_interpreter():
     if os.environ.get("TRITON_INTERPRET") != "1" or find_spec("triton") is None:
         yield
         return
-    from interpreter import patch_once_a_launch
+    from interpreter import quicken
 
     with pytest.MonkeyPatch.context() as patch:
-        patch_once_a_launch(patch)
+        quicken(patch)
         yield
 
 

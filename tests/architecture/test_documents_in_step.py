@@ -74,6 +74,13 @@ def test_ci_runs_the_test_command_of_the_readme():
     assert steps[-1] == "test"
 
 
+def test_nothing_is_installed_before_the_pins_are_known():
+    """The resolver once fetched the newest torch, half a gigabyte, before it read which one `dev` asks for."""
+    installs = re.findall(r"pip install .*", (ROOT / "Makefile").read_text("utf-8"))
+    assert installs
+    assert [line for line in installs if "--constraint $(PINS)" not in line and "--no-deps" not in line] == []
+
+
 @pytest.mark.parametrize("name", BACKENDS)
 def test_every_backend_has_its_file_and_its_line_in_the_documents(name):
     assert (ROOT / f"src/tilewise/backends/{name}.py").exists()

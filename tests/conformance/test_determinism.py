@@ -24,7 +24,7 @@ def test_repeats_are_bit_equal(backend, name, device, main_dtype):
     case = case_named(name)
     inputs = make_inputs(case, main_dtype, device)
     first = forward_and_backward(backend, case, inputs, "out_and_lse", deterministic=True)
-    for _ in range(3 if device.type == "cpu" else 49):  # nothing races in a CPU's loops
+    for _ in range(1 if device.type == "cpu" else 49):  # nothing races in a CPU's loops
         assert _differing(first, forward_and_backward(backend, case, inputs, "out_and_lse", deterministic=True)) == []
 
 

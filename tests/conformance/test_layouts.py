@@ -137,10 +137,9 @@ class _Copies(TorchDispatchMode):
 
 
 @pytest.mark.gpu  # interpreted, every argument is copied to the interpreter and back
+@pytest.mark.parametrize("backend", ["triton"], indirect=True)  # the others make copies, or promise nothing
 @pytest.mark.parametrize("name", ["packed_qkv_causal", "packed_qkv_gqa", "packed_kv", "storage_bhds"])
 def test_strided_inputs_are_not_copied(backend, name, device, main_dtype):
-    if backend.name != "triton":
-        pytest.skip(f"backend {backend.name!r} promises none: torch's operators and its tiles are made of copies")
     case = case_named(name)
     inputs = make_inputs(case, main_dtype, device)
     problem = problem_of(case, inputs)

@@ -87,7 +87,10 @@ def test_packed_gpt_learns_the_same_with_every_way_to_attend(documents, capsys):
     assert [way for way, *_ in losses] == ["sdpa", "tilewise", "tw_attention", "tw_varlen", "torch_sdpa",
                                            "torch_reversed"]
     assert all(float(last) < float(first) - 0.2 for _, first, last in losses)
-    assert 0 < float(re.search(r"largest difference (\S+),", printed)[1]) < 1e-5
+    largest = float(re.search(r"largest difference (\S+),", printed)[1])
+    assert largest < 1e-5
+    if documents != "1":  # of one document, some CPUs round each way alike
+        assert largest > 0
 
 
 @needs_transformers

@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from conformance.functions import mask_functions, score_functions
-from kernels.sass import exponentials_before_waits, possibly_unset, stray_descriptors
+from kernels.sass import exponentials_before_waits, possibly_unset, spills_in_steps, stray_descriptors
 from tilewise.bench.compile_ahead import CompileOnlyDriver
 from tilewise.kernels.gluon.launch import OPTIONS, HopperForward
 from tilewise.kernels.gluon.launch_backward import HopperBackward
@@ -44,6 +44,7 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
+_logs = {}  # of each kernel that this process has compiled
 
 
 def operands_of(request):
@@ -177,7 +178,10 @@ def compile_for(request):
 
 
 def compile_hopper(request):
-    """A Gluon kernel; ptxas's log is printed where TRITON_DUMP_PTXAS_LOG is set and the kernel is not in a cache."""
+    """A Gluon kernel; ptxas's log is printed where TRITON_DUMP_PTXAS_LOG is set and the kernel is not in a cache.
+
+    A kernel that an earlier request of this process compiled keeps its log; ``anew`` says whether this one did.
+    """
     operands = operands_of(request)
     spec, problem = DeviceSpec.of_arch("sm_90"), problem_of(request, operands)
     q, k, v, out, rows = tensors_of(problem)
@@ -202,13 +206,15 @@ def compile_hopper(request):
     with contextlib.redirect_stdout(io.StringIO()) as log:
         compiled = launch.kernel.warmup(*arguments, *launch.scalars, grid=launch.grid, **OPTIONS)
     sass, ptx = sass_of(compiled), compiled.asm["ptx"]
+    first_log = _logs.setdefault(compiled.hash, log.getvalue())
     waits = {"acquire": ptx.count("ld.acquire.gpu"), "release": ptx.count("st.release.gpu"),
              "complete": len(re.findall(r"cp\.async\.bulk\.wait_group\s+0;", ptx))}
     return facts_of(request, compiled, spec) | nvidia_report(compiled, sass) | waits | {
-        "planned": config.shared_bytes(problem), "log": log.getvalue(), "threads": 32 * compiled.metadata.num_warps,
+        "planned": config.shared_bytes(problem), "log": first_log, "anew": bool(log.getvalue()),
+        "threads": 32 * compiled.metadata.num_warps,
         "unset": possibly_unset(sass), "strays": stray_descriptors(sass),
-        "exponentials": exponentials_before_waits(sass), "branches": sass.count("NANOSLEEP"),
-        "philox": sass.count("IMAD.WIDE.U32")}
+        "exponentials": exponentials_before_waits(sass), "in_steps": spills_in_steps(sass),
+        "branches": sass.count("NANOSLEEP"), "philox": sass.count("IMAD.WIDE.U32")}
 
 
 def facts_of(request, compiled, spec):

@@ -25,15 +25,15 @@ def compile_all(version, wanted, script=SCRIPT, *, alone=False, **settings):
     To import torch and Triton takes as long as to compile a kernel, so tests share a process, which does not compile
     again what it has compiled. ``alone``: in a process of this call's own.
 
-    ``script``: what runs there. ``settings``: environment variables of a process of this call's own.
+    ``script``: what runs there. ``settings``: environment variables that it runs with.
     """
-    if alone or settings:
-        with Compiler(version, script, **settings) as compiler:
+    if alone:
+        with Compiler(version, script, settings) as compiler:
             return compiler.compile(wanted)
-    if version in _shared and _shared[version].script != script:  # one for each version is memory enough
+    if version in _shared and _shared[version].runs != (script, settings):  # one for each version is memory enough
         _shared.pop(version).close()
     if version not in _shared:
-        _shared[version] = Compiler(version, script)
+        _shared[version] = Compiler(version, script, settings)
     try:
         return _shared[version].compile(wanted)
     except BaseException:
@@ -50,14 +50,14 @@ def _close_shared():
 class Compiler:
     """A process that reads a request a line and answers each with a row."""
 
-    def __init__(self, version, script, **settings):
+    def __init__(self, version, script, settings):
         paths = [str(ROOT / "src"), str(ROOT / "tests")]
         if version != INSTALLED:
             folder = ROOT / ".triton" / version
             if not folder.is_dir():
                 pytest.fail(f"Triton {version} is not at {folder}: run 'make triton-versions'")
             paths.insert(0, str(folder))
-        self.script = script
+        self.runs = script, settings
         environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(paths), **settings}
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed in close()
         self.process = subprocess.Popen([sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,

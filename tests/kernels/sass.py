@@ -91,6 +91,53 @@ def exponentials_before_waits(sass):
     return found
 
 
+def spills_in_steps(sass):
+    """Return what the loops over keys read from the stack or write there.
+
+    Such a loop multiplies and makes exponentials, and unlike that over tiles it stages no results (STSM).
+    """
+    code, successors = _flow(sass)
+    ways = [[after for after in following if not code[after].startswith("STSM")] for following in successors]
+    steps = [loop for loop in _loops(ways) if all(any(name in code[index] for index in loop)
+                                                  for name in ("HGMMA", "MUFU.EX2"))]
+    return [code[index] for loop in steps for index in sorted(loop) if re.match(r"(@\S+ )?(LDL|STL)", code[index])]
+
+
+def _loops(successors):
+    """Sets of instructions that are reached from one another, two at least (Kosaraju's algorithm)."""
+    finished, seen = [], set()
+    for root in range(len(successors)):
+        if root not in seen:
+            seen.add(root)
+            path = [(root, iter(successors[root]))]
+            while path:
+                index, following = path[-1]
+                after = next((after for after in following if after not in seen), None)
+                if after is None:
+                    finished.append(path.pop()[0])
+                else:
+                    seen.add(after)
+                    path.append((after, iter(successors[after])))
+    before = [[] for _ in successors]
+    for index, following in enumerate(successors):
+        for after in following:
+            before[after].append(index)
+    found, placed = [], set()
+    for root in reversed(finished):
+        if root not in placed:
+            waiting, loop = [root], set()
+            placed.add(root)
+            while waiting:
+                index = waiting.pop()
+                loop.add(index)
+                new = set(before[index]) - placed
+                placed |= new
+                waiting += new
+            if len(loop) > 1:
+                found.append(loop)
+    return found
+
+
 def _reaching(successors, start, step, join):
     """What is known before each instruction, joined over all paths that lead there; None where none does."""
     before = [None] * len(successors)

@@ -1,7 +1,7 @@
 """Every Triton kernel compiles for every target on both ends of the Triton range, without a device.
 
 On the installed version, which is between, do so those without options, of every head dim, those in float32 and those
-with all options. The ends share what options change: see shared_by_ends.
+with all options. The ends share the rest: see shared_by_ends.
 
 Bounds on spills are in bytes of stack a thread. On sm_90 the kernels through descriptors, which long sequences take,
 need 176 at most (3.6.0); the high ceiling is for those through pointers.
@@ -24,8 +24,6 @@ PACKED = ["cu_seqlens_q", "cu_seqlens_k"]
 TILED = ["mask", "tiles_q", "tiles_k"]
 DOCUMENTS = ["documents_q", "documents_k"]
 OPTIONS_SPILL_BOUND = {"sm_80": 768, "sm_90": 1536, "sm_100": 1536, "gfx942": 64}
-# A function that reads a tensor for each pair; the most, 1712, is dK/dV for sm_100 on 3.6.0 (on 3.7.1 and 3.9.0: 440).
-FUNCTIONS_SPILL_BOUND_3_6 = {"sm_100": 1792}
 WIDE_SPILL_BOUND = {"sm_80": 64, "sm_90": 1024, "sm_100": 768, "gfx942": 64}  # at width 512, and with a tail
 SPILL_BOUND = {"sm_80": 128, "sm_90": 768, "sm_100": 768, "gfx942": 0}
 
@@ -33,28 +31,32 @@ SPILL_BOUND = {"sm_80": 128, "sm_90": 768, "sm_100": 768, "gfx942": 0}
 def shared_by_ends(kinds, version, arch):
     """Return every second kind: of an architecture the other end of the range has the rest, of the next it has these.
 
-    So each kind is compiled for each architecture, and with each version.
+    So each kind is compiled for each architecture, and with each version. The version between has them all.
     """
-    return list(kinds)[(ENDS.index(version) + ARCHS.index(arch)) % 2::2]
+    kinds = list(kinds)
+    return kinds if version == INSTALLED else kinds[(ENDS.index(version) + ARCHS.index(arch)) % 2::2]
 
 
 def requests(arch, dims):
     rows = []
     for d in dims:
         backward = ("dk", "dv", "dq", "delta") if d == 256 else ("dkdv", "dq", "delta")
-        for mask in MASKS.values():
+        for mask, step in zip(MASKS.values(), (1, -1), strict=True):  # in turns, so that no half has but one mask
             rows += [{"arch": arch, "kernel": kernel, "d": d, "dtype": "bfloat16", "mask": mask,
                       "descriptors": described}
                      for kernel in ("forward", *backward)
-                     for described in ((False, True) if arch == "sm_90" else (False,))]
+                     for described in ((False, True) if arch == "sm_90" else (False,))][::step]
     return rows
 
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_float32_kernels_compile_within_shared_memory(arch):
+    """Without tensor cores NVIDIA's are alike but for the room: sm_80, which has the least, gets all; two share."""
     wanted = [{"arch": arch, "kernel": kernel, "d": d, "dtype": "float32", "mask": MASKS["causal"],
                "descriptors": False}
               for d in (64, 256) for kernel in ("forward", *(("dk", "dv") if d == 256 else ("dkdv",)), "dq", "delta")]
+    if arch in ("sm_90", "sm_100"):
+        wanted = wanted[ARCHS.index(arch) % 2::2]
     rows = compile_all(INSTALLED, wanted)
     assert len(rows) == len(wanted)
     for row in rows:
@@ -64,10 +66,15 @@ def test_float32_kernels_compile_within_shared_memory(arch):
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("version", ENDS)
 def test_kernels_of_wide_heads_compile_within_registers_and_shared_memory(version, arch):
-    """Tiles of 512, and past that a second one: where the accumulators of the narrower heads' tiles would not fit."""
+    """Tiles of 512, and past that a second one: where the accumulators of the narrower heads' tiles would not fit.
+
+    The kernels of the second tile hold the others' code and more: those by themselves are compiled for sm_90 alone.
+    """
+    dims = {"forward": (512, 576), "dk": (576, 512), "dv": (512, 576), "dq": (576, 512)}  # in turns: each end has both
     wanted = [{"arch": arch, "kernel": kernel, "d": d, "dv": 512, "dtype": "bfloat16", "mask": MASKS["causal"],
-               "descriptors": False} for kernel in ("forward", "dk", "dv", "dq") for d in (512, 576)]
-    wanted += [wanted[-1] | {"kernel": "delta"}, wanted[-1] | {"kernel": "dbias", "options": ["bias"]}]
+               "descriptors": False} for kernel, pair in dims.items() for d in (pair if arch == "sm_90" else (576,))]
+    widest = wanted[0] | {"d": 576}
+    wanted += [widest | {"kernel": "delta"}, widest | {"kernel": "dbias", "options": ["bias"]}]
     wanted = shared_by_ends(wanted, version, arch)
     rows = compile_all(version, wanted)
     assert len(rows) == len(wanted)
@@ -82,8 +89,10 @@ def test_kernels_of_wide_heads_compile_within_registers_and_shared_memory(versio
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("version", ENDS)
 def test_kernels_of_lengths_documents_and_tile_lists_compile_within_shared_memory(version, arch):
+    """Each set of operands for each architecture, under each mask for two of them, and under each with each version."""
     masks = ([None, 0, "bottom_right"], [63, 0, "bottom_right", 7, 5, 1024])
-    kinds = product(masks, (PACKED, DOCUMENTS, TILED, PADDED + DOCUMENTS + ["sinks"]))
+    one, other = masks[::1 if arch in ARCHS[:2] else -1]
+    kinds = (one, PACKED), (one, DOCUMENTS), (other, TILED), (other, PADDED + DOCUMENTS + ["sinks"])
     wanted = [{"arch": arch, "kernel": kernel, "d": 128, "dtype": "bfloat16", "mask": mask,
                "descriptors": arch == "sm_90" and kernel != "delta", "options": names}
               for mask, names in shared_by_ends(kinds, version, arch) for kernel in ("forward", "dkdv", "dq", "delta")]
@@ -122,8 +131,7 @@ def test_kernels_with_functions_of_the_users_own_compile_within_shared_memory(ve
     for row in rows:
         assert row["shared"] <= row["limit"], row
         if "bias" not in row["options"]:
-            older = FUNCTIONS_SPILL_BOUND_3_6 if version == "3.6.0" else {}
-            assert row["stack"] <= older.get(arch, OPTIONS_SPILL_BOUND[arch]), row
+            assert row["stack"] <= OPTIONS_SPILL_BOUND[arch], row
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -134,7 +142,8 @@ def test_kernels_with_every_option_compile_within_shared_memory(version, arch):
                "descriptors": arch == "sm_90", "options": OPTIONS}
               for kernel in ("forward", "dkdv", "dq", "dbias")]
     if version in ENDS:  # alone too: a field that is absent and one that is there were once mistaken for one another
-        wanted += [wanted[0] | {"options": [name]} for name in shared_by_ends(OPTIONS, version, arch)]
+        wanted += [wanted[0] | {"options": [name]} for name in OPTIONS]
+    wanted = shared_by_ends(wanted, version, arch)
     rows = compile_all(version, wanted)
     assert len(rows) == len(wanted)
     for row in rows:
@@ -167,6 +176,7 @@ def test_dq_of_several_entries_keeps_its_sums_in_registers_and_reads_their_bias_
     wanted = [{"arch": "sm_90", "kernel": f"dq_{which}_of_2", "d": d, "dtype": "bfloat16",
                "mask": MASKS["causal"], "descriptors": False, "options": options}
               for d in (64, 128) for which, options in (("all", ["bias"]), ("last", ["bias"]), ("last", OPTIONS))]
+    wanted = shared_by_ends(wanted, version, "sm_90")
     rows = compile_all(version, wanted)
     assert len(rows) == len(wanted)
     for row in rows:
@@ -181,8 +191,9 @@ def test_dq_of_several_entries_keeps_its_sums_in_registers_and_reads_their_bias_
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_three_programs_of_dbias_share_a_multiprocessor_and_read_their_bias_once(version):
-    wanted = [{"arch": "sm_90", "kernel": "dbias", "d": d, "dtype": "bfloat16", "mask": mask, "descriptors": True,
-               "options": ["bias"]} for d in (72, 128) for mask in MASKS.values()]
+    kinds = (72, "full"), (72, "causal"), (128, "causal"), (128, "full")
+    wanted = [{"arch": "sm_90", "kernel": "dbias", "d": d, "dtype": "bfloat16", "mask": MASKS[mask],
+               "descriptors": True, "options": ["bias"]} for d, mask in shared_by_ends(kinds, version, "sm_90")]
     rows = compile_all(version, wanted)
     assert len(rows) == len(wanted)
     for row in rows:
@@ -210,7 +221,7 @@ def test_dropout_draws_where_the_scores_are(version, arch):
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("version", VERSIONS)
 def test_kernels_compile_within_registers_and_shared_memory(version, arch):
-    wanted = requests(arch, (64, 128, 256) if version == INSTALLED else (128,))
+    wanted = shared_by_ends(requests(arch, (64, 128, 256) if version == INSTALLED else (128,)), version, arch)
     rows = compile_all(version, wanted)
     assert len(rows) == len(wanted)
     for row in rows:

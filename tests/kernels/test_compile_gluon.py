@@ -123,6 +123,7 @@ def check(version, wanted, bounds=SPILL_BOUND):
     for row in compile_aloud(version, wanted):
         check_products(row)
         assert row["stack"] <= bounds.get(version, SPILL_BOUND_ELSEWHERE), row
+        assert version == NEWEST or row["in_steps"] == [], row  # what is spilled costs a few loads a tile
         assert row["utmastg"] > 0, row
         check_waits(row)
 
@@ -247,4 +248,4 @@ def check_products(row):
 def test_heads_in_padded_tiles_share_the_kernels_of_full_ones():
     *full, of_40, of_104 = compile_aloud(OLDEST, [forward(64), forward(128), forward(40), forward(104)])
     assert all("Used" in row["log"] for row in full)
-    assert (of_40["log"], of_104["log"]) == ("", ""), "compiled anew"
+    assert (of_40["anew"], of_104["anew"]) == (False, False)

@@ -13,6 +13,7 @@ from tilewise.masks import ALIGNMENTS, Mask, causal, window
 from tilewise.problem import AttentionProblem
 from tilewise.scores import OperandFacts, ScoreOptions
 from tilewise.tuning.configs import HopperDbiasConfig
+from tilewise.tuning.heuristics import LEAST_TILES, hopper_dbias_config
 
 pair_tiles = pytest.importorskip("tilewise.kernels.gluon.pair_tiles", reason="Triton is not installed")
 hopper_dbias = pytest.importorskip("tilewise.kernels.gluon.hopper_dbias")
@@ -36,14 +37,17 @@ def plain_python():
         yield
 
 
-def launch_of(sq=512, sk=512, mask=None, *, b=4, heads=(4, 2), shape=None, strides=None,
-              dtype=torch.bfloat16, d=128, dv=128):
+def problem_of(sq=512, sk=512, mask=None, *, b=4, heads=(4, 2), shape=None, strides=None,
+               dtype=torch.bfloat16, d=128, dv=128):
     shape = shape or (1, heads[0], sq, sk)
     strides = strides or (shape[1] * sq * sk, sq * sk, sk, 1)
-    problem = AttentionProblem(b=b, hq=heads[0], hk=heads[1], sq=sq, sk=sk, d=d, dv=dv, dtype=torch.bfloat16,
-                               device=torch.device("cuda", 0), scale=0.5, mask=mask or Mask(), direction="backward",
-                               scores=ScoreOptions(bias=OperandFacts(shape, strides, dtype)))
-    return launch_dbias.HopperDbias(problem, HopperDbiasConfig(), 132)
+    return AttentionProblem(b=b, hq=heads[0], hk=heads[1], sq=sq, sk=sk, d=d, dv=dv, dtype=torch.bfloat16,
+                            device=torch.device("cuda", 0), scale=0.5, mask=mask or Mask(), direction="backward",
+                            scores=ScoreOptions(bias=OperandFacts(shape, strides, dtype)))
+
+
+def launch_of(*args, **fields):
+    return launch_dbias.HopperDbias(problem_of(*args, **fields), HopperDbiasConfig(), 132)
 
 
 def scalars_of(launch):
@@ -175,3 +179,19 @@ def test_pairs_past_the_last_query_or_key_are_not_there(vector):
     rows, keys = torch.arange(64) + 64, torch.arange(64) + 128
     found = hopper_dbias.inside.fn(rows, keys, (100, 152, 0, 0), vector)
     assert torch.equal(found, (rows < 100)[:, None] & (keys < 152)[None, :])
+
+
+@pytest.mark.parametrize(("heads", "sq", "sk", "tiles"), [
+    (LEAST_TILES, ROWS, KEYS, LEAST_TILES), (LEAST_TILES // 2, ROWS, KEYS, LEAST_TILES // 2),
+    (LEAST_TILES // 2, ROWS + 1, KEYS, LEAST_TILES), (LEAST_TILES // 2, ROWS, KEYS + 1, LEAST_TILES),
+])
+def test_the_choice_of_the_kernel_counts_its_tiles(heads, sq, sk, tiles):
+    config = hopper_dbias_config(problem_of(sq, sk, heads=(heads, heads)), entries=2)
+    assert (config is not None) == (tiles >= LEAST_TILES)
+
+
+@pytest.mark.parametrize("config", [HopperDbiasConfig(), HopperDbiasConfig(1, 3)], ids=str)
+def test_shared_memory_is_planned_for_tiles_of_the_kernels_size(config):
+    streamed = 2 * config.q_stages * ROWS + 2 * config.stages * 64  # rows of q and dout, of k and v
+    planned = 2 * 128 * streamed + 4 * ROWS * KEYS
+    assert config.shared_bytes(problem_of(dtype=torch.float32)) == planned + 1024

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kernels.sass import exponentials_before_waits, possibly_unset, stray_descriptors
+from kernels.sass import exponentials_before_waits, possibly_unset, spills_in_steps, stray_descriptors
 
 
 def listing(*lines):
@@ -16,6 +16,15 @@ def test_exponentials_are_counted_from_a_wait_that_leaves_products_running_to_on
                    "MUFU.EX2 R2, R3", "WARPGROUP.DEPBAR.LE gsb0, 0x0", "MUFU.EX2 R0, R1",
                    "WARPGROUP.DEPBAR.LE gsb0, 0x1", "WARPGROUP.DEPBAR.LE gsb0, 0x0", "WARPGROUP.DEPBAR.LE gsb0, 0x0")
     assert exponentials_before_waits(sass) == [2, 0]
+
+
+def test_spills_are_found_in_the_loops_over_keys_alone():
+    step = ("HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], R24", "@P0 BRA `(.L_x_9)", ".L_x_8:", "MUFU.EX2 R0, R1")
+    sass = listing("STL [R1], R9", ".L_x_0:", "STL [R1+0x4], R8", ".L_x_1:", *step, "LDL R3, [R1]",
+                   "@!P2 LDL.LU R4, [R1]", "@P1 BRA `(.L_x_1)", "LDL R8, [R1+0x4]", "STSM.16.M88.4 [R5], R24",
+                   "@P1 BRA `(.L_x_0)", "EXIT", ".L_x_9:", "STL.64 [R1+0x8], R6", "BRA `(.L_x_8)")
+    assert spills_in_steps(sass) == ["LDL R3, [R1]", "@!P2 LDL.LU R4, [R1]", "STL.64 [R1+0x8], R6"]
+    assert spills_in_steps(sass.replace("MUFU.EX2", "MUFU.RCP")) == []
 
 
 def test_a_register_set_in_front_of_a_loop_that_may_be_skipped_is_found():

@@ -11,7 +11,7 @@ from tilewise.bench.plan import Plan, available_providers, takers
 from tilewise.bench.provenance import provenance
 from tilewise.bench.providers import DenseProvider, Provider, TilewiseProvider
 from tilewise.bench.roofline import flops
-from tilewise.bench.runner import run, work
+from tilewise.bench.runner import is_short, run, work
 from tilewise.bench.timing import Regime
 from tilewise.errors import InvalidInput
 from tilewise.masks import causal
@@ -104,6 +104,17 @@ def test_a_spent_budget_stops_before_the_next_cell():
     cells = [CELL, replace(CELL, grid="second")]
     assert [cell.grid for cell, _ in run(cells, plan(Scaled("right", 1.0), budget=1e-6))] == ["flags"]
     assert [cell.grid for cell, _ in run(cells, plan(Scaled("right", 1.0), budget=600.0))] == ["flags", "second"]
+
+
+def test_calls_are_short_by_their_length_or_by_their_work():
+    def is_replayed(b, s, d, mask=FULL):
+        return is_short(Cell("flags", shape_case(b, (16, 16), (s, s), (d, d), mask), torch.bfloat16))
+
+    assert is_replayed(64, 1024, 128)  # 275 GFLOP
+    assert is_replayed(1, 2048, 128)  # 34
+    assert not is_replayed(2, 2048, 128)  # 69
+    assert is_replayed(2, 2048, 128, causal())  # 34
+    assert not is_replayed(1, 4096, 64)  # 69
 
 
 def test_providers_that_need_a_gpu_are_absent_with_a_sentence():

@@ -29,7 +29,7 @@ class Plan:
         providers: those that this machine has.
         origin: the provenance that every row carries.
         budget: seconds; no cell starts that is not expected to end within them. None = no limit.
-        graph: time CUDA-graph replays where the query length is at most 1024.
+        graph: time CUDA-graph replays of short calls (``is_short`` in runner.py says which).
         on_step: told in words what happens next.
     """
 

@@ -12,12 +12,13 @@ from tilewise.bench.grids import Cell
 from tilewise.bench.memory import peak_mib
 from tilewise.bench.options import make_tensors
 from tilewise.bench.plan import Plan, blank_row, timed_row
-from tilewise.bench.roofline import Direction
+from tilewise.bench.roofline import Direction, flops
 from tilewise.bench.rows import Row
 from tilewise.bench.timing import Call, graphed, host_microseconds, measure
 
 _LEAST_WORK = 1e8
-_GRAPH_MAX_LENGTH = 1024  # beyond it a call outlasts its launch, and a replay measures the same
+# Beyond both a call outlasts its launch, and a replay measures the same: 50 GFLOP take a large GPU 0.1 ms.
+_GRAPH_MAX_LENGTH, _GRAPH_MAX_FLOPS = 1024, 5e10
 
 
 def run(cells: Iterable[Cell], plan: Plan) -> Iterator[tuple[Cell, list[Row]]]:
@@ -43,12 +44,17 @@ def work(cell: Cell) -> float:
     return case.hq * case.dense_pairs * case.d + _LEAST_WORK
 
 
+def is_short(cell: Cell) -> bool:
+    """Whether the host may take longer to launch a call of the cell than the device to compute it."""
+    return cell.case.sq <= _GRAPH_MAX_LENGTH or flops(cell.case, "forward") <= _GRAPH_MAX_FLOPS
+
+
 class _CellRun:
     """All providers on one cell."""
 
     def __init__(self, cell: Cell, plan: Plan, clocks: ClockSampler) -> None:
         self._cell, self._plan, self._clocks = cell, plan, clocks
-        self._on_graph = plan.graph and plan.device.type == "cuda" and cell.case.sq <= _GRAPH_MAX_LENGTH
+        self._on_graph = plan.graph and plan.device.type == "cuda" and is_short(cell)
         self._regime = plan.regime.name + ("+graph" if self._on_graph else "")
 
     def rows(self) -> list[Row]:

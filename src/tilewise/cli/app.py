@@ -137,7 +137,8 @@ def bench(  # noqa: PLR0913 - one parameter a flag
     direction: Annotated[Literal["both", "forward", "backward"], typer.Option(help="Passes to time.")] = "both",
     regime: Annotated[str | None, typer.Option(help="duty, dense, sustained or turns. Default: duty on a GPU, else "
                                                     "turns.")] = None,
-    graph: Annotated[bool, typer.Option("--graph", help="Time CUDA-graph replays where s <= 1024.")] = False,
+    graph: Annotated[bool, typer.Option("--graph", help="Time CUDA-graph replays of short calls: s <= 1024, or forward "
+                                                        "passes of 50 GFLOP at most.")] = False,
     host: Annotated[bool, typer.Option("--host", help="Measure the host's cost of a call instead.")] = False,
     budget: Annotated[float | None, typer.Option(min=0, help="Seconds; a case that would not end in time is left out. "
                                                              "Default: 240 for the cpu grid, else no limit.")] = None,

@@ -167,7 +167,7 @@ TW_DEVICE void multiply_halves(float& d0, float& d1, float& d2, float& d3, const
 
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr float LN2 = 0.6931471805599453f;
-constexpr float FAR = 65536.0f;  // from 0, in powers of 2: rounding there moves a score by 2^-8 and more
+constexpr float FAR = 256.0f;  // from 0, in powers of 2: rounding there moves a score by 2^-16 and more
 #define INFINITE __int_as_float(0x7f800000)
 
 struct Tensor {  // (b, h, s, d) by strides, in elements
@@ -1064,6 +1064,7 @@ TW_KERNEL attention_forward_kernel(const Call call) {
   load_step<N, TW_D, STRIDE>(stages, call.k, k_head, from, from, to, call.width);
   load_step<N, TW_DV, STRIDE_V>(stages + KEYS, call.v, v_head, from, from, to, call.width_v);
 #else
+  static_assert(N % TW_CHUNK == 0, "a step of keys is whole chunks");
   constexpr int STRIDE_Q = TW_ROWS + Product::PAD, STRIDE_K = N + Product::PAD;
   constexpr int CHUNK = TW_CHUNK * (STRIDE_K > STRIDE_V ? STRIDE_K : STRIDE_V);
   float *chunk = q + TW_D * STRIDE_Q, *next = chunk + CHUNK;
@@ -1245,8 +1246,8 @@ TW_DEVICE void add_to_dq(const Call& call, const Place& at, int head, int n, int
 
 #if TW_DK || TW_DV_SUM
 
-// Scores become the probabilities of queries n on, of which the warp's keys see none from ``to`` on. Keys from own_stop
-// on have some score too, which nothing bounds the probability of.
+// Scores become the probabilities of queries n on, of which the warp's keys see none from ``to`` on. Rows from own_stop
+// on are past the last key: their scores of 0 can have an infinite probability, and dq sums over all rows.
 template <int N>
 TW_DEVICE void make_probs(float (&probs)[ROWS][N / LANES], const Place& at, int own, int own_stop, int n, int to,
                           const float* lse, float scale_log2) {
