@@ -119,8 +119,7 @@ def test_tiles_do_not_depend_on_lengths_or_batch():
 
 
 @pytest.mark.parametrize(("field", "value"), [
-    ("products", 2), ("blocks", 3), ("warps", 5), ("others", 12), ("resident", 0),
-    ("chunk", 24)])
+    ("products", 2), ("blocks", 3), ("warps", 5), ("others", 12), ("resident", 0), ("chunk", 24)])
 def test_illegal_tile_cannot_be_made(field, value):
     fields = {"products": 3, "blocks": 1, "warps": 4, "others": 32, "resident": 1} | {field: value}
     with pytest.raises(InvalidInput, match=f"{field}={value}; allowed are"):
@@ -162,7 +161,7 @@ def test_memory_of_tiles_on_fma_pipes_is_counted():
 
 @pytest.mark.parametrize(("kernel", "d", "tile"), [
     ("forward", 32, (2, 8, 32, 1)), ("forward", 64, (2, 8, 32, 1)), ("forward", 96, (1, 8, 64, 1, True)),
-    ("forward", 128, (1, 8, 64, 1, True)), ("dqkv", 64, (1, 4, 32, 2, True)), ("dqkv", 128, (1, 8, 32, 1, True)),
+    ("forward", 128, (1, 8, 64, 1, True)), ("dqkv", 64, (1, 8, 64, 1, True)), ("dqkv", 128, (1, 8, 32, 1, True)),
     ("dkdv", 64, (1, 8, 32, 1)), ("dkdv", 128, (1, 8, 32, 1)),
     ("dq", 64, (1, 8, 32, 2)), ("dq", 128, (1, 4, 16, 2))])
 @pytest.mark.parametrize("mask", [None, causal()])
@@ -171,10 +170,9 @@ def test_hopper_gets_the_tiles_that_were_fastest_there(kernel, d, tile, mask):
 
 
 @pytest.mark.parametrize(("kernel", "d", "tile"), [
-    ("forward", 64, (4, 4, 128, 2, False, 32)), ("forward", 128, (4, 8, 128, 1, False, 64)),
-    ("dqkv", 64, (4, 4, 64, 2)),
-    ("dqkv", 128, (4, 4, 32, 2)), ("dkdv", 64, (4, 4, 64, 2)), ("dkdv", 128, (4, 4, 32, 2)), ("dq", 64, (4, 4, 64, 2)),
-    ("dq", 128, (4, 4, 32, 2))])
+    ("forward", 64, (4, 8, 128, 1, False, 64)), ("forward", 128, (4, 8, 128, 1, False, 64)),
+    ("dqkv", 64, (4, 4, 64, 2)), ("dqkv", 128, (4, 4, 32, 2)), ("dkdv", 64, (4, 4, 64, 2)),
+    ("dkdv", 128, (4, 4, 32, 2)), ("dq", 64, (4, 4, 64, 2)), ("dq", 128, (4, 4, 32, 2))])
 def test_fma_pipes_of_hopper_get_the_tiles_that_were_fastest_there(kernel, d, tile):
     assert cuda_config(kernel, problem(d), DeviceSpec.of_arch("sm_90"), 0) == CudaConfig(0, *tile)
 
