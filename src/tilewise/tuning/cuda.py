@@ -1,14 +1,20 @@
 """Tiles of the CUDA float32 kernels: what one is, and which one a problem gets. Pure functions of the two.
 
-First ones of products of halves at head dims up to 128 were timed on an H200 at 64 and 128, full and causal, at
-lengths of 1024, 4096 and 8192 (docs/float32.md). Those of forward and dqkv were the fastest of three to seven in
-whole calls, up to 3 % behind another for some lengths; but forward's at 64, which needs no memory, is up to 6 %
-behind (2, 4, 32, 2, True) from 4096 on, and as far ahead at 1024. Those of dkdv and dq were the fastest of four to
-six as kernels alone. First ones of FMA pipes were the fastest of three to nine there, as kernels alone; dqkv's are
-dkdv's. In whole calls (4, 8, 64, 1) for dqkv at 64 was up to 3 % behind it, (4, 4, 32, 3) up to 4 %, but in causal
-calls of 1024 7 and 13 % ahead, where `tilewise bench` found the default faster than either; at 128 (4, 8, 32, 1) was
-within 1 %. For forward at 64 (4, 4, 64, 3) was from 2 % behind to 5 % ahead; at 128 (4, 4, 64, 2) 2 % behind. All
-others were chosen by compiling alone, for few spills (tests/kernels/test_compile_cuda.py holds the bounds).
+First ones at head dims up to 128 were timed on an H200 at 64 and 128, at lengths of 1024 and 4096, most at 8192 too
+(docs/float32.md). Lengths do not choose, though another tile is ahead at some: most have bits of their own.
+
+Products of halves: those of forward and dqkv were the fastest of three to nine in whole calls, full and causal, those
+of dkdv and dq the fastest of four to six as kernels alone. Forward's at 64, which needs no memory, is up to 6 % behind
+(2, 4, 32, 2, True) from 4096 on, and as far ahead at 1024. Forward's at 128 is 3 % behind (1, 8, 64, 1) in causal calls
+of 1024, and 4 to 13 % ahead in the others. dqkv's at 64 is 1 to 10 % ahead of (1, 4, 32, 2, True).
+
+FMA pipes: those of forward were the fastest in whole calls, causal, and full at 4096. At 64 (4, 4, 64, 3, False, 32) is
+4 % ahead at 1024 and 2 to 7 % behind in longer calls, (4, 4, 128, 2, False, 32) 7 to 9 % behind everywhere; at 128
+(4, 8, 64, 1, False, 64) is 3 % ahead at 1024 and 1 to 2 % behind in longer calls, (4, 8, 128, 1, False, 32) up to 2 %
+behind, (4, 4, 128, 2, False, 16) 7 to 9 %. Those of dkdv and dq were the fastest of three to nine as kernels alone,
+with products that have changed since; dqkv's are dkdv's.
+
+All others were chosen by compiling alone, for few spills (tests/kernels/test_compile_cuda.py holds the bounds).
 """
 
 from dataclasses import dataclass
