@@ -24,7 +24,6 @@ extern "C" int pad() { return Product::PAD; }
 #if TW_PRODUCTS == 1
 extern "C" int place(int g) { return Product::place(g); }
 #elif TW_PRODUCTS == 0
-extern "C" int scratch_stride() { return Product::SCRATCH_STRIDE; }
 extern "C" int row_of(int lane) {
   machine.thread = lane;
   return Product::row_of(0);
@@ -32,5 +31,9 @@ extern "C" int row_of(int lane) {
 extern "C" int column_of(int lane) {
   machine.thread = lane;
   return Product::column_of(0);
+}
+extern "C" int quad_of(int lane) {
+  machine.thread = lane;
+  return Product::quad_of(0);
 }
 #endif

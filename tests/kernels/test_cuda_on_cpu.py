@@ -281,26 +281,25 @@ def test_a_quarter_warp_reads_no_bank_of_shared_memory_twice(width):
             assert len(set(banks)) == 32, name
 
 
-@pytest.mark.parametrize("width", [16, 32, 48, 64, 96, 128, 256])
-def test_half_a_warp_on_fma_pipes_reads_128_bytes_at_once(width):
+@pytest.mark.parametrize(("kernel", "d"), [("forward", 32), ("forward", 64), ("forward", 128), ("dqkv", 64),
+                                           ("dqkv", 128), ("dq", 96), ("dk", 256)])
+def test_half_a_warp_on_fma_pipes_reads_128_bytes_at_once(kernel, d):
     """16 bytes a thread are two reads of 128 bytes a warp, not four, only where each of half a warp's threads has the
-    address of its neighbour or of its next but one; 4 bytes a thread are written at once.
+    address of its neighbour or of its next but one. Forward, numbers of all rows lie side by side.
     """
-    problem = AttentionProblem.from_tensors(*[torch.empty(1, 1, 1, 64)] * 3)
-    built = cuda_on_cpu.library(float32.plan("forward", problem, DeviceSpec.of_arch("sm_90"), 0, True)[0])
-    stride, scratch = width + built.pad(), built.scratch_stride()
+    problem = AttentionProblem.from_tensors(*[torch.empty(1, 1, 1, d)] * 3)
+    built = cuda_on_cpu.library(float32.plan(kernel, problem, DeviceSpec.of_arch("sm_90"), 0, True)[0])
+    stride = 1 if kernel == "forward" else d + built.pad()
     row, column = ([of(lane) for lane in range(32)] for of in (built.row_of, built.column_of))
     assert len(set(zip(row, column, strict=True))) == 32
     reads = {"rows": [row[lane] * stride for lane in range(32)],
              "rows of the other side": [column[lane] * stride for lane in range(32)],
-             "rows of the tile": [row[lane] * scratch for lane in range(32)],
-             "columns": [column[lane] * 4 for lane in range(32)]}
+             "columns of the tile": row, "columns": [built.quad_of(lane) for lane in range(32)]}
     for name, first in reads.items():
         for half in (first[:16], first[16:]):
             assert any(all(half[i] == half[i ^ apart] for i in range(16)) for apart in (1, 2)), name
             banks = [(start + e) % 32 for start in set(half) for e in range(4)]
             assert len(set(banks)) == len(banks), name
-    assert len({(row[lane] * scratch + column[lane]) % 32 for lane in range(32)}) == 32
 
 
 @pytest.mark.parametrize("width", [16, 32, 48, 64, 96, 128, 256])
@@ -324,3 +323,35 @@ def test_no_key_rows_beside_lengths_that_are_data(backend):
     dq, dk, dv, *_ = backend.backward(problem.backward(lse_grad=False), saved, dout, None, Needs())
     assert (dq == 0).all()
     assert dk.shape == dv.shape == k.shape
+
+
+@pytest.mark.parametrize(("mask", "sq", "sk", "split"), [
+    (causal("top_left"), 40, 500, {"k": (0, 40), "q": (0, 40)}),
+    (causal("bottom_right"), 40, 500, {"k": (0, 500), "q": (0, 40)}),
+    (window(10, 5, "bottom_right"), 40, 500, {"k": (450, 500), "q": (0, 40)}),
+    (causal("bottom_right"), 500, 40, {"k": (0, 40), "q": (460, 500)})])
+def test_only_rows_that_somebody_sees_are_split_before(mask, sq, sk, split, monkeypatch):
+    seen = {}
+
+    def load(program, arch, device, shared_bytes):
+        launch = cuda_on_cpu.load(program, arch, device, shared_bytes)
+
+        def noting(call, programs):
+            if program.kernel == "split":
+                apart = {name: call.k.data - tensor.data_ptr() for name, tensor in named.items()}
+                name = next(name for name, tensor in named.items() if 0 <= apart[name] < 4 * tensor.numel())
+                first = apart[name] // (4 * call.k.s)
+                seen[name] = (first, first + call.sk)
+            launch(call, programs)
+
+        return noting
+
+    monkeypatch.setattr(float32, "load", load)
+    q, dout = random(1, 1, sq, 128), random(1, 1, sq + 1, 128)[:, :, :sq]
+    k, v = random(1, 1, sk + 2, 128)[:, :, :sk], random(1, 1, sk + 3, 128)[:, :, :sk]
+    named = {"q": q, "k": k}
+    got = results(cuda.backend, q, k, v, dout, mask)
+    assert seen == split
+    exact = (*oracle.attend(q, k, v, mask, None)[:2], *oracle.gradients(q, k, v, dout, None, mask, None)[:3])
+    for name, expected in zip(PLAIN, exact, strict=True):
+        torch.testing.assert_close(got[name].double(), expected, atol=1e-5, rtol=1e-5, msg=name)

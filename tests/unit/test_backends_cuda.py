@@ -119,7 +119,7 @@ def test_tiles_do_not_depend_on_lengths_or_batch():
 
 
 @pytest.mark.parametrize(("field", "value"), [
-    ("products", 2), ("blocks", 3), ("warps", 5), ("others", 12), ("resident", 0)])
+    ("products", 2), ("blocks", 3), ("warps", 5), ("others", 12), ("resident", 0), ("chunk", 24)])
 def test_illegal_tile_cannot_be_made(field, value):
     fields = {"products": 3, "blocks": 1, "warps": 4, "others": 32, "resident": 1} | {field: value}
     with pytest.raises(InvalidInput, match=f"{field}={value}; allowed are"):
@@ -148,16 +148,20 @@ def test_memory_of_tiles_is_counted():
 
 
 def test_memory_of_tiles_on_fma_pipes_is_counted():
-    """One step of the other side's, and what a tile passes through: 32 columns of it, or all where dq is made of it."""
-    tile = CudaConfig(products=0, blocks=4, warps=4, others=64)
-    assert tile.shared_bytes("forward", 64, 64) == 4 * (64 * 68 + 64 * 2 * 68 + 64 * 40)
-    assert tile.shared_bytes("dkdv", 64, 64) == 4 * (64 * 2 * 68 + 64 * (2 * 68 + 2) + 64 * 40)
-    assert tile.shared_bytes("dqkv", 64, 64) == tile.shared_bytes("dkdv", 64, 64) + 4 * 64 * 32
+    """Forward, q by dims and two chunks as wide as the wider of keys and values; else one step of the other side's; and
+    the tiles that pass from product to product, 16 rows and 4 floats a warp.
+    """
+    tile = CudaConfig(products=0, blocks=4, warps=4, others=64, chunk=16)
+    passed_on = 4 * 64 * 20
+    assert tile.shared_bytes("forward", 96, 32) == 4 * (96 * 68 + 2 * 16 * 68 + passed_on)
+    assert tile.shared_bytes("forward", 96, 128) == 4 * (96 * 68 + 2 * 16 * 132 + passed_on)
+    assert tile.shared_bytes("dkdv", 64, 64) == 4 * (64 * 2 * 68 + 64 * (2 * 68 + 2) + passed_on)
+    assert tile.shared_bytes("dqkv", 64, 64) == tile.shared_bytes("dkdv", 64, 64)
 
 
 @pytest.mark.parametrize(("kernel", "d", "tile"), [
     ("forward", 32, (2, 8, 32, 1)), ("forward", 64, (2, 8, 32, 1)), ("forward", 96, (1, 8, 64, 1, True)),
-    ("forward", 128, (1, 8, 64, 1, True)), ("dqkv", 64, (1, 4, 32, 2, True)), ("dqkv", 128, (1, 8, 32, 1, True)),
+    ("forward", 128, (1, 8, 64, 1, True)), ("dqkv", 64, (1, 8, 64, 1, True)), ("dqkv", 128, (1, 8, 32, 1, True)),
     ("dkdv", 64, (1, 8, 32, 1)), ("dkdv", 128, (1, 8, 32, 1)),
     ("dq", 64, (1, 8, 32, 2)), ("dq", 128, (1, 4, 16, 2))])
 @pytest.mark.parametrize("mask", [None, causal()])
@@ -166,9 +170,9 @@ def test_hopper_gets_the_tiles_that_were_fastest_there(kernel, d, tile, mask):
 
 
 @pytest.mark.parametrize(("kernel", "d", "tile"), [
-    ("forward", 64, (4, 4, 128, 2)), ("forward", 128, (4, 8, 64, 1)), ("dqkv", 64, (4, 4, 64, 2)),
-    ("dqkv", 128, (4, 4, 32, 2)), ("dkdv", 64, (4, 4, 64, 2)), ("dkdv", 128, (4, 4, 32, 2)), ("dq", 64, (4, 4, 64, 2)),
-    ("dq", 128, (4, 4, 32, 2))])
+    ("forward", 64, (4, 8, 128, 1, False, 64)), ("forward", 128, (4, 8, 128, 1, False, 64)),
+    ("dqkv", 64, (4, 4, 64, 2)), ("dqkv", 128, (4, 4, 32, 2)), ("dkdv", 64, (4, 4, 64, 2)),
+    ("dkdv", 128, (4, 4, 32, 2)), ("dq", 64, (4, 4, 64, 2)), ("dq", 128, (4, 4, 32, 2))])
 def test_fma_pipes_of_hopper_get_the_tiles_that_were_fastest_there(kernel, d, tile):
     assert cuda_config(kernel, problem(d), DeviceSpec.of_arch("sm_90"), 0) == CudaConfig(0, *tile)
 

@@ -157,20 +157,33 @@ def _launch(kernel: str, problem: AttentionProblem, call: Call, products: int, v
 def _split(program: Program, problem: AttentionProblem, call: Call) -> tuple[Call, list[torch.Tensor]]:
     """Split the tensors whose rows come in steps; returns a call that has them, and their memory."""
     of_queries = program.kernel in SUMS_OVER_QUERIES
-    first, second = ("q", "dout") if of_queries else ("k", "v")
+    names = ("q", "dout") if of_queries else ("k", "v")
     rows, heads = (problem.sq, problem.hq) if of_queries else (problem.sk, problem.hk)
     scratch = [torch.empty(problem.b, heads, rows, dim + PAD, dtype=problem.dtype, device=problem.device)
                for dim in (program.d, program.dv)]
-    tiles = -(-rows // SPLIT.others)
-    before = Call(hq=heads, sk=rows, width=problem.d, width_v=problem.dv, tiles=tiles, k=getattr(call, first),
-                  v=getattr(call, second), dk=Tensor.of(scratch[0]), dv=Tensor.of(scratch[1]))
-    launch = load(splitting(program), device_spec(problem.device).arch, problem.device.index or 0,
-                  SPLIT.shared_bytes("split", program.d, program.dv))
-    launch(before, tiles * heads * problem.b)
+    seen = _seen(problem, call, of_queries=of_queries)
+    tiles = -(-len(seen) // SPLIT.others)
+    split = [Tensor.of(tensor) for tensor in scratch]
+    if tiles:
+        first, second = (getattr(call, name).from_row(seen.start) for name in names)
+        before = Call(hq=heads, sk=len(seen), width=problem.d, width_v=problem.dv, tiles=tiles, k=first, v=second,
+                      dk=split[0].from_row(seen.start), dv=split[1].from_row(seen.start))
+        launch = load(splitting(program), device_spec(problem.device).arch, problem.device.index or 0,
+                      SPLIT.shared_bytes("split", program.d, program.dv))
+        launch(before, tiles * heads * problem.b)
     call = Call.from_buffer_copy(call)
-    setattr(call, first, Tensor.of(scratch[0]))
-    setattr(call, second, Tensor.of(scratch[1]))
+    for name, tensor in zip(names, split, strict=True):
+        setattr(call, name, tensor)
     return call, scratch
+
+
+def _seen(problem: AttentionProblem, call: Call, *, of_queries: bool) -> range:
+    """Return the rows of the side that comes in steps that some row of the other side sees, or may see."""
+    if problem.sequences.are_data:
+        return range(problem.sq if of_queries else problem.sk)
+    if of_queries:
+        return range(max(0, -call.upper), max(0, min(problem.sq, problem.sk - call.lower)))
+    return range(max(0, call.lower), max(0, min(problem.sk, problem.sq + call.upper)))
 
 
 def splitting(program: Program) -> Program:

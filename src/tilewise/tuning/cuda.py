@@ -1,14 +1,20 @@
 """Tiles of the CUDA float32 kernels: what one is, and which one a problem gets. Pure functions of the two.
 
-First ones of products of halves at head dims up to 128 were timed on an H200 at 64 and 128, full and causal, at
-lengths of 1024, 4096 and 8192 (docs/float32.md). Those of forward and dqkv were the fastest of three to seven in
-whole calls, up to 3 % behind another for some lengths; but forward's at 64, which needs no memory, is up to 6 %
-behind (2, 4, 32, 2, True) from 4096 on, and as far ahead at 1024. Those of dkdv and dq were the fastest of four to
-six as kernels alone. First ones of FMA pipes were the fastest of three to nine there, as kernels alone; dqkv's are
-dkdv's. In whole calls (4, 8, 64, 1) for dqkv at 64 was up to 3 % behind it, (4, 4, 32, 3) up to 4 %, but in causal
-calls of 1024 7 and 13 % ahead, where `tilewise bench` found the default faster than either; at 128 (4, 8, 32, 1) was
-within 1 %. For forward at 64 (4, 4, 64, 3) was from 2 % behind to 5 % ahead; at 128 (4, 4, 64, 2) 2 % behind. All
-others were chosen by compiling alone, for few spills (tests/kernels/test_compile_cuda.py holds the bounds).
+First ones at head dims up to 128 were timed on an H200 at 64 and 128, at lengths of 1024 and 4096, most at 8192 too
+(docs/float32.md). Lengths do not choose, though another tile is ahead at some: most have bits of their own.
+
+Products of halves: those of forward and dqkv were the fastest of three to nine in whole calls, full and causal, those
+of dkdv and dq the fastest of four to six as kernels alone. Forward's at 64, which needs no memory, is up to 6 % behind
+(2, 4, 32, 2, True) from 4096 on, and as far ahead at 1024. Forward's at 128 is 3 % behind (1, 8, 64, 1) in causal calls
+of 1024, and 4 to 13 % ahead in the others. dqkv's at 64 is 1 to 10 % ahead of (1, 4, 32, 2, True).
+
+FMA pipes: those of forward were the fastest in whole calls, causal, and full at 4096. At 64 (4, 4, 64, 3, False, 32) is
+4 % ahead at 1024 and 2 to 7 % behind in longer calls, (4, 4, 128, 2, False, 32) 7 to 9 % behind everywhere; at 128
+(4, 8, 64, 1, False, 64) is 3 % ahead at 1024 and 1 to 2 % behind in longer calls, (4, 8, 128, 1, False, 32) up to 2 %
+behind, (4, 4, 128, 2, False, 16) 7 to 9 %. Those of dkdv and dq were the fastest of three to nine as kernels alone,
+with products that have changed since; dqkv's are dkdv's.
+
+All others were chosen by compiling alone, for few spills (tests/kernels/test_compile_cuda.py holds the bounds).
 """
 
 from dataclasses import dataclass
@@ -19,7 +25,8 @@ from tilewise.tuning.device import DeviceSpec
 
 WIDEST = 256
 PAD = 4  # floats behind a row in shared memory, and of a split one everywhere; the first holds the row's factor
-Tile = tuple[int, int, int, int] | tuple[int, int, int, int, bool]  # blocks, warps, others, resident, split
+# blocks, warps, others, resident, split, chunk
+Tile = tuple[int, int, int, int] | tuple[int, int, int, int, bool] | tuple[int, int, int, int, bool, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +41,7 @@ class CudaConfig:
         resident: programs that shall fit a multiprocessor, for the compiler to count registers by.
         split: whether rows of the other side were split into halves before (products=3), once a call, not in every
             program: into as much memory as they are, and a little.
+        chunk: forward on FMA pipes: dims of K, then rows of V, that are in shared memory at once.
     """
 
     products: int
@@ -42,10 +50,11 @@ class CudaConfig:
     others: int
     resident: int = 1
     split: bool = False
+    chunk: int = 32
 
     def __post_init__(self) -> None:
         for name, allowed in (("products", (0, 1, 3)), ("blocks", (1, 2, 4)), ("warps", (1, 2, 4, 8)),
-                              ("others", (8, 16, 32, 64, 128)), ("resident", (1, 2, 3, 4))):
+                              ("others", (8, 16, 32, 64, 128)), ("resident", (1, 2, 3, 4)), ("chunk", (8, 16, 32, 64))):
             if getattr(self, name) not in allowed:
                 raise InvalidInput(f"{name}={getattr(self, name)}; allowed are {', '.join(map(str, allowed))}.")
         if self.split and self.products != 3:
@@ -66,15 +75,23 @@ class CudaConfig:
     def shared_bytes(self, kernel: str, d: int, dv: int) -> int:
         """Shared memory of a kernel for padded head dims: its rows, and one or two steps of the other side's."""
         pad = 8 if self.products == 1 else PAD
+        if not self.products and kernel == "forward":  # q and k lie transposed, chunks are as wide as the wider of two
+            chunks = 2 * self.chunk * (max(self.others, dv) + PAD)
+            return 4 * (d * (self.rows + PAD) + chunks + self._passed_on)
         d, dv = d + pad, dv + pad
         if kernel == "split":
             return 4 * self.others * (d + dv)
         own = self.rows * (d if kernel == "forward" else d + dv)
         step = self.others * (d + dv + (2 if kernel in SUMS_OVER_QUERIES else 0))  # 2: lse and delta
-        if not self.products:  # a warp's tile passes through it, all of it where dq is made of it too
-            return 4 * (own + step + self.rows * ((self.others if kernel == "dqkv" else min(self.others, 32)) + 8))
+        if not self.products:
+            return 4 * (own + step + self._passed_on)
         dscores = self.others * (self.rows + pad) if kernel == "dqkv" else 0  # of all rows
         return 4 * (own + 2 * step + dscores)
+
+    @property
+    def _passed_on(self) -> int:
+        """Floats that tiles of scores take on FMA pipes, each on its warp's way from one product to the next."""
+        return self.warps * self.others * (4 * self.blocks + PAD)
 
 
 SUMS_OVER_QUERIES = ("dqkv", "dkdv", "dk", "dv")
@@ -83,7 +100,7 @@ SUMS_OVER_QUERIES = ("dqkv", "dkdv", "dk", "dv")
 _HALVES: dict[str, dict[int, tuple[Tile, ...]]] = {
     "forward": {64: ((2, 8, 32, 1), (2, 4, 32, 2)), 128: ((1, 8, 64, 1, True), (1, 8, 32, 1), (1, 4, 32, 1)),
                 256: ((1, 8, 16, 1), (1, 4, 16, 1), (1, 2, 16, 1))},
-    "dqkv": {64: ((1, 4, 32, 2, True),), 128: ((1, 8, 32, 1, True), (1, 4, 32, 1), (1, 2, 16, 1))},
+    "dqkv": {64: ((1, 8, 64, 1, True), (1, 4, 32, 2, True)), 128: ((1, 8, 32, 1, True), (1, 4, 32, 1), (1, 2, 16, 1))},
     "dkdv": {64: ((1, 8, 32, 1), (1, 4, 32, 2)), 128: ((1, 8, 32, 1), (1, 4, 32, 1), (1, 2, 16, 1))},
     "dk": {256: ((1, 4, 16, 1), (1, 2, 16, 1), (1, 1, 16, 1))},
     "dv": {256: ((1, 4, 16, 1), (1, 2, 16, 1), (1, 1, 16, 1))},
@@ -100,14 +117,17 @@ _TF32: dict[str, dict[int, tuple[Tile, ...]]] = {
            256: ((1, 4, 16, 1), (1, 2, 8, 1), (1, 1, 8, 1))},
 }
 _FMA_PIPES: dict[str, dict[int, tuple[Tile, ...]]] = {
-    "forward": {64: ((4, 4, 128, 2), (4, 4, 64, 1)), 128: ((4, 8, 64, 1), (4, 4, 32, 1), (4, 4, 16, 1)),
-                256: ((4, 8, 32, 1), (4, 4, 16, 1), (4, 2, 16, 1), (2, 2, 8, 1))},
+    "forward": {64: ((4, 8, 128, 1, False, 64), (4, 4, 128, 2, False, 32), (4, 4, 64, 1, False, 32)),
+                128: ((4, 8, 128, 1, False, 64), (4, 8, 64, 1, False, 32), (4, 4, 64, 1, False, 32),
+                      (4, 2, 64, 1, False, 32)),
+                256: ((4, 8, 64, 1, False, 16), (4, 4, 64, 1, False, 32), (4, 2, 64, 1, False, 16),
+                      (4, 1, 64, 1, False, 16))},
     "dqkv": {64: ((4, 4, 64, 2), (4, 4, 32, 1)), 128: ((4, 4, 32, 2), (4, 4, 16, 1), (4, 2, 16, 1))},
     "dkdv": {64: ((4, 4, 64, 2), (4, 4, 32, 1)), 128: ((4, 4, 32, 2), (4, 4, 16, 1), (4, 2, 16, 1))},
-    "dk": {256: ((4, 4, 32, 1), (4, 2, 16, 1), (4, 1, 16, 1), (2, 1, 8, 1))},
-    "dv": {256: ((4, 4, 32, 1), (4, 2, 16, 1), (4, 1, 16, 1), (2, 1, 8, 1))},
+    "dk": {256: ((4, 4, 32, 1), (4, 2, 16, 1), (4, 1, 8, 1))},
+    "dv": {256: ((4, 4, 32, 1), (4, 2, 16, 1), (4, 1, 8, 1))},
     "dq": {64: ((4, 4, 64, 2), (4, 4, 32, 1)), 128: ((4, 4, 32, 2), (4, 4, 16, 1), (4, 2, 16, 1)),
-           256: ((4, 4, 32, 1), (4, 2, 16, 1), (4, 1, 16, 1), (2, 1, 8, 1))},
+           256: ((4, 4, 32, 1), (4, 2, 16, 1), (4, 1, 8, 1))},
 }
 _TILES = {0: _FMA_PIPES, 1: _TF32, 3: _HALVES}  # by products
 DELTA = CudaConfig(products=0, blocks=1, warps=8, others=8)

@@ -20,6 +20,7 @@
 // TW_BLOCKS        tensor cores: blocks of 16 rows a warp owns; FMA pipes: rows a thread owns
 // TW_WARPS         warps a program; together they own TW_ROWS rows
 // TW_OTHERS        rows of the other side a step: keys in forward and dq, queries in dkdv; halves take multiples of 16
+// TW_CHUNK         FMA pipes, forward: dims of K, then rows of V, that are in shared memory at once
 // TW_RESIDENT      programs that shall fit a multiprocessor; bounds the registers
 // TW_VECTORS       whether rows of all tensors read can be copied 16 bytes at a time
 // TW_SPLIT         halves: whether tensors whose tiles come in steps are split already, by the kernel of TW_SPLIT_ROWS
@@ -262,6 +263,28 @@ TW_DEVICE void load_tile(float* tile, const Tensor& tensor, const float* head, i
       }
       for (int e = i; e < i + 4; e++)
         copy4(target + row * STRIDE + e, source + e * tensor.d, seen && column + e < width);
+    }
+    source += TW_THREADS / 8 * tensor.s;
+  }
+}
+
+// The same for WIDTH dims from ``dim`` on, transposed: a row for each dim, STRIDE apart, of ROWS floats. A warp writes 8
+// dims of 4 neighbours at a time, to 32 banks where STRIDE is 4 more than a multiple of 32.
+template <int ROWS, int WIDTH, int STRIDE>
+TW_DEVICE void load_transposed(float* tile, const Tensor& tensor, const float* head, int first, int from, int to,
+                               int dim, int width) {
+  int own = thread_index() / 8, lane_dim = thread_index() % 8;
+  const long long apart = TW_VECTORS ? 1 : tensor.d;
+  const float* source = head + (first + own) * tensor.s + (dim + lane_dim) * apart;
+  float* target = tile + lane_dim * STRIDE + own;
+#pragma unroll
+  for (int row = 0; row < ROWS; row += TW_THREADS / 8) {
+    int s = first + row + own;
+    bool seen = from <= s && s < to;
+#pragma unroll
+    for (int e = 0; e < WIDTH; e += 8) {
+      if (row + own >= ROWS || lane_dim + e >= WIDTH) continue;
+      copy4(target + e * STRIDE + row, source + e * apart, seen && dim + lane_dim + e < width);
     }
     source += TW_THREADS / 8 * tensor.s;
   }
@@ -704,36 +727,70 @@ struct Product {
 
 #else
 
-// On FMA pipes: every product and sum rounded once, as IEEE 754 has it. A warp is 4 x 8 threads, rows by columns; a
-// thread owns TW_BLOCKS rows, 4 apart, so that each number loaded from shared memory serves several products. Lanes 1
-// apart share columns, those 2 apart rows: half a warp's 16-byte loads are one read of 128 bytes where either kind
-// shares its address, else two.
+// On FMA pipes: every product and sum rounded once, as IEEE 754 has it. A warp owns 4 TW_BLOCKS rows, each of LANES
+// threads; a thread ROWS of them, so that each number loaded from shared memory serves several products. Lanes 1 apart
+// share columns, those 2 apart rows: half a warp's 16-byte loads are one read of 128 bytes where either kind shares its
+// address, else two.
+//
+// Registers lie in two banks, odd and even, each read once a cycle; what the instruction before has read in the same
+// place costs nothing. So a product takes one cycle where row or column stays, and the sum is in the other bank than
+// what changes. By counting, ptxas gets to 1.25 issue slots and cycles a product for 8 rows by 8 columns of numbers
+// that lie side by side, 4 to a load; to 1.7 for 4 rows by 8 where 4 dims of a row do.
 struct Product {
-  static constexpr int LANES = 8, ROWS = TW_BLOCKS, OWN = 4 * TW_BLOCKS, PAD = 4;
+#if TW_FORWARD
+  static constexpr int LANES = TW_DV % 64 ? 8 : 16;
+#else
+  static constexpr int LANES = 8;
+#endif
+  static constexpr int ROWS = TW_BLOCKS * LANES / 8, OWN = 4 * TW_BLOCKS, PAD = 4;
   static constexpr int SUM_ROWS = 4, SUM_GROUP = 32;  // of rows by columns: rows a thread, columns a group
   static constexpr float UNIT = 1.0f;
-#if TW_DQ_SUM
-  static constexpr int CHUNK = TW_OTHERS;  // columns of a tile in shared memory at once: dq needs all
-#else
-  static constexpr int CHUNK = TW_OTHERS < 32 ? TW_OTHERS : 32;
-#endif
-  static constexpr int SCRATCH_STRIDE = CHUNK + 8, SCRATCH = OWN * SCRATCH_STRIDE;  // floats a warp
-#if TW_DQ
-  static constexpr int GROUPS = 4;  // of 32 columns that are summed up at once
-#else
-  static constexpr int GROUPS = 2;  // an H200 took 5 % longer for 4 in the forward pass
-#endif
+  static constexpr int SCRATCH_STRIDE = OWN + 4, SCRATCH = TW_OTHERS * SCRATCH_STRIDE;  // floats a warp
 
   static TW_DEVICE int lane() { return thread_index() % 32; }
-  static TW_DEVICE int lane_row() { return lane() / 16 * 2 + lane() % 2; }
-  static TW_DEVICE int lane_column() { return lane() / 2 % 8; }
-  static TW_DEVICE int row_of(int r) { return r * 4 + lane_row(); }
-  static TW_DEVICE int column_of(int c) { return c * 8 + lane_column(); }
-  static TW_DEVICE int quad_of(int e) { return e / 4 * 32 + lane_column() * 4 + e % 4; }
+  static TW_DEVICE int lane_row() { return lane() / (2 * LANES) * 2 + lane() % 2; }
+  static TW_DEVICE int lane_column() { return lane() / 2 % LANES; }
+  static TW_DEVICE int row_of(int r) { return r / 4 * (128 / LANES) + lane_row() * 4 + r % 4; }
+#if TW_FORWARD
+  static TW_DEVICE int column_of(int c) { return quad_of(c); }
+#else
+  static TW_DEVICE int column_of(int c) { return c * LANES + lane_column(); }
+#endif
+  static TW_DEVICE int quad_of(int e) { return e / 4 * (4 * LANES) + lane_column() * 4 + e % 4; }
   static TW_DEVICE int sum_row_of(int r) { return lane_row() * 4 + r; }
 
   template <int N, int WIDTH, int STRIDE>
   static TW_DEVICE void prepare(float*) {}  // used as they are
+
+  template <int COUNT>
+  static TW_DEVICE void load_quads(float (&x)[COUNT], const float* from, int apart) {
+#pragma unroll
+    for (int i = 0; i < COUNT; i += 4) {
+      float4 quad = *reinterpret_cast<const float4*>(from + i / 4 * apart);
+      x[i] = quad.x;
+      x[i + 1] = quad.y;
+      x[i + 2] = quad.z;
+      x[i + 3] = quad.w;
+    }
+  }
+
+  // sums += a^T b over ``depth`` rows of a and b, a multiple of 8: the warp's columns of a begin at ``a``, COLUMNS of b
+  // at ``b``. SWAPPED: the columns of a have changed places with their neighbours.
+  template <int COLUMNS, int A_STRIDE, int B_STRIDE, bool SWAPPED>
+  static TW_DEVICE void columns_by_columns(float (&sums)[ROWS][COLUMNS], const float* a, const float* b, int depth) {
+    const float* a_lane = a + row_of(0);
+    const float* b_lane = b + quad_of(0);
+#pragma unroll 8
+    for (int n = 0; n < depth; n++, a_lane += A_STRIDE, b_lane += B_STRIDE) {
+      float x[ROWS], y[COLUMNS];
+      load_quads(x, a_lane, 128 / LANES);
+      load_quads(y, b_lane, 4 * LANES);
+#pragma unroll
+      for (int c = 0; c < COLUMNS; c++)
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) sums[r][c] += x[SWAPPED ? r ^ 1 : r] * y[c];
+    }
+  }
 
   template <int N, int WIDTH, int STRIDE>
   static TW_DEVICE void rows_by_rows(float (&scores)[ROWS][N / LANES], const float* a, const float* b) {
@@ -745,84 +802,68 @@ struct Product {
     const float* b_lane = b + column_of(0) * STRIDE;
 #pragma unroll 4
     for (int d = 0; d < WIDTH; d += 4, a_lane += 4, b_lane += 4) {
-      float4 x[ROWS];
-#pragma unroll
-      for (int r = 0; r < ROWS; r++) x[r] = *reinterpret_cast<const float4*>(a_lane + r * 4 * STRIDE);
+      float x[4 * ROWS];
+      load_quads(x, a_lane, STRIDE);
 #pragma unroll
       for (int c = 0; c < N / LANES; c++) {
-        float4 y = *reinterpret_cast<const float4*>(b_lane + c * 8 * STRIDE);
+        float y[4];
+        load_quads(y, b_lane + c * LANES * STRIDE, 0);
 #pragma unroll
-        for (int r = 0; r < ROWS; r++) {
-          scores[r][c] += x[r].x * y.x;
-          scores[r][c] += x[r].y * y.y;
-          scores[r][c] += x[r].z * y.z;
-          scores[r][c] += x[r].w * y.w;
-        }
+        for (int r = 0; r < ROWS; r++)
+#pragma unroll
+          for (int i = 0; i < 4; i++) scores[r][c] += x[r * 4 + i] * y[i];
       }
     }
   }
 
-  // The tile goes through the warp's own shared memory, for every thread needs whole rows of it. A tile's sums are
-  // added to the others' at its end: 4096 keys summed one after another err by three times as much.
+  // The tile to the warp's own shared memory, column by column, for every thread needs whole columns of it. Two rows
+  // change places: a 16-byte store wants the first in an even register, and a product wants its sum in a register of
+  // the other bank than row and column, whose first are even too.
+  template <int COLUMNS>
+  static TW_DEVICE void store_transposed(float* scratch, const float (&tile)[ROWS][COLUMNS]) {
+    synchronize_warp();
+#pragma unroll
+    for (int c = 0; c < COLUMNS; c++)
+#pragma unroll
+      for (int r = 0; r < ROWS; r += 4)
+        *reinterpret_cast<float4*>(scratch + column_of(c) * SCRATCH_STRIDE + row_of(r)) =
+            make_float4(tile[r + 1][c], tile[r][c], tile[r + 3][c], tile[r + 2][c]);
+    synchronize_warp();
+  }
+
+  // sums = sums * decay + tile columns, for DEPTH columns of the tile, which are in the warp's shared memory. Their
+  // products are added to the others at the end: 4096 keys summed one after another err by three times as much.
+  template <int DEPTH, int WIDTH, int STRIDE>
+  static TW_DEVICE void add_tile_by_columns(float (&sums)[ROWS][WIDTH / LANES], const float (&decay)[ROWS],
+                                            const float* tile, const float* columns) {
+    constexpr int ALL = WIDTH / LANES, MOST = 64 / ROWS;  // registers of a part are 64 at most
+#pragma unroll
+    for (int first = 0; first < ALL; first += MOST) {
+      constexpr int COLUMNS = ALL < MOST ? ALL : MOST;
+      float part[ROWS][COLUMNS];
+#pragma unroll
+      for (int r = 0; r < ROWS; r++)
+#pragma unroll
+        for (int c = 0; c < COLUMNS; c++) part[r][c] = 0.0f;
+      columns_by_columns<COLUMNS, SCRATCH_STRIDE, STRIDE, true>(part, tile, columns + first * LANES, DEPTH);
+#pragma unroll
+      for (int r = 0; r < ROWS; r++)
+#pragma unroll
+        for (int c = 0; c < COLUMNS; c++)
+          if (first + c < ALL) sums[r][first + c] = sums[r][first + c] * decay[r] + part[r][c];
+    }
+  }
+
   template <int N, int WIDTH, int STRIDE, bool ARE_PROBS>
   static TW_DEVICE void tile_by_columns(float (&sums)[ROWS][WIDTH / LANES], const float (&decay)[ROWS],
                                         const float (&tile)[ROWS][N / LANES], const float* columns, float (&)[ROWS],
                                         float* scratch) {
-    static_assert(WIDTH % 32 == 0, "columns come in groups of 32");
-    constexpr int TOGETHER = GROUPS < WIDTH / 32 ? GROUPS : WIDTH / 32;
-#pragma unroll
-    for (int first = 0; first < WIDTH / 32; first += TOGETHER) {
-      float part[ROWS][4 * TOGETHER];
-#pragma unroll
-      for (int r = 0; r < ROWS; r++)
-#pragma unroll
-        for (int e = 0; e < 4 * TOGETHER; e++) part[r][e] = 0.0f;
-#pragma unroll
-      for (int chunk = 0; chunk < N; chunk += CHUNK) {
-        if (first == 0 || N > CHUNK) {
-          synchronize_warp();
-#pragma unroll
-          for (int r = 0; r < ROWS; r++)
-#pragma unroll
-            for (int c = 0; c < CHUNK / LANES; c++)
-              scratch[row_of(r) * SCRATCH_STRIDE + column_of(c)] = tile[r][chunk / LANES + c];
-          synchronize_warp();
-        }
-        const float* own = scratch + row_of(0) * SCRATCH_STRIDE;
-        const float* lane_row = columns + chunk * STRIDE + first * 32 + lane_column() * 4;
-#pragma unroll 4 / TOGETHER
-        for (int n = 0; n < CHUNK; n += 4, own += 4, lane_row += 4 * STRIDE) {
-          float4 x[ROWS];
-#pragma unroll
-          for (int r = 0; r < ROWS; r++) x[r] = *reinterpret_cast<const float4*>(own + r * 4 * SCRATCH_STRIDE);
-#pragma unroll
-          for (int i = 0; i < 4; i++)
-#pragma unroll
-            for (int group = 0; group < TOGETHER; group++) {
-              if (first + group >= WIDTH / 32) continue;
-              float4 y = *reinterpret_cast<const float4*>(lane_row + i * STRIDE + group * 32);
-#pragma unroll
-              for (int r = 0; r < ROWS; r++) {
-                float p = i == 0 ? x[r].x : i == 1 ? x[r].y : i == 2 ? x[r].z : x[r].w;
-                part[r][group * 4] += p * y.x;
-                part[r][group * 4 + 1] += p * y.y;
-                part[r][group * 4 + 2] += p * y.z;
-                part[r][group * 4 + 3] += p * y.w;
-              }
-            }
-        }
-      }
-#pragma unroll
-      for (int r = 0; r < ROWS; r++)
-#pragma unroll
-        for (int e = 0; e < 4 * TOGETHER; e++)
-          if (first * 4 + e < WIDTH / LANES)
-            sums[r][first * 4 + e] = sums[r][first * 4 + e] * decay[r] + part[r][e];
-    }
+    store_transposed(scratch, tile);
+    add_tile_by_columns<N, WIDTH, STRIDE>(sums, decay, scratch, columns);
   }
 
-  // sums = a^T b for 16 columns of a, of its rows [from, to), and every APART-th group of 32 columns of b from
-  // ``group`` on. A group behind b's last sums up what lies there, for nobody.
+  // sums = a b for 16 rows of a, of its columns [from, to) by 16, each OWN of which are a tile of their own, and every
+  // APART-th group of 32 columns of b from ``group`` on. A group behind b's last sums up what lies there, for nobody.
   template <int GROUPS, int APART, int WIDTH, int A_STRIDE, int B_STRIDE>
   static TW_DEVICE void rows_by_columns(float (&sums)[GROUPS][4 * SUM_ROWS], const float* a, const float* b, int from,
                                         int to, int group) {
@@ -830,21 +871,24 @@ struct Product {
     for (int g = 0; g < GROUPS; g++)
 #pragma unroll
       for (int e = 0; e < 4 * SUM_ROWS; e++) sums[g][e] = 0.0f;
-    const float* a_lane = a + from * A_STRIDE + sum_row_of(0);
     const float* b_lane = b + from * B_STRIDE + group * SUM_GROUP + quad_of(0);
-#pragma unroll 8
-    for (int n = from; n < to; n++, a_lane += A_STRIDE, b_lane += B_STRIDE) {
-      float4 x = *reinterpret_cast<const float4*>(a_lane);
+#pragma unroll 1
+    for (int own = from; own < to; own += OWN) {
+      const float* a_lane = a + own / OWN * SCRATCH + sum_row_of(0) * A_STRIDE;
+#pragma unroll 2
+      for (int n = 0; n < OWN; n += 4, a_lane += 4) {
+        float x[4 * SUM_ROWS];
+        load_quads(x, a_lane, A_STRIDE);
 #pragma unroll
-      for (int g = 0; g < GROUPS; g++) {
-        float4 y = *reinterpret_cast<const float4*>(b_lane + g * APART * SUM_GROUP);
+        for (int i = 0; i < 4; i++, b_lane += B_STRIDE) {
+          float y[4 * GROUPS];
+          load_quads(y, b_lane, APART * SUM_GROUP);
 #pragma unroll
-        for (int r = 0; r < SUM_ROWS; r++) {
-          float p = r == 0 ? x.x : r == 1 ? x.y : r == 2 ? x.z : x.w;
-          sums[g][r * 4] += p * y.x;
-          sums[g][r * 4 + 1] += p * y.y;
-          sums[g][r * 4 + 2] += p * y.z;
-          sums[g][r * 4 + 3] += p * y.w;
+          for (int g = 0; g < GROUPS; g++)
+#pragma unroll
+            for (int r = 0; r < SUM_ROWS; r++)
+#pragma unroll
+              for (int e = 0; e < 4; e++) sums[g][r * 4 + e] += x[r * 4 + (i ^ 1)] * y[g * 4 + e];
         }
       }
     }
@@ -999,22 +1043,42 @@ TW_DEVICE void fold_scores(float (&scores)[ROWS][N / LANES], float (&decay)[ROWS
 }
 
 // out = softmax(scale q k^T + mask) v, and lse (eq. 4 to 6). Grid: tiles of queries, heads, batch.
+//
+// On FMA pipes Q and K lie transposed, and K and V come TW_CHUNK rows at a time: dims of all keys of the step, then
+// keys; each while the one before is multiplied.
 TW_KERNEL attention_forward_kernel(const Call call) {
-  constexpr int N = TW_OTHERS, KEYS = N * STRIDE, STAGE = KEYS + N * STRIDE_V;
+  constexpr int N = TW_OTHERS;
   float* q = shared_memory();
-  float* stages = q + TW_ROWS * STRIDE;
-  float* scratch = stages + STEPS * STAGE + warp_index() * Product::SCRATCH;
   Place at = locate(call, call.hq, TW_ROWS, hides_right(call));
   int stop_q = least(at.first + TW_ROWS, at.length_q);
   int from = at.first_key(at.first), to = at.last_key(stop_q);
   if (at.first >= at.length_q) to = from;  // nothing but padding
+  int read_stop = from < to ? stop_q : 0;
+  const float* q_head = head_of(call.q, at.batch, at.head);
   const float* k_head = head_of(call.k, at.batch, at.head / call.group);
   const float* v_head = head_of(call.v, at.batch, at.head / call.group);
-
-  load_tile<TW_ROWS, TW_D, STRIDE>(q, call.q, head_of(call.q, at.batch, at.head), at.first, at.first,
-                                   from < to ? stop_q : 0, call.width);
+#if TW_PRODUCTS
+  constexpr int KEYS = N * STRIDE, STAGE = KEYS + N * STRIDE_V;
+  float* stages = q + TW_ROWS * STRIDE;
+  load_tile<TW_ROWS, TW_D, STRIDE>(q, call.q, q_head, at.first, at.first, read_stop, call.width);
   load_step<N, TW_D, STRIDE>(stages, call.k, k_head, from, from, to, call.width);
-  if (STEPS == 2) load_step<N, TW_DV, STRIDE_V>(stages + KEYS, call.v, v_head, from, from, to, call.width_v);
+  load_step<N, TW_DV, STRIDE_V>(stages + KEYS, call.v, v_head, from, from, to, call.width_v);
+#else
+  static_assert(N % TW_CHUNK == 0, "a step of keys is whole chunks");
+  constexpr int STRIDE_Q = TW_ROWS + Product::PAD, STRIDE_K = N + Product::PAD;
+  constexpr int CHUNK = TW_CHUNK * (STRIDE_K > STRIDE_V ? STRIDE_K : STRIDE_V);
+  float *chunk = q + TW_D * STRIDE_Q, *next = chunk + CHUNK;
+  float* scratch = next + CHUNK + warp_index() * Product::SCRATCH;
+  load_transposed<TW_ROWS, TW_D, STRIDE_Q>(q, call.q, q_head, at.first, at.first, read_stop, 0, call.width);
+  load_transposed<N, TW_CHUNK, STRIDE_K>(next, call.k, k_head, from, from, to, 0, call.width);
+  auto change = [&]() {  // the next chunk is here, and everybody is done with this one
+    wait_for_copies();
+    synchronize();
+    float* last = chunk;
+    chunk = next;
+    next = last;
+  };
+#endif
 
   const float scale_log2 = call.scale * LOG2E;
   int own = at.first + warp_index() * Product::OWN;  // the warp's queries
@@ -1029,36 +1093,66 @@ TW_KERNEL attention_forward_kernel(const Call call) {
     for (int e = 0; e < TW_DV / LANES; e++) sums[r][e] = 0.0f;
   }
 
+#if TW_PRODUCTS
   wait_for_copies();
   Product::prepare<TW_ROWS, TW_D, STRIDE>(q);
-  for (int n = from, stage = 0; n < to; n += N, stage = STEPS - 1 - stage) {
+#endif
+  for (int n = from, stage = 0; n < to; n += N, stage ^= 1) {
+    bool any = own < own_stop && n < at.last_key(own_stop) && n + N > at.first_key(own);  // for this warp
+    float scores[ROWS][N / LANES], decay[ROWS];
+#if TW_PRODUCTS
     float* k = stages + stage * STAGE;
     wait_for_copies();
     prepare_step<N, TW_D, STRIDE>(k);
     prepare_step<N, TW_DV, STRIDE_V>(k + KEYS);
     synchronize();  // this step's tiles are here, and everybody is done with the last step's
-    if (STEPS == 1) load_tile<N, TW_DV, STRIDE_V>(k + KEYS, call.v, v_head, n, from, to, call.width_v);
-    if (STEPS == 2 && n + N < to) {
+    if (n + N < to) {
       float* next = stages + (stage ^ 1) * STAGE;
       load_step<N, TW_D, STRIDE>(next, call.k, k_head, n + N, from, to, call.width);
       load_step<N, TW_DV, STRIDE_V>(next + KEYS, call.v, v_head, n + N, from, to, call.width_v);
     }
-    bool any = own < own_stop && n < at.last_key(own_stop) && n + N > at.first_key(own);  // for this warp
-    if (STEPS == 2 && !any) continue;
-
-    float scores[ROWS][N / LANES], decay[ROWS];
+    if (!any) continue;
+    Product::rows_by_rows<N, TW_D, STRIDE>(scores, q + warp_index() * Product::OWN * STRIDE, k);
+#else
+#pragma unroll
+    for (int r = 0; r < ROWS; r++)
+#pragma unroll
+      for (int c = 0; c < N / LANES; c++) scores[r][c] = 0.0f;
+#pragma unroll 1
+    for (int dim = 0; dim < TW_D; dim += TW_CHUNK) {
+      change();
+      if (dim + TW_CHUNK < TW_D)
+        load_transposed<N, TW_CHUNK, STRIDE_K>(next, call.k, k_head, n, from, to, dim + TW_CHUNK, call.width);
+      else
+        load_tile<TW_CHUNK, TW_DV, STRIDE_V>(next, call.v, v_head, n, from, to, call.width_v);
+      if (any)
+        Product::columns_by_columns<N / LANES, STRIDE_Q, STRIDE_K, false>(
+            scores, q + dim * STRIDE_Q + warp_index() * Product::OWN, chunk, least(TW_CHUNK, TW_D - dim));
+    }
+#endif
     if (any) {
-      Product::rows_by_rows<N, TW_D, STRIDE>(scores, q + warp_index() * Product::OWN * STRIDE, k);
       bool whole = n + N <= to && at.sees(own, n + N - 1) && at.sees(own_stop - 1, n);
       if (!whole) hide<N>(scores, -INFINITE, at, own, n, to);
       fold_scores<N>(scores, decay, row_max, row_sum, scale_log2);
     }
-    if (STEPS == 1) {
-      wait_for_copies();
-      synchronize();  // values are here, and everybody is done with the keys
-      if (n + N < to) load_tile<N, TW_D, STRIDE>(k, call.k, k_head, n + N, from, to, call.width);
+#if TW_PRODUCTS
+    Product::tile_by_columns<N, TW_DV, STRIDE_V, true>(sums, decay, scores, k + KEYS, unit, nullptr);
+#else
+    if (any) Product::store_transposed(scratch, scores);
+#pragma unroll 1
+    for (int key = 0; key < N; key += TW_CHUNK) {
+      change();
+      if (key + TW_CHUNK < N)
+        load_tile<TW_CHUNK, TW_DV, STRIDE_V>(next, call.v, v_head, n + key + TW_CHUNK, from, to, call.width_v);
+      else if (n + N < to)
+        load_transposed<N, TW_CHUNK, STRIDE_K>(next, call.k, k_head, n + N, from, to, 0, call.width);
+      if (!any) continue;
+      Product::add_tile_by_columns<TW_CHUNK, TW_DV, STRIDE_V>(sums, decay, scratch + key * Product::SCRATCH_STRIDE,
+                                                              chunk);
+#pragma unroll
+      for (int r = 0; r < ROWS; r++) decay[r] = 1.0f;
     }
-    if (any) Product::tile_by_columns<N, TW_DV, STRIDE_V, true>(sums, decay, scores, k + KEYS, unit, scratch);
+#endif
   }
 
   float factor[ROWS];
@@ -1122,7 +1216,7 @@ TW_DEVICE void add_to_dq(const Call& call, const Place& at, int head, int n, int
   int block = warp_index() % BLOCKS, group = warp_index() / BLOCKS;
   int from_key = most(0, at.first_key(n) - at.first) / 16 * 16;
   int to_key = least(TW_ROWS, at.last_key(least(n + TW_OTHERS, to)) - at.first);
-  const float* rows = dscores + block * 16 * (TW_PRODUCTS ? STRIDE_SUM : 1);  // FMA pipes have keys by queries
+  const float* rows = dscores + block * 16 * STRIDE_SUM;
   float sums[GROUPS][4 * ROWS_OF_SUM];
   Product::rows_by_columns<GROUPS, APART, TW_D, STRIDE_SUM, STRIDE>(sums, rows, k, from_key, to_key, group);
   float* dq = head_of(call.dq, at.batch, head);
@@ -1152,8 +1246,8 @@ TW_DEVICE void add_to_dq(const Call& call, const Place& at, int head, int n, int
 
 #if TW_DK || TW_DV_SUM
 
-// Scores become the probabilities of queries n on, of which the warp's keys see none from ``to`` on. Rows past the last
-// key have scores of 0, whose probability can be infinite, and dq sums over all rows.
+// Scores become the probabilities of queries n on, of which the warp's keys see none from ``to`` on. Rows from own_stop
+// on are past the last key: their scores of 0 can have an infinite probability, and dq sums over all rows.
 template <int N>
 TW_DEVICE void make_probs(float (&probs)[ROWS][N / LANES], const Place& at, int own, int own_stop, int n, int to,
                           const float* lse, float scale_log2) {
@@ -1170,7 +1264,8 @@ TW_DEVICE void make_probs(float (&probs)[ROWS][N / LANES], const Place& at, int 
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
       int i = n + Product::column_of(c), j = own + Product::row_of(r);
-      if (i >= to || j >= own_stop || !at.sees(i, j)) probs[r][c] = 0.0f;
+      bool hidden = (i >= to) | (j >= own_stop) | !at.sees(i, j);  // no branch: registers are few here
+      probs[r][c] = hidden ? 0.0f : probs[r][c];
     }
 }
 
@@ -1193,7 +1288,7 @@ TW_DEVICE void make_dscores(float (&dscores)[ROWS][N / LANES], const float (&pro
 // With TW_DQ_SUM each step also adds scale dscores k, over the keys of the program, to dq, which holds zeros before.
 // That takes two products and a reading of everything less than a kernel of its own, but has no fixed order. A warp has
 // dscores of its own keys alone, so they meet in shared memory: halves as rows of queries, split like any other tile;
-// for FMA pipes they stay as they are.
+// for FMA pipes they stay as they were put there for dk.
 TW_KERNEL attention_backward_dkdv_kernel(const Call call) {
   constexpr int N = TW_OTHERS, QUERIES = N * STRIDE, STAGE = QUERIES + N * STRIDE_V + 2 * N;
   float* k = shared_memory();

@@ -23,6 +23,10 @@ class Tensor(ctypes.Structure):
         """Describe a tensor of 3 or 4 dims."""
         return cls(tensor.data_ptr(), *tensor.stride(), *(() if tensor.dim() == 4 else (1,)))
 
+    def from_row(self, row: int) -> "Tensor":
+        """Describe the rows from one on of a float32 tensor."""
+        return type(self)((self.data or 0) + 4 * row * self.s, self.b, self.h, self.s, self.d)
+
 
 class Call(ctypes.Structure):
     """What a kernel works on; a field that it does not read may be null."""

@@ -62,6 +62,10 @@ class ProgramShape(Protocol):
         """Programs a multiprocessor."""
 
     @property
+    def chunk(self) -> int:
+        """Dims of K, then rows of V, at once on FMA pipes."""
+
+    @property
     def split(self) -> bool:
         """Whether the other side's rows come split into halves."""
 
@@ -94,7 +98,7 @@ class Program:
         config = self.config
         values = {"TW_D": self.d, "TW_DV": self.dv, "TW_PRODUCTS": config.products, "TW_BLOCKS": config.blocks,
                   "TW_WARPS": config.warps, "TW_OTHERS": config.others, "TW_RESIDENT": config.resident,
-                  "TW_VECTORS": int(self.vectors), "TW_SPLIT": int(config.split)}
+                  "TW_CHUNK": config.chunk, "TW_VECTORS": int(self.vectors), "TW_SPLIT": int(config.split)}
         values |= dict.fromkeys(_KERNELS[self.kernel][1], 1)
         return tuple(f"-D{name}={value}" for name, value in values.items())
 
