@@ -69,6 +69,12 @@ def test_single_tf32_product_compiles(d):
 
 
 def test_refused_source_raises_with_the_compilers_words():
-    odd = Program("forward", CudaConfig(0, 4, 4, 32), d=64, dv=24, vectors=True)
+    odd = Program("forward", CudaConfig(0, 4, 4, 64), d=64, dv=24, vectors=True)
     with pytest.raises(BackendUnavailable, match="columns come in groups of 32"):
+        compile_program(odd, "sm_90")
+
+
+def test_keys_of_a_step_that_no_number_of_chunks_makes_are_refused():
+    odd = Program("forward", CudaConfig(0, 4, 4, 32, chunk=64), d=64, dv=32, vectors=True)
+    with pytest.raises(BackendUnavailable, match="keys come in chunks, and 4 to a thread"):
         compile_program(odd, "sm_90")

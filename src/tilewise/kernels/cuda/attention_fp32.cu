@@ -836,6 +836,7 @@ struct Product {
   template <int DEPTH, int WIDTH, int STRIDE>
   static TW_DEVICE void add_tile_by_columns(float (&sums)[ROWS][WIDTH / LANES], const float (&decay)[ROWS],
                                             const float* tile, const float* columns) {
+    static_assert(WIDTH % 32 == 0 && DEPTH % 8 == 0, "columns come in groups of 32, rows of 8");
     constexpr int ALL = WIDTH / LANES, MOST = 64 / ROWS;  // registers of a part are 64 at most
 #pragma unroll
     for (int first = 0; first < ALL; first += MOST) {
@@ -1064,7 +1065,7 @@ TW_KERNEL attention_forward_kernel(const Call call) {
   load_step<N, TW_D, STRIDE>(stages, call.k, k_head, from, from, to, call.width);
   load_step<N, TW_DV, STRIDE_V>(stages + KEYS, call.v, v_head, from, from, to, call.width_v);
 #else
-  static_assert(N % TW_CHUNK == 0, "a step of keys is whole chunks");
+  static_assert(N % TW_CHUNK == 0 && N % (4 * LANES) == 0, "keys come in chunks, and 4 to a thread");
   constexpr int STRIDE_Q = TW_ROWS + Product::PAD, STRIDE_K = N + Product::PAD;
   constexpr int CHUNK = TW_CHUNK * (STRIDE_K > STRIDE_V ? STRIDE_K : STRIDE_V);
   float *chunk = q + TW_D * STRIDE_Q, *next = chunk + CHUNK;
