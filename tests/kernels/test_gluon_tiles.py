@@ -43,8 +43,10 @@ def plain_python():
 
 
 def problem_of(sq=4096, sk=4096, mask=None, d=128, b=1, heads=(1, 1), dv=None):
-    return AttentionProblem(b=b, hq=heads[0], hk=heads[1], sq=sq, sk=sk, d=d, dv=dv or d, dtype=torch.bfloat16,
-                            device=torch.device("cuda", 0), scale=1.0, mask=mask or Mask())
+    (hq, hk), dv = heads, dv or d
+    return AttentionProblem(b=b, hq=hq, hk=hk, sq=sq, sk=sk, d=d, dv=dv, dtype=torch.bfloat16,
+                            device=torch.device("cuda", 0), scale=1.0, mask=mask or Mask(),
+                            k_strides=(hk * sk * d, sk * d, d, 1), v_strides=(hk * sk * dv, sk * dv, dv, 1))
 
 
 def scalars_of(problem, config, pack=1):
