@@ -84,8 +84,10 @@ class Packed:
 
 
 def problem_of(sizes, b, heads, mask, sequences):
+    strides = (heads * sizes[1] * 128, sizes[1] * 128, 128, 1)
     return AttentionProblem(b=b, hq=heads, hk=heads, sq=sizes[0], sk=sizes[1], d=128, dv=128, dtype=torch.bfloat16,
-                            device=torch.device("cuda", 0), scale=1.0, mask=mask, sequences=sequences)
+                            device=torch.device("cuda", 0), scale=1.0, mask=mask, sequences=sequences,
+                            k_strides=strides, v_strides=strides)
 
 
 def arguments(problem, operands):

@@ -396,11 +396,14 @@ def test_the_hopper_backward_adds_to_dq_in_order_where_that_is_asked_for_alone(d
         assert config.shared_bytes(problem) <= DeviceSpec.of_arch("sm_90").shared_memory
 
 
-@pytest.mark.parametrize(("d", "dv"), [(129, 8), (8, 129), (136, 72), (160, 160), (192, 128), (192, 192), (256, 256)])
-def test_two_warpgroups_share_the_keys_where_heads_are_wide(d, dv):
+@pytest.mark.parametrize(("d", "dv", "shared"), [
+    (129, 8, False), (136, 72, False), (192, 128, False), (8, 129, True), (160, 160, True), (193, 128, True),
+    (192, 192, True), (256, 256, True),
+])
+def test_two_warpgroups_share_the_keys_of_wide_heads_whose_sums_fit_no_registers(d, dv, shared):
     problem = problem_of(d, dv)
     config = hopper_backward_config(problem)
-    assert config.wide
+    assert (config.direct, config.wide) == (True, shared)
     assert config.shared_bytes(problem) <= DeviceSpec.of_arch("sm_90").shared_memory
 
 
