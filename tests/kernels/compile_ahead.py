@@ -174,7 +174,7 @@ def compile_for(request):
     row = facts_of(request, compiled, spec) | {"expected": 0 if config is None else config.shared_bytes(problem)}
     if request["arch"].startswith("gfx"):
         return row | amd_report(compiled)
-    return row | nvidia_report(compiled, sass_of(compiled))
+    return row | nvidia_report(compiled)
 
 
 def compile_hopper(request):
@@ -209,7 +209,7 @@ def compile_hopper(request):
     first_log = _logs.setdefault(compiled.hash, log.getvalue())
     waits = {"acquire": ptx.count("ld.acquire.gpu"), "release": ptx.count("st.release.gpu"),
              "complete": len(re.findall(r"cp\.async\.bulk\.wait_group\s+0;", ptx))}
-    return facts_of(request, compiled, spec) | nvidia_report(compiled, sass) | waits | {
+    return facts_of(request, compiled, spec) | nvidia_report(compiled) | sass_report(sass) | waits | {
         "planned": config.shared_bytes(problem), "log": first_log, "anew": bool(log.getvalue()),
         "threads": 32 * compiled.metadata.num_warps,
         "unset": possibly_unset(sass), "strays": stray_descriptors(sass),
@@ -223,13 +223,19 @@ def facts_of(request, compiled, spec):
                       "loads": compiled.asm.get("ttir", "").count("tt.load ")}  # Gluon has no such stage
 
 
-def nvidia_report(compiled, sass):
+def nvidia_report(compiled):
+    """Registers, stack and, by the names of PTX, products and copies of tiles."""
     usage = _of_cubin(compiled, "cuobjdump", "--dump-resource-usage")
     registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
-    names = ("HGMMA", "HMMA", "UTCHMMA", "LDL", "STL", "UTMALDG", "UTMASTG", "UTMAREDG", "REDG", "WARPGROUP.ARRIVE",
-             "LDSM")
-    counts = {name.lower(): len(re.findall(rf"\b{name}\b", sass)) for name in names}
-    return {"registers": registers, "stack": stack, "wgmma": compiled.asm["ptx"].count("wgmma.mma_async"), **counts}
+    ptx = compiled.asm["ptx"]
+    names = {"wgmma": "wgmma.mma_async", "mma": "mma.sync", "tcgen05": "tcgen05.mma",
+             "bulk": "cp.async.bulk.tensor"}
+    return {"registers": registers, "stack": stack, **{name: ptx.count(word) for name, word in names.items()}}
+
+
+def sass_report(sass):
+    names = ("HGMMA", "UTMALDG", "UTMASTG", "UTMAREDG", "REDG", "WARPGROUP.ARRIVE", "LDSM")
+    return {name.lower(): len(re.findall(rf"\b{name}\b", sass)) for name in names}
 
 
 def sass_of(compiled):

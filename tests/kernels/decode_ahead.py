@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from triton.runtime import driver
 
-from kernels.compile_ahead import TARGETS, amd_report, facts_of, nvidia_report, sass_of
+from kernels.compile_ahead import TARGETS, amd_report, facts_of, nvidia_report
 from tilewise.bench.compile_ahead import CompileOnlyDriver
 from tilewise.decode_problem import CacheOperands, DecodeOptions, decode_problem, facts_of_inputs, facts_of_present
 from tilewise.kernels.triton.decode_launch import (
@@ -24,6 +24,8 @@ from tilewise.kernels.triton.decode_launch import (
 from tilewise.masks import Mask
 from tilewise.tuning.decode import choose_splits, decode_config, row_tiles
 from tilewise.tuning.device import DeviceSpec
+
+_COPIED = re.compile(r"cp\.async\.c[ag]\.shared\.global\s*\[[^]]*\],\s*\[[^]]*\],\s*(\w+)")  # bytes of each copy
 
 
 def tensors_of(request):
@@ -69,12 +71,9 @@ def compile_decode(request):
     row = facts_of(request, compiled, spec) | {"planned": config.shared_bytes(problem.width, problem.dtype.itemsize)}
     if request["arch"].startswith("gfx"):
         return row | amd_report(compiled)
-    row["waits"], row["lets"] = (compiled.asm["ptx"].count(f"griddepcontrol.{name}")
-                                 for name in ("wait", "launch_dependents"))
-    sass = sass_of(compiled)
-    copies = re.findall(r"\bLDGSTS\S*", sass)
-    return row | nvidia_report(compiled, sass) | {"copies": len(copies),
-                                            "narrow": sum(not copy.endswith(".128") for copy in copies)}
+    ptx = compiled.asm["ptx"]
+    row["waits"], row["lets"] = (ptx.count(f"griddepcontrol.{name}") for name in ("wait", "launch_dependents"))
+    return row | nvidia_report(compiled) | {"copies": [int(size, 0) for size in _COPIED.findall(ptx)]}
 
 
 if __name__ == "__main__":

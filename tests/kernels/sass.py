@@ -11,6 +11,7 @@ takes for writing its first operand and reading the rest.
 
 import re
 from collections import Counter
+from functools import lru_cache
 from itertools import chain
 
 _REGISTER = re.compile(r"(?<![A-Z0-9_])(UR|R|UP|P)(\d+)")
@@ -157,12 +158,14 @@ def _reaching(successors, start, step, join):
     return before
 
 
+@lru_cache(1)  # the checks look at one kernel after another
 def _flow(sass):
     """Return the instructions, and for each those that may come next."""
     code, labels = _parse(sass)
     return code, [_successors(index, text, labels, len(code)) for index, text in enumerate(code)]
 
 
+@lru_cache(1)
 def _parse(sass):
     code, labels = [], {}
     for line in sass.splitlines():
@@ -189,6 +192,7 @@ def _operation(text):
     return re.sub(r"^@\S+\s+", "", text)
 
 
+@lru_cache(2**14)  # of a kernel's instructions
 def _effects(text):
     """Return the registers that an instruction reads and those that it writes."""
     guard = re.match(r"@!?(U?P\d)\s", text)

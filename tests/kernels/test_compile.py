@@ -200,7 +200,7 @@ def test_three_programs_of_dbias_share_a_multiprocessor_and_read_their_bias_once
         assert row["shared"] <= row["expected"] <= 76800, row  # a third of 228 KiB, less 1 KiB each
         assert row["registers"] <= 168, row  # a third of 65536 for 128 threads, in eights
         assert row["stack"] <= 64, row
-        assert row["utmaldg"] > 0, row
+        assert row["bulk"] > 0, row
         assert row["wgmma"] > 0, row
         assert row["loads"] == 2 * 3, row  # in both loops lse and delta, and before each the bias
 
@@ -232,8 +232,8 @@ def test_kernels_compile_within_registers_and_shared_memory(version, arch):
         if arch == "sm_90":
             assert row["wgmma"] > 0, row
         if arch == "sm_80":
-            assert row["hmma"] > 0, row
+            assert row["mma"] > 0, row
         if arch == "gfx942":
             assert row["mfma"] > 0, row
         if arch == "sm_100":
-            assert row["utchmma"] > 0, row
+            assert row["tcgen05"] > 0, row
