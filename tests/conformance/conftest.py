@@ -1,10 +1,11 @@
-"""Which case meets which dtype: every dtype on a GPU; on a CPU float32, and the halves where they can differ."""
+"""Which case meets which dtype and loss: each meets all on a GPU; on a CPU halves come where they can differ alone."""
 
 import pytest
 import torch
 
 from tilewise.testing.cases import CASES
 
+_THROUGH = ("out", "out_and_lse")  # what a loss is made of
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 # On a CPU the halves cost conversions and, interpreted, time: one case of each kind of arithmetic is enough there.
 _HALF_ON_CPU = {"mha", "gqa_causal_odd_lengths", "causal_bottom_right_more_queries", "window_both_sides",
@@ -13,11 +14,21 @@ _HALF_ON_CPU = {"mha", "gqa_causal_odd_lengths", "causal_bottom_right_more_queri
 
 
 def pytest_generate_tests(metafunc):
-    if {"case", "dtype"} <= set(metafunc.fixturenames):
-        on_cpu = torch.device(metafunc.config.getoption("--device")).type == "cpu"
-        pairs = {f"{case}-{name}": (case, dtype) for case in CASES for name, dtype in _DTYPES.items()
-                 if not on_cpu or dtype is torch.float32 or case.name in _HALF_ON_CPU}
-        metafunc.parametrize(("case", "dtype"), pairs.values(), ids=pairs.keys())
+    names = set(metafunc.fixturenames)
+    if not {"case", "dtype"} <= names:
+        return
+    on_cpu = torch.device(metafunc.config.getoption("--device")).type == "cpu"
+    pairs = [(case, name) for case in CASES for name in _DTYPES
+             if not on_cpu or name == "fp32" or case.name in _HALF_ON_CPU]
+    if "through" not in names:
+        metafunc.parametrize(("case", "dtype"), [(case, _DTYPES[name]) for case, name in pairs],
+                             ids=[f"{case}-{name}" for case, name in pairs])
+        return
+    # A gradient through lse changes delta and nothing behind it: on a CPU the losses take turns.
+    rows = [(case, name, through) for i, (case, name) in enumerate(pairs) for j, through in enumerate(_THROUGH)
+            if not on_cpu or i % len(_THROUGH) == j]
+    metafunc.parametrize(("case", "dtype", "through"), [(case, _DTYPES[name], through) for case, name, through in rows],
+                         ids=["-".join(map(str, row)) for row in rows])
 
 
 _FLOAT32_ALONE = ("cuda", "cuda_ieee")

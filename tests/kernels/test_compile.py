@@ -1,7 +1,7 @@
 """Every Triton kernel compiles for every target on both ends of the Triton range, without a device.
 
-On the installed version, which is between, do so those without options, of every head dim, those in float32 and those
-with all options. The ends share the rest: see shared_by_ends.
+Without options each does so once for each architecture, in turns with the ends and the installed version between them.
+Options are the same code for all architectures: sm_90 has each, and the others share them.
 
 Bounds on spills are in bytes of stack a thread. On sm_90 the kernels through descriptors, which long sequences take,
 need 176 at most (3.6.0); the high ceiling is for those through pointers.
@@ -16,8 +16,9 @@ from kernels.compile_process import ENDS, INSTALLED, VERSIONS, compile_all
 pytestmark = pytest.mark.aot
 
 MASKS = {"full": [None, None, None], "causal": [None, 0, "top_left"]}
+SHIFTED, EXCEPTED = [None, 0, "bottom_right"], [63, 0, "bottom_right", 7, 5, 1024]
 ARCHS = ("sm_80", "sm_90", "sm_100", "gfx942")
-# Ceilings that today's tiles keep, not tight ones: every head dim on the installed Triton, d 128 on 3.6.0 and 3.9.0.
+# Ceilings that today's tiles keep, not tight ones.
 OPTIONS = ["bias", "alibi_slopes", "mask", "sinks", "seed", "softcap"]
 PADDED = ["seqlens_q", "seqlens_k"]
 PACKED = ["cu_seqlens_q", "cu_seqlens_k"]
@@ -28,25 +29,29 @@ WIDE_SPILL_BOUND = {"sm_80": 64, "sm_90": 1024, "sm_100": 768, "gfx942": 64}  # 
 SPILL_BOUND = {"sm_80": 128, "sm_90": 768, "sm_100": 768, "gfx942": 0}
 
 
-def shared_by_ends(kinds, version, arch):
-    """Return every second kind: of an architecture the other end of the range has the rest, of the next it has these.
+def in_turns(kinds, versions, version, arch):
+    """Return this version's share of the kinds: the versions share them for each architecture, from another one on.
 
-    So each kind is compiled for each architecture, and with each version. The version between has them all.
+    So each kind is compiled for each architecture, and with each version.
     """
-    kinds = list(kinds)
-    return kinds if version == INSTALLED else kinds[(ENDS.index(version) + ARCHS.index(arch)) % 2::2]
+    return list(kinds)[(versions.index(version) + ARCHS.index(arch)) % len(versions)::len(versions)]
 
 
-def requests(arch, dims):
-    rows = []
-    for d in dims:
-        backward = ("dk", "dv", "dq", "delta") if d == 256 else ("dkdv", "dq", "delta")
-        for mask, step in zip(MASKS.values(), (1, -1), strict=True):  # in turns, so that no half has but one mask
-            rows += [{"arch": arch, "kernel": kernel, "d": d, "dtype": "bfloat16", "mask": mask,
-                      "descriptors": described}
-                     for kernel in ("forward", *backward)
-                     for described in ((False, True) if arch == "sm_90" else (False,))][::step]
-    return rows
+def spread(*kinds, versions=ENDS):
+    """Parametrise by version, architecture and kind: each kind for sm_90 and, with another version, for one other."""
+    others = [arch for arch in ARCHS if arch != "sm_90"]
+    n = len(versions)
+    rows = [row for i, kind in enumerate(kinds) for row in (
+        (versions[i % n], "sm_90", kind), (versions[(i + 1) % n], others[i % len(others)], kind))]
+    return pytest.mark.parametrize(("version", "arch", "kind"), rows,
+                                   ids=[f"{version}-{arch}-{i // 2}" for i, (version, arch, _) in enumerate(rows)])
+
+
+def requests(arch):
+    return [{"arch": arch, "kernel": kernel, "d": d, "dtype": "bfloat16", "mask": mask, "descriptors": described}
+            for d in (64, 128, 256) for mask in MASKS.values()
+            for kernel in ("forward", *(("dk", "dv") if d == 256 else ("dkdv",)), "dq", "delta")
+            for described in ((False, True) if arch == "sm_90" else (False,))]
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -75,7 +80,7 @@ def test_kernels_of_wide_heads_compile_within_registers_and_shared_memory(versio
                "descriptors": False} for kernel, pair in dims.items() for d in (pair if arch == "sm_90" else (576,))]
     widest = wanted[0] | {"d": 576}
     wanted += [widest | {"kernel": "delta"}, widest | {"kernel": "dbias", "options": ["bias"]}]
-    wanted = shared_by_ends(wanted, version, arch)
+    wanted = in_turns(wanted, ENDS, version, arch)
     rows = compile_all(version, wanted)
     assert len(rows) == len(wanted)
     for row in rows:
@@ -86,16 +91,13 @@ def test_kernels_of_wide_heads_compile_within_registers_and_shared_memory(versio
             assert row["wgmma"] > 0, row
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("version", ENDS)
-def test_kernels_of_lengths_documents_and_tile_lists_compile_within_shared_memory(version, arch):
-    """Each set of operands for each architecture, under each mask for two of them, and under each with each version."""
-    masks = ([None, 0, "bottom_right"], [63, 0, "bottom_right", 7, 5, 1024])
-    one, other = masks[::1 if arch in ARCHS[:2] else -1]
-    kinds = (one, PACKED), (one, DOCUMENTS), (other, TILED), (other, PADDED + DOCUMENTS + ["sinks"])
+@spread((SHIFTED, PACKED), (EXCEPTED, PACKED), (SHIFTED, DOCUMENTS), (EXCEPTED, TILED),
+        (EXCEPTED, PADDED + DOCUMENTS + ["sinks"]))
+def test_kernels_of_lengths_documents_and_tile_lists_compile_within_shared_memory(version, arch, kind):
+    mask, names = kind
     wanted = [{"arch": arch, "kernel": kernel, "d": 128, "dtype": "bfloat16", "mask": mask,
                "descriptors": arch == "sm_90" and kernel != "delta", "options": names}
-              for mask, names in shared_by_ends(kinds, version, arch) for kernel in ("forward", "dkdv", "dq", "delta")]
+              for kernel in ("forward", "dkdv", "dq", "delta")]
     rows = compile_all(version, wanted)
     assert len(rows) == len(wanted)
     for row in rows:
@@ -103,29 +105,23 @@ def test_kernels_of_lengths_documents_and_tile_lists_compile_within_shared_memor
         assert row["stack"] <= OPTIONS_SPILL_BOUND[arch], row
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("version", ENDS)
-def test_the_kernels_of_blank_rows_and_lengths_compile_without_a_spill(version, arch):
-    kinds = product((64, 256), ([63, 0, "bottom_right"], [None, None, None]), (PACKED, [*PADDED, "sinks"]))
+@spread(*product((64, 256), ([63, 0, "bottom_right"], [None, None, None]), (PACKED, [*PADDED, "sinks"])))
+def test_the_kernels_of_blank_rows_and_lengths_compile_without_a_spill(version, arch, kind):
+    d, mask, names = kind
     wanted = [{"arch": arch, "kernel": kernel, "d": d, "dtype": "bfloat16", "mask": mask, "descriptors": False,
-               "options": names}
-              for d, mask, names in shared_by_ends(kinds, version, arch)
-              for kernel in ("blank_out", "blank_gradients", "lengths")]
+               "options": names} for kernel in ("blank_out", "blank_gradients", "lengths")]
     rows = compile_all(version, wanted)
     assert len(rows) == len(wanted)
     for row in rows:
         assert row["stack"] == 0, row
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("version", ENDS)
-def test_kernels_with_functions_of_the_users_own_compile_within_shared_memory(version, arch):
+@spread(["score:relative"], ["score:damped"], ["mask:chosen"], ["score:damped", "mask:dilated", *OPTIONS])
+def test_kernels_with_functions_of_the_users_own_compile_within_shared_memory(version, arch, kind):
     """Functions are arguments inside of tuples, which no other option has. With all the others some kernels spill."""
     wanted = [{"arch": arch, "kernel": kernel, "d": 128, "dtype": "bfloat16", "mask": MASKS["causal"],
-               "descriptors": arch == "sm_90" and kernel != "delta", "options": options}
-              for options in shared_by_ends((["score:relative"], ["score:damped"], ["mask:chosen"],
-                                             ["score:damped", "mask:dilated", *OPTIONS]), version, arch)
-              for kernel in ("forward", "dkdv", "dq", "delta", "dbias") if kernel != "dbias" or "bias" in options]
+               "descriptors": arch == "sm_90" and kernel != "delta", "options": kind}
+              for kernel in ("forward", "dkdv", "dq", "delta", "dbias") if kernel != "dbias" or "bias" in kind]
     rows = compile_all(version, wanted)
     assert len(rows) == len(wanted)
     for row in rows:
@@ -134,40 +130,29 @@ def test_kernels_with_functions_of_the_users_own_compile_within_shared_memory(ve
             assert row["stack"] <= OPTIONS_SPILL_BOUND[arch], row
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("version", VERSIONS)
-def test_kernels_with_every_option_compile_within_shared_memory(version, arch):
+@spread(*((kernel, OPTIONS) for kernel in ("forward", "dkdv", "dq", "dbias")),
+        # Alone too: a field that is absent and one that is there were once mistaken for one another.
+        *(("forward", [name]) for name in OPTIONS), versions=VERSIONS)
+def test_kernels_with_every_option_compile_within_shared_memory(version, arch, kind):
     """Nested tuples of arguments are what differs most between versions of Triton."""
-    wanted = [{"arch": arch, "kernel": kernel, "d": 128, "dtype": "bfloat16", "mask": MASKS["causal"],
-               "descriptors": arch == "sm_90", "options": OPTIONS}
-              for kernel in ("forward", "dkdv", "dq", "dbias")]
-    if version in ENDS:  # alone too: a field that is absent and one that is there were once mistaken for one another
-        wanted += [wanted[0] | {"options": [name]} for name in OPTIONS]
-    wanted = shared_by_ends(wanted, version, arch)
-    rows = compile_all(version, wanted)
-    assert len(rows) == len(wanted)
-    for row in rows:
-        assert row["shared"] <= row["limit"], row
-        assert row["stack"] <= OPTIONS_SPILL_BOUND[arch], row
+    kernel, options = kind
+    row, = compile_all(version, [{"arch": arch, "kernel": kernel, "d": 128, "dtype": "bfloat16",
+                                  "mask": MASKS["causal"], "descriptors": arch == "sm_90", "options": options}])
+    assert row["shared"] <= row["limit"], row
+    assert row["stack"] <= OPTIONS_SPILL_BOUND[arch], row
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("version", ENDS)
-def test_kernels_that_make_a_bias_gradient_beside_dq_compile_within_shared_memory(version, arch):
-    wanted = [{"arch": arch, "kernel": kernel, "d": 128, "dtype": "bfloat16", "mask": MASKS["causal"],
-               "descriptors": arch == "sm_90", "options": options}
-              for kernel, options in shared_by_ends((
-                  ("dq_alone", ["bias"]), ("dq_first_of_1", ["bias"]), ("dq_next_of_1", ["bias"]),
-                  ("dq_last_of_1", ["bias"]), ("dq_last_of_1", OPTIONS), ("dq_alone", ["bias", *PACKED]),
-                  ("dq_next_of_1", ["bias", *TILED])), version, arch)]
-    rows = compile_all(version, wanted)
-    assert len(rows) == len(wanted)
-    for row in rows:
-        assert row["shared"] <= row["limit"], row
-        assert row["stack"] <= OPTIONS_SPILL_BOUND[arch], row
-        if arch == "sm_90" and row["options"] == ["bias"]:
-            assert row["shared"] <= 115712, row  # two programs a multiprocessor: half of 228 KiB, less 1 KiB each
-            assert row["stack"] <= 256, row
+@spread(("dq_alone", ["bias"]), ("dq_first_of_1", ["bias"]), ("dq_next_of_1", ["bias"]), ("dq_last_of_1", ["bias"]),
+        ("dq_last_of_1", OPTIONS), ("dq_alone", ["bias", *PACKED]), ("dq_next_of_1", ["bias", *TILED]))
+def test_kernels_that_make_a_bias_gradient_beside_dq_compile_within_shared_memory(version, arch, kind):
+    kernel, options = kind
+    row, = compile_all(version, [{"arch": arch, "kernel": kernel, "d": 128, "dtype": "bfloat16",
+                                  "mask": MASKS["causal"], "descriptors": arch == "sm_90", "options": options}])
+    assert row["shared"] <= row["limit"], row
+    assert row["stack"] <= OPTIONS_SPILL_BOUND[arch], row
+    if arch == "sm_90" and options == ["bias"]:
+        assert row["shared"] <= 115712, row  # two programs a multiprocessor: half of 228 KiB, less 1 KiB each
+        assert row["stack"] <= 256, row
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -175,8 +160,8 @@ def test_dq_of_several_entries_keeps_its_sums_in_registers_and_reads_their_bias_
     """The spills are those of the masked loop, most of them, and of adding earlier sums (at head dim 64)."""
     wanted = [{"arch": "sm_90", "kernel": f"dq_{which}_of_2", "d": d, "dtype": "bfloat16",
                "mask": MASKS["causal"], "descriptors": False, "options": options}
-              for d in (64, 128) for which, options in (("all", ["bias"]), ("last", ["bias"]), ("last", OPTIONS))]
-    wanted = shared_by_ends(wanted, version, "sm_90")
+              for which, options in (("all", ["bias"]), ("last", ["bias"]), ("last", OPTIONS)) for d in (64, 128)]
+    wanted = in_turns(wanted, VERSIONS, version, "sm_90")
     rows = compile_all(version, wanted)
     assert len(rows) == len(wanted)
     for row in rows:
@@ -193,7 +178,7 @@ def test_dq_of_several_entries_keeps_its_sums_in_registers_and_reads_their_bias_
 def test_three_programs_of_dbias_share_a_multiprocessor_and_read_their_bias_once(version):
     kinds = (72, "full"), (72, "causal"), (128, "causal"), (128, "full")
     wanted = [{"arch": "sm_90", "kernel": "dbias", "d": d, "dtype": "bfloat16", "mask": MASKS[mask],
-               "descriptors": True, "options": ["bias"]} for d, mask in shared_by_ends(kinds, version, "sm_90")]
+               "descriptors": True, "options": ["bias"]} for d, mask in in_turns(kinds, VERSIONS, version, "sm_90")]
     rows = compile_all(version, wanted)
     assert len(rows) == len(wanted)
     for row in rows:
@@ -211,7 +196,7 @@ def test_dropout_draws_where_the_scores_are(version, arch):
     """Shared memory is that of the tiles: draws once came in another layout, and went through it in every step."""
     wanted = [{"arch": arch, "kernel": kernel, "d": d, "dtype": "bfloat16", "mask": MASKS["causal"],
                "descriptors": arch == "sm_90", "options": ["seed"]}
-              for d, kernel in shared_by_ends(product((64, 128), ("forward", "dkdv", "dq")), version, arch)]
+              for d, kernel in in_turns(product((64, 128), ("forward", "dkdv", "dq")), ENDS, version, arch)]
     rows = compile_all(version, wanted)
     assert len(rows) == len(wanted)
     for row in rows:
@@ -221,7 +206,7 @@ def test_dropout_draws_where_the_scores_are(version, arch):
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("version", VERSIONS)
 def test_kernels_compile_within_registers_and_shared_memory(version, arch):
-    wanted = shared_by_ends(requests(arch, (64, 128, 256) if version == INSTALLED else (128,)), version, arch)
+    wanted = in_turns(requests(arch), VERSIONS, version, arch)
     rows = compile_all(version, wanted)
     assert len(rows) == len(wanted)
     for row in rows:
