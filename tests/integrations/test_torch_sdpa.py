@@ -174,8 +174,8 @@ def test_a_mask_of_more_dims_than_the_result_is_refused(of_mask):
     for mask in (random(*of_mask), boolean(*of_mask)):
         with pytest.raises(InvalidInput) as caught:
             scaled_dot_product_attention(q, k, v, mask)
-        assert str(caught.value) == (f"attn_mask has shape {of_mask}; allowed are 4 dims at most, as many as query, key "
-                                     "and value have.")
+        assert str(caught.value) == (f"attn_mask has shape {of_mask}; allowed are 4 dims at most, as many as query, "
+                                     "key and value have.")
 
 
 @pytest.mark.parametrize("name", ["query", "key", "value"])
