@@ -245,6 +245,12 @@ def test_packed_sequences_are_attended_each_by_itself(options, bounds):
     assert torch.equal(alone, out)
 
 
+def test_a_window_that_is_no_pair_is_refused_by_name():
+    q, k, v, _ = (tensor[0].detach() for tensor in tensors(9, 8))
+    with pytest.raises(InvalidInput, match=r"^window_size is None; allowed are two integers \(left, right\), -1 for"):
+        varlen_attn(q, k, v, CU_Q, CU_K, 6, 5, enable_gqa=True, window_size=None)
+
+
 def test_lengths_of_keys_left_out_are_those_of_queries():
     q, k, v, _ = (tensor[0].detach() for tensor in tensors(9, 9, hk=4))
     assert torch.equal(varlen_attn(q, k, v, CU_Q, None, 6, 6), varlen_attn(q, k, v, CU_Q, CU_Q, 6, 6))

@@ -12,6 +12,7 @@ import torch
 
 from tilewise.api import attention, attention_varlen
 from tilewise.errors import InvalidInput, UnsupportedProblem
+from tilewise.integrations.flash_family import sides_of
 from tilewise.masks import Mask, TensorMask, causal, window
 
 __all__ = ["scaled_dot_product_attention", "varlen_attn"]
@@ -102,7 +103,7 @@ def varlen_attn(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_
         raise UnsupportedProblem("block_table is given; allowed is None: paged caches are not there yet. Pass keys and "
                                  "values packed, with cu_seq_k.", {})
     _check_heads(query.shape[1], key.shape[1], enable_gqa)
-    left, right = (None if side < 0 else side for side in window_size)
+    left, right = sides_of(window_size)
     with_lse = return_aux is not None and return_aux.lse
     wanted: Any = ("lse",) if with_lse else ()
     found: Any = attention_varlen(query, key, value, cu_seqlens_q=cu_seq_q, cu_seqlens_k=cu_seq_k, seqused_k=seqused_k,
