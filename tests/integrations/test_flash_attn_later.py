@@ -102,6 +102,21 @@ def test_a_sink_takes_its_share_and_has_a_gradient():
     assert sinks.grad.abs().min() > 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_a_sink_in_bfloat16_goes_with_every_dtype(dtype):
+    """flash-attn 4 takes no other, beside float16 too, where it was refused."""
+    q, k, v = (tensor.detach().to(dtype) for tensor in tensors(9, 12)[:3])
+    sinks = SINKS.bfloat16().requires_grad_()
+    out, lse = fa4.flash_attn_func(q, k, v, learnable_sink=sinks)
+    wanted, wanted_lse = fa4.flash_attn_func(q, k, v, learnable_sink=sinks.detach().to(dtype), return_lse=True)
+    assert torch.equal(out, wanted)
+    assert torch.equal(lse, wanted_lse)
+    out.sum().backward()
+    assert sinks.grad.dtype is torch.bfloat16
+    with pytest.raises(InvalidInput, match=r"sinks has dtype torch\.int32; allowed are"):
+        fa4.flash_attn_func(q, k, v, learnable_sink=SINKS.int())
+
+
 @pytest.mark.parametrize("face", [fa3, fa4])
 def test_packed_sequences_of_which_a_part_is_used(face):
     q, k, v = (tensor[0].detach() for tensor in tensors(9, 8)[:3])
