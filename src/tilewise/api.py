@@ -458,7 +458,7 @@ def _check_return_aux(return_aux: object) -> None:
 def _autocast(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     check_inputs(q, k, v)
     kind = "cuda" if q.is_cuda else q.device.type  # a device makes the string anew, which costs as much as all else
-    if not torch.is_autocast_enabled(kind):
+    if kind == "meta" or not torch.is_autocast_enabled(kind):  # of "meta" torch raises, instead of answering
         return q, k, v
     dtype = torch.get_autocast_dtype(kind)
     q, k, v = (t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in (q, k, v))

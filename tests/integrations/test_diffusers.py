@@ -94,3 +94,26 @@ def test_a_model_of_diffusers_gives_the_same(monkeypatch):
         for module in holders:
             module.dispatch_attention_fn = original
     assert len(calls) == 2
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+def test_another_backend_that_diffusers_has_in_force_raises(monkeypatch):
+    """The context manager's backend was dropped without a word, where a model's own raised."""
+    pytest.importorskip("diffusers", reason="Diffusers is not installed: it has no backend in force")
+    from diffusers.models import attention_dispatch as dispatch
+
+    q, k, v = inputs()
+    with dispatch.attention_backend("_native_math"):
+        dispatch_attention_fn(q, k, v)  # by its own name, in the place of nothing
+        monkeypatch.setattr(dispatch, "dispatch_attention_fn", dispatch_attention_fn)  # as install() does
+        with pytest.raises(UnsupportedProblem) as caught:
+            dispatch_attention_fn(q, k, v)
+        assert str(caught.value).startswith(
+            "Diffusers' backend in force is '_native_math'; allowed is 'native', its default, which tilewise stands in "
+            "for: leave attention_backend(...), or enter attention_backend('native').")
+        with dispatch.attention_backend("native"):
+            dispatch_attention_fn(q, k, v)
+        monkeypatch.delattr(dispatch, "_AttentionBackendRegistry")  # Diffusers' own name, which may go
+        dispatch_attention_fn(q, k, v)
+        monkeypatch.undo()
+    assert dispatch_attention_fn(q, k, v).shape == (2, 9, 4, 6)

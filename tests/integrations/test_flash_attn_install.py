@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from integrations.dense import bottom_right, close, dense
-from tilewise import TilewiseError
+from tilewise import InvalidInput, TilewiseError
 from tilewise.integrations import bert_padding, flash_attn_cute
 from tilewise.integrations import flash_attn as face
 
@@ -125,6 +125,17 @@ def test_padding_is_taken_out_and_put_back(dtype):
     assert torch.equal(back, hidden * mask[..., None, None])
     gradient, = torch.autograd.grad(back.sum(), hidden)
     assert torch.equal(gradient, mask[..., None, None].expand_as(hidden).float())
+
+
+@pytest.mark.parametrize("name", ["attention_mask", "unused_mask"])
+@pytest.mark.parametrize("shape", [(2, 4), (5,), (2, 5, 1)])
+def test_a_mask_of_other_lengths_is_refused_by_name(name, shape):
+    """Rows were taken where a shorter mask would have put them, which are other tokens than it marks."""
+    given = {"attention_mask": torch.ones(2, 5)} | {name: torch.ones(shape)}
+    with pytest.raises(InvalidInput) as caught:
+        bert_padding.unpad_input(torch.zeros(2, 5, 3), **given)
+    assert str(caught.value) == (f"{name} has shape {shape} and hidden_states (2, 5, 3); allowed is (b, s), the first "
+                                 "two dims.")
 
 
 def test_any_number_but_zero_marks_a_token():

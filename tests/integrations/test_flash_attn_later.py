@@ -8,9 +8,9 @@ import torch
 from integrations.calls import CU_K, CU_Q, signature, tensors
 from integrations.dense import bottom_right, close, dense
 from tilewise import InvalidInput, TilewiseError, UnsupportedProblem
+from tilewise.integrations import flash_attn, flash_family
 from tilewise.integrations import flash_attn_cute as fa4
 from tilewise.integrations import flash_attn_interface as fa3
-from tilewise.integrations import flash_family
 
 _DESCALES = "q_descale=None, k_descale=None, v_descale=None"
 _FA3 = (f"{_DESCALES}, window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, "
@@ -100,6 +100,21 @@ def test_a_sink_takes_its_share_and_has_a_gradient():
     close(lse, torch.logaddexp(scores, SINKS[:, None].double()))
     out.sum().backward()
     assert sinks.grad.abs().min() > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_a_sink_in_bfloat16_goes_with_every_dtype(dtype):
+    """flash-attn 4 takes no other, beside float16 too, where it was refused."""
+    q, k, v = (tensor.detach().to(dtype) for tensor in tensors(9, 12)[:3])
+    sinks = SINKS.bfloat16().requires_grad_()
+    out, lse = fa4.flash_attn_func(q, k, v, learnable_sink=sinks)
+    wanted, wanted_lse = fa4.flash_attn_func(q, k, v, learnable_sink=sinks.detach().to(dtype), return_lse=True)
+    assert torch.equal(out, wanted)
+    assert torch.equal(lse, wanted_lse)
+    out.sum().backward()
+    assert sinks.grad.dtype is torch.bfloat16
+    with pytest.raises(InvalidInput, match=r"sinks has dtype torch\.int32; allowed are"):
+        fa4.flash_attn_func(q, k, v, learnable_sink=SINKS.int())
 
 
 @pytest.mark.parametrize("face", [fa3, fa4])
@@ -207,6 +222,28 @@ def test_one_part_is_copied_and_none_is_refused():
     assert lse.data_ptr() != lses.data_ptr()
     with pytest.raises(InvalidInput, match=r"^out_partial has no parts; allowed is one or more\.$"):
         fa3.flash_attn_combine(outs[:0], lses[:0])
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_parts_whose_shapes_do_not_belong_together_are_refused_by_name(parts):
+    """Python said it of its zip, a single part's lse went unseen, and out was broadcast into."""
+    outs, lses = torch.randn(parts, 2, 3, 4, 8), torch.randn(parts, 2, 3, 4)
+    for name, given, wanted in (("lse_partial", (outs, lses.repeat(2, 1, 1, 1)), (parts, 2, 3, 4)),
+                                ("lse_partial", (outs, lses.transpose(2, 3)), (parts, 2, 3, 4)),
+                                ("out", (outs, lses, torch.zeros(5, 2, 3, 4, 8)), (2, 3, 4, 8))):
+        with pytest.raises(InvalidInput) as caught:
+            fa3.flash_attn_combine(*given)
+        assert str(caught.value) == (f"{name} has shape {tuple(given[-1].shape)} and out_partial {tuple(outs.shape)}; "
+                                     f"allowed is {wanted}.")
+
+
+@pytest.mark.parametrize("window_size", [None, 3, (1, 2, 0), (None, None)])
+@pytest.mark.parametrize("function", [flash_attn.flash_attn_func, fa3.flash_attn_func])
+def test_a_window_that_is_no_pair_of_integers_is_refused_by_name(function, window_size):
+    with pytest.raises(InvalidInput) as caught:
+        function(*tensors(9, 8)[:3], window_size=window_size)
+    assert str(caught.value) == (f"window_size is {window_size!r}; allowed are two integers (left, right), -1 for no "
+                                 "bound.")
 
 
 @pytest.mark.parametrize(("function", "name", "said"), [

@@ -180,6 +180,18 @@ def test_without_a_mask_the_layer_says_whether_it_is_causal():
     torch.testing.assert_close(windowed, attention_forward(layer, q[:, :, :1], k[:, :, 4:], k[:, :, 4:], None)[0])
 
 
+@pytest.mark.parametrize("mask", [None, torch.ones(2, 1, 3, 6, dtype=torch.bool).tril(2)])
+def test_one_batch_entry_of_queries_serves_all(mask):
+    """Learned queries come as one entry; Transformers' own implementations broadcast them, here they were refused."""
+    layer = torch.nn.Identity()
+    layer.is_causal = False
+    q, k = torch.randn(1, 2, 3, 8, requires_grad=True), torch.randn(2, 2, 6, 8)
+    out = attention_forward(layer, q, k, k, mask)[0]
+    torch.testing.assert_close(out, attention_forward(layer, q.repeat(2, 1, 1, 1), k, k, mask)[0])
+    out.sum().backward()
+    assert q.grad.shape == q.shape
+
+
 @pytest.mark.parametrize("name", ["tilewise_flash", "me/tilewise", "my_sdpa", "paged|tilewise"])
 def test_names_that_transformers_takes_for_its_own_are_refused(name):
     with pytest.raises(InvalidInput, match="by which Transformers takes it for an implementation of its own"):

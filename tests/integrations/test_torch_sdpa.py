@@ -165,6 +165,36 @@ def test_dims_that_cannot_be_broadcast_are_named():
         scaled_dot_product_attention(random(*Q), random(3, *K[1:]), random(3, *V[1:]))
 
 
+@pytest.mark.parametrize("of_mask", [(2, 1, 4, 5, 7), (1, 2, 4, 5, 7)])
+def test_a_mask_of_more_dims_than_the_result_is_refused(of_mask):
+    """Its first dims were taken for the batch, where torch, which broadcasts them, raises."""
+    q, k, v = random(*Q), random(*K), random(*V)
+    with pytest.raises(RuntimeError, match="doesn't match the broadcast shape"):
+        torch.nn.functional.scaled_dot_product_attention(q, k, v, random(*of_mask))
+    for mask in (random(*of_mask), boolean(*of_mask)):
+        with pytest.raises(InvalidInput) as caught:
+            scaled_dot_product_attention(q, k, v, mask)
+        assert str(caught.value) == (f"attn_mask has shape {of_mask}; allowed are 4 dims at most, as many as query, "
+                                     "key and value have.")
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+def test_a_tensor_without_positions_is_refused_by_name(name):
+    given = {"query": random(*Q), "key": random(*K), "value": random(*V)} | {name: random(8)}
+    with pytest.raises(InvalidInput) as caught:
+        scaled_dot_product_attention(**given)
+    assert str(caught.value) == f"{name} has shape (8,); allowed are two dims (positions, head dim) or more."
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8])
+def test_a_mask_of_integers_is_refused_by_name(dtype):
+    """What a tokenizer returns was refused as a bias, with no word of the booleans that it should be."""
+    with pytest.raises(InvalidInput) as caught:
+        scaled_dot_product_attention(random(*Q), random(*K), random(*V), boolean(5, 7).to(dtype))
+    assert str(caught.value) == (f"attn_mask has dtype {dtype}; allowed are torch.bool, True = take part, and "
+                                 "floating-point dtypes, which are added to the scores.")
+
+
 def test_tensors_of_four_dims_are_not_copied():
     q = torch.randn(2, 5, 4, 8).transpose(1, 2)
     assert [t.data_ptr() for t in handed(lambda: scaled_dot_product_attention(q, q, q))] == 3 * [q.data_ptr()]
@@ -213,6 +243,12 @@ def test_packed_sequences_are_attended_each_by_itself(options, bounds):
         close(one, other.double())
     alone = varlen_attn(q, k, v, CU_Q, CU_K, 6, 5, enable_gqa=True, return_aux=AuxRequest(), **options)
     assert torch.equal(alone, out)
+
+
+def test_a_window_that_is_no_pair_is_refused_by_name():
+    q, k, v, _ = (tensor[0].detach() for tensor in tensors(9, 8))
+    with pytest.raises(InvalidInput, match=r"^window_size is None; allowed are two integers \(left, right\), -1 for"):
+        varlen_attn(q, k, v, CU_Q, CU_K, 6, 5, enable_gqa=True, window_size=None)
 
 
 def test_lengths_of_keys_left_out_are_those_of_queries():

@@ -383,3 +383,16 @@ def test_explain_tells_who_takes_lengths():
     assert text.startswith("b2 h4/2 s6x5 d8 float32 no mask, padded sequences on cpu\n")
     assert "  forward  torch      no: takes no lengths that are data: neither seqlens nor packed sequences" in text
     assert explain(*_tensors(), mask=documents(torch.arange(6), torch.arange(5))).forward == "reference"
+
+
+def test_tensors_without_memory_give_the_shapes_of_results_and_gradients():
+    """torch's own question whether autocast is on raises for the device "meta", where models are laid out."""
+    q, k, sinks = (torch.empty(shape, device="meta", requires_grad=True)
+                   for shape in ((2, 4, 5, 8), (2, 2, 9, 8), (4,)))
+    out, lse = attention(q, k, k[..., :6], sinks=sinks, mask=causal("top_left"), return_aux=("lse",))
+    assert (out.shape, lse.shape, out.device.type) == ((2, 4, 5, 6), (2, 4, 5), "meta")
+    out.sum().backward()
+    assert [tensor.grad.shape for tensor in (q, k, sinks)] == [(2, 4, 5, 8), (2, 2, 9, 8), (4,)]
+    rows = torch.empty(7, 4, 8, device="meta")
+    ends = torch.empty(3, dtype=torch.int32, device="meta")
+    assert attention_varlen(rows, rows, rows, cu_seqlens_q=ends, mask=causal()).shape == rows.shape

@@ -48,6 +48,23 @@ def test_memory_and_accuracy_are_tables_of_their_own():
         markdown(grid_rows(), "heat")
 
 
+def test_a_table_says_which_pass_was_measured_at_which_commit():
+    """Passes that were timed apart stood under the newest commit alone, which half of the rows had not been run at."""
+    apart = [row("tilewise", commit="aaaaaaa", date="2026-01-03T00:00:00Z"),
+             row("tilewise", direction="backward", commit="bbbbbbb", date="2026-01-02T00:00:00Z")]
+    wanted = "regime turns; forward: commit aaaaaaa, 2026-01-03; backward: commit bbbbbbb, 2026-01-02."
+    assert markdown(apart).splitlines()[0].endswith(wanted)
+    superseded = row("tilewise", commit="ccccccc", date="2026-01-01T00:00:00Z")
+    assert markdown([superseded, *apart]).splitlines()[0].endswith(wanted)
+
+
+def test_rows_of_one_commit_have_it_once_with_the_newest_day():
+    rows = [row("tilewise", commit="aaaaaaa", date="2026-01-02T23:59:00Z"),
+            row("tilewise", direction="backward", commit="aaaaaaa", date="2026-01-03T00:01:00Z")]
+    assert markdown(rows).splitlines()[0].endswith("regime turns; commit aaaaaaa; 2026-01-03.")
+    assert markdown(grid_rows()).splitlines()[0].endswith("regime turns; 2026-01-02.")
+
+
 def option_rows():
     """Plain calls of 2 ms and softcap at 3 ms, a peer that takes 4 and 6, and one that has no softcap."""
     return [row("tilewise", ms_p50=2.0), row("flex", ms_p50=4.0), row("naive", ms_p50=1.0),

@@ -229,9 +229,23 @@ def _provider_rank(rows: Sequence[Row]) -> Callable[[str], tuple[bool, int]]:
 
 
 def _caption(rows: Sequence[Row]) -> str:
-    newest = max(rows, key=lambda row: row.date)
+    used = latest(rows)
+    newest = max(used, key=lambda row: row.date)
     parts = [newest.device_name, f"driver {newest.driver}" if newest.driver else "", f"torch {newest.torch}",
              f"Triton {newest.triton}" if newest.triton else "",
-             f"regime {', '.join(dict.fromkeys(row.regime for row in rows))}",
-             f"commit {newest.commit}" if newest.commit else "", newest.date.partition("T")[0]]
+             f"regime {', '.join(dict.fromkeys(row.regime for row in used))}", *_origins(used)]
     return "; ".join(part for part in parts if part) + "."
+
+
+def _origins(rows: Sequence[Row]) -> list[str]:
+    """Say which commit the rows are of, and when; of several commits, which passes each of them has."""
+    of_commit: dict[str, list[Row]] = {}
+    for row in rows:
+        of_commit.setdefault(row.commit, []).append(row)
+    alone, lines = len(of_commit) == 1, []
+    for commit, own in of_commit.items():
+        passes = " and ".join(dict.fromkeys(row.direction.replace("_", " ") for row in own))
+        day = max(row.date for row in own).partition("T")[0]
+        at = ("; " if alone else ", ").join(part for part in (f"commit {commit}" if commit else "", day) if part)
+        lines.append(at if alone else f"{passes}: {at}")
+    return lines

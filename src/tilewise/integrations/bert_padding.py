@@ -3,6 +3,8 @@
 import torch
 from torch.nn.functional import pad
 
+from tilewise.errors import InvalidInput
+
 __all__ = ["index_first_axis", "index_put_first_axis", "pad_input", "unpad_input"]
 
 
@@ -30,7 +32,14 @@ def unpad_input(hidden_states: torch.Tensor, attention_mask: torch.Tensor, unuse
     Returns:
         The rows, (total, ...); their indices in b·s, (total,); cu_seqlens, (b + 1,), int32; the longest sequence's
         length; and how many rows of each take part, (b,), int32.
+
+    Raises:
+        InvalidInput: a mask of other lengths than ``hidden_states``, whose rows would be others than it marks.
     """
+    for name, mask in (("attention_mask", attention_mask), ("unused_mask", unused_mask)):
+        if mask is not None and mask.shape != hidden_states.shape[:2]:
+            raise InvalidInput(f"{name} has shape {tuple(mask.shape)} and hidden_states "
+                               f"{tuple(hidden_states.shape)}; allowed is (b, s), the first two dims.")
     taking_part = attention_mask != 0
     present = taking_part if unused_mask is None else taking_part | (unused_mask != 0)
     lengths, used = (mask.sum(-1, dtype=torch.int32) for mask in (present, taking_part))

@@ -13,6 +13,8 @@ from tilewise.integrations.torch_sdpa import scaled_dot_product_attention
 
 __all__ = ["dispatch_attention_fn", "install"]
 
+_DEFAULT = "native"  # the name of Diffusers' backend where nobody asks for one
+
 
 def dispatch_attention_fn(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
                           attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
@@ -35,7 +37,7 @@ def dispatch_attention_fn(query: torch.Tensor, key: torch.Tensor, value: torch.T
         (b, sq, hq, dv); 0 where a query sees no key.
 
     Raises:
-        UnsupportedProblem: another implementation is asked for, or context parallelism.
+        UnsupportedProblem: another implementation is asked for, by the call or around it, or context parallelism.
 
     >>> q = torch.randn(2, 16, 4, 8)
     >>> dispatch_attention_fn(q, q, q).shape
@@ -46,6 +48,7 @@ def dispatch_attention_fn(query: torch.Tensor, key: torch.Tensor, value: torch.T
         if given:
             raise UnsupportedProblem(f"{name} is {given!r}; allowed is None: it is meant for an implementation of "
                                      "Diffusers' own. Take it off the model.", {})
+    _refuse_another_in_force()
     if attn_mask is not None and attn_mask.shape == (len(query), key.shape[1]):
         attn_mask = attn_mask[:, None, None]
     out = scaled_dot_product_attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), attn_mask,
@@ -55,6 +58,9 @@ def dispatch_attention_fn(query: torch.Tensor, key: torch.Tensor, value: torch.T
 
 def install() -> None:
     """Put :func:`dispatch_attention_fn` in the place of Diffusers', in the modules that are imported and those to come.
+
+    It serves calls for which Diffusers' own default, ``native``, is in force; where ``attention_backend(...)``,
+    ``set_attention_backend(...)`` or the variable ``DIFFUSERS_ATTN_BACKEND`` has asked for another, they raise.
 
     Raises:
         TilewiseError: Diffusers is not installed, or has no such function.
@@ -68,3 +74,18 @@ def install() -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("diffusers.") and vars(module).get("dispatch_attention_fn") is original:
             vars(module)["dispatch_attention_fn"] = dispatch_attention_fn
+
+
+def _refuse_another_in_force() -> None:
+    """Refuse what Diffusers would give to the implementation that its context manager or variable names."""
+    dispatch = sys.modules.get("diffusers.models.attention_dispatch")
+    if dispatch is None or dispatch.dispatch_attention_fn is not dispatch_attention_fn:
+        return  # not installed: called by name
+    registry: Any = getattr(dispatch, "_AttentionBackendRegistry", None)
+    if registry is None:
+        return
+    in_force = registry.get_active_backend()[0]
+    if in_force != _DEFAULT:
+        raise UnsupportedProblem(f"Diffusers' backend in force is {in_force.value!r}; allowed is {_DEFAULT!r}, its "
+                                 "default, which tilewise stands in for: leave attention_backend(...), or enter "
+                                 f"attention_backend({_DEFAULT!r}).", {})

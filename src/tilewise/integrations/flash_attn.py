@@ -20,7 +20,7 @@ from tilewise.autograd.attention_op import Options, backward_op
 from tilewise.decode import attention_decode
 from tilewise.errors import TilewiseError, UnsupportedProblem
 from tilewise.integrations import bert_padding
-from tilewise.integrations.flash_family import unpacked
+from tilewise.integrations.flash_family import sides_of, unpacked
 from tilewise.integrations.signed_probabilities import signed_probabilities, signed_probabilities_varlen
 from tilewise.masks import Mask, window
 from tilewise.scores import Operands, with_batch_dim
@@ -289,7 +289,7 @@ def _options(dropout_p: float, softmax_scale: float | None, causal: bool, window
 
 def _sides(causal: bool, window_size: tuple[int, int]) -> tuple[int | None, int | None]:
     """Translate a window, whose right side counts not if causal, into that of :func:`tilewise.window`."""
-    left, right = (None if side < 0 else side for side in window_size)
+    left, right = sides_of(window_size)
     return left, 0 if causal else right
 
 

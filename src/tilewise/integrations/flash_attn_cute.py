@@ -40,7 +40,7 @@ def flash_attn_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, qv: Maybe
         softmax_scale: None = 1/sqrt(d), with qv 1/sqrt(d + dv).
         causal: query i sees keys up to i + sk - sq.
         window_size: (left, right): keys kept on either side of that diagonal, ends included; None = all.
-        learnable_sink: (hq,): a logit of each head for nothing; with a gradient.
+        learnable_sink: (hq,), bfloat16, q's dtype or float32: a logit of each head for nothing; with a gradient.
         softcap: 0.0 = none.
         num_splits, pack_gqa: without an effect.
         deterministic: True demands bit-equal gradients; False leaves it to
@@ -62,7 +62,7 @@ def flash_attn_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, qv: Maybe
            aux_scalars=aux_scalars, block_sparse_tensors=block_sparse_tensors,
            block_sparse_tensors_bwd=block_sparse_tensors_bwd)
     refuse(_NOT_THERE, gather_kv_indices=gather_kv_indices)
-    options = _options(softmax_scale, causal, window_size, learnable_sink, softcap, deterministic)
+    options = _options(softmax_scale, causal, window_size, _sink_for(q, learnable_sink), softcap, deterministic)
     out, lse = attend(q, k, v, qv, options)
     return out, lse if return_lse or lse.requires_grad else None
 
@@ -98,7 +98,7 @@ def flash_attn_varlen_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, qv
     refuse(_IN_CUTE, score_mod=score_mod, score_mod_bwd=score_mod_bwd, mask_mod=mask_mod, aux_tensors=aux_tensors,
            aux_scalars=aux_scalars, block_sparse_tensors=block_sparse_tensors)
     refuse(_NOT_THERE, gather_kv_indices=gather_kv_indices, page_table=page_table)
-    options = _options(softmax_scale, causal, window_size, learnable_sink, softcap, deterministic)
+    options = _options(softmax_scale, causal, window_size, _sink_for(q, learnable_sink), softcap, deterministic)
     out, lse = attend(q, k, v, qv, options, {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
                                              "seqused_q": seqused_q, "seqused_k": seqused_k})
     return out, lse if return_lse or lse.requires_grad else None
@@ -126,6 +126,13 @@ def install() -> None:
     sys.modules.update({"flash_attn.cute": package, "flash_attn.cute.interface": own})
     if "flash_attn" in sys.modules:
         vars(sys.modules["flash_attn"])["cute"] = package
+
+
+def _sink_for(q: torch.Tensor, sink: Maybe) -> Maybe:
+    """Return a sink in a dtype that goes with q's: bfloat16, the one that flash-attn 4 takes, does so beside any."""
+    if sink is None or sink.dtype is not torch.bfloat16 or q.dtype is torch.bfloat16:
+        return sink
+    return sink.to(torch.promote_types(q.dtype, torch.float32))
 
 
 def _options(softmax_scale: float | None, causal: bool, window_size: Window, learnable_sink: Maybe, softcap: float,

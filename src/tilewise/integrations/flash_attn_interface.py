@@ -12,7 +12,7 @@ import torch
 
 from tilewise.decode import attention_decode
 from tilewise.errors import InvalidInput, TilewiseError
-from tilewise.integrations.flash_family import OutAndLse, attend, band_of, refuse, unpacked
+from tilewise.integrations.flash_family import OutAndLse, attend, band_of, refuse, sides_of, unpacked
 from tilewise.masks import chunk
 from tilewise.merge import merge
 
@@ -158,7 +158,7 @@ def flash_attn_with_kvcache(q: torch.Tensor, k_cache: torch.Tensor, v_cache: tor
            cu_seqlens_k_new=cu_seqlens_k_new)
     refuse("a cache is read as it lies, and keys turn by where they lie.", qv=qv, rotary_seqlens=rotary_seqlens)
     refuse("of a cache, chunks are not there yet.", attention_chunk=attention_chunk or None)
-    left, right = (None if side < 0 else side for side in window_size)
+    left, right = sides_of(window_size)
     k, v = (None if tensor is None else tensor.transpose(1, 2) for tensor in (k, v))
     with torch.no_grad():
         out, lse = attention_decode(
@@ -183,9 +183,17 @@ def flash_attn_combine(out_partial: torch.Tensor, lse_partial: torch.Tensor, out
 
     Returns:
         out, (b, s, h, dv), and lse, (b, s, h).
+
+    Raises:
+        InvalidInput: no part, or shapes that do not belong together.
     """
     if not len(out_partial):
         raise InvalidInput("out_partial has no parts; allowed is one or more.")
+    for name, tensor, shape in (("lse_partial", lse_partial, out_partial.shape[:-1]),
+                                ("out", out, out_partial.shape[1:])):
+        if tensor is not None and tensor.shape != shape:
+            raise InvalidInput(f"{name} has shape {tuple(tensor.shape)} and out_partial {tuple(out_partial.shape)}; "
+                               f"allowed is {tuple(shape)}.")
     made, lse = out_partial[0].float().clone(), lse_partial[0].clone()
     for part, part_lse in zip(out_partial[1:], lse_partial[1:], strict=True):
         made, lse = merge(made, lse, part.float(), part_lse)
@@ -209,7 +217,7 @@ def install() -> None:
 
 def _options(softmax_scale: float | None, causal: bool, window_size: tuple[int, int], attention_chunk: int,
              softcap: float, deterministic: bool) -> dict[str, Any]:
-    left, right = (None if side < 0 else side for side in window_size)
+    left, right = sides_of(window_size)
     mask = band_of(left, right, causal)
     if attention_chunk:
         mask = mask & chunk(attention_chunk, "bottom_right")

@@ -1,4 +1,4 @@
-"""What versions of flash-attn have in common, translated: layouts, packed projections, lengths, ``qv``, and refusals.
+"""What versions of flash-attn have in common: layouts, packed projections, windows, lengths, ``qv``, and refusals.
 
 Tensors are (b, s, h, d), or (total, h, d) packed, and seen as (b, h, s, d) without a copy. Diagonals run through the
 bottom right corner, each sequence's own; lse is -inf where a query sees no key.
@@ -18,6 +18,16 @@ OutAndLse = tuple[torch.Tensor, torch.Tensor]
 def band_of(left: int | None, right: int | None, causal: bool) -> Mask:
     """Return the mask of a window; causal takes the place of its right side."""
     return window(left, 0 if causal else right, "bottom_right")
+
+
+def sides_of(window_size: tuple[int, int]) -> tuple[int | None, int | None]:
+    """Return the bounds of a window as :func:`tilewise.window` has them; a negative one is none."""
+    try:
+        left, right = (None if side < 0 else side for side in window_size)
+    except (TypeError, ValueError):
+        raise InvalidInput(f"window_size is {window_size!r}; allowed are two integers (left, right), -1 for no "
+                           "bound.") from None
+    return left, right
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, qv: torch.Tensor | None, options: dict[str, Any],

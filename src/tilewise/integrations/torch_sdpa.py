@@ -12,6 +12,7 @@ import torch
 
 from tilewise.api import attention, attention_varlen
 from tilewise.errors import InvalidInput, UnsupportedProblem
+from tilewise.integrations.flash_family import sides_of
 from tilewise.masks import Mask, TensorMask, causal, window
 
 __all__ = ["scaled_dot_product_attention", "varlen_attn"]
@@ -34,8 +35,8 @@ def scaled_dot_product_attention(query: torch.Tensor, key: torch.Tensor, value: 
     Args:
         query, key, value: (..., hq, sq, d), (..., hk, sk, d) and (..., hk, sk, dv), of two dims or more; dims in front
             are broadcast, and the heads too unless ``enable_gqa``.
-        attn_mask: broadcasts to (..., hq, sq, sk); bool, True = take part, or query's dtype or float32, added to the
-            scaled scores, where -inf hides a pair.
+        attn_mask: broadcasts to (..., hq, sq, sk), and has no more dims; bool, True = take part, or query's dtype or
+            float32, added to the scaled scores, where -inf hides a pair.
         dropout_p: probability to drop a pair, whatever mode a module is in.
         is_causal: query i sees keys up to i, also where lengths differ; together with ``attn_mask`` both hold.
         scale: None = 1/sqrt(d).
@@ -45,19 +46,22 @@ def scaled_dot_product_attention(query: torch.Tensor, key: torch.Tensor, value: 
         (..., hq, sq, dv); 0 where a query sees no key.
 
     Raises:
-        InvalidInput: heads differ and ``enable_gqa`` is False, or as :func:`tilewise.attention`.
+        InvalidInput: heads differ and ``enable_gqa`` is False, a tensor has too few dims or ``attn_mask`` too many, or
+            as :func:`tilewise.attention`.
 
     >>> q = torch.randn(2, 8, 128, 64)
     >>> scaled_dot_product_attention(q, q, q, is_causal=True).shape
     torch.Size([2, 8, 128, 64])
     """
     rank = max(query.dim(), key.dim(), value.dim())
+    _check_ranks(query, key, value, attn_mask, rank)
     batch, (q, k, v) = _broadcast((query, key, value), max(rank, 4), kept=3 if enable_gqa else 2)
     _check_heads(q.shape[1], k.shape[1], enable_gqa)
     band = causal("top_left") if is_causal else Mask()
     mask: Mask | TensorMask = band
     bias = None
     if attn_mask is not None:
+        check_mask_dtype("attn_mask", attn_mask)
         given = _four_dims(attn_mask, batch)
         if given.dtype is torch.bool:  # not joined by "&", which torch.compile takes for an operator of torch
             mask = TensorMask(band, given)
@@ -99,13 +103,32 @@ def varlen_attn(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_
         raise UnsupportedProblem("block_table is given; allowed is None: paged caches are not there yet. Pass keys and "
                                  "values packed, with cu_seq_k.", {})
     _check_heads(query.shape[1], key.shape[1], enable_gqa)
-    left, right = (None if side < 0 else side for side in window_size)
+    left, right = sides_of(window_size)
     with_lse = return_aux is not None and return_aux.lse
     wanted: Any = ("lse",) if with_lse else ()
     found: Any = attention_varlen(query, key, value, cu_seqlens_q=cu_seq_q, cu_seqlens_k=cu_seq_k, seqused_k=seqused_k,
                                   mask=window(left, right, "bottom_right"), scale=scale,
                                   deterministic=True if num_splits == 1 else None, return_aux=wanted)
     return tuple(found) if with_lse else found
+
+
+def check_mask_dtype(name: str, mask: torch.Tensor) -> None:
+    """Refuse integers: a tokenizer's 0 and 1 are no booleans, and adding them would hide nothing."""
+    if mask.dtype is not torch.bool and not mask.is_floating_point():
+        raise InvalidInput(f"{name} has dtype {mask.dtype}; allowed are torch.bool, True = take part, and "
+                           "floating-point dtypes, which are added to the scores.")
+
+
+def _check_ranks(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None,
+                 rank: int) -> None:
+    """Refuse what has no positions, and a mask with dims in front that the batch would be taken for."""
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dim() < 2:
+            raise InvalidInput(f"{name} has shape {tuple(tensor.shape)}; allowed are two dims (positions, head dim) or "
+                               "more.")
+    if attn_mask is not None and attn_mask.dim() > rank:
+        raise InvalidInput(f"attn_mask has shape {tuple(attn_mask.shape)}; allowed are {rank} dims at most, as many as "
+                           "query, key and value have.")
 
 
 def _check_heads(query_heads: int, key_heads: int, enable_gqa: bool) -> None:

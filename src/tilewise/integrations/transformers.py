@@ -14,6 +14,7 @@ import torch
 from tilewise.api import attention, attention_varlen
 from tilewise.errors import InvalidInput, TilewiseError, UnsupportedProblem
 from tilewise.integrations.model_masks import ModelMask, Places, evaluated, pattern_of, translate
+from tilewise.integrations.torch_sdpa import check_mask_dtype
 from tilewise.masks import Mask, TensorMask, window
 
 __all__ = ["attention_forward", "attention_mask", "register"]
@@ -113,7 +114,8 @@ def attention_forward(module: torch.nn.Module, query: torch.Tensor, key: torch.T
 
     Args:
         module: the layer; its ``is_causal`` counts where neither a mask nor the argument says it.
-        query, key, value: (b, hq, sq, d), (b, hk, sk, d) and (b, hk, sk, dv).
+        query, key, value: (b, hq, sq, d), (b, hk, sk, d) and (b, hk, sk, dv); one batch entry of queries, as models
+            learn them, serves all.
         attention_mask: a mask of :func:`attention_mask`, or of four dims: bool, True = take part, or added to the
             scores, where the least number of its dtype and -inf hide a pair.
         dropout: probability to drop a pair.
@@ -137,6 +139,8 @@ def attention_forward(module: torch.nn.Module, query: torch.Tensor, key: torch.T
     if (lengths[0] is None) != (lengths[1] is None):
         raise InvalidInput("of cu_seq_lens_q and cu_seq_lens_k one is given; allowed are both or neither.")
     _refuse_unknown(kwargs)
+    if len(query) == 1 and len(key) > 1:
+        query = query.expand(len(key), -1, -1, -1)
     mask, bias, seqlens_k = _translated(module, query, key, attention_mask, is_causal, sliding_window)
     if position_bias is not None:
         bias = position_bias if bias is None else bias + position_bias
@@ -176,11 +180,9 @@ def _translated(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor,
         if attention_mask.dim() != 4:
             raise InvalidInput(f"attention_mask has shape {tuple(attention_mask.shape)}; allowed are four dims, or a "
                                "mask of the mask function that register() enters.")
+        check_mask_dtype("attention_mask", attention_mask)
         if attention_mask.dtype is torch.bool:
             return TensorMask(Mask(), attention_mask), None, None
-        if not attention_mask.is_floating_point():
-            raise InvalidInput(f"attention_mask has dtype {attention_mask.dtype}; allowed are torch.bool, True = take "
-                               "part, and floating-point dtypes, which are added to the scores.")
         hidden = torch.finfo(attention_mask.dtype).min
         return TensorMask(Mask(), attention_mask > hidden), attention_mask, None
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
