@@ -170,6 +170,12 @@ def test_sink_of_minus_infinity_is_none(splits, decoder, device):
     torch.testing.assert_close(*results)
 
 
+def test_a_softcap_far_beyond_the_scores_changes_nothing(decoder, device):
+    q, k_cache, v_cache, call, _ = made({}, torch.float16, device)
+    out, capped = (attention_decode(q, k_cache, v_cache, **call, softcap=softcap) for softcap in (None, 1e9))
+    torch.testing.assert_close(capped, out)
+
+
 @pytest.mark.parametrize("splits", [1, 3])
 def test_nan_in_a_key_that_is_seen_is_seen(splits, decoder, device):
     q, k_cache, v_cache, call, _ = made({}, torch.float32, device)

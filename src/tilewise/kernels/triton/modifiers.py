@@ -81,7 +81,7 @@ def change_scores(products, modifiers, batch, head, band, offs_q, offs_k, stop_q
     tanh = scores
     if modifiers.softcap is not None:
         cap = modifiers.softcap * LOG2E
-        tanh = hyperbolic_tangent(scores * (1.0 / cap), EXACT)
+        tanh = hyperbolic_tangent(scores * (1.0 / cap), EXACT or modifiers.near_0 is not None)
         scores = tanh * cap
     capped = scores
     if modifiers.score_function.call is not None:
