@@ -131,7 +131,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visibl
         softcap: scores become ``softcap · tanh(score / softcap)`` before bias and mask (Gemma 2); from 2⁻¹²⁶ to 2¹²⁷,
             None = off.
         sinks: (hq,), float32 or q's dtype: a logit for each head that enters the softmax's denominator and has no
-            value (gpt-oss); lse includes it.
+            value (gpt-oss); lse includes it. A head whose sink is −inf has none.
         dropout_p: probability to drop a pair, 0 <= dropout_p < 1; what is kept is divided by 1 − dropout_p.
         dropout_seed: an integer, or an int64 tensor of shape (1,) on q's device; the same seed drops the same pairs,
             on every backend (:func:`tilewise.testing.oracle.dropout_keep` shows which). None draws one from torch's

@@ -369,7 +369,7 @@ def prefix(length: int, alignment: Alignment | None = None) -> Mask:
     The mask of a prefix language model (Raffel et al., 2020). ``& window(left, 0)`` bounds the prefix too.
 
     Args:
-        length: keys of the prefix, >= 0.
+        length: keys of the prefix, >= 0; more than 2³⁰ are as good as 2³⁰.
         alignment: as in :func:`causal`.
 
     Raises:
@@ -384,7 +384,8 @@ def sink_tokens(count: int) -> Mask:
     Meant to be joined to a window, as in ``causal() & window(1023, 0) & sink_tokens(4)``; alone it hides nothing.
 
     Args:
-        count: keys, from the first one, that no left bound hides; >= 0. Other bounds still hide them.
+        count: keys, from the first one, that no left bound hides; >= 0, more than 2³⁰ are as good as 2³⁰. Other
+            bounds still hide them.
 
     Raises:
         InvalidInput: count is negative or not an integer.
@@ -398,7 +399,7 @@ def chunk(length: int, alignment: Alignment | None = None) -> Mask:
     ``causal() & chunk(8192)`` is the local attention of Llama 4.
 
     Args:
-        length: positions a chunk, >= 1.
+        length: positions a chunk, >= 1; more than 2³⁰ are as good as 2³⁰.
         alignment: as in :func:`causal`: which key a query's position is that of.
 
     Raises:
@@ -432,7 +433,7 @@ def documents(ids: torch.Tensor, key_ids: torch.Tensor | None = None) -> TensorM
 
 def _checked_count(name: str, value: object, least: int) -> int:
     if isinstance(value, int) and not isinstance(value, bool) and value >= least:
-        return value
+        return min(value, _FARTHEST)
     raise InvalidInput(f"{name} is {value!r}; allowed is an integer >= {least}.")
 
 
@@ -454,14 +455,14 @@ def _tighter(a: int | None, b: int | None) -> int | None:
     return min(a, b)
 
 
-_NO_BOUND = 2**30  # no tensor is as long, and kernels reckon positions in 32 bits
+_FARTHEST = 2**30  # no tensor is as long; kernels reckon in 32 bits, where this and a position add up
 
 
 def _checked_side(name: str, value: object) -> int | None:
     if value is None:
         return None
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return value if value < _NO_BOUND else None
+        return value if value < _FARTHEST else None
     raise InvalidInput(f"window: {name} is {value!r}; allowed is an integer >= 0, or None for no bound on that side.")
 
 

@@ -22,9 +22,11 @@ import torch
 from tilewise.errors import InvalidInput
 
 Sizes = tuple[int, ...]
-# What may stand at each place of a broadcast shape: the problem's letters.
+# What tanh errs by near 0 in the short form of 16-bit kernels, 2^-23, times this is what rounding P to 16 bits costs.
+LARGE_SOFTCAP = 2.0**12
 DRAWS = 2**16  # equally likely values of a pair's random draw
 DRAW_SPAN = 16  # positions, of queries and of keys, after which the order of the draws repeats (maths.md, eq. 19)
+# What may stand at each place of a broadcast shape: the problem's letters.
 _FOUR = ("b", "hq", "sq", "sk")
 _LETTERS = {
     "bias": _FOUR, "mask": _FOUR, "alibi_slopes": ("b", "hq"), "sinks": ("hq",), "seed": ("1",),
@@ -256,12 +258,17 @@ def check_operand(name: str, operand: tuple[Sizes, torch.dtype, torch.device], f
 
 
 def checked_softcap(softcap: Any) -> float | None:
-    """Return the softcap as a float. Raises :class:`InvalidInput` unless it is None a factor in float32."""
+    """Return the softcap as a float. Raises :class:`InvalidInput` unless it is None or a factor in float32."""
     if softcap is None:
         return None
     if is_factor(softcap):
         return float(softcap)
     raise InvalidInput(f"softcap is {softcap!r}; allowed is a number from 2^-126 to 2^127, or None for none.")
+
+
+def is_large_softcap(softcap: float | None) -> bool:
+    """Whether scores are so near 0 beside the softcap that a tanh with an absolute error gives them too few bits."""
+    return softcap is not None and softcap > LARGE_SOFTCAP
 
 
 def is_factor(value: Any) -> bool:

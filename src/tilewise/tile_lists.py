@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-TILE = 128  # a multiple of every tile of the kernels
+TILE = 128  # a multiple of every tile of the kernels that read lists (tuning/table.py)
 
 
 class TileLists(NamedTuple):

@@ -161,6 +161,22 @@ def test_nothing_seen_gives_zero_and_minus_infinity_or_the_sink(decoder, device)
 
 
 @pytest.mark.parametrize("splits", [1, 3])
+def test_sink_of_minus_infinity_is_none(splits, decoder, device):
+    q, k_cache, v_cache, call, _ = made({}, torch.float32, device)
+    sinks = torch.full((4,), -torch.inf, device=device)
+    results = [attention_decode(q, k_cache, v_cache, **call, **given, num_splits=splits, return_aux=("lse",))
+               for given in ({}, {"sinks": sinks})]
+    assert (results[0].lse[1] == -torch.inf).all()
+    torch.testing.assert_close(*results)
+
+
+def test_a_softcap_far_beyond_the_scores_changes_nothing(decoder, device):
+    q, k_cache, v_cache, call, _ = made({}, torch.float16, device)
+    out, capped = (attention_decode(q, k_cache, v_cache, **call, softcap=softcap) for softcap in (None, 1e9))
+    torch.testing.assert_close(capped, out)
+
+
+@pytest.mark.parametrize("splits", [1, 3])
 def test_nan_in_a_key_that_is_seen_is_seen(splits, decoder, device):
     q, k_cache, v_cache, call, _ = made({}, torch.float32, device)
     k_cache[2, :, 30], v_cache[0, 0, 4] = torch.nan, torch.nan

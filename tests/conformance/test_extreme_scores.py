@@ -1,5 +1,7 @@
 """Scores far from zero stay finite and right, with tails of every raggedness."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -69,3 +71,16 @@ def test_large_random_inputs(backend, factor, device):
     case = Case("large", hq=4, hk=2, sq=70, sk=100, d=32, dv=32, mask=causal("bottom_right"))
     inputs = make_inputs(case, torch.float32, device)
     _check(backend, case, inputs._replace(q=inputs.q * factor))
+
+
+@pytest.mark.parametrize("softcap", [1e6, 1e30])
+def test_a_softcap_far_beyond_the_scores_changes_nothing(backend, softcap, device):
+    """In 16 bits tanh lost the scores near its 0: at a softcap of 10⁹ every key had the same weight.
+
+    Held to the budget of the call without a softcap: dense attention in 16 bits loses them too.
+    """
+    plain = Case("large_softcap", hq=4, hk=2, sq=70, sk=100, d=32, dv=32, mask=causal("bottom_right"))
+    inputs = make_inputs(plain, torch.float16, device)
+    results = forward_and_backward(backend, replace(plain, softcap=softcap), inputs)
+    assert_forward_within_budget(plain, inputs, results[:2])
+    assert_gradients_within_budget(plain, inputs, results.gradients)

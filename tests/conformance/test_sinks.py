@@ -56,3 +56,18 @@ def test_sink_far_from_the_scores_stays_finite(backend, sink, device, main_dtype
         plain = forward(backend, case, inputs, operands._replace(sinks=None))
         torch.testing.assert_close(results.out, plain.out)
         torch.testing.assert_close(results.lse[seeing], plain.lse[seeing])
+
+
+@pytest.mark.parametrize("name", ["sinks_blind_queries", "sinks_mask_tensor_blind_queries"])
+def test_sink_of_minus_infinity_is_none(backend, name, device, main_dtype):
+    """A query that sees no key of such a head gave NaN: the shift of its softmax was −inf."""
+    case = case_named(name)
+    inputs = make_inputs(case, main_dtype, device)
+    operands = operands_of(case, inputs)
+    operands = operands._replace(sinks=torch.full_like(operands.sinks, float("-inf")))
+    got = forward_and_backward(backend, case, inputs, operands=operands)
+    plain = forward_and_backward(backend, case, inputs, operands=operands._replace(sinks=None))
+    assert (plain.lse == float("-inf")).any()
+    for field in ("out", "lse", "dq", "dk", "dv"):
+        torch.testing.assert_close(getattr(got, field), getattr(plain, field))
+    assert not got.dsinks.any()

@@ -436,6 +436,15 @@ def test_wide_heads_come_in_a_tile_for_each_warpgroup(d, dv, of_q, of_v, parts):
     assert launch.enqueue_dq.scalars[-3:] == (d, *parts), "dq's columns, those of a part, and parts side by side"
 
 
+@pytest.mark.parametrize("config", [IN_NO_ORDER, IN_ORDER])
+def test_grids_have_one_dim_however_many_heads_there_are(config):
+    """Heads were dQ's second dim, of which CUDA launches 65535 at most: 4096 windows of 16 heads failed."""
+    problem = problem_of(64, 64, d=64, b=4096, heads=(16, 16))
+    launch = launch_backward.HopperBackward(problem, config, problem.q_strides)
+    assert launch.grid == (4096 * 16,)
+    assert launch.enqueue_dq.grid == (2 * 4096 * 16,)
+
+
 @given(st.integers(1, 1000), st.integers(1, 3), st.integers(1, 4), st.integers(1, 3), st.booleans())
 def test_every_backward_tile_has_one_number_and_long_ones_come_first(sk, b, hk, group, is_causal):
     problem = problem_of(sk, sk, causal() if is_causal else None, 64, b, (hk * group, hk))

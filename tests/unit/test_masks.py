@@ -136,6 +136,12 @@ def test_a_side_that_no_tensor_reaches_is_no_bound():
     assert window(2**30 - 1, 0).left == 2**30 - 1
 
 
+@pytest.mark.parametrize("make", [prefix, sink_tokens, chunk])
+def test_a_count_that_no_tensor_reaches_is_one_that_kernels_can_add_to(make):
+    """A chunk of 2³¹ − 1 passed 32 bits where queries stand before the first key: dK and dV read out of bounds."""
+    assert make(2**31 - 1) == make(2**63) == make(2**30) != make(2**30 - 1)
+
+
 @pytest.mark.parametrize(("one", "other", "length"), [(4, 12, 4), (12, 4, 4), (6, 6, 6), (1, 5, 1)])
 def test_chunks_inside_chunks_are_the_shorter_ones(one, other, length):
     joined = chunk(one) & chunk(other)

@@ -329,6 +329,19 @@ def test_row_with_descriptors_wins_at_its_length_if_it_may_serve():
     assert not nearest_row(rows, bucket, descriptors=False)["descriptors"]
 
 
+def test_a_measured_tile_longer_than_those_of_a_list_serves_no_call_with_lists(monkeypatch):
+    """Along a list of tiles of 128 a tile of 256 took keys for others': `tilewise tune` may find one fastest."""
+    row = {"width": 64, "itemsize": 2, "masked": False, "length": 4096, "block_m": 128, "block_n": 256, "num_warps": 4,
+           "num_stages": 2, "descriptors": False}
+    monkeypatch.setattr("tilewise.tuning.table.load_rows", lambda *file: (row,))
+    plain, spec = problem_of(), DeviceSpec.of_arch("sm_90")
+    facts = OperandFacts((1, 1, 32, 34), (1088, 1088, 34, 1), torch.int32)
+    listed = replace(plain, scores=ScoreOptions(tiles_q=facts, tiles_k=facts))
+    assert config_for("forward", plain, spec, descriptors=False) == ForwardConfig(128, 256, 4, 2)
+    assert config_for("forward", listed, spec, descriptors=False) == tile_config(
+        "forward", listed, spec, descriptors=False)
+
+
 def test_device_without_a_table_takes_the_heuristic():
     spec = DeviceSpec.of_arch("sm_90", "no-such-device")
     problem = problem_of(128, mask=causal())

@@ -16,7 +16,7 @@ from tilewise.kernels.triton.launch import Launch, Modifiers, modifiers_of
 from tilewise.kernels.triton.sums import OperandSums
 from tilewise.packages import version_text
 from tilewise.problem import AttentionProblem, Sizes, alignment_of, are_aligned, dense_strides
-from tilewise.scores import DRAW_SPAN, NO_OPERANDS, NO_OPTIONS, Operands
+from tilewise.scores import DRAW_SPAN, LARGE_SOFTCAP, NO_OPERANDS, NO_OPTIONS, Operands, is_large_softcap
 from tilewise.tuning.device import device_spec
 from tilewise.tuning.heuristics import delta_config
 from tilewise.tuning.hopper import backward_config, forward_config
@@ -211,6 +211,8 @@ def _wrong_options(problem: AttentionProblem) -> str | None:
     if problem.scores._replace(softcap=None, sinks=None, max_logit=False, dropout_p=0.0) != NO_OPTIONS:
         taken = "softcap and sinks" if problem.direction == "forward" else "softcap, sinks and dropout"
         return f"takes {taken} and nothing else that changes scores, got {problem.scores}"
+    if is_large_softcap(problem.scores.softcap):
+        return f"takes softcaps up to {LARGE_SOFTCAP:g}, got {problem.scores.softcap:g}"
     if problem.scores.dropout_p and problem.direction == "forward":
         return f"takes dropout in its backward pass alone, got {problem.scores}"
     if problem.is_empty or not problem.sk:  # lengths that are data may not be known to be 0, but the tensors' are

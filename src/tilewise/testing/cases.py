@@ -320,6 +320,7 @@ _EXCEPTIONS = (
     Case("chunk", hq=2, hk=1, sq=77, sk=77, d=16, dv=16, mask=chunk(19)),
     Case("chunk_causal_bottom_right_more_keys", sq=49, sk=77, d=16, dv=16, mask=_BOTTOM & chunk(16)),
     Case("chunk_bottom_right_more_queries", sq=77, sk=49, d=16, dv=16, mask=chunk(16, "bottom_right")),
+    Case("chunk_past_every_length_blind_queries", sq=77, sk=49, d=16, dv=16, mask=chunk(2**31 - 1, "bottom_right")),
     Case("chunk_window_top_left_unseen_keys", sq=40, sk=77, d=16, dv=16, mask=chunk(16, "top_left") & window(9, 3)),
     Case("chunk_hides_sink_tokens_from_all", hq=2, hk=1, sq=40, sk=66, d=16, dv=16,
          mask=_BOTTOM & window(20, 0) & chunk(10) & sink_tokens(30)),

@@ -18,6 +18,7 @@ from typing import Any, get_type_hints
 
 from tilewise.errors import InvalidInput
 from tilewise.problem import AttentionProblem
+from tilewise.tile_lists import TILE
 from tilewise.tuning.configs import AnyConfig, HopperBackwardConfig, HopperConfig, HopperForwardConfig
 from tilewise.tuning.device import DeviceSpec
 from tilewise.tuning.heuristics import KINDS, Config, has_pairs, kernel_width, lengths_may_decide, tile_config
@@ -49,10 +50,13 @@ class Bucket:
 def config_for(kernel: str, problem: AttentionProblem, device: DeviceSpec, *, descriptors: bool) -> Config:
     """Return the table's config for the problem, else the heuristic one; arguments as in ``tile_config``.
 
-    Tables are measured without bias, boolean mask and dropout, which want tiles of their own.
+    Tables are measured without bias, boolean mask and dropout, which want tiles of their own, and without lists of
+    tiles, which no tile may be longer than one of.
     """
     if not has_pairs(problem):
         rows = load_rows(device.name, table_file(kernel, problem.dtype.itemsize), kernel)
+        if problem.scores.tiles_q is not None:
+            rows = tuple(row for row in rows if max(row["block_m"], row["block_n"]) <= TILE)
         row = nearest_row(rows, Bucket.of(problem), descriptors=descriptors)
         if row is not None:
             return KINDS[kernel](**config_of(row, kernel))

@@ -20,7 +20,7 @@
 // TW_BLOCKS        tensor cores: blocks of 16 rows a warp owns; FMA pipes: rows a thread owns
 // TW_WARPS         warps a program; together they own TW_ROWS rows
 // TW_OTHERS        rows of the other side a step: keys in forward and dq, queries in dkdv; halves take multiples of 16
-// TW_CHUNK         FMA pipes, forward: dims of K, then rows of V, that are in shared memory at once
+// TW_CHUNK         FMA pipes, forward: dims of K, then rows of V, in each of the two chunks in shared memory
 // TW_RESIDENT      programs that shall fit a multiprocessor; bounds the registers
 // TW_VECTORS       whether rows of all tensors read can be copied 16 bytes at a time
 // TW_SPLIT         halves: whether tensors whose tiles come in steps are split already, by the kernel of TW_SPLIT_ROWS
@@ -180,7 +180,7 @@ struct Call {
   float *lse, *delta;                           // (b, hq, sq), dense
   const void *lengths_q, *lengths_k;            // (b,) or null
   int wide_q, wide_k;                           // whether these have 64 bits
-  int hq, group, sq, sk, width, width_v;          // widths: head dims of q and k, and of v
+  int hq, group, sq, sk, width, width_v;        // widths: head dims of q and k, and of v
   int lower, upper;                             // query i sees key j where lower <= j - i <= upper (eq. 12)
   int shifted;                                  // whether the band moves by (length of k) - (length of q)
   int tiles;                                    // of the program's own rows, a head
@@ -268,8 +268,8 @@ TW_DEVICE void load_tile(float* tile, const Tensor& tensor, const float* head, i
   }
 }
 
-// The same for WIDTH dims from ``dim`` on, transposed: a row for each dim, STRIDE apart, of ROWS floats. A warp writes 8
-// dims of 4 neighbours at a time, to 32 banks where STRIDE is 4 more than a multiple of 32.
+// The same for WIDTH dims from ``dim`` on, transposed: a row for each dim, STRIDE apart, of ROWS floats. A warp writes
+// 8 dims of 4 neighbours at a time, to 32 banks where STRIDE is 4 more than a multiple of 32.
 template <int ROWS, int WIDTH, int STRIDE>
 TW_DEVICE void load_transposed(float* tile, const Tensor& tensor, const float* head, int first, int from, int to,
                                int dim, int width) {
@@ -1000,7 +1000,7 @@ TW_DEVICE void hide(float (&tile)[ROWS][N / LANES], float value, const Place& at
 
 #if TW_FORWARD
 
-// The online softmax (eq. 5): scores become probabilities, decay what the sums so far are multiplied by.
+// The online softmax (eq. 4 and 7): scores become probabilities, decay what the sums so far are multiplied by.
 template <int N>
 TW_DEVICE void fold_scores(float (&scores)[ROWS][N / LANES], float (&decay)[ROWS], float (&row_max)[ROWS],
                            float (&row_sum)[ROWS], float scale_log2) {
@@ -1176,7 +1176,7 @@ TW_KERNEL attention_forward_kernel(const Call call) {
 
 #if TW_DELTA
 
-// delta = sum over e of out dout, less dlse (eq. 9): a warp a row. Grid: tiles of TW_WARPS queries, heads, batch.
+// delta = sum over e of out dout, less dlse (eq. 10): a warp a row. Grid: tiles of TW_WARPS queries, heads, batch.
 TW_KERNEL attention_backward_delta_kernel(const Call call) {
   Place at = locate(call, call.hq, TW_WARPS, false);
   int i = at.first + warp_index(), lane = thread_index() % 32;
@@ -1196,8 +1196,7 @@ TW_KERNEL attention_backward_delta_kernel(const Call call) {
 
 #if TW_DK || TW_DV_SUM || TW_DQ
 
-// probs = exp(scale s - lse) and dscores = probs (dprobs - delta), of one pair (eq. 7 and 9). Above 1 by as much as lse
-// was rounded: nothing here counts on less.
+// prob = exp(scale s - lse), of one pair (eq. 7). Above 1 by as much as lse was rounded: nothing here counts on less.
 TW_DEVICE float prob_of(float score, float scale_log2, float lse_log2) {
   return exp2_fast(fmaf(score, scale_log2, -lse_log2));
 }
@@ -1270,7 +1269,7 @@ TW_DEVICE void make_probs(float (&probs)[ROWS][N / LANES], const Place& at, int 
     }
 }
 
-// dprobs become dscores.
+// dprobs become dscores = probs (dprobs - delta) (eq. 9).
 template <int N>
 TW_DEVICE void make_dscores(float (&dscores)[ROWS][N / LANES], const float (&probs)[ROWS][N / LANES],
                             const float* delta) {

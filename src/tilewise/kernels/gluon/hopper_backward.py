@@ -49,7 +49,7 @@ ONE_WARP: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
 class Shape(NamedTuple):
     """What is fixed when the kernel is compiled: HopperBackwardConfig's fields, and what of the mask there is.
 
-    LENGTHS, PACKED, SHIFTED: as in the forward kernel.
+    LENGTHS, PACKED, SHIFTED: as in the forward kernel. DROPS: whether there is dropout.
     """
 
     WIDTH: int

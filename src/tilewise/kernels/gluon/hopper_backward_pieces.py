@@ -6,10 +6,8 @@ lend too. The registers that are left hold S or dP, and not both: P is rounded b
 dK takes dS from shared memory, and dQ comes when P is done with.
 
 Sides of a tile are powers of two: the columns of q and k come in a piece of 128 and one of 64, and of each a warpgroup
-makes half of dQ's.
+makes half of dQ's. The loading warp, the descriptors' pieces and the Shape are those of hopper_backward_wide.py.
 """
-
-from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -38,24 +36,6 @@ _TIMES = """{
     cvt.rn.KINDx2.f32 $0, second, first;
 }"""
 TIMES_BF16, TIMES_F16 = (gl.constexpr(_TIMES.replace("KIND", kind)) for kind in ("bf16", "f16"))
-
-
-class Shape(NamedTuple):
-    """What is fixed when the kernel is compiled: HopperBackwardConfig's fields, and what of the mask there is.
-
-    COLUMNS, COLUMNS_V: of q and k, and of v, in each piece. CONSUMERS and ORDERED tell tiles.py of 128 keys and of no
-    order, PACKED that a row's end is the tensor's.
-    """
-
-    COLUMNS: tuple[int, int]
-    COLUMNS_V: tuple[int]
-    STAGES: int
-    OUT_STAGES: int
-    LOWER: bool
-    UPPER: bool
-    CONSUMERS: int = 2
-    ORDERED: bool = False
-    PACKED: bool = False
 
 
 @gluon.jit

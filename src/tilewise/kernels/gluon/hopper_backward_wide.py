@@ -30,19 +30,20 @@ PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])  #
 
 
 class Shape(NamedTuple):
-    """What is fixed when the kernel is compiled: HopperBackwardConfig's fields, and what of the mask there is.
+    """What is fixed when this kernel, or that of hopper_backward_pieces.py, is compiled.
 
-    COLUMNS, COLUMNS_V: of q and k, and of v, what each warpgroup sums. CONSUMERS and ORDERED tell tiles.py of 64 keys
-    and of no order, PACKED that a row's end is the tensor's.
+    HopperBackwardConfig's fields, and what of the mask there is. COLUMNS, COLUMNS_V: of q and k, and of v, in each
+    piece; here what each warpgroup sums. CONSUMERS tells tiles.py how many times 64 keys stay, ORDERED that dQ is added
+    in no order, PACKED that a row's end is the tensor's.
     """
 
     COLUMNS: tuple[int, int]
-    COLUMNS_V: tuple[int, int]
+    COLUMNS_V: tuple[int, ...]
+    CONSUMERS: int
     STAGES: int
     OUT_STAGES: int
     LOWER: bool
     UPPER: bool
-    CONSUMERS: int = 1
     ORDERED: bool = False
     PACKED: bool = False
 

@@ -32,12 +32,12 @@ def hopper_dq_kernel(sums_ptr, dq_ptr, cu_seqlens, stride_b, stride_h, stride_s,
                      D: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr):
     """Write one part of dQ, 64 rows by COLUMNS columns; PARTS lie side by side.
 
-    Grid: (parts of a head, heads · batches). sums: of each part, four by four, what thread after thread of a
-    warpgroup holds of it: (eight columns, warp, row of 8, pair of columns, upper or lower 8 rows, column of the pair).
-    cu_seqlens, count: of packed sequences their borders and their number, else None.
+    Grid: (parts of a head · heads · batches,): along a second dim CUDA has 65535 programs. sums: of each part, four by
+    four, what thread after thread of a warpgroup holds of it: (eight columns, warp, row of 8, pair of columns, upper or
+    lower 8 rows, column of the pair). cu_seqlens, count: of packed sequences their borders and their number, else None.
     """
-    part = tl.program_id(0)
-    line = tl.program_id(1)
+    part = tl.program_id(0) % parts
+    line = tl.program_id(0) // parts
     values = tl.load(sums_ptr + (line.to(tl.int64) * parts + part) * (64 * COLUMNS) + tl.arange(0, 64 * COLUMNS))
     values = tl.reshape(values, (COLUMNS // 8, 4, 8, 4, 2, 2))
     dq = tl.reshape(tl.permute(values, (1, 4, 2, 0, 3, 5)), (64, COLUMNS)) * scale

@@ -106,7 +106,7 @@ class HopperBackward:
         self.sums_block = [columns // 4, 256]
         self.sums_layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
         self.enqueue = Enqueue(self.kernel, self.grid, self.scalars, OPTIONS)
-        self.enqueue_dq = Enqueue(hopper_dq_kernel, (parts, problem.b * problem.hq),
+        self.enqueue_dq = Enqueue(hopper_dq_kernel, (parts * problem.b * problem.hq,),
                                   (*dq_strides[:3], sq, problem.hq, parts, sequences.packed, _gradient_scale(problem),
                                    problem.d, columns, width // columns), {"num_warps": 4})
 
@@ -168,16 +168,13 @@ def _kernel_of(problem: AttentionProblem, config: HopperBackwardShape) -> tuple[
     bounded = [bound is not None for bound in bounds]
     scale_log2, squash = scaling_of(problem)
     columns = config.columns(problem)
-    if config.wide:
-        from tilewise.kernels.gluon import hopper_backward_wide as wide
-
-        return wide.hopper_backward_wide_kernel, (problem.scale, scale_log2, wide.Shape(
-            *columns, config.stages, config.out_stages, *bounded))
     if len(columns[0]) > 1:
-        from tilewise.kernels.gluon import hopper_backward_pieces as pieces
+        from tilewise.kernels.gluon import hopper_backward_wide as wide
+        from tilewise.kernels.gluon.hopper_backward_pieces import hopper_backward_pieces_kernel
 
-        return pieces.hopper_backward_pieces_kernel, (problem.scale, scale_log2, pieces.Shape(
-            *columns, config.stages, config.out_stages, *bounded))
+        return wide.hopper_backward_wide_kernel if config.wide else hopper_backward_pieces_kernel, (
+            problem.scale, scale_log2, wide.Shape(*columns, config.keys // 64, config.stages, config.out_stages,
+                                                  *bounded))
     from tilewise.kernels.gluon.hopper_backward import Shape, hopper_backward_kernel
 
     return hopper_backward_kernel, (_gradient_scale(problem), scale_log2, squash, count, *_draws_of(problem), Shape(

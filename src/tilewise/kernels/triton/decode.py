@@ -28,6 +28,7 @@ class Extras(NamedTuple):
     stride_slopes_h: int | None = None
     sinks: Any = None  # (hq,)
     stride_sinks: int | None = None
+    near_0: float | None = None  # as in launch.py
 
 
 @triton.jit
@@ -81,7 +82,7 @@ def changed_scores(scores, scale_log2, extras, batch, head, place, offs_n, insid
     scores = scores * scale_log2
     if extras.softcap is not None:
         cap = extras.softcap * LOG2E
-        scores = hyperbolic_tangent(scores * (1.0 / cap), EXACT) * cap
+        scores = hyperbolic_tangent(scores * (1.0 / cap), EXACT or extras.near_0 is not None) * cap
     if extras.slopes is not None:
         slope = tl.load(extras.slopes + along(batch, extras.stride_slopes_b, True)
                         + along(head, extras.stride_slopes_h, True), mask=inside_m, other=0.0)

@@ -7,7 +7,7 @@ from tilewise.kernels.triton.cache import Cache, Rotary, append_kernel
 from tilewise.kernels.triton.decode import Extras, attention_decode_kernel, combine_kernel
 from tilewise.kernels.triton.launch import Launch, TileShape
 from tilewise.kernels.triton.primitives import LOG2E
-from tilewise.scores import Sizes
+from tilewise.scores import Sizes, is_large_softcap
 
 APPEND_ROWS = 8  # a position's heads, in most caches; what is written is little
 
@@ -66,7 +66,8 @@ def rotary_of(operands: CacheOperands, strides: Strides) -> Rotary:
 
 def extras_of(operands: CacheOperands, strides: Strides, softcap: float | None) -> Extras:
     """Put what changes a score or a softmax into the form that kernels take; slopes are (b, hq)."""
-    return Extras(softcap, operands.alibi_slopes, strides.slopes_b, strides.slopes_h, operands.sinks, strides.sinks)
+    return Extras(softcap, operands.alibi_slopes, strides.slopes_b, strides.slopes_h, operands.sinks, strides.sinks,
+                  1.0 if is_large_softcap(softcap) else None)
 
 
 def append_launch(problem: DecodeProblem) -> Launch:

@@ -93,6 +93,7 @@ def attend_keys(q, q_tail, k_source, v_source, modifiers, row, sequence, head, p
         acc = tl.dot(probs.to(v.dtype), v, acc, input_precision=PRECISION)  # [BLOCK_M, BLOCK_DV]
     return acc, row_sum, row_max
 
+
 @triton.jit(do_not_specialize=["sq", "sk", "lower", "upper", "prefix", "sink_tokens", "chunk", "offset", "count", "hq",
                                "group", "tiles"])
 def attention_forward_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, max_ptr, modifiers,

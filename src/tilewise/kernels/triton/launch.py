@@ -5,7 +5,7 @@ from typing import Any, NamedTuple, Protocol
 
 from tilewise.kernels.hooks import watching
 from tilewise.problem import AttentionProblem, Sizes, legal_strides
-from tilewise.scores import DRAW_SPAN, DRAWS, FunctionFacts, OperandFacts, Operands
+from tilewise.scores import DRAW_SPAN, DRAWS, FunctionFacts, OperandFacts, Operands, is_large_softcap
 
 # Contracting a·b + c into one rounding is what the softmax's cost counts on; Triton 3.10 changes the default.
 FIXED_OPTIONS = {"enable_fp_fusion": True}
@@ -125,7 +125,10 @@ class Tiles(NamedTuple):
 
 
 class Modifiers(NamedTuple):
-    """What a kernel reads beside q, k and v; what a call does not use is None, which costs nothing there."""
+    """What a kernel reads beside q, k and v; what a call does not use is None, which costs nothing there.
+
+    ``near_0``: 1.0 where tanh needs its relative error near 0 in 16 bits too, else None.
+    """
 
     softcap: float | None = None
     bias: Pairs = Pairs()
@@ -138,6 +141,7 @@ class Modifiers(NamedTuple):
     tiles: Tiles = Tiles()
     score_function: Function = Function()
     mask_function: Function = Function()
+    near_0: float | None = None
 
 
 NO_MODIFIERS = Modifiers()
@@ -177,7 +181,8 @@ def modifiers_of(problem: AttentionProblem, operands: Operands) -> Modifiers:
                      over_pairs(operands.mask, options.mask), sinks, dropout,
                      Lengths(operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqlens_q, operands.seqlens_k),
                      documents, lists, function(options.score_function, operands.score_tensors),
-                     function(options.mask_function, operands.mask_tensors))
+                     function(options.mask_function, operands.mask_tensors),
+                     1.0 if is_large_softcap(options.softcap) else None)
 
 
 class Launch:

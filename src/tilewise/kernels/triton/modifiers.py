@@ -81,7 +81,7 @@ def change_scores(products, modifiers, batch, head, band, offs_q, offs_k, stop_q
     tanh = scores
     if modifiers.softcap is not None:
         cap = modifiers.softcap * LOG2E
-        tanh = hyperbolic_tangent(scores * (1.0 / cap), EXACT)
+        tanh = hyperbolic_tangent(scores * (1.0 / cap), EXACT or modifiers.near_0 is not None)
         scores = tanh * cap
     capped = scores
     if modifiers.score_function.call is not None:
@@ -268,5 +268,7 @@ def through_softcap(dscores, tanh, visible, modifiers, HIDES: tl.constexpr):
 def add_sink(row_max, row_sum, acc, sink):
     """Let a logit (base 2) without a value enter the softmax (the step of eq. 4 for one more key, with v = 0)."""
     new_max = tl.maximum(row_max, sink)
-    decay = tl.exp2(row_max - new_max)
-    return new_max, row_sum * decay + tl.exp2(sink - new_max), acc * decay[:, None]
+    # A sink of −inf is none: a row that sees no key stays empty, as in online_softmax_weights.
+    shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+    decay = tl.exp2(row_max - shift)
+    return new_max, row_sum * decay + tl.exp2(sink - shift), acc * decay[:, None]
