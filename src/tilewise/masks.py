@@ -140,6 +140,9 @@ class Mask:
         prefix: keys, the first ones, that ``right`` does not hide; None = none.
         sink_tokens: keys, the first ones, that ``left`` does not hide; None = none.
         chunk: length of the chunks outside of which nothing is seen; None = no chunks.
+
+    Raises:
+        InvalidInput: as the function that makes such a mask.
     """
 
     left: int | None = None
@@ -148,6 +151,17 @@ class Mask:
     prefix: int | None = None
     sink_tokens: int | None = None
     chunk: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, side in (("left", self.left), ("right", self.right)):
+            if side is not None and not (side.__class__ is int and 0 <= side < _NO_BOUND):
+                object.__setattr__(self, name, _checked_side(name, side))
+        if self.alignment is not None and self.alignment not in ALIGNMENTS:
+            raise InvalidInput(f"alignment is {self.alignment!r}; allowed are 'top_left' and 'bottom_right'.")
+        if self.has_exceptions:
+            for name, (said, least) in _COUNTS.items():
+                if getattr(self, name) is not None:
+                    _checked_count(said, least, getattr(self, name))
 
     @overload
     def __and__(self, other: "Mask") -> "Mask": ...
@@ -346,7 +360,7 @@ def causal(alignment: Alignment | None = None) -> Mask:
     Raises:
         InvalidInput: alignment is not one of the two, or left out where lengths differ (at the call).
     """
-    return Mask(None, 0, _checked_alignment(alignment))
+    return Mask(None, 0, alignment)
 
 
 def window(left: int | None, right: int | None, alignment: Alignment | None = None) -> Mask:
@@ -360,7 +374,7 @@ def window(left: int | None, right: int | None, alignment: Alignment | None = No
     Raises:
         InvalidInput: a side is negative or not an integer, or the alignment is unknown.
     """
-    return Mask(_checked_side("left", left), _checked_side("right", right), _checked_alignment(alignment))
+    return Mask(left, right, alignment)
 
 
 def prefix(length: int, alignment: Alignment | None = None) -> Mask:
@@ -375,7 +389,7 @@ def prefix(length: int, alignment: Alignment | None = None) -> Mask:
     Raises:
         InvalidInput: length is negative or not an integer, or the alignment is unknown.
     """
-    return Mask(None, 0, _checked_alignment(alignment), prefix=_checked_count("prefix: length", length, 0))
+    return Mask(None, 0, alignment, prefix=_checked_count(*_COUNTS["prefix"], length))
 
 
 def sink_tokens(count: int) -> Mask:
@@ -389,7 +403,7 @@ def sink_tokens(count: int) -> Mask:
     Raises:
         InvalidInput: count is negative or not an integer.
     """
-    return Mask(sink_tokens=_checked_count("sink_tokens: count", count, 0))
+    return Mask(sink_tokens=_checked_count(*_COUNTS["sink_tokens"], count))
 
 
 def chunk(length: int, alignment: Alignment | None = None) -> Mask:
@@ -404,7 +418,7 @@ def chunk(length: int, alignment: Alignment | None = None) -> Mask:
     Raises:
         InvalidInput: length is less than 1 or not an integer, or the alignment is unknown.
     """
-    return Mask(alignment=_checked_alignment(alignment), chunk=_checked_count("chunk: length", length, 1))
+    return Mask(alignment=alignment, chunk=_checked_count(*_COUNTS["chunk"], length))
 
 
 def documents(ids: torch.Tensor, key_ids: torch.Tensor | None = None) -> TensorMask:
@@ -430,7 +444,11 @@ def documents(ids: torch.Tensor, key_ids: torch.Tensor | None = None) -> TensorM
     return TensorMask(Mask(), documents=documents_of(ids, key_ids))
 
 
-def _checked_count(name: str, value: object, least: int) -> int:
+# Field -> what a message calls it, and its least value.
+_COUNTS = {"prefix": ("prefix: length", 0), "sink_tokens": ("sink_tokens: count", 0), "chunk": ("chunk: length", 1)}
+
+
+def _checked_count(name: str, least: int, value: object) -> int:
     if isinstance(value, int) and not isinstance(value, bool) and value >= least:
         return value
     raise InvalidInput(f"{name} is {value!r}; allowed is an integer >= {least}.")
@@ -458,17 +476,9 @@ _NO_BOUND = 2**30  # no tensor is as long, and kernels reckon positions in 32 bi
 
 
 def _checked_side(name: str, value: object) -> int | None:
-    if value is None:
-        return None
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value if value < _NO_BOUND else None
     raise InvalidInput(f"window: {name} is {value!r}; allowed is an integer >= 0, or None for no bound on that side.")
-
-
-def _checked_alignment(value: object) -> Alignment | None:
-    if value is None or value in ALIGNMENTS:
-        return value
-    raise InvalidInput(f"alignment is {value!r}; allowed are 'top_left' and 'bottom_right'.")
 
 
 def _alignment_message(mask: Mask, query_length: int, key_length: int) -> str:

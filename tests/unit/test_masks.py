@@ -132,7 +132,7 @@ def test_and_keeps_the_exceptions_of_both_and_the_shorter_where_both_have_one(fi
 
 
 def test_a_side_that_no_tensor_reaches_is_no_bound():
-    assert window(3, 2**31 - 1) == window(3, 2**63) == window(3, None)
+    assert window(3, 2**31 - 1) == window(3, 2**63) == window(3, None) == Mask(3, 2**31 - 1)
     assert window(2**30 - 1, 0).left == 2**30 - 1
 
 
@@ -274,6 +274,15 @@ def test_no_mask_takes_any_lengths():
     (lambda: window(-1, 0), "window: left is -1; allowed is an integer >= 0, or None for no bound on that side."),
     (lambda: window(0, 1.5), "window: right is 1.5; allowed is an integer >= 0, or None for no bound on that side."),
     (lambda: window(True, 0), "window: left is True; allowed is an integer >= 0, or None for no bound on that side."),
+    (lambda: Mask(None, 0, "left"), "alignment is 'left'; allowed are 'top_left' and 'bottom_right'."),
+    (lambda: Mask(-1), "window: left is -1; allowed is an integer >= 0, or None for no bound on that side."),
+    (lambda: Mask(1, 1.0), "window: right is 1.0; allowed is an integer >= 0, or None for no bound on that side."),
+    (lambda: Mask(prefix=-1), "prefix: length is -1; allowed is an integer >= 0."),
+    (lambda: Mask(sink_tokens=1.0), "sink_tokens: count is 1.0; allowed is an integer >= 0."),
+    (lambda: Mask(chunk=0), "chunk: length is 0; allowed is an integer >= 1."),
+    (lambda: prefix(None), "prefix: length is None; allowed is an integer >= 0."),
+    (lambda: sink_tokens(None), "sink_tokens: count is None; allowed is an integer >= 0."),
+    (lambda: chunk(None), "chunk: length is None; allowed is an integer >= 1."),
     (lambda: causal("top_left") & causal("bottom_right"),
      "cannot combine causal(alignment='top_left') & causal(alignment='bottom_right'): a mask has one alignment, got "
      "'top_left' and 'bottom_right'. Give both parts the same alignment."),
