@@ -14,6 +14,7 @@ from weakref import WeakValueDictionary
 import torch as _torch  # of the two classes, torch is an attribute
 
 from tilewise.errors import InvalidInput
+from tilewise.joining import JoinsTensors
 from tilewise.masks import Mask, TensorMask
 from tilewise.scores import FunctionCode
 
@@ -71,7 +72,7 @@ class ScoreFunction:
 
 
 @dataclass(frozen=True, eq=False)
-class MaskFunction:
+class MaskFunction(JoinsTensors):
     """Which pairs take part, beside what other masks say: joined to them by ``&``, or a mask by itself.
 
     ``triton(batch, head, q_idx, k_idx, *tensors)`` returns True where the pair takes part, bool; its arguments, the

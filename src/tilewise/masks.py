@@ -21,6 +21,7 @@ import torch
 
 from tilewise.documents import Documents, documents_of
 from tilewise.errors import InvalidInput
+from tilewise.joining import JoinsTensors
 from tilewise.tile_lists import TileLists, tile_lists
 
 Alignment = Literal["top_left", "bottom_right"]
@@ -126,7 +127,7 @@ class Band:
 
 
 @dataclass(frozen=True, slots=True)
-class Mask:
+class Mask(JoinsTensors):
     """A mask as a value. Make one with :func:`causal`, :func:`window` and the like, combine with ``&``.
 
     ``&`` keeps the tighter bound of each side and the exceptions of both: ``causal() & window(1023, 0) &
@@ -243,7 +244,7 @@ class Mask:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TensorMask:
+class TensorMask(JoinsTensors):
     """A band with documents, a boolean tensor or a function, all of which must let a pair take part; made with ``&``.
 
     Attributes:

@@ -7,7 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tilewise import attention
 from tilewise.errors import InvalidInput
+from tilewise.functions import MaskFunction
 from tilewise.masks import (
     ALIGNMENTS,
     Band,
@@ -337,20 +339,46 @@ def test_and_with_something_else_is_a_type_error(mask, other):
 _IDS = torch.tensor([5, 5, -2])
 _ODD = torch.tensor([[False, True, False], [True, False, True]])
 _LATE = torch.tensor([False, True, True])
+_EVEN = MaskFunction(torch=lambda batch, head, q_idx, k_idx: (q_idx - k_idx) % 2 == 0)
 
 
 @pytest.mark.parametrize(("make", "band", "tensor"), [
     (lambda: causal("top_left") & _ODD, causal("top_left"), _ODD),
+    (lambda: _ODD & causal("top_left"), causal("top_left"), _ODD),
+    (lambda: _LATE & (causal("top_left") & _ODD), causal("top_left"), _ODD & _LATE),
     (lambda: (causal("top_left") & _ODD) & _LATE, causal("top_left"), _ODD & _LATE),
     (lambda: (causal("top_left") & _ODD) & window(1, None), causal("top_left") & window(1, 0), _ODD),
     (lambda: window(1, None) & (causal("top_left") & _ODD), causal("top_left") & window(1, 0), _ODD),
     (lambda: (causal("top_left") & _ODD) & (window(1, None) & _LATE), causal("top_left") & window(1, 0), _ODD & _LATE),
-], ids=["mask_tensor", "and_tensor", "and_mask", "mask_and", "both"])
+], ids=["mask_tensor", "tensor_mask", "tensor_and", "and_tensor", "and_mask", "mask_and", "both"])
 def test_and_with_a_tensor_joins_bands_with_bands_and_tensors_with_tensors(make, band, tensor):
     joined = make()
     assert isinstance(joined, TensorMask)
     assert joined.band == band
     assert torch.equal(joined.tensor, tensor)
+
+
+# Dynamo itself instantiates autograd Functions while it traces them.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("join", [
+    lambda mask, tensor: mask & tensor, lambda mask, tensor: tensor & mask,
+    lambda mask, tensor: tensor & (documents(torch.arange(6) // 2) & mask) & tensor,
+    lambda mask, tensor: mask & (tensor & _EVEN),
+], ids=["mask_and", "tensor_and", "documents", "function"])
+def test_masks_and_tensors_are_joined_inside_of_a_compiled_graph(join):
+    """torch's operator was handed a mask there: a break of the graph, and with fullgraph=True an error."""
+    torch._dynamo.reset()
+    q = torch.randn(1, 2, 6, 8, generator=torch.Generator().manual_seed(0))
+    tensor = torch.arange(36).view(6, 6) % 5 != 1
+    step = torch.compile(lambda q, tensor: attention(q, q, q, mask=join(causal(), tensor), backend="reference"),
+                         fullgraph=True, backend="aot_eager")
+    assert torch.equal(step(q, tensor), attention(q, q, q, mask=join(causal(), tensor), backend="reference"))
+
+
+def test_torch_takes_a_mask_for_nothing_else():
+    for call in (lambda: _ODD + causal(), lambda: torch.where(_ODD, causal(), _ODD), lambda: _ODD | causal()):
+        with pytest.raises(TypeError):
+            call()
 
 
 def test_tensor_mask_prints_its_band_and_its_shape():
