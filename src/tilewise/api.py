@@ -1,6 +1,6 @@
 """The public calls: names, defaults, docstrings. Checks live in problem.py, choices in dispatch.py."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple, cast, overload
 
@@ -10,6 +10,7 @@ from tilewise import settings
 from tilewise.arguments import check_choices, check_inputs, check_switch
 from tilewise.autograd.attention_op import Options, run
 from tilewise.autograd.short_way import attend
+from tilewise.backends.current import autocast_dtype
 from tilewise.dispatch import Explanation, explain_problem
 from tilewise.errors import InvalidInput
 from tilewise.functions import NO_FUNCTIONS, CallFunctions, MaskFunction, ScoreFunction, call_functions
@@ -450,16 +451,16 @@ def _seed(q: torch.Tensor, dropout_p: float, seed: int | torch.Tensor | None) ->
 
 
 def _check_return_aux(return_aux: object) -> None:
-    named = isinstance(return_aux, Iterable) and not isinstance(return_aux, str)
-    if not named or any(name not in AUX_OUTPUTS for name in cast("Iterable[object]", return_aux)):
+    named = isinstance(return_aux, Collection) and not isinstance(return_aux, str)
+    if not named or any(name not in AUX_OUTPUTS for name in cast("Collection[object]", return_aux)):
         raise InvalidInput(f"return_aux is {return_aux!r}; allowed is a tuple of names out of {AUX_OUTPUTS}.")
 
 
 def _autocast(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     check_inputs(q, k, v)
     kind = "cuda" if q.is_cuda else q.device.type  # a device makes the string anew, which costs as much as all else
-    if not torch.is_autocast_enabled(kind):
+    dtype = autocast_dtype(kind)
+    if dtype is None:
         return q, k, v
-    dtype = torch.get_autocast_dtype(kind)
     q, k, v = (t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in (q, k, v))
     return q, k, v

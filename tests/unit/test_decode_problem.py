@@ -79,6 +79,8 @@ WRONG = {
     "deterministic is 1; allowed are True and False, or None to follow torch.use_deterministic_algorithms.":
         {"deterministic": 1},
     "backend is 1; allowed is the name of a backend, or None to choose.": {"backend": 1},
+    "backend is ''; allowed is the name of a backend, or None to choose.": {"backend": ""},
+    "q has layout torch.sparse_coo; allowed is torch.strided: call to_dense() on it.": {"q": Q.to_sparse()},
     "return_aux is 'lse'; allowed are () and ('lse',).": {"return_aux": "lse"},
     "return_aux is ('max_logit',); allowed are () and ('lse',).": {"return_aux": ("max_logit",)},
     "mask is a Tensor; allowed is None, causal() or window(left, right).": {"mask": torch.ones(1, 10).bool()},

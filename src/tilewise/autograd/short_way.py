@@ -19,7 +19,7 @@ from torch.autograd import forward_ad, profiler
 from tilewise import settings
 from tilewise.autograd.attention_op import gradients_of, resolve
 from tilewise.backends.base import BindingBackend, BoundBackward, BoundForward, Needs, Saved
-from tilewise.backends.current import allows_tf32, is_current
+from tilewise.backends.current import allows_tf32, autocast_dtype, is_current
 from tilewise.dispatch import forget_chosen
 from tilewise.masks import Mask
 from tilewise.problem import facts_of_inputs
@@ -118,7 +118,7 @@ def _band_of(mask: Mask) -> tuple[int | None, int | None, str | None] | None:
 
 
 def _is_cast(dtype: torch.dtype, device: torch.device) -> bool:
-    return torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type) is not dtype
+    return autocast_dtype(device.type) not in (None, dtype)
 
 
 def _way_of(options: tuple[Any, ...], tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> Way | None:
