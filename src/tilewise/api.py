@@ -303,8 +303,8 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visible 
             scale: float | None = None, bias: torch.Tensor | None = None, alibi_slopes: torch.Tensor | None = None,
             score_function: ScoreFunction | None = None, softcap: float | None = None,
             sinks: torch.Tensor | None = None, dropout_p: float = 0,
-            seqlens_q: torch.Tensor | None = None, seqlens_k: torch.Tensor | None = None,
-            return_aux: tuple[str, ...] = (), deterministic: bool | None = None,
+            dropout_seed: int | torch.Tensor | None = None, seqlens_q: torch.Tensor | None = None,
+            seqlens_k: torch.Tensor | None = None, return_aux: tuple[str, ...] = (), deterministic: bool | None = None,
             backend: str | None = None, double_backward: bool = False) -> Explanation:
     """Tell which backend each pass of this call would use, and every other backend's reason.
 
@@ -324,7 +324,8 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visible 
     if seqlens_q is not None or seqlens_k is not None:
         band, lengths = _with_lengths(band, (None, None, seqlens_q, seqlens_k), _PADDED_NAMES)
     functions = _functions(score_function, mask_function)
-    operands = _operands(bias, alibi_slopes, visible, sinks, _seed(q, dropout_p, 0), lengths, lists, functions)
+    seed = _seed(q, dropout_p, 0 if dropout_seed is None else dropout_seed)  # none is drawn: a generator would move on
+    operands = _operands(bias, alibi_slopes, visible, sinks, seed, lengths, lists, functions)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     problem = AttentionProblem.from_tensors(

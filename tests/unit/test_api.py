@@ -1,5 +1,7 @@
 """The public calls: what their arguments may be, what they return, and how a mask and a seed become operands."""
 
+import inspect
+
 import numpy as np
 import pytest
 import torch
@@ -233,6 +235,19 @@ def test_without_dropout_no_seed_is_drawn():
     attention(*_tensors(), dropout_seed=5)
     attention(*_tensors())
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_explain_takes_every_argument_of_a_call():
+    assert list(inspect.signature(explain).parameters) == list(inspect.signature(attention).parameters)
+    assert explain(*_tensors(), dropout_p=0.5, dropout_seed=3).forward == "reference"
+    with pytest.raises(InvalidInput, match="dropout_seed is '7'; allowed is an integer of 64 bits"):
+        explain(*_tensors(), dropout_p=0.5, dropout_seed="7")
+
+
+def test_explain_draws_no_seed():
+    before = torch.random.get_rng_state()
+    explain(*_tensors(), dropout_p=0.5)
+    assert torch.equal(torch.random.get_rng_state(), before)
 
 
 def test_explain_prints_the_options():
