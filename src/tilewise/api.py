@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from numbers import Integral
 from typing import Any, Literal, NamedTuple, cast, overload
 
 import torch
@@ -401,11 +402,12 @@ def _as_batch(name: str, tensor: torch.Tensor) -> torch.Tensor:
 def _longest(*longest: int | torch.Tensor | None, needed: bool) -> Longest:
     """Check the sizes of the longest sequences; they are part of a call only where an operand needs them."""
     for side, size in zip("qk", longest, strict=True):
-        is_count = isinstance(size, (int, torch.SymInt)) and not isinstance(size, bool) and size >= 0
+        is_count = isinstance(size, (Integral, torch.SymInt)) and not isinstance(size, bool) and size >= 0
         if not (size is None or is_count or (isinstance(size, torch.Tensor) and size.numel() == 1)):
             raise InvalidInput(f"max_seqlen_{side} is {size!r}; allowed is an integer >= 0, a tensor of one element, "
                                "or None.")
-    kept = [size if needed and not isinstance(size, torch.Tensor) else None for size in longest]
+    kept = [None if size is None or not needed or isinstance(size, torch.Tensor)
+            else size if isinstance(size, (int, torch.SymInt)) else int(size) for size in longest]
     return kept[0], kept[1]
 
 
@@ -443,8 +445,8 @@ def _seed(q: torch.Tensor, dropout_p: float, seed: int | torch.Tensor | None) ->
         return None
     if seed is None:
         return torch.randint(2**62, (1,), dtype=torch.int64, device=q.device)
-    if isinstance(seed, int) and not isinstance(seed, bool) and -2**63 <= seed < 2**63:
-        return torch.full((1,), seed, dtype=torch.int64, device=q.device)
+    if isinstance(seed, Integral) and not isinstance(seed, bool) and -2**63 <= int(seed) < 2**63:
+        return torch.full((1,), int(seed), dtype=torch.int64, device=q.device)
     if isinstance(seed, torch.Tensor):
         return seed
     raise InvalidInput(f"dropout_seed is {seed!r}; allowed is an integer of 64 bits, an int64 tensor of "

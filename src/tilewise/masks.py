@@ -15,6 +15,7 @@ boolean mask) is joined to a band by ``&``.
 """
 
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import Any, Literal, overload
 
 import torch
@@ -161,8 +162,9 @@ class Mask(JoinsTensors):
             raise InvalidInput(f"alignment is {self.alignment!r}; allowed are 'top_left' and 'bottom_right'.")
         if self.has_exceptions:
             for name, (said, least) in _COUNTS.items():
-                if getattr(self, name) is not None:
-                    _checked_count(said, least, getattr(self, name))
+                count = getattr(self, name)
+                if count is not None and not (count.__class__ is int and count >= least):
+                    object.__setattr__(self, name, _checked_count(said, least, count))
 
     @overload
     def __and__(self, other: "Mask") -> "Mask": ...
@@ -450,8 +452,8 @@ _COUNTS = {"prefix": ("prefix: length", 0), "sink_tokens": ("sink_tokens: count"
 
 
 def _checked_count(name: str, least: int, value: object) -> int:
-    if isinstance(value, int) and not isinstance(value, bool) and value >= least:
-        return value
+    if isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least:
+        return int(value)
     raise InvalidInput(f"{name} is {value!r}; allowed is an integer >= {least}.")
 
 
@@ -477,8 +479,8 @@ _NO_BOUND = 2**30  # no tensor is as long, and kernels reckon positions in 32 bi
 
 
 def _checked_side(name: str, value: object) -> int | None:
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return value if value < _NO_BOUND else None
+    if isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0:
+        return int(value) if int(value) < _NO_BOUND else None
     raise InvalidInput(f"window: {name} is {value!r}; allowed is an integer >= 0, or None for no bound on that side.")
 
 

@@ -283,8 +283,9 @@ def checked_dropout_p(dropout_p: Any) -> float:
     Raises:
         InvalidInput: not 0 <= dropout_p < 1.
     """
-    if isinstance(dropout_p, (int, float)) and not isinstance(dropout_p, bool) and 0.0 <= dropout_p < 1.0:
-        return min(round(dropout_p * DRAWS), DRAWS - 1) / DRAWS
+    is_number = isinstance(dropout_p, numbers.Real) and not isinstance(dropout_p, bool)
+    if is_number and 0.0 <= dropout_p < 1.0:
+        return min(round(float(dropout_p) * DRAWS), DRAWS - 1) / DRAWS
     raise InvalidInput(f"dropout_p is {dropout_p!r}; allowed is a probability, 0 <= dropout_p < 1.")
 
 

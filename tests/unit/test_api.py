@@ -41,6 +41,7 @@ def _equal(a, b):
                                            "place of b."),
     ({"sinks": torch.zeros(4).half()}, "sinks has dtype torch.float16; allowed are torch.float32."),
     ({"softcap": 0.0}, "softcap is 0.0; allowed is a number from 2^-126 to 2^127, or None for none."),
+    ({"dropout_p": 2**1024}, f"dropout_p is {2**1024}; allowed is a probability, 0 <= dropout_p < 1."),
     ({"dropout_p": 1.0}, "dropout_p is 1.0; allowed is a probability, 0 <= dropout_p < 1."),
     ({"return_aux": "lse"}, "return_aux is 'lse'; allowed is a tuple of names out of ('lse', 'max_logit')."),
     ({"return_aux": ("lse", "max")},
@@ -77,6 +78,20 @@ def test_numbers_of_numpy_are_numbers():
     for scale in (np.float32(0.25), np.float64(0.25)):
         assert torch.equal(attention(*tensors, scale=scale, softcap=np.float32(2)),
                            attention(*tensors, scale=0.25, softcap=2.0))
+    assert torch.equal(attention(*tensors, dropout_p=np.float32(0.25), dropout_seed=np.int64(3)),
+                       attention(*tensors, dropout_p=0.25, dropout_seed=3))
+    for name in ("scale", "softcap", "dropout_p"):
+        with pytest.raises(InvalidInput, match=f"{name} is np.float32"):
+            attention(*tensors, **{name: np.float32(-1)})
+
+
+def test_integers_of_numpy_are_integers():
+    q, lengths, bias = torch.randn(9, 2, 8), torch.tensor([0, 3, 9]), torch.arange(36.0).view(6, 6)
+    made = [attention_varlen(q, q, q, cu_seqlens_q=lengths, bias=bias, max_seqlen_q=longest, max_seqlen_k=longest)
+            for longest in (6, np.int64(6))]
+    assert torch.equal(*made)
+    with pytest.raises(InvalidInput, match=r"max_seqlen_q is np.int64\(-1\)"):
+        attention_varlen(q, q, q, cu_seqlens_q=lengths, max_seqlen_q=np.int64(-1))
 
 
 @pytest.mark.parametrize("call", [attention, explain])

@@ -1,5 +1,6 @@
 """What ``attention_decode`` refuses, word for word; and what it makes of the rest."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -91,6 +92,10 @@ WRONG = {
     "sinks requires a gradient, and decoding has no backward pass; call it under torch.no_grad(), or attention() "
     "without a cache.": {"sinks": torch.zeros(4, requires_grad=True)},
 }
+
+
+def test_a_length_may_be_an_integer_of_numpys():
+    assert torch.equal(call(cache_seqlens=np.int64(3)), call(cache_seqlens=3))
 
 
 @pytest.mark.parametrize("message", WRONG)

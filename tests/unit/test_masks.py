@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -131,6 +132,15 @@ def test_and_keeps_the_exceptions_of_both_and_the_shorter_where_both_have_one(fi
     lengths = [value for value in (one, other) if value is not None]
     joined = Mask(3, 0, **{field: one}) & Mask(5, 0, **{field: other})
     assert joined == Mask(3, 0, **{field: min(lengths, default=None)})
+
+
+def test_integers_of_numpy_are_integers():
+    made = window(np.int64(3), np.int32(0)) & prefix(np.int64(2)) & sink_tokens(np.uint8(1)) & chunk(np.int64(4))
+    assert made == window(3, 0) & prefix(2) & sink_tokens(1) & chunk(4)
+    assert all(type(getattr(made, name)) is int for name in ("left", "right", "prefix", "sink_tokens", "chunk"))
+    assert type(Mask(prefix=np.int64(2)).prefix) is int
+    with pytest.raises(InvalidInput, match=r"window: left is np.int64\(-1\)"):
+        window(np.int64(-1), 0)
 
 
 def test_a_side_that_no_tensor_reaches_is_no_bound():
