@@ -1,7 +1,8 @@
 """The public calls: names, defaults, docstrings. Checks live in problem.py, choices in dispatch.py."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
+from numbers import Integral
 from typing import Any, Literal, NamedTuple, cast, overload
 
 import torch
@@ -10,6 +11,7 @@ from tilewise import settings
 from tilewise.arguments import check_choices, check_inputs, check_switch
 from tilewise.autograd.attention_op import Options, run
 from tilewise.autograd.short_way import attend
+from tilewise.backends.current import autocast_dtype
 from tilewise.dispatch import Explanation, explain_problem
 from tilewise.errors import InvalidInput
 from tilewise.functions import NO_FUNCTIONS, CallFunctions, MaskFunction, ScoreFunction, call_functions
@@ -302,8 +304,8 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visible 
             scale: float | None = None, bias: torch.Tensor | None = None, alibi_slopes: torch.Tensor | None = None,
             score_function: ScoreFunction | None = None, softcap: float | None = None,
             sinks: torch.Tensor | None = None, dropout_p: float = 0,
-            seqlens_q: torch.Tensor | None = None, seqlens_k: torch.Tensor | None = None,
-            return_aux: tuple[str, ...] = (), deterministic: bool | None = None,
+            dropout_seed: int | torch.Tensor | None = None, seqlens_q: torch.Tensor | None = None,
+            seqlens_k: torch.Tensor | None = None, return_aux: tuple[str, ...] = (), deterministic: bool | None = None,
             backend: str | None = None, double_backward: bool = False) -> Explanation:
     """Tell which backend each pass of this call would use, and every other backend's reason.
 
@@ -323,7 +325,8 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visible 
     if seqlens_q is not None or seqlens_k is not None:
         band, lengths = _with_lengths(band, (None, None, seqlens_q, seqlens_k), _PADDED_NAMES)
     functions = _functions(score_function, mask_function)
-    operands = _operands(bias, alibi_slopes, visible, sinks, _seed(q, dropout_p, 0), lengths, lists, functions)
+    seed = _seed(q, dropout_p, 0 if dropout_seed is None else dropout_seed)  # none is drawn: a generator would move on
+    operands = _operands(bias, alibi_slopes, visible, sinks, seed, lengths, lists, functions)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     problem = AttentionProblem.from_tensors(
@@ -399,11 +402,12 @@ def _as_batch(name: str, tensor: torch.Tensor) -> torch.Tensor:
 def _longest(*longest: int | torch.Tensor | None, needed: bool) -> Longest:
     """Check the sizes of the longest sequences; they are part of a call only where an operand needs them."""
     for side, size in zip("qk", longest, strict=True):
-        is_count = isinstance(size, (int, torch.SymInt)) and not isinstance(size, bool) and size >= 0
+        is_count = isinstance(size, (Integral, torch.SymInt)) and not isinstance(size, bool) and size >= 0
         if not (size is None or is_count or (isinstance(size, torch.Tensor) and size.numel() == 1)):
             raise InvalidInput(f"max_seqlen_{side} is {size!r}; allowed is an integer >= 0, a tensor of one element, "
                                "or None.")
-    kept = [size if needed and not isinstance(size, torch.Tensor) else None for size in longest]
+    kept = [None if size is None or not needed or isinstance(size, torch.Tensor)
+            else size if isinstance(size, (int, torch.SymInt)) else int(size) for size in longest]
     return kept[0], kept[1]
 
 
@@ -441,8 +445,8 @@ def _seed(q: torch.Tensor, dropout_p: float, seed: int | torch.Tensor | None) ->
         return None
     if seed is None:
         return torch.randint(2**62, (1,), dtype=torch.int64, device=q.device)
-    if isinstance(seed, int) and not isinstance(seed, bool) and -2**63 <= seed < 2**63:
-        return torch.full((1,), seed, dtype=torch.int64, device=q.device)
+    if isinstance(seed, Integral) and not isinstance(seed, bool) and -2**63 <= int(seed) < 2**63:
+        return torch.full((1,), int(seed), dtype=torch.int64, device=q.device)
     if isinstance(seed, torch.Tensor):
         return seed
     raise InvalidInput(f"dropout_seed is {seed!r}; allowed is an integer of 64 bits, an int64 tensor of "
@@ -450,16 +454,16 @@ def _seed(q: torch.Tensor, dropout_p: float, seed: int | torch.Tensor | None) ->
 
 
 def _check_return_aux(return_aux: object) -> None:
-    named = isinstance(return_aux, Iterable) and not isinstance(return_aux, str)
-    if not named or any(name not in AUX_OUTPUTS for name in cast("Iterable[object]", return_aux)):
+    named = isinstance(return_aux, Collection) and not isinstance(return_aux, str)
+    if not named or any(name not in AUX_OUTPUTS for name in cast("Collection[object]", return_aux)):
         raise InvalidInput(f"return_aux is {return_aux!r}; allowed is a tuple of names out of {AUX_OUTPUTS}.")
 
 
 def _autocast(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     check_inputs(q, k, v)
     kind = "cuda" if q.is_cuda else q.device.type  # a device makes the string anew, which costs as much as all else
-    if kind == "meta" or not torch.is_autocast_enabled(kind):  # of "meta" torch raises, instead of answering
+    dtype = autocast_dtype(kind)
+    if dtype is None:
         return q, k, v
-    dtype = torch.get_autocast_dtype(kind)
     q, k, v = (t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in (q, k, v))
     return q, k, v

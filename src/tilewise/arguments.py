@@ -6,13 +6,18 @@ import torch
 
 from tilewise.errors import InvalidInput
 from tilewise.problem import checked_scale
+from tilewise.scores import check_layout
 
 
 def check_inputs(q: Any, k: Any, v: Any) -> None:
-    """Raise :class:`InvalidInput` for what is no tensor."""
+    """Raise :class:`InvalidInput` for what is no tensor, and for a tensor that has no strides."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, torch.Tensor):
             raise InvalidInput(f"{name} is a {type(tensor).__name__}; allowed is a torch.Tensor.")
+        if tensor.is_nested:
+            raise InvalidInput(f"{name} is a nested tensor; allowed is a dense one. attention_varlen takes sequences "
+                               "of several lengths: the values, packed, and where each begins.")
+        check_layout(name, tensor)
 
 
 def check_choices(scale: Any, deterministic: Any, backend: Any) -> None:
@@ -21,7 +26,7 @@ def check_choices(scale: Any, deterministic: Any, backend: Any) -> None:
         checked_scale(scale, 1)
     if deterministic is not None:
         check_switch("deterministic", deterministic, ", or None to follow torch.use_deterministic_algorithms")
-    if not (backend is None or isinstance(backend, str)):
+    if not (backend is None or (isinstance(backend, str) and backend)):  # to a graph, '' is a name of its own
         raise InvalidInput(f"backend is {backend!r}; allowed is the name of a backend, or None to choose.")
 
 

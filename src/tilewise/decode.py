@@ -1,5 +1,6 @@
 """Decoding: attention of a few new queries to the keys and values that a cache holds."""
 
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -91,8 +92,8 @@ def attention_decode(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tens
 
 
 def _lengths(q: torch.Tensor, cache_seqlens: Any) -> torch.Tensor | None:
-    if isinstance(cache_seqlens, int) and not isinstance(cache_seqlens, bool) and 0 <= cache_seqlens < 2**31:
-        return torch.full((len(q),), cache_seqlens, dtype=torch.int32, device=q.device)
+    if isinstance(cache_seqlens, Integral) and not isinstance(cache_seqlens, bool) and 0 <= int(cache_seqlens) < 2**31:
+        return torch.full((len(q),), int(cache_seqlens), dtype=torch.int32, device=q.device)
     if cache_seqlens is None or isinstance(cache_seqlens, torch.Tensor):
         return cache_seqlens
     raise InvalidInput(f"cache_seqlens is {cache_seqlens!r}; allowed is a tensor of shape (b,), an "

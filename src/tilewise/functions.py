@@ -4,6 +4,7 @@ A call's functions travel through an operator's schema by name (:func:`code_of` 
 tensors. What stands behind a name is kept as long as somebody uses it.
 """
 
+import copy
 import inspect
 import itertools
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from weakref import WeakValueDictionary
 import torch as _torch  # of the two classes, torch is an attribute
 
 from tilewise.errors import InvalidInput
+from tilewise.joining import JoinsTensors
 from tilewise.masks import Mask, TensorMask
 from tilewise.scores import FunctionCode
 
@@ -65,13 +67,19 @@ class ScoreFunction:
     def __post_init__(self) -> None:
         _complete(self, "ScoreFunction", self.derivative, ("score", *_PAIR))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ScoreFunction, (self.triton, self.torch, self.derivative, self.tensors)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ScoreFunction":
+        return self.with_tensors(*copy.deepcopy(self.tensors, memo))  # of the same functions, hence the same code
+
     def with_tensors(self, *tensors: _torch.Tensor) -> "ScoreFunction":
         """Return the same function with other tensors, as many as it has; also inside a compiled function."""
         return _with_tensors(self, tensors)
 
 
 @dataclass(frozen=True, eq=False)
-class MaskFunction:
+class MaskFunction(JoinsTensors):
     """Which pairs take part, beside what other masks say: joined to them by ``&``, or a mask by itself.
 
     ``triton(batch, head, q_idx, k_idx, *tensors)`` returns True where the pair takes part, bool; its arguments, the
@@ -92,6 +100,12 @@ class MaskFunction:
 
     def __post_init__(self) -> None:
         _complete(self, "MaskFunction", None, _PAIR)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return MaskFunction, (self.triton, self.torch, self.tensors)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "MaskFunction":
+        return self.with_tensors(*copy.deepcopy(self.tensors, memo))  # of the same functions, hence the same code
 
     def with_tensors(self, *tensors: _torch.Tensor) -> "MaskFunction":
         """Return the same function with other tensors, as many as it has; also inside a compiled function."""
@@ -214,10 +228,10 @@ def _with_tensors(function: _Own, tensors: Tensors) -> _Own:
     if len(tensors) != function.code.tensors:
         raise InvalidInput(f"{said}.with_tensors: got {len(tensors)} tensors; allowed are {function.code.tensors}, as "
                            "many as it was made with.")
-    copy: _Own = object.__new__(type(function))
+    made: _Own = object.__new__(type(function))
     for name in function.__dataclass_fields__:
-        object.__setattr__(copy, name, tensors if name == "tensors" else getattr(function, name))
-    return copy
+        object.__setattr__(made, name, tensors if name == "tensors" else getattr(function, name))
+    return made
 
 
 def _check_tensors(said: str, tensors: Tensors) -> None:

@@ -15,12 +15,14 @@ boolean mask) is joined to a band by ``&``.
 """
 
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import Any, Literal, overload
 
 import torch
 
 from tilewise.documents import Documents, documents_of
 from tilewise.errors import InvalidInput
+from tilewise.joining import JoinsTensors
 from tilewise.tile_lists import TileLists, tile_lists
 
 Alignment = Literal["top_left", "bottom_right"]
@@ -126,7 +128,7 @@ class Band:
 
 
 @dataclass(frozen=True, slots=True)
-class Mask:
+class Mask(JoinsTensors):
     """A mask as a value. Make one with :func:`causal`, :func:`window` and the like, combine with ``&``.
 
     ``&`` keeps the tighter bound of each side and the exceptions of both: ``causal() & window(1023, 0) &
@@ -140,6 +142,9 @@ class Mask:
         prefix: keys, the first ones, that ``right`` does not hide; None = none.
         sink_tokens: keys, the first ones, that ``left`` does not hide; None = none.
         chunk: length of the chunks outside of which nothing is seen; None = no chunks.
+
+    Raises:
+        InvalidInput: as the function that makes such a mask.
     """
 
     left: int | None = None
@@ -148,6 +153,18 @@ class Mask:
     prefix: int | None = None
     sink_tokens: int | None = None
     chunk: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, side in (("left", self.left), ("right", self.right)):
+            if side is not None and not (side.__class__ is int and 0 <= side < _FARTHEST):
+                object.__setattr__(self, name, _checked_side(name, side))
+        if self.alignment is not None and self.alignment not in ALIGNMENTS:
+            raise InvalidInput(f"alignment is {self.alignment!r}; allowed are 'top_left' and 'bottom_right'.")
+        if self.has_exceptions:
+            for name, (said, least) in _COUNTS.items():
+                count = getattr(self, name)
+                if count is not None and not (count.__class__ is int and least <= count <= _FARTHEST):
+                    object.__setattr__(self, name, _checked_count(said, least, count))
 
     @overload
     def __and__(self, other: "Mask") -> "Mask": ...
@@ -229,7 +246,7 @@ class Mask:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TensorMask:
+class TensorMask(JoinsTensors):
     """A band with documents, a boolean tensor or a function, all of which must let a pair take part; made with ``&``.
 
     Attributes:
@@ -346,7 +363,7 @@ def causal(alignment: Alignment | None = None) -> Mask:
     Raises:
         InvalidInput: alignment is not one of the two, or left out where lengths differ (at the call).
     """
-    return Mask(None, 0, _checked_alignment(alignment))
+    return Mask(None, 0, alignment)
 
 
 def window(left: int | None, right: int | None, alignment: Alignment | None = None) -> Mask:
@@ -360,7 +377,7 @@ def window(left: int | None, right: int | None, alignment: Alignment | None = No
     Raises:
         InvalidInput: a side is negative or not an integer, or the alignment is unknown.
     """
-    return Mask(_checked_side("left", left), _checked_side("right", right), _checked_alignment(alignment))
+    return Mask(left, right, alignment)
 
 
 def prefix(length: int, alignment: Alignment | None = None) -> Mask:
@@ -375,7 +392,7 @@ def prefix(length: int, alignment: Alignment | None = None) -> Mask:
     Raises:
         InvalidInput: length is negative or not an integer, or the alignment is unknown.
     """
-    return Mask(None, 0, _checked_alignment(alignment), prefix=_checked_count("prefix: length", length, 0))
+    return Mask(None, 0, alignment, prefix=_checked_count(*_COUNTS["prefix"], length))
 
 
 def sink_tokens(count: int) -> Mask:
@@ -390,7 +407,7 @@ def sink_tokens(count: int) -> Mask:
     Raises:
         InvalidInput: count is negative or not an integer.
     """
-    return Mask(sink_tokens=_checked_count("sink_tokens: count", count, 0))
+    return Mask(sink_tokens=_checked_count(*_COUNTS["sink_tokens"], count))
 
 
 def chunk(length: int, alignment: Alignment | None = None) -> Mask:
@@ -405,7 +422,7 @@ def chunk(length: int, alignment: Alignment | None = None) -> Mask:
     Raises:
         InvalidInput: length is less than 1 or not an integer, or the alignment is unknown.
     """
-    return Mask(alignment=_checked_alignment(alignment), chunk=_checked_count("chunk: length", length, 1))
+    return Mask(alignment=alignment, chunk=_checked_count(*_COUNTS["chunk"], length))
 
 
 def documents(ids: torch.Tensor, key_ids: torch.Tensor | None = None) -> TensorMask:
@@ -431,9 +448,13 @@ def documents(ids: torch.Tensor, key_ids: torch.Tensor | None = None) -> TensorM
     return TensorMask(Mask(), documents=documents_of(ids, key_ids))
 
 
-def _checked_count(name: str, value: object, least: int) -> int:
-    if isinstance(value, int) and not isinstance(value, bool) and value >= least:
-        return min(value, _FARTHEST)
+# Field -> what a message calls it, and its least value.
+_COUNTS = {"prefix": ("prefix: length", 0), "sink_tokens": ("sink_tokens: count", 0), "chunk": ("chunk: length", 1)}
+
+
+def _checked_count(name: str, least: int, value: object) -> int:
+    if isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least:
+        return int(value)
     raise InvalidInput(f"{name} is {value!r}; allowed is an integer >= {least}.")
 
 
@@ -459,17 +480,9 @@ _FARTHEST = 2**30  # no tensor is as long; kernels reckon in 32 bits, where this
 
 
 def _checked_side(name: str, value: object) -> int | None:
-    if value is None:
-        return None
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return value if value < _FARTHEST else None
+    if isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0:
+        return int(value) if int(value) < _FARTHEST else None
     raise InvalidInput(f"window: {name} is {value!r}; allowed is an integer >= 0, or None for no bound on that side.")
-
-
-def _checked_alignment(value: object) -> Alignment | None:
-    if value is None or value in ALIGNMENTS:
-        return value
-    raise InvalidInput(f"alignment is {value!r}; allowed are 'top_left' and 'bottom_right'.")
 
 
 def _alignment_message(mask: Mask, query_length: int, key_length: int) -> str:

@@ -24,6 +24,7 @@ from tilewise.scores import (
     Operands,
     ScoreOptions,
     ScoreSettings,
+    check_layout,
     check_operand,
     checked_dropout_p,
     checked_softcap,
@@ -225,6 +226,7 @@ def facts_of(name: str, tensor: torch.Tensor) -> Facts:
     """Read one tensor; raises :class:`InvalidInput` for anything else."""
     if not isinstance(tensor, torch.Tensor):
         raise InvalidInput(f"{name} is a {type(tensor).__name__}; allowed is a torch.Tensor of shape (b, h, s, d).")
+    check_layout(name, tensor)
     return name, tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 

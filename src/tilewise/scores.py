@@ -222,11 +222,18 @@ class ScoreOptions(NamedTuple):
 NO_OPTIONS = ScoreOptions()
 
 
+def check_layout(name: str, tensor: torch.Tensor) -> None:
+    """Raise :class:`InvalidInput` for a tensor that has no strides."""
+    if tensor.layout is not torch.strided:
+        raise InvalidInput(f"{name} has layout {tensor.layout}; allowed is torch.strided: call to_dense() on it.")
+
+
 def with_four_dims(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """View a bias or a mask of 2 to 4 dims as (b|1, hq|1, sq|1, sk|1): dims are added at the front, as torch does."""
     if not isinstance(tensor, torch.Tensor) or tensor.dim() not in _RANKS[name]:
         raise InvalidInput(f"{name} is {_what(tensor)}; allowed is a tensor of 2 to 4 dims that broadcasts to "
                            "(b, hq, sq, sk).")
+    check_layout(name, tensor)
     return tensor[(None,) * (4 - tensor.dim())] if tensor.dim() < 4 else tensor
 
 
@@ -283,8 +290,9 @@ def checked_dropout_p(dropout_p: Any) -> float:
     Raises:
         InvalidInput: not 0 <= dropout_p < 1.
     """
-    if isinstance(dropout_p, (int, float)) and not isinstance(dropout_p, bool) and 0.0 <= dropout_p < 1.0:
-        return min(round(dropout_p * DRAWS), DRAWS - 1) / DRAWS
+    is_number = isinstance(dropout_p, numbers.Real) and not isinstance(dropout_p, bool)
+    if is_number and 0.0 <= dropout_p < 1.0:
+        return min(round(float(dropout_p) * DRAWS), DRAWS - 1) / DRAWS
     raise InvalidInput(f"dropout_p is {dropout_p!r}; allowed is a probability, 0 <= dropout_p < 1.")
 
 

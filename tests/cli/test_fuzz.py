@@ -54,11 +54,46 @@ def test_a_failure_exits_with_1_and_names_tensor_coordinate_and_command(run):
     assert f"\n  {draw(3)}\n" in finished.output
     commands = [line.strip() for line in finished.output.splitlines() if line.startswith("  tilewise fuzz")]
     assert commands[0] == "tilewise fuzz --seed 3 --count 1 --size small --backend reference --device cpu"
-    assert f"failed: {commands[0]}" in finished.errors
     again = run(*shlex.split(commands[0])[1:])
     assert again.status == 1
     assert "FAILED reference, small_3 " in again.output
     assert "small_4" not in again.output
+
+
+@pytest.fixture
+def cut_at_the_second(monkeypatch):
+    """The process is cut while it checks its second configuration."""
+    check = session.check_configuration
+
+    def cut(configuration, *arguments):
+        if configuration.seed > 3:
+            raise SystemExit(143)
+        return check(configuration, *arguments)
+
+    monkeypatch.setattr(session, "check_configuration", cut)
+
+
+@pytest.mark.usefixtures("wrong_reference", "cut_at_the_second")
+@pytest.mark.parametrize(("arguments", "stream", "other"), [
+    ((), "output", "errors"), (("--json",), "errors", "output")], ids=["text", "json"])
+def test_a_run_that_is_cut_has_told_the_failures_so_far(run, arguments, stream, other):
+    finished = run("fuzz", *FEW, "--backend", "reference", *arguments)
+    assert finished.status == 143
+    told = getattr(finished, stream)
+    assert told.count("FAILED reference, small_3 ") == 1
+    assert "\n  tilewise fuzz --seed 3 --count 1 --size small --backend reference --device cpu\n" in told
+    assert not getattr(finished, other).strip()
+
+
+@pytest.mark.usefixtures("wrong_reference")
+def test_a_terminal_counts_and_a_file_still_gets_the_failures(run, monkeypatch):
+    """rich would write what is printed while a bar stands above that bar, on the other stream."""
+    monkeypatch.setenv("FORCE_COLOR", "1")  # what makes rich take standard error for a terminal
+    monkeypatch.setenv("TERM", "xterm")
+    finished = run("fuzz", *FEW, "--backend", "reference")
+    assert "small_6, 4 of 4, " in finished.errors
+    assert "FAILED" not in finished.errors
+    assert "FAILED reference, small_3 " in finished.output
 
 
 @pytest.mark.usefixtures("wrong_reference")

@@ -1,5 +1,7 @@
 """The public calls: what their arguments may be, what they return, and how a mask and a seed become operands."""
 
+import inspect
+
 import numpy as np
 import pytest
 import torch
@@ -39,6 +41,7 @@ def _equal(a, b):
                                            "place of b."),
     ({"sinks": torch.zeros(4).half()}, "sinks has dtype torch.float16; allowed are torch.float32."),
     ({"softcap": 0.0}, "softcap is 0.0; allowed is a number from 2^-126 to 2^127, or None for none."),
+    ({"dropout_p": 2**1024}, f"dropout_p is {2**1024}; allowed is a probability, 0 <= dropout_p < 1."),
     ({"dropout_p": 1.0}, "dropout_p is 1.0; allowed is a probability, 0 <= dropout_p < 1."),
     ({"return_aux": "lse"}, "return_aux is 'lse'; allowed is a tuple of names out of ('lse', 'max_logit')."),
     ({"return_aux": ("lse", "max")},
@@ -48,6 +51,11 @@ def _equal(a, b):
     ({"scale": True}, "scale is True; allowed is a number from 2^-126 to 2^127, or None for 1/sqrt(d)."),
     ({"deterministic": "yes"}, "deterministic is 'yes'; allowed are True and False, or None to follow "
                                "torch.use_deterministic_algorithms."),
+    ({"bias": torch.zeros(6, 5).to_sparse()},
+     "bias has layout torch.sparse_coo; allowed is torch.strided: call to_dense() on it."),
+    ({"mask": torch.ones(2, 4, 6, 5, dtype=torch.bool).to_sparse()},
+     "mask has layout torch.sparse_coo; allowed is torch.strided: call to_dense() on it."),
+    ({"backend": ""}, "backend is ''; allowed is the name of a backend, or None to choose."),
     ({"backend": 3}, "backend is 3; allowed is the name of a backend, or None to choose."),
     ({"double_backward": "no"}, "double_backward is 'no'; allowed are True and False."),
 ], ids=lambda value: next(iter(value)) if isinstance(value, dict) else "")
@@ -58,11 +66,32 @@ def test_message_names_the_argument_and_what_is_allowed(call, arguments, message
     assert str(caught.value) == message
 
 
+@pytest.mark.parametrize("call", [attention, explain])
+def test_names_that_can_be_read_once_are_refused(call):
+    """Reading them to check them used them up, and what they asked for was not returned."""
+    with pytest.raises(InvalidInput, match=r"return_aux is <generator .*; allowed is a tuple of names out of"):
+        call(*_tensors(), return_aux=(name for name in ("lse", "max_logit")))
+
+
 def test_numbers_of_numpy_are_numbers():
     tensors = _tensors()
     for scale in (np.float32(0.25), np.float64(0.25)):
         assert torch.equal(attention(*tensors, scale=scale, softcap=np.float32(2)),
                            attention(*tensors, scale=0.25, softcap=2.0))
+    assert torch.equal(attention(*tensors, dropout_p=np.float32(0.25), dropout_seed=np.int64(3)),
+                       attention(*tensors, dropout_p=0.25, dropout_seed=3))
+    for name in ("scale", "softcap", "dropout_p"):
+        with pytest.raises(InvalidInput, match=f"{name} is np.float32"):
+            attention(*tensors, **{name: np.float32(-1)})
+
+
+def test_integers_of_numpy_are_integers():
+    q, lengths, bias = torch.randn(9, 2, 8), torch.tensor([0, 3, 9]), torch.arange(36.0).view(6, 6)
+    made = [attention_varlen(q, q, q, cu_seqlens_q=lengths, bias=bias, max_seqlen_q=longest, max_seqlen_k=longest)
+            for longest in (6, np.int64(6))]
+    assert torch.equal(*made)
+    with pytest.raises(InvalidInput, match=r"max_seqlen_q is np.int64\(-1\)"):
+        attention_varlen(q, q, q, cu_seqlens_q=lengths, max_seqlen_q=np.int64(-1))
 
 
 @pytest.mark.parametrize("call", [attention, explain])
@@ -73,6 +102,36 @@ def test_what_is_no_tensor_is_refused_by_name(call, place, name):
     with pytest.raises(InvalidInput) as caught:
         call(*tensors)
     assert str(caught.value) == f"{name} is a list; allowed is a torch.Tensor."
+
+
+@pytest.mark.parametrize("call", [attention, explain])
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda tensor: tensor.to_sparse(),
+     "k has layout torch.sparse_coo; allowed is torch.strided: call to_dense() on it."),
+    (lambda tensor: torch.nested.nested_tensor(list(tensor), layout=torch.jagged),
+     "k is a nested tensor; allowed is a dense one. attention_varlen takes sequences of several lengths: the values, "
+     "packed, and where each begins."),
+], ids=["sparse", "nested"])
+def test_tensors_without_strides_are_refused_by_name(call, make, message):
+    q, k, v = _tensors()
+    with pytest.raises(InvalidInput) as caught:
+        call(q, make(k), v)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0, "dropout_p": 0.5}, {"double_backward": True}], ids=str)
+def test_meta_tensors_give_meta_tensors(options, autocast):
+    """torch has no autocast for them and raised when it was asked whether it was on."""
+    q, k, v = (tensor.to("meta").requires_grad_() for tensor in _tensors())
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        out, lse = attention(q, k, v, return_aux=("lse",), **options)
+        explained = explain(q, k, v)
+    assert (out.device.type, out.shape, out.dtype) == ("meta", q.shape, q.dtype)
+    assert (lse.device.type, lse.shape, lse.dtype) == ("meta", q.shape[:3], torch.float32)
+    assert explained.forward == "reference"
+    dq, dk, dv = torch.autograd.grad(out.sum(), (q, k, v))
+    assert all(made.is_meta and made.shape == of.shape for made, of in zip((dq, dk, dv), (q, k, v), strict=True))
 
 
 @pytest.mark.parametrize("seed", [1.5, True, "7", 2**63, -2**63 - 1])
@@ -191,6 +250,19 @@ def test_without_dropout_no_seed_is_drawn():
     attention(*_tensors(), dropout_seed=5)
     attention(*_tensors())
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_explain_takes_every_argument_of_a_call():
+    assert list(inspect.signature(explain).parameters) == list(inspect.signature(attention).parameters)
+    assert explain(*_tensors(), dropout_p=0.5, dropout_seed=3).forward == "reference"
+    with pytest.raises(InvalidInput, match="dropout_seed is '7'; allowed is an integer of 64 bits"):
+        explain(*_tensors(), dropout_p=0.5, dropout_seed="7")
+
+
+def test_explain_draws_no_seed():
+    before = torch.random.get_rng_state()
+    explain(*_tensors(), dropout_p=0.5)
+    assert torch.equal(torch.random.get_rng_state(), before)
 
 
 def test_explain_prints_the_options():

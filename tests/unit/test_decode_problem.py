@@ -1,5 +1,6 @@
 """What ``attention_decode`` refuses, word for word; and what it makes of the rest."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -79,6 +80,8 @@ WRONG = {
     "deterministic is 1; allowed are True and False, or None to follow torch.use_deterministic_algorithms.":
         {"deterministic": 1},
     "backend is 1; allowed is the name of a backend, or None to choose.": {"backend": 1},
+    "backend is ''; allowed is the name of a backend, or None to choose.": {"backend": ""},
+    "q has layout torch.sparse_coo; allowed is torch.strided: call to_dense() on it.": {"q": Q.to_sparse()},
     "return_aux is 'lse'; allowed are () and ('lse',).": {"return_aux": "lse"},
     "return_aux is ('max_logit',); allowed are () and ('lse',).": {"return_aux": ("max_logit",)},
     "mask is a Tensor; allowed is None, causal() or window(left, right).": {"mask": torch.ones(1, 10).bool()},
@@ -89,6 +92,10 @@ WRONG = {
     "sinks requires a gradient, and decoding has no backward pass; call it under torch.no_grad(), or attention() "
     "without a cache.": {"sinks": torch.zeros(4, requires_grad=True)},
 }
+
+
+def test_a_length_may_be_an_integer_of_numpys():
+    assert torch.equal(call(cache_seqlens=np.int64(3)), call(cache_seqlens=3))
 
 
 @pytest.mark.parametrize("message", WRONG)

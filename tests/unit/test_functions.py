@@ -1,6 +1,8 @@
 """Functions of the user's own: what they may be, how they are found again, what each message says."""
 
+import copy
 import gc
+import pickle
 
 import pytest
 import torch
@@ -10,7 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from conformance.functions import chosen, chosen_twin, damped, mask_functions, relative, relative_twin, score_functions
 from tilewise import InvalidInput, UnsupportedProblem, attention, attention_varlen, causal, explain, functions
 from tilewise.autograd.attention_op import Options, backward_op, forward_op
+from tilewise.autograd.short_way import forget_choices
 from tilewise.functions import MaskFunction, ScoreFunction, call_functions, code_of, pair_indices
+from tilewise.problem import _backward_of, _cached
 from tilewise.scores import Operands
 
 # torch's own, of an autograd function that Dynamo instantiates.
@@ -134,6 +138,38 @@ def test_a_function_that_nobody_keeps_is_forgotten():
     gc.collect()
     assert name not in functions._BY_NAME
     assert all(code.name != name for code in functions._BY_FUNCTIONS.values())
+
+
+def _doubled(score, batch, head, q_idx, k_idx, table):
+    return score * 2
+
+
+def _table_says(batch, head, q_idx, k_idx, table):
+    return (q_idx + k_idx) % 3 != table[head]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))],
+                         ids=["deepcopy", "pickle"])
+def test_a_copy_outlives_its_original(copied):
+    """A model that is copied, or sent to another process, has the functions of no other: theirs were "no more"."""
+    made = (ScoreFunction(torch=_doubled, tensors=[_TENSOR]), causal() & MaskFunction(torch=_table_says, tensors=[
+        torch.arange(4)]))
+    expected = attention(*_qkv(), score_function=made[0], mask=made[1])
+    copies = tuple(map(copied, made))
+    del made
+    forget_choices()
+    for cached in (_cached, _backward_of):
+        cached.cache_clear()
+    gc.collect()
+    assert all(name in functions._BY_NAME for name in (copies[0].code.name, copies[1].function.code.name))
+    assert torch.equal(attention(*_qkv(), score_function=copies[0], mask=copies[1]), expected)
+
+
+def test_a_copy_has_the_code_of_its_original_and_tensors_of_its_own():
+    made = ScoreFunction(relative, relative_twin, tensors=(torch.zeros(4, 401),))
+    other = copy.deepcopy(made)
+    assert other.code is made.code
+    assert other.tensors[0] is not made.tensors[0]
 
 
 def test_a_problem_tells_functions_and_dtypes_of_their_tensors_apart():

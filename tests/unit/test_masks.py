@@ -2,12 +2,15 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tilewise import attention
 from tilewise.errors import InvalidInput
+from tilewise.functions import MaskFunction
 from tilewise.masks import (
     ALIGNMENTS,
     Band,
@@ -131,8 +134,17 @@ def test_and_keeps_the_exceptions_of_both_and_the_shorter_where_both_have_one(fi
     assert joined == Mask(3, 0, **{field: min(lengths, default=None)})
 
 
+def test_integers_of_numpy_are_integers():
+    made = window(np.int64(3), np.int32(0)) & prefix(np.int64(2)) & sink_tokens(np.uint8(1)) & chunk(np.int64(4))
+    assert made == window(3, 0) & prefix(2) & sink_tokens(1) & chunk(4)
+    assert all(type(getattr(made, name)) is int for name in ("left", "right", "prefix", "sink_tokens", "chunk"))
+    assert type(Mask(prefix=np.int64(2)).prefix) is int
+    with pytest.raises(InvalidInput, match=r"window: left is np.int64\(-1\)"):
+        window(np.int64(-1), 0)
+
+
 def test_a_side_that_no_tensor_reaches_is_no_bound():
-    assert window(3, 2**31 - 1) == window(3, 2**63) == window(3, None)
+    assert window(3, 2**31 - 1) == window(3, 2**63) == window(3, None) == Mask(3, 2**31 - 1)
     assert window(2**30 - 1, 0).left == 2**30 - 1
 
 
@@ -280,6 +292,15 @@ def test_no_mask_takes_any_lengths():
     (lambda: window(-1, 0), "window: left is -1; allowed is an integer >= 0, or None for no bound on that side."),
     (lambda: window(0, 1.5), "window: right is 1.5; allowed is an integer >= 0, or None for no bound on that side."),
     (lambda: window(True, 0), "window: left is True; allowed is an integer >= 0, or None for no bound on that side."),
+    (lambda: Mask(None, 0, "left"), "alignment is 'left'; allowed are 'top_left' and 'bottom_right'."),
+    (lambda: Mask(-1), "window: left is -1; allowed is an integer >= 0, or None for no bound on that side."),
+    (lambda: Mask(1, 1.0), "window: right is 1.0; allowed is an integer >= 0, or None for no bound on that side."),
+    (lambda: Mask(prefix=-1), "prefix: length is -1; allowed is an integer >= 0."),
+    (lambda: Mask(sink_tokens=1.0), "sink_tokens: count is 1.0; allowed is an integer >= 0."),
+    (lambda: Mask(chunk=0), "chunk: length is 0; allowed is an integer >= 1."),
+    (lambda: prefix(None), "prefix: length is None; allowed is an integer >= 0."),
+    (lambda: sink_tokens(None), "sink_tokens: count is None; allowed is an integer >= 0."),
+    (lambda: chunk(None), "chunk: length is None; allowed is an integer >= 1."),
     (lambda: causal("top_left") & causal("bottom_right"),
      "cannot combine causal(alignment='top_left') & causal(alignment='bottom_right'): a mask has one alignment, got "
      "'top_left' and 'bottom_right'. Give both parts the same alignment."),
@@ -334,20 +355,46 @@ def test_and_with_something_else_is_a_type_error(mask, other):
 _IDS = torch.tensor([5, 5, -2])
 _ODD = torch.tensor([[False, True, False], [True, False, True]])
 _LATE = torch.tensor([False, True, True])
+_EVEN = MaskFunction(torch=lambda batch, head, q_idx, k_idx: (q_idx - k_idx) % 2 == 0)
 
 
 @pytest.mark.parametrize(("make", "band", "tensor"), [
     (lambda: causal("top_left") & _ODD, causal("top_left"), _ODD),
+    (lambda: _ODD & causal("top_left"), causal("top_left"), _ODD),
+    (lambda: _LATE & (causal("top_left") & _ODD), causal("top_left"), _ODD & _LATE),
     (lambda: (causal("top_left") & _ODD) & _LATE, causal("top_left"), _ODD & _LATE),
     (lambda: (causal("top_left") & _ODD) & window(1, None), causal("top_left") & window(1, 0), _ODD),
     (lambda: window(1, None) & (causal("top_left") & _ODD), causal("top_left") & window(1, 0), _ODD),
     (lambda: (causal("top_left") & _ODD) & (window(1, None) & _LATE), causal("top_left") & window(1, 0), _ODD & _LATE),
-], ids=["mask_tensor", "and_tensor", "and_mask", "mask_and", "both"])
+], ids=["mask_tensor", "tensor_mask", "tensor_and", "and_tensor", "and_mask", "mask_and", "both"])
 def test_and_with_a_tensor_joins_bands_with_bands_and_tensors_with_tensors(make, band, tensor):
     joined = make()
     assert isinstance(joined, TensorMask)
     assert joined.band == band
     assert torch.equal(joined.tensor, tensor)
+
+
+# Dynamo itself instantiates autograd Functions while it traces them.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("join", [
+    lambda mask, tensor: mask & tensor, lambda mask, tensor: tensor & mask,
+    lambda mask, tensor: tensor & (documents(torch.arange(6) // 2) & mask) & tensor,
+    lambda mask, tensor: mask & (tensor & _EVEN),
+], ids=["mask_and", "tensor_and", "documents", "function"])
+def test_masks_and_tensors_are_joined_inside_of_a_compiled_graph(join):
+    """torch's operator was handed a mask there: a break of the graph, and with fullgraph=True an error."""
+    torch._dynamo.reset()
+    q = torch.randn(1, 2, 6, 8, generator=torch.Generator().manual_seed(0))
+    tensor = torch.arange(36).view(6, 6) % 5 != 1
+    step = torch.compile(lambda q, tensor: attention(q, q, q, mask=join(causal(), tensor), backend="reference"),
+                         fullgraph=True, backend="aot_eager")
+    assert torch.equal(step(q, tensor), attention(q, q, q, mask=join(causal(), tensor), backend="reference"))
+
+
+def test_torch_takes_a_mask_for_nothing_else():
+    for call in (lambda: _ODD + causal(), lambda: torch.where(_ODD, causal(), _ODD), lambda: _ODD | causal()):
+        with pytest.raises(TypeError):
+            call()
 
 
 def test_tensor_mask_prints_its_band_and_its_shape():

@@ -313,18 +313,6 @@ def test_refusals_are_the_same(monkeypatch, options):
     assert outcome(lambda: attention(q, k, v, **options)) == expected
 
 
-@pytest.mark.parametrize("mask", [Mask(left=1.0), Mask(left=True), Mask(1, 1.0), Mask(1, 1, ["top_left"]),
-                                  Mask(1, 1, 3)], ids=str)
-def test_masks_of_other_types_mean_what_they_mean_on_the_long_way(bound, monkeypatch, mask):
-    """An operator's schema takes them or refuses them; an equal mask of the right types has another answer."""
-    expected = outcome(lambda: long_way(monkeypatch, lambda: attention(*tensors_of(), mask=mask)))
-    for _ in range(2):
-        assert is_same(outcome(lambda: attention(*tensors_of(), mask=mask)), expected)
-        attention(*tensors_of(), mask=Mask(1))
-        attention(*tensors_of(), mask=Mask(1, 1))
-    assert bound.ways.count("short") == 4
-
-
 def test_what_a_backend_refuses_is_refused_in_its_words(bound, monkeypatch):
     monkeypatch.setattr(Bound, "why_not", lambda self, problem: "is not for you")
     tensors = tensors_of()

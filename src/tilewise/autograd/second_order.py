@@ -7,6 +7,7 @@ import torch
 
 from tilewise import settings
 from tilewise.autograd.attention_op import Options
+from tilewise.backends.current import without_autocast
 from tilewise.dispatch import choose, get_backend
 from tilewise.errors import UnsupportedProblem
 from tilewise.kernels.reference.differentiable import differentiable_attention
@@ -40,7 +41,7 @@ def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Operands,
     problem = options.problem(q, k, v, operands)
     choose(problem, "reference")  # raises where it refuses
     compute = differentiable_by_sequence if problem.sequences.are_data else differentiable_attention
-    with torch.autocast(problem.device.type, enabled=False):  # would round the float32 tiles to half
+    with without_autocast(problem.device.type):
         return compute(problem, (q, k, v), operands)[:2 + problem.scores.max_logit]
 
 

@@ -19,7 +19,7 @@ from torch.autograd import forward_ad, profiler
 from tilewise import settings
 from tilewise.autograd.attention_op import gradients_of, resolve
 from tilewise.backends.base import BindingBackend, BoundBackward, BoundForward, Needs, Saved
-from tilewise.backends.current import allows_tf32, is_current
+from tilewise.backends.current import allows_tf32, autocast_dtype, is_current
 from tilewise.dispatch import forget_chosen
 from tilewise.masks import Mask
 from tilewise.problem import facts_of_inputs
@@ -28,7 +28,6 @@ KEPT = 1024  # ways; more are forgotten together, since a way is made again from
 # Memory starts higher: less is an offset into a storage that was emptied (FSDP), or none at all (no element, meta).
 _LOWEST_ADDRESS = 1 << 32
 _Tensor, _float32 = torch.Tensor, torch.float32
-_SIDES, _ALIGNMENTS = (int, type(None)), (str, type(None))
 # Bound once: each look-up of a chain is a twentieth of a microsecond.
 _is_compiling, _is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
 _dispatch_modes, _has_function_mode = torch._C._len_torch_dispatch_stack, torch._C._is_torch_function_mode_enabled
@@ -114,15 +113,12 @@ def _is_watched() -> bool:
 
 
 def _band_of(mask: Mask) -> tuple[int | None, int | None, str | None] | None:
-    """Return the mask's part of a key; None if an operator takes it by other words, or refuses it by its type."""
-    left, right, alignment = band = mask.left, mask.right, mask.alignment
-    is_plain = not mask.has_exceptions and (left.__class__ in _SIDES and right.__class__ in _SIDES
-                                            and alignment.__class__ in _ALIGNMENTS)
-    return band if is_plain else None
+    """Return the mask's part of a key; None if it is one for the operator of all options."""
+    return None if mask.has_exceptions else (mask.left, mask.right, mask.alignment)
 
 
 def _is_cast(dtype: torch.dtype, device: torch.device) -> bool:
-    return torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type) is not dtype
+    return autocast_dtype(device.type) not in (None, dtype)
 
 
 def _way_of(options: tuple[Any, ...], tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> Way | None:

@@ -1,5 +1,6 @@
 """What torch has set when a call is made: the device that is current, and whether TF32 is allowed."""
 
+import contextlib
 from functools import cache
 
 import torch
@@ -20,6 +21,19 @@ def is_current(device: torch.device) -> bool:
 def _one_device() -> bool:
     """Whether there is one GPU: then it is the current one, and asking costs the host more than this look-up."""
     return torch.cuda.device_count() == 1
+
+
+def autocast_dtype(kind: str) -> torch.dtype | None:
+    """Return what autocast casts to on devices of this kind, "cpu" or "cuda" or another; None where it is off.
+
+    torch raises where it is asked about meta tensors, which hold nothing that could be cast.
+    """
+    return torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
+
+
+def without_autocast(kind: str) -> contextlib.AbstractContextManager[object]:
+    """Keep an autocast region of the caller from rounding float32 tiles to half; meta tensors as above."""
+    return contextlib.nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False)
 
 
 def allows_tf32(dtype: torch.dtype) -> bool:

@@ -3,6 +3,7 @@
 import torch
 
 from tilewise.backends.base import Gradients, Needs, Results, Saved
+from tilewise.backends.current import without_autocast
 from tilewise.kernels.reference.backward import GradientTensors, attention_backward
 from tilewise.kernels.reference.forward import attention_forward
 from tilewise.kernels.reference.sequences import backward_by_sequence, forward_by_sequence
@@ -39,7 +40,7 @@ class ReferenceBackend:
         lse = q.new_empty(shape[:3], dtype=problem.lse_dtype)
         results = Results(out, lse, torch.empty_like(lse) if problem.scores.max_logit else None)
         compute = forward_by_sequence if problem.sequences.are_data else attention_forward
-        with _exact_products(problem.device):
+        with without_autocast(problem.device.type):
             compute(problem, (q, k, v), operands, results)
         return results
 
@@ -55,14 +56,9 @@ class ReferenceBackend:
               for t, needed in inputs),
             *(t.new_empty(t.shape) if needed and t is not None else None for t, needed in others))
         compute = backward_by_sequence if problem.sequences.are_data else attention_backward
-        with _exact_products(problem.device):
+        with without_autocast(problem.device.type):
             compute(problem, saved[:5], operands, dout, dlse, gradients)
         return Gradients(*gradients)
-
-
-def _exact_products(device: torch.device) -> torch.autocast:
-    """Keep an autocast region of the caller from rounding the float32 tiles to half."""
-    return torch.autocast(device.type, enabled=False)
 
 
 backend = ReferenceBackend()

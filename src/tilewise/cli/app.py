@@ -1,5 +1,6 @@
 """The commands: read flags, call the library, hand the outcome to render.py."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -109,14 +110,14 @@ def fuzz(
 ) -> None:
     """Check random calls, all options mixed, odd strides, NaN in what is hidden, against dense float64 attention.
 
-    A failure is printed with the command that reproduces it. Exit status 1 when there was one.
+    A failure is printed when it is found, with the command that reproduces it. Exit status 1 when there was one.
     """
     where = flags.usable_device(device)
     names = [get_backend(name).name for name in backend or BACKENDS]
     level: Size = size or ("large" if where.type == "cuda" else "small")
     configurations = [draw(one, level, other) for one in range(seed, seed + count)
                       for other in range(variation, variation + variations)]
-    findings = session.fuzz_session(configurations, names, where)
+    findings = session.fuzz_session(configurations, names, where, partial(render.fuzz_failure, as_json=as_json))
     render.as_json([render.fuzz_facts(finding) for finding in findings]) if as_json else render.fuzz(findings)
     if not all(finding.check.ok for finding in findings):
         raise typer.Exit(_WRONG)

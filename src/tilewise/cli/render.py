@@ -112,7 +112,7 @@ def fuzz_facts(finding: Finding) -> dict[str, Any]:
 
 
 def fuzz(findings: Sequence[Finding]) -> None:
-    """Print a summary a backend and dtype, how often each sentence refused, every failure and how to see it again."""
+    """Print a summary a backend and dtype, and how often each sentence refused; failures were told when found."""
     console = _console()
     console.print(_check_summary([finding.check for finding in findings]))
     reasons = Counter(f"refused by {check.backend}: {reason}" for finding in findings
@@ -121,10 +121,13 @@ def fuzz(findings: Sequence[Finding]) -> None:
         console.print(f"{count} × {sentence}", markup=False)
     if len(reasons) > _MOST_REASONS:
         console.print(f"and {len(reasons) - _MOST_REASONS} sentences more; --json has them all")
-    for finding in findings:
-        if not finding.check.ok:
-            console.print(_failure(finding.check), style="red", markup=False)
-            console.print(f"  {finding.configuration}\n  {finding.reproducer}", markup=False, soft_wrap=True)
+
+
+def fuzz_failure(finding: Finding, *, as_json: bool) -> None:
+    """Print a failure and how to see it again, at once; on standard error where the output is to be one JSON value."""
+    console = _console(stderr=as_json)
+    console.print(_failure(finding.check), style="red", markup=False)
+    console.print(f"  {finding.configuration}\n  {finding.reproducer}", markup=False, soft_wrap=True)
 
 
 def bench(outcome: Outcome, absent: dict[str, str]) -> None:
@@ -280,10 +283,10 @@ def _number(value: float | None, spec: str) -> str:
     return _NOTHING if value is None else f"{value:{spec}}"
 
 
-def _console() -> Console:
+def _console(*, stderr: bool = False) -> Console:
     # Piped into a file there is no width to fit: 80 columns would cut the tables to pieces.
-    console = Console()
-    return console if console.is_terminal else Console(width=160)
+    console = Console(stderr=stderr)
+    return console if console.is_terminal else Console(width=160, stderr=stderr)
 
 
 def _plain(value: object) -> object:

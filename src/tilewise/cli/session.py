@@ -4,7 +4,7 @@ import contextlib
 import importlib.util
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -96,17 +96,16 @@ class Bar:
         """Move on."""
         self._bar.advance(self._task, amount)
 
-    def note(self, text: str) -> None:
-        """Write a line that stays, above the bar."""
-        self._bar.console.print(text, markup=False, soft_wrap=True)
-
 
 @contextlib.contextmanager
 def progress(total: float) -> Iterator[Bar]:
-    """Show a bar on standard error while the block runs, then take it away."""
+    """Show a bar on standard error while the block runs, then take it away.
+
+    Standard output is left alone where it is a file: rich would write what is printed there above the bar instead.
+    """
     columns = (BarColumn(bar_width=30), TextColumn("{task.percentage:>3.0f} %"), TimeElapsedColumn(),
                TextColumn("left"), TimeRemainingColumn(), TextColumn("{task.description}", markup=False))
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=sys.stdout.isatty()) as bar:
         yield Bar(bar, total)
 
 
@@ -134,17 +133,19 @@ def check_session(cells: Sequence[Cell], backends: Sequence[str], device: torch.
     return results
 
 
-def fuzz_session(configurations: Sequence[Configuration], backends: Sequence[str],
-                 device: torch.device) -> list[Finding]:
-    """Check the backends on every configuration; a failure is told at once too, should the rest not end well."""
+def fuzz_session(configurations: Sequence[Configuration], backends: Sequence[str], device: torch.device,
+                 on_failure: Callable[[Finding], None]) -> list[Finding]:
+    """Check the backends on every configuration; ``on_failure`` is called at once, as the rest may not end well."""
     findings: list[Finding] = []
-    with progress(len(configurations)) as bar:
-        for configuration in configurations:
-            bar.describe(configuration.case.name)
+    total, failed = len(configurations), 0
+    with progress(total) as bar:
+        for done, configuration in enumerate(configurations, 1):
+            bar.describe(f"{configuration.case.name}, {done} of {total}, {failed} failed")
             for check in check_configuration(configuration, backends, device):
                 findings.append(Finding(configuration, check, device))
                 if not check.ok:
-                    bar.note(f"failed: {findings[-1].reproducer}")
+                    failed += 1
+                    on_failure(findings[-1])
             bar.advance()
     return findings
 
