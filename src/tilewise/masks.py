@@ -454,7 +454,7 @@ _COUNTS = {"prefix": ("prefix: length", 0), "sink_tokens": ("sink_tokens: count"
 
 def _checked_count(name: str, least: int, value: object) -> int:
     if isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least:
-        return int(value)
+        return min(int(value), _FARTHEST)
     raise InvalidInput(f"{name} is {value!r}; allowed is an integer >= {least}.")
 
 
