@@ -5,7 +5,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv test lint types docs bench triton-versions clean distclean stale
+.PHONY: help venv test lint types docs bench compiled triton-versions clean distclean stale
 
 VENV := .venv
 RUN := $(VENV)/bin/python -m
@@ -47,6 +47,12 @@ docs: $(INSTALLED)  ## build the documentation; a warning is an error
 
 bench: $(INSTALLED)  ## check, then measure: table and plots (a CPU grid where there is no GPU)
 	$(RUN) tilewise bench $(ARGS)
+
+# In any order, and twice what both processes compiled.
+compiled: $(INSTALLED) triton-versions  ## compile all kernels anew and record what became of them, after a change of any
+	rm -f tests/kernels/compiled/*.jsonl
+	TILEWISE_TESTS_COMPILE_ANEW=1 $(MAKE) --no-print-directory test ARGS='-m aot'
+	for file in tests/kernels/compiled/*.jsonl; do LC_ALL=C sort -u -o $$file $$file; done
 
 # A package folder for each further Triton version, put first on the path of the processes that compile with it.
 triton-versions: $(if $(filter Linux,$(shell uname -s)),$(TRITON_INSTALLED))  ## fetch the Triton versions for ahead-of-time compiles

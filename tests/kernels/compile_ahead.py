@@ -4,22 +4,19 @@ Run as a script: Triton decides at import whether it interprets, and its version
 start a process per Triton version. Reads a request in JSON a line, answers each with a row in JSON a line.
 """
 
-import contextlib
-import io
-import json
 import re
 import subprocess
-import sys
 import tempfile
 from dataclasses import replace
+from functools import partial
 
 import torch
-import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from conformance.functions import mask_functions, score_functions
+from kernels.compile_record import Prepared, serve
 from kernels.sass import exponentials_before_waits, possibly_unset, spills_in_steps, stray_descriptors
 from tilewise.bench.compile_ahead import CompileOnlyDriver
 from tilewise.kernels.gluon.launch import OPTIONS, HopperForward
@@ -44,7 +41,6 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-_logs = {}  # of each kernel that this process has compiled
 
 
 def operands_of(request):
@@ -157,7 +153,9 @@ def launch_of(kernel, problem, config, modifiers):
     return launch, (q, k, v, out, rows, rows, k, v, None, modifiers)
 
 
-def compile_for(request):
+def prepare(request):
+    if request["kernel"].startswith("hopper"):
+        return prepare_hopper(request)
     spec = DeviceSpec.of_arch(request["arch"])
     operands = operands_of(request)
     kernel, problem = request["kernel"], problem_of(request, operands)
@@ -169,19 +167,18 @@ def compile_for(request):
         if at_once > 1:
             config = entries_config(replace(problem, b=at_once), spec)
     launch, tensors = launch_of(kernel, problem, config, modifiers_of(problem, operands))
-    driver.set_active(CompileOnlyDriver(TARGETS[request["arch"]]))
-    compiled = launch.kernel.warmup(*launch.arguments(tensors), *launch.scalars, grid=launch.grid, **launch.options)
-    row = facts_of(request, compiled, spec) | {"expected": 0 if config is None else config.shared_bytes(problem)}
-    if request["arch"].startswith("gfx"):
-        return row | amd_report(compiled)
-    return row | nvidia_report(compiled)
+    facts = {"limit": spec.shared_memory, "expected": 0 if config is None else config.shared_bytes(problem)}
+    return prepared(request["arch"], launch, launch.arguments(tensors), launch.options, facts, report)
 
 
-def compile_hopper(request):
-    """A Gluon kernel; ptxas's log is printed where TRITON_DUMP_PTXAS_LOG is set and the kernel is not in a cache.
+def report(compiled, _log):
+    """Facts of a Triton kernel; ``loads``: of the language, of all loops."""
+    return {"loads": compiled.asm["ttir"].count("tt.load "), **(
+        amd_report(compiled) if "amdgcn" in compiled.asm else nvidia_report(compiled))}
 
-    A kernel that an earlier request of this process compiled keeps its log; ``anew`` says whether this one did.
-    """
+
+def prepare_hopper(request):
+    """A Gluon kernel; ptxas's log is printed where TRITON_DUMP_PTXAS_LOG is set and the kernel is not in a cache."""
     operands = operands_of(request)
     spec, problem = DeviceSpec.of_arch("sm_90"), problem_of(request, operands)
     q, k, v, out, rows = tensors_of(problem)
@@ -202,25 +199,27 @@ def compile_hopper(request):
         launch = HopperBackward(problem, config, problem.q_strides)
         arguments = launch.arguments((q, k, v, out, rows, rows, k, v), torch.empty(launch.sums_shape),
                                      (*lengths, operands.seed))
-    driver.set_active(CompileOnlyDriver(TARGETS["sm_90"]))
-    with contextlib.redirect_stdout(io.StringIO()) as log:
-        compiled = launch.kernel.warmup(*arguments, *launch.scalars, grid=launch.grid, **OPTIONS)
+    facts = {"limit": spec.shared_memory, "planned": config.shared_bytes(problem),
+             "held": launch.scalars[-1].HELD if request["kernel"] == "hopper_forward" else 0}
+    return prepared("sm_90", launch, arguments, OPTIONS, facts, report_of_hopper)
+
+
+def report_of_hopper(compiled, log):
+    """Facts of a Gluon kernel; ``warnings``: that products are serialized, C7510 and its kin of ptxas's log."""
     sass, ptx = sass_of(compiled), compiled.asm["ptx"]
-    first_log = _logs.setdefault(compiled.hash, log.getvalue())
     waits = {"acquire": ptx.count("ld.acquire.gpu"), "release": ptx.count("st.release.gpu"),
              "complete": len(re.findall(r"cp\.async\.bulk\.wait_group\s+0;", ptx))}
-    return facts_of(request, compiled, spec) | nvidia_report(compiled) | sass_report(sass) | waits | {
-        "planned": config.shared_bytes(problem), "log": first_log, "anew": bool(log.getvalue()),
-        "threads": 32 * compiled.metadata.num_warps,
+    return nvidia_report(compiled) | sass_report(sass) | waits | {
+        "logged": "Used" in log, "warnings": re.findall(r"C75\d\d", log), "threads": 32 * compiled.metadata.num_warps,
         "unset": possibly_unset(sass), "strays": stray_descriptors(sass),
         "exponentials": exponentials_before_waits(sass), "in_steps": spills_in_steps(sass),
-        "branches": sass.count("NANOSLEEP"), "philox": sass.count("IMAD.WIDE.U32"),
-        "held": launch.scalars[-1].HELD if request["kernel"] == "hopper_forward" else 0}
+        "branches": sass.count("NANOSLEEP"), "philox": sass.count("IMAD.WIDE.U32")}
 
 
-def facts_of(request, compiled, spec):
-    return request | {"triton": triton.__version__, "shared": compiled.metadata.shared, "limit": spec.shared_memory,
-                      "loads": compiled.asm.get("ttir", "").count("tt.load ")}  # Gluon has no such stage
+def prepared(arch, launch, arguments, options, facts, read):
+    driver.set_active(CompileOnlyDriver(TARGETS[arch]))
+    compile_it = partial(launch.kernel.warmup, *arguments, *launch.scalars, grid=launch.grid, **options)
+    return Prepared(facts, compile_it, read)
 
 
 def nvidia_report(compiled):
@@ -230,7 +229,8 @@ def nvidia_report(compiled):
     ptx = compiled.asm["ptx"]
     names = {"wgmma": "wgmma.mma_async", "mma": "mma.sync", "tcgen05": "tcgen05.mma",
              "bulk": "cp.async.bulk.tensor"}
-    return {"registers": registers, "stack": stack, **{name: ptx.count(word) for name, word in names.items()}}
+    return {"shared": compiled.metadata.shared, "registers": registers, "stack": stack,
+            **{name: ptx.count(word) for name, word in names.items()}}
 
 
 def sass_report(sass):
@@ -252,7 +252,8 @@ def _of_cubin(compiled, *command):
 def amd_report(compiled):
     text = compiled.asm["amdgcn"]
     found = {name: int(re.search(rf"\.{name}:\s+(\d+)", text)[1]) for name in ("vgpr_count", "vgpr_spill_count")}
-    return {"registers": found["vgpr_count"], "stack": 4 * found["vgpr_spill_count"], "mfma": text.count("v_mfma")}
+    return {"shared": compiled.metadata.shared, "registers": found["vgpr_count"],
+            "stack": 4 * found["vgpr_spill_count"], "mfma": text.count("v_mfma")}
 
 
 def _tool(name, *arguments):
@@ -261,6 +262,4 @@ def _tool(name, *arguments):
 
 
 if __name__ == "__main__":
-    for wanted in map(json.loads, sys.stdin):
-        compile_one = compile_hopper if wanted["kernel"].startswith("hopper") else compile_for
-        print(json.dumps(compile_one(wanted)), flush=True)
+    serve(prepare)

@@ -1,15 +1,12 @@
 """Compile the kernels of decoding for a GPU that is not here; a script, as compile_ahead.py, for the same reasons."""
 
-import json
 import re
-import sys
 from dataclasses import replace
 
 import torch
-from triton.runtime import driver
 
-from kernels.compile_ahead import TARGETS, amd_report, facts_of, nvidia_report
-from tilewise.bench.compile_ahead import CompileOnlyDriver
+from kernels.compile_ahead import amd_report, nvidia_report, prepared
+from kernels.compile_record import serve
 from tilewise.decode_problem import CacheOperands, DecodeOptions, decode_problem, facts_of_inputs, facts_of_present
 from tilewise.kernels.triton.decode_launch import (
     append_launch,
@@ -25,7 +22,7 @@ from tilewise.masks import Mask
 from tilewise.tuning.decode import choose_splits, decode_config, row_tiles
 from tilewise.tuning.device import DeviceSpec
 
-_COPIED = re.compile(r"cp\.async\.c[ag]\.shared\.global\s*\[[^]]*\],\s*\[[^]]*\],\s*(\w+)")  # bytes of each copy
+_COPIED = re.compile(r"cp\.async\.c[ag]\.shared\.global\s*\[[^]]*\],\s*\[[^]]*\],\s*(\w+)")  # bytes of a copy
 
 
 def tensors_of(request):
@@ -45,7 +42,7 @@ def tensors_of(request):
     return q, cache, CacheOperands(**given)
 
 
-def compile_decode(request):
+def prepare(request):
     spec = DeviceSpec.of_arch(request["arch"])
     q, kv, operands = tensors_of(request)
     every = bool(request.get("every"))
@@ -66,16 +63,18 @@ def compile_decode(request):
     else:
         launch = decode_launch(problem, config, splits, row_tiles(problem, config), "ieee")
         tensors = (q, kv, kv, parts, rows, cache, rotary, extras)
-    driver.set_active(CompileOnlyDriver(TARGETS[request["arch"]]))
-    compiled = launch.kernel.warmup(*tensors, *launch.scalars, grid=launch.grid, **launch.options)
-    row = facts_of(request, compiled, spec) | {"planned": config.shared_bytes(problem.width, problem.dtype.itemsize)}
-    if request["arch"].startswith("gfx"):
-        return row | amd_report(compiled)
+    facts = {"limit": spec.shared_memory, "planned": config.shared_bytes(problem.width, problem.dtype.itemsize)}
+    return prepared(request["arch"], launch, tensors, launch.options, facts, report)
+
+
+def report(compiled, _log):
+    if "amdgcn" in compiled.asm:
+        return amd_report(compiled)
     ptx = compiled.asm["ptx"]
-    row["waits"], row["lets"] = (ptx.count(f"griddepcontrol.{name}") for name in ("wait", "launch_dependents"))
-    return row | nvidia_report(compiled) | {"copies": [int(size, 0) for size in _COPIED.findall(ptx)]}
+    return nvidia_report(compiled) | {
+        "waits": ptx.count("griddepcontrol.wait"), "lets": ptx.count("griddepcontrol.launch_dependents"),
+        "copies": sorted({int(size, 0) for size in _COPIED.findall(ptx)})}
 
 
 if __name__ == "__main__":
-    for wanted in map(json.loads, sys.stdin):
-        print(json.dumps(compile_decode(wanted)), flush=True)
+    serve(prepare)
