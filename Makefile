@@ -48,7 +48,7 @@ docs: $(INSTALLED)  ## build the documentation; a warning is an error
 bench: $(INSTALLED)  ## check, then measure: table and plots (a CPU grid where there is no GPU)
 	$(RUN) tilewise bench $(ARGS)
 
-# In any order, and twice what both processes compiled.
+# Processes append as they compile: in any order, and twice what two of them compile.
 compiled: $(INSTALLED) triton-versions  ## compile all kernels anew and record what became of them, after a change of any
 	rm -f tests/kernels/compiled/*.jsonl
 	TILEWISE_TESTS_COMPILE_ANEW=1 $(MAKE) --no-print-directory test ARGS='-m aot'
