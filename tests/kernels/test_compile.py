@@ -32,7 +32,8 @@ SPILL_BOUND = {"sm_80": 128, "sm_90": 768, "sm_100": 768, "gfx942": 0}
 def in_turns(kinds, versions, version, arch):
     """Return this version's share of the kinds: the versions share them for each architecture, from another one on.
 
-    So each kind is compiled for each architecture, and with each version.
+    So each kind is compiled for each architecture that a test names, and where those are as many as the versions, with
+    each version.
     """
     return list(kinds)[(versions.index(version) + ARCHS.index(arch)) % len(versions)::len(versions)]
 
