@@ -19,17 +19,14 @@ VERSIONS = (INSTALLED, *ENDS)
 _shared = {}  # version -> the process that tests share
 
 
-def compile_all(version, wanted, script=SCRIPT, *, alone=False, **settings):
+def compile_all(version, wanted, script=SCRIPT, **settings):
     """Compile in another process: with that Triton first on the path, and not as an interpreter.
 
     To import torch and Triton takes as long as to compile a kernel, so tests share a process, which does not compile
-    again what it has compiled. ``alone``: in a process of this call's own.
+    again what it has compiled.
 
     ``script``: what runs there. ``settings``: environment variables that it runs with.
     """
-    if alone:
-        with Compiler(version, script, settings) as compiler:
-            return compiler.compile(wanted)
     if version in _shared and _shared[version].runs != (script, settings):  # one for each version is memory enough
         _shared.pop(version).close()
     if version not in _shared:
@@ -80,9 +77,3 @@ class Compiler:
         self.process.kill()  # it has answered all there was, or will not be listened to
         self.process.communicate()
         self.errors.close()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exc_info):
-        self.close()

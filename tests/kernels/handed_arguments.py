@@ -1,18 +1,23 @@
 """Launch a compiled Hopper kernel twice, by Triton's own way and past it, and print what either hands on.
 
 Run as a script, by test_handed_arguments.py. Triton's launcher is the real one, all but what it builds in C, which
-needs a driver: in its place stand functions that keep their arguments.
+needs a driver: in its place stand functions that keep their arguments. It reads a kernel's signature and its IR's
+descriptors and no machine code, so PTX is not assembled.
 """
 
 import json
 import re
 import sys
+import tempfile
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
+from triton import knobs
 from triton.backends.nvidia import driver as nvidia
+from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime import driver
 
 from kernels.compile_ahead import TARGETS, operands_of, problem_of, tensors_of
@@ -80,45 +85,51 @@ def plain(argument):
     return argument.data_ptr() if isinstance(argument, torch.Tensor) else argument
 
 
+@contextmanager
 def bound(request):
-    """The launch of a request's pass, its tensors, and the memory that it makes itself, by the name of its maker."""
+    """The launch of a request's pass, its tensors, and the memory that it makes itself, which is one for its calls."""
     operands = operands_of(request)
     problem = problem_of(request, operands)
     q, k, v, out, rows = tensors_of(problem)
     if request["kernel"] == "hopper_forward":
         launch = launching.HopperForward(problem, hopper_forward_config(problem), multiprocessors=132)
         counter = torch.empty(1, dtype=torch.int32)
-        launching._counter = lambda device: counter
-        return launch, (q, k, v, out, rows, operands.sinks), counter
+        with patch.object(launching, "_counter", lambda device: counter):
+            yield launch, (q, k, v, out, rows, operands.sinks), counter
+        return
     if request["kernel"] == "hopper_dbias":
         bias = torch.empty(1, problem.hq, problem.sq, problem.sk, dtype=problem.dtype)
         facts = OperandFacts(tuple(bias.shape), bias.stride(), bias.dtype)
         launch = HopperDbias(replace(problem, direction="backward", scores=ScoreOptions(bias=facts)),
                              HopperDbiasConfig(), multiprocessors=132)
         modifiers = SimpleNamespace(bias=SimpleNamespace(ptr=bias), data_ptr=bias.data_ptr)
-        return launch, (q, k, v, out, rows, rows.clone(), torch.empty_like(bias), modifiers), bias
+        yield launch, (q, k, v, out, rows, rows.clone(), torch.empty_like(bias), modifiers), bias
+        return
     launch = HopperBackward(problem, hopper_backward_config(problem), problem.q_strides)
     data = (operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqlens_q, operands.seqlens_k, operands.seed)
     sums = torch.empty(launch.sums_shape)
-    torch.zeros = lambda *shape, **options: sums
     tensors = (q, k, v, out, rows, rows.clone(), *map(torch.empty_like, (q, k, v)))
-    return launch, (*tensors, *data) if any(tensor is not None for tensor in data) else tensors, sums
+    with patch.object(torch, "zeros", lambda *shape, **options: sums):
+        yield launch, (*tensors, *data) if any(tensor is not None for tensor in data) else tensors, sums
 
 
 def launches(request):
-    driver.set_active(Driver(TARGETS["sm_90"]))
-    launch, tensors, made = bound(request)
-    launch.enqueue.kernel = FrontEnd(launch.kernel)
-    if request["kernel"] == "hopper_backward":
-        launch.enqueue_dq.kernel = FrontEnd(launch.enqueue_dq.kernel)
-    launch(*tensors)
-    launch(*tensors)
-    compiled = launch.enqueue.kernel.compiled
+    with bound(request) as (launch, tensors, made):
+        launch.enqueue.kernel = FrontEnd(launch.kernel)
+        if request["kernel"] == "hopper_backward":
+            launch.enqueue_dq.kernel = FrontEnd(launch.enqueue_dq.kernel)
+        launch(*tensors)
+        launch(*tensors)
+        compiled = launch.enqueue.kernel.compiled
     return {"handed": [[plain(argument) for argument in arguments] for arguments in compiled.handed],
             "base": nvidia._BASE_ARGS_FORMAT_LEN, "format": compiled.format,
             "addresses": [None if tensor is None else tensor.data_ptr() for tensor in (*tensors, made)]}
 
 
 if __name__ == "__main__":
-    for wanted in map(json.loads, sys.stdin):
-        print(json.dumps(launches(wanted)), flush=True)
+    driver.set_active(Driver(TARGETS["sm_90"]))
+    # What is compiled here is half a kernel, and is kept apart from whole ones.
+    with (tempfile.TemporaryDirectory() as folder, patch.object(knobs.cache, "dir", folder),
+          patch.object(CUDABackend, "make_cubin", lambda *_: b"")):
+        for wanted in map(json.loads, sys.stdin):
+            print(json.dumps(launches(wanted)), flush=True)

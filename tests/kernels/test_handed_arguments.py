@@ -15,7 +15,7 @@ def check(request, dims=4):
     ``dims``: those of the last tensor that comes through a map.
     """
     row, = compile_all("3.6.0", [request | {"dtype": "bfloat16", "s": 4096}],
-                       script=SCRIPT.with_name("handed_arguments.py"), alone=True)
+                       script=SCRIPT.with_name("handed_arguments.py"))
     own, past = row["handed"]
     assert own == past
     arguments = past[row["base"]:]
