@@ -56,14 +56,19 @@ class OneDevice:
 class Run:
     """What CudaLauncher is to a call: holds ``launch``, the wrapper that encodes, and hands arguments to it."""
 
-    def __init__(self, launcher, tensordesc_meta):
+    launch_cooperative_grid, launch_pdl, profile_scratch_size = "cooperative", "dependent", 0
+
+    def __init__(self, launcher, tensordesc_meta, scratch=0):
         def inner(*arguments):
             pytest.fail(f"encoded anew: {launcher}, {tensordesc_meta}, {arguments}")
 
-        self.launch = inner
+        self.launch, self.global_scratch_size = inner, scratch
 
-    def __call__(self, *arguments):
-        self.launch(*arguments)
+    def __call__(self, x, y, z, stream, function, *arguments):
+        if not self.global_scratch_size:
+            pytest.fail("asked anew what scratch memory there shall be")
+        self.launch(x, y, z, stream, function, self.launch_cooperative_grid, self.launch_pdl, "scratch", None,
+                    *arguments)
 
 
 class Compiled:
@@ -71,9 +76,9 @@ class Compiled:
 
     function, packed_metadata = "function", "metadata"
 
-    def __init__(self, layouts=(LAYOUT, LAYOUT)):
+    def __init__(self, layouts=(LAYOUT, LAYOUT), scratch=0):
         self.handed = []
-        self.run = Run(lambda *arguments: self.handed.append(arguments), list(layouts))
+        self.run = Run(lambda *arguments: self.handed.append(arguments), list(layouts), scratch)
 
 
 class Kernel:
@@ -85,10 +90,13 @@ class Kernel:
     def __getitem__(self, grid):
         def launch(*arguments, **options):
             self.front_end.append((grid, arguments, options))
-            self.compiled.append(Compiled())
+            self.compiled.append(self.compile())
             return self.compiled[-1]
 
         return launch
+
+    def compile(self):
+        return Compiled()
 
 
 @pytest.fixture
@@ -129,9 +137,9 @@ def parts(tensor):
     return ("map", tensor.data_ptr(), 3, (8, 64), "zero"), *tensor.shape, *tensor.stride()
 
 
-def handed_for(tensors, stream=77, grid=(5, 1, 1)):
+def handed_for(tensors, stream=77, grid=(5, 1, 1), scratch=None):
     q, out, plain = tensors
-    begin = (*grid, stream, "function", "metadata", None, None, None)
+    begin = (*grid, stream, "function", "cooperative", "dependent", scratch, None, "metadata", None, None, None)
     return (*begin, *parts(q), *parts(out), plain.data_ptr(), None, 128, 0.5)
 
 
@@ -252,7 +260,15 @@ def test_an_address_that_is_not_its_arguments_is_told_at_the_first_call(enqueue)
 
 def test_a_kernel_without_descriptors_keeps_its_launcher():
     compiled = Compiled(())
-    assert bare_launcher(compiled, []) == (compiled.run, [])
+    assert bare_launcher(compiled, []) == (compiled.run.launch, ("cooperative", "dependent", None, None), [])
+
+
+def test_a_kernel_that_wants_scratch_memory_is_given_it_at_every_launch(enqueue, monkeypatch):
+    monkeypatch.setattr(Kernel, "compile", lambda self: Compiled(scratch=64))
+    tensors = tensors_of()
+    for _ in range(3):
+        call(enqueue, tensors)
+    assert enqueue.kernel.compiled[0].handed == [handed_for(tensors, scratch="scratch")] * 2
 
 
 @pytest.mark.parametrize(("run", "holds", "layouts"), [

@@ -10,6 +10,7 @@ import torch
 from tilewise.backends.base import BoundBackward, BoundForward, Gradients, Needs, Results, Saved
 from tilewise.backends.current import is_current
 from tilewise.backends.hopper import CHECKED, triton_version
+from tilewise.backends.memory import Allocate, Form, allocator, forms_of_gradients, forms_of_results
 from tilewise.kernels.gluon.launch import HopperForward, pack_of
 from tilewise.kernels.gluon.launch_backward import HopperBackward
 from tilewise.kernels.triton.launch import Launch, Modifiers, modifiers_of
@@ -87,18 +88,18 @@ class GluonBackend:
 
 @dataclass(frozen=True)
 class _Plan:
-    """A problem, shape and strides of its out, and the launch."""
+    """What makes memory, what out and lse are, and the launch."""
 
-    problem: AttentionProblem
-    out: tuple[Sizes, Sizes]
+    allocate: Allocate
+    out: Form
+    lse: Form
     launch: HopperForward
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
                operands: Operands = NO_OPERANDS) -> tuple[torch.Tensor, torch.Tensor]:
         """Return out and lse, launched on the current device, which is that of the tensors."""
-        (shape, strides), device = self.out, self.problem.device
-        out = torch.empty_strided(shape, strides, dtype=self.problem.dtype, device=device)
-        lse = torch.empty(shape[:3], dtype=torch.float32, device=device)
+        allocate = self.allocate
+        out, lse = allocate(*self.out), allocate(*self.lse)
         if operands is NO_OPERANDS:
             self.launch(q, k, v, out, lse, None)
         else:
@@ -112,14 +113,18 @@ def _plan(problem: AttentionProblem) -> _Plan:
     multiprocessors = torch.cuda.get_device_properties(problem.device).multi_processor_count
     config = forward_config(problem, device_spec(problem.device))
     launch = HopperForward(problem, config, multiprocessors, pack_of(problem, config, multiprocessors))
-    return _Plan(problem, ((problem.b, problem.hq, problem.sq, problem.dv), problem.out_strides), launch)
+    return _Plan(allocator(problem.device), *forms_of_results(problem), launch)
 
 
 @dataclass(frozen=True)
 class _BackwardPlan:
-    """Strides of dq, dk and dv, the delta kernel's launch, that of the others, and modifiers without a tensor."""
+    """What makes memory, what dq, dk, dv and delta are, two launches, and modifiers without a tensor.
 
-    strides: tuple[Sizes, Sizes, Sizes]
+    The delta kernel's launch comes first, then that of the others.
+    """
+
+    allocate: Allocate
+    forms: tuple[Form, Form, Form, Form]
     delta: Launch
     launch: HopperBackward
     fixed: Modifiers | None
@@ -131,12 +136,11 @@ class _BackwardPlan:
         ``tensors``: q, k, v, out, lse, dout and dlse or None.
         """
         q, k, v, out, lse, dout, dlse = tensors
-        dq, dk, dv = (torch.empty_strided(like.shape, strides, dtype=like.dtype, device=like.device)
-                      for like, strides in zip((q, k, v), self.strides, strict=True))
+        allocate = self.allocate
+        dq, dk, dv, delta = [allocate(*form) for form in self.forms]
         if not self.launch.reads_all:
             for gradient in (dq, dk, dv):
                 gradient.zero_()
-        delta = torch.empty_like(lse)
         given: tuple[Any, ...] = out, dout, out if dlse is None else dlse, delta
         if self.delta.takes_pointers:
             given = tuple([tensor.data_ptr() for tensor in given])
@@ -157,7 +161,8 @@ def _backward_plan(problem: AttentionProblem, incoming: tuple[Sizes, Sizes, Size
 
     strides = _gradient_strides(problem)
     config = backward_config(problem, device_spec(problem.device))
-    return _BackwardPlan(strides, delta_launch(problem, delta_config(problem), *incoming),
+    forms = *forms_of_gradients(problem, strides), forms_of_results(problem)[1]
+    return _BackwardPlan(allocator(problem.device), forms, delta_launch(problem, delta_config(problem), *incoming),
                          HopperBackward(problem, config, strides[0]),
                          None if problem.scores.sinks or problem.sequences.are_data
                          else modifiers_of(problem, NO_OPERANDS))

@@ -17,6 +17,7 @@ import torch
 from tilewise.backends.base import BoundBackward, BoundForward, Gradients, Needs, Results, Saved
 from tilewise.backends.current import allows_tf32, is_current
 from tilewise.backends.hopper import sums_dbias
+from tilewise.backends.memory import Allocate, Form, allocator, forms_of_gradients, forms_of_results
 from tilewise.kernels.triton.launch import Launch, Modifiers, modifiers_of, takes_descriptors
 from tilewise.kernels.triton.sums import OperandSums
 from tilewise.problem import TAIL_WIDTH, WIDEST, AttentionProblem, Sizes, alignment_of, dense_strides
@@ -67,10 +68,10 @@ class TritonBackend:
         """See :class:`tilewise.backends.base.Backend`."""
         addresses = [tensor.data_ptr() for tensor in (q, k, v, *_present(operands))]
         plan = _forward_plan(problem, alignment_of(addresses), precision_of(problem.dtype))
-        if plan.launch is None:
-            return _of_nothing(*plan.allocated(), operands)
-        modifiers = plan.fixed or modifiers_of(problem, operands)
         with contextlib.nullcontext() if is_current(problem.device) else torch.cuda.device(problem.device):
+            if plan.launch is None:
+                return _of_nothing(*plan.allocated(), operands)
+            modifiers = plan.fixed or modifiers_of(problem, operands)
             return Results(*plan.attend(q, k, v, (addresses[0], addresses[1], addresses[2]), modifiers))
 
     def bind_forward(self, problem: AttentionProblem) -> BoundForward | None:
@@ -120,7 +121,7 @@ class TritonBackend:
                               precision_of(problem.dtype), needs)
         if plan.delta is None:
             return None
-        return plan.bound(OperandSums(problem, NO_OPERANDS, dbias=False, dalibi_slopes=False, dsinks=False))
+        return plan.bound(problem, OperandSums(problem, NO_OPERANDS, dbias=False, dalibi_slopes=False, dsinks=False))
 
 
 def why_not_at_all(dtype: torch.dtype) -> str | None:
@@ -159,19 +160,19 @@ def _too_large(problem: AttentionProblem) -> str | None:
 
 @dataclass(frozen=True)
 class _ForwardPlan:
-    """What a problem's results are, the launch (None: no pair is visible), and modifiers without a tensor."""
+    """What makes memory, what a problem's results are, the launch (None: no pair is visible), its own modifiers."""
 
-    problem: AttentionProblem
-    out: tuple[Sizes, Sizes]
+    allocate: Allocate
+    out: Form
+    rows: Form
+    max_logit: Form | None = None
     launch: Launch | None = None
     fixed: Modifiers | None = None
 
     def allocated(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return out, lse and, where it is wanted, max_logit, to be filled."""
-        (shape, strides), device = self.out, self.problem.device
-        out = torch.empty_strided(shape, strides, dtype=self.problem.dtype, device=device)
-        lse = torch.empty(shape[:3], dtype=torch.float32, device=device)
-        return out, lse, torch.empty_like(lse) if self.problem.scores.max_logit else None
+        """Return out, lse and, where it is wanted, max_logit, to be filled; on the current device."""
+        allocate = self.allocate
+        return allocate(*self.out), allocate(*self.rows), self.max_logit and allocate(*self.max_logit)
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, addresses: tuple[int, ...],
                modifiers: Modifiers | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -226,21 +227,25 @@ class _BackwardPlan:
         if sums.pairs is not None and self.dbias is not None:
             self.dbias(*inputs, sums.pairs, modifiers)
 
-    def bound(self, no_sums: OperandSums) -> BoundBackward:
+    def bound(self, problem: AttentionProblem, no_sums: OperandSums) -> BoundBackward:
         """Return the whole backward pass of a plain problem."""
+        allocate, (_, rows) = allocator(problem.device), forms_of_results(problem)
+        of_q, of_k, of_v = forms_of_gradients(problem, (self.dq_strides, self.dk_strides, self.dv_strides))
+        of_kv = (of_k, of_v) if self.needs.dkv else (None, None)
+        forms = of_q if self.needs.dq else None, *of_kv
         launches: list[Any] = [self.delta, *(self.dkdv if self.needs.dkv else ()), *(self.dq,) * self.needs.dq]
         pending = [launch for launch in launches if not launch.takes_pointers]
 
         def differentiate(tensors: tuple[Any, ...], addresses: tuple[int, ...]) -> _Three:
             q, k, v, out, lse, dout, dlse = tensors
-            made = self.allocated(q, k, v)
-            delta = torch.empty_like(lse)
+            made = dq, dk, dv = cast(_Three, tuple([form and allocate(*form) for form in forms]))
+            delta = allocate(*rows)
             if pending:  # a first call, or one through descriptors
                 self.differentiate((out, dout, dlse), (q, k, v, dout, lse, delta), made, no_sums, self.fixed)
                 pending[:] = [launch for launch in launches if not launch.takes_pointers]
                 return made
             at_q, at_k, at_v, at_out, at_lse, at_dout, *at_dlse = addresses
-            at_dq, at_dk, at_dv = [None if gradient is None else gradient.data_ptr() for gradient in made]
+            at_dq, at_dk, at_dv = [None if gradient is None else gradient.data_ptr() for gradient in (dq, dk, dv)]
             self.differentiate((at_out, at_dout, at_dlse[0] if at_dlse else None),
                                (at_q, at_k, at_v, at_dout, at_lse, delta.data_ptr()), (at_dq, at_dk, at_dv), no_sums,
                                self.fixed)
@@ -251,16 +256,17 @@ class _BackwardPlan:
 
 @lru_cache(maxsize=PLANS)
 def _forward_plan(problem: AttentionProblem, alignment: tuple[bool, ...], precision: str) -> _ForwardPlan:
-    out = (problem.b, problem.hq, problem.sq, problem.dv), problem.out_strides
+    forms = forms_of_results(problem)
+    made = allocator(problem.device), *forms, forms[1] if problem.scores.max_logit else None
     if problem.is_empty:
-        return _ForwardPlan(problem, out)
+        return _ForwardPlan(*made)
     from tilewise.kernels.triton.forward import forward_launch
 
     spec = device_spec(problem.device)
     descriptors = wants_descriptors(problem, spec) and all(alignment) and takes_descriptors(
         problem, problem.q_strides, problem.k_strides, problem.v_strides)
     config = config_for("forward", problem, spec, descriptors=descriptors)
-    return _ForwardPlan(problem, out, forward_launch(problem, config, precision), _fixed_modifiers(problem))
+    return _ForwardPlan(*made, forward_launch(problem, config, precision), _fixed_modifiers(problem))
 
 
 @lru_cache(maxsize=PLANS)

@@ -31,39 +31,45 @@ def _tma_add_by_builder(desc, coord, src, _semantic=None):
 tma_add = tma.async_atomic_add if hasattr(tma, "async_atomic_add") else _tma_add_by_builder
 
 
-def bare_launcher(compiled: Any, descriptors: list[Any]) -> tuple[Any, list[Callable[[int], list[Any]]]]:
+def bare_launcher(compiled: Any,
+                  descriptors: list[Any]) -> tuple[Any, tuple[Any, ...], list[Callable[[int], list[Any]]]]:
     """Return what launches a compiled kernel when it is handed its descriptors in parts, and what makes the parts.
 
     What Triton compiles in C takes, in place of a descriptor, an encoded tensor map, the shape and the strides. Around
     it is a Python function that makes them of the descriptors at every launch; here it is taken off, so that parts can
-    be kept. The rest of ``compiled.run`` (scratch memory, how the grid is launched) stays as it is.
+    be kept. Around that is another, which adds how the grid is launched, and scratch memory: where a kernel wants none,
+    what it adds is the same at every launch, and it is taken off too.
 
     Args:
         compiled: with its handles loaded, as after a launch.
         descriptors: those it was launched with, in the kernel's order. Their tensors are not kept.
 
     Returns:
-        The launcher, and for each descriptor a function: the address of a tensor of this form -> its parts.
+        The launcher, what it takes between the function's handle and the kernel's metadata, and for each descriptor a
+        function: the address of a tensor of this form -> its parts.
 
     Raises:
         TilewiseError: where Triton (3.6 is known here, the one that backends/gluon.py takes) keeps them otherwise.
     """
-    if not descriptors:
-        return compiled.run, []
     from triton.backends.nvidia import driver
 
-    wrapper = getattr(compiled.run, "launch", None)
-    inside = inspect.getclosurevars(wrapper).nonlocals if inspect.isfunction(wrapper) else {}
-    layouts = inside.get("tensordesc_meta") or []
-    make = getattr(driver, "make_tensordesc_arg", None)
-    if make is None or "launcher" not in inside or len(layouts) != len(descriptors) or None in layouts:
-        raise TilewiseError(f"Triton's launcher of {len(descriptors)} descriptors holds {sorted(inside)} with "
-                            f"{len(layouts)} layouts; a launcher and a layout each is what Triton 3.6 has. Install "
-                            "that, or call with backend='triton'.")
-    run = copy.copy(compiled.run)
-    run.launch = inside["launcher"]
-    return run, [partial(_parts, make, layout, _based(descriptor, None))
-                 for layout, descriptor in zip(layouts, descriptors, strict=True)]
+    run, encoders = compiled.run, []
+    if descriptors:
+        wrapper = getattr(run, "launch", None)
+        inside = inspect.getclosurevars(wrapper).nonlocals if inspect.isfunction(wrapper) else {}
+        layouts = inside.get("tensordesc_meta") or []
+        make = getattr(driver, "make_tensordesc_arg", None)
+        if make is None or "launcher" not in inside or len(layouts) != len(descriptors) or None in layouts:
+            raise TilewiseError(f"Triton's launcher of {len(descriptors)} descriptors holds {sorted(inside)} with "
+                                f"{len(layouts)} layouts; a launcher and a layout each is what Triton 3.6 has. Install "
+                                "that, or call with backend='triton'.")
+        run = copy.copy(run)
+        run.launch = inside["launcher"]
+        encoders = [partial(_parts, make, layout, _based(descriptor, None))
+                    for layout, descriptor in zip(layouts, descriptors, strict=True)]
+    if run.global_scratch_size or run.profile_scratch_size:
+        return run, (), encoders
+    return run.launch, (run.launch_cooperative_grid, run.launch_pdl, None, None), encoders
 
 
 def _parts(make: Any, layout: Any, form: Any, address: int) -> list[Any]:

@@ -80,26 +80,24 @@ def _relaunching(compiled: Any, grid: tuple[int, ...], arguments: tuple[Any, ...
 
     from tilewise.kernels.gluon.compat import bare_launcher
 
-    run, encoders = bare_launcher(compiled, [argument for argument in arguments if _is_descriptor(argument)])
+    run, constants, encoders = bare_launcher(compiled, [argument for argument in arguments if _is_descriptor(argument)])
     left = iter(encoders)
     parts = [lru_cache(KEPT)(next(left)) if _is_descriptor(argument) else None for argument in arguments]
-    leading = max((i + 1 for i, parts_at in enumerate(parts) if parts_at), default=0)
-    (x, y, z), function, metadata = (*grid, 1, 1)[:3], compiled.function, compiled.packed_metadata
+    (x, y, z), begin = (*grid, 1, 1)[:3], (compiled.function, *constants, compiled.packed_metadata, None, None, None)
     device, stream_of = driver.active.get_current_device(), driver.active.get_current_stream
 
     @lru_cache(KEPT)
     def handed(addresses: Addresses) -> tuple[Any, ...]:
-        """What stands for the leading addresses; a loop of equal steps meets the same ones together again."""
-        made: list[Any] = []
-        for address, parts_at in zip(addresses, parts, strict=False):
+        """All that follows the stream; a loop of equal steps meets the same addresses together again."""
+        made = list(begin)
+        for address, parts_at in zip(addresses, parts, strict=True):
             if parts_at is None:
                 made.append(address)
             else:
                 made += parts_at(address)
-        return tuple(made)
+        return (*made, *scalars)
 
     def launch(addresses: Addresses) -> None:
-        run(x, y, z, stream_of(device), function, metadata, None, None, None, *handed(addresses[:leading]),
-            *addresses[leading:], *scalars)
+        run(x, y, z, stream_of(device), *handed(addresses))
 
     return launch
