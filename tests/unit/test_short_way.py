@@ -13,82 +13,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from tilewise import Mask, attention, causal, dispatch, prefix, window
+from tilewise import Mask, attention, causal, prefix, window
 from tilewise.autograd import short_way
 from tilewise.autograd.short_way import forget_choices
 from tilewise.backends.base import BindingBackend
-from tilewise.backends.reference import ReferenceBackend
 from tilewise.errors import TilewiseError
 from tilewise.settings import backend_scope
-
-
-class Bound(ReferenceBackend):
-    """The reference, with launches that are bound; notes which way each pass came."""
-
-    def __init__(self):
-        self.ways, self.binds = [], 0
-
-    def forward(self, *given, **named):
-        self.ways.append("long")
-        return super().forward(*given, **named)
-
-    def backward(self, *given, **named):
-        self.ways.append("long back")
-        return super().backward(*given, **named)
-
-    def bind_forward(self, problem):
-        self.binds += 1
-
-        def attend(q, k, v, addresses):
-            assert addresses == (q.data_ptr(), k.data_ptr(), v.data_ptr())
-            self.ways.append("short")
-            return super(Bound, self).forward(problem, q, k, v)[:2]
-
-        return attend
-
-    def bind_backward(self, problem, saved, dout, dlse, needs):
-        self.binds += 1
-        facts = [tensor.stride() for tensor in (*saved[:5], dout)]
-
-        def differentiate(tensors, addresses):
-            assert [tensor.stride() for tensor in tensors[:6]] == facts
-            assert addresses == tuple(tensor.data_ptr() for tensor in tensors if tensor is not None)
-            assert (tensors[6] is None) == (dlse is None)
-            self.ways.append("short back")
-            return super(Bound, self).backward(problem, saved._make((*tensors[:5], saved.operands)), *tensors[5:],
-                                               needs)[:3]
-
-        return differentiate
+from unit.binding_double import Bound, binding, long_way, tensors_of, ways_of
 
 
 @pytest.fixture(autouse=True)
 def bound(monkeypatch):
-    """Every name is that of the one backend which binds."""
-    made, real = Bound(), dispatch.get_backend
-    monkeypatch.delenv("TILEWISE_SHORT_WAYS", raising=False)
-    monkeypatch.delenv("TILEWISE_BACKEND", raising=False)
-    monkeypatch.setattr(dispatch, "get_backend", lambda name: real(name) and made)
-    forget_choices()
-    yield made
-    forget_choices()
-
-
-def tensors_of(dtype=torch.float32, *, requires_grad=False, sq=8, hk=2):
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randn(shape, generator=generator, dtype=dtype).requires_grad_(requires_grad)
-            for shape in ((1, 4, sq, 16), (1, hk, 8, 16), (1, hk, 8, 16))]
-
-
-def long_way(monkeypatch, call):
-    with monkeypatch.context() as patch:
-        patch.setenv("TILEWISE_SHORT_WAYS", "0")
-        return call()
-
-
-def ways_of(bound, call):
-    bound.ways.clear()
-    result = call()
-    return bound.ways, result
+    yield from binding(monkeypatch)
 
 
 def test_the_fake_is_what_a_backend_that_binds_is(bound):
@@ -439,7 +375,7 @@ def test_a_scope_holds_for_the_backward_pass(bound):
     with backend_scope("torch"):
         out = attention(*tensors)
     out.backward(torch.ones_like(out))
-    assert [key[12][-1] for key in short_way._ways_back] == ["torch"]
+    assert [key[-1][-1] for key in short_way._ways_back] == ["torch"]
 
 
 def test_choices_are_forgotten(bound):

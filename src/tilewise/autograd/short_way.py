@@ -18,6 +18,7 @@ from torch.autograd import forward_ad, profiler
 
 from tilewise import settings
 from tilewise.autograd.attention_op import gradients_of, resolve
+from tilewise.autograd.guards import IsLike, guard_of
 from tilewise.backends.base import BindingBackend, BoundBackward, BoundForward, Needs, Saved
 from tilewise.backends.current import allows_tf32, autocast_dtype, is_current
 from tilewise.dispatch import forget_chosen
@@ -50,6 +51,10 @@ _NO_BAND = (None, None, None)
 # By the facts of a call, forward and backward; None: such a call has no short way.
 _ways: dict[Key, Way | None] = {}
 _ways_back: dict[Key, BoundBackward | None] = {}
+# By the shape of q and the options, for the last few kinds of tensors that came with them: a guard, their device, for
+# float32 what allows_tf32 said, and the way or the bound backward pass.
+_recent: dict[Key, tuple[tuple[IsLike, torch.device, bool | None, Any], ...]] = {}
+_RECENT = 4
 _UNKNOWN: Any = object()
 
 
@@ -59,6 +64,7 @@ def forget_choices() -> None:
     forget_chosen()
     _ways.clear()
     _ways_back.clear()
+    _recent.clear()
 
 
 def attend(q: Any, k: Any, v: Any, mask: Mask | None,
@@ -75,33 +81,65 @@ def attend(q: Any, k: Any, v: Any, mask: Mask | None,
             or not (scale is None or scale.__class__ is float) or not (backend is None or backend.__class__ is str)
             or not (deterministic is None or deterministic.__class__ is bool)):
         return None
-    dtype, device, name = q.dtype, q.device, backend or settings.default_backend()
-    if not dtype is k.dtype is v.dtype or backend == "" or (_in_autocast() and _is_cast(dtype, device)):
+    name = backend or settings.default_backend()
+    band = _NO_BAND if mask is None else _band_of(mask)
+    if band is None or backend == "":
         return None
     if deterministic is None:
         deterministic = _follows_determinism()
-    band = _NO_BAND if mask is None else _band_of(mask)
-    if band is None:
-        return None
+    options = (scale, *band, deterministic, name)
     try:
-        addresses = q.data_ptr(), k.data_ptr(), v.data_ptr()
-        key = (q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), k.get_device(), v.get_device(), dtype,
-               device, scale, band, deterministic, name, allows_tf32(dtype))
-    except RuntimeError:  # no memory, or none of strides: sparse, nested, what a transform of functorch wraps
+        at_q, at_k, at_v = addresses = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        key = (q.shape, options)
+    except RuntimeError:  # no memory, or no shape: sparse, nested, what a transform of functorch wraps
         return None
-    at_q, at_k, at_v = addresses
-    if ((at_q | at_k | at_v) & 15 or min(addresses) < _LOWEST_ADDRESS or not is_current(device)
-            or q.is_neg() or k.is_neg() or v.is_neg()):
+    if (at_q | at_k | at_v) & 15 or min(addresses) < _LOWEST_ADDRESS:
         return None
-    way: Way | None = _ways.get(key, _UNKNOWN)
-    if way is _UNKNOWN:
-        way = _keep(_ways, key, _way_of((scale, *band, deterministic, name), (q, k, v)))
+    tensors, in_autocast = (q, k, v), _in_autocast()
+    way: Way | None = None if in_autocast else _recalled(key, tensors)
     if way is None:
-        return None
+        way = _way_for(options, tensors, in_autocast)
+        if way is None:
+            return None
+        if not in_autocast:  # a guard does not tell one of its dtypes from another
+            _remember(key, tensors, way)
     if _is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         made: tuple[torch.Tensor, torch.Tensor] = _apply(q, k, v, way, addresses)
         return made
     return way.forward(q, k, v, addresses)
+
+
+def _way_for(options: tuple[Any, ...], tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+             in_autocast: bool) -> Way | None:
+    """Return the way of a call by every fact of it; None if it has none."""
+    q, k, v = tensors
+    dtype, device = q.dtype, q.device
+    if (not dtype is k.dtype is v.dtype or (in_autocast and _is_cast(dtype, device)) or not is_current(device)
+            or q.is_neg() or k.is_neg() or v.is_neg()):
+        return None
+    try:
+        key = (q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), k.get_device(), v.get_device(), dtype,
+               device, options, allows_tf32(dtype))
+    except RuntimeError:  # none of strides
+        return None
+    way = _ways.get(key, _UNKNOWN)
+    return _keep(_ways, key, _way_of(options, tensors)) if way is _UNKNOWN else way
+
+
+def _recalled(key: Key, tensors: tuple[torch.Tensor, ...]) -> Any:
+    """Return what was remembered for these options and tensors like these, if it was."""
+    for is_like, device, tf32, kept in _recent.get(key, ()):
+        if is_like(*tensors) and (tf32 is None or tf32 is allows_tf32(_float32)) and is_current(device):
+            return kept
+    return None
+
+
+def _remember(key: Key, tensors: tuple[torch.Tensor, ...], kept: Any) -> None:
+    """Keep it for later calls, which are told by one question to torch then."""
+    dtype, is_like = tensors[0].dtype, guard_of(tensors)
+    if is_like is not None:
+        known = (is_like, tensors[0].device, allows_tf32(dtype) if dtype is _float32 else None, kept)
+        _keep(_recent, key, (known, *_recent.get(key, ()))[:_RECENT])
 
 
 def _is_watched() -> bool:
@@ -142,28 +180,46 @@ def _differentiate(way: Way, saved: Sequence[torch.Tensor], dout: torch.Tensor, 
     Hooks may have handed back other tensors than were saved, so every fact that a launch counts on is looked up.
     """
     q, k, v, out, lse = saved
-    dtype, place = q.dtype, q.get_device()
-    if not (q.__class__ is k.__class__ is v.__class__ is out.__class__ is lse.__class__ is dout.__class__ is _Tensor
-            and dtype is k.dtype is v.dtype is out.dtype is dout.dtype and lse.dtype is _float32
-            and place == k.get_device() == v.get_device() == out.get_device() == lse.get_device()
-            == dout.get_device() and (dlse is None or dlse.__class__ is _Tensor)):
-        return None
-    options, device = way.options, q.device
-    name, tf32 = options[-1] or settings.default_backend(), allows_tf32(dtype)
+    options = way.options
+    name = options[-1] or settings.default_backend()
     there = (q, k, v, out, lse, dout) if dlse is None else (q, k, v, out, lse, dout, dlse)
     try:
         addresses = tuple([tensor.data_ptr() for tensor in there])
-        key = (q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), out.stride(), lse.stride(), dout.stride(),
-               None if dlse is None else dlse.stride(), dtype, device, options, name, tf32, needs)
+        key = (q.shape, options, name, needs, dlse is None)
     except RuntimeError:  # as in attend
         return None
-    if (functools.reduce(operator.or_, addresses) & 15 or min(addresses) < _LOWEST_ADDRESS or not is_current(device)
-            or any(tensor.is_neg() for tensor in there)):
+    if functools.reduce(operator.or_, addresses) & 15 or min(addresses) < _LOWEST_ADDRESS:
         return None
-    bound = _ways_back.get(key, _UNKNOWN)
-    if bound is _UNKNOWN:
-        bound = _keep(_ways_back, key, _bound_backward(saved, dout, dlse, (*options[:-1], name), needs))
-    return None if bound is None else bound((q, k, v, out, lse, dout, dlse), addresses)
+    bound: BoundBackward | None = _recalled(key, there)
+    if bound is None:
+        bound = _backward_for((*options[:-1], name), there, needs)
+        if bound is None:
+            return None
+        _remember(key, there, bound)
+    return bound((q, k, v, out, lse, dout, dlse), addresses)
+
+
+def _backward_for(options: tuple[Any, ...], there: tuple[torch.Tensor, ...],
+                  needs: tuple[bool, bool]) -> BoundBackward | None:
+    """Return the bound backward pass of a call by every fact of it; None if it has none.
+
+    ``there``: q, k, v, out, lse, dout and, where it is there, dlse.
+    """
+    q, k, v, out, lse, dout, *more = there
+    dtype, device = q.dtype, q.device
+    if (any(tensor.__class__ is not _Tensor or tensor.device != device or tensor.is_neg() for tensor in there)
+            or not dtype is k.dtype is v.dtype is out.dtype is dout.dtype or lse.dtype is not _float32
+            or not is_current(device)):
+        return None
+    try:
+        key = (*[(tensor.shape, tensor.stride()) for tensor in there], dtype, device, allows_tf32(dtype), needs,
+               options)
+    except RuntimeError:  # as in _way_for
+        return None
+    bound: BoundBackward | None = _ways_back.get(key, _UNKNOWN)
+    if bound is not _UNKNOWN:
+        return bound
+    return _keep(_ways_back, key, _bound_backward(there[:5], dout, more[0] if more else None, options, needs))
 
 
 def _bound_backward(saved: Sequence[torch.Tensor], dout: torch.Tensor, dlse: torch.Tensor | None,

@@ -1,0 +1,75 @@
+"""A backend that binds its launches and notes which way each pass came, for the tests of the short way."""
+
+import torch
+
+from tilewise import dispatch
+from tilewise.autograd.short_way import forget_choices
+from tilewise.backends.reference import ReferenceBackend
+
+
+class Bound(ReferenceBackend):
+    """The reference, with launches that are bound; notes which way each pass came."""
+
+    def __init__(self):
+        self.ways, self.binds = [], 0
+
+    def forward(self, *given, **named):
+        self.ways.append("long")
+        return super().forward(*given, **named)
+
+    def backward(self, *given, **named):
+        self.ways.append("long back")
+        return super().backward(*given, **named)
+
+    def bind_forward(self, problem):
+        self.binds += 1
+
+        def attend(q, k, v, addresses):
+            assert addresses == (q.data_ptr(), k.data_ptr(), v.data_ptr())
+            self.ways.append("short")
+            return super(Bound, self).forward(problem, q, k, v)[:2]
+
+        return attend
+
+    def bind_backward(self, problem, saved, dout, dlse, needs):
+        self.binds += 1
+        facts = [tensor.stride() for tensor in (*saved[:5], dout)]
+
+        def differentiate(tensors, addresses):
+            assert [tensor.stride() for tensor in tensors[:6]] == facts
+            assert addresses == tuple(tensor.data_ptr() for tensor in tensors if tensor is not None)
+            assert (tensors[6] is None) == (dlse is None)
+            self.ways.append("short back")
+            return super(Bound, self).backward(problem, saved._make((*tensors[:5], saved.operands)), *tensors[5:],
+                                               needs)[:3]
+
+        return differentiate
+
+
+def binding(monkeypatch):
+    """Let every name be that of the one backend which binds, as long as a fixture lasts."""
+    made, real = Bound(), dispatch.get_backend
+    monkeypatch.delenv("TILEWISE_SHORT_WAYS", raising=False)
+    monkeypatch.delenv("TILEWISE_BACKEND", raising=False)
+    monkeypatch.setattr(dispatch, "get_backend", lambda name: real(name) and made)
+    forget_choices()
+    yield made
+    forget_choices()
+
+
+def tensors_of(dtype=torch.float32, *, requires_grad=False, sq=8, hk=2):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator, dtype=dtype).requires_grad_(requires_grad)
+            for shape in ((1, 4, sq, 16), (1, hk, 8, 16), (1, hk, 8, 16))]
+
+
+def long_way(monkeypatch, call):
+    with monkeypatch.context() as patch:
+        patch.setenv("TILEWISE_SHORT_WAYS", "0")
+        return call()
+
+
+def ways_of(bound, call):
+    bound.ways.clear()
+    result = call()
+    return bound.ways, result
