@@ -26,6 +26,7 @@ PARTLY_HIDDEN = ("bias_shared_by_batch_causal", "bias_shared_by_batch_and_heads"
                  "bias_window_moat", "softcap_bias", "everything", "everything_moat_blind_queries",
                  "chunk_window_sink_tokens_prefix", "padded_window_bias", "packed_bias", "packed_bias_of_keys",
                  "packed_bias_of_all_sequences", "packed_everything")
+VALUES = (float("nan"), float("inf"), float("-inf"))
 
 
 def _hidden(case, bias):
@@ -39,9 +40,11 @@ def _hidden(case, bias):
 
 # Where a blind query's bias is -inf, numpy remarks that -inf − (-inf) is NaN, before the pair is dropped.
 @pytest.mark.filterwarnings("ignore:invalid value encountered in subtract:RuntimeWarning")
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("value", VALUES)
 @pytest.mark.parametrize("name", PARTLY_HIDDEN)
 def test_bias_of_hidden_pairs_may_hold_anything_and_has_no_gradient(backend, name, value, device, main_dtype):
+    if device.type == "cpu" and value is not VALUES[PARTLY_HIDDEN.index(name) % len(VALUES)]:
+        pytest.skip("on the CPU each case has one value, in turns")
     case = case_named(name)
     inputs = make_inputs(case, main_dtype, device)
     clean = operands_of(case, inputs)
