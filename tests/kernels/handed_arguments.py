@@ -18,7 +18,7 @@ from triton.runtime import driver
 from kernels.compile_ahead import TARGETS, operands_of, problem_of, tensors_of
 from tilewise.bench.compile_ahead import CompileOnlyDriver
 from tilewise.kernels.gluon import launch as launching
-from tilewise.kernels.gluon.launch_backward import HopperBackward
+from tilewise.kernels.gluon.launch_backward_wide import backward_launch
 from tilewise.kernels.gluon.launch_dbias import HopperDbias
 from tilewise.scores import OperandFacts, ScoreOptions
 from tilewise.tuning.configs import HopperDbiasConfig
@@ -97,7 +97,11 @@ def bound(request):
                              HopperDbiasConfig(), multiprocessors=132)
         modifiers = SimpleNamespace(bias=SimpleNamespace(ptr=bias), data_ptr=bias.data_ptr)
         return launch, (q, k, v, out, rows, rows.clone(), torch.empty_like(bias), modifiers), bias
-    launch = HopperBackward(problem, hopper_backward_config(problem), problem.q_strides)
+    launch = backward_launch(problem, hopper_backward_config(problem), problem.q_strides)
+    if "part" in request:
+        gradients = [q] if request["part"] == "dq" else [k, v]
+        return getattr(launch, request["part"]), (q, k, v, out, rows, rows.clone(),
+                                                  *map(torch.empty_like, gradients)), None
     data = (operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqlens_q, operands.seqlens_k, operands.seed)
     sums = torch.empty(launch.sums_shape)
     torch.zeros = lambda *shape, **options: sums
@@ -109,7 +113,7 @@ def launches(request):
     driver.set_active(Driver(TARGETS["sm_90"]))
     launch, tensors, made = bound(request)
     launch.enqueue.kernel = FrontEnd(launch.kernel)
-    if request["kernel"] == "hopper_backward":
+    if request["kernel"] == "hopper_backward" and "part" not in request:
         launch.enqueue_dq.kernel = FrontEnd(launch.enqueue_dq.kernel)
     launch(*tensors)
     launch(*tensors)
