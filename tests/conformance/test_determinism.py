@@ -28,6 +28,17 @@ def test_repeats_are_bit_equal(backend, name, device, main_dtype):
         assert _differing(first, forward_and_backward(backend, case, inputs, "out_and_lse", deterministic=True)) == []
 
 
+@pytest.mark.parametrize(("d", "dv"), [(256, 256), (192, 128), (64, 200)])
+def test_repeats_of_wide_heads_are_bit_equal(backend, d, dv, device, main_dtype):
+    """On Hopper, dQ of these heads has a kernel of its own, at 192 and 128 for such calls alone."""
+    length = 70 if device.type == "cpu" else 1000
+    case = Case("wide", b=2, hq=4, hk=2, sq=length, sk=length + 30, d=d, dv=dv, mask=causal("bottom_right"))
+    inputs = make_inputs(case, main_dtype, device)
+    first = forward_and_backward(backend, case, inputs, "out_and_lse", deterministic=True)
+    for _ in range(1 if device.type == "cpu" else 49):
+        assert _differing(first, forward_and_backward(backend, case, inputs, "out_and_lse", deterministic=True)) == []
+
+
 # Of one sequence: 2 tiles of queries and 2 of keys, neither full.
 QUERIES, KEYS = 70, 100
 PLAIN = Case("plain", hq=2, hk=1, sq=QUERIES, sk=KEYS, d=16, dv=16)

@@ -20,7 +20,7 @@ from kernels.compile_record import Prepared, serve
 from kernels.sass import exponentials_before_waits, possibly_unset, spills_in_steps, stray_descriptors
 from tilewise.bench.compile_ahead import CompileOnlyDriver
 from tilewise.kernels.gluon.launch import OPTIONS, HopperForward
-from tilewise.kernels.gluon.launch_backward import HopperBackward
+from tilewise.kernels.gluon.launch_backward_wide import backward_launch
 from tilewise.kernels.gluon.launch_dbias import HopperDbias
 from tilewise.kernels.triton.backward import delta_launch, dkdv_launch, dq_launch
 from tilewise.kernels.triton.blanks import blank_gradients_launch, blank_out_launch, lengths_launch
@@ -196,9 +196,13 @@ def prepare_hopper(request):
         arguments = launch.arguments((q, k, v, out, rows, rows, bias, bias))
     else:
         config = HopperBackwardConfig(**request["config"])
-        launch = HopperBackward(problem, config, problem.q_strides)
-        arguments = launch.arguments((q, k, v, out, rows, rows, k, v), torch.empty(launch.sums_shape),
-                                     (*lengths, operands.seed))
+        launch = backward_launch(problem, config, problem.q_strides)
+        taken, data = (q, k, v, out, rows, rows), (*lengths, operands.seed)
+        if config.wide:
+            launch = launch.dq if request["part"] == "dq" else launch.dkdv
+            arguments = launch.arguments((*taken, *((q,) if request["part"] == "dq" else (k, v))))
+        else:
+            arguments = launch.arguments((*taken, k, v), torch.empty(launch.sums_shape), data)
     facts = {"limit": spec.shared_memory, "planned": config.shared_bytes(problem),
              "held": launch.scalars[-1].HELD if request["kernel"] == "hopper_forward" else 0}
     return prepared("sm_90", launch, arguments, OPTIONS, facts, report_of_hopper)

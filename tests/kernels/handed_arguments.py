@@ -23,7 +23,7 @@ from triton.runtime import driver
 from kernels.compile_ahead import TARGETS, operands_of, problem_of, tensors_of
 from tilewise.bench.compile_ahead import CompileOnlyDriver
 from tilewise.kernels.gluon import launch as launching
-from tilewise.kernels.gluon.launch_backward import HopperBackward
+from tilewise.kernels.gluon.launch_backward_wide import backward_launch
 from tilewise.kernels.gluon.launch_dbias import HopperDbias
 from tilewise.scores import OperandFacts, ScoreOptions
 from tilewise.tuning.configs import HopperDbiasConfig
@@ -105,7 +105,12 @@ def bound(request):
         modifiers = SimpleNamespace(bias=SimpleNamespace(ptr=bias), data_ptr=bias.data_ptr)
         yield launch, (q, k, v, out, rows, rows.clone(), torch.empty_like(bias), modifiers), bias
         return
-    launch = HopperBackward(problem, hopper_backward_config(problem), problem.q_strides)
+    launch = backward_launch(problem, hopper_backward_config(problem), problem.q_strides)
+    if "part" in request:
+        gradients = [q] if request["part"] == "dq" else [k, v]
+        yield (getattr(launch, request["part"]),
+               (q, k, v, out, rows, rows.clone(), *map(torch.empty_like, gradients)), None)
+        return
     data = (operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqlens_q, operands.seqlens_k, operands.seed)
     sums = torch.empty(launch.sums_shape)
     tensors = (q, k, v, out, rows, rows.clone(), *map(torch.empty_like, (q, k, v)))
@@ -116,7 +121,7 @@ def bound(request):
 def launches(request):
     with bound(request) as (launch, tensors, made):
         launch.enqueue.kernel = FrontEnd(launch.kernel)
-        if request["kernel"] == "hopper_backward":
+        if request["kernel"] == "hopper_backward" and "part" not in request:
             launch.enqueue_dq.kernel = FrontEnd(launch.enqueue_dq.kernel)
         launch(*tensors)
         launch(*tensors)

@@ -25,6 +25,7 @@ from tilewise.tuning.heuristics import hopper_forward_config
 
 launch = pytest.importorskip("tilewise.kernels.gluon.launch")
 launch_backward = pytest.importorskip("tilewise.kernels.gluon.launch_backward")
+launch_backward_wide = pytest.importorskip("tilewise.kernels.gluon.launch_backward_wide")
 products = pytest.importorskip("tilewise.kernels.gluon.products")
 tiles = pytest.importorskip("tilewise.kernels.gluon.tiles", reason="Triton is not installed")
 ROWS = 64  # queries a warpgroup
@@ -323,11 +324,12 @@ def test_there_is_one_program_a_multiprocessor_and_none_without_a_tile(sq, progr
 
 KEYS = 128  # of a program of the backward kernel for narrow heads
 IN_NO_ORDER, IN_ORDER = HopperBackwardConfig(), HopperBackwardConfig(ordered=True)
-WIDE = HopperBackwardConfig(direct=True, wide=True)
+WIDE = HopperBackwardConfig(wide=True)
 
 
 def backward_scalars_of(problem, config=IN_NO_ORDER):
-    numbers = launch_backward.HopperBackward(problem, config, problem.q_strides).scalars
+    bound = launch_backward_wide.backward_launch(problem, config, problem.q_strides)
+    numbers = (bound.dkdv if config.wide else bound).scalars
     return numbers[:4], numbers[4:8], numbers[-1]
 
 
@@ -421,19 +423,43 @@ def test_sums_are_followed_by_a_counter_for_each_step_where_they_are_ordered():
     assert counters.data_ptr() == sums.data_ptr() + 4 * math.prod(plain.sums_shape)
 
 
-@pytest.mark.parametrize(("d", "dv", "of_q", "of_v", "parts"), [
-    (256, 256, (128, None), (128, None), (128, 2)), (192, 128, (128, 64), (64, None), (64, 3)),
-    (192, 192, (128, 64), (64, 128), (64, 3)), (136, 72, (128, 64), (64, None), (64, 3)),
-    (40, 200, (64, None), (128, None), (64, 2))])
-def test_wide_heads_come_in_a_tile_for_each_warpgroup(d, dv, of_q, of_v, parts):
+@pytest.mark.parametrize(("d", "dv", "of_q", "of_v"), [
+    (256, 256, (128, None), (128, None)), (192, 128, (128, 64), (64, None)), (192, 192, (128, 64), (64, 128)),
+    (136, 72, (128, 64), (64, None)), (40, 200, (64, None), (128, None))])
+def test_wide_heads_come_in_a_tile_for_each_warpgroup(d, dv, of_q, of_v):
     """The first sums more of dK and less of dV. Forms say None where the second's tile is like the first's."""
-    problem = replace(problem_of(1000, 1000, d=d, heads=(2, 2)), dv=dv)
-    launch = launch_backward.HopperBackward(problem, WIDE, problem.q_strides)
-    assert launch.grid == (2 * 16,)
-    assert launch.forms == [[columns and ([1, 1, 64, columns], ANY) for columns in pair]
-                            for pair in (of_q, of_q, of_v, of_v, of_q, of_v)]
-    assert launch.sums_shape == (2 * 16 * 64 * math.prod(parts) // 256, 256)
-    assert launch.enqueue_dq.scalars[-3:] == (d, *parts), "dq's columns, those of a part, and parts side by side"
+    problem = replace(problem_of(1000, 1000, d=d, heads=(4, 2)), dv=dv)
+    launch = launch_backward_wide.HopperBackwardApart(problem, WIDE)
+    assert (launch.dkdv.grid, launch.dq.grid) == ((2 * 16,), (4 * 8,))
+    sources = [of_q, of_q, of_v, of_v, (), ()]
+    for part, forms in ((launch.dkdv, [*sources, of_q, of_v]), (launch.dq, [*sources, of_q])):
+        assert part.forms == [[columns and ([1, 1, 64, columns], ANY) for columns in pair] for pair in forms]
+
+
+@given(SIZES, SIZES, masks())
+@example(900, 900, Mask())
+@example(300, 700, causal("bottom_right"))
+@example(700, 300, causal("bottom_right"))
+@example(800, 820, window(127, 0, "top_left"))
+def test_where_queries_stay_each_seen_key_is_in_one_step_and_unmasked_steps_are_seen_whole(sq, sk, mask):
+    problem = problem_of(sq, sk, mask)
+    *_, shape = numbers = launch_backward_wide.HopperBackwardApart(problem, WIDE).dq.scalars
+    n_tiles, band = numbers[0], numbers[4:8]
+    queries, keys = problem.seeing_queries, problem.seen_keys
+    visible = mask.visible(sq, sk)[queries.start:queries.stop, keys.start:keys.stop]
+    sq, sk = visible.shape
+    assert (n_tiles - 1) * 128 < sq <= n_tiles * 128, "every query has its gradient written"
+    for first in range(0, n_tiles * 128, 128):
+        spans = tiles.steps_of.fn(first, band, shape)
+        begins = [tiles.keys_at.fn(step, spans, shape) for step in range(spans[3])]
+        seen = visible[first:first + 128].any(0).nonzero().flatten().tolist()
+        assert sum(begin <= key < begin + 64 for begin in begins for key in seen) == len(seen)
+        for row in (first, first + 64):
+            begin = int(shape.UPPER and tiles.hides_first_step.fn(begins[0], spans[3], row, band[3], shape))
+            assert not (begin and visible[row:row + 64, begins[0]:begins[0] + 64].any()), "left out"
+            for step in range(max(begin + 1, tiles.masked_of.fn(row, spans, band, shape)), spans[3]):
+                assert visible[row:row + 64, begins[step]:begins[step] + 64].all(), (row, begins[step])
+                assert begins[step] + 64 <= sk or row >= sq, "keys past the last one need a mask"
 
 
 @pytest.mark.parametrize("config", [IN_NO_ORDER, IN_ORDER])

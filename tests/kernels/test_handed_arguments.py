@@ -71,13 +71,22 @@ def test_both_ways_hand_the_same_seed_to_the_backward():
     assert behind[:8] == [sums, *6 * [None], seed] or behind[:8] == [sums, *7 * [None]]
 
 
-@pytest.mark.parametrize(("d", "dv", "tiles"), [(256, 256, (1, 1)), (192, 192, (2, 2)), (192, 128, (2, 1))])
-def test_both_ways_hand_the_same_arguments_of_the_backward_of_wide_heads(d, dv, tiles):
+def test_both_ways_hand_the_same_arguments_of_the_backward_of_heads_in_pieces():
     encoded, behind, (q, k, v, dout, _lse, _delta, _dq, dk, dv_, sums) = check(
-        {"kernel": "hopper_backward", "d": d, "dv": dv, "mask": [None, 0, "top_left"]})
-    of_q, of_v = tiles
-    assert encoded == [q] * of_q + [k] * of_q + [v] * of_v + [dout] * of_v + [dk] * of_q + [dv_] * of_v
+        {"kernel": "hopper_backward", "d": 192, "dv": 128, "mask": [None, 0, "top_left"]})
+    assert encoded == [q, q, k, k, v, dout, dk, dk, dv_]
     assert sums in behind[:2]
+
+
+@pytest.mark.parametrize(("d", "dv", "of_q", "of_v"), [(256, 256, 1, 1), (192, 192, 2, 2), (192, 256, 2, 1)])
+@pytest.mark.parametrize("part", ["dkdv", "dq"])
+def test_both_ways_hand_the_same_arguments_of_the_backward_of_wide_heads(part, d, dv, of_q, of_v):
+    encoded, behind, (q, k, v, dout, lse, delta, *gradients, _made) = check(
+        {"kernel": "hopper_backward", "d": d, "dv": dv, "mask": [None, 0, "top_left"], "part": part})
+    assert encoded == [q] * of_q + [k] * of_q + [v] * of_v + [dout] * of_v + [
+        gradient for gradient, pieces in zip(gradients, (of_q, of_v), strict=False) for _ in range(pieces)]
+    assert lse in behind
+    assert delta in behind
 
 
 def test_both_ways_hand_the_same_arguments_of_the_sum_of_a_shared_bias_gradient():

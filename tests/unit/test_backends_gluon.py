@@ -52,6 +52,7 @@ def problem_of(lengths=(512, 512), heads=(4, 2), dims=(64, 64), mask=None, dtype
     problem_of((500, 700), mask=causal("bottom_right")), problem_of(mask=window(100, None)), problem_of((1, 1)),
     problem_of(dims=(256, 256)), problem_of(dims=(192, 128)), problem_of(dims=(64, 200)),
     problem_of(heads=(6, 1), b=1), problem_of(scores=ScoreOptions(sinks=SINKS)), problem_of(deterministic=True),
+    problem_of(dims=(136, 128), deterministic=True), problem_of(dims=(256, 256), deterministic=True),
     problem_of(scores=ScoreOptions(softcap=30.0, sinks=SINKS)), problem_of(sequences=LENGTHS),
     problem_of(scores=ScoreOptions(softcap=4096.0)),
     problem_of((700, 900), b=1, mask=causal("bottom_right"), sequences=PACKED),
@@ -62,12 +63,10 @@ def test_plain_16_bit_calls_are_taken(problem):
 
 
 @pytest.mark.parametrize(("problem", "reason"), [
-    (problem_of(dims=(136, 128), deterministic=True),
-     "takes, in its backward pass, head dims up to 128 with deterministic=True, got 136 and 128"),
     (problem_of(dims=(64, 256), scores=ScoreOptions(softcap=30.0)),
      "takes, in its backward pass, head dims up to 128 with softcap, got 64 and 256"),
-    (problem_of(dims=(256, 256), sequences=LENGTHS, deterministic=True), "takes, in its backward pass, head dims up to "
-     "128 with deterministic=True and lengths that are data, got 256 and 256"),
+    (problem_of(dims=(256, 256), sequences=LENGTHS, scores=ScoreOptions(softcap=30.0)), "takes, in its backward pass, "
+     "head dims up to 128 with lengths that are data and softcap, got 256 and 256"),
     (problem_of(sequences=LENGTHS, deterministic=True),
      "takes, in its backward pass, no lengths that are data where deterministic=True, got padded sequences"),
     (problem_of((700, 900), b=1, mask=causal("bottom_right"), sequences=PACKED, deterministic=True),

@@ -62,8 +62,11 @@ def test_illegal_tile_cannot_be_constructed(kind, tile, name):
     ({"out_stages": 3}, "out_stages=3; allowed are 1, 2, 4."),
     ({"direct": True, "ordered": True},
      "ordered=True with direct=True; dQ is added from registers or in order, not both."),
-    ({"wide": True}, "wide=True with ahead=False, direct=False; allowed is direct=True."),
-    ({"wide": True, "direct": True, "ahead": True}, "wide=True with ahead=True, direct=True; allowed is direct=True."),
+    ({"wide": True, "direct": True},
+     "wide=True with ahead=False, direct=True, ordered=False; allowed is none of them."),
+    ({"wide": True, "ahead": True}, "wide=True with ahead=True, direct=False, ordered=False; allowed is none of them."),
+    ({"wide": True, "ordered": True},
+     "wide=True with ahead=False, direct=False, ordered=True; allowed is none of them."),
 ])
 def test_illegal_steps_of_the_hopper_backward_cannot_be_constructed(settings, message):
     with pytest.raises(InvalidInput, match=message):
@@ -414,10 +417,19 @@ def test_the_hopper_backward_adds_to_dq_in_order_where_that_is_asked_for_alone(d
     (192, 192, True), (256, 256, True),
 ])
 def test_two_warpgroups_share_the_keys_of_wide_heads_whose_sums_fit_no_registers(d, dv, shared):
-    problem = problem_of(d, dv)
-    config = hopper_backward_config(problem)
-    assert (config.direct, config.wide) == (True, shared)
-    assert config.shared_bytes(problem) <= DeviceSpec.of_arch("sm_90").shared_memory
+    """And where the bits must be the same on every run, whatever fits: dQ has a kernel of its own then."""
+    for deterministic in (False, True):
+        problem = replace(problem_of(d, dv), deterministic=deterministic)
+        config = hopper_backward_config(problem)
+        assert (config.direct, config.wide) == ((False, True) if shared or deterministic else (True, False))
+        assert config.shared_bytes(problem) <= DeviceSpec.of_arch("sm_90").shared_memory
+
+
+def test_of_the_two_kernels_of_wide_heads_the_one_that_takes_more_shared_memory_counts():
+    """Beside keys q and dout are there twice, dS and P once; beside queries 128 rows of them, k twice and v once."""
+    wide = HopperBackwardConfig(wide=True)
+    assert wide.shared_bytes(problem_of(256, 256)) == 64 * 2 * (4 + 3) * 256 + 1024
+    assert wide.shared_bytes(problem_of(192, 192)) == 64 * 2 * 6 * 192 + 64 * 64 * (4 + 2) + 2 * 8 * 64 + 1024
 
 
 def test_staged_dq_takes_shared_memory_for_one_step_and_in_order_for_two():

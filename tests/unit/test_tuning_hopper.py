@@ -81,7 +81,7 @@ def test_registers_bound_keys_and_warpgroups():
         tiles = propose_hopper("hopper_backward", problem_of(d, dv, kernel="hopper_backward"), DEVICE).tiles
         assert {config.wide for config in tiles} == wide
         assert tiles[0].wide is (wide == {True})
-        assert max(d, dv) <= 128 or all(config.direct for config in tiles)
+        assert max(d, dv) <= 128 or all(config.direct is not config.wide for config in tiles)
 
 
 @pytest.mark.parametrize("ways", [{"direct": True, "ahead": True}, {}, {"ordered": True}], ids=str)
@@ -152,7 +152,7 @@ def test_the_backend_asks_the_table(rows, monkeypatch):
     asked = []
     monkeypatch.setattr(gluon, "device_spec", lambda device: DEVICE)
     monkeypatch.setattr(gluon, "HopperForward", lambda problem, config, *others: asked.append(config))
-    monkeypatch.setattr(gluon, "HopperBackward", lambda problem, config, *others: asked.append(config))
+    monkeypatch.setattr(gluon, "backward_launch", lambda problem, config, *others: asked.append(config))
     monkeypatch.setattr(gluon, "pack_of", lambda problem, config, multiprocessors: 1)
     monkeypatch.setattr("tilewise.kernels.triton.backward.delta_launch", lambda *given: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: type("GPU", (), {

@@ -13,6 +13,7 @@ from tilewise.backends.hopper import CHECKED, triton_version
 from tilewise.backends.memory import Allocate, Form, allocator, forms_of_gradients, forms_of_results
 from tilewise.kernels.gluon.launch import HopperForward, pack_of
 from tilewise.kernels.gluon.launch_backward import HopperBackward
+from tilewise.kernels.gluon.launch_backward_wide import HopperBackwardApart, backward_launch
 from tilewise.kernels.triton.launch import Launch, Modifiers, modifiers_of
 from tilewise.kernels.triton.sums import OperandSums
 from tilewise.packages import version_text
@@ -126,7 +127,7 @@ class _BackwardPlan:
     allocate: Allocate
     forms: tuple[Form, Form, Form, Form]
     delta: Launch
-    launch: HopperBackward
+    launch: HopperBackward | HopperBackwardApart
     fixed: Modifiers | None
 
     def differentiate(self, tensors: tuple[Any, ...], modifiers: Modifiers | None,
@@ -163,7 +164,7 @@ def _backward_plan(problem: AttentionProblem, incoming: tuple[Sizes, Sizes, Size
     config = backward_config(problem, device_spec(problem.device))
     forms = *forms_of_gradients(problem, strides), forms_of_results(problem)[1]
     return _BackwardPlan(allocator(problem.device), forms, delta_launch(problem, delta_config(problem), *incoming),
-                         HopperBackward(problem, config, strides[0]),
+                         backward_launch(problem, config, strides[0]),
                          None if problem.scores.sinks or problem.sequences.are_data
                          else modifiers_of(problem, NO_OPERANDS))
 
@@ -195,7 +196,7 @@ def _wrong_dtype_or_dims(problem: AttentionProblem) -> str | None:
     if max(problem.d, problem.dv) > WIDEST:
         return f"takes head dims up to {WIDEST}, got {problem.d} and {problem.dv}"
     if problem.direction == "backward" and max(problem.d, problem.dv) > WIDEST_OF_ALL:
-        wanted = {"deterministic=True": problem.deterministic, "lengths that are data": problem.sequences.are_data,
+        wanted = {"lengths that are data": problem.sequences.are_data,
                   "softcap": problem.scores.softcap is not None, "dropout": problem.scores.dropout_p > 0.0}
         if any(wanted.values()):
             return (f"takes, in its backward pass, head dims up to {WIDEST_OF_ALL} with "

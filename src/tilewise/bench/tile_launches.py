@@ -40,19 +40,21 @@ class HopperLaunch:
     """A Gluon kernel bound to a problem and a tile, as :func:`tile_launch` gives Triton's; the backward one with dq's.
 
     Attributes:
-        kernel, grid, scalars, options: what Triton compiles, as of a Triton kernel's launch.
+        kernel, grid, scalars, options: what Triton compiles, as of a Triton kernel's launch. That of dq is compiled
+            when it first runs; most tiles share it.
     """
 
     def __init__(self, kernel: str, problem: AttentionProblem, config: Any) -> None:
         from tilewise.kernels.gluon.launch import OPTIONS, HopperForward
-        from tilewise.kernels.gluon.launch_backward import HopperBackward
+        from tilewise.kernels.gluon.launch_backward_wide import HopperBackwardApart, backward_launch
 
         self._is_forward = kernel == "hopper_forward"
         if self._is_forward:
             self._launch: Any = HopperForward(problem, config, _multiprocessors(problem.device))
         else:
-            self._launch = HopperBackward(problem, config, problem.q_strides)
-        self.kernel, self.grid, self.scalars = self._launch.kernel, self._launch.grid, self._launch.scalars
+            self._launch = backward_launch(problem, config, problem.q_strides)
+        self._compiled: Any = self._launch.dkdv if isinstance(self._launch, HopperBackwardApart) else self._launch
+        self.kernel, self.grid, self.scalars = self._compiled.kernel, self._compiled.grid, self._compiled.scalars
         self.options = OPTIONS
 
     def __call__(self, *tensors: torch.Tensor) -> None:
@@ -64,10 +66,10 @@ class HopperLaunch:
         make = tensors[0].new_empty
         if self._is_forward:
             return tuple(self._launch.arguments((*tensors, None), make(1, dtype=torch.int32)))
-        dq, *others = tensors[6:]
-        del dq  # its sums are in its place
-        return tuple(self._launch.arguments((*tensors[:6], *others),
-                                            make(self._launch.sums_shape, dtype=torch.float32)))
+        taken = (*tensors[:6], *tensors[7:])  # without dq
+        if self._compiled is not self._launch:
+            return tuple(self._compiled.arguments(taken))
+        return tuple(self._launch.arguments(taken, make(self._launch.sums_shape, dtype=torch.float32)))
 
 
 def _multiprocessors(device: torch.device) -> int:

@@ -207,7 +207,8 @@ class HopperBackwardConfig:
         direct: whether dQ goes to its sums from registers, else through shared memory.
         ordered: whether warps of their own take it from there, of two steps at a time, and add it in a fixed order;
             every bit is then the same on every run.
-        wide: whether two warpgroups share 64 keys, each with half the columns of dK, dV and dQ; added from registers.
+        wide: whether two warpgroups share 64 keys, each with half the columns of dK and dV, and dQ has a kernel of its
+            own, where 64 queries a warpgroup stay; nothing is added in memory, and every bit the same on every run.
     """
 
     stages: int = 2
@@ -223,8 +224,9 @@ class HopperBackwardConfig:
                 raise InvalidInput(f"{name}={getattr(self, name)}; allowed are {', '.join(map(str, allowed))}.")
         if self.ordered and self.direct:
             raise InvalidInput("ordered=True with direct=True; dQ is added from registers or in order, not both.")
-        if self.wide and (self.ahead or not self.direct):
-            raise InvalidInput(f"wide=True with ahead={self.ahead}, direct={self.direct}; allowed is direct=True.")
+        if self.wide and (self.ahead or self.direct or self.ordered):
+            raise InvalidInput(f"wide=True with ahead={self.ahead}, direct={self.direct}, ordered={self.ordered}; "
+                               "allowed is none of them.")
 
     @property
     def keys(self) -> int:
@@ -249,13 +251,15 @@ class HopperBackwardConfig:
     def shared_bytes(self, problem: AttentionProblem) -> int:
         """Shared memory: k, v, q, dout, lse and delta, dQ of 0 to 2 steps; barriers take under a KiB.
 
-        And dS twice, or, where two warpgroups share keys, once, with the probabilities in float32.
+        And dS twice, or, where two warpgroups share keys, once, with the probabilities in float32. The kernel that
+        makes dQ apart takes 128 rows of q and dout, two tiles of k and one of v.
         """
         (d, dv), size = map(sum, self.columns(problem)), problem.dtype.itemsize
         operands = size * 64 * (d * (self.keys // 64 + self.stages) + dv * (self.keys // 64 + self.out_stages))
         scores, rows = 64 * 64 * (4 + size if self.wide else 4 * size), 8 * self.stages * 64
-        steps = 0 if self.direct else 2 if self.ordered else 1
-        return operands + scores + rows + steps * 4 * d * 64 + 1024
+        steps = 0 if self.direct or self.wide else 2 if self.ordered else 1
+        beside_queries = size * 64 * (4 * d + 3 * dv) if self.wide else 0
+        return max(operands + scores + rows + steps * 4 * d * 64, beside_queries) + 1024
 
 
 @dataclass(frozen=True, slots=True)

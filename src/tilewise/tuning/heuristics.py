@@ -181,7 +181,8 @@ def hopper_backward_config(problem: AttentionProblem) -> HopperBackwardConfig:
     warpgroup has keys of its own (at 192 and 128 1.2 to 1.4 times as fast as sharing them), else two share them.
     """
     if max(problem.d, problem.dv) > 128:
-        return HopperBackwardConfig(direct=True, wide=not sums_fit(problem))
+        own_keys = sums_fit(problem) and not problem.deterministic
+        return HopperBackwardConfig(direct=own_keys, wide=not own_keys)
     narrow = max(problem.d, problem.dv) <= 64
     if problem.deterministic:
         return HopperBackwardConfig(ahead=narrow, ordered=True)

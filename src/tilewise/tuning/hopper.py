@@ -80,17 +80,17 @@ def _forward_configs(problem: AttentionProblem, device: DeviceSpec) -> list[Hopp
 
 
 def _backward_configs(problem: AttentionProblem, device: DeviceSpec) -> list[HopperBackwardConfig]:
-    """Steps in each way that the kernel of these head dims has; all of them add dQ in no fixed order.
+    """Steps in each way that the kernels of these head dims have; where dQ is added, in no fixed order.
 
     Left out at a width of 128 are one tile of dout, or the next scores with four of q: of these ptxas (of Triton 3.6)
     makes products whose descriptors are not the same on every path, which the compile tests forbid; and the next
     scores with two, which were timed and gained nothing. Where q and k come in pieces, one tile of dout was slower.
     """
     width = max(problem.d, problem.dv)
-    aheads, directs = (False, True) if width <= 64 else (False,), (True,) if width > 128 else (False, True)
-    rings = ((2, 2), (2, 1)) if width > 128 else ((2, 2), (4, 2), (4, 4))
-    configs = [HopperBackwardConfig(*ring, ahead, direct, wide=width > 128)
-               for ring, ahead, direct in product(rings, aheads, directs)]
-    if width > 128 and sums_fit(problem):
-        configs.append(HopperBackwardConfig(direct=True))
+    if width > 128:
+        configs = [HopperBackwardConfig(2, out_stages, wide=True) for out_stages in (2, 1)]
+        configs += [HopperBackwardConfig(direct=True)] if sums_fit(problem) else []
+    else:
+        ways = product(((2, 2), (4, 2), (4, 4)), (False, True) if width <= 64 else (False,), (False, True))
+        configs = [HopperBackwardConfig(*ring, ahead, direct) for ring, ahead, direct in ways]
     return [config for config in configs if config.shared_bytes(problem) <= device.shared_memory]

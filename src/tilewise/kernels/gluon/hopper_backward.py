@@ -76,12 +76,15 @@ def fetch_rows(lse_ptr, delta_ptr, line, offsets, seeing):
 
 
 @gluon.jit
-def put_rows(rows, slot, lse, delta):
-    """Producer: put lse and delta into a slot.
+def in_base_2(lse):
+    """Turn lse to base 2, and to +inf where there is no query or it sees nothing: the probabilities are 0 there."""
+    return gl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
 
-    lse is turned to base 2, and to +inf where there is no query or it sees nothing: the probabilities are 0 there.
-    """
-    rows.index(2 * slot).store(gl.where(lse == float("-inf"), float("inf"), lse * LOG2E))
+
+@gluon.jit
+def put_rows(rows, slot, lse, delta):
+    """Producer: put lse and delta into a slot."""
+    rows.index(2 * slot).store(in_base_2(lse))
     rows.index(2 * slot + 1).store(delta)
 
 

@@ -78,7 +78,7 @@ class HopperForward:
         total = tiles * heads * problem.b
         self.grid = (min(total, multiprocessors),)
         self.scalars = (
-            tiles, heads, problem.b, _section(problem) * heads // problem.hq, problem.sq, len(self.keys),
+            tiles, heads, problem.b, section_of(problem) * heads // problem.hq, problem.sq, len(self.keys),
             lower or 0, upper or 0, problem.group, count, *scaling_of(problem),
             Shape(pack, *pieces, *config.out_buffers(problem), config.keys, config.consumers, config.stages,
                   config.query_stages, config.ping_pong, lower is not None, upper is not None,
@@ -192,7 +192,7 @@ def _held(problem: AttentionProblem, config: HopperShape, lower: int | None, pac
     return _HELD.get((config.pieces(problem), config.keys, config.consumers), 0)
 
 
-def _section(problem: AttentionProblem) -> int:
+def section_of(problem: AttentionProblem) -> int:
     """Heads of q whose keys and values are worked on together."""
     bytes_of_head = len(problem.seen_keys) * (problem.d + problem.dv) * problem.dtype.itemsize
     return max(1, _SECTION_BYTES // bytes_of_head) * problem.group

@@ -46,7 +46,7 @@ class HopperBackwardShape(Protocol):
 
     @property
     def wide(self) -> bool:
-        """Whether two warpgroups share the keys, and tiles hold the columns that each of them sums."""
+        """Whether dQ is made apart; two warpgroups share the keys, and tiles hold the columns that each sums."""
 
     @property
     def keys(self) -> int:
@@ -87,7 +87,7 @@ class HopperBackward:
         lower, upper = (0 if bound is None else bound + self.queries.start for bound in bounds_of(problem)[:2])
         self.grid = (tiles * lines,)
         self.scalars = (
-            tiles, problem.hk, problem.b, _section(problem, width, _LEAST_ORDERED if config.ordered else 1), sq,
+            tiles, problem.hk, problem.b, query_section(problem, width, 4, _LEAST_ORDERED if config.ordered else 1), sq,
             len(self.keys), lower, upper, problem.group,
             *scales)
         # Of q, k, v, dout, dk and dv a form a piece, None for a second piece like the first.
@@ -154,12 +154,7 @@ class HopperBackward:
 
     def _read(self, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """Leave out the rows that are not read."""
-        if self.reads_all:
-            return tensors
-        q, k, v, dout, lse, delta, dq, dk, dv = tensors
-        q, dout, lse, delta, dq = (_rows(tensor, self.queries) for tensor in (q, dout, lse, delta, dq))
-        k, v, dk, dv = (_rows(tensor, self.keys) for tensor in (k, v, dk, dv))
-        return q, k, v, dout, lse.contiguous(), delta.contiguous(), dq, dk, dv
+        return tensors if self.reads_all else rows_of(tensors, self.queries, self.keys)
 
 
 def _kernel_of(problem: AttentionProblem, config: HopperBackwardShape) -> tuple[Any, tuple[Any, ...]]:
@@ -169,12 +164,11 @@ def _kernel_of(problem: AttentionProblem, config: HopperBackwardShape) -> tuple[
     scale_log2, squash = scaling_of(problem)
     columns = config.columns(problem)
     if len(columns[0]) > 1:
-        from tilewise.kernels.gluon import hopper_backward_wide as wide
         from tilewise.kernels.gluon.hopper_backward_pieces import hopper_backward_pieces_kernel
+        from tilewise.kernels.gluon.hopper_backward_wide import Shape as ShapeInPieces
 
-        return wide.hopper_backward_wide_kernel if config.wide else hopper_backward_pieces_kernel, (
-            problem.scale, scale_log2, wide.Shape(*columns, config.keys // 64, config.stages, config.out_stages,
-                                                  *bounded))
+        return hopper_backward_pieces_kernel, (problem.scale, scale_log2, ShapeInPieces(
+            *columns, config.keys // 64, config.stages, config.out_stages, *bounded))
     from tilewise.kernels.gluon.hopper_backward import Shape, hopper_backward_kernel
 
     return hopper_backward_kernel, (_gradient_scale(problem), scale_log2, squash, count, *_draws_of(problem), Shape(
@@ -198,16 +192,20 @@ def _draws_of(problem: AttentionProblem) -> tuple[int | float | None, ...]:
             problem.seen_keys.start)
 
 
-def _rows(tensor: torch.Tensor, rows: Span) -> torch.Tensor:
-    return tensor[:, :, rows.start:rows.stop]
+def rows_of(tensors: tuple[torch.Tensor, ...], queries: Span, keys: Span) -> tuple[torch.Tensor, ...]:
+    """Return (q, k, v, dout, lse, delta, dq, dk, dv) of some queries and keys."""
+    q, k, v, dout, lse, delta, dq, dk, dv = tensors
+    q, dout, lse, delta, dq = (tensor[:, :, queries.start:queries.stop] for tensor in (q, dout, lse, delta, dq))
+    k, v, dk, dv = (tensor[:, :, keys.start:keys.stop] for tensor in (k, v, dk, dv))
+    return q, k, v, dout, lse.contiguous(), delta.contiguous(), dq, dk, dv
 
 
-def _section(problem: AttentionProblem, width: int, least: int) -> int:
+def query_section(problem: AttentionProblem, width: int, sum_bytes: int, least: int = 1) -> int:
     """Heads of k whose query heads' q, dout and sums for dq are worked on together; those of a group come in turn.
 
     A power of two: sections alike end together. (By simulation of 132 multiprocessors, causal, 32/8 heads, 4096 tokens,
     batch 2: one head a section keeps them 0.79 of the time busy, 6 heads 0.94, 4 or 8 heads 1.00.)
     """
-    bytes_of_head = problem.sq * (2 * problem.dtype.itemsize + 4) * width
+    bytes_of_head = problem.sq * (2 * problem.dtype.itemsize + sum_bytes) * width
     fitting = max(1, _SECTION_BYTES // bytes_of_head)
     return max(least, 1 << fitting.bit_length() - 1)

@@ -1,0 +1,170 @@
+"""dQ on Hopper at wide heads, in a kernel of its own: a tile of queries stays, the keys it sees stream past.
+
+Each of two warpgroups has 64 queries and all columns of their dQ in registers, 128 a thread at 256 columns. Scores have
+queries as rows here, so that dS is a left operand of dQ += dS·K from registers, and neither warpgroup tells the other
+anything (maths.md, eq. 10): one's exponentials run beside the other's products. One warp loads. K of a step stays until
+its dQ is done, V until its dP is.
+
+Q, dO, K and V come in two tiles each, as in hopper_backward_wide.py.
+"""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from tilewise.kernels.gluon.compat import tma_store_wait
+from tilewise.kernels.gluon.hopper_backward import fetch_rows, in_base_2, write
+from tilewise.kernels.gluon.hopper_backward_wide import PAIRS, columns_of, issue_pairs, load_pieces, pair_of
+from tilewise.kernels.gluon.pipeline import leave, make_barriers, opaque, slots_for, wait_empty, wait_full
+from tilewise.kernels.gluon.softmax import hide
+from tilewise.kernels.gluon.tiles import hides_first_step, keys_at, masked_of, steps_of, tile_at
+
+K_STAGES: gl.constexpr = gl.constexpr(2)  # tiles of K in flight; of V one, two gained nothing where there is room
+
+
+class Shape(NamedTuple):
+    """What is fixed when the kernel is compiled.
+
+    COLUMNS, COLUMNS_V: of q and k, and of v, in both pieces. What tiles.py, softmax.py and write() ask for follows what
+    there is of the mask.
+    """
+
+    COLUMNS: tuple[int, int]
+    COLUMNS_V: tuple[int, int]
+    LOWER: bool
+    UPPER: bool
+    KEYS: int = 64
+    CONSUMERS: int = 2
+    PACK: int = 1
+    PACKED: bool = False
+
+
+@gluon.jit
+def load_step(descs, ring, step, spans, head, batch, STAGES: gl.constexpr, C: gl.constexpr):
+    """Producer: load K or V of a step."""
+    tiles, full, empty = ring
+    wait_empty(empty, step, STAGES)
+    slot = step % STAGES
+    load_pieces(descs, tiles, slot, (batch, head, keys_at(step, spans, C)), full.index(slot))
+
+
+@gluon.jit
+def load(loaded, C: gl.constexpr):
+    """Producer, one warp: the queries and their dO once, then the keys and values that they see."""
+    sources, queries, keys, values, tile, band, group = loaded
+    q_descs, k_descs, v_descs, dout_descs = sources
+    q_tiles, dout_tiles, full = queries
+    first, head, batch = tile
+    head_k = head // group
+    spans = steps_of(first, band, C)
+    load_pieces(q_descs, q_tiles, 0, (batch, head, first), full.index(0))
+    load_step(k_descs, keys, 0, spans, head_k, batch, K_STAGES, C)
+    load_pieces(q_descs, q_tiles, 1, (batch, head, first + 64), full.index(1))
+    load_pieces(dout_descs, dout_tiles, 0, (batch, head, first), full.index(2))
+    load_step(v_descs, values, 0, spans, head_k, batch, 1, C)
+    load_pieces(dout_descs, dout_tiles, 1, (batch, head, first + 64), full.index(3))
+    for step in range(1, spans[3]):
+        load_step(k_descs, keys, step, spans, head_k, batch, K_STAGES, C)
+        load_step(v_descs, values, step, spans, head_k, batch, 1, C)
+
+
+@gluon.jit
+def sum_steps(begin, end, low, high, memory, row, rows, spans, band, scale_log2, OWN: gl.constexpr,
+              MASKED: gl.constexpr, C: gl.constexpr):
+    """Steps ``begin`` to ``end``: add to both pieces of dQ of the queries from ``row`` on."""
+    queries, keys, values = memory
+    q_tiles, dout_tiles, _full = queries
+    k_tiles, k_full, k_empty = keys
+    v_tiles, v_full, v_empty = values
+    lse, delta = rows
+    for step in range(begin, end):
+        own = opaque(step * 0) + OWN  # where tiles lie is found anew in each step: registers do not hold it
+        slot = step % K_STAGES
+        wait_full(k_full, step, K_STAGES)
+        scores_pending = issue_pairs(q_tiles, k_tiles, slot, own)
+        wait_full(v_full, step, 1)
+        dprobs_pending = issue_pairs(dout_tiles, v_tiles, 0, own)
+        scores = warpgroup_mma_wait(len(v_tiles), deps=(scores_pending,))
+        if MASKED:
+            scores = hide(scores, row, keys_at(step, spans, C), band, C)
+        probs = gl.exp2(scores * scale_log2 - lse[:, None])
+        dprobs = warpgroup_mma_wait(0, deps=(dprobs_pending,))
+        leave(v_empty, step, 1)
+        dscores = (probs * (dprobs - delta[:, None])).to(k_tiles[0].dtype)
+        left = gl.convert_layout(dscores, gl.DotOperandLayout(0, low.type.layout, 2))
+        low_pending = warpgroup_mma(left, columns_of(k_tiles, slot, 0), low, is_async=True)
+        left = gl.convert_layout(dscores, gl.DotOperandLayout(0, high.type.layout, 2))
+        high_pending = warpgroup_mma(left, columns_of(k_tiles, slot, 1), high, is_async=True)
+        low, high = warpgroup_mma_wait(0, deps=(low_pending, high_pending))
+        leave(k_empty, step, K_STAGES)
+    return low, high
+
+
+@gluon.jit
+def gather(gathered, OWN: gl.constexpr, C: gl.constexpr):
+    """Consumer, one warpgroup: dQ of 64 queries."""
+    dq_descs, sources, memory, tile, band, heads, scales = gathered
+    lse_ptr, delta_ptr = sources
+    scale, scale_log2 = scales
+    queries, keys, values = memory
+    q_tiles, _dout_tiles, full = queries
+    _k_tiles, k_full, k_empty = keys
+    _v_tiles, v_full, v_empty = values
+    first, head, batch = tile
+    row = first + OWN * 64
+    offsets = row + gl.arange(0, 64, layout=gl.SliceLayout(1, PAIRS))
+    line = (batch * heads + head).to(gl.int64) * band[0]
+    lse, delta = fetch_rows(lse_ptr, delta_ptr, line, offsets, offsets < band[0])
+    rows = (in_base_2(lse), delta)
+    FIRST: gl.constexpr = C.COLUMNS[0]
+    low = gl.full([64, C.COLUMNS[0]], 0.0, gl.float32,
+                  layout=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.COLUMNS[0], 16]))
+    high = gl.full([64, C.COLUMNS[1]], 0.0, gl.float32,
+                   layout=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.COLUMNS[1], 16]))
+    spans = steps_of(first, band, C)
+    masked = masked_of(row, spans, band, C)
+    begin = first * 0
+    if C.UPPER:
+        if hides_first_step(keys_at(0, spans, C), spans[3], row, band[3], C):
+            wait_full(k_full, 0, K_STAGES)
+            leave(k_empty, 0, K_STAGES)
+            wait_full(v_full, 0, 1)
+            leave(v_empty, 0, 1)
+            begin += 1
+    mbarrier.wait(full.index(OWN), 0)
+    mbarrier.wait(full.index(2 + OWN), 0)
+    low, high = sum_steps(begin, masked, low, high, memory, row, rows, spans, band, scale_log2, OWN, True, C)
+    low, high = sum_steps(gl.maximum(begin, masked), spans[3], low, high, memory, row, rows, spans, band, scale_log2,
+                          OWN, False, C)
+    write(dq_descs[0], None, q_tiles[0].index(OWN), low * scale, (batch, head, row, 0), 64, C)
+    write(dq_descs[1], None, q_tiles[1].index(OWN), high * scale, (batch, head, row, FIRST), 64, C)
+    tma_store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["tiles", "heads", "batches", "section", "sq", "sk", "lower", "upper", "group"])
+def hopper_dq_wide_kernel(q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, dout_desc, dout_rest, lse_ptr, delta_ptr,
+                          dq_desc, dq_rest, tiles, heads, batches, section, sq, sk, lower, upper, group, scale,
+                          scale_log2, C: gl.constexpr):
+    """Compute dq. Grid: (tiles of 128 queries · heads · batches,). Descriptors as of hopper_backward_wide_kernel."""
+    q_descs, k_descs = pair_of(q_desc, q_rest), pair_of(k_desc, k_rest)
+    v_descs, dout_descs = pair_of(v_desc, v_rest), pair_of(dout_desc, dout_rest)
+    queries = (slots_for(q_descs, 2), slots_for(dout_descs, 2), make_barriers(4, 1))
+    keys = (slots_for(k_descs, K_STAGES), make_barriers(K_STAGES, 1), make_barriers(K_STAGES, 2))
+    values = (slots_for(v_descs, 1), make_barriers(1, 1), make_barriers(1, 2))
+    fence_async_shared()
+    band = (sq, sk, lower, upper)
+    tile = tile_at(gl.program_id(0), (tiles, heads, batches, section), C)
+    ZERO: gl.constexpr = 0
+    ONE: gl.constexpr = 1
+    gathered = (pair_of(dq_desc, dq_rest), (lse_ptr, delta_ptr), (queries, keys, values), tile, band, heads,
+                (scale, scale_log2))
+    loaded = ((q_descs, k_descs, v_descs, dout_descs), queries, keys, values, tile, band, group)
+    gl.warp_specialize([(gather, (gathered, ZERO, C)), (gather, (gathered, ONE, C)), (load, (loaded, C))], [4, 1],
+                       [240, 24])

@@ -1,0 +1,90 @@
+"""Launching the Hopper backward kernels of wide heads: one for dK and dV and one for dQ, each owns what it sums."""
+
+import operator
+from typing import Any
+
+import torch
+
+from tilewise.kernels.gluon.enqueue import Enqueue
+from tilewise.kernels.gluon.launch import OPTIONS, bounds_of, scaling_of, section_of
+from tilewise.kernels.gluon.launch_backward import HopperBackward, HopperBackwardShape, query_section, rows_of
+from tilewise.problem import AttentionProblem, Sizes, legal_strides
+
+
+def backward_launch(problem: AttentionProblem, config: HopperBackwardShape,
+                    dq_strides: Sizes) -> "HopperBackward | HopperBackwardApart":
+    """Bind the backward kernels that a config is for to a problem."""
+    return HopperBackwardApart(problem, config) if config.wide else HopperBackward(problem, config, dq_strides)
+
+
+class HopperPart:
+    """One of the kernels, of q, k, v, dout, lse, delta and some gradients.
+
+    Attributes:
+        kernel, grid, scalars: what Triton compiles.
+    """
+
+    def __init__(self, kernel: Any, grid: int, scalars: tuple[Any, ...], forms: list[list[Any]]) -> None:
+        self.kernel, self.grid, self.scalars, self.forms = kernel, (grid,), scalars, forms
+        self.enqueue = Enqueue(kernel, self.grid, scalars, OPTIONS)
+        self.places = operator.itemgetter(*[i if form else len(forms) for i, own in enumerate(forms)
+                                            for form in own or [True]])
+
+    def __call__(self, *tensors: torch.Tensor) -> None:
+        """Enqueue it on the current stream of the current device."""
+        self.enqueue(self.places((*[tensor.data_ptr() for tensor in tensors], None)), lambda: self.arguments(tensors),
+                     alike=True)
+
+    def arguments(self, tensors: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
+        """Return a descriptor of each piece of a tensor; lse and delta as they are."""
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+        return tuple(form and TensorDescriptor(tensor, list(tensor.shape), legal_strides(tensor), *form) if own
+                     else tensor for tensor, own in zip(tensors, self.forms, strict=True) for form in own or [None])
+
+
+class HopperBackwardApart:
+    """The kernels bound to a problem; call it as HopperBackward, with neither lengths that are data nor a seed.
+
+    Attributes:
+        dkdv, dq: the kernels.
+    """
+
+    def __init__(self, problem: AttentionProblem, config: HopperBackwardShape) -> None:
+        from triton.experimental.gluon import language as gl
+
+        from tilewise.kernels.gluon import hopper_backward_wide as dkdv
+        from tilewise.kernels.gluon import hopper_dq_wide as dq
+
+        self.queries, self.keys = problem.seeing_queries, problem.seen_keys
+        self.reads_all = len(self.queries) == problem.sq and len(self.keys) == problem.sk
+        dtype = gl.bfloat16 if problem.dtype is torch.bfloat16 else gl.float16
+        columns = config.columns(problem)
+        forms = [[None if i and sizes[0] == sizes[1] else
+                  ([1, 1, 64, size], gl.NVMMASharedLayout.get_default_for([1, 1, 64, size], dtype))
+                  for i, size in enumerate(sizes)] for sizes in columns]
+        of_q, of_v = forms
+        sources = [of_q, of_q, of_v, of_v, [], []]
+        bounds = bounds_of(problem)[:2]
+        bounded = [bound is not None for bound in bounds]
+        lower, upper = (0 if bound is None else bound + self.queries.start for bound in bounds)
+        sq, sk = len(self.queries), len(self.keys)
+        rest = (sq, sk, lower, upper, problem.group, problem.scale, scaling_of(problem)[0])
+        tiles, tiles_q = -(-sk // 64), -(-sq // 128)
+        self.dkdv = HopperPart(
+            dkdv.hopper_backward_wide_kernel, tiles * problem.b * problem.hk,
+            (tiles, problem.hk, problem.b, query_section(problem, sum(columns[0]), 0), *rest,
+             dkdv.Shape(*columns, 1, config.stages, config.out_stages, *bounded)), [*sources, of_q, of_v])
+        self.dq = HopperPart(
+            dq.hopper_dq_wide_kernel, tiles_q * problem.b * problem.hq,
+            (tiles_q, problem.hq, problem.b, section_of(problem), *rest,
+             dq.Shape(*columns, *bounded)), [*sources, of_q])
+
+    def __call__(self, *tensors: Any) -> None:
+        """Enqueue the kernels on the current stream of the current device."""
+        q, k, v, dout, lse, delta, dq, dk, dv = self._read(tensors[:9])
+        self.dkdv(q, k, v, dout, lse, delta, dk, dv)
+        self.dq(q, k, v, dout, lse, delta, dq)
+
+    def _read(self, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return tensors if self.reads_all else rows_of(tensors, self.queries, self.keys)
