@@ -104,6 +104,16 @@ def test_keys_that_no_query_sees_may_hold_anything_beside_keys_that_are_seen():
     assert (got["dk"][:, :, 20:] == 0).all()
 
 
+def test_values_of_the_half_of_a_step_that_no_query_of_a_warp_sees_are_not_multiplied():
+    q, k, v = (random(1, 1, 128 + i, 128)[:, :, :128] for i in range(3))
+    v[:, :, 64:] = float("nan")
+    problem = AttentionProblem.from_tensors(q, k, v, mask=causal())
+    out, lse, _ = cuda_ieee.backend.forward(problem, q, k, v)
+    assert out[:, :, :64].isfinite().all()
+    assert lse.isfinite().all()
+    assert out[:, :, 64:].isnan().all()
+
+
 def results(backend, q, k, v, dout, mask=None):
     problem = AttentionProblem.from_tensors(q, k, v, mask=mask or Mask())
     out, lse, _ = backend.forward(problem, q, k, v)

@@ -774,21 +774,31 @@ struct Product {
     }
   }
 
-  // sums += a^T b over ``depth`` rows of a and b, a multiple of 8: the warp's columns of a begin at ``a``, COLUMNS of b
-  // at ``b``. SWAPPED: the columns of a have changed places with their neighbours.
-  template <int COLUMNS, int A_STRIDE, int B_STRIDE, bool SWAPPED>
-  static TW_DEVICE void columns_by_columns(float (&sums)[ROWS][COLUMNS], const float* a, const float* b, int depth) {
+  // The first COLUMNS of sums += a^T b over ``depth`` rows of a and b, a multiple of 8: the warp's columns of a begin at
+  // ``a``. SWAPPED: the columns of a have changed places with their neighbours. Loads are a row ahead of products: two
+  // warps to a scheduler do not hide what a load takes.
+  template <int COLUMNS, int A_STRIDE, int B_STRIDE, bool SWAPPED, int ALL>
+  static TW_DEVICE void columns_by_columns(float (&sums)[ROWS][ALL], const float* a, const float* b, int depth) {
     const float* a_lane = a + row_of(0);
     const float* b_lane = b + quad_of(0);
-#pragma unroll 8
-    for (int n = 0; n < depth; n++, a_lane += A_STRIDE, b_lane += B_STRIDE) {
-      float x[ROWS], y[COLUMNS];
-      load_quads(x, a_lane, 128 / LANES);
-      load_quads(y, b_lane, 4 * LANES);
+    float x[2][ROWS], y[2][COLUMNS];
+    load_quads(x[0], a_lane, 128 / LANES);
+    load_quads(y[0], b_lane, 4 * LANES);
+#pragma unroll 1
+    for (int n = 0; n < depth; n += 8) {
 #pragma unroll
-      for (int c = 0; c < COLUMNS; c++)
+      for (int i = 0; i < 8; i++) {
+        a_lane += A_STRIDE;
+        b_lane += B_STRIDE;
+        if (i < 7 || n + 8 < depth) {
+          load_quads(x[(i + 1) % 2], a_lane, 128 / LANES);
+          load_quads(y[(i + 1) % 2], b_lane, 4 * LANES);
+        }
 #pragma unroll
-        for (int r = 0; r < ROWS; r++) sums[r][c] += x[SWAPPED ? r ^ 1 : r] * y[c];
+        for (int c = 0; c < COLUMNS; c++)
+#pragma unroll
+          for (int r = 0; r < ROWS; r++) sums[r][c] += x[i % 2][SWAPPED ? r ^ 1 : r] * y[i % 2][c];
+      }
     }
   }
 
@@ -1119,6 +1129,10 @@ TW_KERNEL attention_forward_kernel(const Call call) {
     for (int r = 0; r < ROWS; r++)
 #pragma unroll
       for (int c = 0; c < N / LANES; c++) scores[r][c] = 0.0f;
+    // Where a warp sees none of the second half of the keys, as on a diagonal, it leaves their scores out, and below
+    // chunks of V.
+    constexpr int HALF = N % (8 * LANES) ? N / LANES : N / LANES / 2;
+    const bool sees_half = at.last_key(own_stop) <= n + HALF * LANES;
 #pragma unroll 1
     for (int dim = 0; dim < TW_D; dim += TW_CHUNK) {
       change();
@@ -1126,9 +1140,12 @@ TW_KERNEL attention_forward_kernel(const Call call) {
         load_transposed<N, TW_CHUNK, STRIDE_K>(next, call.k, k_head, n, from, to, dim + TW_CHUNK, call.width);
       else
         load_tile<TW_CHUNK, TW_DV, STRIDE_V>(next, call.v, v_head, n, from, to, call.width_v);
-      if (any)
-        Product::columns_by_columns<N / LANES, STRIDE_Q, STRIDE_K, false>(
-            scores, q + dim * STRIDE_Q + warp_index() * Product::OWN, chunk, least(TW_CHUNK, TW_D - dim));
+      const float* own_q = q + dim * STRIDE_Q + warp_index() * Product::OWN;
+      int dims = least(TW_CHUNK, TW_D - dim);
+      if (any && sees_half)
+        Product::columns_by_columns<HALF, STRIDE_Q, STRIDE_K, false>(scores, own_q, chunk, dims);
+      else if (any)
+        Product::columns_by_columns<N / LANES, STRIDE_Q, STRIDE_K, false>(scores, own_q, chunk, dims);
     }
 #endif
     if (any) {
@@ -1147,7 +1164,7 @@ TW_KERNEL attention_forward_kernel(const Call call) {
         load_tile<TW_CHUNK, TW_DV, STRIDE_V>(next, call.v, v_head, n + key + TW_CHUNK, from, to, call.width_v);
       else if (n + N < to)
         load_transposed<N, TW_CHUNK, STRIDE_K>(next, call.k, k_head, n + N, from, to, 0, call.width);
-      if (!any) continue;
+      if (!any || n + key >= at.last_key(own_stop)) continue;
       Product::add_tile_by_columns<TW_CHUNK, TW_DV, STRIDE_V>(sums, decay, scratch + key * Product::SCRATCH_STRIDE,
                                                               chunk);
 #pragma unroll
