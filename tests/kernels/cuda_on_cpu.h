@@ -44,6 +44,12 @@ struct Copy {
   bool inside;
 };
 
+struct Flight {
+  float *landing, *to;
+  const float* from;
+  int bytes;
+};
+
 struct Thread {
   std::vector<Copy> copies;
   ucontext_t start;
@@ -56,6 +62,7 @@ struct Machine {
   std::vector<Thread> threads;
   std::vector<float> memory;
   std::vector<Meeting> warps;
+  std::vector<Flight> flights;
   Meeting program;
   std::vector<float> exchange;  // 8 numbers a thread
   int thread = 0, index = 0, count = 0;
@@ -95,6 +102,7 @@ inline void run_programs(int programs, int threads, int shared_bytes, void (*bod
   for (auto& thread : machine.threads) thread.stack.resize(1 << 18);
   for (machine.index = 0; machine.index < programs; machine.index++) {
     // NaN in what nobody has written; an odd tail, so that a read past the end is one of NaN too.
+    machine.flights.clear();
     machine.memory.assign(shared_bytes / 4 + 64, std::numeric_limits<float>::quiet_NaN());
     for (auto& thread : machine.threads) {
       thread.begun = thread.done = false;
@@ -163,6 +171,45 @@ inline void wait_for_copies() {
   for (const Copy& copy : machine.threads[machine.thread].copies)
     for (int e = 0; e < copy.count; e++) copy.to[e] = copy.inside ? copy.from[e] : 0.0f;
   machine.threads[machine.thread].copies.clear();
+}
+
+// A landing is two integers here: rounds that are over, and bytes announced. What is under way is NaN until somebody
+// waits for it.
+#define TW_LANDINGS 1
+inline int* of_landing(const float* landing) { return reinterpret_cast<int*>(const_cast<float*>(landing)); }
+inline void start_landing(float* landing) { of_landing(landing)[0] = of_landing(landing)[1] = 0; }
+inline void announce(float* landing, int bytes) { of_landing(landing)[1] += bytes; }
+inline void copy_to_landing(float* landing, float* to, const float* from, int bytes) {
+  if (reinterpret_cast<uintptr_t>(to) % 16 || reinterpret_cast<uintptr_t>(from) % 16 || bytes % 16) std::abort();
+  for (int i = 0; i < bytes / 4; i++) to[i] = std::numeric_limits<float>::quiet_NaN();
+  machine.flights.push_back({landing, to, from, bytes});
+}
+inline void wait_for_landing(const float* landing, int parity) {
+  int* state = of_landing(landing);
+  while (state[0] % 2 == parity) {
+    std::vector<Flight> others;
+    int landed = 0;
+    for (const Flight& flight : machine.flights) {
+      if (flight.landing != landing) {
+        others.push_back(flight);
+        continue;
+      }
+      std::memcpy(flight.to, flight.from, flight.bytes);
+      landed += flight.bytes;
+    }
+    machine.flights = others;
+    if (!landed) {
+      pause_thread();
+      continue;
+    }
+    if (landed != state[1]) std::abort();
+    state[0]++;
+    state[1] = 0;
+  }
+}
+inline int count_warp(int* arrived) {
+  synchronize_warp();
+  return machine.thread % 32 ? -1 : (*arrived)++;
 }
 
 inline float cut_to_tf32(float x) {

@@ -104,6 +104,34 @@ def test_keys_that_no_query_sees_may_hold_anything_beside_keys_that_are_seen():
     assert (got["dk"][:, :, 20:] == 0).all()
 
 
+@pytest.mark.parametrize("mask", [causal("top_left"), Mask(), window(70, 3, "top_left")], ids=str)
+@pytest.mark.parametrize("keys", [256, 203])
+def test_whole_tiles_that_land_and_a_last_one_that_is_copied_are_as_tiles_that_every_program_splits(mask, keys,
+                                                                                                     monkeypatch):
+    q, k, v = random(1, 1, 150, 128), random(1, 1, keys, 128), random(1, 1, keys + 1, 128)[:, :, :keys]
+    problem = AttentionProblem.from_tensors(q, k, v, mask=mask)
+    found = []
+    for split in (False, True):
+        monkeypatch.setattr(float32, "cuda_config", lambda *asked, split=split: replace(tuning.cuda_config(*asked),
+                                                                                       split=split))
+        float32._plan.cache_clear()
+        found.append(cuda.backend.forward(problem, q, k, v))
+    float32._plan.cache_clear()
+    assert torch.equal(found[0].out, found[1].out)
+    assert torch.equal(found[0].lse, found[1].lse)
+    assert found[0].out.isfinite().all()
+
+
+def test_values_of_the_half_of_a_step_that_no_query_of_a_warp_sees_are_not_multiplied():
+    q, k, v = (random(1, 1, 128 + i, 128)[:, :, :128] for i in range(3))
+    v[:, :, 64:] = float("nan")
+    problem = AttentionProblem.from_tensors(q, k, v, mask=causal())
+    out, lse, _ = cuda_ieee.backend.forward(problem, q, k, v)
+    assert out[:, :, :64].isfinite().all()
+    assert lse.isfinite().all()
+    assert out[:, :, 64:].isnan().all()
+
+
 def results(backend, q, k, v, dout, mask=None):
     problem = AttentionProblem.from_tensors(q, k, v, mask=mask or Mask())
     out, lse, _ = backend.forward(problem, q, k, v)

@@ -145,6 +145,9 @@ def test_memory_of_tiles_is_counted():
     assert tile.shared_bytes("dkdv", 64, 64) == 4 * (64 * 2 * 68 + 2 * 32 * (2 * 68 + 2))
     assert tile.shared_bytes("dqkv", 64, 64) == tile.shared_bytes("dkdv", 64, 64) + 4 * 32 * (64 + 4)
     assert SPLIT.shared_bytes("split", 64, 32) == 4 * 32 * (68 + 36)
+    split = replace(tile, split=True)  # two landings, and two counts of warps, in 16 bytes each
+    assert split.shared_bytes("forward", 64, 64) == tile.shared_bytes("forward", 64, 64) + 32
+    assert split.shared_bytes("dqkv", 64, 64) == tile.shared_bytes("dqkv", 64, 64)
 
 
 def test_memory_of_tiles_on_fma_pipes_is_counted():

@@ -5,14 +5,15 @@ First ones at head dims up to 128 were timed on an H200 at 64 and 128, at length
 
 Products of halves: those of forward and dqkv were the fastest of three to nine in whole calls, full and causal, those
 of dkdv and dq the fastest of four to six as kernels alone. Forward's at 64, which needs no memory, is up to 6 % behind
-(2, 4, 32, 2, True) from 4096 on, and as far ahead at 1024. Forward's at 128 is 3 % behind (1, 8, 64, 1) in causal calls
-of 1024, and 4 to 13 % ahead in the others. dqkv's at 64 is 1 to 10 % ahead of (1, 4, 32, 2, True).
+(2, 4, 32, 2, True) from 4096 on, and as far ahead at 1024, by kernels that copied split rows as others; by those of now
+it is 2 to 20 % behind tiles of split rows. Forward's at 128 is 10 % and more ahead of (1, 8, 64, 1). dqkv's at 64 is 1
+to 10 % ahead of (1, 4, 32, 2, True).
 
 FMA pipes: those of forward were the fastest in whole calls, causal, and full at 4096. At 64 (4, 4, 64, 3, False, 32) is
 4 % ahead at 1024 and 2 to 7 % behind in longer calls, (4, 4, 128, 2, False, 32) 7 to 9 % behind everywhere; at 128
-(4, 8, 64, 1, False, 64) is 3 % ahead at 1024 and 1 to 2 % behind in longer calls, (4, 8, 128, 1, False, 32) up to 2 %
-behind, (4, 4, 128, 2, False, 16) 7 to 9 %. Those of dkdv and dq were the fastest of three to nine as kernels alone,
-with products that have changed since; dqkv's are dkdv's.
+(4, 8, 64, 1, False, 64) is 1 to 4 % behind, and was 3 % ahead at 1024 of kernels that left out no half of a step,
+(4, 8, 128, 1, False, 32) up to 2 % behind, (4, 4, 128, 2, False, 16) 7 to 9 %. Those of dkdv and dq were the fastest of
+three to nine as kernels alone, with products that have changed since; dqkv's are dkdv's.
 
 All others were chosen by compiling alone, for few spills (tests/kernels/test_compile_cuda.py holds the bounds).
 """
@@ -25,6 +26,7 @@ from tilewise.tuning.device import DeviceSpec
 
 WIDEST = 256
 PAD = 4  # floats behind a row in shared memory, and of a split one everywhere; the first holds the row's factor
+LANDINGS = 32  # bytes: of where tiles of both steps land, and counts of warps that are done with them
 # blocks, warps, others, resident, split, chunk
 Tile = tuple[int, int, int, int] | tuple[int, int, int, int, bool] | tuple[int, int, int, int, bool, int]
 
@@ -86,7 +88,8 @@ class CudaConfig:
         if not self.products:
             return 4 * (own + step + self._passed_on)
         dscores = self.others * (self.rows + pad) if kernel == "dqkv" else 0  # of all rows
-        return 4 * (own + 2 * step + dscores)
+        landings = LANDINGS if kernel == "forward" and self.split else 0
+        return 4 * (own + 2 * step + dscores) + landings
 
     @property
     def _passed_on(self) -> int:

@@ -99,6 +99,46 @@ TW_DEVICE void copy4(float* to, const float* from, bool inside) { *to = inside ?
 TW_DEVICE void wait_for_copies() {}
 #endif
 
+// From Hopper on one thread can have the hardware copy what lies side by side, multiples of 16 bytes. A landing counts
+// what has arrived: its first round is over when as many bytes are here as were announced, then the next begins. A
+// round is waited for by its parity. Landings are ready once all threads have synchronized.
+#if __CUDA_ARCH__ >= 900
+#define TW_LANDINGS 1
+TW_DEVICE unsigned shared_address(const void* at) { return static_cast<unsigned>(__cvta_generic_to_shared(at)); }
+TW_DEVICE void start_landing(float* landing) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(landing)) : "memory");
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+TW_DEVICE void announce(float* landing, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(landing)), "r"(bytes)
+               : "memory");
+}
+TW_DEVICE void copy_to_landing(float* landing, float* to, const float* from, int bytes) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   shared_address(to)),
+               "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(shared_address(landing))
+               : "memory");
+}
+TW_DEVICE void wait_for_landing(const float* landing, int parity) {
+  unsigned over = 0;
+  while (!over)
+    asm volatile(
+        "{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+        : "=r"(over)
+        : "r"(shared_address(landing)), "r"(parity)
+        : "memory");
+}
+// How many warps have been here before this one, whose reads of shared memory are over; known to its first lane.
+TW_DEVICE int count_warp(int* arrived) {
+  __syncwarp();
+  if (threadIdx.x % 32) return -1;
+  __threadfence_block();
+  int before = atomicAdd(arrived, 1);
+  __threadfence_block();
+  return before;
+}
+#endif
+
 #if __CUDA_ARCH__ >= 800
 // To the nearest TF32, with 10 bits behind the point instead of 23.
 TW_DEVICE float nearest_tf32(float x) {
@@ -774,21 +814,32 @@ struct Product {
     }
   }
 
-  // sums += a^T b over ``depth`` rows of a and b, a multiple of 8: the warp's columns of a begin at ``a``, COLUMNS of b
-  // at ``b``. SWAPPED: the columns of a have changed places with their neighbours.
-  template <int COLUMNS, int A_STRIDE, int B_STRIDE, bool SWAPPED>
-  static TW_DEVICE void columns_by_columns(float (&sums)[ROWS][COLUMNS], const float* a, const float* b, int depth) {
+  // The first COLUMNS of sums += a^T b over ``depth`` rows of a and b, a multiple of 8: the warp's columns of a begin
+  // at ``a``. SWAPPED: the columns of a have changed places with their neighbours. Loads are a row ahead of products
+  // where registers allow it: two warps to a scheduler do not hide what a load takes.
+  template <int COLUMNS, int A_STRIDE, int B_STRIDE, bool SWAPPED, int ALL>
+  static TW_DEVICE void columns_by_columns(float (&sums)[ROWS][ALL], const float* a, const float* b, int depth) {
     const float* a_lane = a + row_of(0);
     const float* b_lane = b + quad_of(0);
-#pragma unroll 8
-    for (int n = 0; n < depth; n++, a_lane += A_STRIDE, b_lane += B_STRIDE) {
-      float x[ROWS], y[COLUMNS];
-      load_quads(x, a_lane, 128 / LANES);
-      load_quads(y, b_lane, 4 * LANES);
+    constexpr int AHEAD = TW_DV <= 128;
+    float x[1 + AHEAD][ROWS], y[1 + AHEAD][COLUMNS];
+    auto load = [&](int to) {
+      load_quads(x[to], a_lane, 128 / LANES);
+      load_quads(y[to], b_lane, 4 * LANES);
+      a_lane += A_STRIDE;
+      b_lane += B_STRIDE;
+    };
+    if (AHEAD) load(0);
+#pragma unroll 1
+    for (int n = 0; n < depth; n += 8) {
 #pragma unroll
-      for (int c = 0; c < COLUMNS; c++)
+      for (int i = 0; i < 8; i++) {
+        if (!AHEAD || i < 7 || n + 8 < depth) load((i + 1) % (1 + AHEAD));
 #pragma unroll
-        for (int r = 0; r < ROWS; r++) sums[r][c] += x[SWAPPED ? r ^ 1 : r] * y[c];
+        for (int c = 0; c < COLUMNS; c++)
+#pragma unroll
+          for (int r = 0; r < ROWS; r++) sums[r][c] += x[i % (1 + AHEAD)][SWAPPED ? r ^ 1 : r] * y[i % (1 + AHEAD)][c];
+      }
     }
   }
 
@@ -897,6 +948,8 @@ struct Product {
 };
 
 #endif  // TW_PRODUCTS
+
+#define TW_LANDS (TW_LANDINGS && TW_FORWARD && TW_SPLIT)
 
 constexpr int ROWS = Product::ROWS, LANES = Product::LANES;
 constexpr int TW_ROWS = Product::OWN * TW_WARPS;
@@ -1062,8 +1115,30 @@ TW_KERNEL attention_forward_kernel(const Call call) {
   constexpr int KEYS = N * STRIDE, STAGE = KEYS + N * STRIDE_V;
   float* stages = q + TW_ROWS * STRIDE;
   load_tile<TW_ROWS, TW_D, STRIDE>(q, call.q, q_head, at.first, at.first, read_stop, call.width);
+#if TW_LANDS
+  // A whole tile is asked for by the last warp to be done with the one in its place: no warp waits for another, and
+  // none copies. For a tile that is not whole, behind which none comes, all do.
+  float* landings = stages + 2 * STAGE;
+  int* warps_done = reinterpret_cast<int*>(landings + 4);
+  auto ask_for = [&](int n, int stage) {
+    if (n + N > to) return;
+    float *tile = stages + stage * STAGE, *landing = landings + 2 * stage;
+    announce(landing, 4 * STAGE);
+    copy_to_landing(landing, tile, k_head + n * call.k.s, 4 * KEYS);
+    copy_to_landing(landing, tile + KEYS, v_head + n * call.v.s, 4 * N * STRIDE_V);
+  };
+  if (thread_index() == 0) {
+#pragma unroll
+    for (int stage = 0; stage < 2; stage++) {
+      warps_done[stage] = 0;
+      start_landing(landings + 2 * stage);
+      ask_for(from + stage * N, stage);
+    }
+  }
+#else
   load_step<N, TW_D, STRIDE>(stages, call.k, k_head, from, from, to, call.width);
   load_step<N, TW_DV, STRIDE_V>(stages + KEYS, call.v, v_head, from, from, to, call.width_v);
+#endif
 #else
   static_assert(N % TW_CHUNK == 0 && N % (4 * LANES) == 0, "keys come in chunks, and 4 to a thread");
   constexpr int STRIDE_Q = TW_ROWS + Product::PAD, STRIDE_K = N + Product::PAD;
@@ -1097,12 +1172,26 @@ TW_KERNEL attention_forward_kernel(const Call call) {
 #if TW_PRODUCTS
   wait_for_copies();
   Product::prepare<TW_ROWS, TW_D, STRIDE>(q);
+#if TW_LANDS
+  synchronize();  // landings are ready, and the queries
+#endif
 #endif
   for (int n = from, stage = 0; n < to; n += N, stage ^= 1) {
     bool any = own < own_stop && n < at.last_key(own_stop) && n + N > at.first_key(own);  // for this warp
     float scores[ROWS][N / LANES], decay[ROWS];
 #if TW_PRODUCTS
     float* k = stages + stage * STAGE;
+#if TW_LANDS
+    if (n + N <= to) {
+      wait_for_landing(landings + 2 * stage, (n - from) / N / 2 % 2);
+    } else {
+      synchronize();  // everybody is done with the tile before
+      load_step<N, TW_D, STRIDE>(k, call.k, k_head, n, from, to, call.width);
+      load_step<N, TW_DV, STRIDE_V>(k + KEYS, call.v, v_head, n, from, to, call.width_v);
+      wait_for_copies();
+      synchronize();
+    }
+#else
     wait_for_copies();
     prepare_step<N, TW_D, STRIDE>(k);
     prepare_step<N, TW_DV, STRIDE_V>(k + KEYS);
@@ -1112,13 +1201,17 @@ TW_KERNEL attention_forward_kernel(const Call call) {
       load_step<N, TW_D, STRIDE>(next, call.k, k_head, n + N, from, to, call.width);
       load_step<N, TW_DV, STRIDE_V>(next + KEYS, call.v, v_head, n + N, from, to, call.width_v);
     }
-    if (!any) continue;
-    Product::rows_by_rows<N, TW_D, STRIDE>(scores, q + warp_index() * Product::OWN * STRIDE, k);
+#endif
+    if (any) Product::rows_by_rows<N, TW_D, STRIDE>(scores, q + warp_index() * Product::OWN * STRIDE, k);
 #else
 #pragma unroll
     for (int r = 0; r < ROWS; r++)
 #pragma unroll
       for (int c = 0; c < N / LANES; c++) scores[r][c] = 0.0f;
+    // Where a warp sees none of the second half of the keys, as on a diagonal, it leaves their scores out, and below
+    // chunks of V.
+    constexpr int HALF = N % (8 * LANES) ? N / LANES : N / LANES / 2;
+    const bool sees_half = HALF < N / LANES && at.last_key(own_stop) <= n + HALF * LANES;
 #pragma unroll 1
     for (int dim = 0; dim < TW_D; dim += TW_CHUNK) {
       change();
@@ -1126,9 +1219,12 @@ TW_KERNEL attention_forward_kernel(const Call call) {
         load_transposed<N, TW_CHUNK, STRIDE_K>(next, call.k, k_head, n, from, to, dim + TW_CHUNK, call.width);
       else
         load_tile<TW_CHUNK, TW_DV, STRIDE_V>(next, call.v, v_head, n, from, to, call.width_v);
-      if (any)
-        Product::columns_by_columns<N / LANES, STRIDE_Q, STRIDE_K, false>(
-            scores, q + dim * STRIDE_Q + warp_index() * Product::OWN, chunk, least(TW_CHUNK, TW_D - dim));
+      const float* own_q = q + dim * STRIDE_Q + warp_index() * Product::OWN;
+      int dims = least(TW_CHUNK, TW_D - dim);
+      if (any && sees_half)
+        Product::columns_by_columns<HALF, STRIDE_Q, STRIDE_K, false>(scores, own_q, chunk, dims);
+      else if (any)
+        Product::columns_by_columns<N / LANES, STRIDE_Q, STRIDE_K, false>(scores, own_q, chunk, dims);
     }
 #endif
     if (any) {
@@ -1137,7 +1233,10 @@ TW_KERNEL attention_forward_kernel(const Call call) {
       fold_scores<N>(scores, decay, row_max, row_sum, scale_log2);
     }
 #if TW_PRODUCTS
-    Product::tile_by_columns<N, TW_DV, STRIDE_V, true>(sums, decay, scores, k + KEYS, unit, nullptr);
+    if (any) Product::tile_by_columns<N, TW_DV, STRIDE_V, true>(sums, decay, scores, k + KEYS, unit, nullptr);
+#if TW_LANDS
+    if (n + 2 * N < to && count_warp(warps_done + stage) % TW_WARPS == TW_WARPS - 1) ask_for(n + 2 * N, stage);
+#endif
 #else
     if (any) Product::store_transposed(scratch, scores);
 #pragma unroll 1
@@ -1147,7 +1246,7 @@ TW_KERNEL attention_forward_kernel(const Call call) {
         load_tile<TW_CHUNK, TW_DV, STRIDE_V>(next, call.v, v_head, n + key + TW_CHUNK, from, to, call.width_v);
       else if (n + N < to)
         load_transposed<N, TW_CHUNK, STRIDE_K>(next, call.k, k_head, n + N, from, to, 0, call.width);
-      if (!any) continue;
+      if (!any || n + key >= at.last_key(own_stop)) continue;
       Product::add_tile_by_columns<TW_CHUNK, TW_DV, STRIDE_V>(sums, decay, scratch + key * Product::SCRATCH_STRIDE,
                                                               chunk);
 #pragma unroll
