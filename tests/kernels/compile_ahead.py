@@ -27,6 +27,7 @@ from tilewise.kernels.triton.blanks import blank_gradients_launch, blank_out_lau
 from tilewise.kernels.triton.dbias import dbias_launch
 from tilewise.kernels.triton.forward import forward_launch
 from tilewise.kernels.triton.launch import modifiers_of
+from tilewise.kernels.triton.parts import combine_parts_launch
 from tilewise.masks import Mask
 from tilewise.problem import AttentionProblem, dense_strides
 from tilewise.scores import FunctionFacts, OperandFacts, Operands, ScoreOptions
@@ -126,6 +127,10 @@ def launch_of(kernel, problem, config, modifiers):
     q, k, v, out, rows = tensors_of(problem)
     if kernel == "forward":
         return forward_launch(problem, config, "ieee"), (q, k, v, out, rows, None, modifiers)
+    if kernel == "combine_parts":
+        shape = problem.hq * problem.sq, 4, problem.dv + 8
+        return combine_parts_launch(problem, range(problem.hq * problem.sq), shape, overlapped=True), (
+            torch.empty(8), out, rows, modifiers.sinks.ptr, None)
     if kernel == "lengths":
         steps = () if problem.sequences.packed is None else ((1, 512, 1024, 8), (2048, 1024))
         return lengths_launch(problem, 8, *steps), (torch.empty(8, 8, dtype=torch.int32), *modifiers.lengths)
@@ -160,7 +165,7 @@ def prepare(request):
     operands = operands_of(request)
     kernel, problem = request["kernel"], problem_of(request, operands)
     config = None
-    if not kernel.startswith(("blank", "delta", "lengths")):
+    if not kernel.startswith(("blank", "combine", "delta", "lengths")):
         tiles_of = "dq" if kernel.startswith("dq") else kernel
         config = tile_config(tiles_of, problem, spec, descriptors=request["descriptors"])
         at_once = int(kernel.rpartition("_of_")[2]) if "_of_" in kernel else 1
@@ -184,9 +189,11 @@ def prepare_hopper(request):
     q, k, v, out, rows = tensors_of(problem)
     lengths = (operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqlens_q, operands.seqlens_k)
     if request["kernel"] == "hopper_forward":
-        config = hopper_forward_config(problem)
-        launch = HopperForward(problem, config, multiprocessors=132, pack=request.get("pack", 1))
-        arguments = launch.arguments((q, k, v, out, rows, operands.sinks, *lengths), torch.empty(1, dtype=torch.int32))
+        config = replace(hopper_forward_config(problem), **request.get("config", {}))
+        cut = request.get("cut") and tuple(request["cut"])
+        launch = HopperForward(problem, config, multiprocessors=132, pack=request.get("pack", 1), cut=cut)
+        arguments = launch.arguments((q, k, v, out, rows, operands.sinks, *lengths), torch.empty(1, dtype=torch.int32),
+                                     torch.empty(8) if cut else None)
     elif request["kernel"] == "hopper_dbias":
         config = HopperDbiasConfig(*request["config"])
         bias = torch.empty(1, problem.hq, problem.sq, problem.sk, dtype=getattr(torch, request["bias"]))

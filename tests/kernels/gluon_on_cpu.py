@@ -26,6 +26,9 @@ class Tensor(torch.Tensor):
     def to(self, dtype):
         return torch.Tensor.to(self, getattr(dtype, "torch", dtype))
 
+    def split(self):
+        return self.unbind(-1)
+
     def __iadd__(self, other):
         return self + other  # values have names, not places
 
@@ -48,6 +51,9 @@ class Pointer:
 
     def __add__(self, step):
         return Pointer(self.values, self.at + step)
+
+    def __getitem__(self, index):
+        return Pointer(self.values, self.at[index])
 
     def places(self, mask):
         at, mask = torch.broadcast_tensors(torch.as_tensor(self.at), torch.as_tensor(mask))
@@ -141,8 +147,11 @@ def _add(pointer, values, sem):
     assert sem == "relaxed"
     at, mask = pointer.places(True)
     assert mask.all()
+    values = torch.as_tensor(values, dtype=pointer.values.dtype).broadcast_to(at.shape)
     with _adding:
-        pointer.values.index_add_(0, at.flatten(), values.as_subclass(torch.Tensor))
+        before = pointer.values[at].clone().as_subclass(Tensor)
+        pointer.values.index_add_(0, at.flatten(), values.as_subclass(torch.Tensor).flatten())
+    return before
 
 
 _adding = threading.Lock()
@@ -156,7 +165,8 @@ def _load(pointer, mask=True, other=0.0):
 
 def _store(pointer, values, mask=True):
     at, mask = pointer.places(mask)
-    pointer.values[at[mask]] = torch.as_tensor(values).broadcast_to(at.shape)[mask].as_subclass(torch.Tensor)
+    values = torch.as_tensor(values, dtype=pointer.values.dtype)
+    pointer.values[at[mask]] = values.broadcast_to(at.shape)[mask].as_subclass(torch.Tensor)
 
 
 def _multiple_of(pointer, numbers):
@@ -260,11 +270,11 @@ def language(program, programs):
         arange=lambda first, last, layout: torch.arange(first, last).as_subclass(Tensor), full=_full, where=_where,
         minimum=_of_either(min, torch.minimum), maximum=_of_either(max, torch.maximum), exp2=torch.exp2,
         load=_load, store=_store, atomic_add=_add, convert_layout=lambda values, *_, **__: values,
-        sum=torch.sum, multiple_of=_multiple_of, max_contiguous=_max_contiguous,
+        sum=torch.sum, max=torch.amax, log2=torch.log2, multiple_of=_multiple_of, max_contiguous=_max_contiguous,
         allocate_shared_memory=_allocate, warp_specialize=_specialize,
         float32=torch.float32, int32=torch.int32, int64=torch.int64,
         SliceLayout=lambda *_: None, DotOperandLayout=lambda *_: None, NVMMADistributedLayout=lambda *_: None,
-        SwizzledSharedLayout=lambda *_: None,
+        SwizzledSharedLayout=lambda *_: None, DistributedLinearLayout=lambda *_: None,
         NVMMASharedLayout=SimpleNamespace(get_default_for=lambda *_: None))
 
 

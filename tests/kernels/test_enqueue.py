@@ -311,19 +311,47 @@ def test_the_hopper_forward_passes_the_addresses_of_its_descriptors(monkeypatch,
     assert [address for address in addresses if address is not None] == [tensor.data_ptr() for tensor in first_pieces]
 
 
-def test_launches_of_a_stream_share_a_counter_and_a_captured_one_has_its_own(monkeypatch):
-    device, stream = torch.device("cpu"), [7]
-    monkeypatch.setattr(launching, "_streams", lambda: lambda index: stream[0])
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+@pytest.fixture
+def stream(monkeypatch):
+    """The current stream and whether it is capturing, as a test sets them; no device has counters for graphs."""
+    current = SimpleNamespace(number=7, captures=False)
+    monkeypatch.setattr(launching, "_streams", lambda: lambda index: current.number)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current.captures)
+    monkeypatch.setattr(launching, "_SPARE", {})
+    launching._counter_of_stream.cache_clear()
+    yield current
+    launching._counter_of_stream.cache_clear()
+
+
+def test_launches_of_a_stream_share_a_counter_and_a_captured_one_has_its_own(stream):
+    device = torch.device("cpu")
     shared = launching._counter(device)
     assert launching._counter(device) is shared
-    stream[0] = 8
-    assert launching._counter(device) is not shared
-    stream[0] = 7
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    captured = launching._counter(device)
-    assert captured is not shared
-    assert (captured.dtype, captured.tolist(), shared.tolist()) == (torch.int32, [0], [0])
+    stream.number = 8
+    other = launching._counter(device)
+    assert other is not shared
+    stream.number, stream.captures = 7, True
+    counters = [shared, other, *(launching._counter(device) for _ in range(3))]
+    assert len({counter.data_ptr() for counter in counters}) == 5
+    assert all(counter.data_ptr() % 16 == 0 for counter in counters), "one kernel for all"
+    assert [(counter.dtype, counter.tolist()) for counter in counters] == [(torch.int32, [0])] * 5
+
+
+def test_a_captured_counter_is_cleared_in_its_graph_only_where_none_is_left_that_was_before(stream, monkeypatch):
+    device, made, zeros = torch.device("cpu"), [], torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *sizes, **options: made.append(sizes) or zeros(*sizes, **options))
+    monkeypatch.setattr(launching, "_SPARES", 2)
+    stream.captures = True
+    assert launching._counter(device).tolist() == [0]
+    assert made == [(1,)], "nothing was launched before"
+    stream.captures = False
+    launching._counter(device)
+    assert made[1:] == [(2, 4), (1,)]
+    stream.captures = True
+    addresses = {launching._counter(device).data_ptr() for _ in range(2)}
+    assert (len(addresses), made[3:]) == (2, [])
+    assert launching._counter(device).data_ptr() not in addresses
+    assert made[3:] == [(1,)]
 
 
 def test_streams_are_asked_of_tritons_driver(device):

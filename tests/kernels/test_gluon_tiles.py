@@ -278,18 +278,6 @@ def test_the_kernel_gets_each_piece_by_itself_and_none_where_there_is_one():
         assert all(form is None or form[0][:3] == [1, 1, row] for form, row in zip(bound.forms, rows, strict=True))
 
 
-def test_heads_of_a_group_share_tiles_where_that_makes_fewer_waves_of_them():
-    config = HopperForwardConfig(128, 2)
-    for sq, b, heads, pack in ((1, 64, (64, 8), 8), (1, 64, (40, 8), 8), (4, 64, (64, 8), 8),  # 20 to 32 waves; then 4
-                               (1, 2, (64, 8), 1), (4096, 2, (64, 8), 1),  # one is one; and full tiles are as many
-                               (1, 64, (64, 64), 1), (1, 64, (130, 1), 1)):  # no group, and one past a tile's rows
-        problem = problem_of(sq, b=b, heads=heads)
-        assert launch.pack_of(problem, config, 132) == pack
-        assert launch.pack_of(replace(problem, deterministic=True), config, 132) == 1, "an entry is one wave"
-        lengths = Sequences(seqlens_q=OperandFacts((b,), (1,), torch.int32))
-        assert launch.pack_of(replace(problem, sequences=lengths), config, 132) == 1, "a length ends one head's rows"
-
-
 def test_packed_rows_are_a_querys_heads_one_after_another_then_the_next_query():
     problem = problem_of(10, b=2, heads=(12, 2))
     bound = launch.HopperForward(problem, HopperForwardConfig(128, 2), 132, pack=8)
@@ -307,7 +295,7 @@ def test_a_softcap_takes_the_scales_place_and_tanh_gets_the_rest():
     for softcap, scaling in ((None, (0.25 * log2e, None)), (30.0, (30.0 * log2e, 2.0 * log2e * 0.25 / 30.0))):
         problem = replace(problem_of(), scale=0.25, scores=ScoreOptions(softcap=softcap))
         numbers = launch.HopperForward(problem, HopperForwardConfig(128, 2), multiprocessors=132).scalars
-        assert numbers[-3:-1] == pytest.approx(scaling)
+        assert numbers[10:12] == pytest.approx(scaling)
 
 
 @pytest.mark.parametrize(("stride", "passed"), [(1, None), (0, 0), (7, 7)])

@@ -18,9 +18,10 @@ from tilewise.backends.triton import TritonBackend
 from tilewise.dispatch import explain_problem
 from tilewise.masks import Mask
 from tilewise.problem import AttentionProblem, are_aligned, dense_strides
-from tilewise.scores import OperandFacts, ScoreOptions
+from tilewise.scores import OperandFacts, Operands, ScoreOptions
 from tilewise.sequences import Sequences
 from tilewise.tuning.device import DeviceSpec
+from tilewise.tuning.waves import Cut, Layout
 
 NEEDS_TRITON = "has run with Triton 3.6 alone, and other versions' code is unchecked on GPUs, got "
 SINKS = OperandFacts((4,), (1,), torch.float32)
@@ -193,6 +194,37 @@ def test_forward_launches_on_the_tensors_device_and_makes_it_current_where_it_is
     monkeypatch.setattr(gluon, "_plan", gluon._plan.__wrapped__)
     gluon.backend.forward(AttentionProblem.from_tensors(q, q, q), q, q, q)
     assert launched == [((q, q, q), [] if current else [device])]
+
+
+def test_parts_of_tiles_that_are_cut_are_combined_and_sinks_enter_there(monkeypatch):
+    calls, q = [], torch.zeros(1, 2, 8, 16, dtype=torch.bfloat16)
+    launch = SimpleNamespace(lines=range(3, 16), parts_shape=(13, 5, 72), sinks_stride=None)
+    sinks = torch.zeros(2)
+
+    class Launches:
+        def __call__(self, *tensors, parts):
+            calls.append(("attend", tensors[3:], parts))
+
+        def __getattr__(self, name):
+            return getattr(launch, name)
+
+    def combining(problem, lines, shape, *, overlapped):
+        assert (lines, shape, overlapped) == (launch.lines, launch.parts_shape, True)
+        return lambda *tensors: calls.append(("combine", tensors))
+
+    monkeypatch.setattr(gluon, "is_current", lambda asked: True)
+    monkeypatch.setattr(gluon, "layout_of", lambda *facts: Layout(1.0, 4, Cut(7, 5)))
+    monkeypatch.setattr(gluon, "HopperForward", lambda *facts: calls.append(facts[2:]) or Launches())
+    monkeypatch.setattr("tilewise.kernels.triton.parts.combine_parts_launch", combining)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda asked: SimpleNamespace(multi_processor_count=132))
+    monkeypatch.setattr(gluon, "_plan", gluon._plan.__wrapped__)
+    out, lse, _ = gluon.backend.forward(AttentionProblem.from_tensors(q, q, q), q, q, q, Operands(sinks=sinks))
+    facts, (_, (at_out, at_lse, no_sinks), parts), (_, combined) = calls
+    assert facts == (132, 4, (7, 5))
+    assert (parts.shape, parts.dtype) == ((13, 5, 72), torch.float32)
+    assert no_sinks is None
+    assert all(got is wanted for got, wanted in zip((at_out, at_lse), (out, lse), strict=True))
+    assert all(got is wanted for got, wanted in zip(combined, (parts, out, lse, sinks, None), strict=True))
 
 
 def test_explain_names_gluon_and_its_reason():

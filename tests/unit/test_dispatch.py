@@ -221,10 +221,11 @@ def test_calls_follow_torchs_tf32_setting_forward_and_backward(monkeypatch, tf32
 
 
 @pytest.mark.parametrize(("fields", "first"), [
-    ({}, "gluon"), ({"hk": 32}, "triton"), ({"b": 4, "sk": 65536}, "triton"), ({"deterministic": True}, "triton"),
+    ({}, "gluon"), ({"hk": 32}, "triton"), ({"b": 4}, "triton"), ({"b": 4, "sk": 65536}, "gluon"),
+    ({"deterministic": True}, "triton"), ({"b": 4, "sk": 65536, "deterministic": True}, "triton"),
 ])
-def test_few_queries_are_gluons_where_heads_of_a_group_share_a_tile(fields, first):
-    sizes = {"b": 64, "sq": 1, "sk": 4096, "hq": 32, "hk": 8} | fields
+def test_few_queries_are_gluons_where_heads_of_a_group_share_a_tile_or_keys_are_cut(fields, first):
+    sizes = {"b": 64, "sq": 1, "sk": 4096, "hq": 32, "hk": 8, "mask": causal("bottom_right")} | fields
     problem = replace(_problem(dtype=torch.bfloat16), device=torch.device("cuda", 0), **sizes)
     assert dispatch.order(problem)[0] == first
     assert dispatch.order(problem.backward(lse_grad=False))[0] == "triton"

@@ -354,7 +354,7 @@ def test_device_without_a_table_takes_the_heuristic():
 
 
 @pytest.mark.parametrize(("wrong", "message"), [
-    ({"keys": 96}, "keys=96; allowed are 64, 128."), ({"consumers": 4}, "consumers=4; allowed are 2, 3."),
+    ({"keys": 96}, "keys=96; allowed are 64, 128."), ({"consumers": 4}, "consumers=4; allowed are 1, 2, 3."),
     ({"stages": 3}, "stages=3; allowed are 2, 4, 8."), ({"query_stages": 3}, "query_stages=3; allowed are 1, 2."),
     ({"out_parts": 3}, "out_parts=3; allowed are 1, 2."),
 ])
@@ -441,7 +441,7 @@ def test_staged_dq_takes_shared_memory_for_one_step_and_in_order_for_two():
 
 def test_three_warpgroups_take_turns_where_heads_are_narrow_and_sequences_long():
     for d, dv, s, three in ((64, 64, 2048, True), (64, 64, 2047, False), (64, 72, 4096, False), (72, 64, 4096, False)):
-        assert hopper_forward_config(problem_of(d, dv, s=s)) == (
+        assert hopper_forward_config(replace(problem_of(d, dv, s=s), b=8, hq=32, hk=32)) == (
             HopperForwardConfig(keys=128, consumers=3, ping_pong=True) if three
             else HopperForwardConfig(keys=128, consumers=2))
 

@@ -18,6 +18,7 @@ from tilewise.tuning.heuristics import hopper_backward_config, hopper_forward_co
 from tilewise.tuning.hopper import backward_config, forward_config, propose_hopper
 from tilewise.tuning.search import MOST_CANDIDATES
 from tilewise.tuning.table import Bucket, make_row, read_table, write_table
+from tilewise.tuning.waves import Layout
 
 DEVICE = DeviceSpec.of_arch("sm_90", "some-hopper")
 HEURISTICS = {"hopper_forward": hopper_forward_config, "hopper_backward": hopper_backward_config}
@@ -74,7 +75,7 @@ def test_few_are_legal_where_heads_are_wide_and_all_ways_where_they_are_narrow()
 
 def test_registers_bound_keys_and_warpgroups():
     for d, dv, keys, consumers in ((64, 128, {64, 128}, {2}), (128, 192, {64}, {2}), (96, 64, {64, 128}, {2})):
-        tiles = propose_hopper("hopper_forward", problem_of(d, dv), DEVICE).tiles
+        tiles = propose_hopper("hopper_forward", replace(problem_of(d, dv), b=8, hq=16, hk=16), DEVICE).tiles
         assert ({config.keys for config in tiles}, {config.consumers for config in tiles}) == (keys, consumers)
     for d, dv, wide in ((192, 128, {False, True}), (136, 40, {False, True}), (200, 64, {True}), (192, 192, {True}),
                         (64, 136, {True}), (128, 128, {False})):
@@ -153,7 +154,7 @@ def test_the_backend_asks_the_table(rows, monkeypatch):
     monkeypatch.setattr(gluon, "device_spec", lambda device: DEVICE)
     monkeypatch.setattr(gluon, "HopperForward", lambda problem, config, *others: asked.append(config))
     monkeypatch.setattr(gluon, "backward_launch", lambda problem, config, *others: asked.append(config))
-    monkeypatch.setattr(gluon, "pack_of", lambda problem, config, multiprocessors: 1)
+    monkeypatch.setattr(gluon, "layout_of", lambda problem, config, multiprocessors: Layout(1.0, 1, None))
     monkeypatch.setattr("tilewise.kernels.triton.backward.delta_launch", lambda *given: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: type("GPU", (), {
         "multi_processor_count": 132}))

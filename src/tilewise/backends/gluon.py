@@ -11,7 +11,7 @@ from tilewise.backends.base import BoundBackward, BoundForward, Gradients, Needs
 from tilewise.backends.current import is_current
 from tilewise.backends.hopper import CHECKED, triton_version
 from tilewise.backends.memory import Allocate, Form, allocator, forms_of_gradients, forms_of_results
-from tilewise.kernels.gluon.launch import HopperForward, pack_of
+from tilewise.kernels.gluon.launch import HopperForward
 from tilewise.kernels.gluon.launch_backward import HopperBackward
 from tilewise.kernels.gluon.launch_backward_wide import HopperBackwardApart, backward_launch
 from tilewise.kernels.triton.launch import Launch, Modifiers, modifiers_of
@@ -22,6 +22,7 @@ from tilewise.scores import DRAW_SPAN, LARGE_SOFTCAP, NO_OPERANDS, NO_OPTIONS, O
 from tilewise.tuning.device import device_spec
 from tilewise.tuning.heuristics import delta_config
 from tilewise.tuning.hopper import backward_config, forward_config
+from tilewise.tuning.waves import layout_of
 
 WIDEST = 256
 WIDEST_OF_ALL = 128  # what the backward kernel for wider heads does not have is taken to here
@@ -89,19 +90,24 @@ class GluonBackend:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What makes memory, what out and lse are, and the launch."""
+    """What makes memory, what out and lse are, the launch, and where tiles are cut, that which combines the parts."""
 
     allocate: Allocate
     out: Form
     lse: Form
     launch: HopperForward
+    combine: Launch | None
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
                operands: Operands = NO_OPERANDS) -> tuple[torch.Tensor, torch.Tensor]:
         """Return out and lse, launched on the current device, which is that of the tensors."""
         allocate = self.allocate
         out, lse = allocate(*self.out), allocate(*self.lse)
-        if operands is NO_OPERANDS:
+        if self.combine is not None:
+            parts = torch.empty(self.launch.parts_shape, dtype=torch.float32, device=q.device)
+            self.launch(q, k, v, out, lse, None, parts=parts)
+            self.combine(parts, out, lse, operands.sinks, self.launch.sinks_stride)
+        elif operands is NO_OPERANDS:
             self.launch(q, k, v, out, lse, None)
         else:
             self.launch(q, k, v, out, lse, operands.sinks, operands.cu_seqlens_q, operands.cu_seqlens_k,
@@ -112,9 +118,14 @@ class _Plan:
 @lru_cache(maxsize=1024)
 def _plan(problem: AttentionProblem) -> _Plan:
     multiprocessors = torch.cuda.get_device_properties(problem.device).multi_processor_count
-    config = forward_config(problem, device_spec(problem.device))
-    launch = HopperForward(problem, config, multiprocessors, pack_of(problem, config, multiprocessors))
-    return _Plan(allocator(problem.device), *forms_of_results(problem), launch)
+    config = forward_config(problem, device_spec(problem.device), multiprocessors)
+    _, pack, cut = layout_of(problem, config, multiprocessors)
+    launch, combine = HopperForward(problem, config, multiprocessors, pack, cut), None
+    if cut is not None:
+        from tilewise.kernels.triton.parts import combine_parts_launch
+
+        combine = combine_parts_launch(problem, launch.lines, launch.parts_shape, overlapped=True)
+    return _Plan(allocator(problem.device), *forms_of_results(problem), launch, combine)
 
 
 @dataclass(frozen=True)

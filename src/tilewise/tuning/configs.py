@@ -173,7 +173,7 @@ class HopperForwardConfig:
     out_parts: int = 1
 
     def __post_init__(self) -> None:
-        for name, allowed in (("keys", (64, 128)), ("consumers", (2, 3)), ("stages", (2, 4, 8)),
+        for name, allowed in (("keys", (64, 128)), ("consumers", (1, 2, 3)), ("stages", (2, 4, 8)),
                               ("query_stages", (1, 2)), ("out_parts", (1, 2))):
             if getattr(self, name) not in allowed:
                 raise InvalidInput(f"{name}={getattr(self, name)}; allowed are {', '.join(map(str, allowed))}.")

@@ -25,6 +25,7 @@ from tilewise.tuning.configs import (
     sums_fit,
 )
 from tilewise.tuning.device import DeviceSpec
+from tilewise.tuning.waves import NEARLY, layout_of
 
 Tile = tuple[int, int, int, int]  # block_m, block_n, num_warps, num_stages
 Config = ForwardConfig | DkdvConfig | DqConfig | DbiasConfig
@@ -108,7 +109,7 @@ _FLOAT32: dict[str, dict[int, Tile]] = {
     "dq": {64: (32, 32, 4, 3), 128: (32, 32, 4, 2), 256: (32, 16, 8, 1), 512: (16, 16, 8, 1)},
 }
 
-_MULTIPROCESSORS = 132  # of an H100 or an H200
+MULTIPROCESSORS = 132  # of an H100 or an H200
 # Programs that keep every multiprocessor busy: two for each of an H200's 132, as many of dQ as fit at head dim 128.
 FILLING = 256
 # The Hopper kernel for a shared bias: tiles of 128 x 128 pairs, one program a multiprocessor, that half of them have.
@@ -120,6 +121,7 @@ LEAST_WORK_FOR_DESCRIPTORS = 10**10
 # The Hopper kernels' launch takes the host 4 µs more than a Triton kernel's, and 20 with tensors that it has not seen
 # (beside an H200); in 20 µs a Triton kernel computes about this many of each product, at 300 TFLOP/s.
 LEAST_WORK_FOR_GLUON = 15 * 10**8
+_LEAST_CUT = 8192  # keys from which few queries were timed, in tiles that are cut
 
 
 def tile_config(kernel: str, problem: AttentionProblem, device: DeviceSpec, *, descriptors: bool) -> Config:
@@ -150,26 +152,34 @@ def tile_config(kernel: str, problem: AttentionProblem, device: DeviceSpec, *, d
     return fitting(kind(*_tiles(device)[like][width]), problem, device)
 
 
-def hopper_forward_config(problem: AttentionProblem) -> HopperForwardConfig:
+def hopper_forward_config(problem: AttentionProblem, multiprocessors: int = MULTIPROCESSORS) -> HopperForwardConfig:
     """Choose the tiles of the Gluon forward kernel, timed on an H200 at lengths 512 to 16384 (Triton 3.6).
 
     At a width of 64 the softmax takes as long as the products: three warpgroups that take turns (+5 % over three that
     do not). Of short sequences their 192 queries see too much that is hidden: two, in any order (causal, length 1024:
     +10 %; 4096: -7 %). At 128 two fill the tensor cores by themselves, and registers allow no third. Of packed
-    sequences the mean counts, and of a deterministic call's none: it is the neighbours' affair too.
+    sequences the mean counts, and of a deterministic call's none: it is the neighbours' affair too. Where shorter tiles
+    make waves that take less time by reckoning (waves.py), there are fewer warpgroups, as where tiles are few: one at
+    512 keys and 64 tiles takes 0.82 of the time of two.
 
     Wider ones take the most keys a step whose scores fit the registers beside O (128 of them to 128 columns; beside 192
     Triton 3.9's ptxas spills and serializes the products) and that shared memory allows, at the cost of the second tile
     of queries or of out's room. Of these, head dims 256, and 192 with 128 for v, were timed (docs/hopper.md): at the
-    latter steps of 128 keys gain 11 to 13 % over those of 64.
+    latter steps of 128 keys gain 11 to 13 % over those of 64. They were not timed with one warpgroup.
     """
     length = problem.sk // (problem.sequences.packed or 1) if lengths_may_decide(problem) else 0
-    if max(problem.d, problem.dv) <= 64 and length >= 2048:
-        return HopperForwardConfig(keys=128, consumers=3, ping_pong=True)
     room = DeviceSpec.of_arch("sm_90").shared_memory
     configs = (HopperForwardConfig(keys, 2, query_stages=query_stages, out_parts=out_parts)
                for keys, query_stages, out_parts in product((128, 64) if problem.dv <= 128 else (64,), (2, 1), (1, 2)))
-    return next(config for config in configs if config.shared_bytes(problem) <= room)
+    two = next(config for config in configs if config.shared_bytes(problem) <= room)
+    by_preference = [two, replace(two, consumers=1)] if max(problem.d, problem.dv) <= 128 else [two]
+    if max(problem.d, problem.dv) <= 64 and length >= 2048:
+        by_preference.insert(0, HopperForwardConfig(keys=128, consumers=3, ping_pong=True))
+    if problem.sequences.are_data:
+        return by_preference[0]
+    times = [layout_of(problem, config, multiprocessors).time for config in by_preference]
+    nearly = min(times) / NEARLY
+    return next(config for config, time in zip(by_preference, times, strict=True) if time <= nearly)
 
 
 def hopper_backward_config(problem: AttentionProblem) -> HopperBackwardConfig:
@@ -293,18 +303,26 @@ def prefers_gluon(problem: AttentionProblem) -> bool:
 
     A tile has 64 rows at least. Where there are fewer queries, the Triton kernels, with smaller tiles, take 0.4 to 0.8
     of the time (H200, forward), unless the heads of a group share a tile: 1.6 to 10 times it. They do, in the forward,
-    where each head by itself would take a second wave of tiles. Of packed sequences the mean length counts, of a
-    deterministic call one batch entry; where lengths are data, that one is triton's.
+    where each head by itself would take a second wave of tiles; or tiles are cut along their keys, which takes 0.1 to
+    0.2 of Triton's time at 8192 keys and more. Of packed sequences the mean length counts, of a deterministic call one
+    batch entry; where lengths are data, that one is triton's.
     """
     if not lengths_may_decide(problem):
         return False
     batch, keys = 1 if problem.deterministic else problem.b, problem.sk // (problem.sequences.packed or 1)
     packs = (problem.direction == "forward" and not problem.sequences.are_data and problem.group > 1
-             and batch * problem.hq > _MULTIPROCESSORS)
+             and batch * problem.hq > MULTIPROCESSORS)
     if problem.sq <= 64 and not packs:
-        return False
+        return _is_cut(problem)
     work = batch * problem.hq * max(problem.sq, 64) * keys * (problem.d + problem.dv)
     return work >= 2 * LEAST_WORK_FOR_GLUON
+
+
+def _is_cut(problem: AttentionProblem) -> bool:
+    """Whether the Hopper forward kernel would cut its tiles along many keys."""
+    if problem.direction != "forward" or problem.sk < _LEAST_CUT or max(problem.d, problem.dv) > 256:
+        return False
+    return layout_of(problem, hopper_forward_config(problem), MULTIPROCESSORS).cut is not None
 
 
 def lengths_may_decide(problem: AttentionProblem) -> bool:

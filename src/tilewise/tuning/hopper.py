@@ -7,15 +7,23 @@ from typing import Any
 from tilewise.problem import AttentionProblem
 from tilewise.tuning.configs import HopperBackwardConfig, HopperConfig, HopperForwardConfig, pieces_of, sums_fit
 from tilewise.tuning.device import DeviceSpec
-from tilewise.tuning.heuristics import hopper_backward_config, hopper_forward_config, kernel_width
+from tilewise.tuning.heuristics import (
+    MULTIPROCESSORS,
+    hopper_backward_config,
+    hopper_forward_config,
+    kernel_width,
+)
 from tilewise.tuning.search import MOST_CANDIDATES, Proposals
 from tilewise.tuning.table import Bucket, config_of, load_rows, nearest_row, table_file
 
 
-def forward_config(problem: AttentionProblem, device: DeviceSpec) -> HopperForwardConfig:
+def forward_config(problem: AttentionProblem, device: DeviceSpec,
+                   multiprocessors: int = MULTIPROCESSORS) -> HopperForwardConfig:
     """Return the table's config for the problem, else the heuristic one."""
     measured = _measured("hopper_forward", problem, device)
-    return hopper_forward_config(problem) if measured is None else HopperForwardConfig(**measured)
+    if measured is None:
+        return hopper_forward_config(problem, multiprocessors)
+    return HopperForwardConfig(**measured)
 
 
 def backward_config(problem: AttentionProblem, device: DeviceSpec) -> HopperBackwardConfig:

@@ -19,8 +19,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tilewise.kernels.gluon.compat import tma_load, tma_store, tma_store_wait
-from tilewise.kernels.gluon.lengths import band_of, blank, clear, locate, rows_of, store_some, tile_size
+from tilewise.kernels.gluon.compat import tma_load, tma_store_wait
+from tilewise.kernels.gluon.cuts import locate_part, numbers_of, own_steps_of
+from tilewise.kernels.gluon.lengths import band_of, clear, rows_of, tile_size
 from tilewise.kernels.gluon.pipeline import (
     hand_out,
     leave,
@@ -35,8 +36,8 @@ from tilewise.kernels.gluon.pipeline import (
     wait_full,
 )
 from tilewise.kernels.gluon.products import finish, hold_queries, issue_out, issue_scores, products_of, rescale, zeros
+from tilewise.kernels.gluon.results import record_of, write
 from tilewise.kernels.gluon.softmax import (
-    add_sink,
     cap,
     factor_of,
     halves,
@@ -48,9 +49,8 @@ from tilewise.kernels.gluon.softmax import (
     shift_of,
     sum_of,
 )
-from tilewise.kernels.gluon.tiles import hides_first_step, keys_at, masked_of, steps_of
+from tilewise.kernels.gluon.tiles import hides_first_step, keys_at, masked_of
 
-LN2 = gl.constexpr(0.6931471805599453)
 END = gl.constexpr(-1)  # in place of a first query: no more tiles
 
 
@@ -68,6 +68,7 @@ class Shape(NamedTuple):
     DIAGONAL: whether each tile's first step has the diagonal from its first query and key on: the first warpgroup then
     needs half of its keys, and no other step has a mask. Of two warpgroups, steps as long as tiles, one upper bound.
     HELD: how many of q's last columns a warpgroup holds in registers: steps read only the others from shared memory.
+    CUT: 1 where tiles are cut along their keys into parts, which another kernel combines, 2 where some stay whole.
     LENGTHS, PACKED, SHIFTED: whether lengths are data; the sequences lie one behind the other in one batch entry; the
     diagonal runs through the last query and key of each.
     """
@@ -88,6 +89,7 @@ class Shape(NamedTuple):
     PARTS: int
     DIAGONAL: bool
     HELD: int
+    CUT: int
     LENGTHS: bool
     PACKED: bool
     SHIFTED: bool
@@ -134,13 +136,13 @@ def draw(counter, total):
 
 
 @gluon.jit
-def load(sources, queries, pairs, next_tile, counter, order, band, lengths, group, C: gl.constexpr):
+def load(sources, queries, pairs, next_tile, counter, order, band, lengths, cut, group, C: gl.constexpr):
     """Producer, one warp: fetch tile numbers, and keep the rings full."""
     q_descs, _k_descs, _v_descs, _out_desc = sources
     q_tiles, q_full, q_empty = queries
     tiles, heads, batches, _section = order
     CONSUMERS: gl.constexpr = C.CONSUMERS
-    total = tiles * heads * batches
+    total = numbers_of(tiles * heads * batches, cut, C)
     turn = 0
     taken = 0
     number = gl.program_id(0)
@@ -148,7 +150,7 @@ def load(sources, queries, pairs, next_tile, counter, order, band, lengths, grou
     head_k = batch
     row = batch - C.KEYS  # nowhere
     while number < total:
-        tile, row_k, exists = locate(number, order, band, lengths, C)
+        tile, row_k, exists = locate_part(number, order, band, lengths, cut, C)
         if exists:
             v_place = (batch, head_k, row)
             first = tile[0]
@@ -156,7 +158,7 @@ def load(sources, queries, pairs, next_tile, counter, order, band, lengths, grou
             batch = tile[2]
             head_k = head if C.PACK > 1 else head // group
             hand_out(next_tile, taken, tile, tile_size(C))
-            spans = steps_of(first, band_of(tile, band, C), C)
+            spans = own_steps_of(tile, band_of(tile, band, C), cut, C)
             row = row_k + keys_at(0, spans, C)
             load_pair(sources, pairs, turn, (batch, head_k, row), v_place, C)
             turn += 1
@@ -246,73 +248,6 @@ def scores_of(q, pairs, turn, OWN: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def store_columns(acc, place, left, out_desc, out_ptr, out_tiles, OWN: gl.constexpr, FIRST: gl.constexpr,
-                  C: gl.constexpr):
-    """Write some columns of out through the warpgroup's buffers, in the order of those, halving what is too wide.
-
-    ``left``: rows to the end of a packed sequence; the copy engine would write past it.
-    """
-    if acc.shape[1] > C.OUT:
-        HALF: gl.constexpr = acc.shape[1] // 2
-        LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
-        low, high = acc.reshape([64, 2, HALF]).permute((0, 2, 1)).split()
-        store_columns(gl.convert_layout(low, LAYOUT), place, left, out_desc, out_ptr, out_tiles, OWN, FIRST, C)
-        store_columns(gl.convert_layout(high, LAYOUT), place, left, out_desc, out_ptr, out_tiles, OWN, FIRST + HALF, C)
-    else:
-        batch, head, row = place
-        out_tile = out_tiles.index(OWN * C.OUT_SLOTS + FIRST // C.OUT % C.OUT_SLOTS)
-        tma_store_wait(C.OUT_SLOTS - 1)
-        out_tile.reshape([64, C.OUT]).store(acc.to(out_desc.dtype))
-        fence_async_shared()
-        if C.PACKED:
-            if left >= 64:
-                tma_store(out_desc, [batch, head, row, FIRST], out_tile)
-            else:
-                store_some(out_tile, out_ptr, out_desc, place, left, FIRST, C.OUT)
-        elif C.PACK > 1:
-            tma_store(out_desc, [batch, head, row, 0, FIRST], out_tile)
-        else:
-            tma_store(out_desc, [batch, head, row, FIRST], out_tile)
-
-
-@gluon.jit
-def write(acc, row_max, row_sum, tile, row, out_desc, out_tiles, results, sq, heads, group, scaling,
-          OWN: gl.constexpr, C: gl.constexpr):
-    """Write out and lse of 64 rows (eq. 6)."""
-    head = tile[1]
-    batch = 0 if C.PACKED else tile[2]
-    out_ptr, lse_ptr, sinks_ptr, sinks_stride = results
-    begin, stop, length = rows_of(tile, sq, C)
-    place = (batch, head, begin + row)
-    rows = gl.arange(0, 64, layout=row_sum.type.layout)
-    inside = row + rows // C.PACK < stop
-    line = (batch * heads + head).to(gl.int64) * sq
-    if C.PACK > 1:
-        inside = inside & (rows % C.PACK < group)
-        line = (line * group) + (rows % C.PACK) * sq
-        head = head * group + gl.minimum(rows % C.PACK, group - 1)
-    top = row_max * scaling[0]
-    if sinks_ptr is not None:
-        top, row_sum, decay = add_sink(top, row_sum, sinks_ptr, sinks_stride, head)
-    sum_or_one = gl.where(row_sum == 0.0, 1.0, row_sum)
-    lse = (top + gl.log2(sum_or_one)) * LN2
-    if C.LENGTHS:
-        lse = gl.where(row + rows < length, lse, float("-inf"))
-    gl.store(lse_ptr + line + (begin + row + rows // C.PACK), lse, mask=inside)
-    share = 1.0 / sum_or_one
-    if sinks_ptr is not None:
-        share = share * decay
-    acc = rescale(acc, share)
-    if C.LENGTHS:
-        acc = blank(acc, length - row)
-    if C.PACKED and C.OUT_SLOTS > 1:
-        if stop - row < 64:
-            tma_store_wait(0)  # what goes by other ways is not counted when a buffer is used again
-    for i in gl.static_range(len(C.DV)):
-        store_columns(acc[i], place, stop - row, out_desc, out_ptr, out_tiles, OWN, i * C.DV[0], C)
-
-
-@gluon.jit
 def await_queries(q_full, slot, taken, first, C: gl.constexpr):
     """Wait for the queries of a tile, if there is one."""
     if first != END:
@@ -333,8 +268,8 @@ def attend(sources, queries, pairs, next_tile, out_tiles, results, order, band, 
     turn = 0
     taken = 0
     tile = take_tile(next_tile, taken, tile_size(C))
-    if C.LENGTHS:
-        await_queries(q_full, OWN, taken, tile[0], C)  # this program's tiles may all lie between the sequences
+    if C.LENGTHS or C.CUT > 0:  # this program's tiles may all lie between the sequences, or be parts without a step
+        await_queries(q_full, OWN, taken, tile[0], C)
     else:
         wait_full(q_full, taken * C.CONSUMERS + OWN, C.Q_STAGES * C.CONSUMERS)
     held = hold_queries(q_tiles, OWN, C)
@@ -346,7 +281,7 @@ def attend(sources, queries, pairs, next_tile, out_tiles, results, order, band, 
     while tile[0] != END:
         first = tile[0]
         own_band = band_of(tile, band, C)
-        spans = steps_of(first, own_band, C)
+        spans = own_steps_of(tile, own_band, results[4], C)
         row = first + OWN * (64 // C.PACK)
         acc = zeros(C)
         nothing = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, S_LAYOUT))
@@ -411,7 +346,7 @@ def attend(sources, queries, pairs, next_tile, out_tiles, results, order, band, 
         acc = finish(acc_pending, len(products_of(C.D, C.HELD)))
         if C.PARTS == 2:
             row_sum = gl.convert_layout(gl.sum(row_sum, 1), row_max.type.layout)
-        write(acc, row_max, row_sum, tile, row, out_desc, out_tiles, results, band[0], order[1], group, scaling, OWN, C)
+        write(acc, row_max, row_sum, tile, row, out_desc, out_tiles, results, band, order[1], group, scaling, OWN, C)
         s = warpgroup_mma_wait(0, deps=(s_pending,))
         leave(empty, turn, C.STAGES)
         turn += 1
@@ -437,15 +372,19 @@ def registers(consumers):
 
 
 @gluon.jit(do_not_specialize=["tiles", "heads", "batches", "section", "sq", "sk", "lower", "upper", "group",
-                             "sinks_stride", "cu_q", "cu_k", "seqlens_q", "seqlens_k", "count"])
+                             "sinks_stride", "cu_q", "cu_k", "seqlens_q", "seqlens_k", "count", "whole", "parts",
+                             "first_line"])
 def hopper_forward_kernel(q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, out_desc, lse_ptr, counter, sinks_ptr,
-                          sinks_stride, out_ptr, cu_q, cu_k, seqlens_q, seqlens_k, tiles, heads, batches, section, sq,
-                          sk, lower, upper, group, count, scale_log2, squash, C: gl.constexpr):
+                          sinks_stride, out_ptr, cu_q, cu_k, seqlens_q, seqlens_k, parts_ptr, tiles, heads,
+                          batches, section, sq, sk, lower, upper, group, count, scale_log2, squash, whole, parts,
+                          first_line, C: gl.constexpr):
     """Compute out and lse.
 
     sinks_ptr, squash: None where there are no sinks and no softcap. With one, scale_log2 is that of what tanh gives,
     and squash what the products are multiplied by before it. out_ptr: None unless sequences are packed. cu_q to
     seqlens_k, count: None but for what says where sequences lie and how many they are (tilewise.sequences).
+    parts_ptr, whole, parts, first_line: None unless C.CUT. Then ``whole`` tiles are not cut, the others into so many
+    parts, and that is the first line of lse that is theirs. The sinks enter where parts are combined.
     """
     q_descs = joined(q_desc, q_rest)
     k_descs = joined(k_desc, k_rest)
@@ -465,21 +404,29 @@ def hopper_forward_kernel(q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, out_de
     band = (sq, sk, lower, upper)
     scaling = (scale_log2, squash)
     lengths = (cu_q, cu_k, seqlens_q, seqlens_k, count)
-    results = (out_ptr, lse_ptr, sinks_ptr, sinks_stride)
+    if C.CUT > 0:
+        parts_ptr += first_line.to(gl.int64) * parts * -record_of(C.DV)
+    cut = (whole, parts)
+    results = (out_ptr, lse_ptr, sinks_ptr, sinks_stride, (parts_ptr, parts))
     REGISTERS: gl.constexpr = registers(NC)
     ZERO: gl.constexpr = 0
     ONE: gl.constexpr = 1
     TWO: gl.constexpr = 2
-    if NC == 2:
+    if NC == 1:
+        gl.warp_specialize([
+            (attend, (sources, queries, pairs, next_tile, out_tiles, results, order, band, group, scaling, ZERO, C)),
+            (load, (sources, queries, pairs, next_tile, counter, order, band, lengths, cut, group, C)),
+        ], [1], [24])
+    elif NC == 2:
         gl.warp_specialize([
             (attend, (sources, queries, pairs, next_tile, out_tiles, results, order, band, group, scaling, ZERO, C)),
             (attend, (sources, queries, pairs, next_tile, out_tiles, results, order, band, group, scaling, ONE, C)),
-            (load, (sources, queries, pairs, next_tile, counter, order, band, lengths, group, C)),
+            (load, (sources, queries, pairs, next_tile, counter, order, band, lengths, cut, group, C)),
         ], [4, 1], [REGISTERS, 24])
     else:
         gl.warp_specialize([
             (attend, (sources, queries, pairs, next_tile, out_tiles, results, order, band, group, scaling, ZERO, C)),
             (attend, (sources, queries, pairs, next_tile, out_tiles, results, order, band, group, scaling, ONE, C)),
             (attend, (sources, queries, pairs, next_tile, out_tiles, results, order, band, group, scaling, TWO, C)),
-            (load, (sources, queries, pairs, next_tile, counter, order, band, lengths, group, C)),
+            (load, (sources, queries, pairs, next_tile, counter, order, band, lengths, cut, group, C)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])

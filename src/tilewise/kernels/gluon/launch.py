@@ -3,7 +3,7 @@
 import functools
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +17,9 @@ _SECTION_BYTES = 32 * 2**20
 # Columns of q that registers hold; by the pieces of q and of v, keys a step and warpgroups. Elsewhere none.
 _HELD = {(((128,), (128,)), 128, 2): 128, (((256,), (256,)), 64, 2): 64}
 NO_LENGTHS = (None,) * 4  # cu_seqlens_q, cu_seqlens_k, seqlens_q, seqlens_k
+# Counters that are kept for captured graphs, of a device those that are left: each is given out once.
+_SPARES = 4096
+_SPARE: dict[torch.device, Iterator[torch.Tensor]] = {}
 _NOTHING = (None,) * 3 + NO_LENGTHS  # sinks, their stride, out's address
 _PLACES = (0, 0, 1, 1, 2, 2, 3)  # which of q, k, v and out the kernel's descriptors show: two pieces of all but out
 # A warpgroup is four warps. Contracting a·b + c into one rounding is what the softmax's cost counts on; Triton 3.10
@@ -58,14 +61,19 @@ class HopperForward:
     """The forward kernel bound to a problem; call it with (q, k, v, out, lse, sinks or None).
 
     Where lengths are data, cu_seqlens_q, cu_seqlens_k, seqlens_q and seqlens_k follow, each a tensor or None.
-    ``multiprocessors``: of the device; one program runs on each. ``pack``: what :func:`pack_of` gives, or 1.
+    ``multiprocessors``: of the device; one program runs on each. ``pack``, ``cut``: as
+    :func:`tilewise.tuning.waves.layout_of` gives them. Unless ``cut`` is None it says how many tiles stay whole, and in
+    how many parts the keys of the others come: what becomes of these is written to ``parts``, float32, of
+    :attr:`parts_shape`, and their sinks are for who combines them.
     """
 
-    def __init__(self, problem: AttentionProblem, config: HopperShape, multiprocessors: int, pack: int = 1) -> None:
+    def __init__(self, problem: AttentionProblem, config: HopperShape, multiprocessors: int, pack: int = 1,
+                 cut: tuple[int, int] | None = None) -> None:
         from triton.experimental.gluon import language as gl
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
         from tilewise.kernels.gluon.hopper_forward import Shape, hopper_forward_kernel
+        from tilewise.kernels.gluon.results import record_of
 
         self.kernel, self.describe = hopper_forward_kernel, TensorDescriptor
         self.keys = problem.seen_keys
@@ -76,15 +84,23 @@ class HopperForward:
         heads = problem.hq if pack == 1 else problem.hk
         tiles = problem.sequences.slots(problem.sq * pack, 64 * config.consumers)
         total = tiles * heads * problem.b
-        self.grid = (min(total, multiprocessors),)
+        whole, parts = cut or (total, 1)
+        self.grid = (min(whole + (total - whole) * parts, multiprocessors),)
+        # The first line of lse whose parts are to be combined; tiles of rows that are packed are cut all or none.
+        first_line = whole // tiles * problem.sq + whole % tiles * 64 * config.consumers
+        self.lines = range(first_line, problem.b * problem.hq * problem.sq)
+        self.parts_shape = len(self.lines), parts, record_of.fn(pieces[1])
         self.scalars = (
             tiles, heads, problem.b, section_of(problem) * heads // problem.hq, problem.sq, len(self.keys),
             lower or 0, upper or 0, problem.group, count, *scaling_of(problem),
+            *((None,) * 3 if cut is None else (whole, parts, first_line)),
             Shape(pack, *pieces, *config.out_buffers(problem), config.keys, config.consumers, config.stages,
                   config.query_stages, config.ping_pong, lower is not None, upper is not None,
                   64 // pack * config.consumers > config.keys and lower is None and upper is not None,
-                  _parts(problem, config), pack == 1 and count is None and _on_diagonal(problem, config, lower, upper),
-                  _held(problem, config, lower, pack), count is not None, self.packed, is_shifted))
+                  _parts(problem, config),
+                  cut is None and pack == 1 and count is None and _on_diagonal(problem, config, lower, upper),
+                  _held(problem, config, lower, pack), 0 if cut is None else 2 if whole else 1, count is not None,
+                  self.packed, is_shifted))
         self.enqueue = Enqueue(self.kernel, self.grid, self.scalars, OPTIONS)
         # Of each tensor's one or two pieces; of out its buffers.
         rows = [64] if pack == 1 else [64 // pack, pack]
@@ -100,7 +116,7 @@ class HopperForward:
         sinks = problem.scores.sinks
         self.sinks_stride = None if sinks is None or sinks.strides[0] == 1 else sinks.strides[0]
 
-    def __call__(self, *tensors: torch.Tensor | None) -> None:
+    def __call__(self, *tensors: torch.Tensor | None, parts: torch.Tensor | None = None) -> None:
         """Enqueue the kernel on the current stream of the current device."""
         q, k, v, out, lse, sinks, *lengths = tensors
         counter = _counter(q.device)
@@ -111,10 +127,11 @@ class HopperForward:
         rest = _NOTHING if plain else (address_of(sinks), self.sinks_stride, at_out if self.packed else None,
                                        *[address_of(tensor) for tensor in lengths or NO_LENGTHS])
         # What torch allocates is aligned, as the backend wants q, k and v to be; so are the rows that are read.
-        self.enqueue((*described, lse.data_ptr(), counter.data_ptr(), *rest),
-                     lambda: self.arguments(tensors, counter), alike=plain)
+        self.enqueue((*described, lse.data_ptr(), counter.data_ptr(), *rest, address_of(parts)),
+                     lambda: self.arguments(tensors, counter, parts), alike=plain)
 
-    def arguments(self, tensors: tuple[torch.Tensor | None, ...], counter: torch.Tensor) -> tuple[Any, ...]:
+    def arguments(self, tensors: tuple[torch.Tensor | None, ...], counter: torch.Tensor,
+                  parts: torch.Tensor | None = None) -> tuple[Any, ...]:
         """Descriptors of the pieces of q, k, v and out, then what the kernel reads and writes by its address."""
         q, k, v, out, lse, sinks, *lengths = tensors
         out_ptr = out if self.packed else None
@@ -122,7 +139,8 @@ class HopperForward:
         q, out = _grouped(q, self.group), _grouped(out, self.group)
         described = [form and self.describe(tensor, list(tensor.shape), legal_strides(tensor), *form)
                      for tensor, form in zip([(q, k, v, out)[i] for i in _PLACES], self.forms, strict=True)]
-        return (*described, lse, counter, sinks, self.sinks_stride, out_ptr, *(lengths or NO_LENGTHS))
+        stride = None if sinks is None else self.sinks_stride
+        return (*described, lse, counter, sinks, stride, out_ptr, *(lengths or NO_LENGTHS), parts)
 
 
 def bounds_of(problem: AttentionProblem) -> tuple[int | None, int | None, int | None, bool]:
@@ -146,24 +164,6 @@ def scaling_of(problem: AttentionProblem) -> tuple[float, float | None]:
     if softcap is None:
         return problem.scale * log2e, None
     return softcap * log2e, 2.0 * log2e * problem.scale / softcap
-
-
-def pack_of(problem: AttentionProblem, config: HopperShape, multiprocessors: int) -> int:
-    """How many rows of a tile are heads of one group: the group, padded, where fewer waves of tiles come of it, else 1.
-
-    Queries that are few leave most rows of their tiles empty, and the heads of a group read the same keys. A
-    deterministic call, whose bits are no neighbour's affair, counts one batch entry: under a window it is the tile's
-    first query that the steps are counted from. Tiles that a length of their own ends have rows of one head.
-    """
-    if problem.sequences.are_data:
-        return 1
-    batch = 1 if problem.deterministic else problem.b
-    rows, pack = 64 * config.consumers, 1 << (problem.group - 1).bit_length()
-    if pack > 64:
-        return 1
-    apart = math.ceil(problem.sq / rows) * problem.hq * batch
-    together = math.ceil(problem.sq * pack / rows) * problem.hk * batch
-    return pack if math.ceil(together / multiprocessors) < math.ceil(apart / multiprocessors) else 1
 
 
 def _grouped(tensor: torch.Tensor, group: int | None) -> torch.Tensor:
@@ -211,11 +211,12 @@ def _counter(device: torch.device) -> torch.Tensor:
     """A zero that the kernel counts up from and leaves as it was.
 
     Launches of one stream come one after another and share it. Those of a captured graph may run beside anything, and
-    get one of their own.
+    get one of their own: one that was cleared before, since what clears it in the graph is a launch in every replay.
     """
-    if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(1, dtype=torch.int32, device=device)
-    return _counter_of_stream(device, _streams()(device.index))
+    if not torch.cuda.is_current_stream_capturing():
+        return _counter_of_stream(device, _streams()(device.index))
+    spare = next(_SPARE.get(device, iter(())), None)
+    return torch.zeros(1, dtype=torch.int32, device=device) if spare is None else spare
 
 
 @functools.cache
@@ -228,5 +229,11 @@ def _streams() -> Callable[[int], int]:
 
 @functools.cache
 def _counter_of_stream(device: torch.device, stream: int) -> torch.Tensor:
+    """Make a stream's counter; with a device's first one, those for graphs, which may be replayed on any stream."""
     del stream
+    if device not in _SPARE:
+        cleared = torch.zeros(_SPARES, 4, dtype=torch.int32, device=device)  # 16 bytes each, as is what torch allocates
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()  # once, beside which the kernel is compiled
+        _SPARE[device] = map(cleared[:, :1].__getitem__, range(_SPARES))
     return torch.zeros(1, dtype=torch.int32, device=device)

@@ -1,0 +1,68 @@
+"""Tiles of the Hopper forward kernel that are cut along their keys: which part a number stands for, and its steps.
+
+Where tiles are fewer than the multiprocessors, or a last wave of them is not full, the keys of a tile come in parts, of
+which each is a piece of work of its own. A part's tile has its number behind first query, head and batch.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from tilewise.kernels.gluon.lengths import locate
+from tilewise.kernels.gluon.tiles import steps_of, tile_at
+
+
+@gluon.jit
+def numbers_of(tiles, cut, C: gl.constexpr):
+    """How many numbers are handed out: one a tile, or one for each part of the tiles that are cut."""
+    if C.CUT > 0:
+        whole, parts = cut
+        tiles = whole + (tiles - whole) * parts
+    return tiles
+
+
+@gluon.jit
+def part_at(number, cut):
+    """Return a number's tile, and its part of it; -1 where that is all of it. Those that are cut come last."""
+    whole, parts = cut
+    over = gl.maximum(0, number - whole)
+    is_whole = number < whole
+    return gl.where(is_whole, number, whole + over // parts), gl.where(is_whole, -1, over % parts)
+
+
+@gluon.jit
+def cut_steps(part, spans, parts, C: gl.constexpr):
+    """Return the steps of one of a tile's parts, in the form of ``steps_of``; of more parts than steps some have none.
+
+    A part is some steps of the grid in a row, whatever of them needs a mask.
+    """
+    start, at_head, masked, steps = spans
+    own = gl.minimum(parts, steps)
+    begin = gl.minimum(steps, part * steps // own)
+    end = gl.minimum(steps, (part + 1) * steps // own)
+    if C.CUT == 2:
+        begin = gl.where(part < 0, 0, begin)
+        end = gl.where(part < 0, steps, end)
+    head = gl.maximum(0, end - gl.maximum(begin, steps - at_head))
+    tail = gl.maximum(0, gl.minimum(end, masked - at_head) - begin)
+    return start + begin * C.KEYS, head, head + tail, end - begin
+
+
+@gluon.jit
+def own_steps_of(tile, band, cut, C: gl.constexpr):
+    """Return what ``steps_of`` does, of a tile or of the part that a number stands for."""
+    spans = steps_of(tile[0], band, C)
+    if C.CUT > 0:
+        spans = cut_steps(tile[3], spans, cut[1], C)
+    return spans
+
+
+@gluon.jit
+def locate_part(number, order, band, lengths, cut, C: gl.constexpr):
+    """Return what ``locate`` does, of a tile or of a part of it; a part without a step is none."""
+    if C.CUT > 0:
+        number, part = part_at(number, cut)
+        first, head, batch = tile_at(number, order, C)
+        tile = (first, head, batch, part)
+        return tile, 0, own_steps_of(tile, band, cut, C)[3] > 0
+    else:
+        return locate(number, order, band, lengths, C)

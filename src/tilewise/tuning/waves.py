@@ -1,0 +1,150 @@
+"""Where tiles of the Hopper forward kernel do not fill the multiprocessors: who shares a tile, and which are cut.
+
+One program runs on each multiprocessor. As many tiles as there are of them are a wave, and the last wave takes as long
+as a full one, however few it has. So what counts is how many waves there are, of what length. Pure functions of problem
+and multiprocessors, with times that were measured on an H200 (docs/hopper.md).
+"""
+
+import math
+from typing import NamedTuple
+
+from tilewise.masks import Span
+from tilewise.problem import AttentionProblem
+from tilewise.tuning.configs import HopperForwardConfig, pieces_of
+
+# Microseconds of a step of 128 keys with two warpgroups: the softmax's, or that of each column of d and of dv.
+_SOFTMAX, _COLUMN = 1.15, 0.0057
+# Of a step with one warpgroup or three, to that with two.
+_WARPGROUPS = {1: 0.7, 2: 1.0, 3: 1.3}
+_BEGINNING = 2.0  # microseconds until a tile's first keys are there
+# Microseconds of the kernel that combines parts, and megabytes of parts that are written and read in one.
+_COMBINING, _MEGABYTES = 5.0, 2.2
+# Heads wider than 128 columns: what is cut needs registers that a step has not, and is this much slower.
+_SPILLING = 1.03
+# From so many waves on programs have drifted apart: the last one leaves idle about this much of its tiles' length,
+# however many they are, and cut in n parts an n-th of that.
+_MANY_WAVES, _DRIFT = 4, 0.37
+_MOST_PARTS, _MOST_LAST_PARTS = 32, 8
+NEARLY = 0.97  # what is to be done must take less than this of the time without it
+_WORTH = 1.5  # and the parts of a last wave must save this many times what they cost
+
+
+class Cut(NamedTuple):
+    """Which tiles are cut along their keys.
+
+    Attributes:
+        whole: tiles that are not, the first ones.
+        parts: of each of the others; of a tile with fewer steps than parts some are empty.
+    """
+
+    whole: int
+    parts: int
+
+
+class Layout(NamedTuple):
+    """How a call is laid out, and the microseconds that this takes by reckoning.
+
+    Attributes:
+        pack: rows of a tile that are heads of one group at one query, a power of two; 1: rows are queries of one head.
+        cut: the tiles that are cut, if there are any.
+    """
+
+    time: float
+    pack: int
+    cut: Cut | None
+
+
+def layout_of(problem: AttentionProblem, config: HopperForwardConfig, multiprocessors: int) -> Layout:
+    """Choose how many rows of a tile are heads of one group, and which tiles are cut.
+
+    Queries that are few leave most rows of their tiles empty, and the heads of a group read the same keys: they share
+    tiles where fewer waves come of it, or where all tiles are one wave, and can be cut the better the fewer they are.
+    Tiles that a length of their own ends have rows of one head, and are not cut. A deterministic call, whose bits are
+    no neighbour's affair, counts one batch entry: steps are counted from a tile's first query, and its tiles are whole.
+    """
+    apart = _laid_out(problem, config, 1, multiprocessors)
+    pack = 1 << (problem.group - 1).bit_length()
+    if problem.sequences.are_data or not 1 < pack <= 64:
+        return apart
+    together = _laid_out(problem, config, pack, multiprocessors)
+    waves, fewer = (math.ceil(_tiles(problem, config, rows) / multiprocessors) for rows in (1, pack))
+    return together if fewer < waves or (waves == 1 and together.time < NEARLY * apart.time) else apart
+
+
+def _laid_out(problem: AttentionProblem, config: HopperForwardConfig, pack: int, multiprocessors: int) -> Layout:
+    """Choose which tiles are cut."""
+    tiles = _tiles(problem, config, pack)
+    steps = _steps(problem, config, pack)
+    whole = Layout(_time(problem, config, tiles, steps, multiprocessors), pack, None)
+    if problem.deterministic or problem.sequences.are_data:
+        return whole
+    if tiles > multiprocessors:
+        saved, cut = _last_wave(problem, config, tiles, steps, multiprocessors)
+        if pack > 1 or problem.mask.is_bounded or problem.scores.sinks is not None or saved <= 0.0:
+            return whole
+        return Layout(whole.time - saved, pack, cut)
+    slower = _slower(problem)
+    time, parts = min((slower * _time(problem, config, tiles, steps, multiprocessors, parts)
+                       + _combining(problem, problem.b * problem.hq * problem.sq, parts), parts)
+                      for parts in range(2, _MOST_PARTS + 1))
+    return Layout(time, pack, Cut(0, parts)) if parts <= max(steps) and time < NEARLY * whole.time else whole
+
+
+def _tiles(problem: AttentionProblem, config: HopperForwardConfig, pack: int) -> int:
+    """How many there are, of one batch entry where the others are none of its affair."""
+    heads = problem.hq if pack == 1 else problem.hk
+    batch = 1 if problem.deterministic else problem.b
+    return problem.sequences.slots(problem.sq * pack, 64 * config.consumers) * heads * batch
+
+
+def _steps(problem: AttentionProblem, config: HopperForwardConfig, pack: int) -> list[int]:
+    """Return the steps of each tile of a head under a band, else of one that stands for all."""
+    queries = 64 * config.consumers // pack
+    if problem.sequences.are_data or not problem.mask.is_bounded:
+        return [max(1, math.ceil(problem.sk / config.keys))]
+    spans = (problem.band.keys_of(Span(first, min(first + queries, problem.sq)), problem.sk)
+             for first in range(0, problem.sq, queries))
+    return [max(1, math.ceil(len(span) / config.keys)) for span in spans]
+
+
+def _time(problem: AttentionProblem, config: HopperForwardConfig, tiles: int, steps: list[int], multiprocessors: int,
+          parts: int = 1) -> float:
+    """Return the microseconds of all tiles, each in so many parts, without what combines these."""
+    share, waves = math.ceil(max(steps) / parts), math.ceil(tiles * parts / multiprocessors)
+    busy: float = share * waves
+    if len(steps) > 1 and waves > 1:  # the long ones begin, and short ones fill the gaps
+        busy = max(share, tiles * sum(steps) / len(steps) / multiprocessors + share / 2)
+    return busy * _step_time(problem, config) + waves * _BEGINNING
+
+
+def _last_wave(problem: AttentionProblem, config: HopperForwardConfig, tiles: int, steps: list[int],
+               multiprocessors: int) -> tuple[float, Cut]:
+    """Return the most that it saves to cut the tiles of a last wave that is not full, if it is worth it, and how."""
+    waves, rest = divmod(tiles, multiprocessors)
+    length = max(steps) * _step_time(problem, config)
+    lines = rest * 64 * config.consumers
+
+    def saved(parts: int) -> float:
+        share = 1.0 - math.ceil(rest * parts / multiprocessors) / parts
+        if waves >= _MANY_WAVES:
+            share = max(share, _DRIFT * (1.0 - 1.0 / parts))
+        cost = _combining(problem, lines, parts) + (_slower(problem) - 1.0) * (waves + 1) * length
+        return share * length - cost if rest and share * length > _WORTH * cost else 0.0
+
+    return max((saved(parts), Cut(tiles - rest, parts)) for parts in range(2, min(_MOST_LAST_PARTS, max(steps)) + 1)
+               ) if max(steps) > 1 else (0.0, Cut(tiles, 1))
+
+
+def _step_time(problem: AttentionProblem, config: HopperForwardConfig) -> float:
+    """Return the microseconds of a step of a tile, with a tile on every multiprocessor."""
+    columns = sum(map(sum, config.pieces(problem)))
+    return config.keys / 128 * max(_SOFTMAX, _COLUMN * columns) * _WARPGROUPS[config.consumers]
+
+
+def _combining(problem: AttentionProblem, lines: int, parts: int) -> float:
+    """Return the microseconds that it takes to write so many parts of some lines, and to combine them."""
+    return _COMBINING + lines * parts * (sum(pieces_of(problem.dv)) + 8) * 4e-6 / _MEGABYTES
+
+
+def _slower(problem: AttentionProblem) -> float:
+    return _SPILLING if max(problem.d, problem.dv) > 128 else 1.0

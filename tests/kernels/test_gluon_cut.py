@@ -1,0 +1,104 @@
+"""The Hopper forward's tiles that are cut along their keys: jit functions called as plain Python."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from tilewise.masks import ALIGNMENTS, Mask, causal, window
+from tilewise.problem import AttentionProblem
+from tilewise.tuning.configs import HopperForwardConfig
+
+cuts = pytest.importorskip("tilewise.kernels.gluon.cuts", reason="Triton is not installed")
+launch = pytest.importorskip("tilewise.kernels.gluon.launch")
+tiles = pytest.importorskip("tilewise.kernels.gluon.tiles")
+CONFIG = HopperForwardConfig(128, 2)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def plain_python():
+    """The functions of gl that the two modules call, on numbers."""
+    language = SimpleNamespace(minimum=min, maximum=max, where=lambda test, a, b: a if test else b)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (tiles, cuts):
+            patch.setattr(module, "gl", language)
+        for module, names in ((tiles, ("_place_of",)),
+                              (cuts, ("tile_at", "steps_of", "part_at", "cut_steps", "own_steps_of"))):
+            for name in names:
+                patch.setattr(module, name, getattr(module, name).fn)
+        yield
+
+
+def problem_of(sq, sk, mask, b=1, heads=1):
+    strides = (heads * sk * 128, sk * 128, 128, 1)
+    return AttentionProblem(b=b, hq=heads, hk=heads, sq=sq, sk=sk, d=128, dv=128, dtype=torch.bfloat16,
+                            device=torch.device("cuda", 0), scale=1.0, mask=mask, k_strides=strides, v_strides=strides)
+
+
+@st.composite
+def masks(draw):
+    side, alignment = st.none() | st.integers(0, 900), draw(st.sampled_from(ALIGNMENTS))
+    return draw(st.sampled_from((Mask(), causal(alignment), window(draw(side), draw(side), alignment))))
+
+
+def places(spans, shape):
+    """The first keys of some steps in order, and of those that need a mask."""
+    begins = [tiles.keys_at.fn(step, spans, shape) for step in range(spans[3])]
+    return begins, begins[:spans[2]]
+
+
+@given(st.integers(1, 900), st.integers(1, 2000), masks(), st.integers(2, 9), st.integers(0, 3))
+@example(300, 2000, causal("bottom_right"), 3, 0)
+@example(300, 300, causal("top_left"), 5, 0)  # more parts than steps
+@example(200, 2000, window(900, 100, "bottom_right"), 4, 0)  # a mask at both ends
+@example(500, 2000, Mask(), 7, 3)
+def test_each_step_of_a_tile_is_in_one_part_and_needs_its_mask_there_too(sq, sk, mask, parts, whole):
+    problem = problem_of(sq, sk, mask)
+    if problem.is_empty:
+        return
+    n_tiles = -(-sq // 128)
+    whole = min(whole, n_tiles - 1)
+    numbers = launch.HopperForward(problem, CONFIG, 132, cut=(whole, parts)).scalars
+    order, band, shape, cut = numbers[:4], numbers[4:8], numbers[-1], numbers[-4:-2]
+    assert (cut, shape.CUT) == ((whole, parts), 2 if whole else 1)
+    total = cuts.numbers_of.fn(n_tiles, cut, shape)
+    assert total == whole + (n_tiles - whole) * parts
+    found = {}
+    for number in range(total):
+        (first, _head, _batch, part), _row, exists = cuts.locate_part.fn(number, order, band, (), cut, shape)
+        spans = cuts.own_steps_of((first, 0, 0, part), band, cut, shape)
+        assert exists == (spans[3] > 0)
+        found.setdefault(first, []).append((part, *places(spans, shape)))
+    assert sorted(found) == [128 * tile for tile in range(n_tiles)]
+    firsts = [first for first, parts_of in found.items() if parts_of[0][0] == -1]
+    assert len(firsts) == whole
+    for first, parts_of in found.items():
+        begins, masked = places(tiles.steps_of.fn(first, band, shape), shape)
+        if first in firsts:
+            assert parts_of == [(-1, begins, masked)]
+            continue
+        assert [part for part, _, _ in parts_of] == list(range(parts))
+        assert sorted(begin for _, own, _ in parts_of for begin in own) == sorted(begins)
+        assert sorted(begin for _, _, own in parts_of for begin in own) == sorted(masked)
+        steps = [len(own) for _, own, _ in parts_of]
+        assert steps[0] > 0, "the first part says that others have no step"
+        assert max(steps) == -(-len(begins) // parts), "as even as can be"
+
+
+def test_the_lines_that_are_combined_are_those_of_the_tiles_that_are_cut():
+    problem = problem_of(300, 700, Mask(), b=2, heads=2)  # three tiles a head, the last of 44 rows
+    for whole, first in ((0, 0), (1, 128), (3, 300), (5, 556), (11, 1156)):
+        bound = launch.HopperForward(problem, CONFIG, 132, cut=(whole, 3))
+        assert bound.lines == range(first, 1200)
+        assert bound.parts_shape == (1200 - first, 3, 128 + 8)
+        assert bound.scalars[-2] == first
+
+
+def test_there_is_one_program_a_part_up_to_one_a_multiprocessor_and_no_diagonal_of_whole_tiles():
+    problem = problem_of(1024, 1024, causal())
+    for cut, programs in ((None, 8), ((0, 3), 24), ((6, 3), 12), ((0, 20), 132)):
+        bound = launch.HopperForward(problem, CONFIG, 132, cut=cut)
+        assert bound.grid == (programs,)
+        assert bound.scalars[-1].DIAGONAL is (cut is None)

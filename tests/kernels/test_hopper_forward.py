@@ -1,0 +1,113 @@
+"""The Hopper forward kernel: its source on the CPU, whole and cut along its keys."""
+
+import math
+import random
+
+import pytest
+import torch
+
+from tilewise.masks import Mask, causal, window
+from tilewise.problem import AttentionProblem
+from tilewise.scores import OperandFacts, ScoreOptions
+from tilewise.testing import oracle
+from tilewise.tuning.configs import HopperForwardConfig
+
+forward = pytest.importorskip("tilewise.kernels.gluon.hopper_forward", reason="Triton is not installed")
+cuts, launch, lengths, pipeline, products, results, softmax, tiles = (
+    pytest.importorskip(f"tilewise.kernels.gluon.{name}") for name in (
+        "cuts", "launch", "lengths", "pipeline", "products", "results", "softmax", "tiles"))
+gluon_on_cpu = pytest.importorskip("kernels.gluon_on_cpu")
+Descriptor, Pointer, Tensor, run = (getattr(gluon_on_cpu, name) for name in ("Descriptor", "Pointer", "Tensor", "run"))
+MODULES = (forward, cuts, lengths, pipeline, products, results, softmax, tiles)
+
+
+def halves(s):
+    return s[:, :s.shape[1] // 2], s[:, s.shape[1] // 2:]
+
+
+def hold(q_tiles, slot, shape):
+    """The columns of Q that registers hold, as the first product that needs them finds them."""
+    if not shape.HELD:
+        return ()
+    return (q_tiles[-1].index(slot).values.view(64, shape.D[-1])[:, -shape.HELD:].clone(),)
+
+
+# What is written in assembly, or moves values between threads, in plain words.
+CONSTANTS = {(module, name): value for module in MODULES for name, value in (
+    ("END", -1), ("LN2", math.log(2.0)), ("LOG2E", math.log2(math.e)), ("QUERIES", 64), ("halves", halves),
+    ("in_pairs", lambda p, dtype: p.to(dtype)), ("as_operand", lambda pairs, dtype, layout: pairs),
+    ("stay", lambda number: number), ("hold_queries", hold), ("cap", lambda s, scaling: s),
+    ("bytes_of", forward.bytes_of.fn), ("record_of", results.record_of.fn), ("products_of", products.products_of.fn),
+    ("tile_size", lengths.tile_size.fn), ("registers", forward.registers.fn)) if hasattr(module, name)}
+
+
+def attend(problem, config, tensors, pack=1, cut=None, sinks=None, programs=3):
+    """Run the kernel; return out, lse and the parts, as it left them."""
+    q, k, v = tensors
+    bound = launch.HopperForward(problem, config, programs, pack, cut)
+    out = torch.full((problem.b, problem.hq, problem.sq, problem.dv), float("nan"), dtype=q.dtype)
+    lse = torch.full(out.shape[:3], float("nan"))
+    parts = torch.full(bound.parts_shape, float("nan"))
+    counter = torch.zeros(1, dtype=torch.int32)
+    bound.describe = lambda tensor, shape, strides, block, layout: Descriptor(tensor, block)
+    described = bound.arguments((q, k, v, out, lse, sinks), counter, None if cut is None else parts)
+    handed = [Pointer(given.flatten() if given is not lse and given is not parts else given.view(-1))
+              if isinstance(given, torch.Tensor) else given for given in described]
+    handed[8] = Pointer(counter)
+    *numbers, shape = bound.scalars
+    numbers = [torch.tensor(number).as_subclass(Tensor) if type(number) is int else number for number in numbers]
+    run(bound.kernel, MODULES, bound.grid[0], (*handed, *numbers, shape), CONSTANTS)
+    assert counter.item() == 0, "the next launch begins with another tile"
+    return out, lse, parts
+
+
+def call_of(mask, sizes, heads, dims, b=1, sinks=False):
+    torch.manual_seed(0)
+    (sq, sk), (hq, hk), (d, dv) = sizes, heads, dims
+    q, k, v = torch.randn(b, hq, sq, d).half(), torch.randn(b, hk, sk, d).half(), torch.randn(b, hk, sk, dv).half()
+    facts = OperandFacts((hq,), (1,), torch.float32) if sinks else None
+    problem = AttentionProblem(
+        b=b, hq=hq, hk=hk, sq=sq, sk=sk, d=d, dv=dv, dtype=torch.float16, device=torch.device("cuda", 0), scale=0.125,
+        mask=mask, scores=ScoreOptions(sinks=facts), q_strides=q.stride(), k_strides=k.stride(), v_strides=v.stride())
+    return problem, (q, k, v)
+
+
+def combined(parts, columns):
+    """Out and lse of parts, as merge.py has it, in float64."""
+    lses = parts[:, :, -8].double() * math.log(2.0)
+    lse = torch.logsumexp(lses, 1)
+    shares = torch.exp(lses - torch.where(lse.isinf(), 0.0, lse)[:, None])
+    values = torch.where(shares[..., None] > 0.0, parts[..., :columns].double(), 0.0)
+    return (shares[..., None] * values).sum(1), lse
+
+
+def check(problem, tensors, out, lse):
+    want, want_lse = oracle.attend(*tensors, problem.mask, problem.scale)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(out.double(), want, rtol=4e-3, atol=4e-3)
+
+
+CASES = {
+    "full": (Mask(), (150, 700), (2, 1), 1), "causal": (causal("bottom_right"), (200, 620), (1, 1), 1),
+    "more_parts_than_steps": (causal("top_left"), (300, 300), (1, 1), 1),
+    "window": (window(200, 30, "bottom_right"), (150, 500), (2, 2), 1),
+    "rows_without_a_key": (causal("bottom_right"), (300, 200), (1, 1), 1),
+    "packed_heads": (causal("bottom_right"), (5, 600), (6, 2), 4),
+}
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize(("dims", "config"), [
+    ((64, 64), HopperForwardConfig(128, 2)), ((128, 128), HopperForwardConfig(128, 2)),
+    ((64, 40), HopperForwardConfig(128, 1)), ((136, 72), HopperForwardConfig(64, 2, query_stages=1, out_parts=2))],
+    ids=["64", "128", "one_warpgroup", "pieces"])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_its_source_computes_out_and_lse_on_the_cpu_of_whole_tiles_and_of_parts(case, dims, config, parts):
+    random.seed(0)
+    mask, sizes, heads, pack = case
+    problem, tensors = call_of(mask, sizes, heads, dims)
+    out, lse, made = attend(problem, config, tensors, pack, (0, parts) if parts > 1 else None)
+    if parts > 1:
+        assert lse.isnan().all(), "nothing but the parts is written"
+        out, lse = (got.unflatten(0, (problem.b, problem.hq, problem.sq)) for got in combined(made, problem.dv))
+    check(problem, tensors, out, lse)
