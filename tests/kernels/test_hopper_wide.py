@@ -63,6 +63,7 @@ WIDE = HopperBackwardConfig(wide=True)
 MODULES = (backward, wide, dq_wide, pieces, sums_of, pipeline, softmax, tiles)
 CONSTANTS = {(module, "QUERIES"): 64 for module in MODULES if hasattr(module, "QUERIES")} | {
     (module, "LOG2E"): math.log2(math.e) for module in (backward, softmax)} | {
+    (wide, "in_pairs"): lambda probs, dtype: probs.to(dtype), (wide, "as_operand"): lambda pairs, *_: pairs,
     (dq_wide, "K_STAGES"): 2,
     (pieces, "times"): lambda probs, slopes, dtype: (probs.float() * slopes).to(dtype)}
 

@@ -251,8 +251,8 @@ class HopperBackwardConfig:
     def shared_bytes(self, problem: AttentionProblem) -> int:
         """Shared memory: k, v, q, dout, lse and delta, dQ of 0 to 2 steps; barriers take under a KiB.
 
-        And dS twice, or, where two warpgroups share keys, once, with the probabilities in float32. The kernel that makes
-        dQ apart takes 128 rows of q and dout, two tiles of k and one of v.
+        And dS twice, or, where two warpgroups share keys, once, with the probabilities in float32. The kernel that
+        makes dQ apart takes 128 rows of q and dout, two tiles of k and one of v.
         """
         (d, dv), size = map(sum, self.columns(problem)), problem.dtype.itemsize
         operands = size * 64 * (d * (self.keys // 64 + self.stages) + dv * (self.keys // 64 + self.out_stages))

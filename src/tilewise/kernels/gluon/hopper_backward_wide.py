@@ -3,8 +3,8 @@
 Of 256 columns both are twice what a warpgroup's registers hold, beside a step. Each therefore sums some columns of
 both, half of them or of 192 one 128 and the other 64. The scores are not halved. One warpgroup computes Sᵀ = K·Qᵀ and
 the probabilities, and lends these to the other in float32; that one has dPᵀ = V·dOᵀ by then and makes dS of both, which
-goes back in 16 bits, an operand of dK. One warp loads. dQ has a kernel of its own (hopper_dq_wide.py); the rest is
-hopper_backward.py's.
+goes back in 16 bits, an operand of dK. The first one has asked for the next step's S by then. One warp loads. dQ has a
+kernel of its own (hopper_dq_wide.py); the rest is hopper_backward.py's.
 
 K, V, Q and dO come in two tiles each, one of each warpgroup's columns.
 """
@@ -24,6 +24,7 @@ from tilewise.kernels.gluon.compat import tma_load, tma_store_wait
 from tilewise.kernels.gluon.hopper_backward import ONE_WARP, fetch_rows, hide, put_rows, write
 from tilewise.kernels.gluon.hopper_dq_sums import by_threads
 from tilewise.kernels.gluon.pipeline import leave, make_barriers, meet, opaque, slots_for, wait_empty, wait_full
+from tilewise.kernels.gluon.softmax import as_operand, in_pairs
 from tilewise.kernels.gluon.tiles import QUERIES, key_tile_at, phases_of, queries_at, query_steps_of
 
 PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])  # of a step: 64 keys by 64 queries
@@ -125,64 +126,107 @@ def issue_pairs(left_tiles, right_tiles, slot, resident, start=None):
 
 
 @gluon.jit
+def issue_dk(dk, memory, turn, resident, OWN: gl.constexpr, C: gl.constexpr):
+    """Issue a warpgroup's columns of dK += dSᵀ·Q of a turn, whose dS is in shared memory."""
+    q_tiles, _q_full, _q_empty = memory[1]
+    _probs_tile, _probs_full, dscores_tiles, _dscores_full = memory[4]
+    q = columns_of(q_tiles, turn % C.STAGES, OWN)
+    return warpgroup_mma(dscores_tiles.index(resident), q, dk, is_async=True)
+
+
+@gluon.jit
+def issue_dv(probs, dv, memory, turn, OWN: gl.constexpr, C: gl.constexpr):
+    """Issue a warpgroup's columns of dV += Pᵀ·dO of a turn; probs: the left operand."""
+    dout_tiles, _dout_full, _dout_empty = memory[2]
+    return warpgroup_mma(probs, columns_of(dout_tiles, turn % C.OUT_STAGES, OWN), dv, is_async=True)
+
+
+@gluon.jit
 def finish_step(dv_pending, dk, memory, turn, resident, OWN: gl.constexpr, C: gl.constexpr):
     """A warpgroup's columns of dK of one step, whose dS is in shared memory; dV is under way."""
-    _keys, queries, douts, _rows, lent = memory
-    q_tiles, _q_full, q_empty = queries
-    _dout_tiles, _dout_full, dout_empty = douts
-    _probs_tile, _probs_full, dscores_tiles, _dscores_full = lent
     dv = warpgroup_mma_wait(0, deps=(dv_pending,))
-    leave(dout_empty, turn, C.OUT_STAGES)
-    q = columns_of(q_tiles, turn % C.STAGES, OWN)
-    dk_pending = warpgroup_mma(dscores_tiles.index(resident), q, dk, is_async=True)
-    dk = warpgroup_mma_wait(0, deps=(dk_pending,))
-    leave(q_empty, turn, C.STAGES)
+    leave(memory[2][2], turn, C.OUT_STAGES)
+    dk = warpgroup_mma_wait(0, deps=(issue_dk(dk, memory, turn, resident, OWN, C),))
+    leave(memory[1][2], turn, C.STAGES)
     return dk, dv
 
 
 @gluon.jit
-def score_steps(begin, end, turn, dk, dv, memory, spans, band, key, scale_log2, MASKED: gl.constexpr,
-                C: gl.constexpr):
-    """Steps ``begin`` to ``end`` of one query head, by the warpgroup that makes the probabilities."""
-    keys, queries, douts, rows, lent = memory
-    k_tiles, _v_tiles, _keys_full = keys
-    q_tiles, q_full, _q_empty = queries
-    dout_tiles, dout_full, _dout_empty = douts
-    probs_tile, probs_full, _dscores_tiles, dscores_full = lent
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, dv.type.layout, 2)
-    resident = opaque(spans[0] * 0)
-    for step in range(begin, end):
-        slot = turn % C.STAGES
-        wait_full(q_full, turn, C.STAGES)
-        scores_pending = issue_pairs(k_tiles, q_tiles, slot, resident)
-        lse = rows.index(2 * slot).load(gl.SliceLayout(0, PAIRS))
-        scores = warpgroup_mma_wait(0, deps=(scores_pending,))
-        probs = gl.exp2(scores * scale_log2 - lse[None, :])
-        if MASKED:
-            probs = hide(probs, queries_at(step, spans, C), key, band, C)
-        # The other has read those before: it sent dS after that. Neither reads dS any more: dK is done.
-        probs_tile.store(by_threads(probs).reshape([QUERIES // 4, 256]))
-        leave(probs_full, turn, 1)
-        wait_full(dout_full, turn, C.OUT_STAGES)
-        left_probs = gl.convert_layout(probs.to(k_tiles[0].dtype), LEFT)
-        dout = columns_of(dout_tiles, turn % C.OUT_STAGES, 0)
-        dv_pending = warpgroup_mma(left_probs, dout, dv, is_async=True)
-        wait_full(dscores_full, turn, 1)
-        dk, dv = finish_step(dv_pending, dk, memory, turn, resident, 0, C)
-        turn += 1
-    return turn, dk, dv
+def lend(scores, turn, step, memory, spans, band, key, scale_log2, MASKED: gl.constexpr, C: gl.constexpr):
+    """Make the probabilities of a turn, let the other warpgroup have them, and return them rounded, in pairs."""
+    probs_tile, probs_full, _dscores_tiles, _dscores_full = memory[4]
+    lse = memory[3].index(2 * (turn % C.STAGES)).load(gl.SliceLayout(0, PAIRS))
+    probs = gl.exp2(scores * scale_log2 - lse[None, :])
+    if MASKED:
+        probs = hide(probs, queries_at(step, spans, C), key, band, C)
+    # The other has read those before: it sent dS after that. Neither reads dS any more: dK is done.
+    probs_tile.store(by_threads(probs).reshape([QUERIES // 4, 256]))
+    leave(probs_full, turn, 1)
+    return in_pairs(probs, memory[0][0][0].dtype)
 
 
 @gluon.jit
-def slope_steps(steps, dk, dv, memory, C: gl.constexpr):
-    """All steps of all query heads, by the warpgroup that makes dS."""
+def score_steps(begin, end, turn, held, dk, dv, memory, spans, band, key, scale_log2, MASKED: gl.constexpr,
+                C: gl.constexpr):
+    """Steps ``begin`` to ``end`` of one query head, by the warpgroup that makes the probabilities.
+
+    held: those of the turn before, rounded: S of this turn is asked for beside dV of that one, ahead of its dK.
+    """
+    k_tiles, _v_tiles, _keys_full = memory[0]
+    q_tiles, q_full, q_empty = memory[1]
+    _dout_tiles, dout_full, dout_empty = memory[2]
+    _probs_tile, _probs_full, _dscores_tiles, dscores_full = memory[4]
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, dv.type.layout, 2)
+    resident = opaque(spans[0] * 0)
+    for step in range(begin, end):
+        wait_full(q_full, turn, C.STAGES)
+        wait_full(dout_full, turn - 1, C.OUT_STAGES)
+        dv_pending = issue_dv(as_operand(held, k_tiles[0].dtype, LEFT), dv, memory, turn - 1, 0, C)
+        scores_pending = issue_pairs(k_tiles, q_tiles, turn % C.STAGES, resident)
+        dv = warpgroup_mma_wait(len(k_tiles), deps=(dv_pending,))
+        leave(dout_empty, turn - 1, C.OUT_STAGES)
+        wait_full(dscores_full, turn - 1, 1)
+        dk_pending = issue_dk(dk, memory, turn - 1, resident, 0, C)
+        scores, dk = warpgroup_mma_wait(0, deps=(scores_pending, dk_pending))
+        leave(q_empty, turn - 1, C.STAGES)
+        held = lend(scores, turn, step, memory, spans, band, key, scale_log2, MASKED, C)
+        turn += 1
+    return turn, held, dk, dv
+
+
+@gluon.jit
+def gather_by_scores(turns, dk, dv, memory, spans, band, key, group, scale_log2, C: gl.constexpr):
+    """The first warpgroup's columns of dK and dV, of one turn at least; it makes the probabilities."""
+    k_tiles, _v_tiles, _keys_full = memory[0]
+    q_tiles, q_full, _q_empty = memory[1]
+    ends = phases_of(key, spans, band, C)
+    wait_full(q_full, 0, C.STAGES)
+    scores = warpgroup_mma_wait(0, deps=(issue_pairs(k_tiles, q_tiles, 0, opaque(spans[0] * 0)),))
+    held = lend(scores, 0, 0, memory, spans, band, key, scale_log2, True, C)
+    turn = spans[0] * 0 + 1
+    for member in range(group):
+        begin = gl.maximum(0, 1 - member)  # the first step of all is done
+        turn, held, dk, dv = score_steps(begin, ends[1], turn, held, dk, dv, memory, spans, band, key, scale_log2,
+                                         True, C)
+        turn, held, dk, dv = score_steps(gl.maximum(begin, ends[1]), ends[2], turn, held, dk, dv, memory, spans, band,
+                                         key, scale_log2, False, C)
+    wait_full(memory[2][1], turns - 1, C.OUT_STAGES)
+    left = as_operand(held, k_tiles[0].dtype, gl.DotOperandLayout(0, dv.type.layout, 2))
+    dv_pending = issue_dv(left, dv, memory, turns - 1, 0, C)
+    wait_full(memory[4][3], turns - 1, 1)
+    return finish_step(dv_pending, dk, memory, turns - 1, opaque(spans[0] * 0), 0, C)
+
+
+@gluon.jit
+def gather_by_slopes(turns, dk, dv, memory, C: gl.constexpr):
+    """The second warpgroup's columns of dK and dV; it makes dS."""
     keys, queries, douts, rows, lent = memory
     _k_tiles, v_tiles, _keys_full = keys
     _q_tiles, q_full, _q_empty = queries
     dout_tiles, dout_full, _dout_empty = douts
     probs_tile, probs_full, dscores_tiles, dscores_full = lent
     DTYPE: gl.constexpr = v_tiles[0].dtype
-    for turn in range(steps):
+    for turn in range(turns):
         slot = turn % C.STAGES
         wait_full(dout_full, turn, C.OUT_STAGES)
         dprobs_pending = issue_pairs(v_tiles, dout_tiles, turn % C.OUT_STAGES, 0)
@@ -191,8 +235,7 @@ def slope_steps(steps, dk, dv, memory, C: gl.constexpr):
         wait_full(probs_full, turn, 1)
         probs = borrow(probs_tile)
         left_probs = gl.convert_layout(probs.to(DTYPE), gl.DotOperandLayout(0, dv.type.layout, 2))
-        dout = columns_of(dout_tiles, turn % C.OUT_STAGES, 1)
-        dv_pending = warpgroup_mma(left_probs, dout, dv, is_async=True)
+        dv_pending = issue_dv(left_probs, dv, memory, turn, 1, C)
         dprobs = warpgroup_mma_wait(1, deps=(dprobs_pending,))
         dscores = (probs * (dprobs - delta[None, :])).to(DTYPE)
         dscores_tiles.index(0).store(dscores)
@@ -224,16 +267,12 @@ def gather(gathered, OWN: gl.constexpr, C: gl.constexpr):
     dk = gl.full([64, C.COLUMNS[OWN]], 0.0, gl.float32, layout=DK_LAYOUT)
     dv = gl.full([64, C.COLUMNS_V[OWN]], 0.0, gl.float32, layout=DV_LAYOUT)
     spans = query_steps_of(first, band, C)
-    ends = phases_of(first, spans, band, C)
     mbarrier.wait(keys_full.index(0), 0)
     mbarrier.wait(keys_full.index(1), 0)
     if OWN == 0:
-        turn = 0
-        for _member in range(group):
-            turn, dk, dv = score_steps(ends[0], ends[1], turn, dk, dv, memory, spans, band, first, scale_log2, True, C)
-            turn, dk, dv = score_steps(ends[1], ends[2], turn, dk, dv, memory, spans, band, first, scale_log2, False, C)
+        dk, dv = gather_by_scores(group * spans[3], dk, dv, memory, spans, band, first, group, scale_log2, C)
     else:
-        dk, dv = slope_steps(group * spans[3], dk, dv, memory, C)
+        dk, dv = gather_by_slopes(group * spans[3], dk, dv, memory, C)
     meet(2)  # the other has read all of these keys and values
     write(dv_descs[OWN], None, v_tiles[OWN].index(0), dv, (batch, head_k, first, OWN * C.COLUMNS_V[0]), 64, C)
     write(dk_descs[OWN], None, k_tiles[OWN].index(0), dk * scale, (batch, head_k, first, OWN * C.COLUMNS[0]), 64, C)
