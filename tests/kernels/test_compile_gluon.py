@@ -116,18 +116,20 @@ def test_tiles_cut_along_their_keys_and_one_warpgroup_compile_within_registers_a
     wanted = [forward(128, "full") | {"cut": (132, 4)}]
     if version == OLDEST:
         wanted += [forward(d, mask) | {"cut": (0, 4)} for d, mask in ((128, "causal"), (64, "full"), (96, "window"))]
-        wanted += [forward(128, "full") | {"cut": (0, 4), "pack": 8}, forward(64, "full") | {"cut": (132, 4)}]
+        wanted += [forward(128, "full") | {"cut": (0, 4), "pack": 8}]
         wanted += [forward(128, "full") | alone, forward(64, "window") | alone | {"cut": (0, 4)},
                    forward(128, options=["softcap", "sinks"]) | alone]
     check(version, wanted)
 
 
-def test_what_is_cut_of_wide_heads_spills_a_few_registers_in_a_step():
-    """Four reads a step or five, of 1300 clocks: waves.py reckons with 3 %."""
-    for row in compile_aloud(OLDEST, [forward(256, "full") | {"cut": (whole, 4)} for whole in (0, 132)]):
+def test_what_is_cut_of_wide_heads_and_of_three_warpgroups_last_wave_spills_a_few_registers_in_a_step():
+    """Of wide heads four reads a step or five, of 1300 clocks: waves.py reckons with 3 %. At d 64 one is written."""
+    wanted = [forward(256, "full") | {"cut": (0, 4)}, forward(256, "full") | {"cut": (132, 4)},
+              forward(64, "full") | {"cut": (132, 4)}]
+    for row in compile_aloud(OLDEST, wanted):
         check_products(row)
-        assert row["stack"] <= 32, row
-        assert 0 < len(row["in_steps"]) <= 10, row
+        assert row["stack"] <= SPILL_BOUND_ELSEWHERE, row
+        assert 0 < len(row["in_steps"]) <= (10 if row["d"] == 256 else 2), row
 
 
 @pytest.mark.parametrize("version", ENDS)
