@@ -40,21 +40,20 @@ def _hidden(case, bias):
 
 # Where a blind query's bias is -inf, numpy remarks that -inf − (-inf) is NaN, before the pair is dropped.
 @pytest.mark.filterwarnings("ignore:invalid value encountered in subtract:RuntimeWarning")
-@pytest.mark.parametrize("value", VALUES)
 @pytest.mark.parametrize("name", PARTLY_HIDDEN)
-def test_bias_of_hidden_pairs_may_hold_anything_and_has_no_gradient(backend, name, value, device, main_dtype):
-    if device.type == "cpu" and value is not VALUES[PARTLY_HIDDEN.index(name) % len(VALUES)]:
-        pytest.skip("on the CPU each case has one value, in turns")
-    case = case_named(name)
+def test_bias_of_hidden_pairs_may_hold_anything_and_has_no_gradient(backend, name, device, main_dtype):
+    """On the CPU, where a value takes seconds, each case has one of them, in turns."""
+    case, first = case_named(name), PARTLY_HIDDEN.index(name) % len(VALUES)
     inputs = make_inputs(case, main_dtype, device)
     clean = operands_of(case, inputs)
     hidden = _hidden(case, clean.bias)
     assert hidden.any(), "the case hides no element of its bias"
-    planted = clean._replace(bias=clean.bias.masked_fill(hidden, value))
-    results = forward_and_backward(backend, case, inputs, "out_and_lse", planted)
-    assert_forward_within_budget(case, inputs, results[:2], clean)
-    assert_gradients_within_budget(case, inputs, results.gradients, "out_and_lse", clean)
-    assert not results.dbias[hidden].any()
+    for value in VALUES[first:first + 1] if device.type == "cpu" else VALUES:
+        planted = clean._replace(bias=clean.bias.masked_fill(hidden, value))
+        results = forward_and_backward(backend, case, inputs, "out_and_lse", planted)
+        assert_forward_within_budget(case, inputs, results[:2], clean)
+        assert_gradients_within_budget(case, inputs, results.gradients, "out_and_lse", clean)
+        assert not results.dbias[hidden].any()
 
 
 def _results(backend, tensors, **options):

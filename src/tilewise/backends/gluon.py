@@ -90,13 +90,13 @@ class GluonBackend:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What makes memory, what out and lse are, the launch, and where tiles are cut, that which combines the parts."""
+    """What makes memory, what out and lse are, the launch, and where tiles are cut, what combines parts of a form."""
 
     allocate: Allocate
     out: Form
     lse: Form
     launch: HopperForward
-    combine: Launch | None
+    combine: tuple[Form, Launch] | None
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
                operands: Operands = NO_OPERANDS) -> tuple[torch.Tensor, torch.Tensor]:
@@ -104,9 +104,10 @@ class _Plan:
         allocate = self.allocate
         out, lse = allocate(*self.out), allocate(*self.lse)
         if self.combine is not None:
-            parts = torch.empty(self.launch.parts_shape, dtype=torch.float32, device=q.device)
+            form, combine = self.combine
+            parts = allocate(*form)
             self.launch(q, k, v, out, lse, None, parts=parts)
-            self.combine(parts, out, lse, operands.sinks, self.launch.sinks_stride)
+            combine(parts, out, lse, operands.sinks, self.launch.sinks_stride)
         elif operands is NO_OPERANDS:
             self.launch(q, k, v, out, lse, None)
         else:
@@ -124,7 +125,9 @@ def _plan(problem: AttentionProblem) -> _Plan:
     if cut is not None:
         from tilewise.kernels.triton.parts import combine_parts_launch
 
-        combine = combine_parts_launch(problem, launch.lines, launch.parts_shape, overlapped=True)
+        shape = launch.parts_shape
+        combine = ((shape, (shape[1] * shape[2], shape[2], 1), torch.float32),
+                   combine_parts_launch(problem, launch.lines, shape, overlapped=True))
     return _Plan(allocator(problem.device), *forms_of_results(problem), launch, combine)
 
 
