@@ -3,6 +3,9 @@
 #   make test ARGS='-k merge'    further arguments for pytest, or for `tilewise bench`
 #   make test WORKERS=0          how many processes share the tests; 0: none but pytest's own
 
+# Dozens of the suite's processes import torch: Python keeps what it compiled, also where the caller told it not to.
+export PYTHONDONTWRITEBYTECODE :=
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help venv test lint types docs bench compiled triton-versions clean distclean stale
