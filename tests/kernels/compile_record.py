@@ -4,14 +4,13 @@ To compile all that the tests ask for takes most of an hour. But a compiler is a
 Triton makes a hash for its cache: source, arguments, options, target, and its own files. So the facts that the tests
 look at stand under that hash in compiled/, a file for each version of Triton. Whatever changes a kernel changes the
 hash: it is compiled then, until ``make compiled`` records it. One kernel in SAMPLE is compiled though it is on record,
-and has to become what the record says.
+and has to become what the record says: that is also what holds those who read the facts to it (sass.py and its like).
 
 Imported where kernels are compiled (compile_ahead.py, decode_ahead.py): a process of its own.
 """
 
 import base64
 import contextlib
-import hashlib
 import io
 import json
 import os
@@ -27,9 +26,7 @@ from triton.runtime.cache import FileCacheManager
 
 FOLDER = Path(__file__).with_name("compiled")
 ANEW = "TILEWISE_TESTS_COMPILE_ANEW"  # set: compile what is on record too, and append to the record
-SAMPLE = 16
-# What reads facts out of a compiled kernel: with other readers, other facts.
-READERS = ("compile_ahead.py", "compile_record.py", "decode_ahead.py", "sass.py")
+SAMPLE = 32
 
 
 class Prepared(NamedTuple):
@@ -57,11 +54,6 @@ class Record:
         if path.exists() and not anew:
             rows = [json.loads(line) for line in path.read_text().splitlines()]
             self.rows = {row.pop("key"): row for row in rows}
-        self.readers = _digest(*(Path(__file__).with_name(name).read_bytes() for name in READERS))
-
-    def key_of(self, kernel_hash):
-        """Return the key of a kernel of which Triton has this hash."""
-        return _digest(kernel_hash.encode(), self.readers.encode())
 
     def manager(self):
         """Return a cache that Triton asks before it compiles: it raises where the kernel is on record."""
@@ -70,7 +62,7 @@ class Record:
         class Asking(FileCacheManager):
             def __init__(self, name, override=False, dump=False):
                 super().__init__(name, override, dump)
-                key = record.key_of(base64.b32decode(name + "=" * (-len(name) % 8)).hex())
+                key = key_of(base64.b32decode(name + "=" * (-len(name) % 8)).hex())
                 if key in record.rows and key not in record.checked and zlib.crc32(key.encode()) % SAMPLE:
                     raise OnRecordError(key)
 
@@ -84,7 +76,7 @@ class Record:
         except OnRecordError as known:
             key = known.key
         else:
-            key = self.key_of(compiled.hash)
+            key = key_of(compiled.hash)
             if key not in self.checked:  # else this process has compiled it before, and nothing was printed
                 self._check(key, json.loads(json.dumps(prepared.read(compiled, printed.getvalue()))))
         return prepared.facts | self.rows[key] | {"key": key}
@@ -108,5 +100,6 @@ def serve(prepare):
         print(json.dumps(wanted | record.facts_of(prepare(wanted))), flush=True)
 
 
-def _digest(*parts):
-    return hashlib.sha256(b"".join(parts)).hexdigest()[:32]
+def key_of(kernel_hash):
+    """Return the key of a kernel of which Triton has this hash, of 64 hexadecimal figures: half of them."""
+    return kernel_hash[:32]

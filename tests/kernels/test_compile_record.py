@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from triton.runtime import cache
 
 from kernels import compile_record
-from kernels.compile_record import SAMPLE, Prepared, Record
+from kernels.compile_record import SAMPLE, Prepared, Record, key_of
 
 FACTS = {"registers": 40, "unset": {}}
 
@@ -26,10 +26,10 @@ def hash_of(name):
     return name.encode().hex().ljust(64, "0")
 
 
-def of_sample(record, sampled):
+def of_sample(sampled):
     """Name a kernel that is in the sample, or one that is not."""
     return next(name for name in map(str, range(10 * SAMPLE))
-                if (zlib.crc32(record.key_of(hash_of(name)).encode()) % SAMPLE == 0) == sampled)
+                if (zlib.crc32(key_of(hash_of(name)).encode()) % SAMPLE == 0) == sampled)
 
 
 class Kernel:
@@ -58,15 +58,15 @@ def recorded(path, name):
 
 def test_a_kernel_that_is_on_record_is_not_compiled_and_the_facts_of_its_launch_are_those_of_today(tmp_path):
     path = tmp_path / "compiled" / "triton.jsonl"
-    name = of_sample(Record(path), sampled=False)
+    name = of_sample(sampled=False)
     known = Kernel(recorded(path, name), name, limit=32)
-    assert known.row() == known.row() == {"limit": 32, **FACTS, "logged": True, "key": known.record.key_of(known.hash)}
+    assert known.row() == known.row() == {"limit": 32, **FACTS, "logged": True, "key": key_of(known.hash)}
     assert known.compiled == 0
 
 
 def test_one_of_the_sample_is_compiled_all_the_same_and_has_to_become_what_the_record_says(tmp_path):
     path = tmp_path / "triton.jsonl"
-    name = of_sample(Record(path), sampled=True)
+    name = of_sample(sampled=True)
     same = Kernel(recorded(path, name), name)
     assert (same.row()["registers"], same.row()["logged"], same.compiled) == (40, True, 1)
     with pytest.raises(ValueError, match=r"triton\.jsonl says of kernel .*40.*; it became .*41.* Run make compiled\."):
@@ -81,19 +81,9 @@ def test_what_is_not_on_record_is_compiled_once_and_not_recorded_unasked(tmp_pat
     assert (kernel.compiled, path.exists()) == (1, False)
 
 
-def test_other_readers_have_other_facts(tmp_path, monkeypatch):
-    path = tmp_path / "triton.jsonl"
-    name = of_sample(Record(path), sampled=False)
-    recorded(path, name)
-    monkeypatch.setattr(compile_record, "READERS", compile_record.READERS[:-1])
-    stale = Kernel(Record(path), name)
-    stale.row()
-    assert stale.compiled == 1
-
-
 def test_to_compile_anew_passes_over_the_record_and_appends_to_it(tmp_path):
     path = tmp_path / "triton.jsonl"
-    name = of_sample(Record(path), sampled=False)
+    name = of_sample(sampled=False)
     recorded(path, name)
     anew = Kernel(Record(path, anew=True), name, FACTS | {"registers": 50})
     anew.row()
