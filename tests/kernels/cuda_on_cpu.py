@@ -15,7 +15,8 @@ HERE = Path(__file__).parent
 COMPILER = shutil.which("c++") or shutil.which("g++")
 # A product and a sum become one instruction where NVRTC makes them one: elsewhere than on x86 compilers do unasked.
 FUSED = ("-ffp-contract=fast", *(("-march=native",) if platform.machine() == "x86_64" else ()))
-OPTIONS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-U_FORTIFY_SOURCE", "-Wno-unknown-pragmas", *FUSED)
+# -Og: more takes longer to compile than it saves, for most programs run for less than a second.
+OPTIONS = ("-std=c++17", "-Og", "-fPIC", "-shared", "-U_FORTIFY_SOURCE", "-Wno-unknown-pragmas", *FUSED)
 
 
 @cache

@@ -227,6 +227,13 @@ def test_one_kernel_makes_every_gradient_where_dq_may_be_summed_in_any_order(ask
     assert backward_kernels(asked, products) == kernels
 
 
+def test_delta_has_one_program_for_all_head_dims_and_storages():
+    spec = DeviceSpec.of_arch("sm_90")
+    found = [float32.plan("delta", problem(d=d), spec, products, vectors)
+             for d, products, vectors in ((8, 3, False), (64, 0, True), (256, 3, True))]
+    assert found == [(found[0][0], 0, -(-problem().sq // 8), problem().hq)] * 3
+
+
 def test_dq_is_zeros_before_a_kernel_adds_to_it(monkeypatch):
     q = torch.full((1, 2, 5, 8), 3.0)
     monkeypatch.setattr(float32, "_launch", lambda *_: None)

@@ -200,12 +200,11 @@ def _plan(kernel: str, problem: AttentionProblem, products: int, vectors: bool) 
 def plan(kernel: str, problem: AttentionProblem, device: DeviceSpec, products: int,
          vectors: bool) -> tuple[Program, int, int, int]:
     """The same for a device that need not be here."""
+    if kernel == "delta":  # has no tiles: one program is that of all head dims
+        return Program(kernel, DELTA, d=32, dv=32, vectors=False), 0, -(-problem.sq // DELTA.warps), problem.hq
     dims = padded_dims(kernel, problem)
-    if kernel == "delta":
-        config, shared_bytes, rows = DELTA, 0, DELTA.warps
-    else:
-        # why_not refuses where there is none.
-        config = cast(CudaConfig, cuda_config(kernel, problem, device, products))
-        shared_bytes, rows = config.shared_bytes(kernel, *dims), config.rows
+    # why_not refuses where there is none.
+    config = cast(CudaConfig, cuda_config(kernel, problem, device, products))
+    shared_bytes, rows = config.shared_bytes(kernel, *dims), config.rows
     length, heads = (problem.sk, problem.hk) if kernel in SUMS_OVER_QUERIES else (problem.sq, problem.hq)
     return Program(kernel, config, *dims, vectors), shared_bytes, -(-length // rows), heads
