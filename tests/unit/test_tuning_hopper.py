@@ -114,6 +114,13 @@ def test_lse_is_no_tail_where_something_comes_between_it_and_the_probabilities(f
         HopperBackwardConfig(direct=True, tails=True).columns(problem)
 
 
+@pytest.mark.parametrize(("d", "queries"), [(40, 128), (64, 128), (72, 64), (128, 64)])
+def test_lse_of_plain_calls_is_a_tail_and_narrow_heads_take_128_queries_a_step(d, queries):
+    problem = problem_of(d, kernel="hopper_backward")
+    assert hopper_backward_config(problem) == HopperBackwardConfig(direct=d <= 64, queries=queries, tails=True)
+    assert not hopper_backward_config(replace(problem, deterministic=True)).tails
+
+
 @pytest.mark.parametrize("fields", [{"d": 72}, {"dv": 72}, UNFIT["lengths"]], ids=str)
 def test_steps_of_128_queries_are_for_narrow_heads(fields):
     problem = replace(problem_of(64, kernel="hopper_backward"), **fields)
