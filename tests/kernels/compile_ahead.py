@@ -209,6 +209,8 @@ def prepare_hopper(request):
             launch = launch.dq if request["part"] == "dq" else launch.dkdv
             arguments = launch.arguments((*taken, *((q,) if request["part"] == "dq" else (k, v))))
         else:
+            if config.tails:
+                taken = (q, k, v, out, torch.empty(launch.tails_shape, dtype=torch.bfloat16), rows)
             arguments = launch.arguments((*taken, k, v), torch.empty(launch.sums_shape), data)
     facts = {"limit": spec.shared_memory, "planned": config.shared_bytes(problem),
              "held": launch.scalars[-1].HELD if request["kernel"] == "hopper_forward" else 0}

@@ -272,8 +272,9 @@ def language(program, programs):
         load=_load, store=_store, atomic_add=_add, convert_layout=lambda values, *_, **__: values,
         sum=torch.sum, max=torch.amax, log2=torch.log2, multiple_of=_multiple_of, max_contiguous=_max_contiguous,
         allocate_shared_memory=_allocate, warp_specialize=_specialize,
-        float32=torch.float32, int32=torch.int32, int64=torch.int64,
-        SliceLayout=lambda *_: None, DotOperandLayout=lambda *_: None, NVMMADistributedLayout=lambda *_: None,
+        bfloat16=torch.bfloat16, float32=torch.float32, int32=torch.int32, int64=torch.int64,
+        BlockedLayout=lambda *_: None, SliceLayout=lambda *_: None, DotOperandLayout=lambda *_: None,
+        NVMMADistributedLayout=lambda *_: None,
         SwizzledSharedLayout=lambda *_: None, DistributedLinearLayout=lambda *_: None,
         NVMMASharedLayout=SimpleNamespace(get_default_for=lambda *_: None))
 

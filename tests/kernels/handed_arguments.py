@@ -95,7 +95,7 @@ def bound(request):
         launch = launching.HopperForward(problem, hopper_forward_config(problem), multiprocessors=132)
         counter = torch.empty(1, dtype=torch.int32)
         with patch.object(launching, "_counter", lambda device: counter):
-            yield launch, (q, k, v, out, rows, operands.sinks), counter
+            yield launch, (q, k, v, out, rows, operands.sinks), [counter]
         return
     if request["kernel"] == "hopper_dbias":
         bias = torch.empty(1, problem.hq, problem.sq, problem.sk, dtype=problem.dtype)
@@ -103,19 +103,21 @@ def bound(request):
         launch = HopperDbias(replace(problem, direction="backward", scores=ScoreOptions(bias=facts)),
                              HopperDbiasConfig(), multiprocessors=132)
         modifiers = SimpleNamespace(bias=SimpleNamespace(ptr=bias), data_ptr=bias.data_ptr)
-        yield launch, (q, k, v, out, rows, rows.clone(), torch.empty_like(bias), modifiers), bias
+        yield launch, (q, k, v, out, rows, rows.clone(), torch.empty_like(bias), modifiers), [bias]
         return
     launch = backward_launch(problem, hopper_backward_config(problem), problem.q_strides)
     if "part" in request:
         gradients = [q] if request["part"] == "dq" else [k, v]
         yield (getattr(launch, request["part"]),
-               (q, k, v, out, rows, rows.clone(), *map(torch.empty_like, gradients)), None)
+               (q, k, v, out, rows, rows.clone(), *map(torch.empty_like, gradients)), [None])
         return
     data = (operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqlens_q, operands.seqlens_k, operands.seed)
     sums = torch.empty(launch.sums_shape)
     tensors = (q, k, v, out, rows, rows.clone(), *map(torch.empty_like, (q, k, v)))
-    with patch.object(torch, "zeros", lambda *shape, **options: sums):
-        yield launch, (*tensors, *data) if any(tensor is not None for tensor in data) else tensors, sums
+    tails = torch.empty(launch.tails_shape, dtype=torch.bfloat16)
+    with patch.object(torch, "zeros", lambda *shape, **options: sums), patch.object(
+            torch, "empty", lambda *shape, dtype, **options: sums if dtype is torch.float32 else tails):
+        yield launch, (*tensors, *data) if any(tensor is not None for tensor in data) else tensors, [tails, sums]
 
 
 def launches(request):
@@ -123,12 +125,13 @@ def launches(request):
         launch.enqueue.kernel = FrontEnd(launch.kernel)
         if request["kernel"] == "hopper_backward" and "part" not in request:
             launch.enqueue_dq.kernel = FrontEnd(launch.enqueue_dq.kernel)
+            launch.enqueue_tails.kernel = FrontEnd(launch.enqueue_tails.kernel)
         launch(*tensors)
         launch(*tensors)
         compiled = launch.enqueue.kernel.compiled
     return {"handed": [[plain(argument) for argument in arguments] for arguments in compiled.handed],
             "base": nvidia._BASE_ARGS_FORMAT_LEN, "format": compiled.format,
-            "addresses": [None if tensor is None else tensor.data_ptr() for tensor in (*tensors, made)]}
+            "addresses": [None if tensor is None else tensor.data_ptr() for tensor in (*tensors, *made)]}
 
 
 if __name__ == "__main__":

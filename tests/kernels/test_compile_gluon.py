@@ -21,6 +21,8 @@ SHIFTED = {"shifted": [255, 0, "bottom_right"]}
 # Of each width: dQ added in no order, as is fastest, and in order.
 BACKWARD_CONFIGS = {64: ({"ahead": True, "direct": True}, {"ahead": True, "ordered": True}),
                     128: ({}, {"ordered": True})}
+# And of calls that nothing but a band changes, with tails: the heuristic's first.
+TAILS_CONFIGS = {64: ({"direct": True, "queries": 128}, {"direct": True}), 128: ({}, {"direct": True})}
 REGISTER_FILE = 65536
 # Bytes of stack a thread, ceilings. At d 64 three warpgroups have 160 registers a thread: of plain calls 3.6.0
 # spills 24 bytes at most, 3.9.0 spills 40 (full), 72 (causal) and 112 (window).
@@ -181,6 +183,9 @@ def test_hopper_backward_compiles_within_registers_and_shared_memory(version):
         wanted = [backward(d, mask, **config) for (d, configs), mask in product(BACKWARD_CONFIGS.items(), MASKS)
                   for config in configs]
         wanted.append(backward(64, dtype="float16", stages=4))
+        wanted += [backward(d, mask, tails=True, **config) for (d, configs), mask in product(
+            TAILS_CONFIGS.items(), MASKS) for config in configs]
+        wanted += [backward(d, dtype="float16", tails=True, **configs[0]) for d, configs in TAILS_CONFIGS.items()]
     else:
         wanted = [backward(64, **BACKWARD_CONFIGS[64][0]), backward(128, "window", ordered=True)]
     check_backward(version, wanted, BACKWARD_SPILL_BOUND.get(version, BACKWARD_SPILL_BOUND_ELSEWHERE))
@@ -227,10 +232,10 @@ def check_backward(version, wanted, spills):
         check_products(row)
         assert row["stack"] <= spills, row
         assert row["utmastg"] > 0, row
-        # Four values at a time, in 2 loops of 2 warpgroups, or one reduction by the copy engine in each, or by each of
-        # 2 writers one for each warpgroup.
-        added = (row["redg"], row["utmaredg"])
-        assert added == ((16, 0) if row["config"].get("direct") else (0, 4)), row
+        # Four values at a time of half the columns, or of all of half the queries, in 2 loops of 2 warpgroups, or one
+        # reduction by the copy engine in each, or by each of 2 writers one for each warpgroup.
+        added, columns = (row["redg"], row["utmaredg"]), row["d"] * row["config"].get("queries", 64) // 128
+        assert added == ((4 * columns // 8, 0) if row["config"].get("direct") else (0, 4)), row
         # Each writer waits for the tiles before, and until all has arrived, not only been read, before it says so.
         waits = 2 if row["config"].get("ordered") else 0
         assert (row["acquire"], row["complete"], row["release"]) == (waits,) * 3, row

@@ -43,20 +43,18 @@ def test_both_ways_hand_the_same_arguments_of_the_forward(d, mask, options, show
 @pytest.mark.parametrize(("d", "deterministic"), [(64, False), (128, False), (64, True)])
 def test_both_ways_hand_the_same_arguments_of_the_backward(d, deterministic):
     direct = d == 64 and not deterministic  # dq is added from registers
-    encoded, behind, (q, k, v, dout, _lse, _delta, _dq, dk, dv, sums) = check(
+    encoded, behind, (q, k, v, dout, _lse, _delta, _dq, dk, dv, tails, sums) = check(
         {"kernel": "hopper_backward", "d": d, "mask": [None, 0, "top_left"], "deterministic": deterministic},
         dims=4 if direct else 2)
+    assert encoded == [q, k, v, dout, *([] if deterministic else [tails]), dk, dv, *([] if direct else [sums])]
     if direct:
-        assert encoded == [q, k, v, dout, dk, dv]
         assert behind[0] == sums
-    else:
-        assert encoded == [q, k, v, dout, dk, dv, sums]
     if deterministic:  # counters stand behind the sums: 4096 queries of 2 heads, 64 columns
         assert behind[0] == sums + 4 * 2 * 4096 * 64
 
 
 def test_both_ways_hand_the_same_arguments_of_the_backward_of_packed_sequences():
-    encoded, behind, (q, k, v, dout, _lse, _delta, _dq, dk, dv, *lengths, _seed, sums) = check(
+    encoded, behind, (q, k, v, dout, _lse, _delta, _dq, dk, dv, *lengths, _seed, _tails, sums) = check(
         {"kernel": "hopper_backward", "d": 64, "mask": [None, 0, "top_left"],
          "options": ["cu_seqlens_q", "cu_seqlens_k", "seqlens_k"]}, dims=4)
     assert encoded == [q, k, v, dout, dk, dv]
@@ -65,14 +63,14 @@ def test_both_ways_hand_the_same_arguments_of_the_backward_of_packed_sequences()
 
 
 def test_both_ways_hand_the_same_seed_to_the_backward():
-    encoded, behind, (q, k, v, dout, _lse, _delta, _dq, dk, dv, *_lengths, seed, sums) = check(
+    encoded, behind, (q, k, v, dout, _lse, _delta, _dq, dk, dv, *_lengths, seed, _tails, sums) = check(
         {"kernel": "hopper_backward", "d": 64, "mask": [None, 0, "top_left"], "options": ["seed"]})
     assert encoded == [q, k, v, dout, dk, dv]
     assert behind[:8] == [sums, *6 * [None], seed] or behind[:8] == [sums, *7 * [None]]
 
 
 def test_both_ways_hand_the_same_arguments_of_the_backward_of_heads_in_pieces():
-    encoded, behind, (q, k, v, dout, _lse, _delta, _dq, dk, dv_, sums) = check(
+    encoded, behind, (q, k, v, dout, _lse, _delta, _dq, dk, dv_, _tails, sums) = check(
         {"kernel": "hopper_backward", "d": 192, "dv": 128, "mask": [None, 0, "top_left"]})
     assert encoded == [q, q, k, k, v, dout, dk, dk, dv_]
     assert sums in behind[:2]

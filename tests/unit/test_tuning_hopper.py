@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict, replace
+from itertools import product
 
 import pytest
 import torch
@@ -61,14 +62,15 @@ def test_proposals_are_distinct_legal_and_begin_with_the_heuristics(kernel, d):
 
 def test_few_are_legal_where_heads_are_wide_and_all_ways_where_they_are_narrow():
     assert {kernel: [len(propose_hopper(kernel, problem_of(d, kernel=kernel), DEVICE).tiles) for d in (64, 128, 256)]
-            for kernel in HEURISTICS} == {"hopper_forward": [14, 6, 2], "hopper_backward": [12, 5, 2]}
+            for kernel in HEURISTICS} == {"hopper_forward": [14, 6, 2], "hopper_backward": [15, 7, 2]}
     narrow = propose_hopper("hopper_forward", problem_of(64), DEVICE).tiles
     assert {(config.keys, config.consumers, config.ping_pong) for config in narrow} == {
         (*sides, turns) for sides in ((64, 2), (128, 2), (128, 3)) for turns in (False, True)}
     assert {config.query_stages for config in narrow if config.stages == 2} == {2}  # there is room for them
-    ways = {(config.ahead, config.direct)
+    ways = {(config.ahead, config.direct, config.queries, config.tails)
             for config in propose_hopper("hopper_backward", problem_of(64, kernel="hopper_backward"), DEVICE).tiles}
-    assert ways == {(ahead, direct) for ahead in (False, True) for direct in (False, True)}
+    assert ways == {*product((False, True), (False, True), (64,), (False,)),
+                    *((False, direct, 64, True) for direct in (False, True)), (False, True, 128, True)}
     assert not any(config.ordered for config in propose_hopper("hopper_backward", problem_of(kernel="hopper_backward"),
                                                                DEVICE).tiles)
 
@@ -97,6 +99,34 @@ def test_heads_in_pieces_are_summed_from_registers_a_step_at_a_time(ways):
 def test_heads_whose_sums_no_registers_hold_are_not_given_keys_of_their_own(d, dv):
     with pytest.raises(InvalidInput, match=f"wide=False with .* at head dims {d} and {dv}; allowed are wide=True"):
         HopperBackwardConfig(direct=True).columns(problem_of(d, dv, kernel="hopper_backward"))
+
+
+UNFIT = {"d": {"d": 136}, "dv": {"dv": 136}, "scale": {"scale": 2.0**-41}, "negative": {"scale": -1.0},
+         "softcap": {"scores": ScoreOptions(softcap=3.0)}, "dropout": {"scores": ScoreOptions(dropout_p=0.1)},
+         "lengths": {"sequences": Sequences(seqlens_k=OperandFacts((1,), (1,), torch.int32))}}
+
+
+@pytest.mark.parametrize("fields", UNFIT.values(), ids=UNFIT)
+def test_lse_is_no_tail_where_something_comes_between_it_and_the_probabilities(fields):
+    problem = replace(problem_of(kernel="hopper_backward"), **fields)
+    assert not hopper_backward_config(problem).tails
+    with pytest.raises(InvalidInput, match=r"tails=True for .*; allowed are head dims up to 128, a scale of 2\^-40"):
+        HopperBackwardConfig(direct=True, tails=True).columns(problem)
+
+
+@pytest.mark.parametrize(("d", "queries"), [(40, 128), (64, 128), (72, 64), (128, 64)])
+def test_lse_of_plain_calls_is_a_tail_and_narrow_heads_take_128_queries_a_step(d, queries):
+    problem = problem_of(d, kernel="hopper_backward")
+    assert hopper_backward_config(problem) == HopperBackwardConfig(direct=d <= 64, queries=queries, tails=True)
+    assert not hopper_backward_config(replace(problem, deterministic=True)).tails
+
+
+@pytest.mark.parametrize("fields", [{"d": 72}, {"dv": 72}, UNFIT["lengths"]], ids=str)
+def test_steps_of_128_queries_are_for_narrow_heads(fields):
+    problem = replace(problem_of(64, kernel="hopper_backward"), **fields)
+    assert hopper_backward_config(problem).queries == 64
+    with pytest.raises(InvalidInput, match=r"queries=128 for .*; allowed are head dims up to 64 without lengths"):
+        HopperBackwardConfig(direct=True, queries=128).columns(problem)
 
 
 @pytest.mark.parametrize("fields", [{"d": 64}, {"d": 40}, {"d": 128}, {"d": 104}, {"d": 256}, {"mask": causal()},

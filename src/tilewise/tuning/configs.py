@@ -7,6 +7,7 @@ from tilewise.problem import AttentionProblem
 
 MIN_BLOCK = 16  # the least M, N and K of a tile product
 MAX_BLOCK = 256
+LEAST_SCALE = 2.0**-40  # of scores whose lse comes as a tail: lse / scale is a number, and far from the largest
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +200,7 @@ class HopperForwardConfig:
 
 @dataclass(frozen=True, slots=True)
 class HopperBackwardConfig:
-    """The warp-specialised backward kernels: 64 keys a warpgroup stay, or of two; queries stream, 64 a step.
+    """The warp-specialised backward kernels: 64 keys a warpgroup stay, or of two; queries stream, 64 or 128 a step.
 
     Attributes:
         stages, out_stages: tiles of q and of dout in flight; powers of two, since every step divides by them.
@@ -209,6 +210,8 @@ class HopperBackwardConfig:
             every bit is then the same on every run.
         wide: whether two warpgroups share 64 keys, each with half the columns of dK and dV, and dQ has a kernel of its
             own, where 64 queries a warpgroup stay; nothing is added in memory, and every bit the same on every run.
+        queries: queries a step: 64, or where registers hold twice the scores 128.
+        tails: whether the tensor cores take lse and delta off, which come as tails of the queries then.
     """
 
     stages: int = 2
@@ -217,9 +220,11 @@ class HopperBackwardConfig:
     direct: bool = False
     ordered: bool = False
     wide: bool = False
+    queries: int = 64
+    tails: bool = False
 
     def __post_init__(self) -> None:
-        for name, allowed in (("stages", (2, 4)), ("out_stages", (1, 2, 4))):
+        for name, allowed in (("stages", (2, 4)), ("out_stages", (1, 2, 4)), ("queries", (64, 128))):
             if getattr(self, name) not in allowed:
                 raise InvalidInput(f"{name}={getattr(self, name)}; allowed are {', '.join(map(str, allowed))}.")
         if self.ordered and self.direct:
@@ -227,6 +232,11 @@ class HopperBackwardConfig:
         if self.wide and (self.ahead or self.direct or self.ordered):
             raise InvalidInput(f"wide=True with ahead={self.ahead}, direct={self.direct}, ordered={self.ordered}; "
                                "allowed is none of them.")
+        if self.queries == 128 and (self.ahead or not self.direct):
+            raise InvalidInput(f"queries=128 with ahead={self.ahead}, direct={self.direct}; allowed is direct=True "
+                               "alone.")
+        if self.tails and (self.ordered or self.wide):
+            raise InvalidInput(f"tails=True with ordered={self.ordered}, wide={self.wide}; allowed is neither.")
 
     @property
     def keys(self) -> int:
@@ -241,6 +251,12 @@ class HopperBackwardConfig:
         """
         if self.wide:
             return _halves_of(problem.d), _halves_of(problem.dv)[::-1]
+        if self.tails and not tails_fit(problem):
+            raise InvalidInput(f"tails=True for {problem}; allowed are head dims up to 128, a scale of 2^-40 or "
+                               "more, and no softcap, dropout or lengths that are data.")
+        if self.queries == 128 and (max(problem.d, problem.dv) > 64 or problem.sequences.are_data):
+            raise InvalidInput(f"queries=128 for {problem}; allowed are head dims up to 64 without lengths that are "
+                               "data.")
         if max(problem.d, problem.dv) <= 128:
             return ((max(64, problem.width),),) * 2
         if not sums_fit(problem) or self.ahead or not self.direct:
@@ -249,14 +265,15 @@ class HopperBackwardConfig:
         return (128, 64), (128,)
 
     def shared_bytes(self, problem: AttentionProblem) -> int:
-        """Shared memory: k, v, q, dout, lse and delta, dQ of 0 to 2 steps; barriers take under a KiB.
+        """Shared memory: k, v, q, dout, lse and delta or tails, dQ of 0 to 2 steps; barriers take under a KiB.
 
         And dS twice, or, where two warpgroups share keys, once, with the probabilities in float32. The kernel that
         makes dQ apart takes 128 rows of q and dout, two tiles of k and one of v.
         """
         (d, dv), size = map(sum, self.columns(problem)), problem.dtype.itemsize
-        operands = size * 64 * (d * (self.keys // 64 + self.stages) + dv * (self.keys // 64 + self.out_stages))
-        scores, rows = 64 * 64 * (4 + size if self.wide else 4 * size), 8 * self.stages * 64
+        operands = size * (self.keys * (d + dv) + self.queries * (self.stages * d + self.out_stages * dv))
+        scores = 64 * self.queries * (4 + size if self.wide else 4 * size)
+        rows = 4 * 1024 + 32 * self.stages * self.queries if self.tails else 8 * self.stages * self.queries
         steps = 0 if self.direct or self.wide else 2 if self.ordered else 1
         beside_queries = size * 64 * (4 * d + 3 * dv) if self.wide else 0
         return max(operands + scores + rows + steps * 4 * d * 64, beside_queries) + 1024
@@ -303,6 +320,16 @@ def pieces_of(dim: int) -> tuple[int, ...]:
 def sums_fit(problem: AttentionProblem) -> bool:
     """Whether a warpgroup's registers hold all columns of dK and dV of 64 keys."""
     return problem.d <= 192 and problem.dv <= 128
+
+
+def tails_fit(problem: AttentionProblem) -> bool:
+    """Whether lse and delta may be taken off by products: nothing else may come between these and P or dS.
+
+    Tails hold lse / scale. Where lengths are data, tiles hold queries of other sequences.
+    """
+    scores = problem.scores
+    return (max(problem.d, problem.dv) <= 128 and problem.scale >= LEAST_SCALE and scores.softcap is None
+            and not scores.dropout_p and not problem.sequences.are_data)
 
 
 def _halves_of(dim: int) -> tuple[int, int]:

@@ -23,6 +23,7 @@ from tilewise.tuning.configs import (
     HopperForwardConfig,
     TileConfig,
     sums_fit,
+    tails_fit,
 )
 from tilewise.tuning.device import DeviceSpec
 from tilewise.tuning.waves import NEARLY, layout_of
@@ -196,6 +197,8 @@ def hopper_backward_config(problem: AttentionProblem) -> HopperBackwardConfig:
     narrow = max(problem.d, problem.dv) <= 64
     if problem.deterministic:
         return HopperBackwardConfig(ahead=narrow, ordered=True)
+    if tails_fit(problem):
+        return HopperBackwardConfig(direct=narrow, queries=128 if narrow else 64, tails=True)
     return HopperBackwardConfig(ahead=narrow, direct=narrow)
 
 

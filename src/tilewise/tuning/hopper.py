@@ -5,7 +5,15 @@ from itertools import islice, product
 from typing import Any
 
 from tilewise.problem import AttentionProblem
-from tilewise.tuning.configs import HopperBackwardConfig, HopperConfig, HopperForwardConfig, pieces_of, sums_fit
+from tilewise.tuning.configs import (
+    LEAST_SCALE,
+    HopperBackwardConfig,
+    HopperConfig,
+    HopperForwardConfig,
+    pieces_of,
+    sums_fit,
+    tails_fit,
+)
 from tilewise.tuning.device import DeviceSpec
 from tilewise.tuning.heuristics import (
     MULTIPROCESSORS,
@@ -68,7 +76,7 @@ def _is_measured(kernel: str, problem: AttentionProblem) -> bool:
     scores = problem.scores
     return (problem.d == problem.dv and pieces_of(problem.d) == (kernel_width(problem),)
             and scores.softcap is None and not scores.dropout_p and not problem.sequences.are_data
-            and not (kernel == "hopper_backward" and problem.deterministic))
+            and (kernel == "hopper_forward" or (not problem.deterministic and problem.scale >= LEAST_SCALE)))
 
 
 def _forward_configs(problem: AttentionProblem, device: DeviceSpec) -> list[HopperForwardConfig]:
@@ -101,4 +109,7 @@ def _backward_configs(problem: AttentionProblem, device: DeviceSpec) -> list[Hop
     else:
         ways = product(((2, 2), (4, 2), (4, 4)), (False, True) if width <= 64 else (False,), (False, True))
         configs = [HopperBackwardConfig(*ring, ahead, direct) for ring, ahead, direct in ways]
+        if tails_fit(problem):
+            steps = ((64, True), (64, False), (128, True)) if width <= 64 else ((64, True), (64, False))
+            configs += [HopperBackwardConfig(direct=direct, queries=queries, tails=True) for queries, direct in steps]
     return [config for config in configs if config.shared_bytes(problem) <= device.shared_memory]

@@ -24,8 +24,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tilewise.kernels.gluon import dropout
+from tilewise.kernels.gluon.backward_products import issue_dq, issue_pairs
 from tilewise.kernels.gluon.compat import tma_load, tma_store, tma_store_wait
 from tilewise.kernels.gluon.hopper_dq_sums import hand_over, make_stage, write_sums
+from tilewise.kernels.gluon.hopper_tails import TAIL, make_picks
 from tilewise.kernels.gluon.lengths import (
     clear_rows,
     key_rows_of,
@@ -38,9 +40,9 @@ from tilewise.kernels.gluon.lengths import (
     store_some,
     tell,
 )
-from tilewise.kernels.gluon.pipeline import leave, make_barriers, meet, opaque, wait_empty, wait_full
+from tilewise.kernels.gluon.pipeline import leave, make_barriers, meet, opaque, settle, wait_empty, wait_full
 from tilewise.kernels.gluon.softmax import cap
-from tilewise.kernels.gluon.tiles import QUERIES, key_tile_at, phases_of, queries_at, query_steps_of
+from tilewise.kernels.gluon.tiles import key_tile_at, phases_of, queries_at, query_steps_of
 
 LOG2E = gl.constexpr(1.4426950408889634)
 ONE_WARP: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
@@ -54,11 +56,13 @@ class Shape(NamedTuple):
 
     WIDTH: int
     CONSUMERS: int
+    QUERIES: int
     STAGES: int
     OUT_STAGES: int
     AHEAD: bool
     DIRECT: bool
     ORDERED: bool
+    TAILS: bool
     LOWER: bool
     UPPER: bool
     LENGTHS: bool
@@ -90,7 +94,7 @@ def put_rows(rows, slot, lse, delta):
 
 @gluon.jit
 def load_rows(sources, queries, rows, turn, place, line, owned, clears, C: gl.constexpr):
-    """Producer: load Q of one turn, and lse and delta of the same queries.
+    """Producer: load Q of one turn, and lse and delta of the same queries, or with C.TAILS their tails.
 
     owned: the first query that sees a key and the end of them. clears: whether the tile is to be cleared before it is
     full; it arrives at the ring's spare barrier then.
@@ -99,22 +103,29 @@ def load_rows(sources, queries, rows, turn, place, line, owned, clears, C: gl.co
     q_tiles, full, empty = queries
     batch, head, first, row = place
     see_from, sq = owned
-    offsets = first + gl.arange(0, QUERIES, layout=ONE_WARP)
-    seeing = offsets < sq
-    if C.LENGTHS:
-        seeing = seeing & (offsets >= see_from)
-    lse, delta = fetch_rows(lse_ptr, delta_ptr, line, offsets, seeing)
-    if C.DROPS:
-        delta *= share
+    if not C.TAILS:
+        offsets = first + gl.arange(0, C.QUERIES, layout=ONE_WARP)
+        seeing = offsets < sq
+        if C.LENGTHS:
+            seeing = seeing & (offsets >= see_from)
+        lse, delta = fetch_rows(lse_ptr, delta_ptr, line, offsets, seeing)
+        if C.DROPS:
+            delta *= share
     wait_empty(empty, turn, C.STAGES)
     slot = turn % C.STAGES
     arrival = slot
     if C.LENGTHS:
         arrival = gl.where(clears, C.STAGES, slot)
-    mbarrier.expect(full.index(arrival), q_desc.block_type.nbytes)
-    tma_load(q_desc, [batch, head, row + first, 0], full.index(arrival), q_tiles.index(slot))
-    put_rows(rows, slot, lse, delta)
-    mbarrier.arrive(full.index(arrival), count=1)
+    place = [batch, head, row + first, 0]
+    if C.TAILS:
+        mbarrier.expect(full.index(arrival), q_desc.block_type.nbytes + lse_ptr.block_type.nbytes)
+        tma_load(q_desc, place, full.index(arrival), q_tiles.index(slot))
+        tma_load(lse_ptr, place, full.index(arrival), rows[1].index(slot))
+    else:
+        mbarrier.expect(full.index(arrival), q_desc.block_type.nbytes)
+        tma_load(q_desc, place, full.index(arrival), q_tiles.index(slot))
+        put_rows(rows, slot, lse, delta)
+        mbarrier.arrive(full.index(arrival), count=1)
 
 
 @gluon.jit
@@ -195,7 +206,7 @@ def load(loaded, C: gl.constexpr):
             query = queries_at(step, spans, C)
             place = (batch, head, query, row_q)
             if C.LENGTHS:
-                clears = (query < see_from) | (query + QUERIES > sq)
+                clears = (query < see_from) | (query + C.QUERIES > sq)
             load_rows(sources, queries, rows, turn, place, line, owned, clears, C)
             load_dout(sources, douts, turn, place, clears, C)
             if C.LENGTHS:
@@ -205,7 +216,7 @@ def load(loaded, C: gl.constexpr):
             turn += 1
     if C.AHEAD:
         if turn > 0:  # the last step, too, computes a next S
-            load_rows(sources, queries, rows, turn, (batch, head_k * group, band[0], row_q), turn.to(gl.int64) * 0,
+            load_rows(sources, queries, rows, turn, (batch, head_k * group, band[0], row_q), batch.to(gl.int64) * 0,
                       owned, False, C)
 
 
@@ -214,7 +225,7 @@ def hide(probs, first_query, first_key, band, C: gl.constexpr):
     """Set the probabilities of pairs that do not take part to 0 (eq. 12)."""
     LAYOUT: gl.constexpr = probs.type.layout
     _sq, sk, lower, upper = band
-    queries = first_query + gl.arange(0, QUERIES, layout=gl.SliceLayout(0, LAYOUT))
+    queries = first_query + gl.arange(0, C.QUERIES, layout=gl.SliceLayout(0, LAYOUT))
     keys = first_key + gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
     start = gl.full([64], -2**31, gl.int32, layout=gl.SliceLayout(1, LAYOUT))
     if C.UPPER:
@@ -224,29 +235,6 @@ def hide(probs, first_query, first_key, band, C: gl.constexpr):
     if C.LOWER:
         probs = gl.where(queries[None, :] <= (keys - lower)[:, None], probs, 0.0)
     return probs
-
-
-@gluon.jit
-def issue_scores(k, q_tiles, turn, C: gl.constexpr):
-    """Issue Sᵀ = K·Qᵀ of a turn."""
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
-    zero = gl.full([64, QUERIES], 0.0, gl.float32, layout=S_LAYOUT)
-    q = q_tiles.index(turn % C.STAGES).reshape([QUERIES, C.WIDTH])
-    return warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def issue_dq(k_tiles, dscores_tiles, half, OWN: gl.constexpr, C: gl.constexpr):
-    """Issue a warpgroup's part of dQ = dS·K: half its columns."""
-    COLUMNS: gl.constexpr = C.WIDTH // 2
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
-    dq = gl.full([64, COLUMNS], 0.0, gl.float32, layout=LAYOUT)
-    NC: gl.constexpr = C.CONSUMERS
-    for i in gl.static_range(NC):
-        dscores = dscores_tiles.index(half * C.CONSUMERS + i)
-        k = k_tiles.index(i).reshape([64, C.WIDTH]).slice(OWN * COLUMNS, COLUMNS, 1)
-        dq = warpgroup_mma(dscores.permute((1, 0)), k, dq, use_acc=i > 0, is_async=True)
-    return dq
 
 
 @gluon.jit
@@ -261,15 +249,15 @@ def sum_steps(begin, end, turn, scores, dk, dv, tiles, queries, douts, rows, sum
     q_tiles, q_full, q_empty = queries
     dout_tiles, dout_full, dout_empty = douts
     scale_log2, squash = scaling
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.QUERIES, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
     ROW: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
     DTYPE: gl.constexpr = k_tiles.dtype
     NC: gl.constexpr = C.CONSUMERS
-    zero = gl.full([64, QUERIES], 0.0, gl.float32, layout=S_LAYOUT)
+    BEGUN: gl.constexpr = 1 if C.TAILS else 0  # products of S and dP beside those with K and V
     k = k_tiles.index(OWN).reshape([64, C.WIDTH])
     v = v_tiles.index(OWN).reshape([64, C.WIDTH])
-    unmasked = spans[0] + (spans[1] - spans[2]) * QUERIES
+    unmasked = spans[0] + (spans[1] - spans[2]) * C.QUERIES
     if C.LENGTHS:
         turn = opaque(turn)
     for step in range(begin, end):
@@ -277,23 +265,27 @@ def sum_steps(begin, end, turn, scores, dk, dv, tiles, queries, douts, rows, sum
         if MASKED or C.ORDERED:
             first_query = queries_at(step, spans, C)
         else:  # behind those at the head
-            first_query = unmasked + step * QUERIES
+            first_query = unmasked + step * C.QUERIES
         if not C.AHEAD:
             wait_full(q_full, turn, C.STAGES)
-            scores_pending = issue_scores(k, q_tiles, turn, C)
+            scores_pending = issue_pairs(k, q_tiles, rows, turn, slot, 0, C)
         if C.DROPS:
             seed, first_row, threshold, origin_q, origin_k = drawn
             words = dropout.draw(opaque(seed[0]), opaque(seed[1]), first_row + member, origin_q + first_query,
                                  origin_k + key)
         wait_full(dout_full, turn, C.OUT_STAGES)
-        q = q_tiles.index(slot).reshape([QUERIES, C.WIDTH])
-        dout = dout_tiles.index(turn % C.OUT_STAGES).reshape([QUERIES, C.WIDTH])
-        dprobs_pending = warpgroup_mma(v, dout.permute((1, 0)), zero, use_acc=False, is_async=True)
-        lse = rows.index(2 * slot).load(ROW)
+        q = q_tiles.index(slot).reshape([C.QUERIES, C.WIDTH])
+        dout = dout_tiles.index(turn % C.OUT_STAGES).reshape([C.QUERIES, C.WIDTH])
+        dprobs_pending = issue_pairs(v, dout_tiles, rows, turn, turn % C.OUT_STAGES, 1, C)
+        if not C.TAILS:
+            lse = rows.index(2 * slot).load(ROW)
         if not C.AHEAD:
-            scores = warpgroup_mma_wait(1, deps=(scores_pending,))
-        scores = cap(scores, scaling)
-        probs = gl.exp2(scores * scale_log2 - lse[None, :])
+            scores = warpgroup_mma_wait(1 + BEGUN, deps=(scores_pending,))
+        if C.TAILS:
+            probs = gl.exp2(scores * scale_log2)
+        else:
+            scores = cap(scores, scaling)
+            probs = gl.exp2(scores * scale_log2 - lse[None, :])
         if MASKED:
             probs = hide(probs, first_query, key, band, C)
         if C.DROPS:
@@ -303,10 +295,15 @@ def sum_steps(begin, end, turn, scores, dk, dv, tiles, queries, douts, rows, sum
             left_probs = gl.convert_layout(probs.to(DTYPE), LEFT)
         if squash is not None:  # scores are tanh's; its derivative is the factor of dS
             probs = probs * (1.0 - scores * scores)
-        delta = rows.index(2 * slot + 1).load(ROW)
+        if not C.TAILS:
+            delta = rows.index(2 * slot + 1).load(ROW)
+        if C.TAILS and not C.AHEAD:  # above the wait, beside dP
+            probs, turn = settle(probs, turn)
         dprobs = warpgroup_mma_wait(0, deps=(dprobs_pending,))
         if C.DROPS:
             dscores = dropout.score_gradient(probs, dprobs, delta[None, :]).to(DTYPE)
+        elif C.TAILS:
+            dscores = (probs * dprobs).to(DTYPE)
         else:
             dscores = (probs * (dprobs - delta[None, :])).to(DTYPE)
         half = turn & 1
@@ -319,15 +316,19 @@ def sum_steps(begin, end, turn, scores, dk, dv, tiles, queries, douts, rows, sum
             dv = warpgroup_mma_wait(NC, deps=(dv_pending,))
             leave(dout_empty, turn, C.OUT_STAGES)
             wait_full(q_full, turn + 1, C.STAGES)
-            scores_pending = issue_scores(k, q_tiles, turn + 1, C)
+            scores_pending = issue_pairs(k, q_tiles, rows, turn + 1, (turn + 1) % C.STAGES, 0, C)
             dk_pending = warpgroup_mma(gl.convert_layout(dscores, LEFT), q, dk, is_async=True)
-            dq = warpgroup_mma_wait(2, deps=(dq_pending,))
+            dq = warpgroup_mma_wait(2 + BEGUN, deps=(dq_pending,))
         else:
             dk_pending = warpgroup_mma(gl.convert_layout(dscores, LEFT), q, dk, is_async=True)
             dv = warpgroup_mma_wait(NC + 1, deps=(dv_pending,))
             leave(dout_empty, turn, C.OUT_STAGES)
             dq = warpgroup_mma_wait(1, deps=(dq_pending,))
-        hand_over(sums, dq, stage, turn, first_part + first_query // (QUERIES // 2), OWN, C)
+        part = first_part + first_query // 32
+        if C.QUERIES == 64:
+            hand_over(sums, dq, stage, turn, part, OWN, C)
+        elif first_query + 64 * OWN < band[0]:  # there are sums for these queries
+            hand_over(sums, dq, stage, turn, part + OWN, OWN, C)
         if C.AHEAD:
             dk, scores = warpgroup_mma_wait(0, deps=(dk_pending, scores_pending))
         else:
@@ -367,11 +368,11 @@ def gather(gathered, OWN: gl.constexpr, C: gl.constexpr):
     total = band[0]
     tile, band = key_tile_of(spot, tile, band, 4, C)
     first, head_k, batch = tile
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.QUERIES, 16])
     SUM_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.WIDTH, 16])
     dk = gl.full([64, C.WIDTH], 0.0, gl.float32, layout=SUM_LAYOUT)
     dv = gl.full([64, C.WIDTH], 0.0, gl.float32, layout=SUM_LAYOUT)
-    scores = gl.full([64, QUERIES], 0.0, gl.float32, layout=S_LAYOUT)
+    scores = gl.full([64, C.QUERIES], 0.0, gl.float32, layout=S_LAYOUT)
     spans = query_steps_of(first, band, C)
     key = first + OWN * 64
     ends = phases_of(key, spans, band, C)
@@ -386,7 +387,7 @@ def gather(gathered, OWN: gl.constexpr, C: gl.constexpr):
         if spans[3] > 0:
             wait_full(q_full, turn, C.STAGES)
             k = k_tiles.index(OWN).reshape([64, C.WIDTH])
-            scores = warpgroup_mma_wait(0, deps=(issue_scores(k, q_tiles, turn, C),))
+            scores = warpgroup_mma_wait(0, deps=(issue_pairs(k, q_tiles, rows, turn, turn % C.STAGES, 0, C),))
     tiles = (k_tiles, v_tiles, dscores_tiles)
     drawn = ()
     if C.DROPS:
@@ -419,22 +420,25 @@ def hopper_backward_kernel(q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr
     """Compute dk and dv, and add to the sums for dq, which must be zero at first.
 
     Grid: (tiles · heads of k · batches,). sums: (·, 256), a descriptor, or a pointer where C.DIRECT. counters: where
-    C.ORDERED one for each step of a query head, zero at first. dk_ptr, dv_ptr, cu_q, cu_k: of packed sequences, else
-    None; seqlens: or None; count: sequences whose lengths are data, or None. scale_log2, squash: as in softmax.cap.
-    seed_ptr, and from threshold on: where C.DROPS, else None; the first of 2^16 draws that keeps a pair, what delta
-    (share) and dv (gain) are multiplied by, and the positions of the first query and key. The sums for dq are then
-    share times as large, and scale makes up for it in dk.
+    C.ORDERED one for each step of a query head, zero at first. lse_ptr: with C.TAILS the tails, a descriptor.
+    dk_ptr, dv_ptr, cu_q, cu_k: of packed sequences, else None; seqlens: or None; count: sequences whose lengths are
+    data, or None. scale_log2, squash: as in softmax.cap. seed_ptr, and from threshold on: where C.DROPS, else None; the
+    first of 2^16 draws that keeps a pair, what delta (share) and dv (gain) are multiplied by, and the positions of the
+    first query and key. The sums for dq are then share times as large, and scale makes up for it in dk.
     """
     DTYPE: gl.constexpr = q_desc.dtype
     NC: gl.constexpr = C.CONSUMERS
     ROWS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     k_tiles = gl.allocate_shared_memory(DTYPE, [NC, 1, 1, 64, C.WIDTH], k_desc.layout)
     v_tiles = gl.allocate_shared_memory(DTYPE, [NC, 1, 1, 64, C.WIDTH], v_desc.layout)
-    q_tiles = gl.allocate_shared_memory(DTYPE, [C.STAGES, 1, 1, QUERIES, C.WIDTH], q_desc.layout)
-    dout_tiles = gl.allocate_shared_memory(DTYPE, [C.OUT_STAGES, 1, 1, QUERIES, C.WIDTH], dout_desc.layout)
-    TURNED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, QUERIES], DTYPE)
-    dscores_tiles = gl.allocate_shared_memory(DTYPE, [2 * NC, 64, QUERIES], TURNED)
-    rows = gl.allocate_shared_memory(gl.float32, [2 * C.STAGES, QUERIES], ROWS)  # lse and delta in turn
+    q_tiles = gl.allocate_shared_memory(DTYPE, [C.STAGES, 1, 1, C.QUERIES, C.WIDTH], q_desc.layout)
+    dout_tiles = gl.allocate_shared_memory(DTYPE, [C.OUT_STAGES, 1, 1, C.QUERIES, C.WIDTH], dout_desc.layout)
+    TURNED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, C.QUERIES], DTYPE)
+    dscores_tiles = gl.allocate_shared_memory(DTYPE, [2 * NC, 64, C.QUERIES], TURNED)
+    if C.TAILS:
+        rows = make_picks(), gl.allocate_shared_memory(gl.bfloat16, [C.STAGES, 1, 1, C.QUERIES, TAIL], lse_ptr.layout)
+    else:
+        rows = gl.allocate_shared_memory(gl.float32, [2 * C.STAGES, C.QUERIES], ROWS)  # lse and delta in turn
     stage = dscores_tiles
     if C.ORDERED:
         stage = make_stage(sums, C)
@@ -442,7 +446,7 @@ def hopper_backward_kernel(q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr
         stage = gl.allocate_shared_memory(gl.float32, [NC, C.WIDTH // 8, 256], sums.layout)
     SPARE: gl.constexpr = 1 if C.LENGTHS else 0  # where tiles arrive that are cleared before they are full
     keys = (k_tiles, v_tiles, make_barriers(NC + SPARE * NC, 1))
-    queries = (q_tiles, make_barriers(C.STAGES + SPARE, 2), make_barriers(C.STAGES, NC))
+    queries = (q_tiles, make_barriers(C.STAGES + SPARE, 1 if C.TAILS else 2), make_barriers(C.STAGES, NC))
     douts = (dout_tiles, make_barriers(C.OUT_STAGES + SPARE, 1), make_barriers(C.OUT_STAGES, NC))
     fence_async_shared()
     sources = (q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr, share)

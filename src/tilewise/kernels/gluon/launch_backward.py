@@ -25,6 +25,10 @@ class HopperBackwardShape(Protocol):
     """What the backward kernel reads of its config (tilewise.tuning.configs)."""
 
     @property
+    def queries(self) -> int:
+        """Queries a step."""
+
+    @property
     def stages(self) -> int:
         """Tiles of q in flight."""
 
@@ -43,6 +47,10 @@ class HopperBackwardShape(Protocol):
     @property
     def ordered(self) -> bool:
         """Whether warps of their own add dQ, in a fixed order."""
+
+    @property
+    def tails(self) -> bool:
+        """Whether the tensor cores take lse and delta off."""
 
     @property
     def wide(self) -> bool:
@@ -71,6 +79,7 @@ class HopperBackward:
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
         from tilewise.kernels.gluon.hopper_dq import hopper_dq_kernel
+        from tilewise.kernels.gluon.hopper_tails import TAIL, hopper_tails_kernel
         from tilewise.kernels.gluon.tiles import QUERIES
 
         self.kernel, scales = _kernel_of(problem, config)
@@ -94,9 +103,13 @@ class HopperBackward:
         self.forms = [[None if i and block == blocks[0] else
                        (block, gl.NVMMASharedLayout.get_default_for(block, dtype)) for i, block in enumerate(blocks)]
                       for blocks in ([[1, 1, size, columns] for columns in pieces[of_v]] for size, of_v in (
-                          (step, 0), (64, 0), (64, 1), (step, 1), (64, 0), (64, 1)))]
-        self.places = operator.itemgetter(*[i if form else 8 for i, forms in enumerate(
-            (*self.forms[:4], [True], [True], *self.forms[4:])) for form in forms])
+                          (config.queries, 0), (64, 0), (64, 1), (config.queries, 1), (64, 0), (64, 1)))]
+        # Of lse, in whose place tails may come, and of delta.
+        block = [1, 1, config.queries, int(TAIL)]
+        form = block, gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
+        self.forms[4:4] = [form] if config.tails else [], []
+        self.places = operator.itemgetter(*[i if form else 8 for i, forms in enumerate(self.forms)
+                                            for form in forms or [True]])
         columns = min(width // 2, *pieces[0])  # of a part of dQ: what a warpgroup sums, or half of it
         parts = width // columns * sequences.slots(sq, step)
         steps = problem.b * problem.hq * sequences.slots(sq, step)
@@ -106,6 +119,9 @@ class HopperBackward:
         self.sums_block = [columns // 4, 256]
         self.sums_layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
         self.enqueue = Enqueue(self.kernel, self.grid, self.scalars, OPTIONS)
+        self.tails_shape = (problem.b, problem.hq, sq, int(TAIL))
+        self.enqueue_tails = Enqueue(hopper_tails_kernel, (steps,),
+                                     (math.prod(self.tails_shape[:3]), problem.scale, 64 * width), {"num_warps": 4})
         self.enqueue_dq = Enqueue(hopper_dq_kernel, (parts * problem.b * problem.hq,),
                                   (*dq_strides[:3], sq, problem.hq, parts, sequences.packed, _gradient_scale(problem),
                                    problem.d, columns, width // columns), {"num_warps": 4})
@@ -115,7 +131,7 @@ class HopperBackward:
         q, k, v, dout, lse, delta, dq, dk, dv = self._read(tensors[:9])
         data = tensors[9:] or _NO_DATA
         plain = data is _NO_DATA  # then alignments belong to the problem: of rows of lse and delta, that of the first
-        sums = torch.zeros(self.sums_shape, dtype=torch.float32, device=dq.device)
+        sums, lse = self._begin(lse, delta)
         mine = (q, k, v, dout, lse, delta, dk, dv)
         at_sums = sums.data_ptr()
         counters = at_sums + self.sums_rows * 1024 if self.config.ordered else None
@@ -124,9 +140,19 @@ class HopperBackward:
                      lambda: self.arguments(mine, sums, data), alike=plain)
         self.enqueue_dq((at_sums, dq.data_ptr(), address_of(data[0])), lambda: (sums, dq, data[0]), alike=plain)
 
+    def _begin(self, lse: torch.Tensor, delta: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Make the sums for dq, zero, and what the kernel reads of queries in place of lse: their tails, or lse."""
+        if not self.config.tails:
+            return torch.zeros(self.sums_shape, dtype=torch.float32, device=lse.device), lse
+        sums = torch.empty(self.sums_shape, dtype=torch.float32, device=lse.device)
+        tails = torch.empty(self.tails_shape, dtype=torch.bfloat16, device=lse.device)
+        made = lse, delta, tails, sums
+        self.enqueue_tails(tuple([tensor.data_ptr() for tensor in made]), lambda: made, alike=True)
+        return sums, tails
+
     def arguments(self, tensors: tuple[torch.Tensor, ...], sums: torch.Tensor,
                   data: tuple[torch.Tensor | None, ...] = _NO_DATA) -> tuple[Any, ...]:
-        """Return the tensors in order, all but lse and delta as descriptors, then the sums and their counters.
+        """Return the tensors in order, all but lse (no tails) and delta as descriptors, the sums and their counters.
 
         The sums, too, are described, but where dQ is added from registers. dk and dv follow as they are where
         sequences are packed, else None, then the lengths and the seed.
@@ -139,9 +165,9 @@ class HopperBackward:
         return (*described, target, counters, *self._plain(tensors[6], tensors[7], data))
 
     def _in_forms(self, tensors: tuple[torch.Tensor, ...], make: Callable[[torch.Tensor, Any], Any]) -> list[Any]:
-        """Make an argument of each tensor in each of its forms; lse and delta have none, and a form may be None."""
+        """Make an argument of each tensor in each of its forms; lse and delta may have none, and a form may be None."""
         made: list[Any] = []
-        for tensor, forms in zip(tensors, (*self.forms[:4], [], [], *self.forms[4:]), strict=True):
+        for tensor, forms in zip(tensors, self.forms, strict=True):
             made += [form and make(tensor, form) for form in forms] if forms else [make(tensor, None)]
         return made
 
@@ -172,9 +198,9 @@ def _kernel_of(problem: AttentionProblem, config: HopperBackwardShape) -> tuple[
     from tilewise.kernels.gluon.hopper_backward import Shape, hopper_backward_kernel
 
     return hopper_backward_kernel, (_gradient_scale(problem), scale_log2, squash, count, *_draws_of(problem), Shape(
-        columns[0][0], config.keys // 64, config.stages, config.out_stages, config.ahead,
-        config.direct, config.ordered, *bounded, count is not None, problem.sequences.packed is not None, is_shifted,
-        problem.scores.dropout_p > 0.0))
+        columns[0][0], config.keys // 64, config.queries, config.stages, config.out_stages, config.ahead,
+        config.direct, config.ordered, config.tails, *bounded, count is not None,
+        problem.sequences.packed is not None, is_shifted, problem.scores.dropout_p > 0.0))
 
 
 def _gradient_scale(problem: AttentionProblem) -> float:

@@ -125,3 +125,20 @@ def stay(number):
         setp.eq.b32 never, $2, 0x7FC12345;
         @never nanosleep.u32 20;
     }""", "=r,=r,r,r", [number], dtype=gl.float32, is_pure=False, pack=2)
+
+
+@gluon.jit
+def settle(values, turn):
+    """Return both; a wait that follows in the source stays below what makes the values.
+
+    They pass an instruction that the compiler cannot see into, and then a branch ends the block (see stay): no turn is
+    -1. It knows the turn to be the same in all threads, so that nothing has to bring them together again.
+    """
+    values = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [values], dtype=gl.float32, is_pure=False, pack=1)
+    turn = gl.inline_asm_elementwise("""{
+        .reg .pred never;
+        mov.b32 $0, $1;
+        setp.eq.s32 never, $1, -1;
+        @never nanosleep.u32 20;
+    }""", "=r,r", [turn], dtype=gl.int32, is_pure=False, pack=1)
+    return values, turn

@@ -1,0 +1,55 @@
+"""The Hopper backward kernel of heads up to 128: its source on the CPU, in the ways that a step may take."""
+
+import math
+import random
+
+import pytest
+import torch
+
+from kernels.backward_calls import MASKS, SCALE, call_of, compare, expected, gathered
+from tilewise.tuning.configs import HopperBackwardConfig
+
+backward, products, sums_of, tails_of, launch_backward, lengths, pipeline, softmax, tiles = (
+    pytest.importorskip(f"tilewise.kernels.gluon.{name}", reason="Triton is not installed") for name in (
+        "hopper_backward", "backward_products", "hopper_dq_sums", "hopper_tails", "launch_backward", "lengths",
+        "pipeline", "softmax", "tiles"))
+gluon_on_cpu = pytest.importorskip("kernels.gluon_on_cpu")
+Descriptor, Pointer, run = gluon_on_cpu.Descriptor, gluon_on_cpu.Pointer, gluon_on_cpu.run
+
+MODULES = (backward, products, sums_of, tails_of, lengths, pipeline, softmax, tiles)
+CONSTANTS = {(module, "QUERIES"): 64 for module in MODULES if hasattr(module, "QUERIES")} | {
+    (module, "LOG2E"): math.log2(math.e) for module in (backward, softmax)} | {
+    (module, "TAIL"): 16 for module in (backward, tails_of)} | {
+    (module, "settle"): lambda values, turn: (values, turn) for module in (backward, pipeline)}
+AHEAD, TAILS, LONG = (HopperBackwardConfig(**settings) for settings in (
+    {"ahead": True, "direct": True}, {"direct": True, "tails": True},
+    {"direct": True, "tails": True, "queries": 128}))
+
+
+def tails_like(lse, delta):
+    """What hopper_tails_kernel writes, of queries that see something."""
+    tails = torch.zeros(*lse.shape, 16, dtype=torch.bfloat16)
+    for first, rest in ((0, -lse / SCALE), (3, -delta)):
+        for i in range(3):
+            tails[..., first + i] = rest
+            rest = rest - tails[..., first + i].float()
+    return tails
+
+
+@pytest.mark.parametrize(("config", "d"), [(AHEAD, 64), (AHEAD, 40), (TAILS, 128), (LONG, 64), (LONG, 48)], ids=str)
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_the_source_computes_the_gradients_on_the_cpu(mask, config, d):
+    random.seed(0)
+    problem, tensors = call_of(*mask, (d, d))
+    launch = launch_backward.HopperBackward(problem, config, problem.q_strides)
+    q, k, v, dout, lse, delta = tensors
+    dk, dv = torch.full_like(k, float("nan")), torch.full_like(v, float("nan"))
+    sums = torch.zeros(math.prod(launch.sums_shape))
+    read = tails_like(lse, delta) if config.tails else lse
+    described = launch._in_forms((q, k, v, dout, read, delta, dk, dv), lambda tensor, form: (
+        Pointer(tensor.flatten()) if form is None else Descriptor(tensor, form[0])))
+    run(launch.kernel, MODULES, launch.grid[0], (*described, Pointer(sums), *[None] * 8, *launch.scalars), CONSTANTS)
+    columns = sum(config.columns(problem)[0]) // 2
+    parts = gathered(sums, columns, (problem.b, problem.hq), None)
+    dq = parts.unflatten(2, (-1, 2, 64)).transpose(3, 4).flatten(4).flatten(2, 3)[:, :, :q.shape[2], :d]
+    compare((dq, dk, dv), expected(problem, tensors))
