@@ -119,6 +119,8 @@ def test_lse_of_plain_calls_is_a_tail_and_narrow_heads_take_128_queries_a_step(d
     problem = problem_of(d, kernel="hopper_backward")
     assert hopper_backward_config(problem) == HopperBackwardConfig(direct=d <= 64, queries=queries, tails=True)
     assert not hopper_backward_config(replace(problem, deterministic=True)).tails
+    short = replace(problem, sq=2047)
+    assert hopper_backward_config(short) == HopperBackwardConfig(ahead=d <= 64, direct=d <= 64, tails=d > 64)
 
 
 @pytest.mark.parametrize("fields", [{"d": 72}, {"dv": 72}, UNFIT["lengths"]], ids=str)
