@@ -122,6 +122,37 @@ def test_whole_tiles_that_land_and_a_last_one_that_is_copied_are_as_tiles_that_e
     assert found[0].out.isfinite().all()
 
 
+@pytest.mark.parametrize(("mask", "d", "dv"), [
+    (causal("bottom_right"), 128, 128), (causal("top_left"), 64, 64), (Mask(), 96, 32), (Mask(), 18, 100),
+    (window(None, 5, "top_left"), 64, 128), (window(70, 3, "top_left"), 64, 64)], ids=str)
+@pytest.mark.parametrize("lengths", [False, True])
+def test_chunks_of_keys_written_transposed_are_as_chunks_that_every_program_transposes(mask, d, dv, lengths,
+                                                                                        monkeypatch):
+    """With 2 heads to a head of keys, and NaN in keys that nobody sees; windows bounded at the left are as before."""
+    q, k, v = random(2, 4, 200, d), random(2, 2, 299, d), random(2, 2, 299, dv)
+    operands, seen = NO_OPERANDS, [200, 200] if mask.right == 0 and mask.alignment == "top_left" else [299, 299]
+    if lengths:
+        operands = Operands(seqlens_q=torch.tensor([131, 200]), seqlens_k=torch.tensor([260, 3]))
+        seen = [131 if seen[0] == 200 else 260, 3]
+    for entry, stop in enumerate(seen):
+        k[entry, :, stop:] = v[entry, :, stop:] = float("nan")
+    problem = AttentionProblem.from_tensors(q, k, v, operands, mask=mask)
+    chosen, found = [], []
+    for split in (False, True):
+        def config(*asked, split=split):
+            chosen.append(tuning.cuda_config(*asked))
+            return replace(chosen[-1], split=split and chosen[-1].split)
+
+        monkeypatch.setattr(float32, "cuda_config", config)
+        float32._plan.cache_clear()
+        found.append(cuda_ieee.backend.forward(problem, q, k, v, operands))
+    float32._plan.cache_clear()
+    assert [config.split for config in chosen] == [mask.left is None] * 2
+    assert torch.equal(found[0].out, found[1].out)
+    assert torch.equal(found[0].lse, found[1].lse)
+    assert found[1].out.isfinite().all()
+
+
 def test_values_of_the_half_of_a_step_that_no_query_of_a_warp_sees_are_not_multiplied():
     q, k, v = (random(1, 1, 128 + i, 128)[:, :, :128] for i in range(3))
     v[:, :, 64:] = float("nan")

@@ -132,10 +132,9 @@ def test_halves_take_rows_of_the_other_side_by_16():
     assert CudaConfig(products=1, blocks=1, warps=4, others=8).others == 8
 
 
-@pytest.mark.parametrize("products", [0, 1])
-def test_halves_alone_are_split_before(products):
-    with pytest.raises(InvalidInput, match=f"split=True with products={products}; allowed is products=3"):
-        CudaConfig(products=products, blocks=1, warps=4, others=16, split=True)
+def test_a_single_product_of_tf32_reads_nothing_that_was_written_before():
+    with pytest.raises(InvalidInput, match="split=True with products=1; allowed are products=0, 3"):
+        CudaConfig(products=1, blocks=1, warps=4, others=16, split=True)
 
 
 def test_memory_of_tiles_is_counted():
@@ -144,7 +143,7 @@ def test_memory_of_tiles_is_counted():
     assert tile.shared_bytes("forward", 64, 64) == 4 * (64 * 68 + 2 * 32 * 2 * 68)
     assert tile.shared_bytes("dkdv", 64, 64) == 4 * (64 * 2 * 68 + 2 * 32 * (2 * 68 + 2))
     assert tile.shared_bytes("dqkv", 64, 64) == tile.shared_bytes("dkdv", 64, 64) + 4 * 32 * (64 + 4)
-    assert SPLIT.shared_bytes("split", 64, 32) == 4 * 32 * (68 + 36)
+    assert SPLIT[3].shared_bytes("split", 64, 32) == 4 * 32 * (68 + 36)
     split = replace(tile, split=True)  # two landings, and two counts of warps, in 16 bytes each
     assert split.shared_bytes("forward", 64, 64) == tile.shared_bytes("forward", 64, 64) + 32
     assert split.shared_bytes("dqkv", 64, 64) == tile.shared_bytes("dqkv", 64, 64)
@@ -158,6 +157,9 @@ def test_memory_of_tiles_on_fma_pipes_is_counted():
     passed_on = 4 * 64 * 20
     assert tile.shared_bytes("forward", 96, 32) == 4 * (96 * 68 + 2 * 16 * 68 + passed_on)
     assert tile.shared_bytes("forward", 96, 128) == 4 * (96 * 68 + 2 * 16 * 132 + passed_on)
+    # Chunks that land have no gaps between rows, and landings and counts of warps behind them all.
+    assert replace(tile, split=True).shared_bytes("forward", 96, 128) == 4 * (96 * 68 + 2 * 16 * 128 + passed_on) + 32
+    assert SPLIT[0].shared_bytes("split", 96, 32) == 4 * (96 * 68 + 64 * 32)
     assert tile.shared_bytes("dkdv", 64, 64) == 4 * (64 * 2 * 68 + 64 * (2 * 68 + 2) + passed_on)
     assert tile.shared_bytes("dqkv", 64, 64) == tile.shared_bytes("dkdv", 64, 64)
 
@@ -173,11 +175,19 @@ def test_hopper_gets_the_tiles_that_were_fastest_there(kernel, d, tile, mask):
 
 
 @pytest.mark.parametrize(("kernel", "d", "tile"), [
-    ("forward", 64, (4, 8, 128, 1, False, 64)), ("forward", 128, (4, 8, 128, 1, False, 64)),
+    ("forward", 64, (4, 8, 128, 1, True, 64)), ("forward", 128, (4, 8, 128, 1, True, 64)),
     ("dqkv", 64, (4, 4, 64, 2)), ("dqkv", 128, (4, 4, 32, 2)), ("dkdv", 64, (4, 4, 64, 2)),
     ("dkdv", 128, (4, 4, 32, 2)), ("dq", 64, (4, 4, 64, 2)), ("dq", 128, (4, 4, 32, 2))])
 def test_fma_pipes_of_hopper_get_the_tiles_that_were_fastest_there(kernel, d, tile):
     assert cuda_config(kernel, problem(d), DeviceSpec.of_arch("sm_90"), 0) == CudaConfig(0, *tile)
+
+
+@pytest.mark.parametrize(("arch", "d", "mask", "split"), [
+    ("sm_90", 32, causal(), True), ("sm_100", 128, window(None, 3), True), ("sm_90", 129, None, False),
+    ("sm_90", 64, window(5, 0), False), ("sm_80", 32, None, False), ("sm_120", 64, None, False)])
+def test_keys_are_written_transposed_where_the_hardware_copies_tiles_that_all_begin_at_the_first_key(arch, d, mask,
+                                                                                                     split):
+    assert cuda_config("forward", problem(d, mask), DeviceSpec.of_arch(arch), 0).split is split
 
 
 @pytest.mark.parametrize(("mask", "bounds"), [

@@ -14,6 +14,7 @@ from tilewise.problem import AttentionProblem, are_aligned, dense_strides
 from tilewise.scores import NO_OPERANDS, NO_OPTIONS, Operands
 from tilewise.tuning.cuda import (
     DELTA,
+    KEY_TILE,
     PAD,
     SPLIT,
     SUMS_OVER_QUERIES,
@@ -155,22 +156,27 @@ def _launch(kernel: str, problem: AttentionProblem, call: Call, products: int, v
 
 
 def _split(program: Program, problem: AttentionProblem, call: Call) -> tuple[Call, list[torch.Tensor]]:
-    """Split the tensors whose rows come in steps; returns a call that has them, and their memory."""
+    """Write the tensors whose rows come in steps as they are read; returns a call that has them, and their memory."""
     of_queries = program.kernel in SUMS_OVER_QUERIES
     names = ("q", "dout") if of_queries else ("k", "v")
     rows, heads = (problem.sq, problem.hq) if of_queries else (problem.sk, problem.hk)
-    scratch = [torch.empty(problem.b, heads, rows, dim + PAD, dtype=problem.dtype, device=problem.device)
+    pad = PAD
+    if not program.config.products:  # whole tiles of keys, of which rows that nobody sees may stay as they are
+        rows, pad = -(-rows // KEY_TILE) * KEY_TILE, 0
+    scratch = [torch.empty(problem.b, heads, rows, dim + pad, dtype=problem.dtype, device=problem.device)
                for dim in (program.d, program.dv)]
     seen = _seen(problem, call, of_queries=of_queries)
-    tiles = -(-len(seen) // SPLIT.others)
+    before = splitting(program)
+    tiles = -(-len(seen) // before.config.others)
     split = [Tensor.of(tensor) for tensor in scratch]
     if tiles:
         first, second = (getattr(call, name).from_row(seen.start) for name in names)
-        before = Call(hq=heads, sk=len(seen), width=problem.d, width_v=problem.dv, tiles=tiles, k=first, v=second,
-                      dk=split[0].from_row(seen.start), dv=split[1].from_row(seen.start))
-        launch = load(splitting(program), device_spec(problem.device).arch, problem.device.index or 0,
-                      SPLIT.shared_bytes("split", program.d, program.dv))
-        launch(before, tiles * heads * problem.b)
+        own = Call.from_buffer_copy(call)  # on FMA pipes it has to know who sees a key, and all seen begin at the first
+        own.hq, own.sk, own.tiles, own.k, own.v = heads, len(seen), tiles, first, second
+        own.dk, own.dv = (tensor.from_row(seen.start) for tensor in split)
+        launch = load(before, device_spec(problem.device).arch, problem.device.index or 0,
+                      SPLIT[before.config.products].shared_bytes("split", program.d, program.dv))
+        launch(own, tiles * heads * problem.b)
     call = Call.from_buffer_copy(call)
     for name, tensor in zip(names, split, strict=True):
         setattr(call, name, tensor)
@@ -187,8 +193,8 @@ def _seen(problem: AttentionProblem, call: Call, *, of_queries: bool) -> range:
 
 
 def splitting(program: Program) -> Program:
-    """Return the program that splits what comes to another in steps."""
-    return Program("split", SPLIT, program.d, program.dv, program.vectors)
+    """Return the program that writes what comes to another in steps."""
+    return Program("split", SPLIT[program.config.products], program.d, program.dv, program.vectors)
 
 
 @lru_cache(maxsize=4096)

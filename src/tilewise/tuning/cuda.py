@@ -9,11 +9,12 @@ of dkdv and dq the fastest of four to six as kernels alone. Forward's at 64, whi
 it is 2 to 20 % behind tiles of split rows. Forward's at 128 is 10 % and more ahead of (1, 8, 64, 1). dqkv's at 64 is 1
 to 10 % ahead of (1, 4, 32, 2, True).
 
-FMA pipes: those of forward were the fastest in whole calls, causal, and full at 4096. At 64 (4, 4, 64, 3, False, 32) is
-4 % ahead at 1024 and 2 to 7 % behind in longer calls, (4, 4, 128, 2, False, 32) 7 to 9 % behind everywhere; at 128
-(4, 8, 64, 1, False, 64) is 1 to 4 % behind, and was 3 % ahead at 1024 of kernels that left out no half of a step,
-(4, 8, 128, 1, False, 32) up to 2 % behind, (4, 4, 128, 2, False, 16) 7 to 9 %. Those of dkdv and dq were the fastest of
-three to nine as kernels alone, with products that have changed since; dqkv's are dkdv's.
+FMA pipes: those of forward were the fastest in whole calls, causal, and full at 4096, all of them asked without K and V
+written before, with which the first is 1 to 8 % faster. At 64 (4, 4, 64, 3, False, 32) was 4 % ahead at 1024 and 2 to
+7 % behind in longer calls, (4, 4, 128, 2, False, 32) 7 to 9 % behind everywhere; at 128 (4, 8, 64, 1, False, 64) was 1
+to 4 % behind, and 3 % ahead at 1024 of kernels that left out no half of a step, (4, 8, 128, 1, False, 32) up to 2 %
+behind, (4, 4, 128, 2, False, 16) 7 to 9 %. Those of dkdv and dq were the fastest of three to nine as kernels alone,
+with products that have changed since; dqkv's are dkdv's.
 
 All others were chosen by compiling alone, for few spills (tests/kernels/test_compile_cuda.py holds the bounds).
 """
@@ -41,8 +42,9 @@ class CudaConfig:
         warps: warps a program, each with rows of its own.
         others: rows of the other side a step; on tensor cores two steps of them are in shared memory, else one.
         resident: programs that shall fit a multiprocessor, for the compiler to count registers by.
-        split: whether rows of the other side were split into halves before (products=3), once a call, not in every
-            program: into as much memory as they are, and a little.
+        split: whether rows of the other side were written before, once a call, not in every program, into as much
+            memory as they are, and a little: split into halves (products=3), or (forward on FMA pipes, steps of 128)
+            K transposed in tiles and V without gaps.
         chunk: forward on FMA pipes: dims of K, then rows of V, that are in shared memory at once.
     """
 
@@ -59,8 +61,8 @@ class CudaConfig:
                               ("others", (8, 16, 32, 64, 128)), ("resident", (1, 2, 3, 4)), ("chunk", (8, 16, 32, 64))):
             if getattr(self, name) not in allowed:
                 raise InvalidInput(f"{name}={getattr(self, name)}; allowed are {', '.join(map(str, allowed))}.")
-        if self.split and self.products != 3:
-            raise InvalidInput(f"split=True with products={self.products}; allowed is products=3.")
+        if self.split and self.products == 1:
+            raise InvalidInput(f"split=True with products={self.products}; allowed are products=0, 3.")
         if self.products == 3 and self.others % 16:
             raise InvalidInput(f"others={self.others}; halves (products=3) allow multiples of 16.")
 
@@ -77,9 +79,12 @@ class CudaConfig:
     def shared_bytes(self, kernel: str, d: int, dv: int) -> int:
         """Shared memory of a kernel for padded head dims: its rows, and one or two steps of the other side's."""
         pad = 8 if self.products == 1 else PAD
+        landings = LANDINGS if kernel == "forward" and self.split else 0
         if not self.products and kernel == "forward":  # q and k lie transposed, chunks are as wide as the wider of two
-            chunks = 2 * self.chunk * (max(self.others, dv) + PAD)
-            return 4 * (d * (self.rows + PAD) + chunks + self._passed_on)
+            chunks = 2 * self.chunk * (max(self.others, dv) + (0 if self.split else PAD))
+            return 4 * (d * (self.rows + PAD) + chunks + self._passed_on) + landings
+        if not self.products and kernel == "split":
+            return 4 * (d * (self.others + PAD) + self.others * dv)
         d, dv = d + pad, dv + pad
         if kernel == "split":
             return 4 * self.others * (d + dv)
@@ -88,7 +93,6 @@ class CudaConfig:
         if not self.products:
             return 4 * (own + step + self._passed_on)
         dscores = self.others * (self.rows + pad) if kernel == "dqkv" else 0  # of all rows
-        landings = LANDINGS if kernel == "forward" and self.split else 0
         return 4 * (own + 2 * step + dscores) + landings
 
     @property
@@ -120,9 +124,10 @@ _TF32: dict[str, dict[int, tuple[Tile, ...]]] = {
            256: ((1, 4, 16, 1), (1, 2, 8, 1), (1, 1, 8, 1))},
 }
 _FMA_PIPES: dict[str, dict[int, tuple[Tile, ...]]] = {
-    "forward": {64: ((4, 8, 128, 1, False, 64), (4, 4, 128, 2, False, 32), (4, 4, 64, 1, False, 32)),
-                128: ((4, 8, 128, 1, False, 64), (4, 8, 64, 1, False, 32), (4, 4, 64, 1, False, 32),
-                      (4, 2, 64, 1, False, 32)),
+    "forward": {64: ((4, 8, 128, 1, True, 64), (4, 8, 128, 1, False, 64), (4, 4, 128, 2, False, 32),
+                     (4, 4, 64, 1, False, 32)),
+                128: ((4, 8, 128, 1, True, 64), (4, 8, 128, 1, False, 64), (4, 8, 64, 1, False, 32),
+                      (4, 4, 64, 1, False, 32), (4, 2, 64, 1, False, 32)),
                 256: ((4, 8, 64, 1, False, 16), (4, 4, 64, 1, False, 32), (4, 2, 64, 1, False, 16),
                       (4, 1, 64, 1, False, 16))},
     "dqkv": {64: ((4, 4, 64, 2), (4, 4, 32, 1)), 128: ((4, 4, 32, 2), (4, 4, 16, 1), (4, 2, 16, 1))},
@@ -134,7 +139,9 @@ _FMA_PIPES: dict[str, dict[int, tuple[Tile, ...]]] = {
 }
 _TILES = {0: _FMA_PIPES, 1: _TF32, 3: _HALVES}  # by products
 DELTA = CudaConfig(products=0, blocks=1, warps=8, others=8)
-SPLIT = CudaConfig(products=3, blocks=1, warps=8, others=32)
+SPLIT = {3: CudaConfig(products=3, blocks=1, warps=8, others=32),  # by products
+         0: CudaConfig(products=0, blocks=1, warps=8, others=64)}
+KEY_TILE = 128  # keys of a tile of K that was written transposed
 
 
 def padded_dims(kernel: str, problem: AttentionProblem) -> tuple[int, int]:
@@ -161,7 +168,8 @@ def backward_kernels(problem: AttentionProblem, products: int, *, dq: bool = Tru
 def cuda_config(kernel: str, problem: AttentionProblem, device: DeviceSpec, products: int) -> CudaConfig | None:
     """Choose the tile of a kernel; None where the device has not the shared memory for the least.
 
-    Head dims decide, and lengths do not: a deterministic call's bits are no neighbour's affair.
+    Head dims decide, and lengths do not: a deterministic call's bits are no neighbour's affair. A mask does where the
+    bits are the same: tiles of K that was written transposed begin at the first key, as not all windows do.
 
     Args:
         kernel: "forward", "dqkv", "dkdv", "dk", "dv" or "dq".
@@ -172,7 +180,14 @@ def cuda_config(kernel: str, problem: AttentionProblem, device: DeviceSpec, prod
     dims = padded_dims(kernel, problem)
     width = next(width for width in tiles if max(dims) <= width)
     configs = (CudaConfig(products, *tile) for tile in tiles[width])
-    return next((config for config in configs if config.shared_bytes(kernel, *dims) <= device.shared_memory), None)
+    lands = problem.mask.left is None and _copies_tiles(device.arch)
+    return next((config for config in configs if config.shared_bytes(kernel, *dims) <= device.shared_memory
+                 and (lands or config.products or not config.split)), None)
+
+
+def _copies_tiles(arch: str) -> bool:
+    """Whether the hardware copies a tile by one instruction."""
+    return arch.startswith("sm_") and int(arch[3:]) >= 90
 
 
 def _padded(dim: int, unit: int) -> int:

@@ -23,7 +23,8 @@
 // TW_CHUNK         FMA pipes, forward: dims of K, then rows of V, in each of the two chunks in shared memory
 // TW_RESIDENT      programs that shall fit a multiprocessor; bounds the registers
 // TW_VECTORS       whether rows of all tensors read can be copied 16 bytes at a time
-// TW_SPLIT         halves: whether tensors whose tiles come in steps are split already, by the kernel of TW_SPLIT_ROWS
+// TW_SPLIT         whether the kernel of TW_SPLIT_ROWS has written tensors whose tiles come in steps already: halves,
+//                  split; FMA pipes, forward, as the hardware can copy them
 // TW_SPLIT_ROWS, TW_FORWARD, TW_DELTA, TW_DK, TW_DV_SUM, TW_DQ: what is to be made; dk and dv by one kernel, or (wide
 //                  heads) a launch each
 // TW_DQ_SUM        whether the kernel of dk and dv adds up dq too
@@ -882,11 +883,12 @@ struct Product {
     synchronize_warp();
   }
 
-  // sums = sums * decay + tile columns, for DEPTH columns of the tile, which are in the warp's shared memory. Their
-  // products are added to the others at the end: 4096 keys summed one after another err by three times as much.
+  // sums = sums * decay + tile columns, for DEPTH columns of the tile, which are in the warp's shared memory, or the
+  // first ``depth``, a multiple of 8. Their products are added to the others at the end: 4096 keys summed one after
+  // another err by three times as much.
   template <int DEPTH, int WIDTH, int STRIDE>
   static TW_DEVICE void add_tile_by_columns(float (&sums)[ROWS][WIDTH / LANES], const float (&decay)[ROWS],
-                                            const float* tile, const float* columns) {
+                                            const float* tile, const float* columns, int depth = DEPTH) {
     static_assert(WIDTH % 32 == 0 && DEPTH % 8 == 0, "columns come in groups of 32, rows of 8");
     constexpr int ALL = WIDTH / LANES, MOST = 64 / ROWS;  // registers of a part are 64 at most
 #pragma unroll
@@ -897,7 +899,7 @@ struct Product {
       for (int r = 0; r < ROWS; r++)
 #pragma unroll
         for (int c = 0; c < COLUMNS; c++) part[r][c] = 0.0f;
-      columns_by_columns<COLUMNS, SCRATCH_STRIDE, STRIDE, true>(part, tile, columns + first * LANES, DEPTH);
+      columns_by_columns<COLUMNS, SCRATCH_STRIDE, STRIDE, true>(part, tile, columns + first * LANES, depth);
 #pragma unroll
       for (int r = 0; r < ROWS; r++)
 #pragma unroll
@@ -949,7 +951,14 @@ struct Product {
 
 #endif  // TW_PRODUCTS
 
-#define TW_LANDS (TW_LANDINGS && TW_FORWARD && TW_SPLIT)
+#if TW_LANDINGS && TW_FORWARD && TW_SPLIT
+#define TW_LANDS 1
+#else
+#define TW_LANDS 0
+#endif
+#if TW_SPLIT && !TW_PRODUCTS && !TW_LANDS
+#error "on FMA pipes the forward pass alone reads what was written before, and where the hardware copies it"
+#endif
 
 constexpr int ROWS = Product::ROWS, LANES = Product::LANES;
 constexpr int TW_ROWS = Product::OWN * TW_WARPS;
@@ -958,6 +967,7 @@ constexpr int NEIGHBOUR = TW_PRODUCTS ? 1 : 2;  // what lanes of neighbours in a
 // Steps of the other side in shared memory. On FMA pipes one will do, and may be longer: while one of its tiles is
 // multiplied, the other is loaded.
 constexpr int STEPS = TW_PRODUCTS ? 2 : 1;
+constexpr int KEY_TILE = 128;  // keys that lie side by side, a row for each dim, where K was written transposed
 
 // Write the warp's rows of sums, each times its factor and its unit; rows from ``rows`` on are left alone.
 template <int WIDTH>
@@ -1011,26 +1021,46 @@ TW_DEVICE void prepare_step(float* tile) {
 
 #if TW_SPLIT_ROWS
 
-// Rows of k and v, or of q and dout, which go by their names here, split, to where dk and dv say: rows as they lie in
-// shared memory, the factor behind each. Grid: tiles of rows, heads, batch.
+// Rows of k and v, or of q and dout, which go by their names here, to where dk and dv say. Halves: split, rows as they
+// lie in shared memory, the factor behind each. FMA pipes: k transposed, tile after tile of KEY_TILE keys, and rows of
+// v without gaps; zeros where nobody sees a key. Grid: tiles of rows, heads, batch.
 TW_KERNEL attention_split_kernel(const Call call) {
   constexpr int N = TW_OTHERS;
-  float *k = shared_memory(), *v = k + N * STRIDE;
   Place at = locate(call, call.hq, N, false);
-  load_tile<N, TW_D, STRIDE>(k, call.k, head_of(call.k, at.batch, at.head), at.first, at.first, call.sk, call.width);
-  load_tile<N, TW_DV, STRIDE_V>(v, call.v, head_of(call.v, at.batch, at.head), at.first, at.first, call.sk,
-                                call.width_v);
+  const float *k_head = head_of(call.k, at.batch, at.head), *v_head = head_of(call.v, at.batch, at.head);
+  float *to_k = head_of(call.dk, at.batch, at.head), *to_v = head_of(call.dv, at.batch, at.head);
+#if TW_PRODUCTS
+  float *k = shared_memory(), *v = k + N * STRIDE;
+  load_tile<N, TW_D, STRIDE>(k, call.k, k_head, at.first, at.first, call.sk, call.width);
+  load_tile<N, TW_DV, STRIDE_V>(v, call.v, v_head, at.first, at.first, call.sk, call.width_v);
   wait_for_copies();
   Product::prepare<N, TW_D, STRIDE>(k);
   Product::prepare<N, TW_DV, STRIDE_V>(v);
   synchronize();
   int rows = least(N, call.sk - at.first);
-  float* to_k = head_of(call.dk, at.batch, at.head) + at.first * call.dk.s;
-  float* to_v = head_of(call.dv, at.batch, at.head) + at.first * call.dv.s;
+  to_k += at.first * call.dk.s;
+  to_v += at.first * call.dv.s;
   for (int i = thread_index() * 4; i < rows * STRIDE; i += TW_THREADS * 4)
     *reinterpret_cast<float4*>(to_k + i) = *reinterpret_cast<float4*>(k + i);
   for (int i = thread_index() * 4; i < rows * STRIDE_V; i += TW_THREADS * 4)
     *reinterpret_cast<float4*>(to_v + i) = *reinterpret_cast<float4*>(v + i);
+#else
+  static_assert(KEY_TILE % N == 0, "keys of a program are of one tile");
+  constexpr int STRIDE_K = N + Product::PAD;
+  float *k = shared_memory(), *v = k + TW_D * STRIDE_K;
+  int seen_to = at.last_key(at.length_q);
+  load_transposed<N, TW_D, STRIDE_K>(k, call.k, k_head, at.first, at.first, seen_to, 0, call.width);
+  load_tile<N, TW_DV, TW_DV>(v, call.v, v_head, at.first, at.first, seen_to, call.width_v);
+  wait_for_copies();
+  synchronize();
+  to_k += static_cast<long long>(at.first / KEY_TILE * KEY_TILE) * TW_D + at.first % KEY_TILE;
+  to_v += static_cast<long long>(at.first) * TW_DV;
+  for (int i = thread_index() * 4; i < TW_D * N; i += TW_THREADS * 4)
+    *reinterpret_cast<float4*>(to_k + i / N * KEY_TILE + i % N) =
+        *reinterpret_cast<float4*>(k + i / N * STRIDE_K + i % N);
+  for (int i = thread_index() * 4; i < N * TW_DV; i += TW_THREADS * 4)
+    *reinterpret_cast<float4*>(to_v + i) = *reinterpret_cast<float4*>(v + i);
+#endif
 }
 
 #endif
@@ -1099,7 +1129,8 @@ TW_DEVICE void fold_scores(float (&scores)[ROWS][N / LANES], float (&decay)[ROWS
 // out = softmax(scale q k^T + mask) v, and lse (eq. 4 to 6). Grid: tiles of queries, heads, batch.
 //
 // On FMA pipes Q and K lie transposed, and K and V come TW_CHUNK rows at a time: dims of all keys of the step, then
-// keys; each while the one before is multiplied.
+// keys; each while the one before is multiplied. With TW_SPLIT they lie in memory so that a chunk is one piece, and the
+// first key that a program sees has to be the first of all.
 TW_KERNEL attention_forward_kernel(const Call call) {
   constexpr int N = TW_OTHERS;
   float* q = shared_memory();
@@ -1116,48 +1147,90 @@ TW_KERNEL attention_forward_kernel(const Call call) {
   float* stages = q + TW_ROWS * STRIDE;
   load_tile<TW_ROWS, TW_D, STRIDE>(q, call.q, q_head, at.first, at.first, read_stop, call.width);
 #if TW_LANDS
-  // A whole tile is asked for by the last warp to be done with the one in its place: no warp waits for another, and
-  // none copies. For a tile that is not whole, behind which none comes, all do.
+  // For a tile that is not whole, behind which none comes, all wait and copy.
   float* landings = stages + 2 * STAGE;
-  int* warps_done = reinterpret_cast<int*>(landings + 4);
-  auto ask_for = [&](int n, int stage) {
+  auto ask_for = [&](int step) {
+    int n = from + step * N;
     if (n + N > to) return;
-    float *tile = stages + stage * STAGE, *landing = landings + 2 * stage;
+    float *tile = stages + step % 2 * STAGE, *landing = landings + step % 2 * 2;
     announce(landing, 4 * STAGE);
     copy_to_landing(landing, tile, k_head + n * call.k.s, 4 * KEYS);
     copy_to_landing(landing, tile + KEYS, v_head + n * call.v.s, 4 * N * STRIDE_V);
   };
-  if (thread_index() == 0) {
-#pragma unroll
-    for (int stage = 0; stage < 2; stage++) {
-      warps_done[stage] = 0;
-      start_landing(landings + 2 * stage);
-      ask_for(from + stage * N, stage);
-    }
-  }
 #else
   load_step<N, TW_D, STRIDE>(stages, call.k, k_head, from, from, to, call.width);
   load_step<N, TW_DV, STRIDE_V>(stages + KEYS, call.v, v_head, from, from, to, call.width_v);
 #endif
 #else
   static_assert(N % TW_CHUNK == 0 && N % (4 * LANES) == 0, "keys come in chunks, and 4 to a thread");
-  constexpr int STRIDE_Q = TW_ROWS + Product::PAD, STRIDE_K = N + Product::PAD;
+  // Rows of chunks that land have no gaps between them, which those that are transposed on their way need.
+  constexpr int GAP = TW_LANDS ? 0 : Product::PAD;
+  constexpr int STRIDE_Q = TW_ROWS + Product::PAD, STRIDE_K = N + GAP, STRIDE_V = TW_DV + GAP;
   constexpr int CHUNK = TW_CHUNK * (STRIDE_K > STRIDE_V ? STRIDE_K : STRIDE_V);
   float *chunk = q + TW_D * STRIDE_Q, *next = chunk + CHUNK;
   float* scratch = next + CHUNK + warp_index() * Product::SCRATCH;
   load_transposed<TW_ROWS, TW_D, STRIDE_Q>(q, call.q, q_head, at.first, at.first, read_stop, 0, call.width);
+#if TW_LANDS
+  static_assert(N == KEY_TILE, "a step has a tile of keys");
+  constexpr int CHUNKS_OF_K = (TW_D + TW_CHUNK - 1) / TW_CHUNK, CHUNKS = CHUNKS_OF_K + N / TW_CHUNK;  // of a step
+  const int all_chunks = (to - from + N - 1) / N * CHUNKS;
+  float *chunks = chunk, *landings = next + CHUNK + TW_WARPS * Product::SCRATCH;
+  auto ask_for = [&](int index) {
+    if (index >= all_chunks) return;
+    int n = index / CHUNKS * N, part = index % CHUNKS, key = n + (part - CHUNKS_OF_K) * TW_CHUNK;
+    bool of_k = part < CHUNKS_OF_K;
+    const float* source = of_k ? k_head + static_cast<long long>(n) * TW_D + part * TW_CHUNK * N
+                               : v_head + static_cast<long long>(key) * TW_DV;
+    int bytes = 4 * (of_k ? least(TW_CHUNK, TW_D - part * TW_CHUNK) * N : TW_CHUNK * TW_DV);
+    announce(landings + index % 2 * 2, bytes);
+    copy_to_landing(landings + index % 2 * 2, chunks + index % 2 * CHUNK, source, bytes);
+  };
+#else
   load_transposed<N, TW_CHUNK, STRIDE_K>(next, call.k, k_head, from, from, to, 0, call.width);
-  auto change = [&]() {  // the next chunk is here, and everybody is done with this one
+#endif
+#endif
+#if TW_LANDS
+  // What comes in steps is asked for by the last warp to be done with what is in its place: no warp waits for another,
+  // and none copies.
+  int* warps_done = reinterpret_cast<int*>(landings + 4);
+  if (thread_index() == 0) {
+#pragma unroll
+    for (int index = 0; index < 2; index++) {
+      warps_done[index] = 0;
+      start_landing(landings + 2 * index);
+      ask_for(index);
+    }
+  }
+#endif
+#if !TW_PRODUCTS
+  int used = 0;  // chunks
+  auto take = [&]() {  // the next chunk, as soon as it is here
+#if TW_LANDS
+    wait_for_landing(landings + used % 2 * 2, used / 2 % 2);
+    chunk = chunks + used % 2 * CHUNK;
+#else
     wait_for_copies();
-    synchronize();
+    synchronize();  // everybody is done with the one before
     float* last = chunk;
     chunk = next;
     next = last;
+#endif
+  };
+  auto give_back = [&]() {
+#if TW_LANDS
+    if (used + 2 < all_chunks && count_warp(warps_done + used % 2) % TW_WARPS == TW_WARPS - 1) ask_for(used + 2);
+    synchronize_warp();
+#endif
+    used++;
   };
 #endif
 
   const float scale_log2 = call.scale * LOG2E;
-  int own = at.first + warp_index() * Product::OWN;  // the warp's queries
+  // On FMA pipes the second half of the warps own queries in the opposite order: on a diagonal, warps of one scheduler
+  // have about as much to do together as those of another.
+  const bool opposite = !TW_PRODUCTS && warp_index() >= TW_WARPS / 2;
+  const int own_row = (opposite ? TW_WARPS + TW_WARPS / 2 - 1 - warp_index() : warp_index()) * Product::OWN;
+  int own = at.first + own_row;  // the warp's queries
   int own_stop = least(own + Product::OWN, stop_q);
   float sums[ROWS][TW_DV / LANES], row_max[ROWS], row_sum[ROWS], unit[ROWS];
 #pragma unroll
@@ -1169,12 +1242,12 @@ TW_KERNEL attention_forward_kernel(const Call call) {
     for (int e = 0; e < TW_DV / LANES; e++) sums[r][e] = 0.0f;
   }
 
+  if (TW_PRODUCTS || TW_LANDS) wait_for_copies();
 #if TW_PRODUCTS
-  wait_for_copies();
   Product::prepare<TW_ROWS, TW_D, STRIDE>(q);
+#endif
 #if TW_LANDS
   synchronize();  // landings are ready, and the queries
-#endif
 #endif
   for (int n = from, stage = 0; n < to; n += N, stage ^= 1) {
     bool any = own < own_stop && n < at.last_key(own_stop) && n + N > at.first_key(own);  // for this warp
@@ -1214,17 +1287,20 @@ TW_KERNEL attention_forward_kernel(const Call call) {
     const bool sees_half = HALF < N / LANES && at.last_key(own_stop) <= n + HALF * LANES;
 #pragma unroll 1
     for (int dim = 0; dim < TW_D; dim += TW_CHUNK) {
-      change();
+      take();
+#if !TW_LANDS
       if (dim + TW_CHUNK < TW_D)
         load_transposed<N, TW_CHUNK, STRIDE_K>(next, call.k, k_head, n, from, to, dim + TW_CHUNK, call.width);
       else
         load_tile<TW_CHUNK, TW_DV, STRIDE_V>(next, call.v, v_head, n, from, to, call.width_v);
-      const float* own_q = q + dim * STRIDE_Q + warp_index() * Product::OWN;
+#endif
+      const float* own_q = q + dim * STRIDE_Q + own_row;
       int dims = least(TW_CHUNK, TW_D - dim);
       if (any && sees_half)
         Product::columns_by_columns<HALF, STRIDE_Q, STRIDE_K, false>(scores, own_q, chunk, dims);
       else if (any)
         Product::columns_by_columns<N / LANES, STRIDE_Q, STRIDE_K, false>(scores, own_q, chunk, dims);
+      give_back();
     }
 #endif
     if (any) {
@@ -1235,22 +1311,28 @@ TW_KERNEL attention_forward_kernel(const Call call) {
 #if TW_PRODUCTS
     if (any) Product::tile_by_columns<N, TW_DV, STRIDE_V, true>(sums, decay, scores, k + KEYS, unit, nullptr);
 #if TW_LANDS
-    if (n + 2 * N < to && count_warp(warps_done + stage) % TW_WARPS == TW_WARPS - 1) ask_for(n + 2 * N, stage);
+    if (n + 2 * N < to && count_warp(warps_done + stage) % TW_WARPS == TW_WARPS - 1)
+      ask_for((n - from) / N + 2);
 #endif
 #else
     if (any) Product::store_transposed(scratch, scores);
 #pragma unroll 1
     for (int key = 0; key < N; key += TW_CHUNK) {
-      change();
+      take();
+#if !TW_LANDS
       if (key + TW_CHUNK < N)
         load_tile<TW_CHUNK, TW_DV, STRIDE_V>(next, call.v, v_head, n + key + TW_CHUNK, from, to, call.width_v);
       else if (n + N < to)
         load_transposed<N, TW_CHUNK, STRIDE_K>(next, call.k, k_head, n + N, from, to, 0, call.width);
-      if (!any || n + key >= at.last_key(own_stop)) continue;
-      Product::add_tile_by_columns<TW_CHUNK, TW_DV, STRIDE_V>(sums, decay, scratch + key * Product::SCRATCH_STRIDE,
-                                                              chunk);
+#endif
+      int seen = at.last_key(own_stop) - n - key;  // rows of the chunk, at most
+      if (any && seen > 0) {
+        Product::add_tile_by_columns<TW_CHUNK, TW_DV, STRIDE_V>(sums, decay, scratch + key * Product::SCRATCH_STRIDE,
+                                                                chunk, least(TW_CHUNK, (seen + 7) / 8 * 8));
 #pragma unroll
-      for (int r = 0; r < ROWS; r++) decay[r] = 1.0f;
+        for (int r = 0; r < ROWS; r++) decay[r] = 1.0f;
+      }
+      give_back();
     }
 #endif
   }
