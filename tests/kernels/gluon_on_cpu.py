@@ -206,7 +206,7 @@ def _multiply(left, right, total, *, is_async, use_acc=True):
     return product
 
 
-def _wait_for_products(left, deps):
+def wait_for_products(left, deps):
     """Finish all products of this partition but the last ``left``, in order."""
     products = _under_way.products
     done = products[:len(products) - left]
@@ -291,7 +291,7 @@ def run(kernel, modules, grid, arguments, constants):
                 "gl": language(program, grid), "tma_load": _copy, "tma_store": _copy_out,
                 "tma_store_wait": lambda left: None, "fence_async_shared": lambda: None,
                 "plain_layout": lambda *_: None, "meet": _meeting(),
-                "warpgroup_mma": _multiply, "warpgroup_mma_wait": _wait_for_products, "opaque": lambda number: number,
+                "warpgroup_mma": _multiply, "warpgroup_mma_wait": wait_for_products, "opaque": lambda number: number,
                 "make_barriers": lambda number, arrivals: SimpleNamespace(
                     index=[Barrier(arrivals) for _ in range(number)].__getitem__),
                 "mbarrier": SimpleNamespace(

@@ -2,6 +2,8 @@
 
 import math
 import random
+import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -22,8 +24,7 @@ WIDE = HopperBackwardConfig(wide=True)
 MODULES = (backward, wide, dq_wide, pieces, sums_of, pipeline, softmax, tiles)
 CONSTANTS = {(module, "QUERIES"): 64 for module in MODULES if hasattr(module, "QUERIES")} | {
     (module, "LOG2E"): math.log2(math.e) for module in (backward, softmax)} | {
-    (wide, "in_pairs"): lambda probs, dtype: probs.to(dtype), (wide, "as_operand"): lambda pairs, *_: pairs,
-    (dq_wide, "K_STAGES"): 2,
+    (wide, "hold"): lambda tile: tile.load(None), (wide, "as_operand"): lambda held, *_: held, (dq_wide, "K_STAGES"): 2,
     (pieces, "times"): lambda probs, slopes, dtype: (probs.float() * slopes).to(dtype)}
 
 
@@ -65,10 +66,25 @@ def test_what_is_asked_for_late_changes_no_bit_of_dq():
     assert torch.equal(first, *run_part(part, tensors, tensors[:1]))
 
 
-def run_part(part, tensors, like):
+@pytest.mark.parametrize("out_stages", [2, 1])
+def test_nothing_is_written_over_before_the_slowest_warpgroup_has_read_it(out_stages):
+    def wait_long(left, deps):
+        time.sleep(random.random() * 8e-3)  # longer than a copy needs
+        return gluon_on_cpu.wait_for_products(left, deps)
+
+    random.seed(0)
+    problem, tensors = call_of(window(200, 0, "top_left"), (400, 400), (2, 1), (192, 256), b=1)
+    part = launch_backward_wide.HopperBackwardApart(problem, replace(WIDE, out_stages=out_stages)).dkdv
+    slow = {(wide, "warpgroup_mma_wait"): wait_long}
+    first = run_part(part, tensors, tensors[1:3])
+    for one, other in zip(first, run_part(part, tensors, tensors[1:3], slow), strict=True):
+        assert torch.equal(one, other)
+
+
+def run_part(part, tensors, like, constants=None):
     """Run one of the kernels, and return its gradients, which are shaped as ``like``."""
     gradients = [torch.full_like(tensor, float("nan")) for tensor in like]
     described = [form and Descriptor(tensor, form[0]) if own else Pointer(tensor.flatten())
                  for tensor, own in zip((*tensors, *gradients), part.forms, strict=True) for form in own or [None]]
-    run(part.kernel, MODULES, part.grid[0], (*described, *part.scalars), CONSTANTS)
+    run(part.kernel, MODULES, part.grid[0], (*described, *part.scalars), CONSTANTS | (constants or {}))
     return gradients

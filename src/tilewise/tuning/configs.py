@@ -208,8 +208,9 @@ class HopperBackwardConfig:
         direct: whether dQ goes to its sums from registers, else through shared memory.
         ordered: whether warps of their own take it from there, of two steps at a time, and add it in a fixed order;
             every bit is then the same on every run.
-        wide: whether two warpgroups share 64 keys, each with half the columns of dK and dV, and dQ has a kernel of its
-            own, where 64 queries a warpgroup stay; nothing is added in memory, and every bit the same on every run.
+        wide: whether two warpgroups share 64 keys, each with half the columns of dK and dV, a third one makes P and dS,
+            and dQ has a kernel of its own, where 64 queries a warpgroup stay; nothing is added in memory, and every bit
+            the same on every run.
         queries: queries a step: 64, or where registers hold twice the scores 128.
         tails: whether the tensor cores take lse and delta off, which come as tails of the queries then.
     """
@@ -246,8 +247,8 @@ class HopperBackwardConfig:
     def columns(self, problem: AttentionProblem) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Columns of q and k inside the tiles, and of v and dout: a row of a tile is 128 bytes at least.
 
-        Where two warpgroups share keys, what each sums; of 192 the one that makes dS has less of q and more of v. Where
-        each has keys of its own, q and k of more than 128 columns come in two pieces, in a kernel that knows one way.
+        Where two warpgroups share keys, what each sums; of 192 the second has less of q and more of v. Where each has
+        keys of its own, q and k of more than 128 columns come in two pieces, in a kernel that knows one way.
         """
         if self.wide:
             return _halves_of(problem.d), _halves_of(problem.dv)[::-1]
@@ -267,12 +268,12 @@ class HopperBackwardConfig:
     def shared_bytes(self, problem: AttentionProblem) -> int:
         """Shared memory: k, v, q, dout, lse and delta or tails, dQ of 0 to 2 steps; barriers take under a KiB.
 
-        And dS twice, or, where two warpgroups share keys, once, with the probabilities in float32. The kernel that
-        makes dQ apart takes 128 rows of q and dout, two tiles of k and one of v.
+        And dS twice, or, where two warpgroups share keys, once, with the probabilities. The kernel that makes dQ apart
+        takes 128 rows of q and dout, two tiles of k and one of v.
         """
         (d, dv), size = map(sum, self.columns(problem)), problem.dtype.itemsize
         operands = size * (self.keys * (d + dv) + self.queries * (self.stages * d + self.out_stages * dv))
-        scores = 64 * self.queries * (4 + size if self.wide else 4 * size)
+        scores = 64 * self.queries * size * (2 if self.wide else 4)
         rows = 4 * 1024 + 32 * self.stages * self.queries if self.tails else 8 * self.stages * self.queries
         steps = 0 if self.direct or self.wide else 2 if self.ordered else 1
         beside_queries = size * 64 * (4 * d + 3 * dv) if self.wide else 0
