@@ -222,6 +222,7 @@ class HopperBackwardConfig:
     wide: bool = False
     queries: int = 64
     tails: bool = False
+    dq_warpgroup: bool = False
 
     def __post_init__(self) -> None:
         for name, allowed in (("stages", (2, 4)), ("out_stages", (1, 2, 4)), ("queries", (64, 128))):
@@ -235,7 +236,7 @@ class HopperBackwardConfig:
         if self.queries == 128 and (self.ahead or not self.direct):
             raise InvalidInput(f"queries=128 with ahead={self.ahead}, direct={self.direct}; allowed is direct=True "
                                "alone.")
-        if self.tails and (self.ordered or self.wide):
+        if self.tails and (self.ordered and not self.dq_warpgroup or self.wide):
             raise InvalidInput(f"tails=True with ordered={self.ordered}, wide={self.wide}; allowed is neither.")
 
     @property

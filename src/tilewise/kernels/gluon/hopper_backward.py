@@ -328,7 +328,7 @@ def sum_steps(begin, end, turn, scores, dk, dv, tiles, queries, douts, rows, sum
         if C.QUERIES == 64:
             hand_over(sums, dq, stage, turn, part, OWN, C)
         elif first_query + 64 * OWN < band[0]:  # there are sums for these queries
-            hand_over(sums, dq, stage, turn, part + OWN, OWN, C)
+            hand_over(sums, dq, stage, turn, (part + OWN) // 2, 0, C)
         if C.AHEAD:
             dk, scores = warpgroup_mma_wait(0, deps=(dk_pending, scores_pending))
         else:
@@ -441,7 +441,7 @@ def hopper_backward_kernel(q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr
         rows = gl.allocate_shared_memory(gl.float32, [2 * C.STAGES, C.QUERIES], ROWS)  # lse and delta in turn
     stage = dscores_tiles
     if C.ORDERED:
-        stage = make_stage(sums, C)
+        stage = make_stage(sums, NC, C)
     elif not C.DIRECT:
         stage = gl.allocate_shared_memory(gl.float32, [NC, C.WIDTH // 8, 256], sums.layout)
     SPARE: gl.constexpr = 1 if C.LENGTHS else 0  # where tiles arrive that are cleared before they are full
@@ -468,7 +468,7 @@ def hopper_backward_kernel(q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr
     written = (sums, counters, stage, tile, band, heads, group)
     if C.ORDERED:
         gl.warp_specialize([(gather, (gathered, ZERO, C)), (gather, (gathered, ONE, C)), (load, (loaded, C)),
-                            (write_sums, (written, ZERO, C)), (write_sums, (written, ONE, C))], [4, 1, 1, 1],
+                            (write_sums, (written, ZERO, NC, C)), (write_sums, (written, ONE, NC, C))], [4, 1, 1, 1],
                            [240, 24, 24, 24])
     else:
         gl.warp_specialize([(gather, (gathered, ZERO, C)), (gather, (gathered, ONE, C)), (load, (loaded, C))], [4, 1],

@@ -22,11 +22,10 @@ LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
 
 
 @gluon.jit
-def make_stage(sums, C: gl.constexpr):
-    """Allocate what parts of dQ are staged in: for each writer a tile a consumer."""
-    NC: gl.constexpr = C.CONSUMERS
-    tiles = gl.allocate_shared_memory(gl.float32, [WRITERS * NC, C.WIDTH // 8, 256], sums.layout)
-    return tiles, make_barriers(WRITERS, NC), make_barriers(WRITERS, 1)
+def make_stage(sums, MAKERS: gl.constexpr, C: gl.constexpr):
+    """Allocate what parts of dQ are staged in: for each writer a tile of each warpgroup that makes dQ."""
+    tiles = gl.allocate_shared_memory(gl.float32, [WRITERS * MAKERS, C.WIDTH // (4 * MAKERS), 256], sums.layout)
+    return tiles, make_barriers(WRITERS, MAKERS), make_barriers(WRITERS, 1)
 
 
 @gluon.jit
@@ -46,14 +45,15 @@ def add_directly(place, dq):
 
 @gluon.jit
 def hand_over(sums, dq, stage, turn, part, OWN: gl.constexpr, C: gl.constexpr):
-    """Consumer: add a part of dQ to its sums, or stage it for the writer. part: its number among all."""
-    COLUMNS: gl.constexpr = C.WIDTH // 2
+    """Add a part of dQ to its sums, or stage it for the writer. part: its number among all; OWN, of MAKERS: its maker."""
+    COLUMNS: gl.constexpr = dq.shape[1]
+    MAKERS: gl.constexpr = C.WIDTH // COLUMNS
     if C.DIRECT:
         add_directly(sums + part.to(gl.int64) * (64 * COLUMNS), dq)
     elif C.ORDERED:
         tiles, full, empty = stage
         wait_empty(empty, turn, WRITERS)
-        tiles.index(turn % WRITERS * C.CONSUMERS + OWN).store(by_threads(dq).reshape([COLUMNS // 4, 256]))
+        tiles.index(turn % WRITERS * MAKERS + OWN).store(by_threads(dq).reshape([COLUMNS // 4, 256]))
         fence_async_shared()
         leave(full, turn, WRITERS)
     else:
@@ -64,15 +64,14 @@ def hand_over(sums, dq, stage, turn, part, OWN: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def write_sums(written, OWN: gl.constexpr, C: gl.constexpr):
+def write_sums(written, OWN: gl.constexpr, MAKERS: gl.constexpr, C: gl.constexpr):
     """Writer, one warp: add what the consumers stage in every other step of all heads of the group."""
     sums, counters, stage, tile, band, heads, group = written
     tiles, full, empty = stage
     first, head_k, batch = tile
     spans = query_steps_of(first, band, C)
     all_steps = (band[0] + (QUERIES - 1)) // QUERIES
-    ROWS: gl.constexpr = C.WIDTH // 8
-    NC: gl.constexpr = C.CONSUMERS
+    ROWS: gl.constexpr = C.WIDTH // (4 * MAKERS)
     for turn in range(OWN, group * spans[3], WRITERS):
         member = turn // spans[3]
         place = queries_at(turn - member * spans[3], spans, C) // QUERIES
@@ -80,8 +79,8 @@ def write_sums(written, OWN: gl.constexpr, C: gl.constexpr):
         rank = rank_of(first, place, band, C)
         _wait_for_tiles_before(counters + step, rank)
         wait_full(full, turn, WRITERS)
-        for i in gl.static_range(NC):
-            tma_add(sums, [(step * NC + i) * ROWS, 0], tiles.index(OWN * NC + i))
+        for i in gl.static_range(MAKERS):
+            tma_add(sums, [(step * MAKERS + i) * ROWS, 0], tiles.index(OWN * MAKERS + i))
         _let_next_tile_add(counters + step, rank + 1)
         tma_store_wait(0)
         leave(empty, turn, WRITERS)

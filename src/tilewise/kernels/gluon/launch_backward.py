@@ -53,6 +53,10 @@ class HopperBackwardShape(Protocol):
         """Whether the tensor cores take lse and delta off."""
 
     @property
+    def dq_warpgroup(self) -> bool:
+        """Whether a third warpgroup makes dQ."""
+
+    @property
     def wide(self) -> bool:
         """Whether dQ is made apart; two warpgroups share the keys, and tiles hold the columns that each sums."""
 
@@ -91,7 +95,7 @@ class HopperBackward:
         pieces, sq, step = config.columns(problem), len(self.queries), int(QUERIES)
         width, sequences, lines = sum(pieces[0]), problem.sequences, problem.b * problem.hk
         tiles = sequences.slots(len(self.keys), config.keys)
-        self.packed, self.in_pieces = sequences.packed is not None, len(pieces[0]) > 1
+        self.packed, self.bare = sequences.packed is not None, len(pieces[0]) > 1 or config.dq_warpgroup
         # Queries, too, count from the first one that is read.
         lower, upper = (0 if bound is None else bound + self.queries.start for bound in bounds_of(problem)[:2])
         self.grid = (tiles * lines,)
@@ -116,12 +120,12 @@ class HopperBackward:
         self.sums_rows = steps * width // 4
         # Counters of tiles that have added to a step stand behind the sums: one memory to be zeroed.
         self.sums_shape = (self.sums_rows + (math.ceil(steps / 256) if config.ordered else 0), 256)
-        self.sums_block = [columns // 4, 256]
+        self.sums_block = [width // 4 if config.dq_warpgroup else columns // 4, 256]
         self.sums_layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
         self.enqueue = Enqueue(self.kernel, self.grid, self.scalars, OPTIONS)
         self.tails_shape = (problem.b, problem.hq, sq, int(TAIL))
         self.enqueue_tails = Enqueue(hopper_tails_kernel, (steps,),
-                                     (math.prod(self.tails_shape[:3]), problem.scale, 64 * width), {"num_warps": 4})
+                                     (math.prod(self.tails_shape[:3]), problem.scale, 64 * width, config.ordered), {"num_warps": 4})
         self.enqueue_dq = Enqueue(hopper_dq_kernel, (parts * problem.b * problem.hq,),
                                   (*dq_strides[:3], sq, problem.hq, parts, sequences.packed, _gradient_scale(problem),
                                    problem.d, columns, width // columns), {"num_warps": 4})
@@ -174,7 +178,7 @@ class HopperBackward:
     def _plain(self, dk: torch.Tensor, dv: torch.Tensor,
                data: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
         """What else the kernel takes: dk and dv where sequences are packed, lengths, the seed; none of wide heads."""
-        if self.in_pieces:
+        if self.bare:
             return ()
         return (dk, dv, *data) if self.packed else (None, None, *data)
 
@@ -196,11 +200,14 @@ def _kernel_of(problem: AttentionProblem, config: HopperBackwardShape) -> tuple[
         return hopper_backward_pieces_kernel, (problem.scale, scale_log2, ShapeInPieces(
             *columns, config.keys // 64, config.stages, config.out_stages, *bounded))
     from tilewise.kernels.gluon.hopper_backward import Shape, hopper_backward_kernel
+    from tilewise.kernels.gluon.hopper_backward_narrow import hopper_backward_narrow_kernel
 
-    return hopper_backward_kernel, (_gradient_scale(problem), scale_log2, squash, count, *_draws_of(problem), Shape(
-        columns[0][0], config.keys // 64, config.queries, config.stages, config.out_stages, config.ahead,
-        config.direct, config.ordered, config.tails, *bounded, count is not None,
-        problem.sequences.packed is not None, is_shifted, problem.scores.dropout_p > 0.0))
+    shape = Shape(columns[0][0], config.keys // 64, config.queries, config.stages, config.out_stages, config.ahead,
+                  config.direct, config.ordered, config.tails, *bounded, count is not None,
+                  problem.sequences.packed is not None, is_shifted, problem.scores.dropout_p > 0.0)
+    if config.dq_warpgroup:
+        return hopper_backward_narrow_kernel, (problem.scale, scale_log2, shape)
+    return hopper_backward_kernel, (_gradient_scale(problem), scale_log2, squash, count, *_draws_of(problem), shape)
 
 
 def _gradient_scale(problem: AttentionProblem) -> float:

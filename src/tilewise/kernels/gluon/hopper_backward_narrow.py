@@ -1,0 +1,207 @@
+"""Backward on Hopper at head dims up to 64: two warpgroups own keys, as in hopper_backward.py, and a third makes dQ.
+
+With 64 columns a thread has registers to spare, and the third warpgroup takes dQ and its additions out of the chain
+that a step is. What is left of it is turned by half a step: when a turn begins, a warpgroup has P and dP of its last
+queries. It makes dS of them, and asks for four products that follow one another without a pause: dV and dK of these
+queries, S and dP of the next. Below dK and dP it computes the next P. The two warpgroups do not wait for each other,
+but for slots. lse and delta come as tails (hopper_tails.py), and all as the loading warp of hopper_backward.py has it.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from tilewise.kernels.gluon.backward_products import issue_pairs, issue_whole_dq
+from tilewise.kernels.gluon.compat import tma_store_wait
+from tilewise.kernels.gluon.hopper_backward import hide, load, write
+from tilewise.kernels.gluon.hopper_dq_sums import hand_over, make_stage, write_sums
+from tilewise.kernels.gluon.hopper_tails import TAIL, make_picks
+from tilewise.kernels.gluon.pipeline import leave, make_barriers, meet, wait_empty, wait_full
+from tilewise.kernels.gluon.tiles import QUERIES, key_tile_at, phases_of, queries_at, query_steps_of
+
+PAIRS: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+
+
+@gluon.jit
+def pass_turn_on(begun, dk, dv, turn, first_query, key, memory, band, scale_log2, ENDS: gl.constexpr,
+                 BEGINS: gl.constexpr, MASKED: gl.constexpr, OWN: gl.constexpr, C: gl.constexpr):
+    """End the queries of the turn before (ENDS), whose P, its left operand and dP are ``begun``; begin those of ``turn``.
+
+    A tile's first turn ends none, and the one behind its last queries begins none (BEGINS).
+    """
+    keys, queries, douts, rows, dscores = memory
+    k_tiles, v_tiles, _keys_full = keys
+    q_tiles, q_full, q_empty = queries
+    dout_tiles, dout_full, dout_empty = douts
+    dscores_tiles, dscores_full, dscores_empty = dscores
+    probs, left_probs, slopes = begun
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
+    DTYPE: gl.constexpr = k_tiles.dtype
+    last = turn - 1
+    if BEGINS:
+        wait_full(q_full, turn, C.STAGES)
+        wait_full(dout_full, turn, C.OUT_STAGES)
+    if ENDS:
+        gradients = (probs * slopes).to(DTYPE)
+        dscores_tiles.index((last & 1) * C.CONSUMERS + OWN).store(gradients)
+        fence_async_shared()
+        leave(dscores_full, last, 2)
+        dout = dout_tiles.index(last % C.OUT_STAGES).reshape([QUERIES, C.WIDTH])
+        dv_pending = warpgroup_mma(left_probs, dout, dv, is_async=True)
+    if BEGINS:
+        k = k_tiles.index(OWN).reshape([64, C.WIDTH])
+        scores_pending = issue_pairs(k, q_tiles, rows, turn, turn % C.STAGES, 0, C)
+    if ENDS:
+        q = q_tiles.index(last % C.STAGES).reshape([QUERIES, C.WIDTH])
+        dk_pending = warpgroup_mma(gl.convert_layout(gradients, LEFT), q, dk, is_async=True)
+    if BEGINS:
+        v = v_tiles.index(OWN).reshape([64, C.WIDTH])
+        slopes_pending = issue_pairs(v, dout_tiles, rows, turn, turn % C.OUT_STAGES, 1, C)
+        # Of the products behind S two are dP's: it begins with one of tails.
+        scores = warpgroup_mma_wait(3 if ENDS else 2, deps=(scores_pending,))
+        probs = gl.exp2(scores * scale_log2)
+        if MASKED:
+            probs = hide(probs, first_query, key, band, C)
+        left_probs = gl.convert_layout(probs.to(DTYPE), LEFT)
+        wait_empty(dscores_empty, turn, 2)
+    if ENDS and BEGINS:
+        dk, dv, slopes = warpgroup_mma_wait(0, deps=(dk_pending, dv_pending, slopes_pending))
+    elif ENDS:
+        dk, dv = warpgroup_mma_wait(0, deps=(dk_pending, dv_pending))
+    else:
+        slopes = warpgroup_mma_wait(0, deps=(slopes_pending,))
+    if ENDS:
+        leave(dout_empty, last, C.OUT_STAGES)
+        leave(q_empty, last, C.STAGES)
+    return (probs, left_probs, slopes), dk, dv
+
+
+@gluon.jit
+def pass_steps(begin, end, begun, dk, dv, turn, key, memory, spans, band, scale_log2, MASKED: gl.constexpr,
+               OWN: gl.constexpr, C: gl.constexpr):
+    """Begin steps ``begin`` to ``end`` of one query head, and end those before them."""
+    unmasked = spans[0] + (spans[1] - spans[2]) * QUERIES
+    for step in range(begin, end):
+        if MASKED or C.ORDERED:
+            first_query = queries_at(step, spans, C)
+        else:  # behind those at the head
+            first_query = unmasked + step * QUERIES
+        begun, dk, dv = pass_turn_on(begun, dk, dv, turn, first_query, key, memory, band, scale_log2, True, True,
+                                     MASKED, OWN, C)
+        turn += 1
+    return begun, dk, dv, turn
+
+
+@gluon.jit
+def gather(gathered, OWN: gl.constexpr, C: gl.constexpr):
+    """Consumer, one warpgroup: dK and dV of 64 keys, and dS of every step for the one that makes dQ."""
+    targets, memory, tile, band, group, scales = gathered
+    scale, scale_log2 = scales
+    dk_desc, dv_desc = targets
+    k_tiles, v_tiles, keys_full = memory[0]
+    first, head_k, batch = tile
+    SUM_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.WIDTH, 16])
+    dk = gl.full([64, C.WIDTH], 0.0, gl.float32, layout=SUM_LAYOUT)
+    dv = gl.full([64, C.WIDTH], 0.0, gl.float32, layout=SUM_LAYOUT)
+    pairs = gl.full([64, QUERIES], 0.0, gl.float32, layout=PAIRS)
+    begun = (pairs, gl.convert_layout(pairs.to(k_tiles.dtype), gl.DotOperandLayout(0, SUM_LAYOUT, 2)), pairs)
+    spans = query_steps_of(first, band, C)
+    key = first + OWN * 64
+    ends = phases_of(key, spans, band, C)
+    FIRST: gl.constexpr = 1 if C.ORDERED and not C.LOWER else 0
+    STOP: gl.constexpr = 3 if C.ORDERED else 2
+    NC: gl.constexpr = C.CONSUMERS
+    for i in gl.static_range(NC):
+        mbarrier.wait(keys_full.index(i), 0)
+    turn = 0
+    if spans[3] > 0:
+        begun, dk, dv = pass_turn_on(begun, dk, dv, turn, queries_at(0, spans, C), key, memory, band, scale_log2,
+                                     False, True, True, OWN, C)
+        turn += 1
+        for member in range(group):
+            for phase in gl.static_range(FIRST, STOP):
+                begin = gl.where(member == 0, gl.maximum(ends[phase], 1), ends[phase])
+                begun, dk, dv, turn = pass_steps(begin, ends[phase + 1], begun, dk, dv, turn, key, memory, spans, band,
+                                                 scale_log2, phase != 1, OWN, C)
+        begun, dk, dv = pass_turn_on(begun, dk, dv, turn, 0, key, memory, band, scale_log2, True, False, False, OWN, C)
+    place = (batch, head_k, key, 0)
+    write(dv_desc, None, v_tiles.index(OWN), dv, place, 64, C)
+    meet(C.CONSUMERS + 1)  # dQ has read these keys
+    write(dk_desc, None, k_tiles.index(OWN), dk * scale, place, 64, C)
+    tma_store_wait(0)
+
+
+@gluon.jit
+def make_dq(made, C: gl.constexpr):
+    """Third warpgroup: dQ of every step, added to its sums or handed to the warps that do it in order."""
+    sums, keys, dscores, stage, tile, band, heads, group = made
+    k_tiles, _v_tiles, keys_full = keys
+    dscores_tiles, full, empty = dscores
+    first, head_k, batch = tile
+    spans = query_steps_of(first, band, C)
+    all_steps = (band[0] + (QUERIES - 1)) // QUERIES
+    NC: gl.constexpr = C.CONSUMERS
+    for i in gl.static_range(NC):
+        mbarrier.wait(keys_full.index(i), 0)
+    turn = 0
+    for member in range(group):
+        line = batch * heads * group + head_k * group + member
+        for step in range(spans[3]):
+            part = line * all_steps + queries_at(step, spans, C) // QUERIES
+            wait_full(full, turn, 2)
+            dq = warpgroup_mma_wait(0, deps=(issue_whole_dq(k_tiles, dscores_tiles, turn & 1, C),))
+            leave(empty, turn, 2)
+            hand_over(sums, dq, stage, turn, part, 0, C)
+            turn += 1
+    meet(C.CONSUMERS + 1)
+
+
+@gluon.jit(do_not_specialize=["tiles", "heads", "batches", "section", "sq", "sk", "lower", "upper", "group"])
+def hopper_backward_narrow_kernel(q_desc, k_desc, v_desc, dout_desc, tails_desc, delta_ptr, dk_desc, dv_desc, sums,
+                                  counters, tiles, heads, batches, section, sq, sk, lower, upper, group, scale,
+                                  scale_log2, C: gl.constexpr):
+    """Compute dk and dv, and add to the sums for dq, which must be zero at first.
+
+    Grid: (tiles · heads of k · batches,). C: as hopper_backward.py's, with tails, without lengths that are data and
+    dropout. sums: (·, 256), a pointer, or a descriptor where C.ORDERED. counters: where C.ORDERED one for each step of
+    a query head, zero at first. delta_ptr: in the tails.
+    """
+    DTYPE: gl.constexpr = q_desc.dtype
+    NC: gl.constexpr = C.CONSUMERS
+    k_tiles = gl.allocate_shared_memory(DTYPE, [NC, 1, 1, 64, C.WIDTH], k_desc.layout)
+    v_tiles = gl.allocate_shared_memory(DTYPE, [NC, 1, 1, 64, C.WIDTH], v_desc.layout)
+    q_tiles = gl.allocate_shared_memory(DTYPE, [C.STAGES, 1, 1, QUERIES, C.WIDTH], q_desc.layout)
+    dout_tiles = gl.allocate_shared_memory(DTYPE, [C.OUT_STAGES, 1, 1, QUERIES, C.WIDTH], dout_desc.layout)
+    TURNED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, QUERIES], DTYPE)
+    dscores_tiles = gl.allocate_shared_memory(DTYPE, [2 * NC, 64, QUERIES], TURNED)
+    rows = make_picks(), gl.allocate_shared_memory(gl.bfloat16, [C.STAGES, 1, 1, QUERIES, TAIL], tails_desc.layout)
+    keys = (k_tiles, v_tiles, make_barriers(NC, 1))
+    queries = (q_tiles, make_barriers(C.STAGES, 1), make_barriers(C.STAGES, NC))
+    douts = (dout_tiles, make_barriers(C.OUT_STAGES, 1), make_barriers(C.OUT_STAGES, NC))
+    dscores = (dscores_tiles, make_barriers(2, NC), make_barriers(2, 1))
+    stage = dscores
+    if C.ORDERED:
+        stage = make_stage(sums, 1, C)
+    fence_async_shared()
+    band = (sq, sk, lower, upper)
+    tile = key_tile_at(gl.program_id(0), (tiles, heads, batches, section), C)
+    sources = (q_desc, k_desc, v_desc, dout_desc, tails_desc, delta_ptr, None)
+    memory = (keys, queries, douts, rows, dscores)
+    gathered = ((dk_desc, dv_desc), memory, tile, band, group, (scale, scale_log2))
+    made = (sums, keys, dscores, stage, tile, band, heads, group)
+    loaded = (sources, keys, queries, douts, rows, tile, (), band, heads, group)
+    ZERO: gl.constexpr = 0
+    ONE: gl.constexpr = 1
+    if C.ORDERED:
+        written = (sums, counters, stage, tile, band, heads, group)
+        gl.warp_specialize([(gather, (gathered, ZERO, C)), (gather, (gathered, ONE, C)), (make_dq, (made, C)),
+                            (load, (loaded, C)), (write_sums, (written, ZERO, 1, C)),
+                            (write_sums, (written, ONE, 1, C))], [4, 4, 1, 1, 1], [208, 72, 24, 24, 24])
+    else:
+        gl.warp_specialize([(gather, (gathered, ZERO, C)), (gather, (gathered, ONE, C)), (make_dq, (made, C)),
+                            (load, (loaded, C))], [4, 4, 1], [208, 72, 24])
