@@ -223,6 +223,7 @@ class HopperBackwardConfig:
     queries: int = 64
     tails: bool = False
     dq_warpgroup: bool = False
+    alone: bool = False
 
     def __post_init__(self) -> None:
         for name, allowed in (("stages", (2, 4)), ("out_stages", (1, 2, 4)), ("queries", (64, 128))):

@@ -40,13 +40,13 @@ def issue_dq(k_tiles, dscores_tiles, half, OWN: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def issue_whole_dq(k_tiles, dscores_tiles, half, C: gl.constexpr):
-    """Issue dQ = dS·K of 64 queries, all columns."""
+def issue_whole_dq(k_tiles, dscores_tiles, half, first, C: gl.constexpr):
+    """Issue dQ = dS·K of 64 queries, all columns. first: the slot of the first warpgroup's keys."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.WIDTH, 16])
     dq = gl.full([64, C.WIDTH], 0.0, gl.float32, layout=LAYOUT)
     NC: gl.constexpr = C.CONSUMERS
     for i in gl.static_range(NC):
         dscores = dscores_tiles.index(half * C.CONSUMERS + i)
-        k = k_tiles.index(i).reshape([64, C.WIDTH])
+        k = k_tiles.index(first + i).reshape([64, C.WIDTH])
         dq = warpgroup_mma(dscores.permute((1, 0)), k, dq, use_acc=i > 0, is_async=True)
     return dq

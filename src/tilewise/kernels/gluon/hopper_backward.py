@@ -69,6 +69,8 @@ class Shape(NamedTuple):
     PACKED: bool
     SHIFTED: bool
     DROPS: bool
+    ALONE: bool
+    KEY_SLOTS: int
 
 
 @gluon.jit

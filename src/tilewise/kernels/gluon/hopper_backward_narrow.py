@@ -4,7 +4,10 @@ With 64 columns a thread has registers to spare, and the third warpgroup takes d
 that a step is. What is left of it is turned by half a step: when a turn begins, a warpgroup has P and dP of its last
 queries. It makes dS of them, and asks for four products that follow one another without a pause: dV and dK of these
 queries, S and dP of the next. Below dK and dP it computes the next P. The two warpgroups do not wait for each other,
-but for slots. lse and delta come as tails (hopper_tails.py), and all as the loading warp of hopper_backward.py has it.
+but for slots. lse and delta come as tails (hopper_tails.py).
+
+With C.ALONE a program goes over all keys of a head, and nobody else adds to this head's dQ: its sums stay with the
+program, in L2, the first tile that sees a step sets them, and the last writes dq. Else a program has one tile.
 """
 
 from triton.experimental import gluon
@@ -17,25 +20,41 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tilewise.kernels.gluon.backward_products import issue_pairs, issue_whole_dq
-from tilewise.kernels.gluon.compat import tma_store_wait
-from tilewise.kernels.gluon.hopper_backward import hide, load, write
-from tilewise.kernels.gluon.hopper_dq_sums import hand_over, make_stage, write_sums
+from tilewise.kernels.gluon.compat import tma_load, tma_store_wait
+from tilewise.kernels.gluon.hopper_backward import hide, load_dout, load_rows, write
+from tilewise.kernels.gluon.hopper_dq_sums import (
+    add_directly,
+    added_to,
+    hand_over,
+    make_stage,
+    set_directly,
+    write_sums,
+)
 from tilewise.kernels.gluon.hopper_tails import TAIL, make_picks
-from tilewise.kernels.gluon.pipeline import leave, make_barriers, meet, wait_empty, wait_full
-from tilewise.kernels.gluon.tiles import QUERIES, key_tile_at, phases_of, queries_at, query_steps_of
+from tilewise.kernels.gluon.pipeline import leave, make_barriers, wait_empty, wait_full
+from tilewise.kernels.gluon.tiles import (
+    QUERIES,
+    is_last_of,
+    key_tile_at,
+    phases_of,
+    queries_at,
+    query_steps_of,
+    rank_of,
+)
 
 PAIRS: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 
 
 @gluon.jit
-def pass_turn_on(begun, dk, dv, turn, first_query, key, memory, band, scale_log2, ENDS: gl.constexpr,
+def pass_turn_on(begun, dk, dv, turn, first_query, key, own, memory, band, scale_log2, ENDS: gl.constexpr,
                  BEGINS: gl.constexpr, MASKED: gl.constexpr, OWN: gl.constexpr, C: gl.constexpr):
     """End the queries of the turn before (ENDS), whose P, its left operand and dP are ``begun``; begin those of ``turn``.
 
-    A tile's first turn ends none, and the one behind its last queries begins none (BEGINS).
+    A tile's first turn ends none, and the one behind its last queries begins none (BEGINS). own: the slot of the
+    warpgroup's keys, of which ``key`` is the first.
     """
     keys, queries, douts, rows, dscores = memory
-    k_tiles, v_tiles, _keys_full = keys
+    k_tiles, v_tiles, _keys_full, _keys_empty = keys
     q_tiles, q_full, q_empty = queries
     dout_tiles, dout_full, dout_empty = douts
     dscores_tiles, dscores_full, dscores_empty = dscores
@@ -54,13 +73,13 @@ def pass_turn_on(begun, dk, dv, turn, first_query, key, memory, band, scale_log2
         dout = dout_tiles.index(last % C.OUT_STAGES).reshape([QUERIES, C.WIDTH])
         dv_pending = warpgroup_mma(left_probs, dout, dv, is_async=True)
     if BEGINS:
-        k = k_tiles.index(OWN).reshape([64, C.WIDTH])
+        k = k_tiles.index(own).reshape([64, C.WIDTH])
         scores_pending = issue_pairs(k, q_tiles, rows, turn, turn % C.STAGES, 0, C)
     if ENDS:
         q = q_tiles.index(last % C.STAGES).reshape([QUERIES, C.WIDTH])
         dk_pending = warpgroup_mma(gl.convert_layout(gradients, LEFT), q, dk, is_async=True)
     if BEGINS:
-        v = v_tiles.index(OWN).reshape([64, C.WIDTH])
+        v = v_tiles.index(own).reshape([64, C.WIDTH])
         slopes_pending = issue_pairs(v, dout_tiles, rows, turn, turn % C.OUT_STAGES, 1, C)
         # Of the products behind S two are dP's: it begins with one of tails.
         scores = warpgroup_mma_wait(3 if ENDS else 2, deps=(scores_pending,))
@@ -82,7 +101,7 @@ def pass_turn_on(begun, dk, dv, turn, first_query, key, memory, band, scale_log2
 
 
 @gluon.jit
-def pass_steps(begin, end, begun, dk, dv, turn, key, memory, spans, band, scale_log2, MASKED: gl.constexpr,
+def pass_steps(begin, end, begun, dk, dv, turn, key, own, memory, spans, band, scale_log2, MASKED: gl.constexpr,
                OWN: gl.constexpr, C: gl.constexpr):
     """Begin steps ``begin`` to ``end`` of one query head, and end those before them."""
     unmasked = spans[0] + (spans[1] - spans[2]) * QUERIES
@@ -91,117 +110,201 @@ def pass_steps(begin, end, begun, dk, dv, turn, key, memory, spans, band, scale_
             first_query = queries_at(step, spans, C)
         else:  # behind those at the head
             first_query = unmasked + step * QUERIES
-        begun, dk, dv = pass_turn_on(begun, dk, dv, turn, first_query, key, memory, band, scale_log2, True, True,
-                                     MASKED, OWN, C)
+        begun, dk, dv = pass_turn_on(begun, dk, dv, turn, first_query, key, own, memory, band, scale_log2, True,
+                                     True, MASKED, OWN, C)
         turn += 1
     return begun, dk, dv, turn
 
 
 @gluon.jit
+def tiles_of_program(order, C: gl.constexpr):
+    """Return how many tiles of keys a program works on: one, or with C.ALONE all of each of its heads."""
+    tiles, heads, batches, _section = order
+    number = gl.program_id(0) * 0 + 1
+    if C.ALONE:
+        number = ((heads * batches - 1 - gl.program_id(0)) // gl.num_programs(0) + 1) * tiles
+    return number
+
+
+@gluon.jit
+def tile_of_program(number, order, C: gl.constexpr):
+    """Return (first key, head of k, batch) of one of a program's tiles."""
+    tiles, heads, _batches, _section = order
+    if C.ALONE:
+        line = gl.program_id(0) + number // tiles * gl.num_programs(0)
+        tile = (number % tiles * (64 * C.CONSUMERS), line % heads, line // heads)
+    else:
+        tile = key_tile_at(gl.program_id(0), order, C)
+    return tile
+
+
+@gluon.jit
+def load(loaded, C: gl.constexpr):
+    """Producer, one warp: keys and values of each tile, and behind them the queries of every head of the group."""
+    sources, keys, queries, douts, rows, order, band, group = loaded
+    _q_desc, k_desc, v_desc, _dout_desc, _tails_desc, _delta_ptr, _share = sources
+    k_tiles, v_tiles, keys_full, keys_empty = keys
+    NC: gl.constexpr = C.CONSUMERS
+    turn = 0
+    for number in range(tiles_of_program(order, C)):
+        first, head_k, batch = tile_of_program(number, order, C)
+        spans = query_steps_of(first, band, C)
+        wait_empty(keys_empty, number, C.KEY_SLOTS)
+        slot = number % C.KEY_SLOTS
+        mbarrier.expect(keys_full.index(slot), NC * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
+        for i in gl.static_range(NC):
+            own = slot * NC + i
+            tma_load(k_desc, [batch, head_k, first + i * 64, 0], keys_full.index(slot), k_tiles.index(own))
+            tma_load(v_desc, [batch, head_k, first + i * 64, 0], keys_full.index(slot), v_tiles.index(own))
+        for member in range(group):
+            for step in range(spans[3]):
+                place = (batch, head_k * group + member, queries_at(step, spans, C), 0)
+                load_rows(sources, queries, rows, turn, place, 0, (0, 0), False, C)
+                load_dout(sources, douts, turn, place, False, C)
+                turn += 1
+
+
+@gluon.jit
 def gather(gathered, OWN: gl.constexpr, C: gl.constexpr):
-    """Consumer, one warpgroup: dK and dV of 64 keys, and dS of every step for the one that makes dQ."""
-    targets, memory, tile, band, group, scales = gathered
+    """Consumer, one warpgroup: dK and dV of 64 keys of a tile, and dS of every step for the one that makes dQ."""
+    targets, staged, memory, order, band, group, scales = gathered
     scale, scale_log2 = scales
     dk_desc, dv_desc = targets
-    k_tiles, v_tiles, keys_full = memory[0]
-    first, head_k, batch = tile
+    k_tiles, _v_tiles, keys_full, keys_empty = memory[0]
     SUM_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.WIDTH, 16])
-    dk = gl.full([64, C.WIDTH], 0.0, gl.float32, layout=SUM_LAYOUT)
-    dv = gl.full([64, C.WIDTH], 0.0, gl.float32, layout=SUM_LAYOUT)
-    pairs = gl.full([64, QUERIES], 0.0, gl.float32, layout=PAIRS)
-    begun = (pairs, gl.convert_layout(pairs.to(k_tiles.dtype), gl.DotOperandLayout(0, SUM_LAYOUT, 2)), pairs)
-    spans = query_steps_of(first, band, C)
-    key = first + OWN * 64
-    ends = phases_of(key, spans, band, C)
     FIRST: gl.constexpr = 1 if C.ORDERED and not C.LOWER else 0
     STOP: gl.constexpr = 3 if C.ORDERED else 2
-    NC: gl.constexpr = C.CONSUMERS
-    for i in gl.static_range(NC):
-        mbarrier.wait(keys_full.index(i), 0)
     turn = 0
-    if spans[3] > 0:
-        begun, dk, dv = pass_turn_on(begun, dk, dv, turn, queries_at(0, spans, C), key, memory, band, scale_log2,
-                                     False, True, True, OWN, C)
-        turn += 1
-        for member in range(group):
-            for phase in gl.static_range(FIRST, STOP):
-                begin = gl.where(member == 0, gl.maximum(ends[phase], 1), ends[phase])
-                begun, dk, dv, turn = pass_steps(begin, ends[phase + 1], begun, dk, dv, turn, key, memory, spans, band,
-                                                 scale_log2, phase != 1, OWN, C)
-        begun, dk, dv = pass_turn_on(begun, dk, dv, turn, 0, key, memory, band, scale_log2, True, False, False, OWN, C)
-    place = (batch, head_k, key, 0)
-    write(dv_desc, None, v_tiles.index(OWN), dv, place, 64, C)
-    meet(C.CONSUMERS + 1)  # dQ has read these keys
-    write(dk_desc, None, k_tiles.index(OWN), dk * scale, place, 64, C)
+    for number in range(tiles_of_program(order, C)):
+        first, head_k, batch = tile_of_program(number, order, C)
+        dk = gl.full([64, C.WIDTH], 0.0, gl.float32, layout=SUM_LAYOUT)
+        dv = gl.full([64, C.WIDTH], 0.0, gl.float32, layout=SUM_LAYOUT)
+        pairs = gl.full([64, QUERIES], 0.0, gl.float32, layout=PAIRS)
+        begun = (pairs, gl.convert_layout(pairs.to(k_tiles.dtype), gl.DotOperandLayout(0, SUM_LAYOUT, 2)), pairs)
+        spans = query_steps_of(first, band, C)
+        key = first + OWN * 64
+        ends = phases_of(key, spans, band, C)
+        own = number % C.KEY_SLOTS * C.CONSUMERS + OWN
+        wait_full(keys_full, number, C.KEY_SLOTS)
+        if spans[3] > 0:
+            begun, dk, dv = pass_turn_on(begun, dk, dv, turn, queries_at(0, spans, C), key, own, memory, band,
+                                         scale_log2, False, True, True, OWN, C)
+            turn += 1
+            for member in range(group):
+                for phase in gl.static_range(FIRST, STOP):
+                    begin = gl.where(member == 0, gl.maximum(ends[phase], 1), ends[phase])
+                    begun, dk, dv, turn = pass_steps(begin, ends[phase + 1], begun, dk, dv, turn, key, own, memory,
+                                                     spans, band, scale_log2, phase != 1, OWN, C)
+            begun, dk, dv = pass_turn_on(begun, dk, dv, turn, 0, key, own, memory, band, scale_log2, True, False,
+                                         False, OWN, C)
+        leave(keys_empty, number, C.KEY_SLOTS)
+        place = (batch, head_k, key, 0)
+        tma_store_wait(0)
+        write(dv_desc, None, staged.index(2 * OWN), dv, place, 64, C)
+        write(dk_desc, None, staged.index(2 * OWN + 1), dk * scale, place, 64, C)
     tma_store_wait(0)
 
 
 @gluon.jit
+def keep_or_write(dq, dq_desc, staged, kept, place, is_first, is_last, scale, C: gl.constexpr):
+    """Set the sums of a step, add a part of dQ to them, or, when all parts are there, write dq.
+
+    kept: where the step's sums begin; each thread keeps its own.
+    """
+    if is_last:
+        if not is_first:
+            dq = added_to(kept, dq)
+        tma_store_wait(0)
+        write(dq_desc, None, staged, dq * scale, place, 64, C)
+    elif is_first:
+        set_directly(kept, dq)
+    else:
+        add_directly(kept, dq)
+
+
+@gluon.jit
 def make_dq(made, C: gl.constexpr):
-    """Third warpgroup: dQ of every step, added to its sums or handed to the warps that do it in order."""
-    sums, keys, dscores, stage, tile, band, heads, group = made
-    k_tiles, _v_tiles, keys_full = keys
+    """Third warpgroup: dQ of every step, added to its sums or handed to warps that do it in order; or all of dq."""
+    dq_desc, staged, sums, keys, dscores, stage, order, band, group, scale = made
+    k_tiles, _v_tiles, keys_full, keys_empty = keys
     dscores_tiles, full, empty = dscores
-    first, head_k, batch = tile
-    spans = query_steps_of(first, band, C)
     all_steps = (band[0] + (QUERIES - 1)) // QUERIES
-    NC: gl.constexpr = C.CONSUMERS
-    for i in gl.static_range(NC):
-        mbarrier.wait(keys_full.index(i), 0)
     turn = 0
-    for member in range(group):
-        line = batch * heads * group + head_k * group + member
-        for step in range(spans[3]):
-            part = line * all_steps + queries_at(step, spans, C) // QUERIES
-            wait_full(full, turn, 2)
-            dq = warpgroup_mma_wait(0, deps=(issue_whole_dq(k_tiles, dscores_tiles, turn & 1, C),))
-            leave(empty, turn, 2)
-            hand_over(sums, dq, stage, turn, part, 0, C)
-            turn += 1
-    meet(C.CONSUMERS + 1)
+    for number in range(tiles_of_program(order, C)):
+        first, head_k, batch = tile_of_program(number, order, C)
+        spans = query_steps_of(first, band, C)
+        wait_full(keys_full, number, C.KEY_SLOTS)
+        for member in range(group):
+            head = head_k * group + member
+            if C.ALONE:
+                line = gl.program_id(0) * group + member
+            else:
+                line = batch * order[1] * group + head
+            for step in range(spans[3]):
+                query = queries_at(step, spans, C)
+                part = line * all_steps + query // QUERIES
+                wait_full(full, turn, 2)
+                dq_pending = issue_whole_dq(k_tiles, dscores_tiles, turn & 1, number % C.KEY_SLOTS * C.CONSUMERS, C)
+                dq = warpgroup_mma_wait(0, deps=(dq_pending,))
+                leave(empty, turn, 2)
+                if C.ALONE:
+                    keep_or_write(dq, dq_desc, staged, sums + part.to(gl.int64) * (QUERIES * C.WIDTH),
+                                  (batch, head, query, 0), rank_of(first, query // QUERIES, band, C) == 0,
+                                  is_last_of(first, query, band, C), scale, C)
+                else:
+                    hand_over(sums, dq, stage, turn, part, 0, C)
+                turn += 1
+        leave(keys_empty, number, C.KEY_SLOTS)
+    tma_store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["tiles", "heads", "batches", "section", "sq", "sk", "lower", "upper", "group"])
-def hopper_backward_narrow_kernel(q_desc, k_desc, v_desc, dout_desc, tails_desc, delta_ptr, dk_desc, dv_desc, sums,
-                                  counters, tiles, heads, batches, section, sq, sk, lower, upper, group, scale,
+def hopper_backward_narrow_kernel(q_desc, k_desc, v_desc, dout_desc, tails_desc, delta_ptr, dk_desc, dv_desc,
+                                  dq_desc, sums, counters, tiles, heads, batches, section, sq, sk, lower, upper, group, scale,
                                   scale_log2, C: gl.constexpr):
-    """Compute dk and dv, and add to the sums for dq, which must be zero at first.
+    """Compute dk and dv, and add to the sums for dq, which must be zero at first; or compute dq, too.
 
-    Grid: (tiles · heads of k · batches,). C: as hopper_backward.py's, with tails, without lengths that are data and
-    dropout. sums: (·, 256), a pointer, or a descriptor where C.ORDERED. counters: where C.ORDERED one for each step of
-    a query head, zero at first. delta_ptr: in the tails.
+    Grid: (tiles · heads of k · batches,), with C.ALONE any number up to heads of k · batches. C: as of
+    hopper_backward.py, with tails, without lengths that are data and dropout. sums: (·, 256), a pointer, or a
+    descriptor where C.ORDERED and not C.ALONE; with C.ALONE room for a group's steps for each program, and dq_desc is
+    not None. counters: where there is a descriptor, one for each step of a query head, zero at first. delta_ptr: its
+    numbers are in the tails.
     """
     DTYPE: gl.constexpr = q_desc.dtype
     NC: gl.constexpr = C.CONSUMERS
-    k_tiles = gl.allocate_shared_memory(DTYPE, [NC, 1, 1, 64, C.WIDTH], k_desc.layout)
-    v_tiles = gl.allocate_shared_memory(DTYPE, [NC, 1, 1, 64, C.WIDTH], v_desc.layout)
+    KEYS: gl.constexpr = C.KEY_SLOTS * NC
+    k_tiles = gl.allocate_shared_memory(DTYPE, [KEYS, 1, 1, 64, C.WIDTH], k_desc.layout)
+    v_tiles = gl.allocate_shared_memory(DTYPE, [KEYS, 1, 1, 64, C.WIDTH], v_desc.layout)
     q_tiles = gl.allocate_shared_memory(DTYPE, [C.STAGES, 1, 1, QUERIES, C.WIDTH], q_desc.layout)
     dout_tiles = gl.allocate_shared_memory(DTYPE, [C.OUT_STAGES, 1, 1, QUERIES, C.WIDTH], dout_desc.layout)
     TURNED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, QUERIES], DTYPE)
     dscores_tiles = gl.allocate_shared_memory(DTYPE, [2 * NC, 64, QUERIES], TURNED)
     rows = make_picks(), gl.allocate_shared_memory(gl.bfloat16, [C.STAGES, 1, 1, QUERIES, TAIL], tails_desc.layout)
-    keys = (k_tiles, v_tiles, make_barriers(NC, 1))
+    staged = gl.allocate_shared_memory(DTYPE, [2 * NC + C.ALONE, 1, 1, 64, C.WIDTH], dk_desc.layout)
+    keys = (k_tiles, v_tiles, make_barriers(C.KEY_SLOTS, 1), make_barriers(C.KEY_SLOTS, NC + 1))
     queries = (q_tiles, make_barriers(C.STAGES, 1), make_barriers(C.STAGES, NC))
     douts = (dout_tiles, make_barriers(C.OUT_STAGES, 1), make_barriers(C.OUT_STAGES, NC))
     dscores = (dscores_tiles, make_barriers(2, NC), make_barriers(2, 1))
+    ADDED: gl.constexpr = C.ORDERED and not C.ALONE
     stage = dscores
-    if C.ORDERED:
+    if ADDED:
         stage = make_stage(sums, 1, C)
     fence_async_shared()
     band = (sq, sk, lower, upper)
-    tile = key_tile_at(gl.program_id(0), (tiles, heads, batches, section), C)
+    order = (tiles, heads, batches, section)
     sources = (q_desc, k_desc, v_desc, dout_desc, tails_desc, delta_ptr, None)
     memory = (keys, queries, douts, rows, dscores)
-    gathered = ((dk_desc, dv_desc), memory, tile, band, group, (scale, scale_log2))
-    made = (sums, keys, dscores, stage, tile, band, heads, group)
-    loaded = (sources, keys, queries, douts, rows, tile, (), band, heads, group)
+    gathered = ((dk_desc, dv_desc), staged, memory, order, band, group, (scale, scale_log2))
+    made = (dq_desc, staged.index(2 * NC) if C.ALONE else None, sums, keys, dscores, stage, order, band, group, scale)
+    loaded = (sources, keys, queries, douts, rows, order, band, group)
     ZERO: gl.constexpr = 0
     ONE: gl.constexpr = 1
-    if C.ORDERED:
+    if ADDED:
+        tile = key_tile_at(gl.program_id(0), order, C)
         written = (sums, counters, stage, tile, band, heads, group)
         gl.warp_specialize([(gather, (gathered, ZERO, C)), (gather, (gathered, ONE, C)), (make_dq, (made, C)),
-                            (load, (loaded, C)), (write_sums, (written, ZERO, 1, C)),
-                            (write_sums, (written, ONE, 1, C))], [4, 4, 1, 1, 1], [208, 72, 24, 24, 24])
+                            (load, (loaded, C)), (write_sums, (written, ZERO, ONE, C)),
+                            (write_sums, (written, ONE, ONE, C))], [4, 4, 1, 1, 1], [208, 72, 24, 24, 24])
     else:
         gl.warp_specialize([(gather, (gathered, ZERO, C)), (gather, (gathered, ONE, C)), (make_dq, (made, C)),
-                            (load, (loaded, C))], [4, 4, 1], [208, 72, 24])
+                            (load, (loaded, C))], [4, 4, 1], [200, 88, 24] if C.ALONE else [208, 72, 24])

@@ -36,11 +36,34 @@ def by_threads(values):
 
 
 @gluon.jit
-def add_directly(place, dq):
-    """Consumer: add a part of dQ to its sums, which begin at ``place``, from registers."""
+def _flat(dq):
+    """Return a part of dQ in one row, and where each of its numbers is in memory."""
     flat = by_threads(dq).reshape([64 * dq.shape[1]])
-    offsets = gl.arange(0, 64 * dq.shape[1], layout=flat.type.layout)
+    return flat, gl.arange(0, 64 * dq.shape[1], layout=flat.type.layout)
+
+
+@gluon.jit
+def add_directly(place, dq):
+    """Add a part of dQ to its sums, which begin at ``place``, from registers."""
+    flat, offsets = _flat(dq)
     gl.atomic_add(place + offsets, flat, sem="relaxed")
+
+
+@gluon.jit
+def set_directly(place, dq):
+    """Set the sums that begin at ``place`` to a part of dQ."""
+    flat, offsets = _flat(dq)
+    gl.store(place + offsets, flat)
+
+
+@gluon.jit
+def added_to(place, dq):
+    """Return a part of dQ with the sums that begin at ``place`` added. Past L1, where they were added to."""
+    flat, offsets = _flat(dq)
+    COLUMNS: gl.constexpr = dq.shape[1]
+    sums = gl.load(place + offsets, cache_modifier=".cg").reshape([COLUMNS // 8, 4, 8, 4, 2, 2])
+    rows = sums.permute((1, 4, 2, 0, 3, 5)).reshape([64, COLUMNS])
+    return dq + gl.convert_layout(rows, dq.type.layout)
 
 
 @gluon.jit

@@ -57,6 +57,10 @@ class HopperBackwardShape(Protocol):
         """Whether a third warpgroup makes dQ."""
 
     @property
+    def alone(self) -> bool:
+        """Whether a program goes over all keys of a head, so that nobody else adds to its dQ."""
+
+    @property
     def wide(self) -> bool:
         """Whether dQ is made apart; two warpgroups share the keys, and tiles hold the columns that each sums."""
 
@@ -78,7 +82,8 @@ class HopperBackward:
     keys that none sees, are not read: their gradients are left as they are.
     """
 
-    def __init__(self, problem: AttentionProblem, config: HopperBackwardShape, dq_strides: Sizes) -> None:
+    def __init__(self, problem: AttentionProblem, config: HopperBackwardShape, dq_strides: Sizes,
+                 multiprocessors: int) -> None:
         from triton.experimental.gluon import language as gl
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -98,7 +103,7 @@ class HopperBackward:
         self.packed, self.bare = sequences.packed is not None, len(pieces[0]) > 1 or config.dq_warpgroup
         # Queries, too, count from the first one that is read.
         lower, upper = (0 if bound is None else bound + self.queries.start for bound in bounds_of(problem)[:2])
-        self.grid = (tiles * lines,)
+        self.grid = (min(lines, multiprocessors) if config.alone else tiles * lines,)
         self.scalars = (
             tiles, problem.hk, problem.b, query_section(problem, width, 4, _LEAST_ORDERED if config.ordered else 1), sq,
             len(self.keys), lower, upper, problem.group,
@@ -112,20 +117,26 @@ class HopperBackward:
         block = [1, 1, config.queries, int(TAIL)]
         form = block, gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
         self.forms[4:4] = [form] if config.tails else [], []
-        self.places = operator.itemgetter(*[i if form else 8 for i, forms in enumerate(self.forms)
+        if config.dq_warpgroup:  # of dq, if this kernel writes it
+            block = [1, 1, 64, width]
+            self.forms.append([(block, gl.NVMMASharedLayout.get_default_for(block, dtype)) if config.alone else None])
+        self.places = operator.itemgetter(*[i if form else len(self.forms) for i, forms in enumerate(self.forms)
                                             for form in forms or [True]])
         columns = min(width // 2, *pieces[0])  # of a part of dQ: what a warpgroup sums, or half of it
         parts = width // columns * sequences.slots(sq, step)
-        steps = problem.b * problem.hq * sequences.slots(sq, step)
+        steps = (self.grid[0] * problem.group if config.alone else problem.b * problem.hq) * sequences.slots(sq, step)
         self.sums_rows = steps * width // 4
+        self.counted = config.ordered and not config.alone
         # Counters of tiles that have added to a step stand behind the sums: one memory to be zeroed.
-        self.sums_shape = (self.sums_rows + (math.ceil(steps / 256) if config.ordered else 0), 256)
+        self.sums_shape = (self.sums_rows + (math.ceil(steps / 256) if self.counted else 0), 256)
         self.sums_block = [width // 4 if config.dq_warpgroup else columns // 4, 256]
         self.sums_layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
         self.enqueue = Enqueue(self.kernel, self.grid, self.scalars, OPTIONS)
         self.tails_shape = (problem.b, problem.hq, sq, int(TAIL))
-        self.enqueue_tails = Enqueue(hopper_tails_kernel, (steps,),
-                                     (math.prod(self.tails_shape[:3]), problem.scale, 64 * width, config.ordered), {"num_warps": 4})
+        rows = math.prod(self.tails_shape[:3])
+        cleared = (0, False) if config.alone else (64 * width, self.counted)
+        self.enqueue_tails = Enqueue(hopper_tails_kernel, (-(-rows // 64) if config.alone else steps,),
+                                     (rows, problem.scale, *cleared), {"num_warps": 4})
         self.enqueue_dq = Enqueue(hopper_dq_kernel, (parts * problem.b * problem.hq,),
                                   (*dq_strides[:3], sq, problem.hq, parts, sequences.packed, _gradient_scale(problem),
                                    problem.d, columns, width // columns), {"num_warps": 4})
@@ -136,12 +147,14 @@ class HopperBackward:
         data = tensors[9:] or _NO_DATA
         plain = data is _NO_DATA  # then alignments belong to the problem: of rows of lse and delta, that of the first
         sums, lse = self._begin(lse, delta)
-        mine = (q, k, v, dout, lse, delta, dk, dv)
+        mine = (q, k, v, dout, lse, delta, dk, dv, *((dq,) if self.config.dq_warpgroup else ()))
         at_sums = sums.data_ptr()
-        counters = at_sums + self.sums_rows * 1024 if self.config.ordered else None
+        counters = at_sums + self.sums_rows * 1024 if self.counted else None
         self.enqueue((*self.places((*[tensor.data_ptr() for tensor in mine], None)), at_sums, counters,
                       *[address_of(tensor) for tensor in self._plain(dk, dv, data)]),
                      lambda: self.arguments(mine, sums, data), alike=plain)
+        if self.config.alone:
+            return
         self.enqueue_dq((at_sums, dq.data_ptr(), address_of(data[0])), lambda: (sums, dq, data[0]), alike=plain)
 
     def _begin(self, lse: torch.Tensor, delta: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -163,9 +176,9 @@ class HopperBackward:
         """
         described = self._in_forms(tensors, lambda tensor, form: tensor if form is None else self.describe(
             tensor, list(tensor.shape), legal_strides(tensor), *form))
-        target = sums if self.config.direct else self.describe(sums, [self.sums_rows, 256], list(sums.stride()),
+        target = sums if self.config.direct or self.config.alone else self.describe(sums, [self.sums_rows, 256], list(sums.stride()),
                                                                self.sums_block, self.sums_layout)
-        counters = sums[self.sums_rows:].view(torch.int32) if self.config.ordered else None
+        counters = sums[self.sums_rows:].view(torch.int32) if self.counted else None
         return (*described, target, counters, *self._plain(tensors[6], tensors[7], data))
 
     def _in_forms(self, tensors: tuple[torch.Tensor, ...], make: Callable[[torch.Tensor, Any], Any]) -> list[Any]:
@@ -204,7 +217,8 @@ def _kernel_of(problem: AttentionProblem, config: HopperBackwardShape) -> tuple[
 
     shape = Shape(columns[0][0], config.keys // 64, config.queries, config.stages, config.out_stages, config.ahead,
                   config.direct, config.ordered, config.tails, *bounded, count is not None,
-                  problem.sequences.packed is not None, is_shifted, problem.scores.dropout_p > 0.0)
+                  problem.sequences.packed is not None, is_shifted, problem.scores.dropout_p > 0.0, config.alone,
+                  2 if config.alone else 1)
     if config.dq_warpgroup:
         return hopper_backward_narrow_kernel, (problem.scale, scale_log2, shape)
     return hopper_backward_kernel, (_gradient_scale(problem), scale_log2, squash, count, *_draws_of(problem), shape)

@@ -181,6 +181,16 @@ def rank_of(first, step, band, C: gl.constexpr):
 
 
 @gluon.jit
+def is_last_of(first, query, band, C: gl.constexpr):
+    """Whether no tile of keys behind that from ``first`` on sees the step of queries from ``query`` on."""
+    sq, sk, _lower, upper = band
+    stop = sk
+    if C.UPPER:
+        stop = gl.minimum(sk, gl.minimum(query + C.QUERIES, sq) + upper)
+    return first + 64 * C.CONSUMERS >= stop
+
+
+@gluon.jit
 def masked_queries_of(key, spans, band, C: gl.constexpr):
     """Return how many steps need a mask for the 64 keys from ``key`` on; with a lower bound, those of the tile."""
     start, _, masked, steps = spans
