@@ -23,15 +23,14 @@ from tilewise.kernels.gluon.backward_products import issue_pairs, issue_whole_dq
 from tilewise.kernels.gluon.compat import tma_load, tma_store_wait
 from tilewise.kernels.gluon.hopper_backward import hide, load_dout, load_rows, write
 from tilewise.kernels.gluon.hopper_dq_sums import (
-    add_directly,
-    added_to,
+    await_sums,
     hand_over,
+    keep_or_write,
     make_stage,
-    set_directly,
     write_sums,
 )
 from tilewise.kernels.gluon.hopper_tails import TAIL, make_picks
-from tilewise.kernels.gluon.pipeline import leave, make_barriers, wait_empty, wait_full
+from tilewise.kernels.gluon.pipeline import leave, make_barriers, meet, wait_empty, wait_full
 from tilewise.kernels.gluon.tiles import (
     QUERIES,
     is_last_of,
@@ -167,10 +166,10 @@ def load(loaded, C: gl.constexpr):
 @gluon.jit
 def gather(gathered, OWN: gl.constexpr, C: gl.constexpr):
     """Consumer, one warpgroup: dK and dV of 64 keys of a tile, and dS of every step for the one that makes dQ."""
-    targets, staged, memory, order, band, group, scales = gathered
+    targets, memory, order, band, group, scales = gathered
     scale, scale_log2 = scales
     dk_desc, dv_desc = targets
-    k_tiles, _v_tiles, keys_full, keys_empty = memory[0]
+    k_tiles, v_tiles, keys_full, keys_empty = memory[0]
     SUM_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.WIDTH, 16])
     FIRST: gl.constexpr = 1 if C.ORDERED and not C.LOWER else 0
     STOP: gl.constexpr = 3 if C.ORDERED else 2
@@ -197,36 +196,19 @@ def gather(gathered, OWN: gl.constexpr, C: gl.constexpr):
                                                      spans, band, scale_log2, phase != 1, OWN, C)
             begun, dk, dv = pass_turn_on(begun, dk, dv, turn, 0, key, own, memory, band, scale_log2, True, False,
                                          False, OWN, C)
-        leave(keys_empty, number, C.KEY_SLOTS)
         place = (batch, head_k, key, 0)
+        write(dv_desc, None, v_tiles.index(own), dv, place, 64, C)
+        meet(C.CONSUMERS + 1)  # dQ has read these keys
+        write(dk_desc, None, k_tiles.index(own), dk * scale, place, 64, C)
         tma_store_wait(0)
-        write(dv_desc, None, staged.index(2 * OWN), dv, place, 64, C)
-        write(dk_desc, None, staged.index(2 * OWN + 1), dk * scale, place, 64, C)
-    tma_store_wait(0)
-
-
-@gluon.jit
-def keep_or_write(dq, dq_desc, staged, kept, place, is_first, is_last, scale, C: gl.constexpr):
-    """Set the sums of a step, add a part of dQ to them, or, when all parts are there, write dq.
-
-    kept: where the step's sums begin; each thread keeps its own.
-    """
-    if is_last:
-        if not is_first:
-            dq = added_to(kept, dq)
-        tma_store_wait(0)
-        write(dq_desc, None, staged, dq * scale, place, 64, C)
-    elif is_first:
-        set_directly(kept, dq)
-    else:
-        add_directly(kept, dq)
+        leave(keys_empty, number, C.KEY_SLOTS)
 
 
 @gluon.jit
 def make_dq(made, C: gl.constexpr):
     """Third warpgroup: dQ of every step, added to its sums or handed to warps that do it in order; or all of dq."""
-    dq_desc, staged, sums, keys, dscores, stage, order, band, group, scale = made
-    k_tiles, _v_tiles, keys_full, keys_empty = keys
+    dq_desc, sums, sums_ptr, keys, dscores, stage, order, band, group, scale = made
+    k_tiles, _v_tiles, keys_full, _keys_empty = keys
     dscores_tiles, full, empty = dscores
     all_steps = (band[0] + (QUERIES - 1)) // QUERIES
     turn = 0
@@ -234,6 +216,8 @@ def make_dq(made, C: gl.constexpr):
         first, head_k, batch = tile_of_program(number, order, C)
         spans = query_steps_of(first, band, C)
         wait_full(keys_full, number, C.KEY_SLOTS)
+        if C.ALONE:
+            await_sums()  # of the tiles before
         for member in range(group):
             head = head_k * group + member
             if C.ALONE:
@@ -248,13 +232,13 @@ def make_dq(made, C: gl.constexpr):
                 dq = warpgroup_mma_wait(0, deps=(dq_pending,))
                 leave(empty, turn, 2)
                 if C.ALONE:
-                    keep_or_write(dq, dq_desc, staged, sums + part.to(gl.int64) * (QUERIES * C.WIDTH),
-                                  (batch, head, query, 0), rank_of(first, query // QUERIES, band, C) == 0,
-                                  is_last_of(first, query, band, C), scale, C)
+                    keep_or_write(dq, dq_desc, sums, sums_ptr, stage, part, [batch, head, query, 0],
+                                  rank_of(first, query // QUERIES, band, C) == 0, is_last_of(first, query, band, C),
+                                  scale, C)
                 else:
                     hand_over(sums, dq, stage, turn, part, 0, C)
                 turn += 1
-        leave(keys_empty, number, C.KEY_SLOTS)
+        meet(C.CONSUMERS + 1)
     tma_store_wait(0)
 
 
@@ -280,8 +264,7 @@ def hopper_backward_narrow_kernel(q_desc, k_desc, v_desc, dout_desc, tails_desc,
     TURNED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, QUERIES], DTYPE)
     dscores_tiles = gl.allocate_shared_memory(DTYPE, [2 * NC, 64, QUERIES], TURNED)
     rows = make_picks(), gl.allocate_shared_memory(gl.bfloat16, [C.STAGES, 1, 1, QUERIES, TAIL], tails_desc.layout)
-    staged = gl.allocate_shared_memory(DTYPE, [2 * NC + C.ALONE, 1, 1, 64, C.WIDTH], dk_desc.layout)
-    keys = (k_tiles, v_tiles, make_barriers(C.KEY_SLOTS, 1), make_barriers(C.KEY_SLOTS, NC + 1))
+    keys = (k_tiles, v_tiles, make_barriers(C.KEY_SLOTS, 1), make_barriers(C.KEY_SLOTS, NC))
     queries = (q_tiles, make_barriers(C.STAGES, 1), make_barriers(C.STAGES, NC))
     douts = (dout_tiles, make_barriers(C.OUT_STAGES, 1), make_barriers(C.OUT_STAGES, NC))
     dscores = (dscores_tiles, make_barriers(2, NC), make_barriers(2, 1))
@@ -289,13 +272,18 @@ def hopper_backward_narrow_kernel(q_desc, k_desc, v_desc, dout_desc, tails_desc,
     stage = dscores
     if ADDED:
         stage = make_stage(sums, 1, C)
+    elif C.ALONE:
+        stage = (gl.allocate_shared_memory(gl.float32, [C.WIDTH // 4, 256], sums.layout),
+                 gl.allocate_shared_memory(DTYPE, [1, 1, 64, C.WIDTH], dq_desc.layout))
+    elif not C.DIRECT:
+        stage = gl.allocate_shared_memory(gl.float32, [1, C.WIDTH // 4, 256], sums.layout)
     fence_async_shared()
     band = (sq, sk, lower, upper)
     order = (tiles, heads, batches, section)
     sources = (q_desc, k_desc, v_desc, dout_desc, tails_desc, delta_ptr, None)
     memory = (keys, queries, douts, rows, dscores)
-    gathered = ((dk_desc, dv_desc), staged, memory, order, band, group, (scale, scale_log2))
-    made = (dq_desc, staged.index(2 * NC) if C.ALONE else None, sums, keys, dscores, stage, order, band, group, scale)
+    gathered = ((dk_desc, dv_desc), memory, order, band, group, (scale, scale_log2))
+    made = (dq_desc, sums, counters, keys, dscores, stage, order, band, group, scale)
     loaded = (sources, keys, queries, douts, rows, order, band, group)
     ZERO: gl.constexpr = 0
     ONE: gl.constexpr = 1

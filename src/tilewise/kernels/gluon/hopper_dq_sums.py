@@ -12,8 +12,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from tilewise.kernels.gluon.compat import tma_add, tma_store_wait
-from tilewise.kernels.gluon.pipeline import leave, make_barriers, wait_empty, wait_full
+from tilewise.kernels.gluon.compat import tma_add, tma_store, tma_store_wait
+from tilewise.kernels.gluon.pipeline import each_thread, leave, make_barriers, wait_empty, wait_full
 from tilewise.kernels.gluon.tiles import QUERIES, queries_at, query_steps_of, rank_of
 
 # Writers take steps in turn, each with a stage of its own: an addition may last as long as two steps.
@@ -50,10 +50,10 @@ def add_directly(place, dq):
 
 
 @gluon.jit
-def set_directly(place, dq):
-    """Set the sums that begin at ``place`` to a part of dQ."""
-    flat, offsets = _flat(dq)
-    gl.store(place + offsets, flat)
+def stage_part(staged, dq):
+    """Put a part of dQ, in the order of its threads, where the copy engine takes it from."""
+    staged.store(by_threads(dq).reshape(staged.shape))
+    fence_async_shared()
 
 
 @gluon.jit
@@ -67,6 +67,34 @@ def added_to(place, dq):
 
 
 @gluon.jit
+def keep_or_write(dq, dq_desc, sums, sums_ptr, stage, part, place, is_first, is_last, scale, C: gl.constexpr):
+    """Set the sums of a step, add a part of dQ to them, or, when the last part is there, write dq.
+
+    part: the step's number among those of ``sums``; place: of its 64 rows in dq.
+    """
+    staged, rows = stage
+    tma_store_wait(0)
+    if is_last:
+        if not is_first:
+            dq = added_to(sums_ptr + part.to(gl.int64) * (64 * C.WIDTH), dq)
+        rows.reshape([64, C.WIDTH]).store((dq * scale).to(rows.dtype))
+        fence_async_shared()
+        tma_store(dq_desc, place, rows)
+    else:
+        stage_part(staged, dq)
+        if is_first:
+            tma_store(sums, [part * (C.WIDTH // 4), 0], staged)
+        else:
+            tma_add(sums, [part * (C.WIDTH // 4), 0], staged)
+
+
+@gluon.jit
+def await_sums():
+    """Wait until what this warpgroup has set and added has arrived in global memory, for all of its threads."""
+    each_thread("cp.async.bulk.wait_group 0; bar.sync 11, 128; mov.b32 $0, $1;")
+
+
+@gluon.jit
 def hand_over(sums, dq, stage, turn, part, OWN: gl.constexpr, C: gl.constexpr):
     """Add a part of dQ to its sums, or stage it for the writer. part: its number among all; OWN, of MAKERS: its maker."""
     COLUMNS: gl.constexpr = dq.shape[1]
@@ -76,13 +104,11 @@ def hand_over(sums, dq, stage, turn, part, OWN: gl.constexpr, C: gl.constexpr):
     elif C.ORDERED:
         tiles, full, empty = stage
         wait_empty(empty, turn, WRITERS)
-        tiles.index(turn % WRITERS * MAKERS + OWN).store(by_threads(dq).reshape([COLUMNS // 4, 256]))
-        fence_async_shared()
+        stage_part(tiles.index(turn % WRITERS * MAKERS + OWN), dq)
         leave(full, turn, WRITERS)
     else:
         tma_store_wait(0)
-        stage.index(OWN).store(by_threads(dq).reshape([COLUMNS // 4, 256]))
-        fence_async_shared()
+        stage_part(stage.index(OWN), dq)
         tma_add(sums, [part * (COLUMNS // 4), 0], stage.index(OWN))
 
 

@@ -149,7 +149,7 @@ class HopperBackward:
         sums, lse = self._begin(lse, delta)
         mine = (q, k, v, dout, lse, delta, dk, dv, *((dq,) if self.config.dq_warpgroup else ()))
         at_sums = sums.data_ptr()
-        counters = at_sums + self.sums_rows * 1024 if self.counted else None
+        counters = at_sums + self.sums_rows * 1024 if self.counted else at_sums if self.config.alone else None
         self.enqueue((*self.places((*[tensor.data_ptr() for tensor in mine], None)), at_sums, counters,
                       *[address_of(tensor) for tensor in self._plain(dk, dv, data)]),
                      lambda: self.arguments(mine, sums, data), alike=plain)
@@ -176,9 +176,9 @@ class HopperBackward:
         """
         described = self._in_forms(tensors, lambda tensor, form: tensor if form is None else self.describe(
             tensor, list(tensor.shape), legal_strides(tensor), *form))
-        target = sums if self.config.direct or self.config.alone else self.describe(sums, [self.sums_rows, 256], list(sums.stride()),
+        target = sums if self.config.direct else self.describe(sums, [self.sums_rows, 256], list(sums.stride()),
                                                                self.sums_block, self.sums_layout)
-        counters = sums[self.sums_rows:].view(torch.int32) if self.counted else None
+        counters = sums[self.sums_rows:].view(torch.int32) if self.counted else sums if self.config.alone else None
         return (*described, target, counters, *self._plain(tensors[6], tensors[7], data))
 
     def _in_forms(self, tensors: tuple[torch.Tensor, ...], make: Callable[[torch.Tensor, Any], Any]) -> list[Any]:
