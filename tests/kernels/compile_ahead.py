@@ -210,8 +210,9 @@ def prepare_hopper(request):
             arguments = launch.arguments((*taken, *((q,) if request["part"] == "dq" else (k, v))))
         else:
             if config.tails:
-                taken = (q, k, v, out, torch.empty(launch.tails_shape, dtype=torch.bfloat16), rows)
-            gradients = (k, v, q) if config.dq_warpgroup else (k, v)
+                tails = torch.empty(launch.tails_shape, dtype=torch.bfloat16)
+                taken = (q, k, v, out, tails) if launch.narrow else (q, k, v, out, tails, rows)
+            gradients = (k, v, q) if launch.narrow else (k, v)
             arguments = launch.arguments((*taken, *gradients), torch.empty(launch.sums_shape), data)
     facts = {"limit": spec.shared_memory, "planned": config.shared_bytes(problem),
              "held": launch.scalars[-1].HELD if request["kernel"] == "hopper_forward" else 0}

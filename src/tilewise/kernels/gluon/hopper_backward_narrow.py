@@ -10,6 +10,8 @@ With C.ALONE a program goes over all keys of a head, and nobody else adds to thi
 program, in L2, the first tile that sees a step sets them, and the last writes dq. Else a program has one tile.
 """
 
+from typing import NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -19,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tilewise.kernels.gluon.backward_products import issue_pairs, issue_whole_dq
+from tilewise.kernels.gluon.backward_products import issue_dq, issue_pairs
 from tilewise.kernels.gluon.compat import tma_load, tma_store_wait
 from tilewise.kernels.gluon.hopper_backward import hide, load_dout, load_rows, write
 from tilewise.kernels.gluon.hopper_dq_sums import (
@@ -41,7 +43,30 @@ from tilewise.kernels.gluon.tiles import (
     rank_of,
 )
 
+ZERO: gl.constexpr = gl.constexpr(0)
+ONE: gl.constexpr = gl.constexpr(1)
 PAIRS: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+
+
+class Shape(NamedTuple):
+    """What is fixed when the kernel is compiled: HopperBackwardConfig's fields, and what of the mask there is.
+
+    KEY_SLOTS: tiles of keys in flight. The last ones are what hopper_backward.py's functions ask for, the same always.
+    """
+
+    WIDTH: int
+    STAGES: int
+    OUT_STAGES: int
+    ORDERED: bool
+    ALONE: bool
+    KEY_SLOTS: int
+    LOWER: bool
+    UPPER: bool
+    CONSUMERS: int = 2
+    TAILS: bool = True
+    DIRECT: bool = False
+    LENGTHS: bool = False
+    PACKED: bool = False
 
 
 @gluon.jit
@@ -185,23 +210,25 @@ def gather(gathered, OWN: gl.constexpr, C: gl.constexpr):
         ends = phases_of(key, spans, band, C)
         own = number % C.KEY_SLOTS * C.CONSUMERS + OWN
         wait_full(keys_full, number, C.KEY_SLOTS)
-        if spans[3] > 0:
-            begun, dk, dv = pass_turn_on(begun, dk, dv, turn, queries_at(0, spans, C), key, own, memory, band,
-                                         scale_log2, False, True, True, OWN, C)
-            turn += 1
-            for member in range(group):
-                for phase in gl.static_range(FIRST, STOP):
-                    begin = gl.where(member == 0, gl.maximum(ends[phase], 1), ends[phase])
-                    begun, dk, dv, turn = pass_steps(begin, ends[phase + 1], begun, dk, dv, turn, key, own, memory,
-                                                     spans, band, scale_log2, phase != 1, OWN, C)
-            begun, dk, dv = pass_turn_on(begun, dk, dv, turn, 0, key, own, memory, band, scale_log2, True, False,
-                                         False, OWN, C)
+        # Somebody sees these keys: there is a step.
+        begun, dk, dv = pass_turn_on(begun, dk, dv, turn, queries_at(0, spans, C), key, own, memory, band, scale_log2,
+                                     False, True, True, OWN, C)
+        if number > 0:
+            tma_store_wait(0)  # dK and dV of the tile before have been read where its keys and values were
+            leave(keys_empty, number - 1, C.KEY_SLOTS)
+        turn += 1
+        for member in range(group):
+            for phase in gl.static_range(FIRST, STOP):
+                begin = gl.where(member == 0, gl.maximum(ends[phase], 1), ends[phase])
+                begun, dk, dv, turn = pass_steps(begin, ends[phase + 1], begun, dk, dv, turn, key, own, memory, spans,
+                                                 band, scale_log2, phase != 1, OWN, C)
+        begun, dk, dv = pass_turn_on(begun, dk, dv, turn, 0, key, own, memory, band, scale_log2, True, False, False,
+                                     OWN, C)
         place = (batch, head_k, key, 0)
         write(dv_desc, None, v_tiles.index(own), dv, place, 64, C)
         meet(C.CONSUMERS + 1)  # dQ has read these keys
         write(dk_desc, None, k_tiles.index(own), dk * scale, place, 64, C)
-        tma_store_wait(0)
-        leave(keys_empty, number, C.KEY_SLOTS)
+    tma_store_wait(0)
 
 
 @gluon.jit
@@ -228,7 +255,7 @@ def make_dq(made, C: gl.constexpr):
                 query = queries_at(step, spans, C)
                 part = line * all_steps + query // QUERIES
                 wait_full(full, turn, 2)
-                dq_pending = issue_whole_dq(k_tiles, dscores_tiles, turn & 1, number % C.KEY_SLOTS * C.CONSUMERS, C)
+                dq_pending = issue_dq(k_tiles, dscores_tiles, turn & 1, number % C.KEY_SLOTS * C.CONSUMERS, 0, 1, C)
                 dq = warpgroup_mma_wait(0, deps=(dq_pending,))
                 leave(empty, turn, 2)
                 if C.ALONE:
@@ -243,16 +270,14 @@ def make_dq(made, C: gl.constexpr):
 
 
 @gluon.jit(do_not_specialize=["tiles", "heads", "batches", "section", "sq", "sk", "lower", "upper", "group"])
-def hopper_backward_narrow_kernel(q_desc, k_desc, v_desc, dout_desc, tails_desc, delta_ptr, dk_desc, dv_desc,
-                                  dq_desc, sums, counters, tiles, heads, batches, section, sq, sk, lower, upper, group, scale,
+def hopper_backward_narrow_kernel(q_desc, k_desc, v_desc, dout_desc, tails_desc, dk_desc, dv_desc, dq_desc,
+                                  sums, beside, tiles, heads, batches, section, sq, sk, lower, upper, group, scale,
                                   scale_log2, C: gl.constexpr):
-    """Compute dk and dv, and add to the sums for dq, which must be zero at first; or compute dq, too.
+    """Compute dk and dv, and add to the sums for dq, which must be zero at first; or, ALONE, compute dq.
 
-    Grid: (tiles · heads of k · batches,), with C.ALONE any number up to heads of k · batches. C: as of
-    hopper_backward.py, with tails, without lengths that are data and dropout. sums: (·, 256), a pointer, or a
-    descriptor where C.ORDERED and not C.ALONE; with C.ALONE room for a group's steps for each program, and dq_desc is
-    not None. counters: where there is a descriptor, one for each step of a query head, zero at first. delta_ptr: its
-    numbers are in the tails.
+    Grid: (tiles · heads of k · batches,), with C.ALONE any number up to heads of k · batches. sums: (·, 256), a
+    descriptor; with C.ALONE room for a group's steps for each program, and dq_desc is not None. beside: where C.ORDERED
+    a counter for each step of a query head, zero at first, but with C.ALONE the sums, as they lie in memory.
     """
     DTYPE: gl.constexpr = q_desc.dtype
     NC: gl.constexpr = C.CONSUMERS
@@ -275,21 +300,19 @@ def hopper_backward_narrow_kernel(q_desc, k_desc, v_desc, dout_desc, tails_desc,
     elif C.ALONE:
         stage = (gl.allocate_shared_memory(gl.float32, [C.WIDTH // 4, 256], sums.layout),
                  gl.allocate_shared_memory(DTYPE, [1, 1, 64, C.WIDTH], dq_desc.layout))
-    elif not C.DIRECT:
+    else:
         stage = gl.allocate_shared_memory(gl.float32, [1, C.WIDTH // 4, 256], sums.layout)
     fence_async_shared()
     band = (sq, sk, lower, upper)
     order = (tiles, heads, batches, section)
-    sources = (q_desc, k_desc, v_desc, dout_desc, tails_desc, delta_ptr, None)
+    sources = (q_desc, k_desc, v_desc, dout_desc, tails_desc, None, None)
     memory = (keys, queries, douts, rows, dscores)
     gathered = ((dk_desc, dv_desc), memory, order, band, group, (scale, scale_log2))
-    made = (dq_desc, sums, counters, keys, dscores, stage, order, band, group, scale)
+    made = (dq_desc, sums, beside, keys, dscores, stage, order, band, group, scale)
     loaded = (sources, keys, queries, douts, rows, order, band, group)
-    ZERO: gl.constexpr = 0
-    ONE: gl.constexpr = 1
     if ADDED:
         tile = key_tile_at(gl.program_id(0), order, C)
-        written = (sums, counters, stage, tile, band, heads, group)
+        written = (sums, beside, stage, tile, band, heads, group)
         gl.warp_specialize([(gather, (gathered, ZERO, C)), (gather, (gathered, ONE, C)), (make_dq, (made, C)),
                             (load, (loaded, C)), (write_sums, (written, ZERO, ONE, C)),
                             (write_sums, (written, ONE, ONE, C))], [4, 4, 1, 1, 1], [208, 72, 24, 24, 24])

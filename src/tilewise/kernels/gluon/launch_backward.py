@@ -17,16 +17,13 @@ _NO_DATA = (*NO_LENGTHS, None)  # and dropout's seed
 # What q, dout and the sums for dq of one section of heads may take of L2 (50 MiB on an H200).
 _SECTION_BYTES = 32 * 2**20
 # Where dQ is summed in order a tile of keys is a step or two behind the one before. With heads enough in a section
-# those that start together are few of each head: of 132 multiprocessors' tiles, 8.
+# those that start together are few of each head: of 132 multiprocessors' tiles, 8. Without a bound above all tiles are
+# as long, stay as far apart as they have come, and L2 is worth more (docs/hopper.md).
 _LEAST_ORDERED = 16
 
 
 class HopperBackwardShape(Protocol):
     """What the backward kernel reads of its config (tilewise.tuning.configs)."""
-
-    @property
-    def queries(self) -> int:
-        """Queries a step."""
 
     @property
     def stages(self) -> int:
@@ -53,10 +50,6 @@ class HopperBackwardShape(Protocol):
         """Whether the tensor cores take lse and delta off."""
 
     @property
-    def dq_warpgroup(self) -> bool:
-        """Whether a third warpgroup makes dQ."""
-
-    @property
     def alone(self) -> bool:
         """Whether a program goes over all keys of a head, so that nobody else adds to its dQ."""
 
@@ -68,6 +61,9 @@ class HopperBackwardShape(Protocol):
     def keys(self) -> int:
         """Keys of a program."""
 
+    def narrow(self, problem: AttentionProblem) -> bool:
+        """Whether a third warpgroup makes dQ."""
+
     def columns(self, problem: AttentionProblem) -> tuple[Sizes, Sizes]:
         """Columns of q and k inside the tiles, and of v and dout, in one or two pieces."""
 
@@ -75,7 +71,7 @@ class HopperBackwardShape(Protocol):
 class HopperBackward:
     """The backward kernels bound to a problem; call it with (q, k, v, dout, lse, delta, dq, dk, dv).
 
-    Where lengths are data or pairs are dropped, cu_seqlens_q, cu_seqlens_k, seqlens_q, seqlens_k and the seed follow,
+    ``multiprocessors``: of the device; as many programs run at once. Where lengths are data or pairs are dropped, cu_seqlens_q, cu_seqlens_k, seqlens_q, seqlens_k and the seed follow,
     each a tensor or None.
     ``dq_strides``: those of dq. lse and delta are contiguous, delta as the Triton backend's kernel computes it; dout
     and the gradients have a last stride of 1 and others that are legal for a descriptor. Queries that see no key, and
@@ -100,24 +96,25 @@ class HopperBackward:
         pieces, sq, step = config.columns(problem), len(self.queries), int(QUERIES)
         width, sequences, lines = sum(pieces[0]), problem.sequences, problem.b * problem.hk
         tiles = sequences.slots(len(self.keys), config.keys)
-        self.packed, self.bare = sequences.packed is not None, len(pieces[0]) > 1 or config.dq_warpgroup
+        self.narrow = config.narrow(problem)
+        self.packed, self.bare = sequences.packed is not None, len(pieces[0]) > 1 or self.narrow
         # Queries, too, count from the first one that is read.
         lower, upper = (0 if bound is None else bound + self.queries.start for bound in bounds_of(problem)[:2])
+        least = _LEAST_ORDERED if config.ordered and problem.mask.right is not None else 1
         self.grid = (min(lines, multiprocessors) if config.alone else tiles * lines,)
         self.scalars = (
-            tiles, problem.hk, problem.b, query_section(problem, width, 4, _LEAST_ORDERED if config.ordered else 1), sq,
-            len(self.keys), lower, upper, problem.group,
-            *scales)
+            tiles, problem.hk, problem.b, query_section(problem, width, 4, least), sq, len(self.keys), lower, upper,
+            problem.group, *scales)
         # Of q, k, v, dout, dk and dv a form a piece, None for a second piece like the first.
         self.forms = [[None if i and block == blocks[0] else
                        (block, gl.NVMMASharedLayout.get_default_for(block, dtype)) for i, block in enumerate(blocks)]
                       for blocks in ([[1, 1, size, columns] for columns in pieces[of_v]] for size, of_v in (
-                          (config.queries, 0), (64, 0), (64, 1), (config.queries, 1), (64, 0), (64, 1)))]
-        # Of lse, in whose place tails may come, and of delta.
-        block = [1, 1, config.queries, int(TAIL)]
+                          (step, 0), (64, 0), (64, 1), (step, 1), (64, 0), (64, 1)))]
+        # Of lse, in whose place tails may come, and of delta, which the narrow kernel has from them.
+        block = [1, 1, step, int(TAIL)]
         form = block, gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
-        self.forms[4:4] = [form] if config.tails else [], []
-        if config.dq_warpgroup:  # of dq, if this kernel writes it
+        self.forms[4:4] = [[form]] if self.narrow else ([form] if config.tails else [], [])
+        if self.narrow:  # of dq, if this kernel writes it
             block = [1, 1, 64, width]
             self.forms.append([(block, gl.NVMMASharedLayout.get_default_for(block, dtype)) if config.alone else None])
         self.places = operator.itemgetter(*[i if form else len(self.forms) for i, forms in enumerate(self.forms)
@@ -126,15 +123,17 @@ class HopperBackward:
         parts = width // columns * sequences.slots(sq, step)
         steps = (self.grid[0] * problem.group if config.alone else problem.b * problem.hq) * sequences.slots(sq, step)
         self.sums_rows = steps * width // 4
-        self.counted = config.ordered and not config.alone
+        counted = config.ordered and not config.alone
         # Counters of tiles that have added to a step stand behind the sums: one memory to be zeroed.
-        self.sums_shape = (self.sums_rows + (math.ceil(steps / 256) if self.counted else 0), 256)
-        self.sums_block = [width // 4 if config.dq_warpgroup else columns // 4, 256]
+        self.sums_shape = (self.sums_rows + (math.ceil(steps / 256) if counted else 0), 256)
+        # What the kernel gets beside the sums' descriptor: the counters, or where it reads the sums these, or nothing.
+        self.beside = (self.sums_rows, torch.int32) if counted else (0, torch.float32) if config.alone else None
+        self.sums_block = [(width if self.narrow else columns) // 4, 256]
         self.sums_layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
         self.enqueue = Enqueue(self.kernel, self.grid, self.scalars, OPTIONS)
         self.tails_shape = (problem.b, problem.hq, sq, int(TAIL))
         rows = math.prod(self.tails_shape[:3])
-        cleared = (0, False) if config.alone else (64 * width, self.counted)
+        cleared = (0, False) if config.alone else (64 * width, counted)
         self.enqueue_tails = Enqueue(hopper_tails_kernel, (-(-rows // 64) if config.alone else steps,),
                                      (rows, problem.scale, *cleared), {"num_warps": 4})
         self.enqueue_dq = Enqueue(hopper_dq_kernel, (parts * problem.b * problem.hq,),
@@ -147,15 +146,14 @@ class HopperBackward:
         data = tensors[9:] or _NO_DATA
         plain = data is _NO_DATA  # then alignments belong to the problem: of rows of lse and delta, that of the first
         sums, lse = self._begin(lse, delta)
-        mine = (q, k, v, dout, lse, delta, dk, dv, *((dq,) if self.config.dq_warpgroup else ()))
+        mine = (q, k, v, dout, lse, dk, dv, dq) if self.narrow else (q, k, v, dout, lse, delta, dk, dv)
         at_sums = sums.data_ptr()
-        counters = at_sums + self.sums_rows * 1024 if self.counted else at_sums if self.config.alone else None
-        self.enqueue((*self.places((*[tensor.data_ptr() for tensor in mine], None)), at_sums, counters,
+        beside = None if self.beside is None else at_sums + self.beside[0] * 1024
+        self.enqueue((*self.places((*[tensor.data_ptr() for tensor in mine], None)), at_sums, beside,
                       *[address_of(tensor) for tensor in self._plain(dk, dv, data)]),
                      lambda: self.arguments(mine, sums, data), alike=plain)
-        if self.config.alone:
-            return
-        self.enqueue_dq((at_sums, dq.data_ptr(), address_of(data[0])), lambda: (sums, dq, data[0]), alike=plain)
+        if not self.config.alone:
+            self.enqueue_dq((at_sums, dq.data_ptr(), address_of(data[0])), lambda: (sums, dq, data[0]), alike=plain)
 
     def _begin(self, lse: torch.Tensor, delta: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Make the sums for dq, zero, and what the kernel reads of queries in place of lse: their tails, or lse."""
@@ -169,7 +167,7 @@ class HopperBackward:
 
     def arguments(self, tensors: tuple[torch.Tensor, ...], sums: torch.Tensor,
                   data: tuple[torch.Tensor | None, ...] = _NO_DATA) -> tuple[Any, ...]:
-        """Return the tensors in order, all but lse (no tails) and delta as descriptors, the sums and their counters.
+        """Return the tensors in order, all but lse (no tails) and delta as descriptors, the sums and what is beside.
 
         The sums, too, are described, but where dQ is added from registers. dk and dv follow as they are where
         sequences are packed, else None, then the lengths and the seed.
@@ -178,8 +176,8 @@ class HopperBackward:
             tensor, list(tensor.shape), legal_strides(tensor), *form))
         target = sums if self.config.direct else self.describe(sums, [self.sums_rows, 256], list(sums.stride()),
                                                                self.sums_block, self.sums_layout)
-        counters = sums[self.sums_rows:].view(torch.int32) if self.counted else sums if self.config.alone else None
-        return (*described, target, counters, *self._plain(tensors[6], tensors[7], data))
+        beside = None if self.beside is None else sums[self.beside[0]:].view(self.beside[1])
+        return (*described, target, beside, *self._plain(tensors[6], tensors[7], data))
 
     def _in_forms(self, tensors: tuple[torch.Tensor, ...], make: Callable[[torch.Tensor, Any], Any]) -> list[Any]:
         """Make an argument of each tensor in each of its forms; lse and delta may have none, and a form may be None."""
@@ -212,16 +210,19 @@ def _kernel_of(problem: AttentionProblem, config: HopperBackwardShape) -> tuple[
 
         return hopper_backward_pieces_kernel, (problem.scale, scale_log2, ShapeInPieces(
             *columns, config.keys // 64, config.stages, config.out_stages, *bounded))
-    from tilewise.kernels.gluon.hopper_backward import Shape, hopper_backward_kernel
-    from tilewise.kernels.gluon.hopper_backward_narrow import hopper_backward_narrow_kernel
+    if config.narrow(problem):
+        from tilewise.kernels.gluon.hopper_backward_narrow import Shape as NarrowShape
+        from tilewise.kernels.gluon.hopper_backward_narrow import hopper_backward_narrow_kernel
 
-    shape = Shape(columns[0][0], config.keys // 64, config.queries, config.stages, config.out_stages, config.ahead,
-                  config.direct, config.ordered, config.tails, *bounded, count is not None,
-                  problem.sequences.packed is not None, is_shifted, problem.scores.dropout_p > 0.0, config.alone,
-                  2 if config.alone else 1)
-    if config.dq_warpgroup:
-        return hopper_backward_narrow_kernel, (problem.scale, scale_log2, shape)
-    return hopper_backward_kernel, (_gradient_scale(problem), scale_log2, squash, count, *_draws_of(problem), shape)
+        return hopper_backward_narrow_kernel, (problem.scale, scale_log2, NarrowShape(
+            columns[0][0], config.stages, config.out_stages, config.ordered, config.alone, 2 if config.alone else 1,
+            *bounded))
+    from tilewise.kernels.gluon.hopper_backward import Shape, hopper_backward_kernel
+
+    return hopper_backward_kernel, (_gradient_scale(problem), scale_log2, squash, count, *_draws_of(problem), Shape(
+        columns[0][0], config.keys // 64, config.stages, config.out_stages, config.ahead, config.direct,
+        config.ordered, config.tails, *bounded, count is not None, problem.sequences.packed is not None, is_shifted,
+        problem.scores.dropout_p > 0.0))
 
 
 def _gradient_scale(problem: AttentionProblem) -> float:
