@@ -209,11 +209,8 @@ def prepare_hopper(request):
             launch = launch.dq if request["part"] == "dq" else launch.dkdv
             arguments = launch.arguments((*taken, *((q,) if request["part"] == "dq" else (k, v))))
         else:
-            if config.tails:
-                tails = torch.empty(launch.tails_shape, dtype=torch.bfloat16)
-                taken = (q, k, v, out, tails) if launch.narrow else (q, k, v, out, tails, rows)
-            gradients = (k, v, q) if launch.narrow else (k, v)
-            arguments = launch.arguments((*taken, *gradients), torch.empty(launch.sums_shape), data)
+            read = torch.empty(launch.tails_shape, dtype=torch.bfloat16) if config.tails else rows
+            arguments = launch.arguments(launch.taken((*taken, q, k, v), read), torch.empty(launch.sums_shape), data)
     facts = {"limit": spec.shared_memory, "planned": config.shared_bytes(problem),
              "held": launch.scalars[-1].HELD if request["kernel"] == "hopper_forward" else 0}
     return prepared("sm_90", launch, arguments, OPTIONS, facts, report_of_hopper)

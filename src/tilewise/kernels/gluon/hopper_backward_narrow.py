@@ -24,13 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from tilewise.kernels.gluon.backward_products import issue_dq, issue_pairs
 from tilewise.kernels.gluon.compat import tma_load, tma_store_wait
 from tilewise.kernels.gluon.hopper_backward import hide, load_dout, load_rows, write
-from tilewise.kernels.gluon.hopper_dq_sums import (
-    await_sums,
-    hand_over,
-    keep_or_write,
-    make_stage,
-    write_sums,
-)
+from tilewise.kernels.gluon.hopper_dq_sums import await_sums, hand_over, keep_or_write, make_stage, write_sums
 from tilewise.kernels.gluon.hopper_tails import TAIL, make_picks
 from tilewise.kernels.gluon.pipeline import leave, make_barriers, meet, wait_empty, wait_full
 from tilewise.kernels.gluon.tiles import (
@@ -72,7 +66,7 @@ class Shape(NamedTuple):
 @gluon.jit
 def pass_turn_on(begun, dk, dv, turn, first_query, key, own, memory, band, scale_log2, ENDS: gl.constexpr,
                  BEGINS: gl.constexpr, MASKED: gl.constexpr, OWN: gl.constexpr, C: gl.constexpr):
-    """End the queries of the turn before (ENDS), whose P, its left operand and dP are ``begun``; begin those of ``turn``.
+    """End the queries of the turn before (ENDS), of which ``begun`` holds P, P as a left operand, and dP; begin others.
 
     A tile's first turn ends none, and the one behind its last queries begins none (BEGINS). own: the slot of the
     warpgroup's keys, of which ``key`` is the first.

@@ -36,16 +36,10 @@ def by_threads(values):
 
 
 @gluon.jit
-def _flat(dq):
-    """Return a part of dQ in one row, and where each of its numbers is in memory."""
-    flat = by_threads(dq).reshape([64 * dq.shape[1]])
-    return flat, gl.arange(0, 64 * dq.shape[1], layout=flat.type.layout)
-
-
-@gluon.jit
 def add_directly(place, dq):
     """Add a part of dQ to its sums, which begin at ``place``, from registers."""
-    flat, offsets = _flat(dq)
+    flat = by_threads(dq).reshape([64 * dq.shape[1]])
+    offsets = gl.arange(0, 64 * dq.shape[1], layout=flat.type.layout)
     gl.atomic_add(place + offsets, flat, sem="relaxed")
 
 
@@ -59,8 +53,9 @@ def stage_part(staged, dq):
 @gluon.jit
 def added_to(place, dq):
     """Return a part of dQ with the sums that begin at ``place`` added. Past L1, where they were added to."""
-    flat, offsets = _flat(dq)
     COLUMNS: gl.constexpr = dq.shape[1]
+    LAYOUT: gl.constexpr = by_threads(dq).reshape([64 * COLUMNS]).type.layout
+    offsets = gl.arange(0, 64 * COLUMNS, layout=LAYOUT)
     sums = gl.load(place + offsets, cache_modifier=".cg").reshape([COLUMNS // 8, 4, 8, 4, 2, 2])
     rows = sums.permute((1, 4, 2, 0, 3, 5)).reshape([64, COLUMNS])
     return dq + gl.convert_layout(rows, dq.type.layout)
@@ -96,7 +91,7 @@ def await_sums():
 
 @gluon.jit
 def hand_over(sums, dq, stage, turn, part, OWN: gl.constexpr, C: gl.constexpr):
-    """Add a part of dQ to its sums, or stage it for the writer. part: its number among all; OWN, of MAKERS: its maker."""
+    """Add a part of dQ to its sums, or stage it for the writer. part: its number among all. OWN: whose it is."""
     COLUMNS: gl.constexpr = dq.shape[1]
     MAKERS: gl.constexpr = C.WIDTH // COLUMNS
     if C.DIRECT:

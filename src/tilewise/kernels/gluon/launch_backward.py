@@ -71,11 +71,12 @@ class HopperBackwardShape(Protocol):
 class HopperBackward:
     """The backward kernels bound to a problem; call it with (q, k, v, dout, lse, delta, dq, dk, dv).
 
-    ``multiprocessors``: of the device; as many programs run at once. Where lengths are data or pairs are dropped, cu_seqlens_q, cu_seqlens_k, seqlens_q, seqlens_k and the seed follow,
+    Where lengths are data or pairs are dropped, cu_seqlens_q, cu_seqlens_k, seqlens_q, seqlens_k and the seed follow,
     each a tensor or None.
-    ``dq_strides``: those of dq. lse and delta are contiguous, delta as the Triton backend's kernel computes it; dout
-    and the gradients have a last stride of 1 and others that are legal for a descriptor. Queries that see no key, and
-    keys that none sees, are not read: their gradients are left as they are.
+    ``dq_strides``: those of dq. ``multiprocessors``: of the device; one program runs on each at a time. lse and delta
+    are contiguous, delta as the Triton backend's kernel computes it; dout and the gradients have a last stride of 1 and
+    others that are legal for a descriptor. Queries that see no key, and keys that none sees, are not read: their
+    gradients are left as they are.
     """
 
     def __init__(self, problem: AttentionProblem, config: HopperBackwardShape, dq_strides: Sizes,
@@ -92,7 +93,6 @@ class HopperBackward:
         self.config = config
         self.queries, self.keys = problem.seeing_queries, problem.seen_keys
         self.reads_all = len(self.queries) == problem.sq and len(self.keys) == problem.sk
-        dtype = gl.bfloat16 if problem.dtype is torch.bfloat16 else gl.float16
         pieces, sq, step = config.columns(problem), len(self.queries), int(QUERIES)
         width, sequences, lines = sum(pieces[0]), problem.sequences, problem.b * problem.hk
         tiles = sequences.slots(len(self.keys), config.keys)
@@ -105,18 +105,7 @@ class HopperBackward:
         self.scalars = (
             tiles, problem.hk, problem.b, query_section(problem, width, 4, least), sq, len(self.keys), lower, upper,
             problem.group, *scales)
-        # Of q, k, v, dout, dk and dv a form a piece, None for a second piece like the first.
-        self.forms = [[None if i and block == blocks[0] else
-                       (block, gl.NVMMASharedLayout.get_default_for(block, dtype)) for i, block in enumerate(blocks)]
-                      for blocks in ([[1, 1, size, columns] for columns in pieces[of_v]] for size, of_v in (
-                          (step, 0), (64, 0), (64, 1), (step, 1), (64, 0), (64, 1)))]
-        # Of lse, in whose place tails may come, and of delta, which the narrow kernel has from them.
-        block = [1, 1, step, int(TAIL)]
-        form = block, gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
-        self.forms[4:4] = [[form]] if self.narrow else ([form] if config.tails else [], [])
-        if self.narrow:  # of dq, if this kernel writes it
-            block = [1, 1, 64, width]
-            self.forms.append([(block, gl.NVMMASharedLayout.get_default_for(block, dtype)) if config.alone else None])
+        self.forms = self._forms(pieces, gl.bfloat16 if problem.dtype is torch.bfloat16 else gl.float16)
         self.places = operator.itemgetter(*[i if form else len(self.forms) for i, forms in enumerate(self.forms)
                                             for form in forms or [True]])
         columns = min(width // 2, *pieces[0])  # of a part of dQ: what a warpgroup sums, or half of it
@@ -140,13 +129,32 @@ class HopperBackward:
                                   (*dq_strides[:3], sq, problem.hq, parts, sequences.packed, _gradient_scale(problem),
                                    problem.d, columns, width // columns), {"num_warps": 4})
 
+    def _forms(self, pieces: tuple[Sizes, Sizes], dtype: Any) -> list[list[Any]]:
+        """Blocks and layouts of what the kernel takes: a form a piece, None for a second piece like the first."""
+        from triton.experimental.gluon import language as gl
+
+        from tilewise.kernels.gluon.hopper_tails import TAIL
+
+        forms = [[None if i and columns == widths[0] else _form([1, 1, 64, columns], dtype)
+                  for i, columns in enumerate(widths)] for widths in (pieces[of_v] for of_v in (0, 0, 1, 1, 0, 1))]
+        of_tails = [_form([1, 1, 64, int(TAIL)], gl.bfloat16)] if self.config.tails else []
+        if not self.narrow:
+            return [*forms[:4], of_tails, [], *forms[4:]]
+        return [*forms[:4], of_tails, *forms[4:], forms[0] if self.config.alone else [None]]
+
+    def taken(self, tensors: tuple[torch.Tensor, ...], lse: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return what the kernel takes of (q, k, v, dout, lse, delta, dq, dk, dv), with lse or the tails given."""
+        q, k, v, dout, _lse, delta, dq, dk, dv = tensors
+        return (q, k, v, dout, lse, dk, dv, dq) if self.narrow else (q, k, v, dout, lse, delta, dk, dv)
+
     def __call__(self, *tensors: Any) -> None:
         """Enqueue the kernels on the current stream of the current device."""
-        q, k, v, dout, lse, delta, dq, dk, dv = self._read(tensors[:9])
+        read = self._read(tensors[:9])
+        dq, dk, dv = read[6:]
         data = tensors[9:] or _NO_DATA
         plain = data is _NO_DATA  # then alignments belong to the problem: of rows of lse and delta, that of the first
-        sums, lse = self._begin(lse, delta)
-        mine = (q, k, v, dout, lse, dk, dv, dq) if self.narrow else (q, k, v, dout, lse, delta, dk, dv)
+        sums, lse = self._begin(*read[4:6])
+        mine = self.taken(read, lse)
         at_sums = sums.data_ptr()
         beside = None if self.beside is None else at_sums + self.beside[0] * 1024
         self.enqueue((*self.places((*[tensor.data_ptr() for tensor in mine], None)), at_sums, beside,
@@ -196,6 +204,12 @@ class HopperBackward:
     def _read(self, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """Leave out the rows that are not read."""
         return tensors if self.reads_all else rows_of(tensors, self.queries, self.keys)
+
+
+def _form(block: list[int], dtype: Any) -> tuple[list[int], Any]:
+    from triton.experimental.gluon import language as gl
+
+    return block, gl.NVMMASharedLayout.get_default_for(block, dtype)
 
 
 def _kernel_of(problem: AttentionProblem, config: HopperBackwardShape) -> tuple[Any, tuple[Any, ...]]:
