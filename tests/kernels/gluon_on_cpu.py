@@ -139,8 +139,37 @@ def _copy(desc, place, barrier, target):
     threading.Thread(target=land, daemon=True).start()
 
 
+_leaving = threading.local()  # what the copy engine has yet to read of shared memory, a partition's
+
+
 def _copy_out(desc, place, source):
-    desc.write(place, source.values)
+    _leaving.copies = [*getattr(_leaving, "copies", ()), lambda: desc.write(place, source.values)]
+
+
+def _add_out(desc, place, source):
+    def add():
+        with _adding:
+            desc.part(place).add_(source.values)
+
+    _leaving.copies = [*getattr(_leaving, "copies", ()), add]
+
+
+def _wait_for_copies_out(left):
+    """Let all copies of this partition but the last ``left`` read their tiles, in order."""
+    copies = getattr(_leaving, "copies", [])
+    done = copies[:len(copies) - left]
+    _leaving.copies = copies[len(done):]
+    for copy in done:
+        copy()
+
+
+def _check_turn(counter, rank):
+    assert counter.values[counter.at] == rank, "programs run one after another: nobody would ever come before"
+
+
+def _end_turn(counter, tiles):
+    _wait_for_copies_out(0)
+    counter.values[counter.at] = tiles
 
 
 def _add(pointer, values, sem):
@@ -157,7 +186,7 @@ def _add(pointer, values, sem):
 _adding = threading.Lock()
 
 
-def _load(pointer, mask=True, other=0.0):
+def _load(pointer, mask=True, other=0.0, cache_modifier=""):
     at, mask = pointer.places(mask)
     found = pointer.values[torch.where(mask, at, 0)]
     return torch.where(mask, found, torch.tensor(other, dtype=found.dtype)).as_subclass(Tensor)
@@ -235,6 +264,7 @@ def _specialize(partitions, _warps, _registers):
     def run(function, arguments):
         try:
             function(*arguments)
+            assert not getattr(_leaving, "copies", ()), "a program ends whose results the copy engine has yet to read"
         except BaseException as failure:
             failures.append(failure)
 
@@ -289,7 +319,9 @@ def run(kernel, modules, grid, arguments, constants):
         with pytest.MonkeyPatch.context() as patch:
             fakes = {
                 "gl": language(program, grid), "tma_load": _copy, "tma_store": _copy_out,
-                "tma_store_wait": lambda left: None, "fence_async_shared": lambda: None,
+                "tma_add": _add_out, "tma_store_wait": _wait_for_copies_out, "fence_async_shared": lambda: None,
+                "await_sums": lambda: _wait_for_copies_out(0), "_wait_for_tiles_before": _check_turn,
+                "_let_next_tile_add": _end_turn,
                 "plain_layout": lambda *_: None, "meet": _meeting(),
                 "warpgroup_mma": _multiply, "warpgroup_mma_wait": wait_for_products, "opaque": lambda number: number,
                 "make_barriers": lambda number, arrivals: SimpleNamespace(

@@ -34,7 +34,7 @@ def test_the_source_of_those_in_pieces_computes_the_gradients_on_the_cpu(mask, d
     random.seed(0)
     config = HopperBackwardConfig(direct=True)
     problem, tensors = call_of(*mask, dims)
-    launch = launch_backward.HopperBackward(problem, config, problem.q_strides)
+    launch = launch_backward.HopperBackward(problem, config, problem.q_strides, 132)
     q, k, v, dout, lse, delta = tensors
     dk, dv = torch.full_like(k, float("nan")), torch.full_like(v, float("nan"))
     sums = torch.zeros(math.prod(launch.sums_shape))

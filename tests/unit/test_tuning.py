@@ -67,12 +67,9 @@ def test_illegal_tile_cannot_be_constructed(kind, tile, name):
     ({"wide": True, "ahead": True}, "wide=True with ahead=True, direct=False, ordered=False; allowed is none of them."),
     ({"wide": True, "ordered": True},
      "wide=True with ahead=False, direct=False, ordered=True; allowed is none of them."),
-    ({"queries": 96}, "queries=96; allowed are 64, 128."),
-    ({"queries": 128}, "queries=128 with ahead=False, direct=False; allowed is direct=True alone."),
-    ({"queries": 128, "direct": True, "ahead": True},
-     "queries=128 with ahead=True, direct=True; allowed is direct=True alone."),
-    ({"tails": True, "ordered": True}, "tails=True with ordered=True, wide=False; allowed is neither."),
-    ({"tails": True, "wide": True}, "tails=True with ordered=False, wide=True; allowed is neither."),
+    ({"tails": True, "wide": True}, "tails=True with wide=True; tails are for head dims up to 128."),
+    ({"alone": True, "ordered": True}, "alone=True with tails=False, ordered=True; allowed is both."),
+    ({"alone": True, "tails": True}, "alone=True with tails=True, ordered=False; allowed is both."),
 ])
 def test_illegal_steps_of_the_hopper_backward_cannot_be_constructed(settings, message):
     with pytest.raises(InvalidInput, match=message):
