@@ -76,6 +76,9 @@ class Shared:
     def permute(self, order):
         return Shared(self.values.permute(order))
 
+    def reinterpret(self, dtype, shape):
+        return Shared(self.values.view(dtype).view(shape))
+
     def slice(self, start, length, dim):
         return Shared(self.values.narrow(dim, start, length))
 
@@ -139,8 +142,28 @@ def _copy(desc, place, barrier, target):
     threading.Thread(target=land, daemon=True).start()
 
 
+_leaving = threading.local()  # what the copy engine has yet to read of shared memory, a partition's
+
+
 def _copy_out(desc, place, source):
-    desc.write(place, source.values)
+    _leaving.copies = [*getattr(_leaving, "copies", ()), lambda: desc.write(place, source.values)]
+
+
+def _add_out(desc, place, source):
+    def add():
+        with _adding:
+            desc.part(place).add_(source.values)
+
+    _leaving.copies = [*getattr(_leaving, "copies", ()), add]
+
+
+def _wait_for_copies_out(left):
+    """Let all copies of this partition but the last ``left`` read their tiles, in order."""
+    copies = getattr(_leaving, "copies", [])
+    done = copies[:len(copies) - left]
+    _leaving.copies = copies[len(done):]
+    for copy in done:
+        copy()
 
 
 def _add(pointer, values, sem):
@@ -235,6 +258,7 @@ def _specialize(partitions, _warps, _registers):
     def run(function, arguments):
         try:
             function(*arguments)
+            assert not getattr(_leaving, "copies", ()), "a program ends whose results the copy engine has yet to read"
         except BaseException as failure:
             failures.append(failure)
 
@@ -289,7 +313,9 @@ def run(kernel, modules, grid, arguments, constants):
         with pytest.MonkeyPatch.context() as patch:
             fakes = {
                 "gl": language(program, grid), "tma_load": _copy, "tma_store": _copy_out,
-                "tma_store_wait": lambda left: None, "fence_async_shared": lambda: None,
+                "tma_add": _add_out, "tma_store_wait": _wait_for_copies_out,
+                "reinterpret": lambda tiles, dtype, shape, layout: tiles.reinterpret(dtype, shape),
+                "fence_async_shared": lambda: None,
                 "plain_layout": lambda *_: None, "meet": _meeting(),
                 "warpgroup_mma": _multiply, "warpgroup_mma_wait": _wait_for_products, "opaque": lambda number: number,
                 "make_barriers": lambda number, arrivals: SimpleNamespace(
