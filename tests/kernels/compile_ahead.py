@@ -203,7 +203,7 @@ def prepare_hopper(request):
         arguments = launch.arguments((q, k, v, out, rows, rows, bias, bias))
     else:
         config = HopperBackwardConfig(**request["config"])
-        launch = backward_launch(problem, config, problem.q_strides)
+        launch = backward_launch(problem, config, problem.q_strides, 132)
         taken, data = (q, k, v, out, rows, rows), (*lengths, operands.seed)
         if config.wide:
             launch = launch.dq if request["part"] == "dq" else launch.dkdv
@@ -211,7 +211,8 @@ def prepare_hopper(request):
         else:
             if config.tails:
                 taken = (q, k, v, out, torch.empty(launch.tails_shape, dtype=torch.bfloat16), rows)
-            arguments = launch.arguments((*taken, k, v), torch.empty(launch.sums_shape), data)
+            counter = torch.empty(1, dtype=torch.int32)
+            arguments = launch.arguments((*taken, k, v), torch.empty(launch.sums_shape), data, counter)
     facts = {"limit": spec.shared_memory, "planned": config.shared_bytes(problem),
              "held": launch.scalars[-1].HELD if request["kernel"] == "hopper_forward" else 0}
     return prepared("sm_90", launch, arguments, OPTIONS, facts, report_of_hopper)

@@ -22,7 +22,7 @@ SHIFTED = {"shifted": [255, 0, "bottom_right"]}
 BACKWARD_CONFIGS = {64: ({"ahead": True, "direct": True}, {"ahead": True, "ordered": True}),
                     128: ({}, {"ordered": True})}
 # And of calls that nothing but a band changes, with tails: the heuristic's first.
-TAILS_CONFIGS = {64: ({"direct": True, "queries": 128}, {"direct": True}), 128: ({}, {"direct": True})}
+TAILS_CONFIGS = {64: ({"direct": True, "queries": 128}, {"direct": True}), 128: ({"stays": True}, {}, {"direct": True})}
 REGISTER_FILE = 65536
 # Bytes of stack a thread, ceilings. At d 64 three warpgroups have 160 registers a thread: of plain calls 3.6.0
 # spills 24 bytes at most, 3.9.0 spills 40 (full), 72 (causal) and 112 (window).

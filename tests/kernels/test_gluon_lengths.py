@@ -97,7 +97,7 @@ def arguments(problem, operands):
 
 
 def arguments_of_backward(problem, operands):
-    numbers = launch_backward.HopperBackward(problem, HopperBackwardConfig(), problem.q_strides).scalars
+    numbers = launch_backward.HopperBackward(problem, HopperBackwardConfig(), problem.q_strides, 132).scalars
     assert numbers[12] == operands[-1]
     return numbers[:4], numbers[4:8], operands, numbers[-1]
 

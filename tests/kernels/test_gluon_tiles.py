@@ -310,13 +310,21 @@ def test_there_is_one_program_a_multiprocessor_and_none_without_a_tile(sq, progr
     assert launch.HopperForward(problem, HopperForwardConfig(128, 2), multiprocessors=132).grid == (programs,)
 
 
+@pytest.mark.parametrize(("sk", "stays", "programs"), [(128, True, 4), (4096, True, 128), (8192, True, 132),
+                                                       (8192, False, 256)])
+def test_backward_programs_that_stay_are_one_a_multiprocessor_and_none_without_a_tile(sk, stays, programs):
+    config = HopperBackwardConfig(tails=True, stays=stays)
+    problem = problem_of(128, sk, heads=(4, 4))
+    assert launch_backward.HopperBackward(problem, config, problem.q_strides, 132).grid == (programs,)
+
+
 KEYS = 128  # of a program of the backward kernel for narrow heads
 IN_NO_ORDER, IN_ORDER = HopperBackwardConfig(), HopperBackwardConfig(ordered=True)
 WIDE = HopperBackwardConfig(wide=True)
 
 
 def backward_scalars_of(problem, config=IN_NO_ORDER):
-    bound = launch_backward_wide.backward_launch(problem, config, problem.q_strides)
+    bound = launch_backward_wide.backward_launch(problem, config, problem.q_strides, 132)
     numbers = (bound.dkdv if config.wide else bound).scalars
     return numbers[:4], numbers[4:8], numbers[-1]
 
@@ -397,7 +405,7 @@ def test_tiles_add_to_each_step_in_the_order_of_their_programs_and_come_there_in
 
 def test_sums_are_followed_by_a_counter_for_each_step_where_they_are_ordered():
     problem = problem_of(1000, 1000, d=128, b=3, heads=(40, 40))
-    plain, ordered = (launch_backward.HopperBackward(problem, config, problem.q_strides)
+    plain, ordered = (launch_backward.HopperBackward(problem, config, problem.q_strides, 132)
                       for config in (IN_NO_ORDER, IN_ORDER))
     steps = 3 * 40 * 16
     assert plain.sums_shape == (steps * 64 * 128 // 256, 256)
@@ -454,7 +462,7 @@ def test_where_queries_stay_each_seen_key_is_in_one_step_and_unmasked_steps_are_
 def test_grids_have_one_dim_however_many_heads_there_are(config):
     """Heads were dQ's second dim, of which CUDA launches 65535 at most: 4096 windows of 16 heads failed."""
     problem = problem_of(64, 64, d=64, b=4096, heads=(16, 16))
-    launch = launch_backward.HopperBackward(problem, config, problem.q_strides)
+    launch = launch_backward.HopperBackward(problem, config, problem.q_strides, 132)
     assert launch.grid == (4096 * 16,)
     assert launch.enqueue_dq.grid == (2 * 4096 * 16,)
 

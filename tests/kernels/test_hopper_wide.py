@@ -11,17 +11,17 @@ from tilewise.masks import window
 from tilewise.tuning.configs import HopperBackwardConfig
 
 pieces = pytest.importorskip("tilewise.kernels.gluon.hopper_backward_pieces", reason="Triton is not installed")
-backward, wide, dq_wide, sums_of, launch_backward, launch_backward_wide, pipeline, softmax, tiles = (
+backward, loading, wide, dq_wide, sums_of, launch_backward, launch_backward_wide, pipeline, softmax, tiles = (
     pytest.importorskip(f"tilewise.kernels.gluon.{name}") for name in (
-        "hopper_backward", "hopper_backward_wide", "hopper_dq_wide", "hopper_dq_sums", "launch_backward",
-        "launch_backward_wide", "pipeline", "softmax", "tiles"))
+        "hopper_backward", "hopper_backward_load", "hopper_backward_wide", "hopper_dq_wide", "hopper_dq_sums",
+        "launch_backward", "launch_backward_wide", "pipeline", "softmax", "tiles"))
 gluon_on_cpu = pytest.importorskip("kernels.gluon_on_cpu")
 Descriptor, Pointer, run = gluon_on_cpu.Descriptor, gluon_on_cpu.Pointer, gluon_on_cpu.run
 
 WIDE = HopperBackwardConfig(wide=True)
-MODULES = (backward, wide, dq_wide, pieces, sums_of, pipeline, softmax, tiles)
+MODULES = (backward, loading, wide, dq_wide, pieces, sums_of, pipeline, softmax, tiles)
 CONSTANTS = {(module, "QUERIES"): 64 for module in MODULES if hasattr(module, "QUERIES")} | {
-    (module, "LOG2E"): math.log2(math.e) for module in (backward, softmax)} | {
+    (module, "LOG2E"): math.log2(math.e) for module in (loading, softmax)} | {
     (wide, "in_pairs"): lambda probs, dtype: probs.to(dtype), (wide, "as_operand"): lambda pairs, *_: pairs,
     (dq_wide, "K_STAGES"): 2,
     (pieces, "times"): lambda probs, slopes, dtype: (probs.float() * slopes).to(dtype)}
@@ -33,7 +33,7 @@ def test_the_source_of_those_in_pieces_computes_the_gradients_on_the_cpu(mask, d
     random.seed(0)
     config = HopperBackwardConfig(direct=True)
     problem, tensors = call_of(*mask, dims)
-    launch = launch_backward.HopperBackward(problem, config, problem.q_strides)
+    launch = launch_backward.HopperBackward(problem, config, problem.q_strides, 132)
     q, k, v, dout, lse, delta = tensors
     dk, dv = torch.full_like(k, float("nan")), torch.full_like(v, float("nan"))
     sums = torch.zeros(math.prod(launch.sums_shape))

@@ -73,6 +73,11 @@ def test_illegal_tile_cannot_be_constructed(kind, tile, name):
      "queries=128 with ahead=True, direct=True; allowed is direct=True alone."),
     ({"tails": True, "ordered": True}, "tails=True with ordered=True, wide=False; allowed is neither."),
     ({"tails": True, "wide": True}, "tails=True with ordered=False, wide=True; allowed is neither."),
+    ({"stays": True}, "stays=True with ahead=False, direct=False, tails=False; allowed is tails=True alone."),
+    ({"stays": True, "tails": True, "direct": True},
+     "stays=True with ahead=False, direct=True, tails=True; allowed is tails=True alone."),
+    ({"stays": True, "tails": True, "ahead": True},
+     "stays=True with ahead=True, direct=False, tails=True; allowed is tails=True alone."),
 ])
 def test_illegal_steps_of_the_hopper_backward_cannot_be_constructed(settings, message):
     with pytest.raises(InvalidInput, match=message):

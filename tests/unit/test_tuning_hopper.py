@@ -62,7 +62,7 @@ def test_proposals_are_distinct_legal_and_begin_with_the_heuristics(kernel, d):
 
 def test_few_are_legal_where_heads_are_wide_and_all_ways_where_they_are_narrow():
     assert {kernel: [len(propose_hopper(kernel, problem_of(d, kernel=kernel), DEVICE).tiles) for d in (64, 128, 256)]
-            for kernel in HEURISTICS} == {"hopper_forward": [14, 6, 2], "hopper_backward": [15, 7, 2]}
+            for kernel in HEURISTICS} == {"hopper_forward": [14, 6, 2], "hopper_backward": [15, 8, 2]}
     narrow = propose_hopper("hopper_forward", problem_of(64), DEVICE).tiles
     assert {(config.keys, config.consumers, config.ping_pong) for config in narrow} == {
         (*sides, turns) for sides in ((64, 2), (128, 2), (128, 3)) for turns in (False, True)}
@@ -117,10 +117,20 @@ def test_lse_is_no_tail_where_something_comes_between_it_and_the_probabilities(f
 @pytest.mark.parametrize(("d", "queries"), [(40, 128), (64, 128), (72, 64), (128, 64)])
 def test_lse_of_plain_calls_is_a_tail_and_narrow_heads_take_128_queries_a_step(d, queries):
     problem = problem_of(d, kernel="hopper_backward")
-    assert hopper_backward_config(problem) == HopperBackwardConfig(direct=d <= 64, queries=queries, tails=True)
+    assert hopper_backward_config(problem) == HopperBackwardConfig(direct=d <= 64, queries=queries, tails=True,
+                                                                   stays=d > 64)
     assert not hopper_backward_config(replace(problem, deterministic=True)).tails
     short = replace(problem, sq=2047)
-    assert hopper_backward_config(short) == HopperBackwardConfig(ahead=d <= 64, direct=d <= 64, tails=d > 64)
+    assert hopper_backward_config(short) == HopperBackwardConfig(ahead=d <= 64, direct=d <= 64, tails=d > 64,
+                                                                 stays=d > 64)
+
+
+@pytest.mark.parametrize(("d", "dv"), [(64, 64), (40, 16)])
+def test_programs_stay_where_there_is_room_for_dk_and_dv_beside_keys_and_values(d, dv):
+    problem = problem_of(d, dv, kernel="hopper_backward")
+    with pytest.raises(InvalidInput, match=r"stays=True for .*; allowed are head dims from 65 to 128"):
+        HopperBackwardConfig(tails=True, stays=True).columns(problem)
+    assert not any(config.stays for config in propose_hopper("hopper_backward", problem, DEVICE).tiles)
 
 
 @pytest.mark.parametrize("fields", [{"d": 72}, {"dv": 72}, UNFIT["lengths"]], ids=str)

@@ -52,7 +52,7 @@ class HopperLaunch:
         if self._is_forward:
             self._launch: Any = HopperForward(problem, config, _multiprocessors(problem.device))
         else:
-            self._launch = backward_launch(problem, config, problem.q_strides)
+            self._launch = backward_launch(problem, config, problem.q_strides, _multiprocessors(problem.device))
         self._compiled: Any = self._launch.dkdv if isinstance(self._launch, HopperBackwardApart) else self._launch
         self.kernel, self.grid, self.scalars = self._compiled.kernel, self._compiled.grid, self._compiled.scalars
         self.options = OPTIONS
@@ -69,7 +69,8 @@ class HopperLaunch:
         taken = (*tensors[:6], *tensors[7:])  # without dq
         if self._compiled is not self._launch:
             return tuple(self._compiled.arguments(taken))
-        return tuple(self._launch.arguments(taken, make(self._launch.sums_shape, dtype=torch.float32)))
+        return tuple(self._launch.arguments(taken, make(self._launch.sums_shape, dtype=torch.float32),
+                                            counter=make(1, dtype=torch.int32)))
 
 
 def _multiprocessors(device: torch.device) -> int:

@@ -212,6 +212,8 @@ class HopperBackwardConfig:
             own, where 64 queries a warpgroup stay; nothing is added in memory, and every bit the same on every run.
         queries: queries a step: 64, or where registers hold twice the scores 128.
         tails: whether the tensor cores take lse and delta off, which come as tails of the queries then.
+        stays: whether a program draws one tile of keys after another, and loads the next one's keys and values while
+            dK and dV of the last are written, by way of what dS and dQ are staged in.
     """
 
     stages: int = 2
@@ -222,6 +224,7 @@ class HopperBackwardConfig:
     wide: bool = False
     queries: int = 64
     tails: bool = False
+    stays: bool = False
 
     def __post_init__(self) -> None:
         for name, allowed in (("stages", (2, 4)), ("out_stages", (1, 2, 4)), ("queries", (64, 128))):
@@ -237,6 +240,9 @@ class HopperBackwardConfig:
                                "alone.")
         if self.tails and (self.ordered or self.wide):
             raise InvalidInput(f"tails=True with ordered={self.ordered}, wide={self.wide}; allowed is neither.")
+        if self.stays and (self.ahead or self.direct or not self.tails):
+            raise InvalidInput(f"stays=True with ahead={self.ahead}, direct={self.direct}, tails={self.tails}; allowed "
+                               "is tails=True alone.")
 
     @property
     def keys(self) -> int:
@@ -257,6 +263,8 @@ class HopperBackwardConfig:
         if self.queries == 128 and (max(problem.d, problem.dv) > 64 or problem.sequences.are_data):
             raise InvalidInput(f"queries=128 for {problem}; allowed are head dims up to 64 without lengths that are "
                                "data.")
+        if self.stays and max(problem.d, problem.dv) <= 64:
+            raise InvalidInput(f"stays=True for {problem}; allowed are head dims from 65 to 128.")
         if max(problem.d, problem.dv) <= 128:
             return ((max(64, problem.width),),) * 2
         if not sums_fit(problem) or self.ahead or not self.direct:

@@ -188,7 +188,8 @@ def hopper_backward_config(problem: AttentionProblem) -> HopperBackwardConfig:
 
     At a width of 64 registers hold the next step's scores beside this one's (+0 to 7 %), and dQ goes to its sums from
     registers (+7 to 16 %). At 128 neither gains: too many registers hold dK and dV. Tails gain 5 to 7 % there, and with
-    128 queries a step 3 to 9 % at 64, from a length of 4096 on; at 1024 these are as fast or slower. In order a pass
+    128 queries a step 3 to 9 % at 64, from a length of 4096 on; at 1024 these are as fast or slower. Programs that stay
+    gain 6 to 8 % at 128 at a length of 512, 3 to 5 % at 1024, and between -0.5 and 2 % from 4096 on. In order a pass
     makes 0.84 to 0.94 of what one in none and without tails makes. Wider heads leave no choice: where registers hold
     all columns of dK and dV of 64 keys each warpgroup has keys of its own (at 192 and 128 1.2 to 1.4 times as fast as
     sharing them), else two share them.
@@ -200,7 +201,7 @@ def hopper_backward_config(problem: AttentionProblem) -> HopperBackwardConfig:
     if problem.deterministic:
         return HopperBackwardConfig(ahead=narrow, ordered=True)
     if tails_fit(problem) and not (narrow and problem.sq < 2048):
-        return HopperBackwardConfig(direct=narrow, queries=128 if narrow else 64, tails=True)
+        return HopperBackwardConfig(direct=narrow, queries=128 if narrow else 64, tails=True, stays=not narrow)
     return HopperBackwardConfig(ahead=narrow, direct=narrow)
 
 

@@ -112,4 +112,5 @@ def _backward_configs(problem: AttentionProblem, device: DeviceSpec) -> list[Hop
         if tails_fit(problem):
             steps = ((64, True), (64, False), (128, True)) if width <= 64 else ((64, True), (64, False))
             configs += [HopperBackwardConfig(direct=direct, queries=queries, tails=True) for queries, direct in steps]
+            configs += [HopperBackwardConfig(tails=True, stays=True)] if width > 64 else []
     return [config for config in configs if config.shared_bytes(problem) <= device.shared_memory]

@@ -29,7 +29,7 @@ def issue_dq(k_tiles, dscores_tiles, half, OWN: gl.constexpr, C: gl.constexpr):
     dq = gl.full([64, COLUMNS], 0.0, gl.float32, layout=LAYOUT)
     NC: gl.constexpr = C.CONSUMERS
     for i in gl.static_range(NC):
-        dscores = dscores_tiles.index(half * C.CONSUMERS + i)
+        dscores = dscores_tiles.index(2 * i + half)
         k = k_tiles.index(i).reshape([64, C.WIDTH])
         if C.QUERIES == 64:
             k = k.slice(OWN * COLUMNS, COLUMNS, 1)

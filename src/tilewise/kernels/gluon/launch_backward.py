@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from tilewise.kernels.gluon.enqueue import Enqueue
-from tilewise.kernels.gluon.launch import NO_LENGTHS, OPTIONS, address_of, bounds_of, scaling_of
+from tilewise.kernels.gluon.launch import NO_LENGTHS, OPTIONS, address_of, bounds_of, counter_of, scaling_of
 from tilewise.masks import Span
 from tilewise.problem import AttentionProblem, Sizes, legal_strides
 from tilewise.scores import DRAWS
@@ -53,6 +53,10 @@ class HopperBackwardShape(Protocol):
         """Whether the tensor cores take lse and delta off."""
 
     @property
+    def stays(self) -> bool:
+        """Whether a program draws one tile of keys after another."""
+
+    @property
     def wide(self) -> bool:
         """Whether dQ is made apart; two warpgroups share the keys, and tiles hold the columns that each sums."""
 
@@ -69,12 +73,14 @@ class HopperBackward:
 
     Where lengths are data or pairs are dropped, cu_seqlens_q, cu_seqlens_k, seqlens_q, seqlens_k and the seed follow,
     each a tensor or None.
-    ``dq_strides``: those of dq. lse and delta are contiguous, delta as the Triton backend's kernel computes it; dout
-    and the gradients have a last stride of 1 and others that are legal for a descriptor. Queries that see no key, and
-    keys that none sees, are not read: their gradients are left as they are.
+    ``dq_strides``: those of dq. ``multiprocessors``: of the device; one program runs on each where programs stay. lse
+    and delta are contiguous, delta as the Triton backend's kernel computes it; dout and the gradients have a last
+    stride of 1 and others that are legal for a descriptor. Queries that see no key, and keys that none sees, are not
+    read: their gradients are left as they are.
     """
 
-    def __init__(self, problem: AttentionProblem, config: HopperBackwardShape, dq_strides: Sizes) -> None:
+    def __init__(self, problem: AttentionProblem, config: HopperBackwardShape, dq_strides: Sizes,
+                 multiprocessors: int) -> None:
         from triton.experimental.gluon import language as gl
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -94,7 +100,7 @@ class HopperBackward:
         self.packed, self.in_pieces = sequences.packed is not None, len(pieces[0]) > 1
         # Queries, too, count from the first one that is read.
         lower, upper = (0 if bound is None else bound + self.queries.start for bound in bounds_of(problem)[:2])
-        self.grid = (tiles * lines,)
+        self.grid = (min(tiles * lines, multiprocessors) if config.stays else tiles * lines,)
         self.scalars = (
             tiles, problem.hk, problem.b, query_section(problem, width, 4, _LEAST_ORDERED if config.ordered else 1), sq,
             len(self.keys), lower, upper, problem.group,
@@ -134,10 +140,11 @@ class HopperBackward:
         sums, lse = self._begin(lse, delta)
         mine = (q, k, v, dout, lse, delta, dk, dv)
         at_sums = sums.data_ptr()
-        counters = at_sums + self.sums_rows * 1024 if self.config.ordered else None
+        counter = counter_of(sums.device) if self.config.stays else None
+        counters = at_sums + self.sums_rows * 1024 if self.config.ordered else address_of(counter)
         self.enqueue((*self.places((*[tensor.data_ptr() for tensor in mine], None)), at_sums, counters,
                       *[address_of(tensor) for tensor in self._plain(dk, dv, data)]),
-                     lambda: self.arguments(mine, sums, data), alike=plain)
+                     lambda: self.arguments(mine, sums, data, counter), alike=plain)
         self.enqueue_dq((at_sums, dq.data_ptr(), address_of(data[0])), lambda: (sums, dq, data[0]), alike=plain)
 
     def _begin(self, lse: torch.Tensor, delta: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -151,7 +158,8 @@ class HopperBackward:
         return sums, tails
 
     def arguments(self, tensors: tuple[torch.Tensor, ...], sums: torch.Tensor,
-                  data: tuple[torch.Tensor | None, ...] = _NO_DATA) -> tuple[Any, ...]:
+                  data: tuple[torch.Tensor | None, ...] = _NO_DATA, counter: torch.Tensor | None = None
+                  ) -> tuple[Any, ...]:
         """Return the tensors in order, all but lse (no tails) and delta as descriptors, the sums and their counters.
 
         The sums, too, are described, but where dQ is added from registers. dk and dv follow as they are where
@@ -161,7 +169,9 @@ class HopperBackward:
             tensor, list(tensor.shape), legal_strides(tensor), *form))
         target = sums if self.config.direct else self.describe(sums, [self.sums_rows, 256], list(sums.stride()),
                                                                self.sums_block, self.sums_layout)
-        counters = sums[self.sums_rows:].view(torch.int32) if self.config.ordered else None
+        counters = counter if self.config.stays else None
+        if self.config.ordered:
+            counters = sums[self.sums_rows:].view(torch.int32)
         return (*described, target, counters, *self._plain(tensors[6], tensors[7], data))
 
     def _in_forms(self, tensors: tuple[torch.Tensor, ...], make: Callable[[torch.Tensor, Any], Any]) -> list[Any]:
@@ -199,7 +209,7 @@ def _kernel_of(problem: AttentionProblem, config: HopperBackwardShape) -> tuple[
 
     return hopper_backward_kernel, (_gradient_scale(problem), scale_log2, squash, count, *_draws_of(problem), Shape(
         columns[0][0], config.keys // 64, config.queries, config.stages, config.out_stages, config.ahead,
-        config.direct, config.ordered, config.tails, *bounded, count is not None,
+        config.direct, config.ordered, config.tails, config.stays, *bounded, count is not None,
         problem.sequences.packed is not None, is_shifted, problem.scores.dropout_p > 0.0))
 
 
