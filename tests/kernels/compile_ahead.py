@@ -209,10 +209,9 @@ def prepare_hopper(request):
             launch = launch.dq if request["part"] == "dq" else launch.dkdv
             arguments = launch.arguments((*taken, *((q,) if request["part"] == "dq" else (k, v))))
         else:
-            if config.tails:
-                taken = (q, k, v, out, torch.empty(launch.tails_shape, dtype=torch.bfloat16), rows)
-            counter = torch.empty(1, dtype=torch.int32)
-            arguments = launch.arguments((*taken, k, v), torch.empty(launch.sums_shape), data, counter)
+            read = torch.empty(launch.tails_shape, dtype=torch.bfloat16) if config.tails else rows
+            arguments = launch.arguments(launch.taken((*taken, q, k, v), read), torch.empty(launch.sums_shape), data,
+                                         torch.empty(1, dtype=torch.int32))
     facts = {"limit": spec.shared_memory, "planned": config.shared_bytes(problem),
              "held": launch.scalars[-1].HELD if request["kernel"] == "hopper_forward" else 0}
     return prepared("sm_90", launch, arguments, OPTIONS, facts, report_of_hopper)

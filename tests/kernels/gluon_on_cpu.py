@@ -166,6 +166,15 @@ def _wait_for_copies_out(left):
         copy()
 
 
+def _check_turn(counter, rank):
+    assert counter.values[counter.at] == rank, "programs run one after another: nobody would ever come before"
+
+
+def _end_turn(counter, tiles):
+    _wait_for_copies_out(0)
+    counter.values[counter.at] = tiles
+
+
 def _add(pointer, values, sem):
     assert sem == "relaxed"
     at, mask = pointer.places(True)
@@ -180,7 +189,7 @@ def _add(pointer, values, sem):
 _adding = threading.Lock()
 
 
-def _load(pointer, mask=True, other=0.0):
+def _load(pointer, mask=True, other=0.0, cache_modifier=""):
     at, mask = pointer.places(mask)
     found = pointer.values[torch.where(mask, at, 0)]
     return torch.where(mask, found, torch.tensor(other, dtype=found.dtype)).as_subclass(Tensor)
@@ -313,9 +322,10 @@ def run(kernel, modules, grid, arguments, constants):
         with pytest.MonkeyPatch.context() as patch:
             fakes = {
                 "gl": language(program, grid), "tma_load": _copy, "tma_store": _copy_out,
-                "tma_add": _add_out, "tma_store_wait": _wait_for_copies_out,
+                "tma_add": _add_out, "tma_store_wait": _wait_for_copies_out, "fence_async_shared": lambda: None,
                 "reinterpret": lambda tiles, dtype, shape, layout: tiles.reinterpret(dtype, shape),
-                "fence_async_shared": lambda: None,
+                "await_sums": lambda: _wait_for_copies_out(0), "_wait_for_tiles_before": _check_turn,
+                "_let_next_tile_add": _end_turn,
                 "plain_layout": lambda *_: None, "meet": _meeting(),
                 "warpgroup_mma": _multiply, "warpgroup_mma_wait": _wait_for_products, "opaque": lambda number: number,
                 "make_barriers": lambda number, arrivals: SimpleNamespace(

@@ -105,7 +105,7 @@ def bound(request):
         modifiers = SimpleNamespace(bias=SimpleNamespace(ptr=bias), data_ptr=bias.data_ptr)
         yield launch, (q, k, v, out, rows, rows.clone(), torch.empty_like(bias), modifiers), [bias]
         return
-    launch = backward_launch(problem, hopper_backward_config(problem), problem.q_strides, 132)
+    launch = backward_launch(problem, hopper_backward_config(problem), problem.q_strides, multiprocessors=132)
     if "part" in request:
         gradients = [q] if request["part"] == "dq" else [k, v]
         yield (getattr(launch, request["part"]),

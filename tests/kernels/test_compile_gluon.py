@@ -22,7 +22,9 @@ SHIFTED = {"shifted": [255, 0, "bottom_right"]}
 BACKWARD_CONFIGS = {64: ({"ahead": True, "direct": True}, {"ahead": True, "ordered": True}),
                     128: ({}, {"ordered": True})}
 # And of calls that nothing but a band changes, with tails: the heuristic's first.
-TAILS_CONFIGS = {64: ({"direct": True, "queries": 128}, {"direct": True}), 128: ({"stays": True}, {}, {"direct": True})}
+NARROW = {"stages": 4, "out_stages": 4}
+TAILS_CONFIGS = {64: (NARROW, NARROW | {"ordered": True}, NARROW | {"ordered": True, "alone": True}),
+                 128: ({"stays": True}, {}, {"direct": True})}
 REGISTER_FILE = 65536
 # Bytes of stack a thread, ceilings. At d 64 three warpgroups have 160 registers a thread: of plain calls 3.6.0
 # spills 24 bytes at most, 3.9.0 spills 40 (full), 72 (causal) and 112 (window).
@@ -232,13 +234,17 @@ def check_backward(version, wanted, spills):
         check_products(row)
         assert row["stack"] <= spills, row
         assert row["utmastg"] > 0, row
-        # Four values at a time of half the columns, or of all of half the queries, in 2 loops of 2 warpgroups, or one
-        # reduction by the copy engine in each, or by each of 2 writers one for each warpgroup.
-        added, columns = (row["redg"], row["utmaredg"]), row["d"] * row["config"].get("queries", 64) // 128
-        assert added == ((4 * columns // 8, 0) if row["config"].get("direct") else (0, 4)), row
-        # Each writer waits for the tiles before, and until all has arrived, not only been read, before it says so.
-        waits = 2 if row["config"].get("ordered") else 0
-        assert (row["acquire"], row["complete"], row["release"]) == (waits,) * 3, row
+        # Four values at a time of half the columns, in 2 loops of 2 warpgroups, or one reduction by the copy engine in
+        # each, or by each of 2 writers one for each warpgroup that makes dQ: of narrow heads with tails one alone, with
+        # one loop.
+        config = row["config"]
+        narrow, alone = config.get("tails") and row["d"] <= 64, bool(config.get("alone"))
+        staged = 2 if narrow and config.get("ordered") and not alone else 1 if narrow else 4
+        assert (row["redg"], row["utmaredg"]) == ((row["d"] // 4, 0) if config.get("direct") else (0, staged)), row
+        # Each writer waits for the tiles before, and until all has arrived, not only been read, before it says so; a
+        # program that is alone waits for its own tiles before.
+        waits = 2 if config.get("ordered") and not alone else 0
+        assert (row["acquire"], row["complete"], row["release"]) == (waits, waits or alone, waits), row
     return rows
 
 

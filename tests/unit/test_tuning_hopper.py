@@ -62,15 +62,15 @@ def test_proposals_are_distinct_legal_and_begin_with_the_heuristics(kernel, d):
 
 def test_few_are_legal_where_heads_are_wide_and_all_ways_where_they_are_narrow():
     assert {kernel: [len(propose_hopper(kernel, problem_of(d, kernel=kernel), DEVICE).tiles) for d in (64, 128, 256)]
-            for kernel in HEURISTICS} == {"hopper_forward": [14, 6, 2], "hopper_backward": [15, 8, 2]}
+            for kernel in HEURISTICS} == {"hopper_forward": [14, 6, 2], "hopper_backward": [14, 8, 2]}
     narrow = propose_hopper("hopper_forward", problem_of(64), DEVICE).tiles
     assert {(config.keys, config.consumers, config.ping_pong) for config in narrow} == {
         (*sides, turns) for sides in ((64, 2), (128, 2), (128, 3)) for turns in (False, True)}
     assert {config.query_stages for config in narrow if config.stages == 2} == {2}  # there is room for them
-    ways = {(config.ahead, config.direct, config.queries, config.tails)
+    ways = {(config.ahead, config.direct, config.tails, config.alone)
             for config in propose_hopper("hopper_backward", problem_of(64, kernel="hopper_backward"), DEVICE).tiles}
-    assert ways == {*product((False, True), (False, True), (64,), (False,)),
-                    *((False, direct, 64, True) for direct in (False, True)), (False, True, 128, True)}
+    assert ways == {*product((False, True), (False, True), (False,), (False,)),
+                    *((False, False, True, alone) for alone in (False, True))}
     assert not any(config.ordered for config in propose_hopper("hopper_backward", problem_of(kernel="hopper_backward"),
                                                                DEVICE).tiles)
 
@@ -114,31 +114,49 @@ def test_lse_is_no_tail_where_something_comes_between_it_and_the_probabilities(f
         HopperBackwardConfig(direct=True, tails=True).columns(problem)
 
 
-@pytest.mark.parametrize(("d", "queries"), [(40, 128), (64, 128), (72, 64), (128, 64)])
-def test_lse_of_plain_calls_is_a_tail_and_narrow_heads_take_128_queries_a_step(d, queries):
+@pytest.mark.parametrize("d", [40, 64, 72, 128])
+def test_lse_of_plain_calls_is_a_tail_and_of_narrow_heads_in_order_too(d):
     problem = problem_of(d, kernel="hopper_backward")
-    assert hopper_backward_config(problem) == HopperBackwardConfig(direct=d <= 64, queries=queries, tails=True,
-                                                                   stays=d > 64)
-    assert not hopper_backward_config(replace(problem, deterministic=True)).tails
-    short = replace(problem, sq=2047)
-    assert hopper_backward_config(short) == HopperBackwardConfig(ahead=d <= 64, direct=d <= 64, tails=d > 64,
-                                                                 stays=d > 64)
+    stages = {"stages": 4, "out_stages": 4} if d <= 64 else {}
+    assert hopper_backward_config(problem) == HopperBackwardConfig(tails=True, stays=d > 64, **stages)
+    ordered = hopper_backward_config(replace(problem, deterministic=True))
+    assert ordered == HopperBackwardConfig(ordered=True, tails=d <= 64, **stages)
 
 
 @pytest.mark.parametrize(("d", "dv"), [(64, 64), (40, 16)])
-def test_programs_stay_where_there_is_room_for_dk_and_dv_beside_keys_and_values(d, dv):
+def test_programs_of_the_kernel_for_wider_heads_alone_stay(d, dv):
     problem = problem_of(d, dv, kernel="hopper_backward")
     with pytest.raises(InvalidInput, match=r"stays=True for .*; allowed are head dims from 65 to 128"):
         HopperBackwardConfig(tails=True, stays=True).columns(problem)
     assert not any(config.stays for config in propose_hopper("hopper_backward", problem, DEVICE).tiles)
 
 
-@pytest.mark.parametrize("fields", [{"d": 72}, {"dv": 72}, UNFIT["lengths"]], ids=str)
-def test_steps_of_128_queries_are_for_narrow_heads(fields):
+@pytest.mark.parametrize(("d", "settings", "message"), [
+    (64, {"ahead": True}, "tails=True with ahead=True, direct=False at head dims 64 and 64; allowed is neither"),
+    (40, {"direct": True}, "tails=True with ahead=False, direct=True at head dims 40 and 40; allowed is neither"),
+    (72, {"ordered": True}, "tails=True with ordered=True at head dims 72 and 72; allowed are head dims up to 64"),
+    (128, {"ordered": True, "alone": True}, "tails=True with ordered=True at head dims 128 and 128; allowed are"),
+])
+def test_tails_go_with_what_the_kernel_of_the_head_dim_has(d, settings, message):
+    with pytest.raises(InvalidInput, match=message):
+        HopperBackwardConfig(tails=True, **settings).columns(problem_of(d, kernel="hopper_backward"))
+
+
+@pytest.mark.parametrize(("fields", "alone"), [
+    ({"b": 32, "hq": 32, "hk": 32, "sq": 512}, True),
+    ({"b": 32, "hq": 32, "hk": 32, "sq": 512, "deterministic": True}, True),
+    ({"b": 32, "hq": 32, "hk": 8, "sq": 512}, False),  # L2, four query heads a program
+    ({"b": 16, "hq": 32, "hk": 32, "sq": 1024}, False),  # L2
+    ({"b": 16, "hq": 32, "hk": 32, "sq": 1024, "mask": causal()}, True),
+    ({"b": 8, "hq": 32, "hk": 32, "sq": 2048, "mask": causal()}, False),
+    ({"b": 1, "hq": 140, "hk": 140, "sq": 512}, False),  # a second round of 8
+    ({"b": 32, "hq": 16, "hk": 16, "sq": 512, "d": 128, "dv": 128}, False),
+    ({"b": 32, "hq": 32, "hk": 32, "sq": 512, "scores": ScoreOptions(softcap=3.0)}, False)], ids=str)
+def test_a_program_has_a_head_alone_where_that_keeps_all_busy_and_l2_holds_it(fields, alone):
     problem = replace(problem_of(64, kernel="hopper_backward"), **fields)
-    assert hopper_backward_config(problem).queries == 64
-    with pytest.raises(InvalidInput, match=r"queries=128 for .*; allowed are head dims up to 64 without lengths"):
-        HopperBackwardConfig(direct=True, queries=128).columns(problem)
+    config = hopper_backward_config(problem)
+    assert config.alone is alone
+    assert config.shared_bytes(problem) <= DEVICE.shared_memory
 
 
 @pytest.mark.parametrize("fields", [{"d": 64}, {"d": 40}, {"d": 128}, {"d": 104}, {"d": 256}, {"mask": causal()},

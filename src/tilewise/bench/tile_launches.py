@@ -66,10 +66,11 @@ class HopperLaunch:
         make = tensors[0].new_empty
         if self._is_forward:
             return tuple(self._launch.arguments((*tensors, None), make(1, dtype=torch.int32)))
-        taken = (*tensors[:6], *tensors[7:])  # without dq
         if self._compiled is not self._launch:
-            return tuple(self._compiled.arguments(taken))
-        return tuple(self._launch.arguments(taken, make(self._launch.sums_shape, dtype=torch.float32),
+            return tuple(self._compiled.arguments((*tensors[:6], *tensors[7:])))  # without dq
+        lse = make(self._launch.tails_shape, dtype=torch.bfloat16) if self._launch.config.tails else tensors[4]
+        return tuple(self._launch.arguments(self._launch.taken(tensors, lse),
+                                            make(self._launch.sums_shape, dtype=torch.float32),
                                             counter=make(1, dtype=torch.int32)))
 
 

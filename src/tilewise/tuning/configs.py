@@ -200,7 +200,7 @@ class HopperForwardConfig:
 
 @dataclass(frozen=True, slots=True)
 class HopperBackwardConfig:
-    """The warp-specialised backward kernels: 64 keys a warpgroup stay, or of two; queries stream, 64 or 128 a step.
+    """The warp-specialised backward kernels: 64 keys a warpgroup stay, or of two; queries stream, 64 a step.
 
     Attributes:
         stages, out_stages: tiles of q and of dout in flight; powers of two, since every step divides by them.
@@ -210,8 +210,10 @@ class HopperBackwardConfig:
             every bit is then the same on every run.
         wide: whether two warpgroups share 64 keys, each with half the columns of dK and dV, and dQ has a kernel of its
             own, where 64 queries a warpgroup stay; nothing is added in memory, and every bit the same on every run.
-        queries: queries a step: 64, or where registers hold twice the scores 128.
-        tails: whether the tensor cores take lse and delta off, which come as tails of the queries then.
+        tails: whether the tensor cores take lse and delta off, which come as tails of the queries then. At head dims
+            to 64 a third warpgroup makes dQ there.
+        alone: whether a program goes over all keys of a head there, keeps its dQ in L2 and writes it. Every bit is as
+            with ``ordered``, which it comes with.
         stays: whether a program draws one tile of keys after another, and loads the next one's keys and values while
             dK and dV of the last are written, by way of what dS and dQ are staged in.
     """
@@ -222,12 +224,12 @@ class HopperBackwardConfig:
     direct: bool = False
     ordered: bool = False
     wide: bool = False
-    queries: int = 64
     tails: bool = False
+    alone: bool = False
     stays: bool = False
 
     def __post_init__(self) -> None:
-        for name, allowed in (("stages", (2, 4)), ("out_stages", (1, 2, 4)), ("queries", (64, 128))):
+        for name, allowed in (("stages", (2, 4)), ("out_stages", (1, 2, 4))):
             if getattr(self, name) not in allowed:
                 raise InvalidInput(f"{name}={getattr(self, name)}; allowed are {', '.join(map(str, allowed))}.")
         if self.ordered and self.direct:
@@ -235,19 +237,22 @@ class HopperBackwardConfig:
         if self.wide and (self.ahead or self.direct or self.ordered):
             raise InvalidInput(f"wide=True with ahead={self.ahead}, direct={self.direct}, ordered={self.ordered}; "
                                "allowed is none of them.")
-        if self.queries == 128 and (self.ahead or not self.direct):
-            raise InvalidInput(f"queries=128 with ahead={self.ahead}, direct={self.direct}; allowed is direct=True "
-                               "alone.")
-        if self.tails and (self.ordered or self.wide):
-            raise InvalidInput(f"tails=True with ordered={self.ordered}, wide={self.wide}; allowed is neither.")
+        if self.tails and self.wide:
+            raise InvalidInput("tails=True with wide=True; tails are for head dims up to 128.")
+        if self.alone and not (self.tails and self.ordered):
+            raise InvalidInput(f"alone=True with tails={self.tails}, ordered={self.ordered}; allowed is both.")
         if self.stays and (self.ahead or self.direct or not self.tails):
             raise InvalidInput(f"stays=True with ahead={self.ahead}, direct={self.direct}, tails={self.tails}; allowed "
                                "is tails=True alone.")
 
     @property
     def keys(self) -> int:
-        """Keys of a program."""
+        """Keys of a tile."""
         return 64 if self.wide else 128
+
+    def narrow(self, problem: AttentionProblem) -> bool:
+        """Whether a third warpgroup makes dQ."""
+        return self.tails and max(problem.d, problem.dv) <= 64
 
     def columns(self, problem: AttentionProblem) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Columns of q and k inside the tiles, and of v and dout: a row of a tile is 128 bytes at least.
@@ -260,11 +265,15 @@ class HopperBackwardConfig:
         if self.tails and not tails_fit(problem):
             raise InvalidInput(f"tails=True for {problem}; allowed are head dims up to 128, a scale of 2^-40 or "
                                "more, and no softcap, dropout or lengths that are data.")
-        if self.queries == 128 and (max(problem.d, problem.dv) > 64 or problem.sequences.are_data):
-            raise InvalidInput(f"queries=128 for {problem}; allowed are head dims up to 64 without lengths that are "
-                               "data.")
-        if self.stays and max(problem.d, problem.dv) <= 64:
+        narrow = self.narrow(problem)
+        if narrow and self.stays:
             raise InvalidInput(f"stays=True for {problem}; allowed are head dims from 65 to 128.")
+        if narrow and (self.ahead or self.direct):
+            raise InvalidInput(f"tails=True with ahead={self.ahead}, direct={self.direct} at head dims {problem.d} and "
+                               f"{problem.dv}; allowed is neither up to 64.")
+        if self.tails and self.ordered and not narrow:
+            raise InvalidInput(f"tails=True with ordered=True at head dims {problem.d} and {problem.dv}; allowed are "
+                               "head dims up to 64: shared memory has no room for both.")
         if max(problem.d, problem.dv) <= 128:
             return ((max(64, problem.width),),) * 2
         if not sums_fit(problem) or self.ahead or not self.direct:
@@ -276,15 +285,18 @@ class HopperBackwardConfig:
         """Shared memory: k, v, q, dout, lse and delta or tails, dQ of 0 to 2 steps; barriers take under a KiB.
 
         And dS twice, or, where two warpgroups share keys, once, with the probabilities in float32. The kernel that
-        makes dQ apart takes 128 rows of q and dout, two tiles of k and one of v.
+        makes dQ apart takes 128 rows of q and dout, two tiles of k and one of v. A program with all keys of a head has
+        the next tile of keys under way, and a step of dQ as it is written.
         """
         (d, dv), size = map(sum, self.columns(problem)), problem.dtype.itemsize
-        operands = size * (self.keys * (d + dv) + self.queries * (self.stages * d + self.out_stages * dv))
-        scores = 64 * self.queries * (4 + size if self.wide else 4 * size)
-        rows = 4 * 1024 + 32 * self.stages * self.queries if self.tails else 8 * self.stages * self.queries
-        steps = 0 if self.direct or self.wide else 2 if self.ordered else 1
+        operands = size * (self.keys * (d + dv) * (2 if self.alone else 1) + 64 * (
+            self.stages * d + self.out_stages * dv))
+        scores = 64 * 64 * (4 + size if self.wide else 4 * size)
+        rows = 64 * (64 + 32 * self.stages) if self.tails else 8 * 64 * self.stages
+        steps = 0 if self.direct or self.wide else 2 if self.ordered and not self.alone else 1
+        written = size * 64 * d if self.alone else 0
         beside_queries = size * 64 * (4 * d + 3 * dv) if self.wide else 0
-        return max(operands + scores + rows + steps * 4 * d * 64, beside_queries) + 1024
+        return max(operands + scores + rows + steps * 4 * d * 64 + written, beside_queries) + 1024
 
 
 @dataclass(frozen=True, slots=True)

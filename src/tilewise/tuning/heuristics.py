@@ -5,6 +5,7 @@ The Hopper tiles and, to head dim 128, the float32 tiles were the fastest of 4 t
 (tests/kernels/test_compile.py holds the bounds); no device has timed them, nor any tile of 512.
 """
 
+import math
 from dataclasses import replace
 from itertools import product
 
@@ -122,6 +123,10 @@ LEAST_WORK_FOR_DESCRIPTORS = 10**10
 # The Hopper kernels' launch takes the host 4 µs more than a Triton kernel's, and 20 with tensors that it has not seen
 # (beside an H200); in 20 µs a Triton kernel computes about this many of each product, at 300 TFLOP/s.
 LEAST_WORK_FOR_GLUON = 15 * 10**8
+# A program a head of the narrow backward kernel: how full the last of its rounds must be, in all, and what may be in
+# hand at once, of 50 MiB of L2.
+_EVEN = 0.95
+_ALONE_BYTES = 40 * 2**20
 _LEAST_CUT = 8192  # keys from which few queries were timed, in tiles that are cut
 
 
@@ -184,25 +189,40 @@ def hopper_forward_config(problem: AttentionProblem, multiprocessors: int = MULT
 
 
 def hopper_backward_config(problem: AttentionProblem) -> HopperBackwardConfig:
-    """Choose the steps of the Gluon backward kernel, timed on an H200 at lengths 1024 to 16384 (Triton 3.6).
+    """Choose the steps of the Gluon backward kernel, timed on an H200 at lengths 512 to 16384 (Triton 3.6).
 
-    At a width of 64 registers hold the next step's scores beside this one's (+0 to 7 %), and dQ goes to its sums from
-    registers (+7 to 16 %). At 128 neither gains: too many registers hold dK and dV. Tails gain 5 to 7 % there, and with
-    128 queries a step 3 to 9 % at 64, from a length of 4096 on; at 1024 these are as fast or slower. Programs that stay
-    gain 6 to 8 % at 128 at a length of 512, 3 to 5 % at 1024, and between -0.5 and 2 % from 4096 on. In order a pass
-    makes 0.84 to 0.94 of what one in none and without tails makes. Wider heads leave no choice: where registers hold
-    all columns of dK and dV of 64 keys each warpgroup has keys of its own (at 192 and 128 1.2 to 1.4 times as fast as
-    sharing them), else two share them.
+    Tails gain 5 to 7 % at a width of 128, and programs that stay 6 to 8 % more at a length of 512, 3 to 5 % at 1024,
+    and between -0.5 and 2 % from 4096 on. At 64 a third warpgroup comes with tails, which gains 1 to 8 % more than
+    tails with steps of 128 queries did, and takes four tiles each of q and dout. Without tails registers hold the next
+    step's scores there (+0 to 7 %), and dQ goes to its sums from registers (+7 to 16 %). Wider heads leave no choice:
+    where registers hold all columns of dK and dV of 64 keys each warpgroup has keys of its own (at 192 and 128 1.2 to
+    1.4 times as fast as sharing them), else two share them.
     """
     if max(problem.d, problem.dv) > 128:
         own_keys = sums_fit(problem) and not problem.deterministic
         return HopperBackwardConfig(direct=own_keys, wide=not own_keys)
     narrow = max(problem.d, problem.dv) <= 64
+    if narrow and tails_fit(problem):
+        alone = fills_alone(problem)
+        return HopperBackwardConfig(4, 4, tails=True, ordered=alone or problem.deterministic, alone=alone)
     if problem.deterministic:
         return HopperBackwardConfig(ahead=narrow, ordered=True)
-    if tails_fit(problem) and not (narrow and problem.sq < 2048):
-        return HopperBackwardConfig(direct=narrow, queries=128 if narrow else 64, tails=True, stays=not narrow)
+    if tails_fit(problem) and not narrow:
+        return HopperBackwardConfig(tails=True, stays=True)
     return HopperBackwardConfig(ahead=narrow, direct=narrow)
+
+
+def fills_alone(problem: AttentionProblem) -> bool:
+    """Whether a program a head keeps all multiprocessors busy, and L2 holds what they have in hand.
+
+    That is q, dout and the sums for dq of a group's heads, half of it at a time under an upper bound. On an H200 512
+    queries were 1.11 to 1.17 times as fast, 512 and 1024 causal ones 1.53 and 1.05; with 1024 in full (66 MiB) or
+    2048 causal ones programs wait for memory, 0.67 to 0.82.
+    """
+    heads = problem.b * problem.hk
+    rows = MULTIPROCESSORS * problem.group * problem.sq * (1.0 if problem.mask.right is None else 0.5)
+    is_even = heads >= _EVEN * MULTIPROCESSORS * math.ceil(heads / MULTIPROCESSORS)
+    return is_even and rows * 64 * (4 + 2 * problem.dtype.itemsize) <= _ALONE_BYTES
 
 
 def delta_config(problem: AttentionProblem) -> DeltaConfig:

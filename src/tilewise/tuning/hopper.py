@@ -109,8 +109,9 @@ def _backward_configs(problem: AttentionProblem, device: DeviceSpec) -> list[Hop
     else:
         ways = product(((2, 2), (4, 2), (4, 4)), (False, True) if width <= 64 else (False,), (False, True))
         configs = [HopperBackwardConfig(*ring, ahead, direct) for ring, ahead, direct in ways]
-        if tails_fit(problem):
-            steps = ((64, True), (64, False), (128, True)) if width <= 64 else ((64, True), (64, False))
-            configs += [HopperBackwardConfig(direct=direct, queries=queries, tails=True) for queries, direct in steps]
-            configs += [HopperBackwardConfig(tails=True, stays=True)] if width > 64 else []
+        if tails_fit(problem) and width <= 64:
+            configs += [HopperBackwardConfig(4, 4, tails=True, ordered=alone, alone=alone) for alone in (False, True)]
+        elif tails_fit(problem):
+            configs += [HopperBackwardConfig(direct=direct, tails=True) for direct in (True, False)]
+            configs.append(HopperBackwardConfig(tails=True, stays=True))
     return [config for config in configs if config.shared_bytes(problem) <= device.shared_memory]

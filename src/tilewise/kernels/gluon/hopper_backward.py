@@ -53,19 +53,18 @@ from tilewise.kernels.gluon.pipeline import (
     wait_full,
 )
 from tilewise.kernels.gluon.softmax import cap
-from tilewise.kernels.gluon.tiles import key_tile_at, phases_of, queries_at, query_steps_of
+from tilewise.kernels.gluon.tiles import QUERIES, key_tile_at, phases_of, queries_at, query_steps_of
 
 
 class Shape(NamedTuple):
     """What is fixed when the kernel is compiled: HopperBackwardConfig's fields, and what of the mask there is.
 
-    STAYS: of calls with tails whose dQ is staged, in steps of half as many queries as tiles have columns. LENGTHS,
+    STAYS: of calls with tails whose dQ is staged. LENGTHS,
     PACKED, SHIFTED: as in the forward kernel. DROPS: whether there is dropout.
     """
 
     WIDTH: int
     CONSUMERS: int
-    QUERIES: int
     STAGES: int
     OUT_STAGES: int
     AHEAD: bool
@@ -86,7 +85,7 @@ def hide(probs, first_query, first_key, band, C: gl.constexpr):
     """Set the probabilities of pairs that do not take part to 0 (eq. 12)."""
     LAYOUT: gl.constexpr = probs.type.layout
     _sq, sk, lower, upper = band
-    queries = first_query + gl.arange(0, C.QUERIES, layout=gl.SliceLayout(0, LAYOUT))
+    queries = first_query + gl.arange(0, QUERIES, layout=gl.SliceLayout(0, LAYOUT))
     keys = first_key + gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
     start = gl.full([64], -2**31, gl.int32, layout=gl.SliceLayout(1, LAYOUT))
     if C.UPPER:
@@ -111,13 +110,13 @@ def sum_steps(begin, end, turn, scores, dk, dv, tiles, queries, douts, rows, sum
     q_tiles, q_full, q_empty = queries
     dout_tiles, dout_full, dout_empty = douts
     scale_log2, squash = scaling
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.QUERIES, 16])
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
     ROW: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
     DTYPE: gl.constexpr = k_tiles.dtype
     NC: gl.constexpr = C.CONSUMERS
     BEGUN: gl.constexpr = 1 if C.TAILS else 0  # products of S and dP beside those with K and V
-    unmasked = spans[0] + (spans[1] - spans[2]) * C.QUERIES
+    unmasked = spans[0] + (spans[1] - spans[2]) * QUERIES
     if C.LENGTHS:
         turn = opaque(turn)
     for step in range(begin, end):
@@ -130,7 +129,7 @@ def sum_steps(begin, end, turn, scores, dk, dv, tiles, queries, douts, rows, sum
         if MASKED or C.ORDERED:
             first_query = queries_at(step, spans, C)
         else:  # behind those at the head
-            first_query = unmasked + step * C.QUERIES
+            first_query = unmasked + step * QUERIES
         if not C.AHEAD:
             wait_full(q_full, turn, C.STAGES)
             scores_pending = issue_pairs(k, q_tiles, rows, turn, slot, 0, C)
@@ -139,8 +138,8 @@ def sum_steps(begin, end, turn, scores, dk, dv, tiles, queries, douts, rows, sum
             words = dropout.draw(opaque(seed[0]), opaque(seed[1]), first_row + member, origin_q + first_query,
                                  origin_k + key)
         wait_full(dout_full, turn, C.OUT_STAGES)
-        q = q_tiles.index(slot).reshape([C.QUERIES, C.WIDTH])
-        dout = dout_tiles.index(turn % C.OUT_STAGES).reshape([C.QUERIES, C.WIDTH])
+        q = q_tiles.index(slot).reshape([QUERIES, C.WIDTH])
+        dout = dout_tiles.index(turn % C.OUT_STAGES).reshape([QUERIES, C.WIDTH])
         dprobs_pending = issue_pairs(v, dout_tiles, rows, turn, turn % C.OUT_STAGES, 1, C)
         if not C.TAILS:
             lse = rows.index(2 * slot).load(ROW)
@@ -180,7 +179,7 @@ def sum_steps(begin, end, turn, scores, dk, dv, tiles, queries, douts, rows, sum
         dv_pending = warpgroup_mma(left_probs, dout, dv, is_async=True)
         fence_async_shared()
         meet(C.CONSUMERS)
-        dq_pending = issue_dq(k_tiles, dscores_tiles, half, OWN, C)
+        dq_pending = issue_dq(k_tiles, dscores_tiles, half, 0, OWN, NC, C)
         if C.AHEAD:  # the registers of P are free before those of the next S are taken
             dv = warpgroup_mma_wait(NC, deps=(dv_pending,))
             leave(dout_empty, turn, C.OUT_STAGES)
@@ -196,11 +195,7 @@ def sum_steps(begin, end, turn, scores, dk, dv, tiles, queries, douts, rows, sum
             if C.STAYS:
                 if turn == last:
                     mbarrier.arrive(k_empty.index(0), count=1)
-        part = first_part + first_query // 32
-        if C.QUERIES == 64:
-            hand_over(sums, dq, stage, turn, part, OWN, C)
-        elif first_query + 64 * OWN < band[0]:  # there are sums for these queries
-            hand_over(sums, dq, stage, turn, part + OWN, OWN, C)
+        hand_over(sums, dq, stage, turn, first_part + first_query // 32, OWN, C)
         if C.AHEAD:
             dk, scores = warpgroup_mma_wait(0, deps=(dk_pending, scores_pending))
         else:
@@ -245,11 +240,11 @@ def gather_tile(gathered, tile, turn, taken, OWN: gl.constexpr, C: gl.constexpr)
     total = band[0]
     tile, band = key_tile_of(spot, tile, band, 4, C)
     first, head_k, batch = tile
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.QUERIES, 16])
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
     SUM_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.WIDTH, 16])
     dk = gl.full([64, C.WIDTH], 0.0, gl.float32, layout=SUM_LAYOUT)
     dv = gl.full([64, C.WIDTH], 0.0, gl.float32, layout=SUM_LAYOUT)
-    scores = gl.full([64, C.QUERIES], 0.0, gl.float32, layout=S_LAYOUT)
+    scores = gl.full([64, QUERIES], 0.0, gl.float32, layout=S_LAYOUT)
     spans = query_steps_of(first, band, C)
     key = first + OWN * 64
     ends = phases_of(key, spans, band, C)
@@ -335,17 +330,17 @@ def hopper_backward_kernel(q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr
     ROWS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     k_tiles = gl.allocate_shared_memory(DTYPE, [NC, 1, 1, 64, C.WIDTH], k_desc.layout)
     v_tiles = gl.allocate_shared_memory(DTYPE, [NC, 1, 1, 64, C.WIDTH], v_desc.layout)
-    q_tiles = gl.allocate_shared_memory(DTYPE, [C.STAGES, 1, 1, C.QUERIES, C.WIDTH], q_desc.layout)
-    dout_tiles = gl.allocate_shared_memory(DTYPE, [C.OUT_STAGES, 1, 1, C.QUERIES, C.WIDTH], dout_desc.layout)
-    TURNED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, C.QUERIES], DTYPE)
-    dscores_tiles = gl.allocate_shared_memory(DTYPE, [2 * NC, 64, C.QUERIES], TURNED)
+    q_tiles = gl.allocate_shared_memory(DTYPE, [C.STAGES, 1, 1, QUERIES, C.WIDTH], q_desc.layout)
+    dout_tiles = gl.allocate_shared_memory(DTYPE, [C.OUT_STAGES, 1, 1, QUERIES, C.WIDTH], dout_desc.layout)
+    TURNED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, QUERIES], DTYPE)
+    dscores_tiles = gl.allocate_shared_memory(DTYPE, [2 * NC, 64, QUERIES], TURNED)
     if C.TAILS:
-        rows = make_picks(), gl.allocate_shared_memory(gl.bfloat16, [C.STAGES, 1, 1, C.QUERIES, TAIL], lse_ptr.layout)
+        rows = make_picks(), gl.allocate_shared_memory(gl.bfloat16, [C.STAGES, 1, 1, QUERIES, TAIL], lse_ptr.layout)
     else:
-        rows = gl.allocate_shared_memory(gl.float32, [2 * C.STAGES, C.QUERIES], ROWS)  # lse and delta in turn
+        rows = gl.allocate_shared_memory(gl.float32, [2 * C.STAGES, QUERIES], ROWS)  # lse and delta in turn
     stage = dscores_tiles
     if C.ORDERED:
-        stage = make_stage(sums, C)
+        stage = make_stage(sums, NC, C)
     elif not C.DIRECT:
         stage = gl.allocate_shared_memory(gl.float32, [NC, C.WIDTH // 8, 256], sums.layout)
     SPARE: gl.constexpr = 1 if C.LENGTHS else 0  # where tiles arrive that are cleared before they are full
@@ -378,7 +373,7 @@ def hopper_backward_kernel(q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr
     written = (sums, counters, stage, tile, band, heads, group)
     if C.ORDERED:
         gl.warp_specialize([(gather, (gathered, ZERO, C)), (gather, (gathered, ONE, C)), (load, (loaded, C)),
-                            (write_sums, (written, ZERO, C)), (write_sums, (written, ONE, C))], [4, 1, 1, 1],
+                            (write_sums, (written, ZERO, NC, C)), (write_sums, (written, ONE, NC, C))], [4, 1, 1, 1],
                            [240, 24, 24, 24])
     else:
         gl.warp_specialize([(gather, (gathered, ZERO, C)), (gather, (gathered, ONE, C)), (load, (loaded, C))], [4, 1],

@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from tilewise.kernels.gluon.compat import tma_load
 from tilewise.kernels.gluon.lengths import clear_rows, key_tile_of, owned_of
 from tilewise.kernels.gluon.pipeline import END, draw, hand_out, wait_empty
-from tilewise.kernels.gluon.tiles import key_tile_at, queries_at, query_steps_of
+from tilewise.kernels.gluon.tiles import QUERIES, key_tile_at, queries_at, query_steps_of
 
 LOG2E = gl.constexpr(1.4426950408889634)
 ONE_WARP: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
@@ -51,7 +51,7 @@ def load_rows(sources, queries, rows, turn, place, line, owned, clears, C: gl.co
     batch, head, first, row = place
     see_from, sq = owned
     if not C.TAILS:
-        offsets = first + gl.arange(0, C.QUERIES, layout=ONE_WARP)
+        offsets = first + gl.arange(0, QUERIES, layout=ONE_WARP)
         seeing = offsets < sq
         if C.LENGTHS:
             seeing = seeing & (offsets >= see_from)
@@ -175,7 +175,7 @@ def load_tile(loaded, tile, turn, taken, C: gl.constexpr):
             query = queries_at(step, spans, C)
             place = (batch, head, query, row_q)
             if C.LENGTHS:
-                clears = (query < see_from) | (query + C.QUERIES > sq)
+                clears = (query < see_from) | (query + QUERIES > sq)
             load_rows(sources, queries, rows, turn, place, line, owned, clears, C)
             load_dout(sources, douts, turn, place, clears, C)
             if C.STAYS:

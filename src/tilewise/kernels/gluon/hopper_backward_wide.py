@@ -46,7 +46,6 @@ class Shape(NamedTuple):
     OUT_STAGES: int
     LOWER: bool
     UPPER: bool
-    QUERIES: int = 64
     ORDERED: bool = False
     PACKED: bool = False
 

@@ -12,8 +12,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from tilewise.kernels.gluon.compat import tma_add, tma_store_wait
-from tilewise.kernels.gluon.pipeline import leave, make_barriers, wait_empty, wait_full
+from tilewise.kernels.gluon.compat import tma_add, tma_store, tma_store_wait
+from tilewise.kernels.gluon.pipeline import each_thread, leave, make_barriers, wait_empty, wait_full
 from tilewise.kernels.gluon.tiles import QUERIES, queries_at, query_steps_of, rank_of
 
 # Writers take steps in turn, each with a stage of its own: an addition may last as long as two steps.
@@ -22,11 +22,10 @@ LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
 
 
 @gluon.jit
-def make_stage(sums, C: gl.constexpr):
-    """Allocate what parts of dQ are staged in: for each writer a tile a consumer."""
-    NC: gl.constexpr = C.CONSUMERS
-    tiles = gl.allocate_shared_memory(gl.float32, [WRITERS * NC, C.WIDTH // 8, 256], sums.layout)
-    return tiles, make_barriers(WRITERS, NC), make_barriers(WRITERS, 1)
+def make_stage(sums, MAKERS: gl.constexpr, C: gl.constexpr):
+    """Allocate what parts of dQ are staged in: for each writer a tile of each warpgroup that makes dQ."""
+    tiles = gl.allocate_shared_memory(gl.float32, [WRITERS * MAKERS, C.WIDTH // (4 * MAKERS), 256], sums.layout)
+    return tiles, make_barriers(WRITERS, MAKERS), make_barriers(WRITERS, 1)
 
 
 @gluon.jit
@@ -38,41 +37,85 @@ def by_threads(values):
 
 @gluon.jit
 def add_directly(place, dq):
-    """Consumer: add a part of dQ to its sums, which begin at ``place``, from registers."""
+    """Add a part of dQ to its sums, which begin at ``place``, from registers."""
     flat = by_threads(dq).reshape([64 * dq.shape[1]])
     offsets = gl.arange(0, 64 * dq.shape[1], layout=flat.type.layout)
     gl.atomic_add(place + offsets, flat, sem="relaxed")
 
 
 @gluon.jit
+def stage_part(staged, dq):
+    """Put a part of dQ, in the order of its threads, where the copy engine takes it from."""
+    staged.store(by_threads(dq).reshape(staged.shape))
+    fence_async_shared()
+
+
+@gluon.jit
+def added_to(place, dq):
+    """Return a part of dQ with the sums that begin at ``place`` added. Past L1, where they were added to."""
+    COLUMNS: gl.constexpr = dq.shape[1]
+    LAYOUT: gl.constexpr = by_threads(dq).reshape([64 * COLUMNS]).type.layout
+    offsets = gl.arange(0, 64 * COLUMNS, layout=LAYOUT)
+    sums = gl.load(place + offsets, cache_modifier=".cg").reshape([COLUMNS // 8, 4, 8, 4, 2, 2])
+    rows = sums.permute((1, 4, 2, 0, 3, 5)).reshape([64, COLUMNS])
+    return dq + gl.convert_layout(rows, dq.type.layout)
+
+
+@gluon.jit
+def keep_or_write(dq, dq_desc, sums, sums_ptr, stage, part, place, is_first, is_last, scale, C: gl.constexpr):
+    """Set the sums of a step, add a part of dQ to them, or, when the last part is there, write dq.
+
+    part: the step's number among those of ``sums``; place: of its 64 rows in dq.
+    """
+    staged, rows = stage
+    tma_store_wait(0)
+    if is_last:
+        if not is_first:
+            dq = added_to(sums_ptr + part.to(gl.int64) * (64 * C.WIDTH), dq)
+        rows.reshape([64, C.WIDTH]).store((dq * scale).to(rows.dtype))
+        fence_async_shared()
+        tma_store(dq_desc, place, rows)
+    else:
+        stage_part(staged, dq)
+        if is_first:
+            tma_store(sums, [part * (C.WIDTH // 4), 0], staged)
+        else:
+            tma_add(sums, [part * (C.WIDTH // 4), 0], staged)
+
+
+@gluon.jit
+def await_sums():
+    """Wait until what this warpgroup has set and added has arrived in global memory, for all of its threads."""
+    each_thread("cp.async.bulk.wait_group 0; bar.sync 11, 128; mov.b32 $0, $1;")
+
+
+@gluon.jit
 def hand_over(sums, dq, stage, turn, part, OWN: gl.constexpr, C: gl.constexpr):
-    """Consumer: add a part of dQ to its sums, or stage it for the writer. part: its number among all."""
-    COLUMNS: gl.constexpr = C.WIDTH // 2
+    """Add a part of dQ to its sums, or stage it for the writer. part: its number among all. OWN: whose it is."""
+    COLUMNS: gl.constexpr = dq.shape[1]
+    MAKERS: gl.constexpr = C.WIDTH // COLUMNS
     if C.DIRECT:
         add_directly(sums + part.to(gl.int64) * (64 * COLUMNS), dq)
     elif C.ORDERED:
         tiles, full, empty = stage
         wait_empty(empty, turn, WRITERS)
-        tiles.index(turn % WRITERS * C.CONSUMERS + OWN).store(by_threads(dq).reshape([COLUMNS // 4, 256]))
-        fence_async_shared()
+        stage_part(tiles.index(turn % WRITERS * MAKERS + OWN), dq)
         leave(full, turn, WRITERS)
     else:
         tma_store_wait(0)
-        stage.index(OWN).store(by_threads(dq).reshape([COLUMNS // 4, 256]))
-        fence_async_shared()
+        stage_part(stage.index(OWN), dq)
         tma_add(sums, [part * (COLUMNS // 4), 0], stage.index(OWN))
 
 
 @gluon.jit
-def write_sums(written, OWN: gl.constexpr, C: gl.constexpr):
+def write_sums(written, OWN: gl.constexpr, MAKERS: gl.constexpr, C: gl.constexpr):
     """Writer, one warp: add what the consumers stage in every other step of all heads of the group."""
     sums, counters, stage, tile, band, heads, group = written
     tiles, full, empty = stage
     first, head_k, batch = tile
     spans = query_steps_of(first, band, C)
     all_steps = (band[0] + (QUERIES - 1)) // QUERIES
-    ROWS: gl.constexpr = C.WIDTH // 8
-    NC: gl.constexpr = C.CONSUMERS
+    ROWS: gl.constexpr = C.WIDTH // (4 * MAKERS)
     for turn in range(OWN, group * spans[3], WRITERS):
         member = turn // spans[3]
         place = queries_at(turn - member * spans[3], spans, C) // QUERIES
@@ -80,8 +123,8 @@ def write_sums(written, OWN: gl.constexpr, C: gl.constexpr):
         rank = rank_of(first, place, band, C)
         _wait_for_tiles_before(counters + step, rank)
         wait_full(full, turn, WRITERS)
-        for i in gl.static_range(NC):
-            tma_add(sums, [(step * NC + i) * ROWS, 0], tiles.index(OWN * NC + i))
+        for i in gl.static_range(MAKERS):
+            tma_add(sums, [(step * MAKERS + i) * ROWS, 0], tiles.index(OWN * MAKERS + i))
         _let_next_tile_add(counters + step, rank + 1)
         tma_store_wait(0)
         leave(empty, turn, WRITERS)

@@ -18,13 +18,17 @@ _BLIND = tl.constexpr(-1e30)
 
 
 @triton.jit(do_not_specialize=["rows"])
-def hopper_tails_kernel(lse_ptr, delta_ptr, tails_ptr, sums_ptr, rows, scale, SUMS: tl.constexpr):
-    """Write the tails of 64 queries, and zero SUMS of the sums for dq.
+def hopper_tails_kernel(lse_ptr, delta_ptr, tails_ptr, sums_ptr, rows, scale, SUMS: tl.constexpr,
+                        COUNTED: tl.constexpr):
+    """Write the tails of 64 queries, and zero SUMS of the sums for dq, and where COUNTED a counter behind them all.
 
     Grid: so many that all rows and sums are reached. lse, delta: (rows,), float32; tails: (rows, 16), bfloat16.
     """
     number = tl.program_id(0)
-    tl.store(sums_ptr + number.to(tl.int64) * SUMS + tl.arange(0, SUMS), tl.zeros((SUMS,), tl.float32))
+    if SUMS > 0:
+        tl.store(sums_ptr + number.to(tl.int64) * SUMS + tl.arange(0, SUMS), tl.zeros((SUMS,), tl.float32))
+    if COUNTED:
+        tl.store(sums_ptr + tl.num_programs(0).to(tl.int64) * SUMS + number, 0.0)
     lines = number.to(tl.int64) * 64 + tl.arange(0, 64)
     inside = lines < rows
     lse = tl.load(lse_ptr + lines, mask=inside, other=0.0)

@@ -17,16 +17,13 @@ _NO_DATA = (*NO_LENGTHS, None)  # and dropout's seed
 # What q, dout and the sums for dq of one section of heads may take of L2 (50 MiB on an H200).
 _SECTION_BYTES = 32 * 2**20
 # Where dQ is summed in order a tile of keys is a step or two behind the one before. With heads enough in a section
-# those that start together are few of each head: of 132 multiprocessors' tiles, 8.
+# those that start together are few of each head: of 132 multiprocessors' tiles, 8. Without a bound above all tiles are
+# as long, stay as far apart as they have come, and L2 is worth more (docs/hopper.md).
 _LEAST_ORDERED = 16
 
 
 class HopperBackwardShape(Protocol):
     """What the backward kernel reads of its config (tilewise.tuning.configs)."""
-
-    @property
-    def queries(self) -> int:
-        """Queries a step."""
 
     @property
     def stages(self) -> int:
@@ -53,6 +50,10 @@ class HopperBackwardShape(Protocol):
         """Whether the tensor cores take lse and delta off."""
 
     @property
+    def alone(self) -> bool:
+        """Whether a program goes over all keys of a head, so that nobody else adds to its dQ."""
+
+    @property
     def stays(self) -> bool:
         """Whether a program draws one tile of keys after another."""
 
@@ -64,6 +65,9 @@ class HopperBackwardShape(Protocol):
     def keys(self) -> int:
         """Keys of a program."""
 
+    def narrow(self, problem: AttentionProblem) -> bool:
+        """Whether a third warpgroup makes dQ."""
+
     def columns(self, problem: AttentionProblem) -> tuple[Sizes, Sizes]:
         """Columns of q and k inside the tiles, and of v and dout, in one or two pieces."""
 
@@ -73,10 +77,10 @@ class HopperBackward:
 
     Where lengths are data or pairs are dropped, cu_seqlens_q, cu_seqlens_k, seqlens_q, seqlens_k and the seed follow,
     each a tensor or None.
-    ``dq_strides``: those of dq. ``multiprocessors``: of the device; one program runs on each where programs stay. lse
-    and delta are contiguous, delta as the Triton backend's kernel computes it; dout and the gradients have a last
-    stride of 1 and others that are legal for a descriptor. Queries that see no key, and keys that none sees, are not
-    read: their gradients are left as they are.
+    ``dq_strides``: those of dq. ``multiprocessors``: of the device; one program runs on each at a time. lse and delta
+    are contiguous, delta as the Triton backend's kernel computes it; dout and the gradients have a last stride of 1 and
+    others that are legal for a descriptor. Queries that see no key, and keys that none sees, are not read: their
+    gradients are left as they are.
     """
 
     def __init__(self, problem: AttentionProblem, config: HopperBackwardShape, dq_strides: Sizes,
@@ -93,59 +97,78 @@ class HopperBackward:
         self.config = config
         self.queries, self.keys = problem.seeing_queries, problem.seen_keys
         self.reads_all = len(self.queries) == problem.sq and len(self.keys) == problem.sk
-        dtype = gl.bfloat16 if problem.dtype is torch.bfloat16 else gl.float16
         pieces, sq, step = config.columns(problem), len(self.queries), int(QUERIES)
         width, sequences, lines = sum(pieces[0]), problem.sequences, problem.b * problem.hk
         tiles = sequences.slots(len(self.keys), config.keys)
-        self.packed, self.in_pieces = sequences.packed is not None, len(pieces[0]) > 1
+        self.narrow = config.narrow(problem)
+        self.packed, self.bare = sequences.packed is not None, len(pieces[0]) > 1 or self.narrow
         # Queries, too, count from the first one that is read.
         lower, upper = (0 if bound is None else bound + self.queries.start for bound in bounds_of(problem)[:2])
-        self.grid = (min(tiles * lines, multiprocessors) if config.stays else tiles * lines,)
+        least = _LEAST_ORDERED if config.ordered and problem.mask.right is not None else 1
+        self.grid = (min(lines if config.alone else tiles * lines,
+                         multiprocessors if config.alone or config.stays else tiles * lines),)
         self.scalars = (
-            tiles, problem.hk, problem.b, query_section(problem, width, 4, _LEAST_ORDERED if config.ordered else 1), sq,
-            len(self.keys), lower, upper, problem.group,
-            *scales)
-        # Of q, k, v, dout, dk and dv a form a piece, None for a second piece like the first.
-        self.forms = [[None if i and block == blocks[0] else
-                       (block, gl.NVMMASharedLayout.get_default_for(block, dtype)) for i, block in enumerate(blocks)]
-                      for blocks in ([[1, 1, size, columns] for columns in pieces[of_v]] for size, of_v in (
-                          (config.queries, 0), (64, 0), (64, 1), (config.queries, 1), (64, 0), (64, 1)))]
-        # Of lse, in whose place tails may come, and of delta.
-        block = [1, 1, config.queries, int(TAIL)]
-        form = block, gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
-        self.forms[4:4] = [form] if config.tails else [], []
-        self.places = operator.itemgetter(*[i if form else 8 for i, forms in enumerate(self.forms)
+            tiles, problem.hk, problem.b, query_section(problem, width, 4, least), sq, len(self.keys), lower, upper,
+            problem.group, *scales)
+        self.forms = self._forms(pieces, gl.bfloat16 if problem.dtype is torch.bfloat16 else gl.float16)
+        self.places = operator.itemgetter(*[i if form else len(self.forms) for i, forms in enumerate(self.forms)
                                             for form in forms or [True]])
         columns = min(width // 2, *pieces[0])  # of a part of dQ: what a warpgroup sums, or half of it
         parts = width // columns * sequences.slots(sq, step)
-        steps = problem.b * problem.hq * sequences.slots(sq, step)
+        steps = (self.grid[0] * problem.group if config.alone else problem.b * problem.hq) * sequences.slots(sq, step)
         self.sums_rows = steps * width // 4
+        counted = config.ordered and not config.alone
         # Counters of tiles that have added to a step stand behind the sums: one memory to be zeroed.
-        self.sums_shape = (self.sums_rows + (math.ceil(steps / 256) if config.ordered else 0), 256)
-        self.sums_block = [columns // 4, 256]
+        self.sums_shape = (self.sums_rows + (math.ceil(steps / 256) if counted else 0), 256)
+        # What of this the kernel gets beside the sums' descriptor: the counters, or where it reads the sums these, or
+        # nothing; where programs stay it gets the counter that hands out tiles.
+        self.beside = (self.sums_rows, torch.int32) if counted else (0, torch.float32) if config.alone else None
+        self.sums_block = [(width if self.narrow else columns) // 4, 256]
         self.sums_layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
         self.enqueue = Enqueue(self.kernel, self.grid, self.scalars, OPTIONS)
         self.tails_shape = (problem.b, problem.hq, sq, int(TAIL))
-        self.enqueue_tails = Enqueue(hopper_tails_kernel, (steps,),
-                                     (math.prod(self.tails_shape[:3]), problem.scale, 64 * width), {"num_warps": 4})
+        rows = math.prod(self.tails_shape[:3])
+        cleared = (0, False) if config.alone else (64 * width, counted)
+        self.enqueue_tails = Enqueue(hopper_tails_kernel, (-(-rows // 64) if config.alone else steps,),
+                                     (rows, problem.scale, *cleared), {"num_warps": 4})
         self.enqueue_dq = Enqueue(hopper_dq_kernel, (parts * problem.b * problem.hq,),
                                   (*dq_strides[:3], sq, problem.hq, parts, sequences.packed, _gradient_scale(problem),
                                    problem.d, columns, width // columns), {"num_warps": 4})
 
+    def _forms(self, pieces: tuple[Sizes, Sizes], dtype: Any) -> list[list[Any]]:
+        """Blocks and layouts of what the kernel takes: a form a piece, None for a second piece like the first."""
+        from triton.experimental.gluon import language as gl
+
+        from tilewise.kernels.gluon.hopper_tails import TAIL
+
+        forms = [[None if i and columns == widths[0] else _form([1, 1, 64, columns], dtype)
+                  for i, columns in enumerate(widths)] for widths in (pieces[of_v] for of_v in (0, 0, 1, 1, 0, 1))]
+        of_tails = [_form([1, 1, 64, int(TAIL)], gl.bfloat16)] if self.config.tails else []
+        if not self.narrow:
+            return [*forms[:4], of_tails, [], *forms[4:]]
+        return [*forms[:4], of_tails, *forms[4:], forms[0] if self.config.alone else [None]]
+
+    def taken(self, tensors: tuple[torch.Tensor, ...], lse: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return what the kernel takes of (q, k, v, dout, lse, delta, dq, dk, dv), with lse or the tails given."""
+        q, k, v, dout, _lse, delta, dq, dk, dv = tensors
+        return (q, k, v, dout, lse, dk, dv, dq) if self.narrow else (q, k, v, dout, lse, delta, dk, dv)
+
     def __call__(self, *tensors: Any) -> None:
         """Enqueue the kernels on the current stream of the current device."""
-        q, k, v, dout, lse, delta, dq, dk, dv = self._read(tensors[:9])
+        read = self._read(tensors[:9])
+        dq, dk, dv = read[6:]
         data = tensors[9:] or _NO_DATA
         plain = data is _NO_DATA  # then alignments belong to the problem: of rows of lse and delta, that of the first
-        sums, lse = self._begin(lse, delta)
-        mine = (q, k, v, dout, lse, delta, dk, dv)
+        sums, lse = self._begin(*read[4:6])
+        mine = self.taken(read, lse)
         at_sums = sums.data_ptr()
         counter = counter_of(sums.device) if self.config.stays else None
-        counters = at_sums + self.sums_rows * 1024 if self.config.ordered else address_of(counter)
-        self.enqueue((*self.places((*[tensor.data_ptr() for tensor in mine], None)), at_sums, counters,
+        beside = address_of(counter) if self.beside is None else at_sums + self.beside[0] * 1024
+        self.enqueue((*self.places((*[tensor.data_ptr() for tensor in mine], None)), at_sums, beside,
                       *[address_of(tensor) for tensor in self._plain(dk, dv, data)]),
                      lambda: self.arguments(mine, sums, data, counter), alike=plain)
-        self.enqueue_dq((at_sums, dq.data_ptr(), address_of(data[0])), lambda: (sums, dq, data[0]), alike=plain)
+        if not self.config.alone:
+            self.enqueue_dq((at_sums, dq.data_ptr(), address_of(data[0])), lambda: (sums, dq, data[0]), alike=plain)
 
     def _begin(self, lse: torch.Tensor, delta: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Make the sums for dq, zero, and what the kernel reads of queries in place of lse: their tails, or lse."""
@@ -158,9 +181,9 @@ class HopperBackward:
         return sums, tails
 
     def arguments(self, tensors: tuple[torch.Tensor, ...], sums: torch.Tensor,
-                  data: tuple[torch.Tensor | None, ...] = _NO_DATA, counter: torch.Tensor | None = None
-                  ) -> tuple[Any, ...]:
-        """Return the tensors in order, all but lse (no tails) and delta as descriptors, the sums and their counters.
+                  data: tuple[torch.Tensor | None, ...] = _NO_DATA,
+                  counter: torch.Tensor | None = None) -> tuple[Any, ...]:
+        """Return the tensors in order, all but lse (no tails) and delta as descriptors, the sums and what is beside.
 
         The sums, too, are described, but where dQ is added from registers. dk and dv follow as they are where
         sequences are packed, else None, then the lengths and the seed.
@@ -169,10 +192,10 @@ class HopperBackward:
             tensor, list(tensor.shape), legal_strides(tensor), *form))
         target = sums if self.config.direct else self.describe(sums, [self.sums_rows, 256], list(sums.stride()),
                                                                self.sums_block, self.sums_layout)
-        counters = counter if self.config.stays else None
-        if self.config.ordered:
-            counters = sums[self.sums_rows:].view(torch.int32)
-        return (*described, target, counters, *self._plain(tensors[6], tensors[7], data))
+        beside = counter if self.config.stays else None
+        if self.beside is not None:
+            beside = sums[self.beside[0]:].view(self.beside[1])
+        return (*described, target, beside, *self._plain(tensors[6], tensors[7], data))
 
     def _in_forms(self, tensors: tuple[torch.Tensor, ...], make: Callable[[torch.Tensor, Any], Any]) -> list[Any]:
         """Make an argument of each tensor in each of its forms; lse and delta may have none, and a form may be None."""
@@ -184,13 +207,19 @@ class HopperBackward:
     def _plain(self, dk: torch.Tensor, dv: torch.Tensor,
                data: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
         """What else the kernel takes: dk and dv where sequences are packed, lengths, the seed; none of wide heads."""
-        if self.in_pieces:
+        if self.bare:
             return ()
         return (dk, dv, *data) if self.packed else (None, None, *data)
 
     def _read(self, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """Leave out the rows that are not read."""
         return tensors if self.reads_all else rows_of(tensors, self.queries, self.keys)
+
+
+def _form(block: list[int], dtype: Any) -> tuple[list[int], Any]:
+    from triton.experimental.gluon import language as gl
+
+    return block, gl.NVMMASharedLayout.get_default_for(block, dtype)
 
 
 def _kernel_of(problem: AttentionProblem, config: HopperBackwardShape) -> tuple[Any, tuple[Any, ...]]:
@@ -205,11 +234,18 @@ def _kernel_of(problem: AttentionProblem, config: HopperBackwardShape) -> tuple[
 
         return hopper_backward_pieces_kernel, (problem.scale, scale_log2, ShapeInPieces(
             *columns, config.keys // 64, config.stages, config.out_stages, *bounded))
+    if config.narrow(problem):
+        from tilewise.kernels.gluon.hopper_backward_narrow import Shape as NarrowShape
+        from tilewise.kernels.gluon.hopper_backward_narrow import hopper_backward_narrow_kernel
+
+        return hopper_backward_narrow_kernel, (problem.scale, scale_log2, NarrowShape(
+            columns[0][0], config.stages, config.out_stages, config.ordered, config.alone, 2 if config.alone else 1,
+            *bounded))
     from tilewise.kernels.gluon.hopper_backward import Shape, hopper_backward_kernel
 
     return hopper_backward_kernel, (_gradient_scale(problem), scale_log2, squash, count, *_draws_of(problem), Shape(
-        columns[0][0], config.keys // 64, config.queries, config.stages, config.out_stages, config.ahead,
-        config.direct, config.ordered, config.tails, config.stays, *bounded, count is not None,
+        columns[0][0], config.keys // 64, config.stages, config.out_stages, config.ahead, config.direct,
+        config.ordered, config.tails, config.stays, *bounded, count is not None,
         problem.sequences.packed is not None, is_shifted, problem.scores.dropout_p > 0.0))
 
 

@@ -82,12 +82,17 @@ def take_tile(next_tile, turn, SIZE: gl.constexpr):
 
 
 @gluon.jit
+def each_thread(CODE: gl.constexpr):
+    """Emit code once for each thread of a warpgroup; it ends by setting $0 to $1."""
+    none = gl.full([128], 0, gl.int32, layout=EVERY_THREAD)
+    gl.inline_asm_elementwise(CODE, "=r,r", [none], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def _named_barrier(VERB: gl.constexpr, NUMBER: gl.constexpr, THREADS: gl.constexpr):
-    """Emit bar.sync or bar.arrive of a named barrier, once a thread: Gluon has none, and keeps 0 to 7 for itself."""
-    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    none = gl.full([128], 0, gl.int32, layout=LANES)
-    gl.inline_asm_elementwise(f"bar.{VERB} {NUMBER}, {THREADS}; mov.b32 $0, $1;", "=r,r", [none], dtype=gl.int32,
-                              is_pure=False, pack=1)
+    """Emit bar.sync or bar.arrive of a named barrier: Gluon has none, and keeps 0 to 7 for itself."""
+    CODE: gl.constexpr = f"bar.{VERB} {NUMBER}, {THREADS}; mov.b32 $0, $1;"
+    each_thread(CODE)
 
 
 @gluon.jit

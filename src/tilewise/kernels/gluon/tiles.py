@@ -109,7 +109,7 @@ def hides_first_step(first_key, steps, row, upper, C: gl.constexpr):
 
 @gluon.jit
 def query_steps_of(first, band, C: gl.constexpr):
-    """Return (start, at the head, masked, steps): the queries that see a tile of keys, in steps of C.QUERIES.
+    """Return (start, at the head, masked, steps): the queries that see a tile of keys, in steps of QUERIES.
 
     Steps lie on a grid from query 0 on, since the sums for dq are stored by steps. The first ``at the head`` of them
     and some at the other end need a mask: ``masked`` in all; in a tile that reaches past the last key all do. Queries
@@ -122,15 +122,15 @@ def query_steps_of(first, band, C: gl.constexpr):
     stop = start + sq
     shared_stop = stop
     if C.UPPER:
-        start = gl.maximum(0, first - upper) // C.QUERIES * C.QUERIES
+        start = gl.maximum(0, first - upper) // QUERIES * QUERIES
         shared_start = gl.maximum(0, last - upper)
     if C.LOWER:
         stop = gl.minimum(sq, last - lower + 1)
         shared_stop = gl.minimum(sq, first - lower + 1)
-    steps = gl.maximum(0, stop - start + (C.QUERIES - 1)) // C.QUERIES
-    at_head = gl.minimum(steps, (shared_start - start + (C.QUERIES - 1)) // C.QUERIES)
+    steps = gl.maximum(0, stop - start + (QUERIES - 1)) // QUERIES
+    at_head = gl.minimum(steps, (shared_start - start + (QUERIES - 1)) // QUERIES)
     at_head = gl.where(first + 64 * C.CONSUMERS > sk, steps, at_head)
-    whole = gl.where(shared_stop == sq, steps, gl.maximum(0, shared_stop - start) // C.QUERIES)
+    whole = gl.where(shared_stop == sq, steps, gl.maximum(0, shared_stop - start) // QUERIES)
     tail = steps - gl.maximum(at_head, gl.minimum(steps, whole))
     return start, at_head, at_head + tail, steps
 
@@ -149,7 +149,7 @@ def queries_at(step, spans, C: gl.constexpr):
     else:
         place = gl.where(step < masked, steps - 1 - (step - at_head), step - (masked - at_head))
         place = gl.where(step < at_head, step, place)
-    return start + place * C.QUERIES
+    return start + place * QUERIES
 
 
 @gluon.jit
@@ -176,8 +176,18 @@ def rank_of(first, step, band, C: gl.constexpr):
     _sq, _sk, lower, _upper = band
     rank = first // (64 * C.CONSUMERS)
     if C.LOWER:
-        rank -= gl.maximum(0, step * C.QUERIES + lower) // (64 * C.CONSUMERS)
+        rank -= gl.maximum(0, step * QUERIES + lower) // (64 * C.CONSUMERS)
     return rank
+
+
+@gluon.jit
+def is_last_of(first, query, band, C: gl.constexpr):
+    """Whether no tile of keys behind that from ``first`` on sees the step of queries from ``query`` on."""
+    sq, sk, _lower, upper = band
+    stop = sk
+    if C.UPPER:
+        stop = gl.minimum(sk, gl.minimum(query + QUERIES, sq) + upper)
+    return first + 64 * C.CONSUMERS >= stop
 
 
 @gluon.jit
@@ -186,6 +196,6 @@ def masked_queries_of(key, spans, band, C: gl.constexpr):
     start, _, masked, steps = spans
     if C.UPPER and not C.LOWER:
         _sq, sk, _lower, upper = band
-        own = gl.minimum(steps, gl.maximum(0, key + 63 - upper - start + (C.QUERIES - 1)) // C.QUERIES)
+        own = gl.minimum(steps, gl.maximum(0, key + 63 - upper - start + (QUERIES - 1)) // QUERIES)
         masked = gl.where(key + 64 > sk, steps, own)
     return masked

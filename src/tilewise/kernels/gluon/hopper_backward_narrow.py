@@ -1,0 +1,316 @@
+"""Backward on Hopper at head dims up to 64: two warpgroups own keys, as in hopper_backward.py, and a third makes dQ.
+
+With 64 columns a thread has registers to spare, and the third warpgroup takes dQ and its additions out of the chain
+that a step is. What is left of it is turned by half a step: when a turn begins, a warpgroup has P and dP of its last
+queries. It makes dS of them, and asks for four products that follow one another without a pause: dV and dK of these
+queries, S and dP of the next. Below dK and dP it computes the next P. The two warpgroups do not wait for each other,
+but for slots. lse and delta come as tails (hopper_tails.py).
+
+With C.ALONE a program goes over all keys of a head, and nobody else adds to this head's dQ: its sums stay with the
+program, in L2, the first tile that sees a step sets them, and the last writes dq. Else a program has one tile.
+"""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from tilewise.kernels.gluon.backward_products import issue_dq, issue_pairs
+from tilewise.kernels.gluon.compat import tma_load, tma_store_wait
+from tilewise.kernels.gluon.hopper_backward import hide, write
+from tilewise.kernels.gluon.hopper_backward_load import load_dout, load_rows
+from tilewise.kernels.gluon.hopper_dq_sums import await_sums, hand_over, keep_or_write, make_stage, write_sums
+from tilewise.kernels.gluon.hopper_tails import TAIL, make_picks
+from tilewise.kernels.gluon.pipeline import leave, make_barriers, meet, wait_empty, wait_full
+from tilewise.kernels.gluon.tiles import (
+    QUERIES,
+    is_last_of,
+    key_tile_at,
+    phases_of,
+    queries_at,
+    query_steps_of,
+    rank_of,
+)
+
+ZERO: gl.constexpr = gl.constexpr(0)
+ONE: gl.constexpr = gl.constexpr(1)
+PAIRS: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+
+
+class Shape(NamedTuple):
+    """What is fixed when the kernel is compiled: HopperBackwardConfig's fields, and what of the mask there is.
+
+    KEY_SLOTS: tiles of keys in flight. The last ones are what hopper_backward.py's functions ask for, the same always.
+    """
+
+    WIDTH: int
+    STAGES: int
+    OUT_STAGES: int
+    ORDERED: bool
+    ALONE: bool
+    KEY_SLOTS: int
+    LOWER: bool
+    UPPER: bool
+    CONSUMERS: int = 2
+    TAILS: bool = True
+    DIRECT: bool = False
+    LENGTHS: bool = False
+    PACKED: bool = False
+
+
+@gluon.jit
+def pass_turn_on(begun, dk, dv, turn, first_query, key, own, memory, band, scale_log2, ENDS: gl.constexpr,
+                 BEGINS: gl.constexpr, MASKED: gl.constexpr, OWN: gl.constexpr, C: gl.constexpr):
+    """End the queries of the turn before (ENDS), of which ``begun`` holds P, P as a left operand, and dP; begin others.
+
+    A tile's first turn ends none, and the one behind its last queries begins none (BEGINS). own: the slot of the
+    warpgroup's keys, of which ``key`` is the first.
+    """
+    keys, queries, douts, rows, dscores = memory
+    k_tiles, v_tiles, _keys_full, _keys_empty = keys
+    q_tiles, q_full, q_empty = queries
+    dout_tiles, dout_full, dout_empty = douts
+    dscores_tiles, dscores_full, dscores_empty = dscores
+    probs, left_probs, slopes = begun
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
+    DTYPE: gl.constexpr = k_tiles.dtype
+    last = turn - 1
+    if BEGINS:
+        wait_full(q_full, turn, C.STAGES)
+        wait_full(dout_full, turn, C.OUT_STAGES)
+    if ENDS:
+        gradients = (probs * slopes).to(DTYPE)
+        dscores_tiles.index(2 * OWN + (last & 1)).store(gradients)
+        fence_async_shared()
+        leave(dscores_full, last, 2)
+        dout = dout_tiles.index(last % C.OUT_STAGES).reshape([QUERIES, C.WIDTH])
+        dv_pending = warpgroup_mma(left_probs, dout, dv, is_async=True)
+    if BEGINS:
+        k = k_tiles.index(own).reshape([64, C.WIDTH])
+        scores_pending = issue_pairs(k, q_tiles, rows, turn, turn % C.STAGES, 0, C)
+    if ENDS:
+        q = q_tiles.index(last % C.STAGES).reshape([QUERIES, C.WIDTH])
+        dk_pending = warpgroup_mma(gl.convert_layout(gradients, LEFT), q, dk, is_async=True)
+    if BEGINS:
+        v = v_tiles.index(own).reshape([64, C.WIDTH])
+        slopes_pending = issue_pairs(v, dout_tiles, rows, turn, turn % C.OUT_STAGES, 1, C)
+        # Of the products behind S two are dP's: it begins with one of tails.
+        scores = warpgroup_mma_wait(3 if ENDS else 2, deps=(scores_pending,))
+        probs = gl.exp2(scores * scale_log2)
+        if MASKED:
+            probs = hide(probs, first_query, key, band, C)
+        left_probs = gl.convert_layout(probs.to(DTYPE), LEFT)
+        wait_empty(dscores_empty, turn, 2)
+    if ENDS and BEGINS:
+        dk, dv, slopes = warpgroup_mma_wait(0, deps=(dk_pending, dv_pending, slopes_pending))
+    elif ENDS:
+        dk, dv = warpgroup_mma_wait(0, deps=(dk_pending, dv_pending))
+    else:
+        slopes = warpgroup_mma_wait(0, deps=(slopes_pending,))
+    if ENDS:
+        leave(dout_empty, last, C.OUT_STAGES)
+        leave(q_empty, last, C.STAGES)
+    return (probs, left_probs, slopes), dk, dv
+
+
+@gluon.jit
+def pass_steps(begin, end, begun, dk, dv, turn, key, own, memory, spans, band, scale_log2, MASKED: gl.constexpr,
+               OWN: gl.constexpr, C: gl.constexpr):
+    """Begin steps ``begin`` to ``end`` of one query head, and end those before them."""
+    unmasked = spans[0] + (spans[1] - spans[2]) * QUERIES
+    for step in range(begin, end):
+        if MASKED or C.ORDERED:
+            first_query = queries_at(step, spans, C)
+        else:  # behind those at the head
+            first_query = unmasked + step * QUERIES
+        begun, dk, dv = pass_turn_on(begun, dk, dv, turn, first_query, key, own, memory, band, scale_log2, True,
+                                     True, MASKED, OWN, C)
+        turn += 1
+    return begun, dk, dv, turn
+
+
+@gluon.jit
+def tiles_of_program(order, C: gl.constexpr):
+    """Return how many tiles of keys a program works on: one, or with C.ALONE all of each of its heads."""
+    tiles, heads, batches, _section = order
+    number = gl.program_id(0) * 0 + 1
+    if C.ALONE:
+        number = ((heads * batches - 1 - gl.program_id(0)) // gl.num_programs(0) + 1) * tiles
+    return number
+
+
+@gluon.jit
+def tile_of_program(number, order, C: gl.constexpr):
+    """Return (first key, head of k, batch) of one of a program's tiles."""
+    tiles, heads, _batches, _section = order
+    if C.ALONE:
+        line = gl.program_id(0) + number // tiles * gl.num_programs(0)
+        tile = (number % tiles * (64 * C.CONSUMERS), line % heads, line // heads)
+    else:
+        tile = key_tile_at(gl.program_id(0), order, C)
+    return tile
+
+
+@gluon.jit
+def load(loaded, C: gl.constexpr):
+    """Producer, one warp: keys and values of each tile, and behind them the queries of every head of the group."""
+    sources, keys, queries, douts, rows, order, band, group = loaded
+    _q_desc, k_desc, v_desc, _dout_desc, _tails_desc, _delta_ptr, _share = sources
+    k_tiles, v_tiles, keys_full, keys_empty = keys
+    NC: gl.constexpr = C.CONSUMERS
+    turn = 0
+    for number in range(tiles_of_program(order, C)):
+        first, head_k, batch = tile_of_program(number, order, C)
+        spans = query_steps_of(first, band, C)
+        wait_empty(keys_empty, number, C.KEY_SLOTS)
+        slot = number % C.KEY_SLOTS
+        mbarrier.expect(keys_full.index(slot), NC * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
+        for i in gl.static_range(NC):
+            own = slot * NC + i
+            tma_load(k_desc, [batch, head_k, first + i * 64, 0], keys_full.index(slot), k_tiles.index(own))
+            tma_load(v_desc, [batch, head_k, first + i * 64, 0], keys_full.index(slot), v_tiles.index(own))
+        for member in range(group):
+            for step in range(spans[3]):
+                place = (batch, head_k * group + member, queries_at(step, spans, C), 0)
+                load_rows(sources, queries, rows, turn, place, 0, (0, 0), False, C)
+                load_dout(sources, douts, turn, place, False, C)
+                turn += 1
+
+
+@gluon.jit
+def gather(gathered, OWN: gl.constexpr, C: gl.constexpr):
+    """Consumer, one warpgroup: dK and dV of 64 keys of a tile, and dS of every step for the one that makes dQ."""
+    targets, memory, order, band, group, scales = gathered
+    scale, scale_log2 = scales
+    dk_desc, dv_desc = targets
+    k_tiles, v_tiles, keys_full, keys_empty = memory[0]
+    SUM_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.WIDTH, 16])
+    FIRST: gl.constexpr = 1 if C.ORDERED and not C.LOWER else 0
+    STOP: gl.constexpr = 3 if C.ORDERED else 2
+    turn = 0
+    for number in range(tiles_of_program(order, C)):
+        first, head_k, batch = tile_of_program(number, order, C)
+        dk = gl.full([64, C.WIDTH], 0.0, gl.float32, layout=SUM_LAYOUT)
+        dv = gl.full([64, C.WIDTH], 0.0, gl.float32, layout=SUM_LAYOUT)
+        pairs = gl.full([64, QUERIES], 0.0, gl.float32, layout=PAIRS)
+        begun = (pairs, gl.convert_layout(pairs.to(k_tiles.dtype), gl.DotOperandLayout(0, SUM_LAYOUT, 2)), pairs)
+        spans = query_steps_of(first, band, C)
+        key = first + OWN * 64
+        ends = phases_of(key, spans, band, C)
+        own = number % C.KEY_SLOTS * C.CONSUMERS + OWN
+        wait_full(keys_full, number, C.KEY_SLOTS)
+        # Somebody sees these keys: there is a step.
+        begun, dk, dv = pass_turn_on(begun, dk, dv, turn, queries_at(0, spans, C), key, own, memory, band, scale_log2,
+                                     False, True, True, OWN, C)
+        if number > 0:
+            tma_store_wait(0)  # dK and dV of the tile before have been read where its keys and values were
+            leave(keys_empty, number - 1, C.KEY_SLOTS)
+        turn += 1
+        for member in range(group):
+            for phase in gl.static_range(FIRST, STOP):
+                begin = gl.where(member == 0, gl.maximum(ends[phase], 1), ends[phase])
+                begun, dk, dv, turn = pass_steps(begin, ends[phase + 1], begun, dk, dv, turn, key, own, memory, spans,
+                                                 band, scale_log2, phase != 1, OWN, C)
+        begun, dk, dv = pass_turn_on(begun, dk, dv, turn, 0, key, own, memory, band, scale_log2, True, False, False,
+                                     OWN, C)
+        place = (batch, head_k, key, 0)
+        write(dv_desc, None, v_tiles.index(own), dv, place, 64, C)
+        meet(C.CONSUMERS + 1)  # dQ has read these keys
+        write(dk_desc, None, k_tiles.index(own), dk * scale, place, 64, C)
+    tma_store_wait(0)
+
+
+@gluon.jit
+def make_dq(made, C: gl.constexpr):
+    """Third warpgroup: dQ of every step, added to its sums or handed to warps that do it in order; or all of dq."""
+    dq_desc, sums, sums_ptr, keys, dscores, stage, order, band, group, scale = made
+    k_tiles, _v_tiles, keys_full, _keys_empty = keys
+    dscores_tiles, full, empty = dscores
+    all_steps = (band[0] + (QUERIES - 1)) // QUERIES
+    turn = 0
+    for number in range(tiles_of_program(order, C)):
+        first, head_k, batch = tile_of_program(number, order, C)
+        spans = query_steps_of(first, band, C)
+        wait_full(keys_full, number, C.KEY_SLOTS)
+        if C.ALONE:
+            await_sums()  # of the tiles before
+        for member in range(group):
+            head = head_k * group + member
+            if C.ALONE:
+                line = gl.program_id(0) * group + member
+            else:
+                line = batch * order[1] * group + head
+            for step in range(spans[3]):
+                query = queries_at(step, spans, C)
+                part = line * all_steps + query // QUERIES
+                wait_full(full, turn, 2)
+                dq_pending = issue_dq(k_tiles, dscores_tiles, turn & 1, number % C.KEY_SLOTS * C.CONSUMERS, 0, 1, C)
+                dq = warpgroup_mma_wait(0, deps=(dq_pending,))
+                leave(empty, turn, 2)
+                if C.ALONE:
+                    keep_or_write(dq, dq_desc, sums, sums_ptr, stage, part, [batch, head, query, 0],
+                                  rank_of(first, query // QUERIES, band, C) == 0, is_last_of(first, query, band, C),
+                                  scale, C)
+                else:
+                    hand_over(sums, dq, stage, turn, part, 0, C)
+                turn += 1
+        meet(C.CONSUMERS + 1)
+    tma_store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["tiles", "heads", "batches", "section", "sq", "sk", "lower", "upper", "group"])
+def hopper_backward_narrow_kernel(q_desc, k_desc, v_desc, dout_desc, tails_desc, dk_desc, dv_desc, dq_desc,
+                                  sums, beside, tiles, heads, batches, section, sq, sk, lower, upper, group, scale,
+                                  scale_log2, C: gl.constexpr):
+    """Compute dk and dv, and add to the sums for dq, which must be zero at first; or, ALONE, compute dq.
+
+    Grid: (tiles · heads of k · batches,), with C.ALONE any number up to heads of k · batches. sums: (·, 256), a
+    descriptor; with C.ALONE room for a group's steps for each program, and dq_desc is not None. beside: where C.ORDERED
+    a counter for each step of a query head, zero at first, but with C.ALONE the sums, as they lie in memory.
+    """
+    DTYPE: gl.constexpr = q_desc.dtype
+    NC: gl.constexpr = C.CONSUMERS
+    KEYS: gl.constexpr = C.KEY_SLOTS * NC
+    k_tiles = gl.allocate_shared_memory(DTYPE, [KEYS, 1, 1, 64, C.WIDTH], k_desc.layout)
+    v_tiles = gl.allocate_shared_memory(DTYPE, [KEYS, 1, 1, 64, C.WIDTH], v_desc.layout)
+    q_tiles = gl.allocate_shared_memory(DTYPE, [C.STAGES, 1, 1, QUERIES, C.WIDTH], q_desc.layout)
+    dout_tiles = gl.allocate_shared_memory(DTYPE, [C.OUT_STAGES, 1, 1, QUERIES, C.WIDTH], dout_desc.layout)
+    TURNED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, QUERIES], DTYPE)
+    dscores_tiles = gl.allocate_shared_memory(DTYPE, [2 * NC, 64, QUERIES], TURNED)
+    rows = make_picks(), gl.allocate_shared_memory(gl.bfloat16, [C.STAGES, 1, 1, QUERIES, TAIL], tails_desc.layout)
+    keys = (k_tiles, v_tiles, make_barriers(C.KEY_SLOTS, 1), make_barriers(C.KEY_SLOTS, NC))
+    queries = (q_tiles, make_barriers(C.STAGES, 1), make_barriers(C.STAGES, NC))
+    douts = (dout_tiles, make_barriers(C.OUT_STAGES, 1), make_barriers(C.OUT_STAGES, NC))
+    dscores = (dscores_tiles, make_barriers(2, NC), make_barriers(2, 1))
+    ADDED: gl.constexpr = C.ORDERED and not C.ALONE
+    stage = dscores
+    if ADDED:
+        stage = make_stage(sums, 1, C)
+    elif C.ALONE:
+        stage = (gl.allocate_shared_memory(gl.float32, [C.WIDTH // 4, 256], sums.layout),
+                 gl.allocate_shared_memory(DTYPE, [1, 1, 64, C.WIDTH], dq_desc.layout))
+    else:
+        stage = gl.allocate_shared_memory(gl.float32, [1, C.WIDTH // 4, 256], sums.layout)
+    fence_async_shared()
+    band = (sq, sk, lower, upper)
+    order = (tiles, heads, batches, section)
+    sources = (q_desc, k_desc, v_desc, dout_desc, tails_desc, None, None)
+    memory = (keys, queries, douts, rows, dscores)
+    gathered = ((dk_desc, dv_desc), memory, order, band, group, (scale, scale_log2))
+    made = (dq_desc, sums, beside, keys, dscores, stage, order, band, group, scale)
+    loaded = (sources, keys, queries, douts, rows, order, band, group)
+    if ADDED:
+        tile = key_tile_at(gl.program_id(0), order, C)
+        written = (sums, beside, stage, tile, band, heads, group)
+        gl.warp_specialize([(gather, (gathered, ZERO, C)), (gather, (gathered, ONE, C)), (make_dq, (made, C)),
+                            (load, (loaded, C)), (write_sums, (written, ZERO, ONE, C)),
+                            (write_sums, (written, ONE, ONE, C))], [4, 4, 1, 1, 1], [208, 72, 24, 24, 24])
+    else:
+        gl.warp_specialize([(gather, (gathered, ZERO, C)), (gather, (gathered, ONE, C)), (make_dq, (made, C)),
+                            (load, (loaded, C))], [4, 4, 1], [200, 88, 24] if C.ALONE else [208, 72, 24])

@@ -1,0 +1,64 @@
+"""The Hopper backward kernel of heads up to 64: its source on the CPU, added to, in order, and a head a program."""
+
+import math
+import random
+
+import pytest
+import torch
+
+from kernels.backward_calls import MASKS, call_of, compare, expected, gathered, tails_like
+from tilewise.tuning.configs import HopperBackwardConfig
+
+narrow, backward, loading, products, sums_of, tails_of, launch_backward, pipeline, tiles = (
+    pytest.importorskip(f"tilewise.kernels.gluon.{name}", reason="Triton is not installed") for name in (
+        "hopper_backward_narrow", "hopper_backward", "hopper_backward_load", "backward_products", "hopper_dq_sums",
+        "hopper_tails", "launch_backward", "pipeline", "tiles"))
+gluon_on_cpu = pytest.importorskip("kernels.gluon_on_cpu")
+Descriptor, Pointer, run = gluon_on_cpu.Descriptor, gluon_on_cpu.Pointer, gluon_on_cpu.run
+
+MODULES = (narrow, backward, loading, products, sums_of, tails_of, pipeline, tiles)
+CONSTANTS = {(module, "QUERIES"): 64 for module in MODULES if hasattr(module, "QUERIES")} | {
+    (module, "TAIL"): 16 for module in (narrow, backward, tails_of)} | {
+    (narrow, "ZERO"): 0, (narrow, "ONE"): 1, (sums_of, "WRITERS"): 2}
+ADDED, ORDERED, ALONE = (HopperBackwardConfig(4, 4, tails=True, ordered=ordered, alone=alone)
+                         for ordered, alone in ((False, False), (True, False), (True, True)))
+
+
+def differentiate(mask, config, d, multiprocessors=3):
+    """Return (problem, tensors, (dq before it is scaled, dk, dv))."""
+    random.seed(0)
+    problem, tensors = call_of(*mask, (d, d))
+    launch = launch_backward.HopperBackward(problem, config, problem.q_strides, multiprocessors)
+    q, k, v, dout, lse, delta = tensors
+    dq, dk, dv = (torch.full_like(tensor, float("nan")) for tensor in (q, k, v))
+    sums = torch.full((math.prod(launch.sums_shape),), float("nan") if config.alone else 0.0)
+    described = launch._in_forms((q, k, v, dout, tails_like(lse, delta), dk, dv, dq), lambda tensor, form: Descriptor(
+        tensor, form[0]))
+    beside = Pointer(sums) if config.alone else Pointer(
+        sums[launch.sums_rows * 256:].view(torch.int32)) if config.ordered else None
+    rows = sums[:launch.sums_rows * 256].view(-1, 256)
+    run(launch.kernel, MODULES, launch.grid[0], (*described, Descriptor(rows, launch.sums_block), beside,
+                                                 *launch.scalars), CONSTANTS)
+    if config.alone:
+        dq = dq.float() / problem.scale
+    else:
+        parts = gathered(rows.flatten(), 32, (problem.b, problem.hq), None)
+        dq = parts.unflatten(2, (-1, 2, 64)).transpose(3, 4).flatten(4).flatten(2, 3)[:, :, :q.shape[2], :d]
+    return problem, tensors, (dq, dk, dv)
+
+
+@pytest.mark.parametrize("d", [64, 40])
+@pytest.mark.parametrize("config", [ADDED, ORDERED, ALONE], ids=["added", "ordered", "alone"])
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_the_source_computes_the_gradients_on_the_cpu(mask, config, d):
+    problem, tensors, gradients = differentiate(mask, config, d)
+    compare(gradients, expected(problem, tensors))
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_a_program_that_has_a_head_alone_makes_the_bits_of_sums_in_order(mask):
+    """A call may take either way, as its batch has it, with deterministic=True."""
+    problem, _, (dq, *of_keys) = differentiate(mask, ALONE, 64)
+    _, _, (sums, *of_keys_in_order) = differentiate(mask, ORDERED, 64)
+    assert torch.equal((dq * problem.scale).half(), (sums * problem.scale).half())
+    assert all(map(torch.equal, of_keys, of_keys_in_order))
