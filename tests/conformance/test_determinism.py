@@ -94,6 +94,21 @@ def test_neighbours_do_not_change_a_bit(backend, case, kind, device, main_dtype)
         assert not differing, f"sequence {number} of {composition!r}: {differing}"
 
 
+@pytest.mark.parametrize(("mask", "group"), [(Mask(), 1), (causal("bottom_right"), 2), (window(100, 20, "top_left"), 1)],
+                         ids=str)
+def test_an_entry_among_many_has_the_bits_that_it_has_alone(backend, mask, group, device, main_dtype):
+    """On Hopper, where heads are as many as multiprocessors, a program has all keys of one, and sums its dQ itself."""
+    b, heads, length = (2, 2, 70) if device.type == "cpu" else (4, 33, 500)
+    many = Case("many", b=b, hq=heads * group, hk=heads, sq=length, sk=length + 30, d=64, dv=64, mask=mask)
+    inputs, own = (make_inputs(case, main_dtype, device) for case in (many, replace(many, b=1)))
+    for place, values in zip(own[:5], inputs[:5], strict=True):
+        place.copy_(values[-1:])
+    of_all, alone = (forward_and_backward(backend, case, tensors, "out_and_lse", deterministic=True)
+                     for case, tensors in ((many, inputs), (replace(many, b=1), own)))
+    assert [name for name, one, other in zip(Results._fields[:5], of_all, alone, strict=False)
+            if not torch.equal(one[-1:], other)] == []
+
+
 @pytest.mark.gpu
 def test_calls_racing_on_two_streams_do_not_disturb_one_another(backend, device, main_dtype):
     case = Case("racing", b=2, hq=8, hk=4, sq=1023, sk=1023, d=64, dv=64, mask=case_named("mha_causal").mask)
