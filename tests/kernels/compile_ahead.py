@@ -210,7 +210,8 @@ def prepare_hopper(request):
             arguments = launch.arguments((*taken, *((q,) if request["part"] == "dq" else (k, v))))
         else:
             read = torch.empty(launch.tails_shape, dtype=torch.bfloat16) if config.tails else rows
-            arguments = launch.arguments(launch.taken((*taken, q, k, v), read), torch.empty(launch.sums_shape), data)
+            arguments = launch.arguments(launch.taken((*taken, q, k, v), read), torch.empty(launch.sums_shape), data,
+                                         torch.empty(1, dtype=torch.int32))
     facts = {"limit": spec.shared_memory, "planned": config.shared_bytes(problem),
              "held": launch.scalars[-1].HELD if request["kernel"] == "hopper_forward" else 0}
     return prepared("sm_90", launch, arguments, OPTIONS, facts, report_of_hopper)

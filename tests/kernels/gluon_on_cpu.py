@@ -76,6 +76,9 @@ class Shared:
     def permute(self, order):
         return Shared(self.values.permute(order))
 
+    def reinterpret(self, dtype, shape):
+        return Shared(self.values.view(dtype).view(shape))
+
     def slice(self, start, length, dim):
         return Shared(self.values.narrow(dim, start, length))
 
@@ -320,6 +323,7 @@ def run(kernel, modules, grid, arguments, constants):
             fakes = {
                 "gl": language(program, grid), "tma_load": _copy, "tma_store": _copy_out,
                 "tma_add": _add_out, "tma_store_wait": _wait_for_copies_out, "fence_async_shared": lambda: None,
+                "reinterpret": lambda tiles, dtype, shape, layout: tiles.reinterpret(dtype, shape),
                 "await_sums": lambda: _wait_for_copies_out(0), "_wait_for_tiles_before": _check_turn,
                 "_let_next_tile_add": _end_turn,
                 "plain_layout": lambda *_: None, "meet": _meeting(),

@@ -24,7 +24,7 @@ BACKWARD_CONFIGS = {64: ({"ahead": True, "direct": True}, {"ahead": True, "order
 # And of calls that nothing but a band changes, with tails: the heuristic's first.
 NARROW = {"stages": 4, "out_stages": 4}
 TAILS_CONFIGS = {64: (NARROW, NARROW | {"ordered": True}, NARROW | {"ordered": True, "alone": True}),
-                 128: ({}, {"direct": True})}
+                 128: ({"stays": True}, {}, {"direct": True})}
 REGISTER_FILE = 65536
 # Bytes of stack a thread, ceilings. At d 64 three warpgroups have 160 registers a thread: of plain calls 3.6.0
 # spills 24 bytes at most, 3.9.0 spills 40 (full), 72 (causal) and 112 (window).

@@ -298,7 +298,7 @@ def test_the_hopper_forward_passes_the_addresses_of_its_descriptors(monkeypatch,
     q, out = (torch.zeros(2, 4, 200, 64, dtype=torch.bfloat16) for _ in range(2))
     k, v = torch.zeros(2, 900, 2, 2, 64, dtype=torch.bfloat16).transpose(1, 3).unbind(2)
     lse, counter = torch.zeros(2, 4, 200), torch.zeros(1, dtype=torch.int32)
-    monkeypatch.setattr(launching, "_counter", lambda device: counter)
+    monkeypatch.setattr(launching, "counter_of", lambda device: counter)
     problem = AttentionProblem.from_tensors(q, k, v, mask=mask)
     bound, seen = launching.HopperForward(problem, HopperForwardConfig(128, 2), multiprocessors=132), []
     bound.enqueue = lambda addresses, arguments, alike: seen.append((addresses, arguments()))
@@ -325,13 +325,13 @@ def stream(monkeypatch):
 
 def test_launches_of_a_stream_share_a_counter_and_a_captured_one_has_its_own(stream):
     device = torch.device("cpu")
-    shared = launching._counter(device)
-    assert launching._counter(device) is shared
+    shared = launching.counter_of(device)
+    assert launching.counter_of(device) is shared
     stream.number = 8
-    other = launching._counter(device)
+    other = launching.counter_of(device)
     assert other is not shared
     stream.number, stream.captures = 7, True
-    counters = [shared, other, *(launching._counter(device) for _ in range(3))]
+    counters = [shared, other, *(launching.counter_of(device) for _ in range(3))]
     assert len({counter.data_ptr() for counter in counters}) == 5
     assert all(counter.data_ptr() % 16 == 0 for counter in counters), "one kernel for all"
     assert [(counter.dtype, counter.tolist()) for counter in counters] == [(torch.int32, [0])] * 5
@@ -342,15 +342,15 @@ def test_a_captured_counter_is_cleared_in_its_graph_only_where_none_is_left_that
     monkeypatch.setattr(torch, "zeros", lambda *sizes, **options: made.append(sizes) or zeros(*sizes, **options))
     monkeypatch.setattr(launching, "_SPARES", 2)
     stream.captures = True
-    assert launching._counter(device).tolist() == [0]
+    assert launching.counter_of(device).tolist() == [0]
     assert made == [(1,)], "nothing was launched before"
     stream.captures = False
-    launching._counter(device)
+    launching.counter_of(device)
     assert made[1:] == [(2, 4), (1,)]
     stream.captures = True
-    addresses = {launching._counter(device).data_ptr() for _ in range(2)}
+    addresses = {launching.counter_of(device).data_ptr() for _ in range(2)}
     assert (len(addresses), made[3:]) == (2, [])
-    assert launching._counter(device).data_ptr() not in addresses
+    assert launching.counter_of(device).data_ptr() not in addresses
     assert made[3:] == [(1,)]
 
 

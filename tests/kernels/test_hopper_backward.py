@@ -9,34 +9,42 @@ import torch
 from kernels.backward_calls import MASKS, call_of, compare, expected, gathered, tails_like
 from tilewise.tuning.configs import HopperBackwardConfig
 
-backward, products, sums_of, tails_of, launch_backward, lengths, pipeline, softmax, tiles = (
+backward, loading, products, sums_of, tails_of, launch_backward, lengths, pipeline, softmax, tiles = (
     pytest.importorskip(f"tilewise.kernels.gluon.{name}", reason="Triton is not installed") for name in (
-        "hopper_backward", "backward_products", "hopper_dq_sums", "hopper_tails", "launch_backward", "lengths",
-        "pipeline", "softmax", "tiles"))
+        "hopper_backward", "hopper_backward_load", "backward_products", "hopper_dq_sums", "hopper_tails",
+        "launch_backward", "lengths", "pipeline", "softmax", "tiles"))
 gluon_on_cpu = pytest.importorskip("kernels.gluon_on_cpu")
 Descriptor, Pointer, run = gluon_on_cpu.Descriptor, gluon_on_cpu.Pointer, gluon_on_cpu.run
 
-MODULES = (backward, products, sums_of, tails_of, lengths, pipeline, softmax, tiles)
+MODULES = (backward, loading, products, sums_of, tails_of, lengths, pipeline, softmax, tiles)
 CONSTANTS = {(module, "QUERIES"): 64 for module in MODULES if hasattr(module, "QUERIES")} | {
-    (module, "LOG2E"): math.log2(math.e) for module in (backward, softmax)} | {
+    (module, "LOG2E"): math.log2(math.e) for module in (loading, softmax)} | {
     (module, "TAIL"): 16 for module in (backward, tails_of)} | {
+    (module, "END"): -1 for module in (backward, loading, pipeline)} | {
     (module, "settle"): lambda values, turn: (values, turn) for module in (backward, pipeline)}
-AHEAD, TAILS = (HopperBackwardConfig(direct=True, **settings) for settings in ({"ahead": True}, {"tails": True}))
+AHEAD, TAILS, STAGED, STAYS = (HopperBackwardConfig(**settings) for settings in (
+    {"ahead": True, "direct": True}, {"direct": True, "tails": True}, {"tails": True}, {"tails": True, "stays": True}))
 
 
-@pytest.mark.parametrize(("config", "d"), [(AHEAD, 64), (AHEAD, 40), (TAILS, 128)], ids=str)
+@pytest.mark.parametrize(("config", "d"), [(AHEAD, 64), (AHEAD, 40), (TAILS, 128), (STAGED, 128), (STAYS, 128),
+                                           (STAYS, 80)], ids=str)
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_the_source_computes_the_gradients_on_the_cpu(mask, config, d):
     random.seed(0)
     problem, tensors = call_of(*mask, (d, d))
-    launch = launch_backward.HopperBackward(problem, config, problem.q_strides, 132)
+    launch = launch_backward.HopperBackward(problem, config, problem.q_strides, 3)
+    assert not config.stays or launch.grid[0] <= 3
     q, k, v, dout, lse, delta = tensors
     dk, dv = torch.full_like(k, float("nan")), torch.full_like(v, float("nan"))
     sums = torch.zeros(math.prod(launch.sums_shape))
     read = tails_like(lse, delta) if config.tails else lse
     described = launch._in_forms((q, k, v, dout, read, delta, dk, dv), lambda tensor, form: (
         Pointer(tensor.flatten()) if form is None else Descriptor(tensor, form[0])))
-    run(launch.kernel, MODULES, launch.grid[0], (*described, Pointer(sums), *[None] * 8, *launch.scalars), CONSTANTS)
+    target = Pointer(sums) if config.direct else Descriptor(sums.view(-1, 256), launch.sums_block)
+    counter = torch.zeros(1, dtype=torch.int32)
+    counters = Pointer(counter) if config.stays else None
+    run(launch.kernel, MODULES, launch.grid[0], (*described, target, counters, *[None] * 7, *launch.scalars), CONSTANTS)
+    assert not counter.any(), "the next launch draws from it"
     columns = sum(config.columns(problem)[0]) // 2
     parts = gathered(sums, columns, (problem.b, problem.hq), None)
     dq = parts.unflatten(2, (-1, 2, 64)).transpose(3, 4).flatten(4).flatten(2, 3)[:, :, :q.shape[2], :d]

@@ -9,14 +9,14 @@ import torch
 from kernels.backward_calls import MASKS, call_of, compare, expected, gathered, tails_like
 from tilewise.tuning.configs import HopperBackwardConfig
 
-narrow, backward, products, sums_of, tails_of, launch_backward, pipeline, tiles = (
+narrow, backward, loading, products, sums_of, tails_of, launch_backward, pipeline, tiles = (
     pytest.importorskip(f"tilewise.kernels.gluon.{name}", reason="Triton is not installed") for name in (
-        "hopper_backward_narrow", "hopper_backward", "backward_products", "hopper_dq_sums", "hopper_tails",
-        "launch_backward", "pipeline", "tiles"))
+        "hopper_backward_narrow", "hopper_backward", "hopper_backward_load", "backward_products", "hopper_dq_sums",
+        "hopper_tails", "launch_backward", "pipeline", "tiles"))
 gluon_on_cpu = pytest.importorskip("kernels.gluon_on_cpu")
 Descriptor, Pointer, run = gluon_on_cpu.Descriptor, gluon_on_cpu.Pointer, gluon_on_cpu.run
 
-MODULES = (narrow, backward, products, sums_of, tails_of, pipeline, tiles)
+MODULES = (narrow, backward, loading, products, sums_of, tails_of, pipeline, tiles)
 CONSTANTS = {(module, "QUERIES"): 64 for module in MODULES if hasattr(module, "QUERIES")} | {
     (module, "TAIL"): 16 for module in (narrow, backward, tails_of)} | {
     (narrow, "ZERO"): 0, (narrow, "ONE"): 1, (sums_of, "WRITERS"): 2}

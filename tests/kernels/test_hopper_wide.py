@@ -13,17 +13,17 @@ from tilewise.masks import window
 from tilewise.tuning.configs import HopperBackwardConfig
 
 pieces = pytest.importorskip("tilewise.kernels.gluon.hopper_backward_pieces", reason="Triton is not installed")
-backward, wide, dq_wide, sums_of, launch_backward, launch_backward_wide, pipeline, softmax, tiles = (
+backward, loading, wide, dq_wide, sums_of, launch_backward, launch_backward_wide, pipeline, softmax, tiles = (
     pytest.importorskip(f"tilewise.kernels.gluon.{name}") for name in (
-        "hopper_backward", "hopper_backward_wide", "hopper_dq_wide", "hopper_dq_sums", "launch_backward",
-        "launch_backward_wide", "pipeline", "softmax", "tiles"))
+        "hopper_backward", "hopper_backward_load", "hopper_backward_wide", "hopper_dq_wide", "hopper_dq_sums",
+        "launch_backward", "launch_backward_wide", "pipeline", "softmax", "tiles"))
 gluon_on_cpu = pytest.importorskip("kernels.gluon_on_cpu")
 Descriptor, Pointer, run = gluon_on_cpu.Descriptor, gluon_on_cpu.Pointer, gluon_on_cpu.run
 
 WIDE = HopperBackwardConfig(wide=True)
-MODULES = (backward, wide, dq_wide, pieces, sums_of, pipeline, softmax, tiles)
+MODULES = (backward, loading, wide, dq_wide, pieces, sums_of, pipeline, softmax, tiles)
 CONSTANTS = {(module, "QUERIES"): 64 for module in MODULES if hasattr(module, "QUERIES")} | {
-    (module, "LOG2E"): math.log2(math.e) for module in (backward, softmax)} | {
+    (module, "LOG2E"): math.log2(math.e) for module in (loading, softmax)} | {
     (wide, "hold"): lambda tile: tile.load(None), (wide, "as_operand"): lambda held, *_: held, (dq_wide, "K_STAGES"): 2,
     (pieces, "times"): lambda probs, slopes, dtype: (probs.float() * slopes).to(dtype)}
 

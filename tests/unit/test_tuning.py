@@ -70,6 +70,11 @@ def test_illegal_tile_cannot_be_constructed(kind, tile, name):
     ({"tails": True, "wide": True}, "tails=True with wide=True; tails are for head dims up to 128."),
     ({"alone": True, "ordered": True}, "alone=True with tails=False, ordered=True; allowed is both."),
     ({"alone": True, "tails": True}, "alone=True with tails=True, ordered=False; allowed is both."),
+    ({"stays": True}, "stays=True with ahead=False, direct=False, tails=False; allowed is tails=True alone."),
+    ({"stays": True, "tails": True, "direct": True},
+     "stays=True with ahead=False, direct=True, tails=True; allowed is tails=True alone."),
+    ({"stays": True, "tails": True, "ahead": True},
+     "stays=True with ahead=True, direct=False, tails=True; allowed is tails=True alone."),
 ])
 def test_illegal_steps_of_the_hopper_backward_cannot_be_constructed(settings, message):
     with pytest.raises(InvalidInput, match=message):

@@ -215,6 +215,8 @@ class HopperBackwardConfig:
             to 64 a third warpgroup makes dQ there.
         alone: whether a program goes over all keys of a head there, keeps its dQ in L2 and writes it. Every bit is as
             with ``ordered``, which it comes with.
+        stays: whether a program draws one tile of keys after another, and loads the next one's keys and values while
+            dK and dV of the last are written, by way of what dS and dQ are staged in.
     """
 
     stages: int = 2
@@ -225,6 +227,7 @@ class HopperBackwardConfig:
     wide: bool = False
     tails: bool = False
     alone: bool = False
+    stays: bool = False
 
     def __post_init__(self) -> None:
         for name, allowed in (("stages", (2, 4)), ("out_stages", (1, 2, 4))):
@@ -239,6 +242,9 @@ class HopperBackwardConfig:
             raise InvalidInput("tails=True with wide=True; tails are for head dims up to 128.")
         if self.alone and not (self.tails and self.ordered):
             raise InvalidInput(f"alone=True with tails={self.tails}, ordered={self.ordered}; allowed is both.")
+        if self.stays and (self.ahead or self.direct or not self.tails):
+            raise InvalidInput(f"stays=True with ahead={self.ahead}, direct={self.direct}, tails={self.tails}; allowed "
+                               "is tails=True alone.")
 
     @property
     def keys(self) -> int:
@@ -261,6 +267,8 @@ class HopperBackwardConfig:
             raise InvalidInput(f"tails=True for {problem}; allowed are head dims up to 128, a scale of 2^-40 or "
                                "more, and no softcap, dropout or lengths that are data.")
         narrow = self.narrow(problem)
+        if narrow and self.stays:
+            raise InvalidInput(f"stays=True for {problem}; allowed are head dims from 65 to 128.")
         if narrow and (self.ahead or self.direct):
             raise InvalidInput(f"tails=True with ahead={self.ahead}, direct={self.direct} at head dims {problem.d} and "
                                f"{problem.dv}; allowed is neither up to 64.")

@@ -191,7 +191,8 @@ def hopper_forward_config(problem: AttentionProblem, multiprocessors: int = MULT
 def hopper_backward_config(problem: AttentionProblem) -> HopperBackwardConfig:
     """Choose the steps of the Gluon backward kernel, timed on an H200 at lengths 512 to 16384 (Triton 3.6).
 
-    Tails gain 5 to 7 % at a width of 128. At 64 a third warpgroup comes with them, which gains 1 to 8 % more than
+    Tails gain 5 to 7 % at a width of 128, and programs that stay 6 to 8 % more at a length of 512, 3 to 5 % at 1024,
+    and between -0.5 and 2 % from 4096 on. At 64 a third warpgroup comes with tails, which gains 1 to 8 % more than
     tails with steps of 128 queries did, and takes four tiles each of q and dout. Without tails registers hold the next
     step's scores there (+0 to 7 %), and dQ goes to its sums from registers (+7 to 16 %). Wider heads leave no choice:
     where registers hold all columns of dK and dV of 64 keys each warpgroup has keys of its own (at 192 and 128 1.2 to
@@ -206,7 +207,9 @@ def hopper_backward_config(problem: AttentionProblem) -> HopperBackwardConfig:
         return HopperBackwardConfig(4, 4, tails=True, ordered=alone or problem.deterministic, alone=alone)
     if problem.deterministic:
         return HopperBackwardConfig(ahead=narrow, ordered=True)
-    return HopperBackwardConfig(ahead=narrow, direct=narrow, tails=tails_fit(problem) and not narrow)
+    if tails_fit(problem) and not narrow:
+        return HopperBackwardConfig(tails=True, stays=True)
+    return HopperBackwardConfig(ahead=narrow, direct=narrow)
 
 
 def fills_alone(problem: AttentionProblem) -> bool:

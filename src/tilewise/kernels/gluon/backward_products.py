@@ -30,7 +30,7 @@ def issue_dq(k_tiles, dscores_tiles, half, first, OWN: gl.constexpr, MAKERS: gl.
     dq = gl.full([64, COLUMNS], 0.0, gl.float32, layout=LAYOUT)
     NC: gl.constexpr = C.CONSUMERS
     for i in gl.static_range(NC):
-        dscores = dscores_tiles.index(half * C.CONSUMERS + i)
+        dscores = dscores_tiles.index(2 * i + half)
         k = k_tiles.index(first + i).reshape([64, C.WIDTH]).slice(OWN * COLUMNS, COLUMNS, 1)
         dq = warpgroup_mma(dscores.permute((1, 0)), k, dq, use_acc=i > 0, is_async=True)
     return dq

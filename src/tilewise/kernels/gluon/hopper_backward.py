@@ -8,6 +8,9 @@ hold it; hopper_dq.py brings it into dq's. The query heads of a group pass one a
 
 With C.AHEAD, S of the next step is computed while this step's dQ and dK are: a step then begins with its softmax.
 
+With C.STAYS a program draws one tile of keys after another. The next one's values, keys and first queries come while
+the last step is computed and dK and dV are written, by way of what dS and the parts of dQ are staged in.
+
 Where lengths are data, rows of other sequences come into the tiles. Their probabilities are 0 and enter products, and
 0 · NaN is NaN: the loading warp zeroes them, before it says that the tile is there.
 """
@@ -25,33 +28,39 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from tilewise.kernels.gluon import dropout
 from tilewise.kernels.gluon.backward_products import issue_dq, issue_pairs
-from tilewise.kernels.gluon.compat import tma_load, tma_store, tma_store_wait
+from tilewise.kernels.gluon.compat import reinterpret, tma_store, tma_store_wait
+from tilewise.kernels.gluon.hopper_backward_load import load
 from tilewise.kernels.gluon.hopper_dq_sums import hand_over, make_stage, write_sums
 from tilewise.kernels.gluon.hopper_tails import TAIL, make_picks
 from tilewise.kernels.gluon.lengths import (
-    clear_rows,
     key_rows_of,
     key_tile_of,
     locate_keys,
-    owned_of,
     parts_of,
     recall,
     sequence_at,
     store_some,
     tell,
 )
-from tilewise.kernels.gluon.pipeline import leave, make_barriers, meet, opaque, settle, wait_empty, wait_full
+from tilewise.kernels.gluon.pipeline import (
+    END,
+    leave,
+    make_barriers,
+    meet,
+    opaque,
+    settle,
+    take_tile,
+    wait_full,
+)
 from tilewise.kernels.gluon.softmax import cap
 from tilewise.kernels.gluon.tiles import QUERIES, key_tile_at, phases_of, queries_at, query_steps_of
-
-LOG2E = gl.constexpr(1.4426950408889634)
-ONE_WARP: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
 
 
 class Shape(NamedTuple):
     """What is fixed when the kernel is compiled: HopperBackwardConfig's fields, and what of the mask there is.
 
-    LENGTHS, PACKED, SHIFTED: as in the forward kernel. DROPS: whether there is dropout.
+    STAYS: of calls with tails whose dQ is staged. LENGTHS,
+    PACKED, SHIFTED: as in the forward kernel. DROPS: whether there is dropout.
     """
 
     WIDTH: int
@@ -62,161 +71,13 @@ class Shape(NamedTuple):
     DIRECT: bool
     ORDERED: bool
     TAILS: bool
+    STAYS: bool
     LOWER: bool
     UPPER: bool
     LENGTHS: bool
     PACKED: bool
     SHIFTED: bool
     DROPS: bool
-
-
-@gluon.jit
-def fetch_rows(lse_ptr, delta_ptr, line, offsets, seeing):
-    """Producer: read lse and delta of a step's queries; of those that see nothing -inf and 0."""
-    lse = gl.load(lse_ptr + line + offsets, mask=seeing, other=float("-inf"))
-    delta = gl.load(delta_ptr + line + offsets, mask=seeing, other=0.0)
-    return lse, delta
-
-
-@gluon.jit
-def in_base_2(lse):
-    """Turn lse to base 2, and to +inf where there is no query or it sees nothing: the probabilities are 0 there."""
-    return gl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
-
-
-@gluon.jit
-def put_rows(rows, slot, lse, delta):
-    """Producer: put lse and delta into a slot."""
-    rows.index(2 * slot).store(in_base_2(lse))
-    rows.index(2 * slot + 1).store(delta)
-
-
-@gluon.jit
-def load_rows(sources, queries, rows, turn, place, line, owned, clears, C: gl.constexpr):
-    """Producer: load Q of one turn, and lse and delta of the same queries, or with C.TAILS their tails.
-
-    owned: the first query that sees a key and the end of them. clears: whether the tile is to be cleared before it is
-    full; it arrives at the ring's spare barrier then.
-    """
-    q_desc, _k_desc, _v_desc, _dout_desc, lse_ptr, delta_ptr, share = sources
-    q_tiles, full, empty = queries
-    batch, head, first, row = place
-    see_from, sq = owned
-    if not C.TAILS:
-        offsets = first + gl.arange(0, QUERIES, layout=ONE_WARP)
-        seeing = offsets < sq
-        if C.LENGTHS:
-            seeing = seeing & (offsets >= see_from)
-        lse, delta = fetch_rows(lse_ptr, delta_ptr, line, offsets, seeing)
-        if C.DROPS:
-            delta *= share
-    wait_empty(empty, turn, C.STAGES)
-    slot = turn % C.STAGES
-    arrival = slot
-    if C.LENGTHS:
-        arrival = gl.where(clears, C.STAGES, slot)
-    place = [batch, head, row + first, 0]
-    if C.TAILS:
-        mbarrier.expect(full.index(arrival), q_desc.block_type.nbytes + lse_ptr.block_type.nbytes)
-        tma_load(q_desc, place, full.index(arrival), q_tiles.index(slot))
-        tma_load(lse_ptr, place, full.index(arrival), rows[1].index(slot))
-    else:
-        mbarrier.expect(full.index(arrival), q_desc.block_type.nbytes)
-        tma_load(q_desc, place, full.index(arrival), q_tiles.index(slot))
-        put_rows(rows, slot, lse, delta)
-        mbarrier.arrive(full.index(arrival), count=1)
-
-
-@gluon.jit
-def load_dout(sources, douts, turn, place, clears, C: gl.constexpr):
-    """Producer: load dO of one turn."""
-    _q_desc, _k_desc, _v_desc, dout_desc, _lse_ptr, _delta_ptr, _share = sources
-    dout_tiles, full, empty = douts
-    batch, head, first, row = place
-    wait_empty(empty, turn, C.OUT_STAGES)
-    slot = turn % C.OUT_STAGES
-    arrival = slot
-    if C.LENGTHS:
-        arrival = gl.where(clears, C.OUT_STAGES, slot)
-    mbarrier.expect(full.index(arrival), dout_desc.block_type.nbytes)
-    tma_load(dout_desc, [batch, head, row + first, 0], full.index(arrival), dout_tiles.index(slot))
-
-
-@gluon.jit
-def clear_step(queries, douts, turn, cleared, begin, stop, C: gl.constexpr):
-    """Producer: zero what of Q and dO of a turn sees no key, then say that both are full. cleared: how often before."""
-    q_tiles, q_full, _q_empty = queries
-    dout_tiles, dout_full, _dout_empty = douts
-    mbarrier.wait(q_full.index(C.STAGES), cleared & 1)
-    mbarrier.wait(dout_full.index(C.OUT_STAGES), cleared & 1)
-    clear_rows(q_tiles, turn % C.STAGES, begin, stop, C.WIDTH)
-    clear_rows(dout_tiles, turn % C.OUT_STAGES, begin, stop, C.WIDTH)
-    fence_async_shared()
-    mbarrier.arrive(q_full.index(turn % C.STAGES), count=2)
-    mbarrier.arrive(dout_full.index(turn % C.OUT_STAGES), count=1)
-
-
-@gluon.jit
-def load_keys(sources, keys, place, owned, C: gl.constexpr):
-    """Producer: load K and V of each consumer; owned: the first key that is seen and the end of them."""
-    _q_desc, k_desc, v_desc, _dout_desc, _lse_ptr, _delta_ptr, _share = sources
-    k_tiles, v_tiles, full = keys
-    batch, head_k, first, row = place
-    NC: gl.constexpr = C.CONSUMERS
-    for i in gl.static_range(NC):
-        key = first + i * 64
-        arrival = i
-        if C.LENGTHS:
-            clears = (owned[0] > key) | (owned[1] < key + 64)
-            arrival = gl.where(clears, NC + i, i)
-        mbarrier.expect(full.index(arrival), k_desc.block_type.nbytes + v_desc.block_type.nbytes)
-        tma_load(k_desc, [batch, head_k, row + key, 0], full.index(arrival), k_tiles.index(i))
-        tma_load(v_desc, [batch, head_k, row + key, 0], full.index(arrival), v_tiles.index(i))
-        if C.LENGTHS:
-            if clears:
-                mbarrier.wait(full.index(NC + i), 0)
-                begin = gl.minimum(owned[0] - key, 64)
-                stop = gl.maximum(owned[1] - key, 0)
-                clear_rows(k_tiles, i, begin, stop, C.WIDTH)
-                clear_rows(v_tiles, i, begin, stop, C.WIDTH)
-                fence_async_shared()
-                mbarrier.arrive(full.index(i), count=1)
-
-
-@gluon.jit
-def load(loaded, C: gl.constexpr):
-    """Producer, one warp: the keys and values once, then the queries of every head of the group."""
-    sources, keys, queries, douts, rows, tile, spot, band, heads, group = loaded
-    total = band[0]
-    tile, band = key_tile_of(spot, tile, band, 1, C)
-    first, head_k, batch = tile
-    spans = query_steps_of(first, band, C)
-    first_rows, owned, seen = owned_of(spot, band, C)
-    row_q, row_k = first_rows
-    see_from, sq = owned
-    load_keys(sources, keys, (batch, head_k, first, row_k), seen, C)
-    turn = 0
-    cleared = 0
-    clears = False
-    for member in range(group):
-        head = head_k * group + member
-        line = (batch * heads * group + head).to(gl.int64) * total + row_q
-        for step in range(spans[3]):
-            query = queries_at(step, spans, C)
-            place = (batch, head, query, row_q)
-            if C.LENGTHS:
-                clears = (query < see_from) | (query + QUERIES > sq)
-            load_rows(sources, queries, rows, turn, place, line, owned, clears, C)
-            load_dout(sources, douts, turn, place, clears, C)
-            if C.LENGTHS:
-                if clears:
-                    clear_step(queries, douts, turn, cleared, see_from - query, sq - query, C)
-                    cleared += 1
-            turn += 1
-    if C.AHEAD:
-        if turn > 0:  # the last step, too, computes a next S
-            load_rows(sources, queries, rows, turn, (batch, head_k * group, band[0], row_q), batch.to(gl.int64) * 0,
-                      owned, False, C)
 
 
 @gluon.jit
@@ -238,11 +99,12 @@ def hide(probs, first_query, first_key, band, C: gl.constexpr):
 
 @gluon.jit
 def sum_steps(begin, end, turn, scores, dk, dv, tiles, queries, douts, rows, sums, stage, spans, band, first_part,
-              key, scaling, drawn, member, OWN: gl.constexpr, MASKED: gl.constexpr, C: gl.constexpr):
+              key, scaling, drawn, member, leaving, OWN: gl.constexpr, MASKED: gl.constexpr, C: gl.constexpr):
     """Steps ``begin`` to ``end`` of one query head: add to dk and dv, and to dQ in memory.
 
     drawn: the seed's halves, the number of the group's first head, of which this is number ``member``, the threshold in
-    the upper half of a word, and the positions of the first query and key that are read.
+    the upper half of a word, and the positions of the first query and key that are read. leaving: with C.STAYS what
+    gives the keys back, and the values, and the turn of the tile's last step.
     """
     k_tiles, v_tiles, dscores_tiles = tiles
     q_tiles, q_full, q_empty = queries
@@ -254,13 +116,16 @@ def sum_steps(begin, end, turn, scores, dk, dv, tiles, queries, douts, rows, sum
     DTYPE: gl.constexpr = k_tiles.dtype
     NC: gl.constexpr = C.CONSUMERS
     BEGUN: gl.constexpr = 1 if C.TAILS else 0  # products of S and dP beside those with K and V
-    k = k_tiles.index(OWN).reshape([64, C.WIDTH])
-    v = v_tiles.index(OWN).reshape([64, C.WIDTH])
     unmasked = spans[0] + (spans[1] - spans[2]) * QUERIES
     if C.LENGTHS:
         turn = opaque(turn)
     for step in range(begin, end):
         slot = turn % C.STAGES
+        own = turn * 0 + OWN
+        if C.STAYS:  # else what all operands' places are made of stands in registers from tile to tile, and spills
+            own = opaque(own)
+        k = k_tiles.index(own).reshape([64, C.WIDTH])
+        v = v_tiles.index(own).reshape([64, C.WIDTH])
         if MASKED or C.ORDERED:
             first_query = queries_at(step, spans, C)
         else:  # behind those at the head
@@ -299,6 +164,10 @@ def sum_steps(begin, end, turn, scores, dk, dv, tiles, queries, douts, rows, sum
         if C.TAILS and not C.AHEAD:  # above the wait, beside dP
             probs, turn = settle(probs, turn)
         dprobs = warpgroup_mma_wait(0, deps=(dprobs_pending,))
+        if C.STAYS:
+            k_empty, v_empty, last = leaving
+            if turn == last:
+                mbarrier.arrive(v_empty.index(OWN), count=1)
         if C.DROPS:
             dscores = dropout.score_gradient(probs, dprobs, delta[None, :]).to(DTYPE)
         elif C.TAILS:
@@ -306,7 +175,7 @@ def sum_steps(begin, end, turn, scores, dk, dv, tiles, queries, douts, rows, sum
         else:
             dscores = (probs * (dprobs - delta[None, :])).to(DTYPE)
         half = turn & 1
-        dscores_tiles.index(half * C.CONSUMERS + OWN).store(dscores)
+        dscores_tiles.index(2 * OWN + half).store(dscores)
         dv_pending = warpgroup_mma(left_probs, dout, dv, is_async=True)
         fence_async_shared()
         meet(C.CONSUMERS)
@@ -323,6 +192,9 @@ def sum_steps(begin, end, turn, scores, dk, dv, tiles, queries, douts, rows, sum
             dv = warpgroup_mma_wait(NC + 1, deps=(dv_pending,))
             leave(dout_empty, turn, C.OUT_STAGES)
             dq = warpgroup_mma_wait(1, deps=(dq_pending,))
+            if C.STAYS:
+                if turn == last:
+                    mbarrier.arrive(k_empty.index(0), count=1)
         hand_over(sums, dq, stage, turn, first_part + first_query // 32, OWN, C)
         if C.AHEAD:
             dk, scores = warpgroup_mma_wait(0, deps=(dk_pending, scores_pending))
@@ -352,13 +224,18 @@ def write(desc, ptr, staged, gradient, place, left, C: gl.constexpr):
 
 
 @gluon.jit
-def gather(gathered, OWN: gl.constexpr, C: gl.constexpr):
-    """Consumer, one warpgroup: dK and dV of 64 keys, and its part of dQ of every step."""
-    (targets, sums, keys, queries, douts, rows, dscores_tiles, stage, tile, spot, band, heads, group, count,
+def gather_tile(gathered, tile, turn, taken, OWN: gl.constexpr, C: gl.constexpr):
+    """Consumer: dK and dV of 64 keys of a tile, and its part of dQ of every step. Returns the turn behind them.
+
+    taken: tiles before.
+    """
+    (targets, sums, keys, queries, douts, rows, dscores_tiles, stage, _tile, spot, band, heads, group, count,
      scales, draws) = gathered
     scale, scale_log2, squash = scales
     dk_desc, dv_desc, dk_ptr, dv_ptr = targets
-    k_tiles, v_tiles, keys_full = keys
+    k_tiles = keys[0]
+    v_tiles = keys[1]
+    keys_full = keys[2]
     q_tiles, q_full, _q_empty = queries
     total = band[0]
     tile, band = key_tile_of(spot, tile, band, 4, C)
@@ -376,8 +253,7 @@ def gather(gathered, OWN: gl.constexpr, C: gl.constexpr):
     parts, own_part = parts_of(spot, total, count, OWN, C)
     NC: gl.constexpr = C.CONSUMERS
     for i in gl.static_range(NC):
-        mbarrier.wait(keys_full.index(i), 0)
-    turn = 0
+        mbarrier.wait(keys_full.index(i), taken & 1)
     if C.AHEAD:
         if spans[3] > 0:
             wait_full(q_full, turn, C.STAGES)
@@ -390,20 +266,47 @@ def gather(gathered, OWN: gl.constexpr, C: gl.constexpr):
         first_row = sequence_at(spot, batch, C) * heads * group + head_k * group
         seed = (recall(seed, 0, 4), recall(seed, 1, 4))
         drawn = (seed, first_row, threshold.to(gl.uint32) << 16, origin_q, origin_k)
+    leaving = ()
+    if C.STAYS:
+        leaving = (keys[3], keys[4], turn + group * spans[3] - 1)
     for member in range(group):
         first_part = (batch * heads * group + head_k * group + member) * parts + own_part
         for phase in gl.static_range(FIRST, STOP):
             turn, scores, dk, dv = sum_steps(
                 ends[phase], ends[phase + 1], turn, scores, dk, dv, tiles, queries, douts, rows, sums, stage, spans,
-                band, first_part, key, (scale_log2, squash), drawn, member, OWN, phase != 1, C)
+                band, first_part, key, (scale_log2, squash), drawn, member, leaving, OWN, phase != 1, C)
     row, left = key_rows_of(spot, key, C)
     place = (batch, head_k, row, 0)
     if C.DROPS:
         dv = dv * gain
-    write(dv_desc, dv_ptr, v_tiles.index(OWN), dv, place, left, C)
-    meet(C.CONSUMERS)  # the other's dQ has read these keys
-    write(dk_desc, dk_ptr, k_tiles.index(OWN), dk * scale, place, left, C)
+    if C.STAYS:
+        tma_store_wait(0)  # the last part of dQ has been read
+        room_k = reinterpret(dscores_tiles, dk_desc.dtype, [NC, 1, 1, 64, C.WIDTH], dk_desc.layout).index(OWN)
+        room_v = reinterpret(stage, dv_desc.dtype, [NC, 1, 1, 64, C.WIDTH], dv_desc.layout).index(OWN)
+    else:
+        room_k = k_tiles.index(OWN)
+        room_v = v_tiles.index(OWN)
+    write(dv_desc, dv_ptr, room_v, dv, place, left, C)
+    meet(C.CONSUMERS)  # the other's dQ has read these keys, and dS
+    write(dk_desc, dk_ptr, room_k, dk * scale, place, left, C)
     tma_store_wait(0)
+    return turn
+
+
+@gluon.jit
+def gather(gathered, OWN: gl.constexpr, C: gl.constexpr):
+    """Consumer, one warpgroup: its keys of one tile, or with C.STAYS of every tile that the loading warp hands out."""
+    turn = 0
+    taken = 0
+    if C.STAYS:
+        next_tile = gathered[8][0]
+        tile = take_tile(next_tile, taken, 3)
+        while tile[0] != END:
+            turn = gather_tile(gathered, tile, turn, taken, OWN, C)
+            taken += 1
+            tile = take_tile(next_tile, taken, 3)
+    else:
+        gather_tile(gathered, gathered[8], turn, taken, OWN, C)
 
 
 @gluon.jit(do_not_specialize=["tiles", "heads", "batches", "section", "sq", "sk", "lower", "upper", "group",
@@ -414,8 +317,9 @@ def hopper_backward_kernel(q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr
                            count, threshold, share, gain, origin_q, origin_k, C: gl.constexpr):
     """Compute dk and dv, and add to the sums for dq, which must be zero at first.
 
-    Grid: (tiles · heads of k · batches,). sums: (·, 256), a descriptor, or a pointer where C.DIRECT. counters: where
-    C.ORDERED one for each step of a query head, zero at first. lse_ptr: with C.TAILS the tails, a descriptor.
+    Grid: (tiles · heads of k · batches,), with C.STAYS so many programs or fewer. sums: (·, 256), a descriptor, or a
+    pointer where C.DIRECT. counters: where C.ORDERED one for each step of a query head, zero at first; with C.STAYS the
+    one that tiles are drawn by, zero, and left so. lse_ptr: with C.TAILS the tails, a descriptor.
     dk_ptr, dv_ptr, cu_q, cu_k: of packed sequences, else None; seqlens: or None; count: sequences whose lengths are
     data, or None. scale_log2, squash: as in softmax.cap. seed_ptr, and from threshold on: where C.DROPS, else None; the
     first of 2^16 draws that keeps a pair, what delta (share) and dv (gain) are multiplied by, and the positions of the
@@ -440,14 +344,20 @@ def hopper_backward_kernel(q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr
     elif not C.DIRECT:
         stage = gl.allocate_shared_memory(gl.float32, [NC, C.WIDTH // 8, 256], sums.layout)
     SPARE: gl.constexpr = 1 if C.LENGTHS else 0  # where tiles arrive that are cleared before they are full
-    keys = (k_tiles, v_tiles, make_barriers(NC + SPARE * NC, 1))
     queries = (q_tiles, make_barriers(C.STAGES + SPARE, 1 if C.TAILS else 2), make_barriers(C.STAGES, NC))
     douts = (dout_tiles, make_barriers(C.OUT_STAGES + SPARE, 1), make_barriers(C.OUT_STAGES, NC))
+    order = (tiles, heads, batches, section)
+    if C.STAYS:
+        keys = (k_tiles, v_tiles, make_barriers(NC, 2), make_barriers(1, NC), make_barriers(NC, 1))
+        numbers = gl.allocate_shared_memory(gl.int32, [2 * 3, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        tile = ((numbers, make_barriers(2, 1), make_barriers(2, NC)), counters, order)
+    else:
+        keys = (k_tiles, v_tiles, make_barriers(NC + SPARE * NC, 1))
+        tile = key_tile_at(gl.program_id(0), order, C)
     fence_async_shared()
     sources = (q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr, share)
     targets = (dk_desc, dv_desc, dk_ptr, dv_ptr)
     band = (sq, sk, lower, upper)
-    tile = key_tile_at(gl.program_id(0), (tiles, heads, batches, section), C)
     spot = ()
     if C.LENGTHS:
         spot = tell(locate_keys(tile, band, (cu_q, cu_k, seqlens_q, seqlens_k, count), C))

@@ -23,7 +23,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from tilewise.kernels.gluon.backward_products import issue_dq, issue_pairs
 from tilewise.kernels.gluon.compat import tma_load, tma_store_wait
-from tilewise.kernels.gluon.hopper_backward import hide, load_dout, load_rows, write
+from tilewise.kernels.gluon.hopper_backward import hide, write
+from tilewise.kernels.gluon.hopper_backward_load import load_dout, load_rows
 from tilewise.kernels.gluon.hopper_dq_sums import await_sums, hand_over, keep_or_write, make_stage, write_sums
 from tilewise.kernels.gluon.hopper_tails import TAIL, make_picks
 from tilewise.kernels.gluon.pipeline import leave, make_barriers, meet, wait_empty, wait_full
@@ -85,7 +86,7 @@ def pass_turn_on(begun, dk, dv, turn, first_query, key, own, memory, band, scale
         wait_full(dout_full, turn, C.OUT_STAGES)
     if ENDS:
         gradients = (probs * slopes).to(DTYPE)
-        dscores_tiles.index((last & 1) * C.CONSUMERS + OWN).store(gradients)
+        dscores_tiles.index(2 * OWN + (last & 1)).store(gradients)
         fence_async_shared()
         leave(dscores_full, last, 2)
         dout = dout_tiles.index(last % C.OUT_STAGES).reshape([QUERIES, C.WIDTH])

@@ -22,7 +22,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tilewise.kernels.gluon.compat import tma_load, tma_store_wait
-from tilewise.kernels.gluon.hopper_backward import ONE_WARP, fetch_rows, hide, put_rows, write
+from tilewise.kernels.gluon.hopper_backward import hide, write
+from tilewise.kernels.gluon.hopper_backward_load import ONE_WARP, fetch_rows, put_rows
 from tilewise.kernels.gluon.pipeline import leave, make_barriers, opaque, slots_for, wait_empty, wait_full
 from tilewise.kernels.gluon.softmax import as_operand
 from tilewise.kernels.gluon.tiles import QUERIES, key_tile_at, phases_of, queries_at, query_steps_of

@@ -20,7 +20,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tilewise.kernels.gluon.compat import tma_store_wait
-from tilewise.kernels.gluon.hopper_backward import fetch_rows, in_base_2, write
+from tilewise.kernels.gluon.hopper_backward import write
+from tilewise.kernels.gluon.hopper_backward_load import fetch_rows, in_base_2
 from tilewise.kernels.gluon.hopper_backward_wide import PAIRS, columns_of, issue_pairs, load_pieces, pair_of
 from tilewise.kernels.gluon.pipeline import leave, make_barriers, opaque, slots_for, wait_empty, wait_full
 from tilewise.kernels.gluon.softmax import hide

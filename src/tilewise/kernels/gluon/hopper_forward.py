@@ -23,6 +23,8 @@ from tilewise.kernels.gluon.compat import tma_load, tma_store_wait
 from tilewise.kernels.gluon.cuts import locate_part, numbers_of, own_steps_of
 from tilewise.kernels.gluon.lengths import band_of, clear, rows_of, tile_size
 from tilewise.kernels.gluon.pipeline import (
+    END,
+    draw,
     hand_out,
     leave,
     make_barriers,
@@ -50,8 +52,6 @@ from tilewise.kernels.gluon.softmax import (
     sum_of,
 )
 from tilewise.kernels.gluon.tiles import hides_first_step, keys_at, masked_of
-
-END = gl.constexpr(-1)  # in place of a first query: no more tiles
 
 
 class Shape(NamedTuple):
@@ -124,15 +124,6 @@ def load_pair(sources, pairs, turn, place_k, place_v, C: gl.constexpr):
     mbarrier.expect(full.index(slot), bytes_of(C.KEYS, C.D) + bytes_of(C.KEYS, C.DV))
     load_rows(k_descs, place_k, full.index(slot), k_tiles, slot)
     load_rows(v_descs, place_v, full.index(slot), v_tiles, slot)
-
-
-@gluon.jit
-def draw(counter, total):
-    """Producer: take the next tile's number."""
-    drawn = gl.atomic_add(counter, 1, sem="relaxed")
-    if drawn == total - 1:
-        gl.store(counter, 0)  # the launch's last draw leaves the counter as it was found
-    return drawn + gl.num_programs(0)
 
 
 @gluon.jit

@@ -119,7 +119,7 @@ class HopperForward:
     def __call__(self, *tensors: torch.Tensor | None, parts: torch.Tensor | None = None) -> None:
         """Enqueue the kernel on the current stream of the current device."""
         q, k, v, out, lse, sinks, *lengths = tensors
-        counter = _counter(q.device)
+        counter = counter_of(q.device)
         offset_k, offset_v = self.offsets
         at_out = out.data_ptr()
         described = self.places((q.data_ptr(), k.data_ptr() + offset_k, v.data_ptr() + offset_v, at_out, None))
@@ -207,7 +207,7 @@ def address_of(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def _counter(device: torch.device) -> torch.Tensor:
+def counter_of(device: torch.device) -> torch.Tensor:
     """A zero that the kernel counts up from and leaves as it was.
 
     Launches of one stream come one after another and share it. Those of a captured graph may run beside anything, and

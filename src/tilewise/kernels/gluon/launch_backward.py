@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from tilewise.kernels.gluon.enqueue import Enqueue
-from tilewise.kernels.gluon.launch import NO_LENGTHS, OPTIONS, address_of, bounds_of, scaling_of
+from tilewise.kernels.gluon.launch import NO_LENGTHS, OPTIONS, address_of, bounds_of, counter_of, scaling_of
 from tilewise.masks import Span
 from tilewise.problem import AttentionProblem, Sizes, legal_strides
 from tilewise.scores import DRAWS
@@ -52,6 +52,10 @@ class HopperBackwardShape(Protocol):
     @property
     def alone(self) -> bool:
         """Whether a program goes over all keys of a head, so that nobody else adds to its dQ."""
+
+    @property
+    def stays(self) -> bool:
+        """Whether a program draws one tile of keys after another."""
 
     @property
     def wide(self) -> bool:
@@ -101,7 +105,8 @@ class HopperBackward:
         # Queries, too, count from the first one that is read.
         lower, upper = (0 if bound is None else bound + self.queries.start for bound in bounds_of(problem)[:2])
         least = _LEAST_ORDERED if config.ordered and problem.mask.right is not None else 1
-        self.grid = (min(lines, multiprocessors) if config.alone else tiles * lines,)
+        self.grid = (min(lines if config.alone else tiles * lines,
+                         multiprocessors if config.alone or config.stays else tiles * lines),)
         self.scalars = (
             tiles, problem.hk, problem.b, query_section(problem, width, 4, least), sq, len(self.keys), lower, upper,
             problem.group, *scales)
@@ -115,7 +120,8 @@ class HopperBackward:
         counted = config.ordered and not config.alone
         # Counters of tiles that have added to a step stand behind the sums: one memory to be zeroed.
         self.sums_shape = (self.sums_rows + (math.ceil(steps / 256) if counted else 0), 256)
-        # What the kernel gets beside the sums' descriptor: the counters, or where it reads the sums these, or nothing.
+        # What of this the kernel gets beside the sums' descriptor: the counters, or where it reads the sums these, or
+        # nothing; where programs stay it gets the counter that hands out tiles.
         self.beside = (self.sums_rows, torch.int32) if counted else (0, torch.float32) if config.alone else None
         self.sums_block = [(width if self.narrow else columns) // 4, 256]
         self.sums_layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
@@ -156,10 +162,11 @@ class HopperBackward:
         sums, lse = self._begin(*read[4:6])
         mine = self.taken(read, lse)
         at_sums = sums.data_ptr()
-        beside = None if self.beside is None else at_sums + self.beside[0] * 1024
+        counter = counter_of(sums.device) if self.config.stays else None
+        beside = address_of(counter) if self.beside is None else at_sums + self.beside[0] * 1024
         self.enqueue((*self.places((*[tensor.data_ptr() for tensor in mine], None)), at_sums, beside,
                       *[address_of(tensor) for tensor in self._plain(dk, dv, data)]),
-                     lambda: self.arguments(mine, sums, data), alike=plain)
+                     lambda: self.arguments(mine, sums, data, counter), alike=plain)
         if not self.config.alone:
             self.enqueue_dq((at_sums, dq.data_ptr(), address_of(data[0])), lambda: (sums, dq, data[0]), alike=plain)
 
@@ -174,7 +181,8 @@ class HopperBackward:
         return sums, tails
 
     def arguments(self, tensors: tuple[torch.Tensor, ...], sums: torch.Tensor,
-                  data: tuple[torch.Tensor | None, ...] = _NO_DATA) -> tuple[Any, ...]:
+                  data: tuple[torch.Tensor | None, ...] = _NO_DATA,
+                  counter: torch.Tensor | None = None) -> tuple[Any, ...]:
         """Return the tensors in order, all but lse (no tails) and delta as descriptors, the sums and what is beside.
 
         The sums, too, are described, but where dQ is added from registers. dk and dv follow as they are where
@@ -184,7 +192,9 @@ class HopperBackward:
             tensor, list(tensor.shape), legal_strides(tensor), *form))
         target = sums if self.config.direct else self.describe(sums, [self.sums_rows, 256], list(sums.stride()),
                                                                self.sums_block, self.sums_layout)
-        beside = None if self.beside is None else sums[self.beside[0]:].view(self.beside[1])
+        beside = counter if self.config.stays else None
+        if self.beside is not None:
+            beside = sums[self.beside[0]:].view(self.beside[1])
         return (*described, target, beside, *self._plain(tensors[6], tensors[7], data))
 
     def _in_forms(self, tensors: tuple[torch.Tensor, ...], make: Callable[[torch.Tensor, Any], Any]) -> list[Any]:
@@ -235,8 +245,8 @@ def _kernel_of(problem: AttentionProblem, config: HopperBackwardShape) -> tuple[
 
     return hopper_backward_kernel, (_gradient_scale(problem), scale_log2, squash, count, *_draws_of(problem), Shape(
         columns[0][0], config.keys // 64, config.stages, config.out_stages, config.ahead, config.direct,
-        config.ordered, config.tails, *bounded, count is not None, problem.sequences.packed is not None, is_shifted,
-        problem.scores.dropout_p > 0.0))
+        config.ordered, config.tails, config.stays, *bounded, count is not None,
+        problem.sequences.packed is not None, is_shifted, problem.scores.dropout_p > 0.0))
 
 
 def _gradient_scale(problem: AttentionProblem) -> float:

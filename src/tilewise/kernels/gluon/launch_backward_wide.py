@@ -11,9 +11,9 @@ from tilewise.kernels.gluon.launch_backward import HopperBackward, HopperBackwar
 from tilewise.problem import AttentionProblem, Sizes, legal_strides
 
 
-def backward_launch(problem: AttentionProblem, config: HopperBackwardShape,
-                    dq_strides: Sizes, multiprocessors: int) -> "HopperBackward | HopperBackwardApart":
-    """Bind the backward kernels that a config is for to a problem."""
+def backward_launch(problem: AttentionProblem, config: HopperBackwardShape, dq_strides: Sizes,
+                    multiprocessors: int) -> "HopperBackward | HopperBackwardApart":
+    """Bind the backward kernels that a config is for to a problem. ``multiprocessors``: of the device."""
     if config.wide:
         return HopperBackwardApart(problem, config)
     return HopperBackward(problem, config, dq_strides, multiprocessors)

@@ -6,6 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
 ONE_THREAD: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+END = gl.constexpr(-1)  # in place of a first row: no more tiles
 EVERY_THREAD: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
 
 
@@ -44,6 +45,15 @@ def wait_empty(empty, turn, SLOTS: gl.constexpr):
 def leave(empty, turn, SLOTS: gl.constexpr):
     """Give a slot of a ring back."""
     mbarrier.arrive(empty.index(turn % SLOTS), count=1)
+
+
+@gluon.jit
+def draw(counter, total):
+    """Producer: take the next tile's number."""
+    drawn = gl.atomic_add(counter, 1, sem="relaxed")
+    if drawn == total - 1:
+        gl.store(counter, 0)  # the launch's last draw leaves the counter as it was found
+    return drawn + gl.num_programs(0)
 
 
 @gluon.jit
