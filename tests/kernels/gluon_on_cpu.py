@@ -286,6 +286,24 @@ def _meeting():
     return lambda number: barriers.setdefault(number, threading.Barrier(number)).wait(PATIENCE)
 
 
+class _Turns:
+    """Named barriers of two warpgroups, one that passes a turn on and one that waits for it."""
+
+    def __init__(self):
+        self.passed = {}
+
+    def __call__(self, verb, number, threads):
+        assert threads == 256, "two warpgroups"
+        turn = self.passed.setdefault(number, threading.Semaphore(0))
+        if verb == "arrive":
+            turn.release()
+        else:
+            assert turn.acquire(timeout=PATIENCE), "a deadlock"
+
+    def end(self):
+        assert not any(turn.acquire(blocking=False) for turn in self.passed.values()), "a turn that nobody took"
+
+
 def _allocate(dtype, shape, _layout):
     dtype = getattr(dtype, "torch", dtype)
     return Shared(torch.full(shape, float("nan") if dtype.is_floating_point else -7, dtype=dtype))
@@ -319,6 +337,7 @@ def run(kernel, modules, grid, arguments, constants):
     of a constexpr.
     """
     for program in range(grid):
+        turns = _Turns()
         with pytest.MonkeyPatch.context() as patch:
             fakes = {
                 "gl": language(program, grid), "tma_load": _copy, "tma_store": _copy_out,
@@ -326,7 +345,7 @@ def run(kernel, modules, grid, arguments, constants):
                 "reinterpret": lambda tiles, dtype, shape, layout: tiles.reinterpret(dtype, shape),
                 "await_sums": lambda: _wait_for_copies_out(0), "_wait_for_tiles_before": _check_turn,
                 "_let_next_tile_add": _end_turn,
-                "plain_layout": lambda *_: None, "meet": _meeting(),
+                "plain_layout": lambda *_: None, "meet": _meeting(), "_named_barrier": turns,
                 "warpgroup_mma": _multiply, "warpgroup_mma_wait": wait_for_products, "opaque": lambda number: number,
                 "make_barriers": lambda number, arrivals: SimpleNamespace(
                     index=[Barrier(arrivals) for _ in range(number)].__getitem__),
@@ -343,3 +362,4 @@ def run(kernel, modules, grid, arguments, constants):
             for (module, name), value in constants.items():
                 patch.setattr(module, name, value)
             kernel.fn(*arguments)
+            turns.end()

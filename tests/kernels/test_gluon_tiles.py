@@ -180,6 +180,17 @@ def test_a_softmax_comes_in_two_parts_where_heads_are_narrow_and_steps_are_long(
         assert parts == scalars_of(problem, HopperForwardConfig(keys, 2))[2].PARTS
 
 
+def test_a_maximum_is_found_in_several_chains_where_warpgroups_take_turns():
+    for d, consumers, ping_pong, mask, chains in (
+            (64, 3, True, Mask(), 2), (64, 3, True, causal(), 2), (96, 2, True, window(9, 0), 2),
+            (96, 2, False, Mask(), 1), (128, 2, True, Mask(), 4), (128, 2, True, causal(), 1),
+            (128, 2, False, Mask(), 1)):
+        config = HopperForwardConfig(128, consumers, ping_pong=ping_pong)
+        assert chains == scalars_of(problem_of(mask=mask, d=d), config)[2].CHAINS
+    wide = HopperForwardConfig(64, 2, query_stages=1, ping_pong=True)
+    assert [scalars_of(problem_of(mask=mask, d=256), wide)[2].CHAINS for mask in (Mask(), causal())] == [4, 1]
+
+
 def test_queries_are_held_in_registers_where_that_was_timed():
     for d, config, held in ((128, HopperForwardConfig(128, 2), 128), (104, HopperForwardConfig(128, 2), 128),
                             (128, HopperForwardConfig(64, 2), 0), (128, HopperForwardConfig(128, 3), 0),

@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -96,11 +97,25 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize(("d", "config", "chains"), [
+    (64, HopperForwardConfig(128, 2), 1), (64, HopperForwardConfig(128, 3, ping_pong=True), 2),
+    (128, HopperForwardConfig(128, 2, ping_pong=True), 4),
+    (256, HopperForwardConfig(64, 2, query_stages=1, out_parts=2, ping_pong=True), 4)], ids=str)
+def test_the_greatest_of_scores_far_apart_is_found_wherever_it_is(d, config, chains):
+    """What exceeds a maximum by more than 128, to base 2, overflows: scores are hundreds apart."""
+    random.seed(0)
+    problem, tensors = call_of(Mask(), (192, 300), (1, 1), (d, d))
+    problem = replace(problem, scale=50.0 * (64 / d) ** 0.5)
+    assert launch.HopperForward(problem, config, 3).scalars[-1].CHAINS == chains
+    check(problem, tensors, *attend(problem, config, tensors)[:2])
+
+
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize(("dims", "config"), [
     ((64, 64), HopperForwardConfig(128, 2)), ((128, 128), HopperForwardConfig(128, 2)),
+    ((64, 64), HopperForwardConfig(128, 3, ping_pong=True)), ((128, 128), HopperForwardConfig(128, 2, ping_pong=True)),
     ((64, 40), HopperForwardConfig(128, 1)), ((136, 72), HopperForwardConfig(64, 2, query_stages=1, out_parts=2))],
-    ids=["64", "128", "one_warpgroup", "pieces"])
+    ids=["64", "128", "three_warpgroups", "128_in_turns", "one_warpgroup", "pieces"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_its_source_computes_out_and_lse_on_the_cpu_of_whole_tiles_and_of_parts(case, dims, config, parts):
     random.seed(0)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tilewise.errors import InvalidInput, UnsupportedProblem
-from tilewise.masks import Mask, causal
+from tilewise.masks import Mask, causal, window
 from tilewise.problem import AttentionProblem
 from tilewise.scores import FunctionCode, FunctionFacts, OperandFacts, ScoreOptions
 from tilewise.sequences import Sequences
@@ -454,6 +454,24 @@ def test_three_warpgroups_take_turns_where_heads_are_narrow_and_sequences_long()
             else HopperForwardConfig(keys=128, consumers=2))
 
 
+@pytest.mark.parametrize(("d", "dv", "s", "mask", "turns"), [
+    (96, 96, 1024, Mask(), True), (72, 80, 1024, causal(), True), (96, 96, 1023, Mask(), False),
+    (96, 64, 4096, Mask(), False), (128, 128, 1023, Mask(), False), (128, 104, 1024, causal(), True),
+    (128, 128, 2047, Mask(), True), (128, 128, 2048, Mask(), False), (192, 192, 4096, Mask(), False),
+    (256, 256, 2047, Mask(), False), (256, 256, 2048, causal(), True), (256, 200, 16384, Mask(), True),
+    (96, 96, 4096, window(100, 0), False), (256, 256, 4096, window(100, 0), False),
+])
+def test_two_warpgroups_take_turns_where_that_was_timed_and_one_alone_does_not(d, dv, s, mask, turns):
+    problem = replace(problem_of(d, dv, s=s, mask=mask), b=8, hq=32, hk=32)
+    config = hopper_forward_config(problem)
+    assert (config.consumers, config.ping_pong) == (2, turns)
+    capped = replace(problem, scores=ScoreOptions(softcap=30.0))
+    lengths = replace(problem, sequences=Sequences(seqlens_q=OperandFacts((8,), (1,), torch.int32)))
+    assert not any(hopper_forward_config(other).ping_pong for other in (capped, lengths))
+    alone = hopper_forward_config(replace(problem, b=1, hq=1, hk=1, sq=512, sk=512))
+    assert max(d, dv) > 128 or (alone.consumers, alone.ping_pong) == (1, False)
+
+
 def test_of_packed_sequences_the_mean_length_counts_and_of_deterministic_calls_none():
     borders = OperandFacts((9,), (1,), torch.int32)
     for s, packed, deterministic, three in ((16384, 8, False, 3), (16383, 8, False, 2), (4096, 0, False, 3),
@@ -466,7 +484,7 @@ def test_of_packed_sequences_the_mean_length_counts_and_of_deterministic_calls_n
 @pytest.mark.parametrize(("d", "dv", "config"), [
     (192, 128, HopperForwardConfig(keys=128, consumers=2, query_stages=1, out_parts=2)),
     (192, 192, HopperForwardConfig(keys=64, consumers=2, out_parts=2)),
-    (256, 256, HopperForwardConfig(keys=64, consumers=2, query_stages=1, out_parts=2)),
+    (256, 256, HopperForwardConfig(keys=64, consumers=2, query_stages=1, ping_pong=True, out_parts=2)),
     (64, 192, HopperForwardConfig(keys=64, consumers=2)),
 ], ids=str)
 def test_wide_heads_take_as_many_keys_a_step_as_registers_and_shared_memory_allow(d, dv, config):

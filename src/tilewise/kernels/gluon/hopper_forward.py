@@ -68,6 +68,7 @@ class Shape(NamedTuple):
     DIAGONAL: whether each tile's first step has the diagonal from its first query and key on: the first warpgroup then
     needs half of its keys, and no other step has a mask. Of two warpgroups, steps as long as tiles, one upper bound.
     HELD: how many of q's last columns a warpgroup holds in registers: steps read only the others from shared memory.
+    CHAINS: chains of comparisons in which a thread looks for the maximum of what it has of a row: 1, 2 or 4.
     CUT: 1 where tiles are cut along their keys into parts, which another kernel combines, 2 where some stay whole.
     LENGTHS, PACKED, SHIFTED: whether lengths are data; the sequences lie one behind the other in one batch entry; the
     diagonal runs through the last query and key of each.
@@ -89,6 +90,7 @@ class Shape(NamedTuple):
     PARTS: int
     DIAGONAL: bool
     HELD: int
+    CHAINS: int
     CUT: int
     LENGTHS: bool
     PACKED: bool
@@ -192,7 +194,7 @@ def attend_step(step, turn, q, pairs, probs, acc, row_max, row_sum, row, spans, 
     if MASKED:
         s = hide(s, row, keys_at(step, spans, C), band, C)
     before = row_max
-    row_max, shift = shift_of(s, before, scaling, MASKED)
+    row_max, shift = shift_of(s, before, scaling, MASKED, C)
     if C.PARTS == 2:
         factor = factor_of(before, shift, scaling)
         low, high = halves(s)
@@ -290,7 +292,7 @@ def attend(sources, queries, pairs, next_tile, out_tiles, results, order, band, 
         elif masked >= begin:
             s = hide(s, row, keys_at(begin - 1, spans, C), own_band, C)
         own_nothing = gl.convert_layout(nothing, gl.SliceLayout(1, s.type.layout))
-        row_max, shift = shift_of(s, own_nothing, scaling, True)
+        row_max, shift = shift_of(s, own_nothing, scaling, True, C)
         p = powers(s, shift, scaling)
         row_max = gl.convert_layout(row_max, nothing.type.layout)
         row_sum = sum_of(p, C)

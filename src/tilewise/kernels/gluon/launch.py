@@ -99,8 +99,8 @@ class HopperForward:
                   64 // pack * config.consumers > config.keys and lower is None and upper is not None,
                   _parts(problem, config),
                   cut is None and pack == 1 and count is None and _on_diagonal(problem, config, lower, upper),
-                  _held(problem, config, lower, pack), 0 if cut is None else 2 if whole else 1, count is not None,
-                  self.packed, is_shifted))
+                  _held(problem, config, lower, pack), _chains(problem, config),
+                  0 if cut is None else 2 if whole else 1, count is not None, self.packed, is_shifted))
         self.enqueue = Enqueue(self.kernel, self.grid, self.scalars, OPTIONS)
         # Of each tensor's one or two pieces; of out its buffers.
         rows = [64] if pack == 1 else [64 // pack, pack]
@@ -190,6 +190,15 @@ def _held(problem: AttentionProblem, config: HopperShape, lower: int | None, pac
     if not is_plain or scores.softcap is not None or scores.sinks is not None:
         return 0
     return _HELD.get((config.pieces(problem), config.keys, config.consumers), 0)
+
+
+def _chains(problem: AttentionProblem, config: HopperShape) -> int:
+    """In how many chains a thread finds a row's maximum, where warpgroups take turns; more were not timed without."""
+    if not config.ping_pong:
+        return 1
+    if max(problem.d, problem.dv) <= 96:
+        return 2
+    return 1 if problem.mask.is_bounded else 4
 
 
 def section_of(problem: AttentionProblem) -> int:

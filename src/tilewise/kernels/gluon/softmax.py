@@ -54,10 +54,29 @@ def hide(s, first_row, first_key, band, C: gl.constexpr):
 
 
 @gluon.jit
-def shift_of(s, row_max, scaling, HIDES: gl.constexpr):
+def by_thread(parts):
+    """What each of the four threads of a row has of it, (64, 4), in one layout whatever a step's length."""
+    LANES: gl.constexpr = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
+    return gl.convert_layout(parts, gl.DistributedLinearLayout([[8, 0]], LANES, [[16, 0], [32, 0]], [], [64, 4]))
+
+
+@gluon.jit
+def highest(s, C: gl.constexpr):
+    """The maximum of each row. In C.CHAINS chains of comparisons a thread, none of which waits for another."""
+    if C.CHAINS == 1:
+        return gl.max(s, 1)
+    else:
+        HALVES: gl.constexpr = C.CHAINS // 2  # of the keys; of each the even ones and the odd ones
+        tops = gl.max(s.reshape([64, HALVES, s.shape[1] // HALVES // 8, 4, 2]), 2)
+        top = by_thread(gl.max(gl.max(tops, 3), 1))
+        return gl.convert_layout(gl.max(top, 1), gl.SliceLayout(1, s.type.layout))
+
+
+@gluon.jit
+def shift_of(s, row_max, scaling, HIDES: gl.constexpr, C: gl.constexpr):
     """Return the new maximum of each row, and what it takes from exponents."""
     scale_log2, _squash = scaling
-    new_max = gl.maximum(row_max, gl.max(s, 1))
+    new_max = gl.maximum(row_max, highest(s, C))
     shift = new_max * scale_log2
     if HIDES:  # a row that has seen nothing yet
         shift = gl.where(new_max == float("-inf"), 0.0, shift)
@@ -93,9 +112,7 @@ def sum_of(p, C: gl.constexpr):
     What threads have summed is added when the tile is done, and shuffled between them in no step.
     """
     if C.PARTS == 2:
-        total = gl.sum(gl.sum(p.reshape([64, p.shape[1] // 8, 4, 2]), 3), 1)
-        LANES: gl.constexpr = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
-        return gl.convert_layout(total, gl.DistributedLinearLayout([[8, 0]], LANES, [[16, 0], [32, 0]], [], [64, 4]))
+        return by_thread(gl.sum(gl.sum(p.reshape([64, p.shape[1] // 8, 4, 2]), 3), 1))
     else:
         return gl.sum(p, 1)
 
