@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -94,6 +95,19 @@ CASES = {
     "rows_without_a_key": (causal("bottom_right"), (300, 200), (1, 1), 1),
     "packed_heads": (causal("bottom_right"), (5, 600), (6, 2), 4),
 }
+
+
+@pytest.mark.parametrize(("d", "config", "chains"), [
+    (64, HopperForwardConfig(128, 2), 1), (64, HopperForwardConfig(128, 3, ping_pong=True), 2),
+    (128, HopperForwardConfig(128, 2, ping_pong=True), 4),
+    (256, HopperForwardConfig(64, 2, query_stages=1, out_parts=2, ping_pong=True), 4)], ids=str)
+def test_the_greatest_of_scores_far_apart_is_found_wherever_it_is(d, config, chains):
+    """What exceeds a maximum by more than 128, to base 2, overflows: scores are hundreds apart."""
+    random.seed(0)
+    problem, tensors = call_of(Mask(), (192, 300), (1, 1), (d, d))
+    problem = replace(problem, scale=50.0 * (64 / d) ** 0.5)
+    assert chains == launch.HopperForward(problem, config, 3).scalars[-1].CHAINS
+    check(problem, tensors, *attend(problem, config, tensors)[:2])
 
 
 @pytest.mark.parametrize("parts", [1, 3])
