@@ -94,8 +94,8 @@ def test_neighbours_do_not_change_a_bit(backend, case, kind, device, main_dtype)
         assert not differing, f"sequence {number} of {composition!r}: {differing}"
 
 
-@pytest.mark.parametrize(("mask", "group"), [(Mask(), 1), (causal("bottom_right"), 2), (window(100, 20, "top_left"), 1)],
-                         ids=str)
+@pytest.mark.parametrize(("mask", "group"), [(Mask(), 1), (causal("bottom_right"), 2),
+                                             (window(100, 20, "top_left"), 1)], ids=str)
 def test_an_entry_among_many_has_the_bits_that_it_has_alone(backend, mask, group, device, main_dtype):
     """On Hopper, where heads are as many as multiprocessors, a program has all keys of one, and sums its dQ itself."""
     b, heads, length = (2, 2, 70) if device.type == "cpu" else (4, 33, 500)
