@@ -23,6 +23,16 @@ def issue_pairs(own, streamed, rows, turn, slot, WHICH: gl.constexpr, C: gl.cons
 
 
 @gluon.jit
+def dscores_slot(half, consumer, C: gl.constexpr):
+    """Return where dS of a consumer lies. With C.STAYS both of its tiles are side by side: dK leaves by way of them."""
+    if C.STAYS:
+        slot = 2 * consumer + half
+    else:
+        slot = half * C.CONSUMERS + consumer
+    return slot
+
+
+@gluon.jit
 def issue_dq(k_tiles, dscores_tiles, half, first, OWN: gl.constexpr, MAKERS: gl.constexpr, C: gl.constexpr):
     """Issue a part of dQ = dS·K: the columns of one of MAKERS warpgroups. first: the slot of the first keys."""
     COLUMNS: gl.constexpr = C.WIDTH // MAKERS
@@ -30,7 +40,7 @@ def issue_dq(k_tiles, dscores_tiles, half, first, OWN: gl.constexpr, MAKERS: gl.
     dq = gl.full([64, COLUMNS], 0.0, gl.float32, layout=LAYOUT)
     NC: gl.constexpr = C.CONSUMERS
     for i in gl.static_range(NC):
-        dscores = dscores_tiles.index(2 * i + half)
+        dscores = dscores_tiles.index(dscores_slot(half, i, C))
         k = k_tiles.index(first + i).reshape([64, C.WIDTH]).slice(OWN * COLUMNS, COLUMNS, 1)
         dq = warpgroup_mma(dscores.permute((1, 0)), k, dq, use_acc=i > 0, is_async=True)
     return dq

@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tilewise.kernels.gluon import dropout
-from tilewise.kernels.gluon.backward_products import issue_dq, issue_pairs
+from tilewise.kernels.gluon.backward_products import dscores_slot, issue_dq, issue_pairs
 from tilewise.kernels.gluon.compat import reinterpret, tma_store, tma_store_wait
 from tilewise.kernels.gluon.hopper_backward_load import load
 from tilewise.kernels.gluon.hopper_dq_sums import hand_over, make_stage, write_sums
@@ -175,7 +175,7 @@ def sum_steps(begin, end, turn, scores, dk, dv, tiles, queries, douts, rows, sum
         else:
             dscores = (probs * (dprobs - delta[None, :])).to(DTYPE)
         half = turn & 1
-        dscores_tiles.index(2 * OWN + half).store(dscores)
+        dscores_tiles.index(dscores_slot(half, OWN, C)).store(dscores)
         dv_pending = warpgroup_mma(left_probs, dout, dv, is_async=True)
         fence_async_shared()
         meet(C.CONSUMERS)

@@ -62,6 +62,7 @@ class Shape(NamedTuple):
     DIRECT: bool = False
     LENGTHS: bool = False
     PACKED: bool = False
+    STAYS: bool = False
 
 
 @gluon.jit
@@ -86,7 +87,7 @@ def pass_turn_on(begun, dk, dv, turn, first_query, key, own, memory, band, scale
         wait_full(dout_full, turn, C.OUT_STAGES)
     if ENDS:
         gradients = (probs * slopes).to(DTYPE)
-        dscores_tiles.index(2 * OWN + (last & 1)).store(gradients)
+        dscores_tiles.index((last & 1) * C.CONSUMERS + OWN).store(gradients)
         fence_async_shared()
         leave(dscores_full, last, 2)
         dout = dout_tiles.index(last % C.OUT_STAGES).reshape([QUERIES, C.WIDTH])
