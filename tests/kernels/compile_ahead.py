@@ -85,7 +85,7 @@ def sequences_of(operands):
 
 
 def problem_of(request, operands):
-    b, hq, hk, s, d = 1, 2, 1, request.get("s", 4096), request["d"]
+    (hq, hk), b, s, d = request.get("heads", (2, 1)), 1, request.get("s", 4096), request["d"]
     dv = request.get("dv", d)
     shapes = (b, hq, s, d), (b, hk, s, d), (b, hk, s, dv)
     strides = [dense_strides(shape, (4, 2, 1, 1)) for shape in shapes]

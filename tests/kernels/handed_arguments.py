@@ -23,6 +23,7 @@ from triton.runtime import driver
 from kernels.compile_ahead import TARGETS, operands_of, problem_of, tensors_of
 from tilewise.bench.compile_ahead import CompileOnlyDriver
 from tilewise.kernels.gluon import launch as launching
+from tilewise.kernels.gluon import launch_backward
 from tilewise.kernels.gluon.launch_backward_wide import backward_launch
 from tilewise.kernels.gluon.launch_dbias import HopperDbias
 from tilewise.scores import OperandFacts, ScoreOptions
@@ -94,7 +95,7 @@ def bound(request):
     if request["kernel"] == "hopper_forward":
         launch = launching.HopperForward(problem, hopper_forward_config(problem), multiprocessors=132)
         counter = torch.empty(1, dtype=torch.int32)
-        with patch.object(launching, "_counter", lambda device: counter):
+        with patch.object(launching, "counter_of", lambda device: counter):
             yield launch, (q, k, v, out, rows, operands.sinks), [counter]
         return
     if request["kernel"] == "hopper_dbias":
@@ -115,9 +116,12 @@ def bound(request):
     sums = torch.empty(launch.sums_shape)
     tensors = (q, k, v, out, rows, rows.clone(), *map(torch.empty_like, (q, k, v)))
     tails = torch.empty(launch.tails_shape, dtype=torch.bfloat16)
-    with patch.object(torch, "zeros", lambda *shape, **options: sums), patch.object(
-            torch, "empty", lambda *shape, dtype, **options: sums if dtype is torch.float32 else tails):
-        yield launch, (*tensors, *data) if any(tensor is not None for tensor in data) else tensors, [tails, sums]
+    counter = torch.empty(1, dtype=torch.int32)
+    made = [tails, sums, counter] if launch.config.stays else [tails, sums]
+    with (patch.object(torch, "zeros", lambda *shape, **options: sums),
+          patch.object(launch_backward, "counter_of", lambda device: counter),
+          patch.object(torch, "empty", lambda *shape, dtype, **options: sums if dtype is torch.float32 else tails)):
+        yield launch, (*tensors, *data) if any(tensor is not None for tensor in data) else tensors, made
 
 
 def launches(request):

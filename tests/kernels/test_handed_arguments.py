@@ -14,7 +14,7 @@ def check(request, dims=4):
 
     ``dims``: those of the last tensor that comes through a map.
     """
-    row, = compile_all("3.6.0", [request | {"dtype": "bfloat16", "s": 4096}],
+    row, = compile_all("3.6.0", [{"dtype": "bfloat16", "s": 4096} | request],
                        script=SCRIPT.with_name("handed_arguments.py"))
     own, past = row["handed"]
     assert own == past
@@ -40,17 +40,22 @@ def test_both_ways_hand_the_same_arguments_of_the_forward(d, mask, options, show
     assert behind[:3] == [lse, counter, sinks]
 
 
-@pytest.mark.parametrize(("d", "deterministic"), [(64, False), (128, False), (64, True)])
+@pytest.mark.parametrize(("d", "deterministic"), [(64, False), (128, False), (64, True), (128, True)])
 def test_both_ways_hand_the_same_arguments_of_the_backward(d, deterministic):
-    direct = d == 64 and not deterministic  # dq is added from registers
-    encoded, behind, (q, k, v, dout, _lse, _delta, _dq, dk, dv, tails, sums) = check(
-        {"kernel": "hopper_backward", "d": d, "mask": [None, 0, "top_left"], "deterministic": deterministic},
-        dims=4 if direct else 2)
-    assert encoded == [q, k, v, dout, *([] if deterministic else [tails]), dk, dv, *([] if direct else [sums])]
-    if direct:
-        assert behind[0] == sums
-    if deterministic:  # counters stand behind the sums: 4096 queries of 2 heads, 64 columns
-        assert behind[0] == sums + 4 * 2 * 4096 * 64
+    encoded, behind, (q, k, v, dout, _lse, _delta, _dq, dk, dv, tails, sums, *counter) = check(
+        {"kernel": "hopper_backward", "d": d, "mask": [None, 0, "top_left"], "deterministic": deterministic}, dims=2)
+    assert encoded == [q, k, v, dout, *([tails] if d == 64 or not deterministic else []), dk, dv, sums]
+    if deterministic:  # counters stand behind the sums: 4096 queries of 2 heads
+        assert behind[0] == sums + 4 * 2 * 4096 * d
+    elif d == 128:
+        assert [behind[0]] == counter
+
+
+def test_both_ways_hand_the_same_arguments_where_a_program_has_a_head_alone():
+    encoded, behind, (q, k, v, dout, _lse, _delta, dq, dk, dv, tails, sums, *_) = check(
+        {"kernel": "hopper_backward", "d": 64, "mask": [None, 0, "top_left"], "heads": (132, 132), "s": 128}, dims=2)
+    assert encoded == [q, k, v, dout, tails, dk, dv, dq, sums]
+    assert behind[0] == sums, "as it lies in memory, too"
 
 
 def test_both_ways_hand_the_same_arguments_of_the_backward_of_packed_sequences():

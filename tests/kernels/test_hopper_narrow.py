@@ -24,7 +24,7 @@ ADDED, ORDERED, ALONE = (HopperBackwardConfig(4, 4, tails=True, ordered=ordered,
                          for ordered, alone in ((False, False), (True, False), (True, True)))
 
 
-def differentiate(mask, config, d, multiprocessors=3):
+def differentiate(mask, config, d, multiprocessors=1):
     """Return (problem, tensors, (dq before it is scaled, dk, dv))."""
     random.seed(0)
     problem, tensors = call_of(*mask, (d, d))

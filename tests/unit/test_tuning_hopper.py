@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tilewise.errors import InvalidInput
-from tilewise.masks import Mask, causal
+from tilewise.masks import Mask, causal, window
 from tilewise.problem import AttentionProblem
 from tilewise.scores import OperandFacts, ScoreOptions
 from tilewise.sequences import Sequences
@@ -134,6 +134,7 @@ def test_programs_of_the_kernel_for_wider_heads_alone_stay(d, dv):
 @pytest.mark.parametrize(("d", "settings", "message"), [
     (64, {"ahead": True}, "tails=True with ahead=True, direct=False at head dims 64 and 64; allowed is neither"),
     (40, {"direct": True}, "tails=True with ahead=False, direct=True at head dims 40 and 40; allowed is neither"),
+    (64, {"out_stages": 1}, "out_stages=1 with tails=True at head dims 64 and 64; allowed are 2 and 4 up to 64"),
     (72, {"ordered": True}, "tails=True with ordered=True at head dims 72 and 72; allowed are head dims up to 64"),
     (128, {"ordered": True, "alone": True}, "tails=True with ordered=True at head dims 128 and 128; allowed are"),
 ])
@@ -143,12 +144,16 @@ def test_tails_go_with_what_the_kernel_of_the_head_dim_has(d, settings, message)
 
 
 @pytest.mark.parametrize(("fields", "alone"), [
-    ({"b": 32, "hq": 32, "hk": 32, "sq": 512}, True),
+    ({"b": 32, "hq": 32, "hk": 32, "sq": 512, "sk": 512}, True),
+    ({"b": 4, "hq": 66, "hk": 66, "sq": 500, "sk": 530}, True),  # as test_determinism.py's, and one entry of it
+    ({"b": 1, "hq": 66, "hk": 66, "sq": 500, "sk": 530}, False),
     ({"b": 32, "hq": 32, "hk": 32, "sq": 512, "deterministic": True}, True),
     ({"b": 32, "hq": 32, "hk": 8, "sq": 512}, False),  # L2, four query heads a program
     ({"b": 16, "hq": 32, "hk": 32, "sq": 1024}, False),  # L2
-    ({"b": 16, "hq": 32, "hk": 32, "sq": 1024, "mask": causal()}, True),
-    ({"b": 8, "hq": 32, "hk": 32, "sq": 2048, "mask": causal()}, False),
+    ({"b": 16, "hq": 32, "hk": 32, "sq": 1024, "sk": 1024, "mask": causal()}, True),
+    ({"b": 16, "hq": 32, "hk": 32, "sq": 1024, "sk": 8192, "mask": causal("bottom_right")}, False),
+    ({"b": 16, "hq": 32, "hk": 32, "sq": 1024, "sk": 1024, "mask": window(None, 1023)}, False),  # hides nothing
+    ({"b": 8, "hq": 32, "hk": 32, "sq": 2048, "sk": 2048, "mask": causal()}, False),
     ({"b": 1, "hq": 140, "hk": 140, "sq": 512}, False),  # a second round of 8
     ({"b": 32, "hq": 16, "hk": 16, "sq": 512, "d": 128, "dv": 128}, False),
     ({"b": 32, "hq": 32, "hk": 32, "sq": 512, "scores": ScoreOptions(softcap=3.0)}, False)], ids=str)

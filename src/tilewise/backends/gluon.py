@@ -175,7 +175,6 @@ def _backward_plan(problem: AttentionProblem, incoming: tuple[Sizes, Sizes, Size
     from tilewise.kernels.triton.backward import delta_launch
 
     strides = _gradient_strides(problem)
-    multiprocessors = torch.cuda.get_device_properties(problem.device).multi_processor_count
     config = backward_config(problem, device_spec(problem.device))
     multiprocessors = torch.cuda.get_device_properties(problem.device).multi_processor_count
     forms = *forms_of_gradients(problem, strides), forms_of_results(problem)[1]

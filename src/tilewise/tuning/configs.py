@@ -206,8 +206,8 @@ class HopperBackwardConfig:
         stages, out_stages: tiles of q and of dout in flight; powers of two, since every step divides by them.
         ahead: whether a step computes the scores of the next one.
         direct: whether dQ goes to its sums from registers, else through shared memory.
-        ordered: whether warps of their own take it from there, of two steps at a time, and add it in a fixed order;
-            every bit is then the same on every run.
+        ordered: whether it is added in a fixed order, but for ``alone`` by warps of their own, which take it from
+            there, of two steps at a time; every bit is then the same on every run.
         wide: whether two warpgroups share 64 keys, each with half the columns of dK and dV, a third one makes P and dS,
             and dQ has a kernel of its own, where 64 queries a warpgroup stay; nothing is added in memory, and every bit
             the same on every run.
@@ -269,6 +269,9 @@ class HopperBackwardConfig:
         narrow = self.narrow(problem)
         if narrow and self.stays:
             raise InvalidInput(f"stays=True for {problem}; allowed are head dims from 65 to 128.")
+        if narrow and self.out_stages == 1:
+            raise InvalidInput(f"out_stages=1 with tails=True at head dims {problem.d} and {problem.dv}; allowed are 2 "
+                               "and 4 up to 64: two steps are in hand.")
         if narrow and (self.ahead or self.direct):
             raise InvalidInput(f"tails=True with ahead={self.ahead}, direct={self.direct} at head dims {problem.d} and "
                                f"{problem.dv}; allowed is neither up to 64.")

@@ -233,12 +233,13 @@ def hopper_backward_config(problem: AttentionProblem) -> HopperBackwardConfig:
 def fills_alone(problem: AttentionProblem) -> bool:
     """Whether a program a head keeps all multiprocessors busy, and L2 holds what they have in hand.
 
-    That is q, dout and the sums for dq of a group's heads, half of it at a time under an upper bound. On an H200 512
-    queries were 1.11 to 1.17 times as fast, 512 and 1024 causal ones 1.53 and 1.05; with 1024 in full (66 MiB) or
+    That is q, dout and the sums for dq of a group's heads, half of it at a time where the diagonal hides half. On an
+    H200 512 queries were 1.29 times as fast, 512 and 1024 causal ones 1.57 and 1.08; with 1024 in full (66 MiB) or
     2048 causal ones programs wait for memory, 0.67 to 0.82.
     """
     heads = problem.b * problem.hk
-    rows = MULTIPROCESSORS * problem.group * problem.sq * (1.0 if problem.mask.right is None else 0.5)
+    is_halved = problem.mask.right == 0 and problem.sq == problem.sk
+    rows = MULTIPROCESSORS * problem.group * problem.sq * (0.5 if is_halved else 1.0)
     is_even = heads >= _EVEN * MULTIPROCESSORS * math.ceil(heads / MULTIPROCESSORS)
     return is_even and rows * 64 * (4 + 2 * problem.dtype.itemsize) <= _ALONE_BYTES
 

@@ -59,8 +59,8 @@ from tilewise.kernels.gluon.tiles import QUERIES, key_tile_at, phases_of, querie
 class Shape(NamedTuple):
     """What is fixed when the kernel is compiled: HopperBackwardConfig's fields, and what of the mask there is.
 
-    STAYS: of calls with tails whose dQ is staged. LENGTHS,
-    PACKED, SHIFTED: as in the forward kernel. DROPS: whether there is dropout.
+    STAYS: of calls with tails whose dQ is staged. LENGTHS, PACKED, SHIFTED: as in the forward kernel. DROPS: whether
+    there is dropout.
     """
 
     WIDTH: int

@@ -124,12 +124,10 @@ def pass_turn_on(begun, dk, dv, turn, first_query, key, own, memory, band, scale
 def pass_steps(begin, end, begun, dk, dv, turn, key, own, memory, spans, band, scale_log2, MASKED: gl.constexpr,
                OWN: gl.constexpr, C: gl.constexpr):
     """Begin steps ``begin`` to ``end`` of one query head, and end those before them."""
-    unmasked = spans[0] + (spans[1] - spans[2]) * QUERIES
+    first_query = 0  # asked for by the mask alone
     for step in range(begin, end):
-        if MASKED or C.ORDERED:
+        if MASKED:
             first_query = queries_at(step, spans, C)
-        else:  # behind those at the head
-            first_query = unmasked + step * QUERIES
         begun, dk, dv = pass_turn_on(begun, dk, dv, turn, first_query, key, own, memory, band, scale_log2, True,
                                      True, MASKED, OWN, C)
         turn += 1

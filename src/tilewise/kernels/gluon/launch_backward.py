@@ -63,7 +63,7 @@ class HopperBackwardShape(Protocol):
 
     @property
     def keys(self) -> int:
-        """Keys of a program."""
+        """Keys of a tile."""
 
     def narrow(self, problem: AttentionProblem) -> bool:
         """Whether a third warpgroup makes dQ."""
