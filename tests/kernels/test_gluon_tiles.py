@@ -321,14 +321,6 @@ def test_there_is_one_program_a_multiprocessor_and_none_without_a_tile(sq, progr
     assert launch.HopperForward(problem, HopperForwardConfig(128, 2), multiprocessors=132).grid == (programs,)
 
 
-@pytest.mark.parametrize(("sk", "stays", "programs"), [(128, True, 4), (4096, True, 128), (8192, True, 132),
-                                                       (8192, False, 256)])
-def test_backward_programs_that_stay_are_one_a_multiprocessor_and_none_without_a_tile(sk, stays, programs):
-    config = HopperBackwardConfig(tails=True, stays=stays)
-    problem = problem_of(128, sk, heads=(4, 4))
-    assert launch_backward.HopperBackward(problem, config, problem.q_strides, 132).grid == (programs,)
-
-
 KEYS = 128  # of a program of the backward kernel for narrow heads
 IN_NO_ORDER, IN_ORDER = HopperBackwardConfig(), HopperBackwardConfig(ordered=True)
 WIDE = HopperBackwardConfig(wide=True)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from kernels.backward_calls import MASKS, call_of, compare, expected, gathered, tails_like
+from tilewise.masks import Mask
 from tilewise.tuning.configs import HopperBackwardConfig
 
 backward, loading, products, sums_of, tails_of, launch_backward, lengths, pipeline, softmax, tiles = (
@@ -49,3 +50,11 @@ def test_the_source_computes_the_gradients_on_the_cpu(mask, config, d):
     parts = gathered(sums, columns, (problem.b, problem.hq), None)
     dq = parts.unflatten(2, (-1, 2, 64)).transpose(3, 4).flatten(4).flatten(2, 3)[:, :, :q.shape[2], :d]
     compare((dq, dk, dv), expected(problem, tensors))
+
+
+@pytest.mark.parametrize(("sk", "stays", "programs"), [(128, True, 4), (4096, True, 128), (8192, True, 132),
+                                                       (8192, False, 256)])
+def test_backward_programs_that_stay_are_one_a_multiprocessor_and_none_without_a_tile(sk, stays, programs):
+    config = HopperBackwardConfig(tails=True, stays=stays)
+    problem, _ = call_of(Mask(), (128, sk), (4, 4), (128, 128), b=1)
+    assert launch_backward.HopperBackward(problem, config, problem.q_strides, 132).grid == (programs,)
