@@ -164,6 +164,12 @@ def test_a_program_has_a_head_alone_where_that_keeps_all_busy_and_l2_holds_it(fi
     assert config.shared_bytes(problem) <= DEVICE.shared_memory
 
 
+def test_whether_a_program_has_a_head_alone_goes_by_the_device_s_multiprocessors():
+    problem = replace(problem_of(64, kernel="hopper_backward"), b=1, hq=114, hk=114, sq=512, sk=512)
+    alone = [backward_config(problem, DEVICE, number).alone for number in (132, 114, 78, 57)]
+    assert alone == [False, True, False, True]
+
+
 @pytest.mark.parametrize("fields", [{"d": 64}, {"d": 40}, {"d": 128}, {"d": 104}, {"d": 256}, {"mask": causal()},
                                     {"s": 100}, {"deterministic": True}], ids=str)
 def test_a_row_of_the_table_serves_plain_calls_of_its_width(rows, fields):

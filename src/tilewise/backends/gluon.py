@@ -175,8 +175,8 @@ def _backward_plan(problem: AttentionProblem, incoming: tuple[Sizes, Sizes, Size
     from tilewise.kernels.triton.backward import delta_launch
 
     strides = _gradient_strides(problem)
-    config = backward_config(problem, device_spec(problem.device))
     multiprocessors = torch.cuda.get_device_properties(problem.device).multi_processor_count
+    config = backward_config(problem, device_spec(problem.device), multiprocessors)
     forms = *forms_of_gradients(problem, strides), forms_of_results(problem)[1]
     return _BackwardPlan(allocator(problem.device), forms, delta_launch(problem, delta_config(problem), *incoming),
                          backward_launch(problem, config, strides[0], multiprocessors),

@@ -206,7 +206,7 @@ def _two_take_turns(problem: AttentionProblem, length: int) -> bool:
     return least <= length < end
 
 
-def hopper_backward_config(problem: AttentionProblem) -> HopperBackwardConfig:
+def hopper_backward_config(problem: AttentionProblem, multiprocessors: int = MULTIPROCESSORS) -> HopperBackwardConfig:
     """Choose the steps of the Gluon backward kernel, timed on an H200 at lengths 512 to 16384 (Triton 3.6).
 
     Tails gain 5 to 7 % at a width of 128, and programs that stay 6 to 8 % more at a length of 512, 3 to 5 % at 1024,
@@ -221,7 +221,7 @@ def hopper_backward_config(problem: AttentionProblem) -> HopperBackwardConfig:
         return HopperBackwardConfig(direct=own_keys, wide=not own_keys)
     narrow = max(problem.d, problem.dv) <= 64
     if narrow and tails_fit(problem):
-        alone = fills_alone(problem)
+        alone = fills_alone(problem, multiprocessors)
         return HopperBackwardConfig(4, 4, tails=True, ordered=alone or problem.deterministic, alone=alone)
     if problem.deterministic:
         return HopperBackwardConfig(ahead=narrow, ordered=True)
@@ -230,7 +230,7 @@ def hopper_backward_config(problem: AttentionProblem) -> HopperBackwardConfig:
     return HopperBackwardConfig(ahead=narrow, direct=narrow)
 
 
-def fills_alone(problem: AttentionProblem) -> bool:
+def fills_alone(problem: AttentionProblem, multiprocessors: int) -> bool:
     """Whether a program a head keeps all multiprocessors busy, and L2 holds what they have in hand.
 
     That is q, dout and the sums for dq of a group's heads, half of it at a time where the diagonal hides half. On an
@@ -239,8 +239,8 @@ def fills_alone(problem: AttentionProblem) -> bool:
     """
     heads = problem.b * problem.hk
     is_halved = problem.mask.right == 0 and problem.sq == problem.sk
-    rows = MULTIPROCESSORS * problem.group * problem.sq * (0.5 if is_halved else 1.0)
-    is_even = heads >= _EVEN * MULTIPROCESSORS * math.ceil(heads / MULTIPROCESSORS)
+    rows = multiprocessors * problem.group * problem.sq * (0.5 if is_halved else 1.0)
+    is_even = heads >= _EVEN * multiprocessors * math.ceil(heads / multiprocessors)
     return is_even and rows * 64 * (4 + 2 * problem.dtype.itemsize) <= _ALONE_BYTES
 
 

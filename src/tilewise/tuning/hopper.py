@@ -34,10 +34,13 @@ def forward_config(problem: AttentionProblem, device: DeviceSpec,
     return HopperForwardConfig(**measured)
 
 
-def backward_config(problem: AttentionProblem, device: DeviceSpec) -> HopperBackwardConfig:
+def backward_config(problem: AttentionProblem, device: DeviceSpec,
+                    multiprocessors: int = MULTIPROCESSORS) -> HopperBackwardConfig:
     """Return the table's config for the problem, else the heuristic one."""
     measured = _measured("hopper_backward", problem, device)
-    return hopper_backward_config(problem) if measured is None else HopperBackwardConfig(**measured)
+    if measured is None:
+        return hopper_backward_config(problem, multiprocessors)
+    return HopperBackwardConfig(**measured)
 
 
 def propose_hopper(kernel: str, problem: AttentionProblem, device: DeviceSpec,
