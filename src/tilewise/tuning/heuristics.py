@@ -225,7 +225,7 @@ def hopper_backward_config(problem: AttentionProblem, multiprocessors: int = MUL
         return HopperBackwardConfig(4, 4, tails=True, ordered=alone or problem.deterministic, alone=alone)
     if problem.deterministic:
         return HopperBackwardConfig(ahead=narrow, ordered=True)
-    if tails_fit(problem) and not narrow:
+    if tails_fit(problem):
         return HopperBackwardConfig(tails=True, stays=True)
     return HopperBackwardConfig(ahead=narrow, direct=narrow)
 

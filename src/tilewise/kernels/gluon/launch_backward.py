@@ -105,8 +105,8 @@ class HopperBackward:
         # Queries, too, count from the first one that is read.
         lower, upper = (0 if bound is None else bound + self.queries.start for bound in bounds_of(problem)[:2])
         least = _LEAST_ORDERED if config.ordered and problem.mask.right is not None else 1
-        self.grid = (min(lines if config.alone else tiles * lines,
-                         multiprocessors if config.alone or config.stays else tiles * lines),)
+        programs = lines if config.alone else tiles * lines
+        self.grid = (min(programs, multiprocessors) if config.alone or config.stays else programs,)
         self.scalars = (
             tiles, problem.hk, problem.b, query_section(problem, width, 4, least), sq, len(self.keys), lower, upper,
             problem.group, *scales)
