@@ -145,17 +145,21 @@ class _BackwardPlan:
     fixed: Modifiers | None
 
     def differentiate(self, tensors: tuple[Any, ...], modifiers: Modifiers | None,
-                      operands: Operands = NO_OPERANDS) -> tuple[torch.Tensor, ...]:
+                      operands: Operands = NO_OPERANDS) -> tuple[Any, ...]:
         """Return dq, dk, dv and delta, launched on the current device, which is that of the tensors.
 
-        ``tensors``: q, k, v, out, lse, dout and dlse or None.
+        delta is None where nobody else wants it. ``tensors``: q, k, v, out, lse, dout and dlse or None.
         """
         q, k, v, out, lse, dout, dlse = tensors
         allocate = self.allocate
-        dq, dk, dv, delta = [allocate(*form) for form in self.forms]
+        dq, dk, dv = [allocate(*form) for form in self.forms[:3]]
         if not self.launch.reads_all:
             for gradient in (dq, dk, dv):
                 gradient.zero_()
+        if self.launch.takes_out:
+            self.launch(q, k, v, dout, lse, out, dq, dk, dv)
+            return dq, dk, dv, None
+        delta = allocate(*self.forms[3])
         given: tuple[Any, ...] = out, dout, out if dlse is None else dlse, delta
         if self.delta.takes_pointers:
             given = tuple([tensor.data_ptr() for tensor in given])
@@ -177,9 +181,13 @@ def _backward_plan(problem: AttentionProblem, incoming: tuple[Sizes, Sizes, Size
     strides = _gradient_strides(problem)
     multiprocessors = torch.cuda.get_device_properties(problem.device).multi_processor_count
     config = backward_config(problem, device_spec(problem.device), multiprocessors)
+    out_strides, dout_strides, dlse_strides = incoming
+    is_alone = dlse_strides is None and problem.scores.sinks is None and out_strides[3] == 1
     forms = *forms_of_gradients(problem, strides), forms_of_results(problem)[1]
     return _BackwardPlan(allocator(problem.device), forms, delta_launch(problem, delta_config(problem), *incoming),
-                         backward_launch(problem, config, strides[0], multiprocessors),
+                         backward_launch(problem, config, strides[0], multiprocessors,
+                                         (out_strides, dout_strides) if is_alone else None,
+                                         allocator(problem.device)),
                          None if problem.scores.sinks or problem.sequences.are_data
                          else modifiers_of(problem, NO_OPERANDS))
 

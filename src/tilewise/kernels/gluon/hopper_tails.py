@@ -17,22 +17,36 @@ TAIL = gl.constexpr(16)  # columns: the least that a product sums over
 _BLIND = tl.constexpr(-1e30)
 
 
-@triton.jit(do_not_specialize=["rows"])
-def hopper_tails_kernel(lse_ptr, delta_ptr, tails_ptr, sums_ptr, rows, scale, SUMS: tl.constexpr,
-                        COUNTED: tl.constexpr):
+@triton.jit(do_not_specialize=["sq", "heads", "steps"])
+def hopper_tails_kernel(out_ptr, dout_ptr, lse_ptr, delta_ptr, tails_ptr, sums_ptr, stride_ob, stride_oh, stride_os,
+                        stride_db, stride_dh, stride_ds, sq, heads, steps, scale, DV: tl.constexpr,
+                        WIDTH: tl.constexpr, SUMS: tl.constexpr, COUNTED: tl.constexpr):
     """Write the tails of 64 queries, and zero SUMS of the sums for dq, and where COUNTED a counter behind them all.
 
-    Grid: so many that all rows and sums are reached. lse, delta: (rows,), float32; tails: (rows, 16), bfloat16.
+    Grid: (steps of a head · heads · batches,). lse: (b, heads, sq), float32, dense; tails: as many, each (16,),
+    bfloat16. delta is read, as dense as lse, or where there is none computed (eq. 10) of out and dout, (b, heads, sq,
+    dv) by strides. WIDTH: dv, or the next power of two.
     """
     number = tl.program_id(0)
     if SUMS > 0:
         tl.store(sums_ptr + number.to(tl.int64) * SUMS + tl.arange(0, SUMS), tl.zeros((SUMS,), tl.float32))
     if COUNTED:
         tl.store(sums_ptr + tl.num_programs(0).to(tl.int64) * SUMS + number, 0.0)
-    lines = number.to(tl.int64) * 64 + tl.arange(0, 64)
-    inside = lines < rows
+    line = number // steps
+    rows = number % steps * 64 + tl.arange(0, 64)
+    inside = rows < sq
+    lines = line.to(tl.int64) * sq + rows
     lse = tl.load(lse_ptr + lines, mask=inside, other=0.0)
-    delta = tl.load(delta_ptr + lines, mask=inside, other=0.0)
+    if delta_ptr is not None:
+        delta = tl.load(delta_ptr + lines, mask=inside, other=0.0)
+    else:
+        batch, head = (line // heads).to(tl.int64), (line % heads).to(tl.int64)
+        within = tl.arange(0, WIDTH)[None, :]
+        places = rows.to(tl.int64)[:, None]
+        there = inside[:, None] & (within < DV)
+        out = tl.load(out_ptr + batch * stride_ob + head * stride_oh + places * stride_os + within, there, 0.0)
+        dout = tl.load(dout_ptr + batch * stride_db + head * stride_dh + places * stride_ds + within, there, 0.0)
+        delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
     columns = tl.arange(0, 16)[None, :]
     tails = tl.zeros((64, 16), tl.bfloat16)
     first = tl.where(lse == float("-inf"), _BLIND, -lse / scale)

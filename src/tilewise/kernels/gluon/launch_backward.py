@@ -10,7 +10,7 @@ import torch
 from tilewise.kernels.gluon.enqueue import Enqueue
 from tilewise.kernels.gluon.launch import NO_LENGTHS, OPTIONS, address_of, bounds_of, counter_of, scaling_of
 from tilewise.masks import Span
-from tilewise.problem import AttentionProblem, Sizes, legal_strides
+from tilewise.problem import AttentionProblem, Sizes, dense_strides, legal_strides, padded_dim
 from tilewise.scores import DRAWS
 
 _NO_DATA = (*NO_LENGTHS, None)  # and dropout's seed
@@ -20,6 +20,9 @@ _SECTION_BYTES = 32 * 2**20
 # those that start together are few of each head: of 132 multiprocessors' tiles, 8. Without a bound above all tiles are
 # as long, stay as far apart as they have come, and L2 is worth more (docs/hopper.md).
 _LEAST_ORDERED = 16
+
+
+Allocate = Callable[[Sizes, Sizes, torch.dtype], torch.Tensor]  # of sizes, strides and dtype, its memory anything
 
 
 class HopperBackwardShape(Protocol):
@@ -77,14 +80,17 @@ class HopperBackward:
 
     Where lengths are data or pairs are dropped, cu_seqlens_q, cu_seqlens_k, seqlens_q, seqlens_k and the seed follow,
     each a tensor or None.
-    ``dq_strides``: those of dq. ``multiprocessors``: of the device; one program runs on each at a time. lse and delta
-    are contiguous, delta as the Triton backend's kernel computes it; dout and the gradients have a last stride of 1 and
-    others that are legal for a descriptor. Queries that see no key, and keys that none sees, are not read: their
-    gradients are left as they are.
+    ``dq_strides``: those of dq. ``multiprocessors``: of the device; one program runs on each at a time. ``incoming``:
+    the strides of out and dout, the last 1, where delta holds no gradient of lse and nobody else wants it; out comes in
+    its place then if ``takes_out`` says so. ``allocate``: makes memory on the device. lse and delta are contiguous,
+    delta as the Triton backend's kernel computes it; dout and the gradients have a last stride of 1 and others that are
+    legal for a descriptor. Queries that see no key, and keys that none sees, are not read: their gradients are left as
+    they are.
     """
 
     def __init__(self, problem: AttentionProblem, config: HopperBackwardShape, dq_strides: Sizes,
-                 multiprocessors: int) -> None:
+                 multiprocessors: int, incoming: tuple[Sizes, Sizes] | None = None,
+                 allocate: Allocate | None = None) -> None:
         from triton.experimental.gluon import language as gl
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -95,6 +101,7 @@ class HopperBackward:
         self.kernel, scales = _kernel_of(problem, config)
         self.describe = TensorDescriptor
         self.config = config
+        self.allocate = allocate or _allocator(problem.device)
         self.queries, self.keys = problem.seeing_queries, problem.seen_keys
         self.reads_all = len(self.queries) == problem.sq and len(self.keys) == problem.sk
         pieces, sq, step = config.columns(problem), len(self.queries), int(QUERIES)
@@ -127,10 +134,14 @@ class HopperBackward:
         self.sums_layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
         self.enqueue = Enqueue(self.kernel, self.grid, self.scalars, OPTIONS)
         self.tails_shape = (problem.b, problem.hq, sq, int(TAIL))
-        rows = math.prod(self.tails_shape[:3])
+        self.tails_strides = dense_strides(self.tails_shape, (4, 3, 2, 1))
+        slots = sequences.slots(sq, step)
         cleared = (0, False) if config.alone else (64 * width, counted)
-        self.enqueue_tails = Enqueue(hopper_tails_kernel, (-(-rows // 64) if config.alone else steps,),
-                                     (rows, problem.scale, *cleared), {"num_warps": 4})
+        self.takes_out = config.tails and incoming is not None and self.reads_all
+        strides = [strides[:3] for strides in incoming] if incoming and self.takes_out else [(None,) * 3] * 2
+        self.enqueue_tails = Enqueue(hopper_tails_kernel, (problem.b * problem.hq * slots,),
+                                     (*strides[0], *strides[1], sq, problem.hq, slots, problem.scale, problem.dv,
+                                      padded_dim(problem.dv), *cleared), {"num_warps": 4})
         self.enqueue_dq = Enqueue(hopper_dq_kernel, (parts * problem.b * problem.hq,),
                                   (*dq_strides[:3], sq, problem.hq, parts, sequences.packed, _gradient_scale(problem),
                                    problem.d, columns, width // columns), {"num_warps": 4})
@@ -159,7 +170,7 @@ class HopperBackward:
         dq, dk, dv = read[6:]
         data = tensors[9:] or _NO_DATA
         plain = data is _NO_DATA  # then alignments belong to the problem: of rows of lse and delta, that of the first
-        sums, lse = self._begin(*read[4:6])
+        sums, lse = self._begin(*read[3:6])
         mine = self.taken(read, lse)
         at_sums = sums.data_ptr()
         counter = counter_of(sums.device) if self.config.stays else None
@@ -170,14 +181,16 @@ class HopperBackward:
         if not self.config.alone:
             self.enqueue_dq((at_sums, dq.data_ptr(), address_of(data[0])), lambda: (sums, dq, data[0]), alike=plain)
 
-    def _begin(self, lse: torch.Tensor, delta: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _begin(self, dout: torch.Tensor, lse: torch.Tensor,
+               delta: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Make the sums for dq, zero, and what the kernel reads of queries in place of lse: their tails, or lse."""
         if not self.config.tails:
             return torch.zeros(self.sums_shape, dtype=torch.float32, device=lse.device), lse
-        sums = torch.empty(self.sums_shape, dtype=torch.float32, device=lse.device)
-        tails = torch.empty(self.tails_shape, dtype=torch.bfloat16, device=lse.device)
-        made = lse, delta, tails, sums
-        self.enqueue_tails(tuple([tensor.data_ptr() for tensor in made]), lambda: made, alike=True)
+        sums = self.allocate(self.sums_shape, (self.sums_shape[1], 1), torch.float32)
+        tails = self.allocate(self.tails_shape, self.tails_strides, torch.bfloat16)
+        read = (delta, dout, lse, None) if self.takes_out else (None, None, lse, delta)
+        made = *read, tails, sums
+        self.enqueue_tails(tuple([address_of(tensor) for tensor in made]), lambda: made, alike=True)
         return sums, tails
 
     def arguments(self, tensors: tuple[torch.Tensor, ...], sums: torch.Tensor,
@@ -214,6 +227,10 @@ class HopperBackward:
     def _read(self, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """Leave out the rows that are not read."""
         return tensors if self.reads_all else rows_of(tensors, self.queries, self.keys)
+
+
+def _allocator(device: torch.device) -> Allocate:
+    return lambda sizes, strides, dtype: torch.empty_strided(sizes, strides, dtype=dtype, device=device)
 
 
 def _form(block: list[int], dtype: Any) -> tuple[list[int], Any]:

@@ -7,16 +7,17 @@ import torch
 
 from tilewise.kernels.gluon.enqueue import Enqueue
 from tilewise.kernels.gluon.launch import OPTIONS, bounds_of, scaling_of, section_of
-from tilewise.kernels.gluon.launch_backward import HopperBackward, HopperBackwardShape, query_section, rows_of
+from tilewise.kernels.gluon.launch_backward import Allocate, HopperBackward, HopperBackwardShape, query_section, rows_of
 from tilewise.problem import AttentionProblem, Sizes, legal_strides
 
 
 def backward_launch(problem: AttentionProblem, config: HopperBackwardShape, dq_strides: Sizes,
-                    multiprocessors: int) -> "HopperBackward | HopperBackwardApart":
-    """Bind the backward kernels that a config is for to a problem. ``multiprocessors``: of the device."""
+                    multiprocessors: int, incoming: tuple[Sizes, Sizes] | None = None,
+                    allocate: Allocate | None = None) -> "HopperBackward | HopperBackwardApart":
+    """Bind the backward kernels that a config is for to a problem. The rest: see :class:`HopperBackward`."""
     if config.wide:
         return HopperBackwardApart(problem, config)
-    return HopperBackward(problem, config, dq_strides, multiprocessors)
+    return HopperBackward(problem, config, dq_strides, multiprocessors, incoming, allocate)
 
 
 class HopperPart:
@@ -58,6 +59,7 @@ class HopperBackwardApart:
         from tilewise.kernels.gluon import hopper_backward_wide as dkdv
         from tilewise.kernels.gluon import hopper_dq_wide as dq
 
+        self.takes_out = False
         self.queries, self.keys = problem.seeing_queries, problem.seen_keys
         self.reads_all = len(self.queries) == problem.sq and len(self.keys) == problem.sk
         dtype = gl.bfloat16 if problem.dtype is torch.bfloat16 else gl.float16
