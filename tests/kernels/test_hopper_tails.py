@@ -14,7 +14,8 @@ def write(out, dout, lse, delta, tails, sums, programs=None, zeroed=0, counted=F
     """Call the kernel for (heads, queries) of one entry of a batch."""
     heads, sq = lse.shape
     steps = -(-sq // 64)
-    of_rows = [None] * 6 if out is None else [*out.stride()[:1] * 2, out.stride(1), *dout.stride()[:1] * 2, dout.stride(1)]
+    of_rows = [None] * 6 if out is None else [
+        number for tensor in (out, dout) for number in (tensor.stride(0), *tensor.stride()[:2])]
     dv = 1 if out is None else out.shape[2]
     hopper_tails_kernel[(programs or steps * heads,)](
         out, dout, lse, delta, tails, sums, *of_rows, sq, heads, steps, SCALE, dv, padded_dim(dv), zeroed, counted)
@@ -42,7 +43,8 @@ def test_delta_is_made_of_out_and_dout_where_it_is_not_there(sq, dv, device):
     out, wide = torch.randn(3, sq, dv).half().to(device), torch.randn(3, sq, dv + 8).half().to(device)
     dout = wide[:, :, :dv]
     lse = torch.randn(3, sq, device=device)
-    tails, sums = torch.full((3 * sq, 16), float("nan"), dtype=torch.bfloat16, device=device), torch.zeros(1, device=device)
+    sums = torch.zeros(1, device=device)
+    tails = torch.full((3 * sq, 16), float("nan"), dtype=torch.bfloat16, device=device)
     write(out, dout, lse, None, tails, sums)
     check(tails, lse, (out.double() * dout.double()).sum(2), rtol=1e-5, atol=1e-4)
 
