@@ -94,12 +94,19 @@ def test_neighbours_do_not_change_a_bit(backend, case, kind, device, main_dtype)
         assert not differing, f"sequence {number} of {composition!r}: {differing}"
 
 
-@pytest.mark.parametrize(("mask", "group"), [(Mask(), 1), (causal("bottom_right"), 2),
-                                             (window(100, 20, "top_left"), 1)], ids=str)
-def test_an_entry_among_many_has_the_bits_that_it_has_alone(backend, mask, group, device, main_dtype):
-    """On Hopper, where heads are as many as multiprocessors, a program has all keys of one, then of another."""
-    b, heads, length = (2, 2, 70) if device.type == "cpu" else (4, 66, 500 // group)
-    many = Case("many", b=b, hq=heads * group, hk=heads, sq=length, sk=length + 30, d=64, dv=64, mask=mask)
+@pytest.mark.parametrize(("mask", "group", "lengths"), [
+    (Mask(), 1, (500, 530)), (causal("bottom_right"), 2, (250, 280)), (window(100, 20, "top_left"), 1, (500, 530)),
+    (Mask(), 1, (1000, 1024)), (causal("top_left"), 1, (1000, 1000))], ids=str)
+def test_an_entry_among_many_has_the_bits_that_it_has_alone(backend, mask, group, lengths, device, main_dtype):
+    """On Hopper, where heads are as many as multiprocessors, a program has all keys of one, then of another.
+
+    Of a longer one several programs have all keys, which add to its dQ in turn.
+    """
+    b, heads = (4, 66) if lengths[0] <= 500 else (8, 33)
+    sq, sk = lengths
+    if device.type == "cpu":
+        b, heads, sq, sk = 2, 2, 70, 70 + sk - sq
+    many = Case("many", b=b, hq=heads * group, hk=heads, sq=sq, sk=sk, d=64, dv=64, mask=mask)
     inputs, own = (make_inputs(case, main_dtype, device) for case in (many, replace(many, b=1)))
     of_all = forward_and_backward(backend, many, inputs, "out_and_lse", deterministic=True)
     for entry in (0, b - 1):

@@ -166,13 +166,21 @@ def _wait_for_copies_out(left):
         copy()
 
 
-def _check_turn(counter, rank):
-    assert counter.values[counter.at] == rank, "programs run one after another: nobody would ever come before"
+def _await_turn(counter, rank):
+    """Wait for programs that run beside this one; those of lower numbers are done."""
+    end = time.monotonic() + PATIENCE * (_own.program.beside > 0)
+    while counter.values[counter.at] != rank:
+        assert time.monotonic() < end, "nobody would ever come before"
+        time.sleep(1e-4)
 
 
 def _end_turn(counter, tiles):
     _wait_for_copies_out(0)
     counter.values[counter.at] = tiles
+
+
+def _forget(pointer, count):
+    pointer.values[pointer.at:pointer.at + count] = float("nan")
 
 
 def _add(pointer, values, sem):
@@ -261,17 +269,33 @@ def _of_either(scalars, tensors):
     return call
 
 
-def _specialize(partitions, _warps, _registers):
+_own = threading.local()  # the program that a thread is of
+
+
+class _Program:
+    """A program, and how many run beside it."""
+
+    def __init__(self, number, beside):
+        self.number, self.beside, self.turns, self.meetings = number, beside, _Turns(), {}
+
+    def meet(self, number):
+        """Let as many of the program's warpgroups meet."""
+        self.meetings.setdefault(number, threading.Barrier(number)).wait(PATIENCE)
+
+
+def _side_by_side(calls):
+    """Call each of (program, function, arguments) in a thread of its own."""
     failures = []
 
-    def run(function, arguments):
+    def run(program, function, arguments):
+        _own.program = program
         try:
             function(*arguments)
             assert not getattr(_leaving, "copies", ()), "a program ends whose results the copy engine has yet to read"
         except BaseException as failure:
             failures.append(failure)
 
-    threads = [threading.Thread(target=run, args=partition, daemon=True) for partition in partitions]
+    threads = [threading.Thread(target=run, args=call, daemon=True) for call in calls]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -280,10 +304,8 @@ def _specialize(partitions, _warps, _registers):
         raise failures[0]
 
 
-def _meeting():
-    """Where the warpgroups of one program meet, as many as say so."""
-    barriers = {}
-    return lambda number: barriers.setdefault(number, threading.Barrier(number)).wait(PATIENCE)
+def _specialize(partitions, _warps, _registers):
+    _side_by_side([(_own.program, *partition) for partition in partitions])
 
 
 class _Turns:
@@ -313,11 +335,11 @@ def _full(shape, value, dtype, layout):
     return torch.full(shape, value, dtype=getattr(dtype, "torch", dtype)).as_subclass(Tensor)
 
 
-def language(program, programs):
+def language(programs):
     """What a kernel finds under the name gl."""
     return SimpleNamespace(
-        program_id=lambda axis: torch.tensor(program).as_subclass(Tensor), num_programs=lambda axis: programs,
-        static_range=range,
+        program_id=lambda axis: torch.tensor(_own.program.number).as_subclass(Tensor),
+        num_programs=lambda axis: programs, static_range=range,
         arange=lambda first, last, layout: torch.arange(first, last).as_subclass(Tensor), full=_full, where=_where,
         minimum=_of_either(min, torch.minimum), maximum=_of_either(max, torch.maximum), exp2=torch.exp2,
         load=_load, store=_store, atomic_add=_add, convert_layout=lambda values, *_, **__: values,
@@ -330,36 +352,38 @@ def language(program, programs):
         NVMMASharedLayout=SimpleNamespace(get_default_for=lambda *_: None))
 
 
-def run(kernel, modules, grid, arguments, constants):
-    """Run a kernel, its programs one after another.
+def run(kernel, modules, grid, arguments, constants, together=1):
+    """Run a kernel, its programs one after another, or so many at a time.
 
     kernel: a jit function. modules: those that it is made of. constants: (module, name) -> a plain number in the place
     of a constexpr.
     """
-    for program in range(grid):
-        turns = _Turns()
-        with pytest.MonkeyPatch.context() as patch:
-            fakes = {
-                "gl": language(program, grid), "tma_load": _copy, "tma_store": _copy_out,
-                "tma_add": _add_out, "tma_store_wait": _wait_for_copies_out, "fence_async_shared": lambda: None,
-                "reinterpret": lambda tiles, dtype, shape, layout: tiles.reinterpret(dtype, shape),
-                "await_sums": lambda: _wait_for_copies_out(0), "_wait_for_tiles_before": _check_turn,
-                "_let_next_tile_add": _end_turn,
-                "plain_layout": lambda *_: None, "meet": _meeting(), "_named_barrier": turns,
-                "warpgroup_mma": _multiply, "warpgroup_mma_wait": wait_for_products, "opaque": lambda number: number,
-                "make_barriers": lambda number, arrivals: SimpleNamespace(
-                    index=[Barrier(arrivals) for _ in range(number)].__getitem__),
-                "mbarrier": SimpleNamespace(
-                    wait=lambda barrier, parity: barrier.wait(int(parity)),
-                    arrive=lambda barrier, count: barrier.change(count, 0),
-                    expect=lambda barrier, size: barrier.change(1, size))}
-            for module in modules:
-                for name, value in list(vars(module).items()):
-                    if name in fakes:
-                        patch.setattr(module, name, fakes[name])
-                    elif isinstance(value, JITFunction):
-                        patch.setattr(module, name, value.fn)
-            for (module, name), value in constants.items():
-                patch.setattr(module, name, value)
-            kernel.fn(*arguments)
-            turns.end()
+    with pytest.MonkeyPatch.context() as patch:
+        fakes = {
+            "gl": language(grid), "tma_load": _copy, "tma_store": _copy_out,
+            "tma_add": _add_out, "tma_store_wait": _wait_for_copies_out, "fence_async_shared": lambda: None,
+            "reinterpret": lambda tiles, dtype, shape, layout: tiles.reinterpret(dtype, shape),
+            "await_sums": lambda: _wait_for_copies_out(0), "wait_for_tiles_before": _await_turn,
+            "_let_next_tile_add": _end_turn, "forget": _forget,
+            "plain_layout": lambda *_: None, "meet": lambda number: _own.program.meet(number),
+            "_named_barrier": lambda *turn: _own.program.turns(*turn),
+            "warpgroup_mma": _multiply, "warpgroup_mma_wait": wait_for_products, "opaque": lambda number: number,
+            "make_barriers": lambda number, arrivals: SimpleNamespace(
+                index=[Barrier(arrivals) for _ in range(number)].__getitem__),
+            "mbarrier": SimpleNamespace(
+                wait=lambda barrier, parity: barrier.wait(int(parity)),
+                arrive=lambda barrier, count: barrier.change(count, 0),
+                expect=lambda barrier, size: barrier.change(1, size))}
+        for module in modules:
+            for name, value in list(vars(module).items()):
+                if name in fakes:
+                    patch.setattr(module, name, fakes[name])
+                elif isinstance(value, JITFunction):
+                    patch.setattr(module, name, value.fn)
+        for (module, name), value in constants.items():
+            patch.setattr(module, name, value)
+        for first in range(0, grid, together):
+            programs = [_Program(number, together - 1) for number in range(first, min(first + together, grid))]
+            _side_by_side([(program, kernel.fn, arguments) for program in programs])
+            for program in programs:
+                program.turns.end()

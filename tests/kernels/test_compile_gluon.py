@@ -23,7 +23,8 @@ BACKWARD_CONFIGS = {64: ({"ahead": True, "direct": True}, {"ahead": True, "order
                     128: ({}, {"ordered": True})}
 # And of calls that nothing but a band changes, with tails: the heuristic's first.
 NARROW = {"stages": 4, "out_stages": 4}
-TAILS_CONFIGS = {64: (NARROW, NARROW | {"ordered": True}, NARROW | {"ordered": True, "alone": True}),
+ALONE = NARROW | {"ordered": True, "alone": True}
+TAILS_CONFIGS = {64: (NARROW, NARROW | {"ordered": True}, ALONE, ALONE | {"programs": 2}),
                  128: ({"stays": True}, {}, {"direct": True})}
 REGISTER_FILE = 65536
 # Bytes of stack a thread, ceilings. At d 64 three warpgroups have 160 registers a thread: of plain calls 3.6.0
@@ -190,6 +191,7 @@ def test_hopper_backward_compiles_within_registers_and_shared_memory(version):
         wanted += [backward(d, mask, tails=True, **config) for (d, configs), mask in product(
             TAILS_CONFIGS.items(), MASKS) for config in configs]
         wanted += [backward(d, dtype="float16", tails=True, **configs[0]) for d, configs in TAILS_CONFIGS.items()]
+        wanted.append(backward(64, "full", tails=True, **(ALONE | {"programs": 4})))
     else:
         wanted = [backward(64, **BACKWARD_CONFIGS[64][0]), backward(128, "window", ordered=True)]
     check_backward(version, wanted, BACKWARD_SPILL_BOUND.get(version, BACKWARD_SPILL_BOUND_ELSEWHERE))
@@ -240,13 +242,15 @@ def check_backward(version, wanted, spills):
         # each, or by each of 2 writers one for each warpgroup that makes dQ: of narrow heads with tails one alone, with
         # one loop.
         config = row["config"]
-        narrow, alone = config.get("tails") and row["d"] <= 64, bool(config.get("alone"))
+        narrow, shared = config.get("tails") and row["d"] <= 64, config.get("programs", 1) > 1
+        alone = bool(config.get("alone")) and not shared
         staged = 2 if narrow and config.get("ordered") and not alone else 1 if narrow else 4
         assert (row["redg"], row["utmaredg"]) == ((row["d"] // 4, 0) if config.get("direct") else (0, staged)), row
         # Each writer waits for the tiles before, and until all has arrived, not only been read, before it says so; a
-        # program that is alone waits for its own tiles before.
+        # program that is alone waits for its own tiles before. Of shared heads it waits with a part of a step's last
+        # tile in another place.
         waits = 2 if config.get("ordered") and not alone else 0
-        assert (row["acquire"], row["complete"], row["release"]) == (waits, waits or alone, waits), row
+        assert (row["acquire"], row["complete"], row["release"]) == (waits << shared, waits or alone, waits), row
     return rows
 
 

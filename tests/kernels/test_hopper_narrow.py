@@ -19,12 +19,13 @@ Descriptor, Pointer, run = gluon_on_cpu.Descriptor, gluon_on_cpu.Pointer, gluon_
 MODULES = (narrow, backward, loading, products, sums_of, tails_of, pipeline, tiles)
 CONSTANTS = {(module, "QUERIES"): 64 for module in MODULES if hasattr(module, "QUERIES")} | {
     (module, "TAIL"): 16 for module in (narrow, backward, tails_of)} | {
-    (narrow, "ZERO"): 0, (narrow, "ONE"): 1, (sums_of, "WRITERS"): 2}
+    (narrow, "ZERO"): 0, (narrow, "ONE"): 1, (sums_of, "WRITERS"): 2, (narrow, "WRITERS"): 2}
 ADDED, ORDERED, ALONE = (HopperBackwardConfig(4, 4, tails=True, ordered=ordered, alone=alone)
                          for ordered, alone in ((False, False), (True, False), (True, True)))
+TWO, FOUR = (HopperBackwardConfig(4, 4, tails=True, ordered=True, alone=True, programs=programs) for programs in (2, 4))
 
 
-def differentiate(mask, config, d, multiprocessors=1):
+def differentiate(mask, config, d, multiprocessors=4):
     """Return (problem, tensors, (dq before it is scaled, dk, dv))."""
     random.seed(0)
     problem, tensors = call_of(*mask, (d, d))
@@ -32,13 +33,14 @@ def differentiate(mask, config, d, multiprocessors=1):
     q, k, v, dout, lse, delta = tensors
     dq, dk, dv = (torch.full_like(tensor, float("nan")) for tensor in (q, k, v))
     sums = torch.full((math.prod(launch.sums_shape),), float("nan") if config.alone else 0.0)
+    sums[launch.sums_rows * 256:] = 0.0  # counters
     described = launch._in_forms((q, k, v, dout, tails_like(lse, delta), dk, dv, dq), lambda tensor, form: Descriptor(
         tensor, form[0]))
     beside = Pointer(sums) if config.alone else Pointer(
         sums[launch.sums_rows * 256:].view(torch.int32)) if config.ordered else None
     rows = sums[:launch.sums_rows * 256].view(-1, 256)
     run(launch.kernel, MODULES, launch.grid[0], (*described, Descriptor(rows, launch.sums_block), beside,
-                                                 *launch.scalars), CONSTANTS)
+                                                 *launch.scalars), CONSTANTS, config.programs)
     if config.alone:
         dq = dq.float() / problem.scale
     else:
@@ -48,17 +50,18 @@ def differentiate(mask, config, d, multiprocessors=1):
 
 
 @pytest.mark.parametrize("d", [64, 40])
-@pytest.mark.parametrize("config", [ADDED, ORDERED, ALONE], ids=["added", "ordered", "alone"])
+@pytest.mark.parametrize("config", [ADDED, ORDERED, ALONE, TWO, FOUR], ids=["added", "ordered", "alone", "two", "four"])
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_the_source_computes_the_gradients_on_the_cpu(mask, config, d):
     problem, tensors, gradients = differentiate(mask, config, d)
     compare(gradients, expected(problem, tensors))
 
 
+@pytest.mark.parametrize("config", [ALONE, TWO, FOUR], ids=["alone", "two", "four"])
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-def test_a_program_that_has_a_head_alone_makes_the_bits_of_sums_in_order(mask):
+def test_a_program_that_has_a_head_alone_makes_the_bits_of_sums_in_order(mask, config):
     """A call may take either way, as its batch has it, with deterministic=True."""
-    problem, _, (dq, *of_keys) = differentiate(mask, ALONE, 64)
+    problem, _, (dq, *of_keys) = differentiate(mask, config, 64)
     _, _, (sums, *of_keys_in_order) = differentiate(mask, ORDERED, 64)
     assert torch.equal((dq * problem.scale).half(), (sums * problem.scale).half())
     assert all(map(torch.equal, of_keys, of_keys_in_order))

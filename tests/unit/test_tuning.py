@@ -70,6 +70,8 @@ def test_illegal_tile_cannot_be_constructed(kind, tile, name):
     ({"tails": True, "wide": True}, "tails=True with wide=True; tails are for head dims up to 128."),
     ({"alone": True, "ordered": True}, "alone=True with tails=False, ordered=True; allowed is both."),
     ({"alone": True, "tails": True}, "alone=True with tails=True, ordered=False; allowed is both."),
+    ({"programs": 5}, "programs=5; allowed are 1, 2, 4."),
+    ({"programs": 2, "tails": True, "ordered": True}, "programs=2 with alone=False; allowed is 1."),
     ({"stays": True}, "stays=True with ahead=False, direct=False, tails=False; allowed is tails=True alone."),
     ({"stays": True, "tails": True, "direct": True},
      "stays=True with ahead=False, direct=True, tails=True; allowed is tails=True alone."),

@@ -143,31 +143,42 @@ def test_tails_go_with_what_the_kernel_of_the_head_dim_has(d, settings, message)
         HopperBackwardConfig(tails=True, **settings).columns(problem_of(d, kernel="hopper_backward"))
 
 
-@pytest.mark.parametrize(("fields", "alone"), [
-    ({"b": 32, "hq": 32, "hk": 32, "sq": 512, "sk": 512}, True),
-    ({"b": 4, "hq": 66, "hk": 66, "sq": 500, "sk": 530}, True),  # as test_determinism.py's, and one entry of it
-    ({"b": 1, "hq": 66, "hk": 66, "sq": 500, "sk": 530}, False),
-    ({"b": 32, "hq": 32, "hk": 32, "sq": 512, "deterministic": True}, True),
-    ({"b": 32, "hq": 32, "hk": 8, "sq": 512}, False),  # L2, four query heads a program
-    ({"b": 16, "hq": 32, "hk": 32, "sq": 1024}, False),  # L2
-    ({"b": 16, "hq": 32, "hk": 32, "sq": 1024, "sk": 1024, "mask": causal()}, True),
-    ({"b": 16, "hq": 32, "hk": 32, "sq": 1024, "sk": 8192, "mask": causal("bottom_right")}, False),
-    ({"b": 16, "hq": 32, "hk": 32, "sq": 1024, "sk": 1024, "mask": window(None, 1023)}, False),  # hides nothing
-    ({"b": 8, "hq": 32, "hk": 32, "sq": 2048, "sk": 2048, "mask": causal()}, False),
-    ({"b": 1, "hq": 140, "hk": 140, "sq": 512}, False),  # a second round of 8
-    ({"b": 32, "hq": 16, "hk": 16, "sq": 512, "d": 128, "dv": 128}, False),
-    ({"b": 32, "hq": 32, "hk": 32, "sq": 512, "scores": ScoreOptions(softcap=3.0)}, False)], ids=str)
-def test_a_program_has_a_head_alone_where_that_keeps_all_busy_and_l2_holds_it(fields, alone):
+FEW, MANY = ({"b": b, "hq": 33, "hk": 33, "sq": 1000, "sk": 1000} for b in (1, 8))
+
+
+@pytest.mark.parametrize(("fields", "programs"), [
+    ({"b": 32, "hq": 32, "hk": 32, "sq": 512, "sk": 512}, 2),
+    ({"b": 16, "hq": 32, "hk": 32, "sq": 1024, "sk": 1024}, 4),
+    ({"b": 8, "hq": 32, "hk": 32, "sq": 2048, "sk": 2048}, 4),
+    ({"b": 4, "hq": 32, "hk": 32, "sq": 4096, "sk": 4096}, 0),  # L2
+    ({"b": 32, "hq": 32, "hk": 32, "sq": 512, "sk": 512, "mask": causal()}, 1),
+    ({"b": 16, "hq": 32, "hk": 32, "sq": 1024, "sk": 1024, "mask": causal()}, 2),  # L2, one a head
+    ({"b": 4, "hq": 48, "hk": 48, "sq": 1024, "sk": 1024, "mask": causal()}, 2),  # a round of 132 and one of 60
+    ({"b": 8, "hq": 32, "hk": 32, "sq": 2048, "sk": 2048, "mask": causal()}, 0),
+    ({"b": 4, "hq": 66, "hk": 66, "sq": 500, "sk": 530}, 1),  # as test_determinism.py's, and one entry of it
+    ({"b": 1, "hq": 66, "hk": 66, "sq": 500, "sk": 530}, 0),
+    (MANY, 2), (MANY | {"mask": causal()}, 2), (FEW, 0), (FEW | {"mask": causal()}, 0),
+    ({"b": 32, "hq": 32, "hk": 32, "sq": 512, "sk": 512, "deterministic": True}, 2),
+    ({"b": 32, "hq": 32, "hk": 8, "sq": 512, "sk": 512}, 0),  # L2, four query heads a program
+    ({"b": 16, "hq": 32, "hk": 32, "sq": 1024, "sk": 1100}, 0),  # nine tiles
+    ({"b": 16, "hq": 32, "hk": 32, "sq": 64, "sk": 1024}, 1),  # a step a tile: each would wait for the one before
+    ({"b": 16, "hq": 32, "hk": 32, "sq": 1024, "sk": 8192, "mask": causal("bottom_right")}, 0),
+    ({"b": 16, "hq": 32, "hk": 32, "sq": 1024, "sk": 1024, "mask": window(None, 1023)}, 0),  # hides nothing
+    ({"b": 4, "hq": 33, "hk": 33, "sq": 512, "sk": 512, "mask": window(99, 0)}, 1),
+    ({"b": 1, "hq": 140, "hk": 140, "sq": 512, "sk": 512}, 0),  # a second round of 8
+    ({"b": 32, "hq": 16, "hk": 16, "sq": 512, "d": 128, "dv": 128}, 0),
+    ({"b": 32, "hq": 32, "hk": 32, "sq": 512, "scores": ScoreOptions(softcap=3.0)}, 0)], ids=str)
+def test_programs_have_a_head_to_themselves_where_that_keeps_all_busy_and_l2_holds_it(fields, programs):
     problem = replace(problem_of(64, kernel="hopper_backward"), **fields)
     config = hopper_backward_config(problem)
-    assert config.alone is alone
+    assert (config.alone, config.programs) == (programs > 0, max(1, programs))
     assert config.shared_bytes(problem) <= DEVICE.shared_memory
 
 
-def test_whether_a_program_has_a_head_alone_goes_by_the_device_s_multiprocessors():
+def test_how_many_programs_have_a_head_to_themselves_goes_by_the_device_s_multiprocessors():
     problem = replace(problem_of(64, kernel="hopper_backward"), b=1, hq=114, hk=114, sq=512, sk=512)
-    alone = [backward_config(problem, DEVICE, number).alone for number in (132, 114, 78, 57)]
-    assert alone == [False, True, False, True]
+    configs = [backward_config(problem, DEVICE, number) for number in (132, 114, 78, 57, 1)]
+    assert [config.alone * config.programs for config in configs] == [0, 2, 2, 1, 1]
 
 
 @pytest.mark.parametrize("fields", [{"d": 64}, {"d": 40}, {"d": 128}, {"d": 104}, {"d": 256}, {"mask": causal()},

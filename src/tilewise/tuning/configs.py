@@ -215,6 +215,8 @@ class HopperBackwardConfig:
             to 64 a third warpgroup makes dQ there.
         alone: whether a program goes over all keys of a head there, keeps its dQ in L2 and writes it. Every bit is as
             with ``ordered``, which it comes with.
+        programs: with ``alone``, how many programs share a head: they take its tiles of keys by turns, and add to a
+            step of dQ in their order. As many running at once have fewer heads' sums in hand.
         stays: whether a program draws one tile of keys after another, and loads the next one's keys and values while
             dK and dV of the last are written, by way of what dS and dQ are staged in.
     """
@@ -228,9 +230,10 @@ class HopperBackwardConfig:
     tails: bool = False
     alone: bool = False
     stays: bool = False
+    programs: int = 1
 
     def __post_init__(self) -> None:
-        for name, allowed in (("stages", (2, 4)), ("out_stages", (1, 2, 4))):
+        for name, allowed in (("stages", (2, 4)), ("out_stages", (1, 2, 4)), ("programs", (1, 2, 4))):
             if getattr(self, name) not in allowed:
                 raise InvalidInput(f"{name}={getattr(self, name)}; allowed are {', '.join(map(str, allowed))}.")
         if self.ordered and self.direct:
@@ -242,6 +245,8 @@ class HopperBackwardConfig:
             raise InvalidInput("tails=True with wide=True; tails are for head dims up to 128.")
         if self.alone and not (self.tails and self.ordered):
             raise InvalidInput(f"alone=True with tails={self.tails}, ordered={self.ordered}; allowed is both.")
+        if self.programs > 1 and not self.alone:
+            raise InvalidInput(f"programs={self.programs} with alone=False; allowed is 1.")
         if self.stays and (self.ahead or self.direct or not self.tails):
             raise InvalidInput(f"stays=True with ahead={self.ahead}, direct={self.direct}, tails={self.tails}; allowed "
                                "is tails=True alone.")
@@ -297,7 +302,7 @@ class HopperBackwardConfig:
             self.stages * d + self.out_stages * dv))
         scores = 64 * 64 * size * (2 if self.wide else 4)
         rows = 64 * (64 + 32 * self.stages) if self.tails else 8 * 64 * self.stages
-        steps = 0 if self.direct or self.wide else 2 if self.ordered and not self.alone else 1
+        steps = 0 if self.direct or self.wide else 2 if self.ordered and (self.programs > 1 or not self.alone) else 1
         written = size * 64 * d if self.alone else 0
         beside_queries = size * 64 * (4 * d + 3 * dv) if self.wide else 0
         return max(operands + scores + rows + steps * 4 * d * 64 + written, beside_queries) + 1024

@@ -124,8 +124,8 @@ LEAST_WORK_FOR_DESCRIPTORS = 10**10
 # The Hopper kernels' launch takes the host 4 µs more than a Triton kernel's, and 20 with tensors that it has not seen
 # (beside an H200); in 20 µs a Triton kernel computes about this many of each product, at 300 TFLOP/s.
 LEAST_WORK_FOR_GLUON = 15 * 10**8
-# A program a head of the narrow backward kernel: how full the last of its rounds must be, in all, and what may be in
-# hand at once, of 50 MiB of L2.
+# Programs that have a head to themselves, of the narrow backward kernel: how full the last of their rounds must be, in
+# all, and what may be in hand at once, of 50 MiB of L2.
 _EVEN = 0.95
 _ALONE_BYTES = 40 * 2**20
 _LEAST_CUT = 8192  # keys from which few queries were timed, in tiles that are cut
@@ -221,8 +221,9 @@ def hopper_backward_config(problem: AttentionProblem, multiprocessors: int = MUL
         return HopperBackwardConfig(direct=own_keys, wide=not own_keys)
     narrow = max(problem.d, problem.dv) <= 64
     if narrow and tails_fit(problem):
-        alone = fills_alone(problem, multiprocessors)
-        return HopperBackwardConfig(4, 4, tails=True, ordered=alone or problem.deterministic, alone=alone)
+        programs = programs_of_head(problem, multiprocessors)
+        return HopperBackwardConfig(4, 4, tails=True, ordered=programs > 0 or problem.deterministic,
+                                    alone=programs > 0, programs=max(1, programs))
     if problem.deterministic:
         return HopperBackwardConfig(ahead=narrow, ordered=True)
     if tails_fit(problem):
@@ -230,18 +231,40 @@ def hopper_backward_config(problem: AttentionProblem, multiprocessors: int = MUL
     return HopperBackwardConfig(ahead=narrow, direct=narrow)
 
 
-def fills_alone(problem: AttentionProblem, multiprocessors: int) -> bool:
-    """Whether a program a head keeps all multiprocessors busy, and L2 holds what they have in hand.
+def programs_of_head(problem: AttentionProblem, multiprocessors: int) -> int:
+    """How many programs have a head's tiles of keys to themselves, 0 where each program has one tile of some head.
 
-    That is q, dout and the sums for dq of a group's heads, half of it at a time where the diagonal hides half. On an
-    H200 512 queries were 1.29 times as fast, 512 and 1024 causal ones 1.57 and 1.08; with 1024 in full (66 MiB) or
-    2048 causal ones programs wait for memory, 0.67 to 0.82.
+    Without a mask as many as keep apart: each has two tiles of keys or more, of 4 steps for each of them, in which it
+    is behind the one before. On an H200 2, 4 and 4 at lengths 512, 1024 and 2048 were 1.34, 1.16 and 1.07 times as fast
+    as none. Where the diagonal hides half, tiles get shorter, and of more than two one waits for another: 1 at 512 and
+    2 at 1024 were 1.60 and 1.19 to 1.22 times as fast, 2 and 4 at 2048 0.97 to 0.99. Other masks were timed with one
+    alone.
     """
-    heads = problem.b * problem.hk
     is_halved = problem.mask.right == 0 and problem.sq == problem.sk
-    rows = multiprocessors * problem.group * problem.sq * (0.5 if is_halved else 1.0)
-    is_even = heads >= _EVEN * multiprocessors * math.ceil(heads / multiprocessors)
-    return is_even and rows * 64 * (4 + 2 * problem.dtype.itemsize) <= _ALONE_BYTES
+    candidates: tuple[int, ...] = (1,)
+    if problem.mask.left is None and problem.mask.right is None:
+        candidates = (4, 2, 1)
+    elif problem.mask.left is None and is_halved:
+        candidates = (1, 2)
+    shortest = min(problem.sq, problem.sk)
+    return next((programs for programs in candidates if programs <= multiprocessors
+                 and (programs == 1 or shortest >= 256 * programs)
+                 and _fill_alone(problem, multiprocessors, programs, is_halved)), 0)
+
+
+def _fill_alone(problem: AttentionProblem, multiprocessors: int, programs: int, is_halved: bool) -> bool:
+    """Whether so many programs a head keep all multiprocessors busy, and L2 holds what they have in hand.
+
+    That is q, dout and the sums for dq of a group's heads. Where the diagonal hides half it is two thirds on average: a
+    tile needs what is behind its first key, and the first tiles take the longest.
+    """
+    heads, at_once = problem.b * problem.hk, multiprocessors // programs
+    tiles = math.ceil(problem.sk / HopperBackwardConfig().keys)
+    busy = heads * programs / (multiprocessors * math.ceil(heads / at_once))
+    if not is_halved:
+        busy *= tiles / (programs * math.ceil(tiles / programs))
+    rows = at_once * problem.group * problem.sq * (2 / 3 if is_halved else 1.0)
+    return busy >= _EVEN and rows * 64 * (4 + 2 * problem.dtype.itemsize) <= _ALONE_BYTES
 
 
 def delta_config(problem: AttentionProblem) -> DeltaConfig:

@@ -7,7 +7,10 @@ queries, S and dP of the next. Below dK and dP it computes the next P. The two w
 but for slots. lse and delta come as tails (hopper_tails.py).
 
 With C.ALONE a program goes over all keys of a head, and nobody else adds to this head's dQ: its sums stay with the
-program, in L2, the first tile that sees a step sets them, and the last writes dq. Else a program has one tile.
+program, in L2, the first tile that sees a step sets them, and the last writes dq. Or C.PROGRAMS share the tiles of a
+head, and add in their order by writers, as with C.ORDERED: then fewer heads' sums are in hand, and rounds of programs
+are fuller. Programs of one head wait for one another: they are neighbours, and all have started before any behind
+them. Else a program has one tile.
 """
 
 from typing import NamedTuple
@@ -25,9 +28,22 @@ from tilewise.kernels.gluon.backward_products import issue_dq, issue_pairs
 from tilewise.kernels.gluon.compat import tma_load, tma_store_wait
 from tilewise.kernels.gluon.hopper_backward import hide, write
 from tilewise.kernels.gluon.hopper_backward_load import load_dout, load_rows
-from tilewise.kernels.gluon.hopper_dq_sums import await_sums, hand_over, keep_or_write, make_stage, write_sums
+from tilewise.kernels.gluon.hopper_dq_sums import (
+    WRITERS,
+    add_staged,
+    added_to_staged,
+    await_sums,
+    forget,
+    hand_over,
+    keep_or_write,
+    make_stage,
+    stage_part,
+    wait_for_tiles_before,
+    write_dq,
+    write_sums,
+)
 from tilewise.kernels.gluon.hopper_tails import TAIL, make_picks
-from tilewise.kernels.gluon.pipeline import leave, make_barriers, meet, wait_empty, wait_full
+from tilewise.kernels.gluon.pipeline import leave, make_barriers, meet, opaque, wait_empty, wait_full
 from tilewise.kernels.gluon.tiles import (
     QUERIES,
     is_last_of,
@@ -54,6 +70,7 @@ class Shape(NamedTuple):
     OUT_STAGES: int
     ORDERED: bool
     ALONE: bool
+    PROGRAMS: int
     KEY_SLOTS: int
     LOWER: bool
     UPPER: bool
@@ -140,8 +157,29 @@ def tiles_of_program(order, C: gl.constexpr):
     tiles, heads, batches, _section = order
     number = gl.program_id(0) * 0 + 1
     if C.ALONE:
-        number = ((heads * batches - 1 - gl.program_id(0)) // gl.num_programs(0) + 1) * tiles
+        N: gl.constexpr = C.PROGRAMS
+        lines = (heads * batches - 1 - gl.program_id(0) // N) // (gl.num_programs(0) // N) + 1
+        number = lines * own_tiles(tiles, C)
     return number
+
+
+@gluon.jit
+def own_tiles(tiles, C: gl.constexpr):
+    """Return how many of a head's tiles a program has: of every C.PROGRAMS tiles one."""
+    return tiles // C.PROGRAMS + gl.where(place_in_round(tiles // C.PROGRAMS, C) < tiles % C.PROGRAMS, 1, 0)
+
+
+@gluon.jit
+def place_in_round(number, C: gl.constexpr):
+    """Return which of a round's C.PROGRAMS tiles is the program's.
+
+    A bound above makes tiles shorter and shorter: from round to round those that had the longest get the shortest.
+    """
+    N: gl.constexpr = C.PROGRAMS
+    place = gl.program_id(0) % N
+    if C.UPPER and not C.LOWER:
+        place = gl.where(number % 2 == 0, place, N - 1 - place)
+    return place
 
 
 @gluon.jit
@@ -149,8 +187,11 @@ def tile_of_program(number, order, C: gl.constexpr):
     """Return (first key, head of k, batch) of one of a program's tiles."""
     tiles, heads, _batches, _section = order
     if C.ALONE:
-        line = gl.program_id(0) + number // tiles * gl.num_programs(0)
-        tile = (number % tiles * (64 * C.CONSUMERS), line % heads, line // heads)
+        N: gl.constexpr = C.PROGRAMS
+        own = own_tiles(tiles, C)
+        line = gl.program_id(0) // N + number // own * (gl.num_programs(0) // N)
+        rank = number % own * N + place_in_round(number % own, C)
+        tile = (rank * (64 * C.CONSUMERS), line % heads, line // heads)
     else:
         tile = key_tile_at(gl.program_id(0), order, C)
     return tile
@@ -218,7 +259,9 @@ def gather(gathered, OWN: gl.constexpr, C: gl.constexpr):
                                                  band, scale_log2, phase != 1, OWN, C)
         begun, dk, dv = pass_turn_on(begun, dk, dv, turn, 0, key, own, memory, band, scale_log2, True, False, False,
                                      OWN, C)
-        place = (batch, head_k, key, 0)
+        if C.PROGRAMS > 1:  # found anew, not kept in registers through all steps
+            first, head_k, batch = tile_of_program(opaque(number), order, C)
+        place = (batch, head_k, first + OWN * 64, 0)
         write(dv_desc, None, v_tiles.index(own), dv, place, 64, C)
         meet(C.CONSUMERS + 1)  # dQ has read these keys
         write(dk_desc, None, k_tiles.index(own), dk * scale, place, 64, C)
@@ -232,16 +275,17 @@ def make_dq(made, C: gl.constexpr):
     k_tiles, _v_tiles, keys_full, _keys_empty = keys
     dscores_tiles, full, empty = dscores
     all_steps = (band[0] + (QUERIES - 1)) // QUERIES
+    SHARED: gl.constexpr = C.PROGRAMS > 1
     turn = 0
     for number in range(tiles_of_program(order, C)):
         first, head_k, batch = tile_of_program(number, order, C)
         spans = query_steps_of(first, band, C)
         wait_full(keys_full, number, C.KEY_SLOTS)
-        if C.ALONE:
+        if C.ALONE and not SHARED:
             await_sums()  # of the tiles before
         for member in range(group):
             head = head_k * group + member
-            if C.ALONE:
+            if C.ALONE and not SHARED:
                 line = gl.program_id(0) * group + member
             else:
                 line = batch * order[1] * group + head
@@ -252,7 +296,11 @@ def make_dq(made, C: gl.constexpr):
                 dq_pending = issue_dq(k_tiles, dscores_tiles, turn & 1, number % C.KEY_SLOTS * C.CONSUMERS, 0, 1, C)
                 dq = warpgroup_mma_wait(0, deps=(dq_pending,))
                 leave(empty, turn, 2)
-                if C.ALONE:
+                if SHARED:
+                    hand_over_or_write(dq, dq_desc, stage, turn, [batch, head, query, 0],
+                                       rank_of(first, query // QUERIES, band, C) == 0,
+                                       is_last_of(first, query, band, C), scale)
+                elif C.ALONE:
                     keep_or_write(dq, dq_desc, sums, sums_ptr, stage, part, [batch, head, query, 0],
                                   rank_of(first, query // QUERIES, band, C) == 0, is_last_of(first, query, band, C),
                                   scale, C)
@@ -261,6 +309,70 @@ def make_dq(made, C: gl.constexpr):
                 turn += 1
         meet(C.CONSUMERS + 1)
     tma_store_wait(0)
+
+
+@gluon.jit
+def counters_behind(sums_ptr, order, steps, WIDTH: gl.constexpr):
+    """Return where the counters are, one for each of ``steps`` steps of a head of k: behind all sums."""
+    _tiles, heads, batches, _section = order
+    all_steps = gl.program_id(0) * 0 + batches * heads * steps
+    return sums_ptr + all_steps.to(gl.int64) * (64 * WIDTH)
+
+
+@gluon.jit
+def hand_over_or_write(dq, dq_desc, stage, turn, place, is_first, is_last, scale):
+    """Stage a part of dQ for the writer, or add the last one of a step to the sums that it brought, and write dq."""
+    staged, rows = stage
+    tiles, full, ready = staged
+    wait_full(ready, turn, WRITERS)
+    tile = tiles.index(turn % WRITERS)
+    if is_last:
+        if not is_first:
+            dq = added_to_staged(tile, dq)
+        leave(full, turn, WRITERS)
+        write_dq(dq, dq_desc, rows, place, scale)
+    else:
+        stage_part(tile, dq)
+        leave(full, turn, WRITERS)
+
+
+@gluon.jit
+def write_parts(written, OWN: gl.constexpr, C: gl.constexpr):
+    """Writer, one warp, of a program that shares its heads: every other turn add what ``make_dq`` stages.
+
+    Of a step's last tile it brings the sums instead, once the tiles before have added to them.
+    """
+    sums, sums_ptr, stage, order, band, group = written
+    tiles, full, ready = stage
+    all_steps = (band[0] + (QUERIES - 1)) // QUERIES
+    counters = counters_behind(sums_ptr, order, all_steps * group, C.WIDTH)
+    turn = 0
+    for number in range(tiles_of_program(order, C)):
+        first, head_k, batch = tile_of_program(number, order, C)
+        spans = query_steps_of(first, band, C)
+        for member in range(group):
+            line = (batch * order[1] + head_k) * group + member
+            for step in range(spans[3]):
+                if turn % WRITERS == OWN:
+                    query = queries_at(step, spans, C)
+                    part = line * all_steps + query // QUERIES
+                    rank = rank_of(first, query // QUERIES, band, C)
+                    is_last = is_last_of(first, query, band, C)
+                    if is_last & (rank > 0):
+                        wait_for_tiles_before(counters + part, rank)
+                        mbarrier.expect(ready.index(OWN), sums.block_type.nbytes)
+                        tma_load(sums, [part * (C.WIDTH // 4), 0], ready.index(OWN), tiles.index(OWN))
+                    else:
+                        leave(ready, turn, WRITERS)
+                    if is_last:
+                        wait_full(full, turn, WRITERS)
+                        if rank > 0:
+                            forget(sums_ptr + part.to(gl.int64) * (64 * C.WIDTH), 64 * C.WIDTH)
+                    else:
+                        wait_for_tiles_before(counters + part, rank)
+                        wait_full(full, turn, WRITERS)
+                        add_staged(sums, counters + part, tiles, part, rank, OWN, 1, True)
+                turn += 1
 
 
 @gluon.jit(do_not_specialize=["tiles", "heads", "batches", "section", "sq", "sk", "lower", "upper", "group"])
@@ -292,8 +404,11 @@ def hopper_backward_narrow_kernel(q_desc, k_desc, v_desc, dout_desc, tails_desc,
     if ADDED:
         stage = make_stage(sums, 1, C)
     elif C.ALONE:
-        stage = (gl.allocate_shared_memory(gl.float32, [C.WIDTH // 4, 256], sums.layout),
-                 gl.allocate_shared_memory(DTYPE, [1, 1, 64, C.WIDTH], dq_desc.layout))
+        rows_of_dq = gl.allocate_shared_memory(DTYPE, [1, 1, 64, C.WIDTH], dq_desc.layout)
+        if C.PROGRAMS > 1:
+            stage = (make_stage(sums, 1, C), rows_of_dq)
+        else:
+            stage = (gl.allocate_shared_memory(gl.float32, [C.WIDTH // 4, 256], sums.layout), rows_of_dq)
     else:
         stage = gl.allocate_shared_memory(gl.float32, [1, C.WIDTH // 4, 256], sums.layout)
     fence_async_shared()
@@ -310,6 +425,11 @@ def hopper_backward_narrow_kernel(q_desc, k_desc, v_desc, dout_desc, tails_desc,
         gl.warp_specialize([(gather, (gathered, ZERO, C)), (gather, (gathered, ONE, C)), (make_dq, (made, C)),
                             (load, (loaded, C)), (write_sums, (written, ZERO, ONE, C)),
                             (write_sums, (written, ONE, ONE, C))], [4, 4, 1, 1, 1], [208, 72, 24, 24, 24])
+    elif C.PROGRAMS > 1:
+        written = (sums, beside, stage[0], order, band, group)
+        gl.warp_specialize([(gather, (gathered, ZERO, C)), (gather, (gathered, ONE, C)), (make_dq, (made, C)),
+                            (load, (loaded, C)), (write_parts, (written, ZERO, C)), (write_parts, (written, ONE, C))],
+                           [4, 4, 1, 1, 1], [200, 88, 24, 24, 24])
     else:
         gl.warp_specialize([(gather, (gathered, ZERO, C)), (gather, (gathered, ONE, C)), (make_dq, (made, C)),
                             (load, (loaded, C))], [4, 4, 1], [200, 88, 24] if C.ALONE else [208, 72, 24])

@@ -5,7 +5,8 @@ through a staged tile that the copy engine adds; or, for a fixed order (C.ORDERE
 else, and waits for these only when they are two steps behind. Those add in each step tile of keys after tile of keys,
 so that every bit of dQ is the same on every run. A counter of the step says how many tiles have added their parts. A
 tile waits for earlier ones alone, whose programs have lower numbers and started before: they need not all be running
-at once. A program that has all keys of a head sets the sums, adds to them, and writes dq with the last part itself.
+at once. A program that has all keys of a head sets the sums, adds to them, and writes dq with the last part itself;
+where some share a head, writers bring what the last part is added to.
 """
 
 from triton.experimental import gluon
@@ -56,9 +57,21 @@ def added_to(place, dq):
     COLUMNS: gl.constexpr = dq.shape[1]
     LAYOUT: gl.constexpr = by_threads(dq).reshape([64 * COLUMNS]).type.layout
     offsets = gl.arange(0, 64 * COLUMNS, layout=LAYOUT)
-    sums = gl.load(place + offsets, cache_modifier=".cg").reshape([COLUMNS // 8, 4, 8, 4, 2, 2])
-    rows = sums.permute((1, 4, 2, 0, 3, 5)).reshape([64, COLUMNS])
-    return dq + gl.convert_layout(rows, dq.type.layout)
+    return dq + by_rows(gl.load(place + offsets, cache_modifier=".cg"), dq)
+
+
+@gluon.jit
+def by_rows(sums, dq):
+    """Order what lies as threads hold a part of dQ as that part is."""
+    COLUMNS: gl.constexpr = dq.shape[1]
+    rows = sums.reshape([COLUMNS // 8, 4, 8, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5)).reshape([64, COLUMNS])
+    return gl.convert_layout(rows, dq.type.layout)
+
+
+@gluon.jit
+def added_to_staged(staged, dq):
+    """Return a part of dQ with the sums that the copy engine has brought added."""
+    return dq + by_rows(staged.load(by_threads(dq).reshape(staged.shape).type.layout), dq)
 
 
 @gluon.jit
@@ -68,19 +81,26 @@ def keep_or_write(dq, dq_desc, sums, sums_ptr, stage, part, place, is_first, is_
     part: the step's number among those of ``sums``; place: of its 64 rows in dq.
     """
     staged, rows = stage
-    tma_store_wait(0)
     if is_last:
         if not is_first:
             dq = added_to(sums_ptr + part.to(gl.int64) * (64 * C.WIDTH), dq)
-        rows.reshape([64, C.WIDTH]).store((dq * scale).to(rows.dtype))
-        fence_async_shared()
-        tma_store(dq_desc, place, rows)
+        write_dq(dq, dq_desc, rows, place, scale)
     else:
+        tma_store_wait(0)
         stage_part(staged, dq)
         if is_first:
             tma_store(sums, [part * (C.WIDTH // 4), 0], staged)
         else:
             tma_add(sums, [part * (C.WIDTH // 4), 0], staged)
+
+
+@gluon.jit
+def write_dq(dq, dq_desc, rows, place, scale):
+    """Write a step of dq, when the copy engine has read all that this warpgroup gave it before."""
+    tma_store_wait(0)
+    rows.reshape([64, dq.shape[1]]).store((dq * scale).to(rows.dtype))
+    fence_async_shared()
+    tma_store(dq_desc, place, rows)
 
 
 @gluon.jit
@@ -115,23 +135,33 @@ def write_sums(written, OWN: gl.constexpr, MAKERS: gl.constexpr, C: gl.constexpr
     first, head_k, batch = tile
     spans = query_steps_of(first, band, C)
     all_steps = (band[0] + (QUERIES - 1)) // QUERIES
-    ROWS: gl.constexpr = C.WIDTH // (4 * MAKERS)
     for turn in range(OWN, group * spans[3], WRITERS):
         member = turn // spans[3]
         place = queries_at(turn - member * spans[3], spans, C) // QUERIES
         step = (batch * heads * group + head_k * group + member) * all_steps + place
         rank = rank_of(first, place, band, C)
-        _wait_for_tiles_before(counters + step, rank)
+        wait_for_tiles_before(counters + step, rank)
         wait_full(full, turn, WRITERS)
-        for i in gl.static_range(MAKERS):
-            tma_add(sums, [(step * MAKERS + i) * ROWS, 0], tiles.index(OWN * MAKERS + i))
-        _let_next_tile_add(counters + step, rank + 1)
-        tma_store_wait(0)
+        add_staged(sums, counters + step, tiles, step, rank, OWN, MAKERS, False)
         leave(empty, turn, WRITERS)
 
 
 @gluon.jit
-def _wait_for_tiles_before(counter, rank):
+def add_staged(sums, counter, tiles, step, rank, OWN: gl.constexpr, MAKERS: gl.constexpr, SETS: gl.constexpr):
+    """Writer: add staged parts to a step's sums, or where SETS begin with the first, and count the tile."""
+    ROWS: gl.constexpr = sums.block_shape[0]
+    for i in gl.static_range(MAKERS):
+        place = [(step * MAKERS + i) * ROWS, 0]
+        if SETS and rank == 0:
+            tma_store(sums, place, tiles.index(OWN * MAKERS + i))
+        else:
+            tma_add(sums, place, tiles.index(OWN * MAKERS + i))
+    _let_next_tile_add(counter, rank + 1)
+    tma_store_wait(0)
+
+
+@gluon.jit
+def wait_for_tiles_before(counter, rank):
     """Wait until ``rank`` tiles have added to a step. The fence orders the copy engine's accesses behind the wait."""
     _each_lane("{ .reg .pred waits; again: ld.acquire.gpu.global.b32 $0, [$1]; setp.ne.s32 waits, $0, $2; "
                "@waits bra again; fence.proxy.async.global; }", counter, rank)
@@ -147,6 +177,14 @@ def _let_next_tile_add(counter, tiles):
     _each_lane("{ .reg .pred first; .reg .b32 lane; mov.u32 lane, %laneid; setp.eq.u32 first, lane, 0; "
                "cp.async.bulk.wait_group 0; bar.warp.sync 0xffffffff; @first st.release.gpu.global.b32 [$1], $2; "
                "mov.b32 $0, $2; }", counter, tiles)
+
+
+@gluon.jit
+def forget(place, COUNT: gl.constexpr):
+    """Writer: drop sums from L2 that are read no more, 128 bytes at a time: they need not be written to memory."""
+    pointers = place + gl.arange(0, COUNT // 32, layout=LANES) * 32
+    gl.inline_asm_elementwise("discard.global.L2 [$1], 128; mov.b32 $0, 0;", "=r,l", [pointers], dtype=gl.int32,
+                              is_pure=False, pack=1)
 
 
 @gluon.jit

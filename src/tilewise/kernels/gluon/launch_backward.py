@@ -57,6 +57,10 @@ class HopperBackwardShape(Protocol):
         """Whether a program goes over all keys of a head, so that nobody else adds to its dQ."""
 
     @property
+    def programs(self) -> int:
+        """Programs that share a head's tiles of keys, with ``alone``."""
+
+    @property
     def stays(self) -> bool:
         """Whether a program draws one tile of keys after another."""
 
@@ -113,7 +117,8 @@ class HopperBackward:
         lower, upper = (0 if bound is None else bound + self.queries.start for bound in bounds_of(problem)[:2])
         least = _LEAST_ORDERED if config.ordered and problem.mask.right is not None else 1
         programs = lines if config.alone else tiles * lines
-        self.grid = (min(programs, multiprocessors) if config.alone or config.stays else programs,)
+        most = multiprocessors // config.programs
+        self.grid = (config.programs * min(programs, most) if config.alone or config.stays else programs,)
         self.scalars = (
             tiles, problem.hk, problem.b, query_section(problem, width, 4, least), sq, len(self.keys), lower, upper,
             problem.group, *scales)
@@ -122,26 +127,28 @@ class HopperBackward:
                                             for form in forms or [True]])
         columns = min(width // 2, *pieces[0])  # of a part of dQ: what a warpgroup sums, or half of it
         parts = width // columns * sequences.slots(sq, step)
-        steps = (self.grid[0] * problem.group if config.alone else problem.b * problem.hq) * sequences.slots(sq, step)
+        self.shared = config.programs > 1
+        own = config.alone and not self.shared
+        steps = (self.grid[0] * problem.group if own else problem.b * problem.hq) * sequences.slots(sq, step)
         self.sums_rows = steps * width // 4
-        counted = config.ordered and not config.alone
+        counted = config.ordered and not own
         # Counters of tiles that have added to a step stand behind the sums: one memory to be zeroed.
         self.sums_shape = (self.sums_rows + (math.ceil(steps / 256) if counted else 0), 256)
         # What of this the kernel gets beside the sums' descriptor: the counters, or where it reads the sums these, or
         # nothing; where programs stay it gets the counter that hands out tiles.
-        self.beside = (self.sums_rows, torch.int32) if counted else (0, torch.float32) if config.alone else None
+        self.beside = (0, torch.float32) if config.alone else (self.sums_rows, torch.int32) if counted else None
         self.sums_block = [(width if self.narrow else columns) // 4, 256]
         self.sums_layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
         self.enqueue = Enqueue(self.kernel, self.grid, self.scalars, OPTIONS)
         self.tails_shape = (problem.b, problem.hq, sq, int(TAIL))
         self.tails_strides = dense_strides(self.tails_shape, (4, 3, 2, 1))
         slots = sequences.slots(sq, step)
-        cleared = (0, False) if config.alone else (64 * width, counted)
         self.takes_out = config.tails and incoming is not None and self.reads_all
         strides = [strides[:3] for strides in incoming] if incoming and self.takes_out else [(None,) * 3] * 2
         self.enqueue_tails = Enqueue(hopper_tails_kernel, (problem.b * problem.hq * slots,),
                                      (*strides[0], *strides[1], sq, problem.hq, slots, problem.scale, problem.dv,
-                                      padded_dim(problem.dv), *cleared), {"num_warps": 4})
+                                      padded_dim(problem.dv), 0 if config.alone else 64 * width, counted),
+                                     {"num_warps": 4})
         self.enqueue_dq = Enqueue(hopper_dq_kernel, (parts * problem.b * problem.hq,),
                                   (*dq_strides[:3], sq, problem.hq, parts, sequences.packed, _gradient_scale(problem),
                                    problem.d, columns, width // columns), {"num_warps": 4})
@@ -189,7 +196,7 @@ class HopperBackward:
         sums = self.allocate(self.sums_shape, (self.sums_shape[1], 1), torch.float32)
         tails = self.allocate(self.tails_shape, self.tails_strides, torch.bfloat16)
         read = (delta, dout, lse, None) if self.takes_out else (None, None, lse, delta)
-        made = *read, tails, sums
+        made = *read, tails, sums[self.sums_rows:] if self.shared else sums  # no more is cleared than counters
         self.enqueue_tails(tuple([address_of(tensor) for tensor in made]), lambda: made, alike=True)
         return sums, tails
 
@@ -256,8 +263,8 @@ def _kernel_of(problem: AttentionProblem, config: HopperBackwardShape) -> tuple[
         from tilewise.kernels.gluon.hopper_backward_narrow import hopper_backward_narrow_kernel
 
         return hopper_backward_narrow_kernel, (problem.scale, scale_log2, NarrowShape(
-            columns[0][0], config.stages, config.out_stages, config.ordered, config.alone, 2 if config.alone else 1,
-            *bounded))
+            columns[0][0], config.stages, config.out_stages, config.ordered, config.alone, config.programs,
+            2 if config.alone else 1, *bounded))
     from tilewise.kernels.gluon.hopper_backward import Shape, hopper_backward_kernel
 
     return hopper_backward_kernel, (_gradient_scale(problem), scale_log2, squash, count, *_draws_of(problem), Shape(
