@@ -51,9 +51,10 @@ def test_both_ways_hand_the_same_arguments_of_the_backward(d, deterministic):
         assert [behind[0]] == counter
 
 
-def test_both_ways_hand_the_same_arguments_where_a_program_has_a_head_alone():
+@pytest.mark.parametrize("d", [64, 128])
+def test_both_ways_hand_the_same_arguments_where_a_program_has_a_head_alone(d):
     encoded, behind, (q, k, v, dout, _lse, _delta, dq, dk, dv, tails, sums, *_) = check(
-        {"kernel": "hopper_backward", "d": 64, "mask": [None, 0, "top_left"], "heads": (132, 132), "s": 128}, dims=2)
+        {"kernel": "hopper_backward", "d": d, "mask": [None, 0, "top_left"], "heads": (132, 132), "s": 128}, dims=2)
     assert encoded == [q, k, v, dout, tails, dk, dv, dq, sums]
     assert behind[0] == sums, "as it lies in memory, too"
 

@@ -62,7 +62,7 @@ def test_proposals_are_distinct_legal_and_begin_with_the_heuristics(kernel, d):
 
 def test_few_are_legal_where_heads_are_wide_and_all_ways_where_they_are_narrow():
     assert {kernel: [len(propose_hopper(kernel, problem_of(d, kernel=kernel), DEVICE).tiles) for d in (64, 128, 256)]
-            for kernel in HEURISTICS} == {"hopper_forward": [14, 6, 2], "hopper_backward": [14, 8, 2]}
+            for kernel in HEURISTICS} == {"hopper_forward": [14, 6, 2], "hopper_backward": [14, 9, 2]}
     narrow = propose_hopper("hopper_forward", problem_of(64), DEVICE).tiles
     assert {(config.keys, config.consumers, config.ping_pong) for config in narrow} == {
         (*sides, turns) for sides in ((64, 2), (128, 2), (128, 3)) for turns in (False, True)}
@@ -156,6 +156,11 @@ def test_tails_go_with_what_the_kernel_of_the_head_dim_has(d, settings, message)
     ({"b": 8, "hq": 32, "hk": 32, "sq": 2048, "sk": 2048, "mask": causal()}, False),
     ({"b": 1, "hq": 140, "hk": 140, "sq": 512}, False),  # a second round of 8
     ({"b": 32, "hq": 16, "hk": 16, "sq": 512, "d": 128, "dv": 128}, False),
+    ({"b": 32, "hq": 16, "hk": 16, "sq": 512, "sk": 512, "d": 128, "dv": 128, "mask": causal()}, True),
+    ({"b": 64, "hq": 16, "hk": 16, "sq": 256, "d": 72, "dv": 96}, True),
+    ({"b": 20, "hq": 16, "hk": 16, "sq": 256, "d": 128, "dv": 128}, True),  # 2.4 rounds of 3
+    ({"b": 19, "hq": 16, "hk": 16, "sq": 256, "d": 128, "dv": 128}, False),
+    ({"b": 64, "hq": 16, "hk": 16, "sq": 256, "d": 128, "dv": 128, "deterministic": True}, False),
     ({"b": 32, "hq": 32, "hk": 32, "sq": 512, "scores": ScoreOptions(softcap=3.0)}, False)], ids=str)
 def test_a_program_has_a_head_alone_where_that_keeps_all_busy_and_l2_holds_it(fields, alone):
     problem = replace(problem_of(64, kernel="hopper_backward"), **fields)

@@ -124,9 +124,9 @@ LEAST_WORK_FOR_DESCRIPTORS = 10**10
 # The Hopper kernels' launch takes the host 4 µs more than a Triton kernel's, and 20 with tensors that it has not seen
 # (beside an H200); in 20 µs a Triton kernel computes about this many of each product, at 300 TFLOP/s.
 LEAST_WORK_FOR_GLUON = 15 * 10**8
-# A program a head of the narrow backward kernel: how full the last of its rounds must be, in all, and what may be in
-# hand at once, of 50 MiB of L2.
-_EVEN = 0.95
+# A program a head in the Hopper backward: how full its rounds must be, in all, by the columns of a tile, and what may
+# be in hand at once, of 50 MiB of L2.
+_EVEN = {64: 0.95, 128: 0.8}
 _ALONE_BYTES = 40 * 2**20
 _LEAST_CUT = 8192  # keys from which few queries were timed, in tiles that are cut
 
@@ -226,7 +226,7 @@ def hopper_backward_config(problem: AttentionProblem, multiprocessors: int = MUL
     if problem.deterministic:
         return HopperBackwardConfig(ahead=narrow, ordered=True)
     if tails_fit(problem):
-        return HopperBackwardConfig(tails=True, stays=True)
+        return HopperBackwardConfig(tails=True, stays=True, alone=fills_alone(problem, multiprocessors))
     return HopperBackwardConfig(ahead=narrow, direct=narrow)
 
 
@@ -235,13 +235,14 @@ def fills_alone(problem: AttentionProblem, multiprocessors: int) -> bool:
 
     That is q, dout and the sums for dq of a group's heads, half of it at a time where the diagonal hides half. On an
     H200 512 queries were 1.29 times as fast, 512 and 1024 causal ones 1.57 and 1.08; with 1024 in full (66 MiB) or
-    2048 causal ones programs wait for memory, 0.67 to 0.82.
+    2048 causal ones programs wait for memory, 0.67 to 0.82. At a width of 128 it was 1.19 with 512 causal queries, 1.30
+    with 256 and 1.77 with 128, in rounds that were 81 % full 1.07 and 1.17 with the first two; 0.96 with 512 in full.
     """
-    heads = problem.b * problem.hk
+    heads, width = problem.b * problem.hk, 64 if max(problem.d, problem.dv) <= 64 else 128
     is_halved = problem.mask.right == 0 and problem.sq == problem.sk
     rows = multiprocessors * problem.group * problem.sq * (0.5 if is_halved else 1.0)
-    is_even = heads >= _EVEN * multiprocessors * math.ceil(heads / multiprocessors)
-    return is_even and rows * 64 * (4 + 2 * problem.dtype.itemsize) <= _ALONE_BYTES
+    is_even = heads >= _EVEN[width] * multiprocessors * math.ceil(heads / multiprocessors)
+    return is_even and rows * width * (4 + 2 * problem.dtype.itemsize) <= _ALONE_BYTES
 
 
 def delta_config(problem: AttentionProblem) -> DeltaConfig:
