@@ -117,10 +117,15 @@ def test_an_entry_among_many_has_the_bits_that_it_has_alone(backend, mask, group
                 if not torch.equal(one[entry:entry + 1], other)] == []
 
 
-@pytest.mark.parametrize("mask", [Mask(), causal("top_left")], ids=str)
-def test_programs_that_take_tile_after_tile_leave_nothing_of_one_in_the_next(backend, mask, device, main_dtype):
-    """On Hopper 132 programs have these tiles in turn, and those of one entry at once. Twice: they share a counter."""
-    b, heads, length = (2, 1, 70) if device.type == "cpu" else (4, 33, 300)
+@pytest.mark.parametrize("entries", [4, 5])
+@pytest.mark.parametrize("mask", [Mask(), causal("top_left"), window(100, 20, "top_left")], ids=str)
+def test_programs_that_take_tile_after_tile_leave_nothing_of_one_in_the_next(backend, mask, entries, device,
+                                                                             main_dtype):
+    """On Hopper 132 programs have these tiles in turn, and those of one entry at once.
+
+    Of five entries a tile at a time, twice, since they share a counter; of four a head at a time.
+    """
+    b, heads, length = (2, 1, 70) if device.type == "cpu" else (entries, 33, 300)
     many = Case("many", b=b, hq=heads, hk=heads, sq=length, sk=length, d=128, dv=128, mask=mask)
     inputs, own = (make_inputs(case, main_dtype, device) for case in (many, replace(many, b=1)))
     for place, values in zip(own[:5], inputs[:5], strict=True):

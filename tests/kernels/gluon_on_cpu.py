@@ -9,6 +9,7 @@ nobody completes ends the test. Nor may a sum be read that the last wait has not
 import random
 import threading
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -142,28 +143,46 @@ def _copy(desc, place, barrier, target):
     threading.Thread(target=land, daemon=True).start()
 
 
-_leaving = threading.local()  # what the copy engine has yet to read of shared memory, a partition's
+class _Leaving(threading.local):
+    """Of a partition: what the copy engine has yet to read of shared memory, and what has yet to arrive in global."""
+
+    def __init__(self):
+        self.unread, self.under_way = [], []
+
+    def read(self, number):
+        self.under_way += [read() for read in self.unread[:number]]
+        del self.unread[:number]
+
+    def arrive(self, number):
+        self.read(max(0, number - len(self.under_way)))
+        for arrive in self.under_way[:number]:
+            arrive()
+        del self.under_way[:number]
+
+
+_leaving = _Leaving()
 
 
 def _copy_out(desc, place, source):
-    _leaving.copies = [*getattr(_leaving, "copies", ()), lambda: desc.write(place, source.values)]
+    _leaving.unread.append(lambda: partial(desc.write, place, source.values.clone()))
 
 
 def _add_out(desc, place, source):
-    def add():
+    def add(values):
         with _adding:
-            desc.part(place).add_(source.values)
+            desc.part(place).add_(values)
 
-    _leaving.copies = [*getattr(_leaving, "copies", ()), add]
+    _leaving.unread.append(lambda: partial(add, source.values.clone()))
 
 
 def _wait_for_copies_out(left):
     """Let all copies of this partition but the last ``left`` read their tiles, in order."""
-    copies = getattr(_leaving, "copies", [])
-    done = copies[:len(copies) - left]
-    _leaving.copies = copies[len(done):]
-    for copy in done:
-        copy()
+    _leaving.read(max(0, len(_leaving.unread) - left))
+
+
+def _wait_for_arrivals(left):
+    """Let all copies of this partition but the last ``left`` arrive, in order."""
+    _leaving.arrive(max(0, len(_leaving.under_way) + len(_leaving.unread) - left))
 
 
 def _await_turn(counter, rank):
@@ -175,7 +194,7 @@ def _await_turn(counter, rank):
 
 
 def _end_turn(counter, tiles):
-    _wait_for_copies_out(0)
+    _wait_for_arrivals(0)
     counter.values[counter.at] = tiles
 
 
@@ -291,7 +310,8 @@ def _side_by_side(calls):
         _own.program = program
         try:
             function(*arguments)
-            assert not getattr(_leaving, "copies", ()), "a program ends whose results the copy engine has yet to read"
+            assert not _leaving.unread, "a program ends whose results the copy engine has yet to read"
+            _wait_for_arrivals(0)
         except BaseException as failure:
             failures.append(failure)
 
@@ -363,7 +383,8 @@ def run(kernel, modules, grid, arguments, constants, together=1):
             "gl": language(grid), "tma_load": _copy, "tma_store": _copy_out,
             "tma_add": _add_out, "tma_store_wait": _wait_for_copies_out, "fence_async_shared": lambda: None,
             "reinterpret": lambda tiles, dtype, shape, layout: tiles.reinterpret(dtype, shape),
-            "await_sums": lambda: _wait_for_copies_out(0), "wait_for_tiles_before": _await_turn,
+            "await_sums": lambda: _wait_for_arrivals(0), "await_sums_before": lambda: _wait_for_arrivals(1),
+            "wait_for_tiles_before": _await_turn,
             "_let_next_tile_add": _end_turn, "forget": _forget,
             "plain_layout": lambda *_: None, "meet": lambda number: _own.program.meet(number),
             "_named_barrier": lambda *turn: _own.program.turns(*turn),

@@ -117,7 +117,7 @@ def bound(request):
     tensors = (q, k, v, out, rows, rows.clone(), *map(torch.empty_like, (q, k, v)))
     tails = torch.empty(launch.tails_shape, dtype=torch.bfloat16)
     counter = torch.empty(1, dtype=torch.int32)
-    made = [tails, sums, counter] if launch.config.stays else [tails, sums]
+    made = [tails, sums, counter] if launch.config.stays and not launch.config.alone else [tails, sums]
     with (patch.object(torch, "zeros", lambda *shape, **options: sums),
           patch.object(launch_backward, "counter_of", lambda device: counter),
           patch.object(launch, "allocate", lambda sizes, strides, dtype: sums if dtype is torch.float32 else tails)):

@@ -323,7 +323,7 @@ def test_there_is_one_program_a_multiprocessor_and_none_without_a_tile(sq, progr
 
 KEYS = 128  # of a program of the backward kernel for narrow heads
 IN_NO_ORDER, IN_ORDER = HopperBackwardConfig(), HopperBackwardConfig(ordered=True)
-WIDE = HopperBackwardConfig(wide=True)
+WIDE, ALONE = HopperBackwardConfig(wide=True), HopperBackwardConfig(tails=True, stays=True, alone=True)
 
 
 def backward_scalars_of(problem, config=IN_NO_ORDER):
@@ -332,7 +332,13 @@ def backward_scalars_of(problem, config=IN_NO_ORDER):
     return numbers[:4], numbers[4:8], numbers[-1]
 
 
-@given(SIZES, SIZES, masks(), st.sampled_from((IN_NO_ORDER, IN_ORDER, WIDE)))
+def begins_of(first, spans, shape):
+    """The first queries of all steps of the tile of keys from ``first`` on."""
+    return [tiles.queries_to_and_fro.fn(step, first, spans, shape) if shape.ALONE else
+            tiles.queries_at.fn(step, spans, shape) for step in range(spans[3])]
+
+
+@given(SIZES, SIZES, masks(), st.sampled_from((IN_NO_ORDER, IN_ORDER, WIDE, ALONE)))
 @example(900, 900, Mask(), IN_NO_ORDER)
 @example(512, 512, causal("top_left"), IN_NO_ORDER)
 @example(300, 700, causal("bottom_right"), IN_NO_ORDER)
@@ -354,7 +360,7 @@ def test_backward_every_seeing_query_is_in_one_step_and_unmasked_steps_see_all_k
     assert (n_tiles - 1) * config.keys < sk <= n_tiles * config.keys, "every key has its gradient written"
     for first in range(0, n_tiles * config.keys, config.keys):
         spans = tiles.query_steps_of.fn(first, band, shape)
-        begins = [tiles.queries_at.fn(step, spans, shape) for step in range(spans[3])]
+        begins = begins_of(first, spans, shape)
         assert all(begin % QUERIES == 0 and 0 <= begin < sq for begin in begins), "dq's sums lie on a grid"
         assert len(set(begins)) == len(begins)
         seeing = visible[:, first:first + config.keys].any(1).nonzero().flatten().tolist()
@@ -365,22 +371,32 @@ def test_backward_every_seeing_query_is_in_one_step_and_unmasked_steps_see_all_k
             ends = tiles.phases_of.fn(key, spans, band, shape)
             assert list(ends) == sorted(ends)
             assert (ends[0], ends[-1]) == (0, spans[3])
-            assert shape.LOWER or not config.ordered or ends[1] == 0, "this phase is left out"
+            assert shape.LOWER or not (config.ordered or config.alone) or ends[1] == 0, "this phase is left out"
             for step in range(ends[1], ends[2]):
                 assert visible[begins[step]:begins[step] + QUERIES, key:key + ROWS].all(), (key, begins[step])
                 assert key + ROWS <= sk, "keys past the last one need a mask"
                 # What the kernel computes in place of queries_at, where no step is masked.
-                assert config.ordered or begins[step] == spans[0] + (spans[1] - spans[2] + step) * QUERIES
+                counted = spans[0] + (spans[1] - spans[2] + step) * QUERIES
+                assert config.ordered or config.alone or begins[step] == counted
 
 
-@pytest.mark.parametrize("config", [IN_NO_ORDER, IN_ORDER, WIDE], ids=["in no order", "in order", "wide"])
+@pytest.mark.parametrize("config", [IN_NO_ORDER, IN_ORDER, WIDE, ALONE], ids=["no order", "order", "wide", "alone"])
 def test_causal_backward_masks_no_step_whose_queries_all_see_the_warpgroups_keys(config):
     (n_tiles, *_), band, shape = backward_scalars_of(problem_of(1024, 1024, causal()), config)
     for key in range(0, n_tiles * config.keys, ROWS):
         spans = tiles.query_steps_of.fn(key // config.keys * config.keys, band, shape)
         ends = tiles.phases_of.fn(key, spans, band, shape)
         for step in {*range(spans[3])} - {*range(ends[1], ends[2])}:
-            assert tiles.queries_at.fn(step, spans, shape) < key + ROWS - 1
+            assert begins_of(key // config.keys * config.keys, spans, shape)[step] < key + ROWS - 1
+
+
+@pytest.mark.parametrize(("mask", "steps"), [
+    (Mask(), [[5, 4, 3, 2, 1, 0], [0, 1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 0]]),
+    (causal(), [[5, 4], [4, 5, 3, 2], [5, 4, 3, 2, 1, 0]])], ids=str)
+def test_where_a_program_has_a_head_alone_it_goes_over_the_queries_to_and_fro(mask, steps):
+    _, band, shape = backward_scalars_of(problem_of(384, 384, mask), ALONE)
+    begins = [begins_of(first, tiles.query_steps_of.fn(first, band, shape), shape) for first in (256, 128, 0)]
+    assert begins == [[QUERIES * step for step in row] for row in steps]
 
 
 @example(900, 900, window(64, 0, "top_left"), 2, 2, 3)
@@ -404,22 +420,6 @@ def test_tiles_add_to_each_step_in_the_order_of_their_programs_and_come_there_in
         assert ranks == tuple(range(len(ranks)))
         assert firsts == tuple(sorted(firsts))
         assert turns == tuple(sorted(turns)), "one that started at the same time would wait"
-
-
-def test_sums_are_followed_by_a_counter_for_each_step_where_they_are_ordered():
-    problem = problem_of(1000, 1000, d=128, b=3, heads=(40, 40))
-    plain, ordered = (launch_backward.HopperBackward(problem, config, problem.q_strides, 132)
-                      for config in (IN_NO_ORDER, IN_ORDER))
-    steps = 3 * 40 * 16
-    assert plain.sums_shape == (steps * 64 * 128 // 256, 256)
-    sums = torch.zeros(ordered.sums_shape)
-    rows = torch.zeros(3, 40, 1000)
-    tensor = torch.zeros(3, 40, 1000, 128, dtype=torch.bfloat16)
-    described, counters = ordered.arguments((tensor,) * 4 + (rows, rows, tensor, tensor), sums)[8:10]
-    assert tuple(described.shape) == plain.sums_shape
-    assert counters.dtype is torch.int32
-    assert counters.numel() >= steps
-    assert counters.data_ptr() == sums.data_ptr() + 4 * math.prod(plain.sums_shape)
 
 
 @pytest.mark.parametrize(("d", "dv", "of_q", "of_v"), [

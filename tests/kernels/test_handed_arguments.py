@@ -51,10 +51,10 @@ def test_both_ways_hand_the_same_arguments_of_the_backward(d, deterministic):
         assert [behind[0]] == counter
 
 
-@pytest.mark.parametrize("s", [128, 1024], ids=["one", "two"])
-def test_both_ways_hand_the_same_arguments_where_programs_have_a_head_to_themselves(s):
+@pytest.mark.parametrize(("d", "s"), [(64, 128), (64, 1024), (128, 128)], ids=["one", "two", "wide"])
+def test_both_ways_hand_the_same_arguments_where_programs_have_a_head_to_themselves(d, s):
     encoded, behind, (q, k, v, dout, _lse, _delta, dq, dk, dv, tails, sums, *_) = check(
-        {"kernel": "hopper_backward", "d": 64, "mask": [None, 0, "top_left"], "heads": (132, 132), "s": s}, dims=2)
+        {"kernel": "hopper_backward", "d": d, "mask": [None, 0, "top_left"], "heads": (132, 132), "s": s}, dims=2)
     assert encoded == [q, k, v, dout, tails, dk, dv, dq, sums]
     assert behind[0] == sums, "as it lies in memory, too"
 

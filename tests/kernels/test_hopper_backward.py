@@ -23,12 +23,13 @@ CONSTANTS = {(module, "QUERIES"): 64 for module in MODULES if hasattr(module, "Q
     (module, "TAIL"): 16 for module in (backward, tails_of)} | {
     (module, "END"): -1 for module in (backward, loading, pipeline)} | {
     (module, "settle"): lambda values, turn: (values, turn) for module in (backward, pipeline)}
-AHEAD, TAILS, STAGED, STAYS = (HopperBackwardConfig(**settings) for settings in (
-    {"ahead": True, "direct": True}, {"direct": True, "tails": True}, {"tails": True}, {"tails": True, "stays": True}))
+AHEAD, TAILS, STAGED, STAYS, ALONE = (HopperBackwardConfig(**settings) for settings in (
+    {"ahead": True, "direct": True}, {"direct": True, "tails": True}, {"tails": True}, {"tails": True, "stays": True},
+    {"tails": True, "stays": True, "alone": True}))
 
 
 @pytest.mark.parametrize(("config", "d"), [(AHEAD, 64), (AHEAD, 40), (TAILS, 128), (STAGED, 128), (STAYS, 128),
-                                           (STAYS, 80)], ids=str)
+                                           (STAYS, 80), (ALONE, 128), (ALONE, 80)], ids=str)
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_the_source_computes_the_gradients_on_the_cpu(mask, config, d):
     random.seed(0)
@@ -36,19 +37,21 @@ def test_the_source_computes_the_gradients_on_the_cpu(mask, config, d):
     launch = launch_backward.HopperBackward(problem, config, problem.q_strides, 3)
     assert not config.stays or launch.grid[0] <= 3
     q, k, v, dout, lse, delta = tensors
-    dk, dv = torch.full_like(k, float("nan")), torch.full_like(v, float("nan"))
-    sums = torch.zeros(math.prod(launch.sums_shape))
+    dq, dk, dv = (torch.full_like(tensor, float("nan")) for tensor in (q, k, v))
+    sums = torch.full((math.prod(launch.sums_shape),), float("nan") if config.alone else 0.0)
     read = tails_like(lse, delta) if config.tails else lse
-    described = launch._in_forms((q, k, v, dout, read, delta, dk, dv), lambda tensor, form: (
+    described = launch._in_forms((q, k, v, dout, read, delta, dk, dv, dq), lambda tensor, form: (
         Pointer(tensor.flatten()) if form is None else Descriptor(tensor, form[0])))
     target = Pointer(sums) if config.direct else Descriptor(sums.view(-1, 256), launch.sums_block)
     counter = torch.zeros(1, dtype=torch.int32)
-    counters = Pointer(counter) if config.stays else None
-    run(launch.kernel, MODULES, launch.grid[0], (*described, target, counters, *[None] * 7, *launch.scalars), CONSTANTS)
+    beside = Pointer(sums) if config.alone else Pointer(counter) if config.stays else None
+    run(launch.kernel, MODULES, launch.grid[0], (*described, target, beside, *[None] * 7, *launch.scalars), CONSTANTS)
     assert not counter.any(), "the next launch draws from it"
-    columns = sum(config.columns(problem)[0]) // 2
-    parts = gathered(sums, columns, (problem.b, problem.hq), None)
-    dq = parts.unflatten(2, (-1, 2, 64)).transpose(3, 4).flatten(4).flatten(2, 3)[:, :, :q.shape[2], :d]
+    if config.alone:
+        dq = dq.float() / problem.scale
+    else:
+        parts = gathered(sums, sum(config.columns(problem)[0]) // 2, (problem.b, problem.hq), None)
+        dq = parts.unflatten(2, (-1, 2, 64)).transpose(3, 4).flatten(4).flatten(2, 3)[:, :, :q.shape[2], :d]
     compare((dq, dk, dv), expected(problem, tensors))
 
 
@@ -58,3 +61,29 @@ def test_backward_programs_that_stay_are_one_a_multiprocessor_and_none_without_a
     config = HopperBackwardConfig(tails=True, stays=stays)
     problem, _ = call_of(Mask(), (128, sk), (4, 4), (128, 128), b=1)
     assert launch_backward.HopperBackward(problem, config, problem.q_strides, 132).grid == (programs,)
+
+
+def test_sums_are_followed_by_a_counter_for_each_step_where_they_are_ordered():
+    problem, (q, k, v, dout, lse, delta) = call_of(Mask(), (200, 200), (5, 5), (128, 128), b=3)
+    plain, ordered = (launch_backward.HopperBackward(problem, HopperBackwardConfig(ordered=in_order),
+                                                     problem.q_strides, 132) for in_order in (False, True))
+    steps = 3 * 5 * 4
+    assert plain.sums_shape == (steps * 64 * 128 // 256, 256)
+    sums = torch.zeros(ordered.sums_shape)
+    described, counters = ordered.arguments((q, k, v, dout, lse, delta, k, v, q), sums)[9:11]
+    assert tuple(described.shape) == plain.sums_shape
+    assert counters.dtype is torch.int32
+    assert counters.numel() >= steps
+    assert counters.data_ptr() == sums.data_ptr() + 4 * math.prod(plain.sums_shape)
+
+
+def test_where_a_program_has_a_head_alone_sums_are_those_of_a_head_a_program():
+    """The kernel writes dq, which it gets, and reads the sums by their address."""
+    problem, (q, k, v, dout, lse, delta) = call_of(Mask(), (200, 200), (6, 3), (128, 128), b=2)
+    launch = launch_backward.HopperBackward(problem, ALONE, problem.q_strides, 4)
+    assert launch.grid == (4,)
+    assert launch.sums_shape == (4 * 2 * 4 * 64 * 128 // 256, 256)
+    sums = torch.zeros(launch.sums_shape)
+    of_dq, described, beside = launch.arguments((q, k, v, dout, tails_like(lse, delta), delta, k, v, q), sums)[8:11]
+    assert (of_dq.base.data_ptr(), of_dq.block_shape) == (q.data_ptr(), [1, 1, 64, 64])
+    assert described.base.data_ptr() == beside.data_ptr() == sums.data_ptr()

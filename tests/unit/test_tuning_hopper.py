@@ -62,7 +62,7 @@ def test_proposals_are_distinct_legal_and_begin_with_the_heuristics(kernel, d):
 
 def test_few_are_legal_where_heads_are_wide_and_all_ways_where_they_are_narrow():
     assert {kernel: [len(propose_hopper(kernel, problem_of(d, kernel=kernel), DEVICE).tiles) for d in (64, 128, 256)]
-            for kernel in HEURISTICS} == {"hopper_forward": [14, 6, 2], "hopper_backward": [14, 8, 2]}
+            for kernel in HEURISTICS} == {"hopper_forward": [14, 6, 2], "hopper_backward": [14, 9, 2]}
     narrow = propose_hopper("hopper_forward", problem_of(64), DEVICE).tiles
     assert {(config.keys, config.consumers, config.ping_pong) for config in narrow} == {
         (*sides, turns) for sides in ((64, 2), (128, 2), (128, 3)) for turns in (False, True)}
@@ -166,7 +166,12 @@ FEW, MANY = ({"b": b, "hq": 33, "hk": 33, "sq": 1000, "sk": 1000} for b in (1, 8
     ({"b": 16, "hq": 32, "hk": 32, "sq": 1024, "sk": 1024, "mask": window(None, 1023)}, 0),  # hides nothing
     ({"b": 4, "hq": 33, "hk": 33, "sq": 512, "sk": 512, "mask": window(99, 0)}, 1),
     ({"b": 1, "hq": 140, "hk": 140, "sq": 512, "sk": 512}, 0),  # a second round of 8
-    ({"b": 32, "hq": 16, "hk": 16, "sq": 512, "d": 128, "dv": 128}, 0),
+    ({"b": 32, "hq": 16, "hk": 16, "sq": 512, "sk": 512, "d": 128, "dv": 128}, 0),
+    ({"b": 32, "hq": 16, "hk": 16, "sq": 512, "sk": 512, "d": 128, "dv": 128, "mask": causal()}, 1),
+    ({"b": 64, "hq": 16, "hk": 16, "sq": 256, "d": 72, "dv": 96}, 1),
+    ({"b": 20, "hq": 16, "hk": 16, "sq": 256, "d": 128, "dv": 128}, 1),  # 2.4 rounds of 3
+    ({"b": 19, "hq": 16, "hk": 16, "sq": 256, "d": 128, "dv": 128}, 0),
+    ({"b": 64, "hq": 16, "hk": 16, "sq": 256, "d": 128, "dv": 128, "deterministic": True}, 0),
     ({"b": 32, "hq": 32, "hk": 32, "sq": 512, "scores": ScoreOptions(softcap=3.0)}, 0)], ids=str)
 def test_programs_have_a_head_to_themselves_where_that_keeps_all_busy_and_l2_holds_it(fields, programs):
     problem = replace(problem_of(64, kernel="hopper_backward"), **fields)

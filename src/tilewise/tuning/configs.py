@@ -213,10 +213,10 @@ class HopperBackwardConfig:
             the same on every run.
         tails: whether the tensor cores take lse and delta off, which come as tails of the queries then. At head dims
             to 64 a third warpgroup makes dQ there.
-        alone: whether a program goes over all keys of a head there, keeps its dQ in L2 and writes it. Every bit is as
-            with ``ordered``, which it comes with.
-        programs: with ``alone``, how many programs share a head: they take its tiles of keys by turns, and add to a
-            step of dQ in their order. As many running at once have fewer heads' sums in hand.
+        alone: whether a program goes over all keys of a head, keeps its dQ in L2 and writes it. At head dims to 64
+            every bit is as with ``ordered``, which it comes with there; at wider ones it comes with ``stays``.
+        programs: with ``alone`` at head dims to 64, how many programs share a head: they take its tiles of keys by
+            turns, and add to a step of dQ in their order. As many running at once have fewer heads' sums in hand.
         stays: whether a program draws one tile of keys after another, and loads the next one's keys and values while
             dK and dV of the last are written, by way of what dS and dQ are staged in.
     """
@@ -243,10 +243,12 @@ class HopperBackwardConfig:
                                "allowed is none of them.")
         if self.tails and self.wide:
             raise InvalidInput("tails=True with wide=True; tails are for head dims up to 128.")
-        if self.alone and not (self.tails and self.ordered):
-            raise InvalidInput(f"alone=True with tails={self.tails}, ordered={self.ordered}; allowed is both.")
-        if self.programs > 1 and not self.alone:
-            raise InvalidInput(f"programs={self.programs} with alone=False; allowed is 1.")
+        if self.alone and not (self.tails and self.ordered != self.stays):
+            raise InvalidInput(f"alone=True with tails={self.tails}, ordered={self.ordered}, stays={self.stays}; "
+                               "allowed are tails=True and one of the others.")
+        if self.programs > 1 and not (self.alone and self.ordered):
+            raise InvalidInput(f"programs={self.programs} with alone={self.alone}, ordered={self.ordered}; allowed is "
+                               "1, or both.")
         if self.stays and (self.ahead or self.direct or not self.tails):
             raise InvalidInput(f"stays=True with ahead={self.ahead}, direct={self.direct}, tails={self.tails}; allowed "
                                "is tails=True alone.")
@@ -298,12 +300,13 @@ class HopperBackwardConfig:
         tile of keys under way, and a step of dQ as it is written.
         """
         (d, dv), size = map(sum, self.columns(problem)), problem.dtype.itemsize
-        operands = size * (self.keys * (d + dv) * (2 if self.alone else 1) + 64 * (
+        apart = self.alone and not self.stays
+        operands = size * (self.keys * (d + dv) * (2 if apart else 1) + 64 * (
             self.stages * d + self.out_stages * dv))
         scores = 64 * 64 * size * (2 if self.wide else 4)
         rows = 64 * (64 + 32 * self.stages) if self.tails else 8 * 64 * self.stages
         steps = 0 if self.direct or self.wide else 2 if self.ordered and (self.programs > 1 or not self.alone) else 1
-        written = size * 64 * d if self.alone else 0
+        written = size * 64 * d if apart else 0
         beside_queries = size * 64 * (4 * d + 3 * dv) if self.wide else 0
         return max(operands + scores + rows + steps * 4 * d * 64 + written, beside_queries) + 1024
 

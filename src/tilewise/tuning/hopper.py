@@ -116,5 +116,5 @@ def _backward_configs(problem: AttentionProblem, device: DeviceSpec) -> list[Hop
             configs += [HopperBackwardConfig(4, 4, tails=True, ordered=alone, alone=alone) for alone in (False, True)]
         elif tails_fit(problem):
             configs += [HopperBackwardConfig(direct=direct, tails=True) for direct in (True, False)]
-            configs.append(HopperBackwardConfig(tails=True, stays=True))
+            configs += [HopperBackwardConfig(tails=True, stays=True, alone=alone) for alone in (False, True)]
     return [config for config in configs if config.shared_bytes(problem) <= device.shared_memory]

@@ -33,14 +33,18 @@ def dscores_slot(half, consumer, C: gl.constexpr):
 
 
 @gluon.jit
-def issue_dq(k_tiles, dscores_tiles, half, first, OWN: gl.constexpr, MAKERS: gl.constexpr, C: gl.constexpr):
-    """Issue a part of dQ = dS·K: the columns of one of MAKERS warpgroups. first: the slot of the first keys."""
+def issue_dq(k_tiles, dscores_tiles, half, first, OWN: gl.constexpr, MAKERS: gl.constexpr, C: gl.constexpr,
+             start=None):
+    """Issue a part of dQ = dS·K: the columns of one of MAKERS warpgroups. first: the slot of the first keys.
+
+    start: what it is added to, or None.
+    """
     COLUMNS: gl.constexpr = C.WIDTH // MAKERS
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
-    dq = gl.full([64, COLUMNS], 0.0, gl.float32, layout=LAYOUT)
+    dq = gl.full([64, COLUMNS], 0.0, gl.float32, layout=LAYOUT) if start is None else start
     NC: gl.constexpr = C.CONSUMERS
     for i in gl.static_range(NC):
         dscores = dscores_tiles.index(dscores_slot(half, i, C))
         k = k_tiles.index(first + i).reshape([64, C.WIDTH]).slice(OWN * COLUMNS, COLUMNS, 1)
-        dq = warpgroup_mma(dscores.permute((1, 0)), k, dq, use_acc=i > 0, is_async=True)
+        dq = warpgroup_mma(dscores.permute((1, 0)), k, dq, use_acc=i > 0 or start is not None, is_async=True)
     return dq

@@ -9,7 +9,9 @@ hold it; hopper_dq.py brings it into dq's. The query heads of a group pass one a
 With C.AHEAD, S of the next step is computed while this step's dQ and dK are: a step then begins with its softmax.
 
 With C.STAYS a program draws one tile of keys after another. The next one's values, keys and first queries come while
-the last step is computed and dK and dV are written, by way of what dS and the parts of dQ are staged in.
+the last step is computed and dK and dV are written, by way of what dS and the parts of dQ are staged in. With C.ALONE
+it has all tiles of a head instead, from the last one on, and nobody else adds to this head's dQ: the first tile that
+sees a step sets its sums, and the last one begins from them and writes dq.
 
 Where lengths are data, rows of other sequences come into the tiles. Their probabilities are 0 and enter products, and
 0 · NaN is NaN: the loading warp zeroes them, before it says that the tile is there.
@@ -30,7 +32,14 @@ from tilewise.kernels.gluon import dropout
 from tilewise.kernels.gluon.backward_products import dscores_slot, issue_dq, issue_pairs
 from tilewise.kernels.gluon.compat import reinterpret, tma_store, tma_store_wait
 from tilewise.kernels.gluon.hopper_backward_load import load
-from tilewise.kernels.gluon.hopper_dq_sums import hand_over, make_stage, write_sums
+from tilewise.kernels.gluon.hopper_dq_sums import (
+    await_sums_before,
+    hand_over,
+    keep_half,
+    make_stage,
+    start_of_half,
+    write_sums,
+)
 from tilewise.kernels.gluon.hopper_tails import TAIL, make_picks
 from tilewise.kernels.gluon.lengths import (
     key_rows_of,
@@ -53,14 +62,21 @@ from tilewise.kernels.gluon.pipeline import (
     wait_full,
 )
 from tilewise.kernels.gluon.softmax import cap
-from tilewise.kernels.gluon.tiles import QUERIES, key_tile_at, phases_of, queries_at, query_steps_of
+from tilewise.kernels.gluon.tiles import (
+    QUERIES,
+    key_tile_at,
+    phases_of,
+    queries_at,
+    queries_to_and_fro,
+    query_steps_of,
+)
 
 
 class Shape(NamedTuple):
     """What is fixed when the kernel is compiled: HopperBackwardConfig's fields, and what of the mask there is.
 
-    STAYS: of calls with tails whose dQ is staged. LENGTHS, PACKED, SHIFTED: as in the forward kernel. DROPS: whether
-    there is dropout.
+    STAYS: of calls with tails whose dQ is staged. ALONE: of programs that stay. LENGTHS, PACKED, SHIFTED: as in the
+    forward kernel. DROPS: whether there is dropout.
     """
 
     WIDTH: int
@@ -72,6 +88,7 @@ class Shape(NamedTuple):
     ORDERED: bool
     TAILS: bool
     STAYS: bool
+    ALONE: bool
     LOWER: bool
     UPPER: bool
     LENGTHS: bool
@@ -126,7 +143,9 @@ def sum_steps(begin, end, turn, scores, dk, dv, tiles, queries, douts, rows, sum
             own = opaque(own)
         k = k_tiles.index(own).reshape([64, C.WIDTH])
         v = v_tiles.index(own).reshape([64, C.WIDTH])
-        if MASKED or C.ORDERED:
+        if C.ALONE:
+            first_query = queries_to_and_fro(step, key - OWN * 64, spans, C)
+        elif MASKED or C.ORDERED:
             first_query = queries_at(step, spans, C)
         else:  # behind those at the head
             first_query = unmasked + step * QUERIES
@@ -178,8 +197,14 @@ def sum_steps(begin, end, turn, scores, dk, dv, tiles, queries, douts, rows, sum
         dscores_tiles.index(dscores_slot(half, OWN, C)).store(dscores)
         dv_pending = warpgroup_mma(left_probs, dout, dv, is_async=True)
         fence_async_shared()
+        if C.ALONE:
+            await_sums_before()
         meet(C.CONSUMERS)
-        dq_pending = issue_dq(k_tiles, dscores_tiles, half, 0, OWN, NC, C)
+        start = None
+        if C.ALONE:
+            part = first_part + first_query // 32
+            start = start_of_half(sums, part, first_query, key - OWN * 64, band, C)
+        dq_pending = issue_dq(k_tiles, dscores_tiles, half, 0, OWN, NC, C, start)
         if C.AHEAD:  # the registers of P are free before those of the next S are taken
             dv = warpgroup_mma_wait(NC, deps=(dv_pending,))
             leave(dout_empty, turn, C.OUT_STAGES)
@@ -195,7 +220,10 @@ def sum_steps(begin, end, turn, scores, dk, dv, tiles, queries, douts, rows, sum
             if C.STAYS:
                 if turn == last:
                     mbarrier.arrive(k_empty.index(0), count=1)
-        hand_over(sums, dq, stage, turn, first_part + first_query // 32, OWN, C)
+        if C.ALONE:
+            keep_half(sums, dq, stage, part, first_query, key - OWN * 64, band, OWN, C)
+        else:
+            hand_over(sums, dq, stage, turn, first_part + first_query // 32, OWN, C)
         if C.AHEAD:
             dk, scores = warpgroup_mma_wait(0, deps=(dk_pending, scores_pending))
         else:
@@ -232,7 +260,7 @@ def gather_tile(gathered, tile, turn, taken, OWN: gl.constexpr, C: gl.constexpr)
     (targets, sums, keys, queries, douts, rows, dscores_tiles, stage, _tile, spot, band, heads, group, count,
      scales, draws) = gathered
     scale, scale_log2, squash = scales
-    dk_desc, dv_desc, dk_ptr, dv_ptr = targets
+    dk_desc, dv_desc, dk_ptr, dv_ptr, dq_desc, beside = targets
     k_tiles = keys[0]
     v_tiles = keys[1]
     keys_full = keys[2]
@@ -248,8 +276,8 @@ def gather_tile(gathered, tile, turn, taken, OWN: gl.constexpr, C: gl.constexpr)
     spans = query_steps_of(first, band, C)
     key = first + OWN * 64
     ends = phases_of(key, spans, band, C)
-    FIRST: gl.constexpr = 1 if C.ORDERED and not C.LOWER else 0
-    STOP: gl.constexpr = 3 if C.ORDERED else 2
+    FIRST: gl.constexpr = 1 if (C.ORDERED or C.ALONE) and not C.LOWER else 0
+    STOP: gl.constexpr = 3 if C.ORDERED or C.ALONE else 2
     parts, own_part = parts_of(spot, total, count, OWN, C)
     NC: gl.constexpr = C.CONSUMERS
     for i in gl.static_range(NC):
@@ -270,10 +298,15 @@ def gather_tile(gathered, tile, turn, taken, OWN: gl.constexpr, C: gl.constexpr)
     if C.STAYS:
         leaving = (keys[3], keys[4], turn + group * spans[3] - 1)
     for member in range(group):
-        first_part = (batch * heads * group + head_k * group + member) * parts + own_part
+        if C.ALONE:
+            first_part = (gl.program_id(0) * group + member) * parts + own_part
+            adds = (sums, beside, dq_desc, batch, head_k * group + member, scale)
+        else:
+            first_part = (batch * heads * group + head_k * group + member) * parts + own_part
+            adds = sums
         for phase in gl.static_range(FIRST, STOP):
             turn, scores, dk, dv = sum_steps(
-                ends[phase], ends[phase + 1], turn, scores, dk, dv, tiles, queries, douts, rows, sums, stage, spans,
+                ends[phase], ends[phase + 1], turn, scores, dk, dv, tiles, queries, douts, rows, adds, stage, spans,
                 band, first_part, key, (scale_log2, squash), drawn, member, leaving, OWN, phase != 1, C)
     row, left = key_rows_of(spot, key, C)
     place = (batch, head_k, row, 0)
@@ -311,15 +344,17 @@ def gather(gathered, OWN: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["tiles", "heads", "batches", "section", "sq", "sk", "lower", "upper", "group",
                                "count", "threshold", "origin_q", "origin_k"])
-def hopper_backward_kernel(q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr, dk_desc, dv_desc, sums, counters,
-                           dk_ptr, dv_ptr, cu_q, cu_k, seqlens_q, seqlens_k, seed_ptr,
+def hopper_backward_kernel(q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr, dk_desc, dv_desc, dq_desc,
+                           sums, beside, dk_ptr, dv_ptr, cu_q, cu_k, seqlens_q, seqlens_k, seed_ptr,
                            tiles, heads, batches, section, sq, sk, lower, upper, group, scale, scale_log2, squash,
                            count, threshold, share, gain, origin_q, origin_k, C: gl.constexpr):
-    """Compute dk and dv, and add to the sums for dq, which must be zero at first.
+    """Compute dk and dv, and add to the sums for dq, which must be zero at first; or, ALONE, compute dq.
 
-    Grid: (tiles · heads of k · batches,), with C.STAYS so many programs or fewer. sums: (·, 256), a descriptor, or a
-    pointer where C.DIRECT. counters: where C.ORDERED one for each step of a query head, zero at first; with C.STAYS the
-    one that tiles are drawn by, zero, and left so. lse_ptr: with C.TAILS the tails, a descriptor.
+    Grid: (tiles · heads of k · batches,), with C.STAYS so many programs or fewer, with C.ALONE up to heads of k ·
+    batches. sums: (·, 256), a descriptor, or a pointer where C.DIRECT; with C.ALONE room for a group's steps for each
+    program, and dq_desc is not None. beside: where C.ORDERED a counter for each step of a query head, zero at first;
+    with C.STAYS the one that tiles are drawn by, zero, and left so, but with C.ALONE the sums, as they lie in memory.
+    lse_ptr: with C.TAILS the tails, a descriptor.
     dk_ptr, dv_ptr, cu_q, cu_k: of packed sequences, else None; seqlens: or None; count: sequences whose lengths are
     data, or None. scale_log2, squash: as in softmax.cap. seed_ptr, and from threshold on: where C.DROPS, else None; the
     first of 2^16 draws that keeps a pair, what delta (share) and dv (gain) are multiplied by, and the positions of the
@@ -350,13 +385,13 @@ def hopper_backward_kernel(q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr
     if C.STAYS:
         keys = (k_tiles, v_tiles, make_barriers(NC, 2), make_barriers(1, NC), make_barriers(NC, 1))
         numbers = gl.allocate_shared_memory(gl.int32, [2 * 3, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-        tile = ((numbers, make_barriers(2, 1), make_barriers(2, NC)), counters, order)
+        tile = ((numbers, make_barriers(2, 1), make_barriers(2, NC)), beside, order)
     else:
         keys = (k_tiles, v_tiles, make_barriers(NC + SPARE * NC, 1))
         tile = key_tile_at(gl.program_id(0), order, C)
     fence_async_shared()
     sources = (q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr, share)
-    targets = (dk_desc, dv_desc, dk_ptr, dv_ptr)
+    targets = (dk_desc, dv_desc, dk_ptr, dv_ptr, dq_desc, beside)
     band = (sq, sk, lower, upper)
     spot = ()
     if C.LENGTHS:
@@ -370,7 +405,7 @@ def hopper_backward_kernel(q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr
     gathered = (targets, sums, keys, queries, douts, rows, dscores_tiles, stage, tile, spot, band, heads, group, count,
                 (scale, scale_log2, squash), (seed, threshold, gain, origin_q, origin_k))
     loaded = (sources, keys, queries, douts, rows, tile, spot, band, heads, group)
-    written = (sums, counters, stage, tile, band, heads, group)
+    written = (sums, beside, stage, tile, band, heads, group)
     if C.ORDERED:
         gl.warp_specialize([(gather, (gathered, ZERO, C)), (gather, (gathered, ONE, C)), (load, (loaded, C)),
                             (write_sums, (written, ZERO, NC, C)), (write_sums, (written, ONE, NC, C))], [4, 1, 1, 1],

@@ -1,8 +1,8 @@
 """What the Hopper backward's loading warp does: it brings keys and values, and the queries that see them.
 
-A program has one tile of keys. With C.STAYS it has tile after tile, as they are drawn, and the stream of queries does
-not stop between them: those of a tile's first step come while the tile before is in its last one, and so do its values
-and its keys, each as soon as the last product that needs those before is done.
+A program has one tile of keys. With C.STAYS it has tile after tile, as they are drawn or as a head has them, and the
+stream of queries does not stop between them: those of a tile's first step come while the tile before is in its last
+one, and so do its values and its keys, each as soon as the last product that needs those before is done.
 """
 
 from triton.experimental import gluon
@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from tilewise.kernels.gluon.compat import tma_load
 from tilewise.kernels.gluon.lengths import clear_rows, key_tile_of, owned_of
 from tilewise.kernels.gluon.pipeline import END, draw, hand_out, wait_empty
-from tilewise.kernels.gluon.tiles import QUERIES, key_tile_at, queries_at, query_steps_of
+from tilewise.kernels.gluon.tiles import QUERIES, key_tile_at, queries_at, queries_to_and_fro, query_steps_of
 
 LOG2E = gl.constexpr(1.4426950408889634)
 ONE_WARP: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
@@ -172,7 +172,10 @@ def load_tile(loaded, tile, turn, taken, C: gl.constexpr):
         head = head_k * group + member
         line = (batch * heads * group + head).to(gl.int64) * total + row_q
         for step in range(spans[3]):
-            query = queries_at(step, spans, C)
+            if C.ALONE:
+                query = queries_to_and_fro(step, first, spans, C)
+            else:
+                query = queries_at(step, spans, C)
             place = (batch, head, query, row_q)
             if C.LENGTHS:
                 clears = (query < see_from) | (query + QUERIES > sq)
@@ -195,7 +198,10 @@ def load_tile(loaded, tile, turn, taken, C: gl.constexpr):
 
 @gluon.jit
 def load(loaded, C: gl.constexpr):
-    """Producer, one warp: keep the rings full. With C.STAYS, in place of a tile, what tiles are drawn by."""
+    """Producer, one warp: keep the rings full. With C.STAYS, in place of a tile, what tiles are drawn by.
+
+    With C.ALONE nothing is drawn: heads are as long as each other.
+    """
     turn = 0
     taken = 0
     if C.STAYS:
@@ -203,12 +209,19 @@ def load(loaded, C: gl.constexpr):
         tiles, heads, batches, _section = order
         total = tiles * heads * batches
         number = gl.program_id(0)
+        if C.ALONE:  # its head's last tile
+            number = (number + 1) * tiles - 1
         while number < total:
             tile = key_tile_at(number, order, C)
             hand_out(next_tile, taken, tile, 3)
             turn = load_tile(loaded, tile, turn, taken, C)
             taken += 1
-            number = draw(counter, total)
+            if C.ALONE:  # the one before it, or the last one of the next head
+                if number % tiles == 0:
+                    number += (gl.num_programs(0) + 1) * tiles
+                number -= 1
+            else:
+                number = draw(counter, total)
         hand_out(next_tile, taken, (END, 0, 0), 3)
     else:
         load_tile(loaded, loaded[5], turn, taken, C)

@@ -35,8 +35,8 @@ class Shape(NamedTuple):
     """What is fixed when this kernel, or that of hopper_backward_pieces.py, is compiled.
 
     HopperBackwardConfig's fields, and what of the mask there is. COLUMNS, COLUMNS_V: of q and k, and of v, in each
-    piece; here what each of two warpgroups sums. CONSUMERS tells tiles.py how many times 64 keys stay, ORDERED that
-    dQ is added in no order, PACKED that a row's end is the tensor's.
+    piece; here what each of two warpgroups sums. CONSUMERS tells tiles.py how many times 64 keys stay, ORDERED and
+    ALONE that dQ is added in no order, PACKED that a row's end is the tensor's.
     """
 
     COLUMNS: tuple[int, int]
@@ -47,6 +47,7 @@ class Shape(NamedTuple):
     LOWER: bool
     UPPER: bool
     ORDERED: bool = False
+    ALONE: bool = False
     PACKED: bool = False
 
 

@@ -13,9 +13,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from tilewise.kernels.gluon.compat import tma_add, tma_store, tma_store_wait
+from tilewise.kernels.gluon.compat import reinterpret, tma_add, tma_store, tma_store_wait
 from tilewise.kernels.gluon.pipeline import each_thread, leave, make_barriers, wait_empty, wait_full
-from tilewise.kernels.gluon.tiles import QUERIES, queries_at, query_steps_of, rank_of
+from tilewise.kernels.gluon.tiles import QUERIES, is_last_of, queries_at, query_steps_of, rank_of
 
 # Writers take steps in turn, each with a stage of its own: an addition may last as long as two steps.
 WRITERS: gl.constexpr = gl.constexpr(2)
@@ -52,20 +52,21 @@ def stage_part(staged, dq):
 
 
 @gluon.jit
-def added_to(place, dq):
-    """Return a part of dQ with the sums that begin at ``place`` added. Past L1, where they were added to."""
-    COLUMNS: gl.constexpr = dq.shape[1]
-    LAYOUT: gl.constexpr = by_threads(dq).reshape([64 * COLUMNS]).type.layout
+def sums_at(sums_ptr, part, like):
+    """Return the sums that a part of dQ, or what has its form, is added to. Past L1, where they were added to."""
+    COLUMNS: gl.constexpr = like.shape[1]
+    LAYOUT: gl.constexpr = by_threads(like).reshape([64 * COLUMNS]).type.layout
     offsets = gl.arange(0, 64 * COLUMNS, layout=LAYOUT)
-    return dq + by_rows(gl.load(place + offsets, cache_modifier=".cg"), dq)
+    sums = gl.load(sums_ptr + part.to(gl.int64) * (64 * COLUMNS) + offsets, cache_modifier=".cg")
+    return by_rows(sums, like)
 
 
 @gluon.jit
-def by_rows(sums, dq):
+def by_rows(sums, like):
     """Order what lies as threads hold a part of dQ as that part is."""
-    COLUMNS: gl.constexpr = dq.shape[1]
+    COLUMNS: gl.constexpr = like.shape[1]
     rows = sums.reshape([COLUMNS // 8, 4, 8, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5)).reshape([64, COLUMNS])
-    return gl.convert_layout(rows, dq.type.layout)
+    return gl.convert_layout(rows, like.type.layout)
 
 
 @gluon.jit
@@ -78,20 +79,57 @@ def added_to_staged(staged, dq):
 def keep_or_write(dq, dq_desc, sums, sums_ptr, stage, part, place, is_first, is_last, scale, C: gl.constexpr):
     """Set the sums of a step, add a part of dQ to them, or, when the last part is there, write dq.
 
-    part: the step's number among those of ``sums``; place: of its 64 rows in dq.
+    sums_ptr: None where the last part has begun from the sums. part: the step's number among those of ``sums``;
+    place: of its 64 rows in dq.
     """
     staged, rows = stage
+    COLUMNS: gl.constexpr = dq.shape[1]
     if is_last:
-        if not is_first:
-            dq = added_to(sums_ptr + part.to(gl.int64) * (64 * C.WIDTH), dq)
+        if sums_ptr is not None:
+            if not is_first:
+                dq += sums_at(sums_ptr, part, dq)
         write_dq(dq, dq_desc, rows, place, scale)
     else:
         tma_store_wait(0)
         stage_part(staged, dq)
         if is_first:
-            tma_store(sums, [part * (C.WIDTH // 4), 0], staged)
+            tma_store(sums, [part * (COLUMNS // 4), 0], staged)
         else:
-            tma_add(sums, [part * (C.WIDTH // 4), 0], staged)
+            tma_add(sums, [part * (COLUMNS // 4), 0], staged)
+
+
+@gluon.jit
+def start_of_half(sums, part, first_query, first_key, band, C: gl.constexpr):
+    """Consumer of a program that has a head alone: return what its columns of dQ begin from in a step.
+
+    That is the step's sums where this tile of keys is the last to add to them, else nothing.
+    """
+    _target, sums_ptr, _dq_desc, _batch, _head, _scale = sums
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.WIDTH // C.CONSUMERS, 16])
+    start = gl.full([64, C.WIDTH // C.CONSUMERS], 0.0, gl.float32, layout=LAYOUT)
+    is_first, is_last = _ends_of(first_key, first_query, band, C)
+    if is_last and not is_first:
+        start = sums_at(sums_ptr, part, start)
+    return start
+
+
+@gluon.jit
+def keep_half(sums, dq, stage, part, first_query, first_key, band, OWN: gl.constexpr, C: gl.constexpr):
+    """Consumer of a program that has a head alone: bring its columns of dQ of a step to their sums, or to dq."""
+    target, _sums_ptr, dq_desc, batch, head, scale = sums
+    NC: gl.constexpr = C.CONSUMERS
+    COLUMNS: gl.constexpr = dq.shape[1]
+    rooms = reinterpret(stage, dq_desc.dtype, [2 * NC, 1, 1, 64, COLUMNS], dq_desc.layout)
+    is_first, is_last = _ends_of(first_key, first_query, band, C)
+    keep_or_write(dq, dq_desc, target, None, (stage.index(OWN), rooms.index(2 * OWN)), part,
+                  [batch, head, first_query, OWN * COLUMNS], is_first, is_last, scale, C)
+
+
+@gluon.jit
+def _ends_of(first_key, first_query, band, C: gl.constexpr):
+    """Return whether a tile of keys is the first to add to a step, and whether the last; the last keys come first."""
+    is_first = is_last_of(first_key, first_query, band, C)
+    return is_first, rank_of(first_key, first_query // QUERIES, band, C) == 0
 
 
 @gluon.jit
@@ -107,6 +145,15 @@ def write_dq(dq, dq_desc, rows, place, scale):
 def await_sums():
     """Wait until what this warpgroup has set and added has arrived in global memory, for all of its threads."""
     each_thread("cp.async.bulk.wait_group 0; bar.sync 11, 128; mov.b32 $0, $1;")
+
+
+@gluon.jit
+def await_sums_before():
+    """Wait until all that this warpgroup has set, added and written but the last has arrived in global memory.
+
+    Its other threads know of it behind the next barrier.
+    """
+    each_thread("cp.async.bulk.wait_group 1; mov.b32 $0, $1;")
 
 
 @gluon.jit

@@ -54,7 +54,7 @@ class HopperBackwardShape(Protocol):
 
     @property
     def alone(self) -> bool:
-        """Whether a program goes over all keys of a head, so that nobody else adds to its dQ."""
+        """Whether a program goes over all keys of a head after another, so that nobody else adds to their dQ."""
 
     @property
     def programs(self) -> int:
@@ -111,17 +111,17 @@ class HopperBackward:
         pieces, sq, step = config.columns(problem), len(self.queries), int(QUERIES)
         width, sequences, lines = sum(pieces[0]), problem.sequences, problem.b * problem.hk
         tiles = sequences.slots(len(self.keys), config.keys)
-        self.narrow = config.narrow(problem)
-        self.packed, self.bare = sequences.packed is not None, len(pieces[0]) > 1 or self.narrow
+        self.narrow, self.in_pieces = config.narrow(problem), len(pieces[0]) > 1
+        self.packed, self.bare = sequences.packed is not None, self.in_pieces or self.narrow
         # Queries, too, count from the first one that is read.
         lower, upper = (0 if bound is None else bound + self.queries.start for bound in bounds_of(problem)[:2])
         least = _LEAST_ORDERED if config.ordered and problem.mask.right is not None else 1
         programs = lines if config.alone else tiles * lines
+        section = 1 if config.alone else query_section(problem, width, 4, least)
         most = multiprocessors // config.programs
         self.grid = (config.programs * min(programs, most) if config.alone or config.stays else programs,)
         self.scalars = (
-            tiles, problem.hk, problem.b, query_section(problem, width, 4, least), sq, len(self.keys), lower, upper,
-            problem.group, *scales)
+            tiles, problem.hk, problem.b, section, sq, len(self.keys), lower, upper, problem.group, *scales)
         self.forms = self._forms(pieces, gl.bfloat16 if problem.dtype is torch.bfloat16 else gl.float16)
         self.places = operator.itemgetter(*[i if form else len(self.forms) for i, forms in enumerate(self.forms)
                                             for form in forms or [True]])
@@ -162,14 +162,16 @@ class HopperBackward:
         forms = [[None if i and columns == widths[0] else _form([1, 1, 64, columns], dtype)
                   for i, columns in enumerate(widths)] for widths in (pieces[of_v] for of_v in (0, 0, 1, 1, 0, 1))]
         of_tails = [_form([1, 1, 64, int(TAIL)], gl.bfloat16)] if self.config.tails else []
-        if not self.narrow:
+        if self.in_pieces:
             return [*forms[:4], of_tails, [], *forms[4:]]
-        return [*forms[:4], of_tails, *forms[4:], forms[0] if self.config.alone else [None]]
+        of_dq = _form([1, 1, 64, pieces[0][0] // (1 if self.narrow else 2)], dtype) if self.config.alone else None
+        return [*forms[:4], of_tails, *([] if self.narrow else [[]]), *forms[4:], [of_dq]]
 
     def taken(self, tensors: tuple[torch.Tensor, ...], lse: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return what the kernel takes of (q, k, v, dout, lse, delta, dq, dk, dv), with lse or the tails given."""
         q, k, v, dout, _lse, delta, dq, dk, dv = tensors
-        return (q, k, v, dout, lse, dk, dv, dq) if self.narrow else (q, k, v, dout, lse, delta, dk, dv)
+        of_queries = (lse,) if self.narrow else (lse, delta)
+        return (q, k, v, dout, *of_queries, dk, dv, *(() if self.in_pieces else (dq,)))
 
     def __call__(self, *tensors: Any) -> None:
         """Enqueue the kernels on the current stream of the current device."""
@@ -180,7 +182,7 @@ class HopperBackward:
         sums, lse = self._begin(*read[3:6])
         mine = self.taken(read, lse)
         at_sums = sums.data_ptr()
-        counter = counter_of(sums.device) if self.config.stays else None
+        counter = counter_of(sums.device) if self.config.stays and not self.config.alone else None
         beside = address_of(counter) if self.beside is None else at_sums + self.beside[0] * 1024
         self.enqueue((*self.places((*[tensor.data_ptr() for tensor in mine], None)), at_sums, beside,
                       *[address_of(tensor) for tensor in self._plain(dk, dv, data)]),
@@ -269,7 +271,7 @@ def _kernel_of(problem: AttentionProblem, config: HopperBackwardShape) -> tuple[
 
     return hopper_backward_kernel, (_gradient_scale(problem), scale_log2, squash, count, *_draws_of(problem), Shape(
         columns[0][0], config.keys // 64, config.stages, config.out_stages, config.ahead, config.direct,
-        config.ordered, config.tails, config.stays, *bounded, count is not None,
+        config.ordered, config.tails, config.stays, config.alone, *bounded, count is not None,
         problem.sequences.packed is not None, is_shifted, problem.scores.dropout_p > 0.0))
 
 

@@ -153,14 +153,29 @@ def queries_at(step, spans, C: gl.constexpr):
 
 
 @gluon.jit
+def queries_to_and_fro(step, first, spans, C: gl.constexpr):
+    """Return the first query of a step of the tile of keys from ``first`` on, where a program has all tiles of a head.
+
+    From the last one down, but of every second tile those that need no mask from the first one up: a tile begins with
+    what L2 holds of the one before.
+    """
+    start, at_head, masked, steps = spans
+    tail = masked - at_head
+    place = steps - 1 - step
+    if (first // (64 * C.CONSUMERS) % 2 != 0) & (step >= tail) & (step < steps - at_head):
+        place = at_head + step - tail
+    return start + place * QUERIES
+
+
+@gluon.jit
 def phases_of(key, spans, band, C: gl.constexpr):
     """Return where phases of steps end for the 64 keys from ``key`` on; all but the second need a mask.
 
-    With C.ORDERED there are three, of which the first is empty without a lower bound; else two.
+    With C.ORDERED or C.ALONE there are three, of which the first is empty without a lower bound; else two.
     """
     _start, at_head, masked, steps = spans
     own = masked_queries_of(key, spans, band, C)
-    if C.ORDERED:
+    if C.ORDERED or C.ALONE:
         ends = (0, masked - at_head, steps - (own - (masked - at_head)), steps)
     else:
         ends = (0, own, steps)
