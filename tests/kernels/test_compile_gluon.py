@@ -273,10 +273,11 @@ def test_the_hopper_backward_of_wide_heads_compiles_within_registers_and_shared_
         assert row["stack"] <= APART_SPILL_BOUND.get(version, APART_SPILL_BOUND_ELSEWHERE), row
         assert row["utmastg"] > 0, row
         assert (row["redg"], row["utmaredg"]) == (0, 0), row  # nothing is added in memory
-        # S and dP 16 columns at a time, each sum 16 of 64 queries or keys; in two pieces of the columns of dQ, and in
-        # both loops of both warpgroups. Beside keys one warpgroup has both loops, and two have half of dK and of dV.
-        scores, slopes = ({72: 8, 136: 12}.get(row[side], row[side] // 16) for side in ("d", "dv"))
-        products = 4 * (scores + slopes + 8) if part == "dq" else 2 * (scores + slopes) + 2 * (4 + 4)
+        # S and dP 16 columns at a time, each sum 16 of 64 queries or keys, once for each piece of its columns. dQ has
+        # two loops in both warpgroups; of dK and dV each has one.
+        (scores, of_d), (slopes, of_dv) = (
+            {72: (8, 1), 128: (8, 1), 136: (12, 2), 192: (12, 2), 256: (16, 1)}[row[side]] for side in ("d", "dv"))
+        products = 4 * (scores + slopes + 4 * of_d) if part == "dq" else scores + slopes + 4 * (of_d + of_dv)
         assert row["hgmma"] == products, row
 
 

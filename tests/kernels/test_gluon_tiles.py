@@ -423,10 +423,10 @@ def test_tiles_add_to_each_step_in_the_order_of_their_programs_and_come_there_in
 
 
 @pytest.mark.parametrize(("d", "dv", "of_q", "of_v"), [
-    (256, 256, (128, None), (128, None)), (192, 128, (128, 64), (64, None)), (192, 192, (128, 64), (64, 128)),
-    (136, 72, (128, 64), (64, None)), (40, 200, (64, None), (128, None))])
-def test_wide_heads_come_in_a_tile_for_each_warpgroup(d, dv, of_q, of_v):
-    """The first sums more of dK and less of dV. Forms say None where the second's tile is like the first's."""
+    (256, 256, (256, None), (256, None)), (192, 128, (128, 64), (128, None)), (192, 192, (128, 64), (128, 64)),
+    (136, 72, (128, 64), (128, None)), (40, 200, (64, None), (256, None))])
+def test_wide_heads_come_in_tiles_whose_sides_are_powers_of_two(d, dv, of_q, of_v):
+    """Forms say None where there is no second tile."""
     problem = replace(problem_of(1000, 1000, d=d, heads=(4, 2)), dv=dv)
     launch = launch_backward_wide.HopperBackwardApart(problem, WIDE)
     assert (launch.dkdv.grid, launch.dq.grid) == ((2 * 16,), (4 * 8,))

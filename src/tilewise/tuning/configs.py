@@ -208,8 +208,8 @@ class HopperBackwardConfig:
         direct: whether dQ goes to its sums from registers, else through shared memory.
         ordered: whether it is added in a fixed order, but for ``alone`` by warps of their own, which take it from
             there, of two steps at a time; every bit is then the same on every run.
-        wide: whether two warpgroups share 64 keys, each with half the columns of dK and dV, a third one makes P and dS,
-            and dQ has a kernel of its own, where 64 queries a warpgroup stay; nothing is added in memory, and every bit
+        wide: whether two warpgroups share 64 keys, one makes P and dV and the other dS and dK, and dQ has a kernel of
+            its own, where 64 queries a warpgroup stay; nothing is added in memory, and every bit
             the same on every run.
         tails: whether the tensor cores take lse and delta off, which come as tails of the queries then. At head dims
             to 64 a third warpgroup makes dQ there.
@@ -265,11 +265,11 @@ class HopperBackwardConfig:
     def columns(self, problem: AttentionProblem) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Columns of q and k inside the tiles, and of v and dout: a row of a tile is 128 bytes at least.
 
-        Where two warpgroups share keys, what each sums; of 192 the second has less of q and more of v. Where each has
-        keys of its own, q and k of more than 128 columns come in two pieces, in a kernel that knows one way.
+        They come in pieces that are powers of two. Where each warpgroup has keys of its own, q and k of more than 128
+        columns come in two, in a kernel that knows one way.
         """
         if self.wide:
-            return _halves_of(problem.d), _halves_of(problem.dv)[::-1]
+            return _wide_pieces_of(problem.d), _wide_pieces_of(problem.dv)
         if self.tails and not tails_fit(problem):
             raise InvalidInput(f"tails=True for {problem}; allowed are head dims up to 128, a scale of 2^-40 or "
                                "more, and no softcap, dropout or lengths that are data.")
@@ -295,7 +295,7 @@ class HopperBackwardConfig:
     def shared_bytes(self, problem: AttentionProblem) -> int:
         """Shared memory: k, v, q, dout, lse and delta or tails, dQ of 0 to 2 steps; barriers take under a KiB.
 
-        And dS twice, or, where two warpgroups share keys, once, with the probabilities. The kernel that makes dQ
+        And dS twice, or, where two warpgroups share keys, the probabilities. The kernel that makes dQ
         apart takes 128 rows of q and dout, two tiles of k and one of v. A program with all keys of a head has the next
         tile of keys under way, and a step of dQ as it is written.
         """
@@ -303,7 +303,7 @@ class HopperBackwardConfig:
         apart = self.alone and not self.stays
         operands = size * (self.keys * (d + dv) * (2 if apart else 1) + 64 * (
             self.stages * d + self.out_stages * dv))
-        scores = 64 * 64 * size * (2 if self.wide else 4)
+        scores = 64 * 64 * size * (1 if self.wide else 4)
         rows = 64 * (64 + 32 * self.stages) if self.tails else 8 * 64 * self.stages
         steps = 0 if self.direct or self.wide else 2 if self.ordered and (self.programs > 1 or not self.alone) else 1
         written = size * 64 * d if apart else 0
@@ -364,5 +364,5 @@ def tails_fit(problem: AttentionProblem) -> bool:
             and not scores.dropout_p and not problem.sequences.are_data)
 
 
-def _halves_of(dim: int) -> tuple[int, int]:
-    return next(halves for halves in ((64, 64), (128, 64), (128, 128)) if dim <= sum(halves))
+def _wide_pieces_of(dim: int) -> tuple[int, ...]:
+    return next(pieces for pieces in ((64,), (128,), (128, 64), (256,)) if dim <= sum(pieces))

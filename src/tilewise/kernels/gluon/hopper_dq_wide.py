@@ -5,26 +5,28 @@ queries as rows here, so that dS is a left operand of dQ += dS·K from registers
 anything (maths.md, eq. 10): one's exponentials run beside the other's products. One warp loads. K of a step stays until
 its dQ is done, V until its dP is.
 
-Q, dO, K and V come in two tiles each, as in hopper_backward_wide.py.
+Q, dO, K and V come in tiles as in hopper_backward_wide.py.
 """
 
 from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
-from tilewise.kernels.gluon.compat import tma_store_wait
-from tilewise.kernels.gluon.hopper_backward import write
 from tilewise.kernels.gluon.hopper_backward_load import fetch_rows, in_base_2
-from tilewise.kernels.gluon.hopper_backward_wide import PAIRS, columns_of, issue_pairs, load_pieces, pair_of
+from tilewise.kernels.gluon.hopper_backward_wide import (
+    PAIRS,
+    begin_sums,
+    issue_pairs,
+    issue_sums,
+    load_pieces,
+    pieces_of,
+    wait_sums,
+    write_sums,
+)
 from tilewise.kernels.gluon.pipeline import leave, make_barriers, opaque, slots_for, wait_empty, wait_full
-from tilewise.kernels.gluon.softmax import hide
+from tilewise.kernels.gluon.softmax import hide, in_pairs
 from tilewise.kernels.gluon.tiles import hides_first_step, keys_at, masked_of, steps_of, tile_at
 
 K_STAGES: gl.constexpr = gl.constexpr(2)  # tiles of K in flight; of V one, two gained nothing where there is room
@@ -33,12 +35,9 @@ K_STAGES: gl.constexpr = gl.constexpr(2)  # tiles of K in flight; of V one, two 
 class Shape(NamedTuple):
     """What is fixed when the kernel is compiled.
 
-    COLUMNS, COLUMNS_V: of q and k, and of v, in both pieces. What tiles.py, softmax.py and write() ask for follows what
-    there is of the mask.
+    What of the mask there is, then what tiles.py, softmax.py and write() ask for.
     """
 
-    COLUMNS: tuple[int, int]
-    COLUMNS_V: tuple[int, int]
     LOWER: bool
     UPPER: bool
     KEYS: int = 64
@@ -77,9 +76,9 @@ def load(loaded, C: gl.constexpr):
 
 
 @gluon.jit
-def sum_steps(begin, end, low, high, memory, row, rows, spans, band, scale_log2, OWN: gl.constexpr,
-              MASKED: gl.constexpr, C: gl.constexpr):
-    """Steps ``begin`` to ``end``: add to both pieces of dQ of the queries from ``row`` on."""
+def sum_steps(begin, end, dq, memory, row, rows, spans, band, scale_log2, OWN: gl.constexpr, MASKED: gl.constexpr,
+              C: gl.constexpr):
+    """Steps ``begin`` to ``end``: add to dQ of the queries from ``row`` on."""
     queries, keys, values = memory
     q_tiles, dout_tiles, _full = queries
     k_tiles, k_full, k_empty = keys
@@ -98,14 +97,10 @@ def sum_steps(begin, end, low, high, memory, row, rows, spans, band, scale_log2,
         probs = gl.exp2(scores * scale_log2 - lse[:, None])
         dprobs = warpgroup_mma_wait(0, deps=(dprobs_pending,))
         leave(v_empty, step, 1)
-        dscores = (probs * (dprobs - delta[:, None])).to(k_tiles[0].dtype)
-        left = gl.convert_layout(dscores, gl.DotOperandLayout(0, low.type.layout, 2))
-        low_pending = warpgroup_mma(left, columns_of(k_tiles, slot, 0), low, is_async=True)
-        left = gl.convert_layout(dscores, gl.DotOperandLayout(0, high.type.layout, 2))
-        high_pending = warpgroup_mma(left, columns_of(k_tiles, slot, 1), high, is_async=True)
-        low, high = warpgroup_mma_wait(0, deps=(low_pending, high_pending))
+        dscores = in_pairs(probs * (dprobs - delta[:, None]), k_tiles[0].dtype)
+        dq = wait_sums(issue_sums(dq, dscores, k_tiles, slot))
         leave(k_empty, step, K_STAGES)
-    return low, high
+    return dq
 
 
 @gluon.jit
@@ -124,11 +119,6 @@ def gather(gathered, OWN: gl.constexpr, C: gl.constexpr):
     line = (batch * heads + head).to(gl.int64) * band[0]
     lse, delta = fetch_rows(lse_ptr, delta_ptr, line, offsets, offsets < band[0])
     rows = (in_base_2(lse), delta)
-    FIRST: gl.constexpr = C.COLUMNS[0]
-    low = gl.full([64, C.COLUMNS[0]], 0.0, gl.float32,
-                  layout=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.COLUMNS[0], 16]))
-    high = gl.full([64, C.COLUMNS[1]], 0.0, gl.float32,
-                   layout=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.COLUMNS[1], 16]))
     spans = steps_of(first, band, C)
     masked = masked_of(row, spans, band, C)
     begin = first * 0
@@ -141,12 +131,10 @@ def gather(gathered, OWN: gl.constexpr, C: gl.constexpr):
             begin += 1
     mbarrier.wait(full.index(OWN), 0)
     mbarrier.wait(full.index(2 + OWN), 0)
-    low, high = sum_steps(begin, masked, low, high, memory, row, rows, spans, band, scale_log2, OWN, True, C)
-    low, high = sum_steps(gl.maximum(begin, masked), spans[3], low, high, memory, row, rows, spans, band, scale_log2,
-                          OWN, False, C)
-    write(dq_descs[0], None, q_tiles[0].index(OWN), low * scale, (batch, head, row, 0), 64, C)
-    write(dq_descs[1], None, q_tiles[1].index(OWN), high * scale, (batch, head, row, FIRST), 64, C)
-    tma_store_wait(0)
+    dq = begin_sums(dq_descs)
+    dq = sum_steps(begin, masked, dq, memory, row, rows, spans, band, scale_log2, OWN, True, C)
+    dq = sum_steps(gl.maximum(begin, masked), spans[3], dq, memory, row, rows, spans, band, scale_log2, OWN, False, C)
+    write_sums(dq_descs, q_tiles, OWN, dq, scale, (batch, head, row), C)
 
 
 @gluon.jit(do_not_specialize=["tiles", "heads", "batches", "section", "sq", "sk", "lower", "upper", "group"])
@@ -154,8 +142,8 @@ def hopper_dq_wide_kernel(q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, dout_d
                           dq_desc, dq_rest, tiles, heads, batches, section, sq, sk, lower, upper, group, scale,
                           scale_log2, C: gl.constexpr):
     """Compute dq. Grid: (tiles of 128 queries · heads · batches,). Descriptors as of hopper_backward_wide_kernel."""
-    q_descs, k_descs = pair_of(q_desc, q_rest), pair_of(k_desc, k_rest)
-    v_descs, dout_descs = pair_of(v_desc, v_rest), pair_of(dout_desc, dout_rest)
+    q_descs, k_descs = pieces_of(q_desc, q_rest), pieces_of(k_desc, k_rest)
+    v_descs, dout_descs = pieces_of(v_desc, v_rest), pieces_of(dout_desc, dout_rest)
     queries = (slots_for(q_descs, 2), slots_for(dout_descs, 2), make_barriers(4, 1))
     keys = (slots_for(k_descs, K_STAGES), make_barriers(K_STAGES, 1), make_barriers(K_STAGES, 2))
     values = (slots_for(v_descs, 1), make_barriers(1, 1), make_barriers(1, 2))
@@ -164,7 +152,7 @@ def hopper_dq_wide_kernel(q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, dout_d
     tile = tile_at(gl.program_id(0), (tiles, heads, batches, section), C)
     ZERO: gl.constexpr = 0
     ONE: gl.constexpr = 1
-    gathered = (pair_of(dq_desc, dq_rest), (lse_ptr, delta_ptr), (queries, keys, values), tile, band, heads,
+    gathered = (pieces_of(dq_desc, dq_rest), (lse_ptr, delta_ptr), (queries, keys, values), tile, band, heads,
                 (scale, scale_log2))
     loaded = ((q_descs, k_descs, v_descs, dout_descs), queries, keys, values, tile, band, group)
     gl.warp_specialize([(gather, (gathered, ZERO, C)), (gather, (gathered, ONE, C)), (load, (loaded, C))], [4, 1],

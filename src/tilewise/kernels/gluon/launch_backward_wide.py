@@ -64,9 +64,8 @@ class HopperBackwardApart:
         self.reads_all = len(self.queries) == problem.sq and len(self.keys) == problem.sk
         dtype = gl.bfloat16 if problem.dtype is torch.bfloat16 else gl.float16
         columns = config.columns(problem)
-        forms = [[None if i and sizes[0] == sizes[1] else
-                  ([1, 1, 64, size], gl.NVMMASharedLayout.get_default_for([1, 1, 64, size], dtype))
-                  for i, size in enumerate(sizes)] for sizes in columns]
+        forms = [[([1, 1, 64, size], gl.NVMMASharedLayout.get_default_for([1, 1, 64, size], dtype)) for size in sizes]
+                 + [None] * (2 - len(sizes)) for sizes in columns]
         of_q, of_v = forms
         sources = [of_q, of_q, of_v, of_v, [], []]
         bounds = bounds_of(problem)[:2]
@@ -82,7 +81,7 @@ class HopperBackwardApart:
         self.dq = HopperPart(
             dq.hopper_dq_wide_kernel, tiles_q * problem.b * problem.hq,
             (tiles_q, problem.hq, problem.b, section_of(problem), *rest,
-             dq.Shape(*columns, *bounded)), [*sources, of_q])
+             dq.Shape(*bounded)), [*sources, of_q])
 
     def __call__(self, *tensors: Any) -> None:
         """Enqueue the kernels on the current stream of the current device."""
