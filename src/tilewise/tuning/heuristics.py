@@ -124,11 +124,10 @@ LEAST_WORK_FOR_DESCRIPTORS = 10**10
 # The Hopper kernels' launch takes the host 4 µs more than a Triton kernel's, and 20 with tensors that it has not seen
 # (beside an H200); in 20 µs a Triton kernel computes about this many of each product, at 300 TFLOP/s.
 LEAST_WORK_FOR_GLUON = 15 * 10**8
-# Programs that have a head to themselves in the Hopper backward: how full their rounds must be, in all, and how much of
-# a head is in hand where the diagonal hides half, both by columns of a tile; and what may be in hand, of 50 MiB of L2.
+# Programs that have a head to themselves in the Hopper backward, by the columns of a tile: how full their rounds must
+# be, in all, and what may be in hand at once, of 50 MiB of L2.
 _EVEN = {64: 0.95, 128: 0.8}
-_HALVED = {64: 2 / 3, 128: 1 / 2}
-_ALONE_BYTES = 40 * 2**20
+_ALONE_BYTES = {64: 40 * 2**20, 128: 45 * 2**20}
 _LEAST_CUT = 8192  # keys from which few queries were timed, in tiles that are cut
 
 
@@ -239,13 +238,15 @@ def programs_of_head(problem: AttentionProblem, multiprocessors: int) -> int:
     is behind the one before. On an H200 2, 4 and 4 at lengths 512, 1024 and 2048 were 1.34, 1.16 and 1.07 times as fast
     as none. Where the diagonal hides half, tiles get shorter, and of more than two one waits for another: 1 at 512 and
     2 at 1024 were 1.60 and 1.19 to 1.22 times as fast, 2 and 4 at 2048 0.97 to 0.99. Other masks were timed with one
-    alone, and so were head dims of 65 to 128: 1.19 with 512 causal queries, 1.30 with 256 and 1.77 with 128, in rounds
-    that were 81 % full 1.07 and 1.17 with the first two; 0.96 with 512 in full.
+    alone. At head dims above 64 one has a head: 1.19 with 512 causal queries, 1.30 with 256 and 1.77 with 128, in
+    rounds that were 81 % full 1.07 and 1.17 with the first two; 1.05 with 320 in full and 0.99 with 384.
     """
     is_halved = problem.mask.right == 0 and problem.sq == problem.sk
     candidates: tuple[int, ...] = (1,)
-    if max(problem.d, problem.dv) <= 64 and problem.mask.left is None:
-        candidates = (4, 2, 1) if problem.mask.right is None else (1, 2) if is_halved else (1,)
+    if max(problem.d, problem.dv) <= 64 and problem.mask.left is None and problem.mask.right is None:
+        candidates = (4, 2, 1)
+    elif max(problem.d, problem.dv) <= 64 and problem.mask.left is None and is_halved:
+        candidates = (1, 2)
     shortest = min(problem.sq, problem.sk)
     return next((programs for programs in candidates if programs <= multiprocessors
                  and (programs == 1 or shortest >= 256 * programs)
@@ -256,17 +257,16 @@ def _fill_alone(problem: AttentionProblem, multiprocessors: int, programs: int, 
     """Whether so many programs a head keep all multiprocessors busy, and L2 holds what they have in hand.
 
     That is q, dout and the sums for dq of a group's heads. Where the diagonal hides half it is two thirds on average: a
-    tile needs what is behind its first key, and the first tiles take the longest. At head dims of 65 to 128 the last
-    tiles come first, and what one has read last the next one reads first.
+    tile needs what is behind its first key, and the first tiles take the longest.
     """
-    width = 64 if max(problem.d, problem.dv) <= 64 else 128
     heads, at_once = problem.b * problem.hk, multiprocessors // programs
+    width = 64 if max(problem.d, problem.dv) <= 64 else 128
     tiles = math.ceil(problem.sk / HopperBackwardConfig().keys)
     busy = heads * programs / (multiprocessors * math.ceil(heads / at_once))
     if not is_halved:
         busy *= tiles / (programs * math.ceil(tiles / programs))
-    rows = at_once * problem.group * problem.sq * (_HALVED[width] if is_halved else 1.0)
-    return busy >= _EVEN[width] and rows * width * (4 + 2 * problem.dtype.itemsize) <= _ALONE_BYTES
+    rows = at_once * problem.group * problem.sq * (2 / 3 if is_halved else 1.0)
+    return busy >= _EVEN[width] and rows * width * (4 + 2 * problem.dtype.itemsize) <= _ALONE_BYTES[width]
 
 
 def delta_config(problem: AttentionProblem) -> DeltaConfig:
