@@ -64,15 +64,15 @@ def test_both_ways_hand_the_same_arguments_of_the_backward_of_packed_sequences()
         {"kernel": "hopper_backward", "d": 64, "mask": [None, 0, "top_left"],
          "options": ["cu_seqlens_q", "cu_seqlens_k", "seqlens_k"]}, dims=4)
     assert encoded == [q, k, v, dout, dk, dv]
-    assert behind[:7] == [sums, None, dk, dv, *lengths[:2], None]
-    assert behind[7] == lengths[3]
+    assert behind[:8] == [None, sums, None, dk, dv, *lengths[:2], None]
+    assert behind[8] == lengths[3]
 
 
 def test_both_ways_hand_the_same_seed_to_the_backward():
     encoded, behind, (q, k, v, dout, _lse, _delta, _dq, dk, dv, *_lengths, seed, _tails, sums) = check(
         {"kernel": "hopper_backward", "d": 64, "mask": [None, 0, "top_left"], "options": ["seed"]})
     assert encoded == [q, k, v, dout, dk, dv]
-    assert behind[:8] == [sums, *6 * [None], seed] or behind[:8] == [sums, *7 * [None]]
+    assert behind[:9] == [None, sums, *6 * [None], seed] or behind[:9] == [None, sums, *7 * [None]]
 
 
 def test_both_ways_hand_the_same_arguments_of_the_backward_of_heads_in_pieces():
