@@ -4,28 +4,32 @@ import pytest
 import torch
 
 pytest.importorskip("triton.experimental.gluon", reason="Triton is not installed")
+from kernels.backward_calls import call_of
+from tilewise.errors import InvalidInput
+from tilewise.kernels.gluon import launch_backward
 from tilewise.kernels.gluon.hopper_tails import hopper_tails_kernel
+from tilewise.masks import Mask, causal
 from tilewise.problem import padded_dim
+from tilewise.tuning.configs import HopperBackwardConfig
 
 SCALE, SUMS = 0.125, 4096
 
 
 def write(out, dout, lse, delta, tails, sums, programs=None, zeroed=0, counted=False):
-    """Call the kernel for (heads, queries) of one entry of a batch."""
-    heads, sq = lse.shape
+    """Call the kernel for (entries, heads, queries)."""
+    batch, heads, sq = lse.shape
     steps = -(-sq // 64)
-    of_rows = [None] * 6 if out is None else [
-        number for tensor in (out, dout) for number in (tensor.stride(0), *tensor.stride()[:2])]
-    dv = 1 if out is None else out.shape[2]
-    hopper_tails_kernel[(programs or steps * heads,)](
+    of_rows = [None] * 6 if out is None else [*out.stride()[:3], *dout.stride()[:3]]
+    dv = 1 if out is None else out.shape[3]
+    hopper_tails_kernel[(programs or steps * heads * batch,)](
         out, dout, lse, delta, tails, sums, *of_rows, sq, heads, steps, SCALE, dv, padded_dim(dv), zeroed, counted)
 
 
 @pytest.mark.parametrize(("rows", "zeroed", "counted"), [(1, SUMS, False), (64, SUMS, True), (1000, SUMS, False),
-                                                         (1000, 0, False)])
+                                                         (1000, 0, False), (1000, 0, True)])
 def test_three_numbers_add_up_to_a_float32_one(rows, zeroed, counted, device):
     torch.manual_seed(0)
-    lse, delta = torch.randn(2, 2, rows) * torch.tensor([100.0, 1e-3]).view(2, 1, 1)
+    lse, delta = torch.randn(2, 1, 2, rows) * torch.tensor([100.0, 1e-3]).view(2, 1, 1, 1)
     tails, programs = torch.full((2 * rows + 1, 16), float("nan"), dtype=torch.bfloat16), 2 * -(-rows // 64)
     sums = torch.full(((programs + 1) * SUMS,), float("nan"))
     lse, delta, tails, sums = (tensor.to(device) for tensor in (lse, delta, tails, sums))
@@ -40,13 +44,12 @@ def test_three_numbers_add_up_to_a_float32_one(rows, zeroed, counted, device):
 @pytest.mark.parametrize(("sq", "dv"), [(64, 64), (100, 128), (130, 80)])
 def test_delta_is_made_of_out_and_dout_where_it_is_not_there(sq, dv, device):
     torch.manual_seed(0)
-    out, wide = torch.randn(3, sq, dv).half().to(device), torch.randn(3, sq, dv + 8).half().to(device)
-    dout = wide[:, :, :dv]
-    lse = torch.randn(3, sq, device=device)
-    sums = torch.zeros(1, device=device)
-    tails = torch.full((3 * sq, 16), float("nan"), dtype=torch.bfloat16, device=device)
+    out = torch.randn(2, sq, 3, dv).half().to(device).transpose(1, 2)
+    dout = torch.randn(3, 2, sq, dv + 8).half().to(device).transpose(0, 1)[..., :dv]
+    lse, sums = torch.randn(2, 3, sq, device=device), torch.zeros(1, device=device)
+    tails = torch.full((6 * sq, 16), float("nan"), dtype=torch.bfloat16, device=device)
     write(out, dout, lse, None, tails, sums)
-    check(tails, lse, (out.double() * dout.double()).sum(2), rtol=1e-5, atol=1e-4)
+    check(tails, lse, (out.double() * dout.double()).sum(3), rtol=1e-5, atol=1e-4)
 
 
 def check(tails, lse, delta, **of_delta):
@@ -59,8 +62,52 @@ def check(tails, lse, delta, **of_delta):
 
 def test_a_query_that_sees_nothing_has_finite_numbers_that_make_its_probabilities_zero(device):
     """-inf would meet the zeros that pick delta: 0 · inf is NaN."""
-    lse = torch.tensor([[float("-inf"), 1.0]], device=device)
+    lse = torch.tensor([[[float("-inf"), 1.0]]], device=device)
     tails, sums = torch.zeros(2, 16, dtype=torch.bfloat16, device=device), torch.zeros(SUMS, device=device)
     write(None, None, lse, torch.ones_like(lse), tails, sums, zeroed=SUMS)
     assert tails.isfinite().all()
     assert (tails[:, :3].float().sum(1) * 2.0**-40 < -1e16).tolist() == [True, False]
+
+
+PLAIN = HopperBackwardConfig(tails=True, stays=True)
+SHARED = HopperBackwardConfig(4, 4, tails=True, ordered=True, alone=True, programs=2)
+STRIDES = (1, 1, 1, 1), (2, 2, 2, 1)
+
+
+def allocate(sizes, strides, dtype):
+    return torch.empty_strided(sizes, strides, dtype=dtype)
+
+
+def launch_of(config, mask, lengths, d, incoming=STRIDES):
+    problem, tensors = call_of(mask, lengths, (2, 2), (d, d))
+    return launch_backward.HopperBackward(problem, config, problem.q_strides, 132, incoming, allocate), tensors
+
+
+@pytest.mark.parametrize(("config", "mask", "lengths", "incoming", "takes"), [
+    (PLAIN, Mask(), (256, 256), STRIDES, True), (PLAIN, Mask(), (256, 256), None, False),
+    (HopperBackwardConfig(), Mask(), (256, 256), STRIDES, False),
+    (PLAIN, causal("bottom_right"), (300, 256), STRIDES, False),  # the first queries see nothing, and are not read
+])
+def test_out_is_taken_where_tails_are_made_of_all_queries(config, mask, lengths, incoming, takes):
+    launch, _ = launch_of(config, mask, lengths, 128, incoming)
+    assert launch.takes_out is takes
+
+
+@pytest.mark.parametrize(("config", "d"), [(PLAIN, 128), (SHARED, 64)], ids=["zeros", "counters alone"])
+@pytest.mark.parametrize("incoming", [STRIDES, None], ids=["out", "delta"])
+def test_the_kernel_gets_what_it_makes_tails_of_and_what_it_clears(config, d, incoming):
+    launch, (_q, _k, _v, dout, lse, delta) = launch_of(config, Mask(), (1024, 1024), d, incoming)
+    asked = []
+    launch.enqueue_tails = lambda addresses, arguments, alike: asked.append((addresses, arguments()))
+    sums, tails = launch._begin(dout, lse, delta)
+    (addresses, arguments), = asked
+    read = (delta, dout, lse, None) if incoming else (None, None, lse, delta)
+    cleared = sums[launch.sums_rows:] if config is SHARED else sums
+    assert addresses == tuple(tensor if tensor is None else tensor.data_ptr() for tensor in (*read, tails, cleared))
+    assert [None if one is None else one.data_ptr() for one in arguments] == list(addresses)
+
+
+def test_programs_of_a_head_have_to_run_at_once():
+    problem, _ = call_of(Mask(), (1024, 1024), (2, 2), (64, 64))
+    with pytest.raises(InvalidInput, match=r"^programs=2 for 1 multiprocessors; allowed are as many\.$"):
+        launch_backward.HopperBackward(problem, SHARED, problem.q_strides, 1)

@@ -32,8 +32,8 @@ _EVERY = Needs()
 class GluonBackend:
     """Warp-specialised kernels for sm_90.
 
-    All but dq is the same on every run; dq is where a deterministic result is asked for, else it is summed in no fixed
-    order.
+    All but dq is the same on every run; dq is where a deterministic result is asked for or programs have heads to
+    themselves, else it is summed in no fixed order.
     """
 
     name = "gluon"

@@ -217,8 +217,8 @@ class HopperBackwardConfig:
             every bit is as with ``ordered``, which it comes with there; at wider ones it comes with ``stays``.
         programs: with ``alone`` at head dims to 64, how many programs share a head: they take its tiles of keys by
             turns, and add to a step of dQ in their order. As many running at once have fewer heads' sums in hand.
-        stays: whether a program draws one tile of keys after another, and loads the next one's keys and values while
-            dK and dV of the last are written, by way of what dS and dQ are staged in.
+        stays: whether a program draws one tile of keys after another (with ``alone`` it has a head's), and loads the
+            next one's keys and values while dK and dV of the last are written, by way of what dS and dQ are staged in.
     """
 
     stages: int = 2

@@ -62,7 +62,8 @@ PAIRS: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16
 class Shape(NamedTuple):
     """What is fixed when the kernel is compiled: HopperBackwardConfig's fields, and what of the mask there is.
 
-    KEY_SLOTS: tiles of keys in flight. The last ones are what hopper_backward.py's functions ask for, the same always.
+    PROGRAMS: those that share a head. KEY_SLOTS: tiles of keys in flight. The last ones are what hopper_backward.py's
+    functions ask for, the same always.
     """
 
     WIDTH: int
@@ -153,7 +154,7 @@ def pass_steps(begin, end, begun, dk, dv, turn, key, own, memory, spans, band, s
 
 @gluon.jit
 def tiles_of_program(order, C: gl.constexpr):
-    """Return how many tiles of keys a program works on: one, or with C.ALONE all of each of its heads."""
+    """Return how many tiles of keys a program works on: one, or with C.ALONE its share of each of its heads."""
     tiles, heads, batches, _section = order
     number = gl.program_id(0) * 0 + 1
     if C.ALONE:
@@ -303,7 +304,7 @@ def make_dq(made, C: gl.constexpr):
                 elif C.ALONE:
                     keep_or_write(dq, dq_desc, sums, sums_ptr, stage, part, [batch, head, query, 0],
                                   rank_of(first, query // QUERIES, band, C) == 0, is_last_of(first, query, band, C),
-                                  scale, C)
+                                  scale)
                 else:
                     hand_over(sums, dq, stage, turn, part, 0, C)
                 turn += 1
@@ -381,9 +382,10 @@ def hopper_backward_narrow_kernel(q_desc, k_desc, v_desc, dout_desc, tails_desc,
                                   scale_log2, C: gl.constexpr):
     """Compute dk and dv, and add to the sums for dq, which must be zero at first; or, ALONE, compute dq.
 
-    Grid: (tiles · heads of k · batches,), with C.ALONE any number up to heads of k · batches. sums: (·, 256), a
-    descriptor; with C.ALONE room for a group's steps for each program, and dq_desc is not None. beside: where C.ORDERED
-    a counter for each step of a query head, zero at first, but with C.ALONE the sums, as they lie in memory.
+    Grid: (tiles · heads of k · batches,), with C.ALONE any multiple of C.PROGRAMS up to as many times heads of k ·
+    batches. sums: (·, 256), a descriptor; with C.ALONE of one program a head room for a group's steps for each program.
+    dq_desc: with C.ALONE, else None. beside: where C.ORDERED a counter for each step of a query head, zero at first;
+    but with C.ALONE the sums, as they lie in memory, behind which those counters stand where programs share a head.
     """
     DTYPE: gl.constexpr = q_desc.dtype
     NC: gl.constexpr = C.CONSUMERS

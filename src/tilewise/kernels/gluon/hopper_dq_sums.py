@@ -76,7 +76,7 @@ def added_to_staged(staged, dq):
 
 
 @gluon.jit
-def keep_or_write(dq, dq_desc, sums, sums_ptr, stage, part, place, is_first, is_last, scale, C: gl.constexpr):
+def keep_or_write(dq, dq_desc, sums, sums_ptr, stage, part, place, is_first, is_last, scale):
     """Set the sums of a step, add a part of dQ to them, or, when the last part is there, write dq.
 
     sums_ptr: None where the last part has begun from the sums. part: the step's number among those of ``sums``;
@@ -122,7 +122,7 @@ def keep_half(sums, dq, stage, part, first_query, first_key, band, OWN: gl.const
     rooms = reinterpret(stage, dq_desc.dtype, [2 * NC, 1, 1, 64, COLUMNS], dq_desc.layout)
     is_first, is_last = _ends_of(first_key, first_query, band, C)
     keep_or_write(dq, dq_desc, target, None, (stage.index(OWN), rooms.index(2 * OWN)), part,
-                  [batch, head, first_query, OWN * COLUMNS], is_first, is_last, scale, C)
+                  [batch, head, first_query, OWN * COLUMNS], is_first, is_last, scale)
 
 
 @gluon.jit

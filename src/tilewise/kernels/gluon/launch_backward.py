@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
+from tilewise.errors import InvalidInput
 from tilewise.kernels.gluon.enqueue import Enqueue
 from tilewise.kernels.gluon.launch import NO_LENGTHS, OPTIONS, address_of, bounds_of, counter_of, scaling_of
 from tilewise.masks import Span
@@ -22,6 +23,7 @@ _SECTION_BYTES = 32 * 2**20
 _LEAST_ORDERED = 16
 
 
+# As in backends/memory.py, which kernels do not know.
 Allocate = Callable[[Sizes, Sizes, torch.dtype], torch.Tensor]  # of sizes, strides and dtype, its memory anything
 
 
@@ -62,11 +64,11 @@ class HopperBackwardShape(Protocol):
 
     @property
     def stays(self) -> bool:
-        """Whether a program draws one tile of keys after another."""
+        """Whether a program draws one tile of keys after another; with ``alone`` it has those of its heads."""
 
     @property
     def wide(self) -> bool:
-        """Whether dQ is made apart; two warpgroups share the keys, and tiles hold the columns that each sums."""
+        """Whether dQ is made apart; two warpgroups share the keys, of which one sums dV and the other dK."""
 
     @property
     def keys(self) -> int:
@@ -118,7 +120,7 @@ class HopperBackward:
         least = _LEAST_ORDERED if config.ordered and problem.mask.right is not None else 1
         programs = lines if config.alone else tiles * lines
         section = 1 if config.alone else query_section(problem, width, 4, least)
-        most = multiprocessors // config.programs
+        most = _at_once(config, multiprocessors)
         self.grid = (config.programs * min(programs, most) if config.alone or config.stays else programs,)
         self.scalars = (
             tiles, problem.hk, problem.b, section, sq, len(self.keys), lower, upper, problem.group, *scales)
@@ -168,9 +170,12 @@ class HopperBackward:
         return [*forms[:4], of_tails, *([] if self.narrow else [[]]), *forms[4:], [of_dq]]
 
     def taken(self, tensors: tuple[torch.Tensor, ...], lse: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return what the kernel takes of (q, k, v, dout, lse, delta, dq, dk, dv), with lse or the tails given."""
-        q, k, v, dout, _lse, delta, dq, dk, dv = tensors
-        of_queries = (lse,) if self.narrow else (lse, delta)
+        """Return what the kernel takes of (q, k, v, dout, lse, delta, dq, dk, dv), with lse or the tails given.
+
+        Beside tails it reads no delta, and gets what is there in any case, in the same type.
+        """
+        q, k, v, dout, lines, delta, dq, dk, dv = tensors
+        of_queries = (lse,) if self.narrow else (lse, lines if self.config.tails else delta)
         return (q, k, v, dout, *of_queries, dk, dv, *(() if self.in_pieces else (dq,)))
 
     def __call__(self, *tensors: Any) -> None:
@@ -236,6 +241,13 @@ class HopperBackward:
     def _read(self, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """Leave out the rows that are not read."""
         return tensors if self.reads_all else rows_of(tensors, self.queries, self.keys)
+
+
+def _at_once(config: HopperBackwardShape, multiprocessors: int) -> int:
+    """Heads that programs share at a time; all programs of a head have to run."""
+    if config.programs > multiprocessors:
+        raise InvalidInput(f"programs={config.programs} for {multiprocessors} multiprocessors; allowed are as many.")
+    return multiprocessors // config.programs
 
 
 def _allocator(device: torch.device) -> Allocate:
