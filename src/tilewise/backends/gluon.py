@@ -182,11 +182,12 @@ def _backward_plan(problem: AttentionProblem, incoming: tuple[Sizes, Sizes, Size
     multiprocessors = torch.cuda.get_device_properties(problem.device).multi_processor_count
     config = backward_config(problem, device_spec(problem.device), multiprocessors)
     out_strides, dout_strides, dlse_strides = incoming
-    is_alone = dlse_strides is None and problem.scores.sinks is None and out_strides[-1:] == (1,)
+    # Nobody else wants delta: the launch may make it of out on its way.
+    nobody_else = dlse_strides is None and problem.scores.sinks is None and out_strides[-1:] == (1,)
     forms = *forms_of_gradients(problem, strides), forms_of_results(problem)[1]
     return _BackwardPlan(allocator(problem.device), forms, delta_launch(problem, delta_config(problem), *incoming),
                          backward_launch(problem, config, strides[0], multiprocessors,
-                                         (out_strides, dout_strides) if is_alone else None,
+                                         (out_strides, dout_strides) if nobody_else else None,
                                          allocator(problem.device)),
                          None if problem.scores.sinks or problem.sequences.are_data
                          else modifiers_of(problem, NO_OPERANDS))

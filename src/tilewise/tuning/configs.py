@@ -295,9 +295,9 @@ class HopperBackwardConfig:
     def shared_bytes(self, problem: AttentionProblem) -> int:
         """Shared memory: k, v, q, dout, lse and delta or tails, dQ of 0 to 2 steps; barriers take under a KiB.
 
-        And dS twice, or, where two warpgroups share keys, the probabilities. The kernel that makes dQ
-        apart takes 128 rows of q and dout, two tiles of k and one of v. A program with all keys of a head has the next
-        tile of keys under way, and a step of dQ as it is written.
+        And dS twice, or, where two warpgroups share keys, the probabilities. The kernel that makes dQ apart takes 128
+        rows of q and dout, two tiles of k and one of v. A program with all keys of a head has the next tile of keys
+        under way, and a step of dQ as it is written.
         """
         (d, dv), size = map(sum, self.columns(problem)), problem.dtype.itemsize
         apart = self.alone and not self.stays
