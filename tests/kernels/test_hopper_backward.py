@@ -20,16 +20,17 @@ Descriptor, Pointer, run = gluon_on_cpu.Descriptor, gluon_on_cpu.Pointer, gluon_
 MODULES = (backward, loading, products, sums_of, tails_of, lengths, pipeline, softmax, tiles)
 CONSTANTS = {(module, "QUERIES"): 64 for module in MODULES if hasattr(module, "QUERIES")} | {
     (module, "LOG2E"): math.log2(math.e) for module in (loading, softmax)} | {
-    (module, "TAIL"): 16 for module in (backward, tails_of)} | {
+    (module, "TAIL"): 16 for module in (backward, tails_of)} | {(sums_of, "WRITERS"): 2} | {
     (module, "END"): -1 for module in (backward, loading, pipeline)} | {
     (module, "settle"): lambda values, turn: (values, turn) for module in (backward, pipeline)}
-AHEAD, TAILS, STAGED, STAYS, ALONE = (HopperBackwardConfig(**settings) for settings in (
+AHEAD, TAILS, STAGED, STAYS, ALONE, ORDERED = (HopperBackwardConfig(**settings) for settings in (
     {"ahead": True, "direct": True}, {"direct": True, "tails": True}, {"tails": True}, {"tails": True, "stays": True},
-    {"tails": True, "stays": True, "alone": True}))
+    {"tails": True, "stays": True, "alone": True}, {"ordered": True}))
 
 
 @pytest.mark.parametrize(("config", "d"), [(AHEAD, 64), (AHEAD, 40), (TAILS, 128), (STAGED, 128), (STAYS, 128),
-                                           (STAYS, 80), (ALONE, 128), (ALONE, 80)], ids=str)
+                                           (STAYS, 80), (ALONE, 128), (ALONE, 80), (ORDERED, 128)],
+                         ids=str)
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_the_source_computes_the_gradients_on_the_cpu(mask, config, d):
     random.seed(0)
@@ -38,13 +39,16 @@ def test_the_source_computes_the_gradients_on_the_cpu(mask, config, d):
     assert not config.stays or launch.grid[0] <= 3
     q, k, v, dout, lse, delta = tensors
     dq, dk, dv = (torch.full_like(tensor, float("nan")) for tensor in (q, k, v))
-    sums = torch.full((math.prod(launch.sums_shape),), float("nan") if config.alone else 0.0)
+    sums = torch.full((math.prod(launch.sums_shape),), float("nan") if config.alone or config.ordered else 0.0)
+    sums, counters = sums.split([launch.sums_rows * 256, sums.numel() - launch.sums_rows * 256])
+    counters.zero_()
     read = tails_like(lse, delta) if config.tails else lse
     described = launch._in_forms((q, k, v, dout, read, delta, dk, dv, dq), lambda tensor, form: (
         Pointer(tensor.flatten()) if form is None else Descriptor(tensor, form[0])))
     target = Pointer(sums) if config.direct else Descriptor(sums.view(-1, 256), launch.sums_block)
     counter = torch.zeros(1, dtype=torch.int32)
-    beside = Pointer(sums) if config.alone else Pointer(counter) if config.stays else None
+    beside = Pointer(sums) if config.alone else Pointer(counter) if config.stays else Pointer(
+        counters.view(torch.int32)) if config.ordered else None
     run(launch.kernel, MODULES, launch.grid[0], (*described, target, beside, *[None] * 7, *launch.scalars), CONSTANTS)
     assert not counter.any(), "the next launch draws from it"
     if config.alone:

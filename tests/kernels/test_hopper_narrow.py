@@ -32,7 +32,7 @@ def differentiate(mask, config, d, multiprocessors=4):
     launch = launch_backward.HopperBackward(problem, config, problem.q_strides, multiprocessors)
     q, k, v, dout, lse, delta = tensors
     dq, dk, dv = (torch.full_like(tensor, float("nan")) for tensor in (q, k, v))
-    sums = torch.full((math.prod(launch.sums_shape),), float("nan") if config.alone else 0.0)
+    sums = torch.full((math.prod(launch.sums_shape),), float("nan") if config.ordered else 0.0)
     sums[launch.sums_rows * 256:] = 0.0  # counters
     described = launch._in_forms((q, k, v, dout, tails_like(lse, delta), dk, dv, dq), lambda tensor, form: Descriptor(
         tensor, form[0]))

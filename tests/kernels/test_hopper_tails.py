@@ -71,6 +71,7 @@ def test_a_query_that_sees_nothing_has_finite_numbers_that_make_its_probabilitie
 
 PLAIN = HopperBackwardConfig(tails=True, stays=True)
 SHARED = HopperBackwardConfig(4, 4, tails=True, ordered=True, alone=True, programs=2)
+ORDERED = HopperBackwardConfig(4, 4, tails=True, ordered=True)
 STRIDES = (1, 1, 1, 1), (2, 2, 2, 1)
 
 
@@ -93,7 +94,8 @@ def test_out_is_taken_where_tails_are_made_of_all_queries(config, mask, lengths,
     assert launch.takes_out is takes
 
 
-@pytest.mark.parametrize(("config", "d"), [(PLAIN, 128), (SHARED, 64)], ids=["zeros", "counters alone"])
+@pytest.mark.parametrize(("config", "d"), [(PLAIN, 128), (SHARED, 64), (ORDERED, 64)],
+                         ids=["zeros", "counters of programs", "counters of tiles"])
 @pytest.mark.parametrize("incoming", [STRIDES, None], ids=["out", "delta"])
 def test_the_kernel_gets_what_it_makes_tails_of_and_what_it_clears(config, d, incoming):
     launch, (_q, _k, _v, dout, lse, delta) = launch_of(config, Mask(), (1024, 1024), d, incoming)
@@ -102,9 +104,27 @@ def test_the_kernel_gets_what_it_makes_tails_of_and_what_it_clears(config, d, in
     sums, tails = launch._begin(dout, lse, delta)
     (addresses, arguments), = asked
     read = (delta, dout, lse, None) if incoming else (None, None, lse, delta)
-    cleared = sums[launch.sums_rows:] if config is SHARED else sums
+    cleared = sums[launch.sums_rows:] if config.ordered else sums
     assert addresses == tuple(tensor if tensor is None else tensor.data_ptr() for tensor in (*read, tails, cleared))
     assert [None if one is None else one.data_ptr() for one in arguments] == list(addresses)
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_without_tails_torch_clears_the_sums_or_where_they_are_first_set_counters_alone(ordered):
+    problem, (_q, _k, _v, dout, lse, delta) = call_of(Mask(), (200, 200), (2, 2), (128, 128))
+    nans = []
+
+    def allocate_nan(sizes, strides, dtype):
+        nans.append(allocate(sizes, strides, dtype).fill_(float("nan")))
+        return nans[-1]
+
+    launch = launch_backward.HopperBackward(problem, HopperBackwardConfig(ordered=ordered), problem.q_strides, 132,
+                                            None, allocate_nan)
+    sums, read = launch._begin(dout, lse, delta)
+    assert read is lse
+    assert sums is nans[0]
+    assert sums[:launch.sums_rows].isnan().all() if ordered else not sums.any()
+    assert not sums[launch.sums_rows:].any()
 
 
 def test_programs_of_a_head_have_to_run_at_once():

@@ -348,7 +348,7 @@ def hopper_backward_kernel(q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr
                            sums, beside, dk_ptr, dv_ptr, cu_q, cu_k, seqlens_q, seqlens_k, seed_ptr,
                            tiles, heads, batches, section, sq, sk, lower, upper, group, scale, scale_log2, squash,
                            count, threshold, share, gain, origin_q, origin_k, C: gl.constexpr):
-    """Compute dk and dv, and add to the sums for dq, which must be zero at first; or, ALONE, compute dq.
+    """Compute dk and dv, and the sums for dq, which must be zero at first but where C.ORDERED; or, ALONE, compute dq.
 
     Grid: (tiles · heads of k · batches,), with C.STAYS so many programs or fewer, with C.ALONE up to heads of k ·
     batches. sums: (·, 256), a descriptor, or a pointer where C.DIRECT; with C.ALONE room for a group's steps for each

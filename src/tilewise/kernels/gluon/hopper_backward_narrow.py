@@ -372,7 +372,7 @@ def write_parts(written, OWN: gl.constexpr, C: gl.constexpr):
                     else:
                         wait_for_tiles_before(counters + part, rank)
                         wait_full(full, turn, WRITERS)
-                        add_staged(sums, counters + part, tiles, part, rank, OWN, 1, True)
+                        add_staged(sums, counters + part, tiles, part, rank, OWN, 1)
                 turn += 1
 
 
@@ -380,7 +380,7 @@ def write_parts(written, OWN: gl.constexpr, C: gl.constexpr):
 def hopper_backward_narrow_kernel(q_desc, k_desc, v_desc, dout_desc, tails_desc, dk_desc, dv_desc, dq_desc,
                                   sums, beside, tiles, heads, batches, section, sq, sk, lower, upper, group, scale,
                                   scale_log2, C: gl.constexpr):
-    """Compute dk and dv, and add to the sums for dq, which must be zero at first; or, ALONE, compute dq.
+    """Compute dk and dv, and the sums for dq, which must be zero at first but where C.ORDERED; or, ALONE, compute dq.
 
     Grid: (tiles · heads of k · batches,), with C.ALONE any multiple of C.PROGRAMS up to as many times heads of k ·
     batches. sums: (·, 256), a descriptor; with C.ALONE of one program a head room for a group's steps for each program.

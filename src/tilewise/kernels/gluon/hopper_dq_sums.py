@@ -3,10 +3,10 @@
 A step of a tile of keys adds a part of each warpgroup that makes dQ. It adds it itself, from registers (C.DIRECT) or
 through a staged tile that the copy engine adds; or, for a fixed order (C.ORDERED), stages it for warps that do nothing
 else, and waits for these only when they are two steps behind. Those add in each step tile of keys after tile of keys,
-so that every bit of dQ is the same on every run. A counter of the step says how many tiles have added their parts. A
-tile waits for earlier ones alone, whose programs have lower numbers and started before: they need not all be running
-at once. A program that has all keys of a head sets the sums, adds to them, and writes dq with the last part itself;
-where some share a head, writers bring what the last part is added to.
+so that every bit of dQ is the same on every run; the first sets the sums. A counter of the step says how many tiles
+have added their parts. A tile waits for earlier ones alone, whose programs have lower numbers and started before: they
+need not all be running at once. A program that has all keys of a head sets the sums, adds to them, and writes dq with
+the last part itself; where some share a head, writers bring what the last part is added to.
 """
 
 from triton.experimental import gluon
@@ -189,17 +189,17 @@ def write_sums(written, OWN: gl.constexpr, MAKERS: gl.constexpr, C: gl.constexpr
         rank = rank_of(first, place, band, C)
         wait_for_tiles_before(counters + step, rank)
         wait_full(full, turn, WRITERS)
-        add_staged(sums, counters + step, tiles, step, rank, OWN, MAKERS, False)
+        add_staged(sums, counters + step, tiles, step, rank, OWN, MAKERS)
         leave(empty, turn, WRITERS)
 
 
 @gluon.jit
-def add_staged(sums, counter, tiles, step, rank, OWN: gl.constexpr, MAKERS: gl.constexpr, SETS: gl.constexpr):
-    """Writer: add staged parts to a step's sums, or where SETS begin with the first, and count the tile."""
+def add_staged(sums, counter, tiles, step, rank, OWN: gl.constexpr, MAKERS: gl.constexpr):
+    """Writer: set the sums of a step with the first tile's staged parts, or add others' to them, and count the tile."""
     ROWS: gl.constexpr = sums.block_shape[0]
     for i in gl.static_range(MAKERS):
         place = [(step * MAKERS + i) * ROWS, 0]
-        if SETS and rank == 0:
+        if rank == 0:
             tma_store(sums, place, tiles.index(OWN * MAKERS + i))
         else:
             tma_add(sums, place, tiles.index(OWN * MAKERS + i))

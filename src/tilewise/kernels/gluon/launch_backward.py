@@ -129,16 +129,15 @@ class HopperBackward:
                                             for form in forms or [True]])
         columns = min(width // 2, *pieces[0])  # of a part of dQ: what a warpgroup sums, or half of it
         parts = width // columns * sequences.slots(sq, step)
-        self.shared = config.programs > 1
-        own = config.alone and not self.shared
+        own = config.alone and config.programs == 1
         steps = (self.grid[0] * problem.group if own else problem.b * problem.hq) * sequences.slots(sq, step)
         self.sums_rows = steps * width // 4
-        counted = config.ordered and not own
-        # Counters of tiles that have added to a step stand behind the sums: one memory to be zeroed.
-        self.sums_shape = (self.sums_rows + (math.ceil(steps / 256) if counted else 0), 256)
+        self.counted = config.ordered and not own
+        # Counters of tiles that have added to a step stand behind the sums.
+        self.sums_shape = (self.sums_rows + (math.ceil(steps / 256) if self.counted else 0), 256)
         # What of this the kernel gets beside the sums' descriptor: the counters, or where it reads the sums these, or
         # nothing; where programs stay it gets the counter that hands out tiles.
-        self.beside = (0, torch.float32) if config.alone else (self.sums_rows, torch.int32) if counted else None
+        self.beside = (0, torch.float32) if config.alone else (self.sums_rows, torch.int32) if self.counted else None
         self.sums_block = [(width if self.narrow else columns) // 4, 256]
         self.sums_layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
         self.enqueue = Enqueue(self.kernel, self.grid, self.scalars, OPTIONS)
@@ -149,7 +148,8 @@ class HopperBackward:
         strides = [strides[:3] for strides in incoming] if incoming and self.takes_out else [(None,) * 3] * 2
         self.enqueue_tails = Enqueue(hopper_tails_kernel, (problem.b * problem.hq * slots,),
                                      (*strides[0], *strides[1], sq, problem.hq, slots, problem.scale, problem.dv,
-                                      padded_dim(problem.dv), 0 if config.alone else 64 * width, counted),
+                                      padded_dim(problem.dv), 0 if config.alone or self.counted else 64 * width,
+                                      self.counted),
                                      {"num_warps": 4})
         self.enqueue_dq = Enqueue(hopper_dq_kernel, (parts * problem.b * problem.hq,),
                                   (*dq_strides[:3], sq, problem.hq, parts, sequences.packed, _gradient_scale(problem),
@@ -197,13 +197,18 @@ class HopperBackward:
 
     def _begin(self, dout: torch.Tensor, lse: torch.Tensor,
                delta: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Make the sums for dq, zero, and what the kernel reads of queries in place of lse: their tails, or lse."""
-        if not self.config.tails:
-            return torch.zeros(self.sums_shape, dtype=torch.float32, device=lse.device), lse
+        """Make the sums for dq, and what the kernel reads of queries in place of lse: their tails, or lse.
+
+        Sums that are added to in no order are zero; those that are first set hold anything, but their counters zero.
+        """
         sums = self.allocate(self.sums_shape, (self.sums_shape[1], 1), torch.float32)
+        cleared = sums[self.sums_rows:] if self.counted else sums
+        if not self.config.tails:
+            cleared.zero_()
+            return sums, lse
         tails = self.allocate(self.tails_shape, self.tails_strides, torch.bfloat16)
         read = (delta, dout, lse, None) if self.takes_out else (None, None, lse, delta)
-        made = *read, tails, sums[self.sums_rows:] if self.shared else sums  # no more is cleared than counters
+        made = *read, tails, cleared
         self.enqueue_tails(tuple([address_of(tensor) for tensor in made]), lambda: made, alike=True)
         return sums, tails
 
