@@ -87,7 +87,6 @@ def test_pages_lie_anywhere():
     ("tilewise", CELL, "backward", "has no backward pass of decoding"),
     ("tilewise:pages16", CELL, "backward", "has no backward pass of decoding"),
     ("tilewise:pages256", PLAIN, "forward", "reads caches alone"),
-    ("tilewise:deterministic", PLAIN, "forward", "reads caches alone"),
     ("tilewise:pages16", replace(CELL, case=replace(CELL.case, sk=520)), "forward",
      "takes caches of a multiple of 16 keys, got 520"),
     ("sdpa_flash_folded", PLAIN, "forward", "reads caches alone"),

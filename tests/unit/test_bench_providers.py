@@ -333,3 +333,24 @@ def test_a_backward_pass_is_not_timed_on_a_backend_that_refuses_the_forward(monk
         assert TilewiseProvider("gluon").why_not(CELLS[0], direction, CPU) == "takes none"
     monkeypatch.setattr(type(gluon), "why_not", lambda self, problem: None)
     assert TilewiseProvider("gluon").why_not(CELLS[0], "backward", CPU) is None
+
+
+@pytest.mark.parametrize("cell", [cell_with(""), Cell("packed", packed_case((2, 1), (33, 20), 16, causal("top_left")),
+                                                      torch.float32)], ids=["plain", "packed"])
+def test_a_provider_of_its_own_asks_for_determinism_and_no_other_says_a_word(cell, monkeypatch):
+    asked = []
+    for name in ("attention", "attention_varlen"):
+        monkeypatch.setattr(f"tilewise.bench.providers.{name}",
+                            lambda q, k, v, **options: asked.append(options["deterministic"]) or q)
+    for name in ("tilewise", "tilewise:triton", "tilewise:deterministic"):
+        Prepared(KNOWN[name], cell, make_tensors(cell, CPU), CPU).forward()
+    assert asked == [None, None, True]
+
+
+def test_a_deterministic_call_is_timed_where_it_is_a_call_of_its_own(monkeypatch):
+    provider = KNOWN["tilewise:deterministic"]
+    assert provider.reason_against(cell_with(""), "backward", CPU) == "is tilewise:reference on the CPU"
+    asked = []
+    monkeypatch.setattr("tilewise.bench.providers.choose", lambda problem, backend: asked.append(problem))
+    assert provider.reason_against(cell_with(""), "backward", torch.device("cuda")) is None
+    assert [(problem.direction, problem.deterministic) for problem in asked] == [("forward", True), ("backward", True)]

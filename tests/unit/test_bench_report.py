@@ -41,6 +41,11 @@ def test_fast_devices_are_told_in_tflops():
     assert markdown(rows).splitlines()[-1].endswith("| **400** | 100 (4.00×) |")
 
 
+def test_a_deterministic_call_is_held_against_ours_and_another_backend_is_not():
+    rows = [row("tilewise"), row("tilewise:triton", ms_p50=3.0), row("tilewise:deterministic", ms_p50=2.5)]
+    assert markdown(rows).splitlines()[-1].endswith("| **2** | 3 | 2.5 (1.25×) |")
+
+
 def test_memory_and_accuracy_are_tables_of_their_own():
     assert markdown(grid_rows(), "memory").splitlines()[-1].endswith("| **12** | 12 |")
     assert "1.0e-06 (1.0e-08)" in markdown(grid_rows(), "accuracy")

@@ -1,4 +1,4 @@
-"""Further forms of decoding beside the flat cache: in pages, deterministic, and torch's with heads as queries."""
+"""Further forms of decoding beside the flat cache: in pages, and torch's with heads as queries."""
 
 import torch
 from torch.nn.attention import SDPBackend
@@ -11,33 +11,31 @@ from tilewise.scores import Operands
 _UNCACHED = "reads caches alone"
 
 
-class DecodeProvider(TilewiseProvider):
-    """:func:`tilewise.attention_decode` with pages, which lie anywhere, or ``deterministic=True``."""
+class PagesProvider(TilewiseProvider):
+    """:func:`tilewise.attention_decode` with pages, which lie anywhere."""
 
     options = frozenset()
 
-    def __init__(self, form: str, *, page: int = 0, deterministic: bool = False) -> None:
-        super().__init__(None)
-        self.name, self.page, self.deterministic = f"{AUTOMATIC}:{form}", page, deterministic
+    def __init__(self, page: int) -> None:
+        super().__init__()
+        self.name, self.page = f"{AUTOMATIC}:pages{page}", page
 
     def why_not(self, cell: Cell, direction: Direction, device: torch.device) -> str | None:
         """Refuse what is no cache, and one that is no whole number of pages."""
         if not cell.cached:
             return _UNCACHED
-        if self.page and cell.case.sk % self.page:
+        if cell.case.sk % self.page:
             return f"takes caches of a multiple of {self.page} keys, got {cell.case.sk}"
         return super().why_not(cell, direction, device)
 
     def stored(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Scatter keys and values over pages."""
-        return (q, *(self._paged(cache) for cache in (k, v))) if self.page else (q, k, v)
+        return (q, *(self._paged(cache) for cache in (k, v)))
 
     def bind(self, cell: Cell, operands: Operands, device: torch.device) -> Attend:
         """Call it with the table that says where the pages lie."""
-        if not self.page:
-            return self.bind_cached(cell, device, deterministic=self.deterministic)
         table = page_table(cell.case.b, cell.case.sk // self.page).to(device)
-        return self.bind_cached(cell, device, block_table=table, deterministic=self.deterministic)
+        return self.bind_cached(cell, device, block_table=table)
 
     def _paged(self, cache: torch.Tensor) -> torch.Tensor:
         """(b, h, s, d) as (pages, h, page, d) whose heads lie side by side."""
@@ -81,7 +79,6 @@ def page_table(sequences: int, pages: int) -> torch.Tensor:
 
 def decode_providers() -> list[Provider]:
     """Return the providers that read caches and nothing else."""
-    return [DecodeProvider("pages256", page=256), DecodeProvider("pages16", page=16),
-            DecodeProvider("deterministic", deterministic=True),
+    return [PagesProvider(256), PagesProvider(16),
             FoldedProvider("sdpa_flash_folded", SDPBackend.FLASH_ATTENTION, on_cpu=True),
             FoldedProvider("sdpa_cudnn_folded", SDPBackend.CUDNN_ATTENTION, on_cpu=False)]

@@ -7,6 +7,7 @@ not take one cell. Those of packed sequences are in packed.py, other packages' k
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, Literal, cast
 
 import torch
@@ -28,6 +29,7 @@ from tilewise.testing.inputs import call_options
 Attend = Callable[..., torch.Tensor]
 Dims = Literal["bhsd", "bshd", "shd"]
 AUTOMATIC = "tilewise"
+DETERMINISTIC = f"{AUTOMATIC}:deterministic"
 
 
 def is_ours(provider: str) -> bool:
@@ -95,15 +97,15 @@ class Provider(ABC):
 
 
 class TilewiseProvider(Provider):
-    """One backend of this package, or the automatic choice."""
+    """One backend of this package, or the automatic choice: of calls as they come, or with ``deterministic=True``."""
 
     options = frozenset(OPTIONS)
     gradients = frozenset(LEARNABLE)
     draws_alike = True
 
-    def __init__(self, backend: str | None) -> None:
-        self.backend = backend
-        self.name = AUTOMATIC if backend is None else f"{AUTOMATIC}:{backend}"
+    def __init__(self, backend: str | None = None, *, deterministic: bool = False) -> None:
+        self.backend, self.deterministic = backend, deterministic
+        self.name = DETERMINISTIC if deterministic else AUTOMATIC if backend is None else f"{AUTOMATIC}:{backend}"
 
     def missing(self, device: torch.device) -> str | None:
         """Leave out what could be interpreted at best."""
@@ -117,7 +119,9 @@ class TilewiseProvider(Provider):
             if cell.cached:
                 choose_decoder(cell.decode_problem(device), self.backend)
                 return "has no backward pass of decoding" if direction == "backward" else None
-            problem = cell.problem(device)
+            if self.deterministic and device.type == "cpu":
+                return "is tilewise:reference on the CPU"
+            problem = replace(cell.problem(device), deterministic=self.deterministic)
             for one in [problem] if direction == "forward" else [problem, problem.backward(lse_grad=False)]:
                 choose(one, self.backend)
         except UnsupportedProblem as refusal:
@@ -134,10 +138,10 @@ class TilewiseProvider(Provider):
         """Call :func:`tilewise.attention`, :func:`tilewise.attention_varlen` if packed, or of a cache decoding."""
         if cell.cached:
             return self.bind_cached(cell, device)
-        options = call_options(cell.case, operands)
-        if cell.case.packed:
-            return lambda q, k, v: attention_varlen(q, k, v, **options, backend=self.backend)
-        return lambda q, k, v: attention(q, k, v, **options, backend=self.backend)
+        call = attention_varlen if cell.case.packed else attention
+        options = {**call_options(cell.case, operands), "backend": self.backend,
+                   "deterministic": self.deterministic or None}
+        return lambda q, k, v: cast(torch.Tensor, call(q, k, v, **options))
 
     def bind_cached(self, cell: Cell, device: torch.device, **options: Any) -> Attend:
         """Call :func:`tilewise.attention_decode`; that the cache is full, the device is told as a serving loop would.
@@ -148,7 +152,8 @@ class TilewiseProvider(Provider):
         case = cell.case
         lengths = torch.full((case.b,), case.sk, dtype=torch.int32, device=device)
         return lambda q, k, v: cast(torch.Tensor, attention_decode(
-            q, k, v, cache_seqlens=lengths, mask=case.mask, scale=case.scale, backend=self.backend, **options))
+            q, k, v, cache_seqlens=lengths, mask=case.mask, scale=case.scale, backend=self.backend,
+            deterministic=self.deterministic, **options))
 
 
 class DenseProvider(Provider):
@@ -220,8 +225,9 @@ class SdpaProvider(Provider):
 
 
 def own_providers() -> list[Provider]:
-    """Return the automatic choice and every backend of this package."""
-    return [TilewiseProvider(None), *(TilewiseProvider(name) for name in BACKENDS)]
+    """Return the automatic choice, every backend of this package, and the choice for deterministic calls."""
+    return [TilewiseProvider(), *(TilewiseProvider(name) for name in BACKENDS),
+            TilewiseProvider(deterministic=True)]
 
 
 def torch_providers() -> list[Provider]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tilewise.bench.providers import AUTOMATIC, is_ours
+from tilewise.bench.providers import AUTOMATIC, DETERMINISTIC, is_ours
 from tilewise.bench.rows import COPY, Row, latest, read_rows
 from tilewise.bench.timing import COLD
 from tilewise.errors import InvalidInput
@@ -62,8 +62,8 @@ def counts_in_tflops(rows: Iterable[Row]) -> bool:
 def markdown(rows: Sequence[Row], view: str = "speed") -> str:
     """Write a table: a line a case and direction, a column a provider.
 
-    In the speed table a peer's cell ends with how many times ours is as fast as it; the prices of options have a layout
-    of their own.
+    In the speed table a peer's cell ends with how many times ours is as fast as it, and so does that of our
+    deterministic call, a choice of its own; the prices of options have a layout of their own.
 
     Raises:
         InvalidInput: no rows, an unknown view, or prices of rows without options.
@@ -189,7 +189,7 @@ def _view(view: str, rows: Sequence[Row]) -> tuple[str, Callable[[Comparison, Ro
 def _speed_cell(side: Comparison, row: Row, value: float | None) -> str:
     if value is None:
         return _status_cell(row)
-    ratio = None if is_ours(row.provider) else side.speedup_over(row.provider)
+    ratio = None if is_ours(row.provider) and row.provider != DETERMINISTIC else side.speedup_over(row.provider)
     text = f"{value:.3g}" if value < 100 else f"{value:.0f}"
     text = f"**{text}**" if row is side.ours else text
     return text if ratio is None else f"{text} ({ratio:.2f}×)"
