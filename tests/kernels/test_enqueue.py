@@ -28,9 +28,9 @@ from tilewise.masks import Mask, window
 from tilewise.problem import AttentionProblem
 from tilewise.tuning.configs import HopperForwardConfig
 
-LAYOUT = {"swizzle": 3}
-OPTIONS = {"num_warps": 4}
 BLOCK = [8, 64]
+LAYOUT = {"swizzle": 3, "block_size": BLOCK}
+OPTIONS = {"num_warps": 4}
 
 
 class OneDevice:
@@ -47,7 +47,7 @@ class OneDevice:
         return self.stream
 
     def encode(self, descriptor, layout):
-        address, block = descriptor.base.data_ptr(), tuple(descriptor.block_shape)
+        address, block = descriptor.base.data_ptr(), tuple(layout["block_size"])
         self.encoded.append(address)
         encoded = ("map", address, layout["swizzle"], block, descriptor.padding)
         return [encoded, *descriptor.shape, *descriptor.strides]

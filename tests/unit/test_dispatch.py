@@ -126,9 +126,14 @@ def test_order_names_every_backend_once_but_for_those_on_request(dtype, device):
         assert sorted((*dispatch.order(side), *dispatch.ON_REQUEST)) == sorted(BACKENDS)
 
 
+def _sized(**fields):
+    sizes = {"d": 64, "dv": 64, "hq": 4, "hk": 4} | fields
+    return replace(_problem(dtype=torch.bfloat16), device=torch.device("cuda", 0), **sizes)
+
+
 @pytest.mark.parametrize(("fields", "first"), [
     ({"b": 4, "sq": 4096, "sk": 4096}, "gluon"), ({}, "triton"),
-    ({"b": 200, "sq": 512, "sk": 512}, "gluon"), ({"b": 200, "sq": 512, "sk": 512, "deterministic": True}, "triton"),
+    ({"b": 200, "sq": 512, "sk": 512}, "gluon"),
     ({"b": 12, "sq": 512, "sk": 512, "dv": 256}, "gluon"), ({"b": 12, "sq": 512, "sk": 512}, "triton"),
     ({"b": 64, "sq": 65, "sk": 4096, "hk": 4}, "gluon"),
     ({"b": 4, "sq": 4096, "sk": 4096, "sequences": LENGTHS}, "gluon"),
@@ -136,12 +141,24 @@ def test_order_names_every_backend_once_but_for_those_on_request(dtype, device):
     ({"b": 1, "sq": 8192, "sk": 8192, "sequences": Sequences(80, LENGTHS.seqlens_k, LENGTHS.seqlens_k)}, "triton"),
     ({"b": 4, "sq": 4096, "sk": 4096, "sequences": LENGTHS, "deterministic": True}, "triton"),
 ])
-def test_gpus_ask_gluon_first_for_what_is_worth_its_launch_and_one_entry_decides_where_bits_count(fields, first):
-    sizes = {"d": 64, "dv": 64, "hq": 4, "hk": 4} | fields
-    problem = replace(_problem(dtype=torch.bfloat16), device=torch.device("cuda", 0), **sizes)
+def test_gpus_ask_gluon_first_for_what_is_worth_its_launch(fields, first):
+    problem = _sized(**fields)
     second = {"gluon": "triton", "triton": "gluon"}[first]
     for side in (problem, problem.backward(lse_grad=False)):
         assert dispatch.order(side) == (first, second, "cuda", "cuda_ieee", "torch", "reference")
+
+
+@pytest.mark.parametrize(("fields", "forward", "backward"), [
+    ({"sq": 512, "sk": 512}, "triton", "gluon"), ({"sq": 65, "sk": 65}, "triton", "gluon"),
+    ({"sq": 65, "sk": 65, "d": 80, "dv": 80}, "gluon", "gluon"),
+    ({"sq": 65, "sk": 65, "d": 40, "dv": 80}, "gluon", "gluon"), ({"sq": 64, "sk": 512, "d": 128}, "triton", "triton"),
+    ({"sq": 4096, "sk": 4096}, "gluon", "gluon"),
+])
+@pytest.mark.parametrize("b", [1, 200])
+def test_of_deterministic_calls_one_entry_decides_or_none(fields, forward, backward, b):
+    """Bits are no affair of a batch, so its size is not asked: more entries gain by gluon, and one loses little."""
+    problem = _sized(b=b, deterministic=True, **fields)
+    assert (dispatch.order(problem)[0], dispatch.order(problem.backward(lse_grad=False))[0]) == (forward, backward)
 
 
 @pytest.fixture

@@ -375,7 +375,10 @@ def prefers_gluon(problem: AttentionProblem) -> bool:
     of the time (H200, forward), unless the heads of a group share a tile: 1.6 to 10 times it. They do, in the forward,
     where each head by itself would take a second wave of tiles; or tiles are cut along their keys, which takes 0.1 to
     0.2 of Triton's time at 8192 keys and more. Of packed sequences the mean length counts, of a deterministic call one
-    batch entry; where lengths are data, that one is triton's.
+    batch entry; where lengths are data, that one is triton's. How many entries there are could make such a call worth
+    the launch, and must not be asked. From 72 to 512 queries of 8 heads and 1 to 128 entries its backward was 1.07 to
+    2.5 times as fast as triton's, but at head dim 64 with one entry 0.86 to 1.22, and its forward above a head dim of
+    64 0.85 to 2.5 times, which is never much; at 64 the forward was at 0.74 to 0.99, and work decides.
     """
     if not lengths_may_decide(problem):
         return False
@@ -384,6 +387,8 @@ def prefers_gluon(problem: AttentionProblem) -> bool:
              and batch * problem.hq > MULTIPROCESSORS)
     if problem.sq <= 64 and not packs:
         return _is_cut(problem)
+    if problem.deterministic and problem.sq > 64 and (problem.direction == "backward" or kernel_width(problem) > 64):
+        return True
     work = batch * problem.hq * max(problem.sq, 64) * keys * (problem.d + problem.dv)
     return work >= 2 * LEAST_WORK_FOR_GLUON
 
