@@ -121,9 +121,11 @@ LEAST_SHARING = 3  # entries from which it takes the place of dQ's way
 
 # Below this many multiply-adds the kernel is over before the host has made its descriptors (about 15 µs).
 LEAST_WORK_FOR_DESCRIPTORS = 10**10
-# The Hopper kernels' launch takes the host 4 µs more than a Triton kernel's, and 20 with tensors that it has not seen
-# (beside an H200); in 20 µs a Triton kernel computes about this many of each product, at 300 TFLOP/s.
+# The Hopper kernels' launch takes the host no longer than a Triton kernel's, and 15 µs more with tensors that it has
+# not seen (forward, beside an H200); in 20 µs a Triton kernel computes about this many of each product, at 300 TFLOP/s.
 LEAST_WORK_FOR_GLUON = 15 * 10**8
+# Their backward is worth a launch sooner: from here on 1.13 to 2 times as fast.
+LEAST_WORK_FOR_GLUON_BACKWARD = LEAST_WORK_FOR_GLUON // 10
 # Programs that have a head to themselves in the Hopper backward, by the columns of a tile: how full their rounds must
 # be, in all, and what may be in hand at once, of 50 MiB of L2.
 _EVEN = {64: 0.95, 128: 0.8}
@@ -374,11 +376,15 @@ def prefers_gluon(problem: AttentionProblem) -> bool:
     A tile has 64 rows at least. Where there are fewer queries, the Triton kernels, with smaller tiles, take 0.4 to 0.8
     of the time (H200, forward), unless the heads of a group share a tile: 1.6 to 10 times it. They do, in the forward,
     where each head by itself would take a second wave of tiles; or tiles are cut along their keys, which takes 0.1 to
-    0.2 of Triton's time at 8192 keys and more. Of packed sequences the mean length counts, of a deterministic call one
-    batch entry; where lengths are data, that one is triton's. How many entries there are could make such a call worth
-    the launch, and must not be asked. From 72 to 512 queries of 8 heads and 1 to 128 entries its backward was 1.07 to
-    2.5 times as fast as triton's, but at head dim 64 with one entry 0.86 to 1.22, and its forward above a head dim of
-    64 0.85 to 2.5 times, which is never much; at 64 the forward was at 0.74 to 0.99, and work decides.
+    0.2 of Triton's time at 8192 keys and more. Of packed sequences the mean length counts; where lengths are data, a
+    deterministic call is triton's.
+
+    From 72 to 512 queries of 8 heads and 1 to 128 entries, full and causal, gluon was 1.04 to 2.5 times as fast as
+    triton at head dims of 192 and 256 in both passes, however short. At 64 and 128 its forward was 1.14 to 1.41 times
+    as fast above the least work, and below it 0.71 to 1.16 and 0.73 to 1.55; its backward 1.13 to 2 times above a tenth
+    of that work, and 0.93 to 1.4 below. How many entries make up the work of a deterministic call must not be asked:
+    gluon's is what many gain by, its backward 1.07 to 2.1 times as fast (at head dim 64 and one entry 0.86 to 1.22),
+    and at 128 its forward (0.85 to 1.55); at 64 that was at 0.74 to 0.99, and one entry's work decides.
     """
     if not lengths_may_decide(problem):
         return False
@@ -387,10 +393,16 @@ def prefers_gluon(problem: AttentionProblem) -> bool:
              and batch * problem.hq > MULTIPROCESSORS)
     if problem.sq <= 64 and not packs:
         return _is_cut(problem)
-    if problem.deterministic and problem.sq > 64 and (problem.direction == "backward" or kernel_width(problem) > 64):
-        return True
     work = batch * problem.hq * max(problem.sq, 64) * keys * (problem.d + problem.dv)
-    return work >= 2 * LEAST_WORK_FOR_GLUON
+    return work >= 2 * _least_work_for_gluon(problem)
+
+
+def _least_work_for_gluon(problem: AttentionProblem) -> int:
+    """Multiply-adds of a product from which a pass is gluon's."""
+    width, is_backward = kernel_width(problem), problem.direction == "backward"
+    if problem.sq > 64 and (width > 128 or (problem.deterministic and (is_backward or width > 64))):
+        return 0
+    return LEAST_WORK_FOR_GLUON_BACKWARD if is_backward else LEAST_WORK_FOR_GLUON
 
 
 def _is_cut(problem: AttentionProblem) -> bool:
