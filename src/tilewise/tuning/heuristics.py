@@ -121,7 +121,7 @@ LEAST_SHARING = 3  # entries from which it takes the place of dQ's way
 
 # Below this many multiply-adds the kernel is over before the host has made its descriptors (about 15 µs).
 LEAST_WORK_FOR_DESCRIPTORS = 10**10
-# The Hopper kernels' launch takes the host no longer than a Triton kernel's, and 15 µs more with tensors that it has
+# The Hopper kernels' launch takes the host no longer than a Triton kernel's, and 13 µs more with tensors that it has
 # not seen (forward, beside an H200); in 20 µs a Triton kernel computes about this many of each product, at 300 TFLOP/s.
 LEAST_WORK_FOR_GLUON = 15 * 10**8
 # Their backward is worth a launch sooner: from here on 1.13 to 2 times as fast.
