@@ -47,10 +47,11 @@ def order(problem: AttentionProblem, tf32: bool | None = None) -> tuple[str, ...
     to 0.9 of the time in both passes. In float16 it takes 1.1 to 1.4 of it forward and 8 times it backward; in
     bfloat16 without such a CPU, 0.5 forward and twice it backward.
 
-    On GPUs, ``prefers_gluon`` says what is worth gluon's launch, the dearer one. The float32 kernels of cuda come
-    first on Hopper GPUs: from 1024 queries and keys on, at head dims 64 to 128, they were 6 to 13 times as fast
-    as triton's on an H200 (timed at both ends; one between is computed as the next multiple of 32). They come behind
-    where they have not been timed: elsewhere, and where TF32 is allowed, so that both make one product.
+    On GPUs, ``prefers_gluon`` says what is worth gluon's launch, the dearer one for tensors that it has not seen. The
+    float32 kernels of cuda come first on Hopper GPUs: from 1024 queries and keys on, at head dims 64 to 128, they were
+    6 to 13 times as fast as triton's on an H200 (timed at both ends; one between is computed as the next multiple of
+    32). They come behind where they have not been timed: elsewhere, and where TF32 is allowed, so that both make one
+    product.
     """
     if problem.device.type != "cpu":
         first: tuple[str, ...] = ("gluon", "triton") if prefers_gluon(problem) else ("triton", "gluon")

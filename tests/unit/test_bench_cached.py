@@ -72,7 +72,7 @@ def test_our_forms_call_decoding(monkeypatch):
     assert {(own[1], own[2], own[3]) for own in strides} == {(16, 32, 1)}  # heads of a position side by side
     assert [one["cache_seqlens"].tolist() for one in options] == [[512] * 3] * 5
     assert [one["backend"] for one in options] == [None, "reference", None, None, None]
-    assert [one.get("deterministic", False) for one in options] == [False] * 4 + [True]
+    assert [one["deterministic"] for one in options] == [None] * 4 + [True]
     assert [one["block_table"].shape for one in options if "block_table" in one] == [(3, 2), (3, 32)]
 
 

@@ -143,6 +143,12 @@ def test_tails_go_with_what_the_kernel_of_the_head_dim_has(d, settings, message)
         HopperBackwardConfig(tails=True, **settings).columns(problem_of(d, kernel="hopper_backward"))
 
 
+def test_a_fixed_order_is_for_lengths_that_are_known():
+    problem = problem_of(64, kernel="hopper_backward", sequences=Sequences(seqlens_k=facts(1)))
+    with pytest.raises(InvalidInput, match=r"^ordered=True for .*; allowed are lengths that are no data\.$"):
+        HopperBackwardConfig(ordered=True).columns(problem)
+
+
 FEW, MANY = ({"b": b, "hq": 33, "hk": 33, "sq": 1000, "sk": 1000} for b in (1, 8))
 
 

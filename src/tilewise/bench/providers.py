@@ -121,7 +121,9 @@ class TilewiseProvider(Provider):
                 return "has no backward pass of decoding" if direction == "backward" else None
             if self.deterministic and device.type == "cpu":
                 return "is tilewise:reference on the CPU"
-            problem = replace(cell.problem(device), deterministic=self.deterministic)
+            problem = cell.problem(device)
+            if self.deterministic:
+                problem = replace(problem, deterministic=True)
             for one in [problem] if direction == "forward" else [problem, problem.backward(lse_grad=False)]:
                 choose(one, self.backend)
         except UnsupportedProblem as refusal:
@@ -139,8 +141,7 @@ class TilewiseProvider(Provider):
         if cell.cached:
             return self.bind_cached(cell, device)
         call = attention_varlen if cell.case.packed else attention
-        options = {**call_options(cell.case, operands), "backend": self.backend,
-                   "deterministic": self.deterministic or None}
+        options = {**call_options(cell.case, operands), **self._choices()}
         return lambda q, k, v: cast(torch.Tensor, call(q, k, v, **options))
 
     def bind_cached(self, cell: Cell, device: torch.device, **options: Any) -> Attend:
@@ -152,8 +153,11 @@ class TilewiseProvider(Provider):
         case = cell.case
         lengths = torch.full((case.b,), case.sk, dtype=torch.int32, device=device)
         return lambda q, k, v: cast(torch.Tensor, attention_decode(
-            q, k, v, cache_seqlens=lengths, mask=case.mask, scale=case.scale, backend=self.backend,
-            deterministic=self.deterministic, **options))
+            q, k, v, cache_seqlens=lengths, mask=case.mask, scale=case.scale, **self._choices(), **options))
+
+    def _choices(self) -> dict[str, Any]:
+        """What every call asks for; of determinism nothing unless it shall be, so that torch's switch holds."""
+        return {"backend": self.backend, "deterministic": self.deterministic or None}
 
 
 class DenseProvider(Provider):

@@ -189,7 +189,8 @@ def _view(view: str, rows: Sequence[Row]) -> tuple[str, Callable[[Comparison, Ro
 def _speed_cell(side: Comparison, row: Row, value: float | None) -> str:
     if value is None:
         return _status_cell(row)
-    ratio = None if is_ours(row.provider) and row.provider != DETERMINISTIC else side.speedup_over(row.provider)
+    is_choice = row is side.ours or (is_ours(row.provider) and row.provider != DETERMINISTIC)
+    ratio = None if is_choice else side.speedup_over(row.provider)
     text = f"{value:.3g}" if value < 100 else f"{value:.0f}"
     text = f"**{text}**" if row is side.ours else text
     return text if ratio is None else f"{text} ({ratio:.2f}×)"

@@ -273,6 +273,8 @@ class HopperBackwardConfig:
         if self.tails and not tails_fit(problem):
             raise InvalidInput(f"tails=True for {problem}; allowed are head dims up to 128, a scale of 2^-40 or "
                                "more, and no softcap, dropout or lengths that are data.")
+        if self.ordered and problem.sequences.are_data:
+            raise InvalidInput(f"ordered=True for {problem}; allowed are lengths that are no data.")
         narrow = self.narrow(problem)
         if narrow and self.stays:
             raise InvalidInput(f"stays=True for {problem}; allowed are head dims from 65 to 128.")

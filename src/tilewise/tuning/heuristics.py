@@ -121,8 +121,8 @@ LEAST_SHARING = 3  # entries from which it takes the place of dQ's way
 
 # Below this many multiply-adds the kernel is over before the host has made its descriptors (about 15 µs).
 LEAST_WORK_FOR_DESCRIPTORS = 10**10
-# The Hopper kernels' launch takes the host no longer than a Triton kernel's, and 13 µs more with tensors that it has
-# not seen (forward, beside an H200); in 20 µs a Triton kernel computes about this many of each product, at 300 TFLOP/s.
+# The Hopper kernels' launch takes the host no longer than a Triton kernel's (forward), and 8 to 13 µs more with tensors
+# that it has not seen (beside an H200); in 20 µs a Triton kernel makes about this many of each product, at 300 TFLOP/s.
 LEAST_WORK_FOR_GLUON = 15 * 10**8
 # Their backward is worth a launch sooner: from here on 1.13 to 2 times as fast.
 LEAST_WORK_FOR_GLUON_BACKWARD = LEAST_WORK_FOR_GLUON // 10
@@ -382,9 +382,10 @@ def prefers_gluon(problem: AttentionProblem) -> bool:
     From 72 to 512 queries of 8 heads and 1 to 128 entries, full and causal, gluon was 1.04 to 2.5 times as fast as
     triton at head dims of 192 and 256 in both passes, however short. At 64 and 128 its forward was 1.14 to 1.41 times
     as fast above the least work, and below it 0.71 to 1.16 and 0.73 to 1.55; its backward 1.13 to 2 times above a tenth
-    of that work, and 0.93 to 1.4 below. How many entries make up the work of a deterministic call must not be asked:
-    gluon's is what many gain by, its backward 1.07 to 2.1 times as fast (at head dim 64 and one entry 0.86 to 1.22),
-    and at 128 its forward (0.85 to 1.55); at 64 that was at 0.74 to 0.99, and one entry's work decides.
+    of that work, and 0.93 to 1.4 below. No packed sequences were timed. How many entries make up the work of a
+    deterministic call must not be asked: gluon's is what many gain by, its backward 1.07 to 2.1 times as fast (at head
+    dim 64 and one entry 0.86 to 1.22), and at 128 its forward (0.85 to 1.55); at 64 that was at 0.74 to 0.99, and one
+    entry's work decides.
     """
     if not lengths_may_decide(problem):
         return False
@@ -400,7 +401,8 @@ def prefers_gluon(problem: AttentionProblem) -> bool:
 def _least_work_for_gluon(problem: AttentionProblem) -> int:
     """Multiply-adds of a product from which a pass is gluon's."""
     width, is_backward = kernel_width(problem), problem.direction == "backward"
-    if problem.sq > 64 and (width > 128 or (problem.deterministic and (is_backward or width > 64))):
+    queries = problem.sq // (problem.sequences.packed or 1)
+    if queries > 64 and (width > 128 or (problem.deterministic and (is_backward or width > 64))):
         return 0
     return LEAST_WORK_FOR_GLUON_BACKWARD if is_backward else LEAST_WORK_FOR_GLUON
 

@@ -20,8 +20,8 @@ _BLIND = tl.constexpr(-1e30)
 @triton.jit(do_not_specialize=["sq", "heads", "steps"])
 def hopper_tails_kernel(out_ptr, dout_ptr, lse_ptr, delta_ptr, tails_ptr, sums_ptr, stride_ob, stride_oh, stride_os,
                         stride_db, stride_dh, stride_ds, sq, heads, steps, scale, DV: tl.constexpr,
-                        WIDTH: tl.constexpr, SUMS: tl.constexpr, COUNTED: tl.constexpr):
-    """Write the tails of 64 queries, and zero SUMS of the sums for dq, and where COUNTED a counter behind them all.
+                        WIDTH: tl.constexpr, SUMS: tl.constexpr):
+    """Write the tails of 64 queries, and zero SUMS numbers: of the sums for dq, or of their counters the step's own.
 
     Grid: (steps of a head · heads · batches,). lse: (b, heads, sq), float32, dense; tails: as many, each (16,),
     bfloat16. delta is read, as dense as lse, or where there is none computed (eq. 10) of out and dout, (b, heads, sq,
@@ -30,8 +30,6 @@ def hopper_tails_kernel(out_ptr, dout_ptr, lse_ptr, delta_ptr, tails_ptr, sums_p
     number = tl.program_id(0)
     if SUMS > 0:
         tl.store(sums_ptr + number.to(tl.int64) * SUMS + tl.arange(0, SUMS), tl.zeros((SUMS,), tl.float32))
-    if COUNTED:
-        tl.store(sums_ptr + tl.num_programs(0).to(tl.int64) * SUMS + number, 0.0)
     line = number // steps
     rows = number % steps * 64 + tl.arange(0, 64)
     inside = rows < sq

@@ -148,8 +148,7 @@ class HopperBackward:
         strides = [strides[:3] for strides in incoming] if incoming and self.takes_out else [(None,) * 3] * 2
         self.enqueue_tails = Enqueue(hopper_tails_kernel, (problem.b * problem.hq * slots,),
                                      (*strides[0], *strides[1], sq, problem.hq, slots, problem.scale, problem.dv,
-                                      padded_dim(problem.dv), 0 if config.alone or self.counted else 64 * width,
-                                      self.counted),
+                                      padded_dim(problem.dv), 1 if self.counted else 0 if config.alone else 64 * width),
                                      {"num_warps": 4})
         self.enqueue_dq = Enqueue(hopper_dq_kernel, (parts * problem.b * problem.hq,),
                                   (*dq_strides[:3], sq, problem.hq, parts, sequences.packed, _gradient_scale(problem),
