@@ -28,6 +28,7 @@ from tilewise.tuning.configs import (
     tails_fit,
 )
 from tilewise.tuning.device import DeviceSpec
+from tilewise.tuning.head_programs import programs_of_head
 from tilewise.tuning.waves import NEARLY, layout_of
 
 Tile = tuple[int, int, int, int]  # block_m, block_n, num_warps, num_stages
@@ -126,10 +127,6 @@ LEAST_WORK_FOR_DESCRIPTORS = 10**10
 LEAST_WORK_FOR_GLUON = 15 * 10**8
 # Their backward is worth a launch sooner: from here on 1.13 to 2 times as fast.
 LEAST_WORK_FOR_GLUON_BACKWARD = LEAST_WORK_FOR_GLUON // 10
-# Programs that have a head to themselves in the Hopper backward, by the columns of a tile: how full their rounds must
-# be, in all, and what may be in hand at once, of 50 MiB of L2.
-_EVEN = {64: 0.95, 128: 0.8}
-_ALONE_BYTES = {64: 40 * 2**20, 128: 45 * 2**20}
 _LEAST_CUT = 8192  # keys from which few queries were timed, in tiles that are cut
 
 
@@ -213,10 +210,12 @@ def hopper_backward_config(problem: AttentionProblem, multiprocessors: int = MUL
 
     Tails gain 5 to 7 % at a width of 128, and programs that stay 6 to 8 % more at a length of 512, 3 to 5 % at 1024,
     and between -0.5 and 2 % from 4096 on. At 64 a third warpgroup comes with tails, which gains 1 to 8 % more than
-    tails with steps of 128 queries did, and takes four tiles each of q and dout. Without tails registers hold the next
-    step's scores there (+0 to 7 %), and dQ goes to its sums from registers (+7 to 16 %). Wider heads leave no choice:
-    where registers hold all columns of dK and dV of 64 keys each warpgroup has keys of its own (at 192 and 128 1.2 to
-    1.4 times as fast as sharing them), else two share them.
+    tails with steps of 128 queries did, and takes four tiles each of q and dout; programs that stay there gain 14 to
+    26 % more at a length of 512, 10 to 22 % at 1024, 6 to 12 % at 2048, 1 to 2 % at 16384 (in order 14 to 29 %, and
+    5 % in the end), but lose 2 % where no program has a second tile. Without tails registers hold the next step's
+    scores there (+0 to 7 %), and dQ goes to its sums from registers (+7 to 16 %). Wider heads leave no choice: where
+    registers hold all columns of dK and dV of 64 keys each warpgroup has keys of its own (at 192 and 128 1.2 to 1.4
+    times as fast as sharing them), else two share them.
     """
     if max(problem.d, problem.dv) > 128:
         own_keys = sums_fit(problem) and not problem.deterministic
@@ -224,51 +223,15 @@ def hopper_backward_config(problem: AttentionProblem, multiprocessors: int = MUL
     narrow = max(problem.d, problem.dv) <= 64
     if narrow and tails_fit(problem):
         programs = programs_of_head(problem, multiprocessors)
-        return HopperBackwardConfig(4, 4, tails=True, ordered=programs > 0 or problem.deterministic,
-                                    alone=programs > 0, programs=max(1, programs))
+        tiles = problem.b * problem.hk * problem.sequences.slots(problem.sk, HopperBackwardConfig().keys)
+        return HopperBackwardConfig(
+            4, 4, tails=True, ordered=programs > 0 or problem.deterministic, alone=programs > 0,
+            stays=programs == 0 and tiles > multiprocessors, programs=max(1, programs))
     if problem.deterministic:
         return HopperBackwardConfig(ahead=narrow, ordered=True)
     if tails_fit(problem):
         return HopperBackwardConfig(tails=True, stays=True, alone=programs_of_head(problem, multiprocessors) > 0)
     return HopperBackwardConfig(ahead=narrow, direct=narrow)
-
-
-def programs_of_head(problem: AttentionProblem, multiprocessors: int) -> int:
-    """How many programs have a head's tiles of keys to themselves, 0 where each program has one tile of some head.
-
-    Without a mask as many as keep apart: each has two tiles of keys or more, of 4 steps for each of them, in which it
-    is behind the one before. On an H200 2, 4 and 4 at lengths 512, 1024 and 2048 were 1.34, 1.16 and 1.07 times as fast
-    as none. Where the diagonal hides half, tiles get shorter, and of more than two one waits for another: 1 at 512 and
-    2 at 1024 were 1.60 and 1.19 to 1.22 times as fast, 2 and 4 at 2048 0.97 to 0.99. Other masks were timed with one
-    alone. At head dims above 64 one has a head: 1.19 with 512 causal queries, 1.30 with 256 and 1.77 with 128, in
-    rounds that were 81 % full 1.07 and 1.17 with the first two; 1.05 with 320 in full and 0.99 with 384.
-    """
-    is_halved = problem.mask.right == 0 and problem.sq == problem.sk
-    candidates: tuple[int, ...] = (1,)
-    if max(problem.d, problem.dv) <= 64 and problem.mask.left is None and problem.mask.right is None:
-        candidates = (4, 2, 1)
-    elif max(problem.d, problem.dv) <= 64 and problem.mask.left is None and is_halved:
-        candidates = (1, 2)
-    shortest = min(problem.sq, problem.sk)
-    return next((programs for programs in candidates if programs <= multiprocessors
-                 and (programs == 1 or shortest >= 256 * programs)
-                 and _fill_alone(problem, multiprocessors, programs, is_halved)), 0)
-
-
-def _fill_alone(problem: AttentionProblem, multiprocessors: int, programs: int, is_halved: bool) -> bool:
-    """Whether so many programs a head keep all multiprocessors busy, and L2 holds what they have in hand.
-
-    That is q, dout and the sums for dq of a group's heads. Where the diagonal hides half it is two thirds on average: a
-    tile needs what is behind its first key, and the first tiles take the longest.
-    """
-    heads, at_once = problem.b * problem.hk, multiprocessors // programs
-    width = 64 if max(problem.d, problem.dv) <= 64 else 128
-    tiles = math.ceil(problem.sk / HopperBackwardConfig().keys)
-    busy = heads * programs / (multiprocessors * math.ceil(heads / at_once))
-    if not is_halved:
-        busy *= tiles / (programs * math.ceil(tiles / programs))
-    rows = at_once * problem.group * problem.sq * (2 / 3 if is_halved else 1.0)
-    return busy >= _EVEN[width] and rows * width * (4 + 2 * problem.dtype.itemsize) <= _ALONE_BYTES[width]
 
 
 def delta_config(problem: AttentionProblem) -> DeltaConfig:
