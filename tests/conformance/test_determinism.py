@@ -117,16 +117,17 @@ def test_an_entry_among_many_has_the_bits_that_it_has_alone(backend, mask, group
                 if not torch.equal(one[entry:entry + 1], other)] == []
 
 
+@pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize("entries", [4, 5])
 @pytest.mark.parametrize("mask", [Mask(), causal("top_left"), window(100, 20, "top_left")], ids=str)
-def test_programs_that_take_tile_after_tile_leave_nothing_of_one_in_the_next(backend, mask, entries, device,
+def test_programs_that_take_tile_after_tile_leave_nothing_of_one_in_the_next(backend, mask, entries, d, device,
                                                                              main_dtype):
     """On Hopper 132 programs have these tiles in turn, and those of one entry at once.
 
     Of five entries a tile at a time, twice, since they share a counter; of four a head at a time.
     """
     b, heads, length = (2, 1, 70) if device.type == "cpu" else (entries, 33, 300)
-    many = Case("many", b=b, hq=heads, hk=heads, sq=length, sk=length, d=128, dv=128, mask=mask)
+    many = Case("many", b=b, hq=heads, hk=heads, sq=length, sk=length, d=d, dv=d, mask=mask)
     inputs, own = (make_inputs(case, main_dtype, device) for case in (many, replace(many, b=1)))
     for place, values in zip(own[:5], inputs[:5], strict=True):
         place.copy_(values[-1:])
@@ -139,10 +140,11 @@ def test_programs_that_take_tile_after_tile_leave_nothing_of_one_in_the_next(bac
 
 @pytest.mark.gpu
 def test_calls_racing_on_two_streams_do_not_disturb_one_another(backend, device, main_dtype):
-    case = Case("racing", b=2, hq=8, hk=4, sq=1023, sk=1023, d=64, dv=64, mask=case_named("mha_causal").mask)
+    """On Hopper with tiles enough for programs to draw them, and wait for others', on streams of two priorities."""
+    case = Case("racing", b=2, hq=20, hk=10, sq=1023, sk=1023, d=64, dv=64, mask=case_named("mha_causal").mask)
     pair = [make_inputs(case, main_dtype, device, seed) for seed in (0, 1)]
     calm = [forward_and_backward(backend, case, inputs, deterministic=True) for inputs in pair]
-    streams = [torch.cuda.Stream(device) for _ in pair]
+    streams = [torch.cuda.Stream(device, priority=-i) for i in range(2)]
     torch.cuda.synchronize(device)
     racing = []
     for _ in range(50):

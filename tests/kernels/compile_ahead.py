@@ -17,7 +17,13 @@ from triton.runtime import driver
 
 from conformance.functions import mask_functions, score_functions
 from kernels.compile_record import Prepared, serve
-from kernels.sass import exponentials_before_waits, possibly_unset, spills_in_steps, stray_descriptors
+from kernels.sass import (
+    exponentials_before_waits,
+    places_of_loops,
+    possibly_unset,
+    spills_in_steps,
+    stray_descriptors,
+)
 from tilewise.bench.compile_ahead import CompileOnlyDriver
 from tilewise.kernels.gluon.launch import OPTIONS, HopperForward
 from tilewise.kernels.gluon.launch_backward_wide import backward_launch
@@ -210,8 +216,9 @@ def prepare_hopper(request):
             arguments = launch.arguments((*taken, *((q,) if request["part"] == "dq" else (k, v))))
         else:
             read = torch.empty(launch.tails_shape, dtype=torch.bfloat16) if config.tails else rows
+            counter = torch.empty(1, dtype=torch.int32) if config.stays and not config.alone else None
             arguments = launch.arguments(launch.taken((*taken, q, k, v), read), torch.empty(launch.sums_shape), data,
-                                         torch.empty(1, dtype=torch.int32))
+                                         counter)
     facts = {"limit": spec.shared_memory, "planned": config.shared_bytes(problem),
              "held": launch.scalars[-1].HELD if request["kernel"] == "hopper_forward" else 0}
     return prepared("sm_90", launch, arguments, OPTIONS, facts, report_of_hopper)
@@ -226,7 +233,7 @@ def report_of_hopper(compiled, log):
         "logged": "Used" in log, "warnings": re.findall(r"C75\d\d", log), "threads": 32 * compiled.metadata.num_warps,
         "unset": possibly_unset(sass), "strays": stray_descriptors(sass),
         "exponentials": exponentials_before_waits(sass), "in_steps": spills_in_steps(sass),
-        "branches": sass.count("NANOSLEEP"), "philox": sass.count("IMAD.WIDE.U32")}
+        "places": places_of_loops(sass), "branches": sass.count("NANOSLEEP"), "philox": sass.count("IMAD.WIDE.U32")}
 
 
 def prepared(arch, launch, arguments, options, facts, read):

@@ -389,6 +389,7 @@ def run(kernel, modules, grid, arguments, constants, together=1):
             "plain_layout": lambda *_: None, "meet": lambda number: _own.program.meet(number),
             "_named_barrier": lambda *turn: _own.program.turns(*turn),
             "warpgroup_mma": _multiply, "warpgroup_mma_wait": wait_for_products, "opaque": lambda number: number,
+            "space": lambda count: None,
             "make_barriers": lambda number, arrivals: SimpleNamespace(
                 index=[Barrier(arrivals) for _ in range(number)].__getitem__),
             "mbarrier": SimpleNamespace(

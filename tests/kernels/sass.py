@@ -104,6 +104,26 @@ def spills_in_steps(sass):
     return [code[index] for loop in steps for index in sorted(loop) if re.match(r"(@\S+ )?(LDL|STL)", code[index])]
 
 
+def places_of_loops(sass):
+    """Return where in a line of 128 bytes of code each innermost loop with at least four products begins, in order."""
+    lines = [(match[1] and int(match[1], 16), match[2], match[3]) for match in re.finditer(
+        r"^\s*(?:/\*([0-9a-f]+)\*/\s+(.*?) ;|\.(L_x_\d+):)", sass, re.MULTILINE)]
+    begins, waiting, products, loops = {}, [], [], []
+    for address, text, label in lines:
+        if label:
+            waiting.append(label)
+            continue
+        begins.update(dict.fromkeys(waiting, address))
+        waiting.clear()
+        products += [address] if "HGMMA" in text else []
+        back = re.match(r"@!?U?P\d.* BRA.*`\(\.(L_x_\d+)\)", text)
+        begin = back and begins.get(back[1])
+        if begin is not None and sum(place >= begin for place in products) >= 4 and not any(
+                begin <= other for other in loops):
+            loops.append(begin)
+    return [begin % 128 for begin in loops]
+
+
 def _loops(successors):
     """Sets of instructions that are reached from one another, two at least (Kosaraju's algorithm)."""
     finished, seen = [], set()

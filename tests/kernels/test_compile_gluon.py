@@ -78,6 +78,19 @@ def compile_aloud(version, wanted):
     return rows
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_loops_begin_where_in_a_line_of_code_they_were_fastest(dtype):
+    """Masked and other steps of the warpgroup that comes first in the code, then of the other (docs/hopper.md).
+
+    Whatever moves them: the instructions in front of a warpgroup's code (Shape.SPACES) can move them back.
+    """
+    plain = {"tails": True, "stays": True, "dtype": dtype}
+    rows = compile_aloud(OLDEST, [forward(256, dtype=dtype, s=8192), forward(256, "full", dtype=dtype, s=8192),
+                                  backward(128, "full", **plain), backward(128, "causal", **plain)])
+    assert [row["places"] for row in rows] == [
+        [0x70, 0x70, 0x00, 0x60], [0x30, 0x60, 0x30, 0x50], [0x00, 0x70, 0x70, 0x00], [0x00, 0x70, 0x70, 0x30]]
+
+
 @pytest.mark.parametrize("version", ENDS)
 def test_hopper_forward_compiles_within_registers_and_shared_memory(version):
     wanted = [forward(64, "window"), forward(128, "causal")]

@@ -42,13 +42,15 @@ def test_both_ways_hand_the_same_arguments_of_the_forward(d, mask, options, show
 
 @pytest.mark.parametrize(("d", "deterministic"), [(64, False), (128, False), (64, True), (128, True)])
 def test_both_ways_hand_the_same_arguments_of_the_backward(d, deterministic):
+    heads = (10, 5)  # 160 tiles of keys
     encoded, behind, (q, k, v, dout, _lse, _delta, _dq, dk, dv, tails, sums, *counter) = check(
-        {"kernel": "hopper_backward", "d": d, "mask": [None, 0, "top_left"], "deterministic": deterministic}, dims=2)
+        {"kernel": "hopper_backward", "d": d, "mask": [None, 0, "top_left"], "heads": heads,
+         "deterministic": deterministic}, dims=2)
     assert encoded == [q, k, v, dout, *([tails] if d == 64 or not deterministic else []), dk, dv, sums]
-    if deterministic:  # counters stand behind the sums: 4096 queries of 2 heads
-        assert behind[0] == sums + 4 * 2 * 4096 * d
-    elif d == 128:
-        assert [behind[0]] == counter
+    # Counters of steps stand behind the sums, that of tiles behind them at d 64 and in their place at 128.
+    counters = [sums + 4 * heads[0] * 4096 * d] if deterministic else [None] if d == 64 else []
+    assert len(counter) == (d == 64 or not deterministic)
+    assert behind[:2] == [*counters, *counter, *behind][:2]
 
 
 @pytest.mark.parametrize(("d", "s"), [(64, 128), (64, 1024), (128, 128)], ids=["one", "two", "wide"])

@@ -1,4 +1,4 @@
-"""The Hopper backward kernel of heads up to 64: its source on the CPU, added to, in order, and a head a program."""
+"""The Hopper backward kernel of heads up to 64: its source on the CPU, every way to share out tiles and add up dQ."""
 
 import math
 import random
@@ -27,11 +27,14 @@ STAYS, DRAWN = (HopperBackwardConfig(4, 4, tails=True, stays=True, ordered=order
 TWO, FOUR = (HopperBackwardConfig(4, 4, tails=True, ordered=True, alone=True, programs=programs) for programs in (2, 4))
 
 
-def differentiate(mask, config, d, multiprocessors=4):
-    """Return (problem, tensors, (dq before it is scaled, dk, dv))."""
+def differentiate(mask, config, d, together=None):
+    """Return (problem, tensors, (dq before it is scaled, dk, dv)).
+
+    together: how many of four programs run at once, as many as share a head unless said otherwise.
+    """
     random.seed(0)
     problem, tensors = call_of(*mask, (d, d))
-    launch = launch_backward.HopperBackward(problem, config, problem.q_strides, multiprocessors)
+    launch = launch_backward.HopperBackward(problem, config, problem.q_strides, multiprocessors=4)
     q, k, v, dout, lse, delta = tensors
     dq, dk, dv = (torch.full_like(tensor, float("nan")) for tensor in (q, k, v))
     sums = torch.full((math.prod(launch.sums_shape),), float("nan") if config.ordered else 0.0)
@@ -39,12 +42,13 @@ def differentiate(mask, config, d, multiprocessors=4):
     described = launch._in_forms((q, k, v, dout, tails_like(lse, delta), dk, dv, dq), lambda tensor, form: Descriptor(
         tensor, form[0]))
     counter = torch.zeros(1, dtype=torch.int32)
+    handed_out = Pointer(counter) if config.stays else None
     beside = Pointer(sums) if config.alone else Pointer(
         sums[launch.sums_rows * 256:].view(torch.int32)) if config.ordered else None
     rows = sums[:launch.sums_rows * 256].view(-1, 256)
     run(launch.kernel, MODULES, launch.grid[0],
-        (*described, Descriptor(rows, launch.sums_block), beside, Pointer(counter), *launch.scalars), CONSTANTS,
-        launch.grid[0] if config.stays else config.programs)
+        (*described, Descriptor(rows, launch.sums_block), beside, handed_out, *launch.scalars), CONSTANTS,
+        together or config.programs)
     assert counter == 0
     if config.alone:
         dq = dq.float() / problem.scale
@@ -63,11 +67,20 @@ def test_the_source_computes_the_gradients_on_the_cpu(mask, config, d):
     compare(gradients, expected(problem, tensors))
 
 
+@pytest.mark.parametrize("config", [STAYS, DRAWN], ids=["stays", "drawn"])
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_programs_that_draw_tiles_need_not_run_at_once_and_may(mask, config):
+    for together in (2, 4):
+        problem, tensors, gradients = differentiate(mask, config, 64, together)
+        compare(gradients, expected(problem, tensors))
+
+
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_programs_that_draw_tiles_make_the_bits_of_sums_in_order(mask):
-    _, _, drawn = differentiate(mask, DRAWN, 64)
     _, _, in_order = differentiate(mask, ORDERED, 64)
-    assert all(torch.equal(one, other) for one, other in zip(drawn, in_order, strict=True))
+    for together in (1, 4):
+        _, _, drawn = differentiate(mask, DRAWN, 64, together)
+        assert all(torch.equal(one, other) for one, other in zip(drawn, in_order, strict=True))
 
 
 @pytest.mark.parametrize("config", [ALONE, TWO, FOUR], ids=["alone", "two", "four"])

@@ -125,10 +125,12 @@ def test_lse_of_plain_calls_is_a_tail_and_of_narrow_heads_in_order_too(d):
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(("heads", "sk", "number", "stays"), [
-    (33, 512, 132, False), (33, 513, 132, True), (33, 513, 165, False), (44, 384, 132, False), (45, 384, 132, True)])
+    (33, 512, 132, False), (33, 513, 132, True), (33, 5000, 132, False), (33, 513, 165, False), (44, 384, 132, False),
+    (45, 384, 132, True)])
 def test_programs_of_narrow_heads_stay_where_one_has_a_second_tile(heads, sk, number, stays, deterministic):
-    problem = replace(problem_of(64, kernel="hopper_backward"), b=1, hq=heads, hk=heads, sq=4096, sk=sk,
-                      deterministic=deterministic, mask=causal("bottom_right"))
+    mask = {"mask": causal("bottom_right")} if sk < 5000 else {"mask": causal("top_left"), "sq": 512}
+    problem = replace(problem_of(64, kernel="hopper_backward"), b=1, hq=heads, hk=heads, sk=sk,
+                      deterministic=deterministic, **mask)
     config = hopper_backward_config(problem, number)
     assert (config.alone, config.stays) == (False, stays)
 
@@ -181,6 +183,9 @@ FEW, MANY = ({"b": b, "hq": 33, "hk": 33, "sq": 1000, "sk": 1000} for b in (1, 8
     ({"b": 16, "hq": 32, "hk": 32, "sq": 1024, "sk": 8192, "mask": causal("bottom_right")}, 0),
     ({"b": 16, "hq": 32, "hk": 32, "sq": 1024, "sk": 1024, "mask": window(None, 1023)}, 0),  # hides nothing
     ({"b": 4, "hq": 33, "hk": 33, "sq": 512, "sk": 512, "mask": window(99, 0)}, 1),
+    ({"b": 32, "hq": 32, "hk": 32, "sq": 640, "sk": 640, "mask": window(99, 0)}, 1),
+    ({"b": 32, "hq": 32, "hk": 32, "sq": 1152, "sk": 1152, "mask": window(99, 0)}, 0),  # nine tiles
+    ({"b": 32, "hq": 16, "hk": 16, "sq": 448, "sk": 448, "d": 128, "dv": 128, "mask": window(99, 0)}, 1),
     ({"b": 8, "hq": 32, "hk": 32, "sq": 2048, "sk": 2048, "mask": window(127, 0)}, 2),
     ({"b": 8, "hq": 32, "hk": 32, "sq": 2048, "sk": 2048, "mask": window(99, 156, alignment="top_left")}, 2),
     ({"b": 8, "hq": 32, "hk": 32, "sq": 2048, "sk": 2048, "mask": window(99, 157, alignment="top_left")}, 0),

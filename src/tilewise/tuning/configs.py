@@ -218,7 +218,8 @@ class HopperBackwardConfig:
         programs: with ``alone`` at head dims to 64, how many programs share a head: they take its tiles of keys by
             turns, and add to a step of dQ in their order. As many running at once have fewer heads' sums in hand.
         stays: whether a program draws one tile of keys after another (with ``alone`` it has a head's), and loads the
-            next one's keys and values while dK and dV of the last are written, by way of what dS and dQ are staged in.
+            next one's keys and values while dK and dV of the last are written: to head dims of 64 into a second place,
+            at wider ones into theirs, and dK and dV leave by way of what dS and dQ are staged in.
     """
 
     stages: int = 2
@@ -299,8 +300,8 @@ class HopperBackwardConfig:
         """Shared memory: k, v, q, dout, lse and delta or tails, dQ of 0 to 2 steps; barriers take under a KiB.
 
         And dS twice, or, where two warpgroups share keys, the probabilities. The kernel that makes dQ apart takes 128
-        rows of q and dout, two tiles of k and one of v. A program with all keys of a head has the next tile of keys
-        under way, and a step of dQ as it is written.
+        rows of q and dout, two tiles of k and one of v. At head dims to 64 a program that goes on to another tile has
+        its keys under way, and one with all keys of a head a step of dQ as it is written.
         """
         (d, dv), size = map(sum, self.columns(problem)), problem.dtype.itemsize
         apart = self.alone and not self.stays

@@ -23,19 +23,23 @@ def programs_of_head(problem: AttentionProblem, multiprocessors: int) -> int:
     causal queries, 1.30 with 256 and 1.77 with 128, in rounds that were 81 % full 1.07 and 1.17 with the first two;
     1.05 with 320 in full and 0.99 with 384.
     """
-    is_halved = problem.mask.left is None and problem.mask.right == 0 and problem.sq == problem.sk
     candidates: tuple[int, ...] = (1,)
     if max(problem.d, problem.dv) <= 64:
         if problem.mask.left is None and problem.mask.right is None:
             candidates = (4, 2, 1)
-        elif is_halved:
+        elif problem.mask.left is None and _is_halved(problem):
             candidates = (1, 2)
         elif _window(problem) <= 256:
             candidates = (1, 2, 4)
     shortest = min(problem.sq, problem.sk)
     return next((programs for programs in candidates if programs <= multiprocessors
                  and (programs == 1 or shortest >= 256 * programs)
-                 and _fill_alone(problem, multiprocessors, programs, is_halved)), 0)
+                 and _fill_alone(problem, multiprocessors, programs)), 0)
+
+
+def _is_halved(problem: AttentionProblem) -> bool:
+    """Whether a diagonal hides half, or more in a window."""
+    return problem.mask.right == 0 and problem.sq == problem.sk
 
 
 def _window(problem: AttentionProblem) -> float:
@@ -44,23 +48,24 @@ def _window(problem: AttentionProblem) -> float:
     return math.inf if lower is None or upper is None else upper - lower + 1
 
 
-def _fill_alone(problem: AttentionProblem, multiprocessors: int, programs: int, is_halved: bool) -> bool:
+def _fill_alone(problem: AttentionProblem, multiprocessors: int, programs: int) -> bool:
     """Whether so many programs a head keep all multiprocessors busy, and L2 holds what they have in hand.
 
     That is q, dout and the sums for dq of a group's heads. Where the diagonal hides half it is two thirds on average: a
-    tile needs what is behind its first key, and the first tiles take the longest. Of a window that programs share it is
-    what their tiles see; of one program's, the next head's too, it is the whole.
+    tile needs what is behind its first key, and the first tiles take the longest. Several programs in a narrow window
+    need what their tiles see.
     """
+    in_window = programs > 1 and _window(problem) < math.inf
     heads, at_once = problem.b * problem.hk, multiprocessors // programs
     width = 64 if max(problem.d, problem.dv) <= 64 else 128
     tiles = math.ceil(problem.sk / HopperBackwardConfig().keys)
     busy = heads * programs / (multiprocessors * math.ceil(heads / at_once))
-    if not is_halved:
+    if in_window or not _is_halved(problem):
         busy *= tiles / (programs * math.ceil(tiles / programs))
     rows: float = problem.sq
-    if is_halved:
-        rows *= 2 / 3
-    elif programs > 1:
+    if in_window:
         rows = min(rows, _window(problem) + programs * HopperBackwardConfig().keys)
+    elif _is_halved(problem):
+        rows *= 2 / 3
     rows *= at_once * problem.group
     return busy >= _EVEN[width] and rows * width * (4 + 2 * problem.dtype.itemsize) <= _ALONE_BYTES[width]

@@ -223,7 +223,8 @@ def hopper_backward_config(problem: AttentionProblem, multiprocessors: int = MUL
     narrow = max(problem.d, problem.dv) <= 64
     if narrow and tails_fit(problem):
         programs = programs_of_head(problem, multiprocessors)
-        tiles = problem.b * problem.hk * problem.sequences.slots(problem.sk, HopperBackwardConfig().keys)
+        tiles = problem.b * problem.hk * problem.sequences.slots(
+            len(problem.seen_keys), HopperBackwardConfig().keys)
         return HopperBackwardConfig(
             4, 4, tails=True, ordered=programs > 0 or problem.deterministic, alone=programs > 0,
             stays=programs == 0 and tiles > multiprocessors, programs=max(1, programs))

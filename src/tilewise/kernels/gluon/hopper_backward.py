@@ -58,6 +58,7 @@ from tilewise.kernels.gluon.pipeline import (
     meet,
     opaque,
     settle,
+    space,
     take_tile,
     wait_full,
 )
@@ -95,6 +96,7 @@ class Shape(NamedTuple):
     PACKED: bool
     SHIFTED: bool
     DROPS: bool
+    SPACES: tuple[int, int]
 
 
 @gluon.jit
@@ -329,6 +331,7 @@ def gather_tile(gathered, tile, turn, taken, OWN: gl.constexpr, C: gl.constexpr)
 @gluon.jit
 def gather(gathered, OWN: gl.constexpr, C: gl.constexpr):
     """Consumer, one warpgroup: its keys of one tile, or with C.STAYS of every tile that the loading warp hands out."""
+    space(C.SPACES[OWN])
     turn = 0
     taken = 0
     if C.STAYS:

@@ -75,7 +75,7 @@ PAIRS: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16
 class Shape(NamedTuple):
     """What is fixed when the kernel is compiled: HopperBackwardConfig's fields, and what of the mask there is.
 
-    PROGRAMS: those that share a head. KEY_SLOTS: tiles of keys in flight. The last ones are what hopper_backward.py's
+    PROGRAMS: those that share a head. KEY_SLOTS: tiles of keys in flight. DRAWN: config.stays. The last ones are what hopper_backward.py's
     functions ask for, the same always.
     """
 
@@ -200,14 +200,17 @@ def load(loaded, C: gl.constexpr):
         next_tile, counter = drawn
         tiles, heads, batches, _section = order
         total = tiles * heads * batches
-        number = gl.program_id(0)
+        if C.ORDERED:
+            number = draw(counter, total, C.ORDERED)
+        else:
+            number = gl.program_id(0)
         taken = number * 0
         while number < total:
             tile = key_tile_at(number, order, C)
             hand_out(next_tile, taken, tile, 3)
             turn = load_tile(loaded, taken, tile, turn, C)
             taken += 1
-            number = draw(counter, total)
+            number = draw(counter, total, C.ORDERED)
         hand_out(next_tile, taken, (END, 0, 0), 3)
     else:
         for number in range(tiles_of_program(order, C)):

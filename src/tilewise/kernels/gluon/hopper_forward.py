@@ -31,6 +31,7 @@ from tilewise.kernels.gluon.pipeline import (
     opaque,
     pass_turn,
     slots_for,
+    space,
     stay,
     take_tile,
     take_turn,
@@ -72,6 +73,7 @@ class Shape(NamedTuple):
     CUT: 1 where tiles are cut along their keys into parts, which another kernel combines, 2 where some stay whole.
     LENGTHS, PACKED, SHIFTED: whether lengths are data; the sequences lie one behind the other in one batch entry; the
     diagonal runs through the last query and key of each.
+    SPACES: instructions that never run in front of each warpgroup's code.
     """
 
     PACK: int
@@ -95,6 +97,7 @@ class Shape(NamedTuple):
     LENGTHS: bool
     PACKED: bool
     SHIFTED: bool
+    SPACES: tuple[int, ...]
 
 
 @gluon.constexpr_function
@@ -256,6 +259,7 @@ def attend(sources, queries, pairs, next_tile, out_tiles, results, order, band, 
     k_tiles, v_tiles, full, empty = pairs
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.KEYS, 16])
     DTYPE: gl.constexpr = k_tiles[0].dtype
+    space(C.SPACES[OWN])
     if OWN == C.CONSUMERS - 1:
         pass_turn(OWN, C.CONSUMERS, C.PING_PONG)  # the first warpgroup begins
     turn = 0

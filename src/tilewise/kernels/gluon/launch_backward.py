@@ -21,6 +21,9 @@ _SECTION_BYTES = 32 * 2**20
 # those that start together are few of each head: of 132 multiprocessors' tiles, 8. Without a bound above all tiles are
 # as long, stay as far apart as they have come, and L2 is worth more (docs/hopper.md).
 _LEAST_ORDERED = 16
+# Instructions that never run in front of each warpgroup's code, where heads of 65 to 128 columns draw tiles: without a
+# bound below it was timed, 1.4 % faster, under an upper one 0.7 % (docs/hopper.md, Where code lies).
+_SPACES = (3, 0)
 
 
 # As in backends/memory.py, which kernels do not know.
@@ -136,7 +139,7 @@ class HopperBackward:
         # Counters of tiles that have added to a step stand behind the sums.
         self.sums_shape = (self.sums_rows + (math.ceil(steps / 256) if self.counted else 0), 256)
         # What of this the kernel gets beside the sums' descriptor: the counters, or where it reads the sums these, or
-        # nothing; where programs stay it gets the counter that hands out tiles.
+        # nothing; where programs of wider heads draw tiles it gets the counter of these, which narrow ones get apart.
         self.beside = (0, torch.float32) if config.alone else (self.sums_rows, torch.int32) if self.counted else None
         self.sums_block = [(width if self.narrow else columns) // 4, 256]
         self.sums_layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
@@ -187,7 +190,7 @@ class HopperBackward:
         mine = self.taken(read, lse)
         at_sums = sums.data_ptr()
         counter = counter_of(sums.device) if self.config.stays and not self.config.alone else None
-        beside = address_of(self._drawn(counter)) if self.beside is None else at_sums + self.beside[0] * 1024
+        beside = address_of(self._counter_beside(counter)) if self.beside is None else at_sums + self.beside[0] * 1024
         self.enqueue((*self.places((*[tensor.data_ptr() for tensor in mine], None)), at_sums, beside,
                       *[address_of(tensor) for tensor in self._plain(dk, dv, data, counter)]),
                      lambda: self.arguments(mine, sums, data, counter), alike=plain)
@@ -217,13 +220,13 @@ class HopperBackward:
         """Return the tensors in order, all but lse (no tails) and delta as descriptors, the sums and what is beside.
 
         The sums, too, are described, but where dQ is added from registers. dk and dv follow as they are where
-        sequences are packed, else None, then the lengths and the seed.
+        sequences are packed, else None, then the lengths and the seed; narrow heads have the counter of tiles there.
         """
         described = self._in_forms(tensors, lambda tensor, form: tensor if form is None else self.describe(
             tensor, list(tensor.shape), legal_strides(tensor), *form))
         target = sums if self.config.direct else self.describe(sums, [self.sums_rows, 256], list(sums.stride()),
                                                                self.sums_block, self.sums_layout)
-        beside = self._drawn(counter)
+        beside = self._counter_beside(counter)
         if self.beside is not None:
             beside = sums[self.beside[0]:].view(self.beside[1])
         return (*described, target, beside, *self._plain(tensors[6], tensors[7], data, counter))
@@ -235,7 +238,7 @@ class HopperBackward:
             made += [form and make(tensor, form) for form in forms] if forms else [make(tensor, None)]
         return made
 
-    def _drawn(self, counter: torch.Tensor | None) -> torch.Tensor | None:
+    def _counter_beside(self, counter: torch.Tensor | None) -> torch.Tensor | None:
         """What hands out tiles, where the kernel takes it beside the sums."""
         return None if self.narrow else counter
 
@@ -289,14 +292,14 @@ def _kernel_of(problem: AttentionProblem, config: HopperBackwardShape) -> tuple[
 
         return hopper_backward_narrow_kernel, (problem.scale, scale_log2, NarrowShape(
             columns[0][0], config.stages, config.out_stages, config.ordered, config.alone, config.programs,
-            2 if config.alone or config.stays else 1,
-            config.stays, *bounded))
+            2 if config.alone or config.stays else 1, config.stays, *bounded))
     from tilewise.kernels.gluon.hopper_backward import Shape, hopper_backward_kernel
 
     return hopper_backward_kernel, (_gradient_scale(problem), scale_log2, squash, count, *_draws_of(problem), Shape(
         columns[0][0], config.keys // 64, config.stages, config.out_stages, config.ahead, config.direct,
         config.ordered, config.tails, config.stays, config.alone, *bounded, count is not None,
-        problem.sequences.packed is not None, is_shifted, problem.scores.dropout_p > 0.0))
+        problem.sequences.packed is not None, is_shifted, problem.scores.dropout_p > 0.0,
+        _SPACES if config.stays and not config.alone and not bounded[0] else (0, 0)))
 
 
 def _gradient_scale(problem: AttentionProblem) -> float:

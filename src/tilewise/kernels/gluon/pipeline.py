@@ -48,12 +48,17 @@ def leave(empty, turn, SLOTS: gl.constexpr):
 
 
 @gluon.jit
-def draw(counter, total):
-    """Producer: take the next tile's number."""
+def draw(counter, total, FIRST: gl.constexpr = False):
+    """Producer: take the next tile's number.
+
+    FIRST: programs draw their first tile too, where tiles have to begin in the order of their numbers whichever
+    programs are running. Else that is the program's own number, for which nobody waits.
+    """
     drawn = gl.atomic_add(counter, 1, sem="relaxed")
-    if drawn == total - 1:
+    given = gl.num_programs(0)
+    if drawn == total - 1 + (given if FIRST else 0):
         gl.store(counter, 0)  # the launch's last draw leaves the counter as it was found
-    return drawn + gl.num_programs(0)
+    return drawn + (0 if FIRST else given)
 
 
 @gluon.jit
@@ -114,6 +119,21 @@ def pass_turn(OWN: gl.constexpr, WARPGROUPS: gl.constexpr, ON: gl.constexpr):
 def meet(WARPGROUPS: gl.constexpr):
     """Wait until all consumers are here; not beside turns, whose barriers these are."""
     _named_barrier("sync", 10, 128 * WARPGROUPS)
+
+
+@gluon.jit
+def space(COUNT: gl.constexpr):
+    """Put COUNT instructions that never run, and four that skip them, in front of a warpgroup's code.
+
+    Code lies in lines of 128 bytes, eight instructions, and where in one its loops begin is worth up to 1.5 %
+    (docs/hopper.md, Where code lies). No launch has 54321 programs along the third dim.
+    """
+    if COUNT > 0:
+        SLEEPS: gl.constexpr = "nanosleep.u32 20; " * COUNT
+        CODE: gl.constexpr = ("{ .reg .pred skips; .reg .b32 depth; mov.u32 depth, %nctaid.z; "
+                              "setp.ne.u32 skips, depth, 54321; @skips bra behind; " + SLEEPS +
+                              "behind: mov.b32 $0, $1; }")
+        each_thread(CODE)
 
 
 @gluon.jit
