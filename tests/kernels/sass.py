@@ -104,6 +104,25 @@ def spills_in_steps(sass):
     return [code[index] for loop in steps for index in sorted(loop) if re.match(r"(@\S+ )?(LDL|STL)", code[index])]
 
 
+def early_reads(sass):
+    """Return what reads, behind an atomic addition of one thread, its result before the warp is together again.
+
+    The thread hands the result to the others through shared memory. ptxas 12.8 has dropped the barrier between writing
+    and reading it, and joined the warp far behind both.
+    """
+    found, drawn, together = [], False, False
+    for text in _flow(sass)[0]:
+        name = _operation(text)
+        if name.startswith("ATOMG"):
+            drawn, together = True, False
+        elif name.startswith(("BSYNC", "WARPSYNC", "BAR")):
+            together = True
+        elif name.startswith("LDS") and drawn:
+            found += [] if together else [text]
+            drawn = False
+    return found
+
+
 def places_of_loops(sass):
     """Return where in a line of 128 bytes of code each innermost loop with at least four products begins, in order."""
     lines = [(match[1] and int(match[1], 16), match[2], match[3]) for match in re.finditer(

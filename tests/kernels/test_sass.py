@@ -2,7 +2,14 @@
 
 import pytest
 
-from kernels.sass import exponentials_before_waits, possibly_unset, spills_in_steps, stray_descriptors
+from kernels.sass import (
+    early_reads,
+    exponentials_before_waits,
+    places_of_loops,
+    possibly_unset,
+    spills_in_steps,
+    stray_descriptors,
+)
 
 
 def listing(*lines):
@@ -25,6 +32,23 @@ def test_spills_are_found_in_the_loops_over_keys_alone():
                    "@P1 BRA `(.L_x_0)", "EXIT", ".L_x_9:", "STL.64 [R1+0x8], R6", "BRA `(.L_x_8)")
     assert spills_in_steps(sass) == ["LDL R3, [R1]", "@!P2 LDL.LU R4, [R1]", "STL.64 [R1+0x8], R6"]
     assert spills_in_steps(sass.replace("MUFU.EX2", "MUFU.RCP")) == []
+
+
+def test_what_is_read_before_the_thread_that_drew_it_has_come_back_is_found():
+    drawn = ("BSSY B0, `(.L_x_1)", "@P0 BRA `(.L_x_0)", "@P1 ATOMG.E.ADD.STRONG.GPU PT, R5, desc[UR60][R4.64], R7",
+             ".L_x_0:")
+    behind = ("@!P0 STS [UR4], R5", "NOP", "LDS R6, [UR4]", "LDS R7, [UR5]", ".L_x_1:", "EXIT")
+    assert early_reads(listing(*drawn, *behind)) == ["LDS R6, [UR4]"]
+    assert early_reads(listing(*drawn, "BSYNC B0", *behind)) == []
+    assert early_reads(listing(*behind)) == []
+
+
+def test_places_are_those_of_the_innermost_loops_with_products():
+    step = ["HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], R24"] * 4
+    loops = [".L_x_0:", "NOP", ".L_x_1:", *step, "@P0 BRA `(.L_x_1)", "@!P1 BRA `(.L_x_0)", ".L_x_2:", *step[1:],
+             "@P0 BRA `(.L_x_2)", "NOP", ".L_x_3:", *step, "@P0 BRA `(.L_x_3)", "BRA `(.L_x_2)", "EXIT"]
+    assert places_of_loops(listing(*loops)) == [0x30, 0x100 % 128]
+    assert places_of_loops(listing("NOP", *loops)) == [0x40, 0x110 % 128]
 
 
 def test_a_register_set_in_front_of_a_loop_that_may_be_skipped_is_found():

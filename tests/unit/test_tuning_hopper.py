@@ -120,7 +120,7 @@ def test_lse_of_plain_calls_is_a_tail_and_of_narrow_heads_in_order_too(d):
     stages = {"stages": 4, "out_stages": 4} if d <= 64 else {}
     assert hopper_backward_config(problem, 60) == HopperBackwardConfig(tails=True, stays=True, **stages)
     ordered = hopper_backward_config(replace(problem, deterministic=True), 60)
-    assert ordered == HopperBackwardConfig(ordered=True, tails=d <= 64, stays=d <= 64, **stages)
+    assert ordered == HopperBackwardConfig(ordered=True, tails=d <= 64, **stages)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -132,14 +132,16 @@ def test_programs_of_narrow_heads_stay_where_one_has_a_second_tile(heads, sk, nu
     problem = replace(problem_of(64, kernel="hopper_backward"), b=1, hq=heads, hk=heads, sk=sk,
                       deterministic=deterministic, **mask)
     config = hopper_backward_config(problem, number)
-    assert (config.alone, config.stays) == (False, stays)
+    assert (config.alone, config.stays) == (False, stays and not deterministic)
 
 
 @pytest.mark.parametrize("d", [40, 64])
-def test_a_program_of_narrow_heads_draws_tiles_or_has_heads_alone(d):
+def test_a_program_of_narrow_heads_draws_tiles_or_has_heads_alone_or_adds_in_order(d):
     problem = problem_of(d, kernel="hopper_backward")
-    with pytest.raises(InvalidInput, match=f"stays=True with alone=True at head dims {d} and {d}; allowed is one of"):
-        HopperBackwardConfig(4, 4, tails=True, stays=True, alone=True).columns(problem)
+    for alone in (True, False):
+        words = f"stays=True with alone={alone}, ordered={not alone} at head dims {d} and {d}; allowed is neither"
+        with pytest.raises(InvalidInput, match=words):
+            HopperBackwardConfig(4, 4, tails=True, stays=True, alone=alone, ordered=not alone).columns(problem)
     assert {config.stays for config in propose_hopper("hopper_backward", problem, DEVICE).tiles} == {False, True}
 
 

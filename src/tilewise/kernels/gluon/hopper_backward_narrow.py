@@ -75,8 +75,8 @@ PAIRS: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16
 class Shape(NamedTuple):
     """What is fixed when the kernel is compiled: HopperBackwardConfig's fields, and what of the mask there is.
 
-    PROGRAMS: those that share a head. KEY_SLOTS: tiles of keys in flight. DRAWN: config.stays. The last ones are what hopper_backward.py's
-    functions ask for, the same always.
+    PROGRAMS: those that share a head. KEY_SLOTS: tiles of keys in flight. DRAWN: config.stays. The last ones are what
+    hopper_backward.py's functions ask for, the same always.
     """
 
     WIDTH: int
@@ -200,17 +200,14 @@ def load(loaded, C: gl.constexpr):
         next_tile, counter = drawn
         tiles, heads, batches, _section = order
         total = tiles * heads * batches
-        if C.ORDERED:
-            number = draw(counter, total, C.ORDERED)
-        else:
-            number = gl.program_id(0)
+        number = gl.program_id(0)
         taken = number * 0
         while number < total:
             tile = key_tile_at(number, order, C)
             hand_out(next_tile, taken, tile, 3)
             turn = load_tile(loaded, taken, tile, turn, C)
             taken += 1
-            number = draw(counter, total, C.ORDERED)
+            number = draw(counter, total)
         hand_out(next_tile, taken, (END, 0, 0), 3)
     else:
         for number in range(tiles_of_program(order, C)):
@@ -338,24 +335,6 @@ def make_dq(made, C: gl.constexpr):
 
 
 @gluon.jit
-def write_in_order(written, OWN: gl.constexpr, C: gl.constexpr):
-    """Writer, one warp: add every other step that ``make_dq`` stages, of one tile after another."""
-    to_sums, next_tile = written
-    _sums, _counters, _stage, order, band, group = to_sums
-    turn = 0
-    if C.DRAWN:
-        taken = 0
-        tile = take_tile(next_tile, taken, 3, 1)
-        while tile[0] != END:
-            write_sums(to_sums, tile, turn, OWN, 1, C)
-            turn += group * query_steps_of(tile[0], band, C)[3]
-            taken += 1
-            tile = take_tile(next_tile, taken, 3, 1)
-    else:
-        write_sums(to_sums, key_tile_at(gl.program_id(0), order, C), turn, OWN, 1, C)
-
-
-@gluon.jit
 def counters_behind(sums_ptr, order, steps, WIDTH: gl.constexpr):
     """Return where the counters are, one for each of ``steps`` steps of a head of k: behind all sums."""
     _tiles, heads, batches, _section = order
@@ -421,15 +400,15 @@ def write_parts(written, OWN: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["tiles", "heads", "batches", "section", "sq", "sk", "lower", "upper", "group"])
 def hopper_backward_narrow_kernel(q_desc, k_desc, v_desc, dout_desc, tails_desc, dk_desc, dv_desc, dq_desc,
-                                  sums, beside, counter, tiles, heads, batches, section, sq, sk, lower, upper, group,
-                                  scale, scale_log2, C: gl.constexpr):
+                                  sums, beside, tiles, heads, batches, section, sq, sk, lower, upper, group, scale,
+                                  scale_log2, C: gl.constexpr):
     """Compute dk and dv, and the sums for dq, which must be zero at first but where C.ORDERED; or, ALONE, compute dq.
 
     Grid: (tiles · heads of k · batches,), with C.ALONE any multiple of C.PROGRAMS up to as many times heads of k ·
-    batches, with C.DRAWN any number. sums: (·, 256), a descriptor; with C.ALONE of one program a head room for a
-    group's steps for each program. dq_desc: with C.ALONE, else None. beside: where C.ORDERED a counter for each step of
-    a query head, zero at first; but with C.ALONE the sums, as they lie in memory, behind which those counters stand
-    where programs share a head. counter: with C.DRAWN one of tiles, zero at first and in the end.
+    batches, with C.DRAWN any number up to its own. sums: (·, 256), a descriptor; with C.ALONE of one program a head
+    room for a group's steps for each program. dq_desc: with C.ALONE, else None. beside: where C.ORDERED a counter for
+    each step of a query head, zero at first; but with C.ALONE the sums, as they lie in memory, behind which those
+    counters stand where programs share a head; with C.DRAWN a counter of tiles, zero at first and in the end.
     """
     DTYPE: gl.constexpr = q_desc.dtype
     NC: gl.constexpr = C.CONSUMERS
@@ -460,7 +439,7 @@ def hopper_backward_narrow_kernel(q_desc, k_desc, v_desc, dout_desc, tails_desc,
     next_tile = ()
     if C.DRAWN:
         numbers = gl.allocate_shared_memory(gl.int32, [2 * 3, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-        next_tile = (numbers, make_barriers(2, 1), make_barriers(2, NC + 1 + (WRITERS if ADDED else 0)))
+        next_tile = (numbers, make_barriers(2, 1), make_barriers(2, NC + 1))
     fence_async_shared()
     band = (sq, sk, lower, upper)
     order = (tiles, heads, batches, section)
@@ -468,12 +447,13 @@ def hopper_backward_narrow_kernel(q_desc, k_desc, v_desc, dout_desc, tails_desc,
     memory = (keys, queries, douts, rows, dscores)
     gathered = ((dk_desc, dv_desc), memory, order, band, group, (scale, scale_log2), next_tile)
     made = (dq_desc, sums, beside, keys, dscores, stage, order, band, group, scale, next_tile)
-    loaded = (sources, keys, queries, douts, rows, order, band, group, (next_tile, counter))
+    loaded = (sources, keys, queries, douts, rows, order, band, group, (next_tile, beside))
     if ADDED:
-        written = ((sums, beside, stage, order, band, group), next_tile)
+        tile = key_tile_at(gl.program_id(0), order, C)
+        written = (sums, beside, stage, tile, band, heads, group)
         gl.warp_specialize([(gather, (gathered, ZERO, C)), (gather, (gathered, ONE, C)), (make_dq, (made, C)),
-                            (load, (loaded, C)), (write_in_order, (written, ZERO, C)),
-                            (write_in_order, (written, ONE, C))], [4, 4, 1, 1, 1], [208, 72, 24, 24, 24])
+                            (load, (loaded, C)), (write_sums, (written, ZERO, ONE, C)),
+                            (write_sums, (written, ONE, ONE, C))], [4, 4, 1, 1, 1], [208, 72, 24, 24, 24])
     elif C.PROGRAMS > 1:
         written = (sums, beside, stage[0], order, band, group)
         gl.warp_specialize([(gather, (gathered, ZERO, C)), (gather, (gathered, ONE, C)), (make_dq, (made, C)),

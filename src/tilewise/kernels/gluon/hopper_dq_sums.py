@@ -4,9 +4,9 @@ A step of a tile of keys adds a part of each warpgroup that makes dQ. It adds it
 through a staged tile that the copy engine adds; or, for a fixed order (C.ORDERED), stages it for warps that do nothing
 else, and waits for these only when they are two steps behind. Those add in each step tile of keys after tile of keys,
 so that every bit of dQ is the same on every run; the first sets the sums. A counter of the step says how many tiles
-have added their parts. A tile waits for earlier ones alone, whose numbers are lower, and tiles begin in the order of
-their numbers: not all programs need to be running at once. A program that has all keys of a head sets the sums, adds to them, and
-writes dq with the last part itself; where some share a head, writers bring what the last part is added to.
+have added their parts. A tile waits for earlier ones alone, whose programs have lower numbers and started before: they
+need not all be running at once. A program that has all keys of a head sets the sums, adds to them, and writes dq with
+the last part itself; where some share a head, writers bring what the last part is added to.
 """
 
 from triton.experimental import gluon
@@ -175,20 +175,17 @@ def hand_over(sums, dq, stage, turn, part, OWN: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def write_sums(written, tile, begun, OWN: gl.constexpr, MAKERS: gl.constexpr, C: gl.constexpr):
-    """Writer, one warp: add what the consumers stage in every other step of a tile, of all heads of the group.
-
-    begun: the program's steps before this tile.
-    """
-    sums, counters, stage, order, band, group = written
+def write_sums(written, OWN: gl.constexpr, MAKERS: gl.constexpr, C: gl.constexpr):
+    """Writer, one warp: add what the consumers stage in every other step of all heads of the group."""
+    sums, counters, stage, tile, band, heads, group = written
     tiles, full, empty = stage
     first, head_k, batch = tile
     spans = query_steps_of(first, band, C)
     all_steps = (band[0] + (QUERIES - 1)) // QUERIES
-    for turn in range(begun + (OWN + begun * (WRITERS - 1)) % WRITERS, begun + group * spans[3], WRITERS):
-        member = (turn - begun) // spans[3]
-        place = queries_at(turn - begun - member * spans[3], spans, C) // QUERIES
-        step = ((batch * order[1] + head_k) * group + member) * all_steps + place
+    for turn in range(OWN, group * spans[3], WRITERS):
+        member = turn // spans[3]
+        place = queries_at(turn - member * spans[3], spans, C) // QUERIES
+        step = (batch * heads * group + head_k * group + member) * all_steps + place
         rank = rank_of(first, place, band, C)
         wait_for_tiles_before(counters + step, rank)
         wait_full(full, turn, WRITERS)

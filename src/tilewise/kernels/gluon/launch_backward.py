@@ -139,7 +139,7 @@ class HopperBackward:
         # Counters of tiles that have added to a step stand behind the sums.
         self.sums_shape = (self.sums_rows + (math.ceil(steps / 256) if self.counted else 0), 256)
         # What of this the kernel gets beside the sums' descriptor: the counters, or where it reads the sums these, or
-        # nothing; where programs of wider heads draw tiles it gets the counter of these, which narrow ones get apart.
+        # nothing; where programs stay it gets the counter that hands out tiles.
         self.beside = (0, torch.float32) if config.alone else (self.sums_rows, torch.int32) if self.counted else None
         self.sums_block = [(width if self.narrow else columns) // 4, 256]
         self.sums_layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
@@ -190,9 +190,9 @@ class HopperBackward:
         mine = self.taken(read, lse)
         at_sums = sums.data_ptr()
         counter = counter_of(sums.device) if self.config.stays and not self.config.alone else None
-        beside = address_of(self._counter_beside(counter)) if self.beside is None else at_sums + self.beside[0] * 1024
+        beside = address_of(counter) if self.beside is None else at_sums + self.beside[0] * 1024
         self.enqueue((*self.places((*[tensor.data_ptr() for tensor in mine], None)), at_sums, beside,
-                      *[address_of(tensor) for tensor in self._plain(dk, dv, data, counter)]),
+                      *[address_of(tensor) for tensor in self._plain(dk, dv, data)]),
                      lambda: self.arguments(mine, sums, data, counter), alike=plain)
         if not self.config.alone:
             self.enqueue_dq((at_sums, dq.data_ptr(), address_of(data[0])), lambda: (sums, dq, data[0]), alike=plain)
@@ -220,16 +220,16 @@ class HopperBackward:
         """Return the tensors in order, all but lse (no tails) and delta as descriptors, the sums and what is beside.
 
         The sums, too, are described, but where dQ is added from registers. dk and dv follow as they are where
-        sequences are packed, else None, then the lengths and the seed; narrow heads have the counter of tiles there.
+        sequences are packed, else None, then the lengths and the seed.
         """
         described = self._in_forms(tensors, lambda tensor, form: tensor if form is None else self.describe(
             tensor, list(tensor.shape), legal_strides(tensor), *form))
         target = sums if self.config.direct else self.describe(sums, [self.sums_rows, 256], list(sums.stride()),
                                                                self.sums_block, self.sums_layout)
-        beside = self._counter_beside(counter)
+        beside = counter if self.config.stays else None
         if self.beside is not None:
             beside = sums[self.beside[0]:].view(self.beside[1])
-        return (*described, target, beside, *self._plain(tensors[6], tensors[7], data, counter))
+        return (*described, target, beside, *self._plain(tensors[6], tensors[7], data))
 
     def _in_forms(self, tensors: tuple[torch.Tensor, ...], make: Callable[[torch.Tensor, Any], Any]) -> list[Any]:
         """Make an argument of each tensor in each of its forms; lse and delta may have none, and a form may be None."""
@@ -238,18 +238,11 @@ class HopperBackward:
             made += [form and make(tensor, form) for form in forms] if forms else [make(tensor, None)]
         return made
 
-    def _counter_beside(self, counter: torch.Tensor | None) -> torch.Tensor | None:
-        """What hands out tiles, where the kernel takes it beside the sums."""
-        return None if self.narrow else counter
-
-    def _plain(self, dk: torch.Tensor, dv: torch.Tensor, data: tuple[torch.Tensor | None, ...],
-               counter: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        """What else the kernel takes: dk and dv where sequences are packed, lengths, the seed; none of wide heads.
-
-        Narrow ones take what hands out tiles.
-        """
+    def _plain(self, dk: torch.Tensor, dv: torch.Tensor,
+               data: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
+        """What else the kernel takes: dk and dv where sequences are packed, lengths, the seed; none of wide heads."""
         if self.bare:
-            return (counter,) if self.narrow else ()
+            return ()
         return (dk, dv, *data) if self.packed else (None, None, *data)
 
     def _read(self, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:

@@ -48,17 +48,15 @@ def leave(empty, turn, SLOTS: gl.constexpr):
 
 
 @gluon.jit
-def draw(counter, total, FIRST: gl.constexpr = False):
+def draw(counter, total):
     """Producer: take the next tile's number.
 
-    FIRST: programs draw their first tile too, where tiles have to begin in the order of their numbers whichever
-    programs are running. Else that is the program's own number, for which nobody waits.
+    The first is the program's own. So no tile may wait for another: a program may not have started that had its number.
     """
     drawn = gl.atomic_add(counter, 1, sem="relaxed")
-    given = gl.num_programs(0)
-    if drawn == total - 1 + (given if FIRST else 0):
+    if drawn == total - 1:
         gl.store(counter, 0)  # the launch's last draw leaves the counter as it was found
-    return drawn + (0 if FIRST else given)
+    return drawn + gl.num_programs(0)
 
 
 @gluon.jit
@@ -74,15 +72,14 @@ def hand_out(next_tile, turn, tile, SIZE: gl.constexpr):
 
 
 @gluon.jit
-def take_tile(next_tile, turn, SIZE: gl.constexpr, WARPS: gl.constexpr = 4):
+def take_tile(next_tile, turn, SIZE: gl.constexpr):
     """Consumer: receive the next tile."""
     values, full, empty = next_tile
     wait_full(full, turn, 2)
     slot = turn % 2
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     tile = ()
     for i in gl.static_range(SIZE):
-        tile = tile + (gl.sum(values.index(slot * SIZE + i).load(LAYOUT), 0),)
+        tile = tile + (gl.sum(values.index(slot * SIZE + i).load(EVERY_THREAD), 0),)
     leave(empty, turn, 2)
     return tile
 
