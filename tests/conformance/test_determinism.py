@@ -96,7 +96,8 @@ def test_neighbours_do_not_change_a_bit(backend, case, kind, device, main_dtype)
 
 @pytest.mark.parametrize(("mask", "group", "lengths"), [
     (Mask(), 1, (500, 530)), (causal("bottom_right"), 2, (250, 280)), (window(100, 20, "top_left"), 1, (500, 530)),
-    (Mask(), 1, (1000, 1024)), (causal("top_left"), 1, (1000, 1000))], ids=str)
+    (Mask(), 1, (1000, 1024)), (causal("top_left"), 1, (1000, 1000)), (window(100, 20, "top_left"), 1, (1000, 1024))],
+    ids=str)
 def test_an_entry_among_many_has_the_bits_that_it_has_alone(backend, mask, group, lengths, device, main_dtype):
     """On Hopper, where heads are as many as multiprocessors, a program has all keys of one, then of another.
 

@@ -212,10 +212,10 @@ def hopper_backward_config(problem: AttentionProblem, multiprocessors: int = MUL
     and between -0.5 and 2 % from 4096 on. At 64 a third warpgroup comes with tails, which gains 1 to 8 % more than
     tails with steps of 128 queries did, and takes four tiles each of q and dout; programs that stay there gain 14 to
     26 % more at a length of 512, 10 to 22 % at 1024, 6 to 12 % at 2048, 1 to 2 % at 16384, but lose 2 % where no
-    program has a second tile. Without tails registers hold the next step's
-    scores there (+0 to 7 %), and dQ goes to its sums from registers (+7 to 16 %). Wider heads leave no choice: where
-    registers hold all columns of dK and dV of 64 keys each warpgroup has keys of its own (at 192 and 128 1.2 to 1.4
-    times as fast as sharing them), else two share them.
+    program has a second tile. Without tails registers hold the next step's scores there (+0 to 7 %), and dQ goes to its
+    sums from registers (+7 to 16 %). Wider heads leave no choice: where registers hold all columns of dK and dV of 64
+    keys each warpgroup has keys of its own (at 192 and 128 1.2 to 1.4 times as fast as sharing them), else two share
+    them.
     """
     if max(problem.d, problem.dv) > 128:
         own_keys = sums_fit(problem) and not problem.deterministic
