@@ -9,19 +9,21 @@ import torch
 from kernels.backward_calls import MASKS, call_of, compare, expected, gathered, tails_like
 from tilewise.tuning.configs import HopperBackwardConfig
 
-narrow, backward, loading, products, sums_of, tails_of, launch_backward, pipeline, tiles = (
+narrow, backward, loading, products, sums_of, tails_of, launch_backward, pipeline, key_shares, tiles = (
     pytest.importorskip(f"tilewise.kernels.gluon.{name}", reason="Triton is not installed") for name in (
         "hopper_backward_narrow", "hopper_backward", "hopper_backward_load", "backward_products", "hopper_dq_sums",
-        "hopper_tails", "launch_backward", "pipeline", "tiles"))
+        "hopper_tails", "launch_backward", "pipeline", "key_shares", "tiles"))
 gluon_on_cpu = pytest.importorskip("kernels.gluon_on_cpu")
 Descriptor, Pointer, run = gluon_on_cpu.Descriptor, gluon_on_cpu.Pointer, gluon_on_cpu.run
 
-MODULES = (narrow, backward, loading, products, sums_of, tails_of, pipeline, tiles)
+MODULES = (narrow, backward, loading, products, sums_of, tails_of, pipeline, key_shares, tiles)
 CONSTANTS = {(module, "QUERIES"): 64 for module in MODULES if hasattr(module, "QUERIES")} | {
     (module, "TAIL"): 16 for module in (narrow, backward, tails_of)} | {
+    (module, "END"): -1 for module in (narrow, pipeline)} | {
     (narrow, "ZERO"): 0, (narrow, "ONE"): 1, (sums_of, "WRITERS"): 2, (narrow, "WRITERS"): 2}
 ADDED, ORDERED, ALONE = (HopperBackwardConfig(4, 4, tails=True, ordered=ordered, alone=alone)
                          for ordered, alone in ((False, False), (True, False), (True, True)))
+STAYS = HopperBackwardConfig(4, 4, tails=True, stays=True)
 TWO, FOUR = (HopperBackwardConfig(4, 4, tails=True, ordered=True, alone=True, programs=programs) for programs in (2, 4))
 
 
@@ -36,7 +38,8 @@ def differentiate(mask, config, d, multiprocessors=4):
     sums[launch.sums_rows * 256:] = 0.0  # counters
     described = launch._in_forms((q, k, v, dout, tails_like(lse, delta), dk, dv, dq), lambda tensor, form: Descriptor(
         tensor, form[0]))
-    beside = Pointer(sums) if config.alone else Pointer(
+    counter = torch.zeros(1, dtype=torch.int32)
+    beside = Pointer(counter) if config.stays else Pointer(sums) if config.alone else Pointer(
         sums[launch.sums_rows * 256:].view(torch.int32)) if config.ordered else None
     rows = sums[:launch.sums_rows * 256].view(-1, 256)
     run(launch.kernel, MODULES, launch.grid[0], (*described, Descriptor(rows, launch.sums_block), beside,
@@ -50,7 +53,8 @@ def differentiate(mask, config, d, multiprocessors=4):
 
 
 @pytest.mark.parametrize("d", [64, 40])
-@pytest.mark.parametrize("config", [ADDED, ORDERED, ALONE, TWO, FOUR], ids=["added", "ordered", "alone", "two", "four"])
+@pytest.mark.parametrize("config", [ADDED, ORDERED, ALONE, TWO, FOUR, STAYS],
+                         ids=["added", "ordered", "alone", "two", "four", "stays"])
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_the_source_computes_the_gradients_on_the_cpu(mask, config, d):
     problem, tensors, gradients = differentiate(mask, config, d)

@@ -276,8 +276,9 @@ class HopperBackwardConfig:
         if self.ordered and problem.sequences.are_data:
             raise InvalidInput(f"ordered=True for {problem}; allowed are lengths that are no data.")
         narrow = self.narrow(problem)
-        if narrow and self.stays:
-            raise InvalidInput(f"stays=True for {problem}; allowed are head dims from 65 to 128.")
+        if narrow and self.stays and (self.alone or self.ordered):
+            raise InvalidInput(f"stays=True with alone={self.alone}, ordered={self.ordered} at head dims {problem.d} and "
+                               f"{problem.dv}; allowed is neither up to 64.")
         if narrow and self.out_stages == 1:
             raise InvalidInput(f"out_stages=1 with tails=True at head dims {problem.d} and {problem.dv}; allowed are 2 "
                                "and 4 up to 64: two steps are in hand.")
@@ -303,7 +304,8 @@ class HopperBackwardConfig:
         """
         (d, dv), size = map(sum, self.columns(problem)), problem.dtype.itemsize
         apart = self.alone and not self.stays
-        operands = size * (self.keys * (d + dv) * (2 if apart else 1) + 64 * (
+        ahead = apart or (self.stays and self.narrow(problem))
+        operands = size * (self.keys * (d + dv) * (2 if ahead else 1) + 64 * (
             self.stages * d + self.out_stages * dv))
         scores = 64 * 64 * size * (1 if self.wide else 4)
         rows = 64 * (64 + 32 * self.stages) if self.tails else 8 * 64 * self.stages

@@ -224,8 +224,9 @@ def hopper_backward_config(problem: AttentionProblem, multiprocessors: int = MUL
     narrow = max(problem.d, problem.dv) <= 64
     if narrow and tails_fit(problem):
         programs = programs_of_head(problem, multiprocessors)
-        return HopperBackwardConfig(4, 4, tails=True, ordered=programs > 0 or problem.deterministic,
-                                    alone=programs > 0, programs=max(1, programs))
+        in_order = programs > 0 or problem.deterministic
+        return HopperBackwardConfig(4, 4, tails=True, ordered=in_order, alone=programs > 0, stays=not in_order,
+                                    programs=max(1, programs))
     if problem.deterministic:
         return HopperBackwardConfig(ahead=narrow, ordered=True)
     if tails_fit(problem):

@@ -6,7 +6,8 @@ queries. It makes dS of them, and asks for four products that follow one another
 queries, S and dP of the next. Below dK and dP it computes the next P. The two warpgroups do not wait for each other,
 but for slots. lse and delta come as tails (hopper_tails.py).
 
-With C.ALONE a program goes over all keys of a head, and nobody else adds to this head's dQ: its sums stay with the
+With C.DRAWN programs draw one tile of keys after another, and a tile's first queries come while the last of the tile
+before are worked on. With C.ALONE a program goes over all keys of a head, and nobody else adds to this head's dQ: its sums stay with the
 program, in L2, the first tile that sees a step sets them, and the last writes dq. Or C.PROGRAMS share the tiles of a
 head, and add in their order by writers, as with C.ORDERED: then fewer heads' sums are in hand, and rounds of programs
 are fuller. Programs of one head wait for one another: they are neighbours, and all have started before any behind
@@ -43,7 +44,19 @@ from tilewise.kernels.gluon.hopper_dq_sums import (
     write_sums,
 )
 from tilewise.kernels.gluon.hopper_tails import TAIL, make_picks
-from tilewise.kernels.gluon.pipeline import leave, make_barriers, meet, opaque, wait_empty, wait_full
+from tilewise.kernels.gluon.key_shares import tile_of_program, tiles_of_program
+from tilewise.kernels.gluon.pipeline import (
+    END,
+    draw,
+    hand_out,
+    leave,
+    make_barriers,
+    meet,
+    opaque,
+    take_tile,
+    wait_empty,
+    wait_full,
+)
 from tilewise.kernels.gluon.tiles import (
     QUERIES,
     is_last_of,
@@ -73,6 +86,7 @@ class Shape(NamedTuple):
     ALONE: bool
     PROGRAMS: int
     KEY_SLOTS: int
+    DRAWN: bool
     LOWER: bool
     UPPER: bool
     CONSUMERS: int = 2
@@ -153,162 +167,170 @@ def pass_steps(begin, end, begun, dk, dv, turn, key, own, memory, spans, band, s
 
 
 @gluon.jit
-def tiles_of_program(order, C: gl.constexpr):
-    """Return how many tiles of keys a program works on: one, or with C.ALONE its share of each of its heads."""
-    tiles, heads, batches, _section = order
-    number = gl.program_id(0) * 0 + 1
-    if C.ALONE:
-        N: gl.constexpr = C.PROGRAMS
-        lines = (heads * batches - 1 - gl.program_id(0) // N) // (gl.num_programs(0) // N) + 1
-        number = lines * own_tiles(tiles, C)
-    return number
-
-
-@gluon.jit
-def own_tiles(tiles, C: gl.constexpr):
-    """Return how many of a head's tiles a program has: of every C.PROGRAMS tiles one."""
-    return tiles // C.PROGRAMS + gl.where(place_in_round(tiles // C.PROGRAMS, C) < tiles % C.PROGRAMS, 1, 0)
-
-
-@gluon.jit
-def place_in_round(number, C: gl.constexpr):
-    """Return which of a round's C.PROGRAMS tiles is the program's.
-
-    A bound above makes tiles shorter and shorter: from round to round those that had the longest get the shortest.
-    """
-    N: gl.constexpr = C.PROGRAMS
-    place = gl.program_id(0) % N
-    if C.UPPER and not C.LOWER:
-        place = gl.where(number % 2 == 0, place, N - 1 - place)
-    return place
-
-
-@gluon.jit
-def tile_of_program(number, order, C: gl.constexpr):
-    """Return (first key, head of k, batch) of one of a program's tiles."""
-    tiles, heads, _batches, _section = order
-    if C.ALONE:
-        N: gl.constexpr = C.PROGRAMS
-        own = own_tiles(tiles, C)
-        line = gl.program_id(0) // N + number // own * (gl.num_programs(0) // N)
-        rank = number % own * N + place_in_round(number % own, C)
-        tile = (rank * (64 * C.CONSUMERS), line % heads, line // heads)
-    else:
-        tile = key_tile_at(gl.program_id(0), order, C)
-    return tile
+def load_tile(loaded, number, tile, turn, C: gl.constexpr):
+    """Producer: keys and values of a tile, and behind them the queries of every head of the group."""
+    sources, keys, queries, douts, rows, _order, band, group, _drawn = loaded
+    _q_desc, k_desc, v_desc, _dout_desc, _tails_desc, _delta_ptr, _share = sources
+    k_tiles, v_tiles, keys_full, keys_empty = keys
+    NC: gl.constexpr = C.CONSUMERS
+    first, head_k, batch = tile
+    spans = query_steps_of(first, band, C)
+    wait_empty(keys_empty, number, C.KEY_SLOTS)
+    slot = number % C.KEY_SLOTS
+    mbarrier.expect(keys_full.index(slot), NC * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
+    for i in gl.static_range(NC):
+        own = slot * NC + i
+        tma_load(k_desc, [batch, head_k, first + i * 64, 0], keys_full.index(slot), k_tiles.index(own))
+        tma_load(v_desc, [batch, head_k, first + i * 64, 0], keys_full.index(slot), v_tiles.index(own))
+    for member in range(group):
+        for step in range(spans[3]):
+            place = (batch, head_k * group + member, queries_at(step, spans, C), 0)
+            load_rows(sources, queries, rows, turn, place, 0, (0, 0), False, C)
+            load_dout(sources, douts, turn, place, False, C)
+            turn += 1
+    return turn
 
 
 @gluon.jit
 def load(loaded, C: gl.constexpr):
-    """Producer, one warp: keys and values of each tile, and behind them the queries of every head of the group."""
-    sources, keys, queries, douts, rows, order, band, group = loaded
-    _q_desc, k_desc, v_desc, _dout_desc, _tails_desc, _delta_ptr, _share = sources
-    k_tiles, v_tiles, keys_full, keys_empty = keys
-    NC: gl.constexpr = C.CONSUMERS
+    """Producer, one warp: tile after tile; with C.DRAWN as they are drawn."""
+    order, drawn = loaded[5], loaded[8]
     turn = 0
-    for number in range(tiles_of_program(order, C)):
-        first, head_k, batch = tile_of_program(number, order, C)
-        spans = query_steps_of(first, band, C)
-        wait_empty(keys_empty, number, C.KEY_SLOTS)
-        slot = number % C.KEY_SLOTS
-        mbarrier.expect(keys_full.index(slot), NC * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
-        for i in gl.static_range(NC):
-            own = slot * NC + i
-            tma_load(k_desc, [batch, head_k, first + i * 64, 0], keys_full.index(slot), k_tiles.index(own))
-            tma_load(v_desc, [batch, head_k, first + i * 64, 0], keys_full.index(slot), v_tiles.index(own))
-        for member in range(group):
-            for step in range(spans[3]):
-                place = (batch, head_k * group + member, queries_at(step, spans, C), 0)
-                load_rows(sources, queries, rows, turn, place, 0, (0, 0), False, C)
-                load_dout(sources, douts, turn, place, False, C)
-                turn += 1
+    if C.DRAWN:
+        next_tile, counter = drawn
+        tiles, heads, batches, _section = order
+        total = tiles * heads * batches
+        number = gl.program_id(0)
+        taken = number * 0
+        while number < total:
+            tile = key_tile_at(number, order, C)
+            hand_out(next_tile, taken, tile, 3)
+            turn = load_tile(loaded, taken, tile, turn, C)
+            taken += 1
+            number = draw(counter, total)
+        hand_out(next_tile, taken, (END, 0, 0), 3)
+    else:
+        for number in range(tiles_of_program(order, C)):
+            turn = load_tile(loaded, number, tile_of_program(number, order, C), turn, C)
 
 
 @gluon.jit
-def gather(gathered, OWN: gl.constexpr, C: gl.constexpr):
-    """Consumer, one warpgroup: dK and dV of 64 keys of a tile, and dS of every step for the one that makes dQ."""
-    targets, memory, order, band, group, scales = gathered
+def gather_tile(gathered, number, tile, turn, OWN: gl.constexpr, C: gl.constexpr):
+    """Consumer: dK and dV of 64 keys of a tile, and dS of every step for the one that makes dQ."""
+    targets, memory, order, band, group, scales, _next_tile = gathered
     scale, scale_log2 = scales
     dk_desc, dv_desc = targets
     k_tiles, v_tiles, keys_full, keys_empty = memory[0]
     SUM_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.WIDTH, 16])
     FIRST: gl.constexpr = 1 if C.ORDERED and not C.LOWER else 0
     STOP: gl.constexpr = 3 if C.ORDERED else 2
+    first, head_k, batch = tile
+    dk = gl.full([64, C.WIDTH], 0.0, gl.float32, layout=SUM_LAYOUT)
+    dv = gl.full([64, C.WIDTH], 0.0, gl.float32, layout=SUM_LAYOUT)
+    pairs = gl.full([64, QUERIES], 0.0, gl.float32, layout=PAIRS)
+    begun = (pairs, gl.convert_layout(pairs.to(k_tiles.dtype), gl.DotOperandLayout(0, SUM_LAYOUT, 2)), pairs)
+    spans = query_steps_of(first, band, C)
+    key = first + OWN * 64
+    ends = phases_of(key, spans, band, C)
+    own = number % C.KEY_SLOTS * C.CONSUMERS + OWN
+    wait_full(keys_full, number, C.KEY_SLOTS)
+    # Somebody sees these keys: there is a step.
+    begun, dk, dv = pass_turn_on(begun, dk, dv, turn, queries_at(0, spans, C), key, own, memory, band, scale_log2,
+                                 False, True, True, OWN, C)
+    if number > 0:
+        tma_store_wait(0)  # dK and dV of the tile before have been read where its keys and values were
+        leave(keys_empty, number - 1, C.KEY_SLOTS)
+    turn += 1
+    for member in range(group):
+        for phase in gl.static_range(FIRST, STOP):
+            begin = gl.where(member == 0, gl.maximum(ends[phase], 1), ends[phase])
+            begun, dk, dv, turn = pass_steps(begin, ends[phase + 1], begun, dk, dv, turn, key, own, memory, spans,
+                                             band, scale_log2, phase != 1, OWN, C)
+    begun, dk, dv = pass_turn_on(begun, dk, dv, turn, 0, key, own, memory, band, scale_log2, True, False, False, OWN,
+                                 C)
+    if C.PROGRAMS > 1:  # found anew, not kept in registers through all steps
+        first, head_k, batch = tile_of_program(opaque(number), order, C)
+    place = (batch, head_k, first + OWN * 64, 0)
+    write(dv_desc, None, v_tiles.index(own), dv, place, 64, C)
+    meet(C.CONSUMERS + 1)  # dQ has read these keys
+    write(dk_desc, None, k_tiles.index(own), dk * scale, place, 64, C)
+    return turn
+
+
+@gluon.jit
+def gather(gathered, OWN: gl.constexpr, C: gl.constexpr):
+    """Consumer, one warpgroup: its keys of one tile after another."""
+    order, next_tile = gathered[2], gathered[6]
     turn = 0
-    for number in range(tiles_of_program(order, C)):
-        first, head_k, batch = tile_of_program(number, order, C)
-        dk = gl.full([64, C.WIDTH], 0.0, gl.float32, layout=SUM_LAYOUT)
-        dv = gl.full([64, C.WIDTH], 0.0, gl.float32, layout=SUM_LAYOUT)
-        pairs = gl.full([64, QUERIES], 0.0, gl.float32, layout=PAIRS)
-        begun = (pairs, gl.convert_layout(pairs.to(k_tiles.dtype), gl.DotOperandLayout(0, SUM_LAYOUT, 2)), pairs)
-        spans = query_steps_of(first, band, C)
-        key = first + OWN * 64
-        ends = phases_of(key, spans, band, C)
-        own = number % C.KEY_SLOTS * C.CONSUMERS + OWN
-        wait_full(keys_full, number, C.KEY_SLOTS)
-        # Somebody sees these keys: there is a step.
-        begun, dk, dv = pass_turn_on(begun, dk, dv, turn, queries_at(0, spans, C), key, own, memory, band, scale_log2,
-                                     False, True, True, OWN, C)
-        if number > 0:
-            tma_store_wait(0)  # dK and dV of the tile before have been read where its keys and values were
-            leave(keys_empty, number - 1, C.KEY_SLOTS)
-        turn += 1
-        for member in range(group):
-            for phase in gl.static_range(FIRST, STOP):
-                begin = gl.where(member == 0, gl.maximum(ends[phase], 1), ends[phase])
-                begun, dk, dv, turn = pass_steps(begin, ends[phase + 1], begun, dk, dv, turn, key, own, memory, spans,
-                                                 band, scale_log2, phase != 1, OWN, C)
-        begun, dk, dv = pass_turn_on(begun, dk, dv, turn, 0, key, own, memory, band, scale_log2, True, False, False,
-                                     OWN, C)
-        if C.PROGRAMS > 1:  # found anew, not kept in registers through all steps
-            first, head_k, batch = tile_of_program(opaque(number), order, C)
-        place = (batch, head_k, first + OWN * 64, 0)
-        write(dv_desc, None, v_tiles.index(own), dv, place, 64, C)
-        meet(C.CONSUMERS + 1)  # dQ has read these keys
-        write(dk_desc, None, k_tiles.index(own), dk * scale, place, 64, C)
+    if C.DRAWN:
+        taken = 0
+        tile = take_tile(next_tile, taken, 3)
+        while tile[0] != END:
+            turn = gather_tile(gathered, taken, tile, turn, OWN, C)
+            taken += 1
+            tile = take_tile(next_tile, taken, 3)
+    else:
+        for number in range(tiles_of_program(order, C)):
+            turn = gather_tile(gathered, number, tile_of_program(number, order, C), turn, OWN, C)
     tma_store_wait(0)
 
 
 @gluon.jit
-def make_dq(made, C: gl.constexpr):
-    """Third warpgroup: dQ of every step, added to its sums or handed to warps that do it in order; or all of dq."""
-    dq_desc, sums, sums_ptr, keys, dscores, stage, order, band, group, scale = made
+def make_dq_of_tile(made, number, tile, turn, C: gl.constexpr):
+    """Third warpgroup: dQ of every step of a tile, added to its sums or handed to warps that do it; or all of dq."""
+    dq_desc, sums, sums_ptr, keys, dscores, stage, order, band, group, scale, _next_tile = made
     k_tiles, _v_tiles, keys_full, _keys_empty = keys
     dscores_tiles, full, empty = dscores
     all_steps = (band[0] + (QUERIES - 1)) // QUERIES
     SHARED: gl.constexpr = C.PROGRAMS > 1
-    turn = 0
-    for number in range(tiles_of_program(order, C)):
-        first, head_k, batch = tile_of_program(number, order, C)
-        spans = query_steps_of(first, band, C)
-        wait_full(keys_full, number, C.KEY_SLOTS)
+    first, head_k, batch = tile
+    spans = query_steps_of(first, band, C)
+    wait_full(keys_full, number, C.KEY_SLOTS)
+    if C.ALONE and not SHARED:
+        await_sums()  # of the tiles before
+    for member in range(group):
+        head = head_k * group + member
         if C.ALONE and not SHARED:
-            await_sums()  # of the tiles before
-        for member in range(group):
-            head = head_k * group + member
-            if C.ALONE and not SHARED:
-                line = gl.program_id(0) * group + member
+            line = gl.program_id(0) * group + member
+        else:
+            line = batch * order[1] * group + head
+        for step in range(spans[3]):
+            query = queries_at(step, spans, C)
+            part = line * all_steps + query // QUERIES
+            wait_full(full, turn, 2)
+            dq_pending = issue_dq(k_tiles, dscores_tiles, turn & 1, number % C.KEY_SLOTS * C.CONSUMERS, 0, 1, C)
+            dq = warpgroup_mma_wait(0, deps=(dq_pending,))
+            leave(empty, turn, 2)
+            if SHARED:
+                hand_over_or_write(dq, dq_desc, stage, turn, [batch, head, query, 0],
+                                   rank_of(first, query // QUERIES, band, C) == 0,
+                                   is_last_of(first, query, band, C), scale)
+            elif C.ALONE:
+                keep_or_write(dq, dq_desc, sums, sums_ptr, stage, part, [batch, head, query, 0],
+                              rank_of(first, query // QUERIES, band, C) == 0, is_last_of(first, query, band, C),
+                              scale)
             else:
-                line = batch * order[1] * group + head
-            for step in range(spans[3]):
-                query = queries_at(step, spans, C)
-                part = line * all_steps + query // QUERIES
-                wait_full(full, turn, 2)
-                dq_pending = issue_dq(k_tiles, dscores_tiles, turn & 1, number % C.KEY_SLOTS * C.CONSUMERS, 0, 1, C)
-                dq = warpgroup_mma_wait(0, deps=(dq_pending,))
-                leave(empty, turn, 2)
-                if SHARED:
-                    hand_over_or_write(dq, dq_desc, stage, turn, [batch, head, query, 0],
-                                       rank_of(first, query // QUERIES, band, C) == 0,
-                                       is_last_of(first, query, band, C), scale)
-                elif C.ALONE:
-                    keep_or_write(dq, dq_desc, sums, sums_ptr, stage, part, [batch, head, query, 0],
-                                  rank_of(first, query // QUERIES, band, C) == 0, is_last_of(first, query, band, C),
-                                  scale)
-                else:
-                    hand_over(sums, dq, stage, turn, part, 0, C)
-                turn += 1
-        meet(C.CONSUMERS + 1)
+                hand_over(sums, dq, stage, turn, part, 0, C)
+            turn += 1
+    meet(C.CONSUMERS + 1)
+    return turn
+
+
+@gluon.jit
+def make_dq(made, C: gl.constexpr):
+    """Third warpgroup: dQ of one tile after another."""
+    order, next_tile = made[6], made[10]
+    turn = 0
+    if C.DRAWN:
+        taken = 0
+        tile = take_tile(next_tile, taken, 3)
+        while tile[0] != END:
+            turn = make_dq_of_tile(made, taken, tile, turn, C)
+            taken += 1
+            tile = take_tile(next_tile, taken, 3)
+    else:
+        for number in range(tiles_of_program(order, C)):
+            turn = make_dq_of_tile(made, number, tile_of_program(number, order, C), turn, C)
     tma_store_wait(0)
 
 
@@ -413,14 +435,18 @@ def hopper_backward_narrow_kernel(q_desc, k_desc, v_desc, dout_desc, tails_desc,
             stage = (gl.allocate_shared_memory(gl.float32, [C.WIDTH // 4, 256], sums.layout), rows_of_dq)
     else:
         stage = gl.allocate_shared_memory(gl.float32, [1, C.WIDTH // 4, 256], sums.layout)
+    next_tile = ()
+    if C.DRAWN:
+        numbers = gl.allocate_shared_memory(gl.int32, [2 * 3, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        next_tile = (numbers, make_barriers(2, 1), make_barriers(2, NC + 1))
     fence_async_shared()
     band = (sq, sk, lower, upper)
     order = (tiles, heads, batches, section)
     sources = (q_desc, k_desc, v_desc, dout_desc, tails_desc, None, None)
     memory = (keys, queries, douts, rows, dscores)
-    gathered = ((dk_desc, dv_desc), memory, order, band, group, (scale, scale_log2))
-    made = (dq_desc, sums, beside, keys, dscores, stage, order, band, group, scale)
-    loaded = (sources, keys, queries, douts, rows, order, band, group)
+    gathered = ((dk_desc, dv_desc), memory, order, band, group, (scale, scale_log2), next_tile)
+    made = (dq_desc, sums, beside, keys, dscores, stage, order, band, group, scale, next_tile)
+    loaded = (sources, keys, queries, douts, rows, order, band, group, (next_tile, beside))
     if ADDED:
         tile = key_tile_at(gl.program_id(0), order, C)
         written = (sums, beside, stage, tile, band, heads, group)

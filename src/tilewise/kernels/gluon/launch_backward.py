@@ -282,7 +282,7 @@ def _kernel_of(problem: AttentionProblem, config: HopperBackwardShape) -> tuple[
 
         return hopper_backward_narrow_kernel, (problem.scale, scale_log2, NarrowShape(
             columns[0][0], config.stages, config.out_stages, config.ordered, config.alone, config.programs,
-            2 if config.alone else 1, *bounded))
+            2 if config.alone or config.stays else 1, config.stays, *bounded))
     from tilewise.kernels.gluon.hopper_backward import Shape, hopper_backward_kernel
 
     return hopper_backward_kernel, (_gradient_scale(problem), scale_log2, squash, count, *_draws_of(problem), Shape(
