@@ -23,7 +23,7 @@ CONSTANTS = {(module, "QUERIES"): 64 for module in MODULES if hasattr(module, "Q
     (narrow, "ZERO"): 0, (narrow, "ONE"): 1, (sums_of, "WRITERS"): 2, (narrow, "WRITERS"): 2}
 ADDED, ORDERED, ALONE = (HopperBackwardConfig(4, 4, tails=True, ordered=ordered, alone=alone)
                          for ordered, alone in ((False, False), (True, False), (True, True)))
-STAYS = HopperBackwardConfig(4, 4, tails=True, stays=True)
+STAYS, DRAWN = (HopperBackwardConfig(4, 4, tails=True, stays=True, ordered=ordered) for ordered in (False, True))
 TWO, FOUR = (HopperBackwardConfig(4, 4, tails=True, ordered=True, alone=True, programs=programs) for programs in (2, 4))
 
 
@@ -39,11 +39,12 @@ def differentiate(mask, config, d, multiprocessors=4):
     described = launch._in_forms((q, k, v, dout, tails_like(lse, delta), dk, dv, dq), lambda tensor, form: Descriptor(
         tensor, form[0]))
     counter = torch.zeros(1, dtype=torch.int32)
-    beside = Pointer(counter) if config.stays else Pointer(sums) if config.alone else Pointer(
+    beside = Pointer(sums) if config.alone else Pointer(
         sums[launch.sums_rows * 256:].view(torch.int32)) if config.ordered else None
     rows = sums[:launch.sums_rows * 256].view(-1, 256)
-    run(launch.kernel, MODULES, launch.grid[0], (*described, Descriptor(rows, launch.sums_block), beside,
-                                                 *launch.scalars), CONSTANTS, config.programs)
+    run(launch.kernel, MODULES, launch.grid[0], (*described, Descriptor(rows, launch.sums_block), beside, Pointer(counter),
+                                                 *launch.scalars), CONSTANTS,
+        launch.grid[0] if config.stays else config.programs)
     if config.alone:
         dq = dq.float() / problem.scale
     else:
@@ -53,8 +54,8 @@ def differentiate(mask, config, d, multiprocessors=4):
 
 
 @pytest.mark.parametrize("d", [64, 40])
-@pytest.mark.parametrize("config", [ADDED, ORDERED, ALONE, TWO, FOUR, STAYS],
-                         ids=["added", "ordered", "alone", "two", "four", "stays"])
+@pytest.mark.parametrize("config", [ADDED, ORDERED, ALONE, TWO, FOUR, STAYS, DRAWN],
+                         ids=["added", "ordered", "alone", "two", "four", "stays", "drawn"])
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_the_source_computes_the_gradients_on_the_cpu(mask, config, d):
     problem, tensors, gradients = differentiate(mask, config, d)

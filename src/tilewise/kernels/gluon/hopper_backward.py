@@ -405,11 +405,11 @@ def hopper_backward_kernel(q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr
     gathered = (targets, sums, keys, queries, douts, rows, dscores_tiles, stage, tile, spot, band, heads, group, count,
                 (scale, scale_log2, squash), (seed, threshold, gain, origin_q, origin_k))
     loaded = (sources, keys, queries, douts, rows, tile, spot, band, heads, group)
-    written = (sums, beside, stage, tile, band, heads, group)
+    written = (sums, beside, stage, order, band, group)
     if C.ORDERED:
         gl.warp_specialize([(gather, (gathered, ZERO, C)), (gather, (gathered, ONE, C)), (load, (loaded, C)),
-                            (write_sums, (written, ZERO, NC, C)), (write_sums, (written, ONE, NC, C))], [4, 1, 1, 1],
-                           [240, 24, 24, 24])
+                            (write_sums, (written, tile, ZERO, ZERO, NC, C)),
+                            (write_sums, (written, tile, ZERO, ONE, NC, C))], [4, 1, 1, 1], [240, 24, 24, 24])
     else:
         gl.warp_specialize([(gather, (gathered, ZERO, C)), (gather, (gathered, ONE, C)), (load, (loaded, C))], [4, 1],
                            [240, 24])

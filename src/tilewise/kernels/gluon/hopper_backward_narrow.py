@@ -335,6 +335,23 @@ def make_dq(made, C: gl.constexpr):
 
 
 @gluon.jit
+def write_in_order(written, next_tile, OWN: gl.constexpr, C: gl.constexpr):
+    """Writer, one warp: add every other step that ``make_dq`` stages, of one tile after another."""
+    _sums, _counters, _stage, order, band, group = written
+    turn = 0
+    if C.DRAWN:
+        taken = 0
+        tile = take_tile(next_tile, taken, 3, 1)
+        while tile[0] != END:
+            write_sums(written, tile, turn, OWN, 1, C)
+            turn += group * query_steps_of(tile[0], band, C)[3]
+            taken += 1
+            tile = take_tile(next_tile, taken, 3, 1)
+    else:
+        write_sums(written, key_tile_at(gl.program_id(0), order, C), turn, OWN, 1, C)
+
+
+@gluon.jit
 def counters_behind(sums_ptr, order, steps, WIDTH: gl.constexpr):
     """Return where the counters are, one for each of ``steps`` steps of a head of k: behind all sums."""
     _tiles, heads, batches, _section = order
@@ -400,7 +417,7 @@ def write_parts(written, OWN: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["tiles", "heads", "batches", "section", "sq", "sk", "lower", "upper", "group"])
 def hopper_backward_narrow_kernel(q_desc, k_desc, v_desc, dout_desc, tails_desc, dk_desc, dv_desc, dq_desc,
-                                  sums, beside, tiles, heads, batches, section, sq, sk, lower, upper, group, scale,
+                                  sums, beside, counter, tiles, heads, batches, section, sq, sk, lower, upper, group, scale,
                                   scale_log2, C: gl.constexpr):
     """Compute dk and dv, and the sums for dq, which must be zero at first but where C.ORDERED; or, ALONE, compute dq.
 
@@ -438,7 +455,7 @@ def hopper_backward_narrow_kernel(q_desc, k_desc, v_desc, dout_desc, tails_desc,
     next_tile = ()
     if C.DRAWN:
         numbers = gl.allocate_shared_memory(gl.int32, [2 * 3, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-        next_tile = (numbers, make_barriers(2, 1), make_barriers(2, NC + 1))
+        next_tile = (numbers, make_barriers(2, 1), make_barriers(2, NC + 1 + (WRITERS if ADDED else 0)))
     fence_async_shared()
     band = (sq, sk, lower, upper)
     order = (tiles, heads, batches, section)
@@ -446,13 +463,13 @@ def hopper_backward_narrow_kernel(q_desc, k_desc, v_desc, dout_desc, tails_desc,
     memory = (keys, queries, douts, rows, dscores)
     gathered = ((dk_desc, dv_desc), memory, order, band, group, (scale, scale_log2), next_tile)
     made = (dq_desc, sums, beside, keys, dscores, stage, order, band, group, scale, next_tile)
-    loaded = (sources, keys, queries, douts, rows, order, band, group, (next_tile, beside))
+    loaded = (sources, keys, queries, douts, rows, order, band, group, (next_tile, counter))
     if ADDED:
-        tile = key_tile_at(gl.program_id(0), order, C)
-        written = (sums, beside, stage, tile, band, heads, group)
+        written = (sums, beside, stage, order, band, group)
         gl.warp_specialize([(gather, (gathered, ZERO, C)), (gather, (gathered, ONE, C)), (make_dq, (made, C)),
-                            (load, (loaded, C)), (write_sums, (written, ZERO, ONE, C)),
-                            (write_sums, (written, ONE, ONE, C))], [4, 4, 1, 1, 1], [208, 72, 24, 24, 24])
+                            (load, (loaded, C)),
+                            (write_in_order, (written, next_tile, ZERO, C)), (write_in_order, (written, next_tile, ONE, C))],
+                           [4, 4, 1, 1, 1], [208, 72, 24, 24, 24])
     elif C.PROGRAMS > 1:
         written = (sums, beside, stage[0], order, band, group)
         gl.warp_specialize([(gather, (gathered, ZERO, C)), (gather, (gathered, ONE, C)), (make_dq, (made, C)),

@@ -175,17 +175,20 @@ def hand_over(sums, dq, stage, turn, part, OWN: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def write_sums(written, OWN: gl.constexpr, MAKERS: gl.constexpr, C: gl.constexpr):
-    """Writer, one warp: add what the consumers stage in every other step of all heads of the group."""
-    sums, counters, stage, tile, band, heads, group = written
+def write_sums(written, tile, begun, OWN: gl.constexpr, MAKERS: gl.constexpr, C: gl.constexpr):
+    """Writer, one warp: add what the consumers stage in every other step of a tile, of all heads of the group.
+
+    begun: the program's steps before this tile.
+    """
+    sums, counters, stage, order, band, group = written
     tiles, full, empty = stage
     first, head_k, batch = tile
     spans = query_steps_of(first, band, C)
     all_steps = (band[0] + (QUERIES - 1)) // QUERIES
-    for turn in range(OWN, group * spans[3], WRITERS):
-        member = turn // spans[3]
-        place = queries_at(turn - member * spans[3], spans, C) // QUERIES
-        step = (batch * heads * group + head_k * group + member) * all_steps + place
+    for turn in range(begun + (OWN + begun) % WRITERS, begun + group * spans[3], WRITERS):
+        member = (turn - begun) // spans[3]
+        place = queries_at(turn - begun - member * spans[3], spans, C) // QUERIES
+        step = ((batch * order[1] + head_k) * group + member) * all_steps + place
         rank = rank_of(first, place, band, C)
         wait_for_tiles_before(counters + step, rank)
         wait_full(full, turn, WRITERS)

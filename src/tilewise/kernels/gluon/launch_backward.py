@@ -187,9 +187,9 @@ class HopperBackward:
         mine = self.taken(read, lse)
         at_sums = sums.data_ptr()
         counter = counter_of(sums.device) if self.config.stays and not self.config.alone else None
-        beside = address_of(counter) if self.beside is None else at_sums + self.beside[0] * 1024
+        beside = address_of(self._drawn(counter)) if self.beside is None else at_sums + self.beside[0] * 1024
         self.enqueue((*self.places((*[tensor.data_ptr() for tensor in mine], None)), at_sums, beside,
-                      *[address_of(tensor) for tensor in self._plain(dk, dv, data)]),
+                      *[address_of(tensor) for tensor in self._plain(dk, dv, data, counter)]),
                      lambda: self.arguments(mine, sums, data, counter), alike=plain)
         if not self.config.alone:
             self.enqueue_dq((at_sums, dq.data_ptr(), address_of(data[0])), lambda: (sums, dq, data[0]), alike=plain)
@@ -223,10 +223,10 @@ class HopperBackward:
             tensor, list(tensor.shape), legal_strides(tensor), *form))
         target = sums if self.config.direct else self.describe(sums, [self.sums_rows, 256], list(sums.stride()),
                                                                self.sums_block, self.sums_layout)
-        beside = counter if self.config.stays else None
+        beside = self._drawn(counter)
         if self.beside is not None:
             beside = sums[self.beside[0]:].view(self.beside[1])
-        return (*described, target, beside, *self._plain(tensors[6], tensors[7], data))
+        return (*described, target, beside, *self._plain(tensors[6], tensors[7], data, counter))
 
     def _in_forms(self, tensors: tuple[torch.Tensor, ...], make: Callable[[torch.Tensor, Any], Any]) -> list[Any]:
         """Make an argument of each tensor in each of its forms; lse and delta may have none, and a form may be None."""
@@ -235,11 +235,18 @@ class HopperBackward:
             made += [form and make(tensor, form) for form in forms] if forms else [make(tensor, None)]
         return made
 
-    def _plain(self, dk: torch.Tensor, dv: torch.Tensor,
-               data: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
-        """What else the kernel takes: dk and dv where sequences are packed, lengths, the seed; none of wide heads."""
+    def _drawn(self, counter: torch.Tensor | None) -> torch.Tensor | None:
+        """What hands out tiles, where the kernel takes it beside the sums."""
+        return None if self.narrow else counter
+
+    def _plain(self, dk: torch.Tensor, dv: torch.Tensor, data: tuple[torch.Tensor | None, ...],
+               counter: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """What else the kernel takes: dk and dv where sequences are packed, lengths, the seed; none of wide heads.
+
+        Narrow ones take what hands out tiles.
+        """
         if self.bare:
-            return ()
+            return (counter,) if self.narrow else ()
         return (dk, dv, *data) if self.packed else (None, None, *data)
 
     def _read(self, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -282,7 +289,8 @@ def _kernel_of(problem: AttentionProblem, config: HopperBackwardShape) -> tuple[
 
         return hopper_backward_narrow_kernel, (problem.scale, scale_log2, NarrowShape(
             columns[0][0], config.stages, config.out_stages, config.ordered, config.alone, config.programs,
-            2 if config.alone or config.stays else 1, config.stays, *bounded))
+            2 if config.alone or config.stays else 1,
+            config.stays, *bounded))
     from tilewise.kernels.gluon.hopper_backward import Shape, hopper_backward_kernel
 
     return hopper_backward_kernel, (_gradient_scale(problem), scale_log2, squash, count, *_draws_of(problem), Shape(

@@ -69,14 +69,15 @@ def hand_out(next_tile, turn, tile, SIZE: gl.constexpr):
 
 
 @gluon.jit
-def take_tile(next_tile, turn, SIZE: gl.constexpr):
+def take_tile(next_tile, turn, SIZE: gl.constexpr, WARPS: gl.constexpr = 4):
     """Consumer: receive the next tile."""
     values, full, empty = next_tile
     wait_full(full, turn, 2)
     slot = turn % 2
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     tile = ()
     for i in gl.static_range(SIZE):
-        tile = tile + (gl.sum(values.index(slot * SIZE + i).load(EVERY_THREAD), 0),)
+        tile = tile + (gl.sum(values.index(slot * SIZE + i).load(LAYOUT), 0),)
     leave(empty, turn, 2)
     return tile
 
