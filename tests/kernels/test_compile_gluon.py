@@ -24,7 +24,8 @@ BACKWARD_CONFIGS = {64: ({"ahead": True, "direct": True}, {"ahead": True, "order
 # And of calls that nothing but a band changes, with tails: the heuristic's first.
 NARROW = {"stages": 4, "out_stages": 4}
 ALONE = NARROW | {"ordered": True, "alone": True}
-TAILS_CONFIGS = {64: (NARROW, NARROW | {"ordered": True}, ALONE, ALONE | {"programs": 2}),
+DRAWN = NARROW | {"stays": True}
+TAILS_CONFIGS = {64: (DRAWN, DRAWN | {"ordered": True}, NARROW, ALONE, ALONE | {"programs": 2}),
                  128: ({"stays": True}, {"stays": True, "alone": True}, {}, {"direct": True})}
 REGISTER_FILE = 65536
 # Bytes of stack a thread, ceilings. At d 64 three warpgroups have 160 registers a thread: of plain calls 3.6.0

@@ -42,9 +42,10 @@ def differentiate(mask, config, d, multiprocessors=4):
     beside = Pointer(sums) if config.alone else Pointer(
         sums[launch.sums_rows * 256:].view(torch.int32)) if config.ordered else None
     rows = sums[:launch.sums_rows * 256].view(-1, 256)
-    run(launch.kernel, MODULES, launch.grid[0], (*described, Descriptor(rows, launch.sums_block), beside, Pointer(counter),
-                                                 *launch.scalars), CONSTANTS,
+    run(launch.kernel, MODULES, launch.grid[0],
+        (*described, Descriptor(rows, launch.sums_block), beside, Pointer(counter), *launch.scalars), CONSTANTS,
         launch.grid[0] if config.stays else config.programs)
+    assert counter == 0
     if config.alone:
         dq = dq.float() / problem.scale
     else:
@@ -60,6 +61,13 @@ def differentiate(mask, config, d, multiprocessors=4):
 def test_the_source_computes_the_gradients_on_the_cpu(mask, config, d):
     problem, tensors, gradients = differentiate(mask, config, d)
     compare(gradients, expected(problem, tensors))
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_programs_that_draw_tiles_make_the_bits_of_sums_in_order(mask):
+    _, _, drawn = differentiate(mask, DRAWN, 64)
+    _, _, in_order = differentiate(mask, ORDERED, 64)
+    assert all(torch.equal(one, other) for one, other in zip(drawn, in_order, strict=True))
 
 
 @pytest.mark.parametrize("config", [ALONE, TWO, FOUR], ids=["alone", "two", "four"])

@@ -62,7 +62,7 @@ def test_proposals_are_distinct_legal_and_begin_with_the_heuristics(kernel, d):
 
 def test_few_are_legal_where_heads_are_wide_and_all_ways_where_they_are_narrow():
     assert {kernel: [len(propose_hopper(kernel, problem_of(d, kernel=kernel), DEVICE).tiles) for d in (64, 128, 256)]
-            for kernel in HEURISTICS} == {"hopper_forward": [14, 6, 2], "hopper_backward": [16, 9, 2]}
+            for kernel in HEURISTICS} == {"hopper_forward": [14, 6, 2], "hopper_backward": [17, 9, 2]}
     narrow = propose_hopper("hopper_forward", problem_of(64), DEVICE).tiles
     assert {(config.keys, config.consumers, config.ping_pong) for config in narrow} == {
         (*sides, turns) for sides in ((64, 2), (128, 2), (128, 3)) for turns in (False, True)}
@@ -118,17 +118,27 @@ def test_lse_is_no_tail_where_something_comes_between_it_and_the_probabilities(f
 def test_lse_of_plain_calls_is_a_tail_and_of_narrow_heads_in_order_too(d):
     problem = problem_of(d, kernel="hopper_backward")
     stages = {"stages": 4, "out_stages": 4} if d <= 64 else {}
-    assert hopper_backward_config(problem) == HopperBackwardConfig(tails=True, stays=d > 64, **stages)
-    ordered = hopper_backward_config(replace(problem, deterministic=True))
-    assert ordered == HopperBackwardConfig(ordered=True, tails=d <= 64, **stages)
+    assert hopper_backward_config(problem, 60) == HopperBackwardConfig(tails=True, stays=True, **stages)
+    ordered = hopper_backward_config(replace(problem, deterministic=True), 60)
+    assert ordered == HopperBackwardConfig(ordered=True, tails=d <= 64, stays=d <= 64, **stages)
 
 
-@pytest.mark.parametrize(("d", "dv"), [(64, 64), (40, 16)])
-def test_programs_of_the_kernel_for_wider_heads_alone_stay(d, dv):
-    problem = problem_of(d, dv, kernel="hopper_backward")
-    with pytest.raises(InvalidInput, match=r"stays=True for .*; allowed are head dims from 65 to 128"):
-        HopperBackwardConfig(tails=True, stays=True).columns(problem)
-    assert not any(config.stays for config in propose_hopper("hopper_backward", problem, DEVICE).tiles)
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(("heads", "sk", "number", "stays"), [
+    (33, 512, 132, False), (33, 513, 132, True), (33, 513, 165, False), (44, 384, 132, False), (45, 384, 132, True)])
+def test_programs_of_narrow_heads_stay_where_one_has_a_second_tile(heads, sk, number, stays, deterministic):
+    problem = replace(problem_of(64, kernel="hopper_backward"), b=1, hq=heads, hk=heads, sq=4096, sk=sk,
+                      deterministic=deterministic, mask=causal("bottom_right"))
+    config = hopper_backward_config(problem, number)
+    assert (config.alone, config.stays) == (False, stays)
+
+
+@pytest.mark.parametrize("d", [40, 64])
+def test_a_program_of_narrow_heads_draws_tiles_or_has_heads_alone(d):
+    problem = problem_of(d, kernel="hopper_backward")
+    with pytest.raises(InvalidInput, match=f"stays=True with alone=True at head dims {d} and {d}; allowed is one of"):
+        HopperBackwardConfig(4, 4, tails=True, stays=True, alone=True).columns(problem)
+    assert {config.stays for config in propose_hopper("hopper_backward", problem, DEVICE).tiles} == {False, True}
 
 
 @pytest.mark.parametrize(("d", "settings", "message"), [

@@ -277,8 +277,8 @@ class HopperBackwardConfig:
             raise InvalidInput(f"ordered=True for {problem}; allowed are lengths that are no data.")
         narrow = self.narrow(problem)
         if narrow and self.stays and self.alone:
-            raise InvalidInput(f"stays=True with alone=True at head dims {problem.d} and {problem.dv}; allowed is one of "
-                               "them up to 64.")
+            raise InvalidInput(f"stays=True with alone=True at head dims {problem.d} and {problem.dv}; allowed is one "
+                               "of them up to 64.")
         if narrow and self.out_stages == 1:
             raise InvalidInput(f"out_stages=1 with tails=True at head dims {problem.d} and {problem.dv}; allowed are 2 "
                                "and 4 up to 64: two steps are in hand.")

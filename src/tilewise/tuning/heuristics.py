@@ -213,10 +213,12 @@ def hopper_backward_config(problem: AttentionProblem, multiprocessors: int = MUL
 
     Tails gain 5 to 7 % at a width of 128, and programs that stay 6 to 8 % more at a length of 512, 3 to 5 % at 1024,
     and between -0.5 and 2 % from 4096 on. At 64 a third warpgroup comes with tails, which gains 1 to 8 % more than
-    tails with steps of 128 queries did, and takes four tiles each of q and dout. Without tails registers hold the next
-    step's scores there (+0 to 7 %), and dQ goes to its sums from registers (+7 to 16 %). Wider heads leave no choice:
-    where registers hold all columns of dK and dV of 64 keys each warpgroup has keys of its own (at 192 and 128 1.2 to
-    1.4 times as fast as sharing them), else two share them.
+    tails with steps of 128 queries did, and takes four tiles each of q and dout; programs that stay there gain 14 to
+    26 % more at a length of 512, 10 to 22 % at 1024, 6 to 12 % at 2048, 1 to 2 % at 16384 (in order 14 to 29 %, and
+    5 % in the end), but lose 2 % where no program has a second tile. Without tails registers hold the next step's
+    scores there (+0 to 7 %), and dQ goes to its sums from registers (+7 to 16 %). Wider heads leave no choice: where
+    registers hold all columns of dK and dV of 64 keys each warpgroup has keys of its own (at 192 and 128 1.2 to 1.4
+    times as fast as sharing them), else two share them.
     """
     if max(problem.d, problem.dv) > 128:
         own_keys = sums_fit(problem) and not problem.deterministic
@@ -224,9 +226,10 @@ def hopper_backward_config(problem: AttentionProblem, multiprocessors: int = MUL
     narrow = max(problem.d, problem.dv) <= 64
     if narrow and tails_fit(problem):
         programs = programs_of_head(problem, multiprocessors)
-        in_order = programs > 0 or problem.deterministic
-        return HopperBackwardConfig(4, 4, tails=True, ordered=in_order, alone=programs > 0, stays=not in_order,
-                                    programs=max(1, programs))
+        tiles = problem.b * problem.hk * problem.sequences.slots(problem.sk, HopperBackwardConfig().keys)
+        return HopperBackwardConfig(
+            4, 4, tails=True, ordered=programs > 0 or problem.deterministic, alone=programs > 0,
+            stays=programs == 0 and tiles > multiprocessors, programs=max(1, programs))
     if problem.deterministic:
         return HopperBackwardConfig(ahead=narrow, ordered=True)
     if tails_fit(problem):

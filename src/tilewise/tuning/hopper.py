@@ -113,7 +113,7 @@ def _backward_configs(problem: AttentionProblem, device: DeviceSpec) -> list[Hop
         ways = product(((2, 2), (4, 2), (4, 4)), (False, True) if width <= 64 else (False,), (False, True))
         configs = [HopperBackwardConfig(*ring, ahead, direct) for ring, ahead, direct in ways]
         if tails_fit(problem) and width <= 64:
-            configs += [HopperBackwardConfig(4, 4, tails=True, stays=stays) for stays in (False, True)]
+            configs += [HopperBackwardConfig(4, 4, tails=True, stays=stays) for stays in (True, False)]
             configs += [HopperBackwardConfig(4, 4, tails=True, ordered=True, alone=True, programs=programs)
                         for programs in (1, 2, 4)]
         elif tails_fit(problem):

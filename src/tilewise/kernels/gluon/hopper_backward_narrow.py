@@ -6,12 +6,12 @@ queries. It makes dS of them, and asks for four products that follow one another
 queries, S and dP of the next. Below dK and dP it computes the next P. The two warpgroups do not wait for each other,
 but for slots. lse and delta come as tails (hopper_tails.py).
 
-With C.DRAWN programs draw one tile of keys after another, and a tile's first queries come while the last of the tile
-before are worked on. With C.ALONE a program goes over all keys of a head, and nobody else adds to this head's dQ: its sums stay with the
-program, in L2, the first tile that sees a step sets them, and the last writes dq. Or C.PROGRAMS share the tiles of a
-head, and add in their order by writers, as with C.ORDERED: then fewer heads' sums are in hand, and rounds of programs
-are fuller. Programs of one head wait for one another: they are neighbours, and all have started before any behind
-them. Else a program has one tile.
+With C.DRAWN a program draws one tile of keys after another: the next one's keys, values and first queries come while
+the last steps of the one before are worked on. With C.ALONE a program goes over all keys of a head, and nobody else
+adds to this head's dQ: its sums stay with the program, in L2, the first tile that sees a step sets them, and the last
+writes dq. Or C.PROGRAMS share the tiles of a head, and add in their order by writers, as with C.ORDERED: then fewer
+heads' sums are in hand, and rounds of programs are fuller. Programs of one head wait for one another: they are
+neighbours, and all have started before any behind them. Else a program has one tile.
 """
 
 from typing import NamedTuple
@@ -335,20 +335,21 @@ def make_dq(made, C: gl.constexpr):
 
 
 @gluon.jit
-def write_in_order(written, next_tile, OWN: gl.constexpr, C: gl.constexpr):
+def write_in_order(written, OWN: gl.constexpr, C: gl.constexpr):
     """Writer, one warp: add every other step that ``make_dq`` stages, of one tile after another."""
-    _sums, _counters, _stage, order, band, group = written
+    to_sums, next_tile = written
+    _sums, _counters, _stage, order, band, group = to_sums
     turn = 0
     if C.DRAWN:
         taken = 0
         tile = take_tile(next_tile, taken, 3, 1)
         while tile[0] != END:
-            write_sums(written, tile, turn, OWN, 1, C)
+            write_sums(to_sums, tile, turn, OWN, 1, C)
             turn += group * query_steps_of(tile[0], band, C)[3]
             taken += 1
             tile = take_tile(next_tile, taken, 3, 1)
     else:
-        write_sums(written, key_tile_at(gl.program_id(0), order, C), turn, OWN, 1, C)
+        write_sums(to_sums, key_tile_at(gl.program_id(0), order, C), turn, OWN, 1, C)
 
 
 @gluon.jit
@@ -417,14 +418,15 @@ def write_parts(written, OWN: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["tiles", "heads", "batches", "section", "sq", "sk", "lower", "upper", "group"])
 def hopper_backward_narrow_kernel(q_desc, k_desc, v_desc, dout_desc, tails_desc, dk_desc, dv_desc, dq_desc,
-                                  sums, beside, counter, tiles, heads, batches, section, sq, sk, lower, upper, group, scale,
-                                  scale_log2, C: gl.constexpr):
+                                  sums, beside, counter, tiles, heads, batches, section, sq, sk, lower, upper, group,
+                                  scale, scale_log2, C: gl.constexpr):
     """Compute dk and dv, and the sums for dq, which must be zero at first but where C.ORDERED; or, ALONE, compute dq.
 
     Grid: (tiles · heads of k · batches,), with C.ALONE any multiple of C.PROGRAMS up to as many times heads of k ·
-    batches. sums: (·, 256), a descriptor; with C.ALONE of one program a head room for a group's steps for each program.
-    dq_desc: with C.ALONE, else None. beside: where C.ORDERED a counter for each step of a query head, zero at first;
-    but with C.ALONE the sums, as they lie in memory, behind which those counters stand where programs share a head.
+    batches, with C.DRAWN any number. sums: (·, 256), a descriptor; with C.ALONE of one program a head room for a
+    group's steps for each program. dq_desc: with C.ALONE, else None. beside: where C.ORDERED a counter for each step of
+    a query head, zero at first; but with C.ALONE the sums, as they lie in memory, behind which those counters stand
+    where programs share a head. counter: with C.DRAWN one of tiles, zero at first and in the end.
     """
     DTYPE: gl.constexpr = q_desc.dtype
     NC: gl.constexpr = C.CONSUMERS
@@ -465,11 +467,10 @@ def hopper_backward_narrow_kernel(q_desc, k_desc, v_desc, dout_desc, tails_desc,
     made = (dq_desc, sums, beside, keys, dscores, stage, order, band, group, scale, next_tile)
     loaded = (sources, keys, queries, douts, rows, order, band, group, (next_tile, counter))
     if ADDED:
-        written = (sums, beside, stage, order, band, group)
+        written = ((sums, beside, stage, order, band, group), next_tile)
         gl.warp_specialize([(gather, (gathered, ZERO, C)), (gather, (gathered, ONE, C)), (make_dq, (made, C)),
-                            (load, (loaded, C)),
-                            (write_in_order, (written, next_tile, ZERO, C)), (write_in_order, (written, next_tile, ONE, C))],
-                           [4, 4, 1, 1, 1], [208, 72, 24, 24, 24])
+                            (load, (loaded, C)), (write_in_order, (written, ZERO, C)),
+                            (write_in_order, (written, ONE, C))], [4, 4, 1, 1, 1], [208, 72, 24, 24, 24])
     elif C.PROGRAMS > 1:
         written = (sums, beside, stage[0], order, band, group)
         gl.warp_specialize([(gather, (gathered, ZERO, C)), (gather, (gathered, ONE, C)), (make_dq, (made, C)),

@@ -4,9 +4,9 @@ A step of a tile of keys adds a part of each warpgroup that makes dQ. It adds it
 through a staged tile that the copy engine adds; or, for a fixed order (C.ORDERED), stages it for warps that do nothing
 else, and waits for these only when they are two steps behind. Those add in each step tile of keys after tile of keys,
 so that every bit of dQ is the same on every run; the first sets the sums. A counter of the step says how many tiles
-have added their parts. A tile waits for earlier ones alone, whose programs have lower numbers and started before: they
-need not all be running at once. A program that has all keys of a head sets the sums, adds to them, and writes dq with
-the last part itself; where some share a head, writers bring what the last part is added to.
+have added their parts. A tile waits for earlier ones alone, whose numbers are lower, and whose programs started them
+before: these need not all be running at once. A program that has all keys of a head sets the sums, adds to them, and
+writes dq with the last part itself; where some share a head, writers bring what the last part is added to.
 """
 
 from triton.experimental import gluon

@@ -1,4 +1,4 @@
-"""Which tiles of keys a program of the narrow backward kernel has, where it draws none."""
+"""Which tiles of keys a program of hopper_backward_narrow.py has, where it draws none."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
