@@ -141,7 +141,7 @@ def test_programs_that_take_tile_after_tile_leave_nothing_of_one_in_the_next(bac
 
 @pytest.mark.gpu
 def test_calls_racing_on_two_streams_do_not_disturb_one_another(backend, device, main_dtype):
-    """On Hopper with tiles enough for programs to draw them, and wait for others', on streams of two priorities."""
+    """On Hopper with more tiles than multiprocessors, of which some wait for others, on streams of two priorities."""
     case = Case("racing", b=2, hq=20, hk=10, sq=1023, sk=1023, d=64, dv=64, mask=case_named("mha_causal").mask)
     pair = [make_inputs(case, main_dtype, device, seed) for seed in (0, 1)]
     calm = [forward_and_backward(backend, case, inputs, deterministic=True) for inputs in pair]
