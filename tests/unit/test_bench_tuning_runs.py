@@ -128,6 +128,7 @@ def test_a_gluon_kernel_is_checked_and_timed_as_any_other(monkeypatch):
         assert rows[0] | {"width": 64, "itemsize": 2, "masked": True, "length": 48, "candidates": 3 - faults} == rows[0]
         assert all("dk OVER BUDGET" in row["reason"] for row in faulty)
         assert {name: rows[0][name] for name in asdict(seen[0])} == asdict(finding.choices[0].config)
+        assert rows[0]["heuristic"] == asdict(seen[0])
 
 
 def test_a_length_that_cannot_be_checked_is_refused(monkeypatch):

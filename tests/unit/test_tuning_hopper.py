@@ -25,23 +25,29 @@ DEVICE = DeviceSpec.of_arch("sm_90", "some-hopper")
 HEURISTICS = {"hopper_forward": hopper_forward_config, "hopper_backward": hopper_backward_config}
 FORWARD = HopperForwardConfig(keys=64, consumers=2, stages=4)
 BACKWARD = HopperBackwardConfig(stages=4, out_stages=1, direct=True)
+BUSY = {"b": 8, "hq": 16, "hk": 16}  # heads that fill the multiprocessors
 
 
 def problem_of(d=128, dv=None, s=4096, kernel="hopper_forward", **fields):
-    fields = {"mask": Mask(), "dtype": torch.bfloat16, **fields}
-    problem = AttentionProblem(b=1, hq=2, hk=2, sq=s, sk=s, d=d, dv=dv or d, device=torch.device("cuda", 0), scale=1.0,
-                               **fields)
+    fields = {"b": 1, "hq": 2, "hk": 2, "mask": Mask(), "dtype": torch.bfloat16, **fields}
+    problem = AttentionProblem(sq=s, sk=s, d=d, dv=dv or d, device=torch.device("cuda", 0), scale=1.0, **fields)
     return problem if kernel == "hopper_forward" else problem.backward(lse_grad=False)
+
+
+def row_of(config, d=128, kernel="hopper_forward", **fields):
+    """The row of a problem for which this config was the fastest."""
+    problem = problem_of(d, kernel=kernel, **BUSY, **fields)
+    return make_row(Bucket.of(problem), config, HEURISTICS[kernel](problem))
 
 
 @pytest.fixture
 def rows(monkeypatch):
     """Let these rows be the device's tables."""
+    masks = Mask(), causal()
     made = {
-        "hopper_forward": tuple(make_row(Bucket(width, 2, masked, 4096), FORWARD) for width in (64, 128, 256)
-                                for masked in (False, True)),
-        "hopper_backward": tuple(make_row(Bucket(width, 2, masked, 4096), BACKWARD) for width in (64, 128)
-                                 for masked in (False, True)),
+        "hopper_forward": tuple(row_of(FORWARD, d, mask=mask) for d in (64, 128, 256) for mask in masks),
+        "hopper_backward": tuple(row_of(BACKWARD, d, kernel="hopper_backward", mask=mask) for d in (64, 128)
+                                 for mask in masks),
     }
     monkeypatch.setattr(hopper, "load_rows", lambda device, file, kernel: made[kernel] if (device, file) == (
         "some-hopper", f"{kernel}.16bit.json") else ())
@@ -220,9 +226,9 @@ def test_how_many_programs_have_a_head_to_themselves_goes_by_the_device_s_multip
 
 
 @pytest.mark.parametrize("fields", [{"d": 64}, {"d": 40}, {"d": 128}, {"d": 104}, {"d": 256}, {"mask": causal()},
-                                    {"s": 100}, {"deterministic": True}], ids=str)
+                                    {"s": 3000}, {"deterministic": True}], ids=str)
 def test_a_row_of_the_table_serves_plain_calls_of_its_width(rows, fields):
-    assert forward_config(problem_of(**fields), DEVICE) == FORWARD
+    assert forward_config(problem_of(**BUSY, **fields), DEVICE) == FORWARD
 
 
 def facts(*shape):
@@ -235,33 +241,51 @@ def facts(*shape):
     {"sequences": Sequences(2, None, None, facts(3), facts(3))}], ids=str)
 @pytest.mark.parametrize("kernel", HEURISTICS)
 def test_what_no_table_has_measured_gets_the_heuristics_tile(rows, kernel, fields):
-    problem = problem_of(kernel=kernel, **fields)
+    problem = problem_of(kernel=kernel, **BUSY, **fields)
     chosen = forward_config if kernel == "hopper_forward" else backward_config
     assert chosen(problem, DEVICE) == HEURISTICS[kernel](problem)
 
 
 def test_dq_in_a_fixed_order_and_widths_without_a_row_get_the_heuristics_steps(rows):
-    assert backward_config(problem_of(kernel="hopper_backward"), DEVICE) == BACKWARD
+    assert backward_config(problem_of(kernel="hopper_backward", **BUSY), DEVICE) == BACKWARD
     for fields in ({"deterministic": True}, {"d": 256}):
-        problem = problem_of(kernel="hopper_backward", **fields)
+        problem = problem_of(kernel="hopper_backward", **BUSY, **fields)
         assert backward_config(problem, DEVICE) == hopper_backward_config(problem)
-    assert forward_config(problem_of(), DeviceSpec.of_arch("sm_90", "another")) == hopper_forward_config(problem_of())
+    problem = problem_of(**BUSY)
+    assert forward_config(problem, DeviceSpec.of_arch("sm_90", "another")) == hopper_forward_config(problem)
 
 
 def test_the_row_nearest_in_length_is_taken(rows):
-    short = make_row(Bucket(128, 2, False, 512), replace(FORWARD, stages=2))
-    rows["hopper_forward"] += (short,)
-    assert [forward_config(problem_of(s=s), DEVICE).stages for s in (600, 1400, 1500, 9000)] == [2, 2, 4, 4]
+    rows["hopper_forward"] += (row_of(replace(FORWARD, stages=2), s=512),)
+    problems = [problem_of(s=s, **BUSY) for s in (512, 2100, 9000)]
+    assert len({hopper_forward_config(problem) for problem in problems}) == 1
+    assert [forward_config(problem, DEVICE).stages for problem in problems] == [2, 4, 4]
+
+
+@pytest.mark.parametrize(("kernel", "d", "fields"), [
+    ("hopper_forward", 128, {"b": 1, "hq": 2, "sq": 1024, "sk": 1024}),
+    ("hopper_forward", 64, {"sq": 1024, "sk": 1024}),
+    ("hopper_backward", 64, {"b": 1, "hq": 2}), ("hopper_backward", 128, {"sq": 256})], ids=str)
+def test_a_row_serves_those_alone_whom_the_heuristic_would_have_given_the_same(rows, kernel, d, fields):
+    chosen = forward_config if kernel == "hopper_forward" else backward_config
+    measured = problem_of(d, kernel=kernel, **BUSY, mask=causal())
+    assert chosen(measured, DEVICE) != HEURISTICS[kernel](measured)
+    other = replace(measured, **fields, hk=fields.get("hq", measured.hk))
+    assert chosen(other, DEVICE) == HEURISTICS[kernel](other) != HEURISTICS[kernel](measured)
 
 
 def test_tables_are_written_and_read_and_a_broken_row_is_named(tmp_path):
     path = tmp_path / "hopper_backward.16bit.json"
-    row = make_row(Bucket(128, 2, True, 2048), BACKWARD, ms=0.5)
-    assert row == {"width": 128, "itemsize": 2, "masked": True, "length": 2048, **asdict(BACKWARD), "ms": 0.5}
+    own = HopperBackwardConfig()
+    row = make_row(Bucket(128, 2, True, 2048), BACKWARD, own, ms=0.5)
+    assert row == {"width": 128, "itemsize": 2, "masked": True, "length": 2048, **asdict(BACKWARD),
+                   "heuristic": asdict(own), "ms": 0.5}
     write_table(path, {"device": "a GPU"}, [row])
     assert read_table(path, "hopper_backward") == (row,)
     for change, words in (({"stages": 3}, "stages=3; allowed are 2, 4"), ({"ahead": 1}, "ahead is 1; allowed is bool"),
-                          ({"ordered": True}, "ordered=True with direct=True")):
+                          ({"ordered": True}, "ordered=True with direct=True"),
+                          ({"heuristic": None}, "heuristic is None; allowed is an object with stages, out_stages"),
+                          ({"heuristic": {"stages": "2"}}, "stages is '2'; allowed is int")):
         path.write_text(json.dumps({"provenance": {}, "rows": [row | change]}), encoding="utf-8")
         with pytest.raises(InvalidInput, match=f"row 0: {words}"):
             read_table(path, "hopper_backward")
@@ -278,7 +302,7 @@ def test_the_backend_asks_the_table(rows, monkeypatch):
     monkeypatch.setattr("tilewise.kernels.triton.backward.delta_launch", lambda *given: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: type("GPU", (), {
         "multi_processor_count": 132}))
-    strides = dict.fromkeys(("q_strides", "k_strides", "v_strides"), (1, 1, 1, 1))
+    strides = BUSY | dict.fromkeys(("q_strides", "k_strides", "v_strides"), (1, 1, 1, 1))
     gluon._plan.__wrapped__(problem_of(**strides))
     gluon._backward_plan.__wrapped__(problem_of(kernel="hopper_backward", **strides), ((1,), (1,), None), True)
     assert asked == [FORWARD, BACKWARD]

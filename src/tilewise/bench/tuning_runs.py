@@ -224,8 +224,11 @@ class KernelTrial:
 
 def rows_of(task: Task, finding: Finding, device: torch.device) -> tuple[list[Row], list[Row]]:
     """Return the table's rows and the faults' rows of one task."""
-    bucket = Bucket.of(task.problem(device))
-    rows = [make_row(bucket, choice.config, ms=_rounded(choice.ms), heuristic_ms=_rounded(choice.heuristic_ms),
+    problem = task.problem(device)
+    bucket = Bucket.of(problem)
+    is_hopper = task.kernel in HOPPER_KINDS
+    own = _proposed(task.kernel, problem, device_spec(device), most=1).plain if is_hopper else None
+    rows = [make_row(bucket, choice.config, own, ms=_rounded(choice.ms), heuristic_ms=_rounded(choice.heuristic_ms),
                      candidates=choice.candidates) for choice in finding.choices]
     return rows, [make_row(bucket, fault.config) | {"reason": fault.reason} for fault in finding.faults]
 

@@ -1,6 +1,7 @@
 """The Gluon kernels' tiles: those that are legal, and which one a problem gets: of a table, else the heuristic's."""
 
 from collections.abc import Iterable
+from dataclasses import asdict
 from itertools import islice, product
 from typing import Any
 
@@ -28,19 +29,17 @@ from tilewise.tuning.table import Bucket, config_of, load_rows, nearest_row, tab
 def forward_config(problem: AttentionProblem, device: DeviceSpec,
                    multiprocessors: int = MULTIPROCESSORS) -> HopperForwardConfig:
     """Return the table's config for the problem, else the heuristic one."""
-    measured = _measured("hopper_forward", problem, device)
-    if measured is None:
-        return hopper_forward_config(problem, multiprocessors)
-    return HopperForwardConfig(**measured)
+    own = hopper_forward_config(problem, multiprocessors)
+    measured = _measured("hopper_forward", problem, device, own)
+    return own if measured is None else HopperForwardConfig(**measured)
 
 
 def backward_config(problem: AttentionProblem, device: DeviceSpec,
                     multiprocessors: int = MULTIPROCESSORS) -> HopperBackwardConfig:
     """Return the table's config for the problem, else the heuristic one."""
-    measured = _measured("hopper_backward", problem, device)
-    if measured is None:
-        return hopper_backward_config(problem, multiprocessors)
-    return HopperBackwardConfig(**measured)
+    own = hopper_backward_config(problem, multiprocessors)
+    measured = _measured("hopper_backward", problem, device, own)
+    return own if measured is None else HopperBackwardConfig(**measured)
 
 
 def propose_hopper(kernel: str, problem: AttentionProblem, device: DeviceSpec,
@@ -61,11 +60,17 @@ def propose_hopper(kernel: str, problem: AttentionProblem, device: DeviceSpec,
     return Proposals(tuple(dict.fromkeys((own, *legal)))[:most], own, None)
 
 
-def _measured(kernel: str, problem: AttentionProblem, device: DeviceSpec) -> dict[str, Any] | None:
-    """Return the fields of the table's config for the problem, None where it has none."""
+def _measured(kernel: str, problem: AttentionProblem, device: DeviceSpec, own: HopperConfig) -> dict[str, Any] | None:
+    """Return the fields of the table's config for the problem, None where it has none.
+
+    A bucket knows nothing of how many heads there are, by which the heuristic tells programs that fill the
+    multiprocessors from those that do not. So a row speaks for the problems that the heuristic would have given ``own``
+    like the one that was measured, whatever their number of heads or window.
+    """
     if not _is_measured(kernel, problem):
         return None
-    rows = load_rows(device.name, table_file(kernel, problem.dtype.itemsize), kernel)
+    rows = tuple(row for row in load_rows(device.name, table_file(kernel, problem.dtype.itemsize), kernel)
+                 if row["heuristic"] == asdict(own))
     row = nearest_row(rows, Bucket.of(problem), descriptors=False)
     return None if row is None else config_of(row, kernel)
 

@@ -3,7 +3,8 @@
 A row says: for this padded head dim, element size, masked or not, and this length, this tile was the fastest. A
 problem takes the row that agrees in the first three and is nearest in length (on a logarithmic scale). A row made
 with descriptors serves only where the tensors can come through them. Further fields of a row are for its reader.
-Tables of the Gluon kernels are alike, with the fields of their own configs; hopper.py asks them.
+Tables of the Gluon kernels are alike, with the fields of their own configs, and with the heuristic's config of the
+problem that was measured; hopper.py asks them.
 """
 
 import json
@@ -114,9 +115,16 @@ def read_table(path: Traversable, kernel: str) -> tuple[Row, ...]:
     return tuple(table["rows"])
 
 
-def make_row(bucket: Bucket, config: AnyConfig, **measured: float | None) -> Row:
-    """Return the row that says: for this bucket, this config; with what was measured, for its reader."""
-    return asdict(bucket) | asdict(config) | measured
+def make_row(bucket: Bucket, config: AnyConfig, heuristic: AnyConfig | None = None, **measured: float | None) -> Row:
+    """Return the row that says: for this bucket, this config; with what was measured, for its reader.
+
+    Args:
+        bucket, config: which problems, and their config.
+        heuristic: what the heuristic had chosen, a field of the Gluon kernels' rows.
+        measured: times and their like.
+    """
+    origin = {} if heuristic is None else {"heuristic": asdict(heuristic)}
+    return asdict(bucket) | asdict(config) | origin | measured
 
 
 def write_table(path: Path, provenance: Mapping[str, str], rows: Sequence[Row], faults: Sequence[Row] = ()) -> None:
@@ -132,12 +140,19 @@ def _lines(rows: Sequence[Row]) -> str:
 
 
 def _check_row(row: object, kernel: str) -> None:
-    allowed = get_type_hints(Bucket) | get_type_hints(ALL_KINDS[kernel])
-    if not isinstance(row, dict):
-        raise InvalidInput(f"it is {row!r}; allowed is an object with {', '.join(allowed)}.")
+    own = get_type_hints(ALL_KINDS[kernel])
+    fields = _checked_fields("it", row, get_type_hints(Bucket) | own)
+    if fields["length"] < 1:
+        raise InvalidInput(f"length is {fields['length']}; allowed is 1 or more.")
+    ALL_KINDS[kernel](**config_of(fields, kernel))
+    if kernel in HOPPER_KINDS:
+        _checked_fields("heuristic", fields.get("heuristic"), own)
+
+
+def _checked_fields(what: str, given: object, allowed: Mapping[str, type]) -> Row:
+    if not isinstance(given, dict):
+        raise InvalidInput(f"{what} is {given!r}; allowed is an object with {', '.join(allowed)}.")
     for name, kind in allowed.items():
-        if type(row.get(name)) is not kind:
-            raise InvalidInput(f"{name} is {row.get(name)!r}; allowed is {kind.__name__}.")
-    if row["length"] < 1:
-        raise InvalidInput(f"length is {row['length']}; allowed is 1 or more.")
-    ALL_KINDS[kernel](**config_of(row, kernel))
+        if type(given.get(name)) is not kind:
+            raise InvalidInput(f"{name} is {given.get(name)!r}; allowed is {kind.__name__}.")
+    return given
