@@ -8,9 +8,11 @@ def row(provider="naive", s=512, direction="forward", **values):
               "peak_mib": 12.5, "max_error": 1e-6, "mean_error": 1e-8, "checked": "full", "device_name": "a device",
               "torch": "2.13.0", "python": "3.11.7", "tilewise": "0.1.0", "date": "2026-01-02T03:04:05Z",
               "status": "ok", "grid": "cpu", "regime": "turns", **values}
-    name = "_".join([f"s{s}", *values.get("options", "").split()])
-    return Row(case=name, provider=provider, direction=direction, b=1, hq=8, hk=8, sq=s, sk=s, d=64, dv=64,
-               dtype="float32", mask="causal", layout="bhsd", **values)
+    shape = {name: values.pop(name, usual) for name, usual in (("hq", 8), ("hk", 8), ("d", 64), ("dv", 64),
+                                                               ("mask", "causal"))}
+    name = "_".join([f"s{s}", *map(str, shape.values()), *values.get("options", "").split()])
+    return Row(case=name, provider=provider, direction=direction, b=1, sq=s, sk=s, dtype="float32", layout="bhsd",
+               **shape, **values)
 
 
 def grid_rows():

@@ -1,12 +1,17 @@
 """Figures from rows."""
 
 import re
+from pathlib import Path
 
 import pytest
 
-from tilewise.bench.plots import draw_figures
+from tilewise.bench.plots import draw_figures, origin_of
+from tilewise.bench.rows import read_rows
 from tilewise.errors import InvalidInput
 from unit.bench_rows import grid_rows, row
+
+ROOT = Path(__file__).resolve().parents[2]
+FIGURES = sorted((ROOT / "docs" / "figures").glob("*.svg"))
 
 
 def panels(path):
@@ -27,6 +32,36 @@ def test_each_option_has_a_panel_of_its_own(tmp_path):
 def test_equal_rows_give_equal_bytes(tmp_path):
     first, second = (draw_figures(grid_rows(), tmp_path / name, "cpu") for name in ("a", "b"))
     assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
+
+
+def test_panels_come_by_pass_then_by_mask(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr("tilewise.bench.plots._panel", lambda axis, members, *rest, **flags: seen.append(members[0]))
+    rows = [row("tilewise", d=d, dv=d, mask=mask, direction=direction) for d in (64, 128)
+            for mask in ("causal", "none") for direction in ("backward", "forward")]
+    draw_figures(rows, tmp_path, "paper")
+    wanted = [(direction, mask, d) for direction in ("forward", "backward") for mask in ("none", "causal")
+              for d in (64, 128)]
+    assert [(row.direction, row.mask, row.d) for row in seen[:8]] == wanted
+
+
+def test_a_figure_names_its_rows_and_other_rows_have_another_name(tmp_path):
+    rows = grid_rows()
+    for path in draw_figures(rows, tmp_path, "cpu"):
+        assert origin_of(rows) in path.read_text(encoding="utf-8")
+    assert origin_of(rows) == origin_of([*rows, row("tilewise", s=512, date="2025-01-01T00:00:00Z", ms_p50=9.0)])
+    assert origin_of(rows) != origin_of(rows[1:])
+
+
+@pytest.mark.parametrize("path", FIGURES, ids=lambda path: path.name)
+def test_figures_of_the_documents_were_drawn_from_the_rows_that_are_here(path):
+    (rows,) = (ROOT / "benchmarks" / "results").rglob(f"{path.stem.rpartition('-')[0]}.csv")
+    assert origin_of(read_rows(rows)) in path.read_text(encoding="utf-8"), "draw it anew: tilewise plot"
+
+
+def test_documents_show_figures():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert {path.name for path in FIGURES} == set(re.findall(r"\(docs/figures/([a-z0-9-]+\.svg)\)", readme))
 
 
 def test_png_is_written_too(tmp_path):

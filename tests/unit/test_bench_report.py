@@ -71,6 +71,33 @@ def test_rows_of_one_commit_have_it_once_with_the_newest_day():
     assert markdown(grid_rows()).splitlines()[0].endswith("regime turns; 2026-01-02.")
 
 
+def test_a_summary_has_the_mean_and_the_least_ratio_over_lengths_and_masks():
+    rows = [row("tilewise", s, mask=mask, ms_p50=1.0) for s in (512, 1024) for mask in ("none", "causal")]
+    rows += [row("naive", s, mask="causal", ms_p50=time) for s, time in ((512, 2.0), (1024, 8.0))]
+    rows += [row("tilewise:torch", ms_p50=9.0), row("tilewise:deterministic", ms_p50=1.25)]
+    rows += [row("flex", ms_p50=None, status="failed"), row("naive", direction="backward", ms_p50=1.0)]
+    rows += [row("tilewise", direction="backward", hq=8, hk=2, d=64, dv=32, ms_p50=3.0),
+             row("naive", direction="backward", hq=8, hk=2, d=64, dv=32, ms_p50=2.0)]
+    lines = markdown(rows, "summary").splitlines()
+    assert lines[0].startswith("How many times tilewise is as fast, over all lengths and masks: geometric mean (least)")
+    assert lines[2:] == [
+        "| heads | pass | naive | tilewise:deterministic |", "|---|---|---:|---:|",
+        "| d64 float32 | forward | **4.00×** (2.000) of 2 | **1.25×** (1.250) of 1 |",
+        "| d64/32 float32, 4 query heads share one | backward | **0.67×** (0.667) of 1 | – |"]
+
+
+def test_a_summary_says_how_many_commits_its_rows_are_of():
+    rows = [row("tilewise", commit="aaaaaaa", date="2026-01-03T00:00:00Z"), row("naive", commit="aaaaaaa")]
+    assert markdown(rows, "summary").splitlines()[0].endswith("regime turns; commit aaaaaaa; 2026-01-03.")
+    rows += [row("naive", 1024, commit="bbbbbbb", date="2026-01-05T00:00:00Z")]
+    assert markdown(rows, "summary").splitlines()[0].endswith("regime turns; 2 commits, 2026-01-02 to 2026-01-05.")
+
+
+def test_a_summary_needs_a_peer():
+    with pytest.raises(InvalidInput, match="view is 'summary', and no row has a peer's time; allowed are rows of"):
+        markdown([row("tilewise"), row("tilewise:torch")], "summary")
+
+
 def option_rows():
     """Plain calls of 2 ms and softcap at 3 ms, a peer that takes 4 and 6, and one that has no softcap."""
     return [row("tilewise", ms_p50=2.0), row("flex", ms_p50=4.0), row("naive", ms_p50=1.0),

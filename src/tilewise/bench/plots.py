@@ -1,5 +1,6 @@
 """Figures from rows alone: speed and memory against sequence length, one panel a case."""
 
+import hashlib
 import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -18,7 +19,8 @@ FORMATS = ("svg", "png", "pdf")
 # Okabe and Ito's palette, told apart under every common colour blindness; a marker each for print.
 _STYLES = {
     "tilewise": ("#D55E00", "o"), "tilewise:triton": ("#D55E00", "s"), "tilewise:torch": ("#E69F00", "D"),
-    "tilewise:triton:documents": ("#E69F00", "s"), "varlen_attn": ("#0072B2", "v"),
+    "tilewise:deterministic": ("#A02C00", "X"), "tilewise:triton:documents": ("#E69F00", "s"),
+    "varlen_attn": ("#0072B2", "v"),
     "tilewise:reference": ("#CC79A7", "^"), "naive": ("#000000", "x"), "sdpa_math": ("#7F7F7F", "+"),
     "sdpa_flash": ("#0072B2", "v"), "sdpa_efficient": ("#56B4E9", "<"), "sdpa_cudnn": ("#009E73", ">"),
     "flex": ("#B8A500", "P"), "flash_attn2": ("#0072B2", "p"), "flash_attn3": ("#332288", "h"),
@@ -30,7 +32,8 @@ _LABELS = {
     "sdpa_efficient": "torch SDPA efficient", "sdpa_cudnn": "torch SDPA cuDNN", "flex": "FlexAttention",
     "flash_attn2": "FlashAttention-2", "flash_attn3": "FlashAttention-3", "flash_attn4": "FlashAttention-4",
     "tilewise:triton:documents": "tilewise documents", "varlen_attn": "torch varlen_attn",
-    "flash_attn3_fwd": "FlashAttention-3 (forward build)", "tilewise:gluon": "tilewise gluon",
+    "flash_attn3_fwd": "FlashAttention-3 (fwd)", "tilewise:gluon": "tilewise gluon",
+    "tilewise:deterministic": "tilewise deterministic",
     "tilewise:triton": "tilewise triton", "tilewise:torch": "tilewise torch",
     "tilewise:reference": "tilewise reference", "tilewise:cuda": "tilewise cuda",
     "tilewise:cuda_ieee": "tilewise cuda, IEEE",
@@ -45,7 +48,10 @@ _Measure = Callable[[Row], tuple[float, float, float] | None]
 
 
 def draw_figures(rows: Sequence[Row], folder: Path, stem: str, file_format: str = "svg") -> list[Path]:
-    """Draw ``STEM-speed`` and ``STEM-memory``; return the files written. Equal rows give equal bytes.
+    """Draw ``STEM-speed`` and ``STEM-memory``; return the files written.
+
+    Equal rows give equal bytes, and an SVG names the rows it was drawn from (:func:`origin_of`): whether a figure is in
+    step with them can be told without drawing it again.
 
     Raises:
         InvalidInput: no row holds a time, or the format is unknown.
@@ -76,9 +82,15 @@ def draw_figures(rows: Sequence[Row], folder: Path, stem: str, file_format: str 
             FigureCanvasAgg(figure)
             path = folder / f"{stem}-{kind}.{file_format}"
             # A date in the file would make equal rows give unequal bytes.
-            figure.savefig(path, metadata={"Date": None} if file_format == "svg" else None, dpi=150)
+            facts = {"Date": None, "Description": origin_of(rows)} if file_format == "svg" else None
+            figure.savefig(path, metadata=facts, dpi=150)
             files.append(path)
     return files
+
+
+def origin_of(rows: Sequence[Row]) -> str:
+    """Name the newest rows of a figure by their digest."""
+    return f"rows {hashlib.sha256(repr(latest(rows)).encode()).hexdigest()}"
 
 
 def _figure(rows: Sequence[Row], title: str, measure: _Measure, *, logarithmic: bool) -> "Figure":
@@ -176,7 +188,7 @@ def _top(crowd: list[str], heights: dict[str, float], gap: float) -> float:
 
 def _panels(rows: Iterable[Row]) -> dict[str, list[Row]]:
     panels: dict[str, list[Row]] = {}
-    for row in sorted(rows, key=lambda row: row.direction != "forward"):
+    for row in sorted(rows, key=lambda row: (row.direction != "forward", row.mask != "none")):
         heads = "" if row.hq == row.hk else f", heads {row.hq}/{row.hk}"
         dims = f"{row.d}" if row.d == row.dv else f"{row.d}/{row.dv}"
         mask = "full" if row.mask == "none" else row.mask

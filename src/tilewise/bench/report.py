@@ -2,9 +2,10 @@
 
 A README holds ``<!-- bench:NAME -->`` … ``<!-- /bench:NAME -->``; what stands between is generated. NAME is the path
 of a CSV below the results folder without its ending ("nvidia-h200/paper"), or its bare name where that is unique;
-":memory", ":accuracy" or ":price" behind it asks for another table than the speeds.
+":summary", ":memory", ":accuracy" or ":price" behind it asks for another table than the speeds.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from tilewise.bench.rows import COPY, Row, latest, read_rows
 from tilewise.bench.timing import COLD
 from tilewise.errors import InvalidInput
 
-VIEWS = ("speed", "memory", "accuracy", "price")
+VIEWS = ("speed", "summary", "memory", "accuracy", "price")
 _MARKED = re.compile(r"(<!-- bench:(\S+) -->)(.*?)(<!-- /bench:(\S+) -->)", re.DOTALL)
 _START = re.compile(r"<!-- bench:\S+ -->")
 _NOT_MEASURED = "–"
@@ -63,10 +64,11 @@ def markdown(rows: Sequence[Row], view: str = "speed") -> str:
     """Write a table: a line a case and direction, a column a provider.
 
     In the speed table a peer's cell ends with how many times ours is as fast as it, and so does that of our
-    deterministic call, a choice of its own; the prices of options have a layout of their own.
+    deterministic call, a choice of its own; the prices of options have a layout of their own, and so has the summary,
+    of how many times ours is as fast over all lengths and masks.
 
     Raises:
-        InvalidInput: no rows, an unknown view, or prices of rows without options.
+        InvalidInput: no rows, an unknown view, prices of rows without options, or a summary without a peer.
     """
     if view not in VIEWS:
         raise InvalidInput(f"view is {view!r}; allowed are {', '.join(VIEWS)}.")
@@ -74,6 +76,8 @@ def markdown(rows: Sequence[Row], view: str = "speed") -> str:
         raise InvalidInput("there are no rows to make a table of.")
     if view == "price":
         return _prices(rows)
+    if view == "summary":
+        return _summary(rows)
     sides = comparisons(rows)
     names = sorted({name for side in sides for name in side.rows}, key=_provider_rank(rows))
     title, cell = _view(view, rows)
@@ -123,6 +127,44 @@ def updated_readme(text: str, results: Path) -> tuple[str, list[str]]:
     if count != len(_START.findall(text)):
         raise InvalidInput("a marker <!-- bench:NAME --> has no end; allowed is <!-- /bench:NAME --> behind it.")
     return new, without_rows
+
+
+def _summary(rows: Sequence[Row]) -> str:
+    """Write a line a pass, number format, head dims and size of groups: the mean ratio to each peer, and the least."""
+    sides = [side for side in comparisons(rows) if side.ours is not None]
+    peers = [name for name in dict.fromkeys(row.provider for row in rows)
+             if any(_held_against(name, side) is not None for side in sides)]
+    if not peers:
+        raise InvalidInput("view is 'summary', and no row has a peer's time; allowed are rows of several providers.")
+    groups: dict[tuple[str, str], list[Comparison]] = {}
+    for side in sides:
+        groups.setdefault((_group(side.first), side.first.direction.replace("_", " ")), []).append(side)
+    lines = ["How many times tilewise is as fast, over all lengths and masks: geometric mean (least), and of how many "
+             f"cells. {_caption(rows, origins=_span_of_origins)}", "", f"| heads | pass | {' | '.join(peers)} |",
+             "|---|---|" + "---:|" * len(peers)]
+    for (heads, direction), members in groups.items():
+        cells = (_mean_and_least([ratio for side in members if (ratio := _held_against(name, side)) is not None])
+                 for name in peers)
+        lines.append(f"| {heads} | {direction} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _held_against(name: str, side: Comparison) -> float | None:
+    """How many times ours is as fast as a peer, or as our deterministic call; None for another backend of ours."""
+    is_choice = is_ours(name) and (name != DETERMINISTIC or side.ours is side.rows.get(name))
+    return None if is_choice else side.speedup_over(name)
+
+
+def _group(row: Row) -> str:
+    dims = f"d{row.d}" if row.d == row.dv else f"d{row.d}/{row.dv}"
+    return f"{dims} {row.dtype}" + ("" if row.hq == row.hk else f", {row.hq // row.hk} query heads share one")
+
+
+def _mean_and_least(ratios: Sequence[float]) -> str:
+    if not ratios:
+        return _NOT_MEASURED
+    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+    return f"**{mean:.2f}×** ({min(ratios):.3f}) of {len(ratios)}"
 
 
 def _prices(rows: Sequence[Row]) -> str:
@@ -189,8 +231,7 @@ def _view(view: str, rows: Sequence[Row]) -> tuple[str, Callable[[Comparison, Ro
 def _speed_cell(side: Comparison, row: Row, value: float | None) -> str:
     if value is None:
         return _status_cell(row)
-    is_choice = row is side.ours or (is_ours(row.provider) and row.provider != DETERMINISTIC)
-    ratio = None if is_choice else side.speedup_over(row.provider)
+    ratio = _held_against(row.provider, side)
     text = f"{value:.3g}" if value < 100 else f"{value:.0f}"
     text = f"**{text}**" if row is side.ours else text
     return text if ratio is None else f"{text} ({ratio:.2f}×)"
@@ -229,12 +270,12 @@ def _provider_rank(rows: Sequence[Row]) -> Callable[[str], tuple[bool, int]]:
     return lambda name: (not is_ours(name), order.index(name))
 
 
-def _caption(rows: Sequence[Row]) -> str:
+def _caption(rows: Sequence[Row], origins: Callable[[Sequence[Row]], list[str]] | None = None) -> str:
     used = latest(rows)
     newest = max(used, key=lambda row: row.date)
     parts = [newest.device_name, f"driver {newest.driver}" if newest.driver else "", f"torch {newest.torch}",
              f"Triton {newest.triton}" if newest.triton else "",
-             f"regime {', '.join(dict.fromkeys(row.regime for row in used))}", *_origins(used)]
+             f"regime {', '.join(dict.fromkeys(row.regime for row in used))}", *(origins or _origins)(used)]
     return "; ".join(part for part in parts if part) + "."
 
 
@@ -250,3 +291,10 @@ def _origins(rows: Sequence[Row]) -> list[str]:
         at = ("; " if alone else ", ").join(part for part in (f"commit {commit}" if commit else "", day) if part)
         lines.append(at if alone else f"{passes}: {at}")
     return lines
+
+
+def _span_of_origins(rows: Sequence[Row]) -> list[str]:
+    """Say of how many commits the rows are, and from when to when; their table of cells has each."""
+    commits = {row.commit for row in rows}
+    days = sorted(row.date.partition("T")[0] for row in rows)
+    return _origins(rows) if len(commits) == 1 else [f"{len(commits)} commits, {days[0]} to {days[-1]}"]
