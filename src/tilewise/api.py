@@ -47,8 +47,8 @@ class AttentionOutput(NamedTuple):
 
     Attributes:
         out: (b, hq, sq, dv).
-        lse: (b, hq, sq), float32: natural logarithm of the softmax denominator, the sink's part included; -inf where
-            a query sees no key and there is no sink.
+        lse: (b, hq, sq), float32 (float64 of float64 inputs): natural logarithm of the softmax denominator, the sink's
+            part included; -inf where a query sees no key and there is no sink.
     """
 
     out: torch.Tensor
@@ -60,8 +60,8 @@ class AttentionOutputWithMax(NamedTuple):
 
     Attributes:
         out, lse: as in :class:`AttentionOutput`.
-        max_logit: (b, hq, sq), float32: the largest score that a query sees, as it enters the softmax, the sink not
-            counted; -inf where it sees none. Without a gradient.
+        max_logit: (b, hq, sq), of lse's dtype: the largest score that a query sees, as it enters the softmax, the sink
+            not counted; -inf where it sees none. Without a gradient.
     """
 
     out: torch.Tensor
@@ -124,23 +124,24 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visibl
             :func:`sink_tokens`, :func:`documents`, a boolean tensor that broadcasts to (b, hq, sq, sk), True = take
             part, or a :class:`tilewise.functions.MaskFunction`; any of these joined by ``&``; None = all.
         scale: factor of the scores, from 2⁻¹²⁶ to 2¹²⁷; None = 1/sqrt(d).
-        bias: broadcasts to (b, hq, sq, sk), in q's dtype or float32; added to the scaled (and capped) scores. Its
-            gradient is summed over the broadcast dims.
-        alibi_slopes: (hq,) or (b, hq), float32: ``−slope · |i + offset − j|`` is added to the score of query i and
-            key j (ALiBi; Press et al., 2021), with the mask's alignment (offset 0 or sk − sq).
+        bias: broadcasts to (b, hq, sq, sk), in q's dtype or float32 (of float64 inputs in float64 alone); added to the
+            scaled (and capped) scores. Its gradient is summed over the broadcast dims.
+        alibi_slopes: (hq,) or (b, hq), float32 (float64 of float64 inputs): ``−slope · |i + offset − j|`` is added to
+            the score of query i and key j (ALiBi; Press et al., 2021), with the mask's alignment (offset 0 or sk − sq).
         score_function: a :class:`tilewise.functions.ScoreFunction`: what a scaled (and capped) score becomes, written
             by you in Triton, in torch, or in both; bias and slopes are added to its result.
         softcap: scores become ``softcap · tanh(score / softcap)`` before bias and mask (Gemma 2); from 2⁻¹²⁶ to 2¹²⁷,
             None = off.
-        sinks: (hq,), float32 or q's dtype: a logit for each head that enters the softmax's denominator and has no
-            value (gpt-oss); lse includes it. A head whose sink is −inf has none.
+        sinks: (hq,), in a dtype that bias may have: a logit for each head that enters the softmax's denominator and
+            has no value (gpt-oss); lse includes it. A head whose sink is −inf has none.
         dropout_p: probability to drop a pair, 0 <= dropout_p < 1; what is kept is divided by 1 − dropout_p.
         dropout_seed: an integer, or an int64 tensor of shape (1,) on q's device; the same seed drops the same pairs,
             on every backend (:func:`tilewise.testing.oracle.dropout_keep` shows which). None draws one from torch's
             default generator.
         seqlens_q, seqlens_k: (b,), int32 or int64, on q's device: how many queries and keys of a batch entry, the
             first ones, take part; None = all. The rest is padding: not read, 0 in out and in every gradient, -inf in
-            lse. Never read by the host. "bottom_right" is each entry's own, by its two lengths.
+            lse. Never read by the host: less than 0 counts as 0, and more than there are as all (in ``cudnn`` they must
+            be within). "bottom_right" is each entry's own, by its two lengths.
         return_aux: names of further outputs: "lse", the log-sum-exp, which has a gradient, and "max_logit".
         deterministic: True demands bit-equal results on every run and, of a sequence, in every batch, whatever the
             number and the lengths of its neighbours; None follows
@@ -162,7 +163,8 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visibl
         UnsupportedProblem: the backend asked for (or every one) refuses; the message holds each reason.
 
     Under autocast, q, k and v are cast to the autocast dtype, as torch's own attention does. Without
-    ``double_backward=True`` the gradient is not differentiable again: a second derivative raises.
+    ``double_backward=True`` the gradient is not differentiable again: a second derivative raises, and so do forward
+    mode and gradients inside transforms of ``torch.func``.
 
     >>> import torch, tilewise as tw
     >>> q, k, v = (torch.randn(1, 8, 128, 64) for _ in range(3))
@@ -255,17 +257,19 @@ def attention_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_se
         q: (total_q, hq, d), any strides.
         k, v: (total_k, hk, d) and (total_k, hk, dv).
         cu_seqlens_q: (sequences + 1,), int32 or int64, on q's device: 0, then where each sequence ends. Lengths may
-            be 0. Rows past the last one are padding.
+            be 0. Rows past the last one are padding. Never read by the host: with a first number other than 0, or one
+            less than the number before it, the results mean nothing.
         cu_seqlens_k: the same of k and v; None = cu_seqlens_q.
         seqused_q, seqused_k: (sequences,), int32 or int64: how many rows of each sequence, the first ones, take part;
             None = all. The rest is padding: not read, 0 in out and in every gradient, -inf in lse.
         max_seqlen_q, max_seqlen_k: an integer, a tensor or None. Nothing needs them but a bias or a boolean mask with
-            a query or key dim, whose size each must be; an integer then.
+            a query or key dim, whose size each must be; an integer then. No sequence may be longer than that: the
+            device alone knows, and what kernels would read of such a bias or mask is not its own.
         mask: as in :func:`attention`; ids of :func:`documents` are (total,), a boolean tensor broadcasts to
             (sequences, hq, max_seqlen_q, max_seqlen_k). A bounded mask needs an alignment, unless queries and keys
             share their lengths (``cu_seqlens_k`` left out, or the same tensor).
         bias: broadcasts to (sequences, hq, max_seqlen_q, max_seqlen_k).
-        alibi_slopes: (hq,) or (sequences, hq), float32.
+        alibi_slopes: (hq,) or (sequences, hq), of the dtype in :func:`attention`.
         scale, softcap, sinks, dropout_p, dropout_seed, return_aux, deterministic, backend, double_backward: as in
             :func:`attention`.
         score_function: as in :func:`attention`; to a function, ``batch`` is the number of the sequence.

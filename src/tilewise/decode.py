@@ -1,5 +1,6 @@
 """Decoding: attention of a few new queries to the keys and values that a cache holds."""
 
+from collections.abc import Collection
 from numbers import Integral
 from typing import Any
 
@@ -71,7 +72,7 @@ def attention_decode(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tens
     >>> tw.attention_decode(q, cache, cache, cache_seqlens=torch.tensor([30, 99])).shape
     torch.Size([2, 8, 1, 64])
     """
-    named = tuple(return_aux) if not isinstance(return_aux, str) else (return_aux,)
+    named = tuple(return_aux) if isinstance(return_aux, Collection) else None
     if isinstance(return_aux, str) or named not in ((), ("lse",)):
         raise InvalidInput(f"return_aux is {return_aux!r}; allowed are () and ('lse',).")
     check_switch("rotary_interleaved", rotary_interleaved)

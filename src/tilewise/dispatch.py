@@ -6,7 +6,7 @@ order of preference whose ``why_not`` is None.
 
 import contextlib
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Protocol, cast
@@ -200,8 +200,7 @@ def explain_problem(problem: AttentionProblem, backend: str | None = None,
     return Explanation(problem, chosen["forward"], chosen["backward"], reasons)
 
 
-@contextlib.contextmanager
-def use_backend(name: str) -> Iterator[None]:
+def use_backend(name: str) -> contextlib.AbstractContextManager[None]:
     """Use one backend for every call inside the ``with`` block that names none; thread- and task-local.
 
     It holds for the backward passes of these calls too. A compiled call that has a gradient raises instead: name the
@@ -218,5 +217,4 @@ def use_backend(name: str) -> Iterator[None]:
     >>> with tw.use_backend("reference"):
     ...     out = tw.attention(q, q, q)
     """
-    with settings.backend_scope(get_backend(name).name):
-        yield
+    return settings.backend_scope(get_backend(name).name)

@@ -13,14 +13,14 @@ def merge(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor,
 
     Args:
         out_a, out_b: (b, h, s, dv), one float dtype. Partial outputs, each normalised by its own softmax.
-        lse_a, lse_b: (b, h, s), float32. Natural-log sum of exponentials; -inf where a part saw no key.
+        lse_a, lse_b: (b, h, s), float32 or float64. Natural-log sum of exponentials; -inf where a part saw no key.
 
     Returns:
         ``(out, lse)`` as if both sets had been attended to at once; out has the dtype of out_a. A row empty in both
         parts gives 0 and -inf. Differentiable in all four.
 
     Raises:
-        InvalidInput: shapes that do not belong together.
+        InvalidInput: something else than a tensor; other dtypes; devices, or shapes, that do not belong together.
 
     >>> import torch, tilewise as tw
     >>> q, k, v = (torch.randn(1, 2, 6, 8) for _ in range(3))
@@ -29,6 +29,7 @@ def merge(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor,
     >>> out, lse = tw.merge(*a, *b)
     >>> torch.testing.assert_close(out, tw.attention(q, k, v))
     """
+    _check(out_a, lse_a, out_b, lse_b)
     for name, got, expected in (("out_b", out_b, out_a.shape), ("lse_a", lse_a, out_a.shape[:-1]),
                                 ("lse_b", lse_b, out_a.shape[:-1])):
         if got.shape != expected:
@@ -43,3 +44,18 @@ def merge(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor,
     lse = (shift + total.log()).masked_fill(empty, float("-inf"))
     out = out_a * (weight_a / total).unsqueeze(-1) + out_b * (weight_b / total).unsqueeze(-1)
     return out.to(out_a.dtype), lse
+
+
+def _check(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor) -> None:
+    """Check everything but the shapes."""
+    for name, got in (("out_a", out_a), ("lse_a", lse_a), ("out_b", out_b), ("lse_b", lse_b)):
+        if not isinstance(got, torch.Tensor):
+            raise InvalidInput(f"merge: {name} is a {type(got).__name__}; allowed is a tensor.")
+        if got.device != out_a.device:
+            raise InvalidInput(f"merge: {name} is on {got.device} and out_a is on {out_a.device}: move them to one "
+                               "device.")
+    for name, got in (("lse_a", lse_a), ("lse_b", lse_b)):
+        if got.dtype not in (torch.float32, torch.float64):
+            raise InvalidInput(f"merge: {name} has dtype {got.dtype}; allowed are torch.float32 and torch.float64.")
+    if not out_a.is_floating_point() or out_b.dtype is not out_a.dtype:
+        raise InvalidInput(f"merge: out_a has dtype {out_a.dtype} and out_b {out_b.dtype}; allowed is one float dtype.")

@@ -48,10 +48,11 @@ class Operands(NamedTuple):
     """The tensors of a call beside q, k and v; None where the call has none.
 
     Attributes:
-        bias: (b|1, hq|1, sq|1, sk|1), the inputs' dtype or float32; added to the scores.
-        alibi_slopes: (b|1, hq), float32.
+        bias: (b|1, hq|1, sq|1, sk|1), the inputs' dtype or float32 (of float64 inputs float64 alone); added to the
+            scores.
+        alibi_slopes: (b|1, hq), float32 (float64 of float64 inputs).
         mask: (b|1, hq|1, sq|1, sk|1), bool; True = take part.
-        sinks: (hq,), float32 or the inputs' dtype: a logit a head that enters the softmax's denominator alone.
+        sinks: (hq,), in a dtype that bias may have: a logit a head that enters the softmax's denominator alone.
         seed: (1,), int64: seed of the dropout.
         cu_seqlens_q, cu_seqlens_k: (sequences + 1,), int32 or int64: where each packed sequence starts, and the last
             one ends; both or none.
@@ -228,11 +229,19 @@ def check_layout(name: str, tensor: torch.Tensor) -> None:
         raise InvalidInput(f"{name} has layout {tensor.layout}; allowed is torch.strided: call to_dense() on it.")
 
 
+def is_causal_bias(value: object) -> bool:
+    """Whether it is torch's CausalBias, a tensor without values; told by its name, for its module takes seconds."""
+    return type(value).__name__ == "CausalBias"
+
+
 def with_four_dims(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """View a bias or a mask of 2 to 4 dims as (b|1, hq|1, sq|1, sk|1): dims are added at the front, as torch does."""
     if not isinstance(tensor, torch.Tensor) or tensor.dim() not in _RANKS[name]:
         raise InvalidInput(f"{name} is {_what(tensor)}; allowed is a tensor of 2 to 4 dims that broadcasts to "
                            "(b, hq, sq, sk).")
+    if is_causal_bias(tensor):
+        raise InvalidInput(f"{name} is a CausalBias, a tensor without values; allowed is mask=causal('top_left') or "
+                           "mask=causal('bottom_right') in its place.")
     check_layout(name, tensor)
     return tensor[(None,) * (4 - tensor.dim())] if tensor.dim() < 4 else tensor
 

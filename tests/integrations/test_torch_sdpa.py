@@ -5,11 +5,12 @@ import inspect
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.nn.attention.varlen import AuxRequest
 
 from integrations.calls import CU_K, CU_Q, handed, refusing_skips, signature, tensors
 from integrations.dense import bottom_right, close, dense
-from tilewise import InvalidInput, UnsupportedProblem
+from tilewise import InvalidInput, UnsupportedProblem, attention
 from tilewise.integrations import torch_sdpa
 from tilewise.integrations.torch_sdpa import scaled_dot_product_attention, varlen_attn
 
@@ -106,6 +107,34 @@ def test_a_mask_and_is_causal_both_hold():
           dense(q, k, v, boolean(5, 7) & causal)[0], 1e-10)
     bias = random(5, 7, seed=3)
     close(scaled_dot_product_attention(q, k, v, bias, is_causal=True), dense(q, k, v, causal, bias=bias)[0], 1e-10)
+
+
+@pytest.mark.parametrize(("make", "lengths"), [(causal_upper_left, (6, 6)), (causal_lower_right, (6, 6)),
+                                               (causal_upper_left, (5, 8)), (causal_lower_right, (5, 8))])
+def test_a_causal_bias_names_the_corner_of_its_diagonal(make, lengths):
+    q, k, v = random(2, 4, lengths[0], 16), random(2, 4, lengths[1], 16, seed=1), random(2, 4, lengths[1], 16, seed=2)
+    bias = make(*lengths)
+    visible = torch.ones(lengths, dtype=torch.bool).tril(lengths[1] - lengths[0] if make is causal_lower_right else 0)
+    close(scaled_dot_product_attention(q, k, v, bias),
+          torch.nn.functional.scaled_dot_product_attention(q, k, v, visible))
+
+
+def test_a_causal_bias_that_does_not_fit_is_refused():
+    q = random(1, 2, 6, 16)
+    with pytest.raises(InvalidInput, match="attn_mask is a CausalBias and is_causal is True; allowed is one of them"):
+        scaled_dot_product_attention(q, q, q, causal_upper_left(6, 6), is_causal=True)
+    with pytest.raises(InvalidInput, match=r"attn_mask is a CausalBias of lengths \(6, 8\); allowed are \(6, 6\)"):
+        scaled_dot_product_attention(q, q, q, causal_upper_left(6, 8))
+    own = q[0, 0]
+    close(scaled_dot_product_attention(own, own, own, causal_upper_left(6, 6)),
+          scaled_dot_product_attention(own, own, own, is_causal=True))
+
+
+@pytest.mark.parametrize("name", ["bias", "mask"])
+def test_a_causal_bias_is_no_operand(name):
+    q = random(1, 2, 6, 16)
+    with pytest.raises(InvalidInput, match=rf"{name} is a CausalBias, a tensor without values; allowed is mask=causal"):
+        attention(q, q, q, **{name: causal_upper_left(6, 6)})
 
 
 def test_a_query_that_a_mask_hides_gives_zero():

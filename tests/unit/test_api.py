@@ -365,6 +365,15 @@ def test_lengths_may_lie_anywhere():
     assert torch.equal(attention_varlen(q, k, v, cu_seqlens_q=spread), attention_varlen(q, k, v, cu_seqlens_q=cu))
 
 
+def test_a_sequence_longer_than_a_bias_is_named_by_the_reference_which_reads_lengths():
+    q, borders = torch.randn(5, 2, 4), torch.tensor([0, 2, 5])
+    for side, shape in (("q", (2, 3)), ("k", (3, 2))):
+        with pytest.raises(InvalidInput, match=f"max_seqlen_{side} is 2, the size of a bias or a mask, and a sequence "
+                                               "has 3; allowed is the longest one's or more"):
+            attention_varlen(q, q, q, cu_seqlens_q=borders, bias=torch.zeros(shape), max_seqlen_q=shape[0],
+                             max_seqlen_k=shape[1], backend="reference")
+
+
 @pytest.mark.parametrize("longest", [{"max_seqlen_q": 3, "max_seqlen_k": 2}, {"max_seqlen_q": torch.tensor(3)}, {}],
                          ids=["integers", "tensor", "none"])
 def test_the_longest_lengths_matter_to_operands_alone(longest):

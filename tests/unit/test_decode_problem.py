@@ -83,6 +83,7 @@ WRONG = {
     "backend is ''; allowed is the name of a backend, or None to choose.": {"backend": ""},
     "q has layout torch.sparse_coo; allowed is torch.strided: call to_dense() on it.": {"q": Q.to_sparse()},
     "return_aux is 'lse'; allowed are () and ('lse',).": {"return_aux": "lse"},
+    "return_aux is None; allowed are () and ('lse',).": {"return_aux": None},
     "return_aux is ('max_logit',); allowed are () and ('lse',).": {"return_aux": ("max_logit",)},
     "mask is a Tensor; allowed is None, causal() or window(left, right).": {"mask": torch.ones(1, 10).bool()},
     "mask is causal(alignment='top_left'); allowed is alignment='bottom_right', or none: the last query stands on the "

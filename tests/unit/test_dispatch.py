@@ -400,6 +400,11 @@ def test_use_backend_holds_inside_its_block(recorder):
     assert recorder.calls == ["forward"]
 
 
+def test_use_backend_refuses_a_name_at_once_also_where_no_block_follows():
+    with pytest.raises(InvalidInput, match="'nonsense'"):
+        use_backend("nonsense")
+
+
 def test_use_backend_holds_for_the_backward_pass_run_after_the_block(recorder):
     q, k, v = (tensor.requires_grad_() for tensor in _qkv())
     with use_backend("reference"):

@@ -88,3 +88,18 @@ def test_message_names_the_part_whose_shape_is_wrong(index, name, expected):
     with pytest.raises(InvalidInput) as caught:
         merge(*parts)
     assert str(caught.value) == f"merge: {name} has shape {tuple(parts[index].shape)}; out_a asks for {expected}."
+
+
+@pytest.mark.parametrize(("place", "given", "words"), [
+    (0, [0.0], "merge: out_a is a list; allowed is a tensor"),
+    (3, None, "merge: lse_b is a NoneType; allowed is a tensor"),
+    (1, torch.zeros(1, 2, 3, dtype=torch.float16), "merge: lse_a has dtype torch.float16; allowed are torch.float32"),
+    (0, torch.zeros(1, 2, 3, 4, dtype=torch.int64), "merge: out_a has dtype torch.int64 and out_b torch.float32; "),
+    (2, torch.zeros(1, 2, 3, 4, dtype=torch.float64), "out_a has dtype torch.float32 and out_b torch.float64; allowed"),
+    (2, torch.zeros(1, 2, 3, 4, device="meta"), "merge: out_b is on meta and out_a is on cpu: move them to one")],
+    ids=str)
+def test_what_cannot_be_merged_is_named(place, given, words):
+    parts = [torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3)] * 2
+    parts[place] = given
+    with pytest.raises(InvalidInput, match=words):
+        merge(*parts)

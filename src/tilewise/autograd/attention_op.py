@@ -12,6 +12,7 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from tilewise import settings
+from tilewise.autograd.transforms import refuse_functional_gradient, refuse_lost_gradient, refuse_tangents
 from tilewise.backends.base import Backend, Needs, Saved
 from tilewise.backends.current import allows_tf32
 from tilewise.dispatch import choose
@@ -139,6 +140,7 @@ def _in_force(named: str | None) -> str | None:
 
 def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> list[torch.Tensor]:
     operands = Operands(*rest[:_N_OPERANDS])
+    refuse_lost_gradient((q, k, v, *operands.alone))
     inputs = facts_of_inputs(q, k, v)
     problem, backend = resolve(inputs, facts_of_operands(operands), rest[_N_OPERANDS:],
                                None if rest[-1] else _in_force(rest[-1]), are_aligned(q, k, v),
@@ -148,6 +150,7 @@ def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> l
 
 
 def _forward_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *plain: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    refuse_lost_gradient((q, k, v))
     inputs = facts_of_inputs(q, k, v)
     problem, backend = resolve(inputs, (), plain, None if plain[-1] else _in_force(plain[-1]),
                                are_aligned(q, k, v), allows_tf32(inputs[0][3]))
@@ -375,13 +378,21 @@ def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Operands, o
 
     Returns out, lse and, where the options want it, max_logit; what follows out may lack where it is not taken, which
     ``with_lse`` says.
+
+    Raises:
+        UnsupportedProblem: forward mode, or a gradient inside a transform of torch.func.
     """
+    given = (q, k, v) if operands is NO_OPERANDS else (q, k, v, *operands.alone, *operands.score_tensors)
+    refuse_tangents(given, "Pass double_backward=True.")
+    if torch.compiler.is_compiling():
+        refuse_functional_gradient()
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or _trainable(operands)):
         if torch.compiler.is_compiling():  # asked whether a call is plain, dynamo starts over
             arguments = (*operands, *options[:-1], options.backend or COMPILED_WITH_GRADIENT)
             if not with_lse:
                 return (cast(torch.Tensor, _apply_for_out(q, k, v, *arguments)),)
             return cast("tuple[torch.Tensor, ...]", _apply(q, k, v, *arguments))
+        refuse_functional_gradient()
         # The backward pass runs in a thread of its own, which does not see a scoped default.
         backend = options.backend or settings.default_backend()
         if _is_plain(operands, options):

@@ -7,6 +7,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from tilewise import settings
+from tilewise.autograd.transforms import refuse_tangents
 from tilewise.decode_problem import (
     CacheOperands,
     DecodeOptions,
@@ -29,7 +30,12 @@ _N_OPERANDS = len(CacheOperands._fields)
 
 def run_decode(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, operands: CacheOperands,
                options: DecodeOptions, backend: str | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return out and lse; k and v are appended to the caches."""
+    """Return out and lse; k and v are appended to the caches.
+
+    Raises:
+        UnsupportedProblem: forward mode.
+    """
+    refuse_tangents((q, k_cache, v_cache, *operands), "Decoding has no derivative.")
     mask = options.mask
     out, lse = torch.ops.tilewise.attention_decode(q, k_cache, v_cache, *operands, mask.left, mask.right,
                                                    mask.alignment, *options[1:], backend)

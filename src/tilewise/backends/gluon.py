@@ -32,8 +32,8 @@ _EVERY = Needs()
 class GluonBackend:
     """Warp-specialised kernels for sm_90.
 
-    All but dq is the same on every run; dq is where a deterministic result is asked for or programs have heads to
-    themselves, else it is summed in no fixed order.
+    All but dq is the same on every run; dq is where a deterministic result is asked for, programs have heads to
+    themselves, or heads are so wide that dq has a kernel of its own; else it is summed in no fixed order.
     """
 
     name = "gluon"
@@ -135,7 +135,7 @@ def _plan(problem: AttentionProblem) -> _Plan:
 class _BackwardPlan:
     """What makes memory, what dq, dk, dv and delta are, two launches, and modifiers without a tensor.
 
-    The delta kernel's launch comes first, then that of the others.
+    Where delta has a kernel of its own, its launch comes first, then that of the others.
     """
 
     allocate: Allocate

@@ -14,6 +14,7 @@ from tilewise.api import attention, attention_varlen
 from tilewise.errors import InvalidInput, UnsupportedProblem
 from tilewise.integrations.flash_family import sides_of
 from tilewise.masks import Mask, TensorMask, causal, window
+from tilewise.scores import is_causal_bias
 
 __all__ = ["scaled_dot_product_attention", "varlen_attn"]
 
@@ -36,7 +37,8 @@ def scaled_dot_product_attention(query: torch.Tensor, key: torch.Tensor, value: 
         query, key, value: (..., hq, sq, d), (..., hk, sk, d) and (..., hk, sk, dv), of two dims or more; dims in front
             are broadcast, and the heads too unless ``enable_gqa``.
         attn_mask: broadcasts to (..., hq, sq, sk), and has no more dims; bool, True = take part, or query's dtype or
-            float32, added to the scaled scores, where -inf hides a pair.
+            float32, added to the scaled scores, where -inf hides a pair. Or a
+            :class:`torch.nn.attention.bias.CausalBias`: a causal mask that says which corner its diagonal is in.
         dropout_p: probability to drop a pair, whatever mode a module is in.
         is_causal: query i sees keys up to i, also where lengths differ; together with ``attn_mask`` both hold.
         scale: None = 1/sqrt(d).
@@ -46,18 +48,20 @@ def scaled_dot_product_attention(query: torch.Tensor, key: torch.Tensor, value: 
         (..., hq, sq, dv); 0 where a query sees no key.
 
     Raises:
-        InvalidInput: heads differ and ``enable_gqa`` is False, a tensor has too few dims or ``attn_mask`` too many, or
-            as :func:`tilewise.attention`.
+        InvalidInput: heads differ and ``enable_gqa`` is False, a tensor has too few dims or ``attn_mask`` too many, a
+            CausalBias is of other lengths or comes with ``is_causal``, or as :func:`tilewise.attention`.
 
     >>> q = torch.randn(2, 8, 128, 64)
     >>> scaled_dot_product_attention(q, q, q, is_causal=True).shape
     torch.Size([2, 8, 128, 64])
     """
+    band = causal("top_left") if is_causal else Mask()
+    if is_causal_bias(attn_mask):
+        band, attn_mask = _band_of(attn_mask, query, key, is_causal), None
     rank = max(query.dim(), key.dim(), value.dim())
     _check_ranks(query, key, value, attn_mask, rank)
     batch, (q, k, v) = _broadcast((query, key, value), max(rank, 4), kept=3 if enable_gqa else 2)
     _check_heads(q.shape[1], k.shape[1], enable_gqa)
-    band = causal("top_left") if is_causal else Mask()
     mask: Mask | TensorMask = band
     bias = None
     if attn_mask is not None:
@@ -117,6 +121,17 @@ def check_mask_dtype(name: str, mask: torch.Tensor) -> None:
     if mask.dtype is not torch.bool and not mask.is_floating_point():
         raise InvalidInput(f"{name} has dtype {mask.dtype}; allowed are torch.bool, True = take part, and "
                            "floating-point dtypes, which are added to the scores.")
+
+
+def _band_of(bias: Any, query: torch.Tensor, key: torch.Tensor, is_causal: bool) -> Mask:
+    """Return the mask that a CausalBias stands for; as a tensor it has no values, nor their shape."""
+    if is_causal:
+        raise InvalidInput("attn_mask is a CausalBias and is_causal is True; allowed is one of them, as in torch.")
+    own, lengths = (bias.seq_len_q, bias.seq_len_kv), (query.shape[-2:-1] + key.shape[-2:-1])
+    if own != tuple(lengths):
+        raise InvalidInput(f"attn_mask is a CausalBias of lengths {own}; allowed are {tuple(lengths)}, those of query "
+                           "and key.")
+    return causal("top_left" if bias.variant.name == "UPPER_LEFT" else "bottom_right")
 
 
 def _check_ranks(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None,

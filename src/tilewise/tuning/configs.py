@@ -206,8 +206,8 @@ class HopperBackwardConfig:
         stages, out_stages: tiles of q and of dout in flight; powers of two, since every step divides by them.
         ahead: whether a step computes the scores of the next one.
         direct: whether dQ goes to its sums from registers, else through shared memory.
-        ordered: whether it is added in a fixed order, but for ``alone`` by warps of their own, which take it from
-            there, of two steps at a time; every bit is then the same on every run.
+        ordered: whether it is added in a fixed order, but for ``alone`` with one program by warps of their own, which
+            take it from there, of two steps at a time; every bit is then the same on every run.
         wide: whether two warpgroups share 64 keys, one makes P and dV and the other dS and dK, and dQ has a kernel of
             its own, where 64 queries a warpgroup stay; nothing is added in memory, and every bit
             the same on every run.

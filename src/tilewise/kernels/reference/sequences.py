@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from tilewise.errors import InvalidInput
 from tilewise.kernels.reference.backward import GradientTensors, Saved, attention_backward
 from tilewise.kernels.reference.differentiable import Results as DifferentiableResults
 from tilewise.kernels.reference.differentiable import differentiable_attention, nothing_of
@@ -127,6 +128,9 @@ class _Sequence(NamedTuple):
             operand = operand[self.number:self.number + 1]
         for dim, span in list(enumerate((self.queries, self.keys), start=2))[:operand.dim() - 2]:
             if operand.shape[dim] > 1:
+                if len(span) > operand.shape[dim]:
+                    raise InvalidInput(f"max_seqlen_{'qk'[dim - 2]} is {operand.shape[dim]}, the size of a bias or a "
+                                       f"mask, and a sequence has {len(span)}; allowed is the longest one's or more.")
                 operand = operand.narrow(dim, 0, len(span))
         return operand
 
