@@ -337,6 +337,14 @@ def test_launches_of_a_stream_share_a_counter_and_a_captured_one_has_its_own(str
     assert [(counter.dtype, counter.tolist()) for counter in counters] == [(torch.int32, [0])] * 5
 
 
+def test_launches_of_the_stream_that_each_thread_has_share_no_counter(stream):
+    """Two threads' streams have one handle, cudaStreamPerThread: with one counter they would skip tiles."""
+    stream.number = 2
+    counters = [launching.counter_of(torch.device("cpu")) for _ in range(2)]
+    assert counters[0].data_ptr() != counters[1].data_ptr()
+    assert [(counter.dtype, counter.tolist()) for counter in counters] == [(torch.int32, [0])] * 2
+
+
 def test_a_captured_counter_is_cleared_in_its_graph_only_where_none_is_left_that_was_before(stream, monkeypatch):
     device, made, zeros = torch.device("cpu"), [], torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *sizes, **options: made.append(sizes) or zeros(*sizes, **options))

@@ -20,6 +20,7 @@ NO_LENGTHS = (None,) * 4  # cu_seqlens_q, cu_seqlens_k, seqlens_q, seqlens_k
 # Counters that are kept for captured graphs, of a device those that are left: each is given out once.
 _SPARES = 4096
 _SPARE: dict[torch.device, Iterator[torch.Tensor]] = {}
+_STREAM_OF_THREAD = 2  # cudaStreamPerThread: one handle, by which each thread of the host means a stream of its own
 _NOTHING = (None,) * 3 + NO_LENGTHS  # sinks, their stride, out's address
 _PLACES = (0, 0, 1, 1, 2, 2, 3)  # which of q, k, v and out the kernel's descriptors show: two pieces of all but out
 # Instructions that never run in front of each warpgroup's code (_is_spaced): 0.6 % faster at a length of 2048, 0.9 % at
@@ -232,11 +233,16 @@ def address_of(tensor: torch.Tensor | None) -> int | None:
 def counter_of(device: torch.device) -> torch.Tensor:
     """A zero that the kernel counts up from and leaves as it was.
 
-    Launches of one stream come one after another and share it. Those of a captured graph may run beside anything, and
-    get one of their own: one that was cleared before, since what clears it in the graph is a launch in every replay.
+    Launches of one stream come one after another and share it; a handle that stands for several streams has none to
+    share. Those of a captured graph may run beside anything, and get one of their own: one that was cleared before,
+    since what clears it in the graph is a launch in every replay. Replays of a graph come one after another, if it was
+    instantiated once, as torch does.
     """
     if not torch.cuda.is_current_stream_capturing():
-        return _counter_of_stream(device, _streams()(device.index))
+        stream = _streams()(device.index)
+        if stream != _STREAM_OF_THREAD:
+            return _counter_of_stream(device, stream)
+        return torch.zeros(1, dtype=torch.int32, device=device)
     spare = next(_SPARE.get(device, iter(())), None)
     return torch.zeros(1, dtype=torch.int32, device=device) if spare is None else spare
 
