@@ -26,13 +26,13 @@ Sizes = tuple[int, ...]
 LARGE_SOFTCAP = 2.0**12
 DRAWS = 2**16  # equally likely values of a pair's random draw
 DRAW_SPAN = 16  # positions, of queries and of keys, after which the order of the draws repeats (maths.md, eq. 19)
-# What may stand at each place of a broadcast shape: the problem's letters.
+# What may stand at each place of a broadcast shape: the problem's letters; none where the user's tensor has no dim.
 _FOUR = ("b", "hq", "sq", "sk")
 _LETTERS = {
     "bias": _FOUR, "mask": _FOUR, "alibi_slopes": ("b", "hq"), "sinks": ("hq",), "seed": ("1",),
     "cu_seqlens_q": ("sequences + 1",), "cu_seqlens_k": ("sequences + 1",), "seqlens_q": ("b",), "seqlens_k": ("b",),
     "seqused_q": ("sequences",), "seqused_k": ("sequences",),
-    "documents_q": ("b", "4", "sq"), "documents_k": ("b", "4", "sk"),
+    "documents_q": ("b", "", "sq"), "documents_k": ("b", "", "sk"),
     "tiles_q": ("b", "hq", "tiles of sq", "2 + tiles of sk"), "tiles_k": ("b", "hq", "tiles of sk", "2 + tiles of sq"),
     "k": ("b", "hk", "new", "d"), "v": ("b", "hk", "new", "dv"), "cache_seqlens": ("b",), "cache_batch_idx": ("b",),
     "cache_leftpad": ("b",), "block_table": ("b", "pages a sequence"), "rotary_cos": ("positions", "rotary_dim / 2"),
@@ -40,7 +40,7 @@ _LETTERS = {
 }
 _BROADCAST = {"bias": _FOUR, "mask": _FOUR, "alibi_slopes": ("b",), "documents_q": ("b",), "documents_k": ("b",),
               "tiles_q": ("b", "hq"), "tiles_k": ("b", "hq")}
-_NAMES = {"seed": "dropout_seed"}
+_NAMES = {"seed": "dropout_seed", "documents_q": "documents: ids", "documents_k": "documents: key_ids"}
 _RANKS = {"bias": (2, 3, 4), "mask": (2, 3, 4), "alibi_slopes": (1, 2), "sinks": (1,)}
 
 
@@ -264,13 +264,23 @@ def check_operand(name: str, operand: tuple[Sizes, torch.dtype, torch.device], f
     once, said = _BROADCAST.get(name, ()), _NAMES.get(name, name)
     if len(shape) != len(full) or any(own != size and not (own == 1 and letter in once)
                                       for own, size, letter in zip(shape, full, _LETTERS[name], strict=True)):
-        allowed = ", ".join(f"{letter}={size}" for letter, size in zip(_LETTERS[name], full, strict=True))
+        named = [(letter, size) for letter, size in zip(_LETTERS[name], full, strict=True) if letter]
+        allowed = ", ".join(str(size) if letter == str(size) else f"{letter}={size}" for letter, size in named)
         broadcast = "" if not once else f", or 1 in place of {'a size' if once == _FOUR else once[0]}"
-        raise InvalidInput(f"{said} has shape {tuple(shape)}; allowed is ({allowed}){broadcast}.")
+        got = tuple(size for place, size in enumerate(shape) if _LETTERS[name][place:place + 1] != ("",))
+        raise InvalidInput(f"{said} has shape {got}; allowed is ({allowed}){broadcast}.{_hint(name, shape, full)}")
     if dtype not in dtypes:
-        raise InvalidInput(f"{said} has dtype {dtype}; allowed are {', '.join(map(str, dict.fromkeys(dtypes)))}.")
+        allowed = ", ".join(map(str, dict.fromkeys(dtypes)))
+        raise InvalidInput(f"{said} has dtype {dtype}; allowed {'are' if ',' in allowed else 'is'} {allowed}.")
     if own_device != device:
         raise InvalidInput(f"{said} is on {own_device} and q is on {device}: move them to one device.")
+
+
+def _hint(name: str, shape: Sizes, full: Sizes) -> str:
+    """What a mask was probably meant to be whose two dims are those of keys that are no padding."""
+    if name == "mask" and shape == (1, 1, full[0], full[3]):
+        return " Of padding, (b, sk), pass mask[:, None, None], or lengths as seqlens_k."
+    return ""
 
 
 def checked_softcap(softcap: Any) -> float | None:

@@ -25,7 +25,7 @@ def _equal(a, b):
 @pytest.mark.parametrize(("arguments", "message"), [
     ({"mask": [[True]]}, "mask is a list; allowed is None, causal(), window(left, right), a boolean tensor, a "
                          "MaskFunction, or these joined by '&'."),
-    ({"mask": _NONE.float()}, "mask has dtype torch.float32; allowed are torch.bool."),
+    ({"mask": _NONE.float()}, "mask has dtype torch.float32; allowed is torch.bool."),
     ({"mask": causal("top_left") & _NONE[0]},
      "mask is a tensor of shape (5,); allowed is a tensor of 2 to 4 dims that broadcasts to (b, hq, sq, sk)."),
     ({"mask": _NONE.mT}, "mask has shape (1, 1, 5, 6); allowed is (b=2, hq=4, sq=6, sk=5), or 1 in place of a size."),
@@ -37,9 +37,14 @@ def _equal(a, b):
     ({"seqlens_q": [1, 2]}, "seqlens_q is a list; allowed is a tensor of integers on q's device."),
     ({"seqlens_k": torch.tensor([1.0, 2.0])},
      "seqlens_k has dtype torch.float32; allowed are torch.int32, torch.int64."),
-    ({"mask": documents(torch.arange(5))}, "documents_q has shape (1, 4, 5); allowed is (b=2, 4=4, sq=6), or 1 in "
-                                           "place of b."),
-    ({"sinks": torch.zeros(4).half()}, "sinks has dtype torch.float16; allowed are torch.float32."),
+    ({"mask": documents(torch.arange(5))},
+     "documents: ids has shape (1, 5); allowed is (b=2, sq=6), or 1 in place of b."),
+    ({"mask": documents(torch.arange(6))},
+     "documents: key_ids has shape (1, 6); allowed is (b=2, sk=5), or 1 in place of b."),
+    ({"mask": torch.ones(2, 5, dtype=torch.bool)},
+     "mask has shape (1, 1, 2, 5); allowed is (b=2, hq=4, sq=6, sk=5), or 1 in place of a size. Of padding, (b, sk), "
+     "pass mask[:, None, None], or lengths as seqlens_k."),
+    ({"sinks": torch.zeros(4).half()}, "sinks has dtype torch.float16; allowed is torch.float32."),
     ({"softcap": 0.0}, "softcap is 0.0; allowed is a number from 2^-126 to 2^127, or None for none."),
     ({"dropout_p": 2**1024}, f"dropout_p is {2**1024}; allowed is a probability, 0 <= dropout_p < 1."),
     ({"dropout_p": 1.0}, "dropout_p is 1.0; allowed is a probability, 0 <= dropout_p < 1."),
@@ -411,8 +416,8 @@ _CU = torch.tensor([0, 2, 5])
     ({"dropout_p": True}, "dropout_p is True; allowed is a probability, 0 <= dropout_p < 1."),
     ({"scale": "s"}, "scale is 's'; allowed is a number from 2^-126 to 2^127, or None for 1/sqrt(d)."),
     ({"return_aux": "lse"}, "return_aux is 'lse'; allowed is a tuple of names out of ('lse', 'max_logit')."),
-    ({"mask": documents(torch.arange(4))}, "documents_q has shape (1, 4, 4); allowed is (b=1, 4=4, sq=5), or 1 in "
-                                           "place of b."),
+    ({"mask": documents(torch.arange(4))},
+     "documents: ids has shape (1, 4); allowed is (b=1, sq=5), or 1 in place of b."),
 ], ids=str)
 def test_message_of_a_packed_call_names_the_argument(arguments, message):
     (q, k, v), _ = _packed()

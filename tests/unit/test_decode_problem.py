@@ -38,7 +38,7 @@ WRONG = {
         {"k": NEW.repeat(1, 2, 1, 1), "v": NEW, "cache_seqlens": LENGTHS},
     "v has shape (2, 2, 3, 8); allowed is (b=2, hk=2, new=1, dv=8).":
         {"k": NEW, "v": NEW.repeat(1, 1, 3, 1), "cache_seqlens": LENGTHS},
-    "k has dtype torch.float64; allowed are torch.float32.":
+    "k has dtype torch.float64; allowed is torch.float32.":
         {"k": NEW.double(), "v": NEW, "cache_seqlens": LENGTHS},
     "k is given without v; allowed are both, or none.": {"k": NEW, "cache_seqlens": LENGTHS},
     "v is given without k; allowed are both, or none.": {"v": NEW[:, :, :0], "cache_seqlens": LENGTHS},

@@ -283,7 +283,7 @@ def test_where_lengths_are_data_everything_may_be_read(lengths):
      "documents_q and documents_k: one is given without the other; allowed are both, or none."),
     (lambda: AttentionProblem.from_tensors(*_tensors(), documents_operands()._replace(documents_q=torch.zeros(
         1, 4, 7, dtype=torch.int32))),
-     "documents_q has shape (1, 4, 7); allowed is (b=2, 4=4, sq=6), or 1 in place of b."),
+     "documents: ids has shape (1, 7); allowed is (b=2, sq=6), or 1 in place of b."),
 ])
 def test_message_about_lengths_names_what_was_got_and_what_is_allowed(make, message):
     with pytest.raises(InvalidInput) as caught:

@@ -57,7 +57,7 @@ def test_shape_that_does_not_fit_is_named_beside_the_one_that_does(name, tensor,
 
 def test_seed_has_one_element():
     message = _message(Operands(seed=torch.tensor([1, 2])), ScoreSettings(dropout_p=0.5))
-    assert "seed has shape (2,); allowed is " in message
+    assert "dropout_seed has shape (2,); allowed is (1)." in message
 
 
 @pytest.mark.parametrize(("name", "tensor", "dtype", "allowed"), [
@@ -70,12 +70,12 @@ def test_seed_has_one_element():
 ], ids=str)
 def test_dtype_that_is_not_taken_is_named_beside_those_that_are(name, tensor, dtype, allowed):
     assert _message(Operands(**{name: tensor}), dtype=dtype) == (
-        f"{name} has dtype {tensor.dtype}; allowed are {allowed}.")
+        f"{name} has dtype {tensor.dtype}; allowed {'are' if ',' in allowed else 'is'} {allowed}.")
 
 
 def test_seed_is_an_integer_of_64_bits():
     message = _message(Operands(seed=torch.tensor([1.0])), ScoreSettings(dropout_p=0.5))
-    assert "seed has dtype torch.float32; allowed are torch.int64." in message
+    assert "seed has dtype torch.float32; allowed is torch.int64." in message
 
 
 @pytest.mark.parametrize(("name", "tensor"), [
