@@ -144,7 +144,11 @@ def _copy(desc, place, barrier, target):
 
 
 class _Leaving(threading.local):
-    """Of a partition: what the copy engine has yet to read of shared memory, and what has yet to arrive in global."""
+    """Of a partition: what the copy engine has yet to read of shared memory, and what has yet to arrive in global.
+
+    Tiles are read in the order of their copies. What has been read may arrive at any time, and in any order, unless
+    somebody waits for it: a sum may be added to before it was set.
+    """
 
     def __init__(self):
         self.unread, self.under_way = [], []
@@ -152,12 +156,21 @@ class _Leaving(threading.local):
     def read(self, number):
         self.under_way += [read() for read in self.unread[:number]]
         del self.unread[:number]
+        random.shuffle(early := [place for place, arrive in enumerate(self.under_way) if random.random() < 0.5])
+        for place in early:
+            self.under_way[place]()
+            self.under_way[place] = _nothing  # its place counts until somebody has waited for it
 
     def arrive(self, number):
         self.read(max(0, number - len(self.under_way)))
-        for arrive in self.under_way[:number]:
+        random.shuffle(waited_for := self.under_way[:number])
+        for arrive in waited_for:
             arrive()
         del self.under_way[:number]
+
+
+def _nothing():
+    """What has arrived before it was waited for does not arrive again."""
 
 
 _leaving = _Leaving()
@@ -181,7 +194,7 @@ def _wait_for_copies_out(left):
 
 
 def _wait_for_arrivals(left):
-    """Let all copies of this partition but the last ``left`` arrive, in order."""
+    """Let all copies of this partition but the last ``left`` arrive."""
     _leaving.arrive(max(0, len(_leaving.under_way) + len(_leaving.unread) - left))
 
 

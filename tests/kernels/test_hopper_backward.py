@@ -49,7 +49,8 @@ def test_the_source_computes_the_gradients_on_the_cpu(mask, config, d):
     counter = torch.zeros(1, dtype=torch.int32)
     beside = Pointer(sums) if config.alone else Pointer(counter) if config.stays else Pointer(
         counters.view(torch.int32)) if config.ordered else None
-    run(launch.kernel, MODULES, launch.grid[0], (*described, target, beside, *[None] * 7, *launch.scalars), CONSTANTS)
+    run(launch.kernel, MODULES, launch.grid[0], (*described, target, beside, *[None] * 7, *launch.scalars), CONSTANTS,
+        together=3)
     assert not counter.any(), "the next launch draws from it"
     if config.alone:
         dq = dq.float() / problem.scale

@@ -57,7 +57,7 @@ def attend(problem, config, tensors, pack=1, cut=None, sinks=None, programs=3):
     handed[8] = Pointer(counter)
     *numbers, shape = bound.scalars
     numbers = [torch.tensor(number).as_subclass(Tensor) if type(number) is int else number for number in numbers]
-    run(bound.kernel, MODULES, bound.grid[0], (*handed, *numbers, shape), CONSTANTS)
+    run(bound.kernel, MODULES, bound.grid[0], (*handed, *numbers, shape), CONSTANTS, together=programs)
     assert counter.item() == 0, "the next launch begins with another tile"
     return out, lse, parts
 
