@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
 import torch
+from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from tilewise import settings
@@ -382,17 +383,19 @@ def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Operands, o
     Raises:
         UnsupportedProblem: forward mode, or a gradient inside a transform of torch.func.
     """
-    given = (q, k, v) if operands is NO_OPERANDS else (q, k, v, *operands.alone, *operands.score_tensors)
-    refuse_tangents(given, "Pass double_backward=True.")
-    if torch.compiler.is_compiling():
+    if forward_ad._current_level >= 0:  # asked before the tensors are put together, which every call would pay for
+        refuse_tangents((q, k, v, *operands.alone, *operands.score_tensors), "Pass double_backward=True.")
+    compiling = torch.compiler.is_compiling()
+    trained = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad
+                                           or _trainable(operands))
+    if trained or compiling:  # traced, a tensor inside a transform does not say that it needs a gradient
         refuse_functional_gradient()
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or _trainable(operands)):
-        if torch.compiler.is_compiling():  # asked whether a call is plain, dynamo starts over
+    if trained:
+        if compiling:  # asked whether a call is plain, dynamo starts over
             arguments = (*operands, *options[:-1], options.backend or COMPILED_WITH_GRADIENT)
             if not with_lse:
                 return (cast(torch.Tensor, _apply_for_out(q, k, v, *arguments)),)
             return cast("tuple[torch.Tensor, ...]", _apply(q, k, v, *arguments))
-        refuse_functional_gradient()
         # The backward pass runs in a thread of its own, which does not see a scoped default.
         backend = options.backend or settings.default_backend()
         if _is_plain(operands, options):

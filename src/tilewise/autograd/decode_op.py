@@ -4,6 +4,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
 from tilewise import settings
@@ -35,7 +36,8 @@ def run_decode(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, op
     Raises:
         UnsupportedProblem: forward mode.
     """
-    refuse_tangents((q, k_cache, v_cache, *operands), "Decoding has no derivative.")
+    if forward_ad._current_level >= 0:
+        refuse_tangents((q, k_cache, v_cache, *operands), "Decoding has no derivative.")
     mask = options.mask
     out, lse = torch.ops.tilewise.attention_decode(q, k_cache, v_cache, *operands, mask.left, mask.right,
                                                    mask.alignment, *options[1:], backend)

@@ -21,6 +21,8 @@ _in_functorch = torch._C._are_functorch_transforms_active
 def refuse_tangents(tensors: Iterable[torch.Tensor | None], instead: str) -> None:
     """Refuse tensors with a tangent, of which an operator without a rule for it keeps none: the result's would be 0.
 
+    Worth asking only where forward mode is on, ``forward_ad._current_level >= 0``; callers look at that first.
+
     Args:
         tensors: those of a call.
         instead: the last sentence of the error, what the caller can do.
@@ -28,8 +30,6 @@ def refuse_tangents(tensors: Iterable[torch.Tensor | None], instead: str) -> Non
     Raises:
         UnsupportedProblem: forward mode has given one of them a tangent.
     """
-    if forward_ad._current_level < 0:
-        return
     if any(tensor is not None and _unpack(tensor).tangent is not None for tensor in tensors):
         raise UnsupportedProblem(f"forward mode (torch.func.jvp, jacfwd, make_dual) asks for a tangent, which fused "
                                  f"kernels have none of. {instead}", {})
