@@ -9,12 +9,14 @@ import torch
 from tilewise.api import AttentionOutput
 from tilewise.arguments import check_choices, check_switch
 from tilewise.autograd.decode_op import run_decode
+from tilewise.backends.current import autocast_dtype
 from tilewise.decode_problem import CacheOperands, DecodeOptions, check_mask, checked_splits, facts_of_inputs
 from tilewise.errors import InvalidInput
 from tilewise.masks import Mask
 from tilewise.scores import checked_softcap, with_batch_dim
 
 _NO_MASK = Mask()
+_CAST = (torch.float16, torch.bfloat16, torch.float32)  # what autocast casts, and casts to
 _NAMES = ("q", "k_cache", "v_cache", *CacheOperands._fields)
 
 
@@ -67,6 +69,9 @@ def attention_decode(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tens
         InvalidInput: an argument without a meaning, or one that asks for a gradient.
         UnsupportedProblem: the backend refuses, or the mask is more than a band.
 
+    Under autocast, q, k and v take the dtype of the caches, whatever autocast's is, and out has it too: a cache is
+    written in place and never copied. float64 stays as it is.
+
     >>> import torch, tilewise as tw
     >>> q, cache = torch.randn(2, 8, 1, 64), torch.randn(2, 2, 100, 64)
     >>> tw.attention_decode(q, cache, cache, cache_seqlens=torch.tensor([30, 99])).shape
@@ -85,6 +90,7 @@ def attention_decode(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tens
     operands = CacheOperands(k, v, _lengths(q, cache_seqlens), cache_batch_idx, cache_leftpad, block_table, rotary_cos,
                              rotary_sin, _slopes(q, alibi_slopes), sinks)
     _check_tensors(q, k_cache, v_cache, operands)
+    q, operands = _autocast(q, k_cache, operands)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     options = DecodeOptions(mask, scale, softcap, rotary_interleaved, num_splits, deterministic)
@@ -106,6 +112,18 @@ def _slopes(q: torch.Tensor, slopes: torch.Tensor | None) -> torch.Tensor | None
         return None
     slopes = with_batch_dim(slopes)
     return slopes.expand(len(q), -1) if slopes.shape == (1, q.shape[1]) else slopes
+
+
+def _autocast(q: torch.Tensor, k_cache: torch.Tensor, operands: CacheOperands) -> tuple[torch.Tensor, CacheOperands]:
+    """Give q, k and v the dtype of the caches where autocast is on."""
+    if autocast_dtype("cuda" if q.is_cuda else q.device.type) is None or k_cache.dtype not in _CAST:
+        return q, operands
+    k, v = (None if tensor is None else _cast(tensor, k_cache.dtype) for tensor in (operands.k, operands.v))
+    return _cast(q, k_cache.dtype), operands._replace(k=k, v=v)
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor.to(dtype) if tensor.dtype in _CAST else tensor
 
 
 def _check_tensors(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, operands: CacheOperands) -> None:

@@ -140,6 +140,29 @@ def test_a_length_below_zero_counts_as_zero(decoder, device):
         assert torch.equal(got, wanted)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_autocast_gives_queries_and_new_keys_the_dtype_of_the_caches(dtype, decoder, device):
+    """Models hand what autocast has made of a projection; the caches are written in place and stay what they are."""
+    q, k_cache, v_cache, call, _ = made({"new": 2, "sinks": True}, torch.float32, device)
+    own, others = ([cache.to(dtype, copy=True) for cache in (k_cache, v_cache)] for _ in range(2))
+    with torch.autocast(device.type, torch.bfloat16):
+        found = attention_decode(q.bfloat16(), *own, **call, return_aux=("lse",))
+    call |= {name: call[name].to(dtype) for name in ("k", "v")}
+    wanted = attention_decode(q.bfloat16().to(dtype), *others, **call, return_aux=("lse",))
+    assert (found.out.dtype, found.lse.dtype) == (dtype, torch.float32)
+    for got, right in zip((*found, *own), (*wanted, *others), strict=True):
+        assert torch.equal(got, right)
+
+
+def test_autocast_leaves_float64_alone(device):
+    q, k_cache, v_cache, call, _ = made({}, torch.float64, device)
+    with torch.autocast(device.type, torch.bfloat16):
+        assert attention_decode(q, k_cache, v_cache, **call).dtype is torch.float64
+        for wrong in ((q.float(), k_cache, v_cache), (q, k_cache.float(), v_cache.float())):
+            with pytest.raises(InvalidInput, match=r"k_cache has dtype .* and q has .*: cast them to one dtype"):
+                attention_decode(*wrong, **call)
+
+
 def test_a_graph_that_saved_the_cache_notices_what_is_appended(decoder, device):
     cache, values, new = (torch.randn(1, 1, rows, 16, device=device) for rows in (8, 8, 1))
     weight = torch.ones_like(cache).requires_grad_()

@@ -294,6 +294,14 @@ def _packed():
     return tensors, [torch.nn.functional.pad(lengths.cumsum(0), (1, 0)) for lengths in _LENGTHS]
 
 
+def test_autocast_casts_packed_rows():
+    tensors, (cu_q, cu_k) = _packed()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = attention_varlen(*tensors, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
+    rounded = [tensor.bfloat16() for tensor in tensors]
+    assert torch.equal(out, attention_varlen(*rounded, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k))
+
+
 def _padded(packed, borders, rows):
     """Packed (total, h, d) as (n, h, rows, d); NaN behind a sequence's end."""
     padded = torch.full((len(borders) - 1, packed.shape[1], rows, packed.shape[2]), float("nan"))
