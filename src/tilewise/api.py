@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, cast, overload
 import torch
 
 from tilewise import settings
-from tilewise.arguments import check_choices, check_inputs, check_switch
+from tilewise.arguments import check_choices, check_inputs, check_packed, check_switch
 from tilewise.autograd.attention_op import Options, run
 from tilewise.autograd.short_way import attend
 from tilewise.backends.current import autocast_dtype
@@ -309,11 +309,17 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visible 
             score_function: ScoreFunction | None = None, softcap: float | None = None,
             sinks: torch.Tensor | None = None, dropout_p: float = 0,
             dropout_seed: int | torch.Tensor | None = None, seqlens_q: torch.Tensor | None = None,
-            seqlens_k: torch.Tensor | None = None, return_aux: tuple[str, ...] = (), deterministic: bool | None = None,
-            backend: str | None = None, double_backward: bool = False) -> Explanation:
+            seqlens_k: torch.Tensor | None = None, cu_seqlens_q: torch.Tensor | None = None,
+            cu_seqlens_k: torch.Tensor | None = None, seqused_q: torch.Tensor | None = None,
+            seqused_k: torch.Tensor | None = None, max_seqlen_q: int | torch.Tensor | None = None,
+            max_seqlen_k: int | torch.Tensor | None = None, return_aux: tuple[str, ...] = (),
+            deterministic: bool | None = None, backend: str | None = None,
+            double_backward: bool = False) -> Explanation:
     """Tell which backend each pass of this call would use, and every other backend's reason.
 
-    Arguments and errors are those of :func:`attention`; nothing is computed, and a refusal is an answer.
+    Arguments and errors are those of :func:`attention`, or, where ``cu_seqlens_q`` is given, of
+    :func:`attention_varlen`; nothing is computed, and a refusal is an answer. For :func:`attention_decode` there is
+    :func:`tilewise.decode.explain_decode`.
 
     >>> import torch, tilewise as tw
     >>> q = torch.randn(1, 2, 16, 8)
@@ -324,10 +330,17 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visible 
     check_choices(scale, deterministic, backend)
     check_switch("double_backward", double_backward)
     band, visible, lists, mask_function = _parted(mask)
-    q, k, v = _autocast(q, k, v)
-    lengths = _NO_LENGTHS
-    if seqlens_q is not None or seqlens_k is not None:
+    packed = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_q": seqused_q,
+              "seqused_k": seqused_k, "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+    lengths, longest = _NO_LENGTHS, _NO_LONGEST
+    if check_packed(packed, {"seqlens_q": seqlens_q, "seqlens_k": seqlens_k}):
+        longest = _longest(max_seqlen_q, max_seqlen_k, needed=bias is not None or visible is not None)
+        q, k, v = (_as_batch(name, tensor) for name, tensor in (("q", q), ("k", k), ("v", v)))
+        band, lengths = _with_lengths(band, (cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k,
+                                             seqused_q, seqused_k), _PACKED_NAMES)
+    elif seqlens_q is not None or seqlens_k is not None:
         band, lengths = _with_lengths(band, (None, None, seqlens_q, seqlens_k), _PADDED_NAMES)
+    q, k, v = _autocast(q, k, v)
     functions = _functions(score_function, mask_function)
     seed = _seed(q, dropout_p, 0 if dropout_seed is None else dropout_seed)  # none is drawn: a generator would move on
     operands = _operands(bias, alibi_slopes, visible, sinks, seed, lengths, lists, functions)
@@ -335,7 +348,7 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visible 
         deterministic = torch.are_deterministic_algorithms_enabled()
     problem = AttentionProblem.from_tensors(
         q, k, v, operands, mask=band, scale=scale, deterministic=deterministic,
-        settings=ScoreSettings(softcap, dropout_p, "max_logit" in return_aux,
+        settings=ScoreSettings(softcap, dropout_p, "max_logit" in return_aux, longest,
                                score_function=None if score_function is None else score_function.code,
                                mask_function=None if mask_function is None else mask_function.code))
     problem = replace(problem, aligned=are_aligned(q, k, v))

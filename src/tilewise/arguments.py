@@ -1,5 +1,6 @@
 """Arguments that an operator's schema would refuse in torch's words, or take for another: refused by name."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -34,3 +35,20 @@ def check_switch(name: str, value: Any, otherwise: str = "") -> None:
     """Raise :class:`InvalidInput` for what is neither True nor False."""
     if not isinstance(value, bool):
         raise InvalidInput(f"{name} is {value!r}; allowed are True and False{otherwise}.")
+
+
+def check_packed(packed: Mapping[str, Any], padded: Mapping[str, Any]) -> bool:
+    """Return whether a call's sequences are packed, which ``cu_seqlens_q`` says; None is what is not given.
+
+    Raises:
+        InvalidInput: another argument of packed sequences is given without it, or one of padded ones beside it.
+    """
+    is_packed = packed["cu_seqlens_q"] is not None
+    for name, value in (padded if is_packed else packed).items():
+        if value is not None and is_packed:
+            raise InvalidInput(f"{name} is given beside cu_seqlens_q; allowed is one of them: of packed sequences, "
+                               f"{name.replace('seqlens', 'seqused')} says how many rows take part.")
+        if value is not None:
+            raise InvalidInput(f"{name} is given without cu_seqlens_q, which says where packed queries begin; allowed "
+                               "are both, or neither.")
+    return is_packed

@@ -2,15 +2,25 @@
 
 from collections.abc import Collection
 from numbers import Integral
-from typing import Any
+from typing import Any, cast
 
 import torch
 
+from tilewise import settings
 from tilewise.api import AttentionOutput
 from tilewise.arguments import check_choices, check_switch
 from tilewise.autograd.decode_op import run_decode
 from tilewise.backends.current import autocast_dtype
-from tilewise.decode_problem import CacheOperands, DecodeOptions, check_mask, checked_splits, facts_of_inputs
+from tilewise.decode_problem import (
+    CacheOperands,
+    DecodeOptions,
+    check_mask,
+    checked_splits,
+    decode_problem,
+    facts_of_inputs,
+    facts_of_present,
+)
+from tilewise.dispatch import Explanation, explain_decoding
 from tilewise.errors import InvalidInput
 from tilewise.masks import Mask
 from tilewise.scores import checked_softcap, with_batch_dim
@@ -77,25 +87,70 @@ def attention_decode(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tens
     >>> tw.attention_decode(q, cache, cache, cache_seqlens=torch.tensor([30, 99])).shape
     torch.Size([2, 8, 1, 64])
     """
+    with_lse = _checked_aux(return_aux)
+    given = CacheOperands(k, v, cast(Any, cache_seqlens), cache_batch_idx, cache_leftpad, block_table, rotary_cos,
+                          rotary_sin, alibi_slopes, sinks)
+    options = DecodeOptions(_NO_MASK if mask is None else mask, scale, softcap, rotary_interleaved, num_splits,
+                            cast(Any, deterministic))
+    q, operands, options = _prepared(q, k_cache, v_cache, given, options, backend)
+    out, lse = run_decode(q, k_cache, v_cache, operands, options, backend)
+    return AttentionOutput(out, lse) if with_lse else out
+
+
+def explain_decode(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *, k: torch.Tensor | None = None,
+                   v: torch.Tensor | None = None, cache_seqlens: int | torch.Tensor | None = None,
+                   cache_batch_idx: torch.Tensor | None = None, cache_leftpad: torch.Tensor | None = None,
+                   block_table: torch.Tensor | None = None, rotary_cos: torch.Tensor | None = None,
+                   rotary_sin: torch.Tensor | None = None, rotary_interleaved: bool = True,
+                   mask: Mask | None = None, scale: float | None = None,
+                   alibi_slopes: torch.Tensor | None = None, softcap: float | None = None,
+                   sinks: torch.Tensor | None = None, num_splits: int | None = None,
+                   return_aux: tuple[str, ...] = (), deterministic: bool | None = None,
+                   backend: str | None = None) -> Explanation:
+    """Tell which backend this call of :func:`attention_decode` would use, and every other backend's reason.
+
+    Arguments and errors are those of :func:`attention_decode`; nothing is computed or written, and a refusal is an
+    answer.
+
+    >>> import torch, tilewise as tw
+    >>> q, cache = torch.randn(2, 8, 1, 64), torch.randn(2, 2, 100, 64)
+    >>> tw.decode.explain_decode(q, cache, cache, cache_seqlens=30).forward
+    'reference'
+    """
+    _checked_aux(return_aux)
+    given = CacheOperands(k, v, cast(Any, cache_seqlens), cache_batch_idx, cache_leftpad, block_table, rotary_cos,
+                          rotary_sin, alibi_slopes, sinks)
+    options = DecodeOptions(_NO_MASK if mask is None else mask, scale, softcap, rotary_interleaved, num_splits,
+                            cast(Any, deterministic))
+    q, operands, options = _prepared(q, k_cache, v_cache, given, options, backend)
+    problem = decode_problem(facts_of_inputs(q, k_cache, v_cache), facts_of_present(operands), options)
+    return explain_decoding(problem, backend or settings.default_backend())
+
+
+def _checked_aux(return_aux: Any) -> bool:
+    """Return whether lse is asked for."""
     named = tuple(return_aux) if isinstance(return_aux, Collection) else None
     if isinstance(return_aux, str) or named not in ((), ("lse",)):
         raise InvalidInput(f"return_aux is {return_aux!r}; allowed are () and ('lse',).")
-    check_switch("rotary_interleaved", rotary_interleaved)
-    check_choices(scale, deterministic, backend)
-    checked_softcap(softcap)
-    checked_splits(num_splits)
-    mask = _NO_MASK if mask is None else mask
-    check_mask(mask)
+    return bool(named)
+
+
+def _prepared(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, given: CacheOperands,
+              options: DecodeOptions, backend: str | None) -> tuple[torch.Tensor, CacheOperands, DecodeOptions]:
+    """Check what the operator would refuse in words of its own, and make lengths, slopes and dtypes what it takes."""
+    check_switch("rotary_interleaved", options.rotary_interleaved)
+    check_choices(options.scale, options.deterministic, backend)
+    checked_softcap(options.softcap)
+    checked_splits(options.num_splits)
+    check_mask(options.mask)
     facts_of_inputs(q, k_cache, v_cache)
-    operands = CacheOperands(k, v, _lengths(q, cache_seqlens), cache_batch_idx, cache_leftpad, block_table, rotary_cos,
-                             rotary_sin, _slopes(q, alibi_slopes), sinks)
+    operands = given._replace(cache_seqlens=_lengths(q, given.cache_seqlens),
+                              alibi_slopes=_slopes(q, given.alibi_slopes))
     _check_tensors(q, k_cache, v_cache, operands)
     q, operands = _autocast(q, k_cache, operands)
-    if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
-    options = DecodeOptions(mask, scale, softcap, rotary_interleaved, num_splits, deterministic)
-    out, lse = run_decode(q, k_cache, v_cache, operands, options, backend)
-    return AttentionOutput(out, lse) if named else out
+    if options.deterministic is None:
+        options = options._replace(deterministic=torch.are_deterministic_algorithms_enabled())
+    return q, operands, options
 
 
 def _lengths(q: torch.Tensor, cache_seqlens: Any) -> torch.Tensor | None:

@@ -123,6 +123,24 @@ class Decoder(Protocol):
         """Append new keys and values, and return out and lse."""
 
 
+_DECODERS = ("triton", "reference")
+
+
+def _decoders(device: torch.device) -> tuple[str, ...]:
+    """Return what decodes, by preference: triton where there is a GPU."""
+    return _DECODERS if device.type != "cpu" else _DECODERS[::-1]
+
+
+def _decoder(name: str) -> Decoder:
+    return cast(Decoder, importlib.import_module(f"tilewise.backends.{name}_decode"))
+
+
+def _why_not_decode(name: str, problem: DecodeProblem) -> str | None:
+    if name not in _DECODERS:
+        return "does not decode; backend='triton' and 'reference' do"
+    return _decoder(name).why_not(problem)
+
+
 @lru_cache(maxsize=4096)
 def choose_decoder(problem: DecodeProblem, backend: str | None = None) -> Decoder:
     """Return what decodes the problem: triton where there is a GPU, else, or where it refuses, the reference.
@@ -130,18 +148,12 @@ def choose_decoder(problem: DecodeProblem, backend: str | None = None) -> Decode
     Raises:
         InvalidInput, UnsupportedProblem: as :func:`choose`.
     """
-    names: tuple[str, ...] = ("triton", "reference") if problem.device.type != "cpu" else ("reference", "triton")
-    if backend is not None:
-        names = (get_backend(backend).name,)
+    names = _decoders(problem.device) if backend is None else (get_backend(backend).name,)
     reasons = {}
     for name in names:
-        if name not in ("triton", "reference"):
-            reasons[name] = "does not decode; backend='triton' and 'reference' do"
-            continue
-        decoder = cast(Decoder, importlib.import_module(f"tilewise.backends.{name}_decode"))
-        reason = decoder.why_not(problem)
+        reason = _why_not_decode(name, problem)
         if reason is None:
-            return decoder
+            return _decoder(name)
         reasons[name] = reason
     raise _refusal(problem, backend, reasons)
 
@@ -151,11 +163,12 @@ class Explanation:
     """The outcome of :func:`explain`; prints as a table.
 
     Attributes:
-        forward, backward: name of the chosen backend; None when every backend refuses.
+        forward, backward: name of the chosen backend; None when every backend refuses. Decoding has no backward pass:
+            None.
         reasons: (direction, backend name) -> its refusal, or None where it could serve.
     """
 
-    problem: AttentionProblem
+    problem: AttentionProblem | DecodeProblem
     forward: str | None
     backward: str | None
     reasons: dict[tuple[str, str], str | None]
@@ -198,6 +211,16 @@ def explain_problem(problem: AttentionProblem, backend: str | None = None,
         chosen[side.direction] = next((name for name in wanted if answers[name] is None), None)
         reasons |= {(side.direction, name): answer for name, answer in answers.items()}
     return Explanation(problem, chosen["forward"], chosen["backward"], reasons)
+
+
+def explain_decoding(problem: DecodeProblem, backend: str | None = None) -> Explanation:
+    """Ask every backend about a decoding call, which is a forward pass; raises nothing for a refusal."""
+    decoders = _decoders(problem.device)
+    names = (*decoders, *(name for name in BACKENDS if name not in decoders))
+    answers = {name: _why_not_decode(name, problem) for name in names}
+    wanted = decoders if backend is None else (get_backend(backend).name,)
+    chosen = next((name for name in wanted if answers[name] is None), None)
+    return Explanation(problem, chosen, None, {("forward", name): answer for name, answer in answers.items()})
 
 
 def use_backend(name: str) -> contextlib.AbstractContextManager[None]:

@@ -1,7 +1,5 @@
 """The public calls: what their arguments may be, what they return, and how a mask and a seed become operands."""
 
-import inspect
-
 import numpy as np
 import pytest
 import torch
@@ -257,25 +255,6 @@ def test_without_dropout_no_seed_is_drawn():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_explain_takes_every_argument_of_a_call():
-    assert list(inspect.signature(explain).parameters) == list(inspect.signature(attention).parameters)
-    assert explain(*_tensors(), dropout_p=0.5, dropout_seed=3).forward == "reference"
-    with pytest.raises(InvalidInput, match="dropout_seed is '7'; allowed is an integer of 64 bits"):
-        explain(*_tensors(), dropout_p=0.5, dropout_seed="7")
-
-
-def test_explain_draws_no_seed():
-    before = torch.random.get_rng_state()
-    explain(*_tensors(), dropout_p=0.5)
-    assert torch.equal(torch.random.get_rng_state(), before)
-
-
-def test_explain_prints_the_options():
-    text = str(explain(*_tensors(), bias=torch.zeros(6, 5), softcap=30.0, dropout_p=0.1))
-    assert text.startswith("b2 h4/2 s6x5 d8 float32 no mask, softcap 30, bias 1x1x6x5, dropout 0.1 on cpu\n")
-    assert "  forward  torch      no: takes no bias" in text
-
-
 def test_autocast_casts_q_k_and_v_and_leaves_the_operands():
     operands = {"bias": torch.randn(6, 5), "sinks": torch.randn(4)}
     with torch.autocast("cpu", torch.bfloat16):
@@ -470,13 +449,6 @@ def test_tiles_between_documents_and_in_the_hole_behind_sink_tokens_are_not_read
         got = attention(q, k, poisoned, mask=mask, backend="reference")
         assert torch.equal(got[:, :, rows], clean[:, :, rows])
         assert got.isnan().any()
-
-
-def test_explain_tells_who_takes_lengths():
-    text = str(explain(*_tensors(), seqlens_k=torch.tensor([3, 5])))
-    assert text.startswith("b2 h4/2 s6x5 d8 float32 no mask, padded sequences on cpu\n")
-    assert "  forward  torch      no: takes no lengths that are data: neither seqlens nor packed sequences" in text
-    assert explain(*_tensors(), mask=documents(torch.arange(6), torch.arange(5))).forward == "reference"
 
 
 def test_tensors_without_memory_give_the_shapes_of_results_and_gradients():
