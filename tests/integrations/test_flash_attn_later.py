@@ -113,7 +113,7 @@ def test_a_sink_in_bfloat16_goes_with_every_dtype(dtype):
     assert torch.equal(lse, wanted_lse)
     out.sum().backward()
     assert sinks.grad.dtype is torch.bfloat16
-    with pytest.raises(InvalidInput, match=r"sinks has dtype torch\.int32; allowed (is|are) torch"):
+    with pytest.raises(InvalidInput, match=r"^learnable_sink has dtype torch\.int32; allowed (is|are) torch"):
         fa4.flash_attn_func(q, k, v, learnable_sink=SINKS.int())
 
 
@@ -151,7 +151,7 @@ def test_version_4_returns_lse_where_it_is_asked_for_or_a_gradient_is():
 def test_version_3_makes_lse_where_it_is_asked_for_alone(monkeypatch):
     """In a compiled graph it had a gradient of zeros, which some backends have not."""
     asked = []
-    for name in ("attention", "attention_varlen"):
+    for name in ("attend_batch", "attend_packed"):
         monkeypatch.setattr(flash_family, name, _noting(getattr(flash_family, name), asked))
     q, k, v, _ = tensors(9, 8)
     packed = (q[0], k[0], v[0], CU_Q, CU_K, 6, 5)

@@ -190,7 +190,7 @@ def test_heads_that_differ_need_the_flag():
 
 
 def test_dims_that_cannot_be_broadcast_are_named():
-    with pytest.raises(InvalidInput, match="k has batch size 3 and q has 2: they must be equal"):
+    with pytest.raises(InvalidInput, match="key has batch size 3 and query has 2: they must be equal"):
         scaled_dot_product_attention(random(*Q), random(3, *K[1:]), random(3, *V[1:]))
 
 
@@ -286,13 +286,13 @@ def test_lengths_of_keys_left_out_are_those_of_queries():
 
 
 def test_one_split_demands_the_same_result_in_every_batch(monkeypatch):
-    demanded, real = [], torch_sdpa.attention_varlen
+    demanded, real = [], torch_sdpa._attend_packed
 
     def noting(*tensors, **options):
         demanded.append(options["deterministic"])
         return real(*tensors, **options)
 
-    monkeypatch.setattr(torch_sdpa, "attention_varlen", noting)
+    monkeypatch.setattr(torch_sdpa, "_attend_packed", noting)
     q, k, v, _ = (tensor[0].detach() for tensor in tensors(9, 8, hk=4))
     for num_splits in (1, None, 4):
         varlen_attn(q, k, v, CU_Q, CU_K, 6, 5, num_splits=num_splits)
@@ -302,8 +302,8 @@ def test_one_split_demands_the_same_result_in_every_batch(monkeypatch):
 @pytest.mark.parametrize("aux", [None, AuxRequest(lse=False), AuxRequest(lse=True)])
 def test_lse_is_made_where_it_is_wanted_alone(monkeypatch, aux):
     """In a compiled graph it had a gradient of zeros, which some backends have not."""
-    asked, real = [], torch_sdpa.attention_varlen
-    monkeypatch.setattr(torch_sdpa, "attention_varlen", lambda *given, return_aux, **options: (
+    asked, real = [], torch_sdpa._attend_packed
+    monkeypatch.setattr(torch_sdpa, "_attend_packed", lambda *given, return_aux, **options: (
         asked.append(return_aux), real(*given, return_aux=return_aux, **options))[1])
     q, k, v, _ = (tensor[0].detach() for tensor in tensors(9, 8, hk=4))
     found = varlen_attn(q, k, v, CU_Q, CU_K, 6, 5, return_aux=aux)

@@ -15,12 +15,19 @@ from typing import Any
 
 import torch
 
-from tilewise.api import attention, attention_varlen
 from tilewise.autograd.attention_op import Options, backward_op
-from tilewise.decode import attention_decode
 from tilewise.errors import TilewiseError, UnsupportedProblem
 from tilewise.integrations import bert_padding
-from tilewise.integrations.flash_family import sides_of, unpacked
+from tilewise.integrations.callers_terms import in_terms
+from tilewise.integrations.flash_family import (
+    WORDS,
+    attend_batch,
+    attend_cache,
+    attend_packed,
+    heads_first,
+    sides_of,
+    unpacked,
+)
 from tilewise.integrations.signed_probabilities import signed_probabilities, signed_probabilities_varlen
 from tilewise.masks import Mask, window
 from tilewise.scores import Operands, with_batch_dim
@@ -30,6 +37,7 @@ __all__ = ["flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_
 INTERFACE_VERSION = "2.8.3"  # of flash-attn, whose signatures these are; code that tells its versions apart asks
 Slopes = torch.Tensor | None
 Attended = torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+_backward_op = in_terms(backward_op, WORDS, heads_third=True)
 _NO_GRADIENT_OF_OPERANDS = [True, True, False, False, False]  # which gradients: dq; dk and dv; those of operands
 
 
@@ -174,11 +182,12 @@ def flash_attn_with_kvcache(q: torch.Tensor, k_cache: torch.Tensor, v_cache: tor
         key.
     """
     left, right = _sides(causal, window_size)
-    k, v = (None if tensor is None else _heads_first(tensor) for tensor in (k, v))
+    k, v = (None if tensor is None else heads_first(name, tensor) for name, tensor in (("k", k), ("v", v)))
     with torch.no_grad():
-        out, lse = attention_decode(
-            _heads_first(q), _heads_first(k_cache), _heads_first(v_cache), k=k, v=v, cache_seqlens=cache_seqlens,
-            cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, block_table=block_table,
+        out, lse = attend_cache(
+            heads_first("q", q), heads_first("k_cache", k_cache), heads_first("v_cache", v_cache), k=k, v=v,
+            cache_seqlens=cache_seqlens, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad,
+            block_table=block_table,
             rotary_cos=rotary_cos, rotary_sin=rotary_sin, rotary_interleaved=rotary_interleaved,
             mask=window(left, right), scale=softmax_scale, alibi_slopes=alibi_slopes,
             softcap=None if softcap == 0.0 else softcap, num_splits=num_splits or None, return_aux=("lse",))
@@ -232,7 +241,8 @@ def _flash_attn_backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v
     """
     options = _options(dropout_p, softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes,
                        deterministic)
-    made = _backward([_heads_first(tensor) for tensor in (q, k, v, out, dout)], softmax_lse, options, rng_state)
+    given = {"q": q, "k": k, "v": v, "out": out, "dout": dout}
+    made = _backward([heads_first(name, tensor) for name, tensor in given.items()], softmax_lse, options, rng_state)
     _write([gradient.transpose(1, 2) for gradient in made], (dq, dk, dv))
 
 
@@ -307,24 +317,20 @@ def _refuse_pages(**given: torch.Tensor | None) -> None:
                                      "cu_seqlens_k, or a batch of queries to flash_attn_with_kvcache.", {})
 
 
-def _heads_first(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.transpose(1, 2)
-
-
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any],
             return_attn_probs: bool) -> Attended:
     if return_attn_probs:
         return _attend_fully(q, k, v, options, return_probs=True)
-    out: torch.Tensor = attention(_heads_first(q), _heads_first(k), _heads_first(v), **options)
+    out: torch.Tensor = attend_batch(heads_first("q", q), heads_first("k", k), heads_first("v", v), **options)
     return out.transpose(1, 2)
 
 
 def _attend_fully(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any],
                   return_probs: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return out, lse and S_dmask; options get dropout's seed."""
-    q, k, v = _heads_first(q), _heads_first(k), _heads_first(v)
+    q, k, v = heads_first("q", q), heads_first("k", k), heads_first("v", v)
     _draw_seed(q, options)
-    out, lse = attention(q, k, v, **options, return_aux=("lse",))
+    out, lse = attend_batch(q, k, v, **options, return_aux=("lse",))
     probs = signed_probabilities(q, k, options) if return_probs and options["dropout_p"] else q.new_empty(0)
     return out.transpose(1, 2), _plus_inf_where_empty(lse), probs
 
@@ -333,7 +339,7 @@ def _attend_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: d
                    return_attn_probs: bool) -> Attended:
     if return_attn_probs:
         return _attend_varlen_fully(q, k, v, options, return_probs=True)
-    out: torch.Tensor = attention_varlen(q, k, v, **options)
+    out: torch.Tensor = attend_packed(q, k, v, **options)
     return out
 
 
@@ -341,7 +347,7 @@ def _attend_varlen_fully(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, opti
                          return_probs: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return out, lse and S_dmask of packed sequences; options get dropout's seed."""
     _draw_seed(q, options)
-    out, lse = attention_varlen(q, k, v, **options, return_aux=("lse",))
+    out, lse = attend_packed(q, k, v, **options, return_aux=("lse",))
     probs = q.new_empty(0)
     if return_probs and options["dropout_p"]:
         longest = int(options["max_seqlen_q"]), int(options["max_seqlen_k"])
@@ -379,7 +385,7 @@ def _backward(tensors: list[torch.Tensor], lse: torch.Tensor, options: dict[str,
     deterministic = bool(options["deterministic"] or torch.are_deterministic_algorithms_enabled())
     settings = Options(options["scale"], mask.left, mask.right, mask.alignment, softcap=options["softcap"],
                        dropout_p=options["dropout_p"], deterministic=deterministic)
-    gradients: list[torch.Tensor] = backward_op(q, k, v, out, lse, dout, None, *operands, *settings,
+    gradients: list[torch.Tensor] = _backward_op(q, k, v, out, lse, dout, None, *operands, *settings,
                                                 _NO_GRADIENT_OF_OPERANDS)
     return gradients
 

@@ -130,7 +130,7 @@ def install() -> None:
 
 def _sink_for(q: torch.Tensor, sink: Maybe) -> Maybe:
     """Return a sink in a dtype that goes with q's: bfloat16, the one that flash-attn 4 takes, does so beside any."""
-    if sink is None or sink.dtype is not torch.bfloat16 or q.dtype is torch.bfloat16:
+    if not isinstance(sink, torch.Tensor) or sink.dtype is not torch.bfloat16 or q.dtype is torch.bfloat16:
         return sink
     return sink.to(torch.promote_types(q.dtype, torch.float32))
 

@@ -12,13 +12,24 @@ import torch
 
 from tilewise.decode import attention_decode
 from tilewise.errors import InvalidInput, TilewiseError
-from tilewise.integrations.flash_family import OutAndLse, attend, band_of, refuse, sides_of, unpacked
+from tilewise.integrations.callers_terms import in_terms
+from tilewise.integrations.flash_family import (
+    WORDS,
+    OutAndLse,
+    attend,
+    band_of,
+    heads_first,
+    refuse,
+    sides_of,
+    unpacked,
+)
 from tilewise.masks import chunk
 from tilewise.merge import merge
 
 __all__ = ["flash_attn_combine", "flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func",
            "flash_attn_with_kvcache", "install"]
 Maybe = torch.Tensor | None
+_attend_cache = in_terms(attention_decode, WORDS | {"block_table": "page_table"}, heads_third=True)
 
 
 def flash_attn_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float | None = None,
@@ -159,11 +170,12 @@ def flash_attn_with_kvcache(q: torch.Tensor, k_cache: torch.Tensor, v_cache: tor
     refuse("a cache is read as it lies, and keys turn by where they lie.", qv=qv, rotary_seqlens=rotary_seqlens)
     refuse("of a cache, chunks are not there yet.", attention_chunk=attention_chunk or None)
     left, right = sides_of(window_size)
-    k, v = (None if tensor is None else tensor.transpose(1, 2) for tensor in (k, v))
+    k, v = (None if tensor is None else heads_first(name, tensor) for name, tensor in (("k", k), ("v", v)))
     with torch.no_grad():
-        out, lse = attention_decode(
-            q.transpose(1, 2), k_cache.transpose(1, 2), v_cache.transpose(1, 2), k=k, v=v, cache_seqlens=cache_seqlens,
-            cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, block_table=page_table,
+        out, lse = _attend_cache(
+            heads_first("q", q), heads_first("k_cache", k_cache), heads_first("v_cache", v_cache), k=k, v=v,
+            cache_seqlens=cache_seqlens, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad,
+            block_table=page_table,
             rotary_cos=rotary_cos, rotary_sin=rotary_sin, rotary_interleaved=rotary_interleaved,
             mask=band_of(left, right, causal), scale=softmax_scale, softcap=softcap or None,
             num_splits=num_splits or None, return_aux=("lse",))

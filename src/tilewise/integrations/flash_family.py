@@ -9,10 +9,18 @@ from typing import Any
 import torch
 
 from tilewise.api import attention, attention_varlen
+from tilewise.decode import attention_decode
 from tilewise.errors import InvalidInput, UnsupportedProblem
+from tilewise.integrations.callers_terms import in_terms
 from tilewise.masks import Mask, window
 
 OutAndLse = tuple[torch.Tensor, torch.Tensor]
+# What errors of tilewise's say, and what flash-attn knows it by.
+WORDS = {"scale": "softmax_scale", "sinks": "learnable_sink", "seqlens_q": "seqused_q", "seqlens_k": "seqused_k",
+         "or None for none": "or 0.0 for none", "integer >= 1, or None to choose": "integer >= 1, or 0 to choose"}
+attend_batch = in_terms(attention, WORDS, heads_third=True)
+attend_packed = in_terms(attention_varlen, WORDS)
+attend_cache = in_terms(attention_decode, WORDS, heads_third=True)
 
 
 def band_of(left: int | None, right: int | None, causal: bool) -> Mask:
@@ -42,6 +50,7 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, qv: torch.Tensor |
         with_lse: whether lse is wanted; None stands for it where not.
     """
     if qv is not None:  # q·k + qv·v is a product of the two side by side; the scale counts both
+        _check_values_queries(q, k, v, qv)
         q, k = torch.cat((q, qv), -1), torch.cat((k, v), -1)
     given: dict[str, Any] = lengths or {}
     packed = [given.get(name) is not None for name in ("cu_seqlens_q", "cu_seqlens_k")]
@@ -50,11 +59,29 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, qv: torch.Tensor |
                            f"{'given' if packed[1] else 'None'}; allowed are both, or neither.")
     options |= {"return_aux": ("lse",) if with_lse else ()}
     if packed[0]:
-        found = attention_varlen(q, k, v, **given, **options)
+        found = attend_packed(q, k, v, **given, **options)
         return (found[0], found[1]) if with_lse else (found, None)
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    found = attention(q, k, v, seqlens_q=given.get("seqused_q"), seqlens_k=given.get("seqused_k"), **options)
+    q, k, v = heads_first("q", q), heads_first("k", k), heads_first("v", v)
+    found = attend_batch(q, k, v, seqlens_q=given.get("seqused_q"), seqlens_k=given.get("seqused_k"), **options)
     return (found[0].transpose(1, 2), found[1]) if with_lse else (found.transpose(1, 2), None)
+
+
+def heads_first(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """View (b, s, h, d) as (b, h, s, d)."""
+    if not isinstance(tensor, torch.Tensor) or tensor.dim() != 4:
+        got = f"shape {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else f"type {type(tensor).__name__}"
+        raise InvalidInput(f"{name} has {got}; allowed is a tensor of 4 dims (b, s, h, d).")
+    return tensor.transpose(1, 2)
+
+
+def _check_values_queries(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, qv: torch.Tensor) -> None:
+    """Refuse what cannot be put side by side."""
+    for name, tensor, beside, of in (("v", v, k, "k"), ("qv", qv, q, "q")):
+        if tensor.shape[:-1] != beside.shape[:-1]:
+            raise InvalidInput(f"{name} has shape {tuple(tensor.shape)} and {of} {tuple(beside.shape)}: with qv they "
+                               "may differ in their head dim alone.")
+    if qv.shape[-1] != v.shape[-1]:
+        raise InvalidInput(f"qv has head dim {qv.shape[-1]} and v has {v.shape[-1]}: they must be equal.")
 
 
 def unpacked(name: str, packed: torch.Tensor, dims: str) -> tuple[torch.Tensor, ...]:

@@ -12,11 +12,18 @@ import torch
 
 from tilewise.api import attention, attention_varlen
 from tilewise.errors import InvalidInput, UnsupportedProblem
+from tilewise.integrations.callers_terms import in_terms
 from tilewise.integrations.flash_family import sides_of
 from tilewise.masks import Mask, TensorMask, causal, window
 from tilewise.scores import is_causal_bias
 
 __all__ = ["scaled_dot_product_attention", "varlen_attn"]
+# What errors of tilewise's say, and what torch knows it by.
+_WORDS = {"q": "query", "k": "key", "v": "value"}
+_attend = in_terms(attention, _WORDS | {
+    "bias": "attn_mask", "mask has": "attn_mask has",
+    "pass mask[:, None, None], or lengths as seqlens_k": "pass attn_mask[:, None, None]"})
+_attend_packed = in_terms(attention_varlen, _WORDS | {"cu_seqlens_q": "cu_seq_q", "cu_seqlens_k": "cu_seq_k"})
 
 
 class AuxRequest(Protocol):
@@ -71,7 +78,7 @@ def scaled_dot_product_attention(query: torch.Tensor, key: torch.Tensor, value: 
             mask = TensorMask(band, given)
         else:
             bias = given
-    out = attention(q, k, v, mask=mask, bias=bias, dropout_p=dropout_p, scale=scale)
+    out: torch.Tensor = _attend(q, k, v, mask=mask, bias=bias, dropout_p=dropout_p, scale=scale)
     return out.reshape((*batch, *out.shape[1:])[-rank:])
 
 
@@ -110,9 +117,9 @@ def varlen_attn(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_
     left, right = sides_of(window_size)
     with_lse = return_aux is not None and return_aux.lse
     wanted: Any = ("lse",) if with_lse else ()
-    found: Any = attention_varlen(query, key, value, cu_seqlens_q=cu_seq_q, cu_seqlens_k=cu_seq_k, seqused_k=seqused_k,
-                                  mask=window(left, right, "bottom_right"), scale=scale,
-                                  deterministic=True if num_splits == 1 else None, return_aux=wanted)
+    found: Any = _attend_packed(query, key, value, cu_seqlens_q=cu_seq_q, cu_seqlens_k=cu_seq_k, seqused_k=seqused_k,
+                                mask=window(left, right, "bottom_right"), scale=scale,
+                                deterministic=True if num_splits == 1 else None, return_aux=wanted)
     return tuple(found) if with_lse else found
 
 
