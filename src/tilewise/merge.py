@@ -13,7 +13,8 @@ def merge(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor,
 
     Args:
         out_a, out_b: (b, h, s, dv), one float dtype. Partial outputs, each normalised by its own softmax.
-        lse_a, lse_b: (b, h, s), float32 or float64. Natural-log sum of exponentials; -inf where a part saw no key.
+        lse_a, lse_b: (b, h, s), float32 or float64. Natural-log sum of exponentials; -inf where a part saw no key, or
+            +inf, as flash-attn 2 has it.
 
     Returns:
         ``(out, lse)`` as if both sets had been attended to at once; out has the dtype of out_a. A row empty in both
@@ -34,6 +35,8 @@ def merge(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor,
                                 ("lse_b", lse_b, out_a.shape[:-1])):
         if got.shape != expected:
             raise InvalidInput(f"merge: {name} has shape {tuple(got.shape)}; out_a asks for {tuple(expected)}.")
+    # Of weight 0 either way: where +inf came of a score of +inf, its out is NaN, and NaN times 0 is too.
+    lse_a, lse_b = (lse.masked_fill(lse == float("inf"), float("-inf")) for lse in (lse_a, lse_b))
     greater = torch.maximum(lse_a, lse_b).detach()
     empty = greater == float("-inf")
     # A row empty in both parts is shifted by 0 and divided by 1, since −inf − (−inf) and 0 / 0 are NaN, and so would

@@ -61,6 +61,26 @@ def test_gradient_of_rows_empty_in_both_parts_is_zero_and_not_nan():
         assert leaf.grad[:, :, 4].any()
 
 
+def test_plus_infinity_says_too_that_a_part_saw_nothing():
+    """flash-attn 2 has it so, and so has its face here: merged, such a row was NaN, and its gradients with it."""
+    results = []
+    for empty in (_EMPTY, -_EMPTY):
+        out_a, lse_a, out_b, lse_b = _parts()
+        given = out_a, lse_a.masked_fill(lse_a == _EMPTY, empty), out_b, lse_b.masked_fill(lse_b == _EMPTY, empty)
+        leaves = [tensor.requires_grad_() for tensor in given]
+        out, lse = merge(*leaves)
+        (out.sum() + lse.masked_fill(lse == _EMPTY, 0.0).sum()).backward()
+        results.append((out, lse, *(leaf.grad for leaf in leaves)))
+    for got, wanted in zip(*results, strict=True):
+        assert torch.equal(got, wanted)
+
+
+def test_nan_beside_plus_infinity_is_not_hidden():
+    out_a, lse_a, out_b, lse_b = _parts()
+    out_a[:, :, 3], lse_a[:, :, 3] = float("nan"), float("inf")
+    assert merge(out_a, lse_a, out_b, lse_b)[0][:, :, 3].isnan().all()
+
+
 def test_gradient_agrees_with_finite_differences():
     filled = [tensor[:, :, 3:].clone().requires_grad_() for tensor in _parts()]
     assert torch.autograd.gradcheck(merge, filled)

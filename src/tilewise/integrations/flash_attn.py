@@ -2,8 +2,8 @@
 
 Tensors are (b, s, h, d), or (total, h, d) packed, and seen as (b, h, s, d) without a copy. Causal and window masks and
 the distances of ALiBi count from the bottom right corner; a bound of -1 (any negative one) and a softcap of 0.0 mean
-none; lse is +inf, not -inf, where a query sees no key. What flash-attn refuses and tilewise does not is computed:
-float32, wider heads, softcap with dropout, gradients of lse and of ALiBi slopes.
+none; lse is +inf, not -inf, where a query sees no key (:func:`tilewise.merge` takes both). What flash-attn refuses and
+tilewise does not is computed: float32, wider heads, softcap with dropout, gradients of lse and of ALiBi slopes.
 
 Not there yet are block tables of packed queries, which raise; those of ``flash_attn_with_kvcache`` are.
 """
