@@ -56,6 +56,8 @@ def attention_decode(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tens
         cache_batch_idx: (b,), int32 or int64: the row of the caches in which a sequence lies; None = its own.
         cache_leftpad: (b,), int32 or int64: positions before this one are padding, which nobody sees; None = 0.
         block_table: (b, pages of a sequence), int32 or int64: its pages in order; entries past its end are not read.
+            An entry, here or in ``cache_batch_idx``, that the caches have not is refused by the reference on a CPU;
+            elsewhere the host never reads it, and what comes of it means nothing.
         rotary_cos, rotary_sin: (positions, rotary_dim / 2), floating point: k is turned by the angles of its positions
             and q, under a bounded mask, by those of the positions that k begins at, query by query; without one all of
             q turns by the first.

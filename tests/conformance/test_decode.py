@@ -163,6 +163,51 @@ def test_autocast_leaves_float64_alone(device):
                 attention_decode(*wrong, **call)
 
 
+# name: entries of the third sequence's table, pages of 8, and what the call has; None = it is computed.
+_FREE = 99  # what a table may hold for a page that nobody reads
+TABLES = {
+    "past_the_end": ([4, 5, _FREE, -1], {}, None),
+    "before_the_window": ([_FREE, 5, 0, 0], {"mask": window(1, 0)}, None),
+    "before_the_keys": ([-1, 5, 0, 0], {"cache_leftpad": torch.tensor([0, 0, 8])}, None),
+    "read": ([4, 6, 0, 0], {}, "block_table has 6 at [2, 1]; allowed are 0 to 5, for k_cache has 6 pages."),
+    "below_0": ([-1, 5, 0, 0], {}, "block_table has -1 at [2, 0]; allowed are 0 to 5, for k_cache has 6 pages."),
+    "in_the_window": ([4, _FREE, 0, 0], {"mask": window(1, 0)},
+                      "block_table has 99 at [2, 1]; allowed are 0 to 5, for k_cache has 6 pages."),
+    "written": ([4, 5, -1, 0], {"new": 4},
+                "block_table has -1 at [2, 2]; allowed are 0 to 5, for k_cache has 6 pages."),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_on_a_cpu_a_page_that_the_caches_have_not_is_refused_where_it_is_used(name):
+    """The reference read another page for it, or torch raised an index error, or -1 was the last page."""
+    pages, options, message = TABLES[name]
+    options = dict(options)
+    if count := options.pop("new", 0):
+        options["k"] = options["v"] = torch.randn(3, 2, count, 16)
+    q, caches = torch.randn(3, 4, 1, 16), [torch.randn(6, 2, 8, 16) for _ in range(2)]
+    lengths, table = torch.tensor([3, 0, 14]), torch.tensor([[0, _FREE, -1, -1], [3, -1, -1, -1], pages])
+
+    def call(table):
+        own = [cache.clone() for cache in caches]
+        return attention_decode(q, *own, block_table=table, cache_seqlens=lengths, backend="reference", **options), *own
+    if message is None:
+        for got, wanted in zip(call(table), call(table.where((table >= 0) & (table < 6), 0)), strict=True):
+            assert torch.equal(got, wanted)
+        return
+    with pytest.raises(InvalidInput) as caught:
+        call(table)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("row", [-1, 5])
+def test_on_a_cpu_a_row_that_the_caches_have_not_is_refused(row):
+    q, cache = torch.randn(2, 4, 1, 16), torch.randn(5, 2, 8, 16)
+    with pytest.raises(InvalidInput) as caught:
+        attention_decode(q, cache, cache, cache_batch_idx=torch.tensor([0, row]), backend="reference")
+    assert str(caught.value) == f"cache_batch_idx has {row} at [1]; allowed are 0 to 4, for k_cache has 5 rows."
+
+
 def test_a_graph_that_saved_the_cache_notices_what_is_appended(decoder, device):
     cache, values, new = (torch.randn(1, 1, rows, 16, device=device) for rows in (8, 8, 1))
     weight = torch.ones_like(cache).requires_grad_()
