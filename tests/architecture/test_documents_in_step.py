@@ -4,8 +4,11 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
+from tilewise import dispatch
 from tilewise.dispatch import BACKENDS
+from tilewise.problem import AttentionProblem
 
 ROOT = Path(__file__).resolve().parents[2]
 MATHS = (ROOT / "docs/maths.md").read_text("utf-8")
@@ -85,6 +88,17 @@ def test_nothing_is_installed_before_the_pins_are_known():
 def test_every_backend_has_its_file_and_its_line_in_the_documents(name):
     assert (ROOT / f"src/tilewise/backends/{name}.py").exists()
     assert f"| `{name}` |" in (ROOT / "docs/backends.md").read_text("utf-8")
+
+
+def test_the_orders_of_preference_are_those_of_the_documents(monkeypatch):
+    monkeypatch.setattr(dispatch, "prefers_gluon", lambda problem: problem.sq > 64)
+    calls = [(device, dtype, sq) for device in ("cuda", "cpu") for dtype in (torch.float32, torch.float16)
+             for sq in (64, 128)]
+    made = {dispatch.order(AttentionProblem(b=1, hq=1, hk=1, sq=sq, sk=sq, d=16, dv=16, dtype=dtype, scale=1.0,
+                                            device=torch.device(device))) for device, dtype, sq in calls}
+    page = (ROOT / "docs/backends.md").read_text("utf-8").partition("## How one is chosen")[2].partition("\n## ")[0]
+    written = re.findall(r"^\|[^|]+\| ((?:`\w+`(?:, )?)+) \|$", page, re.MULTILINE)
+    assert sorted(written) == sorted(", ".join(f"`{name}`" for name in names) for names in made)
 
 
 def test_markers_of_generated_blocks_come_in_pairs():
