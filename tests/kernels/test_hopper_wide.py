@@ -13,15 +13,15 @@ from tilewise.masks import window
 from tilewise.tuning.configs import HopperBackwardConfig
 
 pieces = pytest.importorskip("tilewise.kernels.gluon.hopper_backward_pieces", reason="Triton is not installed")
-backward, loading, wide, dq_wide, sums_of, launch_backward, launch_backward_wide, pipeline, softmax, tiles = (
+backward, loading, wide, dq_wide, sums_of, launch_backward, launch_backward_wide, pipeline, products, softmax, tiles = (
     pytest.importorskip(f"tilewise.kernels.gluon.{name}") for name in (
         "hopper_backward", "hopper_backward_load", "hopper_backward_wide", "hopper_dq_wide", "hopper_dq_sums",
-        "launch_backward", "launch_backward_wide", "pipeline", "softmax", "tiles"))
+        "launch_backward", "launch_backward_wide", "pipeline", "products", "softmax", "tiles"))
 gluon_on_cpu = pytest.importorskip("kernels.gluon_on_cpu")
 Descriptor, Pointer, run = gluon_on_cpu.Descriptor, gluon_on_cpu.Pointer, gluon_on_cpu.run
 
 WIDE = HopperBackwardConfig(wide=True)
-MODULES = (backward, loading, wide, dq_wide, pieces, sums_of, pipeline, softmax, tiles)
+MODULES = (backward, loading, wide, dq_wide, pieces, sums_of, pipeline, products, softmax, tiles)
 CONSTANTS = {(module, "QUERIES"): 64 for module in MODULES if hasattr(module, "QUERIES")} | {
     (module, "LOG2E"): math.log2(math.e) for module in (loading, softmax)} | {
     (module, "in_pairs"): lambda pairs, dtype: pairs.to(dtype) for module in (wide, dq_wide)} | {
@@ -42,7 +42,7 @@ def test_the_source_of_those_in_pieces_computes_the_gradients_on_the_cpu(mask, d
     sums = torch.zeros(math.prod(launch.sums_shape))
     described = launch._in_forms((q, k, v, dout, lse, delta, dk, dv), lambda tensor, form: (
         Pointer(tensor.flatten()) if form is None else Descriptor(tensor, form[0])))
-    run(launch.kernel, MODULES, launch.grid[0], (*described, Pointer(sums), None, *launch.scalars), CONSTANTS)
+    run(launch.kernel, MODULES, launch.grid[0], (*described, Pointer(sums), *launch.scalars), CONSTANTS)
     columns = sum(config.columns(problem)[0])
     dq = gathered(sums, columns, (problem.b, problem.hq), q.shape[2])[..., :problem.d]
     compare((dq, dk, dv), expected(problem, tensors))
@@ -77,7 +77,7 @@ def test_nothing_is_written_over_before_the_slowest_warpgroup_has_read_it(out_st
     random.seed(0)
     problem, tensors = call_of(window(200, 0, "top_left"), (400, 400), (2, 1), (192, 256), b=1)
     part = launch_backward_wide.HopperBackwardApart(problem, replace(WIDE, out_stages=out_stages)).dkdv
-    slow = {(wide, "warpgroup_mma_wait"): wait_long}
+    slow = {(module, "warpgroup_mma_wait"): wait_long for module in (wide, products)}
     first = run_part(part, tensors, tensors[1:3])
     for one, other in zip(first, run_part(part, tensors, tensors[1:3], slow), strict=True):
         assert torch.equal(one, other)

@@ -33,12 +33,12 @@ from tilewise.kernels.gluon.backward_products import dscores_slot, issue_dq, iss
 from tilewise.kernels.gluon.compat import reinterpret, tma_store, tma_store_wait
 from tilewise.kernels.gluon.hopper_backward_load import load
 from tilewise.kernels.gluon.hopper_dq_sums import (
+    add_in_order,
     await_sums_before,
     hand_over,
     keep_half,
     make_stage,
     start_of_half,
-    write_sums,
 )
 from tilewise.kernels.gluon.hopper_tails import TAIL, make_picks
 from tilewise.kernels.gluon.lengths import (
@@ -53,6 +53,7 @@ from tilewise.kernels.gluon.lengths import (
 )
 from tilewise.kernels.gluon.pipeline import (
     END,
+    IN_ORDER,
     leave,
     make_barriers,
     meet,
@@ -71,6 +72,8 @@ from tilewise.kernels.gluon.tiles import (
     queries_to_and_fro,
     query_steps_of,
 )
+
+PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])  # of a step: 64 keys by 64 queries
 
 
 class Shape(NamedTuple):
@@ -100,7 +103,7 @@ class Shape(NamedTuple):
 
 
 @gluon.jit
-def hide(probs, first_query, first_key, band, C: gl.constexpr):
+def hide_probs(probs, first_query, first_key, band, C: gl.constexpr):
     """Set the probabilities of pairs that do not take part to 0 (eq. 12)."""
     LAYOUT: gl.constexpr = probs.type.layout
     _sq, sk, lower, upper = band
@@ -117,30 +120,31 @@ def hide(probs, first_query, first_key, band, C: gl.constexpr):
 
 
 @gluon.jit
-def sum_steps(begin, end, turn, scores, dk, dv, tiles, queries, douts, rows, sums, stage, spans, band, first_part,
+def sum_steps(begin, end, turn, scores, dk, dv, tiles, queries, douts, rows, target, stage, spans, band, first_part,
               key, scaling, drawn, member, leaving, OWN: gl.constexpr, MASKED: gl.constexpr, C: gl.constexpr):
     """Steps ``begin`` to ``end`` of one query head: add to dk and dv, and to dQ in memory.
 
-    drawn: the seed's halves, the number of the group's first head, of which this is number ``member``, the threshold in
-    the upper half of a word, and the positions of the first query and key that are read. leaving: with C.STAYS what
-    gives the keys back, and the values, and the turn of the tile's last step.
+    target: what dQ is added to, with C.ALONE as start_of_half takes it, else as hand_over does. drawn: the seed's
+    halves, the number of the group's first head, of which this is number ``member``, the threshold in the upper half of
+    a word, and the positions of the first query and key that are read. leaving: with C.STAYS what gives the keys back,
+    and the values, and the turn of the tile's last step.
     """
     k_tiles, v_tiles, dscores_tiles = tiles
     q_tiles, q_full, q_empty = queries
     dout_tiles, dout_full, dout_empty = douts
     scale_log2, squash = scaling
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
+    start, at_head, masked, _steps = spans
     LEFT: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
-    ROW: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
+    ROW: gl.constexpr = gl.SliceLayout(0, PAIRS)
     DTYPE: gl.constexpr = k_tiles.dtype
     NC: gl.constexpr = C.CONSUMERS
     BEGUN: gl.constexpr = 1 if C.TAILS else 0  # products of S and dP beside those with K and V
-    unmasked = spans[0] + (spans[1] - spans[2]) * QUERIES
+    unmasked = start + (at_head - masked) * QUERIES
     if C.LENGTHS:
         turn = opaque(turn)
     for step in range(begin, end):
         slot = turn % C.STAGES
-        own = turn * 0 + OWN
+        own = OWN
         if C.STAYS:  # else what all operands' places are made of stands in registers from tile to tile, and spills
             own = opaque(own)
         k = k_tiles.index(own).reshape([64, C.WIDTH])
@@ -156,8 +160,8 @@ def sum_steps(begin, end, turn, scores, dk, dv, tiles, queries, douts, rows, sum
             scores_pending = issue_pairs(k, q_tiles, rows, turn, slot, 0, C)
         if C.DROPS:
             seed, first_row, threshold, origin_q, origin_k = drawn
-            words = dropout.draw(opaque(seed[0]), opaque(seed[1]), first_row + member, origin_q + first_query,
-                                 origin_k + key)
+            low, high = seed
+            words = dropout.draw(opaque(low), opaque(high), first_row + member, origin_q + first_query, origin_k + key)
         wait_full(dout_full, turn, C.OUT_STAGES)
         q = q_tiles.index(slot).reshape([QUERIES, C.WIDTH])
         dout = dout_tiles.index(turn % C.OUT_STAGES).reshape([QUERIES, C.WIDTH])
@@ -172,7 +176,7 @@ def sum_steps(begin, end, turn, scores, dk, dv, tiles, queries, douts, rows, sum
             scores = cap(scores, scaling)
             probs = gl.exp2(scores * scale_log2 - lse[None, :])
         if MASKED:
-            probs = hide(probs, first_query, key, band, C)
+            probs = hide_probs(probs, first_query, key, band, C)
         if C.DROPS:
             probs = dropout.signed(probs, words, threshold)
             left_probs = gl.convert_layout(dropout.kept_alone(probs, DTYPE), LEFT)
@@ -202,11 +206,11 @@ def sum_steps(begin, end, turn, scores, dk, dv, tiles, queries, douts, rows, sum
         if C.ALONE:
             await_sums_before()
         meet(C.CONSUMERS)
-        start = None
+        begun = None
         if C.ALONE:
             part = first_part + first_query // 32
-            start = start_of_half(sums, part, first_query, key - OWN * 64, band, C)
-        dq_pending = issue_dq(k_tiles, dscores_tiles, half, 0, OWN, NC, C, start)
+            begun = start_of_half(target, part, first_query, key - OWN * 64, band, C)
+        dq_pending = issue_dq(k_tiles, dscores_tiles, half, 0, OWN, NC, C, begun)
         if C.AHEAD:  # the registers of P are free before those of the next S are taken
             dv = warpgroup_mma_wait(NC, deps=(dv_pending,))
             leave(dout_empty, turn, C.OUT_STAGES)
@@ -223,9 +227,9 @@ def sum_steps(begin, end, turn, scores, dk, dv, tiles, queries, douts, rows, sum
                 if turn == last:
                     mbarrier.arrive(k_empty.index(0), count=1)
         if C.ALONE:
-            keep_half(sums, dq, stage, part, first_query, key - OWN * 64, band, OWN, C)
+            keep_half(target, dq, stage, part, first_query, key - OWN * 64, band, OWN, C)
         else:
-            hand_over(sums, dq, stage, turn, first_part + first_query // 32, OWN, C)
+            hand_over(target, dq, stage, turn, first_part + first_query // 32, OWN, C)
         if C.AHEAD:
             dk, scores = warpgroup_mma_wait(0, deps=(dk_pending, scores_pending))
         else:
@@ -259,23 +263,24 @@ def gather_tile(gathered, tile, turn, taken, OWN: gl.constexpr, C: gl.constexpr)
 
     taken: tiles before.
     """
-    (targets, sums, keys, queries, douts, rows, dscores_tiles, stage, _tile, spot, band, heads, group, count,
+    (targets, sums, keys, queries, douts, rows, dscores_tiles, stage, _tile_source, spot, band, heads, group, count,
      scales, draws) = gathered
     scale, scale_log2, squash = scales
-    dk_desc, dv_desc, dk_ptr, dv_ptr, dq_desc, beside = targets
-    k_tiles = keys[0]
-    v_tiles = keys[1]
-    keys_full = keys[2]
+    dk_desc, dv_desc, dk_ptr, dv_ptr, dq_desc, sums_ptr = targets
+    if C.STAYS:
+        k_tiles, v_tiles, keys_full, k_empty, v_empty = keys
+    else:
+        k_tiles, v_tiles, keys_full = keys
     q_tiles, q_full, _q_empty = queries
-    total = band[0]
+    total, _sk, _lower, _upper = band  # queries of all sequences
     tile, band = key_tile_of(spot, tile, band, 4, C)
     first, head_k, batch = tile
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
     SUM_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.WIDTH, 16])
     dk = gl.full([64, C.WIDTH], 0.0, gl.float32, layout=SUM_LAYOUT)
     dv = gl.full([64, C.WIDTH], 0.0, gl.float32, layout=SUM_LAYOUT)
-    scores = gl.full([64, QUERIES], 0.0, gl.float32, layout=S_LAYOUT)
+    scores = gl.full([64, QUERIES], 0.0, gl.float32, layout=PAIRS)
     spans = query_steps_of(first, band, C)
+    _start, _at_head, _masked, steps = spans
     key = first + OWN * 64
     ends = phases_of(key, spans, band, C)
     FIRST: gl.constexpr = 1 if (C.ORDERED or C.ALONE) and not C.LOWER else 0
@@ -285,7 +290,7 @@ def gather_tile(gathered, tile, turn, taken, OWN: gl.constexpr, C: gl.constexpr)
     for i in gl.static_range(NC):
         mbarrier.wait(keys_full.index(i), taken & 1)
     if C.AHEAD:
-        if spans[3] > 0:
+        if steps > 0:
             wait_full(q_full, turn, C.STAGES)
             k = k_tiles.index(OWN).reshape([64, C.WIDTH])
             scores = warpgroup_mma_wait(0, deps=(issue_pairs(k, q_tiles, rows, turn, turn % C.STAGES, 0, C),))
@@ -298,17 +303,17 @@ def gather_tile(gathered, tile, turn, taken, OWN: gl.constexpr, C: gl.constexpr)
         drawn = (seed, first_row, threshold.to(gl.uint32) << 16, origin_q, origin_k)
     leaving = ()
     if C.STAYS:
-        leaving = (keys[3], keys[4], turn + group * spans[3] - 1)
+        leaving = (k_empty, v_empty, turn + group * steps - 1)
     for member in range(group):
         if C.ALONE:
             first_part = (gl.program_id(0) * group + member) * parts + own_part
-            adds = (sums, beside, dq_desc, batch, head_k * group + member, scale)
+            target = (sums, sums_ptr, dq_desc, batch, head_k * group + member, scale)
         else:
             first_part = (batch * heads * group + head_k * group + member) * parts + own_part
-            adds = sums
+            target = sums
         for phase in gl.static_range(FIRST, STOP):
             turn, scores, dk, dv = sum_steps(
-                ends[phase], ends[phase + 1], turn, scores, dk, dv, tiles, queries, douts, rows, adds, stage, spans,
+                ends[phase], ends[phase + 1], turn, scores, dk, dv, tiles, queries, douts, rows, target, stage, spans,
                 band, first_part, key, (scale_log2, squash), drawn, member, leaving, OWN, phase != 1, C)
     row, left = key_rows_of(spot, key, C)
     place = (batch, head_k, row, 0)
@@ -331,23 +336,25 @@ def gather_tile(gathered, tile, turn, taken, OWN: gl.constexpr, C: gl.constexpr)
 @gluon.jit
 def gather(gathered, OWN: gl.constexpr, C: gl.constexpr):
     """Consumer, one warpgroup: its keys of one tile, or with C.STAYS of every tile that the loading warp hands out."""
+    (_targets, _sums, _keys, _queries, _douts, _rows, _dscores_tiles, _stage, tile_source, _spot, _band, _heads, _group,
+     _count, _scales, _draws) = gathered
     space(C.SPACES[OWN])
     turn = 0
     taken = 0
     if C.STAYS:
-        next_tile = gathered[8][0]
+        next_tile, _counter, _order = tile_source
         tile = take_tile(next_tile, taken, 3)
         while tile[0] != END:
             turn = gather_tile(gathered, tile, turn, taken, OWN, C)
             taken += 1
             tile = take_tile(next_tile, taken, 3)
     else:
-        gather_tile(gathered, gathered[8], turn, taken, OWN, C)
+        gather_tile(gathered, tile_source, turn, taken, OWN, C)
 
 
 @gluon.jit(do_not_specialize=["tiles", "heads", "batches", "section", "sq", "sk", "lower", "upper", "group",
                                "count", "threshold", "origin_q", "origin_k"])
-def hopper_backward_kernel(q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr, dk_desc, dv_desc, dq_desc,
+def hopper_backward_kernel(q_desc, k_desc, v_desc, dout_desc, lse_or_tails, delta_ptr, dk_desc, dv_desc, dq_desc,
                            sums, beside, dk_ptr, dv_ptr, cu_q, cu_k, seqlens_q, seqlens_k, seed_ptr,
                            tiles, heads, batches, section, sq, sk, lower, upper, group, scale, scale_log2, squash,
                            count, threshold, share, gain, origin_q, origin_k, C: gl.constexpr):
@@ -355,9 +362,10 @@ def hopper_backward_kernel(q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr
 
     Grid: (tiles · heads of k · batches,), with C.STAYS so many programs or fewer, with C.ALONE up to heads of k ·
     batches. sums: (·, 256), a descriptor, or a pointer where C.DIRECT; with C.ALONE room for a group's steps for each
-    program, and dq_desc is not None. beside: where C.ORDERED a counter for each step of a query head, zero at first;
-    with C.STAYS the one that tiles are drawn by, zero, and left so, but with C.ALONE the sums, as they lie in memory.
-    lse_ptr: with C.TAILS the tails, a descriptor.
+    program, and dq_desc is not None. beside, a pointer, is one of three things or None: where C.ORDERED the counters,
+    one for each step of a query head, zero at first; with C.ALONE the sums, as they lie in memory; else, with C.STAYS,
+    the counter that tiles are drawn by, zero, and left so. lse_or_tails: a pointer to lse, or with C.TAILS a descriptor
+    of the tails, which hold delta too.
     dk_ptr, dv_ptr, cu_q, cu_k: of packed sequences, else None; seqlens: or None; count: sequences whose lengths are
     data, or None. scale_log2, squash: as in softmax.cap. seed_ptr, and from threshold on: where C.DROPS, else None; the
     first of 2^16 draws that keeps a pair, what delta (share) and dv (gain) are multiplied by, and the positions of the
@@ -365,7 +373,6 @@ def hopper_backward_kernel(q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr
     """
     DTYPE: gl.constexpr = q_desc.dtype
     NC: gl.constexpr = C.CONSUMERS
-    ROWS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     k_tiles = gl.allocate_shared_memory(DTYPE, [NC, 1, 1, 64, C.WIDTH], k_desc.layout)
     v_tiles = gl.allocate_shared_memory(DTYPE, [NC, 1, 1, 64, C.WIDTH], v_desc.layout)
     q_tiles = gl.allocate_shared_memory(DTYPE, [C.STAGES, 1, 1, QUERIES, C.WIDTH], q_desc.layout)
@@ -373,9 +380,10 @@ def hopper_backward_kernel(q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr
     TURNED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, QUERIES], DTYPE)
     dscores_tiles = gl.allocate_shared_memory(DTYPE, [2 * NC, 64, QUERIES], TURNED)
     if C.TAILS:
-        rows = make_picks(), gl.allocate_shared_memory(gl.bfloat16, [C.STAGES, 1, 1, QUERIES, TAIL], lse_ptr.layout)
+        rows = make_picks(), gl.allocate_shared_memory(gl.bfloat16, [C.STAGES, 1, 1, QUERIES, TAIL],
+                                                        lse_or_tails.layout)
     else:
-        rows = gl.allocate_shared_memory(gl.float32, [2 * C.STAGES, QUERIES], ROWS)  # lse and delta in turn
+        rows = gl.allocate_shared_memory(gl.float32, [2 * C.STAGES, QUERIES], IN_ORDER)  # lse and delta in turn
     stage = dscores_tiles
     if C.ORDERED:
         stage = make_stage(sums, NC, C)
@@ -387,32 +395,32 @@ def hopper_backward_kernel(q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr
     order = (tiles, heads, batches, section)
     if C.STAYS:
         keys = (k_tiles, v_tiles, make_barriers(NC, 2), make_barriers(1, NC), make_barriers(NC, 1))
-        numbers = gl.allocate_shared_memory(gl.int32, [2 * 3, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-        tile = ((numbers, make_barriers(2, 1), make_barriers(2, NC)), beside, order)
+        numbers = gl.allocate_shared_memory(gl.int32, [2 * 3, 1], IN_ORDER)
+        tile_source = ((numbers, make_barriers(2, 1), make_barriers(2, NC)), beside, order)
     else:
         keys = (k_tiles, v_tiles, make_barriers(NC + SPARE * NC, 1))
-        tile = key_tile_at(gl.program_id(0), order, C)
+        tile_source = key_tile_at(gl.program_id(0), order, C)
     fence_async_shared()
-    sources = (q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr, share)
+    sources = (q_desc, k_desc, v_desc, dout_desc, lse_or_tails, delta_ptr, share)
     targets = (dk_desc, dv_desc, dk_ptr, dv_ptr, dq_desc, beside)
     band = (sq, sk, lower, upper)
     spot = ()
     if C.LENGTHS:
-        spot = tell(locate_keys(tile, band, (cu_q, cu_k, seqlens_q, seqlens_k, count), C))
+        spot = tell(locate_keys(tile_source, band, (cu_q, cu_k, seqlens_q, seqlens_k, count), C))
     seed = ()
     if C.DROPS:
         number = gl.load(seed_ptr)
         seed = tell((number.to(gl.int32), (number >> 32).to(gl.int32)))
     ZERO: gl.constexpr = 0
     ONE: gl.constexpr = 1
-    gathered = (targets, sums, keys, queries, douts, rows, dscores_tiles, stage, tile, spot, band, heads, group, count,
-                (scale, scale_log2, squash), (seed, threshold, gain, origin_q, origin_k))
-    loaded = (sources, keys, queries, douts, rows, tile, spot, band, heads, group)
-    written = (sums, beside, stage, tile, band, heads, group)
+    gathered = (targets, sums, keys, queries, douts, rows, dscores_tiles, stage, tile_source, spot, band, heads, group,
+                count, (scale, scale_log2, squash), (seed, threshold, gain, origin_q, origin_k))
+    loaded = (sources, keys, queries, douts, rows, tile_source, spot, band, heads, group)
+    written = (sums, beside, stage, tile_source, band, heads, group)
     if C.ORDERED:
         gl.warp_specialize([(gather, (gathered, ZERO, C)), (gather, (gathered, ONE, C)), (load, (loaded, C)),
-                            (write_sums, (written, ZERO, NC, C)), (write_sums, (written, ONE, NC, C))], [4, 1, 1, 1],
-                           [240, 24, 24, 24])
+                            (add_in_order, (written, ZERO, NC, C)), (add_in_order, (written, ONE, NC, C))],
+                           [4, 1, 1, 1], [240, 24, 24, 24])
     else:
         gl.warp_specialize([(gather, (gathered, ZERO, C)), (gather, (gathered, ONE, C)), (load, (loaded, C))], [4, 1],
                            [240, 24])

@@ -11,11 +11,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from tilewise.kernels.gluon.compat import tma_load
 from tilewise.kernels.gluon.lengths import clear_rows, key_tile_of, owned_of
-from tilewise.kernels.gluon.pipeline import END, draw, hand_out, wait_empty
+from tilewise.kernels.gluon.pipeline import END, ONE_WARP, draw, hand_out, wait_empty
+from tilewise.kernels.gluon.softmax import LOG2E
 from tilewise.kernels.gluon.tiles import QUERIES, key_tile_at, queries_at, queries_to_and_fro, query_steps_of
-
-LOG2E = gl.constexpr(1.4426950408889634)
-ONE_WARP: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
 
 
 @gluon.jit
@@ -46,7 +44,7 @@ def load_rows(sources, queries, rows, turn, place, line, owned, clears, C: gl.co
     owned: the first query that sees a key and the end of them. clears: whether the tile is to be cleared before it is
     full; it arrives at the ring's spare barrier then.
     """
-    q_desc, _k_desc, _v_desc, _dout_desc, lse_ptr, delta_ptr, share = sources
+    q_desc, _k_desc, _v_desc, _dout_desc, lse_or_tails, delta_ptr, share = sources
     q_tiles, full, empty = queries
     batch, head, first, row = place
     see_from, sq = owned
@@ -55,7 +53,7 @@ def load_rows(sources, queries, rows, turn, place, line, owned, clears, C: gl.co
         seeing = offsets < sq
         if C.LENGTHS:
             seeing = seeing & (offsets >= see_from)
-        lse, delta = fetch_rows(lse_ptr, delta_ptr, line, offsets, seeing)
+        lse, delta = fetch_rows(lse_or_tails, delta_ptr, line, offsets, seeing)
         if C.DROPS:
             delta *= share
     wait_empty(empty, turn, C.STAGES)
@@ -65,9 +63,10 @@ def load_rows(sources, queries, rows, turn, place, line, owned, clears, C: gl.co
         arrival = gl.where(clears, C.STAGES, slot)
     place = [batch, head, row + first, 0]
     if C.TAILS:
-        mbarrier.expect(full.index(arrival), q_desc.block_type.nbytes + lse_ptr.block_type.nbytes)
+        _picks, tails = rows
+        mbarrier.expect(full.index(arrival), q_desc.block_type.nbytes + lse_or_tails.block_type.nbytes)
         tma_load(q_desc, place, full.index(arrival), q_tiles.index(slot))
-        tma_load(lse_ptr, place, full.index(arrival), rows[1].index(slot))
+        tma_load(lse_or_tails, place, full.index(arrival), tails.index(slot))
     else:
         mbarrier.expect(full.index(arrival), q_desc.block_type.nbytes)
         tma_load(q_desc, place, full.index(arrival), q_tiles.index(slot))
@@ -78,7 +77,7 @@ def load_rows(sources, queries, rows, turn, place, line, owned, clears, C: gl.co
 @gluon.jit
 def load_dout(sources, douts, turn, place, clears, C: gl.constexpr):
     """Producer: load dO of one turn."""
-    _q_desc, _k_desc, _v_desc, dout_desc, _lse_ptr, _delta_ptr, _share = sources
+    _q_desc, _k_desc, _v_desc, dout_desc, _lse_or_tails, _delta_ptr, _share = sources
     dout_tiles, full, empty = douts
     batch, head, first, row = place
     wait_empty(empty, turn, C.OUT_STAGES)
@@ -107,15 +106,16 @@ def clear_step(queries, douts, turn, cleared, begin, stop, C: gl.constexpr):
 @gluon.jit
 def load_keys(sources, keys, place, owned, C: gl.constexpr):
     """Producer: load K and V of each consumer; owned: the first key that is seen and the end of them."""
-    _q_desc, k_desc, v_desc, _dout_desc, _lse_ptr, _delta_ptr, _share = sources
+    _q_desc, k_desc, v_desc, _dout_desc, _lse_or_tails, _delta_ptr, _share = sources
     k_tiles, v_tiles, full = keys
     batch, head_k, first, row = place
+    seen_from, sk = owned
     NC: gl.constexpr = C.CONSUMERS
     for i in gl.static_range(NC):
         key = first + i * 64
         arrival = i
         if C.LENGTHS:
-            clears = (owned[0] > key) | (owned[1] < key + 64)
+            clears = (seen_from > key) | (sk < key + 64)
             arrival = gl.where(clears, NC + i, i)
         mbarrier.expect(full.index(arrival), k_desc.block_type.nbytes + v_desc.block_type.nbytes)
         tma_load(k_desc, [batch, head_k, row + key, 0], full.index(arrival), k_tiles.index(i))
@@ -123,8 +123,8 @@ def load_keys(sources, keys, place, owned, C: gl.constexpr):
         if C.LENGTHS:
             if clears:
                 mbarrier.wait(full.index(NC + i), 0)
-                begin = gl.minimum(owned[0] - key, 64)
-                stop = gl.maximum(owned[1] - key, 0)
+                begin = gl.minimum(seen_from - key, 64)
+                stop = gl.maximum(sk - key, 0)
                 clear_rows(k_tiles, i, begin, stop, C.WIDTH)
                 clear_rows(v_tiles, i, begin, stop, C.WIDTH)
                 fence_async_shared()
@@ -134,7 +134,7 @@ def load_keys(sources, keys, place, owned, C: gl.constexpr):
 @gluon.jit
 def load_next_keys(sources, keys, place, taken, C: gl.constexpr):
     """Producer: load V and K of each consumer when those of the tile before have been left, V first; taken: tiles."""
-    _q_desc, k_desc, v_desc, _dout_desc, _lse_ptr, _delta_ptr, _share = sources
+    _q_desc, k_desc, v_desc, _dout_desc, _lse_or_tails, _delta_ptr, _share = sources
     k_tiles, v_tiles, full, k_empty, v_empty = keys
     batch, head_k, first, row = place
     NC: gl.constexpr = C.CONSUMERS
@@ -155,11 +155,12 @@ def load_tile(loaded, tile, turn, taken, C: gl.constexpr):
     taken: tiles before; with C.STAYS the keys come behind the first step's queries, for which there is room earlier,
     and every tile has a step.
     """
-    sources, keys, queries, douts, rows, _tile, spot, band, heads, group = loaded
-    total = band[0]
+    sources, keys, queries, douts, rows, _tile_source, spot, band, heads, group = loaded
+    total, _sk, _lower, _upper = band  # queries of all sequences
     tile, band = key_tile_of(spot, tile, band, 1, C)
     first, head_k, batch = tile
     spans = query_steps_of(first, band, C)
+    _start, _at_head, _masked, steps = spans
     first_rows, owned, seen = owned_of(spot, band, C)
     row_q, row_k = first_rows
     see_from, sq = owned
@@ -171,7 +172,7 @@ def load_tile(loaded, tile, turn, taken, C: gl.constexpr):
     for member in range(group):
         head = head_k * group + member
         line = (batch * heads * group + head).to(gl.int64) * total + row_q
-        for step in range(spans[3]):
+        for step in range(steps):
             if C.ALONE:
                 query = queries_to_and_fro(step, first, spans, C)
             else:
@@ -191,21 +192,21 @@ def load_tile(loaded, tile, turn, taken, C: gl.constexpr):
             turn += 1
     if C.AHEAD:
         if turn > 0:  # the last step, too, computes a next S
-            load_rows(sources, queries, rows, turn, (batch, head_k * group, band[0], row_q), batch.to(gl.int64) * 0,
-                      owned, False, C)
+            load_rows(sources, queries, rows, turn, (batch, head_k * group, sq, row_q), 0, owned, False, C)
     return turn
 
 
 @gluon.jit
 def load(loaded, C: gl.constexpr):
-    """Producer, one warp: keep the rings full. With C.STAYS, in place of a tile, what tiles are drawn by.
+    """Producer, one warp: keep the rings full. The tile's source is with C.STAYS what hands tiles out, else the tile.
 
     With C.ALONE nothing is drawn: heads are as long as each other.
     """
+    _sources, _keys, _queries, _douts, _rows, tile_source, _spot, _band, _heads, _group = loaded
     turn = 0
     taken = 0
     if C.STAYS:
-        next_tile, counter, order = loaded[5]
+        next_tile, counter, order = tile_source
         tiles, heads, batches, _section = order
         total = tiles * heads * batches
         number = gl.program_id(0)
@@ -224,4 +225,4 @@ def load(loaded, C: gl.constexpr):
                 number = draw(counter, total)
         hand_out(next_tile, taken, (END, 0, 0), 3)
     else:
-        load_tile(loaded, loaded[5], turn, taken, C)
+        load_tile(loaded, tile_source, turn, taken, C)

@@ -27,10 +27,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from tilewise.kernels.gluon.backward_products import issue_dq, issue_pairs
 from tilewise.kernels.gluon.compat import tma_load, tma_store_wait
-from tilewise.kernels.gluon.hopper_backward import hide, write
+from tilewise.kernels.gluon.hopper_backward import PAIRS, hide_probs, write
 from tilewise.kernels.gluon.hopper_backward_load import load_dout, load_rows
 from tilewise.kernels.gluon.hopper_dq_sums import (
     WRITERS,
+    add_in_order,
     add_staged,
     added_to_staged,
     await_sums,
@@ -41,12 +42,12 @@ from tilewise.kernels.gluon.hopper_dq_sums import (
     stage_part,
     wait_for_tiles_before,
     write_dq,
-    write_sums,
 )
 from tilewise.kernels.gluon.hopper_tails import TAIL, make_picks
 from tilewise.kernels.gluon.key_shares import tile_of_program, tiles_of_program
 from tilewise.kernels.gluon.pipeline import (
     END,
+    IN_ORDER,
     draw,
     hand_out,
     leave,
@@ -69,7 +70,6 @@ from tilewise.kernels.gluon.tiles import (
 
 ZERO: gl.constexpr = gl.constexpr(0)
 ONE: gl.constexpr = gl.constexpr(1)
-PAIRS: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 
 
 class Shape(NamedTuple):
@@ -137,7 +137,7 @@ def pass_turn_on(begun, dk, dv, turn, first_query, key, own, memory, band, scale
         scores = warpgroup_mma_wait(3 if ENDS else 2, deps=(scores_pending,))
         probs = gl.exp2(scores * scale_log2)
         if MASKED:
-            probs = hide(probs, first_query, key, band, C)
+            probs = hide_probs(probs, first_query, key, band, C)
         left_probs = gl.convert_layout(probs.to(DTYPE), LEFT)
         wait_empty(dscores_empty, turn, 2)
     if ENDS and BEGINS:
@@ -175,6 +175,7 @@ def load_tile(loaded, number, tile, turn, C: gl.constexpr):
     NC: gl.constexpr = C.CONSUMERS
     first, head_k, batch = tile
     spans = query_steps_of(first, band, C)
+    _start, _at_head, _masked, steps = spans
     wait_empty(keys_empty, number, C.KEY_SLOTS)
     slot = number % C.KEY_SLOTS
     mbarrier.expect(keys_full.index(slot), NC * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
@@ -183,7 +184,7 @@ def load_tile(loaded, number, tile, turn, C: gl.constexpr):
         tma_load(k_desc, [batch, head_k, first + i * 64, 0], keys_full.index(slot), k_tiles.index(own))
         tma_load(v_desc, [batch, head_k, first + i * 64, 0], keys_full.index(slot), v_tiles.index(own))
     for member in range(group):
-        for step in range(spans[3]):
+        for step in range(steps):
             place = (batch, head_k * group + member, queries_at(step, spans, C), 0)
             load_rows(sources, queries, rows, turn, place, 0, (0, 0), False, C)
             load_dout(sources, douts, turn, place, False, C)
@@ -194,14 +195,14 @@ def load_tile(loaded, number, tile, turn, C: gl.constexpr):
 @gluon.jit
 def load(loaded, C: gl.constexpr):
     """Producer, one warp: tile after tile; with C.DRAWN as they are drawn."""
-    order, drawn = loaded[5], loaded[8]
+    _sources, _keys, _queries, _douts, _rows, order, _band, _group, drawn = loaded
     turn = 0
     if C.DRAWN:
         next_tile, counter = drawn
         tiles, heads, batches, _section = order
         total = tiles * heads * batches
         number = gl.program_id(0)
-        taken = number * 0
+        taken = 0
         while number < total:
             tile = key_tile_at(number, order, C)
             hand_out(next_tile, taken, tile, 3)
@@ -220,7 +221,8 @@ def gather_tile(gathered, number, tile, turn, OWN: gl.constexpr, C: gl.constexpr
     targets, memory, order, band, group, scales, _next_tile = gathered
     scale, scale_log2 = scales
     dk_desc, dv_desc = targets
-    k_tiles, v_tiles, keys_full, keys_empty = memory[0]
+    keys, _queries, _douts, _rows, _dscores = memory
+    k_tiles, v_tiles, keys_full, keys_empty = keys
     SUM_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.WIDTH, 16])
     FIRST: gl.constexpr = 1 if C.ORDERED and not C.LOWER else 0
     STOP: gl.constexpr = 3 if C.ORDERED else 2
@@ -260,7 +262,7 @@ def gather_tile(gathered, number, tile, turn, OWN: gl.constexpr, C: gl.constexpr
 @gluon.jit
 def gather(gathered, OWN: gl.constexpr, C: gl.constexpr):
     """Consumer, one warpgroup: its keys of one tile after another."""
-    order, next_tile = gathered[2], gathered[6]
+    _targets, _memory, order, _band, _group, _scales, next_tile = gathered
     turn = 0
     if C.DRAWN:
         taken = 0
@@ -281,10 +283,13 @@ def make_dq_of_tile(made, number, tile, turn, C: gl.constexpr):
     dq_desc, sums, sums_ptr, keys, dscores, stage, order, band, group, scale, _next_tile = made
     k_tiles, _v_tiles, keys_full, _keys_empty = keys
     dscores_tiles, full, empty = dscores
-    all_steps = (band[0] + (QUERIES - 1)) // QUERIES
+    _tiles, heads, _batches, _section = order
+    sq, _sk, _lower, _upper = band
+    all_steps = (sq + (QUERIES - 1)) // QUERIES
     SHARED: gl.constexpr = C.PROGRAMS > 1
     first, head_k, batch = tile
     spans = query_steps_of(first, band, C)
+    _start, _at_head, _masked, steps = spans
     wait_full(keys_full, number, C.KEY_SLOTS)
     if C.ALONE and not SHARED:
         await_sums()  # of the tiles before
@@ -293,8 +298,8 @@ def make_dq_of_tile(made, number, tile, turn, C: gl.constexpr):
         if C.ALONE and not SHARED:
             line = gl.program_id(0) * group + member
         else:
-            line = batch * order[1] * group + head
-        for step in range(spans[3]):
+            line = batch * heads * group + head
+        for step in range(steps):
             query = queries_at(step, spans, C)
             part = line * all_steps + query // QUERIES
             wait_full(full, turn, 2)
@@ -319,7 +324,7 @@ def make_dq_of_tile(made, number, tile, turn, C: gl.constexpr):
 @gluon.jit
 def make_dq(made, C: gl.constexpr):
     """Third warpgroup: dQ of one tile after another."""
-    order, next_tile = made[6], made[10]
+    (_dq_desc, _sums, _sums_ptr, _keys, _dscores, _stage, order, _band, _group, _scale, next_tile) = made
     turn = 0
     if C.DRAWN:
         taken = 0
@@ -338,6 +343,7 @@ def make_dq(made, C: gl.constexpr):
 def counters_behind(sums_ptr, order, steps, WIDTH: gl.constexpr):
     """Return where the counters are, one for each of ``steps`` steps of a head of k: behind all sums."""
     _tiles, heads, batches, _section = order
+    # The zero changes nothing but on the CPU: what a program is launched with are numbers there, and have no ``to``.
     all_steps = gl.program_id(0) * 0 + batches * heads * steps
     return sums_ptr + all_steps.to(gl.int64) * (64 * WIDTH)
 
@@ -367,15 +373,18 @@ def write_parts(written, OWN: gl.constexpr, C: gl.constexpr):
     """
     sums, sums_ptr, stage, order, band, group = written
     tiles, full, ready = stage
-    all_steps = (band[0] + (QUERIES - 1)) // QUERIES
+    _tiles, heads, _batches, _section = order
+    sq, _sk, _lower, _upper = band
+    all_steps = (sq + (QUERIES - 1)) // QUERIES
     counters = counters_behind(sums_ptr, order, all_steps * group, C.WIDTH)
     turn = 0
     for number in range(tiles_of_program(order, C)):
         first, head_k, batch = tile_of_program(number, order, C)
         spans = query_steps_of(first, band, C)
+        _start, _at_head, _masked, steps = spans
         for member in range(group):
-            line = (batch * order[1] + head_k) * group + member
-            for step in range(spans[3]):
+            line = (batch * heads + head_k) * group + member
+            for step in range(steps):
                 if turn % WRITERS == OWN:
                     query = queries_at(step, spans, C)
                     part = line * all_steps + query // QUERIES
@@ -406,9 +415,10 @@ def hopper_backward_narrow_kernel(q_desc, k_desc, v_desc, dout_desc, tails_desc,
 
     Grid: (tiles · heads of k · batches,), with C.ALONE any multiple of C.PROGRAMS up to as many times heads of k ·
     batches, with C.DRAWN any number up to its own. sums: (·, 256), a descriptor; with C.ALONE of one program a head
-    room for a group's steps for each program. dq_desc: with C.ALONE, else None. beside: where C.ORDERED a counter for
-    each step of a query head, zero at first; but with C.ALONE the sums, as they lie in memory, behind which those
-    counters stand where programs share a head; with C.DRAWN a counter of tiles, zero at first and in the end.
+    room for a group's steps for each program. dq_desc: with C.ALONE, else None. beside, a pointer, is one of three
+    things or None: with C.ALONE the sums, as they lie in memory, behind which the counters stand where programs share a
+    head; else, where C.ORDERED, these counters, one for each step of a query head, zero at first; with C.DRAWN the
+    counter that tiles are drawn by, zero at first and in the end.
     """
     DTYPE: gl.constexpr = q_desc.dtype
     NC: gl.constexpr = C.CONSUMERS
@@ -438,7 +448,7 @@ def hopper_backward_narrow_kernel(q_desc, k_desc, v_desc, dout_desc, tails_desc,
         stage = gl.allocate_shared_memory(gl.float32, [1, C.WIDTH // 4, 256], sums.layout)
     next_tile = ()
     if C.DRAWN:
-        numbers = gl.allocate_shared_memory(gl.int32, [2 * 3, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        numbers = gl.allocate_shared_memory(gl.int32, [2 * 3, 1], IN_ORDER)
         next_tile = (numbers, make_barriers(2, 1), make_barriers(2, NC + 1))
     fence_async_shared()
     band = (sq, sk, lower, upper)
@@ -452,10 +462,11 @@ def hopper_backward_narrow_kernel(q_desc, k_desc, v_desc, dout_desc, tails_desc,
         tile = key_tile_at(gl.program_id(0), order, C)
         written = (sums, beside, stage, tile, band, heads, group)
         gl.warp_specialize([(gather, (gathered, ZERO, C)), (gather, (gathered, ONE, C)), (make_dq, (made, C)),
-                            (load, (loaded, C)), (write_sums, (written, ZERO, ONE, C)),
-                            (write_sums, (written, ONE, ONE, C))], [4, 4, 1, 1, 1], [208, 72, 24, 24, 24])
+                            (load, (loaded, C)), (add_in_order, (written, ZERO, ONE, C)),
+                            (add_in_order, (written, ONE, ONE, C))], [4, 4, 1, 1, 1], [208, 72, 24, 24, 24])
     elif C.PROGRAMS > 1:
-        written = (sums, beside, stage[0], order, band, group)
+        staged, _rows_of_dq = stage
+        written = (sums, beside, staged, order, band, group)
         gl.warp_specialize([(gather, (gathered, ZERO, C)), (gather, (gathered, ONE, C)), (make_dq, (made, C)),
                             (load, (loaded, C)), (write_parts, (written, ZERO, C)), (write_parts, (written, ONE, C))],
                            [4, 4, 1, 1, 1], [200, 88, 24, 24, 24])

@@ -19,10 +19,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tilewise.kernels.gluon.compat import tma_store_wait
-from tilewise.kernels.gluon.hopper_backward import hide, write
-from tilewise.kernels.gluon.hopper_backward_wide import PAIRS, columns_of, issue_pairs, load
+from tilewise.kernels.gluon.hopper_backward import PAIRS, hide_probs, write
+from tilewise.kernels.gluon.hopper_backward_wide import columns_of, issue_pairs, load
 from tilewise.kernels.gluon.hopper_dq_sums import add_directly
-from tilewise.kernels.gluon.pipeline import leave, make_barriers, meet, opaque, slots_for, wait_full
+from tilewise.kernels.gluon.pipeline import IN_ORDER, leave, make_barriers, meet, opaque, slots_for, wait_full
 from tilewise.kernels.gluon.tiles import QUERIES, key_tile_at, phases_of, queries_at, query_steps_of
 
 _TIMES = """{
@@ -92,7 +92,7 @@ def finish_step(dv_pending, dk, dk_rest, memory, turn, half, origin, place, OWN:
 
 
 @gluon.jit
-def sum_steps(begin, end, turn, dk, dk_rest, dv, memory, sums, spans, band, first_sum, key, scale_log2,
+def sum_steps(begin, end, turn, dk, dk_rest, dv, memory, sums_ptr, spans, band, first_sum, key, scale_log2,
               OWN: gl.constexpr, MASKED: gl.constexpr, C: gl.constexpr):
     """Steps ``begin`` to ``end`` of one query head: add to dk and dv, and to dQ in memory."""
     keys, queries, douts, rows, dscores_tiles = memory
@@ -102,10 +102,11 @@ def sum_steps(begin, end, turn, dk, dk_rest, dv, memory, sums, spans, band, firs
     DTYPE: gl.constexpr = k_tiles[0].dtype
     ROW: gl.constexpr = gl.SliceLayout(0, PAIRS)
     WIDTH: gl.constexpr = C.COLUMNS[0] + C.COLUMNS[1]
-    unmasked = spans[0] + (spans[1] - spans[2]) * QUERIES
+    start, at_head, masked, _steps = spans
+    unmasked = start + (at_head - masked) * QUERIES
     for step in range(begin, end):
         # Where tiles lie is found anew in each step: registers do not hold it.
-        origin = opaque(turn * 0)
+        origin = opaque(0)
         slot, out_slot = turn % C.STAGES, turn % C.OUT_STAGES
         if MASKED:
             first_query = queries_at(step, spans, C)
@@ -116,7 +117,7 @@ def sum_steps(begin, end, turn, dk, dk_rest, dv, memory, sums, spans, band, firs
         scores = warpgroup_mma_wait(0, deps=(scores_pending,))
         probs = gl.exp2(scores * scale_log2 - rows.index(2 * slot).load(ROW)[None, :])
         if MASKED:
-            probs = hide(probs, first_query, key, band, C)
+            probs = hide_probs(probs, first_query, key, band, C)
         left_probs = gl.convert_layout(probs.to(DTYPE), gl.DotOperandLayout(0, dv.type.layout, 2))
         delta = gl.full([64, QUERIES], 0.0, gl.float32, layout=PAIRS) + rows.index(2 * slot + 1).load(ROW)[None, :]
         wait_full(dout_full, turn, C.OUT_STAGES)
@@ -127,7 +128,7 @@ def sum_steps(begin, end, turn, dk, dk_rest, dv, memory, sums, spans, band, firs
         dscores_tiles.index(half + OWN).store(times(gl.convert_layout(left_probs, PAIRS), slopes, DTYPE))
         fence_async_shared()
         meet(2)
-        place = sums + (first_sum + first_query).to(gl.int64) * WIDTH
+        place = sums_ptr + (first_sum + first_query).to(gl.int64) * WIDTH
         dk, dk_rest, dv = finish_step(dv_pending, dk, dk_rest, memory, turn, half, origin, place, OWN, C)
         turn += 1
     return turn, dk, dk_rest, dv
@@ -136,10 +137,12 @@ def sum_steps(begin, end, turn, dk, dk_rest, dv, memory, sums, spans, band, firs
 @gluon.jit
 def gather(gathered, OWN: gl.constexpr, C: gl.constexpr):
     """Consumer, one warpgroup: dK and dV of 64 keys, and its columns of dQ of every step."""
-    targets, sums, memory, tile, band, heads, group, scales = gathered
+    targets, sums_ptr, memory, tile, band, heads, group, scales = gathered
     scale, scale_log2 = scales
     dk_descs, dv_desc = targets
-    k_tiles, v_tiles, keys_full = memory[0]
+    keys, _queries, _douts, _rows, _dscores_tiles = memory
+    k_tiles, v_tiles, keys_full = keys
+    sq, _sk, _lower, _upper = band
     first, head_k, batch = tile
     FIRST: gl.constexpr = C.COLUMNS[0]
     dk = gl.full([64, C.COLUMNS[0]], 0.0, gl.float32,
@@ -151,15 +154,15 @@ def gather(gathered, OWN: gl.constexpr, C: gl.constexpr):
     spans = query_steps_of(first, band, C)
     key = first + OWN * 64
     ends = phases_of(key, spans, band, C)
-    rows = (band[0] + (QUERIES - 1)) // QUERIES * QUERIES
+    rows = (sq + (QUERIES - 1)) // QUERIES * QUERIES
     for i in gl.static_range(4):
         mbarrier.wait(keys_full.index(i), 0)
     turn = 0
     for member in range(group):
         first_sum = (batch * heads * group + head_k * group + member) * rows
         for phase in gl.static_range(2):
-            turn, dk, dk_rest, dv = sum_steps(ends[phase], ends[phase + 1], turn, dk, dk_rest, dv, memory, sums, spans,
-                                              band, first_sum, key, scale_log2, OWN, phase != 1, C)
+            turn, dk, dk_rest, dv = sum_steps(ends[phase], ends[phase + 1], turn, dk, dk_rest, dv, memory, sums_ptr,
+                                              spans, band, first_sum, key, scale_log2, OWN, phase != 1, C)
     write(dv_desc, None, v_tiles[0].index(OWN), dv, (batch, head_k, key, 0), 64, C)
     meet(2)  # the other's dQ has read these keys
     write(dk_descs[0], None, k_tiles[0].index(OWN), dk * scale, (batch, head_k, key, 0), 64, C)
@@ -169,15 +172,13 @@ def gather(gathered, OWN: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["tiles", "heads", "batches", "section", "sq", "sk", "lower", "upper", "group"])
 def hopper_backward_pieces_kernel(q_desc, q_rest, k_desc, k_rest, v_desc, dout_desc, lse_ptr, delta_ptr, dk_desc,
-                                  dk_rest, dv_desc, sums, counters, tiles, heads, batches, section, sq, sk, lower,
-                                  upper, group, scale, scale_log2, C: gl.constexpr):
+                                  dk_rest, dv_desc, sums_ptr, tiles, heads, batches, section, sq, sk, lower, upper,
+                                  group, scale, scale_log2, C: gl.constexpr):
     """Compute dk and dv, and add to the sums for dq, which must be zero at first.
 
-    Grid: (tiles · heads of k · batches,). Descriptors of both pieces of q, k and dk. sums: a pointer. counters: None,
-    as where the other kernels add in no order.
+    Grid: (tiles · heads of k · batches,). Descriptors of both pieces of q, k and dk.
     """
     DTYPE: gl.constexpr = q_desc.dtype
-    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     TURNED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, QUERIES], DTYPE)
     q_descs, k_descs, v_descs, dout_descs = (q_desc, q_rest), (k_desc, k_rest), (v_desc,), (dout_desc,)
     k_tiles = slots_for(k_descs, 2)
@@ -185,7 +186,7 @@ def hopper_backward_pieces_kernel(q_desc, q_rest, k_desc, k_rest, v_desc, dout_d
     q_tiles = slots_for(q_descs, C.STAGES)
     dout_tiles = slots_for(dout_descs, C.OUT_STAGES)
     dscores_tiles = gl.allocate_shared_memory(DTYPE, [4, 64, QUERIES], TURNED)
-    rows = gl.allocate_shared_memory(gl.float32, [2 * C.STAGES, QUERIES], FLAT)  # lse and delta in turn
+    rows = gl.allocate_shared_memory(gl.float32, [2 * C.STAGES, QUERIES], IN_ORDER)  # lse and delta in turn
     keys = (k_tiles, v_tiles, make_barriers(4, 1))
     queries = (q_tiles, make_barriers(C.STAGES, 2), make_barriers(C.STAGES, 2))
     douts = (dout_tiles, make_barriers(C.OUT_STAGES, 1), make_barriers(C.OUT_STAGES, 2))
@@ -194,7 +195,7 @@ def hopper_backward_pieces_kernel(q_desc, q_rest, k_desc, k_rest, v_desc, dout_d
     tile = key_tile_at(gl.program_id(0), (tiles, heads, batches, section), C)
     ZERO: gl.constexpr = 0
     ONE: gl.constexpr = 1
-    gathered = (((dk_desc, dk_rest), dv_desc), sums, (keys, queries, douts, rows, dscores_tiles), tile, band, heads,
+    gathered = (((dk_desc, dk_rest), dv_desc), sums_ptr, (keys, queries, douts, rows, dscores_tiles), tile, band, heads,
                 group, (scale, scale_log2))
     sources = (q_descs, k_descs, v_descs, dout_descs, lse_ptr, delta_ptr)
     loaded = (sources, keys, queries, douts, rows, tile, band, heads, group)

@@ -20,13 +20,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tilewise.kernels.gluon.compat import tma_load, tma_store_wait
-from tilewise.kernels.gluon.hopper_backward import hide, write
-from tilewise.kernels.gluon.hopper_backward_load import ONE_WARP, fetch_rows, put_rows
-from tilewise.kernels.gluon.pipeline import leave, make_barriers, opaque, slots_for, wait_empty, wait_full
+from tilewise.kernels.gluon.hopper_backward import PAIRS, hide_probs, write
+from tilewise.kernels.gluon.hopper_backward_load import fetch_rows, put_rows
+from tilewise.kernels.gluon.pipeline import (
+    IN_ORDER,
+    ONE_WARP,
+    joined,
+    leave,
+    make_barriers,
+    opaque,
+    slots_for,
+    wait_empty,
+    wait_full,
+)
+from tilewise.kernels.gluon.products import finish
 from tilewise.kernels.gluon.softmax import as_operand, in_pairs
 from tilewise.kernels.gluon.tiles import QUERIES, key_tile_at, phases_of, queries_at, query_steps_of
 
-PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])  # of a step: 64 keys by 64 queries
 HELD = gl.constexpr(128)  # columns of keys and values in registers, of 256; more want registers that a step has not
 
 
@@ -51,15 +61,6 @@ class Shape(NamedTuple):
 
 
 @gluon.jit
-def pieces_of(desc, rest):
-    """The descriptors of a tensor's pieces, one or two."""
-    if rest is None:
-        return (desc,)
-    else:
-        return (desc, rest)
-
-
-@gluon.jit
 def load_pieces(descs, tiles, slot, place, full):
     """Producer: load 64 rows, each piece of their columns into a tile of its own."""
     batch, head, row = place
@@ -81,7 +82,9 @@ def load(loaded, C: gl.constexpr):
     q_tiles, q_full, q_empty = queries
     dout_tiles, dout_full, dout_empty = douts
     first, head_k, batch = tile
+    sq, _sk, _lower, _upper = band
     spans = query_steps_of(first, band, C)
+    _start, _at_head, _masked, steps = spans
     NC: gl.constexpr = C.CONSUMERS
     for i in gl.static_range(NC):
         place = (batch, head_k, first + i * 64)
@@ -90,11 +93,12 @@ def load(loaded, C: gl.constexpr):
     turn = 0
     for member in range(group):
         head = head_k * group + member
-        line = (batch * heads * group + head).to(gl.int64) * band[0]
-        for step in range(spans[3]):
-            place = (batch, head, queries_at(step, spans, C))
-            offsets = place[2] + gl.arange(0, QUERIES, layout=ONE_WARP)
-            lse, delta = fetch_rows(lse_ptr, delta_ptr, line, offsets, offsets < band[0])
+        line = (batch * heads * group + head).to(gl.int64) * sq
+        for step in range(steps):
+            query = queries_at(step, spans, C)
+            place = (batch, head, query)
+            offsets = query + gl.arange(0, QUERIES, layout=ONE_WARP)
+            lse, delta = fetch_rows(lse_ptr, delta_ptr, line, offsets, offsets < sq)
             wait_empty(q_empty, turn, C.STAGES)
             slot = turn % C.STAGES
             load_pieces(q_descs, q_tiles, slot, place, q_full.index(slot))
@@ -187,19 +191,10 @@ def issue_sums(sums, pairs, right_tiles, slot):
 
 
 @gluon.jit
-def wait_sums(pending):
-    """Wait for all products, and return the sums."""
-    if len(pending) == 1:
-        return (warpgroup_mma_wait(0, deps=pending),)
-    else:
-        return warpgroup_mma_wait(0, deps=pending)
-
-
-@gluon.jit
 def write_sums(descs, tiles, slot, sums, factor, place, C: gl.constexpr):
     """Write the sums of 64 rows, times a factor, by way of the tiles that these rows came in."""
     batch, head, row = place
-    column = row * 0
+    column = 0
     for piece in gl.static_range(len(sums)):
         write(descs[piece], None, tiles[piece].index(slot), sums[piece] * factor, (batch, head, row, column), 64, C)
         column += sums[piece].shape[1]
@@ -210,29 +205,31 @@ def write_sums(descs, tiles, slot, sums, factor, place, C: gl.constexpr):
 def sum_dv(summed, C: gl.constexpr):
     """Consumer, one warpgroup: P of 64 keys and all queries that see them, of which there is one at least, and dV."""
     descs, memory, tile, band, group, scale_log2 = summed
-    k_tiles, v_tiles, keys_full = memory[0]
-    q_tiles, q_full, q_empty = memory[1]
-    dout_tiles, dout_full, dout_empty = memory[2]
-    probs_tile, probs_full, probs_empty = memory[4]
+    keys, queries, douts, rows, lent = memory
+    k_tiles, v_tiles, keys_full = keys
+    q_tiles, q_full, q_empty = queries
+    dout_tiles, dout_full, dout_empty = douts
+    probs_tile, probs_full, probs_empty = lent
     key, head_k, batch = tile
     DTYPE: gl.constexpr = probs_tile.dtype
     spans = query_steps_of(key, band, C)
-    masked = phases_of(key, spans, band, C)[1]
-    turns = group * spans[3]
+    _start, _at_head, _masked, steps = spans
+    _begin, masked, _end = phases_of(key, spans, band, C)
+    turns = group * steps
     mbarrier.wait(keys_full.index(0), 0)
     held = hold_first(k_tiles)
     dv = begin_sums(descs)
-    step = key * 0
+    step = 0
     for turn in range(turns):
         slot = turn % C.STAGES
         wait_full(q_full, turn, C.STAGES)
-        scores_pending = issue_pairs(k_tiles, q_tiles, slot, opaque(turn * 0), held=held)
-        lse = memory[3].index(2 * slot).load(gl.SliceLayout(0, PAIRS))
+        scores_pending = issue_pairs(k_tiles, q_tiles, slot, opaque(0), held=held)
+        lse = rows.index(2 * slot).load(gl.SliceLayout(0, PAIRS))
         scores = warpgroup_mma_wait(0, deps=(scores_pending,))
         probs = gl.exp2(scores * scale_log2 - lse[None, :])
         if step < masked:
-            probs = hide(probs, queries_at(step, spans, C), key, band, C)
-        step = gl.where(step + 1 == spans[3], 0, step + 1)
+            probs = hide_probs(probs, queries_at(step, spans, C), key, band, C)
+        step = gl.where(step + 1 == steps, 0, step + 1)
         pairs = in_pairs(probs, DTYPE)
         wait_full(dout_full, turn, C.OUT_STAGES)
         pending = issue_sums(dv, pairs, dout_tiles, turn % C.OUT_STAGES)
@@ -240,7 +237,7 @@ def sum_dv(summed, C: gl.constexpr):
         probs_tile.index(0).store(gl.convert_layout(as_operand(pairs, DTYPE, gl.DotOperandLayout(0, PAIRS, 2)), PAIRS))
         leave(probs_full, turn, 1)
         leave(q_empty, turn, C.STAGES)
-        dv = wait_sums(pending)
+        dv = finish(pending, 0)
         leave(dout_empty, turn, C.OUT_STAGES)
     wait_empty(dout_empty, turns - 1 + C.OUT_STAGES, C.OUT_STAGES)  # the last dP is made: nothing reads values any more
     write_sums(descs, v_tiles, 0, dv, 1.0, (batch, head_k, key), C)
@@ -250,22 +247,24 @@ def sum_dv(summed, C: gl.constexpr):
 def sum_dk(summed, C: gl.constexpr):
     """Consumer, one warpgroup: dS of the same, and dK."""
     descs, memory, tile, band, group, scale = summed
-    k_tiles, v_tiles, keys_full = memory[0]
-    q_tiles, q_full, q_empty = memory[1]
-    dout_tiles, dout_full, dout_empty = memory[2]
-    probs_tile, probs_full, probs_empty = memory[4]
+    keys, queries, douts, rows, lent = memory
+    k_tiles, v_tiles, keys_full = keys
+    q_tiles, q_full, q_empty = queries
+    dout_tiles, dout_full, dout_empty = douts
+    probs_tile, probs_full, probs_empty = lent
     key, head_k, batch = tile
     DTYPE: gl.constexpr = probs_tile.dtype
     mbarrier.wait(keys_full.index(1), 0)
     held = hold_first(v_tiles)
     dk = begin_sums(descs)
-    for turn in range(group * query_steps_of(key, band, C)[3]):
+    _start, _at_head, _masked, steps = query_steps_of(key, band, C)
+    for turn in range(group * steps):
         slot = turn % C.STAGES
         wait_full(q_full, turn, C.STAGES)
-        delta = memory[3].index(2 * slot + 1).load(gl.SliceLayout(0, PAIRS))
+        delta = rows.index(2 * slot + 1).load(gl.SliceLayout(0, PAIRS))
         start = gl.full([64, QUERIES], 0.0, gl.float32, layout=PAIRS) - delta[None, :]
         wait_full(dout_full, turn, C.OUT_STAGES)
-        slopes_pending = issue_pairs(v_tiles, dout_tiles, turn % C.OUT_STAGES, opaque(turn * 0), start, held)
+        slopes_pending = issue_pairs(v_tiles, dout_tiles, turn % C.OUT_STAGES, opaque(0), start, held)
         slopes = warpgroup_mma_wait(0, deps=(slopes_pending,))
         wait_full(probs_full, turn, 1)
         pairs = hold(probs_tile.index(0))
@@ -273,7 +272,7 @@ def sum_dk(summed, C: gl.constexpr):
         pending = issue_sums(dk, in_pairs(probs.to(gl.float32) * slopes, DTYPE), q_tiles, slot)
         leave(dout_empty, turn, C.OUT_STAGES)
         leave(probs_empty, turn, 1)
-        dk = wait_sums(pending)
+        dk = finish(pending, 0)
         leave(q_empty, turn, C.STAGES)
     # The last P is there: nothing reads keys any more.
     write_sums(descs, k_tiles, 0, dk, scale, (batch, head_k, key), C)
@@ -289,26 +288,25 @@ def hopper_backward_wide_kernel(q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, 
     one piece.
     """
     DTYPE: gl.constexpr = q_desc.dtype
-    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     TURNED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, QUERIES], DTYPE)
-    q_descs, k_descs = pieces_of(q_desc, q_rest), pieces_of(k_desc, k_rest)
-    v_descs, dout_descs = pieces_of(v_desc, v_rest), pieces_of(dout_desc, dout_rest)
+    q_descs, k_descs = joined(q_desc, q_rest), joined(k_desc, k_rest)
+    v_descs, dout_descs = joined(v_desc, v_rest), joined(dout_desc, dout_rest)
     k_tiles = slots_for(k_descs, 1)
     v_tiles = slots_for(v_descs, 1)
     q_tiles = slots_for(q_descs, C.STAGES)
     dout_tiles = slots_for(dout_descs, C.OUT_STAGES)
     probs_tile = gl.allocate_shared_memory(DTYPE, [1, 64, QUERIES], TURNED)
-    rows = gl.allocate_shared_memory(gl.float32, [2 * C.STAGES, QUERIES], FLAT)  # lse and delta in turn
+    rows = gl.allocate_shared_memory(gl.float32, [2 * C.STAGES, QUERIES], IN_ORDER)  # lse and delta in turn
     keys = (k_tiles, v_tiles, make_barriers(2, 1))
     queries = (q_tiles, make_barriers(C.STAGES, 2), make_barriers(C.STAGES, 2))
     douts = (dout_tiles, make_barriers(C.OUT_STAGES, 1), make_barriers(C.OUT_STAGES, 2))
-    probs = (probs_tile, make_barriers(1, 1), make_barriers(1, 1))
+    lent = (probs_tile, make_barriers(1, 1), make_barriers(1, 1))
     fence_async_shared()
     band = (sq, sk, lower, upper)
     tile = key_tile_at(gl.program_id(0), (tiles, heads, batches, section), C)
-    memory = (keys, queries, douts, rows, probs)
-    of_v = (pieces_of(dv_desc, dv_rest), memory, tile, band, group, scale_log2)
-    of_k = (pieces_of(dk_desc, dk_rest), memory, tile, band, group, scale)
+    memory = (keys, queries, douts, rows, lent)
+    of_v = (joined(dv_desc, dv_rest), memory, tile, band, group, scale_log2)
+    of_k = (joined(dk_desc, dk_rest), memory, tile, band, group, scale)
     sources = (q_descs, k_descs, v_descs, dout_descs, lse_ptr, delta_ptr)
     loaded = (sources, keys, queries, douts, rows, tile, band, heads, group)
     gl.warp_specialize([(sum_dv, (of_v, C)), (sum_dk, (of_k, C)), (load, (loaded, C))], [4, 1], [240, 24])

@@ -23,11 +23,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from tilewise.kernels.gluon.compat import tma_load
 from tilewise.kernels.gluon.pair_tiles import BLOCKS, ROWS, blocks_of, seek, tiles_of
-from tilewise.kernels.gluon.pipeline import hand_out, leave, make_barriers, opaque, take_tile, wait_empty, wait_full
+from tilewise.kernels.gluon.pipeline import (
+    END,
+    IN_ORDER,
+    hand_out,
+    leave,
+    make_barriers,
+    opaque,
+    take_tile,
+    wait_empty,
+    wait_full,
+)
+from tilewise.kernels.gluon.softmax import LOG2E
 
-LOG2E = gl.constexpr(1.4426950408889634)
 SIZE = gl.constexpr(3)  # numbers that say where a tile is: line, row of tiles, tile of keys
-END = gl.constexpr(-1)  # in place of a line: no more tiles
 BLANK_ROWS = gl.constexpr(4)  # that are zeroed at once
 
 
@@ -60,14 +69,16 @@ def load_queries(loaded, C: gl.constexpr):
     sources, queries, _keys, next_tile, order, band, sharing = loaded
     q_desc, _k_desc, _v_desc, dout_desc = sources
     q_tiles, dout_tiles, full, dout_full, empty = queries
-    none = gl.program_id(0) * 0
-    line, row, place, tile = seek(none, none, gl.program_id(0), order, band, C)
+    _rows, lines = order
+    _own_heads, _shared_heads, members, _group = sharing
+    line, row = 0, 0  # by their names: what is handed over as a literal is a constant there, which no loop may change
+    line, row, place, tile = seek(line, row, gl.program_id(0), order, band, C)
     turn = 0
     taken = 0
-    while line < order[1]:
+    while line < lines:
         hand_out(next_tile, taken, (line, row, tile), SIZE)
         taken += 1
-        for member in range(sharing[2]):
+        for member in range(members):
             batch, head = entry_of(line, member, sharing)
             for i in gl.static_range(2):
                 slot = turn % C.Q_STAGES * 2 + i
@@ -88,20 +99,22 @@ def load_keys(loaded, C: gl.constexpr):
     sources, _queries, keys, _next_tile, order, band, sharing = loaded
     _q_desc, k_desc, v_desc, _dout_desc = sources
     k_tiles, v_tiles, full, empty = keys
-    none = gl.program_id(0) * 0
-    line, row, place, tile = seek(none, none, gl.program_id(0), order, band, C)
+    _rows, lines = order
+    _own_heads, _shared_heads, members, group = sharing
+    line, row = 0, 0  # by their names: what is handed over as a literal is a constant there, which no loop may change
+    line, row, place, tile = seek(line, row, gl.program_id(0), order, band, C)
     turn = 0
-    while line < order[1]:
+    while line < lines:
         begin, end, _whole = blocks_of(row, tile, band, C)
-        for member in range(sharing[2]):
+        for member in range(members):
             batch, head = entry_of(line, member, sharing)
             for block in range(begin, end):
                 wait_empty(empty, turn, C.STAGES)
                 slot = turn % C.STAGES
                 mbarrier.expect(full.index(slot), k_desc.block_type.nbytes + v_desc.block_type.nbytes)
                 key = (tile * BLOCKS + block) * 64
-                tma_load(k_desc, [batch, head // sharing[3], key, 0], full.index(slot), k_tiles.index(slot))
-                tma_load(v_desc, [batch, head // sharing[3], key, 0], full.index(slot), v_tiles.index(slot))
+                tma_load(k_desc, [batch, head // group, key, 0], full.index(slot), k_tiles.index(slot))
+                tma_load(v_desc, [batch, head // group, key, 0], full.index(slot), v_tiles.index(slot))
                 turn += 1
         line, row, place, tile = seek(line, row, place + gl.num_programs(0), order, band, C)
 
@@ -128,11 +141,12 @@ def places_of(base, queries, keys, strides, VECTOR: gl.constexpr):
 @gluon.jit
 def inside(queries, keys, band, VECTOR: gl.constexpr):
     """Whether pairs are there: VECTOR keys all or none."""
-    return (queries < band[0])[:, None] & (keys // VECTOR * VECTOR < band[1])[None, :]
+    sq, sk, _lower, _upper = band
+    return (queries < sq)[:, None] & (keys // VECTOR * VECTOR < sk)[None, :]
 
 
 @gluon.jit
-def blank(blanked, C: gl.constexpr):
+def blank_tiles(blanked, C: gl.constexpr):
     """One warp: zeros for the tiles of pairs that no query sees."""
     dbias_ptr, order, band, columns = blanked
     rows, lines = order
@@ -178,7 +192,7 @@ def fetch_bias(bias_tiles, source, line, first_query, first_key, band, own_heads
 
 
 @gluon.jit
-def write_sums(dbias_ptr, bias_tiles, sums, line, first_query, first_key, band, OWN: gl.constexpr, C: gl.constexpr):
+def write_dbias(dbias_ptr, bias_tiles, sums, line, first_query, first_key, band, OWN: gl.constexpr, C: gl.constexpr):
     """Consumer: write its sums, in the gradient's dtype, by way of the memory of their bias: whole rows of 16 bytes."""
     sq, sk, _lower, _upper = band
     DTYPE: gl.constexpr = dbias_ptr.dtype.element_ty
@@ -208,7 +222,8 @@ def add_block(total, q, dout, arrival, keys, turn, bias_tile, lse, delta, first_
     v = v_tiles.index(turn % C.STAGES).reshape([64, C.WIDTH])
     scores_pending = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
     if FIRST:
-        mbarrier.wait(arrival[0], arrival[1])
+        dout_full, phase = arrival
+        mbarrier.wait(dout_full, phase)
     dprobs_pending = warpgroup_mma(dout, v.permute((1, 0)), zero, use_acc=False, is_async=True)
     bias = bias_tile.load(LAYOUT).to(gl.float32) * LOG2E
     scores = warpgroup_mma_wait(1, deps=(scores_pending,))
@@ -234,15 +249,16 @@ def add_entries(sums, members, turn, q_turn, line, first_query, first_key, block
     lse_ptr, delta_ptr = rows
     q_tiles, dout_tiles, q_full, dout_full, q_empty = queries
     begin, end = blocks
+    sq, _sk, _lower, _upper = band
     LAYOUT: gl.constexpr = sums[0].type.layout
     offsets = first_query + gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
     turn = opaque(turn)
     q_turn = opaque(q_turn)
     for member in range(members):
         batch, head = entry_of(line, member, sharing)
-        start = (batch * heads + head).to(gl.int64) * band[0]
-        lse = gl.load(lse_ptr + start + offsets, mask=offsets < band[0], other=float("-inf"))
-        delta = gl.load(delta_ptr + start + offsets, mask=offsets < band[0], other=0.0)
+        start = (batch * heads + head).to(gl.int64) * sq
+        lse = gl.load(lse_ptr + start + offsets, mask=offsets < sq, other=float("-inf"))
+        delta = gl.load(delta_ptr + start + offsets, mask=offsets < sq, other=0.0)
         lse = gl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
         slot = q_turn % C.Q_STAGES * 2 + OWN
         phase = (q_turn // C.Q_STAGES) & 1
@@ -269,6 +285,7 @@ def add_up(summed, OWN: gl.constexpr, C: gl.constexpr):
     """Consumer, one warpgroup: the sums of dS of 64 queries of every tile."""
     rows, source, dbias_ptr, queries, keys, next_tile, bias_tiles, band, heads, sharing, scale_log2 = summed
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    own_heads, _shared_heads, shared, _group = sharing
     PHASES: gl.constexpr = 2 if C.LOWER or C.UPPER else 1
     turn = 0
     q_turn = 0
@@ -278,16 +295,16 @@ def add_up(summed, OWN: gl.constexpr, C: gl.constexpr):
         first_query = row * ROWS + OWN * 64
         first_key = tile * (BLOCKS * 64)
         begin, end, whole = blocks_of(row, tile, band, C)
-        fetch_bias(bias_tiles, source, line, first_query, first_key, band, sharing[0], OWN, C)
+        fetch_bias(bias_tiles, source, line, first_query, first_key, band, own_heads, OWN, C)
         sums = ()
         for _ in gl.static_range(BLOCKS):
             sums = sums + (gl.full([64, 64], 0.0, gl.float32, layout=LAYOUT),)
         for MASKED in gl.static_range(PHASES):
-            members = gl.where(whole == (MASKED == 1), 0, sharing[2])
+            members = gl.where(whole == (MASKED == 1), 0, shared)
             sums, turn, q_turn = add_entries(
                 sums, members, turn, q_turn, line, first_query, first_key, (begin, end), rows, queries, keys,
                 bias_tiles, band, heads, sharing, scale_log2, OWN, MASKED == 1, C)
-        write_sums(dbias_ptr, bias_tiles, sums, line, first_query, first_key, band, OWN, C)
+        write_dbias(dbias_ptr, bias_tiles, sums, line, first_query, first_key, band, OWN, C)
         taken += 1
         line, row, tile = take_tile(next_tile, taken, SIZE)
 
@@ -311,7 +328,7 @@ def hopper_dbias_kernel(q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr, b
     v_tiles = gl.allocate_shared_memory(DTYPE, [C.STAGES, 1, 1, 64, C.WIDTH], v_desc.layout)
     BIAS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], BIAS)
     bias_tiles = gl.allocate_shared_memory(BIAS, [2 * BLOCKS, 64, 64], BIAS_LAYOUT)
-    numbers = gl.allocate_shared_memory(gl.int32, [2 * SIZE, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    numbers = gl.allocate_shared_memory(gl.int32, [2 * SIZE, 1], IN_ORDER)
     queries = (q_tiles, dout_tiles, make_barriers(2 * C.Q_STAGES, 1), make_barriers(2 * C.Q_STAGES, 1),
                make_barriers(2 * C.Q_STAGES, 1))
     keys = (k_tiles, v_tiles, make_barriers(C.STAGES, 1), make_barriers(C.STAGES, 2))
@@ -329,7 +346,7 @@ def hopper_dbias_kernel(q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr, b
     ONE: gl.constexpr = 1
     if C.LOWER or C.UPPER:
         gl.warp_specialize([(add_up, (summed, ZERO, C)), (add_up, (summed, ONE, C)), (load_queries, (loaded, C)),
-                            (load_keys, (loaded, C)), (blank, (blanked, C))], [4, 1, 1, 1], [240, 24, 24, 24])
+                            (load_keys, (loaded, C)), (blank_tiles, (blanked, C))], [4, 1, 1, 1], [240, 24, 24, 24])
     else:
         gl.warp_specialize([(add_up, (summed, ZERO, C)), (add_up, (summed, ONE, C)), (load_queries, (loaded, C)),
                             (load_keys, (loaded, C))], [4, 1, 1], [240, 24, 24])

@@ -14,12 +14,19 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from tilewise.kernels.gluon.compat import reinterpret, tma_add, tma_store, tma_store_wait
-from tilewise.kernels.gluon.pipeline import each_thread, leave, make_barriers, wait_empty, wait_full
+from tilewise.kernels.gluon.pipeline import (
+    ONE_WARP,
+    OWN_THREADS,
+    each_thread,
+    leave,
+    make_barriers,
+    wait_empty,
+    wait_full,
+)
 from tilewise.kernels.gluon.tiles import QUERIES, is_last_of, queries_at, query_steps_of, rank_of
 
 # Writers take steps in turn, each with a stage of its own: an addition may last as long as two steps.
 WRITERS: gl.constexpr = gl.constexpr(2)
-LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
 
 
 @gluon.jit
@@ -99,12 +106,13 @@ def keep_or_write(dq, dq_desc, sums, sums_ptr, stage, part, place, is_first, is_
 
 
 @gluon.jit
-def start_of_half(sums, part, first_query, first_key, band, C: gl.constexpr):
+def start_of_half(target, part, first_query, first_key, band, C: gl.constexpr):
     """Consumer of a program that has a head alone: return what its columns of dQ begin from in a step.
 
-    That is the step's sums where this tile of keys is the last to add to them, else nothing.
+    That is the step's sums where this tile of keys is the last to add to them, else nothing. target: the sums, as a
+    descriptor and as a pointer, dq, the batch entry and the head, and what dq is multiplied by.
     """
-    _target, sums_ptr, _dq_desc, _batch, _head, _scale = sums
+    _sums, sums_ptr, _dq_desc, _batch, _head, _scale = target
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.WIDTH // C.CONSUMERS, 16])
     start = gl.full([64, C.WIDTH // C.CONSUMERS], 0.0, gl.float32, layout=LAYOUT)
     is_first, is_last = _ends_of(first_key, first_query, band, C)
@@ -114,14 +122,17 @@ def start_of_half(sums, part, first_query, first_key, band, C: gl.constexpr):
 
 
 @gluon.jit
-def keep_half(sums, dq, stage, part, first_query, first_key, band, OWN: gl.constexpr, C: gl.constexpr):
-    """Consumer of a program that has a head alone: bring its columns of dQ of a step to their sums, or to dq."""
-    target, _sums_ptr, dq_desc, batch, head, scale = sums
+def keep_half(target, dq, stage, part, first_query, first_key, band, OWN: gl.constexpr, C: gl.constexpr):
+    """Consumer of a program that has a head alone: bring its columns of dQ of a step to their sums, or to dq.
+
+    target: as of start_of_half.
+    """
+    sums, _sums_ptr, dq_desc, batch, head, scale = target
     NC: gl.constexpr = C.CONSUMERS
     COLUMNS: gl.constexpr = dq.shape[1]
     rooms = reinterpret(stage, dq_desc.dtype, [2 * NC, 1, 1, 64, COLUMNS], dq_desc.layout)
     is_first, is_last = _ends_of(first_key, first_query, band, C)
-    keep_or_write(dq, dq_desc, target, None, (stage.index(OWN), rooms.index(2 * OWN)), part,
+    keep_or_write(dq, dq_desc, sums, None, (stage.index(OWN), rooms.index(2 * OWN)), part,
                   [batch, head, first_query, OWN * COLUMNS], is_first, is_last, scale)
 
 
@@ -144,21 +155,29 @@ def write_dq(dq, dq_desc, rows, place, scale):
 @gluon.jit
 def await_sums():
     """Wait until what this warpgroup has set and added has arrived in global memory, for all of its threads."""
-    each_thread("cp.async.bulk.wait_group 0; bar.sync 11, 128; mov.b32 $0, $1;")
+    CODE: gl.constexpr = f"cp.async.bulk.wait_group 0; bar.sync {OWN_THREADS}, 128; mov.b32 $0, $1;"
+    each_thread(CODE)
 
 
 @gluon.jit
 def await_sums_before():
-    """Wait until all that this warpgroup has set, added and written but the last has arrived in global memory.
+    """Wait until what the tiles of keys before have left of a step's sums has arrived: all copies out but the last.
 
-    Its other threads know of it behind the next barrier.
+    For who asks for one copy a step (keep_half), and at a tile's end for two more, of dV and dK
+    (hopper_backward.gather_tile). These come between any two tiles, so that a step's sums are never what the last copy
+    set or added to, even where a tile begins with the step that the one before has ended with
+    (tiles.queries_to_and_fro): there it is dK's. Whoever stores dV and dK otherwise waits for all of them here. The
+    warpgroup's other threads know of it behind the next barrier.
     """
     each_thread("cp.async.bulk.wait_group 1; mov.b32 $0, $1;")
 
 
 @gluon.jit
 def hand_over(sums, dq, stage, turn, part, OWN: gl.constexpr, C: gl.constexpr):
-    """Add a part of dQ to its sums, or stage it for the writer. part: its number among all. OWN: whose it is."""
+    """Add a part of dQ to its sums, or stage it for the writer. part: its number among all. OWN: whose it is.
+
+    sums: a descriptor, or with C.DIRECT a pointer.
+    """
     COLUMNS: gl.constexpr = dq.shape[1]
     MAKERS: gl.constexpr = C.WIDTH // COLUMNS
     if C.DIRECT:
@@ -175,16 +194,18 @@ def hand_over(sums, dq, stage, turn, part, OWN: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def write_sums(written, OWN: gl.constexpr, MAKERS: gl.constexpr, C: gl.constexpr):
+def add_in_order(written, OWN: gl.constexpr, MAKERS: gl.constexpr, C: gl.constexpr):
     """Writer, one warp: add what the consumers stage in every other step of all heads of the group."""
     sums, counters, stage, tile, band, heads, group = written
     tiles, full, empty = stage
     first, head_k, batch = tile
+    sq, _sk, _lower, _upper = band
     spans = query_steps_of(first, band, C)
-    all_steps = (band[0] + (QUERIES - 1)) // QUERIES
-    for turn in range(OWN, group * spans[3], WRITERS):
-        member = turn // spans[3]
-        place = queries_at(turn - member * spans[3], spans, C) // QUERIES
+    _start, _at_head, _masked, steps = spans
+    all_steps = (sq + (QUERIES - 1)) // QUERIES
+    for turn in range(OWN, group * steps, WRITERS):
+        member = turn // steps
+        place = queries_at(turn - member * steps, spans, C) // QUERIES
         step = (batch * heads * group + head_k * group + member) * all_steps + place
         rank = rank_of(first, place, band, C)
         wait_for_tiles_before(counters + step, rank)
@@ -229,7 +250,7 @@ def _let_next_tile_add(counter, tiles):
 @gluon.jit
 def forget(place, COUNT: gl.constexpr):
     """Writer: drop sums from L2 that are read no more, 128 bytes at a time: they need not be written to memory."""
-    pointers = place + gl.arange(0, COUNT // 32, layout=LANES) * 32
+    pointers = place + gl.arange(0, COUNT // 32, layout=ONE_WARP) * 32
     gl.inline_asm_elementwise("discard.global.L2 [$1], 128; mov.b32 $0, 0;", "=r,l", [pointers], dtype=gl.int32,
                               is_pure=False, pack=1)
 
@@ -237,6 +258,6 @@ def forget(place, COUNT: gl.constexpr):
 @gluon.jit
 def _each_lane(CODE: gl.constexpr, counter, number):
     """Emit code for each lane of a warp: $1 is a counter's address, $2 a number."""
-    pointers = counter + gl.full([32], 0, gl.int32, layout=LANES)
-    numbers = number + gl.full([32], 0, gl.int32, layout=LANES)
+    pointers = counter + gl.full([32], 0, gl.int32, layout=ONE_WARP)
+    numbers = number + gl.full([32], 0, gl.int32, layout=ONE_WARP)
     gl.inline_asm_elementwise(CODE, "=&r,l,r", [pointers, numbers], dtype=gl.int32, is_pure=False, pack=1)

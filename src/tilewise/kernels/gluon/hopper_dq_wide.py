@@ -14,18 +14,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
+from tilewise.kernels.gluon.hopper_backward import PAIRS
 from tilewise.kernels.gluon.hopper_backward_load import fetch_rows, in_base_2
-from tilewise.kernels.gluon.hopper_backward_wide import (
-    PAIRS,
-    begin_sums,
-    issue_pairs,
-    issue_sums,
-    load_pieces,
-    pieces_of,
-    wait_sums,
-    write_sums,
-)
-from tilewise.kernels.gluon.pipeline import leave, make_barriers, opaque, slots_for, wait_empty, wait_full
+from tilewise.kernels.gluon.hopper_backward_wide import begin_sums, issue_pairs, issue_sums, load_pieces, write_sums
+from tilewise.kernels.gluon.pipeline import joined, leave, make_barriers, opaque, slots_for, wait_empty, wait_full
+from tilewise.kernels.gluon.products import finish
 from tilewise.kernels.gluon.softmax import hide, in_pairs
 from tilewise.kernels.gluon.tiles import hides_first_step, keys_at, masked_of, steps_of, tile_at
 
@@ -64,13 +57,14 @@ def load(loaded, C: gl.constexpr):
     first, head, batch = tile
     head_k = head // group
     spans = steps_of(first, band, C)
+    _start, _at_head, _masked, steps = spans
     load_pieces(q_descs, q_tiles, 0, (batch, head, first), full.index(0))
     load_step(k_descs, keys, 0, spans, head_k, batch, K_STAGES, C)
     load_pieces(q_descs, q_tiles, 1, (batch, head, first + 64), full.index(1))
     load_pieces(dout_descs, dout_tiles, 0, (batch, head, first), full.index(2))
     load_step(v_descs, values, 0, spans, head_k, batch, 1, C)
     load_pieces(dout_descs, dout_tiles, 1, (batch, head, first + 64), full.index(3))
-    for step in range(1, spans[3]):
+    for step in range(1, steps):
         load_step(k_descs, keys, step, spans, head_k, batch, K_STAGES, C)
         load_step(v_descs, values, step, spans, head_k, batch, 1, C)
 
@@ -85,7 +79,7 @@ def sum_steps(begin, end, dq, memory, row, rows, spans, band, scale_log2, OWN: g
     v_tiles, v_full, v_empty = values
     lse, delta = rows
     for step in range(begin, end):
-        own = opaque(step * 0) + OWN  # where tiles lie is found anew in each step: registers do not hold it
+        own = opaque(0) + OWN  # where tiles lie is found anew in each step: registers do not hold it
         slot = step % K_STAGES
         wait_full(k_full, step, K_STAGES)
         scores_pending = issue_pairs(q_tiles, k_tiles, slot, own)
@@ -98,7 +92,7 @@ def sum_steps(begin, end, dq, memory, row, rows, spans, band, scale_log2, OWN: g
         dprobs = warpgroup_mma_wait(0, deps=(dprobs_pending,))
         leave(v_empty, step, 1)
         dscores = in_pairs(probs * (dprobs - delta[:, None]), k_tiles[0].dtype)
-        dq = wait_sums(issue_sums(dq, dscores, k_tiles, slot))
+        dq = finish(issue_sums(dq, dscores, k_tiles, slot), 0)
         leave(k_empty, step, K_STAGES)
     return dq
 
@@ -116,14 +110,16 @@ def gather(gathered, OWN: gl.constexpr, C: gl.constexpr):
     first, head, batch = tile
     row = first + OWN * 64
     offsets = row + gl.arange(0, 64, layout=gl.SliceLayout(1, PAIRS))
-    line = (batch * heads + head).to(gl.int64) * band[0]
-    lse, delta = fetch_rows(lse_ptr, delta_ptr, line, offsets, offsets < band[0])
+    sq, _sk, _lower, upper = band
+    line = (batch * heads + head).to(gl.int64) * sq
+    lse, delta = fetch_rows(lse_ptr, delta_ptr, line, offsets, offsets < sq)
     rows = (in_base_2(lse), delta)
     spans = steps_of(first, band, C)
+    _start, _at_head, _masked, steps = spans
     masked = masked_of(row, spans, band, C)
-    begin = first * 0
+    begin = 0
     if C.UPPER:
-        if hides_first_step(keys_at(0, spans, C), spans[3], row, band[3], C):
+        if hides_first_step(keys_at(0, spans, C), steps, row, upper, C):
             wait_full(k_full, 0, K_STAGES)
             leave(k_empty, 0, K_STAGES)
             wait_full(v_full, 0, 1)
@@ -133,7 +129,7 @@ def gather(gathered, OWN: gl.constexpr, C: gl.constexpr):
     mbarrier.wait(full.index(2 + OWN), 0)
     dq = begin_sums(dq_descs)
     dq = sum_steps(begin, masked, dq, memory, row, rows, spans, band, scale_log2, OWN, True, C)
-    dq = sum_steps(gl.maximum(begin, masked), spans[3], dq, memory, row, rows, spans, band, scale_log2, OWN, False, C)
+    dq = sum_steps(gl.maximum(begin, masked), steps, dq, memory, row, rows, spans, band, scale_log2, OWN, False, C)
     write_sums(dq_descs, q_tiles, OWN, dq, scale, (batch, head, row), C)
 
 
@@ -142,8 +138,8 @@ def hopper_dq_wide_kernel(q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, dout_d
                           dq_desc, dq_rest, tiles, heads, batches, section, sq, sk, lower, upper, group, scale,
                           scale_log2, C: gl.constexpr):
     """Compute dq. Grid: (tiles of 128 queries · heads · batches,). Descriptors as of hopper_backward_wide_kernel."""
-    q_descs, k_descs = pieces_of(q_desc, q_rest), pieces_of(k_desc, k_rest)
-    v_descs, dout_descs = pieces_of(v_desc, v_rest), pieces_of(dout_desc, dout_rest)
+    q_descs, k_descs = joined(q_desc, q_rest), joined(k_desc, k_rest)
+    v_descs, dout_descs = joined(v_desc, v_rest), joined(dout_desc, dout_rest)
     queries = (slots_for(q_descs, 2), slots_for(dout_descs, 2), make_barriers(4, 1))
     keys = (slots_for(k_descs, K_STAGES), make_barriers(K_STAGES, 1), make_barriers(K_STAGES, 2))
     values = (slots_for(v_descs, 1), make_barriers(1, 1), make_barriers(1, 2))
@@ -152,7 +148,7 @@ def hopper_dq_wide_kernel(q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, dout_d
     tile = tile_at(gl.program_id(0), (tiles, heads, batches, section), C)
     ZERO: gl.constexpr = 0
     ONE: gl.constexpr = 1
-    gathered = (pieces_of(dq_desc, dq_rest), (lse_ptr, delta_ptr), (queries, keys, values), tile, band, heads,
+    gathered = (joined(dq_desc, dq_rest), (lse_ptr, delta_ptr), (queries, keys, values), tile, band, heads,
                 (scale, scale_log2))
     loaded = ((q_descs, k_descs, v_descs, dout_descs), queries, keys, values, tile, band, group)
     gl.warp_specialize([(gather, (gathered, ZERO, C)), (gather, (gathered, ONE, C)), (load, (loaded, C))], [4, 1],

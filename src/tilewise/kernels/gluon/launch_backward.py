@@ -191,7 +191,8 @@ class HopperBackward:
         at_sums = sums.data_ptr()
         counter = counter_of(sums.device) if self.config.stays and not self.config.alone else None
         beside = address_of(counter) if self.beside is None else at_sums + self.beside[0] * 1024
-        self.enqueue((*self.places((*[tensor.data_ptr() for tensor in mine], None)), at_sums, beside,
+        self.enqueue((*self.places((*[tensor.data_ptr() for tensor in mine], None)), at_sums,
+                      *(() if self.in_pieces else (beside,)),
                       *[address_of(tensor) for tensor in self._plain(dk, dv, data)]),
                      lambda: self.arguments(mine, sums, data, counter), alike=plain)
         if not self.config.alone:
@@ -219,8 +220,8 @@ class HopperBackward:
                   counter: torch.Tensor | None = None) -> tuple[Any, ...]:
         """Return the tensors in order, all but lse (no tails) and delta as descriptors, the sums and what is beside.
 
-        The sums, too, are described, but where dQ is added from registers. dk and dv follow as they are where
-        sequences are packed, else None, then the lengths and the seed.
+        The sums, too, are described, but where dQ is added from registers; of heads in pieces nothing is beside. dk and
+        dv follow as they are where sequences are packed, else None, then the lengths and the seed.
         """
         described = self._in_forms(tensors, lambda tensor, form: tensor if form is None else self.describe(
             tensor, list(tensor.shape), legal_strides(tensor), *form))
@@ -229,7 +230,8 @@ class HopperBackward:
         beside = counter if self.config.stays else None
         if self.beside is not None:
             beside = sums[self.beside[0]:].view(self.beside[1])
-        return (*described, target, beside, *self._plain(tensors[6], tensors[7], data))
+        return (*described, target, *(() if self.in_pieces else (beside,)),
+                *self._plain(tensors[6], tensors[7], data))
 
     def _in_forms(self, tensors: tuple[torch.Tensor, ...], make: Callable[[torch.Tensor, Any], Any]) -> list[Any]:
         """Make an argument of each tensor in each of its forms; lse and delta may have none, and a form may be None."""

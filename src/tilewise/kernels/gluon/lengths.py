@@ -11,13 +11,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from tilewise.kernels.gluon.compat import reinterpret
+from tilewise.kernels.gluon.pipeline import FOUR_WARPS, IN_ORDER, ONE_WARP
 from tilewise.kernels.gluon.tiles import QUERIES, tile_at
 
 _CHUNK = gl.constexpr(128)  # sequences that are looked through at once
-_ONE_WARP = gl.constexpr(gl.BlockedLayout([4], [32], [1], [0]))
-_FOUR_WARPS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
-_LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-_LINES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+_FOUR_A_THREAD = gl.constexpr(gl.BlockedLayout([4], [32], [1], [0]))  # of one warp
 # What there is to know of a tile of keys: first key, head and batch, then the four numbers of its band, then
 _ROW_Q = gl.constexpr(7)  # its sequence's first row of q
 _ROW_K = gl.constexpr(8)  # and of k
@@ -53,9 +51,9 @@ def sequence_of(cu_seqlens, count, slot, ROWS: gl.constexpr, LAYOUT: gl.constexp
 @gluon.jit
 def extent(cu_seqlens, seqlens, sequence, count, total):
     """Return where a sequence begins in its tensor, the rows it has there, and how many of them take part."""
-    begin = sequence * 0
-    rows = begin + total
-    length = rows
+    begin = 0
+    rows = total
+    length = total
     if cu_seqlens is not None:
         begin = gl.load(cu_seqlens + sequence).to(gl.int32)
         stop = gl.load(cu_seqlens + gl.minimum(sequence + 1, count)).to(gl.int32)
@@ -79,7 +77,7 @@ def locate(number, order, band, lengths, C: gl.constexpr):
         sequence = batch
         if C.PACKED:
             ROWS: gl.constexpr = 64 * C.CONSUMERS
-            sequence = sequence_of(cu_q, count, first // ROWS, ROWS, _ONE_WARP)
+            sequence = sequence_of(cu_q, count, first // ROWS, ROWS, _FOUR_A_THREAD)
         row_q, rows, sq = extent(cu_q, seqlens_q, sequence, count, total_q)
         row_k, _rows, sk = extent(cu_k, seqlens_k, sequence, count, total_k)
         if C.PACKED:
@@ -110,18 +108,18 @@ def locate_keys(tile, band, lengths, C: gl.constexpr):
     sequence = batch
     if C.PACKED:
         ROWS: gl.constexpr = 64 * C.CONSUMERS
-        sequence = sequence_of(cu_k, count, first // ROWS, ROWS, _FOUR_WARPS)
+        sequence = sequence_of(cu_k, count, first // ROWS, ROWS, FOUR_WARPS)
     row_q, _rows, sq = extent(cu_q, seqlens_q, sequence, count, total_q)
     row_k, rows, sk = extent(cu_k, seqlens_k, sequence, count, total_k)
-    first_step = first * 0
+    first_step = 0
     if C.PACKED:
         first -= (row_k // ROWS + sequence) * ROWS
         first_step = row_q // QUERIES + sequence
     if C.SHIFTED:
         lower += sk - sq
         upper += sk - sq
-    see_from = first * 0
-    keys_from = see_from
+    see_from = 0
+    keys_from = 0
     seeing = sq
     seen = sk
     if C.UPPER:
@@ -141,8 +139,8 @@ def locate_keys(tile, band, lengths, C: gl.constexpr):
 def tell(numbers):
     """Put what there is to know of a tile of keys into shared memory: a spot."""
     NUMBERS: gl.constexpr = len(numbers)
-    spot = gl.allocate_shared_memory(gl.int32, [NUMBERS, 1], _LINES)
-    none = gl.full([1], 0, gl.int32, layout=_FOUR_WARPS)
+    spot = gl.allocate_shared_memory(gl.int32, [NUMBERS, 1], IN_ORDER)
+    none = gl.full([1], 0, gl.int32, layout=FOUR_WARPS)
     for i in gl.static_range(NUMBERS):
         spot.index(i).store(none + numbers[i])
     return spot
@@ -185,12 +183,12 @@ def sequence_at(spot, batch, C: gl.constexpr):
 @gluon.jit
 def owned_of(spot, band, C: gl.constexpr):
     """Return, for one warp, a sequence's first rows of q and k, and its queries and keys that see and are seen."""
+    sq, sk, _lower, _upper = band
     if C.LENGTHS:
         rows = (recall(spot, _ROW_Q, 1), recall(spot, _ROW_K, 1))
-        queries = (recall(spot, _SEE_FROM, 1), band[0])
-        return rows, queries, (recall(spot, _SEEN_FROM, 1), band[1])
+        return rows, (recall(spot, _SEE_FROM, 1), sq), (recall(spot, _SEEN_FROM, 1), sk)
     else:
-        return (0, 0), (0, band[0]), (0, band[1])
+        return (0, 0), (0, sq), (0, sk)
 
 
 @gluon.jit
@@ -264,8 +262,8 @@ def clear_rows(tiles, slot, begin, stop, WIDTH: gl.constexpr):
     A row of 64 columns is a line of 128 bytes, whatever the order inside of it; the next columns lie behind all rows.
     """
     PARTS: gl.constexpr = WIDTH // 64
-    lines = reinterpret(tiles, gl.int32, [tiles.shape[0] * PARTS * 64, 32], _LINES)
-    zero = gl.full([32], 0, gl.int32, layout=_LANES)
+    lines = reinterpret(tiles, gl.int32, [tiles.shape[0] * PARTS * 64, 32], IN_ORDER)
+    zero = gl.full([32], 0, gl.int32, layout=ONE_WARP)
     for part in gl.static_range(PARTS):
         top = (slot * PARTS + part) * 64
         for row in range(0, begin):

@@ -16,8 +16,8 @@ BLOCKS = gl.constexpr(2)  # of 64 keys, in a tile
 def keys_seen(row, band, C: gl.constexpr):
     """Return [start, stop) of the keys that one of a row of tiles' queries sees (eq. 13)."""
     sq, sk, lower, upper = band
-    start = row * 0
-    stop = start + sk
+    start = 0
+    stop = sk
     if C.LOWER:
         start = gl.maximum(0, row * ROWS + lower)
     if C.UPPER:

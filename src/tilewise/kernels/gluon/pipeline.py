@@ -5,9 +5,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-ONE_THREAD: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-END = gl.constexpr(-1)  # in place of a first row: no more tiles
-EVERY_THREAD: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+ONE_WARP = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))  # a number a thread
+FOUR_WARPS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+IN_ORDER = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))  # of shared memory: one number behind the other
+END = gl.constexpr(-1)  # in place of the first number that says where a tile is: no more tiles
+# Named barriers. Gluon has none, and keeps 0 to 7 for itself. A kernel's warpgroups take turns or meet, none does both:
+# turns are the forward kernel's, a number for each of three warpgroups. Of a warpgroup that waits for its own threads
+# there is one, in the narrow backward kernel, where others meet.
+TURNS = gl.constexpr(10)  # to 12
+MEETING = gl.constexpr(10)
+OWN_THREADS = gl.constexpr(11)
 
 
 @gluon.jit
@@ -27,6 +34,15 @@ def slots_for(descs, SLOTS: gl.constexpr):
         desc = descs[i]
         tiles = tiles + (gl.allocate_shared_memory(desc.dtype, [SLOTS] + desc.block_shape, desc.layout),)
     return tiles
+
+
+@gluon.jit
+def joined(desc, rest):
+    """The descriptors of a tensor's pieces. A launcher takes none from inside a tuple, so they come one by one."""
+    if rest is None:
+        return (desc,)
+    else:
+        return (desc, rest)
 
 
 @gluon.jit
@@ -65,7 +81,7 @@ def hand_out(next_tile, turn, tile, SIZE: gl.constexpr):
     values, full, empty = next_tile
     wait_empty(empty, turn, 2)
     slot = turn % 2
-    none = gl.full([1], 0, gl.int32, layout=ONE_THREAD)
+    none = gl.full([1], 0, gl.int32, layout=ONE_WARP)
     for i in gl.static_range(len(tile)):
         values.index(slot * SIZE + i).store(none + tile[i])
     mbarrier.arrive(full.index(slot), count=1)
@@ -79,7 +95,7 @@ def take_tile(next_tile, turn, SIZE: gl.constexpr):
     slot = turn % 2
     tile = ()
     for i in gl.static_range(SIZE):
-        tile = tile + (gl.sum(values.index(slot * SIZE + i).load(EVERY_THREAD), 0),)
+        tile = tile + (gl.sum(values.index(slot * SIZE + i).load(FOUR_WARPS), 0),)
     leave(empty, turn, 2)
     return tile
 
@@ -87,13 +103,13 @@ def take_tile(next_tile, turn, SIZE: gl.constexpr):
 @gluon.jit
 def each_thread(CODE: gl.constexpr):
     """Emit code once for each thread of a warpgroup; it ends by setting $0 to $1."""
-    none = gl.full([128], 0, gl.int32, layout=EVERY_THREAD)
+    none = gl.full([128], 0, gl.int32, layout=FOUR_WARPS)
     gl.inline_asm_elementwise(CODE, "=r,r", [none], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def _named_barrier(VERB: gl.constexpr, NUMBER: gl.constexpr, THREADS: gl.constexpr):
-    """Emit bar.sync or bar.arrive of a named barrier: Gluon has none, and keeps 0 to 7 for itself."""
+    """Emit bar.sync or bar.arrive of a named barrier."""
     CODE: gl.constexpr = f"bar.{VERB} {NUMBER}, {THREADS}; mov.b32 $0, $1;"
     each_thread(CODE)
 
@@ -102,20 +118,20 @@ def _named_barrier(VERB: gl.constexpr, NUMBER: gl.constexpr, THREADS: gl.constex
 def take_turn(OWN: gl.constexpr, ON: gl.constexpr):
     """Wait until it is this warpgroup's turn to issue products (ping-pong)."""
     if ON:
-        _named_barrier("sync", 10 + OWN, 256)
+        _named_barrier("sync", TURNS + OWN, 256)
 
 
 @gluon.jit
 def pass_turn(OWN: gl.constexpr, WARPGROUPS: gl.constexpr, ON: gl.constexpr):
     """Let the next warpgroup issue products."""
     if ON:
-        _named_barrier("arrive", 10 + (OWN + 1) % WARPGROUPS, 256)
+        _named_barrier("arrive", TURNS + (OWN + 1) % WARPGROUPS, 256)
 
 
 @gluon.jit
 def meet(WARPGROUPS: gl.constexpr):
-    """Wait until all consumers are here; not beside turns, whose barriers these are."""
-    _named_barrier("sync", 10, 128 * WARPGROUPS)
+    """Wait until so many warpgroups are here; in no kernel that takes turns, whose barrier this is."""
+    _named_barrier("sync", MEETING, 128 * WARPGROUPS)
 
 
 @gluon.jit
