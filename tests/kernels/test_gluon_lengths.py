@@ -51,7 +51,7 @@ def plain_python():
             patch.setattr(module, "gl", language)
             patch.setattr(module, "QUERIES", STEP)
         for module, name in ((tiles, "_place_of"), (tiles, "masked_queries_of"), (lengths, "tile_at"),
-                             (lengths, "sequence_of"), (lengths, "extent")):
+                             (lengths, "sequence_of"), (lengths, "border_at"), (lengths, "extent")):
             patch.setattr(module, name, getattr(module, name).fn)
         patch.setattr(lengths, "_CHUNK", 4)
         yield
@@ -185,6 +185,19 @@ def test_steps_hold_every_visible_key_and_the_first_one_alone_passes_the_last_ke
                 part = visible[row:row + ROWS, begin:begin + CONFIG.keys]
                 assert part.all()
                 assert part.shape[1] == CONFIG.keys
+
+
+@given(packed(), masks(), st.integers(-500, 10_000))
+@example(Packed([[300, 100], [100, 300]], [None, None], 70), causal("bottom_right"), 200)
+def test_the_first_border_is_taken_for_0_so_that_nothing_is_read_in_front_of_the_tensors(sequences, mask, border):
+    for find, backward in ((located, False), (located_keys, True)):
+        called = sequences.bound(mask, heads=2, backward=backward)
+        wanted = list(find(*called))
+        for side in sequences.borders:
+            side[0] = border
+        assert list(find(*called)) == wanted
+        for side in sequences.borders:
+            side[0] = 0
 
 
 @given(packed(), masks())

@@ -46,19 +46,20 @@ def test_sums_become_dq(cuts, sq, d, parts, device):
     assert torch.equal(got.cpu(), (dq * 0.5).half())
 
 
+@pytest.mark.parametrize("first", [0, 150], ids=["from_0", "from_another_border"])
 @pytest.mark.parametrize("lengths", [[130, 0, 1, 64, 63, 0], [3] * 200, []], ids=["odd", "many", "none"])
-def test_steps_of_packed_sequences_become_their_rows(lengths, device):
-    """Each sequence begins a step of its own, and its rows follow those of the one before."""
+def test_steps_of_packed_sequences_become_their_rows(lengths, first, device):
+    """Each sequence begins a step of its own, and its rows follow those of the one before; the first border is 0."""
     borders, width, behind, columns = [0, *accumulate(lengths)], 64, 70, 40
     steps = (borders[-1] + behind) // 64 + len(lengths) + 1
     dq = torch.randn(1, 1, borders[-1] + behind, columns)
     spread = torch.full((B, H, steps * 64, columns), float("nan"))
     for n, (begin, rows) in enumerate(zip(borders, [*lengths, behind], strict=True)):
-        first = (begin // 64 + n) * 64
-        spread[:, :, first:first + rows] = dq[:, :, begin:begin + rows]
+        top = (begin // 64 + n) * 64
+        spread[:, :, top:top + rows] = dq[:, :, begin:begin + rows]
     sums = sums_of(spread, width, [width // 2] * 2).to(device)
     got = torch.full((1, dq.shape[2], H, columns), float("nan"), dtype=torch.float16, device=device).transpose(1, 2)
-    cu_seqlens = torch.tensor(borders, device=device)
+    cu_seqlens = torch.tensor([first, *borders[1:]], device=device)
     hopper_dq_kernel[(2 * steps * H,)](sums, got, cu_seqlens, *got.stride()[:3], dq.shape[2], H, 2 * steps,
                                        len(lengths), 0.5, columns, width // 2, 2)
     assert torch.equal(got.cpu(), (dq * 0.5).half().expand(1, H, -1, -1))

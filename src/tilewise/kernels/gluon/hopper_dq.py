@@ -10,17 +10,18 @@ _CHUNK = tl.constexpr(128)  # sequences that are looked through at once
 def rows_of_step(cu_seqlens, count, step, total):
     """Return the first row of dq of a step of 64, and where its sequence ends, or what is behind the last one.
 
-    Of packed sequences n owns the steps from cu_seqlens[n] div 64 + n on.
+    Of packed sequences n owns the steps from cu_seqlens[n] div 64 + n on; the first number is taken for 0, as in
+    lengths.border_at.
     """
     begin = step * 64
-    stop = begin * 0 + total
+    stop = total
     if cu_seqlens is not None:
-        sequence = step * 0 - 1
-        for first in tl.range(0, count + 1, _CHUNK):
+        sequence = 0
+        for first in tl.range(1, count + 1, _CHUNK):
             numbers = first + tl.arange(0, _CHUNK)
             steps = tl.load(cu_seqlens + numbers, mask=numbers <= count, other=0).to(tl.int32) // 64 + numbers
             sequence += tl.sum(((steps <= step) & (numbers <= count)).to(tl.int32), 0)
-        row = tl.load(cu_seqlens + sequence).to(tl.int32)
+        row = tl.load(cu_seqlens + sequence, mask=sequence > 0, other=0).to(tl.int32)
         begin += row - (row // 64 + sequence) * 64
         following = tl.load(cu_seqlens + tl.minimum(sequence + 1, count)).to(tl.int32)
         stop = tl.where(sequence < count, following, total)

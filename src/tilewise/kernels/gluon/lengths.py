@@ -38,14 +38,23 @@ def sequence_of(cu_seqlens, count, slot, ROWS: gl.constexpr, LAYOUT: gl.constexp
     """Find the packed sequence that a slot of ROWS rows belongs to; ``count`` for the rows past the last one.
 
     Sequence n owns the slots from cu_seqlens[n] div ROWS + n on: no less than its rows need, since
-    ceil((b − a) / ROWS) <= b div ROWS − a div ROWS + 1.
+    ceil((b − a) / ROWS) <= b div ROWS − a div ROWS + 1. The first one owns them from 0 on (see border_at).
     """
-    sequence = slot * 0 - 1
-    for first in range(0, count + 1, _CHUNK):
+    sequence = 0
+    for first in range(1, count + 1, _CHUNK):
         numbers = first + gl.arange(0, _CHUNK, layout=LAYOUT)
         begins = gl.load(cu_seqlens + numbers, mask=numbers <= count, other=0).to(gl.int32) // ROWS + numbers
         sequence += gl.sum(((begins <= slot) & (numbers <= count)).to(gl.int32), 0)
     return sequence
+
+
+@gluon.jit
+def border_at(cu_seqlens, number):
+    """Return where a packed sequence begins. The first number is not read, but taken for the 0 that it should be.
+
+    With another one the rows before it would be of sequence -1, and its lengths be read in front of the tensors.
+    """
+    return gl.load(cu_seqlens + number, mask=number > 0, other=0).to(gl.int32)
 
 
 @gluon.jit
@@ -55,8 +64,8 @@ def extent(cu_seqlens, seqlens, sequence, count, total):
     rows = total
     length = total
     if cu_seqlens is not None:
-        begin = gl.load(cu_seqlens + sequence).to(gl.int32)
-        stop = gl.load(cu_seqlens + gl.minimum(sequence + 1, count)).to(gl.int32)
+        begin = border_at(cu_seqlens, sequence)
+        stop = border_at(cu_seqlens, gl.minimum(sequence + 1, count))
         rows = gl.where(sequence < count, stop, total) - begin
         length = stop - begin  # 0 past the last sequence
     if seqlens is not None:
