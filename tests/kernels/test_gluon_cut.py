@@ -25,7 +25,7 @@ def plain_python():
         for module in (tiles, cuts):
             patch.setattr(module, "gl", language)
         for module, names in ((tiles, ("_place_of",)),
-                              (cuts, ("tile_at", "steps_of", "part_at", "cut_steps", "own_steps_of"))):
+                              (cuts, ("tile_at", "steps_of", "part_at", "steps_before", "cut_steps", "own_steps_of"))):
             for name in names:
                 patch.setattr(module, name, getattr(module, name).fn)
         yield
@@ -49,26 +49,30 @@ def places(spans, shape):
     return begins, begins[:spans[2]]
 
 
-@given(st.integers(1, 900), st.integers(1, 2000), masks(), st.integers(2, 9), st.integers(0, 3))
-@example(300, 2000, causal("bottom_right"), 3, 0)
-@example(300, 300, causal("top_left"), 5, 0)  # more parts than steps
-@example(200, 2000, window(900, 100, "bottom_right"), 4, 0)  # a mask at both ends
-@example(500, 2000, Mask(), 7, 3)
-def test_each_step_of_a_tile_is_in_one_part_and_needs_its_mask_there_too(sq, sk, mask, parts, whole):
+@given(st.integers(1, 900), st.integers(1, 2000), masks(), st.integers(2, 9), st.integers(0, 3), st.integers(1, 8))
+@example(300, 2000, causal("bottom_right"), 3, 0, 1)
+@example(300, 300, causal("top_left"), 5, 0, 1)  # more parts than steps
+@example(200, 2000, window(900, 100, "bottom_right"), 4, 0, 1)  # a mask at both ends
+@example(500, 2000, Mask(), 7, 3, 1)
+@example(500, 2000, Mask(), 2, 3, 5)
+@example(500, 300, Mask(), 4, 1, 8)  # fewer steps than the first part alone could have
+def test_each_step_of_a_tile_is_in_one_part_and_needs_its_mask_there_too(sq, sk, mask, parts, whole, lead):
     problem = problem_of(sq, sk, mask)
     if problem.is_empty:
         return
     n_tiles = -(-sq // 128)
     whole = min(whole, n_tiles - 1)
-    numbers = launch.HopperForward(problem, CONFIG, 132, cut=(whole, parts)).scalars
-    order, band, shape, cut = numbers[:4], numbers[4:8], numbers[-1], numbers[-4:-2]
-    assert (cut, shape.CUT) == ((whole, parts), 2 if whole else 1)
+    lead = lead if whole else 1
+    shares = (parts, lead)
+    numbers = launch.HopperForward(problem, CONFIG, 132, cut=(whole, *shares)).scalars
+    order, band, shape, cut = numbers[:4], numbers[4:8], numbers[-1], (whole, shares)
+    assert (numbers[-5:-2], shape.CUT) == ((whole, *shares), 2 if whole else 1)
     total = cuts.numbers_of.fn(n_tiles, cut, shape)
     assert total == whole + (n_tiles - whole) * parts
     found = {}
     for number in range(total):
         (first, _head, _batch, part), _row, exists = cuts.locate_part.fn(number, order, band, (), cut, shape)
-        spans = cuts.own_steps_of((first, 0, 0, part), band, cut, shape)
+        spans = cuts.own_steps_of((first, 0, 0, part), band, shares, shape)
         assert exists == (spans[3] > 0)
         found.setdefault(first, []).append((part, *places(spans, shape)))
     assert sorted(found) == [128 * tile for tile in range(n_tiles)]
@@ -84,13 +88,19 @@ def test_each_step_of_a_tile_is_in_one_part_and_needs_its_mask_there_too(sq, sk,
         assert sorted(begin for _, _, own in parts_of for begin in own) == sorted(masked)
         steps = [len(own) for _, own, _ in parts_of]
         assert steps[0] > 0, "the first part says that others have no step"
-        assert max(steps) == -(-len(begins) // parts), "as even as can be"
+        units = parts + lead - 1
+        as_long = [lead, *[1] * (parts - 1)]
+        if len(begins) >= units:
+            assert all(abs(own - share * len(begins) / units) < 1 for own, share in zip(steps, as_long, strict=True))
+        used = max(1, min(parts, len(begins) - lead + 1))  # as write_part reckons
+        assert all(steps[:used])
+        assert not any(steps[used:])
 
 
 def test_the_lines_that_are_combined_are_those_of_the_tiles_that_are_cut():
     problem = problem_of(300, 700, Mask(), b=2, heads=2)  # three tiles a head, the last of 44 rows
     for whole, first in ((0, 0), (1, 128), (3, 300), (5, 556), (11, 1156)):
-        bound = launch.HopperForward(problem, CONFIG, 132, cut=(whole, 3))
+        bound = launch.HopperForward(problem, CONFIG, 132, cut=(whole, 3, 1))
         assert bound.lines == range(first, 1200)
         assert bound.parts_shape == (1200 - first, 3, 128 + 8)
         assert bound.scalars[-2] == first
@@ -98,7 +108,7 @@ def test_the_lines_that_are_combined_are_those_of_the_tiles_that_are_cut():
 
 def test_there_is_one_program_a_part_up_to_one_a_multiprocessor_and_no_diagonal_of_whole_tiles():
     problem = problem_of(1024, 1024, causal())
-    for cut, programs in ((None, 8), ((0, 3), 24), ((6, 3), 12), ((0, 20), 132)):
+    for cut, programs in ((None, 8), ((0, 3, 1), 24), ((6, 3, 2), 12), ((0, 20, 1), 132)):
         bound = launch.HopperForward(problem, CONFIG, 132, cut=cut)
         assert bound.grid == (programs,)
         assert bound.scalars[-1].DIAGONAL is (cut is None)

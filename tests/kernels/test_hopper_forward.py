@@ -121,8 +121,22 @@ def test_its_source_computes_out_and_lse_on_the_cpu_of_whole_tiles_and_of_parts(
     random.seed(0)
     mask, sizes, heads, pack = case
     problem, tensors = call_of(mask, sizes, heads, dims)
-    out, lse, made = attend(problem, config, tensors, pack, (0, parts) if parts > 1 else None)
+    out, lse, made = attend(problem, config, tensors, pack, (0, parts, 1) if parts > 1 else None)
     if parts > 1:
         assert lse.isnan().all(), "nothing but the parts is written"
         out, lse = (got.unflatten(0, (problem.b, problem.hq, problem.sq)) for got in combined(made, problem.dv))
+    check(problem, tensors, out, lse)
+
+
+@pytest.mark.parametrize(("whole", "parts", "lead"), [(4, 3, 1), (4, 2, 3), (1, 4, 8)], ids=str)
+def test_its_source_computes_some_tiles_whole_and_the_others_in_parts(whole, parts, lead):
+    """Six tiles of 128 queries, six steps of keys; with a first part of eight shares three parts have none."""
+    random.seed(0)
+    problem, tensors = call_of(Mask(), (300, 700), (2, 2), (64, 64))
+    out, lse, made = attend(problem, HopperForwardConfig(128, 2), tensors, cut=(whole, parts, lead))
+    first = {4: 428, 1: 128}[whole]
+    lines, kept = (got.view(600, *got.shape[3:]) for got in (out, lse))
+    assert lines[first:].isnan().all(), "nothing but the parts is written of these"
+    assert kept[first:].isnan().all()
+    lines[first:], kept[first:] = combined(made, problem.dv)
     check(problem, tensors, out, lse)

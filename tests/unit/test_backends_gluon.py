@@ -213,14 +213,14 @@ def test_parts_of_tiles_that_are_cut_are_combined_and_sinks_enter_there(monkeypa
         return lambda *tensors: calls.append(("combine", tensors))
 
     monkeypatch.setattr(gluon, "is_current", lambda asked: True)
-    monkeypatch.setattr(gluon, "layout_of", lambda *facts: Layout(1.0, 4, Cut(7, 5)))
+    monkeypatch.setattr(gluon, "layout_of", lambda *facts: Layout(1.0, 4, Cut(7, 5, 2)))
     monkeypatch.setattr(gluon, "HopperForward", lambda *facts: calls.append(facts[2:]) or Launches())
     monkeypatch.setattr("tilewise.kernels.triton.parts.combine_parts_launch", combining)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda asked: SimpleNamespace(multi_processor_count=132))
     monkeypatch.setattr(gluon, "_plan", gluon._plan.__wrapped__)
     out, lse, _ = gluon.backend.forward(AttentionProblem.from_tensors(q, q, q), q, q, q, Operands(sinks=sinks))
     facts, (_, (at_out, at_lse, no_sinks), parts), (_, combined) = calls
-    assert facts == (132, 4, (7, 5))
+    assert facts == (132, 4, (7, 5, 2))
     assert (parts.shape, parts.dtype) == ((13, 5, 72), torch.float32)
     assert no_sinks is None
     assert all(got is wanted for got, wanted in zip((at_out, at_lse), (out, lse), strict=True))

@@ -44,11 +44,11 @@ def test_a_tile_has_as_many_warpgroups_as_makes_the_shortest_waves(b, heads, s, 
 
 
 @pytest.mark.parametrize(("b", "heads", "s", "d", "mask", "layout"), [
-    (1, 8, (512, 32768), 128, None, (2, 1, (0, 4))),
-    (1, 8, (512, 32768), 64, causal("bottom_right"), (2, 1, (0, 4))),
-    (1, 4, (512, 16384), 256, None, (2, 1, (0, 8))), (1, (16, 4), (256, 8192), 128, None, (2, 1, (0, 4))),
-    (1, (64, 8), (1, 32768), 128, None, (1, 8, (0, 16))), (4, (32, 8), (4, 8192), 128, None, (1, 4, (0, 4))),
-    (1, 2, 4096, 128, causal(), (2, 1, (0, 2))), (1, 24, (512, 8192), 128, None, (2, 1, None)),  # 96 tiles
+    (1, 8, (512, 32768), 128, None, (2, 1, (0, 4, 1))),
+    (1, 8, (512, 32768), 64, causal("bottom_right"), (2, 1, (0, 4, 1))),
+    (1, 4, (512, 16384), 256, None, (2, 1, (0, 8, 1))), (1, (16, 4), (256, 8192), 128, None, (2, 1, (0, 4, 1))),
+    (1, (64, 8), (1, 32768), 128, None, (1, 8, (0, 16, 1))), (4, (32, 8), (4, 8192), 128, None, (1, 4, (0, 4, 1))),
+    (1, 2, 4096, 128, causal(), (2, 1, (0, 2, 1))), (1, 24, (512, 8192), 128, None, (2, 1, None)),  # 96 tiles
     (1, 32, (512, 8192), 128, None, (2, 1, None)),  # nearly a wave
 ], ids=str)
 def test_tiles_that_are_less_than_a_wave_are_cut_where_there_are_keys_enough(b, heads, s, d, mask, layout):
@@ -56,10 +56,13 @@ def test_tiles_that_are_less_than_a_wave_are_cut_where_there_are_keys_enough(b, 
 
 
 @pytest.mark.parametrize(("b", "heads", "s", "d", "cut"), [
-    (1, 9, 2048, 128, (132, 8)), (1, 6, 4096, 128, (132, 2)), (2, 16, 8192, 128, (1980, 5)),
-    (1, 5, 4096, 256, (132, 4)), (4, 32, 4096, 64, (2772, 3)),
-    (1, 12, 2048, 128, None), (1, 3, 16384, 128, None), (8, 16, 2048, 128, None),  # it would save too little
-    (1, 33, 4096, 128, None), (1, 8, 16384, 256, None),  # eight waves and no tile more; wide heads spill
+    (1, 9, 2048, 128, (132, 8, 1)), (1, 6, 4096, 128, (132, 2, 1)), (1, 5, 4096, 256, (132, 4, 1)),
+    (4, 32, 4096, 64, (2772, 3, 1)), (1, 32, 16384, 64, (2640, 5, 1)),
+    # 68 and 100 of 132 tiles: a first part that is longer makes as much of them in fewer parts
+    (2, 16, 8192, 128, (1980, 4, 4)), (4, 16, 4096, 128, (1980, 3, 3)), (1, 8, 16384, 256, (924, 2, 5)),
+    (2, 8, 8192, 256, (924, 2, 5)), (1, 11, 8192, 256, (660, 4, 2)),
+    (1, 12, 2048, 128, None), (1, 3, 16384, 128, None), (8, 16, 2048, 128, None), (4, 8, 4096, 256, None),  # too little
+    (1, 33, 4096, 128, None), (1, 5, 16384, 256, None),  # eight waves and no tile more; 112 tiles nearly fill one
 ], ids=str)
 def test_the_tiles_of_a_last_wave_are_cut_where_that_saves_more_than_it_costs(b, heads, s, d, cut):
     assert chosen(problem_of(b, heads, s, d))[2] == cut
@@ -73,7 +76,7 @@ def test_a_last_wave_stays_whole_under_a_mask_and_with_sinks_and_where_heads_sha
     few = problem_of(64, (64, 8), (1, 4096), 128)
     assert layout_of(few, TWO, 132)[1:] == (8, None)
     with_sinks = replace(problem_of(1, 8, (512, 32768), 128), scores=sinks)
-    assert layout_of(with_sinks, TWO, 132).cut == (0, 4), "sinks enter where parts are combined"
+    assert layout_of(with_sinks, TWO, 132).cut == (0, 4, 1), "sinks enter where parts are combined"
 
 
 @pytest.mark.parametrize(("b", "heads", "s", "d"), [(1, 8, (512, 32768), 128), (1, 9, 2048, 128),
@@ -95,7 +98,7 @@ def test_the_devices_multiprocessors_decide():
     problem = problem_of(1, 16, 2048, 64)
     device = DeviceSpec.of_arch("sm_90", "no-such-device")
     assert [forward_config(problem, device, count).consumers for count in (132, 176)] == [2, 3]
-    assert [chosen(problem_of(1, 8, (512, 32768), 128), count)[2] for count in (132, 66, 32)] == [(0, 4), (0, 2), None]
+    assert [chosen(problem_of(1, 8, (512, 32768), 128), count)[2] for count in (132, 66, 32)] == [(0, 4, 1), (0, 2, 1), None]
 
 
 def test_heads_of_a_group_share_tiles_where_that_makes_fewer_waves_or_tiles_to_be_cut():

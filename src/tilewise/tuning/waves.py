@@ -19,12 +19,13 @@ _WARPGROUPS = {1: 0.7, 2: 1.0, 3: 1.3}
 _BEGINNING = 2.0  # microseconds until a tile's first keys are there
 # Microseconds of the kernel that combines parts, and megabytes of parts that are written and read in one.
 _COMBINING, _MEGABYTES = 5.0, 2.2
-# Heads wider than 128 columns: what is cut needs registers that a step has not, and is this much slower.
-_SPILLING = 1.03
 # From so many waves on programs have drifted apart: the last one leaves idle about this much of its tiles' length,
-# however many they are, and cut in n parts an n-th of that.
-_MANY_WAVES, _DRIFT = 4, 0.37
+# however many they are, and cut in n parts an n-th of that. Before that, and above 128 columns, parts that fill more
+# than this much of their time saved nothing.
+_MANY_WAVES, _DRIFT, _FULLEST = 4, 0.37, 0.92
 _MOST_PARTS, _MOST_LAST_PARTS = 32, 8
+# A last wave's tiles may have a first part so many times as long as each other, with parts so few.
+_MOST_LEAD, _MOST_PARTS_WITH_LEAD = 8, 4
 NEARLY = 0.97  # what is to be done must take less than this of the time without it
 _WORTH = 1.5  # and the parts of a last wave must save this many times what they cost
 
@@ -35,10 +36,12 @@ class Cut(NamedTuple):
     Attributes:
         whole: tiles that are not, the first ones.
         parts: of each of the others; of a tile with fewer steps than parts some are empty.
+        lead: how many times as long as each other the first part is, where some are whole.
     """
 
     whole: int
     parts: int
+    lead: int = 1
 
 
 class Layout(NamedTuple):
@@ -83,8 +86,7 @@ def _laid_out(problem: AttentionProblem, config: HopperForwardConfig, pack: int,
         if pack > 1 or problem.mask.is_bounded or problem.scores.sinks is not None or saved <= 0.0:
             return whole
         return Layout(whole.time - saved, pack, cut)
-    slower = _slower(problem)
-    time, parts = min((slower * _time(problem, config, tiles, steps, multiprocessors, parts)
+    time, parts = min((_time(problem, config, tiles, steps, multiprocessors, parts)
                        + _combining(problem, problem.b * problem.hq * problem.sq, parts), parts)
                       for parts in range(2, _MOST_PARTS + 1))
     return Layout(time, pack, Cut(0, parts)) if parts <= max(steps) and time < NEARLY * whole.time else whole
@@ -119,20 +121,31 @@ def _time(problem: AttentionProblem, config: HopperForwardConfig, tiles: int, st
 
 def _last_wave(problem: AttentionProblem, config: HopperForwardConfig, tiles: int, steps: list[int],
                multiprocessors: int) -> tuple[float, Cut]:
-    """Return the most that it saves to cut the tiles of a last wave that is not full, if it is worth it, and how."""
+    """Return the most that it saves to cut the tiles of a last wave that is not full, if it is worth it, and how.
+
+    Each multiprocessor that has a tile left works on its first part; the others, and who is done with that, take what
+    is left. A first part that is longer makes fewer parts of tiles that nearly fill the wave: 0.8 and 0.2 of a tile are
+    as good as five parts of 0.2, and are written and read in 2 records a line in place of 5.
+    """
     waves, rest = divmod(tiles, multiprocessors)
     length = max(steps) * _step_time(problem, config)
     lines = rest * 64 * config.consumers
+    drifts = waves >= _MANY_WAVES and max(problem.d, problem.dv) <= 128
 
-    def saved(parts: int) -> float:
-        share = 1.0 - math.ceil(rest * parts / multiprocessors) / parts
-        if waves >= _MANY_WAVES:
+    def saved(parts: int, lead: int) -> float:
+        units = parts + lead - 1
+        busy = rest * units / multiprocessors / (1.0 if drifts else _FULLEST)
+        share = 1.0 - max(lead, math.ceil(busy)) / units
+        if drifts and lead == 1:
             share = max(share, _DRIFT * (1.0 - 1.0 / parts))
-        cost = _combining(problem, lines, parts) + (_slower(problem) - 1.0) * (waves + 1) * length
-        return share * length - cost if rest and share * length > _WORTH * cost else 0.0
+        cost = _combining(problem, lines, parts)
+        return share * length - cost if share * length > _WORTH * cost else 0.0
 
-    return max((saved(parts), Cut(tiles - rest, parts)) for parts in range(2, min(_MOST_LAST_PARTS, max(steps)) + 1)
-               ) if max(steps) > 1 else (0.0, Cut(tiles, 1))
+    if not rest or max(steps) == 1:
+        return 0.0, Cut(tiles, 1)
+    ways = [(parts, lead) for parts in range(2, _MOST_LAST_PARTS + 1) for lead in range(1, _MOST_LEAD + 1)
+            if parts + lead - 1 <= max(steps) and (lead == 1 or parts <= _MOST_PARTS_WITH_LEAD)]
+    return max((saved(parts, lead), Cut(tiles - rest, parts, lead)) for parts, lead in ways)
 
 
 def _step_time(problem: AttentionProblem, config: HopperForwardConfig) -> float:
@@ -144,7 +157,3 @@ def _step_time(problem: AttentionProblem, config: HopperForwardConfig) -> float:
 def _combining(problem: AttentionProblem, lines: int, parts: int) -> float:
     """Return the microseconds that it takes to write so many parts of some lines, and to combine them."""
     return _COMBINING + lines * parts * (sum(pieces_of(problem.dv)) + 8) * 4e-6 / _MEGABYTES
-
-
-def _slower(problem: AttentionProblem) -> float:
-    return _SPILLING if max(problem.d, problem.dv) > 128 else 1.0

@@ -1,4 +1,4 @@
-"""Forward on Hopper: one warp loads, two or three warpgroups attend 64 rows each (maths.md, section 4).
+"""Forward on Hopper: one warp loads, one to three warpgroups attend 64 rows each (maths.md, section 4).
 
 A row is a query, or where queries are few a query of one of the heads that share keys and values: Shape.PACK.
 
@@ -26,10 +26,13 @@ from tilewise.kernels.gluon.pipeline import (
     END,
     draw,
     hand_out,
+    joined,
     leave,
+    leave_tile,
     make_barriers,
     opaque,
     pass_turn,
+    read_tile,
     slots_for,
     space,
     stay,
@@ -70,7 +73,8 @@ class Shape(NamedTuple):
     needs half of its keys, and no other step has a mask. Of two warpgroups, steps as long as tiles, one upper bound.
     HELD: how many of q's last columns a warpgroup holds in registers: steps read only the others from shared memory.
     CHAINS: chains of comparisons in which a thread looks for the maximum of what it has of a row: 1, 2 or 4.
-    CUT: 1 where tiles are cut along their keys into parts, which another kernel combines, 2 where some stay whole.
+    CUT: 1 where tiles are cut along their keys into parts, which another kernel combines, 2 where some stay whole. Then
+    what says which tile it is takes no registers in its steps, but is read again behind them.
     LENGTHS, PACKED, SHIFTED: whether lengths are data; the sequences lie one behind the other in one batch entry; the
     diagonal runs through the last query and key of each.
     SPACES: instructions that never run in front of each warpgroup's code.
@@ -154,7 +158,7 @@ def load(sources, queries, pairs, next_tile, counter, order, band, lengths, cut,
             batch = tile[2]
             head_k = head if C.PACK > 1 else head // group
             hand_out(next_tile, taken, tile, tile_size(C))
-            spans = own_steps_of(tile, band_of(tile, band, C), cut, C)
+            spans = own_steps_of(tile, band_of(tile, band, C), cut[1], C)
             row = row_k + keys_at(0, spans, C)
             load_pair(sources, pairs, turn, (batch, head_k, row), v_place, C)
             turn += 1
@@ -264,7 +268,8 @@ def attend(sources, queries, pairs, next_tile, out_tiles, results, order, band, 
         pass_turn(OWN, C.CONSUMERS, C.PING_PONG)  # the first warpgroup begins
     turn = 0
     taken = 0
-    tile = take_tile(next_tile, taken, tile_size(C))
+    KEPT: gl.constexpr = C.CUT > 0
+    tile = take_tile(next_tile, taken, tile_size(C), KEPT)
     if C.LENGTHS or C.CUT > 0:  # this program's tiles may all lie between the sequences, or be parts without a step
         await_queries(q_full, OWN, taken, tile[0], C)
     else:
@@ -278,7 +283,7 @@ def attend(sources, queries, pairs, next_tile, out_tiles, results, order, band, 
     while tile[0] != END:
         first = tile[0]
         own_band = band_of(tile, band, C)
-        spans = own_steps_of(tile, own_band, results[4], C)
+        spans = own_steps_of(tile, own_band, results[4][1], C)
         row = first + OWN * (64 // C.PACK)
         acc = zeros(C)
         nothing = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, S_LAYOUT))
@@ -326,7 +331,7 @@ def attend(sources, queries, pairs, next_tile, out_tiles, results, order, band, 
 
         leave(q_empty, taken * C.CONSUMERS + OWN, C.Q_STAGES * C.CONSUMERS)
         taken += 1
-        after = take_tile(next_tile, taken, tile_size(C))
+        after = take_tile(next_tile, taken, tile_size(C), KEPT)
         next_slot = taken % C.Q_STAGES * C.CONSUMERS + OWN
         if C.Q_STAGES > 1:
             await_queries(q_full, next_slot, taken, after[0], C)
@@ -343,7 +348,13 @@ def attend(sources, queries, pairs, next_tile, out_tiles, results, order, band, 
         acc = finish(acc_pending, len(products_of(C.D, C.HELD)))
         if C.PARTS == 2:
             row_sum = gl.convert_layout(gl.sum(row_sum, 1), row_max.type.layout)
+        if KEPT:
+            tile = read_tile(next_tile, taken - 1, tile_size(C))
+            row = tile[0] + OWN * (64 // C.PACK)
         write(acc, row_max, row_sum, tile, row, out_desc, out_tiles, results, band, order[1], group, scaling, OWN, C)
+        if KEPT:
+            leave_tile(next_tile, taken - 1)
+            after = read_tile(next_tile, taken, tile_size(C))
         s = warpgroup_mma_wait(0, deps=(s_pending,))
         leave(empty, turn, C.STAGES)
         turn += 1
@@ -351,15 +362,6 @@ def attend(sources, queries, pairs, next_tile, out_tiles, results, order, band, 
     tma_store_wait(0)
     if OWN == 0:
         take_turn(OWN, C.PING_PONG)  # the last warpgroup has passed on a turn that nobody needs
-
-
-@gluon.jit
-def joined(desc, rest):
-    """The descriptors of a tensor's pieces. A launcher takes none from inside a tuple, so they come one by one."""
-    if rest is None:
-        return (desc,)
-    else:
-        return (desc, rest)
 
 
 @gluon.constexpr_function
@@ -370,18 +372,19 @@ def registers(consumers):
 
 @gluon.jit(do_not_specialize=["tiles", "heads", "batches", "section", "sq", "sk", "lower", "upper", "group",
                              "sinks_stride", "cu_q", "cu_k", "seqlens_q", "seqlens_k", "count", "whole", "parts",
-                             "first_line"])
+                             "lead", "first_line"])
 def hopper_forward_kernel(q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, out_desc, lse_ptr, counter, sinks_ptr,
                           sinks_stride, out_ptr, cu_q, cu_k, seqlens_q, seqlens_k, parts_ptr, tiles, heads,
                           batches, section, sq, sk, lower, upper, group, count, scale_log2, squash, whole, parts,
-                          first_line, C: gl.constexpr):
+                          lead, first_line, C: gl.constexpr):
     """Compute out and lse.
 
     sinks_ptr, squash: None where there are no sinks and no softcap. With one, scale_log2 is that of what tanh gives,
     and squash what the products are multiplied by before it. out_ptr: None unless sequences are packed. cu_q to
     seqlens_k, count: None but for what says where sequences lie and how many they are (tilewise.sequences).
-    parts_ptr, whole, parts, first_line: None unless C.CUT. Then ``whole`` tiles are not cut, the others into so many
-    parts, and that is the first line of lse that is theirs. The sinks enter where parts are combined.
+    parts_ptr, whole, parts, lead, first_line: None unless C.CUT. Then ``whole`` tiles are not cut, the others into so
+    many parts, the first of which is ``lead`` times as long as each other, and that is the first line of lse that is
+    theirs. The sinks enter where parts are combined.
     """
     q_descs = joined(q_desc, q_rest)
     k_descs = joined(k_desc, k_rest)
@@ -403,8 +406,8 @@ def hopper_forward_kernel(q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, out_de
     lengths = (cu_q, cu_k, seqlens_q, seqlens_k, count)
     if C.CUT > 0:
         parts_ptr += first_line.to(gl.int64) * parts * -record_of(C.DV)
-    cut = (whole, parts)
-    results = (out_ptr, lse_ptr, sinks_ptr, sinks_stride, (parts_ptr, parts))
+    cut = (whole, (parts, lead))
+    results = (out_ptr, lse_ptr, sinks_ptr, sinks_stride, (parts_ptr, (parts, lead)))
     REGISTERS: gl.constexpr = registers(NC)
     ZERO: gl.constexpr = 0
     ONE: gl.constexpr = 1

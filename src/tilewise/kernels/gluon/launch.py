@@ -12,8 +12,9 @@ from tilewise.kernels.gluon.enqueue import Enqueue
 from tilewise.masks import Span
 from tilewise.problem import AttentionProblem, Sizes, legal_strides
 
-# What keys and values of one section of heads may take of L2 (50 MiB on an H200): 24 and 48 were no better.
-_SECTION_BYTES = 32 * 2**20
+# What keys and values of one section of heads may take of L2 (50 MiB on an H200), by the columns of a head. At 64 and
+# 256 columns 24 made 0.98 to 1.00 of it, at 128 1.003 to 1.007; 48 and 64 were no better.
+_SECTION_BYTES = {64: 32 * 2**20, 128: 24 * 2**20, 256: 32 * 2**20}
 # Columns of q that registers hold; by the pieces of q and of v, keys a step and warpgroups. Elsewhere none.
 _HELD = {(((128,), (128,)), 128, 2): 128, (((256,), (256,)), 64, 2): 64}
 NO_LENGTHS = (None,) * 4  # cu_seqlens_q, cu_seqlens_k, seqlens_q, seqlens_k
@@ -67,12 +68,12 @@ class HopperForward:
     Where lengths are data, cu_seqlens_q, cu_seqlens_k, seqlens_q and seqlens_k follow, each a tensor or None.
     ``multiprocessors``: of the device; one program runs on each. ``pack``, ``cut``: as
     :func:`tilewise.tuning.waves.layout_of` gives them. Unless ``cut`` is None it says how many tiles stay whole, and in
-    how many parts the keys of the others come: what becomes of these is written to ``parts``, float32, of
-    :attr:`parts_shape`, and their sinks are for who combines them.
+    how many parts the keys of the others come, and how many times as long as each other the first one is: what becomes
+    of these is written to ``parts``, float32, of :attr:`parts_shape`, and their sinks are for who combines them.
     """
 
     def __init__(self, problem: AttentionProblem, config: HopperShape, multiprocessors: int, pack: int = 1,
-                 cut: tuple[int, int] | None = None) -> None:
+                 cut: tuple[int, int, int] | None = None) -> None:
         from triton.experimental.gluon import language as gl
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -89,7 +90,7 @@ class HopperForward:
         heads = problem.hq if pack == 1 else problem.hk
         tiles = problem.sequences.slots(problem.sq * pack, 64 * config.consumers)
         total = tiles * heads * problem.b
-        whole, parts = cut or (total, 1)
+        whole, parts, lead = cut or (total, 1, 1)
         self.grid = (min(whole + (total - whole) * parts, multiprocessors),)
         # The first line of lse whose parts are to be combined; tiles of rows that are packed are cut all or none.
         first_line = whole // tiles * problem.sq + whole % tiles * 64 * config.consumers
@@ -98,7 +99,7 @@ class HopperForward:
         self.scalars = (
             tiles, heads, problem.b, section_of(problem) * heads // problem.hq, problem.sq, len(self.keys),
             lower or 0, upper or 0, problem.group, count, *scaling_of(problem),
-            *((None,) * 3 if cut is None else (whole, parts, first_line)),
+            *((None,) * 4 if cut is None else (whole, parts, lead, first_line)),
             Shape(pack, *pieces, *config.out_buffers(problem), config.keys, config.consumers, config.stages,
                   config.query_stages, config.ping_pong, lower is not None, upper is not None,
                   64 // pack * config.consumers > config.keys and lower is None and upper is not None,
@@ -218,7 +219,9 @@ def _chains(problem: AttentionProblem, config: HopperShape) -> int:
 def section_of(problem: AttentionProblem) -> int:
     """Heads of q whose keys and values are worked on together."""
     bytes_of_head = len(problem.seen_keys) * (problem.d + problem.dv) * problem.dtype.itemsize
-    return max(1, _SECTION_BYTES // bytes_of_head) * problem.group
+    columns = max(problem.d, problem.dv)
+    section = next(section for width, section in _SECTION_BYTES.items() if columns <= width)
+    return max(1, section // bytes_of_head) * problem.group
 
 
 def _rows(tensor: torch.Tensor, rows: Span) -> torch.Tensor:

@@ -88,16 +88,32 @@ def hand_out(next_tile, turn, tile, SIZE: gl.constexpr):
 
 
 @gluon.jit
-def take_tile(next_tile, turn, SIZE: gl.constexpr):
-    """Consumer: receive the next tile."""
-    values, full, empty = next_tile
-    wait_full(full, turn, 2)
+def read_tile(next_tile, turn, SIZE: gl.constexpr):
+    """Consumer: read the tile of a turn, which has been waited for and is not given back."""
+    values, _full, _empty = next_tile
     slot = turn % 2
     tile = ()
     for i in gl.static_range(SIZE):
         tile = tile + (gl.sum(values.index(slot * SIZE + i).load(FOUR_WARPS), 0),)
-    leave(empty, turn, 2)
     return tile
+
+
+@gluon.jit
+def take_tile(next_tile, turn, SIZE: gl.constexpr, KEPT: gl.constexpr = False):
+    """Consumer: receive the next tile; if it is KEPT, the caller gives it back (``leave_tile``)."""
+    _values, full, _empty = next_tile
+    wait_full(full, turn, 2)
+    tile = read_tile(next_tile, turn, SIZE)
+    if not KEPT:
+        leave_tile(next_tile, turn)
+    return tile
+
+
+@gluon.jit
+def leave_tile(next_tile, turn):
+    """Consumer: give back the place where the tile of a turn stands."""
+    _values, _full, empty = next_tile
+    leave(empty, turn, 2)
 
 
 @gluon.jit

@@ -73,12 +73,13 @@ def store_piece(acc, records, inside, FIRST: gl.constexpr):
 
 
 @gluon.jit
-def write_part(acc, row_max, row_sum, tile, row, band, heads, group, scaling, cut, C: gl.constexpr):
+def write_part(acc, row_max, row_sum, tile, row, band, heads, group, scaling, target, C: gl.constexpr):
     """Write what a part of the keys makes of 64 rows: out in float32, then lse to base 2; a line's parts in a row.
 
     The first part says of those without a step that they have seen nothing.
     """
-    parts_ptr, parts = cut
+    parts_ptr, shares = target
+    parts, lead = shares
     part = tile[3]
     RECORD: gl.constexpr = record_of(C.DV)
     rows = gl.arange(0, 64, layout=row_sum.type.layout)
@@ -87,7 +88,11 @@ def write_part(acc, row_max, row_sum, tile, row, band, heads, group, scaling, cu
     sum_or_one = gl.where(row_sum == 0.0, 1.0, row_sum)
     gl.store(records + (RECORD - 8), row_max * scaling[0] + gl.log2(sum_or_one), mask=inside)
     nothing = gl.full([64], float("-inf"), gl.float32, layout=row_sum.type.layout)
-    for unused in range(gl.where(part == 0, gl.minimum(parts, steps_of(tile[0], band, C)[3]), parts), parts):
+    used = steps_of(tile[0], band, C)[3]
+    if C.CUT == 2:
+        used = gl.maximum(1, used - lead + 1)
+    used = gl.minimum(parts, used)
+    for unused in range(gl.where(part == 0, used, parts), parts):
         gl.store(records + (unused * RECORD + RECORD - 8), nothing, mask=inside)
     acc = rescale(acc, 1.0 / sum_or_one)
     for i in gl.static_range(len(C.DV)):
@@ -100,7 +105,7 @@ def write_whole(acc, row_max, row_sum, tile, row, out_desc, out_tiles, results, 
     """Write out and lse of 64 rows (eq. 6)."""
     head = tile[1]
     batch = 0 if C.PACKED else tile[2]
-    out_ptr, lse_ptr, sinks_ptr, sinks_stride, _cut = results
+    out_ptr, lse_ptr, sinks_ptr, sinks_stride, _target = results
     begin, stop, length = rows_of(tile, sq, C)
     place = (batch, head, begin + row)
     rows = gl.arange(0, 64, layout=row_sum.type.layout)
