@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from tilewise.kernels.gluon.compat import tma_load
 from tilewise.kernels.gluon.lengths import clear_rows, key_tile_of, owned_of
-from tilewise.kernels.gluon.pipeline import END, ONE_WARP, draw, hand_out, wait_empty
+from tilewise.kernels.gluon.pipeline import END, ONE_WARP, draw_number, hand_out, wait_empty
 from tilewise.kernels.gluon.softmax import LOG2E
 from tilewise.kernels.gluon.tiles import QUERIES, key_tile_at, queries_at, queries_to_and_fro, query_steps_of
 
@@ -222,7 +222,7 @@ def load(loaded, C: gl.constexpr):
                     number += (gl.num_programs(0) + 1) * tiles
                 number -= 1
             else:
-                number = draw(counter, total)
+                number = draw_number(counter, total)
         hand_out(next_tile, taken, (END, 0, 0), 3)
     else:
         load_tile(loaded, tile_source, turn, taken, C)

@@ -48,7 +48,7 @@ from tilewise.kernels.gluon.key_shares import tile_of_program, tiles_of_program
 from tilewise.kernels.gluon.pipeline import (
     END,
     IN_ORDER,
-    draw,
+    draw_number,
     hand_out,
     leave,
     make_barriers,
@@ -208,7 +208,7 @@ def load(loaded, C: gl.constexpr):
             hand_out(next_tile, taken, tile, 3)
             turn = load_tile(loaded, taken, tile, turn, C)
             taken += 1
-            number = draw(counter, total)
+            number = draw_number(counter, total)
         hand_out(next_tile, taken, (END, 0, 0), 3)
     else:
         for number in range(tiles_of_program(order, C)):

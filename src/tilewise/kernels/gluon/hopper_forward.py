@@ -24,7 +24,7 @@ from tilewise.kernels.gluon.cuts import locate_part, numbers_of, own_steps_of
 from tilewise.kernels.gluon.lengths import band_of, clear, rows_of, tile_size
 from tilewise.kernels.gluon.pipeline import (
     END,
-    draw,
+    draw_number,
     hand_out,
     joined,
     leave,
@@ -146,9 +146,9 @@ def load(sources, queries, pairs, next_tile, counter, order, band, lengths, cut,
     turn = 0
     taken = 0
     number = gl.program_id(0)
-    batch = number * 0
-    head_k = batch
-    row = batch - C.KEYS  # nowhere
+    batch = 0
+    head_k = 0
+    row = -C.KEYS  # nowhere
     while number < total:
         tile, row_k, exists = locate_part(number, order, band, lengths, cut, C)
         if exists:
@@ -175,9 +175,9 @@ def load(sources, queries, pairs, next_tile, counter, order, band, lengths, cut,
                 load_pair(sources, pairs, turn, (batch, head_k, row), (batch, head_k, before), C)
                 turn += 1
             taken += 1
-        number = draw(counter, total)
+        number = draw_number(counter, total)
     hand_out(next_tile, taken, (END, 0, 0), tile_size(C))
-    nowhere = batch * 0 - C.KEYS
+    nowhere = -C.KEYS
     load_pair(sources, pairs, turn, (batch, head_k, nowhere), (batch, head_k, row), C)
 
 
@@ -289,7 +289,7 @@ def attend(sources, queries, pairs, next_tile, out_tiles, results, order, band, 
         nothing = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, S_LAYOUT))
         masked = masked_of(row, spans, own_band, C)
         q_slot = taken % C.Q_STAGES * C.CONSUMERS + OWN
-        begin = first * 0 + 1
+        begin = 1
         if C.SKIPS:
             if hides_first_step(keys_at(0, spans, C), spans[3], row, own_band[3], C):
                 s = scores_of((q_tiles, opaque(q_slot), held), pairs, turn, OWN, C)

@@ -64,7 +64,7 @@ def leave(empty, turn, SLOTS: gl.constexpr):
 
 
 @gluon.jit
-def draw(counter, total):
+def draw_number(counter, total):
     """Producer: take the next tile's number.
 
     The first is the program's own. So no tile may wait for another: a program may not have started that had its number.

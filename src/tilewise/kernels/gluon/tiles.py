@@ -43,7 +43,7 @@ def _place_of(number, order, IN_SECTIONS: gl.constexpr):
     lines = heads * batches
     if IN_SECTIONS:
         width = (lines - 1) % section + 1
-        begin = number * 0
+        begin = 0
         if number >= width * tiles:
             begin = width + (number - width * tiles) // (section * tiles) * section
             width = section
@@ -65,7 +65,7 @@ def steps_of(first, band, C: gl.constexpr):
     """
     sq, sk, lower, upper = band
     last = gl.minimum(first + 64 // C.PACK * C.CONSUMERS, sq) - 1
-    start = first * 0
+    start = 0
     shared_start = start
     stop = start + sk
     shared_stop = stop
@@ -117,7 +117,7 @@ def query_steps_of(first, band, C: gl.constexpr):
     """
     sq, sk, lower, upper = band
     last = gl.minimum(first + 64 * C.CONSUMERS, sk) - 1
-    start = first * 0
+    start = 0
     shared_start = start
     stop = start + sq
     shared_stop = stop

@@ -26,10 +26,11 @@ def sequence_of(cu_seqlens, count, slot, BLOCK: tl.constexpr):
 
     Sequence n owns the slots from cu_seqlens[n] div BLOCK + n on: no less than its rows need, since
     ceil((b − a) / BLOCK) <= b div BLOCK − a div BLOCK + 1; so no program has to add lengths up, and the host need not
-    know them. Number ``count`` stands for the rows past the last sequence.
+    know them. Number ``count`` stands for the rows past the last sequence, and the first sequence has the slots from 0
+    on (see border_at).
     """
-    sequence = slot * 0 - 1
-    for first in tl.range(0, count + 1, _CHUNK):
+    sequence = 0
+    for first in tl.range(1, count + 1, _CHUNK):
         offs = first + tl.arange(0, _CHUNK)
         begins = tl.load(cu_seqlens + offs, mask=offs <= count, other=0).to(tl.int32) // BLOCK + offs
         sequence += tl.sum(((begins <= slot) & (offs <= count)).to(tl.int32), 0)
@@ -37,14 +38,23 @@ def sequence_of(cu_seqlens, count, slot, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def border_at(cu_seqlens, number):
+    """Return where a packed sequence begins. The first number is not read, but taken for the 0 that it should be.
+
+    With another one the rows before it would be of sequence -1, and its lengths be read in front of the tensors.
+    """
+    return tl.load(cu_seqlens + number, mask=number > 0, other=0).to(tl.int32)
+
+
+@triton.jit
 def extent(cu_seqlens, seqlens, sequence, count, total):
     """Return where a sequence begins in its tensor, the rows it has there, and how many of them take part."""
-    begin = sequence * 0
-    rows = begin + total
+    begin = 0
+    rows = total
     length = rows
     if cu_seqlens is not None:
-        begin = tl.load(cu_seqlens + sequence).to(tl.int32)
-        stop = tl.load(cu_seqlens + tl.minimum(sequence + 1, count)).to(tl.int32)
+        begin = border_at(cu_seqlens, sequence)
+        stop = border_at(cu_seqlens, tl.minimum(sequence + 1, count))
         rows = tl.where(sequence < count, stop, total) - begin
         length = stop - begin  # 0 past the last sequence
     if seqlens is not None:

@@ -1,0 +1,24 @@
+"""Where packed sequences lie, as the Triton kernels find it."""
+
+import pytest
+import torch
+
+from tilewise import attention_varlen, causal
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+
+def test_the_first_border_is_taken_for_0_so_that_nothing_is_read_in_front_of_the_tensors(device):
+    """With another one, rows before it would be of sequence -1, of a length that lies in front of seqused_k."""
+    torch.manual_seed(0)
+    rows, lengths = 150, torch.tensor([9, 30, 60], dtype=torch.int32, device=device)
+    tensors = [torch.randn(rows, 1, 16, device=device).requires_grad_() for _ in range(3)]
+    results = []
+    for first in (0, 70):
+        borders = torch.tensor([first, 20, 70, 140], dtype=torch.int32, device=device)
+        out = attention_varlen(*tensors, cu_seqlens_q=borders, seqused_k=lengths, mask=causal("top_left"),
+                               backend="triton")
+        results.append((out.detach(), *torch.autograd.grad(out.square().sum(), tensors)))
+    for got, wanted in zip(*results, strict=True):
+        assert torch.equal(got, wanted)
+        assert got[:140].abs().sum() > 0
