@@ -114,8 +114,9 @@ def test_the_greatest_of_scores_far_apart_is_found_wherever_it_is(d, config, cha
 @pytest.mark.parametrize(("dims", "config"), [
     ((64, 64), HopperForwardConfig(128, 2)), ((128, 128), HopperForwardConfig(128, 2)),
     ((64, 64), HopperForwardConfig(128, 3, ping_pong=True)), ((128, 128), HopperForwardConfig(128, 2, ping_pong=True)),
-    ((64, 40), HopperForwardConfig(128, 1)), ((136, 72), HopperForwardConfig(64, 2, query_stages=1, out_parts=2))],
-    ids=["64", "128", "three_warpgroups", "128_in_turns", "one_warpgroup", "pieces"])
+    ((64, 64), HopperForwardConfig(128, 2, stages=4, ping_pong=True)), ((64, 40), HopperForwardConfig(128, 1)),
+    ((136, 72), HopperForwardConfig(64, 2, query_stages=1, out_parts=2))],
+    ids=["64", "128", "three_warpgroups", "128_in_turns", "64_in_turns", "one_warpgroup", "pieces"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_its_source_computes_out_and_lse_on_the_cpu_of_whole_tiles_and_of_parts(case, dims, config, parts):
     random.seed(0)
