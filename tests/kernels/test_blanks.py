@@ -108,6 +108,24 @@ def test_borders_are_rows_times_the_steps_of_their_side(case, steps, device):
         assert row.tolist() == [*(own * step).tolist(), -1]
 
 
+def test_the_first_border_is_taken_for_0_of_lengths_and_of_borders(device):
+    """Else a sequence that begins later would have the length of one that begins at 0, and end behind the tensor."""
+    case = next(case for case in PACKED if case.b > 1)
+    inputs = make_inputs(case, torch.float16, device)
+    operands = operands_of(case, inputs)
+    found = []
+    for first in (0, 3):
+        index = torch.full((4, case.b + 1), -1, dtype=torch.int32, device=device)
+        borders = [own.clone() for own in (operands.cu_seqlens_q, operands.cu_seqlens_k)]
+        for own in borders:
+            own[0] = first
+        blanks.lengths_launch(problem_of(case, inputs, operands), case.b + 1, (1,), (1,))(
+            index, *borders, operands.seqlens_q, operands.seqlens_k)
+        found.append(index.tolist())
+    assert found[0] == found[1]
+    assert found[0][2] == operands.cu_seqlens_q.tolist()
+
+
 def test_lengths_that_are_no_data_are_those_of_what_is_seen(device):
     case = Case("late", b=2, sq=4, sk=9, mask=window(2, 0, "bottom_right"))
     lengths = torch.empty(2, 2, dtype=torch.int32, device=device)

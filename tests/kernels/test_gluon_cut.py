@@ -69,12 +69,15 @@ def test_each_step_of_a_tile_is_in_one_part_and_needs_its_mask_there_too(sq, sk,
     assert (numbers[-5:-2], shape.CUT) == ((whole, *shares), 2 if whole else 1)
     total = cuts.numbers_of.fn(n_tiles, cut, shape)
     assert total == whole + (n_tiles - whole) * parts
-    found = {}
+    found, handed = {}, []
     for number in range(total):
         (first, _head, _batch, part), _row, exists = cuts.locate_part.fn(number, order, band, (), cut, shape)
         spans = cuts.own_steps_of((first, 0, 0, part), band, shares, shape)
         assert exists == (spans[3] > 0)
         found.setdefault(first, []).append((part, *places(spans, shape)))
+        handed.append(part)
+    if whole:
+        assert handed == sorted(handed), "a last wave's long first parts come before those that fill its gaps"
     assert sorted(found) == [128 * tile for tile in range(n_tiles)]
     firsts = [first for first, parts_of in found.items() if parts_of[0][0] == -1]
     assert len(firsts) == whole

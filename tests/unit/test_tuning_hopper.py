@@ -238,7 +238,8 @@ def facts(*shape):
 @pytest.mark.parametrize("fields", [
     {"d": 96}, {"d": 192}, {"d": 64, "dv": 128}, {"d": 40, "dv": 64}, {"scores": ScoreOptions(softcap=3.0)},
     {"scores": ScoreOptions(dropout_p=0.1)}, {"sequences": Sequences(seqlens_k=facts(1))},
-    {"sequences": Sequences(2, None, None, facts(3), facts(3))}], ids=str)
+    {"sequences": Sequences(2, None, None, facts(3), facts(3))}, {"mask": window(128, 0)}, {"s": 2000}, {"s": 8200},
+    {"scores": ScoreOptions(sinks=OperandFacts((16,), (1,), torch.float32))}], ids=str)
 @pytest.mark.parametrize("kernel", HEURISTICS)
 def test_what_no_table_has_measured_gets_the_heuristics_tile(rows, kernel, fields):
     problem = problem_of(kernel=kernel, **BUSY, **fields)
@@ -255,9 +256,16 @@ def test_dq_in_a_fixed_order_and_widths_without_a_row_get_the_heuristics_steps(r
     assert forward_config(problem, DeviceSpec.of_arch("sm_90", "another")) == hopper_forward_config(problem)
 
 
+@pytest.mark.parametrize("kernel", HEURISTICS)
+def test_more_keys_than_queries_get_the_heuristics_tile(rows, kernel):
+    problem = replace(problem_of(kernel=kernel, **BUSY), sk=5000)
+    chosen = forward_config if kernel == "hopper_forward" else backward_config
+    assert chosen(problem, DEVICE) == HEURISTICS[kernel](problem)
+
+
 def test_the_row_nearest_in_length_is_taken(rows):
     rows["hopper_forward"] += (row_of(replace(FORWARD, stages=2), s=512),)
-    problems = [problem_of(s=s, **BUSY) for s in (512, 2100, 9000)]
+    problems = [problem_of(s=s, **BUSY) for s in (512, 2100, 8000)]
     assert len({hopper_forward_config(problem) for problem in problems}) == 1
     assert [forward_config(problem, DEVICE).stages for problem in problems] == [2, 4, 4]
 

@@ -65,25 +65,29 @@ def _measured(kernel: str, problem: AttentionProblem, device: DeviceSpec, own: H
 
     A bucket knows nothing of how many heads there are, by which the heuristic tells programs that fill the
     multiprocessors from those that do not. So a row speaks for the problems that the heuristic would have given ``own``
-    like the one that was measured, whatever their number of heads or window.
+    like the one that was measured, whatever their number of heads, and for lengths from half to twice its own.
     """
     if not _is_measured(kernel, problem):
         return None
+    bucket = Bucket.of(problem)
     rows = tuple(row for row in load_rows(device.name, table_file(kernel, problem.dtype.itemsize), kernel)
-                 if row["heuristic"] == asdict(own))
-    row = nearest_row(rows, Bucket.of(problem), descriptors=False)
+                 if row["heuristic"] == asdict(own) and row["length"] <= 2 * bucket.length <= 4 * row["length"])
+    row = nearest_row(rows, bucket, descriptors=False)
     return None if row is None else config_of(row, kernel)
 
 
 def _is_measured(kernel: str, problem: AttentionProblem) -> bool:
     """Whether a table could have measured such a call.
 
-    Rows are of plain calls with one head dim, whose tiles have one piece of 64, 128 or 256 columns. Softcap and dropout
-    take registers, lengths that are data and sums in a fixed order take other ways.
+    Rows are of plain calls with one head dim, whose tiles have one piece of 64, 128 or 256 columns, and with as many
+    queries as keys, all seen or the causal ones. Softcap, sinks and dropout take registers, lengths that are data and
+    sums in a fixed order take other ways.
     """
-    scores = problem.scores
+    scores, mask = problem.scores, problem.mask
     return (problem.d == problem.dv and pieces_of(problem.d) == (kernel_width(problem),)
-            and scores.softcap is None and not scores.dropout_p and not problem.sequences.are_data
+            and problem.sq == problem.sk and mask.left is None and mask.right in (None, 0)
+            and scores.softcap is None and scores.sinks is None and not scores.dropout_p
+            and not problem.sequences.are_data
             and (kernel == "hopper_forward" or (not problem.deterministic and problem.scale >= LEAST_SCALE)))
 
 

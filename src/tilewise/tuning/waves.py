@@ -20,8 +20,8 @@ _BEGINNING = 2.0  # microseconds until a tile's first keys are there
 # Microseconds of the kernel that combines parts, and megabytes of parts that are written and read in one.
 _COMBINING, _MEGABYTES = 5.0, 2.2
 # From so many waves on programs have drifted apart: the last one leaves idle about this much of its tiles' length,
-# however many they are, and cut in n parts an n-th of that. Before that, and above 128 columns, parts that fill more
-# than this much of their time saved nothing.
+# however many they are, and cut in n parts an n-th of that. Above 128 columns it was not so, and parts that fill more
+# than so much of their time were little gain.
 _MANY_WAVES, _DRIFT, _FULLEST = 4, 0.37, 0.92
 _MOST_PARTS, _MOST_LAST_PARTS = 32, 8
 # A last wave's tiles may have a first part so many times as long as each other, with parts so few.
@@ -130,13 +130,13 @@ def _last_wave(problem: AttentionProblem, config: HopperForwardConfig, tiles: in
     waves, rest = divmod(tiles, multiprocessors)
     length = max(steps) * _step_time(problem, config)
     lines = rest * 64 * config.consumers
-    drifts = waves >= _MANY_WAVES and max(problem.d, problem.dv) <= 128
+    is_wide = max(problem.d, problem.dv) > 128
 
     def saved(parts: int, lead: int) -> float:
         units = parts + lead - 1
-        busy = rest * units / multiprocessors / (1.0 if drifts else _FULLEST)
-        share = 1.0 - max(lead, math.ceil(busy)) / units
-        if drifts and lead == 1:
+        busy = rest * units / multiprocessors
+        share = 1.0 - max(lead, math.ceil(busy / _FULLEST if is_wide else busy)) / units
+        if waves >= _MANY_WAVES and not is_wide and lead == 1:
             share = max(share, _DRIFT * (1.0 - 1.0 / parts))
         cost = _combining(problem, lines, parts)
         return share * length - cost if share * length > _WORTH * cost else 0.0

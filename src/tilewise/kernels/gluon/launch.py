@@ -13,7 +13,7 @@ from tilewise.masks import Span
 from tilewise.problem import AttentionProblem, Sizes, legal_strides
 
 # What keys and values of one section of heads may take of L2 (50 MiB on an H200), by the columns of a head. At 64 and
-# 256 columns 24 made 0.98 to 1.00 of it, at 128 1.003 to 1.007; 48 and 64 were no better.
+# 256 columns 24 MiB made 0.98 to 1.00 of 32, at 128 1.002 to 1.007 (docs/hopper.md, Order of the tiles).
 _SECTION_BYTES = {64: 32 * 2**20, 128: 24 * 2**20, 256: 32 * 2**20}
 # Columns of q that registers hold; by the pieces of q and of v, keys a step and warpgroups. Elsewhere none.
 _HELD = {(((128,), (128,)), 128, 2): 128, (((256,), (256,)), 64, 2): 64}
