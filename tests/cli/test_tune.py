@@ -57,6 +57,12 @@ def test_it_writes_a_table_a_kernel_and_prints_rows_faults_and_what_is_left(run,
     assert "left out to keep to the time budget: dk " in finished.output
 
 
+def test_a_table_carries_the_stated_commit(run, searched, tmp_path):
+    assert run(*TUNE, "--kernels", "forward", "--commit", "0123abc", "--out", tmp_path).status == 0
+    table = json.loads((tmp_path / "interpreter" / "forward.16bit.json").read_text(encoding="utf-8"))
+    assert table["provenance"]["commit"] == "0123abc"
+
+
 def test_json_holds_rows_faults_left_and_files(run, searched, tmp_path):
     report = run(*TUNE, "--kernels", "forward", "--out", tmp_path, "--json").json
     assert [row["heuristic_ms"] for row in report["rows"]["forward.16bit.json"]] == [0.75]

@@ -144,8 +144,7 @@ def bench(  # noqa: PLR0913 - one parameter a flag
     budget: Annotated[float | None, typer.Option(min=0, help="Seconds; a case that would not end in time is left out. "
                                                              "Default: 240 for the cpu grid, else no limit.")] = None,
     device: flags.DeviceName = None, out: Folder = Path("bench-out"),
-    commit: Annotated[str | None, typer.Option(help="Hash of the code, for the rows. Default: what git says of the "
-                                                    "source tree.")] = None,
+    commit: flags.CommitHash = None,
     plots: Annotated[bool, typer.Option(help="Draw the figures too.")] = True, as_json: flags.AsJson = False,
 ) -> None:
     """Check, then time: this package beside dense attention, torch's kernels and other packages.
@@ -190,7 +189,8 @@ def tune(  # noqa: PLR0913 - one parameter a flag
     lengths: Annotated[str, typer.Option(help="Query and key lengths.")] = "512,2048,8192",
     candidates: Annotated[int, typer.Option(min=1, help="Tiles to try for a row, at most.")] = MOST_CANDIDATES,
     budget: Annotated[float | None, typer.Option(min=0, help="Seconds after which no search starts.")] = None,
-    device: flags.DeviceName = None, out: Folder = Path("tune-out"), as_json: flags.AsJson = False,
+    device: flags.DeviceName = None, out: Folder = Path("tune-out"), commit: flags.CommitHash = None,
+    as_json: flags.AsJson = False,
 ) -> None:
     """Time the tiles of the Triton or the Gluon kernels on this GPU, and write tables of the fastest.
 
@@ -202,7 +202,7 @@ def tune(  # noqa: PLR0913 - one parameter a flag
                     [parse_dtype(name) for name in flags.comma_list(dtypes)], flags.comma_list(masks),
                     flags.comma_integers("lengths", lengths), backend=backend)
     plan = TuningPlan(where, tasks(wanted, where), candidates, budget)
-    outcome = session.tune_session(plan, out, provenance(where, session.command_line()))
+    outcome = session.tune_session(plan, out, provenance(where, session.command_line(), commit))
     render.tuning_json(outcome) if as_json else render.tuning(outcome)
 
 

@@ -19,6 +19,8 @@ ValueDim = Annotated[int | None, typer.Option("--dv", min=1, help="Head dim of v
 MaskText = Annotated[str, typer.Option("--mask", help=f"{FORMS}; RIGHT and LEFT may be inf.")]
 DeviceName = Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:1, ...; default: a GPU if there is "
                                                                   "one.")]
+CommitHash = Annotated[str | None, typer.Option("--commit", help="Hash of the code, for what is written. Default: what "
+                                                                 "git says of the source tree.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Write one JSON value to standard output, and nothing else.")]
 
 
