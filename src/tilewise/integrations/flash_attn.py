@@ -386,7 +386,7 @@ def _backward(tensors: list[torch.Tensor], lse: torch.Tensor, options: dict[str,
     settings = Options(options["scale"], mask.left, mask.right, mask.alignment, softcap=options["softcap"],
                        dropout_p=options["dropout_p"], deterministic=deterministic)
     gradients: list[torch.Tensor] = _backward_op(q, k, v, out, lse, dout, None, *operands, *settings,
-                                                _NO_GRADIENT_OF_OPERANDS)
+                                                 _NO_GRADIENT_OF_OPERANDS)
     return gradients
 
 

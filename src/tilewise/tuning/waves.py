@@ -124,8 +124,8 @@ def _last_wave(problem: AttentionProblem, config: HopperForwardConfig, tiles: in
     """Return the most that it saves to cut the tiles of a last wave that is not full, if it is worth it, and how.
 
     Each multiprocessor that has a tile left works on its first part; the others, and who is done with that, take what
-    is left. A first part that is longer makes fewer parts of tiles that nearly fill the wave: 0.8 and 0.2 of a tile are
-    as good as five parts of 0.2, and are written and read in 2 records a line in place of 5.
+    is left. A first part that is longer makes fewer parts of tiles that nearly fill the wave: 5/6 and 1/6 of a tile
+    take nearly as little time as five parts of 1/5, and are written and read in 2 records a line in place of 5.
     """
     waves, rest = divmod(tiles, multiprocessors)
     length = max(steps) * _step_time(problem, config)
