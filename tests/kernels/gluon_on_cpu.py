@@ -120,18 +120,22 @@ class Descriptor:
         self.block_type = SimpleNamespace(nbytes=tensor.itemsize * torch.Size(block).numel(), shape=block)
 
     def part(self, place):
-        begins = [int(first) for first in place]
-        return self.tensor[tuple(slice(first, min(first + size, end)) for first, size, end in
-                                 zip(begins, self.block, self.tensor.shape, strict=True))]
+        """What of the tensor a block at a place covers, and which part of the block that is."""
+        sides = [(int(first), min(int(first) + size, end)) for first, size, end in
+                 zip(place, self.block, self.tensor.shape, strict=True)]
+        covered = self.tensor[tuple(slice(max(0, first), max(0, stop)) for first, stop in sides)]
+        return covered, tuple(slice(max(0, -first), max(0, -first) + size) for (first, _), size in
+                              zip(sides, covered.shape, strict=True))
 
     def read(self, place):
-        found, part = torch.zeros(self.block, dtype=self.dtype), self.part(place)
-        found[tuple(slice(0, size) for size in part.shape)] = part
+        found, (part, inside) = torch.zeros(self.block, dtype=self.dtype), self.part(place)
+        found[inside] = part
         return found
 
     def write(self, place, values):
-        part = self.part(place)
-        part.copy_(values[tuple(slice(0, size) for size in part.shape)])
+        assert all(first >= 0 for first in place), "a copy to before a tensor's beginning, which a GPU stops at"
+        part, inside = self.part(place)
+        part.copy_(values[inside])
 
 
 def _copy(desc, place, barrier, target):
@@ -183,7 +187,8 @@ def _copy_out(desc, place, source):
 def _add_out(desc, place, source):
     def add(values):
         with _adding:
-            desc.part(place).add_(values)
+            part, inside = desc.part(place)
+            part.add_(values[inside])
 
     _leaving.unread.append(lambda: partial(add, source.values.clone()))
 

@@ -164,11 +164,12 @@ def test_the_diagonal_is_used_where_every_tiles_first_step_has_it():
             (problem_of(256, 384, causal("bottom_right")), True), (problem_of(256, 300, causal("top_left")), True),
             (problem_of(256, 300, causal("bottom_right")), False), (problem_of(256, 255, causal("top_left")), False),
             (problem_of(mask=window(None, 1)), False), (problem_of(mask=window(9, 0)), False), (problem_of(), False),
-            (problem_of(mask=causal(), d=64), False), (problem_of(mask=causal(), d=192, dv=128), False)):
+            (problem_of(mask=causal(), d=64), True), (problem_of(mask=causal(), d=192, dv=128), False)):
         assert scalars_of(problem, config)[2].DIAGONAL is used
     problem = problem_of(mask=causal("top_left"), heads=(2, 1))
     assert not scalars_of(problem, config, 2)[2].DIAGONAL, "rows of a tile are no queries in a row"
     assert not scalars_of(problem, HopperForwardConfig(64, 2))[2].DIAGONAL
+    assert not scalars_of(problem_of(mask=causal(), d=64), HopperForwardConfig(128, 3))[2].DIAGONAL
     lengths = Sequences(seqlens_q=OperandFacts((1,), (1,), torch.int32))
     assert not scalars_of(replace(problem, sequences=lengths), config)[2].DIAGONAL
 
@@ -180,11 +181,12 @@ def test_a_softmax_comes_in_two_parts_where_heads_are_narrow_and_steps_are_long(
         assert parts == scalars_of(problem, HopperForwardConfig(keys, 2))[2].PARTS
 
 
-def test_a_maximum_is_found_in_several_chains_where_warpgroups_take_turns():
+def test_a_maximum_is_found_in_several_chains_where_that_was_faster():
     for d, consumers, ping_pong, mask, chains in (
             (64, 3, True, Mask(), 2), (64, 3, True, causal(), 2), (96, 2, True, window(9, 0), 2),
             (96, 2, False, Mask(), 1), (128, 2, True, Mask(), 4), (128, 2, True, causal(), 1),
-            (128, 2, False, Mask(), 1)):
+            (128, 2, False, Mask(), 1), (128, 2, False, causal(), 4), (96, 2, False, causal(), 1),
+            (128, 2, False, window(9, 0), 1), (64, 2, False, causal(), 1)):
         config = HopperForwardConfig(128, consumers, ping_pong=ping_pong)
         assert chains == scalars_of(problem_of(mask=mask, d=d), config)[2].CHAINS
     wide = HopperForwardConfig(64, 2, query_stages=1, ping_pong=True)
@@ -223,8 +225,10 @@ def test_every_column_is_in_one_product_of_scores_and_those_held_are_the_last_on
        st.booleans())
 def test_every_tile_has_one_number(sq, b, hk, group, d, is_causal):
     problem = problem_of(sq, sq, causal() if is_causal else None, d, b, (hk * group, hk))
-    order, _, shape = scalars_of(problem, hopper_forward_config(problem))
-    check_numbers(order, shape)
+    for config in (hopper_forward_config(problem), *[HopperForwardConfig(128, 3)] * (d <= 64)):
+        order, _, shape = scalars_of(problem, config)
+        assert shape.FROM_END == (is_causal and config.consumers == 3)
+        check_numbers(order, shape, sq)
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
@@ -234,17 +238,22 @@ def test_every_tile_has_one_number_whatever_the_section(order, is_causal):
     check_numbers(order, shape)
 
 
-def check_numbers(order, shape):
+def check_numbers(order, shape, sq=None):
     n_tiles, heads, batches, _ = order
-    numbered = Counter(tiles.tile_at.fn(number, order, shape) for number in range(n_tiles * heads * batches))
-    firsts = [tile * ROWS * shape.CONSUMERS for tile in range(n_tiles)]
+    rows = ROWS * shape.CONSUMERS
+    sq = n_tiles * rows if sq is None else sq
+    numbered = Counter(tiles.tile_at.fn(number, order, sq, shape) for number in range(n_tiles * heads * batches))
+    before = -(-sq // ROWS) * ROWS - n_tiles * rows if shape.FROM_END else 0
+    assert -rows < before <= 0
+    firsts = [before + tile * rows for tile in range(n_tiles)]
+    assert firsts[-1] < sq <= firsts[-1] + rows
     assert numbered == Counter(product(firsts, range(heads), range(batches)))
 
 
 def test_causal_sections_come_one_after_another_the_rest_first_and_long_tiles_before_short_ones():
     order = n_tiles, heads, batches, section = 5, 4, 2, 3
     _, _, shape = scalars_of(problem_of(mask=causal()), HopperForwardConfig(128, 2))
-    places = [tiles.tile_at.fn(number, order, shape) for number in range(n_tiles * heads * batches)]
+    places = [tiles.tile_at.fn(number, order, 600, shape) for number in range(n_tiles * heads * batches)]
     lines = [batch * heads + head for _, head, batch in places]
     sections = [lines[:2 * n_tiles], lines[2 * n_tiles:5 * n_tiles], lines[5 * n_tiles:]]
     assert [set(lines) for lines in sections] == [{0, 1}, {2, 3, 4}, {5, 6, 7}]

@@ -91,6 +91,8 @@ def check(problem, tensors, out, lse):
 CASES = {
     "full": (Mask(), (150, 700), (2, 1), 1), "causal": (causal("bottom_right"), (200, 620), (1, 1), 1),
     "more_parts_than_steps": (causal("top_left"), (300, 300), (1, 1), 1),
+    "warpgroups_without_rows": (Mask(), (200, 700), (2, 1), 1),
+    "rows_in_front": (causal("bottom_right"), (390, 500), (1, 1), 1),
     "window": (window(200, 30, "bottom_right"), (150, 500), (2, 2), 1),
     "rows_without_a_key": (causal("bottom_right"), (300, 200), (1, 1), 1),
     "packed_heads": (causal("bottom_right"), (5, 600), (6, 2), 4),

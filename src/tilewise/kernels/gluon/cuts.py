@@ -81,7 +81,7 @@ def locate_part(number, order, band, lengths, cut, C: gl.constexpr):
     if C.CUT > 0:
         tiles, heads, batches, _section = order
         number, part = part_at(number, tiles * heads * batches, cut, C)
-        first, head, batch = tile_at(number, order, C)
+        first, head, batch = tile_at(number, order, band[0], C)
         tile = (first, head, batch, part)
         return tile, 0, own_steps_of(tile, band, cut[1], C)[3] > 0
     else:

@@ -37,6 +37,7 @@ class Shape(NamedTuple):
     CONSUMERS: int = 2
     PACK: int = 1
     PACKED: bool = False
+    FROM_END: bool = False
 
 
 @gluon.jit
@@ -145,7 +146,7 @@ def hopper_dq_wide_kernel(q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, dout_d
     values = (slots_for(v_descs, 1), make_barriers(1, 1), make_barriers(1, 2))
     fence_async_shared()
     band = (sq, sk, lower, upper)
-    tile = tile_at(gl.program_id(0), (tiles, heads, batches, section), C)
+    tile = tile_at(gl.program_id(0), (tiles, heads, batches, section), sq, C)
     ZERO: gl.constexpr = 0
     ONE: gl.constexpr = 1
     gathered = (joined(dq_desc, dq_rest), (lse_ptr, delta_ptr), (queries, keys, values), tile, band, heads,

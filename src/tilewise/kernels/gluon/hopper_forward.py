@@ -65,6 +65,9 @@ class Shape(NamedTuple):
     D, DV: the columns of q and k, and of v and out, in one or two pieces: the sides of a tile are powers of two, and a
     head is as wide as the sum of them. Each piece has buffers, descriptors and products of its own.
     OUT, OUT_SLOTS: columns of out that leave together, and how many such buffers a warpgroup has to stage them in.
+    FROM_END: whether tiles are counted from the last queries back, as those of three warpgroups under an upper bound
+    alone (tiles.tile_at).
+    RESTS: whether a warpgroup looks if a tile has rows for it, and lets the others have the tensor cores if not.
     SKIPS: whether a warpgroup looks if a tile's first step hides all from its own queries, as in tiles longer than a
     step under an upper bound alone.
     PARTS: parts of a step's keys; with two, the wait for O += P·V lies between the exponentials of the first and those
@@ -92,6 +95,8 @@ class Shape(NamedTuple):
     PING_PONG: bool
     LOWER: bool
     UPPER: bool
+    FROM_END: bool
+    RESTS: bool
     SKIPS: bool
     PARTS: int
     DIAGONAL: bool
@@ -248,6 +253,19 @@ def scores_of(q, pairs, turn, OWN: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
+def rest(begin, end, turn, pairs, OWN: gl.constexpr, C: gl.constexpr):
+    """Let steps pass that make nothing of a tile without rows for this warpgroup; return the next turn."""
+    _k_tiles, _v_tiles, full, empty = pairs
+    for _step in range(begin, end):
+        wait_full(full, turn, C.STAGES)
+        take_turn(OWN, C.PING_PONG)
+        pass_turn(OWN, C.CONSUMERS, C.PING_PONG)
+        leave(empty, turn, C.STAGES)
+        turn += 1
+    return turn
+
+
+@gluon.jit
 def await_queries(q_full, slot, taken, first, C: gl.constexpr):
     """Wait for the queries of a tile, if there is one."""
     if first != END:
@@ -290,8 +308,12 @@ def attend(sources, queries, pairs, next_tile, out_tiles, results, order, band, 
         masked = masked_of(row, spans, own_band, C)
         q_slot = taken % C.Q_STAGES * C.CONSUMERS + OWN
         begin = 1
+        if C.RESTS:
+            if row >= own_band[0]:
+                turn = rest(begin, spans[3], turn, pairs, OWN, C)
+                begin = spans[3]
         if C.SKIPS:
-            if hides_first_step(keys_at(0, spans, C), spans[3], row, own_band[3], C):
+            if (begin == 1) & hides_first_step(keys_at(0, spans, C), spans[3], row, own_band[3], C):
                 s = scores_of((q_tiles, opaque(q_slot), held), pairs, turn, OWN, C)
                 turn += 1
                 begin += 1

@@ -79,7 +79,7 @@ def locate(number, order, band, lengths, C: gl.constexpr):
 
     Keys that no query of the sequence sees are not read: they count as if they were behind it.
     """
-    first, head, batch = tile_at(number, order, C)
+    first, head, batch = tile_at(number, order, band[0], C)
     if C.LENGTHS:
         cu_q, cu_k, seqlens_q, seqlens_k, count = lengths
         total_q, total_k, _lower, upper = band

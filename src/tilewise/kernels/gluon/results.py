@@ -134,8 +134,14 @@ def write_whole(acc, row_max, row_sum, tile, row, out_desc, out_tiles, results, 
 @gluon.jit
 def write(acc, row_max, row_sum, tile, row, out_desc, out_tiles, results, band, heads, group, scaling,
           OWN: gl.constexpr, C: gl.constexpr):
-    """Write what there is to write of 64 rows."""
-    if C.CUT == 1:
+    """Write what there is to write of 64 rows.
+
+    None of them has a query if the first row is negative, and a copy to such a place is an illegal instruction.
+    """
+    first = row if C.FROM_END else 0
+    if first < 0:
+        pass
+    elif C.CUT == 1:
         write_part(acc, row_max, row_sum, tile, row, band, heads, group, scaling, results[4], C)
     elif C.CUT == 2:
         if tile[3] >= 0:

@@ -10,17 +10,24 @@ QUERIES = gl.constexpr(64)  # of a part of the sums for dq
 
 
 @gluon.jit
-def tile_at(number, order, C: gl.constexpr):
+def tile_at(number, order, sq, C: gl.constexpr):
     """Return (first query, head, batch) of a tile number.
 
     Heads come in sections whose keys and values fit L2 together. Under an upper bound the work of a tile grows with
     its index: inside a section the longest come first, and the short ones fill the gaps at the end. What is left over
     is the first section: as the last, it would have too few short tiles (5 % at 4096 keys of width 128).
+
+    With C.FROM_END tiles are counted from the last warpgroup with a query back. Those that are left over have their rows
+    in front of the first query then, in the tile that sees the fewest keys, and not behind the last one, which sees all.
     """
     rank, line = _place_of(number, order, C.UPPER)
     tiles, heads, _batches, _section = order
-    tile = tiles - 1 - rank if C.UPPER else rank
-    return tile * (64 // C.PACK * C.CONSUMERS), line % heads, line // heads
+    OWN: gl.constexpr = 64 // C.PACK  # queries of a warpgroup
+    if C.FROM_END:
+        first = (sq + (OWN - 1)) // OWN * OWN - (rank + 1) * (OWN * C.CONSUMERS)
+    else:
+        first = (tiles - 1 - rank if C.UPPER else rank) * (OWN * C.CONSUMERS)
+    return first, line % heads, line // heads
 
 
 @gluon.jit
