@@ -338,10 +338,3 @@ def test_the_rows_in_the_package_are_of_the_heuristic_of_today_and_serve_the_pro
         assert measured in propose_hopper(kernel, problem, device).tiles, row
         assert (row["ms"] < 0.98 * row["heuristic_ms"]) == (measured != own), row
 
-
-def test_short_forward_passes_of_narrow_heads_have_four_stages_and_turns_on_an_h200():
-    device = DeviceSpec.of_arch("sm_90", "nvidia-h200")
-    for s, mask in product((512, 1024), (Mask(), causal())):
-        problem = problem_of(64, s=s, b=16384 // s, hq=32, hk=32, mask=mask)
-        assert forward_config(problem, device) == replace(hopper_forward_config(problem), stages=4, ping_pong=True)
-        assert forward_config(problem, DEVICE) == hopper_forward_config(problem)

@@ -29,7 +29,7 @@ from tilewise.tuning.configs import (
 )
 from tilewise.tuning.device import DeviceSpec
 from tilewise.tuning.head_programs import programs_of_head
-from tilewise.tuning.waves import NEARLY, layout_of
+from tilewise.tuning.waves import MANY_WAVES, NEARLY, layout_of, tiles_of
 
 Tile = tuple[int, int, int, int]  # block_m, block_n, num_warps, num_stages
 Config = ForwardConfig | DkdvConfig | DqConfig | DbiasConfig
@@ -162,11 +162,12 @@ def hopper_forward_config(problem: AttentionProblem, multiprocessors: int = MULT
     """Choose the tiles of the Gluon forward kernel, timed on an H200 at lengths 512 to 16384 (Triton 3.6).
 
     At a width of 64 the softmax takes as long as the products: three warpgroups that take turns (+5 % over three that
-    do not). Of short sequences their 192 queries see too much that is hidden: two, in any order (causal, length 1024:
-    +10 %; 4096: -7 %). At 128 two fill the tensor cores by themselves, and registers allow no third. Of packed
-    sequences the mean counts, and of a deterministic call's none: it is the neighbours' affair too. Where shorter tiles
-    make waves that take less time by reckoning (waves.py), there are fewer warpgroups, as where tiles are few: one at
-    512 keys and 64 tiles takes 0.82 of the time of two. Two take turns where that was timed and faster in every cell.
+    do not). Of short sequences their 192 queries see too much that is hidden, or are too often without a query: two,
+    with four stages where they are at work long enough (without a mask, length 640: +5 %; 768: -11 %; causal, 1280:
+    +2 %; 1536: the same; 2000: -2 %). At 128 two fill the tensor cores by themselves, and registers allow no third. Of
+    packed sequences the mean counts, and of a deterministic call's none: it is the neighbours' affair too. Where
+    shorter tiles make waves that take less time by reckoning (waves.py), there are fewer warpgroups, as where tiles are
+    few: one at 512 keys and 64 tiles takes 0.82 of the time of two. Two take turns where that was timed and faster.
 
     Wider ones take the most keys a step whose scores fit the registers beside O (128 of them to 128 columns; beside 192
     Triton 3.9's ptxas spills and serializes the products) and that shared memory allows, at the cost of the second tile
@@ -178,10 +179,12 @@ def hopper_forward_config(problem: AttentionProblem, multiprocessors: int = MULT
     configs = (HopperForwardConfig(keys, 2, query_stages=query_stages, out_parts=out_parts)
                for keys, query_stages, out_parts in product((128, 64) if problem.dv <= 128 else (64,), (2, 1), (1, 2)))
     two = next(config for config in configs if config.shared_bytes(problem) <= room)
-    by_preference = [replace(two, ping_pong=_two_take_turns(problem, length))]
-    if max(problem.d, problem.dv) <= 128:
+    width, in_turns = max(problem.d, problem.dv), _two_take_turns(problem, length)
+    is_long = width <= 64 and in_turns and tiles_of(problem, two) > MANY_WAVES * multiprocessors
+    by_preference = [replace(two, ping_pong=in_turns, stages=4 if is_long else 2)]
+    if width <= 128:
         by_preference.append(replace(two, consumers=1))
-    if max(problem.d, problem.dv) <= 64 and length >= 2048:
+    if width <= 64 and length >= (768 if problem.mask.right is None else 1792):
         by_preference.insert(0, HopperForwardConfig(keys=128, consumers=3, ping_pong=True))
     if problem.sequences.are_data:
         return by_preference[0]
@@ -193,16 +196,17 @@ def hopper_forward_config(problem: AttentionProblem, multiprocessors: int = MULT
 def _two_take_turns(problem: AttentionProblem, length: int) -> bool:
     """Whether two warpgroups take turns, by the columns of q and k, and of v, inside the tiles.
 
-    At 96 without a mask +11 to 17 %, causal +1 to 4 %; at 128 +2.2 and, causal, +0.9 % at a length of 1024, and nothing
-    from 2048 or 4096 on; at 256 +0.3 to 1.4 % from 2048 on. At 192 they lost 0.8 %, causal. Shorter lengths, windows, a
-    softcap and lengths that are data were not timed.
+    At 64, with four stages, +2 to 5 % from 512 on, of packed sequences too; at 96 without a mask +11 to 17 %, causal +1
+    to 4 %; at 128 without a mask +2.6 % at a length of 512, +1.4 % at 2048, +0.2 % at 16384, causal +1 % at 512 and
+    1024, and nothing from 2048 on; at 256 +0.3 to 1.4 % from 2048 on. At 192 they lost 0.8 %, causal. Shorter lengths,
+    windows, a softcap and, at other widths than 64, lengths that are data were not timed.
     """
-    if problem.sequences.are_data or problem.band.lower is not None or problem.scores.softcap is not None:
-        return False
     widths = sum(pieces_of(problem.d)), sum(pieces_of(problem.dv))
-    least, end = {(96, 96): (1024, math.inf), (128, 128): (1024, 2048), (256, 256): (2048, math.inf)}.get(
-        widths, (math.inf, 0))
-    return least <= length < end
+    if problem.mask.left is not None or problem.scores.softcap is not None or (
+            problem.sequences.are_data and widths != (64, 64)):
+        return False
+    least = {(64, 64): 512, (96, 96): 1024, (128, 128): 512, (256, 256): 2048}.get(widths, math.inf)
+    return least <= length < (2048 if widths == (128, 128) and problem.mask.right is not None else math.inf)
 
 
 def hopper_backward_config(problem: AttentionProblem, multiprocessors: int = MULTIPROCESSORS) -> HopperBackwardConfig:

@@ -22,7 +22,7 @@ _COMBINING, _MEGABYTES = 5.0, 2.2
 # From so many waves on programs have drifted apart: the last one leaves idle about this much of its tiles' length,
 # however many they are, and cut in n parts an n-th of that. Above 128 columns it was not so, and parts that fill more
 # than so much of their time were little gain.
-_MANY_WAVES, _DRIFT, _FULLEST = 4, 0.37, 0.92
+MANY_WAVES, _DRIFT, _FULLEST = 4, 0.37, 0.92
 _MOST_PARTS, _MOST_LAST_PARTS = 32, 8
 # A last wave's tiles may have a first part so many times as long as each other, with parts so few.
 _MOST_LEAD, _MOST_PARTS_WITH_LEAD = 8, 4
@@ -70,13 +70,13 @@ def layout_of(problem: AttentionProblem, config: HopperForwardConfig, multiproce
     if problem.sequences.are_data or not 1 < pack <= 64:
         return apart
     together = _laid_out(problem, config, pack, multiprocessors)
-    waves, fewer = (math.ceil(_tiles(problem, config, rows) / multiprocessors) for rows in (1, pack))
+    waves, fewer = (math.ceil(tiles_of(problem, config, rows) / multiprocessors) for rows in (1, pack))
     return together if fewer < waves or (waves == 1 and together.time < NEARLY * apart.time) else apart
 
 
 def _laid_out(problem: AttentionProblem, config: HopperForwardConfig, pack: int, multiprocessors: int) -> Layout:
     """Choose which tiles are cut."""
-    tiles = _tiles(problem, config, pack)
+    tiles = tiles_of(problem, config, pack)
     steps = _steps(problem, config, pack)
     whole = Layout(_time(problem, config, tiles, steps, multiprocessors), pack, None)
     if problem.deterministic or problem.sequences.are_data:
@@ -92,8 +92,8 @@ def _laid_out(problem: AttentionProblem, config: HopperForwardConfig, pack: int,
     return Layout(time, pack, Cut(0, parts)) if parts <= max(steps) and time < NEARLY * whole.time else whole
 
 
-def _tiles(problem: AttentionProblem, config: HopperForwardConfig, pack: int) -> int:
-    """How many there are, of one batch entry where the others are none of its affair."""
+def tiles_of(problem: AttentionProblem, config: HopperForwardConfig, pack: int = 1) -> int:
+    """Count the tiles of so packed rows, of one batch entry where the others are none of its affair."""
     heads = problem.hq if pack == 1 else problem.hk
     batch = 1 if problem.deterministic else problem.b
     return problem.sequences.slots(problem.sq * pack, 64 * config.consumers) * heads * batch
@@ -136,7 +136,7 @@ def _last_wave(problem: AttentionProblem, config: HopperForwardConfig, tiles: in
         units = parts + lead - 1
         busy = rest * units / multiprocessors
         share = 1.0 - max(lead, math.ceil(busy / _FULLEST if is_wide else busy)) / units
-        if waves >= _MANY_WAVES and not is_wide and lead == 1:
+        if waves >= MANY_WAVES and not is_wide and lead == 1:
             share = max(share, _DRIFT * (1.0 - 1.0 / parts))
         cost = _combining(problem, lines, parts)
         return share * length - cost if share * length > _WORTH * cost else 0.0
