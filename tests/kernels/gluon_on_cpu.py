@@ -80,7 +80,7 @@ class Shared:
     def reinterpret(self, dtype, shape):
         return Shared(self.values.view(dtype).view(shape))
 
-    def slice(self, start, length, dim):
+    def slice(self, start, length, dim=0):
         return Shared(self.values.narrow(dim, start, length))
 
     def store(self, values):
@@ -116,7 +116,7 @@ class Descriptor:
 
     def __init__(self, tensor, block):
         self.tensor, self.block, self.dtype, self.layout = tensor, block, tensor.dtype, None
-        self.block_shape = block
+        self.block_shape, self.shape, self.strides = block, tensor.shape, tensor.stride()
         self.block_type = SimpleNamespace(nbytes=tensor.itemsize * torch.Size(block).numel(), shape=block)
 
     def part(self, place):
@@ -247,7 +247,10 @@ def _store(pointer, values, mask=True):
 
 
 def _multiple_of(pointer, numbers):
-    """Hold a promise to the compiler against the addresses, as if the tensor began at a multiple."""
+    """Hold a promise to the compiler against numbers, or against addresses as if the tensor began at a multiple."""
+    if isinstance(pointer, torch.Tensor):
+        assert not torch.any(pointer % numbers)
+        return pointer
     assert not torch.any(pointer.at[..., 0] * pointer.values.itemsize % numbers[-1])
     return pointer
 

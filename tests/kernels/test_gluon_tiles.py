@@ -4,7 +4,6 @@ A quotient of ints rounds towards 0 on a GPU and down in Python. They differ for
 the source takes the larger of it and 0 or 1.
 """
 
-import math
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise, product
@@ -12,21 +11,16 @@ from types import SimpleNamespace
 from unittest.mock import ANY
 
 import pytest
-import torch
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
+from kernels.hopper_calls import problem_of, scalars_of
 from tilewise.masks import ALIGNMENTS, Mask, causal, window
-from tilewise.problem import AttentionProblem
-from tilewise.scores import OperandFacts, ScoreOptions
-from tilewise.sequences import Sequences
 from tilewise.tuning.configs import HopperBackwardConfig, HopperForwardConfig
 from tilewise.tuning.heuristics import hopper_forward_config
 
-launch = pytest.importorskip("tilewise.kernels.gluon.launch")
 launch_backward = pytest.importorskip("tilewise.kernels.gluon.launch_backward")
 launch_backward_wide = pytest.importorskip("tilewise.kernels.gluon.launch_backward_wide")
-products = pytest.importorskip("tilewise.kernels.gluon.products")
 tiles = pytest.importorskip("tilewise.kernels.gluon.tiles", reason="Triton is not installed")
 ROWS = 64  # queries a warpgroup
 QUERIES = int(tiles.QUERIES)  # a step of the backward kernel
@@ -43,19 +37,6 @@ def plain_python():
         yield
 
 
-def problem_of(sq=4096, sk=4096, mask=None, d=128, b=1, heads=(1, 1), dv=None):
-    (hq, hk), dv = heads, dv or d
-    return AttentionProblem(b=b, hq=hq, hk=hk, sq=sq, sk=sk, d=d, dv=dv, dtype=torch.bfloat16,
-                            device=torch.device("cuda", 0), scale=1.0, mask=mask or Mask(),
-                            k_strides=(hk * sk * d, sk * d, d, 1), v_strides=(hk * sk * dv, sk * dv, dv, 1))
-
-
-def scalars_of(problem, config, pack=1):
-    """Return the arguments that the kernel gets: order, band and what is fixed when it is compiled."""
-    numbers = launch.HopperForward(problem, config, 132, pack).scalars
-    return numbers[:4], numbers[4:8], numbers[-1]
-
-
 @st.composite
 def masks(draw):
     side = st.none() | st.integers(0, 900)
@@ -65,6 +46,16 @@ def masks(draw):
 
 CONFIGS = st.builds(HopperForwardConfig, keys=st.sampled_from((64, 128)), consumers=st.sampled_from((2, 3)))
 SIZES = st.integers(1, 900)
+
+
+def firsts_of(order, sq, shape):
+    """The first query of each tile of a head, in order; of tiles counted from the end the first one may be negative."""
+    return sorted({tiles.tile_at.fn(number, order, sq, shape)[0] for number in range(order[0] * order[1] * order[2])})
+
+
+def inside(visible, first, number):
+    """Some rows, as far as there are such."""
+    return visible[max(0, first):max(0, first + number)]
 
 
 @given(SIZES, SIZES, masks(), CONFIGS, st.sampled_from((1, 2, 8, 64)))
@@ -80,25 +71,25 @@ SIZES = st.integers(1, 900)
 def test_every_visible_key_is_in_one_step_and_unmasked_steps_are_visible_whole(sq, sk, mask, config, pack):
     problem, queries = problem_of(sq, sk, mask), ROWS // pack
     assume(not problem.is_empty)
-    (n_tiles, *_), band, shape = scalars_of(problem, config, pack)
+    order, band, shape = scalars_of(problem, config, pack)
     keys = problem.seen_keys
     visible = mask.visible(sq, sk)[:, keys.start:keys.stop]
     assert band[1] == visible.shape[1]
-    for first in range(0, n_tiles * queries * config.consumers, queries * config.consumers):
+    for first in firsts_of(order, sq, shape):
         spans = tiles.steps_of.fn(first, band, shape)
         begins = [tiles.keys_at.fn(step, spans, shape) for step in range(spans[3])]
         assert begins
         assert all(begin >= 0 for begin in begins), "the copy engine would shift what is before the tensor"
         assert len(set(begins)) == len(begins)
         assert all((begin - min(begins)) % config.keys == 0 for begin in begins), "steps overlap"
-        seen = visible[first:first + queries * config.consumers].any(0).nonzero().flatten().tolist()
+        seen = inside(visible, first, queries * config.consumers).any(0).nonzero().flatten().tolist()
         assert {(key - min(begins)) // config.keys * config.keys + min(begins) for key in seen} <= set(begins)
         if seen:
             assert len(begins) <= -(-(seen[-1] + 1 - seen[0]) // config.keys), "a step that nobody needs"
         for row in range(first, first + queries * config.consumers, queries):
             masked = tiles.masked_of.fn(row, spans, band, shape)
             for begin in begins[masked:]:
-                part = visible[row:row + queries, begin:begin + config.keys]
+                part = inside(visible, row, queries)[:, begin:begin + config.keys]
                 assert part.all(), (first, row, begin)
                 assert begin + config.keys <= band[1], "keys past the last one need a mask"
 
@@ -107,10 +98,9 @@ def test_every_visible_key_is_in_one_step_and_unmasked_steps_are_visible_whole(s
 @pytest.mark.parametrize("mask", [causal(), window(None, 63)], ids=str)
 def test_without_a_lower_bound_warpgroups_mask_no_step_that_all_their_queries_see_whole(mask, config):
     problem = problem_of(1000, 1000, mask)
-    (n_tiles, *_), band, shape = scalars_of(problem, config)
-    for row in range(0, n_tiles * ROWS * config.consumers, ROWS):
-        first = row // (ROWS * config.consumers) * ROWS * config.consumers
-        spans = tiles.steps_of.fn(first, band, shape)
+    order, band, shape = scalars_of(problem, config)
+    for first, own in product(firsts_of(order, problem.sq, shape), range(config.consumers)):
+        row, spans = first + own * ROWS, tiles.steps_of.fn(first, band, shape)
         for step in range(tiles.masked_of.fn(row, spans, band, shape)):
             last_key = tiles.keys_at.fn(step, spans, shape) + config.keys - 1
             assert last_key > row + mask.right or last_key >= problem.sk
@@ -123,18 +113,19 @@ def test_first_step_is_skipped_by_warpgroups_that_see_none_of_it_but_never_the_o
     config, mask = HopperForwardConfig(128, 3), window(None, right, alignment)
     problem = problem_of(sq, sk, mask)
     assume(not problem.is_empty)
-    (n_tiles, *_), band, shape = scalars_of(problem, config)
+    order, band, shape = scalars_of(problem, config)
     assert shape.SKIPS
     visible = mask.visible(sq, sk)
-    for row in range(0, min(sq, n_tiles * ROWS * config.consumers), ROWS):
-        first = row // (ROWS * config.consumers) * ROWS * config.consumers
+    for first, own in product(firsts_of(order, sq, shape), range(config.consumers)):
+        row = first + own * ROWS
+        assert row < sq, "a warpgroup without rows behind the last query"
         spans = tiles.steps_of.fn(first, band, shape)
         begin = tiles.keys_at.fn(0, spans, shape)
         # Rows past the last query stand for none; the source asks the last row that there could be.
         hides = tiles.hides_first_step.fn(begin, spans[3], row, band[3], shape)
         assert hides == (spans[3] > 1 and begin > row + ROWS - 1 + band[3])
         if hides:
-            assert not visible[row:row + ROWS, begin:begin + config.keys].any()
+            assert not inside(visible, row, ROWS)[:, begin:begin + config.keys].any()
             assert tiles.masked_of.fn(row, spans, band, shape) >= 1
 
 
@@ -157,69 +148,6 @@ def test_on_the_diagonal_the_first_warpgroup_sees_half_of_a_first_step_and_all_s
                    for begin in begins[1:])
 
 
-def test_the_diagonal_is_used_where_every_tiles_first_step_has_it():
-    config = HopperForwardConfig(128, 2)
-    for problem, used in (
-            (problem_of(mask=causal()), True), (problem_of(4000, 4000, causal()), True),
-            (problem_of(256, 384, causal("bottom_right")), True), (problem_of(256, 300, causal("top_left")), True),
-            (problem_of(256, 300, causal("bottom_right")), False), (problem_of(256, 255, causal("top_left")), False),
-            (problem_of(mask=window(None, 1)), False), (problem_of(mask=window(9, 0)), False), (problem_of(), False),
-            (problem_of(mask=causal(), d=64), True), (problem_of(mask=causal(), d=192, dv=128), False)):
-        assert scalars_of(problem, config)[2].DIAGONAL is used
-    problem = problem_of(mask=causal("top_left"), heads=(2, 1))
-    assert not scalars_of(problem, config, 2)[2].DIAGONAL, "rows of a tile are no queries in a row"
-    assert not scalars_of(problem, HopperForwardConfig(64, 2))[2].DIAGONAL
-    assert not scalars_of(problem_of(mask=causal(), d=64), HopperForwardConfig(128, 3))[2].DIAGONAL
-    lengths = Sequences(seqlens_q=OperandFacts((1,), (1,), torch.int32))
-    assert not scalars_of(replace(problem, sequences=lengths), config)[2].DIAGONAL
-
-
-def test_a_softmax_comes_in_two_parts_where_heads_are_narrow_and_steps_are_long():
-    for d, dv, keys, parts in ((64, 64, 128, 2), (128, 128, 128, 2), (96, 40, 128, 2), (128, 128, 64, 1),
-                               (192, 128, 128, 1), (64, 256, 64, 1)):
-        problem = problem_of(d=d, dv=dv)
-        assert parts == scalars_of(problem, HopperForwardConfig(keys, 2))[2].PARTS
-
-
-def test_a_maximum_is_found_in_several_chains_where_that_was_faster():
-    for d, consumers, ping_pong, mask, chains in (
-            (64, 3, True, Mask(), 2), (64, 3, True, causal(), 2), (96, 2, True, window(9, 0), 2),
-            (96, 2, False, Mask(), 1), (128, 2, True, Mask(), 4), (128, 2, True, causal(), 1),
-            (128, 2, False, Mask(), 1), (128, 2, False, causal(), 4), (96, 2, False, causal(), 1),
-            (128, 2, False, window(9, 0), 1), (64, 2, False, causal(), 1)):
-        config = HopperForwardConfig(128, consumers, ping_pong=ping_pong)
-        assert chains == scalars_of(problem_of(mask=mask, d=d), config)[2].CHAINS
-    wide = HopperForwardConfig(64, 2, query_stages=1, ping_pong=True)
-    assert [scalars_of(problem_of(mask=mask, d=256), wide)[2].CHAINS for mask in (Mask(), causal())] == [4, 1]
-
-
-def test_queries_are_held_in_registers_where_that_was_timed():
-    for d, config, held in ((128, HopperForwardConfig(128, 2), 128), (104, HopperForwardConfig(128, 2), 128),
-                            (128, HopperForwardConfig(64, 2), 0), (128, HopperForwardConfig(128, 3), 0),
-                            (256, HopperForwardConfig(64, 2, query_stages=1), 64), (96, HopperForwardConfig(128, 2), 0),
-                            (64, HopperForwardConfig(128, 3), 0), (192, HopperForwardConfig(64, 2), 0)):
-        for mask in (Mask(), causal("top_left"), window(None, 5)):
-            assert held == scalars_of(problem_of(mask=mask, d=d), config)[2].HELD
-    config = HopperForwardConfig(128, 2)
-    lengths = OperandFacts((1,), (1,), torch.int32)
-    for problem in (problem_of(mask=window(9, 0)), problem_of(dv=64), problem_of(d=192, dv=128),
-                    problem_of(d=64, dv=128),
-                    replace(problem_of(), sequences=Sequences(seqlens_q=lengths)),
-                    replace(problem_of(), scores=ScoreOptions(softcap=30.0)),
-                    replace(problem_of(), scores=ScoreOptions(sinks=OperandFacts((1,), (1,), torch.float32)))):
-        assert scalars_of(problem, config)[2].HELD == 0
-    assert scalars_of(problem_of(heads=(2, 1)), config, 2)[2].HELD == 0
-
-
-@pytest.mark.parametrize(("widths", "held"), [((64,), 0), ((64, 32), 0), ((128,), 0), ((128,), 128), ((128, 64), 64),
-                                              ((256,), 0), ((256,), 64), ((256,), 128)], ids=str)
-def test_every_column_is_in_one_product_of_scores_and_those_held_are_the_last_one(widths, held):
-    found = products.products_of.fn(widths, held)
-    columns = [(piece, column) for piece, begin, number in found for column in range(begin, begin + number)]
-    assert columns == [(piece, column) for piece, width in enumerate(widths) for column in range(width)]
-    assert all(number & (number - 1) == 0 for _, _, number in found)
-    assert held in (0, found[-1][2])
-
 
 @given(st.integers(1, 1000), st.integers(1, 3), st.integers(1, 4), st.integers(1, 3), st.sampled_from((64, 128)),
        st.booleans())
@@ -227,7 +155,7 @@ def test_every_tile_has_one_number(sq, b, hk, group, d, is_causal):
     problem = problem_of(sq, sq, causal() if is_causal else None, d, b, (hk * group, hk))
     for config in (hopper_forward_config(problem), *[HopperForwardConfig(128, 3)] * (d <= 64)):
         order, _, shape = scalars_of(problem, config)
-        assert shape.FROM_END == (is_causal and config.consumers == 3)
+        assert (is_causal and config.consumers == 3) == shape.FROM_END
         check_numbers(order, shape, sq)
 
 
@@ -246,6 +174,7 @@ def check_numbers(order, shape, sq=None):
     before = -(-sq // ROWS) * ROWS - n_tiles * rows if shape.FROM_END else 0
     assert -rows < before <= 0
     firsts = [before + tile * rows for tile in range(n_tiles)]
+    assert firsts == firsts_of(order, sq, shape)
     assert firsts[-1] < sq <= firsts[-1] + rows
     assert numbered == Counter(product(firsts, range(heads), range(batches)))
 
@@ -277,57 +206,6 @@ def test_the_band_counts_from_the_first_key_that_is_seen():
     assert band == (100, 355, 0, 255)
     assert (shape.LOWER, shape.UPPER) == (True, True)
 
-
-def test_a_tile_longer_than_a_step_asks_under_an_upper_bound_alone_whether_its_first_step_hides_all():
-    for mask, d, asks in ((causal(), 128, False), (causal(), 256, True), (None, 256, False),
-                          (window(9, 0), 256, False)):
-        problem = problem_of(mask=mask, d=d)
-        shape = scalars_of(problem, hopper_forward_config(problem))[2]
-        assert shape.SKIPS is asks
-
-
-def test_the_kernel_gets_each_piece_by_itself_and_none_where_there_is_one():
-    for d, dv, widths in ((128, 128, [128, None, 128, None, 128, None, 128]),
-                          (64, 64, [64, None, 64, None, 64, None, 64]),
-                          (192, 128, [128, 64, 128, 64, 128, None, 64]), (256, 96, [256, None, 256, None, 64, 32, 32])):
-        problem = problem_of(d=d, dv=dv)
-        config = hopper_forward_config(problem)
-        bound = launch.HopperForward(problem, config, multiprocessors=132)
-        assert [form and form[0][3] for form in bound.forms] == widths
-        rows = [64, 64, config.keys, config.keys, config.keys, config.keys, 64]
-        assert all(form is None or form[0][:3] == [1, 1, row] for form, row in zip(bound.forms, rows, strict=True))
-
-
-def test_packed_rows_are_a_querys_heads_one_after_another_then_the_next_query():
-    problem = problem_of(10, b=2, heads=(12, 2))
-    bound = launch.HopperForward(problem, HopperForwardConfig(128, 2), 132, pack=8)
-    assert [form and form[0] for form in bound.forms] == [
-        [1, 1, 8, 8, 128], None, [1, 1, 128, 128], None, [1, 1, 128, 128], None, [1, 1, 8, 8, 128]]
-    assert bound.scalars[:3] == (1, 2, 2), "tiles, kv heads, batches"
-    q = torch.arange(2 * 12 * 10 * 128).view(2, 10, 12, 128).transpose(1, 2)
-    grouped = launch._grouped(q, bound.group)
-    assert grouped.shape == (2, 2, 10, 6, 128)
-    assert torch.equal(grouped[1, 1, 3, 4], q[1, 6 + 4, 3])
-
-
-def test_a_softcap_takes_the_scales_place_and_tanh_gets_the_rest():
-    log2e = math.log2(math.e)
-    for softcap, scaling in ((None, (0.25 * log2e, None)), (30.0, (30.0 * log2e, 2.0 * log2e * 0.25 / 30.0))):
-        problem = replace(problem_of(), scale=0.25, scores=ScoreOptions(softcap=softcap))
-        numbers = launch.HopperForward(problem, HopperForwardConfig(128, 2), multiprocessors=132).scalars
-        assert numbers[10:12] == pytest.approx(scaling)
-
-
-@pytest.mark.parametrize(("stride", "passed"), [(1, None), (0, 0), (7, 7)])
-def test_sinks_may_lie_apart(stride, passed):
-    problem = replace(problem_of(), scores=ScoreOptions(sinks=OperandFacts((1,), (stride,), torch.float32)))
-    assert launch.HopperForward(problem, HopperForwardConfig(128, 2), multiprocessors=132).sinks_stride == passed
-
-
-@pytest.mark.parametrize(("sq", "programs"), [(128, 4), (4096, 128), (8192, 132)])
-def test_there_is_one_program_a_multiprocessor_and_none_without_a_tile(sq, programs):
-    problem = problem_of(sq, sq, heads=(4, 4))
-    assert launch.HopperForward(problem, HopperForwardConfig(128, 2), multiprocessors=132).grid == (programs,)
 
 
 KEYS = 128  # of a program of the backward kernel for narrow heads

@@ -10,6 +10,7 @@ import torch
 from tilewise.masks import Mask, causal, window
 from tilewise.problem import AttentionProblem
 from tilewise.scores import OperandFacts, ScoreOptions
+from tilewise.sequences import Sequences
 from tilewise.testing import oracle
 from tilewise.tuning.configs import HopperForwardConfig
 
@@ -35,6 +36,7 @@ def hold(q_tiles, slot, shape):
 
 # What is written in assembly, or moves values between threads, in plain words.
 CONSTANTS = {(module, name): value for module in MODULES for name, value in (
+    ("_CHUNK", 128), ("_CLEARED", 32), ("_kept", lambda values, below: torch.where(below < 0, values, 0.0)),
     ("END", -1), ("LN2", math.log(2.0)), ("LOG2E", math.log2(math.e)), ("QUERIES", 64), ("halves", halves),
     ("in_pairs", lambda p, dtype: p.to(dtype)), ("as_operand", lambda pairs, dtype, layout: pairs),
     ("stay", lambda number: number), ("hold_queries", hold), ("cap", lambda s, scaling: s),
@@ -42,8 +44,8 @@ CONSTANTS = {(module, name): value for module in MODULES for name, value in (
     ("tile_size", lengths.tile_size.fn), ("registers", forward.registers.fn)) if hasattr(module, name)}
 
 
-def attend(problem, config, tensors, pack=1, cut=None, sinks=None, programs=3):
-    """Run the kernel; return out, lse and the parts, as it left them."""
+def attend(problem, config, tensors, pack=1, cut=None, sinks=None, programs=3, lengths=()):
+    """Run the kernel; return out, lse and the parts, as it left them. ``lengths``: those that are data."""
     q, k, v = tensors
     bound = launch.HopperForward(problem, config, programs, pack, cut)
     out = torch.full((problem.b, problem.hq, problem.sq, problem.dv), float("nan"), dtype=q.dtype)
@@ -51,7 +53,7 @@ def attend(problem, config, tensors, pack=1, cut=None, sinks=None, programs=3):
     parts = torch.full(bound.parts_shape, float("nan"))
     counter = torch.zeros(1, dtype=torch.int32)
     bound.describe = lambda tensor, shape, strides, block, layout: Descriptor(tensor, block)
-    described = bound.arguments((q, k, v, out, lse, sinks), counter, None if cut is None else parts)
+    described = bound.arguments((q, k, v, out, lse, sinks, *lengths), counter, None if cut is None else parts)
     handed = [Pointer(given.flatten() if given is not lse and given is not parts else given.view(-1))
               if isinstance(given, torch.Tensor) else given for given in described]
     handed[8] = Pointer(counter)
@@ -131,6 +133,21 @@ def test_its_source_computes_out_and_lse_on_the_cpu_of_whole_tiles_and_of_parts(
     check(problem, tensors, out, lse)
 
 
+def test_a_warpgroup_without_rows_in_a_tile_makes_no_products_of_its_steps(monkeypatch):
+    """Two tiles of six steps; a step's S is one product, its P·V two. Of the second tile two warpgroups have no row.
+
+    What is left to these is the product that begins a tile, and that which ends it beside the next one's beginning.
+    """
+    products, multiply = [], gluon_on_cpu._multiply
+    monkeypatch.setattr(gluon_on_cpu, "_multiply", lambda *operands, **how: products.append(how) or multiply(
+        *operands, **how))
+    problem, tensors = call_of(Mask(), (200, 700), (1, 1), (64, 64))
+    out, lse, _ = attend(problem, HopperForwardConfig(128, 3, ping_pong=True), tensors, programs=1)
+    check(problem, tensors, out, lse)
+    beginning, step = 1, 1 + 2  # S of a program's first tile; behind its last one S of none is made too
+    assert len(products) == 3 * beginning + (3 + 1) * 6 * step + 2 * step
+
+
 @pytest.mark.parametrize(("whole", "parts", "lead"), [(4, 3, 1), (4, 2, 3), (1, 4, 8)], ids=str)
 def test_its_source_computes_some_tiles_whole_and_the_others_in_parts(whole, parts, lead):
     """Six tiles of 128 queries, six steps of keys; with a first part of eight shares three parts have none."""
@@ -143,3 +160,44 @@ def test_its_source_computes_some_tiles_whole_and_the_others_in_parts(whole, par
     assert kept[first:].isnan().all()
     lines[first:], kept[first:] = combined(made, problem.dv)
     check(problem, tensors, out, lse)
+
+
+@pytest.mark.parametrize("mask", [Mask(), causal("bottom_right"), window(60, 9, "bottom_right")], ids=str)
+@pytest.mark.parametrize("config", [
+    HopperForwardConfig(128, 3, ping_pong=True), HopperForwardConfig(128, 2, 4, ping_pong=True),
+    HopperForwardConfig(128, 2)], ids=str)
+def test_its_source_computes_packed_sequences_on_the_cpu(mask, config):
+    """Among them one without rows, one that ends in a tile's first warpgroup, and one without keys."""
+    random.seed(0)
+    lengths_q, lengths_k = (70, 0, 200, 1, 30), (70, 9, 260, 130, 0)
+    cu_q, cu_k = (torch.tensor((0, *lengths)).cumsum(0).int() for lengths in (lengths_q, lengths_k))
+    problem, tensors = call_of(mask, (sum(lengths_q), sum(lengths_k)), (2, 1), (64, 64))
+    facts = OperandFacts((len(cu_q),), (1,), torch.int32)
+    problem = replace(problem, sequences=Sequences(len(lengths_q), facts, facts))
+    out, lse, _ = attend(problem, config, tensors, lengths=(cu_q, cu_k, None, None))
+    for number, (rows, keys) in enumerate(zip(lengths_q, lengths_k, strict=True)):
+        part_q, part_k = slice(cu_q[number], cu_q[number] + rows), slice(cu_k[number], cu_k[number] + keys)
+        if rows:
+            check(problem, [tensor[:, :, part] for tensor, part in zip(tensors, (part_q, part_k, part_k), strict=True)],
+                  out[:, :, part_q], lse[:, :, part_q])
+
+
+@pytest.mark.parametrize("mask", [Mask(), causal("bottom_right")], ids=str)
+@pytest.mark.parametrize("config", [HopperForwardConfig(128, 3, ping_pong=True), HopperForwardConfig(128, 2)], ids=str)
+def test_its_source_computes_padded_lengths_on_the_cpu_and_nan_behind_them_reaches_nothing(mask, config):
+    random.seed(0)
+    lengths_q, lengths_k = torch.tensor((300, 64, 0), dtype=torch.int32), torch.tensor((150, 290, 7), dtype=torch.int32)
+    problem, tensors = call_of(mask, (300, 300), (2, 1), (64, 64), b=3)
+    facts = OperandFacts((3,), (1,), torch.int32)
+    problem = replace(problem, sequences=Sequences(None, None, None, facts, facts))
+    for tensor, lengths in zip(tensors, (lengths_q, lengths_k, lengths_k), strict=True):
+        for entry, length in enumerate(lengths):
+            tensor[entry, :, length:] = float("nan")
+    out, lse, _ = attend(problem, config, tensors, lengths=(None, None, lengths_q, lengths_k))
+    for entry, (rows, keys) in enumerate(zip(lengths_q, lengths_k, strict=True)):
+        assert (out[entry, :, rows:] == 0.0).all()
+        assert (lse[entry, :, rows:] == float("-inf")).all()
+        if rows:
+            part = slice(entry, entry + 1)
+            check(problem, [tensor[part, :, :length] for tensor, length in zip(
+                tensors, (rows, keys, keys), strict=True)], out[part, :, :rows], lse[part, :, :rows])

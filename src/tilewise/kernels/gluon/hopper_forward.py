@@ -254,7 +254,10 @@ def scores_of(q, pairs, turn, OWN: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def rest(begin, end, turn, pairs, OWN: gl.constexpr, C: gl.constexpr):
-    """Let steps pass that make nothing of a tile without rows for this warpgroup; return the next turn."""
+    """Let the steps of a tile without rows for this warpgroup pass; return the next turn.
+
+    No step is hidden from it: keys end with those that the tile's last row sees, and its own rows would lie behind.
+    """
     _k_tiles, _v_tiles, full, empty = pairs
     for _step in range(begin, end):
         wait_full(full, turn, C.STAGES)
@@ -313,7 +316,7 @@ def attend(sources, queries, pairs, next_tile, out_tiles, results, order, band, 
                 turn = rest(begin, spans[3], turn, pairs, OWN, C)
                 begin = spans[3]
         if C.SKIPS:
-            if (begin == 1) & hides_first_step(keys_at(0, spans, C), spans[3], row, own_band[3], C):
+            if hides_first_step(keys_at(0, spans, C), spans[3], row, own_band[3], C):
                 s = scores_of((q_tiles, opaque(q_slot), held), pairs, turn, OWN, C)
                 turn += 1
                 begin += 1

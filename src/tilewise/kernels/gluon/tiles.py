@@ -17,8 +17,8 @@ def tile_at(number, order, sq, C: gl.constexpr):
     its index: inside a section the longest come first, and the short ones fill the gaps at the end. What is left over
     is the first section: as the last, it would have too few short tiles (5 % at 4096 keys of width 128).
 
-    With C.FROM_END tiles are counted from the last warpgroup with a query back. Those that are left over have their rows
-    in front of the first query then, in the tile that sees the fewest keys, and not behind the last one, which sees all.
+    With C.FROM_END tiles are counted back from the last warpgroup that has a query. Rows that no query is for lie in
+    front of the first one then, in the tile that sees the fewest keys, and not behind the last one, in the longest.
     """
     rank, line = _place_of(number, order, C.UPPER)
     tiles, heads, _batches, _section = order

@@ -1,0 +1,145 @@
+"""What the Hopper forward kernel is compiled for, and what it is launched with: the facts of a problem and a tile."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kernels.hopper_calls import problem_of, scalars_of
+from tilewise.masks import Mask, causal, window
+from tilewise.scores import OperandFacts, ScoreOptions
+from tilewise.sequences import Sequences
+from tilewise.tuning.configs import HopperForwardConfig
+from tilewise.tuning.heuristics import hopper_forward_config
+
+launch = pytest.importorskip("tilewise.kernels.gluon.launch")
+products = pytest.importorskip("tilewise.kernels.gluon.products", reason="Triton is not installed")
+
+
+def test_the_diagonal_is_used_where_every_tiles_first_step_has_it():
+    config = HopperForwardConfig(128, 2)
+    for problem, used in (
+            (problem_of(mask=causal()), True), (problem_of(4000, 4000, causal()), True),
+            (problem_of(256, 384, causal("bottom_right")), True), (problem_of(256, 300, causal("top_left")), True),
+            (problem_of(256, 300, causal("bottom_right")), False), (problem_of(256, 255, causal("top_left")), False),
+            (problem_of(mask=window(None, 1)), False), (problem_of(mask=window(9, 0)), False), (problem_of(), False),
+            (problem_of(mask=causal(), d=64), True), (problem_of(mask=causal(), d=192, dv=128), False)):
+        assert scalars_of(problem, config)[2].DIAGONAL is used
+    problem = problem_of(mask=causal("top_left"), heads=(2, 1))
+    assert not scalars_of(problem, config, 2)[2].DIAGONAL, "rows of a tile are no queries in a row"
+    assert not scalars_of(problem, HopperForwardConfig(64, 2))[2].DIAGONAL
+    assert not scalars_of(problem_of(mask=causal(), d=64), HopperForwardConfig(128, 3))[2].DIAGONAL
+    lengths = Sequences(seqlens_q=OperandFacts((1,), (1,), torch.int32))
+    assert not scalars_of(replace(problem, sequences=lengths), config)[2].DIAGONAL
+
+
+def test_a_softmax_comes_in_two_parts_where_heads_are_narrow_and_steps_are_long():
+    for d, dv, keys, parts in ((64, 64, 128, 2), (128, 128, 128, 2), (96, 40, 128, 2), (128, 128, 64, 1),
+                               (192, 128, 128, 1), (64, 256, 64, 1)):
+        problem = problem_of(d=d, dv=dv)
+        assert parts == scalars_of(problem, HopperForwardConfig(keys, 2))[2].PARTS
+
+
+def test_a_maximum_is_found_in_several_chains_where_that_was_faster():
+    for d, consumers, ping_pong, mask, chains in (
+            (64, 3, True, Mask(), 2), (64, 3, True, causal(), 2), (96, 2, True, window(9, 0), 2),
+            (96, 2, False, Mask(), 1), (128, 2, True, Mask(), 4), (128, 2, True, causal(), 1),
+            (128, 2, False, Mask(), 1), (128, 2, False, causal(), 4), (96, 2, False, causal(), 1),
+            (128, 2, False, window(9, 0), 1), (64, 2, False, causal(), 1)):
+        config = HopperForwardConfig(128, consumers, ping_pong=ping_pong)
+        assert chains == scalars_of(problem_of(mask=mask, d=d), config)[2].CHAINS
+    wide = HopperForwardConfig(64, 2, query_stages=1, ping_pong=True)
+    assert [scalars_of(problem_of(mask=mask, d=256), wide)[2].CHAINS for mask in (Mask(), causal())] == [4, 1]
+
+
+def test_queries_are_held_in_registers_where_that_was_timed():
+    for d, config, held in ((128, HopperForwardConfig(128, 2), 128), (104, HopperForwardConfig(128, 2), 128),
+                            (128, HopperForwardConfig(64, 2), 0), (128, HopperForwardConfig(128, 3), 0),
+                            (256, HopperForwardConfig(64, 2, query_stages=1), 64), (96, HopperForwardConfig(128, 2), 0),
+                            (64, HopperForwardConfig(128, 3), 0), (192, HopperForwardConfig(64, 2), 0)):
+        for mask in (Mask(), causal("top_left"), window(None, 5)):
+            assert held == scalars_of(problem_of(mask=mask, d=d), config)[2].HELD
+    config = HopperForwardConfig(128, 2)
+    lengths = OperandFacts((1,), (1,), torch.int32)
+    for problem in (problem_of(mask=window(9, 0)), problem_of(dv=64), problem_of(d=192, dv=128),
+                    problem_of(d=64, dv=128),
+                    replace(problem_of(), sequences=Sequences(seqlens_q=lengths)),
+                    replace(problem_of(), scores=ScoreOptions(softcap=30.0)),
+                    replace(problem_of(), scores=ScoreOptions(sinks=OperandFacts((1,), (1,), torch.float32)))):
+        assert scalars_of(problem, config)[2].HELD == 0
+    assert scalars_of(problem_of(heads=(2, 1)), config, 2)[2].HELD == 0
+
+
+@pytest.mark.parametrize(("widths", "held"), [((64,), 0), ((64, 32), 0), ((128,), 0), ((128,), 128), ((128, 64), 64),
+                                              ((256,), 0), ((256,), 64), ((256,), 128)], ids=str)
+def test_every_column_is_in_one_product_of_scores_and_those_held_are_the_last_one(widths, held):
+    found = products.products_of.fn(widths, held)
+    columns = [(piece, column) for piece, begin, number in found for column in range(begin, begin + number)]
+    assert columns == [(piece, column) for piece, width in enumerate(widths) for column in range(width)]
+    assert all(number & (number - 1) == 0 for _, _, number in found)
+    assert held in (0, found[-1][2])
+
+def test_a_tile_longer_than_a_step_asks_under_an_upper_bound_alone_whether_its_first_step_hides_all():
+    for mask, d, asks in ((causal(), 128, False), (causal(), 256, True), (None, 256, False),
+                          (window(9, 0), 256, False)):
+        problem = problem_of(mask=mask, d=d)
+        shape = scalars_of(problem, hopper_forward_config(problem))[2]
+        assert shape.SKIPS is asks
+
+
+def test_the_kernel_gets_each_piece_by_itself_and_none_where_there_is_one():
+    for d, dv, widths in ((128, 128, [128, None, 128, None, 128, None, 128]),
+                          (64, 64, [64, None, 64, None, 64, None, 64]),
+                          (192, 128, [128, 64, 128, 64, 128, None, 64]), (256, 96, [256, None, 256, None, 64, 32, 32])):
+        problem = problem_of(d=d, dv=dv)
+        config = hopper_forward_config(problem)
+        bound = launch.HopperForward(problem, config, multiprocessors=132)
+        assert [form and form[0][3] for form in bound.forms] == widths
+        rows = [64, 64, config.keys, config.keys, config.keys, config.keys, 64]
+        assert all(form is None or form[0][:3] == [1, 1, row] for form, row in zip(bound.forms, rows, strict=True))
+
+
+def test_packed_rows_are_a_querys_heads_one_after_another_then_the_next_query():
+    problem = problem_of(10, b=2, heads=(12, 2))
+    bound = launch.HopperForward(problem, HopperForwardConfig(128, 2), 132, pack=8)
+    assert [form and form[0] for form in bound.forms] == [
+        [1, 1, 8, 8, 128], None, [1, 1, 128, 128], None, [1, 1, 128, 128], None, [1, 1, 8, 8, 128]]
+    assert bound.scalars[:3] == (1, 2, 2), "tiles, kv heads, batches"
+    q = torch.arange(2 * 12 * 10 * 128).view(2, 10, 12, 128).transpose(1, 2)
+    grouped = launch._grouped(q, bound.group)
+    assert grouped.shape == (2, 2, 10, 6, 128)
+    assert torch.equal(grouped[1, 1, 3, 4], q[1, 6 + 4, 3])
+
+
+def test_a_softcap_takes_the_scales_place_and_tanh_gets_the_rest():
+    log2e = math.log2(math.e)
+    for softcap, scaling in ((None, (0.25 * log2e, None)), (30.0, (30.0 * log2e, 2.0 * log2e * 0.25 / 30.0))):
+        problem = replace(problem_of(), scale=0.25, scores=ScoreOptions(softcap=softcap))
+        numbers = launch.HopperForward(problem, HopperForwardConfig(128, 2), multiprocessors=132).scalars
+        assert numbers[10:12] == pytest.approx(scaling)
+
+
+@pytest.mark.parametrize(("stride", "passed"), [(1, None), (0, 0), (7, 7)])
+def test_sinks_may_lie_apart(stride, passed):
+    problem = replace(problem_of(), scores=ScoreOptions(sinks=OperandFacts((1,), (stride,), torch.float32)))
+    assert launch.HopperForward(problem, HopperForwardConfig(128, 2), multiprocessors=132).sinks_stride == passed
+
+
+@pytest.mark.parametrize(("sq", "programs"), [(128, 4), (4096, 128), (8192, 132)])
+def test_there_is_one_program_a_multiprocessor_and_none_without_a_tile(sq, programs):
+    problem = problem_of(sq, sq, heads=(4, 4))
+    assert launch.HopperForward(problem, HopperForwardConfig(128, 2), multiprocessors=132).grid == (programs,)
+
+
+def test_three_warpgroups_tiles_are_counted_from_the_end_under_an_upper_bound_and_their_warpgroups_rest_elsewhere():
+    lengths = Sequences(seqlens_q=OperandFacts((1,), (1,), torch.int32))
+    for consumers, mask, are_data, from_end, rests in (
+            (3, causal(), False, True, False), (3, window(None, 5), False, True, False),
+            (3, Mask(), False, False, True), (3, window(9, 0), False, False, True), (3, causal(), True, False, True),
+            (2, causal(), False, False, False), (2, Mask(), False, False, False), (2, causal(), True, False, True),
+            (1, Mask(), True, False, False)):
+        problem = problem_of(mask=mask, d=64)
+        shape = scalars_of(replace(problem, sequences=lengths) if are_data else problem,
+                           HopperForwardConfig(128, consumers))[2]
+        assert (from_end, rests) == (shape.FROM_END, shape.RESTS)

@@ -1,0 +1,74 @@
+"""Which tile of the Hopper forward kernel a problem gets where no table has a row."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tilewise.masks import Mask, causal, window
+from tilewise.problem import AttentionProblem
+from tilewise.scores import OperandFacts, ScoreOptions
+from tilewise.sequences import Sequences
+from tilewise.tuning.configs import HopperForwardConfig
+from tilewise.tuning.heuristics import hopper_forward_config
+
+
+def problem_of(d=64, dv=None, s=4096, mask=None):
+    return AttentionProblem(b=1, hq=2, hk=2, sq=s, sk=s, d=d, dv=dv or d, dtype=torch.bfloat16,
+                            device=torch.device("cuda", 0), scale=1.0, mask=mask or Mask())
+
+
+def test_three_warpgroups_take_turns_where_heads_are_narrow_and_sequences_long():
+    for d, dv, s, mask, three in ((64, 64, 768, Mask(), True), (64, 64, 767, Mask(), False),
+                                  (40, 64, 1792, causal(), True), (64, 64, 1791, causal(), False),
+                                  (64, 64, 1024, window(None, 9), False), (64, 64, 1024, window(99, None), True),
+                                  (64, 72, 4096, Mask(), False), (72, 64, 4096, Mask(), False)):
+        config = hopper_forward_config(replace(problem_of(d, dv, s=s, mask=mask), b=8, hq=32, hk=32))
+        assert config.consumers == (3 if three else 2)
+        assert not three or config == HopperForwardConfig(keys=128, consumers=3, ping_pong=True)
+
+
+def test_two_warpgroups_of_narrow_heads_have_four_stages_where_they_are_at_work_for_more_than_four_waves():
+    for b, multiprocessors, stages in ((8, 132, 4), (4, 132, 2), (4, 128, 2), (4, 127, 4)):
+        problem = replace(problem_of(64, 64, s=512, mask=causal()), b=b, hq=32, hk=32)
+        assert hopper_forward_config(problem, multiprocessors) == HopperForwardConfig(128, 2, stages, ping_pong=True)
+
+
+@pytest.mark.parametrize(("d", "dv", "s", "mask", "turns"), [
+    (96, 96, 1024, Mask(), True), (72, 80, 1024, causal(), True), (96, 96, 1023, Mask(), False),
+    (96, 64, 4096, Mask(), False), (128, 128, 511, Mask(), False), (128, 104, 512, causal(), True),
+    (128, 128, 2047, causal(), True), (128, 128, 2048, causal(), False), (128, 128, 16384, Mask(), True),
+    (64, 64, 511, Mask(), False), (64, 40, 512, Mask(), True), (64, 64, 512, window(100, 0), False),
+    (192, 192, 4096, Mask(), False),
+    (256, 256, 2047, Mask(), False), (256, 256, 2048, causal(), True), (256, 200, 16384, Mask(), True),
+    (96, 96, 4096, window(100, 0), False), (256, 256, 4096, window(100, 0), False),
+])
+def test_two_warpgroups_take_turns_where_that_was_timed_and_one_alone_does_not(d, dv, s, mask, turns):
+    problem = replace(problem_of(d, dv, s=s, mask=mask), b=8, hq=32, hk=32)
+    config = hopper_forward_config(problem)
+    assert (config.consumers, config.ping_pong) == (2, turns)
+    capped = replace(problem, scores=ScoreOptions(softcap=30.0))
+    lengths = replace(problem, sequences=Sequences(seqlens_q=OperandFacts((8,), (1,), torch.int32)))
+    assert not hopper_forward_config(capped).ping_pong
+    assert hopper_forward_config(lengths).ping_pong == (turns and max(d, dv) <= 64), "timed of narrow heads alone"
+    alone = hopper_forward_config(replace(problem, b=1, hq=1, hk=1, sq=512, sk=512))
+    assert max(d, dv) > 128 or (alone.consumers, alone.ping_pong) == (1, False)
+
+
+def test_of_packed_sequences_the_mean_length_counts_and_of_deterministic_calls_none():
+    borders = OperandFacts((9,), (1,), torch.int32)
+    for s, packed, deterministic, three in ((6144, 8, False, 3), (6143, 8, False, 2), (4096, 0, False, 3),
+                                            (16384, 8, True, 2), (4096, None, False, 3), (4096, None, True, 2)):
+        sequences = Sequences(packed, *((None, None, borders) if packed is None else (borders, borders)))
+        problem = replace(problem_of(64, 64, s=s), sequences=sequences, deterministic=deterministic)
+        assert hopper_forward_config(problem).consumers == three
+
+
+@pytest.mark.parametrize(("d", "dv", "config"), [
+    (192, 128, HopperForwardConfig(keys=128, consumers=2, query_stages=1, out_parts=2)),
+    (192, 192, HopperForwardConfig(keys=64, consumers=2, out_parts=2)),
+    (256, 256, HopperForwardConfig(keys=64, consumers=2, query_stages=1, ping_pong=True, out_parts=2)),
+    (64, 192, HopperForwardConfig(keys=64, consumers=2)),
+], ids=str)
+def test_wide_heads_take_as_many_keys_a_step_as_registers_and_shared_memory_allow(d, dv, config):
+    assert hopper_forward_config(problem_of(d, dv)) == config
