@@ -30,6 +30,7 @@ def test_the_diagonal_is_used_where_every_tiles_first_step_has_it():
     assert not scalars_of(problem, config, 2)[2].DIAGONAL, "rows of a tile are no queries in a row"
     assert not scalars_of(problem, HopperForwardConfig(64, 2))[2].DIAGONAL
     assert not scalars_of(problem_of(mask=causal(), d=64), HopperForwardConfig(128, 3))[2].DIAGONAL
+    assert not scalars_of(problem_of(mask=causal(), d=64), HopperForwardConfig(64, 1))[2].DIAGONAL
     lengths = Sequences(seqlens_q=OperandFacts((1,), (1,), torch.int32))
     assert not scalars_of(replace(problem, sequences=lengths), config)[2].DIAGONAL
 
@@ -51,6 +52,7 @@ def test_a_maximum_is_found_in_several_chains_where_that_was_faster():
         assert chains == scalars_of(problem_of(mask=mask, d=d), config)[2].CHAINS
     wide = HopperForwardConfig(64, 2, query_stages=1, ping_pong=True)
     assert [scalars_of(problem_of(mask=mask, d=256), wide)[2].CHAINS for mask in (Mask(), causal())] == [4, 1]
+    assert scalars_of(problem_of(mask=causal(), d=256), replace(wide, ping_pong=False))[2].CHAINS == 1
 
 
 def test_queries_are_held_in_registers_where_that_was_timed():
@@ -143,3 +145,5 @@ def test_three_warpgroups_tiles_are_counted_from_the_end_under_an_upper_bound_an
         shape = scalars_of(replace(problem, sequences=lengths) if are_data else problem,
                            HopperForwardConfig(128, consumers))[2]
         assert (from_end, rests) == (shape.FROM_END, shape.RESTS)
+    shared = scalars_of(problem_of(mask=causal(), d=64, heads=(2, 1)), HopperForwardConfig(128, 3), 2)[2]
+    assert (shared.FROM_END, shared.RESTS) == (False, True), "a first query of -1 would say that there is no tile"

@@ -21,6 +21,7 @@ from tilewise.tuning.heuristics import hopper_forward_config
 
 launch_backward = pytest.importorskip("tilewise.kernels.gluon.launch_backward")
 launch_backward_wide = pytest.importorskip("tilewise.kernels.gluon.launch_backward_wide")
+pipeline = pytest.importorskip("tilewise.kernels.gluon.pipeline", reason="Triton is not installed")
 tiles = pytest.importorskip("tilewise.kernels.gluon.tiles", reason="Triton is not installed")
 ROWS = 64  # queries a warpgroup
 QUERIES = int(tiles.QUERIES)  # a step of the backward kernel
@@ -50,7 +51,9 @@ SIZES = st.integers(1, 900)
 
 def firsts_of(order, sq, shape):
     """The first query of each tile of a head, in order; of tiles counted from the end the first one may be negative."""
-    return sorted({tiles.tile_at.fn(number, order, sq, shape)[0] for number in range(order[0] * order[1] * order[2])})
+    firsts = sorted({tiles.tile_at.fn(number, order, sq, shape)[0] for number in range(order[0] * order[1] * order[2])})
+    assert pipeline.END.value not in firsts, "a tile that says that there is none"
+    return firsts
 
 
 def inside(visible, first, number):

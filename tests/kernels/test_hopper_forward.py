@@ -37,7 +37,8 @@ def hold(q_tiles, slot, shape):
 # What is written in assembly, or moves values between threads, in plain words.
 CONSTANTS = {(module, name): value for module in MODULES for name, value in (
     ("_CHUNK", 128), ("_CLEARED", 32), ("_kept", lambda values, below: torch.where(below < 0, values, 0.0)),
-    ("END", -1), ("LN2", math.log(2.0)), ("LOG2E", math.log2(math.e)), ("QUERIES", 64), ("halves", halves),
+    ("END", pipeline.END.value), ("LN2", math.log(2.0)), ("LOG2E", math.log2(math.e)), ("QUERIES", 64),
+    ("halves", halves),
     ("in_pairs", lambda p, dtype: p.to(dtype)), ("as_operand", lambda pairs, dtype, layout: pairs),
     ("stay", lambda number: number), ("hold_queries", hold), ("cap", lambda s, scaling: s),
     ("bytes_of", forward.bytes_of.fn), ("record_of", results.record_of.fn), ("products_of", products.products_of.fn),
@@ -98,6 +99,7 @@ CASES = {
     "window": (window(200, 30, "bottom_right"), (150, 500), (2, 2), 1),
     "rows_without_a_key": (causal("bottom_right"), (300, 200), (1, 1), 1),
     "packed_heads": (causal("bottom_right"), (5, 600), (6, 2), 4),
+    "many_packed_heads": (causal("bottom_right"), (2, 600), (64, 1), 64),
 }
 
 
@@ -133,19 +135,27 @@ def test_its_source_computes_out_and_lse_on_the_cpu_of_whole_tiles_and_of_parts(
     check(problem, tensors, out, lse)
 
 
-def test_a_warpgroup_without_rows_in_a_tile_makes_no_products_of_its_steps(monkeypatch):
-    """Two tiles of six steps; a step's S is one product, its P·V two. Of the second tile two warpgroups have no row.
+@pytest.mark.parametrize(("lengths_q", "lengths_k", "consumers", "tiles_of_call"), [
+    ((200,), (700,), 3, [(6, 3), (6, 1)]), ((256,), (700,), 3, [(6, 3), (6, 1)]),
+    ((64, 136), (500, 200), 3, [(4, 1), (2, 3)]), ((64, 136), (500, 200), 2, [(4, 1), (2, 2), (2, 1)])], ids=str)
+def test_a_warpgroup_without_queries_in_a_tile_makes_no_products_of_its_steps(lengths_q, lengths_k, consumers,
+                                                                             tiles_of_call, monkeypatch):
+    """A step's S is one product, its P·V two. ``tiles_of_call``: steps of each tile, and warpgroups with a query.
 
-    What is left to these is the product that begins a tile, and that which ends it beside the next one's beginning.
+    What is left to the others is S of a tile's first step and P·V of its last one, which come with the tiles around it.
     """
-    products, multiply = [], gluon_on_cpu._multiply
-    monkeypatch.setattr(gluon_on_cpu, "_multiply", lambda *operands, **how: products.append(how) or multiply(
+    made, multiply = [], gluon_on_cpu._multiply
+    monkeypatch.setattr(gluon_on_cpu, "_multiply", lambda *operands, **how: made.append(how) or multiply(
         *operands, **how))
-    problem, tensors = call_of(Mask(), (200, 700), (1, 1), (64, 64))
-    out, lse, _ = attend(problem, HopperForwardConfig(128, 3, ping_pong=True), tensors, programs=1)
-    check(problem, tensors, out, lse)
-    beginning, step = 1, 1 + 2  # S of a program's first tile; behind its last one S of none is made too
-    assert len(products) == 3 * beginning + (3 + 1) * 6 * step + 2 * step
+    problem, tensors = call_of(Mask(), (sum(lengths_q), sum(lengths_k)), (1, 1), (64, 64))
+    data = ()
+    if len(lengths_q) > 1:
+        facts = OperandFacts((len(lengths_q) + 1,), (1,), torch.int32)
+        problem = replace(problem, sequences=Sequences(len(lengths_q), facts, facts))
+        data = (*(torch.tensor((0, *own)).cumsum(0).int() for own in (lengths_q, lengths_k)), None, None)
+    attend(problem, HopperForwardConfig(128, consumers, ping_pong=True), tensors, programs=1, lengths=data)
+    own = sum(3 * (steps * attending + consumers - attending) for steps, attending in tiles_of_call)
+    assert len(made) == consumers + own, "S of a program's first tile has none to come with"
 
 
 @pytest.mark.parametrize(("whole", "parts", "lead"), [(4, 3, 1), (4, 2, 3), (1, 4, 8)], ids=str)

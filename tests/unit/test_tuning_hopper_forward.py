@@ -1,6 +1,7 @@
 """Which tile of the Hopper forward kernel a problem gets where no table has a row."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -21,17 +22,24 @@ def problem_of(d=64, dv=None, s=4096, mask=None):
 def test_three_warpgroups_take_turns_where_heads_are_narrow_and_sequences_long():
     for d, dv, s, mask, three in ((64, 64, 768, Mask(), True), (64, 64, 767, Mask(), False),
                                   (40, 64, 1792, causal(), True), (64, 64, 1791, causal(), False),
-                                  (64, 64, 1024, window(None, 9), False), (64, 64, 1024, window(99, None), True),
+                                  (64, 64, 1792, window(None, 9), True), (64, 64, 2047, window(99, None), False),
+                                  (64, 64, 2048, window(99, 0), True),
                                   (64, 72, 4096, Mask(), False), (72, 64, 4096, Mask(), False)):
         config = hopper_forward_config(replace(problem_of(d, dv, s=s, mask=mask), b=8, hq=32, hk=32))
         assert config.consumers == (3 if three else 2)
         assert not three or config == HopperForwardConfig(keys=128, consumers=3, ping_pong=True)
+    capped = replace(problem_of(s=2047), b=8, hq=32, hk=32, scores=ScoreOptions(softcap=30.0))
+    assert [hopper_forward_config(replace(capped, sk=keys)).consumers for keys in (2047, 2048)] == [2, 3]
 
 
 def test_two_warpgroups_of_narrow_heads_have_four_stages_where_they_are_at_work_for_more_than_four_waves():
     for b, multiprocessors, stages in ((8, 132, 4), (4, 132, 2), (4, 128, 2), (4, 127, 4)):
         problem = replace(problem_of(64, 64, s=512, mask=causal()), b=b, hq=32, hk=32)
         assert hopper_forward_config(problem, multiprocessors) == HopperForwardConfig(128, 2, stages, ping_pong=True)
+    one = replace(problem_of(64, 64, s=512, mask=causal()), hq=132, hk=132)  # four waves of an entry
+    for b, deterministic in product((1, 2), (False, True)):
+        config = hopper_forward_config(replace(one, b=b, deterministic=deterministic))
+        assert config.stages == (4 if b > 1 and not deterministic else 2), "neighbours are none of its affair"
 
 
 @pytest.mark.parametrize(("d", "dv", "s", "mask", "turns"), [

@@ -162,12 +162,13 @@ def hopper_forward_config(problem: AttentionProblem, multiprocessors: int = MULT
     """Choose the tiles of the Gluon forward kernel, timed on an H200 at lengths 512 to 16384 (Triton 3.6).
 
     At a width of 64 the softmax takes as long as the products: three warpgroups that take turns (+5 % over three that
-    do not). Of short sequences their 192 queries see too much that is hidden, or are too often without a query: two,
-    with four stages where they are at work long enough (without a mask, length 640: +5 %; 768: -11 %; causal, 1280:
-    +2 %; 1536: the same; 2000: -2 %). At 128 two fill the tensor cores by themselves, and registers allow no third. Of
-    packed sequences the mean counts, and of a deterministic call's none: it is the neighbours' affair too. Where
-    shorter tiles make waves that take less time by reckoning (waves.py), there are fewer warpgroups, as where tiles are
-    few: one at 512 keys and 64 tiles takes 0.82 of the time of two. Two take turns where that was timed and faster.
+    do not). Of short sequences their 192 queries see too much that is hidden, or are too often none: two, with four
+    stages where they are at work long enough (without a mask, length 640: +5 %; 768: -11 %; causal, 1280: +2 %; 1536:
+    the same; 2000: -2 %; windows and a softcap were not timed). At 128 two fill the tensor cores by themselves, and
+    registers allow no third. Of packed sequences the mean counts, and of a deterministic call's none: it is the
+    neighbours' affair too. Where shorter tiles make waves that take less time by reckoning (waves.py), there are fewer
+    warpgroups, as where tiles are few: one at 512 keys and 64 tiles takes 0.82 of the time of two. Two take turns where
+    that was timed and faster.
 
     Wider ones take the most keys a step whose scores fit the registers beside O (128 of them to 128 columns; beside 192
     Triton 3.9's ptxas spills and serializes the products) and that shared memory allows, at the cost of the second tile
@@ -184,7 +185,8 @@ def hopper_forward_config(problem: AttentionProblem, multiprocessors: int = MULT
     by_preference = [replace(two, ping_pong=in_turns, stages=4 if is_long else 2)]
     if width <= 128:
         by_preference.append(replace(two, consumers=1))
-    if width <= 64 and length >= (768 if problem.mask.right is None else 1792):
+    was_timed = problem.mask.left is None and problem.scores.softcap is None
+    if width <= 64 and length >= (2048 if not was_timed else 768 if problem.mask.right is None else 1792):
         by_preference.insert(0, HopperForwardConfig(keys=128, consumers=3, ping_pong=True))
     if problem.sequences.are_data:
         return by_preference[0]

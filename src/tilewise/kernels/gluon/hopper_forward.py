@@ -66,8 +66,8 @@ class Shape(NamedTuple):
     head is as wide as the sum of them. Each piece has buffers, descriptors and products of its own.
     OUT, OUT_SLOTS: columns of out that leave together, and how many such buffers a warpgroup has to stage them in.
     FROM_END: whether tiles are counted from the last queries back, as those of three warpgroups under an upper bound
-    alone (tiles.tile_at).
-    RESTS: whether a warpgroup looks if a tile has rows for it, and lets the others have the tensor cores if not.
+    alone, where lengths are no data and rows are queries (tiles.tile_at).
+    RESTS: whether a warpgroup looks if a tile has a query for it, and lets the others have the tensor cores if not.
     SKIPS: whether a warpgroup looks if a tile's first step hides all from its own queries, as in tiles longer than a
     step under an upper bound alone.
     PARTS: parts of a step's keys; with two, the wait for O += P·V lies between the exponentials of the first and those
@@ -254,9 +254,9 @@ def scores_of(q, pairs, turn, OWN: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def rest(begin, end, turn, pairs, OWN: gl.constexpr, C: gl.constexpr):
-    """Let the steps of a tile without rows for this warpgroup pass; return the next turn.
+    """Let a tile's steps pass, but for the first, that have no query of this warpgroup; return the next turn.
 
-    No step is hidden from it: keys end with those that the tile's last row sees, and its own rows would lie behind.
+    C.SKIPS does not apply to it then: its rows lie behind the tile's last query, which sees some of the first step.
     """
     _k_tiles, _v_tiles, full, empty = pairs
     for _step in range(begin, end):

@@ -67,9 +67,10 @@ class HopperForward:
 
     Where lengths are data, cu_seqlens_q, cu_seqlens_k, seqlens_q and seqlens_k follow, each a tensor or None.
     ``multiprocessors``: of the device; one program runs on each. ``pack``, ``cut``: as
-    :func:`tilewise.tuning.waves.layout_of` gives them. Unless ``cut`` is None it says how many tiles stay whole, and in
-    how many parts the keys of the others come, and how many times as long as each other the first one is: what becomes
-    of these is written to ``parts``, float32, of :attr:`parts_shape`, and their sinks are for who combines them.
+    :func:`tilewise.tuning.waves.layout_of` gives them. Unless ``cut`` is None it says how many tiles stay whole (the
+    first ones, and without a bound alone: the lines of the others are the last ones), in how many parts the keys of the
+    others come, and how many times as long as each other the first one is: what becomes of these is written to
+    ``parts``, float32, of :attr:`parts_shape`, and their sinks are for who combines them.
     """
 
     def __init__(self, problem: AttentionProblem, config: HopperShape, multiprocessors: int, pack: int = 1,
@@ -89,7 +90,8 @@ class HopperForward:
         held = _held(problem, config, lower, pack)
         diagonal = cut is None and pack == 1 and count is None and _on_diagonal(problem, config, lower, upper)
         three = config.consumers == 3  # their 192 queries divide few lengths
-        from_end = three and lower is None and upper is not None and count is None
+        # A tile's first query is then negative by multiples of 64: of packed rows it could be -1, pipeline.END.
+        from_end = three and pack == 1 and lower is None and upper is not None and count is None
         heads = problem.hq if pack == 1 else problem.hk
         tiles = problem.sequences.slots(problem.sq * pack, 64 * config.consumers)
         total = tiles * heads * problem.b
@@ -188,7 +190,7 @@ def _parts(problem: AttentionProblem, config: HopperShape) -> int:
 def _on_diagonal(problem: AttentionProblem, config: HopperShape, lower: int | None, upper: int | None) -> bool:
     """Whether each tile's first step has the diagonal from its first query and key on; not asked of wide heads."""
     return (lower is None and upper is not None and upper >= 0 and upper % config.keys == 0
-            and 64 * config.consumers == config.keys and problem.sq + upper <= len(problem.seen_keys)
+            and config.consumers == 2 and config.keys == 128 and problem.sq + upper <= len(problem.seen_keys)
             and max(problem.d, problem.dv) <= 128)
 
 

@@ -136,7 +136,7 @@ def write(acc, row_max, row_sum, tile, row, out_desc, out_tiles, results, band, 
           OWN: gl.constexpr, C: gl.constexpr):
     """Write what there is to write of 64 rows.
 
-    None of them has a query if the first row is negative, and a copy to such a place is an illegal instruction.
+    Those before the first query are all 64 or none, and a copy to where they would be is an illegal instruction.
     """
     first = row if C.FROM_END else 0
     if first < 0:
