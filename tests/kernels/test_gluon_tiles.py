@@ -151,7 +151,6 @@ def test_on_the_diagonal_the_first_warpgroup_sees_half_of_a_first_step_and_all_s
                    for begin in begins[1:])
 
 
-
 @given(st.integers(1, 1000), st.integers(1, 3), st.integers(1, 4), st.integers(1, 3), st.sampled_from((64, 128)),
        st.booleans())
 def test_every_tile_has_one_number(sq, b, hk, group, d, is_causal):
@@ -208,7 +207,6 @@ def test_the_band_counts_from_the_first_key_that_is_seen():
     _, band, shape = scalars_of(problem, HopperForwardConfig(128, 2))
     assert band == (100, 355, 0, 255)
     assert (shape.LOWER, shape.UPPER) == (True, True)
-
 
 
 KEYS = 128  # of a program of the backward kernel for narrow heads

@@ -185,14 +185,21 @@ def hopper_forward_config(problem: AttentionProblem, multiprocessors: int = MULT
     by_preference = [replace(two, ping_pong=in_turns, stages=4 if is_long else 2)]
     if width <= 128:
         by_preference.append(replace(two, consumers=1))
-    was_timed = problem.mask.left is None and problem.scores.softcap is None
-    if width <= 64 and length >= (2048 if not was_timed else 768 if problem.mask.right is None else 1792):
+    least = 2048
+    if _warpgroups_were_timed(problem):
+        least = 768 if problem.mask.right is None else 1792
+    if width <= 64 and length >= least:
         by_preference.insert(0, HopperForwardConfig(keys=128, consumers=3, ping_pong=True))
     if problem.sequences.are_data:
         return by_preference[0]
     times = [layout_of(problem, config, multiprocessors).time for config in by_preference]
     nearly = min(times) / NEARLY
     return next(config for config, time in zip(by_preference, times, strict=True) if time <= nearly)
+
+
+def _warpgroups_were_timed(problem: AttentionProblem) -> bool:
+    """Whether it is of the calls in which their number and turns were timed: without a window or a softcap."""
+    return problem.mask.left is None and problem.scores.softcap is None
 
 
 def _two_take_turns(problem: AttentionProblem, length: int) -> bool:
@@ -204,8 +211,7 @@ def _two_take_turns(problem: AttentionProblem, length: int) -> bool:
     windows, a softcap and, at other widths than 64, lengths that are data were not timed.
     """
     widths = sum(pieces_of(problem.d)), sum(pieces_of(problem.dv))
-    if problem.mask.left is not None or problem.scores.softcap is not None or (
-            problem.sequences.are_data and widths != (64, 64)):
+    if not _warpgroups_were_timed(problem) or (problem.sequences.are_data and widths != (64, 64)):
         return False
     least = {(64, 64): 512, (96, 96): 1024, (128, 128): 512, (256, 256): 2048}.get(widths, math.inf)
     return least <= length < (2048 if widths == (128, 128) and problem.mask.right is not None else math.inf)
