@@ -20,6 +20,7 @@ from kernels.compile_record import Prepared, serve
 from kernels.sass import (
     early_reads,
     exponentials_before_waits,
+    meetings_in_loops,
     places_of_loops,
     possibly_unset,
     spills_in_steps,
@@ -222,7 +223,7 @@ def prepare_hopper(request):
                                          counter)
     facts = {"limit": spec.shared_memory, "planned": config.shared_bytes(problem),
              "held": launch.scalars[-1].HELD if request["kernel"] == "hopper_forward" else 0,
-             "spaced": sum(launch.scalars[-1].SPACES) if request["kernel"] == "hopper_forward" else 0}
+             "turns": request["kernel"] == "hopper_forward" and launch.scalars[-1].PING_PONG}
     return prepared("sm_90", launch, arguments, OPTIONS, facts, report_of_hopper)
 
 
@@ -235,8 +236,8 @@ def report_of_hopper(compiled, log):
         "logged": "Used" in log, "warnings": re.findall(r"C75\d\d", log), "threads": 32 * compiled.metadata.num_warps,
         "unset": possibly_unset(sass), "strays": stray_descriptors(sass),
         "exponentials": exponentials_before_waits(sass), "in_steps": spills_in_steps(sass),
-        "places": places_of_loops(sass), "early": early_reads(sass), "branches": sass.count("NANOSLEEP"),
-        "philox": sass.count("IMAD.WIDE.U32")}
+        "places": places_of_loops(sass), "meetings": meetings_in_loops(sass), "early": early_reads(sass),
+        "branches": sass.count("NANOSLEEP"), "philox": sass.count("IMAD.WIDE.U32")}
 
 
 def prepared(arch, launch, arguments, options, facts, read):

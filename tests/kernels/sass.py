@@ -125,22 +125,34 @@ def early_reads(sass):
 
 def places_of_loops(sass):
     """Return where in a line of 128 bytes of code each innermost loop with at least four products begins, in order."""
+    return [begin % 128 for begin, _ in _loops_of_products(sass)]
+
+
+def meetings_in_loops(sass):
+    """Return how often threads wait for one another in each innermost loop with at least four products, in order."""
+    return [sum("BAR.SYNC" in text for text in texts) for _, texts in _loops_of_products(sass)]
+
+
+def _loops_of_products(sass):
+    """Innermost loops with at least four products: where each begins, and its instructions."""
     lines = [(match[1] and int(match[1], 16), match[2], match[3]) for match in re.finditer(
         r"^\s*(?:/\*([0-9a-f]+)\*/\s+(.*?) ;|\.(L_x_\d+):)", sass, re.MULTILINE)]
-    begins, waiting, products, loops = {}, [], [], []
+    begins, waiting, code, loops = {}, [], [], []
     for address, text, label in lines:
         if label:
             waiting.append(label)
             continue
         begins.update(dict.fromkeys(waiting, address))
         waiting.clear()
-        products += [address] if "HGMMA" in text else []
+        code.append((address, text))
         back = re.match(r"@!?U?P\d.* BRA.*`\(\.(L_x_\d+)\)", text)
         begin = back and begins.get(back[1])
-        if begin is not None and sum(place >= begin for place in products) >= 4 and not any(
-                begin <= other for other in loops):
-            loops.append(begin)
-    return [begin % 128 for begin in loops]
+        if begin is None or any(begin <= other for other, _ in loops):
+            continue
+        texts = [inside for place, inside in code if place >= begin]
+        if sum("HGMMA" in inside for inside in texts) >= 4:
+            loops.append((begin, texts))
+    return loops
 
 
 def _loops(successors):

@@ -85,10 +85,8 @@ def test_loops_begin_where_in_a_line_of_code_they_were_fastest(dtype):
     Whatever moves them: the instructions in front of a warpgroup's code (Shape.SPACES) can move them back.
     """
     plain = {"tails": True, "stays": True, "dtype": dtype}
-    rows = compile_aloud(OLDEST, [forward(256, dtype=dtype, s=8192), forward(256, "full", dtype=dtype, s=8192),
-                                  backward(128, "full", **plain), backward(128, "causal", **plain)])
-    assert [row["places"] for row in rows] == [
-        [0x70, 0x70, 0x00, 0x60], [0x30, 0x60, 0x30, 0x50], [0x00, 0x70, 0x70, 0x00], [0x00, 0x70, 0x70, 0x30]]
+    rows = compile_aloud(OLDEST, [backward(128, "full", **plain), backward(128, "causal", **plain)])
+    assert [row["places"] for row in rows] == [[0x00, 0x70, 0x70, 0x00], [0x00, 0x70, 0x70, 0x30]]
 
 
 @pytest.mark.parametrize("version", ENDS)
@@ -178,6 +176,8 @@ def check(version, wanted, bounds=SPILL_BOUND):
         # Two warpgroups take Q into registers in two places, four instructions for 64 columns.
         assert not row["held"] or row["ldsm"] == 2 * 2 * row["held"] // 16, row
         assert version == NEWEST or row["in_steps"] == [], row  # what is spilled costs a few loads a tile
+        # In a step the threads of a warpgroup meet once, where they wait for what is loaded, and for their turn.
+        assert version == NEWEST or set(row["meetings"]) == {2 if row["turns"] else 1}, row
         assert (row["utmastg"] > 0) == ("cut" not in row or row["cut"][0] > 0), row  # parts leave by stores
         check_waits(row)
 
@@ -188,12 +188,12 @@ def check_waits(row):
     Beside Q in registers, 3.6.0 has all of them above it in the step after a diagonal's first one, once a tile.
     """
     if max(row["d"], row["dv"]) > 128:
-        assert row["branches"] == row["spaced"], row
+        assert row["branches"] == 0, row
         return
     half = 64 * 64 // 128  # of 64 rows and 64 keys, a thread
     above = 3 * half if "softcap" in row["options"] else half  # tanh takes one a score, of both halves
     in_steps = [number for number in row["exponentials"] if number >= half]
-    assert len(in_steps) == row["branches"] - row["spaced"] > 0, row
+    assert len(in_steps) == row["branches"] > 0, row
     late = [number for number in in_steps if number > above + half // 2]
     assert min(in_steps) >= above, row
     assert len(late) <= (1 if row["held"] and row["mask"] == MASKS["causal"] else 0), row

@@ -44,7 +44,8 @@ def test_a_softmax_comes_in_two_parts_where_heads_are_narrow_and_steps_are_long(
 
 def test_a_maximum_is_found_in_several_chains_where_that_was_faster():
     for d, consumers, ping_pong, mask, chains in (
-            (64, 3, True, Mask(), 2), (64, 3, True, causal(), 2), (96, 2, True, window(9, 0), 2),
+            (64, 3, True, Mask(), 2), (64, 3, True, causal(), 4), (64, 3, True, window(9, 0), 2),
+            (64, 3, True, window(9, None), 2), (64, 2, True, causal(), 2), (96, 2, True, window(9, 0), 2),
             (96, 2, False, Mask(), 1), (128, 2, True, Mask(), 4), (128, 2, True, causal(), 1),
             (128, 2, False, Mask(), 1), (128, 2, False, causal(), 4), (96, 2, False, causal(), 1),
             (128, 2, False, window(9, 0), 1), (64, 2, False, causal(), 1)):

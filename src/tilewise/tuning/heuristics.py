@@ -180,13 +180,14 @@ def hopper_forward_config(problem: AttentionProblem, multiprocessors: int = MULT
     configs = (HopperForwardConfig(keys, 2, query_stages=query_stages, out_parts=out_parts)
                for keys, query_stages, out_parts in product((128, 64) if problem.dv <= 128 else (64,), (2, 1), (1, 2)))
     two = next(config for config in configs if config.shared_bytes(problem) <= room)
-    width, in_turns = max(problem.d, problem.dv), _two_take_turns(problem, length)
-    is_long = width <= 64 and in_turns and tiles_of(problem, two) > MANY_WAVES * multiprocessors
+    width, in_turns, was_timed = max(problem.d, problem.dv), _two_take_turns(problem, length), _were_timed(problem)
+    is_long = (_widths(problem) == (64, 64) and was_timed and length >= 512
+               and tiles_of(problem, two) > MANY_WAVES * multiprocessors)
     by_preference = [replace(two, ping_pong=in_turns, stages=4 if is_long else 2)]
     if width <= 128:
         by_preference.append(replace(two, consumers=1))
     least = 2048
-    if _warpgroups_were_timed(problem):
+    if was_timed:
         least = 768 if problem.mask.right is None else 1792
     if width <= 64 and length >= least:
         by_preference.insert(0, HopperForwardConfig(keys=128, consumers=3, ping_pong=True))
@@ -197,21 +198,29 @@ def hopper_forward_config(problem: AttentionProblem, multiprocessors: int = MULT
     return next(config for config, time in zip(by_preference, times, strict=True) if time <= nearly)
 
 
-def _warpgroups_were_timed(problem: AttentionProblem) -> bool:
+def _were_timed(problem: AttentionProblem) -> bool:
     """Whether it is of the calls in which their number and turns were timed: without a window or a softcap."""
     return problem.mask.left is None and problem.scores.softcap is None
+
+
+def _widths(problem: AttentionProblem) -> tuple[int, int]:
+    """Columns of q and k inside the tiles, and of v."""
+    return sum(pieces_of(problem.d)), sum(pieces_of(problem.dv))
 
 
 def _two_take_turns(problem: AttentionProblem, length: int) -> bool:
     """Whether two warpgroups take turns, by the columns of q and k, and of v, inside the tiles.
 
-    At 64, with four stages, +2 to 5 % from 512 on, of packed sequences too; at 96 without a mask +11 to 17 %, causal +1
+    At 64, with four stages, +3 % at 512 without a mask, +2 to 5 % of packed sequences, but causal -0.6 % at 512 and
+    -1.1 % at 1024; at 96 without a mask +11 to 17 %, causal +1
     to 4 %; at 128 without a mask +2.6 % at a length of 512, +1.4 % at 2048, +0.2 % at 16384, causal +1 % at 512 and
     1024, and nothing from 2048 on; at 256 +0.3 to 1.4 % from 2048 on. At 192 they lost 0.8 %, causal. Shorter lengths,
     windows, a softcap and, at other widths than 64, lengths that are data were not timed.
     """
-    widths = sum(pieces_of(problem.d)), sum(pieces_of(problem.dv))
-    if not _warpgroups_were_timed(problem) or (problem.sequences.are_data and widths != (64, 64)):
+    widths, are_data = _widths(problem), problem.sequences.are_data
+    if not _were_timed(problem) or (are_data and widths != (64, 64)):
+        return False
+    if widths == (64, 64) and problem.mask.right is not None and not are_data:
         return False
     least = {(64, 64): 512, (96, 96): 1024, (128, 128): 512, (256, 256): 2048}.get(widths, math.inf)
     return least <= length < (2048 if widths == (128, 128) and problem.mask.right is not None else math.inf)

@@ -21,13 +21,17 @@ _BEGINNING = 2.0  # microseconds until a tile's first keys are there
 _COMBINING, _MEGABYTES = 5.0, 2.2
 # From so many waves on programs have drifted apart: the last one leaves idle about this much of its tiles' length,
 # however many they are, and cut in n parts an n-th of that. Above 128 columns it was not so, and parts that fill more
-# than so much of their time were little gain.
+# than so much of their time were little gain. Of three warpgroups no parts saved more than that.
 MANY_WAVES, _DRIFT, _FULLEST = 4, 0.37, 0.92
 _MOST_PARTS, _MOST_LAST_PARTS = 32, 8
 # A last wave's tiles may have a first part so many times as long as each other, with parts so few.
 _MOST_LEAD, _MOST_PARTS_WITH_LEAD = 8, 4
 NEARLY = 0.97  # what is to be done must take less than this of the time without it
-_WORTH = 1.5  # and the parts of a last wave must save this many times what they cost
+# And the parts of a last wave must save this many times what they cost, above 128 columns so many: there the launch of
+# what combines them is no part of that, it lies beside the last tiles.
+_WORTH, _WORTH_OF_WIDE = 1.5, 1.1
+# Of all the time, what the steps of three warpgroups take longer where tiles may be parts.
+_SLOWER_IN_PARTS = 0.01
 
 
 class Cut(NamedTuple):
@@ -131,15 +135,20 @@ def _last_wave(problem: AttentionProblem, config: HopperForwardConfig, tiles: in
     length = max(steps) * _step_time(problem, config)
     lines = rest * 64 * config.consumers
     is_wide = max(problem.d, problem.dv) > 128
+    worth = _WORTH_OF_WIDE if is_wide else _WORTH
+    slower = _SLOWER_IN_PARTS * length * (waves + 1) if config.consumers == 3 else 0.0
 
     def saved(parts: int, lead: int) -> float:
         units = parts + lead - 1
         busy = rest * units / multiprocessors
         share = 1.0 - max(lead, math.ceil(busy / _FULLEST if is_wide else busy)) / units
+        drift = _DRIFT * (1.0 - 1.0 / parts)
         if waves >= MANY_WAVES and not is_wide and lead == 1:
-            share = max(share, _DRIFT * (1.0 - 1.0 / parts))
-        cost = _combining(problem, lines, parts)
-        return share * length - cost if share * length > _WORTH * cost else 0.0
+            share = max(share, drift)
+        if waves >= MANY_WAVES and config.consumers == 3:
+            share = min(share, drift)
+        cost = slower + _combining(problem, lines, parts) - (_COMBINING if is_wide else 0.0)
+        return share * length - cost if share * length > worth * cost else 0.0
 
     if not rest or max(steps) == 1:
         return 0.0, Cut(tiles, 1)

@@ -28,13 +28,13 @@ from tilewise.kernels.gluon.pipeline import (
     hand_out,
     joined,
     leave,
+    leave_products,
     leave_tile,
     make_barriers,
     opaque,
     pass_turn,
     read_tile,
     slots_for,
-    space,
     stay,
     take_tile,
     take_turn,
@@ -80,7 +80,6 @@ class Shape(NamedTuple):
     what says which tile it is takes no registers in its steps, but is read again behind them.
     LENGTHS, PACKED, SHIFTED: whether lengths are data; the sequences lie one behind the other in one batch entry; the
     diagonal runs through the last query and key of each.
-    SPACES: instructions that never run in front of each warpgroup's code.
     """
 
     PACK: int
@@ -106,7 +105,6 @@ class Shape(NamedTuple):
     LENGTHS: bool
     PACKED: bool
     SHIFTED: bool
-    SPACES: tuple[int, ...]
 
 
 @gluon.constexpr_function
@@ -217,7 +215,7 @@ def attend_step(step, turn, q, pairs, probs, acc, row_max, row_sum, row, spans, 
         factor = factor_of(before, shift, scaling)
         row_sum = scaled_sum(row_sum, factor, p, C)
     acc = finish(acc_pending, 0)
-    leave(empty, turn, C.STAGES)
+    leave_products(empty, turn, C.STAGES)
     acc = rescale(acc, factor)
     if C.PARTS == 2:
         high = powers(high, shift, scaling)
@@ -248,7 +246,7 @@ def scores_of(q, pairs, turn, OWN: gl.constexpr, C: gl.constexpr):
     pending = issue_scores(q, k_tiles, turn % C.STAGES, False, C)
     pass_turn(OWN, C.CONSUMERS, C.PING_PONG)
     s = warpgroup_mma_wait(0, deps=(pending,))
-    leave(empty, turn, C.STAGES)
+    leave_products(empty, turn, C.STAGES)
     return s
 
 
@@ -284,7 +282,6 @@ def attend(sources, queries, pairs, next_tile, out_tiles, results, order, band, 
     k_tiles, v_tiles, full, empty = pairs
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.KEYS, 16])
     DTYPE: gl.constexpr = k_tiles[0].dtype
-    space(C.SPACES[OWN])
     if OWN == C.CONSUMERS - 1:
         pass_turn(OWN, C.CONSUMERS, C.PING_PONG)  # the first warpgroup begins
     turn = 0
@@ -299,7 +296,7 @@ def attend(sources, queries, pairs, next_tile, out_tiles, results, order, band, 
     wait_full(full, turn, C.STAGES)
     HALF: gl.constexpr = C.DIAGONAL and OWN == 0  # of a tile's first step these queries see half of the keys
     s = warpgroup_mma_wait(0, deps=(issue_scores((q_tiles, OWN, held), k_tiles, 0, HALF, C),))
-    leave(empty, turn, C.STAGES)
+    leave_products(empty, turn, C.STAGES)
     turn += 1
     while tile[0] != END:
         first = tile[0]
@@ -381,7 +378,7 @@ def attend(sources, queries, pairs, next_tile, out_tiles, results, order, band, 
             leave_tile(next_tile, taken - 1)
             after = read_tile(next_tile, taken, tile_size(C))
         s = warpgroup_mma_wait(0, deps=(s_pending,))
-        leave(empty, turn, C.STAGES)
+        leave_products(empty, turn, C.STAGES)
         turn += 1
         tile = after
     tma_store_wait(0)

@@ -10,7 +10,7 @@ import torch
 
 from tilewise.kernels.gluon.enqueue import Enqueue
 from tilewise.masks import Span
-from tilewise.problem import AttentionProblem, Sizes, legal_strides
+from tilewise.problem import AttentionProblem, legal_strides
 
 # What keys and values of one section of heads may take of L2 (50 MiB on an H200), by the columns of a head. At 64 and
 # 256 columns 24 MiB made 0.98 to 1.00 of 32, at 128 1.002 to 1.007 (docs/hopper.md, Order of the tiles).
@@ -24,9 +24,6 @@ _SPARE: dict[torch.device, Iterator[torch.Tensor]] = {}
 _STREAM_OF_THREAD = 2  # cudaStreamPerThread: one handle, by which each thread of the host means a stream of its own
 _NOTHING = (None,) * 3 + NO_LENGTHS  # sinks, their stride, out's address
 _PLACES = (0, 0, 1, 1, 2, 2, 3)  # which of q, k, v and out the kernel's descriptors show: two pieces of all but out
-# Instructions that never run in front of each warpgroup's code (_is_spaced): 0.6 % faster at a length of 2048, 0.9 % at
-# 8192, 1.0 % at 16384 (docs/hopper.md, Where code lies).
-_SPACES = (5, 11, 0)
 # A warpgroup is four warps. Contracting a·b + c into one rounding is what the softmax's cost counts on; Triton 3.10
 # changes the default, and 3.9 warns of it.
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
@@ -110,8 +107,7 @@ class HopperForward:
                   not from_end and (three or (count is not None and config.consumers > 1)),
                   64 // pack * config.consumers > config.keys and lower is None and upper is not None,
                   _parts(problem, config), diagonal, held, _chains(problem, config, held),
-                  0 if cut is None else 2 if whole else 1, count is not None, self.packed, is_shifted,
-                  _SPACES if held and cut is None and _is_spaced(config, pieces, upper) else (0,) * 3))
+                  0 if cut is None else 2 if whole else 1, count is not None, self.packed, is_shifted))
         self.enqueue = Enqueue(self.kernel, self.grid, self.scalars, OPTIONS)
         # Of each tensor's one or two pieces; of out its buffers.
         rows = [64] if pack == 1 else [64 // pack, pack]
@@ -203,25 +199,19 @@ def _held(problem: AttentionProblem, config: HopperShape, lower: int | None, pac
     return _HELD.get((config.pieces(problem), config.keys, config.consumers), 0)
 
 
-def _is_spaced(config: HopperShape, pieces: tuple[Sizes, Sizes], upper: int | None) -> bool:
-    """Whether the loops' places in lines of code were timed, and better ones than they come to by themselves.
-
-    Under a bound above, two warpgroups that take turns and hold 64 of 256 columns of Q.
-    """
-    return pieces == ((256,), (256,)) and upper is not None and config.ping_pong and config.consumers == 2
-
-
 def _chains(problem: AttentionProblem, config: HopperShape, held: int) -> int:
     """In how many chains a thread finds a row's maximum.
 
     More than one where warpgroups take turns, or registers hold all of Q's 128 columns under a bound above (0 to 0.3 %
-    faster from a length of 2048 on): elsewhere they gained nothing.
+    faster from a length of 2048 on): elsewhere they gained nothing. Of three warpgroups four are 0.2 to 0.4 % faster
+    than two under an upper bound alone, and 0 to 0.5 % slower without a mask; windows were not timed.
     """
+    mask = problem.mask
     if not config.ping_pong:
-        return 4 if held == 128 and problem.mask.right is not None else 1
+        return 4 if held == 128 and mask.right is not None else 1
     if max(problem.d, problem.dv) <= 96:
-        return 2
-    return 1 if problem.mask.is_bounded else 4
+        return 4 if config.consumers == 3 and mask.left is None and mask.right is not None else 2
+    return 1 if mask.is_bounded else 4
 
 
 def section_of(problem: AttentionProblem) -> int:

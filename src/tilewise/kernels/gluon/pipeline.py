@@ -59,8 +59,18 @@ def wait_empty(empty, turn, SLOTS: gl.constexpr):
 
 @gluon.jit
 def leave(empty, turn, SLOTS: gl.constexpr):
-    """Give a slot of a ring back."""
+    """Give a slot of a ring back; Triton has all threads of the warpgroup meet in front of an arrival, and behind."""
     mbarrier.arrive(empty.index(turn % SLOTS), count=1)
+
+
+@gluon.jit
+def leave_products(empty, turn, SLOTS: gl.constexpr):
+    """Give a slot of a ring back that nothing but products has read, which the caller has waited for.
+
+    A product is one operation of the whole warpgroup: the thread that sees it done may say so, and nobody has to meet.
+    CUTLASS's consumers release their slots so, too. To expect no bytes is an arrival that Triton does not take for one.
+    """
+    mbarrier.expect(empty.index(turn % SLOTS), 0)
 
 
 @gluon.jit
