@@ -103,14 +103,15 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("d", "config", "chains"), [
-    (64, HopperForwardConfig(128, 2), 1), (64, HopperForwardConfig(128, 3, ping_pong=True), 2),
-    (128, HopperForwardConfig(128, 2, ping_pong=True), 4),
-    (256, HopperForwardConfig(64, 2, query_stages=1, out_parts=2, ping_pong=True), 4)], ids=str)
-def test_the_greatest_of_scores_far_apart_is_found_wherever_it_is(d, config, chains):
+@pytest.mark.parametrize(("d", "mask", "config", "chains"), [
+    (64, Mask(), HopperForwardConfig(128, 2), 1), (64, Mask(), HopperForwardConfig(128, 3, ping_pong=True), 2),
+    (64, causal("bottom_right"), HopperForwardConfig(128, 3, ping_pong=True), 4),
+    (128, Mask(), HopperForwardConfig(128, 2, ping_pong=True), 4),
+    (256, Mask(), HopperForwardConfig(64, 2, query_stages=1, out_parts=2, ping_pong=True), 4)], ids=str)
+def test_the_greatest_of_scores_far_apart_is_found_wherever_it_is(d, mask, config, chains):
     """What exceeds a maximum by more than 128, to base 2, overflows: scores are hundreds apart."""
     random.seed(0)
-    problem, tensors = call_of(Mask(), (192, 300), (1, 1), (d, d))
+    problem, tensors = call_of(mask, (192, 300), (1, 1), (d, d))
     problem = replace(problem, scale=50.0 * (64 / d) ** 0.5)
     assert chains == launch.HopperForward(problem, config, 3).scalars[-1].CHAINS
     check(problem, tensors, *attend(problem, config, tensors)[:2])

@@ -21,17 +21,18 @@ _BEGINNING = 2.0  # microseconds until a tile's first keys are there
 _COMBINING, _MEGABYTES = 5.0, 2.2
 # From so many waves on programs have drifted apart: the last one leaves idle about this much of its tiles' length,
 # however many they are, and cut in n parts an n-th of that. Above 128 columns it was not so, and parts that fill more
-# than so much of their time were little gain. Of three warpgroups no parts saved more than that.
+# than so much of their time were little gain. Three warpgroups are sure of no more than that.
 MANY_WAVES, _DRIFT, _FULLEST = 4, 0.37, 0.92
 _MOST_PARTS, _MOST_LAST_PARTS = 32, 8
 # A last wave's tiles may have a first part so many times as long as each other, with parts so few.
 _MOST_LEAD, _MOST_PARTS_WITH_LEAD = 8, 4
 NEARLY = 0.97  # what is to be done must take less than this of the time without it
-# And the parts of a last wave must save this many times what they cost, above 128 columns so many: there the launch of
-# what combines them is no part of that, it lies beside the last tiles.
-_WORTH, _WORTH_OF_WIDE = 1.5, 1.1
+_WORTH = 1.5  # and the parts of a last wave must save this many times what they cost
 # Of all the time, what the steps of three warpgroups take longer where tiles may be parts.
 _SLOWER_IN_PARTS = 0.01
+# With 256 columns and so many keys parts cost little more than to write and read them, and were worth it from so many
+# times that on.
+_LEAST_WIDE, _WORTH_OF_WIDE = 4096, 1.1
 
 
 class Cut(NamedTuple):
@@ -91,7 +92,7 @@ def _laid_out(problem: AttentionProblem, config: HopperForwardConfig, pack: int,
             return whole
         return Layout(whole.time - saved, pack, cut)
     time, parts = min((_time(problem, config, tiles, steps, multiprocessors, parts)
-                       + _combining(problem, problem.b * problem.hq * problem.sq, parts), parts)
+                       + _COMBINING + _moving(problem, problem.b * problem.hq * problem.sq, parts), parts)
                       for parts in range(2, _MOST_PARTS + 1))
     return Layout(time, pack, Cut(0, parts)) if parts <= max(steps) and time < NEARLY * whole.time else whole
 
@@ -135,20 +136,19 @@ def _last_wave(problem: AttentionProblem, config: HopperForwardConfig, tiles: in
     length = max(steps) * _step_time(problem, config)
     lines = rest * 64 * config.consumers
     is_wide = max(problem.d, problem.dv) > 128
-    worth = _WORTH_OF_WIDE if is_wide else _WORTH
+    was_timed = config.pieces(problem) == ((256,), (256,)) and problem.sk >= _LEAST_WIDE
+    worth, launch = (_WORTH_OF_WIDE, 0.0) if was_timed else (_WORTH, _COMBINING)
     slower = _SLOWER_IN_PARTS * length * (waves + 1) if config.consumers == 3 else 0.0
 
     def saved(parts: int, lead: int) -> float:
         units = parts + lead - 1
         busy = rest * units / multiprocessors
         share = 1.0 - max(lead, math.ceil(busy / _FULLEST if is_wide else busy)) / units
-        drift = _DRIFT * (1.0 - 1.0 / parts)
         if waves >= MANY_WAVES and not is_wide and lead == 1:
-            share = max(share, drift)
-        if waves >= MANY_WAVES and config.consumers == 3:
-            share = min(share, drift)
-        cost = slower + _combining(problem, lines, parts) - (_COMBINING if is_wide else 0.0)
-        return share * length - cost if share * length > worth * cost else 0.0
+            share = max(share, _DRIFT * (1.0 - 1.0 / parts))
+        sure = min(share, _DRIFT) if waves >= MANY_WAVES and config.consumers == 3 else share
+        cost = launch + _moving(problem, lines, parts) + slower
+        return share * length - cost if sure * length > worth * cost else 0.0
 
     if not rest or max(steps) == 1:
         return 0.0, Cut(tiles, 1)
@@ -163,6 +163,6 @@ def _step_time(problem: AttentionProblem, config: HopperForwardConfig) -> float:
     return config.keys / 128 * max(_SOFTMAX, _COLUMN * columns) * _WARPGROUPS[config.consumers]
 
 
-def _combining(problem: AttentionProblem, lines: int, parts: int) -> float:
-    """Return the microseconds that it takes to write so many parts of some lines, and to combine them."""
-    return _COMBINING + lines * parts * (sum(pieces_of(problem.dv)) + 8) * 4e-6 / _MEGABYTES
+def _moving(problem: AttentionProblem, lines: int, parts: int) -> float:
+    """Return the microseconds that it takes to write so many parts of some lines, and to read them."""
+    return lines * parts * (sum(pieces_of(problem.dv)) + 8) * 4e-6 / _MEGABYTES

@@ -106,7 +106,8 @@ class HopperForward:
                   config.query_stages, config.ping_pong, lower is not None, upper is not None, from_end,
                   not from_end and (three or (count is not None and config.consumers > 1)),
                   64 // pack * config.consumers > config.keys and lower is None and upper is not None,
-                  _parts(problem, config), diagonal, held, _chains(problem, config, held),
+                  _parts(problem, config), diagonal, held,
+                  _chains(problem, config, held, from_end and cut is None),
                   0 if cut is None else 2 if whole else 1, count is not None, self.packed, is_shifted))
         self.enqueue = Enqueue(self.kernel, self.grid, self.scalars, OPTIONS)
         # Of each tensor's one or two pieces; of out its buffers.
@@ -199,19 +200,18 @@ def _held(problem: AttentionProblem, config: HopperShape, lower: int | None, pac
     return _HELD.get((config.pieces(problem), config.keys, config.consumers), 0)
 
 
-def _chains(problem: AttentionProblem, config: HopperShape, held: int) -> int:
+def _chains(problem: AttentionProblem, config: HopperShape, held: int, from_end: bool) -> int:
     """In how many chains a thread finds a row's maximum.
 
     More than one where warpgroups take turns, or registers hold all of Q's 128 columns under a bound above (0 to 0.3 %
-    faster from a length of 2048 on): elsewhere they gained nothing. Of three warpgroups four are 0.2 to 0.4 % faster
-    than two under an upper bound alone, and 0.2 to 0.5 % slower without a mask; windows were not timed.
+    faster from a length of 2048 on): elsewhere they gained nothing. Where tiles of three warpgroups are counted from
+    the end four are 0.2 to 0.4 % faster than two, and without a mask 0.2 to 0.5 % slower; nothing else was timed.
     """
-    mask = problem.mask
     if not config.ping_pong:
-        return 4 if held == 128 and mask.right is not None else 1
+        return 4 if held == 128 and problem.mask.right is not None else 1
     if max(problem.d, problem.dv) <= 96:
-        return 4 if config.consumers == 3 and mask.left is None and mask.right is not None else 2
-    return 1 if mask.is_bounded else 4
+        return 4 if from_end and problem.scores.softcap is None else 2
+    return 1 if problem.mask.is_bounded else 4
 
 
 def section_of(problem: AttentionProblem) -> int:
