@@ -63,7 +63,7 @@ def test_tiles_that_are_less_than_a_wave_are_cut_where_there_are_keys_enough(b, 
     (2, 8, 8192, 256, (924, 2, 5)), (4, 8, 4096, 256, (924, 2, 5)), (1, 11, 8192, 256, (660, 4, 2)),
     (1, 6, 4224, 128, (132, 2, 1)),
     (1, 12, 2048, 128, None), (1, 3, 16384, 128, None), (8, 16, 2048, 128, None), (8, 8, 2048, 256, None),  # too little
-    (2, 16, 640, 256, None), (16, 32, 1536, 256, None), (4, 8, 4096, 192, None),  # nor was it timed that little is enough
+    (2, 16, 640, 256, None), (16, 32, 1536, 256, None), (4, 8, 4096, 192, None),  # nor was so little timed
     (4, 32, 4096, 64, None), (1, 32, 16384, 64, None),  # steps of three warpgroups are slower where tiles may be parts
     (1, 33, 4096, 128, None), (1, 5, 16384, 256, None),  # eight waves and no tile more; 112 tiles nearly fill one
 ], ids=str)
