@@ -5,6 +5,7 @@ import pytest
 from kernels.sass import (
     early_reads,
     exponentials_before_waits,
+    meetings_in_loops,
     places_of_loops,
     possibly_unset,
     spills_in_steps,
@@ -49,6 +50,13 @@ def test_places_are_those_of_the_innermost_loops_with_products():
              "@P0 BRA `(.L_x_2)", "NOP", ".L_x_3:", *step, "@P0 BRA `(.L_x_3)", "BRA `(.L_x_2)", "EXIT"]
     assert places_of_loops(listing(*loops)) == [0x30, 0x100 % 128]
     assert places_of_loops(listing("NOP", *loops)) == [0x40, 0x110 % 128]
+
+
+def test_meetings_are_those_in_loops_with_products_and_no_arrivals():
+    step, meeting = ["HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], R24"] * 4, "BAR.SYNC.DEFER_BLOCKING 0x2, 0x80"
+    code = [meeting, ".L_x_0:", meeting, *step, "BAR.ARV 0xc, 0x100", meeting, "@P0 BRA `(.L_x_0)", meeting, ".L_x_1:",
+            *step, "@P0 BRA `(.L_x_1)", ".L_x_2:", meeting, "@P0 BRA `(.L_x_2)", "EXIT"]
+    assert meetings_in_loops(listing(*code)) == [2, 0]
 
 
 def test_a_register_set_in_front_of_a_loop_that_may_be_skipped_is_found():

@@ -65,7 +65,7 @@ def leave(empty, turn, SLOTS: gl.constexpr):
 
 @gluon.jit
 def leave_products(empty, turn, SLOTS: gl.constexpr):
-    """Give a slot of a ring back that nothing but products has read, which the caller has waited for.
+    """Give a slot of a ring back that products alone have read since the threads last met; the caller has awaited them.
 
     A product is one operation of the whole warpgroup: the thread that sees it done may say so, and nobody has to meet.
     CUTLASS's consumers release their slots so, too. To expect no bytes is an arrival that Triton does not take for one.
