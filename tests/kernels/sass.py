@@ -17,7 +17,7 @@ from itertools import chain
 _REGISTER = re.compile(r"(?<![A-Z0-9_])(UR|R|UP|P)(\d+)")
 _WORDS = {"64": 2, "128": 4}
 # Writes no register, whatever comes first.
-_READERS = re.compile(r"(ST|BAR|BRA|BRX|EXIT|RED|UTMA|WARPGROUP|DEPBAR|FENCE|MEMBAR|NOP|WARPSYNC|CCTL|YIELD|RET)")
+_READERS = re.compile(r"(ST|BAR|BRA|BRX|EXIT|RED(?!UX)|UTMA|WARPGROUP|DEPBAR|FENCE|MEMBAR|NOP|WARPSYNC|CCTL|YIELD|RET)")
 _PREDICATES = re.compile(r"U?P(\d|T)")
 # Hands on what may be unset too: ptxas saves uniform registers around code that sets them under a predicate.
 _COPY = re.compile(r"(@!?U?P\d+\s+)?(?:U?MOV|R2UR|IMAD\.MOV\.U32|IMAD\.U32)\s+(U?R\d+),(?: RZ, RZ,)? (U?R\d+)")

@@ -35,10 +35,9 @@ def test_three_warpgroups_take_turns_where_heads_are_narrow_and_sequences_long()
 def test_two_warpgroups_of_narrow_heads_have_four_stages_where_they_are_at_work_for_more_than_four_waves():
     for b, multiprocessors, stages in ((8, 132, 4), (4, 132, 2), (4, 128, 2), (4, 127, 4)):
         problem = replace(problem_of(64, 64, s=512, mask=causal()), b=b, hq=32, hk=32)
-        config = HopperForwardConfig(128, 2, stages, ping_pong=stages == 2)
-        assert hopper_forward_config(problem, multiprocessors) == config
-        problem = replace(problem, mask=Mask())
-        assert hopper_forward_config(problem, multiprocessors) == HopperForwardConfig(128, 2, stages, ping_pong=True)
+        for mask in (causal(), Mask()):
+            config = hopper_forward_config(replace(problem, mask=mask), multiprocessors)
+            assert config == HopperForwardConfig(128, 2, stages, ping_pong=True)
     one = replace(problem_of(64, 64, s=512, mask=causal()), hq=132, hk=132)  # four waves of an entry
     for b, deterministic in product((1, 2), (False, True)):
         config = hopper_forward_config(replace(one, b=b, deterministic=deterministic))
@@ -48,11 +47,11 @@ def test_two_warpgroups_of_narrow_heads_have_four_stages_where_they_are_at_work_
 @pytest.mark.parametrize(("d", "dv", "s", "mask", "turns"), [
     (96, 96, 1024, Mask(), True), (72, 80, 1024, causal(), True), (96, 96, 1023, Mask(), False),
     (96, 64, 4096, Mask(), False), (128, 128, 511, Mask(), False), (128, 104, 512, causal(), True),
-    (128, 128, 2047, causal(), True), (128, 128, 2048, causal(), False), (128, 128, 16384, Mask(), True),
+    (128, 128, 16384, causal(), True), (128, 128, 511, causal(), False), (128, 128, 16384, Mask(), True),
     (64, 64, 511, Mask(), False), (64, 40, 512, Mask(), True), (64, 64, 512, window(100, 0), False),
-    (64, 64, 512, causal(), False), (64, 64, 1791, causal(), False),
+    (64, 64, 512, causal(), True), (64, 64, 1791, causal(), True),
     (192, 192, 4096, Mask(), False),
-    (256, 256, 2047, Mask(), False), (256, 256, 2048, causal(), True), (256, 200, 16384, Mask(), True),
+    (256, 256, 511, Mask(), False), (256, 256, 512, causal(), True), (256, 200, 16384, Mask(), True),
     (96, 96, 4096, window(100, 0), False), (256, 256, 4096, window(100, 0), False),
 ])
 def test_two_warpgroups_take_turns_where_that_was_timed_and_one_alone_does_not(d, dv, s, mask, turns):

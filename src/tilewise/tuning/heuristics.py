@@ -164,12 +164,11 @@ def hopper_forward_config(problem: AttentionProblem, multiprocessors: int = MULT
     At a width of 64 the softmax takes as long as the products: three warpgroups that take turns (+5 % over three that
     do not). Of short sequences their 192 queries see too much that is hidden, or are too often none: two, with four
     stages where they are at work long enough (without a mask, length 640: +5 %; 768: -11 %; causal, 1280: +2 %; 1536:
-    the same; 2000: -2 %; windows and a softcap were not timed), and then without turns under an upper bound (causal,
-    length 512: +0.5 %; 1024: +1.1 %), but for lengths that are data, where that was not timed. At 128 two fill the
-    tensor cores by themselves, and registers allow no third. Of packed sequences the mean counts, and of a
-    deterministic call's none: it is the neighbours' affair too. Where shorter tiles make waves that take less time by
-    reckoning (waves.py), there are fewer warpgroups, as where tiles are few: one at 512 keys and 64 tiles takes 0.82 of
-    the time of two. Two take turns where that was timed and faster.
+    the same; 2000: -2 %; windows and a softcap were not timed). At 128 two fill the tensor cores by themselves, and
+    registers allow no third. Of packed sequences the mean counts, and of a deterministic call's none: it is the
+    neighbours' affair too. Where shorter tiles make waves that take less time by reckoning (waves.py), there are fewer
+    warpgroups, as where tiles are few: one at 512 keys and 64 tiles takes 0.82 of the time of two. Two take turns where
+    that was timed and faster.
 
     Wider ones take the most keys a step whose scores fit the registers beside O (128 of them to 128 columns; beside 192
     Triton 3.9's ptxas spills and serializes the products) and that shared memory allows, at the cost of the second tile
@@ -183,8 +182,6 @@ def hopper_forward_config(problem: AttentionProblem, multiprocessors: int = MULT
     two = next(config for config in configs if config.shared_bytes(problem) <= room)
     width, in_turns = max(problem.d, problem.dv), _two_take_turns(problem, length)
     is_long = width <= 64 and in_turns and tiles_of(problem, two) > MANY_WAVES * multiprocessors
-    if is_long and problem.mask.right is not None and not problem.sequences.are_data:
-        in_turns = False
     by_preference = [replace(two, ping_pong=in_turns, stages=4 if is_long else 2)]
     if width <= 128:
         by_preference.append(replace(two, consumers=1))
@@ -208,16 +205,15 @@ def _were_timed(problem: AttentionProblem) -> bool:
 def _two_take_turns(problem: AttentionProblem, length: int) -> bool:
     """Whether two warpgroups take turns, by the columns of q and k, and of v, inside the tiles.
 
-    At 64, with four stages, +3 % at 512 without a mask and +2 to 5 % of packed sequences; at 96 without a mask +11 to
-    17 %, causal +1 to 4 %; at 128 without a mask +2.6 % at a length of 512, +1.4 % at 2048, +0.2 % at 16384, causal
-    +1 % at 512 and 1024, and nothing from 2048 on; at 256 +0.3 to 1.4 % from 2048 on. At 192 they lost 0.8 %, causal.
-    Shorter lengths, windows, a softcap and, at other widths than 64, lengths that are data were not timed.
+    At 64, with four stages, causal +0.7 % at 512 and +0.6 % at 1024, and +2 to 5 % of packed sequences; at 96 without a
+    mask +11 to 17 %, causal +1 to 4 %; at 128 without a mask +2 to 3.4 %, causal 0 to +1 %; at 256 +0.4 to 1.2 % to a
+    length of 1024, and nothing or little beyond. At 192 they lost 0.8 %, causal. Shorter lengths, windows, a softcap
+    and, at other widths than 64, lengths that are data were not timed.
     """
     widths = sum(pieces_of(problem.d)), sum(pieces_of(problem.dv))
     if not _were_timed(problem) or (problem.sequences.are_data and widths != (64, 64)):
         return False
-    least = {(64, 64): 512, (96, 96): 1024, (128, 128): 512, (256, 256): 2048}.get(widths, math.inf)
-    return least <= length < (2048 if widths == (128, 128) and problem.mask.right is not None else math.inf)
+    return length >= {(64, 64): 512, (96, 96): 1024, (128, 128): 512, (256, 256): 512}.get(widths, math.inf)
 
 
 def hopper_backward_config(problem: AttentionProblem, multiprocessors: int = MULTIPROCESSORS) -> HopperBackwardConfig:

@@ -19,13 +19,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tilewise.kernels.gluon.compat import tma_load, tma_store_wait
-from tilewise.kernels.gluon.cuts import locate_part, numbers_of, own_steps_of
-from tilewise.kernels.gluon.lengths import band_of, clear, rows_of, tile_size
+from tilewise.kernels.gluon.compat import tma_store_wait
+from tilewise.kernels.gluon.cuts import own_steps_of
+from tilewise.kernels.gluon.hopper_forward_load import load
+from tilewise.kernels.gluon.lengths import band_of, clear, tile_size
 from tilewise.kernels.gluon.pipeline import (
     END,
-    draw_number,
-    hand_out,
+    FOUR_WARPS,
+    IN_ORDER,
+    JUDGED,
     joined,
     leave,
     leave_products,
@@ -38,12 +40,12 @@ from tilewise.kernels.gluon.pipeline import (
     stay,
     take_tile,
     take_turn,
-    wait_empty,
     wait_full,
 )
 from tilewise.kernels.gluon.products import finish, hold_queries, issue_out, issue_scores, products_of, rescale, zeros
 from tilewise.kernels.gluon.results import record_of, write
 from tilewise.kernels.gluon.softmax import (
+    are_bad,
     cap,
     factor_of,
     halves,
@@ -53,6 +55,7 @@ from tilewise.kernels.gluon.softmax import (
     powers,
     scaled_sum,
     shift_of,
+    steady_shift_of,
     sum_of,
 )
 from tilewise.kernels.gluon.tiles import hides_first_step, keys_at, masked_of
@@ -75,6 +78,8 @@ class Shape(NamedTuple):
     DIAGONAL: whether each tile's first step has the diagonal from its first query and key on: the first warpgroup then
     needs half of its keys, and no other step has a mask. Of two warpgroups, steps as long as tiles, one upper bound.
     HELD: how many of q's last columns a warpgroup holds in registers: steps read only the others from shared memory.
+    STEADY: whether steps without a mask, behind a tile's first one, take the maximum of a row as it is. A tile in which
+    that overflows comes again, and then they do not (hopper_forward_load.py).
     CHAINS: chains of comparisons in which a thread looks for the maximum of what it has of a row: 1, 2 or 4.
     CUT: 1 where tiles are cut along their keys into parts, which another kernel combines, 2 where some stay whole. Then
     what says which tile it is takes no registers in its steps, but is read again behind them.
@@ -100,6 +105,7 @@ class Shape(NamedTuple):
     PARTS: int
     DIAGONAL: bool
     HELD: int
+    STEADY: bool
     CHAINS: int
     CUT: int
     LENGTHS: bool
@@ -107,86 +113,9 @@ class Shape(NamedTuple):
     SHIFTED: bool
 
 
-@gluon.constexpr_function
-def bytes_of(rows, widths):
-    """Bytes of some rows with all their pieces."""
-    return 2 * rows * sum(widths)
-
-
-@gluon.jit
-def load_rows(descs, place, barrier, tiles, slot):
-    """Producer: load every piece of some rows into a slot; the second begins where the first ends."""
-    batch, head, row = place
-    RANK: gl.constexpr = len(descs[0].block_type.shape)
-    for i in gl.static_range(len(descs)):
-        if RANK == 5:  # (b, hk, sq, group, d)
-            at = [batch, head, row, 0, i * descs[0].block_type.shape[4]]
-        else:
-            at = [batch, head, row, i * descs[0].block_type.shape[3]]
-        tma_load(descs[i], at, barrier, tiles[i].index(slot))
-
-
-@gluon.jit
-def load_pair(sources, pairs, turn, place_k, place_v, C: gl.constexpr):
-    """Producer: load K and V of one turn; a place outside the tensor gives zeros and moves nothing."""
-    _q_descs, k_descs, v_descs, _out_desc = sources
-    k_tiles, v_tiles, full, empty = pairs
-    wait_empty(empty, turn, C.STAGES)
-    slot = turn % C.STAGES
-    mbarrier.expect(full.index(slot), bytes_of(C.KEYS, C.D) + bytes_of(C.KEYS, C.DV))
-    load_rows(k_descs, place_k, full.index(slot), k_tiles, slot)
-    load_rows(v_descs, place_v, full.index(slot), v_tiles, slot)
-
-
-@gluon.jit
-def load(sources, queries, pairs, next_tile, counter, order, band, lengths, cut, group, C: gl.constexpr):
-    """Producer, one warp: fetch tile numbers, and keep the rings full."""
-    q_descs, _k_descs, _v_descs, _out_desc = sources
-    q_tiles, q_full, q_empty = queries
-    tiles, heads, batches, _section = order
-    CONSUMERS: gl.constexpr = C.CONSUMERS
-    total = numbers_of(tiles * heads * batches, cut, C)
-    turn = 0
-    taken = 0
-    number = gl.program_id(0)
-    batch = 0
-    head_k = 0
-    row = -C.KEYS  # nowhere
-    while number < total:
-        tile, row_k, exists = locate_part(number, order, band, lengths, cut, C)
-        if exists:
-            v_place = (batch, head_k, row)
-            first = tile[0]
-            head = tile[1]
-            batch = tile[2]
-            head_k = head if C.PACK > 1 else head // group
-            hand_out(next_tile, taken, tile, tile_size(C))
-            spans = own_steps_of(tile, band_of(tile, band, C), cut[1], C)
-            row = row_k + keys_at(0, spans, C)
-            load_pair(sources, pairs, turn, (batch, head_k, row), v_place, C)
-            turn += 1
-            row_q = rows_of(tile, band[0], C)[0]
-            for i in gl.static_range(CONSUMERS):
-                slot = taken % C.Q_STAGES * C.CONSUMERS + i
-                mbarrier.wait(q_empty.index(slot), ((taken // C.Q_STAGES) & 1) ^ 1)
-                mbarrier.expect(q_full.index(slot), bytes_of(64, C.D))
-                q_place = (batch, head, row_q + first + i * (64 // C.PACK))
-                load_rows(q_descs, q_place, q_full.index(slot), q_tiles, slot)
-            for step in range(1, spans[3]):
-                before = row
-                row = row_k + keys_at(step, spans, C)
-                load_pair(sources, pairs, turn, (batch, head_k, row), (batch, head_k, before), C)
-                turn += 1
-            taken += 1
-        number = draw_number(counter, total)
-    hand_out(next_tile, taken, (END, 0, 0), tile_size(C))
-    nowhere = -C.KEYS
-    load_pair(sources, pairs, turn, (batch, head_k, nowhere), (batch, head_k, row), C)
-
-
 @gluon.jit
 def attend_step(step, turn, q, pairs, probs, acc, row_max, row_sum, row, spans, band, scaling, OWN: gl.constexpr,
-                MASKED: gl.constexpr, C: gl.constexpr):
+                MASKED: gl.constexpr, STEADY: gl.constexpr, C: gl.constexpr):
     """S of a step, and O += P·V of the one before it.
 
     In two parts the softmax has half of its exponentials above the wait for that product: they run beside it. The
@@ -203,16 +132,19 @@ def attend_step(step, turn, q, pairs, probs, acc, row_max, row_sum, row, spans, 
     s = cap(warpgroup_mma_wait(len(C.DV) * len(probs), deps=(s_pending,)), scaling)
     if MASKED:
         s = hide(s, row, keys_at(step, spans, C), band, C)
-    before = row_max
-    row_max, shift = shift_of(s, before, scaling, MASKED, C)
-    if C.PARTS == 2:
+    if STEADY:
+        shift = steady_shift_of(row_max, scaling)
+        factor = None
+    else:
+        before = row_max
+        row_max, shift = shift_of(s, before, scaling, MASKED, C)
         factor = factor_of(before, shift, scaling)
+    if C.PARTS == 2:
         low, high = halves(s)
         low = powers(low, shift, scaling)
         low_sum = stay(sum_of(low, C))
     else:
         p = powers(s, shift, scaling)
-        factor = factor_of(before, shift, scaling)
         row_sum = scaled_sum(row_sum, factor, p, C)
     acc = finish(acc_pending, 0)
     leave_products(empty, turn, C.STAGES)
@@ -228,11 +160,11 @@ def attend_step(step, turn, q, pairs, probs, acc, row_max, row_sum, row, spans, 
 
 @gluon.jit
 def attend_steps(begin, end, turn, q, pairs, probs, acc, row_max, row_sum, row, spans, band, scaling,
-                 OWN: gl.constexpr, MASKED: gl.constexpr, C: gl.constexpr):
+                 OWN: gl.constexpr, MASKED: gl.constexpr, STEADY: gl.constexpr, C: gl.constexpr):
     """Steps ``begin`` to ``end`` of a tile."""
     for step in range(begin, end):
         probs, acc, row_max, row_sum = attend_step(step, turn, q, pairs, probs, acc, row_max, row_sum, row, spans,
-                                                   band, scaling, OWN, MASKED, C)
+                                                   band, scaling, OWN, MASKED, STEADY, C)
         turn += 1
     return turn, probs, acc, row_max, row_sum
 
@@ -267,35 +199,71 @@ def rest(begin, end, turn, pairs, OWN: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
+def judge(judged, taken, bad, tile, OWN: gl.constexpr, C: gl.constexpr):
+    """Say of each row if the tile must come again for it; of one that has come again nobody does."""
+    if tile[tile_size(C) - 1] == 0:
+        judged[0].index((taken & (JUDGED - 1)) * C.CONSUMERS + OWN).store(bad)
+
+
+@gluon.jit
 def await_queries(q_full, slot, taken, first, C: gl.constexpr):
-    """Wait for the queries of a tile, if there is one."""
-    if first != END:
+    """Wait for the queries of a tile, if there is one; with C.STEADY an END has some too."""
+    exists = True if C.STEADY else first != END
+    if exists:
         mbarrier.wait(q_full.index(slot), (taken // C.Q_STAGES) & 1)
 
 
 @gluon.jit
-def attend(sources, queries, pairs, next_tile, out_tiles, results, order, band, group, scaling, OWN: gl.constexpr,
-           C: gl.constexpr):
+def attend(sources, queries, pairs, next_tile, judged, out_tiles, results, order, band, group, scaling,
+           OWN: gl.constexpr, C: gl.constexpr):
     """Consumer, one warpgroup: 64 rows of every tile."""
+    if OWN == C.CONSUMERS - 1:
+        pass_turn(OWN, C.CONSUMERS, C.PING_PONG)  # the first warpgroup begins
+    turn = 0
+    taken = 0
+    tile = take_tile(next_tile, taken, tile_size(C), C.CUT > 0)
+    if C.STEADY:
+        _q_tiles, _q_full, q_empty = queries
+        while tile[0] != END:
+            turn, taken = attend_tiles(tile, turn, taken, sources, queries, pairs, next_tile, judged, out_tiles,
+                                       results, order, band, group, scaling, OWN, C)
+            if C.CUT > 0:
+                leave_tile(next_tile, taken)
+            leave(q_empty, taken * C.CONSUMERS + OWN, C.Q_STAGES * C.CONSUMERS)
+            taken += 1
+            mbarrier.arrive(judged[2].index(0), count=1)
+            tile = take_tile(next_tile, taken, tile_size(C), C.CUT > 0)
+    else:
+        attend_tiles(tile, turn, taken, sources, queries, pairs, next_tile, judged, out_tiles, results, order, band,
+                     group, scaling, OWN, C)
+    tma_store_wait(0)
+    if OWN == 0:
+        take_turn(OWN, C.PING_PONG)  # the last warpgroup has passed on a turn that nobody needs
+
+
+@gluon.jit
+def attend_tiles(tile, turn, taken, sources, queries, pairs, next_tile, judged, out_tiles, results, order, band, group,
+                 scaling, OWN: gl.constexpr, C: gl.constexpr):
+    """Consumer: all tiles up to an END, from the first one on; returns the turn behind it, and how many were taken."""
     _q_descs, _k_descs, _v_descs, out_desc = sources
     q_tiles, q_full, q_empty = queries
     k_tiles, v_tiles, full, empty = pairs
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.KEYS, 16])
     DTYPE: gl.constexpr = k_tiles[0].dtype
-    if OWN == C.CONSUMERS - 1:
-        pass_turn(OWN, C.CONSUMERS, C.PING_PONG)  # the first warpgroup begins
-    turn = 0
-    taken = 0
     KEPT: gl.constexpr = C.CUT > 0
-    tile = take_tile(next_tile, taken, tile_size(C), KEPT)
+    first_slot = OWN
+    first_place = 0
+    if C.STEADY:
+        first_slot = opaque(taken % C.Q_STAGES * C.CONSUMERS + OWN)
+        first_place = opaque(turn % C.STAGES)
     if C.LENGTHS or C.CUT > 0:  # this program's tiles may all lie between the sequences, or be parts without a step
-        await_queries(q_full, OWN, taken, tile[0], C)
+        await_queries(q_full, first_slot, taken, tile[0], C)
     else:
         wait_full(q_full, taken * C.CONSUMERS + OWN, C.Q_STAGES * C.CONSUMERS)
-    held = hold_queries(q_tiles, OWN, C)
+    held = hold_queries(q_tiles, first_slot, C)
     wait_full(full, turn, C.STAGES)
     HALF: gl.constexpr = C.DIAGONAL and OWN == 0  # of a tile's first step these queries see half of the keys
-    s = warpgroup_mma_wait(0, deps=(issue_scores((q_tiles, OWN, held), k_tiles, 0, HALF, C),))
+    s = warpgroup_mma_wait(0, deps=(issue_scores((q_tiles, first_slot, held), k_tiles, first_place, HALF, C),))
     leave_products(empty, turn, C.STAGES)
     turn += 1
     while tile[0] != END:
@@ -305,7 +273,11 @@ def attend(sources, queries, pairs, next_tile, out_tiles, results, order, band, 
         row = first + OWN * (64 // C.PACK)
         acc = zeros(C)
         nothing = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, S_LAYOUT))
-        masked = masked_of(row, spans, own_band, C)
+        if C.STEADY:  # the step of the first row's last key is among them, so that no row has seen nothing behind them
+            masked = masked_of(row - 1, spans, own_band, C)
+            masked = gl.where(tile[tile_size(C) - 1] == 0, masked, spans[3])
+        else:
+            masked = masked_of(row, spans, own_band, C)
         q_slot = taken % C.Q_STAGES * C.CONSUMERS + OWN
         begin = 1
         if C.RESTS:
@@ -333,7 +305,7 @@ def attend(sources, queries, pairs, next_tile, out_tiles, results, order, band, 
             if spans[3] > 1:
                 probs, acc, row_max, row_sum = attend_step(
                     1, turn, (q_tiles, opaque(q_slot), held), pairs, (low,), acc, row_max, row_sum, row, spans,
-                    own_band, scaling, OWN, False, C)
+                    own_band, scaling, OWN, False, False, C)
                 turn += 1
                 begin += 1
         else:
@@ -343,13 +315,13 @@ def attend(sources, queries, pairs, next_tile, out_tiles, results, order, band, 
             if (keep < C.KEYS) & (begin == 1):  # the first step is the only one that may reach past the keys
                 wait_full(full, turn, C.STAGES)
                 clear(v_tiles, opaque(turn % C.STAGES), keep, C)
-        if not C.DIAGONAL:
+        if C.STEADY or not C.DIAGONAL:
             turn, probs, acc, row_max, row_sum = attend_steps(
                 begin, masked, turn, (q_tiles, opaque(q_slot), held), pairs, probs, acc, row_max, row_sum, row, spans,
-                own_band, scaling, OWN, True, C)
+                own_band, scaling, OWN, True, False, C)
         turn, probs, acc, row_max, row_sum = attend_steps(
             gl.maximum(begin, masked), spans[3], turn, (q_tiles, opaque(q_slot), held), pairs, probs, acc, row_max,
-            row_sum, row, spans, own_band, scaling, OWN, False, C)
+            row_sum, row, spans, own_band, scaling, OWN, False, C.STEADY, C)
 
         leave(q_empty, taken * C.CONSUMERS + OWN, C.Q_STAGES * C.CONSUMERS)
         taken += 1
@@ -373,6 +345,8 @@ def attend(sources, queries, pairs, next_tile, out_tiles, results, order, band, 
         if KEPT:
             tile = read_tile(next_tile, taken - 1, tile_size(C))
             row = tile[0] + OWN * (64 // C.PACK)
+        if C.STEADY:
+            judge(judged, taken - 1, are_bad(row_sum, acc, DTYPE), tile, OWN, C)
         write(acc, row_max, row_sum, tile, row, out_desc, out_tiles, results, band, order[1], group, scaling, OWN, C)
         if KEPT:
             leave_tile(next_tile, taken - 1)
@@ -381,9 +355,7 @@ def attend(sources, queries, pairs, next_tile, out_tiles, results, order, band, 
         leave_products(empty, turn, C.STAGES)
         turn += 1
         tile = after
-    tma_store_wait(0)
-    if OWN == 0:
-        take_turn(OWN, C.PING_PONG)  # the last warpgroup has passed on a turn that nobody needs
+    return turn, taken
 
 
 @gluon.constexpr_function
@@ -421,6 +393,12 @@ def hopper_forward_kernel(q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, out_de
     pairs = (k_tiles, v_tiles, make_barriers(C.STAGES, 1), make_barriers(C.STAGES, NC))
     next_tile = (tile_values, make_barriers(2, 1), make_barriers(2, NC))
     fence_async_shared()
+    judged = ()
+    if C.STEADY:
+        verdicts = gl.allocate_shared_memory(gl.int8, [JUDGED * NC, 64], IN_ORDER)
+        for i in gl.static_range(JUDGED * NC):
+            verdicts.index(i).store(gl.full([64], 0, gl.int8, layout=FOUR_WARPS))
+        judged = (verdicts, gl.allocate_shared_memory(gl.int32, [JUDGED, 1], IN_ORDER), make_barriers(1, NC))
     sources = (q_descs, k_descs, v_descs, out_desc)
     order = (tiles, heads, batches, section)
     band = (sq, sk, lower, upper)
@@ -436,19 +414,25 @@ def hopper_forward_kernel(q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, out_de
     TWO: gl.constexpr = 2
     if NC == 1:
         gl.warp_specialize([
-            (attend, (sources, queries, pairs, next_tile, out_tiles, results, order, band, group, scaling, ZERO, C)),
-            (load, (sources, queries, pairs, next_tile, counter, order, band, lengths, cut, group, C)),
+            (attend, (sources, queries, pairs, next_tile, judged, out_tiles, results, order, band, group, scaling,
+                      ZERO, C)),
+            (load, (sources, queries, pairs, next_tile, judged, counter, order, band, lengths, cut, group, C)),
         ], [1], [24])
     elif NC == 2:
         gl.warp_specialize([
-            (attend, (sources, queries, pairs, next_tile, out_tiles, results, order, band, group, scaling, ZERO, C)),
-            (attend, (sources, queries, pairs, next_tile, out_tiles, results, order, band, group, scaling, ONE, C)),
-            (load, (sources, queries, pairs, next_tile, counter, order, band, lengths, cut, group, C)),
+            (attend, (sources, queries, pairs, next_tile, judged, out_tiles, results, order, band, group, scaling,
+                      ZERO, C)),
+            (attend, (sources, queries, pairs, next_tile, judged, out_tiles, results, order, band, group, scaling,
+                      ONE, C)),
+            (load, (sources, queries, pairs, next_tile, judged, counter, order, band, lengths, cut, group, C)),
         ], [4, 1], [REGISTERS, 24])
     else:
         gl.warp_specialize([
-            (attend, (sources, queries, pairs, next_tile, out_tiles, results, order, band, group, scaling, ZERO, C)),
-            (attend, (sources, queries, pairs, next_tile, out_tiles, results, order, band, group, scaling, ONE, C)),
-            (attend, (sources, queries, pairs, next_tile, out_tiles, results, order, band, group, scaling, TWO, C)),
-            (load, (sources, queries, pairs, next_tile, counter, order, band, lengths, cut, group, C)),
+            (attend, (sources, queries, pairs, next_tile, judged, out_tiles, results, order, band, group, scaling,
+                      ZERO, C)),
+            (attend, (sources, queries, pairs, next_tile, judged, out_tiles, results, order, band, group, scaling,
+                      ONE, C)),
+            (attend, (sources, queries, pairs, next_tile, judged, out_tiles, results, order, band, group, scaling,
+                      TWO, C)),
+            (load, (sources, queries, pairs, next_tile, judged, counter, order, band, lengths, cut, group, C)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])

@@ -16,7 +16,8 @@ from tilewise.problem import AttentionProblem, legal_strides
 # 256 columns 24 MiB made 0.98 to 1.00 of 32, at 128 1.002 to 1.007 (docs/hopper.md, Order of the tiles).
 _SECTION_BYTES = {64: 32 * 2**20, 128: 24 * 2**20, 256: 32 * 2**20}
 # Columns of q that registers hold; by the pieces of q and of v, keys a step and warpgroups. Elsewhere none.
-_HELD = {(((128,), (128,)), 128, 2): 128, (((256,), (256,)), 64, 2): 64}
+_HELD = {(((256,), (256,)), 64, 2): 64}
+_LEAST_STEADY = 512  # keys from which steps leave a row's maximum alone
 NO_LENGTHS = (None,) * 4  # cu_seqlens_q, cu_seqlens_k, seqlens_q, seqlens_k
 # Counters that are kept for captured graphs, of a device those that are left: each is given out once.
 _SPARES = 4096
@@ -84,6 +85,7 @@ class HopperForward:
         pieces, columns = config.pieces(problem), config.out_buffers(problem)[0]
         self.packed = problem.sequences.packed is not None
         lower, upper, count, is_shifted = bounds_of(problem)
+        steady = _is_steady(problem, config, lower)
         held = _held(problem, config, lower, pack)
         diagonal = cut is None and pack == 1 and count is None and _on_diagonal(problem, config, lower, upper)
         three = config.consumers == 3  # their 192 queries divide few lengths
@@ -106,8 +108,8 @@ class HopperForward:
                   config.query_stages, config.ping_pong, lower is not None, upper is not None, from_end,
                   not from_end and (three or (count is not None and config.consumers > 1)),
                   64 // pack * config.consumers > config.keys and lower is None and upper is not None,
-                  _parts(problem, config), diagonal, held,
-                  _chains(problem, config, held, from_end and cut is None),
+                  _parts(problem, config, steady), diagonal, held, steady,
+                  _chains(problem, config, from_end and cut is None),
                   0 if cut is None else 2 if whole else 1, count is not None, self.packed, is_shifted))
         self.enqueue = Enqueue(self.kernel, self.grid, self.scalars, OPTIONS)
         # Of each tensor's one or two pieces; of out its buffers.
@@ -179,9 +181,13 @@ def _grouped(tensor: torch.Tensor, group: int | None) -> torch.Tensor:
     return tensor if group is None else tensor.unflatten(1, (-1, group)).transpose(2, 3)
 
 
-def _parts(problem: AttentionProblem, config: HopperShape) -> int:
-    """In how many parts the softmax of a step comes; wider heads were not timed in two."""
-    return 2 if max(problem.d, problem.dv) <= 128 and config.keys == 128 else 1
+def _parts(problem: AttentionProblem, config: HopperShape, steady: bool) -> int:
+    """In how many parts the softmax of a step comes.
+
+    Where shifts follow the maximum wider heads were not timed in two. With steady ones 256 columns are 1 to 1.4 %
+    faster so, and 192 0.2 %.
+    """
+    return 2 if steady or (max(problem.d, problem.dv) <= 128 and config.keys == 128) else 1
 
 
 def _on_diagonal(problem: AttentionProblem, config: HopperShape, lower: int | None, upper: int | None) -> bool:
@@ -192,7 +198,10 @@ def _on_diagonal(problem: AttentionProblem, config: HopperShape, lower: int | No
 
 
 def _held(problem: AttentionProblem, config: HopperShape, lower: int | None, pack: int) -> int:
-    """Columns of q that a warpgroup holds in registers: where that was timed, and faster."""
+    """Columns of q that a warpgroup holds in registers: where that was timed, and faster.
+
+    128 of 128 were not, under a steady shift (0.985 to 1.004).
+    """
     scores = problem.scores
     is_plain = lower is None and pack == 1 and not problem.sequences.are_data
     if not is_plain or scores.softcap is not None or scores.sinks is not None:
@@ -200,18 +209,27 @@ def _held(problem: AttentionProblem, config: HopperShape, lower: int | None, pac
     return _HELD.get((config.pieces(problem), config.keys, config.consumers), 0)
 
 
-def _chains(problem: AttentionProblem, config: HopperShape, held: int, from_end: bool) -> int:
-    """In how many chains a thread finds a row's maximum.
+def _chains(problem: AttentionProblem, config: HopperShape, from_end: bool) -> int:
+    """In how many chains a thread finds a row's maximum, timed where every step does (a steady shift has few that do).
 
-    More than one where warpgroups take turns, or registers hold all of Q's 128 columns under a bound above (0 to 0.3 %
-    faster from a length of 2048 on): elsewhere they gained nothing. Where tiles of three warpgroups are counted from
-    the end four are 0.2 to 0.4 % faster than two, and without a mask 0.2 to 0.5 % slower; nothing else was timed.
+    More than one where warpgroups take turns: elsewhere they gained nothing. Where tiles of three warpgroups are
+    counted from the end four are 0.2 to 0.4 % faster than two, and without a mask 0.2 to 0.5 % slower; nothing else was
+    timed.
     """
     if not config.ping_pong:
-        return 4 if held == 128 and problem.mask.right is not None else 1
+        return 1
     if max(problem.d, problem.dv) <= 96:
         return 4 if from_end and problem.scores.softcap is None else 2
     return 1 if problem.mask.is_bounded else 4
+
+
+def _is_steady(problem: AttentionProblem, config: HopperShape, lower: int | None) -> bool:
+    """Whether steps that need no mask take a row's maximum as it is.
+
+    Timed at 64, 128 and 256 columns from 512 keys on: 1.00 to 1.13 times as fast, the more the longer and the narrower.
+    """
+    return (lower is None and problem.scores.softcap is None and not problem.sequences.are_data
+            and config.consumers > 1 and len(problem.seen_keys) >= _LEAST_STEADY)
 
 
 def section_of(problem: AttentionProblem) -> int:

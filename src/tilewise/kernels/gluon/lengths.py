@@ -30,7 +30,7 @@ _CLEARED = gl.constexpr(32)  # rows that are read and written at once
 @gluon.constexpr_function
 def tile_size(c):
     """How many numbers say where a tile is."""
-    return 7 + c.SHIFTED if c.LENGTHS else 3 + (c.CUT > 0)
+    return 7 + c.SHIFTED if c.LENGTHS else 3 + (c.CUT > 0) + c.STEADY
 
 
 @gluon.jit

@@ -8,6 +8,10 @@ BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
 ONE_WARP = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))  # a number a thread
 FOUR_WARPS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 IN_ORDER = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))  # of shared memory: one number behind the other
+# When a tile is handed out, how many before it may have no verdict yet (hopper_forward_load.py); and of how many
+# verdicts and numbers are kept, a power of two.
+OPEN = gl.constexpr(4)
+JUDGED = gl.constexpr(8)
 END = gl.constexpr(-1)  # in place of the first number that says where a tile is: no more tiles
 # Named barriers. Gluon has none, and keeps 0 to 7 for itself. A kernel's warpgroups take turns or meet, none does both:
 # turns are the forward kernel's, a number for each of three warpgroups. Of a warpgroup that waits for its own threads

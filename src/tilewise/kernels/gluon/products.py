@@ -90,12 +90,15 @@ def finish(pending, LEFT: gl.constexpr):
 
 @gluon.jit
 def rescale(acc, factor):
-    """Every piece of O times a number a row."""
-    scaled = ()
-    for i in gl.static_range(len(acc)):
-        own = gl.convert_layout(factor, gl.SliceLayout(1, acc[i].type.layout))
-        scaled = scaled + (acc[i] * own[:, None],)
-    return scaled
+    """Every piece of O times a number a row, if there is one."""
+    if factor is None:
+        return acc
+    else:
+        scaled = ()
+        for i in gl.static_range(len(acc)):
+            own = gl.convert_layout(factor, gl.SliceLayout(1, acc[i].type.layout))
+            scaled = scaled + (acc[i] * own[:, None],)
+        return scaled
 
 
 @gluon.jit

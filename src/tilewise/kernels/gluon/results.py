@@ -5,7 +5,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from tilewise.kernels.gluon.compat import tma_store, tma_store_wait
-from tilewise.kernels.gluon.lengths import blank, rows_of, store_some
+from tilewise.kernels.gluon.lengths import blank, rows_of, store_some, tile_size
+from tilewise.kernels.gluon.pipeline import each_thread
 from tilewise.kernels.gluon.products import rescale
 from tilewise.kernels.gluon.softmax import add_sink
 from tilewise.kernels.gluon.tiles import steps_of
@@ -100,6 +101,12 @@ def write_part(acc, row_max, row_sum, tile, row, band, heads, group, scaling, ta
 
 
 @gluon.jit
+def await_results():
+    """Wait until what this warpgroup has copied out has arrived in global memory."""
+    each_thread("cp.async.bulk.wait_group 0; mov.b32 $0, $1;")
+
+
+@gluon.jit
 def write_whole(acc, row_max, row_sum, tile, row, out_desc, out_tiles, results, sq, heads, group, scaling,
                 OWN: gl.constexpr, C: gl.constexpr):
     """Write out and lse of 64 rows (eq. 6)."""
@@ -107,6 +114,9 @@ def write_whole(acc, row_max, row_sum, tile, row, out_desc, out_tiles, results, 
     batch = 0 if C.PACKED else tile[2]
     out_ptr, lse_ptr, sinks_ptr, sinks_stride, _target = results
     begin, stop, length = rows_of(tile, sq, C)
+    if C.STEADY:
+        if tile[tile_size(C) - 1] != 0:
+            await_results()  # two copies to one place arrive in any order
     place = (batch, head, begin + row)
     rows = gl.arange(0, 64, layout=row_sum.type.layout)
     line, inside, head = lines_of(tile, row, rows, stop, sq, heads, group, C)

@@ -84,6 +84,33 @@ def shift_of(s, row_max, scaling, HIDES: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
+def steady_shift_of(row_max, scaling):
+    """The shift that a row's first steps have made, for those after them: any number gives the same out and lse.
+
+    Exponents may then be above 0, and where one overflows all that follows is not finite (``is_bad``). So it is of a
+    row that has seen nothing yet: its exponents are inf here.
+    """
+    return row_max * scaling[0]
+
+
+@gluon.jit
+def are_bad(row_sum, acc, DTYPE: gl.constexpr):
+    """Of each row 1 where a steady shift was too small, or what is not finite was there before, else 0.
+
+    In float16 P overflows first, and O is then not finite. In bfloat16 it goes as far as float32: there the sum of P
+    is asked, and below 2^64 no O overflows whose values are below 2^63.
+    """
+    if DTYPE == gl.float16:
+        nothing = row_sum * 0.0
+        for i in gl.static_range(len(acc)):
+            nothing += gl.convert_layout(gl.sum(acc[i] * 0.0, 1), row_sum.type.layout)
+        sound = nothing == 0.0
+    else:
+        sound = row_sum <= 18446744073709551616.0
+    return gl.where(sound, 0, 1).to(gl.int8)
+
+
+@gluon.jit
 def factor_of(row_max, shift, scaling):
     """The factor for what came before, under the maximum of then."""
     return gl.exp2(row_max * scaling[0] - shift)
@@ -119,10 +146,13 @@ def sum_of(p, C: gl.constexpr):
 
 @gluon.jit
 def scaled_sum(row_sum, factor, p, C: gl.constexpr):
-    """The sums so far times the factor of their row, and those of a step's keys, or of some."""
-    if C.PARTS == 2:
-        factor = gl.convert_layout(factor, gl.SliceLayout(1, row_sum.type.layout))[:, None]
-    return row_sum * factor + sum_of(p, C)
+    """The sums so far times the factor of their row, if there is one, and those of a step's keys, or of some."""
+    if factor is None:
+        return row_sum + sum_of(p, C)
+    else:
+        if C.PARTS == 2:
+            factor = gl.convert_layout(factor, gl.SliceLayout(1, row_sum.type.layout))[:, None]
+        return row_sum * factor + sum_of(p, C)
 
 
 @gluon.jit

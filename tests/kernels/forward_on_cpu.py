@@ -1,0 +1,93 @@
+"""The Hopper forward kernel's source on the CPU: what of it is in plain words there, and how it is called."""
+
+import math
+
+import torch
+
+from kernels.gluon_on_cpu import Descriptor, Pointer, Tensor, run
+from tilewise.kernels.gluon import (
+    cuts,
+    launch,
+    lengths,
+    pipeline,
+    products,
+    results,
+    softmax,
+    tiles,
+)
+from tilewise.kernels.gluon import hopper_forward as forward
+from tilewise.kernels.gluon import hopper_forward_load as loading
+from tilewise.problem import AttentionProblem
+from tilewise.scores import OperandFacts, ScoreOptions
+from tilewise.testing import oracle
+
+MODULES = (forward, loading, cuts, lengths, pipeline, products, results, softmax, tiles)
+
+
+def halves(s):
+    return s[:, :s.shape[1] // 2], s[:, s.shape[1] // 2:]
+
+
+def hold(q_tiles, slot, shape):
+    """The columns of Q that registers hold, as the first product that needs them finds them."""
+    if not shape.HELD:
+        return ()
+    return (q_tiles[-1].index(slot).values.view(64, shape.D[-1])[:, -shape.HELD:].clone(),)
+
+
+# What is written in assembly, or moves values between threads, in plain words.
+CONSTANTS = {(module, name): value for module in MODULES for name, value in (
+    ("_CHUNK", 128), ("_CLEARED", 32), ("_kept", lambda values, below: torch.where(below < 0, values, 0.0)),
+    ("END", pipeline.END.value), ("JUDGED", pipeline.JUDGED.value),
+    ("OPEN", pipeline.OPEN.value), ("LN2", math.log(2.0)), ("LOG2E", math.log2(math.e)), ("QUERIES", 64),
+    ("halves", halves),
+    ("in_pairs", lambda p, dtype: p.to(dtype)), ("as_operand", lambda pairs, dtype, layout: pairs),
+    ("stay", lambda number: number), ("hold_queries", hold), ("cap", lambda s, scaling: s),
+    ("bytes_of", loading.bytes_of.fn), ("record_of", results.record_of.fn), ("products_of", products.products_of.fn),
+    ("tile_size", lengths.tile_size.fn), ("registers", forward.registers.fn)) if hasattr(module, name)}
+
+
+def attend(problem, config, tensors, pack=1, cut=None, sinks=None, programs=3, lengths=()):
+    """Run the kernel; return out, lse and the parts, as it left them. ``lengths``: those that are data."""
+    q, k, v = tensors
+    bound = launch.HopperForward(problem, config, programs, pack, cut)
+    out = torch.full((problem.b, problem.hq, problem.sq, problem.dv), float("nan"), dtype=q.dtype)
+    lse = torch.full(out.shape[:3], float("nan"))
+    parts = torch.full(bound.parts_shape, float("nan"))
+    counter = torch.zeros(1, dtype=torch.int32)
+    bound.describe = lambda tensor, shape, strides, block, layout: Descriptor(tensor, block)
+    described = bound.arguments((q, k, v, out, lse, sinks, *lengths), counter, None if cut is None else parts)
+    handed = [Pointer(given.flatten() if given is not lse and given is not parts else given.view(-1))
+              if isinstance(given, torch.Tensor) else given for given in described]
+    handed[8] = Pointer(counter)
+    *numbers, shape = bound.scalars
+    numbers = [torch.tensor(number).as_subclass(Tensor) if type(number) is int else number for number in numbers]
+    run(bound.kernel, MODULES, bound.grid[0], (*handed, *numbers, shape), CONSTANTS, together=programs)
+    assert counter.item() == 0, "the next launch begins with another tile"
+    return out, lse, parts
+
+
+def call_of(mask, sizes, heads, dims, b=1, sinks=False):
+    torch.manual_seed(0)
+    (sq, sk), (hq, hk), (d, dv) = sizes, heads, dims
+    q, k, v = torch.randn(b, hq, sq, d).half(), torch.randn(b, hk, sk, d).half(), torch.randn(b, hk, sk, dv).half()
+    facts = OperandFacts((hq,), (1,), torch.float32) if sinks else None
+    problem = AttentionProblem(
+        b=b, hq=hq, hk=hk, sq=sq, sk=sk, d=d, dv=dv, dtype=torch.float16, device=torch.device("cuda", 0), scale=0.125,
+        mask=mask, scores=ScoreOptions(sinks=facts), q_strides=q.stride(), k_strides=k.stride(), v_strides=v.stride())
+    return problem, (q, k, v)
+
+
+def combined(parts, columns):
+    """Out and lse of parts, as merge.py has it, in float64."""
+    lses = parts[:, :, -8].double() * math.log(2.0)
+    lse = torch.logsumexp(lses, 1)
+    shares = torch.exp(lses - torch.where(lse.isinf(), 0.0, lse)[:, None])
+    values = torch.where(shares[..., None] > 0.0, parts[..., :columns].double(), 0.0)
+    return (shares[..., None] * values).sum(1), lse
+
+
+def check(problem, tensors, out, lse):
+    want, want_lse = oracle.attend(*tensors, problem.mask, problem.scale)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(out.double(), want, rtol=4e-3, atol=4e-3)

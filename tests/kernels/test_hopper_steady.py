@@ -1,0 +1,153 @@
+"""The Hopper forward kernel with a steady shift, whose tiles come again where that overflows: its source on the CPU."""
+
+import random
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+
+from kernels.hopper_calls import problem_of, scalars_of
+from tilewise.masks import Mask, causal, window
+from tilewise.scores import OperandFacts, ScoreOptions
+from tilewise.sequences import Sequences
+from tilewise.tuning.configs import HopperForwardConfig
+
+forward_on_cpu = pytest.importorskip("kernels.forward_on_cpu", reason="Triton is not installed")
+launch, loading = forward_on_cpu.launch, forward_on_cpu.loading
+attend, call_of, check, combined = (
+    getattr(forward_on_cpu, name) for name in ("attend", "call_of", "check", "combined"))
+TWO, THREE = HopperForwardConfig(128, 2), HopperForwardConfig(128, 3, ping_pong=True)
+END = forward_on_cpu.pipeline.END.value
+WIDE = HopperForwardConfig(64, 2, query_stages=1, out_parts=2)
+CASES = {
+    "full": (Mask(), (150, 700), (64, 64), TWO), "three": (Mask(), (390, 500), (64, 64), THREE),
+    "causal": (causal("bottom_right"), (200, 620), (64, 64), TWO),
+    "three_causal": (causal("bottom_right"), (390, 500), (64, 64), THREE),
+    "diagonal": (causal("top_left"), (300, 600), (128, 128), TWO),
+    # A warpgroup's first query sees whole steps alone, and nothing of those that need a mask.
+    "whole_steps": (causal("bottom_right"), (129, 512), (64, 64), TWO),
+    "rows_without_a_key": (causal("bottom_right"), (400, 300), (64, 64), TWO),
+    "wide": (causal("bottom_right"), (200, 400), (136, 200), WIDE),
+}
+
+
+@pytest.fixture(autouse=True)
+def short_calls_too(monkeypatch):
+    monkeypatch.setattr(launch, "_LEAST_STEADY", 1)
+
+
+@pytest.fixture
+def loaded(monkeypatch):
+    """The tiles that are handed out, in order: their numbers, of which the last one says if a tile comes again."""
+    found, hand_out = [], loading.hand_out.fn
+
+    def watched(next_tile, turn, tile, size):
+        if tile[0] != END:
+            found.append(tuple(map(int, tile)))
+        hand_out(next_tile, turn, tile, size)
+
+    monkeypatch.setattr(loading, "hand_out", watched)
+    return found
+
+
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_its_source_computes_out_and_lse_and_no_tile_of_common_scores_comes_again(case, parts, sinks, loaded):
+    random.seed(0)
+    mask, sizes, dims, config = case
+    problem, tensors = call_of(mask, sizes, (2, 1), dims, sinks=sinks and parts == 1)
+    assert scalars_of(problem, config)[2].STEADY
+    own = torch.tensor((-200.0, -300.0)) if problem.scores.sinks else None  # of no weight, but one must be asked for
+    out, lse, made = attend(problem, config, tensors, 1, (0, parts, 1) if parts > 1 else None, own)
+    if parts > 1:
+        out, lse = (got.unflatten(0, (problem.b, problem.hq, problem.sq)) for got in combined(made, problem.dv))
+    if own is not None:
+        unseen = lse < -150.0
+        lse, out = torch.where(unseen, float("-inf"), lse), torch.where(unseen[..., None], 0.0, out)
+    check(problem, tensors, out, lse)
+    assert not any(tile[-1] for tile in loaded)
+    assert len(set(loaded)) == len(loaded)
+
+
+@pytest.mark.parametrize("programs", [1, 3])
+@pytest.mark.parametrize(("case", "parts"), [
+    *product(CASES, (None, (0, 2, 1))), ("full", (3, 2, 1)), ("three", (4, 2, 1))], ids=str)
+def test_a_tile_with_scores_too_far_above_its_first_ones_comes_again(case, parts, programs, loaded):
+    """Scores are hundreds apart: what exceeds those of the first steps by more than 128, to base 2, overflows.
+
+    Of three programs each has few tiles, all of which are judged behind its last one; of one the first ones before.
+    """
+    random.seed(0)
+    mask, sizes, dims, config = CASES[case]
+    problem, tensors = call_of(mask, sizes, (4, 1), dims)
+    problem = replace(problem, scale=4000.0 / dims[0])
+    out, lse, made = attend(problem, config, tensors, 1, parts, programs=programs)
+    if parts is not None:
+        lines = launch.HopperForward(problem, config, programs, 1, parts).lines
+        flat = out.view(-1, problem.dv), lse.view(-1)
+        for whole, cut in zip(flat, combined(made, problem.dv), strict=True):
+            whole[lines.start:] = cut
+    check(problem, tensors, out, lse)
+    again = [tile[:-1] for tile in loaded if tile[-1]]
+    assert again
+    assert len(set(again)) == len(again)
+    assert set(again) <= {tile[:-1] for tile in loaded if not tile[-1]}
+    if programs == 1 and len(again) > 4:
+        assert not all(tile[-1] for tile in loaded[-len(again):]), "bad tiles do not wait for the last number"
+
+
+def far_above(keys):
+    """A call of four tiles of 128 queries, in which some keys of the first tile's head dim outdo the others by 200."""
+    problem, (q, k, v) = call_of(Mask(), (512, 512), (1, 1), (64, 64))
+    problem = replace(problem, dtype=torch.bfloat16, scale=1.0)
+    q, k, v = q.bfloat16() * 0.25, k.bfloat16() * 0.25, v.bfloat16()
+    q[:, :, :, 0] = 0.0
+    q[:, :, 130:132, 0] = 100.0
+    k[:, :, :, 0] = 0.0
+    k[:, :, keys, 0] = 2.0
+    return problem, (q, k, v)
+
+
+def test_a_tile_comes_again_alone(loaded):
+    problem, tensors = far_above(slice(0, 3))  # steps are taken from the last keys down
+    check(problem, tensors, *attend(problem, TWO, tensors)[:2])
+    assert sorted(loaded) == [(0, 0, 0, 0), (128, 0, 0, 0), (128, 0, 0, 1), (256, 0, 0, 0), (384, 0, 0, 0)]
+
+
+def test_a_tile_whose_first_step_has_the_greatest_score_does_not_come_again(loaded):
+    problem, tensors = far_above(slice(500, 512))
+    check(problem, tensors, *attend(problem, TWO, tensors)[:2])
+    assert sorted(loaded) == [(0, 0, 0, 0), (128, 0, 0, 0), (256, 0, 0, 0), (384, 0, 0, 0)]
+
+
+def test_values_that_are_not_finite_reach_what_they_reach_with_a_shift_that_follows(monkeypatch):
+    """An infinite value leaves lse finite, and a score of infinity does not."""
+    problem, (q, k, v) = call_of(Mask(), (200, 600), (1, 1), (64, 64))
+    v[0, 0, 100, 3] = float("inf")
+    k[0, 0, 300, 2] = float("inf")
+    tensors = q, k, v
+    k_only = q, k, torch.zeros_like(v)
+    for given in (tensors, k_only, (q, torch.zeros_like(k), v)):
+        with monkeypatch.context() as patch:
+            got = attend(problem, TWO, given)[:2]
+            patch.setattr(launch, "_LEAST_STEADY", 10**9)
+            want = attend(problem, TWO, given)
+        for own, other in zip(got, want, strict=False):
+            torch.testing.assert_close(own, other, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+def test_a_shift_is_steady_where_keys_are_many_and_nothing_but_an_upper_bound_or_sinks_change_scores(monkeypatch):
+    monkeypatch.undo()
+    plain = problem_of(d=64)
+    lengths = Sequences(seqlens_q=OperandFacts((1,), (1,), torch.int32))
+    sinks = ScoreOptions(sinks=OperandFacts((1,), (1,), torch.float32))
+    for problem, config, is_steady in (
+            (plain, TWO, True), (plain, THREE, True), (problem_of(mask=causal()), TWO, True),
+            (problem_of(mask=window(None, 7)), TWO, True), (replace(plain, scores=sinks), TWO, True),
+            (problem_of(d=256), WIDE, True), (problem_of(100, 512), TWO, True), (problem_of(4096, 511), TWO, False),
+            (problem_of(mask=window(9, 0)), TWO, False), (problem_of(mask=window(9, None)), TWO, False),
+            (replace(plain, scores=ScoreOptions(softcap=30.0)), TWO, False),
+            (replace(plain, sequences=lengths), TWO, False), (plain, HopperForwardConfig(64, 1), False)):
+        assert scalars_of(problem, config)[2].STEADY is is_steady
