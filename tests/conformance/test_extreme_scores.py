@@ -84,3 +84,20 @@ def test_a_softcap_far_beyond_the_scores_changes_nothing(backend, softcap, devic
     results = forward_and_backward(backend, replace(plain, softcap=softcap), inputs)
     assert_forward_within_budget(plain, inputs, results[:2])
     assert_gradients_within_budget(plain, inputs, results.gradients)
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("highest", ["first_key", "last_keys", "first_keys"])
+def test_scores_that_climb_by_hundreds_along_a_row(backend, highest, mask, device, main_dtype):
+    """A maximum that is taken from some of a row's keys, and kept, is too low by hundreds for others."""
+    case = Case("climbing", hq=2, hk=1, sq=200, sk=700, d=64, dv=64, mask=mask, scale=1.0)
+    inputs = make_inputs(case, main_dtype, device)
+    q, k = inputs.q.clone(), inputs.k.clone()
+    climb = torch.arange(case.sk, device=device) // 4  # whole numbers, as every dtype has them
+    q[..., 0] = 4.0
+    k[..., 0] = {"first_key": 60 * (climb.new_tensor(range(case.sk)) == 0), "last_keys": climb,
+                 "first_keys": climb.flip(0)}[highest].to(main_dtype)
+    inputs = inputs._replace(q=q, k=k)
+    results, again = _check(backend, case, inputs), forward_and_backward(backend, case, inputs)
+    assert torch.equal(results[0], again[0])
+    assert torch.equal(results[1], again[1])
