@@ -51,13 +51,13 @@ def loaded(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
-@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("parts", "sinks"), [(1, False), (1, True), (3, False)])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_its_source_computes_out_and_lse_and_no_tile_of_common_scores_comes_again(case, parts, sinks, loaded):
+def test_its_source_computes_out_and_lse_and_no_tile_of_common_scores_comes_again(case, parts, sinks, dtype, loaded):
     random.seed(0)
     mask, sizes, dims, config = case
-    problem, tensors = call_of(mask, sizes, (2, 1), dims, sinks=sinks and parts == 1)
+    problem, tensors = call_of(mask, sizes, (2, 1), dims, sinks=sinks, dtype=dtype)
     assert scalars_of(problem, config)[2].STEADY
     own = torch.tensor((-200.0, -300.0)) if problem.scores.sinks else None  # of no weight, but one must be asked for
     out, lse, made = attend(problem, config, tensors, 1, (0, parts, 1) if parts > 1 else None, own)
@@ -81,7 +81,7 @@ def test_a_tile_with_scores_too_far_above_its_first_ones_comes_again(case, parts
     """
     random.seed(0)
     mask, sizes, dims, config = CASES[case]
-    problem, tensors = call_of(mask, sizes, (4, 1), dims)
+    problem, tensors = call_of(mask, sizes, (4, 1), dims, dtype=torch.bfloat16)
     problem = replace(problem, scale=4000.0 / dims[0])
     out, lse, made = attend(problem, config, tensors, 1, parts, programs=programs)
     if parts is not None:
@@ -98,11 +98,21 @@ def test_a_tile_with_scores_too_far_above_its_first_ones_comes_again(case, parts
         assert not all(tile[-1] for tile in loaded[-len(again):]), "bad tiles do not wait for the last number"
 
 
+def test_in_float16_a_tile_comes_again_too(loaded):
+    """There P overflows from 11 above a row's maximum on, of two steps: keys that climb as the steps go down."""
+    problem, (q, k, v) = call_of(Mask(), (130, 700), (1, 1), (64, 64))
+    q[..., 0] = 8.0
+    k[..., 0] = torch.arange(700).flip(0) // 100 * 16.0
+    k[:, :, :128, 0] = 0.0  # the step that comes second
+    check(problem, (q, k, v), *attend(problem, TWO, (q, k, v))[:2])
+    assert sorted(tile for tile in loaded if tile[-1]) == [(0, 0, 0, 1), (128, 0, 0, 1)]
+
+
 def far_above(keys):
     """A call of four tiles of 128 queries, in which some keys of the first tile's head dim outdo the others by 200."""
-    problem, (q, k, v) = call_of(Mask(), (512, 512), (1, 1), (64, 64))
-    problem = replace(problem, dtype=torch.bfloat16, scale=1.0)
-    q, k, v = q.bfloat16() * 0.25, k.bfloat16() * 0.25, v.bfloat16()
+    problem, (q, k, v) = call_of(Mask(), (512, 512), (1, 1), (64, 64), dtype=torch.bfloat16)
+    problem = replace(problem, scale=1.0)
+    q, k = q * 0.25, k * 0.25
     q[:, :, :, 0] = 0.0
     q[:, :, 130:132, 0] = 100.0
     k[:, :, :, 0] = 0.0
@@ -122,6 +132,25 @@ def test_a_tile_whose_first_step_has_the_greatest_score_does_not_come_again(load
     assert sorted(loaded) == [(0, 0, 0, 0), (128, 0, 0, 0), (256, 0, 0, 0), (384, 0, 0, 0)]
 
 
+@pytest.mark.parametrize("parts", [None, (0, 2, 1)], ids=str)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_in_float16_first_keys_that_outdo_all_others_bring_no_tile_again(case, parts, loaded):
+    """As attention's sinks do. The calls of these tests are in float16; a part of a tile may not have them."""
+    random.seed(0)
+    mask, sizes, dims, config = case
+    problem, (q, k, v) = call_of(mask, sizes, (2, 1), dims)
+    assert scalars_of(problem, config)[2].EARLY
+    assert not scalars_of(replace(problem, dtype=torch.bfloat16), config)[2].EARLY
+    q[..., 0] = 8.0
+    k[..., 0] = 0.0
+    k[:, :, 0, 0] = 100.0
+    out, lse, made = attend(problem, config, (q, k, v), 1, parts)
+    if parts is not None:
+        out, lse = (got.unflatten(0, (problem.b, problem.hq, problem.sq)) for got in combined(made, problem.dv))
+    check(problem, (q, k, v), out, lse)
+    assert not any(tile[-1] for tile in loaded)
+
+
 def test_values_that_are_not_finite_reach_what_they_reach_with_a_shift_that_follows(monkeypatch):
     """An infinite value leaves lse finite, and a score of infinity does not."""
     problem, (q, k, v) = call_of(Mask(), (200, 600), (1, 1), (64, 64))
@@ -135,7 +164,7 @@ def test_values_that_are_not_finite_reach_what_they_reach_with_a_shift_that_foll
             patch.setattr(launch, "_LEAST_STEADY", 10**9)
             want = attend(problem, TWO, given)
         for own, other in zip(got, want, strict=False):
-            torch.testing.assert_close(own, other, rtol=0.0, atol=0.0, equal_nan=True)
+            torch.testing.assert_close(own, other, rtol=4e-3, atol=4e-3, equal_nan=True)
 
 
 def test_a_shift_is_steady_where_keys_are_many_and_nothing_but_an_upper_bound_or_sinks_change_scores(monkeypatch):

@@ -58,7 +58,7 @@ from tilewise.kernels.gluon.softmax import (
     steady_shift_of,
     sum_of,
 )
-from tilewise.kernels.gluon.tiles import hides_first_step, keys_at, masked_of
+from tilewise.kernels.gluon.tiles import early_of, hides_first_step, keys_of, masked_of
 
 
 class Shape(NamedTuple):
@@ -80,6 +80,8 @@ class Shape(NamedTuple):
     HELD: how many of q's last columns a warpgroup holds in registers: steps read only the others from shared memory.
     STEADY: whether steps without a mask, behind a tile's first one, take the maximum of a row as it is. A tile in which
     that overflows comes again, and then they do not (hopper_forward_load.py).
+    EARLY: whether the step of the first keys comes behind those that need a mask, and does not either. Attention's
+    sinks lie there, far above other keys for a shift that is steady in float16.
     CHAINS: chains of comparisons in which a thread looks for the maximum of what it has of a row: 1, 2 or 4.
     CUT: 1 where tiles are cut along their keys into parts, which another kernel combines, 2 where some stay whole. Then
     what says which tile it is takes no registers in its steps, but is read again behind them.
@@ -106,6 +108,7 @@ class Shape(NamedTuple):
     DIAGONAL: bool
     HELD: int
     STEADY: bool
+    EARLY: bool
     CHAINS: int
     CUT: int
     LENGTHS: bool
@@ -131,7 +134,7 @@ def attend_step(step, turn, q, pairs, probs, acc, row_max, row_sum, row, spans, 
     pass_turn(OWN, C.CONSUMERS, C.PING_PONG)
     s = cap(warpgroup_mma_wait(len(C.DV) * len(probs), deps=(s_pending,)), scaling)
     if MASKED:
-        s = hide(s, row, keys_at(step, spans, C), band, C)
+        s = hide(s, row, keys_of(step, spans, C), band, C)
     if STEADY:
         shift = steady_shift_of(row_max, scaling)
         factor = None
@@ -275,6 +278,8 @@ def attend_tiles(tile, turn, taken, sources, queries, pairs, next_tile, judged, 
         nothing = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, S_LAYOUT))
         if C.STEADY:  # the step of the first row's last key is among them, so that no row has seen nothing behind them
             masked = masked_of(row - 1, spans, own_band, C)
+            if C.EARLY:
+                masked = gl.maximum(masked, gl.minimum(spans[3], early_of(spans) + 1))
             masked = gl.where(tile[tile_size(C) - 1] == 0, masked, spans[3])
         else:
             masked = masked_of(row, spans, own_band, C)
@@ -285,15 +290,15 @@ def attend_tiles(tile, turn, taken, sources, queries, pairs, next_tile, judged, 
                 turn = rest(begin, spans[3], turn, pairs, OWN, C)
                 begin = spans[3]
         if C.SKIPS:
-            if hides_first_step(keys_at(0, spans, C), spans[3], row, own_band[3], C):
+            if hides_first_step(keys_of(0, spans, C), spans[3], row, own_band[3], C):
                 s = scores_of((q_tiles, opaque(q_slot), held), pairs, turn, OWN, C)
                 turn += 1
                 begin += 1
         s = cap(s, scaling)
         if C.DIAGONAL:
-            s = hide(s, row, keys_at(0, spans, C), own_band, C)
+            s = hide(s, row, keys_of(0, spans, C), own_band, C)
         elif masked >= begin:
-            s = hide(s, row, keys_at(begin - 1, spans, C), own_band, C)
+            s = hide(s, row, keys_of(begin - 1, spans, C), own_band, C)
         own_nothing = gl.convert_layout(nothing, gl.SliceLayout(1, s.type.layout))
         row_max, shift = shift_of(s, own_nothing, scaling, True, C)
         p = powers(s, shift, scaling)
@@ -311,7 +316,7 @@ def attend_tiles(tile, turn, taken, sources, queries, pairs, next_tile, judged, 
         else:
             probs = in_parts(p, DTYPE, C)
         if C.LENGTHS:
-            keep = own_band[1] - keys_at(0, spans, C)
+            keep = own_band[1] - keys_of(0, spans, C)
             if (keep < C.KEYS) & (begin == 1):  # the first step is the only one that may reach past the keys
                 wait_full(full, turn, C.STAGES)
                 clear(v_tiles, opaque(turn % C.STAGES), keep, C)

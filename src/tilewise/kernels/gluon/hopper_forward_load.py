@@ -14,7 +14,7 @@ from tilewise.kernels.gluon.compat import tma_load
 from tilewise.kernels.gluon.cuts import locate_part, numbers_of, own_steps_of
 from tilewise.kernels.gluon.lengths import band_of, rows_of, tile_size
 from tilewise.kernels.gluon.pipeline import END, JUDGED, ONE_WARP, OPEN, draw_number, hand_out, wait_empty
-from tilewise.kernels.gluon.tiles import keys_at
+from tilewise.kernels.gluon.tiles import keys_of
 
 
 @gluon.constexpr_function
@@ -73,7 +73,7 @@ def load_first(sources, queries, pairs, tile, row_k, taken, turn, v_place, band,
     batch = tile[2]
     head_k = head if C.PACK > 1 else head // group
     spans = own_steps_of(tile, band_of(tile, band, C), shares, C)
-    row = row_k + keys_at(0, spans, C)
+    row = row_k + keys_of(0, spans, C)
     load_pair(sources, pairs, turn, (batch, head_k, row), v_place, C)
     load_queries(sources, queries, taken, (batch, head, rows_of(tile, band[0], C)[0] + first), C)
     return spans, batch, head_k, row
@@ -87,7 +87,7 @@ def load_steps(sources, pairs, turn, spans, row_k, batch, head_k, row, C: gl.con
     """
     for step in range(1, spans[3]):
         before = row
-        row = row_k + keys_at(step, spans, C)
+        row = row_k + keys_of(step, spans, C)
         load_pair(sources, pairs, turn, (batch, head_k, row), (batch, head_k, before), C)
         turn += 1
     return turn, row

@@ -109,6 +109,7 @@ class HopperForward:
                   not from_end and (three or (count is not None and config.consumers > 1)),
                   64 // pack * config.consumers > config.keys and lower is None and upper is not None,
                   _parts(problem, config, steady), diagonal, held, steady,
+                  steady and problem.dtype is torch.float16,
                   _chains(problem, config, from_end and cut is None),
                   0 if cut is None else 2 if whole else 1, count is not None, self.packed, is_shifted))
         self.enqueue = Enqueue(self.kernel, self.grid, self.scalars, OPTIONS)

@@ -98,6 +98,21 @@ def keys_at(step, spans, C: gl.constexpr):
 
 
 @gluon.jit
+def keys_of(step, spans, C: gl.constexpr):
+    """Return the first key of a forward step; with C.EARLY that of the first keys comes behind the masked ones."""
+    if C.EARLY:
+        early = early_of(spans)
+        step = gl.where(step > early, step - 1, gl.where(step == early, spans[3] - 1, step))
+    return keys_at(step, spans, C)
+
+
+@gluon.jit
+def early_of(spans):
+    """Return which step is that of the first keys with C.EARLY, if there are so many: never a tile's first one."""
+    return gl.maximum(spans[2], 1)
+
+
+@gluon.jit
 def masked_of(row, spans, band, C: gl.constexpr):
     """Return how many steps need a mask for the queries from ``row`` on; with a lower bound, those of the tile."""
     start, _, masked, steps = spans
