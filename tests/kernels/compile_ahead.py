@@ -18,6 +18,7 @@ from triton.runtime import driver
 from conformance.functions import mask_functions, score_functions
 from kernels.compile_record import Prepared, serve
 from kernels.sass import (
+    comparisons_in_loops,
     early_reads,
     exponentials_before_waits,
     meetings_in_loops,
@@ -222,9 +223,13 @@ def prepare_hopper(request):
             arguments = launch.arguments(launch.taken((*taken, q, k, v), read), torch.empty(launch.sums_shape), data,
                                          counter)
     facts = {"limit": spec.shared_memory, "planned": config.shared_bytes(problem),
-             "held": launch.scalars[-1].HELD if request["kernel"] == "hopper_forward" else 0,
-             "turns": request["kernel"] == "hopper_forward" and launch.scalars[-1].PING_PONG}
+             **(forward_facts(launch.scalars[-1]) if request["kernel"] == "hopper_forward" else {})}
     return prepared("sm_90", launch, arguments, OPTIONS, facts, report_of_hopper)
+
+
+def forward_facts(shape):
+    return {"held": shape.HELD, "turns": shape.PING_PONG, "steady": shape.STEADY,
+            "parts": shape.PARTS, "keys_a_part": shape.KEYS // shape.PARTS}
 
 
 def report_of_hopper(compiled, log):
@@ -236,7 +241,8 @@ def report_of_hopper(compiled, log):
         "logged": "Used" in log, "warnings": re.findall(r"C75\d\d", log), "threads": 32 * compiled.metadata.num_warps,
         "unset": possibly_unset(sass), "strays": stray_descriptors(sass),
         "exponentials": exponentials_before_waits(sass), "in_steps": spills_in_steps(sass),
-        "places": places_of_loops(sass), "meetings": meetings_in_loops(sass), "early": early_reads(sass),
+        "places": places_of_loops(sass), "meetings": meetings_in_loops(sass),
+        "comparisons": comparisons_in_loops(sass), "early": early_reads(sass),
         "branches": sass.count("NANOSLEEP"), "philox": sass.count("IMAD.WIDE.U32")}
 
 

@@ -133,6 +133,11 @@ def meetings_in_loops(sass):
     return [sum("BAR.SYNC" in text for text in texts) for _, texts in _loops_of_products(sass)]
 
 
+def comparisons_in_loops(sass):
+    """Return how many numbers are compared in each innermost loop with at least four products, in order."""
+    return [sum("FMNMX" in text for text in texts) for _, texts in _loops_of_products(sass)]
+
+
 def _loops_of_products(sass):
     """Innermost loops with at least four products: where each begins, and its instructions."""
     lines = [(match[1] and int(match[1], 16), match[2], match[3]) for match in re.finditer(

@@ -3,6 +3,7 @@
 import pytest
 
 from kernels.sass import (
+    comparisons_in_loops,
     early_reads,
     exponentials_before_waits,
     meetings_in_loops,
@@ -59,6 +60,13 @@ def test_meetings_are_those_in_loops_with_products_and_no_arrivals():
     assert meetings_in_loops(listing(*code)) == [2, 0]
 
 
+def test_comparisons_are_counted_in_loops_of_products():
+    step, comparison = ["HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], R24"] * 4, "FMNMX R0, R1, R2, !PT"
+    code = [comparison, ".L_x_0:", *step, "@P0 BRA `(.L_x_0)", comparison, ".L_x_1:", *step, comparison, comparison,
+            "@P0 BRA `(.L_x_1)", "EXIT"]
+    assert comparisons_in_loops(listing(*code)) == [0, 2]
+
+
 def test_a_register_set_in_front_of_a_loop_that_may_be_skipped_is_found():
     sass = listing("S2R R0, SR_TID.X", "ISETP.NE.AND P0, PT, R0, RZ, PT", "@!P0 BRA `(.L_x_1)", "UMOV UR5, URZ",
                    ".L_x_0:", "UIADD3 UR4, UR5, 0x1, URZ", "@P0 BRA `(.L_x_0)",
@@ -81,6 +89,8 @@ def test_a_register_set_in_front_of_a_loop_that_may_be_skipped_is_found():
     ("NOP", "PRMT R4, R5.reuse, 0x7632, R4", {"R5"}),
     ("NOP", "PRMT R4, R5, 0x7632, R6", {"R5", "R6"}),
     ("LDSM.16.M88.4 R4, [0x10]", "STS.128 [0x20], R4", set()),
+    ("REDUX.MAX.S32 UR4, R0", "UIADD3 UR5, UR4, 0x1, URZ", {"R0"}),
+    ("RED.E.ADD.STRONG.GPU desc[UR4][R2], R0", "UIADD3 UR6, UR5, 0x1, URZ", {"R0", "R2", "UR4", "UR5"}),
     ("LDSM.16.M88.2 R4, [0x10]", "STS.128 [0x20], R4", {"R6", "R7"}),
     ("LDSM.16.M88 R4, [0x10]", "STS.64 [0x20], R4", {"R5"}),
     ("NOP", "PRMT R4, RZ, 0x5410, R4", {"R4"}),
