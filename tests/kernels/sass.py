@@ -95,10 +95,11 @@ def exponentials_before_waits(sass):
 def spills_in_steps(sass):
     """Return what the loops over keys read from the stack or write there.
 
-    Such a loop multiplies and makes exponentials, and unlike that over tiles it stages no results (STSM).
+    Such a loop multiplies and makes exponentials, and unlike that over tiles it writes no results (STSM, STG).
     """
     code, successors = _flow(sass)
-    ways = [[after for after in following if not code[after].startswith("STSM")] for following in successors]
+    ways = [[after for after in following if not _operation(code[after]).startswith(("STSM", "STG"))]
+            for following in successors]
     steps = [loop for loop in _loops(ways) if all(any(name in code[index] for index in loop)
                                                   for name in ("HGMMA", "MUFU.EX2"))]
     return [code[index] for loop in steps for index in sorted(loop) if re.match(r"(@\S+ )?(LDL|STL)", code[index])]

@@ -33,6 +33,7 @@ def test_spills_are_found_in_the_loops_over_keys_alone():
                    "@!P2 LDL.LU R4, [R1]", "@P1 BRA `(.L_x_1)", "LDL R8, [R1+0x4]", "STSM.16.M88.4 [R5], R24",
                    "@P1 BRA `(.L_x_0)", "EXIT", ".L_x_9:", "STL.64 [R1+0x8], R6", "BRA `(.L_x_8)")
     assert spills_in_steps(sass) == ["LDL R3, [R1]", "@!P2 LDL.LU R4, [R1]", "STL.64 [R1+0x8], R6"]
+    assert spills_in_steps(sass) == spills_in_steps(sass.replace("STSM.16.M88.4", "@P2 STG.E.64"))
     assert spills_in_steps(sass.replace("MUFU.EX2", "MUFU.RCP")) == []
 
 

@@ -386,9 +386,9 @@ def test_illegal_hopper_tile_cannot_be_constructed(wrong, message):
 def test_hopper_tiles_hold_queries_and_out_and_keys_and_values_of_every_stage():
     config = HopperForwardConfig(keys=128, consumers=3, stages=4, query_stages=1)
     queries, out, keys, values = 192, 192, 4 * 128, 4 * 128
-    assert config.shared_bytes(problem_of(128)) == 2 * 128 * (queries + out + keys + values) + 1024
+    assert config.shared_bytes(problem_of(128)) == 2 * 128 * (queries + out + keys + values) + 3072
     # Narrow heads lie in rows of 128 bytes, which the copy engine swizzles.
-    assert config.shared_bytes(problem_of(8)) == 2 * 64 * (queries + out + keys + values) + 1024
+    assert config.shared_bytes(problem_of(8)) == 2 * 64 * (queries + out + keys + values) + 3072
 
 
 def test_hopper_tiles_of_wide_heads_are_in_pieces_and_v_has_its_own_width():
@@ -397,7 +397,7 @@ def test_hopper_tiles_of_wide_heads_are_in_pieces_and_v_has_its_own_width():
                           (130, 72, ((128, 64), (64, 32))), (40, 193, ((64,), (256,))), (40, 96, ((64,), (64, 32))),
                           (97, 65, ((128,), (64, 32)))):
         assert config.pieces(problem_of(d, dv)) == pieces
-    assert config.shared_bytes(problem_of(192, 256)) == 2 * (2 * 128 * 192 + 128 * 256 + 2 * 64 * (192 + 256)) + 1024
+    assert config.shared_bytes(problem_of(192, 256)) == 2 * (2 * 128 * 192 + 128 * 256 + 2 * 64 * (192 + 256)) + 3072
 
 
 def test_hopper_tiles_of_out_leave_whole_or_in_two_turns_of_buffers_64_columns_wide():

@@ -190,12 +190,12 @@ class HopperForwardConfig:
         return columns, max(1, sum(pieces) // columns // self.out_parts)
 
     def shared_bytes(self, problem: AttentionProblem) -> int:
-        """Shared memory: q, k, v and out; barriers and the next tile's place take another KiB at most."""
+        """Shared memory: q, k, v and out; barriers, places of tiles and verdicts on them take another 3 KiB at most."""
         d, dv = map(sum, self.pieces(problem))
         columns, buffers = self.out_buffers(problem)
         rows = 64 * self.consumers
         elements = rows * (self.query_stages * d + buffers * columns) + self.stages * self.keys * (d + dv)
-        return problem.dtype.itemsize * elements + 1024
+        return problem.dtype.itemsize * elements + 3072
 
 
 @dataclass(frozen=True, slots=True)
