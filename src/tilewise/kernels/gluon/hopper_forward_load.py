@@ -1,9 +1,9 @@
 """What the Hopper forward's loading warp does: it draws tiles, and brings their queries, keys and values.
 
-With C.STEADY a tile is judged when it is done: were all its sums finite? The loading warp hands out a tile when
-every warpgroup has taken the last but one, and so has judged the one before that: the verdict on the tile four places
-back is in, and if it was bad that tile comes again, with a softmax that cannot overflow. At the end of a program
-nobody takes tiles any more: an END then has the warpgroups say when they are done, and more tiles may follow it.
+With C.STEADY a tile is judged when it is done: has a row of it overflowed? The loading warp hands out a tile when
+every warpgroup has taken the one two places before it, and so has judged the one two before that. That verdict is
+looked at next, and a bad tile comes again, with a softmax that cannot overflow. At the end of a program nobody takes
+tiles any more: an END then has the warpgroups say when they are done, and more tiles may follow it.
 """
 
 from triton.experimental import gluon
