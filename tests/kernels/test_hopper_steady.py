@@ -132,6 +132,16 @@ def test_a_tile_whose_first_step_has_the_greatest_score_does_not_come_again(load
     assert sorted(loaded) == [(0, 0, 0, 0), (128, 0, 0, 0), (256, 0, 0, 0), (384, 0, 0, 0)]
 
 
+def test_in_bfloat16_a_tile_comes_again_before_large_values_overflow(loaded):
+    """Weights of e^52, times values around 2^60, are more than float32 holds; their sum alone is not."""
+    problem, (q, k, v) = far_above(slice(0, 3))
+    q[:, :, 130:132, 0], v = 26.0, v * 2.0**60
+    out, lse, _ = attend(problem, TWO, (q, k, v))
+    check(problem, (q, k, v * 2.0**-60), out.float() * 2.0**-60, lse)
+    assert out.isfinite().all()
+    assert [tile for tile in loaded if tile[-1]] == [(128, 0, 0, 1)]
+
+
 @pytest.mark.parametrize("parts", [None, (0, 2, 1)], ids=str)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_in_float16_first_keys_that_outdo_all_others_bring_no_tile_again(case, parts, loaded):

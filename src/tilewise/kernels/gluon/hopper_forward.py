@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from tilewise.kernels.gluon.compat import tma_store_wait
 from tilewise.kernels.gluon.cuts import own_steps_of
 from tilewise.kernels.gluon.hopper_forward_load import load
-from tilewise.kernels.gluon.lengths import band_of, clear, tile_size
+from tilewise.kernels.gluon.lengths import band_of, clear, comes_again, tile_size
 from tilewise.kernels.gluon.pipeline import (
     END,
     FOUR_WARPS,
@@ -204,7 +204,7 @@ def rest(begin, end, turn, pairs, OWN: gl.constexpr, C: gl.constexpr):
 @gluon.jit
 def judge(judged, taken, bad, tile, OWN: gl.constexpr, C: gl.constexpr):
     """Say of each row if the tile must come again for it; of one that has come again nobody does."""
-    if tile[tile_size(C) - 1] == 0:
+    if not comes_again(tile, C):
         judged[0].index((taken & (JUDGED - 1)) * C.CONSUMERS + OWN).store(bad)
 
 
@@ -280,7 +280,7 @@ def attend_tiles(tile, turn, taken, sources, queries, pairs, next_tile, judged, 
             masked = masked_of(row - 1, spans, own_band, C)
             if C.EARLY:
                 masked = gl.maximum(masked, gl.minimum(spans[3], early_of(spans) + 1))
-            masked = gl.where(tile[tile_size(C) - 1] == 0, masked, spans[3])
+            masked = gl.where(comes_again(tile, C), spans[3], masked)
         else:
             masked = masked_of(row, spans, own_band, C)
         q_slot = taken % C.Q_STAGES * C.CONSUMERS + OWN

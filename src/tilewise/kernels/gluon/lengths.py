@@ -34,6 +34,12 @@ def tile_size(c):
 
 
 @gluon.jit
+def comes_again(tile, C: gl.constexpr):
+    """Whether a tile has been bad before; with C.STEADY its last number says so."""
+    return tile[tile_size(C) - 1] != 0
+
+
+@gluon.jit
 def sequence_of(cu_seqlens, count, slot, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
     """Find the packed sequence that a slot of ROWS rows belongs to; ``count`` for the rows past the last one.
 

@@ -87,7 +87,7 @@ def shift_of(s, row_max, scaling, HIDES: gl.constexpr, C: gl.constexpr):
 def steady_shift_of(row_max, scaling):
     """The shift that a row's first steps have made, for those after them: any number gives the same out and lse.
 
-    Exponents may then be above 0, and where one overflows all that follows is not finite (``is_bad``). So it is of a
+    Exponents may then be above 0, and where one overflows all that follows is not finite (``are_bad``). So it is of a
     row that has seen nothing yet: its exponents are inf here.
     """
     return row_max * scaling[0]
