@@ -1,6 +1,5 @@
 """The float32 backends: what they refuse, how they make a product, which tile they take, what a kernel is told."""
 
-import os
 import re
 import sys
 import threading
@@ -333,27 +332,6 @@ def test_without_a_cache_that_can_be_written_kernels_are_compiled_with_one_warni
     assert sorted(tmp_path.iterdir()) == before, "nothing half made is left"
 
 
-@pytest.mark.parametrize(("umask", "permissions"), [(0o022, 0o644), (0o002, 0o664), (0o077, 0o600)])
-def test_kept_kernel_has_the_permissions_that_the_user_gives_files(umask, permissions, tmp_path):
-    """Other users of a shared folder could not read it, and each of their processes compiled every kernel."""
-    before = os.umask(umask)
-    try:
-        programs._keep(b"code", tmp_path / "kernel.cubin")
-    finally:
-        os.umask(before)
-    (kept,) = tmp_path.iterdir()
-    assert (kept.name, kept.read_bytes()) == ("kernel.cubin", b"code")
-    assert kept.stat().st_mode & 0o777 == permissions
-
-
-def test_kernel_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
-    seen = []
-    monkeypatch.setattr(programs.os, "fsync", lambda number: seen.append([path.name for path in tmp_path.iterdir()]))
-    programs._keep(b"code", tmp_path / "kernel.cubin")
-    ((unfinished,),) = seen
-    assert unfinished.startswith(f"kernel.cubin.{os.getpid()}-{threading.get_ident()}-")
-
-
 @pytest.mark.parametrize("mends", [True, False])
 def test_kept_kernel_that_the_driver_refuses_is_compiled_anew_once(mends, tmp_path, monkeypatch):
     """A file that a crash had left empty made every process fail until somebody deleted it."""
@@ -373,10 +351,10 @@ def test_kept_kernel_that_the_driver_refuses_is_compiled_anew_once(mends, tmp_pa
     (kept,) = tmp_path.iterdir()
     kept.write_bytes(b"")
     if mends:
-        programs.load.__wrapped__(program, "sm_90", 3, 0)
+        programs._loaded.__wrapped__(program, "sm_90", 3, 0)
     else:
         with pytest.raises(RuntimeError, match="attention_backward_delta_kernel: invalid image"):
-            programs.load.__wrapped__(program, "sm_90", 3, 0)
+            programs._loaded.__wrapped__(program, "sm_90", 3, 0)
     assert loaded == [b"", b"whole"]
     assert compiled == [b"whole"] * 2
     assert kept.read_bytes() == b"whole"
@@ -450,7 +428,7 @@ def test_a_thread_without_a_context_is_given_the_device_s(monkeypatch):
     monkeypatch.setattr(programs, "_thread", threading.local())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
     program = programs.Program("delta", CudaConfig(products=3, blocks=1, warps=4, others=32), 64, 64, vectors=True)
-    launch = programs.load.__wrapped__(program, "sm_90", 3, 0)
+    launch = programs._loaded.__wrapped__(program, "sm_90", 3, 0)
     launch(Call(), 1)
     thread = threading.Thread(target=lambda: [launch(Call(), 1), launch(Call(), 1)])
     thread.start()

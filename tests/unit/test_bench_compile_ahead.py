@@ -1,15 +1,11 @@
-"""Compiling in other processes: what they leave is what a launch looks up, and their death is no one else's."""
+"""Compiling tiles in other processes: what they leave is what a launch looks up."""
 
 import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-
-from tilewise.bench.compile_ahead import DIED, AheadCompiler
 
 # One tile of each kernel for a GPU that is not here; the caller then compiles the same with tensors that have memory,
 # at addresses of their own, as a launch would.
@@ -17,9 +13,10 @@ SAME_KEY = """
 import pathlib, sys, torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
-from tilewise.bench.compile_ahead import AheadCompiler, CompileOnlyDriver, Task, tile_compiler
+from tilewise.bench.compile_ahead import Task, tile_compiler
 from tilewise.bench.tile_launches import PER_ROW, TENSORS, tile_launch
 from tilewise.bench.tuning_runs import Wanted, tasks
+from tilewise.compile_ahead.pool import AheadCompiler, CompileOnlyDriver
 from tilewise.testing.inputs import make_inputs
 from tilewise.tuning.configs import DqConfig, ForwardConfig
 from tilewise.tuning.heuristics import hopper_backward_config, hopper_forward_config
@@ -55,22 +52,3 @@ def test_a_launch_finds_what_the_processes_compiled(tmp_path):
                           env=os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path),
                                             "PYTHONPATH": str(root / "src")})
     assert done.returncode == 0, done.stderr[-4000:]
-
-
-def test_a_process_that_dies_is_that_requests_fault_alone():
-    """raise_signal stands for a compiler: SIGCHLD does nothing, SIGKILL ends the process, and 1000 raises."""
-    requests = (signal.SIGCHLD, signal.SIGKILL, signal.SIGWINCH, 1000)
-    with AheadCompiler(requests, signal.raise_signal, 2) as ahead:
-        assert [ahead.fault(request) for request in requests] == [None, DIED, None, None]
-
-
-def test_leaving_drops_the_requests_that_no_process_has_begun():
-    start = time.monotonic()
-    with AheadCompiler((0.0, 0.3, 0.31, 0.32, 60.0, 61.0), time.sleep, 1) as ahead:
-        assert ahead.fault(0.0) is None
-    assert time.monotonic() - start < 30
-
-
-def test_a_request_that_nobody_announced_has_no_fault():
-    with AheadCompiler((), signal.raise_signal, 1) as ahead:
-        assert ahead.fault(signal.SIGKILL) is None

@@ -17,11 +17,12 @@ import torch
 from tilewise.bench.accuracy import References, check_plan
 from tilewise.bench.checking import one_line
 from tilewise.bench.clocks import ClockSampler
-from tilewise.bench.compile_ahead import AheadCompiler, Task, Tile, tile_compiler
+from tilewise.bench.compile_ahead import Task, Tile, tile_compiler
 from tilewise.bench.grids import CAUSAL, FULL, Cell, dtype_name, shape_case
 from tilewise.bench.provenance import Provenance
 from tilewise.bench.tile_launches import PER_ROW, RESULTS, TENSORS, tile_launch
 from tilewise.bench.timing import Call, Regime, measure
+from tilewise.compile_ahead.pool import AheadCompiler
 from tilewise.dispatch import get_backend
 from tilewise.errors import InvalidInput
 from tilewise.problem import AttentionProblem

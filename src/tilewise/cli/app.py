@@ -10,6 +10,7 @@ from tilewise.bench import report as reports
 from tilewise.bench.environment import environment
 from tilewise.bench.grids import GRIDS, Cell, filtered, grid_cells, parse_dtype
 from tilewise.bench.host import host_cell
+from tilewise.bench.mask_text import FORMS
 from tilewise.bench.plan import Plan, available_providers, takers
 from tilewise.bench.plots import draw_figures
 from tilewise.bench.provenance import provenance
@@ -204,6 +205,48 @@ def tune(  # noqa: PLR0913 - one parameter a flag
     plan = TuningPlan(where, tasks(wanted, where), candidates, budget)
     outcome = session.tune_session(plan, out, provenance(where, session.command_line(), commit))
     render.tuning_json(outcome) if as_json else render.tuning(outcome)
+
+
+@app.command(name="compile")
+def compile_kernels(  # noqa: PLR0913 - one parameter a flag
+    *, sq: Annotated[str, typer.Option("--sq", help="Query lengths, with commas; a call of each is compiled.")],
+    model: Annotated[str | None, typer.Option(help="Take the heads, head dims and masks of a model of Transformers: a "
+                                                   "folder with its config.json, or its name.")] = None,
+    b: flags.Batch = 1, hq: Annotated[int | None, typer.Option(min=1, help="Query heads; default: 8.")] = None,
+    hk: flags.KeyHeads = None,
+    sk: Annotated[int | None, typer.Option(min=1, help="Key length; default: the query length.")] = None,
+    d: Annotated[int | None, typer.Option(min=1, help="Head dim of q and k; default: 128.")] = None,
+    dv: flags.ValueDim = None,
+    dtype: Annotated[str | None, typer.Option(help="float16, bfloat16 or float32; default: the model's, or "
+                                                   "bfloat16.")] = None,
+    mask: Annotated[str | None, typer.Option(help=f"{FORMS}; default: none.")] = None,
+    softcap: Annotated[float | None, typer.Option(help="Bound of the scores.")] = None,
+    sinks: Annotated[bool, typer.Option("--sinks", help="Each head has a sink.")] = False,
+    packed: Annotated[int | None, typer.Option(min=1, help="So many packed sequences; --sq is their total.")] = None,
+    layout: Annotated[Literal["bhsd", "bshd"] | None, typer.Option(
+        help="How q, k and v lie in memory; default: bhsd, and a model's bshd.")] = None,
+    deterministic: Annotated[bool, typer.Option("--deterministic", help="Calls with deterministic=True.")] = False,
+    forward_only: Annotated[bool, typer.Option("--forward-only", help="Calls without a backward pass.")] = False,
+    backend: Annotated[str | None, typer.Option(help="Calls that name this backend.")] = None,
+    device: flags.GpuName = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes that compile; default: one a core.")] = None,
+    as_json: flags.AsJson = False,
+) -> None:
+    """Compile what calls launch into the caches on disk, ahead of the job that makes them; no GPU is needed.
+
+    Kernels of Triton go to TRITON_CACHE_DIR, those of CUDA to TILEWISE_CACHE. Exit status 1 when a kernel cannot be
+    compiled.
+    """
+    lengths = flags.comma_integers("sq", sq)
+    shape = {"b": b, "hq": hq, "hk": hk, "sk": sk, "d": d, "dv": dv, "dtype": parse_dtype(dtype) if dtype else None,
+             "softcap": softcap, "sinks": sinks, "packed": packed, "layout": layout,
+             "deterministic": deterministic or None, "backend": backend, "backward": not forward_only}
+    calls = (flags.shape_calls(lengths, shape, mask) if model is None else
+             flags.model_calls(model, lengths, shape, mask))
+    outcome = session.compile_session(calls, device, workers)
+    render.as_json(render.compilation_facts(outcome)) if as_json else render.compilation(outcome)
+    if not outcome.ok:
+        raise typer.Exit(_WRONG)
 
 
 @app.command()

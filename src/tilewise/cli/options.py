@@ -1,12 +1,13 @@
 """What flags mean: their types, and the problems and devices they describe."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
 
 from tilewise.bench.grids import Cell, parse_dtype, shape_case
 from tilewise.bench.mask_text import FORMS, parse_mask
+from tilewise.compile_ahead import GPUS, CallShape, calls_of_model
 from tilewise.errors import InvalidInput
 
 Batch = Annotated[int, typer.Option("--b", min=1, help="Batch size.")]
@@ -19,6 +20,9 @@ ValueDim = Annotated[int | None, typer.Option("--dv", min=1, help="Head dim of v
 MaskText = Annotated[str, typer.Option("--mask", help=f"{FORMS}; RIGHT and LEFT may be inf.")]
 DeviceName = Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:1, ...; default: a GPU if there is "
                                                                   "one.")]
+GpuName = Annotated[str | None, typer.Option("--device", help=f"A GPU, which need not be here: {', '.join(GPUS)}, or "
+                                              "ARCH:MULTIPROCESSORS:NAME as in 'sm_90:132:NVIDIA H200'; default: the "
+                                              "one that is here.")]
 CommitHash = Annotated[str | None, typer.Option("--commit", help="Hash of the code, for what is written. Default: what "
                                                                  "git says of the source tree.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Write one JSON value to standard output, and nothing else.")]
@@ -50,6 +54,37 @@ def flags_cell(heads: tuple[int, int | None], lengths: tuple[int, int | None], d
     """Return the problem that flags describe; the second of each pair defaults to the first."""
     first = [(given, given if other is None else other) for given, other in (heads, lengths, dims)]
     return Cell("flags", shape_case(b, first[0], first[1], first[2], parse_mask(mask)), parse_dtype(dtype))
+
+
+def shape_calls(lengths: list[int], shape: dict[str, Any], mask: str | None) -> list[CallShape]:
+    """Return a call for each query length, of the flags that are given."""
+    fields = {name: value for name, value in shape.items() if value is not None}
+    band = None if mask is None else parse_mask(mask)
+    return [CallShape(sq=length, mask=band, **fields) for length in lengths]
+
+
+def model_calls(name: str, lengths: list[int], shape: dict[str, Any], mask: str | None) -> list[CallShape]:
+    """Return the calls of a model's layers.
+
+    Raises:
+        InvalidInput: a flag is given that the model answers, or the model cannot be read.
+    """
+    allowed = ("b", "dtype", "backward")
+    for flag, value in (*shape.items(), ("mask", mask)):
+        if value is not None and value is not False and flag not in allowed:
+            raise InvalidInput(f"--model and --{flag} are both given; allowed beside a model are --sq, --b, --dtype "
+                               "and --forward-only.")
+    try:
+        from transformers import AutoConfig
+    except ImportError as error:
+        raise InvalidInput("--model is given and Transformers is not installed; install 'tilewise[transformers]', or "
+                           "give the shape.") from error
+    try:
+        config = AutoConfig.from_pretrained(name)
+    except (OSError, ValueError, KeyError) as error:
+        raise InvalidInput(f"--model is {name!r}, and Transformers cannot read its configuration; allowed is a folder "
+                           f"with a config.json, or a name on the hub: {str(error).partition(chr(10))[0]}") from error
+    return list(calls_of_model(config, lengths, **{flag: shape[flag] for flag in allowed if shape[flag] is not None}))
 
 
 def comma_list(text: str | None) -> list[str]:

@@ -17,6 +17,7 @@ from tilewise.bench.providers import is_ours
 from tilewise.bench.report import Comparison, comparisons, counts_in_tflops, describe
 from tilewise.bench.rows import Row
 from tilewise.cli.session import Finding, Outcome, TuningOutcome
+from tilewise.compile_ahead import Report
 from tilewise.dispatch import Explanation
 from tilewise.tuning.table import HOPPER_KINDS, config_of
 from tilewise.tuning.table import Row as TableRow
@@ -155,6 +156,33 @@ def bench_json(outcome: Outcome, absent: dict[str, str]) -> None:
     as_json({"rows": [asdict(row) for row in outcome.rows], "absent": absent,
              "left": [str(cell) for cell in outcome.left], "files": [str(file) for file in outcome.files],
              "notes": outcome.notes})
+
+
+def compilation(report: Report) -> None:
+    """Print a line a kernel, the caches, and the calls that have no kernel to compile."""
+    console = _console()
+    gpu = report.gpu
+    table = Table("kernel", "calls", "s", "", title=f"compiled for {gpu.name}, {gpu.arch}, {gpu.multiprocessors} "
+                                                    "multiprocessors", title_justify="left")
+    for kernel in report.kernels:
+        verdict = "was there" if kernel.cached else "compiled" if kernel.failure is None else "[red]failed[/]"
+        table.add_row(kernel.name, "\n".join(kernel.calls), _number(kernel.seconds, ".1f"), verdict)
+    console.print(table)
+    for kernel in report.kernels:
+        if kernel.failure is not None:
+            console.print(f"FAILED {kernel.name}, of {', '.join(kernel.calls)}: {kernel.failure}", style="red",
+                          markup=False)
+    for call in report.idle:
+        console.print(f"nothing to compile: {call}", markup=False)
+    for folder in report.folders:
+        console.print(f"cache {folder}", markup=False, soft_wrap=True)
+
+
+def compilation_facts(report: Report) -> dict[str, Any]:
+    """Return what was compiled as plain values."""
+    kernels = [asdict(kernel) | {"place": str(kernel.place)} for kernel in report.kernels]
+    return {"gpu": asdict(report.gpu), "ok": report.ok, "kernels": kernels, "idle": report.idle,
+            "folders": [str(folder) for folder in report.folders]}
 
 
 def tuning(outcome: TuningOutcome) -> None:

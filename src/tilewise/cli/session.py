@@ -24,6 +24,7 @@ from tilewise.bench.rows import Row, write_rows
 from tilewise.bench.runner import run, work
 from tilewise.bench.timing import COLD
 from tilewise.bench.tuning_runs import TuningPlan, rows_of, table_provenance, tune
+from tilewise.compile_ahead import CallShape, Kernel, Report, compile_ahead
 from tilewise.testing.configurations import Configuration
 from tilewise.tuning.device import device_spec
 from tilewise.tuning.table import Row as TableRow
@@ -204,6 +205,18 @@ def tune_session(plan: TuningPlan, folder: Path, origin: Provenance) -> TuningOu
     outcome.left = list(plan.tasks[done:])
     outcome.files = [tables / file for file in outcome.rows]
     return outcome
+
+
+def compile_session(calls: Sequence[CallShape], device: str | None, workers: int | None) -> Report:
+    """Compile what the calls launch; a line on standard error tells what is being waited for."""
+    with progress(1) as bar:
+        bar.describe(f"listing the kernels of {len(calls)} calls")
+
+        def tell(kernel: Kernel, done: int, total: int) -> None:
+            bar.describe(f"{kernel.name}, {done} of {total}")
+            bar.advance(1 / total)
+
+        return compile_ahead(calls, device=device, workers=workers, on_kernel=tell)
 
 
 def draw(outcome: Outcome, folder: Path) -> None:

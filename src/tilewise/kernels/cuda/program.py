@@ -7,19 +7,19 @@ here but :func:`load` needs a GPU.
 import contextlib
 import ctypes
 import hashlib
-import os
-import secrets
 import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from tilewise import settings
+from tilewise.disk_cache import keep
 from tilewise.errors import BackendUnavailable
 from tilewise.kernels.cuda.call import Call
+from tilewise.kernels.hooks import take_of_kernels
 
 SOURCE = Path(__file__).with_name("attention_fp32.cu")
 # Kernel -> its name in the source, and the macros that ask for it.
@@ -137,15 +137,13 @@ def machine_code(program: Program, arch: str, *, anew: bool = False) -> bytes:
 
     Without a folder that can be written it is compiled for this process alone, with a warning.
     """
-    version = ".".join(map(str, _nvrtc().nvrtcVersion()[1:]))
-    key = "\n".join((version, arch, *program.macros)).encode() + SOURCE.read_bytes()
-    name = f"{program.kernel}-{arch}-{hashlib.sha256(key).hexdigest()[:24]}.cubin"
+    name = file_name(program, arch)
     if not anew:
         with contextlib.suppress(OSError, RuntimeError):  # not there, or told below; RuntimeError: there is no home
             return (settings.cache_folder() / name).read_bytes()
     code, _log = compile_program(program, arch)
     try:
-        _keep(code, settings.cache_folder() / name)
+        keep(code, settings.cache_folder() / name)
     except OSError as error:
         _tell_once(f"{settings.cache_folder()}: {error.strerror}")
     except RuntimeError as error:
@@ -153,22 +151,11 @@ def machine_code(program: Program, arch: str, *, anew: bool = False) -> bytes:
     return code
 
 
-def _keep(code: bytes, path: Path) -> None:
-    """Write the file whole or not at all, with the permissions that the user gives files: others may share the folder.
-
-    Processes that compile the same at once put the same there.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}-{secrets.token_hex(4)}")
-    try:
-        with unfinished.open("xb") as file:
-            file.write(code)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-    except OSError:
-        unfinished.unlink(missing_ok=True)
-        raise
+def file_name(program: Program, arch: str) -> str:
+    """Return the name of a compiled program's file in the cache on disk."""
+    version = ".".join(map(str, _nvrtc().nvrtcVersion()[1:]))
+    key = "\n".join((version, arch, *program.macros)).encode() + SOURCE.read_bytes()
+    return f"{program.kernel}-{arch}-{hashlib.sha256(key).hexdigest()[:24]}.cubin"
 
 
 @cache
@@ -178,12 +165,20 @@ def _tell_once(reason: str) -> None:
                   stacklevel=2)
 
 
-@lru_cache(maxsize=1024)
 def load(program: Program, arch: str, device: int, shared_bytes: int) -> Callable[[Call, int], None]:
     """Return what launches a program on the device, which must be current: call it with a Call and a grid's size.
 
     ``device``: its index; a kernel belongs to one.
     """
+    take = take_of_kernels()
+    if take is None:
+        return _loaded(program, arch, device, shared_bytes)
+    take(program.name, partial(machine_code, program, arch), settings.cache_folder() / file_name(program, arch))
+    return lambda call, programs: None
+
+
+@lru_cache(maxsize=1024)
+def _loaded(program: Program, arch: str, device: int, shared_bytes: int) -> Callable[[Call, int], None]:
     import torch
     from cuda.bindings import driver
 
