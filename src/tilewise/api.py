@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from numbers import Integral
 from typing import Any, Literal, NamedTuple, cast, overload
 
@@ -10,7 +11,7 @@ import torch
 from tilewise import settings
 from tilewise.arguments import check_choices, check_inputs, check_packed, check_switch
 from tilewise.autograd.attention_op import Options, run
-from tilewise.autograd.short_way import attend
+from tilewise.autograd.short_way import attend, attend_with
 from tilewise.backends.current import autocast_dtype
 from tilewise.dispatch import Explanation, explain_problem
 from tilewise.errors import InvalidInput
@@ -286,22 +287,32 @@ def attention_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_se
     >>> tw.attention_varlen(q, k, v, cu_seqlens_q=lengths, mask=tw.causal()).shape
     torch.Size([9, 4, 32])
     """
-    _check_return_aux(return_aux)
-    checked_softcap(softcap)
-    checked_dropout_p(dropout_p)
+    if return_aux != ():
+        _check_return_aux(return_aux)
+    if softcap is not None or dropout_p != 0:
+        checked_softcap(softcap)
+        checked_dropout_p(dropout_p)
     band, visible, lists, mask_function = _parted(mask)
-    longest = _longest(max_seqlen_q, max_seqlen_k, needed=bias is not None or visible is not None)
-    q, k, v = _autocast(*(_as_batch(name, tensor) for name, tensor in (("q", q), ("k", k), ("v", v))))
+    longest = _NO_LONGEST
+    if max_seqlen_q is not None or max_seqlen_k is not None:
+        longest = _longest(max_seqlen_q, max_seqlen_k, needed=bias is not None or visible is not None)
+    rows = (q, k, v)
+
+    def batched() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return tuple([_as_batch(name, tensor) for name, tensor in zip("qkv", rows, strict=True)])  # type: ignore[return-value]
+
     band, lengths = _with_lengths(band, (cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k,
                                          seqused_q, seqused_k), _PACKED_NAMES)
     functions = _functions(score_function, mask_function)
     operands = _operands(bias, alibi_slopes, visible, sinks, _seed(q, dropout_p, dropout_seed), lengths, lists,
                          functions)
     options = _options(scale, band, softcap, dropout_p, return_aux, functions, longest, deterministic, backend)
-    out, *rows = _attend(q, k, v, operands, options, double_backward, bool(return_aux))
+    results = attend_with(q, k, v, operands, options, batched) if double_backward is False else None
+    if results is None:
+        results = _attend(*_autocast(*batched()), operands, options, double_backward, bool(return_aux))
     # Squeezed: the gradient of an index would be a copy of dout among zeros.
-    out, rows = out.squeeze(0).transpose(0, 1), [row.squeeze(0) for row in rows]
-    return _named((out, *rows), return_aux) if return_aux else out
+    out = results[0].squeeze(0).transpose(0, 1)
+    return _named((out, *(row.squeeze(0) for row in results[1:])), return_aux) if return_aux else out
 
 
 def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visible | None = None,
@@ -377,7 +388,8 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Operand
     check_switch("double_backward", double_backward)
     if double_backward:
         return cast(Sequence[torch.Tensor], _second_order().run_twice_differentiable(q, k, v, operands, options))
-    return run(q, k, v, operands, options, with_lse)
+    results = attend_with(q, k, v, operands, options)
+    return run(q, k, v, operands, options, with_lse) if results is None else results
 
 
 def _second_order() -> Any:
@@ -431,15 +443,20 @@ def _longest(*longest: int | torch.Tensor | None, needed: bool) -> Longest:
 def _with_lengths(band: Mask, lengths: Lengths, names: tuple[str | None, ...]) -> tuple[Mask, Lengths]:
     """Make the lengths dense, and name an alignment where those of queries and keys are one tensor, hence equal."""
     for name, tensor in zip(names, lengths, strict=True):
-        may_lack = name is None or not name.startswith("cu")
-        if not isinstance(tensor, torch.Tensor) and not (tensor is None and may_lack):
+        if not isinstance(tensor, torch.Tensor) and (tensor is not None or (name is not None and name[:2] == "cu")):
             raise InvalidInput(f"{name} is a {type(tensor).__name__}; allowed is a tensor of integers on q's device.")
+    compiling = torch.compiler.is_compiling()
     if band.alignment is None and lengths[0] is lengths[1] and lengths[2] is lengths[3]:
-        band = replace(band, alignment="top_left")
+        band = replace(band, alignment="top_left") if compiling else _aligned(band)  # dynamo warns of a cache
     dense = [None if tensor is None else tensor.contiguous() for tensor in lengths]
-    if torch.compiler.is_compiling():  # dynamo traces no autograd Function that is handed one tensor twice
+    if compiling:  # dynamo traces no autograd Function that is handed one tensor twice
         dense = [None if tensor is None else tensor.view_as(tensor) for tensor in dense]
     return band, cast(Lengths, tuple(dense))
+
+
+@lru_cache(maxsize=1024)
+def _aligned(band: Mask) -> Mask:
+    return replace(band, alignment="top_left")
 
 
 def _operands(bias: torch.Tensor | None, alibi_slopes: torch.Tensor | None, mask: torch.Tensor | None,

@@ -14,11 +14,12 @@ from typing import Protocol, cast
 import torch
 
 from tilewise import settings
-from tilewise.backends.base import Backend
+from tilewise.backends.base import Backend, Gradients, Needs, Pending, Results, Saved
 from tilewise.backends.current import allows_tf32
 from tilewise.decode_problem import CacheOperands, DecodeProblem
 from tilewise.errors import InvalidInput, UnsupportedProblem
 from tilewise.problem import AttentionProblem
+from tilewise.scores import NO_OPERANDS, Operands
 from tilewise.tuning.device import device_spec
 from tilewise.tuning.heuristics import prefers_gluon
 
@@ -91,15 +92,58 @@ def choose(problem: AttentionProblem, backend: str | None = None, tf32: bool | N
 
 @lru_cache(maxsize=4096)
 def _chosen(problem: AttentionProblem, backend: str | None, tf32: bool) -> Backend:
+    chosen, is_final = _first_to_take(problem, backend, tf32)
+    return chosen if is_final else _Interim(problem, tf32, chosen.name)
+
+
+def _first_to_take(problem: AttentionProblem, backend: str | None, tf32: bool) -> tuple[Backend, bool]:
+    """Return the backend that serves the problem, and whether it is the answer for later calls too."""
     names = order(problem, tf32) if backend is None else (backend,)
-    reasons = {}
+    reasons: dict[str, str] = {}
     for name in names:
         candidate = get_backend(name)
         reason = candidate.why_not(problem)
         if reason is None:
-            return candidate
+            return candidate, not any(isinstance(reason, Pending) for reason in reasons.values())
         reasons[name] = reason
     raise _refusal(problem, backend, reasons)
+
+
+class _Interim:
+    """What serves a problem while a preferred backend's answer is pending: it chooses anew at every call until then.
+
+    Whoever keeps a choice (autograd keeps one for each kind of call) can keep this.
+
+    Attributes:
+        name: of the backend that served last.
+    """
+
+    def __init__(self, problem: AttentionProblem, tf32: bool, name: str) -> None:
+        self._problem, self._tf32, self.name = problem, tf32, name
+        self._final: Backend | None = None
+
+    def _now(self) -> Backend:
+        if self._final is not None:
+            return self._final
+        chosen, is_final = _first_to_take(self._problem, None, self._tf32)
+        if is_final:
+            self._final = chosen
+        self.name = chosen.name
+        return chosen
+
+    def why_not(self, problem: AttentionProblem) -> str | None:
+        """See :class:`tilewise.backends.base.Backend`."""
+        return self._now().why_not(problem)
+
+    def forward(self, problem: AttentionProblem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+                operands: Operands = NO_OPERANDS) -> Results:
+        """See :class:`tilewise.backends.base.Backend`."""
+        return self._now().forward(problem, q, k, v, operands)
+
+    def backward(self, problem: AttentionProblem, saved: Saved, dout: torch.Tensor, dlse: torch.Tensor | None,
+                 needs: Needs = Needs()) -> Gradients:  # noqa: B008 - a value, never changed
+        """See :class:`tilewise.backends.base.Backend`."""
+        return self._now().backward(problem, saved, dout, dlse, needs)
 
 
 def _refusal(problem: object, backend: str | None, reasons: dict[str, str]) -> UnsupportedProblem:

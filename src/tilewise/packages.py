@@ -13,12 +13,16 @@ def package_version(module: str, distribution: str) -> tuple[int, int] | None:
     """
     if importlib.util.find_spec(module) is None:
         return None
-    try:
-        text = importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        text = _told_by(module)
-    numbers = re.match(r"(\d+)\.(\d+)", text)
+    numbers = re.match(r"(\d+)\.(\d+)", whole_version(module, distribution))
     return (0, 0) if numbers is None else (int(numbers[1]), int(numbers[2]))
+
+
+def whole_version(module: str, distribution: str) -> str:
+    """Return the version to its last figure, as "3.7.1+git5e2c"; empty where nothing tells it."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return _told_by(module)
 
 
 def version_text(version: tuple[int, int] | None) -> str:

@@ -5,8 +5,8 @@ variable                  default    meaning
 ========================  =========  ==============================================================
 ``TILEWISE_BACKEND``      unset      backend used where a call passes ``backend=None``; an unknown
                                      name raises at the first call, as ``backend=`` would
-``TILEWISE_CACHE``        unset      folder for compiled CUDA kernels; unset: ``tilewise`` in
-                                     ``$XDG_CACHE_HOME``, or in ``~/.cache``
+``TILEWISE_CACHE``        unset      folder for compiled CUDA kernels and results of self-checks; unset:
+                                     ``tilewise`` in ``$XDG_CACHE_HOME``, or in ``~/.cache``
 ``TILEWISE_SHORT_WAYS``   unset      ``0``: every call goes through torch's dispatcher and each check,
                                      as its first one does, which costs the host some ten
                                      microseconds a call; to tell a fault of a short way by
@@ -45,7 +45,7 @@ def scoped_backend() -> str | None:
 
 
 def cache_folder() -> Path:
-    """Return the folder for compiled CUDA kernels, which need not exist yet."""
+    """Return the folder for what outlasts a process, which need not exist yet."""
     if named := os.environ.get("TILEWISE_CACHE"):
         return Path(named)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tilewise"

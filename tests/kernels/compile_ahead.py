@@ -201,7 +201,7 @@ def prepare_hopper(request):
         config = replace(hopper_forward_config(problem), **request.get("config", {}))
         cut = request.get("cut") and tuple(request["cut"])
         launch = HopperForward(problem, config, multiprocessors=132, pack=request.get("pack", 1), cut=cut)
-        arguments = launch.arguments((q, k, v, out, rows, operands.sinks, *lengths), torch.empty(1, dtype=torch.int32),
+        arguments = launch.arguments((q, k, v, out, rows), torch.empty(1, dtype=torch.int32), operands,
                                      torch.empty(8) if cut else None)
     elif request["kernel"] == "hopper_dbias":
         config = HopperDbiasConfig(*request["config"])

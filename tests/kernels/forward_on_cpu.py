@@ -18,7 +18,7 @@ from tilewise.kernels.gluon import (
 from tilewise.kernels.gluon import hopper_forward as forward
 from tilewise.kernels.gluon import hopper_forward_load as loading
 from tilewise.problem import AttentionProblem
-from tilewise.scores import OperandFacts, ScoreOptions
+from tilewise.scores import OperandFacts, Operands, ScoreOptions
 from tilewise.testing import oracle
 
 MODULES = (forward, loading, cuts, lengths, pipeline, products, results, softmax, tiles)
@@ -56,7 +56,9 @@ def attend(problem, config, tensors, pack=1, cut=None, sinks=None, programs=3, l
     parts = torch.full(bound.parts_shape, float("nan"))
     counter = torch.zeros(1, dtype=torch.int32)
     bound.describe = lambda tensor, shape, strides, block, layout: Descriptor(tensor, block)
-    described = bound.arguments((q, k, v, out, lse, sinks, *lengths), counter, None if cut is None else parts)
+    names = ("cu_seqlens_q", "cu_seqlens_k", "seqlens_q", "seqlens_k")
+    operands = Operands(sinks=sinks, **dict(zip(names, lengths, strict=False)))
+    described = bound.arguments((q, k, v, out, lse), counter, operands, None if cut is None else parts)
     handed = [Pointer(given.flatten() if given is not lse and given is not parts else given.view(-1))
               if isinstance(given, torch.Tensor) else given for given in described]
     handed[8] = Pointer(counter)

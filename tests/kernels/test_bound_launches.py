@@ -1,4 +1,4 @@
-"""A bound pass hands its kernels what an unbound one does: tensors at first, their addresses from then on."""
+"""What a bound pass hands its kernels: the addresses of its tensors, and these for a launch's first call."""
 
 import weakref
 from dataclasses import replace
@@ -15,21 +15,18 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from tilewise.backends import triton
 from tilewise.backends.memory import allocator, forms_of_results
+from tilewise.kernels.triton.launch import NO_MODIFIERS, Launch
 from tilewise.kernels.triton.sums import OperandSums
 
 
-class Recorder:
-    """Stands for a launch; it takes addresses from its second call on, as one without descriptors does."""
+class Recorder(Launch):
+    """Stands for a launch: keeps the addresses, and the tensors that they stand for."""
 
     def __init__(self):
         self.handed = []
 
-    @property
-    def takes_pointers(self):
-        return bool(self.handed)
-
-    def __call__(self, *arguments):
-        self.handed.append(arguments)
+    def at(self, addresses, tensors):
+        self.handed.append((addresses, tensors()))
 
 
 def tensors_of():
@@ -43,12 +40,13 @@ def pointers(arguments):
 
 @pytest.mark.parametrize("needs", [Needs(), Needs(dq=False), Needs(dkv=False)], ids=["all", "dkv", "dq"])
 @pytest.mark.parametrize("with_dlse", [False, True])
-def test_backward_hands_the_same_in_the_same_places(monkeypatch, needs, with_dlse):
+def test_backward_hands_each_launch_its_tensors_and_their_addresses(monkeypatch, needs, with_dlse):
     q, k, v, out, lse, dout = tensors_of()
     dlse = torch.zeros(1, 2, 8) if with_dlse else None
     problem = AttentionProblem.from_tensors(q, k, v).backward(lse_grad=with_dlse)
     made = triton._BackwardPlan(needs, q.stride(), k.stride(), v.stride())
-    plan = replace(made, delta=Recorder(), dkdv=(Recorder(),), dq=Recorder())
+    plan = replace(made, delta=Recorder(), dkdv=(Recorder(),), dq=Recorder(),
+                   modifiers=triton._planned_modifiers(problem))
     no_sums = OperandSums(problem, NO_OPERANDS, dbias=False, dalibi_slopes=False, dsinks=False)
     kept = []
 
@@ -61,28 +59,30 @@ def test_backward_hands_the_same_in_the_same_places(monkeypatch, needs, with_dls
     monkeypatch.setattr(triton, "allocator", lambda device: allocate)
     differentiate = plan.bound(problem, no_sums)
     addresses = tuple(pointers(tensor for tensor in (q, k, v, out, lse, dout, dlse) if tensor is not None))
-    results = [differentiate((q, k, v, out, lse, dout, dlse), addresses) for _ in range(2)]
-    for result in results:
-        assert [gradient is not None for gradient in result] == [needs.dq, needs.dkv, needs.dkv]
-    for call, (dq, dk, dv), delta in zip(range(2), results, kept, strict=True):
-        inputs = pointers((q, k, v, dout, lse, delta))
-        handed = [pointers(launch.handed[call]) for launch in (plan.delta, *plan.dkdv, plan.dq) if launch.handed]
-        wanted = [pointers((out, dout, out if dlse is None else dlse, delta, None))]
-        wanted += [[*inputs, *pointers((dk, dv)), None, None]] * needs.dkv
-        wanted += [[*inputs, dq.data_ptr(), *[None] * 6]] if needs.dq else []
-        assert handed == wanted
-    assert all(not isinstance(argument, torch.Tensor) for argument in plan.delta.handed[1])
+    dq, dk, dv = differentiate((q, k, v, out, lse, dout, dlse), addresses)
+    assert [gradient is not None for gradient in (dq, dk, dv)] == [needs.dq, needs.dkv, needs.dkv]
+    (delta,) = kept
+    inputs = (q, k, v, dout, lse, delta)
+    handed = [launch.handed[0] for launch in (plan.delta, *plan.dkdv, plan.dq) if launch.handed]
+    wanted = [(out, dout, out if dlse is None else dlse, delta)]
+    wanted += [(*inputs, dk, dv, None)] * needs.dkv
+    wanted += [(*inputs, dq, *[None] * 5)] * needs.dq
+    assert [list(addresses) for addresses, _ in handed] == [pointers(tensors) for tensors in wanted]
+    assert all(got is want for (_, tensors), own in zip(handed, wanted, strict=True)
+               for got, want in zip(tensors[:-1], own, strict=True))
+    assert all(tensors[-1] == NO_MODIFIERS for _, tensors in handed)
 
 
-def test_forward_hands_addresses_once_it_may():
+def test_forward_hands_its_launch_its_tensors_and_their_addresses():
     q, k, v, *_ = tensors_of()
-    forms = forms_of_results(AttentionProblem.from_tensors(q, k, v))
-    plan = triton._ForwardPlan(allocator(q.device), *forms, launch=Recorder())
-    for _ in range(2):
-        out, lse, max_logit = plan.attend(q, k, v, tuple(pointers((q, k, v))), None)
-        assert max_logit is None
-        assert pointers(plan.launch.handed[-1]) == pointers((q, k, v, out, lse, None, None))
-    assert not any(isinstance(argument, torch.Tensor) for argument in plan.launch.handed[1])
+    problem = AttentionProblem.from_tensors(q, k, v)
+    plan = triton._ForwardPlan(allocator(q.device), *forms_of_results(problem), launch=Recorder(),
+                               modifiers=triton._planned_modifiers(problem))
+    out, lse, max_logit = plan.attend(lambda: (q, k, v), tuple(pointers((q, k, v))), NO_OPERANDS)
+    assert max_logit is None
+    ((addresses, tensors),) = plan.launch.handed
+    assert list(addresses) == pointers((q, k, v, out, lse, None))
+    assert all(got is want for got, want in zip(tensors, (q, k, v, out, lse, None), strict=False))
 
 
 def test_a_pass_that_launches_nothing_is_not_bound():

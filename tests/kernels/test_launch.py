@@ -1,113 +1,92 @@
-"""A launch after the first: what it hands to Triton's launcher, and when it takes Triton's own way."""
+"""A launch of a Triton kernel: what stands in the place of each tensor, and of what is left out."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from triton import knobs
-from triton.runtime import driver
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tilewise.kernels.triton.launch import NO_MODIFIERS, Launch
+from tilewise.kernels.triton.launch import NO_MODIFIERS, Launch, Sinks, modifiers_of, operand_addresses, operand_count
+from tilewise.masks import Mask
+from tilewise.problem import AttentionProblem
+from tilewise.scores import Operands, ScoreSettings
 
-STREAM = 77
-
-
-class OneDevice:
-    """A driver whose current device is 3."""
-
-    def get_current_device(self):
-        return 3
-
-    def get_current_stream(self, device):
-        assert device == 3
-        return STREAM
+Q, OUT = torch.zeros(1, 1, 8, 16), torch.zeros(3)
 
 
-class Compiled:
-    """A compiled kernel that keeps what it is launched with."""
-
-    function, packed_metadata = "function", "metadata"
-
-    def __init__(self):
-        self.run_with, self.own_way = [], []
-
-    def run(self, *arguments):
-        self.run_with.append(arguments)
-
-    def __getitem__(self, grid):
-        return lambda *arguments: self.own_way.append((grid, arguments))
+def launch_of(blocks=(), optional=1, programs=5):
+    kernel = SimpleNamespace(arg_names=("q_ptr", "out_ptr", "modifiers", "sq", "BLOCK"))
+    launch, seen = Launch(kernel, programs, (128, 64), blocks, optional, num_warps=4), []
+    launch.enqueue = lambda addresses, arguments, alike: seen.append((addresses, arguments(), alike))
+    return launch, seen
 
 
-class Kernel:
-    """A kernel of two tensors, modifiers and two scalars; its front end hands out what it compiled."""
-
-    arg_names = ("q_ptr", "out_ptr", "modifiers", "sq", "BLOCK")
-
-    def __init__(self):
-        self.compiled, self.front_end = Compiled(), []
-
-    def __getitem__(self, grid):
-        def launch(*arguments, **options):
-            self.front_end.append((grid, arguments, options))
-            return self.compiled
-
-        return launch
+def test_addresses_stand_for_tensors_and_the_front_end_gets_these():
+    launch, seen = launch_of()
+    modifiers = NO_MODIFIERS._replace(sinks=Sinks(OUT))
+    launch(Q, OUT, modifiers)
+    launch(Q, OUT)
+    launch(Q, None, NO_MODIFIERS)
+    at_q, at_out = Q.data_ptr(), OUT.data_ptr()
+    assert seen == [((at_q, at_out, at_out), (Q, OUT, modifiers), True), ((at_q, at_out), (Q, OUT, NO_MODIFIERS), True),
+                    ((at_q, None), (Q, None, NO_MODIFIERS), True)]
 
 
-@pytest.fixture
-def launch(monkeypatch):
-    monkeypatch.setattr(driver, "_active", OneDevice())
-    return Launch(Kernel(), 5, (128, 64), optional=1, num_warps=4)
+def test_addresses_that_are_known_are_handed_on():
+    launch, seen = launch_of()
+    launch.at((1, 2, 3), lambda: (Q, OUT, NO_MODIFIERS))
+    assert seen == [((1, 2, 3), (Q, OUT, NO_MODIFIERS), True)]
 
 
-TENSORS = (torch.zeros(2), torch.zeros(3))
+def test_the_front_end_gets_descriptors_where_a_tensor_has_a_block():
+    launch, seen = launch_of((([1, 1, 4, 16], 7),))
+    launch(Q, OUT)
+    ((addresses, (described, *others), _),) = seen
+    assert addresses == (Q.data_ptr(), OUT.data_ptr())
+    assert isinstance(described, TensorDescriptor)
+    assert (described.base is Q, described.shape, described.strides, described.block_shape) == (
+        True, [1, 1, 7, 16], [16, 16, 16, 1], [1, 1, 4, 16])
+    assert others == [OUT, NO_MODIFIERS]
 
 
-def test_the_first_call_goes_through_the_front_end_and_later_ones_past_it(launch):
-    assert not launch.takes_pointers
-    launch(*TENSORS)
-    assert launch.kernel.front_end == [
-        ((5, 1, 1), (*TENSORS, NO_MODIFIERS, 128, 64), {"num_warps": 4, "enable_fp_fusion": True})]
-    assert launch.takes_pointers
-    launch(*TENSORS)
-    launch(11, 12, NO_MODIFIERS)
-    begin = (5, 1, 1, STREAM, "function", "metadata", None, None, None)
-    assert launch.kernel.compiled.run_with == [(*begin, *tensors, NO_MODIFIERS, 128, 64) for tensors in (TENSORS,
-                                                                                                         (11, 12))]
-    assert len(launch.kernel.front_end) == 1
-    assert launch.kernel.compiled.own_way == []
+@pytest.mark.parametrize("tensors", [(), (Q,), (Q, OUT, NO_MODIFIERS, Q)], ids=len)
+def test_too_few_and_too_many_tensors_are_refused(tensors):
+    launch, _ = launch_of()
+    with pytest.raises(TypeError, match=f"takes 2 to 3 tensors, got {len(tensors)}$"):
+        launch(*tensors)
 
 
-@pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
-def test_a_profilers_hooks_see_every_launch(launch, name):
-    launch(*TENSORS)
-    hooks = getattr(knobs.runtime, name)
-
-    def hook(metadata):
-        pass
-
-    hooks.add(hook)
-    try:
-        launch(*TENSORS)
-    finally:
-        hooks.remove(hook)
-    launch(*TENSORS)
-    assert launch.kernel.compiled.own_way == [((5, 1, 1), (*TENSORS, NO_MODIFIERS, 128, 64))]
-    assert len(launch.kernel.compiled.run_with) == 1
+@pytest.mark.parametrize(("programs", "grid"), [(5, (5, 1, 1)), ((5, 2), (5, 2, 1)), ((5, 2, 3), (5, 2, 3))])
+def test_a_grid_has_one_to_three_dims(programs, grid):
+    assert launch_of(programs=programs)[0].grid == grid
 
 
-@pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
-def test_a_hook_in_the_place_of_the_chain_is_seen_and_none_is_no_hook(launch, monkeypatch, name):
-    launch(*TENSORS)
-    monkeypatch.setattr(knobs.runtime, name, None, raising=False)
-    launch(*TENSORS)
-    monkeypatch.setattr(knobs.runtime, name, print, raising=False)
-    launch(*TENSORS)
-    assert (len(launch.kernel.compiled.run_with), len(launch.kernel.compiled.own_way)) == (1, 1)
+
+def operands_of(*names):
+    made = {"bias": torch.zeros(1, 2, 8, 8), "alibi_slopes": torch.zeros(1, 2),
+            "mask": torch.ones(1, 1, 8, 8, dtype=torch.bool), "sinks": torch.zeros(2),
+            "seed": torch.zeros(1, dtype=torch.int64)}
+    made |= {f"{name}_{side}": torch.zeros(size, dtype=torch.int32) for side in "qk" for name, size in (
+        ("cu_seqlens", 2), ("seqlens", 1), ("documents", (1, 4, 8)))}
+    return Operands(**{name: made[name] for name in names})
 
 
-def test_a_launch_through_descriptors_wants_the_tensors(launch):
-    of_blocks = Launch(launch.kernel, 5, (128, 64), (([1, 1, 8, 16], 4),), num_warps=4)
-    of_blocks(torch.zeros(1, 1, 8, 16), TENSORS[1], NO_MODIFIERS)
-    assert not of_blocks.takes_pointers
+@pytest.mark.parametrize("names", [
+    (), *((name,) for name in ("bias", "alibi_slopes", "mask", "sinks", "seed", "seqlens_q", "seqlens_k")),
+    ("cu_seqlens_q", "cu_seqlens_k"), ("documents_q", "documents_k"), ("bias", "sinks", "seed"),
+    ("cu_seqlens_q", "cu_seqlens_k", "seqlens_k", "sinks", "alibi_slopes")], ids=" ".join)
+def test_operands_lie_where_their_modifiers_have_them(names):
+    operands = operands_of(*names)
+    q = torch.zeros(1, 2, 8, 16)
+    problem = AttentionProblem.from_tensors(
+        q, q, q, operands, mask=Mask(None, None, "top_left"),
+        settings=ScoreSettings(dropout_p=0.5 if operands.seed is not None else 0.0))
+    launch, seen = launch_of()
+    launch(Q, OUT, modifiers_of(problem, operands))
+    assert operand_addresses(problem)(operands) == seen[0][0][2:]
+    assert operand_count(problem) == len(names)
+    other = Operands._make([own.clone() if isinstance(own, torch.Tensor) else own for own in operands])
+    assert sorted(operand_addresses(problem)(other)) == sorted(tensor.data_ptr() for tensor in other.present)

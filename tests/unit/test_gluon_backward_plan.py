@@ -44,8 +44,6 @@ def test_delta_is_made_where_the_launch_does_not_take_out(takes_out):
             calls.append(("backward", tensors[5]))
 
     class Delta:
-        takes_pointers = False
-
         def __call__(self, out, dout, dlse, delta, modifiers):
             calls.append(("delta", delta))
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from tilewise import Mask, attention, causal, prefix, window
+from tilewise import Mask, attention, attention_varlen, causal, documents, prefix, window
 from tilewise.autograd import short_way
 from tilewise.autograd.short_way import forget_choices
 from tilewise.backends.base import BindingBackend
@@ -228,13 +228,88 @@ def test_transforms_of_functorch_are_as_on_the_long_way(bound, monkeypatch):
     assert "short" not in bound.ways
 
 
-@pytest.mark.parametrize("options", [
+OPERANDS = [
     {"mask": prefix(2)}, {"softcap": 2.0}, {"sinks": torch.zeros(4)}, {"bias": torch.zeros(8, 8)},
-    {"alibi_slopes": torch.zeros(4)}, {"dropout_p": 0.5}, {"return_aux": ("max_logit",)}, {"scale": 1},
-    {"seqlens_k": torch.tensor([3])}, {"mask": torch.ones(8, 8, dtype=torch.bool)}], ids=str)
-def test_what_is_more_than_plain_goes_the_long_way(bound, options):
-    attention(*tensors_of(), **options)
-    assert bound.ways == ["long"]
+    {"alibi_slopes": torch.zeros(4)}, {"dropout_p": 0.5, "dropout_seed": 3}, {"return_aux": ("max_logit",)},
+    {"scale": 1}, {"seqlens_k": torch.tensor([3])}, {"mask": torch.ones(8, 8, dtype=torch.bool)},
+    {"mask": documents(torch.tensor([[0, 0, 0, 1, 1, 1, 2, 2]])), "softcap": 2.0, "return_aux": ("lse",)}]
+
+
+@pytest.mark.parametrize("options", OPERANDS, ids=str)
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_call_with_options_takes_it_and_gives_the_same_bits(bound, monkeypatch, options, recorded):
+    tensors = tensors_of(requires_grad=recorded)
+    expected = long_way(monkeypatch, lambda: attention(*tensors, **options))
+    for _ in range(2):
+        ways, made = ways_of(bound, lambda: attention(*tensors, **options))
+        assert ways == ["short"]
+        assert is_same(made, expected)
+    assert (made[0] if isinstance(made, tuple) else made).requires_grad == recorded
+    assert bound.binds == 1
+
+
+@pytest.mark.parametrize("through", ["out", "lse", "both"])
+@pytest.mark.parametrize("wanted", [(True,) * 6, (False, False, False, True, False, True), (True, False, True, False, True, False)])
+def test_gradients_of_operands_are_the_same(bound, monkeypatch, wanted, through):
+    def gradients():
+        generator = torch.Generator().manual_seed(1)
+        operands = [torch.randn(shape, generator=generator) for shape in ((1, 4, 8, 8), (4,), (4,))]
+        given = [tensor.requires_grad_(want) for tensor, want in zip([*tensors_of(), *operands], wanted, strict=True)]
+        out, lse = attention(*given[:3], bias=given[3], alibi_slopes=given[4], sinks=given[5], return_aux=("lse",))
+        total = {"out": out.sum(), "lse": lse.sum(), "both": (out**2).sum() + lse.sum()}[through]
+        total.backward()
+        return [tensor.grad for tensor in given]
+
+    expected = long_way(monkeypatch, gradients)
+    ways, made = ways_of(bound, gradients)
+    assert ways == ["short", "long back"]
+    assert [gradient is not None for gradient in made] == list(wanted)
+    for gradient, other in zip(made, expected, strict=True):
+        assert (gradient is None and other is None) or torch.equal(gradient, other)
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_packed_sequences_take_it_without_a_gradient(bound, monkeypatch, recorded):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(9, heads, 16, generator=generator).requires_grad_(recorded) for heads in (4, 2, 2))
+    cu_seqlens = torch.tensor([0, 3, 9], dtype=torch.int32)
+
+    def call():
+        return attention_varlen(q, k, v, cu_seqlens_q=cu_seqlens, mask=causal(), return_aux=("lse",))
+
+    expected = long_way(monkeypatch, call)
+    for _ in range(2):
+        ways, made = ways_of(bound, call)
+        assert ways == ["short"]
+        assert is_same(tuple(made), tuple(expected))
+        assert [row.shape for row in made] == [(9, 4, 16), (4, 9)]
+
+
+def test_operands_that_differ_in_one_fact_are_bound_apart(bound, monkeypatch):
+    """A tensor that is there in another place, of another layout or shared between two places is another call."""
+    tensors, lengths = tensors_of(), torch.tensor([3])
+    biases = torch.randn(1, 4, 8, 8), torch.randn(4, 8, 8).mT.contiguous().mT[None], torch.randn(1, 1, 8, 8)
+    calls = [*({"bias": bias} for bias in biases), {"mask": biases[0] > 0}, {"seqlens_k": lengths},
+             {"seqlens_q": lengths}, {"seqlens_q": lengths, "seqlens_k": lengths},
+             {"seqlens_q": lengths, "seqlens_k": lengths.clone()}, {"sinks": torch.randn(4)},
+             {"alibi_slopes": torch.randn(4)}]
+    for _ in range(2):
+        for options in calls:
+            expected = long_way(monkeypatch, lambda options=options: attention(*tensors, **options))
+            assert torch.equal(attention(*tensors, **options), expected)
+    assert "short" in bound.ways
+
+
+@pytest.mark.parametrize("bias", [
+    misaligned(torch.randn(1, 4, 8, 8)), torch.randn(1, 4, 8, 8).as_subclass(Subclass),
+    torch._neg_view(torch.randn(1, 4, 8, 8))], ids=["misaligned", "subclass", "negative"])
+def test_operands_of_other_kinds_go_the_long_way(bound, monkeypatch, bias):
+    tensors = tensors_of()
+    attention(*tensors, bias=torch.randn(1, 4, 8, 8))
+    bound.ways.clear()
+    expected = long_way(monkeypatch, lambda: attention(*tensors, bias=bias))
+    assert torch.equal(attention(*tensors, bias=bias), expected)
+    assert "short" not in bound.ways
 
 
 @pytest.mark.parametrize("options", [

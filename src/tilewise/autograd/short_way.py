@@ -1,4 +1,4 @@
-"""The short way of a plain call: from the public function to the launch in one look-up.
+"""The short way of a call: from the public function to the launch in one look-up.
 
 A call of equal facts (shapes, strides, dtypes, device, options) was checked, and its backend chosen, the first time.
 From then on what torch's dispatcher, the checks and the plans cost the host, more than a small problem costs the
@@ -10,20 +10,21 @@ same functions.
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.autograd import forward_ad, profiler
 
 from tilewise import settings
-from tilewise.autograd.attention_op import gradients_of, resolve
+from tilewise.autograd.attention_op import Options, gradients_of, resolve
 from tilewise.autograd.guards import IsLike, guard_of
 from tilewise.backends.base import BindingBackend, BoundBackward, BoundForward, Needs, Saved
 from tilewise.backends.current import allows_tf32, autocast_dtype, is_current
 from tilewise.dispatch import forget_chosen
 from tilewise.masks import Mask
-from tilewise.problem import facts_of_inputs
+from tilewise.problem import Facts, facts_of_inputs, facts_of_operands
+from tilewise.scores import NO_OPERANDS, Operands
 
 KEPT = 1024  # ways; more are forgotten together, since a way is made again from a plan, of which as many are kept
 # Memory starts higher: less is an offset into a storage that was emptied (FSDP), or none at all (no element, meta).
@@ -37,6 +38,7 @@ _in_profiler, _tracing = torch._C._autograd._profiler_enabled, torch._C._get_tra
 _follows_determinism = torch.are_deterministic_algorithms_enabled
 
 Key = tuple[Any, ...]
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # q, k and v
 _Kept = TypeVar("_Kept")
 
 
@@ -106,12 +108,68 @@ def attend(q: Any, k: Any, v: Any, mask: Mask | None,
     if _is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         made: tuple[torch.Tensor, torch.Tensor] = _apply(q, k, v, way, addresses)
         return made
-    return way.forward(q, k, v, addresses)
+    return way.forward(lambda: (q, k, v), addresses, NO_OPERANDS)
 
 
-def _way_for(options: tuple[Any, ...], tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+def attend_with(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Operands, options: Options,
+                inputs: Callable[[], Inputs] | None = None) -> Sequence[torch.Tensor] | None:
+    """Return out, lse and, where it is wanted, max_logit of any call; None if it has to go the long way.
+
+    Args:
+        q, k, v: of the user's.
+        operands, options: what the operators take, checked as far as the public function does.
+        inputs: returns q, k and v as the operators take them, where those are views of the user's; such a call has a
+            gradient on the long way alone.
+    """
+    if (_is_watched() or not q.__class__ is k.__class__ is v.__class__ is _Tensor or _in_autocast()
+            or operands.score_tensors or operands.mask_tensors):
+        return None
+    name = options.backend or settings.default_backend()
+    # One tensor may come twice, as cu_seqlens of queries and keys do: a guard is for different ones.
+    there = [tensor for tensor in operands.alone if tensor is not None]
+    tensors = (q, k, v, *dict.fromkeys(there))
+    pattern = tuple([None if tensor is None else place for place, tensor in enumerate(operands.alone)])
+    if operands.cu_seqlens_q is not None:
+        pattern = (*pattern, operands.cu_seqlens_q is operands.cu_seqlens_k, operands.seqlens_q is operands.seqlens_k)
+    chosen = (*options[:-1], name)
+    try:
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        key = (q.shape, chosen, pattern)
+    except RuntimeError:  # as in attend
+        return None
+    if functools.reduce(operator.or_, addresses) & 15 or min(addresses) < _LOWEST_ADDRESS:
+        return None
+    has_gradient = _is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    if has_gradient and inputs is not None:
+        return None
+    way: Way | None = _recalled(key, tensors)
+    if way is None:
+        way = _way_with(chosen, (q, k, v) if inputs is None else inputs(), operands)
+        if way is None:
+            return None
+        _remember(key, tensors, way)
+    at_inputs = (addresses[0], addresses[1], addresses[2])
+    if has_gradient:
+        made: tuple[torch.Tensor, ...] = _apply(q, k, v, *operands, way, at_inputs)
+        return made
+    return way.forward(inputs or (lambda: (q, k, v)), at_inputs, operands)
+
+
+def _way_with(options: tuple[Any, ...], inputs: Inputs, operands: Operands) -> Way | None:
+    """Return the way of a call with operands by every fact of it; None if it has none."""
+    q, k, v = inputs
+    dtype, device = q.dtype, q.device
+    if (not dtype is k.dtype is v.dtype or not is_current(device)
+            or any(tensor.__class__ is not _Tensor or tensor.is_neg() for tensor in (*inputs, *operands.present))):
+        return None
+    key = (facts_of_inputs(q, k, v), facts_of_operands(operands), options, allows_tf32(dtype))
+    way = _ways.get(key, _UNKNOWN)
+    return _keep(_ways, key, _way_of(options, inputs, key[1])) if way is _UNKNOWN else way
+
+
+def _way_for(options: tuple[Any, ...], tensors: Inputs,
              in_autocast: bool) -> Way | None:
-    """Return the way of a call by every fact of it; None if it has none."""
+    """Return the way of a plain call by every fact of it; None if it has none."""
     q, k, v = tensors
     dtype, device = q.dtype, q.device
     if (not dtype is k.dtype is v.dtype or (in_autocast and _is_cast(dtype, device)) or not is_current(device)
@@ -159,9 +217,10 @@ def _is_cast(dtype: torch.dtype, device: torch.device) -> bool:
     return autocast_dtype(device.type) not in (None, dtype)
 
 
-def _way_of(options: tuple[Any, ...], tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> Way | None:
+def _way_of(options: tuple[Any, ...], tensors: Inputs,
+            operands: tuple[Facts, ...] = ()) -> Way | None:
     """Check and choose as the operator does, and ask the backend for a bound launch; raises as the operator does."""
-    problem, backend = resolve(facts_of_inputs(*tensors), (), options, None, True, allows_tf32(tensors[0].dtype))
+    problem, backend = resolve(facts_of_inputs(*tensors), operands, options, None, True, allows_tf32(tensors[0].dtype))
     forward = backend.bind_forward(problem) if isinstance(backend, BindingBackend) else None
     return None if forward is None else Way(forward, options)
 
@@ -235,28 +294,37 @@ def _bound_backward(saved: Sequence[torch.Tensor], dout: torch.Tensor, dlse: tor
 
 
 class AttentionFunction(torch.autograd.Function):
-    """Attention by a bound launch, with a gradient for q, k and v through out and lse.
+    """Attention by a bound launch, with a gradient for q, k, v and the operands that have one, through out and lse.
 
     Its node has the name and the results that the operators' has: a graph does not tell which way a call went.
     """
 
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, way: Way,
-                addresses: tuple[int, int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return out and lse."""
-        out, lse = way.forward(q, k, v, addresses)
-        ctx.save_for_backward(q, k, v, out, lse)
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
+        """Return out, lse and, where it is wanted, max_logit. ``rest``: the operands, if any, a Way, the addresses."""
+        *given, way, addresses = rest
+        operands = Operands(*given) if given else NO_OPERANDS
+        results: tuple[torch.Tensor, ...] = way.forward(lambda: (q, k, v), addresses, operands)
         ctx.set_materialize_grads(False)
-        ctx.way = way
-        return out, lse
+        ctx.way, ctx.is_plain = way, not given
+        if given:
+            ctx.save_for_backward(q, k, v, *results[:2], *operands.alone)
+            if len(results) > 2:  # a report, not a function to be differentiated
+                ctx.mark_non_differentiable(results[2])
+            return results
+        ctx.save_for_backward(q, k, v, *results)
+        return results
 
     @staticmethod
-    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        """Return a gradient for each of q, k and v, or None."""
+    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None,
+                 *_: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """Return a gradient for each input, or None."""
         wanted = ctx.needs_input_grad
         if dout is None and dlse is None:
-            return (None,) * 5
+            return (None,) * len(wanted)
         way, saved = ctx.way, ctx.saved_tensors
+        if not ctx.is_plain:
+            return gradients_of(wanted, saved, (dout, dlse), way.options, first_of_mask=0)
         made = None
         # Gradients are enabled here under create_graph=True alone.
         if dout is not None and not _is_grad_enabled() and not _is_watched():

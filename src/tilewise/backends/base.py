@@ -9,6 +9,12 @@ from tilewise.problem import AttentionProblem
 from tilewise.scores import NO_OPERANDS, Operands
 
 
+class Pending(str):
+    """A backend's reason that a later call may not meet: a choice that it decided is not kept."""
+
+    __slots__ = ()
+
+
 class Needs(NamedTuple):
     """Which gradients a backward pass shall make; dk and dv come together."""
 
@@ -38,10 +44,11 @@ class Results(NamedTuple):
     max_logit: torch.Tensor | None = None
 
 
-# A pass bound to its problem; tensors and addresses of a call come alone. Every address is a multiple of 16, and the
-# device is current. Forward: q, k, v and their addresses -> out and lse.
-BoundForward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, tuple[int, int, int]],
-                        tuple[torch.Tensor, torch.Tensor]]
+# A pass bound to its problem: what changes from call to call comes alone. Every address is a multiple of 16, and the
+# device is current. Forward: what returns q, k and v (for a first launch), their addresses, the operands -> as Results,
+# without what is None.
+Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+BoundForward = Callable[[Callable[[], Three], tuple[int, int, int], Operands], tuple[torch.Tensor, ...]]
 # Backward: (q, k, v, out, lse, dout, dlse or None), and the addresses of those that are there -> dq, dk, dv.
 BoundBackward = Callable[[tuple[torch.Tensor | None, ...], tuple[int, ...]], tuple[torch.Tensor | None, ...]]
 
@@ -58,7 +65,8 @@ class Backend(Protocol):
     def why_not(self, problem: AttentionProblem) -> str | None:
         """Return why this backend refuses the problem, as one sentence, or None if it takes it.
 
-        The only place where a backend's limits are stated: forward and backward trust it.
+        The only place where a backend's limits are stated: forward and backward trust it. Answers are kept, except a
+        :class:`Pending` one.
         """
 
     def forward(self, problem: AttentionProblem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
@@ -76,14 +84,17 @@ class Backend(Protocol):
 
 @runtime_checkable
 class BindingBackend(Backend, Protocol):
-    """A backend that binds its launches to a problem without operands, for calls that differ in addresses alone."""
+    """A backend that binds its launches to a problem, for calls that differ in addresses alone."""
 
     def bind_forward(self, problem: AttentionProblem) -> BoundForward | None:
         """Return what ``forward`` does for this problem, which ``why_not`` takes; None if that needs no launch."""
 
     def bind_backward(self, problem: AttentionProblem, saved: "Saved", dout: torch.Tensor, dlse: torch.Tensor | None,
                       needs: Needs) -> BoundBackward | None:
-        """The same of ``backward``, for tensors of the shapes, strides and dtypes of these; none of them is kept."""
+        """The same of ``backward``, without operands, for tensors of the shapes, strides and dtypes of these.
+
+        None of them is kept.
+        """
 
 
 class Saved(NamedTuple):

@@ -20,7 +20,6 @@ from tilewise.backends.cudnn_plan import (
     empty,
     forward_plan,
     index_of,
-    launched,
 )
 from tilewise.backends.current import is_current
 from tilewise.kernels.cudnn.description import Borders, Core, core_of, plain_strides
@@ -76,8 +75,8 @@ class CudnnBackend:
         with _on(device):
             _run(problem, plan.graph, tensors, operands)
             if plan.blank is not None:
-                launched(plan.blank, out, lse, part, operands.sinks, operands.cu_seqlens_q, operands.seqlens_q,
-                         operands.cu_seqlens_k, operands.seqlens_k)
+                plan.blank(out, lse, part, operands.sinks, operands.cu_seqlens_q, operands.seqlens_q,
+                           operands.cu_seqlens_k, operands.seqlens_k)
         if plan.core is not None:
             queries = plan.core.queries
             if part is not None:
@@ -112,7 +111,7 @@ class CudnnBackend:
         with _on(problem.device):
             _run(problem, plan.graph, tensors, operands)
             if plan.blank is not None:
-                launched(plan.blank, dq, dk, dv, operands.cu_seqlens_q, operands.seqlens_q, operands.cu_seqlens_k,
+                plan.blank(dq, dk, dv, operands.cu_seqlens_q, operands.seqlens_q, operands.cu_seqlens_k,
                          operands.seqlens_k)
             dsinks = _sink_gradient(problem, saved, (out, dout), lse) if needs.dsinks else None
         if operands.bias is not None:
@@ -180,7 +179,7 @@ def _written_lengths(problem: AttentionProblem, graph: Graph, operands: Operands
     given = operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqlens_q, operands.seqlens_k
     index = index_of(problem, graph.description.borders, alignment(given))
     written = torch.empty(index.shape, dtype=torch.int32, device=problem.device)
-    launched(index.launch, written, *given)
+    index.launch(written, *given)
     return dict(zip(index.rows, written.unbind(0), strict=True))
 
 

@@ -7,7 +7,7 @@ A plan holds no tensor: streams, threads, nested calls and CUDA graphs cannot me
 
 from collections.abc import Iterable
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -129,14 +129,6 @@ def empty(layout: Layout, dtype: torch.dtype, device: torch.device) -> torch.Ten
 def alignment(tensors: Iterable[torch.Tensor | None]) -> Alignment:
     """Which of those that are there begin at multiples of 16 bytes; none of them is a fake one."""
     return alignment_of([tensor.data_ptr() for tensor in tensors if tensor is not None])
-
-
-def launched(launch: Launch, *tensors: torch.Tensor | None) -> None:
-    """Enqueue the launch: by addresses where it takes them, as Triton asks the driver about every tensor's."""
-    arguments: tuple[Any, ...] = tensors
-    if launch.takes_pointers:
-        arguments = tuple([None if tensor is None else tensor.data_ptr() for tensor in tensors])
-    launch(*arguments)
 
 
 def _core(problem: AttentionProblem) -> Core | None:

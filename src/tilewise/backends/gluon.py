@@ -1,22 +1,22 @@
 """Launches the Gluon kernels: Hopper GPUs, 16-bit, plain calls; the fastest there."""
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
 
-from tilewise.backends.base import BoundBackward, BoundForward, Gradients, Needs, Results, Saved
+from tilewise.backends.base import BoundBackward, BoundForward, Gradients, Needs, Results, Saved, Three
 from tilewise.backends.current import is_current
-from tilewise.backends.hopper import CHECKED, triton_version
+from tilewise.backends.hopper import untrusted, wrong_triton
 from tilewise.backends.memory import Allocate, Form, allocator, forms_of_gradients, forms_of_results
 from tilewise.kernels.gluon.launch import HopperForward
 from tilewise.kernels.gluon.launch_backward import HopperBackward
 from tilewise.kernels.gluon.launch_backward_wide import HopperBackwardApart, backward_launch
 from tilewise.kernels.triton.launch import Launch, Modifiers, modifiers_of
 from tilewise.kernels.triton.sums import OperandSums
-from tilewise.packages import version_text
 from tilewise.problem import AttentionProblem, Sizes, alignment_of, are_aligned, dense_strides
 from tilewise.scores import DRAW_SPAN, LARGE_SOFTCAP, NO_OPERANDS, NO_OPTIONS, Operands, is_large_softcap
 from tilewise.tuning.device import device_spec
@@ -41,19 +41,19 @@ class GluonBackend:
     def why_not(self, problem: AttentionProblem) -> str | None:
         """Return the reason against, if there is one."""
         return (_wrong_machine(problem) or _wrong_dtype_or_dims(problem) or _wrong_options(problem)
-                or _wrong_strides(problem))
+                or _wrong_strides(problem) or untrusted(problem.direction, problem.device))
 
     def forward(self, problem: AttentionProblem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
                 operands: Operands = NO_OPERANDS) -> Results:
         """See :class:`tilewise.backends.base.Backend`."""
         plan = _plan(problem)
         with contextlib.nullcontext() if is_current(problem.device) else torch.cuda.device(problem.device):
-            return Results(*plan.attend(q, k, v, operands))
+            return Results(*plan.attend(lambda: (q, k, v), (q.data_ptr(), k.data_ptr(), v.data_ptr()), operands))
 
     def bind_forward(self, problem: AttentionProblem) -> BoundForward:
         """See :class:`tilewise.backends.base.BindingBackend`."""
         attend = _plan(problem).attend
-        return lambda q, k, v, addresses: attend(q, k, v)
+        return lambda tensors, addresses, operands: attend(tensors, addresses, operands, aligned=True)
 
     def backward(self, problem: AttentionProblem, saved: Saved, dout: torch.Tensor, dlse: torch.Tensor | None,
                  needs: Needs = _EVERY) -> Gradients:
@@ -98,21 +98,25 @@ class _Plan:
     launch: HopperForward
     combine: tuple[Form, Launch] | None
 
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-               operands: Operands = NO_OPERANDS) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return out and lse, launched on the current device, which is that of the tensors."""
+    def attend(self, tensors: Callable[[], Three], addresses: tuple[int, int, int], operands: Operands,
+               aligned: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return out and lse, launched on the current device, which is that of the tensors.
+
+        Args:
+            tensors: returns q, k and v.
+            addresses: where these lie.
+            operands: of the call.
+            aligned: whether each operand, too, is known to begin at a multiple of 16 bytes.
+        """
         allocate = self.allocate
         out, lse = allocate(*self.out), allocate(*self.lse)
         if self.combine is not None:
             form, combine = self.combine
             parts = allocate(*form)
-            self.launch(q, k, v, out, lse, None, parts=parts)
+            self.launch(tensors, addresses, out, lse, parts=parts)
             combine(parts, out, lse, operands.sinks, self.launch.sinks_stride)
-        elif operands is NO_OPERANDS:
-            self.launch(q, k, v, out, lse, None)
         else:
-            self.launch(q, k, v, out, lse, operands.sinks, operands.cu_seqlens_q, operands.cu_seqlens_k,
-                        operands.seqlens_q, operands.seqlens_k)
+            self.launch(tensors, addresses, out, lse, operands, aligned=aligned)
         return out, lse
 
 
@@ -161,8 +165,6 @@ class _BackwardPlan:
             return dq, dk, dv, None
         delta = allocate(*self.forms[3])
         given: tuple[Any, ...] = out, dout, out if dlse is None else dlse, delta
-        if self.delta.takes_pointers:
-            given = tuple([tensor.data_ptr() for tensor in given])
         self.delta(*given, modifiers)
         if operands is NO_OPERANDS:
             self.launch(q, k, v, dout, lse, delta, dq, dk, dv)
@@ -201,17 +203,13 @@ def _gradient_strides(problem: AttentionProblem) -> tuple[Sizes, Sizes, Sizes]:
 
 
 def _wrong_machine(problem: AttentionProblem) -> str | None:
-    """Hopper, and a Triton whose Gluon is known."""
+    """Hopper, and a Triton that has Gluon."""
     if problem.device.type != "cuda":
         return f"runs on Hopper GPUs (sm_90), got {problem.device}"
     arch = device_spec(problem.device).arch
     if arch != "sm_90":
         return f"runs on Hopper GPUs (sm_90), got {arch}"
-    version = triton_version()
-    if version != CHECKED:
-        return ("has run with Triton 3.6 alone, and other versions' code is unchecked on GPUs, got "
-                f"{version_text(version)}")
-    return None
+    return wrong_triton()
 
 
 def _wrong_dtype_or_dims(problem: AttentionProblem) -> str | None:

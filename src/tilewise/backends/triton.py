@@ -8,20 +8,28 @@ is a look-up, the allocation of its outputs, and the launches.
 import contextlib
 import importlib.util
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from tilewise.backends.base import BoundBackward, BoundForward, Gradients, Needs, Results, Saved
+from tilewise.backends.base import BoundBackward, BoundForward, Gradients, Needs, Results, Saved, Three
 from tilewise.backends.current import allows_tf32, is_current
-from tilewise.backends.hopper import sums_dbias
+from tilewise.backends.hopper import awaits_dbias_check, sums_dbias, untrusted
 from tilewise.backends.memory import Allocate, Form, allocator, forms_of_gradients, forms_of_results
-from tilewise.kernels.triton.launch import Launch, Modifiers, modifiers_of, takes_descriptors
+from tilewise.kernels.triton.launch import (
+    Launch,
+    Modifiers,
+    modifiers_of,
+    operand_addresses,
+    operand_count,
+    takes_descriptors,
+)
 from tilewise.kernels.triton.sums import OperandSums
 from tilewise.problem import TAIL_WIDTH, WIDEST, AttentionProblem, Sizes, alignment_of, dense_strides
-from tilewise.scores import NO_OPERANDS, OperandFacts, Operands
+from tilewise.scores import NO_OPERANDS, Operands
 from tilewise.tuning.device import device_spec
 from tilewise.tuning.heuristics import (
     delta_config,
@@ -71,16 +79,18 @@ class TritonBackend:
         with contextlib.nullcontext() if is_current(problem.device) else torch.cuda.device(problem.device):
             if plan.launch is None:
                 return _of_nothing(*plan.allocated(), operands)
-            modifiers = plan.fixed or modifiers_of(problem, operands)
-            return Results(*plan.attend(q, k, v, (addresses[0], addresses[1], addresses[2]), modifiers))
+            return Results(*plan.attend(lambda: (q, k, v), (addresses[0], addresses[1], addresses[2]), operands))
 
     def bind_forward(self, problem: AttentionProblem) -> BoundForward | None:
         """See :class:`tilewise.backends.base.BindingBackend`."""
-        plan = _forward_plan(problem, (True,) * 3, precision_of(problem.dtype))
+        tensors = 3 + operand_count(problem)
+        plan = _forward_plan(problem, (True,) * tensors, precision_of(problem.dtype))
         if plan.launch is None:
             return None
-        attend, modifiers = plan.attend, plan.fixed
-        return lambda q, k, v, addresses: attend(q, k, v, addresses, modifiers)[:2]
+        attend = plan.attend
+        if plan.max_logit is not None:
+            return cast(BoundForward, attend)
+        return lambda tensors, addresses, operands: attend(tensors, addresses, operands)[:2]
 
     def backward(self, problem: AttentionProblem, saved: Saved, dout: torch.Tensor, dlse: torch.Tensor | None,
                  needs: Needs = _EVERY) -> Gradients:
@@ -88,7 +98,9 @@ class TritonBackend:
         q, k, v, out, lse, operands = saved
         alignment = alignment_of([tensor.data_ptr() for tensor in (
             q, k, v, dout, out, lse, *(() if dlse is None else (dlse,)), *_present(operands))])
-        plan = _backward_plan(problem, _strides_of(out, dout, dlse), alignment, precision_of(problem.dtype), needs)
+        # A plan holds a choice of kernels, and is kept unless a later call may choose otherwise.
+        plan_of = _backward_plan.__wrapped__ if needs.dbias and awaits_dbias_check(problem) else _backward_plan
+        plan = plan_of(problem, _strides_of(out, dout, dlse), alignment, precision_of(problem.dtype), needs)
         dq, dk, dv = plan.allocated(q, k, v)
         sums = OperandSums(problem, operands, dbias=needs.dbias, dalibi_slopes=needs.dalibi_slopes,
                            dsinks=needs.dsinks)
@@ -102,7 +114,6 @@ class TritonBackend:
             if dlse is not None:
                 delta -= dlse
             return Gradients(dq, dk, dv, *sums.gradients(lse, delta))
-        modifiers = plan.fixed or modifiers_of(problem, operands)
         made: _Three = (dq, dk, dv)
         # A sum of rows or columns comes with the gradient of q, or of k and v, whether that is wanted or not.
         if not needs.dkv and sums.columns is not None:
@@ -111,7 +122,7 @@ class TritonBackend:
         if not needs.dq and any(buffer is not None for buffer in (sums.rows, sums.moments, pairs_on_the_way)):
             made = (_empty(q, plan.dq_strides), *made[1:])
         with contextlib.nullcontext() if is_current(problem.device) else torch.cuda.device(problem.device):
-            plan.differentiate((out, dout, dlse), (q, k, v, dout, lse, delta), made, sums, modifiers)
+            plan.differentiate((out, dout, dlse), (q, k, v, dout, lse, delta), made, sums, operands)
         return Gradients(dq, dk, dv, *sums.gradients(lse, delta))
 
     def bind_backward(self, problem: AttentionProblem, saved: Saved, dout: torch.Tensor, dlse: torch.Tensor | None,
@@ -160,30 +171,43 @@ def _too_large(problem: AttentionProblem) -> str | None:
 
 @dataclass(frozen=True)
 class _ForwardPlan:
-    """What makes memory, what a problem's results are, the launch (None: no pair is visible), its own modifiers."""
+    """What makes memory, what a problem's results are, the launch (None: no pair is visible), and its modifiers."""
 
     allocate: Allocate
     out: Form
     rows: Form
     max_logit: Form | None = None
     launch: Launch | None = None
-    fixed: Modifiers | None = None
+    modifiers: "_PlannedModifiers | None" = None
 
     def allocated(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Return out, lse and, where it is wanted, max_logit, to be filled; on the current device."""
         allocate = self.allocate
         return allocate(*self.out), allocate(*self.rows), self.max_logit and allocate(*self.max_logit)
 
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, addresses: tuple[int, ...],
-               modifiers: Modifiers | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Launch on the current device, which is that of the tensors; return what :meth:`allocated` does, filled."""
+    def attend(self, tensors: Callable[[], Three], addresses: tuple[int, int, int],
+               operands: Operands) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Launch on the current device, which is that of the tensors; return what :meth:`allocated` does, filled.
+
+        ``tensors``: returns q, k and v, which lie at the addresses.
+        """
         out, lse, max_logit = made = self.allocated()
-        launch = cast(Launch, self.launch)
-        if launch.takes_pointers:
-            launch(*addresses, out.data_ptr(), lse.data_ptr(), max_logit, modifiers)
-        else:
-            launch(q, k, v, out, lse, max_logit, modifiers)
+        launch, modifiers = cast(Launch, self.launch), cast(_PlannedModifiers, self.modifiers)
+        launch.at((*addresses, out.data_ptr(), lse.data_ptr(), None if max_logit is None else max_logit.data_ptr(),
+                   *modifiers.addresses(operands)), lambda: (*tensors(), *made, modifiers.of(operands)))
         return made
+
+
+@dataclass(frozen=True)
+class _PlannedModifiers:
+    """The kernels' modifiers: where their tensors lie in a call, and, for a first launch, they themselves."""
+
+    problem: AttentionProblem
+    addresses: Callable[[Operands], tuple[int, ...]]
+
+    def of(self, operands: Operands) -> Modifiers:
+        """Return those of a call."""
+        return modifiers_of(self.problem, operands)
 
 
 @dataclass(frozen=True)
@@ -198,34 +222,44 @@ class _BackwardPlan:
     dkdv: tuple[Launch, ...] = ()
     dq: "Launch | PairSums | None" = None
     dbias: "Launch | HopperDbias | None" = None
-    fixed: Modifiers | None = None
+    modifiers: _PlannedModifiers | None = None
 
     def allocated(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> _Three:
         """Return dq, dk and dv, to be filled; None for what is not needed."""
         dk, dv = (_empty(k, self.dk_strides), _empty(v, self.dv_strides)) if self.needs.dkv else (None, None)
         return _empty(q, self.dq_strides) if self.needs.dq else None, dk, dv
 
-    def differentiate(self, results: tuple[Any, Any, Any], inputs: tuple[Any, ...], made: tuple[Any, Any, Any],
-                      sums: OperandSums, modifiers: Modifiers | None) -> None:
+    def differentiate(self, results: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
+                      inputs: tuple[torch.Tensor, ...], made: _Three, sums: OperandSums,
+                      operands: Operands = NO_OPERANDS) -> None:
         """Launch on the current device, which is that of the tensors.
 
         Args:
-            results: out, dout and dlse or None; as the others, tensors, or addresses where every launch takes them.
+            results: out, dout and dlse or None.
             inputs: q, k, v, dout, lse and delta.
             made: dq, dk and dv; None for what is neither needed nor made on the way of something else.
-            sums, modifiers: of the operands.
+            sums, operands: of the call.
         """
+        modifiers = cast(_PlannedModifiers, self.modifiers)
         out, dout, dlse = results
         dq, dk, dv = made
-        cast(Launch, self.delta)(out, dout, out if dlse is None else dlse, inputs[5], modifiers)
+        of_delta = (out, dout, out if dlse is None else dlse, inputs[5])
+        at_inputs, at_operands = _addresses(inputs), modifiers.addresses(operands)
+        cast(Launch, self.delta).at((*_addresses(of_delta), *at_operands), lambda: (*of_delta, modifiers.of(operands)))
         if dk is not None:
+            of_keys = (dk, dv, sums.columns)
             for launch in self.dkdv:
-                launch(*inputs, dk, dv, sums.columns, modifiers)
+                launch.at((*at_inputs, *_addresses(of_keys), *at_operands),
+                          lambda: (*inputs, *of_keys, modifiers.of(operands)))
         if dq is not None:
-            pairs_on_the_way = sums.pairs if self.dbias is None else None
-            cast(Launch, self.dq)(*inputs, dq, sums.rows, sums.moments, pairs_on_the_way, None, None, modifiers)
+            of_queries = (dq, sums.rows, sums.moments, sums.pairs if self.dbias is None else None, None, None)
+            if isinstance(self.dq, Launch):
+                self.dq.at((*at_inputs, *_addresses(of_queries), *at_operands),
+                           lambda: (*inputs, *of_queries, modifiers.of(operands)))
+            else:
+                cast("PairSums", self.dq)(*inputs, *of_queries, modifiers.of(operands))
         if sums.pairs is not None and self.dbias is not None:
-            self.dbias(*inputs, sums.pairs, modifiers)
+            self.dbias(*inputs, sums.pairs, modifiers.of(operands))
 
     def bound(self, problem: AttentionProblem, no_sums: OperandSums) -> BoundBackward:
         """Return the whole backward pass of a plain problem."""
@@ -233,25 +267,18 @@ class _BackwardPlan:
         of_q, of_k, of_v = forms_of_gradients(problem, (self.dq_strides, self.dk_strides, self.dv_strides))
         of_kv = (of_k, of_v) if self.needs.dkv else (None, None)
         forms = of_q if self.needs.dq else None, *of_kv
-        launches: list[Any] = [self.delta, *(self.dkdv if self.needs.dkv else ()), *(self.dq,) * self.needs.dq]
-        pending = [launch for launch in launches if not launch.takes_pointers]
 
         def differentiate(tensors: tuple[Any, ...], addresses: tuple[int, ...]) -> _Three:
             q, k, v, out, lse, dout, dlse = tensors
-            made = dq, dk, dv = cast(_Three, tuple([form and allocate(*form) for form in forms]))
-            delta = allocate(*rows)
-            if pending:  # a first call, or one through descriptors
-                self.differentiate((out, dout, dlse), (q, k, v, dout, lse, delta), made, no_sums, self.fixed)
-                pending[:] = [launch for launch in launches if not launch.takes_pointers]
-                return made
-            at_q, at_k, at_v, at_out, at_lse, at_dout, *at_dlse = addresses
-            at_dq, at_dk, at_dv = [None if gradient is None else gradient.data_ptr() for gradient in (dq, dk, dv)]
-            self.differentiate((at_out, at_dout, at_dlse[0] if at_dlse else None),
-                               (at_q, at_k, at_v, at_dout, at_lse, delta.data_ptr()), (at_dq, at_dk, at_dv), no_sums,
-                               self.fixed)
+            made = cast(_Three, tuple([form and allocate(*form) for form in forms]))
+            self.differentiate((out, dout, dlse), (q, k, v, dout, lse, allocate(*rows)), made, no_sums)
             return made
 
         return differentiate
+
+
+def _addresses(tensors: tuple[torch.Tensor | None, ...]) -> list[int | None]:
+    return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
 @lru_cache(maxsize=PLANS)
@@ -266,7 +293,7 @@ def _forward_plan(problem: AttentionProblem, alignment: tuple[bool, ...], precis
     descriptors = wants_descriptors(problem, spec) and all(alignment) and takes_descriptors(
         problem, problem.q_strides, problem.k_strides, problem.v_strides)
     config = config_for("forward", problem, spec, descriptors=descriptors)
-    return _ForwardPlan(*made, forward_launch(problem, config, precision), _fixed_modifiers(problem))
+    return _ForwardPlan(*made, forward_launch(problem, config, precision), _planned_modifiers(problem))
 
 
 @lru_cache(maxsize=PLANS)
@@ -301,7 +328,7 @@ def _backward_plan(problem: AttentionProblem, incoming: tuple[Sizes, Sizes, Size
     return _BackwardPlan(
         needs, dq, dk, dv, delta_launch(problem, delta_config(problem), out_strides, dout_strides, dlse_strides),
         dkdv_launches,
-        PairSums(problem, entries, at_once, bind_dq) if entries else bind_dq(), dbias, _fixed_modifiers(problem))
+        PairSums(problem, entries, at_once, bind_dq) if entries else bind_dq(), dbias, _planned_modifiers(problem))
 
 
 def _dbias_of(problem: AttentionProblem, dq_config: "TileConfig", precision: str, dout_strides: Sizes,
@@ -315,7 +342,7 @@ def _dbias_of(problem: AttentionProblem, dq_config: "TileConfig", precision: str
     spec = device_spec(problem.device)
     entries = pair_entries(problem, dq_config, spec)
     tile = hopper_dbias_config(problem, entries) if descriptors and sums_dbias(problem) else None
-    if tile is not None:
+    if tile is not None and untrusted("dbias", problem.device) is None:
         from tilewise.kernels.gluon.launch_dbias import HopperDbias
 
         multiprocessors = torch.cuda.get_device_properties(problem.device).multi_processor_count
@@ -326,12 +353,8 @@ def _dbias_of(problem: AttentionProblem, dq_config: "TileConfig", precision: str
                            dout_strides)
 
 
-def _fixed_modifiers(problem: AttentionProblem) -> Modifiers | None:
-    """The kernels' modifiers where no tensor enters them, the same at every call; else None."""
-    has_operands = (any(isinstance(facts, OperandFacts) for facts in problem.scores) or problem.scores.dropout_p
-                    or any(facts.dtypes for facts in problem.scores.functions)
-                    or problem.sequences.are_data)
-    return None if has_operands else modifiers_of(problem, NO_OPERANDS)
+def _planned_modifiers(problem: AttentionProblem) -> _PlannedModifiers:
+    return _PlannedModifiers(problem, operand_addresses(problem))
 
 
 def _of_nothing(out: torch.Tensor, lse: torch.Tensor, max_logit: torch.Tensor | None, operands: Operands) -> Results:

@@ -59,13 +59,17 @@ class HopperLaunch:
 
     def __call__(self, *tensors: torch.Tensor) -> None:
         """Enqueue on the current stream."""
-        self._launch(*tensors, None) if self._is_forward else self._launch(*tensors)
+        if self._is_forward:
+            q, k, v, out, lse = tensors
+            self._launch(lambda: (q, k, v), (q.data_ptr(), k.data_ptr(), v.data_ptr()), out, lse)
+        else:
+            self._launch(*tensors)
 
     def arguments(self, tensors: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
         """Return what the compiler sees before the scalars."""
         make = tensors[0].new_empty
         if self._is_forward:
-            return tuple(self._launch.arguments((*tensors, None), make(1, dtype=torch.int32)))
+            return tuple(self._launch.arguments(tensors, make(1, dtype=torch.int32)))
         if self._compiled is not self._launch:
             return tuple(self._compiled.arguments((*tensors[:6], *tensors[7:])))  # without dq
         lse = make(self._launch.tails_shape, dtype=torch.bfloat16) if self._launch.config.tails else tensors[4]

@@ -8,9 +8,11 @@ from typing import Any, Protocol
 
 import torch
 
-from tilewise.kernels.gluon.enqueue import Enqueue
+from tilewise.kernels.driver import raw_stream
+from tilewise.kernels.enqueue import Enqueue
 from tilewise.masks import Span
 from tilewise.problem import AttentionProblem, legal_strides
+from tilewise.scores import NO_OPERANDS, Operands
 
 # What keys and values of one section of heads may take of L2 (50 MiB on an H200), by the columns of a head. At 64 and
 # 256 columns 24 MiB made 0.98 to 1.00 of 32, at 128 1.002 to 1.007 (docs/hopper.md, Order of the tiles).
@@ -61,9 +63,8 @@ class HopperShape(Protocol):
 
 
 class HopperForward:
-    """The forward kernel bound to a problem; call it with (q, k, v, out, lse, sinks or None).
+    """The forward kernel bound to a problem.
 
-    Where lengths are data, cu_seqlens_q, cu_seqlens_k, seqlens_q and seqlens_k follow, each a tensor or None.
     ``multiprocessors``: of the device; one program runs on each. ``pack``, ``cut``: as
     :func:`tilewise.tuning.waves.layout_of` gives them. Unless ``cut`` is None it says how many tiles stay whole (the
     first ones, and without a bound alone: the lines of the others are the last ones), in how many parts the keys of the
@@ -80,7 +81,7 @@ class HopperForward:
         from tilewise.kernels.gluon.results import record_of
 
         self.kernel, self.describe = hopper_forward_kernel, TensorDescriptor
-        self.keys = problem.seen_keys
+        self.device, self.keys = problem.device, problem.seen_keys
         self.dtype = gl.bfloat16 if problem.dtype is torch.bfloat16 else gl.float16
         pieces, columns = config.pieces(problem), config.out_buffers(problem)[0]
         self.packed = problem.sequences.packed is not None
@@ -127,31 +128,43 @@ class HopperForward:
         sinks = problem.scores.sinks
         self.sinks_stride = None if sinks is None or sinks.strides[0] == 1 else sinks.strides[0]
 
-    def __call__(self, *tensors: torch.Tensor | None, parts: torch.Tensor | None = None) -> None:
-        """Enqueue the kernel on the current stream of the current device."""
-        q, k, v, out, lse, sinks, *lengths = tensors
-        counter = counter_of(q.device)
-        offset_k, offset_v = self.offsets
-        at_out = out.data_ptr()
-        described = self.places((q.data_ptr(), k.data_ptr() + offset_k, v.data_ptr() + offset_v, at_out, None))
-        plain = sinks is None and not lengths
-        rest = _NOTHING if plain else (address_of(sinks), self.sinks_stride, at_out if self.packed else None,
-                                       *[address_of(tensor) for tensor in lengths or NO_LENGTHS])
+    def __call__(self, tensors: Callable[[], tuple[torch.Tensor, ...]], addresses: tuple[int, int, int],
+                 out: torch.Tensor, lse: torch.Tensor, operands: Operands = NO_OPERANDS,
+                 parts: torch.Tensor | None = None, aligned: bool = False) -> None:
+        """Enqueue the kernel on the current stream of the current device.
+
+        Args:
+            tensors: returns q, k and v, which lie at the addresses.
+            addresses: theirs.
+            out, lse: are written.
+            operands: sinks and lengths; what else there may be is not read. With ``parts``, their combination has them.
+            parts: see the class.
+            aligned: whether each operand is known to begin at a multiple of 16 bytes.
+        """
+        counter = counter_of(self.device)
+        (at_q, at_k, at_v), (offset_k, offset_v), at_out = addresses, self.offsets, out.data_ptr()
+        described = self.places((at_q, at_k + offset_k, at_v + offset_v, at_out, None))
+        rest = _NOTHING if operands is NO_OPERANDS else (
+            address_of(operands.sinks), self.sinks_stride, at_out if self.packed else None,
+            address_of(operands.cu_seqlens_q), address_of(operands.cu_seqlens_k), address_of(operands.seqlens_q),
+            address_of(operands.seqlens_k))
         # What torch allocates is aligned, as the backend wants q, k and v to be; so are the rows that are read.
         self.enqueue((*described, lse.data_ptr(), counter.data_ptr(), *rest, address_of(parts)),
-                     lambda: self.arguments(tensors, counter, parts), alike=plain)
+                     lambda: self.arguments((*tensors(), out, lse), counter, operands, parts),
+                     alike=aligned or operands is NO_OPERANDS)
 
-    def arguments(self, tensors: tuple[torch.Tensor | None, ...], counter: torch.Tensor,
+    def arguments(self, tensors: tuple[torch.Tensor, ...], counter: torch.Tensor, operands: Operands = NO_OPERANDS,
                   parts: torch.Tensor | None = None) -> tuple[Any, ...]:
         """Descriptors of the pieces of q, k, v and out, then what the kernel reads and writes by its address."""
-        q, k, v, out, lse, sinks, *lengths = tensors
+        q, k, v, out, lse = tensors
         out_ptr = out if self.packed else None
         k, v = _rows(k, self.keys), _rows(v, self.keys)
         q, out = _grouped(q, self.group), _grouped(out, self.group)
         described = [form and self.describe(tensor, list(tensor.shape), legal_strides(tensor), *form)
                      for tensor, form in zip([(q, k, v, out)[i] for i in _PLACES], self.forms, strict=True)]
-        stride = None if sinks is None else self.sinks_stride
-        return (*described, lse, counter, sinks, stride, out_ptr, *(lengths or NO_LENGTHS), parts)
+        sinks = operands.sinks
+        return (*described, lse, counter, sinks, None if sinks is None else self.sinks_stride, out_ptr,
+                operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqlens_q, operands.seqlens_k, parts)
 
 
 def bounds_of(problem: AttentionProblem) -> tuple[int | None, int | None, int | None, bool]:
@@ -261,20 +274,12 @@ def counter_of(device: torch.device) -> torch.Tensor:
     instantiated once, as torch does.
     """
     if not torch.cuda.is_current_stream_capturing():
-        stream = _streams()(device.index)
+        stream = raw_stream()(device.index)
         if stream != _STREAM_OF_THREAD:
             return _counter_of_stream(device, stream)
         return torch.zeros(1, dtype=torch.int32, device=device)
     spare = next(_SPARE.get(device, iter(())), None)
     return torch.zeros(1, dtype=torch.int32, device=device) if spare is None else spare
-
-
-@functools.cache
-def _streams() -> Callable[[int], int]:
-    """What tells a device's current stream, as Triton asks for it; torch's own way makes an object of it."""
-    from triton.runtime import driver
-
-    return driver.active.get_current_stream
 
 
 @functools.cache

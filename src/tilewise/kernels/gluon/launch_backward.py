@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from tilewise.errors import InvalidInput
-from tilewise.kernels.gluon.enqueue import Enqueue
+from tilewise.kernels.enqueue import Enqueue
 from tilewise.kernels.gluon.launch import NO_LENGTHS, OPTIONS, address_of, bounds_of, counter_of, scaling_of
 from tilewise.masks import Span
 from tilewise.problem import AttentionProblem, Sizes, dense_strides, legal_strides, padded_dim
@@ -152,10 +152,10 @@ class HopperBackward:
         self.enqueue_tails = Enqueue(hopper_tails_kernel, (problem.b * problem.hq * slots,),
                                      (*strides[0], *strides[1], sq, problem.hq, slots, problem.scale, problem.dv,
                                       padded_dim(problem.dv), 1 if self.counted else 0 if config.alone else 64 * width),
-                                     {"num_warps": 4})
+                                     OPTIONS)
         self.enqueue_dq = Enqueue(hopper_dq_kernel, (parts * problem.b * problem.hq,),
                                   (*dq_strides[:3], sq, problem.hq, parts, sequences.packed, _gradient_scale(problem),
-                                   problem.d, columns, width // columns), {"num_warps": 4})
+                                   problem.d, columns, width // columns), OPTIONS)
 
     def _forms(self, pieces: tuple[Sizes, Sizes], dtype: Any) -> list[list[Any]]:
         """Blocks and layouts of what the kernel takes: a form a piece, None for a second piece like the first."""

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from tilewise.kernels.gluon.enqueue import Enqueue
+from tilewise.kernels.enqueue import Enqueue
 from tilewise.kernels.gluon.launch import OPTIONS, bounds_of, scaling_of, section_of
 from tilewise.kernels.gluon.launch_backward import Allocate, HopperBackward, HopperBackwardShape, query_section, rows_of
 from tilewise.problem import AttentionProblem, Sizes, legal_strides

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 import torch
 
-from tilewise.kernels.gluon.enqueue import Enqueue
+from tilewise.kernels.enqueue import Enqueue
 from tilewise.kernels.gluon.launch import OPTIONS
 from tilewise.problem import AttentionProblem, legal_strides
 

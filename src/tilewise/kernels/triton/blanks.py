@@ -173,6 +173,4 @@ def blank_gradients_launch(problem: AttentionProblem, strides: tuple[Sizes, Size
     scalars = (*(stride for own in strides for stride in own[:3]), mask.left, mask.right, problem.pairs[0], problem.sq,
                problem.sk, problem.hq, problem.hk, tiles_q, tiles_k, *programs, is_shifted(problem), problem.d,
                padded_dim(problem.d), problem.dv, padded_dim(problem.dv), _ROWS)
-    launch = Launch(blank_gradients_kernel, max(programs), scalars, num_warps=4)
-    launch.grid = (max(programs), 2, 1)
-    return launch
+    return Launch(blank_gradients_kernel, (max(programs), 2), scalars, num_warps=4)

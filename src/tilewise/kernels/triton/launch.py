@@ -1,17 +1,15 @@
-"""Launching a kernel: its arguments from a problem, and the short way past Triton's front end."""
+"""Launching a kernel: its arguments from a problem."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-from tilewise.kernels.hooks import watching
+from tilewise.kernels.enqueue import Enqueue, addresses_in
 from tilewise.problem import AttentionProblem, Sizes, legal_strides
 from tilewise.scores import DRAW_SPAN, DRAWS, FunctionFacts, OperandFacts, Operands, is_large_softcap
 
 # Contracting a·b + c into one rounding is what the softmax's cost counts on; Triton 3.10 changes the default.
 FIXED_OPTIONS = {"enable_fp_fusion": True}
 
-
-Arguments = tuple[Any, ...]
 # For one tensor: the block (1, 1, rows, width) that a descriptor moves, and the position past the last one it may read.
 Blocks = tuple[tuple[list[int], int], ...]
 
@@ -185,16 +183,68 @@ def modifiers_of(problem: AttentionProblem, operands: Operands) -> Modifiers:
                      1.0 if is_large_softcap(options.softcap) else None)
 
 
+def operand_addresses(problem: AttentionProblem) -> Callable[[Operands], tuple[int, ...]]:
+    """Return what reads where the operands of a call lie, in the order in which their tensors stand in the modifiers.
+
+    From the second call on a launch wants no more of them, and they cost the host less than the modifiers do.
+    """
+    order = _places_in(modifiers_of(problem, _places_of(problem)))
+    if any(place.index is not None for place in order):
+        return lambda operands: tuple([place.tensor(operands).data_ptr() for place in order])
+    fields = [Operands._fields.index(place.operand) for place in order]
+    return lambda operands: tuple([operands[field].data_ptr() for field in fields])  # type: ignore[union-attr]
+
+
+def operand_count(problem: AttentionProblem) -> int:
+    """How many tensors a call has beside q, k and v."""
+    return len(_places_in(_places_of(problem)))
+
+
+def _places_of(problem: AttentionProblem) -> Any:
+    """Operands, with a place where a call of this problem has a tensor."""
+
+    def place(name: str) -> "_Place | None":
+        facts = getattr(problem.scores, name, None) or getattr(problem.sequences, name, None)
+        return _Place(name) if facts is not None or (name == "seed" and problem.scores.dropout_p) else None
+
+    def places(name: str, function: FunctionFacts | None) -> tuple[Any, ...]:
+        return tuple([_Place(name, i) for i in range(0 if function is None else len(function.dtypes))])
+
+    return Operands._make([*map(place, Operands._fields[:-2]), places("score_tensors", problem.scores.score_function),
+                           places("mask_tensors", problem.scores.mask_function)])
+
+
+class _Place(NamedTuple):
+    """Stands for one operand, or one of a function's tensors."""
+
+    operand: str
+    index: int | None = None
+
+    def tensor(self, operands: Operands) -> Any:
+        """The one that it stands for."""
+        own = getattr(operands, self.operand)
+        return own if self.index is None else own[self.index]
+
+
+def _places_in(value: tuple[Any, ...]) -> list[_Place]:
+    found: list[_Place] = []
+    for own in value:
+        if isinstance(own, _Place):
+            found.append(own)
+        elif isinstance(own, tuple):
+            found += _places_in(own)
+    return found
+
+
 class Launch:
     """A kernel with its grid, its scalar arguments and its options; call it with the tensors.
 
-    Triton's front end inspects every argument of every call (about 20 µs); a Launch belongs to one problem with one
-    set of strides and pointer alignments, so the kernel compiled at the first call is the right one at every later
-    call, and is launched by :func:`relaunching`.
+    A Launch belongs to one problem with one set of strides and pointer alignments, so the kernel compiled at the first
+    call is the right one at every later call (:class:`tilewise.kernels.enqueue.Enqueue`).
 
     Args:
         kernel: a ``triton.jit`` function whose tensor arguments come first.
-        programs: size of the one-dimensional grid.
+        programs: size of the grid, of one dim or of each.
         scalars: the arguments after the tensors, in the kernel's order, constexprs included.
         optional: how many arguments before the scalars may be left out: the modifiers, which stand last, and then
             results that are not wanted.
@@ -202,44 +252,41 @@ class Launch:
         options: num_warps, num_stages, and maxnreg where a thread's registers are bounded.
     """
 
-    def __init__(self, kernel: Any, programs: int, scalars: tuple[Any, ...], blocks: Blocks = (), optional: int = 0,
-                 **options: int) -> None:
+    def __init__(self, kernel: Any, programs: int | tuple[int, ...], scalars: tuple[Any, ...], blocks: Blocks = (),
+                 optional: int = 0, **options: int) -> None:
         self.kernel = kernel
         self.leading = len(kernel.arg_names) - len(scalars)
         self.optional = optional
-        self.grid = (programs, 1, 1)
+        self.grid = (*((programs,) if isinstance(programs, int) else programs), 1, 1)[:3]
         self.scalars = scalars
         self.blocks = blocks
         self.options = options | FIXED_OPTIONS
-        self._again: Callable[[Arguments], None] | None = None
-
-    @property
-    def takes_pointers(self) -> bool:
-        """Whether a call may pass a tensor's address in its place; its first call may not.
-
-        Triton's launcher asks the driver about every tensor's address, and takes an integer as it is.
-        """
-        return self._again is not None and not self.blocks
+        self.enqueue = Enqueue(kernel, self.grid, scalars, self.options)
 
     def __call__(self, *tensors: Any) -> None:
         """Enqueue the kernel on the current stream of the current device."""
-        if self.blocks or len(tensors) != self.leading:
-            tensors = self.arguments(tensors)
-        if self._again is not None:
-            self._again(tensors)
-            return
-        compiled = self.kernel[self.grid](*tensors, *self.scalars, **self.options)
-        if compiled is not None:  # the interpreter has nothing compiled to hand out
-            self._again = relaunching(compiled, self.grid, self.scalars)
+        tensors = self._filled(tensors)
+        self.enqueue(tuple(addresses_in(tensors)), lambda: self._described(tensors), alike=True)
+
+    def at(self, addresses: tuple[Any, ...], tensors: Callable[[], tuple[Any, ...]]) -> None:
+        """Enqueue it where the addresses are known: of every tensor, one in each place, then those of the modifiers.
+
+        ``tensors``: returns what a call takes, none left out.
+        """
+        self.enqueue(addresses, lambda: self._described(tensors()), alike=True)
 
     def arguments(self, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
         """Add None for what was left out, and put a descriptor in the place of each tensor that has a block."""
+        return self._described(self._filled(tensors))
+
+    def _filled(self, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
         missing = self.leading - len(tensors)
         if not 0 <= missing <= self.optional:
             raise TypeError(f"{self.kernel} takes {self.leading - self.optional} to {self.leading} tensors, got "
                             f"{len(tensors)}")
-        if missing:
-            tensors += (None,) * (missing - 1) + (NO_MODIFIERS,)
+        return (*tensors, *(None,) * (missing - 1), NO_MODIFIERS) if missing else tensors
+
+    def _described(self, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
         if not self.blocks:
             return tensors
         from triton.tools.tensor_descriptor import TensorDescriptor
@@ -247,28 +294,6 @@ class Launch:
         made = (TensorDescriptor(tensor, [*tensor.shape[:2], stop, tensor.shape[3]], legal_strides(tensor), block)
                 for tensor, (block, stop) in zip(tensors, self.blocks, strict=False))
         return (*made, *tensors[len(self.blocks):])
-
-
-def relaunching(compiled: Any, grid: tuple[int, int, int], scalars: Arguments) -> Callable[[Arguments], None]:
-    """Return what launches a compiled kernel again, given its tensors, on the device current now.
-
-    Triton's own way, ``compiled[grid]``, calls two empty chains of hooks; without them a launch of the forward kernel
-    takes the host 4.5 µs instead of 6.0 (Triton 3.6.0, the driver's part left out). Where a profiler has hooked itself
-    into Triton's launches, Triton's own way is taken.
-    """
-    from triton.runtime import driver
-
-    (x, y, z), watched = grid, watching()
-    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
-    device, stream_of = driver.active.get_current_device(), driver.active.get_current_stream
-
-    def launch(tensors: Arguments) -> None:
-        if watched():
-            compiled[grid](*tensors, *scalars)
-        else:
-            run(x, y, z, stream_of(device), function, metadata, None, None, None, *tensors, *scalars)
-
-    return launch
 
 
 def joined(*strides: Sizes) -> Sizes:
