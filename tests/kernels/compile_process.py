@@ -15,6 +15,7 @@ SCRIPT = Path(__file__).with_name("compile_ahead.py")
 ROOT = SCRIPT.parents[2]
 INSTALLED = "installed"
 ENDS = OLDEST, NEWEST = "3.6.0", "3.9.0"  # of the supported range
+BETWEEN = "3.8.0"  # renamed the functions of the TMA; the Gluon kernels alone are compiled with it
 VERSIONS = (INSTALLED, *ENDS)
 _shared = {}  # version -> the process that tests share
 

@@ -11,6 +11,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from triton.runtime import cache
 
 from kernels import compile_record
+from kernels.compile_process import BETWEEN
 from kernels.compile_record import SAMPLE, Prepared, Record, key_of
 
 FACTS = {"registers": 40, "unset": {}}
@@ -93,10 +94,10 @@ def test_to_compile_anew_passes_over_the_record_and_appends_to_it(tmp_path):
 
 def test_each_version_has_its_record_with_a_kernel_once():
     files = sorted(compile_record.FOLDER.glob("triton-*.jsonl"))
-    assert len(files) == 3
+    assert len(files) == 4
     for file in files:
         keys = [json.loads(line)["key"] for line in file.read_text().splitlines()]
-        assert len(keys) == len(set(keys)) > 50
+        assert len(keys) == len(set(keys)) > (15 if BETWEEN in file.name else 50)
         assert set(keys) == set(Record(file).rows)
 
 

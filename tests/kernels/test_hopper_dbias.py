@@ -118,8 +118,8 @@ def small_calls_take_it(monkeypatch):
 def test_it_computes_the_oracles_gradient_and_the_same_bits_at_every_call(case, dtype, device, monkeypatch):
     inputs = make_inputs(case, dtype, device)
     problem = problem_of(case, inputs, operands_of(case, inputs)).backward(lse_grad=True)
-    if device_spec(device).arch != "sm_90" or hopper.triton_version() != hopper.CHECKED:
-        pytest.skip(f"runs on Hopper GPUs with Triton {'.'.join(map(str, hopper.CHECKED))}")
+    if device_spec(device).arch != "sm_90":
+        pytest.skip("runs on Hopper GPUs")
     assert hopper.sums_dbias(problem)
     launches, launch = [], launch_dbias.HopperDbias.__call__
     monkeypatch.setattr(launch_dbias.HopperDbias, "__call__",

@@ -1,16 +1,17 @@
 """Which gradients of a bias the Hopper kernel sums for the Triton backend, and when it is asked."""
 
+import functools
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tilewise.backends import hopper
-from tilewise.backends.base import Needs
+from tilewise.backends import hopper, self_check
+from tilewise.backends.base import Needs, Pending, Saved
 from tilewise.masks import Mask, causal, chunk, prefix, window
 from tilewise.problem import AttentionProblem, dense_strides
-from tilewise.scores import OperandFacts, ScoreOptions
+from tilewise.scores import OperandFacts, Operands, ScoreOptions
 from tilewise.sequences import Sequences
 from tilewise.tuning.device import DeviceSpec
 
@@ -75,13 +76,60 @@ def test_all_else_keeps_the_triton_kernels(problem):
     assert not hopper.sums_dbias(problem)
 
 
-@pytest.mark.parametrize("version", [None, (3, 5), (3, 7)])
-def test_another_triton_or_gpu_keeps_the_triton_kernels(monkeypatch, version):
+@pytest.mark.parametrize("version", [None, (3, 5)])
+def test_an_older_triton_or_another_gpu_keeps_the_triton_kernels(monkeypatch, version):
     monkeypatch.setattr(hopper, "triton_version", lambda: version)
     assert not hopper.sums_dbias(problem_of())
     monkeypatch.setattr(hopper, "triton_version", lambda: (3, 6))
     monkeypatch.setattr(hopper, "device_spec", lambda device: DeviceSpec.of_arch("sm_100"))
     assert not hopper.sums_dbias(problem_of())
+
+
+@pytest.mark.parametrize("version", sorted(hopper.RUN_ON_GPU))
+def test_a_triton_that_a_gpu_has_run_the_kernel_with_is_used_without_a_check(monkeypatch, version):
+    monkeypatch.setattr(hopper, "triton_version", lambda: version)
+    monkeypatch.setattr(self_check, "why_not", None)
+    assert isinstance(plan_of(problem_of()).dbias, HopperDbias)
+
+
+@pytest.mark.parametrize(("failure", "kernel"), [(None, HopperDbias), ("the self-check failed", type(None))])
+def test_with_any_later_triton_a_self_check_decides_whether_the_kernel_is_used(monkeypatch, failure, kernel):
+    asked = []
+    monkeypatch.setattr(hopper, "triton_version", lambda: (3, 10))
+    monkeypatch.setattr(self_check, "why_not", lambda *facts: asked.append(facts) or failure)
+    assert isinstance(plan_of(problem_of()).dbias, kernel)
+    assert asked == [("dbias", torch.device("cuda", 0))]
+    plan_of(problem_of(bias_of(B, H)))
+    assert len(asked) == 1, "a bias whose gradient other kernels sum is no reason for a check"
+
+
+@pytest.mark.parametrize("capturing", [True, False])
+def test_a_plan_made_while_a_graph_is_captured_is_not_kept_if_the_kernel_awaits_its_check(monkeypatch, capturing):
+    monkeypatch.setattr(hopper, "triton_version", lambda: (3, 10))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setattr(self_check, "why_not", lambda *facts: Pending("awaits") if capturing else None)
+    assert hopper.awaits_dbias_check(problem_of()) is capturing
+    assert not hopper.awaits_dbias_check(problem_of(options={"softcap": 3.0}))
+    monkeypatch.setattr(hopper, "triton_version", lambda: (3, 9))
+    assert not hopper.awaits_dbias_check(problem_of())
+
+
+def test_a_backward_pass_takes_a_plan_of_its_own_while_the_kernel_awaits_its_check(monkeypatch):
+    class Taken(Exception):
+        pass
+
+    def plan(*facts):
+        raise Taken
+
+    kept = functools.lru_cache(plan)
+    monkeypatch.setattr(triton, "_backward_plan", kept)
+    problem, tensor = problem_of(), torch.zeros(1, 1, 1, 1)
+    saved = Saved(*(tensor,) * 4, torch.zeros(1, 1, 1), Operands(bias=tensor))
+    for awaits, counted in ((True, 0), (False, 1)):
+        monkeypatch.setattr(triton, "awaits_dbias_check", lambda problem, awaits=awaits: awaits)
+        with pytest.raises(Taken):
+            triton.backend.backward(problem, saved, tensor, None, Needs(dbias=True))
+        assert kept.cache_info().misses == counted
 
 
 def plan_of(problem, aligned=True, needs=Needs(dbias=True)):  # noqa: B008 - a frozen value
