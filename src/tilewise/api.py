@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from numbers import Integral
 from typing import Any, Literal, NamedTuple, cast, overload
 
@@ -179,11 +179,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visibl
         results = attend(q, k, v, mask, (scale, deterministic, backend))
         if results is not None:
             return AttentionOutput(*results) if return_aux else results[0]
-    if return_aux != ():
-        _check_return_aux(return_aux)
-    if softcap is not None or dropout_p != 0:  # an operator's schema would turn True into 1.0
-        checked_softcap(softcap)
-        checked_dropout_p(dropout_p)
+    _check_options(softcap, dropout_p, return_aux)
     band, visible, lists, mask_function = _parted(mask)
     q, k, v = _autocast(q, k, v)
     lengths = _NO_LENGTHS
@@ -287,20 +283,12 @@ def attention_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_se
     >>> tw.attention_varlen(q, k, v, cu_seqlens_q=lengths, mask=tw.causal()).shape
     torch.Size([9, 4, 32])
     """
-    if return_aux != ():
-        _check_return_aux(return_aux)
-    if softcap is not None or dropout_p != 0:
-        checked_softcap(softcap)
-        checked_dropout_p(dropout_p)
+    _check_options(softcap, dropout_p, return_aux)
     band, visible, lists, mask_function = _parted(mask)
     longest = _NO_LONGEST
     if max_seqlen_q is not None or max_seqlen_k is not None:
         longest = _longest(max_seqlen_q, max_seqlen_k, needed=bias is not None or visible is not None)
-    rows = (q, k, v)
-
-    def batched() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return tuple([_as_batch(name, tensor) for name, tensor in zip("qkv", rows, strict=True)])  # type: ignore[return-value]
-
+    batched = partial(_as_batches, q, k, v)
     band, lengths = _with_lengths(band, (cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k,
                                          seqused_q, seqused_k), _PACKED_NAMES)
     functions = _functions(score_function, mask_function)
@@ -337,7 +325,7 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visible 
     >>> tw.explain(q, q, q, mask=tw.window(3, 3)).forward
     'reference'
     """
-    _check_return_aux(return_aux)
+    _check_options(softcap, dropout_p, return_aux)
     check_choices(scale, deterministic, backend)
     check_switch("double_backward", double_backward)
     band, visible, lists, mask_function = _parted(mask)
@@ -346,7 +334,7 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visible 
     lengths, longest = _NO_LENGTHS, _NO_LONGEST
     if check_packed(packed, {"seqlens_q": seqlens_q, "seqlens_k": seqlens_k}):
         longest = _longest(max_seqlen_q, max_seqlen_k, needed=bias is not None or visible is not None)
-        q, k, v = (_as_batch(name, tensor) for name, tensor in (("q", q), ("k", k), ("v", v)))
+        q, k, v = _as_batches(q, k, v)
         band, lengths = _with_lengths(band, (cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k,
                                              seqused_q, seqused_k), _PACKED_NAMES)
     elif seqlens_q is not None or seqlens_k is not None:
@@ -420,12 +408,14 @@ def _parted(mask: object) -> tuple[Mask, torch.Tensor | None, tuple[torch.Tensor
                        "tensor, a MaskFunction, or these joined by '&'.")
 
 
-def _as_batch(name: str, tensor: torch.Tensor) -> torch.Tensor:
+def _as_batches(q: torch.Tensor, k: torch.Tensor,
+                v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """View packed rows (total, h, d) as one batch entry (1, h, total, d)."""
-    if not isinstance(tensor, torch.Tensor) or tensor.dim() != 3:
-        got = f"shape {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else f"type {type(tensor).__name__}"
-        raise InvalidInput(f"{name} has {got}; allowed is a tensor of 3 dims (total, h, d).")
-    return tensor.transpose(0, 1).unsqueeze(0)
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, torch.Tensor) or tensor.dim() != 3:
+            shape = f"shape {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else None
+            raise InvalidInput(f"{name} has {shape or f'type {type(tensor).__name__}'}; allowed is a tensor of 3 dims (total, h, d).")
+    return q.transpose(0, 1).unsqueeze(0), k.transpose(0, 1).unsqueeze(0), v.transpose(0, 1).unsqueeze(0)
 
 
 def _longest(*longest: int | torch.Tensor | None, needed: bool) -> Longest:
@@ -487,7 +477,12 @@ def _seed(q: torch.Tensor, dropout_p: float, seed: int | torch.Tensor | None) ->
                        "shape (1,), or None.")
 
 
-def _check_return_aux(return_aux: object) -> None:
+def _check_options(softcap: float | None, dropout_p: float, return_aux: object) -> None:
+    if softcap is not None or dropout_p != 0:  # an operator's schema would turn True into 1.0
+        checked_softcap(softcap)
+        checked_dropout_p(dropout_p)
+    if return_aux == ():
+        return
     named = isinstance(return_aux, Collection) and not isinstance(return_aux, str)
     if not named or any(name not in AUX_OUTPUTS for name in cast("Collection[object]", return_aux)):
         raise InvalidInput(f"return_aux is {return_aux!r}; allowed is a tuple of names out of {AUX_OUTPUTS}.")

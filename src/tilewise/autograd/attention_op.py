@@ -398,15 +398,16 @@ def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Operands, o
             return cast("tuple[torch.Tensor, ...]", _apply(q, k, v, *arguments))
         # The backward pass runs in a thread of its own, which does not see a scoped default.
         backend = options.backend or settings.default_backend()
-        if _is_plain(operands, options):
+        if is_plain(operands, options):
             return cast("tuple[torch.Tensor, ...]", _apply(q, k, v, *options[:4], options.deterministic, backend))
         return cast("tuple[torch.Tensor, ...]", _apply(q, k, v, *operands, *options[:-1], backend))
-    if _is_plain(operands, options):
+    if is_plain(operands, options):
         return cast("tuple[torch.Tensor, ...]", forward_plain_op(q, k, v, *options[:4], *options[-2:]))
     return cast("list[torch.Tensor]", forward_op(q, k, v, *operands, *options))
 
 
-def _is_plain(operands: Operands, options: Options) -> bool:
+def is_plain(operands: Operands, options: Options) -> bool:
+    """Whether a call is one for the plain operator: without operands and rarer options."""
     return operands is NO_OPERANDS and options[4:12] == _PLAIN
 
 

@@ -17,7 +17,7 @@ import torch
 from torch.autograd import forward_ad, profiler
 
 from tilewise import settings
-from tilewise.autograd.attention_op import Options, gradients_of, resolve
+from tilewise.autograd.attention_op import Options, gradients_of, is_plain, resolve
 from tilewise.autograd.guards import IsLike, guard_of
 from tilewise.backends.base import BindingBackend, BoundBackward, BoundForward, Needs, Saved
 from tilewise.backends.current import allows_tf32, autocast_dtype, is_current
@@ -78,6 +78,8 @@ def attend(q: Any, k: Any, v: Any, mask: Mask | None,
         numbers: scale, deterministic and backend, as the user gave them.
     """
     scale, deterministic, backend = numbers
+    if scale.__class__ is int:
+        scale = float(scale)
     if (_is_watched() or not q.__class__ is k.__class__ is v.__class__ is _Tensor
             # Of other types are equal keys, as 1 and True, of which one is refused.
             or not (scale is None or scale.__class__ is float) or not (backend is None or backend.__class__ is str)
@@ -113,7 +115,9 @@ def attend(q: Any, k: Any, v: Any, mask: Mask | None,
 
 def attend_with(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Operands, options: Options,
                 inputs: Callable[[], Inputs] | None = None) -> Sequence[torch.Tensor] | None:
-    """Return out, lse and, where it is wanted, max_logit of any call; None if it has to go the long way.
+    """Return out, lse and, where it is wanted, max_logit; None if the call has to go the long way.
+
+    So has a plain one: :func:`attend` has been asked before.
 
     Args:
         q, k, v: of the user's.
@@ -121,8 +125,8 @@ def attend_with(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Ope
         inputs: returns q, k and v as the operators take them, where those are views of the user's; such a call has a
             gradient on the long way alone.
     """
-    if (_is_watched() or not q.__class__ is k.__class__ is v.__class__ is _Tensor or _in_autocast()
-            or operands.score_tensors or operands.mask_tensors):
+    if (is_plain(operands, options) or _is_watched() or not q.__class__ is k.__class__ is v.__class__ is _Tensor
+            or _in_autocast() or operands.score_tensors or operands.mask_tensors):
         return None
     name = options.backend or settings.default_backend()
     # One tensor may come twice, as cu_seqlens of queries and keys do: a guard is for different ones.
