@@ -172,7 +172,7 @@ def test_a_descriptor_of_another_dtype_is_unknown(cuda):
 
 
 def test_a_tensor_among_the_numbers_is_unknown():
-    with pytest.raises(driver.UnknownKernel, match="^a tensor stands among the numbers$"):
+    with pytest.raises(driver.UnknownKernel, match=r"^a tensor stands among the numbers$"):
         driver.fields_of(("*fp32",), (torch.zeros(1),), 0)
 
 
@@ -238,7 +238,7 @@ def test_a_package_that_is_too_old_is_said(monkeypatch):
 def test_a_package_that_is_not_there_is_said(monkeypatch):
     driver.bindings.cache_clear()
     monkeypatch.setitem(__import__("sys").modules, "cuda.bindings", None)
-    with pytest.raises(driver.UnknownKernel, match="^the package cuda-bindings is not there: "):
+    with pytest.raises(driver.UnknownKernel, match=r"^the package cuda-bindings is not there: "):
         driver.bindings()
     driver.bindings.cache_clear()
 

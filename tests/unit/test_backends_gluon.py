@@ -244,8 +244,11 @@ def test_forward_launches_on_the_tensors_device_and_makes_it_current_where_it_is
     q = torch.zeros(1, 2, 8, 16, dtype=torch.bfloat16)
     monkeypatch.setattr(gluon, "is_current", lambda asked: current)
     monkeypatch.setattr(torch.cuda, "device", lambda asked: contextlib.nullcontext(entered.append(asked)))
-    monkeypatch.setattr(gluon, "HopperForward", lambda *facts: lambda tensors, addresses, *rest, **named: launched.append(
-        (tensors(), addresses, list(entered))))
+
+    def launch(tensors, addresses, *rest, **named):
+        launched.append((tensors(), addresses, list(entered)))
+
+    monkeypatch.setattr(gluon, "HopperForward", lambda *facts: launch)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda asked: SimpleNamespace(multi_processor_count=132))
     monkeypatch.setattr(gluon, "_plan", gluon._plan.__wrapped__)
     gluon.backend.forward(AttentionProblem.from_tensors(q, q, q), q, q, q)

@@ -189,7 +189,7 @@ def test_a_tile_whose_result_is_wrong_is_not_chosen(quick, device, monkeypatch, 
         if config not in made:
             made.append(config)
         if len(made) == 2:
-            launch.grid = (launch.grid[0] - 1, 1, 1)
+            launch.enqueue.grid = (launch.grid[0] - 1, 1, 1)
         return launch
 
     monkeypatch.setattr(tuning_runs, "tile_launch", wrong)

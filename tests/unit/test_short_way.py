@@ -249,7 +249,8 @@ def test_a_call_with_options_takes_it_and_gives_the_same_bits(bound, monkeypatch
 
 
 @pytest.mark.parametrize("through", ["out", "lse", "both"])
-@pytest.mark.parametrize("wanted", [(True,) * 6, (False, False, False, True, False, True), (True, False, True, False, True, False)])
+@pytest.mark.parametrize("wanted", [(True,) * 6, (False, False, False, True, False, True),
+                                    (True, False, True, False, True, False)])
 def test_gradients_of_operands_are_the_same(bound, monkeypatch, wanted, through):
     def gradients():
         generator = torch.Generator().manual_seed(1)
