@@ -17,10 +17,10 @@ error. ``table`` prints the Markdown table of such rows.
 import argparse
 import csv
 import lzma
-import math
 import pickle
 import statistics
 import subprocess
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -33,8 +33,9 @@ from tilewise.kernels.driver import Image
 
 GRIDS = ("paper", "gqa", "seeds")
 PASSES = ("forward", "backward")
-_CALLS = 4  # in a graph
-_ROUNDS = 25
+_CALLS = 3  # in a graph
+_ROUNDS, _LEAST_ROUNDS = 21, 7
+_SECONDS = 0.5  # that a pass of a cell may take, unless that is too short for the least rounds
 _NEAR = {torch.bfloat16: 2e-2, torch.float16: 4e-3}  # of results of two versions, relative to the largest
 
 
@@ -199,11 +200,11 @@ def time_all(paths: list[Path], out: Path, commit: str | None) -> None:
                          round(times[version], 6), round(times[version] / times[oldest], 5), one.spilled[name],
                          origin.device_name, origin.driver, origin.torch, origin.commit, origin.date)
                      for version, one in bound.items()]
-        print(cell, {(row.direction, row.triton): row.ratio for row in rows[-2 * len(versions):]}, flush=True)
-    with out.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(Row.__dataclass_fields__))
-        writer.writeheader()
-        writer.writerows(map(asdict, rows))
+        print(cell, [row.ratio for row in rows[-2 * len(versions):]], flush=True)
+        with out.open("w", newline="") as file:  # anew after each cell: a run that is cut short has left its rows
+            writer = csv.DictWriter(file, list(Row.__dataclass_fields__))
+            writer.writeheader()
+            writer.writerows(map(asdict, rows))
     print(table(out))
 
 
@@ -221,7 +222,10 @@ def timed(graphs: dict[str, torch.cuda.CUDAGraph]) -> dict[str, float]:
     """Return the median milliseconds of a call, for each; they run in turn, in another order each round."""
     times: dict[str, list[float]] = {version: [] for version in graphs}
     order = list(graphs)
-    for _ in range(_ROUNDS):
+    began = time.perf_counter()
+    for done in range(_ROUNDS):
+        if done >= _LEAST_ROUNDS and time.perf_counter() - began > _SECONDS:
+            break
         order = order[1:] + order[:1]
         events = []
         for version in order:
@@ -238,21 +242,19 @@ def timed(graphs: dict[str, torch.cuda.CUDAGraph]) -> dict[str, float]:
 
 
 def table(path: Path) -> str:
-    """Return rows as Markdown: of each version and pass, the ratio of its times to the oldest's, and its spills."""
+    """Return rows as Markdown: of each version and pass, the ratios of its times to the oldest's, and its spills."""
     with path.open() as file:
         rows = list(csv.DictReader(file))
-    versions = list(dict.fromkeys(row["triton"] for row in rows))
-    lines = [f"| Triton | forward: geometric mean, worst | backward: geometric mean, worst | spilled bytes, forward and "
-             f"backward | ({rows[0]['device_name']}, {len(rows) // len(versions) // 2} cells) |", "|---|---|---|---|---|"]
-    for version in versions:
-        texts = []
+    lines = ["| Triton | forward: mean | worst | spilled bytes | backward: mean | worst | spilled bytes |",
+             "|---|" + "---:|" * 6]
+    for version in dict.fromkeys(row["triton"] for row in rows):
+        texts = [version]
         for name in PASSES:
-            ratios = [float(row["ratio"]) for row in rows if (row["triton"], row["direction"]) == (version, name)]
-            worst = max(ratios)
-            texts.append(f"{math.exp(statistics.fmean(map(math.log, ratios))):.3f}, {worst:.3f}")
-        spills = [max(int(row["spilled_bytes"]) for row in rows if (row["triton"], row["direction"]) == (version, name))
-                  for name in PASSES]
-        lines.append(f"| {version} | {texts[0]} | {texts[1]} | {spills[0]}, {spills[1]} | |")
+            own = [row for row in rows if (row["triton"], row["direction"]) == (version, name)]
+            ratios = [float(row["ratio"]) for row in own]
+            texts += [f"{statistics.geometric_mean(ratios):.3f}", f"{max(ratios):.3f}",
+                      str(max(int(row["spilled_bytes"]) for row in own))]
+        lines.append(f"| {' | '.join(texts)} |")
     return "\n".join(lines)
 
 
