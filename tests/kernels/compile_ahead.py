@@ -228,7 +228,7 @@ def prepare_hopper(request):
 
 
 def forward_facts(shape):
-    return {"held": shape.HELD, "turns": shape.PING_PONG, "steady": shape.STEADY,
+    return {"held": shape.HELD, "consumers": shape.CONSUMERS, "turns": shape.PING_PONG, "steady": shape.STEADY,
             "parts": shape.PARTS, "keys_a_part": shape.KEYS // shape.PARTS}
 
 

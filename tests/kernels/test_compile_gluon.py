@@ -184,12 +184,15 @@ def check(version, wanted, bounds=SPILL_BOUND):
         assert version == NEWEST or [number == 0 for number in row["comparisons"]] == (
             [False, row["steady"]] * (len(row["comparisons"]) // 2)), row
         assert (row["utmastg"] > 0) == ("cut" not in row or row["cut"][0] > 0), row  # parts leave by stores
-        check_waits(row)
+        check_waits(row, version)
 
 
-def check_waits(row):
-    """In two parts, half a step's exponentials stand above the wait for O += P·V, and a softcap's above that."""
-    if row["parts"] == 1:
+def check_waits(row, version):
+    """In two parts, half a step's exponentials stand above the wait for O += P·V, and a softcap's above that.
+
+    Not where P is copied ahead of the product, and three warpgroups lack the registers for that.
+    """
+    if row["parts"] == 1 or (version == NEWEST and row["consumers"] == 3):
         assert row["branches"] == 0, row
         return
     half = 64 * row["keys_a_part"] // 128  # of 64 rows, a thread

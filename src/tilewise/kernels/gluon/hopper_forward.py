@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tilewise.kernels.gluon.compat import tma_store_wait
+from tilewise.kernels.gluon.compat import COPIES_LEFT_OPERANDS, tma_store_wait
 from tilewise.kernels.gluon.cuts import own_steps_of
 from tilewise.kernels.gluon.hopper_forward_load import load
 from tilewise.kernels.gluon.lengths import band_of, clear, comes_again, tile_size
@@ -145,7 +145,9 @@ def attend_step(step, turn, q, pairs, probs, acc, row_max, row_sum, row, spans, 
     if C.PARTS == 2:
         low, high = halves(s)
         low = powers(low, shift, scaling)
-        low_sum = stay(sum_of(low, C))
+        low_sum = sum_of(low, C)
+        if not (COPIES_LEFT_OPERANDS and C.CONSUMERS == 3):  # of three warpgroups' 160 registers copies spill some
+            low_sum = stay(low_sum)
     else:
         p = powers(s, shift, scaling)
         row_sum = scaled_sum(row_sum, factor, p, C)

@@ -77,6 +77,7 @@ class HopperForward:
         from triton.experimental.gluon import language as gl
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+        from tilewise.kernels.gluon.compat import COPIES_LEFT_OPERANDS
         from tilewise.kernels.gluon.hopper_forward import Shape, hopper_forward_kernel
         from tilewise.kernels.gluon.results import record_of
 
@@ -87,7 +88,7 @@ class HopperForward:
         self.packed = problem.sequences.packed is not None
         lower, upper, count, is_shifted = bounds_of(problem)
         steady = _is_steady(problem, config, lower)
-        held = _held(problem, config, lower, pack)
+        held = 0 if COPIES_LEFT_OPERANDS.value else _held(problem, config, lower, pack)
         diagonal = cut is None and pack == 1 and count is None and _on_diagonal(problem, config, lower, upper)
         three = config.consumers == 3  # their 192 queries divide few lengths
         # A tile's first query is then negative by multiples of 64: of packed rows it could be -1, pipeline.END.
