@@ -1,0 +1,38 @@
+"""Write the tables in the docs that scripts in benchmarks/ make of committed rows.
+
+Usage: ``python docs/tables.py`` rewrites what stands between the markers, each of which names the script and the rows:
+``<!-- table: SCRIPT FOLDER/ROWS.csv -->`` and ``<!-- /table -->``.
+"""
+
+import re
+import sys
+from importlib import import_module
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+BLOCK = re.compile(r"(<!-- table: (\w+) (\S+) -->\n)(.*?)(<!-- /table -->)", re.DOTALL)
+
+
+def pages() -> list[Path]:
+    """Return the pages that have such a table."""
+    return [page for page in sorted((ROOT / "docs").glob("*.md")) if BLOCK.search(page.read_text("utf-8"))]
+
+
+def rendered(text: str) -> str:
+    """Return a page's text with its tables made anew."""
+    return BLOCK.sub(lambda found: f"{found[1]}\n{table(found[2], found[3])}\n\n{found[5]}", text)
+
+
+def table(script: str, rows: str) -> str:
+    """Return a table as the script makes it of these rows."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        made: str = import_module(script).table(ROOT / "benchmarks/results" / rows)
+    finally:
+        sys.path.pop(0)
+    return made
+
+
+if __name__ == "__main__":
+    for page in pages():
+        page.write_text(rendered(page.read_text("utf-8")), "utf-8")
