@@ -28,13 +28,13 @@ DRAWN = NARROW | {"stays": True}
 TAILS_CONFIGS = {64: (DRAWN, NARROW, NARROW | {"ordered": True}, ALONE, ALONE | {"programs": 2}),
                  128: ({"stays": True}, {"stays": True, "alone": True}, {}, {"direct": True})}
 REGISTER_FILE = 65536
-# Bytes of stack a thread, ceilings. At d 64 three warpgroups have 160 registers a thread: of plain calls 3.6.0
-# spills 24 bytes at most, 3.8.0 none, 3.9.0 spills 40 (full), 72 (causal) and 112 (window).
-SPILL_BOUND = {BETWEEN: 32, NEWEST: 256}
+# Bytes of stack a thread, ceilings. At d 64 three warpgroups have 160 registers a thread: 3.6.0 spills 24 bytes at
+# most, 3.8.0 none, 3.9.0 40 with a softcap and sinks.
+SPILL_BOUND = {BETWEEN: 32}
 SPILL_BOUND_ELSEWHERE = 64
 # Where lengths are data, a sequence's rows and lengths need registers too: 3.6.0 and 3.7.1 spill 56 bytes at most,
-# 3.8.0 none, 3.9.0 up to 296.
-LENGTHS_SPILL_BOUND = {BETWEEN: 32, NEWEST: 320}
+# 3.8.0 none, 3.9.0 168.
+LENGTHS_SPILL_BOUND = {BETWEEN: 32, NEWEST: 192}
 # The backward kernel spills most at d 128, in windows, in order: 3.6.0 and 3.7.1 184 bytes, 3.8.0 176,
 # 3.9.0 248.
 BACKWARD_SPILL_BOUND = {NEWEST: 280}
@@ -176,7 +176,8 @@ def check(version, wanted, bounds=SPILL_BOUND):
         assert row["stack"] <= bounds.get(version, SPILL_BOUND_ELSEWHERE), row
         # Two warpgroups take Q into registers in two places, four instructions for 64 columns.
         assert not row["held"] or row["ldsm"] == 2 * 2 * row["held"] // 16, row
-        assert version == NEWEST or row["in_steps"] == [], row  # what is spilled costs a few loads a tile
+        # What is spilled costs a few loads a tile; 3.9.0 spills in steps with a softcap, or lengths that are data.
+        assert row["in_steps"] == [] or (version == NEWEST and row["options"]), row
         # In a step the threads of a warpgroup meet once, where they wait for what is loaded, and for their turn. 3.8.0
         # has them meet once more where lengths of d 64 are padded.
         assert version != OLDEST or set(row["meetings"]) == {2 if row["turns"] else 1}, row
