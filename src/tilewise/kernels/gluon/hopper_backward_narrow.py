@@ -131,7 +131,7 @@ def pass_turn_on(begun, dk, dv, turn, first_query, key, own, memory, band, scale
         q = q_tiles.index(last % C.STAGES).reshape([QUERIES, C.WIDTH])
         dk_pending = warpgroup_mma(gl.convert_layout(gradients, LEFT), q, dk, is_async=True)
     if BEGINS:
-        if C.ALONE:  # else what K's descriptor shares with V's stands in registers, and spills (up to 144 bytes with 3.9)
+        if C.ALONE:  # else what K's descriptor shares with V's stands in registers, and spills: 144 bytes with 3.9
             own = opaque(own)
         v = v_tiles.index(own).reshape([64, C.WIDTH])
         slopes_pending = issue_pairs(v, dout_tiles, rows, turn, turn % C.OUT_STAGES, 1, C)
