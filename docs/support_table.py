@@ -34,8 +34,8 @@ def describe(device: str, *, hk: int = 8, lengths: tuple[int, int] = (1024, 1024
     shapes = (2, hq, sq, d), (2, hk, sk, d), (2, hk, sk, dv)
     q_strides, k_strides, v_strides = (dense_strides(shape, (4, 3, 2, 1)) for shape in shapes)
     return AttentionProblem(b=2, hq=hq, hk=hk, sq=sq, sk=sk, d=d, dv=dv, dtype=dtype, device=torch.device(device),
-                            scale=d**-0.5, mask=mask or Mask(), q_strides=q_strides, k_strides=k_strides,
-                            v_strides=v_strides)
+                            scale=d**-0.5, mask=Mask() if mask is None else mask, q_strides=q_strides,
+                            k_strides=k_strides, v_strides=v_strides)
 
 
 def rows(device: str) -> dict[str, AttentionProblem]:

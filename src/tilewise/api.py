@@ -1,34 +1,26 @@
 """The public calls: names, defaults, docstrings. Checks live in problem.py, choices in dispatch.py."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from numbers import Integral
-from typing import Any, Literal, NamedTuple, cast, overload
+from typing import Any, Literal, NamedTuple, Never, cast, overload
 
 import torch
 
 from tilewise import settings
-from tilewise.arguments import check_choices, check_inputs, check_packed, check_switch
+from tilewise.arguments import check_choices, check_inputs, check_options, check_packed, check_switch, refuses_unknown
 from tilewise.autograd.attention_op import Options, run
 from tilewise.autograd.short_way import attend, attend_with
 from tilewise.backends.current import autocast_dtype
 from tilewise.dispatch import Explanation, explain_problem
 from tilewise.errors import InvalidInput
 from tilewise.functions import NO_FUNCTIONS, CallFunctions, MaskFunction, ScoreFunction, call_functions
+from tilewise.length_checks import packed_lengths
 from tilewise.masks import Mask, TensorMask
 from tilewise.problem import AttentionProblem, are_aligned
-from tilewise.scores import (
-    NO_OPERANDS,
-    Operands,
-    ScoreSettings,
-    checked_dropout_p,
-    checked_softcap,
-    with_batch_dim,
-    with_four_dims,
-)
+from tilewise.scores import NO_OPERANDS, Operands, ScoreSettings, with_batch_dim, with_four_dims
 
-AUX_OUTPUTS = ("lse", "max_logit")
 _LSE = ("lse",)
 _NO_MASK = Mask()
 Visible = Mask | TensorMask | torch.Tensor | MaskFunction
@@ -100,6 +92,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visibl
               double_backward: bool = False) -> AttentionOutputWithMax: ...
 
 
+@refuses_unknown
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visible | None = None,
               scale: float | None = None, bias: torch.Tensor | None = None, alibi_slopes: torch.Tensor | None = None,
               score_function: ScoreFunction | None = None, softcap: float | None = None,
@@ -107,7 +100,8 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visibl
               dropout_seed: int | torch.Tensor | None = None, seqlens_q: torch.Tensor | None = None,
               seqlens_k: torch.Tensor | None = None, return_aux: tuple[str, ...] = (),
               deterministic: bool | None = None, backend: str | None = None,
-              double_backward: bool = False) -> torch.Tensor | AttentionOutput | AttentionOutputWithMax:
+              double_backward: bool = False,
+              **unknown: Never) -> torch.Tensor | AttentionOutput | AttentionOutputWithMax:
     """Compute exact attention, ``dropout(softmax(softcap(scale · q kᵀ) + bias + mask)) v``, in O(s) memory.
 
     The formula is equation 1 of docs/maths.md (scaled dot-product attention, Vaswani et al., 2017); the order in which
@@ -173,13 +167,14 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visibl
     torch.Size([1, 8, 128, 64])
     >>> out, lse = tw.attention(q, k, v, bias=torch.zeros(128, 128), softcap=30.0, return_aux=("lse",))
     """
-    if (bias is None and alibi_slopes is None and score_function is None and softcap is None and sinks is None
-            and dropout_p == 0 and seqlens_q is None and seqlens_k is None and double_backward is False
-            and (mask is None or mask.__class__ is Mask) and (return_aux == () or return_aux == _LSE)):
+    if (not unknown and bias is None and alibi_slopes is None and score_function is None and softcap is None
+            and sinks is None and dropout_p == 0 and seqlens_q is None and seqlens_k is None
+            and double_backward is False and (mask is None or mask.__class__ is Mask)
+            and (return_aux == () or return_aux == _LSE)):
         results = attend(q, k, v, mask, (scale, deterministic, backend))
         if results is not None:
             return AttentionOutput(*results) if return_aux else results[0]
-    _check_options(softcap, dropout_p, return_aux)
+    check_options("attention", softcap, dropout_p, return_aux, unknown)
     band, visible, lists, mask_function = _parted(mask)
     q, k, v = _autocast(q, k, v)
     lengths = _NO_LENGTHS
@@ -232,6 +227,7 @@ def attention_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_se
                      double_backward: bool = False) -> AttentionOutputWithMax: ...
 
 
+@refuses_unknown
 def attention_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_seqlens_q: torch.Tensor,
                      cu_seqlens_k: torch.Tensor | None = None, seqused_q: torch.Tensor | None = None,
                      seqused_k: torch.Tensor | None = None, max_seqlen_q: int | torch.Tensor | None = None,
@@ -242,7 +238,7 @@ def attention_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_se
                      sinks: torch.Tensor | None = None, dropout_p: float = 0,
                      dropout_seed: int | torch.Tensor | None = None, return_aux: tuple[str, ...] = (),
                      deterministic: bool | None = None, backend: str | None = None, double_backward: bool = False,
-                     ) -> torch.Tensor | AttentionOutput | AttentionOutputWithMax:
+                     **unknown: Never) -> torch.Tensor | AttentionOutput | AttentionOutputWithMax:
     """Compute attention over packed sequences of any lengths, which the host never reads.
 
     Sequence ``n`` is rows ``cu_seqlens[n]`` to ``cu_seqlens[n + 1]`` of q, of k and v; its queries see its keys alone.
@@ -254,11 +250,11 @@ def attention_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_se
         q: (total_q, hq, d), any strides.
         k, v: (total_k, hk, d) and (total_k, hk, dv).
         cu_seqlens_q: (sequences + 1,), int32 or int64, on q's device: 0, then where each sequence ends. Lengths may
-            be 0. Rows past the last one are padding. Never read by the host: with a first number other than 0, or one
-            less than the number before it, the results mean nothing.
+            be 0. Rows past the last one are padding. Other numbers raise on a CPU. Those on a GPU are never read by
+            the host: there wrong ones give results that mean nothing (``TILEWISE_CHECK=1`` finds them, one call late).
         cu_seqlens_k: the same of k and v; None = cu_seqlens_q.
-        seqused_q, seqused_k: (sequences,), int32 or int64: how many rows of each sequence, the first ones, take part;
-            None = all. The rest is padding: not read, 0 in out and in every gradient, -inf in lse.
+        seqused_q, seqused_k: (sequences,), int32 or int64: how many rows of each sequence, the first ones and no more
+            than it has, take part; None = all. The rest is padding: not read, 0 in out and gradients, -inf in lse.
         max_seqlen_q, max_seqlen_k: an integer, a tensor or None. Nothing needs them but a bias or a boolean mask with
             a query or key dim, whose size each must be; an integer then. No sequence may be longer than that: the
             device alone knows, and what kernels would read of such a bias or mask is not its own.
@@ -283,14 +279,14 @@ def attention_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_se
     >>> tw.attention_varlen(q, k, v, cu_seqlens_q=lengths, mask=tw.causal()).shape
     torch.Size([9, 4, 32])
     """
-    _check_options(softcap, dropout_p, return_aux)
+    check_options("attention_varlen", softcap, dropout_p, return_aux, unknown)
     band, visible, lists, mask_function = _parted(mask)
     longest = _NO_LONGEST
     if max_seqlen_q is not None or max_seqlen_k is not None:
         longest = _longest(max_seqlen_q, max_seqlen_k, needed=bias is not None or visible is not None)
     batched = partial(_as_batches, q, k, v)
-    band, lengths = _with_lengths(band, (cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k,
-                                         seqused_q, seqused_k), _PACKED_NAMES)
+    lengths = packed_lengths(q, k, (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k), (max_seqlen_q, max_seqlen_k))
+    band, lengths = _with_lengths(band, lengths, _PACKED_NAMES)
     functions = _functions(score_function, mask_function)
     operands = _operands(bias, alibi_slopes, visible, sinks, _seed(q, dropout_p, dropout_seed), lengths, lists,
                          functions)
@@ -303,6 +299,7 @@ def attention_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_se
     return _named((out, *(row.squeeze(0) for row in results[1:])), return_aux) if return_aux else out
 
 
+@refuses_unknown
 def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visible | None = None,
             scale: float | None = None, bias: torch.Tensor | None = None, alibi_slopes: torch.Tensor | None = None,
             score_function: ScoreFunction | None = None, softcap: float | None = None,
@@ -313,7 +310,7 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visible 
             seqused_k: torch.Tensor | None = None, max_seqlen_q: int | torch.Tensor | None = None,
             max_seqlen_k: int | torch.Tensor | None = None, return_aux: tuple[str, ...] = (),
             deterministic: bool | None = None, backend: str | None = None,
-            double_backward: bool = False) -> Explanation:
+            double_backward: bool = False, **unknown: Never) -> Explanation:
     """Tell which backend each pass of this call would use, and every other backend's reason.
 
     Arguments and errors are those of :func:`attention`, or, where ``cu_seqlens_q`` is given, of
@@ -325,7 +322,7 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visible 
     >>> tw.explain(q, q, q, mask=tw.window(3, 3)).forward
     'reference'
     """
-    _check_options(softcap, dropout_p, return_aux)
+    check_options("explain", softcap, dropout_p, return_aux, unknown)
     check_choices(scale, deterministic, backend)
     check_switch("double_backward", double_backward)
     band, visible, lists, mask_function = _parted(mask)
@@ -334,9 +331,9 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visible 
     lengths, longest = _NO_LENGTHS, _NO_LONGEST
     if check_packed(packed, {"seqlens_q": seqlens_q, "seqlens_k": seqlens_k}):
         longest = _longest(max_seqlen_q, max_seqlen_k, needed=bias is not None or visible is not None)
+        lengths = packed_lengths(q, k, (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k), (max_seqlen_q, max_seqlen_k))
         q, k, v = _as_batches(q, k, v)
-        band, lengths = _with_lengths(band, (cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k,
-                                             seqused_q, seqused_k), _PACKED_NAMES)
+        band, lengths = _with_lengths(band, lengths, _PACKED_NAMES)
     elif seqlens_q is not None or seqlens_k is not None:
         band, lengths = _with_lengths(band, (None, None, seqlens_q, seqlens_k), _PADDED_NAMES)
     q, k, v = _autocast(q, k, v)
@@ -414,7 +411,8 @@ def _as_batches(q: torch.Tensor, k: torch.Tensor,
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, torch.Tensor) or tensor.dim() != 3:
             shape = f"shape {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else None
-            raise InvalidInput(f"{name} has {shape or f'type {type(tensor).__name__}'}; allowed is a tensor of 3 dims (total, h, d).")
+            got = shape or f"type {type(tensor).__name__}"
+            raise InvalidInput(f"{name} has {got}; allowed is a tensor of 3 dims (total, h, d).")
     return q.transpose(0, 1).unsqueeze(0), k.transpose(0, 1).unsqueeze(0), v.transpose(0, 1).unsqueeze(0)
 
 
@@ -475,17 +473,6 @@ def _seed(q: torch.Tensor, dropout_p: float, seed: int | torch.Tensor | None) ->
         return seed
     raise InvalidInput(f"dropout_seed is {seed!r}; allowed is an integer of 64 bits, an int64 tensor of "
                        "shape (1,), or None.")
-
-
-def _check_options(softcap: float | None, dropout_p: float, return_aux: object) -> None:
-    if softcap is not None or dropout_p != 0:  # an operator's schema would turn True into 1.0
-        checked_softcap(softcap)
-        checked_dropout_p(dropout_p)
-    if return_aux == ():
-        return
-    named = isinstance(return_aux, Collection) and not isinstance(return_aux, str)
-    if not named or any(name not in AUX_OUTPUTS for name in cast("Collection[object]", return_aux)):
-        raise InvalidInput(f"return_aux is {return_aux!r}; allowed is a tuple of names out of {AUX_OUTPUTS}.")
 
 
 def _autocast(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

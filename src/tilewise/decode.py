@@ -2,13 +2,13 @@
 
 from collections.abc import Collection
 from numbers import Integral
-from typing import Any, cast
+from typing import Any, Never, cast
 
 import torch
 
 from tilewise import settings
 from tilewise.api import AttentionOutput
-from tilewise.arguments import check_choices, check_switch
+from tilewise.arguments import check_choices, check_switch, refuses_unknown, unknown_argument
 from tilewise.autograd.decode_op import run_decode
 from tilewise.backends.current import autocast_dtype
 from tilewise.decode_problem import (
@@ -22,6 +22,7 @@ from tilewise.decode_problem import (
 )
 from tilewise.dispatch import Explanation, explain_decoding
 from tilewise.errors import InvalidInput
+from tilewise.length_checks import check_length
 from tilewise.masks import Mask
 from tilewise.scores import checked_softcap, with_batch_dim
 
@@ -30,6 +31,7 @@ _CAST = (torch.float16, torch.bfloat16, torch.float32)  # what autocast casts, a
 _NAMES = ("q", "k_cache", "v_cache", *CacheOperands._fields)
 
 
+@refuses_unknown
 def attention_decode(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *, k: torch.Tensor | None = None,
                      v: torch.Tensor | None = None, cache_seqlens: int | torch.Tensor | None = None,
                      cache_batch_idx: torch.Tensor | None = None, cache_leftpad: torch.Tensor | None = None,
@@ -39,7 +41,7 @@ def attention_decode(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tens
                      alibi_slopes: torch.Tensor | None = None, softcap: float | None = None,
                      sinks: torch.Tensor | None = None, num_splits: int | None = None,
                      return_aux: tuple[str, ...] = (), deterministic: bool | None = None,
-                     backend: str | None = None) -> torch.Tensor | AttentionOutput:
+                     backend: str | None = None, **unknown: Never) -> torch.Tensor | AttentionOutput:
     """Compute attention of new queries to a cache of keys and values, which k and v are appended to first.
 
     The last query stands on the last key. Lengths, tables and indices stay on the device: no synchronisation, and a
@@ -50,14 +52,15 @@ def attention_decode(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tens
         k_cache, v_cache: (b, hk, capacity, d) and (b, hk, capacity, dv), stride 1 along the head dim and any others.
             With a block_table, (pages, hk, page size, d) and so on, pages of any size.
         k, v: (b, hk, new, d) and (b, hk, new, dv): written to the caches, in place, from position ``cache_seqlens``
-            on; what there is no room for is not. None = the caches are complete.
-        cache_seqlens: (b,), int32 or int64, or an integer: positions filled before k and v, a number below 0 in
-            a tensor counting as 0; None = all.
+            on; what there is no room for is not, and raises under ``TILEWISE_CHECK=1``. None = the caches are complete.
+        cache_seqlens: (b,), int32 or int64, or an integer: positions filled before k and v, no more than there are, a
+            number below 0 in a tensor counting as 0; None = all.
         cache_batch_idx: (b,), int32 or int64: the row of the caches in which a sequence lies; None = its own.
         cache_leftpad: (b,), int32 or int64: positions before this one are padding, which nobody sees; None = 0.
         block_table: (b, pages of a sequence), int32 or int64: its pages in order; entries past its end are not read.
-            An entry, here or in ``cache_batch_idx``, that the caches have not is refused by the reference on a CPU;
-            elsewhere the host never reads it, and what comes of it means nothing.
+            An entry, here or in ``cache_batch_idx``, that the caches have not is refused on a CPU, and so is a length
+            above the capacity; on a GPU the host never reads them, and what comes of them means nothing (under
+            ``TILEWISE_CHECK=1`` a later call raises).
         rotary_cos, rotary_sin: (positions, rotary_dim / 2), floating point: k is turned by the angles of its positions
             and q, under a bounded mask, by those of the positions that k begins at, query by query; without one all of
             q turns by the first.
@@ -89,6 +92,8 @@ def attention_decode(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tens
     >>> tw.attention_decode(q, cache, cache, cache_seqlens=torch.tensor([30, 99])).shape
     torch.Size([2, 8, 1, 64])
     """
+    if unknown:
+        raise unknown_argument("attention_decode", unknown)
     with_lse = _checked_aux(return_aux)
     given = CacheOperands(k, v, cast(Any, cache_seqlens), cache_batch_idx, cache_leftpad, block_table, rotary_cos,
                           rotary_sin, alibi_slopes, sinks)
@@ -99,6 +104,7 @@ def attention_decode(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tens
     return AttentionOutput(out, lse) if with_lse else out
 
 
+@refuses_unknown
 def explain_decode(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *, k: torch.Tensor | None = None,
                    v: torch.Tensor | None = None, cache_seqlens: int | torch.Tensor | None = None,
                    cache_batch_idx: torch.Tensor | None = None, cache_leftpad: torch.Tensor | None = None,
@@ -108,7 +114,7 @@ def explain_decode(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor
                    alibi_slopes: torch.Tensor | None = None, softcap: float | None = None,
                    sinks: torch.Tensor | None = None, num_splits: int | None = None,
                    return_aux: tuple[str, ...] = (), deterministic: bool | None = None,
-                   backend: str | None = None) -> Explanation:
+                   backend: str | None = None, **unknown: Never) -> Explanation:
     """Tell which backend this call of :func:`attention_decode` would use, and every other backend's reason.
 
     Arguments and errors are those of :func:`attention_decode`; nothing is computed or written, and a refusal is an
@@ -119,6 +125,8 @@ def explain_decode(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor
     >>> tw.decode.explain_decode(q, cache, cache, cache_seqlens=30).forward
     'reference'
     """
+    if unknown:
+        raise unknown_argument("explain_decode", unknown)
     _checked_aux(return_aux)
     given = CacheOperands(k, v, cast(Any, cache_seqlens), cache_batch_idx, cache_leftpad, block_table, rotary_cos,
                           rotary_sin, alibi_slopes, sinks)
@@ -146,6 +154,7 @@ def _prepared(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, giv
     checked_splits(options.num_splits)
     check_mask(options.mask)
     facts_of_inputs(q, k_cache, v_cache)
+    check_length(given.cache_seqlens, k_cache, given.block_table)
     operands = given._replace(cache_seqlens=_lengths(q, given.cache_seqlens),
                               alibi_slopes=_slopes(q, given.alibi_slopes))
     _check_tensors(q, k_cache, v_cache, operands)

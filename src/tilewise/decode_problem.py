@@ -13,6 +13,7 @@ from tilewise.errors import InvalidInput, UnsupportedProblem
 from tilewise.masks import Mask
 from tilewise.problem import Facts, check_each, checked_scale, dense_strides, facts_of, is_symbolic, padded_dim
 from tilewise.scores import Sizes, check_operand, checked_softcap
+from tilewise.shape_hints import layout_hint
 
 _INTEGERS = (torch.int32, torch.int64)
 
@@ -171,14 +172,15 @@ def decode_problem(tensors: tuple[Facts, Facts, Facts], operands: tuple[Facts, .
 
 def _check_caches(q: Facts, k: Facts, v: Facts, given: dict[str, Facts]) -> None:
     (b, hq, _, d), (rows, hk, page, own_d) = q[1], k[1]
+    names = q[0], k[0], v[0]
     if own_d != d:
         raise InvalidInput(f"k_cache has head dim {own_d} and q has {d}: they must be equal (v_cache's may differ).")
     if tuple(v[1][:3]) != tuple(k[1][:3]):
         raise InvalidInput(f"v_cache has shape {tuple(v[1])} and k_cache {tuple(k[1])}: they may differ in their head "
-                           "dim alone.")
+                           f"dim alone.{layout_hint(names, q[1], k[1], v[1])}")
     if hk == 0 or hq % hk:
-        raise InvalidInput(f"k_cache has {hk} heads and q has {hq}: q heads must be a multiple of k heads. "
-                           "Did you transpose (b, h, s, d)?")
+        hint = layout_hint(names, q[1], k[1], v[1]) or " Did you transpose (b, h, s, d)?"
+        raise InvalidInput(f"k_cache has {hk} heads and q has {hq}: q heads must be a multiple of k heads.{hint}")
     for name, _, strides, _, _ in (k, v):
         if strides[3] != 1:
             raise InvalidInput(f"{name} has stride {strides[3]} along its head dim; allowed is 1: a cache is not "
@@ -247,7 +249,8 @@ def checked_splits(splits: Any) -> int | None:
 def check_mask(mask: Any) -> None:
     """Check that a mask is a band whose diagonal ends at the last query and key."""
     if not isinstance(mask, Mask):
-        raise InvalidInput(f"mask is a {type(mask).__name__}; allowed is None, causal() or window(left, right).")
+        hint = " Padding is told by cache_seqlens and cache_leftpad." if isinstance(mask, torch.Tensor) else ""
+        raise InvalidInput(f"mask is a {type(mask).__name__}; allowed is None, causal() or window(left, right).{hint}")
     if mask.alignment == "top_left":
         raise InvalidInput(f"mask is {mask}; allowed is alignment='bottom_right', or none: the last query stands on "
                            "the last key of the cache.")

@@ -14,6 +14,13 @@ class InvalidInput(TilewiseError, ValueError):
     """An argument that has no meaning on any backend; the message names the argument."""
 
 
+class UnknownArgument(InvalidInput, TypeError):
+    """An argument that the call does not have; the message names the one of ours that was meant, where that is known.
+
+    Python's own error for it is a TypeError, and so is this one.
+    """
+
+
 class BackendUnavailable(TilewiseError, RuntimeError):
     """A backend that cannot run here, whatever the problem: something it needs is missing, or refuses."""
 

@@ -121,6 +121,11 @@ class MaskFunction(JoinsTensors):
 
     __rand__ = __and__
 
+    @property
+    def has_function(self) -> bool:
+        """Whether a function decides, of which :meth:`visible` asks the first batch entry and head alone: it does."""
+        return True
+
     def visible(self, query_length: int, key_length: int, device: _torch.device | None = None) -> _torch.Tensor:
         """Return what the torch function says of the first batch entry and head: (query_length, key_length), bool.
 

@@ -1,4 +1,4 @@
-"""Who sees whom: masks as values, their meaning and their tile ranges.
+"""Who sees whom: masks as values, their meaning and how they are joined; bands.py has their tile ranges.
 
 A mask of this module is a *band* with exceptions. With ``i`` the query's index, ``j`` the key's and
 
@@ -11,7 +11,7 @@ query ``i`` sees key ``j`` when all of these hold (maths.md, eq. 23; without exc
     (i + offset) div chunk  =  j div chunk
 
 ``causal()`` is the band without a left bound and with ``right = 0``. What needs a tensor (documents, an arbitrary
-boolean mask) is joined to a band by ``&``.
+boolean mask) is joined to a band by ``&``. The union of two masks by position, where it is one, is ``|``.
 """
 
 from dataclasses import dataclass, replace
@@ -20,119 +20,27 @@ from typing import Any, Literal, overload
 
 import torch
 
+from tilewise.bands import Band, Span
 from tilewise.documents import Documents, documents_of
 from tilewise.errors import InvalidInput
-from tilewise.joining import JoinsTensors
+from tilewise.joining import JoinsTensors, refused_union
 from tilewise.tile_lists import TileLists, tile_lists
+
+__all__ = ["ALIGNMENTS", "Alignment", "Band", "Mask", "Span", "TensorMask", "causal", "chunk", "documents", "prefix",
+           "sink_tokens", "window"]
 
 Alignment = Literal["top_left", "bottom_right"]
 ALIGNMENTS: tuple[Alignment, ...] = ("top_left", "bottom_right")
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
-    """Half-open range of indices ``start <= i < stop``; empty when ``start >= stop``."""
-
-    start: int
-    stop: int
-
-    def __len__(self) -> int:
-        return max(0, self.stop - self.start)
-
-
-@dataclass(frozen=True, slots=True)
-class Band:
-    """A mask with its lengths put in: query i sees key j when ``lower <= j - i <= upper``, exceptions aside.
-
-    ``None`` leaves a side unbounded, or an exception out. ``offset`` matters to chunks alone: query i stands on key
-    i + offset. All tile ranges, on every backend, come from here.
-    """
-
-    lower: int | None
-    upper: int | None
-    prefix: int | None = None
-    sink_tokens: int | None = None
-    chunk: int | None = None
-    offset: int = 0
-
-    def keys_of(self, queries: Span, key_length: int) -> Span:
-        """Keys from the first to the last that a query of the span sees (maths.md, eq. 13)."""
-        spans = self.key_spans(queries, key_length)
-        return Span(spans[0].start, spans[-1].stop)
-
-    def key_spans(self, queries: Span, key_length: int) -> tuple[Span, ...]:
-        """Keys that at least one query of the span sees: one span, or that of the sink tokens and another (eq. 24)."""
-        if queries.start >= queries.stop:
-            return (Span(0, 0),)
-        first, last = queries.start, queries.stop - 1
-        start = 0 if self.lower is None else max(0, first + self.lower)
-        stop = min(key_length, self._stop(last, key_length))
-        chunk_start = max(0, self._chunk_start(first + self.offset))
-        start = max(start, chunk_start)
-        sinks = Span(chunk_start, min(self.sink_tokens or 0, stop))
-        if not len(sinks):
-            return (Span(start, stop),)
-        if start <= sinks.stop:
-            return (Span(chunk_start, stop),)
-        return (sinks, Span(start, stop)) if start < stop else (sinks,)
-
-    def shared_keys_of(self, queries: Span, key_length: int) -> Span:
-        """Keys that every query of the span sees, sink tokens apart from the rest left out (maths.md, eq. 14)."""
-        if queries.start >= queries.stop:
-            return Span(0, 0)
-        first, last = queries.start, queries.stop - 1
-        start = 0 if self.lower is None or last + self.lower <= (self.sink_tokens or 0) else last + self.lower
-        start = max(start, self._chunk_start(last + self.offset), 0)
-        return Span(start, min(key_length, self._stop(first, key_length)))
-
-    def queries_of(self, keys: Span, query_length: int) -> Span:
-        """Queries from the first to the last that sees a key of the span (maths.md, eq. 15 and 25)."""
-        if keys.start >= keys.stop:
-            return Span(0, 0)
-        first, last = keys.start, keys.stop - 1
-        start = 0 if self.upper is None or first < (self.prefix or 0) else max(0, first - self.upper)
-        stop = query_length if self.lower is None else last + 1 - self.lower
-        if self.chunk is not None:
-            start = max(start, self._chunk_start(first) - self.offset)
-            stop = min(stop, self._chunk_start(last) + self.chunk - self.offset)
-        if first < (self.sink_tokens or 0):
-            last_sink = min(last, (self.sink_tokens or 0) - 1)
-            stop = max(stop, query_length if self.chunk is None
-                       else self._chunk_start(last_sink) + self.chunk - self.offset)
-        return Span(start, min(query_length, stop))
-
-    def sees(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """Return which pairs take part, bool, for positions of queries and keys that broadcast (maths.md, eq. 12)."""
-        visible = torch.ones_like(queries - keys, dtype=torch.bool)
-        if self.lower is not None:
-            visible &= (keys - queries >= self.lower) | (keys < (self.sink_tokens or 0))
-        if self.upper is not None:
-            visible &= (keys - queries <= self.upper) | (keys < (self.prefix or 0))
-        if self.chunk is not None:
-            visible &= (queries + self.offset) // self.chunk == keys // self.chunk
-        return visible
-
-    def visible_pairs(self, query_length: int, key_length: int) -> int:
-        """Number of (query, key) pairs that are visible; what a FLOP count multiplies."""
-        return sum(len(span) for i in range(query_length) for span in self.key_spans(Span(i, i + 1), key_length))
-
-    def _stop(self, query: int, key_length: int) -> int:
-        """Where the keys of a query stop, if there are enough of them."""
-        stop = key_length if self.upper is None else max(query + self.upper + 1, self.prefix or 0)
-        if self.chunk is None:
-            return stop
-        return min(stop, self._chunk_start(query + self.offset) + self.chunk)
-
-    def _chunk_start(self, position: int) -> int:
-        return 0 if self.chunk is None else position // self.chunk * self.chunk
-
-
-@dataclass(frozen=True, slots=True)
 class Mask(JoinsTensors):
-    """A mask as a value. Make one with :func:`causal`, :func:`window` and the like, combine with ``&``.
+    """A mask as a value. Make one with :func:`causal`, :func:`window` and the like, combine with ``&`` and ``|``.
 
     ``&`` keeps the tighter bound of each side and the exceptions of both: ``causal() & window(1023, 0) &
-    sink_tokens(4)`` is causal, within 1024 keys, but for the first four.
+    sink_tokens(4)`` is causal, within 1024 keys, but for the first four. ``|`` sees exactly what either mask sees, and
+    raises where no mask does: of two alignments, or of different chunks unless one mask contains the other. An
+    alignment that one mask leaves out is the other's. A mask has no truth value and no complement.
 
     Attributes:
         left: keys kept to the left of the diagonal; None = all.
@@ -184,6 +92,26 @@ class Mask(JoinsTensors):
         return Mask(_tighter(self.left, other.left), _tighter(self.right, other.right),
                     self.alignment or other.alignment, _tighter(self.prefix, other.prefix),
                     _tighter(self.sink_tokens, other.sink_tokens), _joined_chunk(self.chunk, other.chunk))
+
+    def __or__(self, other: "Mask") -> "Mask":
+        if not isinstance(other, Mask):
+            # Not by super(), which knows the class that dataclass(slots=True) has replaced.
+            return JoinsTensors.__or__(self, other)
+        if self.alignment and other.alignment and self.alignment != other.alignment:
+            raise refused_union(self, other, f"a mask has one alignment, got {self.alignment!r} and "
+                                             f"{other.alignment!r}. Give both parts the same alignment, or")
+        alignment = self.alignment or other.alignment
+        if self.chunk == other.chunk:
+            # A query's own position lies inside of both bands: one cannot lack at its left what the other lacks at its
+            # right, so the union of the bands is the band of the looser bounds.
+            left, sinks = _looser((self.left, self.sink_tokens), (other.left, other.sink_tokens))
+            right, first = _looser((self.right, self.prefix), (other.right, other.prefix))
+            return Mask(left, right, alignment, first, sinks, self.chunk)
+        for one, part in ((self, other), (other, self)):
+            if _contains(one, part):
+                return replace(one, alignment=alignment)
+        raise refused_union(self, other, "no mask sees exactly what either sees; allowed are masks of equal chunks, or "
+                                         "one that contains the other.")
 
     def __str__(self) -> str:
         named = "" if self.alignment is None else f"alignment={self.alignment!r}"
@@ -283,10 +211,15 @@ class TensorMask(JoinsTensors):
         if self.tensor is not None and other.tensor is not None:
             tensor = self.tensor & other.tensor
         return TensorMask(self.band & other.band, tensor, self.documents or other.documents,
-                          function=self.function or other.function)
+                          function=other.function if self.function is None else self.function)
 
     def __rand__(self, other: "Mask | torch.Tensor") -> "TensorMask":
         return self & other
+
+    @property
+    def has_function(self) -> bool:
+        """Whether a function decides, of which :meth:`visible` asks the first batch entry and head alone."""
+        return self.function is not None
 
     def visible(self, query_length: int, key_length: int) -> torch.Tensor:
         """Return the dense mask, (b|1, hq|1, query_length, key_length), bool, on the tensors' device.
@@ -474,6 +407,30 @@ def _tighter(a: int | None, b: int | None) -> int | None:
     if a is None or b is None:
         return b if a is None else a
     return min(a, b)
+
+
+_Side = tuple[int | None, int | None]  # a bound, and the first keys that it does not hide
+
+
+def _looser(a: _Side, b: _Side) -> _Side:
+    """Return the side that hides what both hide. A side without a bound hides nothing, whatever its exception."""
+    unbounded = [side for side in (a, b) if side[0] is None]
+    counts = [count for _, count in unbounded or (a, b) if count is not None]
+    bound = None if a[0] is None or b[0] is None else max(a[0], b[0])
+    return bound, max(counts) if counts else None  # not by max's default, which torch.compile does not follow
+
+
+def _contains(mask: Mask, part: Mask) -> bool:
+    """Whether ``mask`` surely sees all that ``part`` sees, of whatever lengths. Alignments are not compared."""
+    if mask.chunk is not None and (part.chunk is None or mask.chunk % part.chunk):
+        return False
+    return all(
+        # Two positions of one chunk are less than its length apart.
+        bound is None or (part.chunk is not None and part.chunk <= bound + 1)
+        or (own is not None and own <= bound and (own_exception or 0) <= (exception or 0))
+        for (bound, exception), (own, own_exception) in (
+            ((mask.left, mask.sink_tokens), (part.left, part.sink_tokens)),
+            ((mask.right, mask.prefix), (part.right, part.prefix))))
 
 
 _FARTHEST = 2**30  # no tensor is as long; kernels reckon in 32 bits, where this and a position add up

@@ -31,6 +31,7 @@ from tilewise.scores import (
     is_factor,
 )
 from tilewise.sequences import DENSE, Sequences
+from tilewise.shape_hints import layout_hint
 from tilewise.tile_lists import TILE
 
 Direction = Literal["forward", "backward"]
@@ -267,12 +268,13 @@ def problem_from_facts(tensors: tuple[Facts, Facts, Facts], operands: tuple[Fact
     q, k, v = tensors
     check_each(q, k, v)
     (b, hq, sq, d), (_, hk, sk, _), dv = q[1], k[1], v[1][3]
-    _check_together(q, k, v)
+    packed = any(facts[0] == "cu_seqlens_q" for facts in operands)
+    _check_together(q, k, v, packed)
     scores, sequences = NO_OPTIONS, DENSE
     if operands:
         sequences = _sequences(operands, settings, q, mask)
     if not sequences.are_data:
-        mask.band(sq, sk)  # raises where lengths differ and no alignment is named
+        _check_alignment(mask, q, k, v)
     if operands or settings != NO_SETTINGS:
         scores = _score_options(operands, settings, sequences, (b, hq, sq, sk), q)
         if scores.alibi_slopes is not None and mask.alignment is None and (sq != sk or sequences.are_data):
@@ -305,7 +307,7 @@ def check_each(*tensors: Facts) -> None:
             raise InvalidInput(f"{name} is on {device} and {first} is on {first_device}: move them to one device.")
 
 
-def _check_together(q: Facts, k: Facts, v: Facts) -> None:
+def _check_together(q: Facts, k: Facts, v: Facts, packed: bool) -> None:
     for name, facts in (("k", k), ("v", v)):
         if facts[1][0] != q[1][0]:
             raise InvalidInput(f"{name} has batch size {facts[1][0]} and q has {q[1][0]}: they must be equal.")
@@ -313,13 +315,21 @@ def _check_together(q: Facts, k: Facts, v: Facts) -> None:
         raise InvalidInput(f"k has head dim {k[1][3]} and q has {q[1][3]}: they must be equal (v's may differ).")
     for dim, what in ((1, "heads"), (2, "positions")):
         if v[1][dim] != k[1][dim]:
-            raise InvalidInput(f"v has {v[1][dim]} {what} and k has {k[1][dim]}: they must be equal.")
+            raise InvalidInput(f"v has {v[1][dim]} {what} and k has {k[1][dim]}: they must be equal."
+                               + layout_hint("qkv", q[1], k[1], v[1], packed=packed))
     hq, hk = q[1][1], k[1][1]
     if hk == 0 or hq % hk:
-        raise InvalidInput(
-            f"k has {hk} heads and q has {hq}: q heads must be a multiple of k heads. "
-            f"Did you transpose (b, h, s, d)?"
-        )
+        hint = layout_hint("qkv", q[1], k[1], v[1], packed=packed) or " Did you transpose (b, h, s, d)?"
+        raise InvalidInput(f"k has {hk} heads and q has {hq}: q heads must be a multiple of k heads.{hint}")
+
+
+def _check_alignment(mask: Mask, q: Facts, k: Facts, v: Facts) -> None:
+    """Raise where lengths differ and the mask names no alignment."""
+    try:
+        mask.band(q[1][2], k[1][2])
+    except InvalidInput as error:
+        hint = layout_hint("qkv", q[1], k[1], v[1])
+        raise InvalidInput(f"{str(error).rstrip()}\n{hint.strip()}" if hint else str(error)) from None
 
 
 def _sequences(operands: tuple[Facts, ...], settings: ScoreSettings, q: Facts, mask: Mask) -> Sequences:
@@ -373,7 +383,8 @@ def _score_options(operands: tuple[Facts, ...], settings: ScoreSettings, sequenc
         wanted, dtypes = allowed[name]
         if name in ("bias", "mask") and sequences.packed is not None:
             _check_longest(name, shape, sequences)
-        check_operand(name, (shape, own_dtype, own_device), wanted, dtypes, device)
+        check_operand(name, (shape, own_dtype, own_device), wanted, dtypes, device,
+                      q[1] if sequences.packed is None else None)
         found[name] = OperandFacts(tuple(shape), tuple(strides), own_dtype)
     if ("documents_q" in found) != ("documents_k" in found):
         raise InvalidInput("documents_q and documents_k: one is given without the other; allowed are both, or none.")

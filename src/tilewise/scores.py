@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tilewise.errors import InvalidInput
+from tilewise.shape_hints import operand_hint
 
 Sizes = tuple[int, ...]
 # What tanh errs by near 0 in the short form of 16-bit kernels, 2^-23, times this is what rounding P to 16 bits costs.
@@ -254,8 +255,10 @@ def with_batch_dim(slopes: torch.Tensor) -> torch.Tensor:
 
 
 def check_operand(name: str, operand: tuple[Sizes, torch.dtype, torch.device], full: Sizes,
-                  dtypes: tuple[torch.dtype, ...], device: torch.device) -> None:
+                  dtypes: tuple[torch.dtype, ...], device: torch.device, q: Sizes | None = None) -> None:
     """Check one operand's shape against the full one it broadcasts to, its dtype and its device.
+
+    ``q``: shape of q, for a hint; None where its dims do not tell, as of packed sequences.
 
     Raises:
         InvalidInput: names the operand, what was got and what is allowed.
@@ -268,19 +271,21 @@ def check_operand(name: str, operand: tuple[Sizes, torch.dtype, torch.device], f
         allowed = ", ".join(str(size) if letter == str(size) else f"{letter}={size}" for letter, size in named)
         broadcast = "" if not once else f", or 1 in place of {'a size' if once == _FOUR else once[0]}"
         got = tuple(size for place, size in enumerate(shape) if _LETTERS[name][place:place + 1] != ("",))
-        raise InvalidInput(f"{said} has shape {got}; allowed is ({allowed}){broadcast}.{_hint(name, shape, full)}")
+        hint = operand_hint(name, shape, full, _LETTERS[name], q)
+        raise InvalidInput(f"{said} has shape {got}; allowed is ({allowed}){broadcast}.{hint}")
     if dtype not in dtypes:
         allowed = ", ".join(map(str, dict.fromkeys(dtypes)))
-        raise InvalidInput(f"{said} has dtype {dtype}; allowed {'are' if ',' in allowed else 'is'} {allowed}.")
+        raise InvalidInput(f"{said} has dtype {dtype}; allowed {'are' if ',' in allowed else 'is'} {allowed}."
+                           + (_dtype_hint(dtype) if name == "mask" else ""))
     if own_device != device:
         raise InvalidInput(f"{said} is on {own_device} and q is on {device}: move them to one device.")
 
 
-def _hint(name: str, shape: Sizes, full: Sizes) -> str:
-    """What a mask was probably meant to be whose two dims are those of keys that are no padding."""
-    if name == "mask" and shape == (1, 1, full[0], full[3]):
-        return " Of padding, (b, sk), pass mask[:, None, None], or lengths as seqlens_k."
-    return ""
+def _dtype_hint(dtype: torch.dtype) -> str:
+    """Say what a mask that is not boolean was meant to be, and how to pass it."""
+    if dtype.is_floating_point:
+        return " Numbers that are added to the scores go to bias=; a mask says which pairs take part: True, or False."
+    return " Of numbers that are not 0 where a pair takes part, pass mask.bool()."
 
 
 def checked_softcap(softcap: Any) -> float | None:

@@ -80,6 +80,45 @@ def test_bad_input_exits_with_2_and_a_sentence(run, arguments):
     assert "allowed" in finished.errors or "multiple" in finished.errors or "left by" in finished.errors
 
 
+def refuse(*_, **__):
+    raise AssertionError("nothing may run")
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    *[(("bench", flag, value), f"{flag} is given without --sq, which makes a shape of its own in place of a grid; "
+                               "allowed are both, or neither.")
+      for flag, value in (("--b", 2), ("--hq", 4), ("--hk", 4), ("--sk", 32), ("--d", 64), ("--dv", 64),
+                          ("--mask", "none"), ("--dtype", "float32"))],
+    (("bench", "--mask", "causal", "--d", 32, "--grid", "cpu"),
+     "--d and --mask are given without --sq, which makes a shape of its own in place of a grid; allowed are both, or "
+     "neither."),
+    *[(("check", flag, value), f"{flag} is given without --sq, which makes a shape of its own in place of the named "
+                               "cases; allowed are both, or neither.")
+      for flag, value in (("--b", 1), ("--hq", 4), ("--hk", 4), ("--sk", 32), ("--d", 64), ("--dv", 64),
+                          ("--mask", "causal"))],
+    *[(("bench", "--sq", 16, flag, 16), f"{flag} is given beside --sq, which is one shape and no grid to choose from; "
+                                        "allowed is one of them.") for flag in ("--seqs", "--dims")],
+    *[(("bench", "--host", flag, value), f"{flag} is given beside --host, which times every call of one tiny shape; "
+                                         "allowed is one of them.")
+      for flag, value in (("--sq", 16), ("--mask", "causal"), ("--dtype", "float32"), ("--grid", "cpu"), ("--seqs", 16),
+                          ("--dims", 16), ("--direction", "forward"), ("--regime", "turns"), ("--budget", 1))],
+    (("bench", "--graph", "--device", "cpu"), "--graph is given on cpu; allowed is a GPU, which has graphs."),
+    *[((command, *more, "--dtype", name), f"dtype is {name!r}; allowed are float16, bfloat16, float32, float64.")
+      for name in ("int8", "float8_e4m3fn", "bool", "complex64")
+      for command, *more in (("bench",), ("bench", "--sq", 16), ("check",), ("check", "--sq", 16), ("explain",),
+                             ("compile", "--sq", 16))],
+    (("check", "--dtype", "float32,int8"), "dtype is 'int8'; allowed are float16, bfloat16, float32, float64."),
+    (("check", "--dtype", ","), "dtype is ','; allowed are float16, bfloat16, float32, float64, with commas between "
+                                "them."),
+], ids=lambda value: "_".join(map(str, value)) if isinstance(value, tuple) else "")
+def test_flags_that_would_be_ignored_or_mean_nothing_exit_with_2_before_anything_runs(run, monkeypatch, arguments,
+                                                                                      message):
+    for session in ("bench_session", "host_session", "check_session", "compile_session"):
+        monkeypatch.setattr(f"tilewise.cli.session.{session}", refuse)
+    finished = run(*arguments)
+    assert (finished.status, finished.errors) == (2, f"tilewise: {message}\n")
+
+
 def test_bad_usage_exits_with_2(run):
     assert run("explain", "--nope").status == 2
     assert run("bench", "--direction", "sideways").status == 2

@@ -26,7 +26,8 @@ def said(call, *args, **kwargs):
     ({"q": Q[0]}, "q has shape (5, 4, 8); allowed is a tensor of 4 dims (b, s, h, d)."),
     ({"k": [1]}, "k has type list; allowed is a tensor of 4 dims (b, s, h, d)."),
     ({"k": K.transpose(1, 2), "v": K.transpose(1, 2)}, "k has 7 heads and q has 4: q heads must be a multiple of k "
-                                                       "heads. Did you transpose (b, s, h, d)?"),
+                                                       "heads. k and v look like (b, h, s, d): pass k.transpose(1, 2), "
+                                                       "v.transpose(1, 2)."),
     ({"softmax_scale": -1.0}, "softmax_scale is -1.0; allowed is a number from 2^-126 to 2^127, or None for "
                               "1/sqrt(d)."),
     ({"softcap": -1.0}, "softcap is -1.0; allowed is a number from 2^-126 to 2^127, or 0.0 for none."),

@@ -10,7 +10,7 @@ from tilewise.problem import AttentionProblem
 def problem_of(sq=4096, sk=4096, mask=None, d=128, b=1, heads=(1, 1), dv=None):
     (hq, hk), dv = heads, dv or d
     return AttentionProblem(b=b, hq=hq, hk=hk, sq=sq, sk=sk, d=d, dv=dv, dtype=torch.bfloat16,
-                            device=torch.device("cuda", 0), scale=1.0, mask=mask or Mask(),
+                            device=torch.device("cuda", 0), scale=1.0, mask=Mask() if mask is None else mask,
                             k_strides=(hk * sk * d, sk * d, d, 1), v_strides=(hk * sk * dv, sk * dv, dv, 1))
 
 

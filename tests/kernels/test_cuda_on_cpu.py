@@ -164,7 +164,7 @@ def test_values_of_the_half_of_a_step_that_no_query_of_a_warp_sees_are_not_multi
 
 
 def results(backend, q, k, v, dout, mask=None):
-    problem = AttentionProblem.from_tensors(q, k, v, mask=mask or Mask())
+    problem = AttentionProblem.from_tensors(q, k, v, mask=Mask() if mask is None else mask)
     out, lse, _ = backend.forward(problem, q, k, v)
     made = backend.backward(problem.backward(lse_grad=False), Saved(q, k, v, out, lse), dout, None, Needs())
     return dict(zip(PLAIN, (out, lse, *made[:3]), strict=True))

@@ -42,8 +42,8 @@ def problem_of(sq=512, sk=512, mask=None, *, b=4, heads=(4, 2), shape=None, stri
     shape = shape or (1, heads[0], sq, sk)
     strides = strides or (shape[1] * sq * sk, sq * sk, sk, 1)
     return AttentionProblem(b=b, hq=heads[0], hk=heads[1], sq=sq, sk=sk, d=d, dv=dv, dtype=torch.bfloat16,
-                            device=torch.device("cuda", 0), scale=0.5, mask=mask or Mask(), direction="backward",
-                            scores=ScoreOptions(bias=OperandFacts(shape, strides, dtype)))
+                            device=torch.device("cuda", 0), scale=0.5, mask=Mask() if mask is None else mask,
+                            direction="backward", scores=ScoreOptions(bias=OperandFacts(shape, strides, dtype)))
 
 
 def launch_of(*args, **fields):

@@ -4,7 +4,17 @@ import numpy as np
 import pytest
 import torch
 
-from tilewise import InvalidInput, attention, attention_varlen, causal, documents, explain, sink_tokens, window
+from tilewise import (
+    InvalidInput,
+    attention,
+    attention_varlen,
+    causal,
+    documents,
+    explain,
+    length_checks,
+    sink_tokens,
+    window,
+)
 from tilewise.api import AttentionOutput, AttentionOutputWithMax
 
 _NONE = torch.ones(6, 5, dtype=torch.bool)
@@ -23,7 +33,13 @@ def _equal(a, b):
 @pytest.mark.parametrize(("arguments", "message"), [
     ({"mask": [[True]]}, "mask is a list; allowed is None, causal(), window(left, right), a boolean tensor, a "
                          "MaskFunction, or these joined by '&'."),
-    ({"mask": _NONE.float()}, "mask has dtype torch.float32; allowed is torch.bool."),
+    ({"mask": _NONE.float()}, "mask has dtype torch.float32; allowed is torch.bool. Numbers that are added to the "
+                              "scores go to bias=; a mask says which pairs take part: True, or False."),
+    ({"mask": causal("top_left") & _NONE.half()},
+     "mask has dtype torch.float16; allowed is torch.bool. Numbers that are added to the scores go to bias=; a mask "
+     "says which pairs take part: True, or False."),
+    ({"mask": _NONE.long()}, "mask has dtype torch.int64; allowed is torch.bool. Of numbers that are not 0 where a "
+                             "pair takes part, pass mask.bool()."),
     ({"mask": causal("top_left") & _NONE[0]},
      "mask is a tensor of shape (5,); allowed is a tensor of 2 to 4 dims that broadcasts to (b, hq, sq, sk)."),
     ({"mask": _NONE.mT}, "mask has shape (1, 1, 5, 6); allowed is (b=2, hq=4, sq=6, sk=5), or 1 in place of a size."),
@@ -312,6 +328,13 @@ def test_packed_equals_padded_equals_one_sequence_after_another(mask):
             assert getattr(padded, name)[n, :, rows:].isneginf().all()
 
 
+@pytest.fixture
+def unseen_lengths(monkeypatch):
+    """Let lengths on a CPU be as those on a GPU, whose values nobody looks at ahead of a backend."""
+    monkeypatch.setattr(length_checks, "_may_look", lambda _: False)
+
+
+@pytest.mark.usefixtures("unseen_lengths")
 def test_rows_that_no_sequence_uses_are_padding():
     (q, k, v), (cu_q, cu_k) = _packed()
     used = torch.tensor([1, 5, 2], dtype=torch.int32)  # more than a sequence has is all it has
@@ -324,6 +347,7 @@ def test_rows_that_no_sequence_uses_are_padding():
     torch.testing.assert_close(out[2:4], alone[0].transpose(0, 1))
 
 
+@pytest.mark.usefixtures("unseen_lengths")
 def test_lengths_past_what_is_stored_end_with_the_storage():
     (q, k, v), (cu_q, cu_k) = _packed()
     options = {"backend": "reference"}
@@ -357,6 +381,7 @@ def test_lengths_may_lie_anywhere():
     assert torch.equal(attention_varlen(q, k, v, cu_seqlens_q=spread), attention_varlen(q, k, v, cu_seqlens_q=cu))
 
 
+@pytest.mark.usefixtures("unseen_lengths")
 def test_a_sequence_longer_than_a_bias_is_named_by_the_reference_which_reads_lengths():
     q, borders = torch.randn(5, 2, 4), torch.tensor([0, 2, 5])
     for side, shape in (("q", (2, 3)), ("k", (3, 2))):

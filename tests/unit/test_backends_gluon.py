@@ -45,7 +45,8 @@ def problem_of(lengths=(512, 512), heads=(4, 2), dims=(64, 64), mask=None, dtype
     b, order = fields.pop("b", 2), (4, 2, 3, 1)  # (b, s, h, d) in memory
     strides = {f"{name}_strides": dense_strides(shape, order) for name, shape in (
         ("q", (b, hq, sq, d)), ("k", (b, hk, sk, d)), ("v", (b, hk, sk, dv)))}
-    return AttentionProblem(b=b, hq=hq, hk=hk, sq=sq, sk=sk, d=d, dv=dv, dtype=dtype, scale=1.0, mask=mask or Mask(),
+    return AttentionProblem(b=b, hq=hq, hk=hk, sq=sq, sk=sk, d=d, dv=dv, dtype=dtype, scale=1.0,
+                            mask=Mask() if mask is None else mask,
                             **({"device": torch.device("cuda", 0)} | strides | fields))
 
 

@@ -85,7 +85,8 @@ WRONG = {
     "return_aux is 'lse'; allowed are () and ('lse',).": {"return_aux": "lse"},
     "return_aux is None; allowed are () and ('lse',).": {"return_aux": None},
     "return_aux is ('max_logit',); allowed are () and ('lse',).": {"return_aux": ("max_logit",)},
-    "mask is a Tensor; allowed is None, causal() or window(left, right).": {"mask": torch.ones(1, 10).bool()},
+    "mask is a Tensor; allowed is None, causal() or window(left, right). Padding is told by cache_seqlens and "
+    "cache_leftpad.": {"mask": torch.ones(1, 10).bool()},
     "mask is causal(alignment='top_left'); allowed is alignment='bottom_right', or none: the last query stands on the "
     "last key of the cache.": {"mask": causal("top_left")},
     "q requires a gradient, and decoding has no backward pass; call it under torch.no_grad(), or attention() without "

@@ -63,7 +63,6 @@ def test_seed_has_one_element():
 @pytest.mark.parametrize(("name", "tensor", "dtype", "allowed"), [
     ("bias", torch.zeros(1, 1, 6, 5).double(), torch.float32, "torch.float32"),
     ("bias", torch.zeros(1, 1, 6, 5).half(), torch.bfloat16, "torch.bfloat16, torch.float32"),
-    ("mask", torch.zeros(1, 1, 6, 5), torch.float32, "torch.bool"),
     ("alibi_slopes", torch.zeros(1, 4).half(), torch.float16, "torch.float32"),
     ("alibi_slopes", torch.zeros(1, 4), torch.float64, "torch.float64"),
     ("sinks", torch.zeros(4).half(), torch.bfloat16, "torch.bfloat16, torch.float32"),

@@ -1,10 +1,14 @@
 """Which backend name is in force: the scope, then the environment, then none."""
 
+import contextlib
+import gc
+import warnings
 from pathlib import Path
 
 import pytest
 
-from tilewise.settings import backend_scope, cache_folder, default_backend, short_ways
+from tilewise import use_backend
+from tilewise.settings import BackendScope, cache_folder, checks_lengths, default_backend, short_ways
 
 
 @pytest.fixture(autouse=True)
@@ -28,22 +32,79 @@ def test_empty_variable_counts_as_unset(monkeypatch):
 
 def test_scope_outranks_the_environment_and_ends(monkeypatch):
     monkeypatch.setenv("TILEWISE_BACKEND", "torch")
-    with backend_scope("reference"):
+    with BackendScope("reference"):
         assert default_backend() == "reference"
     assert default_backend() == "torch"
 
 
 def test_scopes_nest():
-    with backend_scope("reference"):
-        with backend_scope("torch"):
+    with BackendScope("reference"):
+        with BackendScope("torch"):
             assert default_backend() == "torch"
         assert default_backend() == "reference"
 
 
 def test_scope_ends_with_an_error_too():
-    with pytest.raises(KeyError), backend_scope("reference"):
+    with pytest.raises(KeyError), BackendScope("reference"):
         raise KeyError
     assert default_backend() is None
+
+
+NEVER_ENTERED = (
+    "use_backend('triton') was called and its with block never entered, so it changed nothing; write "
+    "'with use_backend('triton'):' around the calls, pass backend='triton' to each, or set TILEWISE_BACKEND=triton for "
+    "the process.")
+
+
+def test_a_scope_that_is_never_entered_warns_where_it_is_dropped():
+    with pytest.warns(RuntimeWarning) as caught:
+        use_backend("triton")
+    assert [str(one.message) for one in caught] == [NEVER_ENTERED]
+    assert caught[0].filename == __file__
+    assert default_backend() is None
+
+
+def test_a_scope_that_is_kept_and_never_entered_warns_when_it_is_let_go():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        kept = [use_backend("triton")]
+    kept.append(kept)  # a cycle, which the collector alone finds
+    del kept
+    with pytest.warns(RuntimeWarning, match="never entered"):
+        gc.collect()
+
+
+def test_a_scope_that_was_entered_does_not_warn():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with use_backend("reference"):
+            assert default_backend() == "reference"
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(use_backend("torch"))
+            assert default_backend() == "torch"
+        gc.collect()
+    assert default_backend() is None
+
+
+def test_a_scope_decorates_a_function_and_does_not_warn():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+
+        @use_backend("reference")
+        def named(depth=0):
+            return named(depth - 1) if depth else default_backend()
+
+        assert named(2) == named() == "reference"
+        use_backend("torch")(named)  # never called
+        gc.collect()
+    assert default_backend() is None
+
+
+def test_a_scope_shows_how_it_is_entered():
+    scope = BackendScope("torch")
+    assert repr(scope) == "<use_backend('torch'): in force inside a with block>"
+    with scope:
+        pass
 
 
 @pytest.mark.parametrize(("value", "taken"), [(None, True), ("", True), ("1", True), ("0", False)])
@@ -52,6 +113,14 @@ def test_short_ways_are_taken_unless_the_variable_is_0(monkeypatch, value, taken
     if value is None:
         monkeypatch.delenv("TILEWISE_SHORT_WAYS")
     assert short_ways() is taken
+
+
+@pytest.mark.parametrize(("value", "looks"), [(None, False), ("", False), ("0", False), ("1", True)])
+def test_lengths_on_a_gpu_are_looked_at_where_the_variable_is_1(monkeypatch, value, looks):
+    monkeypatch.setenv("TILEWISE_CHECK", value or "")
+    if value is None:
+        monkeypatch.delenv("TILEWISE_CHECK")
+    assert checks_lengths() is looks
 
 
 def test_compiled_kernels_are_kept_where_the_variable_says_else_with_the_users_caches(monkeypatch):

@@ -18,7 +18,7 @@ from tilewise.autograd import short_way
 from tilewise.autograd.short_way import forget_choices
 from tilewise.backends.base import BindingBackend
 from tilewise.errors import TilewiseError
-from tilewise.settings import backend_scope
+from tilewise.settings import BackendScope
 from unit.binding_double import Bound, binding, long_way, tensors_of, ways_of
 
 
@@ -354,7 +354,7 @@ def test_calls_that_differ_in_one_fact_are_bound_apart(bound, monkeypatch):
     assert torch.equal(attention(strided, k, v), attention(q, k, v))
     attention(q[:, :, :5], k, v)
     attention(*(tensor.double() for tensor in (q, k, v)))
-    with backend_scope("cuda"):
+    with BackendScope("cuda"):
         attention(q, k, v)
     monkeypatch.setenv("TILEWISE_BACKEND", "torch")
     attention(q, k, v)
@@ -448,7 +448,7 @@ def test_a_second_derivative_is_refused_in_the_same_words(monkeypatch):
 
 def test_a_scope_holds_for_the_backward_pass(bound):
     tensors = tensors_of(requires_grad=True)
-    with backend_scope("torch"):
+    with BackendScope("torch"):
         out = attention(*tensors)
     out.backward(torch.ones_like(out))
     assert [key[-1][-1] for key in short_way._ways_back] == ["torch"]

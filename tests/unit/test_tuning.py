@@ -44,7 +44,7 @@ ARCHS = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "gfx942", "gfx1
 
 def problem_of(d=64, dv=None, dtype=torch.bfloat16, s=4096, b=1, mask=None):
     return AttentionProblem(b=b, hq=2, hk=2, sq=s, sk=s, d=d, dv=dv or d, dtype=dtype,
-                            device=torch.device("cuda", 0), scale=1.0, mask=mask or Mask())
+                            device=torch.device("cuda", 0), scale=1.0, mask=Mask() if mask is None else mask)
 
 
 @pytest.mark.parametrize(("tile", "name"), [

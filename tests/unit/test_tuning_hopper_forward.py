@@ -16,7 +16,7 @@ from tilewise.tuning.heuristics import hopper_forward_config
 
 def problem_of(d=64, dv=None, s=4096, mask=None):
     return AttentionProblem(b=1, hq=2, hk=2, sq=s, sk=s, d=d, dv=dv or d, dtype=torch.bfloat16,
-                            device=torch.device("cuda", 0), scale=1.0, mask=mask or Mask())
+                            device=torch.device("cuda", 0), scale=1.0, mask=Mask() if mask is None else mask)
 
 
 def test_three_warpgroups_take_turns_where_heads_are_narrow_and_sequences_long():

@@ -23,7 +23,7 @@ LENGTHS = Sequences(seqlens_k=OperandFacts((1,), (1,), torch.int32))
 def problem_of(b, heads, s, d, mask=None, **fields):
     (hq, hk), (sq, sk) = (pair if isinstance(pair, tuple) else (pair, pair) for pair in (heads, s))
     return AttentionProblem(b=b, hq=hq, hk=hk, sq=sq, sk=sk, d=d, dv=d, dtype=torch.bfloat16,
-                            device=torch.device("cuda", 0), scale=1.0, mask=mask or Mask(), **fields)
+                            device=torch.device("cuda", 0), scale=1.0, mask=Mask() if mask is None else mask, **fields)
 
 
 def chosen(problem, multiprocessors=132):

@@ -13,7 +13,12 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from tilewise import settings
-from tilewise.autograd.transforms import refuse_functional_gradient, refuse_lost_gradient, refuse_tangents
+from tilewise.autograd.transforms import (
+    entry_by_entry,
+    refuse_functional_gradient,
+    refuse_lost_gradient,
+    refuse_tangents,
+)
 from tilewise.backends.base import Backend, Needs, Saved
 from tilewise.backends.current import allows_tf32
 from tilewise.dispatch import choose
@@ -206,6 +211,7 @@ for _name, _kernel, _fake in (("attention_forward", _forward, _forward_fake),
                               ("attention_backward_plain", _backward, _backward_plain_fake)):
     torch.library.impl(f"tilewise::{_name}", "CompositeExplicitAutograd", _kernel)
     torch.library.register_fake(f"tilewise::{_name}", _fake)
+    torch.library.register_vmap(f"tilewise::{_name}", entry_by_entry(getattr(torch.ops.tilewise, _name).default))
 
 # Bound once: the chained look-up would be paid at every call.
 forward_op = torch.ops.tilewise.attention_forward.default

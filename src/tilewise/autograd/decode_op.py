@@ -18,6 +18,7 @@ from tilewise.decode_problem import (
     facts_of_present,
 )
 from tilewise.dispatch import Decoder, choose_decoder
+from tilewise.length_checks import check_cache
 from tilewise.masks import Mask
 from tilewise.problem import Facts
 
@@ -62,6 +63,7 @@ def _decode(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
     operands = CacheOperands(*rest[:_N_OPERANDS])
     problem, decoder = _resolve(facts_of_inputs(q, k_cache, v_cache), facts_of_present(operands),
                                 rest[_N_OPERANDS:-1], rest[-1] or settings.default_backend())
+    check_cache(problem, len(k_cache), operands)
     made = decoder.decode(problem, q, k_cache, v_cache, operands)
     if problem.new:  # written by kernels that autograd does not see: a graph that has saved the caches must raise
         for cache in (k_cache, v_cache):

@@ -1,15 +1,15 @@
-"""What torch's transforms cannot have of the operators, refused by name: a tangent, and a gradient in torch.func.
+"""The operators under torch's transforms: vmap's rule, and refusals by name of a tangent and a gradient in torch.func.
 
 Without these refusals torch makes zeros of them, which nobody is told of, or a warning tells.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
-from tilewise.errors import UnsupportedProblem
+from tilewise.errors import InvalidInput, UnsupportedProblem
 
 _IN_FUNCTORCH = (
     "torch.func (grad, vjp, jacrev, or vmap of a call with a gradient), and an operator by its own name, have no "
@@ -55,3 +55,25 @@ def refuse_lost_gradient(tensors: Iterable[torch.Tensor | None]) -> None:
     """
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
         raise UnsupportedProblem(_IN_FUNCTORCH, {})
+
+
+def entry_by_entry(op: Callable[..., Any]) -> Callable[..., tuple[list[torch.Tensor], list[int]]]:
+    """Return the rule of torch.func.vmap for an operator: a call for each entry, whose results are stacked.
+
+    So an entry's result is to the last bit that of the call without vmap, with every option. torch has no rule of its
+    own for an operator with lists of tensors; for others it does the same, and warns.
+    """
+    def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[list[torch.Tensor], list[int]]:
+        if not info.batch_size:
+            raise InvalidInput("torch.func.vmap maps attention over 0 entries; allowed is one or more: skip the call.")
+        made = [op(*_entry(arguments, in_dims, number)) for number in range(info.batch_size)]
+        stacked = [torch.stack(results) for results in zip(*made, strict=True)]
+        return stacked, [0] * len(stacked)
+
+    return rule
+
+
+def _entry(arguments: Iterable[Any], dims: Iterable[Any], number: int) -> list[Any]:
+    """Return an operator's arguments for one entry; lists of tensors have lists of dims."""
+    return [_entry(given, dim, number) if isinstance(dim, list) else given if dim is None else given.select(dim, number)
+            for given, dim in zip(arguments, dims, strict=True)]

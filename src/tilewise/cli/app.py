@@ -31,6 +31,7 @@ app = typer.Typer(name="tilewise", no_args_is_help=True, add_completion=False, p
                   help="Exact fused attention: what is here, what serves a call, how right, how fast.")
 _CHECK_DTYPES = ("float32", "bfloat16", "float16")
 _WRONG = 1
+_OF_GRIDS = ("grid", "seqs", "dims")
 _CPU_GRID_BUDGET = 240.0  # seconds: the first command a newcomer runs must end
 Folder = Annotated[Path, typer.Option("--out", help="Folder for what is written.")]
 
@@ -56,7 +57,7 @@ def explain(  # noqa: PLR0913 - one parameter a flag
 
     Nothing is allocated or computed. Exit status 1 when a pass is refused by every backend.
     """
-    cell = flags.flags_cell((hq, hk), (sq, sk), (d, dv), b=b, dtype=dtype, mask=mask)
+    cell = flags.flags_cell((hq, hk), (sq, sk), (d, dv), b=b, dtype=parse_dtype(dtype), mask=mask)
     answer = explain_problem(cell.problem(flags.chosen_device(device)), backend)
     render.as_json(render.explanation_facts(answer)) if as_json else render.explanation(answer)
     if answer.forward is None or answer.backward is None:
@@ -65,6 +66,7 @@ def explain(  # noqa: PLR0913 - one parameter a flag
 
 @app.command()
 def check(  # noqa: PLR0913 - one parameter a flag
+    context: typer.Context,
     *, case: Annotated[list[str] | None, typer.Option(help="A named case; may be repeated. Default: all.")] = None,
     backend: Annotated[list[str] | None, typer.Option(help="A backend; may be repeated. Default: all.")] = None,
     dtype: Annotated[str, typer.Option(help="Dtypes, with commas.")] = ",".join(_CHECK_DTYPES),
@@ -82,12 +84,13 @@ def check(  # noqa: PLR0913 - one parameter a flag
     if sq is not None and case:
         raise InvalidInput("--sq and --case are both given; allowed is a shape or named cases.")
     names = [get_backend(name).name for name in backend or BACKENDS]
+    dtypes = flags.parse_dtypes(dtype)
     if sq is not None:
-        cells = [flags.flags_cell((hq, hk), (sq, sk), (d, dv), b=b, dtype=name, mask=mask)
-                 for name in flags.comma_list(dtype)]
+        cells = [flags.flags_cell((hq, hk), (sq, sk), (d, dv), b=b, dtype=one, mask=mask) for one in dtypes]
     else:
+        flags.demand(context, flags.SHAPE_FLAGS, "--sq, which makes a shape of its own in place of the named cases")
         chosen = [case_named(name) for name in case] if case else CASES
-        cells = [Cell("cases", one, parse_dtype(name)) for name in flags.comma_list(dtype) for one in chosen]
+        cells = [Cell("cases", one, which) for which in dtypes for one in chosen]
     results = session.check_session(cells, names, where, seed)
     if as_json:
         render.as_json([render.check_facts(result) for result in results])
@@ -126,6 +129,7 @@ def fuzz(
 
 @app.command()
 def bench(  # noqa: PLR0913 - one parameter a flag
+    context: typer.Context,
     *, grid: Annotated[str | None, typer.Option(help=f"Grids, with commas: {', '.join(GRIDS)}. Default: paper on a "
                                                      "GPU, else cpu.")] = None,
     sq: flags.OwnLength = None, b: flags.Batch = 1, hq: flags.QueryHeads = 8, hk: flags.KeyHeads = None,
@@ -154,11 +158,19 @@ def bench(  # noqa: PLR0913 - one parameter a flag
     own results is wrong or broke.
     """
     where = flags.usable_device(device)
+    shape_dtype = parse_dtype(dtype)
+    if host:
+        flags.forbid(context, ("sq", *flags.SHAPE_FLAGS, "dtype", *_OF_GRIDS, "direction", "regime", "graph", "budget"),
+                     "--host", "which times every call of one tiny shape")
+    if graph and where.type != "cuda":
+        raise InvalidInput(f"--graph is given on {where}; allowed is a GPU, which has graphs.")
     if sq is not None:
         if grid is not None:
             raise InvalidInput("--sq and --grid are both given; allowed is a shape or grids.")
-        cells = [flags.flags_cell((hq, hk), (sq, sk), (d, dv), b=b, dtype=dtype, mask=mask)]
+        flags.forbid(context, _OF_GRIDS[1:], "--sq", "which is one shape and no grid to choose from")
+        cells = [flags.flags_cell((hq, hk), (sq, sk), (d, dv), b=b, dtype=shape_dtype, mask=mask)]
     else:
+        flags.demand(context, (*flags.SHAPE_FLAGS, "dtype"), "--sq, which makes a shape of its own in place of a grid")
         names = flags.comma_list(grid) or ["paper" if where.type == "cuda" else "cpu"]
         budget = _CPU_GRID_BUDGET if budget is None and names == ["cpu"] else budget
         cells = filtered(grid_cells(names), flags.comma_integers("seqs", seqs),
@@ -270,7 +282,7 @@ def report(
                                                              "step with its CSV.")] = False,
     as_json: flags.AsJson = False,
 ) -> None:
-    """Print rows as a Markdown table, or keep a README's tables in step with the CSV files."""
+    """Print rows as a Markdown table, or keep a document's tables in step with the CSV files."""
     if (readme is None) == (not files):
         raise InvalidInput("allowed is either CSV files to print, or --readme FILE to keep in step.")
     if readme is None:

@@ -1,11 +1,12 @@
 """What flags mean: their types, and the problems and devices they describe."""
 
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import torch
 import typer
 
-from tilewise.bench.grids import Cell, parse_dtype, shape_case
+from tilewise.bench.grids import DTYPE_NAMES, Cell, parse_dtype, shape_case
 from tilewise.bench.mask_text import FORMS, parse_mask
 from tilewise.compile_ahead import GPUS, CallShape, calls_of_model
 from tilewise.errors import InvalidInput
@@ -26,6 +27,39 @@ GpuName = Annotated[str | None, typer.Option("--device", help=f"A GPU, which nee
 CommitHash = Annotated[str | None, typer.Option("--commit", help="Hash of the code, for what is written. Default: what "
                                                                  "git says of the source tree.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Write one JSON value to standard output, and nothing else.")]
+
+
+# What describes a shape of one's own, together with --sq.
+SHAPE_FLAGS = ("b", "hq", "hk", "sk", "d", "dv", "mask")
+
+
+def given(context: typer.Context, names: Sequence[str]) -> list[str]:
+    """Return those of these flags that were typed, as they are written."""
+    # By its name: typer has a copy of click's, and so a source of its own, from 0.16 on.
+    return [f"--{name}" for name in names if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"]
+
+
+def demand(context: typer.Context, names: Sequence[str], needed: str) -> None:
+    """Raise :class:`InvalidInput` if one of these flags was typed: they have no effect without what is needed."""
+    if typed := given(context, names):
+        raise InvalidInput(f"{_listed(typed)} given without {needed}; allowed are both, or neither.")
+
+
+def forbid(context: typer.Context, names: Sequence[str], other: str, why: str) -> None:
+    """Raise :class:`InvalidInput` if one of these flags was typed: beside the other they have no effect."""
+    if typed := given(context, names):
+        raise InvalidInput(f"{_listed(typed)} given beside {other}, {why}; allowed is one of them.")
+
+
+def _listed(flags: Sequence[str]) -> str:
+    return f"{flags[0]} is" if len(flags) == 1 else f"{', '.join(flags[:-1])} and {flags[-1]} are"
+
+
+def parse_dtypes(text: str) -> list[torch.dtype]:
+    """Read 'float32,bfloat16'. Raises :class:`InvalidInput` for an unknown one, and for none."""
+    if not (names := comma_list(text)):
+        raise InvalidInput(f"dtype is {text!r}; allowed are {', '.join(DTYPE_NAMES)}, with commas between them.")
+    return [parse_dtype(name) for name in names]
 
 
 def chosen_device(name: str | None) -> torch.device:
@@ -50,10 +84,10 @@ def usable_device(name: str | None) -> torch.device:
 
 
 def flags_cell(heads: tuple[int, int | None], lengths: tuple[int, int | None], dims: tuple[int, int | None], *,
-               b: int, dtype: str, mask: str) -> Cell:
+               b: int, dtype: torch.dtype, mask: str) -> Cell:
     """Return the problem that flags describe; the second of each pair defaults to the first."""
     first = [(given, given if other is None else other) for given, other in (heads, lengths, dims)]
-    return Cell("flags", shape_case(b, first[0], first[1], first[2], parse_mask(mask)), parse_dtype(dtype))
+    return Cell("flags", shape_case(b, first[0], first[1], first[2], parse_mask(mask)), dtype)
 
 
 def shape_calls(lengths: list[int], shape: dict[str, Any], mask: str | None) -> list[CallShape]:

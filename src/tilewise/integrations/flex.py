@@ -16,7 +16,7 @@ import torch
 from tilewise.api import attention
 from tilewise.errors import InvalidInput, UnsupportedProblem
 from tilewise.functions import MaskFunction, ScoreFunction
-from tilewise.integrations.torch_sdpa import _check_heads
+from tilewise.integrations.torch_sdpa import _check_heads, wants
 from tilewise.masks import Mask, TensorMask, window
 
 __all__ = ["alibi", "flex_attention", "softcap"]
@@ -94,7 +94,8 @@ def flex_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     mask = _mask(block_mask, query, key)
     if len(key) == 1 and len(query) > 1:
         key, value = (tensor.expand(len(query), -1, -1, -1) for tensor in (key, value))
-    with_lse, with_most = return_lse or _wants(return_aux, "lse"), _wants(return_aux, "max_scores")
+    with_lse, with_most = (wants(return_aux, name, of=("lse", "max_scores")) for name in ("lse", "max_scores"))
+    with_lse = with_lse or return_lse
     # What is not asked for is not made: where it would have a gradient of zeros, some backends refuse.
     found: Any = attention(query, key, value, mask=mask, scale=scale, **options,
                            return_aux=("max_logit",) if with_most else ("lse",) if with_lse else ())
@@ -106,10 +107,6 @@ def flex_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     from torch.nn.attention.flex_attention import AuxOutput
 
     return out, AuxOutput(lse if with_lse else None, most[0] if most else None)
-
-
-def _wants(return_aux: Any, name: str) -> bool:
-    return return_aux is not None and bool(getattr(return_aux, name))
 
 
 def _score_options(score_mod: object) -> dict[str, Any]:

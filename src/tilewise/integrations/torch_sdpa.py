@@ -115,12 +115,21 @@ def varlen_attn(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_
                                  "values packed, with cu_seq_k.", {})
     _check_heads(query.shape[1], key.shape[1], enable_gqa)
     left, right = sides_of(window_size)
-    with_lse = return_aux is not None and return_aux.lse
+    with_lse = wants(return_aux, "lse", of=("lse",))
     wanted: Any = ("lse",) if with_lse else ()
     found: Any = _attend_packed(query, key, value, cu_seqlens_q=cu_seq_q, cu_seqlens_k=cu_seq_k, seqused_k=seqused_k,
                                 mask=window(left, right, "bottom_right"), scale=scale,
                                 deterministic=True if num_splits == 1 else None, return_aux=wanted)
     return tuple(found) if with_lse else found
+
+
+def wants(return_aux: Any, name: str, of: tuple[str, ...]) -> bool:
+    """Whether one of torch's ``AuxRequest`` asks for this result; it may not ask for one that is not among ``of``."""
+    for other in getattr(return_aux, "_fields", ()):
+        if other not in of and getattr(return_aux, other):
+            raise UnsupportedProblem(f"return_aux asks for {other}; allowed {'is' if len(of) == 1 else 'are'} "
+                                     f"{', '.join(of)}: leave {other} out of the AuxRequest.", {})
+    return return_aux is not None and bool(getattr(return_aux, name))
 
 
 def check_mask_dtype(name: str, mask: torch.Tensor) -> None:

@@ -21,11 +21,33 @@ __all__ = ["attention_forward", "attention_mask", "register"]
 
 # Names by which Transformers takes an implementation for one of its own.
 _TAKEN = ("eager", "flash", "flex_attention", "paged", "sdpa", "/", "|")
-# What Transformers hands down to every layer, and what only its flash kernels need: nothing in the result hangs on it.
+# What Transformers hands down to every layer, by TransformersKwargs, FlashAttentionKwargs, its Trainer, generate() and
+# models whose layers pass on what the attention does not name: nothing in the result hangs on it here.
 _WITHOUT_EFFECT = frozenset({
-    "cache_position", "deterministic", "logits_to_keep", "max_length_k", "max_length_q", "mm_token_type_ids",
-    "num_items_in_batch", "output_hidden_states", "output_router_logits", "position_embeddings", "position_ids",
-    "return_dict", "seq_idx", "token_type_ids", "use_cache"})
+    "cache_position", "decoder_attention_mask", "decoder_input_ids", "decoder_inputs_embeds", "decoder_position_ids",
+    "encoder_outputs", "grid_thw", "input_ids", "inputs_embeds", "interpolate_pos_encoding", "labels", "logits_to_keep",
+    "max_length_k", "max_length_q", "mm_token_type_ids", "num_items_in_batch", "output_hidden_states",
+    "output_router_logits", "position_embeddings", "position_ids", "return_dict", "return_loss", "seq_idx",
+    "token_type_ids", "use_cache"})
+_PAGED = "caches in pages, of continuous batching, are not read here. Use 'paged|sdpa' for it."
+_SPARSE = ("keys that are chosen for each query by their numbers are not there yet. Use attn_implementation='eager' "
+           "for this model.")
+# What changes the result and is not there, and why.
+_REFUSED = {
+    "head_mask": "the probabilities are never in memory to be multiplied by it. Use attn_implementation='eager'.",
+    "sinks": "a sink of each query is not there, one of each head is, by the name of s_aux. Use "
+             "attn_implementation='eager' for this model.",
+    "indices": _SPARSE, "block_indices": _SPARSE,
+    "cache": _PAGED, "block_table": _PAGED, "k_cache": _PAGED, "v_cache": _PAGED, "read_index": _PAGED,
+    "write_index": _PAGED,
+}
+_UNKNOWN = ("tilewise does not know what it would change. Use attn_implementation='eager' or 'sdpa' for this model, or "
+            "leave it out of the model's call.")
+# What mask functions get for Transformers' own: how they may be left out, a dtype of masks that are added, and what
+# their mask function says already.
+_OF_MASKS_WITHOUT_EFFECT = frozenset({
+    "allow_is_bidirectional_skip", "allow_is_causal_skip", "allow_torch_fix", "cache_position", "config", "dtype",
+    "local_size"})
 
 
 def register(name: str = "tilewise", *, read_padding: bool = False) -> None:
@@ -62,7 +84,7 @@ def attention_mask(batch_size: int, q_length: int, kv_length: int, q_offset: int
                    mask_function: Callable[..., Any] | None = None,
                    attention_mask: torch.Tensor | ModelMask | None = None, *,
                    device: torch.device | str = "cpu", use_vmap: bool = False, read_padding: bool = False,
-                   **_: Any) -> ModelMask:
+                   **kwargs: Any) -> ModelMask:
     """Describe a layer's mask, as an ``AttentionMaskInterface`` function.
 
     Padding becomes documents and the window a band, whose hidden tiles are skipped; a cache that is longer than its
@@ -76,10 +98,18 @@ def attention_mask(batch_size: int, q_length: int, kv_length: int, q_offset: int
         device: of the mask.
         use_vmap: whether ``mask_function`` cannot be handed index tensors.
         read_padding: as in :func:`register`.
+        kwargs: what Transformers says to its own mask functions without an effect on this one; anything else raises.
 
     Returns:
         What :func:`attention_forward` takes.
+
+    Raises:
+        UnsupportedProblem: something unknown is given.
     """
+    for name, value in kwargs.items():
+        if value is not None and name not in _OF_MASKS_WITHOUT_EFFECT:
+            raise UnsupportedProblem(f"{name} is given to the mask function, a {type(value).__name__}; allowed is "
+                                     f"None: {_UNKNOWN}", {})
     if isinstance(attention_mask, ModelMask):  # made before the model was called, as for a compiled one
         return attention_mask
     from transformers import masking_utils
@@ -109,7 +139,8 @@ def attention_forward(module: torch.nn.Module, query: torch.Tensor, key: torch.T
                       attention_mask: ModelMask | torch.Tensor | None, dropout: float = 0.0,
                       scaling: float | None = None, is_causal: bool | None = None, sliding_window: int | None = None,
                       softcap: float | None = None, s_aux: torch.Tensor | None = None,
-                      position_bias: torch.Tensor | None = None, **kwargs: Any) -> tuple[torch.Tensor, None]:
+                      position_bias: torch.Tensor | None = None, deterministic: bool | None = None,
+                      **kwargs: Any) -> tuple[torch.Tensor, None]:
     """Attend, as an ``AttentionInterface`` function.
 
     Args:
@@ -125,6 +156,7 @@ def attention_forward(module: torch.nn.Module, query: torch.Tensor, key: torch.T
         softcap: bound of the scores.
         s_aux: (hq,): a logit of each head for nothing.
         position_bias: broadcasts to (b, hq, sq, sk): added to the scores.
+        deterministic: True demands bit-equal gradients; otherwise :func:`torch.use_deterministic_algorithms` decides.
         kwargs: ``cu_seq_lens_q`` and ``cu_seq_lens_k`` mark packed sequences of one batch entry; what else Transformers
             hands down without an effect on the result; anything else raises.
 
@@ -138,13 +170,14 @@ def attention_forward(module: torch.nn.Module, query: torch.Tensor, key: torch.T
     lengths = kwargs.pop("cu_seq_lens_q", None), kwargs.pop("cu_seq_lens_k", None)
     if (lengths[0] is None) != (lengths[1] is None):
         raise InvalidInput("of cu_seq_lens_q and cu_seq_lens_k one is given; allowed are both or neither.")
-    _refuse_unknown(kwargs)
+    _refuse_others(kwargs)
     if len(query) == 1 and len(key) > 1:
         query = query.expand(len(key), -1, -1, -1)
     mask, bias, seqlens_k = _translated(module, query, key, attention_mask, is_causal, sliding_window)
     if position_bias is not None:
         bias = position_bias if bias is None else bias + position_bias
-    options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux, "dropout_p": dropout, "bias": bias}
+    options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux, "dropout_p": dropout, "bias": bias,
+                               "deterministic": deterministic or None}
     if lengths[0] is not None:
         band = _band_of_packed(query, attention_mask, mask)
         options |= {"mask": band, "cu_seqlens_q": lengths[0], "cu_seqlens_k": lengths[1]}
@@ -195,12 +228,12 @@ def _translated(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor,
     return window(side, 0 if causal else side), None, None
 
 
-def _refuse_unknown(kwargs: dict[str, Any]) -> None:
+def _refuse_others(kwargs: dict[str, Any]) -> None:
+    """Refuse by name what is neither acted on nor known to have no effect; None is nothing given."""
+    if kwargs.pop("output_attentions", None):
+        raise UnsupportedProblem("output_attentions is True; allowed is False: the probabilities are never in memory. "
+                                 "Use attn_implementation='eager' to look at them.", {})
     for name, value in kwargs.items():
-        if value is None or value is False or name in _WITHOUT_EFFECT:
-            continue
-        if name == "output_attentions":
-            raise UnsupportedProblem("output_attentions is True; allowed is False: the probabilities are never in "
-                                     "memory. Use attn_implementation='eager' to look at them.", {})
-        raise UnsupportedProblem(f"{name} is given, a {type(value).__name__}; allowed is None: tilewise does not know "
-                                 "what it would change. Use attn_implementation='eager' or 'sdpa' for this model.", {})
+        if value is not None and name not in _WITHOUT_EFFECT:
+            raise UnsupportedProblem(f"{name} is given, a {type(value).__name__}; allowed is None: "
+                                     f"{_REFUSED.get(name, _UNKNOWN)}", {})
