@@ -45,7 +45,7 @@ def test_rows_are_printed_as_markdown(run, readme):
     assert "| case | pass | tilewise | naive |" in finished.output
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/benchmarks.md", "docs/float32.md"])
+@pytest.mark.parametrize("name", ["README.md", "docs/benchmarks.md", "docs/float32.md", "docs/results.md"])
 def test_the_tables_of_our_documents_are_in_step_with_the_committed_rows(run, name):
     assert "<!-- bench:" in (ROOT / name).read_text("utf-8")
     assert run("report", "--readme", ROOT / name, "--results", ROOT / "benchmarks" / "results", "--check").status == 0

@@ -37,7 +37,8 @@ def test_support_table_is_what_the_backends_answer():
 
 
 def test_tables_of_committed_rows_are_what_their_scripts_make():
-    code = ("import sys; sys.path.insert(0, 'docs'); import tables; found = tables.pages(); assert len(found) > 2, found; "
+    code = ("import sys; sys.path.insert(0, 'docs'); import tables; found = tables.pages(); "
+            "assert len(found) > 2, found; "
             "print(*[page for page in found if tables.rendered(page.read_text('utf-8')) != page.read_text('utf-8')])")
     done = run("-c", code, PYTHONIOENCODING="utf-8")
     assert done.returncode == 0, done.stderr

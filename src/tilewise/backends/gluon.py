@@ -1,4 +1,4 @@
-"""Launches the Gluon kernels: Hopper GPUs, 16-bit, plain calls; the fastest there."""
+"""Launches the Gluon kernels: Hopper GPUs, 16-bit calls."""
 
 import contextlib
 from collections.abc import Callable

@@ -1,6 +1,6 @@
-"""Markdown tables from rows, and the tables of a README between markers.
+"""Markdown tables from rows, and the tables of a document (README.md, docs/results.md) between markers.
 
-A README holds ``<!-- bench:NAME -->`` … ``<!-- /bench:NAME -->``; what stands between is generated. NAME is the path
+A document holds ``<!-- bench:NAME -->`` … ``<!-- /bench:NAME -->``; what stands between is generated. NAME is the path
 of a CSV below the results folder without its ending ("nvidia-h200/paper"), or its bare name where that is unique;
 ":summary", ":memory", ":accuracy" or ":price" behind it asks for another table than the speeds.
 """
@@ -102,7 +102,7 @@ def _shape(row: Row) -> str:
 
 
 def updated_readme(text: str, results: Path) -> tuple[str, list[str]]:
-    """Make every marked table of a README anew from the CSV files below a folder.
+    """Make every marked table of a document anew from the CSV files below a folder.
 
     Returns:
         The new text, and the names that have no rows yet; what stands between their markers is kept.

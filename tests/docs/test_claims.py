@@ -1,0 +1,164 @@
+"""What the documents claim beside other libraries is what the committed rows say."""
+
+import importlib.util
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks/results/nvidia-h200"
+PLAIN, OPTIONS, PACKED_KV = ("paper", "gqa", "seeds"), ("options", "options-8192"), ("packed-kv",)
+CUDNN = ("sdpa_cudnn", "tilewise:cudnn")
+
+spec = importlib.util.spec_from_file_location("standing", ROOT / "benchmarks/standing.py")
+standing = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(standing)
+
+
+@cache
+def sides_of(grid):
+    return standing.sides_of(RESULTS / f"{grid}.csv")
+
+
+def sides(grids, direction=None, d=None):
+    return [side for grid in grids for side in sides_of(grid)
+            if direction in (None, side.first.direction) and d in (None, side.first.d)]
+
+
+def ratios(grids, peers, direction=None, d=None):
+    """How many times ours is as fast as the fastest of the peers, cell by cell."""
+    return standing.ratios(sides(grids, direction, d), *peers)
+
+
+def between(grids, ours, peer, direction, d):
+    """From how many times to how many times as fast one provider is as another."""
+    times = [(side.rows[peer].ms_p50, side.rows[ours].ms_p50) for side in sides(grids, direction, d)
+             if peer in side.rows and ours in side.rows]
+    found = [theirs / own for theirs, own in times if theirs and own]
+    return f"{min(found):.2f} to {max(found):.2f}"
+
+
+def ahead(found):
+    return sum(ratio > 1 for ratio in found)
+
+
+def of_cells(found):
+    return f"in {ahead(found)} of {len(found)} cells"
+
+
+def mean_and_least(found, digits=2):
+    return f"{standing.mean(found):.{digits}f}", f"{min(found):.{digits}f}"
+
+
+def queries_behind(grids, peers):
+    """Queries of the cells in which one of the peers takes less time."""
+    return [side.first.sq for side in sides(grids) if any(ratio < 1 for ratio in standing.ratios([side], *peers))]
+
+
+def first_paragraph():
+    plain, packed = ratios(PLAIN, CUDNN), ratios(PACKED_KV, CUDNN)
+    # The plain calls of the grid options are cells of the papers' shapes once more.
+    options = standing.ratios([side for side in sides(OPTIONS) if side.first.options], *CUDNN)
+    every = [*plain, *options, *packed]
+    third, fourth = (ratios(PLAIN, (peer,), "forward") for peer in ("flash_attn3_fwd", "flash_attn4"))
+    assert all(ahead(found) == len(found) for found in (plain, options, third, fourth))
+    (of_plain, least_plain), (of_packed, least_packed) = mean_and_least(plain), mean_and_least(packed)
+    return [f"ahead of cuDNN {of_cells(every)} timed, forward and backward: in all {len(plain)} of the FlashAttention "
+            f"papers' shapes, grouped heads and long causal sequences (geometric mean {of_plain}, least {least_plain}),"
+            f" in all {len(options)} with options, and in {ahead(packed)} of {len(packed)} with keys and values in one "
+            f"tensor (geometric mean {of_packed}, least {least_packed}). In the forward pass it is ahead of "
+            f"FlashAttention-3 in all {len(third)} cells timed and of FlashAttention-4 in all {len(fourth)}"]
+
+
+def packed_kv():
+    found, late = ratios(PACKED_KV, CUDNN), queries_behind(PACKED_KV, CUDNN)
+    assert set(late) == {512, 1024}
+    return [of_cells(found), *mean_and_least(found), f"The {len(late)} "]
+
+
+def backend_cudnn():
+    peer = ("tilewise:cudnn",)
+    found, late = ratios(PACKED_KV, peer), queries_behind(PACKED_KV, peer)
+    assert set(late) == {512, 1024}
+    return [f"{len(late)} of the {len(found)} cells of"]
+
+
+def decoding():
+    found = ratios(("decode",), ("sdpa_cudnn", "sdpa_cudnn_folded"))
+    return found, len(found) - ahead(found)
+
+
+def beside_cudnn_and_flash_attention():
+    best = ratios(PLAIN, ("sdpa_cudnn", "flash_attn3_fwd", "flash_attn4"), "forward")
+    phrases = [f"the mean of all is {standing.mean(best):.3f}", f"the least {min(best):.3f}, at 256, causal, 16384",
+               f"their geometric mean is {standing.mean(ratios(PLAIN, CUDNN, 'backward')):.2f}"]
+    words = {"sdpa_cudnn": "of cuDNN the geometric mean is {} and the least {}",
+             "flash_attn4": "of FlashAttention-4 {} and {}", "flash_attn3_fwd": "in the 40 that it takes, {} and {}"}
+    phrases += [text.format(*mean_and_least(ratios(PLAIN, (peer,), "forward"), 3)) for peer, text in words.items()]
+    for d, text in ((64, "{} at head dim 64"), (128, "{} at 128"), (256, "{} at 256")):
+        found = ratios(PLAIN, CUDNN, "backward", d)
+        phrases.append(text.format(f"{min(found):.2f} to {max(found):.2f}"))
+    for d, text in ((64, "{} in the 18 cells of head dim 64"), (128, "{} in the 16 of 128")):
+        found = [1 / ratio for ratio in ratios(PLAIN, ("tilewise:deterministic",), "backward", d)]
+        phrases.append(text.format(f"{min(found):.2f} to {max(found):.2f}"))
+    return phrases
+
+
+def host(*directions):
+    return [f"{1 / ratio:.2f} times" for direction in directions
+            for ratio in ratios(("host",), ("sdpa_cudnn",), direction)]
+
+
+def limits():
+    found, _ = decoding()
+    efficient = [text.format(*(between(("fp32",), ours, "sdpa_efficient", direction, d) for direction, d in cells))
+                 for ours, cells, text in (
+        ("tilewise:cuda", (("forward", None), ("backward", None)),
+         "{} times as fast as torch's memory-efficient operator forward, {} times backward"),
+        ("tilewise:cuda_ieee", (("forward", 64), ("backward", 64), ("forward", 128), ("backward", 128)),
+         "{} times as fast as that operator forward and {} times backward at head dim 64; {} and {} times at 128"),
+        ("tilewise:triton", (("forward", None), ("backward", None)), "{} times as fast forward, {} times backward"))]
+    (slowest,) = [ratio for ratio in ratios(("paper-triton",), ("sdpa_flash",)) if ratio < 1]
+    of_packed = ratios(PACKED_KV, ("varlen_attn",), "backward")
+    behind = len(of_packed) - ahead(of_packed)
+    mean, least = mean_and_least(found)
+    return [*packed_kv(), f"{of_cells(found)}; geometric mean {mean}, least {least}", *efficient,
+            *host("forward", "forward_backward"), f"under a causal mask: {slowest:.3f} times as fast",
+            f"the backward pass of {behind} of the {len(of_packed)} packed cells"]
+
+
+def how_fast_is_decoding():
+    found, behind = decoding()
+    return [f"takes {min(found):.2f} to {max(found):.2f} times as long, and is ahead in {behind} of {len(found)} cells"]
+
+
+CLAIMS = {
+    "README.md": first_paragraph,
+    "docs/limits.md": limits,
+    "docs/benchmarks.md": packed_kv,
+    "docs/results.md": lambda: host("forward_no_grad", "forward", "forward_backward"),
+    "docs/backends.md": backend_cudnn,
+    "docs/decoding.md": how_fast_is_decoding,
+    "docs/hopper.md": beside_cudnn_and_flash_attention,
+    "src/tilewise/dispatch.py": backend_cudnn,
+}
+
+
+@pytest.mark.parametrize("name", CLAIMS)
+def test_claims_of_a_document_are_what_the_rows_say(name):
+    """The README said "in every cell timed" of cuDNN, which is ahead in 17 cells of the grid packed-kv."""
+    text = re.sub(r"\s+(# )?", " ", (ROOT / name).read_text("utf-8"))
+    assert [phrase for phrase in CLAIMS[name]() if phrase not in text] == []
+
+
+def test_the_first_paragraph_counts_every_training_cell_timed_beside_cudnn():
+    of_device = {path.stem for path in RESULTS.glob("*.csv") for side in sides_of(path.stem)
+                 if side.first.regime.startswith("duty") and standing.ratios([side], *CUDNN)}
+    assert of_device == {*PLAIN, *OPTIONS, *PACKED_KV}
+
+
+def test_the_readme_is_short():
+    """It had grown to 592 lines, of which a newcomer needs few; tables of rows are in docs/results.md."""
+    assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 150
