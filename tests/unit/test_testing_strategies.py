@@ -24,7 +24,8 @@ def test_masks_reach_both_alignments_and_every_kind():
     for alignment in ALIGNMENTS:
         found = find(masks(), lambda m, wanted=alignment: m.alignment == wanted and m.left and m.right)
         assert found.alignment == alignment
-        assert find(masks(), lambda m, wanted=alignment: m.alignment == wanted and m.right == 0 and m.left is None)
+        found = find(masks(), lambda m, wanted=alignment: m.alignment == wanted and m.right == 0 and m.left is None)
+        assert found.alignment == alignment
     assert find(masks(), lambda m: not m.is_bounded).left is None
     for exception in ("prefix", "sink_tokens", "chunk"):
         found = find(masks(), lambda m, wanted=exception: getattr(m, wanted) is not None)

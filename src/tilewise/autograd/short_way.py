@@ -125,7 +125,8 @@ def attend_with(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Ope
         inputs: returns q, k and v as the operators take them, where those are views of the user's; such a call has a
             gradient on the long way alone.
     """
-    if (is_plain(operands, options) or _is_watched() or not q.__class__ is k.__class__ is v.__class__ is _Tensor
+    # The first question is the one that a compiler knows the answer to: what it traces behind it, it compiles again.
+    if (_is_watched() or is_plain(operands, options) or not q.__class__ is k.__class__ is v.__class__ is _Tensor
             or _in_autocast() or operands.score_tensors or operands.mask_tensors):
         return None
     name = options.backend or settings.default_backend()
