@@ -55,7 +55,7 @@ _LENGTHS_ELSEWHERE: dict[str, tuple[tuple[str, str], ...]] = {
 def refuses_unknown(call: _Call) -> _Call:
     """Hide a call's ``**unknown``, which is there to be refused by :func:`unknown_argument`, from its signature.
 
-    The function itself is returned: whoever wrapped it would slow every call down.
+    The function itself is returned: a wrapper would slow every call down.
     """
     signature = inspect.signature(call)
     shown = [one for one in signature.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
