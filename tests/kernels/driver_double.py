@@ -34,7 +34,7 @@ class DriverDouble:
         launches: of each launch, its kernel, grid, block, shared bytes, stream, attributes, and parameters as bytes.
         encoded: the arguments of each tensor map.
         loaded, attributes: what was loaded, and set of a kernel.
-        context: the one that is current; a launch on stream 0 without one fails.
+        context: the one that is current; without one a launch on stream 0 fails, and what a kernel's parameters are.
     """
 
     def __init__(self):
@@ -61,6 +61,8 @@ class DriverDouble:
 
     def cuKernelGetParamInfo(self, kernel, index):
         _, sizes, offsets = self._kernels[kernel]
+        if not self.context:
+            return real.CUresult.CUDA_ERROR_INVALID_CONTEXT, 0, 0
         if index >= len(sizes):
             return real.CUresult.CUDA_ERROR_INVALID_VALUE, 0, 0
         return real.CUresult.CUDA_SUCCESS, offsets[index], sizes[index]

@@ -202,6 +202,22 @@ def test_a_thread_without_a_context_gets_torchs(cuda):
     assert cuda.entered == [], "another that is current stays"
 
 
+def test_a_kernel_is_loaded_in_a_thread_without_a_context(cuda):
+    """Autograd's thread has none before its first launch: the backward's first kernel is loaded there."""
+    cuda.context = 0
+    launch = bound(cuda, ["i32"], (1,), 0, [4])
+    launch(())
+    assert (len(cuda.launches), cuda.entered) == (1, [103])
+
+
+def test_an_error_while_parameters_are_asked_for_is_no_unknown_kernel(cuda, monkeypatch):
+    """It would be launched by Triton, four times as slow, and nobody would know."""
+    failing = real.CUresult.CUDA_ERROR_UNKNOWN, 0, 0
+    monkeypatch.setattr(type(cuda), "cuKernelGetParamInfo", lambda *_: failing)
+    with pytest.raises(RuntimeError, match="some_kernel: the CUDA driver says words of the driver"):
+        bound(cuda, ["i32"], (1,), 0, [4])
+
+
 def test_an_error_has_the_drivers_words(cuda):
     launch = bound(cuda, ["i32"], (1,), 0, [4])
     cuda.status = real.CUresult.CUDA_ERROR_LAUNCH_FAILED

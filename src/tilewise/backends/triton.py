@@ -8,7 +8,7 @@ is a look-up, the allocation of its outputs, and the launches.
 import contextlib
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from typing import TYPE_CHECKING, Any, cast
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 
 _EVERY = Needs()
 _Three = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]  # dq, dk, dv
+_Placed = tuple[tuple[torch.Tensor, ...], Sequence[int | None]]  # tensors, and where they lie
 PLANS = 1024  # problems whose plans are kept
 
 
@@ -242,24 +243,31 @@ class _BackwardPlan:
         """
         modifiers = cast(_PlannedModifiers, self.modifiers)
         out, dout, dlse = results
-        dq, dk, dv = made
         of_delta = (out, dout, out if dlse is None else dlse, inputs[5])
-        at_inputs, at_operands = _addresses(inputs), modifiers.addresses(operands)
-        cast(Launch, self.delta).at((*_addresses(of_delta), *at_operands), lambda: (*of_delta, modifiers.of(operands)))
+        self._launch((of_delta, _addresses(of_delta)), (inputs, _addresses(inputs)), made, sums,
+                     lambda: modifiers.of(operands), modifiers.addresses(operands))
+
+    def _launch(self, of_delta: _Placed, inputs: _Placed, made: _Three, sums: OperandSums,
+                modifiers: Callable[[], Modifiers], at_operands: tuple[int, ...]) -> None:
+        """Launch the kernels, given tensors and where they lie; ``modifiers`` returns those of the call."""
+        dq, dk, dv = made
+        for_delta, at_delta = of_delta
+        tensors, at_inputs = inputs
+        cast(Launch, self.delta).at((*at_delta, *at_operands), lambda: (*for_delta, modifiers()))
         if dk is not None:
             of_keys = (dk, dv, sums.columns)
+            at_keys = (*at_inputs, *_addresses(of_keys), *at_operands)
             for launch in self.dkdv:
-                launch.at((*at_inputs, *_addresses(of_keys), *at_operands),
-                          lambda: (*inputs, *of_keys, modifiers.of(operands)))
+                launch.at(at_keys, lambda: (*tensors, *of_keys, modifiers()))
         if dq is not None:
             of_queries = (dq, sums.rows, sums.moments, sums.pairs if self.dbias is None else None, None, None)
             if isinstance(self.dq, Launch):
                 self.dq.at((*at_inputs, *_addresses(of_queries), *at_operands),
-                           lambda: (*inputs, *of_queries, modifiers.of(operands)))
+                           lambda: (*tensors, *of_queries, modifiers()))
             else:
-                cast("PairSums", self.dq)(*inputs, *of_queries, modifiers.of(operands))
+                cast("PairSums", self.dq)(*tensors, *of_queries, modifiers())
         if sums.pairs is not None and self.dbias is not None:
-            self.dbias(*inputs, sums.pairs, modifiers.of(operands))
+            self.dbias(*tensors, sums.pairs, modifiers())
 
     def bound(self, problem: AttentionProblem, no_sums: OperandSums) -> BoundBackward:
         """Return the whole backward pass of a plain problem."""
@@ -268,16 +276,25 @@ class _BackwardPlan:
         of_kv = (of_k, of_v) if self.needs.dkv else (None, None)
         forms = of_q if self.needs.dq else None, *of_kv
 
+        planned = cast(_PlannedModifiers, self.modifiers)
+        modifiers, at_operands, launch = planned.of(NO_OPERANDS), planned.addresses(NO_OPERANDS), self._launch
+
         def differentiate(tensors: tuple[Any, ...], addresses: tuple[int, ...]) -> _Three:
             q, k, v, out, lse, dout, dlse = tensors
+            at_q, at_k, at_v, at_out, at_lse, at_dout, *at_dlse = addresses
             made = cast(_Three, tuple([form and allocate(*form) for form in forms]))
-            self.differentiate((out, dout, dlse), (q, k, v, dout, lse, allocate(*rows)), made, no_sums)
+            delta = allocate(*rows)
+            at_delta = delta.data_ptr()
+            launch(((out, dout, out if dlse is None else dlse, delta),
+                    (at_out, at_dout, at_dlse[0] if at_dlse else at_out, at_delta)),
+                   ((q, k, v, dout, lse, delta), (at_q, at_k, at_v, at_dout, at_lse, at_delta)), made, no_sums,
+                   lambda: modifiers, at_operands)
             return made
 
         return differentiate
 
 
-def _addresses(tensors: tuple[torch.Tensor | None, ...]) -> list[int | None]:
+def _addresses(tensors: Sequence[torch.Tensor | None]) -> list[int | None]:
     return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 

@@ -131,12 +131,13 @@ def load(image: Image, device: int) -> Function:
         RuntimeError: the driver refuses the code.
     """
     driver = bindings()
+    enter(device)  # autograd's thread may have no context yet, without which the driver says nothing of parameters
     library = checked(driver.cuLibraryLoadData(image.cubin, [], [], 0, [], [], 0), image.name)
     kernel = checked(driver.cuLibraryGetKernel(library, image.name.encode()), image.name)
     sizes = [size for kind in image.types for size in _sizes(kind)]
     places: list[tuple[Any, ...]] = []
-    while (found := driver.cuKernelGetParamInfo(kernel, len(places)))[0] == driver.CUresult.CUDA_SUCCESS:
-        places.append(found[1:])
+    while (found := driver.cuKernelGetParamInfo(kernel, len(places)))[0] != driver.CUresult.CUDA_ERROR_INVALID_VALUE:
+        places.append(checked(found, image.name))  # behind the last parameter the value is invalid
     told = [int(size) for _, size in places]
     if told != [*sizes, *_SCRATCH]:
         checked(driver.cuLibraryUnload(library), image.name)
@@ -368,7 +369,7 @@ def enter(device: int) -> None:
 
 
 def checked(result: tuple[Any, ...], what: str) -> Any:
-    """Return what a call of the driver gave beside its status.
+    """Return what a call of the driver gave beside its status: one value, a tuple of more, or None.
 
     Raises:
         RuntimeError: the status is an error; the message names ``what`` and holds the driver's words.
@@ -379,7 +380,7 @@ def checked(result: tuple[Any, ...], what: str) -> Any:
         told, words = driver.cuGetErrorString(error)
         text = words.decode() if told == driver.CUresult.CUDA_SUCCESS else "unknown"
         raise RuntimeError(f"{what}: the CUDA driver says {text} ({error})")
-    return values[0] if values else None
+    return tuple(values) if len(values) > 1 else values[0] if values else None
 
 
 @cache
