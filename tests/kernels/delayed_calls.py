@@ -89,10 +89,11 @@ def _calls() -> dict[str, Delayed]:
                                                repeats=("dk", "dv")),
         }
     return found | {
-        "forward_3_full": Delayed(_case(132, 600, 64, "full"), {FORWARD: 4}),
+        "forward_3_full": Delayed(_case(20, 1100, 64, "full"), {FORWARD: 4}),
         "forward_3_causal": Delayed(_case(132, 2048, 64, "causal"), {FORWARD: 4}),
-        "forward_comes_again": Delayed(_case(33, 600, 128, "causal", scale=4.0), {FORWARD: 3}),
+        "forward_comes_again": Delayed(_case(33, 600, 128, "causal", scale=8.0), {FORWARD: 3}),
         "forward_cut": Delayed(_case(2, 600, 128, "full", sk=8000), {FORWARD: 3, COMBINE: 4}),
+        "forward_cut_in_part": Delayed(_case(33, 1100, 256, "full"), {FORWARD: 3, COMBINE: 4}),
         "forward_packed_heads": Delayed(_case(8, 7, 128, "full", hk=2, sk=6000), {FORWARD: 2, COMBINE: 4}),
         "decode": Delayed(_case(8, 1, 128, "full", hk=2, sk=6000), {DECODE: 4, COMBINE_DECODED: 4}, backend="triton"),
     }

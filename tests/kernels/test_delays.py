@@ -4,20 +4,20 @@ The kernels are built with delays (kernels/delays.py), a build for each kernel a
 is one launch. Each call below is a process of its own (kernels/delayed_calls.py), since its caches must be. Their
 builds, some 50, beside those of the kernels around them, which have no delays:
 
-==========================================  ==================================================
-forward, one to three consumers             full, causal, window (three: not in a window)
-forward, head dim 256, cut along the keys   full, causal, window
-forward, rows of a group's heads; cut       full
-forward, tiles that come again              causal
-forward, padded and packed sequences        causal
-backward to 64: in order, heads alone, heads shared  full, causal, window
-backward to 64: tiles drawn                 full, causal
-backward to 128: in order, drawn, alone     full, causal, window
-backward to 128, padded and packed          causal at 64 columns, full at 128
-backward in pieces; wide, with dq           full, causal, window
-gradient of a bias                          full, causal, window
-decoding, and what combines parts           full: each warp a role
-==========================================  ==================================================
+========================================================  ==========================================
+forward, one to three consumers                           full, causal, window (three: not in a window)
+forward, head dim 256, cut along the keys                 full, causal, window
+forward, rows of a group's heads; cut, all tiles or some  full
+forward, tiles that come again                            causal
+forward, padded and packed sequences                      causal
+backward to 64: in order, heads alone, heads shared       full, causal, window
+backward to 64: tiles drawn                               full, causal
+backward to 128: in order, drawn, alone                   full, causal, window
+backward to 128, padded and packed                        causal at 64 columns, full at 128
+backward in pieces; wide, with dq                         full, causal, window
+gradient of a bias                                        full, causal, window
+decoding, and what combines parts                         full: each warp a role
+========================================================  ==========================================
 """
 
 import json
