@@ -95,8 +95,7 @@ def assert_forward_within_budget(case, inputs, result, operands=None):
     changes = Changes(operands_of(case, inputs) if operands is None else operands, case.settings)
     exact = attend(q, k, v, case.mask, case.scale, changes)
     samples = yardsticks(q, k, v, dout, dlse, case.mask, case.scale, changes)
-    for i, name in enumerate(("out", "lse")):
-        assert_within_budget(name, result[i], exact[i], [sample[i] for sample in samples], OUTPUT_FACTOR)
+    _assert_outputs(result, exact, samples)
 
 
 def assert_gradients_within_budget(case, inputs, got, through="out", operands=None):
@@ -105,8 +104,28 @@ def assert_gradients_within_budget(case, inputs, got, through="out", operands=No
     dout = torch.zeros_like(dout) if through == "lse" else dout
     dlse = None if through == "out" else dlse
     changes = Changes(operands_of(case, inputs) if operands is None else operands, case.settings)
-    got, exact = Gradients(*got), gradients(q, k, v, dout, dlse, case.mask, case.scale, changes)
-    samples = yardsticks(q, k, v, dout, dlse, case.mask, case.scale, changes)
+    exact = gradients(q, k, v, dout, dlse, case.mask, case.scale, changes)
+    _assert_gradients(got, exact, yardsticks(q, k, v, dout, dlse, case.mask, case.scale, changes))
+
+
+def assert_both_within_budget(case, inputs, results):
+    """Hold out, lse and every gradient, which arrives through out, against one oracle; return its gradients."""
+    changes = Changes(operands_of(case, inputs), case.settings)
+    terms = (case.mask, case.scale, changes)
+    samples = yardsticks(*inputs[:4], None, *terms)
+    _assert_outputs(results, attend(*inputs[:3], *terms), samples)
+    exact = gradients(*inputs[:4], None, *terms)
+    _assert_gradients(results.gradients, exact, samples)
+    return exact
+
+
+def _assert_outputs(got, exact, samples):
+    for i, name in enumerate(("out", "lse")):
+        assert_within_budget(name, got[i], exact[i], [sample[i] for sample in samples], OUTPUT_FACTOR)
+
+
+def _assert_gradients(got, exact, samples):
+    got = Gradients(*got)
     assert [gradient is None for gradient in got] == [gradient is None for gradient in exact]
     for name, gradient, true in zip(Gradients._fields, got, exact, strict=True):
         if gradient is not None:
