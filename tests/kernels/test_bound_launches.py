@@ -94,10 +94,11 @@ def test_a_pass_that_launches_nothing_is_not_bound():
 
 
 def test_what_is_bound_keeps_no_tensor(monkeypatch):
-    monkeypatch.setattr(triton, "_backward_plan", lambda *_: triton._BackwardPlan(
-        Needs(), (), (), (), Recorder(), dq=Recorder()))
     q, k, v, out, lse, dout = tensors_of()
     problem = AttentionProblem.from_tensors(q, k, v).backward(lse_grad=False)
+    plan = triton._BackwardPlan(Needs(), (), (), (), Recorder(), dq=Recorder(),
+                                modifiers=triton._planned_modifiers(problem))
+    monkeypatch.setattr(triton, "_backward_plan", lambda *_: plan)
     bound = triton.backend.bind_backward(problem, Saved(q, k, v, out, lse), dout, None, Needs())
     kept = [weakref.ref(tensor) for tensor in (q, k, v, out, lse, dout)]
     del q, k, v, out, lse, dout
