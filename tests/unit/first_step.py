@@ -23,19 +23,17 @@ def note(*, src, metadata, metadata_group, times, cache_hit):
 
 
 def compiled_by(call):
-    """Make a call and wait for all threads."""
+    """Make a call and wait for the threads that compile; return what this one and what others compiled, and its result."""
     compiled.clear()
     result = call()
-    for thread in others():
-        thread.join()
-    while more := others():  # those that these have begun
-        for thread in more:
+    while threads := others():  # and those that these have begun
+        for thread in threads:
             thread.join()
     return [[name for name, is_here in compiled if is_here is own] for own in (True, False)], result
 
 
 def others():
-    return [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
+    return [thread for thread in threading.enumerate() if thread.name == "tilewise-precompile"]
 
 
 def main(backend, ends):

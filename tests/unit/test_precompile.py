@@ -20,6 +20,7 @@ from tilewise import attention
 from tilewise.autograd import attention_op, precompile, short_way
 from tilewise.autograd.short_way import FirstWay, Way
 from tilewise.backends.base import Needs
+from tilewise.backends.hopper import RUN_ON_GPU, triton_version
 from tilewise.compile_ahead.gpu import _Facts
 from tilewise.errors import UnsupportedProblem
 from tilewise.kernels import compiling, enqueue
@@ -352,3 +353,51 @@ def test_a_process_ends_with_kernels_in_the_compiler(tmp_path):
                           timeout=300, env=environment(INSTALLED, tmp_path))
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout) == {"left": True}
+
+
+# A first step on this GPU: which kernels this thread and which others compile in each pass, the memory that the forward
+# pass and what is compiled beside it take at most, and whether a second step has the same results.
+ON_GPU = """
+import json, sys, torch
+from triton import knobs
+from tilewise import attention, causal
+from tilewise.autograd import precompile
+from unit.first_step import compiled_by, note
+
+if sys.argv[1] == "apart":
+    precompile.begin = lambda *call: None
+knobs.compilation.listener = note
+torch.manual_seed(0)
+q, k, v = (torch.randn(1, 4, 1024, 64, device="cuda", dtype=torch.float16, requires_grad=True) for _ in range(3))
+dout = torch.randn_like(q)
+
+def step():
+    out = attention(q, k, v, mask=causal(), deterministic=True)
+    return out, torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+
+forward, out = compiled_by(lambda: attention(q, k, v, mask=causal(), deterministic=True))
+peak = torch.cuda.max_memory_allocated()
+backward, gradients = compiled_by(lambda: torch.autograd.grad(out, (q, k, v), dout))
+again, others = step()
+same = torch.equal(out, again) and all(map(torch.equal, gradients, others))
+print(json.dumps({"forward": forward, "backward": backward, "peak": peak, "same": same}))
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_a_first_step_on_this_gpu(tmp_path):
+    if (version := triton_version()) not in RUN_ON_GPU:
+        pytest.skip(f"with Triton {version}, which is checked first, nothing is compiled beside")
+    seen = {}
+    for state in ("beside", "apart"):
+        done = subprocess.run([sys.executable, "-c", ON_GPU, state], capture_output=True, text=True, check=False,
+                              env=environment(INSTALLED, tmp_path / state))
+        assert done.returncode == 0, done.stderr[-4000:]
+        seen[state] = json.loads(done.stdout)
+    (here, beside), (late, elsewhere) = seen["beside"]["forward"], seen["beside"]["backward"]
+    assert len(here) >= 1
+    assert sorted(beside) == sorted(name for names in seen["apart"]["backward"] for name in names) != []
+    assert (late, elsewhere) == ([], [])
+    assert seen["beside"]["peak"] == seen["apart"]["peak"], "what is compiled beside takes memory"
+    assert [one["same"] for one in seen.values()] == [True, True]
