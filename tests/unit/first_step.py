@@ -23,7 +23,7 @@ def note(*, src, metadata, metadata_group, times, cache_hit):
 
 
 def compiled_by(call):
-    """Make a call and wait for the threads that compile; return what this one and what others compiled, and its result."""
+    """Make a call, wait for all threads; return what this one compiled and what others did, and the result."""
     compiled.clear()
     result = call()
     while threads := others():  # and those that these have begun
