@@ -3,22 +3,24 @@
     python benchmarks/first_call.py measure --out first-call.csv
     python benchmarks/first_call.py table first-call.csv
 
-Each row is a process of its own. All of them run at once: with a core for each they do not wait for one another. What
-is timed begins when torch and tilewise are imported and CUDA has started.
+Each row is a process of its own, one after another, since a process compiles on several cores. What is timed begins
+when torch and tilewise are imported and CUDA has started. With empty caches it is timed twice: as a user has it, where
+the kernels of the backward pass are compiled beside those of the forward pass ("empty"), and with each pass's compiled
+where it is called ("apart"). ``--runs``: rows of each; the table has their medians.
 """
 
 import argparse
 import csv
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 CASES = {"bfloat16": 4096, "float32": 2048}  # dtype -> length; one batch entry, 16 heads of 128, causal
-STATES = ("empty", "ahead")
+STATES = {"apart": "caches empty, passes apart", "empty": "caches empty", "ahead": "compiled ahead"}
 FIELDS = ("dtype", "s", "caches", "forward_s", "backward_s", "compile_s", "forward_backend", "backward_backend",
           "device_name", "torch", "triton", "commit", "date")
 _CALL = """
@@ -26,6 +28,9 @@ import json, sys, time
 import torch
 import tilewise as tw
 dtype, s = getattr(torch, sys.argv[1]), int(sys.argv[2])
+if sys.argv[3] == "apart":
+    from tilewise.autograd import precompile
+    precompile.begin = lambda *call: None
 q, k, v = (torch.randn(1, 16, s, 128, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3))
 dout = torch.randn_like(q)
 torch.cuda.synchronize()
@@ -41,22 +46,25 @@ print(json.dumps([times[1] - times[0], times[2] - times[1], chosen.forward, chos
 """
 
 
-def measure(out: Path, commit: str | None) -> None:
-    """Run every case with both states of the caches, and write a row for each."""
+def measure(out: Path, runs: int, commit: str | None) -> None:
+    """Run every case with each state of the caches, some times, and write a row for each."""
     import torch
 
     from tilewise.bench.provenance import provenance
 
     origin = provenance(torch.device("cuda", 0), "", commit)
-    jobs = [(dtype, s, state) for state in reversed(STATES) for dtype, s in CASES.items()]
-    with ThreadPoolExecutor(len(jobs)) as pool:
-        found = list(pool.map(lambda job: seconds_of(*job), jobs))
+    jobs = [(dtype, s, state) for dtype, s in CASES.items() for state in STATES
+            if (dtype, state) != ("float32", "apart")]  # NVRTC's kernels are compiled where they are called
     with out.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(FIELDS)
-        for job, (forward, backward, compiling, *backends) in zip(jobs, found, strict=True):
-            writer.writerow([*job, round(forward, 3), round(backward, 3), compiling, *backends, origin.device_name,
-                             origin.torch, origin.triton, origin.commit, origin.date])
+        for run in range(runs):
+            for job in jobs:
+                forward, backward, compiling, *backends = seconds_of(*job)
+                print(f"run {run}: {job}: forward {forward:.1f}, backward {backward:.1f} s", flush=True)
+                writer.writerow([*job, round(forward, 3), round(backward, 3), compiling, *backends, origin.device_name,
+                                 origin.torch, origin.triton, origin.commit, origin.date])
+                file.flush()
     print(table(out))
 
 
@@ -70,26 +78,39 @@ def seconds_of(dtype: str, s: int, state: str) -> tuple[float, float, float | st
                        "--dtype", dtype, "--json"]
             compiled = json.loads(run(command, environment))
             compiling = round(sum(kernel["seconds"] for kernel in compiled["kernels"]), 1)
-        forward, backward, *backends = json.loads(run(["-c", _CALL, dtype, str(s)], environment))
+        forward, backward, *backends = json.loads(run(["-c", _CALL, dtype, str(s), state], environment))
     return forward, backward, compiling, *backends
 
 
 def run(command: list[str], environment: dict[str, str]) -> str:
-    """Return what a Python process printed."""
-    return subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True,
-                          check=True).stdout
+    """Return what a Python process printed; end with what it said, if it failed."""
+    done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{command} ended with {done.returncode}: {done.stderr[-4000:]}")
+    return done.stdout
 
 
 def table(path: Path) -> str:
-    """Return rows as Markdown."""
+    """Return rows as Markdown: medians of the runs, and of the sums of both passes where these were timed apart too."""
+    rows: dict[tuple[str, str], list[dict[str, str]]] = {}
     with path.open() as file:
-        rows = {(row["dtype"], row["caches"]): row for row in csv.DictReader(file)}
-    lines = ["| first call in a new process, seconds | caches empty | compiled ahead |", "|---|---:|---:|"]
+        for row in csv.DictReader(file):
+            rows.setdefault((row["dtype"], row["caches"]), []).append(row)
+    states = [state for state in STATES if any(known == state for _, known in rows)]
+    lines = [f"| first call in a new process, seconds | {' | '.join(STATES[state] for state in states)} |",
+             "|---|" + "---:|" * len(states)]
     for dtype, s in CASES.items():
-        for name in ("forward", "backward"):
-            empty, ahead = (float(rows[dtype, state][f"{name}_s"]) for state in STATES)
-            backend = rows[dtype, "empty"][f"{name}_backend"]
-            lines.append(f"| {name}, {dtype}, {s} tokens, by `{backend}` | {empty:.1f} | {ahead:.1f} |")
+        given = rows[dtype, "empty"][0]
+        passes = {f"{name}, {dtype}, {s} tokens, by `{given[f'{name}_backend']}`": (name,)
+                  for name in ("forward", "backward")}
+        if (dtype, "apart") in rows:
+            passes[f"both, {dtype}, {s} tokens"] = ("forward", "backward")
+        for text, names in passes.items():
+            cells = []
+            for state in states:
+                seconds = [sum(float(row[f"{name}_s"]) for name in names) for row in rows.get((dtype, state), [])]
+                cells.append(f"{statistics.median(seconds):.1f}" if seconds else "")
+            lines.append(f"| {text} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -99,11 +120,12 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     measuring = commands.add_parser("measure")
     measuring.add_argument("--out", type=Path, default=Path("first-call.csv"))
+    measuring.add_argument("--runs", type=int, default=3)
     measuring.add_argument("--commit")
     commands.add_parser("table").add_argument("path", type=Path)
     given = parser.parse_args()
     if given.command == "measure":
-        measure(given.out, given.commit)
+        measure(given.out, given.runs, given.commit)
     else:
         print(table(given.path))
 

@@ -5,7 +5,7 @@ integers. A compiled graph therefore holds one opaque node a pass and does not d
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -13,17 +13,19 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from tilewise import settings
+from tilewise.autograd import precompile
 from tilewise.autograd.transforms import (
     entry_by_entry,
     refuse_functional_gradient,
     refuse_lost_gradient,
     refuse_tangents,
 )
-from tilewise.backends.base import Backend, Needs, Saved
+from tilewise.backends.base import Backend, Needs, PrecompilingBackend, Saved
 from tilewise.backends.current import allows_tf32
-from tilewise.dispatch import choose
+from tilewise.dispatch import choose, get_backend
 from tilewise.errors import UnsupportedProblem
 from tilewise.functions import code_of
+from tilewise.kernels.compiling import pending
 from tilewise.masks import Mask
 from tilewise.problem import (
     AttentionProblem,
@@ -404,12 +406,29 @@ def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Operands, o
             return cast("tuple[torch.Tensor, ...]", _apply(q, k, v, *arguments))
         # The backward pass runs in a thread of its own, which does not see a scoped default.
         backend = options.backend or settings.default_backend()
-        if is_plain(operands, options):
-            return cast("tuple[torch.Tensor, ...]", _apply(q, k, v, *options[:4], options.deterministic, backend))
-        return cast("tuple[torch.Tensor, ...]", _apply(q, k, v, *operands, *options[:-1], backend))
+        plain = is_plain(operands, options)
+        given = (*options[:4], options.deterministic, backend) if plain else (*options[:-1], backend)
+        pending.call = precompile_backward, q, k, v, operands, given
+        try:
+            return cast("tuple[torch.Tensor, ...]",
+                        _apply(q, k, v, *given) if plain else _apply(q, k, v, *operands, *given))
+        finally:
+            pending.call = None
     if is_plain(operands, options):
         return cast("tuple[torch.Tensor, ...]", forward_plain_op(q, k, v, *options[:4], *options[-2:]))
     return cast("list[torch.Tensor]", forward_op(q, k, v, *operands, *options))
+
+
+def precompile_backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Operands,
+                        options: tuple[Any, ...]) -> None:
+    """Begin to compile the backward pass of a call that has a gradient, ahead of a kernel of its forward pass.
+
+    ``options``: as its operators take them, plain or not.
+    """
+    if options[-1] is None or isinstance(get_backend(options[-1]), PrecompilingBackend):
+        precompile.begin((q, k, v), operands, partial(
+            resolve, facts_of_inputs(q, k, v), facts_of_operands(operands), options, None, True, allows_tf32(q.dtype),
+            False))
 
 
 def is_plain(operands: Operands, options: Options) -> bool:

@@ -17,11 +17,12 @@ import torch
 from torch.autograd import forward_ad, profiler
 
 from tilewise import settings
-from tilewise.autograd.attention_op import Options, gradients_of, is_plain, resolve
+from tilewise.autograd.attention_op import Options, gradients_of, is_plain, precompile_backward, resolve
 from tilewise.autograd.guards import IsLike, guard_of
 from tilewise.backends.base import BindingBackend, BoundBackward, BoundForward, Needs, Saved
 from tilewise.backends.current import allows_tf32, autocast_dtype, is_current
 from tilewise.dispatch import forget_chosen
+from tilewise.kernels.compiling import pending
 from tilewise.masks import Mask
 from tilewise.problem import Facts, facts_of_inputs, facts_of_operands
 from tilewise.scores import NO_OPERANDS, Operands
@@ -47,6 +48,12 @@ class Way(NamedTuple):
 
     forward: BoundForward
     options: tuple[Any, ...]
+
+
+class FirstWay(Way):
+    """The way of a first call that has a gradient: it begins the backward pass too, and is not kept."""
+
+    __slots__ = ()
 
 
 _NO_BAND = (None, None, None)
@@ -105,7 +112,7 @@ def attend(q: Any, k: Any, v: Any, mask: Mask | None,
         way = _way_for(options, tensors, in_autocast)
         if way is None:
             return None
-        if not in_autocast:  # a guard does not tell one of its dtypes from another
+        if not in_autocast and way.__class__ is Way:  # a guard does not tell one of its dtypes from another
             _remember(key, tensors, way)
     if _is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         made: tuple[torch.Tensor, torch.Tensor] = _apply(q, k, v, way, addresses)
@@ -152,7 +159,8 @@ def attend_with(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Ope
         way = _way_with(chosen, (q, k, v) if inputs is None else inputs(), operands)
         if way is None:
             return None
-        _remember(key, tensors, way)
+        if way.__class__ is Way:
+            _remember(key, tensors, way)
     at_inputs = (addresses[0], addresses[1], addresses[2])
     if has_gradient:
         made: tuple[torch.Tensor, ...] = _apply(q, k, v, *operands, way, at_inputs)
@@ -169,7 +177,7 @@ def _way_with(options: tuple[Any, ...], inputs: Inputs, operands: Operands) -> W
         return None
     key = (facts_of_inputs(q, k, v), facts_of_operands(operands), options, allows_tf32(dtype))
     way = _ways.get(key, _UNKNOWN)
-    return _keep(_ways, key, _way_of(options, inputs, key[1])) if way is _UNKNOWN else way
+    return _first(_keep(_ways, key, _way_of(options, inputs, key[1])), inputs, operands) if way is _UNKNOWN else way
 
 
 def _way_for(options: tuple[Any, ...], tensors: Inputs,
@@ -186,7 +194,7 @@ def _way_for(options: tuple[Any, ...], tensors: Inputs,
     except RuntimeError:  # none of strides
         return None
     way = _ways.get(key, _UNKNOWN)
-    return _keep(_ways, key, _way_of(options, tensors)) if way is _UNKNOWN else way
+    return _first(_keep(_ways, key, _way_of(options, tensors)), tensors) if way is _UNKNOWN else way
 
 
 def _recalled(key: Key, tensors: tuple[torch.Tensor, ...]) -> Any:
@@ -228,6 +236,24 @@ def _way_of(options: tuple[Any, ...], tensors: Inputs,
     problem, backend = resolve(facts_of_inputs(*tensors), operands, options, None, True, allows_tf32(tensors[0].dtype))
     forward = backend.bind_forward(problem) if isinstance(backend, BindingBackend) else None
     return None if forward is None else Way(forward, options)
+
+
+def _first(way: Way | None, inputs: Inputs, operands: Operands = NO_OPERANDS) -> Way | None:
+    """Return the way that a first call goes in the place of this one, which later calls go."""
+    has_gradient = _is_grad_enabled() and any(tensor.requires_grad for tensor in (*inputs, *operands.present))
+    if way is None or not has_gradient or not inputs[0].is_cuda:
+        return way
+    bound, options = way
+
+    def forward(tensors: Callable[[], Inputs], addresses: tuple[int, int, int],
+                operands: Operands) -> tuple[torch.Tensor, ...]:
+        pending.call = precompile_backward, *tensors(), operands, options
+        try:
+            return bound(tensors, addresses, operands)
+        finally:
+            pending.call = None
+
+    return FirstWay(forward, options)
 
 
 def _keep(ways: dict[Key, _Kept], key: Key, way: _Kept) -> _Kept:

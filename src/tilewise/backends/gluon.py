@@ -1,8 +1,9 @@
 """Launches the Gluon kernels: Hopper GPUs, 16-bit calls."""
 
 import contextlib
+import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -11,7 +12,15 @@ import torch
 from tilewise.backends.base import BoundBackward, BoundForward, Gradients, Needs, Results, Saved, Three
 from tilewise.backends.current import is_current
 from tilewise.backends.hopper import untrusted, wrong_triton
-from tilewise.backends.memory import Allocate, Form, allocator, forms_of_gradients, forms_of_results
+from tilewise.backends.memory import (
+    Allocate,
+    Form,
+    OnMeta,
+    allocator,
+    forms_of_gradients,
+    forms_of_results,
+    on_meta,
+)
 from tilewise.kernels.gluon.launch import HopperForward
 from tilewise.kernels.gluon.launch_backward import HopperBackward
 from tilewise.kernels.gluon.launch_backward_wide import HopperBackwardApart, backward_launch
@@ -72,6 +81,15 @@ class GluonBackend:
             return Gradients(*made)
         sums = OperandSums(problem, operands, dbias=False, dalibi_slopes=False, dsinks=True)
         return Gradients(*made, *sums.gradients(lse, delta))
+
+    def precompile_backward(self, problem: AttentionProblem, saved: Saved, dout: torch.Tensor, needs: Needs) -> None:
+        """See :class:`tilewise.backends.base.PrecompilingBackend`."""
+        operands = saved.operands
+        plan = _backward_plan(problem, (saved.out.stride(), dout.stride(), None),
+                              (True,) * (2 + len(operands.present)))
+        with OnMeta(problem.device):
+            plan.without_memory().differentiate((*saved[:5], dout, None),
+                                                plan.fixed or modifiers_of(problem, operands), operands)
 
     def bind_backward(self, problem: AttentionProblem, saved: Saved, dout: torch.Tensor, dlse: torch.Tensor | None,
                       needs: Needs) -> BoundBackward:
@@ -147,6 +165,12 @@ class _BackwardPlan:
     delta: Launch
     launch: HopperBackward | HopperBackwardApart
     fixed: Modifiers | None
+
+    def without_memory(self) -> "_BackwardPlan":
+        """Return the same plan, of the same kernels, whose tensors are on "meta"."""
+        launch: Any = copy.copy(self.launch)
+        launch.allocate = on_meta
+        return replace(self, allocate=on_meta, launch=launch)
 
     def differentiate(self, tensors: tuple[Any, ...], modifiers: Modifiers | None,
                       operands: Operands = NO_OPERANDS) -> tuple[Any, ...]:

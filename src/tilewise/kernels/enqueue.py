@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from tilewise.kernels import driver
+from tilewise.kernels.compiling import announce, compiling
 from tilewise.kernels.driver import Addresses
 from tilewise.kernels.hooks import take_of_kernels, watching
 
@@ -73,9 +74,11 @@ class Enqueue:
 
     def compile(self, made: Arguments) -> Any:
         """Compile the kernel for arguments like these; return what Triton made of it, None under its interpreter."""
-        return self.kernel.warmup(*made, *self.scalars, grid=self.grid, **self.options)
+        with compiling(self.kernel):
+            return self.kernel.warmup(*made, *self.scalars, grid=self.grid, **self.options)
 
     def _compile(self, alignment: Any, made: Arguments) -> Any:
+        announce(self.kernel, (*made, *self.scalars), self.options)
         compiled = self.compile(made)
         if compiled is None:
             return None
