@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tilewise.bench.backend_checks import BackendCheck, budget_share
+from tilewise.bench.backend_checks import BackendCheck
 from tilewise.bench.grids import dtype_name
 from tilewise.bench.providers import is_ours
 from tilewise.bench.report import Comparison, comparisons, counts_in_tflops, describe
@@ -274,10 +274,10 @@ def _check_summary(results: Sequence[BackendCheck]) -> Table:
         refused = sum(member.refusal is not None for member in members)
         cells = [backend, dtype, str(len(members) - failed - refused),
                  f"[red]{failed}[/]" if failed else "0", str(refused)]
-        hardest = max(compared, key=lambda member: budget_share(member.worst) if member.worst else 0.0, default=None)
+        hardest = max(compared, key=lambda member: member.worst.share if member.worst else 0.0, default=None)
         if hardest is not None and hardest.worst is not None:
             worst = hardest.worst
-            cells += [f"{budget_share(worst):.0%}", f"{hardest.cell.case}, {worst.name}",
+            cells += [f"{worst.share:.0%}", f"{hardest.cell.case}, {worst.name}",
                       f"max {worst.max_error:.2e} of {worst.max_budget:.2e}, mean {worst.mean_error:.2e} of "
                       f"{worst.mean_budget:.2e}, at {worst.worst}"]
         summary.add_row(*cells)
