@@ -1,4 +1,4 @@
-"""A torture suite for attention functions: hand it a callable, and it tells what fails, by how much, and who told of it.
+"""A torture suite for attention functions: hand it a callable, and it tells what fails and by how much.
 
 docs/torture.md shows how.
 """

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 
 from tilewise.testing.cases import Case
-from tilewise.testing.inputs import Inputs
+from tilewise.testing.inputs import Inputs, make_operands
 from tilewise.testing.torture.implementation import Implementation
 from tilewise.testing.torture.trial import Got, Trial
 
@@ -71,6 +71,8 @@ def held_to_budget(change: Callable[[Inputs, Case], Inputs] | None = None,
                    also: Callable[[Case, Inputs, Got], None] | None = None) -> Run:
     """Return what runs both passes and holds all results against float64.
 
+    Of a boolean mask, each row sees its first key, unless ``also`` is there to look at rows that see none.
+
     Args:
         change: makes the tensors of the check from those drawn for the case.
         also: demands more of the results.
@@ -79,8 +81,12 @@ def held_to_budget(change: Callable[[Inputs, Case], Inputs] | None = None,
         inputs = trial.inputs(case)
         if change is not None:
             inputs = change(inputs, case)
-        got = trial.results(case, inputs)
-        trial.judge(case, inputs, got)
+        mask = make_operands(case, trial.dtype, trial.device).mask
+        if mask is not None and also is None:
+            mask = mask.clone()
+            mask[..., 0] = True
+        got = trial.results(case, inputs, mask=mask)
+        trial.judge(case, inputs, got, mask=mask)
         if also is not None:
             also(case, inputs, got)
 

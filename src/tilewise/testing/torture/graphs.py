@@ -1,5 +1,8 @@
 """CUDA graphs: what is captured once computes again what lies in its tensors then."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from tilewise.masks import causal
@@ -34,10 +37,10 @@ def _replays(trial: Trial, case: Case, *, backward: bool) -> None:
         trial.judge(case, others, captured)
 
 
-def _captured(call: object) -> tuple[Got, torch.cuda.CUDAGraph]:
+def _captured(call: Callable[[], Got]) -> tuple[Got, torch.cuda.CUDAGraph]:
     """Warm up on a stream beside, as torch's documentation asks for, and capture."""
-    assert callable(call)
-    side = torch.cuda.Stream()
+    cuda: Any = torch.cuda  # whose stubs leave its streams untyped
+    side = cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(_WARM_UPS):
@@ -45,7 +48,7 @@ def _captured(call: object) -> tuple[Got, torch.cuda.CUDAGraph]:
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured: Got = call()
+        captured = call()
     return captured, graph
 
 

@@ -52,8 +52,8 @@ class Takes:
     def __post_init__(self) -> None:
         for alignment in self.alignments:
             if alignment not in get_args(Alignment):
-                raise InvalidInput(f"alignments is {self.alignments!r}; allowed are {get_args(Alignment)}, one of them, "
-                                   "or () for causal masks of equal lengths alone.")
+                raise InvalidInput(f"alignments is {self.alignments!r}; allowed are {get_args(Alignment)}, one of "
+                                   "them, or () for causal masks of equal lengths alone.")
 
 
 class Call(NamedTuple):
@@ -90,7 +90,7 @@ class Implementation:
 
     name: str
     attention: Callable[..., Any]
-    takes: Takes = Takes()  # noqa: RUF009 - a frozen value, safe to share
+    takes: Takes = Takes()
     attention_varlen: Callable[..., Any] | None = None
     why_not: Callable[[Call], str | None] | None = None
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from tilewise.masks import causal
+from tilewise.masks import Mask, causal
 from tilewise.testing.cases import Case
 from tilewise.testing.inputs import Inputs
 from tilewise.testing.placement import with_meaningless_strides
@@ -15,8 +15,8 @@ from tilewise.testing.torture.trial import Trial, demand_equal
 
 def _check(name: str, about: str, run: Run | None = None, *, issue: str | None = None, needs: tuple[Need, ...] = (),
            **fields: Any) -> Check:
-    case = Case(name, **({"b": 2, "sq": 70, "sk": 70, "mask": causal()} | fields))
-    return Check(name, "layouts", about, case, run or held_to_budget(), issue, needs=needs)
+    given: dict[str, Any] = {"b": 2, "sq": 70, "sk": 70, "mask": causal()} | fields
+    return Check(name, "layouts", about, Case(name, **given), run or held_to_budget(), issue, needs=needs)
 
 
 def _one_number(inputs: Inputs, case: Case) -> Inputs:
@@ -54,11 +54,12 @@ def _one_learns(trial: Trial, case: Case) -> None:
 
 
 CHECKS: tuple[Check, ...] = (
-    _check("storage_bshd", "transposed views of (b, s, h, d) storage, dout too", layout="bshd", issue=issues.TRANSPOSED),
+    _check("storage_bshd", "transposed views of (b, s, h, d) storage, dout too", layout="bshd",
+           issue=issues.TRANSPOSED),
     _check("storage_bhds", "the head dim's stride is not 1, in dout neither", layout="bhds"),
     _check("packed_qkv", "q, k and v are slices of one tensor", layout="packed_qkv"),
     _check("packed_kv", "k and v are slices of one tensor, 34 queries of 70 keys", layout="packed_kv", sq=34,
-           mask=Case("").mask),
+           mask=Mask()),
     _check("expanded", "stride 0: q and dout over the batch, k and v over the heads", layout="expanded",
            issue=issues.EXPANDED),
     _check("one_number_as_dout", "dout of stride 0 in every dim, as out.sum().backward() makes it",

@@ -29,7 +29,7 @@ def _check(name: str, about: str, run: Run, *, issue: str | None = None, **field
     """
     dtypes = fields.pop("dtypes", ())
     case = Case(name, **({"sq": _SHORT, "sk": _SHORT} | fields))
-    lengths = {side: _LONG for side in ("sq", "sk") if side not in fields}
+    lengths: dict[str, Any] = {side: _LONG for side in ("sq", "sk") if side not in fields}
     return Check(name, "numbers", about, case, run, issue, case_on_gpu=replace(case, **lengths), dtypes=dtypes)
 
 

@@ -1,5 +1,7 @@
 """CUDA streams: a call waits for its inputs, and for nothing that others hold."""
 
+from typing import Any
+
 import torch
 
 from tilewise.masks import causal
@@ -9,6 +11,7 @@ from tilewise.testing.torture import issues
 from tilewise.testing.torture.checks import Check, Need, Run
 from tilewise.testing.torture.trial import Got, Trial
 
+_CUDA: Any = torch.cuda  # whose stubs leave its streams untyped
 _GPU_ONLY = "CUDA streams are for GPUs"
 _A_WHILE = 20_000_000  # cycles, about 10 ms: far longer than the host takes to launch a call
 _STREAMS, _ROUNDS = 4, 5
@@ -21,7 +24,7 @@ def _unfilled(inputs: Inputs) -> list[torch.Tensor]:
 
 def _training_step(trial: Trial, case: Case, tensors: list[torch.Tensor], given: Inputs) -> Got:
     """Fill the tensors behind a long wait of the current stream, and call at once, without a wait of the host."""
-    torch.cuda._sleep(_A_WHILE)
+    _CUDA._sleep(_A_WHILE)
     for tensor, values in zip(tensors, given, strict=False):
         tensor.copy_(values)
     backward = trial.implementation.takes.backward
@@ -35,11 +38,11 @@ def _training_step(trial: Trial, case: Case, tensors: list[torch.Tensor], given:
 def _side_stream(trial: Trial, case: Case) -> None:
     """Make the inputs on a stream beside and call there: what is launched elsewhere reads NaN."""
     inputs = trial.inputs(case)
-    tensors, stream = _unfilled(inputs), torch.cuda.Stream()
-    torch.cuda.synchronize()
+    tensors, stream = _unfilled(inputs), _CUDA.Stream()
+    _CUDA.synchronize()
 
     def work() -> Got:
-        with torch.cuda.stream(stream):
+        with _CUDA.stream(stream):
             return _training_step(trial, case, tensors, inputs)
 
     trial.judge(case, inputs, trial.guarded(work))
@@ -49,20 +52,20 @@ def _handed_over(trial: Trial, case: Case) -> None:
     """Make the inputs on one stream, call on another that waits for its event, and read on a third that waits too."""
     inputs = trial.inputs(case)
     tensors = _unfilled(inputs)
-    makers, callers, readers = (torch.cuda.Stream() for _ in range(3))
-    torch.cuda.synchronize()
+    makers, callers, readers = (_CUDA.Stream() for _ in range(3))
+    _CUDA.synchronize()
 
     def work() -> Got:
-        with torch.cuda.stream(makers):
-            torch.cuda._sleep(_A_WHILE)
+        with _CUDA.stream(makers):
+            _CUDA._sleep(_A_WHILE)
             for tensor, values in zip(tensors, inputs, strict=False):
                 tensor.copy_(values)
         callers.wait_event(makers.record_event())
-        with torch.cuda.stream(callers):
+        with _CUDA.stream(callers):
             q, k, v = (tensor.detach() for tensor in tensors[:3])
             out, _ = trial.attend(case, q, k, v)
         readers.wait_event(callers.record_event())
-        with torch.cuda.stream(readers):
+        with _CUDA.stream(readers):
             return Got(out.clone())
 
     trial.judge(case, inputs, trial.guarded(work))
@@ -72,15 +75,15 @@ def _at_once(trial: Trial, case: Case) -> None:
     """Run calls of other inputs on four streams at once: what they share, as a counter, would mix them up."""
     given = [trial.inputs(case, seed) for seed in range(_STREAMS)]
     tensors = [_unfilled(inputs) for inputs in given]
-    streams = [torch.cuda.Stream() for _ in given]
-    torch.cuda.synchronize()
+    streams = [_CUDA.Stream() for _ in given]
+    _CUDA.synchronize()
 
     def work() -> list[list[Got]]:
         rounds = []
         for _ in range(_ROUNDS):
             made = []
             for number, stream in enumerate(streams):
-                with torch.cuda.stream(stream):
+                with _CUDA.stream(stream):
                     made.append(_training_step(trial, case, tensors[number], given[number]))
             rounds.append(made)
         return rounds
@@ -101,7 +104,7 @@ def _slow_producer(trial: Trial, case: Case) -> None:
         for _ in range(20):
             out, _ = trial.attend(case, q, k, v)
             dout.fill_(float("nan"))
-            torch.cuda._sleep(_A_WHILE // 100)
+            _CUDA._sleep(_A_WHILE // 100)
             dout.copy_(inputs.dout)
             made.append(Got(out.detach(), None, *torch.autograd.grad(out, (q, k, v), dout)))
         return made

@@ -3,6 +3,7 @@
 import gc
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
@@ -76,7 +77,8 @@ def torture(implementation: Implementation, device: torch.device | str = "cpu", 
 def run_check(check: Check, trial: Trial) -> Result:
     """Run one check, and give back the memory that it held."""
     began = time.perf_counter()
-    status, sentence = _outcome(check, trial)
+    with torch.cuda.device(trial.device) if trial.is_on_gpu else nullcontext():  # streams and graphs are of the current
+        status, sentence = _outcome(check, trial)
     lost = status == "fail" and trial.is_on_gpu and not _answers(trial.device)
     if trial.is_on_gpu and not lost:
         gc.collect()  # an exception and its frames are a cycle
@@ -129,4 +131,5 @@ def _answers(device: torch.device) -> bool:
 
 def _result(check: Check, trial: Trial, status: Status, sentence: str, *, seconds: float = 0.0,
             lost: bool = False) -> Result:
-    return Result(check.name, check.group, trial.implementation.name, status, sentence, check.issue or "", seconds, lost)
+    name, issue = trial.implementation.name, check.issue or ""
+    return Result(check.name, check.group, name, status, sentence, issue, seconds, lost)

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from tilewise.backends.base import Gradients
 from tilewise.scores import Operands
 from tilewise.testing import oracle
 from tilewise.testing.cases import Case
@@ -78,13 +77,13 @@ class Trial:
         takes, operands = self.implementation.takes, make_operands(case, self.dtype, self.device)
         scale = case.d**-0.5 if case.scale is None else case.scale
         options: dict[str, Any] = {"causal": case.mask.is_bounded, "scale": scale}
-        function, mask = self.implementation.attention, operands.mask if mask is None else mask
+        packed, mask = self.implementation.attention_varlen, operands.mask if mask is None else mask
+        function = self.implementation.attention if packed is None or not case.packed else packed
         if case.mask.is_bounded and case.sq != case.sk and len(takes.alignments) > 1:
             options["alignment"] = case.mask.alignment
         if mask is not None:
             options["mask"] = mask
         if case.packed:
-            function = self.implementation.attention_varlen
             options |= {f"cu_seqlens_{side}": _borders(operands, side) for side in "qk"}
             options |= {"max_seqlen_q": case.sq, "max_seqlen_k": case.sk}
             q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (q, k, v))
@@ -111,8 +110,8 @@ class Trial:
         for name, got, shape, dtype in (("out", out, inputs.dout.shape, self.dtype),
                                         ("lse", lse, inputs.dout.shape[:3], None)):
             if got is not None and (got.shape != shape or dtype not in (None, got.dtype)):
-                raise Wrong(f"{name} has shape {tuple(got.shape)} and dtype {got.dtype}; allowed are {tuple(shape)} and "
-                            f"{dtype or 'any'}")
+                raise Wrong(f"{name} has shape {tuple(got.shape)} and dtype {got.dtype}; allowed are {tuple(shape)} "
+                            f"and {dtype or 'any'}")
         detached = Got(out.detach(), None if lse is None else lse.detach())
         if not both:
             return detached
@@ -159,7 +158,7 @@ class Trial:
         out, lse = oracle.attend(q, k, v, case.mask, case.scale, changes)
         gradients = oracle.gradients(q, k, v, dout, None, case.mask, case.scale, changes)
         samples = oracle.yardsticks(q, k, v, dout, None, case.mask, case.scale, changes)
-        exact = {"out": out, "lse": lse} | _by_name(gradients)
+        exact: dict[str, Any] = {"out": out, "lse": lse} | dict(zip(("dq", "dk", "dv"), gradients, strict=False))
         demand_within_budget(
             compare(name, tensor, exact[name], [getattr(sample, name) for sample in samples],
                     OUTPUT_FACTOR if name in ("out", "lse") else GRADIENT_FACTOR)
@@ -237,10 +236,6 @@ def _at(places: torch.Tensor) -> str:
 
 def _first(places: torch.Tensor) -> tuple[int, ...]:
     return tuple(int(index) for index in places.nonzero()[0])
-
-
-def _by_name(gradients: Gradients) -> dict[str, torch.Tensor]:
-    return {"dq": gradients.dq, "dk": gradients.dk, "dv": gradients.dv}
 
 
 def _borders(operands: Operands, side: str) -> torch.Tensor:
