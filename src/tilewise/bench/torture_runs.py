@@ -7,7 +7,7 @@ process goes on with the next.
 
 import multiprocessing
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 
 import torch
@@ -17,71 +17,73 @@ from tilewise.testing.torture import CHECKS, Result
 from tilewise.testing.torture.suite import run_check
 from tilewise.testing.torture.trial import Trial
 
+_BY_NAME = {check.name: check for check in CHECKS}
+ALL = tuple(_BY_NAME)
+_Work = tuple[str, str, torch.dtype, Sequence[str]]  # implementation, device, dtype and checks
 _LIMIT = 300.0  # seconds that a check may take, compilations included
 _START = 120.0  # seconds until a process has imported everything
 
 
 def torture_apart(name: str, device: torch.device, dtype: torch.dtype, on_result: Callable[[Result], None], *,
-                  limit: float = _LIMIT) -> list[Result]:
-    """Run all checks on the implementation of that name, and tell each result when it is there.
+                  checks: Sequence[str] = ALL, limit: float = _LIMIT) -> list[Result]:
+    """Run checks on the implementation of that name, tell each result when it is there, and return them all.
 
     Args:
         name: as :func:`tilewise.bench.torture_peers.implementation_named` takes it.
         device, dtype: of the inputs.
         on_result: told each result.
+        checks: names of those to run; default: all.
         limit: seconds that a check may take.
     """
     results: list[Result] = []
-    while len(results) < len(CHECKS):
-        for result in _some_results(name, device, dtype, len(results), limit):
+    while len(results) < len(checks):
+        for result in _some_results((name, str(device), dtype, checks[len(results):]), limit):
             results.append(result)
             on_result(result)
     return results
 
 
-def _some_results(name: str, device: torch.device, dtype: torch.dtype, first: int, limit: float) -> list[Result]:
-    """Return the results of one process: of the checks from one on, to the last, or to the one that ended it."""
+def _some_results(work: _Work, limit: float) -> Iterator[Result]:
+    """Give the results of one process: up to the last check, or to the one that ended it."""
+    name, _, _, checks = work
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe(duplex=False)
-    process = context.Process(target=_work, args=(there, name, str(device), dtype, first), daemon=True)
+    process = context.Process(target=_run, args=(there, *work), daemon=True)
     process.start()
     there.close()
-    results: list[Result] = []
     began, allowed = time.monotonic(), _START + limit
     try:
-        while first + len(results) < len(CHECKS):
+        for check in checks:
             if not here.poll(allowed):
-                results.append(_broken(name, first + len(results), f"did not end within {limit:g} s", began))
-                break
+                yield _broken(check, name, f"did not end within {limit:g} s", began)
+                return
             try:
                 result: Result = here.recv()
             except EOFError:
                 process.join()
-                results.append(_broken(name, first + len(results), f"ended its process (exit code {process.exitcode})",
-                                       began))
-                break
-            results.append(result)
+                yield _broken(check, name, f"ended its process (exit code {process.exitcode})", began)
+                return
+            yield result
             began, allowed = time.monotonic(), limit
             if result.lost:
-                break
+                return
     finally:
         process.kill()
         process.join()
         here.close()
-    return results
 
 
-def _broken(name: str, number: int, sentence: str, began: float) -> Result:
-    check = CHECKS[number]
+def _broken(name: str, implementation: str, sentence: str, began: float) -> Result:
+    check = _BY_NAME[name]
     seconds = time.monotonic() - began
-    return Result(check.name, check.group, name, "fail", sentence, check.issue or "", seconds, lost=True)
+    return Result(name, check.group, implementation, "fail", sentence, check.issue or "", seconds, lost=True)
 
 
-def _work(there: Connection, name: str, device: str, dtype: torch.dtype, first: int) -> None:
-    """Run the checks from one on, and send each result."""
+def _run(there: Connection, name: str, device: str, dtype: torch.dtype, checks: Sequence[str]) -> None:
+    """Run the checks and send each result."""
     trial = Trial(implementation_named(name), device, dtype)
-    for check in CHECKS[first:]:
-        result = run_check(check, trial)
+    for check in checks:
+        result = run_check(_BY_NAME[check], trial)
         there.send(result)
         if result.lost:
             return

@@ -61,20 +61,20 @@ def _with_a_sink(inputs: Inputs, case: Case) -> Inputs:
 
 
 def _climbing(inputs: Inputs, case: Case) -> Inputs:
-    """Let scores climb along a row, by a quarter a key: a maximum of its first tiles is too low for the last."""
+    """Let scores climb by 400 along a row: a maximum of its first tiles is too low for the last."""
     q, k = inputs.q.clone(), inputs.k.clone()
     q[..., 0] = _DIRECTION
-    k[..., 0] = (torch.arange(case.sk, device=k.device) // 4).to(k.dtype)
+    k[..., 0] = (torch.arange(case.sk, device=k.device) * (400.0 / case.sk)).to(k.dtype)
     return inputs._replace(q=q, k=k)
 
 
 def _far_apart(inputs: Inputs, case: Case) -> Inputs:
-    """Let scores of plus and minus thousands stand side by side; the winner is the same in every dtype."""
+    """Let scores of plus and minus thousands stand side by side, whose products float16 still has."""
     q, k = inputs.q.clone(), inputs.k.clone()
     signs = 1 - 2 * (torch.arange(case.sq, device=q.device) % 2)
     steps = torch.arange(case.sk, device=k.device) * 37 % case.sk  # each once, in no order
     q[..., 0] = (64 * signs).to(q.dtype)
-    k[..., 0] = (steps % 128 * 8 - 512).to(k.dtype)
+    k[..., 0] = (steps % 128 * 15 - 960).to(k.dtype)
     return inputs._replace(q=q, k=k)
 
 
@@ -149,8 +149,9 @@ CHECKS: tuple[Check, ...] = (
            dv=256, mask=causal(), issue=issues.MEANS_AT_256),
     _check("sink_heavy_rows", "the first key has nearly all weight, and a small value", held_to_budget(_with_a_sink),
            mask=causal()),
-    _check("climbing_scores", "scores that climb by hundreds along a row", held_to_budget(_climbing)),
-    _check("scores_of_thousands", "scores of plus and minus thousands side by side", held_to_budget(_far_apart)),
+    _check("climbing_scores", "scores that climb by 400 along a row", held_to_budget(_climbing)),
+    _check("scores_of_thousands", "scores from -7680 to 7680 side by side, hidden ones too",
+           held_to_budget(_far_apart), mask=causal()),
     _check("lse_below_minus_88", "every score near -120: exp(lse) underflows, and keys filled up with zeros would win; "
            "64 keys past whole tiles", held_to_budget(partial(shifted, by=-120.0)), issue=issues.LSE_BELOW_88),
     _check("lse_below_minus_88_causal", "the same under a causal mask", held_to_budget(partial(shifted, by=-120.0)),
