@@ -35,7 +35,7 @@ def test_ours_passes_and_the_table_tells(run, few_checks):
     assert any("one_query" in line and "pass" in line for line in lines)
     assert any("graph_of_training" in line and "n/a" in line for line in lines)
     assert "0 of 3" in finished.output
-    assert "not applicable to tilewise, 1 checks: CUDA graphs are for GPUs" in finished.output
+    assert "not applicable to tilewise, 1 check: CUDA graphs are for GPUs" in finished.output
     assert "FAILED" not in finished.output
 
 

@@ -127,7 +127,8 @@ def torture(rows: Sequence[TortureRow], absent: Mapping[str, str]) -> None:
             console.print(f"FAILED {row.implementation}, {row.dtype}, {row.check}: {row.sentence}{told}", style="red",
                           markup=False, soft_wrap=True)
     for reason, count in Counter((row.implementation, row.sentence) for row in rows if row.status == "n/a").items():
-        console.print(f"not applicable to {reason[0]}, {count} checks: {reason[1]}", markup=False, soft_wrap=True,
+        checks = "1 check" if count == 1 else f"{count} checks"
+        console.print(f"not applicable to {reason[0]}, {checks}: {reason[1]}", markup=False, soft_wrap=True,
                       style="dim")
     for name, why in absent.items():
         console.print(f"not here: {name}: {why}", markup=False, style="dim")
