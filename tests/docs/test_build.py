@@ -36,6 +36,14 @@ def test_support_table_is_what_the_backends_answer():
     assert done.stdout in page, "run: python docs/support_table.py"
 
 
+def test_list_of_torture_checks_is_what_the_suite_has():
+    code = "import sys; sys.path.insert(0, 'docs'); import torture_checks; sys.stdout.write(torture_checks.render())"
+    done = run("-c", code, PYTHONIOENCODING="utf-8")
+    assert done.returncode == 0, done.stderr
+    assert "`one_query`" in done.stdout
+    assert done.stdout in (ROOT / "docs/torture.md").read_text("utf-8"), "run: python docs/torture_checks.py"
+
+
 def test_tables_of_committed_rows_are_what_their_scripts_make():
     code = ("import sys; sys.path.insert(0, 'docs'); import tables; found = tables.pages(); "
             "assert len(found) > 2, found; "

@@ -45,14 +45,7 @@ class BackendCheck:
     @property
     def worst(self) -> ErrorReport | None:
         """The report that uses most of its budget."""
-        return max(self.reports, key=budget_share, default=None)
-
-
-def budget_share(report: ErrorReport) -> float:
-    """Part of the budget that an error uses, by maximum or mean, whichever is more; above 1 it is exceeded."""
-    shares = [error / budget if budget else (0.0 if error == 0 else float("inf"))
-              for error, budget in ((report.max_error, report.max_budget), (report.mean_error, report.mean_budget))]
-    return max(shares)
+        return max(self.reports, key=lambda report: report.share, default=None)
 
 
 def check_backends(cell: Cell, backends: Iterable[str], device: torch.device, seed: int = 0) -> list[BackendCheck]:

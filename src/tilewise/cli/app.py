@@ -1,9 +1,12 @@
 """The commands: read flags, call the library, hand the outcome to render.py."""
 
+from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
+import torch
 import typer
 
 from tilewise.bench import report as reports
@@ -13,11 +16,12 @@ from tilewise.bench.host import host_cell
 from tilewise.bench.mask_text import FORMS
 from tilewise.bench.plan import Plan, available_providers, takers
 from tilewise.bench.plots import draw_figures
-from tilewise.bench.provenance import provenance
+from tilewise.bench.provenance import Provenance, provenance
 from tilewise.bench.providers import is_ours
 from tilewise.bench.roofline import DIRECTIONS
 from tilewise.bench.rows import read_rows
 from tilewise.bench.timing import regime_named
+from tilewise.bench.torture_peers import implementation_names, is_own
 from tilewise.bench.tuning_runs import TuningPlan, Wanted, demand_gpu, tasks
 from tilewise.cli import options as flags
 from tilewise.cli import render, session
@@ -74,13 +78,29 @@ def check(  # noqa: PLR0913 - one parameter a flag
     sk: flags.KeyLength = None, d: flags.HeadDim = 64, dv: flags.ValueDim = None, mask: flags.MaskText = "none",
     device: flags.DeviceName = None, seed: Annotated[int, typer.Option(help="Of the inputs.")] = 0,
     verbose: Annotated[bool, typer.Option("--verbose", help="A line for every check, not only a summary.")] = False,
-    as_json: flags.AsJson = False,
+    torture: Annotated[bool, typer.Option("--torture", help="Run the torture suite instead, in bfloat16 unless --dtype "
+                                                            "says otherwise.")] = False,
+    implementation: Annotated[list[str] | None, typer.Option(
+        help=f"On whom; may be repeated: {', '.join(implementation_names())}, all, or MODULE:NAME of an Implementation "
+             "of your own. Default: tilewise.")] = None,
+    csv: Annotated[Path | None, typer.Option("--csv", help="File for the raw rows.")] = None,
+    commit: flags.CommitHash = None, as_json: flags.AsJson = False,
 ) -> None:
     """Hold every usable backend against dense float64 attention: errors, budgets, the worst coordinate.
 
-    Exit status 1 when a result is outside its budget, or a backend breaks.
+    With --torture, run the torture suite on tilewise or on other implementations: numbers, edges, layouts, sizes,
+    determinism, graphs, streams. Exit status 1 when a result is outside its budget, or a backend breaks; of the torture
+    suite, when tilewise or an implementation of your own fails a check.
     """
     where = flags.usable_device(device)
+    if torture:
+        flags.forbid(context, ("case", "backend", "sq", *flags.SHAPE_FLAGS, "seed", "verbose"), "--torture",
+                     "which has problems of its own")
+        dtypes = flags.parse_dtypes(dtype) if flags.given(context, ["dtype"]) else [torch.bfloat16]
+        _torture(flags.chosen_implementations(implementation or ["tilewise"], where), where, dtypes,
+                 (csv, provenance(where, session.command_line(), commit)), as_json=as_json)
+        return
+    flags.demand(context, ("implementation", "csv", "commit"), "--torture, the suite that it belongs to")
     if sq is not None and case:
         raise InvalidInput("--sq and --case are both given; allowed is a shape or named cases.")
     names = [get_backend(name).name for name in backend or BACKENDS]
@@ -97,6 +117,21 @@ def check(  # noqa: PLR0913 - one parameter a flag
     else:
         render.checks(results, verbose=verbose)
     if not all(result.ok for result in results):
+        raise typer.Exit(_WRONG)
+
+
+def _torture(chosen: flags.Implementations, where: torch.device, dtypes: Sequence[torch.dtype],
+             kept: tuple[Path | None, Provenance], *, as_json: bool) -> None:
+    """Run the torture suite and tell; ``kept`` is the file for rows, and their provenance."""
+    path, origin = kept
+    rows = session.torture_session(chosen.present, where, dtypes, origin, path)
+    if as_json:
+        render.as_json({"rows": [asdict(row) for row in rows], "absent": chosen.absent})
+    else:
+        render.torture(rows, chosen.absent)
+        if path is not None:
+            print(f"wrote {path}")
+    if any(row.status == "fail" and is_own(row.implementation) for row in rows):
         raise typer.Exit(_WRONG)
 
 

@@ -1,13 +1,15 @@
 """What flags mean: their types, and the problems and devices they describe."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
 
 from tilewise.bench.grids import DTYPE_NAMES, Cell, parse_dtype, shape_case
 from tilewise.bench.mask_text import FORMS, parse_mask
+from tilewise.bench.providers import AUTOMATIC
+from tilewise.bench.torture_peers import implementation_named, missing, peer_names
 from tilewise.compile_ahead import GPUS, CallShape, calls_of_model
 from tilewise.errors import InvalidInput
 
@@ -81,6 +83,32 @@ def usable_device(name: str | None) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise InvalidInput(f"device is {name!r}, and torch sees {torch.cuda.device_count()} GPUs here; use cpu.")
     return device
+
+
+class Implementations(NamedTuple):
+    """Names of those that run here, and why each other one of "all" does not."""
+
+    present: list[str]
+    absent: dict[str, str]
+
+
+def chosen_implementations(names: Sequence[str], device: torch.device) -> Implementations:
+    """Read the names of implementations of the torture suite; "all" are tilewise and all peers that are here.
+
+    Raises:
+        InvalidInput: a name is unknown, or what it names cannot run here.
+    """
+    absent = {name: reason for name in peer_names() if (reason := missing(name, device))}
+    chosen: dict[str, None] = {}
+    for name in names:
+        if name == "all":
+            chosen |= dict.fromkeys([AUTOMATIC, *(peer for peer in peer_names() if peer not in absent)])
+            continue
+        if name in absent:
+            raise InvalidInput(f"implementation is {name!r}, which cannot run on {device}: {absent[name]}.")
+        implementation_named(name)
+        chosen[name] = None
+    return Implementations(list(chosen), absent if "all" in names else {})
 
 
 def flags_cell(heads: tuple[int, int | None], lengths: tuple[int, int | None], dims: tuple[int, int | None], *,

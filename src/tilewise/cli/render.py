@@ -3,7 +3,7 @@
 import json
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,11 +11,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tilewise.bench.backend_checks import BackendCheck, budget_share
+from tilewise.bench.backend_checks import BackendCheck
 from tilewise.bench.grids import dtype_name
 from tilewise.bench.providers import is_ours
 from tilewise.bench.report import Comparison, comparisons, counts_in_tflops, describe
 from tilewise.bench.rows import Row
+from tilewise.bench.torture_rows import TortureRow
 from tilewise.cli.session import Finding, Outcome, TuningOutcome
 from tilewise.compile_ahead import Report
 from tilewise.dispatch import Explanation
@@ -102,6 +103,40 @@ def checks(results: Sequence[BackendCheck], *, verbose: bool) -> None:
     for result in results:
         if not result.ok:
             console.print(_failure(result), style="red", markup=False)
+
+
+def torture(rows: Sequence[TortureRow], absent: Mapping[str, str]) -> None:
+    """Print who passes what, then each failure with its sentence and the public report of it."""
+    console = _console()
+    columns = list(dict.fromkeys((row.implementation, row.dtype) for row in rows))
+    table = Table("check", *("\n".join(column) for column in columns),
+                  title=f"torture suite on {rows[0].device_name}, torch {rows[0].torch}", title_justify="left")
+    found = {(row.check, row.implementation, row.dtype): row.status for row in rows}
+    shown = {"pass": "pass", "fail": "[red]FAIL[/]", "n/a": "[dim]n/a[/]"}
+    for group in dict.fromkeys(row.group for row in rows):
+        table.add_section()
+        table.add_row(f"[bold]{group}[/]")
+        for check in dict.fromkeys(row.check for row in rows if row.group == group):
+            table.add_row(check, *(shown[found[(check, *column)]] for column in columns))
+    table.add_section()
+    table.add_row("failed, of those that apply", *(_score(rows, *column) for column in columns))
+    console.print(table)
+    for row in rows:
+        if row.status == "fail":
+            told = f" (issue: {row.issue})" if row.issue else ""
+            console.print(f"FAILED {row.implementation}, {row.dtype}, {row.check}: {row.sentence}{told}", style="red",
+                          markup=False, soft_wrap=True)
+    for reason, count in Counter((row.implementation, row.sentence) for row in rows if row.status == "n/a").items():
+        checks = "1 check" if count == 1 else f"{count} checks"
+        console.print(f"not applicable to {reason[0]}, {checks}: {reason[1]}", markup=False, soft_wrap=True,
+                      style="dim")
+    for name, why in absent.items():
+        console.print(f"not here: {name}: {why}", markup=False, style="dim")
+
+
+def _score(rows: Sequence[TortureRow], implementation: str, dtype: str) -> str:
+    own = Counter(row.status for row in rows if (row.implementation, row.dtype) == (implementation, dtype))
+    return f"{own['fail']} of {own['fail'] + own['pass']}"
 
 
 def fuzz_facts(finding: Finding) -> dict[str, Any]:
@@ -274,10 +309,10 @@ def _check_summary(results: Sequence[BackendCheck]) -> Table:
         refused = sum(member.refusal is not None for member in members)
         cells = [backend, dtype, str(len(members) - failed - refused),
                  f"[red]{failed}[/]" if failed else "0", str(refused)]
-        hardest = max(compared, key=lambda member: budget_share(member.worst) if member.worst else 0.0, default=None)
+        hardest = max(compared, key=lambda member: member.worst.share if member.worst else 0.0, default=None)
         if hardest is not None and hardest.worst is not None:
             worst = hardest.worst
-            cells += [f"{budget_share(worst):.0%}", f"{hardest.cell.case}, {worst.name}",
+            cells += [f"{worst.share:.0%}", f"{hardest.cell.case}, {worst.name}",
                       f"max {worst.max_error:.2e} of {worst.max_budget:.2e}, mean {worst.mean_error:.2e} of "
                       f"{worst.mean_budget:.2e}, at {worst.worst}"]
         summary.add_row(*cells)

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from tilewise.bench.backend_checks import BackendCheck, check_backends, check_configuration
 from tilewise.bench.compile_ahead import Task
-from tilewise.bench.grids import Cell
+from tilewise.bench.grids import Cell, dtype_name
 from tilewise.bench.host import run_host
 from tilewise.bench.plan import Plan
 from tilewise.bench.plots import draw_figures
@@ -23,14 +23,17 @@ from tilewise.bench.report import markdown
 from tilewise.bench.rows import Row, write_rows
 from tilewise.bench.runner import run, work
 from tilewise.bench.timing import COLD
+from tilewise.bench.torture_rows import TortureRow, row_of, write_torture_rows
+from tilewise.bench.torture_runs import torture_apart
 from tilewise.bench.tuning_runs import TuningPlan, rows_of, table_provenance, tune
 from tilewise.compile_ahead import CallShape, Kernel, Report, compile_ahead
 from tilewise.testing.configurations import Configuration
+from tilewise.testing.torture import CHECKS, Result
 from tilewise.tuning.device import device_spec
 from tilewise.tuning.table import Row as TableRow
 from tilewise.tuning.table import table_file, write_table
 
-_SHAPELESS_OPTIONS = ("--out", "--commit")
+_SHAPELESS_OPTIONS = ("--out", "--commit", "--csv")
 
 
 @dataclass
@@ -149,6 +152,23 @@ def fuzz_session(configurations: Sequence[Configuration], backends: Sequence[str
                     on_failure(findings[-1])
             bar.advance()
     return findings
+
+
+def torture_session(names: Sequence[str], device: torch.device, dtypes: Sequence[torch.dtype], origin: Provenance,
+                    path: Path | None) -> list[TortureRow]:
+    """Run the torture suite on each; its rows are written anew after each, so that a stopped run keeps them."""
+    rows: list[TortureRow] = []
+    with progress(len(names) * len(dtypes) * len(CHECKS)) as bar:
+        def tell(result: Result) -> None:
+            bar.describe(f"{result.implementation}, {result.check}: {result.status}")
+            bar.advance()
+
+        for name, dtype in ((name, dtype) for name in names for dtype in dtypes):
+            bar.describe(f"{name}, {dtype_name(dtype)}")
+            rows += [row_of(result, dtype_name(dtype), origin) for result in torture_apart(name, device, dtype, tell)]
+            if path is not None:
+                write_torture_rows(path, rows)
+    return rows
 
 
 def bench_session(cells: Sequence[Cell], plan: Plan, folder: Path) -> Outcome:

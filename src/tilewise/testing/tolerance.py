@@ -46,6 +46,13 @@ class ErrorReport:
             return False
         return self.max_error <= self.max_budget and self.mean_error <= self.mean_budget
 
+    @property
+    def share(self) -> float:
+        """Part of the budget that the error uses, by maximum or mean, whichever is more; above 1 it is exceeded."""
+        shares = [error / budget if budget else (0.0 if error == 0 else math.inf)
+                  for error, budget in ((self.max_error, self.max_budget), (self.mean_error, self.mean_budget))]
+        return max(shares)
+
     def __str__(self) -> str:
         verdict = "within budget" if self.ok else "OVER BUDGET"
         return (
