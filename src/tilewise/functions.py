@@ -32,9 +32,10 @@ class ScoreFunction:
     """What becomes of a score, after scale and softcap, before bias, ALiBi and masks.
 
     ``triton(score, batch, head, q_idx, k_idx, *tensors)`` returns the new score. ``score`` is a float32 tile in natural
-    units; q_idx and k_idx are int32 positions inside the sequence that broadcast to it (its rows may be queries or
-    keys), batch and head int32 scalars, tensors pointers. Tensors may be read at the positions without a mask. The
-    result must be finite wherever a pair takes part; of other pairs it does not matter.
+    units; q_idx and k_idx are positions inside the sequence that broadcast to it (its rows may be queries or keys),
+    batch and head int64 scalars, tensors pointers. Positions are int32, and int64 where sq·sk or the elements of a
+    tensor are more than 2³¹, so that ``(head * sq + q_idx) * sk + k_idx`` never wraps. Tensors may be read at the
+    positions without a mask. The result must be finite wherever a pair takes part; of other pairs it does not matter.
 
     ``torch`` is the same of tensors: score (b, hq, queries, keys), float32 or float64, int64 indices that broadcast to
     it, the tensors themselves. It is differentiated by torch.

@@ -412,7 +412,8 @@ def _function(name: str, operands: tuple[Facts, ...], settings: ScoreSettings,
             raise InvalidInput(f"{said}: tensors[{i}] has strides {_text(strides)}; allowed are those of a contiguous "
                                "tensor, which a kernel reads by its pointer: call contiguous() on it.")
     code = getattr(settings, said)
-    return None if code is None else FunctionFacts(code, tuple(facts[3] for facts in tensors))
+    return None if code is None else FunctionFacts(code, tuple(facts[3] for facts in tensors),
+                                                   any(math.prod(facts[1]) > 2**31 for facts in tensors))
 
 
 def _check_longest(name: str, shape: Sizes, sequences: Sequences) -> None:

@@ -111,10 +111,11 @@ class FunctionCode:
 
 
 class FunctionFacts(NamedTuple):
-    """A function with what a kernel is compiled for: the dtypes of its tensors."""
+    """A function with what a kernel is compiled for: its tensors' dtypes, and whether one has over 2^31 elements."""
 
     code: FunctionCode
     dtypes: tuple[torch.dtype, ...]
+    is_large: bool = False
 
 
 class ScoreSettings(NamedTuple):

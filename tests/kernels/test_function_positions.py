@@ -1,4 +1,4 @@
-"""Which positions a user's function is asked for: those of the call alone, so that it may read its tensors there."""
+"""Which positions a user's function is asked for: those of the call, in integers that hold a number of each pair."""
 
 import os
 
@@ -9,10 +9,13 @@ import triton.language as tl
 
 from tilewise import attention, attention_varlen, causal, window
 from tilewise.functions import MaskFunction, ScoreFunction
+from tilewise.kernels.triton import backward, dbias, forward
 
 pytestmark = [pytest.mark.interpret,
               pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="notes positions in Python")]
 ASKED = {"q": [], "k": []}
+WIDTHS = set()  # in bits: of batch, head, positions of queries, of keys
+KEYS = 2**24
 
 
 def note(q_idx, k_idx):
@@ -73,3 +76,73 @@ def test_functions_are_asked_for_positions_of_the_call_where_tiles_are_listed():
     attention(q, k, k, mask=mask, backend="triton").sum().backward()
     assert (min(ASKED["q"]), max(ASKED["q"])) == (0, 199)
     assert (min(ASKED["k"]), max(ASKED["k"])) == (0, 289)
+
+
+@triton.jit
+def weighing(score, batch, head, q_idx, k_idx):
+    WIDTHS.add(tuple([index.dtype.primitive_bitwidth for index in (batch, head, q_idx, k_idx)]))
+    return score
+
+
+@triton.jit
+def weighing_derivative(dscore, score, batch, head, q_idx, k_idx):
+    return weighing(dscore, batch, head, q_idx, k_idx)
+
+
+@triton.jit
+def weighing_mask(batch, head, q_idx, k_idx):
+    return weighing(q_idx, batch, head, q_idx, k_idx) >= 0
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("functions", ["score", "mask"])
+def test_every_kernel_asks_functions_with_positions_as_wide_as_the_launch_says(functions, wide, monkeypatch):
+    """Of batch and head the numbers are 64 bits in any case: ``head * sq * sk`` passes 2^31 in calls of every day."""
+    for module in (forward, backward, dbias):
+        monkeypatch.setattr(module, "needs_int64", lambda *_: wide)
+    given = {"score_function": ScoreFunction(weighing, derivative=weighing_derivative)} if functions == "score" else {
+        "mask": MaskFunction(weighing_mask)}
+    keys = 21 if wide else 22  # launches are kept for each problem
+    shapes = {"q": (2, 2, 19, 16), "k": (2, 1, keys, 16), "bias": (1, 1, 19, keys)}  # two heads share: dbias's kernel
+    tensors = {name: torch.randn(shape, requires_grad=True) for name, shape in shapes.items()}
+    out = attention(tensors["q"], tensors["k"], tensors["k"], bias=tensors["bias"], **given, backend="triton")
+    for own in tensors:
+        WIDTHS.clear()
+        torch.autograd.grad(out.sum(), tensors[own], retain_graph=True)
+        assert {(64, 64, *(64 if wide else 32,) * 2)} == WIDTHS, own
+
+
+@triton.jit
+def by_number(score, batch, head, q_idx, k_idx):
+    return score + ((q_idx * (1 << 24) + k_idx) >> 28)
+
+
+def by_number_twin(score, batch, head, q_idx, k_idx):
+    return score + ((q_idx * KEYS + k_idx) >> 28)
+
+
+@triton.jit
+def of_every_second(batch, head, q_idx, k_idx):
+    return ((q_idx * (1 << 24) + k_idx) >> 31) + k_idx % 2 == 1
+
+
+def of_every_second_twin(batch, head, q_idx, k_idx):
+    return ((q_idx * KEYS + k_idx) >> 31) + k_idx % 2 == 1
+
+
+@pytest.mark.parametrize("functions", ["score", "mask"])
+def test_the_number_of_a_pair_past_2_31_is_right(functions):
+    """In 32 bits ``q_idx * sk + k_idx`` wrapped from 46341 queries and keys on, and a table was read elsewhere."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(1, 1, 150, 16, generator=generator, requires_grad=True)
+    k, v = torch.randn(2, 1, 1, 1, 16, generator=generator).expand(-1, -1, -1, KEYS, -1)
+    near = window(40, 9, "bottom_right")
+    given = {"mask": near}
+    if functions == "score":
+        given["score_function"] = ScoreFunction(by_number, by_number_twin)
+    else:
+        given["mask"] = near & MaskFunction(of_every_second, of_every_second_twin)
+    out, expected = (attention(q, k, v, **given, return_aux=("lse",), backend=backend)
+                     for backend in ("triton", "reference"))
+    torch.testing.assert_close(out.lse, expected.lse)
+    torch.testing.assert_close(*(torch.autograd.grad(result.lse.sum(), q)[0] for result in (out, expected)))

@@ -9,7 +9,16 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tilewise.kernels.triton.launch import NO_MODIFIERS, Launch, Sinks, modifiers_of, operand_addresses, operand_count
+from tilewise.functions import ScoreFunction
+from tilewise.kernels.triton.launch import (
+    NO_MODIFIERS,
+    Launch,
+    Sinks,
+    modifiers_of,
+    needs_int64,
+    operand_addresses,
+    operand_count,
+)
 from tilewise.masks import Mask
 from tilewise.problem import AttentionProblem
 from tilewise.scores import Operands, ScoreSettings
@@ -90,3 +99,16 @@ def test_operands_lie_where_their_modifiers_have_them(names):
     assert operand_count(problem) == len(names)
     other = Operands._make([own.clone() if isinstance(own, torch.Tensor) else own for own in operands])
     assert sorted(operand_addresses(problem)(other)) == sorted(tensor.data_ptr() for tensor in other.present)
+
+
+@pytest.mark.parametrize(("keys", "elements", "wide"), [
+    (2**20, None, False), (2**20, 2**31, False), (2**20, 2**31 + 1, True), (2**20 + 1, None, True)])
+def test_offsets_are_wide_where_a_function_may_number_over_2_31_pairs_or_elements(keys, elements, wide):
+    tensors = () if elements is None else (torch.empty(elements, dtype=torch.bool, device="meta"),)
+    function = ScoreFunction(torch=lambda score, *_: score, tensors=tensors)
+    q, k = (torch.empty(1, 1, length, 8, device="meta") for length in (2**11, keys))
+    for functions in (True, False):
+        settings = ScoreSettings(score_function=function.code) if functions else ScoreSettings()
+        problem = AttentionProblem.from_tensors(q, k, k, Operands(score_tensors=tensors if functions else ()),
+                                                settings=settings)
+        assert needs_int64(problem, q.stride(), k.stride()) is (wide and functions)

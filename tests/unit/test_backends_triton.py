@@ -43,6 +43,19 @@ def test_heads_wider_than_the_tiles_are_refused_in_words_and_taken_by_the_refere
     assert torch.equal(attention(q, q, v, backend="reference"), v)
 
 
+@pytest.mark.parametrize(("queries", "keys"), [(2**25, 5), (5, 2**25)])
+def test_more_rows_of_all_heads_than_32_bits_number_are_refused_in_words(queries, keys):
+    """Where a batch entry's row of lse lies was a product of 32 bits: it would have been written elsewhere."""
+    def of_heads(hq):
+        q, k = (torch.zeros(1, 1, 1, 1).expand(2, hq, length, 1) for length in (queries, keys))
+        return AttentionProblem.from_tensors(q, k, k)
+
+    assert triton.backend.why_not(of_heads(64)) == (
+        f"takes up to {2**31 - 1} queries, or keys, of all heads of a batch entry, got {2**31}; backend='reference' "
+        "takes them")
+    assert triton.backend.why_not(of_heads(63)) is None
+
+
 @pytest.mark.parametrize(("arch", "d", "dtype", "forward", "backward"), [
     ("sm_90", 576, torch.bfloat16, None, None), ("sm_90", 576, torch.float32, None, None),
     ("gfx942", 576, torch.bfloat16, None, None), ("sm_75", 512, torch.bfloat16, None, None),

@@ -1,5 +1,7 @@
 """What ``attention_decode`` refuses, word for word; and what it makes of the rest."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -127,6 +129,22 @@ def test_a_refusal_says_what_was_asked_for(monkeypatch, asked, subject):
         choose_decoder.__wrapped__(problem, asked)
     assert str(caught.value).startswith(f"{subject} this problem: {problem}\n  ")
     assert list(caught.value.reasons) == (["reference", "triton"] if asked is None else [asked])
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_rows_that_reach_over_more_memory_than_32_bits_count_are_refused_in_words(name):
+    operands = facts_of_present(CacheOperands(k=NEW, v=NEW, cache_seqlens=LENGTHS))
+    problem = decode_problem(facts_of_inputs(Q, CACHE, CACHE), operands, DecodeOptions())
+
+    def apart(stride):
+        return replace(problem, tensors=tuple((own, (*strides[:3], stride) if own == name else strides, dtype)
+                                              for own, strides, dtype in problem.tensors))
+
+    assert problem.width == 16
+    assert triton_decode.why_not(apart(2**27)) == (
+        f"decodes rows of {name} within {2**31 - 1} elements of memory, got 8 head dims, {2**27} elements apart: call "
+        "contiguous() on it")
+    assert triton_decode.why_not(apart(2**27 - 1)) is None
 
 
 def test_no_gradient_is_asked_for_under_no_grad():

@@ -66,6 +66,10 @@ class TritonBackend:
         if problem.d > WIDEST + TAIL_WIDTH or problem.dv > WIDEST:
             return (f"takes head dims up to {WIDEST + TAIL_WIDTH} for q and k and up to {WIDEST} for v, got "
                     f"{problem.d} and {problem.dv}; backend='reference' takes them")
+        rows = problem.hq * max(problem.sq, problem.sk)
+        if rows >= 2**31:  # kernels reckon them in 32 bits
+            return (f"takes up to {2**31 - 1} queries, or keys, of all heads of a batch entry, got {rows}; "
+                    "backend='reference' takes them")
         for facts in problem.scores.functions:
             if facts.code.triton is None:
                 return (f"needs a triton function, got {facts.code.name} without one; backend='reference' takes a "

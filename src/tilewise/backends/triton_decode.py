@@ -26,6 +26,11 @@ def why_not(problem: DecodeProblem) -> str | None:
     reason = why_not_at_all(problem.dtype) or why_not_here(problem.dtype, problem.device)
     if reason is None and max(problem.d, problem.dv) > WIDEST:
         return f"decodes head dims up to {WIDEST}, got {problem.d} and {problem.dv}; backend='reference' takes them"
+    for name, width in (("q", problem.d), ("k", problem.d), ("v", problem.dv)):
+        apart = problem.width * problem.strides_of(name)[3] if problem.has(name) else 0
+        if reason is None and apart >= 2**31:  # the kernels reckon inside of a row in 32 bits
+            return (f"decodes rows of {name} within {2**31 - 1} elements of memory, got {width} head dims, "
+                    f"{problem.strides_of(name)[3]} elements apart: call contiguous() on it")
     return reason
 
 

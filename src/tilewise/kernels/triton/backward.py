@@ -180,7 +180,7 @@ def sum_over_queries(dk, dk_tail, dv, columns, k, k_tail, v, q_source, dout_sour
             if COLUMNS:
                 columns += tl.sum(dscores, 1)
             dscores = through_function(dscores, capped, visible, modifiers, sequence, head, offs_m, first_key, stop,
-                                       length_k, BLOCK_N, True, MASKED, HIDES)
+                                       length_k, INT64, BLOCK_N, True, MASKED, HIDES)
             dscores = through_softcap(dscores, tanh, visible, modifiers, HIDES)
             dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision=PRECISION)  # [BLOCK_N, BLOCK_D], eq. 10
             if TAIL:
@@ -343,7 +343,7 @@ def sum_over_keys(sums, entries, modifiers, sequence, head, numbers_q, documents
             if MOMENTS:
                 moments -= tl.sum(dscores * distance(offs_m[:, None], offs_n[None, :], modifiers, band), 1)
             dscores = through_function(dscores, capped, visible, modifiers, sequence + e, head, offs_m, n, length_q,
-                                       stop, BLOCK_N, False, MASKED, HIDES)
+                                       stop, INT64, BLOCK_N, False, MASKED, HIDES)
             dscores = through_softcap(dscores, tanh, visible, modifiers, HIDES)
             dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision=PRECISION)  # [BLOCK_M, BLOCK_D], eq. 10
             if TAIL:

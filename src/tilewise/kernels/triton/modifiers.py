@@ -86,8 +86,9 @@ def change_scores(products, modifiers, batch, head, band, offs_q, offs_k, stop_q
     capped = scores
     if modifiers.score_function.call is not None:
         capped = scores * LN2
-        q_idx, k_idx = readable(offs_q, offs_k, stop_q, stop_k, CHECKED)
-        scores = modifiers.score_function.call(capped, batch, head, q_idx, k_idx, *modifiers.score_function.tensors)
+        sequence, member, q_idx, k_idx = asked_for(batch, head, offs_q, offs_k, stop_q, stop_k, INT64, CHECKED)
+        scores = modifiers.score_function.call(capped, sequence, member, q_idx, k_idx,
+                                               *modifiers.score_function.tensors)
         scores = scores.to(tl.float32) * LOG2E
     if modifiers.bias.ptr is not None:
         if bias is None:
@@ -101,15 +102,20 @@ def change_scores(products, modifiers, batch, head, band, offs_q, offs_k, stop_q
 
 
 @triton.jit
-def readable(offs_q, offs_k, stop_q, stop_k, CHECKED: tl.constexpr):
-    """Positions for a user's function, which may read its tensors there: the last stands for those that are outside.
+def asked_for(batch, head, offs_q, offs_k, stop_q, stop_k, INT64: tl.constexpr, CHECKED: tl.constexpr):
+    """Return batch, head and positions as a user's function takes them, which may read its tensors there.
 
-    As in :func:`load_pairs`, only queries may be outside where not CHECKED.
+    The last position stands for those that are outside; as in :func:`load_pairs`, only queries may be where not
+    CHECKED. Batch and head are 64 bits, which as scalars cost next to nothing; positions are where the host found that
+    their products may pass 2^31 (INT64): a tile of 64 bits costs registers.
     """
     offs_q = tl.maximum(tl.minimum(offs_q, stop_q - 1), 0)
     if CHECKED:
         offs_k = tl.maximum(tl.minimum(offs_k, stop_k - 1), 0)
-    return offs_q, offs_k
+    if INT64:
+        offs_q = offs_q.to(tl.int64)
+        offs_k = offs_k.to(tl.int64)
+    return batch.to(tl.int64), head.to(tl.int64), offs_q, offs_k
 
 
 @triton.jit
@@ -192,8 +198,8 @@ def modify_tile(scores, visible, modifiers, row, batch, head, band, first_query,
         allowed = load_pairs(modifiers.mask, batch, head, offs_q, offs_k, stop_q, stop_k, INT64, MASKED).to(tl.int1)
         visible = visible & allowed if MASKED else allowed
     if modifiers.mask_function.call is not None:
-        q_idx, k_idx = readable(offs_q, offs_k, stop_q, stop_k, MASKED)
-        allowed = modifiers.mask_function.call(batch, head, q_idx, k_idx, *modifiers.mask_function.tensors)
+        sequence, member, q_idx, k_idx = asked_for(batch, head, offs_q, offs_k, stop_q, stop_k, INT64, MASKED)
+        allowed = modifiers.mask_function.call(sequence, member, q_idx, k_idx, *modifiers.mask_function.tensors)
         KNOWN: tl.constexpr = MASKED or (modifiers.mask.ptr is not None and modifiers.tiles.q is None)
         visible = (visible if KNOWN else tl.full(scores.shape, True, tl.int1)) & allowed
     if modifiers.dropout.ptr is not None:
@@ -242,12 +248,13 @@ def gained(values, modifiers):
 
 @triton.jit
 def through_function(dscores, capped, visible, modifiers, batch, head, offs_m, first_key, stop_q, stop_k,
-                     BLOCK_N: tl.constexpr, KEYS_FIRST: tl.constexpr, MASKED: tl.constexpr, HIDES: tl.constexpr):
+                     INT64: tl.constexpr, BLOCK_N: tl.constexpr, KEYS_FIRST: tl.constexpr, MASKED: tl.constexpr,
+                     HIDES: tl.constexpr):
     """Pass a gradient back through the user's function by its derivative (maths.md, eq. 21), and 0 where hidden."""
     if modifiers.score_function.derivative is not None:
         offs_q, offs_k = pair_positions(offs_m, first_key, BLOCK_N, KEYS_FIRST)
-        q_idx, k_idx = readable(offs_q, offs_k, stop_q, stop_k, MASKED)
-        dscores = modifiers.score_function.derivative(dscores, capped, batch, head, q_idx, k_idx,
+        sequence, member, q_idx, k_idx = asked_for(batch, head, offs_q, offs_k, stop_q, stop_k, INT64, MASKED)
+        dscores = modifiers.score_function.derivative(dscores, capped, sequence, member, q_idx, k_idx,
                                                       *modifiers.score_function.tensors).to(tl.float32)
         if HIDES:  # once more: of what is hidden, the function may make NaN
             dscores = tl.where(visible, dscores, 0.0)
