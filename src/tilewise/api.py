@@ -148,8 +148,9 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visibl
             itself recorded (``create_graph=True``), or made by :func:`torch.func.grad`, takes O(sq x sk) memory.
 
     Returns:
-        out, (b, hq, sq, dv) in the dtype of q; or an :class:`AttentionOutput` (with
-        "max_logit" an :class:`AttentionOutputWithMax`) when ``return_aux`` names something.
+        out, (b, hq, sq, dv) in the dtype of q, dense, its dims b, h and s in q's memory order, whichever of the six
+        that is, and d innermost; or an :class:`AttentionOutput` (with "max_logit" an
+        :class:`AttentionOutputWithMax`) when ``return_aux`` names something.
         A query that sees no key gives out 0, lse -inf (the sink, where there is one) and zero gradients. A key that
         no query sees by its position is not read: NaN there reaches nothing.
 

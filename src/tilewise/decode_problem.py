@@ -113,7 +113,7 @@ class DecodeProblem:
 
     @property
     def out_strides(self) -> Sizes:
-        """Strides of out: dense, with heads and positions in q's own memory order."""
+        """Strides of out: dense, with b, h and s in q's memory order."""
         return dense_strides((self.b, self.hq, self.sq, self.dv), self.strides_of("q"))
 
     def strides_of(self, name: str) -> Sizes:

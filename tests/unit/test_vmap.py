@@ -1,5 +1,7 @@
 """torch.func.vmap of a call: every option, each entry's result to the last bit, and no warning of torch's."""
 
+from itertools import permutations
+
 import pytest
 import torch
 
@@ -55,6 +57,16 @@ def test_dims_other_than_the_first_and_two_levels():
     assert torch.equal(found.movedim(2, 0), torch.func.vmap(call)(Q, K, V))
     both = torch.func.vmap(torch.func.vmap(call), in_dims=(0, None, None))(torch.stack((Q, 2 * Q)), K, V)
     assert torch.equal(both[1, 2], call(2 * Q[2], K[2], V[2]))
+
+
+@pytest.mark.parametrize("order", list(permutations(range(3))), ids=str)
+def test_an_entrys_result_has_the_memory_order_of_its_queries(order):
+    order = (*order, 3)
+    stored = torch.randn(3, 2, *[(2, 2, 6, 4)[dim] for dim in order], generator=GENERATOR)
+    q = stored.permute(0, 1, *[2 + order.index(dim) for dim in range(4)])
+    found = torch.func.vmap(torch.func.vmap(lambda q: attention(q, *ALIKE, softcap=0.5)))(q)
+    assert torch.equal(found[2, 1], attention(q[2, 1], *ALIKE, softcap=0.5))
+    assert found[2, 1].permute(order).is_contiguous()
 
 
 @pytest.mark.parametrize("options", [{}, {"softcap": 0.5}, {"bias": BIAS[0]}], ids=["plain", "softcap", "bias"])

@@ -67,10 +67,18 @@ def entry_by_entry(op: Callable[..., Any]) -> Callable[..., tuple[list[torch.Ten
         if not info.batch_size:
             raise InvalidInput("torch.func.vmap maps attention over 0 entries; allowed is one or more: skip the call.")
         made = [op(*_entry(arguments, in_dims, number)) for number in range(info.batch_size)]
-        stacked = [torch.stack(results) for results in zip(*made, strict=True)]
+        stacked = [_stacked(results) for results in zip(*made, strict=True)]
         return stacked, [0] * len(stacked)
 
     return rule
+
+
+def _stacked(results: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Stack the entries' results, each with its dims in the memory order that it has."""
+    strides = results[0].stride()
+    order = sorted(range(len(strides)), key=lambda dim: -strides[dim])
+    stacked = torch.stack([result.permute(order) for result in results])
+    return stacked.permute(0, *(order.index(dim) + 1 for dim in range(len(order))))
 
 
 def _entry(arguments: Iterable[Any], dims: Iterable[Any], number: int) -> list[Any]:
