@@ -348,7 +348,8 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visible 
         settings=ScoreSettings(softcap, dropout_p, "max_logit" in return_aux, longest,
                                score_function=None if score_function is None else score_function.code,
                                mask_function=None if mask_function is None else mask_function.code))
-    problem = replace(problem, aligned=are_aligned(q, k, v))
+    # Inside a transform of torch.func tensors have no address.
+    problem = replace(problem, aligned=torch._C._are_functorch_transforms_active() or are_aligned(q, k, v))
     why_not_twice = _second_order().why_not_twice if double_backward else None
     return explain_problem(problem, backend or settings.default_backend(), why_not_twice)
 

@@ -20,6 +20,7 @@ from tilewise.errors import InvalidInput
 _Tensor, _INTEGERS = torch.Tensor, (torch.int32, torch.int64)
 _is_compiling, _dispatch_modes = torch.compiler.is_compiling, torch._C._len_torch_dispatch_stack
 _in_functorch, _tracing = torch._C._are_functorch_transforms_active, torch._C._get_tracing_state
+_is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 _VALUES = 3  # numbers that a message may quote
 
 
@@ -70,6 +71,17 @@ def packed_lengths(q: Any, k: Any, lengths: Any, longest: tuple[Any, Any]) -> An
     return (borders_q, borders_q if borders_k is None else borders_k, *used)
 
 
+def check_borders_of_entry(q: torch.Tensor, k: torch.Tensor, lengths: tuple[torch.Tensor | None, ...],
+                           longest: tuple[Any, Any]) -> None:
+    """Look at the lengths of one entry of torch.func.vmap, as :func:`packed_lengths` does without it.
+
+    Those that a transform around it maps as well have no values yet: they are looked at when it parts its entries.
+    """
+    borders_q, borders_k, *used = lengths
+    if _may_look(borders_q, in_map=True) and not any(tensor is not None and _is_wrapped(tensor) for tensor in lengths):
+        _look("attention_varlen", lambda: _rules_of_packed((q, k), (borders_q, borders_k), used, longest))
+
+
 def check_cache(problem: DecodeProblem, rows: int, operands: CacheOperands) -> None:
     """Look at what says where the keys of each sequence lie in a cache, where that is free.
 
@@ -103,8 +115,11 @@ def check_length(length: Any, k_cache: torch.Tensor, table: torch.Tensor | None)
                            f"{_holder(table is not None)}.")
 
 
-def _may_look(tensor: Any) -> bool:
-    """Whether values may be looked at, now or later; asked ahead of everything else, and quickly."""
+def _may_look(tensor: Any, in_map: bool = False) -> bool:
+    """Whether values may be looked at, now or later; asked ahead of everything else, and quickly.
+
+    ``in_map``: by a rule of torch.func.vmap, to which it has given one entry's.
+    """
     if _is_compiling() or tensor.__class__ is not _Tensor:
         return False
     if tensor.is_cuda:
@@ -112,7 +127,7 @@ def _may_look(tensor: Any) -> bool:
             return False
     elif not tensor.is_cpu:
         return False
-    return not (_in_functorch() or _dispatch_modes() or _tracing() is not None)
+    return not ((_in_functorch() and not in_map) or _dispatch_modes() or _tracing() is not None)
 
 
 def _look(caller: str, rules: Callable[[], Iterable[Rule]]) -> None:

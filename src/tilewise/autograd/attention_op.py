@@ -5,7 +5,7 @@ integers. A compiled graph therefore holds one opaque node a pass and does not d
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -15,15 +15,20 @@ from torch.utils.flop_counter import register_flop_formula
 from tilewise import settings
 from tilewise.autograd.transforms import (
     entry_by_entry,
+    is_batched,
+    one_gradient_after_another,
     refuse_functional_gradient,
     refuse_lost_gradient,
+    refuse_second_gradient,
     refuse_tangents,
+    tensors_in,
 )
 from tilewise.backends.base import Backend, Needs, Saved
 from tilewise.backends.current import allows_tf32
 from tilewise.dispatch import choose
 from tilewise.errors import UnsupportedProblem
 from tilewise.functions import code_of
+from tilewise.length_checks import check_borders_of_entry
 from tilewise.masks import Mask
 from tilewise.problem import (
     AttentionProblem,
@@ -205,13 +210,43 @@ def _backward_plain_fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out:
     return _backward_fake(q, k, v, out, lse, dout, dlse, *NO_OPERANDS, *_of_plain(rest[:-1]), rest[-1])
 
 
+def _gradient_of_entry(op: Any, *arguments: Any) -> Any:
+    return _apply_once(op, *arguments) if torch.is_grad_enabled() else op(*arguments)
+
+
+def _of_entry(op: Any) -> Any:
+    """Return a forward operator that refuses what is seen where torch.func.vmap has parted its entries, and not within.
+
+    That is a gradient or a tangent that an entry needs, and wrong borders of packed sequences.
+    """
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> Any:
+        tensors = tensors_in((q, k, v, *rest))
+        refuse_lost_gradient(tensors)
+        if forward_ad._current_level >= 0:
+            refuse_tangents(tensors, "Pass double_backward=True.")
+        if len(rest) > _N_PLAIN and (operands := Operands(*rest[:_N_OPERANDS])).cu_seqlens_q is not None:
+            options = Options(*rest[_N_OPERANDS:])
+            lengths = operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqlens_q, operands.seqlens_k
+            check_borders_of_entry(q[0].transpose(0, 1), k[0].transpose(0, 1), lengths,
+                                   (options.max_seqlen_q, options.max_seqlen_k))
+        return op(q, k, v, *rest)
+
+    return attend
+
+
 for _name, _kernel, _fake in (("attention_forward", _forward, _forward_fake),
                               ("attention_forward_plain", _forward_plain, _forward_plain_fake),
                               ("attention_backward", _backward, _backward_fake),
                               ("attention_backward_plain", _backward, _backward_plain_fake)):
     torch.library.impl(f"tilewise::{_name}", "CompositeExplicitAutograd", _kernel)
     torch.library.register_fake(f"tilewise::{_name}", _fake)
-    torch.library.register_vmap(f"tilewise::{_name}", entry_by_entry(getattr(torch.ops.tilewise, _name).default))
+    _op = getattr(torch.ops.tilewise, _name).default
+    if _kernel is _backward:
+        torch.library.register_vmap(f"tilewise::{_name}", entry_by_entry(_op))
+        _by_gradient = one_gradient_after_another(partial(_gradient_of_entry, _op))
+        torch.library.impl(f"tilewise::{_name}", "Batched", _by_gradient)
+    else:
+        torch.library.register_vmap(f"tilewise::{_name}", entry_by_entry(_of_entry(_op)))
 
 # Bound once: the chained look-up would be paid at every call.
 forward_op = torch.ops.tilewise.attention_forward.default
@@ -305,6 +340,10 @@ def gradients_of(wanted: Sequence[bool], saved: Sequence[torch.Tensor], incoming
     arguments = (q, k, v, out, lse, dout, dlse, *operands, *options, needs)
     # Gradients are enabled here under create_graph=True alone. A compiled backward pass refuses that by itself.
     twice = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    if twice:
+        refuse_second_gradient()
+        # What maps several gradients parts them ahead of autograd: each of them then has a node.
+        twice = not (is_batched(dout) or is_batched(dlse))
     made = iter(_apply_once(op, *arguments) if twice else op(*arguments))
     for place, was_made in zip(places, (needs[0], needs[1], *needs[1:]), strict=True):
         gradient = next(made) if was_made else None

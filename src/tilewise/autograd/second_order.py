@@ -7,6 +7,7 @@ import torch
 
 from tilewise import settings
 from tilewise.autograd.attention_op import Options
+from tilewise.autograd.transforms import is_mapped
 from tilewise.backends.current import without_autocast
 from tilewise.dispatch import choose, get_backend
 from tilewise.errors import UnsupportedProblem
@@ -14,6 +15,8 @@ from tilewise.kernels.reference.differentiable import differentiable_attention
 from tilewise.kernels.reference.sequences import differentiable_by_sequence
 from tilewise.scores import Operands
 
+_is_wrapped: Any = torch._C._functorch.is_functorch_wrapped_tensor
+_unwrapped: Any = torch._C._functorch.get_unwrapped
 _disable: Any = torch.compiler.disable  # has no types
 
 
@@ -32,17 +35,37 @@ def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Operands,
     Returns out, lse and, where the options want it, max_logit.
 
     Raises:
-        UnsupportedProblem: the call, or the scope that it stands in, names a backend other than the reference.
+        UnsupportedProblem: the call, or the scope that it stands in, names a backend other than the reference; or
+            torch.func.vmap maps its lengths, which are read on the host.
     """
     name = options.backend or settings.default_backend()
     reason = None if name is None else why_not_twice(name)
     if name is not None and reason is not None:
         raise UnsupportedProblem(f"backend {name!r} refuses double_backward=True", {name: reason})
     problem = options.problem(q, k, v, operands)
+    if problem.sequences.are_data:
+        _refuse_mapped_lengths(operands)
     choose(problem, "reference")  # raises where it refuses
     compute = differentiable_by_sequence if problem.sequences.are_data else differentiable_attention
     with without_autocast(problem.device.type):
         return compute(problem, (q, k, v), operands)[:2 + problem.scores.max_logit]
+
+
+def _refuse_mapped_lengths(operands: Operands) -> None:
+    lengths = operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqlens_q, operands.seqlens_k
+    if any(tensor is not None and _has_entries(tensor) for tensor in lengths):
+        raise UnsupportedProblem(
+            "torch.func.vmap maps the lengths of sequences, and with double_backward=True they are read, once for all "
+            "entries; allowed are the same lengths in every entry: call entries with others one by one.", {})
+
+
+def _has_entries(tensor: torch.Tensor) -> bool:
+    """Whether torch.func.vmap maps a tensor, at whichever level of transforms."""
+    while _is_wrapped(tensor):
+        if is_mapped(tensor):
+            return True
+        tensor = _unwrapped(tensor)
+    return False
 
 
 # A graph compiled around it would have a gradient that torch refuses to differentiate, and one graph for each length.
