@@ -4,6 +4,7 @@ On a CPU a call looks at its own. On a GPU that would make the host wait, so it 
 (``TILEWISE_CHECK=1``) and one call late: the device finds what is wrong, its findings are copied into pinned memory
 behind an event, and a later call that meets the event passed raises for the earlier one. Nothing looks where values
 are not there (fake and meta tensors), are not one call's (functorch) or would enter a graph (compilers, CUDA graphs).
+On a CPU the operator looks once more, at what a graph or a map of such a call hands it.
 """
 
 from collections import deque
@@ -20,7 +21,6 @@ from tilewise.errors import InvalidInput
 _Tensor, _INTEGERS = torch.Tensor, (torch.int32, torch.int64)
 _is_compiling, _dispatch_modes = torch.compiler.is_compiling, torch._C._len_torch_dispatch_stack
 _in_functorch, _tracing = torch._C._are_functorch_transforms_active, torch._C._get_tracing_state
-_is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 _VALUES = 3  # numbers that a message may quote
 
 
@@ -71,15 +71,18 @@ def packed_lengths(q: Any, k: Any, lengths: Any, longest: tuple[Any, Any]) -> An
     return (borders_q, borders_q if borders_k is None else borders_k, *used)
 
 
-def check_borders_of_entry(q: torch.Tensor, k: torch.Tensor, lengths: tuple[torch.Tensor | None, ...],
-                           longest: tuple[Any, Any]) -> None:
-    """Look at the lengths of one entry of torch.func.vmap, as :func:`packed_lengths` does without it.
+def check_borders(q: torch.Tensor, k: torch.Tensor, lengths: tuple[torch.Tensor | None, ...],
+                  longest: tuple[Any, Any]) -> None:
+    """Do what :func:`packed_lengths` does, on a CPU, for calls that it let pass: compiled ones, and in torch.func.
 
-    Those that a transform around it maps as well have no values yet: they are looked at when it parts its entries.
+    Args:
+        q, k: (1, h, total, d), which may have no values.
+        lengths, longest: as there; lengths have values.
     """
     borders_q, borders_k, *used = lengths
-    if _may_look(borders_q, in_map=True) and not any(tensor is not None and _is_wrapped(tensor) for tensor in lengths):
-        _look("attention_varlen", lambda: _rules_of_packed((q, k), (borders_q, borders_k), used, longest))
+    if borders_q is not None and _is_on_host(borders_q) and _may_look(borders_q, in_transform=True):
+        rows = q[0].transpose(0, 1), k[0].transpose(0, 1)
+        _look("attention_varlen", lambda: _rules_of_packed(rows, (borders_q, borders_k), used, longest))
 
 
 def check_cache(problem: DecodeProblem, rows: int, operands: CacheOperands) -> None:
@@ -115,10 +118,10 @@ def check_length(length: Any, k_cache: torch.Tensor, table: torch.Tensor | None)
                            f"{_holder(table is not None)}.")
 
 
-def _may_look(tensor: Any, in_map: bool = False) -> bool:
+def _may_look(tensor: Any, in_transform: bool = False) -> bool:
     """Whether values may be looked at, now or later; asked ahead of everything else, and quickly.
 
-    ``in_map``: by a rule of torch.func.vmap, to which it has given one entry's.
+    ``in_transform``: of torch.func; for tensors that are known to have values there.
     """
     if _is_compiling() or tensor.__class__ is not _Tensor:
         return False
@@ -127,7 +130,7 @@ def _may_look(tensor: Any, in_map: bool = False) -> bool:
             return False
     elif not tensor.is_cpu:
         return False
-    return not ((_in_functorch() and not in_map) or _dispatch_modes() or _tracing() is not None)
+    return not ((_in_functorch() and not in_transform) or _dispatch_modes() or _tracing() is not None)
 
 
 def _look(caller: str, rules: Callable[[], Iterable[Rule]]) -> None:

@@ -28,7 +28,7 @@ from tilewise.backends.current import allows_tf32
 from tilewise.dispatch import choose
 from tilewise.errors import UnsupportedProblem
 from tilewise.functions import code_of
-from tilewise.length_checks import check_borders_of_entry
+from tilewise.length_checks import check_borders
 from tilewise.masks import Mask
 from tilewise.problem import (
     AttentionProblem,
@@ -152,6 +152,9 @@ def _in_force(named: str | None) -> str | None:
 def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> list[torch.Tensor]:
     operands = Operands(*rest[:_N_OPERANDS])
     refuse_lost_gradient((q, k, v, *operands.alone))
+    if operands.cu_seqlens_q is not None:
+        options = Options(*rest[_N_OPERANDS:])
+        check_borders(q, k, operands.lengths, (options.max_seqlen_q, options.max_seqlen_k))
     inputs = facts_of_inputs(q, k, v)
     problem, backend = resolve(inputs, facts_of_operands(operands), rest[_N_OPERANDS:],
                                None if rest[-1] else _in_force(rest[-1]), are_aligned(q, k, v),
@@ -217,19 +220,14 @@ def _gradient_of_entry(op: Any, *arguments: Any) -> Any:
 def _of_entry(op: Any) -> Any:
     """Return a forward operator that refuses what is seen where torch.func.vmap has parted its entries, and not within.
 
-    That is a gradient or a tangent that an entry needs, and wrong borders of packed sequences.
+    That is a gradient or a tangent that an entry needs.
     """
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> Any:
-        tensors = tensors_in((q, k, v, *rest))
+    def attend(*arguments: Any) -> Any:
+        tensors = tensors_in(arguments)
         refuse_lost_gradient(tensors)
         if forward_ad._current_level >= 0:
             refuse_tangents(tensors, "Pass double_backward=True.")
-        if len(rest) > _N_PLAIN and (operands := Operands(*rest[:_N_OPERANDS])).cu_seqlens_q is not None:
-            options = Options(*rest[_N_OPERANDS:])
-            lengths = operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqlens_q, operands.seqlens_k
-            check_borders_of_entry(q[0].transpose(0, 1), k[0].transpose(0, 1), lengths,
-                                   (options.max_seqlen_q, options.max_seqlen_k))
-        return op(q, k, v, *rest)
+        return op(*arguments)
 
     return attend
 

@@ -7,16 +7,15 @@ import torch
 
 from tilewise import settings
 from tilewise.autograd.attention_op import Options
-from tilewise.autograd.transforms import is_mapped
+from tilewise.autograd.transforms import values_of
 from tilewise.backends.current import without_autocast
 from tilewise.dispatch import choose, get_backend
 from tilewise.errors import UnsupportedProblem
 from tilewise.kernels.reference.differentiable import differentiable_attention
 from tilewise.kernels.reference.sequences import differentiable_by_sequence
+from tilewise.length_checks import check_borders
 from tilewise.scores import Operands
 
-_is_wrapped: Any = torch._C._functorch.is_functorch_wrapped_tensor
-_unwrapped: Any = torch._C._functorch.get_unwrapped
 _disable: Any = torch.compiler.disable  # has no types
 
 
@@ -44,28 +43,20 @@ def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Operands,
         raise UnsupportedProblem(f"backend {name!r} refuses double_backward=True", {name: reason})
     problem = options.problem(q, k, v, operands)
     if problem.sequences.are_data:
-        _refuse_mapped_lengths(operands)
+        check_borders(q, k, _lengths_on_host(operands), (options.max_seqlen_q, options.max_seqlen_k))
     choose(problem, "reference")  # raises where it refuses
     compute = differentiable_by_sequence if problem.sequences.are_data else differentiable_attention
     with without_autocast(problem.device.type):
         return compute(problem, (q, k, v), operands)[:2 + problem.scores.max_logit]
 
 
-def _refuse_mapped_lengths(operands: Operands) -> None:
-    lengths = operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqlens_q, operands.seqlens_k
-    if any(tensor is not None and _has_entries(tensor) for tensor in lengths):
+def _lengths_on_host(operands: Operands) -> tuple[torch.Tensor | None, ...]:
+    found = [None if tensor is None else values_of(tensor) for tensor in operands.lengths]
+    if any(values is None and tensor is not None for values, tensor in zip(found, operands.lengths, strict=True)):
         raise UnsupportedProblem(
             "torch.func.vmap maps the lengths of sequences, and with double_backward=True they are read, once for all "
             "entries; allowed are the same lengths in every entry: call entries with others one by one.", {})
-
-
-def _has_entries(tensor: torch.Tensor) -> bool:
-    """Whether torch.func.vmap maps a tensor, at whichever level of transforms."""
-    while _is_wrapped(tensor):
-        if is_mapped(tensor):
-            return True
-        tensor = _unwrapped(tensor)
-    return False
+    return tuple(found)
 
 
 # A graph compiled around it would have a gradient that torch refuses to differentiate, and one graph for each length.

@@ -16,6 +16,8 @@ _IN_FUNCTORCH = (
     "gradient of fused kernels. Pass double_backward=True, or take the gradient by backward() or torch.autograd.grad.")
 _unpack: Any = forward_ad.unpack_dual  # has no types
 _in_functorch = torch._C._are_functorch_transforms_active
+_is_wrapped: Any = torch._C._functorch.is_functorch_wrapped_tensor
+_unwrapped: Any = torch._C._functorch.get_unwrapped
 _batched = torch._C._dispatch_key_parse("Batched")
 is_mapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_batchedtensor
 
@@ -95,6 +97,15 @@ def _stacked(results: tuple[torch.Tensor, ...]) -> torch.Tensor:
     order = sorted(range(len(strides)), key=lambda dim: -strides[dim])
     stacked = torch.stack([result.permute(order) for result in results])
     return stacked.permute(0, *(order.index(dim) + 1 for dim in range(len(order))))
+
+
+def values_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return a tensor without what transforms of torch.func have put around it; None if torch.func.vmap maps it."""
+    while _is_wrapped(tensor):
+        if is_mapped(tensor):
+            return None
+        tensor = _unwrapped(tensor)
+    return tensor
 
 
 def tensors_in(arguments: Iterable[Any]) -> list[torch.Tensor]:
