@@ -148,8 +148,9 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visibl
             itself recorded (``create_graph=True``), or made by :func:`torch.func.grad`, takes O(sq x sk) memory.
 
     Returns:
-        out, (b, hq, sq, dv) in the dtype of q; or an :class:`AttentionOutput` (with
-        "max_logit" an :class:`AttentionOutputWithMax`) when ``return_aux`` names something.
+        out, (b, hq, sq, dv) in the dtype of q, dense, its dims b, h and s in q's memory order, whichever of the six
+        that is, and d innermost; or an :class:`AttentionOutput` (with "max_logit" an
+        :class:`AttentionOutputWithMax`) when ``return_aux`` names something.
         A query that sees no key gives out 0, lse -inf (the sink, where there is one) and zero gradients. A key that
         no query sees by its position is not read: NaN there reaches nothing.
 
@@ -347,7 +348,8 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visible 
         settings=ScoreSettings(softcap, dropout_p, "max_logit" in return_aux, longest,
                                score_function=None if score_function is None else score_function.code,
                                mask_function=None if mask_function is None else mask_function.code))
-    problem = replace(problem, aligned=are_aligned(q, k, v))
+    # Inside a transform of torch.func tensors have no address.
+    problem = replace(problem, aligned=torch._C._are_functorch_transforms_active() or are_aligned(q, k, v))
     why_not_twice = _second_order().why_not_twice if double_backward else None
     return explain_problem(problem, backend or settings.default_backend(), why_not_twice)
 

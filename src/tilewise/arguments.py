@@ -121,7 +121,7 @@ def check_choices(scale: Any, deterministic: Any, backend: Any) -> None:
 
 def check_switch(name: str, value: Any, otherwise: str = "") -> None:
     """Raise :class:`InvalidInput` for what is neither True nor False."""
-    if not isinstance(value, bool):
+    if not isinstance(value, (bool, torch.SymBool)):
         raise InvalidInput(f"{name} is {value!r}; allowed are True and False{otherwise}.")
 
 

@@ -9,7 +9,7 @@ import torch
 from tilewise import settings
 from tilewise.api import AttentionOutput
 from tilewise.arguments import check_choices, check_switch, refuses_unknown, unknown_argument
-from tilewise.autograd.decode_op import run_decode
+from tilewise.autograd.decode_op import NAMES, refuse_gradient, run_decode
 from tilewise.backends.current import autocast_dtype
 from tilewise.decode_problem import (
     CacheOperands,
@@ -28,7 +28,6 @@ from tilewise.scores import checked_softcap, with_batch_dim
 
 _NO_MASK = Mask()
 _CAST = (torch.float16, torch.bfloat16, torch.float32)  # what autocast casts, and casts to
-_NAMES = ("q", "k_cache", "v_cache", *CacheOperands._fields)
 
 
 @refuses_unknown
@@ -194,12 +193,8 @@ def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def _check_tensors(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, operands: CacheOperands) -> None:
     """Refuse what is no tensor, which the operator would in words of its own, and what asks for a gradient."""
-    graded = torch.is_grad_enabled()
-    for name, tensor in zip(_NAMES, (q, k_cache, v_cache, *operands), strict=True):
-        if tensor is None:
-            continue
-        if not isinstance(tensor, torch.Tensor):
+    named = list(zip(NAMES, (q, k_cache, v_cache, *operands), strict=True))
+    for name, tensor in named:
+        if tensor is not None and not isinstance(tensor, torch.Tensor):
             raise InvalidInput(f"{name} is a {type(tensor).__name__}; allowed is a torch.Tensor, or None.")
-        if graded and tensor.requires_grad:
-            raise InvalidInput(f"{name} requires a gradient, and decoding has no backward pass; call it under "
-                               "torch.no_grad(), or attention() without a cache.")
+    refuse_gradient(named)

@@ -113,7 +113,7 @@ class DecodeProblem:
 
     @property
     def out_strides(self) -> Sizes:
-        """Strides of out: dense, with heads and positions in q's own memory order."""
+        """Strides of out: dense, with b, h and s in q's memory order."""
         return dense_strides((self.b, self.hq, self.sq, self.dv), self.strides_of("q"))
 
     def strides_of(self, name: str) -> Sizes:
@@ -181,10 +181,14 @@ def _check_caches(q: Facts, k: Facts, v: Facts, given: dict[str, Facts]) -> None
     if hk == 0 or hq % hk:
         hint = layout_hint(names, q[1], k[1], v[1]) or " Did you transpose (b, h, s, d)?"
         raise InvalidInput(f"k_cache has {hk} heads and q has {hq}: q heads must be a multiple of k heads.{hint}")
-    for name, _, strides, _, _ in (k, v):
+    for name, shape, strides, _, _ in (k, v):
         if strides[3] != 1:
             raise InvalidInput(f"{name} has stride {strides[3]} along its head dim; allowed is 1: a cache is not "
                                "copied.")
+        if "k" in given and any(size > 1 and stride == 0 for size, stride in zip(shape, strides, strict=True)):
+            raise InvalidInput(f"{name} is expanded (strides {tuple(strides)}) and k is given, which would be written "
+                               "to one place for several of its positions; allowed is memory for each: "
+                               f"{name}.clone().")
     if "block_table" in given and "cache_batch_idx" in given:
         raise InvalidInput("cache_batch_idx is given and so is block_table; allowed is one of them: a table says "
                            "already where a sequence lies.")

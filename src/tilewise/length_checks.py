@@ -4,6 +4,7 @@ On a CPU a call looks at its own. On a GPU that would make the host wait, so it 
 (``TILEWISE_CHECK=1``) and one call late: the device finds what is wrong, its findings are copied into pinned memory
 behind an event, and a later call that meets the event passed raises for the earlier one. Nothing looks where values
 are not there (fake and meta tensors), are not one call's (functorch) or would enter a graph (compilers, CUDA graphs).
+On a CPU the operator looks once more, at what a graph or a map of such a call hands it.
 """
 
 from collections import deque
@@ -70,6 +71,20 @@ def packed_lengths(q: Any, k: Any, lengths: Any, longest: tuple[Any, Any]) -> An
     return (borders_q, borders_q if borders_k is None else borders_k, *used)
 
 
+def check_borders(q: torch.Tensor, k: torch.Tensor, lengths: tuple[torch.Tensor | None, ...],
+                  longest: tuple[Any, Any]) -> None:
+    """Do what :func:`packed_lengths` does, on a CPU, for calls that it let pass: compiled ones, and in torch.func.
+
+    Args:
+        q, k: (1, h, total, d), which may have no values.
+        lengths, longest: as there; lengths have values.
+    """
+    borders_q, borders_k, *used = lengths
+    if borders_q is not None and _is_on_host(borders_q) and _may_look(borders_q, in_transform=True):
+        rows = q[0].transpose(0, 1), k[0].transpose(0, 1)
+        _look("attention_varlen", lambda: _rules_of_packed(rows, (borders_q, borders_k), used, longest))
+
+
 def check_cache(problem: DecodeProblem, rows: int, operands: CacheOperands) -> None:
     """Look at what says where the keys of each sequence lie in a cache, where that is free.
 
@@ -103,8 +118,11 @@ def check_length(length: Any, k_cache: torch.Tensor, table: torch.Tensor | None)
                            f"{_holder(table is not None)}.")
 
 
-def _may_look(tensor: Any) -> bool:
-    """Whether values may be looked at, now or later; asked ahead of everything else, and quickly."""
+def _may_look(tensor: Any, in_transform: bool = False) -> bool:
+    """Whether values may be looked at, now or later; asked ahead of everything else, and quickly.
+
+    ``in_transform``: of torch.func; for tensors that are known to have values there.
+    """
     if _is_compiling() or tensor.__class__ is not _Tensor:
         return False
     if tensor.is_cuda:
@@ -112,7 +130,7 @@ def _may_look(tensor: Any) -> bool:
             return False
     elif not tensor.is_cpu:
         return False
-    return not (_in_functorch() or _dispatch_modes() or _tracing() is not None)
+    return not ((_in_functorch() and not in_transform) or _dispatch_modes() or _tracing() is not None)
 
 
 def _look(caller: str, rules: Callable[[], Iterable[Rule]]) -> None:

@@ -5,7 +5,7 @@ dv head dim of v.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Literal
@@ -182,7 +182,7 @@ class AttentionProblem:
 
     @property
     def out_strides(self) -> Sizes:
-        """Strides of out: dense, with heads and positions in q's own memory order."""
+        """Strides of out: dense, with b, h and s in q's memory order."""
         return dense_strides((self.b, self.hq, self.sq, self.dv), self.q_strides)
 
     def backward(self, *, lse_grad: bool) -> "AttentionProblem":
@@ -203,14 +203,32 @@ def padded_dim(d: int) -> int:
 
 
 def dense_strides(shape: Sizes, order_of: Sizes) -> Sizes:
-    """Strides of a dense (b, h, s, d) tensor stored as (b, s, h, d) where ``order_of`` is, else as (b, h, s, d).
+    """Strides of a dense (b, h, s, d) tensor whose b, h and s lie in memory as those with ``order_of`` do; d innermost.
 
     Keeping the caller's order spares the copy that a following ``transpose(1, 2).reshape(...)`` would make.
     """
-    _, h, s, d = shape
-    if order_of[1] < order_of[2]:
-        return (s * h * d, d, h * d, 1)
-    return (h * s * d, s * d, d, 1)
+    strides, step = [1] * 4, shape[3]
+    for dim in reversed(memory_order(order_of)):
+        strides[dim] = step
+        step *= shape[dim]
+    return tuple(strides)
+
+
+def memory_order(strides: Sizes) -> Sizes:
+    """Return dims 0 to 2 (b, h and s) from the one with the longest stride to that with the shortest.
+
+    An expanded dim, whose stride of 0 tells nothing, keeps its place among them, and so do dims of one stride: as torch
+    orders the dims of ``empty_like``. So, too, where a traced call leaves to the data which stride is the longer one.
+    """
+    holds: Callable[[Any], bool] = bool
+    if is_symbolic(strides):
+        from torch.fx.experimental.symbolic_shapes import guard_or_false as holds
+    told = [dim for dim in range(3) if not holds(strides[dim] == 0)]
+    longest_first: list[int] = []
+    for dim in told:
+        longer = [other for other in longest_first if not holds(strides[other] < strides[dim])]
+        longest_first.insert(len(longer), dim)
+    return tuple([longest_first.pop(0) if dim in told else dim for dim in range(3)])
 
 
 def legal_strides(tensor: torch.Tensor) -> list[int]:

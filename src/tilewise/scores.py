@@ -85,6 +85,11 @@ class Operands(NamedTuple):
         return self[:-2]
 
     @property
+    def lengths(self) -> tuple[torch.Tensor | None, ...]:
+        """The operands that say how long sequences are: borders of queries and keys, then lengths of both."""
+        return self.cu_seqlens_q, self.cu_seqlens_k, self.seqlens_q, self.seqlens_k
+
+    @property
     def present(self) -> list[torch.Tensor]:
         """Every tensor that is there."""
         return [*(tensor for tensor in self.alone if tensor is not None), *self.score_tensors, *self.mask_tensors]

@@ -21,7 +21,8 @@ from tilewise.problem import dense_strides
 from tilewise.testing.cases import CASES, case_named
 from tilewise.testing.inputs import make_inputs, padding_of
 
-LAYOUTS = ("mha_odd_lengths", "gqa_causal_odd_lengths", "value_dim_odd", "storage_bhds", "packed_qkv_gqa",
+LAYOUTS = ("mha_odd_lengths", "gqa_causal_odd_lengths", "value_dim_odd", "storage_bhds", "storage_sbhd",
+           "storage_shbd", "storage_hbsd", "storage_hsbd", "packed_qkv_gqa",
            "packed_kv", "expanded_heads_and_batch", "moat_window", "one_query", "no_queries", "no_keys", "no_batch",
            "bias_expanded", "bias_blind_queries", "everything", "everything_moat_blind_queries", "sinks_no_keys",
            "padded_everything", "packed_everything", "packed_bias_of_keys", "packed_causal_top_left", "packed_nothing")

@@ -5,6 +5,7 @@ import torch
 
 from conformance.cached import expected
 from tilewise import InvalidInput, UnsupportedProblem, attention, attention_decode, causal, use_backend, window
+from tilewise.testing.inputs import lay_out
 
 BACKENDS = ("triton", "reference")
 LENGTHS = (9, 0, 41)
@@ -264,8 +265,12 @@ def test_a_full_cache_is_plain_attention(decoder, device):
 
 def test_out_lies_in_memory_as_q_does(decoder, device):
     q, k_cache, v_cache, _, _ = made({"sq": 2}, torch.float32, device)
-    assert attention_decode(q, k_cache, v_cache).stride() == q.stride()
-    assert attention_decode(q.contiguous(), k_cache, v_cache).is_contiguous()
+    wanted = attention_decode(q, k_cache, v_cache)
+    for layout in ("bhsd", "bshd", "sbhd", "shbd", "hbsd", "hsbd"):
+        laid = lay_out(q, layout)
+        out = attention_decode(laid, k_cache, v_cache)
+        assert out.stride() == laid.stride()
+        assert torch.equal(out, wanted)
 
 
 def test_an_integer_is_the_length_of_every_sequence(decoder, device):

@@ -19,7 +19,42 @@ from tilewise.testing.inputs import Inputs, lay_out, make_inputs
 from tilewise.testing.oracle import gradients, yardsticks
 from tilewise.testing.tolerance import GRADIENT_FACTOR, assert_within_budget
 
+ORDERS = ["bhsd", "bshd", "sbhd", "shbd", "hbsd", "hsbd"]
 FAR = 2**30 + 256  # two steps of this many elements pass 2^31
+
+
+def _assert_lies_as(layout, *tensors):
+    for tensor in tensors:
+        assert tensor.permute(["bhsd".index(dim) for dim in layout]).is_contiguous(), (layout, tensor.stride())
+
+
+@pytest.mark.parametrize("layout", ORDERS)
+@pytest.mark.parametrize("options", [{}, {"softcap": 4.0, "sinks": True}], ids=["plain", "options"])
+def test_results_have_the_memory_order_of_their_tensors(backend, options, layout, device, main_dtype):
+    """As torch's operators give it: out has the query's, whatever those of keys and values, which dk and dv have."""
+    case = Case("order", b=2, hq=4, hk=2, sq=19, sk=35, d=16, dv=16, layout=layout, **options)
+    inputs = make_inputs(case, main_dtype, device)
+    results = forward_and_backward(backend, case, inputs)
+    _assert_lies_as(layout, results.out, *results.gradients[:3])
+    mixed = inputs._replace(k=lay_out(inputs.k, "hbsd"), v=lay_out(inputs.v, "sbhd"))
+    results = forward_and_backward(backend, case, mixed)
+    _assert_lies_as(layout, results.out, results.dq)
+    _assert_lies_as("hbsd", results.dk)
+    _assert_lies_as("sbhd", results.dv)
+    assert_forward_within_budget(case, inputs, results[:2])
+    assert_gradients_within_budget(case, inputs, results.gradients)
+
+
+@pytest.mark.parametrize("layout", ORDERS)
+def test_slices_and_expanded_queries_have_a_dense_result_in_their_order(backend, layout, device, main_dtype):
+    case = Case("order", b=3, hq=4, hk=2, sq=19, sk=35, d=16, dv=16)
+    inputs = make_inputs(case, main_dtype, device)
+    sliced = lay_out(torch.cat([inputs.q, inputs.q], -1), layout)[..., :16]
+    expanded = lay_out(inputs.q, layout)[:1].expand_as(inputs.q)
+    for q in (sliced, expanded):
+        result = forward(backend, case, (q, *inputs[1:3]))
+        assert result.out.stride() == torch.empty_like(q).stride(), "torch's own rule"
+        assert_forward_within_budget(case, inputs._replace(q=q), result)
 
 
 @pytest.mark.parametrize("layout", ["bshd", "bhds", "moat"])

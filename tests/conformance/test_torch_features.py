@@ -66,6 +66,31 @@ def test_compiles_whole_and_once_for_all_lengths(backend, options, device, main_
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated:DeprecationWarning")
 @pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("layout", ["bhsd", "bshd", "sbhd", "shbd", "hbsd", "hsbd"])
+def test_compiled_results_have_the_memory_order_of_their_tensors(backend, layout, dynamic, device, main_dtype):
+    """What a compiler is told of a result's strides, by which it places what follows, is what comes."""
+    case = Case("compiled", b=2, hq=4, hk=2, sq=19, sk=35, d=16, dv=16, layout=layout)
+    inputs = make_inputs(case, main_dtype, device)
+    skip_if_refused(backend, problem_of(case, inputs).backward(lse_grad=False))
+    leaves = [tensor.requires_grad_() for tensor in inputs[:3]]
+
+    @torch.compile(fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    def step(q, k, v):
+        out = attention(q, k, v, backend=backend.name)
+        return out, out.stride()
+
+    out, told = step(*leaves)
+    results = (out, *torch.autograd.grad(out, leaves, inputs.dout))
+    for result in results:
+        assert result.permute(["bhsd".index(dim) for dim in layout]).is_contiguous()
+    assert tuple(told) == out.stride() == attention(*leaves, backend=backend.name).stride()
+    assert_gradients_within_budget(case, inputs, results[1:])
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated:DeprecationWarning")
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("options", [{}, {"bias": "1hqk"}, {"sinks": True}], ids=["plain", "bias", "sinks"])
 def test_compiled_without_lse_it_needs_no_gradient_through_lse(backend, options, device, main_dtype):
     """A backend that has none would refuse the backward pass of a compiler that makes one of zeros."""

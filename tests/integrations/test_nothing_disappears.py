@@ -10,7 +10,7 @@ import torch
 
 from integrations.calls import signature
 from integrations.dense import alibi, bottom_right, close, dense
-from tilewise import UnsupportedProblem
+from tilewise import InvalidInput, UnsupportedProblem, causal
 from tilewise.integrations import flash_attn as fa2
 from tilewise.integrations import flash_attn_cute as fa4
 from tilewise.integrations import flash_attn_interface as fa3
@@ -250,3 +250,48 @@ def test_every_keyword_that_the_installed_version_gives_a_mask_function_is_known
              for keyword in keywords}
     assert "mask_function" in given
     assert given <= known_to(face.attention_mask, face._OF_MASKS_WITHOUT_EFFECT)
+
+
+TAKEN_FOR_CAUSAL = ((127, 0), 0.125, 1, None, "no")
+
+
+@pytest.mark.parametrize("given", TAKEN_FOR_CAUSAL, ids=str)
+@pytest.mark.parametrize("call", [
+    of_batch(fa2.flash_attn_func), of_rows(fa2.flash_attn_varlen_func), of_cache(fa2.flash_attn_with_kvcache),
+    of_batch(fa3.flash_attn_func), of_rows(fa3.flash_attn_varlen_func), of_cache(fa3.flash_attn_with_kvcache),
+    of_batch(fa4.flash_attn_func), of_rows(fa4.flash_attn_varlen_func)], ids=range(8))
+def test_what_is_no_switch_does_not_make_a_flash_attn_call_causal(call, given):
+    """A window or a scale one place too early in the row of arguments made it causal."""
+    assert call(causal=True).shape == Q.shape
+    with pytest.raises(InvalidInput) as caught:
+        call(causal=given)
+    assert str(caught.value) == f"causal is {given!r}; allowed are True and False."
+
+
+@pytest.mark.parametrize("given", TAKEN_FOR_CAUSAL, ids=str)
+def test_what_is_no_switch_does_not_make_torchs_call_causal(given):
+    attend = torch_sdpa.scaled_dot_product_attention
+    for name, call in (("is_causal", lambda: attend(Q, K, V, None, 0.0, given)),
+                       ("enable_gqa", lambda: attend(Q, K, V, enable_gqa=given))):
+        with pytest.raises(InvalidInput) as caught:
+            call()
+        assert str(caught.value) == f"{name} is {given!r}; allowed are True and False."
+
+
+@pytest.mark.parametrize("mask", [causal(), True, [[True]]], ids=["Mask", "bool", "list"])
+def test_a_mask_that_is_no_tensor_is_refused_by_torchs_call(mask):
+    with pytest.raises(InvalidInput) as caught:
+        torch_sdpa.scaled_dot_product_attention(Q, K, V, mask)
+    assert str(caught.value) == (f"attn_mask is a {type(mask).__name__}; allowed is a torch.Tensor, a CausalBias of "
+                                 "torch's, or None. A mask of tilewise's goes to tilewise.attention(mask=).")
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_a_compiled_call_may_find_out_whether_it_is_causal():
+    """As models do by the number of queries, which is open in a graph for every length."""
+    def call(q, k):
+        return torch_sdpa.scaled_dot_product_attention(q, k, k, is_causal=q.shape[2] > 2)
+    compiled = torch.compile(call, dynamic=True, backend="eager", fullgraph=True)
+    for length in (5, 6, 2):
+        q = torch.randn(2, 2, length, 8)
+        torch.testing.assert_close(compiled(q, q), call(q, q))

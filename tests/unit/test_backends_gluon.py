@@ -3,6 +3,7 @@
 import contextlib
 import importlib.metadata
 import importlib.util
+import itertools
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -63,6 +64,18 @@ def problem_of(lengths=(512, 512), heads=(4, 2), dims=(64, 64), mask=None, dtype
 def test_plain_16_bit_calls_are_taken(problem):
     assert gluon.backend.why_not(problem) is None
     assert gluon.backend.why_not(problem.backward(lse_grad=True)) is None
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations((4, 3, 2))), ids=str)
+def test_every_memory_order_of_batch_heads_and_positions_is_taken_and_is_that_of_the_results(order):
+    """Of a head dim that the copy engine moves all strides are multiples of 16 bytes, whatever their order."""
+    sizes, strides = (2, 4, 512, 64), (*order, 1)
+    ordered = problem_of(**{f"{name}_strides": dense_strides((2, heads, 512, 64), strides)
+                            for name, heads in zip("qkv", (4, 2, 2), strict=True)})
+    for problem in (ordered, ordered.backward(lse_grad=True)):
+        assert gluon.backend.why_not(problem) is None
+        stored = torch.empty_strided(sizes, problem.out_strides, device="meta")
+        assert stored.permute(*sorted(range(3), key=lambda dim: -order[dim]), 3).is_contiguous()
 
 
 @pytest.mark.parametrize(("problem", "reason"), [

@@ -30,6 +30,10 @@ WRONG = {
         {"q": Q[:, :3]},
     "k_cache has stride 10 along its head dim; allowed is 1: a cache is not copied.":
         {"k_cache": torch.randn(2, 2, 8, 10).mT},
+    "v_cache is expanded (strides (0, 80, 8, 1)) and k is given, which would be written to one place for several of "
+    "its positions; allowed is memory for each: v_cache.clone().":
+        {"k_cache": CACHE.clone(), "v_cache": CACHE[:1].expand(2, -1, -1, -1), "k": NEW, "v": NEW,
+         "cache_seqlens": LENGTHS},
     "cache_batch_idx is given and so is block_table; allowed is one of them: a table says already where a sequence "
     "lies.": {"cache_batch_idx": LENGTHS, "block_table": TABLE},
     "k_cache has shape (2, 2, 0, 8): pages of 0 positions; allowed are 1 and more.":

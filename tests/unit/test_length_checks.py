@@ -213,13 +213,31 @@ def test_nothing_is_looked_at_inside_a_transform(monkeypatch):
 
 # torch.compile instantiates autograd.Function inside, and warns of that; see torch/_dynamo/side_effects.py.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-def test_a_compiled_call_looks_at_nothing_and_stays_one_graph(switched_on):
+@pytest.mark.parametrize("needs_gradient", [False, True])
+def test_a_compiled_call_stays_one_graph_and_looks_when_it_runs(needs_gradient):
+    """It looked at nothing, and wrong borders gave results that mean nothing."""
     torch._dynamo.reset()
-    q, borders = torch.randn(9, 2, 8), torch.tensor([3, 6])
+    q = torch.randn(9, 2, 8, requires_grad=needs_gradient)
     compiled = torch.compile(lambda q, borders: attention_varlen(q, q, q, cu_seqlens_q=borders, mask=causal()),
                              backend="aot_eager", fullgraph=True)
-    assert compiled(q, borders).shape == q.shape
+    assert compiled(q, torch.tensor([0, 4, 9])).shape == q.shape
+    with pytest.raises(InvalidInput, match="cu_seqlens_q begins with 3; allowed is 0"):
+        compiled(q, torch.tensor([3, 6, 9]))
     torch._dynamo.reset()
+
+
+def test_a_call_that_is_differentiated_twice_looks_in_a_map_too():
+    q, options = torch.randn(2, 9, 2, 8), {"double_backward": True}
+    for call in (torch.func.vmap, torch.func.grad):
+        for end in (9, 10):
+            mapped = call(lambda q, end=end: attention_varlen(q, q, q, cu_seqlens_q=torch.tensor([0, end]),
+                                                              **options).sum())
+            given = q if call is torch.func.vmap else q[0]
+            if end == 9:
+                assert mapped(given).isfinite().all()
+                continue
+            with pytest.raises(InvalidInput, match="cu_seqlens_q ends sequence 0 at 10 and q has 9 rows"):
+                mapped(given)
 
 
 @pytest.mark.gpu

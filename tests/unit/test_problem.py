@@ -1,6 +1,7 @@
 """The validated problem: every message of its checks, equality and hash, strides, the spans that are read."""
 
 import math
+from itertools import permutations
 
 import pytest
 import torch
@@ -141,11 +142,45 @@ def test_out_is_stored_in_the_order_of_q():
     assert AttentionProblem.from_tensors(transposed, k, v).out_strides == (6 * 4 * 3, 3, 4 * 3, 1)
 
 
-def test_dense_strides_cover_every_element_once():
-    for order_of in ((48, 12, 3, 1), (48, 3, 6, 1), (0, 0, 0, 0)):
+ORDERS = list(permutations(range(3)))
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+def test_dense_strides_cover_every_element_once(order):
+    for order_of in (_lying(order, (4, 2, 4, 3)).stride(), (0, 0, 0, 0)):
         strided = torch.empty_strided((4, 2, 4, 3), dense_strides((4, 2, 4, 3), order_of))
         offsets = torch.zeros(4 * 2 * 4 * 3).scatter_(0, _offsets(strided), 1.0)
         assert offsets.all()
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+@pytest.mark.parametrize("sizes", [(2, 3, 4, 8), (3, 2, 5, 1), (1, 3, 4, 8), (2, 1, 4, 8), (2, 3, 1, 8), (0, 3, 4, 8),
+                                   (2, 3, 0, 8)], ids=str)
+def test_dense_strides_keep_every_order_of_b_h_and_s(sizes, order):
+    """Other head dims, as v's, and slices of a wider projection lie in the same order."""
+    lying, wider = _lying(order, sizes), _lying(order, (*sizes[:3], 3 * sizes[3]))[..., :sizes[3]]
+    for tensor in (lying, wider):
+        for d in (sizes[3], 6):
+            made = torch.empty_strided((*sizes[:3], d), dense_strides((*sizes[:3], d), tensor.stride()))
+            assert made.permute(*order, 3).is_contiguous()
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+@pytest.mark.parametrize("expanded", [None, 0, 1, 2])
+def test_dense_strides_are_those_of_torchs_own_empty_like(order, expanded):
+    sizes = (2, 3, 4, 8)
+    whole = _lying(order, (*sizes[:3], 16))[..., :8]
+    if expanded is not None:
+        whole = whole.narrow(expanded, 0, 1).expand(sizes)
+        assert whole.stride(expanded) == 0
+    assert dense_strides(sizes, whole.stride()) == torch.empty_like(whole).stride()
+
+
+def _lying(order, sizes):
+    """Return a tensor of these sizes whose dims b, h and s lie in memory in that order, d innermost."""
+    order = (*order, 3)
+    stored = torch.empty([sizes[dim] for dim in order], device="meta")
+    return stored.permute([order.index(dim) for dim in range(4)])
 
 
 def _offsets(tensor):

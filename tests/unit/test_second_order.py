@@ -22,7 +22,7 @@ from tilewise import (
 )
 from tilewise.testing.cases import CASES, case_named
 from tilewise.testing.inputs import call as call_case
-from tilewise.testing.inputs import make_inputs, make_operands
+from tilewise.testing.inputs import lay_out, make_inputs, make_operands
 from tilewise.testing.oracle import Changes, attend
 
 _BOTTOM = causal("bottom_right")
@@ -171,6 +171,15 @@ def test_sink_far_above_the_scores_does_not_overflow():
                       for how in ({"double_backward": True}, {"backend": "reference"}))
     assert torch.equal(ours.lse, ordinary.lse)
     assert torch.equal(ours.out, ordinary.out)
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd", "sbhd", "shbd", "hbsd", "hsbd"])
+@pytest.mark.parametrize("options", [{}, {"seqlens_k": torch.tensor([3, 0])}], ids=["dense", "lengths"])
+def test_out_has_the_memory_order_of_q(options, layout):
+    q, k, v = (lay_out(torch.randn(2, 3, 9, 5), layout) for _ in range(3))
+    out = attention(q, k, v, double_backward=True, **options)
+    assert out.permute(["bhsd".index(dim) for dim in layout]).is_contiguous()
+    torch.testing.assert_close(out, attention(q, k, v, **options))
 
 
 @pytest.mark.parametrize("mask", _MASKS.values(), ids=_MASKS)

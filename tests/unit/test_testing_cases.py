@@ -85,7 +85,8 @@ def test_cases_cover(aspect):
 
 
 def test_cases_cover_every_layout_and_head_dim_class():
-    assert {case.layout for case in CASES} == {"bhsd", "bshd", "bhds", "packed_qkv", "packed_kv", "expanded", "moat"}
+    assert {case.layout for case in CASES} == {"bhsd", "bshd", "bhds", "packed_qkv", "packed_kv", "expanded", "moat",
+                                               "sbhd", "shbd", "hbsd", "hsbd"}
     assert {1, 16, 40, 64, 72, 80, 96, 128, 192, 256, 512, 576} <= {case.d for case in CASES}
 
 

@@ -15,6 +15,7 @@ from tilewise.testing.oracle import Changes, attend
 
 DRAWN = {size: [draw(seed, size) for seed in range(600)] for size in ("small", "large")}
 OPTIONS = ("bias", "mask_tensor", "alibi", "sinks", "softcap", "dropout_p", "max_logit", "documents")
+ORDERS = ("bshd", "sbhd", "shbd", "hbsd", "hsbd")  # drawn in place of one another
 EXCEPTIONS = ("prefix", "sink_tokens", "chunk")
 
 
@@ -33,7 +34,8 @@ def levels(configuration):
         "dtype": configuration.dtype, "lse_grad": configuration.lse_grad, "shift": sign(configuration.shift, 0.0),
         "placement": configuration.placement, "batches": case.b > 1, "lengths": sign(case.sq, case.sk),
         "heads": "mha" if case.hq == case.hk else "mqa" if case.hk == 1 else "gqa", "dims": sign(case.d, case.dv),
-        "odd": case.d % 2, "left": case.mask.left is None, "right": case.mask.right and 1, "layout": case.layout,
+        "odd": case.d % 2, "left": case.mask.left is None, "right": case.mask.right and 1,
+        "layout": "bshd" if case.layout in ORDERS else case.layout,
         "alignment": case.mask.alignment, "alibi": case.alibi, "operand_dtype": case.operand_dtype,
         "scale": case.scale is None, "documents": case.documents, "storage": storage(case)}
 

@@ -39,17 +39,18 @@ def test_float64_inputs_have_a_float64_lse_gradient():
     assert make_inputs(case_named("gqa"), torch.float64, "cpu").dlse.dtype is torch.float64
 
 
-@pytest.mark.parametrize("layout", ["bhsd", "bshd", "bhds", "moat"])
+@pytest.mark.parametrize("layout", ["bhsd", "bshd", "bhds", "moat", "sbhd", "shbd", "hbsd", "hsbd"])
 def test_lay_out_changes_strides_and_never_values(layout):
     values = torch.randn(2, 3, 5, 7, generator=torch.Generator().manual_seed(0))
     laid = lay_out(values, layout)
     assert torch.equal(laid, values)
     assert laid.stride() == {"bhsd": (105, 35, 7, 1), "bshd": (105, 7, 21, 1), "bhds": (105, 35, 1, 5),
-                             "moat": (315, 63, 9, 1)}[layout]
+                             "moat": (315, 63, 9, 1), "sbhd": (21, 7, 42, 1), "shbd": (7, 14, 42, 1),
+                             "hbsd": (35, 70, 7, 1), "hsbd": (7, 70, 14, 1)}[layout]
 
 
 def test_lay_out_refuses_a_layout_that_ties_tensors_together():
-    with pytest.raises(InvalidInput, match="packed_kv"):
+    with pytest.raises(InvalidInput, match=r"layout is 'packed_kv'; allowed are 'moat' and the orders of dims: 'bhsd'"):
         lay_out(torch.zeros(1, 1, 1, 1), "packed_kv")
 
 

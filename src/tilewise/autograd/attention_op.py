@@ -16,9 +16,13 @@ from tilewise import settings
 from tilewise.autograd import precompile
 from tilewise.autograd.transforms import (
     entry_by_entry,
+    is_batched,
+    one_gradient_after_another,
     refuse_functional_gradient,
     refuse_lost_gradient,
+    refuse_second_gradient,
     refuse_tangents,
+    tensors_in,
 )
 from tilewise.backends.base import Backend, Needs, PrecompilingBackend, Saved
 from tilewise.backends.current import allows_tf32
@@ -26,6 +30,7 @@ from tilewise.dispatch import choose, get_backend
 from tilewise.errors import UnsupportedProblem
 from tilewise.functions import code_of
 from tilewise.kernels.compiling import pending
+from tilewise.length_checks import check_borders
 from tilewise.masks import Mask
 from tilewise.problem import (
     AttentionProblem,
@@ -149,6 +154,9 @@ def _in_force(named: str | None) -> str | None:
 def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> list[torch.Tensor]:
     operands = Operands(*rest[:_N_OPERANDS])
     refuse_lost_gradient((q, k, v, *operands.alone))
+    if operands.cu_seqlens_q is not None:
+        options = Options(*rest[_N_OPERANDS:])
+        check_borders(q, k, operands.lengths, (options.max_seqlen_q, options.max_seqlen_k))
     inputs = facts_of_inputs(q, k, v)
     problem, backend = resolve(inputs, facts_of_operands(operands), rest[_N_OPERANDS:],
                                None if rest[-1] else _in_force(rest[-1]), are_aligned(q, k, v),
@@ -207,13 +215,38 @@ def _backward_plain_fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out:
     return _backward_fake(q, k, v, out, lse, dout, dlse, *NO_OPERANDS, *_of_plain(rest[:-1]), rest[-1])
 
 
+def _gradient_of_entry(op: Any, *arguments: Any) -> Any:
+    return _apply_once(op, *arguments) if torch.is_grad_enabled() else op(*arguments)
+
+
+def _of_entry(op: Any) -> Any:
+    """Return a forward operator that refuses what is seen where torch.func.vmap has parted its entries, and not within.
+
+    That is a gradient or a tangent that an entry needs.
+    """
+    def attend(*arguments: Any) -> Any:
+        tensors = tensors_in(arguments)
+        refuse_lost_gradient(tensors)
+        if forward_ad._current_level >= 0:
+            refuse_tangents(tensors, "Pass double_backward=True.")
+        return op(*arguments)
+
+    return attend
+
+
 for _name, _kernel, _fake in (("attention_forward", _forward, _forward_fake),
                               ("attention_forward_plain", _forward_plain, _forward_plain_fake),
                               ("attention_backward", _backward, _backward_fake),
                               ("attention_backward_plain", _backward, _backward_plain_fake)):
     torch.library.impl(f"tilewise::{_name}", "CompositeExplicitAutograd", _kernel)
     torch.library.register_fake(f"tilewise::{_name}", _fake)
-    torch.library.register_vmap(f"tilewise::{_name}", entry_by_entry(getattr(torch.ops.tilewise, _name).default))
+    _op = getattr(torch.ops.tilewise, _name).default
+    if _kernel is _backward:
+        torch.library.register_vmap(f"tilewise::{_name}", entry_by_entry(_op))
+        _by_gradient = one_gradient_after_another(partial(_gradient_of_entry, _op))
+        torch.library.impl(f"tilewise::{_name}", "Batched", _by_gradient)
+    else:
+        torch.library.register_vmap(f"tilewise::{_name}", entry_by_entry(_of_entry(_op)))
 
 # Bound once: the chained look-up would be paid at every call.
 forward_op = torch.ops.tilewise.attention_forward.default
@@ -307,6 +340,10 @@ def gradients_of(wanted: Sequence[bool], saved: Sequence[torch.Tensor], incoming
     arguments = (q, k, v, out, lse, dout, dlse, *operands, *options, needs)
     # Gradients are enabled here under create_graph=True alone. A compiled backward pass refuses that by itself.
     twice = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    if twice:
+        refuse_second_gradient()
+        # What maps several gradients parts them ahead of autograd: each of them then has a node.
+        twice = not (is_batched(dout) or is_batched(dlse))
     made = iter(_apply_once(op, *arguments) if twice else op(*arguments))
     for place, was_made in zip(places, (needs[0], needs[1], *needs[1:]), strict=True):
         gradient = next(made) if was_made else None

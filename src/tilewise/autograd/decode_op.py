@@ -1,5 +1,6 @@
 """The op boundary of decoding: one opaque node of a compiled graph, which changes its caches. It has no gradient."""
 
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -8,7 +9,7 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
 from tilewise import settings
-from tilewise.autograd.transforms import refuse_tangents
+from tilewise.autograd.transforms import entry_by_entry, refuse_tangents, tensors_in
 from tilewise.decode_problem import (
     CacheOperands,
     DecodeOptions,
@@ -18,6 +19,7 @@ from tilewise.decode_problem import (
     facts_of_present,
 )
 from tilewise.dispatch import Decoder, choose_decoder
+from tilewise.errors import InvalidInput
 from tilewise.length_checks import check_cache
 from tilewise.masks import Mask
 from tilewise.problem import Facts
@@ -28,6 +30,7 @@ torch.library.define("tilewise::attention_decode",
                      "str? alignment, float? scale, float? softcap, bool rotary_interleaved, int? num_splits, "
                      "bool deterministic, str? backend) -> (Tensor, Tensor)")
 _N_OPERANDS = len(CacheOperands._fields)
+NAMES = ("q", "k_cache", "v_cache", *CacheOperands._fields)
 
 
 def run_decode(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, operands: CacheOperands,
@@ -43,6 +46,18 @@ def run_decode(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, op
     out, lse = torch.ops.tilewise.attention_decode(q, k_cache, v_cache, *operands, mask.left, mask.right,
                                                    mask.alignment, *options[1:], backend)
     return out, lse
+
+
+def refuse_gradient(named: Iterable[tuple[str, Any]]) -> None:
+    """Refuse a tensor that needs a gradient.
+
+    Raises:
+        InvalidInput: gradients are enabled, and one does; names it.
+    """
+    for name, tensor in named if torch.is_grad_enabled() else ():
+        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+            raise InvalidInput(f"{name} requires a gradient, and decoding has no backward pass; call it under "
+                               "torch.no_grad(), or attention() without a cache.")
 
 
 def _options(numbers: tuple[Any, ...]) -> DecodeOptions:
@@ -84,3 +99,30 @@ def _fake(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
 
 torch.library.impl("tilewise::attention_decode", "CompositeExplicitAutograd")(_decode)
 torch.library.register_fake("tilewise::attention_decode")(_fake)
+_op = torch.ops.tilewise.attention_decode.default
+
+
+def _decode_entry(*arguments: Any) -> Any:
+    """Decode for one entry of torch.func.vmap, outside of which alone it is seen who needs a derivative."""
+    tensors = tensors_in(arguments)
+    refuse_gradient(zip(NAMES, arguments, strict=False))
+    if forward_ad._current_level >= 0:
+        refuse_tangents(tensors, "Decoding has no derivative.")
+    return _op(*arguments)
+
+
+_by_entry = entry_by_entry(_decode_entry)
+
+
+def _mapped(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[list[torch.Tensor], list[int]]:
+    """The rule of torch.func.vmap: a call for each entry, each with caches of its own where keys are appended."""
+    if arguments[NAMES.index("k")] is not None:
+        for name, cache, dim in zip(NAMES[1:3], arguments[1:3], in_dims[1:3], strict=True):
+            if dim is None or (cache.stride(dim) == 0 and info.batch_size > 1):
+                raise InvalidInput(f"{name} is one for all entries of torch.func.vmap, each of which would append to "
+                                   f"it; allowed is one for each entry: map {name} too, in memory of its own, or "
+                                   "append before.")
+    return _by_entry(info, in_dims, *arguments)
+
+
+torch.library.register_vmap("tilewise::attention_decode", _mapped)

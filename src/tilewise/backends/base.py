@@ -79,7 +79,10 @@ class Backend(Protocol):
 
     def backward(self, problem: AttentionProblem, saved: "Saved", dout: torch.Tensor, dlse: torch.Tensor | None,
                  needs: Needs = Needs()) -> Gradients:  # noqa: B008 - a value, never changed
-        """Return the gradients that are needed, each dense; those of q, k and v with dims stored in their order."""
+        """Return the gradients that are needed, each dense; those of q, k and v with dims stored in their order.
+
+        That is ``dense_strides`` of their own strides, as ``problem.out_strides`` is of q's.
+        """
 
 
 @runtime_checkable

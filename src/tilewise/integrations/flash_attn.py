@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from tilewise.arguments import check_switch
 from tilewise.autograd.attention_op import Options, backward_op
 from tilewise.errors import TilewiseError, UnsupportedProblem
 from tilewise.integrations import bert_padding
@@ -299,6 +300,7 @@ def _options(dropout_p: float, softmax_scale: float | None, causal: bool, window
 
 def _sides(causal: bool, window_size: tuple[int, int]) -> tuple[int | None, int | None]:
     """Translate a window, whose right side counts not if causal, into that of :func:`tilewise.window`."""
+    check_switch("causal", causal)
     left, right = sides_of(window_size)
     return left, 0 if causal else right
 

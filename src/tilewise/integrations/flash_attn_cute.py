@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from tilewise.arguments import check_switch
 from tilewise.errors import TilewiseError
 from tilewise.integrations import flash_attn
 from tilewise.integrations.flash_family import attend, band_of, refuse
@@ -137,6 +138,7 @@ def _sink_for(q: torch.Tensor, sink: Maybe) -> Maybe:
 
 def _options(softmax_scale: float | None, causal: bool, window_size: Window, learnable_sink: Maybe, softcap: float,
              deterministic: bool) -> dict[str, Any]:
+    check_switch("causal", causal)
     left, right = window_size
     right = 0 if causal else right
     if left is not None and right is not None and left + right < 0:

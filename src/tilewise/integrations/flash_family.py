@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tilewise.api import attention, attention_varlen
+from tilewise.arguments import check_switch
 from tilewise.decode import attention_decode
 from tilewise.errors import InvalidInput, UnsupportedProblem
 from tilewise.integrations.callers_terms import in_terms
@@ -24,7 +25,12 @@ attend_cache = in_terms(attention_decode, WORDS, heads_third=True)
 
 
 def band_of(left: int | None, right: int | None, causal: bool) -> Mask:
-    """Return the mask of a window; causal takes the place of its right side."""
+    """Return the mask of a window; causal takes the place of its right side.
+
+    Raises:
+        InvalidInput: causal is neither True nor False, as a window that came in its place.
+    """
+    check_switch("causal", causal)
     return window(left, 0 if causal else right, "bottom_right")
 
 

@@ -6,11 +6,13 @@ need ``enable_gqa``; dropout draws from torch's default generator, so that a see
 """
 
 from collections.abc import Sequence
+from types import NoneType
 from typing import Any, Protocol
 
 import torch
 
 from tilewise.api import attention, attention_varlen
+from tilewise.arguments import check_switch
 from tilewise.errors import InvalidInput, UnsupportedProblem
 from tilewise.integrations.callers_terms import in_terms
 from tilewise.integrations.flash_family import sides_of
@@ -56,13 +58,19 @@ def scaled_dot_product_attention(query: torch.Tensor, key: torch.Tensor, value: 
 
     Raises:
         InvalidInput: heads differ and ``enable_gqa`` is False, a tensor has too few dims or ``attn_mask`` too many, a
-            CausalBias is of other lengths or comes with ``is_causal``, or as :func:`tilewise.attention`.
+            CausalBias is of other lengths or comes with ``is_causal``, a switch is no bool, or as
+            :func:`tilewise.attention`.
 
     >>> q = torch.randn(2, 8, 128, 64)
     >>> scaled_dot_product_attention(q, q, q, is_causal=True).shape
     torch.Size([2, 8, 128, 64])
     """
+    check_switch("is_causal", is_causal)
+    check_switch("enable_gqa", enable_gqa)
     band = causal("top_left") if is_causal else Mask()
+    if not isinstance(attn_mask, (torch.Tensor, NoneType)):
+        raise InvalidInput(f"attn_mask is a {type(attn_mask).__name__}; allowed is a torch.Tensor, a CausalBias of "
+                           "torch's, or None. A mask of tilewise's goes to tilewise.attention(mask=).")
     if is_causal_bias(attn_mask):
         band, attn_mask = _band_of(attn_mask, query, key, is_causal), None
     rank = max(query.dim(), key.dim(), value.dim())

@@ -13,7 +13,7 @@ OperandDtype = Literal["same", "float32"]
 Slopes = Literal["", "h", "bh"]
 Packed = Literal["", "tight", "gaps"]
 Documents = Literal["", "runs", "interleaved", "mixed"]
-Layout = Literal["bhsd", "bshd", "bhds", "packed_qkv", "packed_kv", "expanded", "moat"]
+Layout = Literal["bhsd", "bshd", "bhds", "packed_qkv", "packed_kv", "expanded", "moat", "sbhd", "shbd", "hbsd", "hsbd"]
 # Of 1000 tokens, those of each of eight documents; drawn once, log-normally, as lengths of documents are.
 _SHARES = (128, 68, 238, 192, 49, 235, 30, 60)
 
@@ -235,6 +235,10 @@ _LAYOUTS = (
     Case("scale_given", sq=66, sk=66, scale=0.3),
     Case("storage_bshd", b=2, hq=4, hk=2, sq=66, sk=90, layout="bshd"),
     Case("storage_bhds", sq=66, sk=66, d=32, dv=32, mask=causal(), layout="bhds"),
+    Case("storage_sbhd", b=2, hq=4, hk=2, sq=66, sk=70, d=40, dv=24, layout="sbhd"),
+    Case("storage_shbd", b=3, hq=4, hk=2, sq=66, sk=66, d=32, dv=32, mask=causal(), layout="shbd"),
+    Case("storage_hbsd", b=2, hq=4, hk=2, sq=66, sk=90, d=32, dv=32, layout="hbsd"),
+    Case("storage_hsbd", b=3, hq=2, sq=70, sk=40, d=32, dv=64, mask=_BOTTOM & window(20, 0), layout="hsbd"),
     Case("packed_qkv_causal", b=2, sq=70, sk=70, mask=causal(), layout="packed_qkv"),
     Case("packed_qkv_gqa", hq=4, hk=2, sq=70, sk=70, d=40, dv=40, layout="packed_qkv"),
     Case("packed_kv", b=2, sq=34, sk=70, layout="packed_kv"),

@@ -153,9 +153,17 @@ def _operand_dtype(stream: random.Random) -> OperandDtype:
     return stream.choice(get_args(OperandDtype))
 
 
+def _layout(stream: random.Random) -> Layout:
+    """Any layout, the orders that few have being drawn where a "bshd" was: they are one kind to the other options."""
+    kinds: tuple[Layout, ...] = ("bhsd", "bshd", "bhds", "packed_qkv", "packed_kv", "expanded", "moat")
+    orders: tuple[Layout, ...] = ("bshd", "bshd", "sbhd", "shbd", "hbsd", "hsbd")
+    kind = stream.choice(kinds)
+    return stream.choice(orders) if kind == "bshd" else kind
+
+
 # Field of Case -> how it is drawn.
 _OPTIONS: Mapping[str, Callable[[random.Random], Any]] = {
-    "layout": lambda stream: stream.choice(get_args(Layout)),
+    "layout": _layout,
     "scale": lambda stream: _sometimes(stream, None, lambda one: one.choice((one.uniform(0.05, 2.0), 10.0))),
     "bias": lambda stream: _sometimes(stream, "", _pattern),
     "mask_tensor": lambda stream: _sometimes(stream, "", _pattern),

@@ -4,7 +4,7 @@
 layout         how q, k, v (dims b, h, s, d) lie in memory
 =============  ====================================================================================
 ``bhsd``       as the dims read
-``bshd``       a transposed view of (b, s, h, d) storage
+``bshd``       a transposed view of (b, s, h, d) storage; so ``sbhd``, ``shbd``, ``hbsd`` and ``hsbd`` of theirs
 ``bhds``       a transposed view of (b, h, d, s) storage: the last dim's stride is not 1
 ``packed_qkv`` slices of one (b, s, hq + 2·hk, d) tensor; q, k and v share storage
 ``packed_kv``  k and v are slices of one (b, sk, 2, hk, d) tensor; q as ``bshd``
@@ -242,20 +242,18 @@ def _spread(values: torch.Tensor, case: Case) -> torch.Tensor:
 def lay_out(values: torch.Tensor, layout: Layout) -> torch.Tensor:
     """Return a tensor equal to ``values`` that lies in memory as ``layout`` says.
 
-    Only the layouts that one tensor can have by itself ("bhsd", "bshd", "bhds", "moat"); the others tie tensors
-    together and are made by :func:`make_inputs`.
+    Only the layouts that one tensor can have by itself ("moat", and those named by an order of dims); the others tie
+    tensors together and are made by :func:`make_inputs`.
 
     Raises:
         InvalidInput: the layout ties tensors together.
     """
-    if layout == "bshd":
-        return values.transpose(1, 2).contiguous().transpose(1, 2)
-    if layout == "bhds":
-        return values.transpose(2, 3).contiguous().transpose(2, 3)
     if layout == "moat":
         moat = values.new_full([size + 2 for size in values.shape], float("nan"))
         inside = moat[(slice(1, -1),) * values.dim()]
         return inside.copy_(values)
-    if layout == "bhsd":
-        return values.contiguous()
-    raise InvalidInput(f"lay_out: layout is {layout!r}; allowed are 'bhsd', 'bshd', 'bhds' and 'moat'.")
+    if set(layout) == set("bhsd"):
+        return values.permute(["bhsd".index(dim) for dim in layout]).contiguous().permute(
+            [layout.index(dim) for dim in "bhsd"])
+    raise InvalidInput(f"lay_out: layout is {layout!r}; allowed are 'moat' and the orders of dims: 'bhsd', 'bshd', "
+                       "'bhds', 'sbhd', 'shbd', 'hbsd', 'hsbd'.")

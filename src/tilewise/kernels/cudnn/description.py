@@ -172,7 +172,7 @@ def _borders(ports: tuple[Port, ...]) -> tuple[Borders, ...]:
 
 
 def gradient_strides(problem: AttentionProblem) -> tuple[Sizes, Sizes, Sizes]:
-    """Of dq, dk and dv: dense, with heads and positions in the memory order of their inputs."""
+    """Of dq, dk and dv: dense, with b, h and s in the memory order of their inputs."""
     shapes = ((problem.b, problem.hq, problem.sq, problem.d), (problem.b, problem.hk, problem.sk, problem.d),
               (problem.b, problem.hk, problem.sk, problem.dv))
     strides = (problem.q_strides, problem.k_strides, problem.v_strides)

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from tilewise.kernels.reference.primitives import blind_spans, rows, sink_rows, tiles
 from tilewise.kernels.reference.scores import Tile, changed_by_user, dropout_factors, hidden_pairs
 from tilewise.masks import Span
-from tilewise.problem import AttentionProblem
+from tilewise.problem import AttentionProblem, memory_order
 from tilewise.scores import Operands
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -48,7 +48,7 @@ def differentiable_attention(problem: AttentionProblem, inputs: Inputs, operands
         else:
             parts.append(_tile(problem, queries, first_row, *inputs, *operands))
     outs, lses, max_logits = zip(*parts, strict=True)
-    return _joined_as(problem, outs), torch.cat(lses, 2), torch.cat(max_logits, 2)
+    return joined_as(problem, outs), torch.cat(lses, 2), torch.cat(max_logits, 2)
 
 
 def nothing_of(problem: AttentionProblem, inputs: Inputs, operands: Operands) -> torch.Tensor:
@@ -64,11 +64,12 @@ def _can_compute_again(tensors: tuple[torch.Tensor | None, ...]) -> bool:
         tensor is None or _unpack_dual(tensor).tangent is None for tensor in tensors)
 
 
-def _joined_as(problem: AttentionProblem, outs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+def joined_as(problem: AttentionProblem, outs: tuple[torch.Tensor, ...]) -> torch.Tensor:
     """Join the tiles of out, in the memory order that the problem gives it."""
-    if problem.out_strides[1] < problem.out_strides[2]:
-        return torch.cat([out.transpose(1, 2) for out in outs], 1).transpose(1, 2)
-    return torch.cat(outs, 2)
+    order = (*memory_order(problem.out_strides), 3)
+    parts = [out.permute(order) for out in outs]
+    joined = parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, order.index(2))
+    return joined.permute([order.index(dim) for dim in range(4)])
 
 
 def _blind_rows(problem: AttentionProblem, queries: Span, inputs: Inputs, operands: Operands) -> Results:

@@ -13,7 +13,7 @@ import torch
 from tilewise.errors import InvalidInput
 from tilewise.kernels.reference.backward import GradientTensors, Saved, attention_backward
 from tilewise.kernels.reference.differentiable import Results as DifferentiableResults
-from tilewise.kernels.reference.differentiable import differentiable_attention, nothing_of
+from tilewise.kernels.reference.differentiable import differentiable_attention, joined_as, nothing_of
 from tilewise.kernels.reference.forward import Inputs, Results, attention_forward
 from tilewise.kernels.reference.primitives import tile_dtype
 from tilewise.masks import Span
@@ -83,9 +83,7 @@ def differentiable_by_sequence(problem: AttentionProblem, inputs: Inputs,
     padding = torch.full(shape, float("-inf"), dtype=problem.lse_dtype, device=problem.device)
     out = torch.zeros((*shape, problem.dv), dtype=problem.dtype, device=problem.device) + nothing
     out, lse = _with_rows(out, sequences, outs), _with_rows(padding + nothing, sequences, lses).contiguous()
-    if problem.out_strides[1] > problem.out_strides[2]:
-        out = out.contiguous()
-    return out, lse, _with_rows(padding, sequences, max_logits).contiguous()
+    return joined_as(problem, (out,)), lse, _with_rows(padding, sequences, max_logits).contiguous()
 
 
 class _Sequence(NamedTuple):
