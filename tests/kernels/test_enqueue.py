@@ -250,6 +250,15 @@ def test_compiling_ahead_launches_nothing_and_keeps_nothing(enqueue, cuda):
     assert len(enqueue.kernel.front_end) == 2
 
 
+def test_a_kernel_that_was_launched_before_is_taken_too_and_not_launched(enqueue, cuda):
+    call(enqueue, tensors_of())
+    taken = []
+    with compile_only(lambda name, compile_kernel: taken.append(name)):
+        call(enqueue, tensors_of())
+    assert taken == ["kernel"]
+    assert len(cuda.launches) == 1
+
+
 def test_nothing_keeps_the_first_calls_tensors_alive(enqueue):
     tensors = tensors_of()
     call(enqueue, tensors)

@@ -50,11 +50,11 @@ class Enqueue:
                 ones are multiples of 16.
         """
         alignment = alike or tuple([address and address & 15 == 0 for address in addresses])
-        launch = self._bound.get(alignment)
-        if launch is not None and not self._watched():
+        launch, take = self._bound.get(alignment), take_of_kernels()
+        if launch is not None and take is None and not self._watched():
             launch(addresses)
             return
-        made, take = arguments(), take_of_kernels()
+        made = arguments()
         if take is not None:
             _compare(addresses, made)
             take(self.kernel.__name__, lambda: self.compile(made))
