@@ -241,6 +241,7 @@ def test_a_call_that_is_differentiated_twice_looks_in_a_map_too():
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 def test_a_gpu_is_not_waited_for_and_the_next_call_raises(switched_on):
     packed_call(_BORDERS, **GPU)  # whatever a first call has to do
     q, borders = torch.randn(9, 2, 8, **GPU), torch.tensor([3, 0, 6], **GPU)
