@@ -47,16 +47,19 @@ from tilewise.kernels.gluon.results import record_of, write
 from tilewise.kernels.gluon.softmax import (
     are_bad,
     cap,
-    factor_of,
     halves,
     hide,
     in_pairs,
     in_parts,
+    new_shift_of,
+    no_peak,
+    peak_of,
+    power_of_two_from,
     powers,
+    rounding_of,
     scaled_sum,
-    shift_of,
-    steady_shift_of,
     sum_of,
+    top_of,
 )
 from tilewise.kernels.gluon.tiles import early_of, hides_first_step, keys_of, masked_of
 
@@ -117,7 +120,7 @@ class Shape(NamedTuple):
 
 
 @gluon.jit
-def attend_step(step, turn, q, pairs, probs, acc, row_max, row_sum, row, spans, band, scaling, OWN: gl.constexpr,
+def attend_step(step, turn, q, pairs, probs, acc, shift, row_sum, peak, row, spans, band, scaling, OWN: gl.constexpr,
                 MASKED: gl.constexpr, STEADY: gl.constexpr, C: gl.constexpr):
     """S of a step, and O += P·V of the one before it.
 
@@ -135,43 +138,46 @@ def attend_step(step, turn, q, pairs, probs, acc, row_max, row_sum, row, spans, 
     s = cap(warpgroup_mma_wait(len(C.DV) * len(probs), deps=(s_pending,)), scaling)
     if MASKED:
         s = hide(s, row, keys_of(step, spans, C), band, C)
-    if STEADY:
-        shift = steady_shift_of(row_max, scaling)
+    if STEADY:  # of a row that has seen nothing exponents are inf here, and it is bad
+        subtracted = shift
         factor = None
     else:
-        before = row_max
-        row_max, shift = shift_of(s, before, scaling, MASKED, C)
-        factor = factor_of(before, shift, scaling)
+        shift, subtracted, factor = new_shift_of(s, shift, scaling, MASKED, C)
+    PEAKS: gl.constexpr = STEADY and DTYPE == gl.bfloat16
     if C.PARTS == 2:
         low, high = halves(s)
-        low = powers(low, shift, scaling)
+        low = powers(low, subtracted, scaling, STEADY)
         low_sum = sum_of(low, C)
         if not (COPIES_LEFT_OPERANDS and C.CONSUMERS == 3):  # of three warpgroups' 160 registers copies spill some
             low_sum = stay(low_sum)
     else:
-        p = powers(s, shift, scaling)
+        p = powers(s, subtracted, scaling, STEADY)
         row_sum = scaled_sum(row_sum, factor, p, C)
+        if PEAKS:
+            peak = gl.maximum(peak, peak_of(p))
     acc = finish(acc_pending, 0)
     leave_products(empty, turn, C.STAGES)
     acc = rescale(acc, factor)
     if C.PARTS == 2:
-        high = powers(high, shift, scaling)
+        high = powers(high, subtracted, scaling, STEADY)
         row_sum = scaled_sum(row_sum, factor, high, C) + low_sum
         probs = (in_pairs(low, DTYPE), in_pairs(high, DTYPE))
+        if PEAKS:
+            peak = gl.maximum(gl.maximum(peak, peak_of(low)), peak_of(high))
     else:
         probs = in_parts(p, DTYPE, C)
-    return probs, acc, row_max, row_sum
+    return probs, acc, shift, row_sum, peak
 
 
 @gluon.jit
-def attend_steps(begin, end, turn, q, pairs, probs, acc, row_max, row_sum, row, spans, band, scaling,
+def attend_steps(begin, end, turn, q, pairs, probs, acc, shift, row_sum, peak, row, spans, band, scaling,
                  OWN: gl.constexpr, MASKED: gl.constexpr, STEADY: gl.constexpr, C: gl.constexpr):
     """Steps ``begin`` to ``end`` of a tile."""
     for step in range(begin, end):
-        probs, acc, row_max, row_sum = attend_step(step, turn, q, pairs, probs, acc, row_max, row_sum, row, spans,
-                                                   band, scaling, OWN, MASKED, STEADY, C)
+        probs, acc, shift, row_sum, peak = attend_step(step, turn, q, pairs, probs, acc, shift, row_sum, peak, row,
+                                                       spans, band, scaling, OWN, MASKED, STEADY, C)
         turn += 1
-    return turn, probs, acc, row_max, row_sum
+    return turn, probs, acc, shift, row_sum, peak
 
 
 @gluon.jit
@@ -302,16 +308,17 @@ def attend_tiles(tile, turn, taken, sources, queries, pairs, next_tile, judged, 
         elif masked >= begin:
             s = hide(s, row, keys_of(begin - 1, spans, C), own_band, C)
         own_nothing = gl.convert_layout(nothing, gl.SliceLayout(1, s.type.layout))
-        row_max, shift = shift_of(s, own_nothing, scaling, True, C)
-        p = powers(s, shift, scaling)
-        row_max = gl.convert_layout(row_max, nothing.type.layout)
+        shift, subtracted, _factor = new_shift_of(s, own_nothing, scaling, True, C)
+        p = powers(s, subtracted, scaling, False)
+        shift = gl.convert_layout(shift, nothing.type.layout)
         row_sum = sum_of(p, C)
+        peak = no_peak()
         if HALF:
             low = in_pairs(p, DTYPE)
             probs = (low, low * 0)  # what follows a tile's last step takes all keys, be it the first
             if spans[3] > 1:
-                probs, acc, row_max, row_sum = attend_step(
-                    1, turn, (q_tiles, opaque(q_slot), held), pairs, (low,), acc, row_max, row_sum, row, spans,
+                probs, acc, shift, row_sum, peak = attend_step(
+                    1, turn, (q_tiles, opaque(q_slot), held), pairs, (low,), acc, shift, row_sum, peak, row, spans,
                     own_band, scaling, OWN, False, False, C)
                 turn += 1
                 begin += 1
@@ -323,12 +330,12 @@ def attend_tiles(tile, turn, taken, sources, queries, pairs, next_tile, judged, 
                 wait_full(full, turn, C.STAGES)
                 clear(v_tiles, opaque(turn % C.STAGES), keep, C)
         if C.STEADY or not C.DIAGONAL:
-            turn, probs, acc, row_max, row_sum = attend_steps(
-                begin, masked, turn, (q_tiles, opaque(q_slot), held), pairs, probs, acc, row_max, row_sum, row, spans,
-                own_band, scaling, OWN, True, False, C)
-        turn, probs, acc, row_max, row_sum = attend_steps(
-            gl.maximum(begin, masked), spans[3], turn, (q_tiles, opaque(q_slot), held), pairs, probs, acc, row_max,
-            row_sum, row, spans, own_band, scaling, OWN, False, C.STEADY, C)
+            turn, probs, acc, shift, row_sum, peak = attend_steps(
+                begin, masked, turn, (q_tiles, opaque(q_slot), held), pairs, probs, acc, shift, row_sum, peak, row,
+                spans, own_band, scaling, OWN, True, False, C)
+        turn, probs, acc, shift, row_sum, peak = attend_steps(
+            gl.maximum(begin, masked), spans[3], turn, (q_tiles, opaque(q_slot), held), pairs, probs, acc, shift,
+            row_sum, peak, row, spans, own_band, scaling, OWN, False, C.STEADY, C)
 
         leave(q_empty, taken * C.CONSUMERS + OWN, C.Q_STAGES * C.CONSUMERS)
         taken += 1
@@ -348,13 +355,17 @@ def attend_tiles(tile, turn, taken, sources, queries, pairs, next_tile, judged, 
         pass_turn(OWN, C.CONSUMERS, C.PING_PONG)
         acc = finish(acc_pending, len(products_of(C.D, C.HELD)))
         if C.PARTS == 2:
-            row_sum = gl.convert_layout(gl.sum(row_sum, 1), row_max.type.layout)
+            row_sum = gl.convert_layout(gl.sum(row_sum, 1), shift.type.layout)
+        weight = row_sum
+        if C.STEADY and DTYPE == gl.bfloat16:
+            weight += gl.convert_layout(rounding_of(peak, DTYPE), shift.type.layout)
         if KEPT:
             tile = read_tile(next_tile, taken - 1, tile_size(C))
             row = tile[0] + OWN * (64 // C.PACK)
         if C.STEADY:
-            judge(judged, taken - 1, are_bad(row_sum, acc, DTYPE), tile, OWN, C)
-        write(acc, row_max, row_sum, tile, row, out_desc, out_tiles, results, band, order[1], group, scaling, OWN, C)
+            judge(judged, taken - 1, are_bad(row_sum, acc, shift, DTYPE), tile, OWN, C)
+        write(acc, top_of(shift, scaling), row_sum, weight, tile, row, out_desc, out_tiles, results, band, order[1],
+              group, OWN, C)
         if KEPT:
             leave_tile(next_tile, taken - 1)
             after = read_tile(next_tile, taken, tile_size(C))
@@ -409,7 +420,7 @@ def hopper_forward_kernel(q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, out_de
     sources = (q_descs, k_descs, v_descs, out_desc)
     order = (tiles, heads, batches, section)
     band = (sq, sk, lower, upper)
-    scaling = (scale_log2, squash)
+    scaling = (scale_log2, squash, power_of_two_from(scale_log2))
     lengths = (cu_q, cu_k, seqlens_q, seqlens_k, count)
     if C.CUT > 0:
         parts_ptr += first_line.to(gl.int64) * parts * -record_of(C.DV)

@@ -74,7 +74,7 @@ def store_piece(acc, records, inside, FIRST: gl.constexpr):
 
 
 @gluon.jit
-def write_part(acc, row_max, row_sum, tile, row, band, heads, group, scaling, target, C: gl.constexpr):
+def write_part(acc, top, row_sum, weight, tile, row, band, heads, group, target, C: gl.constexpr):
     """Write what a part of the keys makes of 64 rows: out in float32, then lse to base 2; a line's parts in a row.
 
     The first part says of those without a step that they have seen nothing.
@@ -87,7 +87,7 @@ def write_part(acc, row_max, row_sum, tile, row, band, heads, group, scaling, ta
     line, inside, _head = lines_of(tile, row, rows, band[0], band[0], heads, group, C)
     records = parts_ptr + ((line + (row + rows // C.PACK)) * parts + part) * RECORD
     sum_or_one = gl.where(row_sum == 0.0, 1.0, row_sum)
-    gl.store(records + (RECORD - 8), row_max * scaling[0] + gl.log2(sum_or_one), mask=inside)
+    gl.store(records + (RECORD - 8), top + gl.log2(sum_or_one), mask=inside)
     nothing = gl.full([64], float("-inf"), gl.float32, layout=row_sum.type.layout)
     used = steps_of(tile[0], band, C)[3]
     if C.CUT == 2:
@@ -95,7 +95,7 @@ def write_part(acc, row_max, row_sum, tile, row, band, heads, group, scaling, ta
     used = gl.minimum(parts, used)
     for unused in range(gl.where(part == 0, used, parts), parts):
         gl.store(records + (unused * RECORD + RECORD - 8), nothing, mask=inside)
-    acc = rescale(acc, 1.0 / sum_or_one)
+    acc = rescale(acc, 1.0 / gl.where(weight == 0.0, 1.0, weight))
     for i in gl.static_range(len(C.DV)):
         store_piece(acc[i], records, inside, i * C.DV[0])
 
@@ -107,7 +107,7 @@ def await_results():
 
 
 @gluon.jit
-def write_whole(acc, row_max, row_sum, tile, row, out_desc, out_tiles, results, sq, heads, group, scaling,
+def write_whole(acc, top, row_sum, weight, tile, row, out_desc, out_tiles, results, sq, heads, group,
                 OWN: gl.constexpr, C: gl.constexpr):
     """Write out and lse of 64 rows (eq. 6)."""
     head = tile[1]
@@ -120,15 +120,16 @@ def write_whole(acc, row_max, row_sum, tile, row, out_desc, out_tiles, results, 
     place = (batch, head, begin + row)
     rows = gl.arange(0, 64, layout=row_sum.type.layout)
     line, inside, head = lines_of(tile, row, rows, stop, sq, heads, group, C)
-    top = row_max * scaling[0]
     if sinks_ptr is not None:
-        top, row_sum, decay = add_sink(top, row_sum, sinks_ptr, sinks_stride, head)
+        top, decay, of_sink = add_sink(top, sinks_ptr, sinks_stride, head)
+        row_sum = row_sum * decay + of_sink
+        weight = weight * decay + of_sink
     sum_or_one = gl.where(row_sum == 0.0, 1.0, row_sum)
     lse = (top + gl.log2(sum_or_one)) * LN2
     if C.LENGTHS:
         lse = gl.where(row + rows < length, lse, float("-inf"))
     gl.store(lse_ptr + line + (begin + row + rows // C.PACK), lse, mask=inside)
-    share = 1.0 / sum_or_one
+    share = 1.0 / gl.where(weight == 0.0, 1.0, weight)
     if sinks_ptr is not None:
         share = share * decay
     acc = rescale(acc, share)
@@ -142,9 +143,9 @@ def write_whole(acc, row_max, row_sum, tile, row, out_desc, out_tiles, results, 
 
 
 @gluon.jit
-def write(acc, row_max, row_sum, tile, row, out_desc, out_tiles, results, band, heads, group, scaling,
+def write(acc, top, row_sum, weight, tile, row, out_desc, out_tiles, results, band, heads, group,
           OWN: gl.constexpr, C: gl.constexpr):
-    """Write what there is to write of 64 rows.
+    """Write what there is to write of 64 rows: O divided by ``weight``; lse of ``top`` and ``row_sum``.
 
     Those before the first query are all 64 or none, and a copy to where they would be is an illegal instruction.
     """
@@ -152,13 +153,12 @@ def write(acc, row_max, row_sum, tile, row, out_desc, out_tiles, results, band, 
     if first < 0:
         pass
     elif C.CUT == 1:
-        write_part(acc, row_max, row_sum, tile, row, band, heads, group, scaling, results[4], C)
+        write_part(acc, top, row_sum, weight, tile, row, band, heads, group, results[4], C)
     elif C.CUT == 2:
         if tile[3] >= 0:
-            write_part(acc, row_max, row_sum, tile, row, band, heads, group, scaling, results[4], C)
+            write_part(acc, top, row_sum, weight, tile, row, band, heads, group, results[4], C)
         else:
-            write_whole(acc, row_max, row_sum, tile, row, out_desc, out_tiles, results, band[0], heads, group, scaling,
+            write_whole(acc, top, row_sum, weight, tile, row, out_desc, out_tiles, results, band[0], heads, group,
                         OWN, C)
     else:
-        write_whole(acc, row_max, row_sum, tile, row, out_desc, out_tiles, results, band[0], heads, group, scaling,
-                    OWN, C)
+        write_whole(acc, top, row_sum, weight, tile, row, out_desc, out_tiles, results, band[0], heads, group, OWN, C)

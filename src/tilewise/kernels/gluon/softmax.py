@@ -4,6 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 LOG2E = gl.constexpr(1.4426950408889634)
+HUGE = gl.constexpr(268435456.0)  # 2^28, of shifts (shift_for)
 
 
 @gluon.jit
@@ -13,7 +14,7 @@ def cap(s, scaling):
     tanh(x) = 1 - 2 / (1 + exp(2x)): at both ends exp gives 0 and inf, and these the limits. Near 0 the terms cancel, to
     1e-7 absolutely, of a number that is about to be multiplied by the softcap and compared with 1.
     """
-    _scale_log2, squash = scaling
+    _scale_log2, squash, _exact_scale = scaling
     if squash is not None:
         s = gl.inline_asm_elementwise("""{
             .reg .f32 e;
@@ -73,32 +74,55 @@ def highest(s, C: gl.constexpr):
 
 
 @gluon.jit
-def shift_of(s, row_max, scaling, HIDES: gl.constexpr, C: gl.constexpr):
-    """Return the new maximum of each row, and what it takes from exponents."""
-    scale_log2, _squash = scaling
-    new_max = gl.maximum(row_max, highest(s, C))
-    shift = new_max * scale_log2
-    if HIDES:  # a row that has seen nothing yet
-        shift = gl.where(new_max == float("-inf"), 0.0, shift)
-    return new_max, shift
+def power_of_two_from(scale):
+    """The least power of two that is no less than a positive number."""
+    return ((scale.to(gl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
-def steady_shift_of(row_max, scaling):
-    """The shift that a row's first steps have made, for those after them: any number gives the same out and lse.
+def is_huge(shift):
+    """Whether a row's shift is so far from 0 that its product with the scale must be exact (``shift_for``)."""
+    return gl.abs(shift) >= HUGE
 
-    Exponents may then be above 0, and where one overflows all that follows is not finite (``are_bad``). So it is of a
-    row that has seen nothing yet: its exponents are inf here.
+
+@gluon.jit
+def shift_for(top, scaling):
+    """The largest exponent of each row, whose largest score is given: what all its exponents are shifted by.
+
+    It is rounded, and the exponents are not: the largest one is what rounding left, at most 2^-25 of the shift. That
+    is a factor of all of a row's P, but beyond 2^28 more than float16 has room for. There the scale is replaced by the
+    next power of two, whose products are exact. The scores of two keys are then equal or at least 16 apart, so that
+    nothing that counts becomes of another scale.
     """
-    return row_max * scaling[0]
+    scale_log2, _squash, exact_scale = scaling
+    shift = top * scale_log2
+    return gl.where(is_huge(shift), top * exact_scale, shift)
 
 
 @gluon.jit
-def are_bad(row_sum, acc, DTYPE: gl.constexpr):
-    """Of each row 1 where a steady shift was too small, or what is not finite was there before, else 0.
+def top_of(shift, scaling):
+    """The largest exponent of each row, whatever was its scale."""
+    scale_log2, _squash, exact_scale = scaling
+    return gl.where(is_huge(shift), shift * (scale_log2 / exact_scale), shift)
 
-    In float16 P overflows first, and O is then not finite. In bfloat16 it goes as far as float32: there the sum of P
-    is asked, and below 2^64 no O overflows whose values are below 2^63.
+
+@gluon.jit
+def new_shift_of(s, before, scaling, HIDES: gl.constexpr, C: gl.constexpr):
+    """Return the new shift of each row, what is subtracted for it, and the factor for what came before."""
+    shift = gl.maximum(before, shift_for(highest(s, C), scaling))
+    subtracted = shift
+    if HIDES:  # a row that has seen nothing yet
+        subtracted = gl.where(shift == float("-inf"), 0.0, shift)
+    return shift, subtracted, gl.exp2(before - subtracted)
+
+
+@gluon.jit
+def are_bad(row_sum, acc, shift, DTYPE: gl.constexpr):
+    """Of each row 1 where a steady shift was wrong, or what is not finite was there before, else 0.
+
+    Where it was too small: in float16 P overflows first, and O is then not finite. In bfloat16 it goes as far as
+    float32: there the sum of P is asked, and below 2^64 no O overflows whose values are below 2^63. Where it is huge:
+    steady steps have one scale for all rows.
     """
     if DTYPE == gl.float16:
         nothing = row_sum * 0.0
@@ -107,20 +131,20 @@ def are_bad(row_sum, acc, DTYPE: gl.constexpr):
         sound = nothing == 0.0
     else:
         sound = row_sum <= 18446744073709551616.0
+    sound = sound & ((shift == float("-inf")) | (gl.abs(shift) < HUGE))
     return gl.where(sound, 0, 1).to(gl.int8)
 
 
 @gluon.jit
-def factor_of(row_max, shift, scaling):
-    """The factor for what came before, under the maximum of then."""
-    return gl.exp2(row_max * scaling[0] - shift)
-
-
-@gluon.jit
-def powers(s, shift, scaling):
-    """P of some keys (eq. 4 and 7), not yet rounded."""
-    own = gl.convert_layout(shift, gl.SliceLayout(1, s.type.layout))
-    return gl.exp2(s * scaling[0] - own[:, None])
+def powers(s, subtracted, scaling, STEADY: gl.constexpr):
+    """P of some keys (eq. 4 and 7), not yet rounded. STEADY: of rows whose shift is not huge."""
+    scale_log2, _squash, exact_scale = scaling
+    own = gl.convert_layout(subtracted, gl.SliceLayout(1, s.type.layout))
+    if STEADY:
+        return gl.exp2(s * scale_log2 - own[:, None])
+    else:
+        scale = gl.where(is_huge(own), exact_scale, scale_log2)
+        return gl.exp2(s * scale[:, None] - own[:, None])
 
 
 @gluon.jit
@@ -142,6 +166,27 @@ def sum_of(p, C: gl.constexpr):
         return by_thread(gl.sum(gl.sum(p.reshape([64, p.shape[1] // 8, 4, 2]), 3), 1))
     else:
         return gl.sum(p, 1)
+
+
+@gluon.jit
+def no_peak():
+    """What ``peak_of`` returns of no keys."""
+    LANES: gl.constexpr = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
+    return gl.full([64, 4], 0, gl.int32, layout=gl.DistributedLinearLayout([[8, 0]], LANES, [[16, 0], [32, 0]], [],
+                                                                           [64, 4]))
+
+
+@gluon.jit
+def peak_of(p):
+    """The largest P of each row in each of its four threads, as bits: of these, Hopper compares three at once."""
+    return by_thread(gl.max(gl.max(p.to(gl.int32, bitcast=True).reshape([64, p.shape[1] // 8, 4, 2]), 1), 2))
+
+
+@gluon.jit
+def rounding_of(peak, DTYPE: gl.constexpr):
+    """What rounding to DTYPE adds to the largest P of each row."""
+    largest = gl.max(peak, 1).to(gl.float32, bitcast=True)
+    return largest.to(DTYPE).to(gl.float32) - largest
 
 
 @gluon.jit
@@ -186,14 +231,13 @@ def as_operand(pairs, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def add_sink(top, row_sum, sinks_ptr, sinks_stride, head):
+def add_sink(top, sinks_ptr, sinks_stride, head):
     """Let the sink of a head, or of each row's, enter the softmax (eq. 4 for one more key, with v = 0).
 
-    Returns the maximum, the sum, and the factor for out.
+    Returns the new shift, the factor for what came before, and the sink's P.
     """
     stride = 1 if sinks_stride is None else sinks_stride
     sink = gl.load(sinks_ptr + head * stride).to(gl.float32) * LOG2E
     new_top = gl.maximum(top, sink)
     shift = gl.where(new_top == float("-inf"), 0.0, new_top)
-    decay = gl.exp2(top - shift)
-    return new_top, row_sum * decay + gl.exp2(sink - shift), decay
+    return new_top, gl.exp2(top - shift), gl.exp2(sink - shift)
