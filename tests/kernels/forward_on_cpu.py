@@ -37,12 +37,12 @@ def hold(q_tiles, slot, shape):
 
 # What is written in assembly, or moves values between threads, in plain words.
 CONSTANTS = {(module, name): value for module in MODULES for name, value in (
-    ("_CHUNK", 128), ("_CLEARED", 32), ("_kept", lambda values, below: torch.where(below < 0, values, 0.0)),
+    ("HUGE", softmax.HUGE.value), ("_CHUNK", 128), ("_CLEARED", 32), ("_kept", lambda values, below: torch.where(below < 0, values, 0.0)),
     ("END", pipeline.END.value), ("JUDGED", pipeline.JUDGED.value),
     ("OPEN", pipeline.OPEN.value), ("LN2", math.log(2.0)), ("LOG2E", math.log2(math.e)), ("QUERIES", 64),
     ("halves", halves),
     ("in_pairs", lambda p, dtype: p.to(dtype)), ("as_operand", lambda pairs, dtype, layout: pairs),
-    ("stay", lambda number: number), ("hold_queries", hold), ("cap", lambda s, scaling: s),
+    ("stay", lambda number: number), ("hold_queries", hold), ("cap", lambda s, squash: s),
     ("bytes_of", loading.bytes_of.fn), ("record_of", results.record_of.fn), ("products_of", products.products_of.fn),
     ("tile_size", lengths.tile_size.fn), ("registers", forward.registers.fn)) if hasattr(module, name)}
 

@@ -24,8 +24,9 @@ class Tensor(torch.Tensor):
 
     type = SimpleNamespace(layout=None)
 
-    def to(self, dtype):
-        return torch.Tensor.to(self, getattr(dtype, "torch", dtype))
+    def to(self, dtype, bitcast=False):
+        dtype = getattr(dtype, "torch", dtype)
+        return self.view(dtype) if bitcast else torch.Tensor.to(self, dtype)
 
     def split(self):
         return self.unbind(-1)
@@ -383,6 +384,7 @@ def language(programs):
         num_programs=lambda axis: programs, static_range=range,
         arange=lambda first, last, layout: torch.arange(first, last).as_subclass(Tensor), full=_full, where=_where,
         minimum=_of_either(min, torch.minimum), maximum=_of_either(max, torch.maximum), exp2=torch.exp2,
+        abs=torch.abs,
         load=_load, store=_store, atomic_add=_add, convert_layout=lambda values, *_, **__: values,
         sum=torch.sum, max=torch.amax, log2=torch.log2, multiple_of=_multiple_of, max_contiguous=_max_contiguous,
         allocate_shared_memory=_allocate, warp_specialize=_specialize,

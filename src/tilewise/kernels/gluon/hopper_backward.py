@@ -173,7 +173,7 @@ def sum_steps(begin, end, turn, scores, dk, dv, tiles, queries, douts, rows, tar
         if C.TAILS:
             probs = gl.exp2(scores * scale_log2)
         else:
-            scores = cap(scores, scaling)
+            scores = cap(scores, squash)
             probs = gl.exp2(scores * scale_log2 - lse[None, :])
         if MASKED:
             probs = hide_probs(probs, first_query, key, band, C)

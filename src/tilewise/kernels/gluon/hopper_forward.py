@@ -54,7 +54,6 @@ from tilewise.kernels.gluon.softmax import (
     new_shift_of,
     no_peak,
     peak_of,
-    power_of_two_from,
     powers,
     rounding_of,
     scaled_sum,
@@ -135,7 +134,7 @@ def attend_step(step, turn, q, pairs, probs, acc, shift, row_sum, peak, row, spa
     s_pending = issue_scores(q, k_tiles, slot, False, C)
     acc_pending = issue_out(probs, v_tiles, slot, acc, C)
     pass_turn(OWN, C.CONSUMERS, C.PING_PONG)
-    s = cap(warpgroup_mma_wait(len(C.DV) * len(probs), deps=(s_pending,)), scaling)
+    s = cap(warpgroup_mma_wait(len(C.DV) * len(probs), deps=(s_pending,)), scaling[1])
     if MASKED:
         s = hide(s, row, keys_of(step, spans, C), band, C)
     if STEADY:  # of a row that has seen nothing exponents are inf here, and it is bad
@@ -302,7 +301,7 @@ def attend_tiles(tile, turn, taken, sources, queries, pairs, next_tile, judged, 
                 s = scores_of((q_tiles, opaque(q_slot), held), pairs, turn, OWN, C)
                 turn += 1
                 begin += 1
-        s = cap(s, scaling)
+        s = cap(s, scaling[1])
         if C.DIAGONAL:
             s = hide(s, row, keys_of(0, spans, C), own_band, C)
         elif masked >= begin:
@@ -387,16 +386,17 @@ def registers(consumers):
                              "lead", "first_line"])
 def hopper_forward_kernel(q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, out_desc, lse_ptr, counter, sinks_ptr,
                           sinks_stride, out_ptr, cu_q, cu_k, seqlens_q, seqlens_k, parts_ptr, tiles, heads,
-                          batches, section, sq, sk, lower, upper, group, count, scale_log2, squash, whole, parts,
-                          lead, first_line, C: gl.constexpr):
+                          batches, section, sq, sk, lower, upper, group, count, scale_log2, squash, exact_scale,
+                          whole, parts, lead, first_line, C: gl.constexpr):
     """Compute out and lse.
 
     sinks_ptr, squash: None where there are no sinks and no softcap. With one, scale_log2 is that of what tanh gives,
-    and squash what the products are multiplied by before it. out_ptr: None unless sequences are packed. cu_q to
-    seqlens_k, count: None but for what says where sequences lie and how many they are (tilewise.sequences).
-    parts_ptr, whole, parts, lead, first_line: None unless C.CUT. Then ``whole`` tiles are not cut, the others into so
-    many parts, the first of which is ``lead`` times as long as each other, and that is the first line of lse that is
-    theirs. The sinks enter where parts are combined.
+    and squash what the products are multiplied by before it. exact_scale: the least power of two that is no less than
+    scale_log2; it takes that one's place where scores are huge (softmax.shift_for). out_ptr: None unless sequences are
+    packed. cu_q to seqlens_k, count: None but for what says where sequences lie and how many they are
+    (tilewise.sequences). parts_ptr, whole, parts, lead, first_line: None unless C.CUT. Then ``whole`` tiles are not
+    cut, the others into so many parts, the first of which is ``lead`` times as long as each other, and that is the
+    first line of lse that is theirs. The sinks enter where parts are combined.
     """
     q_descs = joined(q_desc, q_rest)
     k_descs = joined(k_desc, k_rest)
@@ -420,7 +420,7 @@ def hopper_forward_kernel(q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, out_de
     sources = (q_descs, k_descs, v_descs, out_desc)
     order = (tiles, heads, batches, section)
     band = (sq, sk, lower, upper)
-    scaling = (scale_log2, squash, power_of_two_from(scale_log2))
+    scaling = (scale_log2, squash, exact_scale)
     lengths = (cu_q, cu_k, seqlens_q, seqlens_k, count)
     if C.CUT > 0:
         parts_ptr += first_line.to(gl.int64) * parts * -record_of(C.DV)

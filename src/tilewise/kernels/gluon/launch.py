@@ -87,6 +87,7 @@ class HopperForward:
         pieces, columns = config.pieces(problem), config.out_buffers(problem)[0]
         self.packed = problem.sequences.packed is not None
         lower, upper, count, is_shifted = bounds_of(problem)
+        scaling = scaling_of(problem)
         steady = _is_steady(problem, config, lower)
         held = 0 if COPIES_LEFT_OPERANDS.value else _held(problem, config, lower, pack)
         diagonal = cut is None and pack == 1 and count is None and _on_diagonal(problem, config, lower, upper)
@@ -104,7 +105,7 @@ class HopperForward:
         self.parts_shape = len(self.lines), parts, record_of.fn(pieces[1])
         self.scalars = (
             tiles, heads, problem.b, section_of(problem) * heads // problem.hq, problem.sq, len(self.keys),
-            lower or 0, upper or 0, problem.group, count, *scaling_of(problem),
+            lower or 0, upper or 0, problem.group, count, *scaling, exact_scale_of(scaling[0]),
             *((None,) * 4 if cut is None else (whole, parts, lead, first_line)),
             Shape(pack, *pieces, *config.out_buffers(problem), config.keys, config.consumers, config.stages,
                   config.query_stages, config.ping_pong, lower is not None, upper is not None, from_end,
@@ -189,6 +190,12 @@ def scaling_of(problem: AttentionProblem) -> tuple[float, float | None]:
     if softcap is None:
         return problem.scale * log2e, None
     return softcap * log2e, 2.0 * log2e * problem.scale / softcap
+
+
+def exact_scale_of(scale_log2: float) -> float:
+    """The least power of two that is no less than a positive number, or the largest one that float32 has."""
+    fraction, exponent = math.frexp(scale_log2)
+    return math.ldexp(1.0, min(exponent - (fraction == 0.5), 127))
 
 
 def _grouped(tensor: torch.Tensor, group: int | None) -> torch.Tensor:

@@ -8,13 +8,12 @@ HUGE = gl.constexpr(268435456.0)  # 2^28, of shifts (shift_for)
 
 
 @gluon.jit
-def cap(s, scaling):
+def cap(s, squash):
     """Under a softcap, tanh of the scaled scores divided by it (maths.md, section 11); else nothing.
 
     tanh(x) = 1 - 2 / (1 + exp(2x)): at both ends exp gives 0 and inf, and these the limits. Near 0 the terms cancel, to
     1e-7 absolutely, of a number that is about to be multiplied by the softcap and compared with 1.
     """
-    _scale_log2, squash, _exact_scale = scaling
     if squash is not None:
         s = gl.inline_asm_elementwise("""{
             .reg .f32 e;
@@ -71,12 +70,6 @@ def highest(s, C: gl.constexpr):
         tops = gl.max(s.reshape([64, HALVES, s.shape[1] // HALVES // 8, 4, 2]), 2)
         top = by_thread(gl.max(gl.max(tops, 3), 1))
         return gl.convert_layout(gl.max(top, 1), gl.SliceLayout(1, s.type.layout))
-
-
-@gluon.jit
-def power_of_two_from(scale):
-    """The least power of two that is no less than a positive number."""
-    return ((scale.to(gl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
