@@ -37,9 +37,10 @@ def hold(q_tiles, slot, shape):
 
 # What is written in assembly, or moves values between threads, in plain words.
 CONSTANTS = {(module, name): value for module in MODULES for name, value in (
-    ("HUGE", softmax.HUGE.value), ("_CHUNK", 128), ("_CLEARED", 32), ("_kept", lambda values, below: torch.where(below < 0, values, 0.0)),
+    ("_CHUNK", 128), ("_CLEARED", 32), ("_kept", lambda values, below: torch.where(below < 0, values, 0.0)),
     ("END", pipeline.END.value), ("JUDGED", pipeline.JUDGED.value),
     ("OPEN", pipeline.OPEN.value), ("LN2", math.log(2.0)), ("LOG2E", math.log2(math.e)), ("QUERIES", 64),
+    ("HUGE", softmax.HUGE.value),
     ("halves", halves),
     ("in_pairs", lambda p, dtype: p.to(dtype)), ("as_operand", lambda pairs, dtype, layout: pairs),
     ("stay", lambda number: number), ("hold_queries", hold), ("cap", lambda s, squash: s),

@@ -23,6 +23,26 @@ class Tensor(torch.Tensor):
     """torch's, with what Gluon's has beside it."""
 
     type = SimpleNamespace(layout=None)
+    factors = None  # of a product in float32
+
+    def __mul__(self, other):
+        product = torch.Tensor.__mul__(self, other)
+        if isinstance(product, Tensor) and product.dtype is torch.float32:
+            product.factors = self, other
+        return product
+
+    def __add__(self, other):
+        return self._fused(torch.Tensor.__add__, other)
+
+    def __sub__(self, other):
+        return self._fused(torch.Tensor.__sub__, other)
+
+    def _fused(self, combine, other):
+        """A product that something is added to, or taken off, is not rounded before: as launch.OPTIONS ask for."""
+        if self.factors is None:
+            return combine(self, other)
+        left, right = (torch.as_tensor(factor, dtype=torch.float32).double() for factor in self.factors)
+        return combine(left * right, torch.as_tensor(other).double()).float().as_subclass(Tensor)
 
     def to(self, dtype, bitcast=False):
         dtype = getattr(dtype, "torch", dtype)

@@ -6,7 +6,17 @@ from tilewise.masks import TensorMask, window
 from tilewise.problem import AttentionProblem
 from tilewise.scores import NO_OPERANDS
 from tilewise.testing.cases import CASES, Case, case_named
-from tilewise.testing.inputs import call, call_options, lay_out, make_inputs, make_operands, padding_of
+from tilewise.testing.inputs import (
+    HOSTILE_NUMBERS,
+    Numbers,
+    call,
+    call_options,
+    lay_out,
+    make_inputs,
+    make_operands,
+    padding_of,
+    with_numbers,
+)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -215,3 +225,26 @@ def test_a_call_returns_what_is_asked_for_as_the_tensors_lie(name):
     assert torch.equal(out, results.out)
     assert out.shape == inputs.dout.shape
     assert results.lse.shape == results.max_logit.shape == inputs.dlse.shape
+
+
+def test_numbers_are_changed_in_memory_of_their_own():
+    inputs = make_inputs(case_named("gqa"), torch.float32, "cpu")
+    before = [tensor.clone() for tensor in inputs]
+    same, other = with_numbers(inputs, Numbers()), with_numbers(inputs, Numbers(factor=8.0, mean=3.0))
+    for got, tensor in zip(same, inputs, strict=True):
+        assert torch.equal(got, tensor)
+    assert torch.equal(other.q, 8 * inputs.q)
+    assert torch.equal(other.k, inputs.k + 3)
+    assert torch.equal(other.v, inputs.v + 3)
+    assert all(torch.equal(tensor, old) for tensor, old in zip(inputs, before, strict=True))
+
+
+@pytest.mark.parametrize("kind", HOSTILE_NUMBERS)
+def test_a_sink_raises_the_score_of_the_first_key_alone(kind):
+    inputs, numbers = make_inputs(case_named("gqa"), torch.float64, "cpu"), HOSTILE_NUMBERS[kind]
+    changed, without = (with_numbers(inputs, own) for own in (numbers, numbers._replace(sink=0.0)))
+    scores, plain = (own.q[:, ::2] @ own.k.mT / own.q.shape[-1] ** 0.5 for own in (changed, without))
+    first_columns = without.q[:, ::2, :, :1] * without.k[..., :1].mT / inputs.q.shape[-1] ** 0.5
+    raised = torch.zeros_like(scores)
+    raised[..., 0] = numbers.sink
+    torch.testing.assert_close(scores, plain - (first_columns if numbers.sink else 0.0) + raised)

@@ -15,6 +15,8 @@ layout         how q, k, v (dims b, h, s, d) lie in memory
 Bias and boolean mask follow their case's layout; of ``expanded`` ones, the batch has stride 0. Slopes and sinks have
 NaN between their elements where the layout is ``bhds`` or ``moat``. Where lengths are data, padding is NaN in a
 ``moat``; packed sequences are stored as one batch entry.
+
+Numbers are hostile too: :data:`HOSTILE_NUMBERS` names what makes a softmax's rows sharp.
 """
 
 import math
@@ -51,6 +53,44 @@ class Inputs(NamedTuple):
     v: torch.Tensor
     dout: torch.Tensor
     dlse: torch.Tensor
+
+
+class Numbers(NamedTuple):
+    """What is done to drawn numbers; the default changes nothing.
+
+    Attributes:
+        factor: q is multiplied by it, and all scores with it.
+        mean: is added to k and v. All keys then have something in common, and out is far from 0.
+        sink: how far the score of the first key is raised above the others, in powers of e; the first column of q and k
+            is given away for it. With the scale 1/sqrt(d).
+    """
+
+    factor: float = 1.0
+    mean: float = 0.0
+    sink: float = 0.0
+
+
+# By how much a row's largest probability outweighs the others decides what the rounding of one alone costs, and by how
+# much keys have a part in common what a gradient loses that is a small difference of large sums.
+HOSTILE_NUMBERS = {
+    "sharp": Numbers(factor=8.0), "peaked": Numbers(factor=20.0), "offset": Numbers(mean=3.0),
+    "sharp_offset": Numbers(factor=8.0, mean=3.0), "peaked_offset": Numbers(factor=20.0, mean=2.0),
+    "sink": Numbers(sink=8.0), "sink_offset": Numbers(mean=3.0, sink=8.0)}
+
+
+def with_numbers(inputs: Inputs, numbers: Numbers) -> Inputs:
+    """Return the inputs with other numbers, in memory of their own.
+
+    >>> from tilewise.testing.cases import case_named
+    >>> inputs = make_inputs(case_named("mha"), torch.float32, "cpu")
+    >>> torch.equal(with_numbers(inputs, HOSTILE_NUMBERS["sharp"]).q, 8 * inputs.q)
+    True
+    """
+    q, k, v = inputs.q * numbers.factor, inputs.k + numbers.mean, inputs.v + numbers.mean
+    if numbers.sink:
+        q[..., 0], k[..., 0] = q.shape[-1] ** 0.5, 0.0
+        k[:, :, :1, 0] = numbers.sink
+    return inputs._replace(q=q, k=k, v=v)
 
 
 def make_inputs(case: Case, dtype: torch.dtype, device: torch.device | str, seed: int = 0, *,
