@@ -228,8 +228,8 @@ def prepare_hopper(request):
 
 
 def forward_facts(shape):
-    return {"held": shape.HELD, "consumers": shape.CONSUMERS, "turns": shape.PING_PONG, "steady": shape.STEADY,
-            "parts": shape.PARTS, "keys_a_part": shape.KEYS // shape.PARTS}
+    return {"held": shape.HELD, "consumers": shape.CONSUMERS, "turns": shape.PING_PONG, "steady": shape.FROZEN_MAX,
+            "parts": shape.PARTS, "keys_a_part": shape.BLOCK_N // shape.PARTS}
 
 
 def report_of_hopper(compiled, log):

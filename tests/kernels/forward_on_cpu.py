@@ -6,13 +6,13 @@ import torch
 
 from kernels.gluon_on_cpu import Descriptor, Pointer, Tensor, run
 from tilewise.kernels.gluon import (
-    cuts,
+    epilogue,
     launch,
     lengths,
     pipeline,
     products,
-    results,
     softmax,
+    split_kv,
     tiles,
 )
 from tilewise.kernels.gluon import hopper_forward as forward
@@ -21,10 +21,10 @@ from tilewise.problem import AttentionProblem
 from tilewise.scores import OperandFacts, Operands, ScoreOptions
 from tilewise.testing import oracle
 
-MODULES = (forward, loading, cuts, lengths, pipeline, products, results, softmax, tiles)
+MODULES = (forward, loading, split_kv, lengths, pipeline, products, epilogue, softmax, tiles)
 
 
-def halves(s):
+def split_halves(s):
     return s[:, :s.shape[1] // 2], s[:, s.shape[1] // 2:]
 
 
@@ -38,13 +38,15 @@ def hold(q_tiles, slot, shape):
 # What is written in assembly, or moves values between threads, in plain words.
 CONSTANTS = {(module, name): value for module in MODULES for name, value in (
     ("_CHUNK", 128), ("_CLEARED", 32), ("_kept", lambda values, below: torch.where(below < 0, values, 0.0)),
-    ("END", pipeline.END.value), ("JUDGED", pipeline.JUDGED.value),
-    ("OPEN", pipeline.OPEN.value), ("LN2", math.log(2.0)), ("LOG2E", math.log2(math.e)), ("QUERIES", 64),
+    ("NO_TILE", pipeline.NO_TILE.value), ("OVERFLOW_SLOTS", pipeline.OVERFLOW_SLOTS.value),
+    ("OVERFLOW_LAG", pipeline.OVERFLOW_LAG.value), ("LN2", math.log(2.0)), ("LOG2E", math.log2(math.e)),
+    ("QUERIES", 64),
     ("HUGE", softmax.HUGE.value),
-    ("halves", halves),
-    ("in_pairs", lambda p, dtype: p.to(dtype)), ("as_operand", lambda pairs, dtype, layout: pairs),
-    ("stay", lambda number: number), ("hold_queries", hold), ("cap", lambda s, squash: s),
-    ("bytes_of", loading.bytes_of.fn), ("record_of", results.record_of.fn), ("products_of", products.products_of.fn),
+    ("split_halves", split_halves),
+    ("pack_pairs", lambda p, dtype: p.to(dtype)), ("as_operand", lambda pairs, dtype, layout: pairs),
+    ("scheduling_fence", lambda number: number), ("load_q_fragments", hold), ("cap", lambda s, squash: s),
+    ("bytes_of", loading.bytes_of.fn), ("floats_per_partial", epilogue.floats_per_partial.fn),
+    ("products_of", products.products_of.fn),
     ("tile_size", lengths.tile_size.fn), ("registers", forward.registers.fn)) if hasattr(module, name)}
 
 

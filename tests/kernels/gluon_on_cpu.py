@@ -431,10 +431,11 @@ def run(kernel, modules, grid, arguments, constants, together=1):
             "await_sums_before": lambda: _wait_for_arrivals(1),
             "wait_for_tiles_before": _await_turn,
             "_let_next_tile_add": _end_turn, "forget": _forget,
-            "plain_layout": lambda *_: None, "meet": lambda number: _own.program.meet(number),
+            "plain_layout": lambda *_: None, "named_barrier_sync": lambda number: _own.program.meet(number),
             "_named_barrier": lambda *turn: _own.program.turns(*turn),
-            "warpgroup_mma": _multiply, "warpgroup_mma_wait": wait_for_products, "opaque": lambda number: number,
-            "space": lambda count: None,
+            "warpgroup_mma": _multiply, "warpgroup_mma_wait": wait_for_products,
+            "optimization_barrier": lambda number: number,
+            "pad_code": lambda count: None,
             "make_barriers": lambda number, arrivals: SimpleNamespace(
                 index=[Barrier(arrivals) for _ in range(number)].__getitem__),
             "mbarrier": SimpleNamespace(

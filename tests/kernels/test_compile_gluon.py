@@ -83,7 +83,7 @@ def compile_aloud(version, wanted):
 def test_loops_begin_where_in_a_line_of_code_they_were_fastest(dtype):
     """Masked and other steps of the warpgroup that comes first in the code, then of the other (docs/hopper.md).
 
-    Whatever moves them: the instructions in front of a warpgroup's code (Shape.SPACES) can move them back.
+    Whatever moves them: the instructions in front of a warpgroup's code (CODE_PADDING) can move them back.
     """
     plain = {"tails": True, "stays": True, "dtype": dtype}
     rows = compile_aloud(OLDEST, [backward(128, "full", **plain), backward(128, "causal", **plain)])
@@ -341,7 +341,7 @@ def check_products(row):
     # Where they are serialized, each product gets a fence of its own.
     assert 0 < row["warpgroup.arrive"] <= row["hgmma"] / 3, row
     assert row["utmaldg"] > 0, row
-    assert row["unset"] == {}, row  # registers set on some paths alone: see pipeline.opaque
+    assert row["unset"] == {}, row  # registers set on some paths alone: see pipeline.optimization_barrier
     assert row["strays"] == [], row  # or on some paths to something else
     assert row["early"] == [], row  # a number that one thread has drawn, before it has told the others
 

@@ -11,7 +11,7 @@ from tilewise.masks import ALIGNMENTS, Mask, causal, window
 from tilewise.problem import AttentionProblem
 from tilewise.tuning.configs import HopperForwardConfig
 
-cuts = pytest.importorskip("tilewise.kernels.gluon.cuts", reason="Triton is not installed")
+split_kv = pytest.importorskip("tilewise.kernels.gluon.split_kv", reason="Triton is not installed")
 launch = pytest.importorskip("tilewise.kernels.gluon.launch")
 tiles = pytest.importorskip("tilewise.kernels.gluon.tiles")
 CONFIG = HopperForwardConfig(128, 2)
@@ -22,10 +22,11 @@ def plain_python():
     """The functions of gl that the two modules call, on numbers."""
     language = SimpleNamespace(minimum=min, maximum=max, where=lambda test, a, b: a if test else b)
     with pytest.MonkeyPatch.context() as patch:
-        for module in (tiles, cuts):
+        for module in (tiles, split_kv):
             patch.setattr(module, "gl", language)
-        for module, names in ((tiles, ("_place_of",)),
-                              (cuts, ("tile_at", "steps_of", "part_at", "steps_before", "cut_steps", "own_steps_of"))):
+        for module, names in ((tiles, ("_swizzled",)),
+                              (split_kv, ("tile_at", "kv_blocks_of", "split_of", "blocks_before", "blocks_of_split",
+                                          "blocks_of_tile"))):
             for name in names:
                 patch.setattr(module, name, getattr(module, name).fn)
         yield
@@ -45,7 +46,7 @@ def masks(draw):
 
 def places(spans, shape):
     """The first keys of some steps in order, and of those that need a mask."""
-    begins = [tiles.keys_at.fn(step, spans, shape) for step in range(spans[3])]
+    begins = [tiles.n_block_start.fn(step, spans, shape) for step in range(spans[3])]
     return begins, begins[:spans[2]]
 
 
@@ -65,14 +66,16 @@ def test_each_step_of_a_tile_is_in_one_part_and_needs_its_mask_there_too(sq, sk,
     lead = lead if whole else 1
     shares = (parts, lead)
     numbers = launch.HopperForward(problem, CONFIG, 132, cut=(whole, *shares)).scalars
-    order, band, shape, cut = numbers[:4], numbers[4:8], numbers[-1], (whole, shares)
-    assert (numbers[-5:-2], shape.CUT) == ((whole, *shares), 2 if whole else 1)
-    total = cuts.numbers_of.fn(n_tiles, cut, shape)
+    grid, bounds, shape = tiles.TileGrid(*numbers[:4]), tiles.MaskBounds(*numbers[4:8]), numbers[-1]
+    plan = split_kv.SplitPlan(whole, parts, lead)
+    assert (numbers[-5:-2], shape.SPLIT_KV) == ((whole, *shares), 2 if whole else 1)
+    total = split_kv.num_work_tiles.fn(n_tiles, plan, shape)
     assert total == whole + (n_tiles - whole) * parts
     found, handed = {}, []
     for number in range(total):
-        (first, _head, _batch, part), _row, exists = cuts.locate_part.fn(number, order, band, (), cut, shape)
-        spans = cuts.own_steps_of((first, 0, 0, part), band, shares, shape)
+        tile, _row, exists = split_kv.locate_work_tile.fn(number, grid, bounds, (), plan, shape)
+        first, part = tile.first, tile.split
+        spans = split_kv.blocks_of_tile(tile, bounds, plan, shape)
         assert exists == (spans[3] > 0)
         found.setdefault(first, []).append((part, *places(spans, shape)))
         handed.append(part)
@@ -82,7 +85,7 @@ def test_each_step_of_a_tile_is_in_one_part_and_needs_its_mask_there_too(sq, sk,
     firsts = [first for first, parts_of in found.items() if parts_of[0][0] == -1]
     assert len(firsts) == whole
     for first, parts_of in found.items():
-        begins, masked = places(tiles.steps_of.fn(first, band, shape), shape)
+        begins, masked = places(tiles.kv_blocks_of.fn(first, bounds, shape), shape)
         if first in firsts:
             assert parts_of == [(-1, begins, masked)]
             continue
@@ -114,4 +117,4 @@ def test_there_is_one_program_a_part_up_to_one_a_multiprocessor_and_no_diagonal_
     for cut, programs in ((None, 8), ((0, 3, 1), 24), ((6, 3, 2), 12), ((0, 20, 1), 132)):
         bound = launch.HopperForward(problem, CONFIG, 132, cut=cut)
         assert bound.grid == (programs,)
-        assert bound.scalars[-1].DIAGONAL is (cut is None)
+        assert bound.scalars[-1].HALF_DIAGONAL is (cut is None)

@@ -25,14 +25,14 @@ def test_the_diagonal_is_used_where_every_tiles_first_step_has_it():
             (problem_of(256, 300, causal("bottom_right")), False), (problem_of(256, 255, causal("top_left")), False),
             (problem_of(mask=window(None, 1)), False), (problem_of(mask=window(9, 0)), False), (problem_of(), False),
             (problem_of(mask=causal(), d=64), True), (problem_of(mask=causal(), d=192, dv=128), False)):
-        assert scalars_of(problem, config)[2].DIAGONAL is used
+        assert scalars_of(problem, config)[2].HALF_DIAGONAL is used
     problem = problem_of(mask=causal("top_left"), heads=(2, 1))
-    assert not scalars_of(problem, config, 2)[2].DIAGONAL, "rows of a tile are no queries in a row"
-    assert not scalars_of(problem, HopperForwardConfig(64, 2))[2].DIAGONAL
-    assert not scalars_of(problem_of(mask=causal(), d=64), HopperForwardConfig(128, 3))[2].DIAGONAL
-    assert not scalars_of(problem_of(mask=causal(), d=64), HopperForwardConfig(64, 1))[2].DIAGONAL
+    assert not scalars_of(problem, config, 2)[2].HALF_DIAGONAL, "rows of a tile are no queries in a row"
+    assert not scalars_of(problem, HopperForwardConfig(64, 2))[2].HALF_DIAGONAL
+    assert not scalars_of(problem_of(mask=causal(), d=64), HopperForwardConfig(128, 3))[2].HALF_DIAGONAL
+    assert not scalars_of(problem_of(mask=causal(), d=64), HopperForwardConfig(64, 1))[2].HALF_DIAGONAL
     lengths = Sequences(seqlens_q=OperandFacts((1,), (1,), torch.int32))
-    assert not scalars_of(replace(problem, sequences=lengths), config)[2].DIAGONAL
+    assert not scalars_of(replace(problem, sequences=lengths), config)[2].HALF_DIAGONAL
 
 
 def test_a_softmax_comes_in_two_parts_where_heads_are_narrow_and_steps_are_long():
@@ -52,10 +52,10 @@ def test_a_maximum_is_found_in_several_chains_where_that_was_faster():
             (128, 2, False, Mask(), 1), (128, 2, False, causal(), 1), (96, 2, False, causal(), 1),
             (128, 2, False, window(9, 0), 1), (64, 2, False, causal(), 1)):
         config = HopperForwardConfig(128, consumers, ping_pong=ping_pong)
-        assert chains == scalars_of(problem_of(mask=mask, d=d), config)[2].CHAINS
+        assert chains == scalars_of(problem_of(mask=mask, d=d), config)[2].MAX_CHAINS
     wide = HopperForwardConfig(64, 2, query_stages=1, ping_pong=True)
-    assert [scalars_of(problem_of(mask=mask, d=256), wide)[2].CHAINS for mask in (Mask(), causal())] == [4, 1]
-    assert scalars_of(problem_of(mask=causal(), d=256), replace(wide, ping_pong=False))[2].CHAINS == 1
+    assert [scalars_of(problem_of(mask=mask, d=256), wide)[2].MAX_CHAINS for mask in (Mask(), causal())] == [4, 1]
+    assert scalars_of(problem_of(mask=causal(), d=256), replace(wide, ping_pong=False))[2].MAX_CHAINS == 1
 
 
 def test_queries_are_held_in_registers_where_that_was_timed():
@@ -89,7 +89,7 @@ def test_a_tile_longer_than_a_step_asks_under_an_upper_bound_alone_whether_its_f
                           (window(9, 0), 256, False)):
         problem = problem_of(mask=mask, d=d)
         shape = scalars_of(problem, hopper_forward_config(problem))[2]
-        assert shape.SKIPS is asks
+        assert shape.SKIP_MASKED is asks
 
 
 def test_the_kernel_gets_each_piece_by_itself_and_none_where_there_is_one():
@@ -147,6 +147,6 @@ def test_three_warpgroups_tiles_are_counted_from_the_end_under_an_upper_bound_an
         problem = problem_of(mask=mask, d=64)
         shape = scalars_of(replace(problem, sequences=lengths) if are_data else problem,
                            HopperForwardConfig(128, consumers))[2]
-        assert (from_end, rests) == (shape.FROM_END, shape.RESTS)
+        assert (from_end, rests) == (shape.TILES_FROM_END, shape.SKIP_PADDING)
     shared = scalars_of(problem_of(mask=causal(), d=64, heads=(2, 1)), HopperForwardConfig(128, 3), 2)[2]
-    assert (shared.FROM_END, shared.RESTS) == (False, True), "a first query of -1 would say that there is no tile"
+    assert (shared.TILES_FROM_END, shared.SKIP_PADDING) == (False, True), "a first query of -1 would be no tile"

@@ -20,7 +20,7 @@ launch = pytest.importorskip("tilewise.kernels.gluon.launch")
 launch_backward = pytest.importorskip("tilewise.kernels.gluon.launch_backward")
 tiles = pytest.importorskip("tilewise.kernels.gluon.tiles")
 ROWS = 64  # queries a warpgroup
-KEYS, STEP = 128, 64  # of a program of the backward kernel, and its queries a step
+BLOCK_N, STEP = 128, 64  # of a program of the backward kernel, and its queries a step
 CONFIG = HopperForwardConfig(keys=128, consumers=2)
 
 
@@ -50,7 +50,7 @@ def plain_python():
         for module in (tiles, lengths):
             patch.setattr(module, "gl", language)
             patch.setattr(module, "QUERIES", STEP)
-        for module, name in ((tiles, "_place_of"), (tiles, "masked_queries_of"), (lengths, "tile_at"),
+        for module, name in ((tiles, "_swizzled"), (tiles, "masked_queries_of"), (lengths, "tile_at"),
                              (lengths, "sequence_of"), (lengths, "border_at"), (lengths, "extent")):
             patch.setattr(module, name, getattr(module, name).fn)
         patch.setattr(lengths, "_CHUNK", 4)
@@ -93,13 +93,13 @@ def problem_of(sizes, b, heads, mask, sequences):
 def arguments(problem, operands):
     numbers = launch.HopperForward(problem, CONFIG, 132).scalars
     assert numbers[9] == operands[-1]
-    return numbers[:4], numbers[4:8], operands, numbers[-1]
+    return tiles.TileGrid(*numbers[:4]), tiles.MaskBounds(*numbers[4:8]), operands, numbers[-1]
 
 
 def arguments_of_backward(problem, operands):
     numbers = launch_backward.HopperBackward(problem, HopperBackwardConfig(), problem.q_strides, 132).scalars
     assert numbers[12] == operands[-1]
-    return numbers[:4], numbers[4:8], operands, numbers[-1]
+    return tiles.TileGrid(*numbers[:4]), tiles.MaskBounds(*numbers[4:8]), operands, numbers[-1]
 
 
 def located_keys(order, band, operands, shape):
@@ -107,15 +107,15 @@ def located_keys(order, band, operands, shape):
     for number in range(order[0] * order[1] * order[2]):
         tile = tiles.key_tile_at.fn(number, order, shape)
         found = [int(part) for part in lengths.locate_keys.fn(tile, band, operands, shape)]
-        yield found[:3], found[3:7], found[7:]
+        yield found[:3], tiles.MaskBounds(*found[3:7]), found[7:]
 
 
 def located(order, band, operands, shape):
     """Every tile that is handed out, with the first row of its keys."""
     for number in range(order[0] * order[1] * order[2]):
-        tile, row_k, exists = lengths.locate.fn(number, order, band, operands, shape)
+        tile, row_k, exists = lengths.locate_tile.fn(number, order, band, operands, shape)
         if exists:
-            yield [int(part) for part in tile], int(row_k)
+            yield lengths.WorkTile(*map(int, tile)), int(row_k)
 
 
 @st.composite
@@ -140,7 +140,7 @@ def test_every_row_of_packed_sequences_is_in_one_tile_and_tiles_know_their_seque
     order, band, operands, shape = sequences.bound(mask, heads=2)
     written = Counter()
     for tile, row_k in located(order, band, operands, shape):
-        first, head, batch, row_q, rows, sq, _seen, *_shift = tile
+        first, head, batch, row_q, rows, sq, *_ = tile
         assert batch == 0
         assert first % (ROWS * CONFIG.consumers) == 0
         written.update((head, row_q + row) for row in range(first, min(rows, first + ROWS * CONFIG.consumers)))
@@ -162,18 +162,18 @@ def test_every_row_of_packed_sequences_is_in_one_tile_and_tiles_know_their_seque
 def test_steps_hold_every_visible_key_and_the_first_one_alone_passes_the_last_key_that_is_seen(sequences, mask):
     order, band, operands, shape = sequences.bound(mask)
     for tile, _ in located(order, band, operands, shape):
-        first, _head, _batch, row_q, rows, sq, seen, *_shift = tile
+        first, _head, _batch, row_q, rows, sq, seen, *_ = tile
         same = [n for n, start in enumerate(sequences.borders[0][:-1])
                 if start == row_q and sequences.rows[0][n] == rows]
-        own_band = lengths.band_of.fn(tile, band, shape)
-        spans = tiles.steps_of.fn(first, own_band, shape)
-        begins = [tiles.keys_at.fn(step, spans, shape) for step in range(spans[3])]
+        own_band = lengths.bounds_of_tile.fn(tile, band, shape)
+        spans = tiles.kv_blocks_of.fn(first, own_band, shape)
+        begins = [tiles.n_block_start.fn(step, spans, shape) for step in range(spans[3])]
         assert begins[0] >= 0
         assert all(begin >= 0 and begin + CONFIG.keys <= seen for begin in begins[1:])
         if not same or first >= sq:
             assert seen == 0
             assert len(begins) == 1, "one step, that hides all"
-            assert all(tiles.masked_of.fn(row, spans, own_band, shape) == 1 for row in (first, first + ROWS))
+            assert all(tiles.masked_blocks_of.fn(row, spans, own_band, shape) == 1 for row in (first, first + ROWS))
             continue
         visible = mask.visible(sq, sequences.lengths(same[0])[1])
         any_sees = visible.any(0).nonzero().flatten().tolist()
@@ -181,7 +181,7 @@ def test_steps_hold_every_visible_key_and_the_first_one_alone_passes_the_last_ke
         keys = visible[first:first + ROWS * CONFIG.consumers].any(0).nonzero().flatten().tolist()
         assert all(any(begin <= key < begin + CONFIG.keys for begin in begins) for key in keys)
         for row in range(first, min(sq, first + ROWS * CONFIG.consumers), ROWS):
-            for begin in begins[tiles.masked_of.fn(row, spans, own_band, shape):]:
+            for begin in begins[tiles.masked_blocks_of.fn(row, spans, own_band, shape):]:
                 part = visible[row:row + ROWS, begin:begin + CONFIG.keys]
                 assert part.all()
                 assert part.shape[1] == CONFIG.keys
@@ -238,8 +238,9 @@ def test_what_says_where_a_tile_is_has_a_place_for_each_number():
     for sequences in (Packed([[5], [5]], [None, None], 0), Packed([[5], [5]], [[3], [4]], 2)):
         for mask in (Mask(), causal("top_left"), causal("bottom_right"), window(None, None, "bottom_right")):
             order, band, operands, shape = sequences.bound(mask)
-            assert shape.SHIFTED is (mask == causal("bottom_right"))
-            assert all(len(tile) == lengths.tile_size(shape) for tile, _ in located(order, band, operands, shape))
+            assert shape.BOTTOM_RIGHT is (mask == causal("bottom_right"))
+            assert all(len(lengths.numbers_of_tile.fn(tile, shape)) == lengths.tile_size(shape)
+                       for tile, _ in located(order, band, operands, shape))
 
 
 @given(packed(), masks())
@@ -250,8 +251,8 @@ def test_every_row_of_packed_keys_is_in_one_tile_that_writes_its_gradient(sequen
     for (first, head, batch), _, (_row_q, row_k, _see_from, _seen_from, rows, _step) in located_keys(
             *sequences.bound(mask, heads=2, backward=True)):
         assert batch == 0
-        assert first % KEYS == 0
-        written.update((head, row_k + row) for row in range(first, min(rows, first + KEYS)))
+        assert first % BLOCK_N == 0
+        written.update((head, row_k + row) for row in range(first, min(rows, first + BLOCK_N)))
     assert written == Counter((head, row) for head in range(2) for row in range(sequences.totals[1]))
 
 
@@ -266,11 +267,11 @@ def test_a_tile_of_keys_knows_which_rows_see_and_are_seen_and_its_steps_hold_eve
     owners, pairs = {}, Counter()
     for (first, *_), own_band, (row_q, row_k, see_from, seen_from, rows, first_step) in located_keys(
             order, band, operands, shape):
-        spans = tiles.query_steps_of.fn(first, own_band, shape)
+        spans = tiles.q_blocks_of.fn(first, own_band, shape)
         same = [n for n, start in enumerate(sequences.borders[1][:-1])
                 if start == row_k and sequences.rows[1][n] == rows > 0]
         visible = mask.visible(*sequences.lengths(same[0])) if same and row_k < sequences.borders[1][-1] else None
-        if visible is None or not visible[:, first:first + KEYS].any():
+        if visible is None or not visible[:, first:first + BLOCK_N].any():
             assert spans[3] == 0
             continue
         sq, sk = visible.shape
@@ -278,12 +279,12 @@ def test_a_tile_of_keys_knows_which_rows_see_and_are_seen_and_its_steps_hold_eve
         seeing, seen = (visible.any(side).nonzero().flatten().tolist() for side in (1, 0))
         assert (see_from, own_band[0]) == (seeing[0], seeing[-1] + 1), "the others' rows are zeroed"
         assert (seen_from, own_band[1]) == (seen[0], seen[-1] + 1)
-        begins = [tiles.queries_at.fn(step, spans, shape) for step in range(spans[3])]
+        begins = [tiles.q_block_start.fn(step, spans, shape) for step in range(spans[3])]
         for begin in begins:
             assert 0 <= begin < sq
             assert owners.setdefault(first_step + begin // STEP, (same[0], begin)) == (same[0], begin)
-            pairs[same[0]] += int(visible[begin:begin + STEP, first:first + KEYS].sum())
-        for key in range(first, first + KEYS, ROWS):
+            pairs[same[0]] += int(visible[begin:begin + STEP, first:first + BLOCK_N].sum())
+        for key in range(first, first + BLOCK_N, ROWS):
             ends = tiles.phases_of.fn(key, spans, own_band, shape)
             for step in range(ends[1], ends[2]):
                 assert key + ROWS <= sk
@@ -314,7 +315,7 @@ def test_where_pairs_are_dropped_a_tile_of_keys_knows_its_sequences_number_last(
     order, band, operands, shape = sequences.bound(mask, backward=True)
     named = set()
     for (first, *_), _, (_row_q, row_k, _see_from, _seen_from, rows, first_step, *number) in located_keys(
-            order, band, operands, shape._replace(DROPS=drops)):
+            order, band, operands, shape._replace(HAS_DROPOUT=drops)):
         assert len(number) == drops
         if drops and first < rows and row_k < sequences.borders[1][-1]:
             assert sequences.borders[1][number[0]] == row_k
@@ -332,12 +333,12 @@ def test_padded_keys_have_the_tiles_of_their_shape(pairs, mask, of_q):
     order, band, operands, shape = arguments_of_backward(problem_of((300, 400), b, 2, mask, sequences), operands)
     found = list(located_keys(order, band, operands, shape))
     assert Counter(tuple(tile) for tile, *_ in found) == Counter(
-        (first, head, batch) for first in range(0, 400, KEYS) for head in range(2) for batch in range(b))
+        (first, head, batch) for first in range(0, 400, BLOCK_N) for head in range(2) for batch in range(b))
     for (first, _head, batch), own_band, (row_q, row_k, see_from, _seen_from, rows, first_step) in found:
         assert (row_q, row_k, rows, first_step) == (0, 0, 400, 0)
         visible = mask.visible(queries[batch] if of_q else 300, keys[batch])
         seeing = visible.any(1).nonzero().flatten().tolist()
-        if visible[:, first:first + KEYS].any():
+        if visible[:, first:first + BLOCK_N].any():
             assert (see_from, own_band[0]) == (seeing[0], seeing[-1] + 1)
         else:
-            assert tiles.query_steps_of.fn(first, own_band, shape)[3] == 0
+            assert tiles.q_blocks_of.fn(first, own_band, shape)[3] == 0

@@ -33,7 +33,7 @@ def plain_python():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiles, "gl", SimpleNamespace(minimum=min, maximum=max, where=lambda test, a, b: a if test else b))
         patch.setattr(tiles, "QUERIES", QUERIES)
-        for called in ("_place_of", "masked_queries_of"):
+        for called in ("_swizzled", "masked_queries_of"):
             patch.setattr(tiles, called, getattr(tiles, called).fn)
         yield
 
@@ -52,7 +52,7 @@ SIZES = st.integers(1, 900)
 def firsts_of(order, sq, shape):
     """The first query of each tile of a head, in order; of tiles counted from the end the first one may be negative."""
     firsts = sorted({tiles.tile_at.fn(number, order, sq, shape)[0] for number in range(order[0] * order[1] * order[2])})
-    assert pipeline.END.value not in firsts, "a tile that says that there is none"
+    assert pipeline.NO_TILE.value not in firsts, "a tile that says that there is none"
     return firsts
 
 
@@ -79,8 +79,8 @@ def test_every_visible_key_is_in_one_step_and_unmasked_steps_are_visible_whole(s
     visible = mask.visible(sq, sk)[:, keys.start:keys.stop]
     assert band[1] == visible.shape[1]
     for first in firsts_of(order, sq, shape):
-        spans = tiles.steps_of.fn(first, band, shape)
-        begins = [tiles.keys_at.fn(step, spans, shape) for step in range(spans[3])]
+        spans = tiles.kv_blocks_of.fn(first, band, shape)
+        begins = [tiles.n_block_start.fn(step, spans, shape) for step in range(spans[3])]
         assert begins
         assert all(begin >= 0 for begin in begins), "the copy engine would shift what is before the tensor"
         assert len(set(begins)) == len(begins)
@@ -90,7 +90,7 @@ def test_every_visible_key_is_in_one_step_and_unmasked_steps_are_visible_whole(s
         if seen:
             assert len(begins) <= -(-(seen[-1] + 1 - seen[0]) // config.keys), "a step that nobody needs"
         for row in range(first, first + queries * config.consumers, queries):
-            masked = tiles.masked_of.fn(row, spans, band, shape)
+            masked = tiles.masked_blocks_of.fn(row, spans, band, shape)
             for begin in begins[masked:]:
                 part = inside(visible, row, queries)[:, begin:begin + config.keys]
                 assert part.all(), (first, row, begin)
@@ -103,9 +103,9 @@ def test_without_a_lower_bound_warpgroups_mask_no_step_that_all_their_queries_se
     problem = problem_of(1000, 1000, mask)
     order, band, shape = scalars_of(problem, config)
     for first, own in product(firsts_of(order, problem.sq, shape), range(config.consumers)):
-        row, spans = first + own * ROWS, tiles.steps_of.fn(first, band, shape)
-        for step in range(tiles.masked_of.fn(row, spans, band, shape)):
-            last_key = tiles.keys_at.fn(step, spans, shape) + config.keys - 1
+        row, spans = first + own * ROWS, tiles.kv_blocks_of.fn(first, band, shape)
+        for step in range(tiles.masked_blocks_of.fn(row, spans, band, shape)):
+            last_key = tiles.n_block_start.fn(step, spans, shape) + config.keys - 1
             assert last_key > row + mask.right or last_key >= problem.sk
 
 
@@ -117,19 +117,19 @@ def test_first_step_is_skipped_by_warpgroups_that_see_none_of_it_but_never_the_o
     problem = problem_of(sq, sk, mask)
     assume(not problem.is_empty)
     order, band, shape = scalars_of(problem, config)
-    assert shape.SKIPS
+    assert shape.SKIP_MASKED
     visible = mask.visible(sq, sk)
     for first, own in product(firsts_of(order, sq, shape), range(config.consumers)):
         row = first + own * ROWS
         assert row < sq, "a warpgroup without rows behind the last query"
-        spans = tiles.steps_of.fn(first, band, shape)
-        begin = tiles.keys_at.fn(0, spans, shape)
+        spans = tiles.kv_blocks_of.fn(first, band, shape)
+        begin = tiles.n_block_start.fn(0, spans, shape)
         # Rows past the last query stand for none; the source asks the last row that there could be.
-        hides = tiles.hides_first_step.fn(begin, spans[3], row, band[3], shape)
+        hides = tiles.first_block_is_masked.fn(begin, spans[3], row, band[3], shape)
         assert hides == (spans[3] > 1 and begin > row + ROWS - 1 + band[3])
         if hides:
             assert not inside(visible, row, ROWS)[:, begin:begin + config.keys].any()
-            assert tiles.masked_of.fn(row, spans, band, shape) >= 1
+            assert tiles.masked_blocks_of.fn(row, spans, band, shape) >= 1
 
 
 @given(SIZES, st.integers(0, 6), st.integers(0, 200))
@@ -140,11 +140,11 @@ def test_on_the_diagonal_the_first_warpgroup_sees_half_of_a_first_step_and_all_s
     """And P of a step that is half seen is multiplied by that half of V: nothing that is visible may lie behind it."""
     mask, sk = window(None, 128 * right, "top_left"), sq + 128 * right + more
     (n_tiles, *_), band, shape = scalars_of(problem_of(sq, sk, mask), HopperForwardConfig(128, 2))
-    assert shape.DIAGONAL
+    assert shape.HALF_DIAGONAL
     visible = mask.visible(sq, sk)[:, :band[1]]
     for first in range(0, n_tiles * 128, 128):
-        spans = tiles.steps_of.fn(first, band, shape)
-        begins = [tiles.keys_at.fn(step, spans, shape) for step in range(spans[3])]
+        spans = tiles.kv_blocks_of.fn(first, band, shape)
+        begins = [tiles.n_block_start.fn(step, spans, shape) for step in range(spans[3])]
         assert begins[0] == first + 128 * right
         assert not visible[first:first + ROWS, begins[0] + 64:].any()
         assert all(visible[first:first + 128, begin:begin + 128].all() and begin + 128 <= band[1]
@@ -157,7 +157,7 @@ def test_every_tile_has_one_number(sq, b, hk, group, d, is_causal):
     problem = problem_of(sq, sq, causal() if is_causal else None, d, b, (hk * group, hk))
     for config in (hopper_forward_config(problem), *[HopperForwardConfig(128, 3)] * (d <= 64)):
         order, _, shape = scalars_of(problem, config)
-        assert (is_causal and config.consumers == 3) == shape.FROM_END
+        assert (is_causal and config.consumers == 3) == shape.TILES_FROM_END
         check_numbers(order, shape, sq)
 
 
@@ -169,11 +169,11 @@ def test_every_tile_has_one_number_whatever_the_section(order, is_causal):
 
 
 def check_numbers(order, shape, sq=None):
-    n_tiles, heads, batches, _ = order
+    n_tiles, heads, batches, _ = order = tiles.TileGrid(*order)
     rows = ROWS * shape.CONSUMERS
     sq = n_tiles * rows if sq is None else sq
     numbered = Counter(tiles.tile_at.fn(number, order, sq, shape) for number in range(n_tiles * heads * batches))
-    before = -(-sq // ROWS) * ROWS - n_tiles * rows if shape.FROM_END else 0
+    before = -(-sq // ROWS) * ROWS - n_tiles * rows if shape.TILES_FROM_END else 0
     assert -rows < before <= 0
     firsts = [before + tile * rows for tile in range(n_tiles)]
     assert firsts == firsts_of(order, sq, shape)
@@ -182,7 +182,7 @@ def check_numbers(order, shape, sq=None):
 
 
 def test_causal_sections_come_one_after_another_the_rest_first_and_long_tiles_before_short_ones():
-    order = n_tiles, heads, batches, section = 5, 4, 2, 3
+    n_tiles, heads, batches, section = order = tiles.TileGrid(5, 4, 2, 3)
     _, _, shape = scalars_of(problem_of(mask=causal()), HopperForwardConfig(128, 2))
     places = [tiles.tile_at.fn(number, order, 600, shape) for number in range(n_tiles * heads * batches)]
     lines = [batch * heads + head for _, head, batch in places]
@@ -206,35 +206,35 @@ def test_the_band_counts_from_the_first_key_that_is_seen():
     assert problem.seen_keys.start == 645
     _, band, shape = scalars_of(problem, HopperForwardConfig(128, 2))
     assert band == (100, 355, 0, 255)
-    assert (shape.LOWER, shape.UPPER) == (True, True)
+    assert (shape.HAS_LOWER, shape.HAS_UPPER) == (True, True)
 
 
-KEYS = 128  # of a program of the backward kernel for narrow heads
-IN_NO_ORDER, IN_ORDER = HopperBackwardConfig(), HopperBackwardConfig(ordered=True)
-WIDE, ALONE = HopperBackwardConfig(wide=True), HopperBackwardConfig(tails=True, stays=True, alone=True)
+BLOCK_N = 128  # of a program of the backward kernel for narrow heads
+NONDETERMINISTIC, DETERMINISTIC = HopperBackwardConfig(), HopperBackwardConfig(ordered=True)
+WIDE, HEAD_PERSISTENT = HopperBackwardConfig(wide=True), HopperBackwardConfig(tails=True, stays=True, alone=True)
 
 
-def backward_scalars_of(problem, config=IN_NO_ORDER):
+def backward_scalars_of(problem, config=NONDETERMINISTIC):
     bound = launch_backward_wide.backward_launch(problem, config, problem.q_strides, 132)
     numbers = (bound.dkdv if config.wide else bound).scalars
-    return numbers[:4], numbers[4:8], numbers[-1]
+    return tiles.TileGrid(*numbers[:4]), tiles.MaskBounds(*numbers[4:8]), numbers[-1]
 
 
 def begins_of(first, spans, shape):
     """The first queries of all steps of the tile of keys from ``first`` on."""
-    return [tiles.queries_to_and_fro.fn(step, first, spans, shape) if shape.ALONE else
-            tiles.queries_at.fn(step, spans, shape) for step in range(spans[3])]
+    return [tiles.queries_to_and_fro.fn(step, first, spans, shape) if shape.HEAD_PERSISTENT else
+            tiles.q_block_start.fn(step, spans, shape) for step in range(spans[3])]
 
 
-@given(SIZES, SIZES, masks(), st.sampled_from((IN_NO_ORDER, IN_ORDER, WIDE, ALONE)))
-@example(900, 900, Mask(), IN_NO_ORDER)
-@example(512, 512, causal("top_left"), IN_NO_ORDER)
-@example(300, 700, causal("bottom_right"), IN_NO_ORDER)
-@example(700, 300, causal("bottom_right"), IN_NO_ORDER)
-@example(100, 600, causal("top_left"), IN_NO_ORDER)
-@example(800, 800, window(127, 0, "top_left"), IN_NO_ORDER)
-@example(200, 900, window(0, 0, "bottom_right"), IN_NO_ORDER)
-@example(800, 800, window(127, 0, "top_left"), IN_ORDER)
+@given(SIZES, SIZES, masks(), st.sampled_from((NONDETERMINISTIC, DETERMINISTIC, WIDE, HEAD_PERSISTENT)))
+@example(900, 900, Mask(), NONDETERMINISTIC)
+@example(512, 512, causal("top_left"), NONDETERMINISTIC)
+@example(300, 700, causal("bottom_right"), NONDETERMINISTIC)
+@example(700, 300, causal("bottom_right"), NONDETERMINISTIC)
+@example(100, 600, causal("top_left"), NONDETERMINISTIC)
+@example(800, 800, window(127, 0, "top_left"), NONDETERMINISTIC)
+@example(200, 900, window(0, 0, "bottom_right"), NONDETERMINISTIC)
+@example(800, 800, window(127, 0, "top_left"), DETERMINISTIC)
 @example(300, 700, causal("bottom_right"), WIDE)
 @example(800, 820, window(127, 0, "top_left"), WIDE)
 def test_backward_every_seeing_query_is_in_one_step_and_unmasked_steps_see_all_keys(sq, sk, mask, config):
@@ -247,7 +247,7 @@ def test_backward_every_seeing_query_is_in_one_step_and_unmasked_steps_see_all_k
     assert visible.any(1).all(), "a query that sees no key is read"
     assert (n_tiles - 1) * config.keys < sk <= n_tiles * config.keys, "every key has its gradient written"
     for first in range(0, n_tiles * config.keys, config.keys):
-        spans = tiles.query_steps_of.fn(first, band, shape)
+        spans = tiles.q_blocks_of.fn(first, band, shape)
         begins = begins_of(first, spans, shape)
         assert all(begin % QUERIES == 0 and 0 <= begin < sq for begin in begins), "dq's sums lie on a grid"
         assert len(set(begins)) == len(begins)
@@ -259,7 +259,7 @@ def test_backward_every_seeing_query_is_in_one_step_and_unmasked_steps_see_all_k
             ends = tiles.phases_of.fn(key, spans, band, shape)
             assert list(ends) == sorted(ends)
             assert (ends[0], ends[-1]) == (0, spans[3])
-            assert shape.LOWER or not (config.ordered or config.alone) or ends[1] == 0, "this phase is left out"
+            assert shape.HAS_LOWER or not (config.ordered or config.alone) or ends[1] == 0, "this phase is left out"
             for step in range(ends[1], ends[2]):
                 assert visible[begins[step]:begins[step] + QUERIES, key:key + ROWS].all(), (key, begins[step])
                 assert key + ROWS <= sk, "keys past the last one need a mask"
@@ -268,11 +268,12 @@ def test_backward_every_seeing_query_is_in_one_step_and_unmasked_steps_see_all_k
                 assert config.ordered or config.alone or begins[step] == counted
 
 
-@pytest.mark.parametrize("config", [IN_NO_ORDER, IN_ORDER, WIDE, ALONE], ids=["no order", "order", "wide", "alone"])
+@pytest.mark.parametrize("config", [NONDETERMINISTIC, DETERMINISTIC, WIDE, HEAD_PERSISTENT],
+                         ids=["no order", "order", "wide", "alone"])
 def test_causal_backward_masks_no_step_whose_queries_all_see_the_warpgroups_keys(config):
     (n_tiles, *_), band, shape = backward_scalars_of(problem_of(1024, 1024, causal()), config)
     for key in range(0, n_tiles * config.keys, ROWS):
-        spans = tiles.query_steps_of.fn(key // config.keys * config.keys, band, shape)
+        spans = tiles.q_blocks_of.fn(key // config.keys * config.keys, band, shape)
         ends = tiles.phases_of.fn(key, spans, band, shape)
         for step in {*range(spans[3])} - {*range(ends[1], ends[2])}:
             assert begins_of(key // config.keys * config.keys, spans, shape)[step] < key + ROWS - 1
@@ -282,8 +283,8 @@ def test_causal_backward_masks_no_step_whose_queries_all_see_the_warpgroups_keys
     (Mask(), [[5, 4, 3, 2, 1, 0], [0, 1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 0]]),
     (causal(), [[5, 4], [4, 5, 3, 2], [5, 4, 3, 2, 1, 0]])], ids=str)
 def test_where_a_program_has_a_head_alone_it_goes_over_the_queries_to_and_fro(mask, steps):
-    _, band, shape = backward_scalars_of(problem_of(384, 384, mask), ALONE)
-    begins = [begins_of(first, tiles.query_steps_of.fn(first, band, shape), shape) for first in (256, 128, 0)]
+    _, band, shape = backward_scalars_of(problem_of(384, 384, mask), HEAD_PERSISTENT)
+    begins = [begins_of(first, tiles.q_blocks_of.fn(first, band, shape), shape) for first in (256, 128, 0)]
     assert begins == [[QUERIES * step for step in row] for row in steps]
 
 
@@ -295,13 +296,13 @@ def test_tiles_add_to_each_step_in_the_order_of_their_programs_and_come_there_in
     """A tile may only wait for programs of lower numbers: others may not be running. And it seldom should."""
     problem = problem_of(sq, sk, mask, b=b, heads=(hk, hk))
     assume(not problem.is_empty)
-    (n_tiles, *_), band, shape = backward_scalars_of(problem, IN_ORDER)
-    order, adding = (n_tiles, hk, b, section), {}
+    (n_tiles, *_), band, shape = backward_scalars_of(problem, DETERMINISTIC)
+    order, adding = tiles.TileGrid(n_tiles, hk, b, section), {}
     for number in range(n_tiles * hk * b):
         first, head, batch = tiles.key_tile_at.fn(number, order, shape)
-        spans = tiles.query_steps_of.fn(first, band, shape)
+        spans = tiles.q_blocks_of.fn(first, band, shape)
         for turn in range(spans[3]):
-            step = tiles.queries_at.fn(turn, spans, shape) // QUERIES
+            step = tiles.q_block_start.fn(turn, spans, shape) // QUERIES
             rank = tiles.rank_of.fn(first, step, band, shape)
             adding.setdefault((batch, head, step), []).append((rank, first, turn))
     for ranks, firsts, turns in (zip(*tiles_of_step, strict=True) for tiles_of_step in adding.values()):
@@ -331,25 +332,25 @@ def test_wide_heads_come_in_tiles_whose_sides_are_powers_of_two(d, dv, of_q, of_
 def test_where_queries_stay_each_seen_key_is_in_one_step_and_unmasked_steps_are_seen_whole(sq, sk, mask):
     problem = problem_of(sq, sk, mask)
     *_, shape = numbers = launch_backward_wide.HopperBackwardApart(problem, WIDE).dq.scalars
-    n_tiles, band = numbers[0], numbers[4:8]
+    n_tiles, band = numbers[0], tiles.MaskBounds(*numbers[4:8])
     queries, keys = problem.seeing_queries, problem.seen_keys
     visible = mask.visible(sq, sk)[queries.start:queries.stop, keys.start:keys.stop]
     sq, sk = visible.shape
     assert (n_tiles - 1) * 128 < sq <= n_tiles * 128, "every query has its gradient written"
     for first in range(0, n_tiles * 128, 128):
-        spans = tiles.steps_of.fn(first, band, shape)
-        begins = [tiles.keys_at.fn(step, spans, shape) for step in range(spans[3])]
+        spans = tiles.kv_blocks_of.fn(first, band, shape)
+        begins = [tiles.n_block_start.fn(step, spans, shape) for step in range(spans[3])]
         seen = visible[first:first + 128].any(0).nonzero().flatten().tolist()
         assert sum(begin <= key < begin + 64 for begin in begins for key in seen) == len(seen)
         for row in (first, first + 64):
-            begin = int(shape.UPPER and tiles.hides_first_step.fn(begins[0], spans[3], row, band[3], shape))
+            begin = int(shape.HAS_UPPER and tiles.first_block_is_masked.fn(begins[0], spans[3], row, band[3], shape))
             assert not (begin and visible[row:row + 64, begins[0]:begins[0] + 64].any()), "left out"
-            for step in range(max(begin + 1, tiles.masked_of.fn(row, spans, band, shape)), spans[3]):
+            for step in range(max(begin + 1, tiles.masked_blocks_of.fn(row, spans, band, shape)), spans[3]):
                 assert visible[row:row + 64, begins[step]:begins[step] + 64].all(), (row, begins[step])
                 assert begins[step] + 64 <= sk or row >= sq, "keys past the last one need a mask"
 
 
-@pytest.mark.parametrize("config", [IN_NO_ORDER, IN_ORDER])
+@pytest.mark.parametrize("config", [NONDETERMINISTIC, DETERMINISTIC])
 def test_grids_have_one_dim_however_many_heads_there_are(config):
     """Heads were dQ's second dim, of which CUDA launches 65535 at most: 4096 windows of 16 heads failed."""
     problem = problem_of(64, 64, d=64, b=4096, heads=(16, 16))
@@ -364,7 +365,7 @@ def test_every_backward_tile_has_one_number_and_long_ones_come_first(sk, b, hk, 
     order, _, shape = backward_scalars_of(problem)
     n_tiles, heads, batches, section = order
     places = [tiles.key_tile_at.fn(number, order, shape) for number in range(n_tiles * heads * batches)]
-    assert Counter(places) == Counter(product(range(0, n_tiles * KEYS, KEYS), range(heads), range(batches)))
+    assert Counter(places) == Counter(product(range(0, n_tiles * BLOCK_N, BLOCK_N), range(heads), range(batches)))
     if is_causal and section >= heads * batches:
         assert [first for first, *_ in places] == sorted(first for first, *_ in places)
 
@@ -377,12 +378,12 @@ def test_a_backward_section_holds_heads_whose_queries_and_sums_fit_l2():
     for sq, group, section in ((4096, 1, 8), (16384, 1, 2), (4096, 2, 8), (3000, 1, 8), (1 << 20, 8, 1)):
         problem = problem_of(sq, 128, causal("bottom_right"), heads=(16 * group, 16))
         assert backward_scalars_of(problem)[0][3] == section
-        assert backward_scalars_of(problem, IN_ORDER)[0][3] == 16, "tiles of one head wait for one another"
+        assert backward_scalars_of(problem, DETERMINISTIC)[0][3] == 16, "tiles of one head wait for one another"
 
 
 def test_ordered_tiles_that_start_together_are_of_many_heads():
     """Under a bound above; else L2 decides, as where there is no order."""
     for mask, most in ((causal("bottom_right"), 9), (Mask(), 17)):
-        order, _, shape = backward_scalars_of(problem_of(4096, 4096, mask, heads=(32, 32)), IN_ORDER)
+        order, _, shape = backward_scalars_of(problem_of(4096, 4096, mask, heads=(32, 32)), DETERMINISTIC)
         places = [tiles.key_tile_at.fn(number, order, shape) for number in range(132)]
         assert max(Counter(head for _, head, _ in places).values()) == most

@@ -21,8 +21,8 @@ MODULES = (backward, loading, products, sums_of, tails_of, lengths, pipeline, so
 CONSTANTS = {(module, "QUERIES"): 64 for module in MODULES if hasattr(module, "QUERIES")} | {
     (module, "LOG2E"): math.log2(math.e) for module in (loading, softmax)} | {
     (module, "TAIL"): 16 for module in (backward, tails_of)} | {(sums_of, "WRITERS"): 2} | {
-    (module, "END"): -1 for module in (backward, loading, pipeline)} | {
-    (module, "settle"): lambda values, turn: (values, turn) for module in (backward, pipeline)}
+    (module, "NO_TILE"): -1 for module in (backward, loading, pipeline)} | {
+    (module, "scheduling_fence_of"): lambda values, turn: (values, turn) for module in (backward, pipeline)}
 AHEAD, TAILS, STAGED, STAYS, ALONE, ORDERED = (HopperBackwardConfig(**settings) for settings in (
     {"ahead": True, "direct": True}, {"direct": True, "tails": True}, {"tails": True}, {"tails": True, "stays": True},
     {"tails": True, "stays": True, "alone": True}, {"ordered": True}))

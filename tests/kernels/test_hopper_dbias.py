@@ -73,7 +73,7 @@ def test_its_source_computes_the_sum_on_the_cpu(case, programs):
     arguments = (*(Descriptor(tensor, block) for tensor in (q, k, v, dout)),
                  *(Pointer(tensor.flatten()) for tensor in (lse, delta, bias)), Pointer(dbias.view(-1)),
                  *launch.scalars)
-    constants = {(hopper_dbias, "LOG2E"): math.log2(math.e), (hopper_dbias, "SIZE"): 3, (hopper_dbias, "END"): -1,
+    constants = {(hopper_dbias, "LOG2E"): math.log2(math.e), (hopper_dbias, "SIZE"): 3, (hopper_dbias, "NO_TILE"): -1,
                  (hopper_dbias, "BLANK_ROWS"): 4}
     constants |= {(module, name): int(getattr(pair_tiles, name)) for module in (hopper_dbias, pair_tiles)
                   for name in ("ROWS", "BLOCKS")}

@@ -39,7 +39,7 @@ def test_the_greatest_of_scores_far_apart_is_found_wherever_it_is(d, mask, confi
     random.seed(0)
     problem, tensors = call_of(mask, (192, 300), (1, 1), (d, d))
     problem = replace(problem, scale=50.0 * (64 / d) ** 0.5)
-    assert chains == launch.HopperForward(problem, config, 3).scalars[-1].CHAINS
+    assert chains == launch.HopperForward(problem, config, 3).scalars[-1].MAX_CHAINS
     check(problem, tensors, *attend(problem, config, tensors)[:2])
 
 

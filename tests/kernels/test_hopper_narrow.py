@@ -19,7 +19,7 @@ Descriptor, Pointer, run = gluon_on_cpu.Descriptor, gluon_on_cpu.Pointer, gluon_
 MODULES = (narrow, backward, loading, products, sums_of, tails_of, pipeline, key_shares, tiles)
 CONSTANTS = {(module, "QUERIES"): 64 for module in MODULES if hasattr(module, "QUERIES")} | {
     (module, "TAIL"): 16 for module in (narrow, backward, tails_of)} | {
-    (module, "END"): -1 for module in (narrow, pipeline)} | {
+    (module, "NO_TILE"): -1 for module in (narrow, pipeline)} | {
     (narrow, "ZERO"): 0, (narrow, "ONE"): 1, (sums_of, "WRITERS"): 2, (narrow, "WRITERS"): 2}
 ADDED, ORDERED, ALONE = (HopperBackwardConfig(4, 4, tails=True, ordered=ordered, alone=alone)
                          for ordered, alone in ((False, False), (True, False), (True, True)))

@@ -16,7 +16,7 @@ forward_on_cpu = pytest.importorskip("kernels.forward_on_cpu", reason="Triton is
 launch, loading = forward_on_cpu.launch, forward_on_cpu.loading
 attend, call_of, check = (getattr(forward_on_cpu, name) for name in ("attend", "call_of", "check"))
 TWO, THREE = HopperForwardConfig(128, 2), HopperForwardConfig(128, 3, ping_pong=True)
-END = forward_on_cpu.pipeline.END.value
+NO_TILE = forward_on_cpu.pipeline.NO_TILE.value
 WIDE = HopperForwardConfig(64, 2, query_stages=1, out_parts=2)
 HUGE = {"133120": 133120.0, "1e6": 999424.0}  # which bfloat16 has
 SMALL = 2.0**-6
@@ -30,14 +30,14 @@ def short_calls_too(monkeypatch):
 @pytest.fixture
 def again(monkeypatch):
     """The tiles that come again."""
-    found, hand_out = [], loading.hand_out.fn
+    found, publish_tile = [], loading.publish_tile.fn
 
     def watched(next_tile, turn, tile, size):
-        if tile[0] != END and tile[-1]:
+        if tile[0] != NO_TILE and tile[-1]:
             found.append(tuple(map(int, tile)))
-        hand_out(next_tile, turn, tile, size)
+        publish_tile(next_tile, turn, tile, size)
 
-    monkeypatch.setattr(loading, "hand_out", watched)
+    monkeypatch.setattr(loading, "publish_tile", watched)
     return found
 
 
@@ -66,7 +66,7 @@ def test_sharp_rows_in_bfloat16_err_as_with_weights_rounded_below_the_true_maxim
     random.seed(0)
     problem, (q, k, v) = call_of(mask, (128, 1100), (1, 1), (d, d), dtype=torch.bfloat16)
     problem = replace(problem, scale=d**-0.5)
-    assert scalars_of(problem, config)[2].STEADY
+    assert scalars_of(problem, config)[2].FROZEN_MAX
     q, k, v = q * 8, k, v + 3
     if kind == "offset":
         k = k + 3

@@ -18,7 +18,7 @@ launch, loading = forward_on_cpu.launch, forward_on_cpu.loading
 attend, call_of, check, combined = (
     getattr(forward_on_cpu, name) for name in ("attend", "call_of", "check", "combined"))
 TWO, THREE = HopperForwardConfig(128, 2), HopperForwardConfig(128, 3, ping_pong=True)
-END = forward_on_cpu.pipeline.END.value
+NO_TILE = forward_on_cpu.pipeline.NO_TILE.value
 WIDE = HopperForwardConfig(64, 2, query_stages=1, out_parts=2)
 CASES = {
     "full": (Mask(), (150, 700), (64, 64), TWO), "three": (Mask(), (390, 500), (64, 64), THREE),
@@ -40,14 +40,14 @@ def short_calls_too(monkeypatch):
 @pytest.fixture
 def loaded(monkeypatch):
     """The tiles that are handed out, in order: their numbers, of which the last one says if a tile comes again."""
-    found, hand_out = [], loading.hand_out.fn
+    found, publish_tile = [], loading.publish_tile.fn
 
     def watched(next_tile, turn, tile, size):
-        if tile[0] != END:
+        if tile[0] != NO_TILE:
             found.append(tuple(map(int, tile)))
-        hand_out(next_tile, turn, tile, size)
+        publish_tile(next_tile, turn, tile, size)
 
-    monkeypatch.setattr(loading, "hand_out", watched)
+    monkeypatch.setattr(loading, "publish_tile", watched)
     return found
 
 
@@ -58,7 +58,7 @@ def test_its_source_computes_out_and_lse_and_no_tile_of_common_scores_comes_agai
     random.seed(0)
     mask, sizes, dims, config = case
     problem, tensors = call_of(mask, sizes, (2, 1), dims, sinks=sinks, dtype=dtype)
-    assert scalars_of(problem, config)[2].STEADY
+    assert scalars_of(problem, config)[2].FROZEN_MAX
     own = torch.tensor((-200.0, -300.0)) if problem.scores.sinks else None  # of no weight, but one must be asked for
     out, lse, made = attend(problem, config, tensors, 1, (0, parts, 1) if parts > 1 else None, own)
     if parts > 1:
@@ -149,8 +149,8 @@ def test_in_float16_first_keys_that_outdo_all_others_bring_no_tile_again(case, p
     random.seed(0)
     mask, sizes, dims, config = case
     problem, (q, k, v) = call_of(mask, sizes, (2, 1), dims)
-    assert scalars_of(problem, config)[2].EARLY
-    assert not scalars_of(replace(problem, dtype=torch.bfloat16), config)[2].EARLY
+    assert scalars_of(problem, config)[2].SINK_BLOCK_FIRST
+    assert not scalars_of(replace(problem, dtype=torch.bfloat16), config)[2].SINK_BLOCK_FIRST
     q[..., 0] = 8.0
     k[..., 0] = 0.0
     k[:, :, 0, 0] = 100.0
@@ -189,4 +189,4 @@ def test_a_shift_is_steady_where_keys_are_many_and_nothing_but_an_upper_bound_or
             (problem_of(mask=window(9, 0)), TWO, False), (problem_of(mask=window(9, None)), TWO, False),
             (replace(plain, scores=ScoreOptions(softcap=30.0)), TWO, False),
             (replace(plain, sequences=lengths), TWO, False), (plain, HopperForwardConfig(64, 1), False)):
-        assert scalars_of(problem, config)[2].STEADY is is_steady
+        assert scalars_of(problem, config)[2].FROZEN_MAX is is_steady

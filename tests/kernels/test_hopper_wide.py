@@ -24,7 +24,7 @@ WIDE = HopperBackwardConfig(wide=True)
 MODULES = (backward, loading, wide, dq_wide, pieces, sums_of, pipeline, products, softmax, tiles)
 CONSTANTS = {(module, "QUERIES"): 64 for module in MODULES if hasattr(module, "QUERIES")} | {
     (module, "LOG2E"): math.log2(math.e) for module in (loading, softmax)} | {
-    (module, "in_pairs"): lambda pairs, dtype: pairs.to(dtype) for module in (wide, dq_wide)} | {
+    (module, "pack_pairs"): lambda pairs, dtype: pairs.to(dtype) for module in (wide, dq_wide)} | {
     (wide, "hold"): lambda tile: tile.load(None), (wide, "as_operand"): lambda held, *_: held, (wide, "HELD"): 128,
     (dq_wide, "K_STAGES"): 2,
     (pieces, "times"): lambda probs, slopes, dtype: (probs.float() * slopes).to(dtype)}

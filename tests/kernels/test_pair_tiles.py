@@ -143,11 +143,11 @@ def test_the_kernel_gets_the_bias_by_its_strides_and_the_band_counted_from_the_f
     launch = launch_of(100, 1000, window(255, 0, "bottom_right"), shape=(1, 4, 100, 1000), strides=(7, 5, 3, 2))
     scalars = scalars_of(launch)
     assert (scalars.stride_b, scalars.stride_h, scalars.stride_q, scalars.stride_k) == (7, 5, 3, 2)
-    assert (scalars.lower, scalars.upper, scalars.C.LOWER, scalars.C.UPPER) == (645, 900, True, True)
+    assert (scalars.lower, scalars.upper, scalars.C.HAS_LOWER, scalars.C.HAS_UPPER) == (645, 900, True, True)
     assert (scalars.rows, scalars.columns, scalars.heads, launch.grid) == (1, 8, 4, (32,))
     assert scalars.scale_log2 == pytest.approx(0.5 * 1.442695)
     full = scalars_of(launch_of())
-    assert (full.C.LOWER, full.C.UPPER, full.C.WIDTH) == (False, False, 128)
+    assert (full.C.HAS_LOWER, full.C.HAS_UPPER, full.C.WIDTH) == (False, False, 128)
     assert launch_of(4096, 4096).grid == (132,)
     assert [scalars_of(launch_of(d=d, dv=dv)).C.WIDTH for d, dv in ((16, 40), (64, 65), (96, 8))] == [64, 128, 128]
 

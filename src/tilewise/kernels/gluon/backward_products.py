@@ -10,22 +10,22 @@ from tilewise.kernels.gluon.tiles import QUERIES
 
 @gluon.jit
 def issue_pairs(own, streamed, rows, turn, slot, WHICH: gl.constexpr, C: gl.constexpr):
-    """Issue Sᵀ = K·Qᵀ (WHICH 0), or dPᵀ = V·dOᵀ (1), of a turn; with C.TAILS less lse / scale, or delta.
+    """Issue Sᵀ = K·Qᵀ (WHICH 0), or dPᵀ = V·dOᵀ (1), of a turn; with C.AUGMENTED_K less lse / scale, or delta.
 
     own: the warpgroup's keys or values; streamed: tiles of queries or their dO; slot: of the turn.
     """
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
     start = gl.full([64, QUERIES], 0.0, gl.float32, layout=LAYOUT)
     right = streamed.index(slot).reshape([QUERIES, C.WIDTH]).permute((1, 0))
-    if C.TAILS:
-        start = begin_with(rows, turn % C.STAGES, WHICH, start)
-    return warpgroup_mma(own, right, start, use_acc=C.TAILS, is_async=True)
+    if C.AUGMENTED_K:
+        start = begin_with(rows, turn % C.KV_STAGES, WHICH, start)
+    return warpgroup_mma(own, right, start, use_acc=C.AUGMENTED_K, is_async=True)
 
 
 @gluon.jit
 def dscores_slot(half, consumer, C: gl.constexpr):
-    """Return where dS of a consumer lies. With C.STAYS both of its tiles are side by side: dK leaves by way of them."""
-    if C.STAYS:
+    """Return where dS of a consumer lies. With C.PERSISTENT both of its tiles are side by side, and stage dK."""
+    if C.PERSISTENT:
         slot = 2 * consumer + half
     else:
         slot = half * C.CONSUMERS + consumer

@@ -8,7 +8,7 @@ them, 16 registers, until there are probabilities; nothing passes between thread
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tilewise.kernels.gluon.pipeline import opaque
+from tilewise.kernels.gluon.pipeline import optimization_barrier
 from tilewise.scores import DRAW_SPAN
 
 _SPAN = gl.constexpr(DRAW_SPAN)
@@ -38,8 +38,8 @@ def draw(low, high, row, first_query, first_key):
     A word has the draws of keys j and j + 8. low, high: the seed; row: the head's number in the batch; both firsts are
     multiples of 16. What depends on row and key alone is computed anew in every step: to keep it, too, spills.
     """
-    row = opaque(row)
-    first_key = opaque(first_key)
+    row = optimization_barrier(row)
+    first_key = optimization_barrier(first_key)
     numbers = gl.arange(0, 32, layout=gl.SliceLayout(1, _COUNTERS))
     is_odd = (numbers & 1 != 0)[:, None]
     c0 = (first_key // 4 + numbers // 8 * 4 + numbers % 8 // 2).to(gl.uint32)[:, None]

@@ -6,12 +6,12 @@ keys of all: dS goes through shared memory, and each warpgroup makes its part of
 added in global memory to the sums of the other tiles (hopper_dq_sums.py), in float32 and in the order in which threads
 hold it; hopper_dq.py brings it into dq's. The query heads of a group pass one after another while the keys stay.
 
-With C.AHEAD, S of the next step is computed while this step's dQ and dK are: a step then begins with its softmax.
+With C.S_AHEAD, S of the next step is computed while this step's dQ and dK are: a step then begins with its softmax.
 
-With C.STAYS a program draws one tile of keys after another. The next one's values, keys and first queries come while
-the last step is computed and dK and dV are written, by way of what dS and the parts of dQ are staged in. With C.ALONE
-it has all tiles of a head instead, from the last one on, and nobody else adds to this head's dQ: the first tile that
-sees a step sets its sums, and the last one begins from them and writes dq.
+With C.PERSISTENT a program draws one tile of keys after another. The next one's values, keys and first queries come
+while the last step is computed and dK and dV are written, by way of what dS and the parts of dQ are staged in. With
+C.HEAD_PERSISTENT it has all tiles of a head instead, from the last one on, and nobody else adds to this head's dQ: the
+first tile that sees a step sets its sums, and the last one begins from them and writes dq.
 
 Where lengths are data, rows of other sequences come into the tiles. Their probabilities are 0 and enter products, and
 0 · NaN is NaN: the loading warp zeroes them, before it says that the tile is there.
@@ -44,33 +44,36 @@ from tilewise.kernels.gluon.hopper_tails import TAIL, make_picks
 from tilewise.kernels.gluon.lengths import (
     key_rows_of,
     key_tile_of,
+    load_tile_metadata,
     locate_keys,
     parts_of,
-    recall,
     sequence_at,
     store_some,
-    tell,
+    store_tile_metadata,
 )
 from tilewise.kernels.gluon.pipeline import (
-    END,
-    IN_ORDER,
-    leave,
+    CONTIGUOUS,
+    NO_TILE,
+    TileQueue,
+    consumer_release,
+    consumer_wait,
+    get_tile,
     make_barriers,
-    meet,
-    opaque,
-    settle,
-    space,
-    take_tile,
-    wait_full,
+    named_barrier_sync,
+    optimization_barrier,
+    pad_code,
+    scheduling_fence_of,
 )
 from tilewise.kernels.gluon.softmax import cap
 from tilewise.kernels.gluon.tiles import (
     QUERIES,
+    MaskBounds,
+    TileGrid,
     key_tile_at,
     phases_of,
-    queries_at,
+    q_block_start,
+    q_blocks_of,
     queries_to_and_fro,
-    query_steps_of,
 )
 
 PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])  # of a step: 64 keys by 64 queries
@@ -85,21 +88,21 @@ class Shape(NamedTuple):
 
     WIDTH: int
     CONSUMERS: int
-    STAGES: int
+    KV_STAGES: int
     OUT_STAGES: int
-    AHEAD: bool
-    DIRECT: bool
-    ORDERED: bool
-    TAILS: bool
-    STAYS: bool
-    ALONE: bool
-    LOWER: bool
-    UPPER: bool
-    LENGTHS: bool
-    PACKED: bool
-    SHIFTED: bool
-    DROPS: bool
-    SPACES: tuple[int, int]
+    S_AHEAD: bool
+    DQ_FROM_REGISTERS: bool
+    DETERMINISTIC: bool
+    AUGMENTED_K: bool
+    PERSISTENT: bool
+    HEAD_PERSISTENT: bool
+    HAS_LOWER: bool
+    HAS_UPPER: bool
+    VARLEN: bool
+    HAS_CU_SEQLENS: bool
+    BOTTOM_RIGHT: bool
+    HAS_DROPOUT: bool
+    CODE_PADDING: tuple[int, int]
 
 
 @gluon.jit
@@ -110,11 +113,11 @@ def hide_probs(probs, first_query, first_key, band, C: gl.constexpr):
     queries = first_query + gl.arange(0, QUERIES, layout=gl.SliceLayout(0, LAYOUT))
     keys = first_key + gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
     start = gl.full([64], -2**31, gl.int32, layout=gl.SliceLayout(1, LAYOUT))
-    if C.UPPER:
+    if C.HAS_UPPER:
         start = keys - upper
     start = gl.where(keys < sk, start, 2**31 - 1)
     probs = gl.where(queries[None, :] >= start[:, None], probs, 0.0)
-    if C.LOWER:
+    if C.HAS_LOWER:
         probs = gl.where(queries[None, :] <= (keys - lower)[:, None], probs, 0.0)
     return probs
 
@@ -124,10 +127,10 @@ def sum_steps(begin, end, turn, scores, dk, dv, tiles, queries, douts, rows, tar
               key, scaling, drawn, member, leaving, OWN: gl.constexpr, MASKED: gl.constexpr, C: gl.constexpr):
     """Steps ``begin`` to ``end`` of one query head: add to dk and dv, and to dQ in memory.
 
-    target: what dQ is added to, with C.ALONE as start_of_half takes it, else as hand_over does. drawn: the seed's
-    halves, the number of the group's first head, of which this is number ``member``, the threshold in the upper half of
-    a word, and the positions of the first query and key that are read. leaving: with C.STAYS what gives the keys back,
-    and the values, and the turn of the tile's last step.
+    target: what dQ is added to, with C.HEAD_PERSISTENT as start_of_half takes it, else as hand_over does. drawn: the
+    seed's halves, the number of the group's first head, of which this is number ``member``, the threshold in the upper
+    half of a word, and the positions of the first query and key that are read. leaving: with C.PERSISTENT what gives
+    the keys back, and the values, and the turn of the tile's last step.
     """
     k_tiles, v_tiles, dscores_tiles = tiles
     q_tiles, q_full, q_empty = queries
@@ -138,64 +141,65 @@ def sum_steps(begin, end, turn, scores, dk, dv, tiles, queries, douts, rows, tar
     ROW: gl.constexpr = gl.SliceLayout(0, PAIRS)
     DTYPE: gl.constexpr = k_tiles.dtype
     NC: gl.constexpr = C.CONSUMERS
-    BEGUN: gl.constexpr = 1 if C.TAILS else 0  # products of S and dP beside those with K and V
+    BEGUN: gl.constexpr = 1 if C.AUGMENTED_K else 0  # products of S and dP beside those with K and V
     unmasked = start + (at_head - masked) * QUERIES
-    if C.LENGTHS:
-        turn = opaque(turn)
+    if C.VARLEN:
+        turn = optimization_barrier(turn)
     for step in range(begin, end):
-        slot = turn % C.STAGES
+        slot = turn % C.KV_STAGES
         own = OWN
-        if C.STAYS:  # else what all operands' places are made of stands in registers from tile to tile, and spills
-            own = opaque(own)
+        if C.PERSISTENT:  # else what all operands' places are made of stands in registers from tile to tile, and spills
+            own = optimization_barrier(own)
         k = k_tiles.index(own).reshape([64, C.WIDTH])
         v = v_tiles.index(own).reshape([64, C.WIDTH])
-        if C.ALONE:
+        if C.HEAD_PERSISTENT:
             first_query = queries_to_and_fro(step, key - OWN * 64, spans, C)
-        elif MASKED or C.ORDERED:
-            first_query = queries_at(step, spans, C)
+        elif MASKED or C.DETERMINISTIC:
+            first_query = q_block_start(step, spans, C)
         else:  # behind those at the head
             first_query = unmasked + step * QUERIES
-        if not C.AHEAD:
-            wait_full(q_full, turn, C.STAGES)
+        if not C.S_AHEAD:
+            consumer_wait(q_full, turn, C.KV_STAGES)
             scores_pending = issue_pairs(k, q_tiles, rows, turn, slot, 0, C)
-        if C.DROPS:
+        if C.HAS_DROPOUT:
             seed, first_row, threshold, origin_q, origin_k = drawn
             low, high = seed
-            words = dropout.draw(opaque(low), opaque(high), first_row + member, origin_q + first_query, origin_k + key)
-        wait_full(dout_full, turn, C.OUT_STAGES)
+            words = dropout.draw(optimization_barrier(low), optimization_barrier(high), first_row + member,
+                                 origin_q + first_query, origin_k + key)
+        consumer_wait(dout_full, turn, C.OUT_STAGES)
         q = q_tiles.index(slot).reshape([QUERIES, C.WIDTH])
         dout = dout_tiles.index(turn % C.OUT_STAGES).reshape([QUERIES, C.WIDTH])
         dprobs_pending = issue_pairs(v, dout_tiles, rows, turn, turn % C.OUT_STAGES, 1, C)
-        if not C.TAILS:
+        if not C.AUGMENTED_K:
             lse = rows.index(2 * slot).load(ROW)
-        if not C.AHEAD:
+        if not C.S_AHEAD:
             scores = warpgroup_mma_wait(1 + BEGUN, deps=(scores_pending,))
-        if C.TAILS:
+        if C.AUGMENTED_K:
             probs = gl.exp2(scores * scale_log2)
         else:
             scores = cap(scores, squash)
             probs = gl.exp2(scores * scale_log2 - lse[None, :])
         if MASKED:
             probs = hide_probs(probs, first_query, key, band, C)
-        if C.DROPS:
+        if C.HAS_DROPOUT:
             probs = dropout.signed(probs, words, threshold)
             left_probs = gl.convert_layout(dropout.kept_alone(probs, DTYPE), LEFT)
         else:
             left_probs = gl.convert_layout(probs.to(DTYPE), LEFT)
         if squash is not None:  # scores are tanh's; its derivative is the factor of dS
             probs = probs * (1.0 - scores * scores)
-        if not C.TAILS:
+        if not C.AUGMENTED_K:
             delta = rows.index(2 * slot + 1).load(ROW)
-        if C.TAILS and not C.AHEAD:  # above the wait, beside dP
-            probs, turn = settle(probs, turn)
+        if C.AUGMENTED_K and not C.S_AHEAD:  # above the wait, beside dP
+            probs, turn = scheduling_fence_of(probs, turn)
         dprobs = warpgroup_mma_wait(0, deps=(dprobs_pending,))
-        if C.STAYS:
+        if C.PERSISTENT:
             k_empty, v_empty, last = leaving
             if turn == last:
                 mbarrier.arrive(v_empty.index(OWN), count=1)
-        if C.DROPS:
+        if C.HAS_DROPOUT:
             dscores = dropout.score_gradient(probs, dprobs, delta[None, :]).to(DTYPE)
-        elif C.TAILS:
+        elif C.AUGMENTED_K:
             dscores = (probs * dprobs).to(DTYPE)
         else:
             dscores = (probs * (dprobs - delta[None, :])).to(DTYPE)
@@ -203,38 +207,38 @@ def sum_steps(begin, end, turn, scores, dk, dv, tiles, queries, douts, rows, tar
         dscores_tiles.index(dscores_slot(half, OWN, C)).store(dscores)
         dv_pending = warpgroup_mma(left_probs, dout, dv, is_async=True)
         fence_async_shared()
-        if C.ALONE:
+        if C.HEAD_PERSISTENT:
             await_sums_before()
-        meet(C.CONSUMERS)
+        named_barrier_sync(C.CONSUMERS)
         begun = None
-        if C.ALONE:
+        if C.HEAD_PERSISTENT:
             part = first_part + first_query // 32
             begun = start_of_half(target, part, first_query, key - OWN * 64, band, C)
         dq_pending = issue_dq(k_tiles, dscores_tiles, half, 0, OWN, NC, C, begun)
-        if C.AHEAD:  # the registers of P are free before those of the next S are taken
+        if C.S_AHEAD:  # the registers of P are free before those of the next S are taken
             dv = warpgroup_mma_wait(NC, deps=(dv_pending,))
-            leave(dout_empty, turn, C.OUT_STAGES)
-            wait_full(q_full, turn + 1, C.STAGES)
-            scores_pending = issue_pairs(k, q_tiles, rows, turn + 1, (turn + 1) % C.STAGES, 0, C)
+            consumer_release(dout_empty, turn, C.OUT_STAGES)
+            consumer_wait(q_full, turn + 1, C.KV_STAGES)
+            scores_pending = issue_pairs(k, q_tiles, rows, turn + 1, (turn + 1) % C.KV_STAGES, 0, C)
             dk_pending = warpgroup_mma(gl.convert_layout(dscores, LEFT), q, dk, is_async=True)
             dq = warpgroup_mma_wait(2 + BEGUN, deps=(dq_pending,))
         else:
             dk_pending = warpgroup_mma(gl.convert_layout(dscores, LEFT), q, dk, is_async=True)
             dv = warpgroup_mma_wait(NC + 1, deps=(dv_pending,))
-            leave(dout_empty, turn, C.OUT_STAGES)
+            consumer_release(dout_empty, turn, C.OUT_STAGES)
             dq = warpgroup_mma_wait(1, deps=(dq_pending,))
-            if C.STAYS:
+            if C.PERSISTENT:
                 if turn == last:
                     mbarrier.arrive(k_empty.index(0), count=1)
-        if C.ALONE:
+        if C.HEAD_PERSISTENT:
             keep_half(target, dq, stage, part, first_query, key - OWN * 64, band, OWN, C)
         else:
             hand_over(target, dq, stage, turn, first_part + first_query // 32, OWN, C)
-        if C.AHEAD:
+        if C.S_AHEAD:
             dk, scores = warpgroup_mma_wait(0, deps=(dk_pending, scores_pending))
         else:
             dk = warpgroup_mma_wait(0, deps=(dk_pending,))
-        leave(q_empty, turn, C.STAGES)
+        consumer_release(q_empty, turn, C.KV_STAGES)
         turn += 1
     return turn, scores, dk, dv
 
@@ -248,7 +252,7 @@ def write(desc, ptr, staged, gradient, place, left, C: gl.constexpr):
     batch, head, row, column = place
     staged.reshape(gradient.shape).store(gradient.to(desc.dtype))
     fence_async_shared()
-    if C.PACKED:
+    if C.HAS_CU_SEQLENS:
         if left >= 64:
             tma_store(desc, [batch, head, row, column], staged)
         else:
@@ -267,7 +271,7 @@ def gather_tile(gathered, tile, turn, taken, OWN: gl.constexpr, C: gl.constexpr)
      scales, draws) = gathered
     scale, scale_log2, squash = scales
     dk_desc, dv_desc, dk_ptr, dv_ptr, dq_desc, sums_ptr = targets
-    if C.STAYS:
+    if C.PERSISTENT:
         k_tiles, v_tiles, keys_full, k_empty, v_empty = keys
     else:
         k_tiles, v_tiles, keys_full = keys
@@ -279,33 +283,33 @@ def gather_tile(gathered, tile, turn, taken, OWN: gl.constexpr, C: gl.constexpr)
     dk = gl.full([64, C.WIDTH], 0.0, gl.float32, layout=SUM_LAYOUT)
     dv = gl.full([64, C.WIDTH], 0.0, gl.float32, layout=SUM_LAYOUT)
     scores = gl.full([64, QUERIES], 0.0, gl.float32, layout=PAIRS)
-    spans = query_steps_of(first, band, C)
+    spans = q_blocks_of(first, band, C)
     _start, _at_head, _masked, steps = spans
     key = first + OWN * 64
     ends = phases_of(key, spans, band, C)
-    FIRST: gl.constexpr = 1 if (C.ORDERED or C.ALONE) and not C.LOWER else 0
-    STOP: gl.constexpr = 3 if C.ORDERED or C.ALONE else 2
+    FIRST: gl.constexpr = 1 if (C.DETERMINISTIC or C.HEAD_PERSISTENT) and not C.HAS_LOWER else 0
+    STOP: gl.constexpr = 3 if C.DETERMINISTIC or C.HEAD_PERSISTENT else 2
     parts, own_part = parts_of(spot, total, count, OWN, C)
     NC: gl.constexpr = C.CONSUMERS
     for i in gl.static_range(NC):
         mbarrier.wait(keys_full.index(i), taken & 1)
-    if C.AHEAD:
+    if C.S_AHEAD:
         if steps > 0:
-            wait_full(q_full, turn, C.STAGES)
+            consumer_wait(q_full, turn, C.KV_STAGES)
             k = k_tiles.index(OWN).reshape([64, C.WIDTH])
-            scores = warpgroup_mma_wait(0, deps=(issue_pairs(k, q_tiles, rows, turn, turn % C.STAGES, 0, C),))
+            scores = warpgroup_mma_wait(0, deps=(issue_pairs(k, q_tiles, rows, turn, turn % C.KV_STAGES, 0, C),))
     tiles = (k_tiles, v_tiles, dscores_tiles)
     drawn = ()
-    if C.DROPS:
+    if C.HAS_DROPOUT:
         seed, threshold, gain, origin_q, origin_k = draws
         first_row = sequence_at(spot, batch, C) * heads * group + head_k * group
-        seed = (recall(seed, 0, 4), recall(seed, 1, 4))
+        seed = (load_tile_metadata(seed, 0, 4), load_tile_metadata(seed, 1, 4))
         drawn = (seed, first_row, threshold.to(gl.uint32) << 16, origin_q, origin_k)
     leaving = ()
-    if C.STAYS:
+    if C.PERSISTENT:
         leaving = (k_empty, v_empty, turn + group * steps - 1)
     for member in range(group):
-        if C.ALONE:
+        if C.HEAD_PERSISTENT:
             first_part = (gl.program_id(0) * group + member) * parts + own_part
             target = (sums, sums_ptr, dq_desc, batch, head_k * group + member, scale)
         else:
@@ -317,9 +321,9 @@ def gather_tile(gathered, tile, turn, taken, OWN: gl.constexpr, C: gl.constexpr)
                 band, first_part, key, (scale_log2, squash), drawn, member, leaving, OWN, phase != 1, C)
     row, left = key_rows_of(spot, key, C)
     place = (batch, head_k, row, 0)
-    if C.DROPS:
+    if C.HAS_DROPOUT:
         dv = dv * gain
-    if C.STAYS:
+    if C.PERSISTENT:
         tma_store_wait(0)  # the last part of dQ has been read
         room_k = reinterpret(dscores_tiles, dk_desc.dtype, [NC, 1, 1, 64, C.WIDTH], dk_desc.layout).index(OWN)
         room_v = reinterpret(stage, dv_desc.dtype, [NC, 1, 1, 64, C.WIDTH], dv_desc.layout).index(OWN)
@@ -327,7 +331,7 @@ def gather_tile(gathered, tile, turn, taken, OWN: gl.constexpr, C: gl.constexpr)
         room_k = k_tiles.index(OWN)
         room_v = v_tiles.index(OWN)
     write(dv_desc, dv_ptr, room_v, dv, place, left, C)
-    meet(C.CONSUMERS)  # the other's dQ has read these keys, and dS
+    named_barrier_sync(C.CONSUMERS)  # the other's dQ has read these keys, and dS
     write(dk_desc, dk_ptr, room_k, dk * scale, place, left, C)
     tma_store_wait(0)
     return turn
@@ -335,19 +339,19 @@ def gather_tile(gathered, tile, turn, taken, OWN: gl.constexpr, C: gl.constexpr)
 
 @gluon.jit
 def gather(gathered, OWN: gl.constexpr, C: gl.constexpr):
-    """Consumer, one warpgroup: its keys of one tile, or with C.STAYS of every tile that the loading warp hands out."""
+    """Consumer, one warpgroup: its keys of one tile, or with C.PERSISTENT of every tile that the producer publishes."""
     (_targets, _sums, _keys, _queries, _douts, _rows, _dscores_tiles, _stage, tile_source, _spot, _band, _heads, _group,
      _count, _scales, _draws) = gathered
-    space(C.SPACES[OWN])
+    pad_code(C.CODE_PADDING[OWN])
     turn = 0
     taken = 0
-    if C.STAYS:
+    if C.PERSISTENT:
         next_tile, _counter, _order = tile_source
-        tile = take_tile(next_tile, taken, 3)
-        while tile[0] != END:
+        tile = get_tile(next_tile, taken, 3)
+        while tile[0] != NO_TILE:
             turn = gather_tile(gathered, tile, turn, taken, OWN, C)
             taken += 1
-            tile = take_tile(next_tile, taken, 3)
+            tile = get_tile(next_tile, taken, 3)
     else:
         gather_tile(gathered, tile_source, turn, taken, OWN, C)
 
@@ -358,16 +362,16 @@ def hopper_backward_kernel(q_desc, k_desc, v_desc, dout_desc, lse_or_tails, delt
                            sums, beside, dk_ptr, dv_ptr, cu_q, cu_k, seqlens_q, seqlens_k, seed_ptr,
                            tiles, heads, batches, section, sq, sk, lower, upper, group, scale, scale_log2, squash,
                            count, threshold, share, gain, origin_q, origin_k, C: gl.constexpr):
-    """Compute dk and dv, and the sums for dq, which must be zero at first but where C.ORDERED; or, ALONE, compute dq.
+    """Compute dk and dv, and the sums for dq, which must be zero at first but where C.DETERMINISTIC; or compute dq.
 
-    Grid: (tiles · heads of k · batches,), with C.STAYS so many programs or fewer, with C.ALONE up to heads of k ·
-    batches. sums: (·, 256), a descriptor, or a pointer where C.DIRECT; with C.ALONE room for a group's steps for each
-    program, and dq_desc is not None. beside, a pointer, is one of three things or None: where C.ORDERED the counters,
-    one for each step of a query head, zero at first; with C.ALONE the sums, as they lie in memory; else, with C.STAYS,
-    the counter that tiles are drawn by, zero, and left so. lse_or_tails: a pointer to lse, or with C.TAILS a descriptor
-    of the tails, which hold delta too.
-    dk_ptr, dv_ptr, cu_q, cu_k: of packed sequences, else None; seqlens: or None; count: sequences whose lengths are
-    data, or None. scale_log2, squash: as in softmax.cap. seed_ptr, and from threshold on: where C.DROPS, else None; the
+    Grid: (tiles · heads of k · batches,), with C.PERSISTENT so many programs or fewer, with C.HEAD_PERSISTENT up to
+    heads of k · batches. sums: (·, 256), a descriptor, or a pointer where C.DQ_FROM_REGISTERS; with C.HEAD_PERSISTENT
+    room for a group's steps for each program, and dq_desc is not None. beside, a pointer, is one of three things or
+    None: where C.DETERMINISTIC the counters, one for each step of a query head, zero at first; with C.HEAD_PERSISTENT
+    the sums, as they lie in memory; else, with C.PERSISTENT, the counter that tiles are drawn by, zero, and left so.
+    lse_or_tails: a pointer to lse, or with C.AUGMENTED_K a descriptor of the tails, which hold delta too. dk_ptr,
+    dv_ptr, cu_q, cu_k: of packed sequences, else None; seqlens: or None; count: sequences whose lengths are data, or
+    None. scale_log2, squash: as in softmax.cap. seed_ptr, and from threshold on: where C.HAS_DROPOUT, else None; the
     first of 2^16 draws that keeps a pair, what delta (share) and dv (gain) are multiplied by, and the positions of the
     first query and key. The sums for dq are then share times as large, and scale makes up for it in dk.
     """
@@ -375,49 +379,49 @@ def hopper_backward_kernel(q_desc, k_desc, v_desc, dout_desc, lse_or_tails, delt
     NC: gl.constexpr = C.CONSUMERS
     k_tiles = gl.allocate_shared_memory(DTYPE, [NC, 1, 1, 64, C.WIDTH], k_desc.layout)
     v_tiles = gl.allocate_shared_memory(DTYPE, [NC, 1, 1, 64, C.WIDTH], v_desc.layout)
-    q_tiles = gl.allocate_shared_memory(DTYPE, [C.STAGES, 1, 1, QUERIES, C.WIDTH], q_desc.layout)
+    q_tiles = gl.allocate_shared_memory(DTYPE, [C.KV_STAGES, 1, 1, QUERIES, C.WIDTH], q_desc.layout)
     dout_tiles = gl.allocate_shared_memory(DTYPE, [C.OUT_STAGES, 1, 1, QUERIES, C.WIDTH], dout_desc.layout)
     TURNED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, QUERIES], DTYPE)
     dscores_tiles = gl.allocate_shared_memory(DTYPE, [2 * NC, 64, QUERIES], TURNED)
-    if C.TAILS:
-        rows = make_picks(), gl.allocate_shared_memory(gl.bfloat16, [C.STAGES, 1, 1, QUERIES, TAIL],
+    if C.AUGMENTED_K:
+        rows = make_picks(), gl.allocate_shared_memory(gl.bfloat16, [C.KV_STAGES, 1, 1, QUERIES, TAIL],
                                                         lse_or_tails.layout)
     else:
-        rows = gl.allocate_shared_memory(gl.float32, [2 * C.STAGES, QUERIES], IN_ORDER)  # lse and delta in turn
+        rows = gl.allocate_shared_memory(gl.float32, [2 * C.KV_STAGES, QUERIES], CONTIGUOUS)  # lse and delta in turn
     stage = dscores_tiles
-    if C.ORDERED:
+    if C.DETERMINISTIC:
         stage = make_stage(sums, NC, C)
-    elif not C.DIRECT:
+    elif not C.DQ_FROM_REGISTERS:
         stage = gl.allocate_shared_memory(gl.float32, [NC, C.WIDTH // 8, 256], sums.layout)
-    SPARE: gl.constexpr = 1 if C.LENGTHS else 0  # where tiles arrive that are cleared before they are full
-    queries = (q_tiles, make_barriers(C.STAGES + SPARE, 1 if C.TAILS else 2), make_barriers(C.STAGES, NC))
+    SPARE: gl.constexpr = 1 if C.VARLEN else 0  # where tiles arrive that are cleared before they are full
+    queries = (q_tiles, make_barriers(C.KV_STAGES + SPARE, 1 if C.AUGMENTED_K else 2), make_barriers(C.KV_STAGES, NC))
     douts = (dout_tiles, make_barriers(C.OUT_STAGES + SPARE, 1), make_barriers(C.OUT_STAGES, NC))
-    order = (tiles, heads, batches, section)
-    if C.STAYS:
+    order = TileGrid(tiles, heads, batches, section)
+    if C.PERSISTENT:
         keys = (k_tiles, v_tiles, make_barriers(NC, 2), make_barriers(1, NC), make_barriers(NC, 1))
-        numbers = gl.allocate_shared_memory(gl.int32, [2 * 3, 1], IN_ORDER)
-        tile_source = ((numbers, make_barriers(2, 1), make_barriers(2, NC)), beside, order)
+        numbers = gl.allocate_shared_memory(gl.int32, [2 * 3, 1], CONTIGUOUS)
+        tile_source = (TileQueue(numbers, make_barriers(2, 1), make_barriers(2, NC)), beside, order)
     else:
         keys = (k_tiles, v_tiles, make_barriers(NC + SPARE * NC, 1))
         tile_source = key_tile_at(gl.program_id(0), order, C)
     fence_async_shared()
     sources = (q_desc, k_desc, v_desc, dout_desc, lse_or_tails, delta_ptr, share)
     targets = (dk_desc, dv_desc, dk_ptr, dv_ptr, dq_desc, beside)
-    band = (sq, sk, lower, upper)
+    band = MaskBounds(sq, sk, lower, upper)
     spot = ()
-    if C.LENGTHS:
-        spot = tell(locate_keys(tile_source, band, (cu_q, cu_k, seqlens_q, seqlens_k, count), C))
+    if C.VARLEN:
+        spot = store_tile_metadata(locate_keys(tile_source, band, (cu_q, cu_k, seqlens_q, seqlens_k, count), C))
     seed = ()
-    if C.DROPS:
+    if C.HAS_DROPOUT:
         number = gl.load(seed_ptr)
-        seed = tell((number.to(gl.int32), (number >> 32).to(gl.int32)))
+        seed = store_tile_metadata((number.to(gl.int32), (number >> 32).to(gl.int32)))
     ZERO: gl.constexpr = 0
     ONE: gl.constexpr = 1
     gathered = (targets, sums, keys, queries, douts, rows, dscores_tiles, stage, tile_source, spot, band, heads, group,
                 count, (scale, scale_log2, squash), (seed, threshold, gain, origin_q, origin_k))
     loaded = (sources, keys, queries, douts, rows, tile_source, spot, band, heads, group)
     written = (sums, beside, stage, tile_source, band, heads, group)
-    if C.ORDERED:
+    if C.DETERMINISTIC:
         gl.warp_specialize([(gather, (gathered, ZERO, C)), (gather, (gathered, ONE, C)), (load, (loaded, C)),
                             (add_in_order, (written, ZERO, NC, C)), (add_in_order, (written, ONE, NC, C))],
                            [4, 1, 1, 1], [240, 24, 24, 24])

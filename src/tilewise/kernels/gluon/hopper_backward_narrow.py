@@ -6,12 +6,12 @@ queries. It makes dS of them, and asks for four products that follow one another
 queries, S and dP of the next. Below dK and dP it computes the next P. The two warpgroups do not wait for each other,
 but for slots. lse and delta come as tails (hopper_tails.py).
 
-With C.DRAWN a program draws one tile of keys after another: the next one's keys, values and first queries come while
-the last steps of the one before are worked on. With C.ALONE a program goes over all keys of a head, and nobody else
-adds to this head's dQ: its sums stay with the program, in L2, the first tile that sees a step sets them, and the last
-writes dq. Or C.PROGRAMS share the tiles of a head, and add in their order by writers, as with C.ORDERED: then fewer
-heads' sums are in hand, and rounds of programs are fuller. Programs of one head wait for one another: they are
-neighbours, and all have started before any behind them. Else a program has one tile.
+With C.DYNAMIC_TILES a program draws one tile of keys after another: the next one's keys, values and first queries come
+while the last steps of the one before are worked on. With C.HEAD_PERSISTENT a program goes over all keys of a head, and
+nobody else adds to this head's dQ: its sums stay with the program, in L2, the first tile that sees a step sets them,
+and the last writes dq. Or C.PROGRAMS share the tiles of a head, and add in their order by writers, as with
+C.DETERMINISTIC: then fewer heads' sums are in hand, and rounds of programs are fuller. Programs of one head wait for
+one another: they are neighbours, and all have started before any behind them. Else a program has one tile.
 """
 
 from typing import NamedTuple
@@ -46,25 +46,28 @@ from tilewise.kernels.gluon.hopper_dq_sums import (
 from tilewise.kernels.gluon.hopper_tails import TAIL, make_picks
 from tilewise.kernels.gluon.key_shares import tile_of_program, tiles_of_program
 from tilewise.kernels.gluon.pipeline import (
-    END,
-    IN_ORDER,
-    draw_number,
-    hand_out,
-    leave,
+    CONTIGUOUS,
+    NO_TILE,
+    TileQueue,
+    consumer_release,
+    consumer_wait,
+    fetch_next_tile,
+    get_tile,
     make_barriers,
-    meet,
-    opaque,
-    take_tile,
-    wait_empty,
-    wait_full,
+    named_barrier_sync,
+    optimization_barrier,
+    producer_acquire,
+    publish_tile,
 )
 from tilewise.kernels.gluon.tiles import (
     QUERIES,
+    MaskBounds,
+    TileGrid,
     is_last_of,
     key_tile_at,
     phases_of,
-    queries_at,
-    query_steps_of,
+    q_block_start,
+    q_blocks_of,
     rank_of,
 )
 
@@ -80,21 +83,21 @@ class Shape(NamedTuple):
     """
 
     WIDTH: int
-    STAGES: int
+    KV_STAGES: int
     OUT_STAGES: int
-    ORDERED: bool
-    ALONE: bool
+    DETERMINISTIC: bool
+    HEAD_PERSISTENT: bool
     PROGRAMS: int
     KEY_SLOTS: int
-    DRAWN: bool
-    LOWER: bool
-    UPPER: bool
+    DYNAMIC_TILES: bool
+    HAS_LOWER: bool
+    HAS_UPPER: bool
     CONSUMERS: int = 2
-    TAILS: bool = True
-    DIRECT: bool = False
-    LENGTHS: bool = False
-    PACKED: bool = False
-    STAYS: bool = False
+    AUGMENTED_K: bool = True
+    DQ_FROM_REGISTERS: bool = False
+    VARLEN: bool = False
+    HAS_CU_SEQLENS: bool = False
+    PERSISTENT: bool = False
 
 
 @gluon.jit
@@ -115,24 +118,24 @@ def pass_turn_on(begun, dk, dv, turn, first_query, key, own, memory, band, scale
     DTYPE: gl.constexpr = k_tiles.dtype
     last = turn - 1
     if BEGINS:
-        wait_full(q_full, turn, C.STAGES)
-        wait_full(dout_full, turn, C.OUT_STAGES)
+        consumer_wait(q_full, turn, C.KV_STAGES)
+        consumer_wait(dout_full, turn, C.OUT_STAGES)
     if ENDS:
         gradients = (probs * slopes).to(DTYPE)
         dscores_tiles.index((last & 1) * C.CONSUMERS + OWN).store(gradients)
         fence_async_shared()
-        leave(dscores_full, last, 2)
+        consumer_release(dscores_full, last, 2)
         dout = dout_tiles.index(last % C.OUT_STAGES).reshape([QUERIES, C.WIDTH])
         dv_pending = warpgroup_mma(left_probs, dout, dv, is_async=True)
     if BEGINS:
         k = k_tiles.index(own).reshape([64, C.WIDTH])
-        scores_pending = issue_pairs(k, q_tiles, rows, turn, turn % C.STAGES, 0, C)
+        scores_pending = issue_pairs(k, q_tiles, rows, turn, turn % C.KV_STAGES, 0, C)
     if ENDS:
-        q = q_tiles.index(last % C.STAGES).reshape([QUERIES, C.WIDTH])
+        q = q_tiles.index(last % C.KV_STAGES).reshape([QUERIES, C.WIDTH])
         dk_pending = warpgroup_mma(gl.convert_layout(gradients, LEFT), q, dk, is_async=True)
     if BEGINS:
-        if C.ALONE:  # else what K's descriptor shares with V's stands in registers, and spills: 144 bytes with 3.9
-            own = opaque(own)
+        if C.HEAD_PERSISTENT:  # else what K's descriptor shares with V's spills: 144 bytes with 3.9
+            own = optimization_barrier(own)
         v = v_tiles.index(own).reshape([64, C.WIDTH])
         slopes_pending = issue_pairs(v, dout_tiles, rows, turn, turn % C.OUT_STAGES, 1, C)
         # Of the products behind S two are dP's: it begins with one of tails.
@@ -141,7 +144,7 @@ def pass_turn_on(begun, dk, dv, turn, first_query, key, own, memory, band, scale
         if MASKED:
             probs = hide_probs(probs, first_query, key, band, C)
         left_probs = gl.convert_layout(probs.to(DTYPE), LEFT)
-        wait_empty(dscores_empty, turn, 2)
+        producer_acquire(dscores_empty, turn, 2)
     if ENDS and BEGINS:
         dk, dv, slopes = warpgroup_mma_wait(0, deps=(dk_pending, dv_pending, slopes_pending))
     elif ENDS:
@@ -149,8 +152,8 @@ def pass_turn_on(begun, dk, dv, turn, first_query, key, own, memory, band, scale
     else:
         slopes = warpgroup_mma_wait(0, deps=(slopes_pending,))
     if ENDS:
-        leave(dout_empty, last, C.OUT_STAGES)
-        leave(q_empty, last, C.STAGES)
+        consumer_release(dout_empty, last, C.OUT_STAGES)
+        consumer_release(q_empty, last, C.KV_STAGES)
     return (probs, left_probs, slopes), dk, dv
 
 
@@ -161,7 +164,7 @@ def pass_steps(begin, end, begun, dk, dv, turn, key, own, memory, spans, band, s
     first_query = 0  # asked for by the mask alone
     for step in range(begin, end):
         if MASKED:
-            first_query = queries_at(step, spans, C)
+            first_query = q_block_start(step, spans, C)
         begun, dk, dv = pass_turn_on(begun, dk, dv, turn, first_query, key, own, memory, band, scale_log2, True,
                                      True, MASKED, OWN, C)
         turn += 1
@@ -176,9 +179,9 @@ def load_tile(loaded, number, tile, turn, C: gl.constexpr):
     k_tiles, v_tiles, keys_full, keys_empty = keys
     NC: gl.constexpr = C.CONSUMERS
     first, head_k, batch = tile
-    spans = query_steps_of(first, band, C)
+    spans = q_blocks_of(first, band, C)
     _start, _at_head, _masked, steps = spans
-    wait_empty(keys_empty, number, C.KEY_SLOTS)
+    producer_acquire(keys_empty, number, C.KEY_SLOTS)
     slot = number % C.KEY_SLOTS
     mbarrier.expect(keys_full.index(slot), NC * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
     for i in gl.static_range(NC):
@@ -187,7 +190,7 @@ def load_tile(loaded, number, tile, turn, C: gl.constexpr):
         tma_load(v_desc, [batch, head_k, first + i * 64, 0], keys_full.index(slot), v_tiles.index(own))
     for member in range(group):
         for step in range(steps):
-            place = (batch, head_k * group + member, queries_at(step, spans, C), 0)
+            place = (batch, head_k * group + member, q_block_start(step, spans, C), 0)
             load_rows(sources, queries, rows, turn, place, 0, (0, 0), False, C)
             load_dout(sources, douts, turn, place, False, C)
             turn += 1
@@ -196,10 +199,10 @@ def load_tile(loaded, number, tile, turn, C: gl.constexpr):
 
 @gluon.jit
 def load(loaded, C: gl.constexpr):
-    """Producer, one warp: tile after tile; with C.DRAWN as they are drawn."""
+    """Producer, one warp: tile after tile; with C.DYNAMIC_TILES as they are drawn."""
     _sources, _keys, _queries, _douts, _rows, order, _band, _group, drawn = loaded
     turn = 0
-    if C.DRAWN:
+    if C.DYNAMIC_TILES:
         next_tile, counter = drawn
         tiles, heads, batches, _section = order
         total = tiles * heads * batches
@@ -207,11 +210,11 @@ def load(loaded, C: gl.constexpr):
         taken = 0
         while number < total:
             tile = key_tile_at(number, order, C)
-            hand_out(next_tile, taken, tile, 3)
+            publish_tile(next_tile, taken, tile, 3)
             turn = load_tile(loaded, taken, tile, turn, C)
             taken += 1
-            number = draw_number(counter, total)
-        hand_out(next_tile, taken, (END, 0, 0), 3)
+            number = fetch_next_tile(counter, total)
+        publish_tile(next_tile, taken, (NO_TILE, 0, 0), 3)
     else:
         for number in range(tiles_of_program(order, C)):
             turn = load_tile(loaded, number, tile_of_program(number, order, C), turn, C)
@@ -226,24 +229,24 @@ def gather_tile(gathered, number, tile, turn, OWN: gl.constexpr, C: gl.constexpr
     keys, _queries, _douts, _rows, _dscores = memory
     k_tiles, v_tiles, keys_full, keys_empty = keys
     SUM_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.WIDTH, 16])
-    FIRST: gl.constexpr = 1 if C.ORDERED and not C.LOWER else 0
-    STOP: gl.constexpr = 3 if C.ORDERED else 2
+    FIRST: gl.constexpr = 1 if C.DETERMINISTIC and not C.HAS_LOWER else 0
+    STOP: gl.constexpr = 3 if C.DETERMINISTIC else 2
     first, head_k, batch = tile
     dk = gl.full([64, C.WIDTH], 0.0, gl.float32, layout=SUM_LAYOUT)
     dv = gl.full([64, C.WIDTH], 0.0, gl.float32, layout=SUM_LAYOUT)
     pairs = gl.full([64, QUERIES], 0.0, gl.float32, layout=PAIRS)
     begun = (pairs, gl.convert_layout(pairs.to(k_tiles.dtype), gl.DotOperandLayout(0, SUM_LAYOUT, 2)), pairs)
-    spans = query_steps_of(first, band, C)
+    spans = q_blocks_of(first, band, C)
     key = first + OWN * 64
     ends = phases_of(key, spans, band, C)
     own = number % C.KEY_SLOTS * C.CONSUMERS + OWN
-    wait_full(keys_full, number, C.KEY_SLOTS)
+    consumer_wait(keys_full, number, C.KEY_SLOTS)
     # Somebody sees these keys: there is a step.
-    begun, dk, dv = pass_turn_on(begun, dk, dv, turn, queries_at(0, spans, C), key, own, memory, band, scale_log2,
+    begun, dk, dv = pass_turn_on(begun, dk, dv, turn, q_block_start(0, spans, C), key, own, memory, band, scale_log2,
                                  False, True, True, OWN, C)
     if number > 0:
         tma_store_wait(0)  # dK and dV of the tile before have been read where its keys and values were
-        leave(keys_empty, number - 1, C.KEY_SLOTS)
+        consumer_release(keys_empty, number - 1, C.KEY_SLOTS)
     turn += 1
     for member in range(group):
         for phase in gl.static_range(FIRST, STOP):
@@ -253,10 +256,10 @@ def gather_tile(gathered, number, tile, turn, OWN: gl.constexpr, C: gl.constexpr
     begun, dk, dv = pass_turn_on(begun, dk, dv, turn, 0, key, own, memory, band, scale_log2, True, False, False, OWN,
                                  C)
     if C.PROGRAMS > 1:  # found anew, not kept in registers through all steps
-        first, head_k, batch = tile_of_program(opaque(number), order, C)
+        first, head_k, batch = tile_of_program(optimization_barrier(number), order, C)
     place = (batch, head_k, first + OWN * 64, 0)
     write(dv_desc, None, v_tiles.index(own), dv, place, 64, C)
-    meet(C.CONSUMERS + 1)  # dQ has read these keys
+    named_barrier_sync(C.CONSUMERS + 1)  # dQ has read these keys
     write(dk_desc, None, k_tiles.index(own), dk * scale, place, 64, C)
     return turn
 
@@ -266,13 +269,13 @@ def gather(gathered, OWN: gl.constexpr, C: gl.constexpr):
     """Consumer, one warpgroup: its keys of one tile after another."""
     _targets, _memory, order, _band, _group, _scales, next_tile = gathered
     turn = 0
-    if C.DRAWN:
+    if C.DYNAMIC_TILES:
         taken = 0
-        tile = take_tile(next_tile, taken, 3)
-        while tile[0] != END:
+        tile = get_tile(next_tile, taken, 3)
+        while tile[0] != NO_TILE:
             turn = gather_tile(gathered, taken, tile, turn, OWN, C)
             taken += 1
-            tile = take_tile(next_tile, taken, 3)
+            tile = get_tile(next_tile, taken, 3)
     else:
         for number in range(tiles_of_program(order, C)):
             turn = gather_tile(gathered, number, tile_of_program(number, order, C), turn, OWN, C)
@@ -290,36 +293,36 @@ def make_dq_of_tile(made, number, tile, turn, C: gl.constexpr):
     all_steps = (sq + (QUERIES - 1)) // QUERIES
     SHARED: gl.constexpr = C.PROGRAMS > 1
     first, head_k, batch = tile
-    spans = query_steps_of(first, band, C)
+    spans = q_blocks_of(first, band, C)
     _start, _at_head, _masked, steps = spans
-    wait_full(keys_full, number, C.KEY_SLOTS)
-    if C.ALONE and not SHARED:
+    consumer_wait(keys_full, number, C.KEY_SLOTS)
+    if C.HEAD_PERSISTENT and not SHARED:
         await_sums()  # of the tiles before
     for member in range(group):
         head = head_k * group + member
-        if C.ALONE and not SHARED:
+        if C.HEAD_PERSISTENT and not SHARED:
             line = gl.program_id(0) * group + member
         else:
             line = batch * heads * group + head
         for step in range(steps):
-            query = queries_at(step, spans, C)
+            query = q_block_start(step, spans, C)
             part = line * all_steps + query // QUERIES
-            wait_full(full, turn, 2)
+            consumer_wait(full, turn, 2)
             dq_pending = issue_dq(k_tiles, dscores_tiles, turn & 1, number % C.KEY_SLOTS * C.CONSUMERS, 0, 1, C)
             dq = warpgroup_mma_wait(0, deps=(dq_pending,))
-            leave(empty, turn, 2)
+            consumer_release(empty, turn, 2)
             if SHARED:
                 hand_over_or_write(dq, dq_desc, stage, turn, [batch, head, query, 0],
                                    rank_of(first, query // QUERIES, band, C) == 0,
                                    is_last_of(first, query, band, C), scale)
-            elif C.ALONE:
+            elif C.HEAD_PERSISTENT:
                 keep_or_write(dq, dq_desc, sums, sums_ptr, stage, part, [batch, head, query, 0],
                               rank_of(first, query // QUERIES, band, C) == 0, is_last_of(first, query, band, C),
                               scale)
             else:
                 hand_over(sums, dq, stage, turn, part, 0, C)
             turn += 1
-    meet(C.CONSUMERS + 1)
+    named_barrier_sync(C.CONSUMERS + 1)
     return turn
 
 
@@ -328,13 +331,13 @@ def make_dq(made, C: gl.constexpr):
     """Third warpgroup: dQ of one tile after another."""
     (_dq_desc, _sums, _sums_ptr, _keys, _dscores, _stage, order, _band, _group, _scale, next_tile) = made
     turn = 0
-    if C.DRAWN:
+    if C.DYNAMIC_TILES:
         taken = 0
-        tile = take_tile(next_tile, taken, 3)
-        while tile[0] != END:
+        tile = get_tile(next_tile, taken, 3)
+        while tile[0] != NO_TILE:
             turn = make_dq_of_tile(made, taken, tile, turn, C)
             taken += 1
-            tile = take_tile(next_tile, taken, 3)
+            tile = get_tile(next_tile, taken, 3)
     else:
         for number in range(tiles_of_program(order, C)):
             turn = make_dq_of_tile(made, number, tile_of_program(number, order, C), turn, C)
@@ -355,16 +358,16 @@ def hand_over_or_write(dq, dq_desc, stage, turn, place, is_first, is_last, scale
     """Stage a part of dQ for the writer, or add the last one of a step to the sums that it brought, and write dq."""
     staged, rows = stage
     tiles, full, ready = staged
-    wait_full(ready, turn, WRITERS)
+    consumer_wait(ready, turn, WRITERS)
     tile = tiles.index(turn % WRITERS)
     if is_last:
         if not is_first:
             dq = added_to_staged(tile, dq)
-        leave(full, turn, WRITERS)
+        consumer_release(full, turn, WRITERS)
         write_dq(dq, dq_desc, rows, place, scale)
     else:
         stage_part(tile, dq)
-        leave(full, turn, WRITERS)
+        consumer_release(full, turn, WRITERS)
 
 
 @gluon.jit
@@ -382,13 +385,13 @@ def write_parts(written, OWN: gl.constexpr, C: gl.constexpr):
     turn = 0
     for number in range(tiles_of_program(order, C)):
         first, head_k, batch = tile_of_program(number, order, C)
-        spans = query_steps_of(first, band, C)
+        spans = q_blocks_of(first, band, C)
         _start, _at_head, _masked, steps = spans
         for member in range(group):
             line = (batch * heads + head_k) * group + member
             for step in range(steps):
                 if turn % WRITERS == OWN:
-                    query = queries_at(step, spans, C)
+                    query = q_block_start(step, spans, C)
                     part = line * all_steps + query // QUERIES
                     rank = rank_of(first, query // QUERIES, band, C)
                     is_last = is_last_of(first, query, band, C)
@@ -397,14 +400,14 @@ def write_parts(written, OWN: gl.constexpr, C: gl.constexpr):
                         mbarrier.expect(ready.index(OWN), sums.block_type.nbytes)
                         tma_load(sums, [part * (C.WIDTH // 4), 0], ready.index(OWN), tiles.index(OWN))
                     else:
-                        leave(ready, turn, WRITERS)
+                        consumer_release(ready, turn, WRITERS)
                     if is_last:
-                        wait_full(full, turn, WRITERS)
+                        consumer_wait(full, turn, WRITERS)
                         if rank > 0:
                             forget(sums_ptr + part.to(gl.int64) * (64 * C.WIDTH), 64 * C.WIDTH)
                     else:
                         wait_for_tiles_before(counters + part, rank)
-                        wait_full(full, turn, WRITERS)
+                        consumer_wait(full, turn, WRITERS)
                         add_staged(sums, counters + part, tiles, part, rank, OWN, 1)
                 turn += 1
 
@@ -413,34 +416,34 @@ def write_parts(written, OWN: gl.constexpr, C: gl.constexpr):
 def hopper_backward_narrow_kernel(q_desc, k_desc, v_desc, dout_desc, tails_desc, dk_desc, dv_desc, dq_desc,
                                   sums, beside, tiles, heads, batches, section, sq, sk, lower, upper, group, scale,
                                   scale_log2, C: gl.constexpr):
-    """Compute dk and dv, and the sums for dq, which must be zero at first but where C.ORDERED; or, ALONE, compute dq.
+    """Compute dk and dv, and the sums for dq, which must be zero at first but where C.DETERMINISTIC; or compute dq.
 
-    Grid: (tiles · heads of k · batches,), with C.ALONE any multiple of C.PROGRAMS up to as many times heads of k ·
-    batches, with C.DRAWN any number up to its own. sums: (·, 256), a descriptor; with C.ALONE of one program a head
-    room for a group's steps for each program. dq_desc: with C.ALONE, else None. beside, a pointer, is one of three
-    things or None: with C.ALONE the sums, as they lie in memory, behind which the counters stand where programs share a
-    head; else, where C.ORDERED, these counters, one for each step of a query head, zero at first; with C.DRAWN the
-    counter that tiles are drawn by, zero at first and in the end.
+    Grid: (tiles · heads of k · batches,), with C.HEAD_PERSISTENT any multiple of C.PROGRAMS up to as many times heads
+    of k · batches, with C.DYNAMIC_TILES any number up to its own. sums: (·, 256), a descriptor; with C.HEAD_PERSISTENT
+    of one program a head room for a group's steps for each program. dq_desc: with C.HEAD_PERSISTENT, else None. beside,
+    a pointer, is one of three things or None: with C.HEAD_PERSISTENT the sums, as they lie in memory, behind which the
+    counters stand where programs share a head; else, where C.DETERMINISTIC, these counters, one for each step of a
+    query head, zero at first; with C.DYNAMIC_TILES the counter that tiles are drawn by, zero at first and in the end.
     """
     DTYPE: gl.constexpr = q_desc.dtype
     NC: gl.constexpr = C.CONSUMERS
-    KEYS: gl.constexpr = C.KEY_SLOTS * NC
-    k_tiles = gl.allocate_shared_memory(DTYPE, [KEYS, 1, 1, 64, C.WIDTH], k_desc.layout)
-    v_tiles = gl.allocate_shared_memory(DTYPE, [KEYS, 1, 1, 64, C.WIDTH], v_desc.layout)
-    q_tiles = gl.allocate_shared_memory(DTYPE, [C.STAGES, 1, 1, QUERIES, C.WIDTH], q_desc.layout)
+    BLOCK_N: gl.constexpr = C.KEY_SLOTS * NC
+    k_tiles = gl.allocate_shared_memory(DTYPE, [BLOCK_N, 1, 1, 64, C.WIDTH], k_desc.layout)
+    v_tiles = gl.allocate_shared_memory(DTYPE, [BLOCK_N, 1, 1, 64, C.WIDTH], v_desc.layout)
+    q_tiles = gl.allocate_shared_memory(DTYPE, [C.KV_STAGES, 1, 1, QUERIES, C.WIDTH], q_desc.layout)
     dout_tiles = gl.allocate_shared_memory(DTYPE, [C.OUT_STAGES, 1, 1, QUERIES, C.WIDTH], dout_desc.layout)
     TURNED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, QUERIES], DTYPE)
     dscores_tiles = gl.allocate_shared_memory(DTYPE, [2 * NC, 64, QUERIES], TURNED)
-    rows = make_picks(), gl.allocate_shared_memory(gl.bfloat16, [C.STAGES, 1, 1, QUERIES, TAIL], tails_desc.layout)
+    rows = make_picks(), gl.allocate_shared_memory(gl.bfloat16, [C.KV_STAGES, 1, 1, QUERIES, TAIL], tails_desc.layout)
     keys = (k_tiles, v_tiles, make_barriers(C.KEY_SLOTS, 1), make_barriers(C.KEY_SLOTS, NC))
-    queries = (q_tiles, make_barriers(C.STAGES, 1), make_barriers(C.STAGES, NC))
+    queries = (q_tiles, make_barriers(C.KV_STAGES, 1), make_barriers(C.KV_STAGES, NC))
     douts = (dout_tiles, make_barriers(C.OUT_STAGES, 1), make_barriers(C.OUT_STAGES, NC))
     dscores = (dscores_tiles, make_barriers(2, NC), make_barriers(2, 1))
-    ADDED: gl.constexpr = C.ORDERED and not C.ALONE
+    ADDED: gl.constexpr = C.DETERMINISTIC and not C.HEAD_PERSISTENT
     stage = dscores
     if ADDED:
         stage = make_stage(sums, 1, C)
-    elif C.ALONE:
+    elif C.HEAD_PERSISTENT:
         rows_of_dq = gl.allocate_shared_memory(DTYPE, [1, 1, 64, C.WIDTH], dq_desc.layout)
         if C.PROGRAMS > 1:
             stage = (make_stage(sums, 1, C), rows_of_dq)
@@ -449,12 +452,12 @@ def hopper_backward_narrow_kernel(q_desc, k_desc, v_desc, dout_desc, tails_desc,
     else:
         stage = gl.allocate_shared_memory(gl.float32, [1, C.WIDTH // 4, 256], sums.layout)
     next_tile = ()
-    if C.DRAWN:
-        numbers = gl.allocate_shared_memory(gl.int32, [2 * 3, 1], IN_ORDER)
-        next_tile = (numbers, make_barriers(2, 1), make_barriers(2, NC + 1))
+    if C.DYNAMIC_TILES:
+        numbers = gl.allocate_shared_memory(gl.int32, [2 * 3, 1], CONTIGUOUS)
+        next_tile = TileQueue(numbers, make_barriers(2, 1), make_barriers(2, NC + 1))
     fence_async_shared()
-    band = (sq, sk, lower, upper)
-    order = (tiles, heads, batches, section)
+    band = MaskBounds(sq, sk, lower, upper)
+    order = TileGrid(tiles, heads, batches, section)
     sources = (q_desc, k_desc, v_desc, dout_desc, tails_desc, None, None)
     memory = (keys, queries, douts, rows, dscores)
     gathered = ((dk_desc, dv_desc), memory, order, band, group, (scale, scale_log2), next_tile)
@@ -474,4 +477,4 @@ def hopper_backward_narrow_kernel(q_desc, k_desc, v_desc, dout_desc, tails_desc,
                            [4, 4, 1, 1, 1], [200, 88, 24, 24, 24])
     else:
         gl.warp_specialize([(gather, (gathered, ZERO, C)), (gather, (gathered, ONE, C)), (make_dq, (made, C)),
-                            (load, (loaded, C))], [4, 4, 1], [200, 88, 24] if C.ALONE else [208, 72, 24])
+                            (load, (loaded, C))], [4, 4, 1], [200, 88, 24] if C.HEAD_PERSISTENT else [208, 72, 24])

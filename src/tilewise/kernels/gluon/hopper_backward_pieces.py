@@ -22,8 +22,24 @@ from tilewise.kernels.gluon.compat import tma_store_wait
 from tilewise.kernels.gluon.hopper_backward import PAIRS, hide_probs, write
 from tilewise.kernels.gluon.hopper_backward_wide import columns_of, issue_pairs, load
 from tilewise.kernels.gluon.hopper_dq_sums import add_directly
-from tilewise.kernels.gluon.pipeline import IN_ORDER, leave, make_barriers, meet, opaque, slots_for, wait_full
-from tilewise.kernels.gluon.tiles import QUERIES, key_tile_at, phases_of, queries_at, query_steps_of
+from tilewise.kernels.gluon.pipeline import (
+    CONTIGUOUS,
+    allocate_stages,
+    consumer_release,
+    consumer_wait,
+    make_barriers,
+    named_barrier_sync,
+    optimization_barrier,
+)
+from tilewise.kernels.gluon.tiles import (
+    QUERIES,
+    MaskBounds,
+    TileGrid,
+    key_tile_at,
+    phases_of,
+    q_block_start,
+    q_blocks_of,
+)
 
 _TIMES = """{
     .reg .b16 low, high;
@@ -74,9 +90,9 @@ def finish_step(dv_pending, dk, dk_rest, memory, turn, half, origin, place, OWN:
     k_tiles, _v_tiles, _keys_full = keys
     q_tiles, _q_full, q_empty = queries
     _dout_tiles, _dout_full, dout_empty = douts
-    slot = turn % C.STAGES
+    slot = turn % C.KV_STAGES
     dv = warpgroup_mma_wait(0, deps=(dv_pending,))  # the registers of P are free before those of dQ are taken
-    leave(dout_empty, turn, C.OUT_STAGES)
+    consumer_release(dout_empty, turn, C.OUT_STAGES)
     dq_pending = issue_dq(k_tiles, dscores_tiles, half, origin, OWN, 0, C)
     dq_rest_pending = issue_dq(k_tiles, dscores_tiles, half, origin, OWN, 1, C)
     dscores = dscores_tiles.index(half + OWN)
@@ -87,7 +103,7 @@ def finish_step(dv_pending, dk, dk_rest, memory, turn, half, origin, place, OWN:
     dq_rest = warpgroup_mma_wait(2, deps=(dq_rest_pending,))
     add_directly(place + (64 * C.COLUMNS[0] + OWN * 32 * C.COLUMNS[1]), dq_rest)
     dk, dk_rest = warpgroup_mma_wait(0, deps=(dk_pending, dk_rest_pending))
-    leave(q_empty, turn, C.STAGES)
+    consumer_release(q_empty, turn, C.KV_STAGES)
     return dk, dk_rest, dv
 
 
@@ -106,13 +122,13 @@ def sum_steps(begin, end, turn, dk, dk_rest, dv, memory, sums_ptr, spans, band, 
     unmasked = start + (at_head - masked) * QUERIES
     for step in range(begin, end):
         # Where tiles lie is found anew in each step: registers do not hold it.
-        origin = opaque(0)
-        slot, out_slot = turn % C.STAGES, turn % C.OUT_STAGES
+        origin = optimization_barrier(0)
+        slot, out_slot = turn % C.KV_STAGES, turn % C.OUT_STAGES
         if MASKED:
-            first_query = queries_at(step, spans, C)
+            first_query = q_block_start(step, spans, C)
         else:  # behind those at the head
             first_query = unmasked + step * QUERIES
-        wait_full(q_full, turn, C.STAGES)
+        consumer_wait(q_full, turn, C.KV_STAGES)
         scores_pending = issue_pairs(k_tiles, q_tiles, slot, origin + OWN)
         scores = warpgroup_mma_wait(0, deps=(scores_pending,))
         probs = gl.exp2(scores * scale_log2 - rows.index(2 * slot).load(ROW)[None, :])
@@ -120,14 +136,14 @@ def sum_steps(begin, end, turn, dk, dk_rest, dv, memory, sums_ptr, spans, band, 
             probs = hide_probs(probs, first_query, key, band, C)
         left_probs = gl.convert_layout(probs.to(DTYPE), gl.DotOperandLayout(0, dv.type.layout, 2))
         delta = gl.full([64, QUERIES], 0.0, gl.float32, layout=PAIRS) + rows.index(2 * slot + 1).load(ROW)[None, :]
-        wait_full(dout_full, turn, C.OUT_STAGES)
+        consumer_wait(dout_full, turn, C.OUT_STAGES)
         slopes_pending = issue_pairs(v_tiles, dout_tiles, out_slot, origin + OWN, -delta)
         dv_pending = warpgroup_mma(left_probs, columns_of(dout_tiles, out_slot, 0), dv, is_async=True)
         slopes = warpgroup_mma_wait(1, deps=(slopes_pending,))
         half = (turn & 1) * 2 + origin
         dscores_tiles.index(half + OWN).store(times(gl.convert_layout(left_probs, PAIRS), slopes, DTYPE))
         fence_async_shared()
-        meet(2)
+        named_barrier_sync(2)
         place = sums_ptr + (first_sum + first_query).to(gl.int64) * WIDTH
         dk, dk_rest, dv = finish_step(dv_pending, dk, dk_rest, memory, turn, half, origin, place, OWN, C)
         turn += 1
@@ -151,7 +167,7 @@ def gather(gathered, OWN: gl.constexpr, C: gl.constexpr):
                       layout=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.COLUMNS[1], 16]))
     dv = gl.full([64, C.COLUMNS_V[0]], 0.0, gl.float32,
                  layout=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.COLUMNS_V[0], 16]))
-    spans = query_steps_of(first, band, C)
+    spans = q_blocks_of(first, band, C)
     key = first + OWN * 64
     ends = phases_of(key, spans, band, C)
     rows = (sq + (QUERIES - 1)) // QUERIES * QUERIES
@@ -164,7 +180,7 @@ def gather(gathered, OWN: gl.constexpr, C: gl.constexpr):
             turn, dk, dk_rest, dv = sum_steps(ends[phase], ends[phase + 1], turn, dk, dk_rest, dv, memory, sums_ptr,
                                               spans, band, first_sum, key, scale_log2, OWN, phase != 1, C)
     write(dv_desc, None, v_tiles[0].index(OWN), dv, (batch, head_k, key, 0), 64, C)
-    meet(2)  # the other's dQ has read these keys
+    named_barrier_sync(2)  # the other's dQ has read these keys
     write(dk_descs[0], None, k_tiles[0].index(OWN), dk * scale, (batch, head_k, key, 0), 64, C)
     write(dk_descs[1], None, k_tiles[1].index(OWN), dk_rest * scale, (batch, head_k, key, FIRST), 64, C)
     tma_store_wait(0)
@@ -181,18 +197,18 @@ def hopper_backward_pieces_kernel(q_desc, q_rest, k_desc, k_rest, v_desc, dout_d
     DTYPE: gl.constexpr = q_desc.dtype
     TURNED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, QUERIES], DTYPE)
     q_descs, k_descs, v_descs, dout_descs = (q_desc, q_rest), (k_desc, k_rest), (v_desc,), (dout_desc,)
-    k_tiles = slots_for(k_descs, 2)
-    v_tiles = slots_for(v_descs, 2)
-    q_tiles = slots_for(q_descs, C.STAGES)
-    dout_tiles = slots_for(dout_descs, C.OUT_STAGES)
+    k_tiles = allocate_stages(k_descs, 2)
+    v_tiles = allocate_stages(v_descs, 2)
+    q_tiles = allocate_stages(q_descs, C.KV_STAGES)
+    dout_tiles = allocate_stages(dout_descs, C.OUT_STAGES)
     dscores_tiles = gl.allocate_shared_memory(DTYPE, [4, 64, QUERIES], TURNED)
-    rows = gl.allocate_shared_memory(gl.float32, [2 * C.STAGES, QUERIES], IN_ORDER)  # lse and delta in turn
+    rows = gl.allocate_shared_memory(gl.float32, [2 * C.KV_STAGES, QUERIES], CONTIGUOUS)  # lse and delta in turn
     keys = (k_tiles, v_tiles, make_barriers(4, 1))
-    queries = (q_tiles, make_barriers(C.STAGES, 2), make_barriers(C.STAGES, 2))
+    queries = (q_tiles, make_barriers(C.KV_STAGES, 2), make_barriers(C.KV_STAGES, 2))
     douts = (dout_tiles, make_barriers(C.OUT_STAGES, 1), make_barriers(C.OUT_STAGES, 2))
     fence_async_shared()
-    band = (sq, sk, lower, upper)
-    tile = key_tile_at(gl.program_id(0), (tiles, heads, batches, section), C)
+    band = MaskBounds(sq, sk, lower, upper)
+    tile = key_tile_at(gl.program_id(0), TileGrid(tiles, heads, batches, section), C)
     ZERO: gl.constexpr = 0
     ONE: gl.constexpr = 1
     gathered = (((dk_desc, dk_rest), dv_desc), sums_ptr, (keys, queries, douts, rows, dscores_tiles), tile, band, heads,

@@ -23,19 +23,27 @@ from tilewise.kernels.gluon.compat import tma_load, tma_store_wait
 from tilewise.kernels.gluon.hopper_backward import PAIRS, hide_probs, write
 from tilewise.kernels.gluon.hopper_backward_load import fetch_rows, put_rows
 from tilewise.kernels.gluon.pipeline import (
-    IN_ORDER,
+    CONTIGUOUS,
     ONE_WARP,
-    joined,
-    leave,
+    allocate_stages,
+    as_tuple,
+    consumer_release,
+    consumer_wait,
     make_barriers,
-    opaque,
-    slots_for,
-    wait_empty,
-    wait_full,
+    optimization_barrier,
+    producer_acquire,
 )
 from tilewise.kernels.gluon.products import finish
-from tilewise.kernels.gluon.softmax import as_operand, in_pairs
-from tilewise.kernels.gluon.tiles import QUERIES, key_tile_at, phases_of, queries_at, query_steps_of
+from tilewise.kernels.gluon.softmax import as_operand, pack_pairs
+from tilewise.kernels.gluon.tiles import (
+    QUERIES,
+    MaskBounds,
+    TileGrid,
+    key_tile_at,
+    phases_of,
+    q_block_start,
+    q_blocks_of,
+)
 
 HELD = gl.constexpr(128)  # columns of keys and values in registers, of 256; more want registers that a step has not
 
@@ -51,13 +59,13 @@ class Shape(NamedTuple):
     COLUMNS: tuple[int, ...]
     COLUMNS_V: tuple[int, ...]
     CONSUMERS: int
-    STAGES: int
+    KV_STAGES: int
     OUT_STAGES: int
-    LOWER: bool
-    UPPER: bool
-    ORDERED: bool = False
-    ALONE: bool = False
-    PACKED: bool = False
+    HAS_LOWER: bool
+    HAS_UPPER: bool
+    DETERMINISTIC: bool = False
+    HEAD_PERSISTENT: bool = False
+    HAS_CU_SEQLENS: bool = False
 
 
 @gluon.jit
@@ -83,7 +91,7 @@ def load(loaded, C: gl.constexpr):
     dout_tiles, dout_full, dout_empty = douts
     first, head_k, batch = tile
     sq, _sk, _lower, _upper = band
-    spans = query_steps_of(first, band, C)
+    spans = q_blocks_of(first, band, C)
     _start, _at_head, _masked, steps = spans
     NC: gl.constexpr = C.CONSUMERS
     for i in gl.static_range(NC):
@@ -95,16 +103,16 @@ def load(loaded, C: gl.constexpr):
         head = head_k * group + member
         line = (batch * heads * group + head).to(gl.int64) * sq
         for step in range(steps):
-            query = queries_at(step, spans, C)
+            query = q_block_start(step, spans, C)
             place = (batch, head, query)
             offsets = query + gl.arange(0, QUERIES, layout=ONE_WARP)
             lse, delta = fetch_rows(lse_ptr, delta_ptr, line, offsets, offsets < sq)
-            wait_empty(q_empty, turn, C.STAGES)
-            slot = turn % C.STAGES
+            producer_acquire(q_empty, turn, C.KV_STAGES)
+            slot = turn % C.KV_STAGES
             load_pieces(q_descs, q_tiles, slot, place, q_full.index(slot))
             put_rows(rows, slot, lse, delta)
             mbarrier.arrive(q_full.index(slot), count=1)
-            wait_empty(dout_empty, turn, C.OUT_STAGES)
+            producer_acquire(dout_empty, turn, C.OUT_STAGES)
             slot = turn % C.OUT_STAGES
             load_pieces(dout_descs, dout_tiles, slot, place, dout_full.index(slot))
             turn += 1
@@ -212,7 +220,7 @@ def sum_dv(summed, C: gl.constexpr):
     probs_tile, probs_full, probs_empty = lent
     key, head_k, batch = tile
     DTYPE: gl.constexpr = probs_tile.dtype
-    spans = query_steps_of(key, band, C)
+    spans = q_blocks_of(key, band, C)
     _start, _at_head, _masked, steps = spans
     _begin, masked, _end = phases_of(key, spans, band, C)
     turns = group * steps
@@ -221,25 +229,25 @@ def sum_dv(summed, C: gl.constexpr):
     dv = begin_sums(descs)
     step = 0
     for turn in range(turns):
-        slot = turn % C.STAGES
-        wait_full(q_full, turn, C.STAGES)
-        scores_pending = issue_pairs(k_tiles, q_tiles, slot, opaque(0), held=held)
+        slot = turn % C.KV_STAGES
+        consumer_wait(q_full, turn, C.KV_STAGES)
+        scores_pending = issue_pairs(k_tiles, q_tiles, slot, optimization_barrier(0), held=held)
         lse = rows.index(2 * slot).load(gl.SliceLayout(0, PAIRS))
         scores = warpgroup_mma_wait(0, deps=(scores_pending,))
         probs = gl.exp2(scores * scale_log2 - lse[None, :])
         if step < masked:
-            probs = hide_probs(probs, queries_at(step, spans, C), key, band, C)
+            probs = hide_probs(probs, q_block_start(step, spans, C), key, band, C)
         step = gl.where(step + 1 == steps, 0, step + 1)
-        pairs = in_pairs(probs, DTYPE)
-        wait_full(dout_full, turn, C.OUT_STAGES)
+        pairs = pack_pairs(probs, DTYPE)
+        consumer_wait(dout_full, turn, C.OUT_STAGES)
         pending = issue_sums(dv, pairs, dout_tiles, turn % C.OUT_STAGES)
-        wait_empty(probs_empty, turn, 1)
+        producer_acquire(probs_empty, turn, 1)
         probs_tile.index(0).store(gl.convert_layout(as_operand(pairs, DTYPE, gl.DotOperandLayout(0, PAIRS, 2)), PAIRS))
-        leave(probs_full, turn, 1)
-        leave(q_empty, turn, C.STAGES)
+        consumer_release(probs_full, turn, 1)
+        consumer_release(q_empty, turn, C.KV_STAGES)
         dv = finish(pending, 0)
-        leave(dout_empty, turn, C.OUT_STAGES)
-    wait_empty(dout_empty, turns - 1 + C.OUT_STAGES, C.OUT_STAGES)  # the last dP is made: nothing reads values any more
+        consumer_release(dout_empty, turn, C.OUT_STAGES)
+    producer_acquire(dout_empty, turns - 1 + C.OUT_STAGES, C.OUT_STAGES)  # behind the last dP nothing reads V
     write_sums(descs, v_tiles, 0, dv, 1.0, (batch, head_k, key), C)
 
 
@@ -257,23 +265,23 @@ def sum_dk(summed, C: gl.constexpr):
     mbarrier.wait(keys_full.index(1), 0)
     held = hold_first(v_tiles)
     dk = begin_sums(descs)
-    _start, _at_head, _masked, steps = query_steps_of(key, band, C)
+    _start, _at_head, _masked, steps = q_blocks_of(key, band, C)
     for turn in range(group * steps):
-        slot = turn % C.STAGES
-        wait_full(q_full, turn, C.STAGES)
+        slot = turn % C.KV_STAGES
+        consumer_wait(q_full, turn, C.KV_STAGES)
         delta = rows.index(2 * slot + 1).load(gl.SliceLayout(0, PAIRS))
         start = gl.full([64, QUERIES], 0.0, gl.float32, layout=PAIRS) - delta[None, :]
-        wait_full(dout_full, turn, C.OUT_STAGES)
-        slopes_pending = issue_pairs(v_tiles, dout_tiles, turn % C.OUT_STAGES, opaque(0), start, held)
+        consumer_wait(dout_full, turn, C.OUT_STAGES)
+        slopes_pending = issue_pairs(v_tiles, dout_tiles, turn % C.OUT_STAGES, optimization_barrier(0), start, held)
         slopes = warpgroup_mma_wait(0, deps=(slopes_pending,))
-        wait_full(probs_full, turn, 1)
+        consumer_wait(probs_full, turn, 1)
         pairs = hold(probs_tile.index(0))
         probs = gl.convert_layout(as_operand(pairs, DTYPE, gl.DotOperandLayout(0, PAIRS, 2)), PAIRS)
-        pending = issue_sums(dk, in_pairs(probs.to(gl.float32) * slopes, DTYPE), q_tiles, slot)
-        leave(dout_empty, turn, C.OUT_STAGES)
-        leave(probs_empty, turn, 1)
+        pending = issue_sums(dk, pack_pairs(probs.to(gl.float32) * slopes, DTYPE), q_tiles, slot)
+        consumer_release(dout_empty, turn, C.OUT_STAGES)
+        consumer_release(probs_empty, turn, 1)
         dk = finish(pending, 0)
-        leave(q_empty, turn, C.STAGES)
+        consumer_release(q_empty, turn, C.KV_STAGES)
     # The last P is there: nothing reads keys any more.
     write_sums(descs, k_tiles, 0, dk, scale, (batch, head_k, key), C)
 
@@ -289,24 +297,24 @@ def hopper_backward_wide_kernel(q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, 
     """
     DTYPE: gl.constexpr = q_desc.dtype
     TURNED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, QUERIES], DTYPE)
-    q_descs, k_descs = joined(q_desc, q_rest), joined(k_desc, k_rest)
-    v_descs, dout_descs = joined(v_desc, v_rest), joined(dout_desc, dout_rest)
-    k_tiles = slots_for(k_descs, 1)
-    v_tiles = slots_for(v_descs, 1)
-    q_tiles = slots_for(q_descs, C.STAGES)
-    dout_tiles = slots_for(dout_descs, C.OUT_STAGES)
+    q_descs, k_descs = as_tuple(q_desc, q_rest), as_tuple(k_desc, k_rest)
+    v_descs, dout_descs = as_tuple(v_desc, v_rest), as_tuple(dout_desc, dout_rest)
+    k_tiles = allocate_stages(k_descs, 1)
+    v_tiles = allocate_stages(v_descs, 1)
+    q_tiles = allocate_stages(q_descs, C.KV_STAGES)
+    dout_tiles = allocate_stages(dout_descs, C.OUT_STAGES)
     probs_tile = gl.allocate_shared_memory(DTYPE, [1, 64, QUERIES], TURNED)
-    rows = gl.allocate_shared_memory(gl.float32, [2 * C.STAGES, QUERIES], IN_ORDER)  # lse and delta in turn
+    rows = gl.allocate_shared_memory(gl.float32, [2 * C.KV_STAGES, QUERIES], CONTIGUOUS)  # lse and delta in turn
     keys = (k_tiles, v_tiles, make_barriers(2, 1))
-    queries = (q_tiles, make_barriers(C.STAGES, 2), make_barriers(C.STAGES, 2))
+    queries = (q_tiles, make_barriers(C.KV_STAGES, 2), make_barriers(C.KV_STAGES, 2))
     douts = (dout_tiles, make_barriers(C.OUT_STAGES, 1), make_barriers(C.OUT_STAGES, 2))
     lent = (probs_tile, make_barriers(1, 1), make_barriers(1, 1))
     fence_async_shared()
-    band = (sq, sk, lower, upper)
-    tile = key_tile_at(gl.program_id(0), (tiles, heads, batches, section), C)
+    band = MaskBounds(sq, sk, lower, upper)
+    tile = key_tile_at(gl.program_id(0), TileGrid(tiles, heads, batches, section), C)
     memory = (keys, queries, douts, rows, lent)
-    of_v = (joined(dv_desc, dv_rest), memory, tile, band, group, scale_log2)
-    of_k = (joined(dk_desc, dk_rest), memory, tile, band, group, scale)
+    of_v = (as_tuple(dv_desc, dv_rest), memory, tile, band, group, scale_log2)
+    of_k = (as_tuple(dk_desc, dk_rest), memory, tile, band, group, scale)
     sources = (q_descs, k_descs, v_descs, dout_descs, lse_ptr, delta_ptr)
     loaded = (sources, keys, queries, douts, rows, tile, band, heads, group)
     gl.warp_specialize([(sum_dv, (of_v, C)), (sum_dk, (of_k, C)), (load, (loaded, C))], [4, 1], [240, 24])

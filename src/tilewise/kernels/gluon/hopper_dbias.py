@@ -24,15 +24,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from tilewise.kernels.gluon.compat import tma_load
 from tilewise.kernels.gluon.pair_tiles import BLOCKS, ROWS, blocks_of, seek, tiles_of
 from tilewise.kernels.gluon.pipeline import (
-    END,
-    IN_ORDER,
-    hand_out,
-    leave,
+    CONTIGUOUS,
+    NO_TILE,
+    TileQueue,
+    consumer_release,
+    consumer_wait,
+    get_tile,
     make_barriers,
-    opaque,
-    take_tile,
-    wait_empty,
-    wait_full,
+    optimization_barrier,
+    producer_acquire,
+    publish_tile,
 )
 from tilewise.kernels.gluon.softmax import LOG2E
 
@@ -49,11 +50,11 @@ class Shape(NamedTuple):
 
     WIDTH: int
     Q_STAGES: int
-    STAGES: int
+    KV_STAGES: int
     READS: int
     WRITES: int
-    LOWER: bool
-    UPPER: bool
+    HAS_LOWER: bool
+    HAS_UPPER: bool
 
 
 @gluon.jit
@@ -76,7 +77,7 @@ def load_queries(loaded, C: gl.constexpr):
     turn = 0
     taken = 0
     while line < lines:
-        hand_out(next_tile, taken, (line, row, tile), SIZE)
+        publish_tile(next_tile, taken, (line, row, tile), SIZE)
         taken += 1
         for member in range(members):
             batch, head = entry_of(line, member, sharing)
@@ -90,7 +91,7 @@ def load_queries(loaded, C: gl.constexpr):
                 tma_load(dout_desc, [batch, head, query, 0], dout_full.index(slot), dout_tiles.index(slot))
             turn += 1
         line, row, place, tile = seek(line, row, place + gl.num_programs(0), order, band, C)
-    hand_out(next_tile, taken, (END, 0, 0), SIZE)
+    publish_tile(next_tile, taken, (NO_TILE, 0, 0), SIZE)
 
 
 @gluon.jit
@@ -109,8 +110,8 @@ def load_keys(loaded, C: gl.constexpr):
         for member in range(members):
             batch, head = entry_of(line, member, sharing)
             for block in range(begin, end):
-                wait_empty(empty, turn, C.STAGES)
-                slot = turn % C.STAGES
+                producer_acquire(empty, turn, C.KV_STAGES)
+                slot = turn % C.KV_STAGES
                 mbarrier.expect(full.index(slot), k_desc.block_type.nbytes + v_desc.block_type.nbytes)
                 key = (tile * BLOCKS + block) * 64
                 tma_load(k_desc, [batch, head // group, key, 0], full.index(slot), k_tiles.index(slot))
@@ -217,9 +218,9 @@ def add_block(total, q, dout, arrival, keys, turn, bias_tile, lse, delta, first_
     k_tiles, v_tiles, full, empty = keys
     LAYOUT: gl.constexpr = total.type.layout
     zero = gl.full([64, 64], 0.0, gl.float32, layout=LAYOUT)
-    wait_full(full, turn, C.STAGES)
-    k = k_tiles.index(turn % C.STAGES).reshape([64, C.WIDTH])
-    v = v_tiles.index(turn % C.STAGES).reshape([64, C.WIDTH])
+    consumer_wait(full, turn, C.KV_STAGES)
+    k = k_tiles.index(turn % C.KV_STAGES).reshape([64, C.WIDTH])
+    v = v_tiles.index(turn % C.KV_STAGES).reshape([64, C.WIDTH])
     scores_pending = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
     if FIRST:
         dout_full, phase = arrival
@@ -229,15 +230,15 @@ def add_block(total, q, dout, arrival, keys, turn, bias_tile, lse, delta, first_
     scores = warpgroup_mma_wait(1, deps=(scores_pending,))
     probs = gl.exp2(scores * scale_log2 + bias - lse[:, None])
     dprobs = warpgroup_mma_wait(0, deps=(dprobs_pending,))
-    leave(empty, turn, C.STAGES)
+    consumer_release(empty, turn, C.KV_STAGES)
     dscores = probs * (dprobs - delta[:, None])
     if MASKED:
         _sq, _sk, lower, upper = band
         queries = first_query + gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
-        own_keys = opaque(first_key) + gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
-        if C.UPPER:
+        own_keys = optimization_barrier(first_key) + gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
+        if C.HAS_UPPER:
             dscores = gl.where(own_keys[None, :] <= (queries + upper)[:, None], dscores, 0.0)
-        if C.LOWER:
+        if C.HAS_LOWER:
             dscores = gl.where(own_keys[None, :] >= (queries + lower)[:, None], dscores, 0.0)
     return total + dscores
 
@@ -252,8 +253,8 @@ def add_entries(sums, members, turn, q_turn, line, first_query, first_key, block
     sq, _sk, _lower, _upper = band
     LAYOUT: gl.constexpr = sums[0].type.layout
     offsets = first_query + gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
-    turn = opaque(turn)
-    q_turn = opaque(q_turn)
+    turn = optimization_barrier(turn)
+    q_turn = optimization_barrier(q_turn)
     for member in range(members):
         batch, head = entry_of(line, member, sharing)
         start = (batch * heads + head).to(gl.int64) * sq
@@ -286,12 +287,12 @@ def add_up(summed, OWN: gl.constexpr, C: gl.constexpr):
     rows, source, dbias_ptr, queries, keys, next_tile, bias_tiles, band, heads, sharing, scale_log2 = summed
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     own_heads, _shared_heads, shared, _group = sharing
-    PHASES: gl.constexpr = 2 if C.LOWER or C.UPPER else 1
+    PHASES: gl.constexpr = 2 if C.HAS_LOWER or C.HAS_UPPER else 1
     turn = 0
     q_turn = 0
     taken = 0
-    line, row, tile = take_tile(next_tile, taken, SIZE)
-    while line != END:
+    line, row, tile = get_tile(next_tile, taken, SIZE)
+    while line != NO_TILE:
         first_query = row * ROWS + OWN * 64
         first_key = tile * (BLOCKS * 64)
         begin, end, whole = blocks_of(row, tile, band, C)
@@ -306,7 +307,7 @@ def add_up(summed, OWN: gl.constexpr, C: gl.constexpr):
                 bias_tiles, band, heads, sharing, scale_log2, OWN, MASKED == 1, C)
         write_dbias(dbias_ptr, bias_tiles, sums, line, first_query, first_key, band, OWN, C)
         taken += 1
-        line, row, tile = take_tile(next_tile, taken, SIZE)
+        line, row, tile = get_tile(next_tile, taken, SIZE)
 
 
 @gluon.jit(do_not_specialize=["stride_b", "stride_h", "stride_q", "stride_k", "sq", "sk", "heads", "group",
@@ -324,15 +325,15 @@ def hopper_dbias_kernel(q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr, b
     BIAS: gl.constexpr = bias_ptr.dtype.element_ty
     q_tiles = gl.allocate_shared_memory(DTYPE, [2 * C.Q_STAGES, 1, 1, 64, C.WIDTH], q_desc.layout)
     dout_tiles = gl.allocate_shared_memory(DTYPE, [2 * C.Q_STAGES, 1, 1, 64, C.WIDTH], dout_desc.layout)
-    k_tiles = gl.allocate_shared_memory(DTYPE, [C.STAGES, 1, 1, 64, C.WIDTH], k_desc.layout)
-    v_tiles = gl.allocate_shared_memory(DTYPE, [C.STAGES, 1, 1, 64, C.WIDTH], v_desc.layout)
+    k_tiles = gl.allocate_shared_memory(DTYPE, [C.KV_STAGES, 1, 1, 64, C.WIDTH], k_desc.layout)
+    v_tiles = gl.allocate_shared_memory(DTYPE, [C.KV_STAGES, 1, 1, 64, C.WIDTH], v_desc.layout)
     BIAS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], BIAS)
     bias_tiles = gl.allocate_shared_memory(BIAS, [2 * BLOCKS, 64, 64], BIAS_LAYOUT)
-    numbers = gl.allocate_shared_memory(gl.int32, [2 * SIZE, 1], IN_ORDER)
+    numbers = gl.allocate_shared_memory(gl.int32, [2 * SIZE, 1], CONTIGUOUS)
     queries = (q_tiles, dout_tiles, make_barriers(2 * C.Q_STAGES, 1), make_barriers(2 * C.Q_STAGES, 1),
                make_barriers(2 * C.Q_STAGES, 1))
-    keys = (k_tiles, v_tiles, make_barriers(C.STAGES, 1), make_barriers(C.STAGES, 2))
-    next_tile = (numbers, make_barriers(2, 1), make_barriers(2, 2))
+    keys = (k_tiles, v_tiles, make_barriers(C.KV_STAGES, 1), make_barriers(C.KV_STAGES, 2))
+    next_tile = TileQueue(numbers, make_barriers(2, 1), make_barriers(2, 2))
     fence_async_shared()
     order = (rows, lines)
     band = (sq, sk, lower, upper)
@@ -344,7 +345,7 @@ def hopper_dbias_kernel(q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr, b
     blanked = (dbias_ptr, order, band, columns)
     ZERO: gl.constexpr = 0
     ONE: gl.constexpr = 1
-    if C.LOWER or C.UPPER:
+    if C.HAS_LOWER or C.HAS_UPPER:
         gl.warp_specialize([(add_up, (summed, ZERO, C)), (add_up, (summed, ONE, C)), (load_queries, (loaded, C)),
                             (load_keys, (loaded, C)), (blank_tiles, (blanked, C))], [4, 1, 1, 1], [240, 24, 24, 24])
     else:

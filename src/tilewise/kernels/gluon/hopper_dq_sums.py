@@ -1,12 +1,13 @@
 """How the backward kernel's parts of dQ reach their sums in global memory (maths.md, eq. 10).
 
-A step of a tile of keys adds a part of each warpgroup that makes dQ. It adds it itself, from registers (C.DIRECT) or
-through a staged tile that the copy engine adds; or, for a fixed order (C.ORDERED), stages it for warps that do nothing
-else, and waits for these only when they are two steps behind. Those add in each step tile of keys after tile of keys,
-so that every bit of dQ is the same on every run; the first sets the sums. A counter of the step says how many tiles
-have added their parts. A tile waits for earlier ones alone, whose programs have lower numbers and started before: they
-need not all be running at once. A program that has all keys of a head sets the sums, adds to them, and writes dq with
-the last part itself; where some share a head, writers bring what the last part is added to.
+A step of a tile of keys adds a part of each warpgroup that makes dQ. It adds it itself, from registers
+(C.DQ_FROM_REGISTERS) or through a staged tile that the copy engine adds; or, for a fixed order (C.DETERMINISTIC),
+stages it for warps that do nothing else, and waits for these only when they are two steps behind. Those add in each
+step tile of keys after tile of keys, so that every bit of dQ is the same on every run; the first sets the sums. A
+counter of the step says how many tiles have added their parts. A tile waits for earlier ones alone, whose programs have
+lower numbers and started before: they need not all be running at once. A program that has all keys of a head sets the
+sums, adds to them, and writes dq with the last part itself; where some share a head, writers bring what the last part
+is added to.
 """
 
 from triton.experimental import gluon
@@ -16,14 +17,14 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from tilewise.kernels.gluon.compat import reinterpret, tma_add, tma_store, tma_store_wait
 from tilewise.kernels.gluon.pipeline import (
     ONE_WARP,
-    OWN_THREADS,
-    each_thread,
-    leave,
+    WARPGROUP_BARRIER,
+    consumer_release,
+    consumer_wait,
     make_barriers,
-    wait_empty,
-    wait_full,
+    per_thread_asm,
+    producer_acquire,
 )
-from tilewise.kernels.gluon.tiles import QUERIES, is_last_of, queries_at, query_steps_of, rank_of
+from tilewise.kernels.gluon.tiles import QUERIES, is_last_of, q_block_start, q_blocks_of, rank_of
 
 # Writers take steps in turn, each with a stage of its own: an addition may last as long as two steps.
 WRITERS: gl.constexpr = gl.constexpr(2)
@@ -155,8 +156,8 @@ def write_dq(dq, dq_desc, rows, place, scale):
 @gluon.jit
 def await_sums():
     """Wait until what this warpgroup has set and added has arrived in global memory, for all of its threads."""
-    CODE: gl.constexpr = f"cp.async.bulk.wait_group 0; bar.sync {OWN_THREADS}, 128; mov.b32 $0, $1;"
-    each_thread(CODE)
+    CODE: gl.constexpr = f"cp.async.bulk.wait_group 0; bar.sync {WARPGROUP_BARRIER}, 128; mov.b32 $0, $1;"
+    per_thread_asm(CODE)
 
 
 @gluon.jit
@@ -169,24 +170,24 @@ def await_sums_before():
     (tiles.queries_to_and_fro): there it is dK's. Whoever stores dV and dK otherwise waits for all of them here. The
     warpgroup's other threads know of it behind the next barrier.
     """
-    each_thread("cp.async.bulk.wait_group 1; mov.b32 $0, $1;")
+    per_thread_asm("cp.async.bulk.wait_group 1; mov.b32 $0, $1;")
 
 
 @gluon.jit
 def hand_over(sums, dq, stage, turn, part, OWN: gl.constexpr, C: gl.constexpr):
     """Add a part of dQ to its sums, or stage it for the writer. part: its number among all. OWN: whose it is.
 
-    sums: a descriptor, or with C.DIRECT a pointer.
+    sums: a descriptor, or with C.DQ_FROM_REGISTERS a pointer.
     """
     COLUMNS: gl.constexpr = dq.shape[1]
     MAKERS: gl.constexpr = C.WIDTH // COLUMNS
-    if C.DIRECT:
+    if C.DQ_FROM_REGISTERS:
         add_directly(sums + part.to(gl.int64) * (64 * COLUMNS), dq)
-    elif C.ORDERED:
+    elif C.DETERMINISTIC:
         tiles, full, empty = stage
-        wait_empty(empty, turn, WRITERS)
+        producer_acquire(empty, turn, WRITERS)
         stage_part(tiles.index(turn % WRITERS * MAKERS + OWN), dq)
-        leave(full, turn, WRITERS)
+        consumer_release(full, turn, WRITERS)
     else:
         tma_store_wait(0)
         stage_part(stage.index(OWN), dq)
@@ -200,18 +201,18 @@ def add_in_order(written, OWN: gl.constexpr, MAKERS: gl.constexpr, C: gl.constex
     tiles, full, empty = stage
     first, head_k, batch = tile
     sq, _sk, _lower, _upper = band
-    spans = query_steps_of(first, band, C)
+    spans = q_blocks_of(first, band, C)
     _start, _at_head, _masked, steps = spans
     all_steps = (sq + (QUERIES - 1)) // QUERIES
     for turn in range(OWN, group * steps, WRITERS):
         member = turn // steps
-        place = queries_at(turn - member * steps, spans, C) // QUERIES
+        place = q_block_start(turn - member * steps, spans, C) // QUERIES
         step = (batch * heads * group + head_k * group + member) * all_steps + place
         rank = rank_of(first, place, band, C)
         wait_for_tiles_before(counters + step, rank)
-        wait_full(full, turn, WRITERS)
+        consumer_wait(full, turn, WRITERS)
         add_staged(sums, counters + step, tiles, step, rank, OWN, MAKERS)
-        leave(empty, turn, WRITERS)
+        consumer_release(empty, turn, WRITERS)
 
 
 @gluon.jit

@@ -17,10 +17,26 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from tilewise.kernels.gluon.hopper_backward import PAIRS
 from tilewise.kernels.gluon.hopper_backward_load import fetch_rows, in_base_2
 from tilewise.kernels.gluon.hopper_backward_wide import begin_sums, issue_pairs, issue_sums, load_pieces, write_sums
-from tilewise.kernels.gluon.pipeline import joined, leave, make_barriers, opaque, slots_for, wait_empty, wait_full
+from tilewise.kernels.gluon.pipeline import (
+    allocate_stages,
+    as_tuple,
+    consumer_release,
+    consumer_wait,
+    make_barriers,
+    optimization_barrier,
+    producer_acquire,
+)
 from tilewise.kernels.gluon.products import finish
-from tilewise.kernels.gluon.softmax import hide, in_pairs
-from tilewise.kernels.gluon.tiles import hides_first_step, keys_at, masked_of, steps_of, tile_at
+from tilewise.kernels.gluon.softmax import hide, pack_pairs
+from tilewise.kernels.gluon.tiles import (
+    MaskBounds,
+    TileGrid,
+    first_block_is_masked,
+    kv_blocks_of,
+    masked_blocks_of,
+    n_block_start,
+    tile_at,
+)
 
 K_STAGES: gl.constexpr = gl.constexpr(2)  # tiles of K in flight; of V one, two gained nothing where there is room
 
@@ -31,22 +47,22 @@ class Shape(NamedTuple):
     What of the mask there is, then what tiles.py, softmax.py and write() ask for.
     """
 
-    LOWER: bool
-    UPPER: bool
-    KEYS: int = 64
+    HAS_LOWER: bool
+    HAS_UPPER: bool
+    BLOCK_N: int = 64
     CONSUMERS: int = 2
-    PACK: int = 1
-    PACKED: bool = False
-    FROM_END: bool = False
+    PACK_GQA: int = 1
+    HAS_CU_SEQLENS: bool = False
+    TILES_FROM_END: bool = False
 
 
 @gluon.jit
-def load_step(descs, ring, step, spans, head, batch, STAGES: gl.constexpr, C: gl.constexpr):
+def load_step(descs, ring, step, spans, head, batch, KV_STAGES: gl.constexpr, C: gl.constexpr):
     """Producer: load K or V of a step."""
     tiles, full, empty = ring
-    wait_empty(empty, step, STAGES)
-    slot = step % STAGES
-    load_pieces(descs, tiles, slot, (batch, head, keys_at(step, spans, C)), full.index(slot))
+    producer_acquire(empty, step, KV_STAGES)
+    slot = step % KV_STAGES
+    load_pieces(descs, tiles, slot, (batch, head, n_block_start(step, spans, C)), full.index(slot))
 
 
 @gluon.jit
@@ -57,7 +73,7 @@ def load(loaded, C: gl.constexpr):
     q_tiles, dout_tiles, full = queries
     first, head, batch = tile
     head_k = head // group
-    spans = steps_of(first, band, C)
+    spans = kv_blocks_of(first, band, C)
     _start, _at_head, _masked, steps = spans
     load_pieces(q_descs, q_tiles, 0, (batch, head, first), full.index(0))
     load_step(k_descs, keys, 0, spans, head_k, batch, K_STAGES, C)
@@ -80,21 +96,21 @@ def sum_steps(begin, end, dq, memory, row, rows, spans, band, scale_log2, OWN: g
     v_tiles, v_full, v_empty = values
     lse, delta = rows
     for step in range(begin, end):
-        own = opaque(0) + OWN  # where tiles lie is found anew in each step: registers do not hold it
+        own = optimization_barrier(0) + OWN  # where tiles lie is found anew in each step: registers do not hold it
         slot = step % K_STAGES
-        wait_full(k_full, step, K_STAGES)
+        consumer_wait(k_full, step, K_STAGES)
         scores_pending = issue_pairs(q_tiles, k_tiles, slot, own)
-        wait_full(v_full, step, 1)
+        consumer_wait(v_full, step, 1)
         dprobs_pending = issue_pairs(dout_tiles, v_tiles, 0, own)
         scores = warpgroup_mma_wait(len(v_tiles), deps=(scores_pending,))
         if MASKED:
-            scores = hide(scores, row, keys_at(step, spans, C), band, C)
+            scores = hide(scores, row, n_block_start(step, spans, C), band, C)
         probs = gl.exp2(scores * scale_log2 - lse[:, None])
         dprobs = warpgroup_mma_wait(0, deps=(dprobs_pending,))
-        leave(v_empty, step, 1)
-        dscores = in_pairs(probs * (dprobs - delta[:, None]), k_tiles[0].dtype)
+        consumer_release(v_empty, step, 1)
+        dscores = pack_pairs(probs * (dprobs - delta[:, None]), k_tiles[0].dtype)
         dq = finish(issue_sums(dq, dscores, k_tiles, slot), 0)
-        leave(k_empty, step, K_STAGES)
+        consumer_release(k_empty, step, K_STAGES)
     return dq
 
 
@@ -115,16 +131,16 @@ def gather(gathered, OWN: gl.constexpr, C: gl.constexpr):
     line = (batch * heads + head).to(gl.int64) * sq
     lse, delta = fetch_rows(lse_ptr, delta_ptr, line, offsets, offsets < sq)
     rows = (in_base_2(lse), delta)
-    spans = steps_of(first, band, C)
+    spans = kv_blocks_of(first, band, C)
     _start, _at_head, _masked, steps = spans
-    masked = masked_of(row, spans, band, C)
+    masked = masked_blocks_of(row, spans, band, C)
     begin = 0
-    if C.UPPER:
-        if hides_first_step(keys_at(0, spans, C), steps, row, upper, C):
-            wait_full(k_full, 0, K_STAGES)
-            leave(k_empty, 0, K_STAGES)
-            wait_full(v_full, 0, 1)
-            leave(v_empty, 0, 1)
+    if C.HAS_UPPER:
+        if first_block_is_masked(n_block_start(0, spans, C), steps, row, upper, C):
+            consumer_wait(k_full, 0, K_STAGES)
+            consumer_release(k_empty, 0, K_STAGES)
+            consumer_wait(v_full, 0, 1)
+            consumer_release(v_empty, 0, 1)
             begin += 1
     mbarrier.wait(full.index(OWN), 0)
     mbarrier.wait(full.index(2 + OWN), 0)
@@ -139,17 +155,17 @@ def hopper_dq_wide_kernel(q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, dout_d
                           dq_desc, dq_rest, tiles, heads, batches, section, sq, sk, lower, upper, group, scale,
                           scale_log2, C: gl.constexpr):
     """Compute dq. Grid: (tiles of 128 queries · heads · batches,). Descriptors as of hopper_backward_wide_kernel."""
-    q_descs, k_descs = joined(q_desc, q_rest), joined(k_desc, k_rest)
-    v_descs, dout_descs = joined(v_desc, v_rest), joined(dout_desc, dout_rest)
-    queries = (slots_for(q_descs, 2), slots_for(dout_descs, 2), make_barriers(4, 1))
-    keys = (slots_for(k_descs, K_STAGES), make_barriers(K_STAGES, 1), make_barriers(K_STAGES, 2))
-    values = (slots_for(v_descs, 1), make_barriers(1, 1), make_barriers(1, 2))
+    q_descs, k_descs = as_tuple(q_desc, q_rest), as_tuple(k_desc, k_rest)
+    v_descs, dout_descs = as_tuple(v_desc, v_rest), as_tuple(dout_desc, dout_rest)
+    queries = (allocate_stages(q_descs, 2), allocate_stages(dout_descs, 2), make_barriers(4, 1))
+    keys = (allocate_stages(k_descs, K_STAGES), make_barriers(K_STAGES, 1), make_barriers(K_STAGES, 2))
+    values = (allocate_stages(v_descs, 1), make_barriers(1, 1), make_barriers(1, 2))
     fence_async_shared()
-    band = (sq, sk, lower, upper)
-    tile = tile_at(gl.program_id(0), (tiles, heads, batches, section), sq, C)
+    band = MaskBounds(sq, sk, lower, upper)
+    tile = tile_at(gl.program_id(0), TileGrid(tiles, heads, batches, section), sq, C)
     ZERO: gl.constexpr = 0
     ONE: gl.constexpr = 1
-    gathered = (joined(dq_desc, dq_rest), (lse_ptr, delta_ptr), (queries, keys, values), tile, band, heads,
+    gathered = (as_tuple(dq_desc, dq_rest), (lse_ptr, delta_ptr), (queries, keys, values), tile, band, heads,
                 (scale, scale_log2))
     loaded = ((q_descs, k_descs, v_descs, dout_descs), queries, keys, values, tile, band, group)
     gl.warp_specialize([(gather, (gathered, ZERO, C)), (gather, (gathered, ONE, C)), (load, (loaded, C))], [4, 1],

@@ -1,9 +1,10 @@
-"""What the Hopper forward's loading warp does: it draws tiles, and brings their queries, keys and values.
+"""The Hopper forward kernel's producer warp: it fetches work tiles, and loads their queries, keys and values.
 
-With C.STEADY a tile is judged when it is done: has a row of it overflowed? The loading warp hands out a tile when
-every warpgroup has taken the one two places before it, and so has judged the one two before that. That verdict is
-looked at next, and a bad tile comes again, with a softmax that cannot overflow. At the end of a program nobody takes
-tiles any more: an END then has the warpgroups say when they are done, and more tiles may follow it.
+With C.FROZEN_MAX a tile's overflow flags are looked at when they are complete. The producer publishes a tile when every
+warpgroup has got the one two before it, and so has written the flags of the one two before that: those are looked at
+next. A tile with an overflowed row is published once more, to be computed with online softmax throughout. At the end of
+a CTA no tile follows that would complete the flags: a NO_TILE then has the warpgroups arrive on ``drained``, and more
+tiles may follow it.
 """
 
 from triton.experimental import gluon
@@ -11,21 +12,29 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from tilewise.kernels.gluon.compat import tma_load
-from tilewise.kernels.gluon.cuts import locate_part, numbers_of, own_steps_of
-from tilewise.kernels.gluon.lengths import band_of, rows_of, tile_size
-from tilewise.kernels.gluon.pipeline import END, JUDGED, ONE_WARP, OPEN, draw_number, hand_out, wait_empty
-from tilewise.kernels.gluon.tiles import keys_of
+from tilewise.kernels.gluon.lengths import bounds_of_tile, numbers_of_tile, rows_of, tile_size
+from tilewise.kernels.gluon.pipeline import (
+    NO_TILE,
+    ONE_WARP,
+    OVERFLOW_LAG,
+    OVERFLOW_SLOTS,
+    fetch_next_tile,
+    producer_acquire,
+    publish_tile,
+)
+from tilewise.kernels.gluon.split_kv import blocks_of_tile, locate_work_tile, num_work_tiles
+from tilewise.kernels.gluon.tiles import kv_block_start
 
 
 @gluon.constexpr_function
 def bytes_of(rows, widths):
-    """Bytes of some rows with all their pieces."""
+    """Bytes of some rows with all their chunks."""
     return 2 * rows * sum(widths)
 
 
 @gluon.jit
-def load_rows(descs, place, barrier, tiles, slot):
-    """Producer: load every piece of some rows into a slot; the second begins where the first ends."""
+def load_rows(descs, place, barrier, tiles, stage):
+    """Producer: load every chunk of some rows into a stage; ``place``: (batch, head, row)."""
     batch, head, row = place
     RANK: gl.constexpr = len(descs[0].block_type.shape)
     for i in gl.static_range(len(descs)):
@@ -33,160 +42,153 @@ def load_rows(descs, place, barrier, tiles, slot):
             at = [batch, head, row, 0, i * descs[0].block_type.shape[4]]
         else:
             at = [batch, head, row, i * descs[0].block_type.shape[3]]
-        tma_load(descs[i], at, barrier, tiles[i].index(slot))
+        tma_load(descs[i], at, barrier, tiles[i].index(stage))
 
 
 @gluon.jit
-def load_pair(sources, pairs, turn, place_k, place_v, C: gl.constexpr):
-    """Producer: load K and V of one turn; a place outside the tensor gives zeros and moves nothing."""
-    _q_descs, k_descs, v_descs, _out_desc = sources
-    k_tiles, v_tiles, full, empty = pairs
-    wait_empty(empty, turn, C.STAGES)
-    slot = turn % C.STAGES
-    mbarrier.expect(full.index(slot), bytes_of(C.KEYS, C.D) + bytes_of(C.KEYS, C.DV))
-    load_rows(k_descs, place_k, full.index(slot), k_tiles, slot)
-    load_rows(v_descs, place_v, full.index(slot), v_tiles, slot)
+def load_kv(args, smem, count, k_place, v_place, C: gl.constexpr):
+    """Producer: load K and V of one iteration; a place outside the tensor gives zeros and moves nothing."""
+    kv = smem.kv
+    producer_acquire(kv.empty, count, C.KV_STAGES)
+    stage = count % C.KV_STAGES
+    mbarrier.expect(kv.full.index(stage), bytes_of(C.BLOCK_N, C.D) + bytes_of(C.BLOCK_N, C.DV))
+    load_rows(args.descs.k, k_place, kv.full.index(stage), kv.k_tiles, stage)
+    load_rows(args.descs.v, v_place, kv.full.index(stage), kv.v_tiles, stage)
 
 
 @gluon.jit
-def load_queries(sources, queries, taken, place, C: gl.constexpr):
+def load_queries(args, smem, tile_count, place, C: gl.constexpr):
     """Producer: load the queries of every warpgroup, from a place on."""
-    q_descs, _k_descs, _v_descs, _out_desc = sources
-    q_tiles, q_full, q_empty = queries
     batch, head, row = place
     CONSUMERS: gl.constexpr = C.CONSUMERS
     for i in gl.static_range(CONSUMERS):
-        slot = taken % C.Q_STAGES * C.CONSUMERS + i
-        mbarrier.wait(q_empty.index(slot), ((taken // C.Q_STAGES) & 1) ^ 1)
-        mbarrier.expect(q_full.index(slot), bytes_of(64, C.D))
-        load_rows(q_descs, (batch, head, row + i * (64 // C.PACK)), q_full.index(slot), q_tiles, slot)
+        stage = tile_count % C.Q_STAGES * C.CONSUMERS + i
+        mbarrier.wait(smem.q.empty.index(stage), ((tile_count // C.Q_STAGES) & 1) ^ 1)
+        mbarrier.expect(smem.q.full.index(stage), bytes_of(64, C.D))
+        load_rows(args.descs.q, (batch, head, row + i * (64 // C.PACK_GQA)), smem.q.full.index(stage), smem.q.tiles,
+                  stage)
 
 
 @gluon.jit
-def load_first(sources, queries, pairs, tile, row_k, taken, turn, v_place, band, shares, group, C: gl.constexpr):
-    """Producer: load the keys of a tile's first step, with the last values of the tile before, and its queries.
+def load_first(args, smem, tile, row_k, tile_count, count, v_place, C: gl.constexpr):
+    """Producer: load the keys of a tile's first block, with the last values of the tile before, and its queries.
 
-    Returns the tile's steps, and the place of the keys.
+    Returns the tile's blocks, and the place of the keys.
     """
-    first = tile[0]
-    head = tile[1]
-    batch = tile[2]
-    head_k = head if C.PACK > 1 else head // group
-    spans = own_steps_of(tile, band_of(tile, band, C), shares, C)
-    row = row_k + keys_of(0, spans, C)
-    load_pair(sources, pairs, turn, (batch, head_k, row), v_place, C)
-    load_queries(sources, queries, taken, (batch, head, rows_of(tile, band[0], C)[0] + first), C)
-    return spans, batch, head_k, row
+    head_k = tile.head if C.PACK_GQA > 1 else tile.head // args.group
+    blocks = blocks_of_tile(tile, bounds_of_tile(tile, args.bounds, C), args.splits, C)
+    row = row_k + kv_block_start(0, blocks, C)
+    load_kv(args, smem, count, (tile.batch, head_k, row), v_place, C)
+    first_row = rows_of(tile, args.bounds.sq, C)[0] + tile.first
+    load_queries(args, smem, tile_count, (tile.batch, tile.head, first_row), C)
+    return blocks, tile.batch, head_k, row
 
 
 @gluon.jit
-def load_steps(sources, pairs, turn, spans, row_k, batch, head_k, row, C: gl.constexpr):
-    """Producer: load the keys of a tile's other steps, and with each the values of the step before.
+def load_blocks(args, smem, count, blocks, row_k, batch, head_k, row, C: gl.constexpr):
+    """Producer: load the keys of a tile's other blocks, and with each the values of the block before.
 
-    Returns the next turn, and where the values are that are still to come.
+    Returns the next iteration, and the row of the values that are still to be loaded.
     """
-    for step in range(1, spans[3]):
+    for step in range(1, blocks.count):
         before = row
-        row = row_k + keys_of(step, spans, C)
-        load_pair(sources, pairs, turn, (batch, head_k, row), (batch, head_k, before), C)
-        turn += 1
-    return turn, row
+        row = row_k + kv_block_start(step, blocks, C)
+        load_kv(args, smem, count, (batch, head_k, row), (batch, head_k, before), C)
+        count += 1
+    return count, row
 
 
 @gluon.jit
-def load(sources, queries, pairs, next_tile, judged, counter, order, band, lengths, cut, group, C: gl.constexpr):
-    """Producer, one warp: fetch tile numbers, and keep the rings full."""
-    tiles, heads, batches, _section = order
-    total = numbers_of(tiles * heads * batches, cut, C)
+def load(args, smem, counter, C: gl.constexpr):
+    """Producer, one warp: fetch tile numbers, and keep the pipes full."""
+    total = num_work_tiles(args.grid.tiles * args.grid.heads * args.grid.batches, args.splits, C)
     number = gl.program_id(0)
-    turn = 0
-    taken = 0
+    count = 0
+    tile_count = 0
     batch = 0
     head_k = 0
-    row = -C.KEYS  # nowhere
-    if C.STEADY:
-        load_judged(number, total, turn, taken, batch, head_k, row, sources, queries, pairs, next_tile, judged,
-                    counter, order, band, lengths, cut, group, C)
+    row = -C.BLOCK_N  # outside of the tensor
+    if C.FROZEN_MAX:
+        load_with_recompute(number, total, count, tile_count, batch, head_k, row, args, smem, counter, C)
     else:
         while number < total:
-            tile, row_k, exists = locate_part(number, order, band, lengths, cut, C)
+            tile, row_k, exists = locate_work_tile(number, args.grid, args.bounds, args.lengths, args.splits, C)
             if exists:
-                hand_out(next_tile, taken, tile, tile_size(C))
-                spans, batch, head_k, row = load_first(sources, queries, pairs, tile, row_k, taken, turn,
-                                                       (batch, head_k, row), band, cut[1], group, C)
-                turn, row = load_steps(sources, pairs, turn + 1, spans, row_k, batch, head_k, row, C)
-                taken += 1
-            number = draw_number(counter, total)
-        hand_out(next_tile, taken, (END, 0, 0), tile_size(C))
-        nowhere = -C.KEYS
-        load_pair(sources, pairs, turn, (batch, head_k, nowhere), (batch, head_k, row), C)
+                publish_tile(smem.queue, tile_count, numbers_of_tile(tile, C), tile_size(C))
+                blocks, batch, head_k, row = load_first(args, smem, tile, row_k, tile_count, count,
+                                                        (batch, head_k, row), C)
+                count, row = load_blocks(args, smem, count + 1, blocks, row_k, batch, head_k, row, C)
+                tile_count += 1
+            number = fetch_next_tile(counter, total)
+        publish_tile(smem.queue, tile_count, (NO_TILE, 0, 0), tile_size(C))
+        outside = -C.BLOCK_N
+        load_kv(args, smem, count, (batch, head_k, outside), (batch, head_k, row), C)
 
 
 @gluon.jit
-def verdict_on(verdicts, place, C: gl.constexpr):
-    """Producer: 1 if a tile must come again for some row of it, else 0."""
+def overflow_of(overflow, place, C: gl.constexpr):
+    """Producer: 1 if some row of a tile overflowed, else 0."""
     CONSUMERS: gl.constexpr = C.CONSUMERS
-    bad = gl.full([64], 0, gl.int8, layout=ONE_WARP)
+    flags = gl.full([64], 0, gl.int8, layout=ONE_WARP)
     for i in gl.static_range(CONSUMERS):
-        bad |= verdicts.index((place & (JUDGED - 1)) * C.CONSUMERS + i).load(ONE_WARP)
-    return gl.max(bad.to(gl.int32), 0)
+        flags |= overflow.flags.index((place & (OVERFLOW_SLOTS - 1)) * C.CONSUMERS + i).load(ONE_WARP)
+    return gl.max(flags.to(gl.int32), 0)
 
 
 @gluon.jit
-def take_back(judged, place, C: gl.constexpr):
-    """Producer: return the number of a bad tile, whose verdict is then not looked at again."""
-    verdicts, numbers, _done = judged
+def retake_tile(overflow, place, C: gl.constexpr):
+    """Producer: return the number of a tile that overflowed, and clear its flags."""
     CONSUMERS: gl.constexpr = C.CONSUMERS
-    slot = place & (JUDGED - 1)
+    slot = place & (OVERFLOW_SLOTS - 1)
     for i in gl.static_range(CONSUMERS):
-        verdicts.index(slot * C.CONSUMERS + i).store(gl.full([64], 0, gl.int8, layout=ONE_WARP))
-    return gl.sum(numbers.index(slot).load(ONE_WARP), 0)
+        overflow.flags.index(slot * C.CONSUMERS + i).store(gl.full([64], 0, gl.int8, layout=ONE_WARP))
+    return gl.sum(overflow.numbers.index(slot).load(ONE_WARP), 0)
 
 
 @gluon.jit
-def load_judged(number, total, turn, taken, batch, head_k, row, sources, queries, pairs, next_tile, judged, counter,
-                order, band, lengths, cut, group, C: gl.constexpr):
-    """Producer: keep the rings full, with a tile that has been judged to be bad once more.
+def load_with_recompute(number, total, count, tile_count, batch, head_k, row, args, smem, counter, C: gl.constexpr):
+    """Producer: keep the pipes full, and publish a tile that overflowed once more.
 
-    ``place``: of the next tile whose verdict is looked at, while another one is loaded, or behind the last number.
+    ``place``: of the tile whose flags are looked at next, while another tile is loaded, or behind the last number.
     """
-    verdicts, numbers, done = judged
-    place = -OPEN
+    overflow = smem.overflow
+    place = -OVERFLOW_LAG
     last = 1 << 30
-    bad = 0
-    ends = 0
-    going = number < total
-    while going:
-        if (bad != 0) | (number < total):
-            again = bad
+    has_overflowed = 0
+    drains = 0
+    running = number < total
+    while running:
+        if (has_overflowed != 0) | (number < total):
+            recompute = has_overflowed
             own = number
-            if again != 0:
-                own = take_back(judged, place - 1, C)
-            tile, row_k, exists = locate_part(own, order, band, lengths, cut, C)
+            if recompute != 0:
+                own = retake_tile(overflow, place - 1, C)
+            tile, row_k, exists = locate_work_tile(own, args.grid, args.bounds, args.lengths, args.splits, C)
             if exists:
-                hand_out(next_tile, taken, tile + (again,), tile_size(C))
-                numbers.index(taken & (JUDGED - 1)).store(gl.full([1], 0, gl.int32, layout=ONE_WARP) + own)
-                spans, batch, head_k, row = load_first(sources, queries, pairs, tile, row_k, taken, turn,
-                                                       (batch, head_k, row), band, cut[1], group, C)
-                bad = verdict_on(verdicts, place, C)  # now, since room for more keys is yet to come
+                publish_tile(smem.queue, tile_count, numbers_of_tile(tile, C) + (recompute,), tile_size(C))
+                overflow.numbers.index(tile_count & (OVERFLOW_SLOTS - 1)).store(
+                    gl.full([1], 0, gl.int32, layout=ONE_WARP) + own)
+                blocks, batch, head_k, row = load_first(args, smem, tile, row_k, tile_count, count,
+                                                        (batch, head_k, row), C)
+                has_overflowed = overflow_of(overflow, place, C)  # now, since no stage is free for more keys yet
                 place += 1
-                turn, row = load_steps(sources, pairs, turn + 1, spans, row_k, batch, head_k, row, C)
-                taken += 1
-            if again == 0:
-                number = draw_number(counter, total)
+                count, row = load_blocks(args, smem, count + 1, blocks, row_k, batch, head_k, row, C)
+                tile_count += 1
+            if recompute == 0:
+                number = fetch_next_tile(counter, total)
         else:
-            last = gl.minimum(last, taken)
-            if row >= 0:  # values are still to come
-                hand_out(next_tile, taken, (END, 0, 0), tile_size(C))
-                nowhere = -256  # nor are the rows of a tile behind it
-                load_pair(sources, pairs, turn, (batch, head_k, nowhere), (batch, head_k, row), C)
-                load_queries(sources, queries, taken, (batch, head_k, nowhere), C)
-                row = -C.KEYS
-                turn += 1
-                taken += 1
-                mbarrier.wait(done.index(0), ends & 1)
-                ends += 1
-            bad = verdict_on(verdicts, place, C)
+            last = gl.minimum(last, tile_count)
+            if row >= 0:  # values are still to be loaded
+                publish_tile(smem.queue, tile_count, (NO_TILE, 0, 0), tile_size(C))
+                outside = -256  # the rows of a tile from there on lie outside, too
+                load_kv(args, smem, count, (batch, head_k, outside), (batch, head_k, row), C)
+                load_queries(args, smem, tile_count, (batch, head_k, outside), C)
+                row = -C.BLOCK_N
+                count += 1
+                tile_count += 1
+                mbarrier.wait(overflow.drained.index(0), drains & 1)
+                drains += 1
+            has_overflowed = overflow_of(overflow, place, C)
             place += 1
-            going = (place < last) | (bad != 0)
-    hand_out(next_tile, taken, (END, 0, 0), tile_size(C))
+            running = (place < last) | (has_overflowed != 0)
+    publish_tile(smem.queue, tile_count, (NO_TILE, 0, 0), tile_size(C))

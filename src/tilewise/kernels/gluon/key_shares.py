@@ -8,10 +8,10 @@ from tilewise.kernels.gluon.tiles import key_tile_at
 
 @gluon.jit
 def tiles_of_program(order, C: gl.constexpr):
-    """Return how many tiles of keys a program works on: one, or with C.ALONE its share of each of its heads."""
+    """Return how many tiles of keys a CTA works on: one, or with C.HEAD_PERSISTENT its share of each head."""
     tiles, heads, batches, _section = order
     number = 1
-    if C.ALONE:
+    if C.HEAD_PERSISTENT:
         N: gl.constexpr = C.PROGRAMS
         lines = (heads * batches - 1 - gl.program_id(0) // N) // (gl.num_programs(0) // N) + 1
         number = lines * own_tiles(tiles, C)
@@ -32,7 +32,7 @@ def place_in_round(number, C: gl.constexpr):
     """
     N: gl.constexpr = C.PROGRAMS
     place = gl.program_id(0) % N
-    if C.UPPER and not C.LOWER:
+    if C.HAS_UPPER and not C.HAS_LOWER:
         place = gl.where(number % 2 == 0, place, N - 1 - place)
     return place
 
@@ -41,7 +41,7 @@ def place_in_round(number, C: gl.constexpr):
 def tile_of_program(number, order, C: gl.constexpr):
     """Return (first key, head of k, batch) of one of a program's tiles."""
     tiles, heads, _batches, _section = order
-    if C.ALONE:
+    if C.HEAD_PERSISTENT:
         N: gl.constexpr = C.PROGRAMS
         own = own_tiles(tiles, C)
         line = gl.program_id(0) // N + number // own * (gl.num_programs(0) // N)

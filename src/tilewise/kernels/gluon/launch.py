@@ -77,23 +77,16 @@ class HopperForward:
         from triton.experimental.gluon import language as gl
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-        from tilewise.kernels.gluon.compat import COPIES_LEFT_OPERANDS
-        from tilewise.kernels.gluon.hopper_forward import Shape, hopper_forward_kernel
-        from tilewise.kernels.gluon.results import record_of
+        from tilewise.kernels.gluon.epilogue import floats_per_partial
+        from tilewise.kernels.gluon.hopper_forward import hopper_forward_kernel
 
         self.kernel, self.describe = hopper_forward_kernel, TensorDescriptor
         self.device, self.keys = problem.device, problem.seen_keys
         self.dtype = gl.bfloat16 if problem.dtype is torch.bfloat16 else gl.float16
         pieces, columns = config.pieces(problem), config.out_buffers(problem)[0]
         self.packed = problem.sequences.packed is not None
-        lower, upper, count, is_shifted = bounds_of(problem)
+        lower, upper, count, _is_shifted = bounds_of(problem)
         scaling = scaling_of(problem)
-        steady = _is_steady(problem, config, lower)
-        held = 0 if COPIES_LEFT_OPERANDS.value else _held(problem, config, lower, pack)
-        diagonal = cut is None and pack == 1 and count is None and _on_diagonal(problem, config, lower, upper)
-        three = config.consumers == 3  # their 192 queries divide few lengths
-        # A tile's first query is then negative by multiples of 64: of packed rows it could be -1, pipeline.END.
-        from_end = three and pack == 1 and lower is None and upper is not None and count is None
         heads = problem.hq if pack == 1 else problem.hk
         tiles = problem.sequences.slots(problem.sq * pack, 64 * config.consumers)
         total = tiles * heads * problem.b
@@ -102,19 +95,12 @@ class HopperForward:
         # The first line of lse whose parts are to be combined; tiles of rows that are packed are cut all or none.
         first_line = whole // tiles * problem.sq + whole % tiles * 64 * config.consumers
         self.lines = range(first_line, problem.b * problem.hq * problem.sq)
-        self.parts_shape = len(self.lines), parts, record_of.fn(pieces[1])
+        self.parts_shape = len(self.lines), parts, floats_per_partial.fn(pieces[1])
         self.scalars = (
             tiles, heads, problem.b, section_of(problem) * heads // problem.hq, problem.sq, len(self.keys),
             lower or 0, upper or 0, problem.group, count, *scaling, exact_scale_of(scaling[0]),
             *((None,) * 4 if cut is None else (whole, parts, lead, first_line)),
-            Shape(pack, *pieces, *config.out_buffers(problem), config.keys, config.consumers, config.stages,
-                  config.query_stages, config.ping_pong, lower is not None, upper is not None, from_end,
-                  not from_end and (three or (count is not None and config.consumers > 1)),
-                  64 // pack * config.consumers > config.keys and lower is None and upper is not None,
-                  _parts(problem, config, steady), diagonal, held, steady,
-                  steady and problem.dtype is torch.float16,
-                  _chains(problem, config, from_end and cut is None),
-                  0 if cut is None else 2 if whole else 1, count is not None, self.packed, is_shifted))
+            _kernel_config(problem, config, pack, None if cut is None else whole > 0))
         self.enqueue = Enqueue(self.kernel, self.grid, self.scalars, OPTIONS)
         # Of each tensor's one or two pieces; of out its buffers.
         rows = [64] if pack == 1 else [64 // pack, pack]
@@ -167,6 +153,33 @@ class HopperForward:
         sinks = operands.sinks
         return (*described, lse, counter, sinks, None if sinks is None else self.sinks_stride, out_ptr,
                 operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqlens_q, operands.seqlens_k, parts)
+
+
+def _kernel_config(problem: AttentionProblem, config: HopperShape, pack: int, has_whole_tiles: bool | None) -> Any:
+    """Return what is fixed when the kernel is compiled. has_whole_tiles: None without split-KV."""
+    from tilewise.kernels.gluon.compat import COPIES_LEFT_OPERANDS
+    from tilewise.kernels.gluon.hopper_forward_types import Config
+
+    (d_chunks, dv_chunks), (columns, out_slots) = config.pieces(problem), config.out_buffers(problem)
+    lower, upper, count, is_shifted = bounds_of(problem)
+    is_split, has_only_upper = has_whole_tiles is not None, lower is None and upper is not None
+    frozen = _is_steady(problem, config, lower)
+    three = config.consumers == 3  # their 192 queries divide few lengths
+    # A tile's first query is then negative by multiples of 64: of packed rows it could be -1, pipeline.NO_TILE.
+    from_end = three and pack == 1 and has_only_upper and count is None
+    return Config(
+        PACK_GQA=pack, D=d_chunks, DV=dv_chunks, OUT=columns, OUT_SLOTS=out_slots, BLOCK_N=config.keys,
+        CONSUMERS=config.consumers, KV_STAGES=config.stages, Q_STAGES=config.query_stages, PING_PONG=config.ping_pong,
+        HAS_LOWER=lower is not None, HAS_UPPER=upper is not None, TILES_FROM_END=from_end,
+        SKIP_PADDING=not from_end and (three or (count is not None and config.consumers > 1)),
+        SKIP_MASKED=64 // pack * config.consumers > config.keys and has_only_upper,
+        PARTS=_parts(problem, config, frozen),
+        HALF_DIAGONAL=not is_split and pack == 1 and count is None and _on_diagonal(problem, config, lower, upper),
+        HELD=0 if COPIES_LEFT_OPERANDS.value else _held(problem, config, lower, pack), FROZEN_MAX=frozen,
+        SINK_BLOCK_FIRST=frozen and problem.dtype is torch.float16,
+        MAX_CHAINS=_chains(problem, config, from_end and not is_split),
+        SPLIT_KV=0 if not is_split else 2 if has_whole_tiles else 1, VARLEN=count is not None,
+        HAS_CU_SEQLENS=problem.sequences.packed is not None, BOTTOM_RIGHT=is_shifted)
 
 
 def bounds_of(problem: AttentionProblem) -> tuple[int | None, int | None, int | None, bool]:

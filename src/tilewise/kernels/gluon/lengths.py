@@ -1,18 +1,19 @@
-"""Lengths that are data: which sequence a tile lies in, and what of others it must not read or write.
+"""Where a tile's sequence lies if lengths are data on the device, and what of other sequences must be left alone.
 
-A tile of queries is then (first query in its sequence, head, batch; the sequence's first row, its rows, its queries,
-its keys that are seen, and where the diagonal moves, how far), else the first three alone. A tile of keys keeps its
-three numbers, its band becomes the sequence's, and what else there is to know are the places below, in shared memory:
-each warp reads what it needs where it needs it, since registers are scarce.
+A tile of queries carries its sequence with it (``WorkTile``). What is known of a tile of keys lies in shared memory,
+one int32 a field: each warp reads what it needs where it needs it, since registers are scarce. Its first three numbers
+are those of the tile, the next four its bounds, which become the sequence's.
 """
+
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from tilewise.kernels.gluon.compat import reinterpret
-from tilewise.kernels.gluon.pipeline import FOUR_WARPS, IN_ORDER, ONE_WARP
-from tilewise.kernels.gluon.tiles import QUERIES, tile_at
+from tilewise.kernels.gluon.pipeline import CONTIGUOUS, FOUR_WARPS, ONE_WARP
+from tilewise.kernels.gluon.tiles import QUERIES, MaskBounds, tile_at
 
 _CHUNK = gl.constexpr(128)  # sequences that are looked through at once
 _FOUR_A_THREAD = gl.constexpr(gl.BlockedLayout([4], [32], [1], [0]))  # of one warp
@@ -23,20 +24,61 @@ _SEE_FROM = gl.constexpr(9)  # the first query that sees a key
 _SEEN_FROM = gl.constexpr(10)  # the first key that is seen
 _ROWS = gl.constexpr(11)  # keys that there is a row of
 _FIRST_STEP = gl.constexpr(12)  # which step of a head is the sequence's first among dQ's sums
-_SEQUENCE = gl.constexpr(13)  # where C.DROPS, its number: draws depend on it
+_SEQUENCE = gl.constexpr(13)  # where C.HAS_DROPOUT, its number: draws depend on it
 _CLEARED = gl.constexpr(32)  # rows that are read and written at once
+
+
+class WorkTile(NamedTuple):
+    """A tile of queries that the producer hands to the consumers; 0: a field that the kernel's config has not.
+
+    first: query of its sequence or batch entry; negative for rows in front of the first one. head: of q, or of k with
+    C.PACK_GQA. With C.VARLEN, row_start and rows: where the sequence lies in its tensor, and how many rows it has
+    there; sq, sk: its queries, and its keys that are seen; with C.BOTTOM_RIGHT, shift: by how much its diagonal moves.
+    With C.SPLIT_KV, split: which of the tile's splits this is, -1 for a tile that is not split. With C.FROZEN_MAX,
+    recompute: not 0 where the tile overflowed and is computed again.
+    """
+
+    first: Any
+    head: Any
+    batch: Any
+    row_start: Any
+    rows: Any
+    sq: Any
+    sk: Any
+    shift: Any
+    split: Any
+    recompute: Any
 
 
 @gluon.constexpr_function
 def tile_size(c):
-    """How many numbers say where a tile is."""
-    return 7 + c.SHIFTED if c.LENGTHS else 3 + (c.CUT > 0) + c.STEADY
+    """Return how many numbers a work tile has in shared memory."""
+    return 7 + c.BOTTOM_RIGHT if c.VARLEN else 3 + (c.SPLIT_KV > 0) + c.FROZEN_MAX
 
 
 @gluon.jit
-def comes_again(tile, C: gl.constexpr):
-    """Whether a tile has been bad before; with C.STEADY its last number says so."""
-    return tile[tile_size(C) - 1] != 0
+def numbers_of_tile(tile, C: gl.constexpr):
+    """Return a work tile as the numbers that are published, but for ``recompute``."""
+    numbers = (tile.first, tile.head, tile.batch)
+    if C.VARLEN:
+        numbers = numbers + (tile.row_start, tile.rows, tile.sq, tile.sk)
+        if C.BOTTOM_RIGHT:
+            numbers = numbers + (tile.shift,)
+    elif C.SPLIT_KV > 0:
+        numbers = numbers + (tile.split,)
+    return numbers
+
+
+@gluon.jit
+def tile_of_numbers(numbers, C: gl.constexpr):
+    """Return the work tile that was published as these numbers."""
+    if C.VARLEN:
+        shift = numbers[7] if C.BOTTOM_RIGHT else 0
+        return WorkTile(numbers[0], numbers[1], numbers[2], numbers[3], numbers[4], numbers[5], numbers[6], shift, 0, 0)
+    else:
+        split = numbers[3] if C.SPLIT_KV > 0 else 0
+        recompute = numbers[tile_size(C) - 1] if C.FROZEN_MAX else 0
+        return WorkTile(numbers[0], numbers[1], numbers[2], 0, 0, 0, 0, 0, split, recompute)
 
 
 @gluon.jit
@@ -80,34 +122,30 @@ def extent(cu_seqlens, seqlens, sequence, count, total):
 
 
 @gluon.jit
-def locate(number, order, band, lengths, C: gl.constexpr):
-    """Return the tile of a number, the first row of its keys, and whether there is a row of it at all.
+def locate_tile(number, grid, bounds, lengths, C: gl.constexpr):
+    """Return the work tile of a number, the first row of its keys, and whether the tile has a row at all.
 
     Keys that no query of the sequence sees are not read: they count as if they were behind it.
     """
-    first, head, batch = tile_at(number, order, band[0], C)
-    if C.LENGTHS:
+    first, head, batch = tile_at(number, grid, bounds.sq, C)
+    if C.VARLEN:
         cu_q, cu_k, seqlens_q, seqlens_k, count = lengths
-        total_q, total_k, _lower, upper = band
         sequence = batch
-        if C.PACKED:
+        if C.HAS_CU_SEQLENS:
             ROWS: gl.constexpr = 64 * C.CONSUMERS
             sequence = sequence_of(cu_q, count, first // ROWS, ROWS, _FOUR_A_THREAD)
-        row_q, rows, sq = extent(cu_q, seqlens_q, sequence, count, total_q)
-        row_k, _rows, sk = extent(cu_k, seqlens_k, sequence, count, total_k)
-        if C.PACKED:
+        row_q, rows, sq = extent(cu_q, seqlens_q, sequence, count, bounds.sq)
+        row_k, _rows, sk = extent(cu_k, seqlens_k, sequence, count, bounds.sk)
+        if C.HAS_CU_SEQLENS:
             first -= (row_q // ROWS + sequence) * ROWS
         shift = sk - sq
         seen = sk
-        if C.UPPER:
-            seen = gl.minimum(sk, sq + (upper + shift if C.SHIFTED else upper))
+        if C.HAS_UPPER:
+            seen = gl.minimum(sk, sq + (bounds.upper + shift if C.BOTTOM_RIGHT else bounds.upper))
         seen = gl.where(first < sq, seen, 0)
-        tile = (first, head, batch, row_q, rows, sq, seen)
-        if C.SHIFTED:
-            tile = tile + (shift,)
-        return tile, row_k, first < rows
+        return WorkTile(first, head, batch, row_q, rows, sq, seen, shift, 0, 0), row_k, first < rows
     else:
-        return (first, head, batch), 0, True
+        return WorkTile(first, head, batch, 0, 0, 0, 0, 0, 0, 0), 0, True
 
 
 @gluon.jit
@@ -121,40 +159,40 @@ def locate_keys(tile, band, lengths, C: gl.constexpr):
     cu_q, cu_k, seqlens_q, seqlens_k, count = lengths
     total_q, total_k, lower, upper = band
     sequence = batch
-    if C.PACKED:
+    if C.HAS_CU_SEQLENS:
         ROWS: gl.constexpr = 64 * C.CONSUMERS
         sequence = sequence_of(cu_k, count, first // ROWS, ROWS, FOUR_WARPS)
     row_q, _rows, sq = extent(cu_q, seqlens_q, sequence, count, total_q)
     row_k, rows, sk = extent(cu_k, seqlens_k, sequence, count, total_k)
     first_step = 0
-    if C.PACKED:
+    if C.HAS_CU_SEQLENS:
         first -= (row_k // ROWS + sequence) * ROWS
         first_step = row_q // QUERIES + sequence
-    if C.SHIFTED:
+    if C.BOTTOM_RIGHT:
         lower += sk - sq
         upper += sk - sq
     see_from = 0
     keys_from = 0
     seeing = sq
     seen = sk
-    if C.UPPER:
+    if C.HAS_UPPER:
         seen = gl.minimum(sk, sq + upper)
         see_from = gl.maximum(0, -upper)
-    if C.LOWER:
+    if C.HAS_LOWER:
         seeing = gl.minimum(sq, sk - lower)
         keys_from = gl.maximum(0, lower)
     seeing = gl.where(first < seen, seeing, 0)
     numbers = (first, head_k, batch, seeing, seen, lower, upper, row_q, row_k, see_from, keys_from, rows, first_step)
-    if C.DROPS:
+    if C.HAS_DROPOUT:
         numbers = numbers + (sequence,)
     return numbers
 
 
 @gluon.jit
-def tell(numbers):
+def store_tile_metadata(numbers):
     """Put what there is to know of a tile of keys into shared memory: a spot."""
     NUMBERS: gl.constexpr = len(numbers)
-    spot = gl.allocate_shared_memory(gl.int32, [NUMBERS, 1], IN_ORDER)
+    spot = gl.allocate_shared_memory(gl.int32, [NUMBERS, 1], CONTIGUOUS)
     none = gl.full([1], 0, gl.int32, layout=FOUR_WARPS)
     for i in gl.static_range(NUMBERS):
         spot.index(i).store(none + numbers[i])
@@ -162,7 +200,7 @@ def tell(numbers):
 
 
 @gluon.jit
-def recall(spot, NUMBER: gl.constexpr, WARPS: gl.constexpr):
+def load_tile_metadata(spot, NUMBER: gl.constexpr, WARPS: gl.constexpr):
     """Read one number of a spot; WARPS: of the reader."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     return gl.sum(spot.index(NUMBER).load(LAYOUT), 0)
@@ -171,26 +209,28 @@ def recall(spot, NUMBER: gl.constexpr, WARPS: gl.constexpr):
 @gluon.jit
 def key_tile_of(spot, tile, band, WARPS: gl.constexpr, C: gl.constexpr):
     """Return a tile of keys and its band: where lengths are data, its sequence's."""
-    if C.LENGTHS:
-        tile = (recall(spot, 0, WARPS), recall(spot, 1, WARPS), recall(spot, 2, WARPS))
-        band = (recall(spot, 3, WARPS), recall(spot, 4, WARPS), recall(spot, 5, WARPS), recall(spot, 6, WARPS))
+    if C.VARLEN:
+        tile = (load_tile_metadata(spot, 0, WARPS), load_tile_metadata(spot, 1, WARPS),
+                load_tile_metadata(spot, 2, WARPS))
+        band = MaskBounds(load_tile_metadata(spot, 3, WARPS), load_tile_metadata(spot, 4, WARPS),
+                          load_tile_metadata(spot, 5, WARPS), load_tile_metadata(spot, 6, WARPS))
     return tile, band
 
 
 @gluon.jit
 def key_rows_of(spot, key, C: gl.constexpr):
     """Return the row of a consumer's first key, and how many rows its sequence has from there on."""
-    if C.LENGTHS:
-        return key + recall(spot, _ROW_K, 4), recall(spot, _ROWS, 4) - key
+    if C.VARLEN:
+        return key + load_tile_metadata(spot, _ROW_K, 4), load_tile_metadata(spot, _ROWS, 4) - key
     else:
         return key, 64
 
 
 @gluon.jit
 def sequence_at(spot, batch, C: gl.constexpr):
-    """Return, where C.DROPS, the number of a tile's sequence, for four warps."""
-    if C.LENGTHS:
-        return recall(spot, _SEQUENCE, 4)
+    """Return, where C.HAS_DROPOUT, the number of a tile's sequence, for four warps."""
+    if C.VARLEN:
+        return load_tile_metadata(spot, _SEQUENCE, 4)
     else:
         return batch
 
@@ -199,9 +239,9 @@ def sequence_at(spot, batch, C: gl.constexpr):
 def owned_of(spot, band, C: gl.constexpr):
     """Return, for one warp, a sequence's first rows of q and k, and its queries and keys that see and are seen."""
     sq, sk, _lower, _upper = band
-    if C.LENGTHS:
-        rows = (recall(spot, _ROW_Q, 1), recall(spot, _ROW_K, 1))
-        return rows, (recall(spot, _SEE_FROM, 1), sq), (recall(spot, _SEEN_FROM, 1), sk)
+    if C.VARLEN:
+        rows = (load_tile_metadata(spot, _ROW_Q, 1), load_tile_metadata(spot, _ROW_K, 1))
+        return rows, (load_tile_metadata(spot, _SEE_FROM, 1), sq), (load_tile_metadata(spot, _SEEN_FROM, 1), sk)
     else:
         return (0, 0), (0, sq), (0, sk)
 
@@ -211,28 +251,28 @@ def parts_of(spot, sq, count, OWN: gl.constexpr, C: gl.constexpr):
     """Return how many parts of dQ's sums a query head has, and which is a consumer's first; ``sq``: rows of a head."""
     steps = (sq + (QUERIES - 1)) // QUERIES
     first = OWN
-    if C.PACKED:
+    if C.HAS_CU_SEQLENS:
         steps = sq // QUERIES + count + 1
-    if C.LENGTHS:
-        first += recall(spot, _FIRST_STEP, 4) * C.CONSUMERS
+    if C.VARLEN:
+        first += load_tile_metadata(spot, _FIRST_STEP, 4) * C.CONSUMERS
     return steps * C.CONSUMERS, first
 
 
 @gluon.jit
-def band_of(tile, band, C: gl.constexpr):
-    """Return (sq, sk, lower, upper) of a tile: where lengths are data, its sequence's."""
-    if C.LENGTHS:
-        shift = tile[7] if C.SHIFTED else 0
-        return tile[5], tile[6], band[2] + shift, band[3] + shift
+def bounds_of_tile(tile, bounds, C: gl.constexpr):
+    """Return the mask's bounds for a work tile: where lengths are data, those of its sequence."""
+    if C.VARLEN:
+        shift = tile.shift if C.BOTTOM_RIGHT else 0
+        return MaskBounds(tile.sq, tile.sk, bounds.lower + shift, bounds.upper + shift)
     else:
-        return band
+        return bounds
 
 
 @gluon.jit
 def rows_of(tile, sq, C: gl.constexpr):
-    """Return a sequence's first row in its tensor, the rows it has there, and how many are queries."""
-    if C.LENGTHS:
-        return tile[3], tile[4], tile[5]
+    """Return a sequence's first row in its tensor, the rows it has there, and how many of these are queries."""
+    if C.VARLEN:
+        return tile.row_start, tile.rows, tile.sq
     else:
         return 0, sq, sq
 
@@ -266,7 +306,7 @@ def clear(tiles, slot, keep, C: gl.constexpr):
     Every warpgroup does it for itself, and what it writes is what is there once another one has.
     """
     for i in gl.static_range(len(tiles)):
-        _clear_piece(tiles[i].index(slot).reshape([C.KEYS, C.DV[i]]), keep)
+        _clear_piece(tiles[i].index(slot).reshape([C.BLOCK_N, C.DV[i]]), keep)
     fence_async_shared()
 
 
@@ -277,7 +317,7 @@ def clear_rows(tiles, slot, begin, stop, WIDTH: gl.constexpr):
     A row of 64 columns is a line of 128 bytes, whatever the order inside of it; the next columns lie behind all rows.
     """
     PARTS: gl.constexpr = WIDTH // 64
-    lines = reinterpret(tiles, gl.int32, [tiles.shape[0] * PARTS * 64, 32], IN_ORDER)
+    lines = reinterpret(tiles, gl.int32, [tiles.shape[0] * PARTS * 64, 32], CONTIGUOUS)
     zero = gl.full([32], 0, gl.int32, layout=ONE_WARP)
     for part in gl.static_range(PARTS):
         top = (slot * PARTS + part) * 64

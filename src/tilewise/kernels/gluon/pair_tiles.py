@@ -18,9 +18,9 @@ def keys_seen(row, band, C: gl.constexpr):
     sq, sk, lower, upper = band
     start = 0
     stop = sk
-    if C.LOWER:
+    if C.HAS_LOWER:
         start = gl.maximum(0, row * ROWS + lower)
-    if C.UPPER:
+    if C.HAS_UPPER:
         stop = gl.minimum(sk, gl.minimum(row * ROWS + ROWS, sq) + upper)
     return start, stop
 
@@ -56,9 +56,9 @@ def blocks_of(row, tile, band, C: gl.constexpr):
     sq, sk, lower, upper = band
     first_key = tile * (BLOCKS * 64)
     whole = row >= 0
-    if C.LOWER:
+    if C.HAS_LOWER:
         whole = whole & (first_key >= gl.minimum(row * ROWS + ROWS, sq) - 1 + lower)
-    if C.UPPER:
+    if C.HAS_UPPER:
         whole = whole & (gl.minimum(first_key + BLOCKS * 64, sk) - 1 <= row * ROWS + upper)
     start, stop = keys_seen(row, band, C)
     begin = gl.where(whole, 0, gl.maximum(0, start - first_key) // 64)

@@ -1,29 +1,44 @@
-"""What warps of one program share: rings of tiles with their barriers, the next tile, turns of the tensor cores."""
+"""What the warps of a CTA share: rings of stages with their mbarriers, the queue of work tiles, named barriers.
+
+A ring has STAGES stages, each with two mbarriers: ``full`` completes a phase when the producer's bytes have landed,
+``empty`` when every consumer has released the stage. Both sides count the iterations they have made: iteration
+``count`` uses stage ``count % STAGES``, and its phase is the parity of ``count // STAGES``.
+"""
+
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-ONE_WARP = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))  # a number a thread
+ONE_WARP = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))  # one number a thread
 FOUR_WARPS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
-IN_ORDER = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))  # of shared memory: one number behind the other
-# When a tile is handed out, how many before it may have no verdict yet (hopper_forward_load.py); and of how many
-# verdicts and numbers are kept, a power of two.
-OPEN = gl.constexpr(4)
-JUDGED = gl.constexpr(8)
-END = gl.constexpr(-1)  # in place of the first number that says where a tile is: no more tiles
-# Named barriers. Gluon has none, and keeps 0 to 7 for itself. A kernel's warpgroups take turns or meet, none does both:
-# turns are the forward kernel's, a number for each of three warpgroups. Of a warpgroup that waits for its own threads
-# there is one, in the narrow backward kernel, where others meet.
-TURNS = gl.constexpr(10)  # to 12
-MEETING = gl.constexpr(10)
-OWN_THREADS = gl.constexpr(11)
+CONTIGUOUS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))  # shared memory without a swizzle
+# How many tiles a tile's overflow flags may lag behind the tile that is published (hopper_forward_load.py), and how
+# many tiles have flags and numbers in shared memory: a power of two.
+OVERFLOW_LAG = gl.constexpr(4)
+OVERFLOW_SLOTS = gl.constexpr(8)
+NO_TILE = gl.constexpr(-1)  # the first number of a work tile that ends the stream of tiles
+# Numbers of named barriers; Gluon has no API for these, and uses 0 to 7 itself. Ping-pong scheduling in the forward
+# kernel takes one a warpgroup. No kernel has both these and a barrier of all its warpgroups. WARPGROUP_BARRIER is for
+# the threads of one warpgroup, in the narrow backward kernel, beside SYNC_BARRIER.
+ORDER_BARRIER = gl.constexpr(10)  # to 12
+SYNC_BARRIER = gl.constexpr(10)
+WARPGROUP_BARRIER = gl.constexpr(11)
+
+
+class TileQueue(NamedTuple):
+    """Two work tiles between the producer warp and the warpgroups: a few int32 each, ring of two stages."""
+
+    numbers: Any
+    full: Any
+    empty: Any
 
 
 @gluon.jit
 def make_barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
-    """Allocate barriers that complete a phase after ARRIVALS arrivals."""
+    """Allocate mbarriers that complete a phase after ARRIVALS arrivals."""
     barriers = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], BARRIER)
     for i in gl.static_range(NUMBER):
         mbarrier.init(barriers.index(i), count=ARRIVALS)
@@ -31,18 +46,18 @@ def make_barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
-def slots_for(descs, SLOTS: gl.constexpr):
-    """Allocate a ring of slots for each piece."""
+def allocate_stages(descs, NUMBER: gl.constexpr):
+    """Allocate NUMBER stages of shared memory for each descriptor's block; returns a tuple."""
     tiles = ()
     for i in gl.static_range(len(descs)):
         desc = descs[i]
-        tiles = tiles + (gl.allocate_shared_memory(desc.dtype, [SLOTS] + desc.block_shape, desc.layout),)
+        tiles = tiles + (gl.allocate_shared_memory(desc.dtype, [NUMBER] + desc.block_shape, desc.layout),)
     return tiles
 
 
 @gluon.jit
-def joined(desc, rest):
-    """The descriptors of a tensor's pieces. A launcher takes none from inside a tuple, so they come one by one."""
+def as_tuple(desc, rest):
+    """Return the descriptors of a tensor's one or two head-dim chunks; a launcher takes none from inside a tuple."""
     if rest is None:
         return (desc,)
     else:
@@ -50,88 +65,89 @@ def joined(desc, rest):
 
 
 @gluon.jit
-def wait_full(full, turn, SLOTS: gl.constexpr):
-    """Wait until the slot of a ring that serves this turn has been filled."""
-    mbarrier.wait(full.index(turn % SLOTS), (turn // SLOTS) & 1)
+def consumer_wait(full, count, STAGES: gl.constexpr):
+    """Wait until the stage of iteration ``count`` has been filled."""
+    mbarrier.wait(full.index(count % STAGES), (count // STAGES) & 1)
 
 
 @gluon.jit
-def wait_empty(empty, turn, SLOTS: gl.constexpr):
-    """Wait until the slot of a ring that serves this turn has been left by its last user; at first it is free."""
-    mbarrier.wait(empty.index(turn % SLOTS), ((turn // SLOTS) & 1) ^ 1)
+def producer_acquire(empty, count, STAGES: gl.constexpr):
+    """Wait until every consumer has released the stage of iteration ``count``; at first all stages are free."""
+    mbarrier.wait(empty.index(count % STAGES), ((count // STAGES) & 1) ^ 1)
 
 
 @gluon.jit
-def leave(empty, turn, SLOTS: gl.constexpr):
-    """Give a slot of a ring back; Triton has all threads of the warpgroup meet in front of an arrival, and behind."""
-    mbarrier.arrive(empty.index(turn % SLOTS), count=1)
+def consumer_release(empty, count, STAGES: gl.constexpr):
+    """Release the stage of iteration ``count``.
 
-
-@gluon.jit
-def leave_products(empty, turn, SLOTS: gl.constexpr):
-    """Give a slot of a ring back that products alone have read since the threads last met; the caller has awaited them.
-
-    A product is one operation of the whole warpgroup: the thread that sees it done may say so, and nobody has to meet.
-    CUTLASS's consumers release their slots so, too. To expect no bytes is an arrival that Triton does not take for one.
+    Triton puts a barrier of the warpgroup's threads in front of the arrival, and one behind it.
     """
-    mbarrier.expect(empty.index(turn % SLOTS), 0)
+    mbarrier.arrive(empty.index(count % STAGES), count=1)
 
 
 @gluon.jit
-def draw_number(counter, total):
-    """Producer: take the next tile's number.
+def consumer_release_after_mma(empty, count, STAGES: gl.constexpr):
+    """Release a stage that MMAs alone have read since the threads last synchronized; the caller has waited for them.
 
-    The first is the program's own. So no tile may wait for another: a program may not have started that had its number.
+    An MMA is one operation of the whole warpgroup: the thread that sees it completed may arrive, and the threads need
+    no barrier. CUTLASS's consumers release their stages so, too. Triton does not take an expect of 0 bytes for an
+    arrival, so it adds no barrier to it.
     """
-    drawn = gl.atomic_add(counter, 1, sem="relaxed")
-    if drawn == total - 1:
-        gl.store(counter, 0)  # the launch's last draw leaves the counter as it was found
-    return drawn + gl.num_programs(0)
+    mbarrier.expect(empty.index(count % STAGES), 0)
 
 
 @gluon.jit
-def hand_out(next_tile, turn, tile, SIZE: gl.constexpr):
-    """Producer: tell the consumers their next tile: SIZE numbers, or of an end the first of them."""
-    values, full, empty = next_tile
-    wait_empty(empty, turn, 2)
-    slot = turn % 2
-    none = gl.full([1], 0, gl.int32, layout=ONE_WARP)
+def fetch_next_tile(counter, total):
+    """Producer: take the next tile's number from the launch's counter (dynamic persistent scheduling).
+
+    A CTA's first tile has the CTA's own number. So no tile may wait for another: the CTA that it is the first tile of
+    may not have started.
+    """
+    fetched = gl.atomic_add(counter, 1, sem="relaxed")
+    if fetched == total - 1:
+        gl.store(counter, 0)  # the launch's last fetch leaves the counter as it was found
+    return fetched + gl.num_programs(0)
+
+
+@gluon.jit
+def publish_tile(queue, count, tile, SIZE: gl.constexpr):
+    """Producer: write the numbers of a work tile for the consumers; SIZE: the numbers of a tile's slot."""
+    producer_acquire(queue.empty, count, 2)
+    slot = count % 2
+    zero = gl.full([1], 0, gl.int32, layout=ONE_WARP)
     for i in gl.static_range(len(tile)):
-        values.index(slot * SIZE + i).store(none + tile[i])
-    mbarrier.arrive(full.index(slot), count=1)
+        queue.numbers.index(slot * SIZE + i).store(zero + tile[i])
+    mbarrier.arrive(queue.full.index(slot), count=1)
 
 
 @gluon.jit
-def read_tile(next_tile, turn, SIZE: gl.constexpr):
-    """Consumer: read the tile of a turn, which has been waited for and is not given back."""
-    values, _full, _empty = next_tile
-    slot = turn % 2
+def read_tile(queue, count, SIZE: gl.constexpr):
+    """Consumer: read the work tile of iteration ``count``, which it has waited for and not released."""
+    slot = count % 2
     tile = ()
     for i in gl.static_range(SIZE):
-        tile = tile + (gl.sum(values.index(slot * SIZE + i).load(FOUR_WARPS), 0),)
+        tile = tile + (gl.sum(queue.numbers.index(slot * SIZE + i).load(FOUR_WARPS), 0),)
     return tile
 
 
 @gluon.jit
-def take_tile(next_tile, turn, SIZE: gl.constexpr, KEPT: gl.constexpr = False):
-    """Consumer: receive the next tile; if it is KEPT, the caller gives it back (``leave_tile``)."""
-    _values, full, _empty = next_tile
-    wait_full(full, turn, 2)
-    tile = read_tile(next_tile, turn, SIZE)
+def get_tile(queue, count, SIZE: gl.constexpr, KEPT: gl.constexpr = False):
+    """Consumer: wait for the next work tile and read it; if it is KEPT, the caller releases it (``release_tile``)."""
+    consumer_wait(queue.full, count, 2)
+    tile = read_tile(queue, count, SIZE)
     if not KEPT:
-        leave_tile(next_tile, turn)
+        release_tile(queue, count)
     return tile
 
 
 @gluon.jit
-def leave_tile(next_tile, turn):
-    """Consumer: give back the place where the tile of a turn stands."""
-    _values, _full, empty = next_tile
-    leave(empty, turn, 2)
+def release_tile(queue, count):
+    """Consumer: release the slot of the work tile of iteration ``count``."""
+    consumer_release(queue.empty, count, 2)
 
 
 @gluon.jit
-def each_thread(CODE: gl.constexpr):
+def per_thread_asm(CODE: gl.constexpr):
     """Emit code once for each thread of a warpgroup; it ends by setting $0 to $1."""
     none = gl.full([128], 0, gl.int32, layout=FOUR_WARPS)
     gl.inline_asm_elementwise(CODE, "=r,r", [none], dtype=gl.int32, is_pure=False, pack=1)
@@ -141,60 +157,60 @@ def each_thread(CODE: gl.constexpr):
 def _named_barrier(VERB: gl.constexpr, NUMBER: gl.constexpr, THREADS: gl.constexpr):
     """Emit bar.sync or bar.arrive of a named barrier."""
     CODE: gl.constexpr = f"bar.{VERB} {NUMBER}, {THREADS}; mov.b32 $0, $1;"
-    each_thread(CODE)
+    per_thread_asm(CODE)
 
 
 @gluon.jit
-def take_turn(OWN: gl.constexpr, ON: gl.constexpr):
-    """Wait until it is this warpgroup's turn to issue products (ping-pong)."""
+def order_barrier_wait(OWN: gl.constexpr, ON: gl.constexpr):
+    """Ping-pong: wait until the warpgroup before this one has issued its MMAs."""
     if ON:
-        _named_barrier("sync", TURNS + OWN, 256)
+        _named_barrier("sync", ORDER_BARRIER + OWN, 256)
 
 
 @gluon.jit
-def pass_turn(OWN: gl.constexpr, WARPGROUPS: gl.constexpr, ON: gl.constexpr):
-    """Let the next warpgroup issue products."""
+def order_barrier_arrive(OWN: gl.constexpr, WARPGROUPS: gl.constexpr, ON: gl.constexpr):
+    """Ping-pong: let the next warpgroup issue its MMAs."""
     if ON:
-        _named_barrier("arrive", TURNS + (OWN + 1) % WARPGROUPS, 256)
+        _named_barrier("arrive", ORDER_BARRIER + (OWN + 1) % WARPGROUPS, 256)
 
 
 @gluon.jit
-def meet(WARPGROUPS: gl.constexpr):
-    """Wait until so many warpgroups are here; in no kernel that takes turns, whose barrier this is."""
-    _named_barrier("sync", MEETING, 128 * WARPGROUPS)
+def named_barrier_sync(WARPGROUPS: gl.constexpr):
+    """Synchronize the threads of so many warpgroups; in no kernel with ping-pong, which uses the same barrier."""
+    _named_barrier("sync", SYNC_BARRIER, 128 * WARPGROUPS)
 
 
 @gluon.jit
-def space(COUNT: gl.constexpr):
+def pad_code(COUNT: gl.constexpr):
     """Put COUNT instructions that never run, and four that skip them, in front of a warpgroup's code.
 
-    Code lies in lines of 128 bytes, eight instructions, and where in one its loops begin is worth up to 1.5 %
-    (docs/hopper.md, Where code lies). No launch has 54321 programs along the third dim.
+    Instructions are fetched in lines of 128 bytes, eight of them, and the place of a loop in its first line is worth
+    up to 1.5 % (docs/hopper.md, Where code lies). No launch has 54321 CTAs along the third dim.
     """
     if COUNT > 0:
         SLEEPS: gl.constexpr = "nanosleep.u32 20; " * COUNT
         CODE: gl.constexpr = ("{ .reg .pred skips; .reg .b32 depth; mov.u32 depth, %nctaid.z; "
                               "setp.ne.u32 skips, depth, 54321; @skips bra behind; " + SLEEPS +
                               "behind: mov.b32 $0, $1; }")
-        each_thread(CODE)
+        per_thread_asm(CODE)
 
 
 @gluon.jit
-def opaque(number):
-    """Return a number whose origin the compiler cannot see.
+def optimization_barrier(number):
+    """Return the number, with its origin hidden from the compiler.
 
-    ptxas 12.8 computes what two loops share in front of the first of them alone, though that one may be skipped
-    (descriptors of products, in uniform registers): each loop gets numbers of its own.
+    ptxas 12.8 hoists what two loops have in common (the MMA descriptors in uniform registers) in front of the first
+    loop, which may be skipped. With this each loop computes its own.
     """
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def stay(number):
-    """Return a sum of exponentials; a wait that follows in the source stays below what makes it.
+def scheduling_fence(number):
+    """Return a sum of exponentials, and keep what computes it above a wait that follows in the source.
 
-    ptxas moves a wait for products up, past all that does not need them, as far as its block of instructions goes. A
-    branch ends the block: this one sleeps 20 ns where the sum is one certain NaN, which no sum is. The tests count the
+    ptxas moves a wait for MMAs up, past all instructions of its basic block that do not depend on it. A branch ends
+    the block: this one sleeps 20 ns where the sum is one certain NaN, which no sum is. The tests count the
     exponentials above the wait in the machine code.
     """
     return gl.inline_asm_elementwise("""{
@@ -207,17 +223,18 @@ def stay(number):
 
 
 @gluon.jit
-def settle(values, turn):
-    """Return both; a wait that follows in the source stays below what makes the values.
+def scheduling_fence_of(values, count):
+    """Return both, and keep what computes the values above a wait that follows in the source.
 
-    They pass an instruction that the compiler cannot see into, and then a branch ends the block (see stay): no turn is
-    -1. It knows the turn to be the same in all threads, so that nothing has to bring them together again.
+    The values pass an instruction that the compiler cannot look into, and a branch then ends the basic block (as in
+    ``scheduling_fence``): no count is -1. The compiler knows that the count is the same in all threads, so that the
+    branch does not need them to reconverge.
     """
     values = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [values], dtype=gl.float32, is_pure=False, pack=1)
-    turn = gl.inline_asm_elementwise("""{
+    count = gl.inline_asm_elementwise("""{
         .reg .pred never;
         mov.b32 $0, $1;
         setp.eq.s32 never, $1, -1;
         @never nanosleep.u32 20;
-    }""", "=r,r", [turn], dtype=gl.int32, is_pure=False, pack=1)
-    return values, turn
+    }""", "=r,r", [count], dtype=gl.int32, is_pure=False, pack=1)
+    return values, count

@@ -1,10 +1,25 @@
 """The softmax of a warpgroup's scores: 64 rows, a step of keys, each row in four threads (maths.md, section 4)."""
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 LOG2E = gl.constexpr(1.4426950408889634)
 HUGE = gl.constexpr(268435456.0)  # 2^28, of shifts (shift_for)
+
+
+class Scaling(NamedTuple):
+    """What scores are multiplied by.
+
+    scale_log2: scale * log2(e), or with a softcap softcap * log2(e). squash: what the products are multiplied by ahead
+    of tanh, None without a softcap. exact_scale: the least power of two that is no less than scale_log2, which takes
+    its place in rows of huge scores (``shift_for``).
+    """
+
+    scale_log2: Any
+    squash: Any
+    exact_scale: Any
 
 
 @gluon.jit
@@ -26,54 +41,54 @@ def cap(s, squash):
 
 
 @gluon.jit
-def hide(s, first_row, first_key, band, C: gl.constexpr):
+def hide(s, first_row, first_key, bounds, C: gl.constexpr):
     """Set the scores of pairs that do not take part to -inf (eq. 12); rows past the last query are not looked at.
 
     Of every eight keys a thread has the same two. So the bounds of a row are counted from the thread's own first key,
     and compared with numbers that the compiler knows: two instructions a score, where keys that are computed take six.
     """
-    _sq, sk, lower, upper = band
+    _sq, sk, lower, upper = bounds
     N: gl.constexpr = s.shape[1]
     split = s.reshape([64, N // 8, 4, 2])
     LAYOUT: gl.constexpr = split.type.layout
     ROWS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT)))
-    rows = first_row + gl.arange(0, 64, layout=ROWS) // C.PACK
+    rows = first_row + gl.arange(0, 64, layout=ROWS) // C.PACK_GQA
     lanes = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT)))) * 2
     eights = gl.arange(0, N // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT)))) * 8
     ones = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))))
     place = eights[None, :, None, None] + ones[None, None, None, :]
     own = lanes[None, None, :, None] + first_key
-    if C.UPPER:
+    if C.HAS_UPPER:
         stop = gl.minimum(rows + (upper + 1), sk)
         split = gl.where(place < stop[:, None, None, None] - own, split, float("-inf"))
     else:
         split = gl.where(place < sk - own, split, float("-inf"))
-    if C.LOWER:
+    if C.HAS_LOWER:
         split = gl.where(place >= (rows + lower)[:, None, None, None] - own, split, float("-inf"))
     return gl.convert_layout(split.reshape([64, N]), s.type.layout)
 
 
 @gluon.jit
-def by_thread(parts):
+def per_thread_partials(parts):
     """What each of the four threads of a row has of it, (64, 4), in one layout whatever a step's length."""
     LANES: gl.constexpr = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
     return gl.convert_layout(parts, gl.DistributedLinearLayout([[8, 0]], LANES, [[16, 0], [32, 0]], [], [64, 4]))
 
 
 @gluon.jit
-def highest(s, C: gl.constexpr):
-    """The maximum of each row. In C.CHAINS chains of comparisons a thread, none of which waits for another."""
-    if C.CHAINS == 1:
+def row_max_of(s, C: gl.constexpr):
+    """The maximum of each row. In C.MAX_CHAINS chains of comparisons a thread, none of which waits for another."""
+    if C.MAX_CHAINS == 1:
         return gl.max(s, 1)
     else:
-        HALVES: gl.constexpr = C.CHAINS // 2  # of the keys; of each the even ones and the odd ones
+        HALVES: gl.constexpr = C.MAX_CHAINS // 2  # of the keys; of each the even ones and the odd ones
         tops = gl.max(s.reshape([64, HALVES, s.shape[1] // HALVES // 8, 4, 2]), 2)
-        top = by_thread(gl.max(gl.max(tops, 3), 1))
+        top = per_thread_partials(gl.max(gl.max(tops, 3), 1))
         return gl.convert_layout(gl.max(top, 1), gl.SliceLayout(1, s.type.layout))
 
 
 @gluon.jit
-def is_huge(shift):
+def needs_exact_scale(shift):
     """Whether a row's shift is so far from 0 that its product with the scale must be exact (``shift_for``)."""
     return gl.abs(shift) >= HUGE
 
@@ -87,22 +102,20 @@ def shift_for(top, scaling):
     next power of two, whose products are exact. The scores of two keys are then equal or at least 16 apart, so that
     nothing that counts becomes of another scale.
     """
-    scale_log2, _squash, exact_scale = scaling
-    shift = top * scale_log2
-    return gl.where(is_huge(shift), top * exact_scale, shift)
+    shift = top * scaling.scale_log2
+    return gl.where(needs_exact_scale(shift), top * scaling.exact_scale, shift)
 
 
 @gluon.jit
-def top_of(shift, scaling):
+def scaled_max_of(shift, scaling):
     """The largest exponent of each row, whatever was its scale."""
-    scale_log2, _squash, exact_scale = scaling
-    return gl.where(is_huge(shift), shift * (scale_log2 / exact_scale), shift)
+    return gl.where(needs_exact_scale(shift), shift * (scaling.scale_log2 / scaling.exact_scale), shift)
 
 
 @gluon.jit
-def new_shift_of(s, before, scaling, HIDES: gl.constexpr, C: gl.constexpr):
+def update_shift(s, before, scaling, HIDES: gl.constexpr, C: gl.constexpr):
     """Return the new shift of each row, what is subtracted for it, and the factor for what came before."""
-    shift = gl.maximum(before, shift_for(highest(s, C), scaling))
+    shift = gl.maximum(before, shift_for(row_max_of(s, C), scaling))
     subtracted = shift
     if HIDES:  # a row that has seen nothing yet
         subtracted = gl.where(shift == float("-inf"), 0.0, shift)
@@ -110,7 +123,7 @@ def new_shift_of(s, before, scaling, HIDES: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def are_bad(row_sum, acc, shift, DTYPE: gl.constexpr):
+def overflowed(row_sum, acc, shift, DTYPE: gl.constexpr):
     """Of each row 1 where a steady shift was wrong, or what is not finite was there before, else 0.
 
     Where it was too small: in float16 P overflows first, and O is then not finite. In bfloat16 it goes as far as
@@ -129,19 +142,18 @@ def are_bad(row_sum, acc, shift, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def powers(s, subtracted, scaling, STEADY: gl.constexpr):
+def exponentials(s, subtracted, scaling, FROZEN_MAX: gl.constexpr):
     """P of some keys (eq. 4 and 7), not yet rounded. STEADY: of rows whose shift is not huge."""
-    scale_log2, _squash, exact_scale = scaling
     own = gl.convert_layout(subtracted, gl.SliceLayout(1, s.type.layout))
-    if STEADY:
-        return gl.exp2(s * scale_log2 - own[:, None])
+    if FROZEN_MAX:
+        return gl.exp2(s * scaling.scale_log2 - own[:, None])
     else:
-        scale = gl.where(is_huge(own), exact_scale, scale_log2)
+        scale = gl.where(needs_exact_scale(own), scaling.exact_scale, scaling.scale_log2)
         return gl.exp2(s * scale[:, None] - own[:, None])
 
 
 @gluon.jit
-def halves(s):
+def split_halves(s):
     """The scores of a step's first keys, and of its last; costs nothing."""
     HALF: gl.constexpr = s.shape[1] // 2
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
@@ -156,7 +168,7 @@ def sum_of(p, C: gl.constexpr):
     What threads have summed is added when the tile is done, and shuffled between them in no step.
     """
     if C.PARTS == 2:
-        return by_thread(gl.sum(gl.sum(p.reshape([64, p.shape[1] // 8, 4, 2]), 3), 1))
+        return per_thread_partials(gl.sum(gl.sum(p.reshape([64, p.shape[1] // 8, 4, 2]), 3), 1))
     else:
         return gl.sum(p, 1)
 
@@ -172,7 +184,7 @@ def no_peak():
 @gluon.jit
 def peak_of(p):
     """The largest P of each row in each of its four threads, as bits: of these, Hopper compares three at once."""
-    return by_thread(gl.max(gl.max(p.to(gl.int32, bitcast=True).reshape([64, p.shape[1] // 8, 4, 2]), 1), 2))
+    return per_thread_partials(gl.max(gl.max(p.to(gl.int32, bitcast=True).reshape([64, p.shape[1] // 8, 4, 2]), 1), 2))
 
 
 @gluon.jit
@@ -194,7 +206,7 @@ def scaled_sum(row_sum, factor, p, C: gl.constexpr):
 
 
 @gluon.jit
-def in_pairs(p, DTYPE: gl.constexpr):
+def pack_pairs(p, DTYPE: gl.constexpr):
     """Round P, and hold two neighbours in one 32-bit register: (64, KEYS / 2).
 
     A loop would carry 16-bit values one by one, and take them apart and put them together in every step.
@@ -206,13 +218,13 @@ def in_pairs(p, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def in_parts(p, DTYPE: gl.constexpr, C: gl.constexpr):
+def split_halves_packed(p, DTYPE: gl.constexpr, C: gl.constexpr):
     """P of a whole step, rounded, as the loops carry it."""
     if C.PARTS == 2:
-        low, high = halves(p)
-        return (in_pairs(low, DTYPE), in_pairs(high, DTYPE))
+        low, high = split_halves(p)
+        return (pack_pairs(low, DTYPE), pack_pairs(high, DTYPE))
     else:
-        return (in_pairs(p, DTYPE),)
+        return (pack_pairs(p, DTYPE),)
 
 
 @gluon.jit

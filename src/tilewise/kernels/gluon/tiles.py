@@ -3,134 +3,164 @@
 Forward: tiles of queries and the keys they see. Backward: tiles of keys and the queries that see them.
 """
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 QUERIES = gl.constexpr(64)  # of a part of the sums for dq
 
 
+class TileGrid(NamedTuple):
+    """The tiles of a launch: so many a head, and in what order heads come."""
+
+    tiles: Any
+    heads: Any
+    batches: Any
+    heads_per_swizzle: Any  # heads whose tiles run side by side, since what they read fits L2 together
+
+
+class MaskBounds(NamedTuple):
+    """Query i sees key j if lower <= j - i <= upper, as far as the kernel's config has these bounds."""
+
+    sq: Any
+    sk: Any
+    lower: Any
+    upper: Any
+
+
+class BlockRange(NamedTuple):
+    """The blocks of the other side that a tile needs: of keys in the forward pass, of queries in the backward pass.
+
+    Blocks lie on a grid from ``start`` on. Boundary blocks need a mask: the first ``upper_boundary`` of them at one
+    end, the rest at the other, ``boundary`` in all.
+    """
+
+    start: Any
+    upper_boundary: Any
+    boundary: Any
+    count: Any
+
+
 @gluon.jit
-def tile_at(number, order, sq, C: gl.constexpr):
+def tile_at(number, grid, sq, C: gl.constexpr):
     """Return (first query, head, batch) of a tile number.
 
-    Heads come in sections whose keys and values fit L2 together. Under an upper bound the work of a tile grows with
-    its index: inside a section the longest come first, and the short ones fill the gaps at the end. What is left over
-    is the first section: as the last, it would have too few short tiles (5 % at 4096 keys of width 128).
+    Heads are swizzled: the tiles of ``heads_per_swizzle`` heads, whose keys and values fit L2 together, run side by
+    side. Under an upper bound the work of a tile grows with its index: inside a swizzle the longest tiles come first,
+    and the short ones fill the gaps at the end. The remainder of the heads is the first swizzle: as the last one it
+    would have too few short tiles (5 % at 4096 keys of width 128).
 
-    With C.FROM_END tiles are counted back from the last warpgroup that has a query. Rows that no query is for lie in
-    front of the first one then, in the tile that sees the fewest keys, and not behind the last one, in the longest.
+    With C.TILES_FROM_END tiles are counted back from the last warpgroup that has a query. Rows without a query then
+    lie in front of the first tile, which sees the fewest keys, and not behind the last and longest one.
     """
-    rank, line = _place_of(number, order, C.UPPER)
-    tiles, heads, _batches, _section = order
-    OWN: gl.constexpr = 64 // C.PACK  # queries of a warpgroup
-    if C.FROM_END:
-        first = (sq + (OWN - 1)) // OWN * OWN - (rank + 1) * (OWN * C.CONSUMERS)
+    rank, row = _swizzled(number, grid, C.HAS_UPPER)
+    ROWS: gl.constexpr = 64 // C.PACK_GQA  # queries of a warpgroup
+    if C.TILES_FROM_END:
+        first = (sq + (ROWS - 1)) // ROWS * ROWS - (rank + 1) * (ROWS * C.CONSUMERS)
     else:
-        first = (tiles - 1 - rank if C.UPPER else rank) * (OWN * C.CONSUMERS)
-    return first, line % heads, line // heads
+        first = (grid.tiles - 1 - rank if C.HAS_UPPER else rank) * (ROWS * C.CONSUMERS)
+    return first, row % grid.heads, row // grid.heads
 
 
 @gluon.jit
-def key_tile_at(number, order, C: gl.constexpr):
+def key_tile_at(number, grid, C: gl.constexpr):
     """Return (first key, head of k, batch) of a tile number.
 
-    Heads come in sections as in ``tile_at``; here what fits L2 is q, dout and the sums for dq. Under an upper bound the
-    first keys are seen by the most queries. With C.ORDERED tiles of one head wait for one another: in a section those
-    that start together are of many heads.
+    Heads are swizzled as in ``tile_at``; here q, dout and the sums for dq fit L2. Under an upper bound the first keys
+    are seen by the most queries. With C.DETERMINISTIC tiles of one head wait for one another: a swizzle has many heads
+    start together.
     """
-    rank, line = _place_of(number, order, C.UPPER or C.ORDERED)
-    _tiles, heads, _batches, _section = order
-    return rank * (64 * C.CONSUMERS), line % heads, line // heads
+    rank, row = _swizzled(number, grid, C.HAS_UPPER or C.DETERMINISTIC)
+    return rank * (64 * C.CONSUMERS), row % grid.heads, row // grid.heads
 
 
 @gluon.jit
-def _place_of(number, order, IN_SECTIONS: gl.constexpr):
-    """Return (tile, counted from the longest under a bound; line of heads and batches) of a tile number."""
-    tiles, heads, batches, section = order
-    lines = heads * batches
-    if IN_SECTIONS:
-        width = (lines - 1) % section + 1
+def _swizzled(number, grid, SWIZZLED: gl.constexpr):
+    """Return (tile, counted from the longest under a bound; head among those of all batches) of a tile number."""
+    tiles, heads, batches, heads_per_swizzle = grid
+    rows = heads * batches
+    if SWIZZLED:
+        width = (rows - 1) % heads_per_swizzle + 1
         begin = 0
         if number >= width * tiles:
-            begin = width + (number - width * tiles) // (section * tiles) * section
-            width = section
+            begin = width + (number - width * tiles) // (heads_per_swizzle * tiles) * heads_per_swizzle
+            width = heads_per_swizzle
         inside = number - begin * tiles
         rank = inside // width
-        line = begin + inside % width
+        row = begin + inside % width
     else:
-        line = number // tiles
-        rank = number - line * tiles
-    return rank, line
+        row = number // tiles
+        rank = number - row * tiles
+    return rank, row
 
 
 @gluon.jit
-def steps_of(first, band, C: gl.constexpr):
-    """Return (start, at the head, masked, steps): the keys that a tile of queries sees, in steps of C.KEYS.
+def kv_blocks_of(first, bounds, C: gl.constexpr):
+    """Return the blocks of C.BLOCK_N keys that a tile of queries sees, taken from the last block down.
 
-    Steps lie on a grid from ``start`` on and are taken from the last one down. The first ``at the head`` of them, and
-    some at the other end, need a mask: ``masked`` in all. There is one step at least, even if nothing is seen.
+    There is at least one block, even if no key is seen.
     """
-    sq, sk, lower, upper = band
-    last = gl.minimum(first + 64 // C.PACK * C.CONSUMERS, sq) - 1
+    last = gl.minimum(first + 64 // C.PACK_GQA * C.CONSUMERS, bounds.sq) - 1
     start = 0
     shared_start = start
-    stop = start + sk
+    stop = start + bounds.sk
     shared_stop = stop
-    if C.LOWER:
-        start = gl.maximum(0, first + lower)
-        shared_start = gl.maximum(0, last + lower)
-    if C.UPPER:
-        stop = gl.minimum(sk, last + 1 + upper)
-        shared_stop = gl.minimum(stop, first + 1 + upper)
-    steps = gl.maximum(1, (stop - start + (C.KEYS - 1)) // C.KEYS)
-    at_head = steps - gl.maximum(0, gl.minimum(steps, gl.maximum(0, shared_stop - start) // C.KEYS))
-    tail = gl.minimum(steps - at_head, gl.maximum(0, shared_start - start + (C.KEYS - 1)) // C.KEYS)
-    return start, at_head, at_head + tail, steps
+    if C.HAS_LOWER:
+        start = gl.maximum(0, first + bounds.lower)
+        shared_start = gl.maximum(0, last + bounds.lower)
+    if C.HAS_UPPER:
+        stop = gl.minimum(bounds.sk, last + 1 + bounds.upper)
+        shared_stop = gl.minimum(stop, first + 1 + bounds.upper)
+    count = gl.maximum(1, (stop - start + (C.BLOCK_N - 1)) // C.BLOCK_N)
+    upper_boundary = count - gl.maximum(0, gl.minimum(count, gl.maximum(0, shared_stop - start) // C.BLOCK_N))
+    lower_boundary = gl.minimum(count - upper_boundary,
+                                gl.maximum(0, shared_start - start + (C.BLOCK_N - 1)) // C.BLOCK_N)
+    return BlockRange(start, upper_boundary, upper_boundary + lower_boundary, count)
 
 
 @gluon.jit
-def keys_at(step, spans, C: gl.constexpr):
-    """Return the first key of a step: the masked ones come first, those of both ends."""
-    start, at_head, masked, steps = spans
-    place = gl.where(step < masked, step - at_head, steps - 1 - (step - masked + at_head))
-    place = gl.where(step < at_head, steps - 1 - step, place)
-    return start + place * C.KEYS
+def n_block_start(step, blocks, C: gl.constexpr):
+    """Return the first key of the block of a step: boundary blocks come first, those of both ends."""
+    start, upper_boundary, boundary, count = blocks
+    n_block = gl.where(step < boundary, step - upper_boundary, count - 1 - (step - boundary + upper_boundary))
+    n_block = gl.where(step < upper_boundary, count - 1 - step, n_block)
+    return start + n_block * C.BLOCK_N
 
 
 @gluon.jit
-def keys_of(step, spans, C: gl.constexpr):
-    """Return the first key of a forward step; with C.EARLY that of the first keys comes behind the masked ones."""
-    if C.EARLY:
-        early = early_of(spans)
-        step = gl.where(step > early, step - 1, gl.where(step == early, spans[3] - 1, step))
-    return keys_at(step, spans, C)
+def kv_block_start(step, blocks, C: gl.constexpr):
+    """Return the first key of a forward step's block; with C.SINK_BLOCK_FIRST that of key 0 follows the masked ones."""
+    if C.SINK_BLOCK_FIRST:
+        sinks = sink_block_of(blocks)
+        step = gl.where(step > sinks, step - 1, gl.where(step == sinks, blocks.count - 1, step))
+    return n_block_start(step, blocks, C)
 
 
 @gluon.jit
-def early_of(spans):
-    """Return which step is that of the first keys with C.EARLY, if there are so many: never a tile's first one."""
-    return gl.maximum(spans[2], 1)
+def sink_block_of(blocks):
+    """Return the step of the first keys with C.SINK_BLOCK_FIRST, if there are so many: never a tile's first step."""
+    return gl.maximum(blocks.boundary, 1)
 
 
 @gluon.jit
-def masked_of(row, spans, band, C: gl.constexpr):
-    """Return how many steps need a mask for the queries from ``row`` on; with a lower bound, those of the tile."""
-    start, _, masked, steps = spans
-    if C.UPPER and not C.LOWER:
-        _sq, sk, _lower, upper = band
-        shared_stop = gl.minimum(sk, row + 1 + upper)
-        masked = steps - gl.minimum(steps, gl.maximum(0, shared_stop - start) // C.KEYS)
+def masked_blocks_of(row, blocks, bounds, C: gl.constexpr):
+    """Return how many blocks need a mask for the queries from ``row`` on; with a lower bound, for those of the tile."""
+    masked = blocks.boundary
+    if C.HAS_UPPER and not C.HAS_LOWER:
+        shared_stop = gl.minimum(bounds.sk, row + 1 + bounds.upper)
+        masked = blocks.count - gl.minimum(blocks.count, gl.maximum(0, shared_stop - blocks.start) // C.BLOCK_N)
     return masked
 
 
 @gluon.jit
-def hides_first_step(first_key, steps, row, upper, C: gl.constexpr):
-    """Whether a tile's first step, one of several, hides all its keys from a warpgroup's queries, ``row`` and on."""
-    return (steps > 1) & (first_key >= row + 64 // C.PACK + upper)
+def first_block_is_masked(first_key, count, row, upper, C: gl.constexpr):
+    """Whether a warpgroup's queries, from ``row`` on, see no key of a tile's first block, one of several."""
+    return (count > 1) & (first_key >= row + 64 // C.PACK_GQA + upper)
 
 
 @gluon.jit
-def query_steps_of(first, band, C: gl.constexpr):
+def q_blocks_of(first, band, C: gl.constexpr):
     """Return (start, at the head, masked, steps): the queries that see a tile of keys, in steps of QUERIES.
 
     Steps lie on a grid from query 0 on, since the sums for dq are stored by steps. The first ``at the head`` of them
@@ -143,10 +173,10 @@ def query_steps_of(first, band, C: gl.constexpr):
     shared_start = start
     stop = start + sq
     shared_stop = stop
-    if C.UPPER:
+    if C.HAS_UPPER:
         start = gl.maximum(0, first - upper) // QUERIES * QUERIES
         shared_start = gl.maximum(0, last - upper)
-    if C.LOWER:
+    if C.HAS_LOWER:
         stop = gl.minimum(sq, last - lower + 1)
         shared_stop = gl.minimum(sq, first - lower + 1)
     steps = gl.maximum(0, stop - start + (QUERIES - 1)) // QUERIES
@@ -154,19 +184,19 @@ def query_steps_of(first, band, C: gl.constexpr):
     at_head = gl.where(first + 64 * C.CONSUMERS > sk, steps, at_head)
     whole = gl.where(shared_stop == sq, steps, gl.maximum(0, shared_stop - start) // QUERIES)
     tail = steps - gl.maximum(at_head, gl.minimum(steps, whole))
-    return start, at_head, at_head + tail, steps
+    return BlockRange(start, at_head, at_head + tail, steps)
 
 
 @gluon.jit
-def queries_at(step, spans, C: gl.constexpr):
+def q_block_start(step, spans, C: gl.constexpr):
     """Return the first query of a step: the masked ones come first, those of both ends.
 
-    With C.ORDERED they come from the last one down: whatever the mask, of tiles that start together the one of the
-    earlier keys is at a step first or at the same time. From the first one up a causal tile would have to wait until
-    an earlier one has come to its diagonal.
+    With C.DETERMINISTIC they come from the last one down: whatever the mask, of tiles that start together the one of
+    the earlier keys is at a step first or at the same time. From the first one up a causal tile would have to wait
+    until an earlier one has come to its diagonal.
     """
     start, at_head, masked, steps = spans
-    if C.ORDERED:
+    if C.DETERMINISTIC:
         place = steps - 1 - step
     else:
         place = gl.where(step < masked, steps - 1 - (step - at_head), step - (masked - at_head))
@@ -193,11 +223,12 @@ def queries_to_and_fro(step, first, spans, C: gl.constexpr):
 def phases_of(key, spans, band, C: gl.constexpr):
     """Return where phases of steps end for the 64 keys from ``key`` on; all but the second need a mask.
 
-    With C.ORDERED or C.ALONE there are three, of which the first is empty without a lower bound; else two.
+    With C.DETERMINISTIC or C.HEAD_PERSISTENT there are three, of which the first is empty without a lower bound; else
+    two.
     """
     _start, at_head, masked, steps = spans
     own = masked_queries_of(key, spans, band, C)
-    if C.ORDERED or C.ALONE:
+    if C.DETERMINISTIC or C.HEAD_PERSISTENT:
         ends = (0, masked - at_head, steps - (own - (masked - at_head)), steps)
     else:
         ends = (0, own, steps)
@@ -212,7 +243,7 @@ def rank_of(first, step, band, C: gl.constexpr):
     """
     _sq, _sk, lower, _upper = band
     rank = first // (64 * C.CONSUMERS)
-    if C.LOWER:
+    if C.HAS_LOWER:
         rank -= gl.maximum(0, step * QUERIES + lower) // (64 * C.CONSUMERS)
     return rank
 
@@ -222,7 +253,7 @@ def is_last_of(first, query, band, C: gl.constexpr):
     """Whether no tile of keys behind that from ``first`` on sees the step of queries from ``query`` on."""
     sq, sk, _lower, upper = band
     stop = sk
-    if C.UPPER:
+    if C.HAS_UPPER:
         stop = gl.minimum(sk, gl.minimum(query + QUERIES, sq) + upper)
     return first + 64 * C.CONSUMERS >= stop
 
@@ -231,7 +262,7 @@ def is_last_of(first, query, band, C: gl.constexpr):
 def masked_queries_of(key, spans, band, C: gl.constexpr):
     """Return how many steps need a mask for the 64 keys from ``key`` on; with a lower bound, those of the tile."""
     start, _, masked, steps = spans
-    if C.UPPER and not C.LOWER:
+    if C.HAS_UPPER and not C.HAS_LOWER:
         _sq, sk, _lower, upper = band
         own = gl.minimum(steps, gl.maximum(0, key + 63 - upper - start + (QUERIES - 1)) // QUERIES)
         masked = gl.where(key + 64 > sk, steps, own)

@@ -1,0 +1,149 @@
+"""The Hopper forward kernel's data: its compile-time config, its arguments, its shared memory, and a tile's state."""
+
+from typing import Any, NamedTuple
+
+
+class Config(NamedTuple):
+    """What is fixed when the kernel is compiled: HopperForwardConfig's fields, and which bounds the mask has.
+
+    PACK_GQA: rows of a tile that are heads of one group at one query, a power of two; 1: rows are queries of one head.
+    D, DV: the columns of q and k, and of v and out, in one or two chunks: the sides of a tile are powers of two, and a
+    head is as wide as their sum. Each chunk has its own shared memory, descriptors and MMAs.
+    OUT, OUT_SLOTS: columns of out that one TMA store writes, and the staging buffers for them that a warpgroup has.
+    TILES_FROM_END: tiles are counted from the last query back, as those of three warpgroups under an upper bound
+    alone, where lengths are not data and rows are queries (tiles.tile_at).
+    SKIP_PADDING: a warpgroup looks whether a tile has a query for it, and leaves the tensor cores to the others if not.
+    SKIP_MASKED: a warpgroup looks whether a tile's first block hides all its keys from its own queries, as in tiles
+    longer than a block under an upper bound alone.
+    PARTS: 2: the wait for O += P·V lies between the exponentials of a block's first half and those of its second; 1:
+    behind all of them.
+    HALF_DIAGONAL: each tile's first block begins at the tile's first query, with the diagonal through it: the first
+    warpgroup then needs half of its keys, and no other block has a mask. For two warpgroups, blocks as long as tiles,
+    one upper bound.
+    HELD: how many of q's last columns a warpgroup holds as register fragments; MMAs read only the others from shared
+    memory.
+    FROZEN_MAX: blocks without a mask, behind a tile's first one, keep the row maximum as it is. A tile in which that
+    overflows is computed again with online softmax throughout (hopper_forward_load.py).
+    SINK_BLOCK_FIRST: the block of the first keys follows the masked ones, and updates the maximum: attention sinks lie
+    there, far above other keys for a maximum that is frozen in float16.
+    MAX_CHAINS: independent chains of comparisons in a thread's row maximum: 1, 2 or 4.
+    SPLIT_KV: 1: every tile's keys are split, 2: some tiles are whole; another kernel combines the partial results. Then
+    the work tile is read again behind its blocks, and takes no registers in them.
+    VARLEN, HAS_CU_SEQLENS, BOTTOM_RIGHT: lengths are data on the device; sequences are packed, one behind the other in
+    one batch element; the diagonal runs through the last query and key of each.
+    """
+
+    PACK_GQA: int
+    D: tuple[int, ...]
+    DV: tuple[int, ...]
+    OUT: int
+    OUT_SLOTS: int
+    BLOCK_N: int
+    CONSUMERS: int
+    KV_STAGES: int
+    Q_STAGES: int
+    PING_PONG: bool
+    HAS_LOWER: bool
+    HAS_UPPER: bool
+    TILES_FROM_END: bool
+    SKIP_PADDING: bool
+    SKIP_MASKED: bool
+    PARTS: int
+    HALF_DIAGONAL: bool
+    HELD: int
+    FROZEN_MAX: bool
+    SINK_BLOCK_FIRST: bool
+    MAX_CHAINS: int
+    SPLIT_KV: int
+    VARLEN: bool
+    HAS_CU_SEQLENS: bool
+    BOTTOM_RIGHT: bool
+
+
+class Descriptors(NamedTuple):
+    """TMA descriptors: of each tensor one or two, a chunk of its head dim each; None where there is no second one."""
+
+    q: Any
+    k: Any
+    v: Any
+
+
+class Args(NamedTuple):
+    """What the launch gives to every warp. group: query heads a kv head."""
+
+    descs: Any
+    grid: Any
+    bounds: Any
+    group: Any
+    scaling: Any
+    lengths: Any
+    splits: Any
+    outputs: Any
+
+
+class QPipe(NamedTuple):
+    """Q tiles, a stage a warpgroup and tile, with their barriers."""
+
+    tiles: Any
+    full: Any
+    empty: Any
+
+
+class KVPipe(NamedTuple):
+    """Stages of (K of a block, V of the block before it), with their barriers."""
+
+    k_tiles: Any
+    v_tiles: Any
+    full: Any
+    empty: Any
+
+
+class OverflowRing(NamedTuple):
+    """Of the last tiles, with FROZEN_MAX: a flag for each row that overflowed, and the work tile's number.
+
+    drained: the barrier on which the consumers arrive when all published tiles are done.
+    """
+
+    flags: Any
+    numbers: Any
+    drained: Any
+
+
+class Smem(NamedTuple):
+    """The CTA's shared memory."""
+
+    q: Any
+    kv: Any
+    queue: Any
+    overflow: Any
+    out_tiles: Any
+
+
+class Q(NamedTuple):
+    """A warpgroup's queries: the stage of their tile, and the columns that are held as register fragments."""
+
+    tiles: Any
+    stage: Any
+    fragments: Any
+
+
+class State(NamedTuple):
+    """Online softmax of 64 rows between two blocks.
+
+    probs: P of the last block, rounded and packed: its P·V is not yet added to acc. shift: what exponents are shifted
+    by, the scaled row maximum or a frozen one. peak: of blocks with a frozen maximum the largest P, as bits.
+    """
+
+    probs: Any
+    acc: Any
+    shift: Any
+    row_sum: Any
+    peak: Any
+
+
+class TileView(NamedTuple):
+    """A work tile as a warpgroup sees it: its own first row, the tile's blocks of keys, and the mask's bounds."""
+
+    row: Any
+    blocks: Any
+    bounds: Any

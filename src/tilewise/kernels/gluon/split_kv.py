@@ -1,0 +1,90 @@
+"""Split-KV in the Hopper forward kernel: which split of a tile a number stands for, and its blocks of keys.
+
+Where tiles are fewer than the SMs, or do not fill their last wave, the keys of a tile are split, and each split is a
+work tile of its own; another kernel combines their partial results. Splits are of equal length, except that in tiles of
+a last wave the first one is ``lead`` times as long as each other: a Stream-K tail.
+"""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from tilewise.kernels.gluon.lengths import WorkTile, locate_tile
+from tilewise.kernels.gluon.tiles import BlockRange, kv_blocks_of, tile_at
+
+
+class SplitPlan(NamedTuple):
+    """How a launch's tiles are split: the first ``whole`` of them are not, each of the others in ``num_splits``."""
+
+    whole: Any
+    num_splits: Any
+    lead: Any
+
+
+@gluon.jit
+def num_work_tiles(tiles, plan, C: gl.constexpr):
+    """Return how many work tiles a launch of so many tiles has."""
+    if C.SPLIT_KV > 0:
+        tiles = plan.whole + (tiles - plan.whole) * plan.num_splits
+    return tiles
+
+
+@gluon.jit
+def split_of(number, tiles, plan, C: gl.constexpr):
+    """Return a work tile's tile and split, -1 for a tile that is not split. Tiles that are split come last.
+
+    In a last wave the first splits of all tiles come before the others, which fill its gaps.
+    """
+    if C.SPLIT_KV == 2:
+        over = gl.maximum(0, number - plan.whole)
+        num_split_tiles = tiles - plan.whole
+        is_whole = number < plan.whole
+        tile = gl.where(is_whole, number, plan.whole + over % num_split_tiles)
+        return tile, gl.where(is_whole, -1, over // num_split_tiles)
+    else:
+        return number // plan.num_splits, number % plan.num_splits
+
+
+@gluon.jit
+def blocks_before(split, count, plan, C: gl.constexpr):
+    """Return how many of a tile's ``count`` blocks come before a split; of more splits than blocks some have none."""
+    num_splits = plan.num_splits
+    if C.SPLIT_KV == 2:
+        split = gl.where(split > 0, split + plan.lead - 1, 0)
+        num_splits += plan.lead - 1
+    return gl.minimum(count, split * count // gl.minimum(num_splits, count))
+
+
+@gluon.jit
+def blocks_of_split(split, blocks, plan, C: gl.constexpr):
+    """Return the blocks of one of a tile's splits: neighbours on the grid, whatever of them needs a mask."""
+    begin = blocks_before(split, blocks.count, plan, C)
+    end = blocks_before(split + 1, blocks.count, plan, C)
+    if C.SPLIT_KV == 2:
+        begin = gl.where(split < 0, 0, begin)
+        end = gl.where(split < 0, blocks.count, end)
+    upper = gl.maximum(0, end - gl.maximum(begin, blocks.count - blocks.upper_boundary))
+    lower = gl.maximum(0, gl.minimum(end, blocks.boundary - blocks.upper_boundary) - begin)
+    return BlockRange(blocks.start + begin * C.BLOCK_N, upper, upper + lower, end - begin)
+
+
+@gluon.jit
+def blocks_of_tile(tile, bounds, plan, C: gl.constexpr):
+    """Return the blocks of keys of a work tile, a whole tile or a split of one."""
+    blocks = kv_blocks_of(tile.first, bounds, C)
+    if C.SPLIT_KV > 0:
+        blocks = blocks_of_split(tile.split, blocks, plan, C)
+    return blocks
+
+
+@gluon.jit
+def locate_work_tile(number, grid, bounds, lengths, plan, C: gl.constexpr):
+    """Return what ``locate_tile`` does, of a tile or of a split of it; a split without a block has no row."""
+    if C.SPLIT_KV > 0:
+        number, split = split_of(number, grid.tiles * grid.heads * grid.batches, plan, C)
+        first, head, batch = tile_at(number, grid, bounds.sq, C)
+        tile = WorkTile(first, head, batch, 0, 0, 0, 0, 0, split, 0)
+        return tile, 0, blocks_of_tile(tile, bounds, plan, C).count > 0
+    else:
+        return locate_tile(number, grid, bounds, lengths, C)
