@@ -65,10 +65,11 @@ def quick_interpreter():
     if os.environ.get("TRITON_INTERPRET") != "1" or find_spec("triton") is None:
         yield
         return
-    from interpreter import quicken
+    from interpreter import fuse_multiplication_and_addition, quicken
 
     with pytest.MonkeyPatch.context() as patch:
         quicken(patch)
+        fuse_multiplication_and_addition(patch)
         yield
 
 

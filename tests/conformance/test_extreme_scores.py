@@ -1,18 +1,37 @@
 """Scores far from zero stay finite and right, with tails of every raggedness."""
 
 from dataclasses import replace
+from importlib.util import find_spec
 
 import pytest
 import torch
 
-from conformance.calls import assert_forward_within_budget, assert_gradients_within_budget, forward_and_backward
+from conformance import extremes
+from conformance.calls import (
+    assert_forward_within_budget,
+    assert_gradients_within_budget,
+    forward_and_backward,
+    skip_if_refused,
+)
+from tilewise.api import attention
 from tilewise.masks import Mask, causal
+from tilewise.problem import AttentionProblem
 from tilewise.testing.cases import Case
 from tilewise.testing.inputs import make_inputs
 
 # Keys past the last whole tile of 128: 1, 64 and 100 of them.
 RAGGED = (129, 192, 228)
 MASKS = {"no_mask": Mask(), "causal": causal("bottom_right")}
+OTHERS = ("torch", "cudnn")  # backends whose kernels are not this library's
+
+
+@pytest.fixture
+def sums_in_one_order(device, monkeypatch):
+    """On a CPU, let Triton's interpreter round sums once: in numpy's orders a score and its lse differ."""
+    if device.type == "cpu" and find_spec("triton") is not None:
+        from interpreter import round_products_of_tiles_once
+
+        round_products_of_tiles_once(monkeypatch)
 
 
 def _check(backend, case, inputs):
@@ -101,3 +120,36 @@ def test_scores_that_climb_by_hundreds_along_a_row(backend, highest, mask, devic
     results, again = _check(backend, case, inputs), forward_and_backward(backend, case, inputs)
     assert torch.equal(results[0], again[0])
     assert torch.equal(results[1], again[1])
+
+
+def _results(backend, q, k, v, dout):
+    problem = AttentionProblem.from_tensors(q, k, v, scale=extremes.SCALE)
+    skip_if_refused(backend, problem)
+    skip_if_refused(backend, problem.backward(lse_grad=False))
+    leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
+    out, lse = attention(*leaves, return_aux=("lse",), scale=extremes.SCALE, backend=backend.name)
+    made = (out, lse, *torch.autograd.grad(out, leaves, dout))
+    return dict(zip(extremes.RESULTS, (tensor.detach() for tensor in made), strict=True))
+
+
+@pytest.mark.usefixtures("sums_in_one_order")
+@pytest.mark.parametrize(("name", "dtype"), extremes.PAIRS, ids=[f"{name}-{dtype}" for name, dtype in extremes.PAIRS])
+def test_finite_inputs_give_what_float64_rounded_says(backend, name, dtype, device):
+    """Triton gave NaN for out, lse, dq and dk of 133120 everywhere, as torch's own test of FlashAttention has it: c·s
+    was rounded in the maximum and not in the difference, 2^13 apart. Its gradients, and those of the CUDA kernels, were
+    NaN where lse's rounding alone made P infinite.
+    """
+    if backend.name in OTHERS:
+        pytest.skip(f"the kernels of {backend.name} are not this library's")
+    given = extremes.inputs_of(name, dtype, device)
+    extremes.assert_as_float64(given, _results(backend, *given[:4]))
+
+
+@pytest.mark.usefixtures("sums_in_one_order")
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("backend", ["cuda", "cuda_ieee", "triton"], indirect=True)
+def test_rows_of_sizes_over_six_decades_err_at_most_three_times_as_much_as_dense_float32(backend, d, device):
+    """dv erred 3.1 to 4.6 times as much: the backward pass rounded scores once more than lse, or once less."""
+    skip_if_refused(backend, AttentionProblem.from_tensors(*extremes.spread(0, d, 1, device)[:3]))
+    seeds, length = (4, 96) if device.type == "cpu" else (20, 300)
+    extremes.assert_spread_rows_keep_their_bits(lambda *tensors: _results(backend, *tensors), d, length, device, seeds)

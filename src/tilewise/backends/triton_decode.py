@@ -53,9 +53,9 @@ def decode(problem: DecodeProblem, q: torch.Tensor, k_cache: torch.Tensor, v_cac
             plan.attend(q, k_cache, v_cache, out, lse, cache, rotary, extras)
         elif plan.attend is not None:
             parts = torch.empty(*plan.parts, dtype=torch.float32, device=device)
-            lses = torch.empty(*plan.parts[:-1], dtype=torch.float32, device=device)
-            plan.attend(q, k_cache, v_cache, parts, lses, cache, rotary, extras)
-            plan.combine(parts, lses, out, lse, extras)
+            sums = torch.empty(*plan.parts[:-1], 2, dtype=torch.float32, device=device)
+            plan.attend(q, k_cache, v_cache, parts, sums, cache, rotary, extras)
+            plan.combine(parts, sums, out, lse, extras)
     return out, lse
 
 

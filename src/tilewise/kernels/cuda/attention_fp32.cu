@@ -353,6 +353,15 @@ TW_DEVICE void load_numbers(float* numbers, const float* source, int first, int 
 // threads that share a row are neighbours by shuffle_xor. A row of sums of E numbers is held in quads of neighbouring
 // columns that begin at quad_of(e).
 
+// Each product is rounded by itself: no difference that follows makes one instruction of both.
+template <int M, int N>
+TW_DEVICE void scale_scores(float (&scores)[M][N], float scale) {
+#pragma unroll
+  for (int r = 0; r < M; r++)
+#pragma unroll
+    for (int c = 0; c < N; c++) scores[r][c] = multiply(scores[r][c], scale);
+}
+
 #if TW_PRODUCTS == 3
 
 // On tensor cores, through three products of halves: a row times a power of two, which brings its largest number L
@@ -423,10 +432,11 @@ struct Product {
     multiply_halves(sums[m][0], sums[m][1], sums[m][2], sums[m][3], a, b0, b1);
   }
 
-  // scores = a b^T over WIDTH dims; the warp's rows of a begin at ``a``. big big is summed apart from the others, whose
-  // truncated bits are 2^-11 times as large.
-  template <int N, int WIDTH, int STRIDE>
-  static TW_DEVICE void rows_by_rows(float (&scores)[ROWS][N / LANES], const float* a, const float* b) {
+  // scores = scale a b^T over WIDTH dims, with a scale of 1 unless SCALED; the warp's rows of a begin at ``a``. big big
+  // is summed apart from the others, whose truncated bits are 2^-11 times as large.
+  template <int N, int WIDTH, int STRIDE, bool SCALED = false>
+  static TW_DEVICE void rows_by_rows(float (&scores)[ROWS][N / LANES], const float* a, const float* b,
+                                     float scale = 1.0f) {
     constexpr int CHUNK = WIDTH < 128 ? WIDTH : 128, UNROLL = WIDTH == 128 ? 4 : 2;
     float cross[N / 8][TW_BLOCKS][4];  // small big + big small
 #pragma unroll
@@ -479,10 +489,11 @@ struct Product {
     for (int r = 0; r < ROWS; r++) a_back[r] = a[row_of(r) * STRIDE + WIDTH];
 #pragma unroll
     for (int c = 0; c < N / LANES; c++) {
-      float b_back = b[column_of(c) * STRIDE + WIDTH];
+      float b_back = b[column_of(c) * STRIDE + WIDTH] * scale;
 #pragma unroll
       for (int r = 0; r < ROWS; r++) {
-        scores[r][c] = (scores[r][c] + cross[c / 2][r / 2][r % 2 * 2 + c % 2]) * (a_back[r] * b_back);
+        float sum = scores[r][c] + cross[c / 2][r / 2][r % 2 * 2 + c % 2];
+        scores[r][c] = SCALED ? multiply(sum, a_back[r] * b_back) : sum * (a_back[r] * b_back);
       }
     }
   }
@@ -674,10 +685,11 @@ struct Product {
     x[3] = nearest_tf32(exact.w);
   }
 
-  // scores = a b^T over WIDTH dims; the warp's rows of a begin at ``a``. Dims are numbered so that lane c's share of
-  // two steps of 8 is 4 neighbours.
-  template <int N, int WIDTH, int STRIDE>
-  static TW_DEVICE void rows_by_rows(float (&scores)[ROWS][N / LANES], const float* a, const float* b) {
+  // scores = scale a b^T over WIDTH dims, as above; the warp's rows of a begin at ``a``. Dims are numbered so that lane
+  // c's share of two steps of 8 is 4 neighbours.
+  template <int N, int WIDTH, int STRIDE, bool SCALED = false>
+  static TW_DEVICE void rows_by_rows(float (&scores)[ROWS][N / LANES], const float* a, const float* b,
+                                     float scale = 1.0f) {
     constexpr int CHUNK = WIDTH < 64 ? WIDTH : 64;
 #pragma unroll
     for (int r = 0; r < ROWS; r++)
@@ -720,6 +732,7 @@ struct Product {
 #pragma unroll
         for (int c = 0; c < N / LANES; c++) scores[r][c] += sums[r][c];
     }
+    if (SCALED) scale_scores(scores, scale);
   }
 
   // sums = sums * decay + tile columns. What a thread holds of a tile of scores is just what it has to hand to the
@@ -844,8 +857,9 @@ struct Product {
     }
   }
 
-  template <int N, int WIDTH, int STRIDE>
-  static TW_DEVICE void rows_by_rows(float (&scores)[ROWS][N / LANES], const float* a, const float* b) {
+  template <int N, int WIDTH, int STRIDE, bool SCALED = false>
+  static TW_DEVICE void rows_by_rows(float (&scores)[ROWS][N / LANES], const float* a, const float* b,
+                                     float scale = 1.0f) {
 #pragma unroll
     for (int r = 0; r < ROWS; r++)
 #pragma unroll
@@ -866,6 +880,7 @@ struct Product {
           for (int i = 0; i < 4; i++) scores[r][c] += x[r * 4 + i] * y[i];
       }
     }
+    if (SCALED) scale_scores(scores, scale);
   }
 
   // The tile to the warp's own shared memory, column by column, for every thread needs whole columns of it. Two rows
@@ -1346,9 +1361,11 @@ TW_KERNEL attention_forward_kernel(const Call call) {
     int i = own + Product::row_of(r);
     bool sees_none = sum == 0.0f || i >= at.length_q;  // where all that it sees is NaN, sum is too
     factor[r] = sees_none ? 0.0f : 1.0f / sum;  // eq. 6
+    float shift = multiply(row_max[r], scale_log2);
+    float rest = fabsf(shift) > FAR ? 0.0f : fmaf(row_max[r], scale_log2, -shift);
     if (i < call.sq && Product::column_of(0) == 0)
       call.lse[(static_cast<long long>(at.batch) * call.hq + at.head) * call.sq + i] =
-          sees_none ? -INFINITE : (multiply(row_max[r], scale_log2) + log2_exact(sum)) * LN2;
+          sees_none ? -INFINITE : multiply(row_max[r], call.scale) + (log2_exact(sum) - rest) * LN2;
   }
   store_rows<TW_DV>(call.out, head_of(call.out, at.batch, at.head), sums, factor, unit, own, call.sq, call.width_v);
 }
@@ -1378,9 +1395,8 @@ TW_KERNEL attention_backward_delta_kernel(const Call call) {
 #if TW_DK || TW_DV_SUM || TW_DQ
 
 // prob = exp(scale s - lse), of one pair (eq. 7). Above 1 by as much as lse was rounded: nothing here counts on less.
-TW_DEVICE float prob_of(float score, float scale_log2, float lse_log2) {
-  return exp2_fast(fmaf(score, scale_log2, -lse_log2));
-}
+// The score is scaled and rounded by itself: of a row with one key that counts, lse is just that number.
+TW_DEVICE float prob_of(float score, float lse) { return exp2_fast(multiply(score - lse, LOG2E)); }
 
 #endif
 
@@ -1431,13 +1447,11 @@ TW_DEVICE void add_to_dq(const Call& call, const Place& at, int head, int n, int
 // on are past the last key: their scores of 0 can have an infinite probability, and dq sums over all rows.
 template <int N>
 TW_DEVICE void make_probs(float (&probs)[ROWS][N / LANES], const Place& at, int own, int own_stop, int n, int to,
-                          const float* lse, float scale_log2) {
+                          const float* lse) {
 #pragma unroll
-  for (int c = 0; c < N / LANES; c++) {
-    float lse_log2 = multiply(lse[Product::column_of(c)], LOG2E);
+  for (int c = 0; c < N / LANES; c++)
 #pragma unroll
-    for (int r = 0; r < ROWS; r++) probs[r][c] = prob_of(probs[r][c], scale_log2, lse_log2);
-  }
+    for (int r = 0; r < ROWS; r++) probs[r][c] = prob_of(probs[r][c], lse[Product::column_of(c)]);
   bool whole = n + N <= to && own + Product::OWN == own_stop;
   if (whole && at.sees(n, own_stop - 1) && at.sees(n + N - 1, own)) return;  // nothing is hidden
 #pragma unroll
@@ -1489,7 +1503,6 @@ TW_KERNEL attention_backward_dkdv_kernel(const Call call) {
   load_tile<TW_ROWS, TW_DV, STRIDE_V>(v, call.v, head_of(call.v, at.batch, at.head), at.first, seen_from, seen_to,
                                       call.width_v);
 
-  const float scale_log2 = call.scale * LOG2E;
   int own = at.first + warp_index() * Product::OWN;
   int own_stop = least(own + Product::OWN, stop_k);
   float ones[ROWS];
@@ -1557,8 +1570,8 @@ TW_KERNEL attention_backward_dkdv_kernel(const Call call) {
 #endif
     if (sees_some) {
       float probs[ROWS][N / LANES];
-      Product::rows_by_rows<N, TW_D, STRIDE>(probs, own_k, q);
-      make_probs<N>(probs, at, own, own_stop, n, to, lse, scale_log2);
+      Product::rows_by_rows<N, TW_D, STRIDE, true>(probs, own_k, q, call.scale);
+      make_probs<N>(probs, at, own, own_stop, n, to, lse);
 #if TW_DV_SUM
       Product::tile_by_columns<N, TW_DV, STRIDE_V, false>(dv, ones, probs, dout, unit_v, scratch);
 #endif
@@ -1612,8 +1625,8 @@ TW_KERNEL attention_backward_dkdv_kernel(const Call call) {
     wait_for_copies();
     synchronize();  // Q is here
     if (any) {
-      Product::rows_by_rows<N, TW_D, STRIDE>(probs, own_k, q);
-      make_probs<N>(probs, at, own, own_stop, n, to, lse, scale_log2);
+      Product::rows_by_rows<N, TW_D, STRIDE, true>(probs, own_k, q, call.scale);
+      make_probs<N>(probs, at, own, own_stop, n, to, lse);
 #if TW_DK
       make_dscores<N>(dscores, probs, delta);
 #endif
@@ -1677,14 +1690,13 @@ TW_KERNEL attention_backward_dq_kernel(const Call call) {
   if (STEPS == 2) load_step<N, TW_D, STRIDE>(stages, call.k, k_head, from, from, to, call.width);
   load_step<N, TW_DV, STRIDE_V>(stages + KEYS, call.v, v_head, from, from, to, call.width_v);
 
-  const float scale_log2 = call.scale * LOG2E;
-  float sums[ROWS][TW_D / LANES], ones[ROWS], lse_log2[ROWS], delta[ROWS], unit[ROWS];
+  float sums[ROWS][TW_D / LANES], ones[ROWS], lse[ROWS], delta[ROWS], unit[ROWS];
 #pragma unroll
   for (int r = 0; r < ROWS; r++) {
     int i = own + Product::row_of(r);
     bool inside = i < call.sq;
     long long row = (static_cast<long long>(at.batch) * call.hq + at.head) * call.sq + (inside ? i : 0);
-    lse_log2[r] = inside ? multiply(call.lse[row], LOG2E) : INFINITE;
+    lse[r] = inside ? call.lse[row] : INFINITE;
     delta[r] = inside ? call.delta[row] : 0.0f;
     ones[r] = 1.0f;
     unit[r] = Product::UNIT;
@@ -1720,11 +1732,11 @@ TW_KERNEL attention_backward_dq_kernel(const Call call) {
       if (n + N < to) load_tile<N, TW_DV, STRIDE_V>(k + KEYS, call.v, v_head, n + N, from, to, call.width_v);
       if (!any) continue;
     }
-    Product::rows_by_rows<N, TW_D, STRIDE>(probs, own_q, k);
+    Product::rows_by_rows<N, TW_D, STRIDE, true>(probs, own_q, k, call.scale);
 #pragma unroll
     for (int r = 0; r < ROWS; r++)
 #pragma unroll
-      for (int c = 0; c < N / LANES; c++) probs[r][c] = prob_of(probs[r][c], scale_log2, lse_log2[r]);
+      for (int c = 0; c < N / LANES; c++) probs[r][c] = prob_of(probs[r][c], lse[r]);
     bool whole = n + N <= to && at.sees(own, n + N - 1) && at.sees(own_stop - 1, n);
     if (!whole) hide<N>(probs, 0.0f, at, own, n, to);
     if (STEPS == 2) Product::rows_by_rows<N, TW_DV, STRIDE_V>(dscores, own_dout, k + KEYS);

@@ -42,7 +42,6 @@ from tilewise.kernels.triton.modifiers import (
     gained,
     less_delta,
     load_pairs,
-    lse_of_probs,
     modify_tile,
     through_function,
     through_softcap,
@@ -65,6 +64,7 @@ from tilewise.kernels.triton.primitives import (
     offsets,
     padding_as_zero,
     past,
+    prepared_lse,
     recompute_probs,
     score_gradient,
     store_tile,
@@ -124,11 +124,11 @@ def start_of(delta, like, SEEDED: tl.constexpr):
 @triton.jit
 def sum_over_queries(dk, dk_tail, dv, columns, k, k_tail, v, q_source, dout_source, modifiers, row, sequence, head,
                      place_q, numbers_k, documents_q, listed, lse_base, delta_base, first_key, seen_from, steps,
-                     length_k, band, stride_qs, stride_qd, stride_dos, stride_dod, scale_log2, BLOCK_M: tl.constexpr,
-                     BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr,
-                     BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, INT64: tl.constexpr,
-                     DESCRIPTORS: tl.constexpr, CHANGED: tl.constexpr, CLIP: tl.constexpr, TAIL: tl.constexpr,
-                     NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, COLUMNS: tl.constexpr):
+                     length_k, band, stride_qs, stride_qd, stride_dos, stride_dod, scale, scale_log2,
+                     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+                     DV: tl.constexpr, BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+                     INT64: tl.constexpr, DESCRIPTORS: tl.constexpr, CHANGED: tl.constexpr, CLIP: tl.constexpr,
+                     TAIL: tl.constexpr, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, COLUMNS: tl.constexpr):
     """Add the fully visible queries, or (MASKED) those around them, to dK, dV and the columns: the one loop body.
 
     Score tiles are transposed, keys by queries: P and dS then enter their products without being turned.
@@ -150,7 +150,7 @@ def sum_over_queries(dk, dk_tail, dv, columns, k, k_tail, v, q_source, dout_sour
                       DESCRIPTORS, CLIP)
         q = unseen_as_zero(q, m, seen_from, None, None, BLOCK_M, ADDED)
         # Past the last query q, dout, lse and delta are read as 0: P is 1 there, dV adds 1·0 and dK 0·0.
-        lse = lse_of_probs(load_row_values(lse_base, m, stop, BLOCK_M, MASKED) * LOG2E, modifiers)  # [BLOCK_M]
+        lse = prepared_lse(load_row_values(lse_base, m, stop, BLOCK_M, MASKED), q.dtype, CHANGED)  # [BLOCK_M]
         scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
         if TAIL:
             q_tail = load_tail(q_source, q, m, stop, stride_qs, stride_qd, BLOCK_M, D, TAIL, MASKED, INT64)
@@ -170,7 +170,7 @@ def sum_over_queries(dk, dk_tail, dv, columns, k, k_tail, v, q_source, dout_sour
             delta = load_row_values(delta_base, m, stop, BLOCK_M, MASKED)  # [BLOCK_M]
             dprobs = tl.dot(v, tl.trans(dout), start_of(delta[None, :], scores, SEEDED),
                             input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
-        probs = recompute_probs(scores, lse[None, :], visible, 1.0 if CHANGED else scale_log2, HIDES)
+        probs = recompute_probs(scores, lse[None, :], visible, scale, scale_log2, q.dtype, CHANGED, HIDES)
         if NEED_DV:
             dv = tl.dot(drop(probs, kept, modifiers).to(dout.dtype), dout, dv,
                         input_precision=PRECISION)  # [BLOCK_N, BLOCK_DV], eq. 8
@@ -260,7 +260,7 @@ def attention_backward_dkdv_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta
                 dk, dk_tail, dv, columns, k, k_tail, v, q_source, dout_source, modifiers, sequence * hq + head,
                 sequence, head, (batch, head, row_q), numbers_k, documents_q, listed, lse_ptr + row_offset,
                 delta_ptr + row_offset, first, spans[0], own_steps, length_k, band, stride_qs, stride_qd, stride_dos,
-                stride_dod, scale_log2, BLOCK_M, BLOCK_N, D, BLOCK_D, DV, BLOCK_DV, MASKED, PRECISION, INT64,
+                stride_dod, scale, scale_log2, BLOCK_M, BLOCK_N, D, BLOCK_D, DV, BLOCK_DV, MASKED, PRECISION, INT64,
                 DESCRIPTORS, CHANGED, PADDED, TAIL, NEED_DK, NEED_DV, COLUMNS)
         if COLUMNS:
             columns_base = columns_ptr + head_offset(batch, head, hq * sk, sk) + row_k
@@ -279,12 +279,12 @@ def attention_backward_dkdv_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta
 
 
 @triton.jit
-def sum_over_keys(sums, entries, modifiers, sequence, head, numbers_q, documents_k, listed, own_pairs,
-                  earlier_pairs, first_query, offs_m, seen_from, steps, length_q, band, stride_ks, stride_kd,
-                  stride_vs, stride_vd, scale_log2, BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-                  DV: tl.constexpr, BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
-                  INT64: tl.constexpr, DESCRIPTORS: tl.constexpr, CHANGED: tl.constexpr, CLIP: tl.constexpr,
-                  TAIL: tl.constexpr, ROWS: tl.constexpr, MOMENTS: tl.constexpr, ENTRIES: tl.constexpr):
+def sum_over_keys(sums, entries, modifiers, sequence, head, numbers_q, documents_k, listed, own_pairs, earlier_pairs,
+                  first_query, offs_m, seen_from, steps, length_q, band, stride_ks, stride_kd, stride_vs, stride_vd,
+                  scale, scale_log2, BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr,
+                  BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, INT64: tl.constexpr,
+                  DESCRIPTORS: tl.constexpr, CHANGED: tl.constexpr, CLIP: tl.constexpr, TAIL: tl.constexpr,
+                  ROWS: tl.constexpr, MOMENTS: tl.constexpr, ENTRIES: tl.constexpr):
     """Add the fully visible keys, or (MASKED) those around them, to dQ and the sums: the one loop body.
 
     ``sums`` and ``entries``: a tuple for each batch entry from ``sequence`` on, which share bias, steps and pairs.
@@ -331,7 +331,7 @@ def sum_over_keys(sums, entries, modifiers, sequence, head, numbers_q, documents
             scores, visible, tanh, capped, kept = modify_tile(
                 scores, visible, modifiers, row, sequence + e, head, band, first_query, n, length_q, stop, scale_log2,
                 q.dtype == tl.float32, INT64, CHANGED, q.shape[0], BLOCK_N, False, MASKED, bias)
-            probs = recompute_probs(scores, lse[:, None], visible, 1.0 if CHANGED else scale_log2, HIDES)
+            probs = recompute_probs(scores, lse[:, None], visible, scale, scale_log2, q.dtype, CHANGED, HIDES)
             difference = less_delta(dprobs, delta[:, None], kept, modifiers, False)
             dscores = score_gradient(probs, difference, visible, HIDES)
             if own_pairs is not None:
@@ -399,7 +399,7 @@ def attention_backward_dq_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_p
         q_tail = load_tail(q_source, q, first, length_q, stride_qs, stride_qd, BLOCK_M, D, TAIL, True, INT64)
         row_offset = head_offset(own, head, hq * sq, sq) + row_q
         lse = tl.load(lse_ptr + row_offset + offs_m, mask=offs_m < length_q, other=0.0)  # [BLOCK_M]
-        lse = lse_of_probs(lse * LOG2E, modifiers)
+        lse = prepared_lse(lse, q.dtype, CHANGED)
         delta = tl.load(delta_ptr + row_offset + offs_m, mask=offs_m < length_q, other=0.0)  # [BLOCK_M]
         entries += ((q, q_tail, dout, lse, delta, k_source, v_source, (own, head_k, row_k),
                      (sequence + e) * hq + head),)
@@ -429,8 +429,8 @@ def attention_backward_dq_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_p
     for MASKED in tl.static_range(2):
         sums = sum_over_keys(
             sums, entries, modifiers, sequence, head, numbers_q, documents_k, listed, own_pairs, earlier_pairs, first,
-            offs_m, spans[0], steps, length_q, band, stride_ks, stride_kd, stride_vs, stride_vd, scale_log2, BLOCK_N,
-            D, BLOCK_D, DV, BLOCK_DV, MASKED, PRECISION, INT64, DESCRIPTORS, CHANGED, PADDED, TAIL,
+            offs_m, spans[0], steps, length_q, band, stride_ks, stride_kd, stride_vs, stride_vd, scale, scale_log2,
+            BLOCK_N, D, BLOCK_D, DV, BLOCK_DV, MASKED, PRECISION, INT64, DESCRIPTORS, CHANGED, PADDED, TAIL,
             rows_ptr is not None, moments_ptr is not None, ENTRIES)
     for e in tl.static_range(ENTRIES):
         dq, dq_tail, rows, moments = sums[e]

@@ -18,7 +18,7 @@ from tilewise.kernels.triton.launch import (
     tile_blocks,
     tile_count,
 )
-from tilewise.kernels.triton.modifiers import less_delta, load_pairs, lse_of_probs, modify_tile
+from tilewise.kernels.triton.modifiers import less_delta, load_pairs, modify_tile
 from tilewise.kernels.triton.places import extent
 from tilewise.kernels.triton.primitives import (
     LOG2E,
@@ -27,6 +27,7 @@ from tilewise.kernels.triton.primitives import (
     load_tail,
     load_tile,
     offsets,
+    prepared_lse,
     recompute_probs,
     score_gradient,
 )
@@ -76,7 +77,7 @@ def sum_over_members(acc, members, shared_heads, entry_batch, entry_head, q_ptr,
                          True, INT64, DESCRIPTORS, CLIP)
         row_offset = head_offset(batch, head, hq * sq, sq) + row_q
         lse = tl.load(lse_ptr + row_offset + offs_m, mask=offs_m < length_q, other=0.0)
-        lse = lse_of_probs(lse * LOG2E, modifiers)
+        lse = prepared_lse(lse, q.dtype, CHANGED)
         delta = tl.load(delta_ptr + row_offset + offs_m, mask=offs_m < length_q, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         if TAIL:
@@ -98,7 +99,7 @@ def sum_over_members(acc, members, shared_heads, entry_batch, entry_head, q_ptr,
             scores, visible, modifiers, sequence * hq + head, sequence, head,
             band, first_q, first_k, length_q, length_k, scale_log2,
             q.dtype == tl.float32, INT64, CHANGED, BLOCK_M, BLOCK_N, False, MASKED, bias)
-        probs = recompute_probs(scores, lse[:, None], visible, 1.0 if CHANGED else scale_log2, HIDES)
+        probs = recompute_probs(scores, lse[:, None], visible, None, scale_log2, q.dtype, CHANGED, HIDES)
         difference = less_delta(dprobs, delta[:, None], kept, modifiers, False)
         acc += score_gradient(probs, difference, visible, HIDES)
     return acc

@@ -14,7 +14,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tilewise.kernels.triton.cache import filled, load_turned, row_of
 from tilewise.kernels.triton.modifiers import add_sink, along, hyperbolic_tangent
-from tilewise.kernels.triton.primitives import LN2, LOG2E, head_offset, offsets, online_softmax_weights
+from tilewise.kernels.triton.primitives import (
+    LN2,
+    LOG2E,
+    head_offset,
+    offsets,
+    online_softmax_weights,
+    scaled_max,
+)
 
 PARTS = tl.constexpr(32)  # combined at once; the order of sums must not depend on how many there are
 
@@ -115,7 +122,8 @@ def attention_decode_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, cache, rotary
 
     Grid: (hk · tiles · splits · b,), heads fastest, as they are neighbours in most caches. A split is ``per_split``
     keys, or where that is None an even share. MANY: sq > 1. out: (b, hq, sq, dv) by strides, where not WHOLE
-    (b, hq, sq, splits, dv); lse: (b, hq, sq), where not WHOLE (b, hq, sq, splits) and in base 2, dense.
+    (b, hq, sq, splits, dv), not divided. lse: (b, hq, sq), dense; where not WHOLE (b, hq, sq, splits, 2): shift and sum
+    of each part, since an lse far from 0 has no bits for the sum.
     """
     pid = tl.program_id(0)
     head_k = pid % hk
@@ -151,7 +159,7 @@ def attention_decode_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, cache, rotary
     v_base = v_ptr + head_offset(row, head_k, stride_vb, stride_vh)
     CHANGED: tl.constexpr = extras.softcap is not None or extras.slopes is not None
 
-    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    shift = tl.full([BLOCK_M], float("-inf"), tl.float32)
     # Summed over the warps once, at the end: each sum over a row is two barriers, and steps are short.
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -174,29 +182,30 @@ def attention_decode_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, cache, rotary
         if MANY and upper is not None:
             visible = visible & (offs_n[None, :] <= place[:, None] + upper)
         scores = tl.where(visible, scores, float("-inf"))
-        probs, row_max, decay = online_softmax_weights(scores, row_max, 1.0 if CHANGED else scale_log2, True)
+        probs, shift, decay = online_softmax_weights(scores, shift, 1.0 if CHANGED else scale_log2, True)
         sums = sums * decay[:, None] + probs
         acc = tl.dot(probs.to(v.dtype), v, acc * decay[:, None], input_precision=PRECISION)  # [BLOCK_M, BLOCK_D]
 
     row_sum = tl.sum(sums, 1)
     o_rows = out_ptr + head_offset(batch, head, stride_ob, stride_oh) + query.to(tl.int64) * stride_os
-    lse_rows = lse_ptr + ((batch * hk * group + head).to(tl.int64) * sq + query) * splits
+    line = (batch * hk * group + head).to(tl.int64) * sq + query
     stored = inside_m[:, None] & (offs_d < DV)[None, :]
     if WHOLE:
-        lse, out = finished(row_max, row_sum, acc, extras.sinks, extras.stride_sinks, head, inside_m)
-        lse *= LN2
+        row_max = scaled_max(shift, 1.0 if CHANGED else scale_log2)
+        lse, acc = finished(row_max, row_sum, acc, extras.sinks, extras.stride_sinks, head, inside_m)
+        tl.store(lse_ptr + line, lse * LN2, mask=inside_m)
     else:
-        lse, out = finished(row_max, row_sum, acc, None, None, head, inside_m)
         o_rows += split * DV
-        lse_rows += split
         stored = stored & (begin < end)
-    tl.store(lse_rows, lse, mask=inside_m)
-    tl.store(o_rows[:, None] + offs_d[None, :], out.to(out_ptr.dtype.element_ty), mask=stored)
+        sums_at = lse_ptr + 2 * (line * splits + split)
+        tl.store(sums_at, shift, mask=inside_m)
+        tl.store(sums_at + 1, row_sum, mask=inside_m)
+    tl.store(o_rows[:, None] + offs_d[None, :], acc.to(out_ptr.dtype.element_ty), mask=stored)
 
 
 @triton.jit(do_not_specialize=["sq", "hq", "splits"])
-def combine_kernel(parts_ptr, lses_ptr, out_ptr, lse_ptr, extras, stride_ob, stride_oh, stride_os, sq, hq, splits,
-                   DV: tl.constexpr, BLOCK_D: tl.constexpr, OVERLAPPED: tl.constexpr):
+def combine_kernel(parts_ptr, sums_ptr, out_ptr, lse_ptr, extras, stride_ob, stride_oh, stride_os, scale_log2, sq, hq,
+                   splits, DV: tl.constexpr, BLOCK_D: tl.constexpr, OVERLAPPED: tl.constexpr):
     """Combine the parts of one query of one head (eq. 11), and let the sink enter.
 
     Grid: (sq · hq · b,). PARTS at a time, whatever the number of splits, and a part without keys has weight 0: a row's
@@ -210,20 +219,23 @@ def combine_kernel(parts_ptr, lses_ptr, out_ptr, lse_ptr, extras, stride_ob, str
     batch = pid // (sq * hq)
     offs_d = tl.arange(0, BLOCK_D)
     row = pid.to(tl.int64) * splits
-    row_max = tl.full([1], float("-inf"), tl.float32)
+    shift = tl.full([1], float("-inf"), tl.float32)
     row_sum = tl.zeros([1], tl.float32)
     acc = tl.zeros([1, BLOCK_D], tl.float32)
     for first in tl.range(0, splits, PARTS):
         offs_p = first + tl.arange(0, PARTS)
-        lses = tl.load(lses_ptr + row + offs_p, mask=offs_p < splits, other=float("-inf"))
+        shifts = tl.load(sums_ptr + 2 * (row + offs_p), mask=offs_p < splits, other=float("-inf"))
+        sums = tl.load(sums_ptr + 2 * (row + offs_p) + 1, mask=offs_p < splits, other=0.0)
         inside = (offs_p < splits)[:, None] & (offs_d < DV)[None, :]
         parts = tl.load(parts_ptr + (row + offs_p)[:, None] * DV + offs_d[None, :], mask=inside, other=0.0)
-        # A part without keys was not written. Asked after the load, which need not wait for lse then; a NaN stays.
-        parts = tl.where((lses != float("-inf"))[:, None], parts, 0.0)
-        weights, row_max, decay = online_softmax_weights(lses[None, :], row_max, 1.0, True)  # [1, PARTS]
-        row_sum = row_sum * decay + tl.sum(weights, 1)
+        # A part without keys was not written. Asked after the load, which need not wait for shifts then; a NaN stays.
+        parts = tl.where((shifts != float("-inf"))[:, None], parts, 0.0)
+        weights, shift, decay = online_softmax_weights(shifts[None, :], shift, 1.0, True)  # [1, PARTS]
+        row_sum = row_sum * decay + tl.sum(weights * sums[None, :], 1)
         acc = acc * decay[:, None] + tl.sum(tl.trans(weights) * parts, 0)[None, :]
     heads = head + tl.zeros([1], tl.int32)
+    CHANGED: tl.constexpr = extras.softcap is not None or extras.slopes is not None
+    row_max = scaled_max(shift, 1.0 if CHANGED else scale_log2)
     lse, out = finished(row_max, row_sum, acc, extras.sinks, extras.stride_sinks, heads, heads >= 0)
     tl.store(lse_ptr + pid + tl.arange(0, 1), lse * LN2)
     o_row = out_ptr + head_offset(batch, head, stride_ob, stride_oh) + query.to(tl.int64) * stride_os

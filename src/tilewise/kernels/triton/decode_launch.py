@@ -97,9 +97,9 @@ def decode_launch(problem: DecodeProblem, config: DecodeShape, splits: SplitShap
 
 
 def combine_launch(problem: DecodeProblem, config: DecodeShape, splits: SplitShape) -> Launch:
-    """Bind the kernel: call the result with (parts, lses, out, lse, extras)."""
-    scalars = (*problem.out_strides[:3], problem.sq, problem.hq, splits.count, problem.dv, problem.width,
-               config.overlapped)
+    """Bind the kernel: call the result with (parts, sums, out, lse, extras)."""
+    scalars = (*problem.out_strides[:3], problem.scale * LOG2E.value, problem.sq, problem.hq, splits.count, problem.dv,
+               problem.width, config.overlapped)
     return Launch(combine_kernel, problem.b * problem.hq * problem.sq, scalars, num_warps=4, num_stages=1,
                   **({"launch_pdl": True} if config.overlapped else {}))
 

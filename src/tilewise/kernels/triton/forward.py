@@ -36,8 +36,10 @@ from tilewise.kernels.triton.primitives import (
     head_source,
     load_tail,
     load_tile,
+    natural_lse,
     online_softmax_step,
     padding_as_zero,
+    scaled_max,
     store_tile,
 )
 from tilewise.problem import AttentionProblem
@@ -45,7 +47,7 @@ from tilewise.problem import AttentionProblem
 
 @triton.jit
 def attend_keys(q, q_tail, k_source, v_source, modifiers, row, sequence, head, place_k, numbers_q, documents_k, listed,
-                acc, row_sum, row_max, first_query, offs_m, seen_from, steps, length_q, band, stride_ks, stride_kd,
+                acc, row_sum, shift, first_query, offs_m, seen_from, steps, length_q, band, stride_ks, stride_kd,
                 stride_vs, stride_vd, scale_log2, BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
                 DV: tl.constexpr, BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
                 INT64: tl.constexpr, DESCRIPTORS: tl.constexpr, CHANGED: tl.constexpr, CLIP: tl.constexpr,
@@ -84,14 +86,14 @@ def attend_keys(q, q_tail, k_source, v_source, modifiers, row, sequence, head, p
             q.dtype == tl.float32, INT64, CHANGED, q.shape[0], BLOCK_N, False, MASKED)
         if HIDES:
             scores = tl.where(visible, scores, float("-inf"))
-        probs, row_max, row_sum, acc = online_softmax_step(scores, row_max, row_sum, acc,
-                                                           1.0 if CHANGED else scale_log2, GUARD)
+        probs, shift, row_sum, acc = online_softmax_step(scores, shift, row_sum, acc, 1.0 if CHANGED else scale_log2,
+                                                         GUARD)
         probs = drop(probs, kept, modifiers)  # after the sum: what is dropped still counts in the denominator
         v = load_tile(v_source, place_k, n, stop, stride_vs, stride_vd, BLOCK_N, DV, BLOCK_DV, MASKED, INT64,
                       DESCRIPTORS, CLIP)
         v = unseen_as_zero(v, n, seen_from, band[3], band[4], BLOCK_N, ADDED)
         acc = tl.dot(probs.to(v.dtype), v, acc, input_precision=PRECISION)  # [BLOCK_M, BLOCK_DV]
-    return acc, row_sum, row_max
+    return acc, row_sum, shift
 
 
 @triton.jit(do_not_specialize=["sq", "sk", "lower", "upper", "prefix", "sink_tokens", "chunk", "offset", "count", "hq",
@@ -99,8 +101,8 @@ def attend_keys(q, q_tail, k_source, v_source, modifiers, row, sequence, head, p
 def attention_forward_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, max_ptr, modifiers,
                              stride_qb, stride_qh, stride_qs, stride_qd, stride_kb, stride_kh, stride_ks, stride_kd,
                              stride_vb, stride_vh, stride_vs, stride_vd, stride_ob, stride_oh, stride_os,
-                             scale_log2, lower, upper, prefix, sink_tokens, chunk, offset, count, sq, sk, hq, group,
-                             tiles, SHIFTED: tl.constexpr,
+                             scale, scale_log2, lower, upper, prefix, sink_tokens, chunk, offset, count, sq, sk, hq,
+                             group, tiles, SHIFTED: tl.constexpr,
                              D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
                              PRECISION: tl.constexpr, INT64: tl.constexpr, DESCRIPTORS: tl.constexpr,
                              CHANGED: tl.constexpr, TAIL: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -125,7 +127,7 @@ def attention_forward_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, max_ptr, mod
                   INT64, DESCRIPTORS, False)
     q_tail = load_tail(q_source, q, first, length_q, stride_qs, stride_qd, BLOCK_M, D, TAIL, True, INT64)
 
-    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)  # eq. 5
+    shift = tl.full([BLOCK_M], float("-inf"), tl.float32)  # eq. 5
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     spans = keys_seen(first, tl.minimum(first + BLOCK_M, length_q) - 1, length_k, band)
@@ -145,25 +147,30 @@ def attention_forward_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, max_ptr, mod
         steps = listed_steps(listed, spans[3])
     row = sequence * hq + head
     for MASKED in tl.static_range(2):
-        acc, row_sum, row_max = attend_keys(
+        acc, row_sum, shift = attend_keys(
             q, q_tail, k_source, v_source, modifiers, row, sequence, head, (batch, head_k, row_k), numbers_q,
-            documents_k, listed, acc, row_sum, row_max, first, offs_m, spans[0], steps, length_q, band, stride_ks,
+            documents_k, listed, acc, row_sum, shift, first, offs_m, spans[0], steps, length_q, band, stride_ks,
             stride_kd, stride_vs, stride_vd, scale_log2, BLOCK_N, D, BLOCK_D, DV, BLOCK_DV, MASKED, PRECISION, INT64,
             DESCRIPTORS, CHANGED, PADDED, TAIL)
 
     row_offset = head_offset(batch, head, hq * sq, sq) + row_q
     inside = offs_m < rows_q
+    natural_scale = LN2 if CHANGED else scale
+    own_scale = 1.0 if CHANGED else scale_log2
     if max_ptr is not None:
-        largest = tl.where(offs_m < length_q, row_max * LN2, float("-inf"))
+        largest = natural_lse(shift, 1.0, natural_scale, own_scale)
+        largest = tl.where(offs_m < length_q, largest, float("-inf"))
         tl.store(max_ptr + row_offset + offs_m, largest, mask=inside)
     if modifiers.sinks.ptr is not None:
         sink = tl.load(modifiers.sinks.ptr + along(head, modifiers.sinks.stride_h, True)).to(tl.float32) * LOG2E
-        row_max, row_sum, acc = add_sink(row_max, row_sum, acc, sink)
+        shift, row_sum, acc = add_sink(scaled_max(shift, own_scale), row_sum, acc, sink)
+        natural_scale = LN2
+        own_scale = 1.0
     acc = gained(acc, modifiers)
     # eq. 6. A row that saw no key has m = −inf, l = 0, acc = 0: with l = 1 its lse is −inf and its out 0.
     row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
     acc = padding_as_zero(acc / row_sum[:, None], first, length_q, BLOCK_M, PADDED)
-    lse = (row_max + tl.log2(row_sum)) * LN2
+    lse = natural_lse(shift, row_sum, natural_scale, own_scale)
     if PADDED:
         lse = tl.where(offs_m < length_q, lse, float("-inf"))
     tl.store(lse_ptr + row_offset + offs_m, lse, mask=inside)
@@ -177,7 +184,7 @@ def forward_launch(problem: AttentionProblem, config: TileShape, precision: str)
     int64 = needs_int64(problem, *inputs, problem.out_strides)
     tiles = tile_slots(problem, problem.sq, config.block_m)
     scalars = (
-        *joined(*inputs), *problem.out_strides[:3], problem.scale * LOG2E.value, *bounds(problem),
+        *joined(*inputs), *problem.out_strides[:3], problem.scale, problem.scale * LOG2E.value, *bounds(problem),
         problem.sq, problem.sk, problem.hq, problem.group, tiles, is_shifted(problem),
         *constants(problem, precision, int64, config.descriptors), config.block_m, config.block_n,
     )

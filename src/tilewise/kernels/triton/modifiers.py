@@ -208,17 +208,6 @@ def modify_tile(scores, visible, modifiers, row, batch, head, band, first_query,
 
 
 @triton.jit
-def lse_of_probs(lse, modifiers):
-    """Lse as the probabilities are made of it again: +inf, for −inf, where scores may be −inf without being hidden.
-
-    A bias or a score function may say so of every pair of a row. 2^(−inf − (−inf)) is NaN, and 2^(−inf) is 0.
-    """
-    if modifiers.bias.ptr is not None or modifiers.score_function.call is not None:
-        lse = tl.where(lse == float("-inf"), float("inf"), lse)
-    return lse
-
-
-@triton.jit
 def drop(values, kept, modifiers):
     """Set the values of dropped pairs to 0; the division by 1 − p is left to the caller."""
     if modifiers.dropout.ptr is not None:

@@ -9,6 +9,8 @@ from tilewise.problem import TAIL_WIDTH
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 BLOCK_TAIL = tl.constexpr(TAIL_WIDTH)
+HUGE = tl.constexpr(2.0**28)  # of shifts: see online_softmax_weights
+LOST, UNITS = tl.constexpr(2.0**24), tl.constexpr(2.0**-22)  # of an lse: see prepared_lse
 
 
 @triton.jit
@@ -123,33 +125,101 @@ def padding_as_zero(tile, row, length, ROWS: tl.constexpr, PADDED: tl.constexpr)
 
 
 @triton.jit
-def online_softmax_step(scores, row_max, row_sum, acc, scale_log2, GUARD: tl.constexpr):
+def online_softmax_step(scores, shift, row_sum, acc, scale_log2, GUARD: tl.constexpr):
     """Fold one tile of unscaled scores into the running softmax (eq. 4, base 2 by eq. 7).
 
     m' = max(m, c·max_j s_j);  l' = l·2^(m−m') + Σ_j 2^(c·s_j−m');  acc' = acc·2^(m−m'),  c = scale·log2 e > 0
     """
-    probs, new_max, decay = online_softmax_weights(scores, row_max, scale_log2, GUARD)
-    return probs, new_max, row_sum * decay + tl.sum(probs, 1), acc * decay[:, None]
+    probs, new_shift, decay = online_softmax_weights(scores, shift, scale_log2, GUARD)
+    return probs, new_shift, row_sum * decay + tl.sum(probs, 1), acc * decay[:, None]
 
 
 @triton.jit
-def online_softmax_weights(scores, row_max, scale_log2, GUARD: tl.constexpr):
-    """Return the tile's probabilities, the new row maximum, and what comes of sums over the keys before it (eq. 4)."""
-    new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)  # [BLOCK_M]
-    shift = new_max
+def online_softmax_weights(scores, shift, scale_log2, GUARD: tl.constexpr):
+    """Return the tile's probabilities, the new shift of each row, and the factor of sums over earlier keys (eq. 4).
+
+    c·max_j s_j is rounded to make the shift, and in c·s_j − m' nothing is before the end: the largest exponent is not
+    0, but what the rounding left. That is a factor of all of a row, and of nothing in out, as long as it is finite: it
+    is 2^±8 at most where the shift is below HUGE. From there on c is the next power of two, whose products are exact.
+    Scores are then equal or 16 apart, so that what another c makes of the second largest is less than 2^-16.
+    """
+    exact_scale = power_of_two_from(scale_log2)
+    top = tl.max(scores, 1)  # [BLOCK_M]
+    new_shift = top * scale_log2
+    new_shift = tl.maximum(shift, tl.where(tl.abs(new_shift) < HUGE, new_shift, top * exact_scale))
+    factor = tl.where(tl.abs(new_shift) < HUGE, scale_log2, exact_scale)
+    subtracted = new_shift
     if GUARD:
-        # A row with no visible key yet has new_max = −inf; −inf − (−inf) is NaN, so shift by 0 there.
-        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-    return tl.exp2(scores * scale_log2 - shift[:, None]), new_max, tl.exp2(row_max - shift)
+        # A row with no visible key yet has m' = −inf; −inf − (−inf) is NaN, so shift by 0 there.
+        subtracted = tl.where(new_shift == float("-inf"), 0.0, new_shift)
+    # By name, though the compiler makes one instruction of it unasked: the interpreter rounds once, too.
+    exponents = tl.fma(scores, factor[:, None], -subtracted[:, None])  # [BLOCK_M, keys]
+    return tl.exp2(exponents), new_shift, tl.exp2(shift - subtracted)
 
 
 @triton.jit
-def recompute_probs(scores, lse, visible, scale_log2, MASKED: tl.constexpr):
-    """P = 2^(c·s − lse·log2 e), 0 where hidden (eq. 7); ``lse`` is in base 2 here and broadcasts along the keys."""
-    probs = tl.exp2(scores * scale_log2 - lse)
+def power_of_two_from(scale):
+    """The least power of two that is no less than a positive number."""
+    bits = tl.full([], scale, tl.float32).to(tl.int32, bitcast=True)
+    return ((bits + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def scaled_max(shift, scale_log2):
+    """c·max_j s_j of each row, in base 2, of the shift that :func:`online_softmax_weights` made of it."""
+    return tl.where(tl.abs(shift) < HUGE, shift, shift * (scale_log2 / power_of_two_from(scale_log2)))
+
+
+@triton.jit
+def natural_lse(shift, row_sum, scale, scale_log2):
+    """Return scale·max_j s_j + ln of a sum under that shift, rounded about once; scale·log2 e was rounded before."""
+    scale_log2 = tl.full([], scale_log2, tl.float32)
+    rest = tl.fma(-scale_log2, LN2, scale) / scale_log2  # scale / scale_log2 − LN2
+    near = tl.abs(shift) < HUGE
+    factor = tl.where(near, LN2, scale / power_of_two_from(scale_log2))
+    return tl.fma(shift, factor, tl.where(near, shift, 0.0) * rest + tl.log2(row_sum) * LN2)
+
+
+@triton.jit
+def recompute_probs(scores, lse, visible, scale, scale_log2, DTYPE: tl.constexpr, CHANGED: tl.constexpr,
+                    MASKED: tl.constexpr):
+    """P = 2^(c·s − lse·log2 e), 0 where hidden (eq. 7); ``lse``, of :func:`prepared_lse`, broadcasts along the keys.
+
+    In float32 P = 2^((scale·s − lse)·log2 e), unless CHANGED scores are in base 2 already. One product more a pair, but
+    none that rounds lse, and the scale, once more: of scores of 1000 that is 1e-4 of P. Nor is P above 1: the minimum
+    keeps the compiler from making one instruction of scale·s − lse, too. Where one key counts, lse is scale·s rounded.
+    """
+    FLOAT32: tl.constexpr = DTYPE == tl.float32
+    NATURAL: tl.constexpr = FLOAT32 and not CHANGED
+    scaled = scores * (1.0 if CHANGED else scale if NATURAL else scale_log2)
+    if FLOAT32:
+        scaled = tl.minimum(scaled, lse, propagate_nan=tl.PropagateNan.ALL)
+    exponents = scaled - lse
+    if NATURAL:
+        exponents *= LOG2E
+    probs = tl.exp2(exponents)
     if MASKED:
         probs = tl.where(visible, probs, 0.0)
     return probs
+
+
+@triton.jit
+def prepared_lse(lse, DTYPE: tl.constexpr, CHANGED: tl.constexpr):
+    """Lse as :func:`recompute_probs` takes it: in base 2 but for float32 scores that nothing CHANGED, +inf for −inf.
+
+    The latter because a bias or a score function may say −inf of every pair of a row, without hiding one.
+    2^(−inf − (−inf)) is NaN, and 2^(−inf) is 0.
+
+    From LOST on, where a unit in its last place is 2 and more, exponents that should be 0 may be far above it. In 16
+    bits, where to ask every pair takes time, lse is +inf then: a row has no P, and no gradient, that could overflow. In
+    float32 P ends at 1. From HUGE on lse is lowered by four units there: P of a row's greatest score is 1, and not 0.
+    """
+    if DTYPE != tl.float32 or CHANGED:
+        lse *= LOG2E
+    if DTYPE == tl.float32:
+        lowered = tl.where(lse == float("-inf"), float("inf"), lse * tl.where(lse > 0.0, 1.0 - UNITS, 1.0 + UNITS))
+        return tl.where(tl.abs(lse) >= HUGE, lowered, lse)
+    return tl.where(tl.abs(lse) >= LOST, float("inf"), lse)
 
 
 @triton.jit
