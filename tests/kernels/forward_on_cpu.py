@@ -47,7 +47,8 @@ CONSTANTS = {(module, name): value for module in MODULES for name, value in (
     ("scheduling_fence", lambda number: number), ("load_q_fragments", hold), ("cap", lambda s, squash: s),
     ("bytes_of", loading.bytes_of.fn), ("floats_per_partial", epilogue.floats_per_partial.fn),
     ("products_of", products.products_of.fn),
-    ("tile_size", lengths.tile_size.fn), ("registers", forward.registers.fn)) if hasattr(module, name)}
+    ("tile_size", lengths.tile_size.fn), ("registers", forward.registers.fn),
+    ("corrects_rounding", softmax.corrects_rounding.fn)) if hasattr(module, name)}
 
 
 def attend(problem, config, tensors, pack=1, cut=None, sinks=None, programs=3, lengths=()):

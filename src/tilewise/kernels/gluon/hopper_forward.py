@@ -65,6 +65,7 @@ from tilewise.kernels.gluon.products import (
 from tilewise.kernels.gluon.softmax import (
     Scaling,
     cap,
+    corrects_rounding,
     exponentials,
     hide,
     no_peak,
@@ -114,7 +115,7 @@ def attend_block(step, count, q, state, view, kv, scaling, OWN: gl.constexpr, MA
         factor = None
     else:
         shift, subtracted, factor = update_shift(s, shift, scaling, MASKED, C)
-    PEAKS: gl.constexpr = FROZEN_MAX and DTYPE == gl.bfloat16
+    PEAKS: gl.constexpr = FROZEN_MAX and corrects_rounding(C, DTYPE)
     if C.PARTS == 2:
         low, high = split_halves(s)
         low = exponentials(low, subtracted, scaling, FROZEN_MAX)
@@ -319,7 +320,7 @@ def attend_tiles(tile, count, tile_count, args, smem, OWN: gl.constexpr, C: gl.c
         if C.PARTS == 2:
             row_sum = gl.convert_layout(gl.sum(row_sum, 1), state.shift.type.layout)
         weight = row_sum
-        if C.FROZEN_MAX and DTYPE == gl.bfloat16:
+        if corrects_rounding(C, DTYPE):
             weight += gl.convert_layout(rounding_of(state.peak, DTYPE), state.shift.type.layout)
         if KEPT:
             tile = tile_of_numbers(read_tile(smem.queue, tile_count - 1, tile_size(C)), C)

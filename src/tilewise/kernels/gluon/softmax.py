@@ -173,6 +173,16 @@ def sum_of(p, C: gl.constexpr):
         return gl.sum(p, 1)
 
 
+@gluon.constexpr_function
+def corrects_rounding(c, dtype):
+    """Whether blocks with a frozen maximum keep their largest P, whose rounding then enters O's divisor.
+
+    Under a frozen maximum the largest weight of a row is no power of two: it is rounded in P·V and not in the sum. In
+    float16 that is as little as the rounding of out, but for wide heads, where it costs nothing either.
+    """
+    return c.FROZEN_MAX and (dtype == gl.bfloat16 or sum(c.D) > 128)
+
+
 @gluon.jit
 def no_peak():
     """What ``peak_of`` returns of no keys."""
