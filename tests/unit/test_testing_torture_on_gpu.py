@@ -83,4 +83,5 @@ def test_no_memory_is_left_allocated():
     before = torch.cuda.memory_allocated()
     for name in ("ordinary", "graph_of_training", "streams_at_once", "rows_past_2_31"):
         result_of(broken.dense, name)
-        assert torch.cuda.memory_allocated() - before <= 32 * 2**20, name  # libraries keep workspaces
+        torch._C._cuda_clearCublasWorkspaces()  # of which each stream has one, of 32 MiB on Hopper GPUs
+        assert torch.cuda.memory_allocated() - before <= 32 * 2**20, name
