@@ -23,7 +23,7 @@ def issue_pairs(own, streamed, row_stats, count, stage, PRODUCT: gl.constexpr, C
     start = gl.full([64, QUERIES], 0.0, gl.float32, layout=LAYOUT)
     right = streamed.index(stage).reshape([QUERIES, C.WIDTH]).permute((1, 0))
     if C.AUGMENTED_K:
-        start = issue_augmented(row_stats, count % C.KV_STAGES, PRODUCT, start)
+        start = issue_augmented(row_stats, count % C.Q_STAGES, PRODUCT, start)
     return warpgroup_mma(own, right, start, use_acc=C.AUGMENTED_K, is_async=True)
 
 

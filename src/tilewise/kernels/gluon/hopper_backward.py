@@ -129,7 +129,7 @@ def attend_blocks(begin, end, count, state, head, view, args, smem, draws, OWN: 
     if C.VARLEN:
         count = optimization_barrier(count)
     for step in range(begin, end):
-        stage = count % C.KV_STAGES
+        stage = count % C.Q_STAGES
         own = OWN
         if C.PERSISTENT:  # else what all operands' addresses are made of stays in registers between tiles, and spills
             own = optimization_barrier(own)
@@ -142,15 +142,15 @@ def attend_blocks(begin, end, count, state, head, view, args, smem, draws, OWN: 
         else:  # behind those at the first queries
             first_query = unmasked + step * QUERIES
         if not C.S_AHEAD:
-            consumer_wait(smem.q.full, count, C.KV_STAGES)
+            consumer_wait(smem.q.full, count, C.Q_STAGES)
             scores_pending = issue_pairs(k, q_tiles, row_stats, count, stage, SCORES, C)
         if C.HAS_DROPOUT:
             words = dropout.draw(optimization_barrier(draws.low), optimization_barrier(draws.high),
                                  draws.first_row + head.member, draws.origin_q + first_query, draws.origin_k + key)
-        consumer_wait(smem.dout.full, count, C.OUT_STAGES)
+        consumer_wait(smem.dout.full, count, C.DOUT_STAGES)
         q = q_tiles.index(stage).reshape([QUERIES, C.WIDTH])
-        dout = dout_tiles.index(count % C.OUT_STAGES).reshape([QUERIES, C.WIDTH])
-        dprobs_pending = issue_pairs(v, dout_tiles, row_stats, count, count % C.OUT_STAGES, DPROBS, C)
+        dout = dout_tiles.index(count % C.DOUT_STAGES).reshape([QUERIES, C.WIDTH])
+        dprobs_pending = issue_pairs(v, dout_tiles, row_stats, count, count % C.DOUT_STAGES, DPROBS, C)
         if not C.AUGMENTED_K:
             lse = row_stats.index(2 * stage).load(ROW)
         if not C.S_AHEAD:
@@ -197,15 +197,15 @@ def attend_blocks(begin, end, count, state, head, view, args, smem, draws, OWN: 
         dq_pending = issue_dq(kv.k_tiles, smem.dscores, ds_stage, 0, OWN, NC, C, start)
         if C.S_AHEAD:  # the registers of P are free before those of the next S are taken
             dv = warpgroup_mma_wait(NC, deps=(dv_pending,))
-            consumer_release(smem.dout.empty, count, C.OUT_STAGES)
-            consumer_wait(smem.q.full, count + 1, C.KV_STAGES)
-            scores_pending = issue_pairs(k, q_tiles, row_stats, count + 1, (count + 1) % C.KV_STAGES, SCORES, C)
+            consumer_release(smem.dout.empty, count, C.DOUT_STAGES)
+            consumer_wait(smem.q.full, count + 1, C.Q_STAGES)
+            scores_pending = issue_pairs(k, q_tiles, row_stats, count + 1, (count + 1) % C.Q_STAGES, SCORES, C)
             dk_pending = warpgroup_mma(gl.convert_layout(dscores, LEFT), q, dk, is_async=True)
             dq = warpgroup_mma_wait(2 + BEGUN, deps=(dq_pending,))
         else:
             dk_pending = warpgroup_mma(gl.convert_layout(dscores, LEFT), q, dk, is_async=True)
             dv = warpgroup_mma_wait(NC + 1, deps=(dv_pending,))
-            consumer_release(smem.dout.empty, count, C.OUT_STAGES)
+            consumer_release(smem.dout.empty, count, C.DOUT_STAGES)
             dq = warpgroup_mma_wait(1, deps=(dq_pending,))
             if C.PERSISTENT:
                 if count == view.last_count:
@@ -219,7 +219,7 @@ def attend_blocks(begin, end, count, state, head, view, args, smem, draws, OWN: 
             dk, scores = warpgroup_mma_wait(0, deps=(dk_pending, scores_pending))
         else:
             dk = warpgroup_mma_wait(0, deps=(dk_pending,))
-        consumer_release(smem.q.empty, count, C.KV_STAGES)
+        consumer_release(smem.q.empty, count, C.Q_STAGES)
         count += 1
     return count, State(scores, dk, dv)
 
@@ -274,10 +274,10 @@ def attend_tile(args, smem, tile, count, tile_count, OWN: gl.constexpr, C: gl.co
         mbarrier.wait(kv.full.index(i), tile_count & 1)
     if C.S_AHEAD:
         if blocks.count > 0:
-            consumer_wait(smem.q.full, count, C.KV_STAGES)
+            consumer_wait(smem.q.full, count, C.Q_STAGES)
             k = kv.k_tiles.index(OWN).reshape([64, C.WIDTH])
             scores = warpgroup_mma_wait(0, deps=(
-                issue_pairs(k, smem.q.tiles, smem.row_stats, count, count % C.KV_STAGES, SCORES, C),))
+                issue_pairs(k, smem.q.tiles, smem.row_stats, count, count % C.Q_STAGES, SCORES, C),))
     draws = ()
     if C.HAS_DROPOUT:
         draws = draws_of(args, smem.metadata, tile, C)
@@ -355,24 +355,24 @@ def hopper_backward_kernel(q_desc, k_desc, v_desc, dout_desc, lse, delta_ptr, dk
     NC: gl.constexpr = C.CONSUMERS
     k_tiles = gl.allocate_shared_memory(DTYPE, [NC, 1, 1, 64, C.WIDTH], k_desc.layout)
     v_tiles = gl.allocate_shared_memory(DTYPE, [NC, 1, 1, 64, C.WIDTH], v_desc.layout)
-    q_tiles = gl.allocate_shared_memory(DTYPE, [C.KV_STAGES, 1, 1, QUERIES, C.WIDTH], q_desc.layout)
-    dout_tiles = gl.allocate_shared_memory(DTYPE, [C.OUT_STAGES, 1, 1, QUERIES, C.WIDTH], dout_desc.layout)
+    q_tiles = gl.allocate_shared_memory(DTYPE, [C.Q_STAGES, 1, 1, QUERIES, C.WIDTH], q_desc.layout)
+    dout_tiles = gl.allocate_shared_memory(DTYPE, [C.DOUT_STAGES, 1, 1, QUERIES, C.WIDTH], dout_desc.layout)
     DSCORES_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, QUERIES], DTYPE)
     dscores = gl.allocate_shared_memory(DTYPE, [2 * NC, 64, QUERIES], DSCORES_LAYOUT)
     if C.AUGMENTED_K:
         row_stats = AugmentedK(make_selectors(), gl.allocate_shared_memory(
-            gl.bfloat16, [C.KV_STAGES, 1, 1, QUERIES, EXTRA_COLUMNS], lse.layout))
+            gl.bfloat16, [C.Q_STAGES, 1, 1, QUERIES, EXTRA_COLUMNS], lse.layout))
     else:
-        row_stats = gl.allocate_shared_memory(gl.float32, [2 * C.KV_STAGES, QUERIES], CONTIGUOUS)
+        row_stats = gl.allocate_shared_memory(gl.float32, [2 * C.Q_STAGES, QUERIES], CONTIGUOUS)
     dq_stage = dscores
     if C.DETERMINISTIC:
         dq_stage = make_stages(accum, NC, C)
     elif not C.DQ_FROM_REGISTERS:
         dq_stage = gl.allocate_shared_memory(gl.float32, [NC, C.WIDTH // 8, 256], accum.layout)
     SPARE: gl.constexpr = 1 if C.VARLEN else 0  # barriers of tiles in which rows are zeroed before they are full
-    q_pipe = Pipe(q_tiles, make_barriers(C.KV_STAGES + SPARE, 1 if C.AUGMENTED_K else 2),
-                  make_barriers(C.KV_STAGES, NC))
-    dout_pipe = Pipe(dout_tiles, make_barriers(C.OUT_STAGES + SPARE, 1), make_barriers(C.OUT_STAGES, NC))
+    q_pipe = Pipe(q_tiles, make_barriers(C.Q_STAGES + SPARE, 1 if C.AUGMENTED_K else 2),
+                  make_barriers(C.Q_STAGES, NC))
+    dout_pipe = Pipe(dout_tiles, make_barriers(C.DOUT_STAGES + SPARE, 1), make_barriers(C.DOUT_STAGES, NC))
     grid = TileGrid(tiles, heads, batches, section)
     queue = ()
     tile = ()

@@ -61,11 +61,11 @@ def load_queries(inputs, smem, count, place, lse_row, rows, clears, C: gl.conste
         lse, delta = fetch_row_stats(inputs.lse, inputs.delta, lse_row, offsets, inside)
         if C.HAS_DROPOUT:
             delta *= inputs.delta_scale
-    producer_acquire(empty, count, C.KV_STAGES)
-    stage = count % C.KV_STAGES
+    producer_acquire(empty, count, C.Q_STAGES)
+    stage = count % C.Q_STAGES
     arrival = stage
     if C.VARLEN:
-        arrival = gl.where(clears, C.KV_STAGES, stage)
+        arrival = gl.where(clears, C.Q_STAGES, stage)
     at = [batch, head, row + first, 0]
     if C.AUGMENTED_K:
         mbarrier.expect(full.index(arrival), inputs.q.block_type.nbytes + inputs.lse.block_type.nbytes)
@@ -83,11 +83,11 @@ def load_dout(inputs, smem, count, place, clears, C: gl.constexpr):
     """Producer: load dO of one iteration; its arguments are those of ``load_queries``."""
     dout_tiles, full, empty = smem.dout
     batch, head, first, row = place
-    producer_acquire(empty, count, C.OUT_STAGES)
-    stage = count % C.OUT_STAGES
+    producer_acquire(empty, count, C.DOUT_STAGES)
+    stage = count % C.DOUT_STAGES
     arrival = stage
     if C.VARLEN:
-        arrival = gl.where(clears, C.OUT_STAGES, stage)
+        arrival = gl.where(clears, C.DOUT_STAGES, stage)
     mbarrier.expect(full.index(arrival), inputs.dout.block_type.nbytes)
     tma_load(inputs.dout, [batch, head, row + first, 0], full.index(arrival), dout_tiles.index(stage))
 
@@ -95,13 +95,13 @@ def load_dout(inputs, smem, count, place, clears, C: gl.constexpr):
 @gluon.jit
 def clear_queries(smem, count, cleared, begin, stop, C: gl.constexpr):
     """Producer: zero the rows of Q and dO that see no key, then arrive for both. cleared: how often it has before."""
-    mbarrier.wait(smem.q.full.index(C.KV_STAGES), cleared & 1)
-    mbarrier.wait(smem.dout.full.index(C.OUT_STAGES), cleared & 1)
-    clear_rows(smem.q.tiles, count % C.KV_STAGES, begin, stop, C.WIDTH)
-    clear_rows(smem.dout.tiles, count % C.OUT_STAGES, begin, stop, C.WIDTH)
+    mbarrier.wait(smem.q.full.index(C.Q_STAGES), cleared & 1)
+    mbarrier.wait(smem.dout.full.index(C.DOUT_STAGES), cleared & 1)
+    clear_rows(smem.q.tiles, count % C.Q_STAGES, begin, stop, C.WIDTH)
+    clear_rows(smem.dout.tiles, count % C.DOUT_STAGES, begin, stop, C.WIDTH)
     fence_async_shared()
-    mbarrier.arrive(smem.q.full.index(count % C.KV_STAGES), count=2)
-    mbarrier.arrive(smem.dout.full.index(count % C.OUT_STAGES), count=1)
+    mbarrier.arrive(smem.q.full.index(count % C.Q_STAGES), count=2)
+    mbarrier.arrive(smem.dout.full.index(count % C.DOUT_STAGES), count=1)
 
 
 @gluon.jit

@@ -90,9 +90,9 @@ def finish_step(dv_pending, dk, dk_rest, memory, turn, half, origin, place, OWN:
     k_tiles, _v_tiles, _keys_full = keys
     q_tiles, _q_full, q_empty = queries
     _dout_tiles, _dout_full, dout_empty = douts
-    slot = turn % C.KV_STAGES
+    slot = turn % C.Q_STAGES
     dv = warpgroup_mma_wait(0, deps=(dv_pending,))  # the registers of P are free before those of dQ are taken
-    consumer_release(dout_empty, turn, C.OUT_STAGES)
+    consumer_release(dout_empty, turn, C.DOUT_STAGES)
     dq_pending = issue_dq(k_tiles, dscores_tiles, half, origin, OWN, 0, C)
     dq_rest_pending = issue_dq(k_tiles, dscores_tiles, half, origin, OWN, 1, C)
     dscores = dscores_tiles.index(half + OWN)
@@ -103,7 +103,7 @@ def finish_step(dv_pending, dk, dk_rest, memory, turn, half, origin, place, OWN:
     dq_rest = warpgroup_mma_wait(2, deps=(dq_rest_pending,))
     add_directly(place + (64 * C.COLUMNS[0] + OWN * 32 * C.COLUMNS[1]), dq_rest)
     dk, dk_rest = warpgroup_mma_wait(0, deps=(dk_pending, dk_rest_pending))
-    consumer_release(q_empty, turn, C.KV_STAGES)
+    consumer_release(q_empty, turn, C.Q_STAGES)
     return dk, dk_rest, dv
 
 
@@ -123,12 +123,12 @@ def sum_steps(begin, end, turn, dk, dk_rest, dv, memory, sums_ptr, spans, band, 
     for step in range(begin, end):
         # Where tiles lie is found anew in each step: registers do not hold it.
         origin = optimization_barrier(0)
-        slot, out_slot = turn % C.KV_STAGES, turn % C.OUT_STAGES
+        slot, out_slot = turn % C.Q_STAGES, turn % C.DOUT_STAGES
         if MASKED:
             first_query = q_block_start(step, spans, C)
         else:  # behind those at the head
             first_query = unmasked + step * QUERIES
-        consumer_wait(q_full, turn, C.KV_STAGES)
+        consumer_wait(q_full, turn, C.Q_STAGES)
         scores_pending = issue_pairs(k_tiles, q_tiles, slot, origin + OWN)
         scores = warpgroup_mma_wait(0, deps=(scores_pending,))
         probs = gl.exp2(scores * scale_log2 - rows.index(2 * slot).load(ROW)[None, :])
@@ -136,7 +136,7 @@ def sum_steps(begin, end, turn, dk, dk_rest, dv, memory, sums_ptr, spans, band, 
             probs = hide_probs(probs, first_query, key, band, C)
         left_probs = gl.convert_layout(probs.to(DTYPE), gl.DotOperandLayout(0, dv.type.layout, 2))
         delta = gl.full([64, QUERIES], 0.0, gl.float32, layout=PAIRS) + rows.index(2 * slot + 1).load(ROW)[None, :]
-        consumer_wait(dout_full, turn, C.OUT_STAGES)
+        consumer_wait(dout_full, turn, C.DOUT_STAGES)
         slopes_pending = issue_pairs(v_tiles, dout_tiles, out_slot, origin + OWN, -delta)
         dv_pending = warpgroup_mma(left_probs, columns_of(dout_tiles, out_slot, 0), dv, is_async=True)
         slopes = warpgroup_mma_wait(1, deps=(slopes_pending,))
@@ -199,13 +199,13 @@ def hopper_backward_pieces_kernel(q_desc, q_rest, k_desc, k_rest, v_desc, dout_d
     q_descs, k_descs, v_descs, dout_descs = (q_desc, q_rest), (k_desc, k_rest), (v_desc,), (dout_desc,)
     k_tiles = allocate_stages(k_descs, 2)
     v_tiles = allocate_stages(v_descs, 2)
-    q_tiles = allocate_stages(q_descs, C.KV_STAGES)
-    dout_tiles = allocate_stages(dout_descs, C.OUT_STAGES)
+    q_tiles = allocate_stages(q_descs, C.Q_STAGES)
+    dout_tiles = allocate_stages(dout_descs, C.DOUT_STAGES)
     dscores_tiles = gl.allocate_shared_memory(DTYPE, [4, 64, QUERIES], TURNED)
-    rows = gl.allocate_shared_memory(gl.float32, [2 * C.KV_STAGES, QUERIES], CONTIGUOUS)  # lse and delta in turn
+    rows = gl.allocate_shared_memory(gl.float32, [2 * C.Q_STAGES, QUERIES], CONTIGUOUS)  # lse and delta in turn
     keys = (k_tiles, v_tiles, make_barriers(4, 1))
-    queries = (q_tiles, make_barriers(C.KV_STAGES, 2), make_barriers(C.KV_STAGES, 2))
-    douts = (dout_tiles, make_barriers(C.OUT_STAGES, 1), make_barriers(C.OUT_STAGES, 2))
+    queries = (q_tiles, make_barriers(C.Q_STAGES, 2), make_barriers(C.Q_STAGES, 2))
+    douts = (dout_tiles, make_barriers(C.DOUT_STAGES, 1), make_barriers(C.DOUT_STAGES, 2))
     fence_async_shared()
     band = MaskBounds(sq, sk, lower, upper)
     tile = key_tile_at(gl.program_id(0), TileGrid(tiles, heads, batches, section), C)

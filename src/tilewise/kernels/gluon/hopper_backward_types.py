@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 class Config(NamedTuple):
     """What is fixed when the kernel is compiled: HopperBackwardConfig's fields, and which bounds the mask has.
 
-    WIDTH: columns of a head inside the tiles. CONSUMERS: warpgroups with 64 keys each. KV_STAGES, OUT_STAGES: tiles of
+    WIDTH: columns of a head inside the tiles. CONSUMERS: warpgroups with 64 keys each. Q_STAGES, DOUT_STAGES: tiles of
     Q and of dO in flight.
     S_AHEAD: S of the next block is computed while dQ and dK of this one are.
     DQ_FROM_REGISTERS: dQ is added from registers; else it is staged in shared memory, and TMA adds it.
@@ -24,8 +24,8 @@ class Config(NamedTuple):
 
     WIDTH: int
     CONSUMERS: int
-    KV_STAGES: int
-    OUT_STAGES: int
+    Q_STAGES: int
+    DOUT_STAGES: int
     S_AHEAD: bool
     DQ_FROM_REGISTERS: bool
     DETERMINISTIC: bool

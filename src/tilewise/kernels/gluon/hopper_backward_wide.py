@@ -59,8 +59,8 @@ class Shape(NamedTuple):
     COLUMNS: tuple[int, ...]
     COLUMNS_V: tuple[int, ...]
     CONSUMERS: int
-    KV_STAGES: int
-    OUT_STAGES: int
+    Q_STAGES: int
+    DOUT_STAGES: int
     HAS_LOWER: bool
     HAS_UPPER: bool
     DETERMINISTIC: bool = False
@@ -107,13 +107,13 @@ def load(loaded, C: gl.constexpr):
             place = (batch, head, query)
             offsets = query + gl.arange(0, QUERIES, layout=ONE_WARP)
             lse, delta = fetch_rows(lse_ptr, delta_ptr, line, offsets, offsets < sq)
-            producer_acquire(q_empty, turn, C.KV_STAGES)
-            slot = turn % C.KV_STAGES
+            producer_acquire(q_empty, turn, C.Q_STAGES)
+            slot = turn % C.Q_STAGES
             load_pieces(q_descs, q_tiles, slot, place, q_full.index(slot))
             put_rows(rows, slot, lse, delta)
             mbarrier.arrive(q_full.index(slot), count=1)
-            producer_acquire(dout_empty, turn, C.OUT_STAGES)
-            slot = turn % C.OUT_STAGES
+            producer_acquire(dout_empty, turn, C.DOUT_STAGES)
+            slot = turn % C.DOUT_STAGES
             load_pieces(dout_descs, dout_tiles, slot, place, dout_full.index(slot))
             turn += 1
 
@@ -229,8 +229,8 @@ def sum_dv(summed, C: gl.constexpr):
     dv = begin_sums(descs)
     step = 0
     for turn in range(turns):
-        slot = turn % C.KV_STAGES
-        consumer_wait(q_full, turn, C.KV_STAGES)
+        slot = turn % C.Q_STAGES
+        consumer_wait(q_full, turn, C.Q_STAGES)
         scores_pending = issue_pairs(k_tiles, q_tiles, slot, optimization_barrier(0), held=held)
         lse = rows.index(2 * slot).load(gl.SliceLayout(0, PAIRS))
         scores = warpgroup_mma_wait(0, deps=(scores_pending,))
@@ -239,15 +239,15 @@ def sum_dv(summed, C: gl.constexpr):
             probs = hide_probs(probs, q_block_start(step, spans, C), key, band, C)
         step = gl.where(step + 1 == steps, 0, step + 1)
         pairs = pack_pairs(probs, DTYPE)
-        consumer_wait(dout_full, turn, C.OUT_STAGES)
-        pending = issue_sums(dv, pairs, dout_tiles, turn % C.OUT_STAGES)
+        consumer_wait(dout_full, turn, C.DOUT_STAGES)
+        pending = issue_sums(dv, pairs, dout_tiles, turn % C.DOUT_STAGES)
         producer_acquire(probs_empty, turn, 1)
         probs_tile.index(0).store(gl.convert_layout(as_operand(pairs, DTYPE, gl.DotOperandLayout(0, PAIRS, 2)), PAIRS))
         consumer_release(probs_full, turn, 1)
-        consumer_release(q_empty, turn, C.KV_STAGES)
+        consumer_release(q_empty, turn, C.Q_STAGES)
         dv = finish(pending, 0)
-        consumer_release(dout_empty, turn, C.OUT_STAGES)
-    producer_acquire(dout_empty, turns - 1 + C.OUT_STAGES, C.OUT_STAGES)  # behind the last dP nothing reads V
+        consumer_release(dout_empty, turn, C.DOUT_STAGES)
+    producer_acquire(dout_empty, turns - 1 + C.DOUT_STAGES, C.DOUT_STAGES)  # behind the last dP nothing reads V
     write_sums(descs, v_tiles, 0, dv, 1.0, (batch, head_k, key), C)
 
 
@@ -267,21 +267,21 @@ def sum_dk(summed, C: gl.constexpr):
     dk = begin_sums(descs)
     _start, _at_head, _masked, steps = q_blocks_of(key, band, C)
     for turn in range(group * steps):
-        slot = turn % C.KV_STAGES
-        consumer_wait(q_full, turn, C.KV_STAGES)
+        slot = turn % C.Q_STAGES
+        consumer_wait(q_full, turn, C.Q_STAGES)
         delta = rows.index(2 * slot + 1).load(gl.SliceLayout(0, PAIRS))
         start = gl.full([64, QUERIES], 0.0, gl.float32, layout=PAIRS) - delta[None, :]
-        consumer_wait(dout_full, turn, C.OUT_STAGES)
-        slopes_pending = issue_pairs(v_tiles, dout_tiles, turn % C.OUT_STAGES, optimization_barrier(0), start, held)
+        consumer_wait(dout_full, turn, C.DOUT_STAGES)
+        slopes_pending = issue_pairs(v_tiles, dout_tiles, turn % C.DOUT_STAGES, optimization_barrier(0), start, held)
         slopes = warpgroup_mma_wait(0, deps=(slopes_pending,))
         consumer_wait(probs_full, turn, 1)
         pairs = hold(probs_tile.index(0))
         probs = gl.convert_layout(as_operand(pairs, DTYPE, gl.DotOperandLayout(0, PAIRS, 2)), PAIRS)
         pending = issue_sums(dk, pack_pairs(probs.to(gl.float32) * slopes, DTYPE), q_tiles, slot)
-        consumer_release(dout_empty, turn, C.OUT_STAGES)
+        consumer_release(dout_empty, turn, C.DOUT_STAGES)
         consumer_release(probs_empty, turn, 1)
         dk = finish(pending, 0)
-        consumer_release(q_empty, turn, C.KV_STAGES)
+        consumer_release(q_empty, turn, C.Q_STAGES)
     # The last P is there: nothing reads keys any more.
     write_sums(descs, k_tiles, 0, dk, scale, (batch, head_k, key), C)
 
@@ -301,13 +301,13 @@ def hopper_backward_wide_kernel(q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, 
     v_descs, dout_descs = as_tuple(v_desc, v_rest), as_tuple(dout_desc, dout_rest)
     k_tiles = allocate_stages(k_descs, 1)
     v_tiles = allocate_stages(v_descs, 1)
-    q_tiles = allocate_stages(q_descs, C.KV_STAGES)
-    dout_tiles = allocate_stages(dout_descs, C.OUT_STAGES)
+    q_tiles = allocate_stages(q_descs, C.Q_STAGES)
+    dout_tiles = allocate_stages(dout_descs, C.DOUT_STAGES)
     probs_tile = gl.allocate_shared_memory(DTYPE, [1, 64, QUERIES], TURNED)
-    rows = gl.allocate_shared_memory(gl.float32, [2 * C.KV_STAGES, QUERIES], CONTIGUOUS)  # lse and delta in turn
+    rows = gl.allocate_shared_memory(gl.float32, [2 * C.Q_STAGES, QUERIES], CONTIGUOUS)  # lse and delta in turn
     keys = (k_tiles, v_tiles, make_barriers(2, 1))
-    queries = (q_tiles, make_barriers(C.KV_STAGES, 2), make_barriers(C.KV_STAGES, 2))
-    douts = (dout_tiles, make_barriers(C.OUT_STAGES, 1), make_barriers(C.OUT_STAGES, 2))
+    queries = (q_tiles, make_barriers(C.Q_STAGES, 2), make_barriers(C.Q_STAGES, 2))
+    douts = (dout_tiles, make_barriers(C.DOUT_STAGES, 1), make_barriers(C.DOUT_STAGES, 2))
     lent = (probs_tile, make_barriers(1, 1), make_barriers(1, 1))
     fence_async_shared()
     band = MaskBounds(sq, sk, lower, upper)

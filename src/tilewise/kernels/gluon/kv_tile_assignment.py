@@ -1,36 +1,36 @@
-"""Which tiles of keys a program of hopper_backward_narrow.py has, where it draws none."""
+"""Which tiles of keys a CTA of hopper_backward_narrow.py computes, where the assignment is static."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tilewise.kernels.gluon.tiles import key_tile_at
+from tilewise.kernels.gluon.tiles import KVTile, kv_tile_at
 
 
 @gluon.jit
-def tiles_of_program(order, C: gl.constexpr):
-    """Return how many tiles of keys a CTA works on: one, or with C.HEAD_PERSISTENT its share of each head."""
-    tiles, heads, batches, _section = order
+def tiles_of_cta(grid, C: gl.constexpr):
+    """Return how many tiles of keys a CTA computes: one, or with C.HEAD_PERSISTENT its share of each head."""
     number = 1
     if C.HEAD_PERSISTENT:
-        N: gl.constexpr = C.PROGRAMS
-        lines = (heads * batches - 1 - gl.program_id(0) // N) // (gl.num_programs(0) // N) + 1
-        number = lines * own_tiles(tiles, C)
+        N: gl.constexpr = C.CTAS_PER_HEAD
+        heads = (grid.heads * grid.batches - 1 - gl.program_id(0) // N) // (gl.num_programs(0) // N) + 1
+        number = heads * tiles_of_head(grid.tiles, C)
     return number
 
 
 @gluon.jit
-def own_tiles(tiles, C: gl.constexpr):
-    """Return how many of a head's tiles a program has: of every C.PROGRAMS tiles one."""
-    return tiles // C.PROGRAMS + gl.where(place_in_round(tiles // C.PROGRAMS, C) < tiles % C.PROGRAMS, 1, 0)
+def tiles_of_head(tiles, C: gl.constexpr):
+    """Return how many of a head's tiles a CTA computes: of every C.CTAS_PER_HEAD tiles one."""
+    rounds = tiles // C.CTAS_PER_HEAD
+    return rounds + gl.where(place_in_round(rounds, C) < tiles % C.CTAS_PER_HEAD, 1, 0)
 
 
 @gluon.jit
 def place_in_round(number, C: gl.constexpr):
-    """Return which of a round's C.PROGRAMS tiles is the program's.
+    """Return which of a round's C.CTAS_PER_HEAD tiles is the CTA's.
 
-    A bound above makes tiles shorter and shorter: from round to round those that had the longest get the shortest.
+    An upper bound makes tiles shorter and shorter: from round to round those that had the longest get the shortest.
     """
-    N: gl.constexpr = C.PROGRAMS
+    N: gl.constexpr = C.CTAS_PER_HEAD
     place = gl.program_id(0) % N
     if C.HAS_UPPER and not C.HAS_LOWER:
         place = gl.where(number % 2 == 0, place, N - 1 - place)
@@ -38,15 +38,14 @@ def place_in_round(number, C: gl.constexpr):
 
 
 @gluon.jit
-def tile_of_program(number, order, C: gl.constexpr):
-    """Return (first key, head of k, batch) of one of a program's tiles."""
-    tiles, heads, _batches, _section = order
+def tile_of_cta(number, grid, C: gl.constexpr):
+    """Return one of a CTA's tiles of keys, by its number among those that the CTA computes."""
     if C.HEAD_PERSISTENT:
-        N: gl.constexpr = C.PROGRAMS
-        own = own_tiles(tiles, C)
-        line = gl.program_id(0) // N + number // own * (gl.num_programs(0) // N)
+        N: gl.constexpr = C.CTAS_PER_HEAD
+        own = tiles_of_head(grid.tiles, C)
+        row = gl.program_id(0) // N + number // own * (gl.num_programs(0) // N)
         rank = number % own * N + place_in_round(number % own, C)
-        tile = (rank * (64 * C.CONSUMERS), line % heads, line // heads)
+        tile = KVTile(rank * (64 * C.CONSUMERS), row % grid.heads, row // grid.heads)
     else:
-        tile = key_tile_at(gl.program_id(0), order, C)
+        tile = kv_tile_at(gl.program_id(0), grid, C)
     return tile
