@@ -141,13 +141,13 @@ def online_softmax_weights(scores, shift, scale_log2, GUARD: tl.constexpr):
     c·max_j s_j is rounded to make the shift, and in c·s_j − m' nothing is before the end: the largest exponent is not
     0, but what the rounding left. That is a factor of all of a row, and of nothing in out, as long as it is finite: it
     is 2^±8 at most where the shift is below HUGE. From there on c is the next power of two, whose products are exact.
-    Scores are then equal or 16 apart, so that what another c makes of the second largest is less than 2^-16.
+    Scores are then equal or 16 apart, so that what another c makes of the second largest is less than 2^-16; and where
+    this tile's maximum is below HUGE and the shift so far is not, or the other way round, one of the two is nothing.
     """
     exact_scale = power_of_two_from(scale_log2)
     top = tl.max(scores, 1)  # [BLOCK_M]
-    new_shift = top * scale_log2
-    new_shift = tl.maximum(shift, tl.where(tl.abs(new_shift) < HUGE, new_shift, top * exact_scale))
-    factor = tl.where(tl.abs(new_shift) < HUGE, scale_log2, exact_scale)
+    factor = tl.where(tl.abs(top * scale_log2) < HUGE, scale_log2, exact_scale)
+    new_shift = tl.maximum(shift, top * factor)
     subtracted = new_shift
     if GUARD:
         # A row with no visible key yet has m' = −inf; −inf − (−inf) is NaN, so shift by 0 there.
