@@ -13,6 +13,7 @@ from tilewise.arguments import check_choices, check_inputs, check_options, check
 from tilewise.autograd.attention_op import Options, run
 from tilewise.autograd.short_way import attend, attend_with
 from tilewise.backends.current import autocast_dtype
+from tilewise.caches import registered
 from tilewise.dispatch import Explanation, explain_problem
 from tilewise.errors import InvalidInput
 from tilewise.functions import NO_FUNCTIONS, CallFunctions, MaskFunction, ScoreFunction, call_functions
@@ -444,6 +445,7 @@ def _with_lengths(band: Mask, lengths: Lengths, names: tuple[str | None, ...]) -
     return band, cast(Lengths, tuple(dense))
 
 
+@registered
 @lru_cache(maxsize=1024)
 def _aligned(band: Mask) -> Mask:
     return replace(band, alignment="top_left")

@@ -16,6 +16,7 @@ import torch
 from tilewise import settings
 from tilewise.backends.base import Backend, Gradients, Needs, Pending, Results, Saved
 from tilewise.backends.current import allows_tf32
+from tilewise.caches import registered
 from tilewise.decode_problem import CacheOperands, DecodeProblem
 from tilewise.errors import InvalidInput, UnsupportedProblem
 from tilewise.problem import AttentionProblem
@@ -92,6 +93,7 @@ def choose(problem: AttentionProblem, backend: str | None = None, tf32: bool | N
     return _chosen(problem, backend, allows_tf32(problem.dtype) if tf32 is None else tf32)
 
 
+@registered
 @lru_cache(maxsize=4096)
 def _chosen(problem: AttentionProblem, backend: str | None, tf32: bool) -> Backend:
     chosen, is_final = _first_to_take(problem, backend, tf32)
@@ -153,11 +155,6 @@ def _refusal(problem: object, backend: str | None, reasons: dict[str, str]) -> U
     return UnsupportedProblem(f"{subject} this problem: {problem}", reasons)
 
 
-def forget_chosen() -> None:
-    """Let go of every choice, where a backend's answers have changed."""
-    _chosen.cache_clear()
-
-
 class Decoder(Protocol):
     """A module that decodes: ``backends/<name>_decode.py``."""
 
@@ -187,6 +184,7 @@ def _why_not_decode(name: str, problem: DecodeProblem) -> str | None:
     return _decoder(name).why_not(problem)
 
 
+@registered
 @lru_cache(maxsize=4096)
 def choose_decoder(problem: DecodeProblem, backend: str | None = None) -> Decoder:
     """Return what decodes the problem: triton where there is a GPU, else, or where it refuses, the reference.

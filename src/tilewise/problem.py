@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from tilewise.caches import registered
 from tilewise.errors import InvalidInput
 from tilewise.masks import Band, Mask, Span
 from tilewise.scores import (
@@ -306,7 +307,7 @@ def problem_from_facts(tensors: tuple[Facts, Facts, Facts], operands: tuple[Fact
     )
 
 
-_cached = lru_cache(maxsize=4096)(problem_from_facts)
+_cached = registered(lru_cache(maxsize=4096)(problem_from_facts))
 
 
 def check_each(*tensors: Facts) -> None:
@@ -467,6 +468,7 @@ def _text(shape: Iterable[int]) -> str:
     return "(" + ", ".join(str(size) for size in shape) + ")"
 
 
+@registered
 @lru_cache(maxsize=4096)
 def _backward_of(problem: AttentionProblem, lse_grad: bool) -> AttentionProblem:
     return replace(problem, direction="backward", lse_grad=lse_grad)

@@ -9,6 +9,7 @@ import torch
 
 from conformance.calls import assert_gradients_within_budget, forward_and_backward, operands_of, problem_of
 from tilewise.backends import hopper
+from tilewise.caches import clear_caches
 from tilewise.masks import Mask, causal, window
 from tilewise.problem import AttentionProblem
 from tilewise.scores import OperandFacts, ScoreOptions
@@ -106,9 +107,9 @@ ON_GPU = (
 def small_calls_take_it(monkeypatch):
     for name, least in (("LEAST_WORK_FOR_DESCRIPTORS", 0), ("LEAST_TILES", 0), ("LEAST_SHARING", 1)):
         monkeypatch.setattr(f"tilewise.tuning.heuristics.{name}", least)
-    triton._backward_plan.cache_clear()
+    clear_caches()
     yield
-    triton._backward_plan.cache_clear()
+    clear_caches()
 
 
 @pytest.mark.gpu

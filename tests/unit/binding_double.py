@@ -3,8 +3,8 @@
 import torch
 
 from tilewise import dispatch
-from tilewise.autograd.short_way import forget_choices
 from tilewise.backends.reference import ReferenceBackend
+from tilewise.caches import clear_caches
 
 
 class Bound(ReferenceBackend):
@@ -54,9 +54,9 @@ def binding(monkeypatch):
     monkeypatch.delenv("TILEWISE_SHORT_WAYS", raising=False)
     monkeypatch.delenv("TILEWISE_BACKEND", raising=False)
     monkeypatch.setattr(dispatch, "get_backend", lambda name: real(name) and made)
-    forget_choices()
+    clear_caches()
     yield made
-    forget_choices()
+    clear_caches()
 
 
 def tensors_of(dtype=torch.float32, *, requires_grad=False, sq=8, hk=2):

@@ -9,6 +9,7 @@ import torch
 
 from tilewise.backends import hopper, self_check
 from tilewise.backends.base import Needs, Pending, Saved
+from tilewise.caches import clear_caches
 from tilewise.masks import Mask, causal, chunk, prefix, window
 from tilewise.problem import AttentionProblem, dense_strides
 from tilewise.scores import OperandFacts, Operands, ScoreOptions
@@ -31,9 +32,9 @@ def a_hopper_gpu(monkeypatch):
         monkeypatch.setattr(module, "device_spec", lambda device: DeviceSpec.of_arch("sm_90"))
     monkeypatch.setattr(hopper, "triton_version", lambda: (3, 6))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
-    triton._backward_plan.cache_clear()
+    clear_caches()
     yield
-    triton._backward_plan.cache_clear()
+    clear_caches()
 
 
 def bias_of(b, h, s=S, dtype=torch.bfloat16):

@@ -15,8 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tilewise import Mask, attention, attention_varlen, causal, documents, prefix, window
 from tilewise.autograd import short_way
-from tilewise.autograd.short_way import forget_choices
 from tilewise.backends.base import BindingBackend
+from tilewise.caches import clear_caches
 from tilewise.errors import TilewiseError
 from tilewise.settings import BackendScope
 from unit.binding_double import Bound, binding, long_way, tensors_of, ways_of
@@ -460,7 +460,7 @@ def test_choices_are_forgotten(bound):
         out = attention(*tensors)
         out.backward(torch.ones_like(out))
         assert bound.binds == binds
-        forget_choices()
+        clear_caches()
         assert not short_way._ways
         assert not short_way._ways_back
 

@@ -26,6 +26,7 @@ from tilewise.autograd.transforms import (
 )
 from tilewise.backends.base import Backend, Needs, PrecompilingBackend, Saved
 from tilewise.backends.current import allows_tf32
+from tilewise.caches import registered
 from tilewise.dispatch import choose, get_backend
 from tilewise.errors import UnsupportedProblem
 from tilewise.functions import code_of
@@ -118,6 +119,7 @@ COMPILED_WITH_GRADIENT = ""
 _PLAIN = Options(None, None, None, None)[4:12]  # prefix to mask_function of a call that the plain operator takes
 
 
+@registered
 @lru_cache(maxsize=4096)
 def resolve(tensors: tuple[Facts, Facts, Facts], operands: tuple[Facts, ...], options: tuple[Any, ...],
             default_backend: str | None, aligned: bool, tf32: bool,

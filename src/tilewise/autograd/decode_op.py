@@ -10,6 +10,7 @@ from torch.autograd.graph import increment_version
 
 from tilewise import settings
 from tilewise.autograd.transforms import entry_by_entry, refuse_tangents, tensors_in
+from tilewise.caches import registered
 from tilewise.decode_problem import (
     CacheOperands,
     DecodeOptions,
@@ -65,6 +66,7 @@ def _options(numbers: tuple[Any, ...]) -> DecodeOptions:
     return DecodeOptions(Mask(left, right, alignment), *rest)
 
 
+@registered
 @lru_cache(maxsize=4096)
 def _resolve(facts: tuple[Facts, Facts, Facts], more: tuple[Facts, ...], numbers: tuple[Any, ...],
              backend: str | None) -> tuple[DecodeProblem, Decoder]:

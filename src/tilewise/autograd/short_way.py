@@ -21,7 +21,7 @@ from tilewise.autograd.attention_op import Options, gradients_of, is_plain, prec
 from tilewise.autograd.guards import IsLike, guard_of
 from tilewise.backends.base import BindingBackend, BoundBackward, BoundForward, Needs, Saved
 from tilewise.backends.current import allows_tf32, autocast_dtype, is_current
-from tilewise.dispatch import forget_chosen
+from tilewise.caches import registered
 from tilewise.kernels.compiling import pending
 from tilewise.masks import Mask
 from tilewise.problem import Facts, facts_of_inputs, facts_of_operands
@@ -58,22 +58,13 @@ class FirstWay(Way):
 
 _NO_BAND = (None, None, None)
 # By the facts of a call, forward and backward; None: such a call has no short way.
-_ways: dict[Key, Way | None] = {}
-_ways_back: dict[Key, BoundBackward | None] = {}
+_ways: dict[Key, Way | None] = registered({})
+_ways_back: dict[Key, BoundBackward | None] = registered({})
 # By the shape of q and the options, for the last few kinds of tensors that came with them: a guard, their device, for
 # float32 what allows_tf32 said, and the way or the bound backward pass.
-_recent: dict[Key, tuple[tuple[IsLike, torch.device, bool | None, Any], ...]] = {}
+_recent: dict[Key, tuple[tuple[IsLike, torch.device, bool | None, Any], ...]] = registered({})
 _RECENT = 4
 _UNKNOWN: Any = object()
-
-
-def forget_choices() -> None:
-    """Choose backends anew from the next call on: what a backend takes has changed."""
-    resolve.cache_clear()
-    forget_chosen()
-    _ways.clear()
-    _ways_back.clear()
-    _recent.clear()
 
 
 def attend(q: Any, k: Any, v: Any, mask: Mask | None,

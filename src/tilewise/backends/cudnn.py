@@ -22,6 +22,7 @@ from tilewise.backends.cudnn_plan import (
     index_of,
 )
 from tilewise.backends.current import is_current
+from tilewise.caches import registered
 from tilewise.kernels.cudnn.description import Borders, Core, core_of, plain_strides
 from tilewise.kernels.cudnn.graph import Graph, graph_of
 from tilewise.kernels.cudnn.lengths import constant_lengths
@@ -194,6 +195,7 @@ def _sink_gradient(problem: AttentionProblem, saved: Saved, outs: tuple[torch.Te
     return sums.gradients(lse, delta)[2]
 
 
+@registered
 @lru_cache(maxsize=1024)
 def _delta_launch(problem: AttentionProblem, out_strides: Sizes, dout_strides: Sizes, operands: Alignment) -> Launch:
     from tilewise.kernels.triton.backward import delta_launch

@@ -21,6 +21,7 @@ from tilewise.backends.memory import (
     forms_of_results,
     on_meta,
 )
+from tilewise.caches import registered
 from tilewise.kernels.gluon.launch import HopperForward
 from tilewise.kernels.gluon.launch_backward import HopperBackward
 from tilewise.kernels.gluon.launch_backward_wide import HopperBackwardApart, backward_launch
@@ -138,6 +139,7 @@ class _Plan:
         return out, lse
 
 
+@registered
 @lru_cache(maxsize=1024)
 def _plan(problem: AttentionProblem) -> _Plan:
     multiprocessors = torch.cuda.get_device_properties(problem.device).multi_processor_count
@@ -198,6 +200,7 @@ class _BackwardPlan:
         return dq, dk, dv, delta
 
 
+@registered
 @lru_cache(maxsize=1024)
 def _backward_plan(problem: AttentionProblem, incoming: tuple[Sizes, Sizes, Sizes | None],
                    alignment: tuple[bool, ...]) -> _BackwardPlan:
@@ -296,6 +299,7 @@ def _wrong_strides(problem: AttentionProblem) -> str | None:
     return None
 
 
+@registered
 @lru_cache(maxsize=4096)
 def _moves(sizes: Sizes, strides: Sizes, itemsize: int) -> bool:
     """Whether the copy engine can move a tensor with these strides; along a dim of size 1 it makes no step."""

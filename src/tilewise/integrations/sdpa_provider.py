@@ -15,8 +15,8 @@ import torch
 
 from tilewise.api import attention, attention_varlen
 from tilewise.autograd.attention_op import Options, backward_op
-from tilewise.autograd.short_way import forget_choices
 from tilewise.backends.torch import replace_flash_attention
+from tilewise.caches import clear_caches
 from tilewise.errors import UnsupportedProblem
 from tilewise.masks import Mask, window
 from tilewise.scores import Operands
@@ -46,7 +46,7 @@ class ActiveProvider:
     def _note(self, *, is_ours: bool) -> None:
         # The backend that calls these operators would come back here, without an end.
         replace_flash_attention(self._dispatch_key, is_ours)
-        forget_choices()
+        clear_caches()
 
 
 def register(name: str = "tilewise") -> None:
