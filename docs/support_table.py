@@ -17,8 +17,8 @@ from tilewise.backends import cudnn, hopper
 from tilewise.dispatch import BACKENDS, get_backend
 from tilewise.masks import Mask, causal, chunk, prefix, sink_tokens, window
 from tilewise.problem import AttentionProblem, dense_strides
-from tilewise.scores import FunctionCode, FunctionFacts, OperandFacts, ScoreOptions
-from tilewise.sequences import Sequences
+from tilewise.problem.options import FunctionCode, FunctionFacts, OperandFacts, ScoreOptions
+from tilewise.problem.sequences import Sequences
 from tilewise.tuning.device import DeviceSpec
 
 PAGE = Path(__file__).with_name("backends.md")

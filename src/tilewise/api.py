@@ -20,7 +20,7 @@ from tilewise.functions import NO_FUNCTIONS, CallFunctions, MaskFunction, ScoreF
 from tilewise.length_checks import packed_lengths
 from tilewise.masks import Mask, TensorMask
 from tilewise.problem import AttentionProblem, are_aligned
-from tilewise.scores import NO_OPERANDS, Operands, ScoreSettings, with_batch_dim, with_four_dims
+from tilewise.problem.options import NO_OPERANDS, Operands, ScoreSettings, with_batch_dim, with_four_dims
 
 _LSE = ("lse",)
 _NO_MASK = Mask()

@@ -7,8 +7,8 @@ from typing import Any, TypeVar, cast
 import torch
 
 from tilewise.errors import InvalidInput, UnknownArgument
-from tilewise.problem import checked_scale
-from tilewise.scores import check_layout, checked_dropout_p, checked_softcap
+from tilewise.problem.options import check_layout, checked_dropout_p, checked_softcap
+from tilewise.problem.problem import checked_scale
 
 AUX_OUTPUTS = ("lse", "max_logit")
 _Call = TypeVar("_Call", bound=Callable[..., Any])

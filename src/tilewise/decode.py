@@ -11,7 +11,11 @@ from tilewise.api import AttentionOutput
 from tilewise.arguments import check_choices, check_switch, refuses_unknown, unknown_argument
 from tilewise.autograd.decode_op import NAMES, refuse_gradient, run_decode
 from tilewise.backends.current import autocast_dtype
-from tilewise.decode_problem import (
+from tilewise.dispatch import Explanation, explain_decoding
+from tilewise.errors import InvalidInput
+from tilewise.length_checks import check_length
+from tilewise.masks import Mask
+from tilewise.problem.decode import (
     CacheOperands,
     DecodeOptions,
     check_mask,
@@ -20,11 +24,7 @@ from tilewise.decode_problem import (
     facts_of_inputs,
     facts_of_present,
 )
-from tilewise.dispatch import Explanation, explain_decoding
-from tilewise.errors import InvalidInput
-from tilewise.length_checks import check_length
-from tilewise.masks import Mask
-from tilewise.scores import checked_softcap, with_batch_dim
+from tilewise.problem.options import checked_softcap, with_batch_dim
 
 _NO_MASK = Mask()
 _CAST = (torch.float16, torch.bfloat16, torch.float32)  # what autocast casts, and casts to

@@ -17,10 +17,10 @@ from tilewise import settings
 from tilewise.backends.base import Backend, Gradients, Needs, Pending, Results, Saved
 from tilewise.backends.current import allows_tf32
 from tilewise.caches import registered
-from tilewise.decode_problem import CacheOperands, DecodeProblem
 from tilewise.errors import InvalidInput, UnsupportedProblem
 from tilewise.problem import AttentionProblem
-from tilewise.scores import NO_OPERANDS, Operands
+from tilewise.problem.decode import CacheOperands, DecodeProblem
+from tilewise.problem.options import NO_OPERANDS, Operands
 from tilewise.tuning.device import device_spec
 from tilewise.tuning.heuristics import prefers_gluon
 

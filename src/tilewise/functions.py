@@ -17,7 +17,24 @@ import torch as _torch  # of the two classes, torch is an attribute
 from tilewise.errors import InvalidInput
 from tilewise.joining import JoinsTensors
 from tilewise.masks import Mask, TensorMask
-from tilewise.scores import FunctionCode
+
+
+@dataclass(frozen=True, eq=False)
+class FunctionCode:
+    """A score or mask function of the user's without its tensors; the same functions have one code.
+
+    Attributes:
+        name: what an operator is told, and a message shows; no two codes of a process share it.
+        triton, torch, derivative: as in :class:`ScoreFunction`.
+        tensors: how many it reads.
+    """
+
+    name: str
+    triton: Any
+    torch: Callable[..., _torch.Tensor] | None
+    derivative: Any
+    tensors: int
+
 
 Tensors = tuple[_torch.Tensor, ...]
 _Own = TypeVar("_Own", bound="ScoreFunction | MaskFunction")

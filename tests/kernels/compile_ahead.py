@@ -39,8 +39,8 @@ from tilewise.kernels.triton.launch import modifiers_of
 from tilewise.kernels.triton.parts import combine_parts_launch
 from tilewise.masks import Mask
 from tilewise.problem import AttentionProblem, dense_strides
-from tilewise.scores import FunctionFacts, OperandFacts, Operands, ScoreOptions
-from tilewise.sequences import Sequences
+from tilewise.problem.options import FunctionFacts, OperandFacts, Operands, ScoreOptions
+from tilewise.problem.sequences import Sequences
 from tilewise.tuning.configs import HopperBackwardConfig, HopperDbiasConfig
 from tilewise.tuning.device import DeviceSpec
 from tilewise.tuning.heuristics import delta_config, entries_config, hopper_forward_config, tile_config

@@ -7,7 +7,6 @@ import torch
 
 from kernels.compile_ahead import amd_report, nvidia_report, prepared
 from kernels.compile_record import serve
-from tilewise.decode_problem import CacheOperands, DecodeOptions, decode_problem, facts_of_inputs, facts_of_present
 from tilewise.kernels.triton.decode_launch import (
     append_launch,
     cache_of,
@@ -19,6 +18,7 @@ from tilewise.kernels.triton.decode_launch import (
     strides_of,
 )
 from tilewise.masks import Mask
+from tilewise.problem.decode import CacheOperands, DecodeOptions, decode_problem, facts_of_inputs, facts_of_present
 from tilewise.tuning.decode import choose_splits, decode_config, row_tiles
 from tilewise.tuning.device import DeviceSpec
 

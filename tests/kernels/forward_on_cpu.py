@@ -18,7 +18,7 @@ from tilewise.kernels.gluon import (
 from tilewise.kernels.gluon import hopper_forward as forward
 from tilewise.kernels.gluon import hopper_forward_load as loading
 from tilewise.problem import AttentionProblem
-from tilewise.scores import OperandFacts, Operands, ScoreOptions
+from tilewise.problem.options import OperandFacts, Operands, ScoreOptions
 from tilewise.testing import oracle
 
 MODULES = (forward, loading, split_kv, lengths, pipeline, products, epilogue, softmax, tiles)

@@ -32,7 +32,7 @@ from tilewise.kernels.gluon.launch_backward_wide import backward_launch
 from tilewise.kernels.gluon.launch_dbias import HopperDbias
 from tilewise.kernels.triton.forward import forward_launch
 from tilewise.kernels.triton.launch import modifiers_of, operand_addresses
-from tilewise.scores import OperandFacts, ScoreOptions
+from tilewise.problem.options import OperandFacts, ScoreOptions
 from tilewise.tuning.configs import HopperDbiasConfig
 from tilewise.tuning.device import DeviceSpec
 from tilewise.tuning.heuristics import hopper_backward_config, hopper_forward_config, tile_config

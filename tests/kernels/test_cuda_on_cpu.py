@@ -18,7 +18,7 @@ from tilewise.backends.base import Gradients, Needs, Results, Saved
 from tilewise.caches import clear_caches
 from tilewise.masks import Mask, causal, window
 from tilewise.problem import AttentionProblem
-from tilewise.scores import NO_OPERANDS, Operands
+from tilewise.problem.options import NO_OPERANDS, Operands
 from tilewise.testing import oracle
 from tilewise.testing.cases import CASES, Case, case_named
 from tilewise.testing.inputs import make_inputs

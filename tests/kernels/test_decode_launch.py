@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tilewise.decode_problem import CacheOperands, DecodeOptions, decode_problem, facts_of_inputs, facts_of_present
+from tilewise.problem.decode import CacheOperands, DecodeOptions, decode_problem, facts_of_inputs, facts_of_present
 from tilewise.tuning.configs import DecodeConfig
 from tilewise.tuning.decode import Splits
 

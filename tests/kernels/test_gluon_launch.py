@@ -8,8 +8,8 @@ import torch
 
 from kernels.hopper_calls import problem_of, scalars_of
 from tilewise.masks import Mask, causal, window
-from tilewise.scores import OperandFacts, ScoreOptions
-from tilewise.sequences import Sequences
+from tilewise.problem.options import OperandFacts, ScoreOptions
+from tilewise.problem.sequences import Sequences
 from tilewise.tuning.configs import HopperForwardConfig
 from tilewise.tuning.heuristics import hopper_forward_config
 

@@ -12,7 +12,7 @@ from tilewise.backends import hopper
 from tilewise.caches import clear_caches
 from tilewise.masks import Mask, causal, window
 from tilewise.problem import AttentionProblem
-from tilewise.scores import OperandFacts, ScoreOptions
+from tilewise.problem.options import OperandFacts, ScoreOptions
 from tilewise.testing.cases import Case
 from tilewise.testing.inputs import make_inputs
 from tilewise.tuning.configs import HopperDbiasConfig

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tilewise.masks import Mask, causal, window
-from tilewise.scores import OperandFacts
-from tilewise.sequences import Sequences
+from tilewise.problem.options import OperandFacts
+from tilewise.problem.sequences import Sequences
 from tilewise.tuning.configs import HopperForwardConfig
 
 forward_on_cpu = pytest.importorskip("kernels.forward_on_cpu", reason="Triton is not installed")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tilewise.masks import ALIGNMENTS, Mask, causal, window
 from tilewise.problem import AttentionProblem
-from tilewise.scores import OperandFacts, ScoreOptions
+from tilewise.problem.options import OperandFacts, ScoreOptions
 from tilewise.tuning.configs import HopperDbiasConfig
 from tilewise.tuning.heuristics import LEAST_TILES, hopper_dbias_config
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tilewise.problem import AttentionProblem
-from tilewise.scores import OperandFacts, ScoreOptions
+from tilewise.problem.options import OperandFacts, ScoreOptions
 
 parts_of = pytest.importorskip("tilewise.kernels.triton.parts", reason="Triton is not installed")
 

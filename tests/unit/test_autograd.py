@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tilewise import InvalidInput, Mask, UnsupportedProblem, attention, causal, chunk, prefix, sink_tokens, window
 from tilewise.autograd.attention_op import Options, backward_op, backward_plain_op, forward_op, forward_plain_op
 from tilewise.backends.base import Needs
-from tilewise.scores import NO_OPERANDS, Operands
+from tilewise.problem.options import NO_OPERANDS, Operands
 
 _MASKS = {
     "none": Mask(),

@@ -20,8 +20,8 @@ from tilewise.kernels.cuda import program as programs
 from tilewise.kernels.cuda.call import UNBOUNDED, Call
 from tilewise.masks import causal, prefix, window
 from tilewise.problem import AttentionProblem
-from tilewise.scores import OperandFacts, ScoreOptions
-from tilewise.sequences import Sequences
+from tilewise.problem.options import OperandFacts, ScoreOptions
+from tilewise.problem.sequences import Sequences
 from tilewise.tuning.cuda import SPLIT, CudaConfig, backward_kernels, cuda_config, sum_kernels
 from tilewise.tuning.device import DeviceSpec
 

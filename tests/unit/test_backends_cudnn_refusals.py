@@ -11,10 +11,11 @@ import torch
 from tilewise import causal, chunk, dispatch, prefix, window
 from tilewise.backends import cudnn, gluon, triton
 from tilewise.dispatch import BACKENDS, ON_REQUEST, explain_problem, order
+from tilewise.functions import FunctionCode
 from tilewise.kernels.cudnn import library
 from tilewise.problem import dense_strides
-from tilewise.scores import FunctionCode, FunctionFacts, OperandFacts, ScoreOptions
-from tilewise.sequences import Sequences
+from tilewise.problem.options import FunctionFacts, OperandFacts, ScoreOptions
+from tilewise.problem.sequences import Sequences
 from tilewise.tuning.device import DeviceSpec
 from unit.test_backends_gluon import problem_of
 

@@ -20,8 +20,8 @@ from tilewise.dispatch import explain_problem
 from tilewise.masks import Mask
 from tilewise.packages import package_version
 from tilewise.problem import AttentionProblem, are_aligned, dense_strides
-from tilewise.scores import OperandFacts, Operands, ScoreOptions
-from tilewise.sequences import Sequences
+from tilewise.problem.options import OperandFacts, Operands, ScoreOptions
+from tilewise.problem.sequences import Sequences
 from tilewise.tuning.device import DeviceSpec
 from tilewise.tuning.waves import Cut, Layout
 

@@ -12,8 +12,8 @@ from tilewise.backends.base import Needs, Pending, Saved
 from tilewise.caches import clear_caches
 from tilewise.masks import Mask, causal, chunk, prefix, window
 from tilewise.problem import AttentionProblem, dense_strides
-from tilewise.scores import OperandFacts, Operands, ScoreOptions
-from tilewise.sequences import Sequences
+from tilewise.problem.options import OperandFacts, Operands, ScoreOptions
+from tilewise.problem.sequences import Sequences
 from tilewise.tuning.device import DeviceSpec
 
 triton = pytest.importorskip("tilewise.backends.triton", reason="Triton is not installed")

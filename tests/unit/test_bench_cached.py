@@ -18,7 +18,7 @@ from tilewise.bench.report import markdown
 from tilewise.bench.roofline import least_bytes
 from tilewise.bench.runner import run
 from tilewise.bench.timing import REGIMES
-from tilewise.decode_problem import DecodeOptions, decode_problem, facts_of_inputs
+from tilewise.problem.decode import DecodeOptions, decode_problem, facts_of_inputs
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 CELL = Cell("decode", shape_case(3, (4, 2), (1, 512), (16, 16), FULL, "bshd"), torch.float32, cached=True)

@@ -8,8 +8,8 @@ import torch
 
 from tilewise import InvalidInput, Mask, UnsupportedProblem, attention_decode, causal, documents, sink_tokens, window
 from tilewise.backends import reference_decode, triton_decode
-from tilewise.decode_problem import CacheOperands, DecodeOptions, decode_problem, facts_of_inputs, facts_of_present
 from tilewise.dispatch import choose_decoder
+from tilewise.problem.decode import CacheOperands, DecodeOptions, decode_problem, facts_of_inputs, facts_of_present
 
 Q, CACHE = torch.randn(2, 4, 1, 8), torch.randn(2, 2, 10, 8)
 NEW, LENGTHS, TABLE = torch.randn(2, 2, 1, 8), torch.tensor([3, 4]), torch.zeros(2, 3, dtype=torch.int32)

@@ -14,7 +14,7 @@ from tilewise import InvalidInput, UnsupportedProblem, attention, attention_varl
 from tilewise.autograd.attention_op import Options, backward_op, forward_op
 from tilewise.caches import clear_caches
 from tilewise.functions import MaskFunction, ScoreFunction, call_functions, code_of, pair_indices
-from tilewise.scores import Operands
+from tilewise.problem.options import Operands
 
 # torch's own, of an autograd function that Dynamo instantiates.
 _COMPILES = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")

@@ -8,7 +8,7 @@ import torch
 
 from tilewise.backends import gluon
 from tilewise.problem import AttentionProblem
-from tilewise.scores import OperandFacts, ScoreOptions
+from tilewise.problem.options import OperandFacts, ScoreOptions
 
 SHAPE, STRIDES = (1, 2, 64, 64), (8192, 4096, 64, 1)
 PROBLEM = AttentionProblem(b=1, hq=2, hk=2, sq=64, sk=64, d=64, dv=64, dtype=torch.float16,

@@ -28,7 +28,7 @@ from tilewise.kernels.compiling import pending
 from tilewise.kernels.enqueue import Enqueue
 from tilewise.kernels.hooks import compile_only
 from tilewise.problem import AttentionProblem
-from tilewise.scores import NO_OPERANDS, Operands
+from tilewise.problem.options import NO_OPERANDS, Operands
 from unit.binding_double import binding
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,8 +10,8 @@ from hypothesis import given
 from tilewise.errors import InvalidInput
 from tilewise.masks import Mask, Span, causal, window
 from tilewise.problem import AttentionProblem, dense_strides, padded_dim
-from tilewise.scores import OperandFacts, Operands, ScoreSettings
-from tilewise.sequences import DENSE, Sequences
+from tilewise.problem.options import OperandFacts, Operands, ScoreSettings
+from tilewise.problem.sequences import DENSE, Sequences
 from tilewise.testing.strategies import LENGTHS, masks
 
 _NO_MASK = Mask()

@@ -8,7 +8,7 @@ import torch
 from tilewise.errors import InvalidInput
 from tilewise.masks import Mask, causal, window
 from tilewise.problem import AttentionProblem
-from tilewise.scores import (
+from tilewise.problem.options import (
     NO_OPERANDS,
     NO_OPTIONS,
     NO_SETTINGS,

@@ -21,7 +21,7 @@ from tilewise.kernels.gluon.launch_backward_wide import HopperBackwardApart
 from tilewise.kernels.hooks import compile_only
 from tilewise.masks import causal
 from tilewise.problem import AttentionProblem
-from tilewise.scores import Operands, ScoreSettings
+from tilewise.problem.options import Operands, ScoreSettings
 from tilewise.testing import oracle
 from tilewise.tuning.device import DeviceSpec
 

@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tilewise import attention, attention_varlen, causal, documents, sink_tokens, window
 from tilewise.autograd.attention_op import Options, backward_op, forward_op
-from tilewise.scores import NO_OPERANDS, Operands
+from tilewise.problem.options import NO_OPERANDS, Operands
 
 _CAUSAL = causal("bottom_right")
 

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from tilewise.errors import InvalidInput, UnsupportedProblem
+from tilewise.functions import FunctionCode
 from tilewise.masks import Mask, causal
 from tilewise.problem import AttentionProblem
-from tilewise.scores import FunctionCode, FunctionFacts, OperandFacts, ScoreOptions
-from tilewise.sequences import Sequences
+from tilewise.problem.options import FunctionFacts, OperandFacts, ScoreOptions
+from tilewise.problem.sequences import Sequences
 from tilewise.tuning.configs import (
     DbiasConfig,
     DkdvConfig,

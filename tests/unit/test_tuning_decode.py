@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tilewise import window
-from tilewise.decode_problem import CacheOperands, DecodeOptions, decode_problem, facts_of_inputs, facts_of_present
+from tilewise.problem.decode import CacheOperands, DecodeOptions, decode_problem, facts_of_inputs, facts_of_present
 from tilewise.tuning.configs import DecodeConfig
 from tilewise.tuning.decode import FIXED_SPLIT, RESIDENT, Splits, choose_splits, decode_config, row_tiles
 from tilewise.tuning.device import DeviceSpec

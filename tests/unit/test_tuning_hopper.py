@@ -10,8 +10,8 @@ import torch
 from tilewise.errors import InvalidInput
 from tilewise.masks import Mask, causal, window
 from tilewise.problem import AttentionProblem
-from tilewise.scores import OperandFacts, ScoreOptions
-from tilewise.sequences import Sequences
+from tilewise.problem.options import OperandFacts, ScoreOptions
+from tilewise.problem.sequences import Sequences
 from tilewise.tuning import hopper, table
 from tilewise.tuning.configs import HopperBackwardConfig, HopperForwardConfig
 from tilewise.tuning.device import DeviceSpec

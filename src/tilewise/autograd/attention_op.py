@@ -33,16 +33,9 @@ from tilewise.functions import code_of
 from tilewise.kernels.compiling import pending
 from tilewise.length_checks import check_borders
 from tilewise.masks import Mask
-from tilewise.problem import (
-    AttentionProblem,
-    Facts,
-    are_aligned,
-    dense_strides,
-    facts_of_inputs,
-    facts_of_operands,
-    problem_from_facts,
-)
-from tilewise.scores import NO_OPERANDS, Operands, ScoreSettings
+from tilewise.problem import AttentionProblem, are_aligned, dense_strides
+from tilewise.problem.options import NO_OPERANDS, Operands, ScoreSettings
+from tilewise.problem.problem import Facts, facts_of_inputs, facts_of_operands, problem_from_facts
 
 _OPERANDS = ", ".join(f"Tensor{'[]' if 'tensors' in name else '?'} {name}" for name in Operands._fields)
 _OPTIONS = ("float? scale, int? left, int? right, str? alignment, int? prefix, int? sink_tokens, int? chunk, "

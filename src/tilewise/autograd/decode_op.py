@@ -11,7 +11,11 @@ from torch.autograd.graph import increment_version
 from tilewise import settings
 from tilewise.autograd.transforms import entry_by_entry, refuse_tangents, tensors_in
 from tilewise.caches import registered
-from tilewise.decode_problem import (
+from tilewise.dispatch import Decoder, choose_decoder
+from tilewise.errors import InvalidInput
+from tilewise.length_checks import check_cache
+from tilewise.masks import Mask
+from tilewise.problem.decode import (
     CacheOperands,
     DecodeOptions,
     DecodeProblem,
@@ -19,11 +23,7 @@ from tilewise.decode_problem import (
     facts_of_inputs,
     facts_of_present,
 )
-from tilewise.dispatch import Decoder, choose_decoder
-from tilewise.errors import InvalidInput
-from tilewise.length_checks import check_cache
-from tilewise.masks import Mask
-from tilewise.problem import Facts
+from tilewise.problem.problem import Facts
 
 _OPERANDS = ", ".join(f"Tensor? {name}" for name in CacheOperands._fields)
 torch.library.define("tilewise::attention_decode",

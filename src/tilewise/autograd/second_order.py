@@ -14,7 +14,7 @@ from tilewise.errors import UnsupportedProblem
 from tilewise.kernels.reference.differentiable import differentiable_attention
 from tilewise.kernels.reference.sequences import differentiable_by_sequence
 from tilewise.length_checks import check_borders
-from tilewise.scores import Operands
+from tilewise.problem.options import Operands
 
 _disable: Any = torch.compiler.disable  # has no types
 

@@ -24,8 +24,8 @@ from tilewise.backends.current import allows_tf32, autocast_dtype, is_current
 from tilewise.caches import registered
 from tilewise.kernels.compiling import pending
 from tilewise.masks import Mask
-from tilewise.problem import Facts, facts_of_inputs, facts_of_operands
-from tilewise.scores import NO_OPERANDS, Operands
+from tilewise.problem.options import NO_OPERANDS, Operands
+from tilewise.problem.problem import Facts, facts_of_inputs, facts_of_operands
 
 KEPT = 1024  # ways; more are forgotten together, since a way is made again from a plan, of which as many are kept
 # Memory starts higher: less is an offset into a storage that was emptied (FSDP), or none at all (no element, meta).

@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 
 from tilewise.problem import AttentionProblem
-from tilewise.scores import NO_OPERANDS, Operands
+from tilewise.problem.options import NO_OPERANDS, Operands
 
 
 class Pending(str):

@@ -32,7 +32,7 @@ from tilewise.kernels.triton.sums import OperandSums
 from tilewise.masks import Span
 from tilewise.packages import version_text
 from tilewise.problem import AttentionProblem, Sizes, are_aligned
-from tilewise.scores import NO_OPERANDS, Operands
+from tilewise.problem.options import NO_OPERANDS, Operands
 from tilewise.tuning.heuristics import delta_config
 
 OLDEST_FRONTEND = (1, 28)  # its graphs and handles are as library.py and graph.py use them

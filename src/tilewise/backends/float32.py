@@ -12,7 +12,7 @@ from tilewise.caches import registered
 from tilewise.kernels.cuda.call import UNBOUNDED, Call, Tensor
 from tilewise.kernels.cuda.program import Program, lacking, load
 from tilewise.problem import AttentionProblem, are_aligned, dense_strides
-from tilewise.scores import NO_OPERANDS, NO_OPTIONS, Operands
+from tilewise.problem.options import NO_OPERANDS, NO_OPTIONS, Operands
 from tilewise.tuning.cuda import (
     DELTA,
     KEY_TILE,

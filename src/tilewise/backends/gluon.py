@@ -28,7 +28,7 @@ from tilewise.kernels.gluon.launch_backward_wide import HopperBackwardApart, bac
 from tilewise.kernels.triton.launch import Launch, Modifiers, modifiers_of
 from tilewise.kernels.triton.sums import OperandSums
 from tilewise.problem import AttentionProblem, Sizes, alignment_of, are_aligned, dense_strides
-from tilewise.scores import DRAW_SPAN, LARGE_SOFTCAP, NO_OPERANDS, NO_OPTIONS, Operands, is_large_softcap
+from tilewise.problem.options import DRAW_SPAN, LARGE_SOFTCAP, NO_OPERANDS, NO_OPTIONS, Operands, is_large_softcap
 from tilewise.tuning.device import device_spec
 from tilewise.tuning.heuristics import delta_config
 from tilewise.tuning.hopper import backward_config, forward_config

@@ -30,7 +30,7 @@ from tilewise.kernels.triton.launch import (
 )
 from tilewise.kernels.triton.sums import OperandSums
 from tilewise.problem import TAIL_WIDTH, WIDEST, AttentionProblem, Sizes, alignment_of, dense_strides
-from tilewise.scores import NO_OPERANDS, Operands
+from tilewise.problem.options import NO_OPERANDS, Operands
 from tilewise.tuning.device import device_spec
 from tilewise.tuning.heuristics import (
     delta_config,

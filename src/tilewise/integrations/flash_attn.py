@@ -31,7 +31,7 @@ from tilewise.integrations.flash_family import (
 )
 from tilewise.integrations.signed_probabilities import signed_probabilities, signed_probabilities_varlen
 from tilewise.masks import Mask, window
-from tilewise.scores import Operands, with_batch_dim
+from tilewise.problem.options import Operands, with_batch_dim
 
 __all__ = ["flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func",
            "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func", "flash_attn_with_kvcache", "install"]

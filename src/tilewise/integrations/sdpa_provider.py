@@ -19,7 +19,7 @@ from tilewise.backends.torch import replace_flash_attention
 from tilewise.caches import clear_caches
 from tilewise.errors import UnsupportedProblem
 from tilewise.masks import Mask, window
-from tilewise.scores import Operands
+from tilewise.problem.options import Operands
 
 __all__ = ["register"]
 

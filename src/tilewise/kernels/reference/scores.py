@@ -18,7 +18,7 @@ from tilewise.kernels.reference.dropout import keep_tile
 from tilewise.kernels.reference.primitives import tile_dtype, tiles
 from tilewise.masks import Band, Span
 from tilewise.problem import AttentionProblem
-from tilewise.scores import FunctionFacts, Operands
+from tilewise.problem.options import FunctionFacts, Operands
 
 
 class Tile(NamedTuple):

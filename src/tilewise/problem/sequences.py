@@ -13,7 +13,7 @@ diagonal is each sequence's own (maths.md, eq. 26).
 
 from typing import NamedTuple
 
-from tilewise.scores import OperandFacts
+from tilewise.problem.options import OperandFacts
 
 
 class Sequences(NamedTuple):

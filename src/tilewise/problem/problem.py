@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from tilewise.caches import registered
 from tilewise.errors import InvalidInput
 from tilewise.masks import Band, Mask, Span
-from tilewise.scores import (
+from tilewise.problem.options import (
     NO_OPERANDS,
     NO_OPTIONS,
     NO_SETTINGS,
@@ -31,7 +31,7 @@ from tilewise.scores import (
     checked_softcap,
     is_factor,
 )
-from tilewise.sequences import DENSE, Sequences
+from tilewise.problem.sequences import DENSE, Sequences
 from tilewise.shape_hints import layout_hint
 from tilewise.tile_lists import TILE
 

@@ -1,0 +1,312 @@
+"""What changes a score between the product and the output, and in which order.
+
+    x = scale·q·k                    the scaled score
+    y = softcap·tanh(x / softcap)    softcap
+    y = f(y; b, h, i, j)             the user's score function
+    z = y + bias − slope·|distance|  additive bias and ALiBi
+    z = −inf where hidden            masks, the user's mask function among them
+    p = exp(z − lse),  lse = log(exp(sink) + Σ exp(z))
+    out = Σ p·keep/(1 − dropout_p)·v
+
+Any subset of the steps may be there; the order never changes (maths.md, section 11). How a score's derivative passes
+each step back is said there too. The distance of query i and key j is i + offset − j, with the mask's alignment.
+"""
+
+import numbers
+from typing import Any, NamedTuple
+
+import torch
+
+from tilewise.errors import InvalidInput
+from tilewise.functions import FunctionCode
+from tilewise.shape_hints import operand_hint
+
+Sizes = tuple[int, ...]
+# What tanh errs by near 0 in the short form of 16-bit kernels, 2^-23, times this is what rounding P to 16 bits costs.
+LARGE_SOFTCAP = 2.0**12
+DRAWS = 2**16  # equally likely values of a pair's random draw
+DRAW_SPAN = 16  # positions, of queries and of keys, after which the order of the draws repeats (maths.md, eq. 19)
+# What may stand at each place of a broadcast shape: the problem's letters; none where the user's tensor has no dim.
+_FOUR = ("b", "hq", "sq", "sk")
+_LETTERS = {
+    "bias": _FOUR, "mask": _FOUR, "alibi_slopes": ("b", "hq"), "sinks": ("hq",), "seed": ("1",),
+    "cu_seqlens_q": ("sequences + 1",), "cu_seqlens_k": ("sequences + 1",), "seqlens_q": ("b",), "seqlens_k": ("b",),
+    "seqused_q": ("sequences",), "seqused_k": ("sequences",),
+    "documents_q": ("b", "", "sq"), "documents_k": ("b", "", "sk"),
+    "tiles_q": ("b", "hq", "tiles of sq", "2 + tiles of sk"), "tiles_k": ("b", "hq", "tiles of sk", "2 + tiles of sq"),
+    "k": ("b", "hk", "new", "d"), "v": ("b", "hk", "new", "dv"), "cache_seqlens": ("b",), "cache_batch_idx": ("b",),
+    "cache_leftpad": ("b",), "block_table": ("b", "pages a sequence"), "rotary_cos": ("positions", "rotary_dim / 2"),
+    "rotary_sin": ("positions", "rotary_dim / 2"),
+}
+_BROADCAST = {"bias": _FOUR, "mask": _FOUR, "alibi_slopes": ("b",), "documents_q": ("b",), "documents_k": ("b",),
+              "tiles_q": ("b", "hq"), "tiles_k": ("b", "hq")}
+_NAMES = {"seed": "dropout_seed", "documents_q": "documents: ids", "documents_k": "documents: key_ids"}
+_RANKS = {"bias": (2, 3, 4), "mask": (2, 3, 4), "alibi_slopes": (1, 2), "sinks": (1,)}
+
+
+class Operands(NamedTuple):
+    """The tensors of a call beside q, k and v; None where the call has none.
+
+    Attributes:
+        bias: (b|1, hq|1, sq|1, sk|1), the inputs' dtype or float32 (of float64 inputs float64 alone); added to the
+            scores.
+        alibi_slopes: (b|1, hq), float32 (float64 of float64 inputs).
+        mask: (b|1, hq|1, sq|1, sk|1), bool; True = take part.
+        sinks: (hq,), in a dtype that bias may have: a logit a head that enters the softmax's denominator alone.
+        seed: (1,), int64: seed of the dropout.
+        cu_seqlens_q, cu_seqlens_k: (sequences + 1,), int32 or int64: where each packed sequence starts, and the last
+            one ends; both or none.
+        seqlens_q, seqlens_k: (b,), int32 or int64: how many positions of a sequence, the first ones, take part.
+        documents_q: (b|1, 4, sq), int32, and documents_k: (b|1, 4, sk), as :class:`tilewise.masks.Documents` has them.
+        tiles_q, tiles_k: int32, as :class:`tilewise.tile_lists.TileLists` has them; of a mask that they come with.
+        score_tensors, mask_tensors: what the user's functions read, contiguous.
+    """
+
+    bias: torch.Tensor | None = None
+    alibi_slopes: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+    seed: torch.Tensor | None = None
+    cu_seqlens_q: torch.Tensor | None = None
+    cu_seqlens_k: torch.Tensor | None = None
+    seqlens_q: torch.Tensor | None = None
+    seqlens_k: torch.Tensor | None = None
+    documents_q: torch.Tensor | None = None
+    documents_k: torch.Tensor | None = None
+    tiles_q: torch.Tensor | None = None
+    tiles_k: torch.Tensor | None = None
+    score_tensors: tuple[torch.Tensor, ...] = ()
+    mask_tensors: tuple[torch.Tensor, ...] = ()
+
+    @property
+    def alone(self) -> tuple[torch.Tensor | None, ...]:
+        """The operands that are one tensor, or None."""
+        return self[:-2]
+
+    @property
+    def lengths(self) -> tuple[torch.Tensor | None, ...]:
+        """The operands that say how long sequences are: borders of queries and keys, then lengths of both."""
+        return self.cu_seqlens_q, self.cu_seqlens_k, self.seqlens_q, self.seqlens_k
+
+    @property
+    def present(self) -> list[torch.Tensor]:
+        """Every tensor that is there."""
+        return [*(tensor for tensor in self.alone if tensor is not None), *self.score_tensors, *self.mask_tensors]
+
+
+NO_OPERANDS = Operands()
+
+
+class FunctionFacts(NamedTuple):
+    """A function with what a kernel is compiled for: its tensors' dtypes, and whether one has over 2^31 elements."""
+
+    code: FunctionCode
+    dtypes: tuple[torch.dtype, ...]
+    is_large: bool = False
+
+
+class ScoreSettings(NamedTuple):
+    """What is not a tensor of a call and changes its scores; the default changes nothing.
+
+    Attributes:
+        softcap, dropout_p, max_logit: as in :class:`ScoreOptions`.
+        longest: of packed sequences: the sizes of an operand's query and key dims; None where no operand has that dim.
+        score_function, mask_function: the user's own, or None.
+    """
+
+    softcap: float | None = None
+    dropout_p: float = 0.0
+    max_logit: bool = False
+    longest: tuple[int | None, int | None] = (None, None)
+    score_function: FunctionCode | None = None
+    mask_function: FunctionCode | None = None
+
+
+NO_SETTINGS = ScoreSettings()
+
+
+class OperandFacts(NamedTuple):
+    """Shape, strides and dtype of one operand: what a backend needs to know of it before it sees it."""
+
+    shape: Sizes
+    strides: Sizes
+    dtype: torch.dtype
+
+    def expanded(self, shape: Sizes) -> Sizes:
+        """Strides of the operand broadcast to ``shape``: 0 along each dim that it has once."""
+        return tuple(0 if own != size else stride
+                     for own, size, stride in zip(self.shape, shape, self.strides, strict=True))
+
+    @property
+    def vector(self) -> int:
+        """How many numbers, one after another along the last dim, fill 16 bytes that a tensor at one may be cut into.
+
+        1 where rows begin or end elsewhere.
+        """
+        each = 16 // self.dtype.itemsize
+        steps = [stride for size, stride in zip(self.shape[:-1], self.strides[:-1], strict=True) if size > 1]
+        is_cut = self.strides[-1] == 1 and not any(length % each for length in (self.shape[-1], *steps))
+        return each if is_cut else 1
+
+
+class ScoreOptions(NamedTuple):
+    """Everything of a problem that changes its scores, without tensors; the default changes nothing.
+
+    Attributes:
+        softcap: bound of the scores before bias and mask, > 0; None = unbounded.
+        dropout_p: probability to drop a pair, 0 <= dropout_p < 1, a multiple of 2^-16.
+        max_logit: whether the largest visible score of each row is wanted beside lse.
+        bias, alibi_slopes, mask, sinks, documents_q, documents_k, tiles_q, tiles_k: facts of the operand, or None.
+        score_function, mask_function: facts of the user's own, or None.
+    """
+
+    softcap: float | None = None
+    dropout_p: float = 0.0
+    max_logit: bool = False
+    bias: OperandFacts | None = None
+    alibi_slopes: OperandFacts | None = None
+    mask: OperandFacts | None = None
+    sinks: OperandFacts | None = None
+    documents_q: OperandFacts | None = None
+    documents_k: OperandFacts | None = None
+    tiles_q: OperandFacts | None = None
+    tiles_k: OperandFacts | None = None
+    score_function: FunctionFacts | None = None
+    mask_function: FunctionFacts | None = None
+
+    @property
+    def functions(self) -> tuple[FunctionFacts, ...]:
+        """The user's own that are there."""
+        return tuple([facts for facts in (self.score_function, self.mask_function) if facts is not None])
+
+    @property
+    def changes_scores(self) -> bool:
+        """Whether a score is more than scale·q·k."""
+        return (self.softcap is not None or self.bias is not None or self.alibi_slopes is not None
+                or self.score_function is not None)
+
+    def __str__(self) -> str:
+        parts = []
+        if self.softcap is not None:
+            parts.append(f"softcap {self.softcap:g}")
+        for name in ("bias", "mask"):
+            facts = getattr(self, name)
+            if facts is not None:
+                parts.append(f"{name} {'x'.join(map(str, facts.shape))}")
+        if self.alibi_slopes is not None:
+            parts.append("alibi")
+        if self.sinks is not None:
+            parts.append("sinks")
+        if self.documents_q is not None:
+            parts.append("documents")
+        if self.tiles_q is not None:
+            parts.append("tile lists")
+        if self.dropout_p:
+            parts.append(f"dropout {self.dropout_p:.4g}")
+        for name, function in (("score", self.score_function), ("mask", self.mask_function)):
+            if function is not None:
+                parts.append(f"{name} function {function.code.name}")
+        return ", ".join(parts)
+
+
+NO_OPTIONS = ScoreOptions()
+
+
+def check_layout(name: str, tensor: torch.Tensor) -> None:
+    """Raise :class:`InvalidInput` for a tensor that has no strides."""
+    if tensor.layout is not torch.strided:
+        raise InvalidInput(f"{name} has layout {tensor.layout}; allowed is torch.strided: call to_dense() on it.")
+
+
+def is_causal_bias(value: object) -> bool:
+    """Whether it is torch's CausalBias, a tensor without values; told by its name, for its module takes seconds."""
+    return type(value).__name__ == "CausalBias"
+
+
+def with_four_dims(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """View a bias or a mask of 2 to 4 dims as (b|1, hq|1, sq|1, sk|1): dims are added at the front, as torch does."""
+    if not isinstance(tensor, torch.Tensor) or tensor.dim() not in _RANKS[name]:
+        raise InvalidInput(f"{name} is {_what(tensor)}; allowed is a tensor of 2 to 4 dims that broadcasts to "
+                           "(b, hq, sq, sk).")
+    if is_causal_bias(tensor):
+        raise InvalidInput(f"{name} is a CausalBias, a tensor without values; allowed is mask=causal('top_left') or "
+                           "mask=causal('bottom_right') in its place.")
+    check_layout(name, tensor)
+    return tensor[(None,) * (4 - tensor.dim())] if tensor.dim() < 4 else tensor
+
+
+def with_batch_dim(slopes: torch.Tensor) -> torch.Tensor:
+    """View ALiBi slopes (hq,) or (b, hq) as (b|1, hq)."""
+    if not isinstance(slopes, torch.Tensor) or slopes.dim() not in _RANKS["alibi_slopes"]:
+        raise InvalidInput(f"alibi_slopes is {_what(slopes)}; allowed is a tensor of shape (hq,) or (b, hq).")
+    return slopes[None] if slopes.dim() == 1 else slopes
+
+
+def check_operand(name: str, operand: tuple[Sizes, torch.dtype, torch.device], full: Sizes,
+                  dtypes: tuple[torch.dtype, ...], device: torch.device, q: Sizes | None = None) -> None:
+    """Check one operand's shape against the full one it broadcasts to, its dtype and its device.
+
+    ``q``: shape of q, for a hint; None where its dims do not tell, as of packed sequences.
+
+    Raises:
+        InvalidInput: names the operand, what was got and what is allowed.
+    """
+    shape, dtype, own_device = operand
+    once, said = _BROADCAST.get(name, ()), _NAMES.get(name, name)
+    if len(shape) != len(full) or any(own != size and not (own == 1 and letter in once)
+                                      for own, size, letter in zip(shape, full, _LETTERS[name], strict=True)):
+        named = [(letter, size) for letter, size in zip(_LETTERS[name], full, strict=True) if letter]
+        allowed = ", ".join(str(size) if letter == str(size) else f"{letter}={size}" for letter, size in named)
+        broadcast = "" if not once else f", or 1 in place of {'a size' if once == _FOUR else once[0]}"
+        got = tuple(size for place, size in enumerate(shape) if _LETTERS[name][place:place + 1] != ("",))
+        hint = operand_hint(name, shape, full, _LETTERS[name], q)
+        raise InvalidInput(f"{said} has shape {got}; allowed is ({allowed}){broadcast}.{hint}")
+    if dtype not in dtypes:
+        allowed = ", ".join(map(str, dict.fromkeys(dtypes)))
+        raise InvalidInput(f"{said} has dtype {dtype}; allowed {'are' if ',' in allowed else 'is'} {allowed}."
+                           + (_dtype_hint(dtype) if name == "mask" else ""))
+    if own_device != device:
+        raise InvalidInput(f"{said} is on {own_device} and q is on {device}: move them to one device.")
+
+
+def _dtype_hint(dtype: torch.dtype) -> str:
+    """Say what a mask that is not boolean was meant to be, and how to pass it."""
+    if dtype.is_floating_point:
+        return " Numbers that are added to the scores go to bias=; a mask says which pairs take part: True, or False."
+    return " Of numbers that are not 0 where a pair takes part, pass mask.bool()."
+
+
+def checked_softcap(softcap: Any) -> float | None:
+    """Return the softcap as a float. Raises :class:`InvalidInput` unless it is None or a factor in float32."""
+    if softcap is None:
+        return None
+    if is_factor(softcap):
+        return float(softcap)
+    raise InvalidInput(f"softcap is {softcap!r}; allowed is a number from 2^-126 to 2^127, or None for none.")
+
+
+def is_large_softcap(softcap: float | None) -> bool:
+    """Whether scores are so near 0 beside the softcap that a tanh with an absolute error gives them too few bits."""
+    return softcap is not None and softcap > LARGE_SOFTCAP
+
+
+def is_factor(value: Any) -> bool:
+    """Whether a number can multiply scores in float32, its product with log2(e) too: as 0 or infinity it cannot."""
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    return is_number and bool(2.0**-126 <= value <= 2.0**127)
+
+
+def checked_dropout_p(dropout_p: Any) -> float:
+    """Return the probability as a multiple of 2^-16, what the 16 bits of a pair's draw can tell apart.
+
+    Raises:
+        InvalidInput: not 0 <= dropout_p < 1.
+    """
+    is_number = isinstance(dropout_p, numbers.Real) and not isinstance(dropout_p, bool)
+    if is_number and 0.0 <= dropout_p < 1.0:
+        return min(round(float(dropout_p) * DRAWS), DRAWS - 1) / DRAWS
+    raise InvalidInput(f"dropout_p is {dropout_p!r}; allowed is a probability, 0 <= dropout_p < 1.")
+
+
+def _what(value: object) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
