@@ -10,7 +10,7 @@ import torch
 
 from tilewise import settings
 from tilewise.arguments import check_choices, check_inputs, check_options, check_packed, check_switch, refuses_unknown
-from tilewise.autograd.attention_op import Options, run
+from tilewise.autograd.attention_op import run
 from tilewise.autograd.short_way import attend, attend_with
 from tilewise.backends.current import autocast_dtype
 from tilewise.caches import registered
@@ -20,11 +20,17 @@ from tilewise.functions import NO_FUNCTIONS, CallFunctions, MaskFunction, ScoreF
 from tilewise.length_checks import packed_lengths
 from tilewise.masks import Mask, TensorMask
 from tilewise.problem import AttentionProblem, are_aligned
-from tilewise.problem.options import NO_OPERANDS, Operands, ScoreSettings, with_batch_dim, with_four_dims
+from tilewise.problem.options import (
+    NO_OPERANDS,
+    Operands,
+    OperatorOptions,
+    Visible,
+    with_batch_dim,
+    with_four_dims,
+)
 
 _LSE = ("lse",)
 _NO_MASK = Mask()
-Visible = Mask | TensorMask | torch.Tensor | MaskFunction
 # cu_seqlens_q, cu_seqlens_k, seqlens_q, seqlens_k.
 Lengths = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 _NO_LENGTHS: Lengths = (None, None, None, None)
@@ -342,13 +348,8 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visible 
     functions = _functions(score_function, mask_function)
     seed = _seed(q, dropout_p, 0 if dropout_seed is None else dropout_seed)  # none is drawn: a generator would move on
     operands = _operands(bias, alibi_slopes, visible, sinks, seed, lengths, lists, functions)
-    if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
-    problem = AttentionProblem.from_tensors(
-        q, k, v, operands, mask=band, scale=scale, deterministic=deterministic,
-        settings=ScoreSettings(softcap, dropout_p, "max_logit" in return_aux, longest,
-                               score_function=None if score_function is None else score_function.code,
-                               mask_function=None if mask_function is None else mask_function.code))
+    options = _options(scale, band, softcap, dropout_p, return_aux, functions, longest, deterministic, backend)
+    problem = AttentionProblem.from_call(q, k, v, operands, options)
     # Inside a transform of torch.func tensors have no address.
     problem = replace(problem, aligned=torch._C._are_functorch_transforms_active() or are_aligned(q, k, v))
     why_not_twice = _second_order().why_not_twice if double_backward else None
@@ -361,17 +362,17 @@ def _functions(score: ScoreFunction | None, mask: MaskFunction | None) -> CallFu
 
 def _options(scale: float | None, band: Mask, softcap: float | None, dropout_p: float, return_aux: tuple[str, ...],
              functions: CallFunctions, longest: Longest, deterministic: bool | None,
-             backend: str | None) -> Options:
+             backend: str | None) -> OperatorOptions:
     """Flatten what is not a tensor into an operator's arguments."""
     check_choices(scale, deterministic, backend)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    return Options(scale, band.left, band.right, band.alignment, band.prefix, band.sink_tokens, band.chunk, softcap,
-                   dropout_p, "max_logit" in return_aux, functions.score, functions.mask, *longest, deterministic,
-                   backend)
+    return OperatorOptions(scale, band.left, band.right, band.alignment, band.prefix, band.sink_tokens, band.chunk,
+                           softcap, dropout_p, "max_logit" in return_aux, functions.score, functions.mask, *longest,
+                           deterministic, backend)
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Operands, options: Options,
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Operands, options: OperatorOptions,
             double_backward: bool, with_lse: bool) -> Sequence[torch.Tensor]:
     check_switch("double_backward", double_backward)
     if double_backward:

@@ -11,10 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from conformance.functions import chosen, chosen_twin, damped, mask_functions, relative, relative_twin, score_functions
 from tilewise import InvalidInput, UnsupportedProblem, attention, attention_varlen, causal, explain, functions
-from tilewise.autograd.attention_op import Options, backward_op, forward_op
+from tilewise.autograd.attention_op import backward_op, forward_op
 from tilewise.caches import clear_caches
 from tilewise.functions import MaskFunction, ScoreFunction, call_functions, code_of, pair_indices
-from tilewise.problem.options import Operands
+from tilewise.problem.options import Operands, OperatorOptions
 
 # torch's own, of an autograd function that Dynamo instantiates.
 _COMPILES = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
@@ -239,7 +239,7 @@ def test_a_function_may_return_its_argument():
 def _operators_arguments():
     called = call_functions(score_functions("cpu")["damped"], mask_functions("cpu")["chosen"])
     operands = Operands(score_tensors=called.score_tensors, mask_tensors=called.mask_tensors)
-    return (*operands, *Options(None, None, 0, None, score_function=called.score, mask_function=called.mask,
+    return (*operands, *OperatorOptions(None, None, 0, None, score_function=called.score, mask_function=called.mask,
                                 backend="reference"))
 
 

@@ -6,7 +6,7 @@ integers. A compiled graph therefore holds one opaque node a pass and does not d
 
 from collections.abc import Sequence
 from functools import lru_cache, partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch.autograd import forward_ad
@@ -29,19 +29,23 @@ from tilewise.backends.current import allows_tf32
 from tilewise.caches import registered
 from tilewise.dispatch import choose, get_backend
 from tilewise.errors import UnsupportedProblem
-from tilewise.functions import code_of
 from tilewise.kernels.compiling import pending
 from tilewise.length_checks import check_borders
-from tilewise.masks import Mask
 from tilewise.problem import AttentionProblem, are_aligned, dense_strides
-from tilewise.problem.options import NO_OPERANDS, Operands, ScoreSettings
+from tilewise.problem.options import (
+    DIFFERENTIABLE,
+    NO_OPERANDS,
+    PLAIN_FIELDS,
+    RARE,
+    RARE_PLACES,
+    Operands,
+    OperatorOptions,
+    schema_of,
+)
 from tilewise.problem.problem import Facts, facts_of_inputs, facts_of_operands, problem_from_facts
 
-_OPERANDS = ", ".join(f"Tensor{'[]' if 'tensors' in name else '?'} {name}" for name in Operands._fields)
-_OPTIONS = ("float? scale, int? left, int? right, str? alignment, int? prefix, int? sink_tokens, int? chunk, "
-            "float? softcap, float dropout_p, bool max_logit, str? score_function, str? mask_function, "
-            "SymInt? max_seqlen_q, SymInt? max_seqlen_k, bool deterministic, str? backend")
-_PLAIN_OPTIONS = "float? scale, int? left, int? right, str? alignment, bool deterministic, str? backend"
+_OPERANDS, _OPTIONS = schema_of(Operands), schema_of(OperatorOptions)
+_PLAIN_OPTIONS = schema_of(OperatorOptions, PLAIN_FIELDS)
 # out, lse and, where wanted, max_logit.
 torch.library.define("tilewise::attention_forward",
                      f"(Tensor q, Tensor k, Tensor v, {_OPERANDS}, {_OPTIONS}) -> Tensor[]")
@@ -61,55 +65,11 @@ torch.library.define(
 )
 
 
-class Options(NamedTuple):
-    """Everything of a call but its tensors, in the order of the schemas."""
-
-    scale: float | None
-    left: int | None
-    right: int | None
-    alignment: str | None
-    prefix: int | None = None
-    sink_tokens: int | None = None
-    chunk: int | None = None
-    softcap: float | None = None
-    dropout_p: float = 0.0
-    max_logit: bool = False
-    score_function: str | None = None
-    mask_function: str | None = None
-    max_seqlen_q: int | None = None
-    max_seqlen_k: int | None = None
-    deterministic: bool = False
-    backend: str | None = None
-
-    @property
-    def mask(self) -> Mask:
-        """The mask, put together again."""
-        return Mask(self.left, self.right, cast(Any, self.alignment), self.prefix, self.sink_tokens, self.chunk)
-
-    @property
-    def settings(self) -> ScoreSettings:
-        """The numbers and functions that change scores."""
-        return ScoreSettings(self.softcap, self.dropout_p, self.max_logit, (self.max_seqlen_q, self.max_seqlen_k),
-                             code_of(self.score_function), code_of(self.mask_function))
-
-    def problem(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Operands) -> AttentionProblem:
-        """Rebuild the validated problem; sizes may be symbolic."""
-        return AttentionProblem.from_tensors(q, k, v, operands, mask=self.mask, scale=self.scale,
-                                             settings=self.settings, deterministic=self.deterministic)
-
-
-def _of_plain(plain: tuple[Any, ...]) -> Options:
-    """Put the plain operator's options among the others."""
-    scale, left, right, alignment, deterministic, backend = plain
-    return Options(scale, left, right, alignment, deterministic=deterministic, backend=backend)
-
-
 Incoming = tuple[torch.Tensor | None, torch.Tensor | None]  # dout and dlse
 _N_OPERANDS = len(Operands._fields)
-_N_PLAIN = 6
+_N_PLAIN = len(PLAIN_FIELDS)
 # A call that names no backend, in a graph: what is traced cannot ask for a scope, nor save which one there is at a run.
 COMPILED_WITH_GRADIENT = ""
-_PLAIN = Options(None, None, None, None)[4:12]  # prefix to mask_function of a call that the plain operator takes
 
 
 @registered
@@ -125,7 +85,8 @@ def resolve(tensors: tuple[Facts, Facts, Facts], operands: tuple[Facts, ...], op
         tf32: whether torch may round the factors of the inputs' products to TF32; an order of preference hangs on it.
         lse_grad: of the backward pass, unless None.
     """
-    chosen = Options(*options) if len(options) > _N_PLAIN else _of_plain(options)
+    chosen = (OperatorOptions(*options) if len(options) > _N_PLAIN
+              else OperatorOptions.of_plain(options))
     problem = problem_from_facts(tensors, operands, chosen.mask, chosen.scale, chosen.settings, chosen.deterministic,
                                  aligned)
     if lse_grad is not None:
@@ -150,7 +111,7 @@ def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> l
     operands = Operands(*rest[:_N_OPERANDS])
     refuse_lost_gradient((q, k, v, *operands.alone))
     if operands.cu_seqlens_q is not None:
-        options = Options(*rest[_N_OPERANDS:])
+        options = OperatorOptions(*rest[_N_OPERANDS:])
         check_borders(q, k, operands.lengths, (options.max_seqlen_q, options.max_seqlen_k))
     inputs = facts_of_inputs(q, k, v)
     problem, backend = resolve(inputs, facts_of_operands(operands), rest[_N_OPERANDS:],
@@ -170,7 +131,7 @@ def _forward_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *plain: An
 
 
 def _forward_plain_fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *plain: Any) -> tuple[torch.Tensor, ...]:
-    return tuple(_forward_fake(q, k, v, *NO_OPERANDS, *_of_plain(plain)))
+    return tuple(_forward_fake(q, k, v, *NO_OPERANDS, *OperatorOptions.of_plain(plain)))
 
 
 def _backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
@@ -189,7 +150,7 @@ def _backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tens
 
 
 def _forward_fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> list[torch.Tensor]:
-    problem = Options(*rest[_N_OPERANDS:]).problem(q, k, v, Operands(*rest[:_N_OPERANDS]))
+    problem = AttentionProblem.from_call(q, k, v, Operands(*rest[:_N_OPERANDS]), OperatorOptions(*rest[_N_OPERANDS:]))
     shape = (problem.b, problem.hq, problem.sq, problem.dv)
     rows = [q.new_empty(shape[:3], dtype=problem.lse_dtype) for _ in range(1 + problem.scores.max_logit)]
     return [q.new_empty_strided(shape, problem.out_strides), *rows]
@@ -207,7 +168,7 @@ def _backward_fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch
 
 def _backward_plain_fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
                          dout: torch.Tensor, dlse: torch.Tensor | None, *rest: Any) -> list[torch.Tensor]:
-    return _backward_fake(q, k, v, out, lse, dout, dlse, *NO_OPERANDS, *_of_plain(rest[:-1]), rest[-1])
+    return _backward_fake(q, k, v, out, lse, dout, dlse, *NO_OPERANDS, *OperatorOptions.of_plain(rest[:-1]), rest[-1])
 
 
 def _gradient_of_entry(op: Any, *arguments: Any) -> Any:
@@ -255,7 +216,7 @@ def _visible_pairs(q_shape: torch.Size, k_shape: torch.Size, rest: tuple[Any, ..
 
     Packed sequences are counted as if they were of one length.
     """
-    operands, options = Operands(*rest[:_N_OPERANDS]), Options(*rest[_N_OPERANDS:])
+    operands, options = Operands(*rest[:_N_OPERANDS]), OperatorOptions(*rest[_N_OPERANDS:])
     (b, heads, sq, _), sk = q_shape, k_shape[2]
     if operands.cu_seqlens_q is not None:  # its shape, in a formula
         b = max(1, cast(Any, operands.cu_seqlens_q)[0] - 1)
@@ -273,7 +234,7 @@ def _forward_flops(q_shape: torch.Size, k_shape: torch.Size, v_shape: torch.Size
 @register_flop_formula(torch.ops.tilewise.attention_forward_plain)
 def _forward_plain_flops(q_shape: torch.Size, k_shape: torch.Size, v_shape: torch.Size, *plain: Any,
                          **_: object) -> int:
-    return _forward_flops(q_shape, k_shape, v_shape, *NO_OPERANDS, *_of_plain(plain))
+    return _forward_flops(q_shape, k_shape, v_shape, *NO_OPERANDS, *OperatorOptions.of_plain(plain))
 
 
 @register_flop_formula(torch.ops.tilewise.attention_backward)
@@ -286,7 +247,8 @@ def _backward_flops(q_shape: torch.Size, k_shape: torch.Size, v_shape: torch.Siz
 @register_flop_formula(torch.ops.tilewise.attention_backward_plain)
 def _backward_plain_flops(q_shape: torch.Size, k_shape: torch.Size, v_shape: torch.Size, *rest: Any,
                           **_: object) -> int:
-    return _backward_flops(q_shape, k_shape, v_shape, *rest[:4], *NO_OPERANDS, *_of_plain(rest[4:-1]), rest[-1])
+    return _backward_flops(q_shape, k_shape, v_shape, *rest[:4], *NO_OPERANDS, *OperatorOptions.of_plain(rest[4:-1]),
+                           rest[-1])
 
 
 def _forward_and_keep(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
@@ -386,7 +348,7 @@ class OutFunction(torch.autograd.Function):
 
 
 # Which of q, k, v and the operands have a gradient, in the order of Gradients.
-_PLACES = (0, 1, 2, *(3 + Operands._fields.index(name) for name in ("bias", "alibi_slopes", "sinks")))
+_PLACES = (0, 1, 2, *(3 + Operands._fields.index(name) for name in DIFFERENTIABLE))
 
 
 class OnceDifferentiable(torch.autograd.Function):
@@ -413,7 +375,7 @@ _apply_for_out: Any = OutFunction.apply
 _apply_once: Any = OnceDifferentiable.apply
 
 
-def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Operands, options: Options,
+def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Operands, options: OperatorOptions,
         with_lse: bool = True) -> Sequence[torch.Tensor]:
     """Attend; through the autograd Function only where a gradient can be asked for (it costs host time).
 
@@ -463,9 +425,9 @@ def precompile_backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, opera
             False))
 
 
-def is_plain(operands: Operands, options: Options) -> bool:
+def is_plain(operands: Operands, options: OperatorOptions) -> bool:
     """Whether a call is one for the plain operator: without operands and rarer options."""
-    return operands is NO_OPERANDS and options[4:12] == _PLAIN
+    return operands is NO_OPERANDS and options[RARE_PLACES] == RARE
 
 
 def _trainable(operands: Operands) -> bool:

@@ -23,13 +23,14 @@ from tilewise.problem.decode import (
     facts_of_inputs,
     facts_of_present,
 )
+from tilewise.problem.options import OperatorOptions, schema_of
 from tilewise.problem.problem import Facts
 
-_OPERANDS = ", ".join(f"Tensor? {name}" for name in CacheOperands._fields)
+_NUMBERS = ", ".join((schema_of(OperatorOptions, ("left", "right", "alignment")),
+                      schema_of(DecodeOptions, DecodeOptions._fields[1:]), schema_of(OperatorOptions, ("backend",))))
 torch.library.define("tilewise::attention_decode",
-                     f"(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, {_OPERANDS}, int? left, int? right, "
-                     "str? alignment, float? scale, float? softcap, bool rotary_interleaved, int? num_splits, "
-                     "bool deterministic, str? backend) -> (Tensor, Tensor)")
+                     f"(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, {schema_of(CacheOperands)}, {_NUMBERS}) -> "
+                     "(Tensor, Tensor)")
 _N_OPERANDS = len(CacheOperands._fields)
 NAMES = ("q", "k_cache", "v_cache", *CacheOperands._fields)
 

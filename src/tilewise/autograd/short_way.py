@@ -17,14 +17,14 @@ import torch
 from torch.autograd import forward_ad, profiler
 
 from tilewise import settings
-from tilewise.autograd.attention_op import Options, gradients_of, is_plain, precompile_backward, resolve
+from tilewise.autograd.attention_op import gradients_of, is_plain, precompile_backward, resolve
 from tilewise.autograd.guards import IsLike, guard_of
 from tilewise.backends.base import BindingBackend, BoundBackward, BoundForward, Needs, Saved
 from tilewise.backends.current import allows_tf32, autocast_dtype, is_current
 from tilewise.caches import registered
 from tilewise.kernels.compiling import pending
 from tilewise.masks import Mask
-from tilewise.problem.options import NO_OPERANDS, Operands
+from tilewise.problem.options import NO_OPERANDS, Operands, OperatorOptions
 from tilewise.problem.problem import Facts, facts_of_inputs, facts_of_operands
 
 KEPT = 1024  # ways; more are forgotten together, since a way is made again from a plan, of which as many are kept
@@ -111,7 +111,7 @@ def attend(q: Any, k: Any, v: Any, mask: Mask | None,
     return way.forward(lambda: (q, k, v), addresses, NO_OPERANDS)
 
 
-def attend_with(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Operands, options: Options,
+def attend_with(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Operands, options: OperatorOptions,
                 inputs: Callable[[], Inputs] | None = None) -> Sequence[torch.Tensor] | None:
     """Return out, lse and, where it is wanted, max_logit; None if the call has to go the long way.
 

@@ -1,4 +1,7 @@
-"""What changes a score between the product and the output, and in which order.
+"""What a call says, declared once: its arguments, the operators' arguments that they become, and what changes a score.
+
+:class:`CallOptions` has every keyword argument of the public calls. :class:`Operands` and :class:`OperatorOptions` are
+what the operators take; their schemas are read off the annotations here. In a score the options act in this order:
 
     x = scale·q·k                    the scaled score
     y = softcap·tanh(x / softcap)    softcap
@@ -13,15 +16,80 @@ each step back is said there too. The distance of query i and key j is i + offse
 """
 
 import numbers
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any, NamedTuple, cast, get_type_hints
 
 import torch
 
 from tilewise.errors import InvalidInput
-from tilewise.functions import FunctionCode
+from tilewise.functions import FunctionCode, MaskFunction, ScoreFunction, code_of
+from tilewise.masks import Mask, TensorMask
 from tilewise.shape_hints import operand_hint
 
 Sizes = tuple[int, ...]
+Tensor = torch.Tensor
+Visible = Mask | TensorMask | torch.Tensor | MaskFunction  # what a mask may be
+ATTENTION = ("attention", "attention_varlen", "explain")
+PADDED, PACKED = ("attention", "explain"), ("attention_varlen", "explain")
+DECODE = ("attention_decode", "explain_decode")
+
+
+def _argument(default: Any, calls: tuple[str, ...], *becomes: str, gradient: bool = False) -> Any:
+    """Declare an argument: its default, who takes it, the operators' arguments that it becomes; has it a gradient?"""
+    return field(default=default, metadata={"calls": calls, "becomes": becomes, "gradient": gradient})
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallOptions:
+    """Every keyword argument of the public calls: their signatures, overloads and explain's are held against it.
+
+    To decode, a mask is a band. Sequences are packed where there is a cu_seqlens_q, without which attention_varlen
+    cannot be called.
+    """
+
+    mask: Visible | None = _argument(
+        None, ATTENTION + DECODE, "left", "right", "alignment", "prefix", "sink_tokens", "chunk", "mask", "documents_q",
+        "documents_k", "tiles_q", "tiles_k", "mask_function", "mask_tensors")
+    scale: float | None = _argument(None, ATTENTION + DECODE, "scale")
+    bias: Tensor | None = _argument(None, ATTENTION, "bias", gradient=True)
+    alibi_slopes: Tensor | None = _argument(None, ATTENTION + DECODE, "alibi_slopes", gradient=True)
+    score_function: ScoreFunction | None = _argument(None, ATTENTION, "score_function", "score_tensors")
+    softcap: float | None = _argument(None, ATTENTION + DECODE, "softcap")
+    sinks: Tensor | None = _argument(None, ATTENTION + DECODE, "sinks", gradient=True)
+    dropout_p: float = _argument(0, ATTENTION, "dropout_p")
+    dropout_seed: int | Tensor | None = _argument(None, ATTENTION, "seed")
+    seqlens_q: Tensor | None = _argument(None, PADDED, "seqlens_q")
+    seqlens_k: Tensor | None = _argument(None, PADDED, "seqlens_k")
+    cu_seqlens_q: Tensor | None = _argument(None, PACKED, "cu_seqlens_q")
+    cu_seqlens_k: Tensor | None = _argument(None, PACKED, "cu_seqlens_k")
+    seqused_q: Tensor | None = _argument(None, PACKED, "seqlens_q")
+    seqused_k: Tensor | None = _argument(None, PACKED, "seqlens_k")
+    max_seqlen_q: int | Tensor | None = _argument(None, PACKED, "max_seqlen_q")
+    max_seqlen_k: int | Tensor | None = _argument(None, PACKED, "max_seqlen_k")
+    k: Tensor | None = _argument(None, DECODE, "k")
+    v: Tensor | None = _argument(None, DECODE, "v")
+    cache_seqlens: int | Tensor | None = _argument(None, DECODE, "cache_seqlens")
+    cache_batch_idx: Tensor | None = _argument(None, DECODE, "cache_batch_idx")
+    cache_leftpad: Tensor | None = _argument(None, DECODE, "cache_leftpad")
+    block_table: Tensor | None = _argument(None, DECODE, "block_table")
+    rotary_cos: Tensor | None = _argument(None, DECODE, "rotary_cos")
+    rotary_sin: Tensor | None = _argument(None, DECODE, "rotary_sin")
+    rotary_interleaved: bool = _argument(True, DECODE, "rotary_interleaved")
+    num_splits: int | None = _argument(None, DECODE, "num_splits")
+    return_aux: tuple[str, ...] = _argument((), ATTENTION + DECODE, "max_logit")
+    deterministic: bool | None = _argument(None, ATTENTION + DECODE, "deterministic")
+    backend: str | None = _argument(None, ATTENTION + DECODE, "backend")
+    double_backward: bool = _argument(False, ATTENTION)
+
+    @classmethod
+    def of(cls, call: str) -> dict[str, Any]:
+        """Return the fields that a public call takes, by name."""
+        return {one.name: one for one in fields(cls) if call in one.metadata["calls"]}
+
+
+# The operands that have a gradient, in their order in :class:`tilewise.backends.base.Gradients`.
+DIFFERENTIABLE = tuple(one.name for one in fields(CallOptions) if one.metadata["gradient"])
 # What tanh errs by near 0 in the short form of 16-bit kernels, 2^-23, times this is what rounding P to 16 bits costs.
 LARGE_SOFTCAP = 2.0**12
 DRAWS = 2**16  # equally likely values of a pair's random draw
@@ -95,6 +163,65 @@ class Operands(NamedTuple):
 
 
 NO_OPERANDS = Operands()
+_TraceableSize = Annotated[int, "SymInt"]
+
+
+class OperatorOptions(NamedTuple):
+    """Everything of a call but its tensors, as the operators take it.
+
+    Those without a default, deterministic and backend are all that the operators of plain calls take; an option that
+    is new goes between them.
+    """
+
+    scale: float | None
+    left: int | None
+    right: int | None
+    alignment: str | None
+    prefix: int | None = None
+    sink_tokens: int | None = None
+    chunk: int | None = None
+    softcap: float | None = None
+    dropout_p: float = 0.0
+    max_logit: bool = False
+    score_function: str | None = None
+    mask_function: str | None = None
+    max_seqlen_q: _TraceableSize | None = None
+    max_seqlen_k: _TraceableSize | None = None
+    deterministic: bool = False
+    backend: str | None = None
+
+    @classmethod
+    def of_plain(cls, plain: tuple[Any, ...]) -> "OperatorOptions":
+        """Put a plain operator's options among the others."""
+        return cls(*plain[:_LEADING], *RARE, *plain[_LEADING:])
+
+    @property
+    def mask(self) -> Mask:
+        """The mask, put together again."""
+        return Mask(self.left, self.right, cast(Any, self.alignment), self.prefix, self.sink_tokens, self.chunk)
+
+    @property
+    def settings(self) -> "ScoreSettings":
+        """The numbers and functions that change scores."""
+        return ScoreSettings(self.softcap, self.dropout_p, self.max_logit, (self.max_seqlen_q, self.max_seqlen_k),
+                             code_of(self.score_function), code_of(self.mask_function))
+
+
+_LEADING = len(OperatorOptions._fields) - len(OperatorOptions._field_defaults)
+# Where the rarer options lie, and what they are in a plain call.
+RARE_PLACES: Any = slice(_LEADING, -2)
+RARE: Any = tuple(OperatorOptions._field_defaults.values())[:-2]
+PLAIN_FIELDS = (*OperatorOptions._fields[:_LEADING], *OperatorOptions._fields[-2:])
+_SCHEMA_TYPES: dict[Any, str] = {
+    torch.Tensor | None: "Tensor?", tuple[torch.Tensor, ...]: "Tensor[]", bool: "bool", float: "float",
+    float | None: "float?", int | None: "int?", str | None: "str?", _TraceableSize | None: "SymInt?"}
+
+
+def schema_of(described: type[Any], names: Iterable[str] | None = None) -> str:
+    """Return the part of an operator's schema that a named tuple's fields are, in its order; ``names``: of these."""
+    types = get_type_hints(described, include_extras=True)
+    return ", ".join(f"{_SCHEMA_TYPES[types[name]]} {name}" for name in names or described._fields)
+
 
 
 class FunctionFacts(NamedTuple):

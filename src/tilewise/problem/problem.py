@@ -23,6 +23,7 @@ from tilewise.problem.options import (
     FunctionFacts,
     OperandFacts,
     Operands,
+    OperatorOptions,
     ScoreOptions,
     ScoreSettings,
     check_layout,
@@ -115,6 +116,13 @@ class AttentionProblem:
         sizes += [size for size in settings.longest if size is not None]
         build = problem_from_facts if torch.compiler.is_compiling() or is_symbolic(sizes) else _cached
         return build(facts, more, mask, scale, settings, deterministic)
+
+    @classmethod
+    def from_call(cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Operands,
+                  options: OperatorOptions) -> "AttentionProblem":
+        """The same of what an operator takes; sizes may be symbolic."""
+        return cls.from_tensors(q, k, v, operands, mask=options.mask, scale=options.scale, settings=options.settings,
+                                deterministic=options.deterministic)
 
     @property
     def group(self) -> int:
