@@ -1,21 +1,18 @@
-"""The public calls: names, defaults, docstrings. Checks live in problem.py, choices in dispatch.py."""
+"""The public calls: names, defaults, docstrings. Checks live in validate/, choices in dispatch.py."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
-from numbers import Integral
 from typing import Any, Literal, NamedTuple, Never, cast, overload
 
 import torch
 
 from tilewise import settings
-from tilewise.arguments import check_choices, check_inputs, check_options, check_packed, check_switch, refuses_unknown
 from tilewise.autograd.attention_op import run
 from tilewise.autograd.short_way import attend, attend_with
 from tilewise.backends.current import autocast_dtype
 from tilewise.caches import registered
 from tilewise.dispatch import Explanation, explain_problem
-from tilewise.errors import InvalidInput
 from tilewise.functions import NO_FUNCTIONS, CallFunctions, MaskFunction, ScoreFunction, call_functions
 from tilewise.length_checks import packed_lengths
 from tilewise.masks import Mask, TensorMask
@@ -25,9 +22,17 @@ from tilewise.problem.options import (
     Operands,
     OperatorOptions,
     Visible,
+)
+from tilewise.validate.names import check_options, check_packed, refuses_unknown
+from tilewise.validate.tensors import (
+    check_inputs,
+    check_lengths_tensor,
+    check_packed_rows,
+    check_sinks,
     with_batch_dim,
     with_four_dims,
 )
+from tilewise.validate.values import check_choices, check_dropout_seed, check_longest, check_switch, not_a_mask
 
 _LSE = ("lse",)
 _NO_MASK = Mask()
@@ -405,28 +410,20 @@ def _parted(mask: object) -> tuple[Mask, torch.Tensor | None, tuple[torch.Tensor
         return _NO_MASK, mask, _NO_LISTS, None
     if isinstance(mask, MaskFunction):
         return _NO_MASK, None, _NO_LISTS, mask
-    raise InvalidInput(f"mask is a {type(mask).__name__}; allowed is None, causal(), window(left, right), a boolean "
-                       "tensor, a MaskFunction, or these joined by '&'.")
+    raise not_a_mask(mask)
 
 
 def _as_batches(q: torch.Tensor, k: torch.Tensor,
                 v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """View packed rows (total, h, d) as one batch entry (1, h, total, d)."""
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(tensor, torch.Tensor) or tensor.dim() != 3:
-            shape = f"shape {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else None
-            got = shape or f"type {type(tensor).__name__}"
-            raise InvalidInput(f"{name} has {got}; allowed is a tensor of 3 dims (total, h, d).")
+    check_packed_rows(q, k, v)
     return q.transpose(0, 1).unsqueeze(0), k.transpose(0, 1).unsqueeze(0), v.transpose(0, 1).unsqueeze(0)
 
 
 def _longest(*longest: int | torch.Tensor | None, needed: bool) -> Longest:
     """Check the sizes of the longest sequences; they are part of a call only where an operand needs them."""
     for side, size in zip("qk", longest, strict=True):
-        is_count = isinstance(size, (Integral, torch.SymInt)) and not isinstance(size, bool) and size >= 0
-        if not (size is None or is_count or (isinstance(size, torch.Tensor) and size.numel() == 1)):
-            raise InvalidInput(f"max_seqlen_{side} is {size!r}; allowed is an integer >= 0, a tensor of one element, "
-                               "or None.")
+        check_longest(side, size)
     kept = [None if size is None or not needed or isinstance(size, torch.Tensor)
             else size if isinstance(size, (int, torch.SymInt)) else int(size) for size in longest]
     return kept[0], kept[1]
@@ -435,8 +432,7 @@ def _longest(*longest: int | torch.Tensor | None, needed: bool) -> Longest:
 def _with_lengths(band: Mask, lengths: Lengths, names: tuple[str | None, ...]) -> tuple[Mask, Lengths]:
     """Make the lengths dense, and name an alignment where those of queries and keys are one tensor, hence equal."""
     for name, tensor in zip(names, lengths, strict=True):
-        if not isinstance(tensor, torch.Tensor) and (tensor is not None or (name is not None and name[:2] == "cu")):
-            raise InvalidInput(f"{name} is a {type(tensor).__name__}; allowed is a tensor of integers on q's device.")
+        check_lengths_tensor(name, tensor)
     compiling = torch.compiler.is_compiling()
     if band.alignment is None and lengths[0] is lengths[1] and lengths[2] is lengths[3]:
         band = replace(band, alignment="top_left") if compiling else _aligned(band)  # dynamo warns of a cache
@@ -458,8 +454,8 @@ def _operands(bias: torch.Tensor | None, alibi_slopes: torch.Tensor | None, mask
     if (bias is None and alibi_slopes is None and mask is None and sinks is None and seed is None and lists is _NO_LISTS
             and lengths is _NO_LENGTHS and not functions.score_tensors and not functions.mask_tensors):
         return NO_OPERANDS
-    if sinks is not None and not isinstance(sinks, torch.Tensor):
-        raise InvalidInput(f"sinks is a {type(sinks).__name__}; allowed is a tensor of shape (hq,), or None.")
+    if sinks is not None:
+        check_sinks(sinks)
     alone = (None if bias is None else with_four_dims("bias", bias),
              None if alibi_slopes is None else with_batch_dim(alibi_slopes),
              None if mask is None else with_four_dims("mask", mask), sinks, seed, *lengths, *lists)
@@ -472,12 +468,10 @@ def _seed(q: torch.Tensor, dropout_p: float, seed: int | torch.Tensor | None) ->
         return None
     if seed is None:
         return torch.randint(2**62, (1,), dtype=torch.int64, device=q.device)
-    if isinstance(seed, Integral) and not isinstance(seed, bool) and -2**63 <= int(seed) < 2**63:
-        return torch.full((1,), int(seed), dtype=torch.int64, device=q.device)
+    check_dropout_seed(seed)
     if isinstance(seed, torch.Tensor):
         return seed
-    raise InvalidInput(f"dropout_seed is {seed!r}; allowed is an integer of 64 bits, an int64 tensor of "
-                       "shape (1,), or None.")
+    return torch.full((1,), int(seed), dtype=torch.int64, device=q.device)
 
 
 def _autocast(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -17,12 +17,13 @@ from tilewise import settings
 from tilewise.backends.base import Backend, Gradients, Needs, Pending, Results, Saved
 from tilewise.backends.current import allows_tf32
 from tilewise.caches import registered
-from tilewise.errors import InvalidInput, UnsupportedProblem
+from tilewise.errors import UnsupportedProblem
 from tilewise.problem import AttentionProblem
 from tilewise.problem.decode import CacheOperands, DecodeProblem
 from tilewise.problem.options import NO_OPERANDS, Operands
 from tilewise.tuning.device import device_spec
 from tilewise.tuning.heuristics import prefers_gluon
+from tilewise.validate.values import check_backend
 
 BACKENDS = ("gluon", "triton", "cuda", "cuda_ieee", "torch", "cudnn", "reference")
 # Serve the calls that name them and no others. On an H200 cudnn was faster than the kernels chosen without a name in 16
@@ -36,8 +37,7 @@ FINITE_PADDING = ("cudnn",)
 @cache
 def get_backend(name: str) -> Backend:
     """Return the backend of that name. Raises :class:`InvalidInput` for an unknown one."""
-    if name not in BACKENDS:
-        raise InvalidInput(f"backend is {name!r}; allowed are {', '.join(map(repr, BACKENDS))}, or None to choose.")
+    check_backend(name, BACKENDS)
     return cast(Backend, importlib.import_module(f"tilewise.backends.{name}").backend)
 
 

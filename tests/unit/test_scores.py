@@ -16,9 +16,8 @@ from tilewise.problem.options import (
     Operands,
     ScoreOptions,
     ScoreSettings,
-    with_batch_dim,
-    with_four_dims,
 )
+from tilewise.validate.tensors import with_batch_dim, with_four_dims
 
 _TOP_LEFT = window(None, None, "top_left")
 _SEED = torch.tensor([1])

@@ -42,7 +42,8 @@ from tilewise.problem.options import (
     OperatorOptions,
     schema_of,
 )
-from tilewise.problem.problem import Facts, facts_of_inputs, facts_of_operands, problem_from_facts
+from tilewise.problem.problem import facts_of_inputs, facts_of_operands, problem_from_facts
+from tilewise.validate.tensors import SpecKey
 
 _OPERANDS, _OPTIONS = schema_of(Operands), schema_of(OperatorOptions)
 _PLAIN_OPTIONS = schema_of(OperatorOptions, PLAIN_FIELDS)
@@ -74,7 +75,7 @@ COMPILED_WITH_GRADIENT = ""
 
 @registered
 @lru_cache(maxsize=4096)
-def resolve(tensors: tuple[Facts, Facts, Facts], operands: tuple[Facts, ...], options: tuple[Any, ...],
+def resolve(tensors: tuple[SpecKey, SpecKey, SpecKey], operands: tuple[SpecKey, ...], options: tuple[Any, ...],
             default_backend: str | None, aligned: bool, tf32: bool,
             lse_grad: bool | None = None) -> tuple[AttentionProblem, Backend]:
     """Problem and backend of a call: one look-up on the way to a kernel, where every microsecond is the user's.

@@ -24,7 +24,7 @@ from tilewise.problem.decode import (
     facts_of_present,
 )
 from tilewise.problem.options import OperatorOptions, schema_of
-from tilewise.problem.problem import Facts
+from tilewise.validate.tensors import SpecKey
 
 _NUMBERS = ", ".join((schema_of(OperatorOptions, ("left", "right", "alignment")),
                       schema_of(DecodeOptions, DecodeOptions._fields[1:]), schema_of(OperatorOptions, ("backend",))))
@@ -69,7 +69,7 @@ def _options(numbers: tuple[Any, ...]) -> DecodeOptions:
 
 @registered
 @lru_cache(maxsize=4096)
-def _resolve(facts: tuple[Facts, Facts, Facts], more: tuple[Facts, ...], numbers: tuple[Any, ...],
+def _resolve(facts: tuple[SpecKey, SpecKey, SpecKey], more: tuple[SpecKey, ...], numbers: tuple[Any, ...],
              backend: str | None) -> tuple[DecodeProblem, Decoder]:
     """Problem and decoder of a call: one look-up on the way to a kernel."""
     problem = decode_problem(facts, more, _options(numbers))

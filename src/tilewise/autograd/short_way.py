@@ -25,7 +25,8 @@ from tilewise.caches import registered
 from tilewise.kernels.compiling import pending
 from tilewise.masks import Mask
 from tilewise.problem.options import NO_OPERANDS, Operands, OperatorOptions
-from tilewise.problem.problem import Facts, facts_of_inputs, facts_of_operands
+from tilewise.problem.problem import facts_of_inputs, facts_of_operands
+from tilewise.validate.tensors import SpecKey
 
 KEPT = 1024  # ways; more are forgotten together, since a way is made again from a plan, of which as many are kept
 # Memory starts higher: less is an offset into a storage that was emptied (FSDP), or none at all (no element, meta).
@@ -222,7 +223,7 @@ def _is_cast(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def _way_of(options: tuple[Any, ...], tensors: Inputs,
-            operands: tuple[Facts, ...] = ()) -> Way | None:
+            operands: tuple[SpecKey, ...] = ()) -> Way | None:
     """Check and choose as the operator does, and ask the backend for a bound launch; raises as the operator does."""
     problem, backend = resolve(facts_of_inputs(*tensors), operands, options, None, True, allows_tf32(tensors[0].dtype))
     forward = backend.bind_forward(problem) if isinstance(backend, BindingBackend) else None

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from tilewise.arguments import check_switch
 from tilewise.autograd.attention_op import backward_op
 from tilewise.errors import TilewiseError, UnsupportedProblem
 from tilewise.integrations import bert_padding
@@ -31,7 +30,9 @@ from tilewise.integrations.flash_family import (
 )
 from tilewise.integrations.signed_probabilities import signed_probabilities, signed_probabilities_varlen
 from tilewise.masks import Mask, window
-from tilewise.problem.options import Operands, OperatorOptions, with_batch_dim
+from tilewise.problem.options import Operands, OperatorOptions
+from tilewise.validate.tensors import with_batch_dim
+from tilewise.validate.values import check_switch
 
 __all__ = ["flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func",
            "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func", "flash_attn_with_kvcache", "install"]

@@ -3,19 +3,17 @@
 Letters as in problem.py; ``capacity`` is how many positions of a sequence its cache can hold.
 """
 
-import numbers
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from tilewise.errors import InvalidInput, UnsupportedProblem
 from tilewise.masks import Mask
-from tilewise.problem.options import Sizes, check_operand, checked_softcap
-from tilewise.problem.problem import Facts, check_each, checked_scale, dense_strides, facts_of, is_symbolic, padded_dim
-from tilewise.shape_hints import layout_hint
-
-_INTEGERS = (torch.int32, torch.int64)
+from tilewise.problem.problem import dense_strides, is_symbolic, padded_dim
+from tilewise.validate.call import check_each
+from tilewise.validate.decode import check_angles, check_cache_operands, check_caches
+from tilewise.validate.tensors import Sizes, SpecKey, TensorSpec, spec_of
+from tilewise.validate.values import check_mask_to_decode, checked_scale, checked_softcap, checked_splits
 
 
 class CacheOperands(NamedTuple):
@@ -131,18 +129,18 @@ class DecodeProblem:
         return f"decode b{self.b} h{heads} s{self.sq} cache {cache} d{self.d} {dtype} {self.mask} on {self.device}"
 
 
-def facts_of_inputs(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> tuple[Facts, Facts, Facts]:
+def facts_of_inputs(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> tuple[SpecKey, SpecKey, SpecKey]:
     """Read q and the caches; raises :class:`InvalidInput` for what is no tensor."""
-    return facts_of("q", q), facts_of("k_cache", k_cache), facts_of("v_cache", v_cache)
+    return spec_of("q", q), spec_of("k_cache", k_cache), spec_of("v_cache", v_cache)
 
 
-def facts_of_present(operands: CacheOperands) -> tuple[Facts, ...]:
+def facts_of_present(operands: CacheOperands) -> tuple[SpecKey, ...]:
     """Read the operands that are there; raises :class:`InvalidInput` for what is no tensor."""
-    return tuple([facts_of(name, tensor) for name, tensor in zip(CacheOperands._fields, operands, strict=True)
+    return tuple([spec_of(name, tensor) for name, tensor in zip(CacheOperands._fields, operands, strict=True)
                   if tensor is not None])
 
 
-def decode_problem(tensors: tuple[Facts, Facts, Facts], operands: tuple[Facts, ...],
+def decode_problem(tensors: tuple[SpecKey, SpecKey, SpecKey], operands: tuple[SpecKey, ...],
                    options: DecodeOptions) -> DecodeProblem:
     """Check q, the caches and the operands against one another and describe them.
 
@@ -150,114 +148,22 @@ def decode_problem(tensors: tuple[Facts, Facts, Facts], operands: tuple[Facts, .
         InvalidInput: what no backend could give a meaning; names the argument.
         UnsupportedProblem: a mask with exceptions.
     """
-    check_each(*tensors)
-    q, k, v = tensors
-    given = {facts[0]: facts for facts in operands}
-    _check_caches(q, k, v, given)
-    (b, hq, sq, d), (_, hk, page, _), dv, dtype = q[1], k[1], v[1][3], q[3]
-    table = given.get("block_table")
-    capacity = page if table is None or len(table[1]) != 2 else page * table[1][1]
-    new = given["k"][1][2] if "k" in given and len(given["k"][1]) == 4 else 0
-    _check_operands(q, given, {"hk": hk, "dv": dv, "capacity": capacity, "new": new})
-    rotary_dim = _rotary_dim(given, d, capacity, q[4])
-    check_mask(options.mask)
+    q, k, v = specs = tuple(map(TensorSpec._make, tensors))
+    check_each(*specs)
+    given = {own[0]: TensorSpec._make(own) for own in operands}
+    check_caches(q, k, v, given)
+    (b, hq, sq, d), (_, hk, page, _), dv = q.shape, k.shape, v.shape[3]
+    table, angles = given.get("block_table"), given.get("rotary_cos")
+    capacity = page if table is None or len(table.shape) != 2 else page * table.shape[1]
+    new = given["k"].shape[2] if "k" in given and len(given["k"].shape) == 4 else 0
+    check_cache_operands(q, given, {"hk": hk, "dv": dv, "capacity": capacity, "new": new})
+    if angles is not None:
+        check_angles(angles, given["rotary_sin"], d, capacity, q.device)
+    check_mask_to_decode(options.mask, is_mask=isinstance(options.mask, Mask))
     return DecodeProblem(
-        b=b, hq=hq, hk=hk, sq=sq, d=d, dv=dv, dtype=dtype, device=q[4], capacity=capacity,
-        page=0 if table is None else page, new=new, rotary_dim=rotary_dim,
-        positions=given["rotary_cos"][1][0] if rotary_dim else 0, scale=checked_scale(options.scale, d),
+        b=b, hq=hq, hk=hk, sq=sq, d=d, dv=dv, dtype=q.dtype, device=q.device, capacity=capacity,
+        page=0 if table is None else page, new=new, rotary_dim=0 if angles is None else int(2 * angles.shape[1]),
+        positions=0 if angles is None else angles.shape[0], scale=checked_scale(options.scale, d),
         mask=options.mask, softcap=checked_softcap(options.softcap), interleaved=options.rotary_interleaved,
         num_splits=checked_splits(options.num_splits), deterministic=options.deterministic,
-        tensors=tuple((facts[0], tuple(facts[2]), facts[3]) for facts in (*tensors, *operands)))
-
-
-def _check_caches(q: Facts, k: Facts, v: Facts, given: dict[str, Facts]) -> None:
-    (b, hq, _, d), (rows, hk, page, own_d) = q[1], k[1]
-    names = q[0], k[0], v[0]
-    if own_d != d:
-        raise InvalidInput(f"k_cache has head dim {own_d} and q has {d}: they must be equal (v_cache's may differ).")
-    if tuple(v[1][:3]) != tuple(k[1][:3]):
-        raise InvalidInput(f"v_cache has shape {tuple(v[1])} and k_cache {tuple(k[1])}: they may differ in their head "
-                           f"dim alone.{layout_hint(names, q[1], k[1], v[1])}")
-    if hk == 0 or hq % hk:
-        hint = layout_hint(names, q[1], k[1], v[1]) or " Did you transpose (b, h, s, d)?"
-        raise InvalidInput(f"k_cache has {hk} heads and q has {hq}: q heads must be a multiple of k heads.{hint}")
-    for name, shape, strides, _, _ in (k, v):
-        if strides[3] != 1:
-            raise InvalidInput(f"{name} has stride {strides[3]} along its head dim; allowed is 1: a cache is not "
-                               "copied.")
-        if "k" in given and any(size > 1 and stride == 0 for size, stride in zip(shape, strides, strict=True)):
-            raise InvalidInput(f"{name} is expanded (strides {tuple(strides)}) and k is given, which would be written "
-                               "to one place for several of its positions; allowed is memory for each: "
-                               f"{name}.clone().")
-    if "block_table" in given and "cache_batch_idx" in given:
-        raise InvalidInput("cache_batch_idx is given and so is block_table; allowed is one of them: a table says "
-                           "already where a sequence lies.")
-    if "block_table" in given and page == 0:
-        raise InvalidInput(f"k_cache has shape {tuple(k[1])}: pages of 0 positions; allowed are 1 and more.")
-    if rows != b and "block_table" not in given and "cache_batch_idx" not in given:
-        raise InvalidInput(f"k_cache has batch size {rows} and q has {b}: they must be equal, unless cache_batch_idx "
-                           "or block_table says where a sequence lies.")
-
-
-def _check_operands(q: Facts, given: dict[str, Facts], sizes: dict[str, int]) -> None:
-    """Check shapes, dtypes and devices, and what comes in pairs."""
-    (b, hq, _, d), dtype, device = q[1], q[3], q[4]
-    hk, new = sizes["hk"], sizes["new"]
-    wide = torch.float64 if dtype is torch.float64 else torch.float32
-    table = given["block_table"][1][-1:] if "block_table" in given else (0,)
-    allowed: dict[str, tuple[Sizes, tuple[torch.dtype, ...]]] = {
-        "k": ((b, hk, new, d), (dtype,)), "v": ((b, hk, new, sizes["dv"]), (dtype,)),
-        **dict.fromkeys(("cache_seqlens", "cache_batch_idx", "cache_leftpad"), ((b,), _INTEGERS)),
-        "block_table": ((b, *table), _INTEGERS), "alibi_slopes": ((b, hq), (wide,)), "sinks": ((hq,), (dtype, wide))}
-    for name, shape, strides, own_dtype, own_device in given.values():
-        if name in allowed:
-            check_operand(name, (shape, own_dtype, own_device), *allowed[name], device)
-            if own_dtype in _INTEGERS and shape[-1] > 1 and strides[-1] != 1:
-                raise InvalidInput(f"{name} has stride {strides[-1]}; allowed is 1: call contiguous() on it.")
-    for one, other in (("k", "v"), ("v", "k"), ("rotary_cos", "rotary_sin"), ("rotary_sin", "rotary_cos")):
-        if one in given and other not in given:
-            raise InvalidInput(f"{one} is given without {other}; allowed are both, or none.")
-    for one, other, why in (("k", "cache_seqlens", "where they are to be written"),
-                            ("rotary_cos", "k", "which keys turn; those of the cache have turned already")):
-        if one in given and other not in given:
-            raise InvalidInput(f"{one} is given without {other}, which says {why}.")
-    if new > sizes["capacity"]:
-        raise InvalidInput(f"k has {new} positions and the cache holds {sizes['capacity']}; allowed are no more.")
-
-
-def _rotary_dim(given: dict[str, Facts], d: int, capacity: int, device: torch.device) -> int:
-    """Check the angles, and return how many head dims they turn."""
-    if "rotary_cos" not in given:
-        return 0
-    name, shape, _, dtype, _ = given["rotary_cos"]
-    if len(shape) != 2 or shape[0] < capacity or not 0 < 2 * shape[1] <= d:
-        raise InvalidInput(f"{name} has shape {tuple(shape)}; allowed is (positions, rotary_dim / 2) with at least "
-                           f"{capacity} positions, the capacity of the cache, and a rotary_dim of 2 to {d}.")
-    if not dtype.is_floating_point:
-        raise InvalidInput(f"{name} has dtype {dtype}; allowed are floating-point dtypes.")
-    for name, own_shape, strides, own_dtype, own_device in (given["rotary_cos"], given["rotary_sin"]):
-        check_operand(name, (own_shape, own_dtype, own_device), tuple(shape), (dtype,), device)
-        if shape[1] > 1 and strides[1] != 1:
-            raise InvalidInput(f"{name} has stride {strides[1]}; allowed is 1: call contiguous() on it.")
-    return int(2 * shape[1])
-
-
-def checked_splits(splits: Any) -> int | None:
-    """Return the number of splits; raises :class:`InvalidInput` for what is none."""
-    is_count = isinstance(splits, numbers.Integral) and not isinstance(splits, bool)
-    if splits is not None and (not is_count or splits < 1):
-        raise InvalidInput(f"num_splits is {splits!r}; allowed is an integer >= 1, or None to choose.")
-    return None if splits is None else int(splits)
-
-
-def check_mask(mask: Any) -> None:
-    """Check that a mask is a band whose diagonal ends at the last query and key."""
-    if not isinstance(mask, Mask):
-        hint = " Padding is told by cache_seqlens and cache_leftpad." if isinstance(mask, torch.Tensor) else ""
-        raise InvalidInput(f"mask is a {type(mask).__name__}; allowed is None, causal() or window(left, right).{hint}")
-    if mask.alignment == "top_left":
-        raise InvalidInput(f"mask is {mask}; allowed is alignment='bottom_right', or none: the last query stands on "
-                           "the last key of the cache.")
-    if mask.has_exceptions:
-        raise UnsupportedProblem(f"mask is {mask}; decoding takes causal() and window(left, right).", {})
-
+        tensors=tuple((own.name, tuple(own.strides), own.dtype) for own in (*specs, *given.values())))

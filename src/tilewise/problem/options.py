@@ -15,17 +15,15 @@ Any subset of the steps may be there; the order never changes (maths.md, section
 each step back is said there too. The distance of query i and key j is i + offset − j, with the mask's alignment.
 """
 
-import numbers
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, NamedTuple, cast, get_type_hints
 
 import torch
 
-from tilewise.errors import InvalidInput
 from tilewise.functions import FunctionCode, MaskFunction, ScoreFunction, code_of
 from tilewise.masks import Mask, TensorMask
-from tilewise.shape_hints import operand_hint
+from tilewise.validate.values import check_dropout_p, checked_softcap
 
 Sizes = tuple[int, ...]
 Tensor = torch.Tensor
@@ -94,22 +92,6 @@ DIFFERENTIABLE = tuple(one.name for one in fields(CallOptions) if one.metadata["
 LARGE_SOFTCAP = 2.0**12
 DRAWS = 2**16  # equally likely values of a pair's random draw
 DRAW_SPAN = 16  # positions, of queries and of keys, after which the order of the draws repeats (maths.md, eq. 19)
-# What may stand at each place of a broadcast shape: the problem's letters; none where the user's tensor has no dim.
-_FOUR = ("b", "hq", "sq", "sk")
-_LETTERS = {
-    "bias": _FOUR, "mask": _FOUR, "alibi_slopes": ("b", "hq"), "sinks": ("hq",), "seed": ("1",),
-    "cu_seqlens_q": ("sequences + 1",), "cu_seqlens_k": ("sequences + 1",), "seqlens_q": ("b",), "seqlens_k": ("b",),
-    "seqused_q": ("sequences",), "seqused_k": ("sequences",),
-    "documents_q": ("b", "", "sq"), "documents_k": ("b", "", "sk"),
-    "tiles_q": ("b", "hq", "tiles of sq", "2 + tiles of sk"), "tiles_k": ("b", "hq", "tiles of sk", "2 + tiles of sq"),
-    "k": ("b", "hk", "new", "d"), "v": ("b", "hk", "new", "dv"), "cache_seqlens": ("b",), "cache_batch_idx": ("b",),
-    "cache_leftpad": ("b",), "block_table": ("b", "pages a sequence"), "rotary_cos": ("positions", "rotary_dim / 2"),
-    "rotary_sin": ("positions", "rotary_dim / 2"),
-}
-_BROADCAST = {"bias": _FOUR, "mask": _FOUR, "alibi_slopes": ("b",), "documents_q": ("b",), "documents_k": ("b",),
-              "tiles_q": ("b", "hq"), "tiles_k": ("b", "hq")}
-_NAMES = {"seed": "dropout_seed", "documents_q": "documents: ids", "documents_k": "documents: key_ids"}
-_RANKS = {"bias": (2, 3, 4), "mask": (2, 3, 4), "alibi_slopes": (1, 2), "sinks": (1,)}
 
 
 class Operands(NamedTuple):
@@ -248,6 +230,15 @@ class ScoreSettings(NamedTuple):
     score_function: FunctionCode | None = None
     mask_function: FunctionCode | None = None
 
+    def checked_numbers(self) -> dict[str, Any]:
+        """Return the numbers among the fields of :class:`ScoreOptions`, checked and as a problem has them.
+
+        Raises:
+            InvalidInput: one is out of range.
+        """
+        return {"dropout_p": checked_dropout_p(self.dropout_p), "softcap": checked_softcap(self.softcap),
+                "max_logit": self.max_logit}
+
 
 NO_SETTINGS = ScoreSettings()
 
@@ -339,88 +330,9 @@ class ScoreOptions(NamedTuple):
 NO_OPTIONS = ScoreOptions()
 
 
-def check_layout(name: str, tensor: torch.Tensor) -> None:
-    """Raise :class:`InvalidInput` for a tensor that has no strides."""
-    if tensor.layout is not torch.strided:
-        raise InvalidInput(f"{name} has layout {tensor.layout}; allowed is torch.strided: call to_dense() on it.")
-
-
-def is_causal_bias(value: object) -> bool:
-    """Whether it is torch's CausalBias, a tensor without values; told by its name, for its module takes seconds."""
-    return type(value).__name__ == "CausalBias"
-
-
-def with_four_dims(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """View a bias or a mask of 2 to 4 dims as (b|1, hq|1, sq|1, sk|1): dims are added at the front, as torch does."""
-    if not isinstance(tensor, torch.Tensor) or tensor.dim() not in _RANKS[name]:
-        raise InvalidInput(f"{name} is {_what(tensor)}; allowed is a tensor of 2 to 4 dims that broadcasts to "
-                           "(b, hq, sq, sk).")
-    if is_causal_bias(tensor):
-        raise InvalidInput(f"{name} is a CausalBias, a tensor without values; allowed is mask=causal('top_left') or "
-                           "mask=causal('bottom_right') in its place.")
-    check_layout(name, tensor)
-    return tensor[(None,) * (4 - tensor.dim())] if tensor.dim() < 4 else tensor
-
-
-def with_batch_dim(slopes: torch.Tensor) -> torch.Tensor:
-    """View ALiBi slopes (hq,) or (b, hq) as (b|1, hq)."""
-    if not isinstance(slopes, torch.Tensor) or slopes.dim() not in _RANKS["alibi_slopes"]:
-        raise InvalidInput(f"alibi_slopes is {_what(slopes)}; allowed is a tensor of shape (hq,) or (b, hq).")
-    return slopes[None] if slopes.dim() == 1 else slopes
-
-
-def check_operand(name: str, operand: tuple[Sizes, torch.dtype, torch.device], full: Sizes,
-                  dtypes: tuple[torch.dtype, ...], device: torch.device, q: Sizes | None = None) -> None:
-    """Check one operand's shape against the full one it broadcasts to, its dtype and its device.
-
-    ``q``: shape of q, for a hint; None where its dims do not tell, as of packed sequences.
-
-    Raises:
-        InvalidInput: names the operand, what was got and what is allowed.
-    """
-    shape, dtype, own_device = operand
-    once, said = _BROADCAST.get(name, ()), _NAMES.get(name, name)
-    if len(shape) != len(full) or any(own != size and not (own == 1 and letter in once)
-                                      for own, size, letter in zip(shape, full, _LETTERS[name], strict=True)):
-        named = [(letter, size) for letter, size in zip(_LETTERS[name], full, strict=True) if letter]
-        allowed = ", ".join(str(size) if letter == str(size) else f"{letter}={size}" for letter, size in named)
-        broadcast = "" if not once else f", or 1 in place of {'a size' if once == _FOUR else once[0]}"
-        got = tuple(size for place, size in enumerate(shape) if _LETTERS[name][place:place + 1] != ("",))
-        hint = operand_hint(name, shape, full, _LETTERS[name], q)
-        raise InvalidInput(f"{said} has shape {got}; allowed is ({allowed}){broadcast}.{hint}")
-    if dtype not in dtypes:
-        allowed = ", ".join(map(str, dict.fromkeys(dtypes)))
-        raise InvalidInput(f"{said} has dtype {dtype}; allowed {'are' if ',' in allowed else 'is'} {allowed}."
-                           + (_dtype_hint(dtype) if name == "mask" else ""))
-    if own_device != device:
-        raise InvalidInput(f"{said} is on {own_device} and q is on {device}: move them to one device.")
-
-
-def _dtype_hint(dtype: torch.dtype) -> str:
-    """Say what a mask that is not boolean was meant to be, and how to pass it."""
-    if dtype.is_floating_point:
-        return " Numbers that are added to the scores go to bias=; a mask says which pairs take part: True, or False."
-    return " Of numbers that are not 0 where a pair takes part, pass mask.bool()."
-
-
-def checked_softcap(softcap: Any) -> float | None:
-    """Return the softcap as a float. Raises :class:`InvalidInput` unless it is None or a factor in float32."""
-    if softcap is None:
-        return None
-    if is_factor(softcap):
-        return float(softcap)
-    raise InvalidInput(f"softcap is {softcap!r}; allowed is a number from 2^-126 to 2^127, or None for none.")
-
-
 def is_large_softcap(softcap: float | None) -> bool:
     """Whether scores are so near 0 beside the softcap that a tanh with an absolute error gives them too few bits."""
     return softcap is not None and softcap > LARGE_SOFTCAP
-
-
-def is_factor(value: Any) -> bool:
-    """Whether a number can multiply scores in float32, its product with log2(e) too: as 0 or infinity it cannot."""
-    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    return is_number and bool(2.0**-126 <= value <= 2.0**127)
 
 
 def checked_dropout_p(dropout_p: Any) -> float:
@@ -429,11 +341,5 @@ def checked_dropout_p(dropout_p: Any) -> float:
     Raises:
         InvalidInput: not 0 <= dropout_p < 1.
     """
-    is_number = isinstance(dropout_p, numbers.Real) and not isinstance(dropout_p, bool)
-    if is_number and 0.0 <= dropout_p < 1.0:
-        return min(round(float(dropout_p) * DRAWS), DRAWS - 1) / DRAWS
-    raise InvalidInput(f"dropout_p is {dropout_p!r}; allowed is a probability, 0 <= dropout_p < 1.")
-
-
-def _what(value: object) -> str:
-    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+    check_dropout_p(dropout_p)
+    return min(round(float(dropout_p) * DRAWS), DRAWS - 1) / DRAWS

@@ -7,7 +7,8 @@ from typing import Literal, get_args
 
 from tilewise.errors import InvalidInput
 from tilewise.masks import Mask, Span, causal, chunk, prefix, sink_tokens, window
-from tilewise.problem.options import ScoreSettings, checked_dropout_p, checked_softcap
+from tilewise.problem.options import ScoreSettings, checked_dropout_p
+from tilewise.validate.values import checked_softcap
 
 OperandDtype = Literal["same", "float32"]
 Slopes = Literal["", "h", "bh"]
