@@ -8,8 +8,8 @@ from typing import Any, Literal, NamedTuple, Never, cast, overload
 import torch
 
 from tilewise import settings
-from tilewise.autograd.attention_op import run
-from tilewise.autograd.short_way import attend, attend_with
+from tilewise.autograd.fast_path import attend, attend_with
+from tilewise.autograd.function import run
 from tilewise.backends.current import autocast_dtype
 from tilewise.caches import registered
 from tilewise.dispatch import Explanation, explain_problem
@@ -357,7 +357,7 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visible 
     problem = AttentionProblem.from_call(q, k, v, operands, options)
     # Inside a transform of torch.func tensors have no address.
     problem = replace(problem, aligned=torch._C._are_functorch_transforms_active() or are_aligned(q, k, v))
-    why_not_twice = _second_order().why_not_twice if double_backward else None
+    why_not_twice = _double_backward().why_not_twice if double_backward else None
     return explain_problem(problem, backend or settings.default_backend(), why_not_twice)
 
 
@@ -381,16 +381,16 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Operand
             double_backward: bool, with_lse: bool) -> Sequence[torch.Tensor]:
     check_switch("double_backward", double_backward)
     if double_backward:
-        return cast(Sequence[torch.Tensor], _second_order().run_twice_differentiable(q, k, v, operands, options))
+        return cast(Sequence[torch.Tensor], _double_backward().run_twice_differentiable(q, k, v, operands, options))
     results = attend_with(q, k, v, operands, options)
     return run(q, k, v, operands, options, with_lse) if results is None else results
 
 
-def _second_order() -> Any:
+def _double_backward() -> Any:
     # Loads torch's compiler, in order to be left alone by it: 0.8 s, not to be paid by an import of tilewise.
-    from tilewise.autograd import second_order
+    from tilewise.autograd import double_backward
 
-    return second_order
+    return double_backward
 
 
 def _named(results: Sequence[torch.Tensor], return_aux: tuple[str, ...]) -> AttentionOutput | AttentionOutputWithMax:

@@ -15,8 +15,8 @@ from tilewise.problem.decode import (
     CacheOperands,
     DecodeOptions,
     decode_problem,
-    facts_of_inputs,
-    facts_of_present,
+    specs_of_inputs,
+    specs_of_present,
 )
 from tilewise.validate.names import refuses_unknown, unknown_argument
 from tilewise.validate.tensors import check_optional_tensor, with_batch_dim
@@ -136,7 +136,7 @@ def explain_decode(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor
     options = DecodeOptions(_NO_MASK if mask is None else mask, scale, softcap, rotary_interleaved, num_splits,
                             cast(Any, deterministic))
     q, operands, options = _prepared(q, k_cache, v_cache, given, options, backend)
-    problem = decode_problem(facts_of_inputs(q, k_cache, v_cache), facts_of_present(operands), options)
+    problem = decode_problem(specs_of_inputs(q, k_cache, v_cache), specs_of_present(operands), options)
     return explain_decoding(problem, backend or settings.default_backend())
 
 
@@ -148,7 +148,7 @@ def _prepared(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, giv
     checked_softcap(options.softcap)
     checked_splits(options.num_splits)
     check_mask_to_decode(options.mask, is_mask=isinstance(options.mask, Mask))
-    facts_of_inputs(q, k_cache, v_cache)
+    specs_of_inputs(q, k_cache, v_cache)
     check_length(given.cache_seqlens, k_cache, given.block_table)
     operands = given._replace(cache_seqlens=_lengths(q, given.cache_seqlens),
                               alibi_slopes=_slopes(q, given.alibi_slopes))

@@ -4,12 +4,12 @@ from tilewise.problem.options import (
     DRAW_SPAN,
     DRAWS,
     NO_OPERANDS,
-    FunctionFacts,
-    OperandFacts,
     Operands,
     Sizes,
     is_large_softcap,
 )
+from tilewise.problem.options import FunctionSpec as FunctionFacts
+from tilewise.problem.options import OperandSpec as OperandFacts
 
 __all__ = ["DRAW_SPAN", "DRAWS", "NO_OPERANDS", "FunctionFacts", "OperandFacts", "Operands", "Sizes",
            "is_large_softcap"]

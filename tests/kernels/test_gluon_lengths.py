@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tilewise.masks import ALIGNMENTS, Mask, causal, window
 from tilewise.problem import AttentionProblem
-from tilewise.problem.options import OperandFacts
+from tilewise.problem.options import OperandSpec
 from tilewise.problem.sequences import Sequences
 from tilewise.tuning.configs import HopperBackwardConfig, HopperForwardConfig
 
@@ -58,7 +58,7 @@ def plain_python():
 
 
 def facts(size):
-    return OperandFacts((size,), (1,), torch.int32)
+    return OperandSpec((size,), (1,), torch.int32)
 
 
 class Packed:

@@ -12,7 +12,7 @@ from tilewise.backends import hopper
 from tilewise.caches import clear_caches
 from tilewise.masks import Mask, causal, window
 from tilewise.problem import AttentionProblem
-from tilewise.problem.options import OperandFacts, ScoreOptions
+from tilewise.problem.options import OperandSpec, ScoreOptions
 from tilewise.testing.cases import Case
 from tilewise.testing.inputs import make_inputs
 from tilewise.tuning.configs import HopperDbiasConfig
@@ -32,7 +32,7 @@ def call_of(mask, lengths, heads, shape, dtype, config, b=3, d=40, dv=24):
     q, dout = torch.randn(b, hq, sq, d).half(), torch.randn(b, hq, sq, dv).half()
     k, v = torch.randn(b, hk, sk, d).half(), torch.randn(b, hk, sk, dv).half()
     bias = torch.randn(*shape, sq, sk).to(dtype)
-    facts = OperandFacts(tuple(bias.shape), bias.stride(), bias.dtype)
+    facts = OperandSpec(tuple(bias.shape), bias.stride(), bias.dtype)
     problem = AttentionProblem(b=b, hq=hq, hk=hk, sq=sq, sk=sk, d=d, dv=dv, dtype=torch.float16,
                                device=torch.device("cuda", 0), scale=0.3, mask=mask, direction="backward",
                                scores=ScoreOptions(bias=facts))

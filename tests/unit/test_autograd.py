@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from tilewise import InvalidInput, Mask, UnsupportedProblem, attention, causal, chunk, prefix, sink_tokens, window
-from tilewise.autograd.attention_op import backward_op, backward_plain_op, forward_op, forward_plain_op
+from tilewise.autograd.op import backward_op, backward_plain_op, forward_op, forward_plain_op
 from tilewise.backends.base import Needs
 from tilewise.problem.options import NO_OPERANDS, Operands, OperatorOptions
 
@@ -257,7 +257,7 @@ def test_frozen_inputs_get_no_gradient_and_change_no_other(frozen):
     ids=["plain", "softcap"])
 def test_backward_passes_are_spared_where_nothing_needs_them(monkeypatch, name, op, options):
     asked = []
-    monkeypatch.setattr(f"tilewise.autograd.attention_op.{name}",
+    monkeypatch.setattr(f"tilewise.autograd.function.{name}",
                         lambda *arguments: asked.append(Needs(*arguments[-1])) or op(*arguments))
     for frozen in ((0,), (1, 2), ()):
         tensors = [t.requires_grad_(i not in frozen) for i, t in enumerate(_tensors())]

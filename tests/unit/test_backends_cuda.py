@@ -20,13 +20,13 @@ from tilewise.kernels.cuda import program as programs
 from tilewise.kernels.cuda.call import UNBOUNDED, Call
 from tilewise.masks import causal, prefix, window
 from tilewise.problem import AttentionProblem
-from tilewise.problem.options import OperandFacts, ScoreOptions
+from tilewise.problem.options import OperandSpec, ScoreOptions
 from tilewise.problem.sequences import Sequences
 from tilewise.tuning.cuda import SPLIT, CudaConfig, backward_kernels, cuda_config, sum_kernels
 from tilewise.tuning.device import DeviceSpec
 
 TENSOR_CORES, FMA_PIPES = cuda.backend, cuda_ieee.backend
-LENGTHS = OperandFacts((2,), (1,), torch.int32)
+LENGTHS = OperandSpec((2,), (1,), torch.int32)
 
 
 def problem(d=64, mask=None, **fields):

@@ -24,11 +24,11 @@ from tilewise.backends.base import Gradients, Needs, Results
 from tilewise.caches import clear_caches
 from tilewise.dispatch import BACKENDS, choose, explain_problem, get_backend
 from tilewise.problem import AttentionProblem
-from tilewise.problem.options import NO_OPERANDS, OperandFacts, Operands, ScoreSettings
+from tilewise.problem.options import NO_OPERANDS, Operands, OperandSpec, ScoreSettings
 from tilewise.problem.sequences import Sequences
 from tilewise.tuning.device import DeviceSpec
 
-LENGTHS = Sequences(seqlens_k=OperandFacts((4,), (1,), torch.int32))
+LENGTHS = Sequences(seqlens_k=OperandSpec((4,), (1,), torch.int32))
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
 
 from tilewise import attention, attention_varlen, causal, documents, sink_tokens, window
-from tilewise.autograd.attention_op import backward_op, forward_op
+from tilewise.autograd.op import backward_op, forward_op
 from tilewise.problem.options import NO_OPERANDS, Operands, OperatorOptions
 
 _CAUSAL = causal("bottom_right")

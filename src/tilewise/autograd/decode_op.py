@@ -20,8 +20,8 @@ from tilewise.problem.decode import (
     DecodeOptions,
     DecodeProblem,
     decode_problem,
-    facts_of_inputs,
-    facts_of_present,
+    specs_of_inputs,
+    specs_of_present,
 )
 from tilewise.problem.options import OperatorOptions, schema_of
 from tilewise.validate.tensors import SpecKey
@@ -79,7 +79,7 @@ def _resolve(facts: tuple[SpecKey, SpecKey, SpecKey], more: tuple[SpecKey, ...],
 def _decode(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
             *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
     operands = CacheOperands(*rest[:_N_OPERANDS])
-    problem, decoder = _resolve(facts_of_inputs(q, k_cache, v_cache), facts_of_present(operands),
+    problem, decoder = _resolve(specs_of_inputs(q, k_cache, v_cache), specs_of_present(operands),
                                 rest[_N_OPERANDS:-1], rest[-1] or settings.default_backend())
     check_cache(problem, len(k_cache), operands)
     made = decoder.decode(problem, q, k_cache, v_cache, operands)
@@ -93,7 +93,7 @@ def _decode(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
 def _fake(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
           *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
     # Symbolic sizes of a traced call cannot be hashed; there the checks alone matter.
-    problem = decode_problem(facts_of_inputs(q, k_cache, v_cache), facts_of_present(CacheOperands(*rest[:_N_OPERANDS])),
+    problem = decode_problem(specs_of_inputs(q, k_cache, v_cache), specs_of_present(CacheOperands(*rest[:_N_OPERANDS])),
                              _options(rest[_N_OPERANDS:-1]))
     rows = (problem.b, problem.hq, problem.sq)
     return (q.new_empty_strided((*rows, problem.dv), problem.out_strides),

@@ -10,7 +10,7 @@ from tilewise.bench.mask_text import format_mask
 from tilewise.errors import InvalidInput
 from tilewise.masks import Mask, causal
 from tilewise.problem import AttentionProblem
-from tilewise.problem.decode import DecodeOptions, DecodeProblem, decode_problem, facts_of_inputs
+from tilewise.problem.decode import DecodeOptions, DecodeProblem, decode_problem, specs_of_inputs
 from tilewise.testing.cases import Case, Layout
 from tilewise.testing.inputs import lay_out, make_operands
 
@@ -61,7 +61,7 @@ class Cell:
     def decode_problem(self, device: torch.device) -> DecodeProblem:
         """Describe the call of a cached cell without allocating its tensors; its lengths are the whole cache's."""
         options = DecodeOptions(self.case.mask, self.case.scale)
-        return replace(decode_problem(facts_of_inputs(*self._inputs()), (), options), device=device)
+        return replace(decode_problem(specs_of_inputs(*self._inputs()), (), options), device=device)
 
     def _inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return q, k and v without memory, laid out as the case says."""

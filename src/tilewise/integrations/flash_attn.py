@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tilewise.autograd.attention_op import backward_op
+from tilewise.autograd.op import backward_op
 from tilewise.errors import TilewiseError, UnsupportedProblem
 from tilewise.integrations import bert_padding
 from tilewise.integrations.callers_terms import in_terms

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from tilewise.api import attention, attention_varlen
-from tilewise.autograd.attention_op import backward_op
+from tilewise.autograd.op import backward_op
 from tilewise.backends.torch import replace_flash_attention
 from tilewise.caches import clear_caches
 from tilewise.errors import UnsupportedProblem

@@ -129,12 +129,12 @@ class DecodeProblem:
         return f"decode b{self.b} h{heads} s{self.sq} cache {cache} d{self.d} {dtype} {self.mask} on {self.device}"
 
 
-def facts_of_inputs(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> tuple[SpecKey, SpecKey, SpecKey]:
+def specs_of_inputs(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> tuple[SpecKey, SpecKey, SpecKey]:
     """Read q and the caches; raises :class:`InvalidInput` for what is no tensor."""
     return spec_of("q", q), spec_of("k_cache", k_cache), spec_of("v_cache", v_cache)
 
 
-def facts_of_present(operands: CacheOperands) -> tuple[SpecKey, ...]:
+def specs_of_present(operands: CacheOperands) -> tuple[SpecKey, ...]:
     """Read the operands that are there; raises :class:`InvalidInput` for what is no tensor."""
     return tuple([spec_of(name, tensor) for name, tensor in zip(CacheOperands._fields, operands, strict=True)
                   if tensor is not None])

@@ -206,7 +206,7 @@ def schema_of(described: type[Any], names: Iterable[str] | None = None) -> str:
 
 
 
-class FunctionFacts(NamedTuple):
+class FunctionSpec(NamedTuple):
     """A function with what a kernel is compiled for: its tensors' dtypes, and whether one has over 2^31 elements."""
 
     code: FunctionCode
@@ -243,7 +243,7 @@ class ScoreSettings(NamedTuple):
 NO_SETTINGS = ScoreSettings()
 
 
-class OperandFacts(NamedTuple):
+class OperandSpec(NamedTuple):
     """Shape, strides and dtype of one operand: what a backend needs to know of it before it sees it."""
 
     shape: Sizes
@@ -281,19 +281,19 @@ class ScoreOptions(NamedTuple):
     softcap: float | None = None
     dropout_p: float = 0.0
     max_logit: bool = False
-    bias: OperandFacts | None = None
-    alibi_slopes: OperandFacts | None = None
-    mask: OperandFacts | None = None
-    sinks: OperandFacts | None = None
-    documents_q: OperandFacts | None = None
-    documents_k: OperandFacts | None = None
-    tiles_q: OperandFacts | None = None
-    tiles_k: OperandFacts | None = None
-    score_function: FunctionFacts | None = None
-    mask_function: FunctionFacts | None = None
+    bias: OperandSpec | None = None
+    alibi_slopes: OperandSpec | None = None
+    mask: OperandSpec | None = None
+    sinks: OperandSpec | None = None
+    documents_q: OperandSpec | None = None
+    documents_k: OperandSpec | None = None
+    tiles_q: OperandSpec | None = None
+    tiles_k: OperandSpec | None = None
+    score_function: FunctionSpec | None = None
+    mask_function: FunctionSpec | None = None
 
     @property
-    def functions(self) -> tuple[FunctionFacts, ...]:
+    def functions(self) -> tuple[FunctionSpec, ...]:
         """The user's own that are there."""
         return tuple([facts for facts in (self.score_function, self.mask_function) if facts is not None])
 

@@ -19,9 +19,9 @@ from tilewise.problem.options import (
     NO_OPERANDS,
     NO_OPTIONS,
     NO_SETTINGS,
-    FunctionFacts,
-    OperandFacts,
+    FunctionSpec,
     Operands,
+    OperandSpec,
     OperatorOptions,
     ScoreOptions,
     ScoreSettings,
@@ -94,7 +94,7 @@ class AttentionProblem:
     def __post_init__(self) -> None:
         sizes = (self.b, self.hq, self.hk, self.sq, self.sk, self.d, self.dv,
                  *self.q_strides, *self.k_strides, *self.v_strides)
-        operands = [facts for facts in (*self.scores, *self.sequences) if isinstance(facts, OperandFacts)]
+        operands = [facts for facts in (*self.scores, *self.sequences) if isinstance(facts, OperandSpec)]
         if is_symbolic(sizes) or any(is_symbolic((*facts.shape, *facts.strides)) for facts in operands):
             return  # a traced call: it has no hash and is never looked up
         # Looked up several times a call: hashed once here instead.
@@ -114,11 +114,11 @@ class AttentionProblem:
             InvalidInput: a shape, dtype or device that no backend could give a meaning; names the argument.
         """
         facts = spec_of("q", q), spec_of("k", k), spec_of("v", v)
-        more = facts_of_operands(operands)
+        more = specs_of_operands(operands)
         # Symbolic sizes of a traced call cannot be hashed; there the checks alone matter.
         sizes = [size for _, shape, strides, _, _ in (*facts, *more) for size in (*shape, *strides)]
         sizes += [size for size in settings.longest if size is not None]
-        build = problem_from_facts if torch.compiler.is_compiling() or is_symbolic(sizes) else _cached
+        build = problem_from_specs if torch.compiler.is_compiling() or is_symbolic(sizes) else _cached
         return build(facts, more, mask, scale, settings, deterministic)
 
     @classmethod
@@ -250,7 +250,7 @@ def legal_strides(tensor: torch.Tensor) -> list[int]:
             for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True))]
 
 
-def facts_of_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[SpecKey, SpecKey, SpecKey]:
+def specs_of_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[SpecKey, SpecKey, SpecKey]:
     """Read what an operator was handed: its schema has seen to it that these are tensors."""
     return (("q", q.shape, q.stride(), q.dtype, q.device), ("k", k.shape, k.stride(), k.dtype, k.device),
             ("v", v.shape, v.stride(), v.dtype, v.device))
@@ -266,7 +266,7 @@ def alignment_of(addresses: list[int]) -> tuple[bool, ...]:
     return tuple([address & 15 == 0 for address in addresses])
 
 
-def facts_of_operands(operands: Operands) -> tuple[SpecKey, ...]:
+def specs_of_operands(operands: Operands) -> tuple[SpecKey, ...]:
     """Read the operands that are there."""
     if operands is NO_OPERANDS:
         return ()
@@ -280,7 +280,7 @@ def is_symbolic(sizes: Iterable[int]) -> bool:
     return any(isinstance(size, torch.SymInt) for size in sizes)
 
 
-def problem_from_facts(tensors: tuple[SpecKey, SpecKey, SpecKey], operands: tuple[SpecKey, ...], mask: Mask,
+def problem_from_specs(tensors: tuple[SpecKey, SpecKey, SpecKey], operands: tuple[SpecKey, ...], mask: Mask,
                        scale: float | None, settings: ScoreSettings, deterministic: bool,
                        aligned: bool = True) -> AttentionProblem:
     """Check what was read of the tensors against one another; see :meth:`AttentionProblem.from_tensors`."""
@@ -303,7 +303,7 @@ def problem_from_facts(tensors: tuple[SpecKey, SpecKey, SpecKey], operands: tupl
     )
 
 
-_cached = registered(lru_cache(maxsize=4096)(problem_from_facts))
+_cached = registered(lru_cache(maxsize=4096)(problem_from_specs))
 
 
 def _sequences(operands: list[TensorSpec], settings: ScoreSettings, q: TensorSpec, mask: Mask) -> Sequences:
@@ -347,16 +347,16 @@ def _score_options(operands: list[TensorSpec], settings: ScoreSettings, sequence
     return ScoreOptions(**numbers, **found)
 
 
-def _described(operand: TensorSpec) -> OperandFacts:
-    return OperandFacts(tuple(operand.shape), tuple(operand.strides), operand.dtype)
+def _described(operand: TensorSpec) -> OperandSpec:
+    return OperandSpec(tuple(operand.shape), tuple(operand.strides), operand.dtype)
 
 
 def _function(said: str, tensors: list[TensorSpec], settings: ScoreSettings,
-              device: torch.device) -> FunctionFacts | None:
+              device: torch.device) -> FunctionSpec | None:
     """Check the tensors of a function of the user's, and describe it."""
     check_function_tensors(said, tensors, device)
     code = getattr(settings, said)
-    return None if code is None else FunctionFacts(code, tuple(own.dtype for own in tensors),
+    return None if code is None else FunctionSpec(code, tuple(own.dtype for own in tensors),
                                                    any(math.prod(own.shape) > 2**31 for own in tensors))
 
 

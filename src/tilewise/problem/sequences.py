@@ -13,7 +13,7 @@ diagonal is each sequence's own (maths.md, eq. 26).
 
 from typing import NamedTuple
 
-from tilewise.problem.options import OperandFacts
+from tilewise.problem.options import OperandSpec
 
 
 class Sequences(NamedTuple):
@@ -26,10 +26,10 @@ class Sequences(NamedTuple):
     """
 
     packed: int | None = None
-    cu_seqlens_q: OperandFacts | None = None
-    cu_seqlens_k: OperandFacts | None = None
-    seqlens_q: OperandFacts | None = None
-    seqlens_k: OperandFacts | None = None
+    cu_seqlens_q: OperandSpec | None = None
+    cu_seqlens_k: OperandSpec | None = None
+    seqlens_q: OperandSpec | None = None
+    seqlens_k: OperandSpec | None = None
     max_seqlen_q: int | None = None
     max_seqlen_k: int | None = None
 
