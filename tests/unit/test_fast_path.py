@@ -19,7 +19,7 @@ from tilewise.backends.base import BindingBackend
 from tilewise.caches import clear_caches
 from tilewise.errors import TilewiseError
 from tilewise.settings import BackendScope
-from unit.binding_double import Bound, binding, by_operators, tensors_of, paths_of
+from unit.binding_double import Bound, binding, by_operators, paths_of, tensors_of
 
 
 @pytest.fixture(autouse=True)

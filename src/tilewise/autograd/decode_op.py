@@ -69,10 +69,10 @@ def _options(numbers: tuple[Any, ...]) -> DecodeOptions:
 
 @registered
 @lru_cache(maxsize=4096)
-def _resolve(facts: tuple[SpecKey, SpecKey, SpecKey], more: tuple[SpecKey, ...], numbers: tuple[Any, ...],
+def _resolve(specs: tuple[SpecKey, SpecKey, SpecKey], more: tuple[SpecKey, ...], numbers: tuple[Any, ...],
              backend: str | None) -> tuple[DecodeProblem, Decoder]:
     """Problem and decoder of a call: one look-up on the way to a kernel."""
-    problem = decode_problem(facts, more, _options(numbers))
+    problem = decode_problem(specs, more, _options(numbers))
     return problem, choose_decoder(problem, backend)
 
 

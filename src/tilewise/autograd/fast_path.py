@@ -2,10 +2,10 @@
 
 A call of equal specs (shapes, strides, dtypes, device, options) was checked, and its backend chosen, the first time.
 From then on what torch's dispatcher, the checks and the plans cost the host, more than a small problem costs the
-device, is a look-up of a :class:`LaunchPlan` by these specs. The operators (op.py) remain the definition: a call goes to them
-whenever somebody may want to see an operator, a tensor is no plain one, or the backend has no launch bound to its
-problem. An equal call computes the same on either path, and what one refuses the other never takes: specs become a
-launch by the same functions.
+device, is a look-up of a :class:`LaunchPlan` by these specs. The operators (op.py) remain the definition: a call goes
+to them whenever somebody may want to see an operator, a tensor is no plain one, or the backend has no launch bound to
+its problem. An equal call computes the same on either path, and what one refuses the other never takes: specs become
+a launch by the same functions.
 """
 
 import functools

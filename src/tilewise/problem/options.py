@@ -274,8 +274,8 @@ class ScoreOptions(NamedTuple):
         softcap: bound of the scores before bias and mask, > 0; None = unbounded.
         dropout_p: probability to drop a pair, 0 <= dropout_p < 1, a multiple of 2^-16.
         max_logit: whether the largest visible score of each row is wanted beside lse.
-        bias, alibi_slopes, mask, sinks, documents_q, documents_k, tiles_q, tiles_k: facts of the operand, or None.
-        score_function, mask_function: facts of the user's own, or None.
+        bias, alibi_slopes, mask, sinks, documents_q, documents_k, tiles_q, tiles_k: spec of the operand, or None.
+        score_function, mask_function: spec of the user's own, or None.
     """
 
     softcap: float | None = None
@@ -295,7 +295,7 @@ class ScoreOptions(NamedTuple):
     @property
     def functions(self) -> tuple[FunctionSpec, ...]:
         """The user's own that are there."""
-        return tuple([facts for facts in (self.score_function, self.mask_function) if facts is not None])
+        return tuple([spec for spec in (self.score_function, self.mask_function) if spec is not None])
 
     @property
     def changes_scores(self) -> bool:
@@ -308,9 +308,9 @@ class ScoreOptions(NamedTuple):
         if self.softcap is not None:
             parts.append(f"softcap {self.softcap:g}")
         for name in ("bias", "mask"):
-            facts = getattr(self, name)
-            if facts is not None:
-                parts.append(f"{name} {'x'.join(map(str, facts.shape))}")
+            spec = getattr(self, name)
+            if spec is not None:
+                parts.append(f"{name} {'x'.join(map(str, spec.shape))}")
         if self.alibi_slopes is not None:
             parts.append("alibi")
         if self.sinks is not None:

@@ -94,8 +94,8 @@ class AttentionProblem:
     def __post_init__(self) -> None:
         sizes = (self.b, self.hq, self.hk, self.sq, self.sk, self.d, self.dv,
                  *self.q_strides, *self.k_strides, *self.v_strides)
-        operands = [facts for facts in (*self.scores, *self.sequences) if isinstance(facts, OperandSpec)]
-        if is_symbolic(sizes) or any(is_symbolic((*facts.shape, *facts.strides)) for facts in operands):
+        operands = [spec for spec in (*self.scores, *self.sequences) if isinstance(spec, OperandSpec)]
+        if is_symbolic(sizes) or any(is_symbolic((*spec.shape, *spec.strides)) for spec in operands):
             return  # a traced call: it has no hash and is never looked up
         # Looked up several times a call: hashed once here instead.
         names = [n for n in self.__slots__ if n != "_hash"]
@@ -113,13 +113,13 @@ class AttentionProblem:
         Raises:
             InvalidInput: a shape, dtype or device that no backend could give a meaning; names the argument.
         """
-        facts = spec_of("q", q), spec_of("k", k), spec_of("v", v)
+        specs = spec_of("q", q), spec_of("k", k), spec_of("v", v)
         more = specs_of_operands(operands)
         # Symbolic sizes of a traced call cannot be hashed; there the checks alone matter.
-        sizes = [size for _, shape, strides, _, _ in (*facts, *more) for size in (*shape, *strides)]
+        sizes = [size for _, shape, strides, _, _ in (*specs, *more) for size in (*shape, *strides)]
         sizes += [size for size in settings.longest if size is not None]
         build = problem_from_specs if torch.compiler.is_compiling() or is_symbolic(sizes) else _cached
-        return build(facts, more, mask, scale, settings, deterministic)
+        return build(specs, more, mask, scale, settings, deterministic)
 
     @classmethod
     def from_call(cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Operands,

@@ -21,7 +21,7 @@ class Sequences(NamedTuple):
 
     Attributes:
         packed: how many sequences are packed; None where each batch entry is one.
-        cu_seqlens_q, cu_seqlens_k, seqlens_q, seqlens_k: facts of the operand, or None.
+        cu_seqlens_q, cu_seqlens_k, seqlens_q, seqlens_k: spec of the operand, or None.
         max_seqlen_q, max_seqlen_k: packed: sizes of the operands that have a query or a key dim; None where none has.
     """
 

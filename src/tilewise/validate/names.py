@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
 from tilewise.errors import InvalidInput, UnknownArgument
-from tilewise.validate.values import check_dropout_p, check_return_aux, checked_softcap
 
 _Call = TypeVar("_Call", bound=Callable[..., Any])
 # What each call takes, by its name.
@@ -77,18 +76,6 @@ def unknown_argument(call: str, unknown: Mapping[str, Any]) -> UnknownArgument:
         return UnknownArgument(f"{call} has no argument {name!r}; {' and '.join(others)} take"
                                f"{'s' if len(others) == 1 else ''} {ours}=, and {call} nothing like it.")
     return UnknownArgument(f"{call} has no argument {name!r}; allowed are {', '.join(known)}.")
-
-
-def check_options(call: str, softcap: float | None, dropout_p: float, return_aux: object,
-                  unknown: Mapping[str, Any]) -> None:
-    """Raise :class:`InvalidInput` for arguments and outputs that there are not, and for numbers out of range."""
-    if unknown:
-        raise unknown_argument(call, unknown)
-    if softcap is not None or dropout_p != 0:  # an operator's schema would turn True into 1.0
-        checked_softcap(softcap)
-        check_dropout_p(dropout_p)
-    if return_aux != ():
-        check_return_aux(return_aux)
 
 
 def check_packed(packed: Mapping[str, Any], padded: Mapping[str, Any]) -> bool:

@@ -64,6 +64,18 @@ def check_return_aux(return_aux: object) -> None:
         raise InvalidInput(f"return_aux is {return_aux!r}; allowed is a tuple of names out of {AUX_OUTPUTS}.")
 
 
+def check_numbers(softcap: Any, dropout_p: Any, return_aux: object) -> None:
+    """Raise :class:`InvalidInput` for numbers out of range, and for outputs that there are not.
+
+    An operator's schema would take some of them: it turns True into 1.0.
+    """
+    if softcap is not None or dropout_p != 0:
+        checked_softcap(softcap)
+        check_dropout_p(dropout_p)
+    if return_aux != ():
+        check_return_aux(return_aux)
+
+
 def wants_lse(return_aux: Any) -> bool:
     """Return whether a decoding call asks for lse; raises :class:`InvalidInput` if for anything else."""
     named = tuple(return_aux) if isinstance(return_aux, Collection) else None
