@@ -13,7 +13,6 @@ from tilewise.backends.base import Gradients, Needs
 from tilewise.problem.decode import CacheOperands, DecodeOptions
 from tilewise.problem.options import (
     DIFFERENTIABLE,
-    NO_OPERANDS,
     PLAIN_FIELDS,
     RARE,
     RARE_PLACES,
@@ -127,4 +126,3 @@ def test_settings_of_scores_are_named_as_the_operators_options():
     kept = set(ScoreSettings._fields) - {"longest"}
     assert kept == set(OperatorOptions._fields[RARE_PLACES]) - {"prefix", "sink_tokens", "chunk"} - longest
     assert kept < set(ScoreOptions._fields)
-    assert Operands() == NO_OPERANDS

@@ -149,7 +149,7 @@ def test_a_problem_without_options_is_the_plain_one():
     assert str(NO_OPTIONS) == ""
 
 
-def test_options_hold_the_facts_of_their_operands():
+def test_options_hold_the_specs_of_their_operands():
     bias = torch.zeros(2, 1, 5, 6).transpose(2, 3)
     problem = _problem(Operands(bias=bias, sinks=torch.zeros(4)), ScoreSettings(2, 0.0, True))
     assert problem.scores == ScoreOptions(

@@ -33,6 +33,7 @@ from tilewise.kernels.compiling import pending
 from tilewise.problem.options import DIFFERENTIABLE, NO_OPERANDS, RARE, RARE_PLACES, Operands, OperatorOptions
 from tilewise.problem.problem import specs_of_inputs, specs_of_operands
 
+# flops is imported for what it registers.
 __all__ = ["AttentionFunction", "OutFunction", "flops", "gradients_of", "is_plain", "precompile_backward", "run"]
 
 Incoming = tuple[torch.Tensor | None, torch.Tensor | None]  # dout and dlse
