@@ -12,7 +12,7 @@ from tilewise.autograd.fast_path import attend, attend_with
 from tilewise.autograd.function import run
 from tilewise.backends.current import autocast_dtype
 from tilewise.dispatch import Explanation, explain_problem
-from tilewise.functions import NO_FUNCTIONS, CallFunctions, MaskFunction, ScoreFunction, call_functions
+from tilewise.functions import NO_FUNCTIONS, CallFunctions, ScoreFunction, call_functions
 from tilewise.length_checks import packed_lengths
 from tilewise.masks import Mask
 from tilewise.problem import AttentionProblem, are_aligned
@@ -185,7 +185,9 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visibl
     lengths = NO_LENGTHS
     if seqlens_q is not None or seqlens_k is not None:
         band, lengths = with_lengths(band, (None, None, seqlens_q, seqlens_k), _PADDED_NAMES)
-    functions = _functions(score_function, mask_function)
+    functions = NO_FUNCTIONS
+    if score_function is not None or mask_function is not None:
+        functions = call_functions(score_function, mask_function)
     operands = operands_of(bias, alibi_slopes, visible, sinks, seed_of(q, dropout_p, dropout_seed), lengths, lists,
                          functions)
     options = _options(scale, band, softcap, dropout_p, return_aux, functions, NO_LONGEST, deterministic, backend)
@@ -294,7 +296,9 @@ def attention_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_se
     batched = partial(as_batches, q, k, v)
     lengths = packed_lengths(q, k, (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k), (max_seqlen_q, max_seqlen_k))
     band, lengths = with_lengths(band, lengths, _PACKED_NAMES)
-    functions = _functions(score_function, mask_function)
+    functions = NO_FUNCTIONS
+    if score_function is not None or mask_function is not None:
+        functions = call_functions(score_function, mask_function)
     operands = operands_of(bias, alibi_slopes, visible, sinks, seed_of(q, dropout_p, dropout_seed), lengths, lists,
                          functions)
     options = _options(scale, band, softcap, dropout_p, return_aux, functions, longest, deterministic, backend)
@@ -346,7 +350,9 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visible 
     elif seqlens_q is not None or seqlens_k is not None:
         band, lengths = with_lengths(band, (None, None, seqlens_q, seqlens_k), _PADDED_NAMES)
     q, k, v = _autocast(q, k, v)
-    functions = _functions(score_function, mask_function)
+    functions = NO_FUNCTIONS
+    if score_function is not None or mask_function is not None:
+        functions = call_functions(score_function, mask_function)
     seed = seed_of(q, dropout_p, 0 if dropout_seed is None else dropout_seed)  # none is drawn, for a generator moves
     operands = operands_of(bias, alibi_slopes, visible, sinks, seed, lengths, lists, functions)
     options = _options(scale, band, softcap, dropout_p, return_aux, functions, longest, deterministic, backend)
@@ -355,10 +361,6 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visible 
     problem = replace(problem, aligned=torch._C._are_functorch_transforms_active() or are_aligned(q, k, v))
     why_not_twice = _double_backward().why_not_twice if double_backward else None
     return explain_problem(problem, backend or settings.default_backend(), why_not_twice)
-
-
-def _functions(score: ScoreFunction | None, mask: MaskFunction | None) -> CallFunctions:
-    return NO_FUNCTIONS if score is None and mask is None else call_functions(score, mask)
 
 
 def _options(scale: float | None, band: Mask, softcap: float | None, dropout_p: float, return_aux: tuple[str, ...],

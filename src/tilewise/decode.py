@@ -19,7 +19,7 @@ from tilewise.problem.decode import (
     specs_of_present,
 )
 from tilewise.validate.names import refuses_unknown, unknown_argument
-from tilewise.validate.tensors import check_optional_tensor, with_batch_dim
+from tilewise.validate.tensors import check_optional_tensors, with_batch_dim
 from tilewise.validate.values import (
     check_cache_seqlens,
     check_choices,
@@ -188,6 +188,5 @@ def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _check_tensors(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, operands: CacheOperands) -> None:
     """Refuse what is no tensor, which the operator would in words of its own, and what asks for a gradient."""
     named = list(zip(NAMES, (q, k_cache, v_cache, *operands), strict=True))
-    for name, tensor in named:
-        check_optional_tensor(name, tensor)
+    check_optional_tensors(named)
     refuse_gradient(named)

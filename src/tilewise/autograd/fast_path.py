@@ -53,8 +53,30 @@ class LaunchPlan(NamedTuple):
 
     def differentiate(self, saved: Sequence[torch.Tensor], dout: torch.Tensor, dlse: torch.Tensor | None,
                       needs: tuple[bool, bool]) -> tuple[torch.Tensor | None, ...] | None:
-        """Return dq, dk and dv of a plain call; None if its backward pass has to go to the operators."""
-        return None if _is_watched() else _differentiate(self, saved, dout, dlse, needs)
+        """Return dq, dk and dv of a plain call; None if its backward pass has to go to the operators.
+
+        Hooks may have handed back other tensors than were saved, so every spec that a launch counts on is looked up.
+        """
+        if _is_watched():
+            return None
+        q, k, v, out, lse = saved
+        options = self.options
+        name = options[-1] or settings.default_backend()
+        there = (q, k, v, out, lse, dout) if dlse is None else (q, k, v, out, lse, dout, dlse)
+        try:
+            addresses = tuple([tensor.data_ptr() for tensor in there])
+            key = (q.shape, options, name, needs, dlse is None)
+        except RuntimeError:  # as in attend
+            return None
+        if functools.reduce(operator.or_, addresses) & 15 or min(addresses) < _LOWEST_ADDRESS:
+            return None
+        bound: BoundBackward | None = _recalled(key, there)
+        if bound is None:
+            bound = _backward_for((*options[:-1], name), there, needs)
+            if bound is None:
+                return None
+            _remember(key, there, bound)
+        return bound((q, k, v, out, lse, dout, dlse), addresses)
 
 
 class FirstLaunchPlan(LaunchPlan):
@@ -259,32 +281,6 @@ def _keep(plans: dict[Key, _Kept], key: Key, plan: _Kept) -> _Kept:
         plans.clear()
     plans[key] = plan
     return plan
-
-
-def _differentiate(plan: LaunchPlan, saved: Sequence[torch.Tensor], dout: torch.Tensor, dlse: torch.Tensor | None,
-                   needs: tuple[bool, bool]) -> tuple[torch.Tensor | None, ...] | None:
-    """Return dq, dk and dv; None if the backward pass has to go to the operators.
-
-    Hooks may have handed back other tensors than were saved, so every spec that a launch counts on is looked up.
-    """
-    q, k, v, out, lse = saved
-    options = plan.options
-    name = options[-1] or settings.default_backend()
-    there = (q, k, v, out, lse, dout) if dlse is None else (q, k, v, out, lse, dout, dlse)
-    try:
-        addresses = tuple([tensor.data_ptr() for tensor in there])
-        key = (q.shape, options, name, needs, dlse is None)
-    except RuntimeError:  # as in attend
-        return None
-    if functools.reduce(operator.or_, addresses) & 15 or min(addresses) < _LOWEST_ADDRESS:
-        return None
-    bound: BoundBackward | None = _recalled(key, there)
-    if bound is None:
-        bound = _backward_for((*options[:-1], name), there, needs)
-        if bound is None:
-            return None
-        _remember(key, there, bound)
-    return bound((q, k, v, out, lse, dout, dlse), addresses)
 
 
 def _backward_for(options: tuple[Any, ...], there: tuple[torch.Tensor, ...],

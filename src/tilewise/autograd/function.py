@@ -36,6 +36,7 @@ from tilewise.problem.problem import specs_of_inputs, specs_of_operands
 # flops is imported for what it registers.
 __all__ = ["AttentionFunction", "OutFunction", "flops", "gradients_of", "is_plain", "precompile_backward", "run"]
 
+_is_grad_enabled = torch.is_grad_enabled  # bound once, for what every step asks
 Incoming = tuple[torch.Tensor | None, torch.Tensor | None]  # dout and dlse
 
 
@@ -97,25 +98,6 @@ def gradients_of(wanted: Sequence[bool], saved: Sequence[torch.Tensor], incoming
     return tuple(gradients)
 
 
-def _launch_and_keep(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-                     rest: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
-    """Do the same by a launch plan. ``rest``: the operands, if any, the plan, and the addresses of q, k and v."""
-    *given, plan, addresses = rest
-    operands = Operands(*given) if given else NO_OPERANDS
-    results: tuple[torch.Tensor, ...] = plan.forward(lambda: (q, k, v), addresses, operands)
-    ctx.set_materialize_grads(False)
-    ctx.plan, ctx.options = plan, plan.options
-    if not given:
-        ctx.save_for_backward(q, k, v, *results)
-        ctx.first_of_mask = None
-        return results
-    ctx.save_for_backward(q, k, v, *results[:2], *operands.alone)
-    ctx.first_of_mask = 0  # functions with tensors have no plan
-    if len(results) > 2:  # as above
-        ctx.mark_non_differentiable(results[2])
-    return results
-
-
 class AttentionFunction(torch.autograd.Function):
     """Attention with a gradient for q, k, v, bias, slopes and sinks, through out and lse (maths.md, section 6).
 
@@ -129,9 +111,22 @@ class AttentionFunction(torch.autograd.Function):
         ``rest``: what the forward op takes behind q, k and v, or the plain one; or the operands, if any, a LaunchPlan
         and the addresses, which are the only tuple that may come last.
         """
-        if isinstance(rest[-1], tuple):
-            return _launch_and_keep(ctx, q, k, v, rest)
-        return _forward_and_keep(ctx, q, k, v, rest)
+        if not isinstance(rest[-1], tuple):
+            return _forward_and_keep(ctx, q, k, v, rest)
+        *given, plan, addresses = rest
+        operands = Operands(*given) if given else NO_OPERANDS
+        results: tuple[torch.Tensor, ...] = plan.forward(lambda: (q, k, v), addresses, operands)
+        ctx.set_materialize_grads(False)
+        ctx.plan = plan
+        if not given:
+            ctx.first_of_mask = None
+            ctx.save_for_backward(q, k, v, *results)
+            return results
+        ctx.first_of_mask = 0  # functions with tensors have no plan
+        ctx.save_for_backward(q, k, v, *results[:2], *operands.alone)
+        if len(results) > 2:  # a report, not a function to be differentiated
+            ctx.mark_non_differentiable(results[2])
+        return results
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None,
@@ -142,12 +137,13 @@ class AttentionFunction(torch.autograd.Function):
             return (None,) * len(wanted)
         saved, plan = ctx.saved_tensors, ctx.plan
         # Gradients are enabled here under create_graph=True alone.
-        if plan is not None and ctx.first_of_mask is None and dout is not None and not torch.is_grad_enabled():
+        if plan is not None and ctx.first_of_mask is None and dout is not None and not _is_grad_enabled():
             made = plan.differentiate(saved, dout, dlse, (wanted[0], wanted[1] or wanted[2]))
             if made is not None:
                 dq, dk, dv = made
                 return (dq if wanted[0] else None, dk if wanted[1] else None, dv if wanted[2] else None, None, None)
-        return gradients_of(wanted, saved, (dout, dlse), ctx.options, ctx.first_of_mask)
+        options = ctx.options if plan is None else plan.options
+        return gradients_of(wanted, saved, (dout, dlse), options, ctx.first_of_mask)
 
 
 class OutFunction(torch.autograd.Function):

@@ -11,7 +11,7 @@ from tilewise.functions import CallFunctions, MaskFunction
 from tilewise.masks import Mask, TensorMask
 from tilewise.problem.options import NO_OPERANDS, Operands
 from tilewise.validate.tensors import (
-    check_lengths_tensor,
+    check_lengths_are_tensors,
     check_packed_rows,
     check_sinks,
     with_batch_dim,
@@ -63,8 +63,7 @@ def longest_of(*longest: int | torch.Tensor | None, needed: bool) -> Longest:
 
 def with_lengths(band: Mask, lengths: Lengths, names: tuple[str | None, ...]) -> tuple[Mask, Lengths]:
     """Make the lengths dense, and name an alignment where those of queries and keys are one tensor, hence equal."""
-    for name, tensor in zip(names, lengths, strict=True):
-        check_lengths_tensor(name, tensor)
+    check_lengths_are_tensors(names, lengths)
     compiling = torch.compiler.is_compiling()
     if band.alignment is None and lengths[0] is lengths[1] and lengths[2] is lengths[3]:
         band = replace(band, alignment="top_left") if compiling else _aligned(band)  # dynamo warns of a cache

@@ -1,5 +1,6 @@
 """Checks of one tensor, by itself or against the shape that it broadcasts to; and what is read of a tensor."""
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -132,10 +133,11 @@ def check_packed_rows(q: Any, k: Any, v: Any) -> None:
             raise InvalidInput(f"{name} has {got}; allowed is a tensor of 3 dims (total, h, d).")
 
 
-def check_lengths_tensor(name: str | None, tensor: Any) -> None:
+def check_lengths_are_tensors(names: Iterable[str | None], lengths: Iterable[Any]) -> None:
     """Raise :class:`InvalidInput` for lengths that are no tensor, or that have to be there and are not."""
-    if not isinstance(tensor, torch.Tensor) and (tensor is not None or (name is not None and name[:2] == "cu")):
-        raise InvalidInput(f"{name} is a {type(tensor).__name__}; allowed is a tensor of integers on q's device.")
+    for name, tensor in zip(names, lengths, strict=True):
+        if not isinstance(tensor, torch.Tensor) and (tensor is not None or (name is not None and name[:2] == "cu")):
+            raise InvalidInput(f"{name} is a {type(tensor).__name__}; allowed is a tensor of integers on q's device.")
 
 
 def check_sinks(sinks: Any) -> None:
@@ -144,10 +146,11 @@ def check_sinks(sinks: Any) -> None:
         raise InvalidInput(f"sinks is a {type(sinks).__name__}; allowed is a tensor of shape (hq,), or None.")
 
 
-def check_optional_tensor(name: str, tensor: Any) -> None:
+def check_optional_tensors(named: Iterable[tuple[str, Any]]) -> None:
     """Raise :class:`InvalidInput` for what is neither a tensor nor None."""
-    if tensor is not None and not isinstance(tensor, torch.Tensor):
-        raise InvalidInput(f"{name} is a {type(tensor).__name__}; allowed is a torch.Tensor, or None.")
+    for name, tensor in named:
+        if tensor is not None and not isinstance(tensor, torch.Tensor):
+            raise InvalidInput(f"{name} is a {type(tensor).__name__}; allowed is a torch.Tensor, or None.")
 
 
 def checked_ids(name: str, ids: object) -> torch.Tensor:
