@@ -18,7 +18,7 @@ from tilewise.kernels.gluon import (
 from tilewise.kernels.gluon import hopper_forward as forward
 from tilewise.kernels.gluon import hopper_forward_load as loading
 from tilewise.problem import AttentionProblem
-from tilewise.scores import OperandFacts, Operands, ScoreOptions
+from tilewise.problem.options import Operands, OperandSpec, ScoreOptions
 from tilewise.testing import oracle
 
 MODULES = (forward, loading, split_kv, lengths, pipeline, products, epilogue, softmax, tiles)
@@ -77,7 +77,7 @@ def call_of(mask, sizes, heads, dims, b=1, sinks=False, dtype=torch.float16):
     torch.manual_seed(0)
     (sq, sk), (hq, hk), (d, dv) = sizes, heads, dims
     q, k, v = (torch.randn(b, *shape).to(dtype) for shape in ((hq, sq, d), (hk, sk, d), (hk, sk, dv)))
-    facts = OperandFacts((hq,), (1,), torch.float32) if sinks else None
+    facts = OperandSpec((hq,), (1,), torch.float32) if sinks else None
     problem = AttentionProblem(
         b=b, hq=hq, hk=hk, sq=sq, sk=sk, d=d, dv=dv, dtype=dtype, device=torch.device("cuda", 0), scale=0.125,
         mask=mask, scores=ScoreOptions(sinks=facts), q_strides=q.stride(), k_strides=k.stride(), v_strides=v.stride())

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tilewise.problem import AttentionProblem
-from tilewise.scores import OperandFacts, ScoreOptions
+from tilewise.problem.options import OperandSpec, ScoreOptions
 
 parts_of = pytest.importorskip("tilewise.kernels.triton.parts", reason="Triton is not installed")
 
@@ -18,7 +18,7 @@ def test_lines_are_combined_and_others_left_and_what_was_not_written_is_not_look
     b, h, s, width = 2, 3, 37, {40: 64}.get(dv, dv)
     q = torch.zeros(b, s, h, dv, dtype=torch.float16, device=device).transpose(1, 2)
     logits = torch.randn(2 * h, device=device)[::2] if sinks == "apart" else torch.randn(h, device=device)
-    facts = None if sinks == "none" else OperandFacts((h,), logits.stride(), torch.float32)
+    facts = None if sinks == "none" else OperandSpec((h,), logits.stride(), torch.float32)
     problem = AttentionProblem(b=b, hq=h, hk=h, sq=s, sk=s, d=dv, dv=dv, dtype=q.dtype, device=q.device, scale=1.0,
                                scores=ScoreOptions(sinks=facts), q_strides=q.stride())
     lines = range(first, b * h * s)
