@@ -1,7 +1,6 @@
 """Data flows in one direction: the contract of pyproject.toml holds, and would notice if it did not."""
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -31,11 +30,3 @@ def test_an_upward_import_breaks_the_contract(tmp_path):
     done = lint_imports(tmp_path)
     assert done.returncode == 1
     assert "tilewise.masks -> tilewise.dispatch" in done.stdout
-
-
-def test_old_homes_are_open_to_kernels_alone():
-    """tilewise.scores and tilewise.decode_problem hand on what the kernels import until these name tilewise.problem."""
-    found = {path.relative_to(ROOT).as_posix() for folder in ("src", "tests") for path in (ROOT / folder).rglob("*.py")
-             if re.search(r"^\s*from tilewise\.(scores|decode_problem) import", path.read_text("utf-8"), re.MULTILINE)}
-    kernels = tuple(f"src/tilewise/kernels/{family}/" for family in ("cuda", "gluon", "triton"))
-    assert [name for name in sorted(found) if not name.startswith(kernels)] == []
