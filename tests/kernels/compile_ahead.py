@@ -36,7 +36,7 @@ from tilewise.kernels.triton.blanks import blank_gradients_launch, blank_out_lau
 from tilewise.kernels.triton.dbias import dbias_launch
 from tilewise.kernels.triton.forward import forward_launch
 from tilewise.kernels.triton.launch import modifiers_of
-from tilewise.kernels.triton.parts import combine_parts_launch
+from tilewise.kernels.triton.combine import combine_splits_launch
 from tilewise.masks import Mask
 from tilewise.problem import AttentionProblem, dense_strides
 from tilewise.problem.options import FunctionSpec, Operands, OperandSpec, ScoreOptions
@@ -136,9 +136,9 @@ def launch_of(kernel, problem, config, modifiers):
     q, k, v, out, rows = tensors_of(problem)
     if kernel == "forward":
         return forward_launch(problem, config, "ieee"), (q, k, v, out, rows, None, modifiers)
-    if kernel == "combine_parts":
+    if kernel == "combine_splits":
         shape = problem.hq * problem.sq, 4, problem.dv + 8
-        return combine_parts_launch(problem, range(problem.hq * problem.sq), shape, overlapped=True), (
+        return combine_splits_launch(problem, range(problem.hq * problem.sq), shape, overlapped=True), (
             torch.empty(8), out, rows, modifiers.sinks.ptr, None)
     if kernel == "lengths":
         steps = () if problem.sequences.packed is None else ((1, 512, 1024, 8), (2048, 1024))

@@ -288,7 +288,7 @@ def test_parts_of_tiles_that_are_cut_are_combined_and_sinks_enter_there(monkeypa
     monkeypatch.setattr(gluon, "is_current", lambda asked: True)
     monkeypatch.setattr(gluon, "layout_of", lambda *facts: Layout(1.0, 4, Cut(7, 5, 2)))
     monkeypatch.setattr(gluon, "HopperForward", lambda *facts: calls.append(facts[2:]) or Launches())
-    monkeypatch.setattr("tilewise.kernels.triton.parts.combine_parts_launch", combining)
+    monkeypatch.setattr("tilewise.kernels.triton.combine.combine_splits_launch", combining)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda asked: SimpleNamespace(multi_processor_count=132))
     monkeypatch.setattr(gluon, "_plan", gluon._plan.__wrapped__)
     out, lse, _ = gluon.backend.forward(AttentionProblem.from_tensors(q, q, q), q, q, q, Operands(sinks=sinks))

@@ -147,11 +147,11 @@ def _plan(problem: AttentionProblem) -> _Plan:
     _, pack, cut = layout_of(problem, config, multiprocessors)
     launch, combine = HopperForward(problem, config, multiprocessors, pack, cut), None
     if cut is not None:
-        from tilewise.kernels.triton.parts import combine_parts_launch
+        from tilewise.kernels.triton.combine import combine_splits_launch
 
         shape = launch.parts_shape
         combine = ((shape, (shape[1] * shape[2], shape[2], 1), torch.float32),
-                   combine_parts_launch(problem, launch.lines, shape, overlapped=True))
+                   combine_splits_launch(problem, launch.lines, shape, overlapped=True))
     return _Plan(allocator(problem.device), *forms_of_results(problem), launch, combine)
 
 
