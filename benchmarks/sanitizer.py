@@ -45,9 +45,9 @@ _BOTTOM, _WINDOW = causal("bottom_right"), window(40, 10, "top_left")
 # Reports that are no faults: the tool, what both accesses are in, and why.
 _ARRIVAL = ("a group of threads meets, and one of them arrives at an mbarrier for all: racecheck orders the arriving "
             "thread alone (docs/hopper.md, What tools for races say)")
-# A tile's numbers, P of the wide backward kernel, and verdicts on tiles of the forward kernel.
-_HANDED = ({"hand_out", "read_tile"}, {"sum_dv", "sum_dk"}, {"sum_dv", "hold"}, {"judge", "verdict_on"},
-           {"judge", "take_back"})
+# A tile's numbers, P of the wide backward kernel, and overflow flags of the forward kernel.
+_HANDED = ({"publish_tile", "read_tile"}, {"sum_dv", "sum_dk"}, {"sum_dv", "hold"}, {"publish_overflow", "overflow_of"},
+           {"publish_overflow", "retake_tile"})
 KNOWN = {("racecheck", frozenset(pair)): _ARRIVAL for pair in _HANDED}
 _WARPS = "Triton hands what its other warps need through shared memory, and starts them by one arrival"
 KNOWN |= {("racecheck", frozenset({name})): _WARPS for name in (

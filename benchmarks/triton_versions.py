@@ -113,16 +113,13 @@ class Bound:
 
     def __init__(self, cell: Cell, kernels: dict[tuple[str, str], list[tuple[Image, int]]],
                  tensors: tuple[torch.Tensor, ...]) -> None:
-        from tilewise.autograd.short_way import forget_choices
-        from tilewise.backends import gluon, triton
         from tilewise.backends.base import BindingBackend, Needs, Saved
+        from tilewise.caches import clear_caches
         from tilewise.dispatch import choose
-        from tilewise.scores import NO_OPERANDS
+        from tilewise.problem.options import NO_OPERANDS
 
         q, k, v, dout = tensors
-        forget_choices()
-        for plans in (gluon._plan, gluon._backward_plan, triton._forward_plan, triton._backward_plan):
-            plans.cache_clear()
+        clear_caches()
         problem = cell.problem(q.device)
         addresses = q.data_ptr(), k.data_ptr(), v.data_ptr()
         backend = choose(problem)

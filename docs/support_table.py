@@ -12,13 +12,13 @@ from pathlib import Path
 
 import torch
 
-from tilewise.autograd.second_order import why_not_twice
+from tilewise.autograd.double_backward import why_not_twice
 from tilewise.backends import cudnn, hopper
 from tilewise.dispatch import BACKENDS, get_backend
 from tilewise.masks import Mask, causal, chunk, prefix, sink_tokens, window
 from tilewise.problem import AttentionProblem, dense_strides
-from tilewise.scores import FunctionCode, FunctionFacts, OperandFacts, ScoreOptions
-from tilewise.sequences import Sequences
+from tilewise.problem.options import FunctionCode, FunctionSpec, OperandSpec, ScoreOptions
+from tilewise.problem.sequences import Sequences
 from tilewise.tuning.device import DeviceSpec
 
 PAGE = Path(__file__).with_name("backends.md")
@@ -71,9 +71,9 @@ def rows(device: str) -> dict[str, AttentionProblem]:
     }
 
 
-def operand(dtype: torch.dtype, *shape: int) -> OperandFacts:
+def operand(dtype: torch.dtype, *shape: int) -> OperandSpec:
     """Describe a dense operand."""
-    return OperandFacts(shape, torch.empty(shape, device="meta").stride(), dtype)
+    return OperandSpec(shape, torch.empty(shape, device="meta").stride(), dtype)
 
 
 def with_lengths(problem: AttentionProblem) -> dict[str, AttentionProblem]:
@@ -95,8 +95,8 @@ def options_of(problem: AttentionProblem) -> dict[str, ScoreOptions]:
         "softcap": {"softcap": 30.0},
         "sinks": {"sinks": operand(torch.float32, heads)},
         "dropout": {"dropout_p": 0.125},
-        "score function": {"score_function": FunctionFacts(FunctionCode("score", _nothing, _nothing, None, 0), ())},
-        "mask function": {"mask_function": FunctionFacts(FunctionCode("mask", _nothing, _nothing, None, 0), ())},
+        "score function": {"score_function": FunctionSpec(FunctionCode("score", _nothing, _nothing, None, 0), ())},
+        "mask function": {"mask_function": FunctionSpec(FunctionCode("mask", _nothing, _nothing, None, 0), ())},
         "max_logit": {"max_logit": True},
     }
     together = {name: value for options in alone.values() for name, value in options.items()}

@@ -1,36 +1,38 @@
-"""The public calls: names, defaults, docstrings. Checks live in problem.py, choices in dispatch.py."""
+"""The public calls: names, defaults, docstrings. Checks live in validate/, choices in dispatch.py."""
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
-from numbers import Integral
+from functools import partial
 from typing import Any, Literal, NamedTuple, Never, cast, overload
 
 import torch
 
 from tilewise import settings
-from tilewise.arguments import check_choices, check_inputs, check_options, check_packed, check_switch, refuses_unknown
-from tilewise.autograd.attention_op import Options, run
-from tilewise.autograd.short_way import attend, attend_with
+from tilewise.autograd.fast_path import attend, attend_with
+from tilewise.autograd.function import run
 from tilewise.backends.current import autocast_dtype
 from tilewise.dispatch import Explanation, explain_problem
-from tilewise.errors import InvalidInput
-from tilewise.functions import NO_FUNCTIONS, CallFunctions, MaskFunction, ScoreFunction, call_functions
+from tilewise.functions import NO_FUNCTIONS, CallFunctions, ScoreFunction, call_functions
 from tilewise.length_checks import packed_lengths
-from tilewise.masks import Mask, TensorMask
+from tilewise.masks import Mask
 from tilewise.problem import AttentionProblem, are_aligned
-from tilewise.scores import NO_OPERANDS, Operands, ScoreSettings, with_batch_dim, with_four_dims
+from tilewise.problem.operands import (
+    NO_LENGTHS,
+    NO_LONGEST,
+    Longest,
+    as_batches,
+    longest_of,
+    operands_of,
+    parted,
+    seed_of,
+    with_lengths,
+)
+from tilewise.problem.options import Operands, OperatorOptions, Visible
+from tilewise.validate.names import check_packed, refuses_unknown, unknown_argument
+from tilewise.validate.tensors import check_inputs
+from tilewise.validate.values import check_choices, check_numbers, check_switch
 
 _LSE = ("lse",)
-_NO_MASK = Mask()
-Visible = Mask | TensorMask | torch.Tensor | MaskFunction
-# cu_seqlens_q, cu_seqlens_k, seqlens_q, seqlens_k.
-Lengths = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
-_NO_LENGTHS: Lengths = (None, None, None, None)
-# documents_q, documents_k, tiles_q, tiles_k.
-_NO_LISTS: tuple[torch.Tensor | None, ...] = (None, None, None, None)
-Longest = tuple[int | None, int | None]  # max_seqlen_q, max_seqlen_k
-_NO_LONGEST: Longest = (None, None)
 _PADDED_NAMES = (None, None, "seqlens_q", "seqlens_k")
 _PACKED_NAMES = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
 
@@ -175,16 +177,20 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visibl
         results = attend(q, k, v, mask, (scale, deterministic, backend))
         if results is not None:
             return AttentionOutput(*results) if return_aux else results[0]
-    check_options("attention", softcap, dropout_p, return_aux, unknown)
-    band, visible, lists, mask_function = _parted(mask)
+    if unknown:
+        raise unknown_argument("attention", unknown)
+    check_numbers(softcap, dropout_p, return_aux)
+    band, visible, lists, mask_function = parted(mask)
     q, k, v = _autocast(q, k, v)
-    lengths = _NO_LENGTHS
+    lengths = NO_LENGTHS
     if seqlens_q is not None or seqlens_k is not None:
-        band, lengths = _with_lengths(band, (None, None, seqlens_q, seqlens_k), _PADDED_NAMES)
-    functions = _functions(score_function, mask_function)
-    operands = _operands(bias, alibi_slopes, visible, sinks, _seed(q, dropout_p, dropout_seed), lengths, lists,
+        band, lengths = with_lengths(band, (None, None, seqlens_q, seqlens_k), _PADDED_NAMES)
+    functions = NO_FUNCTIONS
+    if score_function is not None or mask_function is not None:
+        functions = call_functions(score_function, mask_function)
+    operands = operands_of(bias, alibi_slopes, visible, sinks, seed_of(q, dropout_p, dropout_seed), lengths, lists,
                          functions)
-    options = _options(scale, band, softcap, dropout_p, return_aux, functions, _NO_LONGEST, deterministic, backend)
+    options = _options(scale, band, softcap, dropout_p, return_aux, functions, NO_LONGEST, deterministic, backend)
     results = _attend(q, k, v, operands, options, double_backward, bool(return_aux))
     return _named(results, return_aux) if return_aux else results[0]
 
@@ -280,16 +286,20 @@ def attention_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_se
     >>> tw.attention_varlen(q, k, v, cu_seqlens_q=lengths, mask=tw.causal()).shape
     torch.Size([9, 4, 32])
     """
-    check_options("attention_varlen", softcap, dropout_p, return_aux, unknown)
-    band, visible, lists, mask_function = _parted(mask)
-    longest = _NO_LONGEST
+    if unknown:
+        raise unknown_argument("attention_varlen", unknown)
+    check_numbers(softcap, dropout_p, return_aux)
+    band, visible, lists, mask_function = parted(mask)
+    longest = NO_LONGEST
     if max_seqlen_q is not None or max_seqlen_k is not None:
-        longest = _longest(max_seqlen_q, max_seqlen_k, needed=bias is not None or visible is not None)
-    batched = partial(_as_batches, q, k, v)
+        longest = longest_of(max_seqlen_q, max_seqlen_k, needed=bias is not None or visible is not None)
+    batched = partial(as_batches, q, k, v)
     lengths = packed_lengths(q, k, (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k), (max_seqlen_q, max_seqlen_k))
-    band, lengths = _with_lengths(band, lengths, _PACKED_NAMES)
-    functions = _functions(score_function, mask_function)
-    operands = _operands(bias, alibi_slopes, visible, sinks, _seed(q, dropout_p, dropout_seed), lengths, lists,
+    band, lengths = with_lengths(band, lengths, _PACKED_NAMES)
+    functions = NO_FUNCTIONS
+    if score_function is not None or mask_function is not None:
+        functions = call_functions(score_function, mask_function)
+    operands = operands_of(bias, alibi_slopes, visible, sinks, seed_of(q, dropout_p, dropout_seed), lengths, lists,
                          functions)
     options = _options(scale, band, softcap, dropout_p, return_aux, functions, longest, deterministic, backend)
     results = attend_with(q, k, v, operands, options, batched) if double_backward is False else None
@@ -323,158 +333,66 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visible 
     >>> tw.explain(q, q, q, mask=tw.window(3, 3)).forward
     'reference'
     """
-    check_options("explain", softcap, dropout_p, return_aux, unknown)
+    if unknown:
+        raise unknown_argument("explain", unknown)
+    check_numbers(softcap, dropout_p, return_aux)
     check_choices(scale, deterministic, backend)
     check_switch("double_backward", double_backward)
-    band, visible, lists, mask_function = _parted(mask)
+    band, visible, lists, mask_function = parted(mask)
     packed = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_q": seqused_q,
               "seqused_k": seqused_k, "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
-    lengths, longest = _NO_LENGTHS, _NO_LONGEST
+    lengths, longest = NO_LENGTHS, NO_LONGEST
     if check_packed(packed, {"seqlens_q": seqlens_q, "seqlens_k": seqlens_k}):
-        longest = _longest(max_seqlen_q, max_seqlen_k, needed=bias is not None or visible is not None)
+        longest = longest_of(max_seqlen_q, max_seqlen_k, needed=bias is not None or visible is not None)
         lengths = packed_lengths(q, k, (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k), (max_seqlen_q, max_seqlen_k))
-        q, k, v = _as_batches(q, k, v)
-        band, lengths = _with_lengths(band, lengths, _PACKED_NAMES)
+        q, k, v = as_batches(q, k, v)
+        band, lengths = with_lengths(band, lengths, _PACKED_NAMES)
     elif seqlens_q is not None or seqlens_k is not None:
-        band, lengths = _with_lengths(band, (None, None, seqlens_q, seqlens_k), _PADDED_NAMES)
+        band, lengths = with_lengths(band, (None, None, seqlens_q, seqlens_k), _PADDED_NAMES)
     q, k, v = _autocast(q, k, v)
-    functions = _functions(score_function, mask_function)
-    seed = _seed(q, dropout_p, 0 if dropout_seed is None else dropout_seed)  # none is drawn: a generator would move on
-    operands = _operands(bias, alibi_slopes, visible, sinks, seed, lengths, lists, functions)
-    if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
-    problem = AttentionProblem.from_tensors(
-        q, k, v, operands, mask=band, scale=scale, deterministic=deterministic,
-        settings=ScoreSettings(softcap, dropout_p, "max_logit" in return_aux, longest,
-                               score_function=None if score_function is None else score_function.code,
-                               mask_function=None if mask_function is None else mask_function.code))
+    functions = NO_FUNCTIONS
+    if score_function is not None or mask_function is not None:
+        functions = call_functions(score_function, mask_function)
+    seed = seed_of(q, dropout_p, 0 if dropout_seed is None else dropout_seed)  # none is drawn, for a generator moves
+    operands = operands_of(bias, alibi_slopes, visible, sinks, seed, lengths, lists, functions)
+    options = _options(scale, band, softcap, dropout_p, return_aux, functions, longest, deterministic, backend)
+    problem = AttentionProblem.from_call(q, k, v, operands, options)
     # Inside a transform of torch.func tensors have no address.
     problem = replace(problem, aligned=torch._C._are_functorch_transforms_active() or are_aligned(q, k, v))
-    why_not_twice = _second_order().why_not_twice if double_backward else None
+    why_not_twice = _double_backward().why_not_twice if double_backward else None
     return explain_problem(problem, backend or settings.default_backend(), why_not_twice)
-
-
-def _functions(score: ScoreFunction | None, mask: MaskFunction | None) -> CallFunctions:
-    return NO_FUNCTIONS if score is None and mask is None else call_functions(score, mask)
 
 
 def _options(scale: float | None, band: Mask, softcap: float | None, dropout_p: float, return_aux: tuple[str, ...],
              functions: CallFunctions, longest: Longest, deterministic: bool | None,
-             backend: str | None) -> Options:
+             backend: str | None) -> OperatorOptions:
     """Flatten what is not a tensor into an operator's arguments."""
     check_choices(scale, deterministic, backend)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    return Options(scale, band.left, band.right, band.alignment, band.prefix, band.sink_tokens, band.chunk, softcap,
-                   dropout_p, "max_logit" in return_aux, functions.score, functions.mask, *longest, deterministic,
-                   backend)
+    return OperatorOptions(scale, band.left, band.right, band.alignment, band.prefix, band.sink_tokens, band.chunk,
+                           softcap, dropout_p, "max_logit" in return_aux, functions.score, functions.mask, *longest,
+                           deterministic, backend)
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Operands, options: Options,
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Operands, options: OperatorOptions,
             double_backward: bool, with_lse: bool) -> Sequence[torch.Tensor]:
     check_switch("double_backward", double_backward)
     if double_backward:
-        return cast(Sequence[torch.Tensor], _second_order().run_twice_differentiable(q, k, v, operands, options))
+        return cast(Sequence[torch.Tensor], _double_backward().run_twice_differentiable(q, k, v, operands, options))
     results = attend_with(q, k, v, operands, options)
     return run(q, k, v, operands, options, with_lse) if results is None else results
 
 
-def _second_order() -> Any:
+def _double_backward() -> Any:
     # Loads torch's compiler, in order to be left alone by it: 0.8 s, not to be paid by an import of tilewise.
-    from tilewise.autograd import second_order
+    from tilewise.autograd import double_backward
 
-    return second_order
+    return double_backward
 
 
 def _named(results: Sequence[torch.Tensor], return_aux: tuple[str, ...]) -> AttentionOutput | AttentionOutputWithMax:
     return AttentionOutputWithMax(*results) if "max_logit" in return_aux else AttentionOutput(*results)
-
-
-def _parted(mask: object) -> tuple[Mask, torch.Tensor | None, tuple[torch.Tensor | None, ...], MaskFunction | None]:
-    """Part a mask into its band, its tensor and, as operands, its documents and tiles; and its function."""
-    if mask is None:
-        return _NO_MASK, None, _NO_LISTS, None
-    if isinstance(mask, Mask):
-        return mask, None, _NO_LISTS, None
-    if isinstance(mask, TensorMask):
-        lists = (*(mask.documents or _NO_LISTS[:2]), *(mask.tiles or _NO_LISTS[2:]))
-        return mask.band, mask.tensor, lists, mask.function
-    if isinstance(mask, torch.Tensor):
-        return _NO_MASK, mask, _NO_LISTS, None
-    if isinstance(mask, MaskFunction):
-        return _NO_MASK, None, _NO_LISTS, mask
-    raise InvalidInput(f"mask is a {type(mask).__name__}; allowed is None, causal(), window(left, right), a boolean "
-                       "tensor, a MaskFunction, or these joined by '&'.")
-
-
-def _as_batches(q: torch.Tensor, k: torch.Tensor,
-                v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """View packed rows (total, h, d) as one batch entry (1, h, total, d)."""
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(tensor, torch.Tensor) or tensor.dim() != 3:
-            shape = f"shape {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else None
-            got = shape or f"type {type(tensor).__name__}"
-            raise InvalidInput(f"{name} has {got}; allowed is a tensor of 3 dims (total, h, d).")
-    return q.transpose(0, 1).unsqueeze(0), k.transpose(0, 1).unsqueeze(0), v.transpose(0, 1).unsqueeze(0)
-
-
-def _longest(*longest: int | torch.Tensor | None, needed: bool) -> Longest:
-    """Check the sizes of the longest sequences; they are part of a call only where an operand needs them."""
-    for side, size in zip("qk", longest, strict=True):
-        is_count = isinstance(size, (Integral, torch.SymInt)) and not isinstance(size, bool) and size >= 0
-        if not (size is None or is_count or (isinstance(size, torch.Tensor) and size.numel() == 1)):
-            raise InvalidInput(f"max_seqlen_{side} is {size!r}; allowed is an integer >= 0, a tensor of one element, "
-                               "or None.")
-    kept = [None if size is None or not needed or isinstance(size, torch.Tensor)
-            else size if isinstance(size, (int, torch.SymInt)) else int(size) for size in longest]
-    return kept[0], kept[1]
-
-
-def _with_lengths(band: Mask, lengths: Lengths, names: tuple[str | None, ...]) -> tuple[Mask, Lengths]:
-    """Make the lengths dense, and name an alignment where those of queries and keys are one tensor, hence equal."""
-    for name, tensor in zip(names, lengths, strict=True):
-        if not isinstance(tensor, torch.Tensor) and (tensor is not None or (name is not None and name[:2] == "cu")):
-            raise InvalidInput(f"{name} is a {type(tensor).__name__}; allowed is a tensor of integers on q's device.")
-    compiling = torch.compiler.is_compiling()
-    if band.alignment is None and lengths[0] is lengths[1] and lengths[2] is lengths[3]:
-        band = replace(band, alignment="top_left") if compiling else _aligned(band)  # dynamo warns of a cache
-    dense = [None if tensor is None else tensor.contiguous() for tensor in lengths]
-    if compiling:  # dynamo traces no autograd Function that is handed one tensor twice
-        dense = [None if tensor is None else tensor.view_as(tensor) for tensor in dense]
-    return band, cast(Lengths, tuple(dense))
-
-
-@lru_cache(maxsize=1024)
-def _aligned(band: Mask) -> Mask:
-    return replace(band, alignment="top_left")
-
-
-def _operands(bias: torch.Tensor | None, alibi_slopes: torch.Tensor | None, mask: torch.Tensor | None,
-              sinks: torch.Tensor | None, seed: torch.Tensor | None, lengths: Lengths,
-              lists: tuple[torch.Tensor | None, ...], functions: CallFunctions) -> Operands:
-    if (bias is None and alibi_slopes is None and mask is None and sinks is None and seed is None and lists is _NO_LISTS
-            and lengths is _NO_LENGTHS and not functions.score_tensors and not functions.mask_tensors):
-        return NO_OPERANDS
-    if sinks is not None and not isinstance(sinks, torch.Tensor):
-        raise InvalidInput(f"sinks is a {type(sinks).__name__}; allowed is a tensor of shape (hq,), or None.")
-    alone = (None if bias is None else with_four_dims("bias", bias),
-             None if alibi_slopes is None else with_batch_dim(alibi_slopes),
-             None if mask is None else with_four_dims("mask", mask), sinks, seed, *lengths, *lists)
-    return Operands._make((*alone, functions.score_tensors, functions.mask_tensors))
-
-
-def _seed(q: torch.Tensor, dropout_p: float, seed: int | torch.Tensor | None) -> torch.Tensor | None:
-    """Return the seed as a tensor on the device, where a CUDA graph can draw a new one at every replay."""
-    if dropout_p == 0.0 or not isinstance(q, torch.Tensor):
-        return None
-    if seed is None:
-        return torch.randint(2**62, (1,), dtype=torch.int64, device=q.device)
-    if isinstance(seed, Integral) and not isinstance(seed, bool) and -2**63 <= int(seed) < 2**63:
-        return torch.full((1,), int(seed), dtype=torch.int64, device=q.device)
-    if isinstance(seed, torch.Tensor):
-        return seed
-    raise InvalidInput(f"dropout_seed is {seed!r}; allowed is an integer of 64 bits, an int64 tensor of "
-                       "shape (1,), or None.")
 
 
 def _autocast(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

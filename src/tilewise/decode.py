@@ -1,30 +1,34 @@
 """Decoding: attention of a few new queries to the keys and values that a cache holds."""
 
-from collections.abc import Collection
-from numbers import Integral
 from typing import Any, Never, cast
 
 import torch
 
 from tilewise import settings
 from tilewise.api import AttentionOutput
-from tilewise.arguments import check_choices, check_switch, refuses_unknown, unknown_argument
 from tilewise.autograd.decode_op import NAMES, refuse_gradient, run_decode
 from tilewise.backends.current import autocast_dtype
-from tilewise.decode_problem import (
-    CacheOperands,
-    DecodeOptions,
-    check_mask,
-    checked_splits,
-    decode_problem,
-    facts_of_inputs,
-    facts_of_present,
-)
 from tilewise.dispatch import Explanation, explain_decoding
-from tilewise.errors import InvalidInput
 from tilewise.length_checks import check_length
 from tilewise.masks import Mask
-from tilewise.scores import checked_softcap, with_batch_dim
+from tilewise.problem.decode import (
+    CacheOperands,
+    DecodeOptions,
+    decode_problem,
+    specs_of_inputs,
+    specs_of_present,
+)
+from tilewise.validate.names import refuses_unknown, unknown_argument
+from tilewise.validate.tensors import check_optional_tensors, with_batch_dim
+from tilewise.validate.values import (
+    check_cache_seqlens,
+    check_choices,
+    check_mask_to_decode,
+    check_switch,
+    checked_softcap,
+    checked_splits,
+    wants_lse,
+)
 
 _NO_MASK = Mask()
 _CAST = (torch.float16, torch.bfloat16, torch.float32)  # what autocast casts, and casts to
@@ -93,7 +97,7 @@ def attention_decode(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tens
     """
     if unknown:
         raise unknown_argument("attention_decode", unknown)
-    with_lse = _checked_aux(return_aux)
+    with_lse = wants_lse(return_aux)
     given = CacheOperands(k, v, cast(Any, cache_seqlens), cache_batch_idx, cache_leftpad, block_table, rotary_cos,
                           rotary_sin, alibi_slopes, sinks)
     options = DecodeOptions(_NO_MASK if mask is None else mask, scale, softcap, rotary_interleaved, num_splits,
@@ -126,22 +130,14 @@ def explain_decode(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor
     """
     if unknown:
         raise unknown_argument("explain_decode", unknown)
-    _checked_aux(return_aux)
+    wants_lse(return_aux)
     given = CacheOperands(k, v, cast(Any, cache_seqlens), cache_batch_idx, cache_leftpad, block_table, rotary_cos,
                           rotary_sin, alibi_slopes, sinks)
     options = DecodeOptions(_NO_MASK if mask is None else mask, scale, softcap, rotary_interleaved, num_splits,
                             cast(Any, deterministic))
     q, operands, options = _prepared(q, k_cache, v_cache, given, options, backend)
-    problem = decode_problem(facts_of_inputs(q, k_cache, v_cache), facts_of_present(operands), options)
+    problem = decode_problem(specs_of_inputs(q, k_cache, v_cache), specs_of_present(operands), options)
     return explain_decoding(problem, backend or settings.default_backend())
-
-
-def _checked_aux(return_aux: Any) -> bool:
-    """Return whether lse is asked for."""
-    named = tuple(return_aux) if isinstance(return_aux, Collection) else None
-    if isinstance(return_aux, str) or named not in ((), ("lse",)):
-        raise InvalidInput(f"return_aux is {return_aux!r}; allowed are () and ('lse',).")
-    return bool(named)
 
 
 def _prepared(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, given: CacheOperands,
@@ -151,8 +147,8 @@ def _prepared(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, giv
     check_choices(options.scale, options.deterministic, backend)
     checked_softcap(options.softcap)
     checked_splits(options.num_splits)
-    check_mask(options.mask)
-    facts_of_inputs(q, k_cache, v_cache)
+    check_mask_to_decode(options.mask, is_mask=isinstance(options.mask, Mask))
+    specs_of_inputs(q, k_cache, v_cache)
     check_length(given.cache_seqlens, k_cache, given.block_table)
     operands = given._replace(cache_seqlens=_lengths(q, given.cache_seqlens),
                               alibi_slopes=_slopes(q, given.alibi_slopes))
@@ -164,12 +160,10 @@ def _prepared(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, giv
 
 
 def _lengths(q: torch.Tensor, cache_seqlens: Any) -> torch.Tensor | None:
-    if isinstance(cache_seqlens, Integral) and not isinstance(cache_seqlens, bool) and 0 <= int(cache_seqlens) < 2**31:
-        return torch.full((len(q),), int(cache_seqlens), dtype=torch.int32, device=q.device)
     if cache_seqlens is None or isinstance(cache_seqlens, torch.Tensor):
         return cache_seqlens
-    raise InvalidInput(f"cache_seqlens is {cache_seqlens!r}; allowed is a tensor of shape (b,), an "
-                       "integer from 0 up, or None.")
+    check_cache_seqlens(cache_seqlens)
+    return torch.full((len(q),), int(cache_seqlens), dtype=torch.int32, device=q.device)
 
 
 def _slopes(q: torch.Tensor, slopes: torch.Tensor | None) -> torch.Tensor | None:
@@ -194,7 +188,5 @@ def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _check_tensors(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, operands: CacheOperands) -> None:
     """Refuse what is no tensor, which the operator would in words of its own, and what asks for a gradient."""
     named = list(zip(NAMES, (q, k_cache, v_cache, *operands), strict=True))
-    for name, tensor in named:
-        if tensor is not None and not isinstance(tensor, torch.Tensor):
-            raise InvalidInput(f"{name} is a {type(tensor).__name__}; allowed is a torch.Tensor, or None.")
+    check_optional_tensors(named)
     refuse_gradient(named)

@@ -16,12 +16,14 @@ import torch
 from tilewise import settings
 from tilewise.backends.base import Backend, Gradients, Needs, Pending, Results, Saved
 from tilewise.backends.current import allows_tf32
-from tilewise.decode_problem import CacheOperands, DecodeProblem
-from tilewise.errors import InvalidInput, UnsupportedProblem
+from tilewise.caches import registered
+from tilewise.errors import UnsupportedProblem
 from tilewise.problem import AttentionProblem
-from tilewise.scores import NO_OPERANDS, Operands
+from tilewise.problem.decode import CacheOperands, DecodeProblem
+from tilewise.problem.options import NO_OPERANDS, Operands
 from tilewise.tuning.device import device_spec
 from tilewise.tuning.heuristics import prefers_gluon
+from tilewise.validate.values import check_backend
 
 BACKENDS = ("gluon", "triton", "cuda", "cuda_ieee", "torch", "cudnn", "reference")
 # Serve the calls that name them and no others. On an H200 cudnn was faster than the kernels chosen without a name in 16
@@ -35,8 +37,7 @@ FINITE_PADDING = ("cudnn",)
 @cache
 def get_backend(name: str) -> Backend:
     """Return the backend of that name. Raises :class:`InvalidInput` for an unknown one."""
-    if name not in BACKENDS:
-        raise InvalidInput(f"backend is {name!r}; allowed are {', '.join(map(repr, BACKENDS))}, or None to choose.")
+    check_backend(name, BACKENDS)
     return cast(Backend, importlib.import_module(f"tilewise.backends.{name}").backend)
 
 
@@ -92,6 +93,7 @@ def choose(problem: AttentionProblem, backend: str | None = None, tf32: bool | N
     return _chosen(problem, backend, allows_tf32(problem.dtype) if tf32 is None else tf32)
 
 
+@registered
 @lru_cache(maxsize=4096)
 def _chosen(problem: AttentionProblem, backend: str | None, tf32: bool) -> Backend:
     chosen, is_final = _first_to_take(problem, backend, tf32)
@@ -153,11 +155,6 @@ def _refusal(problem: object, backend: str | None, reasons: dict[str, str]) -> U
     return UnsupportedProblem(f"{subject} this problem: {problem}", reasons)
 
 
-def forget_chosen() -> None:
-    """Let go of every choice, where a backend's answers have changed."""
-    _chosen.cache_clear()
-
-
 class Decoder(Protocol):
     """A module that decodes: ``backends/<name>_decode.py``."""
 
@@ -187,6 +184,7 @@ def _why_not_decode(name: str, problem: DecodeProblem) -> str | None:
     return _decoder(name).why_not(problem)
 
 
+@registered
 @lru_cache(maxsize=4096)
 def choose_decoder(problem: DecodeProblem, backend: str | None = None) -> Decoder:
     """Return what decodes the problem: triton where there is a GPU, else, or where it refuses, the reference.

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from tilewise.errors import InvalidInput
+from tilewise.validate.tensors import check_key_ids, checked_ids
 
 
 class Documents(NamedTuple):
@@ -25,12 +25,10 @@ class Documents(NamedTuple):
 
 def documents_of(ids: torch.Tensor, key_ids: torch.Tensor | None) -> Documents:
     """Number the documents and find where each one's tokens lie; arguments and errors of tilewise.masks.documents."""
-    queries = _checked_ids("ids", ids)
-    keys = queries if key_ids is None else _checked_ids("key_ids", key_ids)
+    queries = checked_ids("ids", ids)
+    keys = queries if key_ids is None else checked_ids("key_ids", key_ids)
     batch = len(keys) if len(queries) == 1 else len(queries)  # one set of ids may serve the whole batch
-    if len(keys) not in (1, batch) or keys.device != queries.device:
-        raise InvalidInput(f"documents: key_ids have batch size {len(keys)} on {keys.device} and ids {len(queries)} on "
-                           f"{queries.device}; allowed are one device and equal batch sizes, or 1.")
+    check_key_ids(queries, keys)
     queries, keys = (part.expand(batch, -1) for part in (queries, keys))
     numbers, stop, *_ = _ranks(queries, keys)
     own, *_ = _ranks(keys, keys)
@@ -59,11 +57,3 @@ def _extents(ids: torch.Tensor, others: torch.Tensor) -> tuple[torch.Tensor, tor
     first = torch.where(is_there, order.gather(-1, begin.clamp(max=length - 1)), length)
     stop = torch.where(is_there, order.gather(-1, (end - 1).clamp(min=0)) + 1, 0)
     return first, stop, torch.where(stop - first == end - begin, first, length)
-
-
-def _checked_ids(name: str, ids: object) -> torch.Tensor:
-    if isinstance(ids, torch.Tensor) and ids.dim() in (1, 2) and not ids.is_floating_point() and (
-            not ids.is_complex() and ids.dtype is not torch.bool):
-        return (ids[None] if ids.dim() == 1 else ids).long()
-    got = f"{ids.dtype} of shape {tuple(ids.shape)}" if isinstance(ids, torch.Tensor) else type(ids).__name__
-    raise InvalidInput(f"documents: {name} is {got}; allowed is a tensor of integers of shape (s,) or (b, s).")

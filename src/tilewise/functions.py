@@ -5,19 +5,43 @@ tensors. What stands behind a name is kept as long as somebody uses it.
 """
 
 import copy
-import inspect
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 from weakref import WeakValueDictionary
 
 import torch as _torch  # of the two classes, torch is an attribute
 
-from tilewise.errors import InvalidInput
 from tilewise.joining import JoinsTensors
 from tilewise.masks import Mask, TensorMask
-from tilewise.scores import FunctionCode
+from tilewise.validate.functions import (
+    check_count,
+    check_is_kept,
+    check_parts,
+    check_picture,
+    check_score_function,
+    check_tensors,
+    check_without_gradient,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class FunctionCode:
+    """A score or mask function of the user's without its tensors; the same functions have one code.
+
+    Attributes:
+        name: what an operator is told, and a message shows; no two codes of a process share it.
+        triton, torch, derivative: as in :class:`ScoreFunction`.
+        tensors: how many it reads.
+    """
+
+    name: str
+    triton: Any
+    torch: Callable[..., _torch.Tensor] | None
+    derivative: Any
+    tensors: int
+
 
 Tensors = tuple[_torch.Tensor, ...]
 _Own = TypeVar("_Own", bound="ScoreFunction | MaskFunction")
@@ -133,10 +157,9 @@ class MaskFunction(JoinsTensors):
         Raises:
             InvalidInput: there is none.
         """
-        if self.torch is None:
-            raise InvalidInput(f"{self} has no torch function, which is what a picture is made of.")
+        check_picture(self)
         sizes = (1, 1, query_length, key_length)
-        says: _torch.Tensor = self.torch(*pair_indices(sizes, device), *self.tensors)
+        says: _torch.Tensor = cast(Any, self.torch)(*pair_indices(sizes, device), *self.tensors)
         return says.expand(sizes)[0, 0]
 
     def show(self, query_length: int, key_length: int) -> str:
@@ -165,14 +188,11 @@ def call_functions(score: object, mask: MaskFunction | None) -> CallFunctions:
     Raises:
         InvalidInput: ``score`` is no :class:`ScoreFunction`, or a tensor would need a gradient.
     """
-    if score is not None and not isinstance(score, ScoreFunction):
-        raise InvalidInput(f"score_function is a {type(score).__name__}; allowed is a tilewise.functions.ScoreFunction"
-                           ", or None.")
+    check_score_function(score, is_function=isinstance(score, ScoreFunction))
+    score = cast("ScoreFunction | None", score)
     for function, said in ((score, "score_function"), (mask, "mask function")):
-        for i, tensor in enumerate(() if function is None else function.tensors):
-            if tensor.requires_grad and _torch.is_grad_enabled():
-                raise InvalidInput(f"{said}: tensors[{i}] requires a gradient, and a function's tensors have none; "
-                                   "pass it detached, or pass what it adds to the scores as bias.")
+        if function is not None:
+            check_without_gradient(said, function.tensors)
     return CallFunctions(None if score is None else score.code.name, None if mask is None else mask.code.name,
                          () if score is None else score.tensors, () if mask is None else mask.tensors)
 
@@ -186,8 +206,7 @@ def code_of(name: str | None) -> FunctionCode | None:
     if name is None:
         return None
     code = _BY_NAME.get(name)
-    if code is None:
-        raise InvalidInput(f"function {name} is no more; keep the ScoreFunction or MaskFunction as long as it is used.")
+    check_is_kept(name, code)
     return code
 
 
@@ -207,15 +226,7 @@ def _complete(function: ScoreFunction | MaskFunction, said: str, derivative: Cal
               arguments: tuple[str, ...]) -> None:
     """Check a new function's parts, and give it its code: one for the same parts."""
     tensors = tuple(function.tensors)
-    _check_tensors(said, tensors)
-    if function.triton is None and function.torch is None:
-        raise InvalidInput(f"{said} has neither a triton nor a torch function; allowed is one of them, or both.")
-    if function.torch is not None and not callable(function.torch):
-        raise InvalidInput(f"{said}: torch is a {type(function.torch).__name__}; allowed is a function, or None.")
-    for name, part, wanted in (("triton", function.triton, arguments),
-                               ("derivative", derivative, ("dscore", *arguments))):
-        if part is not None:
-            _check_jit(f"{said}: {name}", part, wanted, len(tensors))
+    check_parts(said, function, derivative, arguments, tensors)
     parts = (function.triton, function.torch, derivative)
     key = (*map(id, parts), len(tensors))  # of living objects: the code, as long as it is here, keeps them
     code = _BY_FUNCTIONS.get(key)
@@ -230,29 +241,9 @@ def _complete(function: ScoreFunction | MaskFunction, said: str, derivative: Cal
 def _with_tensors(function: _Own, tensors: Tensors) -> _Own:
     """Copy without going through the registry, in which torch.compile cannot follow."""
     said = type(function).__name__
-    _check_tensors(said, tensors)
-    if len(tensors) != function.code.tensors:
-        raise InvalidInput(f"{said}.with_tensors: got {len(tensors)} tensors; allowed are {function.code.tensors}, as "
-                           "many as it was made with.")
+    check_tensors(said, tensors)
+    check_count(said, tensors, function.code.tensors)
     made: _Own = object.__new__(type(function))
     for name in function.__dataclass_fields__:
         object.__setattr__(made, name, tensors if name == "tensors" else getattr(function, name))
     return made
-
-
-def _check_tensors(said: str, tensors: Tensors) -> None:
-    for i, tensor in enumerate(tensors):
-        if not isinstance(tensor, _torch.Tensor):
-            raise InvalidInput(f"{said}: tensors[{i}] is a {type(tensor).__name__}; allowed is a torch.Tensor.")
-
-
-def _check_jit(said: str, function: Any, arguments: tuple[str, ...], tensors: int) -> None:
-    """Check by what it carries, as Triton may not be here: a function that it decorated, and its arguments."""
-    if not (hasattr(function, "arg_names") and hasattr(function, "fn")):
-        raise InvalidInput(f"{said} is a {type(function).__name__}; allowed is a function decorated with @triton.jit, "
-                           "or None.")
-    parameters = inspect.signature(function.fn).parameters.values()
-    count = len(arguments) + tensors
-    if len(parameters) != count and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        raise InvalidInput(f"{said} takes {len(parameters)} arguments; allowed are {count}: {', '.join(arguments)}, "
-                           f"and one for each of the {tensors} tensors.")

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 
 from tilewise import settings
-from tilewise.decode_problem import CacheOperands, DecodeProblem
 from tilewise.errors import InvalidInput
+from tilewise.problem.decode import CacheOperands, DecodeProblem
 
 _Tensor, _INTEGERS = torch.Tensor, (torch.int32, torch.int64)
 _is_compiling, _dispatch_modes = torch.compiler.is_compiling, torch._C._len_torch_dispatch_stack

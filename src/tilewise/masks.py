@@ -15,8 +15,7 @@ boolean mask) is joined to a band by ``&``. The union of two masks by position, 
 """
 
 from dataclasses import dataclass, replace
-from numbers import Integral
-from typing import Any, Literal, overload
+from typing import Any, Literal, cast, overload
 
 import torch
 
@@ -25,12 +24,19 @@ from tilewise.documents import Documents, documents_of
 from tilewise.errors import InvalidInput
 from tilewise.joining import JoinsTensors, refused_union
 from tilewise.tile_lists import TileLists, tile_lists
+from tilewise.validate.values import (
+    ALIGNMENTS,
+    FARTHEST,
+    check_alignment_name,
+    check_lengths_to_show,
+    checked_count,
+    checked_side,
+)
 
 __all__ = ["ALIGNMENTS", "Alignment", "Band", "Mask", "Span", "TensorMask", "causal", "chunk", "documents", "prefix",
            "sink_tokens", "window"]
 
 Alignment = Literal["top_left", "bottom_right"]
-ALIGNMENTS: tuple[Alignment, ...] = ("top_left", "bottom_right")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +70,15 @@ class Mask(JoinsTensors):
 
     def __post_init__(self) -> None:
         for name, side in (("left", self.left), ("right", self.right)):
-            if side is not None and not (side.__class__ is int and 0 <= side < _FARTHEST):
-                object.__setattr__(self, name, _checked_side(name, side))
-        if self.alignment is not None and self.alignment not in ALIGNMENTS:
-            raise InvalidInput(f"alignment is {self.alignment!r}; allowed are 'top_left' and 'bottom_right'.")
+            if side is not None and not (side.__class__ is int and 0 <= side < FARTHEST):
+                object.__setattr__(self, name, checked_side(name, side))
+        if self.alignment is not None:
+            check_alignment_name(self.alignment)
         if self.has_exceptions:
             for name, (said, least) in _COUNTS.items():
                 count = getattr(self, name)
-                if count is not None and not (count.__class__ is int and least <= count <= _FARTHEST):
-                    object.__setattr__(self, name, _checked_count(said, least, count))
+                if count is not None and not (count.__class__ is int and least <= count <= FARTHEST):
+                    object.__setattr__(self, name, checked_count(said, least, count))
 
     @overload
     def __and__(self, other: "Mask") -> "Mask": ...
@@ -270,10 +276,8 @@ class TensorMask(JoinsTensors):
         elif self.tensor is not None and self.tensor.dim() > 1:
             query_length, key_length = (own if own > 1 else given for own, given in zip(
                 self.tensor.shape[-2:], (query_length, key_length), strict=True))
-        if query_length is None or key_length is None:
-            raise InvalidInput(f"show: {self} does not tell how many queries and keys there are; pass query_length "
-                               "and key_length.")
-        return _drawn(self.visible(query_length, key_length)[0, 0])
+        check_lengths_to_show(self, query_length, key_length)
+        return _drawn(self.visible(cast(int, query_length), cast(int, key_length))[0, 0])
 
     def __str__(self) -> str:
         parts = [str(self.band)] if self.band.is_bounded else []
@@ -325,7 +329,7 @@ def prefix(length: int, alignment: Alignment | None = None) -> Mask:
     Raises:
         InvalidInput: length is negative or not an integer, or the alignment is unknown.
     """
-    return Mask(None, 0, alignment, prefix=_checked_count(*_COUNTS["prefix"], length))
+    return Mask(None, 0, alignment, prefix=checked_count(*_COUNTS["prefix"], length))
 
 
 def sink_tokens(count: int) -> Mask:
@@ -340,7 +344,7 @@ def sink_tokens(count: int) -> Mask:
     Raises:
         InvalidInput: count is negative or not an integer.
     """
-    return Mask(sink_tokens=_checked_count(*_COUNTS["sink_tokens"], count))
+    return Mask(sink_tokens=checked_count(*_COUNTS["sink_tokens"], count))
 
 
 def chunk(length: int, alignment: Alignment | None = None) -> Mask:
@@ -355,7 +359,7 @@ def chunk(length: int, alignment: Alignment | None = None) -> Mask:
     Raises:
         InvalidInput: length is less than 1 or not an integer, or the alignment is unknown.
     """
-    return Mask(alignment=alignment, chunk=_checked_count(*_COUNTS["chunk"], length))
+    return Mask(alignment=alignment, chunk=checked_count(*_COUNTS["chunk"], length))
 
 
 def documents(ids: torch.Tensor, key_ids: torch.Tensor | None = None) -> TensorMask:
@@ -383,12 +387,6 @@ def documents(ids: torch.Tensor, key_ids: torch.Tensor | None = None) -> TensorM
 
 # Field -> what a message calls it, and its least value.
 _COUNTS = {"prefix": ("prefix: length", 0), "sink_tokens": ("sink_tokens: count", 0), "chunk": ("chunk: length", 1)}
-
-
-def _checked_count(name: str, least: int, value: object) -> int:
-    if isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least:
-        return min(int(value), _FARTHEST)
-    raise InvalidInput(f"{name} is {value!r}; allowed is an integer >= {least}.")
 
 
 def _joined_chunk(a: int | None, b: int | None) -> int | None:
@@ -431,15 +429,6 @@ def _contains(mask: Mask, part: Mask) -> bool:
         for (bound, exception), (own, own_exception) in (
             ((mask.left, mask.sink_tokens), (part.left, part.sink_tokens)),
             ((mask.right, mask.prefix), (part.right, part.prefix))))
-
-
-_FARTHEST = 2**30  # no tensor is as long; kernels reckon in 32 bits, where this and a position add up
-
-
-def _checked_side(name: str, value: object) -> int | None:
-    if isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0:
-        return int(value) if int(value) < _FARTHEST else None
-    raise InvalidInput(f"window: {name} is {value!r}; allowed is an integer >= 0, or None for no bound on that side.")
 
 
 def _alignment_message(mask: Mask, query_length: int, key_length: int) -> str:

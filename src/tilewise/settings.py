@@ -11,9 +11,9 @@ variable                  default    meaning
                                      at otherwise, raise in a later call, without a wait; so do, on every
                                      device, keys that a call would leave out: new ones for which a
                                      cache has no room, and those behind borders that queries share
-``TILEWISE_SHORT_WAYS``   unset      ``0``: every call goes through torch's dispatcher and each check,
+``TILEWISE_FAST_PATH``    unset      ``0``: every call goes through torch's dispatcher and each check,
                                      as its first one does, which costs the host some ten
-                                     microseconds a call; to tell a fault of a short way by
+                                     microseconds a call; to find a fault of the fast path
 ========================  =========  ==============================================================
 
 An argument of the call outranks :func:`use_backend`, which outranks the environment.
@@ -32,8 +32,8 @@ _backend: ContextVar[str | None] = ContextVar("tilewise_backend", default=None)
 # What every call asks for is read from the dict inside os.environ: the way around it raises and catches an exception
 # for a variable that is not set, 0.5 µs each.
 _variables: dict[Any, Any] = os.environ._data  # type: ignore[attr-defined]
-_BACKEND, _CHECK, _SHORT_WAYS, _ON, _OFF = (
-    os.environ.encodekey(text) for text in ("TILEWISE_BACKEND", "TILEWISE_CHECK", "TILEWISE_SHORT_WAYS", "1", "0"))
+_BACKEND, _CHECK, _FAST_PATH, _ON, _OFF = (
+    os.environ.encodekey(text) for text in ("TILEWISE_BACKEND", "TILEWISE_CHECK", "TILEWISE_FAST_PATH", "1", "0"))
 
 
 def default_backend() -> str | None:
@@ -41,9 +41,9 @@ def default_backend() -> str | None:
     return _backend.get() or (os.environ.get("TILEWISE_BACKEND") if _BACKEND in _variables else None) or None
 
 
-def short_ways() -> bool:
+def takes_fast_path() -> bool:
     """Return whether a call may go past the dispatcher and the checks that an equal call has passed before."""
-    return _variables.get(_SHORT_WAYS) != _OFF
+    return _variables.get(_FAST_PATH) != _OFF
 
 
 def checks_lengths() -> bool:

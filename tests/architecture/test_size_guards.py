@@ -14,7 +14,8 @@ PACKAGE = [name for name in SOURCES if name.startswith("src/")]
 MODULE_LINES, HOST_LINES, KERNEL_LINES, PARAMETERS = 500, 60, 120, 8
 # The calls that users see, other libraries' among them, the op boundary, which mirrors their arguments, and commands,
 # where a flag is a parameter.
-LONG_SIGNATURES = ("src/tilewise/api.py", "src/tilewise/decode.py", "src/tilewise/autograd/attention_op.py",
+LONG_SIGNATURES = ("src/tilewise/api.py", "src/tilewise/decode.py", "src/tilewise/autograd/op.py",
+                   "src/tilewise/autograd/function.py",
                    "src/tilewise/cli/app.py",
                    "src/tilewise/integrations/flash_attn.py", "src/tilewise/integrations/torch_sdpa.py",
                    "src/tilewise/integrations/transformers.py", "src/tilewise/integrations/sdpa_provider.py",

@@ -70,7 +70,7 @@ def test_a_failure_of_ours_exits_with_1(run, few_checks, monkeypatch):
         return results
 
     monkeypatch.setattr(ReferenceBackend, "forward", wrong)
-    monkeypatch.setenv("TILEWISE_SHORT_WAYS", "0")
+    monkeypatch.setenv("TILEWISE_FAST_PATH", "0")
     finished = run("check", "--torture", "--implementation", "tilewise:reference", "--dtype", "float32", "--device",
                    "cpu")
     assert finished.status == 1

@@ -9,7 +9,7 @@ import torch
 from tilewise.api import AttentionOutput
 from tilewise.backends.base import Gradients, Needs
 from tilewise.problem import AttentionProblem
-from tilewise.scores import Operands
+from tilewise.problem.options import Operands
 from tilewise.testing.inputs import call, make_inputs, make_operands, padding_of
 from tilewise.testing.oracle import Changes, Results, attend, gradients, visible_pairs, yardsticks
 from tilewise.testing.tolerance import GRADIENT_FACTOR, OUTPUT_FACTOR, assert_within_budget

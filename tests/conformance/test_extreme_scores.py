@@ -150,10 +150,14 @@ def test_finite_inputs_give_what_float64_rounded_says(backend, name, dtype, devi
 
 
 @pytest.mark.usefixtures("sums_in_one_order")
+@pytest.mark.parametrize("rows", extremes.HARD_ROWS)
 @pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize("backend", ["cuda", "cuda_ieee", "triton"], indirect=True)
-def test_rows_of_sizes_over_six_decades_err_at_most_three_times_as_much_as_dense_float32(backend, d, device):
-    """dv erred 3.1 to 4.6 times as much: the backward pass rounded scores once more than lse, or once less."""
-    skip_if_refused(backend, AttentionProblem.from_tensors(*extremes.spread(0, d, 1, device)[:3]))
+def test_hard_rows_err_at_most_three_times_as_much_as_dense_float32(backend, d, rows, device):
+    """dv erred 3.1 to 4.6 times as much with six decades: the backward pass rounded scores otherwise than lse was. dq
+    erred more than that with scores of -1000 when it rounded them otherwise than the forward pass.
+    """
+    skip_if_refused(backend, AttentionProblem.from_tensors(*extremes.far(0, d, 1, device)[:3]))
     seeds, length = (4, 96) if device.type == "cpu" else (20, 300)
-    extremes.assert_spread_rows_keep_their_bits(lambda *tensors: _results(backend, *tensors), d, length, device, seeds)
+    extremes.assert_errors_at_most_three_times_dense(lambda *tensors: _results(backend, *tensors), rows, d, length,
+                                                     device, seeds)

@@ -10,7 +10,7 @@ from tilewise.api import AttentionOutputWithMax
 from tilewise.backends.base import Gradients
 from tilewise.masks import Mask
 from tilewise.problem import AttentionProblem
-from tilewise.scores import ScoreSettings
+from tilewise.problem.options import ScoreSettings
 from tilewise.testing.cases import Case
 from tilewise.testing.inputs import call_options, make_inputs, make_operands
 from tilewise.testing.oracle import Changes, attend, gradients, max_logit, yardsticks

@@ -20,9 +20,9 @@ KERNELS = Path(tilewise.__file__).parent / "kernels"
 SLEEP = 20_000_000  # cycles, some 10 ms: longer than the host takes for the call behind
 # Shapes of q, of k and of v; the kernel that is launched early.
 SHAPES = {
-    "forward_cut": (((1, 2, 600, 128), (1, 2, 8000, 128)), "combine_parts_kernel"),
-    "forward_cut_256": (((1, 2, 600, 256), (1, 2, 600, 256)), "combine_parts_kernel"),
-    "forward_packed_heads": (((1, 8, 7, 128), (1, 2, 6000, 128)), "combine_parts_kernel"),
+    "forward_cut": (((1, 2, 600, 128), (1, 2, 8000, 128)), "combine_splits_kernel"),
+    "forward_cut_256": (((1, 2, 600, 256), (1, 2, 600, 256)), "combine_splits_kernel"),
+    "forward_packed_heads": (((1, 8, 7, 128), (1, 2, 6000, 128)), "combine_splits_kernel"),
     "decode": (((3, 8, 1, 128), (3, 2, 6000, 128)), "combine_kernel"),
     "decode_deterministic": (((3, 8, 1, 128), (3, 2, 6000, 128)), "combine_kernel"),
 }
@@ -36,9 +36,9 @@ def test_these_are_all_kernels_that_may_be_launched_early():
         if '"launch_pdl"' in text or "launch_pdl=" in text:
             launched[path.name] = set(re.findall(r"Launch\(\n?\s*(combine\w*|\w+_kernel),", text[:text.index(
                 "launch_pdl")].rpartition("\ndef ")[2]))
-    assert launched == {"parts.py": {"combine_parts_kernel"}, "decode_launch.py": {"combine_kernel"}}
+    assert launched == {"combine.py": {"combine_splits_kernel"}, "decode_launch.py": {"combine_kernel"}}
     assert {kernel for _, kernel in SHAPES.values()} == set.union(*launched.values())
-    for file, kernel in (("parts.py", "combine_parts_kernel"), ("decode.py", "combine_kernel")):
+    for file, kernel in (("combine.py", "combine_splits_kernel"), ("decode.py", "combine_kernel")):
         body = (KERNELS / "triton" / file).read_text().split(f"\ndef {kernel}(")[1].split('"""')[2]
         assert body.lstrip().startswith("if OVERLAPPED:\n        gdc_wait()"), kernel
 

@@ -7,7 +7,7 @@ from conformance.calls import skip_if_refused
 from tilewise import attention, causal, documents, window
 from tilewise.errors import InvalidInput
 from tilewise.problem import AttentionProblem
-from tilewise.scores import Operands
+from tilewise.problem.options import Operands
 from tilewise.testing.cases import Case
 from tilewise.testing.inputs import make_inputs
 from tilewise.tile_lists import TILE

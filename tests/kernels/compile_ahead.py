@@ -36,11 +36,11 @@ from tilewise.kernels.triton.blanks import blank_gradients_launch, blank_out_lau
 from tilewise.kernels.triton.dbias import dbias_launch
 from tilewise.kernels.triton.forward import forward_launch
 from tilewise.kernels.triton.launch import modifiers_of
-from tilewise.kernels.triton.parts import combine_parts_launch
+from tilewise.kernels.triton.combine import combine_splits_launch
 from tilewise.masks import Mask
 from tilewise.problem import AttentionProblem, dense_strides
-from tilewise.scores import FunctionFacts, OperandFacts, Operands, ScoreOptions
-from tilewise.sequences import Sequences
+from tilewise.problem.options import FunctionSpec, Operands, OperandSpec, ScoreOptions
+from tilewise.problem.sequences import Sequences
 from tilewise.tuning.configs import HopperBackwardConfig, HopperDbiasConfig
 from tilewise.tuning.device import DeviceSpec
 from tilewise.tuning.heuristics import delta_config, entries_config, hopper_forward_config, tile_config
@@ -76,17 +76,17 @@ def functions_of(request):
 
 
 def scores_of(request, operands):
-    facts = {name: OperandFacts(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+    facts = {name: OperandSpec(tuple(tensor.shape), tensor.stride(), tensor.dtype)
              for name, tensor in zip(operands._fields, operands.alone, strict=False)
              if tensor is not None and name != "seed" and "seqlens" not in name}
-    facts |= {f"{kind}_function": FunctionFacts(function.code, tuple(tensor.dtype for tensor in function.tensors))
+    facts |= {f"{kind}_function": FunctionSpec(function.code, tuple(tensor.dtype for tensor in function.tensors))
               for kind, function in functions_of(request).items()}
     return ScoreOptions(softcap=30.0 if "softcap" in request.get("options", ()) else None,
                         dropout_p=0.1 if operands.seed is not None else 0.0, **facts)
 
 
 def sequences_of(operands):
-    facts = {name: OperandFacts(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+    facts = {name: OperandSpec(tuple(tensor.shape), tensor.stride(), tensor.dtype)
              for name, tensor in zip(operands._fields, operands.alone, strict=False)
              if tensor is not None and "seqlens" in name}
     packed = None if operands.cu_seqlens_q is None else len(operands.cu_seqlens_q) - 1
@@ -136,9 +136,9 @@ def launch_of(kernel, problem, config, modifiers):
     q, k, v, out, rows = tensors_of(problem)
     if kernel == "forward":
         return forward_launch(problem, config, "ieee"), (q, k, v, out, rows, None, modifiers)
-    if kernel == "combine_parts":
+    if kernel == "combine_splits":
         shape = problem.hq * problem.sq, 4, problem.dv + 8
-        return combine_parts_launch(problem, range(problem.hq * problem.sq), shape, overlapped=True), (
+        return combine_splits_launch(problem, range(problem.hq * problem.sq), shape, overlapped=True), (
             torch.empty(8), out, rows, modifiers.sinks.ptr, None)
     if kernel == "lengths":
         steps = () if problem.sequences.packed is None else ((1, 512, 1024, 8), (2048, 1024))
@@ -206,7 +206,7 @@ def prepare_hopper(request):
     elif request["kernel"] == "hopper_dbias":
         config = HopperDbiasConfig(*request["config"])
         bias = torch.empty(1, problem.hq, problem.sq, problem.sk, dtype=getattr(torch, request["bias"]))
-        facts = OperandFacts(tuple(bias.shape), bias.stride(), bias.dtype)
+        facts = OperandSpec(tuple(bias.shape), bias.stride(), bias.dtype)
         problem = replace(problem, direction="backward", scores=ScoreOptions(bias=facts))
         launch = HopperDbias(problem, config, multiprocessors=132)
         arguments = launch.arguments((q, k, v, out, rows, rows, bias, bias))

@@ -7,7 +7,6 @@ import torch
 
 from kernels.compile_ahead import amd_report, nvidia_report, prepared
 from kernels.compile_record import serve
-from tilewise.decode_problem import CacheOperands, DecodeOptions, decode_problem, facts_of_inputs, facts_of_present
 from tilewise.kernels.triton.decode_launch import (
     append_launch,
     cache_of,
@@ -19,6 +18,7 @@ from tilewise.kernels.triton.decode_launch import (
     strides_of,
 )
 from tilewise.masks import Mask
+from tilewise.problem.decode import CacheOperands, DecodeOptions, decode_problem, specs_of_inputs, specs_of_present
 from tilewise.tuning.decode import choose_splits, decode_config, row_tiles
 from tilewise.tuning.device import DeviceSpec
 
@@ -48,7 +48,7 @@ def prepare(request):
     every = bool(request.get("every"))
     options = DecodeOptions(Mask(100, 0) if every else Mask(), softcap=30.0 if every else None,
                             num_splits=request.get("splits"))
-    problem = decode_problem(facts_of_inputs(q, kv, kv), facts_of_present(operands), options)
+    problem = decode_problem(specs_of_inputs(q, kv, kv), specs_of_present(operands), options)
     config = replace(decode_config(problem, spec), overlapped=request.get("overlapped", False))
     splits = choose_splits(problem, config, 132)
     parts, rows = torch.empty(8, dtype=problem.dtype if is_whole(splits) else torch.float32), torch.empty(8)

@@ -18,7 +18,7 @@ from tilewise.kernels.gluon import (
 from tilewise.kernels.gluon import hopper_forward as forward
 from tilewise.kernels.gluon import hopper_forward_load as loading
 from tilewise.problem import AttentionProblem
-from tilewise.scores import OperandFacts, Operands, ScoreOptions
+from tilewise.problem.options import Operands, OperandSpec, ScoreOptions
 from tilewise.testing import oracle
 
 MODULES = (forward, loading, split_kv, lengths, pipeline, products, epilogue, softmax, tiles)
@@ -77,20 +77,23 @@ def call_of(mask, sizes, heads, dims, b=1, sinks=False, dtype=torch.float16):
     torch.manual_seed(0)
     (sq, sk), (hq, hk), (d, dv) = sizes, heads, dims
     q, k, v = (torch.randn(b, *shape).to(dtype) for shape in ((hq, sq, d), (hk, sk, d), (hk, sk, dv)))
-    facts = OperandFacts((hq,), (1,), torch.float32) if sinks else None
+    facts = OperandSpec((hq,), (1,), torch.float32) if sinks else None
     problem = AttentionProblem(
         b=b, hq=hq, hk=hk, sq=sq, sk=sk, d=d, dv=dv, dtype=dtype, device=torch.device("cuda", 0), scale=0.125,
         mask=mask, scores=ScoreOptions(sinks=facts), q_strides=q.stride(), k_strides=k.stride(), v_strides=v.stride())
     return problem, (q, k, v)
 
 
-def combined(parts, columns):
-    """Out and lse of parts, as merge.py has it, in float64."""
-    lses = parts[:, :, -8].double() * math.log(2.0)
-    lse = torch.logsumexp(lses, 1)
-    shares = torch.exp(lses - torch.where(lse.isinf(), 0.0, lse)[:, None])
-    values = torch.where(shares[..., None] > 0.0, parts[..., :columns].double(), 0.0)
-    return (shares[..., None] * values).sum(1), lse
+def combined(partial, columns):
+    """Out and lse of the partial results of splits, as merge.py has it, in float64."""
+    maxima = partial[:, :, -8].double() * math.log(2.0)
+    sums = torch.where(maxima.isinf(), 1.0, partial[:, :, -7].double())
+    top = maxima.amax(1, keepdim=True)
+    weights = torch.exp(maxima - torch.where(top.isinf(), 0.0, top)) * sums
+    total = weights.sum(1)
+    values = torch.where(weights[..., None] > 0.0, partial[..., :columns].double(), 0.0)
+    out = (weights[..., None] * values).sum(1) / torch.where(total == 0.0, 1.0, total)[:, None]
+    return out, top[:, 0] + torch.where(total == 0.0, 0.0, total.log())
 
 
 def check(problem, tensors, out, lse):

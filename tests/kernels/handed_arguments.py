@@ -32,7 +32,7 @@ from tilewise.kernels.gluon.launch_backward_wide import backward_launch
 from tilewise.kernels.gluon.launch_dbias import HopperDbias
 from tilewise.kernels.triton.forward import forward_launch
 from tilewise.kernels.triton.launch import modifiers_of, operand_addresses
-from tilewise.scores import OperandFacts, ScoreOptions
+from tilewise.problem.options import OperandSpec, ScoreOptions
 from tilewise.tuning.configs import HopperDbiasConfig
 from tilewise.tuning.device import DeviceSpec
 from tilewise.tuning.heuristics import hopper_backward_config, hopper_forward_config, tile_config
@@ -171,7 +171,7 @@ def bound(request):
             yield [launch.enqueue], lambda: launch(lambda: (q, k, v), addresses, out, rows, operands)
     elif request["kernel"] == "hopper_dbias":
         bias = torch.empty(1, problem.hq, problem.sq, problem.sk, dtype=problem.dtype)
-        facts = OperandFacts(tuple(bias.shape), bias.stride(), bias.dtype)
+        facts = OperandSpec(tuple(bias.shape), bias.stride(), bias.dtype)
         launch = HopperDbias(replace(problem, direction="backward", scores=ScoreOptions(bias=facts)),
                              HopperDbiasConfig(), multiprocessors=132)
         modifiers = SimpleNamespace(bias=SimpleNamespace(ptr=bias))

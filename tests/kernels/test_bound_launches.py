@@ -9,7 +9,7 @@ import torch
 from tilewise import causal
 from tilewise.backends.base import Needs, Saved
 from tilewise.problem import AttentionProblem
-from tilewise.scores import NO_OPERANDS
+from tilewise.problem.options import NO_OPERANDS
 
 pytest.importorskip("triton", reason="Triton is not installed")
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tilewise.decode_problem import CacheOperands, DecodeOptions, decode_problem, facts_of_inputs, facts_of_present
+from tilewise.problem.decode import CacheOperands, DecodeOptions, decode_problem, specs_of_inputs, specs_of_present
 from tilewise.tuning.configs import DecodeConfig
 from tilewise.tuning.decode import Splits
 
@@ -20,7 +20,7 @@ def problem_of(capacity=64, stride=16, page=False, **operands):
                                 dtype=torch.float16, device="meta")
     if page:
         operands["block_table"] = torch.empty(2, 5, dtype=torch.int32, device="meta")
-    return decode_problem(facts_of_inputs(q, cache, cache), facts_of_present(CacheOperands(**operands)),
+    return decode_problem(specs_of_inputs(q, cache, cache), specs_of_present(CacheOperands(**operands)),
                           DecodeOptions())
 
 

@@ -11,7 +11,7 @@ from tilewise.kernels.triton.dbias import dbias_launch
 from tilewise.kernels.triton.forward import forward_launch
 from tilewise.kernels.triton.launch import is_unaligned, modifiers_of
 from tilewise.problem import AttentionProblem
-from tilewise.scores import Operands, ScoreSettings
+from tilewise.problem.options import Operands, ScoreSettings
 from tilewise.testing.oracle import dropout_keep
 from tilewise.tuning.configs import DbiasConfig, DkdvConfig, DqConfig, ForwardConfig
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tilewise.kernels.reference.dropout import keep_tile
 from tilewise.masks import Span, window
 from tilewise.problem import AttentionProblem
-from tilewise.scores import ScoreOptions
+from tilewise.problem.options import ScoreOptions
 from tilewise.tuning.configs import HopperBackwardConfig
 
 launch_backward = pytest.importorskip("tilewise.kernels.gluon.launch_backward")

@@ -8,8 +8,8 @@ import torch
 
 from kernels.hopper_calls import problem_of, scalars_of
 from tilewise.masks import Mask, causal, window
-from tilewise.scores import OperandFacts, ScoreOptions
-from tilewise.sequences import Sequences
+from tilewise.problem.options import OperandSpec, ScoreOptions
+from tilewise.problem.sequences import Sequences
 from tilewise.tuning.configs import HopperForwardConfig
 from tilewise.tuning.heuristics import hopper_forward_config
 
@@ -31,7 +31,7 @@ def test_the_diagonal_is_used_where_every_tiles_first_step_has_it():
     assert not scalars_of(problem, HopperForwardConfig(64, 2))[2].HALF_DIAGONAL
     assert not scalars_of(problem_of(mask=causal(), d=64), HopperForwardConfig(128, 3))[2].HALF_DIAGONAL
     assert not scalars_of(problem_of(mask=causal(), d=64), HopperForwardConfig(64, 1))[2].HALF_DIAGONAL
-    lengths = Sequences(seqlens_q=OperandFacts((1,), (1,), torch.int32))
+    lengths = Sequences(seqlens_q=OperandSpec((1,), (1,), torch.int32))
     assert not scalars_of(replace(problem, sequences=lengths), config)[2].HALF_DIAGONAL
 
 
@@ -65,12 +65,12 @@ def test_queries_are_held_in_registers_where_that_was_timed():
                             (64, HopperForwardConfig(128, 3), 0), (192, wide, 0)):
         for mask in (Mask(), causal("top_left"), window(None, 5)):
             assert held == scalars_of(problem_of(mask=mask, d=d), config)[2].HELD
-    lengths = OperandFacts((1,), (1,), torch.int32)
+    lengths = OperandSpec((1,), (1,), torch.int32)
     for problem in (problem_of(mask=window(9, 0), d=256), problem_of(d=256, dv=64), problem_of(d=192, dv=128),
                     problem_of(d=64, dv=128),
                     replace(problem_of(d=256), sequences=Sequences(seqlens_q=lengths)),
                     replace(problem_of(d=256), scores=ScoreOptions(softcap=30.0)),
-                    replace(problem_of(d=256), scores=ScoreOptions(sinks=OperandFacts((1,), (1,), torch.float32)))):
+                    replace(problem_of(d=256), scores=ScoreOptions(sinks=OperandSpec((1,), (1,), torch.float32)))):
         assert scalars_of(problem, wide)[2].HELD == 0
     assert scalars_of(problem_of(heads=(2, 1), d=256), wide, 2)[2].HELD == 0
 
@@ -127,7 +127,7 @@ def test_a_softcap_takes_the_scales_place_and_tanh_gets_the_rest():
 
 @pytest.mark.parametrize(("stride", "passed"), [(1, None), (0, 0), (7, 7)])
 def test_sinks_may_lie_apart(stride, passed):
-    problem = replace(problem_of(), scores=ScoreOptions(sinks=OperandFacts((1,), (stride,), torch.float32)))
+    problem = replace(problem_of(), scores=ScoreOptions(sinks=OperandSpec((1,), (stride,), torch.float32)))
     assert launch.HopperForward(problem, HopperForwardConfig(128, 2), multiprocessors=132).sinks_stride == passed
 
 
@@ -138,7 +138,7 @@ def test_there_is_one_program_a_multiprocessor_and_none_without_a_tile(sq, progr
 
 
 def test_three_warpgroups_tiles_are_counted_from_the_end_under_an_upper_bound_and_their_warpgroups_rest_elsewhere():
-    lengths = Sequences(seqlens_q=OperandFacts((1,), (1,), torch.int32))
+    lengths = Sequences(seqlens_q=OperandSpec((1,), (1,), torch.int32))
     for consumers, mask, are_data, from_end, rests in (
             (3, causal(), False, True, False), (3, window(None, 5), False, True, False),
             (3, Mask(), False, False, True), (3, window(9, 0), False, False, True), (3, causal(), True, False, True),

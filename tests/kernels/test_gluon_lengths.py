@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from tilewise.masks import ALIGNMENTS, Mask, causal, window
 from tilewise.problem import AttentionProblem
-from tilewise.scores import OperandFacts
-from tilewise.sequences import Sequences
+from tilewise.problem.options import OperandSpec
+from tilewise.problem.sequences import Sequences
 from tilewise.tuning.configs import HopperBackwardConfig, HopperForwardConfig
 
 lengths = pytest.importorskip("tilewise.kernels.gluon.lengths", reason="Triton is not installed")
@@ -58,7 +58,7 @@ def plain_python():
 
 
 def facts(size):
-    return OperandFacts((size,), (1,), torch.int32)
+    return OperandSpec((size,), (1,), torch.int32)
 
 
 class Packed:

@@ -9,9 +9,10 @@ import torch
 
 from conformance.calls import assert_gradients_within_budget, forward_and_backward, operands_of, problem_of
 from tilewise.backends import hopper
+from tilewise.caches import clear_caches
 from tilewise.masks import Mask, causal, window
 from tilewise.problem import AttentionProblem
-from tilewise.scores import OperandFacts, ScoreOptions
+from tilewise.problem.options import OperandSpec, ScoreOptions
 from tilewise.testing.cases import Case
 from tilewise.testing.inputs import make_inputs
 from tilewise.tuning.configs import HopperDbiasConfig
@@ -31,7 +32,7 @@ def call_of(mask, lengths, heads, shape, dtype, config, b=3, d=40, dv=24):
     q, dout = torch.randn(b, hq, sq, d).half(), torch.randn(b, hq, sq, dv).half()
     k, v = torch.randn(b, hk, sk, d).half(), torch.randn(b, hk, sk, dv).half()
     bias = torch.randn(*shape, sq, sk).to(dtype)
-    facts = OperandFacts(tuple(bias.shape), bias.stride(), bias.dtype)
+    facts = OperandSpec(tuple(bias.shape), bias.stride(), bias.dtype)
     problem = AttentionProblem(b=b, hq=hq, hk=hk, sq=sq, sk=sk, d=d, dv=dv, dtype=torch.float16,
                                device=torch.device("cuda", 0), scale=0.3, mask=mask, direction="backward",
                                scores=ScoreOptions(bias=facts))
@@ -106,9 +107,9 @@ ON_GPU = (
 def small_calls_take_it(monkeypatch):
     for name, least in (("LEAST_WORK_FOR_DESCRIPTORS", 0), ("LEAST_TILES", 0), ("LEAST_SHARING", 1)):
         monkeypatch.setattr(f"tilewise.tuning.heuristics.{name}", least)
-    triton._backward_plan.cache_clear()
+    clear_caches()
     yield
-    triton._backward_plan.cache_clear()
+    clear_caches()
 
 
 @pytest.mark.gpu

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tilewise.masks import Mask, causal, window
-from tilewise.scores import OperandFacts
-from tilewise.sequences import Sequences
+from tilewise.problem.options import OperandSpec
+from tilewise.problem.sequences import Sequences
 from tilewise.tuning.configs import HopperForwardConfig
 
 forward_on_cpu = pytest.importorskip("kernels.forward_on_cpu", reason="Triton is not installed")
@@ -77,7 +77,7 @@ def test_a_warpgroup_without_queries_in_a_tile_makes_no_products_of_its_steps(le
     problem, tensors = call_of(Mask(), (sum(lengths_q), sum(lengths_k)), (1, 1), (64, 64))
     data = ()
     if len(lengths_q) > 1:
-        facts = OperandFacts((len(lengths_q) + 1,), (1,), torch.int32)
+        facts = OperandSpec((len(lengths_q) + 1,), (1,), torch.int32)
         problem = replace(problem, sequences=Sequences(len(lengths_q), facts, facts))
         data = (*(torch.tensor((0, *own)).cumsum(0).int() for own in (lengths_q, lengths_k)), None, None)
     attend(problem, HopperForwardConfig(128, consumers, ping_pong=True), tensors, programs=1, lengths=data)
@@ -109,7 +109,7 @@ def test_its_source_computes_packed_sequences_on_the_cpu(mask, config):
     lengths_q, lengths_k = (70, 0, 200, 1, 30), (70, 9, 260, 130, 0)
     cu_q, cu_k = (torch.tensor((0, *lengths)).cumsum(0).int() for lengths in (lengths_q, lengths_k))
     problem, tensors = call_of(mask, (sum(lengths_q), sum(lengths_k)), (2, 1), (64, 64))
-    facts = OperandFacts((len(cu_q),), (1,), torch.int32)
+    facts = OperandSpec((len(cu_q),), (1,), torch.int32)
     problem = replace(problem, sequences=Sequences(len(lengths_q), facts, facts))
     out, lse, _ = attend(problem, config, tensors, lengths=(cu_q, cu_k, None, None))
     for number, (rows, keys) in enumerate(zip(lengths_q, lengths_k, strict=True)):
@@ -125,7 +125,7 @@ def test_its_source_computes_padded_lengths_on_the_cpu_and_nan_behind_them_reach
     random.seed(0)
     lengths_q, lengths_k = torch.tensor((300, 64, 0), dtype=torch.int32), torch.tensor((150, 290, 7), dtype=torch.int32)
     problem, tensors = call_of(mask, (300, 300), (2, 1), (64, 64), b=3)
-    facts = OperandFacts((3,), (1,), torch.int32)
+    facts = OperandSpec((3,), (1,), torch.int32)
     problem = replace(problem, sequences=Sequences(None, None, None, facts, facts))
     for tensor, lengths in zip(tensors, (lengths_q, lengths_k, lengths_k), strict=True):
         for entry, length in enumerate(lengths):

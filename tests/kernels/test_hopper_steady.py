@@ -9,8 +9,8 @@ import torch
 
 from kernels.hopper_calls import problem_of, scalars_of
 from tilewise.masks import Mask, causal, window
-from tilewise.scores import OperandFacts, ScoreOptions
-from tilewise.sequences import Sequences
+from tilewise.problem.options import OperandSpec, ScoreOptions
+from tilewise.problem.sequences import Sequences
 from tilewise.tuning.configs import HopperForwardConfig
 
 forward_on_cpu = pytest.importorskip("kernels.forward_on_cpu", reason="Triton is not installed")
@@ -180,8 +180,8 @@ def test_values_that_are_not_finite_reach_what_they_reach_with_a_shift_that_foll
 def test_a_shift_is_steady_where_keys_are_many_and_nothing_but_an_upper_bound_or_sinks_change_scores(monkeypatch):
     monkeypatch.undo()
     plain = problem_of(d=64)
-    lengths = Sequences(seqlens_q=OperandFacts((1,), (1,), torch.int32))
-    sinks = ScoreOptions(sinks=OperandFacts((1,), (1,), torch.float32))
+    lengths = Sequences(seqlens_q=OperandSpec((1,), (1,), torch.int32))
+    sinks = ScoreOptions(sinks=OperandSpec((1,), (1,), torch.float32))
     for problem, config, is_steady in (
             (plain, TWO, True), (plain, THREE, True), (problem_of(mask=causal()), TWO, True),
             (problem_of(mask=window(None, 7)), TWO, True), (replace(plain, scores=sinks), TWO, True),

@@ -21,7 +21,7 @@ from tilewise.kernels.triton.launch import (
 )
 from tilewise.masks import Mask
 from tilewise.problem import AttentionProblem
-from tilewise.scores import Operands, ScoreSettings
+from tilewise.problem.options import Operands, ScoreSettings
 
 Q, OUT = torch.zeros(1, 1, 8, 16), torch.zeros(3)
 

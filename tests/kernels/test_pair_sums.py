@@ -9,6 +9,7 @@ from conformance.calls import assert_gradients_within_budget, forward_and_backwa
 from tilewise import attention, window
 from tilewise.backends import triton
 from tilewise.backends.base import Needs
+from tilewise.caches import clear_caches
 from tilewise.kernels.triton.launch import Launch
 from tilewise.kernels.triton.pair_sums import PairSums
 from tilewise.masks import causal, sink_tokens
@@ -57,9 +58,9 @@ def is_on_the_way(request, monkeypatch):
     monkeypatch.setattr("tilewise.tuning.heuristics.FILLING", 1)
     if request.param != "on_the_way":
         monkeypatch.setattr(triton, "pair_entries", lambda *_: 0)
-    triton._backward_plan.cache_clear()
+    clear_caches()
     yield triton.pair_entries is found
-    triton._backward_plan.cache_clear()
+    clear_caches()
 
 
 def plan_of(case, device, dtype, needs):
@@ -86,9 +87,9 @@ def test_dq_has_the_same_bits_whichever_way_the_bias_has_its_gradient(monkeypatc
     found = []
     for entries in (triton.pair_entries, lambda *_: 0):
         monkeypatch.setattr(triton, "pair_entries", entries)
-        triton._backward_plan.cache_clear()
+        clear_caches()
         found.append(forward_and_backward(triton.backend, PLAIN, inputs, deterministic=True).dq)
-    triton._backward_plan.cache_clear()
+    clear_caches()
     assert torch.equal(*found)
 
 
@@ -126,10 +127,10 @@ def test_lists_of_tiles_leave_no_hidden_pair_unwritten(shape, is_on_the_way, dev
 @pytest.mark.parametrize("case", [FIVE, replace(FIVE, name="padded", lengths_k=(20, 150, 0, 64, 7))], ids=str)
 def test_gradients_have_the_same_bits_at_every_call(case, monkeypatch, device, dtype):
     monkeypatch.setattr("tilewise.tuning.heuristics.FILLING", 1)
-    triton._backward_plan.cache_clear()
+    clear_caches()
     inputs = make_inputs(case, dtype, device)
     found = [forward_and_backward(triton.backend, case, inputs) for _ in range(2)]
-    triton._backward_plan.cache_clear()
+    clear_caches()
     assert all(torch.equal(*pair) for pair in zip(*(run.gradients for run in found), strict=True)
                if pair[0] is not None)
 
@@ -182,7 +183,7 @@ def test_entries_are_taken_at_once_where_they_see_the_same_tiles(case, is_alike,
     monkeypatch.setattr("tilewise.tuning.heuristics.FILLING", 1)
     asked = []
     monkeypatch.setattr(triton, "entries_config", lambda *_: asked.append(True))
-    triton._backward_plan.cache_clear()
+    clear_caches()
     plan_of(case, device, dtype, Needs(dbias=True))
-    triton._backward_plan.cache_clear()
+    clear_caches()
     assert bool(asked) == is_alike

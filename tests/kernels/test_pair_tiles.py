@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tilewise.masks import ALIGNMENTS, Mask, causal, window
 from tilewise.problem import AttentionProblem
-from tilewise.scores import OperandFacts, ScoreOptions
+from tilewise.problem.options import OperandSpec, ScoreOptions
 from tilewise.tuning.configs import HopperDbiasConfig
 from tilewise.tuning.heuristics import LEAST_TILES, hopper_dbias_config
 
@@ -43,7 +43,7 @@ def problem_of(sq=512, sk=512, mask=None, *, b=4, heads=(4, 2), shape=None, stri
     strides = strides or (shape[1] * sq * sk, sq * sk, sk, 1)
     return AttentionProblem(b=b, hq=heads[0], hk=heads[1], sq=sq, sk=sk, d=d, dv=dv, dtype=torch.bfloat16,
                             device=torch.device("cuda", 0), scale=0.5, mask=Mask() if mask is None else mask,
-                            direction="backward", scores=ScoreOptions(bias=OperandFacts(shape, strides, dtype)))
+                            direction="backward", scores=ScoreOptions(bias=OperandSpec(shape, strides, dtype)))
 
 
 def launch_of(*args, **fields):

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import tilewise as tw
-from tilewise.autograd.short_way import forget_choices
 from tilewise.backends import hopper, self_check, self_check_calls
+from tilewise.caches import clear_caches
 from tilewise.tuning.device import device_spec
 
 pytestmark = pytest.mark.gpu
@@ -28,7 +28,7 @@ def test_with_a_triton_that_is_not_known_a_training_step_runs_the_kernels_after_
     monkeypatch.setenv("TILEWISE_CACHE", str(tmp_path))
     monkeypatch.setattr(hopper, "RUN_ON_GPU", frozenset())
     self_check.forget()
-    forget_choices()
+    clear_caches()
     try:
         q, k, v = (torch.randn(2, 16, 2048, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
                    for _ in range(3))
@@ -43,7 +43,7 @@ def test_with_a_triton_that_is_not_known_a_training_step_runs_the_kernels_after_
     finally:
         monkeypatch.undo()
         self_check.forget()
-        forget_choices()
+        clear_caches()
 
 
 def test_a_call_that_is_first_made_in_a_graph_goes_to_another_backend_until_it_is_made_outside(device, monkeypatch,
@@ -57,7 +57,7 @@ def test_a_call_that_is_first_made_in_a_graph_goes_to_another_backend_until_it_i
     forward = type(gluon).forward
     monkeypatch.setattr(type(gluon), "forward", lambda self, *call: served.append("gluon") or forward(self, *call))
     self_check.forget()
-    forget_choices()
+    clear_caches()
     try:
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
             tw.attention(q, q, q)
@@ -68,4 +68,4 @@ def test_a_call_that_is_first_made_in_a_graph_goes_to_another_backend_until_it_i
     finally:
         monkeypatch.undo()
         self_check.forget()
-        forget_choices()
+        clear_caches()

@@ -8,7 +8,7 @@ from tilewise.backends.triton import backend
 from tilewise.kernels.triton.backward import dkdv_launch
 from tilewise.kernels.triton.launch import modifiers_of
 from tilewise.problem import AttentionProblem
-from tilewise.scores import Operands
+from tilewise.problem.options import Operands
 from tilewise.testing.cases import Case
 from tilewise.testing.inputs import make_inputs
 from tilewise.tuning.configs import DkdvConfig

@@ -1,24 +1,24 @@
-"""A backend that binds its launches and notes which way each pass came, for the tests of the short way."""
+"""A backend that binds its launches and notes which path each pass took, for the tests of the fast path."""
 
 import torch
 
 from tilewise import dispatch
-from tilewise.autograd.short_way import forget_choices
 from tilewise.backends.reference import ReferenceBackend
+from tilewise.caches import clear_caches
 
 
 class Bound(ReferenceBackend):
-    """The reference, with launches that are bound; notes which way each pass came."""
+    """The reference, with launches that are bound; notes which path each pass took."""
 
     def __init__(self):
-        self.ways, self.binds = [], 0
+        self.paths, self.binds = [], 0
 
     def forward(self, *given, **named):
-        self.ways.append("long")
+        self.paths.append("operator")
         return super().forward(*given, **named)
 
     def backward(self, *given, **named):
-        self.ways.append("long back")
+        self.paths.append("operator backward")
         return super().backward(*given, **named)
 
     def bind_forward(self, problem):
@@ -27,7 +27,7 @@ class Bound(ReferenceBackend):
         def attend(tensors, addresses, operands):
             q, k, v = tensors()
             assert addresses == (q.data_ptr(), k.data_ptr(), v.data_ptr())
-            self.ways.append("short")
+            self.paths.append("fast")
             made = super(Bound, self).forward(problem, q, k, v, operands)
             return tuple(result for result in made if result is not None)
 
@@ -41,7 +41,7 @@ class Bound(ReferenceBackend):
             assert [tensor.stride() for tensor in tensors[:6]] == facts
             assert addresses == tuple(tensor.data_ptr() for tensor in tensors if tensor is not None)
             assert (tensors[6] is None) == (dlse is None)
-            self.ways.append("short back")
+            self.paths.append("fast backward")
             return super(Bound, self).backward(problem, saved._make((*tensors[:5], saved.operands)), *tensors[5:],
                                                needs)[:3]
 
@@ -51,12 +51,12 @@ class Bound(ReferenceBackend):
 def binding(monkeypatch):
     """Let every name be that of the one backend which binds, as long as a fixture lasts."""
     made, real = Bound(), dispatch.get_backend
-    monkeypatch.delenv("TILEWISE_SHORT_WAYS", raising=False)
+    monkeypatch.delenv("TILEWISE_FAST_PATH", raising=False)
     monkeypatch.delenv("TILEWISE_BACKEND", raising=False)
     monkeypatch.setattr(dispatch, "get_backend", lambda name: real(name) and made)
-    forget_choices()
+    clear_caches()
     yield made
-    forget_choices()
+    clear_caches()
 
 
 def tensors_of(dtype=torch.float32, *, requires_grad=False, sq=8, hk=2):
@@ -65,13 +65,13 @@ def tensors_of(dtype=torch.float32, *, requires_grad=False, sq=8, hk=2):
             for shape in ((1, 4, sq, 16), (1, hk, 8, 16), (1, hk, 8, 16))]
 
 
-def long_way(monkeypatch, call):
+def by_operators(monkeypatch, call):
     with monkeypatch.context() as patch:
-        patch.setenv("TILEWISE_SHORT_WAYS", "0")
+        patch.setenv("TILEWISE_FAST_PATH", "0")
         return call()
 
 
-def ways_of(bound, call):
-    bound.ways.clear()
+def paths_of(bound, call):
+    bound.paths.clear()
     result = call()
-    return bound.ways, result
+    return bound.paths, result

@@ -21,7 +21,7 @@ from tilewise.compile_ahead.gpu import Settings, prepare
 from tilewise.dispatch import choose
 from tilewise.kernels.hooks import compile_only
 from tilewise.problem import AttentionProblem
-from tilewise.scores import NO_OPERANDS, Operands
+from tilewise.problem.options import NO_OPERANDS, Operands
 
 GPU = GPUS["h200"]
 CALLS = {

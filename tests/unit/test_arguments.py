@@ -76,7 +76,7 @@ def test_it_is_still_the_error_that_python_raises_for_it():
 
 @pytest.mark.parametrize("call", [attention, attention_varlen, attention_decode])
 def test_nothing_stands_around_the_function(call):
-    """A wrapper costs every call as much as a short way through the checks."""
+    """A wrapper costs every call as much as a fast path through the checks."""
     assert not hasattr(call, "__wrapped__")
     assert call.__code__.co_name == call.__name__
     assert call.__code__.co_filename == inspect.getsourcefile(call)

@@ -9,9 +9,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from tilewise import InvalidInput, Mask, UnsupportedProblem, attention, causal, chunk, prefix, sink_tokens, window
-from tilewise.autograd.attention_op import Options, backward_op, backward_plain_op, forward_op, forward_plain_op
+from tilewise.autograd.op import backward_op, backward_plain_op, forward_op, forward_plain_op
 from tilewise.backends.base import Needs
-from tilewise.scores import NO_OPERANDS, Operands
+from tilewise.problem.options import NO_OPERANDS, Operands, OperatorOptions
 
 _MASKS = {
     "none": Mask(),
@@ -33,8 +33,8 @@ def _tensors(dtype=torch.float64, *, sq=6, sk=4, requires_grad=False):
 
 def _arguments(mask, operands=NO_OPERANDS, **options):
     """What stands behind the tensors in a schema."""
-    return (*operands, *Options(None, mask.left, mask.right, mask.alignment, mask.prefix, mask.sink_tokens, mask.chunk,
-                                backend="reference", **options))
+    return (*operands, *OperatorOptions(None, mask.left, mask.right, mask.alignment, mask.prefix, mask.sink_tokens,
+                                        mask.chunk, backend="reference", **options))
 
 
 def _operands(dtype=torch.float64, *, bias=(1, 4, 6, 4), slopes=(1, 4), requires_grad=False):
@@ -257,7 +257,7 @@ def test_frozen_inputs_get_no_gradient_and_change_no_other(frozen):
     ids=["plain", "softcap"])
 def test_backward_passes_are_spared_where_nothing_needs_them(monkeypatch, name, op, options):
     asked = []
-    monkeypatch.setattr(f"tilewise.autograd.attention_op.{name}",
+    monkeypatch.setattr(f"tilewise.autograd.function.{name}",
                         lambda *arguments: asked.append(Needs(*arguments[-1])) or op(*arguments))
     for frozen in ((0,), (1, 2), ()):
         tensors = [t.requires_grad_(i not in frozen) for i, t in enumerate(_tensors())]
@@ -445,7 +445,7 @@ def test_op_reports_wrong_input_by_our_error():
 def test_plain_forward_op_passes_opcheck_and_gives_what_the_other_gives(mask):
     tensors, plain = _tensors(torch.float32), (0.5, mask.left, mask.right, mask.alignment, False, "reference")
     assert set(opcheck(forward_plain_op, (*tensors, *plain)).values()) == {"SUCCESS"}
-    options = Options(*plain[:4], backend="reference")
+    options = OperatorOptions(*plain[:4], backend="reference")
     for ours, theirs in zip(forward_plain_op(*tensors, *plain), forward_op(*tensors, *NO_OPERANDS, *options),
                             strict=True):
         assert torch.equal(ours, theirs)
@@ -466,7 +466,7 @@ def test_plain_backward_op_passes_opcheck_and_gives_what_the_other_gives(needs, 
     tensors += [out, lse, torch.randn_like(out), torch.randn_like(lse) if with_dlse else None]
     assert set(opcheck(backward_plain_op, (*tensors, *plain, needs)).values()) == {"SUCCESS"}
     results, counts = [], []
-    options = Options(*plain[:4], backend="reference")
+    options = OperatorOptions(*plain[:4], backend="reference")
     for op, arguments in ((backward_plain_op, plain), (backward_op, (*NO_OPERANDS, *options))):
         with FlopCounterMode(display=False) as counter:
             results.append(op(*tensors, *arguments, needs))

@@ -14,18 +14,19 @@ import torch
 from tilewise.backends import cuda, cuda_ieee, float32
 from tilewise.backends.base import Needs, Saved
 from tilewise.backends.triton import precision_of
+from tilewise.caches import clear_caches
 from tilewise.errors import BackendUnavailable, InvalidInput
 from tilewise.kernels.cuda import program as programs
 from tilewise.kernels.cuda.call import UNBOUNDED, Call
 from tilewise.masks import causal, prefix, window
 from tilewise.problem import AttentionProblem
-from tilewise.scores import OperandFacts, ScoreOptions
-from tilewise.sequences import Sequences
+from tilewise.problem.options import OperandSpec, ScoreOptions
+from tilewise.problem.sequences import Sequences
 from tilewise.tuning.cuda import SPLIT, CudaConfig, backward_kernels, cuda_config, sum_kernels
 from tilewise.tuning.device import DeviceSpec
 
 TENSOR_CORES, FMA_PIPES = cuda.backend, cuda_ieee.backend
-LENGTHS = OperandFacts((2,), (1,), torch.int32)
+LENGTHS = OperandSpec((2,), (1,), torch.int32)
 
 
 def problem(d=64, mask=None, **fields):
@@ -262,12 +263,12 @@ def test_what_comes_in_steps_is_split_before_and_the_rest_stays(kernel, split, m
          (call.dk.data, call.dv.data))))
     monkeypatch.setattr(float32, "device_spec", lambda device: DeviceSpec.of_arch("sm_90"))
     monkeypatch.setattr(float32, "cuda_config", lambda *_: CudaConfig(3, 1, 4, 32, split=True))
-    float32._plan.cache_clear()
+    clear_caches()
     q, k, v, dout = (torch.empty(2, heads, 40, 64) for heads in (4, 2, 2, 4))
     asked = AttentionProblem.from_tensors(q, k, v)
     call = Call.of(asked, q=q, k=k, v=v, dout=dout)
     float32._launch(kernel, asked, call, 3, vectors=True)
-    float32._plan.cache_clear()
+    clear_caches()
     (first, programs_of_split, _, (one, other)), (second, _, seen, _) = calls
     assert (first, second) == ("split", kernel)
     own = {name: tensor.data_ptr() for name, tensor in (("q", q), ("k", k), ("v", v), ("dout", dout))}

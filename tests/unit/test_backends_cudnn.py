@@ -16,8 +16,9 @@ from conformance.calls import (
     problem_of,
 )
 from tilewise import causal, dispatch, window
-from tilewise.backends import cudnn, cudnn_plan
+from tilewise.backends import cudnn
 from tilewise.backends.base import Needs, Saved
+from tilewise.caches import clear_caches
 from tilewise.kernels.cudnn import graph, lengths, library
 from tilewise.kernels.cudnn.description import describe
 from tilewise.masks import Mask
@@ -44,12 +45,9 @@ def double(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    caches = dispatch._chosen, cudnn_plan.forward_plan, cudnn_plan.backward_plan
-    for cache in caches:
-        cache.cache_clear()
+    clear_caches()
     yield double
-    for cache in caches:
-        cache.cache_clear()
+    clear_caches()
 
 
 @pytest.mark.parametrize("case", SERVED, ids=str)

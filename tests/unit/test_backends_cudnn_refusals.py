@@ -11,17 +11,18 @@ import torch
 from tilewise import causal, chunk, dispatch, prefix, window
 from tilewise.backends import cudnn, gluon, triton
 from tilewise.dispatch import BACKENDS, ON_REQUEST, explain_problem, order
+from tilewise.functions import FunctionCode
 from tilewise.kernels.cudnn import library
 from tilewise.problem import dense_strides
-from tilewise.scores import FunctionCode, FunctionFacts, OperandFacts, ScoreOptions
-from tilewise.sequences import Sequences
+from tilewise.problem.options import FunctionSpec, OperandSpec, ScoreOptions
+from tilewise.problem.sequences import Sequences
 from tilewise.tuning.device import DeviceSpec
 from unit.test_backends_gluon import problem_of
 
-SINKS = OperandFacts((4,), (1,), torch.float32)
-BIAS = OperandFacts((1, 4, 512, 512), (4 * 512 * 512, 512 * 512, 512, 1), torch.bfloat16)
-LENGTHS = Sequences(seqlens_k=OperandFacts((2,), (1,), torch.int32))
-BORDERS = OperandFacts((9,), (1,), torch.int64)
+SINKS = OperandSpec((4,), (1,), torch.float32)
+BIAS = OperandSpec((1, 4, 512, 512), (4 * 512 * 512, 512 * 512, 512, 1), torch.bfloat16)
+LENGTHS = Sequences(seqlens_k=OperandSpec((2,), (1,), torch.int32))
+BORDERS = OperandSpec((9,), (1,), torch.int64)
 PACKED = Sequences(8, BORDERS, BORDERS)
 BROADCAST = "takes a bias that has every query and key, and every head if it has every batch entry, got "
 STRIDES = "needs a last stride of 1 and the others positive multiples of 8 elements, got "
@@ -32,11 +33,11 @@ def scores(**fields):
 
 
 def bias_of(*shape):
-    return OperandFacts(shape, dense_strides(shape, (4, 3, 2, 1)), torch.bfloat16)
+    return OperandSpec(shape, dense_strides(shape, (4, 3, 2, 1)), torch.bfloat16)
 
 
 def function(name):
-    return FunctionFacts(FunctionCode(name, None, None, None, 0), ())
+    return FunctionSpec(FunctionCode(name, None, None, None, 0), ())
 
 
 @pytest.fixture(autouse=True)
@@ -118,7 +119,7 @@ def test_the_rest_is_refused_with_its_reason(problem, reason):
 
 
 def test_a_bias_begins_where_the_engines_can_load_it():
-    bias = OperandFacts((1, 4, 24, 64), (6144, 1536, 64, 1), torch.float32)
+    bias = OperandSpec((1, 4, 24, 64), (6144, 1536, 64, 1), torch.float32)
     for left, first in ((16, None), (14, 26), (20, None)):
         reason = cudnn.backend.why_not(problem_of((24, 64), mask=window(left, 0, "bottom_right"), **scores(bias=bias)))
         assert reason == (None if first is None else

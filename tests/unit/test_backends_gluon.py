@@ -20,15 +20,15 @@ from tilewise.dispatch import explain_problem
 from tilewise.masks import Mask
 from tilewise.packages import package_version
 from tilewise.problem import AttentionProblem, are_aligned, dense_strides
-from tilewise.scores import OperandFacts, Operands, ScoreOptions
-from tilewise.sequences import Sequences
+from tilewise.problem.options import Operands, OperandSpec, ScoreOptions
+from tilewise.problem.sequences import Sequences
 from tilewise.tuning.device import DeviceSpec
 from tilewise.tuning.waves import Cut, Layout
 
 TRITONS = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")  # that a GPU has run the kernels with
-SINKS = OperandFacts((4,), (1,), torch.float32)
-LENGTHS = Sequences(seqlens_k=OperandFacts((2,), (1,), torch.int32))
-BORDERS = OperandFacts((9,), (1,), torch.int64)
+SINKS = OperandSpec((4,), (1,), torch.float32)
+LENGTHS = Sequences(seqlens_k=OperandSpec((2,), (1,), torch.int32))
+BORDERS = OperandSpec((9,), (1,), torch.int64)
 PACKED = Sequences(8, BORDERS, BORDERS)
 DROPS = ScoreOptions(dropout_p=0.5)
 FIRSTS = "takes dropout where the first query that sees a key and the first key that is seen are multiples of 16, got "
@@ -226,7 +226,7 @@ USUAL_CALLS = {
     "float16": {"dtype": torch.float16}, "head_dim_128": {"dims": (128, 128), "mask": causal()},
     "head_dim_256": {"dims": (256, 256), "mask": causal()}, "head_dim_192_128": {"dims": (192, 128)},
     "bottom_right": {"lengths": (2048, 4096), "mask": causal("bottom_right")},
-    "sinks": {"scores": ScoreOptions(sinks=OperandFacts((16,), (1,), torch.float32))},
+    "sinks": {"scores": ScoreOptions(sinks=OperandSpec((16,), (1,), torch.float32))},
     "softcap": {"scores": ScoreOptions(softcap=30.0), "mask": causal()}, "padded": {"sequences": LENGTHS},
     "packed": {"b": 1, "lengths": (8192, 8192), "mask": causal("bottom_right"), "sequences": PACKED},
     "deterministic": {"deterministic": True},
@@ -288,7 +288,7 @@ def test_parts_of_tiles_that_are_cut_are_combined_and_sinks_enter_there(monkeypa
     monkeypatch.setattr(gluon, "is_current", lambda asked: True)
     monkeypatch.setattr(gluon, "layout_of", lambda *facts: Layout(1.0, 4, Cut(7, 5, 2)))
     monkeypatch.setattr(gluon, "HopperForward", lambda *facts: calls.append(facts[2:]) or Launches())
-    monkeypatch.setattr("tilewise.kernels.triton.parts.combine_parts_launch", combining)
+    monkeypatch.setattr("tilewise.kernels.triton.combine.combine_splits_launch", combining)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda asked: SimpleNamespace(multi_processor_count=132))
     monkeypatch.setattr(gluon, "_plan", gluon._plan.__wrapped__)
     out, lse, _ = gluon.backend.forward(AttentionProblem.from_tensors(q, q, q), q, q, q, Operands(sinks=sinks))

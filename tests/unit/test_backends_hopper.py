@@ -9,10 +9,11 @@ import torch
 
 from tilewise.backends import hopper, self_check
 from tilewise.backends.base import Needs, Pending, Saved
+from tilewise.caches import clear_caches
 from tilewise.masks import Mask, causal, chunk, prefix, window
 from tilewise.problem import AttentionProblem, dense_strides
-from tilewise.scores import OperandFacts, Operands, ScoreOptions
-from tilewise.sequences import Sequences
+from tilewise.problem.options import Operands, OperandSpec, ScoreOptions
+from tilewise.problem.sequences import Sequences
 from tilewise.tuning.device import DeviceSpec
 
 triton = pytest.importorskip("tilewise.backends.triton", reason="Triton is not installed")
@@ -21,7 +22,7 @@ Launch = pytest.importorskip("tilewise.kernels.triton.launch").Launch
 PairSums = pytest.importorskip("tilewise.kernels.triton.pair_sums").PairSums
 
 B, H, S = 4, 16, 4096
-SEEN = OperandFacts((B, H), (H, 1), torch.float32)
+SEEN = OperandSpec((B, H), (H, 1), torch.float32)
 
 
 @pytest.fixture(autouse=True)
@@ -31,13 +32,13 @@ def a_hopper_gpu(monkeypatch):
         monkeypatch.setattr(module, "device_spec", lambda device: DeviceSpec.of_arch("sm_90"))
     monkeypatch.setattr(hopper, "triton_version", lambda: (3, 6))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
-    triton._backward_plan.cache_clear()
+    clear_caches()
     yield
-    triton._backward_plan.cache_clear()
+    clear_caches()
 
 
 def bias_of(b, h, s=S, dtype=torch.bfloat16):
-    return OperandFacts((b, h, s, s), dense_strides((b, h, s, s), (4, 3, 2, 1)), dtype)
+    return OperandSpec((b, h, s, s), dense_strides((b, h, s, s), (4, 3, 2, 1)), dtype)
 
 
 def problem_of(bias=None, d=128, dv=None, dtype=torch.bfloat16, s=S, b=B, options=None, **fields):
@@ -52,7 +53,7 @@ def problem_of(bias=None, d=128, dv=None, dtype=torch.bfloat16, s=S, b=B, option
 @pytest.mark.parametrize("problem", [
     problem_of(), problem_of(mask=Mask()), problem_of(mask=window(100, 3)), problem_of(dtype=torch.float16),
     problem_of(bias_of(1, H, dtype=torch.float32)), problem_of(d=64), problem_of(d=40, dv=128),
-    problem_of(options={"sinks": OperandFacts((H,), (1,), torch.float32)}), problem_of(options={"max_logit": True}),
+    problem_of(options={"sinks": OperandSpec((H,), (1,), torch.float32)}), problem_of(options={"max_logit": True}),
     problem_of(deterministic=True), problem_of(lse_grad=True), problem_of(bias_of(1, 1)), problem_of(bias_of(B, 1)),
 ], ids=str)
 def test_bands_with_plain_scores_are_summed_there(problem):
@@ -62,14 +63,14 @@ def test_bands_with_plain_scores_are_summed_there(problem):
 @pytest.mark.parametrize("problem", [
     problem_of(d=129, dv=128), problem_of(d=64, dv=136), problem_of(dtype=torch.float32),
     problem_of(mask=causal() & prefix(5)), problem_of(mask=causal() & chunk(64)),
-    problem_of(sequences=Sequences(seqlens_k=OperandFacts((B,), (1,), torch.int32))),
+    problem_of(sequences=Sequences(seqlens_k=OperandSpec((B,), (1,), torch.int32))),
     problem_of(options={"softcap": 3.0}), problem_of(options={"dropout_p": 0.5}),
     problem_of(options={"alibi_slopes": SEEN}),
-    problem_of(options={"mask": OperandFacts((1, 1, S, S), (S, S, S, 1), torch.bool)}),
+    problem_of(options={"mask": OperandSpec((1, 1, S, S), (S, S, S, 1), torch.bool)}),
     problem_of(options={"documents_q": SEEN}), problem_of(options={"tiles_q": SEEN}),
     problem_of(options={"score_function": SEEN}), problem_of(options={"mask_function": SEEN}),
-    problem_of(OperandFacts((1, H, 1, S), (S, S, S, 1), torch.bfloat16)),
-    problem_of(OperandFacts((1, H, S, 1), (S, S, 1, 1), torch.bfloat16)),
+    problem_of(OperandSpec((1, H, 1, S), (S, S, S, 1), torch.bfloat16)),
+    problem_of(OperandSpec((1, H, S, 1), (S, S, 1, 1), torch.bfloat16)),
     replace(problem_of(), scores=ScoreOptions()),
 ])
 def test_all_else_keeps_the_triton_kernels(problem):

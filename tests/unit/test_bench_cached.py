@@ -18,7 +18,7 @@ from tilewise.bench.report import markdown
 from tilewise.bench.roofline import least_bytes
 from tilewise.bench.runner import run
 from tilewise.bench.timing import REGIMES
-from tilewise.decode_problem import DecodeOptions, decode_problem, facts_of_inputs
+from tilewise.problem.decode import DecodeOptions, decode_problem, specs_of_inputs
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 CELL = Cell("decode", shape_case(3, (4, 2), (1, 512), (16, 16), FULL, "bshd"), torch.float32, cached=True)
@@ -50,7 +50,7 @@ def test_the_grid_is_of_one_query_and_a_cache_of_8k_and_64k_keys():
 
 def test_a_cell_describes_the_call_that_its_tensors_make():
     inputs = draw_caches(CELL, CPU).inputs
-    assert CELL.decode_problem(CPU) == decode_problem(facts_of_inputs(*inputs[:3]), (), DecodeOptions())
+    assert CELL.decode_problem(CPU) == decode_problem(specs_of_inputs(*inputs[:3]), (), DecodeOptions())
     assert CELL.decode_problem(CUDA).device == CUDA
 
 

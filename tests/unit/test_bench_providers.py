@@ -17,7 +17,7 @@ from tilewise.bench.provenance import provenance
 from tilewise.bench.providers import DenseProvider, TilewiseProvider, own_providers, torch_providers
 from tilewise.dispatch import get_backend
 from tilewise.masks import causal, window
-from tilewise.scores import Operands
+from tilewise.problem.options import Operands
 from tilewise.testing.cases import Case, case_named
 
 CPU = torch.device("cpu")

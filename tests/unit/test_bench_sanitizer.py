@@ -82,7 +82,7 @@ the call has ended
 """
 
 
-HANDED = (f"pipeline.py:{line_of('pipeline.py', '.store(none + tile[i])')}",
+HANDED = (f"pipeline.py:{line_of('pipeline.py', '.store(zero + tile[i])')}",
           f"pipeline.py:{line_of('pipeline.py', '.load(FOUR_WARPS)')}")
 READ_EARLY = f"hopper_backward_load.py:{line_of('hopper_backward_load.py', 'def put_rows(') + 3}"
 CONSAN_SAYS = ("/a/place/tilewise/kernels/gluon/backward_products.py:{}: some_function: block: [0,0,0], thread: "
@@ -113,14 +113,14 @@ def test_a_report_without_a_line_of_ours_is_named_by_its_kernel(tool, text, word
 
 def test_a_tile_that_is_handed_over_is_the_class_that_is_no_fault():
     outcome = sanitizer.outcome_of("racecheck", race(*HANDED), ended=True, late=False)
-    assert outcome == ("known", 1, 0, "1 x race of write and read in hand_out and read_tile")
+    assert outcome == ("known", 1, 0, "1 x race of write and read in publish_tile and read_tile")
 
 
 def test_each_pair_of_accesses_is_a_report_and_one_of_another_class_is_found():
     further = f"=========     and Write access at hopper_forward_kernel+0x1c in {READ_EARLY} [2 hazards]\n"
     outcome, known, other, classes = sanitizer.outcome_of("racecheck", race(*HANDED, further), ended=True, late=False)
     assert (outcome, known, other) == ("found", 1, 1)
-    assert "1 x race of write and write in hand_out and put_rows (!)" in classes.split("; ")
+    assert "1 x race of write and write in publish_tile and put_rows (!)" in classes.split("; ")
 
 
 @pytest.mark.parametrize(("write", "read"), [

@@ -18,7 +18,7 @@ from tilewise.bench.tuning_runs import TuningPlan, Wanted, demand_gpu, rows_of, 
 from tilewise.compile_ahead.pool import DIED, AheadCompiler
 from tilewise.errors import InvalidInput
 from tilewise.masks import causal
-from tilewise.scores import NO_OPERANDS
+from tilewise.problem.options import NO_OPERANDS
 from tilewise.tuning import search
 from tilewise.tuning.configs import ForwardConfig
 from tilewise.tuning.table import Bucket

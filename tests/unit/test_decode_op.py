@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tilewise import attention_decode, causal
-from tilewise.decode_problem import CacheOperands
+from tilewise.problem.decode import CacheOperands
 
 CALL = {"mask": causal(), "cache_seqlens": torch.tensor([3, 5]), "return_aux": ("lse",)}
 

@@ -8,8 +8,8 @@ import torch
 
 from tilewise import InvalidInput, Mask, UnsupportedProblem, attention_decode, causal, documents, sink_tokens, window
 from tilewise.backends import reference_decode, triton_decode
-from tilewise.decode_problem import CacheOperands, DecodeOptions, decode_problem, facts_of_inputs, facts_of_present
 from tilewise.dispatch import choose_decoder
+from tilewise.problem.decode import CacheOperands, DecodeOptions, decode_problem, specs_of_inputs, specs_of_present
 
 Q, CACHE = torch.randn(2, 4, 1, 8), torch.randn(2, 2, 10, 8)
 NEW, LENGTHS, TABLE = torch.randn(2, 2, 1, 8), torch.tensor([3, 4]), torch.zeros(2, 3, dtype=torch.int32)
@@ -128,7 +128,7 @@ def test_a_refusal_says_what_was_asked_for(monkeypatch, asked, subject):
     """Where none was named it said "backend None"."""
     for module in (reference_decode, triton_decode):
         monkeypatch.setattr(module, "why_not", lambda problem: "says no")
-    problem = decode_problem(facts_of_inputs(Q, CACHE, CACHE), (), DecodeOptions(Mask()))
+    problem = decode_problem(specs_of_inputs(Q, CACHE, CACHE), (), DecodeOptions(Mask()))
     with pytest.raises(UnsupportedProblem) as caught:
         choose_decoder.__wrapped__(problem, asked)
     assert str(caught.value).startswith(f"{subject} this problem: {problem}\n  ")
@@ -137,8 +137,8 @@ def test_a_refusal_says_what_was_asked_for(monkeypatch, asked, subject):
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_rows_that_reach_over_more_memory_than_32_bits_count_are_refused_in_words(name):
-    operands = facts_of_present(CacheOperands(k=NEW, v=NEW, cache_seqlens=LENGTHS))
-    problem = decode_problem(facts_of_inputs(Q, CACHE, CACHE), operands, DecodeOptions())
+    operands = specs_of_present(CacheOperands(k=NEW, v=NEW, cache_seqlens=LENGTHS))
+    problem = decode_problem(specs_of_inputs(Q, CACHE, CACHE), operands, DecodeOptions())
 
     def apart(stride):
         return replace(problem, tensors=tuple((own, (*strides[:3], stride) if own == name else strides, dtype)
@@ -158,14 +158,14 @@ def test_no_gradient_is_asked_for_under_no_grad():
 
 def test_calls_that_differ_in_the_dtype_of_a_length_are_two_problems():
     """A launch keeps the kernel of its first call, which reads lengths of that call's size."""
-    one, other = (decode_problem(facts_of_inputs(Q, CACHE, CACHE),
-                                 facts_of_present(CacheOperands(cache_seqlens=LENGTHS.to(dtype))), DecodeOptions())
+    one, other = (decode_problem(specs_of_inputs(Q, CACHE, CACHE),
+                                 specs_of_present(CacheOperands(cache_seqlens=LENGTHS.to(dtype))), DecodeOptions())
                   for dtype in (torch.int32, torch.int64))
     assert one != other
 
 
 def test_a_table_makes_the_capacity():
-    problem = decode_problem(facts_of_inputs(Q, CACHE, CACHE), facts_of_present(CacheOperands(block_table=TABLE)),
+    problem = decode_problem(specs_of_inputs(Q, CACHE, CACHE), specs_of_present(CacheOperands(block_table=TABLE)),
                              DecodeOptions())
     assert (problem.page, problem.capacity) == (10, 30)
     assert str(problem) == "decode b2 h4/2 s1 cache 30 in pages of 10 d8 float32 no mask on cpu"

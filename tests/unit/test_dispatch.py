@@ -21,13 +21,14 @@ from tilewise import (
     window,
 )
 from tilewise.backends.base import Gradients, Needs, Results
+from tilewise.caches import clear_caches
 from tilewise.dispatch import BACKENDS, choose, explain_problem, get_backend
 from tilewise.problem import AttentionProblem
-from tilewise.scores import NO_OPERANDS, OperandFacts, Operands, ScoreSettings
-from tilewise.sequences import Sequences
+from tilewise.problem.options import NO_OPERANDS, Operands, OperandSpec, ScoreSettings
+from tilewise.problem.sequences import Sequences
 from tilewise.tuning.device import DeviceSpec
 
-LENGTHS = Sequences(seqlens_k=OperandFacts((4,), (1,), torch.int32))
+LENGTHS = Sequences(seqlens_k=OperandSpec((4,), (1,), torch.int32))
 
 
 @pytest.fixture(autouse=True)
@@ -219,17 +220,13 @@ def test_choice_follows_torchs_tf32_setting_from_call_to_call(monkeypatch, tf32)
 @pytest.mark.parametrize("options", [{}, {"softcap": 2.0}], ids=["plain", "softcap"])
 def test_calls_follow_torchs_tf32_setting_forward_and_backward(monkeypatch, tf32, recorder, options):
     """What a call resolves to is kept: without the setting in its key, the first call would decide for all."""
-    from tilewise.autograd import attention_op
-
     real = get_backend("torch")
     monkeypatch.setattr(real.__class__, "why_not", lambda self, _: None)
     for side in ("forward", "backward"):
         monkeypatch.setattr(real.__class__, side, lambda _, *given, side=side: (
             getattr(_Recorder(), side)(*given)))
     monkeypatch.setattr(dispatch, "order", lambda problem, tf32: ("reference",) if tf32 else ("torch",))
-    caches = (dispatch._chosen, attention_op.resolve)
-    for cache in caches:
-        cache.cache_clear()
+    clear_caches()
     try:
         q, k, v = (tensor.requires_grad_() for tensor in _qkv())
         for allowed in (False, True, False, True):
@@ -238,8 +235,7 @@ def test_calls_follow_torchs_tf32_setting_forward_and_backward(monkeypatch, tf32
             attention(q, k, v, **options).sum().backward()
             assert recorder.calls == (["forward", "backward"] if allowed else [])
     finally:
-        for cache in caches:
-            cache.cache_clear()
+        clear_caches()
 
 
 @pytest.mark.parametrize(("fields", "first"), [

@@ -11,11 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from conformance.functions import chosen, chosen_twin, damped, mask_functions, relative, relative_twin, score_functions
 from tilewise import InvalidInput, UnsupportedProblem, attention, attention_varlen, causal, explain, functions
-from tilewise.autograd.attention_op import Options, backward_op, forward_op
-from tilewise.autograd.short_way import forget_choices
+from tilewise.autograd.op import backward_op, forward_op
+from tilewise.caches import clear_caches
 from tilewise.functions import MaskFunction, ScoreFunction, call_functions, code_of, pair_indices
-from tilewise.problem import _backward_of, _cached
-from tilewise.scores import Operands
+from tilewise.problem.options import Operands, OperatorOptions
 
 # torch's own, of an autograd function that Dynamo instantiates.
 _COMPILES = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
@@ -157,9 +156,7 @@ def test_a_copy_outlives_its_original(copied):
     expected = attention(*_qkv(), score_function=made[0], mask=made[1])
     copies = tuple(map(copied, made))
     del made
-    forget_choices()
-    for cached in (_cached, _backward_of):
-        cached.cache_clear()
+    clear_caches()
     gc.collect()
     assert all(name in functions._BY_NAME for name in (copies[0].code.name, copies[1].function.code.name))
     assert torch.equal(attention(*_qkv(), score_function=copies[0], mask=copies[1]), expected)
@@ -242,7 +239,7 @@ def test_a_function_may_return_its_argument():
 def _operators_arguments():
     called = call_functions(score_functions("cpu")["damped"], mask_functions("cpu")["chosen"])
     operands = Operands(score_tensors=called.score_tensors, mask_tensors=called.mask_tensors)
-    return (*operands, *Options(None, None, 0, None, score_function=called.score, mask_function=called.mask,
+    return (*operands, *OperatorOptions(None, None, 0, None, score_function=called.score, mask_function=called.mask,
                                 backend="reference"))
 
 

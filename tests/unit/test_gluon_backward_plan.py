@@ -8,13 +8,13 @@ import torch
 
 from tilewise.backends import gluon
 from tilewise.problem import AttentionProblem
-from tilewise.scores import OperandFacts, ScoreOptions
+from tilewise.problem.options import OperandSpec, ScoreOptions
 
 SHAPE, STRIDES = (1, 2, 64, 64), (8192, 4096, 64, 1)
 PROBLEM = AttentionProblem(b=1, hq=2, hk=2, sq=64, sk=64, d=64, dv=64, dtype=torch.float16,
                            device=torch.device("cuda", 0), scale=0.125, direction="backward", q_strides=STRIDES,
                            k_strides=STRIDES, v_strides=STRIDES)
-SINKS = replace(PROBLEM, scores=ScoreOptions(sinks=OperandFacts((2,), (1,), torch.float32)))
+SINKS = replace(PROBLEM, scores=ScoreOptions(sinks=OperandSpec((2,), (1,), torch.float32)))
 
 
 @pytest.mark.parametrize(("problem", "out_strides", "dlse_strides", "is_told"), [

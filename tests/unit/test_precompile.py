@@ -17,8 +17,8 @@ from triton.runtime import driver as triton_driver
 
 from kernels.compile_process import ENDS, INSTALLED
 from tilewise import attention
-from tilewise.autograd import attention_op, precompile, short_way
-from tilewise.autograd.short_way import FirstWay, Way
+from tilewise.autograd import fast_path, function, precompile
+from tilewise.autograd.fast_path import FirstLaunchPlan, LaunchPlan
 from tilewise.backends.base import Needs
 from tilewise.backends.hopper import RUN_ON_GPU, triton_version
 from tilewise.compile_ahead.gpu import _Facts
@@ -28,7 +28,7 @@ from tilewise.kernels.compiling import pending
 from tilewise.kernels.enqueue import Enqueue
 from tilewise.kernels.hooks import compile_only
 from tilewise.problem import AttentionProblem
-from tilewise.scores import NO_OPERANDS, Operands
+from tilewise.problem.options import NO_OPERANDS, Operands
 from unit.binding_double import binding
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -275,17 +275,17 @@ def test_a_backend_by_name_that_has_no_kernels_of_tritons_is_not_asked(monkeypat
     monkeypatch.setattr(precompile, "begin", lambda *given: begun.append(given))
     options = (None, None, None, None, False)
     for name in ("cudnn", "cuda", "torch", "reference"):
-        attention_op.precompile_backward(*tensors_of(), NO_OPERANDS, (*options, name))
+        function.precompile_backward(*tensors_of(), NO_OPERANDS, (*options, name))
     assert begun == []
     for name in ("gluon", "triton", None):
-        attention_op.precompile_backward(*tensors_of(), NO_OPERANDS, (*options, name))
+        function.precompile_backward(*tensors_of(), NO_OPERANDS, (*options, name))
     assert len(begun) == 3
 
 
 @pytest.mark.parametrize("recorded", [True, False])
 @pytest.mark.parametrize("where", ["meta", "cpu"])
 @pytest.mark.parametrize("needs", [(True, True, True), (False, True, False), (False, False, False)])
-def test_a_first_call_on_the_short_way_leaves_its_backward_pass_to_be_begun(recorded, where, needs):
+def test_a_first_call_on_the_fast_path_leaves_its_backward_pass_to_be_begun(recorded, where, needs):
     inputs = tensors_of(needs=needs) if where == "meta" else [torch.zeros(1, requires_grad=need) for need in needs]
     seen = []
 
@@ -293,30 +293,30 @@ def test_a_first_call_on_the_short_way_leaves_its_backward_pass_to_be_begun(reco
         seen.append(pending.call)
         raise ValueError("a launch that failed")
 
-    way = Way(bound, ("options",))
+    way = LaunchPlan(bound, ("options",))
     with _Facts(), torch.set_grad_enabled(recorded):
-        first = short_way._first(way, inputs)
+        first = fast_path._first(way, inputs)
     assert (first is way) != (recorded and where == "meta" and any(needs))
     assert first.options is way.options
     with pytest.raises(ValueError, match="a launch that failed"):
         first.forward(lambda: inputs, (0, 0, 0), NO_OPERANDS)
-    begins = (attention_op.precompile_backward, *inputs, NO_OPERANDS, ("options",))
+    begins = (function.precompile_backward, *inputs, NO_OPERANDS, ("options",))
     assert seen == [None if first is way else begins]
     assert pending.call is None
 
 
 def test_only_the_way_of_later_calls_is_kept(monkeypatch):
     made = []
-    monkeypatch.setattr(short_way, "_first", lambda way, *given: made.append(way) or FirstWay(*way))
+    monkeypatch.setattr(fast_path, "_first", lambda way, *given: made.append(way) or FirstLaunchPlan(*way))
     tensors = [torch.randn(1, 2, 8, 16, requires_grad=True) for _ in range(3)]
     for bound in binding(monkeypatch):
         for calls in range(1, 5):
             out = attention(*tensors)
             out.sum().backward()
-            assert bound.ways == ["short", "short back"] * calls
-            kept = [way for known in short_way._recent.values() for *_, way in known if isinstance(way, Way)]
+            assert bound.paths == ["fast", "fast backward"] * calls
+            kept = [way for known in fast_path._recent.values() for *_, way in known if isinstance(way, LaunchPlan)]
             assert kept == made * (calls > 1)
-    assert [type(way) for way in made] == [Way]
+    assert [type(way) for way in made] == [LaunchPlan]
 
 
 def environment(version, cache):

@@ -10,8 +10,8 @@ from hypothesis import given
 from tilewise.errors import InvalidInput
 from tilewise.masks import Mask, Span, causal, window
 from tilewise.problem import AttentionProblem, dense_strides, padded_dim
-from tilewise.scores import OperandFacts, Operands, ScoreSettings
-from tilewise.sequences import DENSE, Sequences
+from tilewise.problem.options import Operands, OperandSpec, ScoreSettings
+from tilewise.problem.sequences import DENSE, Sequences
 from tilewise.testing.strategies import LENGTHS, masks
 
 _NO_MASK = Mask()
@@ -258,8 +258,8 @@ def _packed(*, mask=_NO_MASK, longest=(None, None), shapes=_PACKED_SHAPES, **ope
 def test_lengths_are_described_without_their_values():
     problem = _packed(seqlens_k=torch.tensor([1, 1, 1]), longest=(4, 2), bias=torch.zeros(3, 1, 4, 2))
     assert problem.sequences == Sequences(
-        3, OperandFacts((4,), (1,), torch.int32), OperandFacts((4,), (1,), torch.int64), None,
-        OperandFacts((3,), (1,), torch.int64), 4, 2)
+        3, OperandSpec((4,), (1,), torch.int32), OperandSpec((4,), (1,), torch.int64), None,
+        OperandSpec((3,), (1,), torch.int64), 4, 2)
     assert problem.sequences.are_data
     assert problem.pairs == (3, 4, 4, 2)
     assert str(problem) == ("forward b1 h4/2 s6x5 d8/3 float32 no mask, bias 3x1x4x2, 3 packed sequences on cpu")

@@ -8,17 +8,16 @@ import torch
 from tilewise.errors import InvalidInput
 from tilewise.masks import Mask, causal, window
 from tilewise.problem import AttentionProblem
-from tilewise.scores import (
+from tilewise.problem.options import (
     NO_OPERANDS,
     NO_OPTIONS,
     NO_SETTINGS,
-    OperandFacts,
     Operands,
+    OperandSpec,
     ScoreOptions,
     ScoreSettings,
-    with_batch_dim,
-    with_four_dims,
 )
+from tilewise.validate.tensors import with_batch_dim, with_four_dims
 
 _TOP_LEFT = window(None, None, "top_left")
 _SEED = torch.tensor([1])
@@ -150,12 +149,12 @@ def test_a_problem_without_options_is_the_plain_one():
     assert str(NO_OPTIONS) == ""
 
 
-def test_options_hold_the_facts_of_their_operands():
+def test_options_hold_the_specs_of_their_operands():
     bias = torch.zeros(2, 1, 5, 6).transpose(2, 3)
     problem = _problem(Operands(bias=bias, sinks=torch.zeros(4)), ScoreSettings(2, 0.0, True))
     assert problem.scores == ScoreOptions(
-        softcap=2.0, max_logit=True, bias=OperandFacts((2, 1, 6, 5), (30, 30, 1, 6), torch.float32),
-        sinks=OperandFacts((4,), (1,), torch.float32))
+        softcap=2.0, max_logit=True, bias=OperandSpec((2, 1, 6, 5), (30, 30, 1, 6), torch.float32),
+        sinks=OperandSpec((4,), (1,), torch.float32))
     assert problem != _problem(Operands(bias=bias.contiguous(), sinks=torch.zeros(4)), ScoreSettings(2, 0.0, True))
     assert problem.backward(lse_grad=False).scores == problem.scores
 
@@ -167,11 +166,11 @@ def test_options_hold_the_facts_of_their_operands():
     ((2, 4, 8, 8), (256, 64, 1, 8), torch.bfloat16, 1), ((1, 1, 1, 6), (6, 6, 6, 1), torch.float32, 1),
 ])
 def test_rows_may_be_cut_into_16_bytes_where_all_begin_and_end_at_such(shape, strides, dtype, vector):
-    assert OperandFacts(shape, strides, dtype).vector == vector
+    assert OperandSpec(shape, strides, dtype).vector == vector
 
 
 def test_expanded_strides_are_zero_along_what_is_broadcast():
-    facts = OperandFacts((2, 1, 6, 1), (6, 6, 1, 1), torch.float32)
+    facts = OperandSpec((2, 1, 6, 1), (6, 6, 1, 1), torch.float32)
     assert facts.expanded((2, 4, 6, 5)) == (6, 0, 1, 0)
     assert facts.expanded((2, 1, 6, 1)) == (6, 6, 1, 1)
 

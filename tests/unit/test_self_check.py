@@ -14,13 +14,14 @@ from tilewise import UnsupportedProblem, dispatch
 from tilewise.backends import gluon, hopper, reference, self_check, self_check_calls
 from tilewise.backends.base import Pending, Saved
 from tilewise.backends.triton import TritonBackend
+from tilewise.caches import clear_caches
 from tilewise.dispatch import explain_problem
 from tilewise.kernels.gluon.launch_backward import HopperBackward
 from tilewise.kernels.gluon.launch_backward_wide import HopperBackwardApart
 from tilewise.kernels.hooks import compile_only
 from tilewise.masks import causal
 from tilewise.problem import AttentionProblem
-from tilewise.scores import Operands, ScoreSettings
+from tilewise.problem.options import Operands, ScoreSettings
 from tilewise.testing import oracle
 from tilewise.tuning.device import DeviceSpec
 
@@ -285,9 +286,9 @@ class TestCapture:
         monkeypatch.setattr(dispatch, "order", lambda problem, tf32=None: ("gluon", "triton"))
         monkeypatch.setattr(dispatch, "ON_REQUEST", ())
         q = torch.zeros(1, 2, 64, 64, dtype=torch.bfloat16)
-        dispatch.forget_chosen()
+        clear_caches()
         yield replace(AttentionProblem.from_tensors(q, q, q, mask=causal()), device=GPU)
-        dispatch.forget_chosen()
+        clear_caches()
 
     def test_the_reason_says_what_to_do(self, checks, capture, problem):
         reason, texts = told(lambda: self_check.why_not("forward", GPU))

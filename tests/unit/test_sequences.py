@@ -7,8 +7,8 @@ from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
 
 from tilewise import attention, attention_varlen, causal, documents, sink_tokens, window
-from tilewise.autograd.attention_op import Options, backward_op, forward_op
-from tilewise.scores import NO_OPERANDS, Operands
+from tilewise.autograd.op import backward_op, forward_op
+from tilewise.problem.options import NO_OPERANDS, Operands, OperatorOptions
 
 _CAUSAL = causal("bottom_right")
 
@@ -39,7 +39,7 @@ def _packed_arguments():
     operands = operands._replace(
         mask=torch.rand((2, 1, 3, 3), generator=generator) > 0.2, **_PACKED, seqlens_q=torch.tensor([2, 2]),
         documents_q=together.q, documents_k=together.k)
-    return (*operands, *Options(None, None, 0, "bottom_right", None, None, 3, 2.0, 0.25, True, max_seqlen_q=3,
+    return (*operands, *OperatorOptions(None, None, 0, "bottom_right", None, None, 3, 2.0, 0.25, True, max_seqlen_q=3,
                                 max_seqlen_k=3, backend="reference"))
 
 

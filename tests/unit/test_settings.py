@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tilewise import use_backend
-from tilewise.settings import BackendScope, cache_folder, checks_lengths, default_backend, short_ways
+from tilewise.settings import BackendScope, cache_folder, checks_lengths, default_backend, takes_fast_path
 
 
 @pytest.fixture(autouse=True)
@@ -108,11 +108,11 @@ def test_a_scope_shows_how_it_is_entered():
 
 
 @pytest.mark.parametrize(("value", "taken"), [(None, True), ("", True), ("1", True), ("0", False)])
-def test_short_ways_are_taken_unless_the_variable_is_0(monkeypatch, value, taken):
-    monkeypatch.setenv("TILEWISE_SHORT_WAYS", value or "")
+def test_fast_paths_are_taken_unless_the_variable_is_0(monkeypatch, value, taken):
+    monkeypatch.setenv("TILEWISE_FAST_PATH", value or "")
     if value is None:
-        monkeypatch.delenv("TILEWISE_SHORT_WAYS")
-    assert short_ways() is taken
+        monkeypatch.delenv("TILEWISE_FAST_PATH")
+    assert takes_fast_path() is taken
 
 
 @pytest.mark.parametrize(("value", "looks"), [(None, False), ("", False), ("0", False), ("1", True)])

@@ -4,7 +4,7 @@ import torch
 from tilewise.errors import InvalidInput
 from tilewise.masks import TensorMask, window
 from tilewise.problem import AttentionProblem
-from tilewise.scores import NO_OPERANDS
+from tilewise.problem.options import NO_OPERANDS
 from tilewise.testing.cases import CASES, Case, case_named
 from tilewise.testing.inputs import (
     HOSTILE_NUMBERS,

@@ -6,7 +6,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from tilewise.masks import Mask, causal, window
-from tilewise.scores import Operands, ScoreSettings
+from tilewise.problem.options import Operands, ScoreSettings
 from tilewise.testing.cases import CASES, Case, case_named
 from tilewise.testing.inputs import Inputs, make_inputs, make_operands
 from tilewise.testing.oracle import (

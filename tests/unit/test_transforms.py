@@ -5,7 +5,7 @@ import torch
 from torch.autograd import forward_ad
 
 from tilewise import UnsupportedProblem, attention, attention_decode, attention_varlen, causal
-from tilewise.autograd.attention_op import forward_op, forward_plain_op
+from tilewise.autograd.op import forward_op, forward_plain_op
 
 TANGENT = r"forward mode \(torch.func.jvp, jacfwd, make_dual\) asks for a tangent.*Pass double_backward=True"
 FUNCTIONAL = r"torch.func \(grad, vjp, jacrev, or vmap of a call with a gradient\).*Pass double_backward=True"

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from tilewise.errors import InvalidInput, UnsupportedProblem
+from tilewise.functions import FunctionCode
 from tilewise.masks import Mask, causal
 from tilewise.problem import AttentionProblem
-from tilewise.scores import FunctionCode, FunctionFacts, OperandFacts, ScoreOptions
-from tilewise.sequences import Sequences
+from tilewise.problem.options import FunctionSpec, OperandSpec, ScoreOptions
+from tilewise.problem.sequences import Sequences
 from tilewise.tuning.configs import (
     DbiasConfig,
     DkdvConfig,
@@ -138,7 +139,7 @@ def test_cdna_moves_wide_tiles_one_at_a_time_without_a_pipeline():
 def test_operands_take_shared_memory_and_shrink_the_tile():
     spec = DeviceSpec.of_arch("sm_90")
     plain = problem_of(256, mask=causal())
-    facts = OperandFacts((1, 1, 4096, 4096), (0, 0, 4096, 1), torch.bfloat16)
+    facts = OperandSpec((1, 1, 4096, 4096), (0, 0, 4096, 1), torch.bfloat16)
     wanted = replace(plain, scores=ScoreOptions(bias=facts, mask=facts._replace(dtype=torch.bool), dropout_p=0.5))
     for kernel in KINDS:
         before, after = (tile_config(kernel, problem, spec, descriptors=True) for problem in (plain, wanted))
@@ -152,14 +153,14 @@ def test_a_functions_tensors_count_as_if_each_was_read_for_every_pair():
     code = FunctionCode("f", None, None, None, 2)
     plain = problem_of(256, mask=causal())
     for name in ("score_function", "mask_function"):
-        wanted = replace(plain, scores=ScoreOptions(**{name: FunctionFacts(code, (torch.float32, torch.int8))}))
+        wanted = replace(plain, scores=ScoreOptions(**{name: FunctionSpec(code, (torch.float32, torch.int8))}))
         config = tile_config("forward", wanted, DeviceSpec.of_arch("sm_90"), descriptors=True)
         assert config.operand_bytes(wanted) >= config.block_m * config.block_n * 5
         assert has_pairs(wanted)
-        assert not has_pairs(replace(plain, scores=ScoreOptions(**{name: FunctionFacts(code, ())})))
+        assert not has_pairs(replace(plain, scores=ScoreOptions(**{name: FunctionSpec(code, ())})))
 
 
-BIAS = OperandFacts((1, 2, 4096, 4096), (2 * 4096**2, 4096**2, 4096, 1), torch.bfloat16)
+BIAS = OperandSpec((1, 2, 4096, 4096), (2 * 4096**2, 4096**2, 4096, 1), torch.bfloat16)
 
 
 @pytest.mark.parametrize("options", [ScoreOptions(bias=BIAS), ScoreOptions(mask=BIAS._replace(dtype=torch.bool)),
@@ -180,7 +181,7 @@ def test_what_acts_on_each_pair_has_tiles_of_its_own_and_never_a_row_that_was_me
     (128, True, {}, DbiasConfig(64, 64, 4, 1, True, 168)), (65, True, {}, DbiasConfig(64, 64, 4, 1, True, 168)),
     (128, False, {}, DbiasConfig(64, 64, 4, 1)), (64, True, {}, DbiasConfig(64, 64, 4, 1)),
     (256, True, {}, DbiasConfig(64, 128, 8, 1)),
-    (128, True, {"sequences": Sequences(seqlens_k=OperandFacts((1,), (1,), torch.int32))},
+    (128, True, {"sequences": Sequences(seqlens_k=OperandSpec((1,), (1,), torch.int32))},
      DbiasConfig(64, 64, 4, 1)),
 ], ids=str)
 def test_gradient_of_a_bias_reads_through_descriptors_where_three_programs_then_share_a_multiprocessor(
@@ -205,7 +206,7 @@ def test_gradient_of_a_bias_takes_a_tile_of_each_operand_in_any_number_of_stages
 ], ids=str)
 def test_dq_makes_a_bias_gradient_that_nothing_or_the_batch_is_summed_for_if_its_launches_fill_a_device(
         shape, changes, entries):
-    scores = ScoreOptions(bias=OperandFacts(shape, (1, 1, 1, 1), torch.bfloat16))
+    scores = ScoreOptions(bias=OperandSpec(shape, (1, 1, 1, 1), torch.bfloat16))
     problem = replace(problem_of(128, b=4), **{"hq": 16, "scores": scores} | changes)
     assert pair_entries(problem, DqConfig(64, 64, 4, 2), DeviceSpec.of_arch("sm_90")) == entries
     assert pair_entries(replace(problem, scores=ScoreOptions()), DqConfig(64, 64, 4, 2),
@@ -221,7 +222,7 @@ def test_dq_makes_a_bias_gradient_that_nothing_or_the_batch_is_summed_for_if_its
 ], ids=str)
 def test_dq_adds_up_two_batch_entries_where_registers_hold_them_but_none_of_a_deterministic_call(
         d, b, arch, changes, entries):
-    scores = ScoreOptions(bias=OperandFacts((1, 16, 4096, 4096), (1, 1, 1, 1), torch.bfloat16))
+    scores = ScoreOptions(bias=OperandSpec((1, 16, 4096, 4096), (1, 1, 1, 1), torch.bfloat16))
     problem = replace(problem_of(d, b=b), **{"hq": 16, "scores": scores} | changes)
     config = entries_config(problem, DeviceSpec.of_arch(arch))
     assert (None if config is None else config.entries) == entries
@@ -230,7 +231,7 @@ def test_dq_adds_up_two_batch_entries_where_registers_hold_them_but_none_of_a_de
 
 
 def test_entries_that_do_not_fit_shared_memory_together_are_taken_one_at_a_time():
-    masks = {name: OperandFacts((1, 16, 4096, 4096), (1, 1, 1, 1), dtype)
+    masks = {name: OperandSpec((1, 16, 4096, 4096), (1, 1, 1, 1), dtype)
              for name, dtype in (("bias", torch.float32), ("mask", torch.bool))}
     problem = replace(problem_of(128, b=2), scores=ScoreOptions(**masks))
     spec = DeviceSpec.of_arch("sm_90")
@@ -241,7 +242,7 @@ def test_entries_that_do_not_fit_shared_memory_together_are_taken_one_at_a_time(
 
 
 def shared_bias(b=4, own=(1, 16), s=4096, dtype=torch.bfloat16, d=128, strides=None):
-    bias = OperandFacts((*own, s, s), strides or (own[1] * s * s, s * s, s, 1), dtype)
+    bias = OperandSpec((*own, s, s), strides or (own[1] * s * s, s * s, s, 1), dtype)
     return replace(problem_of(d, b=b, s=s), hq=16, hk=16, scores=ScoreOptions(bias=bias), direction="backward")
 
 
@@ -288,7 +289,7 @@ def test_descriptors_are_not_wanted_where_the_kernel_is_short():
 def test_neighbours_do_not_choose_the_tiles_of_a_deterministic_call():
     """By batch size, and where lengths are data by their sum or their longest, tiles changed, and a sequence's bits."""
     h200 = DeviceSpec.of_arch("sm_90", "nvidia-h200")
-    lengths = OperandFacts((2,), (1,), torch.int32)
+    lengths = OperandSpec((2,), (1,), torch.int32)
     layouts = {"padded": Sequences(seqlens_q=lengths), "packed": Sequences(1, lengths, lengths)}
 
     def tiles(kernel, problem):
@@ -355,7 +356,7 @@ def test_a_measured_tile_longer_than_those_of_a_list_serves_no_call_with_lists(m
            "num_stages": 2, "descriptors": False}
     monkeypatch.setattr("tilewise.tuning.table.load_rows", lambda *file: (row,))
     plain, spec = problem_of(), DeviceSpec.of_arch("sm_90")
-    facts = OperandFacts((1, 1, 32, 34), (1088, 1088, 34, 1), torch.int32)
+    facts = OperandSpec((1, 1, 32, 34), (1088, 1088, 34, 1), torch.int32)
     listed = replace(plain, scores=ScoreOptions(tiles_q=facts, tiles_k=facts))
     assert config_for("forward", plain, spec, descriptors=False) == ForwardConfig(128, 256, 4, 2)
     assert config_for("forward", listed, spec, descriptors=False) == tile_config(

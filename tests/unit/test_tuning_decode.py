@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tilewise import window
-from tilewise.decode_problem import CacheOperands, DecodeOptions, decode_problem, facts_of_inputs, facts_of_present
+from tilewise.problem.decode import CacheOperands, DecodeOptions, decode_problem, specs_of_inputs, specs_of_present
 from tilewise.tuning.configs import DecodeConfig
 from tilewise.tuning.decode import FIXED_SPLIT, RESIDENT, Splits, choose_splits, decode_config, row_tiles
 from tilewise.tuning.device import DeviceSpec
@@ -16,7 +16,7 @@ ARCHS = ("sm_80", "sm_86", "sm_90", "sm_100", "gfx942", "interpreter")
 
 def problem_of(b=1, sq=1, hq=32, hk=8, kv=8192, d=128, dtype=torch.bfloat16, **options):
     q, cache = (torch.empty(size, dtype=dtype, device="meta") for size in ((b, hq, sq, d), (b, hk, kv, d)))
-    return decode_problem(facts_of_inputs(q, cache, cache), facts_of_present(CacheOperands()), DecodeOptions(**options))
+    return decode_problem(specs_of_inputs(q, cache, cache), specs_of_present(CacheOperands()), DecodeOptions(**options))
 
 
 def splits_of(problem, multiprocessors=132):

@@ -10,8 +10,8 @@ import torch
 from tilewise.errors import InvalidInput
 from tilewise.masks import Mask, causal, window
 from tilewise.problem import AttentionProblem
-from tilewise.scores import OperandFacts, ScoreOptions
-from tilewise.sequences import Sequences
+from tilewise.problem.options import OperandSpec, ScoreOptions
+from tilewise.problem.sequences import Sequences
 from tilewise.tuning import hopper, table
 from tilewise.tuning.configs import HopperBackwardConfig, HopperForwardConfig
 from tilewise.tuning.device import DeviceSpec
@@ -109,7 +109,7 @@ def test_heads_whose_sums_no_registers_hold_are_not_given_keys_of_their_own(d, d
 
 UNFIT = {"d": {"d": 136}, "dv": {"dv": 136}, "scale": {"scale": 2.0**-41}, "negative": {"scale": -1.0},
          "softcap": {"scores": ScoreOptions(softcap=3.0)}, "dropout": {"scores": ScoreOptions(dropout_p=0.1)},
-         "lengths": {"sequences": Sequences(seqlens_k=OperandFacts((1,), (1,), torch.int32))}}
+         "lengths": {"sequences": Sequences(seqlens_k=OperandSpec((1,), (1,), torch.int32))}}
 
 
 @pytest.mark.parametrize("fields", UNFIT.values(), ids=UNFIT)
@@ -232,14 +232,14 @@ def test_a_row_of_the_table_serves_plain_calls_of_its_width(rows, fields):
 
 
 def facts(*shape):
-    return OperandFacts(shape, (1,) * len(shape), torch.int32)
+    return OperandSpec(shape, (1,) * len(shape), torch.int32)
 
 
 @pytest.mark.parametrize("fields", [
     {"d": 96}, {"d": 192}, {"d": 64, "dv": 128}, {"d": 40, "dv": 64}, {"scores": ScoreOptions(softcap=3.0)},
     {"scores": ScoreOptions(dropout_p=0.1)}, {"sequences": Sequences(seqlens_k=facts(1))},
     {"sequences": Sequences(2, None, None, facts(3), facts(3))}, {"mask": window(128, 0)}, {"s": 2000}, {"s": 8200},
-    {"scores": ScoreOptions(sinks=OperandFacts((16,), (1,), torch.float32))}], ids=str)
+    {"scores": ScoreOptions(sinks=OperandSpec((16,), (1,), torch.float32))}], ids=str)
 @pytest.mark.parametrize("kernel", HEURISTICS)
 def test_what_no_table_has_measured_gets_the_heuristics_tile(rows, kernel, fields):
     problem = problem_of(kernel=kernel, **BUSY, **fields)

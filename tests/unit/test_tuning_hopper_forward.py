@@ -8,8 +8,8 @@ import torch
 
 from tilewise.masks import Mask, causal, window
 from tilewise.problem import AttentionProblem
-from tilewise.scores import OperandFacts, ScoreOptions
-from tilewise.sequences import Sequences
+from tilewise.problem.options import OperandSpec, ScoreOptions
+from tilewise.problem.sequences import Sequences
 from tilewise.tuning.configs import HopperForwardConfig
 from tilewise.tuning.heuristics import hopper_forward_config
 
@@ -59,7 +59,7 @@ def test_two_warpgroups_take_turns_where_that_was_timed_and_one_alone_does_not(d
     config = hopper_forward_config(problem)
     assert (config.consumers, config.ping_pong) == (2, turns)
     capped = replace(problem, scores=ScoreOptions(softcap=30.0))
-    lengths = replace(problem, sequences=Sequences(seqlens_q=OperandFacts((8,), (1,), torch.int32)))
+    lengths = replace(problem, sequences=Sequences(seqlens_q=OperandSpec((8,), (1,), torch.int32)))
     assert not hopper_forward_config(capped).ping_pong
     timed = max(d, dv) <= 64 and s >= 512 and mask.left is None
     assert hopper_forward_config(lengths).ping_pong == timed, "of narrow heads alone, under a bound too"
@@ -68,7 +68,7 @@ def test_two_warpgroups_take_turns_where_that_was_timed_and_one_alone_does_not(d
 
 
 def test_of_packed_sequences_the_mean_length_counts_and_of_deterministic_calls_none():
-    borders = OperandFacts((9,), (1,), torch.int32)
+    borders = OperandSpec((9,), (1,), torch.int32)
     for s, packed, deterministic, three in ((6144, 8, False, 3), (6143, 8, False, 2), (4096, 0, False, 3),
                                             (16384, 8, True, 2), (4096, None, False, 3), (4096, None, True, 2)):
         sequences = Sequences(packed, *((None, None, borders) if packed is None else (borders, borders)))

@@ -8,8 +8,8 @@ import torch
 from tilewise.dispatch import order
 from tilewise.masks import Mask, causal
 from tilewise.problem import AttentionProblem
-from tilewise.scores import OperandFacts, ScoreOptions
-from tilewise.sequences import Sequences
+from tilewise.problem.options import OperandSpec, ScoreOptions
+from tilewise.problem.sequences import Sequences
 from tilewise.tuning.configs import HopperForwardConfig
 from tilewise.tuning.device import DeviceSpec
 from tilewise.tuning.heuristics import hopper_forward_config
@@ -17,7 +17,7 @@ from tilewise.tuning.hopper import forward_config
 from tilewise.tuning.waves import layout_of
 
 TWO, NARROW = HopperForwardConfig(128, 2), HopperForwardConfig(128, 3, ping_pong=True)
-LENGTHS = Sequences(seqlens_k=OperandFacts((1,), (1,), torch.int32))
+LENGTHS = Sequences(seqlens_k=OperandSpec((1,), (1,), torch.int32))
 
 
 def problem_of(b, heads, s, d, mask=None, **fields):
@@ -73,7 +73,7 @@ def test_the_tiles_of_a_last_wave_are_cut_where_that_saves_more_than_it_costs(b,
 
 def test_a_last_wave_stays_whole_under_a_mask_and_with_sinks_and_where_heads_share_tiles():
     problem = problem_of(1, 9, 2048, 128)
-    sinks = ScoreOptions(sinks=OperandFacts((9,), (1,), torch.float32))
+    sinks = ScoreOptions(sinks=OperandSpec((9,), (1,), torch.float32))
     for other in (replace(problem, mask=causal()), replace(problem, scores=sinks)):
         assert layout_of(other, TWO, 132)[1:] == (1, None)
     few = problem_of(64, (64, 8), (1, 4096), 128)
@@ -113,7 +113,7 @@ def test_heads_of_a_group_share_tiles_where_that_makes_fewer_waves_or_tiles_to_b
         problem = problem_of(b, heads, (sq, 4096), 128)
         assert layout_of(problem, TWO, 132).pack == pack
         assert layout_of(replace(problem, deterministic=True), TWO, 132).pack == 1, "an entry is one wave"
-        lengths = Sequences(seqlens_q=OperandFacts((b,), (1,), torch.int32))
+        lengths = Sequences(seqlens_q=OperandSpec((b,), (1,), torch.int32))
         assert layout_of(replace(problem, sequences=lengths), TWO, 132).pack == 1, "a length ends one head's rows"
 
 

@@ -10,25 +10,27 @@ from torch.autograd.graph import increment_version
 
 from tilewise import settings
 from tilewise.autograd.transforms import entry_by_entry, refuse_tangents, tensors_in
-from tilewise.decode_problem import (
-    CacheOperands,
-    DecodeOptions,
-    DecodeProblem,
-    decode_problem,
-    facts_of_inputs,
-    facts_of_present,
-)
+from tilewise.caches import registered
 from tilewise.dispatch import Decoder, choose_decoder
 from tilewise.errors import InvalidInput
 from tilewise.length_checks import check_cache
 from tilewise.masks import Mask
-from tilewise.problem import Facts
+from tilewise.problem.decode import (
+    CacheOperands,
+    DecodeOptions,
+    DecodeProblem,
+    decode_problem,
+    specs_of_inputs,
+    specs_of_present,
+)
+from tilewise.problem.options import OperatorOptions, schema_of
+from tilewise.validate.tensors import SpecKey
 
-_OPERANDS = ", ".join(f"Tensor? {name}" for name in CacheOperands._fields)
+_NUMBERS = ", ".join((schema_of(OperatorOptions, ("left", "right", "alignment")),
+                      schema_of(DecodeOptions, DecodeOptions._fields[1:]), schema_of(OperatorOptions, ("backend",))))
 torch.library.define("tilewise::attention_decode",
-                     f"(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, {_OPERANDS}, int? left, int? right, "
-                     "str? alignment, float? scale, float? softcap, bool rotary_interleaved, int? num_splits, "
-                     "bool deterministic, str? backend) -> (Tensor, Tensor)")
+                     f"(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, {schema_of(CacheOperands)}, {_NUMBERS}) -> "
+                     "(Tensor, Tensor)")
 _N_OPERANDS = len(CacheOperands._fields)
 NAMES = ("q", "k_cache", "v_cache", *CacheOperands._fields)
 
@@ -65,18 +67,19 @@ def _options(numbers: tuple[Any, ...]) -> DecodeOptions:
     return DecodeOptions(Mask(left, right, alignment), *rest)
 
 
+@registered
 @lru_cache(maxsize=4096)
-def _resolve(facts: tuple[Facts, Facts, Facts], more: tuple[Facts, ...], numbers: tuple[Any, ...],
+def _resolve(specs: tuple[SpecKey, SpecKey, SpecKey], more: tuple[SpecKey, ...], numbers: tuple[Any, ...],
              backend: str | None) -> tuple[DecodeProblem, Decoder]:
     """Problem and decoder of a call: one look-up on the way to a kernel."""
-    problem = decode_problem(facts, more, _options(numbers))
+    problem = decode_problem(specs, more, _options(numbers))
     return problem, choose_decoder(problem, backend)
 
 
 def _decode(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
             *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
     operands = CacheOperands(*rest[:_N_OPERANDS])
-    problem, decoder = _resolve(facts_of_inputs(q, k_cache, v_cache), facts_of_present(operands),
+    problem, decoder = _resolve(specs_of_inputs(q, k_cache, v_cache), specs_of_present(operands),
                                 rest[_N_OPERANDS:-1], rest[-1] or settings.default_backend())
     check_cache(problem, len(k_cache), operands)
     made = decoder.decode(problem, q, k_cache, v_cache, operands)
@@ -90,7 +93,7 @@ def _decode(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
 def _fake(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
           *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
     # Symbolic sizes of a traced call cannot be hashed; there the checks alone matter.
-    problem = decode_problem(facts_of_inputs(q, k_cache, v_cache), facts_of_present(CacheOperands(*rest[:_N_OPERANDS])),
+    problem = decode_problem(specs_of_inputs(q, k_cache, v_cache), specs_of_present(CacheOperands(*rest[:_N_OPERANDS])),
                              _options(rest[_N_OPERANDS:-1]))
     rows = (problem.b, problem.hq, problem.sq)
     return (q.new_empty_strided((*rows, problem.dv), problem.out_strides),

@@ -1,4 +1,4 @@
-"""Whether tensors have the facts that others had: one question to torch, where each fact asked costs as much."""
+"""Whether tensors are as others were: one question to torch, where each property asked for costs as much."""
 
 from collections.abc import Callable, Sequence
 from functools import cache

@@ -21,7 +21,7 @@ from tilewise.backends.hopper import RUN_ON_GPU, triton_version
 from tilewise.backends.memory import Form, on_meta
 from tilewise.kernels.hooks import compile_only
 from tilewise.problem import AttentionProblem, are_aligned
-from tilewise.scores import NO_OPERANDS, Operands
+from tilewise.problem.options import NO_OPERANDS, Operands
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # q, k and v
 Choose = Callable[[], tuple[AttentionProblem, Backend]]

@@ -62,6 +62,28 @@ def refuse_second_gradient() -> None:
                                  "double_backward=True, or leave create_graph out.", {})
 
 
+class OnceDifferentiable(torch.autograd.Function):
+    """The backward op in a graph that may be differentiated again, which raises instead of giving a wrong zero.
+
+    torch's own ``once_differentiable`` raises only where dout needs a gradient, and that of a plain sum does not.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, op: Any, *arguments: Any) -> tuple[torch.Tensor, ...]:
+        """Run the backward op, plain or not."""
+        return tuple(op(*arguments))
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor | None) -> None:
+        """Refuse."""
+        raise UnsupportedProblem(
+            "a second derivative of attention was asked for; only the first is there. Pass double_backward=True to "
+            "the call that shall be differentiated twice, or detach its gradient.", {})
+
+
+apply_once: Any = OnceDifferentiable.apply
+
+
 def refuse_lost_gradient(tensors: Iterable[torch.Tensor | None]) -> None:
     """Refuse an operator itself, and not what gives it a gradient, called with a tensor that needs one.
 

@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 
 from tilewise.problem import AttentionProblem
-from tilewise.scores import NO_OPERANDS, Operands
+from tilewise.problem.options import NO_OPERANDS, Operands
 
 
 class Pending(str):
@@ -57,7 +57,7 @@ class Backend(Protocol):
     """One way to compute attention. All of them mean the same (docs/maths.md); they differ in what they take.
 
     Tensors are (b, h, s, d) with any strides. A backend may be handed the out and lse of another backend. One that is
-    a :class:`BindingBackend` has the short way (autograd/short_way.py).
+    a :class:`BindingBackend` has the fast path (autograd/fast_path.py).
     """
 
     name: str

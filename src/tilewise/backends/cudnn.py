@@ -22,6 +22,7 @@ from tilewise.backends.cudnn_plan import (
     index_of,
 )
 from tilewise.backends.current import is_current
+from tilewise.caches import registered
 from tilewise.kernels.cudnn.description import Borders, Core, core_of, plain_strides
 from tilewise.kernels.cudnn.graph import Graph, graph_of
 from tilewise.kernels.cudnn.lengths import constant_lengths
@@ -31,7 +32,7 @@ from tilewise.kernels.triton.sums import OperandSums
 from tilewise.masks import Span
 from tilewise.packages import version_text
 from tilewise.problem import AttentionProblem, Sizes, are_aligned
-from tilewise.scores import NO_OPERANDS, Operands
+from tilewise.problem.options import NO_OPERANDS, Operands
 from tilewise.tuning.heuristics import delta_config
 
 OLDEST_FRONTEND = (1, 28)  # its graphs and handles are as library.py and graph.py use them
@@ -194,6 +195,7 @@ def _sink_gradient(problem: AttentionProblem, saved: Saved, outs: tuple[torch.Te
     return sums.gradients(lse, delta)[2]
 
 
+@registered
 @lru_cache(maxsize=1024)
 def _delta_launch(problem: AttentionProblem, out_strides: Sizes, dout_strides: Sizes, operands: Alignment) -> Launch:
     from tilewise.kernels.triton.backward import delta_launch

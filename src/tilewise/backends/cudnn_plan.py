@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from tilewise.caches import registered
 from tilewise.kernels.cudnn.description import Borders, Core, core_of, describe, gradient_strides, lse_layout
 from tilewise.kernels.cudnn.graph import Graph, graph_of
 from tilewise.kernels.triton.launch import Launch
@@ -73,6 +74,7 @@ class Index(NamedTuple):
 
 # Of a plan and an index, ``operands``, ``lengths``: a launch keeps the kernel of its first call, which counts on
 # addresses alike.
+@registered
 @lru_cache(maxsize=PLANS)
 def forward_plan(problem: AttentionProblem, operands: Alignment) -> ForwardPlan:
     """Return the plan of a problem that was not refused, and of operands so aligned."""
@@ -83,6 +85,7 @@ def forward_plan(problem: AttentionProblem, operands: Alignment) -> ForwardPlan:
                        None if is_lse else lse_layout(problem), _blank_out(problem))
 
 
+@registered
 @lru_cache(maxsize=PLANS)
 def backward_plan(problem: AttentionProblem, dbias: bool, operands: Alignment) -> BackwardPlan:
     """Return the plan of a problem that was not refused; see :func:`forward_plan`."""
@@ -97,6 +100,7 @@ def backward_plan(problem: AttentionProblem, dbias: bool, operands: Alignment) -
         None if is_lse else lse_layout(problem), blind, _blank_gradients(problem))
 
 
+@registered
 @lru_cache(maxsize=4 * PLANS)
 def index_of(problem: AttentionProblem, borders: tuple[Borders, ...], lengths: Alignment) -> Index:
     """Return how lengths and these borders are made."""
@@ -110,7 +114,7 @@ def index_of(problem: AttentionProblem, borders: tuple[Borders, ...], lengths: A
         tuple(border.stride for border in own) for own in (of_queries, of_keys))))
 
 
-described = lru_cache(maxsize=4096)(describe)
+described = registered(lru_cache(maxsize=4096)(describe))
 
 
 def graph_for(problem: AttentionProblem, *, dbias: bool = False) -> Graph:

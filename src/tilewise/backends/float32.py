@@ -8,10 +8,11 @@ import torch
 
 from tilewise.backends.base import Gradients, Needs, Results, Saved
 from tilewise.backends.current import allows_tf32, is_current
+from tilewise.caches import registered
 from tilewise.kernels.cuda.call import UNBOUNDED, Call, Tensor
 from tilewise.kernels.cuda.program import Program, lacking, load
 from tilewise.problem import AttentionProblem, are_aligned, dense_strides
-from tilewise.scores import NO_OPERANDS, NO_OPTIONS, Operands
+from tilewise.problem.options import NO_OPERANDS, NO_OPTIONS, Operands
 from tilewise.tuning.cuda import (
     DELTA,
     KEY_TILE,
@@ -197,6 +198,7 @@ def splitting(program: Program) -> Program:
     return Program("split", SPLIT[program.config.products], program.d, program.dv, program.vectors)
 
 
+@registered
 @lru_cache(maxsize=4096)
 def _plan(kernel: str, problem: AttentionProblem, products: int, vectors: bool) -> tuple[Program, int, int, int]:
     """Return a kernel's program, its shared memory, and how many tiles and heads its grid has."""

@@ -21,13 +21,14 @@ from tilewise.backends.memory import (
     forms_of_results,
     on_meta,
 )
+from tilewise.caches import registered
 from tilewise.kernels.gluon.launch import HopperForward
 from tilewise.kernels.gluon.launch_backward import HopperBackward
 from tilewise.kernels.gluon.launch_backward_wide import HopperBackwardApart, backward_launch
 from tilewise.kernels.triton.launch import Launch, Modifiers, modifiers_of
 from tilewise.kernels.triton.sums import OperandSums
 from tilewise.problem import AttentionProblem, Sizes, alignment_of, are_aligned, dense_strides
-from tilewise.scores import DRAW_SPAN, LARGE_SOFTCAP, NO_OPERANDS, NO_OPTIONS, Operands, is_large_softcap
+from tilewise.problem.options import DRAW_SPAN, LARGE_SOFTCAP, NO_OPERANDS, NO_OPTIONS, Operands, is_large_softcap
 from tilewise.tuning.device import device_spec
 from tilewise.tuning.heuristics import delta_config
 from tilewise.tuning.hopper import backward_config, forward_config
@@ -138,6 +139,7 @@ class _Plan:
         return out, lse
 
 
+@registered
 @lru_cache(maxsize=1024)
 def _plan(problem: AttentionProblem) -> _Plan:
     multiprocessors = torch.cuda.get_device_properties(problem.device).multi_processor_count
@@ -145,11 +147,11 @@ def _plan(problem: AttentionProblem) -> _Plan:
     _, pack, cut = layout_of(problem, config, multiprocessors)
     launch, combine = HopperForward(problem, config, multiprocessors, pack, cut), None
     if cut is not None:
-        from tilewise.kernels.triton.parts import combine_parts_launch
+        from tilewise.kernels.triton.combine import combine_splits_launch
 
         shape = launch.parts_shape
         combine = ((shape, (shape[1] * shape[2], shape[2], 1), torch.float32),
-                   combine_parts_launch(problem, launch.lines, shape, overlapped=True))
+                   combine_splits_launch(problem, launch.lines, shape, overlapped=True))
     return _Plan(allocator(problem.device), *forms_of_results(problem), launch, combine)
 
 
@@ -198,6 +200,7 @@ class _BackwardPlan:
         return dq, dk, dv, delta
 
 
+@registered
 @lru_cache(maxsize=1024)
 def _backward_plan(problem: AttentionProblem, incoming: tuple[Sizes, Sizes, Sizes | None],
                    alignment: tuple[bool, ...]) -> _BackwardPlan:
@@ -296,6 +299,7 @@ def _wrong_strides(problem: AttentionProblem) -> str | None:
     return None
 
 
+@registered
 @lru_cache(maxsize=4096)
 def _moves(sizes: Sizes, strides: Sizes, itemsize: int) -> bool:
     """Whether the copy engine can move a tensor with these strides; along a dim of size 1 it makes no step."""

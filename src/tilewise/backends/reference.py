@@ -8,7 +8,7 @@ from tilewise.kernels.reference.backward import GradientTensors, attention_backw
 from tilewise.kernels.reference.forward import attention_forward
 from tilewise.kernels.reference.sequences import backward_by_sequence, forward_by_sequence
 from tilewise.problem import AttentionProblem, dense_strides
-from tilewise.scores import NO_OPERANDS, Operands
+from tilewise.problem.options import NO_OPERANDS, Operands
 
 
 class ReferenceBackend:

@@ -3,8 +3,8 @@
 import torch
 
 from tilewise.backends.current import without_autocast
-from tilewise.decode_problem import CacheOperands, DecodeProblem
 from tilewise.kernels.reference.decode import attend_cached
+from tilewise.problem.decode import CacheOperands, DecodeProblem
 
 
 def why_not(problem: DecodeProblem) -> str | None:

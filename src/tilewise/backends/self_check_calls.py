@@ -13,7 +13,7 @@ from tilewise.kernels.gluon.launch_dbias import HopperDbias
 from tilewise.kernels.triton.launch import modifiers_of
 from tilewise.masks import causal
 from tilewise.problem import AttentionProblem, dense_strides
-from tilewise.scores import Operands
+from tilewise.problem.options import Operands
 from tilewise.tuning.configs import HopperDbiasConfig
 from tilewise.tuning.device import device_spec
 from tilewise.tuning.hopper import backward_config, forward_config

@@ -12,7 +12,7 @@ import torch
 from tilewise.backends.base import Gradients, Needs, Results, Saved
 from tilewise.masks import Span
 from tilewise.problem import AttentionProblem, Sizes, dense_strides
-from tilewise.scores import NO_OPERANDS, Operands, ScoreOptions
+from tilewise.problem.options import NO_OPERANDS, Operands, ScoreOptions
 
 _aten = torch.ops.aten
 _GPU_DTYPES = (torch.float16, torch.bfloat16)

@@ -19,6 +19,7 @@ from tilewise.backends.base import BoundBackward, BoundForward, Gradients, Needs
 from tilewise.backends.current import allows_tf32, is_current
 from tilewise.backends.hopper import awaits_dbias_check, sums_dbias, untrusted
 from tilewise.backends.memory import Allocate, Form, allocator, forms_of_gradients, forms_of_results
+from tilewise.caches import registered
 from tilewise.kernels.triton.launch import (
     Launch,
     Modifiers,
@@ -29,7 +30,7 @@ from tilewise.kernels.triton.launch import (
 )
 from tilewise.kernels.triton.sums import OperandSums
 from tilewise.problem import TAIL_WIDTH, WIDEST, AttentionProblem, Sizes, alignment_of, dense_strides
-from tilewise.scores import NO_OPERANDS, Operands
+from tilewise.problem.options import NO_OPERANDS, Operands
 from tilewise.tuning.device import device_spec
 from tilewise.tuning.heuristics import (
     delta_config,
@@ -306,6 +307,7 @@ def _addresses(tensors: Sequence[torch.Tensor | None]) -> list[int | None]:
     return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
+@registered
 @lru_cache(maxsize=PLANS)
 def _forward_plan(problem: AttentionProblem, alignment: tuple[bool, ...], precision: str) -> _ForwardPlan:
     forms = forms_of_results(problem)
@@ -321,6 +323,7 @@ def _forward_plan(problem: AttentionProblem, alignment: tuple[bool, ...], precis
     return _ForwardPlan(*made, forward_launch(problem, config, precision), _planned_modifiers(problem))
 
 
+@registered
 @lru_cache(maxsize=PLANS)
 def _backward_plan(problem: AttentionProblem, incoming: tuple[Sizes, Sizes, Sizes | None],
                    alignment: tuple[bool, ...], precision: str, needs: Needs) -> _BackwardPlan:

@@ -12,7 +12,7 @@ import torch
 
 from tilewise.bench.grids import Cell
 from tilewise.bench.options import options_of
-from tilewise.scores import NO_OPERANDS, Operands
+from tilewise.problem.options import NO_OPERANDS, Operands
 from tilewise.testing import oracle
 from tilewise.testing.inputs import Inputs
 from tilewise.testing.tolerance import GRADIENT_FACTOR, OUTPUT_FACTOR, ErrorReport, compare

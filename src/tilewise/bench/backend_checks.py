@@ -10,7 +10,7 @@ from tilewise.bench.checking import one_line
 from tilewise.bench.grids import Cell
 from tilewise.dispatch import FINITE_PADDING, get_backend
 from tilewise.problem import AttentionProblem
-from tilewise.scores import Operands
+from tilewise.problem.options import Operands
 from tilewise.testing.cases import Case
 from tilewise.testing.configurations import Call, Configuration, make_call
 from tilewise.testing.inputs import call, make_inputs, make_operands

@@ -20,7 +20,7 @@ from tilewise.bench.options import Tensors
 from tilewise.bench.plan import Plan, blank_row, timed_row
 from tilewise.bench.rows import COPY, Row
 from tilewise.bench.timing import COLD, Call, Timing, graphed, host_microseconds, measure
-from tilewise.scores import NO_OPERANDS
+from tilewise.problem.options import NO_OPERANDS
 from tilewise.testing.inputs import Inputs, lay_out
 
 _COLDER = 300e6  # bytes of caches between two reads of one; six times the L2 cache of an H200

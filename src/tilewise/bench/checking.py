@@ -82,7 +82,7 @@ class Checker:
     def checked(self, row: Row, provider: Provider, direction: Direction) -> Row:
         """Return the row with its errors, its status, and the reason if that is not ok.
 
-        A provider whose dropout draws another mask than scores.py is checked with a dropout_p of 0; the row says so.
+        A provider whose dropout draws another mask than ours is checked with a dropout_p of 0; the row says so.
         """
         reason = provider.reason_against(self._cell, direction, self._device)
         if reason is not None:

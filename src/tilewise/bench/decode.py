@@ -6,7 +6,7 @@ from torch.nn.attention import SDPBackend
 from tilewise.bench.grids import Cell
 from tilewise.bench.providers import AUTOMATIC, Attend, Provider, SdpaProvider, TilewiseProvider
 from tilewise.bench.roofline import Direction
-from tilewise.scores import Operands
+from tilewise.problem.options import Operands
 
 _UNCACHED = "reads caches alone"
 

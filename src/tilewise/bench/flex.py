@@ -11,7 +11,7 @@ from tilewise.bench.options import LEARNABLE, OPTIONS, options_of
 from tilewise.bench.packed import sequence_numbers, why_not_positions
 from tilewise.bench.providers import Attend, Provider
 from tilewise.bench.roofline import Direction
-from tilewise.scores import Operands
+from tilewise.problem.options import Operands
 from tilewise.testing.cases import Case
 
 _Lookup = Callable[..., torch.Tensor]
@@ -78,7 +78,7 @@ def attend_with_sinks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, sink
 
 
 def _score_function(case: Case, operands: Operands) -> Any:
-    """Return what a scaled score becomes, in the order of scores.py, or None where it stays."""
+    """Return what a scaled score becomes, in the order of problem/options.py, or None where it stays."""
     softcap, bias, slopes = case.softcap, operands.bias, operands.alibi_slopes
     if softcap is None and bias is None and slopes is None:
         return None

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from tilewise.bench.mask_text import format_mask
-from tilewise.decode_problem import DecodeOptions, DecodeProblem, decode_problem, facts_of_inputs
 from tilewise.errors import InvalidInput
 from tilewise.masks import Mask, causal
 from tilewise.problem import AttentionProblem
+from tilewise.problem.decode import DecodeOptions, DecodeProblem, decode_problem, specs_of_inputs
 from tilewise.testing.cases import Case, Layout
 from tilewise.testing.inputs import lay_out, make_operands
 
@@ -40,7 +40,7 @@ class Cell:
     """One problem of a grid: what all providers are timed on side by side.
 
     Attributes:
-        learned: the operands, by their names in scores.py, that get a gradient; q, k and v always do.
+        learned: the operands, by their names in problem/options.py, that get a gradient; q, k and v always do.
         cached: whether keys and values are a full cache, as decoding reads it: a forward pass alone, without gradients.
     """
 
@@ -61,7 +61,7 @@ class Cell:
     def decode_problem(self, device: torch.device) -> DecodeProblem:
         """Describe the call of a cached cell without allocating its tensors; its lengths are the whole cache's."""
         options = DecodeOptions(self.case.mask, self.case.scale)
-        return replace(decode_problem(facts_of_inputs(*self._inputs()), (), options), device=device)
+        return replace(decode_problem(specs_of_inputs(*self._inputs()), (), options), device=device)
 
     def _inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return q, k and v without memory, laid out as the case says."""

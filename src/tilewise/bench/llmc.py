@@ -8,7 +8,7 @@ from tilewise.bench.grids import CAUSAL, FULL, Cell
 from tilewise.bench.providers import Attend, Dims, Provider, TilewiseProvider
 from tilewise.bench.roofline import Direction
 from tilewise.integrations.llmc import packed_attention
-from tilewise.scores import Operands
+from tilewise.problem.options import Operands
 from tilewise.testing.cases import Case
 
 

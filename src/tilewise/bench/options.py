@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 from tilewise.bench.grids import Cell
-from tilewise.scores import Operands
+from tilewise.problem.options import Operands
 from tilewise.testing.cases import Case
 from tilewise.testing.inputs import Inputs, make_inputs, make_operands
 

@@ -10,7 +10,7 @@ from tilewise.bench.grids import Cell
 from tilewise.bench.providers import Attend, Dims, Provider, TilewiseProvider
 from tilewise.bench.roofline import Direction
 from tilewise.masks import documents
-from tilewise.scores import Operands
+from tilewise.problem.options import Operands
 from tilewise.testing.cases import Case
 
 _UNPACKED = "takes packed sequences alone"

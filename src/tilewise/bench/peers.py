@@ -13,7 +13,7 @@ from tilewise.bench.options import options_of
 from tilewise.bench.packed import why_not_flash
 from tilewise.bench.providers import Attend, Dims, Provider
 from tilewise.bench.roofline import Direction
-from tilewise.scores import Operands
+from tilewise.problem.options import Operands
 from tilewise.testing.cases import Case
 
 

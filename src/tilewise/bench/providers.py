@@ -22,7 +22,7 @@ from tilewise.decode import attention_decode
 from tilewise.dispatch import BACKENDS, choose, choose_decoder
 from tilewise.errors import UnsupportedProblem
 from tilewise.masks import TensorMask
-from tilewise.scores import Operands
+from tilewise.problem.options import Operands
 from tilewise.testing.cases import Case
 from tilewise.testing.inputs import call_options
 
@@ -44,7 +44,7 @@ class Provider(ABC):
         options: which options it takes, of those in options.py.
         gradients: which operands it has a gradient of.
         on_request: whether it is timed only where it is named, being another way to a call that is timed anyway.
-        draws_alike: whether its dropout keeps the pairs that scores.py says; else its results have no exact ones.
+        draws_alike: whether its dropout keeps the pairs that ours keeps; else its results have no exact ones.
     """
 
     name: str

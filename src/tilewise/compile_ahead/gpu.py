@@ -18,7 +18,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tilewise.autograd import attention_op, decode_op
+from tilewise.autograd import decode_op, op
 from tilewise.compile_ahead.pool import CompileOnlyDriver
 from tilewise.errors import InvalidInput
 from tilewise.kernels.hooks import Take, compile_only
@@ -192,8 +192,8 @@ class _HostCode(TorchDispatchMode):  # type: ignore[no-untyped-call] # untyped i
     """Runs the code behind tilewise's operators where torch would ask for the shapes of their results alone."""
 
     _CODE: dict[str, Callable[..., Any]] = {  # noqa: RUF012 - a constant
-        "attention_forward": attention_op._forward, "attention_forward_plain": attention_op._forward_plain,
-        "attention_backward": attention_op._backward, "attention_backward_plain": attention_op._backward,
+        "attention_forward": op._forward, "attention_forward_plain": op._forward_plain,
+        "attention_backward": op._backward, "attention_backward_plain": op._backward,
         "attention_decode": decode_op._decode,
     }
 

@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from tilewise.arguments import check_switch
-from tilewise.autograd.attention_op import Options, backward_op
+from tilewise.autograd.op import backward_op
 from tilewise.errors import TilewiseError, UnsupportedProblem
 from tilewise.integrations import bert_padding
 from tilewise.integrations.callers_terms import in_terms
@@ -31,7 +30,9 @@ from tilewise.integrations.flash_family import (
 )
 from tilewise.integrations.signed_probabilities import signed_probabilities, signed_probabilities_varlen
 from tilewise.masks import Mask, window
-from tilewise.scores import Operands, with_batch_dim
+from tilewise.problem.options import Operands, OperatorOptions
+from tilewise.validate.tensors import with_batch_dim
+from tilewise.validate.values import check_switch
 
 __all__ = ["flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func",
            "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func", "flash_attn_with_kvcache", "install"]
@@ -385,7 +386,7 @@ def _backward(tensors: list[torch.Tensor], lse: torch.Tensor, options: dict[str,
                         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     mask: Mask = options["mask"]
     deterministic = bool(options["deterministic"] or torch.are_deterministic_algorithms_enabled())
-    settings = Options(options["scale"], mask.left, mask.right, mask.alignment, softcap=options["softcap"],
+    settings = OperatorOptions(options["scale"], mask.left, mask.right, mask.alignment, softcap=options["softcap"],
                        dropout_p=options["dropout_p"], deterministic=deterministic)
     gradients: list[torch.Tensor] = _backward_op(q, k, v, out, lse, dout, None, *operands, *settings,
                                                  _NO_GRADIENT_OF_OPERANDS)

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from tilewise.arguments import check_switch
 from tilewise.errors import TilewiseError
 from tilewise.integrations import flash_attn
 from tilewise.integrations.flash_family import attend, band_of, refuse
+from tilewise.validate.values import check_switch
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "install"]
 Maybe = torch.Tensor | None

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from tilewise.api import attention, attention_varlen
-from tilewise.arguments import check_switch
 from tilewise.decode import attention_decode
 from tilewise.errors import InvalidInput, UnsupportedProblem
 from tilewise.integrations.callers_terms import in_terms
 from tilewise.masks import Mask, window
+from tilewise.validate.values import check_switch
 
 OutAndLse = tuple[torch.Tensor, torch.Tensor]
 # What errors of tilewise's say, and what flash-attn knows it by.

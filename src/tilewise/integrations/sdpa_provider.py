@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from tilewise.api import attention, attention_varlen
-from tilewise.autograd.attention_op import Options, backward_op
-from tilewise.autograd.short_way import forget_choices
+from tilewise.autograd.op import backward_op
 from tilewise.backends.torch import replace_flash_attention
+from tilewise.caches import clear_caches
 from tilewise.errors import UnsupportedProblem
 from tilewise.masks import Mask, window
-from tilewise.scores import Operands
+from tilewise.problem.options import Operands, OperatorOptions
 
 __all__ = ["register"]
 
@@ -46,7 +46,7 @@ class ActiveProvider:
     def _note(self, *, is_ours: bool) -> None:
         # The backend that calls these operators would come back here, without an end.
         replace_flash_attention(self._dispatch_key, is_ours)
-        forget_choices()
+        clear_caches()
 
 
 def register(name: str = "tilewise") -> None:
@@ -152,7 +152,7 @@ def _gradients(tensors: tuple[torch.Tensor, ...], lse: torch.Tensor,
     seed = state.view(torch.int64)[:1] if dropout_p else None
     cu_seqlens_q, cu_seqlens_k = (None, None) if lengths is None else lengths
     operands = Operands(seed=seed, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    settings = Options(scale, band.left, band.right, band.alignment, dropout_p=dropout_p,
+    settings = OperatorOptions(scale, band.left, band.right, band.alignment, dropout_p=dropout_p,
                        deterministic=torch.are_deterministic_algorithms_enabled())
     q, k, v, out, dout = tensors
     gradients: list[torch.Tensor] = backward_op(q, k, v, out, lse, dout, None, *operands, *settings,

@@ -12,12 +12,12 @@ from typing import Any, Protocol
 import torch
 
 from tilewise.api import attention, attention_varlen
-from tilewise.arguments import check_switch
 from tilewise.errors import InvalidInput, UnsupportedProblem
 from tilewise.integrations.callers_terms import in_terms
 from tilewise.integrations.flash_family import sides_of
 from tilewise.masks import Mask, TensorMask, causal, window
-from tilewise.scores import is_causal_bias
+from tilewise.validate.tensors import is_causal_bias
+from tilewise.validate.values import check_switch
 
 __all__ = ["scaled_dot_product_attention", "varlen_attn"]
 # What errors of tilewise's say, and what torch knows it by.

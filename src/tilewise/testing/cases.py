@@ -7,7 +7,8 @@ from typing import Literal, get_args
 
 from tilewise.errors import InvalidInput
 from tilewise.masks import Mask, Span, causal, chunk, prefix, sink_tokens, window
-from tilewise.scores import ScoreSettings, checked_dropout_p, checked_softcap
+from tilewise.problem.options import ScoreSettings, checked_dropout_p
+from tilewise.validate.values import checked_softcap
 
 OperandDtype = Literal["same", "float32"]
 Slopes = Literal["", "h", "bh"]
@@ -24,7 +25,7 @@ class Case:
 
     Attributes:
         name: what ``str(case)`` gives and a test's id shows.
-        b, hq, hk, sq, sk, d, dv: sizes, with the letters of problem.py.
+        b, hq, hk, sq, sk, d, dv: sizes, with the letters of problem/problem.py.
         mask: who sees whom.
         scale: factor of the scores; None = 1/sqrt(d).
         layout: how q, k, v and dout lie in memory, and as far as they can, the operands; see inputs.py.
@@ -32,7 +33,7 @@ class Case:
         operand_dtype: of bias and sinks: the inputs' own, or float32.
         alibi: the dims of the slopes; "" = none.
         sinks: whether each head has one.
-        softcap, dropout_p, max_logit: as in scores.py.
+        softcap, dropout_p, max_logit: as in problem/options.py.
         lengths_q, lengths_k: how many of the sq queries and sk keys of each of the b sequences take part; None = all.
         packed: "" = each sequence is a batch entry; "tight" = one behind the other; "gaps" = with unused rows behind
              each of them and behind the last.

@@ -16,7 +16,7 @@ import torch
 from tilewise.errors import InvalidInput
 from tilewise.masks import ALIGNMENTS, Mask, causal, chunk, prefix, sink_tokens, window
 from tilewise.problem import TAIL_WIDTH, WIDEST
-from tilewise.scores import Operands
+from tilewise.problem.options import Operands
 from tilewise.testing.cases import Case, Layout, OperandDtype, Packed
 from tilewise.testing.inputs import Inputs, make_inputs, make_operands
 from tilewise.testing.placement import each_once, far_apart, plant_nan, with_meaningless_strides

@@ -29,7 +29,7 @@ from tilewise.api import attention, attention_varlen
 from tilewise.documents import Documents
 from tilewise.errors import InvalidInput
 from tilewise.masks import Mask, TensorMask, documents
-from tilewise.scores import NO_OPERANDS, Operands
+from tilewise.problem.options import NO_OPERANDS, Operands
 from tilewise.testing.cases import Case, Layout
 
 # Added to the seed, so that operands are not the inputs' numbers again; a generator heeds the low 32 bits alone.

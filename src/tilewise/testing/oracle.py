@@ -1,7 +1,7 @@
 """The truth: dense attention by definition in float64, and the same in the inputs' own dtype as a yardstick.
 
 Nothing is tiled, recomputed or rescaled here. The float64 gradients come from automatic differentiation of the
-definition (the steps in the order of scores.py), the yardstick's from the written-out formulas, so that each can be
+definition (the steps in the order of options.py), the yardstick's from the written-out formulas, so that each can be
 tested against the other. Sequences whose lengths are data are gathered by an index into tensors of one sequence a
 batch entry, and results put back; where that entry is longer than its sequence, pairs are hidden.
 """
@@ -14,7 +14,7 @@ import torch
 from tilewise.backends.base import Gradients
 from tilewise.functions import pair_indices
 from tilewise.masks import Mask
-from tilewise.scores import NO_OPERANDS, NO_SETTINGS, Operands, ScoreSettings, checked_dropout_p
+from tilewise.problem.options import NO_OPERANDS, NO_SETTINGS, Operands, ScoreSettings, checked_dropout_p
 from tilewise.testing.rows import Rows
 
 _FEW_SCORES = 2**20  # for which a pass over them a head dim costs little
@@ -25,7 +25,7 @@ class Changes(NamedTuple):
     """What changes the scores of a call beside mask and scale; the default changes nothing.
 
     Attributes:
-        operands: the tensors, shaped as scores.py says.
+        operands: the tensors, shaped as problem/options.py says.
         settings: the numbers.
     """
 
@@ -125,7 +125,7 @@ def dropout_keep(seed: int | torch.Tensor, shape: tuple[int, int, int, int], dro
     Philox4x32-7 (Salmon et al., 2011) under the key (seed's low word, its high word) turns the counter
     (4·(j // 16) + j % 8 // 2, 8·(i // 16) + i % 8, b·hq + h, 0) into four words. Pair (i, j) takes half j // 8 % 2, 0
     the low one, of word 2·(j % 2) + i // 8 % 2; it is kept where that is at least dropout_p·2¹⁶, rounded as in
-    scores.py.
+    problem/options.py.
 
     Args:
         seed: any 64-bit integer, or a tensor of one.
@@ -350,7 +350,7 @@ def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, incoming: tuple[to
     """Apply the written-out formulas.
 
     dscores = probs ∘ (dropped(dout vᵀ) − delta) with delta = Σ dout ∘ out − dlse is the gradient behind softcap; the
-    product's is dscores ∘ (1 − (y/softcap)²), with y the capped scores of scores.py.
+    product's is dscores ∘ (1 − (y/softcap)²), with y the capped scores of problem/options.py.
 
     Args:
         q, k, v, terms: the problem.

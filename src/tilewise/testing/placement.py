@@ -2,7 +2,7 @@
 
 import torch
 
-from tilewise.scores import Operands
+from tilewise.problem.options import Operands
 from tilewise.testing.cases import Case
 from tilewise.testing.inputs import Inputs, padding_of
 from tilewise.testing.oracle import visible_pairs

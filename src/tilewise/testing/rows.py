@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from tilewise.scores import Operands
+from tilewise.problem.options import Operands
 
 
 class Rows(NamedTuple):

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from itertools import product
 
-from tilewise.decode_problem import DecodeProblem
+from tilewise.problem.decode import DecodeProblem
 from tilewise.tuning.configs import MIN_BLOCK, DecodeConfig
 from tilewise.tuning.device import DeviceSpec
 

@@ -1098,10 +1098,12 @@ TW_DEVICE void hide(float (&tile)[ROWS][N / LANES], float value, const Place& at
 
 #if TW_FORWARD
 
-// The online softmax (eq. 4 and 7): scores become probabilities, decay what the sums so far are multiplied by.
+// The online softmax (eq. 4 and 7): scaled scores become probabilities, decay what the sums so far are multiplied by.
+// Scores are scaled, and rounded, by themselves, as in the backward kernels: dS of a row sums to 0 where both passes
+// give a key the same P, and a k that is large may magnify what is left of the sum.
 template <int N>
 TW_DEVICE void fold_scores(float (&scores)[ROWS][N / LANES], float (&decay)[ROWS], float (&row_max)[ROWS],
-                           float (&row_sum)[ROWS], float scale_log2) {
+                           float (&row_sum)[ROWS]) {
   float last[ROWS], shift[ROWS];
   bool far = false;
 #pragma unroll
@@ -1112,8 +1114,8 @@ TW_DEVICE void fold_scores(float (&scores)[ROWS][N / LANES], float (&decay)[ROWS
 #pragma unroll
     for (int mask = 1; mask < LANES; mask *= 2) largest = fmaxf(largest, shuffle_xor(largest, mask * NEIGHBOUR));
     // A row that has seen nothing yet: -inf - (-inf) is NaN, so shift by 0 there.
-    shift[r] = largest == -INFINITE ? 0.0f : multiply(largest, scale_log2);
-    decay[r] = multiply(row_max[r], scale_log2) - shift[r];  // 0 where the maximum stays
+    shift[r] = largest == -INFINITE ? 0.0f : multiply(largest, LOG2E);
+    decay[r] = multiply(row_max[r], LOG2E) - shift[r];  // 0 where the maximum stays
     last[r] = row_max[r];
     row_max[r] = largest;
     far |= fabsf(shift[r]) > FAR;
@@ -1124,7 +1126,7 @@ TW_DEVICE void fold_scores(float (&scores)[ROWS][N / LANES], float (&decay)[ROWS
       if (!(fabsf(shift[r]) > FAR)) continue;
 #pragma unroll
       for (int c = 0; c < N / LANES; c++) scores[r][c] -= row_max[r];
-      decay[r] = multiply(last[r] - row_max[r], scale_log2);
+      decay[r] = multiply(last[r] - row_max[r], LOG2E);
       shift[r] = 0.0f;
     }
   }
@@ -1134,7 +1136,7 @@ TW_DEVICE void fold_scores(float (&scores)[ROWS][N / LANES], float (&decay)[ROWS
     float sum = 0.0f;
 #pragma unroll
     for (int c = 0; c < N / LANES; c++) {
-      scores[r][c] = exp2_fast(fmaf(scores[r][c], scale_log2, -shift[r]));
+      scores[r][c] = exp2_fast(fmaf(scores[r][c], LOG2E, -shift[r]));
       sum += scores[r][c];
     }
     row_sum[r] = row_sum[r] * decay[r] + sum;
@@ -1240,7 +1242,6 @@ TW_KERNEL attention_forward_kernel(const Call call) {
   };
 #endif
 
-  const float scale_log2 = call.scale * LOG2E;
   // On FMA pipes the second half of the warps own queries in the opposite order: on a diagonal, warps of one scheduler
   // have about as much to do together as those of another.
   const bool opposite = !TW_PRODUCTS && warp_index() >= TW_WARPS / 2;
@@ -1290,7 +1291,8 @@ TW_KERNEL attention_forward_kernel(const Call call) {
       load_step<N, TW_DV, STRIDE_V>(next + KEYS, call.v, v_head, n + N, from, to, call.width_v);
     }
 #endif
-    if (any) Product::rows_by_rows<N, TW_D, STRIDE>(scores, q + warp_index() * Product::OWN * STRIDE, k);
+    if (any)
+      Product::rows_by_rows<N, TW_D, STRIDE, true>(scores, q + warp_index() * Product::OWN * STRIDE, k, call.scale);
 #else
 #pragma unroll
     for (int r = 0; r < ROWS; r++)
@@ -1317,11 +1319,12 @@ TW_KERNEL attention_forward_kernel(const Call call) {
         Product::columns_by_columns<N / LANES, STRIDE_Q, STRIDE_K, false>(scores, own_q, chunk, dims);
       give_back();
     }
+    if (any) scale_scores(scores, call.scale);
 #endif
     if (any) {
       bool whole = n + N <= to && at.sees(own, n + N - 1) && at.sees(own_stop - 1, n);
       if (!whole) hide<N>(scores, -INFINITE, at, own, n, to);
-      fold_scores<N>(scores, decay, row_max, row_sum, scale_log2);
+      fold_scores<N>(scores, decay, row_max, row_sum);
     }
 #if TW_PRODUCTS
     if (any) Product::tile_by_columns<N, TW_DV, STRIDE_V, true>(sums, decay, scores, k + KEYS, unit, nullptr);
@@ -1361,11 +1364,11 @@ TW_KERNEL attention_forward_kernel(const Call call) {
     int i = own + Product::row_of(r);
     bool sees_none = sum == 0.0f || i >= at.length_q;  // where all that it sees is NaN, sum is too
     factor[r] = sees_none ? 0.0f : 1.0f / sum;  // eq. 6
-    float shift = multiply(row_max[r], scale_log2);
-    float rest = fabsf(shift) > FAR ? 0.0f : fmaf(row_max[r], scale_log2, -shift);
+    float shift = multiply(row_max[r], LOG2E);
+    float rest = fabsf(shift) > FAR ? 0.0f : fmaf(row_max[r], LOG2E, -shift);
     if (i < call.sq && Product::column_of(0) == 0)
       call.lse[(static_cast<long long>(at.batch) * call.hq + at.head) * call.sq + i] =
-          sees_none ? -INFINITE : multiply(row_max[r], call.scale) + (log2_exact(sum) - rest) * LN2;
+          sees_none ? -INFINITE : row_max[r] + (log2_exact(sum) - rest) * LN2;
   }
   store_rows<TW_DV>(call.out, head_of(call.out, at.batch, at.head), sums, factor, unit, own, call.sq, call.width_v);
 }

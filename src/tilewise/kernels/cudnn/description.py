@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from tilewise.caches import registered
 from tilewise.masks import Span
 from tilewise.problem import AttentionProblem, Direction, Sizes, dense_strides
 
@@ -76,6 +77,7 @@ class Core(NamedTuple):
     keys: Span
 
 
+@registered
 @lru_cache(maxsize=4096)
 def core_of(problem: AttentionProblem) -> Core:
     """Return the part of a call that is handed to cuDNN."""

@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from tilewise.kernels.gluon.pipeline import optimization_barrier
-from tilewise.scores import DRAW_SPAN
+from tilewise.problem.options import DRAW_SPAN
 
 _SPAN = gl.constexpr(DRAW_SPAN)
 _ROUNDS = gl.constexpr(7)  # of Philox4x32; Salmon et al., 2011, table 2: passes BigCrush

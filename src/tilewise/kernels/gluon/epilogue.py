@@ -86,7 +86,7 @@ def lse_rows_of(tile, row, rows, stop, sq, heads, group, C: gl.constexpr):
 
 @gluon.constexpr_function
 def floats_per_partial(widths):
-    """Return the floats of a row's partial result: its columns, lse, and padding to a multiple of 32 bytes."""
+    """Return the floats of a row's partial result: its columns, maximum and sum, padded to a multiple of 32 bytes."""
     return sum(widths) + 8
 
 
@@ -101,9 +101,9 @@ def store_partial_columns(acc, partials, inside, FIRST: gl.constexpr):
 
 @gluon.jit
 def write_partial(result, tile, row, args, C: gl.constexpr):
-    """Write the partial result of a split: out in float32, then lse to base 2.
+    """Write the partial result of a split in float32: out, the rows' maxima and their sums (triton/combine.py).
 
-    The first split marks the partial results of splits without a block as empty.
+    The first split marks the partial results of splits without a block as empty, by a maximum of -inf.
     """
     num_splits = args.splits.num_splits
     FLOATS: gl.constexpr = floats_per_partial(C.DV)
@@ -111,8 +111,8 @@ def write_partial(result, tile, row, args, C: gl.constexpr):
     sq = args.bounds.sq
     lse_row, inside, _head = lse_rows_of(tile, row, rows, sq, sq, args.grid.heads, args.group, C)
     partials = args.outputs.partial_ptr + ((lse_row + (row + rows // C.PACK_GQA)) * num_splits + tile.split) * FLOATS
-    sum_or_one = gl.where(result.row_sum == 0.0, 1.0, result.row_sum)
-    gl.store(partials + (FLOATS - 8), result.row_max + gl.log2(sum_or_one), mask=inside)
+    gl.store(partials + (FLOATS - 8), result.row_max, mask=inside)
+    gl.store(partials + (FLOATS - 7), result.row_sum, mask=inside)
     empty = gl.full([64], float("-inf"), gl.float32, layout=result.row_sum.type.layout)
     used = kv_blocks_of(tile.first, args.bounds, C).count
     if C.SPLIT_KV == 2:

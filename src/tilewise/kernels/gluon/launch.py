@@ -12,7 +12,7 @@ from tilewise.kernels.driver import raw_stream
 from tilewise.kernels.enqueue import Enqueue
 from tilewise.masks import Span
 from tilewise.problem import AttentionProblem, legal_strides
-from tilewise.scores import NO_OPERANDS, Operands
+from tilewise.problem.options import NO_OPERANDS, Operands
 
 # What keys and values of one section of heads may take of L2 (50 MiB on an H200), by the columns of a head. At 64 and
 # 256 columns 24 MiB made 0.98 to 1.00 of 32, at 128 1.002 to 1.007 (docs/hopper.md, Order of the tiles).

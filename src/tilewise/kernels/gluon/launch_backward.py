@@ -12,7 +12,7 @@ from tilewise.kernels.enqueue import Enqueue
 from tilewise.kernels.gluon.launch import NO_LENGTHS, OPTIONS, address_of, bounds_of, counter_of, scaling_of
 from tilewise.masks import Span
 from tilewise.problem import AttentionProblem, Sizes, dense_strides, legal_strides, padded_dim
-from tilewise.scores import DRAWS
+from tilewise.problem.options import DRAWS
 
 _NO_DATA = (*NO_LENGTHS, None)  # and dropout's seed
 # What q, dout and the sums for dq of one section of heads may take of L2 (50 MiB on an H200).

@@ -19,7 +19,7 @@ from tilewise.kernels.reference.scores import (
 )
 from tilewise.masks import Span
 from tilewise.problem import AttentionProblem
-from tilewise.scores import Operands
+from tilewise.problem.options import Operands
 
 Saved = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 

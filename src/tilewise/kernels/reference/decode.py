@@ -5,7 +5,7 @@ Keys and values are gathered, (b, h, capacity, d), and all scores of a call are 
 
 import torch
 
-from tilewise.decode_problem import CacheOperands, DecodeProblem
+from tilewise.problem.decode import CacheOperands, DecodeProblem
 
 
 def attend_cached(problem: DecodeProblem, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,

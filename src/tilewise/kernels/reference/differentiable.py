@@ -15,7 +15,7 @@ from tilewise.kernels.reference.primitives import blind_spans, rows, sink_rows, 
 from tilewise.kernels.reference.scores import Tile, changed_by_user, dropout_factors, hidden_pairs
 from tilewise.masks import Span
 from tilewise.problem import AttentionProblem, memory_order
-from tilewise.scores import Operands
+from tilewise.problem.options import Operands
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

@@ -7,7 +7,7 @@ number generator without a state: it turns a counter and a key into four words, 
 import torch
 
 from tilewise.masks import Span
-from tilewise.scores import DRAW_SPAN, DRAWS
+from tilewise.problem.options import DRAW_SPAN, DRAWS
 
 _ROUNDS = 7  # the fewest that passed the authors' batteries of tests
 _FACTORS = 0xD2511F53, 0xCD9E8D57

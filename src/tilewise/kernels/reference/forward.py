@@ -6,7 +6,7 @@ from tilewise.kernels.reference.primitives import blind_spans, put_rows, rows, s
 from tilewise.kernels.reference.scores import dropout_factors, seen_tiles, tile_scores
 from tilewise.masks import Span
 from tilewise.problem import AttentionProblem
-from tilewise.scores import Operands
+from tilewise.problem.options import Operands
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]

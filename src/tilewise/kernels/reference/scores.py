@@ -18,7 +18,7 @@ from tilewise.kernels.reference.dropout import keep_tile
 from tilewise.kernels.reference.primitives import tile_dtype, tiles
 from tilewise.masks import Band, Span
 from tilewise.problem import AttentionProblem
-from tilewise.scores import FunctionFacts, Operands
+from tilewise.problem.options import FunctionSpec, Operands
 
 
 class Tile(NamedTuple):
@@ -133,7 +133,7 @@ def tile_scores(tile: Tile, q_rows: torch.Tensor, k_rows: torch.Tensor) -> tuple
 
 def changed_by_user(tile: Tile, scores: torch.Tensor) -> torch.Tensor:
     """Return what the user's function makes of scores (b, hq, BLOCK, BLOCK); it may broadcast to their shape."""
-    code = cast(FunctionFacts, tile.problem.scores.score_function).code
+    code = cast(FunctionSpec, tile.problem.scores.score_function).code
     function = cast("Callable[..., torch.Tensor]", code.torch)  # the backend refuses where there is none
     return function(scores, *tile.pairs(), *tile.operands.score_tensors)
 

@@ -18,8 +18,8 @@ from tilewise.kernels.reference.forward import Inputs, Results, attention_forwar
 from tilewise.kernels.reference.primitives import tile_dtype
 from tilewise.masks import Span
 from tilewise.problem import AttentionProblem
-from tilewise.scores import Operands
-from tilewise.sequences import DENSE
+from tilewise.problem.options import Operands
+from tilewise.problem.sequences import DENSE
 
 
 def forward_by_sequence(problem: AttentionProblem, inputs: Inputs, operands: Operands, results: Results) -> None:

@@ -2,12 +2,12 @@
 
 from typing import NamedTuple, Protocol
 
-from tilewise.decode_problem import CacheOperands, DecodeProblem
 from tilewise.kernels.triton.cache import Cache, Rotary, append_kernel
 from tilewise.kernels.triton.decode import Extras, attention_decode_kernel, combine_kernel
 from tilewise.kernels.triton.launch import Launch, TileShape
 from tilewise.kernels.triton.primitives import LOG2E
-from tilewise.scores import Sizes, is_large_softcap
+from tilewise.problem.decode import CacheOperands, DecodeProblem
+from tilewise.problem.options import Sizes, is_large_softcap
 
 APPEND_ROWS = 8  # a position's heads, in most caches; what is written is little
 

@@ -34,6 +34,7 @@ from tilewise.kernels.triton.primitives import (
     LOG2E,
     head_offset,
     head_source,
+    is_natural,
     load_tail,
     load_tile,
     natural_lse,
@@ -48,12 +49,17 @@ from tilewise.problem import AttentionProblem
 @triton.jit
 def attend_keys(q, q_tail, k_source, v_source, modifiers, row, sequence, head, place_k, numbers_q, documents_k, listed,
                 acc, row_sum, shift, first_query, offs_m, seen_from, steps, length_q, band, stride_ks, stride_kd,
-                stride_vs, stride_vd, scale_log2, BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+                stride_vs, stride_vd, scale, scale_log2, BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
                 DV: tl.constexpr, BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
                 INT64: tl.constexpr, DESCRIPTORS: tl.constexpr, CHANGED: tl.constexpr, CLIP: tl.constexpr,
                 TAIL: tl.constexpr):
-    """Attend to the fully visible keys, or (MASKED) to those around them: the kernel's one loop body."""
+    """Attend to the fully visible keys, or (MASKED) to those around them: the kernel's one loop body.
+
+    float32 scores are scaled, and rounded, by themselves, as in the backward kernels (recompute_probs): dS of a row
+    sums to 0 where both passes give a key the same P, and a k that is large may magnify what is left of the sum.
+    """
     stop = steps[3]
+    NATURAL: tl.constexpr = is_natural(q.dtype, CHANGED)
     COVERED: tl.constexpr = band[3] is not None
     ROUNDED: tl.constexpr = modifiers.dropout.unaligned is not None or listed is not None
     ADDED: tl.constexpr = MASKED and (ROUNDED or COVERED)
@@ -84,10 +90,12 @@ def attend_keys(q, q_tail, k_source, v_source, modifiers, row, sequence, head, p
         scores, visible, _tanh, _capped, kept = modify_tile(
             scores, visible, modifiers, row, sequence, head, band, first_query, n, length_q, stop, scale_log2,
             q.dtype == tl.float32, INT64, CHANGED, q.shape[0], BLOCK_N, False, MASKED)
+        if NATURAL:
+            scores *= scale
         if HIDES:
             scores = tl.where(visible, scores, float("-inf"))
-        probs, shift, row_sum, acc = online_softmax_step(scores, shift, row_sum, acc, 1.0 if CHANGED else scale_log2,
-                                                         GUARD)
+        probs, shift, row_sum, acc = online_softmax_step(
+            scores, shift, row_sum, acc, 1.0 if CHANGED else LOG2E if NATURAL else scale_log2, GUARD)
         probs = drop(probs, kept, modifiers)  # after the sum: what is dropped still counts in the denominator
         v = load_tile(v_source, place_k, n, stop, stride_vs, stride_vd, BLOCK_N, DV, BLOCK_DV, MASKED, INT64,
                       DESCRIPTORS, CLIP)
@@ -150,13 +158,14 @@ def attention_forward_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, max_ptr, mod
         acc, row_sum, shift = attend_keys(
             q, q_tail, k_source, v_source, modifiers, row, sequence, head, (batch, head_k, row_k), numbers_q,
             documents_k, listed, acc, row_sum, shift, first, offs_m, spans[0], steps, length_q, band, stride_ks,
-            stride_kd, stride_vs, stride_vd, scale_log2, BLOCK_N, D, BLOCK_D, DV, BLOCK_DV, MASKED, PRECISION, INT64,
-            DESCRIPTORS, CHANGED, PADDED, TAIL)
+            stride_kd, stride_vs, stride_vd, scale, scale_log2, BLOCK_N, D, BLOCK_D, DV, BLOCK_DV, MASKED, PRECISION,
+            INT64, DESCRIPTORS, CHANGED, PADDED, TAIL)
 
     row_offset = head_offset(batch, head, hq * sq, sq) + row_q
     inside = offs_m < rows_q
-    natural_scale = LN2 if CHANGED else scale
-    own_scale = 1.0 if CHANGED else scale_log2
+    NATURAL: tl.constexpr = is_natural(q.dtype, CHANGED)
+    natural_scale = LN2 if CHANGED else 1.0 if NATURAL else scale
+    own_scale = 1.0 if CHANGED else LOG2E if NATURAL else scale_log2
     if max_ptr is not None:
         largest = natural_lse(shift, 1.0, natural_scale, own_scale)
         largest = tl.where(offs_m < length_q, largest, float("-inf"))

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple, Protocol
 
 from tilewise.kernels.enqueue import Enqueue, addresses_in
 from tilewise.problem import AttentionProblem, Sizes, legal_strides
-from tilewise.scores import DRAW_SPAN, DRAWS, FunctionFacts, OperandFacts, Operands, is_large_softcap
+from tilewise.problem.options import DRAW_SPAN, DRAWS, FunctionSpec, Operands, OperandSpec, is_large_softcap
 
 # Contracting a·b + c into one rounding is what the softmax's cost counts on; Triton 3.10 changes the default.
 FIXED_OPTIONS = {"enable_fp_fusion": True}
@@ -150,13 +150,13 @@ def modifiers_of(problem: AttentionProblem, operands: Operands) -> Modifiers:
     options = problem.scores
     pairs = problem.pairs
 
-    def strides(facts: OperandFacts, shape: Sizes) -> tuple[int | None, ...]:
+    def strides(facts: OperandSpec, shape: Sizes) -> tuple[int | None, ...]:
         return tuple(None if stride == 1 else stride for stride in facts.expanded(shape))
 
-    def over_pairs(tensor: Any, facts: OperandFacts | None) -> Pairs:
+    def over_pairs(tensor: Any, facts: OperandSpec | None) -> Pairs:
         return Pairs() if facts is None else Pairs(tensor, *strides(facts, pairs))
 
-    def function(facts: FunctionFacts | None, tensors: tuple[Any, ...]) -> Function:
+    def function(facts: FunctionSpec | None, tensors: tuple[Any, ...]) -> Function:
         return Function() if facts is None else Function(facts.code.triton, facts.code.derivative, tuple(tensors))
 
     alibi, sinks, dropout, documents = Slopes(), Sinks(), Dropout(), DocumentNumbers()
@@ -207,7 +207,7 @@ def _places_of(problem: AttentionProblem) -> Any:
         facts = getattr(problem.scores, name, None) or getattr(problem.sequences, name, None)
         return _Place(name) if facts is not None or (name == "seed" and problem.scores.dropout_p) else None
 
-    def places(name: str, function: FunctionFacts | None) -> tuple[Any, ...]:
+    def places(name: str, function: FunctionSpec | None) -> tuple[Any, ...]:
         return tuple([_Place(name, i) for i in range(0 if function is None else len(function.dtypes))])
 
     return Operands._make([*map(place, Operands._fields[:-2]), places("score_tensors", problem.scores.score_function),

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from tilewise.kernels.triton.primitives import LN2, LOG2E
-from tilewise.scores import DRAW_SPAN
+from tilewise.problem.options import DRAW_SPAN
 
 SPAN = tl.constexpr(DRAW_SPAN)
 ROUNDS = tl.constexpr(7)  # of Philox4x32; Salmon et al., 2011, table 2: passes BigCrush

@@ -18,7 +18,7 @@ import triton.language as tl
 from tilewise.kernels.triton.launch import Launch
 from tilewise.kernels.triton.primitives import head_offset, offsets
 from tilewise.problem import AttentionProblem
-from tilewise.scores import OperandFacts
+from tilewise.problem.options import OperandSpec
 
 
 @triton.jit
@@ -89,7 +89,7 @@ def sees_alike(problem: AttentionProblem) -> bool:
     return not problem.sequences.are_data and all(facts.shape[0] == 1 for facts in _hiding(problem))
 
 
-def _hiding(problem: AttentionProblem) -> list[OperandFacts]:
+def _hiding(problem: AttentionProblem) -> list[OperandSpec]:
     scores = problem.scores
     return [facts for facts in (scores.documents_q, scores.documents_k, scores.tiles_q) if facts is not None]
 

@@ -141,13 +141,13 @@ def online_softmax_weights(scores, shift, scale_log2, GUARD: tl.constexpr):
     c·max_j s_j is rounded to make the shift, and in c·s_j − m' nothing is before the end: the largest exponent is not
     0, but what the rounding left. That is a factor of all of a row, and of nothing in out, as long as it is finite: it
     is 2^±8 at most where the shift is below HUGE. From there on c is the next power of two, whose products are exact.
-    Scores are then equal or 16 apart, so that what another c makes of the second largest is less than 2^-16.
+    Scores are then equal or 16 apart, so that what another c makes of the second largest is less than 2^-16; and where
+    this tile's maximum is below HUGE and the shift so far is not, or the other way round, one of the two is nothing.
     """
     exact_scale = power_of_two_from(scale_log2)
     top = tl.max(scores, 1)  # [BLOCK_M]
-    new_shift = top * scale_log2
-    new_shift = tl.maximum(shift, tl.where(tl.abs(new_shift) < HUGE, new_shift, top * exact_scale))
-    factor = tl.where(tl.abs(new_shift) < HUGE, scale_log2, exact_scale)
+    factor = tl.where(tl.abs(top * scale_log2) < HUGE, scale_log2, exact_scale)
+    new_shift = tl.maximum(shift, top * factor)
     subtracted = new_shift
     if GUARD:
         # A row with no visible key yet has m' = −inf; −inf − (−inf) is NaN, so shift by 0 there.
@@ -180,6 +180,12 @@ def natural_lse(shift, row_sum, scale, scale_log2):
     return tl.fma(shift, factor, tl.where(near, shift, 0.0) * rest + tl.log2(row_sum) * LN2)
 
 
+@triton.constexpr_function
+def is_natural(dtype, changed):
+    """Whether scores are scaled by scale, to base e: in float32, unless what CHANGED them left them in base 2."""
+    return dtype == tl.float32 and not changed
+
+
 @triton.jit
 def recompute_probs(scores, lse, visible, scale, scale_log2, DTYPE: tl.constexpr, CHANGED: tl.constexpr,
                     MASKED: tl.constexpr):
@@ -190,7 +196,7 @@ def recompute_probs(scores, lse, visible, scale, scale_log2, DTYPE: tl.constexpr
     keeps the compiler from making one instruction of scale·s − lse, too. Where one key counts, lse is scale·s rounded.
     """
     FLOAT32: tl.constexpr = DTYPE == tl.float32
-    NATURAL: tl.constexpr = FLOAT32 and not CHANGED
+    NATURAL: tl.constexpr = is_natural(DTYPE, CHANGED)
     scaled = scores * (1.0 if CHANGED else scale if NATURAL else scale_log2)
     if FLOAT32:
         scaled = tl.minimum(scaled, lse, propagate_nan=tl.PropagateNan.ALL)
@@ -214,7 +220,7 @@ def prepared_lse(lse, DTYPE: tl.constexpr, CHANGED: tl.constexpr):
     bits, where to ask every pair takes time, lse is +inf then: a row has no P, and no gradient, that could overflow. In
     float32 P ends at 1. From HUGE on lse is lowered by four units there: P of a row's greatest score is 1, and not 0.
     """
-    if DTYPE != tl.float32 or CHANGED:
+    if not is_natural(DTYPE, CHANGED):
         lse *= LOG2E
     if DTYPE == tl.float32:
         lowered = tl.where(lse == float("-inf"), float("inf"), lse * tl.where(lse > 0.0, 1.0 - UNITS, 1.0 + UNITS))

@@ -8,7 +8,7 @@ fixed order.
 import torch
 
 from tilewise.problem import AttentionProblem, Sizes
-from tilewise.scores import Operands
+from tilewise.problem.options import Operands
 
 
 class OperandSums:

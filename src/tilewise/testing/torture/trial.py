@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from tilewise.scores import Operands
+from tilewise.problem.options import Operands
 from tilewise.testing import oracle
 from tilewise.testing.cases import Case
 from tilewise.testing.inputs import Inputs, make_inputs, make_operands

@@ -13,7 +13,7 @@ diagonal is each sequence's own (maths.md, eq. 26).
 
 from typing import NamedTuple
 
-from tilewise.scores import OperandFacts
+from tilewise.problem.options import OperandSpec
 
 
 class Sequences(NamedTuple):
@@ -21,15 +21,15 @@ class Sequences(NamedTuple):
 
     Attributes:
         packed: how many sequences are packed; None where each batch entry is one.
-        cu_seqlens_q, cu_seqlens_k, seqlens_q, seqlens_k: facts of the operand, or None.
+        cu_seqlens_q, cu_seqlens_k, seqlens_q, seqlens_k: spec of the operand, or None.
         max_seqlen_q, max_seqlen_k: packed: sizes of the operands that have a query or a key dim; None where none has.
     """
 
     packed: int | None = None
-    cu_seqlens_q: OperandFacts | None = None
-    cu_seqlens_k: OperandFacts | None = None
-    seqlens_q: OperandFacts | None = None
-    seqlens_k: OperandFacts | None = None
+    cu_seqlens_q: OperandSpec | None = None
+    cu_seqlens_k: OperandSpec | None = None
+    seqlens_q: OperandSpec | None = None
+    seqlens_k: OperandSpec | None = None
     max_seqlen_q: int | None = None
     max_seqlen_k: int | None = None
 

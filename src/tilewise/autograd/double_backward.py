@@ -6,7 +6,6 @@ from typing import Any
 import torch
 
 from tilewise import settings
-from tilewise.autograd.attention_op import Options
 from tilewise.autograd.transforms import values_of
 from tilewise.backends.current import without_autocast
 from tilewise.dispatch import choose, get_backend
@@ -14,7 +13,8 @@ from tilewise.errors import UnsupportedProblem
 from tilewise.kernels.reference.differentiable import differentiable_attention
 from tilewise.kernels.reference.sequences import differentiable_by_sequence
 from tilewise.length_checks import check_borders
-from tilewise.scores import Operands
+from tilewise.problem import AttentionProblem
+from tilewise.problem.options import Operands, OperatorOptions
 
 _disable: Any = torch.compiler.disable  # has no types
 
@@ -28,7 +28,7 @@ def why_not_twice(name: str) -> str | None:
 
 
 def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Operands,
-         options: Options) -> Sequence[torch.Tensor]:
+         options: OperatorOptions) -> Sequence[torch.Tensor]:
     """Attend by operations of torch alone, in place of one operator with a gradient of its own.
 
     Returns out, lse and, where the options want it, max_logit.
@@ -41,7 +41,7 @@ def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Operands,
     reason = None if name is None else why_not_twice(name)
     if name is not None and reason is not None:
         raise UnsupportedProblem(f"backend {name!r} refuses double_backward=True", {name: reason})
-    problem = options.problem(q, k, v, operands)
+    problem = AttentionProblem.from_call(q, k, v, operands, options)
     if problem.sequences.are_data:
         check_borders(q, k, _lengths_on_host(operands), (options.max_seqlen_q, options.max_seqlen_k))
     choose(problem, "reference")  # raises where it refuses

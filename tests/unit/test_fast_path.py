@@ -1,4 +1,4 @@
-"""The short way of a plain call: who takes it, who must not, and that nobody can tell the two apart by results."""
+"""The fast path of a plain call: who takes it, who must not, and that nobody can tell the two apart by results."""
 
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -14,12 +14,12 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from tilewise import Mask, attention, attention_varlen, causal, documents, prefix, window
-from tilewise.autograd import short_way
-from tilewise.autograd.short_way import forget_choices
+from tilewise.autograd import fast_path
 from tilewise.backends.base import BindingBackend
+from tilewise.caches import clear_caches
 from tilewise.errors import TilewiseError
 from tilewise.settings import BackendScope
-from unit.binding_double import Bound, binding, long_way, tensors_of, ways_of
+from unit.binding_double import Bound, binding, by_operators, paths_of, tensors_of
 
 
 @pytest.fixture(autouse=True)
@@ -38,11 +38,11 @@ def test_the_fake_is_what_a_backend_that_binds_is(bound):
 def test_a_plain_call_takes_it_and_gives_the_same_bits(bound, monkeypatch, options, recorded):
     tensors = tensors_of(requires_grad=recorded)
     for _ in range(2):
-        ways, out = ways_of(bound, lambda: attention(*tensors, **options))
-        assert ways == ["short"]
+        paths, out = paths_of(bound, lambda: attention(*tensors, **options))
+        assert paths == ["fast"]
     assert bound.binds == 1
     assert out.requires_grad == recorded
-    assert torch.equal(out, long_way(monkeypatch, lambda: attention(*tensors, **options)))
+    assert torch.equal(out, by_operators(monkeypatch, lambda: attention(*tensors, **options)))
 
 
 @pytest.mark.parametrize("wanted", [(True, True, True), (True, False, False), (False, True, False),
@@ -56,9 +56,9 @@ def test_gradients_are_the_same(bound, monkeypatch, wanted, through):
         total.backward()
         return [tensor.grad for tensor in tensors]
 
-    expected = long_way(monkeypatch, gradients)
-    ways, made = ways_of(bound, gradients)
-    assert ways == ["short", "long back" if through == "lse" else "short back"]
+    expected = by_operators(monkeypatch, gradients)
+    paths, made = paths_of(bound, gradients)
+    assert paths == ["fast", "operator backward" if through == "lse" else "fast backward"]
     for gradient, other in zip(made, expected, strict=True):
         assert (gradient is None and other is None) or torch.equal(gradient, other)
 
@@ -95,7 +95,7 @@ def test_a_mode_sees_the_operator_of_each_pass(bound, mode, recorded):
     passes = ("forward", "backward") if recorded and mode is Seen else ("forward",)
     for side in passes:
         assert any(f"tilewise.attention_{side}_plain" in name for name in seen.names)
-    assert "short" not in bound.ways[1:]
+    assert "fast" not in bound.paths[1:]
 
 
 def test_a_mode_that_is_entered_for_the_backward_pass_sees_it(bound):
@@ -103,7 +103,7 @@ def test_a_mode_that_is_entered_for_the_backward_pass_sees_it(bound):
     out = attention(*tensors)
     with Seen() as seen:
         out.backward(torch.ones_like(out))
-    assert bound.ways == ["short", "long back"]
+    assert bound.paths == ["fast", "operator backward"]
     assert "tilewise.attention_backward_plain.default" in seen.names
 
 
@@ -122,7 +122,7 @@ def test_a_profiler_shows_the_operators(bound):
         out.backward(torch.ones_like(out))
     names = {event.key for event in profiled.key_averages()}
     assert {"tilewise::attention_forward_plain", "tilewise::attention_backward_plain"} <= names
-    assert bound.ways == ["short", "long", "long back"]
+    assert bound.paths == ["fast", "operator", "operator backward"]
 
 
 def test_a_profiler_of_every_thread_shows_them_too(bound):
@@ -131,7 +131,7 @@ def test_a_profiler_of_every_thread_shows_them_too(bound):
     with profile(experimental_config=every_thread), ThreadPoolExecutor(1) as pool:
         attention(*tensors_of())
         pool.submit(attention, *tensors_of()).result()
-    assert bound.ways == ["short", "long", "long"]
+    assert bound.paths == ["fast", "operator", "operator"]
 
 
 def test_a_tracer_records_the_operator():
@@ -142,11 +142,11 @@ def test_a_tracer_records_the_operator():
     assert "tilewise::attention_forward_plain" in str(traced.graph)
 
 
-def test_a_level_of_forward_mode_goes_the_long_way(bound):
+def test_a_level_of_forward_mode_goes_the_operators(bound):
     tensors = tensors_of()
     with forward_ad.dual_level():
         attention(*tensors)
-    assert bound.ways == ["long"]
+    assert bound.paths == ["operator"]
 
 
 def outcome(call):
@@ -184,38 +184,38 @@ def turned(tensor):
 ], ids=["subclass", "misaligned", "negative", "parameter", "meta", "sparse", "dtype", "zeros", "heads", "rank",
         "integers", "list"])
 @pytest.mark.parametrize("place", [0, 1, 2])
-def test_tensors_of_other_kinds_mean_what_they_mean_on_the_long_way(bound, monkeypatch, other, place):
+def test_tensors_of_other_kinds_mean_what_they_mean_on_the_operators(bound, monkeypatch, other, place):
     def call():
         tensors = tensors_of(sq=8, hk=4)
         tensors[place] = other(tensors[place])
         with torch.no_grad():
             return attention(*tensors)
 
-    expected = outcome(lambda: long_way(monkeypatch, call))
+    expected = outcome(lambda: by_operators(monkeypatch, call))
     for _ in range(2):
         assert is_same(outcome(call), expected)
-    assert "short" not in bound.ways
+    assert "fast" not in bound.paths
 
 
 @pytest.mark.parametrize("shape", [(0, 4, 8, 16), (1, 4, 0, 16)])
-def test_tensors_without_an_element_go_the_long_way(bound, shape):
+def test_tensors_without_an_element_go_the_operators(bound, shape):
     _, k, v = tensors_of()
     q = torch.zeros(shape)
     assert attention(q, k[:shape[0]], v[:shape[0]], mask=Mask()).shape == shape
-    assert bound.ways == ["long"]
+    assert bound.paths == ["operator"]
 
 
 @pytest.mark.parametrize("offset", [0, 1])
-def test_a_tensor_whose_storage_was_emptied_goes_the_long_way(offset):
+def test_a_tensor_whose_storage_was_emptied_goes_the_operators(offset):
     """What FSDP leaves of a parameter: the address is 0, or its offset in the storage."""
     attention(*tensors_of())
     q = torch.zeros(1 + offset, 4, 8, 16)[offset:]
     q.untyped_storage().resize_(0)
     assert q.data_ptr() in (0, q.nbytes)
-    assert short_way.attend(q, *tensors_of()[1:], None, (None, None, None)) is None
+    assert fast_path.attend(q, *tensors_of()[1:], None, (None, None, None)) is None
 
 
-def test_transforms_of_functorch_are_as_on_the_long_way(bound, monkeypatch):
+def test_transforms_of_functorch_are_as_on_the_operators(bound, monkeypatch):
     q, k, v = tensors_of()
     kept = []
     calls = [lambda: torch.func.grad(lambda q: attention(q, k, v).sum())(q),
@@ -223,9 +223,9 @@ def test_transforms_of_functorch_are_as_on_the_long_way(bound, monkeypatch):
              lambda: torch.func.jvp(lambda q: attention(q, k, v), (q,), (q,)),
              lambda: torch.func.grad(lambda q: (kept.append(q), q.sum())[1])(q) * 0 + attention(kept[-1], k, v)]
     for call in calls:
-        expected = outcome(lambda call=call: long_way(monkeypatch, call))
+        expected = outcome(lambda call=call: by_operators(monkeypatch, call))
         assert is_same(outcome(call), expected)
-    assert "short" not in bound.ways
+    assert "fast" not in bound.paths
 
 
 OPERANDS = [
@@ -239,10 +239,10 @@ OPERANDS = [
 @pytest.mark.parametrize("recorded", [False, True])
 def test_a_call_with_options_takes_it_and_gives_the_same_bits(bound, monkeypatch, options, recorded):
     tensors = tensors_of(requires_grad=recorded)
-    expected = long_way(monkeypatch, lambda: attention(*tensors, **options))
+    expected = by_operators(monkeypatch, lambda: attention(*tensors, **options))
     for _ in range(2):
-        ways, made = ways_of(bound, lambda: attention(*tensors, **options))
-        assert ways == ["short"]
+        paths, made = paths_of(bound, lambda: attention(*tensors, **options))
+        assert paths == ["fast"]
         assert is_same(made, expected)
     assert (made[0] if isinstance(made, tuple) else made).requires_grad == recorded
     assert bound.binds == 1
@@ -261,9 +261,9 @@ def test_gradients_of_operands_are_the_same(bound, monkeypatch, wanted, through)
         total.backward()
         return [tensor.grad for tensor in given]
 
-    expected = long_way(monkeypatch, gradients)
-    ways, made = ways_of(bound, gradients)
-    assert ways == ["short", "long back"]
+    expected = by_operators(monkeypatch, gradients)
+    paths, made = paths_of(bound, gradients)
+    assert paths == ["fast", "operator backward"]
     assert [gradient is not None for gradient in made] == list(wanted)
     for gradient, other in zip(made, expected, strict=True):
         assert (gradient is None and other is None) or torch.equal(gradient, other)
@@ -278,10 +278,10 @@ def test_packed_sequences_take_it_without_a_gradient(bound, monkeypatch, recorde
     def call():
         return attention_varlen(q, k, v, cu_seqlens_q=cu_seqlens, mask=causal(), return_aux=("lse",))
 
-    expected = long_way(monkeypatch, call)
+    expected = by_operators(monkeypatch, call)
     for _ in range(2):
-        ways, made = ways_of(bound, call)
-        assert ways == ["short"]
+        paths, made = paths_of(bound, call)
+        assert paths == ["fast"]
         assert is_same(tuple(made), tuple(expected))
         assert [row.shape for row in made] == [(9, 4, 16), (4, 9)]
 
@@ -296,21 +296,21 @@ def test_operands_that_differ_in_one_fact_are_bound_apart(bound, monkeypatch):
              {"alibi_slopes": torch.randn(4)}]
     for _ in range(2):
         for options in calls:
-            expected = long_way(monkeypatch, lambda options=options: attention(*tensors, **options))
+            expected = by_operators(monkeypatch, lambda options=options: attention(*tensors, **options))
             assert torch.equal(attention(*tensors, **options), expected)
-    assert "short" in bound.ways
+    assert "fast" in bound.paths
 
 
 @pytest.mark.parametrize("bias", [
     misaligned(torch.randn(1, 4, 8, 8)), torch.randn(1, 4, 8, 8).as_subclass(Subclass),
     torch._neg_view(torch.randn(1, 4, 8, 8))], ids=["misaligned", "subclass", "negative"])
-def test_operands_of_other_kinds_go_the_long_way(bound, monkeypatch, bias):
+def test_operands_of_other_kinds_go_the_operators(bound, monkeypatch, bias):
     tensors = tensors_of()
     attention(*tensors, bias=torch.randn(1, 4, 8, 8))
-    bound.ways.clear()
-    expected = long_way(monkeypatch, lambda: attention(*tensors, bias=bias))
+    bound.paths.clear()
+    expected = by_operators(monkeypatch, lambda: attention(*tensors, bias=bias))
     assert torch.equal(attention(*tensors, bias=bias), expected)
-    assert "short" not in bound.ways
+    assert "fast" not in bound.paths
 
 
 @pytest.mark.parametrize("options", [
@@ -320,7 +320,7 @@ def test_operands_of_other_kinds_go_the_long_way(bound, monkeypatch, bias):
 def test_refusals_are_the_same(monkeypatch, options):
     q, k, v = tensors_of()
     attention(q, k, v, scale=1.0, deterministic=True)  # whose facts are equal to those of some
-    expected = outcome(lambda: long_way(monkeypatch, lambda: attention(q, k, v, **options)))
+    expected = outcome(lambda: by_operators(monkeypatch, lambda: attention(q, k, v, **options)))
     assert issubclass(expected[0], TilewiseError)
     assert outcome(lambda: attention(q, k, v, **options)) == expected
 
@@ -328,7 +328,7 @@ def test_refusals_are_the_same(monkeypatch, options):
 def test_what_a_backend_refuses_is_refused_in_its_words(bound, monkeypatch):
     monkeypatch.setattr(Bound, "why_not", lambda self, problem: "is not for you")
     tensors = tensors_of()
-    expected = outcome(lambda: long_way(monkeypatch, lambda: attention(*tensors)))
+    expected = outcome(lambda: by_operators(monkeypatch, lambda: attention(*tensors)))
     assert "is not for you" in expected[1]
     assert outcome(lambda: attention(*tensors)) == expected
 
@@ -338,7 +338,7 @@ def test_autocast_that_casts_nothing_is_no_hindrance(bound):
     with torch.autocast("cpu", torch.bfloat16):
         attention(*tensors).sum().backward()
         assert attention(*tensors_of()).dtype is torch.bfloat16
-    assert bound.ways == ["short", "short back", "long"]
+    assert bound.paths == ["fast", "fast backward", "operator"]
 
 
 def test_calls_that_differ_in_one_fact_are_bound_apart(bound, monkeypatch):
@@ -347,7 +347,7 @@ def test_calls_that_differ_in_one_fact_are_bound_apart(bound, monkeypatch):
              {"deterministic": True}, {"backend": "triton"}]
     for _ in range(2):
         for options in calls:
-            expected = long_way(monkeypatch, lambda options=options: attention(q, k, v, **options))
+            expected = by_operators(monkeypatch, lambda options=options: attention(q, k, v, **options))
             assert torch.equal(attention(q, k, v, **options), expected)
     assert bound.binds == len(calls)
     strided = q.transpose(1, 2).contiguous().transpose(1, 2)
@@ -375,7 +375,7 @@ def test_what_hooks_hand_back_is_looked_at(bound, monkeypatch, unpack):
         (out.sum() + lse.sum()).backward()
         return [tensor.grad - first for tensor, first in zip(tensors, plain, strict=True)]
 
-    expected = long_way(monkeypatch, gradients)
+    expected = by_operators(monkeypatch, gradients)
     for _ in range(2):
         for gradient, other in zip(gradients(), expected, strict=True):
             torch.testing.assert_close(gradient, other)
@@ -395,14 +395,14 @@ def test_hooks_unpack_once_whichever_way_is_taken(bound, kind):
         out = attention(q.requires_grad_(), k, v)
     out.sum().backward()
     assert len(unpacked) == 5
-    assert bound.ways == ["short", "short back" if kind is torch.Tensor else "long back"]
+    assert bound.paths == ["fast", "fast backward" if kind is torch.Tensor else "operator backward"]
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoints_compute_again(bound, reentrant):
     tensors = tensors_of(requires_grad=True)
     checkpoint(attention, *tensors, use_reentrant=reentrant).sum().backward()
-    assert bound.ways == ["short", "short", "short back"]
+    assert bound.paths == ["fast", "fast", "fast backward"]
 
 
 @pytest.mark.parametrize("changed", range(5), ids=["q", "k", "v", "out", "lse"])
@@ -414,10 +414,10 @@ def test_what_was_saved_and_changed_is_refused_in_the_same_words(bound, monkeypa
             (*tensors, out, lse)[changed].add_(1)
         (out.sum() + lse.sum()).backward()
 
-    expected = outcome(lambda: long_way(monkeypatch, differentiate))
+    expected = outcome(lambda: by_operators(monkeypatch, differentiate))
     assert "modified by an inplace operation" in expected[1]
     assert outcome(differentiate) == expected
-    assert bound.ways == ["long", "short"]
+    assert bound.paths == ["operator", "fast"]
 
 
 @pytest.mark.parametrize("return_aux", [(), ("lse",)])
@@ -430,9 +430,9 @@ def test_a_graph_is_the_same(bound, monkeypatch, return_aux):
         out.sum().backward()
         return out.grad_fn.name(), out.output_nr, len(out.grad_fn.next_functions), handed
 
-    expected = long_way(monkeypatch, graph)
+    expected = by_operators(monkeypatch, graph)
     assert graph() == expected
-    assert bound.ways == ["long", "long back", "short", "short back"]
+    assert bound.paths == ["operator", "operator backward", "fast", "fast backward"]
 
 
 def test_a_second_derivative_is_refused_in_the_same_words(monkeypatch):
@@ -441,7 +441,7 @@ def test_a_second_derivative_is_refused_in_the_same_words(monkeypatch):
         gradient, = torch.autograd.grad((attention(*tensors)**2).sum(), tensors[:1], create_graph=True)
         gradient.sum().backward()
 
-    expected = outcome(lambda: long_way(monkeypatch, twice))
+    expected = outcome(lambda: by_operators(monkeypatch, twice))
     assert "double_backward=True" in expected[1]
     assert outcome(twice) == expected
 
@@ -451,7 +451,7 @@ def test_a_scope_holds_for_the_backward_pass(bound):
     with BackendScope("torch"):
         out = attention(*tensors)
     out.backward(torch.ones_like(out))
-    assert [key[-1][-1] for key in short_way._ways_back] == ["torch"]
+    assert [key[-1][-1] for key in fast_path._backward_plans] == ["torch"]
 
 
 def test_choices_are_forgotten(bound):
@@ -460,19 +460,19 @@ def test_choices_are_forgotten(bound):
         out = attention(*tensors)
         out.backward(torch.ones_like(out))
         assert bound.binds == binds
-        forget_choices()
-        assert not short_way._ways
-        assert not short_way._ways_back
+        clear_caches()
+        assert not fast_path._plans
+        assert not fast_path._backward_plans
 
 
 def test_so_many_ways_are_kept(monkeypatch):
-    monkeypatch.setattr(short_way, "KEPT", 3)
+    monkeypatch.setattr(fast_path, "KEPT", 3)
     for sq in range(1, 9):
         attention(*tensors_of(sq=sq), mask=Mask())
-        assert len(short_way._ways) <= 3
+        assert len(fast_path._plans) <= 3
 
 
-def test_threads_share_the_ways(bound):
+def test_threads_share_the_paths(bound):
     sets = [tensors_of(sq=1 + n) for n in range(4)]
     expected = [attention(*tensors) for tensors in sets]
     with ThreadPoolExecutor(4) as pool:
@@ -480,15 +480,15 @@ def test_threads_share_the_ways(bound):
     assert all(torch.equal(out, expected[n % 4]) for n, out in enumerate(made))
 
 
-def test_a_backend_that_binds_nothing_goes_the_long_way(bound, monkeypatch):
+def test_a_backend_that_binds_nothing_goes_the_operators(bound, monkeypatch):
     monkeypatch.setattr(Bound, "bind_forward", lambda self, problem: None)
     assert attention(*tensors_of()).shape == (1, 4, 8, 16)
-    assert bound.ways == ["long"]
+    assert bound.paths == ["operator"]
 
 
-def test_a_device_that_is_not_current_goes_the_long_way(bound, monkeypatch):
-    monkeypatch.setattr(short_way, "is_current", lambda device: False)
+def test_a_device_that_is_not_current_goes_the_operators(bound, monkeypatch):
+    monkeypatch.setattr(fast_path, "is_current", lambda device: False)
     tensors = tensors_of(requires_grad=True)
     out = attention(*tensors)
     out.backward(torch.ones_like(out))
-    assert bound.ways == ["long", "long back"]
+    assert bound.paths == ["operator", "operator backward"]

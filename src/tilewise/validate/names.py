@@ -1,16 +1,11 @@
 """Arguments that an operator's schema would refuse in torch's words, or take for another: refused by name."""
 
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
-import torch
-
 from tilewise.errors import InvalidInput, UnknownArgument
-from tilewise.problem import checked_scale
-from tilewise.scores import check_layout, checked_dropout_p, checked_softcap
 
-AUX_OUTPUTS = ("lse", "max_logit")
 _Call = TypeVar("_Call", bound=Callable[..., Any])
 # What each call takes, by its name.
 _arguments: dict[str, tuple[str, ...]] = {}
@@ -81,48 +76,6 @@ def unknown_argument(call: str, unknown: Mapping[str, Any]) -> UnknownArgument:
         return UnknownArgument(f"{call} has no argument {name!r}; {' and '.join(others)} take"
                                f"{'s' if len(others) == 1 else ''} {ours}=, and {call} nothing like it.")
     return UnknownArgument(f"{call} has no argument {name!r}; allowed are {', '.join(known)}.")
-
-
-def check_options(call: str, softcap: float | None, dropout_p: float, return_aux: object,
-                  unknown: Mapping[str, Any]) -> None:
-    """Raise :class:`InvalidInput` for arguments and outputs that there are not, and for numbers out of range."""
-    if unknown:
-        raise unknown_argument(call, unknown)
-    if softcap is not None or dropout_p != 0:  # an operator's schema would turn True into 1.0
-        checked_softcap(softcap)
-        checked_dropout_p(dropout_p)
-    if return_aux == ():
-        return
-    named = isinstance(return_aux, Collection) and not isinstance(return_aux, str)
-    if not named or any(name not in AUX_OUTPUTS for name in cast("Collection[object]", return_aux)):
-        raise InvalidInput(f"return_aux is {return_aux!r}; allowed is a tuple of names out of {AUX_OUTPUTS}.")
-
-
-def check_inputs(q: Any, k: Any, v: Any) -> None:
-    """Raise :class:`InvalidInput` for what is no tensor, and for a tensor that has no strides."""
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(tensor, torch.Tensor):
-            raise InvalidInput(f"{name} is a {type(tensor).__name__}; allowed is a torch.Tensor.")
-        if tensor.is_nested:
-            raise InvalidInput(f"{name} is a nested tensor; allowed is a dense one. attention_varlen takes sequences "
-                               "of several lengths: the values, packed, and where each begins.")
-        check_layout(name, tensor)
-
-
-def check_choices(scale: Any, deterministic: Any, backend: Any) -> None:
-    """Raise :class:`InvalidInput` for a factor, a switch or a name of another type; what else is wrong comes later."""
-    if scale is not None:
-        checked_scale(scale, 1)
-    if deterministic is not None:
-        check_switch("deterministic", deterministic, ", or None to follow torch.use_deterministic_algorithms")
-    if not (backend is None or (isinstance(backend, str) and backend)):  # to a graph, '' is a name of its own
-        raise InvalidInput(f"backend is {backend!r}; allowed is the name of a backend, or None to choose.")
-
-
-def check_switch(name: str, value: Any, otherwise: str = "") -> None:
-    """Raise :class:`InvalidInput` for what is neither True nor False."""
-    if not isinstance(value, (bool, torch.SymBool)):
-        raise InvalidInput(f"{name} is {value!r}; allowed are True and False{otherwise}.")
 
 
 def check_packed(packed: Mapping[str, Any], padded: Mapping[str, Any]) -> bool:

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tilewise import attention
-from tilewise.autograd import guards, short_way
-from unit.binding_double import binding, long_way, tensors_of
+from tilewise.autograd import fast_path, guards
+from unit.binding_double import binding, by_operators, tensors_of
 
 
 @pytest.fixture(autouse=True)
@@ -14,19 +14,19 @@ def bound(monkeypatch):
 
 
 def test_like_tensors_are_told_by_one_question(bound, monkeypatch):
-    """Once a way is known, no fact is looked up; a backward pass whose dout comes anew has a way of its own."""
+    """Once a path is known, no fact is looked up; a backward pass whose dout comes anew has a path of its own."""
     tensors = tensors_of(requires_grad=True)
     dout = torch.ones(1, 4, 8, 16)
     first = attention(*tensors)
     first.backward(dout)
-    for name in ("_way_for", "_backward_for"):
-        monkeypatch.setattr(short_way, name, lambda *_: pytest.fail("each fact is looked up anew"))
+    for name in ("_plan_for", "_backward_for"):
+        monkeypatch.setattr(fast_path, name, lambda *_: pytest.fail("each fact is looked up anew"))
     again = [tensor.detach().clone().requires_grad_() for tensor in tensors]
     second = attention(*again)
     second.backward(dout.clone())
     assert torch.equal(first, second)
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(tensors, again, strict=True))
-    assert bound.ways == ["short", "short back"] * 2
+    assert bound.paths == ["fast", "fast backward"] * 2
 
 
 @pytest.mark.parametrize("change", [
@@ -38,7 +38,7 @@ def test_tensors_unlike_those_that_were_known_are_looked_at(bound, monkeypatch, 
     attention(q, k, v)
     for place in range(3):
         tensors = [change(tensor) if i == place else tensor for i, tensor in enumerate((q, k, v))]
-        expected = long_way(monkeypatch, lambda tensors=tensors: attention(*tensors))
+        expected = by_operators(monkeypatch, lambda tensors=tensors: attention(*tensors))
         made = attention(*tensors)
         assert torch.equal(made, expected)
         assert made.requires_grad is expected.requires_grad
@@ -55,11 +55,11 @@ def test_a_known_way_is_not_for_another_dtype_of_autocast(bound):
 
 def test_a_known_way_of_float32_is_not_for_another_precision(bound, monkeypatch):
     tensors, asked = tensors_of(), []
-    way_of = short_way._way_of
-    monkeypatch.setattr(short_way, "_way_of",
-                        lambda *given: asked.append(short_way.allows_tf32(torch.float32)) or way_of(*given))
+    way_of = fast_path._plan_of
+    monkeypatch.setattr(fast_path, "_plan_of",
+                        lambda *given: asked.append(fast_path.allows_tf32(torch.float32)) or way_of(*given))
     for allowed in (False, True, False, True):
-        monkeypatch.setattr(short_way, "allows_tf32", lambda dtype, allowed=allowed: allowed)
+        monkeypatch.setattr(fast_path, "allows_tf32", lambda dtype, allowed=allowed: allowed)
         attention(*tensors)
     assert asked == [False, True]
 
@@ -73,23 +73,23 @@ def test_a_known_backward_pass_is_not_for_one_through_lse_too(bound, monkeypatch
             out, lse = attention(*tensors, return_aux=("lse",))
             return torch.autograd.grad(out.sum() + (lse.sum() if through == "both" else 0.0), tensors)
 
-        expected = long_way(monkeypatch, grads)
+        expected = by_operators(monkeypatch, grads)
         assert all(torch.equal(a, b) for a, b in zip(grads(), expected, strict=True))
 
 
 def test_a_known_way_is_not_for_a_device_that_is_no_longer_current(bound, monkeypatch):
     tensors = tensors_of()
     attention(*tensors)
-    monkeypatch.setattr(short_way, "is_current", lambda device: False)
+    monkeypatch.setattr(fast_path, "is_current", lambda device: False)
     attention(*tensors)
-    assert bound.ways == ["short", "long"]
+    assert bound.paths == ["fast", "operator"]
 
 
 def test_a_tensor_that_comes_twice_is_looked_at_each_time(bound):
     q, k, _ = tensors_of()
     assert all(torch.equal(attention(q, k, k), attention(q, k, k.clone())) for _ in range(2))
-    assert [len(kinds) for kinds in short_way._recent.values()] == [1]
-    assert bound.ways == ["short"] * 4
+    assert [len(kinds) for kinds in fast_path._recent.values()] == [1]
+    assert bound.paths == ["fast"] * 4
 
 
 def test_few_kinds_of_tensors_are_known_for_an_option(bound):
@@ -97,9 +97,9 @@ def test_few_kinds_of_tensors_are_known_for_an_option(bound):
     for sk in (*range(1, 9), 1):
         k = q[:, :2, :1].expand(1, 2, sk, 16).contiguous()
         attention(q, k, k.clone())
-        (kinds,) = short_way._recent.values()
+        (kinds,) = fast_path._recent.values()
         assert len(kinds) <= 4
-    assert bound.ways == ["short"] * 9
+    assert bound.paths == ["fast"] * 9
 
 
 class AllAlike:
@@ -129,5 +129,5 @@ def test_without_guards_every_fact_is_looked_at(bound, monkeypatch, made):
         assert attention(*tensors_of(sq=5)).shape == (1, 4, 5, 16)
     finally:
         guards._is_as_known.cache_clear()
-    assert bound.ways == ["short", "short back"] * 2 + ["short"]
-    assert not short_way._recent
+    assert bound.paths == ["fast", "fast backward"] * 2 + ["fast"]
+    assert not fast_path._recent

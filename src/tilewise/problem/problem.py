@@ -13,30 +13,36 @@ from typing import Any, Literal
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from tilewise.errors import InvalidInput
+from tilewise.caches import registered
 from tilewise.masks import Band, Mask, Span
-from tilewise.scores import (
+from tilewise.problem.options import (
     NO_OPERANDS,
     NO_OPTIONS,
     NO_SETTINGS,
-    FunctionFacts,
-    OperandFacts,
+    FunctionSpec,
     Operands,
+    OperandSpec,
+    OperatorOptions,
     ScoreOptions,
     ScoreSettings,
-    check_layout,
-    check_operand,
-    checked_dropout_p,
-    checked_softcap,
-    is_factor,
 )
-from tilewise.sequences import DENSE, Sequences
-from tilewise.shape_hints import layout_hint
+from tilewise.problem.sequences import DENSE, Sequences
 from tilewise.tile_lists import TILE
+from tilewise.validate.call import (
+    check_alignment,
+    check_companions,
+    check_distances,
+    check_each,
+    check_function_tensors,
+    check_lengths,
+    check_longest_dims,
+    check_together,
+)
+from tilewise.validate.tensors import SpecKey, TensorSpec, check_operand, spec_of
+from tilewise.validate.values import checked_scale
 
 Direction = Literal["forward", "backward"]
 Sizes = tuple[int, ...]
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 WIDEST = 512  # head dims in one tile
 TAIL_WIDTH = 64  # head dims of q and k in a second tile beside it
 _NO_MASK = Mask()
@@ -88,8 +94,8 @@ class AttentionProblem:
     def __post_init__(self) -> None:
         sizes = (self.b, self.hq, self.hk, self.sq, self.sk, self.d, self.dv,
                  *self.q_strides, *self.k_strides, *self.v_strides)
-        operands = [facts for facts in (*self.scores, *self.sequences) if isinstance(facts, OperandFacts)]
-        if is_symbolic(sizes) or any(is_symbolic((*facts.shape, *facts.strides)) for facts in operands):
+        operands = [spec for spec in (*self.scores, *self.sequences) if isinstance(spec, OperandSpec)]
+        if is_symbolic(sizes) or any(is_symbolic((*spec.shape, *spec.strides)) for spec in operands):
             return  # a traced call: it has no hash and is never looked up
         # Looked up several times a call: hashed once here instead.
         names = [n for n in self.__slots__ if n != "_hash"]
@@ -107,13 +113,20 @@ class AttentionProblem:
         Raises:
             InvalidInput: a shape, dtype or device that no backend could give a meaning; names the argument.
         """
-        facts = facts_of("q", q), facts_of("k", k), facts_of("v", v)
-        more = facts_of_operands(operands)
+        specs = spec_of("q", q), spec_of("k", k), spec_of("v", v)
+        more = specs_of_operands(operands)
         # Symbolic sizes of a traced call cannot be hashed; there the checks alone matter.
-        sizes = [size for _, shape, strides, _, _ in (*facts, *more) for size in (*shape, *strides)]
+        sizes = [size for _, shape, strides, _, _ in (*specs, *more) for size in (*shape, *strides)]
         sizes += [size for size in settings.longest if size is not None]
-        build = problem_from_facts if torch.compiler.is_compiling() or is_symbolic(sizes) else _cached
-        return build(facts, more, mask, scale, settings, deterministic)
+        build = problem_from_specs if torch.compiler.is_compiling() or is_symbolic(sizes) else _cached
+        return build(specs, more, mask, scale, settings, deterministic)
+
+    @classmethod
+    def from_call(cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Operands,
+                  options: OperatorOptions) -> "AttentionProblem":
+        """The same of what an operator takes; sizes may be symbolic."""
+        return cls.from_tensors(q, k, v, operands, mask=options.mask, scale=options.scale, settings=options.settings,
+                                deterministic=options.deterministic)
 
     @property
     def group(self) -> int:
@@ -237,19 +250,7 @@ def legal_strides(tensor: torch.Tensor) -> list[int]:
             for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True))]
 
 
-# name, shape, strides, dtype, device: what the validator reads of one tensor, as a hashable tuple.
-Facts = tuple[str, Sizes, Sizes, torch.dtype, torch.device]
-
-
-def facts_of(name: str, tensor: torch.Tensor) -> Facts:
-    """Read one tensor; raises :class:`InvalidInput` for anything else."""
-    if not isinstance(tensor, torch.Tensor):
-        raise InvalidInput(f"{name} is a {type(tensor).__name__}; allowed is a torch.Tensor of shape (b, h, s, d).")
-    check_layout(name, tensor)
-    return name, tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-
-
-def facts_of_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[Facts, Facts, Facts]:
+def specs_of_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[SpecKey, SpecKey, SpecKey]:
     """Read what an operator was handed: its schema has seen to it that these are tensors."""
     return (("q", q.shape, q.stride(), q.dtype, q.device), ("k", k.shape, k.stride(), k.dtype, k.device),
             ("v", v.shape, v.stride(), v.dtype, v.device))
@@ -265,13 +266,13 @@ def alignment_of(addresses: list[int]) -> tuple[bool, ...]:
     return tuple([address & 15 == 0 for address in addresses])
 
 
-def facts_of_operands(operands: Operands) -> tuple[Facts, ...]:
+def specs_of_operands(operands: Operands) -> tuple[SpecKey, ...]:
     """Read the operands that are there."""
     if operands is NO_OPERANDS:
         return ()
-    return tuple([facts_of(name, tensor) for name, tensor in zip(Operands._fields, operands.alone, strict=False)
+    return tuple([spec_of(name, tensor) for name, tensor in zip(Operands._fields, operands.alone, strict=False)
                   if tensor is not None]
-                 + [facts_of(name, tensor) for name in _FUNCTIONS for tensor in getattr(operands, name)])
+                 + [spec_of(name, tensor) for name in _FUNCTIONS for tensor in getattr(operands, name)])
 
 
 def is_symbolic(sizes: Iterable[int]) -> bool:
@@ -279,167 +280,84 @@ def is_symbolic(sizes: Iterable[int]) -> bool:
     return any(isinstance(size, torch.SymInt) for size in sizes)
 
 
-def problem_from_facts(tensors: tuple[Facts, Facts, Facts], operands: tuple[Facts, ...], mask: Mask,
+def problem_from_specs(tensors: tuple[SpecKey, SpecKey, SpecKey], operands: tuple[SpecKey, ...], mask: Mask,
                        scale: float | None, settings: ScoreSettings, deterministic: bool,
                        aligned: bool = True) -> AttentionProblem:
-    """Check the facts against one another; see :meth:`AttentionProblem.from_tensors`."""
-    q, k, v = tensors
+    """Check what was read of the tensors against one another; see :meth:`AttentionProblem.from_tensors`."""
+    q, k, v = map(TensorSpec._make, tensors)
+    more = [TensorSpec._make(own) for own in operands]
     check_each(q, k, v)
-    (b, hq, sq, d), (_, hk, sk, _), dv = q[1], k[1], v[1][3]
-    packed = any(facts[0] == "cu_seqlens_q" for facts in operands)
-    _check_together(q, k, v, packed)
-    scores, sequences = NO_OPTIONS, DENSE
-    if operands:
-        sequences = _sequences(operands, settings, q, mask)
+    (b, hq, sq, d), (_, hk, sk, _), dv = q.shape, k.shape, v.shape[3]
+    check_together(q, k, v, packed=any(own.name == "cu_seqlens_q" for own in more))
+    scores, sequences = NO_OPTIONS, _sequences(more, settings, q, mask)
     if not sequences.are_data:
-        _check_alignment(mask, q, k, v)
-    if operands or settings != NO_SETTINGS:
-        scores = _score_options(operands, settings, sequences, (b, hq, sq, sk), q)
-        if scores.alibi_slopes is not None and mask.alignment is None and (sq != sk or sequences.are_data):
-            raise InvalidInput(f"alibi_slopes are given with {_lengths_text(sq, sk, sequences)} and no alignment: the "
-                               "distance of a query and a key is ambiguous. Pass mask=window(None, None, alignment) or "
-                               "another mask with alignment='top_left' or 'bottom_right'.")
+        check_alignment(mask, q, k, v)
+    if more or settings != NO_SETTINGS:
+        scores = _score_options(more, settings, sequences, (b, hq, sq, sk), q)
+        if scores.alibi_slopes is not None:
+            check_distances(mask, sq, sk, are_data=sequences.are_data)
     return AttentionProblem(
-        b=b, hq=hq, hk=hk, sq=sq, sk=sk, d=d, dv=dv, dtype=q[3], device=q[4], scale=checked_scale(scale, d),
-        mask=mask, deterministic=deterministic, scores=scores, sequences=sequences, q_strides=q[2], k_strides=k[2],
-        v_strides=v[2], aligned=aligned,
+        b=b, hq=hq, hk=hk, sq=sq, sk=sk, d=d, dv=dv, dtype=q.dtype, device=q.device, scale=checked_scale(scale, d),
+        mask=mask, deterministic=deterministic, scores=scores, sequences=sequences, q_strides=q.strides,
+        k_strides=k.strides, v_strides=v.strides, aligned=aligned,
     )
 
 
-_cached = lru_cache(maxsize=4096)(problem_from_facts)
+_cached = registered(lru_cache(maxsize=4096)(problem_from_specs))
 
 
-def check_each(*tensors: Facts) -> None:
-    """Check what concerns each tensor, and that all have one dtype and device; raises :class:`InvalidInput`."""
-    for name, shape, _, dtype, device in tensors:
-        if len(shape) != 4:
-            raise InvalidInput(f"{name} has shape {_text(shape)}; allowed are 4 dims (b, h, s, d).")
-        if dtype not in DTYPES:
-            raise InvalidInput(f"{name} has dtype {dtype}; allowed are {', '.join(map(str, DTYPES))}.")
-        if shape[3] < 1:
-            raise InvalidInput(f"{name} has head dim {shape[3]}; allowed are 1 and more.")
-        first, _, _, first_dtype, first_device = tensors[0]
-        if dtype != first_dtype:
-            raise InvalidInput(f"{name} has dtype {dtype} and {first} has {first_dtype}: cast them to one dtype.")
-        if device != first_device:
-            raise InvalidInput(f"{name} is on {device} and {first} is on {first_device}: move them to one device.")
-
-
-def _check_together(q: Facts, k: Facts, v: Facts, packed: bool) -> None:
-    for name, facts in (("k", k), ("v", v)):
-        if facts[1][0] != q[1][0]:
-            raise InvalidInput(f"{name} has batch size {facts[1][0]} and q has {q[1][0]}: they must be equal.")
-    if k[1][3] != q[1][3]:
-        raise InvalidInput(f"k has head dim {k[1][3]} and q has {q[1][3]}: they must be equal (v's may differ).")
-    for dim, what in ((1, "heads"), (2, "positions")):
-        if v[1][dim] != k[1][dim]:
-            raise InvalidInput(f"v has {v[1][dim]} {what} and k has {k[1][dim]}: they must be equal."
-                               + layout_hint("qkv", q[1], k[1], v[1], packed=packed))
-    hq, hk = q[1][1], k[1][1]
-    if hk == 0 or hq % hk:
-        hint = layout_hint("qkv", q[1], k[1], v[1], packed=packed) or " Did you transpose (b, h, s, d)?"
-        raise InvalidInput(f"k has {hk} heads and q has {hq}: q heads must be a multiple of k heads.{hint}")
-
-
-def _check_alignment(mask: Mask, q: Facts, k: Facts, v: Facts) -> None:
-    """Raise where lengths differ and the mask names no alignment."""
-    try:
-        mask.band(q[1][2], k[1][2])
-    except InvalidInput as error:
-        hint = layout_hint("qkv", q[1], k[1], v[1])
-        raise InvalidInput(f"{str(error).rstrip()}\n{hint.strip()}" if hint else str(error)) from None
-
-
-def _sequences(operands: tuple[Facts, ...], settings: ScoreSettings, q: Facts, mask: Mask) -> Sequences:
+def _sequences(operands: list[TensorSpec], settings: ScoreSettings, q: TensorSpec, mask: Mask) -> Sequences:
     """Check the operands that hold lengths, and describe them."""
-    given = {facts[0]: facts for facts in operands if facts[0] in _LENGTHS}
+    given = {own.name: own for own in operands if own.name in _LENGTHS}
     if not given:
         return DENSE
-    found = {}
-    packed = ("cu_seqlens_q" in given, "cu_seqlens_k" in given)
-    if packed[0] != packed[1]:
-        raise InvalidInput(f"cu_seqlens_q is {'given' if packed[0] else 'missing'} and cu_seqlens_k is "
-                           f"{'given' if packed[1] else 'missing'}: packed sequences need both.")
-    count = math.prod(given["cu_seqlens_q"][1]) - 1 if packed[0] else q[1][0]
-    for name, shape, strides, dtype, device in given.values():
-        wanted = (count + 1 if name.startswith("cu") else count,)
-        said = name if name.startswith("cu") or not packed[0] else name.replace("seqlens", "seqused")
-        check_operand(said, (shape, dtype, device), wanted, (torch.int32, torch.int64), q[4])
-        if shape[0] > 1 and strides[0] != 1:
-            raise InvalidInput(f"{said} has stride {strides[0]}; allowed is 1: call contiguous() on it.")
-        found[name] = OperandFacts(tuple(shape), tuple(strides), dtype)
-    if packed[0] and (count < 0 or q[1][0] != 1):
-        raise InvalidInput(f"cu_seqlens_q has shape {tuple(given['cu_seqlens_q'][1])} and q a batch size of {q[1][0]}; "
-                           "allowed are (sequences + 1,) and 1: packed sequences have no other batch dim.")
-    if mask.is_bounded and mask.alignment is None:
-        raise InvalidInput(f"mask is {mask} and names no alignment, but lengths are data ({', '.join(given)}): whether "
-                           "those of queries and keys are equal, the device alone knows. Pass alignment='top_left' or "
-                           "'bottom_right'.")
-    sizes = settings.longest if packed[0] else (None, None)
-    return Sequences(count if packed[0] else None, **found, max_seqlen_q=sizes[0], max_seqlen_k=sizes[1])
+    count, packed = check_lengths(given, q, mask), "cu_seqlens_q" in given
+    sizes = settings.longest if packed else (None, None)
+    found = {name: _described(own) for name, own in given.items()}
+    return Sequences(count if packed else None, **found, max_seqlen_q=sizes[0], max_seqlen_k=sizes[1])
 
 
-def _score_options(operands: tuple[Facts, ...], settings: ScoreSettings, sequences: Sequences, sizes: Sizes,
-                   q: Facts) -> ScoreOptions:
+def _score_options(operands: list[TensorSpec], settings: ScoreSettings, sequences: Sequences, sizes: Sizes,
+                   q: TensorSpec) -> ScoreOptions:
     """Check the operands against the sizes (b, hq, sq, sk), and describe them."""
-    dtype, device = q[3], q[4]
     # Where the inputs are float64, finite differences want the operands to be that too.
-    wide = torch.float64 if dtype is torch.float64 else torch.float32
+    wide = torch.float64 if q.dtype is torch.float64 else torch.float32
     b, _, sq, sk = sizes
     full = _pairs(sequences, *sizes)
     allowed: dict[str, tuple[Sizes, tuple[torch.dtype, ...]]] = {
-        "bias": (full, (dtype, wide)), "mask": (full, (torch.bool,)), "alibi_slopes": (full[:2], (wide,)),
-        "sinks": (full[1:2], (dtype, wide)), "seed": ((1,), (torch.int64,)),
+        "bias": (full, (q.dtype, wide)), "mask": (full, (torch.bool,)), "alibi_slopes": (full[:2], (wide,)),
+        "sinks": (full[1:2], (q.dtype, wide)), "seed": ((1,), (torch.int64,)),
         "documents_q": ((b, 4, sq), (torch.int32,)), "documents_k": ((b, 4, sk), (torch.int32,)),
         "tiles_q": ((*full[:2], -(-sq // TILE), 2 + -(-sk // TILE)), (torch.int32,)),
         "tiles_k": ((*full[:2], -(-sk // TILE), 2 + -(-sq // TILE)), (torch.int32,)),
     }
     found: dict[str, Any] = {}
-    for name, shape, strides, own_dtype, own_device in operands:
-        if name in _LENGTHS or name in _FUNCTIONS:
+    for own in operands:
+        if own.name not in allowed:
             continue
-        wanted, dtypes = allowed[name]
-        if name in ("bias", "mask") and sequences.packed is not None:
-            _check_longest(name, shape, sequences)
-        check_operand(name, (shape, own_dtype, own_device), wanted, dtypes, device,
-                      q[1] if sequences.packed is None else None)
-        found[name] = OperandFacts(tuple(shape), tuple(strides), own_dtype)
-    if ("documents_q" in found) != ("documents_k" in found):
-        raise InvalidInput("documents_q and documents_k: one is given without the other; allowed are both, or none.")
-    if "tiles_q" in found and sequences.are_data:
-        raise InvalidInput("mask is tiled() for lengths of its own, but lengths are data; pass it untiled.")
-    dropout_p = checked_dropout_p(settings.dropout_p)
-    if (found.pop("seed", None) is None) != (settings.dropout_p == 0.0):
-        raise InvalidInput(f"dropout_p is {settings.dropout_p} and a seed is "
-                           f"{'given' if settings.dropout_p == 0.0 else 'missing'}: dropout needs both.")
-    score_function, mask_function = (_function(name, operands, settings, device) for name in _FUNCTIONS)
-    return ScoreOptions(checked_softcap(settings.softcap), dropout_p, settings.max_logit, **found,
-                        score_function=score_function, mask_function=mask_function)
+        if own.name in ("bias", "mask") and sequences.packed is not None:
+            check_longest_dims(own.name, own.shape, (sequences.max_seqlen_q, sequences.max_seqlen_k))
+        check_operand(own, *allowed[own.name], q.device, q.shape if sequences.packed is None else None)
+        found[own.name] = _described(own)
+    numbers = settings.checked_numbers()
+    check_companions(found, settings.dropout_p, are_data=sequences.are_data)
+    found.pop("seed", None)
+    for name, said in _FUNCTIONS.items():
+        found[said] = _function(said, [own for own in operands if own.name == name], settings, q.device)
+    return ScoreOptions(**numbers, **found)
 
 
-def _function(name: str, operands: tuple[Facts, ...], settings: ScoreSettings,
-              device: torch.device) -> FunctionFacts | None:
+def _described(operand: TensorSpec) -> OperandSpec:
+    return OperandSpec(tuple(operand.shape), tuple(operand.strides), operand.dtype)
+
+
+def _function(said: str, tensors: list[TensorSpec], settings: ScoreSettings,
+              device: torch.device) -> FunctionSpec | None:
     """Check the tensors of a function of the user's, and describe it."""
-    said, tensors = _FUNCTIONS[name], [facts for facts in operands if facts[0] == name]
-    for i, (_, shape, strides, _, own_device) in enumerate(tensors):
-        if own_device != device:
-            raise InvalidInput(f"{said}: tensors[{i}] is on {own_device} and q is on {device}: move them to one "
-                               "device.")
-        dense = [math.prod(shape[dim + 1:]) for dim in range(len(shape))]
-        if any(size > 1 and own != wanted for size, own, wanted in zip(shape, strides, dense, strict=True)):
-            raise InvalidInput(f"{said}: tensors[{i}] has strides {_text(strides)}; allowed are those of a contiguous "
-                               "tensor, which a kernel reads by its pointer: call contiguous() on it.")
+    check_function_tensors(said, tensors, device)
     code = getattr(settings, said)
-    return None if code is None else FunctionFacts(code, tuple(facts[3] for facts in tensors),
-                                                   any(math.prod(facts[1]) > 2**31 for facts in tensors))
-
-
-def _check_longest(name: str, shape: Sizes, sequences: Sequences) -> None:
-    """Packed sequences: a dim of queries or keys says how long the longest may be, and so must the caller."""
-    for dim, side, longest in ((2, "q", sequences.max_seqlen_q), (3, "k", sequences.max_seqlen_k)):
-        if shape[dim] != 1 and longest is None:
-            raise InvalidInput(f"{name} has shape {_text(shape)} and sequences are packed: pass max_seqlen_{side} as "
-                               f"an integer, the size of its dim {dim}.")
+    return None if code is None else FunctionSpec(code, tuple(own.dtype for own in tensors),
+                                                   any(math.prod(own.shape) > 2**31 for own in tensors))
 
 
 def _pairs(sequences: Sequences, b: int, hq: int, sq: int, sk: int) -> Sizes:
@@ -450,23 +368,7 @@ def _pairs(sequences: Sequences, b: int, hq: int, sq: int, sk: int) -> Sizes:
     return sequences.packed, hq, *longest
 
 
-def _lengths_text(sq: int, sk: int, sequences: Sequences) -> str:
-    return "lengths that are data" if sequences.are_data else f"{sq} queries and {sk} keys"
-
-
-def checked_scale(scale: float | None, d: int) -> float:
-    """Return the scale, 1/sqrt(d) for None. Raises :class:`InvalidInput` unless it is None or a factor in float32."""
-    if scale is None:
-        return 1.0 / math.sqrt(d)
-    if is_factor(scale):
-        return float(scale)
-    raise InvalidInput(f"scale is {scale!r}; allowed is a number from 2^-126 to 2^127, or None for 1/sqrt(d).")
-
-
-def _text(shape: Iterable[int]) -> str:
-    return "(" + ", ".join(str(size) for size in shape) + ")"
-
-
+@registered
 @lru_cache(maxsize=4096)
 def _backward_of(problem: AttentionProblem, lse_grad: bool) -> AttentionProblem:
     return replace(problem, direction="backward", lse_grad=lse_grad)

@@ -1,11 +1,11 @@
-"""The short way of a call: from the public function to the launch in one look-up.
+"""The fast path of a call: from the public function to the launch in one look-up.
 
-A call of equal facts (shapes, strides, dtypes, device, options) was checked, and its backend chosen, the first time.
+A call of equal specs (shapes, strides, dtypes, device, options) was checked, and its backend chosen, the first time.
 From then on what torch's dispatcher, the checks and the plans cost the host, more than a small problem costs the
-device, is a look-up of these facts. The operators (attention_op.py) remain the definition: a call goes there whenever
-somebody may want to see an operator, a tensor is no plain one, or the backend has no launch bound to its problem. An
-equal call computes the same on either way, and what one refuses the other never takes: facts become a launch by the
-same functions.
+device, is a look-up of a :class:`LaunchPlan` by these specs. The operators (op.py) remain the definition: a call goes
+to them whenever somebody may want to see an operator, a tensor is no plain one, or the backend has no launch bound to
+its problem. An equal call computes the same on either path, and what one refuses the other never takes: specs become
+a launch by the same functions.
 """
 
 import functools
@@ -17,17 +17,19 @@ import torch
 from torch.autograd import forward_ad, profiler
 
 from tilewise import settings
-from tilewise.autograd.attention_op import Options, gradients_of, is_plain, precompile_backward, resolve
+from tilewise.autograd.function import AttentionFunction, is_plain, precompile_backward
 from tilewise.autograd.guards import IsLike, guard_of
+from tilewise.autograd.op import resolve
 from tilewise.backends.base import BindingBackend, BoundBackward, BoundForward, Needs, Saved
 from tilewise.backends.current import allows_tf32, autocast_dtype, is_current
-from tilewise.dispatch import forget_chosen
+from tilewise.caches import registered
 from tilewise.kernels.compiling import pending
 from tilewise.masks import Mask
-from tilewise.problem import Facts, facts_of_inputs, facts_of_operands
-from tilewise.scores import NO_OPERANDS, Operands
+from tilewise.problem.options import NO_OPERANDS, Operands, OperatorOptions
+from tilewise.problem.problem import specs_of_inputs, specs_of_operands
+from tilewise.validate.tensors import SpecKey
 
-KEPT = 1024  # ways; more are forgotten together, since a way is made again from a plan, of which as many are kept
+KEPT = 1024  # launch plans; more are dropped together: each is made again from a backend's plan, of which as many stay
 # Memory starts higher: less is an offset into a storage that was emptied (FSDP), or none at all (no element, meta).
 _LOWEST_ADDRESS = 1 << 32
 _Tensor, _float32 = torch.Tensor, torch.float32
@@ -43,42 +45,60 @@ Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # q, k and v
 _Kept = TypeVar("_Kept")
 
 
-class Way(NamedTuple):
+class LaunchPlan(NamedTuple):
     """A bound forward pass, and what the operators of the same call take behind their tensors."""
 
     forward: BoundForward
     options: tuple[Any, ...]
 
+    def differentiate(self, saved: Sequence[torch.Tensor], dout: torch.Tensor, dlse: torch.Tensor | None,
+                      needs: tuple[bool, bool]) -> tuple[torch.Tensor | None, ...] | None:
+        """Return dq, dk and dv of a plain call; None if its backward pass has to go to the operators.
 
-class FirstWay(Way):
-    """The way of a first call that has a gradient: it begins the backward pass too, and is not kept."""
+        Hooks may have handed back other tensors than were saved, so every spec that a launch counts on is looked up.
+        """
+        if _is_watched():
+            return None
+        q, k, v, out, lse = saved
+        options = self.options
+        name = options[-1] or settings.default_backend()
+        there = (q, k, v, out, lse, dout) if dlse is None else (q, k, v, out, lse, dout, dlse)
+        try:
+            addresses = tuple([tensor.data_ptr() for tensor in there])
+            key = (q.shape, options, name, needs, dlse is None)
+        except RuntimeError:  # as in attend
+            return None
+        if functools.reduce(operator.or_, addresses) & 15 or min(addresses) < _LOWEST_ADDRESS:
+            return None
+        bound: BoundBackward | None = _recalled(key, there)
+        if bound is None:
+            bound = _backward_for((*options[:-1], name), there, needs)
+            if bound is None:
+                return None
+            _remember(key, there, bound)
+        return bound((q, k, v, out, lse, dout, dlse), addresses)
+
+
+class FirstLaunchPlan(LaunchPlan):
+    """The plan of a first call that has a gradient: it begins to compile the backward pass too, and is not kept."""
 
     __slots__ = ()
 
 
 _NO_BAND = (None, None, None)
-# By the facts of a call, forward and backward; None: such a call has no short way.
-_ways: dict[Key, Way | None] = {}
-_ways_back: dict[Key, BoundBackward | None] = {}
+# By the specs of a call, forward and backward; None: such a call has no launch plan.
+_plans: dict[Key, LaunchPlan | None] = registered({})
+_backward_plans: dict[Key, BoundBackward | None] = registered({})
 # By the shape of q and the options, for the last few kinds of tensors that came with them: a guard, their device, for
-# float32 what allows_tf32 said, and the way or the bound backward pass.
-_recent: dict[Key, tuple[tuple[IsLike, torch.device, bool | None, Any], ...]] = {}
+# float32 what allows_tf32 said, and the plan or the bound backward pass.
+_recent: dict[Key, tuple[tuple[IsLike, torch.device, bool | None, Any], ...]] = registered({})
 _RECENT = 4
 _UNKNOWN: Any = object()
 
 
-def forget_choices() -> None:
-    """Choose backends anew from the next call on: what a backend takes has changed."""
-    resolve.cache_clear()
-    forget_chosen()
-    _ways.clear()
-    _ways_back.clear()
-    _recent.clear()
-
-
 def attend(q: Any, k: Any, v: Any, mask: Mask | None,
            numbers: tuple[Any, Any, Any]) -> Sequence[torch.Tensor] | None:
-    """Return out and lse of a call without operands; None if it has to go the long way.
+    """Return out and lse of a call without operands; None if it has to go to the operators.
 
     Args:
         q, k, v, mask: as the user gave them, the mask a :class:`Mask` or None.
@@ -107,22 +127,22 @@ def attend(q: Any, k: Any, v: Any, mask: Mask | None,
     if (at_q | at_k | at_v) & 15 or min(addresses) < _LOWEST_ADDRESS:
         return None
     tensors, in_autocast = (q, k, v), _in_autocast()
-    way: Way | None = None if in_autocast else _recalled(key, tensors)
-    if way is None:
-        way = _way_for(options, tensors, in_autocast)
-        if way is None:
+    plan: LaunchPlan | None = None if in_autocast else _recalled(key, tensors)
+    if plan is None:
+        plan = _plan_for(options, tensors, in_autocast)
+        if plan is None:
             return None
-        if not in_autocast and way.__class__ is Way:  # a guard does not tell one of its dtypes from another
-            _remember(key, tensors, way)
+        if not in_autocast and plan.__class__ is LaunchPlan:  # a guard does not tell one of its dtypes from another
+            _remember(key, tensors, plan)
     if _is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        made: tuple[torch.Tensor, torch.Tensor] = _apply(q, k, v, way, addresses)
+        made: tuple[torch.Tensor, torch.Tensor] = _apply(q, k, v, plan, addresses)
         return made
-    return way.forward(lambda: (q, k, v), addresses, NO_OPERANDS)
+    return plan.forward(lambda: (q, k, v), addresses, NO_OPERANDS)
 
 
-def attend_with(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Operands, options: Options,
+def attend_with(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Operands, options: OperatorOptions,
                 inputs: Callable[[], Inputs] | None = None) -> Sequence[torch.Tensor] | None:
-    """Return out, lse and, where it is wanted, max_logit; None if the call has to go the long way.
+    """Return out, lse and, where it is wanted, max_logit; None if the call has to go to the operators.
 
     So has a plain one: :func:`attend` has been asked before.
 
@@ -130,7 +150,7 @@ def attend_with(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Ope
         q, k, v: of the user's.
         operands, options: what the operators take, checked as far as the public function does.
         inputs: returns q, k and v as the operators take them, where those are views of the user's; such a call has a
-            gradient on the long way alone.
+            gradient by the operators alone.
     """
     # The first question is the one that a compiler knows the answer to: what it traces behind it, it compiles again.
     if (_is_watched() or is_plain(operands, options) or not q.__class__ is k.__class__ is v.__class__ is _Tensor
@@ -154,35 +174,35 @@ def attend_with(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Ope
     has_gradient = _is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     if has_gradient and inputs is not None:
         return None
-    way: Way | None = _recalled(key, tensors)
-    if way is None:
-        way = _way_with(chosen, (q, k, v) if inputs is None else inputs(), operands)
-        if way is None:
+    plan: LaunchPlan | None = _recalled(key, tensors)
+    if plan is None:
+        plan = _plan_with(chosen, (q, k, v) if inputs is None else inputs(), operands)
+        if plan is None:
             return None
-        if way.__class__ is Way:
-            _remember(key, tensors, way)
+        if plan.__class__ is LaunchPlan:
+            _remember(key, tensors, plan)
     at_inputs = (addresses[0], addresses[1], addresses[2])
     if has_gradient:
-        made: tuple[torch.Tensor, ...] = _apply(q, k, v, *operands, way, at_inputs)
+        made: tuple[torch.Tensor, ...] = _apply(q, k, v, *operands, plan, at_inputs)
         return made
-    return way.forward(inputs or (lambda: (q, k, v)), at_inputs, operands)
+    return plan.forward(inputs or (lambda: (q, k, v)), at_inputs, operands)
 
 
-def _way_with(options: tuple[Any, ...], inputs: Inputs, operands: Operands) -> Way | None:
-    """Return the way of a call with operands by every fact of it; None if it has none."""
+def _plan_with(options: tuple[Any, ...], inputs: Inputs, operands: Operands) -> LaunchPlan | None:
+    """Return the plan of a call with operands by every spec of it; None if it has none."""
     q, k, v = inputs
     dtype, device = q.dtype, q.device
     if (not dtype is k.dtype is v.dtype or not is_current(device)
             or any(tensor.__class__ is not _Tensor or tensor.is_neg() for tensor in (*inputs, *operands.present))):
         return None
-    key = (facts_of_inputs(q, k, v), facts_of_operands(operands), options, allows_tf32(dtype))
-    way = _ways.get(key, _UNKNOWN)
-    return _first(_keep(_ways, key, _way_of(options, inputs, key[1])), inputs, operands) if way is _UNKNOWN else way
+    key = (specs_of_inputs(q, k, v), specs_of_operands(operands), options, allows_tf32(dtype))
+    plan = _plans.get(key, _UNKNOWN)
+    return _first(_keep(_plans, key, _plan_of(options, inputs, key[1])), inputs, operands) if plan is _UNKNOWN else plan
 
 
-def _way_for(options: tuple[Any, ...], tensors: Inputs,
-             in_autocast: bool) -> Way | None:
-    """Return the way of a plain call by every fact of it; None if it has none."""
+def _plan_for(options: tuple[Any, ...], tensors: Inputs,
+             in_autocast: bool) -> LaunchPlan | None:
+    """Return the plan of a plain call by every spec of it; None if it has none."""
     q, k, v = tensors
     dtype, device = q.dtype, q.device
     if (not dtype is k.dtype is v.dtype or (in_autocast and _is_cast(dtype, device)) or not is_current(device)
@@ -193,8 +213,8 @@ def _way_for(options: tuple[Any, ...], tensors: Inputs,
                device, options, allows_tf32(dtype))
     except RuntimeError:  # none of strides
         return None
-    way = _ways.get(key, _UNKNOWN)
-    return _first(_keep(_ways, key, _way_of(options, tensors)), tensors) if way is _UNKNOWN else way
+    plan = _plans.get(key, _UNKNOWN)
+    return _first(_keep(_plans, key, _plan_of(options, tensors)), tensors) if plan is _UNKNOWN else plan
 
 
 def _recalled(key: Key, tensors: tuple[torch.Tensor, ...]) -> Any:
@@ -215,7 +235,7 @@ def _remember(key: Key, tensors: tuple[torch.Tensor, ...], kept: Any) -> None:
 
 def _is_watched() -> bool:
     """Whether somebody may want to see an operator: a compiler, a mode, a transform, a profiler, a tracer, the user."""
-    return bool(_is_compiling() or not settings.short_ways() or _dispatch_modes() or _has_function_mode()
+    return bool(_is_compiling() or not settings.takes_fast_path() or _dispatch_modes() or _has_function_mode()
                 # One that is asked to profile every thread is not this thread's own.
                 or _in_functorch() or _in_profiler() or profiler._is_profiler_enabled
                 or forward_ad._current_level >= 0 or _tracing() is not None)
@@ -230,20 +250,20 @@ def _is_cast(dtype: torch.dtype, device: torch.device) -> bool:
     return autocast_dtype(device.type) not in (None, dtype)
 
 
-def _way_of(options: tuple[Any, ...], tensors: Inputs,
-            operands: tuple[Facts, ...] = ()) -> Way | None:
+def _plan_of(options: tuple[Any, ...], tensors: Inputs,
+            operands: tuple[SpecKey, ...] = ()) -> LaunchPlan | None:
     """Check and choose as the operator does, and ask the backend for a bound launch; raises as the operator does."""
-    problem, backend = resolve(facts_of_inputs(*tensors), operands, options, None, True, allows_tf32(tensors[0].dtype))
+    problem, backend = resolve(specs_of_inputs(*tensors), operands, options, None, True, allows_tf32(tensors[0].dtype))
     forward = backend.bind_forward(problem) if isinstance(backend, BindingBackend) else None
-    return None if forward is None else Way(forward, options)
+    return None if forward is None else LaunchPlan(forward, options)
 
 
-def _first(way: Way | None, inputs: Inputs, operands: Operands = NO_OPERANDS) -> Way | None:
-    """Return the way that a first call goes in the place of this one, which later calls go."""
+def _first(plan: LaunchPlan | None, inputs: Inputs, operands: Operands = NO_OPERANDS) -> LaunchPlan | None:
+    """Return the plan that a first call takes in the place of this one, which later calls take."""
     has_gradient = _is_grad_enabled() and any(tensor.requires_grad for tensor in (*inputs, *operands.present))
-    if way is None or not has_gradient or not inputs[0].is_cuda:
-        return way
-    bound, options = way
+    if plan is None or not has_gradient or not inputs[0].is_cuda:
+        return plan
+    bound, options = plan
 
     def forward(tensors: Callable[[], Inputs], addresses: tuple[int, int, int],
                 operands: Operands) -> tuple[torch.Tensor, ...]:
@@ -253,45 +273,19 @@ def _first(way: Way | None, inputs: Inputs, operands: Operands = NO_OPERANDS) ->
         finally:
             pending.call = None
 
-    return FirstWay(forward, options)
+    return FirstLaunchPlan(forward, options)
 
 
-def _keep(ways: dict[Key, _Kept], key: Key, way: _Kept) -> _Kept:
-    if len(ways) >= KEPT:
-        ways.clear()
-    ways[key] = way
-    return way
-
-
-def _differentiate(way: Way, saved: Sequence[torch.Tensor], dout: torch.Tensor, dlse: torch.Tensor | None,
-                   needs: tuple[bool, bool]) -> tuple[torch.Tensor | None, ...] | None:
-    """Return dq, dk and dv; None if the backward pass has to go the long way.
-
-    Hooks may have handed back other tensors than were saved, so every fact that a launch counts on is looked up.
-    """
-    q, k, v, out, lse = saved
-    options = way.options
-    name = options[-1] or settings.default_backend()
-    there = (q, k, v, out, lse, dout) if dlse is None else (q, k, v, out, lse, dout, dlse)
-    try:
-        addresses = tuple([tensor.data_ptr() for tensor in there])
-        key = (q.shape, options, name, needs, dlse is None)
-    except RuntimeError:  # as in attend
-        return None
-    if functools.reduce(operator.or_, addresses) & 15 or min(addresses) < _LOWEST_ADDRESS:
-        return None
-    bound: BoundBackward | None = _recalled(key, there)
-    if bound is None:
-        bound = _backward_for((*options[:-1], name), there, needs)
-        if bound is None:
-            return None
-        _remember(key, there, bound)
-    return bound((q, k, v, out, lse, dout, dlse), addresses)
+def _keep(plans: dict[Key, _Kept], key: Key, plan: _Kept) -> _Kept:
+    if len(plans) >= KEPT:
+        plans.clear()
+    plans[key] = plan
+    return plan
 
 
 def _backward_for(options: tuple[Any, ...], there: tuple[torch.Tensor, ...],
                   needs: tuple[bool, bool]) -> BoundBackward | None:
-    """Return the bound backward pass of a call by every fact of it; None if it has none.
+    """Return the bound backward pass of a call by every spec of it; None if it has none.
 
     ``there``: q, k, v, out, lse, dout and, where it is there, dlse.
     """
@@ -304,12 +298,12 @@ def _backward_for(options: tuple[Any, ...], there: tuple[torch.Tensor, ...],
     try:
         key = (*[(tensor.shape, tensor.stride()) for tensor in there], dtype, device, allows_tf32(dtype), needs,
                options)
-    except RuntimeError:  # as in _way_for
+    except RuntimeError:  # as in _plan_for
         return None
-    bound: BoundBackward | None = _ways_back.get(key, _UNKNOWN)
+    bound: BoundBackward | None = _backward_plans.get(key, _UNKNOWN)
     if bound is not _UNKNOWN:
         return bound
-    return _keep(_ways_back, key, _bound_backward(there[:5], dout, more[0] if more else None, options, needs))
+    return _keep(_backward_plans, key, _bound_backward(there[:5], dout, more[0] if more else None, options, needs))
 
 
 def _bound_backward(saved: Sequence[torch.Tensor], dout: torch.Tensor, dlse: torch.Tensor | None,
@@ -317,54 +311,12 @@ def _bound_backward(saved: Sequence[torch.Tensor], dout: torch.Tensor, dlse: tor
     q, k, v, out, lse = saved
     if not lse.is_contiguous():
         return None
-    problem, backend = resolve(facts_of_inputs(q, k, v), (), options, None, True, allows_tf32(q.dtype),
+    problem, backend = resolve(specs_of_inputs(q, k, v), (), options, None, True, allows_tf32(q.dtype),
                                dlse is not None)
     if not isinstance(backend, BindingBackend):
         return None
     return backend.bind_backward(problem, Saved(q, k, v, out, lse), dout, dlse, Needs(*needs))
 
 
-class AttentionFunction(torch.autograd.Function):
-    """Attention by a bound launch, with a gradient for q, k, v and the operands that have one, through out and lse.
-
-    Its node has the name and the results that the operators' has: a graph does not tell which way a call went.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
-        """Return out, lse and, where it is wanted, max_logit. ``rest``: the operands, if any, a Way, the addresses."""
-        *given, way, addresses = rest
-        operands = Operands(*given) if given else NO_OPERANDS
-        results: tuple[torch.Tensor, ...] = way.forward(lambda: (q, k, v), addresses, operands)
-        ctx.set_materialize_grads(False)
-        ctx.way, ctx.is_plain = way, not given
-        if given:
-            ctx.save_for_backward(q, k, v, *results[:2], *operands.alone)
-            if len(results) > 2:  # a report, not a function to be differentiated
-                ctx.mark_non_differentiable(results[2])
-            return results
-        ctx.save_for_backward(q, k, v, *results)
-        return results
-
-    @staticmethod
-    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None,
-                 *_: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        """Return a gradient for each input, or None."""
-        wanted = ctx.needs_input_grad
-        if dout is None and dlse is None:
-            return (None,) * len(wanted)
-        way, saved = ctx.way, ctx.saved_tensors
-        if not ctx.is_plain:
-            return gradients_of(wanted, saved, (dout, dlse), way.options, first_of_mask=0)
-        made = None
-        # Gradients are enabled here under create_graph=True alone.
-        if dout is not None and not _is_grad_enabled() and not _is_watched():
-            made = _differentiate(way, saved, dout, dlse, (wanted[0], wanted[1] or wanted[2]))
-        if made is None:
-            return gradients_of(wanted, saved, (dout, dlse), way.options)
-        dq, dk, dv = made
-        return (dq if wanted[0] else None, dk if wanted[1] else None, dv if wanted[2] else None, None, None)
-
-
-# Function.apply in Python looks for transforms of functorch and for what is left of them; both take the long way.
+# Function.apply in Python looks for transforms of functorch and for what is left of them; both go to the operators.
 _apply: Any = super(torch.autograd.Function, AttentionFunction).apply

@@ -1,0 +1,345 @@
+"""What a call says, declared once: its arguments, the operators' arguments that they become, and what changes a score.
+
+:class:`CallOptions` has every keyword argument of the public calls. :class:`Operands` and :class:`OperatorOptions` are
+what the operators take; their schemas are read off the annotations here. In a score the options act in this order:
+
+    x = scale·q·k                    the scaled score
+    y = softcap·tanh(x / softcap)    softcap
+    y = f(y; b, h, i, j)             the user's score function
+    z = y + bias − slope·|distance|  additive bias and ALiBi
+    z = −inf where hidden            masks, the user's mask function among them
+    p = exp(z − lse),  lse = log(exp(sink) + Σ exp(z))
+    out = Σ p·keep/(1 − dropout_p)·v
+
+Any subset of the steps may be there; the order never changes (maths.md, section 11). How a score's derivative passes
+each step back is said there too. The distance of query i and key j is i + offset − j, with the mask's alignment.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any, NamedTuple, cast, get_type_hints
+
+import torch
+
+from tilewise.functions import FunctionCode, MaskFunction, ScoreFunction, code_of
+from tilewise.masks import Mask, TensorMask
+from tilewise.validate.values import check_dropout_p, checked_softcap
+
+Sizes = tuple[int, ...]
+Tensor = torch.Tensor
+Visible = Mask | TensorMask | torch.Tensor | MaskFunction  # what a mask may be
+ATTENTION = ("attention", "attention_varlen", "explain")
+PADDED, PACKED = ("attention", "explain"), ("attention_varlen", "explain")
+DECODE = ("attention_decode", "explain_decode")
+
+
+def _argument(default: Any, calls: tuple[str, ...], *becomes: str, gradient: bool = False) -> Any:
+    """Declare an argument: its default, who takes it, the operators' arguments that it becomes; has it a gradient?"""
+    return field(default=default, metadata={"calls": calls, "becomes": becomes, "gradient": gradient})
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallOptions:
+    """Every keyword argument of the public calls: their signatures, overloads and explain's are held against it.
+
+    To decode, a mask is a band. Sequences are packed where there is a cu_seqlens_q, without which attention_varlen
+    cannot be called.
+    """
+
+    mask: Visible | None = _argument(
+        None, ATTENTION + DECODE, "left", "right", "alignment", "prefix", "sink_tokens", "chunk", "mask", "documents_q",
+        "documents_k", "tiles_q", "tiles_k", "mask_function", "mask_tensors")
+    scale: float | None = _argument(None, ATTENTION + DECODE, "scale")
+    bias: Tensor | None = _argument(None, ATTENTION, "bias", gradient=True)
+    alibi_slopes: Tensor | None = _argument(None, ATTENTION + DECODE, "alibi_slopes", gradient=True)
+    score_function: ScoreFunction | None = _argument(None, ATTENTION, "score_function", "score_tensors")
+    softcap: float | None = _argument(None, ATTENTION + DECODE, "softcap")
+    sinks: Tensor | None = _argument(None, ATTENTION + DECODE, "sinks", gradient=True)
+    dropout_p: float = _argument(0, ATTENTION, "dropout_p")
+    dropout_seed: int | Tensor | None = _argument(None, ATTENTION, "seed")
+    seqlens_q: Tensor | None = _argument(None, PADDED, "seqlens_q")
+    seqlens_k: Tensor | None = _argument(None, PADDED, "seqlens_k")
+    cu_seqlens_q: Tensor | None = _argument(None, PACKED, "cu_seqlens_q")
+    cu_seqlens_k: Tensor | None = _argument(None, PACKED, "cu_seqlens_k")
+    seqused_q: Tensor | None = _argument(None, PACKED, "seqlens_q")
+    seqused_k: Tensor | None = _argument(None, PACKED, "seqlens_k")
+    max_seqlen_q: int | Tensor | None = _argument(None, PACKED, "max_seqlen_q")
+    max_seqlen_k: int | Tensor | None = _argument(None, PACKED, "max_seqlen_k")
+    k: Tensor | None = _argument(None, DECODE, "k")
+    v: Tensor | None = _argument(None, DECODE, "v")
+    cache_seqlens: int | Tensor | None = _argument(None, DECODE, "cache_seqlens")
+    cache_batch_idx: Tensor | None = _argument(None, DECODE, "cache_batch_idx")
+    cache_leftpad: Tensor | None = _argument(None, DECODE, "cache_leftpad")
+    block_table: Tensor | None = _argument(None, DECODE, "block_table")
+    rotary_cos: Tensor | None = _argument(None, DECODE, "rotary_cos")
+    rotary_sin: Tensor | None = _argument(None, DECODE, "rotary_sin")
+    rotary_interleaved: bool = _argument(True, DECODE, "rotary_interleaved")
+    num_splits: int | None = _argument(None, DECODE, "num_splits")
+    return_aux: tuple[str, ...] = _argument((), ATTENTION + DECODE, "max_logit")
+    deterministic: bool | None = _argument(None, ATTENTION + DECODE, "deterministic")
+    backend: str | None = _argument(None, ATTENTION + DECODE, "backend")
+    double_backward: bool = _argument(False, ATTENTION)
+
+    @classmethod
+    def of(cls, call: str) -> dict[str, Any]:
+        """Return the fields that a public call takes, by name."""
+        return {one.name: one for one in fields(cls) if call in one.metadata["calls"]}
+
+
+# The operands that have a gradient, in their order in :class:`tilewise.backends.base.Gradients`.
+DIFFERENTIABLE = tuple(one.name for one in fields(CallOptions) if one.metadata["gradient"])
+# What tanh errs by near 0 in the short form of 16-bit kernels, 2^-23, times this is what rounding P to 16 bits costs.
+LARGE_SOFTCAP = 2.0**12
+DRAWS = 2**16  # equally likely values of a pair's random draw
+DRAW_SPAN = 16  # positions, of queries and of keys, after which the order of the draws repeats (maths.md, eq. 19)
+
+
+class Operands(NamedTuple):
+    """The tensors of a call beside q, k and v; None where the call has none.
+
+    Attributes:
+        bias: (b|1, hq|1, sq|1, sk|1), the inputs' dtype or float32 (of float64 inputs float64 alone); added to the
+            scores.
+        alibi_slopes: (b|1, hq), float32 (float64 of float64 inputs).
+        mask: (b|1, hq|1, sq|1, sk|1), bool; True = take part.
+        sinks: (hq,), in a dtype that bias may have: a logit a head that enters the softmax's denominator alone.
+        seed: (1,), int64: seed of the dropout.
+        cu_seqlens_q, cu_seqlens_k: (sequences + 1,), int32 or int64: where each packed sequence starts, and the last
+            one ends; both or none.
+        seqlens_q, seqlens_k: (b,), int32 or int64: how many positions of a sequence, the first ones, take part.
+        documents_q: (b|1, 4, sq), int32, and documents_k: (b|1, 4, sk), as :class:`tilewise.masks.Documents` has them.
+        tiles_q, tiles_k: int32, as :class:`tilewise.tile_lists.TileLists` has them; of a mask that they come with.
+        score_tensors, mask_tensors: what the user's functions read, contiguous.
+    """
+
+    bias: torch.Tensor | None = None
+    alibi_slopes: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+    seed: torch.Tensor | None = None
+    cu_seqlens_q: torch.Tensor | None = None
+    cu_seqlens_k: torch.Tensor | None = None
+    seqlens_q: torch.Tensor | None = None
+    seqlens_k: torch.Tensor | None = None
+    documents_q: torch.Tensor | None = None
+    documents_k: torch.Tensor | None = None
+    tiles_q: torch.Tensor | None = None
+    tiles_k: torch.Tensor | None = None
+    score_tensors: tuple[torch.Tensor, ...] = ()
+    mask_tensors: tuple[torch.Tensor, ...] = ()
+
+    @property
+    def alone(self) -> tuple[torch.Tensor | None, ...]:
+        """The operands that are one tensor, or None."""
+        return self[:-2]
+
+    @property
+    def lengths(self) -> tuple[torch.Tensor | None, ...]:
+        """The operands that say how long sequences are: borders of queries and keys, then lengths of both."""
+        return self.cu_seqlens_q, self.cu_seqlens_k, self.seqlens_q, self.seqlens_k
+
+    @property
+    def present(self) -> list[torch.Tensor]:
+        """Every tensor that is there."""
+        return [*(tensor for tensor in self.alone if tensor is not None), *self.score_tensors, *self.mask_tensors]
+
+
+NO_OPERANDS = Operands()
+_TraceableSize = Annotated[int, "SymInt"]
+
+
+class OperatorOptions(NamedTuple):
+    """Everything of a call but its tensors, as the operators take it.
+
+    Those without a default, deterministic and backend are all that the operators of plain calls take; an option that
+    is new goes between them.
+    """
+
+    scale: float | None
+    left: int | None
+    right: int | None
+    alignment: str | None
+    prefix: int | None = None
+    sink_tokens: int | None = None
+    chunk: int | None = None
+    softcap: float | None = None
+    dropout_p: float = 0.0
+    max_logit: bool = False
+    score_function: str | None = None
+    mask_function: str | None = None
+    max_seqlen_q: _TraceableSize | None = None
+    max_seqlen_k: _TraceableSize | None = None
+    deterministic: bool = False
+    backend: str | None = None
+
+    @classmethod
+    def of_plain(cls, plain: tuple[Any, ...]) -> "OperatorOptions":
+        """Put a plain operator's options among the others."""
+        return cls(*plain[:_LEADING], *RARE, *plain[_LEADING:])
+
+    @property
+    def mask(self) -> Mask:
+        """The mask, put together again."""
+        return Mask(self.left, self.right, cast(Any, self.alignment), self.prefix, self.sink_tokens, self.chunk)
+
+    @property
+    def settings(self) -> "ScoreSettings":
+        """The numbers and functions that change scores."""
+        return ScoreSettings(self.softcap, self.dropout_p, self.max_logit, (self.max_seqlen_q, self.max_seqlen_k),
+                             code_of(self.score_function), code_of(self.mask_function))
+
+
+_LEADING = len(OperatorOptions._fields) - len(OperatorOptions._field_defaults)
+# Where the rarer options lie, and what they are in a plain call.
+RARE_PLACES: Any = slice(_LEADING, -2)
+RARE: Any = tuple(OperatorOptions._field_defaults.values())[:-2]
+PLAIN_FIELDS = (*OperatorOptions._fields[:_LEADING], *OperatorOptions._fields[-2:])
+_SCHEMA_TYPES: dict[Any, str] = {
+    torch.Tensor | None: "Tensor?", tuple[torch.Tensor, ...]: "Tensor[]", bool: "bool", float: "float",
+    float | None: "float?", int | None: "int?", str | None: "str?", _TraceableSize | None: "SymInt?"}
+
+
+def schema_of(described: type[Any], names: Iterable[str] | None = None) -> str:
+    """Return the part of an operator's schema that a named tuple's fields are, in its order; ``names``: of these."""
+    types = get_type_hints(described, include_extras=True)
+    return ", ".join(f"{_SCHEMA_TYPES[types[name]]} {name}" for name in names or described._fields)
+
+
+
+class FunctionSpec(NamedTuple):
+    """A function with what a kernel is compiled for: its tensors' dtypes, and whether one has over 2^31 elements."""
+
+    code: FunctionCode
+    dtypes: tuple[torch.dtype, ...]
+    is_large: bool = False
+
+
+class ScoreSettings(NamedTuple):
+    """What is not a tensor of a call and changes its scores; the default changes nothing.
+
+    Attributes:
+        softcap, dropout_p, max_logit: as in :class:`ScoreOptions`.
+        longest: of packed sequences: the sizes of an operand's query and key dims; None where no operand has that dim.
+        score_function, mask_function: the user's own, or None.
+    """
+
+    softcap: float | None = None
+    dropout_p: float = 0.0
+    max_logit: bool = False
+    longest: tuple[int | None, int | None] = (None, None)
+    score_function: FunctionCode | None = None
+    mask_function: FunctionCode | None = None
+
+    def checked_numbers(self) -> dict[str, Any]:
+        """Return the numbers among the fields of :class:`ScoreOptions`, checked and as a problem has them.
+
+        Raises:
+            InvalidInput: one is out of range.
+        """
+        return {"dropout_p": checked_dropout_p(self.dropout_p), "softcap": checked_softcap(self.softcap),
+                "max_logit": self.max_logit}
+
+
+NO_SETTINGS = ScoreSettings()
+
+
+class OperandSpec(NamedTuple):
+    """Shape, strides and dtype of one operand: what a backend needs to know of it before it sees it."""
+
+    shape: Sizes
+    strides: Sizes
+    dtype: torch.dtype
+
+    def expanded(self, shape: Sizes) -> Sizes:
+        """Strides of the operand broadcast to ``shape``: 0 along each dim that it has once."""
+        return tuple(0 if own != size else stride
+                     for own, size, stride in zip(self.shape, shape, self.strides, strict=True))
+
+    @property
+    def vector(self) -> int:
+        """How many numbers, one after another along the last dim, fill 16 bytes that a tensor at one may be cut into.
+
+        1 where rows begin or end elsewhere.
+        """
+        each = 16 // self.dtype.itemsize
+        steps = [stride for size, stride in zip(self.shape[:-1], self.strides[:-1], strict=True) if size > 1]
+        is_cut = self.strides[-1] == 1 and not any(length % each for length in (self.shape[-1], *steps))
+        return each if is_cut else 1
+
+
+class ScoreOptions(NamedTuple):
+    """Everything of a problem that changes its scores, without tensors; the default changes nothing.
+
+    Attributes:
+        softcap: bound of the scores before bias and mask, > 0; None = unbounded.
+        dropout_p: probability to drop a pair, 0 <= dropout_p < 1, a multiple of 2^-16.
+        max_logit: whether the largest visible score of each row is wanted beside lse.
+        bias, alibi_slopes, mask, sinks, documents_q, documents_k, tiles_q, tiles_k: spec of the operand, or None.
+        score_function, mask_function: spec of the user's own, or None.
+    """
+
+    softcap: float | None = None
+    dropout_p: float = 0.0
+    max_logit: bool = False
+    bias: OperandSpec | None = None
+    alibi_slopes: OperandSpec | None = None
+    mask: OperandSpec | None = None
+    sinks: OperandSpec | None = None
+    documents_q: OperandSpec | None = None
+    documents_k: OperandSpec | None = None
+    tiles_q: OperandSpec | None = None
+    tiles_k: OperandSpec | None = None
+    score_function: FunctionSpec | None = None
+    mask_function: FunctionSpec | None = None
+
+    @property
+    def functions(self) -> tuple[FunctionSpec, ...]:
+        """The user's own that are there."""
+        return tuple([spec for spec in (self.score_function, self.mask_function) if spec is not None])
+
+    @property
+    def changes_scores(self) -> bool:
+        """Whether a score is more than scale·q·k."""
+        return (self.softcap is not None or self.bias is not None or self.alibi_slopes is not None
+                or self.score_function is not None)
+
+    def __str__(self) -> str:
+        parts = []
+        if self.softcap is not None:
+            parts.append(f"softcap {self.softcap:g}")
+        for name in ("bias", "mask"):
+            spec = getattr(self, name)
+            if spec is not None:
+                parts.append(f"{name} {'x'.join(map(str, spec.shape))}")
+        if self.alibi_slopes is not None:
+            parts.append("alibi")
+        if self.sinks is not None:
+            parts.append("sinks")
+        if self.documents_q is not None:
+            parts.append("documents")
+        if self.tiles_q is not None:
+            parts.append("tile lists")
+        if self.dropout_p:
+            parts.append(f"dropout {self.dropout_p:.4g}")
+        for name, function in (("score", self.score_function), ("mask", self.mask_function)):
+            if function is not None:
+                parts.append(f"{name} function {function.code.name}")
+        return ", ".join(parts)
+
+
+NO_OPTIONS = ScoreOptions()
+
+
+def is_large_softcap(softcap: float | None) -> bool:
+    """Whether scores are so near 0 beside the softcap that a tanh with an absolute error gives them too few bits."""
+    return softcap is not None and softcap > LARGE_SOFTCAP
+
+
+def checked_dropout_p(dropout_p: Any) -> float:
+    """Return the probability as a multiple of 2^-16, what the 16 bits of a pair's draw can tell apart.
+
+    Raises:
+        InvalidInput: not 0 <= dropout_p < 1.
+    """
+    check_dropout_p(dropout_p)
+    return min(round(float(dropout_p) * DRAWS), DRAWS - 1) / DRAWS
