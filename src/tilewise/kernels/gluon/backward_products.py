@@ -7,13 +7,13 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 from tilewise.kernels.gluon.augmented_k import issue_augmented
 from tilewise.kernels.gluon.tiles import QUERIES
 
-# Which of the two products issue_pairs issues.
+# Which of the two products issue_s_or_dp issues.
 SCORES: gl.constexpr = gl.constexpr(0)
 DPROBS: gl.constexpr = gl.constexpr(1)
 
 
 @gluon.jit
-def issue_pairs(own, streamed, row_stats, count, stage, PRODUCT: gl.constexpr, C: gl.constexpr):
+def issue_s_or_dp(own, streamed, row_stats, count, stage, PRODUCT: gl.constexpr, C: gl.constexpr):
     """Issue Sᵀ = K·Qᵀ (SCORES) or dPᵀ = V·dOᵀ (DPROBS) of iteration ``count`` of the Q pipe.
 
     own: the warpgroup's keys or values; streamed: the tiles of Q or dO, of which ``stage`` is this iteration's. With

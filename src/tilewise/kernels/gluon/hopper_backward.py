@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from tilewise.kernels.gluon import dropout
 from tilewise.kernels.gluon.augmented_k import EXTRA_COLUMNS, AugmentedK, make_selectors
-from tilewise.kernels.gluon.backward_products import DPROBS, SCORES, dscores_index, issue_dq, issue_pairs
+from tilewise.kernels.gluon.backward_products import DPROBS, SCORES, dscores_index, issue_dq, issue_s_or_dp
 from tilewise.kernels.gluon.compat import reinterpret, tma_store, tma_store_wait
 from tilewise.kernels.gluon.dq_accum import (
     DQTarget,
@@ -143,14 +143,14 @@ def attend_blocks(begin, end, count, state, head, view, args, smem, draws, OWN: 
             first_query = unmasked + step * QUERIES
         if not C.S_AHEAD:
             consumer_wait(smem.q.full, count, C.Q_STAGES)
-            scores_pending = issue_pairs(k, q_tiles, row_stats, count, stage, SCORES, C)
+            scores_pending = issue_s_or_dp(k, q_tiles, row_stats, count, stage, SCORES, C)
         if C.HAS_DROPOUT:
             words = dropout.draw(optimization_barrier(draws.low), optimization_barrier(draws.high),
                                  draws.first_row + head.member, draws.origin_q + first_query, draws.origin_k + key)
         consumer_wait(smem.dout.full, count, C.DOUT_STAGES)
         q = q_tiles.index(stage).reshape([QUERIES, C.WIDTH])
         dout = dout_tiles.index(count % C.DOUT_STAGES).reshape([QUERIES, C.WIDTH])
-        dprobs_pending = issue_pairs(v, dout_tiles, row_stats, count, count % C.DOUT_STAGES, DPROBS, C)
+        dprobs_pending = issue_s_or_dp(v, dout_tiles, row_stats, count, count % C.DOUT_STAGES, DPROBS, C)
         if not C.AUGMENTED_K:
             lse = row_stats.index(2 * stage).load(ROW)
         if not C.S_AHEAD:
@@ -199,7 +199,7 @@ def attend_blocks(begin, end, count, state, head, view, args, smem, draws, OWN: 
             dv = warpgroup_mma_wait(NC, deps=(dv_pending,))
             consumer_release(smem.dout.empty, count, C.DOUT_STAGES)
             consumer_wait(smem.q.full, count + 1, C.Q_STAGES)
-            scores_pending = issue_pairs(k, q_tiles, row_stats, count + 1, (count + 1) % C.Q_STAGES, SCORES, C)
+            scores_pending = issue_s_or_dp(k, q_tiles, row_stats, count + 1, (count + 1) % C.Q_STAGES, SCORES, C)
             dk_pending = warpgroup_mma(gl.convert_layout(dscores, LEFT), q, dk, is_async=True)
             dq = warpgroup_mma_wait(2 + BEGUN, deps=(dq_pending,))
         else:
@@ -277,7 +277,7 @@ def attend_tile(args, smem, tile, count, tile_count, OWN: gl.constexpr, C: gl.co
             consumer_wait(smem.q.full, count, C.Q_STAGES)
             k = kv.k_tiles.index(OWN).reshape([64, C.WIDTH])
             scores = warpgroup_mma_wait(0, deps=(
-                issue_pairs(k, smem.q.tiles, smem.row_stats, count, count % C.Q_STAGES, SCORES, C),))
+                issue_s_or_dp(k, smem.q.tiles, smem.row_stats, count, count % C.Q_STAGES, SCORES, C),))
     draws = ()
     if C.HAS_DROPOUT:
         draws = draws_of(args, smem.metadata, tile, C)

@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tilewise.kernels.gluon.augmented_k import EXTRA_COLUMNS, AugmentedK, make_selectors
-from tilewise.kernels.gluon.backward_products import DPROBS, SCORES, issue_dq, issue_pairs
+from tilewise.kernels.gluon.backward_products import DPROBS, SCORES, issue_dq, issue_s_or_dp
 from tilewise.kernels.gluon.compat import tma_load, tma_store_wait
 from tilewise.kernels.gluon.dq_accum import (
     WRITERS,
@@ -104,7 +104,7 @@ def overlap_blocks(state, count, first_query, view, args, smem, ENDS: gl.constex
         dv_pending = warpgroup_mma(left_probs, dout, dv, is_async=True)
     if BEGINS:
         k = kv.k_tiles.index(kv_index).reshape([64, C.WIDTH])
-        scores_pending = issue_pairs(k, q_tiles, smem.row_stats, count, count % C.Q_STAGES, SCORES, C)
+        scores_pending = issue_s_or_dp(k, q_tiles, smem.row_stats, count, count % C.Q_STAGES, SCORES, C)
     if ENDS:
         q = q_tiles.index(last % C.Q_STAGES).reshape([QUERIES, C.WIDTH])
         dk_pending = warpgroup_mma(gl.convert_layout(dscores, LEFT), q, dk, is_async=True)
@@ -112,7 +112,7 @@ def overlap_blocks(state, count, first_query, view, args, smem, ENDS: gl.constex
         if C.HEAD_PERSISTENT:  # else what K's descriptor shares with V's spills: 144 bytes with 3.9
             kv_index = optimization_barrier(kv_index)
         v = kv.v_tiles.index(kv_index).reshape([64, C.WIDTH])
-        dprobs_pending = issue_pairs(v, dout_tiles, smem.row_stats, count, count % C.DOUT_STAGES, DPROBS, C)
+        dprobs_pending = issue_s_or_dp(v, dout_tiles, smem.row_stats, count, count % C.DOUT_STAGES, DPROBS, C)
         # Of the MMAs behind S two are dP's: it begins with that of the extra columns.
         scores = warpgroup_mma_wait(3 if ENDS else 2, deps=(scores_pending,))
         probs = gl.exp2(scores * args.scales.scale_log2)

@@ -43,7 +43,7 @@ class BlockRange(NamedTuple):
 
 
 class KVTile(NamedTuple):
-    """A tile of keys: its first key, the head of k, and the batch entry; NO_TILE as ``first`` ends a stream of tiles."""
+    """A tile of keys: its first key, or NO_TILE, which ends a stream of tiles; the head of k; and the batch entry."""
 
     first: Any
     head: Any
