@@ -33,10 +33,10 @@ from tilewise.kernels.gluon.launch_backward_wide import backward_launch
 from tilewise.kernels.gluon.launch_dbias import HopperDbias
 from tilewise.kernels.triton.backward import delta_launch, dkdv_launch, dq_launch
 from tilewise.kernels.triton.blanks import blank_gradients_launch, blank_out_launch, lengths_launch
+from tilewise.kernels.triton.combine import combine_splits_launch
 from tilewise.kernels.triton.dbias import dbias_launch
 from tilewise.kernels.triton.forward import forward_launch
 from tilewise.kernels.triton.launch import modifiers_of
-from tilewise.kernels.triton.combine import combine_splits_launch
 from tilewise.masks import Mask
 from tilewise.problem import AttentionProblem, dense_strides
 from tilewise.problem.options import FunctionSpec, Operands, OperandSpec, ScoreOptions
@@ -218,9 +218,9 @@ def prepare_hopper(request):
             launch = launch.dq if request["part"] == "dq" else launch.dkdv
             arguments = launch.arguments((*taken, *((q,) if request["part"] == "dq" else (k, v))))
         else:
-            read = torch.empty(launch.tails_shape, dtype=torch.bfloat16) if config.tails else rows
+            read = torch.empty(launch.columns_shape, dtype=torch.bfloat16) if config.tails else rows
             counter = torch.empty(1, dtype=torch.int32) if config.stays and not config.alone else None
-            arguments = launch.arguments(launch.taken((*taken, q, k, v), read), torch.empty(launch.sums_shape), data,
+            arguments = launch.arguments(launch.taken((*taken, q, k, v), read), torch.empty(launch.accum_shape), data,
                                          counter)
     facts = {"limit": spec.shared_memory, "planned": config.shared_bytes(problem),
              **(forward_facts(launch.scalars[-1]) if request["kernel"] == "hopper_forward" else {})}

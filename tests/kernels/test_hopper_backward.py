@@ -6,21 +6,21 @@ import random
 import pytest
 import torch
 
-from kernels.backward_calls import MASKS, call_of, compare, expected, gathered, tails_like
+from kernels.backward_calls import MASKS, call_of, compare, expected, extra_columns_of, gathered
 from tilewise.masks import Mask
 from tilewise.tuning.configs import HopperBackwardConfig
 
-backward, loading, products, sums_of, tails_of, launch_backward, lengths, pipeline, softmax, tiles = (
+backward, loading, products, dq_accum, augmented, launch_backward, lengths, pipeline, softmax, tiles = (
     pytest.importorskip(f"tilewise.kernels.gluon.{name}", reason="Triton is not installed") for name in (
-        "hopper_backward", "hopper_backward_load", "backward_products", "hopper_dq_sums", "hopper_tails",
+        "hopper_backward", "hopper_backward_load", "backward_products", "dq_accum", "augmented_k",
         "launch_backward", "lengths", "pipeline", "softmax", "tiles"))
 gluon_on_cpu = pytest.importorskip("kernels.gluon_on_cpu")
 Descriptor, Pointer, run = gluon_on_cpu.Descriptor, gluon_on_cpu.Pointer, gluon_on_cpu.run
 
-MODULES = (backward, loading, products, sums_of, tails_of, lengths, pipeline, softmax, tiles)
+MODULES = (backward, loading, products, dq_accum, augmented, lengths, pipeline, softmax, tiles)
 CONSTANTS = {(module, "QUERIES"): 64 for module in MODULES if hasattr(module, "QUERIES")} | {
     (module, "LOG2E"): math.log2(math.e) for module in (loading, softmax)} | {
-    (module, "TAIL"): 16 for module in (backward, tails_of)} | {(sums_of, "WRITERS"): 2} | {
+    (module, "EXTRA_COLUMNS"): 16 for module in (backward, augmented)} | {(dq_accum, "WRITERS"): 2} | {
     (module, "NO_TILE"): -1 for module in (backward, loading, pipeline)} | {
     (module, "scheduling_fence_of"): lambda values, turn: (values, turn) for module in (backward, pipeline)}
 AHEAD, TAILS, STAGED, STAYS, ALONE, ORDERED = (HopperBackwardConfig(**settings) for settings in (
@@ -39,13 +39,13 @@ def test_the_source_computes_the_gradients_on_the_cpu(mask, config, d):
     assert not config.stays or launch.grid[0] <= 3
     q, k, v, dout, lse, delta = tensors
     dq, dk, dv = (torch.full_like(tensor, float("nan")) for tensor in (q, k, v))
-    sums = torch.full((math.prod(launch.sums_shape),), float("nan") if config.alone or config.ordered else 0.0)
-    sums, counters = sums.split([launch.sums_rows * 256, sums.numel() - launch.sums_rows * 256])
+    sums = torch.full((math.prod(launch.accum_shape),), float("nan") if config.alone or config.ordered else 0.0)
+    sums, counters = sums.split([launch.accum_rows * 256, sums.numel() - launch.accum_rows * 256])
     counters.zero_()
-    read = tails_like(lse, delta) if config.tails else lse
+    read = extra_columns_of(lse, delta) if config.tails else lse
     described = launch._in_forms((q, k, v, dout, read, delta, dk, dv, dq), lambda tensor, form: (
         Pointer(tensor.flatten()) if form is None else Descriptor(tensor, form[0])))
-    target = Pointer(sums) if config.direct else Descriptor(sums.view(-1, 256), launch.sums_block)
+    target = Pointer(sums) if config.direct else Descriptor(sums.view(-1, 256), launch.accum_block)
     counter = torch.zeros(1, dtype=torch.int32)
     beside = Pointer(sums) if config.alone else Pointer(counter) if config.stays else Pointer(
         counters.view(torch.int32)) if config.ordered else None
@@ -73,13 +73,13 @@ def test_sums_are_followed_by_a_counter_for_each_step_where_they_are_ordered():
     plain, ordered = (launch_backward.HopperBackward(problem, HopperBackwardConfig(ordered=in_order),
                                                      problem.q_strides, 132) for in_order in (False, True))
     steps = 3 * 5 * 4
-    assert plain.sums_shape == (steps * 64 * 128 // 256, 256)
-    sums = torch.zeros(ordered.sums_shape)
+    assert plain.accum_shape == (steps * 64 * 128 // 256, 256)
+    sums = torch.zeros(ordered.accum_shape)
     described, counters = ordered.arguments((q, k, v, dout, lse, delta, k, v, q), sums)[9:11]
-    assert tuple(described.shape) == plain.sums_shape
+    assert tuple(described.shape) == plain.accum_shape
     assert counters.dtype is torch.int32
     assert counters.numel() >= steps
-    assert counters.data_ptr() == sums.data_ptr() + 4 * math.prod(plain.sums_shape)
+    assert counters.data_ptr() == sums.data_ptr() + 4 * math.prod(plain.accum_shape)
 
 
 def test_where_a_program_has_a_head_alone_sums_are_those_of_a_head_a_program():
@@ -87,8 +87,9 @@ def test_where_a_program_has_a_head_alone_sums_are_those_of_a_head_a_program():
     problem, (q, k, v, dout, lse, delta) = call_of(Mask(), (200, 200), (6, 3), (128, 128), b=2)
     launch = launch_backward.HopperBackward(problem, ALONE, problem.q_strides, 4)
     assert launch.grid == (4,)
-    assert launch.sums_shape == (4 * 2 * 4 * 64 * 128 // 256, 256)
-    sums = torch.zeros(launch.sums_shape)
-    of_dq, described, beside = launch.arguments((q, k, v, dout, tails_like(lse, delta), delta, k, v, q), sums)[8:11]
+    assert launch.accum_shape == (4 * 2 * 4 * 64 * 128 // 256, 256)
+    sums = torch.zeros(launch.accum_shape)
+    columns = extra_columns_of(lse, delta)
+    of_dq, described, workspace = launch.arguments((q, k, v, dout, columns, delta, k, v, q), sums)[8:11]
     assert (of_dq.base.data_ptr(), of_dq.block_shape) == (q.data_ptr(), [1, 1, 64, 64])
-    assert described.base.data_ptr() == beside.data_ptr() == sums.data_ptr()
+    assert described.base.data_ptr() == workspace.data_ptr() == sums.data_ptr()

@@ -6,21 +6,21 @@ import random
 import pytest
 import torch
 
-from kernels.backward_calls import MASKS, call_of, compare, expected, gathered, tails_like
+from kernels.backward_calls import MASKS, call_of, compare, expected, extra_columns_of, gathered
 from tilewise.tuning.configs import HopperBackwardConfig
 
-narrow, backward, loading, products, sums_of, tails_of, launch_backward, pipeline, key_shares, tiles = (
+narrow, backward, loading, products, dq_accum, augmented, launch_backward, pipeline, kv_tile_assignment, tiles = (
     pytest.importorskip(f"tilewise.kernels.gluon.{name}", reason="Triton is not installed") for name in (
-        "hopper_backward_narrow", "hopper_backward", "hopper_backward_load", "backward_products", "hopper_dq_sums",
-        "hopper_tails", "launch_backward", "pipeline", "key_shares", "tiles"))
+        "hopper_backward_narrow", "hopper_backward", "hopper_backward_load", "backward_products", "dq_accum",
+        "augmented_k", "launch_backward", "pipeline", "kv_tile_assignment", "tiles"))
 gluon_on_cpu = pytest.importorskip("kernels.gluon_on_cpu")
 Descriptor, Pointer, run = gluon_on_cpu.Descriptor, gluon_on_cpu.Pointer, gluon_on_cpu.run
 
-MODULES = (narrow, backward, loading, products, sums_of, tails_of, pipeline, key_shares, tiles)
+MODULES = (narrow, backward, loading, products, dq_accum, augmented, pipeline, kv_tile_assignment, tiles)
 CONSTANTS = {(module, "QUERIES"): 64 for module in MODULES if hasattr(module, "QUERIES")} | {
-    (module, "TAIL"): 16 for module in (narrow, backward, tails_of)} | {
+    (module, "EXTRA_COLUMNS"): 16 for module in (narrow, backward, augmented)} | {
     (module, "NO_TILE"): -1 for module in (narrow, pipeline)} | {
-    (narrow, "ZERO"): 0, (narrow, "ONE"): 1, (sums_of, "WRITERS"): 2, (narrow, "WRITERS"): 2}
+    (narrow, "ZERO"): 0, (narrow, "ONE"): 1, (dq_accum, "WRITERS"): 2, (narrow, "WRITERS"): 2}
 ADDED, ORDERED, ALONE = (HopperBackwardConfig(4, 4, tails=True, ordered=ordered, alone=alone)
                          for ordered, alone in ((False, False), (True, False), (True, True)))
 DRAWN = HopperBackwardConfig(4, 4, tails=True, stays=True)
@@ -37,16 +37,16 @@ def differentiate(mask, config, d, together=None):
     launch = launch_backward.HopperBackward(problem, config, problem.q_strides, multiprocessors=4)
     q, k, v, dout, lse, delta = tensors
     dq, dk, dv = (torch.full_like(tensor, float("nan")) for tensor in (q, k, v))
-    sums = torch.full((math.prod(launch.sums_shape),), float("nan") if config.ordered else 0.0)
-    sums[launch.sums_rows * 256:] = 0.0  # counters
-    described = launch._in_forms((q, k, v, dout, tails_like(lse, delta), dk, dv, dq), lambda tensor, form: Descriptor(
-        tensor, form[0]))
+    sums = torch.full((math.prod(launch.accum_shape),), float("nan") if config.ordered else 0.0)
+    sums[launch.accum_rows * 256:] = 0.0  # counters
+    read = extra_columns_of(lse, delta)
+    described = launch._in_forms((q, k, v, dout, read, dk, dv, dq), lambda tensor, form: Descriptor(tensor, form[0]))
     counter = torch.zeros(1, dtype=torch.int32)
     beside = Pointer(counter) if config.stays else Pointer(sums) if config.alone else Pointer(
-        sums[launch.sums_rows * 256:].view(torch.int32)) if config.ordered else None
-    rows = sums[:launch.sums_rows * 256].view(-1, 256)
+        sums[launch.accum_rows * 256:].view(torch.int32)) if config.ordered else None
+    rows = sums[:launch.accum_rows * 256].view(-1, 256)
     run(launch.kernel, MODULES, launch.grid[0],
-        (*described, Descriptor(rows, launch.sums_block), beside, *launch.scalars), CONSTANTS,
+        (*described, Descriptor(rows, launch.accum_block), beside, *launch.scalars), CONSTANTS,
         together or config.programs)
     assert counter == 0
     if config.alone:

@@ -12,34 +12,36 @@ from kernels.backward_calls import MASKS, SCALE, call_of, compare, expected, gat
 from tilewise.masks import window
 from tilewise.tuning.configs import HopperBackwardConfig
 
-pieces = pytest.importorskip("tilewise.kernels.gluon.hopper_backward_pieces", reason="Triton is not installed")
-backward, loading, wide, dq_wide, sums_of, launch_backward, launch_backward_wide, pipeline, products, softmax, tiles = (
+d192 = pytest.importorskip("tilewise.kernels.gluon.hopper_backward_d192", reason="Triton is not installed")
+(backward, loading, wide, dq_wide, dq_accum, launch_backward, launch_backward_wide, pipeline, products, softmax,
+ tiles) = (
     pytest.importorskip(f"tilewise.kernels.gluon.{name}") for name in (
-        "hopper_backward", "hopper_backward_load", "hopper_backward_wide", "hopper_dq_wide", "hopper_dq_sums",
+        "hopper_backward", "hopper_backward_load", "hopper_backward_wide", "hopper_dq_wide", "dq_accum",
         "launch_backward", "launch_backward_wide", "pipeline", "products", "softmax", "tiles"))
 gluon_on_cpu = pytest.importorskip("kernels.gluon_on_cpu")
 Descriptor, Pointer, run = gluon_on_cpu.Descriptor, gluon_on_cpu.Pointer, gluon_on_cpu.run
 
 WIDE = HopperBackwardConfig(wide=True)
-MODULES = (backward, loading, wide, dq_wide, pieces, sums_of, pipeline, products, softmax, tiles)
+MODULES = (backward, loading, wide, dq_wide, d192, dq_accum, pipeline, products, softmax, tiles)
 CONSTANTS = {(module, "QUERIES"): 64 for module in MODULES if hasattr(module, "QUERIES")} | {
     (module, "LOG2E"): math.log2(math.e) for module in (loading, softmax)} | {
     (module, "pack_pairs"): lambda pairs, dtype: pairs.to(dtype) for module in (wide, dq_wide)} | {
-    (wide, "hold"): lambda tile: tile.load(None), (wide, "as_operand"): lambda held, *_: held, (wide, "HELD"): 128,
+    (wide, "load_fragments"): lambda tile: tile.load(None), (wide, "FRAGMENT_COLUMNS"): 128,
+    (wide, "as_operand"): lambda fragments, *_: fragments,
     (dq_wide, "K_STAGES"): 2,
-    (pieces, "times"): lambda probs, slopes, dtype: (probs.float() * slopes).to(dtype)}
+    (d192, "multiply_rounded"): lambda probs, dprobs, dtype: (probs.float() * dprobs).to(dtype)}
 
 
 @pytest.mark.parametrize("dims", [(192, 128), (130, 40)])
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-def test_the_source_of_those_in_pieces_computes_the_gradients_on_the_cpu(mask, dims):
+def test_the_source_of_those_in_chunks_computes_the_gradients_on_the_cpu(mask, dims):
     random.seed(0)
     config = HopperBackwardConfig(direct=True)
     problem, tensors = call_of(*mask, dims)
     launch = launch_backward.HopperBackward(problem, config, problem.q_strides, 132)
     q, k, v, dout, lse, delta = tensors
     dk, dv = torch.full_like(k, float("nan")), torch.full_like(v, float("nan"))
-    sums = torch.zeros(math.prod(launch.sums_shape))
+    sums = torch.zeros(math.prod(launch.accum_shape))
     described = launch._in_forms((q, k, v, dout, lse, delta, dk, dv), lambda tensor, form: (
         Pointer(tensor.flatten()) if form is None else Descriptor(tensor, form[0])))
     run(launch.kernel, MODULES, launch.grid[0], (*described, Pointer(sums), *launch.scalars), CONSTANTS)

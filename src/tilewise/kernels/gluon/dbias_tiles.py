@@ -2,8 +2,8 @@
 
 A tile is TILE_QUERIES queries by BLOCKS_PER_TILE blocks of 64 keys. Tiles that a query sees a key of are counted along
 the keys, then along the queries, then from one bias head to the next (a bias head is a head of the bias in a batch
-entry of it). CTA after CTA takes the next of them: each CTA computes the tile of its own number, then every one as many
-further on as there are CTAs. So the division is static, and a CTA has as many tiles as any other, or one more.
+entry of it). A CTA computes the tile of its own number, and then each one that is as many further on as there are
+CTAs. So the division is static, and a CTA has as many tiles as any other, or one more.
 """
 
 from typing import Any, NamedTuple
@@ -24,9 +24,9 @@ class BiasGrid(NamedTuple):
 
 
 class TileCursor(NamedTuple):
-    """A visible tile. rank: how many tiles before it see the same queries; bias_head: past the last tile ``bias_heads``.
+    """A visible tile. m_block, n_block: its number along the queries and the keys.
 
-    m_block, n_block: the tile's number along the queries and the keys.
+    rank: how many visible tiles of the same queries come before it. bias_head: past the last tile ``bias_heads``.
     """
 
     bias_head: Any

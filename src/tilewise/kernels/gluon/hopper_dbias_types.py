@@ -94,7 +94,10 @@ class Smem(NamedTuple):
 
 
 class TileView(NamedTuple):
-    """A tile as a consumer sees it: its bias head, its own first query, the tile's first key, and its visible blocks."""
+    """A tile as a consumer sees it: its bias head, the consumer's first query, the tile's first key.
+
+    begin, end: the tile's visible blocks of keys.
+    """
 
     bias_head: Any
     first_query: Any

@@ -7,7 +7,7 @@ pytest.importorskip("triton.experimental.gluon", reason="Triton is not installed
 from kernels.backward_calls import call_of
 from tilewise.errors import InvalidInput
 from tilewise.kernels.gluon import launch_backward
-from tilewise.kernels.gluon.hopper_tails import hopper_tails_kernel
+from tilewise.kernels.gluon.augmented_k import hopper_augmented_k_kernel
 from tilewise.masks import Mask, causal
 from tilewise.problem import padded_dim
 from tilewise.tuning.configs import HopperBackwardConfig
@@ -21,7 +21,7 @@ def write(out, dout, lse, delta, tails, sums, programs=None, zeroed=0):
     steps = -(-sq // 64)
     of_rows = [None] * 6 if out is None else [*out.stride()[:3], *dout.stride()[:3]]
     dv = 1 if out is None else out.shape[3]
-    hopper_tails_kernel[(programs or steps * heads * batch,)](
+    hopper_augmented_k_kernel[(programs or steps * heads * batch,)](
         out, dout, lse, delta, tails, sums, *of_rows, sq, heads, steps, SCALE, dv, padded_dim(dv), zeroed)
 
 
@@ -99,11 +99,11 @@ def test_out_is_taken_where_tails_are_made_of_all_queries(config, mask, lengths,
 def test_the_kernel_gets_what_it_makes_tails_of_and_what_it_clears(config, d, incoming):
     launch, (_q, _k, _v, dout, lse, delta) = launch_of(config, Mask(), (1024, 1024), d, incoming)
     asked = []
-    launch.enqueue_tails = lambda addresses, arguments, alike: asked.append((addresses, arguments()))
+    launch.enqueue_augmented_k = lambda addresses, arguments, alike: asked.append((addresses, arguments()))
     sums, tails = launch._begin(dout, lse, delta)
     (addresses, arguments), = asked
     read = (delta, dout, lse, None) if incoming else (None, None, lse, delta)
-    cleared = sums[launch.sums_rows:] if config.ordered else sums
+    cleared = sums[launch.accum_rows:] if config.ordered else sums
     assert addresses == tuple(tensor if tensor is None else tensor.data_ptr() for tensor in (*read, tails, cleared))
     assert [None if one is None else one.data_ptr() for one in arguments] == list(addresses)
 
@@ -122,8 +122,8 @@ def test_without_tails_torch_clears_the_sums_or_where_they_are_first_set_counter
     sums, read = launch._begin(dout, lse, delta)
     assert read is lse
     assert sums is nans[0]
-    assert sums[:launch.sums_rows].isnan().all() if ordered else not sums.any()
-    assert not sums[launch.sums_rows:].any()
+    assert sums[:launch.accum_rows].isnan().all() if ordered else not sums.any()
+    assert not sums[launch.accum_rows:].any()
 
 
 def test_programs_of_a_head_have_to_run_at_once():
