@@ -3,7 +3,7 @@
 A thread of the backward kernel holds scores of 16 queries of every 64, and would read lse and delta of each from shared
 memory, 32 numbers a block: a sixth of what passes there. Instead a query has 16 extra bfloat16 columns, of which three
 add up to -lse / scale and three to -delta, and one MMA more, the first, multiplies them by a selector matrix: S and dP
-begin there. Three bfloat16 numbers hold what a float32 number does, and products with ones and sums in float32 are
+begin there. Three bfloat16 numbers hold what a float32 number does, and multiplying by one and adding in float32 are
 exact.
 """
 

@@ -7,23 +7,23 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 from tilewise.kernels.gluon.augmented_k import issue_augmented
 from tilewise.kernels.gluon.tiles import QUERIES
 
-# Which of the two products issue_s_or_dp issues.
+# Which of the two MMAs issue_s_or_dp issues.
 SCORES: gl.constexpr = gl.constexpr(0)
 DPROBS: gl.constexpr = gl.constexpr(1)
 
 
 @gluon.jit
-def issue_s_or_dp(own, streamed, row_stats, count, stage, PRODUCT: gl.constexpr, C: gl.constexpr):
+def issue_s_or_dp(own, streamed, row_stats, count, stage, OPERAND: gl.constexpr, C: gl.constexpr):
     """Issue Sᵀ = K·Qᵀ (SCORES) or dPᵀ = V·dOᵀ (DPROBS) of iteration ``count`` of the Q pipe.
 
-    own: the warpgroup's keys or values; streamed: the tiles of Q or dO, of which ``stage`` is this iteration's. With
-    C.AUGMENTED_K the product is less lse / scale, or less delta.
+    own: the warpgroup's K or V; streamed: the tiles of Q or dO, of which ``stage`` is this iteration's. With
+    C.AUGMENTED_K lse / scale is subtracted from S, and delta from dP.
     """
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
     start = gl.full([64, QUERIES], 0.0, gl.float32, layout=LAYOUT)
     right = streamed.index(stage).reshape([QUERIES, C.WIDTH]).permute((1, 0))
     if C.AUGMENTED_K:
-        start = issue_augmented(row_stats, count % C.Q_STAGES, PRODUCT, start)
+        start = issue_augmented(row_stats, count % C.Q_STAGES, OPERAND, start)
     return warpgroup_mma(own, right, start, use_acc=C.AUGMENTED_K, is_async=True)
 
 
@@ -42,7 +42,7 @@ def issue_dq(k_tiles, dscores_tiles, ds_stage, first, OWN: gl.constexpr, MAKERS:
              start=None):
     """Issue a part of dQ = dS·K: the columns of one of MAKERS warpgroups.
 
-    first: which tile of K has the first keys. start: what the product is added to, or None.
+    first: which tile of K has the first keys. start: the accumulator that dQ begins from, or None for zero.
     """
     COLUMNS: gl.constexpr = C.WIDTH // MAKERS
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])

@@ -1,8 +1,8 @@
-"""Which pairs dropout keeps, as a warpgroup of the backward kernel draws it: 64 keys by a block of queries.
+"""Which probabilities dropout keeps, as a warpgroup of the backward kernel draws it: 64 keys by a block of queries.
 
 The bits are the same in every backend (maths.md, eq. 19). In transposed scores a thread holds keys j and j + 8, and
-queries i and i + 8 for each: pairs that share a counter. So it calls Philox 8 times a block, takes 2 words of each
-call, and keeps them, 16 registers, until there are probabilities; nothing passes between threads.
+queries i and i + 8 for each: four scores that share a counter. So it calls Philox 8 times a block, takes 2 words of
+each call, and keeps them, 16 registers, until there are probabilities; nothing passes between threads.
 """
 
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ _COUNTERS = gl.constexpr(gl.DistributedLinearLayout(
 class Dropout(NamedTuple):
     """What a launch says of dropout. seed: its halves, in shared memory.
 
-    threshold: the first of 2^16 random numbers that keeps a pair. dv_scale: what dV is multiplied by. origin_q,
+    threshold: the first of 2^16 random numbers that keeps a score. dv_scale: what dV is multiplied by. origin_q,
     origin_k: the positions of the first query and key.
     """
 

@@ -95,7 +95,7 @@ SCORE_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 
 
 @gluon.jit
 def hide_probs(probs, first_query, first_key, bounds, C: gl.constexpr):
-    """Set the probabilities of pairs that do not take part to 0 (eq. 12)."""
+    """Set P to 0 where the mask hides the key from the query, or there is no such key (eq. 12)."""
     LAYOUT: gl.constexpr = probs.type.layout
     queries = first_query + gl.arange(0, QUERIES, layout=gl.SliceLayout(0, LAYOUT))
     keys = first_key + gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
@@ -338,18 +338,24 @@ def hopper_backward_kernel(q_desc, k_desc, v_desc, dout_desc, lse, delta_ptr, dk
                            workspace_ptr, dk_ptr, dv_ptr, cu_q, cu_k, seqlens_q, seqlens_k, seed_ptr, tiles, heads,
                            batches, section, sq, sk, lower, upper, group, scale, scale_log2, squash, count, threshold,
                            delta_scale, dv_scale, origin_q, origin_k, C: gl.constexpr):
-    """Compute dk and dv, and the dQ accumulator, which must be zero at first but where C.DETERMINISTIC; or compute dq.
+    """Compute dk and dv, and the dQ accumulator, or with C.HEAD_PERSISTENT dq.
 
     Grid: (tiles · heads of k · batches,), with C.PERSISTENT so many CTAs or fewer, with C.HEAD_PERSISTENT up to heads
-    of k · batches. accum: (·, 256), a descriptor, or a pointer where C.DQ_FROM_REGISTERS; with C.HEAD_PERSISTENT room
-    for a group's blocks for each CTA, and dq_desc is not None. workspace_ptr is one of three pointers or None: where
-    C.DETERMINISTIC to the semaphores, one for each block of a query head, zero at first; with C.HEAD_PERSISTENT to the
-    accumulator; else, with C.PERSISTENT, to the counter of the dynamic tile scheduler, zero, and left so. lse: a
-    pointer, or with C.AUGMENTED_K a descriptor of the extra columns, which hold delta too. dk_ptr, dv_ptr, cu_q, cu_k:
-    of packed sequences, else None; seqlens: or None; count: sequences whose lengths are data, or None. scale_log2,
-    squash: as in softmax.cap. seed_ptr, and from threshold on: where C.HAS_DROPOUT, else None; the first of 2^16 random
-    numbers that keeps a pair, what delta and dv are multiplied by, and the positions of the first query and key. The
-    accumulator is then delta_scale times as large, and scale makes up for it in dk.
+    of k · batches. section: TileGrid.heads_per_swizzle.
+
+    accum: (·, 256), a descriptor, or with C.DQ_FROM_REGISTERS a pointer. The accumulator must be zero at first, but
+    with C.DETERMINISTIC or C.HEAD_PERSISTENT. The latter needs room for a group's blocks for each CTA, and dq_desc,
+    which else is None. workspace_ptr points with C.DETERMINISTIC to the semaphores, one for each block of a query head,
+    zero at first; with C.HEAD_PERSISTENT to the accumulator; else with C.PERSISTENT to the counter of the dynamic tile
+    scheduler, which is zero, and left so; else it is None.
+
+    lse: a pointer, or with C.AUGMENTED_K a descriptor of the extra columns, which hold delta too. dk_ptr, dv_ptr, cu_q,
+    cu_k: of packed sequences, else None. seqlens_q, seqlens_k: may be None. count: how many sequences have lengths on
+    the device, or None. scale_log2, squash: as in softmax.cap.
+
+    seed_ptr, and from threshold on: None without C.HAS_DROPOUT. threshold: the first of 2^16 random numbers that keeps
+    a score. delta_scale, dv_scale: what delta and dv are multiplied by; the accumulator is delta_scale times as large,
+    too, and scale makes up for it in dk. origin_q, origin_k: the positions of the first query and key.
     """
     DTYPE: gl.constexpr = q_desc.dtype
     NC: gl.constexpr = C.CONSUMERS

@@ -369,15 +369,17 @@ def accumulate_shared(args, parts, OWN: gl.constexpr, C: gl.constexpr):
 def hopper_backward_narrow_kernel(q_desc, k_desc, v_desc, dout_desc, columns_desc, dk_desc, dv_desc, dq_desc, accum,
                                   workspace_ptr, tiles, heads, batches, section, sq, sk, lower, upper, group, scale,
                                   scale_log2, C: gl.constexpr):
-    """Compute dk and dv, and the dQ accumulator, which must be zero at first but where C.DETERMINISTIC; or compute dq.
+    """Compute dk and dv, and the dQ accumulator, or with C.HEAD_PERSISTENT dq.
 
     Grid: (tiles · heads of k · batches,), with C.HEAD_PERSISTENT any multiple of C.CTAS_PER_HEAD up to as many times
     heads of k · batches, with C.DYNAMIC_TILES any number up to its own. columns_desc: the extra columns of queries.
-    accum: (·, 256), a descriptor; with C.HEAD_PERSISTENT of one CTA a head room for a group's blocks for each CTA.
-    dq_desc: with C.HEAD_PERSISTENT, else None. workspace_ptr is one of three pointers or None: with C.HEAD_PERSISTENT
-    to the accumulator, behind which the semaphores stand where CTAs share a head; else, where C.DETERMINISTIC, to these
-    semaphores, one for each block of a query head, zero at first; with C.DYNAMIC_TILES to the counter of the dynamic
-    tile scheduler, zero at first and in the end.
+    section: TileGrid.heads_per_swizzle.
+
+    accum: (·, 256), a descriptor. The accumulator must be zero at first, but with C.DETERMINISTIC. Where a CTA has a
+    head to itself it has room for a group's blocks for each CTA. dq_desc: with C.HEAD_PERSISTENT, else None.
+    workspace_ptr points with C.HEAD_PERSISTENT to the accumulator, behind which the semaphores stand where CTAs share a
+    head; else with C.DETERMINISTIC to these semaphores, one for each block of a query head, zero at first; with
+    C.DYNAMIC_TILES to the counter of the dynamic tile scheduler, zero at first and in the end; else it is None.
     """
     DTYPE: gl.constexpr = q_desc.dtype
     NC: gl.constexpr = C.CONSUMERS

@@ -116,14 +116,13 @@ def issue_chunk(left, right, scores, ADDS: gl.constexpr, BEGIN: gl.constexpr):
 def issue_s_or_dp(left_tiles, right_tiles, stage, resident, start=None, fragments=None):
     """Issue S or dP, 64 rows of the left tiles by 64 of the right ones, added to ``start``: an MMA a chunk of columns.
 
-    stage: of the right tiles. resident: the stage of the left tiles, which stay; each of two loops gets a number of its
-    own (pipeline.optimization_barrier). fragments: the left tiles' first columns in registers, which then are an MMA of
+    stage: of the right tiles. resident: the stage of the left tiles; each of two loops gets a number of its own
+    (pipeline.optimization_barrier). fragments: the left tiles' first columns in registers, which then are an MMA of
     their own.
     """
     scores = gl.full([64, QUERIES], 0.0, gl.float32, layout=SCORE_LAYOUT) if start is None else start
     WIDTH: gl.constexpr = left_tiles[0].shape[4]
-    HELD: gl.constexpr = FRAGMENT_COLUMNS if FRAGMENT_COLUMNS < WIDTH else WIDTH
-    BEGIN: gl.constexpr = 0 if fragments is None else HELD
+    BEGIN: gl.constexpr = 0 if fragments is None else (FRAGMENT_COLUMNS if FRAGMENT_COLUMNS < WIDTH else WIDTH)
     if fragments is not None:
         left = as_operand(fragments, right_tiles[0].dtype, gl.DotOperandLayout(0, SCORE_LAYOUT, 2))
         right = chunk_of(right_tiles, stage, 0).slice(0, BEGIN, 1)
@@ -145,7 +144,7 @@ def load_fragments(tile):
 
 @gluon.jit
 def load_first_columns(tiles):
-    """Load the first columns of the rows that stay into register fragments."""
+    """Load the first columns of the resident rows into register fragments."""
     WIDTH: gl.constexpr = tiles[0].shape[4]
     return load_fragments(chunk_of(tiles, 0, 0).slice(0, FRAGMENT_COLUMNS if FRAGMENT_COLUMNS < WIDTH else WIDTH, 1))
 

@@ -1,6 +1,6 @@
 """Gradient of a bias that batch entries or heads share, on Hopper: dS summed over them (maths.md, eq. 21).
 
-A tile of scores stays: two consumers, a warpgroup each, own 64 of its queries and accumulate dS in registers. The
+A tile of scores is resident: two consumers, a warpgroup each, own 64 of its queries and accumulate dS in registers. The
 members, which are the batch entries and heads that share the bias, stream past. One warp loads Q and dO of a member,
 one its K and V, a block of 64 keys at a time; where a mask hides tiles another warp writes their zeros. A consumer
 computes S = Q·Kᵀ and dP = dO·Vᵀ of 64 x 64 scores, adds dS = P∘(dP - delta) to the accumulator, and goes on to the next
@@ -128,7 +128,7 @@ def coalesced_layout(bits, warps):
 
 @gluon.jit
 def pointers_to(base, queries, keys, strides, VECTOR: gl.constexpr):
-    """Point to scores, of whose keys VECTOR at a time are neighbours; a partition's arguments do not tell so."""
+    """Point to scores, of whose keys VECTOR at a time are neighbours: the compiler cannot see it."""
     stride_q, stride_k = strides
     rows = base + queries.to(gl.int64)[:, None] * stride_q
     if VECTOR > 1:
@@ -208,14 +208,14 @@ def write_dbias(args, bias_tiles, acc, view, OWN: gl.constexpr, C: gl.constexpr)
 
 
 @gluon.jit
-def add_block(acc, rows, count, bias_tile, first_key, view, args, kv, FIRST: gl.constexpr, MASKED: gl.constexpr,
+def add_block(acc, rows, count, bias_tile, first_key, view, args, smem, FIRST: gl.constexpr, MASKED: gl.constexpr,
               C: gl.constexpr):
     """Consumer: add dS of a member's 64 queries and 64 keys (eq. 7 and 9); scores as the Triton kernels have them.
 
     count: the KV pipe's iteration. FIRST: whether this may be the member's first block: dO is waited for behind the MMA
     of S, which needs Q alone.
     """
-    bounds = args.bounds
+    kv, bounds = smem.kv, args.bounds
     LAYOUT: gl.constexpr = acc.type.layout
     zero = gl.full([64, 64], 0.0, gl.float32, layout=LAYOUT)
     consumer_wait(kv.full, count, C.KV_STAGES)
@@ -223,7 +223,7 @@ def add_block(acc, rows, count, bias_tile, first_key, view, args, kv, FIRST: gl.
     v = kv.v_tiles.index(count % C.KV_STAGES).reshape([64, C.WIDTH])
     scores_pending = warpgroup_mma(rows.q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
     if FIRST:
-        mbarrier.wait(rows.dout_full, rows.phase)
+        mbarrier.wait(smem.q.dout_full.index(rows.stage), rows.phase)
     dprobs_pending = warpgroup_mma(rows.dout, v.permute((1, 0)), zero, use_acc=False, is_async=True)
     bias = bias_tile.load(LAYOUT).to(gl.float32) * LOG2E
     scores = warpgroup_mma_wait(1, deps=(scores_pending,))
@@ -263,14 +263,13 @@ def add_members(acc, members, count, q_count, view, args, smem, OWN: gl.constexp
         phase = (q_count // C.Q_STAGES) & 1
         mbarrier.wait(q_pipe.q_full.index(stage), phase)
         rows = MemberRows(q_pipe.q_tiles.index(stage).reshape([64, C.WIDTH]),
-                          q_pipe.dout_tiles.index(stage).reshape([64, C.WIDTH]), q_pipe.dout_full.index(stage), phase,
-                          lse, delta)
+                          q_pipe.dout_tiles.index(stage).reshape([64, C.WIDTH]), stage, phase, lse, delta)
         added = ()
         for i in gl.static_range(BLOCKS_PER_TILE):
             total = acc[i]
             if (i >= view.begin) & (i < view.end):
                 total = add_block(total, rows, count, smem.bias_tiles.index(OWN * BLOCKS_PER_TILE + i),
-                                  view.first_key + i * 64, view, args, smem.kv, MASKED or i == 0, MASKED, C)
+                                  view.first_key + i * 64, view, args, smem, MASKED or i == 0, MASKED, C)
                 count += 1
             added = added + (total,)
         acc = added
@@ -289,8 +288,10 @@ def accumulate(args, smem, OWN: gl.constexpr, C: gl.constexpr):
     tile_count = 0
     bias_head, m_block, n_block = get_tile(smem.queue, tile_count, TILE_SIZE)
     while bias_head != NO_TILE:
+        first_query = m_block * TILE_QUERIES + OWN * 64
+        first_key = n_block * (BLOCKS_PER_TILE * 64)
         begin, end, is_full = visible_blocks_of(m_block, n_block, args.bounds, C)
-        view = TileView(bias_head, m_block * TILE_QUERIES + OWN * 64, n_block * (BLOCKS_PER_TILE * 64), begin, end)
+        view = TileView(bias_head, first_query, first_key, begin, end)
         load_bias(args, smem.bias_tiles, view, OWN, C)
         acc = ()
         for _ in gl.static_range(BLOCKS_PER_TILE):

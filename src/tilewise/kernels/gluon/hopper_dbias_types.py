@@ -107,11 +107,11 @@ class TileView(NamedTuple):
 
 
 class MemberRows(NamedTuple):
-    """A member's 64 queries: Q, dO with its barrier and phase, lse to base 2 and delta."""
+    """A member's 64 queries: Q, dO, their stage and its phase, lse to base 2 and delta."""
 
     q: Any
     dout: Any
-    dout_full: Any
+    stage: Any
     phase: Any
     lse: Any
     delta: Any

@@ -33,7 +33,7 @@ def hopper_dq_kernel(accum_ptr, dq_ptr, cu_seqlens, stride_b, stride_h, stride_s
                      D: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr):
     """Write one part of dq, 64 rows by COLUMNS columns; PARTS parts lie side by side.
 
-    Grid: (parts of a head · heads · batches,): along a second dim CUDA has 65535 programs. accum: each part in
+    Grid: (parts of a head · heads · batches,): CUDA has at most 65535 CTAs along a second dim. accum: each part in
     thread-major order (dq_accum.thread_major): four by four what thread after thread of a warpgroup holds of it, (eight
     columns, warp, row of 8, two columns, upper or lower 8 rows, one of the two columns). cu_seqlens, count: of packed
     sequences their borders and their number, else None.

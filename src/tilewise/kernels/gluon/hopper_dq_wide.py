@@ -1,9 +1,9 @@
-"""dQ on Hopper at head dims above 128, in a kernel of its own: a tile of queries stays, the keys it sees stream past.
+"""dQ on Hopper at head dims above 128, in a kernel of its own: a tile of queries is resident, keys stream past.
 
 Each of two warpgroups has 64 queries and all columns of their dQ in registers, 128 a thread at 256 columns. Scores have
 queries as rows here, so that dS is a left operand of dQ += dS·K from registers, and nothing passes between the
 warpgroups (maths.md, eq. 10): the exponentials of one run beside the MMAs of the other. One producer warp loads. K of a
-block stays until its dQ is done, V until its dP is.
+block is released when its dQ is done, V when its dP is.
 
 Q, dO, K and V come in chunks of columns as in hopper_backward_wide.py.
 """

@@ -88,7 +88,7 @@ class HopperBackwardShape(Protocol):
 class HopperBackward:
     """The backward kernels bound to a problem; call it with (q, k, v, dout, lse, delta, dq, dk, dv).
 
-    Where lengths are data or pairs are dropped, cu_seqlens_q, cu_seqlens_k, seqlens_q, seqlens_k and the seed follow,
+    Where lengths are data or there is dropout, cu_seqlens_q, cu_seqlens_k, seqlens_q, seqlens_k and the seed follow,
     each a tensor or None.
     ``dq_strides``: those of dq. ``multiprocessors``: of the device; one CTA runs on each at a time. ``incoming``: the
     strides of out and dout, the last 1, where delta has no gradient of lse and no other kernel needs it; out then comes
@@ -118,7 +118,7 @@ class HopperBackward:
         width, sequences, heads = sum(chunks[0]), problem.sequences, problem.b * problem.hk
         tiles = sequences.slots(len(self.keys), config.keys)
         self.narrow, self.has_two_chunks = config.narrow(problem), len(chunks[0]) > 1
-        self.packed, self.takes_plain_calls = sequences.packed is not None, self.has_two_chunks or self.narrow
+        self.packed, self.plain_calls_only = sequences.packed is not None, self.has_two_chunks or self.narrow
         # Queries, too, count from the first one that is read.
         lower, upper = (0 if bound is None else bound + self.queries.start for bound in bounds_of(problem)[:2])
         least = _LEAST_DETERMINISTIC if config.ordered and problem.mask.right is not None else 1
@@ -134,18 +134,7 @@ class HopperBackward:
         columns = min(width // 2, *chunks[0])  # of a part of dQ: what a warpgroup computes, or half of it
         blocks = sequences.slots(sq, block)
         parts = width // columns * blocks
-        owns_head = config.alone and config.programs == 1
-        all_blocks = (self.grid[0] * problem.group if owns_head else problem.b * problem.hq) * blocks
-        self.accum_rows = all_blocks * width // 4
-        self.has_semaphores = config.ordered and not owns_head
-        # The semaphores, which count the tiles that have added to a block, stand behind the accumulator.
-        self.accum_shape = (self.accum_rows + (math.ceil(all_blocks / 256) if self.has_semaphores else 0), 256)
-        # Where the kernel's workspace_ptr points to in this, and as what type: where CTAs own heads to the accumulator,
-        # else to the semaphores, or to nothing here; persistent CTAs get the tile scheduler's counter.
-        self.workspace = (0, torch.float32) if config.alone else (
-            self.accum_rows, torch.int32) if self.has_semaphores else None
-        self.accum_block = [(width if self.narrow else columns) // 4, 256]
-        self.accum_layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+        self._plan_accum(problem, blocks, width, columns)
         self.enqueue = Enqueue(self.kernel, self.grid, self.scalars, OPTIONS)
         self.columns_shape = (problem.b, problem.hq, sq, int(EXTRA_COLUMNS))
         self.columns_strides = dense_strides(self.columns_shape, (4, 3, 2, 1))
@@ -159,6 +148,24 @@ class HopperBackward:
         self.enqueue_dq = Enqueue(hopper_dq_kernel, (parts * problem.b * problem.hq,),
                                   (*dq_strides[:3], sq, problem.hq, parts, sequences.packed, _gradient_scale(problem),
                                    problem.d, columns, width // columns), OPTIONS)
+
+    def _plan_accum(self, problem: AttentionProblem, blocks: int, width: int, columns: int) -> None:
+        """Say how the dQ accumulator lies in memory. columns: of a part of dQ; blocks: of a head's queries."""
+        from triton.experimental.gluon import language as gl
+
+        config = self.config
+        owns_head = config.alone and config.programs == 1
+        all_blocks = (self.grid[0] * problem.group if owns_head else problem.b * problem.hq) * blocks
+        self.accum_rows = all_blocks * width // 4
+        self.has_semaphores = config.ordered and not owns_head
+        # The semaphores, which count the tiles that have added to a block, stand behind the accumulator.
+        self.accum_shape = (self.accum_rows + (math.ceil(all_blocks / 256) if self.has_semaphores else 0), 256)
+        # The row of this that the kernel's workspace_ptr points to, and its type; None where it is the counter of the
+        # tile scheduler, or nothing.
+        self.workspace = (0, torch.float32) if config.alone else (
+            self.accum_rows, torch.int32) if self.has_semaphores else None
+        self.accum_block = [(width if self.narrow else columns) // 4, 256]
+        self.accum_layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
     def _forms(self, chunks: tuple[Sizes, Sizes], dtype: Any) -> list[list[Any]]:
         """Blocks and layouts of what the kernel takes: a form a chunk, None for a second chunk like the first."""
@@ -249,9 +256,9 @@ class HopperBackward:
                data: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
         """Return what else the kernel takes: dk and dv where sequences are packed, lengths, the seed.
 
-        The kernels of plain calls alone take none of it.
+        The kernels that compute plain calls only take none of it.
         """
-        if self.takes_plain_calls:
+        if self.plain_calls_only:
             return ()
         return (dk, dv, *data) if self.packed else (None, None, *data)
 
