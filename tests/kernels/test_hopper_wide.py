@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels.backward_calls import MASKS, SCALE, call_of, compare, expected, gathered
+from kernels.backward_calls import MASKS, SCALE, call_of, compare, dq_of_accum, expected
 from tilewise.masks import window
 from tilewise.tuning.configs import HopperBackwardConfig
 
@@ -41,12 +41,12 @@ def test_the_source_of_those_in_chunks_computes_the_gradients_on_the_cpu(mask, d
     launch = launch_backward.HopperBackward(problem, config, problem.q_strides, 132)
     q, k, v, dout, lse, delta = tensors
     dk, dv = torch.full_like(k, float("nan")), torch.full_like(v, float("nan"))
-    sums = torch.zeros(math.prod(launch.accum_shape))
+    accum = torch.zeros(math.prod(launch.accum_shape))
     described = launch._in_forms((q, k, v, dout, lse, delta, dk, dv), lambda tensor, form: (
         Pointer(tensor.flatten()) if form is None else Descriptor(tensor, form[0])))
-    run(launch.kernel, MODULES, launch.grid[0], (*described, Pointer(sums), *launch.scalars), CONSTANTS)
+    run(launch.kernel, MODULES, launch.grid[0], (*described, Pointer(accum), *launch.scalars), CONSTANTS)
     columns = sum(config.columns(problem)[0])
-    dq = gathered(sums, columns, (problem.b, problem.hq), q.shape[2])[..., :problem.d]
+    dq = dq_of_accum(accum, columns, (problem.b, problem.hq), q.shape[2])[..., :problem.d]
     compare((dq, dk, dv), expected(problem, tensors))
 
 
