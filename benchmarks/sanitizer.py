@@ -51,8 +51,8 @@ _HANDED = ({"publish_tile", "read_tile"}, {"accumulate_dv", "accumulate_dk"}, {"
 KNOWN = {("racecheck", frozenset(pair)): _ARRIVAL for pair in _HANDED}
 _WARPS = "Triton hands what its other warps need through shared memory, and starts them by one arrival"
 KNOWN |= {("racecheck", frozenset({name})): _WARPS for name in (
-    "hopper_forward_kernel", "hopper_backward_kernel", "hopper_backward_narrow_kernel", "hopper_backward_d192_kernel",
-    "hopper_backward_wide_kernel", "hopper_dq_wide_kernel", "hopper_dbias_kernel")}
+    "hopper_forward_kernel", "hopper_backward_kernel", "hopper_backward_d64_kernel", "hopper_backward_d192_kernel",
+    "hopper_backward_d256_kernel", "hopper_dq_d256_kernel", "hopper_dbias_kernel")}
 KNOWN[CONSAN, frozenset({"issue_dq"})] = ("the warpgroups meet at a named barrier in between, which is PTX that the "
                                          "sanitizer does not see (docs/hopper.md, What tools for races say)")
 

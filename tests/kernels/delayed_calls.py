@@ -30,8 +30,8 @@ from tilewise.testing.tolerance import GRADIENT_FACTOR, OUTPUT_FACTOR, compare
 CYCLES = 5000  # of a delay
 # Whose delays last: all programs', and every other one's, for what programs tell one another.
 PROGRAMS = {"all": 0, "even": 1}
-FORWARD, NARROW, BACKWARD = "hopper_forward_kernel", "hopper_backward_narrow_kernel", "hopper_backward_kernel"
-PIECES, WIDE, DQ_WIDE = "hopper_backward_d192_kernel", "hopper_backward_wide_kernel", "hopper_dq_wide_kernel"
+FORWARD, NARROW, BACKWARD = "hopper_forward_kernel", "hopper_backward_d64_kernel", "hopper_backward_kernel"
+PIECES, WIDE, DQ_WIDE = "hopper_backward_d192_kernel", "hopper_backward_d256_kernel", "hopper_dq_d256_kernel"
 DBIAS, COMBINE, DECODE = "hopper_dbias_kernel", "combine_splits_kernel", "attention_decode_kernel"
 COMBINE_DECODED = "combine_kernel"
 _MASKS = {"full": Mask(), "causal": causal("bottom_right"), "window": window(100, 20, "top_left")}

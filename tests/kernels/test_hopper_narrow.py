@@ -11,7 +11,7 @@ from tilewise.tuning.configs import HopperBackwardConfig
 
 narrow, backward, loading, products, dq_accum, augmented, launch_backward, pipeline, kv_tile_assignment, tiles = (
     pytest.importorskip(f"tilewise.kernels.gluon.{name}", reason="Triton is not installed") for name in (
-        "hopper_backward_narrow", "hopper_backward", "hopper_backward_load", "backward_products", "dq_accum",
+        "hopper_backward_d64", "hopper_backward", "hopper_backward_load", "backward_products", "dq_accum",
         "augmented_k", "launch_backward", "pipeline", "kv_tile_assignment", "tiles"))
 gluon_on_cpu = pytest.importorskip("kernels.gluon_on_cpu")
 Descriptor, Pointer, run = gluon_on_cpu.Descriptor, gluon_on_cpu.Pointer, gluon_on_cpu.run

@@ -16,7 +16,7 @@ d192 = pytest.importorskip("tilewise.kernels.gluon.hopper_backward_d192", reason
 (backward, loading, wide, dq_wide, dq_accum, launch_backward, launch_backward_wide, pipeline, products, softmax,
  tiles) = (
     pytest.importorskip(f"tilewise.kernels.gluon.{name}") for name in (
-        "hopper_backward", "hopper_backward_load", "hopper_backward_wide", "hopper_dq_wide", "dq_accum",
+        "hopper_backward", "hopper_backward_load", "hopper_backward_d256", "hopper_dq_d256", "dq_accum",
         "launch_backward", "launch_backward_wide", "pipeline", "products", "softmax", "tiles"))
 gluon_on_cpu = pytest.importorskip("kernels.gluon_on_cpu")
 Descriptor, Pointer, run = gluon_on_cpu.Descriptor, gluon_on_cpu.Pointer, gluon_on_cpu.run

@@ -1,12 +1,12 @@
 """Backward on Hopper at 129 to 192 columns of q and k and at most 128 of v: a tile of 128 keys a CTA, as below 128.
 
 dK and dV of 64 keys then take 160 registers a thread. So a warpgroup holds all of them, as in hopper_backward.py, and
-only dS passes between the two; at yet more columns (hopper_backward_wide.py) P does, too. The registers that remain
+only dS passes between the two; at yet more columns (hopper_backward_d256.py) P does, too. The registers that remain
 hold S or dP, not both: P is rounded before dP is issued, dS is made of the rounded P, dK takes dS from shared memory,
 and the MMA of dQ is issued when P is no longer needed.
 
 The sides of a tile in shared memory are powers of two: the columns of q and k come in a chunk of 128 and one of 64, and
-a warpgroup computes half of each for dQ. The producer warp and the types are those of hopper_backward_wide.py.
+a warpgroup computes half of each for dQ. The producer warp and the types are those of hopper_backward_d256.py.
 """
 
 from triton.experimental import gluon
@@ -21,9 +21,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from tilewise.kernels.gluon.compat import tma_store_wait
 from tilewise.kernels.gluon.dq_accum import add_from_registers
 from tilewise.kernels.gluon.hopper_backward import SCORE_LAYOUT, hide_probs, write_gradient
-from tilewise.kernels.gluon.hopper_backward_types import Pipe
-from tilewise.kernels.gluon.hopper_backward_wide import chunk_of, issue_s_or_dp, load
-from tilewise.kernels.gluon.hopper_backward_wide_types import (
+from tilewise.kernels.gluon.hopper_backward_d256 import chunk_of, issue_s_or_dp, load
+from tilewise.kernels.gluon.hopper_backward_d256_types import (
     Accumulators,
     Args,
     Inputs,
@@ -33,6 +32,7 @@ from tilewise.kernels.gluon.hopper_backward_wide_types import (
     Smem,
     TileView,
 )
+from tilewise.kernels.gluon.hopper_backward_types import Pipe
 from tilewise.kernels.gluon.pipeline import (
     CONTIGUOUS,
     allocate_stages,

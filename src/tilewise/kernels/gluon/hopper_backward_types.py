@@ -1,7 +1,7 @@
 """The Hopper backward kernel's data: its compile-time config, its arguments, its shared memory, and a tile's state.
 
-The kernels of other head dims (hopper_backward_narrow.py, hopper_backward_wide.py) share what is here, and add their
-own in hopper_backward_narrow_types.py and hopper_backward_wide_types.py.
+The kernels of other head dims (hopper_backward_d64.py, hopper_backward_d256.py) share what is here, and add their
+own in hopper_backward_d64_types.py and hopper_backward_d256_types.py.
 """
 
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""Which tiles of keys a CTA of hopper_backward_narrow.py computes, where the assignment is static."""
+"""Which tiles of keys a CTA of hopper_backward_d64.py computes, where the assignment is static."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

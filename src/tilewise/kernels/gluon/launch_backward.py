@@ -290,11 +290,11 @@ def _kernel_of(problem: AttentionProblem, config: HopperBackwardShape) -> tuple[
     if len(config.columns(problem)[0]) > 1:
         from tilewise.kernels.gluon.hopper_backward_d192 import hopper_backward_d192_kernel
 
-        return hopper_backward_d192_kernel, (problem.scale, scale_log2, wide_kernel_config(problem, config))
+        return hopper_backward_d192_kernel, (problem.scale, scale_log2, d256_kernel_config(problem, config))
     if config.narrow(problem):
-        from tilewise.kernels.gluon.hopper_backward_narrow import hopper_backward_narrow_kernel
+        from tilewise.kernels.gluon.hopper_backward_d64 import hopper_backward_d64_kernel
 
-        return hopper_backward_narrow_kernel, (problem.scale, scale_log2, _narrow_kernel_config(problem, config))
+        return hopper_backward_d64_kernel, (problem.scale, scale_log2, _d64_kernel_config(problem, config))
     from tilewise.kernels.gluon.hopper_backward import hopper_backward_kernel
 
     count = bounds_of(problem)[2]
@@ -302,18 +302,18 @@ def _kernel_of(problem: AttentionProblem, config: HopperBackwardShape) -> tuple[
                                     _kernel_config(problem, config))
 
 
-def wide_kernel_config(problem: AttentionProblem, config: HopperBackwardShape) -> Any:
+def d256_kernel_config(problem: AttentionProblem, config: HopperBackwardShape) -> Any:
     """Return what is fixed when a kernel of heads above 128 columns that owns keys is compiled."""
-    from tilewise.kernels.gluon.hopper_backward_wide_types import Config
+    from tilewise.kernels.gluon.hopper_backward_d256_types import Config
 
     (d_chunks, dv_chunks), (lower, upper, _count, _is_shifted) = config.columns(problem), bounds_of(problem)
     return Config(D=d_chunks, DV=dv_chunks, CONSUMERS=config.keys // 64, Q_STAGES=config.stages,
                   DOUT_STAGES=config.out_stages, HAS_LOWER=lower is not None, HAS_UPPER=upper is not None)
 
 
-def _narrow_kernel_config(problem: AttentionProblem, config: HopperBackwardShape) -> Any:
+def _d64_kernel_config(problem: AttentionProblem, config: HopperBackwardShape) -> Any:
     """Return what is fixed when the kernel of heads up to 64 columns is compiled."""
-    from tilewise.kernels.gluon.hopper_backward_narrow_types import Config
+    from tilewise.kernels.gluon.hopper_backward_d64_types import Config
 
     lower, upper, _count, _is_shifted = bounds_of(problem)
     return Config(

@@ -11,9 +11,9 @@ from tilewise.kernels.gluon.launch_backward import (
     Allocate,
     HopperBackward,
     HopperBackwardShape,
+    d256_kernel_config,
     heads_per_swizzle,
     rows_of,
-    wide_kernel_config,
 )
 from tilewise.problem import AttentionProblem, Sizes, legal_strides
 
@@ -63,9 +63,9 @@ class HopperBackwardApart:
     def __init__(self, problem: AttentionProblem, config: HopperBackwardShape) -> None:
         from triton.experimental.gluon import language as gl
 
-        from tilewise.kernels.gluon.hopper_backward_wide import hopper_backward_wide_kernel
-        from tilewise.kernels.gluon.hopper_backward_wide_types import DQConfig
-        from tilewise.kernels.gluon.hopper_dq_wide import hopper_dq_wide_kernel
+        from tilewise.kernels.gluon.hopper_backward_d256 import hopper_backward_d256_kernel
+        from tilewise.kernels.gluon.hopper_backward_d256_types import DQConfig
+        from tilewise.kernels.gluon.hopper_dq_d256 import hopper_dq_d256_kernel
 
         self.takes_out = False
         self.queries, self.keys = problem.seeing_queries, problem.seen_keys
@@ -84,11 +84,11 @@ class HopperBackwardApart:
         tiles, tiles_q = -(-sk // 64), -(-sq // 128)
         swizzle = heads_per_swizzle(problem, sum(columns[0]), 0)
         self.dkdv = HopperPart(
-            hopper_backward_wide_kernel, tiles * problem.b * problem.hk,
-            (tiles, problem.hk, problem.b, swizzle, *rest, wide_kernel_config(problem, config)),
+            hopper_backward_d256_kernel, tiles * problem.b * problem.hk,
+            (tiles, problem.hk, problem.b, swizzle, *rest, d256_kernel_config(problem, config)),
             [*sources, of_q, of_v])
         self.dq = HopperPart(
-            hopper_dq_wide_kernel, tiles_q * problem.b * problem.hq,
+            hopper_dq_d256_kernel, tiles_q * problem.b * problem.hq,
             (tiles_q, problem.hq, problem.b, section_of(problem), *rest,
              DQConfig(HAS_LOWER=has_lower, HAS_UPPER=has_upper)), [*sources, of_q])
 

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 
 class Config(NamedTuple):
-    """What is fixed when hopper_backward_wide.py's or hopper_backward_d192.py's kernel is compiled.
+    """What is fixed when hopper_backward_d256.py's or hopper_backward_d192.py's kernel is compiled.
 
     HopperBackwardConfig's fields, and which bounds the mask has. D, DV: columns of q and k, and of v, in one or two
     chunks. CONSUMERS: how many times 64 keys a CTA has. The last ones are what tiles.py and
@@ -24,7 +24,7 @@ class Config(NamedTuple):
 
 
 class DQConfig(NamedTuple):
-    """What is fixed when hopper_dq_wide.py's kernel is compiled: which bounds the mask has.
+    """What is fixed when hopper_dq_d256.py's kernel is compiled: which bounds the mask has.
 
     The last ones are what tiles.py, softmax.py and hopper_backward.write_gradient read, always the same.
     """
@@ -80,7 +80,7 @@ class Args(NamedTuple):
 
 
 class DQArgs(NamedTuple):
-    """What the launch gives to every warp of hopper_dq_wide.py. group: query heads a kv head.
+    """What the launch gives to every warp of hopper_dq_d256.py. group: query heads a kv head.
 
     tile: the CTA's tile of queries; dq: descriptors, one for each chunk of columns.
     """
@@ -105,7 +105,7 @@ class KVTiles(NamedTuple):
 class Smem(NamedTuple):
     """The CTA's shared memory. row_stats: lse and delta of each Q stage's queries, alternating.
 
-    probs: a Pipe of P, of hopper_backward_wide.py. dscores: two stages of each consumer's dS, of
+    probs: a Pipe of P, of hopper_backward_d256.py. dscores: two stages of each consumer's dS, of
     hopper_backward_d192.py.
     """
 
@@ -142,7 +142,7 @@ class QTiles(NamedTuple):
 
 
 class DQSmem(NamedTuple):
-    """The shared memory of hopper_dq_wide.py's CTA: its queries, a Pipe of K, and one of V."""
+    """The shared memory of hopper_dq_d256.py's CTA: its queries, a Pipe of K, and one of V."""
 
     q: Any
     k: Any
@@ -150,7 +150,7 @@ class DQSmem(NamedTuple):
 
 
 class QView(NamedTuple):
-    """64 queries as their warpgroup of hopper_dq_wide.py sees them: the first one, their lse to base 2, and delta.
+    """64 queries as their warpgroup of hopper_dq_d256.py sees them: the first one, their lse to base 2, and delta.
 
     blocks: of keys, of the CTA's tile.
     """

@@ -4,7 +4,7 @@ At 256 columns dK and dV of 64 keys are twice what the registers of a warpgroup 
 warpgroups share 64 keys: one computes S and P and accumulates dV, the other computes dP and dS and accumulates dK. All
 that passes between them is P in 16 bits, through shared memory. P and dS are left operands from the registers in which
 they were computed, and so are the first columns of K and V. One producer warp loads. dQ has a kernel of its own
-(hopper_dq_wide.py); the rest is as in hopper_backward.py.
+(hopper_dq_d256.py); the rest is as in hopper_backward.py.
 
 The sides of a tile in shared memory are powers of two: K, V, Q and dO of 192 columns come in two chunks of columns.
 """
@@ -20,9 +20,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from tilewise.kernels.gluon.compat import tma_load, tma_store_wait
 from tilewise.kernels.gluon.hopper_backward import SCORE_LAYOUT, hide_probs, write_gradient
+from tilewise.kernels.gluon.hopper_backward_d256_types import Args, Inputs, KVTiles, Outputs, Scales, Smem
 from tilewise.kernels.gluon.hopper_backward_load import fetch_row_stats, put_row_stats
 from tilewise.kernels.gluon.hopper_backward_types import Pipe
-from tilewise.kernels.gluon.hopper_backward_wide_types import Args, Inputs, KVTiles, Outputs, Scales, Smem
 from tilewise.kernels.gluon.pipeline import (
     CONTIGUOUS,
     ONE_WARP,
@@ -257,10 +257,10 @@ def accumulate_dk(args, smem, C: gl.constexpr):
 
 
 @gluon.jit(do_not_specialize=["tiles", "heads", "batches", "section", "sq", "sk", "lower", "upper", "group"])
-def hopper_backward_wide_kernel(q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, dout_desc, dout_rest, lse_ptr,
+def hopper_backward_d256_kernel(q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, dout_desc, dout_rest, lse_ptr,
                                 delta_ptr, dk_desc, dk_rest, dv_desc, dv_rest, tiles, heads, batches,
                                 section, sq, sk, lower, upper, group, scale, scale_log2, C: gl.constexpr):
-    """Compute dk and dv; dq has a kernel of its own (hopper_dq_wide.py).
+    """Compute dk and dv; dq has a kernel of its own (hopper_dq_d256.py).
 
     Grid: (tiles · heads of k · batches,). A descriptor for each chunk of columns, the second one None where there is
     one chunk. section: TileGrid.heads_per_swizzle.

@@ -44,8 +44,8 @@ from tilewise.kernels.gluon.dq_accum import (
     write_dq,
 )
 from tilewise.kernels.gluon.hopper_backward import SCORE_LAYOUT, hide_probs, write_gradient
+from tilewise.kernels.gluon.hopper_backward_d64_types import KVPipe, Smem, State, TileView
 from tilewise.kernels.gluon.hopper_backward_load import load_dout, load_queries
-from tilewise.kernels.gluon.hopper_backward_narrow_types import KVPipe, Smem, State, TileView
 from tilewise.kernels.gluon.hopper_backward_types import Args, Inputs, Outputs, Pipe, Scales
 from tilewise.kernels.gluon.kv_tile_assignment import tile_of_cta, tiles_of_cta
 from tilewise.kernels.gluon.pipeline import (
@@ -366,7 +366,7 @@ def accumulate_shared(args, parts, OWN: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit(do_not_specialize=["tiles", "heads", "batches", "section", "sq", "sk", "lower", "upper", "group"])
-def hopper_backward_narrow_kernel(q_desc, k_desc, v_desc, dout_desc, columns_desc, dk_desc, dv_desc, dq_desc, accum,
+def hopper_backward_d64_kernel(q_desc, k_desc, v_desc, dout_desc, columns_desc, dk_desc, dv_desc, dq_desc, accum,
                                   workspace_ptr, tiles, heads, batches, section, sq, sk, lower, upper, group, scale,
                                   scale_log2, C: gl.constexpr):
     """Compute dk and dv, and the dQ accumulator, or with C.HEAD_PERSISTENT dq.

@@ -5,7 +5,7 @@ queries as rows here, so that dS is a left operand of dQ += dS·K from registers
 warpgroups (maths.md, eq. 10): the exponentials of one run beside the MMAs of the other. One producer warp loads. K of a
 block is released when its dQ is done, V when its dP is.
 
-Q, dO, K and V come in chunks of columns as in hopper_backward_wide.py.
+Q, dO, K and V come in chunks of columns as in hopper_backward_d256.py.
 """
 
 from triton.experimental import gluon
@@ -13,16 +13,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
 from tilewise.kernels.gluon.hopper_backward import SCORE_LAYOUT
-from tilewise.kernels.gluon.hopper_backward_load import fetch_row_stats, in_base_2
-from tilewise.kernels.gluon.hopper_backward_types import Pipe
-from tilewise.kernels.gluon.hopper_backward_wide import (
+from tilewise.kernels.gluon.hopper_backward_d256 import (
     issue_accumulate,
     issue_s_or_dp,
     load_chunks,
     write_gradients,
     zeros_of,
 )
-from tilewise.kernels.gluon.hopper_backward_wide_types import DQArgs, DQSmem, Inputs, QTiles, QView, Scales
+from tilewise.kernels.gluon.hopper_backward_d256_types import DQArgs, DQSmem, Inputs, QTiles, QView, Scales
+from tilewise.kernels.gluon.hopper_backward_load import fetch_row_stats, in_base_2
+from tilewise.kernels.gluon.hopper_backward_types import Pipe
 from tilewise.kernels.gluon.pipeline import (
     allocate_stages,
     as_tuple,
@@ -129,10 +129,10 @@ def attend(args, smem, OWN: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit(do_not_specialize=["tiles", "heads", "batches", "section", "sq", "sk", "lower", "upper", "group"])
-def hopper_dq_wide_kernel(q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, dout_desc, dout_rest, lse_ptr, delta_ptr,
+def hopper_dq_d256_kernel(q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, dout_desc, dout_rest, lse_ptr, delta_ptr,
                           dq_desc, dq_rest, tiles, heads, batches, section, sq, sk, lower, upper, group, scale,
                           scale_log2, C: gl.constexpr):
-    """Compute dq. Grid: (tiles of 128 queries · heads · batches,). The rest as in hopper_backward_wide_kernel."""
+    """Compute dq. Grid: (tiles of 128 queries · heads · batches,). The rest as in hopper_backward_d256_kernel."""
     inputs = Inputs(as_tuple(q_desc, q_rest), as_tuple(k_desc, k_rest), as_tuple(v_desc, v_rest),
                     as_tuple(dout_desc, dout_rest), lse_ptr, delta_ptr)
     q = QTiles(allocate_stages(inputs.q, 2), allocate_stages(inputs.dout, 2), make_barriers(4, 1))
