@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from tilewise.kernels.enqueue import Enqueue
-from tilewise.kernels.gluon.launch import OPTIONS, bounds_of, scaling_of, section_of
+from tilewise.kernels.gluon.launch import OPTIONS, bounds_of, heads_per_swizzle, scaling_of
 from tilewise.kernels.gluon.launch_backward import Allocate, HopperBackward, HopperBackwardShape, query_section, rows_of
 from tilewise.problem import AttentionProblem, Sizes, legal_strides
 
@@ -80,7 +80,7 @@ class HopperBackwardApart:
              dkdv.Shape(*columns, 1, config.stages, config.out_stages, *bounded)), [*sources, of_q, of_v])
         self.dq = HopperPart(
             dq.hopper_dq_wide_kernel, tiles_q * problem.b * problem.hq,
-            (tiles_q, problem.hq, problem.b, section_of(problem), *rest,
+            (tiles_q, problem.hq, problem.b, heads_per_swizzle(problem), *rest,
              dq.Shape(*bounded)), [*sources, of_q])
 
     def __call__(self, *tensors: Any) -> None:
