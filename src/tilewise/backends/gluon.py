@@ -26,7 +26,7 @@ from tilewise.kernels.gluon.launch import HopperForward
 from tilewise.kernels.gluon.launch_backward import HopperBackward
 from tilewise.kernels.gluon.launch_backward_wide import HopperBackwardApart, backward_launch
 from tilewise.kernels.triton.launch import Launch, Modifiers, modifiers_of
-from tilewise.kernels.triton.sums import OperandSums
+from tilewise.kernels.triton.operand_gradients import OperandGradients
 from tilewise.problem import AttentionProblem, Sizes, alignment_of, are_aligned, dense_strides
 from tilewise.problem.options import DRAW_SPAN, LARGE_SOFTCAP, NO_OPERANDS, NO_OPTIONS, Operands, is_large_softcap
 from tilewise.tuning.device import device_spec
@@ -80,7 +80,7 @@ class GluonBackend:
         made = (dq if needs.dq else None, *((dk, dv) if needs.dkv else (None, None)))
         if not needs.dsinks:
             return Gradients(*made)
-        sums = OperandSums(problem, operands, dbias=False, dalibi_slopes=False, dsinks=True)
+        sums = OperandGradients(problem, operands, dbias=False, dalibi_slopes=False, dsinks=True)
         return Gradients(*made, *sums.gradients(lse, delta))
 
     def precompile_backward(self, problem: AttentionProblem, saved: Saved, dout: torch.Tensor, needs: Needs) -> None:

@@ -10,8 +10,8 @@ from tilewise import attention, window
 from tilewise.backends import triton
 from tilewise.backends.base import Needs
 from tilewise.caches import clear_caches
+from tilewise.kernels.triton.bias_gradient import BiasGradientSums
 from tilewise.kernels.triton.launch import Launch
-from tilewise.kernels.triton.pair_sums import PairSums
 from tilewise.masks import causal, sink_tokens
 from tilewise.testing.cases import Case
 from tilewise.testing.inputs import make_inputs
@@ -73,7 +73,7 @@ def plan_of(case, device, dtype, needs):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_gradient_made_either_way_is_the_oracles(case, is_on_the_way, device, dtype):
     plan = plan_of(case, device, dtype, Needs(dbias=True))
-    assert isinstance(plan.dq, PairSums) == is_on_the_way
+    assert isinstance(plan.dq, BiasGradientSums) == is_on_the_way
     assert (plan.dbias is None) == is_on_the_way
     inputs = make_inputs(case, dtype, device)
     got = forward_and_backward(triton.backend, case, inputs, "out_and_lse").gradients
@@ -146,7 +146,7 @@ def sums_of(case, at_once, dtype=torch.float16):
         return lambda _q, pairs, earlier, entry, _modifiers: launched.append((entries, entry, pairs, earlier))
 
     pairs = torch.empty(problem.scores.bias.shape, dtype=dtype)
-    PairSums(problem, case.b, at_once, bind)("q", pairs, None, None, "modifiers")
+    BiasGradientSums(problem, case.b, at_once, bind)("q", pairs, None, None, "modifiers")
     return launched, pairs
 
 
