@@ -136,7 +136,7 @@ def test_gradients_have_the_same_bits_at_every_call(case, monkeypatch, device, d
 
 
 def sums_of(case, at_once, dtype=torch.float16):
-    """Return what PairSums asked to be bound, what it launched (entry, pairs, earlier pairs), and its result."""
+    """Return what BiasGradientSums asked to be bound, what it launched (entry, pairs, earlier pairs), and its sum."""
     inputs = make_inputs(case, torch.float16, "cpu")
     problem = problem_of(case, inputs, operands_of(case, inputs)).backward(lse_grad=False)
     bound, launched = [], []

@@ -27,7 +27,7 @@ def sequence_of(cu_seqlens, count, slot, BLOCK: tl.constexpr):
     Sequence n owns the slots from cu_seqlens[n] div BLOCK + n on: no less than its rows need, since
     ceil((b − a) / BLOCK) <= b div BLOCK − a div BLOCK + 1; so no program has to add lengths up, and the host need not
     know them. Number ``count`` stands for the rows past the last sequence, and the first sequence has the slots from 0
-    on (see border_at).
+    on (see sequence_start).
     """
     sequence = 0
     for first in tl.range(1, count + 1, _CHUNK):

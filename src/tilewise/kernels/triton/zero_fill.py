@@ -45,7 +45,7 @@ def sequence_lengths_kernel(index_ptr, cu_q, cu_k, seqlens_q, seqlens_k, rows_q,
             step = tl.where(border == 6, step_6, step)
             step = tl.where(border == 7, step_7, step)
             of_queries = border < borders_q
-            there, read = sequences <= count, (sequences > 0) & (sequences <= count)  # the first is 0, as in border_at
+            there, read = sequences <= count, (sequences > 0) & (sequences <= count)  # the first is 0: sequence_start
             begins = tl.load(cu_q + sequences, mask=read & of_queries, other=0).to(tl.int32)
             begins += tl.load(cu_k + sequences, mask=read & (border >= borders_q), other=0).to(tl.int32)
             tl.store(index_ptr + (border + 2) * stride + sequences, begins * step, mask=there)
