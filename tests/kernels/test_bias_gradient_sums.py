@@ -9,10 +9,10 @@ from conformance.calls import assert_gradients_within_budget, forward_and_backwa
 from tilewise import attention, window
 from tilewise.backends import triton
 from tilewise.backends.base import Needs
-from tilewise.caches import clear_caches
 from tilewise.kernels.triton.bias_gradient import BiasGradientSums
 from tilewise.kernels.triton.launch import Launch
 from tilewise.masks import causal, sink_tokens
+from tilewise.support.caches import clear_caches
 from tilewise.testing.cases import Case
 from tilewise.testing.inputs import make_inputs
 

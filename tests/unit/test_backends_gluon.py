@@ -18,10 +18,10 @@ from tilewise.backends.base import Saved
 from tilewise.backends.triton import TritonBackend
 from tilewise.dispatch import explain_problem
 from tilewise.masks import Mask
-from tilewise.packages import package_version
 from tilewise.problem import AttentionProblem, are_aligned, dense_strides
 from tilewise.problem.options import Operands, OperandSpec, ScoreOptions
 from tilewise.problem.sequences import Sequences
+from tilewise.support.packages import package_version
 from tilewise.tuning.device import DeviceSpec
 from tilewise.tuning.wave_model import GridPlan, SplitPlan
 

@@ -9,11 +9,11 @@ import torch
 
 from tilewise.backends import hopper, self_check
 from tilewise.backends.base import Needs, Pending, Saved
-from tilewise.caches import clear_caches
 from tilewise.masks import Mask, causal, chunk, prefix, window
 from tilewise.problem import AttentionProblem, dense_strides
 from tilewise.problem.options import Operands, OperandSpec, ScoreOptions
 from tilewise.problem.sequences import Sequences
+from tilewise.support.caches import clear_caches
 from tilewise.tuning.device import DeviceSpec
 
 triton = pytest.importorskip("tilewise.backends.triton", reason="Triton is not installed")

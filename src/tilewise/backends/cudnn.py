@@ -22,7 +22,6 @@ from tilewise.backends.cudnn_plan import (
     index_of,
 )
 from tilewise.backends.current import is_current
-from tilewise.caches import registered
 from tilewise.kernels.cudnn.description import Borders, Core, core_of, plain_strides
 from tilewise.kernels.cudnn.graph import Graph, graph_of
 from tilewise.kernels.cudnn.lengths import constant_lengths
@@ -30,9 +29,10 @@ from tilewise.kernels.cudnn.library import frontend_version, library_version
 from tilewise.kernels.triton.launch import Launch, modifiers_of
 from tilewise.kernels.triton.operand_gradients import OperandGradients
 from tilewise.masks import Span
-from tilewise.packages import version_text
 from tilewise.problem import AttentionProblem, Sizes, are_aligned
 from tilewise.problem.options import NO_OPERANDS, Operands
+from tilewise.support.caches import registered
+from tilewise.support.packages import version_text
 from tilewise.tuning.heuristics import delta_config
 
 OLDEST_FRONTEND = (1, 28)  # its graphs and handles are as library.py and graph.py use them

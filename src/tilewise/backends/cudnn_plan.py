@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import torch
 
-from tilewise.caches import registered
 from tilewise.kernels.cudnn.description import Borders, Core, core_of, describe, gradient_strides, lse_layout
 from tilewise.kernels.cudnn.graph import Graph, graph_of
 from tilewise.kernels.triton.launch import Launch
 from tilewise.problem import AttentionProblem, Sizes, alignment_of
+from tilewise.support.caches import registered
 
 PLANS = 256  # as many as graphs, which they hold
 _STEP = 4  # lengths of 32 bit in 16 bytes, where each row of them begins

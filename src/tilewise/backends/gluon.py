@@ -21,7 +21,6 @@ from tilewise.backends.memory import (
     forms_of_results,
     on_meta,
 )
-from tilewise.caches import registered
 from tilewise.kernels.gluon.launch import HopperForward
 from tilewise.kernels.gluon.launch_backward import HopperBackward
 from tilewise.kernels.gluon.launch_backward_wide import HopperBackwardApart, backward_launch
@@ -29,6 +28,7 @@ from tilewise.kernels.triton.launch import Launch, Modifiers, modifiers_of
 from tilewise.kernels.triton.operand_gradients import OperandGradients
 from tilewise.problem import AttentionProblem, Sizes, alignment_of, are_aligned, dense_strides
 from tilewise.problem.options import DRAW_SPAN, LARGE_SOFTCAP, NO_OPERANDS, NO_OPTIONS, Operands, is_large_softcap
+from tilewise.support.caches import registered
 from tilewise.tuning.device import device_spec
 from tilewise.tuning.heuristics import delta_config
 from tilewise.tuning.hopper import backward_config, forward_config

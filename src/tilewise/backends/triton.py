@@ -19,7 +19,6 @@ from tilewise.backends.base import BoundBackward, BoundForward, Gradients, Needs
 from tilewise.backends.current import allows_tf32, is_current
 from tilewise.backends.hopper import awaits_dbias_check, sums_dbias, untrusted
 from tilewise.backends.memory import Allocate, Form, allocator, forms_of_gradients, forms_of_results
-from tilewise.caches import registered
 from tilewise.kernels.triton.launch import (
     Launch,
     Modifiers,
@@ -31,6 +30,7 @@ from tilewise.kernels.triton.launch import (
 from tilewise.kernels.triton.operand_gradients import OperandGradients
 from tilewise.problem import TAIL_WIDTH, WIDEST, AttentionProblem, Sizes, alignment_of, dense_strides
 from tilewise.problem.options import NO_OPERANDS, Operands
+from tilewise.support.caches import registered
 from tilewise.tuning.device import device_spec
 from tilewise.tuning.heuristics import (
     delta_config,

@@ -8,7 +8,7 @@ sequence's own lengths move the diagonal, ``shift`` is to be added to lower, upp
 import triton
 import triton.language as tl
 
-from tilewise.tile_lists import TILE
+from tilewise.masks.tile_lists import TILE
 
 LIST_TILE = tl.constexpr(TILE)
 FAR = tl.constexpr(2**29)  # past every position; a loop's bounds are subtracted in 32 bits, so not the largest integer
@@ -168,7 +168,7 @@ def block_at(position, steps, listed, MASKED: tl.constexpr, COVERED: tl.constexp
 
 @triton.jit
 def tile_list(numbers, per_batch, per_head, batch, head, heads, first, rows, columns):
-    """Point to the list of one tile of rows (tilewise.tile_lists); per_batch, per_head: whether each has its own."""
+    """Point to the list of one tile of rows (masks/tile_lists.py); per_batch, per_head: whether each has its own."""
     tiles = tl.cdiv(rows, LIST_TILE)
     entry = first // LIST_TILE
     if per_head is not None:
