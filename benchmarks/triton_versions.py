@@ -114,9 +114,9 @@ class Bound:
     def __init__(self, cell: Cell, kernels: dict[tuple[str, str], list[tuple[Image, int]]],
                  tensors: tuple[torch.Tensor, ...]) -> None:
         from tilewise.backends.base import BindingBackend, Needs, Saved
-        from tilewise.caches import clear_caches
         from tilewise.dispatch import choose
         from tilewise.problem.options import NO_OPERANDS
+        from tilewise.support.caches import clear_caches
 
         q, k, v, dout = tensors
         clear_caches()

@@ -13,9 +13,9 @@ from tilewise.autograd.function import run
 from tilewise.backends.current import autocast_dtype
 from tilewise.dispatch import Explanation, explain_problem
 from tilewise.functions import NO_FUNCTIONS, CallFunctions, ScoreFunction, call_functions
-from tilewise.length_checks import packed_lengths
 from tilewise.masks import Mask
 from tilewise.problem import AttentionProblem, are_aligned
+from tilewise.problem.length_checks import packed_lengths
 from tilewise.problem.operands import (
     NO_LENGTHS,
     NO_LONGEST,

@@ -9,7 +9,6 @@ from tilewise.api import AttentionOutput
 from tilewise.autograd.decode_op import NAMES, refuse_gradient, run_decode
 from tilewise.backends.current import autocast_dtype
 from tilewise.dispatch import Explanation, explain_decoding
-from tilewise.length_checks import check_length
 from tilewise.masks import Mask
 from tilewise.problem.decode import (
     CacheOperands,
@@ -18,6 +17,7 @@ from tilewise.problem.decode import (
     specs_of_inputs,
     specs_of_present,
 )
+from tilewise.problem.length_checks import check_length
 from tilewise.validate.names import refuses_unknown, unknown_argument
 from tilewise.validate.tensors import check_optional_tensors, with_batch_dim
 from tilewise.validate.values import (

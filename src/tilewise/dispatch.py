@@ -16,11 +16,11 @@ import torch
 from tilewise import settings
 from tilewise.backends.base import Backend, Gradients, Needs, Pending, Results, Saved
 from tilewise.backends.current import allows_tf32
-from tilewise.caches import registered
 from tilewise.errors import UnsupportedProblem
 from tilewise.problem import AttentionProblem
 from tilewise.problem.decode import CacheOperands, DecodeProblem
 from tilewise.problem.options import NO_OPERANDS, Operands
+from tilewise.support.caches import registered
 from tilewise.tuning.device import device_spec
 from tilewise.tuning.heuristics import prefers_gluon
 from tilewise.validate.values import check_backend

@@ -13,8 +13,8 @@ from weakref import WeakValueDictionary
 
 import torch as _torch  # of the two classes, torch is an attribute
 
-from tilewise.joining import JoinsTensors
 from tilewise.masks import Mask, TensorMask
+from tilewise.masks.operators import JoinsTensors
 from tilewise.validate.functions import (
     check_count,
     check_is_kept,

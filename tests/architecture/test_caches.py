@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import tilewise
-from tilewise.caches import clear_caches, is_registered, registered
+from tilewise.support.caches import clear_caches, is_registered, registered
 
 SOURCE = Path(tilewise.__file__).parent
 # Modules that nobody can import here: what they need is not installed, or they run when they are imported.

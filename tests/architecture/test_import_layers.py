@@ -25,8 +25,8 @@ def test_import_contracts_are_kept():
 def test_an_upward_import_breaks_the_contract(tmp_path):
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
-    with (tmp_path / "src/tilewise/masks.py").open("a") as masks:
+    with (tmp_path / "src/tilewise/masks/mask.py").open("a") as masks:
         masks.write("\nfrom tilewise import dispatch\n")
     done = lint_imports(tmp_path)
     assert done.returncode == 1
-    assert "tilewise.masks -> tilewise.dispatch" in done.stdout
+    assert "tilewise.masks.mask -> tilewise.dispatch" in done.stdout

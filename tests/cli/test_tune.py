@@ -82,7 +82,7 @@ def test_flags_shape_the_search(run, searched, tmp_path):
 
 
 def test_of_gluon_it_writes_tables_of_its_own_kernels(run, monkeypatch, tmp_path):
-    config = HopperForwardConfig(keys=128, consumers=3, ping_pong=True)
+    config = HopperForwardConfig(block_n=128, consumers=3, ping_pong=True)
     monkeypatch.setattr(app, "demand_gpu", lambda device: None)
     monkeypatch.setattr(GluonBackend, "why_not", lambda self, problem: None)
     monkeypatch.setattr(session, "tune", lambda plan: iter([(plan.tasks[0], Finding((Choice(config, 0.5, 0.6, 9),),
@@ -93,7 +93,7 @@ def test_of_gluon_it_writes_tables_of_its_own_kernels(run, monkeypatch, tmp_path
     assert row == {"width": 64, "itemsize": 2, "masked": True, "length": 512, **asdict(config), "ms": 0.5,
                    "heuristic": row["heuristic"], "heuristic_ms": 0.6, "candidates": 9}
     words = " ".join(finished.output.split())
-    assert "keys 128" in words
+    assert "block_n 128" in words
     assert "hopper_backward b32_h32_s512_d64_causal bfloat16" in words
 
 

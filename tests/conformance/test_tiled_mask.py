@@ -6,11 +6,11 @@ import torch
 from conformance.calls import skip_if_refused
 from tilewise import attention, causal, documents, window
 from tilewise.errors import InvalidInput
+from tilewise.masks.tile_lists import TILE
 from tilewise.problem import AttentionProblem
 from tilewise.problem.options import Operands
 from tilewise.testing.cases import Case
 from tilewise.testing.inputs import make_inputs
-from tilewise.tile_lists import TILE
 
 CASE = Case("tiled", b=2, hq=2, hk=1, sq=2 * TILE - 17, sk=2 * TILE + 40, d=16, dv=16)
 

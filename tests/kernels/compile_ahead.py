@@ -32,11 +32,11 @@ from tilewise.kernels.gluon.launch import OPTIONS, HopperForward
 from tilewise.kernels.gluon.launch_backward_wide import backward_launch
 from tilewise.kernels.gluon.launch_dbias import HopperDbias
 from tilewise.kernels.triton.backward import delta_launch, dkdv_launch, dq_launch
-from tilewise.kernels.triton.blanks import blank_gradients_launch, blank_out_launch, lengths_launch
 from tilewise.kernels.triton.combine import combine_splits_launch
 from tilewise.kernels.triton.dbias import dbias_launch
 from tilewise.kernels.triton.forward import forward_launch
 from tilewise.kernels.triton.launch import modifiers_of
+from tilewise.kernels.triton.zero_fill import lengths_launch, zero_fill_gradients_launch, zero_fill_out_launch
 from tilewise.masks import Mask
 from tilewise.problem import AttentionProblem, dense_strides
 from tilewise.problem.options import FunctionSpec, Operands, OperandSpec, ScoreOptions
@@ -147,9 +147,9 @@ def launch_of(kernel, problem, config, modifiers):
         lengths = modifiers.lengths
         by_side = lengths.cu_q, lengths.q, lengths.cu_k, lengths.k
         if kernel == "blank_gradients":
-            return blank_gradients_launch(problem, (q.stride(), k.stride(), v.stride())), (q, k, v, *by_side)
+            return zero_fill_gradients_launch(problem, (q.stride(), k.stride(), v.stride())), (q, k, v, *by_side)
         seen = None if lengths.cu_q is None else rows
-        return blank_out_launch(problem), (out, rows, seen, modifiers.sinks.ptr, *by_side)
+        return zero_fill_out_launch(problem), (out, rows, seen, modifiers.sinks.ptr, *by_side)
     problem = replace(problem, direction="backward")
     if kernel == "delta":
         launch = delta_launch(problem, delta_config(problem), out.stride(), out.stride(), None)
@@ -199,10 +199,10 @@ def prepare_hopper(request):
     lengths = (operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqlens_q, operands.seqlens_k)
     if request["kernel"] == "hopper_forward":
         config = replace(hopper_forward_config(problem), **request.get("config", {}))
-        cut = request.get("cut") and tuple(request["cut"])
-        launch = HopperForward(problem, config, multiprocessors=132, pack=request.get("pack", 1), cut=cut)
+        split_kv = request.get("split_kv") and tuple(request["split_kv"])
+        launch = HopperForward(problem, config, num_sms=132, pack_gqa=request.get("pack_gqa", 1), split_kv=split_kv)
         arguments = launch.arguments((q, k, v, out, rows), torch.empty(1, dtype=torch.int32), operands,
-                                     torch.empty(8) if cut else None)
+                                     torch.empty(8) if split_kv else None)
     elif request["kernel"] == "hopper_dbias":
         config = HopperDbiasConfig(*request["config"])
         bias = torch.empty(1, problem.hq, problem.sq, problem.sk, dtype=getattr(torch, request["bias"]))

@@ -51,26 +51,26 @@ CONSTANTS = {(module, name): value for module in MODULES for name, value in (
     ("corrects_rounding", softmax.corrects_rounding.fn)) if hasattr(module, name)}
 
 
-def attend(problem, config, tensors, pack=1, cut=None, sinks=None, programs=3, lengths=()):
-    """Run the kernel; return out, lse and the parts, as it left them. ``lengths``: those that are data."""
+def attend(problem, config, tensors, pack_gqa=1, split_kv=None, sinks=None, programs=3, lengths=()):
+    """Run the kernel; return out, lse and the partial results, as it left them. ``lengths``: those on the device."""
     q, k, v = tensors
-    bound = launch.HopperForward(problem, config, programs, pack, cut)
+    bound = launch.HopperForward(problem, config, programs, pack_gqa, split_kv)
     out = torch.full((problem.b, problem.hq, problem.sq, problem.dv), float("nan"), dtype=q.dtype)
     lse = torch.full(out.shape[:3], float("nan"))
-    parts = torch.full(bound.parts_shape, float("nan"))
+    partial = torch.full(bound.partial_shape, float("nan"))
     counter = torch.zeros(1, dtype=torch.int32)
     bound.describe = lambda tensor, shape, strides, block, layout: Descriptor(tensor, block)
     names = ("cu_seqlens_q", "cu_seqlens_k", "seqlens_q", "seqlens_k")
     operands = Operands(sinks=sinks, **dict(zip(names, lengths, strict=False)))
-    described = bound.arguments((q, k, v, out, lse), counter, operands, None if cut is None else parts)
-    handed = [Pointer(given.flatten() if given is not lse and given is not parts else given.view(-1))
+    described = bound.arguments((q, k, v, out, lse), counter, operands, None if split_kv is None else partial)
+    handed = [Pointer(given.flatten() if given is not lse and given is not partial else given.view(-1))
               if isinstance(given, torch.Tensor) else given for given in described]
     handed[8] = Pointer(counter)
     *numbers, shape = bound.scalars
     numbers = [torch.tensor(number).as_subclass(Tensor) if type(number) is int else number for number in numbers]
     run(bound.kernel, MODULES, bound.grid[0], (*handed, *numbers, shape), CONSTANTS, together=programs)
     assert counter.item() == 0, "the next launch begins with another tile"
-    return out, lse, parts
+    return out, lse, partial
 
 
 def call_of(mask, sizes, heads, dims, b=1, sinks=False, dtype=torch.float16):

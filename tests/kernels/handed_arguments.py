@@ -165,7 +165,7 @@ def bound(request):
     q, k, v, out, rows = tensors_of(problem)
     addresses = q.data_ptr(), k.data_ptr(), v.data_ptr()
     if request["kernel"] == "hopper_forward":
-        launch = launching.HopperForward(problem, hopper_forward_config(problem), multiprocessors=132)
+        launch = launching.HopperForward(problem, hopper_forward_config(problem), num_sms=132)
         counter = torch.empty(1, dtype=torch.int32)
         with patch.object(launching, "counter_of", lambda device: counter):
             yield [launch.enqueue], lambda: launch(lambda: (q, k, v), addresses, out, rows, operands)

@@ -15,7 +15,7 @@ def problem_of(sq=4096, sk=4096, mask=None, d=128, b=1, heads=(1, 1), dv=None):
                             k_strides=(hk * sk * d, sk * d, d, 1), v_strides=(hk * sk * dv, sk * dv, dv, 1))
 
 
-def scalars_of(problem, config, pack=1):
+def scalars_of(problem, config, pack_gqa=1):
     """Return the arguments that the kernel gets: grid, bounds and what is fixed when it is compiled."""
-    numbers = launch.HopperForward(problem, config, 132, pack).scalars
+    numbers = launch.HopperForward(problem, config, 132, pack_gqa).scalars
     return TileGrid(*numbers[:4]), MaskBounds(*numbers[4:8]), numbers[-1]

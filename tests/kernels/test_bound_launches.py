@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from tilewise.backends import triton
 from tilewise.backends.memory import allocator, forms_of_results
 from tilewise.kernels.triton.launch import NO_MODIFIERS, Launch
-from tilewise.kernels.triton.sums import OperandSums
+from tilewise.kernels.triton.operand_gradients import OperandGradients
 
 
 class Recorder(Launch):
@@ -47,7 +47,7 @@ def test_backward_hands_each_launch_its_tensors_and_their_addresses(monkeypatch,
     made = triton._BackwardPlan(needs, q.stride(), k.stride(), v.stride())
     plan = replace(made, delta=Recorder(), dkdv=(Recorder(),), dq=Recorder(),
                    modifiers=triton._planned_modifiers(problem))
-    no_sums = OperandSums(problem, NO_OPERANDS, dbias=False, dalibi_slopes=False, dsinks=False)
+    no_sums = OperandGradients(problem, NO_OPERANDS, dbias=False, dalibi_slopes=False, dsinks=False)
     kept = []
 
     def allocate(sizes, strides, dtype):

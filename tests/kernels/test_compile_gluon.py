@@ -98,7 +98,7 @@ def test_hopper_forward_compiles_within_registers_and_shared_memory(version):
         wanted += [forward(128) | {"mask": [None, 1, "top_left"]}]
         wanted += [forward(d, dtype="float16") for d in (64, 128)]
         wanted += [forward(64, s=1024)]  # other tiles
-        wanted += [forward(64, mask, s=1024) | {"config": {"stages": 4, "ping_pong": mask == "full"}}  # in many waves
+        wanted += [forward(64, mask, s=1024) | {"config": {"kv_stages": 4, "ping_pong": mask == "full"}}  # in many waves
                    for mask in ("full", "causal")]
         wanted += [forward(64, "full", s=512) | {"config": {"consumers": 3, "ping_pong": False}}]  # of the H200's table
         wanted += [forward(d, mask) | {"config": {"consumers": 2, "ping_pong": True}}
@@ -126,30 +126,32 @@ def test_softcap_and_sinks_compile_within_registers_and_shared_memory(version):
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_packed_heads_compile_within_registers_and_shared_memory(version):
-    wanted = [forward(128) | {"pack": 2}]
+    wanted = [forward(128) | {"pack_gqa": 2}]
     if version == OLDEST:
-        wanted += [forward(d, "full") | {"pack": 8} for d in (64, 128, 256)]
-        wanted += [forward(d) | {"pack": 2} for d in (64, 256)] + [forward(128, options=["sinks"]) | {"pack": 8}]
+        wanted += [forward(d, "full") | {"pack_gqa": 8} for d in (64, 128, 256)]
+        wanted += [forward(d) | {"pack_gqa": 2} for d in (64, 256)]
+        wanted += [forward(128, options=["sinks"]) | {"pack_gqa": 8}]
     check(version, wanted)
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_tiles_cut_along_their_keys_and_one_warpgroup_compile_within_registers_and_shared_memory(version):
     alone = {"config": {"consumers": 1, "ping_pong": False}}
-    wanted = [forward(128, "full") | {"cut": (132, 4, 1)}]
+    wanted = [forward(128, "full") | {"split_kv": (132, 4, 1)}]
     if version == OLDEST:
-        wanted += [forward(d, mask) | {"cut": (0, 4, 1)} for d, mask in ((128, "causal"), (64, "full"), (96, "window"))]
-        wanted += [forward(128, "full") | {"cut": (0, 4, 1), "pack": 8}]
-        wanted += [forward(128, "full") | alone, forward(64, "window") | alone | {"cut": (0, 4, 1)},
+        wanted += [forward(d, mask) | {"split_kv": (0, 4, 1)}
+                   for d, mask in ((128, "causal"), (64, "full"), (96, "window"))]
+        wanted += [forward(128, "full") | {"split_kv": (0, 4, 1), "pack_gqa": 8}]
+        wanted += [forward(128, "full") | alone, forward(64, "window") | alone | {"split_kv": (0, 4, 1)},
                    forward(128, options=["softcap", "sinks"]) | alone]
     check(version, wanted)
 
 
 def test_what_is_cut_of_wide_heads_and_of_a_last_wave_spills_nothing_in_a_step():
     """But of wide heads under a mask, which are cut where tiles are few: a load in one warpgroup's step."""
-    wanted = [forward(256, "full") | {"cut": (0, 4, 1)}, forward(256, "full", s=8192) | {"cut": (924, 2, 5)},
-              forward(64, "full") | {"cut": (132, 4, 1)}, forward(256) | {"cut": (0, 4, 1)},
-              forward(256, "full", "float16", s=8192) | {"cut": (924, 2, 5)}]
+    wanted = [forward(256, "full") | {"split_kv": (0, 4, 1)}, forward(256, "full", s=8192) | {"split_kv": (924, 2, 5)},
+              forward(64, "full") | {"split_kv": (132, 4, 1)}, forward(256) | {"split_kv": (0, 4, 1)},
+              forward(256, "full", "float16", s=8192) | {"split_kv": (924, 2, 5)}]
     for row in compile_aloud(OLDEST, wanted):
         check_products(row)
         assert row["stack"] <= SPILL_BOUND_ELSEWHERE, row
@@ -184,7 +186,7 @@ def check(version, wanted, bounds=SPILL_BOUND):
         # Of each warpgroup's two loops the second looks for no maximum, under a steady shift.
         assert version == NEWEST or [number == 0 for number in row["comparisons"]] == (
             [False, row["steady"]] * (len(row["comparisons"]) // 2)), row
-        assert (row["utmastg"] > 0) == ("cut" not in row or row["cut"][0] > 0), row  # parts leave by stores
+        assert (row["utmastg"] > 0) == ("split_kv" not in row or row["split_kv"][0] > 0), row  # splits leave by stores
         check_waits(row, version)
 
 

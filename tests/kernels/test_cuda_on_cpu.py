@@ -15,10 +15,10 @@ from conformance.calls import (
 from kernels import cuda_on_cpu
 from tilewise.backends import cuda, cuda_ieee, float32
 from tilewise.backends.base import Gradients, Needs, Results, Saved
-from tilewise.caches import clear_caches
 from tilewise.masks import Mask, causal, window
 from tilewise.problem import AttentionProblem
 from tilewise.problem.options import NO_OPERANDS, Operands
+from tilewise.support.caches import clear_caches
 from tilewise.testing import oracle
 from tilewise.testing.cases import CASES, Case, case_named
 from tilewise.testing.inputs import make_inputs

@@ -296,7 +296,7 @@ def test_the_hopper_forward_passes_the_addresses_of_its_descriptors(monkeypatch,
     lse, counter = torch.zeros(2, 4, 200), torch.zeros(1, dtype=torch.int32)
     monkeypatch.setattr(launching, "counter_of", lambda device: counter)
     problem = AttentionProblem.from_tensors(q, k, v, mask=mask)
-    bound, seen = launching.HopperForward(problem, HopperForwardConfig(128, 2), multiprocessors=132), []
+    bound, seen = launching.HopperForward(problem, HopperForwardConfig(128, 2), num_sms=132), []
     bound.enqueue = lambda addresses, arguments, alike: seen.append((addresses, arguments()))
     bound(lambda: (q, k, v), (q.data_ptr(), k.data_ptr(), v.data_ptr()), out, lse)
     (addresses, arguments), = seen

@@ -53,13 +53,13 @@ def test_a_maximum_is_found_in_several_chains_where_that_was_faster():
             (128, 2, False, window(9, 0), 1), (64, 2, False, causal(), 1)):
         config = HopperForwardConfig(128, consumers, ping_pong=ping_pong)
         assert chains == scalars_of(problem_of(mask=mask, d=d), config)[2].MAX_CHAINS
-    wide = HopperForwardConfig(64, 2, query_stages=1, ping_pong=True)
+    wide = HopperForwardConfig(64, 2, q_stages=1, ping_pong=True)
     assert [scalars_of(problem_of(mask=mask, d=256), wide)[2].MAX_CHAINS for mask in (Mask(), causal())] == [4, 1]
     assert scalars_of(problem_of(mask=causal(), d=256), replace(wide, ping_pong=False))[2].MAX_CHAINS == 1
 
 
 def test_queries_are_held_in_registers_where_that_was_timed():
-    wide = HopperForwardConfig(64, 2, query_stages=1)
+    wide = HopperForwardConfig(64, 2, q_stages=1)
     for d, config, held in ((256, wide, 64), (200, wide, 64), (256, replace(wide, consumers=1), 0),
                             (128, HopperForwardConfig(128, 2), 0), (96, HopperForwardConfig(128, 2), 0),
                             (64, HopperForwardConfig(128, 3), 0), (192, wide, 0)):
@@ -92,22 +92,22 @@ def test_a_tile_longer_than_a_step_asks_under_an_upper_bound_alone_whether_its_f
         assert shape.SKIP_MASKED is asks
 
 
-def test_the_kernel_gets_each_piece_by_itself_and_none_where_there_is_one():
+def test_the_kernel_gets_each_chunk_by_itself_and_none_where_there_is_one():
     for d, dv, widths in ((128, 128, [128, None, 128, None, 128, None, 128]),
                           (64, 64, [64, None, 64, None, 64, None, 64]),
                           (192, 128, [128, 64, 128, 64, 128, None, 64]), (256, 96, [256, None, 256, None, 64, 32, 32])):
         problem = problem_of(d=d, dv=dv)
         config = hopper_forward_config(problem)
-        bound = launch.HopperForward(problem, config, multiprocessors=132)
-        assert [form and form[0][3] for form in bound.forms] == widths
-        rows = [64, 64, config.keys, config.keys, config.keys, config.keys, 64]
-        assert all(form is None or form[0][:3] == [1, 1, row] for form, row in zip(bound.forms, rows, strict=True))
+        bound = launch.HopperForward(problem, config, num_sms=132)
+        assert [block and block[0][3] for block in bound.blocks] == widths
+        rows = [64, 64, config.block_n, config.block_n, config.block_n, config.block_n, 64]
+        assert all(block is None or block[0][:3] == [1, 1, row] for block, row in zip(bound.blocks, rows, strict=True))
 
 
 def test_packed_rows_are_a_querys_heads_one_after_another_then_the_next_query():
     problem = problem_of(10, b=2, heads=(12, 2))
-    bound = launch.HopperForward(problem, HopperForwardConfig(128, 2), 132, pack=8)
-    assert [form and form[0] for form in bound.forms] == [
+    bound = launch.HopperForward(problem, HopperForwardConfig(128, 2), 132, pack_gqa=8)
+    assert [block and block[0] for block in bound.blocks] == [
         [1, 1, 8, 8, 128], None, [1, 1, 128, 128], None, [1, 1, 128, 128], None, [1, 1, 8, 8, 128]]
     assert bound.scalars[:3] == (1, 2, 2), "tiles, kv heads, batches"
     q = torch.arange(2 * 12 * 10 * 128).view(2, 10, 12, 128).transpose(1, 2)
@@ -121,20 +121,20 @@ def test_a_softcap_takes_the_scales_place_and_tanh_gets_the_rest():
     for softcap, scaling in ((None, (0.25 * log2e, None, 0.5)),
                              (30.0, (30.0 * log2e, 2.0 * log2e * 0.25 / 30.0, 64.0))):
         problem = replace(problem_of(), scale=0.25, scores=ScoreOptions(softcap=softcap))
-        numbers = launch.HopperForward(problem, HopperForwardConfig(128, 2), multiprocessors=132).scalars
+        numbers = launch.HopperForward(problem, HopperForwardConfig(128, 2), num_sms=132).scalars
         assert numbers[10:13] == pytest.approx(scaling)
 
 
 @pytest.mark.parametrize(("stride", "passed"), [(1, None), (0, 0), (7, 7)])
 def test_sinks_may_lie_apart(stride, passed):
     problem = replace(problem_of(), scores=ScoreOptions(sinks=OperandSpec((1,), (stride,), torch.float32)))
-    assert launch.HopperForward(problem, HopperForwardConfig(128, 2), multiprocessors=132).sinks_stride == passed
+    assert launch.HopperForward(problem, HopperForwardConfig(128, 2), num_sms=132).sinks_stride == passed
 
 
 @pytest.mark.parametrize(("sq", "programs"), [(128, 4), (4096, 128), (8192, 132)])
 def test_there_is_one_program_a_multiprocessor_and_none_without_a_tile(sq, programs):
     problem = problem_of(sq, sq, heads=(4, 4))
-    assert launch.HopperForward(problem, HopperForwardConfig(128, 2), multiprocessors=132).grid == (programs,)
+    assert launch.HopperForward(problem, HopperForwardConfig(128, 2), num_sms=132).grid == (programs,)
 
 
 def test_three_warpgroups_tiles_are_counted_from_the_end_under_an_upper_bound_and_their_warpgroups_rest_elsewhere():

@@ -21,7 +21,7 @@ launch_backward = pytest.importorskip("tilewise.kernels.gluon.launch_backward")
 tiles = pytest.importorskip("tilewise.kernels.gluon.tiles")
 ROWS = 64  # queries a warpgroup
 BLOCK_N, STEP = 128, 64  # of a program of the backward kernel, and its queries a step
-CONFIG = HopperForwardConfig(keys=128, consumers=2)
+CONFIG = HopperForwardConfig(block_n=128, consumers=2)
 
 
 class Pointer:
@@ -169,7 +169,7 @@ def test_steps_hold_every_visible_key_and_the_first_one_alone_passes_the_last_ke
         spans = tiles.kv_blocks_of.fn(first, own_band, shape)
         begins = [tiles.n_block_start.fn(step, spans, shape) for step in range(spans[3])]
         assert begins[0] >= 0
-        assert all(begin >= 0 and begin + CONFIG.keys <= seen for begin in begins[1:])
+        assert all(begin >= 0 and begin + CONFIG.block_n <= seen for begin in begins[1:])
         if not same or first >= sq:
             assert seen == 0
             assert len(begins) == 1, "one step, that hides all"
@@ -179,12 +179,12 @@ def test_steps_hold_every_visible_key_and_the_first_one_alone_passes_the_last_ke
         any_sees = visible.any(0).nonzero().flatten().tolist()
         assert seen == (any_sees[-1] + 1 if any_sees else seen), "keys that nobody sees are read"
         keys = visible[first:first + ROWS * CONFIG.consumers].any(0).nonzero().flatten().tolist()
-        assert all(any(begin <= key < begin + CONFIG.keys for begin in begins) for key in keys)
+        assert all(any(begin <= key < begin + CONFIG.block_n for begin in begins) for key in keys)
         for row in range(first, min(sq, first + ROWS * CONFIG.consumers), ROWS):
             for begin in begins[tiles.masked_blocks_of.fn(row, spans, own_band, shape):]:
-                part = visible[row:row + ROWS, begin:begin + CONFIG.keys]
+                part = visible[row:row + ROWS, begin:begin + CONFIG.block_n]
                 assert part.all()
-                assert part.shape[1] == CONFIG.keys
+                assert part.shape[1] == CONFIG.block_n
 
 
 @given(packed(), masks(), st.integers(-500, 10_000))

@@ -45,7 +45,7 @@ def masks(draw):
     return draw(st.sampled_from((causal(alignment), window(draw(side), draw(side), alignment))))
 
 
-CONFIGS = st.builds(HopperForwardConfig, keys=st.sampled_from((64, 128)), consumers=st.sampled_from((2, 3)))
+CONFIGS = st.builds(HopperForwardConfig, block_n=st.sampled_from((64, 128)), consumers=st.sampled_from((2, 3)))
 SIZES = st.integers(1, 900)
 
 
@@ -84,17 +84,17 @@ def test_every_visible_key_is_in_one_step_and_unmasked_steps_are_visible_whole(s
         assert begins
         assert all(begin >= 0 for begin in begins), "the copy engine would shift what is before the tensor"
         assert len(set(begins)) == len(begins)
-        assert all((begin - min(begins)) % config.keys == 0 for begin in begins), "steps overlap"
+        assert all((begin - min(begins)) % config.block_n == 0 for begin in begins), "steps overlap"
         seen = inside(visible, first, queries * config.consumers).any(0).nonzero().flatten().tolist()
-        assert {(key - min(begins)) // config.keys * config.keys + min(begins) for key in seen} <= set(begins)
+        assert {(key - min(begins)) // config.block_n * config.block_n + min(begins) for key in seen} <= set(begins)
         if seen:
-            assert len(begins) <= -(-(seen[-1] + 1 - seen[0]) // config.keys), "a step that nobody needs"
+            assert len(begins) <= -(-(seen[-1] + 1 - seen[0]) // config.block_n), "a step that nobody needs"
         for row in range(first, first + queries * config.consumers, queries):
             masked = tiles.masked_blocks_of.fn(row, spans, band, shape)
             for begin in begins[masked:]:
-                part = inside(visible, row, queries)[:, begin:begin + config.keys]
+                part = inside(visible, row, queries)[:, begin:begin + config.block_n]
                 assert part.all(), (first, row, begin)
-                assert begin + config.keys <= band[1], "keys past the last one need a mask"
+                assert begin + config.block_n <= band[1], "keys past the last one need a mask"
 
 
 @pytest.mark.parametrize("config", [HopperForwardConfig(128, 2), HopperForwardConfig(128, 3)], ids=str)
@@ -105,7 +105,7 @@ def test_without_a_lower_bound_warpgroups_mask_no_step_that_all_their_queries_se
     for first, own in product(firsts_of(order, problem.sq, shape), range(config.consumers)):
         row, spans = first + own * ROWS, tiles.kv_blocks_of.fn(first, band, shape)
         for step in range(tiles.masked_blocks_of.fn(row, spans, band, shape)):
-            last_key = tiles.n_block_start.fn(step, spans, shape) + config.keys - 1
+            last_key = tiles.n_block_start.fn(step, spans, shape) + config.block_n - 1
             assert last_key > row + mask.right or last_key >= problem.sk
 
 
@@ -128,7 +128,7 @@ def test_first_step_is_skipped_by_warpgroups_that_see_none_of_it_but_never_the_o
         hides = tiles.first_block_is_masked.fn(begin, spans[3], row, band[3], shape)
         assert hides == (spans[3] > 1 and begin > row + ROWS - 1 + band[3])
         if hides:
-            assert not inside(visible, row, ROWS)[:, begin:begin + config.keys].any()
+            assert not inside(visible, row, ROWS)[:, begin:begin + config.block_n].any()
             assert tiles.masked_blocks_of.fn(row, spans, band, shape) >= 1
 
 

@@ -1,4 +1,4 @@
-"""The Hopper forward kernel: its source on the CPU, whole and cut along its keys."""
+"""The Hopper forward kernel: its source on the CPU, of whole tiles and with split-KV."""
 
 import random
 from dataclasses import replace
@@ -19,7 +19,7 @@ attend, call_of, check, combined = (
 
 CASES = {
     "full": (Mask(), (150, 700), (2, 1), 1), "causal": (causal("bottom_right"), (200, 620), (1, 1), 1),
-    "more_parts_than_steps": (causal("top_left"), (300, 300), (1, 1), 1),
+    "more_splits_than_blocks": (causal("top_left"), (300, 300), (1, 1), 1),
     "warpgroups_without_rows": (Mask(), (200, 700), (2, 1), 1),
     "rows_in_front": (causal("bottom_right"), (390, 500), (1, 1), 1),
     "window": (window(200, 30, "bottom_right"), (150, 500), (2, 2), 1),
@@ -33,7 +33,7 @@ CASES = {
     (64, Mask(), HopperForwardConfig(128, 2), 1), (64, Mask(), HopperForwardConfig(128, 3, ping_pong=True), 2),
     (64, causal("bottom_right"), HopperForwardConfig(128, 3, ping_pong=True), 4),
     (128, Mask(), HopperForwardConfig(128, 2, ping_pong=True), 4),
-    (256, Mask(), HopperForwardConfig(64, 2, query_stages=1, out_parts=2, ping_pong=True), 4)], ids=str)
+    (256, Mask(), HopperForwardConfig(64, 2, q_stages=1, epilogue_passes=2, ping_pong=True), 4)], ids=str)
 def test_the_greatest_of_scores_far_apart_is_found_wherever_it_is(d, mask, config, chains):
     """What exceeds a maximum by more than 128, to base 2, overflows: scores are hundreds apart."""
     random.seed(0)
@@ -43,22 +43,22 @@ def test_the_greatest_of_scores_far_apart_is_found_wherever_it_is(d, mask, confi
     check(problem, tensors, *attend(problem, config, tensors)[:2])
 
 
-@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize(("dims", "config"), [
     ((64, 64), HopperForwardConfig(128, 2)), ((128, 128), HopperForwardConfig(128, 2)),
     ((64, 64), HopperForwardConfig(128, 3, ping_pong=True)), ((128, 128), HopperForwardConfig(128, 2, ping_pong=True)),
-    ((64, 64), HopperForwardConfig(128, 2, stages=4, ping_pong=True)), ((64, 40), HopperForwardConfig(128, 1)),
-    ((136, 72), HopperForwardConfig(64, 2, query_stages=1, out_parts=2))],
+    ((64, 64), HopperForwardConfig(128, 2, kv_stages=4, ping_pong=True)), ((64, 40), HopperForwardConfig(128, 1)),
+    ((136, 72), HopperForwardConfig(64, 2, q_stages=1, epilogue_passes=2))],
     ids=["64", "128", "three_warpgroups", "128_in_turns", "64_in_turns", "one_warpgroup", "pieces"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_its_source_computes_out_and_lse_on_the_cpu_of_whole_tiles_and_of_parts(case, dims, config, parts):
+def test_its_source_computes_out_and_lse_on_the_cpu_of_whole_tiles_and_of_splits(case, dims, config, splits):
     random.seed(0)
-    mask, sizes, heads, pack = case
+    mask, sizes, heads, pack_gqa = case
     problem, tensors = call_of(mask, sizes, heads, dims)
-    out, lse, made = attend(problem, config, tensors, pack, (0, parts, 1) if parts > 1 else None)
-    if parts > 1:
-        assert lse.isnan().all(), "nothing but the parts is written"
-        out, lse = (got.unflatten(0, (problem.b, problem.hq, problem.sq)) for got in combined(made, problem.dv))
+    out, lse, partial = attend(problem, config, tensors, pack_gqa, (0, splits, 1) if splits > 1 else None)
+    if splits > 1:
+        assert lse.isnan().all(), "nothing but the splits is written"
+        out, lse = (got.unflatten(0, (problem.b, problem.hq, problem.sq)) for got in combined(partial, problem.dv))
     check(problem, tensors, out, lse)
 
 
@@ -85,17 +85,17 @@ def test_a_warpgroup_without_queries_in_a_tile_makes_no_products_of_its_steps(le
     assert len(made) == consumers + own, "S of a program's first tile has none to come with"
 
 
-@pytest.mark.parametrize(("whole", "parts", "lead"), [(4, 3, 1), (4, 2, 3), (1, 4, 8)], ids=str)
-def test_its_source_computes_some_tiles_whole_and_the_others_in_parts(whole, parts, lead):
-    """Six tiles of 128 queries, six steps of keys; with a first part of eight shares three parts have none."""
+@pytest.mark.parametrize(("whole", "splits", "lead"), [(4, 3, 1), (4, 2, 3), (1, 4, 8)], ids=str)
+def test_its_source_computes_some_tiles_whole_and_the_others_in_splits(whole, splits, lead):
+    """Six tiles of 128 queries, six blocks of keys; of splits 8:1:1:1 the last three are empty."""
     random.seed(0)
     problem, tensors = call_of(Mask(), (300, 700), (2, 2), (64, 64))
-    out, lse, made = attend(problem, HopperForwardConfig(128, 2), tensors, cut=(whole, parts, lead))
+    out, lse, partial = attend(problem, HopperForwardConfig(128, 2), tensors, split_kv=(whole, splits, lead))
     first = {4: 428, 1: 128}[whole]
-    lines, kept = (got.view(600, *got.shape[3:]) for got in (out, lse))
-    assert lines[first:].isnan().all(), "nothing but the parts is written of these"
-    assert kept[first:].isnan().all()
-    lines[first:], kept[first:] = combined(made, problem.dv)
+    out_rows, lse_rows = (got.view(600, *got.shape[3:]) for got in (out, lse))
+    assert out_rows[first:].isnan().all(), "nothing but the splits is written of these"
+    assert lse_rows[first:].isnan().all()
+    out_rows[first:], lse_rows[first:] = combined(partial, problem.dv)
     check(problem, tensors, out, lse)
 
 

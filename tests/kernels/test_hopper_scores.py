@@ -18,14 +18,14 @@ attend, call_of, check, combined = (
     getattr(forward_on_cpu, name) for name in ("attend", "call_of", "check", "combined"))
 TWO, THREE = HopperForwardConfig(128, 2), HopperForwardConfig(128, 3, ping_pong=True)
 NO_TILE = forward_on_cpu.pipeline.NO_TILE.value
-WIDE = HopperForwardConfig(64, 2, query_stages=1, out_parts=2)
+WIDE = HopperForwardConfig(64, 2, q_stages=1, epilogue_passes=2)
 HUGE = {"133120": 133120.0, "1e6": 999424.0}  # which bfloat16 has
 SMALL = 2.0**-6
 
 
 @pytest.fixture(autouse=True)
 def short_calls_too(monkeypatch):
-    monkeypatch.setattr(launch, "_LEAST_STEADY", 1)
+    monkeypatch.setattr(launch, "_LEAST_FROZEN", 1)
 
 
 @pytest.fixture
@@ -96,8 +96,8 @@ def huge(kind, number, shape):
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("number", HUGE.values(), ids=HUGE)
 def test_keys_of_one_huge_score_have_one_weight(number, splits, kind, mask):
-    """A shift is rounded, and was so by thousands where scores are around 10^11: out was 0 or NaN. Splits of a row's keys
-    had the same weight, however many keys they had: lse has no bits for their number.
+    """A shift is rounded, and was so by thousands where scores are around 10^11: out was 0 or NaN. Splits of a row had
+    the same weight, however many keys they had: lse has no bits for their number.
     """
     random.seed(0)
     problem, (q, k, v) = call_of(mask, (130, 500), (1, 1), (64, 64), dtype=torch.bfloat16)

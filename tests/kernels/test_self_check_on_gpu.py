@@ -5,7 +5,7 @@ import torch
 
 import tilewise as tw
 from tilewise.backends import hopper, self_check, self_check_calls
-from tilewise.caches import clear_caches
+from tilewise.support.caches import clear_caches
 from tilewise.tuning.device import device_spec
 
 pytestmark = pytest.mark.gpu

@@ -4,7 +4,7 @@ import torch
 
 from tilewise import dispatch
 from tilewise.backends.reference import ReferenceBackend
-from tilewise.caches import clear_caches
+from tilewise.support.caches import clear_caches
 
 
 class Bound(ReferenceBackend):

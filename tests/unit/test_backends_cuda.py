@@ -14,7 +14,6 @@ import torch
 from tilewise.backends import cuda, cuda_ieee, float32
 from tilewise.backends.base import Needs, Saved
 from tilewise.backends.triton import precision_of
-from tilewise.caches import clear_caches
 from tilewise.errors import BackendUnavailable, InvalidInput
 from tilewise.kernels.cuda import program as programs
 from tilewise.kernels.cuda.call import UNBOUNDED, Call
@@ -22,6 +21,7 @@ from tilewise.masks import causal, prefix, window
 from tilewise.problem import AttentionProblem
 from tilewise.problem.options import OperandSpec, ScoreOptions
 from tilewise.problem.sequences import Sequences
+from tilewise.support.caches import clear_caches
 from tilewise.tuning.cuda import SPLIT, CudaConfig, backward_kernels, cuda_config, sum_kernels
 from tilewise.tuning.device import DeviceSpec
 

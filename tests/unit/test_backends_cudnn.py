@@ -18,10 +18,10 @@ from conformance.calls import (
 from tilewise import causal, dispatch, window
 from tilewise.backends import cudnn
 from tilewise.backends.base import Needs, Saved
-from tilewise.caches import clear_caches
 from tilewise.kernels.cudnn import graph, lengths, library
 from tilewise.kernels.cudnn.description import describe
 from tilewise.masks import Mask
+from tilewise.support.caches import clear_caches
 from tilewise.testing.cases import CASES, Case, case_named
 from tilewise.testing.inputs import make_inputs
 from unit.cudnn_double import Double

@@ -18,12 +18,12 @@ from tilewise.backends.base import Saved
 from tilewise.backends.triton import TritonBackend
 from tilewise.dispatch import explain_problem
 from tilewise.masks import Mask
-from tilewise.packages import package_version
 from tilewise.problem import AttentionProblem, are_aligned, dense_strides
 from tilewise.problem.options import Operands, OperandSpec, ScoreOptions
 from tilewise.problem.sequences import Sequences
+from tilewise.support.packages import package_version
 from tilewise.tuning.device import DeviceSpec
-from tilewise.tuning.waves import Cut, Layout
+from tilewise.tuning.wave_model import GridPlan, SplitPlan
 
 TRITONS = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")  # that a GPU has run the kernels with
 SINKS = OperandSpec((4,), (1,), torch.float32)
@@ -269,34 +269,34 @@ def test_forward_launches_on_the_tensors_device_and_makes_it_current_where_it_is
     assert launched == [((q, q, q), (q.data_ptr(),) * 3, [] if current else [device])]
 
 
-def test_parts_of_tiles_that_are_cut_are_combined_and_sinks_enter_there(monkeypatch):
+def test_splits_are_combined_and_sinks_enter_there(monkeypatch):
     calls, q = [], torch.zeros(1, 2, 8, 16, dtype=torch.bfloat16)
-    launch = SimpleNamespace(lines=range(3, 16), parts_shape=(13, 5, 72), sinks_stride=None)
+    launch = SimpleNamespace(split_rows=range(3, 16), partial_shape=(13, 5, 72), sinks_stride=None)
     sinks = torch.zeros(2)
 
     class Launches:
-        def __call__(self, tensors, addresses, out, lse, parts):
-            calls.append(("attend", (out, lse), parts))
+        def __call__(self, tensors, addresses, out, lse, partial):
+            calls.append(("attend", (out, lse), partial))
 
         def __getattr__(self, name):
             return getattr(launch, name)
 
-    def combining(problem, lines, shape, *, overlapped):
-        assert (lines, shape, overlapped) == (launch.lines, launch.parts_shape, True)
+    def combining(problem, rows, shape, *, overlapped):
+        assert (rows, shape, overlapped) == (launch.split_rows, launch.partial_shape, True)
         return lambda *tensors: calls.append(("combine", tensors))
 
     monkeypatch.setattr(gluon, "is_current", lambda asked: True)
-    monkeypatch.setattr(gluon, "layout_of", lambda *facts: Layout(1.0, 4, Cut(7, 5, 2)))
+    monkeypatch.setattr(gluon, "grid_plan_of", lambda *facts: GridPlan(1.0, 4, SplitPlan(7, 5, 2)))
     monkeypatch.setattr(gluon, "HopperForward", lambda *facts: calls.append(facts[2:]) or Launches())
     monkeypatch.setattr("tilewise.kernels.triton.combine.combine_splits_launch", combining)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda asked: SimpleNamespace(multi_processor_count=132))
     monkeypatch.setattr(gluon, "_plan", gluon._plan.__wrapped__)
     out, lse, _ = gluon.backend.forward(AttentionProblem.from_tensors(q, q, q), q, q, q, Operands(sinks=sinks))
-    facts, (_, (at_out, at_lse), parts), (_, combined) = calls
+    facts, (_, (at_out, at_lse), partial), (_, combined) = calls
     assert facts == (132, 4, (7, 5, 2))
-    assert (parts.shape, parts.dtype) == ((13, 5, 72), torch.float32)
+    assert (partial.shape, partial.dtype) == ((13, 5, 72), torch.float32)
     assert all(got is wanted for got, wanted in zip((at_out, at_lse), (out, lse), strict=True))
-    assert all(got is wanted for got, wanted in zip(combined, (parts, out, lse, sinks, None), strict=True))
+    assert all(got is wanted for got, wanted in zip(combined, (partial, out, lse, sinks, None), strict=True))
 
 
 def test_explain_names_gluon_and_its_reason():

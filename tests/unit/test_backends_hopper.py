@@ -9,17 +9,17 @@ import torch
 
 from tilewise.backends import hopper, self_check
 from tilewise.backends.base import Needs, Pending, Saved
-from tilewise.caches import clear_caches
 from tilewise.masks import Mask, causal, chunk, prefix, window
 from tilewise.problem import AttentionProblem, dense_strides
 from tilewise.problem.options import Operands, OperandSpec, ScoreOptions
 from tilewise.problem.sequences import Sequences
+from tilewise.support.caches import clear_caches
 from tilewise.tuning.device import DeviceSpec
 
 triton = pytest.importorskip("tilewise.backends.triton", reason="Triton is not installed")
 HopperDbias = pytest.importorskip("tilewise.kernels.gluon.launch_dbias").HopperDbias
 Launch = pytest.importorskip("tilewise.kernels.triton.launch").Launch
-PairSums = pytest.importorskip("tilewise.kernels.triton.pair_sums").PairSums
+BiasGradientSums = pytest.importorskip("tilewise.kernels.triton.bias_gradient").BiasGradientSums
 
 B, H, S = 4, 16, 4096
 SEEN = OperandSpec((B, H), (H, 1), torch.float32)
@@ -156,7 +156,7 @@ def test_a_bias_that_three_entries_or_the_heads_share_has_its_gradient_summed_th
 def test_on_dqs_way_it_stays_where_fewer_share_it_and_where_the_kernel_does_not_take_the_call(problem):
     plan = plan_of(problem)
     assert plan.dbias is None
-    assert isinstance(plan.dq, PairSums)
+    assert isinstance(plan.dq, BiasGradientSums)
 
 
 def test_what_the_copy_engine_cannot_move_keeps_the_triton_kernels():

@@ -21,11 +21,11 @@ from tilewise import (
     window,
 )
 from tilewise.backends.base import Gradients, Needs, Results
-from tilewise.caches import clear_caches
 from tilewise.dispatch import BACKENDS, choose, explain_problem, get_backend
 from tilewise.problem import AttentionProblem
 from tilewise.problem.options import NO_OPERANDS, Operands, OperandSpec, ScoreSettings
 from tilewise.problem.sequences import Sequences
+from tilewise.support.caches import clear_caches
 from tilewise.tuning.device import DeviceSpec
 
 LENGTHS = Sequences(seqlens_k=OperandSpec((4,), (1,), torch.int32))

@@ -16,9 +16,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from tilewise import Mask, attention, attention_varlen, causal, documents, prefix, window
 from tilewise.autograd import fast_path
 from tilewise.backends.base import BindingBackend
-from tilewise.caches import clear_caches
 from tilewise.errors import TilewiseError
 from tilewise.settings import BackendScope
+from tilewise.support.caches import clear_caches
 from unit.binding_double import Bound, binding, by_operators, paths_of, tensors_of
 
 

@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from conformance.functions import chosen, chosen_twin, damped, mask_functions, relative, relative_twin, score_functions
 from tilewise import InvalidInput, UnsupportedProblem, attention, attention_varlen, causal, explain, functions
 from tilewise.autograd.op import backward_op, forward_op
-from tilewise.caches import clear_caches
 from tilewise.functions import MaskFunction, ScoreFunction, call_functions, code_of, pair_indices
 from tilewise.problem.options import Operands, OperatorOptions
+from tilewise.support.caches import clear_caches
 
 # torch's own, of an autograd function that Dynamo instantiates.
 _COMPILES = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")

@@ -14,7 +14,6 @@ from tilewise import UnsupportedProblem, dispatch
 from tilewise.backends import gluon, hopper, reference, self_check, self_check_calls
 from tilewise.backends.base import Pending, Saved
 from tilewise.backends.triton import TritonBackend
-from tilewise.caches import clear_caches
 from tilewise.dispatch import explain_problem
 from tilewise.kernels.gluon.launch_backward import HopperBackward
 from tilewise.kernels.gluon.launch_backward_wide import HopperBackwardApart
@@ -22,6 +21,7 @@ from tilewise.kernels.hooks import compile_only
 from tilewise.masks import causal
 from tilewise.problem import AttentionProblem
 from tilewise.problem.options import Operands, ScoreSettings
+from tilewise.support.caches import clear_caches
 from tilewise.testing import oracle
 from tilewise.tuning.device import DeviceSpec
 

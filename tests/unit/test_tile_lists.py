@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tilewise.masks import causal, chunk, documents, window
-from tilewise.tile_lists import TILE
+from tilewise.masks.tile_lists import TILE
 
 MASKS = {
     "band": (window(200, 10) & torch.ones(1, dtype=torch.bool), 3 * TILE, 3 * TILE),

@@ -372,12 +372,12 @@ def test_device_without_a_table_takes_the_heuristic():
 
 
 @pytest.mark.parametrize(("wrong", "message"), [
-    ({"keys": 96}, "keys=96; allowed are 64, 128."), ({"consumers": 4}, "consumers=4; allowed are 1, 2, 3."),
-    ({"stages": 3}, "stages=3; allowed are 2, 4, 8."), ({"query_stages": 3}, "query_stages=3; allowed are 1, 2."),
-    ({"out_parts": 3}, "out_parts=3; allowed are 1, 2."),
+    ({"block_n": 96}, "block_n=96; allowed are 64, 128."), ({"consumers": 4}, "consumers=4; allowed are 1, 2, 3."),
+    ({"kv_stages": 3}, "kv_stages=3; allowed are 2, 4, 8."), ({"q_stages": 3}, "q_stages=3; allowed are 1, 2."),
+    ({"epilogue_passes": 3}, "epilogue_passes=3; allowed are 1, 2."),
 ])
 def test_illegal_hopper_tile_cannot_be_constructed(wrong, message):
-    legal = {"keys": 128, "consumers": 2, "stages": 2, "query_stages": 2}
+    legal = {"block_n": 128, "consumers": 2, "kv_stages": 2, "q_stages": 2}
     HopperForwardConfig(**legal)
     with pytest.raises(InvalidInput) as caught:
         HopperForwardConfig(**(legal | wrong))
@@ -385,31 +385,31 @@ def test_illegal_hopper_tile_cannot_be_constructed(wrong, message):
 
 
 def test_hopper_tiles_hold_queries_and_out_and_keys_and_values_of_every_stage():
-    config = HopperForwardConfig(keys=128, consumers=3, stages=4, query_stages=1)
+    config = HopperForwardConfig(block_n=128, consumers=3, kv_stages=4, q_stages=1)
     queries, out, keys, values = 192, 192, 4 * 128, 4 * 128
     assert config.shared_bytes(problem_of(128)) == 2 * 128 * (queries + out + keys + values) + 3072
     # Narrow heads lie in rows of 128 bytes, which the copy engine swizzles.
     assert config.shared_bytes(problem_of(8)) == 2 * 64 * (queries + out + keys + values) + 3072
 
 
-def test_hopper_tiles_of_wide_heads_are_in_pieces_and_v_has_its_own_width():
-    config = HopperForwardConfig(keys=64, consumers=2)
-    for d, dv, pieces in ((256, 256, ((256,), (256,))), (192, 128, ((128, 64), (128,))),
+def test_hopper_tiles_of_wide_heads_are_in_chunks_and_v_has_its_own_width():
+    config = HopperForwardConfig(block_n=64, consumers=2)
+    for d, dv, chunks in ((256, 256, ((256,), (256,))), (192, 128, ((128, 64), (128,))),
                           (130, 72, ((128, 64), (64, 32))), (40, 193, ((64,), (256,))), (40, 96, ((64,), (64, 32))),
                           (97, 65, ((128,), (64, 32)))):
-        assert config.pieces(problem_of(d, dv)) == pieces
+        assert config.head_dim_chunks(problem_of(d, dv)) == chunks
     assert config.shared_bytes(problem_of(192, 256)) == 2 * (2 * 128 * 192 + 128 * 256 + 2 * 64 * (192 + 256)) + 3072
 
 
-def test_hopper_tiles_of_out_leave_whole_or_in_two_turns_of_buffers_64_columns_wide():
-    whole, in_turns = (HopperForwardConfig(keys=64, consumers=2, out_parts=parts) for parts in (1, 2))
+def test_out_leaves_in_one_pass_or_in_two_through_buffers_64_columns_wide():
+    one, two = (HopperForwardConfig(block_n=64, consumers=2, epilogue_passes=passes) for passes in (1, 2))
     for dv, at_once, after_another in ((128, (128, 1), (64, 1)), (256, (256, 1), (64, 2)), (192, (64, 3), (64, 1)),
                                        (96, (32, 3), (32, 1)), (64, (64, 1), (64, 1))):
         problem = problem_of(256, dv)
-        assert (whole.out_buffers(problem), in_turns.out_buffers(problem)) == (at_once, after_another)
+        assert (one.out_buffers(problem), two.out_buffers(problem)) == (at_once, after_another)
         columns, buffers = after_another
-        spared = 2 * 128 * (sum(whole.pieces(problem)[1]) - columns * buffers)
-        assert whole.shared_bytes(problem) - in_turns.shared_bytes(problem) == spared
+        spared = 2 * 128 * (sum(one.head_dim_chunks(problem)[1]) - columns * buffers)
+        assert one.shared_bytes(problem) - two.shared_bytes(problem) == spared
 
 
 @pytest.mark.parametrize(("d", "dv"), [(1, 1), (40, 64), (64, 64), (64, 65), (96, 40), (128, 8), (128, 128),

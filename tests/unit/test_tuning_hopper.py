@@ -19,11 +19,11 @@ from tilewise.tuning.heuristics import hopper_backward_config, hopper_forward_co
 from tilewise.tuning.hopper import backward_config, forward_config, propose_hopper
 from tilewise.tuning.search import MOST_CANDIDATES
 from tilewise.tuning.table import Bucket, make_row, read_table, write_table
-from tilewise.tuning.waves import Layout
+from tilewise.tuning.wave_model import GridPlan
 
 DEVICE = DeviceSpec.of_arch("sm_90", "some-hopper")
 HEURISTICS = {"hopper_forward": hopper_forward_config, "hopper_backward": hopper_backward_config}
-FORWARD = HopperForwardConfig(keys=64, consumers=2, stages=4)
+FORWARD = HopperForwardConfig(block_n=64, consumers=2, kv_stages=4)
 BACKWARD = HopperBackwardConfig(stages=4, out_stages=1, direct=True)
 BUSY = {"b": 8, "hq": 16, "hk": 16}  # heads that fill the multiprocessors
 
@@ -70,9 +70,9 @@ def test_few_are_legal_where_heads_are_wide_and_all_ways_where_they_are_narrow()
     assert {kernel: [len(propose_hopper(kernel, problem_of(d, kernel=kernel), DEVICE).tiles) for d in (64, 128, 256)]
             for kernel in HEURISTICS} == {"hopper_forward": [14, 6, 2], "hopper_backward": [17, 9, 2]}
     narrow = propose_hopper("hopper_forward", problem_of(64), DEVICE).tiles
-    assert {(config.keys, config.consumers, config.ping_pong) for config in narrow} == {
+    assert {(config.block_n, config.consumers, config.ping_pong) for config in narrow} == {
         (*sides, turns) for sides in ((64, 2), (128, 2), (128, 3)) for turns in (False, True)}
-    assert {config.query_stages for config in narrow if config.stages == 2} == {2}  # there is room for them
+    assert {config.q_stages for config in narrow if config.kv_stages == 2} == {2}  # there is room for them
     ways = {(config.ahead, config.direct, config.tails, config.alone)
             for config in propose_hopper("hopper_backward", problem_of(64, kernel="hopper_backward"), DEVICE).tiles}
     assert ways == {*product((False, True), (False, True), (False,), (False,)),
@@ -84,7 +84,7 @@ def test_few_are_legal_where_heads_are_wide_and_all_ways_where_they_are_narrow()
 def test_registers_bound_keys_and_warpgroups():
     for d, dv, keys, consumers in ((64, 128, {64, 128}, {2}), (128, 192, {64}, {2}), (96, 64, {64, 128}, {2})):
         tiles = propose_hopper("hopper_forward", replace(problem_of(d, dv), b=8, hq=16, hk=16), DEVICE).tiles
-        assert ({config.keys for config in tiles}, {config.consumers for config in tiles}) == (keys, consumers)
+        assert ({config.block_n for config in tiles}, {config.consumers for config in tiles}) == (keys, consumers)
     for d, dv, wide in ((192, 128, {False, True}), (136, 40, {False, True}), (200, 64, {True}), (192, 192, {True}),
                         (64, 136, {True}), (128, 128, {False})):
         tiles = propose_hopper("hopper_backward", problem_of(d, dv, kernel="hopper_backward"), DEVICE).tiles
@@ -264,10 +264,10 @@ def test_more_keys_than_queries_get_the_heuristics_tile(rows, kernel):
 
 
 def test_the_row_nearest_in_length_is_taken(rows):
-    rows["hopper_forward"] += (row_of(replace(FORWARD, stages=2), s=512),)
+    rows["hopper_forward"] += (row_of(replace(FORWARD, kv_stages=2), s=512),)
     problems = [problem_of(s=s, **BUSY) for s in (512, 2100, 8000)]
     assert len({hopper_forward_config(problem) for problem in problems}) == 1
-    assert [forward_config(problem, DEVICE).stages for problem in problems] == [2, 4, 4]
+    assert [forward_config(problem, DEVICE).kv_stages for problem in problems] == [2, 4, 4]
 
 
 @pytest.mark.parametrize(("kernel", "d", "fields"), [
@@ -306,7 +306,7 @@ def test_the_backend_asks_the_table(rows, monkeypatch):
     monkeypatch.setattr(gluon, "device_spec", lambda device: DEVICE)
     monkeypatch.setattr(gluon, "HopperForward", lambda problem, config, *others: asked.append(config))
     monkeypatch.setattr(gluon, "backward_launch", lambda problem, config, *others: asked.append(config))
-    monkeypatch.setattr(gluon, "layout_of", lambda problem, config, multiprocessors: Layout(1.0, 1, None))
+    monkeypatch.setattr(gluon, "grid_plan_of", lambda problem, config, multiprocessors: GridPlan(1.0, 1, None))
     monkeypatch.setattr("tilewise.kernels.triton.backward.delta_launch", lambda *given: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: type("GPU", (), {
         "multi_processor_count": 132}))

@@ -27,7 +27,7 @@ def test_three_warpgroups_take_turns_where_heads_are_narrow_and_sequences_long()
                                   (64, 72, 4096, Mask(), False), (72, 64, 4096, Mask(), False)):
         config = hopper_forward_config(replace(problem_of(d, dv, s=s, mask=mask), b=8, hq=32, hk=32))
         assert config.consumers == (3 if three else 2)
-        assert not three or config == HopperForwardConfig(keys=128, consumers=3, ping_pong=True)
+        assert not three or config == HopperForwardConfig(block_n=128, consumers=3, ping_pong=True)
     capped = replace(problem_of(s=2047), b=8, hq=32, hk=32, scores=ScoreOptions(softcap=30.0))
     assert [hopper_forward_config(replace(capped, sk=keys)).consumers for keys in (2047, 2048)] == [2, 3]
 
@@ -41,7 +41,7 @@ def test_two_warpgroups_of_narrow_heads_have_four_stages_where_they_are_at_work_
     one = replace(problem_of(64, 64, s=512, mask=causal()), hq=132, hk=132)  # four waves of an entry
     for b, deterministic in product((1, 2), (False, True)):
         config = hopper_forward_config(replace(one, b=b, deterministic=deterministic))
-        assert config.stages == (4 if b > 1 and not deterministic else 2), "neighbours are none of its affair"
+        assert config.kv_stages == (4 if b > 1 and not deterministic else 2), "bits are of one element"
 
 
 @pytest.mark.parametrize(("d", "dv", "s", "mask", "turns"), [
@@ -77,10 +77,10 @@ def test_of_packed_sequences_the_mean_length_counts_and_of_deterministic_calls_n
 
 
 @pytest.mark.parametrize(("d", "dv", "config"), [
-    (192, 128, HopperForwardConfig(keys=128, consumers=2, query_stages=1, out_parts=2)),
-    (192, 192, HopperForwardConfig(keys=64, consumers=2, out_parts=2)),
-    (256, 256, HopperForwardConfig(keys=64, consumers=2, query_stages=1, ping_pong=True, out_parts=2)),
-    (64, 192, HopperForwardConfig(keys=64, consumers=2)),
+    (192, 128, HopperForwardConfig(block_n=128, consumers=2, q_stages=1, epilogue_passes=2)),
+    (192, 192, HopperForwardConfig(block_n=64, consumers=2, epilogue_passes=2)),
+    (256, 256, HopperForwardConfig(block_n=64, consumers=2, q_stages=1, ping_pong=True, epilogue_passes=2)),
+    (64, 192, HopperForwardConfig(block_n=64, consumers=2)),
 ], ids=str)
 def test_wide_heads_take_as_many_keys_a_step_as_registers_and_shared_memory_allow(d, dv, config):
     assert hopper_forward_config(problem_of(d, dv)) == config

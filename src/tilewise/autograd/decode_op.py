@@ -10,10 +10,8 @@ from torch.autograd.graph import increment_version
 
 from tilewise import settings
 from tilewise.autograd.transforms import entry_by_entry, refuse_tangents, tensors_in
-from tilewise.caches import registered
 from tilewise.dispatch import Decoder, choose_decoder
 from tilewise.errors import InvalidInput
-from tilewise.length_checks import check_cache
 from tilewise.masks import Mask
 from tilewise.problem.decode import (
     CacheOperands,
@@ -23,7 +21,9 @@ from tilewise.problem.decode import (
     specs_of_inputs,
     specs_of_present,
 )
+from tilewise.problem.length_checks import check_cache
 from tilewise.problem.options import OperatorOptions, schema_of
+from tilewise.support.caches import registered
 from tilewise.validate.tensors import SpecKey
 
 _NUMBERS = ", ".join((schema_of(OperatorOptions, ("left", "right", "alignment")),

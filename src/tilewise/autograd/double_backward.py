@@ -12,8 +12,8 @@ from tilewise.dispatch import choose, get_backend
 from tilewise.errors import UnsupportedProblem
 from tilewise.kernels.reference.differentiable import differentiable_attention
 from tilewise.kernels.reference.sequences import differentiable_by_sequence
-from tilewise.length_checks import check_borders
 from tilewise.problem import AttentionProblem
+from tilewise.problem.length_checks import check_borders
 from tilewise.problem.options import Operands, OperatorOptions
 
 _disable: Any = torch.compiler.disable  # has no types

@@ -22,11 +22,11 @@ from tilewise.autograd.guards import IsLike, guard_of
 from tilewise.autograd.op import resolve
 from tilewise.backends.base import BindingBackend, BoundBackward, BoundForward, Needs, Saved
 from tilewise.backends.current import allows_tf32, autocast_dtype, is_current
-from tilewise.caches import registered
 from tilewise.kernels.compiling import pending
 from tilewise.masks import Mask
 from tilewise.problem.options import NO_OPERANDS, Operands, OperatorOptions
 from tilewise.problem.problem import specs_of_inputs, specs_of_operands
+from tilewise.support.caches import registered
 from tilewise.validate.tensors import SpecKey
 
 KEPT = 1024  # launch plans; more are dropped together: each is made again from a backend's plan, of which as many stay

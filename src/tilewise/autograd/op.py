@@ -21,11 +21,10 @@ from tilewise.autograd.transforms import (
 )
 from tilewise.backends.base import Backend, Needs, Saved
 from tilewise.backends.current import allows_tf32
-from tilewise.caches import registered
 from tilewise.dispatch import choose
 from tilewise.errors import UnsupportedProblem
-from tilewise.length_checks import check_borders
 from tilewise.problem import AttentionProblem, are_aligned, dense_strides
+from tilewise.problem.length_checks import check_borders
 from tilewise.problem.options import (
     NO_OPERANDS,
     PLAIN_FIELDS,
@@ -34,6 +33,7 @@ from tilewise.problem.options import (
     schema_of,
 )
 from tilewise.problem.problem import problem_from_specs, specs_of_inputs, specs_of_operands
+from tilewise.support.caches import registered
 from tilewise.validate.tensors import SpecKey
 
 _OPERANDS, _OPTIONS = schema_of(Operands), schema_of(OperatorOptions)

@@ -1,7 +1,7 @@
 """Runs cuDNN's attention engines through graphs of its front end: 16-bit calls, packed views in place.
 
 cuDNN is handed only the core of a dense call, the queries that see a key and the keys that are seen, as views; where
-lengths are data, all, and what sees nothing is written afterwards (kernels/triton/blanks.py). So the contract of the
+lengths are data, all, and rows without keys are zeroed afterwards (kernels/triton/zero_fill.py). So the contract of the
 other backends holds for what cuDNN leaves open. Its graphs are made in kernels/cudnn.
 """
 
@@ -22,17 +22,17 @@ from tilewise.backends.cudnn_plan import (
     index_of,
 )
 from tilewise.backends.current import is_current
-from tilewise.caches import registered
 from tilewise.kernels.cudnn.description import Borders, Core, core_of, plain_strides
 from tilewise.kernels.cudnn.graph import Graph, graph_of
 from tilewise.kernels.cudnn.lengths import constant_lengths
 from tilewise.kernels.cudnn.library import frontend_version, library_version
 from tilewise.kernels.triton.launch import Launch, modifiers_of
-from tilewise.kernels.triton.sums import OperandSums
+from tilewise.kernels.triton.operand_gradients import OperandGradients
 from tilewise.masks import Span
-from tilewise.packages import version_text
 from tilewise.problem import AttentionProblem, Sizes, are_aligned
 from tilewise.problem.options import NO_OPERANDS, Operands
+from tilewise.support.caches import registered
+from tilewise.support.packages import version_text
 from tilewise.tuning.heuristics import delta_config
 
 OLDEST_FRONTEND = (1, 28)  # its graphs and handles are as library.py and graph.py use them
@@ -191,7 +191,7 @@ def _sink_gradient(problem: AttentionProblem, saved: Saved, outs: tuple[torch.Te
     delta = torch.empty_like(lse)
     launch = _delta_launch(problem, out.stride(), dout.stride(), _alignment(saved.operands))
     launch(out, dout, out, delta, modifiers_of(problem, saved.operands))
-    sums = OperandSums(problem, saved.operands, dbias=False, dalibi_slopes=False, dsinks=True)
+    sums = OperandGradients(problem, saved.operands, dbias=False, dalibi_slopes=False, dsinks=True)
     return sums.gradients(lse, delta)[2]
 
 

@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import torch
 
-from tilewise.caches import registered
 from tilewise.kernels.cudnn.description import Borders, Core, core_of, describe, gradient_strides, lse_layout
 from tilewise.kernels.cudnn.graph import Graph, graph_of
 from tilewise.kernels.triton.launch import Launch
 from tilewise.problem import AttentionProblem, Sizes, alignment_of
+from tilewise.support.caches import registered
 
 PLANS = 256  # as many as graphs, which they hold
 _STEP = 4  # lengths of 32 bit in 16 bytes, where each row of them begins
@@ -104,7 +104,7 @@ def backward_plan(problem: AttentionProblem, dbias: bool, operands: Alignment) -
 @lru_cache(maxsize=4 * PLANS)
 def index_of(problem: AttentionProblem, borders: tuple[Borders, ...], lengths: Alignment) -> Index:
     """Return how lengths and these borders are made."""
-    from tilewise.kernels.triton.blanks import lengths_launch
+    from tilewise.kernels.triton.zero_fill import lengths_launch
 
     of_queries, of_keys = (tuple(border for border in borders if border.side == side) for side in "qk")
     rows: tuple[str | Borders, ...] = ("seqlens_q", "seqlens_k")
@@ -143,14 +143,14 @@ def _core(problem: AttentionProblem) -> Core | None:
 def _blank_out(problem: AttentionProblem) -> Launch | None:
     if not problem.sequences.are_data:
         return None
-    from tilewise.kernels.triton.blanks import blank_out_launch
+    from tilewise.kernels.triton.zero_fill import zero_fill_out_launch
 
-    return blank_out_launch(problem)
+    return zero_fill_out_launch(problem)
 
 
 def _blank_gradients(problem: AttentionProblem) -> Launch | None:
     if not problem.sequences.are_data:
         return None
-    from tilewise.kernels.triton.blanks import blank_gradients_launch
+    from tilewise.kernels.triton.zero_fill import zero_fill_gradients_launch
 
-    return blank_gradients_launch(problem, gradient_strides(problem))
+    return zero_fill_gradients_launch(problem, gradient_strides(problem))

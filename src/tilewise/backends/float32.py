@@ -8,11 +8,11 @@ import torch
 
 from tilewise.backends.base import Gradients, Needs, Results, Saved
 from tilewise.backends.current import allows_tf32, is_current
-from tilewise.caches import registered
 from tilewise.kernels.cuda.call import UNBOUNDED, Call, Tensor
 from tilewise.kernels.cuda.program import Program, lacking, load
 from tilewise.problem import AttentionProblem, are_aligned, dense_strides
 from tilewise.problem.options import NO_OPERANDS, NO_OPTIONS, Operands
+from tilewise.support.caches import registered
 from tilewise.tuning.cuda import (
     DELTA,
     KEY_TILE,

@@ -21,18 +21,18 @@ from tilewise.backends.memory import (
     forms_of_results,
     on_meta,
 )
-from tilewise.caches import registered
 from tilewise.kernels.gluon.launch import HopperForward
 from tilewise.kernels.gluon.launch_backward import HopperBackward
 from tilewise.kernels.gluon.launch_backward_wide import HopperBackwardApart, backward_launch
 from tilewise.kernels.triton.launch import Launch, Modifiers, modifiers_of
-from tilewise.kernels.triton.sums import OperandSums
+from tilewise.kernels.triton.operand_gradients import OperandGradients
 from tilewise.problem import AttentionProblem, Sizes, alignment_of, are_aligned, dense_strides
 from tilewise.problem.options import DRAW_SPAN, LARGE_SOFTCAP, NO_OPERANDS, NO_OPTIONS, Operands, is_large_softcap
+from tilewise.support.caches import registered
 from tilewise.tuning.device import device_spec
 from tilewise.tuning.heuristics import delta_config
 from tilewise.tuning.hopper import backward_config, forward_config
-from tilewise.tuning.waves import layout_of
+from tilewise.tuning.wave_model import grid_plan_of
 
 WIDEST = 256
 WIDEST_OF_ALL = 128  # what the backward kernel for wider heads does not have is taken to here
@@ -80,7 +80,7 @@ class GluonBackend:
         made = (dq if needs.dq else None, *((dk, dv) if needs.dkv else (None, None)))
         if not needs.dsinks:
             return Gradients(*made)
-        sums = OperandSums(problem, operands, dbias=False, dalibi_slopes=False, dsinks=True)
+        sums = OperandGradients(problem, operands, dbias=False, dalibi_slopes=False, dsinks=True)
         return Gradients(*made, *sums.gradients(lse, delta))
 
     def precompile_backward(self, problem: AttentionProblem, saved: Saved, dout: torch.Tensor, needs: Needs) -> None:
@@ -109,7 +109,10 @@ class GluonBackend:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What makes memory, what out and lse are, the launch, and where tiles are cut, what combines parts of a form."""
+    """What allocates, how out and lse lie in memory, and the launch.
+
+    combine: with split-KV how the partial results lie in memory, and the launch that combines them; else None.
+    """
 
     allocate: Allocate
     out: Form
@@ -131,9 +134,9 @@ class _Plan:
         out, lse = allocate(*self.out), allocate(*self.lse)
         if self.combine is not None:
             form, combine = self.combine
-            parts = allocate(*form)
-            self.launch(tensors, addresses, out, lse, parts=parts)
-            combine(parts, out, lse, operands.sinks, self.launch.sinks_stride)
+            partial = allocate(*form)
+            self.launch(tensors, addresses, out, lse, partial=partial)
+            combine(partial, out, lse, operands.sinks, self.launch.sinks_stride)
         else:
             self.launch(tensors, addresses, out, lse, operands, aligned=aligned)
         return out, lse
@@ -144,14 +147,14 @@ class _Plan:
 def _plan(problem: AttentionProblem) -> _Plan:
     multiprocessors = torch.cuda.get_device_properties(problem.device).multi_processor_count
     config = forward_config(problem, device_spec(problem.device), multiprocessors)
-    _, pack, cut = layout_of(problem, config, multiprocessors)
-    launch, combine = HopperForward(problem, config, multiprocessors, pack, cut), None
-    if cut is not None:
+    _, pack_gqa, split_kv = grid_plan_of(problem, config, multiprocessors)
+    launch, combine = HopperForward(problem, config, multiprocessors, pack_gqa, split_kv), None
+    if split_kv is not None:
         from tilewise.kernels.triton.combine import combine_splits_launch
 
-        shape = launch.parts_shape
+        shape = launch.partial_shape
         combine = ((shape, (shape[1] * shape[2], shape[2], 1), torch.float32),
-                   combine_splits_launch(problem, launch.lines, shape, overlapped=True))
+                   combine_splits_launch(problem, launch.split_rows, shape, overlapped=True))
     return _Plan(allocator(problem.device), *forms_of_results(problem), launch, combine)
 
 

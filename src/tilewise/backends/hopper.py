@@ -6,9 +6,9 @@ import torch
 
 from tilewise.backends import self_check
 from tilewise.backends.self_check_calls import Family
-from tilewise.packages import package_version, version_text
 from tilewise.problem import AttentionProblem
 from tilewise.problem.options import NO_OPTIONS
+from tilewise.support.packages import package_version, version_text
 from tilewise.tuning.device import device_spec
 
 # The versions of Triton that the tests ran the kernels with on a GPU, and passed: docs/backends.md, "Versions of

@@ -24,9 +24,9 @@ import torch
 from tilewise import settings
 from tilewise.backends.base import Pending
 from tilewise.backends.self_check_calls import CALLS, Family, deviation
-from tilewise.disk_cache import keep
 from tilewise.kernels.hooks import take_of_kernels
-from tilewise.packages import whole_version
+from tilewise.support.disk_cache import keep
+from tilewise.support.packages import whole_version
 
 # Words of errors that say nothing of the kernels: torch's and Triton's own where memory is short, and CUDA's where
 # another thread captures a graph meanwhile. Such a failure holds for this process and is not kept on disk.

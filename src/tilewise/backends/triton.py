@@ -19,7 +19,6 @@ from tilewise.backends.base import BoundBackward, BoundForward, Gradients, Needs
 from tilewise.backends.current import allows_tf32, is_current
 from tilewise.backends.hopper import awaits_dbias_check, sums_dbias, untrusted
 from tilewise.backends.memory import Allocate, Form, allocator, forms_of_gradients, forms_of_results
-from tilewise.caches import registered
 from tilewise.kernels.triton.launch import (
     Launch,
     Modifiers,
@@ -28,9 +27,10 @@ from tilewise.kernels.triton.launch import (
     operand_count,
     takes_descriptors,
 )
-from tilewise.kernels.triton.sums import OperandSums
+from tilewise.kernels.triton.operand_gradients import OperandGradients
 from tilewise.problem import TAIL_WIDTH, WIDEST, AttentionProblem, Sizes, alignment_of, dense_strides
 from tilewise.problem.options import NO_OPERANDS, Operands
+from tilewise.support.caches import registered
 from tilewise.tuning.device import device_spec
 from tilewise.tuning.heuristics import (
     delta_config,
@@ -45,7 +45,7 @@ from tilewise.tuning.table import config_for
 
 if TYPE_CHECKING:
     from tilewise.kernels.gluon.launch_dbias import HopperDbias
-    from tilewise.kernels.triton.pair_sums import PairSums
+    from tilewise.kernels.triton.bias_gradient import BiasGradientSums
     from tilewise.tuning.configs import TileConfig
 
 _EVERY = Needs()
@@ -108,8 +108,8 @@ class TritonBackend:
         plan_of = _backward_plan.__wrapped__ if needs.dbias and awaits_dbias_check(problem) else _backward_plan
         plan = plan_of(problem, _strides_of(out, dout, dlse), alignment, precision_of(problem.dtype), needs)
         dq, dk, dv = plan.allocated(q, k, v)
-        sums = OperandSums(problem, operands, dbias=needs.dbias, dalibi_slopes=needs.dalibi_slopes,
-                           dsinks=needs.dsinks)
+        sums = OperandGradients(problem, operands, dbias=needs.dbias, dalibi_slopes=needs.dalibi_slopes,
+                                dsinks=needs.dsinks)
         delta = torch.empty_like(lse)
         if plan.delta is None:
             for gradient in (dq, dk, dv):
@@ -142,7 +142,8 @@ class TritonBackend:
                               precision_of(problem.dtype), needs)
         if plan.delta is None:
             return None
-        return plan.bound(problem, OperandSums(problem, NO_OPERANDS, dbias=False, dalibi_slopes=False, dsinks=False))
+        none = OperandGradients(problem, NO_OPERANDS, dbias=False, dalibi_slopes=False, dsinks=False)
+        return plan.bound(problem, none)
 
 
 def why_not_at_all(dtype: torch.dtype) -> str | None:
@@ -230,7 +231,7 @@ class _BackwardPlan:
     dv_strides: Sizes
     delta: Launch | None = None
     dkdv: tuple[Launch, ...] = ()
-    dq: "Launch | PairSums | None" = None
+    dq: "Launch | BiasGradientSums | None" = None
     dbias: "Launch | HopperDbias | None" = None
     modifiers: _PlannedModifiers | None = None
 
@@ -240,7 +241,7 @@ class _BackwardPlan:
         return _empty(q, self.dq_strides) if self.needs.dq else None, dk, dv
 
     def differentiate(self, results: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
-                      inputs: tuple[torch.Tensor, ...], made: _Three, sums: OperandSums,
+                      inputs: tuple[torch.Tensor, ...], made: _Three, sums: OperandGradients,
                       operands: Operands = NO_OPERANDS) -> None:
         """Launch on the current device, which is that of the tensors.
 
@@ -256,7 +257,7 @@ class _BackwardPlan:
         self._launch((of_delta, _addresses(of_delta)), (inputs, _addresses(inputs)), made, sums,
                      lambda: modifiers.of(operands), modifiers.addresses(operands))
 
-    def _launch(self, of_delta: _Placed, inputs: _Placed, made: _Three, sums: OperandSums,
+    def _launch(self, of_delta: _Placed, inputs: _Placed, made: _Three, sums: OperandGradients,
                 modifiers: Callable[[], Modifiers], at_operands: tuple[int, ...]) -> None:
         """Launch the kernels, given tensors and where they lie; ``modifiers`` returns those of the call."""
         dq, dk, dv = made
@@ -274,11 +275,11 @@ class _BackwardPlan:
                 self.dq.at((*at_inputs, *_addresses(of_queries), *at_operands),
                            lambda: (*tensors, *of_queries, modifiers()))
             else:
-                cast("PairSums", self.dq)(*tensors, *of_queries, modifiers())
+                cast("BiasGradientSums", self.dq)(*tensors, *of_queries, modifiers())
         if sums.pairs is not None and self.dbias is not None:
             self.dbias(*tensors, sums.pairs, modifiers())
 
-    def bound(self, problem: AttentionProblem, no_sums: OperandSums) -> BoundBackward:
+    def bound(self, problem: AttentionProblem, no_sums: OperandGradients) -> BoundBackward:
         """Return the whole backward pass of a plain problem."""
         allocate, (_, rows) = allocator(problem.device), forms_of_results(problem)
         of_q, of_k, of_v = forms_of_gradients(problem, (self.dq_strides, self.dk_strides, self.dv_strides))
@@ -335,7 +336,7 @@ def _backward_plan(problem: AttentionProblem, incoming: tuple[Sizes, Sizes, Size
     if problem.is_empty:
         return _BackwardPlan(needs, dq, dk, dv)
     from tilewise.kernels.triton.backward import delta_launch, dkdv_launch, dq_launch
-    from tilewise.kernels.triton.pair_sums import PairSums, sees_alike
+    from tilewise.kernels.triton.bias_gradient import BiasGradientSums, sees_alike
 
     spec = device_spec(problem.device)
     out_strides, dout_strides, dlse_strides = incoming
@@ -355,8 +356,8 @@ def _backward_plan(problem: AttentionProblem, incoming: tuple[Sizes, Sizes, Size
     bind_dq = partial(dq_launch, problem, config, precision, dout_strides, dq)
     return _BackwardPlan(
         needs, dq, dk, dv, delta_launch(problem, delta_config(problem), out_strides, dout_strides, dlse_strides),
-        dkdv_launches,
-        PairSums(problem, entries, at_once, bind_dq) if entries else bind_dq(), dbias, _planned_modifiers(problem))
+        dkdv_launches, BiasGradientSums(problem, entries, at_once, bind_dq) if entries else bind_dq(), dbias,
+        _planned_modifiers(problem))
 
 
 def _dbias_of(problem: AttentionProblem, dq_config: "TileConfig", precision: str, dout_strides: Sizes,

@@ -9,10 +9,10 @@ import torch
 
 from tilewise.backends.current import is_current
 from tilewise.backends.triton import PLANS, precision_of, why_not_at_all, why_not_here
-from tilewise.caches import registered
 from tilewise.kernels.triton.launch import Launch
 from tilewise.problem import Sizes, alignment_of
 from tilewise.problem.decode import CacheOperands, DecodeProblem
+from tilewise.support.caches import registered
 from tilewise.tuning.decode import choose_splits, decode_config, row_tiles
 from tilewise.tuning.device import device_spec
 

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tilewise.documents import documents_of
 from tilewise.masks import Mask, TensorMask, chunk, window
-from tilewise.tile_lists import TILE
+from tilewise.masks.document_ranges import documents_of
+from tilewise.masks.tile_lists import TILE
 
 MaskFunction = Callable[..., Any]
 

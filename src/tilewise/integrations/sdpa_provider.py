@@ -16,10 +16,10 @@ import torch
 from tilewise.api import attention, attention_varlen
 from tilewise.autograd.op import backward_op
 from tilewise.backends.torch import replace_flash_attention
-from tilewise.caches import clear_caches
 from tilewise.errors import UnsupportedProblem
 from tilewise.masks import Mask, window
 from tilewise.problem.options import Operands, OperatorOptions
+from tilewise.support.caches import clear_caches
 
 __all__ = ["register"]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tilewise.packages import package_version
+from tilewise.support.packages import package_version
 
 # Those in which a function's hash depends on which of the functions that it calls were hashed before it. Triton finds
 # a kernel on disk by its hash, so a process that has compiled other kernels would not find it, and compile it again.

@@ -6,10 +6,10 @@ from typing import cast
 
 import torch
 
-from tilewise.caches import registered
 from tilewise.functions import CallFunctions, MaskFunction
 from tilewise.masks import Mask, TensorMask
 from tilewise.problem.options import NO_OPERANDS, Operands
+from tilewise.support.caches import registered
 from tilewise.validate.tensors import (
     check_lengths_are_tensors,
     check_packed_rows,

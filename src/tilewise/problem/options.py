@@ -108,7 +108,7 @@ class Operands(NamedTuple):
             one ends; both or none.
         seqlens_q, seqlens_k: (b,), int32 or int64: how many positions of a sequence, the first ones, take part.
         documents_q: (b|1, 4, sq), int32, and documents_k: (b|1, 4, sk), as :class:`tilewise.masks.Documents` has them.
-        tiles_q, tiles_k: int32, as :class:`tilewise.tile_lists.TileLists` has them; of a mask that they come with.
+        tiles_q, tiles_k: int32, as :class:`tilewise.masks.tile_lists.TileLists` has them.
         score_tensors, mask_tensors: what the user's functions read, contiguous.
     """
 

@@ -13,8 +13,8 @@ from typing import Any, Literal
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from tilewise.caches import registered
 from tilewise.masks import Band, Mask, Span
+from tilewise.masks.tile_lists import TILE
 from tilewise.problem.options import (
     NO_OPERANDS,
     NO_OPTIONS,
@@ -27,7 +27,7 @@ from tilewise.problem.options import (
     ScoreSettings,
 )
 from tilewise.problem.sequences import DENSE, Sequences
-from tilewise.tile_lists import TILE
+from tilewise.support.caches import registered
 from tilewise.validate.call import (
     check_alignment,
     check_companions,

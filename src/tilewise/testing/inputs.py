@@ -26,9 +26,9 @@ from typing import Any, NamedTuple
 import torch
 
 from tilewise.api import attention, attention_varlen
-from tilewise.documents import Documents
 from tilewise.errors import InvalidInput
 from tilewise.masks import Mask, TensorMask, documents
+from tilewise.masks.document_ranges import Documents
 from tilewise.problem.options import NO_OPERANDS, Operands
 from tilewise.testing.cases import Case, Layout
 

@@ -29,7 +29,7 @@ from tilewise.tuning.configs import (
 )
 from tilewise.tuning.device import DeviceSpec
 from tilewise.tuning.head_programs import programs_of_head
-from tilewise.tuning.waves import MANY_WAVES, NEARLY, layout_of, tiles_of
+from tilewise.tuning.wave_model import MANY_WAVES, NEARLY, grid_plan_of, num_tiles_of
 
 Tile = tuple[int, int, int, int]  # block_m, block_n, num_warps, num_stages
 Config = ForwardConfig | DkdvConfig | DqConfig | DbiasConfig
@@ -127,7 +127,7 @@ LEAST_WORK_FOR_DESCRIPTORS = 10**10
 LEAST_WORK_FOR_GLUON = 15 * 10**8
 # Their backward is worth a launch sooner: from here on 1.13 to 2 times as fast.
 LEAST_WORK_FOR_GLUON_BACKWARD = LEAST_WORK_FOR_GLUON // 10
-_LEAST_CUT = 8192  # keys from which few queries were timed, in tiles that are cut
+_LEAST_SPLIT = 8192  # keys from which few queries were timed, in tiles that are split
 
 
 def tile_config(kernel: str, problem: AttentionProblem, device: DeviceSpec, *, descriptors: bool) -> Config:
@@ -161,49 +161,50 @@ def tile_config(kernel: str, problem: AttentionProblem, device: DeviceSpec, *, d
 def hopper_forward_config(problem: AttentionProblem, multiprocessors: int = MULTIPROCESSORS) -> HopperForwardConfig:
     """Choose the tiles of the Gluon forward kernel, timed on an H200 at lengths 512 to 16384 (Triton 3.6).
 
-    At a width of 64 the softmax takes as long as the products: three warpgroups that take turns (+5 % over three that
-    do not). Of short sequences their 192 queries see too much that is hidden, or are too often none: two, with four
-    stages where they are at work long enough (without a mask, length 640: +5 %; 768: -11 %; causal, 1280: +2 %; 1536:
-    the same; 2000: -2 %; windows and a softcap were not timed). At 128 two fill the tensor cores by themselves, and
-    registers allow no third. Of packed sequences the mean counts, and of a deterministic call's none: it is the
-    neighbours' affair too. Where shorter tiles make waves that take less time by reckoning (waves.py), there are fewer
-    warpgroups, as where tiles are few: one at 512 keys and 64 tiles takes 0.82 of the time of two. Two take turns where
-    that was timed and faster.
+    At a width of 64 the softmax takes as long as the products: three warpgroups with ping-pong scheduling (+5 % over
+    three without). In short sequences too many pairs of their 192 queries are hidden, or past the end: two, with four
+    KV stages where there are many waves (without a mask, length 640: +5 %; 768: -11 %; causal, 1280: +2 %; 1536: the
+    same; 2000: -2 %; windows and a softcap were not timed). At 128 two fill the tensor cores by themselves, and
+    registers allow no third. The length of packed sequences is their mean; a deterministic call, whose bits must not
+    depend on other batch elements, has none. Where the cost model (wave_model.py) estimates less time for shorter
+    tiles, there are fewer warpgroups, as where tiles are few: one at 512 keys and 64 tiles takes 0.82 of the time of
+    two. Two have ping-pong scheduling where that was timed and faster.
 
-    Wider ones take the most keys a step whose scores fit the registers beside O (128 of them to 128 columns; beside 192
-    Triton 3.9's ptxas spills and serializes the products) and that shared memory allows, at the cost of the second tile
-    of queries or of out's room. Of these, head dims 256, and 192 with 128 for v, were timed (docs/hopper.md): at the
-    latter steps of 128 keys gain 11 to 13 % over those of 64. They were not timed with one warpgroup.
+    Wider heads take the largest key block whose scores fit the registers beside O (128 of them to 128 columns; beside
+    192 Triton 3.9's ptxas spills and serializes the products) and that shared memory allows, at the cost of the second
+    tile of Q or of half the buffers of out. Of these, head dims 256, and 192 with 128 for v, were timed
+    (docs/hopper.md): at the latter blocks of 128 keys gain 11 to 13 % over those of 64. They were not timed with one
+    warpgroup.
     """
     length = problem.sk // (problem.sequences.packed or 1) if lengths_may_decide(problem) else 0
     room = DeviceSpec.of_arch("sm_90").shared_memory
-    configs = (HopperForwardConfig(keys, 2, query_stages=query_stages, out_parts=out_parts)
-               for keys, query_stages, out_parts in product((128, 64) if problem.dv <= 128 else (64,), (2, 1), (1, 2)))
+    configs = (HopperForwardConfig(block_n, 2, q_stages=q_stages, epilogue_passes=passes)
+               for block_n, q_stages, passes in product((128, 64) if problem.dv <= 128 else (64,), (2, 1), (1, 2)))
     two = next(config for config in configs if config.shared_bytes(problem) <= room)
-    width, in_turns = max(problem.d, problem.dv), _two_take_turns(problem, length)
-    is_long = width <= 64 and in_turns and tiles_of(problem, two) > MANY_WAVES * multiprocessors
-    by_preference = [replace(two, ping_pong=in_turns, stages=4 if is_long else 2)]
+    width, ping_pong = max(problem.d, problem.dv), _two_ping_pong(problem, length)
+    is_long = width <= 64 and ping_pong and num_tiles_of(problem, two) > MANY_WAVES * multiprocessors
+    by_preference = [replace(two, ping_pong=ping_pong, kv_stages=4 if is_long else 2)]
     if width <= 128:
         by_preference.append(replace(two, consumers=1))
     least = 2048
     if _were_timed(problem):
         least = 768 if problem.mask.right is None else 1792
     if width <= 64 and length >= least:
-        by_preference.insert(0, HopperForwardConfig(keys=128, consumers=3, ping_pong=True))
+        by_preference.insert(0, HopperForwardConfig(block_n=128, consumers=3, ping_pong=True))
     if problem.sequences.are_data:
         return by_preference[0]
-    times = [layout_of(problem, config, multiprocessors).time for config in by_preference]
+    times = [grid_plan_of(problem, config, multiprocessors).time for config in by_preference]
     nearly = min(times) / NEARLY
     return next(config for config, time in zip(by_preference, times, strict=True) if time <= nearly)
 
 
 def _were_timed(problem: AttentionProblem) -> bool:
-    """Whether it is of the calls in which their number and turns were timed: without a window or a softcap."""
+    """Whether the number of warpgroups and ping-pong were timed for such a call: without a window or a softcap."""
     return problem.mask.left is None and problem.scores.softcap is None
 
 
-def _two_take_turns(problem: AttentionProblem, length: int) -> bool:
-    """Whether two warpgroups take turns, by the columns of q and k, and of v, inside the tiles.
+def _two_ping_pong(problem: AttentionProblem, length: int) -> bool:
+    """Whether two warpgroups have ping-pong scheduling, by the columns of q and k, and of v, inside the tiles.
 
     At 64, with four stages, causal +0.7 % at 512 and +0.6 % at 1024, and +2 to 5 % of packed sequences; at 96 without a
     mask +11 to 17 %, causal +1 to 4 %; at 128 without a mask +2 to 3.4 %, causal 0 to +1 %; at 256 +0.4 to 1.2 % to a
@@ -368,7 +369,7 @@ def prefers_gluon(problem: AttentionProblem) -> bool:
     packs = (problem.direction == "forward" and not problem.sequences.are_data and problem.group > 1
              and batch * problem.hq > MULTIPROCESSORS)
     if problem.sq <= 64 and not packs:
-        return _is_cut(problem)
+        return _splits_kv(problem)
     work = batch * problem.hq * max(problem.sq, 64) * keys * (problem.d + problem.dv)
     return work >= 2 * _least_work_for_gluon(problem)
 
@@ -382,11 +383,11 @@ def _least_work_for_gluon(problem: AttentionProblem) -> int:
     return LEAST_WORK_FOR_GLUON_BACKWARD if is_backward else LEAST_WORK_FOR_GLUON
 
 
-def _is_cut(problem: AttentionProblem) -> bool:
-    """Whether the Hopper forward kernel would cut its tiles along many keys."""
-    if problem.direction != "forward" or problem.sk < _LEAST_CUT or max(problem.d, problem.dv) > 256:
+def _splits_kv(problem: AttentionProblem) -> bool:
+    """Whether the Hopper forward kernel would split many keys."""
+    if problem.direction != "forward" or problem.sk < _LEAST_SPLIT or max(problem.d, problem.dv) > 256:
         return False
-    return layout_of(problem, hopper_forward_config(problem), MULTIPROCESSORS).cut is not None
+    return grid_plan_of(problem, hopper_forward_config(problem), MULTIPROCESSORS).split_kv is not None
 
 
 def lengths_may_decide(problem: AttentionProblem) -> bool:

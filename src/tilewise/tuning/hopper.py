@@ -94,16 +94,16 @@ def _is_measured(kernel: str, problem: AttentionProblem) -> bool:
 def _forward_configs(problem: AttentionProblem, device: DeviceSpec) -> list[HopperForwardConfig]:
     """Tiles whose scores and output fit the registers: three warpgroups at a width of 64, 128 keys to 128 columns.
 
-    Three take 128 keys: the kernel leaves out one step that a diagonal hides from a warpgroup, and of 64 keys there
-    would be two. Of tiles that differ in the room for queries and for out alone, the roomiest that fits.
+    Three take 128 keys: the kernel skips one block that a diagonal hides from a warpgroup, and of 64 keys there would
+    be two. Of tiles that differ only in the shared memory for Q and out, the one with the most that fits.
     """
     sides = [(128, 3)] if max(problem.d, problem.dv) <= 64 else []
-    sides += [(keys, 2) for keys in ((128, 64) if problem.dv <= 128 else (64,))]
+    sides += [(block_n, 2) for block_n in ((128, 64) if problem.dv <= 128 else (64,))]
     found = []
-    for (keys, consumers), stages, ping_pong in product(sides, (2, 4, 8), (False, True)):
-        rooms = (HopperForwardConfig(keys, consumers, stages, query_stages, ping_pong, out_parts)
-                 for query_stages, out_parts in product((2, 1), (1, 2)))
-        found += list(islice((room for room in rooms if room.shared_bytes(problem) <= device.shared_memory), 1))
+    for (block_n, consumers), kv_stages, ping_pong in product(sides, (2, 4, 8), (False, True)):
+        configs = (HopperForwardConfig(block_n, consumers, kv_stages, q_stages, ping_pong, passes)
+                   for q_stages, passes in product((2, 1), (1, 2)))
+        found += list(islice((config for config in configs if config.shared_bytes(problem) <= device.shared_memory), 1))
     return found
 
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from tilewise.errors import InvalidInput
+from tilewise.masks.tile_lists import TILE
 from tilewise.problem import AttentionProblem
-from tilewise.tile_lists import TILE
 from tilewise.tuning.configs import AnyConfig, HopperBackwardConfig, HopperConfig, HopperForwardConfig
 from tilewise.tuning.device import DeviceSpec
 from tilewise.tuning.heuristics import KINDS, Config, has_pairs, kernel_width, lengths_may_decide, tile_config

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tilewise.errors import InvalidInput
-from tilewise.shape_hints import layout_hint
+from tilewise.validate.shape_hints import layout_hint
 from tilewise.validate.tensors import INTEGERS, Sizes, TensorSpec, check_operand
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 
 from tilewise.errors import InvalidInput
-from tilewise.shape_hints import layout_hint
+from tilewise.validate.shape_hints import layout_hint
 from tilewise.validate.tensors import INTEGERS, Sizes, TensorSpec, check_operand
 
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tilewise.errors import InvalidInput
-from tilewise.shape_hints import operand_hint
+from tilewise.validate.shape_hints import operand_hint
 
 Sizes = tuple[int, ...]
 INTEGERS = (torch.int32, torch.int64)

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tilewise import settings
-from tilewise.disk_cache import keep
 from tilewise.errors import BackendUnavailable
 from tilewise.kernels.cuda.call import Call
 from tilewise.kernels.hooks import take_of_kernels
+from tilewise.support.disk_cache import keep
 
 SOURCE = Path(__file__).with_name("attention_fp32.cu")
 # Kernel -> its name in the source, and the macros that ask for it.

@@ -11,9 +11,9 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from tilewise.caches import registered
 from tilewise.masks import Span
 from tilewise.problem import AttentionProblem, Direction, Sizes, dense_strides
+from tilewise.support.caches import registered
 
 BORDERS_DTYPE = torch.int32
 _STEP = 8  # elements of 16 bit in the 16 bytes that are moved at once

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tilewise.packages import package_version
+from tilewise.support.packages import package_version
 
 _handles = threading.local()
 

@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin, shared_memory_descriptor
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from tilewise.packages import package_version
+from tilewise.support.packages import package_version
 
 # Renamed in 3.8; the old names are gone in 3.9.
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared

@@ -1,4 +1,4 @@
-"""Launching a Hopper kernel: its arguments from a problem, and the counter that hands out its tiles."""
+"""Launches the Hopper forward kernel: its arguments from a problem, and the counter of its tile scheduler."""
 
 import functools
 import math
@@ -14,66 +14,71 @@ from tilewise.masks import Span
 from tilewise.problem import AttentionProblem, legal_strides
 from tilewise.problem.options import NO_OPERANDS, Operands
 
-# What keys and values of one section of heads may take of L2 (50 MiB on an H200), by the columns of a head. At 64 and
-# 256 columns 24 MiB made 0.98 to 1.00 of 32, at 128 1.002 to 1.007 (docs/hopper.md, Order of the tiles).
-_SECTION_BYTES = {64: 32 * 2**20, 128: 24 * 2**20, 256: 32 * 2**20}
-# Columns of q that registers hold; by the pieces of q and of v, keys a step and warpgroups. Elsewhere none.
-_HELD = {(((256,), (256,)), 64, 2): 64}
-_LEAST_STEADY = 512  # keys from which steps leave a row's maximum alone
+# Heads are scheduled together whose keys and values take so much of L2 (50 MiB on an H200), by the columns of a head.
+# At 64 and 256 columns 24 MiB are 0.98 to 1.00 times as fast as 32, at 128 1.002 to 1.007 (docs/hopper.md, Order of
+# the tiles).
+_SWIZZLE_BYTES = {64: 32 * 2**20, 128: 24 * 2**20, 256: 32 * 2**20}
+# Columns of Q whose fragments stay in registers, by the head-dim chunks of q and of v, keys a block and warpgroups;
+# elsewhere none.
+_Q_IN_REGISTERS = {(((256,), (256,)), 64, 2): 64}
+_LEAST_FROZEN = 512  # keys from which the row maximum of a tile's first blocks is kept
 NO_LENGTHS = (None,) * 4  # cu_seqlens_q, cu_seqlens_k, seqlens_q, seqlens_k
-# Counters that are kept for captured graphs, of a device those that are left: each is given out once.
+# Counters allocated for captured graphs, and those of each device that are left: each is given out once.
 _SPARES = 4096
 _SPARE: dict[torch.device, Iterator[torch.Tensor]] = {}
 _STREAM_OF_THREAD = 2  # cudaStreamPerThread: one handle, by which each thread of the host means a stream of its own
-_NOTHING = (None,) * 3 + NO_LENGTHS  # sinks, their stride, out's address
-_PLACES = (0, 0, 1, 1, 2, 2, 3)  # which of q, k, v and out the kernel's descriptors show: two pieces of all but out
+_NO_OPERANDS = (None,) * 3 + NO_LENGTHS  # sinks, their stride, out's address
+_DESCRIBED = (0, 0, 1, 1, 2, 2, 3)  # which of q, k, v and out each descriptor is of: two chunks of all but out
 # A warpgroup is four warps. Contracting a·b + c into one rounding is what the softmax's cost counts on; Triton 3.10
 # changes the default, and 3.9 warns of it.
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 
 
-class HopperShape(Protocol):
-    """What the kernel reads of its config (tilewise.tuning.configs)."""
+class ForwardConfig(Protocol):
+    """What the launch reads of its config (tilewise.tuning.configs.HopperForwardConfig)."""
 
     @property
-    def keys(self) -> int:
-        """Keys a step."""
+    def block_n(self) -> int:
+        """Keys a block."""
 
     @property
     def consumers(self) -> int:
-        """Warpgroups that attend."""
+        """Warpgroups that compute, 64 rows each."""
 
     @property
-    def stages(self) -> int:
-        """Pairs of K and V in flight."""
+    def kv_stages(self) -> int:
+        """Stages of the KV pipe: blocks of K and V in flight."""
 
     @property
-    def query_stages(self) -> int:
-        """Tiles of queries in flight."""
+    def q_stages(self) -> int:
+        """Tiles of Q in flight."""
 
     @property
     def ping_pong(self) -> bool:
-        """Whether the warpgroups take turns."""
+        """Whether warpgroups alternate between the tensor cores and the softmax."""
 
-    def pieces(self, problem: AttentionProblem) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Columns of q and k inside the tiles, and of v and out, in one or two pieces."""
+    def head_dim_chunks(self, problem: AttentionProblem) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Columns of q and k inside the tiles, and of v and out, in one or two chunks."""
 
     def out_buffers(self, problem: AttentionProblem) -> tuple[int, int]:
-        """Columns of out in each buffer of a warpgroup, and how many there are."""
+        """Columns of out in each buffer of a warpgroup, and the number of buffers."""
 
 
 class HopperForward:
     """The forward kernel bound to a problem.
 
-    ``multiprocessors``: of the device; one program runs on each. ``pack``, ``cut``: as
-    :func:`tilewise.tuning.waves.layout_of` gives them. Unless ``cut`` is None it says how many tiles stay whole (the
-    first ones, and without a bound alone: the lines of the others are the last ones), in how many parts the keys of the
-    others come, and how many times as long as each other the first one is: what becomes of these is written to
-    ``parts``, float32, of :attr:`parts_shape`, and their sinks are for who combines them.
+    Args:
+        problem: the call.
+        config: its tiles.
+        num_sms: of the device; one CTA runs on each.
+        pack_gqa, split_kv: as :func:`tilewise.tuning.wave_model.grid_plan_of` gives them. split_kv: how many tiles are
+            whole (the first ones; without a bound alone, so that the rows of the others are the last ones), the number
+            of splits of each other tile, and how many times as long as each other the first split is. Their partial
+            results go to ``partial``, float32, of :attr:`partial_shape`; the kernel that combines them takes the sinks.
     """
 
-    def __init__(self, problem: AttentionProblem, config: HopperShape, multiprocessors: int, pack: int = 1,
-                 cut: tuple[int, int, int] | None = None) -> None:
+    def __init__(self, problem: AttentionProblem, config: ForwardConfig, num_sms: int, pack_gqa: int = 1,
+                 split_kv: tuple[int, int, int] | None = None) -> None:
         from triton.experimental.gluon import language as gl
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -83,34 +88,34 @@ class HopperForward:
         self.kernel, self.describe = hopper_forward_kernel, TensorDescriptor
         self.device, self.keys = problem.device, problem.seen_keys
         self.dtype = gl.bfloat16 if problem.dtype is torch.bfloat16 else gl.float16
-        pieces, columns = config.pieces(problem), config.out_buffers(problem)[0]
-        self.packed = problem.sequences.packed is not None
+        chunks, columns = config.head_dim_chunks(problem), config.out_buffers(problem)[0]
+        self.is_packed = problem.sequences.packed is not None
         lower, upper, count, _is_shifted = bounds_of(problem)
         scaling = scaling_of(problem)
-        heads = problem.hq if pack == 1 else problem.hk
-        tiles = problem.sequences.slots(problem.sq * pack, 64 * config.consumers)
+        heads = problem.hq if pack_gqa == 1 else problem.hk
+        tiles = problem.sequences.slots(problem.sq * pack_gqa, 64 * config.consumers)
         total = tiles * heads * problem.b
-        whole, parts, lead = cut or (total, 1, 1)
-        self.grid = (min(whole + (total - whole) * parts, multiprocessors),)
-        # The first line of lse whose parts are to be combined; tiles of rows that are packed are cut all or none.
-        first_line = whole // tiles * problem.sq + whole % tiles * 64 * config.consumers
-        self.lines = range(first_line, problem.b * problem.hq * problem.sq)
-        self.parts_shape = len(self.lines), parts, floats_per_partial.fn(pieces[1])
+        whole, num_splits, lead = split_kv or (total, 1, 1)
+        self.grid = (min(whole + (total - whole) * num_splits, num_sms),)
+        # The first row of lse whose splits are combined; with pack_gqa all tiles are split or none.
+        first_row = whole // tiles * problem.sq + whole % tiles * 64 * config.consumers
+        self.split_rows = range(first_row, problem.b * problem.hq * problem.sq)
+        self.partial_shape = len(self.split_rows), num_splits, floats_per_partial.fn(chunks[1])
         self.scalars = (
-            tiles, heads, problem.b, section_of(problem) * heads // problem.hq, problem.sq, len(self.keys),
+            tiles, heads, problem.b, heads_per_swizzle(problem) * heads // problem.hq, problem.sq, len(self.keys),
             lower or 0, upper or 0, problem.group, count, *scaling, exact_scale_of(scaling[0]),
-            *((None,) * 4 if cut is None else (whole, parts, lead, first_line)),
-            _kernel_config(problem, config, pack, None if cut is None else whole > 0))
+            *((None,) * 4 if split_kv is None else (whole, num_splits, lead, first_row)),
+            _kernel_config(problem, config, pack_gqa, None if split_kv is None else whole > 0))
         self.enqueue = Enqueue(self.kernel, self.grid, self.scalars, OPTIONS)
-        # Of each tensor's one or two pieces; of out its buffers.
-        rows = [64] if pack == 1 else [64 // pack, pack]
+        # Of each tensor's one or two chunks of head dims; of out its buffers.
+        rows = [64] if pack_gqa == 1 else [64 // pack_gqa, pack_gqa]
         blocks = [None if i >= len(widths) else [1, 1, *sizes, widths[i]]
-                  for sizes, widths in zip((rows, [config.keys], [config.keys]), (pieces[0], *pieces), strict=True)
+                  for sizes, widths in zip((rows, *[[config.block_n]] * 2), (chunks[0], *chunks), strict=True)
                   for i in range(2)] + [[1, 1, *rows, columns]]
-        self.group = None if pack == 1 else problem.group
-        self.forms = [block and (block, gl.NVMMASharedLayout.get_default_for(block, self.dtype)) for block in blocks]
-        self.places = operator.itemgetter(*[i if form else 4 for form, i in zip(self.forms, _PLACES, strict=True)])
-        # Of the first row that is read, in bytes.
+        self.group = None if pack_gqa == 1 else problem.group
+        self.blocks = [block and (block, gl.NVMMASharedLayout.get_default_for(block, self.dtype)) for block in blocks]
+        self.described = operator.itemgetter(*[i if block else 4 for block, i in zip(blocks, _DESCRIBED, strict=True)])
+        # Where the first row that is read begins, in bytes.
         self.offsets = tuple(self.keys.start * strides[2] * problem.dtype.itemsize
                              for strides in (problem.k_strides, problem.v_strides))
         sinks = problem.scores.sinks
@@ -118,75 +123,78 @@ class HopperForward:
 
     def __call__(self, tensors: Callable[[], tuple[torch.Tensor, ...]], addresses: tuple[int, int, int],
                  out: torch.Tensor, lse: torch.Tensor, operands: Operands = NO_OPERANDS,
-                 parts: torch.Tensor | None = None, aligned: bool = False) -> None:
+                 partial: torch.Tensor | None = None, aligned: bool = False) -> None:
         """Enqueue the kernel on the current stream of the current device.
 
         Args:
             tensors: returns q, k and v, which lie at the addresses.
             addresses: theirs.
             out, lse: are written.
-            operands: sinks and lengths; what else there may be is not read. With ``parts``, their combination has them.
-            parts: see the class.
+            operands: sinks and lengths; other operands are not read. With ``partial``, none.
+            partial: see the class.
             aligned: whether each operand is known to begin at a multiple of 16 bytes.
         """
         counter = counter_of(self.device)
         (at_q, at_k, at_v), (offset_k, offset_v), at_out = addresses, self.offsets, out.data_ptr()
-        described = self.places((at_q, at_k + offset_k, at_v + offset_v, at_out, None))
-        rest = _NOTHING if operands is NO_OPERANDS else (
-            address_of(operands.sinks), self.sinks_stride, at_out if self.packed else None,
+        described = self.described((at_q, at_k + offset_k, at_v + offset_v, at_out, None))
+        rest = _NO_OPERANDS if operands is NO_OPERANDS else (
+            address_of(operands.sinks), self.sinks_stride, at_out if self.is_packed else None,
             address_of(operands.cu_seqlens_q), address_of(operands.cu_seqlens_k), address_of(operands.seqlens_q),
             address_of(operands.seqlens_k))
         # What torch allocates is aligned, as the backend wants q, k and v to be; so are the rows that are read.
-        self.enqueue((*described, lse.data_ptr(), counter.data_ptr(), *rest, address_of(parts)),
-                     lambda: self.arguments((*tensors(), out, lse), counter, operands, parts),
+        self.enqueue((*described, lse.data_ptr(), counter.data_ptr(), *rest, address_of(partial)),
+                     lambda: self.arguments((*tensors(), out, lse), counter, operands, partial),
                      alike=aligned or operands is NO_OPERANDS)
 
     def arguments(self, tensors: tuple[torch.Tensor, ...], counter: torch.Tensor, operands: Operands = NO_OPERANDS,
-                  parts: torch.Tensor | None = None) -> tuple[Any, ...]:
-        """Descriptors of the pieces of q, k, v and out, then what the kernel reads and writes by its address."""
+                  partial: torch.Tensor | None = None) -> tuple[Any, ...]:
+        """Return descriptors of q, k, v and out by chunks, then what the kernel reads and writes by its address."""
         q, k, v, out, lse = tensors
-        out_ptr = out if self.packed else None
+        out_ptr = out if self.is_packed else None
         k, v = _rows(k, self.keys), _rows(v, self.keys)
         q, out = _grouped(q, self.group), _grouped(out, self.group)
-        described = [form and self.describe(tensor, list(tensor.shape), legal_strides(tensor), *form)
-                     for tensor, form in zip([(q, k, v, out)[i] for i in _PLACES], self.forms, strict=True)]
+        described = [block and self.describe(tensor, list(tensor.shape), legal_strides(tensor), *block)
+                     for tensor, block in zip([(q, k, v, out)[i] for i in _DESCRIBED], self.blocks, strict=True)]
         sinks = operands.sinks
         return (*described, lse, counter, sinks, None if sinks is None else self.sinks_stride, out_ptr,
-                operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqlens_q, operands.seqlens_k, parts)
+                operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqlens_q, operands.seqlens_k, partial)
 
 
-def _kernel_config(problem: AttentionProblem, config: HopperShape, pack: int, has_whole_tiles: bool | None) -> Any:
+def _kernel_config(problem: AttentionProblem, config: ForwardConfig, pack_gqa: int,
+                   has_whole_tiles: bool | None) -> Any:
     """Return what is fixed when the kernel is compiled. has_whole_tiles: None without split-KV."""
     from tilewise.kernels.gluon.compat import COPIES_LEFT_OPERANDS
     from tilewise.kernels.gluon.hopper_forward_types import Config
 
-    (d_chunks, dv_chunks), (columns, out_slots) = config.pieces(problem), config.out_buffers(problem)
+    (d_chunks, dv_chunks), (columns, out_slots) = config.head_dim_chunks(problem), config.out_buffers(problem)
     lower, upper, count, is_shifted = bounds_of(problem)
     is_split, has_only_upper = has_whole_tiles is not None, lower is None and upper is not None
-    frozen = _is_steady(problem, config, lower)
+    frozen = _freezes_max(problem, config, lower)
     three = config.consumers == 3  # their 192 queries divide few lengths
     # A tile's first query is then negative by multiples of 64: of packed rows it could be -1, pipeline.NO_TILE.
-    from_end = three and pack == 1 and has_only_upper and count is None
+    from_end = three and pack_gqa == 1 and has_only_upper and count is None
     return Config(
-        PACK_GQA=pack, D=d_chunks, DV=dv_chunks, OUT=columns, OUT_SLOTS=out_slots, BLOCK_N=config.keys,
-        CONSUMERS=config.consumers, KV_STAGES=config.stages, Q_STAGES=config.query_stages, PING_PONG=config.ping_pong,
+        PACK_GQA=pack_gqa, D=d_chunks, DV=dv_chunks, OUT=columns, OUT_SLOTS=out_slots, BLOCK_N=config.block_n,
+        CONSUMERS=config.consumers, KV_STAGES=config.kv_stages, Q_STAGES=config.q_stages, PING_PONG=config.ping_pong,
         HAS_LOWER=lower is not None, HAS_UPPER=upper is not None, TILES_FROM_END=from_end,
         SKIP_PADDING=not from_end and (three or (count is not None and config.consumers > 1)),
-        SKIP_MASKED=64 // pack * config.consumers > config.keys and has_only_upper,
-        PARTS=_parts(problem, config, frozen),
-        HALF_DIAGONAL=not is_split and pack == 1 and count is None and _on_diagonal(problem, config, lower, upper),
-        HELD=0 if COPIES_LEFT_OPERANDS.value else _held(problem, config, lower, pack), FROZEN_MAX=frozen,
+        SKIP_MASKED=64 // pack_gqa * config.consumers > config.block_n and has_only_upper,
+        PARTS=_softmax_parts(problem, config, frozen),
+        HALF_DIAGONAL=not is_split and pack_gqa == 1 and count is None and _on_diagonal(problem, config, lower, upper),
+        HELD=0 if COPIES_LEFT_OPERANDS.value else _q_in_registers(problem, config, lower, pack_gqa), FROZEN_MAX=frozen,
         SINK_BLOCK_FIRST=frozen and problem.dtype is torch.float16,
-        MAX_CHAINS=_chains(problem, config, from_end and not is_split),
+        MAX_CHAINS=_max_chains(problem, config, from_end and not is_split),
         SPLIT_KV=0 if not is_split else 2 if has_whole_tiles else 1, VARLEN=count is not None,
         HAS_CU_SEQLENS=problem.sequences.packed is not None, BOTTOM_RIGHT=is_shifted)
 
 
 def bounds_of(problem: AttentionProblem) -> tuple[int | None, int | None, int | None, bool]:
-    """The band's lower and upper number, the count of sequences whose lengths are data, None for what is not there.
+    """Return the band's lower and upper bound, the number of variable-length sequences, and whether the kernel aligns.
 
-    Keys count from the first one that is seen: those before it are not read. Of lengths that are data the diagonal runs
-    through a sequence's first query and key, and the last number says whether the kernel moves it to the last ones.
+    A bound that does not exist is None, and so is the number where lengths are not on the device. Keys count from the
+    first visible one: those before it are not read. With lengths on the device the bounds are those of a diagonal
+    through a sequence's first query and key, and the last item says whether the kernel moves it to the last ones
+    (bottom-right alignment).
     """
     mask, sequences, first = problem.mask, problem.sequences, problem.seen_keys.start
     if sequences.are_data:
@@ -198,7 +206,7 @@ def bounds_of(problem: AttentionProblem) -> tuple[int | None, int | None, int | 
 
 
 def scaling_of(problem: AttentionProblem) -> tuple[float, float | None]:
-    """What the softmax multiplies its scores by, to base 2, and under a softcap what tanh's formula wants before it."""
+    """Return what scores are multiplied by, to base 2, and with a softcap what precedes tanh (softmax.Scaling)."""
     log2e, softcap = math.log2(math.e), problem.scores.softcap
     if softcap is None:
         return problem.scale * log2e, None
@@ -206,7 +214,7 @@ def scaling_of(problem: AttentionProblem) -> tuple[float, float | None]:
 
 
 def exact_scale_of(scale_log2: float) -> float:
-    """The least power of two that is no less than a positive number, or the largest one that float32 has."""
+    """Return the least power of two that is no less than a positive number, or float32's largest one."""
     fraction, exponent = math.frexp(scale_log2)
     return math.ldexp(1.0, min(exponent - (fraction == 0.5), 127))
 
@@ -216,42 +224,41 @@ def _grouped(tensor: torch.Tensor, group: int | None) -> torch.Tensor:
     return tensor if group is None else tensor.unflatten(1, (-1, group)).transpose(2, 3)
 
 
-def _parts(problem: AttentionProblem, config: HopperShape, steady: bool) -> int:
-    """In how many parts the softmax of a step comes.
+def _softmax_parts(problem: AttentionProblem, config: ForwardConfig, frozen: bool) -> int:
+    """Return how many parts a block's exponentials are computed in: 2 where that was timed, and faster.
 
-    Where shifts follow the maximum wider heads were not timed in two. With steady ones 256 columns are 1 to 1.4 %
-    faster so, and 192 0.2 %; there, too, v of another width was not timed.
+    With an online maximum heads above 128 were not timed in two. With a frozen one 256 columns are 1 to 1.4 % faster
+    in two, and 192 0.2 %; v of another width was not timed.
     """
-    if max(problem.d, problem.dv) <= 128 and config.keys == 128:
+    if max(problem.d, problem.dv) <= 128 and config.block_n == 128:
         return 2
-    return 2 if steady and operator.eq(*config.pieces(problem)) else 1
+    return 2 if frozen and operator.eq(*config.head_dim_chunks(problem)) else 1
 
 
-def _on_diagonal(problem: AttentionProblem, config: HopperShape, lower: int | None, upper: int | None) -> bool:
-    """Whether each tile's first step has the diagonal from its first query and key on; not asked of wide heads."""
-    return (lower is None and upper is not None and upper >= 0 and upper % config.keys == 0
-            and config.consumers == 2 and config.keys == 128 and problem.sq + upper <= len(problem.seen_keys)
+def _on_diagonal(problem: AttentionProblem, config: ForwardConfig, lower: int | None, upper: int | None) -> bool:
+    """Whether the diagonal enters each tile's first block at its first query and key; False for heads above 128."""
+    return (lower is None and upper is not None and upper >= 0 and upper % config.block_n == 0
+            and config.consumers == 2 and config.block_n == 128 and problem.sq + upper <= len(problem.seen_keys)
             and max(problem.d, problem.dv) <= 128)
 
 
-def _held(problem: AttentionProblem, config: HopperShape, lower: int | None, pack: int) -> int:
-    """Columns of q that a warpgroup holds in registers: where that was timed, and faster.
+def _q_in_registers(problem: AttentionProblem, config: ForwardConfig, lower: int | None, pack_gqa: int) -> int:
+    """Return how many columns of Q stay in registers: where that was timed, and faster.
 
-    128 of 128 were not, under a steady shift (0.985 to 1.004).
+    All of 128 columns were not, with a frozen maximum (0.985 to 1.004 times as fast).
     """
     scores = problem.scores
-    is_plain = lower is None and pack == 1 and not problem.sequences.are_data
+    is_plain = lower is None and pack_gqa == 1 and not problem.sequences.are_data
     if not is_plain or scores.softcap is not None or scores.sinks is not None:
         return 0
-    return _HELD.get((config.pieces(problem), config.keys, config.consumers), 0)
+    return _Q_IN_REGISTERS.get((config.head_dim_chunks(problem), config.block_n, config.consumers), 0)
 
 
-def _chains(problem: AttentionProblem, config: HopperShape, from_end: bool) -> int:
-    """In how many chains a thread finds a row's maximum, timed where every step does (a steady shift has few that do).
+def _max_chains(problem: AttentionProblem, config: ForwardConfig, from_end: bool) -> int:
+    """Return how many independent chains of comparisons find a row's maximum; timed with an online maximum.
 
-    More than one where warpgroups take turns: elsewhere they gained nothing. Where tiles of three warpgroups are
-    counted from the end four are 0.2 to 0.4 % faster than two, and without a mask 0.2 to 0.5 % slower; nothing else was
-    timed.
+    More than one helps with ping-pong scheduling alone. Where tiles of three warpgroups are counted from the end, four
+    are 0.2 to 0.4 % faster than two, and without a mask 0.2 to 0.5 % slower; nothing else was timed.
     """
     if not config.ping_pong:
         return 1
@@ -260,21 +267,21 @@ def _chains(problem: AttentionProblem, config: HopperShape, from_end: bool) -> i
     return 1 if problem.mask.is_bounded else 4
 
 
-def _is_steady(problem: AttentionProblem, config: HopperShape, lower: int | None) -> bool:
-    """Whether steps that need no mask take a row's maximum as it is.
+def _freezes_max(problem: AttentionProblem, config: ForwardConfig, lower: int | None) -> bool:
+    """Whether blocks that need no mask keep the row maximum of the blocks before them.
 
     Timed at 64, 128 and 256 columns from 512 keys on: 1.00 to 1.13 times as fast, the more the longer and the narrower.
     """
     return (lower is None and problem.scores.softcap is None and not problem.sequences.are_data
-            and config.consumers > 1 and len(problem.seen_keys) >= _LEAST_STEADY)
+            and config.consumers > 1 and len(problem.seen_keys) >= _LEAST_FROZEN)
 
 
-def section_of(problem: AttentionProblem) -> int:
-    """Heads of q whose keys and values are worked on together."""
+def heads_per_swizzle(problem: AttentionProblem) -> int:
+    """Return how many query heads are scheduled together, so that their keys and values stay in L2."""
     bytes_of_head = len(problem.seen_keys) * (problem.d + problem.dv) * problem.dtype.itemsize
     columns = max(problem.d, problem.dv)
-    section = next(section for width, section in _SECTION_BYTES.items() if columns <= width)
-    return max(1, section // bytes_of_head) * problem.group
+    limit = next(limit for width, limit in _SWIZZLE_BYTES.items() if columns <= width)
+    return max(1, limit // bytes_of_head) * problem.group
 
 
 def _rows(tensor: torch.Tensor, rows: Span) -> torch.Tensor:
@@ -287,12 +294,12 @@ def address_of(tensor: torch.Tensor | None) -> int | None:
 
 
 def counter_of(device: torch.device) -> torch.Tensor:
-    """A zero that the kernel counts up from and leaves as it was.
+    """Return the tile scheduler's counter: an int32 zero that a launch counts up from and resets to zero.
 
-    Launches of one stream come one after another and share it; a handle that stands for several streams has none to
-    share. Those of a captured graph may run beside anything, and get one of their own: one that was cleared before,
-    since what clears it in the graph is a launch in every replay. Replays of a graph come one after another, if it was
-    instantiated once, as torch does.
+    Launches of one stream run one after another and share a counter; a handle that stands for several streams gets a
+    new one each time. A launch in a captured graph may run beside anything, and gets a counter of its own that was
+    cleared before: to clear it inside the graph would be a launch in every replay. Replays of a graph run one after
+    another if it was instantiated once, as torch does.
     """
     if not torch.cuda.is_current_stream_capturing():
         stream = raw_stream()(device.index)

@@ -123,7 +123,7 @@ class HopperBackward:
         lower, upper = (0 if bound is None else bound + self.queries.start for bound in bounds_of(problem)[:2])
         least = _LEAST_DETERMINISTIC if config.ordered and problem.mask.right is not None else 1
         ctas = heads if config.alone else tiles * heads
-        swizzle = 1 if config.alone else heads_per_swizzle(problem, width, 4, least)
+        swizzle = 1 if config.alone else kv_heads_per_swizzle(problem, width, 4, least)
         most = _heads_at_once(config, multiprocessors)
         self.grid = (config.programs * min(ctas, most) if config.alone or config.stays else ctas,)
         self.scalars = (
@@ -361,7 +361,7 @@ def rows_of(tensors: tuple[torch.Tensor, ...], queries: Span, keys: Span) -> tup
     return q, k, v, dout, lse.contiguous(), delta.contiguous(), dq, dk, dv
 
 
-def heads_per_swizzle(problem: AttentionProblem, width: int, accum_bytes: int, least: int = 1) -> int:
+def kv_heads_per_swizzle(problem: AttentionProblem, width: int, accum_bytes: int, least: int = 1) -> int:
     """Return how many heads of k have their query heads' q, dout and dQ accumulator in L2 at the same time.
 
     A group's query heads follow one another. The number is a power of two, so that swizzles end together. (By

@@ -6,13 +6,13 @@ from typing import Any
 import torch
 
 from tilewise.kernels.enqueue import Enqueue
-from tilewise.kernels.gluon.launch import OPTIONS, bounds_of, scaling_of, section_of
+from tilewise.kernels.gluon.launch import OPTIONS, bounds_of, heads_per_swizzle, scaling_of
 from tilewise.kernels.gluon.launch_backward import (
     Allocate,
     HopperBackward,
     HopperBackwardShape,
     d256_kernel_config,
-    heads_per_swizzle,
+    kv_heads_per_swizzle,
     rows_of,
 )
 from tilewise.problem import AttentionProblem, Sizes, legal_strides
@@ -82,14 +82,14 @@ class HopperBackwardApart:
         sq, sk = len(self.queries), len(self.keys)
         rest = (sq, sk, lower, upper, problem.group, problem.scale, scaling_of(problem)[0])
         tiles, tiles_q = -(-sk // 64), -(-sq // 128)
-        swizzle = heads_per_swizzle(problem, sum(columns[0]), 0)
+        swizzle = kv_heads_per_swizzle(problem, sum(columns[0]), 0)
         self.dkdv = HopperPart(
             hopper_backward_d256_kernel, tiles * problem.b * problem.hk,
             (tiles, problem.hk, problem.b, swizzle, *rest, d256_kernel_config(problem, config)),
             [*sources, of_q, of_v])
         self.dq = HopperPart(
             hopper_dq_d256_kernel, tiles_q * problem.b * problem.hq,
-            (tiles_q, problem.hq, problem.b, section_of(problem), *rest,
+            (tiles_q, problem.hq, problem.b, heads_per_swizzle(problem), *rest,
              DQConfig(HAS_LOWER=has_lower, HAS_UPPER=has_upper)), [*sources, of_q])
 
     def __call__(self, *tensors: Any) -> None:

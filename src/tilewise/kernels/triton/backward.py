@@ -8,20 +8,11 @@ launch each.
 import triton
 import triton.language as tl
 
-from tilewise.kernels.triton.bands import (
-    cut,
-    first_step,
-    keys_seen,
-    last_step,
-    listed_steps,
-    numbers_of,
-    queries_seeing,
-    see,
-    sees_any,
-    step_at,
-    tile_list,
-    unseen_as_zero,
-    within_documents,
+from tilewise.kernels.triton.bias_gradient import (
+    load_pairs_by_halves,
+    pair_rows,
+    pair_strides,
+    store_pairs_by_halves,
 )
 from tilewise.kernels.triton.launch import (
     Launch,
@@ -35,24 +26,32 @@ from tilewise.kernels.triton.launch import (
     tile_blocks,
     tile_slots,
 )
+from tilewise.kernels.triton.mask_ranges import (
+    block_at,
+    blocks_of_list,
+    blocks_of_range,
+    document_ids_at,
+    is_visible,
+    loop_begin,
+    loop_end,
+    narrow_to_documents,
+    sees_any_key,
+    tile_list,
+    visible_keys,
+    visible_queries,
+    zero_invisible_rows,
+)
 from tilewise.kernels.triton.modifiers import (
     SPAN,
+    apply_dropout,
     distance,
-    drop,
-    gained,
-    less_delta,
-    load_pairs,
+    divide_by_keep_prob,
+    load_operand,
     modify_tile,
-    through_function,
-    through_softcap,
+    score_grad_of_function,
+    score_grad_of_softcap,
+    subtract_delta,
 )
-from tilewise.kernels.triton.pair_sums import (
-    load_pairs_by_halves,
-    pair_rows,
-    pair_strides,
-    store_pairs_by_halves,
-)
-from tilewise.kernels.triton.places import locate
 from tilewise.kernels.triton.primitives import (
     BLOCK_TAIL,
     LOG2E,
@@ -62,13 +61,14 @@ from tilewise.kernels.triton.primitives import (
     load_tail,
     load_tile,
     offsets,
-    padding_as_zero,
-    past,
     prepared_lse,
     recompute_probs,
     score_gradient,
+    skip_dims,
     store_tile,
+    zero_padding_rows,
 )
+from tilewise.kernels.triton.tile_scheduler import locate_work_tile
 from tilewise.problem import AttentionProblem, Sizes, padded_dim
 
 
@@ -86,7 +86,7 @@ def attention_delta_kernel(out_ptr, dout_ptr, dlse_ptr, delta_ptr, modifiers,
     The sinks' gradient is a sum over delta, so with sinks what dout holds where nothing is seen must not enter it.
     """
     lengths = modifiers.lengths
-    first, head, _sequence, batch, row_q, _row, rows_q, length_q, length_k = locate(
+    first, head, _sequence, batch, row_q, _row, rows_q, length_q, length_k = locate_work_tile(
         lengths.cu_q, lengths.q, lengths.cu_k, lengths.k, count, tiles, hq, sq, sk, BLOCK_M, False)
     out_source = head_source(out_ptr, batch, head, row_q, stride_ob, stride_oh, stride_os, False)
     dout_source = head_source(dout_ptr, batch, head, row_q, stride_dob, stride_doh, stride_dos, False)
@@ -99,7 +99,7 @@ def attention_delta_kernel(out_ptr, dout_ptr, dlse_ptr, delta_ptr, modifiers,
     offs_m = first + tl.arange(0, BLOCK_M)
     if modifiers.sinks.ptr is not None:
         band = (lower, upper, prefix, sink_tokens, chunk, offset, length_k - length_q if SHIFTED else None)
-        delta = tl.where(sees_any(offs_m, length_q, length_k, band), delta, 0.0)
+        delta = tl.where(sees_any_key(offs_m, length_q, length_k, band), delta, 0.0)
     if HAS_DLSE:
         dlse_base = dlse_ptr + head_offset(batch, head, stride_lb, stride_lh) + row_q.to(tl.int64) * stride_ls
         delta -= tl.load(dlse_base + offsets(offs_m, stride_ls, INT64), mask=offs_m < length_q, other=0.0)
@@ -107,7 +107,7 @@ def attention_delta_kernel(out_ptr, dout_ptr, dlse_ptr, delta_ptr, modifiers,
 
 
 @triton.jit
-def start_of(delta, like, SEEDED: tl.constexpr):
+def initial_dprobs(delta, like, SEEDED: tl.constexpr):
     """What the product that makes dP starts from: −delta (SEEDED) or 0.
 
     Seeded, delta's registers are free while the product runs, and spills shrink (sm_90, d 128, causal: 280 to 72
@@ -122,16 +122,16 @@ def start_of(delta, like, SEEDED: tl.constexpr):
 
 
 @triton.jit
-def sum_over_queries(dk, dk_tail, dv, columns, k, k_tail, v, q_source, dout_source, modifiers, row, sequence, head,
-                     place_q, numbers_k, documents_q, listed, lse_base, delta_base, first_key, seen_from, steps,
-                     length_k, band, stride_qs, stride_qd, stride_dos, stride_dod, scale, scale_log2,
-                     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-                     DV: tl.constexpr, BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
-                     INT64: tl.constexpr, DESCRIPTORS: tl.constexpr, CHANGED: tl.constexpr, CLIP: tl.constexpr,
-                     TAIL: tl.constexpr, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, COLUMNS: tl.constexpr):
+def accumulate_dkdv(dk, dk_tail, dv, columns, k, k_tail, v, q_source, dout_source, modifiers, row, sequence, head,
+                    place_q, numbers_k, documents_q, listed, lse_base, delta_base, first_key, seen_from, steps,
+                    length_k, band, stride_qs, stride_qd, stride_dos, stride_dod, scale, scale_log2,
+                    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+                    DV: tl.constexpr, BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+                    INT64: tl.constexpr, DESCRIPTORS: tl.constexpr, CHANGED: tl.constexpr, CLIP: tl.constexpr,
+                    TAIL: tl.constexpr, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, COLUMNS: tl.constexpr):
     """Add the fully visible queries, or (MASKED) those around them, to dK, dV and the columns: the one loop body.
 
-    Score tiles are transposed, keys by queries: P and dS then enter their products without being turned.
+    Score tiles are transposed, keys by queries: P and dS then enter their products without a transposition.
     """
     stop = steps[3]
     offs_n = first_key + tl.arange(0, BLOCK_N)
@@ -141,47 +141,47 @@ def sum_over_queries(dk, dk_tail, dv, columns, k, k_tail, v, q_source, dout_sour
     ADDED: tl.constexpr = MASKED and (modifiers.dropout.unaligned is not None or listed is not None)
     BOUNDED: tl.constexpr = band[0] is not None or band[1] is not None or numbers_k is not None
     SEEDED: tl.constexpr = (BOUNDED or BLOCK_D <= 64) and not DROPS
-    first = first_step(steps, MASKED)
-    last = last_step(steps, listed, MASKED)
+    first = loop_begin(steps, MASKED)
+    last = loop_end(steps, listed, MASKED)
     for step in tl.range(first, last, BLOCK_M):
-        m = step_at(step, steps, listed, MASKED, False)
+        m = block_at(step, steps, listed, MASKED, False)
         offs_m = m + tl.arange(0, BLOCK_M)
         q = load_tile(q_source, place_q, m, stop, stride_qs, stride_qd, BLOCK_M, D, BLOCK_D, MASKED, INT64,
                       DESCRIPTORS, CLIP)
-        q = unseen_as_zero(q, m, seen_from, None, None, BLOCK_M, ADDED)
+        q = zero_invisible_rows(q, m, seen_from, None, None, BLOCK_M, ADDED)
         # Past the last query q, dout, lse and delta are read as 0: P is 1 there, dV adds 1·0 and dK 0·0.
         lse = prepared_lse(load_row_values(lse_base, m, stop, BLOCK_M, MASKED), q.dtype, CHANGED)  # [BLOCK_M]
         scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
         if TAIL:
             q_tail = load_tail(q_source, q, m, stop, stride_qs, stride_qd, BLOCK_M, D, TAIL, MASKED, INT64)
-            q_tail = unseen_as_zero(q_tail, m, seen_from, None, None, BLOCK_M, ADDED)
+            q_tail = zero_invisible_rows(q_tail, m, seen_from, None, None, BLOCK_M, ADDED)
             scores = tl.dot(k_tail, tl.trans(q_tail), scores, input_precision=PRECISION)
         dout = load_tile(dout_source, place_q, m, stop, stride_dos, stride_dod, BLOCK_M, DV, BLOCK_DV, MASKED, INT64,
                          DESCRIPTORS, CLIP)
-        dout = unseen_as_zero(dout, m, seen_from, None, None, BLOCK_M, ADDED)
+        dout = zero_invisible_rows(dout, m, seen_from, None, None, BLOCK_M, ADDED)
         numbers_q = numbers_k
         if numbers_k is not None:
             numbers_q = tl.load(documents_q + offs_m, mask=offs_m < stop, other=-1)[None, :]
-        visible = see(offs_m[None, :], offs_n[:, None], stop, length_k, band, numbers_q, numbers_k)
+        visible = is_visible(offs_m[None, :], offs_n[:, None], stop, length_k, band, numbers_q, numbers_k)
         scores, visible, tanh, capped, kept = modify_tile(
             scores, visible, modifiers, row, sequence, head, band, m, first_key, stop, length_k, scale_log2,
             q.dtype == tl.float32, INT64, CHANGED, BLOCK_M, BLOCK_N, True, MASKED)
         if NEED_DK:  # before P: the two products then follow one another in the tensor cores
             delta = load_row_values(delta_base, m, stop, BLOCK_M, MASKED)  # [BLOCK_M]
-            dprobs = tl.dot(v, tl.trans(dout), start_of(delta[None, :], scores, SEEDED),
+            dprobs = tl.dot(v, tl.trans(dout), initial_dprobs(delta[None, :], scores, SEEDED),
                             input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
         probs = recompute_probs(scores, lse[None, :], visible, scale, scale_log2, q.dtype, CHANGED, HIDES)
         if NEED_DV:
-            dv = tl.dot(drop(probs, kept, modifiers).to(dout.dtype), dout, dv,
+            dv = tl.dot(apply_dropout(probs, kept, modifiers).to(dout.dtype), dout, dv,
                         input_precision=PRECISION)  # [BLOCK_N, BLOCK_DV], eq. 8
         if NEED_DK:
-            difference = less_delta(dprobs, delta[None, :], kept, modifiers, SEEDED)
+            difference = subtract_delta(dprobs, delta[None, :], kept, modifiers, SEEDED)
             dscores = score_gradient(probs, difference, visible, HIDES)
             if COLUMNS:
                 columns += tl.sum(dscores, 1)
-            dscores = through_function(dscores, capped, visible, modifiers, sequence, head, offs_m, first_key, stop,
-                                       length_k, INT64, BLOCK_N, True, MASKED, HIDES)
-            dscores = through_softcap(dscores, tanh, visible, modifiers, HIDES)
+            dscores = score_grad_of_function(dscores, capped, visible, modifiers, sequence, head, offs_m, first_key,
+                                             stop, length_k, INT64, BLOCK_N, True, MASKED, HIDES)
+            dscores = score_grad_of_softcap(dscores, tanh, visible, modifiers, HIDES)
             dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision=PRECISION)  # [BLOCK_N, BLOCK_D], eq. 10
             if TAIL:
                 dk_tail = tl.dot(dscores.to(q.dtype), q_tail, dk_tail, input_precision=PRECISION)
@@ -210,7 +210,7 @@ def attention_backward_dkdv_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta
     columns, unless None: (b, hq, sk), dense; receives Σ_i dS of every query head, for a bias that all queries share.
     """
     lengths = modifiers.lengths
-    first, head_k, sequence, batch, row_k, row_q, rows_k, length_k, length_q = locate(
+    first, head_k, sequence, batch, row_k, row_q, rows_k, length_k, length_q = locate_work_tile(
         lengths.cu_k, lengths.k, lengths.cu_q, lengths.q, count, tiles, hk, sk, sq, BLOCK_N, False)
     PADDED: tl.constexpr = count is not None
     band = (lower, upper, prefix, sink_tokens, chunk, offset, length_k - length_q if SHIFTED else None)
@@ -226,16 +226,16 @@ def attention_backward_dkdv_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta
     dk_tail = tl.zeros([BLOCK_N, BLOCK_TAIL], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     offs_n = first + tl.arange(0, BLOCK_N)
-    spans = queries_seeing(first, tl.minimum(first + BLOCK_N, length_k) - 1, length_q, band)
+    spans = visible_queries(first, tl.minimum(first + BLOCK_N, length_k) - 1, length_q, band)
     numbers_k = None
     documents_q = None
     if modifiers.documents.k is not None:
-        numbers, spans = within_documents(modifiers.documents.k, modifiers.documents.batched, batch, row_k, row_q,
-                                          offs_n, length_k, sk, spans)
+        numbers, spans = narrow_to_documents(modifiers.documents.k, modifiers.documents.batched, batch, row_k, row_q,
+                                             offs_n, length_k, sk, spans)
         numbers_k = numbers[:, None]
-        documents_q = numbers_of(modifiers.documents.q, modifiers.documents.batched, batch, row_q, sq)
+        documents_q = document_ids_at(modifiers.documents.q, modifiers.documents.batched, batch, row_q, sq)
     ALIGN: tl.constexpr = 1 if modifiers.dropout.ptr is None else SPAN
-    start, full_start, full_stop, stop, cover = cut(spans, None, BLOCK_M, ALIGN)
+    start, full_start, full_stop, stop, cover = blocks_of_range(spans, None, BLOCK_M, ALIGN)
     READS: tl.constexpr = (modifiers.bias.ptr is not None or modifiers.mask.ptr is not None
                            or modifiers.score_function.call is not None or modifiers.mask_function.call is not None)
     if READS:
@@ -254,9 +254,9 @@ def attention_backward_dkdv_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta
         if modifiers.tiles.k is not None:
             listed = tile_list(modifiers.tiles.k, modifiers.tiles.per_batch, modifiers.tiles.per_head, batch, head, hq,
                                first, sk, sq)
-            own_steps = listed_steps(listed, stop)
+            own_steps = blocks_of_list(listed, stop)
         for MASKED in tl.static_range(2):
-            dk, dk_tail, dv, columns = sum_over_queries(
+            dk, dk_tail, dv, columns = accumulate_dkdv(
                 dk, dk_tail, dv, columns, k, k_tail, v, q_source, dout_source, modifiers, sequence * hq + head,
                 sequence, head, (batch, head, row_q), numbers_k, documents_q, listed, lse_ptr + row_offset,
                 delta_ptr + row_offset, first, spans[0], own_steps, length_k, band, stride_qs, stride_qd, stride_dos,
@@ -266,20 +266,21 @@ def attention_backward_dkdv_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta
             columns_base = columns_ptr + head_offset(batch, head, hq * sk, sk) + row_k
             tl.store(columns_base + offs_n, tl.where(offs_n < length_k, columns, 0.0), mask=offs_n < rows_k)
     if NEED_DK:
-        dk = padding_as_zero(dk * scale, first, length_k, BLOCK_N, PADDED)
+        dk = zero_padding_rows(dk * scale, first, length_k, BLOCK_N, PADDED)
         dk_base = dk_ptr + head_offset(batch, head_k, stride_dkb, stride_dkh) + row_k.to(tl.int64) * stride_dks
         store_tile(dk_base, dk, first, rows_k, stride_dks, 1, BLOCK_N, D, BLOCK_D, INT64)
         if TAIL:
-            dk_tail = padding_as_zero(dk_tail * scale, first, length_k, BLOCK_N, PADDED)
-            store_tile(past(dk_base, 1, D), dk_tail, first, rows_k, stride_dks, 1, BLOCK_N, TAIL, BLOCK_TAIL, INT64)
+            dk_tail = zero_padding_rows(dk_tail * scale, first, length_k, BLOCK_N, PADDED)
+            store_tile(skip_dims(dk_base, 1, D), dk_tail, first, rows_k, stride_dks, 1, BLOCK_N, TAIL, BLOCK_TAIL,
+                       INT64)
     if NEED_DV:
-        dv = padding_as_zero(gained(dv, modifiers), first, length_k, BLOCK_N, PADDED)
+        dv = zero_padding_rows(divide_by_keep_prob(dv, modifiers), first, length_k, BLOCK_N, PADDED)
         dv_base = dv_ptr + head_offset(batch, head_k, stride_dvb, stride_dvh) + row_k.to(tl.int64) * stride_dvs
         store_tile(dv_base, dv, first, rows_k, stride_dvs, 1, BLOCK_N, DV, BLOCK_DV, INT64)
 
 
 @triton.jit
-def sum_over_keys(sums, entries, modifiers, sequence, head, numbers_q, documents_k, listed, own_pairs, earlier_pairs,
+def accumulate_dq(sums, entries, modifiers, sequence, head, numbers_q, documents_k, listed, own_pairs, earlier_pairs,
                   first_query, offs_m, seen_from, steps, length_q, band, stride_ks, stride_kd, stride_vs, stride_vd,
                   scale, scale_log2, BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr,
                   BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, INT64: tl.constexpr,
@@ -295,17 +296,17 @@ def sum_over_keys(sums, entries, modifiers, sequence, head, numbers_q, documents
     ADDED: tl.constexpr = MASKED and (ROUNDED or COVERED)
     HIDES: tl.constexpr = (MASKED or (modifiers.mask.ptr is not None and listed is None)
                            or modifiers.mask_function.call is not None)
-    first = first_step(steps, MASKED)
-    last = last_step(steps, listed, MASKED)
+    first = loop_begin(steps, MASKED)
+    last = loop_end(steps, listed, MASKED)
     for step in tl.range(first, last, BLOCK_N):
-        n = step_at(step, steps, listed, MASKED, COVERED)
+        n = block_at(step, steps, listed, MASKED, COVERED)
         offs_n = n + tl.arange(0, BLOCK_N)
         made = ()
         pairs = None
         bias = None
         if ENTRIES > 1 and modifiers.bias.ptr is not None:
-            bias = load_pairs(modifiers.bias, sequence, head, offs_m[:, None], offs_n[None, :], length_q, stop, INT64,
-                              MASKED)
+            bias = load_operand(modifiers.bias, sequence, head, offs_m[:, None], offs_n[None, :], length_q, stop, INT64,
+                                MASKED)
         for e in tl.static_range(ENTRIES):
             q, q_tail, dout, lse, delta, k_source, v_source, place_k, row = entries[e]
             dq, dq_tail, rows, moments = sums[e]
@@ -314,25 +315,25 @@ def sum_over_keys(sums, entries, modifiers, sequence, head, numbers_q, documents
                 earlier = load_pairs_by_halves(earlier_pairs, offs_m, n, length_q, stop, BLOCK_N, MASKED)
             k = load_tile(k_source, place_k, n, stop, stride_ks, stride_kd, BLOCK_N, D, BLOCK_D, MASKED, INT64,
                           DESCRIPTORS, CLIP)
-            k = unseen_as_zero(k, n, seen_from, band[3], band[4], BLOCK_N, ADDED)
+            k = zero_invisible_rows(k, n, seen_from, band[3], band[4], BLOCK_N, ADDED)
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
             if TAIL:
                 k_tail = load_tail(k_source, k, n, stop, stride_ks, stride_kd, BLOCK_N, D, TAIL, MASKED, INT64)
-                k_tail = unseen_as_zero(k_tail, n, seen_from, band[3], band[4], BLOCK_N, ADDED)
+                k_tail = zero_invisible_rows(k_tail, n, seen_from, band[3], band[4], BLOCK_N, ADDED)
                 scores = tl.dot(q_tail, tl.trans(k_tail), scores, input_precision=PRECISION)
             v = load_tile(v_source, place_k, n, stop, stride_vs, stride_vd, BLOCK_N, DV, BLOCK_DV, MASKED, INT64,
                           DESCRIPTORS, CLIP)
-            v = unseen_as_zero(v, n, seen_from, band[3], band[4], BLOCK_N, ADDED)
+            v = zero_invisible_rows(v, n, seen_from, band[3], band[4], BLOCK_N, ADDED)
             dprobs = tl.dot(dout, tl.trans(v), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
             numbers_k = numbers_q
             if numbers_q is not None:
                 numbers_k = tl.load(documents_k + offs_n, mask=offs_n < stop, other=-1)[None, :]
-            visible = see(offs_m[:, None], offs_n[None, :], length_q, stop, band, numbers_q, numbers_k)
+            visible = is_visible(offs_m[:, None], offs_n[None, :], length_q, stop, band, numbers_q, numbers_k)
             scores, visible, tanh, capped, kept = modify_tile(
                 scores, visible, modifiers, row, sequence + e, head, band, first_query, n, length_q, stop, scale_log2,
                 q.dtype == tl.float32, INT64, CHANGED, q.shape[0], BLOCK_N, False, MASKED, bias)
             probs = recompute_probs(scores, lse[:, None], visible, scale, scale_log2, q.dtype, CHANGED, HIDES)
-            difference = less_delta(dprobs, delta[:, None], kept, modifiers, False)
+            difference = subtract_delta(dprobs, delta[:, None], kept, modifiers, False)
             dscores = score_gradient(probs, difference, visible, HIDES)
             if own_pairs is not None:
                 pairs = dscores if pairs is None else pairs + dscores
@@ -342,9 +343,9 @@ def sum_over_keys(sums, entries, modifiers, sequence, head, numbers_q, documents
                 rows += tl.sum(dscores, 1)
             if MOMENTS:
                 moments -= tl.sum(dscores * distance(offs_m[:, None], offs_n[None, :], modifiers, band), 1)
-            dscores = through_function(dscores, capped, visible, modifiers, sequence + e, head, offs_m, n, length_q,
-                                       stop, INT64, BLOCK_N, False, MASKED, HIDES)
-            dscores = through_softcap(dscores, tanh, visible, modifiers, HIDES)
+            dscores = score_grad_of_function(dscores, capped, visible, modifiers, sequence + e, head, offs_m, n,
+                                             length_q, stop, INT64, BLOCK_N, False, MASKED, HIDES)
+            dscores = score_grad_of_softcap(dscores, tanh, visible, modifiers, HIDES)
             dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision=PRECISION)  # [BLOCK_M, BLOCK_D], eq. 10
             if TAIL:
                 dq_tail = tl.dot(dscores.to(k.dtype), k_tail, dq_tail, input_precision=PRECISION)
@@ -377,7 +378,7 @@ def attention_backward_dq_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_p
     visible, with what stands in ``earlier``, unless that is None, added to it.
     """
     lengths = modifiers.lengths
-    first, head, sequence, batch, row_q, row_k, rows_q, length_q, length_k = locate(
+    first, head, sequence, batch, row_q, row_k, rows_q, length_q, length_k = locate_work_tile(
         lengths.cu_q, lengths.q, lengths.cu_k, lengths.k, count, tiles, hq, sq, sk, BLOCK_M, upper is not None, entry)
     PADDED: tl.constexpr = count is not None
     band = (lower, upper, prefix, sink_tokens, chunk, offset, length_k - length_q if SHIFTED else None)
@@ -405,21 +406,21 @@ def attention_backward_dq_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_p
                      (sequence + e) * hq + head),)
         sums += ((tl.zeros([BLOCK_M, BLOCK_D], tl.float32), tl.zeros([BLOCK_M, BLOCK_TAIL], tl.float32),
                   tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32)),)
-    spans = keys_seen(first, tl.minimum(first + BLOCK_M, length_q) - 1, length_k, band)
+    spans = visible_keys(first, tl.minimum(first + BLOCK_M, length_q) - 1, length_k, band)
     numbers_q = None
     documents_k = None
     if modifiers.documents.q is not None:
-        numbers, spans = within_documents(modifiers.documents.q, modifiers.documents.batched, batch, row_q, row_k,
-                                          offs_m, length_q, sq, spans)
+        numbers, spans = narrow_to_documents(modifiers.documents.q, modifiers.documents.batched, batch, row_q, row_k,
+                                             offs_m, length_q, sq, spans)
         numbers_q = numbers[:, None]
-        documents_k = numbers_of(modifiers.documents.k, modifiers.documents.batched, batch, row_k, sk)
+        documents_k = document_ids_at(modifiers.documents.k, modifiers.documents.batched, batch, row_k, sk)
     ALIGN: tl.constexpr = 1 if modifiers.dropout.ptr is None else SPAN
-    steps = cut(spans, sink_tokens, BLOCK_N, ALIGN)
+    steps = blocks_of_range(spans, sink_tokens, BLOCK_N, ALIGN)
     listed = None
     if modifiers.tiles.q is not None:
         listed = tile_list(modifiers.tiles.q, modifiers.tiles.per_batch, modifiers.tiles.per_head, batch, head, hq,
                            first, sq, sk)
-        steps = listed_steps(listed, spans[3])
+        steps = blocks_of_list(listed, spans[3])
     own_pairs = None
     earlier_pairs = None
     if pairs_ptr is not None:
@@ -427,19 +428,20 @@ def attention_backward_dq_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_p
     if earlier_ptr is not None:
         earlier_pairs = pair_rows(earlier_ptr, sequence, head, first, stride_pb, stride_ph, stride_pq, BLOCK_M)
     for MASKED in tl.static_range(2):
-        sums = sum_over_keys(
+        sums = accumulate_dq(
             sums, entries, modifiers, sequence, head, numbers_q, documents_k, listed, own_pairs, earlier_pairs, first,
             offs_m, spans[0], steps, length_q, band, stride_ks, stride_kd, stride_vs, stride_vd, scale, scale_log2,
             BLOCK_N, D, BLOCK_D, DV, BLOCK_DV, MASKED, PRECISION, INT64, DESCRIPTORS, CHANGED, PADDED, TAIL,
             rows_ptr is not None, moments_ptr is not None, ENTRIES)
     for e in tl.static_range(ENTRIES):
         dq, dq_tail, rows, moments = sums[e]
-        dq = padding_as_zero(dq * scale, first, length_q, BLOCK_M, PADDED)
+        dq = zero_padding_rows(dq * scale, first, length_q, BLOCK_M, PADDED)
         dq_base = dq_ptr + head_offset(batch + e, head, stride_dqb, stride_dqh) + row_q.to(tl.int64) * stride_dqs
         store_tile(dq_base, dq, first, rows_q, stride_dqs, 1, BLOCK_M, D, BLOCK_D, INT64)
         if TAIL:
-            dq_tail = padding_as_zero(dq_tail * scale, first, length_q, BLOCK_M, PADDED)
-            store_tile(past(dq_base, 1, D), dq_tail, first, rows_q, stride_dqs, 1, BLOCK_M, TAIL, BLOCK_TAIL, INT64)
+            dq_tail = zero_padding_rows(dq_tail * scale, first, length_q, BLOCK_M, PADDED)
+            store_tile(skip_dims(dq_base, 1, D), dq_tail, first, rows_q, stride_dqs, 1, BLOCK_M, TAIL, BLOCK_TAIL,
+                       INT64)
         own_row = head_offset(batch + e, head, hq * sq, sq) + row_q
         if rows_ptr is not None:
             tl.store(rows_ptr + own_row + offs_m, tl.where(offs_m < length_q, rows, 0.0), mask=offs_m < rows_q)

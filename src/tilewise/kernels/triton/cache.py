@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from tilewise.kernels.triton.modifiers import along
+from tilewise.kernels.triton.modifiers import operand_offset
 from tilewise.kernels.triton.primitives import head_offset
 
 
@@ -56,9 +56,9 @@ def row_of(cache, batch):
 
 
 @triton.jit
-def load_turned(rows, places, inside, rotary, stride_d, D: tl.constexpr, BLOCK_D: tl.constexpr,
-                ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Load rows by their pointers, [len(rows), BLOCK_D], the first ROTARY dims turned by the angles of ``places``.
+def load_rotated(rows, places, inside, rotary, stride_d, D: tl.constexpr, BLOCK_D: tl.constexpr,
+                 ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Load rows by their pointers, [len(rows), BLOCK_D], the first ROTARY dims rotated by the angles of ``places``.
 
     Dims 2p and 2p + 1 are a pair where INTERLEAVED, else p and p + ROTARY / 2; in float32,
     x' = x·cos − y·sin,  y' = y·cos + x·sin.
@@ -79,12 +79,12 @@ def load_turned(rows, places, inside, rotary, stride_d, D: tl.constexpr, BLOCK_D
         turning = inside[:, None] & (offs_d < ROTARY)[None, :]
         other = tl.load(rows[:, None] + (partner * stride_d)[None, :], mask=turning, other=0.0).to(tl.float32)
         angle = places[:, None]
-        angle_of = rotary.cos + along(angle, rotary.stride_cos, True) + pair[None, :]
+        angle_of = rotary.cos + operand_offset(angle, rotary.stride_cos, True) + pair[None, :]
         cos = tl.load(angle_of, mask=turning, other=1.0).to(tl.float32)
-        angle_of = rotary.sin + along(angle, rotary.stride_sin, True) + pair[None, :]
+        angle_of = rotary.sin + operand_offset(angle, rotary.stride_sin, True) + pair[None, :]
         sin = tl.load(angle_of, mask=turning, other=0.0).to(tl.float32)
-        turned = tile.to(tl.float32) * cos + tl.where(is_first, -1.0, 1.0)[None, :] * other * sin
-        tile = turned.to(tile.dtype)
+        rotated = tile.to(tl.float32) * cos + tl.where(is_first, -1.0, 1.0)[None, :] * other * sin
+        tile = rotated.to(tile.dtype)
     return tile
 
 
@@ -94,7 +94,7 @@ def append_kernel(k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, cache, rotary,
                   stride_kcb, stride_kch, stride_kcs, stride_vcb, stride_vch, stride_vcs,
                   new, hk, capacity, tiles, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
                   PAGE: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr):
-    """Write new keys, turned by their positions, and values behind those that a cache holds.
+    """Write new keys, rotated by their positions, and new values behind those in the cache.
 
     Grid: (tiles · b,): a program writes ROWS of a sequence's new · hk rows. What the cache has no room for is not
     written.
@@ -107,17 +107,18 @@ def append_kernel(k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, cache, rotary,
     place = length_before(cache, batch) + index
     inside = (index < new) & (place < capacity)
     if PAGE > 0:
-        row = tl.load(cache.table + along(batch, cache.stride_table, True) + place // PAGE, mask=inside, other=0)
+        pages = cache.table + operand_offset(batch, cache.stride_table, True)
+        row = tl.load(pages + place // PAGE, mask=inside, other=0)
         within = (place % PAGE).to(tl.int64)
     else:
         row = row_of(cache, batch)
         within = place.to(tl.int64)
     offs_d = tl.arange(0, BLOCK_D)
     k_rows = k_ptr + head_offset(batch, head, stride_kb, stride_kh) + index.to(tl.int64) * stride_ks
-    k = load_turned(k_rows, place, inside, rotary, stride_kd, D, BLOCK_D, ROTARY, INTERLEAVED)
+    k = load_rotated(k_rows, place, inside, rotary, stride_kd, D, BLOCK_D, ROTARY, INTERLEAVED)
     k_places = k_cache_ptr + head_offset(row, head, stride_kcb, stride_kch) + within * stride_kcs
     tl.store(k_places[:, None] + offs_d[None, :], k, mask=inside[:, None] & (offs_d < D)[None, :])
     v_rows = v_ptr + head_offset(batch, head, stride_vb, stride_vh) + index.to(tl.int64) * stride_vs
-    v = load_turned(v_rows, place, inside, rotary, stride_vd, DV, BLOCK_D, 0, INTERLEAVED)
+    v = load_rotated(v_rows, place, inside, rotary, stride_vd, DV, BLOCK_D, 0, INTERLEAVED)
     v_places = v_cache_ptr + head_offset(row, head, stride_vcb, stride_vch) + within * stride_vcs
     tl.store(v_places[:, None] + offs_d[None, :], v, mask=inside[:, None] & (offs_d < DV)[None, :])

@@ -1,12 +1,11 @@
 """Gradient of a bias with a query and a key dim: dS itself, summed over the heads that share it (maths.md, eq. 21).
 
-By a kernel of its own, for biases whose gradient the dQ kernel does not make on its way (pair_sums.py).
+By a kernel of its own, for biases whose gradient the dQ kernel does not make on its way (bias_gradient.py).
 """
 
 import triton
 import triton.language as tl
 
-from tilewise.kernels.triton.bands import keys_seen, numbers_of, see
 from tilewise.kernels.triton.launch import (
     Launch,
     TileShape,
@@ -18,8 +17,8 @@ from tilewise.kernels.triton.launch import (
     tile_blocks,
     tile_count,
 )
-from tilewise.kernels.triton.modifiers import less_delta, load_pairs, modify_tile
-from tilewise.kernels.triton.places import extent
+from tilewise.kernels.triton.mask_ranges import document_ids_at, is_visible, visible_keys
+from tilewise.kernels.triton.modifiers import load_operand, modify_tile, subtract_delta
 from tilewise.kernels.triton.primitives import (
     LOG2E,
     head_offset,
@@ -31,11 +30,12 @@ from tilewise.kernels.triton.primitives import (
     recompute_probs,
     score_gradient,
 )
+from tilewise.kernels.triton.tile_scheduler import sequence_extent
 from tilewise.problem import AttentionProblem, Sizes
 
 
 @triton.jit
-def sum_over_members(acc, members, shared_heads, entry_batch, entry_head, q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr,
+def accumulate_dbias(acc, members, shared_heads, entry_batch, entry_head, q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr,
                      delta_ptr, modifiers, first_q, first_k, bounds, SHIFTED: tl.constexpr, count, sq, sk, hq, group,
                      size_q, size_k, strides_q, strides_k, strides_v, strides_do, scale_log2,
                      D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -52,12 +52,12 @@ def sum_over_members(acc, members, shared_heads, entry_batch, entry_head, q_ptr,
     if modifiers.bias.ptr is not None:
         bias = tl.zeros([BLOCK_M, BLOCK_N], modifiers.bias.ptr.dtype.element_ty)
         if members > 0:  # else the tile may be one that this loop, which checks nothing, cannot read
-            bias = load_pairs(modifiers.bias, entry_batch, entry_head, offs_m[:, None], offs_n[None, :], size_q,
-                              size_k, INT64, MASKED)
+            bias = load_operand(modifiers.bias, entry_batch, entry_head, offs_m[:, None], offs_n[None, :], size_q,
+                                size_k, INT64, MASKED)
     for member in tl.range(0, members):
         sequence, head = entry_batch + member // shared_heads, entry_head + member % shared_heads
-        row_q, _rows_q, length_q = extent(lengths.cu_q, lengths.q, sequence, count, sq)
-        row_k, _rows_k, length_k = extent(lengths.cu_k, lengths.k, sequence, count, sk)
+        row_q, _rows_q, length_q = sequence_extent(lengths.cu_q, lengths.q, sequence, count, sq)
+        row_k, _rows_k, length_k = sequence_extent(lengths.cu_k, lengths.k, sequence, count, sk)
         batch = sequence if lengths.cu_q is None else sequence * 0
         band = (lower, upper, prefix, sink_tokens, chunk, offset, length_k - length_q if SHIFTED else None)
         q_source = head_source(q_ptr, batch, head, row_q, strides_q[0], strides_q[1], strides_q[2], DESCRIPTORS)
@@ -90,17 +90,17 @@ def sum_over_members(acc, members, shared_heads, entry_batch, entry_head, q_ptr,
         numbers_q = None
         numbers_k = None
         if documents.q is not None:
-            numbers_q = tl.load(numbers_of(documents.q, documents.batched, batch, row_q, sq) + offs_m,
+            numbers_q = tl.load(document_ids_at(documents.q, documents.batched, batch, row_q, sq) + offs_m,
                                 mask=offs_m < length_q, other=-1)[:, None]
-            numbers_k = tl.load(numbers_of(documents.k, documents.batched, batch, row_k, sk) + offs_n,
+            numbers_k = tl.load(document_ids_at(documents.k, documents.batched, batch, row_k, sk) + offs_n,
                                 mask=offs_n < length_k, other=-1)[None, :]
-        visible = see(offs_m[:, None], offs_n[None, :], length_q, length_k, band, numbers_q, numbers_k)
+        visible = is_visible(offs_m[:, None], offs_n[None, :], length_q, length_k, band, numbers_q, numbers_k)
         scores, visible, _tanh, _capped, kept = modify_tile(
             scores, visible, modifiers, sequence * hq + head, sequence, head,
             band, first_q, first_k, length_q, length_k, scale_log2,
             q.dtype == tl.float32, INT64, CHANGED, BLOCK_M, BLOCK_N, False, MASKED, bias)
         probs = recompute_probs(scores, lse[:, None], visible, None, scale_log2, q.dtype, CHANGED, HIDES)
-        difference = less_delta(dprobs, delta[:, None], kept, modifiers, False)
+        difference = subtract_delta(dprobs, delta[:, None], kept, modifiers, False)
         acc += score_gradient(probs, difference, visible, HIDES)
     return acc
 
@@ -133,7 +133,7 @@ def attention_backward_dbias_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delt
     # visible whole needs no checks.
     ALIKE: tl.constexpr = (count is None and modifiers.documents.q is None and sink_tokens is None
                            and modifiers.tiles.q is None)
-    spans = keys_seen(first_q, tl.minimum(first_q + BLOCK_M, sq) - 1, sk, bounds)
+    spans = visible_keys(first_q, tl.minimum(first_q + BLOCK_M, sq) - 1, sk, bounds)
     start, shared_start, shared_stop, stop = spans
     is_hidden = (first_k >= stop) | (first_k + BLOCK_N <= start)
     is_whole = (first_k >= shared_start) & (first_k + BLOCK_N <= shared_stop)
@@ -143,7 +143,7 @@ def attention_backward_dbias_kernel(q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delt
             own = tl.where(is_hidden | (is_whole == (MASKED == 1)), 0, members)
         else:
             own = members * MASKED
-        acc = sum_over_members(
+        acc = accumulate_dbias(
             acc, own, shared_heads, entry_batch, entry_head, q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr,
             modifiers, first_q, first_k, bounds, SHIFTED, count, sq, sk, hq, group,
             size_q, size_k, (stride_qb, stride_qh, stride_qs, stride_qd), (stride_kb, stride_kh, stride_ks, stride_kd),

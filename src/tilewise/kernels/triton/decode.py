@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tilewise.kernels.triton.cache import filled, load_turned, row_of
-from tilewise.kernels.triton.modifiers import add_sink, along, hyperbolic_tangent
+from tilewise.kernels.triton.cache import filled, load_rotated, row_of
+from tilewise.kernels.triton.modifiers import add_sink, hyperbolic_tangent, operand_offset
 from tilewise.kernels.triton.primitives import (
     LN2,
     LOG2E,
@@ -58,11 +58,12 @@ def pages_of(cache, batch, n, stop, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
     if cache.table is None:
         pages = n * 0
     elif PAGE % BLOCK_N == 0:
-        pages = tl.load(cache.table + along(batch, cache.stride_table, True) + n // PAGE, mask=n < stop, other=0)
+        table = cache.table + operand_offset(batch, cache.stride_table, True)
+        pages = tl.load(table + n // PAGE, mask=n < stop, other=0)
     else:
         offs_n = n + tl.arange(0, BLOCK_N)
-        pages = tl.load(cache.table + along(batch, cache.stride_table, True) + offs_n // PAGE, mask=offs_n < stop,
-                        other=0)
+        table = cache.table + operand_offset(batch, cache.stride_table, True)
+        pages = tl.load(table + offs_n // PAGE, mask=offs_n < stop, other=0)
     return pages
 
 
@@ -84,15 +85,15 @@ def load_cached(base, pages, n, inside, stride_page, stride_s, D: tl.constexpr, 
 
 
 @triton.jit
-def changed_scores(scores, scale_log2, extras, batch, head, place, offs_n, inside_m, EXACT: tl.constexpr):
+def modify_scores(scores, scale_log2, extras, batch, head, place, offs_n, inside_m, EXACT: tl.constexpr):
     """Return scores in base 2, c·tanh(scale·q·k / c) − slope·distance."""
     scores = scores * scale_log2
     if extras.softcap is not None:
         cap = extras.softcap * LOG2E
         scores = hyperbolic_tangent(scores * (1.0 / cap), EXACT or extras.near_0 is not None) * cap
     if extras.slopes is not None:
-        slope = tl.load(extras.slopes + along(batch, extras.stride_slopes_b, True)
-                        + along(head, extras.stride_slopes_h, True), mask=inside_m, other=0.0)
+        slope = tl.load(extras.slopes + operand_offset(batch, extras.stride_slopes_b, True)
+                        + operand_offset(head, extras.stride_slopes_h, True), mask=inside_m, other=0.0)
         apart = tl.abs(place[:, None].to(tl.float32) - offs_n[None, :].to(tl.float32))
         scores -= (slope * LOG2E)[:, None] * apart
     return scores
@@ -102,7 +103,7 @@ def changed_scores(scores, scale_log2, extras, batch, head, place, offs_n, insid
 def finished(row_max, row_sum, acc, sinks, stride_sinks, head, inside):
     """Let the sinks enter, and return lse in base 2 and out; 0 and −inf where nothing was seen (eq. 6)."""
     if sinks is not None:
-        sink = tl.load(sinks + along(head, stride_sinks, True), mask=inside, other=0.0)
+        sink = tl.load(sinks + operand_offset(head, stride_sinks, True), mask=inside, other=0.0)
         row_max, row_sum, acc = add_sink(row_max, row_sum, acc, sink.to(tl.float32) * LOG2E)
     divisor = tl.where(row_sum == 0.0, 1.0, row_sum)
     return row_max + tl.log2(divisor), acc / divisor[:, None]
@@ -149,11 +150,11 @@ def attention_decode_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, cache, rotary
     end = tl.minimum(begin + share, stop)
 
     q_rows = q_ptr + head_offset(batch, head, stride_qb, stride_qh) + query.to(tl.int64) * stride_qs
-    turned = tl.zeros_like(query) + before
+    angle = tl.zeros_like(query) + before
     if (lower is not None) or (upper is not None):
-        turned = before + query
-    turned = tl.minimum(turned, positions - 1)  # behind the last one: as the last one
-    q = load_turned(q_rows, turned, inside_m, rotary, stride_qd, D, BLOCK_D, ROTARY, INTERLEAVED)  # [BLOCK_M, BLOCK_D]
+        angle = before + query
+    angle = tl.minimum(angle, positions - 1)  # behind the last one: as the last one
+    q = load_rotated(q_rows, angle, inside_m, rotary, stride_qd, D, BLOCK_D, ROTARY, INTERLEAVED)  # [BLOCK_M, BLOCK_D]
     row = row_of(cache, batch) if PAGE == 0 else batch * 0
     k_base = k_ptr + head_offset(row, head_k, stride_kb, stride_kh)
     v_base = v_ptr + head_offset(row, head_k, stride_vb, stride_vh)
@@ -174,8 +175,8 @@ def attention_decode_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, cache, rotary
         pages = pages_of(cache, batch, n + BLOCK_N, end, PAGE, BLOCK_N)  # a step ahead: a load that a load waits for
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         if CHANGED:
-            scores = changed_scores(scores, scale_log2, extras, batch, head, place, offs_n, inside_m,
-                                    q.dtype == tl.float32)
+            scores = modify_scores(scores, scale_log2, extras, batch, head, place, offs_n, inside_m,
+                                   q.dtype == tl.float32)
         visible = inside[None, :]
         if MANY and lower is not None:
             visible = visible & (offs_n[None, :] >= place[:, None] + lower)

@@ -3,19 +3,6 @@
 import triton
 import triton.language as tl
 
-from tilewise.kernels.triton.bands import (
-    cut,
-    first_step,
-    keys_seen,
-    last_step,
-    listed_steps,
-    numbers_of,
-    see,
-    step_at,
-    tile_list,
-    unseen_as_zero,
-    within_documents,
-)
 from tilewise.kernels.triton.launch import (
     Launch,
     TileShape,
@@ -27,8 +14,27 @@ from tilewise.kernels.triton.launch import (
     tile_blocks,
     tile_slots,
 )
-from tilewise.kernels.triton.modifiers import SPAN, add_sink, along, drop, gained, modify_tile
-from tilewise.kernels.triton.places import locate
+from tilewise.kernels.triton.mask_ranges import (
+    block_at,
+    blocks_of_list,
+    blocks_of_range,
+    document_ids_at,
+    is_visible,
+    loop_begin,
+    loop_end,
+    narrow_to_documents,
+    tile_list,
+    visible_keys,
+    zero_invisible_rows,
+)
+from tilewise.kernels.triton.modifiers import (
+    SPAN,
+    add_sink,
+    apply_dropout,
+    divide_by_keep_prob,
+    modify_tile,
+    operand_offset,
+)
 from tilewise.kernels.triton.primitives import (
     LN2,
     LOG2E,
@@ -39,10 +45,11 @@ from tilewise.kernels.triton.primitives import (
     load_tile,
     natural_lse,
     online_softmax_step,
-    padding_as_zero,
     scaled_max,
     store_tile,
+    zero_padding_rows,
 )
+from tilewise.kernels.triton.tile_scheduler import locate_work_tile
 from tilewise.problem import AttentionProblem
 
 
@@ -67,26 +74,26 @@ def attend_keys(q, q_tail, k_source, v_source, modifiers, row, sequence, head, p
                            or modifiers.mask_function.call is not None)
     # Scores of -inf that nothing hides leave a row without a maximum just as well.
     GUARD: tl.constexpr = HIDES or modifiers.bias.ptr is not None or modifiers.score_function.call is not None
-    first = first_step(steps, MASKED)
-    last = last_step(steps, listed, MASKED)
+    first = loop_begin(steps, MASKED)
+    last = loop_end(steps, listed, MASKED)
     # The masked tiles are few: without a pipeline of their own they leave registers to the others (+6 % at d 64). But
     # a tile of queries from two documents masks all the keys of both, and at d 64 there are registers for it (+16 %).
     ALONE: tl.constexpr = MASKED and (numbers_q is None or BLOCK_D > 64)
     for step in tl.range(first, last, BLOCK_N, num_stages=1 if ALONE else None):
-        n = step_at(step, steps, listed, MASKED, COVERED)
+        n = block_at(step, steps, listed, MASKED, COVERED)
         k = load_tile(k_source, place_k, n, stop, stride_ks, stride_kd, BLOCK_N, D, BLOCK_D, MASKED, INT64,
                       DESCRIPTORS, CLIP)
-        k = unseen_as_zero(k, n, seen_from, band[3], band[4], BLOCK_N, ADDED)
+        k = zero_invisible_rows(k, n, seen_from, band[3], band[4], BLOCK_N, ADDED)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         if TAIL:
             k_tail = load_tail(k_source, k, n, stop, stride_ks, stride_kd, BLOCK_N, D, TAIL, MASKED, INT64)
-            k_tail = unseen_as_zero(k_tail, n, seen_from, band[3], band[4], BLOCK_N, ADDED)
+            k_tail = zero_invisible_rows(k_tail, n, seen_from, band[3], band[4], BLOCK_N, ADDED)
             scores = tl.dot(q_tail, tl.trans(k_tail), scores, input_precision=PRECISION)
         offs_n = n + tl.arange(0, BLOCK_N)
         numbers_k = numbers_q
         if numbers_q is not None:
             numbers_k = tl.load(documents_k + offs_n, mask=offs_n < stop, other=-1)[None, :]
-        visible = see(offs_m[:, None], offs_n[None, :], length_q, stop, band, numbers_q, numbers_k)
+        visible = is_visible(offs_m[:, None], offs_n[None, :], length_q, stop, band, numbers_q, numbers_k)
         scores, visible, _tanh, _capped, kept = modify_tile(
             scores, visible, modifiers, row, sequence, head, band, first_query, n, length_q, stop, scale_log2,
             q.dtype == tl.float32, INT64, CHANGED, q.shape[0], BLOCK_N, False, MASKED)
@@ -96,10 +103,10 @@ def attend_keys(q, q_tail, k_source, v_source, modifiers, row, sequence, head, p
             scores = tl.where(visible, scores, float("-inf"))
         probs, shift, row_sum, acc = online_softmax_step(
             scores, shift, row_sum, acc, 1.0 if CHANGED else LOG2E if NATURAL else scale_log2, GUARD)
-        probs = drop(probs, kept, modifiers)  # after the sum: what is dropped still counts in the denominator
+        probs = apply_dropout(probs, kept, modifiers)  # after the sum: what is dropped still counts in the denominator
         v = load_tile(v_source, place_k, n, stop, stride_vs, stride_vd, BLOCK_N, DV, BLOCK_DV, MASKED, INT64,
                       DESCRIPTORS, CLIP)
-        v = unseen_as_zero(v, n, seen_from, band[3], band[4], BLOCK_N, ADDED)
+        v = zero_invisible_rows(v, n, seen_from, band[3], band[4], BLOCK_N, ADDED)
         acc = tl.dot(probs.to(v.dtype), v, acc, input_precision=PRECISION)  # [BLOCK_M, BLOCK_DV]
     return acc, row_sum, shift
 
@@ -122,7 +129,7 @@ def attention_forward_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, max_ptr, mod
     q and k have D + TAIL head dims. ``count``: of the sequences whose lengths are data, else None.
     """
     lengths = modifiers.lengths
-    first, head, sequence, batch, row_q, row_k, rows_q, length_q, length_k = locate(
+    first, head, sequence, batch, row_q, row_k, rows_q, length_q, length_k = locate_work_tile(
         lengths.cu_q, lengths.q, lengths.cu_k, lengths.k, count, tiles, hq, sq, sk, BLOCK_M, upper is not None)
     PADDED: tl.constexpr = count is not None
     band = (lower, upper, prefix, sink_tokens, chunk, offset, length_k - length_q if SHIFTED else None)
@@ -138,21 +145,21 @@ def attention_forward_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, max_ptr, mod
     shift = tl.full([BLOCK_M], float("-inf"), tl.float32)  # eq. 5
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    spans = keys_seen(first, tl.minimum(first + BLOCK_M, length_q) - 1, length_k, band)
+    spans = visible_keys(first, tl.minimum(first + BLOCK_M, length_q) - 1, length_k, band)
     numbers_q = None
     documents_k = None
     if modifiers.documents.q is not None:
-        numbers, spans = within_documents(modifiers.documents.q, modifiers.documents.batched, batch, row_q, row_k,
-                                          offs_m, length_q, sq, spans)
+        numbers, spans = narrow_to_documents(modifiers.documents.q, modifiers.documents.batched, batch, row_q, row_k,
+                                             offs_m, length_q, sq, spans)
         numbers_q = numbers[:, None]
-        documents_k = numbers_of(modifiers.documents.k, modifiers.documents.batched, batch, row_k, sk)
+        documents_k = document_ids_at(modifiers.documents.k, modifiers.documents.batched, batch, row_k, sk)
     ALIGN: tl.constexpr = 1 if modifiers.dropout.ptr is None else SPAN
-    steps = cut(spans, sink_tokens, BLOCK_N, ALIGN)
+    steps = blocks_of_range(spans, sink_tokens, BLOCK_N, ALIGN)
     listed = None
     if modifiers.tiles.q is not None:
         listed = tile_list(modifiers.tiles.q, modifiers.tiles.per_batch, modifiers.tiles.per_head, batch, head, hq,
                            first, sq, sk)
-        steps = listed_steps(listed, spans[3])
+        steps = blocks_of_list(listed, spans[3])
     row = sequence * hq + head
     for MASKED in tl.static_range(2):
         acc, row_sum, shift = attend_keys(
@@ -171,14 +178,15 @@ def attention_forward_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, max_ptr, mod
         largest = tl.where(offs_m < length_q, largest, float("-inf"))
         tl.store(max_ptr + row_offset + offs_m, largest, mask=inside)
     if modifiers.sinks.ptr is not None:
-        sink = tl.load(modifiers.sinks.ptr + along(head, modifiers.sinks.stride_h, True)).to(tl.float32) * LOG2E
+        sink = tl.load(modifiers.sinks.ptr + operand_offset(head, modifiers.sinks.stride_h, True))
+        sink = sink.to(tl.float32) * LOG2E
         shift, row_sum, acc = add_sink(scaled_max(shift, own_scale), row_sum, acc, sink)
         natural_scale = LN2
         own_scale = 1.0
-    acc = gained(acc, modifiers)
+    acc = divide_by_keep_prob(acc, modifiers)
     # eq. 6. A row that saw no key has m = −inf, l = 0, acc = 0: with l = 1 its lse is −inf and its out 0.
     row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
-    acc = padding_as_zero(acc / row_sum[:, None], first, length_q, BLOCK_M, PADDED)
+    acc = zero_padding_rows(acc / row_sum[:, None], first, length_q, BLOCK_M, PADDED)
     lse = natural_lse(shift, row_sum, natural_scale, own_scale)
     if PADDED:
         lse = tl.where(offs_m < length_q, lse, float("-inf"))

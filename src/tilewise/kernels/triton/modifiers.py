@@ -1,4 +1,4 @@
-"""What changes a score besides scale and band, inside a kernel: one formula a function (maths.md, section 11).
+"""Score modifiers inside a kernel, and their derivatives: one formula a function (maths.md, section 11).
 
 ``modifiers`` is a named tuple of the host (launch.py): a field that a call does not use is None, which Triton knows at
 compile time, so that what is not used costs nothing. Scores are in base 2 here, as everywhere in the kernels: softcap,
@@ -33,7 +33,7 @@ def hyperbolic_tangent(x, EXACT: tl.constexpr):
 
 
 @triton.jit
-def along(positions, stride, INT64: tl.constexpr):
+def operand_offset(positions, stride, INT64: tl.constexpr):
     """Offsets along one dim of an operand, whose unit stride is None."""
     if INT64:
         positions = positions.to(tl.int64)
@@ -43,15 +43,15 @@ def along(positions, stride, INT64: tl.constexpr):
 
 
 @triton.jit
-def load_pairs(operand, batch, head, offs_q, offs_k, stop_q, stop_k, INT64: tl.constexpr, CHECKED: tl.constexpr):
+def load_operand(operand, batch, head, offs_q, offs_k, stop_q, stop_k, INT64: tl.constexpr, CHECKED: tl.constexpr):
     """Load an operand's elements for the tile's pairs; positions broadcast to the tile, strides may be 0.
 
     CHECKED: 0 is read outside. Else all keys of the tile are inside and the last query stands for those that are not:
     without a mask along the keys a thread loads 16 bytes at once, with one an element at a time.
     """
     rows = offs_q if CHECKED else tl.minimum(offs_q, stop_q - 1)
-    ptrs = operand.ptr + along(batch, operand.stride_b, True) + along(head, operand.stride_h, True)
-    ptrs += along(rows, operand.stride_q, INT64) + along(offs_k, operand.stride_k, INT64)
+    ptrs = operand.ptr + operand_offset(batch, operand.stride_b, True) + operand_offset(head, operand.stride_h, True)
+    ptrs += operand_offset(rows, operand.stride_q, INT64) + operand_offset(offs_k, operand.stride_k, INT64)
     if CHECKED:
         values = tl.load(ptrs, mask=(offs_q < stop_q) & (offs_k < stop_k), other=0)
     else:
@@ -71,7 +71,7 @@ def distance(offs_q, offs_k, modifiers, band):
 
 
 @triton.jit
-def change_scores(products, modifiers, batch, head, band, offs_q, offs_k, stop_q, stop_k, scale_log2,
+def modify_scores(products, modifiers, batch, head, band, offs_q, offs_k, stop_q, stop_k, scale_log2,
                   EXACT: tl.constexpr, INT64: tl.constexpr, CHECKED: tl.constexpr, bias):
     """Return the tile's scores in base 2, f(c·tanh(scale·q·k / c)) + bias − slope·distance, the tanh, and f's argument.
 
@@ -86,26 +86,26 @@ def change_scores(products, modifiers, batch, head, band, offs_q, offs_k, stop_q
     capped = scores
     if modifiers.score_function.call is not None:
         capped = scores * LN2
-        sequence, member, q_idx, k_idx = asked_for(batch, head, offs_q, offs_k, stop_q, stop_k, INT64, CHECKED)
+        sequence, member, q_idx, k_idx = function_arguments(batch, head, offs_q, offs_k, stop_q, stop_k, INT64, CHECKED)
         scores = modifiers.score_function.call(capped, sequence, member, q_idx, k_idx,
                                                *modifiers.score_function.tensors)
         scores = scores.to(tl.float32) * LOG2E
     if modifiers.bias.ptr is not None:
         if bias is None:
-            bias = load_pairs(modifiers.bias, batch, head, offs_q, offs_k, stop_q, stop_k, INT64, CHECKED)
+            bias = load_operand(modifiers.bias, batch, head, offs_q, offs_k, stop_q, stop_k, INT64, CHECKED)
         scores += bias.to(tl.float32) * LOG2E
     if modifiers.alibi.ptr is not None:
-        slope = tl.load(modifiers.alibi.ptr + along(batch, modifiers.alibi.stride_b, True)
-                        + along(head, modifiers.alibi.stride_h, True))
+        slope = tl.load(modifiers.alibi.ptr + operand_offset(batch, modifiers.alibi.stride_b, True)
+                        + operand_offset(head, modifiers.alibi.stride_h, True))
         scores -= (slope * LOG2E) * distance(offs_q, offs_k, modifiers, band)
     return scores, tanh, capped
 
 
 @triton.jit
-def asked_for(batch, head, offs_q, offs_k, stop_q, stop_k, INT64: tl.constexpr, CHECKED: tl.constexpr):
+def function_arguments(batch, head, offs_q, offs_k, stop_q, stop_k, INT64: tl.constexpr, CHECKED: tl.constexpr):
     """Return batch, head and positions as a user's function takes them, which may read its tensors there.
 
-    The last position stands for those that are outside; as in :func:`load_pairs`, only queries may be where not
+    The last position stands for those that are outside; as in :func:`load_operand`, only queries may be where not
     CHECKED. Batch and head are 64 bits, which as scalars cost next to nothing; positions are where the host found that
     their products may pass 2^31 (INT64): a tile of 64 bits costs registers.
     """
@@ -128,8 +128,8 @@ def pair_positions(offs_m, first_key, BLOCK_N: tl.constexpr, KEYS_FIRST: tl.cons
 
 
 @triton.jit
-def keep_pairs(dropout, row, first_query, first_key, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-               KEYS_FIRST: tl.constexpr):
+def dropout_keeps(dropout, row, first_query, first_key, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                  KEYS_FIRST: tl.constexpr):
     """Which pairs dropout keeps (maths.md, eq. 19): [BLOCK_M, BLOCK_N], or [BLOCK_N, BLOCK_M] where KEYS_FIRST.
 
     A property of the pair alone, whatever tile it is met in; both firsts are multiples of SPAN. Every pair asks for
@@ -179,7 +179,7 @@ def philox(seed, c0, c1, c2):
 def modify_tile(scores, visible, modifiers, row, batch, head, band, first_query, first_key, stop_q, stop_k,
                 scale_log2, EXACT: tl.constexpr, INT64: tl.constexpr, CHANGED: tl.constexpr, BLOCK_M: tl.constexpr,
                 BLOCK_N: tl.constexpr, KEYS_FIRST: tl.constexpr, MASKED: tl.constexpr, bias=None):
-    """Apply all that acts on a tile's pairs, [BLOCK_M, BLOCK_N] or turned where KEYS_FIRST.
+    """Apply all that acts on a tile's pairs, [BLOCK_M, BLOCK_N], transposed where KEYS_FIRST.
 
     ``visible`` counts where MASKED: elsewhere the band and the lengths hide nothing, and the boolean mask alone may.
     Returns the scores (in base 2 where CHANGED, else as they came), who is visible, the tanh of the softcap, what the
@@ -192,23 +192,23 @@ def modify_tile(scores, visible, modifiers, row, batch, head, band, first_query,
     kept = visible
     offs_q, offs_k = pair_positions(first_query + tl.arange(0, BLOCK_M), first_key, BLOCK_N, KEYS_FIRST)
     if CHANGED:
-        scores, tanh, capped = change_scores(scores, modifiers, batch, head, band, offs_q, offs_k, stop_q, stop_k,
+        scores, tanh, capped = modify_scores(scores, modifiers, batch, head, band, offs_q, offs_k, stop_q, stop_k,
                                              scale_log2, EXACT, INT64, MASKED, bias)
     if modifiers.mask.ptr is not None and (MASKED or modifiers.tiles.q is None):  # whole tiles of a list need none
-        allowed = load_pairs(modifiers.mask, batch, head, offs_q, offs_k, stop_q, stop_k, INT64, MASKED).to(tl.int1)
+        allowed = load_operand(modifiers.mask, batch, head, offs_q, offs_k, stop_q, stop_k, INT64, MASKED).to(tl.int1)
         visible = visible & allowed if MASKED else allowed
     if modifiers.mask_function.call is not None:
-        sequence, member, q_idx, k_idx = asked_for(batch, head, offs_q, offs_k, stop_q, stop_k, INT64, MASKED)
+        sequence, member, q_idx, k_idx = function_arguments(batch, head, offs_q, offs_k, stop_q, stop_k, INT64, MASKED)
         allowed = modifiers.mask_function.call(sequence, member, q_idx, k_idx, *modifiers.mask_function.tensors)
         KNOWN: tl.constexpr = MASKED or (modifiers.mask.ptr is not None and modifiers.tiles.q is None)
         visible = (visible if KNOWN else tl.full(scores.shape, True, tl.int1)) & allowed
     if modifiers.dropout.ptr is not None:
-        kept = keep_pairs(modifiers.dropout, row, first_query, first_key, BLOCK_M, BLOCK_N, KEYS_FIRST)
+        kept = dropout_keeps(modifiers.dropout, row, first_query, first_key, BLOCK_M, BLOCK_N, KEYS_FIRST)
     return scores, visible, tanh, capped, kept
 
 
 @triton.jit
-def drop(values, kept, modifiers):
+def apply_dropout(values, kept, modifiers):
     """Set the values of dropped pairs to 0; the division by 1 − p is left to the caller."""
     if modifiers.dropout.ptr is not None:
         # A zero that the compiler does not know: a known one it moves behind the rounding to 16 bits, and then takes
@@ -218,7 +218,7 @@ def drop(values, kept, modifiers):
 
 
 @triton.jit
-def less_delta(dprobs, delta, kept, modifiers, SEEDED: tl.constexpr):
+def subtract_delta(dprobs, delta, kept, modifiers, SEEDED: tl.constexpr):
     """R∘(dO·Vᵀ) − delta (maths.md, eq. 20) of dO·Vᵀ, or of what has delta already taken off where SEEDED."""
     if modifiers.dropout.ptr is not None:
         dprobs = tl.where(kept, dprobs * modifiers.dropout.gain - delta, -delta)
@@ -228,7 +228,7 @@ def less_delta(dprobs, delta, kept, modifiers, SEEDED: tl.constexpr):
 
 
 @triton.jit
-def gained(values, modifiers):
+def divide_by_keep_prob(values, modifiers):
     """Divide by 1 − p where there is dropout."""
     if modifiers.dropout.ptr is not None:
         values *= modifiers.dropout.gain
@@ -236,13 +236,13 @@ def gained(values, modifiers):
 
 
 @triton.jit
-def through_function(dscores, capped, visible, modifiers, batch, head, offs_m, first_key, stop_q, stop_k,
-                     INT64: tl.constexpr, BLOCK_N: tl.constexpr, KEYS_FIRST: tl.constexpr, MASKED: tl.constexpr,
-                     HIDES: tl.constexpr):
+def score_grad_of_function(dscores, capped, visible, modifiers, batch, head, offs_m, first_key, stop_q, stop_k,
+                           INT64: tl.constexpr, BLOCK_N: tl.constexpr, KEYS_FIRST: tl.constexpr, MASKED: tl.constexpr,
+                           HIDES: tl.constexpr):
     """Pass a gradient back through the user's function by its derivative (maths.md, eq. 21), and 0 where hidden."""
     if modifiers.score_function.derivative is not None:
         offs_q, offs_k = pair_positions(offs_m, first_key, BLOCK_N, KEYS_FIRST)
-        sequence, member, q_idx, k_idx = asked_for(batch, head, offs_q, offs_k, stop_q, stop_k, INT64, MASKED)
+        sequence, member, q_idx, k_idx = function_arguments(batch, head, offs_q, offs_k, stop_q, stop_k, INT64, MASKED)
         dscores = modifiers.score_function.derivative(dscores, capped, sequence, member, q_idx, k_idx,
                                                       *modifiers.score_function.tensors).to(tl.float32)
         if HIDES:  # once more: of what is hidden, the function may make NaN
@@ -251,7 +251,7 @@ def through_function(dscores, capped, visible, modifiers, batch, head, offs_m, f
 
 
 @triton.jit
-def through_softcap(dscores, tanh, visible, modifiers, HIDES: tl.constexpr):
+def score_grad_of_softcap(dscores, tanh, visible, modifiers, HIDES: tl.constexpr):
     """Pass a gradient back through c·tanh(x / c): times 1 − tanh² (maths.md, eq. 21), and 0 where hidden."""
     if modifiers.softcap is not None:
         dscores *= 1.0 - tanh * tanh

@@ -86,7 +86,7 @@ def load_row_values(base, row, stop, ROWS: tl.constexpr, CHECK_ROWS: tl.constexp
 
 
 @triton.jit
-def past(base, stride_d, DIM: tl.constexpr):
+def skip_dims(base, stride_d, DIM: tl.constexpr):
     """Move a pointer by DIM head dims; 64 bits, as they may be outermost in memory."""
     return base + tl.full([], DIM, tl.int64) * stride_d
 
@@ -99,7 +99,7 @@ def load_tail(source, like, row, stop, stride_s, stride_d, ROWS: tl.constexpr, D
     A head whose dims are not nearly a power of two takes a second tile sooner than one of twice the width.
     """
     if TAIL:
-        tile = load_tile(past(source, stride_d, DIM), None, row, stop, stride_s, stride_d, ROWS, TAIL, BLOCK_TAIL,
+        tile = load_tile(skip_dims(source, stride_d, DIM), None, row, stop, stride_s, stride_d, ROWS, TAIL, BLOCK_TAIL,
                          CHECK_ROWS, INT64, False, False)
     else:
         tile = tl.zeros([ROWS, BLOCK_TAIL], like.dtype)
@@ -117,7 +117,7 @@ def store_tile(base, tile, row, stop, stride_s, stride_d, ROWS: tl.constexpr, DI
 
 
 @triton.jit
-def padding_as_zero(tile, row, length, ROWS: tl.constexpr, PADDED: tl.constexpr):
+def zero_padding_rows(tile, row, length, ROWS: tl.constexpr, PADDED: tl.constexpr):
     """Zero the rows from ``length`` on, which are padding, where there may be some (PADDED)."""
     if PADDED:
         tile = tl.where((row + tl.arange(0, ROWS) < length)[:, None], tile, 0.0)

@@ -1,4 +1,4 @@
-"""Who sees whom, inside a kernel: tile ranges and pairs (maths.md, sections 8 and 12).
+"""The mask inside a kernel: which blocks of keys or queries are visible, and which pairs (maths.md, 8 and 12).
 
 ``band`` is (lower, upper, prefix, sink_tokens, chunk, offset, shift), each None where the mask does not have it, which
 Triton knows at compile time: what is not there costs nothing. tilewise.masks.Band says what the numbers mean; where a
@@ -8,7 +8,7 @@ sequence's own lengths move the diagonal, ``shift`` is to be added to lower, upp
 import triton
 import triton.language as tl
 
-from tilewise.tile_lists import TILE
+from tilewise.masks.tile_lists import TILE
 
 LIST_TILE = tl.constexpr(TILE)
 FAR = tl.constexpr(2**29)  # past every position; a loop's bounds are subtracted in 32 bits, so not the largest integer
@@ -21,11 +21,11 @@ def chunk_start(position, chunk):
 
 
 @triton.jit
-def keys_seen(first, last, length, band):
-    """Return (start, shared_start, shared_stop, stop) of the keys that queries ``first .. last`` see.
+def visible_keys(first, last, length, band):
+    """Return (start, shared_start, shared_stop, stop) of the keys that are visible to queries ``first .. last``.
 
-    Keys in [start, stop) are seen by one of the queries at least, sink tokens apart (eq. 13), those in [shared_start,
-    shared_stop) by all (eq. 14).
+    Keys in [start, stop) are visible to one query at least, sink tokens apart (eq. 13), those in [shared_start,
+    shared_stop) to all of them (eq. 14).
     """
     lower, upper, prefix, sink_tokens, chunk, offset, shift = band
     start = first * 0
@@ -59,7 +59,7 @@ def keys_seen(first, last, length, band):
 
 
 @triton.jit
-def queries_seeing(first, last, length, band):
+def visible_queries(first, last, length, band):
     """Return (start, shared_start, shared_stop, stop) of the queries that see keys ``first .. last`` (eq. 15)."""
     lower, upper, prefix, sink_tokens, chunk, offset, shift = band
     start = first * 0
@@ -98,7 +98,7 @@ def queries_seeing(first, last, length, band):
 
 
 @triton.jit
-def numbers_of(documents, batched, batch, row, total):
+def document_ids_at(documents, batched, batch, row, total):
     """Point to the document numbers of a sequence's rows: the first of the four numbers of each token."""
     base = documents + row
     if batched is not None:
@@ -107,13 +107,13 @@ def numbers_of(documents, batched, batch, row, total):
 
 
 @triton.jit
-def within_documents(documents, batched, batch, row, other_row, offs, length, total, spans):
+def narrow_to_documents(documents, batched, batch, row, other_row, offs, length, total, spans):
     """Narrow the spans to the documents of the rows ``offs``, and return the rows' document numbers with them.
 
     documents: as tilewise.masks.Documents has them, with ``total`` rows in a batch entry.
     """
     start, shared_start, shared_stop, stop = spans
-    base = numbers_of(documents, batched, batch, row, total) + offs
+    base = document_ids_at(documents, batched, batch, row, total) + offs
     inside = offs < length
     numbers = tl.load(base, mask=inside, other=-1)
     begins = tl.load(base + total, mask=inside, other=FAR)
@@ -127,12 +127,12 @@ def within_documents(documents, batched, batch, row, other_row, offs, length, to
 
 
 @triton.jit
-def cut(spans, sink_tokens, STEP: tl.constexpr, ALIGN: tl.constexpr):
-    """Cut what a tile sees into steps of STEP: (start, full_start, full_stop, stop, cover).
+def blocks_of_range(spans, sink_tokens, STEP: tl.constexpr, ALIGN: tl.constexpr):
+    """Divide a tile's visible range into blocks of STEP: (start, full_start, full_stop, stop, cover).
 
-    Steps in [full_start, full_stop) are visible whole and need no mask; those before and after need one, as do those
-    in [0, cover), the sink tokens of a window that has left them behind (:func:`step_at`); all else is skipped.
-    ``start`` is rounded down to a multiple of ALIGN; :func:`unseen_as_zero` serves the positions that this adds.
+    Blocks in [full_start, full_stop) are full: they need no mask. Blocks before and after them are partial, and so are
+    those in [0, cover), the sink tokens of a window that starts behind them (:func:`block_at`); all else is skipped.
+    ``start`` is rounded down to a multiple of ALIGN; :func:`zero_invisible_rows` serves the positions that this adds.
     """
     start, shared_start, shared_stop, stop = spans
     start = start // ALIGN * ALIGN
@@ -149,11 +149,11 @@ def cut(spans, sink_tokens, STEP: tl.constexpr, ALIGN: tl.constexpr):
 
 
 @triton.jit
-def step_at(position, steps, listed, MASKED: tl.constexpr, COVERED: tl.constexpr):
-    """Where a loop's step at ``position`` lies.
+def block_at(position, steps, listed, MASKED: tl.constexpr, COVERED: tl.constexpr):
+    """Return where the block at a loop's ``position`` begins.
 
-    The masked loop runs from start − cover on: first come the steps of [0, cover), then those from ``start`` on, but
-    for the hole that the unmasked loop fills. Along a list both loops look their tiles up.
+    The masked loop runs from start − cover on: first the blocks of [0, cover), then those from ``start`` on, without
+    the full blocks, which the unmasked loop computes. Along a list both loops look their tiles up.
     """
     start, hole_start, hole_stop, _stop, cover = steps
     n = start * 0 + position
@@ -168,7 +168,7 @@ def step_at(position, steps, listed, MASKED: tl.constexpr, COVERED: tl.constexpr
 
 @triton.jit
 def tile_list(numbers, per_batch, per_head, batch, head, heads, first, rows, columns):
-    """Point to the list of one tile of rows (tilewise.tile_lists); per_batch, per_head: whether each has its own."""
+    """Point to the list of one tile of rows (masks/tile_lists.py); per_batch, per_head: whether each has its own."""
     tiles = tl.cdiv(rows, LIST_TILE)
     entry = first // LIST_TILE
     if per_head is not None:
@@ -180,16 +180,16 @@ def tile_list(numbers, per_batch, per_head, batch, head, heads, first, rows, col
 
 
 @triton.jit
-def listed_steps(listed, stop):
-    """Steps as :func:`cut` has them, but counted along a list: first the tiles seen in part, then those seen whole."""
+def blocks_of_list(listed, stop):
+    """Return blocks as :func:`blocks_of_range`, counted along a list: first its partial tiles, then the full ones."""
     partly = tl.load(listed) * LIST_TILE
     whole = tl.load(listed + 1) * LIST_TILE
     return partly * 0, partly, partly + whole, stop, partly * 0
 
 
 @triton.jit
-def first_step(steps, MASKED: tl.constexpr):
-    """Where the masked or the unmasked loop begins."""
+def loop_begin(steps, MASKED: tl.constexpr):
+    """Return where the masked or the unmasked loop begins."""
     start, full_start, _full_stop, _stop, cover = steps
     if MASKED:
         begin = start - cover
@@ -199,8 +199,8 @@ def first_step(steps, MASKED: tl.constexpr):
 
 
 @triton.jit
-def last_step(steps, listed, MASKED: tl.constexpr):
-    """Where the masked or the unmasked loop ends."""
+def loop_end(steps, listed, MASKED: tl.constexpr):
+    """Return where the masked or the unmasked loop ends."""
     _start, full_start, full_stop, stop, _cover = steps
     if not MASKED:
         end = full_stop
@@ -212,11 +212,10 @@ def last_step(steps, listed, MASKED: tl.constexpr):
 
 
 @triton.jit
-def unseen_as_zero(tile, row, seen_from, sink_tokens, chunk, ROWS: tl.constexpr, ADDED: tl.constexpr):
-    """Zero the rows before the first one that is seen, where the steps have some (ADDED): NaN may stand there.
+def zero_invisible_rows(tile, row, seen_from, sink_tokens, chunk, ROWS: tl.constexpr, ADDED: tl.constexpr):
+    """Zero the rows before the first visible one, where blocks contain some (ADDED): NaN may stand there.
 
-    Of the sink tokens, those are seen that lie in the chunk of ``seen_from``, the first query's, or behind it. Rows of
-    queries have none.
+    Sink tokens are visible in the chunk of ``seen_from``, the first query's, and behind it. Rows of queries have none.
     """
     if ADDED:
         offs = row + tl.arange(0, ROWS)
@@ -231,10 +230,10 @@ def unseen_as_zero(tile, row, seen_from, sink_tokens, chunk, ROWS: tl.constexpr,
 
 
 @triton.jit
-def see(offs_q, offs_k, stop_q, stop_k, band, numbers_q, numbers_k):
-    """Which pairs of the tile take part (eq. 12), given query and key positions that broadcast to it.
+def is_visible(offs_q, offs_k, stop_q, stop_k, band, numbers_q, numbers_k):
+    """Return which pairs of the tile take part (eq. 12); query and key positions broadcast to it.
 
-    numbers_q, numbers_k: their documents' numbers, or None.
+    numbers_q, numbers_k: the numbers of their documents, or None.
     """
     lower, upper, prefix, sink_tokens, chunk, offset, shift = band
     visible = (offs_q < stop_q) & (offs_k < stop_k)
@@ -258,9 +257,9 @@ def see(offs_q, offs_k, stop_q, stop_k, band, numbers_q, numbers_k):
 
 
 @triton.jit
-def sees_any(offs_q, length_q, length_k, band):
-    """Which queries see a key by their position."""
-    start, _shared_start, _shared_stop, stop = keys_seen(offs_q, offs_q, length_k, band)
+def sees_any_key(offs_q, length_q, length_k, band):
+    """Return which queries see a key, by their position."""
+    start, _shared_start, _shared_stop, stop = visible_keys(offs_q, offs_q, length_k, band)
     _lower, _upper, _prefix, sink_tokens, chunk, offset, shift = band
     seeing = start < stop
     if sink_tokens is not None:

@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 def test_the_first_border_is_taken_for_0_so_that_nothing_is_read_in_front_of_the_tensors(device, monkeypatch):
     """With another one, rows before it would be of sequence -1, of a length that lies in front of seqused_k."""
-    monkeypatch.setattr("tilewise.length_checks._may_look", lambda *_, **__: False)
+    monkeypatch.setattr("tilewise.problem.length_checks._may_look", lambda *_, **__: False)
     torch.manual_seed(0)
     rows, lengths = 150, torch.tensor([9, 30, 60], dtype=torch.int32, device=device)
     tensors = [torch.randn(rows, 1, 16, device=device).requires_grad_() for _ in range(3)]

@@ -9,10 +9,10 @@ from conformance.calls import assert_gradients_within_budget, forward_and_backwa
 from tilewise import attention, window
 from tilewise.backends import triton
 from tilewise.backends.base import Needs
-from tilewise.caches import clear_caches
+from tilewise.kernels.triton.bias_gradient import BiasGradientSums
 from tilewise.kernels.triton.launch import Launch
-from tilewise.kernels.triton.pair_sums import PairSums
 from tilewise.masks import causal, sink_tokens
+from tilewise.support.caches import clear_caches
 from tilewise.testing.cases import Case
 from tilewise.testing.inputs import make_inputs
 
@@ -73,7 +73,7 @@ def plan_of(case, device, dtype, needs):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_gradient_made_either_way_is_the_oracles(case, is_on_the_way, device, dtype):
     plan = plan_of(case, device, dtype, Needs(dbias=True))
-    assert isinstance(plan.dq, PairSums) == is_on_the_way
+    assert isinstance(plan.dq, BiasGradientSums) == is_on_the_way
     assert (plan.dbias is None) == is_on_the_way
     inputs = make_inputs(case, dtype, device)
     got = forward_and_backward(triton.backend, case, inputs, "out_and_lse").gradients
@@ -136,7 +136,7 @@ def test_gradients_have_the_same_bits_at_every_call(case, monkeypatch, device, d
 
 
 def sums_of(case, at_once, dtype=torch.float16):
-    """Return what PairSums asked to be bound, what it launched (entry, pairs, earlier pairs), and its result."""
+    """Return what BiasGradientSums asked to be bound, what it launched (entry, pairs, earlier pairs), and its sum."""
     inputs = make_inputs(case, torch.float16, "cpu")
     problem = problem_of(case, inputs, operands_of(case, inputs)).backward(lse_grad=False)
     bound, launched = [], []
@@ -146,7 +146,7 @@ def sums_of(case, at_once, dtype=torch.float16):
         return lambda _q, pairs, earlier, entry, _modifiers: launched.append((entries, entry, pairs, earlier))
 
     pairs = torch.empty(problem.scores.bias.shape, dtype=dtype)
-    PairSums(problem, case.b, at_once, bind)("q", pairs, None, None, "modifiers")
+    BiasGradientSums(problem, case.b, at_once, bind)("q", pairs, None, None, "modifiers")
     return launched, pairs
 
 

@@ -1,4 +1,4 @@
-"""Which part of a call a program works on: a tile of one head of one sequence, wherever that lies in the tensors."""
+"""The tile scheduler: which tile of which head and sequence a program computes, and where that lies in the tensors."""
 
 import triton
 import triton.language as tl
@@ -27,7 +27,7 @@ def sequence_of(cu_seqlens, count, slot, BLOCK: tl.constexpr):
     Sequence n owns the slots from cu_seqlens[n] div BLOCK + n on: no less than its rows need, since
     ceil((b − a) / BLOCK) <= b div BLOCK − a div BLOCK + 1; so no program has to add lengths up, and the host need not
     know them. Number ``count`` stands for the rows past the last sequence, and the first sequence has the slots from 0
-    on (see border_at).
+    on (see sequence_start).
     """
     sequence = 0
     for first in tl.range(1, count + 1, _CHUNK):
@@ -38,7 +38,7 @@ def sequence_of(cu_seqlens, count, slot, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def border_at(cu_seqlens, number):
+def sequence_start(cu_seqlens, number):
     """Return where a packed sequence begins. The first number is not read, but taken for the 0 that it should be.
 
     With another one the rows before it would be of sequence -1, and its lengths be read in front of the tensors.
@@ -47,14 +47,14 @@ def border_at(cu_seqlens, number):
 
 
 @triton.jit
-def extent(cu_seqlens, seqlens, sequence, count, total):
+def sequence_extent(cu_seqlens, seqlens, sequence, count, total):
     """Return where a sequence begins in its tensor, the rows it has there, and how many of them take part."""
     begin = 0
     rows = total
     length = rows
     if cu_seqlens is not None:
-        begin = border_at(cu_seqlens, sequence)
-        stop = border_at(cu_seqlens, tl.minimum(sequence + 1, count))
+        begin = sequence_start(cu_seqlens, sequence)
+        stop = sequence_start(cu_seqlens, tl.minimum(sequence + 1, count))
         rows = tl.where(sequence < count, stop, total) - begin
         length = stop - begin  # 0 past the last sequence
     if seqlens is not None:
@@ -63,9 +63,9 @@ def extent(cu_seqlens, seqlens, sequence, count, total):
 
 
 @triton.jit
-def locate(own_cu, own_seqlens, other_cu, other_seqlens, count, tiles, heads, own, other, BLOCK: tl.constexpr,
-           LONGEST_FIRST: tl.constexpr, entry=None):
-    """Return what a program works on; "own" is the side it has a tile of, queries or keys.
+def locate_work_tile(own_cu, own_seqlens, other_cu, other_seqlens, count, tiles, heads, own, other, BLOCK: tl.constexpr,
+                     LONGEST_FIRST: tl.constexpr, entry=None):
+    """Return a program's work tile; "own" is the side that the tile is of, queries or keys.
 
     (first own position, head, sequence, batch, own and other first row, own rows, own length, other length): positions
     count from the sequence's first row, and rows are those of batch entry ``batch``. Rows from ``own length`` on are
@@ -78,8 +78,8 @@ def locate(own_cu, own_seqlens, other_cu, other_seqlens, count, tiles, heads, ow
     sequence = batch
     if own_cu is not None:
         sequence = sequence_of(own_cu, count, slot, BLOCK)
-    own_row, own_rows, own_length = extent(own_cu, own_seqlens, sequence, count, own)
-    other_row, _rows, other_length = extent(other_cu, other_seqlens, sequence, count, other)
+    own_row, own_rows, own_length = sequence_extent(own_cu, own_seqlens, sequence, count, own)
+    other_row, _rows, other_length = sequence_extent(other_cu, other_seqlens, sequence, count, other)
     first = slot * BLOCK
     if own_cu is not None:
         first -= (own_row // BLOCK + sequence) * BLOCK

@@ -19,7 +19,7 @@ attend, call_of, check, combined = (
     getattr(forward_on_cpu, name) for name in ("attend", "call_of", "check", "combined"))
 TWO, THREE = HopperForwardConfig(128, 2), HopperForwardConfig(128, 3, ping_pong=True)
 NO_TILE = forward_on_cpu.pipeline.NO_TILE.value
-WIDE = HopperForwardConfig(64, 2, query_stages=1, out_parts=2)
+WIDE = HopperForwardConfig(64, 2, q_stages=1, epilogue_passes=2)
 CASES = {
     "full": (Mask(), (150, 700), (64, 64), TWO), "three": (Mask(), (390, 500), (64, 64), THREE),
     "causal": (causal("bottom_right"), (200, 620), (64, 64), TWO),
@@ -34,7 +34,7 @@ CASES = {
 
 @pytest.fixture(autouse=True)
 def short_calls_too(monkeypatch):
-    monkeypatch.setattr(launch, "_LEAST_STEADY", 1)
+    monkeypatch.setattr(launch, "_LEAST_FROZEN", 1)
 
 
 @pytest.fixture
@@ -52,17 +52,17 @@ def loaded(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("parts", "sinks"), [(1, False), (1, True), (3, False)])
+@pytest.mark.parametrize(("splits", "sinks"), [(1, False), (1, True), (3, False)])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_its_source_computes_out_and_lse_and_no_tile_of_common_scores_comes_again(case, parts, sinks, dtype, loaded):
+def test_its_source_computes_out_and_lse_and_recomputes_no_tile_of_common_scores(case, splits, sinks, dtype, loaded):
     random.seed(0)
     mask, sizes, dims, config = case
     problem, tensors = call_of(mask, sizes, (2, 1), dims, sinks=sinks, dtype=dtype)
     assert scalars_of(problem, config)[2].FROZEN_MAX
     own = torch.tensor((-200.0, -300.0)) if problem.scores.sinks else None  # of no weight, but one must be asked for
-    out, lse, made = attend(problem, config, tensors, 1, (0, parts, 1) if parts > 1 else None, own)
-    if parts > 1:
-        out, lse = (got.unflatten(0, (problem.b, problem.hq, problem.sq)) for got in combined(made, problem.dv))
+    out, lse, partial = attend(problem, config, tensors, 1, (0, splits, 1) if splits > 1 else None, own)
+    if splits > 1:
+        out, lse = (got.unflatten(0, (problem.b, problem.hq, problem.sq)) for got in combined(partial, problem.dv))
     if own is not None:
         unseen = lse < -150.0
         lse, out = torch.where(unseen, float("-inf"), lse), torch.where(unseen[..., None], 0.0, out)
@@ -72,9 +72,9 @@ def test_its_source_computes_out_and_lse_and_no_tile_of_common_scores_comes_agai
 
 
 @pytest.mark.parametrize("programs", [1, 3])
-@pytest.mark.parametrize(("case", "parts"), [
+@pytest.mark.parametrize(("case", "split_kv"), [
     *product(CASES, (None, (0, 2, 1))), ("full", (3, 2, 1)), ("three", (4, 2, 1))], ids=str)
-def test_a_tile_with_scores_too_far_above_its_first_ones_comes_again(case, parts, programs, loaded):
+def test_a_tile_with_scores_too_far_above_its_first_ones_is_recomputed(case, split_kv, programs, loaded):
     """Scores are hundreds apart: what exceeds those of the first steps by more than 128, to base 2, overflows.
 
     Of three programs each has few tiles, all of which are judged behind its last one; of one the first ones before.
@@ -83,12 +83,12 @@ def test_a_tile_with_scores_too_far_above_its_first_ones_comes_again(case, parts
     mask, sizes, dims, config = CASES[case]
     problem, tensors = call_of(mask, sizes, (4, 1), dims, dtype=torch.bfloat16)
     problem = replace(problem, scale=4000.0 / dims[0])
-    out, lse, made = attend(problem, config, tensors, 1, parts, programs=programs)
-    if parts is not None:
-        lines = launch.HopperForward(problem, config, programs, 1, parts).lines
+    out, lse, partial = attend(problem, config, tensors, 1, split_kv, programs=programs)
+    if split_kv is not None:
+        rows = launch.HopperForward(problem, config, programs, 1, split_kv).split_rows
         flat = out.view(-1, problem.dv), lse.view(-1)
-        for whole, cut in zip(flat, combined(made, problem.dv), strict=True):
-            whole[lines.start:] = cut
+        for whole, split in zip(flat, combined(partial, problem.dv), strict=True):
+            whole[rows.start:] = split
     check(problem, tensors, out, lse)
     again = [tile[:-1] for tile in loaded if tile[-1]]
     assert again
@@ -142,9 +142,9 @@ def test_in_bfloat16_a_tile_comes_again_before_large_values_overflow(loaded):
     assert [tile for tile in loaded if tile[-1]] == [(128, 0, 0, 1)]
 
 
-@pytest.mark.parametrize("parts", [None, (0, 2, 1)], ids=str)
+@pytest.mark.parametrize("split_kv", [None, (0, 2, 1)], ids=str)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_in_float16_first_keys_that_outdo_all_others_bring_no_tile_again(case, parts, loaded):
+def test_in_float16_first_keys_that_outdo_all_others_recompute_no_tile(case, split_kv, loaded):
     """As attention's sinks do. The calls of these tests are in float16; a part of a tile may not have them."""
     random.seed(0)
     mask, sizes, dims, config = case
@@ -154,9 +154,9 @@ def test_in_float16_first_keys_that_outdo_all_others_bring_no_tile_again(case, p
     q[..., 0] = 8.0
     k[..., 0] = 0.0
     k[:, :, 0, 0] = 100.0
-    out, lse, made = attend(problem, config, (q, k, v), 1, parts)
-    if parts is not None:
-        out, lse = (got.unflatten(0, (problem.b, problem.hq, problem.sq)) for got in combined(made, problem.dv))
+    out, lse, partial = attend(problem, config, (q, k, v), 1, split_kv)
+    if split_kv is not None:
+        out, lse = (got.unflatten(0, (problem.b, problem.hq, problem.sq)) for got in combined(partial, problem.dv))
     check(problem, (q, k, v), out, lse)
     assert not any(tile[-1] for tile in loaded)
 
@@ -171,7 +171,7 @@ def test_values_that_are_not_finite_reach_what_they_reach_with_a_shift_that_foll
     for given in (tensors, k_only, (q, torch.zeros_like(k), v)):
         with monkeypatch.context() as patch:
             got = attend(problem, TWO, given)[:2]
-            patch.setattr(launch, "_LEAST_STEADY", 10**9)
+            patch.setattr(launch, "_LEAST_FROZEN", 10**9)
             want = attend(problem, TWO, given)
         for own, other in zip(got, want, strict=False):
             torch.testing.assert_close(own, other, rtol=4e-3, atol=4e-3, equal_nan=True)

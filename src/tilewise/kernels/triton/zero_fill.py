@@ -1,16 +1,15 @@
-"""What another library's kernel wants of lengths that are data, and leaves to be done where they hide something.
+"""Lengths on the device in the form that cuDNN takes them, and zeros in the rows that it leaves unwritten.
 
-It wants each sequence's own lengths, however they were given, and of packed ones the elements at which they begin in
-each tensor. And which rows see nothing the device alone knows: padding, and what stands outside of a band whose place
-depends on lengths (maths.md, eq. 26). These are zeroed by a second kernel; a program of it that has none of them reads
-two lengths and writes nothing.
+cuDNN takes each sequence's own lengths, and of packed ones the elements at which they begin in each tensor. Only the
+device knows which rows see no key: padding, and rows outside of a band that depends on lengths (maths.md, eq. 26). A
+second kernel zeroes them; a program without such rows reads two lengths and writes nothing.
 """
 
 import triton
 import triton.language as tl
 
 from tilewise.kernels.triton.launch import Launch, is_shifted, tile_slots
-from tilewise.kernels.triton.places import extent, locate
+from tilewise.kernels.triton.tile_scheduler import locate_work_tile, sequence_extent
 from tilewise.problem import AttentionProblem, Sizes, padded_dim
 
 _ROWS = 64  # a program; fewer launch more programs, more hold more zeros in registers
@@ -32,8 +31,8 @@ def sequence_lengths_kernel(index_ptr, cu_q, cu_k, seqlens_q, seqlens_k, rows_q,
     if border < 0:
         inside = sequences < count
         known = tl.maximum(tl.minimum(sequences, count - 1), 0)  # border 0 is there without a sequence
-        _begin, _rows, queries = extent(cu_q, seqlens_q, known, count, rows_q)
-        _begin, _rows, keys = extent(cu_k, seqlens_k, known, count, rows_k)
+        _begin, _rows, queries = sequence_extent(cu_q, seqlens_q, known, count, rows_q)
+        _begin, _rows, keys = sequence_extent(cu_k, seqlens_k, known, count, rows_k)
         tl.store(index_ptr + sequences, queries, mask=inside)
         tl.store(index_ptr + stride + sequences, keys, mask=inside)
     else:
@@ -46,14 +45,14 @@ def sequence_lengths_kernel(index_ptr, cu_q, cu_k, seqlens_q, seqlens_k, rows_q,
             step = tl.where(border == 6, step_6, step)
             step = tl.where(border == 7, step_7, step)
             of_queries = border < borders_q
-            there, read = sequences <= count, (sequences > 0) & (sequences <= count)  # the first is 0, as in border_at
+            there, read = sequences <= count, (sequences > 0) & (sequences <= count)  # the first is 0: sequence_start
             begins = tl.load(cu_q + sequences, mask=read & of_queries, other=0).to(tl.int32)
             begins += tl.load(cu_k + sequences, mask=read & (border >= borders_q), other=0).to(tl.int32)
             tl.store(index_ptr + (border + 2) * stride + sequences, begins * step, mask=there)
 
 
 @triton.jit
-def _blank(ptr, head, batch, rows, blank, stride_b, stride_h, stride_s, D: tl.constexpr, BLOCK_D: tl.constexpr):
+def _zero_fill(ptr, head, batch, rows, blank, stride_b, stride_h, stride_s, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """Write 0 into the rows [BLOCK] that are blank."""
     offs_d = tl.arange(0, BLOCK_D)
     base = ptr + batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h
@@ -70,7 +69,7 @@ def _blind(own_cu, own_seqlens, other_cu, other_seqlens, count, own, other, head
     Position p sees those of the other side from p − behind to p + ahead, both moved by the difference of the lengths if
     SHIFTED; None leaves a side open. Returns (head, batch, rows, there, blank, taking part), the last four [BLOCK].
     """
-    first, head, _sequence, batch, own_row, _other_row, own_rows, own_length, other_length = locate(
+    first, head, _sequence, batch, own_row, _other_row, own_rows, own_length, other_length = locate_work_tile(
         own_cu, own_seqlens, other_cu, other_seqlens, count, tiles, heads, own, other, BLOCK, False)
     offs = first + tl.arange(0, BLOCK)
     place = offs
@@ -87,7 +86,7 @@ def _blind(own_cu, own_seqlens, other_cu, other_seqlens, count, own, other, head
 
 
 @triton.jit
-def blank_out_kernel(
+def zero_fill_out_kernel(
     out_ptr, lse_ptr, seen_ptr, sinks_ptr, cu_q, seqlens_q, cu_k, seqlens_k, stride_b, stride_h, stride_s, stride_sink,
     behind, ahead, count, queries, keys, heads, tiles,
     SHIFTED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
@@ -98,7 +97,7 @@ def blank_out_kernel(
     """
     head, batch, rows, there, blank, taking_part = _blind(
         cu_q, seqlens_q, cu_k, seqlens_k, count, queries, keys, heads, tiles, behind, ahead, SHIFTED, BLOCK)
-    _blank(out_ptr, head, batch, rows, blank, stride_b, stride_h, stride_s, D, BLOCK_D)
+    _zero_fill(out_ptr, head, batch, rows, blank, stride_b, stride_h, stride_s, D, BLOCK_D)
     lse = tl.full([BLOCK], float("-inf"), tl.float32)
     if sinks_ptr is not None:
         lse = tl.where(taking_part, tl.load(sinks_ptr + head * stride_sink).to(tl.float32), lse)
@@ -110,7 +109,7 @@ def blank_out_kernel(
 
 
 @triton.jit
-def blank_gradients_kernel(
+def zero_fill_gradients_kernel(
     dq_ptr, dk_ptr, dv_ptr, cu_q, seqlens_q, cu_k, seqlens_k, dq_stride_b, dq_stride_h, dq_stride_s,
     dk_stride_b, dk_stride_h, dk_stride_s, dv_stride_b, dv_stride_h, dv_stride_s,
     left, right, count, queries, keys, heads_q, heads_k, tiles_q, tiles_k, programs_q, programs_k,
@@ -125,13 +124,13 @@ def blank_gradients_kernel(
         if tl.program_id(0) < programs_q:
             head, batch, rows, _there, blank, _part = _blind(
                 cu_q, seqlens_q, cu_k, seqlens_k, count, queries, keys, heads_q, tiles_q, left, right, SHIFTED, BLOCK)
-            _blank(dq_ptr, head, batch, rows, blank, dq_stride_b, dq_stride_h, dq_stride_s, D, BLOCK_D)
+            _zero_fill(dq_ptr, head, batch, rows, blank, dq_stride_b, dq_stride_h, dq_stride_s, D, BLOCK_D)
     else:
         if tl.program_id(0) < programs_k:
             head, batch, rows, _there, blank, _part = _blind(
                 cu_k, seqlens_k, cu_q, seqlens_q, count, keys, queries, heads_k, tiles_k, right, left, SHIFTED, BLOCK)
-            _blank(dk_ptr, head, batch, rows, blank, dk_stride_b, dk_stride_h, dk_stride_s, D, BLOCK_D)
-            _blank(dv_ptr, head, batch, rows, blank, dv_stride_b, dv_stride_h, dv_stride_s, DV, BLOCK_DV)
+            _zero_fill(dk_ptr, head, batch, rows, blank, dk_stride_b, dk_stride_h, dk_stride_s, D, BLOCK_D)
+            _zero_fill(dv_ptr, head, batch, rows, blank, dv_stride_b, dv_stride_h, dv_stride_s, DV, BLOCK_DV)
 
 
 def lengths_launch(problem: AttentionProblem, stride: int, steps_q: Sizes = (), steps_k: Sizes = ()) -> Launch:
@@ -148,7 +147,7 @@ def lengths_launch(problem: AttentionProblem, stride: int, steps_q: Sizes = (), 
     return Launch(sequence_lengths_kernel, tiles * (1 + len(steps)), scalars, num_warps=4)
 
 
-def blank_out_launch(problem: AttentionProblem) -> Launch:
+def zero_fill_out_launch(problem: AttentionProblem) -> Launch:
     """Bind the kernel for out, with the problem's strides, and lse.
 
     Call the result with (out, lse, lse of what sees something or None, sinks or None, cu_seqlens and seqlens of
@@ -159,10 +158,10 @@ def blank_out_launch(problem: AttentionProblem) -> Launch:
     scalars = (*problem.out_strides[:3], 0 if sinks is None else sinks.strides[0], mask.left, mask.right,
                problem.pairs[0], problem.sq, problem.sk, problem.hq, tiles, is_shifted(problem), problem.dv,
                padded_dim(problem.dv), _ROWS)
-    return Launch(blank_out_kernel, tiles * problem.hq * problem.b, scalars, num_warps=4)
+    return Launch(zero_fill_out_kernel, tiles * problem.hq * problem.b, scalars, num_warps=4)
 
 
-def blank_gradients_launch(problem: AttentionProblem, strides: tuple[Sizes, Sizes, Sizes]) -> Launch:
+def zero_fill_gradients_launch(problem: AttentionProblem, strides: tuple[Sizes, Sizes, Sizes]) -> Launch:
     """Bind the kernel for dq, dk and dv with these strides.
 
     Call the result with (dq, dk, dv, cu_seqlens and seqlens of queries, those of keys).
@@ -173,4 +172,4 @@ def blank_gradients_launch(problem: AttentionProblem, strides: tuple[Sizes, Size
     scalars = (*(stride for own in strides for stride in own[:3]), mask.left, mask.right, problem.pairs[0], problem.sq,
                problem.sk, problem.hq, problem.hk, tiles_q, tiles_k, *programs, is_shifted(problem), problem.d,
                padded_dim(problem.d), problem.dv, padded_dim(problem.dv), _ROWS)
-    return Launch(blank_gradients_kernel, (max(programs), 2), scalars, num_warps=4)
+    return Launch(zero_fill_gradients_kernel, (max(programs), 2), scalars, num_warps=4)

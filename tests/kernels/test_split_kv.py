@@ -1,4 +1,4 @@
-"""The Hopper forward's tiles that are cut along their keys: jit functions called as plain Python."""
+"""Split-KV of the Hopper forward kernel: which blocks of keys a split has; jit functions called as plain Python."""
 
 from types import SimpleNamespace
 
@@ -52,69 +52,69 @@ def places(spans, shape):
 
 @given(st.integers(1, 900), st.integers(1, 2000), masks(), st.integers(2, 9), st.integers(0, 3), st.integers(1, 8))
 @example(300, 2000, causal("bottom_right"), 3, 0, 1)
-@example(300, 300, causal("top_left"), 5, 0, 1)  # more parts than steps
+@example(300, 300, causal("top_left"), 5, 0, 1)  # more splits than blocks
 @example(200, 2000, window(900, 100, "bottom_right"), 4, 0, 1)  # a mask at both ends
 @example(500, 2000, Mask(), 7, 3, 1)
 @example(500, 2000, Mask(), 2, 3, 5)
-@example(500, 300, Mask(), 4, 1, 8)  # fewer steps than the first part alone could have
-def test_each_step_of_a_tile_is_in_one_part_and_needs_its_mask_there_too(sq, sk, mask, parts, whole, lead):
+@example(500, 300, Mask(), 4, 1, 8)  # fewer blocks than the first split alone could have
+def test_each_block_of_a_tile_is_in_one_split_and_needs_its_mask_there_too(sq, sk, mask, num_splits, whole, lead):
     problem = problem_of(sq, sk, mask)
     if problem.is_empty:
         return
     n_tiles = -(-sq // 128)
     whole = min(whole, n_tiles - 1)
     lead = lead if whole else 1
-    shares = (parts, lead)
-    numbers = launch.HopperForward(problem, CONFIG, 132, cut=(whole, *shares)).scalars
+    shares = (num_splits, lead)
+    numbers = launch.HopperForward(problem, CONFIG, 132, split_kv=(whole, *shares)).scalars
     grid, bounds, shape = tiles.TileGrid(*numbers[:4]), tiles.MaskBounds(*numbers[4:8]), numbers[-1]
-    plan = split_kv.SplitPlan(whole, parts, lead)
+    plan = split_kv.SplitPlan(whole, num_splits, lead)
     assert (numbers[-5:-2], shape.SPLIT_KV) == ((whole, *shares), 2 if whole else 1)
     total = split_kv.num_work_tiles.fn(n_tiles, plan, shape)
-    assert total == whole + (n_tiles - whole) * parts
+    assert total == whole + (n_tiles - whole) * num_splits
     found, handed = {}, []
     for number in range(total):
         tile, _row, exists = split_kv.locate_work_tile.fn(number, grid, bounds, (), plan, shape)
-        first, part = tile.first, tile.split
+        first, split = tile.first, tile.split
         spans = split_kv.blocks_of_tile(tile, bounds, plan, shape)
         assert exists == (spans[3] > 0)
-        found.setdefault(first, []).append((part, *places(spans, shape)))
-        handed.append(part)
+        found.setdefault(first, []).append((split, *places(spans, shape)))
+        handed.append(split)
     if whole:
-        assert handed == sorted(handed), "a last wave's long first parts come before those that fill its gaps"
+        assert handed == sorted(handed), "the long first splits of a last wave come before those that fill its gaps"
     assert sorted(found) == [128 * tile for tile in range(n_tiles)]
-    firsts = [first for first, parts_of in found.items() if parts_of[0][0] == -1]
+    firsts = [first for first, splits_of in found.items() if splits_of[0][0] == -1]
     assert len(firsts) == whole
-    for first, parts_of in found.items():
+    for first, splits_of in found.items():
         begins, masked = places(tiles.kv_blocks_of.fn(first, bounds, shape), shape)
         if first in firsts:
-            assert parts_of == [(-1, begins, masked)]
+            assert splits_of == [(-1, begins, masked)]
             continue
-        assert [part for part, _, _ in parts_of] == list(range(parts))
-        assert sorted(begin for _, own, _ in parts_of for begin in own) == sorted(begins)
-        assert sorted(begin for _, _, own in parts_of for begin in own) == sorted(masked)
-        steps = [len(own) for _, own, _ in parts_of]
-        assert steps[0] > 0, "the first part says that others have no step"
-        units = parts + lead - 1
-        as_long = [lead, *[1] * (parts - 1)]
+        assert [split for split, _, _ in splits_of] == list(range(num_splits))
+        assert sorted(begin for _, own, _ in splits_of for begin in own) == sorted(begins)
+        assert sorted(begin for _, _, own in splits_of for begin in own) == sorted(masked)
+        steps = [len(own) for _, own, _ in splits_of]
+        assert steps[0] > 0, "the first split marks the empty ones"
+        units = num_splits + lead - 1
+        as_long = [lead, *[1] * (num_splits - 1)]
         if len(begins) >= units:
             assert all(abs(own - share * len(begins) / units) < 1 for own, share in zip(steps, as_long, strict=True))
-        used = max(1, min(parts, len(begins) - lead + 1))  # as write_part reckons
+        used = max(1, min(num_splits, len(begins) - lead + 1))  # as write_partial has it
         assert all(steps[:used])
         assert not any(steps[used:])
 
 
-def test_the_lines_that_are_combined_are_those_of_the_tiles_that_are_cut():
+def test_the_rows_that_are_combined_are_those_of_the_tiles_that_are_split():
     problem = problem_of(300, 700, Mask(), b=2, heads=2)  # three tiles a head, the last of 44 rows
     for whole, first in ((0, 0), (1, 128), (3, 300), (5, 556), (11, 1156)):
-        bound = launch.HopperForward(problem, CONFIG, 132, cut=(whole, 3, 1))
-        assert bound.lines == range(first, 1200)
-        assert bound.parts_shape == (1200 - first, 3, 128 + 8)
+        bound = launch.HopperForward(problem, CONFIG, 132, split_kv=(whole, 3, 1))
+        assert bound.split_rows == range(first, 1200)
+        assert bound.partial_shape == (1200 - first, 3, 128 + 8)
         assert bound.scalars[-2] == first
 
 
-def test_there_is_one_program_a_part_up_to_one_a_multiprocessor_and_no_diagonal_of_whole_tiles():
+def test_each_split_has_a_cta_up_to_one_an_sm_and_no_half_diagonal():
     problem = problem_of(1024, 1024, causal())
-    for cut, programs in ((None, 8), ((0, 3, 1), 24), ((6, 3, 2), 12), ((0, 20, 1), 132)):
-        bound = launch.HopperForward(problem, CONFIG, 132, cut=cut)
+    for split_kv, programs in ((None, 8), ((0, 3, 1), 24), ((6, 3, 2), 12), ((0, 20, 1), 132)):
+        bound = launch.HopperForward(problem, CONFIG, 132, split_kv=split_kv)
         assert bound.grid == (programs,)
-        assert bound.scalars[-1].HALF_DIAGONAL is (cut is None)
+        assert bound.scalars[-1].HALF_DIAGONAL is (split_kv is None)

@@ -1,8 +1,8 @@
 """Gradients of a call's operands from what the kernels sum: rows, columns and moments of dS, or dS itself.
 
-O(s) memory beside the gradients, but for what pair_sums.py takes for a 16-bit bias. The kernels write one number for
-each query or key and head, in float32; the rest of the sum, over what the operand is broadcast along, is torch's, in a
-fixed order.
+O(s) memory beside the gradients, apart from the buffer of bias_gradient.py for a 16-bit bias. The kernels write one
+number for each query or key and head, in float32; torch computes the rest of the sum, over the dims that the operand is
+broadcast along, in a fixed order.
 """
 
 import torch
@@ -11,7 +11,7 @@ from tilewise.problem import AttentionProblem, Sizes
 from tilewise.problem.options import Operands
 
 
-class OperandSums:
+class OperandGradients:
     """The buffers that the kernels fill, and the gradients made of them.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""Gradient of a bias on dQ's way: the dQ kernel stores the dS that it makes, or adds it to that of earlier entries.
+"""Gradient of a bias from the dQ kernel, which stores the dS that it computes, or adds it to that of earlier entries.
 
 Where the batch shares the bias, dQ is launched for one batch entry after another, or for a few at once: a program then
 has a tile of queries of each, adds up their dS in registers, and reads the bias once. A launch reads, adds and writes
@@ -94,7 +94,7 @@ def _hiding(problem: AttentionProblem) -> list[OperandSpec]:
     return [facts for facts in (scores.documents_q, scores.documents_k, scores.tiles_q) if facts is not None]
 
 
-class PairSums:
+class BiasGradientSums:
     """The launches of dQ that make the gradient of a bias too; called as one launch of dQ is, with that gradient.
 
     Args:

@@ -8,7 +8,7 @@ from tilewise.masks import window
 from tilewise.testing.cases import CASES, Case
 from tilewise.testing.inputs import make_inputs
 
-blanks = pytest.importorskip("tilewise.kernels.triton.blanks", reason="Triton is not installed")
+zero_fill = pytest.importorskip("tilewise.kernels.triton.zero_fill", reason="Triton is not installed")
 LENGTHS = [case for case in CASES if case.has_lengths and not case.mask.has_exceptions and not case.mask_tensor
            and not case.documents]
 NAN = float("nan")
@@ -16,7 +16,7 @@ NAN = float("nan")
 
 @pytest.fixture(scope="module", autouse=True)
 def interpreted(device):
-    if device.type == "cpu" and not hasattr(blanks.blank_out_kernel, "rewrite"):
+    if device.type == "cpu" and not hasattr(zero_fill.zero_fill_out_kernel, "rewrite"):
         pytest.skip("Triton was imported to compile, not to interpret")
 
 
@@ -34,9 +34,9 @@ def _blank(case: Case, device, given=None):
     lse = torch.full(out.shape[:3], NAN, device=device)
     gradients = [torch.full_like(like, NAN) for like in inputs[:3]]
     lengths = operands.cu_seqlens_q, operands.seqlens_q, operands.cu_seqlens_k, operands.seqlens_k
-    blanks.blank_out_launch(problem)(out, lse, given, operands.sinks, *lengths)
+    zero_fill.zero_fill_out_launch(problem)(out, lse, given, operands.sinks, *lengths)
     strides = tuple(gradient.stride() for gradient in gradients)
-    blanks.blank_gradients_launch(problem, strides)(*gradients, *lengths)
+    zero_fill.zero_fill_gradients_launch(problem, strides)(*gradients, *lengths)
     visible = visible_of(case, device)
     seen = {"q": visible.any(-1), "k": visible.any(2).unflatten(1, (case.hk, -1)).any(2)}
     return (out, lse, *gradients), {side: stored(case, own, side) for side, own in seen.items()}, operands
@@ -67,7 +67,7 @@ def test_lengths_are_those_of_each_sequence_however_they_are_given(case, device)
     inputs = make_inputs(case, torch.float16, device)
     operands = operands_of(case, inputs)
     lengths = torch.full((2, case.b + 1), -1, dtype=torch.int32, device=device)
-    blanks.lengths_launch(problem_of(case, inputs, operands), case.b + 1)(
+    zero_fill.lengths_launch(problem_of(case, inputs, operands), case.b + 1)(
         lengths, operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqlens_q, operands.seqlens_k)
     assert lengths.tolist() == [[*(len(span) for span in case.spans(side)), -1] for side in "qk"]
 
@@ -78,7 +78,7 @@ def test_a_length_is_no_more_than_there_are_rows(device):
     operands = operands_of(case, inputs)
     operands.seqlens_k[:] = 100
     lengths = torch.empty(2, 2, dtype=torch.int32, device=device)
-    blanks.lengths_launch(problem_of(case, inputs, operands), 2)(lengths, None, None, None, operands.seqlens_k)
+    zero_fill.lengths_launch(problem_of(case, inputs, operands), 2)(lengths, None, None, None, operands.seqlens_k)
     assert lengths.tolist() == [[5, 5], [7, 7]]
 
 
@@ -100,7 +100,7 @@ def test_borders_are_rows_times_the_steps_of_their_side(case, steps, device):
     operands = operands_of(case, inputs)
     count = sum(map(len, steps))
     index = torch.full((2 + count, case.b + 2), -1, dtype=torch.int32, device=device)
-    blanks.lengths_launch(problem_of(case, inputs, operands), case.b + 2, *steps)(
+    zero_fill.lengths_launch(problem_of(case, inputs, operands), case.b + 2, *steps)(
         index, operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqlens_q, operands.seqlens_k)
     assert [row[:case.b] for row in index[:2].tolist()] == [[len(span) for span in case.spans(side)] for side in "qk"]
     borders = [operands.cu_seqlens_q] * len(steps[0]) + [operands.cu_seqlens_k] * len(steps[1])
@@ -119,7 +119,7 @@ def test_the_first_border_is_taken_for_0_of_lengths_and_of_borders(device):
         borders = [own.clone() for own in (operands.cu_seqlens_q, operands.cu_seqlens_k)]
         for own in borders:
             own[0] = first
-        blanks.lengths_launch(problem_of(case, inputs, operands), case.b + 1, (1,), (1,))(
+        zero_fill.lengths_launch(problem_of(case, inputs, operands), case.b + 1, (1,), (1,))(
             index, *borders, operands.seqlens_q, operands.seqlens_k)
         found.append(index.tolist())
     assert found[0] == found[1]
@@ -129,5 +129,5 @@ def test_the_first_border_is_taken_for_0_of_lengths_and_of_borders(device):
 def test_lengths_that_are_no_data_are_those_of_what_is_seen(device):
     case = Case("late", b=2, sq=4, sk=9, mask=window(2, 0, "bottom_right"))
     lengths = torch.empty(2, 2, dtype=torch.int32, device=device)
-    blanks.lengths_launch(problem_of(case, make_inputs(case, torch.float16, device)), 2)(lengths, *[None] * 4)
+    zero_fill.lengths_launch(problem_of(case, make_inputs(case, torch.float16, device)), 2)(lengths, *[None] * 4)
     assert lengths.tolist() == [[4, 4], [6, 6]]

@@ -1,4 +1,4 @@
-"""Who sees whom: masks as values, their meaning and how they are joined; bands.py has their tile ranges.
+"""Masks as values, their meaning and how they combine; bands.py has their tile ranges.
 
 A mask of this module is a *band* with exceptions. With ``i`` the query's index, ``j`` the key's and
 
@@ -19,11 +19,11 @@ from typing import Any, Literal, cast, overload
 
 import torch
 
-from tilewise.bands import Band, Span
-from tilewise.documents import Documents, documents_of
 from tilewise.errors import InvalidInput
-from tilewise.joining import JoinsTensors, refused_union
-from tilewise.tile_lists import TileLists, tile_lists
+from tilewise.masks.bands import Band, Span
+from tilewise.masks.document_ranges import Documents, documents_of
+from tilewise.masks.operators import JoinsTensors, refused_union
+from tilewise.masks.tile_lists import TileLists, tile_lists
 from tilewise.validate.values import (
     ALIGNMENTS,
     FARTHEST,

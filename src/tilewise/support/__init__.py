@@ -1,0 +1,1 @@
+"""What the other folders share that is not about attention: caches, files that outlast a process, package versions."""

@@ -1,0 +1,172 @@
+"""A cost model of the Hopper forward kernel's last wave: whether query heads share tiles, and which tiles are split.
+
+One CTA runs on each SM. As many tiles as there are SMs are a wave, and the last wave takes as long as a full one,
+however few tiles it has. So what counts is how many waves there are, and how long each is. The functions are pure, of
+the problem and the number of SMs; their times were measured on an H200 (docs/hopper.md).
+"""
+
+import math
+from typing import NamedTuple
+
+from tilewise.masks import Span
+from tilewise.problem import AttentionProblem
+from tilewise.tuning.configs import HopperForwardConfig, pieces_of
+
+# Microseconds that two warpgroups take for a block of 128 keys: the softmax's, or those of each column of d and of dv.
+_SOFTMAX, _COLUMN = 1.15, 0.0057
+# The time of a block with one warpgroup or three, in that of two.
+_WARPGROUPS = {1: 0.7, 2: 1.0, 3: 1.3}
+_PROLOGUE = 2.0  # microseconds until a tile's first keys have arrived
+# Microseconds of the kernel that combines splits, and megabytes of partial results that are written and read in one.
+_COMBINE, _MEGABYTES = 5.0, 2.2
+# After so many waves the CTAs have drifted apart: the last wave then idles for about this share of a tile's time,
+# however many tiles it has, and for 1/n of that where they are split in n. Above 128 columns this was not so, and
+# splits that fill more than _FULLEST of their time gained little. With three warpgroups no larger share is counted on.
+MANY_WAVES, _DRIFT, _FULLEST = 4, 0.37, 0.92
+_MOST_SPLITS, _MOST_LAST_SPLITS = 32, 8
+# In a last wave the first split may be so many times as long as each other, with at most so many splits.
+_MOST_LEAD, _MOST_SPLITS_WITH_LEAD = 8, 4
+NEARLY = 0.97  # a plan must take less than this of the time without it
+_WORTH = 1.5  # and splitting a last wave must save this many times what it costs
+# The share of all time that three warpgroups lose to blocks of tiles that may be splits.
+_SLOWER_WITH_SPLITS = 0.01
+# At 256 columns, from so many keys on, splits cost little more than to write and read them, and were worth it from so
+# many times their cost on.
+_LEAST_WIDE, _WORTH_OF_WIDE = 4096, 1.1
+
+
+class SplitPlan(NamedTuple):
+    """Which tiles have their keys split.
+
+    Attributes:
+        whole: how many tiles do not: the first ones.
+        num_splits: of each of the others; in a tile with fewer blocks than splits some splits are empty.
+        lead: how many times as long as each other split the first one is, where some tiles are whole.
+    """
+
+    whole: int
+    num_splits: int
+    lead: int = 1
+
+
+class GridPlan(NamedTuple):
+    """How a call is laid out on the grid, and the microseconds that the model estimates for it.
+
+    Attributes:
+        pack_gqa: how many of a tile's rows are heads of one group at the same query, a power of two; 1: all rows are
+            queries of one head.
+        split_kv: the tiles that are split, if there are any.
+    """
+
+    time: float
+    pack_gqa: int
+    split_kv: SplitPlan | None
+
+
+def grid_plan_of(problem: AttentionProblem, config: HopperForwardConfig, num_sms: int) -> GridPlan:
+    """Choose how many of a tile's rows are heads of one group, and which tiles are split.
+
+    Few queries leave most rows of their tiles empty, and the heads of a group read the same keys: they share tiles
+    where this makes fewer waves, or where all tiles are one wave, which can be split the better the fewer they are.
+    Tiles of variable-length sequences have rows of one head, and are not split. A deterministic call must give a batch
+    element the same bits whatever the others are, and so counts one batch element: blocks are counted from a tile's
+    first query, and its tiles are whole.
+    """
+    unpacked = _plan_with(problem, config, 1, num_sms)
+    pack_gqa = 1 << (problem.group - 1).bit_length()
+    if problem.sequences.are_data or not 1 < pack_gqa <= 64:
+        return unpacked
+    packed = _plan_with(problem, config, pack_gqa, num_sms)
+    waves, fewer = (math.ceil(num_tiles_of(problem, config, rows) / num_sms) for rows in (1, pack_gqa))
+    return packed if fewer < waves or (waves == 1 and packed.time < NEARLY * unpacked.time) else unpacked
+
+
+def _plan_with(problem: AttentionProblem, config: HopperForwardConfig, pack_gqa: int, num_sms: int) -> GridPlan:
+    """Choose which tiles are split."""
+    tiles = num_tiles_of(problem, config, pack_gqa)
+    blocks = _blocks_of_tiles(problem, config, pack_gqa)
+    whole = GridPlan(_time(problem, config, tiles, blocks, num_sms), pack_gqa, None)
+    if problem.deterministic or problem.sequences.are_data:
+        return whole
+    if tiles > num_sms:
+        saved, plan = _split_last_wave(problem, config, tiles, blocks, num_sms)
+        if pack_gqa > 1 or problem.mask.is_bounded or problem.scores.sinks is not None or saved <= 0.0:
+            return whole
+        return GridPlan(whole.time - saved, pack_gqa, plan)
+    rows = problem.b * problem.hq * problem.sq
+    time, num_splits = min((_time(problem, config, tiles, blocks, num_sms, splits) + _COMBINE
+                            + _transfer_time(problem, rows, splits), splits) for splits in range(2, _MOST_SPLITS + 1))
+    if num_splits <= max(blocks) and time < NEARLY * whole.time:
+        return GridPlan(time, pack_gqa, SplitPlan(0, num_splits))
+    return whole
+
+
+def num_tiles_of(problem: AttentionProblem, config: HopperForwardConfig, pack_gqa: int = 1) -> int:
+    """Return the number of tiles, of one batch element in a deterministic call."""
+    heads = problem.hq if pack_gqa == 1 else problem.hk
+    batch = 1 if problem.deterministic else problem.b
+    return problem.sequences.slots(problem.sq * pack_gqa, 64 * config.consumers) * heads * batch
+
+
+def _blocks_of_tiles(problem: AttentionProblem, config: HopperForwardConfig, pack_gqa: int) -> list[int]:
+    """Return the number of key blocks of each tile of a head under a band, else of one tile that stands for all."""
+    queries = 64 * config.consumers // pack_gqa
+    if problem.sequences.are_data or not problem.mask.is_bounded:
+        return [max(1, math.ceil(problem.sk / config.block_n))]
+    spans = (problem.band.keys_of(Span(first, min(first + queries, problem.sq)), problem.sk)
+             for first in range(0, problem.sq, queries))
+    return [max(1, math.ceil(len(span) / config.block_n)) for span in spans]
+
+
+def _time(problem: AttentionProblem, config: HopperForwardConfig, tiles: int, blocks: list[int], num_sms: int,
+          num_splits: int = 1) -> float:
+    """Return the microseconds of all tiles, each split so often, without the kernel that combines the splits."""
+    share, waves = math.ceil(max(blocks) / num_splits), math.ceil(tiles * num_splits / num_sms)
+    busy: float = share * waves
+    if len(blocks) > 1 and waves > 1:  # long tiles come first, and short ones fill the gaps
+        busy = max(share, tiles * sum(blocks) / len(blocks) / num_sms + share / 2)
+    return busy * _block_time(problem, config) + waves * _PROLOGUE
+
+
+def _split_last_wave(problem: AttentionProblem, config: HopperForwardConfig, tiles: int, blocks: list[int],
+                     num_sms: int) -> tuple[float, SplitPlan]:
+    """Return the most time saved by splitting the tiles of a last wave that is not full, 0 if none is, and how.
+
+    Each SM with a tile of the last wave computes its first split; the other SMs, and those that finish early, take the
+    rest. A longer first split needs fewer splits where tiles nearly fill the wave: 5/6 and 1/6 of a tile take nearly
+    as little time as five splits of 1/5, and write and read 2 partial results a row in place of 5.
+    """
+    waves, rest = divmod(tiles, num_sms)
+    length = max(blocks) * _block_time(problem, config)
+    rows = rest * 64 * config.consumers
+    is_wide = max(problem.d, problem.dv) > 128
+    was_timed = config.head_dim_chunks(problem) == ((256,), (256,)) and problem.sk >= _LEAST_WIDE
+    worth, launch = (_WORTH_OF_WIDE, 0.0) if was_timed else (_WORTH, _COMBINE)
+    slower = _SLOWER_WITH_SPLITS * length * (waves + 1) if config.consumers == 3 else 0.0
+
+    def saved(num_splits: int, lead: int) -> float:
+        units = num_splits + lead - 1
+        busy = rest * units / num_sms
+        share = 1.0 - max(lead, math.ceil(busy / _FULLEST if is_wide else busy)) / units
+        if waves >= MANY_WAVES and not is_wide and lead == 1:
+            share = max(share, _DRIFT * (1.0 - 1.0 / num_splits))
+        sure = min(share, _DRIFT) if waves >= MANY_WAVES and config.consumers == 3 else share
+        cost = launch + _transfer_time(problem, rows, num_splits) + slower
+        return share * length - cost if sure * length > worth * cost else 0.0
+
+    if not rest or max(blocks) == 1:
+        return 0.0, SplitPlan(tiles, 1)
+    ways = [(splits, lead) for splits in range(2, _MOST_LAST_SPLITS + 1) for lead in range(1, _MOST_LEAD + 1)
+            if splits + lead - 1 <= max(blocks) and (lead == 1 or splits <= _MOST_SPLITS_WITH_LEAD)]
+    return max((saved(splits, lead), SplitPlan(tiles - rest, splits, lead)) for splits, lead in ways)
+
+
+def _block_time(problem: AttentionProblem, config: HopperForwardConfig) -> float:
+    """Return the microseconds of one key block of a tile while every SM computes a tile."""
+    columns = sum(map(sum, config.head_dim_chunks(problem)))
+    return config.block_n / 128 * max(_SOFTMAX, _COLUMN * columns) * _WARPGROUPS[config.consumers]
+
+
+def _transfer_time(problem: AttentionProblem, rows: int, num_splits: int) -> float:
+    """Return the microseconds that it takes to write the partial results of some rows, and to read them."""
+    return rows * num_splits * (sum(pieces_of(problem.dv)) + 8) * 4e-6 / _MEGABYTES
