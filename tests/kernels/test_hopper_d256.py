@@ -13,7 +13,7 @@ from tilewise.masks import window
 from tilewise.tuning.configs import HopperBackwardConfig
 
 d192 = pytest.importorskip("tilewise.kernels.gluon.hopper_backward_d192", reason="Triton is not installed")
-(backward, loading, wide, dq_wide, dq_accum, launch_backward, launch_backward_wide, pipeline, products, softmax,
+(backward, loading, d256, dq_d256, dq_accum, launch_backward, launch_backward_wide, pipeline, products, softmax,
  tiles) = (
     pytest.importorskip(f"tilewise.kernels.gluon.{name}") for name in (
         "hopper_backward", "hopper_backward_load", "hopper_backward_d256", "hopper_dq_d256", "dq_accum",
@@ -22,13 +22,13 @@ gluon_on_cpu = pytest.importorskip("kernels.gluon_on_cpu")
 Descriptor, Pointer, run = gluon_on_cpu.Descriptor, gluon_on_cpu.Pointer, gluon_on_cpu.run
 
 WIDE = HopperBackwardConfig(wide=True)
-MODULES = (backward, loading, wide, dq_wide, d192, dq_accum, pipeline, products, softmax, tiles)
+MODULES = (backward, loading, d256, dq_d256, d192, dq_accum, pipeline, products, softmax, tiles)
 CONSTANTS = {(module, "QUERIES"): 64 for module in MODULES if hasattr(module, "QUERIES")} | {
     (module, "LOG2E"): math.log2(math.e) for module in (loading, softmax)} | {
-    (module, "pack_pairs"): lambda pairs, dtype: pairs.to(dtype) for module in (wide, dq_wide)} | {
-    (wide, "load_fragments"): lambda tile: tile.load(None), (wide, "FRAGMENT_COLUMNS"): 128,
-    (wide, "as_operand"): lambda fragments, *_: fragments,
-    (dq_wide, "K_STAGES"): 2,
+    (module, "pack_pairs"): lambda pairs, dtype: pairs.to(dtype) for module in (d256, dq_d256)} | {
+    (d256, "load_fragments"): lambda tile: tile.load(None), (d256, "FRAGMENT_COLUMNS"): 128,
+    (d256, "as_operand"): lambda fragments, *_: fragments,
+    (dq_d256, "K_STAGES"): 2,
     (d192, "multiply_rounded"): lambda probs, dprobs, dtype: (probs.float() * dprobs).to(dtype)}
 
 
@@ -79,7 +79,7 @@ def test_nothing_is_written_over_before_the_slowest_warpgroup_has_read_it(out_st
     random.seed(0)
     problem, tensors = call_of(window(200, 0, "top_left"), (400, 400), (2, 1), (192, 256), b=1)
     part = launch_backward_wide.HopperBackwardApart(problem, replace(WIDE, out_stages=out_stages)).dkdv
-    slow = {(module, "warpgroup_mma_wait"): wait_long for module in (wide, products)}
+    slow = {(module, "warpgroup_mma_wait"): wait_long for module in (d256, products)}
     first = run_part(part, tensors, tensors[1:3])
     for one, other in zip(first, run_part(part, tensors, tensors[1:3], slow), strict=True):
         assert torch.equal(one, other)

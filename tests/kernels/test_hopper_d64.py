@@ -9,18 +9,18 @@ import torch
 from kernels.backward_calls import MASKS, call_of, compare, dq_of_accum, expected, extra_columns_of
 from tilewise.tuning.configs import HopperBackwardConfig
 
-narrow, backward, loading, products, dq_accum, augmented, launch_backward, pipeline, kv_tile_assignment, tiles = (
+d64, backward, loading, products, dq_accum, augmented, launch_backward, pipeline, kv_tile_assignment, tiles = (
     pytest.importorskip(f"tilewise.kernels.gluon.{name}", reason="Triton is not installed") for name in (
         "hopper_backward_d64", "hopper_backward", "hopper_backward_load", "backward_products", "dq_accum",
         "augmented_k", "launch_backward", "pipeline", "kv_tile_assignment", "tiles"))
 gluon_on_cpu = pytest.importorskip("kernels.gluon_on_cpu")
 Descriptor, Pointer, run = gluon_on_cpu.Descriptor, gluon_on_cpu.Pointer, gluon_on_cpu.run
 
-MODULES = (narrow, backward, loading, products, dq_accum, augmented, pipeline, kv_tile_assignment, tiles)
+MODULES = (d64, backward, loading, products, dq_accum, augmented, pipeline, kv_tile_assignment, tiles)
 CONSTANTS = {(module, "QUERIES"): 64 for module in MODULES if hasattr(module, "QUERIES")} | {
-    (module, "EXTRA_COLUMNS"): 16 for module in (narrow, backward, augmented)} | {
-    (module, "NO_TILE"): -1 for module in (narrow, pipeline)} | {
-    (narrow, "ZERO"): 0, (narrow, "ONE"): 1, (dq_accum, "WRITERS"): 2, (narrow, "WRITERS"): 2}
+    (module, "EXTRA_COLUMNS"): 16 for module in (d64, backward, augmented)} | {
+    (module, "NO_TILE"): -1 for module in (d64, pipeline)} | {
+    (d64, "ZERO"): 0, (d64, "ONE"): 1, (dq_accum, "WRITERS"): 2, (d64, "WRITERS"): 2}
 ADDED, DETERMINISTIC, HEAD_PERSISTENT = (HopperBackwardConfig(4, 4, tails=True, ordered=ordered, alone=alone)
                          for ordered, alone in ((False, False), (True, False), (True, True)))
 DYNAMIC = HopperBackwardConfig(4, 4, tails=True, stays=True)
