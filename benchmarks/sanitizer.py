@@ -46,13 +46,13 @@ _BOTTOM, _WINDOW = causal("bottom_right"), window(40, 10, "top_left")
 _ARRIVAL = ("a group of threads meets, and one of them arrives at an mbarrier for all: racecheck orders the arriving "
             "thread alone (docs/hopper.md, What tools for races say)")
 # A tile's numbers, P of the wide backward kernel, and overflow flags of the forward kernel.
-_HANDED = ({"publish_tile", "read_tile"}, {"sum_dv", "sum_dk"}, {"sum_dv", "hold"}, {"publish_overflow", "overflow_of"},
-           {"publish_overflow", "retake_tile"})
+_HANDED = ({"publish_tile", "read_tile"}, {"accumulate_dv", "accumulate_dk"}, {"accumulate_dv", "load_fragments"},
+           {"publish_overflow", "overflow_of"}, {"publish_overflow", "retake_tile"})
 KNOWN = {("racecheck", frozenset(pair)): _ARRIVAL for pair in _HANDED}
 _WARPS = "Triton hands what its other warps need through shared memory, and starts them by one arrival"
 KNOWN |= {("racecheck", frozenset({name})): _WARPS for name in (
-    "hopper_forward_kernel", "hopper_backward_kernel", "hopper_backward_narrow_kernel", "hopper_backward_pieces_kernel",
-    "hopper_backward_wide_kernel", "hopper_dq_wide_kernel", "hopper_dbias_kernel")}
+    "hopper_forward_kernel", "hopper_backward_kernel", "hopper_backward_d64_kernel", "hopper_backward_d192_kernel",
+    "hopper_backward_d256_kernel", "hopper_dq_d256_kernel", "hopper_dbias_kernel")}
 KNOWN[CONSAN, frozenset({"issue_dq"})] = ("the warpgroups meet at a named barrier in between, which is PTX that the "
                                          "sanitizer does not see (docs/hopper.md, What tools for races say)")
 

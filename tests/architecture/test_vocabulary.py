@@ -26,6 +26,14 @@ RETIRED_NAMES = {
     "write_whole": "write_tile", "record_of": "floats_per_partial", "parts_shape": "partial_shape",
     "first_line": "first_row", "combine_parts_kernel": "combine_splits_kernel", "layout_of": "grid_plan_of",
     "query_stages": "q_stages", "out_parts": "epilogue_passes",
+    # the backward kernels
+    "key_tile_at": "kv_tile_at", "queries_to_and_fro": "q_block_start_serpentine", "masked_queries_of":
+    "masked_q_blocks_of", "owned_of": "sequence_rows_of", "issue_pairs": "issue_s_or_dp", "add_in_order":
+    "accumulate_in_order", "add_directly": "add_from_registers", "wait_for_tiles_before": "semaphore_wait",
+    "await_sums": "await_accum", "make_picks": "make_selectors", "hopper_tails_kernel": "hopper_augmented_k_kernel",
+    "tails_shape": "columns_shape", "sums_shape": "accum_shape", "query_section": "kv_heads_per_swizzle",
+    "pass_turn_on": "overlap_blocks", "sum_dv": "accumulate_dv", "sum_dk": "accumulate_dk",
+    "add_up": "accumulate", "keys_seen": "visible_keys_of", "blank_tiles": "zero_masked_tiles",
     # masks and modifiers of the portable kernels
     "queries_seeing": "visible_queries", "unseen_as_zero": "zero_invisible_rows", "sees_any": "sees_any_key",
     "within_documents": "narrow_to_documents", "padding_as_zero": "zero_padding_rows", "less_delta": "subtract_delta",
@@ -37,7 +45,8 @@ RETIRED_NAMES = {
     "forget_choices": "clear_caches", "short_way": "fast_path",
 }
 RETIRED_FILES = ("places.py", "blanks.py", "pair_sums.py", "sums.py", "parts.py",
-                 "results.py", "cuts.py", "waves.py", "short_way.py")
+                 "results.py", "cuts.py", "waves.py", "short_way.py", "hopper_tails.py", "hopper_dq_sums.py",
+                 "key_shares.py", "pair_tiles.py", "hopper_backward_pieces.py")
 
 
 def retired_in(text):

@@ -40,9 +40,9 @@ def expected(problem, tensors):
     return dscores @ wide_k, dk * SCALE, dv
 
 
-def gathered(sums, columns, lines, rows):
-    """dQ from its sums, in which threads' values stand four by four (hopper_dq.py)."""
-    parts = sums.view(*lines, -1, columns // 8, 4, 8, 4, 2, 2)
+def dq_of_accum(accum, columns, lines, rows):
+    """dQ from its accumulator, which is thread-major (dq_accum.thread_major)."""
+    parts = accum.view(*lines, -1, columns // 8, 4, 8, 4, 2, 2)
     return parts.permute(0, 1, 2, 4, 7, 5, 3, 6, 8).reshape(*lines, -1, columns)[:, :, :rows]
 
 
@@ -51,11 +51,11 @@ def compare(gradients, wanted):
         torch.testing.assert_close(got.double(), want, rtol=4e-3, atol=4e-3 * float(want.abs().max()))
 
 
-def tails_like(lse, delta):
-    """What hopper_tails_kernel writes, of queries that see something."""
-    tails = torch.zeros(*lse.shape, 16, dtype=torch.bfloat16)
+def extra_columns_of(lse, delta):
+    """What hopper_augmented_k_kernel writes, of queries that see something."""
+    columns = torch.zeros(*lse.shape, 16, dtype=torch.bfloat16)
     for first, rest in ((0, -lse / SCALE), (3, -delta)):
         for i in range(3):
-            tails[..., first + i] = rest
-            rest = rest - tails[..., first + i].float()
-    return tails
+            columns[..., first + i] = rest
+            rest = rest - columns[..., first + i].float()
+    return columns

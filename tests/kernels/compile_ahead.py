@@ -218,9 +218,9 @@ def prepare_hopper(request):
             launch = launch.dq if request["part"] == "dq" else launch.dkdv
             arguments = launch.arguments((*taken, *((q,) if request["part"] == "dq" else (k, v))))
         else:
-            read = torch.empty(launch.tails_shape, dtype=torch.bfloat16) if config.tails else rows
+            read = torch.empty(launch.columns_shape, dtype=torch.bfloat16) if config.tails else rows
             counter = torch.empty(1, dtype=torch.int32) if config.stays and not config.alone else None
-            arguments = launch.arguments(launch.taken((*taken, q, k, v), read), torch.empty(launch.sums_shape), data,
+            arguments = launch.arguments(launch.taken((*taken, q, k, v), read), torch.empty(launch.accum_shape), data,
                                          counter)
     facts = {"limit": spec.shared_memory, "planned": config.shared_bytes(problem),
              **(forward_facts(launch.scalars[-1]) if request["kernel"] == "hopper_forward" else {})}

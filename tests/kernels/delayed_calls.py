@@ -30,8 +30,8 @@ from tilewise.testing.tolerance import GRADIENT_FACTOR, OUTPUT_FACTOR, compare
 CYCLES = 5000  # of a delay
 # Whose delays last: all programs', and every other one's, for what programs tell one another.
 PROGRAMS = {"all": 0, "even": 1}
-FORWARD, NARROW, BACKWARD = "hopper_forward_kernel", "hopper_backward_narrow_kernel", "hopper_backward_kernel"
-PIECES, WIDE, DQ_WIDE = "hopper_backward_pieces_kernel", "hopper_backward_wide_kernel", "hopper_dq_wide_kernel"
+FORWARD, D64, BACKWARD = "hopper_forward_kernel", "hopper_backward_d64_kernel", "hopper_backward_kernel"
+D192, D256, DQ_D256 = "hopper_backward_d192_kernel", "hopper_backward_d256_kernel", "hopper_dq_d256_kernel"
 DBIAS, COMBINE, DECODE = "hopper_dbias_kernel", "combine_splits_kernel", "attention_decode_kernel"
 COMBINE_DECODED = "combine_kernel"
 _MASKS = {"full": Mask(), "causal": causal("bottom_right"), "window": window(100, 20, "top_left")}
@@ -65,20 +65,20 @@ def _calls() -> dict[str, Delayed]:
             f"forward_2_{mask}": Delayed(_case(33, 600, 128, mask), {FORWARD: 3}),
             f"forward_256_{mask}": Delayed(_case(2, 600, 256, mask), {FORWARD: 3} | (
                 {} if mask == "window" else {COMBINE: 4})),
-            f"narrow_in_order_{mask}": _gradients(_case(2, 600, 64, mask), {NARROW: 6}, deterministic=True),
-            f"narrow_alone_{mask}": _gradients(_case(132, 300, 64, mask), {NARROW: 4}),
-            f"narrow_shared_{mask}": _gradients(_case(66, 1000, 64, mask), {NARROW: 6}),
+            f"narrow_in_order_{mask}": _gradients(_case(2, 600, 64, mask), {D64: 6}, deterministic=True),
+            f"narrow_alone_{mask}": _gradients(_case(132, 300, 64, mask), {D64: 4}),
+            f"narrow_shared_{mask}": _gradients(_case(66, 1000, 64, mask), {D64: 6}),
             f"backward_in_order_{mask}": _gradients(_case(2, 600, 128, mask), {BACKWARD: 5}, deterministic=True),
             f"backward_stays_{mask}": _gradients(_case(33, 600, 128, mask), {BACKWARD: 3}, repeats=("dk", "dv")),
             f"backward_alone_{mask}": _gradients(_case(132, 300, 128, mask), {BACKWARD: 3}),
-            f"pieces_{mask}": _gradients(_case(2, 600, 192, mask, 128), {PIECES: 3}, repeats=("dk", "dv")),
-            f"wide_{mask}": _gradients(_case(2, 600, 256, mask), {WIDE: 3, DQ_WIDE: 3}),
+            f"pieces_{mask}": _gradients(_case(2, 600, 192, mask, 128), {D192: 3}, repeats=("dk", "dv")),
+            f"wide_{mask}": _gradients(_case(2, 600, 256, mask), {D256: 3, DQ_D256: 3}),
             f"dbias_{mask}": _gradients(_case(16, 1200, 128, mask, b=4, bias="1hqk"),
                                         {DBIAS: 4 if mask == "full" else 5}, backend="triton",
                                         repeats=(*_GRADIENTS, "dbias")),
         }
     for mask in ("full", "causal"):
-        found[f"narrow_drawn_{mask}"] = _gradients(_case(33, 600, 64, mask), {NARROW: 4}, repeats=("dk", "dv"))
+        found[f"narrow_drawn_{mask}"] = _gradients(_case(33, 600, 64, mask), {D64: 4}, repeats=("dk", "dv"))
     for packed in ("", "tight"):
         kind = "packed" if packed else "lengths"
         data = _DATA | {"packed": packed}

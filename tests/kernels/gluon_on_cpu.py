@@ -224,20 +224,20 @@ def _wait_for_arrivals(left):
     _leaving.arrive(max(0, len(_leaving.under_way) + len(_leaving.unread) - left))
 
 
-def _await_turn(counter, rank):
+def _await_semaphore(semaphore, rank):
     """Wait for programs that run beside this one; those of lower numbers are done."""
     end = time.monotonic() + PATIENCE * (_own.program.beside > 0)
-    while counter.values[counter.at] != rank:
+    while semaphore.values[semaphore.at] != rank:
         assert time.monotonic() < end, "nobody would ever come before"
         time.sleep(1e-4)
 
 
-def _end_turn(counter, tiles):
+def _release_semaphore(semaphore, tiles):
     _wait_for_arrivals(0)
-    counter.values[counter.at] = tiles
+    semaphore.values[semaphore.at] = tiles
 
 
-def _forget(pointer, count):
+def _discard(pointer, count):
     pointer.values[pointer.at:pointer.at + count] = float("nan")
 
 
@@ -427,11 +427,11 @@ def run(kernel, modules, grid, arguments, constants, together=1):
             "gl": language(grid), "tma_load": _copy, "tma_store": _copy_out,
             "tma_add": _add_out, "tma_store_wait": _wait_for_copies_out, "fence_async_shared": lambda: None,
             "reinterpret": lambda tiles, dtype, shape, layout: tiles.reinterpret(dtype, shape),
-            "await_sums": lambda: _wait_for_arrivals(0), "await_results": lambda: _wait_for_arrivals(0),
-            "await_sums_before": lambda: _wait_for_arrivals(1),
-            "wait_for_tiles_before": _await_turn,
-            "_let_next_tile_add": _end_turn, "forget": _forget,
-            "plain_layout": lambda *_: None, "named_barrier_sync": lambda number: _own.program.meet(number),
+            "await_accum": lambda: _wait_for_arrivals(0), "await_results": lambda: _wait_for_arrivals(0),
+            "await_accum_but_last": lambda: _wait_for_arrivals(1),
+            "semaphore_wait": _await_semaphore,
+            "_semaphore_release": _release_semaphore, "discard_from_l2": _discard,
+            "coalesced_layout": lambda *_: None, "named_barrier_sync": lambda number: _own.program.meet(number),
             "_named_barrier": lambda *turn: _own.program.turns(*turn),
             "warpgroup_mma": _multiply, "warpgroup_mma_wait": wait_for_products,
             "optimization_barrier": lambda number: number,

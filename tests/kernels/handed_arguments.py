@@ -190,7 +190,7 @@ def bound(request):
         tensors = (q, k, v, out, rows, rows.clone(), *gradients)
         counter = torch.empty(1, dtype=torch.int32)
         parts = [getattr(launch, name).enqueue for name in ("dkdv", "dq") if hasattr(launch, name)] or [
-            launch.enqueue, launch.enqueue_tails, launch.enqueue_dq]
+            launch.enqueue, launch.enqueue_augmented_k, launch.enqueue_dq]
         launch.allocate = lambda sizes, strides, dtype: torch.empty_strided(sizes, strides, dtype=dtype)
         with patch.object(launch_backward, "counter_of", lambda device: counter):
             yield parts, lambda: launch(*tensors, *data) if any(tensor is not None for tensor in data) else launch(

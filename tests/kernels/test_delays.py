@@ -86,9 +86,10 @@ FAULTS = {
         "forward_1_full", "gluon/hopper_forward.py", "attend_block", "consumer_release_after_mma(kv.empty,",
         "stage = count"),
     "dO is read before it is awaited": (
-        "backward_stays_full", "gluon/hopper_backward.py", "sum_steps", "consumer_wait(dout_full,", "half = turn & 1"),
+        "backward_stays_full", "gluon/hopper_backward.py", "attend_blocks", "consumer_wait(smem.dout.full,",
+        "ds_stage = count & 1"),
     "warpgroups do not meet over dS": (
-        "backward_in_order_full", "gluon/hopper_backward.py", "sum_steps", "named_barrier_sync(C.CONSUMERS)", None),
+        "backward_in_order_full", "gluon/hopper_backward.py", "attend_blocks", "named_barrier_sync(C.CONSUMERS)", None),
     "parts are combined before they are there": ("decode", "triton/decode.py", "combine_kernel", "gdc_wait()", None),
 }
 

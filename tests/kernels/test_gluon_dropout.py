@@ -61,7 +61,7 @@ def plain_python():
             patch.setattr(dropout, name, int(getattr(dropout, name)))
         patch.setattr(dropout, "_FACTORS", [np.uint64(factor) for factor in dropout._FACTORS.value])
         patch.setattr(dropout, "_KEY_STEPS", [np.uint32(step) for step in dropout._KEY_STEPS.value])
-        patch.setattr(dropout, "_turn", dropout._turn.fn)
+        patch.setattr(dropout, "_philox_round", dropout._philox_round.fn)
         patch.setattr(dropout, "optimization_barrier", lambda number: number)
         yield
 

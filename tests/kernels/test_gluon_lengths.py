@@ -50,7 +50,7 @@ def plain_python():
         for module in (tiles, lengths):
             patch.setattr(module, "gl", language)
             patch.setattr(module, "QUERIES", STEP)
-        for module, name in ((tiles, "_swizzled"), (tiles, "masked_queries_of"), (lengths, "tile_at"),
+        for module, name in ((tiles, "_swizzled"), (tiles, "masked_q_blocks_of"), (lengths, "tile_at"),
                              (lengths, "sequence_of"), (lengths, "border_at"), (lengths, "extent")):
             patch.setattr(module, name, getattr(module, name).fn)
         patch.setattr(lengths, "_CHUNK", 4)
@@ -105,7 +105,7 @@ def arguments_of_backward(problem, operands):
 def located_keys(order, band, operands, shape):
     """Every tile of keys: (first key, head, batch), its band, what else there is to know."""
     for number in range(order[0] * order[1] * order[2]):
-        tile = tiles.key_tile_at.fn(number, order, shape)
+        tile = tiles.kv_tile_at.fn(number, order, shape)
         found = [int(part) for part in lengths.locate_keys.fn(tile, band, operands, shape)]
         yield found[:3], tiles.MaskBounds(*found[3:7]), found[7:]
 

@@ -33,7 +33,7 @@ def plain_python():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiles, "gl", SimpleNamespace(minimum=min, maximum=max, where=lambda test, a, b: a if test else b))
         patch.setattr(tiles, "QUERIES", QUERIES)
-        for called in ("_swizzled", "masked_queries_of"):
+        for called in ("_swizzled", "masked_q_blocks_of"):
             patch.setattr(tiles, called, getattr(tiles, called).fn)
         yield
 
@@ -222,7 +222,7 @@ def backward_scalars_of(problem, config=NONDETERMINISTIC):
 
 def begins_of(first, spans, shape):
     """The first queries of all steps of the tile of keys from ``first`` on."""
-    return [tiles.queries_to_and_fro.fn(step, first, spans, shape) if shape.HEAD_PERSISTENT else
+    return [tiles.q_block_start_serpentine.fn(step, first, spans, shape) if shape.HEAD_PERSISTENT else
             tiles.q_block_start.fn(step, spans, shape) for step in range(spans[3])]
 
 
@@ -282,7 +282,7 @@ def test_causal_backward_masks_no_step_whose_queries_all_see_the_warpgroups_keys
 @pytest.mark.parametrize(("mask", "steps"), [
     (Mask(), [[5, 4, 3, 2, 1, 0], [0, 1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 0]]),
     (causal(), [[5, 4], [4, 5, 3, 2], [5, 4, 3, 2, 1, 0]])], ids=str)
-def test_where_a_program_has_a_head_alone_it_goes_over_the_queries_to_and_fro(mask, steps):
+def test_where_a_program_has_a_head_alone_it_goes_over_the_q_block_start_serpentine(mask, steps):
     _, band, shape = backward_scalars_of(problem_of(384, 384, mask), HEAD_PERSISTENT)
     begins = [begins_of(first, tiles.q_blocks_of.fn(first, band, shape), shape) for first in (256, 128, 0)]
     assert begins == [[QUERIES * step for step in row] for row in steps]
@@ -299,7 +299,7 @@ def test_tiles_add_to_each_step_in_the_order_of_their_programs_and_come_there_in
     (n_tiles, *_), band, shape = backward_scalars_of(problem, DETERMINISTIC)
     order, adding = tiles.TileGrid(n_tiles, hk, b, section), {}
     for number in range(n_tiles * hk * b):
-        first, head, batch = tiles.key_tile_at.fn(number, order, shape)
+        first, head, batch = tiles.kv_tile_at.fn(number, order, shape)
         spans = tiles.q_blocks_of.fn(first, band, shape)
         for turn in range(spans[3]):
             step = tiles.q_block_start.fn(turn, spans, shape) // QUERIES
@@ -364,7 +364,7 @@ def test_every_backward_tile_has_one_number_and_long_ones_come_first(sk, b, hk, 
     problem = problem_of(sk, sk, causal() if is_causal else None, 64, b, (hk * group, hk))
     order, _, shape = backward_scalars_of(problem)
     n_tiles, heads, batches, section = order
-    places = [tiles.key_tile_at.fn(number, order, shape) for number in range(n_tiles * heads * batches)]
+    places = [tiles.kv_tile_at.fn(number, order, shape) for number in range(n_tiles * heads * batches)]
     assert Counter(places) == Counter(product(range(0, n_tiles * BLOCK_N, BLOCK_N), range(heads), range(batches)))
     if is_causal and section >= heads * batches:
         assert [first for first, *_ in places] == sorted(first for first, *_ in places)
@@ -385,5 +385,5 @@ def test_ordered_tiles_that_start_together_are_of_many_heads():
     """Under a bound above; else L2 decides, as where there is no order."""
     for mask, most in ((causal("bottom_right"), 9), (Mask(), 17)):
         order, _, shape = backward_scalars_of(problem_of(4096, 4096, mask, heads=(32, 32)), DETERMINISTIC)
-        places = [tiles.key_tile_at.fn(number, order, shape) for number in range(132)]
+        places = [tiles.kv_tile_at.fn(number, order, shape) for number in range(132)]
         assert max(Counter(head for _, head, _ in places).values()) == most

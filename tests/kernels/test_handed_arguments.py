@@ -26,8 +26,8 @@ CALLS = {
     "Triton's forward through pointers": {"kernel": "forward", "d": 40, "mask": FULL, "descriptors": False,
                                           "options": ["seed", "score:relative", "documents_q", "documents_k"]},
 }
-KERNELS = {"backward": ["hopper_tails_kernel", "hopper_backward_narrow_kernel", "hopper_dq_kernel"],
-           "backward, d 256": ["hopper_backward_wide_kernel", "hopper_dq_wide_kernel"]}
+KERNELS = {"backward": ["hopper_augmented_k_kernel", "hopper_backward_d64_kernel", "hopper_dq_kernel"],
+           "backward, d 256": ["hopper_backward_d256_kernel", "hopper_dq_d256_kernel"]}
 
 
 def handed(version, name):

@@ -1,4 +1,4 @@
-"""The Hopper backward kernel of heads up to 128: its source on the CPU, in the ways that a step may take."""
+"""The Hopper backward kernel of heads up to 128: its source on the CPU, in the ways that a block may be computed."""
 
 import math
 import random
@@ -6,31 +6,32 @@ import random
 import pytest
 import torch
 
-from kernels.backward_calls import MASKS, call_of, compare, expected, gathered, tails_like
+from kernels.backward_calls import MASKS, call_of, compare, dq_of_accum, expected, extra_columns_of
 from tilewise.masks import Mask
 from tilewise.tuning.configs import HopperBackwardConfig
 
-backward, loading, products, sums_of, tails_of, launch_backward, lengths, pipeline, softmax, tiles = (
+backward, loading, products, dq_accum, augmented, launch_backward, lengths, pipeline, softmax, tiles = (
     pytest.importorskip(f"tilewise.kernels.gluon.{name}", reason="Triton is not installed") for name in (
-        "hopper_backward", "hopper_backward_load", "backward_products", "hopper_dq_sums", "hopper_tails",
+        "hopper_backward", "hopper_backward_load", "backward_products", "dq_accum", "augmented_k",
         "launch_backward", "lengths", "pipeline", "softmax", "tiles"))
 gluon_on_cpu = pytest.importorskip("kernels.gluon_on_cpu")
 Descriptor, Pointer, run = gluon_on_cpu.Descriptor, gluon_on_cpu.Pointer, gluon_on_cpu.run
 
-MODULES = (backward, loading, products, sums_of, tails_of, lengths, pipeline, softmax, tiles)
+MODULES = (backward, loading, products, dq_accum, augmented, lengths, pipeline, softmax, tiles)
 CONSTANTS = {(module, "QUERIES"): 64 for module in MODULES if hasattr(module, "QUERIES")} | {
     (module, "LOG2E"): math.log2(math.e) for module in (loading, softmax)} | {
-    (module, "TAIL"): 16 for module in (backward, tails_of)} | {(sums_of, "WRITERS"): 2} | {
+    (module, "EXTRA_COLUMNS"): 16 for module in (backward, augmented)} | {(dq_accum, "WRITERS"): 2} | {
     (module, "NO_TILE"): -1 for module in (backward, loading, pipeline)} | {
     (module, "scheduling_fence_of"): lambda values, turn: (values, turn) for module in (backward, pipeline)}
-AHEAD, TAILS, STAGED, STAYS, ALONE, ORDERED = (HopperBackwardConfig(**settings) for settings in (
+S_AHEAD, FROM_REGISTERS, STAGED, PERSISTENT, HEAD_PERSISTENT, DETERMINISTIC = (
+    HopperBackwardConfig(**settings) for settings in (
     {"ahead": True, "direct": True}, {"direct": True, "tails": True}, {"tails": True}, {"tails": True, "stays": True},
     {"tails": True, "stays": True, "alone": True}, {"ordered": True}))
 
 
-@pytest.mark.parametrize(("config", "d"), [(AHEAD, 64), (AHEAD, 40), (TAILS, 128), (STAGED, 128), (STAYS, 128),
-                                           (STAYS, 80), (ALONE, 128), (ALONE, 80), (ORDERED, 128)],
-                         ids=str)
+@pytest.mark.parametrize(("config", "d"), [
+    (S_AHEAD, 64), (S_AHEAD, 40), (FROM_REGISTERS, 128), (STAGED, 128), (PERSISTENT, 128), (PERSISTENT, 80),
+    (HEAD_PERSISTENT, 128), (HEAD_PERSISTENT, 80), (DETERMINISTIC, 128)], ids=str)
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_the_source_computes_the_gradients_on_the_cpu(mask, config, d):
     random.seed(0)
@@ -39,56 +40,57 @@ def test_the_source_computes_the_gradients_on_the_cpu(mask, config, d):
     assert not config.stays or launch.grid[0] <= 3
     q, k, v, dout, lse, delta = tensors
     dq, dk, dv = (torch.full_like(tensor, float("nan")) for tensor in (q, k, v))
-    sums = torch.full((math.prod(launch.sums_shape),), float("nan") if config.alone or config.ordered else 0.0)
-    sums, counters = sums.split([launch.sums_rows * 256, sums.numel() - launch.sums_rows * 256])
-    counters.zero_()
-    read = tails_like(lse, delta) if config.tails else lse
+    accum = torch.full((math.prod(launch.accum_shape),), float("nan") if config.alone or config.ordered else 0.0)
+    accum, semaphores = accum.split([launch.accum_rows * 256, accum.numel() - launch.accum_rows * 256])
+    semaphores.zero_()
+    read = extra_columns_of(lse, delta) if config.tails else lse
     described = launch._in_forms((q, k, v, dout, read, delta, dk, dv, dq), lambda tensor, form: (
         Pointer(tensor.flatten()) if form is None else Descriptor(tensor, form[0])))
-    target = Pointer(sums) if config.direct else Descriptor(sums.view(-1, 256), launch.sums_block)
+    target = Pointer(accum) if config.direct else Descriptor(accum.view(-1, 256), launch.accum_block)
     counter = torch.zeros(1, dtype=torch.int32)
-    beside = Pointer(sums) if config.alone else Pointer(counter) if config.stays else Pointer(
-        counters.view(torch.int32)) if config.ordered else None
-    run(launch.kernel, MODULES, launch.grid[0], (*described, target, beside, *[None] * 7, *launch.scalars), CONSTANTS,
-        together=3)
-    assert not counter.any(), "the next launch draws from it"
+    workspace = Pointer(accum) if config.alone else Pointer(counter) if config.stays else Pointer(
+        semaphores.view(torch.int32)) if config.ordered else None
+    run(launch.kernel, MODULES, launch.grid[0], (*described, target, workspace, *[None] * 7, *launch.scalars),
+        CONSTANTS, together=3)
+    assert not counter.any(), "the next launch fetches tiles by it"
     if config.alone:
         dq = dq.float() / problem.scale
     else:
-        parts = gathered(sums, sum(config.columns(problem)[0]) // 2, (problem.b, problem.hq), None)
+        parts = dq_of_accum(accum, sum(config.columns(problem)[0]) // 2, (problem.b, problem.hq), None)
         dq = parts.unflatten(2, (-1, 2, 64)).transpose(3, 4).flatten(4).flatten(2, 3)[:, :, :q.shape[2], :d]
     compare((dq, dk, dv), expected(problem, tensors))
 
 
 @pytest.mark.parametrize(("sk", "stays", "programs"), [(128, True, 4), (4096, True, 128), (8192, True, 132),
                                                        (8192, False, 256)])
-def test_backward_programs_that_stay_are_one_a_multiprocessor_and_none_without_a_tile(sk, stays, programs):
+def test_persistent_backward_ctas_are_one_an_sm_and_none_without_a_tile(sk, stays, programs):
     config = HopperBackwardConfig(tails=True, stays=stays)
     problem, _ = call_of(Mask(), (128, sk), (4, 4), (128, 128), b=1)
     assert launch_backward.HopperBackward(problem, config, problem.q_strides, 132).grid == (programs,)
 
 
-def test_sums_are_followed_by_a_counter_for_each_step_where_they_are_ordered():
+def test_a_deterministic_accumulator_is_followed_by_a_semaphore_for_each_block():
     problem, (q, k, v, dout, lse, delta) = call_of(Mask(), (200, 200), (5, 5), (128, 128), b=3)
     plain, ordered = (launch_backward.HopperBackward(problem, HopperBackwardConfig(ordered=in_order),
                                                      problem.q_strides, 132) for in_order in (False, True))
-    steps = 3 * 5 * 4
-    assert plain.sums_shape == (steps * 64 * 128 // 256, 256)
-    sums = torch.zeros(ordered.sums_shape)
-    described, counters = ordered.arguments((q, k, v, dout, lse, delta, k, v, q), sums)[9:11]
-    assert tuple(described.shape) == plain.sums_shape
-    assert counters.dtype is torch.int32
-    assert counters.numel() >= steps
-    assert counters.data_ptr() == sums.data_ptr() + 4 * math.prod(plain.sums_shape)
+    blocks = 3 * 5 * 4
+    assert plain.accum_shape == (blocks * 64 * 128 // 256, 256)
+    accum = torch.zeros(ordered.accum_shape)
+    described, semaphores = ordered.arguments((q, k, v, dout, lse, delta, k, v, q), accum)[9:11]
+    assert tuple(described.shape) == plain.accum_shape
+    assert semaphores.dtype is torch.int32
+    assert semaphores.numel() >= blocks
+    assert semaphores.data_ptr() == accum.data_ptr() + 4 * math.prod(plain.accum_shape)
 
 
-def test_where_a_program_has_a_head_alone_sums_are_those_of_a_head_a_program():
-    """The kernel writes dq, which it gets, and reads the sums by their address."""
+def test_where_ctas_own_heads_the_accumulator_is_that_of_a_head_a_cta():
+    """The kernel writes dq, which it gets, and reads the accumulator by its address."""
     problem, (q, k, v, dout, lse, delta) = call_of(Mask(), (200, 200), (6, 3), (128, 128), b=2)
-    launch = launch_backward.HopperBackward(problem, ALONE, problem.q_strides, 4)
+    launch = launch_backward.HopperBackward(problem, HEAD_PERSISTENT, problem.q_strides, 4)
     assert launch.grid == (4,)
-    assert launch.sums_shape == (4 * 2 * 4 * 64 * 128 // 256, 256)
-    sums = torch.zeros(launch.sums_shape)
-    of_dq, described, beside = launch.arguments((q, k, v, dout, tails_like(lse, delta), delta, k, v, q), sums)[8:11]
+    assert launch.accum_shape == (4 * 2 * 4 * 64 * 128 // 256, 256)
+    accum = torch.zeros(launch.accum_shape)
+    columns = extra_columns_of(lse, delta)
+    of_dq, described, workspace = launch.arguments((q, k, v, dout, columns, delta, k, v, q), accum)[8:11]
     assert (of_dq.base.data_ptr(), of_dq.block_shape) == (q.data_ptr(), [1, 1, 64, 64])
-    assert described.base.data_ptr() == beside.data_ptr() == sums.data_ptr()
+    assert described.base.data_ptr() == workspace.data_ptr() == accum.data_ptr()

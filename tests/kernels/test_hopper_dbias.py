@@ -19,8 +19,8 @@ from tilewise.tuning.configs import HopperDbiasConfig
 from tilewise.tuning.device import device_spec
 
 hopper_dbias = pytest.importorskip("tilewise.kernels.gluon.hopper_dbias", reason="Triton is not installed")
-launch_dbias, pair_tiles, pipeline = (
-    pytest.importorskip(f"tilewise.kernels.gluon.{name}") for name in ("launch_dbias", "pair_tiles", "pipeline"))
+launch_dbias, dbias_tiles, pipeline = (
+    pytest.importorskip(f"tilewise.kernels.gluon.{name}") for name in ("launch_dbias", "dbias_tiles", "pipeline"))
 triton, gluon_on_cpu = (pytest.importorskip(name) for name in ("tilewise.backends.triton", "kernels.gluon_on_cpu"))
 Descriptor, Pointer, run = gluon_on_cpu.Descriptor, gluon_on_cpu.Pointer, gluon_on_cpu.run
 
@@ -74,11 +74,11 @@ def test_its_source_computes_the_sum_on_the_cpu(case, programs):
     arguments = (*(Descriptor(tensor, block) for tensor in (q, k, v, dout)),
                  *(Pointer(tensor.flatten()) for tensor in (lse, delta, bias)), Pointer(dbias.view(-1)),
                  *launch.scalars)
-    constants = {(hopper_dbias, "LOG2E"): math.log2(math.e), (hopper_dbias, "SIZE"): 3, (hopper_dbias, "NO_TILE"): -1,
-                 (hopper_dbias, "BLANK_ROWS"): 4}
-    constants |= {(module, name): int(getattr(pair_tiles, name)) for module in (hopper_dbias, pair_tiles)
-                  for name in ("ROWS", "BLOCKS")}
-    run(hopper_dbias.hopper_dbias_kernel, (hopper_dbias, pair_tiles, pipeline), programs, arguments, constants)
+    constants = {(hopper_dbias, "LOG2E"): math.log2(math.e), (hopper_dbias, "TILE_SIZE"): 3,
+                 (hopper_dbias, "NO_TILE"): -1, (hopper_dbias, "ZEROED_ROWS"): 4}
+    constants |= {(module, name): int(getattr(dbias_tiles, name)) for module in (hopper_dbias, dbias_tiles)
+                  for name in ("TILE_QUERIES", "BLOCKS_PER_TILE")}
+    run(hopper_dbias.hopper_dbias_kernel, (hopper_dbias, dbias_tiles, pipeline), programs, arguments, constants)
     want = expected(problem, tensors)
     assert not dbias[want == 0.0].any()
     tolerance = 1e-3 if bias.dtype is torch.float16 else 2e-5  # the rounding of a sum, and of its terms

@@ -84,7 +84,7 @@ the call has ended
 
 HANDED = (f"pipeline.py:{line_of('pipeline.py', '.store(zero + tile[i])')}",
           f"pipeline.py:{line_of('pipeline.py', '.load(FOUR_WARPS)')}")
-READ_EARLY = f"hopper_backward_load.py:{line_of('hopper_backward_load.py', 'def put_rows(') + 3}"
+READ_EARLY = f"hopper_backward_load.py:{line_of('hopper_backward_load.py', 'def put_row_stats(') + 3}"
 CONSAN_SAYS = ("/a/place/tilewise/kernels/gluon/backward_products.py:{}: some_function: block: [0,0,0], thread: "
                "[{},0,0] Assertion `Buffer being accessed has outstanding writes' failed.\n")
 
@@ -120,7 +120,7 @@ def test_each_pair_of_accesses_is_a_report_and_one_of_another_class_is_found():
     further = f"=========     and Write access at hopper_forward_kernel+0x1c in {READ_EARLY} [2 hazards]\n"
     outcome, known, other, classes = sanitizer.outcome_of("racecheck", race(*HANDED, further), ended=True, late=False)
     assert (outcome, known, other) == ("found", 1, 1)
-    assert "1 x race of write and write in publish_tile and put_rows (!)" in classes.split("; ")
+    assert "1 x race of write and write in publish_tile and put_row_stats (!)" in classes.split("; ")
 
 
 @pytest.mark.parametrize(("write", "read"), [
@@ -150,7 +150,7 @@ def test_the_concurrency_sanitizer_stops_at_an_assertion_which_every_thread_prin
     text = "".join(CONSAN_SAYS.format(at, thread) for thread in range(64))
     assert sanitizer.outcome_of("consan", text, ended=False, late=False) == (
         "known", 1, 0, "1 x Buffer being accessed has outstanding writes in issue_dq")
-    other = CONSAN_SAYS.format(line_of("backward_products.py", "def issue_pairs(") + 2, 0)
+    other = CONSAN_SAYS.format(line_of("backward_products.py", "def issue_s_or_dp(") + 2, 0)
     assert sanitizer.outcome_of("consan", other, ended=False, late=False)[:3] == ("found", 0, 1)
 
 

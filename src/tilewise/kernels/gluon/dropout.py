@@ -1,9 +1,11 @@
-"""Which pairs dropout keeps, as a warpgroup of the backward kernel draws it: 64 keys by a step of queries.
+"""Which probabilities dropout keeps, as a warpgroup of the backward kernel draws it: 64 keys by a block of queries.
 
-The same bits as everywhere (maths.md, eq. 19). In turned scores a thread holds keys j and j + 8, and queries i and
-i + 8 for each: pairs that share a counter. So it calls Philox 8 times a step, takes 2 words of each call, and keeps
-them, 16 registers, until there are probabilities; nothing passes between threads.
+The bits are the same in every backend (maths.md, eq. 19). In transposed scores a thread holds keys j and j + 8, and
+queries i and i + 8 for each: four scores that share a counter. So it calls Philox 8 times a block, takes 2 words of
+each call, and keeps them, 16 registers, until there are probabilities; nothing passes between threads.
 """
+
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -22,8 +24,36 @@ _COUNTERS = gl.constexpr(gl.DistributedLinearLayout(
     warp_bases=[[8, 0], [16, 0]], block_bases=[], shape=[32, 32]))
 
 
+class Dropout(NamedTuple):
+    """What a launch says of dropout. seed: its halves, in shared memory.
+
+    threshold: the first of 2^16 random numbers that keeps a score. dv_scale: what dV is multiplied by. origin_q,
+    origin_k: the positions of the first query and key.
+    """
+
+    seed: Any
+    threshold: Any
+    dv_scale: Any
+    origin_q: Any
+    origin_k: Any
+
+
+class Draws(NamedTuple):
+    """What the random numbers of a tile of keys are drawn by. low, high: the seed's halves.
+
+    first_row: the number of the group's first query head in the batch. threshold: in the upper half of a word.
+    """
+
+    low: Any
+    high: Any
+    first_row: Any
+    threshold: Any
+    origin_q: Any
+    origin_k: Any
+
+
 @gluon.jit
-def _turn(c0, c1, c2, c3, k0, k1):
+def _philox_round(c0, c1, c2, c3, k0, k1):
     """One round of Philox4x32. A word has no more dims than what it depends on, at first none, or one."""
     from_a = c0.to(gl.uint64) * _FACTORS[0]
     from_c = c2.to(gl.uint64) * _FACTORS[1]
@@ -35,8 +65,9 @@ def _turn(c0, c1, c2, c3, k0, k1):
 def draw(low, high, row, first_query, first_key):
     """Return two words for each counter of 64 keys and queries, (32, 32): of query i, and of query i + 8.
 
-    A word has the draws of keys j and j + 8. low, high: the seed; row: the head's number in the batch; both firsts are
-    multiples of 16. What depends on row and key alone is computed anew in every step: to keep it, too, spills.
+    A word has the random numbers of keys j and j + 8. low, high: the seed; row: the head's number in the batch; both
+    firsts are multiples of 16. What depends on row and key alone is computed anew in every block: keeping it, too,
+    would spill.
     """
     row = optimization_barrier(row)
     first_key = optimization_barrier(first_key)
@@ -49,7 +80,7 @@ def draw(low, high, row, first_query, first_key):
     k0 = low.to(gl.uint32)
     k1 = high.to(gl.uint32)
     for _ in gl.static_range(_ROUNDS - 1):
-        c0, c1, c2, c3 = _turn(c0, c1, c2, c3, k0, k1)
+        c0, c1, c2, c3 = _philox_round(c0, c1, c2, c3, k0, k1)
         k0 += _KEY_STEPS[0]
         k1 += _KEY_STEPS[1]
     # The last round makes two words at a time, and a thread's keys are all odd or all even.
@@ -60,12 +91,12 @@ def draw(low, high, row, first_query, first_key):
 
 @gluon.jit
 def signed(probs, words, threshold):
-    """Return the probabilities, turned, with the dropped ones negative: what was drawn then needs no register."""
+    """Return the transposed probabilities, the dropped ones negative: the random numbers then need no register."""
     near, far = words
     both = gl.join(near, far)
-    draws = gl.join(both << 16, both)  # in the upper half; the lower one then decides nothing
-    draws = draws.reshape([4, 8, 4, 8, 2, 2]).permute((0, 5, 1, 2, 4, 3)).reshape([64, 4 * _SPAN])
-    kept = gl.convert_layout(draws >= threshold, probs.type.layout, assert_trivial=True)
+    numbers = gl.join(both << 16, both)  # in the upper half; the lower one then decides nothing
+    numbers = numbers.reshape([4, 8, 4, 8, 2, 2]).permute((0, 5, 1, 2, 4, 3)).reshape([64, 4 * _SPAN])
+    kept = gl.convert_layout(numbers >= threshold, probs.type.layout, assert_trivial=True)
     return gl.where(kept, probs, -probs)
 
 

@@ -1,8 +1,8 @@
-"""What the Hopper backward's loading warp does: it brings keys and values, and the queries that see them.
+"""The Hopper backward kernel's producer warp: it loads keys and values, and the queries that see them.
 
-A program has one tile of keys. With C.PERSISTENT it has tile after tile, as they are drawn or as a head has them, and
-the stream of queries does not stop between them: those of a tile's first step come while the tile before is in its last
-one, and so do its values and its keys, each as soon as the last product that needs those before is done.
+A CTA has one tile of keys. With C.PERSISTENT it has tile after tile, as the scheduler gives them or as a head has them,
+and the stream of queries does not stop between them: the queries of a tile's first block come while the tile before is
+in its last one, and so do its values and its keys, each as soon as the last MMA that needs those before is done.
 """
 
 from triton.experimental import gluon
@@ -10,17 +10,23 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from tilewise.kernels.gluon.compat import tma_load
-from tilewise.kernels.gluon.lengths import clear_rows, key_tile_of, owned_of
+from tilewise.kernels.gluon.lengths import clear_rows, kv_tile_of, sequence_rows_of
 from tilewise.kernels.gluon.pipeline import NO_TILE, ONE_WARP, fetch_next_tile, producer_acquire, publish_tile
 from tilewise.kernels.gluon.softmax import LOG2E
-from tilewise.kernels.gluon.tiles import QUERIES, key_tile_at, q_block_start, q_blocks_of, queries_to_and_fro
+from tilewise.kernels.gluon.tiles import (
+    QUERIES,
+    kv_tile_at,
+    q_block_start,
+    q_block_start_serpentine,
+    q_blocks_of,
+)
 
 
 @gluon.jit
-def fetch_rows(lse_ptr, delta_ptr, line, offsets, seeing):
-    """Producer: read lse and delta of a step's queries; of those that see nothing -inf and 0."""
-    lse = gl.load(lse_ptr + line + offsets, mask=seeing, other=float("-inf"))
-    delta = gl.load(delta_ptr + line + offsets, mask=seeing, other=0.0)
+def fetch_row_stats(lse_ptr, delta_ptr, lse_row, offsets, inside):
+    """Read lse and delta of some queries, which begin at ``lse_row``; -inf and 0 of those that are not inside."""
+    lse = gl.load(lse_ptr + lse_row + offsets, mask=inside, other=float("-inf"))
+    delta = gl.load(delta_ptr + lse_row + offsets, mask=inside, other=0.0)
     return lse, delta
 
 
@@ -31,198 +37,184 @@ def in_base_2(lse):
 
 
 @gluon.jit
-def put_rows(rows, slot, lse, delta):
-    """Producer: put lse and delta into a slot."""
-    rows.index(2 * slot).store(in_base_2(lse))
-    rows.index(2 * slot + 1).store(delta)
+def put_row_stats(row_stats, stage, lse, delta):
+    """Producer: write lse and delta of a Q stage's queries to shared memory."""
+    row_stats.index(2 * stage).store(in_base_2(lse))
+    row_stats.index(2 * stage + 1).store(delta)
 
 
 @gluon.jit
-def load_rows(sources, queries, rows, turn, place, line, owned, clears, C: gl.constexpr):
-    """Producer: load Q of one turn, and lse and delta of the same queries, or with C.AUGMENTED_K their tails.
+def load_queries(inputs, smem, count, place, lse_row, rows, clears, C: gl.constexpr):
+    """Producer: load Q of one iteration, and lse and delta of the same queries, or with C.AUGMENTED_K extra columns.
 
-    owned: the first query that sees a key and the end of them. clears: whether the tile is to be cleared before it is
-    full; it arrives at the ring's spare barrier then.
+    place: batch, head, first query of its sequence, and the sequence's first row. lse_row: this row's in lse; rows:
+    which queries see a key. clears: some rows are to be zeroed before the tile is full; it arrives at the ring's spare
+    barrier then.
     """
-    q_desc, _k_desc, _v_desc, _dout_desc, lse_or_tails, delta_ptr, share = sources
-    q_tiles, full, empty = queries
+    q_tiles, full, empty = smem.q
     batch, head, first, row = place
-    see_from, sq = owned
     if not C.AUGMENTED_K:
         offsets = first + gl.arange(0, QUERIES, layout=ONE_WARP)
-        seeing = offsets < sq
+        inside = offsets < rows.q_end
         if C.VARLEN:
-            seeing = seeing & (offsets >= see_from)
-        lse, delta = fetch_rows(lse_or_tails, delta_ptr, line, offsets, seeing)
+            inside = inside & (offsets >= rows.q_begin)
+        lse, delta = fetch_row_stats(inputs.lse, inputs.delta, lse_row, offsets, inside)
         if C.HAS_DROPOUT:
-            delta *= share
-    producer_acquire(empty, turn, C.KV_STAGES)
-    slot = turn % C.KV_STAGES
-    arrival = slot
+            delta *= inputs.delta_scale
+    producer_acquire(empty, count, C.Q_STAGES)
+    stage = count % C.Q_STAGES
+    arrival = stage
     if C.VARLEN:
-        arrival = gl.where(clears, C.KV_STAGES, slot)
-    place = [batch, head, row + first, 0]
+        arrival = gl.where(clears, C.Q_STAGES, stage)
+    at = [batch, head, row + first, 0]
     if C.AUGMENTED_K:
-        _picks, tails = rows
-        mbarrier.expect(full.index(arrival), q_desc.block_type.nbytes + lse_or_tails.block_type.nbytes)
-        tma_load(q_desc, place, full.index(arrival), q_tiles.index(slot))
-        tma_load(lse_or_tails, place, full.index(arrival), tails.index(slot))
+        mbarrier.expect(full.index(arrival), inputs.q.block_type.nbytes + inputs.lse.block_type.nbytes)
+        tma_load(inputs.q, at, full.index(arrival), q_tiles.index(stage))
+        tma_load(inputs.lse, at, full.index(arrival), smem.row_stats.columns.index(stage))
     else:
-        mbarrier.expect(full.index(arrival), q_desc.block_type.nbytes)
-        tma_load(q_desc, place, full.index(arrival), q_tiles.index(slot))
-        put_rows(rows, slot, lse, delta)
+        mbarrier.expect(full.index(arrival), inputs.q.block_type.nbytes)
+        tma_load(inputs.q, at, full.index(arrival), q_tiles.index(stage))
+        put_row_stats(smem.row_stats, stage, lse, delta)
         mbarrier.arrive(full.index(arrival), count=1)
 
 
 @gluon.jit
-def load_dout(sources, douts, turn, place, clears, C: gl.constexpr):
-    """Producer: load dO of one turn."""
-    _q_desc, _k_desc, _v_desc, dout_desc, _lse_or_tails, _delta_ptr, _share = sources
-    dout_tiles, full, empty = douts
+def load_dout(inputs, smem, count, place, clears, C: gl.constexpr):
+    """Producer: load dO of one iteration; its arguments are those of ``load_queries``."""
+    dout_tiles, full, empty = smem.dout
     batch, head, first, row = place
-    producer_acquire(empty, turn, C.OUT_STAGES)
-    slot = turn % C.OUT_STAGES
-    arrival = slot
+    producer_acquire(empty, count, C.DOUT_STAGES)
+    stage = count % C.DOUT_STAGES
+    arrival = stage
     if C.VARLEN:
-        arrival = gl.where(clears, C.OUT_STAGES, slot)
-    mbarrier.expect(full.index(arrival), dout_desc.block_type.nbytes)
-    tma_load(dout_desc, [batch, head, row + first, 0], full.index(arrival), dout_tiles.index(slot))
+        arrival = gl.where(clears, C.DOUT_STAGES, stage)
+    mbarrier.expect(full.index(arrival), inputs.dout.block_type.nbytes)
+    tma_load(inputs.dout, [batch, head, row + first, 0], full.index(arrival), dout_tiles.index(stage))
 
 
 @gluon.jit
-def clear_step(queries, douts, turn, cleared, begin, stop, C: gl.constexpr):
-    """Producer: zero what of Q and dO of a turn sees no key, then say that both are full. cleared: how often before."""
-    q_tiles, q_full, _q_empty = queries
-    dout_tiles, dout_full, _dout_empty = douts
-    mbarrier.wait(q_full.index(C.KV_STAGES), cleared & 1)
-    mbarrier.wait(dout_full.index(C.OUT_STAGES), cleared & 1)
-    clear_rows(q_tiles, turn % C.KV_STAGES, begin, stop, C.WIDTH)
-    clear_rows(dout_tiles, turn % C.OUT_STAGES, begin, stop, C.WIDTH)
+def clear_queries(smem, count, cleared, begin, stop, C: gl.constexpr):
+    """Producer: zero the rows of Q and dO that see no key, then arrive for both. cleared: how often it has before."""
+    mbarrier.wait(smem.q.full.index(C.Q_STAGES), cleared & 1)
+    mbarrier.wait(smem.dout.full.index(C.DOUT_STAGES), cleared & 1)
+    clear_rows(smem.q.tiles, count % C.Q_STAGES, begin, stop, C.WIDTH)
+    clear_rows(smem.dout.tiles, count % C.DOUT_STAGES, begin, stop, C.WIDTH)
     fence_async_shared()
-    mbarrier.arrive(q_full.index(turn % C.KV_STAGES), count=2)
-    mbarrier.arrive(dout_full.index(turn % C.OUT_STAGES), count=1)
+    mbarrier.arrive(smem.q.full.index(count % C.Q_STAGES), count=2)
+    mbarrier.arrive(smem.dout.full.index(count % C.DOUT_STAGES), count=1)
 
 
 @gluon.jit
-def load_keys(sources, keys, place, owned, C: gl.constexpr):
-    """Producer: load K and V of each consumer; owned: the first key that is seen and the end of them."""
-    _q_desc, k_desc, v_desc, _dout_desc, _lse_or_tails, _delta_ptr, _share = sources
-    k_tiles, v_tiles, full = keys
-    batch, head_k, first, row = place
-    seen_from, sk = owned
+def load_kv(inputs, kv, tile, rows, C: gl.constexpr):
+    """Producer: load K and V of each consumer, and zero the rows of those that are not seen."""
     NC: gl.constexpr = C.CONSUMERS
     for i in gl.static_range(NC):
-        key = first + i * 64
+        key = tile.first + i * 64
         arrival = i
         if C.VARLEN:
-            clears = (seen_from > key) | (sk < key + 64)
+            clears = (rows.k_begin > key) | (rows.k_end < key + 64)
             arrival = gl.where(clears, NC + i, i)
-        mbarrier.expect(full.index(arrival), k_desc.block_type.nbytes + v_desc.block_type.nbytes)
-        tma_load(k_desc, [batch, head_k, row + key, 0], full.index(arrival), k_tiles.index(i))
-        tma_load(v_desc, [batch, head_k, row + key, 0], full.index(arrival), v_tiles.index(i))
+        place = [tile.batch, tile.head, rows.row_k + key, 0]
+        mbarrier.expect(kv.full.index(arrival), inputs.k.block_type.nbytes + inputs.v.block_type.nbytes)
+        tma_load(inputs.k, place, kv.full.index(arrival), kv.k_tiles.index(i))
+        tma_load(inputs.v, place, kv.full.index(arrival), kv.v_tiles.index(i))
         if C.VARLEN:
             if clears:
-                mbarrier.wait(full.index(NC + i), 0)
-                begin = gl.minimum(seen_from - key, 64)
-                stop = gl.maximum(sk - key, 0)
-                clear_rows(k_tiles, i, begin, stop, C.WIDTH)
-                clear_rows(v_tiles, i, begin, stop, C.WIDTH)
+                mbarrier.wait(kv.full.index(NC + i), 0)
+                begin = gl.minimum(rows.k_begin - key, 64)
+                stop = gl.maximum(rows.k_end - key, 0)
+                clear_rows(kv.k_tiles, i, begin, stop, C.WIDTH)
+                clear_rows(kv.v_tiles, i, begin, stop, C.WIDTH)
                 fence_async_shared()
-                mbarrier.arrive(full.index(i), count=1)
+                mbarrier.arrive(kv.full.index(i), count=1)
 
 
 @gluon.jit
-def load_next_keys(sources, keys, place, taken, C: gl.constexpr):
-    """Producer: load V and K of each consumer when those of the tile before have been left, V first; taken: tiles."""
-    _q_desc, k_desc, v_desc, _dout_desc, _lse_or_tails, _delta_ptr, _share = sources
-    k_tiles, v_tiles, full, k_empty, v_empty = keys
-    batch, head_k, first, row = place
+def load_next_kv(inputs, kv, tile, row_k, tile_count, C: gl.constexpr):
+    """Producer: load V and K of each consumer when those of the tile before have been released, V first."""
     NC: gl.constexpr = C.CONSUMERS
     for i in gl.static_range(NC):
-        mbarrier.wait(v_empty.index(i), (taken & 1) ^ 1)
-        mbarrier.expect(full.index(i), v_desc.block_type.nbytes)
-        tma_load(v_desc, [batch, head_k, row + first + i * 64, 0], full.index(i), v_tiles.index(i))
-    mbarrier.wait(k_empty.index(0), (taken & 1) ^ 1)
+        mbarrier.wait(kv.v_empty.index(i), (tile_count & 1) ^ 1)
+        mbarrier.expect(kv.full.index(i), inputs.v.block_type.nbytes)
+        tma_load(inputs.v, [tile.batch, tile.head, row_k + tile.first + i * 64, 0], kv.full.index(i),
+                 kv.v_tiles.index(i))
+    mbarrier.wait(kv.k_empty.index(0), (tile_count & 1) ^ 1)
     for i in gl.static_range(NC):
-        mbarrier.expect(full.index(i), k_desc.block_type.nbytes)
-        tma_load(k_desc, [batch, head_k, row + first + i * 64, 0], full.index(i), k_tiles.index(i))
+        mbarrier.expect(kv.full.index(i), inputs.k.block_type.nbytes)
+        tma_load(inputs.k, [tile.batch, tile.head, row_k + tile.first + i * 64, 0], kv.full.index(i),
+                 kv.k_tiles.index(i))
 
 
 @gluon.jit
-def load_tile(loaded, tile, turn, taken, C: gl.constexpr):
-    """Producer: a tile's keys and values, and the queries of every head of the group. Returns the turn behind them.
+def load_tile(args, smem, tile, count, tile_count, C: gl.constexpr):
+    """Producer: a tile's keys and values, and the queries of every head of the group. Returns the next iteration.
 
-    taken: tiles before; with C.PERSISTENT the keys come behind the first step's queries, for which there is room
-    earlier, and every tile has a step.
+    With C.PERSISTENT the keys come behind the first block's queries, for which there is room earlier, and every tile
+    has a block.
     """
-    sources, keys, queries, douts, rows, _tile_source, spot, band, heads, group = loaded
-    total, _sk, _lower, _upper = band  # queries of all sequences
-    tile, band = key_tile_of(spot, tile, band, 1, C)
-    first, head_k, batch = tile
-    spans = q_blocks_of(first, band, C)
-    _start, _at_head, _masked, steps = spans
-    first_rows, owned, seen = owned_of(spot, band, C)
-    row_q, row_k = first_rows
-    see_from, sq = owned
-    begun = turn
+    inputs = args.inputs
+    total = args.bounds.sq  # queries of all sequences
+    tile, bounds = kv_tile_of(smem.metadata, tile, args.bounds, 1, C)
+    blocks = q_blocks_of(tile.first, bounds, C)
+    rows = sequence_rows_of(smem.metadata, bounds, C)
+    begun = count
     if not C.PERSISTENT:
-        load_keys(sources, keys, (batch, head_k, first, row_k), seen, C)
+        load_kv(inputs, smem.kv, tile, rows, C)
     cleared = 0
     clears = False
-    for member in range(group):
-        head = head_k * group + member
-        line = (batch * heads * group + head).to(gl.int64) * total + row_q
-        for step in range(steps):
+    for member in range(args.group):
+        head = tile.head * args.group + member
+        lse_row = (tile.batch * args.grid.heads * args.group + head).to(gl.int64) * total + rows.row_q
+        for step in range(blocks.count):
             if C.HEAD_PERSISTENT:
-                query = queries_to_and_fro(step, first, spans, C)
+                query = q_block_start_serpentine(step, tile.first, blocks, C)
             else:
-                query = q_block_start(step, spans, C)
-            place = (batch, head, query, row_q)
+                query = q_block_start(step, blocks, C)
+            place = (tile.batch, head, query, rows.row_q)
             if C.VARLEN:
-                clears = (query < see_from) | (query + QUERIES > sq)
-            load_rows(sources, queries, rows, turn, place, line, owned, clears, C)
-            load_dout(sources, douts, turn, place, clears, C)
+                clears = (query < rows.q_begin) | (query + QUERIES > rows.q_end)
+            load_queries(inputs, smem, count, place, lse_row, rows, clears, C)
+            load_dout(inputs, smem, count, place, clears, C)
             if C.PERSISTENT:
-                if turn == begun:
-                    load_next_keys(sources, keys, (batch, head_k, first, row_k), taken, C)
+                if count == begun:
+                    load_next_kv(inputs, smem.kv, tile, rows.row_k, tile_count, C)
             if C.VARLEN:
                 if clears:
-                    clear_step(queries, douts, turn, cleared, see_from - query, sq - query, C)
+                    clear_queries(smem, count, cleared, rows.q_begin - query, rows.q_end - query, C)
                     cleared += 1
-            turn += 1
+            count += 1
     if C.S_AHEAD:
-        if turn > 0:  # the last step, too, computes a next S
-            load_rows(sources, queries, rows, turn, (batch, head_k * group, sq, row_q), 0, owned, False, C)
-    return turn
+        if count > 0:  # S is computed ahead in the last block, too
+            place = (tile.batch, tile.head * args.group, rows.q_end, rows.row_q)
+            load_queries(inputs, smem, count, place, 0, rows, False, C)
+    return count
 
 
 @gluon.jit
-def load(loaded, C: gl.constexpr):
-    """Producer, one warp: keep the rings full. With C.PERSISTENT it fetches tiles, else it has one.
+def load(args, smem, C: gl.constexpr):
+    """Producer, one warp: keep the pipes full. With C.PERSISTENT it fetches tiles, else it has one.
 
-    With C.HEAD_PERSISTENT nothing is drawn: heads are as long as each other.
+    With C.HEAD_PERSISTENT the assignment is static: heads are as long as each other.
     """
-    _sources, _keys, _queries, _douts, _rows, tile_source, _spot, _band, _heads, _group = loaded
-    turn = 0
-    taken = 0
+    count = 0
+    tile_count = 0
     if C.PERSISTENT:
-        next_tile, counter, order = tile_source
-        tiles, heads, batches, _section = order
-        total = tiles * heads * batches
+        tiles = args.grid.tiles
+        total = tiles * args.grid.heads * args.grid.batches
         number = gl.program_id(0)
         if C.HEAD_PERSISTENT:  # its head's last tile
             number = (number + 1) * tiles - 1
         while number < total:
-            tile = key_tile_at(number, order, C)
-            publish_tile(next_tile, taken, tile, 3)
-            turn = load_tile(loaded, tile, turn, taken, C)
-            taken += 1
+            tile = kv_tile_at(number, args.grid, C)
+            publish_tile(smem.queue, tile_count, tile, 3)
+            count = load_tile(args, smem, tile, count, tile_count, C)
+            tile_count += 1
             if C.HEAD_PERSISTENT:  # the one before it, or the last one of the next head
                 if number % tiles == 0:
                     number += (gl.num_programs(0) + 1) * tiles
                 number -= 1
             else:
-                number = fetch_next_tile(counter, total)
-        publish_tile(next_tile, taken, (NO_TILE, 0, 0), 3)
+                number = fetch_next_tile(args.tile_counter, total)
+        publish_tile(smem.queue, tile_count, (NO_TILE, 0, 0), 3)
     else:
-        load_tile(loaded, tile_source, turn, taken, C)
+        load_tile(args, smem, args.tile, count, tile_count, C)

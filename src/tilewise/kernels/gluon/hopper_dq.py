@@ -1,4 +1,4 @@
-"""dQ from the sums that the Hopper backward kernel leaves: their order undone, scaled, rounded (maths.md, eq. 10)."""
+"""dq from the dQ accumulator of the Hopper backward kernel: put in order, scaled, rounded (maths.md, eq. 10)."""
 
 import triton
 import triton.language as tl
@@ -7,20 +7,20 @@ _CHUNK = tl.constexpr(128)  # sequences that are looked through at once
 
 
 @triton.jit
-def rows_of_step(cu_seqlens, count, step, total):
-    """Return the first row of dq of a step of 64, and where its sequence ends, or what is behind the last one.
+def rows_of_block(cu_seqlens, count, block, total):
+    """Return the first row of dq of a block of 64 queries, and where its sequence ends.
 
-    Of packed sequences n owns the steps from cu_seqlens[n] div 64 + n on; the first number is taken for 0, as in
-    lengths.border_at.
+    Packed sequence n owns the blocks from cu_seqlens[n] div 64 + n on; rows behind the last sequence count as one. The
+    first number is taken for 0, as in lengths.border_at.
     """
-    begin = step * 64
+    begin = block * 64
     stop = total
     if cu_seqlens is not None:
         sequence = 0
         for first in tl.range(1, count + 1, _CHUNK):
             numbers = first + tl.arange(0, _CHUNK)
-            steps = tl.load(cu_seqlens + numbers, mask=numbers <= count, other=0).to(tl.int32) // 64 + numbers
-            sequence += tl.sum(((steps <= step) & (numbers <= count)).to(tl.int32), 0)
+            blocks = tl.load(cu_seqlens + numbers, mask=numbers <= count, other=0).to(tl.int32) // 64 + numbers
+            sequence += tl.sum(((blocks <= block) & (numbers <= count)).to(tl.int32), 0)
         row = tl.load(cu_seqlens + sequence, mask=sequence > 0, other=0).to(tl.int32)
         begin += row - (row // 64 + sequence) * 64
         following = tl.load(cu_seqlens + tl.minimum(sequence + 1, count)).to(tl.int32)
@@ -29,22 +29,23 @@ def rows_of_step(cu_seqlens, count, step, total):
 
 
 @triton.jit(do_not_specialize=["sq", "heads", "parts", "count"])
-def hopper_dq_kernel(sums_ptr, dq_ptr, cu_seqlens, stride_b, stride_h, stride_s, sq, heads, parts, count, scale,
+def hopper_dq_kernel(accum_ptr, dq_ptr, cu_seqlens, stride_b, stride_h, stride_s, sq, heads, parts, count, scale,
                      D: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr):
-    """Write one part of dQ, 64 rows by COLUMNS columns; PARTS lie side by side.
+    """Write one part of dq, 64 rows by COLUMNS columns; PARTS parts lie side by side.
 
-    Grid: (parts of a head · heads · batches,): along a second dim CUDA has 65535 programs. sums: of each part, four by
-    four, what thread after thread of a warpgroup holds of it: (eight columns, warp, row of 8, pair of columns, upper or
-    lower 8 rows, column of the pair). cu_seqlens, count: of packed sequences their borders and their number, else None.
+    Grid: (parts of a head · heads · batches,): CUDA has at most 65535 CTAs along a second dim. accum: each part in
+    thread-major order (dq_accum.thread_major): four by four what thread after thread of a warpgroup holds of it, (eight
+    columns, warp, row of 8, two columns, upper or lower 8 rows, one of the two columns). cu_seqlens, count: of packed
+    sequences their borders and their number, else None.
     """
     part = tl.program_id(0) % parts
-    line = tl.program_id(0) // parts
-    values = tl.load(sums_ptr + (line.to(tl.int64) * parts + part) * (64 * COLUMNS) + tl.arange(0, 64 * COLUMNS))
+    head_row = tl.program_id(0) // parts
+    values = tl.load(accum_ptr + (head_row.to(tl.int64) * parts + part) * (64 * COLUMNS) + tl.arange(0, 64 * COLUMNS))
     values = tl.reshape(values, (COLUMNS // 8, 4, 8, 4, 2, 2))
     dq = tl.reshape(tl.permute(values, (1, 4, 2, 0, 3, 5)), (64, COLUMNS)) * scale
     columns = tl.arange(0, COLUMNS) + part % PARTS * COLUMNS
-    begin, stop = rows_of_step(cu_seqlens, count, part // PARTS, sq)
+    begin, stop = rows_of_block(cu_seqlens, count, part // PARTS, sq)
     rows = begin + tl.arange(0, 64)
-    place = dq_ptr + (line // heads).to(tl.int64) * stride_b + (line % heads).to(tl.int64) * stride_h
+    place = dq_ptr + (head_row // heads).to(tl.int64) * stride_b + (head_row % heads).to(tl.int64) * stride_h
     place += rows.to(tl.int64)[:, None] * stride_s + columns[None, :]
     tl.store(place, dq.to(dq_ptr.dtype.element_ty), mask=(rows < stop)[:, None] & (columns < D)[None, :])

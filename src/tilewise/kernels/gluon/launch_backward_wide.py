@@ -1,4 +1,4 @@
-"""Launching the Hopper backward kernels of wide heads: one for dK and dV and one for dQ, each owns what it sums."""
+"""Launching the Hopper backward kernels of wide heads: one for dK and dV and one for dQ; each owns its gradients."""
 
 import operator
 from typing import Any
@@ -7,7 +7,14 @@ import torch
 
 from tilewise.kernels.enqueue import Enqueue
 from tilewise.kernels.gluon.launch import OPTIONS, bounds_of, heads_per_swizzle, scaling_of
-from tilewise.kernels.gluon.launch_backward import Allocate, HopperBackward, HopperBackwardShape, query_section, rows_of
+from tilewise.kernels.gluon.launch_backward import (
+    Allocate,
+    HopperBackward,
+    HopperBackwardShape,
+    d256_kernel_config,
+    kv_heads_per_swizzle,
+    rows_of,
+)
 from tilewise.problem import AttentionProblem, Sizes, legal_strides
 
 
@@ -39,7 +46,7 @@ class HopperPart:
                      alike=True)
 
     def arguments(self, tensors: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
-        """Return a descriptor of each piece of a tensor; lse and delta as they are."""
+        """Return a descriptor of each chunk of a tensor's columns; lse and delta as they are."""
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
         return tuple(form and TensorDescriptor(tensor, list(tensor.shape), legal_strides(tensor), *form) if own
@@ -56,8 +63,9 @@ class HopperBackwardApart:
     def __init__(self, problem: AttentionProblem, config: HopperBackwardShape) -> None:
         from triton.experimental.gluon import language as gl
 
-        from tilewise.kernels.gluon import hopper_backward_wide as dkdv
-        from tilewise.kernels.gluon import hopper_dq_wide as dq
+        from tilewise.kernels.gluon.hopper_backward_d256 import hopper_backward_d256_kernel
+        from tilewise.kernels.gluon.hopper_backward_d256_types import DQConfig
+        from tilewise.kernels.gluon.hopper_dq_d256 import hopper_dq_d256_kernel
 
         self.takes_out = False
         self.queries, self.keys = problem.seeing_queries, problem.seen_keys
@@ -69,19 +77,20 @@ class HopperBackwardApart:
         of_q, of_v = forms
         sources = [of_q, of_q, of_v, of_v, [], []]
         bounds = bounds_of(problem)[:2]
-        bounded = [bound is not None for bound in bounds]
+        has_lower, has_upper = (bound is not None for bound in bounds)
         lower, upper = (0 if bound is None else bound + self.queries.start for bound in bounds)
         sq, sk = len(self.queries), len(self.keys)
         rest = (sq, sk, lower, upper, problem.group, problem.scale, scaling_of(problem)[0])
         tiles, tiles_q = -(-sk // 64), -(-sq // 128)
+        swizzle = kv_heads_per_swizzle(problem, sum(columns[0]), 0)
         self.dkdv = HopperPart(
-            dkdv.hopper_backward_wide_kernel, tiles * problem.b * problem.hk,
-            (tiles, problem.hk, problem.b, query_section(problem, sum(columns[0]), 0), *rest,
-             dkdv.Shape(*columns, 1, config.stages, config.out_stages, *bounded)), [*sources, of_q, of_v])
+            hopper_backward_d256_kernel, tiles * problem.b * problem.hk,
+            (tiles, problem.hk, problem.b, swizzle, *rest, d256_kernel_config(problem, config)),
+            [*sources, of_q, of_v])
         self.dq = HopperPart(
-            dq.hopper_dq_wide_kernel, tiles_q * problem.b * problem.hq,
+            hopper_dq_d256_kernel, tiles_q * problem.b * problem.hq,
             (tiles_q, problem.hq, problem.b, heads_per_swizzle(problem), *rest,
-             dq.Shape(*bounded)), [*sources, of_q])
+             DQConfig(HAS_LOWER=has_lower, HAS_UPPER=has_upper)), [*sources, of_q])
 
     def __call__(self, *tensors: Any) -> None:
         """Enqueue the kernels on the current stream of the current device."""

@@ -15,7 +15,7 @@ class HopperDbiasShape(Protocol):
 
     @property
     def q_stages(self) -> int:
-        """Entries whose queries are in flight."""
+        """Batch entries or heads whose queries are in flight."""
 
     @property
     def stages(self) -> int:
@@ -36,27 +36,30 @@ class HopperDbias:
         from triton.experimental.gluon import language as gl
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-        from tilewise.kernels.gluon.hopper_dbias import Shape, hopper_dbias_kernel
-        from tilewise.kernels.gluon.pair_tiles import BLOCKS, ROWS
+        from tilewise.kernels.gluon.dbias_tiles import BLOCKS_PER_TILE, TILE_QUERIES
+        from tilewise.kernels.gluon.hopper_dbias import hopper_dbias_kernel
+        from tilewise.kernels.gluon.hopper_dbias_types import Config
 
         bias = problem.scores.bias
         assert bias is not None
         own_batches, own_heads, size_q, size_k = bias.shape
         dense = (own_heads * size_q * size_k, size_q * size_k, size_k, 1)
         shared_heads = problem.hq // own_heads
-        lines = own_batches * own_heads
-        rows, columns = math.ceil(size_q / int(ROWS)), math.ceil(size_k / (64 * int(BLOCKS)))
+        bias_heads = own_batches * own_heads
+        m_blocks = math.ceil(size_q / int(TILE_QUERIES))
+        n_blocks = math.ceil(size_k / (64 * int(BLOCKS_PER_TILE)))
         band, dtype = problem.band, gl.bfloat16 if problem.dtype is torch.bfloat16 else gl.float16
         block = [1, 1, 64, config.columns(problem)]
         self.describe, self.form = TensorDescriptor, (block, gl.NVMMASharedLayout.get_default_for(block, dtype))
         self.kernel = hopper_dbias_kernel
-        self.grid = (min(lines * rows * columns, multiprocessors),)
+        self.grid = (min(bias_heads * m_blocks * n_blocks, multiprocessors),)
         self.scalars = (
             *bias.strides, size_q, size_k, problem.hq, problem.group,
-            own_heads, shared_heads, problem.b // own_batches * shared_heads, lines, rows, columns, band.lower or 0,
-            band.upper or 0, problem.scale * math.log2(math.e),
-            Shape(block[3], config.q_stages, config.stages, bias.vector, bias._replace(strides=dense).vector,
-                  band.lower is not None, band.upper is not None))
+            own_heads, shared_heads, problem.b // own_batches * shared_heads, bias_heads, m_blocks, n_blocks,
+            band.lower or 0, band.upper or 0, problem.scale * math.log2(math.e),
+            Config(WIDTH=block[3], Q_STAGES=config.q_stages, KV_STAGES=config.stages, BIAS_VECTOR=bias.vector,
+                   DBIAS_VECTOR=bias._replace(strides=dense).vector, HAS_LOWER=band.lower is not None,
+                   HAS_UPPER=band.upper is not None))
         self.enqueue = Enqueue(self.kernel, self.grid, self.scalars, OPTIONS)
 
     def __call__(self, *tensors: Any) -> None:

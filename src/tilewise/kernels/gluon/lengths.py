@@ -1,8 +1,8 @@
 """Where a tile's sequence lies if lengths are data on the device, and what of other sequences must be left alone.
 
-A tile of queries carries its sequence with it (``WorkTile``). What is known of a tile of keys lies in shared memory,
-one int32 a field: each warp reads what it needs where it needs it, since registers are scarce. Its first three numbers
-are those of the tile, the next four its bounds, which become the sequence's.
+A tile of queries carries its sequence with it (``WorkTile``). The metadata of a tile of keys lies in shared memory, one
+int32 a field: each warp reads what it needs where it needs it, since registers are scarce. The first three numbers are
+those of the tile, the next four its sequence's bounds.
 """
 
 from typing import Any, NamedTuple
@@ -13,18 +13,18 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from tilewise.kernels.gluon.compat import reinterpret
 from tilewise.kernels.gluon.pipeline import CONTIGUOUS, FOUR_WARPS, ONE_WARP
-from tilewise.kernels.gluon.tiles import QUERIES, MaskBounds, tile_at
+from tilewise.kernels.gluon.tiles import QUERIES, KVTile, MaskBounds, tile_at
 
 _CHUNK = gl.constexpr(128)  # sequences that are looked through at once
 _FOUR_A_THREAD = gl.constexpr(gl.BlockedLayout([4], [32], [1], [0]))  # of one warp
-# What there is to know of a tile of keys: first key, head and batch, then the four numbers of its band, then
+# Where the metadata of a tile of keys has its numbers: first key, head and batch, then the four bounds, then
 _ROW_Q = gl.constexpr(7)  # its sequence's first row of q
 _ROW_K = gl.constexpr(8)  # and of k
-_SEE_FROM = gl.constexpr(9)  # the first query that sees a key
-_SEEN_FROM = gl.constexpr(10)  # the first key that is seen
+_Q_BEGIN = gl.constexpr(9)  # the first query that sees a key
+_K_BEGIN = gl.constexpr(10)  # the first key that is seen
 _ROWS = gl.constexpr(11)  # keys that there is a row of
-_FIRST_STEP = gl.constexpr(12)  # which step of a head is the sequence's first among dQ's sums
-_SEQUENCE = gl.constexpr(13)  # where C.HAS_DROPOUT, its number: draws depend on it
+_FIRST_BLOCK = gl.constexpr(12)  # which of a head's blocks of the dQ accumulator is the sequence's first
+_SEQUENCE = gl.constexpr(13)  # where C.HAS_DROPOUT, its number: the random numbers depend on it
 _CLEARED = gl.constexpr(32)  # rows that are read and written at once
 
 
@@ -48,6 +48,21 @@ class WorkTile(NamedTuple):
     shift: Any
     split: Any
     recompute: Any
+
+
+class SequenceRows(NamedTuple):
+    """Where a sequence lies, and which of its rows take part: others' rows are zeroed in the tiles.
+
+    row_q, row_k: its first rows of q and k. Queries ``q_begin`` to ``q_end`` see a key; keys ``k_begin`` to ``k_end``
+    are seen.
+    """
+
+    row_q: Any
+    row_k: Any
+    q_begin: Any
+    q_end: Any
+    k_begin: Any
+    k_end: Any
 
 
 @gluon.constexpr_function
@@ -149,40 +164,41 @@ def locate_tile(number, grid, bounds, lengths, C: gl.constexpr):
 
 
 @gluon.jit
-def locate_keys(tile, band, lengths, C: gl.constexpr):
-    """Return what there is to know of a tile of keys, in the order of a spot's places.
+def locate_keys(tile, bounds, lengths, C: gl.constexpr):
+    """Return the metadata of a tile of keys, in the order of its numbers in shared memory.
 
-    Keys that no query sees count as if they were behind it, and queries that see none too, but for those at its
-    beginning: dQ's sums lie on a grid from its first query on. Where a tile has no key there are no queries.
+    Keys that no query sees count as if they were behind the sequence, and queries that see no key too, but for those at
+    its beginning: the dQ accumulator lies on a grid from its first query on. A tile without a key has no queries.
     """
-    first, head_k, batch = tile
     cu_q, cu_k, seqlens_q, seqlens_k, count = lengths
-    total_q, total_k, lower, upper = band
-    sequence = batch
+    total_q, total_k, lower, upper = bounds
+    first = tile.first
+    sequence = tile.batch
     if C.HAS_CU_SEQLENS:
         ROWS: gl.constexpr = 64 * C.CONSUMERS
         sequence = sequence_of(cu_k, count, first // ROWS, ROWS, FOUR_WARPS)
     row_q, _rows, sq = extent(cu_q, seqlens_q, sequence, count, total_q)
     row_k, rows, sk = extent(cu_k, seqlens_k, sequence, count, total_k)
-    first_step = 0
+    first_block = 0
     if C.HAS_CU_SEQLENS:
         first -= (row_k // ROWS + sequence) * ROWS
-        first_step = row_q // QUERIES + sequence
+        first_block = row_q // QUERIES + sequence
     if C.BOTTOM_RIGHT:
         lower += sk - sq
         upper += sk - sq
-    see_from = 0
-    keys_from = 0
-    seeing = sq
-    seen = sk
+    q_begin = 0
+    k_begin = 0
+    q_end = sq
+    k_end = sk
     if C.HAS_UPPER:
-        seen = gl.minimum(sk, sq + upper)
-        see_from = gl.maximum(0, -upper)
+        k_end = gl.minimum(sk, sq + upper)
+        q_begin = gl.maximum(0, -upper)
     if C.HAS_LOWER:
-        seeing = gl.minimum(sq, sk - lower)
-        keys_from = gl.maximum(0, lower)
-    seeing = gl.where(first < seen, seeing, 0)
-    numbers = (first, head_k, batch, seeing, seen, lower, upper, row_q, row_k, see_from, keys_from, rows, first_step)
+        q_end = gl.minimum(sq, sk - lower)
+        k_begin = gl.maximum(0, lower)
+    q_end = gl.where(first < k_end, q_end, 0)
+    numbers = (first, tile.head, tile.batch, q_end, k_end, lower, upper, row_q, row_k, q_begin, k_begin, rows,
+               first_block)
     if C.HAS_DROPOUT:
         numbers = numbers + (sequence,)
     return numbers
@@ -190,72 +206,72 @@ def locate_keys(tile, band, lengths, C: gl.constexpr):
 
 @gluon.jit
 def store_tile_metadata(numbers):
-    """Put what there is to know of a tile of keys into shared memory: a spot."""
+    """Put the metadata of a tile of keys, or other numbers, into shared memory."""
     NUMBERS: gl.constexpr = len(numbers)
-    spot = gl.allocate_shared_memory(gl.int32, [NUMBERS, 1], CONTIGUOUS)
+    metadata = gl.allocate_shared_memory(gl.int32, [NUMBERS, 1], CONTIGUOUS)
     none = gl.full([1], 0, gl.int32, layout=FOUR_WARPS)
     for i in gl.static_range(NUMBERS):
-        spot.index(i).store(none + numbers[i])
-    return spot
+        metadata.index(i).store(none + numbers[i])
+    return metadata
 
 
 @gluon.jit
-def load_tile_metadata(spot, NUMBER: gl.constexpr, WARPS: gl.constexpr):
-    """Read one number of a spot; WARPS: of the reader."""
+def load_tile_metadata(metadata, NUMBER: gl.constexpr, WARPS: gl.constexpr):
+    """Read one number of the metadata; WARPS: of the reader."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    return gl.sum(spot.index(NUMBER).load(LAYOUT), 0)
+    return gl.sum(metadata.index(NUMBER).load(LAYOUT), 0)
 
 
 @gluon.jit
-def key_tile_of(spot, tile, band, WARPS: gl.constexpr, C: gl.constexpr):
-    """Return a tile of keys and its band: where lengths are data, its sequence's."""
+def kv_tile_of(metadata, tile, bounds, WARPS: gl.constexpr, C: gl.constexpr):
+    """Return a tile of keys and its bounds: where lengths are data, its sequence's."""
     if C.VARLEN:
-        tile = (load_tile_metadata(spot, 0, WARPS), load_tile_metadata(spot, 1, WARPS),
-                load_tile_metadata(spot, 2, WARPS))
-        band = MaskBounds(load_tile_metadata(spot, 3, WARPS), load_tile_metadata(spot, 4, WARPS),
-                          load_tile_metadata(spot, 5, WARPS), load_tile_metadata(spot, 6, WARPS))
-    return tile, band
+        tile = KVTile(load_tile_metadata(metadata, 0, WARPS), load_tile_metadata(metadata, 1, WARPS),
+                      load_tile_metadata(metadata, 2, WARPS))
+        bounds = MaskBounds(load_tile_metadata(metadata, 3, WARPS), load_tile_metadata(metadata, 4, WARPS),
+                            load_tile_metadata(metadata, 5, WARPS), load_tile_metadata(metadata, 6, WARPS))
+    return tile, bounds
 
 
 @gluon.jit
-def key_rows_of(spot, key, C: gl.constexpr):
+def key_rows_of(metadata, key, C: gl.constexpr):
     """Return the row of a consumer's first key, and how many rows its sequence has from there on."""
     if C.VARLEN:
-        return key + load_tile_metadata(spot, _ROW_K, 4), load_tile_metadata(spot, _ROWS, 4) - key
+        return key + load_tile_metadata(metadata, _ROW_K, 4), load_tile_metadata(metadata, _ROWS, 4) - key
     else:
         return key, 64
 
 
 @gluon.jit
-def sequence_at(spot, batch, C: gl.constexpr):
+def sequence_at(metadata, batch, C: gl.constexpr):
     """Return, where C.HAS_DROPOUT, the number of a tile's sequence, for four warps."""
     if C.VARLEN:
-        return load_tile_metadata(spot, _SEQUENCE, 4)
+        return load_tile_metadata(metadata, _SEQUENCE, 4)
     else:
         return batch
 
 
 @gluon.jit
-def owned_of(spot, band, C: gl.constexpr):
-    """Return, for one warp, a sequence's first rows of q and k, and its queries and keys that see and are seen."""
-    sq, sk, _lower, _upper = band
+def sequence_rows_of(metadata, bounds, C: gl.constexpr):
+    """Return, for one warp, which rows of the tile's sequence take part."""
     if C.VARLEN:
-        rows = (load_tile_metadata(spot, _ROW_Q, 1), load_tile_metadata(spot, _ROW_K, 1))
-        return rows, (load_tile_metadata(spot, _SEE_FROM, 1), sq), (load_tile_metadata(spot, _SEEN_FROM, 1), sk)
+        return SequenceRows(load_tile_metadata(metadata, _ROW_Q, 1), load_tile_metadata(metadata, _ROW_K, 1),
+                            load_tile_metadata(metadata, _Q_BEGIN, 1), bounds.sq,
+                            load_tile_metadata(metadata, _K_BEGIN, 1), bounds.sk)
     else:
-        return (0, 0), (0, sq), (0, sk)
+        return SequenceRows(0, 0, 0, bounds.sq, 0, bounds.sk)
 
 
 @gluon.jit
-def parts_of(spot, sq, count, OWN: gl.constexpr, C: gl.constexpr):
-    """Return how many parts of dQ's sums a query head has, and which is a consumer's first; ``sq``: rows of a head."""
-    steps = (sq + (QUERIES - 1)) // QUERIES
+def dq_parts_of(metadata, sq, count, OWN: gl.constexpr, C: gl.constexpr):
+    """Return how many parts a query head has in the dQ accumulator, and a consumer's first; ``sq``: rows of a head."""
+    blocks = (sq + (QUERIES - 1)) // QUERIES
     first = OWN
     if C.HAS_CU_SEQLENS:
-        steps = sq // QUERIES + count + 1
+        blocks = sq // QUERIES + count + 1
     if C.VARLEN:
-        first += load_tile_metadata(spot, _FIRST_STEP, 4) * C.CONSUMERS
-    return steps * C.CONSUMERS, first
+        first += load_tile_metadata(metadata, _FIRST_BLOCK, 4) * C.CONSUMERS
+    return blocks * C.CONSUMERS, first
 
 
 @gluon.jit
@@ -300,18 +316,18 @@ def _clear_piece(v, keep):
 
 
 @gluon.jit
-def clear(tiles, slot, keep, C: gl.constexpr):
+def clear(tiles, stage, keep, C: gl.constexpr):
     """Zero the rows from ``keep`` on of a tile of V: they belong to others, and 0 · NaN is NaN.
 
     Every warpgroup does it for itself, and what it writes is what is there once another one has.
     """
     for i in gl.static_range(len(tiles)):
-        _clear_piece(tiles[i].index(slot).reshape([C.BLOCK_N, C.DV[i]]), keep)
+        _clear_piece(tiles[i].index(stage).reshape([C.BLOCK_N, C.DV[i]]), keep)
     fence_async_shared()
 
 
 @gluon.jit
-def clear_rows(tiles, slot, begin, stop, WIDTH: gl.constexpr):
+def clear_rows(tiles, stage, begin, stop, WIDTH: gl.constexpr):
     """Zero the rows before ``begin`` and from ``stop`` on of a tile of 64; one warp does it.
 
     A row of 64 columns is a line of 128 bytes, whatever the order inside of it; the next columns lie behind all rows.
@@ -320,7 +336,7 @@ def clear_rows(tiles, slot, begin, stop, WIDTH: gl.constexpr):
     lines = reinterpret(tiles, gl.int32, [tiles.shape[0] * PARTS * 64, 32], CONTIGUOUS)
     zero = gl.full([32], 0, gl.int32, layout=ONE_WARP)
     for part in gl.static_range(PARTS):
-        top = (slot * PARTS + part) * 64
+        top = (stage * PARTS + part) * 64
         for row in range(0, begin):
             lines.index(top + row).store(zero)
         for row in range(stop, 64):

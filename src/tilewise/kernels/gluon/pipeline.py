@@ -22,7 +22,7 @@ OVERFLOW_SLOTS = gl.constexpr(8)
 NO_TILE = gl.constexpr(-1)  # the first number of a work tile that ends the stream of tiles
 # Numbers of named barriers; Gluon has no API for these, and uses 0 to 7 itself. Ping-pong scheduling in the forward
 # kernel takes one a warpgroup. No kernel has both these and a barrier of all its warpgroups. WARPGROUP_BARRIER is for
-# the threads of one warpgroup, in the narrow backward kernel, beside SYNC_BARRIER.
+# the threads of one warpgroup, in hopper_backward_d64.py, beside SYNC_BARRIER.
 ORDER_BARRIER = gl.constexpr(10)  # to 12
 SYNC_BARRIER = gl.constexpr(10)
 WARPGROUP_BARRIER = gl.constexpr(11)

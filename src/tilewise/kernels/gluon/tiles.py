@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-QUERIES = gl.constexpr(64)  # of a part of the sums for dq
+QUERIES = gl.constexpr(64)  # of a block of queries in the backward pass: of a part of the dQ accumulator
 
 
 class TileGrid(NamedTuple):
@@ -42,6 +42,14 @@ class BlockRange(NamedTuple):
     count: Any
 
 
+class KVTile(NamedTuple):
+    """A tile of keys: its first key, or NO_TILE, which ends a stream of tiles; the head of k; and the batch entry."""
+
+    first: Any
+    head: Any
+    batch: Any
+
+
 @gluon.jit
 def tile_at(number, grid, sq, C: gl.constexpr):
     """Return (first query, head, batch) of a tile number.
@@ -64,15 +72,21 @@ def tile_at(number, grid, sq, C: gl.constexpr):
 
 
 @gluon.jit
-def key_tile_at(number, grid, C: gl.constexpr):
-    """Return (first key, head of k, batch) of a tile number.
+def kv_tile_at(number, grid, C: gl.constexpr):
+    """Return the tile of keys of a tile number.
 
-    Heads are swizzled as in ``tile_at``; here q, dout and the sums for dq fit L2. Under an upper bound the first keys
-    are seen by the most queries. With C.DETERMINISTIC tiles of one head wait for one another: a swizzle has many heads
-    start together.
+    Heads are swizzled as in ``tile_at``; here q, dout and the dQ accumulator fit L2. Under an upper bound the first
+    keys are seen by the most queries. With C.DETERMINISTIC tiles of one head wait for one another: a swizzle has many
+    heads start together.
     """
     rank, row = _swizzled(number, grid, C.HAS_UPPER or C.DETERMINISTIC)
-    return rank * (64 * C.CONSUMERS), row % grid.heads, row // grid.heads
+    return KVTile(rank * (64 * C.CONSUMERS), row % grid.heads, row // grid.heads)
+
+
+@gluon.jit
+def kv_tile_of_numbers(numbers):
+    """Return the tile of keys that was published as these numbers."""
+    return KVTile(numbers[0], numbers[1], numbers[2])
 
 
 @gluon.jit
@@ -160,110 +174,107 @@ def first_block_is_masked(first_key, count, row, upper, C: gl.constexpr):
 
 
 @gluon.jit
-def q_blocks_of(first, band, C: gl.constexpr):
-    """Return (start, at the head, masked, steps): the queries that see a tile of keys, in steps of QUERIES.
+def q_blocks_of(first, bounds, C: gl.constexpr):
+    """Return the blocks of QUERIES queries that see a tile of keys.
 
-    Steps lie on a grid from query 0 on, since the sums for dq are stored by steps. The first ``at the head`` of them
-    and some at the other end need a mask: ``masked`` in all; in a tile that reaches past the last key all do. Queries
-    past the last one do not: their probabilities are 0. There may be no step.
+    Blocks lie on a grid from query 0 on, since the dQ accumulator is stored by blocks. ``upper_boundary`` of them lie
+    at the first queries. In a tile that reaches past the last key all blocks need a mask. Queries past the last one
+    need none: their probabilities are 0. There may be no block.
     """
-    sq, sk, lower, upper = band
-    last = gl.minimum(first + 64 * C.CONSUMERS, sk) - 1
+    last = gl.minimum(first + 64 * C.CONSUMERS, bounds.sk) - 1
     start = 0
     shared_start = start
-    stop = start + sq
+    stop = start + bounds.sq
     shared_stop = stop
     if C.HAS_UPPER:
-        start = gl.maximum(0, first - upper) // QUERIES * QUERIES
-        shared_start = gl.maximum(0, last - upper)
+        start = gl.maximum(0, first - bounds.upper) // QUERIES * QUERIES
+        shared_start = gl.maximum(0, last - bounds.upper)
     if C.HAS_LOWER:
-        stop = gl.minimum(sq, last - lower + 1)
-        shared_stop = gl.minimum(sq, first - lower + 1)
-    steps = gl.maximum(0, stop - start + (QUERIES - 1)) // QUERIES
-    at_head = gl.minimum(steps, (shared_start - start + (QUERIES - 1)) // QUERIES)
-    at_head = gl.where(first + 64 * C.CONSUMERS > sk, steps, at_head)
-    whole = gl.where(shared_stop == sq, steps, gl.maximum(0, shared_stop - start) // QUERIES)
-    tail = steps - gl.maximum(at_head, gl.minimum(steps, whole))
-    return BlockRange(start, at_head, at_head + tail, steps)
+        stop = gl.minimum(bounds.sq, last - bounds.lower + 1)
+        shared_stop = gl.minimum(bounds.sq, first - bounds.lower + 1)
+    count = gl.maximum(0, stop - start + (QUERIES - 1)) // QUERIES
+    upper_boundary = gl.minimum(count, (shared_start - start + (QUERIES - 1)) // QUERIES)
+    upper_boundary = gl.where(first + 64 * C.CONSUMERS > bounds.sk, count, upper_boundary)
+    whole = gl.where(shared_stop == bounds.sq, count, gl.maximum(0, shared_stop - start) // QUERIES)
+    lower_boundary = count - gl.maximum(upper_boundary, gl.minimum(count, whole))
+    return BlockRange(start, upper_boundary, upper_boundary + lower_boundary, count)
 
 
 @gluon.jit
-def q_block_start(step, spans, C: gl.constexpr):
-    """Return the first query of a step: the masked ones come first, those of both ends.
+def q_block_start(step, blocks, C: gl.constexpr):
+    """Return the first query of the block of a step: boundary blocks come first, those of both ends.
 
-    With C.DETERMINISTIC they come from the last one down: whatever the mask, of tiles that start together the one of
-    the earlier keys is at a step first or at the same time. From the first one up a causal tile would have to wait
+    With C.DETERMINISTIC blocks come from the last one down: whatever the mask, of tiles that start together the one of
+    the earlier keys is at a block first or at the same time. From the first one up a causal tile would have to wait
     until an earlier one has come to its diagonal.
     """
-    start, at_head, masked, steps = spans
+    start, upper_boundary, boundary, count = blocks
     if C.DETERMINISTIC:
-        place = steps - 1 - step
+        m_block = count - 1 - step
     else:
-        place = gl.where(step < masked, steps - 1 - (step - at_head), step - (masked - at_head))
-        place = gl.where(step < at_head, step, place)
-    return start + place * QUERIES
+        m_block = gl.where(step < boundary, count - 1 - (step - upper_boundary), step - (boundary - upper_boundary))
+        m_block = gl.where(step < upper_boundary, step, m_block)
+    return start + m_block * QUERIES
 
 
 @gluon.jit
-def queries_to_and_fro(step, first, spans, C: gl.constexpr):
-    """Return the first query of a step of the tile of keys from ``first`` on, where a program has all tiles of a head.
+def q_block_start_serpentine(step, first, blocks, C: gl.constexpr):
+    """Return the first query of a step of the tile of keys from ``first`` on, where one CTA has all tiles of a head.
 
-    From the last one down, but of every second tile those that need no mask from the first one up: a tile begins with
-    what L2 holds of the one before.
+    Blocks come from the last one down, but in every second tile those without a mask come from the first one up: a tile
+    begins with what L2 holds of the one before.
     """
-    start, at_head, masked, steps = spans
-    tail = masked - at_head
-    place = steps - 1 - step
-    if (first // (64 * C.CONSUMERS) % 2 != 0) & (step >= tail) & (step < steps - at_head):
-        place = at_head + step - tail
-    return start + place * QUERIES
+    start, upper_boundary, boundary, count = blocks
+    lower_boundary = boundary - upper_boundary
+    m_block = count - 1 - step
+    if (first // (64 * C.CONSUMERS) % 2 != 0) & (step >= lower_boundary) & (step < count - upper_boundary):
+        m_block = upper_boundary + step - lower_boundary
+    return start + m_block * QUERIES
 
 
 @gluon.jit
-def phases_of(key, spans, band, C: gl.constexpr):
+def phases_of(key, blocks, bounds, C: gl.constexpr):
     """Return where phases of steps end for the 64 keys from ``key`` on; all but the second need a mask.
 
     With C.DETERMINISTIC or C.HEAD_PERSISTENT there are three, of which the first is empty without a lower bound; else
     two.
     """
-    _start, at_head, masked, steps = spans
-    own = masked_queries_of(key, spans, band, C)
+    _start, upper_boundary, boundary, count = blocks
+    masked = masked_q_blocks_of(key, blocks, bounds, C)
     if C.DETERMINISTIC or C.HEAD_PERSISTENT:
-        ends = (0, masked - at_head, steps - (own - (masked - at_head)), steps)
+        ends = (0, boundary - upper_boundary, count - (masked - (boundary - upper_boundary)), count)
     else:
-        ends = (0, own, steps)
+        ends = (0, masked, count)
     return ends
 
 
 @gluon.jit
-def rank_of(first, step, band, C: gl.constexpr):
-    """Return how many tiles of keys before that from ``first`` on see a step: the first that does sees its first query.
+def rank_of(first, m_block, bounds, C: gl.constexpr):
+    """Return how many tiles of keys before that from ``first`` on see a block of queries.
 
-    ``step``: counted on the grid of all. A bound above only ever hides a step from the tiles behind.
+    ``m_block``: counted on the grid of all. The first tile that sees a block sees its first query: a bound above only
+    ever hides a block from the tiles behind.
     """
-    _sq, _sk, lower, _upper = band
     rank = first // (64 * C.CONSUMERS)
     if C.HAS_LOWER:
-        rank -= gl.maximum(0, step * QUERIES + lower) // (64 * C.CONSUMERS)
+        rank -= gl.maximum(0, m_block * QUERIES + bounds.lower) // (64 * C.CONSUMERS)
     return rank
 
 
 @gluon.jit
-def is_last_of(first, query, band, C: gl.constexpr):
-    """Whether no tile of keys behind that from ``first`` on sees the step of queries from ``query`` on."""
-    sq, sk, _lower, upper = band
-    stop = sk
+def is_last_of(first, query, bounds, C: gl.constexpr):
+    """Whether no tile of keys behind that from ``first`` on sees the block of queries from ``query`` on."""
+    stop = bounds.sk
     if C.HAS_UPPER:
-        stop = gl.minimum(sk, gl.minimum(query + QUERIES, sq) + upper)
+        stop = gl.minimum(bounds.sk, gl.minimum(query + QUERIES, bounds.sq) + bounds.upper)
     return first + 64 * C.CONSUMERS >= stop
 
 
 @gluon.jit
-def masked_queries_of(key, spans, band, C: gl.constexpr):
-    """Return how many steps need a mask for the 64 keys from ``key`` on; with a lower bound, those of the tile."""
-    start, _, masked, steps = spans
+def masked_q_blocks_of(key, blocks, bounds, C: gl.constexpr):
+    """Return how many blocks need a mask for the 64 keys from ``key`` on; with a lower bound, those of the tile."""
+    masked = blocks.boundary
     if C.HAS_UPPER and not C.HAS_LOWER:
-        _sq, sk, _lower, upper = band
-        own = gl.minimum(steps, gl.maximum(0, key + 63 - upper - start + (QUERIES - 1)) // QUERIES)
-        masked = gl.where(key + 64 > sk, steps, own)
+        own = gl.minimum(blocks.count, gl.maximum(0, key + 63 - bounds.upper - blocks.start + (QUERIES - 1)) // QUERIES)
+        masked = gl.where(key + 64 > bounds.sk, blocks.count, own)
     return masked

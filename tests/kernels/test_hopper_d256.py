@@ -8,43 +8,45 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels.backward_calls import MASKS, SCALE, call_of, compare, expected, gathered
+from kernels.backward_calls import MASKS, SCALE, call_of, compare, dq_of_accum, expected
 from tilewise.masks import window
 from tilewise.tuning.configs import HopperBackwardConfig
 
-pieces = pytest.importorskip("tilewise.kernels.gluon.hopper_backward_pieces", reason="Triton is not installed")
-backward, loading, wide, dq_wide, sums_of, launch_backward, launch_backward_wide, pipeline, products, softmax, tiles = (
+d192 = pytest.importorskip("tilewise.kernels.gluon.hopper_backward_d192", reason="Triton is not installed")
+(backward, loading, d256, dq_d256, dq_accum, launch_backward, launch_backward_wide, pipeline, products, softmax,
+ tiles) = (
     pytest.importorskip(f"tilewise.kernels.gluon.{name}") for name in (
-        "hopper_backward", "hopper_backward_load", "hopper_backward_wide", "hopper_dq_wide", "hopper_dq_sums",
+        "hopper_backward", "hopper_backward_load", "hopper_backward_d256", "hopper_dq_d256", "dq_accum",
         "launch_backward", "launch_backward_wide", "pipeline", "products", "softmax", "tiles"))
 gluon_on_cpu = pytest.importorskip("kernels.gluon_on_cpu")
 Descriptor, Pointer, run = gluon_on_cpu.Descriptor, gluon_on_cpu.Pointer, gluon_on_cpu.run
 
 WIDE = HopperBackwardConfig(wide=True)
-MODULES = (backward, loading, wide, dq_wide, pieces, sums_of, pipeline, products, softmax, tiles)
+MODULES = (backward, loading, d256, dq_d256, d192, dq_accum, pipeline, products, softmax, tiles)
 CONSTANTS = {(module, "QUERIES"): 64 for module in MODULES if hasattr(module, "QUERIES")} | {
     (module, "LOG2E"): math.log2(math.e) for module in (loading, softmax)} | {
-    (module, "pack_pairs"): lambda pairs, dtype: pairs.to(dtype) for module in (wide, dq_wide)} | {
-    (wide, "hold"): lambda tile: tile.load(None), (wide, "as_operand"): lambda held, *_: held, (wide, "HELD"): 128,
-    (dq_wide, "K_STAGES"): 2,
-    (pieces, "times"): lambda probs, slopes, dtype: (probs.float() * slopes).to(dtype)}
+    (module, "pack_pairs"): lambda pairs, dtype: pairs.to(dtype) for module in (d256, dq_d256)} | {
+    (d256, "load_fragments"): lambda tile: tile.load(None), (d256, "FRAGMENT_COLUMNS"): 128,
+    (d256, "as_operand"): lambda fragments, *_: fragments,
+    (dq_d256, "K_STAGES"): 2,
+    (d192, "multiply_rounded"): lambda probs, dprobs, dtype: (probs.float() * dprobs).to(dtype)}
 
 
 @pytest.mark.parametrize("dims", [(192, 128), (130, 40)])
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-def test_the_source_of_those_in_pieces_computes_the_gradients_on_the_cpu(mask, dims):
+def test_the_source_of_those_in_chunks_computes_the_gradients_on_the_cpu(mask, dims):
     random.seed(0)
     config = HopperBackwardConfig(direct=True)
     problem, tensors = call_of(*mask, dims)
     launch = launch_backward.HopperBackward(problem, config, problem.q_strides, 132)
     q, k, v, dout, lse, delta = tensors
     dk, dv = torch.full_like(k, float("nan")), torch.full_like(v, float("nan"))
-    sums = torch.zeros(math.prod(launch.sums_shape))
+    accum = torch.zeros(math.prod(launch.accum_shape))
     described = launch._in_forms((q, k, v, dout, lse, delta, dk, dv), lambda tensor, form: (
         Pointer(tensor.flatten()) if form is None else Descriptor(tensor, form[0])))
-    run(launch.kernel, MODULES, launch.grid[0], (*described, Pointer(sums), *launch.scalars), CONSTANTS)
+    run(launch.kernel, MODULES, launch.grid[0], (*described, Pointer(accum), *launch.scalars), CONSTANTS)
     columns = sum(config.columns(problem)[0])
-    dq = gathered(sums, columns, (problem.b, problem.hq), q.shape[2])[..., :problem.d]
+    dq = dq_of_accum(accum, columns, (problem.b, problem.hq), q.shape[2])[..., :problem.d]
     compare((dq, dk, dv), expected(problem, tensors))
 
 
@@ -77,7 +79,7 @@ def test_nothing_is_written_over_before_the_slowest_warpgroup_has_read_it(out_st
     random.seed(0)
     problem, tensors = call_of(window(200, 0, "top_left"), (400, 400), (2, 1), (192, 256), b=1)
     part = launch_backward_wide.HopperBackwardApart(problem, replace(WIDE, out_stages=out_stages)).dkdv
-    slow = {(module, "warpgroup_mma_wait"): wait_long for module in (wide, products)}
+    slow = {(module, "warpgroup_mma_wait"): wait_long for module in (d256, products)}
     first = run_part(part, tensors, tensors[1:3])
     for one, other in zip(first, run_part(part, tensors, tensors[1:3], slow), strict=True):
         assert torch.equal(one, other)

@@ -15,25 +15,27 @@ from tilewise.problem.options import OperandSpec, ScoreOptions
 from tilewise.tuning.configs import HopperDbiasConfig
 from tilewise.tuning.heuristics import LEAST_TILES, hopper_dbias_config
 
-pair_tiles = pytest.importorskip("tilewise.kernels.gluon.pair_tiles", reason="Triton is not installed")
+dbias_tiles = pytest.importorskip("tilewise.kernels.gluon.dbias_tiles", reason="Triton is not installed")
 hopper_dbias = pytest.importorskip("tilewise.kernels.gluon.hopper_dbias")
+hopper_dbias_types = pytest.importorskip("tilewise.kernels.gluon.hopper_dbias_types")
 launch_dbias = pytest.importorskip("tilewise.kernels.gluon.launch_dbias")
-ROWS, BLOCKS = int(pair_tiles.ROWS), int(pair_tiles.BLOCKS)
+MaskBounds = pytest.importorskip("tilewise.kernels.gluon.tiles").MaskBounds
+ROWS, BLOCKS = int(dbias_tiles.TILE_QUERIES), int(dbias_tiles.BLOCKS_PER_TILE)
 KEYS = 64 * BLOCKS
 NAMES = ("stride_b", "stride_h", "stride_q", "stride_k", "sq", "sk", "heads", "group", "own_heads", "shared_heads",
-         "members", "lines", "rows", "columns", "lower", "upper", "scale_log2", "C")
+         "members", "bias_heads", "m_blocks", "n_blocks", "lower", "upper", "scale_log2", "C")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def plain_python():
-    """The functions of gl that pair_tiles.py calls, on numbers, and its own ones called as such."""
+    """The functions of gl that dbias_tiles.py calls, on numbers, and its own ones called as such."""
     language = SimpleNamespace(minimum=min, maximum=max, where=lambda test, a, b: a if test else b)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pair_tiles, "gl", language)
-        patch.setattr(pair_tiles, "ROWS", ROWS)
-        patch.setattr(pair_tiles, "BLOCKS", BLOCKS)
-        for called in ("keys_seen", "tiles_of"):
-            patch.setattr(pair_tiles, called, getattr(pair_tiles, called).fn)
+        patch.setattr(dbias_tiles, "gl", language)
+        patch.setattr(dbias_tiles, "TILE_QUERIES", ROWS)
+        patch.setattr(dbias_tiles, "BLOCKS_PER_TILE", BLOCKS)
+        for called in ("visible_keys_of", "visible_tiles_of"):
+            patch.setattr(dbias_tiles, called, getattr(dbias_tiles, called).fn)
         yield
 
 
@@ -61,14 +63,18 @@ def masks(draw):
     return draw(st.sampled_from((Mask(), causal(alignment), window(draw(side), draw(side), alignment))))
 
 
+def bounds_of(scalars):
+    return MaskBounds(scalars.sq, scalars.sk, scalars.lower, scalars.upper)
+
+
 def walk(scalars, programs):
-    """Return the tiles (line, row, tile) that each program sums."""
-    order, band = (scalars.rows, scalars.lines), (scalars.sq, scalars.sk, scalars.lower, scalars.upper)
+    """Return the tiles (bias head, block of queries, block of keys) that each program sums."""
+    grid, bounds = dbias_tiles.BiasGrid(scalars.m_blocks, scalars.n_blocks, scalars.bias_heads), bounds_of(scalars)
     for number in range(programs):
-        found, (line, row, place, tile) = [], pair_tiles.seek.fn(0, 0, number, order, band, scalars.C)
-        while line < scalars.lines:
-            found.append((line, row, tile))
-            line, row, place, tile = pair_tiles.seek.fn(line, row, place + programs, order, band, scalars.C)
+        found, tile = [], dbias_tiles.find_tile.fn(0, 0, number, grid, bounds, scalars.C)
+        while tile.bias_head < scalars.bias_heads:
+            found.append((tile.bias_head, tile.m_block, tile.n_block))
+            tile = dbias_tiles.find_tile.fn(tile.bias_head, tile.m_block, tile.rank + programs, grid, bounds, scalars.C)
         yield found
 
 
@@ -82,13 +88,15 @@ SIZES = st.integers(2, 900)
 @example(700, 300, causal("bottom_right"), 2, 3)  # queries that see nothing
 @example(800, 800, window(127, 0, "top_left"), 2, 9)
 @example(200, 900, window(0, 0, "bottom_right"), 1, 4)
+@example(257, 2, window(0, None, "top_left"), 1, 1)  # the last queries see none of the few keys
 @example(100, 900, window(0, 0, "top_left"), 1, 2)  # keys that nobody sees
 def test_every_seen_tile_is_summed_once_by_programs_that_have_as_many_and_the_others_are_blank(
         sq, sk, mask, lines, programs):
     scalars = scalars_of(launch_of(sq, sk, mask, heads=(lines, 1)))
-    band = (sq, sk, scalars.lower, scalars.upper)
+    bounds = bounds_of(scalars)
     visible = mask.visible(sq, sk)
-    seen = {(line, row, tile) for line, row, tile in product(range(lines), range(scalars.rows), range(scalars.columns))
+    numbers = product(range(lines), range(scalars.m_blocks), range(scalars.n_blocks))
+    seen = {(line, row, tile) for line, row, tile in numbers
             if visible[row * ROWS:(row + 1) * ROWS, tile * KEYS:(tile + 1) * KEYS].any()}
     found = list(walk(scalars, programs))
     summed = Counter(tile for tiles in found for tile in tiles)
@@ -97,10 +105,10 @@ def test_every_seen_tile_is_summed_once_by_programs_that_have_as_many_and_the_ot
     assert set(summed.values()) <= {1}
     assert seen <= set(summed), "a tile that is seen and left out"
     # Under both bounds the first key of the first query and the last of the last may be of tiles that nobody sees.
-    for row in range(scalars.rows):
-        first, count = pair_tiles.tiles_of(row, band, scalars.C)
+    for row in range(scalars.m_blocks):
+        first, count = dbias_tiles.visible_tiles_of(row, bounds, scalars.C)
         assert {tile for _line, own, tile in summed if own == row} == set(range(first, first + count))
-        assert first + count <= scalars.columns, "zeros are written by tiles up to the last"
+        assert not count or first + count <= scalars.n_blocks, "zeros are written by tiles up to the last"
 
 
 @given(SIZES, SIZES, masks())
@@ -111,11 +119,11 @@ def test_every_seen_tile_is_summed_once_by_programs_that_have_as_many_and_the_ot
 @example(1000, 1000, Mask())
 def test_blocks_left_out_are_hidden_and_tiles_without_a_mask_are_seen_whole(sq, sk, mask):
     scalars = scalars_of(launch_of(sq, sk, mask, heads=(1, 1)))
-    band, visible = (sq, sk, scalars.lower, scalars.upper), mask.visible(sq, sk)
-    for row in range(scalars.rows):
-        first, count = pair_tiles.tiles_of(row, band, scalars.C)
+    bounds, visible = bounds_of(scalars), mask.visible(sq, sk)
+    for row in range(scalars.m_blocks):
+        first, count = dbias_tiles.visible_tiles_of(row, bounds, scalars.C)
         for tile in range(first, first + count):
-            begin, end, whole = pair_tiles.blocks_of.fn(row, tile, band, scalars.C)
+            begin, end, whole = dbias_tiles.visible_blocks_of.fn(row, tile, bounds, scalars.C)
             part = visible[row * ROWS:(row + 1) * ROWS, tile * KEYS:(tile + 1) * KEYS]
             assert whole == part.all()
             assert 0 <= begin < end <= BLOCKS, "the queries' slots are given back by a block"
@@ -132,9 +140,9 @@ def test_blocks_left_out_are_hidden_and_tiles_without_a_mask_are_seen_whole(sq, 
 ], ids=str)
 def test_a_lines_entries_are_the_batch_entries_and_heads_that_share_it(shape, entries):
     scalars = scalars_of(launch_of(heads=(6, 3), shape=(*shape, 512, 512)))
-    sharing = scalars.own_heads, scalars.shared_heads, scalars.members, scalars.group
-    found = {line: [hopper_dbias.entry_of.fn(line, member, sharing) for member in range(scalars.members)]
-             for line in range(scalars.lines)}
+    sharing = hopper_dbias_types.Sharing(scalars.own_heads, scalars.shared_heads, scalars.members, scalars.group)
+    found = {line: [hopper_dbias.member_of.fn(line, member, sharing) for member in range(scalars.members)]
+             for line in range(scalars.bias_heads)}
     assert found == entries
     assert scalars.group == 2
 
@@ -144,7 +152,7 @@ def test_the_kernel_gets_the_bias_by_its_strides_and_the_band_counted_from_the_f
     scalars = scalars_of(launch)
     assert (scalars.stride_b, scalars.stride_h, scalars.stride_q, scalars.stride_k) == (7, 5, 3, 2)
     assert (scalars.lower, scalars.upper, scalars.C.HAS_LOWER, scalars.C.HAS_UPPER) == (645, 900, True, True)
-    assert (scalars.rows, scalars.columns, scalars.heads, launch.grid) == (1, 8, 4, (32,))
+    assert (scalars.m_blocks, scalars.n_blocks, scalars.heads, launch.grid) == (1, 8, 4, (32,))
     assert scalars.scale_log2 == pytest.approx(0.5 * 1.442695)
     full = scalars_of(launch_of())
     assert (full.C.HAS_LOWER, full.C.HAS_UPPER, full.C.WIDTH) == (False, False, 128)
@@ -161,12 +169,12 @@ def test_the_kernel_gets_the_bias_by_its_strides_and_the_band_counted_from_the_f
 def test_sixteen_bytes_move_at_once_where_rows_of_the_bias_and_of_its_gradient_begin_and_end_at_such(
         sk, strides, dtype, reads, writes):
     shape = scalars_of(launch_of(sk=sk, strides=strides, dtype=dtype)).C
-    assert (reads, writes) == (shape.READS, shape.WRITES)
+    assert (reads, writes) == (shape.BIAS_VECTOR, shape.DBIAS_VECTOR)
 
 
 def test_a_row_of_64_keys_is_as_many_threads_as_move_16_bytes():
     for bits, warps in product((16, 32), (1, 4)):
-        layout = hopper_dbias.plain_layout.fn(bits, warps)
+        layout = hopper_dbias.coalesced_layout.fn(bits, warps)
         each, (rows, lanes) = layout.size_per_thread, layout.threads_per_warp
         assert each == [1, 128 // bits]
         assert lanes * each[1] == 64
@@ -177,7 +185,7 @@ def test_a_row_of_64_keys_is_as_many_threads_as_move_16_bytes():
 @pytest.mark.parametrize("vector", [1, 4, 8])
 def test_pairs_past_the_last_query_or_key_are_not_there(vector):
     rows, keys = torch.arange(64) + 64, torch.arange(64) + 128
-    found = hopper_dbias.inside.fn(rows, keys, (100, 152, 0, 0), vector)
+    found = hopper_dbias.inside.fn(rows, keys, MaskBounds(100, 152, 0, 0), vector)
     assert torch.equal(found, (rows < 100)[:, None] & (keys < 152)[None, :])
 
 

@@ -1,0 +1,89 @@
+"""lse and delta as extra columns of an MMA's K dim, in the Hopper backward (maths.md, section 6).
+
+A thread of the backward kernel holds scores of 16 queries of every 64, and would read lse and delta of each from shared
+memory, 32 numbers a block: a sixth of what passes there. Instead a query has 16 extra bfloat16 columns, of which three
+add up to -lse / scale and three to -delta, and one MMA more, the first, multiplies them by a selector matrix: S and dP
+begin there. Three bfloat16 numbers hold what a float32 number does, and multiplying by one and adding in float32 are
+exact.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
+
+EXTRA_COLUMNS = gl.constexpr(16)  # the least K dim of an MMA
+# -lse / scale of a query that sees nothing. Not -inf: 0 · inf is NaN.
+_NO_KEYS = tl.constexpr(-1e30)
+
+
+class AugmentedK(NamedTuple):
+    """Operands of the MMAs that S and dP begin with: the selector matrices, and each Q stage's extra columns."""
+
+    selectors: Any
+    columns: Any
+
+
+@triton.jit(do_not_specialize=["sq", "heads", "blocks"])
+def hopper_augmented_k_kernel(out_ptr, dout_ptr, lse_ptr, delta_ptr, columns_ptr, accum_ptr, stride_ob, stride_oh,
+                              stride_os, stride_db, stride_dh, stride_ds, sq, heads, blocks, scale, DV: tl.constexpr,
+                              WIDTH: tl.constexpr, ZEROS: tl.constexpr):
+    """Write the extra columns of 64 queries, and ZEROS zeros: to the dQ accumulator, or to the block's counter.
+
+    Grid: (blocks of a head · heads · batches,). lse: (b, heads, sq), float32, dense; columns: (b, heads, sq, 16),
+    bfloat16, dense. delta is read, as dense as lse, or where it is None computed (eq. 10) of out and dout, (b, heads,
+    sq, dv) by strides. WIDTH: dv, or the next power of two.
+    """
+    number = tl.program_id(0)
+    if ZEROS > 0:
+        tl.store(accum_ptr + number.to(tl.int64) * ZEROS + tl.arange(0, ZEROS), tl.zeros((ZEROS,), tl.float32))
+    head_row = number // blocks
+    rows = number % blocks * 64 + tl.arange(0, 64)
+    inside = rows < sq
+    lse_rows = head_row.to(tl.int64) * sq + rows
+    lse = tl.load(lse_ptr + lse_rows, mask=inside, other=0.0)
+    if delta_ptr is not None:
+        delta = tl.load(delta_ptr + lse_rows, mask=inside, other=0.0)
+    else:
+        batch, head = (head_row // heads).to(tl.int64), (head_row % heads).to(tl.int64)
+        within = tl.arange(0, WIDTH)[None, :]
+        places = rows.to(tl.int64)[:, None]
+        exists = inside[:, None] & (within < DV)
+        out = tl.load(out_ptr + batch * stride_ob + head * stride_oh + places * stride_os + within, exists, 0.0)
+        dout = tl.load(dout_ptr + batch * stride_db + head * stride_dh + places * stride_ds + within, exists, 0.0)
+        delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+    numbers = tl.arange(0, 16)[None, :]
+    columns = tl.zeros((64, 16), tl.bfloat16)
+    first = tl.where(lse == float("-inf"), _NO_KEYS, -lse / scale)
+    second = -delta
+    for i in tl.static_range(3):
+        columns = tl.where(numbers == i, first.to(tl.bfloat16)[:, None], columns)
+        columns = tl.where(numbers == 3 + i, second.to(tl.bfloat16)[:, None], columns)
+        first -= first.to(tl.bfloat16).to(tl.float32)
+        second -= second.to(tl.bfloat16).to(tl.float32)
+    tl.store(columns_ptr + lse_rows[:, None] * 16 + numbers, columns, mask=inside[:, None])
+
+
+@gluon.jit
+def make_selectors():
+    """Fill two left operands: MMAs with them take -lse / scale out of the extra columns, and -delta."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
+    selectors = gl.allocate_shared_memory(gl.bfloat16, [2, 64, EXTRA_COLUMNS],
+                                          gl.NVMMASharedLayout.get_default_for([64, EXTRA_COLUMNS], gl.bfloat16))
+    columns = gl.arange(0, EXTRA_COLUMNS, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    columns += gl.full([64, EXTRA_COLUMNS], 0, gl.int32, layout=LAYOUT)
+    for i in gl.static_range(2):
+        selected = (columns >= 3 * i) & (columns < 3 * i + 3)
+        selectors.index(i).store(gl.where(selected, 1.0, 0.0).to(gl.bfloat16))
+    return selectors
+
+
+@gluon.jit
+def issue_augmented(augmented, stage, OPERAND: gl.constexpr, zero):
+    """Issue the MMA that S (OPERAND 0: less lse / scale) or dP (1: less delta) begins with, of a Q stage's queries."""
+    columns = augmented.columns.index(stage).reshape([zero.shape[1], EXTRA_COLUMNS])
+    return warpgroup_mma(augmented.selectors.index(OPERAND), columns.permute((1, 0)), zero, use_acc=False,
+                         is_async=True)

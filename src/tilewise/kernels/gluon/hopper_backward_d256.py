@@ -1,0 +1,288 @@
+"""dK and dV on Hopper at head dims above 128: two warpgroups share a tile of 64 keys (maths.md, section 6).
+
+At 256 columns dK and dV of 64 keys are twice what the registers of a warpgroup hold beside a block of scores. So two
+warpgroups share 64 keys: one computes S and P and accumulates dV, the other computes dP and dS and accumulates dK. All
+that passes between them is P in 16 bits, through shared memory. P and dS are left operands from the registers in which
+they were computed, and so are the first columns of K and V. One producer warp loads. dQ has a kernel of its own
+(hopper_dq_d256.py); the rest is as in hopper_backward.py.
+
+The sides of a tile in shared memory are powers of two: K, V, Q and dO of 192 columns come in two chunks of columns.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from tilewise.kernels.gluon.compat import tma_load, tma_store_wait
+from tilewise.kernels.gluon.hopper_backward import SCORE_LAYOUT, hide_probs, write_gradient
+from tilewise.kernels.gluon.hopper_backward_d256_types import Args, Inputs, KVTiles, Outputs, Scales, Smem
+from tilewise.kernels.gluon.hopper_backward_load import fetch_row_stats, put_row_stats
+from tilewise.kernels.gluon.hopper_backward_types import Pipe
+from tilewise.kernels.gluon.pipeline import (
+    CONTIGUOUS,
+    ONE_WARP,
+    allocate_stages,
+    as_tuple,
+    consumer_release,
+    consumer_wait,
+    make_barriers,
+    optimization_barrier,
+    producer_acquire,
+)
+from tilewise.kernels.gluon.products import finish
+from tilewise.kernels.gluon.softmax import as_operand, pack_pairs
+from tilewise.kernels.gluon.tiles import (
+    QUERIES,
+    MaskBounds,
+    TileGrid,
+    kv_tile_at,
+    phases_of,
+    q_block_start,
+    q_blocks_of,
+)
+
+# Columns of K or V that a warpgroup holds as register fragments, of 256: a block of scores leaves no room for more.
+FRAGMENT_COLUMNS = gl.constexpr(128)
+
+
+@gluon.jit
+def load_chunks(descs, tiles, stage, place, full):
+    """Producer: load 64 rows, each chunk of their columns into a tile of its own; place: (batch, head, row)."""
+    batch, head, row = place
+    size: gl.constexpr = descs[0].block_type.nbytes
+    if len(descs) == 1:
+        mbarrier.expect(full, size)
+    else:
+        mbarrier.expect(full, size + descs[1].block_type.nbytes)
+        tma_load(descs[1], [batch, head, row, descs[0].block_type.shape[3]], full, tiles[1].index(stage))
+    tma_load(descs[0], [batch, head, row, 0], full, tiles[0].index(stage))
+
+
+@gluon.jit
+def load(args, smem, C: gl.constexpr):
+    """Producer, one warp: load K and V once, then Q and dO of every head of the group."""
+    inputs, tile, bounds = args.inputs, args.tile, args.bounds
+    kv, q_pipe, dout_pipe = smem.kv, smem.q, smem.dout
+    blocks = q_blocks_of(tile.first, bounds, C)
+    NC: gl.constexpr = C.CONSUMERS
+    for i in gl.static_range(NC):
+        place = (tile.batch, tile.head, tile.first + i * 64)
+        load_chunks(inputs.k, kv.k_tiles, i, place, kv.full.index(2 * i))
+        load_chunks(inputs.v, kv.v_tiles, i, place, kv.full.index(2 * i + 1))
+    count = 0
+    for member in range(args.group):
+        head = tile.head * args.group + member
+        lse_row = (tile.batch * args.heads * args.group + head).to(gl.int64) * bounds.sq
+        for step in range(blocks.count):
+            query = q_block_start(step, blocks, C)
+            place = (tile.batch, head, query)
+            offsets = query + gl.arange(0, QUERIES, layout=ONE_WARP)
+            lse, delta = fetch_row_stats(inputs.lse, inputs.delta, lse_row, offsets, offsets < bounds.sq)
+            producer_acquire(q_pipe.empty, count, C.Q_STAGES)
+            stage = count % C.Q_STAGES
+            load_chunks(inputs.q, q_pipe.tiles, stage, place, q_pipe.full.index(stage))
+            put_row_stats(smem.row_stats, stage, lse, delta)
+            mbarrier.arrive(q_pipe.full.index(stage), count=1)
+            producer_acquire(dout_pipe.empty, count, C.DOUT_STAGES)
+            stage = count % C.DOUT_STAGES
+            load_chunks(inputs.dout, dout_pipe.tiles, stage, place, dout_pipe.full.index(stage))
+            count += 1
+
+
+@gluon.jit
+def chunk_of(tiles, stage, CHUNK: gl.constexpr):
+    """Return a chunk of the columns of 64 rows."""
+    return tiles[CHUNK].index(stage).reshape([64, tiles[CHUNK].shape[4]])
+
+
+@gluon.jit
+def issue_chunk(left, right, scores, ADDS: gl.constexpr, BEGIN: gl.constexpr):
+    """Issue the MMA of the columns of a chunk from ``BEGIN`` on, if there are any."""
+    REST: gl.constexpr = left.shape[1] - BEGIN
+    if BEGIN > 0 and REST > 0:
+        left = left.slice(BEGIN, REST, 1)
+        right = right.slice(BEGIN, REST, 1)
+    if REST > 0:
+        scores = warpgroup_mma(left, right.permute((1, 0)), scores, use_acc=ADDS, is_async=True)
+    return scores
+
+
+@gluon.jit
+def issue_s_or_dp(left_tiles, right_tiles, stage, resident, start=None, fragments=None):
+    """Issue S or dP, 64 rows of the left tiles by 64 of the right ones, added to ``start``: an MMA a chunk of columns.
+
+    stage: of the right tiles. resident: the stage of the left tiles; each of two loops gets a number of its own
+    (pipeline.optimization_barrier). fragments: the left tiles' first columns in registers, which then are an MMA of
+    their own.
+    """
+    scores = gl.full([64, QUERIES], 0.0, gl.float32, layout=SCORE_LAYOUT) if start is None else start
+    WIDTH: gl.constexpr = left_tiles[0].shape[4]
+    BEGIN: gl.constexpr = 0 if fragments is None else (FRAGMENT_COLUMNS if FRAGMENT_COLUMNS < WIDTH else WIDTH)
+    if fragments is not None:
+        left = as_operand(fragments, right_tiles[0].dtype, gl.DotOperandLayout(0, SCORE_LAYOUT, 2))
+        right = chunk_of(right_tiles, stage, 0).slice(0, BEGIN, 1)
+        scores = warpgroup_mma(left, right.permute((1, 0)), scores, use_acc=start is not None, is_async=True)
+    for chunk in gl.static_range(len(left_tiles)):
+        scores = issue_chunk(chunk_of(left_tiles, resident, chunk), chunk_of(right_tiles, stage, chunk), scores,
+                             start is not None or fragments is not None or chunk > 0, BEGIN if chunk == 0 else 0)
+    return scores
+
+
+@gluon.jit
+def load_fragments(tile):
+    """Load rows into registers as a left operand, two neighbours packed in 32 bits."""
+    operand = tile.load(gl.DotOperandLayout(0, SCORE_LAYOUT, 2))
+    even, odd = operand.reshape([64, tile.shape[1] // 2, 2]).split()
+    return gl.inline_asm_elementwise("mov.b32 $0, {$1, $2};", "=r,h,h", [even, odd], dtype=gl.int32, is_pure=True,
+                                     pack=1)
+
+
+@gluon.jit
+def load_first_columns(tiles):
+    """Load the first columns of the resident rows into register fragments."""
+    WIDTH: gl.constexpr = tiles[0].shape[4]
+    return load_fragments(chunk_of(tiles, 0, 0).slice(0, FRAGMENT_COLUMNS if FRAGMENT_COLUMNS < WIDTH else WIDTH, 1))
+
+
+@gluon.jit
+def zeros_of_chunk(desc):
+    """Return the accumulator of one chunk of the columns of 64 rows."""
+    COLUMNS: gl.constexpr = desc.block_type.shape[3]
+    return gl.full([64, COLUMNS], 0.0, gl.float32, layout=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16]))
+
+
+@gluon.jit
+def zeros_of(descs):
+    """Return the accumulator of all columns of 64 rows, in the chunks that are written."""
+    acc = ()
+    for chunk in gl.static_range(len(descs)):
+        acc = acc + (zeros_of_chunk(descs[chunk]),)
+    return acc
+
+
+@gluon.jit
+def issue_accumulate(acc, left, right_tiles, stage):
+    """Issue what a stage adds to an accumulator: Pᵀ·dO, dSᵀ·Q or dS·K. left: P or dS, rounded and packed."""
+    pending = ()
+    for chunk in gl.static_range(len(acc)):
+        operand = as_operand(left, right_tiles[0].dtype, gl.DotOperandLayout(0, acc[chunk].type.layout, 2))
+        pending = pending + (warpgroup_mma(operand, chunk_of(right_tiles, stage, chunk), acc[chunk], is_async=True),)
+    return pending
+
+
+@gluon.jit
+def write_gradients(descs, tiles, stage, acc, factor, place, C: gl.constexpr):
+    """Write the gradient of 64 rows, the accumulator times a factor, by way of the tiles that these rows came in."""
+    batch, head, row = place
+    column = 0
+    for chunk in gl.static_range(len(acc)):
+        write_gradient(descs[chunk], None, tiles[chunk].index(stage), acc[chunk] * factor, (batch, head, row, column),
+                       64, C)
+        column += acc[chunk].shape[1]
+    tma_store_wait(0)
+
+
+@gluon.jit
+def accumulate_dv(args, smem, C: gl.constexpr):
+    """Consumer, one warpgroup: P of 64 keys and the queries that see them, at least one block of these, and dV."""
+    tile, bounds = args.tile, args.bounds
+    kv, q_pipe, dout_pipe, probs_pipe = smem.kv, smem.q, smem.dout, smem.probs
+    DTYPE: gl.constexpr = probs_pipe.tiles.dtype
+    blocks = q_blocks_of(tile.first, bounds, C)
+    _begin, masked, _end = phases_of(tile.first, blocks, bounds, C)
+    total = args.group * blocks.count
+    mbarrier.wait(kv.full.index(0), 0)
+    fragments = load_first_columns(kv.k_tiles)
+    dv = zeros_of(args.outputs.dv)
+    step = 0
+    for count in range(total):
+        stage = count % C.Q_STAGES
+        consumer_wait(q_pipe.full, count, C.Q_STAGES)
+        scores_pending = issue_s_or_dp(kv.k_tiles, q_pipe.tiles, stage, optimization_barrier(0), fragments=fragments)
+        lse = smem.row_stats.index(2 * stage).load(gl.SliceLayout(0, SCORE_LAYOUT))
+        scores = warpgroup_mma_wait(0, deps=(scores_pending,))
+        probs = gl.exp2(scores * args.scales.scale_log2 - lse[None, :])
+        if step < masked:
+            probs = hide_probs(probs, q_block_start(step, blocks, C), tile.first, bounds, C)
+        step = gl.where(step + 1 == blocks.count, 0, step + 1)
+        packed = pack_pairs(probs, DTYPE)
+        consumer_wait(dout_pipe.full, count, C.DOUT_STAGES)
+        dv_pending = issue_accumulate(dv, packed, dout_pipe.tiles, count % C.DOUT_STAGES)
+        producer_acquire(probs_pipe.empty, count, 1)
+        probs = as_operand(packed, DTYPE, gl.DotOperandLayout(0, SCORE_LAYOUT, 2))
+        probs_pipe.tiles.index(0).store(gl.convert_layout(probs, SCORE_LAYOUT))
+        consumer_release(probs_pipe.full, count, 1)
+        consumer_release(q_pipe.empty, count, C.Q_STAGES)
+        dv = finish(dv_pending, 0)
+        consumer_release(dout_pipe.empty, count, C.DOUT_STAGES)
+    # When the last dP is done, nothing reads V any more.
+    producer_acquire(dout_pipe.empty, total - 1 + C.DOUT_STAGES, C.DOUT_STAGES)
+    write_gradients(args.outputs.dv, kv.v_tiles, 0, dv, 1.0, (tile.batch, tile.head, tile.first), C)
+
+
+@gluon.jit
+def accumulate_dk(args, smem, C: gl.constexpr):
+    """Consumer, one warpgroup: dS of the same keys and queries, and dK."""
+    tile, bounds = args.tile, args.bounds
+    kv, q_pipe, dout_pipe, probs_pipe = smem.kv, smem.q, smem.dout, smem.probs
+    DTYPE: gl.constexpr = probs_pipe.tiles.dtype
+    mbarrier.wait(kv.full.index(1), 0)
+    fragments = load_first_columns(kv.v_tiles)
+    dk = zeros_of(args.outputs.dk)
+    blocks = q_blocks_of(tile.first, bounds, C)
+    for count in range(args.group * blocks.count):
+        stage = count % C.Q_STAGES
+        consumer_wait(q_pipe.full, count, C.Q_STAGES)
+        delta = smem.row_stats.index(2 * stage + 1).load(gl.SliceLayout(0, SCORE_LAYOUT))
+        start = gl.full([64, QUERIES], 0.0, gl.float32, layout=SCORE_LAYOUT) - delta[None, :]
+        consumer_wait(dout_pipe.full, count, C.DOUT_STAGES)
+        dprobs_pending = issue_s_or_dp(kv.v_tiles, dout_pipe.tiles, count % C.DOUT_STAGES, optimization_barrier(0),
+                                       start, fragments)
+        dprobs = warpgroup_mma_wait(0, deps=(dprobs_pending,))
+        consumer_wait(probs_pipe.full, count, 1)
+        packed = load_fragments(probs_pipe.tiles.index(0))
+        probs = gl.convert_layout(as_operand(packed, DTYPE, gl.DotOperandLayout(0, SCORE_LAYOUT, 2)), SCORE_LAYOUT)
+        dk_pending = issue_accumulate(dk, pack_pairs(probs.to(gl.float32) * dprobs, DTYPE), q_pipe.tiles, stage)
+        consumer_release(dout_pipe.empty, count, C.DOUT_STAGES)
+        consumer_release(probs_pipe.empty, count, 1)
+        dk = finish(dk_pending, 0)
+        consumer_release(q_pipe.empty, count, C.Q_STAGES)
+    # The last P is there: nothing reads K any more.
+    write_gradients(args.outputs.dk, kv.k_tiles, 0, dk, args.scales.gradient, (tile.batch, tile.head, tile.first), C)
+
+
+@gluon.jit(do_not_specialize=["tiles", "heads", "batches", "section", "sq", "sk", "lower", "upper", "group"])
+def hopper_backward_d256_kernel(q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, dout_desc, dout_rest, lse_ptr,
+                                delta_ptr, dk_desc, dk_rest, dv_desc, dv_rest, tiles, heads, batches,
+                                section, sq, sk, lower, upper, group, scale, scale_log2, C: gl.constexpr):
+    """Compute dk and dv; dq has a kernel of its own (hopper_dq_d256.py).
+
+    Grid: (tiles · heads of k · batches,). A descriptor for each chunk of columns, the second one None where there is
+    one chunk. section: TileGrid.heads_per_swizzle.
+    """
+    DTYPE: gl.constexpr = q_desc.dtype
+    PROBS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, QUERIES], DTYPE)
+    inputs = Inputs(as_tuple(q_desc, q_rest), as_tuple(k_desc, k_rest), as_tuple(v_desc, v_rest),
+                    as_tuple(dout_desc, dout_rest), lse_ptr, delta_ptr)
+    k_tiles = allocate_stages(inputs.k, 1)
+    v_tiles = allocate_stages(inputs.v, 1)
+    q_tiles = allocate_stages(inputs.q, C.Q_STAGES)
+    dout_tiles = allocate_stages(inputs.dout, C.DOUT_STAGES)
+    probs_tile = gl.allocate_shared_memory(DTYPE, [1, 64, QUERIES], PROBS_LAYOUT)
+    row_stats = gl.allocate_shared_memory(gl.float32, [2 * C.Q_STAGES, QUERIES], CONTIGUOUS)
+    kv = KVTiles(k_tiles, v_tiles, make_barriers(2, 1))
+    q_pipe = Pipe(q_tiles, make_barriers(C.Q_STAGES, 2), make_barriers(C.Q_STAGES, 2))
+    dout_pipe = Pipe(dout_tiles, make_barriers(C.DOUT_STAGES, 1), make_barriers(C.DOUT_STAGES, 2))
+    probs_pipe = Pipe(probs_tile, make_barriers(1, 1), make_barriers(1, 1))
+    fence_async_shared()
+    tile = kv_tile_at(gl.program_id(0), TileGrid(tiles, heads, batches, section), C)
+    args = Args(inputs, Outputs(as_tuple(dk_desc, dk_rest), as_tuple(dv_desc, dv_rest)), tile, heads,
+                MaskBounds(sq, sk, lower, upper), group, Scales(scale, scale_log2), ())
+    smem = Smem(kv, q_pipe, dout_pipe, row_stats, probs_pipe, ())
+    gl.warp_specialize([(accumulate_dv, (args, smem, C)), (accumulate_dk, (args, smem, C)), (load, (args, smem, C))],
+                       [4, 1], [240, 24])

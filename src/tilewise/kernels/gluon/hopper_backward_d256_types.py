@@ -1,0 +1,162 @@
+"""The data of the Hopper backward kernels for head dims above 128: their compile-time configs and what warps share."""
+
+from typing import Any, NamedTuple
+
+
+class Config(NamedTuple):
+    """What is fixed when hopper_backward_d256.py's or hopper_backward_d192.py's kernel is compiled.
+
+    HopperBackwardConfig's fields, and which bounds the mask has. D, DV: columns of q and k, and of v, in one or two
+    chunks. CONSUMERS: how many times 64 keys a CTA has. The last ones are what tiles.py and
+    hopper_backward.write_gradient read, always the same.
+    """
+
+    D: tuple[int, ...]
+    DV: tuple[int, ...]
+    CONSUMERS: int
+    Q_STAGES: int
+    DOUT_STAGES: int
+    HAS_LOWER: bool
+    HAS_UPPER: bool
+    DETERMINISTIC: bool = False
+    HEAD_PERSISTENT: bool = False
+    HAS_CU_SEQLENS: bool = False
+
+
+class DQConfig(NamedTuple):
+    """What is fixed when hopper_dq_d256.py's kernel is compiled: which bounds the mask has.
+
+    The last ones are what tiles.py, softmax.py and hopper_backward.write_gradient read, always the same.
+    """
+
+    HAS_LOWER: bool
+    HAS_UPPER: bool
+    BLOCK_N: int = 64
+    CONSUMERS: int = 2
+    PACK_GQA: int = 1
+    HAS_CU_SEQLENS: bool = False
+    TILES_FROM_END: bool = False
+
+
+class Inputs(NamedTuple):
+    """What is loaded: of q, k, v and dout a TMA descriptor for each chunk of columns, of lse and delta pointers."""
+
+    q: Any
+    k: Any
+    v: Any
+    dout: Any
+    lse: Any
+    delta: Any
+
+
+class Outputs(NamedTuple):
+    """Descriptors of dk and dv, one for each chunk of columns."""
+
+    dk: Any
+    dv: Any
+
+
+class Scales(NamedTuple):
+    """What dK or dQ is multiplied by, and what scores are, to base 2."""
+
+    gradient: Any
+    scale_log2: Any
+
+
+class Args(NamedTuple):
+    """What the launch gives to every warp of the kernels that own keys. group: query heads a kv head.
+
+    tile: the CTA's tile of keys. accum_ptr: the dQ accumulator, of hopper_backward_d192.py.
+    """
+
+    inputs: Any
+    outputs: Any
+    tile: Any
+    heads: Any
+    bounds: Any
+    group: Any
+    scales: Any
+    accum_ptr: Any
+
+
+class DQArgs(NamedTuple):
+    """What the launch gives to every warp of hopper_dq_d256.py. group: query heads a kv head.
+
+    tile: the CTA's tile of queries; dq: descriptors, one for each chunk of columns.
+    """
+
+    inputs: Any
+    dq: Any
+    tile: Any
+    heads: Any
+    bounds: Any
+    group: Any
+    scales: Any
+
+
+class KVTiles(NamedTuple):
+    """K and V of a CTA's tile of keys, in chunks of columns; K of 64 keys and V of them have a barrier each."""
+
+    k_tiles: Any
+    v_tiles: Any
+    full: Any
+
+
+class Smem(NamedTuple):
+    """The CTA's shared memory. row_stats: lse and delta of each Q stage's queries, alternating.
+
+    probs: a Pipe of P, of hopper_backward_d256.py. dscores: two stages of each consumer's dS, of
+    hopper_backward_d192.py.
+    """
+
+    kv: Any
+    q: Any
+    dout: Any
+    row_stats: Any
+    probs: Any
+    dscores: Any
+
+
+class Accumulators(NamedTuple):
+    """What a warpgroup of hopper_backward_d192.py accumulates of its 64 keys: dK in two chunks of columns, and dV."""
+
+    dk: Any
+    dk_rest: Any
+    dv: Any
+
+
+class TileView(NamedTuple):
+    """A tile of keys as a warpgroup of hopper_backward_d192.py sees it: its first key, the tile's blocks of queries."""
+
+    key: Any
+    blocks: Any
+    bounds: Any
+
+
+class QTiles(NamedTuple):
+    """Q and dO of a CTA's tile of queries, in chunks of columns; of 64 queries each has a barrier, dO's behind Q's."""
+
+    q_tiles: Any
+    dout_tiles: Any
+    full: Any
+
+
+class DQSmem(NamedTuple):
+    """The shared memory of hopper_dq_d256.py's CTA: its queries, a Pipe of K, and one of V."""
+
+    q: Any
+    k: Any
+    v: Any
+
+
+class QView(NamedTuple):
+    """64 queries as their warpgroup of hopper_dq_d256.py sees them: the first one, their lse to base 2, and delta.
+
+    blocks: of keys, of the CTA's tile.
+    """
+
+    row: Any
+    lse: Any
+    delta: Any
+    blocks: Any
+    bounds: Any

@@ -1,0 +1,440 @@
+"""Backward on Hopper at head dims up to 64: two warpgroups own keys, as in hopper_backward.py, and a third makes dQ.
+
+With 64 columns a thread has registers to spare, and the third warpgroup takes dQ and its additions out of the chain of
+dependent operations that a block is. The rest is pipelined by half a block: when an iteration begins, a consumer has P
+and dP of its last queries. It makes dS of them, and issues four MMAs that follow one another without a pause: dV and dK
+of these queries, S and dP of the next. Beside dK and dP it computes the next P. The two consumers do not wait for each
+other, but for stages. lse and delta come as extra columns of an MMA's K dim (augmented_k.py).
+
+With C.DYNAMIC_TILES a persistent CTA computes one tile of keys after another: the next one's keys, values and first
+queries are loaded while the last blocks of the one before are computed. With C.HEAD_PERSISTENT a CTA goes over all keys
+of a head, and no other CTA adds to this head's dQ: its accumulator stays in L2, the first tile that sees a block sets
+it, and the last writes dq. Or C.CTAS_PER_HEAD of them share the tiles of a head, and writers add their parts in order,
+as with C.DETERMINISTIC: then fewer heads' accumulators are in flight, and waves of CTAs are fuller. CTAs of one head
+wait for one another: they are neighbours, and all have started before any behind them. Else a CTA has one tile.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from tilewise.kernels.gluon.augmented_k import EXTRA_COLUMNS, AugmentedK, make_selectors
+from tilewise.kernels.gluon.backward_products import DPROBS, SCORES, issue_dq, issue_s_or_dp
+from tilewise.kernels.gluon.compat import tma_load, tma_store_wait
+from tilewise.kernels.gluon.dq_accum import (
+    WRITERS,
+    DQStage,
+    DQTarget,
+    Ends,
+    accumulate,
+    accumulate_in_order,
+    accumulate_or_write,
+    accumulate_staged,
+    add_staged,
+    await_accum,
+    discard_from_l2,
+    make_stages,
+    semaphore_wait,
+    stage_to_smem,
+    write_dq,
+)
+from tilewise.kernels.gluon.hopper_backward import SCORE_LAYOUT, hide_probs, write_gradient
+from tilewise.kernels.gluon.hopper_backward_d64_types import KVPipe, Smem, State, TileView
+from tilewise.kernels.gluon.hopper_backward_load import load_dout, load_queries
+from tilewise.kernels.gluon.hopper_backward_types import Args, Inputs, Outputs, Pipe, Scales
+from tilewise.kernels.gluon.kv_tile_assignment import tile_of_cta, tiles_of_cta
+from tilewise.kernels.gluon.pipeline import (
+    CONTIGUOUS,
+    NO_TILE,
+    TileQueue,
+    consumer_release,
+    consumer_wait,
+    fetch_next_tile,
+    get_tile,
+    make_barriers,
+    named_barrier_sync,
+    optimization_barrier,
+    producer_acquire,
+    publish_tile,
+)
+from tilewise.kernels.gluon.tiles import (
+    QUERIES,
+    MaskBounds,
+    TileGrid,
+    is_last_of,
+    kv_tile_at,
+    kv_tile_of_numbers,
+    phases_of,
+    q_block_start,
+    q_blocks_of,
+    rank_of,
+)
+
+ZERO: gl.constexpr = gl.constexpr(0)
+ONE: gl.constexpr = gl.constexpr(1)
+
+
+@gluon.jit
+def overlap_blocks(state, count, first_query, view, args, smem, ENDS: gl.constexpr, BEGINS: gl.constexpr,
+                   MASKED: gl.constexpr, OWN: gl.constexpr, C: gl.constexpr):
+    """End the block of iteration ``count - 1`` (ENDS), whose P and dP the state has, and begin that of ``count``.
+
+    A tile's first iteration ends no block, and the one behind its last block begins none (BEGINS).
+    """
+    probs, left_probs, dprobs, dk, dv = state
+    kv, q_tiles, dout_tiles = smem.kv, smem.q.tiles, smem.dout.tiles
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
+    DTYPE: gl.constexpr = kv.k_tiles.dtype
+    kv_index = view.kv_index
+    last = count - 1
+    if BEGINS:
+        consumer_wait(smem.q.full, count, C.Q_STAGES)
+        consumer_wait(smem.dout.full, count, C.DOUT_STAGES)
+    if ENDS:
+        dscores = (probs * dprobs).to(DTYPE)
+        smem.dscores.tiles.index((last & 1) * C.CONSUMERS + OWN).store(dscores)
+        fence_async_shared()
+        consumer_release(smem.dscores.full, last, 2)
+        dout = dout_tiles.index(last % C.DOUT_STAGES).reshape([QUERIES, C.WIDTH])
+        dv_pending = warpgroup_mma(left_probs, dout, dv, is_async=True)
+    if BEGINS:
+        k = kv.k_tiles.index(kv_index).reshape([64, C.WIDTH])
+        scores_pending = issue_s_or_dp(k, q_tiles, smem.row_stats, count, count % C.Q_STAGES, SCORES, C)
+    if ENDS:
+        q = q_tiles.index(last % C.Q_STAGES).reshape([QUERIES, C.WIDTH])
+        dk_pending = warpgroup_mma(gl.convert_layout(dscores, LEFT), q, dk, is_async=True)
+    if BEGINS:
+        if C.HEAD_PERSISTENT:  # else what K's descriptor shares with V's spills: 144 bytes with 3.9
+            kv_index = optimization_barrier(kv_index)
+        v = kv.v_tiles.index(kv_index).reshape([64, C.WIDTH])
+        dprobs_pending = issue_s_or_dp(v, dout_tiles, smem.row_stats, count, count % C.DOUT_STAGES, DPROBS, C)
+        # Of the MMAs behind S two are dP's: it begins with that of the extra columns.
+        scores = warpgroup_mma_wait(3 if ENDS else 2, deps=(scores_pending,))
+        probs = gl.exp2(scores * args.scales.scale_log2)
+        if MASKED:
+            probs = hide_probs(probs, first_query, view.key, view.bounds, C)
+        left_probs = gl.convert_layout(probs.to(DTYPE), LEFT)
+        producer_acquire(smem.dscores.empty, count, 2)
+    if ENDS and BEGINS:
+        dk, dv, dprobs = warpgroup_mma_wait(0, deps=(dk_pending, dv_pending, dprobs_pending))
+    elif ENDS:
+        dk, dv = warpgroup_mma_wait(0, deps=(dk_pending, dv_pending))
+    else:
+        dprobs = warpgroup_mma_wait(0, deps=(dprobs_pending,))
+    if ENDS:
+        consumer_release(smem.dout.empty, last, C.DOUT_STAGES)
+        consumer_release(smem.q.empty, last, C.Q_STAGES)
+    return State(probs, left_probs, dprobs, dk, dv)
+
+
+@gluon.jit
+def attend_blocks(begin, end, state, count, view, args, smem, MASKED: gl.constexpr, OWN: gl.constexpr,
+                  C: gl.constexpr):
+    """Begin blocks ``begin`` to ``end`` of one query head, and end those before them."""
+    first_query = 0  # read by the mask alone
+    for step in range(begin, end):
+        if MASKED:
+            first_query = q_block_start(step, view.blocks, C)
+        state = overlap_blocks(state, count, first_query, view, args, smem, True, True, MASKED, OWN, C)
+        count += 1
+    return state, count
+
+
+@gluon.jit
+def load_tile(args, smem, tile_count, tile, count, C: gl.constexpr):
+    """Producer: keys and values of a tile, and behind them the queries of every head of the group."""
+    inputs, kv = args.inputs, smem.kv
+    NC: gl.constexpr = C.CONSUMERS
+    blocks = q_blocks_of(tile.first, args.bounds, C)
+    producer_acquire(kv.empty, tile_count, C.KV_STAGES)
+    stage = tile_count % C.KV_STAGES
+    mbarrier.expect(kv.full.index(stage), NC * (inputs.k.block_type.nbytes + inputs.v.block_type.nbytes))
+    for i in gl.static_range(NC):
+        index = stage * NC + i
+        tma_load(inputs.k, [tile.batch, tile.head, tile.first + i * 64, 0], kv.full.index(stage),
+                 kv.k_tiles.index(index))
+        tma_load(inputs.v, [tile.batch, tile.head, tile.first + i * 64, 0], kv.full.index(stage),
+                 kv.v_tiles.index(index))
+    for member in range(args.group):
+        for step in range(blocks.count):
+            place = (tile.batch, tile.head * args.group + member, q_block_start(step, blocks, C), 0)
+            load_queries(inputs, smem, count, place, 0, (), False, C)
+            load_dout(inputs, smem, count, place, False, C)
+            count += 1
+    return count
+
+
+@gluon.jit
+def load(args, smem, C: gl.constexpr):
+    """Producer, one warp: tile after tile; with C.DYNAMIC_TILES it fetches and publishes them."""
+    count = 0
+    if C.DYNAMIC_TILES:
+        total = args.grid.tiles * args.grid.heads * args.grid.batches
+        number = gl.program_id(0)
+        tile_count = 0
+        while number < total:
+            tile = kv_tile_at(number, args.grid, C)
+            publish_tile(smem.queue, tile_count, tile, 3)
+            count = load_tile(args, smem, tile_count, tile, count, C)
+            tile_count += 1
+            number = fetch_next_tile(args.tile_counter, total)
+        publish_tile(smem.queue, tile_count, (NO_TILE, 0, 0), 3)
+    else:
+        for tile_count in range(tiles_of_cta(args.grid, C)):
+            count = load_tile(args, smem, tile_count, tile_of_cta(tile_count, args.grid, C), count, C)
+
+
+@gluon.jit
+def attend_tile(args, smem, tile_count, tile, count, OWN: gl.constexpr, C: gl.constexpr):
+    """Consumer: dK and dV of 64 keys of a tile, and dS of every block for the warpgroup that makes dQ."""
+    kv, outputs, bounds = smem.kv, args.outputs, args.bounds
+    ACC_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.WIDTH, 16])
+    FIRST: gl.constexpr = 1 if C.DETERMINISTIC and not C.HAS_LOWER else 0
+    STOP: gl.constexpr = 3 if C.DETERMINISTIC else 2
+    dk = gl.full([64, C.WIDTH], 0.0, gl.float32, layout=ACC_LAYOUT)
+    dv = gl.full([64, C.WIDTH], 0.0, gl.float32, layout=ACC_LAYOUT)
+    zeros = gl.full([64, QUERIES], 0.0, gl.float32, layout=SCORE_LAYOUT)
+    left_zeros = gl.convert_layout(zeros.to(kv.k_tiles.dtype), gl.DotOperandLayout(0, ACC_LAYOUT, 2))
+    state = State(zeros, left_zeros, zeros, dk, dv)
+    blocks = q_blocks_of(tile.first, bounds, C)
+    key = tile.first + OWN * 64
+    ends = phases_of(key, blocks, bounds, C)
+    kv_index = tile_count % C.KV_STAGES * C.CONSUMERS + OWN
+    view = TileView(key, kv_index, blocks, bounds)
+    consumer_wait(kv.full, tile_count, C.KV_STAGES)
+    # Some query sees these keys: there is a block.
+    state = overlap_blocks(state, count, q_block_start(0, blocks, C), view, args, smem, False, True, True, OWN, C)
+    if tile_count > 0:
+        tma_store_wait(0)  # dK and dV of the tile before have been read where its keys and values were
+        consumer_release(kv.empty, tile_count - 1, C.KV_STAGES)
+    count += 1
+    for member in range(args.group):
+        for phase in gl.static_range(FIRST, STOP):
+            begin = gl.where(member == 0, gl.maximum(ends[phase], 1), ends[phase])
+            state, count = attend_blocks(begin, ends[phase + 1], state, count, view, args, smem, phase != 1, OWN, C)
+    state = overlap_blocks(state, count, 0, view, args, smem, True, False, False, OWN, C)
+    if C.CTAS_PER_HEAD > 1:  # computed anew, not kept in registers through all blocks
+        tile = tile_of_cta(optimization_barrier(tile_count), args.grid, C)
+    place = (tile.batch, tile.head, tile.first + OWN * 64, 0)
+    write_gradient(outputs.dv_desc, None, kv.v_tiles.index(kv_index), state.dv, place, 64, C)
+    named_barrier_sync(C.CONSUMERS + 1)  # dQ has read these keys
+    write_gradient(outputs.dk_desc, None, kv.k_tiles.index(kv_index), state.dk * args.scales.gradient, place, 64, C)
+    return count
+
+
+@gluon.jit
+def attend(args, smem, OWN: gl.constexpr, C: gl.constexpr):
+    """Consumer, one warpgroup: its keys of one tile after another."""
+    count = 0
+    if C.DYNAMIC_TILES:
+        tile_count = 0
+        tile = kv_tile_of_numbers(get_tile(smem.queue, tile_count, 3))
+        while tile.first != NO_TILE:
+            count = attend_tile(args, smem, tile_count, tile, count, OWN, C)
+            tile_count += 1
+            tile = kv_tile_of_numbers(get_tile(smem.queue, tile_count, 3))
+    else:
+        for tile_count in range(tiles_of_cta(args.grid, C)):
+            count = attend_tile(args, smem, tile_count, tile_of_cta(tile_count, args.grid, C), count, OWN, C)
+    tma_store_wait(0)
+
+
+@gluon.jit
+def make_dq_of_tile(args, smem, tile_count, tile, count, C: gl.constexpr):
+    """Third warpgroup: dQ of every block of a tile, added to the accumulator or staged for writers; or all of dq."""
+    kv, bounds, group = smem.kv, args.bounds, args.group
+    blocks_of_head = (bounds.sq + (QUERIES - 1)) // QUERIES
+    SHARED: gl.constexpr = C.CTAS_PER_HEAD > 1
+    blocks = q_blocks_of(tile.first, bounds, C)
+    consumer_wait(kv.full, tile_count, C.KV_STAGES)
+    if C.HEAD_PERSISTENT and not SHARED:
+        await_accum()  # of the tiles before
+    for member in range(group):
+        head = tile.head * group + member
+        if C.HEAD_PERSISTENT and not SHARED:
+            head_row = gl.program_id(0) * group + member
+        else:
+            head_row = tile.batch * args.grid.heads * group + head
+        for step in range(blocks.count):
+            query = q_block_start(step, blocks, C)
+            part = head_row * blocks_of_head + query // QUERIES
+            consumer_wait(smem.dscores.full, count, 2)
+            dq_pending = issue_dq(kv.k_tiles, smem.dscores.tiles, count & 1, tile_count % C.KV_STAGES * C.CONSUMERS, 0,
+                                  1, C)
+            dq = warpgroup_mma_wait(0, deps=(dq_pending,))
+            consumer_release(smem.dscores.empty, count, 2)
+            place = [tile.batch, head, query, 0]
+            if SHARED:
+                ends = Ends(rank_of(tile.first, query // QUERIES, bounds, C) == 0,
+                            is_last_of(tile.first, query, bounds, C))
+                stage_or_write(dq, args.dq, smem.dq_stage, count, place, ends)
+            elif C.HEAD_PERSISTENT:
+                ends = Ends(rank_of(tile.first, query // QUERIES, bounds, C) == 0,
+                            is_last_of(tile.first, query, bounds, C))
+                accumulate_or_write(dq, args.dq, smem.dq_stage, part, place, ends, True)
+            else:
+                accumulate(args.dq.accum, dq, smem.dq_stage, count, part, 0, C)
+            count += 1
+    named_barrier_sync(C.CONSUMERS + 1)
+    return count
+
+
+@gluon.jit
+def make_dq(args, smem, C: gl.constexpr):
+    """Third warpgroup: dQ of one tile after another."""
+    count = 0
+    if C.DYNAMIC_TILES:
+        tile_count = 0
+        tile = kv_tile_of_numbers(get_tile(smem.queue, tile_count, 3))
+        while tile.first != NO_TILE:
+            count = make_dq_of_tile(args, smem, tile_count, tile, count, C)
+            tile_count += 1
+            tile = kv_tile_of_numbers(get_tile(smem.queue, tile_count, 3))
+    else:
+        for tile_count in range(tiles_of_cta(args.grid, C)):
+            count = make_dq_of_tile(args, smem, tile_count, tile_of_cta(tile_count, args.grid, C), count, C)
+    tma_store_wait(0)
+
+
+@gluon.jit
+def semaphores_behind(accum_ptr, grid, blocks, WIDTH: gl.constexpr):
+    """Return where the semaphores are, one for each of ``blocks`` blocks of a head of k: behind the accumulator."""
+    # The zero changes nothing but on the CPU: there a launch's numbers are Python's, and have no ``to``.
+    all_blocks = gl.program_id(0) * 0 + grid.batches * grid.heads * blocks
+    return accum_ptr + all_blocks.to(gl.int64) * (64 * WIDTH)
+
+
+@gluon.jit
+def stage_or_write(dq, target, dq_stage, count, place, ends):
+    """Stage a part of dQ for the writer; or add a block's last part to the accumulator that it loaded, and write dq."""
+    parts = dq_stage.parts
+    consumer_wait(parts.empty, count, WRITERS)
+    tile = parts.tiles.index(count % WRITERS)
+    if ends.is_last:
+        if not ends.is_first:
+            dq = add_staged(tile, dq)
+        consumer_release(parts.full, count, WRITERS)
+        write_dq(dq, target.dq_desc, dq_stage.dq_rows, place, target.scale)
+    else:
+        stage_to_smem(tile, dq)
+        consumer_release(parts.full, count, WRITERS)
+
+
+@gluon.jit
+def accumulate_shared(args, parts, OWN: gl.constexpr, C: gl.constexpr):
+    """Writer, one warp, of a CTA that shares its heads: add every other part of dQ that ``make_dq`` stages.
+
+    Of a block's last tile it loads the accumulator instead, once the tiles before have added to it. The empty barrier
+    of a stage says that the part may be staged, or that the accumulator is there.
+    """
+    target, grid, bounds, group = args.dq, args.grid, args.bounds, args.group
+    blocks_of_head = (bounds.sq + (QUERIES - 1)) // QUERIES
+    semaphores = semaphores_behind(target.accum_ptr, grid, blocks_of_head * group, C.WIDTH)
+    count = 0
+    for tile_count in range(tiles_of_cta(grid, C)):
+        tile = tile_of_cta(tile_count, grid, C)
+        blocks = q_blocks_of(tile.first, bounds, C)
+        for member in range(group):
+            head_row = (tile.batch * grid.heads + tile.head) * group + member
+            for step in range(blocks.count):
+                if count % WRITERS == OWN:
+                    query = q_block_start(step, blocks, C)
+                    part = head_row * blocks_of_head + query // QUERIES
+                    rank = rank_of(tile.first, query // QUERIES, bounds, C)
+                    is_last = is_last_of(tile.first, query, bounds, C)
+                    if is_last & (rank > 0):
+                        semaphore_wait(semaphores + part, rank)
+                        mbarrier.expect(parts.empty.index(OWN), target.accum.block_type.nbytes)
+                        tma_load(target.accum, [part * (C.WIDTH // 4), 0], parts.empty.index(OWN),
+                                 parts.tiles.index(OWN))
+                    else:
+                        consumer_release(parts.empty, count, WRITERS)
+                    if is_last:
+                        consumer_wait(parts.full, count, WRITERS)
+                        if rank > 0:
+                            discard_from_l2(target.accum_ptr + part.to(gl.int64) * (64 * C.WIDTH), 64 * C.WIDTH)
+                    else:
+                        semaphore_wait(semaphores + part, rank)
+                        consumer_wait(parts.full, count, WRITERS)
+                        accumulate_staged(target.accum, semaphores + part, parts.tiles, part, rank, OWN, 1)
+                count += 1
+
+
+@gluon.jit(do_not_specialize=["tiles", "heads", "batches", "section", "sq", "sk", "lower", "upper", "group"])
+def hopper_backward_d64_kernel(q_desc, k_desc, v_desc, dout_desc, columns_desc, dk_desc, dv_desc, dq_desc, accum,
+                                  workspace_ptr, tiles, heads, batches, section, sq, sk, lower, upper, group, scale,
+                                  scale_log2, C: gl.constexpr):
+    """Compute dk and dv, and the dQ accumulator, or with C.HEAD_PERSISTENT dq.
+
+    Grid: (tiles · heads of k · batches,), with C.HEAD_PERSISTENT any multiple of C.CTAS_PER_HEAD up to as many times
+    heads of k · batches, with C.DYNAMIC_TILES any number up to its own. columns_desc: the extra columns of queries.
+    section: TileGrid.heads_per_swizzle.
+
+    accum: (·, 256), a descriptor. The accumulator must be zero at first, but with C.DETERMINISTIC. Where a CTA has a
+    head to itself it has room for a group's blocks for each CTA. dq_desc: with C.HEAD_PERSISTENT, else None.
+    workspace_ptr points with C.HEAD_PERSISTENT to the accumulator, behind which the semaphores stand where CTAs share a
+    head; else with C.DETERMINISTIC to these semaphores, one for each block of a query head, zero at first; with
+    C.DYNAMIC_TILES to the counter of the dynamic tile scheduler, zero at first and in the end; else it is None.
+    """
+    DTYPE: gl.constexpr = q_desc.dtype
+    NC: gl.constexpr = C.CONSUMERS
+    KV_TILES: gl.constexpr = C.KV_STAGES * NC
+    k_tiles = gl.allocate_shared_memory(DTYPE, [KV_TILES, 1, 1, 64, C.WIDTH], k_desc.layout)
+    v_tiles = gl.allocate_shared_memory(DTYPE, [KV_TILES, 1, 1, 64, C.WIDTH], v_desc.layout)
+    q_tiles = gl.allocate_shared_memory(DTYPE, [C.Q_STAGES, 1, 1, QUERIES, C.WIDTH], q_desc.layout)
+    dout_tiles = gl.allocate_shared_memory(DTYPE, [C.DOUT_STAGES, 1, 1, QUERIES, C.WIDTH], dout_desc.layout)
+    DSCORES_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, QUERIES], DTYPE)
+    dscores_tiles = gl.allocate_shared_memory(DTYPE, [2 * NC, 64, QUERIES], DSCORES_LAYOUT)
+    row_stats = AugmentedK(make_selectors(), gl.allocate_shared_memory(
+        gl.bfloat16, [C.Q_STAGES, 1, 1, QUERIES, EXTRA_COLUMNS], columns_desc.layout))
+    kv_pipe = KVPipe(k_tiles, v_tiles, make_barriers(C.KV_STAGES, 1), make_barriers(C.KV_STAGES, NC))
+    q_pipe = Pipe(q_tiles, make_barriers(C.Q_STAGES, 1), make_barriers(C.Q_STAGES, NC))
+    dout_pipe = Pipe(dout_tiles, make_barriers(C.DOUT_STAGES, 1), make_barriers(C.DOUT_STAGES, NC))
+    dscores_pipe = Pipe(dscores_tiles, make_barriers(2, NC), make_barriers(2, 1))
+    IN_ORDER: gl.constexpr = C.DETERMINISTIC and not C.HEAD_PERSISTENT
+    if IN_ORDER:
+        dq_stage = make_stages(accum, 1, C)
+    elif C.HEAD_PERSISTENT:
+        dq_rows = gl.allocate_shared_memory(DTYPE, [1, 1, 64, C.WIDTH], dq_desc.layout)
+        if C.CTAS_PER_HEAD > 1:
+            dq_stage = DQStage(make_stages(accum, 1, C), dq_rows)
+        else:
+            dq_stage = DQStage(gl.allocate_shared_memory(gl.float32, [C.WIDTH // 4, 256], accum.layout), dq_rows)
+    else:
+        dq_stage = gl.allocate_shared_memory(gl.float32, [1, C.WIDTH // 4, 256], accum.layout)
+    queue = ()
+    if C.DYNAMIC_TILES:
+        numbers = gl.allocate_shared_memory(gl.int32, [2 * 3, 1], CONTIGUOUS)
+        queue = TileQueue(numbers, make_barriers(2, 1), make_barriers(2, NC + 1))
+    fence_async_shared()
+    grid = TileGrid(tiles, heads, batches, section)
+    tile = ()
+    if IN_ORDER:
+        tile = kv_tile_at(gl.program_id(0), grid, C)
+    args = Args(Inputs(q_desc, k_desc, v_desc, dout_desc, columns_desc, None, None),
+                Outputs(dk_desc, dv_desc, None, None), DQTarget(accum, workspace_ptr, workspace_ptr, dq_desc, scale),
+                grid, MaskBounds(sq, sk, lower, upper), group, Scales(scale, scale_log2, None), None, None, tile,
+                workspace_ptr)
+    smem = Smem(kv_pipe, q_pipe, dout_pipe, row_stats, dscores_pipe, dq_stage, queue)
+    if IN_ORDER:
+        gl.warp_specialize([
+            (attend, (args, smem, ZERO, C)), (attend, (args, smem, ONE, C)), (make_dq, (args, smem, C)),
+            (load, (args, smem, C)), (accumulate_in_order, (args, dq_stage, ZERO, ONE, C)),
+            (accumulate_in_order, (args, dq_stage, ONE, ONE, C)),
+        ], [4, 4, 1, 1, 1], [208, 72, 24, 24, 24])
+    elif C.CTAS_PER_HEAD > 1:
+        gl.warp_specialize([
+            (attend, (args, smem, ZERO, C)), (attend, (args, smem, ONE, C)), (make_dq, (args, smem, C)),
+            (load, (args, smem, C)), (accumulate_shared, (args, dq_stage.parts, ZERO, C)),
+            (accumulate_shared, (args, dq_stage.parts, ONE, C)),
+        ], [4, 4, 1, 1, 1], [200, 88, 24, 24, 24])
+    else:
+        gl.warp_specialize([
+            (attend, (args, smem, ZERO, C)), (attend, (args, smem, ONE, C)), (make_dq, (args, smem, C)),
+            (load, (args, smem, C)),
+        ], [4, 4, 1], [200, 88, 24] if C.HEAD_PERSISTENT else [208, 72, 24])

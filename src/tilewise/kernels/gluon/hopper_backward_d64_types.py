@@ -1,0 +1,76 @@
+"""The data of the Hopper backward kernel for head dims up to 64: config, shared memory, and what a warpgroup holds."""
+
+from typing import Any, NamedTuple
+
+
+class Config(NamedTuple):
+    """What is fixed when the kernel is compiled: HopperBackwardConfig's fields, and which bounds the mask has.
+
+    CTAS_PER_HEAD: CTAs that share a head. KV_STAGES: tiles of keys in flight. DYNAMIC_TILES: the CTAs are persistent,
+    and the dynamic scheduler gives them their tiles. The last ones are what hopper_backward.py's functions read, always
+    the same. The rest: hopper_backward_types.Config.
+    """
+
+    WIDTH: int
+    Q_STAGES: int
+    DOUT_STAGES: int
+    DETERMINISTIC: bool
+    HEAD_PERSISTENT: bool
+    CTAS_PER_HEAD: int
+    KV_STAGES: int
+    DYNAMIC_TILES: bool
+    HAS_LOWER: bool
+    HAS_UPPER: bool
+    CONSUMERS: int = 2
+    AUGMENTED_K: bool = True
+    DQ_FROM_REGISTERS: bool = False
+    VARLEN: bool = False
+    HAS_CU_SEQLENS: bool = False
+    PERSISTENT: bool = False
+
+
+class KVPipe(NamedTuple):
+    """Stages of K and V tiles, 64 keys a consumer in each, with their barriers."""
+
+    k_tiles: Any
+    v_tiles: Any
+    full: Any
+    empty: Any
+
+
+class Smem(NamedTuple):
+    """The CTA's shared memory.
+
+    dscores: a Pipe of two stages of both consumers' dS. dq_stage: what dQ is staged in: where it is only added, tiles
+    or with C.DETERMINISTIC a Pipe; where CTAs own heads, a DQStage. queue: with C.DYNAMIC_TILES.
+    """
+
+    kv: Any
+    q: Any
+    dout: Any
+    row_stats: Any
+    dscores: Any
+    dq_stage: Any
+    queue: Any
+
+
+class State(NamedTuple):
+    """What a consumer holds between two iterations: P and dP of the block that it has begun, dK and dV.
+
+    left_probs: P as a left operand.
+    """
+
+    probs: Any
+    left_probs: Any
+    dprobs: Any
+    dk: Any
+    dv: Any
+
+
+class TileView(NamedTuple):
+    """A tile of keys as a consumer sees it: its first key, where its keys lie, blocks of queries, the mask's bounds."""
+
+    key: Any
+    kv_index: Any
+    blocks: Any
+    bounds: Any

@@ -1,0 +1,158 @@
+"""The Hopper backward kernel's data: its compile-time config, its arguments, its shared memory, and a tile's state.
+
+The kernels of other head dims (hopper_backward_d64.py, hopper_backward_d256.py) share what is here, and add their
+own in hopper_backward_d64_types.py and hopper_backward_d256_types.py.
+"""
+
+from typing import Any, NamedTuple
+
+
+class Config(NamedTuple):
+    """What is fixed when the kernel is compiled: HopperBackwardConfig's fields, and which bounds the mask has.
+
+    WIDTH: columns of a head inside the tiles. CONSUMERS: warpgroups with 64 keys each. Q_STAGES, DOUT_STAGES: tiles of
+    Q and of dO in flight.
+    S_AHEAD: S of the next block is computed while dQ and dK of this one are.
+    DQ_FROM_REGISTERS: dQ is added from registers; else it is staged in shared memory, and TMA adds it.
+    DETERMINISTIC: warps of their own add the staged dQ in a fixed order.
+    AUGMENTED_K: the tensor cores subtract lse and delta (augmented_k.py).
+    PERSISTENT: a CTA computes one tile of keys after another; of calls with AUGMENTED_K whose dQ is staged.
+    HEAD_PERSISTENT: a persistent CTA has all tiles of a head, and no other CTA adds to this head's dQ.
+    VARLEN, HAS_CU_SEQLENS, BOTTOM_RIGHT: as in the forward kernel. HAS_DROPOUT: whether there is dropout.
+    CODE_PADDING: instructions that never run in front of each warpgroup's code (pipeline.pad_code).
+    """
+
+    WIDTH: int
+    CONSUMERS: int
+    Q_STAGES: int
+    DOUT_STAGES: int
+    S_AHEAD: bool
+    DQ_FROM_REGISTERS: bool
+    DETERMINISTIC: bool
+    AUGMENTED_K: bool
+    PERSISTENT: bool
+    HEAD_PERSISTENT: bool
+    HAS_LOWER: bool
+    HAS_UPPER: bool
+    VARLEN: bool
+    HAS_CU_SEQLENS: bool
+    BOTTOM_RIGHT: bool
+    HAS_DROPOUT: bool
+    CODE_PADDING: tuple[int, int]
+
+
+class Inputs(NamedTuple):
+    """What the producer warp loads: q, k, v and dout as TMA descriptors, lse and delta as pointers.
+
+    With C.AUGMENTED_K, lse: the descriptor of the extra columns, which hold delta too. delta_scale: with dropout what
+    delta is multiplied by, else None.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    dout: Any
+    lse: Any
+    delta: Any
+    delta_scale: Any
+
+
+class Outputs(NamedTuple):
+    """Where dk and dv go; pointers where copies by TMA would write past a packed sequence, else None."""
+
+    dk_desc: Any
+    dv_desc: Any
+    dk_ptr: Any
+    dv_ptr: Any
+
+
+class Scales(NamedTuple):
+    """What dK and dQ are multiplied by, and what scores are, to base 2; ``squash`` as in softmax.cap."""
+
+    gradient: Any
+    scale_log2: Any
+    squash: Any
+
+
+class Args(NamedTuple):
+    """What the launch gives to every warp. group: query heads a kv head; num_sequences: None but for C.VARLEN.
+
+    tile: the CTA's tile of keys, of CTAs that are not persistent. tile_counter: the dynamic tile scheduler's.
+    """
+
+    inputs: Any
+    outputs: Any
+    dq: Any
+    grid: Any
+    bounds: Any
+    group: Any
+    scales: Any
+    dropout: Any
+    num_sequences: Any
+    tile: Any
+    tile_counter: Any
+
+
+class Pipe(NamedTuple):
+    """Stages of a tile between a producer and its consumers, with their barriers."""
+
+    tiles: Any
+    full: Any
+    empty: Any
+
+
+class KVTiles(NamedTuple):
+    """K and V of a tile, 64 keys a consumer; the empty barriers: of persistent CTAs."""
+
+    k_tiles: Any
+    v_tiles: Any
+    full: Any
+    k_empty: Any
+    v_empty: Any
+
+
+class Smem(NamedTuple):
+    """The CTA's shared memory.
+
+    row_stats: lse and delta of each Q stage's queries, alternating, or an AugmentedK. dscores: two stages of each
+    consumer's dS. dq_stage: what dQ is staged in, with C.DETERMINISTIC a Pipe. queue: of persistent CTAs. metadata: of
+    the tile of keys, with C.VARLEN (lengths.py).
+    """
+
+    kv: Any
+    q: Any
+    dout: Any
+    row_stats: Any
+    dscores: Any
+    dq_stage: Any
+    queue: Any
+    metadata: Any
+
+
+class State(NamedTuple):
+    """What a warpgroup holds of its 64 keys between two blocks; with C.S_AHEAD, scores: S of the next block."""
+
+    scores: Any
+    dk: Any
+    dv: Any
+
+
+class TileView(NamedTuple):
+    """A tile of keys as a warpgroup sees it: its first key, the tile's blocks of queries, and the mask's bounds.
+
+    last_count: of a persistent CTA, the Q pipe's iteration of the tile's last block.
+    """
+
+    key: Any
+    blocks: Any
+    bounds: Any
+    last_count: Any
+
+
+class QHead(NamedTuple):
+    """A query head of the group. member: its number there; first_part: the first of its parts in the dQ accumulator."""
+
+    batch: Any
+    head: Any
+    member: Any
+    first_part: Any

@@ -1,0 +1,150 @@
+"""dQ on Hopper at head dims above 128, in a kernel of its own: a tile of queries is resident, keys stream past.
+
+Each of two warpgroups has 64 queries and all columns of their dQ in registers, 128 a thread at 256 columns. Scores have
+queries as rows here, so that dS is a left operand of dQ += dS·K from registers, and nothing passes between the
+warpgroups (maths.md, eq. 10): the exponentials of one run beside the MMAs of the other. One producer warp loads. K of a
+block is released when its dQ is done, V when its dP is.
+
+Q, dO, K and V come in chunks of columns as in hopper_backward_d256.py.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
+
+from tilewise.kernels.gluon.hopper_backward import SCORE_LAYOUT
+from tilewise.kernels.gluon.hopper_backward_d256 import (
+    issue_accumulate,
+    issue_s_or_dp,
+    load_chunks,
+    write_gradients,
+    zeros_of,
+)
+from tilewise.kernels.gluon.hopper_backward_d256_types import DQArgs, DQSmem, Inputs, QTiles, QView, Scales
+from tilewise.kernels.gluon.hopper_backward_load import fetch_row_stats, in_base_2
+from tilewise.kernels.gluon.hopper_backward_types import Pipe
+from tilewise.kernels.gluon.pipeline import (
+    allocate_stages,
+    as_tuple,
+    consumer_release,
+    consumer_wait,
+    make_barriers,
+    optimization_barrier,
+    producer_acquire,
+)
+from tilewise.kernels.gluon.products import finish
+from tilewise.kernels.gluon.softmax import hide, pack_pairs
+from tilewise.kernels.gluon.tiles import (
+    MaskBounds,
+    TileGrid,
+    first_block_is_masked,
+    kv_blocks_of,
+    masked_blocks_of,
+    n_block_start,
+    tile_at,
+)
+
+K_STAGES: gl.constexpr = gl.constexpr(2)  # tiles of K in flight; of V one: two were no faster where they fit
+
+
+@gluon.jit
+def load_block(descs, pipe, step, blocks, head, batch, STAGES: gl.constexpr, C: gl.constexpr):
+    """Producer: load K or V of a block of keys."""
+    producer_acquire(pipe.empty, step, STAGES)
+    stage = step % STAGES
+    load_chunks(descs, pipe.tiles, stage, (batch, head, n_block_start(step, blocks, C)), pipe.full.index(stage))
+
+
+@gluon.jit
+def load(args, smem, C: gl.constexpr):
+    """Producer, one warp: load the queries and their dO once, then the keys and values that they see."""
+    inputs = args.inputs
+    q_tiles, dout_tiles, full = smem.q
+    first, head, batch = args.tile
+    head_k = head // args.group
+    blocks = kv_blocks_of(first, args.bounds, C)
+    load_chunks(inputs.q, q_tiles, 0, (batch, head, first), full.index(0))
+    load_block(inputs.k, smem.k, 0, blocks, head_k, batch, K_STAGES, C)
+    load_chunks(inputs.q, q_tiles, 1, (batch, head, first + 64), full.index(1))
+    load_chunks(inputs.dout, dout_tiles, 0, (batch, head, first), full.index(2))
+    load_block(inputs.v, smem.v, 0, blocks, head_k, batch, 1, C)
+    load_chunks(inputs.dout, dout_tiles, 1, (batch, head, first + 64), full.index(3))
+    for step in range(1, blocks.count):
+        load_block(inputs.k, smem.k, step, blocks, head_k, batch, K_STAGES, C)
+        load_block(inputs.v, smem.v, step, blocks, head_k, batch, 1, C)
+
+
+@gluon.jit
+def accumulate_blocks(begin, end, dq, view, smem, scale_log2, OWN: gl.constexpr, MASKED: gl.constexpr,
+                      C: gl.constexpr):
+    """Blocks ``begin`` to ``end`` of keys: add to dQ of 64 queries."""
+    q_tiles, dout_tiles, _full = smem.q
+    k_pipe, v_pipe = smem.k, smem.v
+    for step in range(begin, end):
+        resident = optimization_barrier(0) + OWN  # computed anew in each block, and not kept in registers
+        stage = step % K_STAGES
+        consumer_wait(k_pipe.full, step, K_STAGES)
+        scores_pending = issue_s_or_dp(q_tiles, k_pipe.tiles, stage, resident)
+        consumer_wait(v_pipe.full, step, 1)
+        dprobs_pending = issue_s_or_dp(dout_tiles, v_pipe.tiles, 0, resident)
+        scores = warpgroup_mma_wait(len(v_pipe.tiles), deps=(scores_pending,))
+        if MASKED:
+            scores = hide(scores, view.row, n_block_start(step, view.blocks, C), view.bounds, C)
+        probs = gl.exp2(scores * scale_log2 - view.lse[:, None])
+        dprobs = warpgroup_mma_wait(0, deps=(dprobs_pending,))
+        consumer_release(v_pipe.empty, step, 1)
+        dscores = pack_pairs(probs * (dprobs - view.delta[:, None]), k_pipe.tiles[0].dtype)
+        dq = finish(issue_accumulate(dq, dscores, k_pipe.tiles, stage), 0)
+        consumer_release(k_pipe.empty, step, K_STAGES)
+    return dq
+
+
+@gluon.jit
+def attend(args, smem, OWN: gl.constexpr, C: gl.constexpr):
+    """Consumer, one warpgroup: dQ of 64 queries."""
+    inputs, bounds, scales = args.inputs, args.bounds, args.scales
+    k_pipe, v_pipe = smem.k, smem.v
+    first, head, batch = args.tile
+    row = first + OWN * 64
+    offsets = row + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORE_LAYOUT))
+    lse_row = (batch * args.heads + head).to(gl.int64) * bounds.sq
+    lse, delta = fetch_row_stats(inputs.lse, inputs.delta, lse_row, offsets, offsets < bounds.sq)
+    blocks = kv_blocks_of(first, bounds, C)
+    view = QView(row, in_base_2(lse), delta, blocks, bounds)
+    masked = masked_blocks_of(row, blocks, bounds, C)
+    begin = 0
+    if C.HAS_UPPER:
+        if first_block_is_masked(n_block_start(0, blocks, C), blocks.count, row, bounds.upper, C):
+            consumer_wait(k_pipe.full, 0, K_STAGES)
+            consumer_release(k_pipe.empty, 0, K_STAGES)
+            consumer_wait(v_pipe.full, 0, 1)
+            consumer_release(v_pipe.empty, 0, 1)
+            begin += 1
+    mbarrier.wait(smem.q.full.index(OWN), 0)
+    mbarrier.wait(smem.q.full.index(2 + OWN), 0)
+    dq = zeros_of(args.dq)
+    dq = accumulate_blocks(begin, masked, dq, view, smem, scales.scale_log2, OWN, True, C)
+    dq = accumulate_blocks(gl.maximum(begin, masked), blocks.count, dq, view, smem, scales.scale_log2, OWN, False, C)
+    write_gradients(args.dq, smem.q.q_tiles, OWN, dq, scales.gradient, (batch, head, row), C)
+
+
+@gluon.jit(do_not_specialize=["tiles", "heads", "batches", "section", "sq", "sk", "lower", "upper", "group"])
+def hopper_dq_d256_kernel(q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, dout_desc, dout_rest, lse_ptr, delta_ptr,
+                          dq_desc, dq_rest, tiles, heads, batches, section, sq, sk, lower, upper, group, scale,
+                          scale_log2, C: gl.constexpr):
+    """Compute dq. Grid: (tiles of 128 queries · heads · batches,). The rest as in hopper_backward_d256_kernel."""
+    inputs = Inputs(as_tuple(q_desc, q_rest), as_tuple(k_desc, k_rest), as_tuple(v_desc, v_rest),
+                    as_tuple(dout_desc, dout_rest), lse_ptr, delta_ptr)
+    q = QTiles(allocate_stages(inputs.q, 2), allocate_stages(inputs.dout, 2), make_barriers(4, 1))
+    k_pipe = Pipe(allocate_stages(inputs.k, K_STAGES), make_barriers(K_STAGES, 1), make_barriers(K_STAGES, 2))
+    v_pipe = Pipe(allocate_stages(inputs.v, 1), make_barriers(1, 1), make_barriers(1, 2))
+    fence_async_shared()
+    tile = tile_at(gl.program_id(0), TileGrid(tiles, heads, batches, section), sq, C)
+    args = DQArgs(inputs, as_tuple(dq_desc, dq_rest), tile, heads, MaskBounds(sq, sk, lower, upper), group,
+                  Scales(scale, scale_log2))
+    smem = DQSmem(q, k_pipe, v_pipe)
+    ZERO: gl.constexpr = 0
+    ONE: gl.constexpr = 1
+    gl.warp_specialize([
+        (attend, (args, smem, ZERO, C)), (attend, (args, smem, ONE, C)), (load, (args, smem, C)),
+    ], [4, 1], [240, 24])
