@@ -107,7 +107,7 @@ def test_clearing_empties_what_calls_led_to_and_changes_no_result(caches):
 def test_dicts_and_caches_of_functools_are_taken_and_handed_back():
     mapping = {1: 2}
     doubled = functools.lru_cache(maxsize=4)(lambda x: 2 * x)
-    from tilewise import caches as registry
+    from tilewise.support import caches as registry
 
     places = len(registry._registered)
     try:

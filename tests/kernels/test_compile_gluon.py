@@ -98,8 +98,8 @@ def test_hopper_forward_compiles_within_registers_and_shared_memory(version):
         wanted += [forward(128) | {"mask": [None, 1, "top_left"]}]
         wanted += [forward(d, dtype="float16") for d in (64, 128)]
         wanted += [forward(64, s=1024)]  # other tiles
-        wanted += [forward(64, mask, s=1024) | {"config": {"kv_stages": 4, "ping_pong": mask == "full"}}  # in many waves
-                   for mask in ("full", "causal")]
+        wanted += [forward(64, mask, s=1024) | {"config": {"kv_stages": 4, "ping_pong": mask == "full"}}
+                   for mask in ("full", "causal")]  # in many waves
         wanted += [forward(64, "full", s=512) | {"config": {"consumers": 3, "ping_pong": False}}]  # of the H200's table
         wanted += [forward(d, mask) | {"config": {"consumers": 2, "ping_pong": True}}
                    for d, mask in ((128, "full"), (128, "causal"), (96, "full"))]
