@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from tilewise import disk_cache
+from tilewise.support import disk_cache
 
 
 @pytest.mark.parametrize(("umask", "permissions"), [(0o022, 0o644), (0o002, 0o664), (0o077, 0o600)])

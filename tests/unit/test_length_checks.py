@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from tilewise import InvalidInput, attention_decode, attention_varlen, causal, explain, length_checks
+from tilewise import InvalidInput, attention_decode, attention_varlen, causal, explain
+from tilewise.problem import length_checks
 
 GPU = {"device": "cuda"}
 LATE = "An earlier call of {} was wrong (TILEWISE_CHECK=1): "
