@@ -11,11 +11,11 @@ from tilewise import (
     causal,
     documents,
     explain,
-    length_checks,
     sink_tokens,
     window,
 )
 from tilewise.api import AttentionOutput, AttentionOutputWithMax
+from tilewise.problem import length_checks
 
 _NONE = torch.ones(6, 5, dtype=torch.bool)
 
