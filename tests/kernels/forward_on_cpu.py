@@ -73,6 +73,19 @@ def attend(problem, config, tensors, pack_gqa=1, split_kv=None, sinks=None, prog
     return out, lse, partial
 
 
+def published_tiles(monkeypatch, *, recomputed_only=False):
+    """Return a list that receives the numbers of each tile that is published; the last says if it is recomputed."""
+    found, publish_tile, no_tile = [], loading.publish_tile.fn, pipeline.NO_TILE.value
+
+    def watched(queue, count, tile, size):
+        if tile[0] != no_tile and (tile[-1] or not recomputed_only):
+            found.append(tuple(map(int, tile)))
+        publish_tile(queue, count, tile, size)
+
+    monkeypatch.setattr(loading, "publish_tile", watched)
+    return found
+
+
 def call_of(mask, sizes, heads, dims, b=1, sinks=False, dtype=torch.float16):
     torch.manual_seed(0)
     (sq, sk), (hq, hk), (d, dv) = sizes, heads, dims

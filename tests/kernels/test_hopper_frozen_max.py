@@ -14,11 +14,10 @@ from tilewise.problem.sequences import Sequences
 from tilewise.tuning.configs import HopperForwardConfig
 
 forward_on_cpu = pytest.importorskip("kernels.forward_on_cpu", reason="Triton is not installed")
-launch, loading = forward_on_cpu.launch, forward_on_cpu.loading
+launch = forward_on_cpu.launch
 attend, call_of, check, combined = (
     getattr(forward_on_cpu, name) for name in ("attend", "call_of", "check", "combined"))
 TWO, THREE = HopperForwardConfig(128, 2), HopperForwardConfig(128, 3, ping_pong=True)
-NO_TILE = forward_on_cpu.pipeline.NO_TILE.value
 WIDE = HopperForwardConfig(64, 2, q_stages=1, epilogue_passes=2)
 CASES = {
     "full": (Mask(), (150, 700), (64, 64), TWO), "three": (Mask(), (390, 500), (64, 64), THREE),
@@ -39,16 +38,8 @@ def short_calls_too(monkeypatch):
 
 @pytest.fixture
 def loaded(monkeypatch):
-    """The tiles that are handed out, in order: their numbers, of which the last one says if a tile comes again."""
-    found, publish_tile = [], loading.publish_tile.fn
-
-    def watched(next_tile, turn, tile, size):
-        if tile[0] != NO_TILE:
-            found.append(tuple(map(int, tile)))
-        publish_tile(next_tile, turn, tile, size)
-
-    monkeypatch.setattr(loading, "publish_tile", watched)
-    return found
+    """The tiles that the producer publishes, in order: their numbers; the last says whether a tile is recomputed."""
+    return forward_on_cpu.published_tiles(monkeypatch)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

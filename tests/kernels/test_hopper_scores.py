@@ -13,11 +13,10 @@ from tilewise.testing import oracle
 from tilewise.tuning.configs import HopperForwardConfig
 
 forward_on_cpu = pytest.importorskip("kernels.forward_on_cpu", reason="Triton is not installed")
-launch, loading = forward_on_cpu.launch, forward_on_cpu.loading
+launch = forward_on_cpu.launch
 attend, call_of, check, combined = (
     getattr(forward_on_cpu, name) for name in ("attend", "call_of", "check", "combined"))
 TWO, THREE = HopperForwardConfig(128, 2), HopperForwardConfig(128, 3, ping_pong=True)
-NO_TILE = forward_on_cpu.pipeline.NO_TILE.value
 WIDE = HopperForwardConfig(64, 2, q_stages=1, epilogue_passes=2)
 HUGE = {"133120": 133120.0, "1e6": 999424.0}  # which bfloat16 has
 SMALL = 2.0**-6
@@ -30,16 +29,8 @@ def short_calls_too(monkeypatch):
 
 @pytest.fixture
 def again(monkeypatch):
-    """The tiles that come again."""
-    found, publish_tile = [], loading.publish_tile.fn
-
-    def watched(next_tile, turn, tile, size):
-        if tile[0] != NO_TILE and tile[-1]:
-            found.append(tuple(map(int, tile)))
-        publish_tile(next_tile, turn, tile, size)
-
-    monkeypatch.setattr(loading, "publish_tile", watched)
-    return found
+    """The tiles that are recomputed."""
+    return forward_on_cpu.published_tiles(monkeypatch, recomputed_only=True)
 
 
 def rounded_below_the_maximum(problem, tensors):

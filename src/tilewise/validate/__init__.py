@@ -1,4 +1,4 @@
-"""Every check of an argument, once, and the sentence that it is refused with; nobody else raises for one.
+"""Every check of an argument, once, and the error that it raises; no other folder checks one.
 
 By subject: names.py (arguments that there are not), values.py (numbers, switches, names), tensors.py (one tensor),
 call.py (the tensors of a call against one another), decode.py (those of a decoding call), functions.py (the parts of
