@@ -98,7 +98,7 @@ CALLS = {
     "triton_everything": Call(case_named("everything"), "triton"),
     "triton_packed_everything": Call(case_named("packed_everything"), "triton"),
     "float32": Call(_case(2, 200, 64, _BOTTOM), "cuda", dtype="float32"),
-    "float32_packed": Call(_case(4, 150, 64, **_DATA, packed="tight"), "cuda", dtype="float32"),
+    "float32_lengths": Call(_case(4, 150, 64, **_DATA), "cuda", dtype="float32"),
     "decode": Call(_case(8, 1, 128, hk=2, sk=3000), "triton", backward=False),
 }
 

@@ -128,4 +128,4 @@ def test_it_computes_the_oracles_gradient_and_the_same_bits_at_every_call(case, 
     got, again = (forward_and_backward(triton.backend, case, inputs, "out_and_lse").gradients for _ in range(2))
     assert_gradients_within_budget(case, inputs, got, "out_and_lse")
     assert torch.equal(got.dbias, again.dbias)
-    assert len(launches) == 2
+    assert len([tensors for _, *tensors in launches if tensors[0].is_cuda]) == 2  # beside what compiles it ahead

@@ -248,7 +248,7 @@ def test_a_run_in_which_tools_report_nothing_ends_well(given):
     header, *rows = own.out.read_text().splitlines()
     assert header.startswith("tool,call,outcome,known,other,classes,seconds,sanitizer,device_name,")
     assert [row.split(",")[:3] for row in rows] == [
-        [tool, call, "clean"] for tool in own.tools for call in ("forward_window", "float32", "float32_packed")]
+        [tool, call, "clean"] for tool in own.tools for call in ("forward_window", "float32", "float32_lengths")]
     assert "2025.3.0.0" in rows[0]
     assert "=== COMPUTE-SANITIZER" in (own.logs / "float32.memcheck.txt").read_text()
 
