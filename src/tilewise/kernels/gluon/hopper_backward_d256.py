@@ -2,7 +2,7 @@
 
 At 256 columns dK and dV of 64 keys are twice what the registers of a warpgroup hold beside a block of scores. So two
 warpgroups share 64 keys: one computes S and P and accumulates dV, the other computes dP and dS and accumulates dK. All
-that passes between them is P in 16 bits, through shared memory. P and dS are left operands from the registers in which
+that passes between them is P in float32, through shared memory. P and dS are left operands from the registers in which
 they were computed, and so are the first columns of K and V. One producer warp loads. dQ has a kernel of its own
 (hopper_dq_d256.py); the rest is as in hopper_backward.py.
 
@@ -192,7 +192,7 @@ def accumulate_dv(args, smem, C: gl.constexpr):
     """Consumer, one warpgroup: P of 64 keys and the queries that see them, at least one block of these, and dV."""
     tile, bounds = args.tile, args.bounds
     kv, q_pipe, dout_pipe, probs_pipe = smem.kv, smem.q, smem.dout, smem.probs
-    DTYPE: gl.constexpr = probs_pipe.tiles.dtype
+    DTYPE: gl.constexpr = q_pipe.tiles[0].dtype
     blocks = q_blocks_of(tile.first, bounds, C)
     _begin, masked, _end = phases_of(tile.first, blocks, bounds, C)
     total = args.group * blocks.count
@@ -210,13 +210,12 @@ def accumulate_dv(args, smem, C: gl.constexpr):
         if step < masked:
             probs = hide_probs(probs, q_block_start(step, blocks, C), tile.first, bounds, C)
         step = gl.where(step + 1 == blocks.count, 0, step + 1)
+        producer_acquire(probs_pipe.empty, count, 1)
+        probs_pipe.tiles.index(0).store(probs)
+        consumer_release(probs_pipe.full, count, 1)
         packed = pack_pairs(probs, DTYPE)
         consumer_wait(dout_pipe.full, count, C.DOUT_STAGES)
         dv_pending = issue_accumulate(dv, packed, dout_pipe.tiles, count % C.DOUT_STAGES)
-        producer_acquire(probs_pipe.empty, count, 1)
-        probs = as_operand(packed, DTYPE, gl.DotOperandLayout(0, SCORE_LAYOUT, 2))
-        probs_pipe.tiles.index(0).store(gl.convert_layout(probs, SCORE_LAYOUT))
-        consumer_release(probs_pipe.full, count, 1)
         consumer_release(q_pipe.empty, count, C.Q_STAGES)
         dv = finish(dv_pending, 0)
         consumer_release(dout_pipe.empty, count, C.DOUT_STAGES)
@@ -230,7 +229,7 @@ def accumulate_dk(args, smem, C: gl.constexpr):
     """Consumer, one warpgroup: dS of the same keys and queries, and dK."""
     tile, bounds = args.tile, args.bounds
     kv, q_pipe, dout_pipe, probs_pipe = smem.kv, smem.q, smem.dout, smem.probs
-    DTYPE: gl.constexpr = probs_pipe.tiles.dtype
+    DTYPE: gl.constexpr = q_pipe.tiles[0].dtype
     mbarrier.wait(kv.full.index(1), 0)
     fragments = load_first_columns(kv.v_tiles)
     dk = zeros_of(args.outputs.dk)
@@ -245,9 +244,8 @@ def accumulate_dk(args, smem, C: gl.constexpr):
                                        start, fragments)
         dprobs = warpgroup_mma_wait(0, deps=(dprobs_pending,))
         consumer_wait(probs_pipe.full, count, 1)
-        packed = load_fragments(probs_pipe.tiles.index(0))
-        probs = gl.convert_layout(as_operand(packed, DTYPE, gl.DotOperandLayout(0, SCORE_LAYOUT, 2)), SCORE_LAYOUT)
-        dk_pending = issue_accumulate(dk, pack_pairs(probs.to(gl.float32) * dprobs, DTYPE), q_pipe.tiles, stage)
+        probs = probs_pipe.tiles.index(0).load(SCORE_LAYOUT)
+        dk_pending = issue_accumulate(dk, pack_pairs(probs * dprobs, DTYPE), q_pipe.tiles, stage)
         consumer_release(dout_pipe.empty, count, C.DOUT_STAGES)
         consumer_release(probs_pipe.empty, count, 1)
         dk = finish(dk_pending, 0)
@@ -265,15 +263,14 @@ def hopper_backward_d256_kernel(q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, 
     Grid: (tiles · heads of k · batches,). A descriptor for each chunk of columns, the second one None where there is
     one chunk. section: TileGrid.heads_per_swizzle.
     """
-    DTYPE: gl.constexpr = q_desc.dtype
-    PROBS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, QUERIES], DTYPE)
+    PROBS_LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])  # float32: no bank conflicts
     inputs = Inputs(as_tuple(q_desc, q_rest), as_tuple(k_desc, k_rest), as_tuple(v_desc, v_rest),
                     as_tuple(dout_desc, dout_rest), lse_ptr, delta_ptr)
     k_tiles = allocate_stages(inputs.k, 1)
     v_tiles = allocate_stages(inputs.v, 1)
     q_tiles = allocate_stages(inputs.q, C.Q_STAGES)
     dout_tiles = allocate_stages(inputs.dout, C.DOUT_STAGES)
-    probs_tile = gl.allocate_shared_memory(DTYPE, [1, 64, QUERIES], PROBS_LAYOUT)
+    probs_tile = gl.allocate_shared_memory(gl.float32, [1, 64, QUERIES], PROBS_LAYOUT)
     row_stats = gl.allocate_shared_memory(gl.float32, [2 * C.Q_STAGES, QUERIES], CONTIGUOUS)
     kv = KVTiles(k_tiles, v_tiles, make_barriers(2, 1))
     q_pipe = Pipe(q_tiles, make_barriers(C.Q_STAGES, 2), make_barriers(C.Q_STAGES, 2))
