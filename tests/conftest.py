@@ -19,6 +19,9 @@ settings.register_profile("suite", deadline=None, derandomize=True, max_examples
 settings.load_profile("suite")
 
 
+LARGE_BYTES = 2**30
+
+
 def pytest_addoption(parser):
     parser.addoption("--device", default="cuda" if torch.cuda.is_available() else "cpu",
                      help="device that the tests compute on (default: cuda where there is one, else cpu)")
@@ -58,6 +61,14 @@ def poisoned_memory():
         for owner, name in allocators:
             patch.setattr(owner, name, _poisoned(getattr(owner, name)))
         yield
+
+
+@pytest.fixture(autouse=True)
+def memory_for_others():
+    """Give a large test's memory back: other processes of the suite share the GPU, and torch would keep it."""
+    yield
+    if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > LARGE_BYTES:
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -16,7 +16,8 @@ from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 WORDS = "tilewise_delays"  # first warp, how many, cycles of a delay, mask of the programs' numbers: 0: all of them
-DECLARED = f".visible .const .align 4 .b32 {WORDS}[4];\n"
+COUNT = "tilewise_delays_taken"  # by each thread
+DECLARED = f".visible .const .align 4 .b32 {WORDS}[4];\n.visible .global .align 4 .b32 {COUNT};\n"
 # What orders warps, and a copy's request: what comes too early or too late with it is what a barrier is there for.
 _ORDERS = re.compile(r"\b(mbarrier\.(?:try_wait|test_wait|arrive)|bar\.(?:sync|arrive)|barrier\.sync|"
                      r"cp\.async\.bulk\.(?:tensor|reduce|wait_group)|cp\.async\.wait|cp\.reduce|griddepcontrol|"
@@ -37,6 +38,7 @@ DELAY = f"""\t// a delay
 	and.b32 late_now, late_now, late_mask;
 	setp.eq.and.u32 late_program, late_now, 0, late_warp;
 	@!late_program bra late_end;
+	red.global.add.u32 [{COUNT}], 1;
 	ld.const.b32 late_cycles, [{WORDS}+8];
 	mov.u32 late_begin, %clock;
 late_loop:

@@ -32,7 +32,7 @@ import torch
 
 from kernels import delays
 from kernels.compile_process import BETWEEN, INSTALLED, ROOT, VERSIONS
-from kernels.delayed_calls import CALLS, COMBINE_DECODED, CYCLES, DECODE, FORWARD, Delayed, differing, judge, make_call
+from kernels.delayed_calls import CALLS, COMBINE_DECODED, DECODE, FORWARD, Delayed, differing, judge, make_call
 from tilewise.testing.cases import Case
 from tilewise.tuning.device import device_spec
 
@@ -70,9 +70,7 @@ def test_a_late_role_changes_no_bit_of_what_repeats_and_keeps_the_budget_of_what
     assert row["roles"] == CALLS[name].roles
     assert (row["differing"], row["over_budget"]) == ([], [])
     assert [late for late in row["late"] if late["differing"] or late["over_budget"]] == []
-    for late in row["late"]:
-        if late["programs"] == "all":  # two delays in a row at 2 GHz: it was late indeed
-            assert late["us"] > row["us"] + 2 * CYCLES / 2000, late
+    assert [late for late in row["late"] if late["programs"] == "all" and not late["delays"]] == []  # it was late
 
 
 # A fault each: a call that is to show it, the file, the function, the line, and where it goes instead: in front of the
