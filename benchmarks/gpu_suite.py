@@ -1,13 +1,16 @@
 """Run the tests on this machine's GPU with the Triton that is installed, and append a row of what came of them.
 
-    PYTHONPATH=src python benchmarks/gpu_suite.py --out gpu-suite.csv -- -n 14 tests
+    PYTHONPATH=src python benchmarks/gpu_suite.py run --out gpu-suite.csv -- -n 14 tests
+    python benchmarks/gpu_suite.py table gpu-suite.csv
 
-What follows ``--`` goes to pytest. The exit code is pytest's. ``benchmarks/triton_versions.py`` times the kernels of
-each version; these rows say that they are right.
+What follows ``--`` goes to pytest. The exit code is pytest's. A run that is cut short leaves no row. ``table`` prints
+rows as Markdown. ``benchmarks/triton_versions.py`` times the kernels of each version; these rows say that they are
+right.
 """
 
 import argparse
 import csv
+import re
 import subprocess
 import sys
 import tempfile
@@ -69,13 +72,33 @@ def append(row: Row, path: Path) -> None:
         writer.writerow(asdict(row))
 
 
+def table(path: Path) -> str:
+    """Return rows as Markdown: which tests, and how many passed with each version of Triton."""
+    with path.open() as file:
+        rows = list(csv.DictReader(file))
+    lines = ["| Triton | tests | passed | failed | skipped |", "|---|---|---:|---:|---:|"]
+    for row in rows:
+        tests = re.search(r"tests/.*", row["arguments"])
+        lines.append(f"| {row['triton']} | `{tests[0] if tests else 'tests'}` | {row['passed']} | {row['failed']} | "
+                     f"{row['skipped']} |")
+    made_by = dict.fromkeys((row["device_name"], row["torch"], row["commit"]) for row in rows)
+    return "\n".join([*lines, "", "; ".join(f"{device}, torch {torch}, commit {commit}"
+                                           for device, torch, commit in made_by) + "."])
+
+
 def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=Path("gpu-suite.csv"))
-    parser.add_argument("--commit")
-    parser.add_argument("arguments", nargs="*", help="for pytest, after --")
+    commands = parser.add_subparsers(dest="command", required=True)
+    running = commands.add_parser("run")
+    running.add_argument("--out", type=Path, default=Path("gpu-suite.csv"))
+    running.add_argument("--commit")
+    running.add_argument("arguments", nargs="*", help="for pytest, after --")
+    commands.add_parser("table").add_argument("path", type=Path)
     given = parser.parse_args()
+    if given.command == "table":
+        print(table(given.path))
+        return
     row, code = run(given.arguments, given.commit)
     append(row, given.out)
     print(row)

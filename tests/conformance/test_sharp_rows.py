@@ -18,6 +18,7 @@ MASKS = {"no_mask": Mask(), "causal": causal("bottom_right")}
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 NAMES = "out", "dq", "dk", "dv"
 SEEDS = range(8)
+SINK_SEEDS = range(64)  # dk's largest error is that of one element a head there: of 8 seeds it is 0.5 to 1.3 by chance
 BAR = 1.25
 
 
@@ -58,7 +59,7 @@ def flash(inputs):
 def assert_beside(case, kind, dtype, device, own, peer):
     """Hold the largest and the mean error of each result, in the geometric mean of all seeds, against the peer's."""
     ratios = []
-    for seed in SEEDS:
+    for seed in SINK_SEEDS if HOSTILE_NUMBERS[kind].sink else SEEDS:
         inputs = with_numbers(make_inputs(case, dtype, device, seed), HOSTILE_NUMBERS[kind])
         q, k, v = inputs[:3]
         exact = [attend(q, k, v, case.mask, case.scale)[0],

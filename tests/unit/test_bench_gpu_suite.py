@@ -32,3 +32,13 @@ def test_rows_are_appended_below_one_line_of_names(gpu_suite, tmp_path):
         rows = list(csv.DictReader(file))
     assert [own["triton"] for own in rows] == ["3.7.1", "3.8.0"]
     assert rows[0]["passed"] == "71"
+
+
+def test_the_table_tells_the_tests_of_a_row_without_pytests_other_arguments(gpu_suite, tmp_path):
+    row = gpu_suite.Row("3.8.0", 71, 3, 31, 14, "-q --tb=short -n 14 tests/conformance -k gluon", "NVIDIA H100", "580",
+                        "2.11.0", "0123456789ab", "2026-01-01")
+    gpu_suite.append(row, tmp_path / "rows.csv")
+    gpu_suite.append(replace(row, triton="3.9.0", arguments="-n 2", commit="abcdefa"), tmp_path / "rows.csv")
+    assert gpu_suite.table(tmp_path / "rows.csv").splitlines()[2:] == [
+        "| 3.8.0 | `tests/conformance -k gluon` | 71 | 3 | 31 |", "| 3.9.0 | `tests` | 71 | 3 | 31 |", "",
+        "NVIDIA H100, torch 2.11.0, commit 0123456789ab; NVIDIA H100, torch 2.11.0, commit abcdefa."]
