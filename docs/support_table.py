@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 
 from tilewise.autograd.double_backward import why_not_twice
-from tilewise.backends import cudnn, hopper
+from tilewise.backends import cudnn
+from tilewise.backends._support import hopper
 from tilewise.dispatch import BACKENDS, get_backend
 from tilewise.masks import Mask, causal, chunk, prefix, sink_tokens, window
 from tilewise.problem import AttentionProblem, dense_strides
@@ -134,9 +135,9 @@ def render() -> str:
     spec = DeviceSpec.of_arch(f"sm_{CAPABILITY[0]}{CAPABILITY[1]}")
     with (unittest.mock.patch("torch.cuda.get_device_capability", return_value=CAPABILITY),
           unittest.mock.patch("tilewise.backends.gluon.device_spec", return_value=spec),
-          unittest.mock.patch("tilewise.backends.hopper.triton_version", return_value=hopper.OLDEST),
-          unittest.mock.patch("tilewise.backends.float32.device_spec", return_value=spec),
-          unittest.mock.patch("tilewise.backends.float32.lacking", return_value=None),
+          unittest.mock.patch("tilewise.backends._support.hopper.triton_version", return_value=hopper.OLDEST),
+          unittest.mock.patch("tilewise.backends._support.float32.device_spec", return_value=spec),
+          unittest.mock.patch("tilewise.backends._support.float32.lacking", return_value=None),
           unittest.mock.patch("tilewise.backends.triton.device_spec", return_value=spec),
           unittest.mock.patch("tilewise.backends.cudnn.frontend_version", return_value=cudnn.OLDEST_FRONTEND),
           unittest.mock.patch("tilewise.backends.cudnn.library_version", return_value=cudnn.OLDEST_LIBRARY),

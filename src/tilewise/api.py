@@ -10,7 +10,7 @@ import torch
 from tilewise import settings
 from tilewise.autograd.fast_path import attend, attend_with
 from tilewise.autograd.function import run
-from tilewise.backends.current import autocast_dtype
+from tilewise.backends._support.current import autocast_dtype
 from tilewise.dispatch import Explanation, explain_problem
 from tilewise.functions import NO_FUNCTIONS, CallFunctions, ScoreFunction, call_functions
 from tilewise.masks import Mask

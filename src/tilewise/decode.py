@@ -7,7 +7,7 @@ import torch
 from tilewise import settings
 from tilewise.api import AttentionOutput
 from tilewise.autograd.decode_op import NAMES, refuse_gradient, run_decode
-from tilewise.backends.current import autocast_dtype
+from tilewise.backends._support.current import autocast_dtype
 from tilewise.dispatch import Explanation, explain_decoding
 from tilewise.masks import Mask
 from tilewise.problem.decode import (

@@ -14,8 +14,8 @@ from typing import Protocol, cast
 import torch
 
 from tilewise import settings
+from tilewise.backends._support.current import allows_tf32
 from tilewise.backends.base import Backend, Gradients, Needs, Pending, Results, Saved
-from tilewise.backends.current import allows_tf32
 from tilewise.errors import UnsupportedProblem
 from tilewise.problem import AttentionProblem
 from tilewise.problem.decode import CacheOperands, DecodeProblem
@@ -175,7 +175,7 @@ def _decoders(device: torch.device) -> tuple[str, ...]:
 
 
 def _decoder(name: str) -> Decoder:
-    return cast(Decoder, importlib.import_module(f"tilewise.backends.{name}_decode"))
+    return cast(Decoder, importlib.import_module(f"tilewise.backends._support.{name}_decode"))
 
 
 def _why_not_decode(name: str, problem: DecodeProblem) -> str | None:

@@ -14,7 +14,7 @@ from tilewise.problem.options import NO_OPERANDS
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from tilewise.backends import triton
-from tilewise.backends.memory import allocator, forms_of_results
+from tilewise.backends._support.memory import allocator, forms_of_results
 from tilewise.kernels.triton.launch import NO_MODIFIERS, Launch
 from tilewise.kernels.triton.operand_gradients import OperandGradients
 

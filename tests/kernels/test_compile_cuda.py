@@ -6,7 +6,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from tilewise.backends import float32
+from tilewise.backends._support import float32
 from tilewise.errors import BackendUnavailable
 from tilewise.kernels.cuda.program import Program, compile_program
 from tilewise.problem import AttentionProblem

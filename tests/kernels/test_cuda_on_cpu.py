@@ -13,7 +13,8 @@ from conformance.calls import (
     problem_of,
 )
 from kernels import cuda_on_cpu
-from tilewise.backends import cuda, cuda_ieee, float32
+from tilewise.backends import cuda, cuda_ieee
+from tilewise.backends._support import float32
 from tilewise.backends.base import Gradients, Needs, Results, Saved
 from tilewise.masks import Mask, causal, window
 from tilewise.problem import AttentionProblem

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from conformance.calls import assert_gradients_within_budget, forward_and_backward, operands_of, problem_of
-from tilewise.backends import hopper
+from tilewise.backends._support import hopper
 from tilewise.masks import Mask, causal, window
 from tilewise.problem import AttentionProblem
 from tilewise.problem.options import OperandSpec, ScoreOptions

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tilewise as tw
-from tilewise.backends import hopper, self_check, self_check_calls
+from tilewise.backends._support import hopper, self_check, self_check_calls
 from tilewise.support.caches import clear_caches
 from tilewise.tuning.device import device_spec
 

@@ -11,9 +11,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tilewise.backends import cuda, cuda_ieee, float32
+from tilewise.backends import cuda, cuda_ieee
+from tilewise.backends._support import float32
+from tilewise.backends._support.triton import precision_of
 from tilewise.backends.base import Needs, Saved
-from tilewise.backends.triton import precision_of
 from tilewise.errors import BackendUnavailable, InvalidInput
 from tilewise.kernels.cuda import program as programs
 from tilewise.kernels.cuda.call import UNBOUNDED, Call

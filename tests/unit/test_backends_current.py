@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tilewise.backends import current
+from tilewise.backends._support import current
 
 
 @pytest.mark.parametrize(("devices", "device", "expected"), [

@@ -13,7 +13,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tilewise import UnsupportedProblem, attention, causal, chunk, dispatch, explain, prefix, sink_tokens, window
-from tilewise.backends import gluon, hopper, self_check
+from tilewise.backends import gluon
+from tilewise.backends._support import hopper, self_check
 from tilewise.backends.base import Saved
 from tilewise.backends.triton import TritonBackend
 from tilewise.dispatch import explain_problem

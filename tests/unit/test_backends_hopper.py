@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tilewise.backends import hopper, self_check
+from tilewise.backends._support import hopper, self_check
 from tilewise.backends.base import Needs, Pending, Saved
 from tilewise.masks import Mask, causal, chunk, prefix, window
 from tilewise.problem import AttentionProblem, dense_strides

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tilewise.backends import memory
+from tilewise.backends._support import memory
 from tilewise.masks import Mask
 from tilewise.problem import AttentionProblem
 

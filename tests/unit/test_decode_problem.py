@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tilewise import InvalidInput, Mask, UnsupportedProblem, attention_decode, causal, documents, sink_tokens, window
-from tilewise.backends import reference_decode, triton_decode
+from tilewise.backends._support import reference_decode, triton_decode
 from tilewise.dispatch import choose_decoder
 from tilewise.problem.decode import CacheOperands, DecodeOptions, decode_problem, specs_of_inputs, specs_of_present
 

@@ -19,8 +19,8 @@ from kernels.compile_process import ENDS, INSTALLED
 from tilewise import attention
 from tilewise.autograd import fast_path, function, precompile
 from tilewise.autograd.fast_path import FirstLaunchPlan, LaunchPlan
+from tilewise.backends._support.hopper import RUN_ON_GPU, triton_version
 from tilewise.backends.base import Needs
-from tilewise.backends.hopper import RUN_ON_GPU, triton_version
 from tilewise.compile_ahead.gpu import _Facts
 from tilewise.errors import UnsupportedProblem
 from tilewise.kernels import compiling, enqueue

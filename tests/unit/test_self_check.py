@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from tilewise import UnsupportedProblem, dispatch
-from tilewise.backends import gluon, hopper, reference, self_check, self_check_calls
+from tilewise.backends import gluon, reference
+from tilewise.backends._support import hopper, self_check, self_check_calls
 from tilewise.backends.base import Pending, Saved
 from tilewise.backends.triton import TritonBackend
 from tilewise.dispatch import explain_problem

@@ -7,7 +7,7 @@ import torch
 
 from tilewise import settings
 from tilewise.autograd.transforms import values_of
-from tilewise.backends.current import without_autocast
+from tilewise.backends._support.current import without_autocast
 from tilewise.dispatch import choose, get_backend
 from tilewise.errors import UnsupportedProblem
 from tilewise.kernels.reference.differentiable import differentiable_attention

@@ -20,8 +20,8 @@ from tilewise import settings
 from tilewise.autograd.function import AttentionFunction, is_plain, precompile_backward
 from tilewise.autograd.guards import IsLike, guard_of
 from tilewise.autograd.op import resolve
+from tilewise.backends._support.current import allows_tf32, autocast_dtype, is_current
 from tilewise.backends.base import BindingBackend, BoundBackward, BoundForward, Needs, Saved
-from tilewise.backends.current import allows_tf32, autocast_dtype, is_current
 from tilewise.kernels.compiling import pending
 from tilewise.masks import Mask
 from tilewise.problem.options import NO_OPERANDS, Operands, OperatorOptions

@@ -26,8 +26,8 @@ from tilewise.autograd.transforms import (
     refuse_second_gradient,
     refuse_tangents,
 )
+from tilewise.backends._support.current import allows_tf32
 from tilewise.backends.base import PrecompilingBackend
-from tilewise.backends.current import allows_tf32
 from tilewise.dispatch import get_backend
 from tilewise.kernels.compiling import pending
 from tilewise.problem.options import DIFFERENTIABLE, NO_OPERANDS, RARE, RARE_PLACES, Operands, OperatorOptions

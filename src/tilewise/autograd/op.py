@@ -19,8 +19,8 @@ from tilewise.autograd.transforms import (
     refuse_tangents,
     tensors_in,
 )
+from tilewise.backends._support.current import allows_tf32
 from tilewise.backends.base import Backend, Needs, Saved
-from tilewise.backends.current import allows_tf32
 from tilewise.dispatch import choose
 from tilewise.errors import UnsupportedProblem
 from tilewise.problem import AttentionProblem, are_aligned, dense_strides

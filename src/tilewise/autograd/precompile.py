@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
+from tilewise.backends._support.current import is_current
+from tilewise.backends._support.hopper import RUN_ON_GPU, triton_version
+from tilewise.backends._support.memory import Form, on_meta
 from tilewise.backends.base import Backend, Needs, PrecompilingBackend, Saved
-from tilewise.backends.current import is_current
-from tilewise.backends.hopper import RUN_ON_GPU, triton_version
-from tilewise.backends.memory import Form, on_meta
 from tilewise.kernels.hooks import compile_only
 from tilewise.problem import AttentionProblem, are_aligned
 from tilewise.problem.options import NO_OPERANDS, Operands

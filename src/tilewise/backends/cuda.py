@@ -1,6 +1,6 @@
 """Launches the CUDA float32 kernels with products on tensor cores."""
 
-from tilewise.backends.float32 import Float32Backend
+from tilewise.backends._support.float32 import Float32Backend
 
 
 class CudaBackend(Float32Backend):

@@ -1,6 +1,6 @@
 """Launches the CUDA float32 kernels with products on FMA pipes."""
 
-from tilewise.backends.float32 import Float32Backend
+from tilewise.backends._support.float32 import Float32Backend
 
 
 class CudaIeeeBackend(Float32Backend):

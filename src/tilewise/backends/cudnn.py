@@ -11,8 +11,7 @@ from functools import lru_cache
 
 import torch
 
-from tilewise.backends.base import Gradients, Needs, Results, Saved
-from tilewise.backends.cudnn_plan import (
+from tilewise.backends._support.cudnn_plan import (
     Alignment,
     alignment,
     backward_plan,
@@ -21,7 +20,8 @@ from tilewise.backends.cudnn_plan import (
     forward_plan,
     index_of,
 )
-from tilewise.backends.current import is_current
+from tilewise.backends._support.current import is_current
+from tilewise.backends.base import Gradients, Needs, Results, Saved
 from tilewise.kernels.cudnn.description import Borders, Core, core_of, plain_strides
 from tilewise.kernels.cudnn.graph import Graph, graph_of
 from tilewise.kernels.cudnn.lengths import constant_lengths

@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 
-from tilewise.backends.base import BoundBackward, BoundForward, Gradients, Needs, Results, Saved, Three
-from tilewise.backends.current import is_current
-from tilewise.backends.hopper import untrusted, wrong_triton
-from tilewise.backends.memory import (
+from tilewise.backends._support.current import is_current
+from tilewise.backends._support.hopper import untrusted, wrong_triton
+from tilewise.backends._support.memory import (
     Allocate,
     Form,
     OnMeta,
@@ -21,6 +20,7 @@ from tilewise.backends.memory import (
     forms_of_results,
     on_meta,
 )
+from tilewise.backends.base import BoundBackward, BoundForward, Gradients, Needs, Results, Saved, Three
 from tilewise.kernels.gluon.launch import HopperForward
 from tilewise.kernels.gluon.launch_backward import HopperBackward
 from tilewise.kernels.gluon.launch_backward_wide import HopperBackwardApart, backward_launch

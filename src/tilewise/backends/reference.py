@@ -2,8 +2,8 @@
 
 import torch
 
+from tilewise.backends._support.current import without_autocast
 from tilewise.backends.base import Gradients, Needs, Results, Saved
-from tilewise.backends.current import without_autocast
 from tilewise.kernels.reference.backward import GradientTensors, attention_backward
 from tilewise.kernels.reference.forward import attention_forward
 from tilewise.kernels.reference.sequences import backward_by_sequence, forward_by_sequence

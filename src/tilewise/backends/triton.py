@@ -6,19 +6,18 @@ is a look-up, the allocation of its outputs, and the launches.
 """
 
 import contextlib
-import importlib.util
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache, partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from tilewise.backends._support.current import is_current
+from tilewise.backends._support.hopper import awaits_dbias_check, sums_dbias, untrusted
+from tilewise.backends._support.memory import Allocate, Form, allocator, forms_of_gradients, forms_of_results
+from tilewise.backends._support.triton import PLANS, precision_of, why_not_at_all, why_not_here
 from tilewise.backends.base import BoundBackward, BoundForward, Gradients, Needs, Results, Saved, Three
-from tilewise.backends.current import allows_tf32, is_current
-from tilewise.backends.hopper import awaits_dbias_check, sums_dbias, untrusted
-from tilewise.backends.memory import Allocate, Form, allocator, forms_of_gradients, forms_of_results
 from tilewise.kernels.triton.launch import (
     Launch,
     Modifiers,
@@ -51,7 +50,6 @@ if TYPE_CHECKING:
 _EVERY = Needs()
 _Three = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]  # dq, dk, dv
 _Placed = tuple[tuple[torch.Tensor, ...], Sequence[int | None]]  # tensors, and where they lie
-PLANS = 1024  # problems whose plans are kept
 
 
 class TritonBackend:
@@ -144,28 +142,6 @@ class TritonBackend:
             return None
         none = OperandGradients(problem, NO_OPERANDS, dbias=False, dalibi_slopes=False, dsinks=False)
         return plan.bound(problem, none)
-
-
-def why_not_at_all(dtype: torch.dtype) -> str | None:
-    """Return why no kernel computes in this dtype, or none at all."""
-    if not _installed():
-        return "Triton is not installed; CUDA and ROCm builds of torch bring it, others need tilewise[triton]"
-    if dtype is torch.float64:
-        return "computes in float16, bfloat16 and float32, got float64; backend='reference' takes it"
-    return None
-
-
-def why_not_here(dtype: torch.dtype, device: torch.device) -> str | None:
-    """Return why no kernel runs on this device."""
-    if device.type == "cuda":
-        return None
-    if device.type != "cpu":
-        return f"runs on CUDA and ROCm devices, got {device}"
-    if os.environ.get("TRITON_INTERPRET") != "1":
-        return "runs on CUDA and ROCm devices, got cpu; to interpret it there, start with TRITON_INTERPRET=1"
-    if dtype is torch.bfloat16:
-        return "Triton's interpreter multiplies bfloat16 wrongly; use float16 or float32 on the CPU"
-    return None
 
 
 def _too_large(problem: AttentionProblem) -> str | None:
@@ -397,16 +373,6 @@ def _of_nothing(out: torch.Tensor, lse: torch.Tensor, max_logit: torch.Tensor | 
 
 def _present(operands: Operands) -> tuple[torch.Tensor, ...]:
     return () if operands is NO_OPERANDS else tuple(operands.present)
-
-
-@cache
-def _installed() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
-def precision_of(dtype: torch.dtype) -> str:
-    """How float32 products are made: exactly, unless the user allowed TF32 in torch's own settings."""
-    return "tf32" if allows_tf32(dtype) else "ieee"
 
 
 def _strides_of(out: torch.Tensor, dout: torch.Tensor,

@@ -6,8 +6,8 @@ from typing import ClassVar, cast
 
 import torch
 
+from tilewise.backends._support.current import allows_tf32, is_current
 from tilewise.backends.base import Gradients, Needs, Results, Saved
-from tilewise.backends.current import allows_tf32, is_current
 from tilewise.kernels.cuda.call import UNBOUNDED, Call, Tensor
 from tilewise.kernels.cuda.program import Program, lacking, load
 from tilewise.problem import AttentionProblem, are_aligned, dense_strides

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tilewise.backends.current import is_current
-from tilewise.backends.triton import PLANS, precision_of, why_not_at_all, why_not_here
+from tilewise.backends._support.current import is_current
+from tilewise.backends._support.triton import PLANS, precision_of, why_not_at_all, why_not_here
 from tilewise.kernels.triton.launch import Launch
 from tilewise.problem import Sizes, alignment_of
 from tilewise.problem.decode import CacheOperands, DecodeProblem

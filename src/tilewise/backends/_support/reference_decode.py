@@ -2,7 +2,7 @@
 
 import torch
 
-from tilewise.backends.current import without_autocast
+from tilewise.backends._support.current import without_autocast
 from tilewise.kernels.reference.decode import attend_cached
 from tilewise.problem.decode import CacheOperands, DecodeProblem
 

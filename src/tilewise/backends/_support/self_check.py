@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from tilewise import settings
+from tilewise.backends._support.self_check_calls import CALLS, Family, deviation
 from tilewise.backends.base import Pending
-from tilewise.backends.self_check_calls import CALLS, Family, deviation
 from tilewise.kernels.hooks import take_of_kernels
 from tilewise.support.disk_cache import keep
 from tilewise.support.packages import whole_version

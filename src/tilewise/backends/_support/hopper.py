@@ -4,8 +4,8 @@ from functools import cache
 
 import torch
 
-from tilewise.backends import self_check
-from tilewise.backends.self_check_calls import Family
+from tilewise.backends._support import self_check
+from tilewise.backends._support.self_check_calls import Family
 from tilewise.problem import AttentionProblem
 from tilewise.problem.options import NO_OPTIONS
 from tilewise.support.packages import package_version, version_text

@@ -1,0 +1,1 @@
+"""What backends share and dispatch needs of them, beside the modules that ``backend=`` names."""
