@@ -414,7 +414,7 @@ def test_of_the_two_kernels_of_wide_heads_the_one_that_takes_more_shared_memory_
     """Beside keys q and dout are there twice, P once; beside queries 128 rows of them, k twice and v once."""
     wide = HopperD256Config()
     assert wide.shared_bytes(problem_of(256, 256)) == 64 * 2 * (4 + 3) * 256 + 1024
-    assert wide.shared_bytes(problem_of(64, 256)) == 64 * 2 * 3 * (64 + 256) + 64 * 64 * 2 + 2 * 8 * 64 + 1024
+    assert wide.shared_bytes(problem_of(64, 256)) == 64 * 2 * 3 * (64 + 256) + 64 * 64 * 4 + 2 * 8 * 64 + 1024
 
 
 def test_staged_dq_takes_shared_memory_for_one_step_and_in_order_for_two():

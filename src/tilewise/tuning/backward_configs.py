@@ -341,10 +341,11 @@ class HopperD256Config(HopperBackwardConfig):
     def shared_bytes(self, problem: AttentionProblem) -> int:
         """Shared memory of the kernel that takes more; barriers take under a KiB.
 
-        For dK and dV k, v, q, dout, lse, delta and P; for dQ 128 rows of q and dout, two tiles of k and one of v.
+        For dK and dV k, v, q, dout, lse, delta and P in float32; for dQ 128 rows of q and dout, two tiles of k and one
+        of v.
         """
         (d, dv), size = map(sum, self.columns(problem)), problem.dtype.itemsize
-        of_keys = 64 * (size * (d + dv + self.q_stages * d + self.dout_stages * dv + 64) + 8 * self.q_stages)
+        of_keys = 64 * (size * (d + dv + self.q_stages * d + self.dout_stages * dv) + 4 * 64 + 8 * self.q_stages)
         return max(of_keys, size * 64 * (4 * d + 3 * dv)) + 1024
 
 
