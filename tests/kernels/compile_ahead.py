@@ -41,7 +41,8 @@ from tilewise.masks import Mask
 from tilewise.problem import AttentionProblem, dense_strides
 from tilewise.problem.options import FunctionSpec, Operands, OperandSpec, ScoreOptions
 from tilewise.problem.sequences import Sequences
-from tilewise.tuning.configs import HopperBackwardConfig, HopperDbiasConfig
+from tilewise.tuning.backward_configs import BACKWARD_CONFIGS
+from tilewise.tuning.configs import HopperDbiasConfig
 from tilewise.tuning.device import DeviceSpec
 from tilewise.tuning.heuristics import delta_config, entries_config, hopper_forward_config, tile_config
 
@@ -211,15 +212,16 @@ def prepare_hopper(request):
         launch = HopperDbias(problem, config, multiprocessors=132)
         arguments = launch.arguments((q, k, v, out, rows, rows, bias, bias))
     else:
-        config = HopperBackwardConfig(**request["config"])
+        settings = dict(request["config"])
+        config = BACKWARD_CONFIGS[settings.pop("kernel")](**settings)
         launch = backward_launch(problem, config, problem.q_strides, 132)
         taken, data = (q, k, v, out, rows, rows), (*lengths, operands.seed)
-        if config.wide:
+        if config.kernel == "d256":
             launch = launch.dq if request["part"] == "dq" else launch.dkdv
             arguments = launch.arguments((*taken, *((q,) if request["part"] == "dq" else (k, v))))
         else:
-            read = torch.empty(launch.columns_shape, dtype=torch.bfloat16) if config.tails else rows
-            counter = torch.empty(1, dtype=torch.int32) if config.stays and not config.alone else None
+            read = torch.empty(launch.columns_shape, dtype=torch.bfloat16) if config.augmented_k else rows
+            counter = torch.empty(1, dtype=torch.int32) if config.dynamic_tiles else None
             arguments = launch.arguments(launch.taken((*taken, q, k, v), read), torch.empty(launch.accum_shape), data,
                                          counter)
     facts = {"limit": spec.shared_memory, "planned": config.shared_bytes(problem),

@@ -10,7 +10,13 @@ from tilewise.kernels.gluon import launch_backward
 from tilewise.kernels.gluon.augmented_k import hopper_augmented_k_kernel
 from tilewise.masks import Mask, causal
 from tilewise.problem import padded_dim
-from tilewise.tuning.configs import HopperBackwardConfig
+from tilewise.tuning.backward_configs import (
+    D64Variant,
+    D128Variant,
+    HopperD64Config,
+    HopperD128AugmentedKConfig,
+    HopperD128Config,
+)
 
 SCALE, ACCUM = 0.125, 4096
 
@@ -68,9 +74,9 @@ def test_a_query_that_sees_nothing_has_finite_numbers_that_make_its_probabilitie
     assert (columns[:, :3].float().sum(1) * 2.0**-40 < -1e16).tolist() == [True, False]
 
 
-PLAIN = HopperBackwardConfig(tails=True, stays=True)
-SHARED = HopperBackwardConfig(4, 4, tails=True, ordered=True, alone=True, programs=2)
-ORDERED = HopperBackwardConfig(4, 4, tails=True, ordered=True)
+PLAIN = HopperD128AugmentedKConfig()
+SHARED = HopperD64Config(variant=D64Variant.HEAD_PERSISTENT, ctas_per_head=2)
+DETERMINISTIC = HopperD64Config(variant=D64Variant.DETERMINISTIC)
 STRIDES = (1, 1, 1, 1), (2, 2, 2, 1)
 
 
@@ -85,7 +91,7 @@ def launch_of(config, mask, lengths, d, incoming=STRIDES):
 
 @pytest.mark.parametrize(("config", "mask", "lengths", "incoming", "takes"), [
     (PLAIN, Mask(), (256, 256), STRIDES, True), (PLAIN, Mask(), (256, 256), None, False),
-    (HopperBackwardConfig(), Mask(), (256, 256), STRIDES, False),
+    (HopperD128Config(), Mask(), (256, 256), STRIDES, False),
     (PLAIN, causal("bottom_right"), (300, 256), STRIDES, False),  # the first queries see nothing, and are not read
 ])
 def test_out_is_taken_where_extra_columns_are_made_of_all_queries(config, mask, lengths, incoming, takes):
@@ -93,7 +99,7 @@ def test_out_is_taken_where_extra_columns_are_made_of_all_queries(config, mask, 
     assert launch.takes_out is takes
 
 
-@pytest.mark.parametrize(("config", "d"), [(PLAIN, 128), (SHARED, 64), (ORDERED, 64)],
+@pytest.mark.parametrize(("config", "d"), [(PLAIN, 128), (SHARED, 64), (DETERMINISTIC, 64)],
                          ids=["zeros", "semaphores of shared heads", "semaphores of tiles"])
 @pytest.mark.parametrize("incoming", [STRIDES, None], ids=["out", "delta"])
 def test_the_kernel_gets_what_it_makes_extra_columns_of_and_what_it_clears(config, d, incoming):
@@ -103,13 +109,13 @@ def test_the_kernel_gets_what_it_makes_extra_columns_of_and_what_it_clears(confi
     accum, columns = launch._begin(dout, lse, delta)
     (addresses, arguments), = asked
     read = (delta, dout, lse, None) if incoming else (None, None, lse, delta)
-    cleared = accum[launch.accum_rows:] if config.ordered else accum
+    cleared = accum[launch.accum_rows:] if config.deterministic else accum
     assert addresses == tuple(tensor if tensor is None else tensor.data_ptr() for tensor in (*read, columns, cleared))
     assert [None if one is None else one.data_ptr() for one in arguments] == list(addresses)
 
 
-@pytest.mark.parametrize("ordered", [False, True])
-def test_without_extra_columns_torch_zeroes_the_accumulator_or_where_it_is_first_set_its_semaphores_alone(ordered):
+@pytest.mark.parametrize("variant", [D128Variant.DQ_STAGED, D128Variant.DETERMINISTIC])
+def test_without_extra_columns_torch_zeroes_the_accumulator_or_where_it_is_first_set_its_semaphores_alone(variant):
     problem, (_q, _k, _v, dout, lse, delta) = call_of(Mask(), (200, 200), (2, 2), (128, 128))
     nans = []
 
@@ -117,16 +123,16 @@ def test_without_extra_columns_torch_zeroes_the_accumulator_or_where_it_is_first
         nans.append(allocate(sizes, strides, dtype).fill_(float("nan")))
         return nans[-1]
 
-    launch = launch_backward.HopperBackward(problem, HopperBackwardConfig(ordered=ordered), problem.q_strides, 132,
+    launch = launch_backward.HopperBackward(problem, HopperD128Config(variant=variant), problem.q_strides, 132,
                                             None, allocate_nan)
     accum, read = launch._begin(dout, lse, delta)
     assert read is lse
     assert accum is nans[0]
-    assert accum[:launch.accum_rows].isnan().all() if ordered else not accum.any()
+    assert accum[:launch.accum_rows].isnan().all() if variant == D128Variant.DETERMINISTIC else not accum.any()
     assert not accum[launch.accum_rows:].any()
 
 
 def test_ctas_of_a_head_have_to_run_at_once():
     problem, _ = call_of(Mask(), (1024, 1024), (2, 2), (64, 64))
-    with pytest.raises(InvalidInput, match=r"^programs=2 for 1 multiprocessors; allowed are as many\.$"):
+    with pytest.raises(InvalidInput, match=r"^ctas_per_head=2 for 1 multiprocessors; allowed are as many\.$"):
         launch_backward.HopperBackward(problem, SHARED, problem.q_strides, 1)

@@ -18,15 +18,18 @@ VERSIONS = (OLDEST, BETWEEN, NEWEST)
 MASKS = {"full": [None, None, None], "causal": [None, 0, "top_left"], "window": [255, 0, "top_left"]}
 # The diagonal of lengths that are data runs through the last query and key of each sequence.
 SHIFTED = {"shifted": [255, 0, "bottom_right"]}
-# Of each width: dQ added in no order, as is fastest, and in order.
-BACKWARD_CONFIGS = {64: ({"ahead": True, "direct": True}, {"ahead": True, "ordered": True}),
-                    128: ({}, {"ordered": True})}
-# And of calls that nothing but a band changes, with tails: the heuristic's first.
-NARROW = {"stages": 4, "out_stages": 4}
-ALONE = NARROW | {"ordered": True, "alone": True}
-DRAWN = NARROW | {"stays": True}
-TAILS_CONFIGS = {64: (DRAWN, NARROW, NARROW | {"ordered": True}, ALONE, ALONE | {"programs": 2}),
-                 128: ({"stays": True}, {"stays": True, "alone": True}, {}, {"direct": True})}
+# Without augmented K: of each width dQ added in no order, as is fastest, and in order.
+D128 = {"kernel": "d128"}
+DETERMINISTIC = D128 | {"variant": "deterministic"}
+BACKWARD_CONFIGS = {64: (D128 | {"s_ahead": True, "variant": "dq_from_registers"}, DETERMINISTIC | {"s_ahead": True}),
+                    128: (D128, DETERMINISTIC)}
+# And of calls that nothing but a band changes, with augmented K: the heuristic's first.
+SHARED_HEADS = [{"kernel": "d64", "variant": "head_persistent", "ctas_per_head": ctas} for ctas in (2, 4)]
+AUGMENTED_K_CONFIGS = {
+    64: (*({"kernel": "d64", "variant": variant} for variant in (
+        "dynamic_tiles", "one_tile", "deterministic", "head_persistent")), SHARED_HEADS[0]),
+    128: tuple({"kernel": "d128_augmented_k", "variant": variant} for variant in (
+        "dynamic_tiles", "head_persistent", "dq_staged", "dq_from_registers"))}
 REGISTER_FILE = 65536
 # Bytes of stack a thread, ceilings. At d 64 three warpgroups have 160 registers a thread: 3.6.0 spills 24 bytes at
 # most, 3.8.0 none, 3.9.0 40 with a softcap and sinks.
@@ -85,7 +88,7 @@ def test_loops_begin_where_in_a_line_of_code_they_were_fastest(dtype):
 
     Whatever moves them: the instructions in front of a warpgroup's code (CODE_PADDING) can move them back.
     """
-    plain = {"tails": True, "stays": True, "dtype": dtype}
+    plain = {**AUGMENTED_K_CONFIGS[128][0], "dtype": dtype}
     rows = compile_aloud(OLDEST, [backward(128, "full", **plain), backward(128, "causal", **plain)])
     assert [row["places"] for row in rows] == [[0x00, 0x70, 0x70, 0x00], [0x00, 0x70, 0x70, 0x30]]
 
@@ -212,13 +215,13 @@ def test_hopper_backward_compiles_within_registers_and_shared_memory(version):
     if version == OLDEST:
         wanted = [backward(d, mask, **config) for (d, configs), mask in product(BACKWARD_CONFIGS.items(), MASKS)
                   for config in configs]
-        wanted.append(backward(64, dtype="float16", stages=4))
-        wanted += [backward(d, mask, tails=True, **config) for (d, configs), mask in product(
-            TAILS_CONFIGS.items(), MASKS) for config in configs]
-        wanted += [backward(d, dtype="float16", tails=True, **configs[0]) for d, configs in TAILS_CONFIGS.items()]
-        wanted.append(backward(64, "full", tails=True, **(ALONE | {"programs": 4})))
+        wanted.append(backward(64, dtype="float16", **D128, q_stages=4))
+        wanted += [backward(d, mask, **config) for (d, configs), mask in product(AUGMENTED_K_CONFIGS.items(), MASKS)
+                   for config in configs]
+        wanted += [backward(d, dtype="float16", **configs[0]) for d, configs in AUGMENTED_K_CONFIGS.items()]
+        wanted.append(backward(64, "full", **SHARED_HEADS[1]))
     else:
-        wanted = [backward(64, **BACKWARD_CONFIGS[64][0]), backward(128, "window", ordered=True)]
+        wanted = [backward(64, **BACKWARD_CONFIGS[64][0]), backward(128, "window", **DETERMINISTIC)]
     check_backward(version, wanted, BACKWARD_SPILL_BOUND.get(version, BACKWARD_SPILL_BOUND_ELSEWHERE))
 
 
@@ -241,11 +244,11 @@ def test_the_backward_of_lengths_that_are_data_and_of_softcap_compiles_within_re
 @pytest.mark.parametrize("version", VERSIONS)
 def test_dropout_in_the_backward_compiles_within_registers_and_shared_memory(version):
     # 3.9.0 leaves a descriptor of a product stray in order at d 128, but in windows.
-    wanted = [backward(128, "window", options=["seed"], ordered=True)]
+    wanted = [backward(128, "window", options=["seed"], **DETERMINISTIC)]
     if version == OLDEST:
         wanted += [backward(d, mask, options=["seed"], **configs[(i + (d == 128)) % 2])
                    for d, configs in BACKWARD_CONFIGS.items() for i, mask in enumerate(MASKS)]
-        wanted.append(backward(128, dtype="float16", options=["seed"]))
+        wanted.append(backward(128, dtype="float16", options=["seed"], **D128))
     rows = check_backward(version, wanted, BACKWARD_DROPOUT_SPILL_BOUND.get(
         version, BACKWARD_DROPOUT_SPILL_BOUND_ELSEWHERE))
     both = ["seed", "softcap", "cu_seqlens_q", "cu_seqlens_k", "seqlens_q", "seqlens_k"]
@@ -254,7 +257,7 @@ def test_dropout_in_the_backward_compiles_within_registers_and_shared_memory(ver
                            DROPOUT_OF_ALL_SPILL_BOUND.get(version, DROPOUT_OF_ALL_SPILL_BOUND_ELSEWHERE))
     for row in rows:
         # In each loop of 2 warpgroups 8 calls of Philox, of 9 products; the rest counts tiles, or looks sequences up.
-        loops = 3 if row["config"].get("ordered") and row["mask"][0] is not None else 2
+        loops = 3 if row["config"].get("variant") == "deterministic" and row["mask"][0] is not None else 2
         assert 0 <= row["philox"] - 2 * loops * 8 * 9 <= (96 if row["options"] == both else 40), row
 
 
@@ -265,26 +268,28 @@ def check_backward(version, wanted, spills):
         assert row["stack"] <= spills, row
         assert row["utmastg"] > 0, row
         # Four values at a time of half the columns, in 2 loops of 2 warpgroups, or one reduction by the copy engine in
-        # each, or by each of 2 writers one for each warpgroup that makes dQ: of narrow heads with tails one alone, with
+        # each, or by each of 2 writers one for each warpgroup that makes dQ: of the kernel d64 one alone, with
         # one loop.
-        config = row["config"]
-        narrow, shared = config.get("tails") and row["d"] <= 64, config.get("programs", 1) > 1
-        alone = bool(config.get("alone")) and not shared
-        staged = 2 if narrow and config.get("ordered") and not alone else 1 if narrow else 4
+        config, variant = row["config"], row["config"].get("variant")
+        narrow, shared = config["kernel"] == "d64", config.get("ctas_per_head", 1) > 1
+        alone = variant == "head_persistent" and not shared
+        semaphores = variant == "deterministic" or shared
+        staged = 2 if narrow and semaphores else 1 if narrow else 4
         if alone and not narrow and row["mask"][0] is not None:  # a third loop, of the window's other end
             staged = 6
-        assert (row["redg"], row["utmaredg"]) == ((row["d"] // 4, 0) if config.get("direct") else (0, staged)), row
+        from_registers = variant == "dq_from_registers"
+        assert (row["redg"], row["utmaredg"]) == ((row["d"] // 4, 0) if from_registers else (0, staged)), row
         # Each writer waits for the tiles before, and until all has arrived, not only been read, before it says so; a
         # program that is alone waits for its own tiles before: of wider heads in every step, for all but the last. Of
         # shared heads a writer waits with a part of a step's last tile in another place.
-        waits = 2 if config.get("ordered") and not alone else 0
+        waits = 2 if semaphores else 0
         complete = waits or (alone and narrow)
         assert (row["acquire"], row["complete"], row["release"]) == (waits << shared, complete, waits), row
     return rows
 
 
 def wide(part, d, mask="causal", dtype="bfloat16", dv=None):
-    return backward(d, mask, dtype, dv, wide=True) | {"part": part}
+    return backward(d, mask, dtype, dv, kernel="d256") | {"part": part}
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -309,8 +314,8 @@ def test_the_hopper_backward_of_wide_heads_compiles_within_registers_and_shared_
 
 def test_the_hopper_backward_of_heads_in_pieces_compiles_within_registers_and_shared_memory():
     # 3.9.0 spills registers that nothing has set.
-    wanted = [backward(192, mask, dv=128, direct=True) for mask in MASKS]
-    wanted += [backward(192, dv=128, dtype="float16", direct=True)]
+    wanted = [backward(192, mask, dv=128, kernel="d192") for mask in MASKS]
+    wanted += [backward(192, dv=128, dtype="float16", kernel="d192")]
     for row in compile_aloud(OLDEST, wanted):
         check_products(row)
         assert row["stack"] <= PIECES_SPILL_BOUND, row

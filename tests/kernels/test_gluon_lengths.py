@@ -13,7 +13,8 @@ from tilewise.masks import ALIGNMENTS, Mask, causal, window
 from tilewise.problem import AttentionProblem
 from tilewise.problem.options import OperandSpec
 from tilewise.problem.sequences import Sequences
-from tilewise.tuning.configs import HopperBackwardConfig, HopperForwardConfig
+from tilewise.tuning.backward_configs import HopperD128Config
+from tilewise.tuning.configs import HopperForwardConfig
 
 lengths = pytest.importorskip("tilewise.kernels.gluon.lengths", reason="Triton is not installed")
 launch = pytest.importorskip("tilewise.kernels.gluon.launch")
@@ -97,7 +98,7 @@ def arguments(problem, operands):
 
 
 def arguments_of_backward(problem, operands):
-    numbers = launch_backward.HopperBackward(problem, HopperBackwardConfig(), problem.q_strides, 132).scalars
+    numbers = launch_backward.HopperBackward(problem, HopperD128Config(), problem.q_strides, 132).scalars
     assert numbers[12] == operands[-1]
     return tiles.TileGrid(*numbers[:4]), tiles.MaskBounds(*numbers[4:8]), operands, numbers[-1]
 

@@ -16,7 +16,14 @@ from hypothesis import strategies as st
 
 from kernels.hopper_calls import problem_of, scalars_of
 from tilewise.masks import ALIGNMENTS, Mask, causal, window
-from tilewise.tuning.configs import HopperBackwardConfig, HopperForwardConfig
+from tilewise.tuning.backward_configs import (
+    D128AugmentedKVariant,
+    D128Variant,
+    HopperD128AugmentedKConfig,
+    HopperD128Config,
+    HopperD256Config,
+)
+from tilewise.tuning.configs import HopperForwardConfig
 from tilewise.tuning.heuristics import hopper_forward_config
 
 launch_backward = pytest.importorskip("tilewise.kernels.gluon.launch_backward")
@@ -210,13 +217,14 @@ def test_the_band_counts_from_the_first_key_that_is_seen():
 
 
 BLOCK_N = 128  # of a program of the backward kernel for narrow heads
-NONDETERMINISTIC, DETERMINISTIC = HopperBackwardConfig(), HopperBackwardConfig(ordered=True)
-WIDE, HEAD_PERSISTENT = HopperBackwardConfig(wide=True), HopperBackwardConfig(tails=True, stays=True, alone=True)
+NONDETERMINISTIC, DETERMINISTIC = HopperD128Config(), HopperD128Config(variant=D128Variant.DETERMINISTIC)
+WIDE = HopperD256Config()
+HEAD_PERSISTENT = HopperD128AugmentedKConfig(variant=D128AugmentedKVariant.HEAD_PERSISTENT)
 
 
 def backward_scalars_of(problem, config=NONDETERMINISTIC):
     bound = launch_backward_wide.backward_launch(problem, config, problem.q_strides, 132)
-    numbers = (bound.dkdv if config.wide else bound).scalars
+    numbers = (bound.dkdv if config == WIDE else bound).scalars
     return tiles.TileGrid(*numbers[:4]), tiles.MaskBounds(*numbers[4:8]), numbers[-1]
 
 
@@ -240,43 +248,44 @@ def begins_of(first, spans, shape):
 def test_backward_every_seeing_query_is_in_one_step_and_unmasked_steps_see_all_keys(sq, sk, mask, config):
     problem = problem_of(sq, sk, mask)
     (n_tiles, *_), band, shape = backward_scalars_of(problem, config)
+    counts_all = not (config.deterministic or config.head_persistent)
     queries, keys = problem.seeing_queries, problem.seen_keys
     visible = mask.visible(sq, sk)[queries.start:queries.stop, keys.start:keys.stop]
     sq, sk = visible.shape
     assert visible.any(0).all(), "a key that no query sees is read"
     assert visible.any(1).all(), "a query that sees no key is read"
-    assert (n_tiles - 1) * config.keys < sk <= n_tiles * config.keys, "every key has its gradient written"
-    for first in range(0, n_tiles * config.keys, config.keys):
+    assert (n_tiles - 1) * config.block_n < sk <= n_tiles * config.block_n, "every key has its gradient written"
+    for first in range(0, n_tiles * config.block_n, config.block_n):
         spans = tiles.q_blocks_of.fn(first, band, shape)
         begins = begins_of(first, spans, shape)
         assert all(begin % QUERIES == 0 and 0 <= begin < sq for begin in begins), "dq's sums lie on a grid"
         assert len(set(begins)) == len(begins)
-        seeing = visible[:, first:first + config.keys].any(1).nonzero().flatten().tolist()
+        seeing = visible[:, first:first + config.block_n].any(1).nonzero().flatten().tolist()
         assert {query // QUERIES * QUERIES for query in seeing} <= set(begins)
         if seeing:
             assert len(begins) <= seeing[-1] // QUERIES - seeing[0] // QUERIES + 1, "a step for nobody"
-        for key in range(first, first + config.keys, ROWS):
+        for key in range(first, first + config.block_n, ROWS):
             ends = tiles.phases_of.fn(key, spans, band, shape)
             assert list(ends) == sorted(ends)
             assert (ends[0], ends[-1]) == (0, spans[3])
-            assert shape.HAS_LOWER or not (config.ordered or config.alone) or ends[1] == 0, "this phase is left out"
+            assert shape.HAS_LOWER or counts_all or ends[1] == 0, "this phase is left out"
             for step in range(ends[1], ends[2]):
                 assert visible[begins[step]:begins[step] + QUERIES, key:key + ROWS].all(), (key, begins[step])
                 assert key + ROWS <= sk, "keys past the last one need a mask"
                 # What the kernel computes in place of queries_at, where no step is masked.
                 counted = spans[0] + (spans[1] - spans[2] + step) * QUERIES
-                assert config.ordered or config.alone or begins[step] == counted
+                assert not counts_all or begins[step] == counted
 
 
 @pytest.mark.parametrize("config", [NONDETERMINISTIC, DETERMINISTIC, WIDE, HEAD_PERSISTENT],
                          ids=["no order", "order", "wide", "alone"])
 def test_causal_backward_masks_no_step_whose_queries_all_see_the_warpgroups_keys(config):
     (n_tiles, *_), band, shape = backward_scalars_of(problem_of(1024, 1024, causal()), config)
-    for key in range(0, n_tiles * config.keys, ROWS):
-        spans = tiles.q_blocks_of.fn(key // config.keys * config.keys, band, shape)
+    for key in range(0, n_tiles * config.block_n, ROWS):
+        spans = tiles.q_blocks_of.fn(key // config.block_n * config.block_n, band, shape)
         ends = tiles.phases_of.fn(key, spans, band, shape)
         for step in {*range(spans[3])} - {*range(ends[1], ends[2])}:
-            assert begins_of(key // config.keys * config.keys, spans, shape)[step] < key + ROWS - 1
+            assert begins_of(key // config.block_n * config.block_n, spans, shape)[step] < key + ROWS - 1
 
 
 @pytest.mark.parametrize(("mask", "steps"), [

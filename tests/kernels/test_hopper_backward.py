@@ -8,7 +8,12 @@ import torch
 
 from kernels.backward_calls import MASKS, call_of, compare, dq_of_accum, expected, extra_columns_of
 from tilewise.masks import Mask
-from tilewise.tuning.configs import HopperBackwardConfig
+from tilewise.tuning.backward_configs import (
+    D128AugmentedKVariant,
+    D128Variant,
+    HopperD128AugmentedKConfig,
+    HopperD128Config,
+)
 
 backward, loading, products, dq_accum, augmented, launch_backward, lengths, pipeline, softmax, tiles = (
     pytest.importorskip(f"tilewise.kernels.gluon.{name}", reason="Triton is not installed") for name in (
@@ -23,10 +28,10 @@ CONSTANTS = {(module, "QUERIES"): 64 for module in MODULES if hasattr(module, "Q
     (module, "EXTRA_COLUMNS"): 16 for module in (backward, augmented)} | {(dq_accum, "WRITERS"): 2} | {
     (module, "NO_TILE"): -1 for module in (backward, loading, pipeline)} | {
     (module, "scheduling_fence_of"): lambda values, turn: (values, turn) for module in (backward, pipeline)}
-S_AHEAD, FROM_REGISTERS, STAGED, PERSISTENT, HEAD_PERSISTENT, DETERMINISTIC = (
-    HopperBackwardConfig(**settings) for settings in (
-    {"ahead": True, "direct": True}, {"direct": True, "tails": True}, {"tails": True}, {"tails": True, "stays": True},
-    {"tails": True, "stays": True, "alone": True}, {"ordered": True}))
+S_AHEAD = HopperD128Config(s_ahead=True, variant=D128Variant.DQ_FROM_REGISTERS)
+DETERMINISTIC = HopperD128Config(variant=D128Variant.DETERMINISTIC)
+FROM_REGISTERS, STAGED, PERSISTENT, HEAD_PERSISTENT = (
+    HopperD128AugmentedKConfig(variant=variant) for variant in D128AugmentedKVariant)
 
 
 @pytest.mark.parametrize(("config", "d"), [
@@ -37,23 +42,24 @@ def test_the_source_computes_the_gradients_on_the_cpu(mask, config, d):
     random.seed(0)
     problem, tensors = call_of(*mask, (d, d))
     launch = launch_backward.HopperBackward(problem, config, problem.q_strides, 3)
-    assert not config.stays or launch.grid[0] <= 3
+    assert not (config.dynamic_tiles or config.head_persistent) or launch.grid[0] <= 3
     q, k, v, dout, lse, delta = tensors
     dq, dk, dv = (torch.full_like(tensor, float("nan")) for tensor in (q, k, v))
-    accum = torch.full((math.prod(launch.accum_shape),), float("nan") if config.alone or config.ordered else 0.0)
+    is_set_first = config.head_persistent or config.deterministic
+    accum = torch.full((math.prod(launch.accum_shape),), float("nan") if is_set_first else 0.0)
     accum, semaphores = accum.split([launch.accum_rows * 256, accum.numel() - launch.accum_rows * 256])
     semaphores.zero_()
-    read = extra_columns_of(lse, delta) if config.tails else lse
+    read = extra_columns_of(lse, delta) if config.augmented_k else lse
     described = launch._in_forms((q, k, v, dout, read, delta, dk, dv, dq), lambda tensor, form: (
         Pointer(tensor.flatten()) if form is None else Descriptor(tensor, form[0])))
-    target = Pointer(accum) if config.direct else Descriptor(accum.view(-1, 256), launch.accum_block)
+    target = Pointer(accum) if config.dq_from_registers else Descriptor(accum.view(-1, 256), launch.accum_block)
     counter = torch.zeros(1, dtype=torch.int32)
-    workspace = Pointer(accum) if config.alone else Pointer(counter) if config.stays else Pointer(
-        semaphores.view(torch.int32)) if config.ordered else None
+    workspace = Pointer(accum) if config.head_persistent else Pointer(counter) if config.dynamic_tiles else Pointer(
+        semaphores.view(torch.int32)) if config.deterministic else None
     run(launch.kernel, MODULES, launch.grid[0], (*described, target, workspace, *[None] * 7, *launch.scalars),
         CONSTANTS, together=3)
     assert not counter.any(), "the next launch fetches tiles by it"
-    if config.alone:
+    if config.head_persistent:
         dq = dq.float() / problem.scale
     else:
         parts = dq_of_accum(accum, sum(config.columns(problem)[0]) // 2, (problem.b, problem.hq), None)
@@ -61,18 +67,17 @@ def test_the_source_computes_the_gradients_on_the_cpu(mask, config, d):
     compare((dq, dk, dv), expected(problem, tensors))
 
 
-@pytest.mark.parametrize(("sk", "stays", "programs"), [(128, True, 4), (4096, True, 128), (8192, True, 132),
-                                                       (8192, False, 256)])
-def test_persistent_backward_ctas_are_one_an_sm_and_none_without_a_tile(sk, stays, programs):
-    config = HopperBackwardConfig(tails=True, stays=stays)
+@pytest.mark.parametrize(("sk", "config", "ctas"), [(128, PERSISTENT, 4), (4096, PERSISTENT, 128),
+                                                    (8192, PERSISTENT, 132), (8192, STAGED, 256)], ids=str)
+def test_persistent_backward_ctas_are_one_an_sm_and_none_without_a_tile(sk, config, ctas):
     problem, _ = call_of(Mask(), (128, sk), (4, 4), (128, 128), b=1)
-    assert launch_backward.HopperBackward(problem, config, problem.q_strides, 132).grid == (programs,)
+    assert launch_backward.HopperBackward(problem, config, problem.q_strides, 132).grid == (ctas,)
 
 
 def test_a_deterministic_accumulator_is_followed_by_a_semaphore_for_each_block():
     problem, (q, k, v, dout, lse, delta) = call_of(Mask(), (200, 200), (5, 5), (128, 128), b=3)
-    plain, ordered = (launch_backward.HopperBackward(problem, HopperBackwardConfig(ordered=in_order),
-                                                     problem.q_strides, 132) for in_order in (False, True))
+    plain, ordered = (launch_backward.HopperBackward(problem, config, problem.q_strides, 132)
+                      for config in (HopperD128Config(), DETERMINISTIC))
     blocks = 3 * 5 * 4
     assert plain.accum_shape == (blocks * 64 * 128 // 256, 256)
     accum = torch.zeros(ordered.accum_shape)

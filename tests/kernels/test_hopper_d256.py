@@ -3,14 +3,13 @@
 import math
 import random
 import time
-from dataclasses import replace
 
 import pytest
 import torch
 
 from kernels.backward_calls import MASKS, SCALE, call_of, compare, dq_of_accum, expected
 from tilewise.masks import window
-from tilewise.tuning.configs import HopperBackwardConfig
+from tilewise.tuning.backward_configs import HopperD192Config, HopperD256Config
 
 d192 = pytest.importorskip("tilewise.kernels.gluon.hopper_backward_d192", reason="Triton is not installed")
 (backward, loading, d256, dq_d256, dq_accum, launch_backward, launch_backward_wide, pipeline, products, softmax,
@@ -21,7 +20,7 @@ d192 = pytest.importorskip("tilewise.kernels.gluon.hopper_backward_d192", reason
 gluon_on_cpu = pytest.importorskip("kernels.gluon_on_cpu")
 Descriptor, Pointer, run = gluon_on_cpu.Descriptor, gluon_on_cpu.Pointer, gluon_on_cpu.run
 
-WIDE = HopperBackwardConfig(wide=True)
+WIDE = HopperD256Config()
 MODULES = (backward, loading, d256, dq_d256, d192, dq_accum, pipeline, products, softmax, tiles)
 CONSTANTS = {(module, "QUERIES"): 64 for module in MODULES if hasattr(module, "QUERIES")} | {
     (module, "LOG2E"): math.log2(math.e) for module in (loading, softmax)} | {
@@ -36,7 +35,7 @@ CONSTANTS = {(module, "QUERIES"): 64 for module in MODULES if hasattr(module, "Q
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_the_source_of_those_in_chunks_computes_the_gradients_on_the_cpu(mask, dims):
     random.seed(0)
-    config = HopperBackwardConfig(direct=True)
+    config = HopperD192Config()
     problem, tensors = call_of(*mask, dims)
     launch = launch_backward.HopperBackward(problem, config, problem.q_strides, 132)
     q, k, v, dout, lse, delta = tensors
@@ -70,15 +69,15 @@ def test_what_is_asked_for_late_changes_no_bit_of_dq():
     assert torch.equal(first, *run_part(part, tensors, tensors[:1]))
 
 
-@pytest.mark.parametrize("out_stages", [2, 1])
-def test_nothing_is_written_over_before_the_slowest_warpgroup_has_read_it(out_stages):
+@pytest.mark.parametrize("dout_stages", [2, 1])
+def test_nothing_is_written_over_before_the_slowest_warpgroup_has_read_it(dout_stages):
     def wait_long(left, deps):
         time.sleep(random.random() * 8e-3)  # longer than a copy needs
         return gluon_on_cpu.wait_for_products(left, deps)
 
     random.seed(0)
     problem, tensors = call_of(window(200, 0, "top_left"), (400, 400), (2, 1), (192, 256), b=1)
-    part = launch_backward_wide.HopperBackwardApart(problem, replace(WIDE, out_stages=out_stages)).dkdv
+    part = launch_backward_wide.HopperBackwardApart(problem, HopperD256Config(dout_stages=dout_stages)).dkdv
     slow = {(module, "warpgroup_mma_wait"): wait_long for module in (d256, products)}
     first = run_part(part, tensors, tensors[1:3])
     for one, other in zip(first, run_part(part, tensors, tensors[1:3], slow), strict=True):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kernels.backward_calls import MASKS, call_of, compare, dq_of_accum, expected, extra_columns_of
-from tilewise.tuning.configs import HopperBackwardConfig
+from tilewise.tuning.backward_configs import D64Variant, HopperD64Config
 
 d64, backward, loading, products, dq_accum, augmented, launch_backward, pipeline, kv_tile_assignment, tiles = (
     pytest.importorskip(f"tilewise.kernels.gluon.{name}", reason="Triton is not installed") for name in (
@@ -21,10 +21,8 @@ CONSTANTS = {(module, "QUERIES"): 64 for module in MODULES if hasattr(module, "Q
     (module, "EXTRA_COLUMNS"): 16 for module in (d64, backward, augmented)} | {
     (module, "NO_TILE"): -1 for module in (d64, pipeline)} | {
     (d64, "ZERO"): 0, (d64, "ONE"): 1, (dq_accum, "WRITERS"): 2, (d64, "WRITERS"): 2}
-ADDED, DETERMINISTIC, HEAD_PERSISTENT = (HopperBackwardConfig(4, 4, tails=True, ordered=ordered, alone=alone)
-                         for ordered, alone in ((False, False), (True, False), (True, True)))
-DYNAMIC = HopperBackwardConfig(4, 4, tails=True, stays=True)
-TWO, FOUR = (HopperBackwardConfig(4, 4, tails=True, ordered=True, alone=True, programs=programs) for programs in (2, 4))
+ADDED, DYNAMIC, DETERMINISTIC, HEAD_PERSISTENT = (HopperD64Config(variant=variant) for variant in D64Variant)
+TWO, FOUR = (HopperD64Config(variant=D64Variant.HEAD_PERSISTENT, ctas_per_head=ctas) for ctas in (2, 4))
 
 
 def differentiate(mask, config, d, together=None):
@@ -37,19 +35,19 @@ def differentiate(mask, config, d, together=None):
     launch = launch_backward.HopperBackward(problem, config, problem.q_strides, multiprocessors=4)
     q, k, v, dout, lse, delta = tensors
     dq, dk, dv = (torch.full_like(tensor, float("nan")) for tensor in (q, k, v))
-    accum = torch.full((math.prod(launch.accum_shape),), float("nan") if config.ordered else 0.0)
+    accum = torch.full((math.prod(launch.accum_shape),), float("nan") if config.deterministic else 0.0)
     accum[launch.accum_rows * 256:] = 0.0  # semaphores
     read = extra_columns_of(lse, delta)
     described = launch._in_forms((q, k, v, dout, read, dk, dv, dq), lambda tensor, form: Descriptor(tensor, form[0]))
     counter = torch.zeros(1, dtype=torch.int32)
-    workspace = Pointer(counter) if config.stays else Pointer(accum) if config.alone else Pointer(
-        accum[launch.accum_rows * 256:].view(torch.int32)) if config.ordered else None
+    workspace = Pointer(counter) if config.dynamic_tiles else Pointer(accum) if config.head_persistent else Pointer(
+        accum[launch.accum_rows * 256:].view(torch.int32)) if config.deterministic else None
     rows = accum[:launch.accum_rows * 256].view(-1, 256)
     run(launch.kernel, MODULES, launch.grid[0],
         (*described, Descriptor(rows, launch.accum_block), workspace, *launch.scalars), CONSTANTS,
-        together or config.programs)
+        together or config.ctas_per_head)
     assert counter == 0
-    if config.alone:
+    if config.head_persistent:
         dq = dq.float() / problem.scale
     else:
         parts = dq_of_accum(rows.flatten(), 32, (problem.b, problem.hq), None)

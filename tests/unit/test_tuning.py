@@ -12,12 +12,12 @@ from tilewise.masks import Mask, causal
 from tilewise.problem import AttentionProblem
 from tilewise.problem.options import FunctionSpec, OperandSpec, ScoreOptions
 from tilewise.problem.sequences import Sequences
+from tilewise.tuning.backward_configs import D128Variant, HopperD128Config, HopperD192Config, HopperD256Config
 from tilewise.tuning.configs import (
     DbiasConfig,
     DkdvConfig,
     DqConfig,
     ForwardConfig,
-    HopperBackwardConfig,
     HopperDbiasConfig,
     HopperForwardConfig,
 )
@@ -56,39 +56,6 @@ def problem_of(d=64, dv=None, dtype=torch.bfloat16, s=4096, b=1, mask=None):
 def test_illegal_tile_cannot_be_constructed(kind, tile, name):
     with pytest.raises(InvalidInput, match=name):
         kind(*tile)
-
-
-@pytest.mark.parametrize(("settings", "message"), [
-    ({"stages": 3}, "stages=3; allowed are 2, 4."),
-    ({"out_stages": 3}, "out_stages=3; allowed are 1, 2, 4."),
-    ({"direct": True, "ordered": True},
-     "ordered=True with direct=True; dQ is added from registers or in order, not both."),
-    ({"wide": True, "direct": True},
-     "wide=True with ahead=False, direct=True, ordered=False; allowed is none of them."),
-    ({"wide": True, "ahead": True}, "wide=True with ahead=True, direct=False, ordered=False; allowed is none of them."),
-    ({"wide": True, "ordered": True},
-     "wide=True with ahead=False, direct=False, ordered=True; allowed is none of them."),
-    ({"tails": True, "wide": True}, "tails=True with wide=True; tails are for head dims up to 128."),
-    ({"alone": True, "ordered": True},
-     "alone=True with tails=False, ordered=True, stays=False; allowed are tails=True and one of the others."),
-    ({"alone": True, "tails": True},
-     "alone=True with tails=True, ordered=False, stays=False; allowed are tails=True and one of the others."),
-    ({"alone": True, "tails": True, "ordered": True, "stays": True},
-     "alone=True with tails=True, ordered=True, stays=True; allowed are tails=True and one of the others."),
-    ({"programs": 5}, "programs=5; allowed are 1, 2, 4."),
-    ({"programs": 2, "tails": True, "ordered": True},
-     "programs=2 with alone=False, ordered=True; allowed is 1, or both."),
-    ({"programs": 2, "tails": True, "alone": True, "stays": True},
-     "programs=2 with alone=True, ordered=False; allowed is 1, or both."),
-    ({"stays": True}, "stays=True with ahead=False, direct=False, tails=False; allowed is tails=True alone."),
-    ({"stays": True, "tails": True, "direct": True},
-     "stays=True with ahead=False, direct=True, tails=True; allowed is tails=True alone."),
-    ({"stays": True, "tails": True, "ahead": True},
-     "stays=True with ahead=True, direct=False, tails=True; allowed is tails=True alone."),
-])
-def test_illegal_steps_of_the_hopper_backward_cannot_be_constructed(settings, message):
-    with pytest.raises(InvalidInput, match=message):
-        HopperBackwardConfig(**settings)
 
 
 @pytest.mark.parametrize(("settings", "message"), [
@@ -426,7 +393,7 @@ def test_the_hopper_backward_adds_to_dq_in_order_where_that_is_asked_for_alone(d
     for deterministic in (False, True):
         problem = replace(problem_of(d, dv), deterministic=deterministic)
         config = hopper_backward_config(problem)
-        assert config.ordered == deterministic
+        assert config.deterministic == deterministic
         assert config.shared_bytes(problem) <= DeviceSpec.of_arch("sm_90").shared_memory
 
 
@@ -439,19 +406,19 @@ def test_two_warpgroups_share_the_keys_of_wide_heads_whose_sums_fit_no_registers
     for deterministic in (False, True):
         problem = replace(problem_of(d, dv), deterministic=deterministic)
         config = hopper_backward_config(problem)
-        assert (config.direct, config.wide) == ((False, True) if shared or deterministic else (True, False))
+        assert config == (HopperD256Config() if shared or deterministic else HopperD192Config())
         assert config.shared_bytes(problem) <= DeviceSpec.of_arch("sm_90").shared_memory
 
 
 def test_of_the_two_kernels_of_wide_heads_the_one_that_takes_more_shared_memory_counts():
     """Beside keys q and dout are there twice, P once; beside queries 128 rows of them, k twice and v once."""
-    wide = HopperBackwardConfig(wide=True)
+    wide = HopperD256Config()
     assert wide.shared_bytes(problem_of(256, 256)) == 64 * 2 * (4 + 3) * 256 + 1024
-    assert wide.shared_bytes(problem_of(64, 256)) == 64 * 2 * 3 * (64 + 256) + 64 * 64 * 2 + 2 * 8 * 64 + 1024
+    assert wide.shared_bytes(problem_of(64, 256)) == 64 * 2 * 3 * (64 + 256) + 64 * 64 * 4 + 2 * 8 * 64 + 1024
 
 
 def test_staged_dq_takes_shared_memory_for_one_step_and_in_order_for_two():
     step = 4 * 64 * 128
-    direct, staged, ordered = (HopperBackwardConfig(**settings).shared_bytes(problem_of(128))
-                               for settings in ({"direct": True}, {}, {"ordered": True}))
-    assert (staged - direct, ordered - direct) == (step, 2 * step)
+    direct, staged, deterministic = (HopperD128Config(variant=variant).shared_bytes(problem_of(128))
+                                     for variant in D128Variant)
+    assert (staged - direct, deterministic - direct) == (step, 2 * step)

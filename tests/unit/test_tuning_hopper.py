@@ -1,7 +1,7 @@
 """Tiles of the Gluon kernels: the legal ones are proposed, a table is asked where it was measured, or the heuristic."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -13,7 +13,15 @@ from tilewise.problem import AttentionProblem
 from tilewise.problem.options import OperandSpec, ScoreOptions
 from tilewise.problem.sequences import Sequences
 from tilewise.tuning import hopper, table
-from tilewise.tuning.configs import HopperBackwardConfig, HopperForwardConfig
+from tilewise.tuning.backward_configs import (
+    D64Variant,
+    D128AugmentedKVariant,
+    D128Variant,
+    HopperD64Config,
+    HopperD128AugmentedKConfig,
+    HopperD128Config,
+)
+from tilewise.tuning.configs import HopperForwardConfig
 from tilewise.tuning.device import DeviceSpec
 from tilewise.tuning.heuristics import hopper_backward_config, hopper_forward_config
 from tilewise.tuning.hopper import backward_config, forward_config, propose_hopper
@@ -24,7 +32,7 @@ from tilewise.tuning.wave_model import GridPlan
 DEVICE = DeviceSpec.of_arch("sm_90", "some-hopper")
 HEURISTICS = {"hopper_forward": hopper_forward_config, "hopper_backward": hopper_backward_config}
 FORWARD = HopperForwardConfig(block_n=64, consumers=2, kv_stages=4)
-BACKWARD = HopperBackwardConfig(stages=4, out_stages=1, direct=True)
+BACKWARD = HopperD128Config(q_stages=4, dout_stages=1, variant=D128Variant.DQ_FROM_REGISTERS)
 BUSY = {"b": 8, "hq": 16, "hk": 16}  # heads that fill the multiprocessors
 
 
@@ -73,38 +81,24 @@ def test_few_are_legal_where_heads_are_wide_and_all_ways_where_they_are_narrow()
     assert {(config.block_n, config.consumers, config.ping_pong) for config in narrow} == {
         (*sides, turns) for sides in ((64, 2), (128, 2), (128, 3)) for turns in (False, True)}
     assert {config.q_stages for config in narrow if config.kv_stages == 2} == {2}  # there is room for them
-    ways = {(config.ahead, config.direct, config.tails, config.alone)
-            for config in propose_hopper("hopper_backward", problem_of(64, kernel="hopper_backward"), DEVICE).tiles}
-    assert ways == {*product((False, True), (False, True), (False,), (False,)),
-                    *((False, False, True, alone) for alone in (False, True))}
-    assert not any(config.ordered for config in propose_hopper("hopper_backward", problem_of(kernel="hopper_backward"),
-                                                               DEVICE).tiles)
+    ways = [{(config.kernel, config.variant, config.s_ahead, config.ctas_per_head) for config in propose_hopper(
+        "hopper_backward", problem_of(d, kernel="hopper_backward"), DEVICE).tiles} for d in (64, 128)]
+    any_order = D128Variant.DQ_STAGED, D128Variant.DQ_FROM_REGISTERS
+    assert ways == [
+        {*product(["d128"], any_order, (False, True), [1]), ("d64", "one_tile", False, 1),
+         ("d64", "dynamic_tiles", False, 1), *product(["d64"], ["head_persistent"], [False], (1, 2, 4))},
+        {*product(["d128"], any_order, [False], [1]),
+         *product(["d128_augmented_k"], D128AugmentedKVariant, [False], [1])}]
 
 
 def test_registers_bound_keys_and_warpgroups():
     for d, dv, keys, consumers in ((64, 128, {64, 128}, {2}), (128, 192, {64}, {2}), (96, 64, {64, 128}, {2})):
         tiles = propose_hopper("hopper_forward", replace(problem_of(d, dv), b=8, hq=16, hk=16), DEVICE).tiles
         assert ({config.block_n for config in tiles}, {config.consumers for config in tiles}) == (keys, consumers)
-    for d, dv, wide in ((192, 128, {False, True}), (136, 40, {False, True}), (200, 64, {True}), (192, 192, {True}),
-                        (64, 136, {True}), (128, 128, {False})):
+    for d, dv, kernels in ((192, 128, ["d192", "d256"]), (136, 40, ["d192", "d256"]), (200, 64, ["d256"]),
+                           (192, 192, ["d256"]), (64, 136, ["d256"]), (128, 128, ["d128_augmented_k", "d128"])):
         tiles = propose_hopper("hopper_backward", problem_of(d, dv, kernel="hopper_backward"), DEVICE).tiles
-        assert {config.wide for config in tiles} == wide
-        assert tiles[0].wide is (wide == {True})
-        assert max(d, dv) <= 128 or all(config.direct is not config.wide for config in tiles)
-
-
-@pytest.mark.parametrize("ways", [{"direct": True, "ahead": True}, {}, {"ordered": True}], ids=str)
-def test_heads_in_pieces_are_summed_from_registers_a_step_at_a_time(ways):
-    config = HopperBackwardConfig(**ways)
-    words = f"ahead={config.ahead}, direct={config.direct} at head dims 192 and 128; allowed are"
-    with pytest.raises(InvalidInput, match=words):
-        config.columns(problem_of(192, 128, kernel="hopper_backward"))
-
-
-@pytest.mark.parametrize(("d", "dv"), [(200, 128), (192, 136), (64, 136), (256, 256)])
-def test_heads_whose_sums_no_registers_hold_are_not_given_keys_of_their_own(d, dv):
-    with pytest.raises(InvalidInput, match=f"wide=False with .* at head dims {d} and {dv}; allowed are wide=True"):
-        HopperBackwardConfig(direct=True).columns(problem_of(d, dv, kernel="hopper_backward"))
+        assert list(dict.fromkeys(config.kernel for config in tiles)) == kernels
 
 
 UNFIT = {"d": {"d": 136}, "dv": {"dv": 136}, "scale": {"scale": 2.0**-41}, "negative": {"scale": -1.0},
@@ -113,66 +107,42 @@ UNFIT = {"d": {"d": 136}, "dv": {"dv": 136}, "scale": {"scale": 2.0**-41}, "nega
 
 
 @pytest.mark.parametrize("fields", UNFIT.values(), ids=UNFIT)
-def test_lse_is_no_tail_where_something_comes_between_it_and_the_probabilities(fields):
-    problem = replace(problem_of(kernel="hopper_backward"), **fields)
-    assert not hopper_backward_config(problem).tails
-    with pytest.raises(InvalidInput, match=r"tails=True for .*; allowed are head dims up to 128, a scale of 2\^-40"):
-        HopperBackwardConfig(direct=True, tails=True).columns(problem)
+@pytest.mark.parametrize(("d", "config"), [(128, HopperD128AugmentedKConfig()), (64, HopperD64Config())], ids=str)
+def test_k_is_not_augmented_where_something_comes_between_lse_and_the_probabilities(d, config, fields):
+    problem = replace(problem_of(d, kernel="hopper_backward"), **fields)
+    assert not hopper_backward_config(problem).augmented_k
+    with pytest.raises(InvalidInput, match=rf"^kernel={config.kernel} for .*; allowed are head dims .*, a scale of "
+                                           r"2\^-40 or more, and no softcap, dropout or lengths that are data\.$"):
+        config.columns(problem)
 
 
 @pytest.mark.parametrize("d", [40, 64, 72, 128])
-def test_lse_of_plain_calls_is_a_tail_and_of_narrow_heads_in_order_too(d):
+def test_plain_calls_have_augmented_k_and_deterministic_ones_of_narrow_heads_too(d):
     problem = problem_of(d, kernel="hopper_backward")
-    stages = {"stages": 4, "out_stages": 4} if d <= 64 else {}
-    assert hopper_backward_config(problem, 60) == HopperBackwardConfig(tails=True, stays=True, **stages)
-    ordered = hopper_backward_config(replace(problem, deterministic=True), 60)
-    assert ordered == HopperBackwardConfig(ordered=True, tails=d <= 64, **stages)
+    dynamic = (HopperD64Config(variant=D64Variant.DYNAMIC_TILES) if d <= 64 else
+               HopperD128AugmentedKConfig(variant=D128AugmentedKVariant.DYNAMIC_TILES))
+    assert hopper_backward_config(problem, 60) == dynamic
+    assert hopper_backward_config(replace(problem, deterministic=True), 60) == (
+        HopperD64Config(variant=D64Variant.DETERMINISTIC) if d <= 64 else
+        HopperD128Config(variant=D128Variant.DETERMINISTIC))
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize(("heads", "sk", "number", "stays"), [
+@pytest.mark.parametrize(("heads", "sk", "number", "dynamic"), [
     (33, 512, 132, False), (33, 513, 132, True), (33, 5000, 132, False), (33, 513, 165, False), (44, 384, 132, False),
     (45, 384, 132, True)])
-def test_programs_of_narrow_heads_stay_where_one_has_a_second_tile(heads, sk, number, stays, deterministic):
+def test_ctas_of_narrow_heads_are_persistent_where_one_has_a_second_tile(heads, sk, number, dynamic, deterministic):
     mask = {"mask": causal("bottom_right")} if sk < 5000 else {"mask": causal("top_left"), "sq": 512}
     problem = replace(problem_of(64, kernel="hopper_backward"), b=1, hq=heads, hk=heads, sk=sk,
                       deterministic=deterministic, **mask)
     config = hopper_backward_config(problem, number)
-    assert (config.alone, config.stays) == (False, stays and not deterministic)
-
-
-@pytest.mark.parametrize("d", [40, 64])
-def test_a_program_of_narrow_heads_draws_tiles_or_has_heads_alone_or_adds_in_order(d):
-    problem = problem_of(d, kernel="hopper_backward")
-    for alone in (True, False):
-        words = f"stays=True with alone={alone}, ordered={not alone} at head dims {d} and {d}; allowed is neither"
-        with pytest.raises(InvalidInput, match=words):
-            HopperBackwardConfig(4, 4, tails=True, stays=True, alone=alone, ordered=not alone).columns(problem)
-    assert {config.stays for config in propose_hopper("hopper_backward", problem, DEVICE).tiles} == {False, True}
-
-
-@pytest.mark.parametrize(("d", "settings", "message"), [
-    (64, {"ahead": True}, "tails=True with ahead=True, direct=False at head dims 64 and 64; allowed is neither"),
-    (40, {"direct": True}, "tails=True with ahead=False, direct=True at head dims 40 and 40; allowed is neither"),
-    (64, {"out_stages": 1}, "out_stages=1 with tails=True at head dims 64 and 64; allowed are 2 and 4 up to 64"),
-    (72, {"ordered": True}, "tails=True with ordered=True at head dims 72 and 72; allowed are head dims up to 64"),
-    (128, {"ordered": True, "alone": True}, "tails=True with ordered=True at head dims 128 and 128; allowed are"),
-])
-def test_tails_go_with_what_the_kernel_of_the_head_dim_has(d, settings, message):
-    with pytest.raises(InvalidInput, match=message):
-        HopperBackwardConfig(tails=True, **settings).columns(problem_of(d, kernel="hopper_backward"))
-
-
-def test_a_fixed_order_is_for_lengths_that_are_known():
-    problem = problem_of(64, kernel="hopper_backward", sequences=Sequences(seqlens_k=facts(1)))
-    with pytest.raises(InvalidInput, match=r"^ordered=True for .*; allowed are lengths that are no data\.$"):
-        HopperBackwardConfig(ordered=True).columns(problem)
+    assert config.variant == ("deterministic" if deterministic else "dynamic_tiles" if dynamic else "one_tile")
 
 
 FEW, MANY = ({"b": b, "hq": 33, "hk": 33, "sq": 1000, "sk": 1000} for b in (1, 8))
 
 
-@pytest.mark.parametrize(("fields", "programs"), [
+@pytest.mark.parametrize(("fields", "ctas_per_head"), [
     ({"b": 32, "hq": 32, "hk": 32, "sq": 512, "sk": 512}, 2),
     ({"b": 16, "hq": 32, "hk": 32, "sq": 1024, "sk": 1024}, 4),
     ({"b": 8, "hq": 32, "hk": 32, "sq": 2048, "sk": 2048}, 4),
@@ -212,17 +182,17 @@ FEW, MANY = ({"b": b, "hq": 33, "hk": 33, "sq": 1000, "sk": 1000} for b in (1, 8
     ({"b": 19, "hq": 16, "hk": 16, "sq": 256, "d": 128, "dv": 128}, 0),
     ({"b": 64, "hq": 16, "hk": 16, "sq": 256, "d": 128, "dv": 128, "deterministic": True}, 0),
     ({"b": 32, "hq": 32, "hk": 32, "sq": 512, "scores": ScoreOptions(softcap=3.0)}, 0)], ids=str)
-def test_programs_have_a_head_to_themselves_where_that_keeps_all_busy_and_l2_holds_it(fields, programs):
+def test_ctas_are_head_persistent_where_that_keeps_all_busy_and_l2_holds_it(fields, ctas_per_head):
     problem = replace(problem_of(64, kernel="hopper_backward"), **fields)
     config = hopper_backward_config(problem)
-    assert (config.alone, config.programs) == (programs > 0, max(1, programs))
+    assert (config.head_persistent, config.ctas_per_head) == (ctas_per_head > 0, max(1, ctas_per_head))
     assert config.shared_bytes(problem) <= DEVICE.shared_memory
 
 
-def test_how_many_programs_have_a_head_to_themselves_goes_by_the_device_s_multiprocessors():
+def test_how_many_ctas_share_a_head_goes_by_the_device_s_multiprocessors():
     problem = replace(problem_of(64, kernel="hopper_backward"), b=1, hq=114, hk=114, sq=512, sk=512)
     configs = [backward_config(problem, DEVICE, number) for number in (132, 114, 78, 57, 1)]
-    assert [config.alone * config.programs for config in configs] == [0, 2, 2, 1, 1]
+    assert [config.head_persistent * config.ctas_per_head for config in configs] == [0, 2, 2, 1, 1]
 
 
 @pytest.mark.parametrize("fields", [{"d": 64}, {"d": 40}, {"d": 128}, {"d": 104}, {"d": 256}, {"mask": causal()},
@@ -284,16 +254,24 @@ def test_a_row_serves_those_alone_whom_the_heuristic_would_have_given_the_same(r
 
 def test_tables_are_written_and_read_and_a_broken_row_is_named(tmp_path):
     path = tmp_path / "hopper_backward.16bit.json"
-    own = HopperBackwardConfig()
+    own = HopperD64Config(variant=D64Variant.HEAD_PERSISTENT, ctas_per_head=2)
     row = make_row(Bucket(128, 2, True, 2048), BACKWARD, own, ms=0.5)
-    assert row == {"width": 128, "itemsize": 2, "masked": True, "length": 2048, **asdict(BACKWARD),
-                   "heuristic": asdict(own), "ms": 0.5}
+    assert row == {
+        "width": 128, "itemsize": 2, "masked": True, "length": 2048, "kernel": "d128", "q_stages": 4, "dout_stages": 1,
+        "s_ahead": False, "variant": "dq_from_registers", "ms": 0.5, "heuristic": {
+            "kernel": "d64", "q_stages": 4, "dout_stages": 4, "variant": "head_persistent", "ctas_per_head": 2}}
     write_table(path, {"device": "a GPU"}, [row])
     assert read_table(path, "hopper_backward") == (row,)
-    for change, words in (({"stages": 3}, "stages=3; allowed are 2, 4"), ({"ahead": 1}, "ahead is 1; allowed is bool"),
-                          ({"ordered": True}, "ordered=True with direct=True"),
-                          ({"heuristic": None}, "heuristic is None; allowed is an object with stages, out_stages"),
-                          ({"heuristic": {"stages": "2"}}, "stages is '2'; allowed is int")):
+    assert repr(table.backward_config_of(read_table(path, "hopper_backward")[0])) == repr(BACKWARD)
+    for change, words in (({"q_stages": 3}, "q_stages=3; allowed are 2, 4"),
+                          ({"s_ahead": 1}, "s_ahead is 1; allowed is bool"),
+                          ({"kernel": None}, "kernel is None; allowed are d64, d128_augmented_k, d128, d192, d256"),
+                          ({"kernel": "d64"}, "variant is 'dq_from_registers'; allowed are one_tile, dyn"),
+                          ({"kernel": "d64", "variant": "one_tile"}, "ctas_per_head is None; allowed is int"),
+                          ({"variant": "ordered"}, "variant is 'ordered'; allowed are dq_from_registers, dq_"),
+                          ({"heuristic": None}, "heuristic is None; allowed is an object with kernel"),
+                          ({"heuristic": {"kernel": "d192", "q_stages": "2"}}, "q_stages is '2'; allowed is int"),
+                          ({"heuristic": {"stages": 2, "out_stages": 2}}, "kernel is None; allowed are d64, ")):
         path.write_text(json.dumps({"provenance": {}, "rows": [row | change]}), encoding="utf-8")
         with pytest.raises(InvalidInput, match=f"row 0: {words}"):
             read_table(path, "hopper_backward")
@@ -332,8 +310,8 @@ def test_the_rows_in_the_package_are_of_the_heuristic_of_today_and_serve_the_pro
         problem = problem_of(d, s=row["length"], kernel=kernel, b=16384 // row["length"], hq=heads, hk=heads,
                              mask=causal() if row["masked"] else Mask())
         own = HEURISTICS[kernel](problem)
-        assert row["heuristic"] == asdict(own), row
-        measured = type(own)(**table.config_of(row, kernel))
+        assert row["heuristic"] == table.fields_of(own), row
+        measured = (table.forward_config_of if kernel == "hopper_forward" else table.backward_config_of)(row)
         assert chosen(problem, device) == measured, row
         assert measured in propose_hopper(kernel, problem, device).tiles, row
         assert (row["ms"] < 0.98 * row["heuristic_ms"]) == (measured != own), row

@@ -72,7 +72,7 @@ class HopperLaunch:
             return tuple(self._launch.arguments(tensors, make(1, dtype=torch.int32)))
         if self._compiled is not self._launch:
             return tuple(self._compiled.arguments((*tensors[:6], *tensors[7:])))  # without dq
-        lse = make(self._launch.columns_shape, dtype=torch.bfloat16) if self._launch.config.tails else tensors[4]
+        lse = make(self._launch.columns_shape, dtype=torch.bfloat16) if self._launch.config.augmented_k else tensors[4]
         return tuple(self._launch.arguments(self._launch.taken(tensors, lse),
                                             make(self._launch.accum_shape, dtype=torch.float32),
                                             counter=make(1, dtype=torch.int32)))

@@ -20,7 +20,7 @@ from tilewise.bench.torture_rows import TortureRow
 from tilewise.cli.session import Finding, Outcome, TuningOutcome
 from tilewise.compile_ahead import Report
 from tilewise.dispatch import Explanation
-from tilewise.tuning.table import HOPPER_KINDS, config_of
+from tilewise.tuning.table import HOPPER_KINDS, backward_config_of, fields_of, forward_config_of
 from tilewise.tuning.table import Row as TableRow
 
 _NOTHING = "–"
@@ -244,7 +244,8 @@ def tuning(outcome: TuningOutcome) -> None:
 def _tile(row: TableRow, kernel: str) -> tuple[str, ...]:
     """Four cells: sides, warps, stages and descriptors; of a Gluon kernel's tile, all that it has in the first."""
     if kernel in HOPPER_KINDS:
-        return ", ".join(f"{name} {value}" for name, value in config_of(row, kernel).items()), "", "", "yes"
+        config = forward_config_of(row) if kernel == "hopper_forward" else backward_config_of(row)
+        return ", ".join(f"{name} {value}" for name, value in fields_of(config).items()), "", "", "yes"
     return (f"{row['block_m']} x {row['block_n']}", str(row["num_warps"]), str(row["num_stages"]),
             "yes" if row["descriptors"] else "no")
 

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 from tilewise.errors import InvalidInput
 from tilewise.problem import AttentionProblem
+from tilewise.tuning.backward_configs import HopperBackwardConfig
 
 MIN_BLOCK = 16  # the least M, N and K of a tile product
 MAX_BLOCK = 256
-LEAST_SCALE = 2.0**-40  # of scores whose lse comes as a tail: lse / scale is a number, and far from the largest
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,124 +199,6 @@ class HopperForwardConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class HopperBackwardConfig:
-    """The warp-specialised backward kernels: 64 keys a warpgroup stay, or of two; queries stream, 64 a step.
-
-    Attributes:
-        stages, out_stages: tiles of q and of dout in flight; powers of two, since every step divides by them.
-        ahead: whether a step computes the scores of the next one.
-        direct: whether dQ goes to its sums from registers, else through shared memory.
-        ordered: whether it is added in a fixed order, but for ``alone`` with one program by warps of their own, which
-            take it from there, of two steps at a time; every bit is then the same on every run.
-        wide: whether two warpgroups share 64 keys, one makes P and dV and the other dS and dK, and dQ has a kernel of
-            its own, where 64 queries a warpgroup stay; nothing is added in memory, and every bit
-            the same on every run.
-        tails: whether the tensor cores take lse and delta off, which come as tails of the queries then. At head dims
-            to 64 a third warpgroup makes dQ there.
-        alone: whether a program goes over all keys of a head, keeps its dQ in L2 and writes it. At head dims to 64
-            every bit is as with ``ordered``, which it comes with there; at wider ones it comes with ``stays``.
-        programs: with ``alone`` at head dims to 64, how many programs share a head: they take its tiles of keys by
-            turns, and add to a step of dQ in their order. As many running at once have fewer heads' sums in hand.
-        stays: whether a program draws one tile of keys after another (with ``alone`` it has a head's), and loads the
-            next one's keys and values while dK and dV of the last are written: to head dims of 64 into a second place,
-            at wider ones into theirs, and dK and dV leave by way of what dS and dQ are staged in.
-    """
-
-    stages: int = 2
-    out_stages: int = 2
-    ahead: bool = False
-    direct: bool = False
-    ordered: bool = False
-    wide: bool = False
-    tails: bool = False
-    alone: bool = False
-    stays: bool = False
-    programs: int = 1
-
-    def __post_init__(self) -> None:
-        for name, allowed in (("stages", (2, 4)), ("out_stages", (1, 2, 4)), ("programs", (1, 2, 4))):
-            if getattr(self, name) not in allowed:
-                raise InvalidInput(f"{name}={getattr(self, name)}; allowed are {', '.join(map(str, allowed))}.")
-        if self.ordered and self.direct:
-            raise InvalidInput("ordered=True with direct=True; dQ is added from registers or in order, not both.")
-        if self.wide and (self.ahead or self.direct or self.ordered):
-            raise InvalidInput(f"wide=True with ahead={self.ahead}, direct={self.direct}, ordered={self.ordered}; "
-                               "allowed is none of them.")
-        if self.tails and self.wide:
-            raise InvalidInput("tails=True with wide=True; tails are for head dims up to 128.")
-        if self.alone and not (self.tails and self.ordered != self.stays):
-            raise InvalidInput(f"alone=True with tails={self.tails}, ordered={self.ordered}, stays={self.stays}; "
-                               "allowed are tails=True and one of the others.")
-        if self.programs > 1 and not (self.alone and self.ordered):
-            raise InvalidInput(f"programs={self.programs} with alone={self.alone}, ordered={self.ordered}; allowed is "
-                               "1, or both.")
-        if self.stays and (self.ahead or self.direct or not self.tails):
-            raise InvalidInput(f"stays=True with ahead={self.ahead}, direct={self.direct}, tails={self.tails}; allowed "
-                               "is tails=True alone.")
-
-    @property
-    def keys(self) -> int:
-        """Keys of a tile."""
-        return 64 if self.wide else 128
-
-    def narrow(self, problem: AttentionProblem) -> bool:
-        """Whether a third warpgroup makes dQ."""
-        return self.tails and max(problem.d, problem.dv) <= 64
-
-    def columns(self, problem: AttentionProblem) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Columns of q and k inside the tiles, and of v and dout: a row of a tile is 128 bytes at least.
-
-        They come in pieces that are powers of two. Where each warpgroup has keys of its own, q and k of more than 128
-        columns come in two, in a kernel that knows one way.
-        """
-        if self.wide:
-            return _wide_pieces_of(problem.d), _wide_pieces_of(problem.dv)
-        if self.tails and not tails_fit(problem):
-            raise InvalidInput(f"tails=True for {problem}; allowed are head dims up to 128, a scale of 2^-40 or "
-                               "more, and no softcap, dropout or lengths that are data.")
-        if self.ordered and problem.sequences.are_data:
-            raise InvalidInput(f"ordered=True for {problem}; allowed are lengths that are no data.")
-        narrow = self.narrow(problem)
-        if narrow and self.stays and (self.alone or self.ordered):
-            raise InvalidInput(f"stays=True with alone={self.alone}, ordered={self.ordered} at head dims {problem.d} "
-                               f"and {problem.dv}; allowed is neither up to 64.")
-        if narrow and self.out_stages == 1:
-            raise InvalidInput(f"out_stages=1 with tails=True at head dims {problem.d} and {problem.dv}; allowed are 2 "
-                               "and 4 up to 64: two steps are in hand.")
-        if narrow and (self.ahead or self.direct):
-            raise InvalidInput(f"tails=True with ahead={self.ahead}, direct={self.direct} at head dims {problem.d} and "
-                               f"{problem.dv}; allowed is neither up to 64.")
-        if self.tails and self.ordered and not narrow:
-            raise InvalidInput(f"tails=True with ordered=True at head dims {problem.d} and {problem.dv}; allowed are "
-                               "head dims up to 64: shared memory has no room for both.")
-        if max(problem.d, problem.dv) <= 128:
-            return ((max(64, problem.width),),) * 2
-        if not sums_fit(problem) or self.ahead or not self.direct:
-            raise InvalidInput(f"wide=False with ahead={self.ahead}, direct={self.direct} at head dims {problem.d} and "
-                               f"{problem.dv}; allowed are wide=True, and direct=True up to 192 and 128.")
-        return (128, 64), (128,)
-
-    def shared_bytes(self, problem: AttentionProblem) -> int:
-        """Shared memory: k, v, q, dout, lse and delta or tails, dQ of 0 to 2 steps; barriers take under a KiB.
-
-        And dS twice, or, where two warpgroups share keys, the probabilities. The kernel that makes dQ apart takes 128
-        rows of q and dout, two tiles of k and one of v. At head dims to 64 a program that goes on to another tile has
-        its keys under way, and one with all keys of a head a step of dQ as it is written.
-        """
-        (d, dv), size = map(sum, self.columns(problem)), problem.dtype.itemsize
-        apart = self.alone and not self.stays
-        ahead = apart or (self.stays and self.narrow(problem))
-        operands = size * (self.keys * (d + dv) * (2 if ahead else 1) + 64 * (
-            self.stages * d + self.out_stages * dv))
-        scores = 64 * 64 * size * (1 if self.wide else 4)
-        rows = 64 * (64 + 32 * self.stages) if self.tails else 8 * 64 * self.stages
-        steps = 0 if self.direct or self.wide else 2 if self.ordered and (self.programs > 1 or not self.alone) else 1
-        written = size * 64 * d if apart else 0
-        beside_queries = size * 64 * (4 * d + 3 * dv) if self.wide else 0
-        return max(operands + scores + rows + steps * 4 * d * 64 + written, beside_queries) + 1024
-
-
-@dataclass(frozen=True, slots=True)
 class HopperDbiasConfig:
     """The kernel that sums dS of entries that share a bias: a tile of 128 x 128 pairs stays; entries stream.
 
@@ -352,22 +234,3 @@ AnyConfig = TileConfig | HopperConfig
 def pieces_of(dim: int) -> tuple[int, ...]:
     """The narrowest of 64, 64 + 32, 128, 128 + 64 and 256 that holds a head dim."""
     return next(pieces for pieces in ((64,), (64, 32), (128,), (128, 64), (256,)) if dim <= sum(pieces))
-
-
-def sums_fit(problem: AttentionProblem) -> bool:
-    """Whether a warpgroup's registers hold all columns of dK and dV of 64 keys."""
-    return problem.d <= 192 and problem.dv <= 128
-
-
-def tails_fit(problem: AttentionProblem) -> bool:
-    """Whether lse and delta may be taken off by products: nothing else may come between these and P or dS.
-
-    Tails hold lse / scale. Where lengths are data, tiles hold queries of other sequences.
-    """
-    scores = problem.scores
-    return (max(problem.d, problem.dv) <= 128 and problem.scale >= LEAST_SCALE and scores.softcap is None
-            and not scores.dropout_p and not problem.sequences.are_data)
-
-
-def _wide_pieces_of(dim: int) -> tuple[int, ...]:
-    return next(pieces for pieces in ((64,), (128,), (128, 64), (256,)) if dim <= sum(pieces))

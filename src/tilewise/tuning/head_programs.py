@@ -3,7 +3,7 @@
 import math
 
 from tilewise.problem import AttentionProblem
-from tilewise.tuning.configs import HopperBackwardConfig
+from tilewise.tuning.backward_configs import BLOCK_N
 
 # By the columns of a tile: how full rounds of such programs must be, in all, and what may be in hand at once, of 50 MiB
 # of L2.
@@ -58,13 +58,13 @@ def _fill_alone(problem: AttentionProblem, multiprocessors: int, programs: int) 
     in_window = programs > 1 and _window(problem) < math.inf
     heads, at_once = problem.b * problem.hk, multiprocessors // programs
     width = 64 if max(problem.d, problem.dv) <= 64 else 128
-    tiles = math.ceil(problem.sk / HopperBackwardConfig().keys)
+    tiles = math.ceil(problem.sk / BLOCK_N)
     busy = heads * programs / (multiprocessors * math.ceil(heads / at_once))
     if in_window or not _is_halved(problem):
         busy *= tiles / (programs * math.ceil(tiles / programs))
     rows: float = problem.sq
     if in_window:
-        rows = min(rows, _window(problem) + programs * HopperBackwardConfig().keys)
+        rows = min(rows, _window(problem) + programs * BLOCK_N)
     elif _is_halved(problem):
         rows *= 2 / 3
     rows *= at_once * problem.group

@@ -11,6 +11,20 @@ from itertools import product
 
 from tilewise.errors import UnsupportedProblem
 from tilewise.problem import WIDEST, AttentionProblem, padded_dim
+from tilewise.tuning.backward_configs import (
+    BLOCK_N,
+    D64Variant,
+    D128AugmentedKVariant,
+    D128Variant,
+    HopperBackwardConfig,
+    HopperD64Config,
+    HopperD128AugmentedKConfig,
+    HopperD128Config,
+    HopperD192Config,
+    HopperD256Config,
+    augmented_k_fits,
+    dk_dv_fit,
+)
 from tilewise.tuning.configs import (
     MIN_BLOCK,
     DbiasConfig,
@@ -19,13 +33,10 @@ from tilewise.tuning.configs import (
     DqConfig,
     DqEntriesConfig,
     ForwardConfig,
-    HopperBackwardConfig,
     HopperDbiasConfig,
     HopperForwardConfig,
     TileConfig,
     pieces_of,
-    sums_fit,
-    tails_fit,
 )
 from tilewise.tuning.device import DeviceSpec
 from tilewise.tuning.head_programs import programs_of_head
@@ -218,33 +229,41 @@ def _two_ping_pong(problem: AttentionProblem, length: int) -> bool:
 
 
 def hopper_backward_config(problem: AttentionProblem, multiprocessors: int = MULTIPROCESSORS) -> HopperBackwardConfig:
-    """Choose the steps of the Gluon backward kernel, timed on an H200 at lengths 512 to 16384 (Triton 3.6).
+    """Choose the Gluon backward kernel and its variant, timed on an H200 at lengths 512 to 16384 (Triton 3.6).
 
-    Tails gain 5 to 7 % at a width of 128, and programs that stay 6 to 8 % more at a length of 512, 3 to 5 % at 1024,
-    and between -0.5 and 2 % from 4096 on. At 64 a third warpgroup comes with tails, which gains 1 to 8 % more than
-    tails with steps of 128 queries did, and takes four tiles each of q and dout; programs that stay there gain 14 to
-    26 % more at a length of 512, 10 to 22 % at 1024, 6 to 12 % at 2048, 1 to 2 % at 16384, but lose 2 % where no
-    program has a second tile. Without tails registers hold the next step's scores there (+0 to 7 %), and dQ goes to its
-    sums from registers (+7 to 16 %). Wider heads leave no choice: where registers hold all columns of dK and dV of 64
-    keys each warpgroup has keys of its own (at 192 and 128 1.2 to 1.4 times as fast as sharing them), else two share
-    them.
+    Augmented K gains 5 to 7 % at a width of 128, and persistent CTAs 6 to 8 % more at a length of 512, 3 to 5 % at
+    1024, and between -0.5 and 2 % from 4096 on. At 64 a third warpgroup comes with it, which gains 1 to 8 % more than
+    augmented K with blocks of 128 queries did, and takes four tiles each of q and dout; persistent CTAs gain 14 to 26 %
+    more there at a length of 512, 10 to 22 % at 1024, 6 to 12 % at 2048, 1 to 2 % at 16384, but lose 2 % where no CTA
+    has a second tile. Without augmented K registers hold the next block's S there (+0 to 7 %), and dQ is accumulated
+    from registers (+7 to 16 %). Wider heads leave no choice: where registers hold all columns of dK and dV of 64 keys
+    each warpgroup has keys of its own (at 192 and 128 1.2 to 1.4 times as fast as sharing them), else two share them.
     """
-    if max(problem.d, problem.dv) > 128:
-        own_keys = sums_fit(problem) and not problem.deterministic
-        return HopperBackwardConfig(direct=own_keys, wide=not own_keys)
-    narrow = max(problem.d, problem.dv) <= 64
-    if narrow and tails_fit(problem):
-        programs = programs_of_head(problem, multiprocessors)
-        tiles = problem.b * problem.hk * problem.sequences.slots(
-            len(problem.seen_keys), HopperBackwardConfig().keys)
-        in_order = programs > 0 or problem.deterministic
-        return HopperBackwardConfig(4, 4, tails=True, ordered=in_order, alone=programs > 0,
-                                    stays=not in_order and tiles > multiprocessors, programs=max(1, programs))
+    widest = max(problem.d, problem.dv)
+    if widest > 128:
+        return HopperD192Config() if dk_dv_fit(problem) and not problem.deterministic else HopperD256Config()
+    if widest <= 64 and augmented_k_fits(problem):
+        return _d64_config(problem, multiprocessors)
     if problem.deterministic:
-        return HopperBackwardConfig(ahead=narrow, ordered=True)
-    if tails_fit(problem):
-        return HopperBackwardConfig(tails=True, stays=True, alone=programs_of_head(problem, multiprocessors) > 0)
-    return HopperBackwardConfig(ahead=narrow, direct=narrow)
+        return HopperD128Config(s_ahead=widest <= 64, variant=D128Variant.DETERMINISTIC)
+    if augmented_k_fits(problem):
+        owns_heads = programs_of_head(problem, multiprocessors) > 0
+        return HopperD128AugmentedKConfig(variant=D128AugmentedKVariant.HEAD_PERSISTENT if owns_heads
+                                          else D128AugmentedKVariant.DYNAMIC_TILES)
+    if widest <= 64:
+        return HopperD128Config(s_ahead=True, variant=D128Variant.DQ_FROM_REGISTERS)
+    return HopperD128Config()
+
+
+def _d64_config(problem: AttentionProblem, multiprocessors: int) -> HopperD64Config:
+    """Choose the variant at head dims up to 64 with augmented K."""
+    ctas_per_head = programs_of_head(problem, multiprocessors)
+    if ctas_per_head > 0:
+        return HopperD64Config(variant=D64Variant.HEAD_PERSISTENT, ctas_per_head=ctas_per_head)
+    if problem.deterministic:
+        return HopperD64Config(variant=D64Variant.DETERMINISTIC)
+    tiles = problem.b * problem.hk * problem.sequences.slots(len(problem.seen_keys), BLOCK_N)
+    return HopperD64Config(variant=D64Variant.DYNAMIC_TILES if tiles > multiprocessors else D64Variant.ONE_TILE)
 
 
 def delta_config(problem: AttentionProblem) -> DeltaConfig:

@@ -1,20 +1,24 @@
 """The Gluon kernels' tiles: those that are legal, and which one a problem gets: of a table, else the heuristic's."""
 
 from collections.abc import Iterable
-from dataclasses import asdict
 from itertools import islice, product
-from typing import Any
 
 from tilewise.problem import AttentionProblem
-from tilewise.tuning.configs import (
+from tilewise.tuning.backward_configs import (
     LEAST_SCALE,
+    D64Variant,
+    D128AugmentedKVariant,
+    D128Variant,
     HopperBackwardConfig,
-    HopperConfig,
-    HopperForwardConfig,
-    pieces_of,
-    sums_fit,
-    tails_fit,
+    HopperD64Config,
+    HopperD128AugmentedKConfig,
+    HopperD128Config,
+    HopperD192Config,
+    HopperD256Config,
+    augmented_k_fits,
+    dk_dv_fit,
 )
+from tilewise.tuning.configs import HopperConfig, HopperForwardConfig, pieces_of
 from tilewise.tuning.device import DeviceSpec
 from tilewise.tuning.heuristics import (
     MULTIPROCESSORS,
@@ -23,23 +27,32 @@ from tilewise.tuning.heuristics import (
     kernel_width,
 )
 from tilewise.tuning.search import MOST_CANDIDATES, Proposals
-from tilewise.tuning.table import Bucket, config_of, load_rows, nearest_row, table_file
+from tilewise.tuning.table import (
+    Bucket,
+    Row,
+    backward_config_of,
+    fields_of,
+    forward_config_of,
+    load_rows,
+    nearest_row,
+    table_file,
+)
 
 
 def forward_config(problem: AttentionProblem, device: DeviceSpec,
                    multiprocessors: int = MULTIPROCESSORS) -> HopperForwardConfig:
     """Return the table's config for the problem, else the heuristic one."""
     own = hopper_forward_config(problem, multiprocessors)
-    measured = _measured("hopper_forward", problem, device, own)
-    return own if measured is None else HopperForwardConfig(**measured)
+    row = _row_of("hopper_forward", problem, device, own)
+    return own if row is None else forward_config_of(row)
 
 
 def backward_config(problem: AttentionProblem, device: DeviceSpec,
                     multiprocessors: int = MULTIPROCESSORS) -> HopperBackwardConfig:
     """Return the table's config for the problem, else the heuristic one."""
     own = hopper_backward_config(problem, multiprocessors)
-    measured = _measured("hopper_backward", problem, device, own)
-    return own if measured is None else HopperBackwardConfig(**measured)
+    row = _row_of("hopper_backward", problem, device, own)
+    return own if row is None else backward_config_of(row)
 
 
 def propose_hopper(kernel: str, problem: AttentionProblem, device: DeviceSpec,
@@ -60,8 +73,8 @@ def propose_hopper(kernel: str, problem: AttentionProblem, device: DeviceSpec,
     return Proposals(tuple(dict.fromkeys((own, *legal)))[:most], own, None)
 
 
-def _measured(kernel: str, problem: AttentionProblem, device: DeviceSpec, own: HopperConfig) -> dict[str, Any] | None:
-    """Return the fields of the table's config for the problem, None where it has none.
+def _row_of(kernel: str, problem: AttentionProblem, device: DeviceSpec, own: HopperConfig) -> Row | None:
+    """Return the table's row for the problem, None where it has none.
 
     A bucket knows nothing of how many heads there are, by which the heuristic tells programs that fill the
     multiprocessors from those that do not. So a row speaks for the problems that the heuristic would have given ``own``
@@ -71,9 +84,8 @@ def _measured(kernel: str, problem: AttentionProblem, device: DeviceSpec, own: H
         return None
     bucket = Bucket.of(problem)
     rows = tuple(row for row in load_rows(device.name, table_file(kernel, problem.dtype.itemsize), kernel)
-                 if row["heuristic"] == asdict(own) and row["length"] <= 2 * bucket.length <= 4 * row["length"])
-    row = nearest_row(rows, bucket, descriptors=False)
-    return None if row is None else config_of(row, kernel)
+                 if row["heuristic"] == fields_of(own) and row["length"] <= 2 * bucket.length <= 4 * row["length"])
+    return nearest_row(rows, bucket, descriptors=False)
 
 
 def _is_measured(kernel: str, problem: AttentionProblem) -> bool:
@@ -108,24 +120,24 @@ def _forward_configs(problem: AttentionProblem, device: DeviceSpec) -> list[Hopp
 
 
 def _backward_configs(problem: AttentionProblem, device: DeviceSpec) -> list[HopperBackwardConfig]:
-    """Steps in each way that the kernels of these head dims have; where dQ is added, in no fixed order.
+    """All variants that the kernels of these head dims have, but those that are there for their fixed order alone.
 
-    Left out at a width of 128 are one tile of dout, or the next scores with four of q: of these ptxas (of Triton 3.6)
-    makes products whose descriptors are not the same on every path, which the compile tests forbid; and the next
-    scores with two, which were timed and gained nothing. Where q and k come in pieces, one tile of dout was slower.
+    Left out at a width of 128 are one tile of dout, or the next S with four of q: of these ptxas (of Triton 3.6) makes
+    products whose descriptors are not the same on every path, which the compile tests forbid; and the next S with two,
+    which were timed and gained nothing. Where q and k come in two chunks, one tile of dout was slower.
     """
-    width = max(problem.d, problem.dv)
-    if width > 128:
-        configs = [HopperBackwardConfig(2, out_stages, wide=True) for out_stages in (2, 1)]
-        configs += [HopperBackwardConfig(direct=True)] if sums_fit(problem) else []
+    widest = max(problem.d, problem.dv)
+    configs: list[HopperBackwardConfig] = []
+    if widest > 128:
+        configs += [HopperD256Config(dout_stages=dout_stages) for dout_stages in (2, 1)]
+        configs += [HopperD192Config()] if dk_dv_fit(problem) else []
     else:
-        ways = product(((2, 2), (4, 2), (4, 4)), (False, True) if width <= 64 else (False,), (False, True))
-        configs = [HopperBackwardConfig(*ring, ahead, direct) for ring, ahead, direct in ways]
-        if tails_fit(problem) and width <= 64:
-            configs += [HopperBackwardConfig(4, 4, tails=True, stays=stays) for stays in (True, False)]
-            configs += [HopperBackwardConfig(4, 4, tails=True, ordered=True, alone=True, programs=programs)
-                        for programs in (1, 2, 4)]
-        elif tails_fit(problem):
-            configs += [HopperBackwardConfig(direct=direct, tails=True) for direct in (True, False)]
-            configs += [HopperBackwardConfig(tails=True, stays=True, alone=alone) for alone in (False, True)]
+        ways = product(((2, 2), (4, 2), (4, 4)), (False, True) if widest <= 64 else (False,),
+                       (D128Variant.DQ_STAGED, D128Variant.DQ_FROM_REGISTERS))
+        configs += [HopperD128Config(*stages, s_ahead, variant) for stages, s_ahead, variant in ways]
+        if augmented_k_fits(problem) and widest <= 64:
+            configs += [HopperD64Config(variant=variant) for variant in (D64Variant.DYNAMIC_TILES, D64Variant.ONE_TILE)]
+            configs += [HopperD64Config(variant=D64Variant.HEAD_PERSISTENT, ctas_per_head=ctas) for ctas in (1, 2, 4)]
+        elif augmented_k_fits(problem):
+            configs += [HopperD128AugmentedKConfig(variant=variant) for variant in D128AugmentedKVariant]
     return [config for config in configs if config.shared_bytes(problem) <= device.shared_memory]

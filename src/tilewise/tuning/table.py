@@ -4,27 +4,31 @@ A row says: for this padded head dim, element size, masked or not, and this leng
 problem takes the row that agrees in the first three and is nearest in length (on a logarithmic scale). A row made
 with descriptors serves only where the tensors can come through them. Further fields of a row are for its reader.
 Tables of the Gluon kernels are alike, with the fields of their own configs, and with the heuristic's config of the
-problem that was measured; hopper.py asks them.
+problem that was measured; hopper.py asks them. Rows of the backward pass name their kernel, whose config has its own
+fields.
 """
 
 import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from enum import StrEnum
 from functools import cache
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 from tilewise.errors import InvalidInput
 from tilewise.masks.tile_lists import TILE
 from tilewise.problem import AttentionProblem
-from tilewise.tuning.configs import AnyConfig, HopperBackwardConfig, HopperConfig, HopperForwardConfig
+from tilewise.tuning.backward_configs import BACKWARD_CONFIGS, BackwardKernel, HopperBackwardConfig
+from tilewise.tuning.configs import AnyConfig, HopperConfig, HopperForwardConfig
 from tilewise.tuning.device import DeviceSpec
 from tilewise.tuning.heuristics import KINDS, Config, has_pairs, kernel_width, lengths_may_decide, tile_config
 
 Row = dict[str, Any]
+C = TypeVar("C", bound=AnyConfig)
 HOPPER_KINDS: dict[str, type[HopperConfig]] = {
     "hopper_forward": HopperForwardConfig, "hopper_backward": HopperBackwardConfig,
 }
@@ -60,7 +64,7 @@ def config_for(kernel: str, problem: AttentionProblem, device: DeviceSpec, *, de
             rows = tuple(row for row in rows if max(row["block_m"], row["block_n"]) <= TILE)
         row = nearest_row(rows, Bucket.of(problem), descriptors=descriptors)
         if row is not None:
-            return KINDS[kernel](**config_of(row, kernel))
+            return _make(KINDS[kernel], row)
     return tile_config(kernel, problem, device, descriptors=descriptors)
 
 
@@ -77,9 +81,30 @@ def nearest_row(rows: tuple[Row, ...], bucket: Bucket, *, descriptors: bool) -> 
                default=None)
 
 
-def config_of(row: Row, kernel: str) -> dict[str, Any]:
+def fields_of(config: AnyConfig) -> Row:
     """Return the fields of a row that are its config's."""
-    return {field.name: row[field.name] for field in fields(ALL_KINDS[kernel])}
+    named = {"kernel": str(config.kernel)} if isinstance(config, HopperBackwardConfig) else {}
+    return named | asdict(config)
+
+
+def forward_config_of(row: Row) -> HopperForwardConfig:
+    """Return the config of a row of the Gluon forward kernel."""
+    return _make(HopperForwardConfig, row)
+
+
+def backward_config_of(row: Row) -> HopperBackwardConfig:
+    """Return the config of a row of the Gluon backward kernels."""
+    return _make(BACKWARD_CONFIGS[BackwardKernel(row["kernel"])], row)
+
+
+def _make(kind: type[C], row: Row) -> C:
+    return kind(**{name: own(row[name]) for name, own in _types_of(kind).items()})
+
+
+def _types_of(kind: type[Any]) -> dict[str, type[Any]]:
+    """Return the types of a dataclass's fields."""
+    hints = get_type_hints(kind)
+    return {field.name: hints[field.name] for field in fields(kind)}
 
 
 def table_file(kernel: str, itemsize: int) -> str:
@@ -123,8 +148,8 @@ def make_row(bucket: Bucket, config: AnyConfig, heuristic: AnyConfig | None = No
         heuristic: what the heuristic had chosen, a field of the Gluon kernels' rows.
         measured: times and their like.
     """
-    origin = {} if heuristic is None else {"heuristic": asdict(heuristic)}
-    return asdict(bucket) | asdict(config) | origin | measured
+    origin = {} if heuristic is None else {"heuristic": fields_of(heuristic)}
+    return asdict(bucket) | fields_of(config) | origin | measured
 
 
 def write_table(path: Path, provenance: Mapping[str, str], rows: Sequence[Row], faults: Sequence[Row] = ()) -> None:
@@ -140,19 +165,31 @@ def _lines(rows: Sequence[Row]) -> str:
 
 
 def _check_row(row: object, kernel: str) -> None:
-    own = get_type_hints(ALL_KINDS[kernel])
-    fields = _checked_fields("it", row, get_type_hints(Bucket) | own)
-    if fields["length"] < 1:
-        raise InvalidInput(f"length is {fields['length']}; allowed is 1 or more.")
-    ALL_KINDS[kernel](**config_of(fields, kernel))
+    checked = _checked_fields("it", row, _types_of(Bucket))
+    if checked["length"] < 1:
+        raise InvalidInput(f"length is {checked['length']}; allowed is 1 or more.")
+    _make(_checked_kind("it", checked, kernel), checked)
     if kernel in HOPPER_KINDS:
-        _checked_fields("heuristic", fields.get("heuristic"), own)
+        _checked_kind("heuristic", checked.get("heuristic"), kernel)
+
+
+def _checked_kind(what: str, given: object, kernel: str) -> type[AnyConfig]:
+    """Check that ``given`` has the fields of a config of the kernel, and return the config's class."""
+    kind = ALL_KINDS[kernel]
+    if kind is HopperBackwardConfig:
+        named = _checked_fields(what, given, {"kernel": BackwardKernel})
+        kind = BACKWARD_CONFIGS[BackwardKernel(named["kernel"])]
+    _checked_fields(what, given, _types_of(kind))
+    return kind
 
 
 def _checked_fields(what: str, given: object, allowed: Mapping[str, type]) -> Row:
     if not isinstance(given, dict):
         raise InvalidInput(f"{what} is {given!r}; allowed is an object with {', '.join(allowed)}.")
     for name, kind in allowed.items():
-        if type(given.get(name)) is not kind:
-            raise InvalidInput(f"{name} is {given.get(name)!r}; allowed is {kind.__name__}.")
+        value = given.get(name)
+        if issubclass(kind, StrEnum) and value not in tuple(kind):
+            raise InvalidInput(f"{name} is {value!r}; allowed are {', '.join(kind)}.")
+        if not issubclass(kind, StrEnum) and type(value) is not kind:
+            raise InvalidInput(f"{name} is {value!r}; allowed is {kind.__name__}.")
     return given

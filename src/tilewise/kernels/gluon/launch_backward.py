@@ -32,54 +32,55 @@ Allocate = Callable[[Sizes, Sizes, torch.dtype], torch.Tensor]  # of sizes, stri
 
 
 class HopperBackwardShape(Protocol):
-    """What the backward kernel reads of its config (tilewise.tuning.configs)."""
+    """What the launch reads of a config: one of tilewise.tuning.backward_configs, where these are described."""
 
     @property
-    def stages(self) -> int:
+    def kernel(self) -> str:
+        """Which kernel: "d64", "d128_augmented_k", "d128", "d192" or "d256"."""
+
+    @property
+    def block_n(self) -> int:
+        """Keys of a tile."""
+
+    @property
+    def kv_stages(self) -> int:
+        """Tiles of keys and values in flight."""
+
+    @property
+    def q_stages(self) -> int:
         """Tiles of q in flight."""
 
     @property
-    def out_stages(self) -> int:
+    def dout_stages(self) -> int:
         """Tiles of dout in flight."""
 
     @property
-    def ahead(self) -> bool:
+    def s_ahead(self) -> bool:
         """Whether S of the next block is computed while dQ and dK of this one are."""
 
     @property
-    def direct(self) -> bool:
-        """Whether dQ is added from registers."""
+    def dq_from_registers(self) -> bool:
+        """Whether dQ is accumulated from registers."""
 
     @property
-    def ordered(self) -> bool:
+    def deterministic(self) -> bool:
         """Whether dQ is accumulated in a fixed order."""
 
     @property
-    def tails(self) -> bool:
+    def augmented_k(self) -> bool:
         """Whether the tensor cores subtract lse and delta."""
 
     @property
-    def alone(self) -> bool:
-        """Whether CTAs are head-persistent: they have all keys of a head, and no other CTA adds to its dQ."""
+    def dynamic_tiles(self) -> bool:
+        """Whether CTAs are persistent, and the dynamic tile scheduler gives them their tiles."""
 
     @property
-    def programs(self) -> int:
-        """CTAs that share a head, with ``alone``."""
+    def head_persistent(self) -> bool:
+        """Whether CTAs have all keys of a head, and no other CTA adds to its dQ."""
 
     @property
-    def stays(self) -> bool:
-        """Whether CTAs are persistent: by the dynamic tile scheduler, or with ``alone`` a head's tiles of keys."""
-
-    @property
-    def wide(self) -> bool:
-        """Whether dQ has a kernel of its own, and two warpgroups share the keys: one has dV, the other dK."""
-
-    @property
-    def keys(self) -> int:
-        """Keys of a tile."""
-
-    def narrow(self, problem: AttentionProblem) -> bool:
-        """Whether a third warpgroup computes dQ."""
+    def ctas_per_head(self) -> int:
+        """CTAs that share a head, if they are head-persistent."""
 
     def columns(self, problem: AttentionProblem) -> tuple[Sizes, Sizes]:
         """Columns of q and k inside the tiles, and of v and dout, in one or two chunks."""
@@ -116,16 +117,17 @@ class HopperBackward:
         self.reads_all = len(self.queries) == problem.sq and len(self.keys) == problem.sk
         chunks, sq, block = config.columns(problem), len(self.queries), int(QUERIES)
         width, sequences, heads = sum(chunks[0]), problem.sequences, problem.b * problem.hk
-        tiles = sequences.slots(len(self.keys), config.keys)
-        self.narrow, self.has_two_chunks = config.narrow(problem), len(chunks[0]) > 1
+        tiles = sequences.slots(len(self.keys), config.block_n)
+        self.narrow, self.has_two_chunks = config.kernel == "d64", len(chunks[0]) > 1
         self.packed, self.plain_calls_only = sequences.packed is not None, self.has_two_chunks or self.narrow
         # Queries, too, count from the first one that is read.
         lower, upper = (0 if bound is None else bound + self.queries.start for bound in bounds_of(problem)[:2])
-        least = _LEAST_DETERMINISTIC if config.ordered and problem.mask.right is not None else 1
-        ctas = heads if config.alone else tiles * heads
-        swizzle = 1 if config.alone else kv_heads_per_swizzle(problem, width, 4, least)
+        least = _LEAST_DETERMINISTIC if config.deterministic and problem.mask.right is not None else 1
+        ctas = heads if config.head_persistent else tiles * heads
+        swizzle = 1 if config.head_persistent else kv_heads_per_swizzle(problem, width, 4, least)
         most = _heads_at_once(config, multiprocessors)
-        self.grid = (config.programs * min(ctas, most) if config.alone or config.stays else ctas,)
+        is_persistent = config.head_persistent or config.dynamic_tiles
+        self.grid = (config.ctas_per_head * min(ctas, most) if is_persistent else ctas,)
         self.scalars = (
             tiles, problem.hk, problem.b, swizzle, sq, len(self.keys), lower, upper, problem.group, *scales)
         self.forms = self._forms(chunks, gl.bfloat16 if problem.dtype is torch.bfloat16 else gl.float16)
@@ -138,9 +140,9 @@ class HopperBackward:
         self.enqueue = Enqueue(self.kernel, self.grid, self.scalars, OPTIONS)
         self.columns_shape = (problem.b, problem.hq, sq, int(EXTRA_COLUMNS))
         self.columns_strides = dense_strides(self.columns_shape, (4, 3, 2, 1))
-        self.takes_out = config.tails and incoming is not None and self.reads_all
+        self.takes_out = config.augmented_k and incoming is not None and self.reads_all
         strides = [strides[:3] for strides in incoming] if incoming and self.takes_out else [(None,) * 3] * 2
-        zeros = 1 if self.has_semaphores else 0 if config.alone else 64 * width
+        zeros = 1 if self.has_semaphores else 0 if config.head_persistent else 64 * width
         self.enqueue_augmented_k = Enqueue(
             hopper_augmented_k_kernel, (problem.b * problem.hq * blocks,),
             (*strides[0], *strides[1], sq, problem.hq, blocks, problem.scale, problem.dv, padded_dim(problem.dv),
@@ -154,15 +156,15 @@ class HopperBackward:
         from triton.experimental.gluon import language as gl
 
         config = self.config
-        owns_head = config.alone and config.programs == 1
+        owns_head = config.head_persistent and config.ctas_per_head == 1
         all_blocks = (self.grid[0] * problem.group if owns_head else problem.b * problem.hq) * blocks
         self.accum_rows = all_blocks * width // 4
-        self.has_semaphores = config.ordered and not owns_head
+        self.has_semaphores = config.deterministic and not owns_head
         # The semaphores, which count the tiles that have added to a block, stand behind the accumulator.
         self.accum_shape = (self.accum_rows + (math.ceil(all_blocks / 256) if self.has_semaphores else 0), 256)
         # The row of this that the kernel's workspace_ptr points to, and its type; None where it is the counter of the
         # tile scheduler, or nothing.
-        self.workspace = (0, torch.float32) if config.alone else (
+        self.workspace = (0, torch.float32) if config.head_persistent else (
             self.accum_rows, torch.int32) if self.has_semaphores else None
         self.accum_block = [(width if self.narrow else columns) // 4, 256]
         self.accum_layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
@@ -175,11 +177,12 @@ class HopperBackward:
 
         forms = [[None if i and columns == widths[0] else _form([1, 1, 64, columns], dtype)
                   for i, columns in enumerate(widths)] for widths in (chunks[of_v] for of_v in (0, 0, 1, 1, 0, 1))]
-        of_lse = [_form([1, 1, 64, int(EXTRA_COLUMNS)], gl.bfloat16)] if self.config.tails else []
+        of_lse = [_form([1, 1, 64, int(EXTRA_COLUMNS)], gl.bfloat16)] if self.config.augmented_k else []
         if self.has_two_chunks:
             return [*forms[:4], of_lse, [], *forms[4:]]
-        of_dq = _form([1, 1, 64, chunks[0][0] // (1 if self.narrow else 2)], dtype) if self.config.alone else None
-        return [*forms[:4], of_lse, *([] if self.narrow else [[]]), *forms[4:], [of_dq]]
+        block = [1, 1, 64, chunks[0][0] // (1 if self.narrow else 2)]
+        of_dq = [_form(block, dtype) if self.config.head_persistent else None]
+        return [*forms[:4], of_lse, *([] if self.narrow else [[]]), *forms[4:], of_dq]
 
     def taken(self, tensors: tuple[torch.Tensor, ...], lse: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return what the kernel takes of (q, k, v, dout, lse, delta, dq, dk, dv), with lse or the extra columns given.
@@ -187,7 +190,7 @@ class HopperBackward:
         Beside extra columns it reads no delta, and gets lse in its place, which has the same type.
         """
         q, k, v, dout, own_lse, delta, dq, dk, dv = tensors
-        of_queries = (lse,) if self.narrow else (lse, own_lse if self.config.tails else delta)
+        of_queries = (lse,) if self.narrow else (lse, own_lse if self.config.augmented_k else delta)
         return (q, k, v, dout, *of_queries, dk, dv, *(() if self.has_two_chunks else (dq,)))
 
     def __call__(self, *tensors: Any) -> None:
@@ -199,13 +202,13 @@ class HopperBackward:
         accum, lse = self._begin(*read[3:6])
         mine = self.taken(read, lse)
         accum_at = accum.data_ptr()
-        counter = counter_of(accum.device) if self.config.stays and not self.config.alone else None
+        counter = counter_of(accum.device) if self.config.dynamic_tiles else None
         workspace = address_of(counter) if self.workspace is None else accum_at + self.workspace[0] * 1024
         self.enqueue((*self.places((*[tensor.data_ptr() for tensor in mine], None)), accum_at,
                       *(() if self.has_two_chunks else (workspace,)),
                       *[address_of(tensor) for tensor in self._plain(dk, dv, data)]),
                      lambda: self.arguments(mine, accum, data, counter), alike=plain)
-        if not self.config.alone:
+        if not self.config.head_persistent:
             self.enqueue_dq((accum_at, dq.data_ptr(), address_of(data[0])), lambda: (accum, dq, data[0]), alike=plain)
 
     def _begin(self, dout: torch.Tensor, lse: torch.Tensor,
@@ -217,7 +220,7 @@ class HopperBackward:
         """
         accum = self.allocate(self.accum_shape, (self.accum_shape[1], 1), torch.float32)
         zeroed = accum[self.accum_rows:] if self.has_semaphores else accum
-        if not self.config.tails:
+        if not self.config.augmented_k:
             zeroed.zero_()
             return accum, lse
         columns = self.allocate(self.columns_shape, self.columns_strides, torch.bfloat16)
@@ -237,9 +240,9 @@ class HopperBackward:
         """
         described = self._in_forms(tensors, lambda tensor, form: tensor if form is None else self.describe(
             tensor, list(tensor.shape), legal_strides(tensor), *form))
-        target = accum if self.config.direct else self.describe(accum, [self.accum_rows, 256], list(accum.stride()),
-                                                                self.accum_block, self.accum_layout)
-        workspace = counter if self.config.stays else None
+        target = accum if self.config.dq_from_registers else self.describe(
+            accum, [self.accum_rows, 256], list(accum.stride()), self.accum_block, self.accum_layout)
+        workspace = counter if self.config.dynamic_tiles else None
         if self.workspace is not None:
             workspace = accum[self.workspace[0]:].view(self.workspace[1])
         return (*described, target, *(() if self.has_two_chunks else (workspace,)),
@@ -269,9 +272,10 @@ class HopperBackward:
 
 def _heads_at_once(config: HopperBackwardShape, multiprocessors: int) -> int:
     """Return how many heads CTAs share at a time; all CTAs of a head have to run at once."""
-    if config.programs > multiprocessors:
-        raise InvalidInput(f"programs={config.programs} for {multiprocessors} multiprocessors; allowed are as many.")
-    return multiprocessors // config.programs
+    if config.ctas_per_head > multiprocessors:
+        raise InvalidInput(
+            f"ctas_per_head={config.ctas_per_head} for {multiprocessors} multiprocessors; allowed are as many.")
+    return multiprocessors // config.ctas_per_head
 
 
 def _allocator(device: torch.device) -> Allocate:
@@ -287,11 +291,11 @@ def _form(block: list[int], dtype: Any) -> tuple[list[int], Any]:
 def _kernel_of(problem: AttentionProblem, config: HopperBackwardShape) -> tuple[Any, tuple[Any, ...]]:
     """Return the kernel, and its last arguments: what scales scores, and what is fixed when it is compiled."""
     scale_log2, squash = scaling_of(problem)
-    if len(config.columns(problem)[0]) > 1:
+    if config.kernel == "d192":
         from tilewise.kernels.gluon.hopper_backward_d192 import hopper_backward_d192_kernel
 
         return hopper_backward_d192_kernel, (problem.scale, scale_log2, d256_kernel_config(problem, config))
-    if config.narrow(problem):
+    if config.kernel == "d64":
         from tilewise.kernels.gluon.hopper_backward_d64 import hopper_backward_d64_kernel
 
         return hopper_backward_d64_kernel, (problem.scale, scale_log2, _d64_kernel_config(problem, config))
@@ -307,8 +311,8 @@ def d256_kernel_config(problem: AttentionProblem, config: HopperBackwardShape) -
     from tilewise.kernels.gluon.hopper_backward_d256_types import Config
 
     (d_chunks, dv_chunks), (lower, upper, _count, _is_shifted) = config.columns(problem), bounds_of(problem)
-    return Config(D=d_chunks, DV=dv_chunks, CONSUMERS=config.keys // 64, Q_STAGES=config.stages,
-                  DOUT_STAGES=config.out_stages, HAS_LOWER=lower is not None, HAS_UPPER=upper is not None)
+    return Config(D=d_chunks, DV=dv_chunks, CONSUMERS=config.block_n // 64, Q_STAGES=config.q_stages,
+                  DOUT_STAGES=config.dout_stages, HAS_LOWER=lower is not None, HAS_UPPER=upper is not None)
 
 
 def _d64_kernel_config(problem: AttentionProblem, config: HopperBackwardShape) -> Any:
@@ -317,10 +321,10 @@ def _d64_kernel_config(problem: AttentionProblem, config: HopperBackwardShape) -
 
     lower, upper, _count, _is_shifted = bounds_of(problem)
     return Config(
-        WIDTH=config.columns(problem)[0][0], Q_STAGES=config.stages, DOUT_STAGES=config.out_stages,
-        DETERMINISTIC=config.ordered, HEAD_PERSISTENT=config.alone, CTAS_PER_HEAD=config.programs,
-        KV_STAGES=2 if config.alone or config.stays else 1, DYNAMIC_TILES=config.stays, HAS_LOWER=lower is not None,
-        HAS_UPPER=upper is not None)
+        WIDTH=config.columns(problem)[0][0], Q_STAGES=config.q_stages, DOUT_STAGES=config.dout_stages,
+        DETERMINISTIC=config.deterministic, HEAD_PERSISTENT=config.head_persistent,
+        CTAS_PER_HEAD=config.ctas_per_head, KV_STAGES=config.kv_stages, DYNAMIC_TILES=config.dynamic_tiles,
+        HAS_LOWER=lower is not None, HAS_UPPER=upper is not None)
 
 
 def _kernel_config(problem: AttentionProblem, config: HopperBackwardShape) -> Any:
@@ -328,11 +332,12 @@ def _kernel_config(problem: AttentionProblem, config: HopperBackwardShape) -> An
     from tilewise.kernels.gluon.hopper_backward_types import Config
 
     lower, upper, count, is_shifted = bounds_of(problem)
-    pads_code = config.stays and not config.alone and lower is None
+    pads_code = config.dynamic_tiles and lower is None
     return Config(
-        WIDTH=config.columns(problem)[0][0], CONSUMERS=config.keys // 64, Q_STAGES=config.stages,
-        DOUT_STAGES=config.out_stages, S_AHEAD=config.ahead, DQ_FROM_REGISTERS=config.direct,
-        DETERMINISTIC=config.ordered, AUGMENTED_K=config.tails, PERSISTENT=config.stays, HEAD_PERSISTENT=config.alone,
+        WIDTH=config.columns(problem)[0][0], CONSUMERS=config.block_n // 64, Q_STAGES=config.q_stages,
+        DOUT_STAGES=config.dout_stages, S_AHEAD=config.s_ahead, DQ_FROM_REGISTERS=config.dq_from_registers,
+        DETERMINISTIC=config.deterministic, AUGMENTED_K=config.augmented_k,
+        PERSISTENT=config.dynamic_tiles or config.head_persistent, HEAD_PERSISTENT=config.head_persistent,
         HAS_LOWER=lower is not None, HAS_UPPER=upper is not None, VARLEN=count is not None,
         HAS_CU_SEQLENS=problem.sequences.packed is not None, BOTTOM_RIGHT=is_shifted,
         HAS_DROPOUT=problem.scores.dropout_p > 0.0, CODE_PADDING=_CODE_PADDING if pads_code else (0, 0))

@@ -22,7 +22,7 @@ def backward_launch(problem: AttentionProblem, config: HopperBackwardShape, dq_s
                     multiprocessors: int, incoming: tuple[Sizes, Sizes] | None = None,
                     allocate: Allocate | None = None) -> "HopperBackward | HopperBackwardApart":
     """Bind the backward kernels that a config is for to a problem. The rest: see :class:`HopperBackward`."""
-    if config.wide:
+    if config.kernel == "d256":
         return HopperBackwardApart(problem, config)
     return HopperBackward(problem, config, dq_strides, multiprocessors, incoming, allocate)
 
