@@ -27,7 +27,7 @@ _LEAST_DETERMINISTIC = 16
 _CODE_PADDING = (3, 0)
 
 
-# As in backends/memory.py, which kernels do not know.
+# As in backends/_support/memory.py, which kernels do not know.
 Allocate = Callable[[Sizes, Sizes, torch.dtype], torch.Tensor]  # of sizes, strides and dtype, its memory anything
 
 
