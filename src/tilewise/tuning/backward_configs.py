@@ -27,9 +27,9 @@ class D64Variant(StrEnum):
     ONE_TILE: one tile of keys; dQ in any order.
     DYNAMIC_TILES: the tiles that the dynamic scheduler gives to a persistent CTA, which loads the next one's keys and
     values while dK and dV of the last are written; dQ in any order.
-    DETERMINISTIC: one tile of keys; dQ in a fixed order, by warps of their own, which have two blocks in hand.
-    HEAD_PERSISTENT: all tiles of a head, or by turns with the other CTAs that share it; dQ stays in L2, in a fixed
-    order.
+    DETERMINISTIC: one tile of keys; dQ in a fixed order, by dedicated warps, with two blocks in flight.
+    HEAD_PERSISTENT: all tiles of a head, or every n-th tile with the other CTAs that share it; dQ stays in L2, in a
+    fixed order.
     """
 
     ONE_TILE = "one_tile"
@@ -57,7 +57,7 @@ class D128Variant(StrEnum):
     """Where dQ is accumulated from at head dims up to 128 without augmented K.
 
     DQ_FROM_REGISTERS, DQ_STAGED: from registers, or through shared memory; in any order.
-    DETERMINISTIC: through shared memory in a fixed order, by warps of their own, which have two blocks in hand.
+    DETERMINISTIC: through shared memory in a fixed order, by dedicated warps, with two blocks in flight.
     """
 
     DQ_FROM_REGISTERS = "dq_from_registers"
@@ -161,10 +161,10 @@ class HopperD64Config(HopperBackwardConfig):
     """hopper_backward_d64_kernel, for calls with augmented K at head dims up to 64: a third warpgroup computes dQ.
 
     Attributes:
-        q_stages, dout_stages: as of every kernel; dout has 2 at least, since two blocks are in hand.
+        q_stages, dout_stages: as of every kernel; dout has 2 at least, since two blocks are in flight.
         variant: what a CTA computes, and in which order dQ is accumulated.
         ctas_per_head: of HEAD_PERSISTENT, CTAs that share a head: they take its tiles of keys by turns, and add to a
-            block of dQ in their order. As many running at once have fewer heads' dQ in hand.
+            block of dQ in their order. With more of them fewer heads' dQ is in flight.
     """
 
     kernel: ClassVar[BackwardKernel] = BackwardKernel.D64
