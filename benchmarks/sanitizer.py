@@ -53,6 +53,8 @@ _WARPS = "Triton hands what its other warps need through shared memory, and star
 KNOWN |= {("racecheck", frozenset({name})): _WARPS for name in (
     "hopper_forward_kernel", "hopper_backward_kernel", "hopper_backward_d64_kernel", "hopper_backward_d192_kernel",
     "hopper_backward_d256_kernel", "hopper_dq_d256_kernel", "hopper_dbias_kernel")}
+KNOWN["racecheck", frozenset({"_clear_piece"})] = ("each warpgroup zeroes the rows of V behind a sequence's end for "
+                                                   "itself, and writes the others as it read them: the same bits")
 KNOWN[CONSAN, frozenset({"issue_dq"})] = ("the warpgroups meet at a named barrier in between, which is PTX that the "
                                          "sanitizer does not see (docs/hopper.md, What tools for races say)")
 
@@ -272,7 +274,9 @@ def command_of(tool: str, call: str, sanitizer: str) -> list[str]:
     own = [sys.executable, str(Path(__file__).resolve()), "call", call]
     if tool in (PLAIN, CONSAN):
         return own
-    return [sanitizer, "--tool", tool, "--show-backtrace", "no", "--print-limit", "1000", *own]
+    # CUDA's functions are looked up, and a kernel's parameters counted, until the driver says that there are no more.
+    quiet = ["--report-api-errors", "no"] if tool == "memcheck" else []
+    return [sanitizer, "--tool", tool, *quiet, "--show-backtrace", "no", "--print-limit", "1000", *own]
 
 
 def environment_of(tool: str, folder: str) -> dict[str, str]:

@@ -88,11 +88,17 @@ def test_a_bias_of_minus_infinity_hides_as_a_boolean_mask_does(backend, rows, te
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in subtract:RuntimeWarning")
-def test_a_score_function_of_minus_infinity_hides_as_a_window_does(backend, tensors):
-    table = torch.zeros(1, 2 * REACH + 1, device=tensors[0].device)
+def test_a_score_function_of_minus_infinity_hides_as_a_window_does(backend, device, main_dtype):
+    case = Case("window", b=1, hq=1, hk=1, sq=200, sk=200, d=16, dv=16, mask=window(20, 20))
+    inputs = make_inputs(case, main_dtype, device)
+    inputs = inputs._replace(dout=torch.ones_like(inputs.dout), dlse=torch.ones_like(inputs.dlse))
+    table = torch.zeros(1, 2 * REACH + 1, device=device)
     table[:, :REACH - 20] = table[:, REACH + 21:] = float("-inf")  # by the query's place less the key's
-    far = _results(backend, tensors, score_function=ScoreFunction(relative, relative_twin, tensors=(table,)))
-    torch.testing.assert_close(far, _results(backend, tensors, mask=window(20, 20)))
+    function = ScoreFunction(relative, relative_twin, tensors=(table,))
+    tensors = [tensor.detach().requires_grad_() for tensor in inputs[:3]]
+    out, lse, *gradients = _results(backend, tensors, score_function=function)
+    assert_forward_within_budget(case, inputs, (out, lse))
+    assert_gradients_within_budget(case, inputs, gradients, "out_and_lse")
 
 
 class _Largest(TorchDispatchMode):
