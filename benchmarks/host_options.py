@@ -18,6 +18,7 @@ from typing import Any
 TURNS, CALLS, WARMUPS = 25, 60, 20
 CUDNN, CUDNN_STEP = "cuDNN's operator", "cuDNN's operator and autograd.grad"
 STEP = "tilewise and autograd.grad"
+FLOOR_STEP = "a Python autograd.Function that allocates its results and launches nothing, and autograd.grad"
 FIELDS = ("call", "beside", "host_us", "ratio", "device_name", "torch", "triton", "commit", "date")
 
 
@@ -40,6 +41,7 @@ def calls() -> dict[str, tuple[str, Callable[[], Any]]]:
     borders = torch.tensor([0, 40, s], dtype=torch.int32, device="cuda")
     bias, slopes, sinks = drawn(1, h, s, s), drawn(h, dtype=torch.float32).abs(), drawn(h, dtype=torch.float32)
     ids = (torch.arange(s, dtype=torch.int32, device="cuda") // 32)[None]
+    nothing = function_that_launches_nothing()
     window, documents = tw.causal() & tw.window(16, 0), tw.documents(ids)
     return {
         CUDNN: (CUDNN, lambda: sdpa(q, k, v)),
@@ -54,7 +56,27 @@ def calls() -> dict[str, tuple[str, Callable[[], Any]]]:
         "attention_varlen": (CUDNN, lambda: tw.attention_varlen(*rows, cu_seqlens_q=borders, mask=tw.causal())),
         CUDNN_STEP: (CUDNN_STEP, lambda: torch.autograd.grad(sdpa(*recorded), recorded, dout)),
         STEP: (CUDNN_STEP, lambda: torch.autograd.grad(tw.attention(*recorded), recorded, dout)),
+        FLOOR_STEP: (CUDNN_STEP, lambda: torch.autograd.grad(nothing(*recorded), recorded, dout)),
     }
+
+
+def function_that_launches_nothing() -> Callable[..., Any]:
+    """Return what no operator of autograd that is written in Python can be faster than."""
+    import torch
+
+    class Nothing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, q: Any, k: Any, v: Any) -> Any:
+            out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+            ctx.save_for_backward(q, k, v, out, lse)
+            return out
+
+        @staticmethod
+        def backward(ctx: Any, dout: Any) -> Any:
+            q, k, v, _out, _lse = ctx.saved_tensors
+            return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+    return Nothing.apply
 
 
 def measure(out: Path, commit: str | None) -> None:

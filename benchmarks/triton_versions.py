@@ -62,11 +62,19 @@ def compile_all(path: Path) -> None:
     """Compile the kernels of every cell with the Triton that is installed; keep them by cell, pass and launch."""
     import triton
 
+    kernels = kernels_of_cells(GRIDS)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(lzma.compress(pickle.dumps((triton.__version__, kernels))))
+
+
+def kernels_of_cells(grids: tuple[str, ...]) -> dict[tuple[str, str], list[tuple[Image, int]]]:
+    """Return what the calls of grids launch, compiled for an H200: by cell and pass machine code and spilled bytes."""
+    from tilewise import attention
     from tilewise.compile_ahead.gpu import GPUS, Settings, on_fake_gpu, prepare
 
     prepare(GPUS["h200"], Settings.here())
     kernels: dict[tuple[str, str], list[tuple[Image, int]]] = {}
-    for cell in grid_cells(GRIDS):
+    for cell in grid_cells(grids):
         made: list[tuple[Image, int]] = []
 
         def take(name: str, compile_kernel: Any, file: Path | None = None, made: list[Any] = made) -> None:
@@ -76,15 +84,20 @@ def compile_all(path: Path) -> None:
         with on_fake_gpu(take):
             q, k, v = (torch.empty(shape, dtype=cell.dtype, device="cuda", requires_grad=True).transpose(1, 2)
                        for shape in shapes_of(cell))
-            from tilewise import attention
-
             out = attention(q, k, v, mask=cell.case.mask)
             forward = len(made)
             torch.autograd.backward(out, torch.empty_like(out))
         kernels[str(cell), "forward"], kernels[str(cell), "backward"] = made[:forward], made[forward:]
-        print(triton.__version__, cell, [image.name for image, _ in made], flush=True)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(lzma.compress(pickle.dumps((triton.__version__, kernels))))
+        print(cell, [image.name for image, _ in made], flush=True)
+    return kernels
+
+
+def drawn_tensors(cell: Cell) -> tuple[torch.Tensor, ...]:
+    """Return q, k, v and dout of a cell on the GPU."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(shape, dtype=cell.dtype, device="cuda").transpose(1, 2) for shape in shapes_of(cell))
+    return q, k, v, torch.randn(*q.shape[:1], q.shape[2], q.shape[1], v.shape[3], dtype=cell.dtype,
+                                device="cuda").transpose(1, 2)
 
 
 def shapes_of(cell: Cell) -> list[tuple[int, ...]]:
@@ -185,10 +198,7 @@ def time_all(paths: list[Path], out: Path, commit: str | None) -> None:
     origin = provenance(torch.device("cuda", 0), "", commit)
     rows: list[Row] = []
     for cell in grid_cells(GRIDS):
-        torch.manual_seed(0)
-        q, k, v = (torch.randn(shape, dtype=cell.dtype, device="cuda").transpose(1, 2) for shape in shapes_of(cell))
-        tensors = (q, k, v, torch.randn(*q.shape[:1], q.shape[2], q.shape[1], v.shape[3], dtype=cell.dtype,
-                                        device="cuda").transpose(1, 2))
+        tensors = drawn_tensors(cell)
         bound = {version: Bound(cell, kernels, tensors) for version, kernels in versions.items()}
         for name in PASSES:
             check(cell, name, {version: one.results[name] for version, one in bound.items()})
@@ -215,13 +225,16 @@ def check(cell: Cell, name: str, results: dict[str, tuple[torch.Tensor, ...]]) -
                 raise RuntimeError(f"{cell}, {name}: with {version} a result is {error:.2g} from that with {first[0]}")
 
 
-def timed(graphs: dict[str, torch.cuda.CUDAGraph]) -> dict[str, float]:
-    """Return the median milliseconds of a call, for each; they run in turn, in another order each round."""
+def timed(graphs: dict[str, torch.cuda.CUDAGraph], seconds: float = _SECONDS) -> dict[str, float]:
+    """Return the median milliseconds of a call, for each; they run in turn, in another order each round.
+
+    seconds: after which no round begins, unless there were too few.
+    """
     times: dict[str, list[float]] = {version: [] for version in graphs}
     order = list(graphs)
     began = time.perf_counter()
     for done in range(_ROUNDS):
-        if done >= _LEAST_ROUNDS and time.perf_counter() - began > _SECONDS:
+        if done >= _LEAST_ROUNDS and time.perf_counter() - began > seconds:
             break
         order = order[1:] + order[:1]
         events = []
