@@ -47,12 +47,6 @@ NONE = "none"
 _SECONDS = 0.1  # that a pass of a cell may take for each axis
 
 
-def _forward(**fields: Any) -> Any:
-    """Patch fields of the forward kernel's config."""
-    made = launch._kernel_config
-    return patch.object(launch, "_kernel_config", lambda *given: made(*given)._replace(**fields))
-
-
 def _forward_tiles(change: Callable[[Any], Any]) -> Any:
     """Patch the forward kernel's tiles."""
     made = gluon.forward_config
@@ -95,25 +89,16 @@ def _without_shared_heads(config: HopperBackwardConfig) -> HopperBackwardConfig:
 
 # Each axis: what it is, and how it is switched off.
 AXES: dict[str, tuple[str, Callable[[], Any]]] = {
-    "q_in_registers": ("columns of Q that stay in registers",
-                       lambda: patch.object(launch, "_q_in_registers", lambda *given: 0)),
-    "max_chains": ("independent chains of comparisons in a row's maximum",
-                   lambda: patch.object(launch, "_max_chains", lambda *given: 1)),
-    "half_diagonal": ("the first warpgroup computes half of a diagonal block",
-                      lambda: patch.object(launch, "_on_diagonal", lambda *given: False)),
     "softmax_parts": ("the wait for P·V between the two halves of the exponentials",
                       lambda: patch.object(launch, "_softmax_parts", lambda *given: 1)),
     "frozen_max": ("the row maximum stays as it is in blocks without a mask",
                    lambda: patch.object(launch, "_freezes_max", lambda *given: False)),
-    "skip_masked": ("warpgroups skip a first block that is hidden from them",
-                    lambda: _forward(SKIP_MASKED=False)),
     "ping_pong": ("ping-pong scheduling", lambda: _forward_tiles(lambda own: replace(own, ping_pong=False))),
     "three_warpgroups": ("three consumer warpgroups", lambda: _forward_tiles(
         lambda own: replace(own, consumers=2, kv_stages=4) if own.consumers == 3 else own)),
     "four_kv_stages": ("four stages of K and V", lambda: _forward_tiles(lambda own: replace(own, kv_stages=2))),
     "split_kv": ("tiles of the last wave whose keys are split", lambda: patch.object(
         gluon, "grid_plan_of", lambda *given: wave_model.grid_plan_of(*given)._replace(split_kv=None))),
-    "lead": ("a longer first split", lambda: patch.object(wave_model, "_MOST_LEAD", 1)),
     "forward_swizzle": ("heads whose keys and values stay in L2 are scheduled together",
                         lambda: patch.object(launch, "_SWIZZLE_BYTES", {256: 1 << 31})),
     "code_padding": ("padding in front of each warpgroup's code",
@@ -126,6 +111,15 @@ AXES: dict[str, tuple[str, Callable[[], Any]]] = {
     "ctas_per_head": ("CTAs that share a head", lambda: _backward_config(_without_shared_heads)),
     "backward_swizzle": ("heads whose q, dout and dQ stay in L2 are scheduled together",
                          lambda: patch.object(launch_backward, "_SWIZZLE_BYTES", 1 << 31)),
+}
+
+# Axes of which there are rows, and which cannot be switched off any more, since the kernels have lost them.
+REMOVED = {
+    "q_in_registers": "columns of Q that stay in registers",
+    "max_chains": "independent chains of comparisons in a row's maximum",
+    "half_diagonal": "the first warpgroup computes half of a diagonal block",
+    "skip_masked": "warpgroups skip a first block that is hidden from them",
+    "lead": "a longer first split",
 }
 
 
@@ -228,15 +222,17 @@ def table(path: Path) -> str:
     with path.open() as file:
         rows = list(csv.DictReader(file))
     cells = len({(row["grid"], row["case"]) for row in rows})
-    lines = ["| without | pass | cells | mean of these | least | most | mean of the grid |", "|---|---|" + "---:|" * 5]
-    for axis, (what, _) in AXES.items():
+    lines = ["| without | pass | cells | mean of these | least | most | mean of the grid | |",
+             "|---|---|" + "---:|" * 5 + "---|"]
+    for axis, what in ({axis: what for axis, (what, _) in AXES.items()} | REMOVED).items():
         for name in PASSES:
             ratios = [float(row["ratio"]) for row in rows if (row["axis"], row["direction"]) == (axis, name)]
             if not ratios:
                 continue
             of_grid = statistics.geometric_mean([*ratios, *[1.0] * (cells - len(ratios))])
+            note = "removed" if axis in REMOVED else ""
             lines.append(f"| {what} | {name} | {len(ratios)} | {statistics.geometric_mean(ratios):.3f} | "
-                         f"{min(ratios):.3f} | {max(ratios):.3f} | {of_grid:.4f} |")
+                         f"{min(ratios):.3f} | {max(ratios):.3f} | {of_grid:.4f} | {note} |")
     return "\n".join(lines)
 
 

@@ -17,9 +17,9 @@ RETIRED_NAMES = {
     "slots_for": "allocate_stages", "section_of": "heads_per_swizzle",
     # the forward kernel's softmax
     "comes_again": "is_recomputed", "are_bad": "overflowed", "verdict_on": "overflow_of", "take_back": "retake_tile",
-    "load_judged": "load_with_recompute", "hold_queries": "load_q_fragments", "new_shift_of": "update_shift",
+    "load_judged": "load_with_recompute", "new_shift_of": "update_shift",
     "in_pairs": "pack_pairs", "in_parts": "split_halves_packed", "by_thread": "per_thread_partials",
-    "JUDGED": "OVERFLOW_SLOTS", "RESTS": "SKIP_PADDING", "SKIPS": "SKIP_MASKED", "CHAINS": "MAX_CHAINS",
+    "JUDGED": "OVERFLOW_SLOTS", "RESTS": "SKIP_PADDING",
     "EARLY": "SINK_BLOCK_FIRST", "PACK": "PACK_GQA",
     # split-KV
     "CUT": "SPLIT_KV", "cut_steps": "blocks_of_split", "part_at": "split_of", "write_part": "write_partial",

@@ -230,7 +230,7 @@ def prepare_hopper(request):
 
 
 def forward_facts(shape):
-    return {"held": shape.HELD, "consumers": shape.CONSUMERS, "turns": shape.PING_PONG, "steady": shape.FROZEN_MAX,
+    return {"consumers": shape.CONSUMERS, "turns": shape.PING_PONG, "steady": shape.FROZEN_MAX,
             "parts": shape.PARTS, "keys_a_part": shape.BLOCK_N // shape.PARTS}
 
 

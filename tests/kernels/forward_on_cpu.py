@@ -28,13 +28,6 @@ def split_halves(s):
     return s[:, :s.shape[1] // 2], s[:, s.shape[1] // 2:]
 
 
-def hold(q_tiles, slot, shape):
-    """The columns of Q that registers hold, as the first product that needs them finds them."""
-    if not shape.HELD:
-        return ()
-    return (q_tiles[-1].index(slot).values.view(64, shape.D[-1])[:, -shape.HELD:].clone(),)
-
-
 # What is written in assembly, or moves values between threads, in plain words.
 CONSTANTS = {(module, name): value for module in MODULES for name, value in (
     ("_CHUNK", 128), ("_CLEARED", 32), ("_kept", lambda values, below: torch.where(below < 0, values, 0.0)),
@@ -44,9 +37,8 @@ CONSTANTS = {(module, name): value for module in MODULES for name, value in (
     ("HUGE", softmax.HUGE.value),
     ("split_halves", split_halves),
     ("pack_pairs", lambda p, dtype: p.to(dtype)), ("as_operand", lambda pairs, dtype, layout: pairs),
-    ("scheduling_fence", lambda number: number), ("load_q_fragments", hold), ("cap", lambda s, squash: s),
+    ("scheduling_fence", lambda number: number), ("cap", lambda s, squash: s),
     ("bytes_of", loading.bytes_of.fn), ("floats_per_partial", epilogue.floats_per_partial.fn),
-    ("products_of", products.products_of.fn),
     ("tile_size", lengths.tile_size.fn), ("registers", forward.registers.fn),
     ("corrects_rounding", softmax.corrects_rounding.fn)) if hasattr(module, name)}
 

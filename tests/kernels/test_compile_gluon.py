@@ -140,21 +140,21 @@ def test_packed_heads_compile_within_registers_and_shared_memory(version):
 @pytest.mark.parametrize("version", VERSIONS)
 def test_tiles_cut_along_their_keys_and_one_warpgroup_compile_within_registers_and_shared_memory(version):
     alone = {"config": {"consumers": 1, "ping_pong": False}}
-    wanted = [forward(128, "full") | {"split_kv": (132, 4, 1)}]
+    wanted = [forward(128, "full") | {"split_kv": (132, 4)}]
     if version == OLDEST:
-        wanted += [forward(d, mask) | {"split_kv": (0, 4, 1)}
+        wanted += [forward(d, mask) | {"split_kv": (0, 4)}
                    for d, mask in ((128, "causal"), (64, "full"), (96, "window"))]
-        wanted += [forward(128, "full") | {"split_kv": (0, 4, 1), "pack_gqa": 8}]
-        wanted += [forward(128, "full") | alone, forward(64, "window") | alone | {"split_kv": (0, 4, 1)},
+        wanted += [forward(128, "full") | {"split_kv": (0, 4), "pack_gqa": 8}]
+        wanted += [forward(128, "full") | alone, forward(64, "window") | alone | {"split_kv": (0, 4)},
                    forward(128, options=["softcap", "sinks"]) | alone]
     check(version, wanted)
 
 
-def test_what_is_cut_of_wide_heads_and_of_a_last_wave_spills_nothing_in_a_step():
-    """But of wide heads under a mask, which are cut where tiles are few: a load in one warpgroup's step."""
-    wanted = [forward(256, "full") | {"split_kv": (0, 4, 1)}, forward(256, "full", s=8192) | {"split_kv": (924, 2, 5)},
-              forward(64, "full") | {"split_kv": (132, 4, 1)}, forward(256) | {"split_kv": (0, 4, 1)},
-              forward(256, "full", "float16", s=8192) | {"split_kv": (924, 2, 5)}]
+def test_splits_of_all_tiles_and_of_a_last_wave_spill_nothing_in_a_step():
+    """But of wide heads under a mask: a load in one warpgroup's step."""
+    wanted = [forward(256, "full") | {"split_kv": (0, 4)}, forward(256) | {"split_kv": (0, 4)},
+              forward(256, "full", "float16", s=4096) | {"split_kv": (132, 4)},
+              forward(64, "full") | {"split_kv": (132, 4)}]
     for row in compile_aloud(OLDEST, wanted):
         check_products(row)
         assert row["stack"] <= SPILL_BOUND_ELSEWHERE, row
@@ -179,8 +179,6 @@ def check(version, wanted, bounds=SPILL_BOUND):
     for row in compile_aloud(version, wanted):
         check_products(row)
         assert row["stack"] <= bounds.get(version, SPILL_BOUND_ELSEWHERE), row
-        # Two warpgroups take Q into registers in two places, four instructions for 64 columns.
-        assert not row["held"] or row["ldsm"] == 2 * 2 * row["held"] // 16, row
         # What is spilled costs a few loads a tile; 3.9.0 spills in steps with a softcap, or lengths that are data.
         assert row["in_steps"] == [] or (version == NEWEST and row["options"]), row
         # In a step the threads of a warpgroup meet once, where they wait for what is loaded, and for their turn. 3.8.0

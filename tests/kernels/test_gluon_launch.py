@@ -13,26 +13,7 @@ from tilewise.problem.sequences import Sequences
 from tilewise.tuning.configs import HopperForwardConfig
 from tilewise.tuning.heuristics import hopper_forward_config
 
-launch = pytest.importorskip("tilewise.kernels.gluon.launch")
-products = pytest.importorskip("tilewise.kernels.gluon.products", reason="Triton is not installed")
-
-
-def test_the_diagonal_is_used_where_every_tiles_first_step_has_it():
-    config = HopperForwardConfig(128, 2)
-    for problem, used in (
-            (problem_of(mask=causal()), True), (problem_of(4000, 4000, causal()), True),
-            (problem_of(256, 384, causal("bottom_right")), True), (problem_of(256, 300, causal("top_left")), True),
-            (problem_of(256, 300, causal("bottom_right")), False), (problem_of(256, 255, causal("top_left")), False),
-            (problem_of(mask=window(None, 1)), False), (problem_of(mask=window(9, 0)), False), (problem_of(), False),
-            (problem_of(mask=causal(), d=64), True), (problem_of(mask=causal(), d=192, dv=128), False)):
-        assert scalars_of(problem, config)[2].HALF_DIAGONAL is used
-    problem = problem_of(mask=causal("top_left"), heads=(2, 1))
-    assert not scalars_of(problem, config, 2)[2].HALF_DIAGONAL, "rows of a tile are no queries in a row"
-    assert not scalars_of(problem, HopperForwardConfig(64, 2))[2].HALF_DIAGONAL
-    assert not scalars_of(problem_of(mask=causal(), d=64), HopperForwardConfig(128, 3))[2].HALF_DIAGONAL
-    assert not scalars_of(problem_of(mask=causal(), d=64), HopperForwardConfig(64, 1))[2].HALF_DIAGONAL
-    lengths = Sequences(seqlens_q=OperandSpec((1,), (1,), torch.int32))
-    assert not scalars_of(replace(problem, sequences=lengths), config)[2].HALF_DIAGONAL
+launch = pytest.importorskip("tilewise.kernels.gluon.launch", reason="Triton is not installed")
 
 
 def test_a_softmax_comes_in_two_parts_where_heads_are_narrow_and_steps_are_long():
@@ -42,54 +23,6 @@ def test_a_softmax_comes_in_two_parts_where_heads_are_narrow_and_steps_are_long(
         problem, config = problem_of(d=d, dv=dv, mask=window(9, 0)), HopperForwardConfig(keys, 2)
         assert parts == scalars_of(problem, config)[2].PARTS
         assert steady == scalars_of(replace(problem, mask=causal()), config)[2].PARTS
-
-
-def test_a_maximum_is_found_in_several_chains_where_that_was_faster():
-    for d, consumers, ping_pong, mask, chains in (
-            (64, 3, True, Mask(), 2), (64, 3, True, causal(), 4), (64, 3, True, window(9, 0), 2),
-            (64, 3, True, window(9, None), 2), (64, 2, True, causal(), 2), (96, 2, True, window(9, 0), 2),
-            (96, 2, False, Mask(), 1), (128, 2, True, Mask(), 4), (128, 2, True, causal(), 1),
-            (128, 2, False, Mask(), 1), (128, 2, False, causal(), 1), (96, 2, False, causal(), 1),
-            (128, 2, False, window(9, 0), 1), (64, 2, False, causal(), 1)):
-        config = HopperForwardConfig(128, consumers, ping_pong=ping_pong)
-        assert chains == scalars_of(problem_of(mask=mask, d=d), config)[2].MAX_CHAINS
-    wide = HopperForwardConfig(64, 2, q_stages=1, ping_pong=True)
-    assert [scalars_of(problem_of(mask=mask, d=256), wide)[2].MAX_CHAINS for mask in (Mask(), causal())] == [4, 1]
-    assert scalars_of(problem_of(mask=causal(), d=256), replace(wide, ping_pong=False))[2].MAX_CHAINS == 1
-
-
-def test_queries_are_held_in_registers_where_that_was_timed():
-    wide = HopperForwardConfig(64, 2, q_stages=1)
-    for d, config, held in ((256, wide, 64), (200, wide, 64), (256, replace(wide, consumers=1), 0),
-                            (128, HopperForwardConfig(128, 2), 0), (96, HopperForwardConfig(128, 2), 0),
-                            (64, HopperForwardConfig(128, 3), 0), (192, wide, 0)):
-        for mask in (Mask(), causal("top_left"), window(None, 5)):
-            assert held == scalars_of(problem_of(mask=mask, d=d), config)[2].HELD
-    lengths = OperandSpec((1,), (1,), torch.int32)
-    for problem in (problem_of(mask=window(9, 0), d=256), problem_of(d=256, dv=64), problem_of(d=192, dv=128),
-                    problem_of(d=64, dv=128),
-                    replace(problem_of(d=256), sequences=Sequences(seqlens_q=lengths)),
-                    replace(problem_of(d=256), scores=ScoreOptions(softcap=30.0)),
-                    replace(problem_of(d=256), scores=ScoreOptions(sinks=OperandSpec((1,), (1,), torch.float32)))):
-        assert scalars_of(problem, wide)[2].HELD == 0
-    assert scalars_of(problem_of(heads=(2, 1), d=256), wide, 2)[2].HELD == 0
-
-
-@pytest.mark.parametrize(("widths", "held"), [((64,), 0), ((64, 32), 0), ((128,), 0), ((128,), 128), ((128, 64), 64),
-                                              ((256,), 0), ((256,), 64), ((256,), 128)], ids=str)
-def test_every_column_is_in_one_product_of_scores_and_those_held_are_the_last_one(widths, held):
-    found = products.products_of.fn(widths, held)
-    columns = [(piece, column) for piece, begin, number in found for column in range(begin, begin + number)]
-    assert columns == [(piece, column) for piece, width in enumerate(widths) for column in range(width)]
-    assert all(number & (number - 1) == 0 for _, _, number in found)
-    assert held in (0, found[-1][2])
-
-def test_a_tile_longer_than_a_step_asks_under_an_upper_bound_alone_whether_its_first_step_hides_all():
-    for mask, d, asks in ((causal(), 128, False), (causal(), 256, True), (None, 256, False),
-                          (window(9, 0), 256, False)):
-        problem = problem_of(mask=mask, d=d)
-        shape = scalars_of(problem, hopper_forward_config(problem))[2]
-        assert shape.SKIP_MASKED is asks
 
 
 def test_the_kernel_gets_each_chunk_by_itself_and_none_where_there_is_one():

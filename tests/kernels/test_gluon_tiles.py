@@ -116,48 +116,6 @@ def test_without_a_lower_bound_warpgroups_mask_no_step_that_all_their_queries_se
             assert last_key > row + mask.right or last_key >= problem.sk
 
 
-@given(SIZES, SIZES, st.integers(0, 900), st.sampled_from(ALIGNMENTS))
-@example(900, 900, 0, "top_left")
-@example(100, 900, 300, "bottom_right")
-def test_first_step_is_skipped_by_warpgroups_that_see_none_of_it_but_never_the_only_one(sq, sk, right, alignment):
-    config, mask = HopperForwardConfig(128, 3), window(None, right, alignment)
-    problem = problem_of(sq, sk, mask)
-    assume(not problem.is_empty)
-    order, band, shape = scalars_of(problem, config)
-    assert shape.SKIP_MASKED
-    visible = mask.visible(sq, sk)
-    for first, own in product(firsts_of(order, sq, shape), range(config.consumers)):
-        row = first + own * ROWS
-        assert row < sq, "a warpgroup without rows behind the last query"
-        spans = tiles.kv_blocks_of.fn(first, band, shape)
-        begin = tiles.n_block_start.fn(0, spans, shape)
-        # Rows past the last query stand for none; the source asks the last row that there could be.
-        hides = tiles.first_block_is_masked.fn(begin, spans[3], row, band[3], shape)
-        assert hides == (spans[3] > 1 and begin > row + ROWS - 1 + band[3])
-        if hides:
-            assert not inside(visible, row, ROWS)[:, begin:begin + config.block_n].any()
-            assert tiles.masked_blocks_of.fn(row, spans, band, shape) >= 1
-
-
-@given(SIZES, st.integers(0, 6), st.integers(0, 200))
-@example(900, 0, 0)
-@example(64, 1, 0)
-@example(128, 0, 1)
-def test_on_the_diagonal_the_first_warpgroup_sees_half_of_a_first_step_and_all_see_all_of_the_others(sq, right, more):
-    """And P of a step that is half seen is multiplied by that half of V: nothing that is visible may lie behind it."""
-    mask, sk = window(None, 128 * right, "top_left"), sq + 128 * right + more
-    (n_tiles, *_), band, shape = scalars_of(problem_of(sq, sk, mask), HopperForwardConfig(128, 2))
-    assert shape.HALF_DIAGONAL
-    visible = mask.visible(sq, sk)[:, :band[1]]
-    for first in range(0, n_tiles * 128, 128):
-        spans = tiles.kv_blocks_of.fn(first, band, shape)
-        begins = [tiles.n_block_start.fn(step, spans, shape) for step in range(spans[3])]
-        assert begins[0] == first + 128 * right
-        assert not visible[first:first + ROWS, begins[0] + 64:].any()
-        assert all(visible[first:first + 128, begin:begin + 128].all() and begin + 128 <= band[1]
-                   for begin in begins[1:])
-
-
 @given(st.integers(1, 1000), st.integers(1, 3), st.integers(1, 4), st.integers(1, 3), st.sampled_from((64, 128)),
        st.booleans())
 def test_every_tile_has_one_number(sq, b, hk, group, d, is_causal):

@@ -51,7 +51,7 @@ def test_its_source_computes_out_and_lse_and_recomputes_no_tile_of_common_scores
     problem, tensors = call_of(mask, sizes, (2, 1), dims, sinks=sinks, dtype=dtype)
     assert scalars_of(problem, config)[2].FROZEN_MAX
     own = torch.tensor((-200.0, -300.0)) if problem.scores.sinks else None  # of no weight, but one must be asked for
-    out, lse, partial = attend(problem, config, tensors, 1, (0, splits, 1) if splits > 1 else None, own)
+    out, lse, partial = attend(problem, config, tensors, 1, (0, splits) if splits > 1 else None, own)
     if splits > 1:
         out, lse = (got.unflatten(0, (problem.b, problem.hq, problem.sq)) for got in combined(partial, problem.dv))
     if own is not None:
@@ -64,7 +64,7 @@ def test_its_source_computes_out_and_lse_and_recomputes_no_tile_of_common_scores
 
 @pytest.mark.parametrize("programs", [1, 3])
 @pytest.mark.parametrize(("case", "split_kv"), [
-    *product(CASES, (None, (0, 2, 1))), ("full", (3, 2, 1)), ("three", (4, 2, 1))], ids=str)
+    *product(CASES, (None, (0, 2))), ("full", (3, 2)), ("three", (4, 2))], ids=str)
 def test_a_tile_with_scores_too_far_above_its_first_ones_is_recomputed(case, split_kv, programs, loaded):
     """Scores are hundreds apart: what exceeds those of the first steps by more than 128, to base 2, overflows.
 
@@ -133,7 +133,7 @@ def test_in_bfloat16_a_tile_comes_again_before_large_values_overflow(loaded):
     assert [tile for tile in loaded if tile[-1]] == [(128, 0, 0, 1)]
 
 
-@pytest.mark.parametrize("split_kv", [None, (0, 2, 1)], ids=str)
+@pytest.mark.parametrize("split_kv", [None, (0, 2)], ids=str)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_in_float16_first_keys_that_outdo_all_others_recompute_no_tile(case, split_kv, loaded):
     """As attention's sinks do. The calls of these tests are in float16; a part of a tile may not have them."""

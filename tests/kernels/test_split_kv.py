@@ -50,37 +50,31 @@ def places(spans, shape):
     return begins, begins[:spans[2]]
 
 
-@given(st.integers(1, 900), st.integers(1, 2000), masks(), st.integers(2, 9), st.integers(0, 3), st.integers(1, 8))
-@example(300, 2000, causal("bottom_right"), 3, 0, 1)
-@example(300, 300, causal("top_left"), 5, 0, 1)  # more splits than blocks
-@example(200, 2000, window(900, 100, "bottom_right"), 4, 0, 1)  # a mask at both ends
-@example(500, 2000, Mask(), 7, 3, 1)
-@example(500, 2000, Mask(), 2, 3, 5)
-@example(500, 300, Mask(), 4, 1, 8)  # fewer blocks than the first split alone could have
-def test_each_block_of_a_tile_is_in_one_split_and_needs_its_mask_there_too(sq, sk, mask, num_splits, whole, lead):
+@given(st.integers(1, 900), st.integers(1, 2000), masks(), st.integers(2, 9), st.integers(0, 3))
+@example(300, 2000, causal("bottom_right"), 3, 0)
+@example(300, 300, causal("top_left"), 5, 0)  # more splits than blocks
+@example(200, 2000, window(900, 100, "bottom_right"), 4, 0)  # a mask at both ends
+@example(500, 2000, Mask(), 7, 3)
+@example(500, 300, Mask(), 4, 1)
+def test_each_block_of_a_tile_is_in_one_split_and_needs_its_mask_there_too(sq, sk, mask, num_splits, whole):
     problem = problem_of(sq, sk, mask)
     if problem.is_empty:
         return
     n_tiles = -(-sq // 128)
     whole = min(whole, n_tiles - 1)
-    lead = lead if whole else 1
-    shares = (num_splits, lead)
-    numbers = launch.HopperForward(problem, CONFIG, 132, split_kv=(whole, *shares)).scalars
+    numbers = launch.HopperForward(problem, CONFIG, 132, split_kv=(whole, num_splits)).scalars
     grid, bounds, shape = tiles.TileGrid(*numbers[:4]), tiles.MaskBounds(*numbers[4:8]), numbers[-1]
-    plan = split_kv.SplitPlan(whole, num_splits, lead)
-    assert (numbers[-5:-2], shape.SPLIT_KV) == ((whole, *shares), 2 if whole else 1)
+    plan = split_kv.SplitPlan(whole, num_splits)
+    assert (numbers[-4:-2], shape.SPLIT_KV) == ((whole, num_splits), 2 if whole else 1)
     total = split_kv.num_work_tiles.fn(n_tiles, plan, shape)
     assert total == whole + (n_tiles - whole) * num_splits
-    found, handed = {}, []
+    found = {}
     for number in range(total):
         tile, _row, exists = split_kv.locate_work_tile.fn(number, grid, bounds, (), plan, shape)
         first, split = tile.first, tile.split
         spans = split_kv.blocks_of_tile(tile, bounds, plan, shape)
         assert exists == (spans[3] > 0)
         found.setdefault(first, []).append((split, *places(spans, shape)))
-        handed.append(split)
-    if whole:
-        assert handed == sorted(handed), "the long first splits of a last wave come before those that fill its gaps"
     assert sorted(found) == [128 * tile for tile in range(n_tiles)]
     firsts = [first for first, splits_of in found.items() if splits_of[0][0] == -1]
     assert len(firsts) == whole
@@ -94,11 +88,9 @@ def test_each_block_of_a_tile_is_in_one_split_and_needs_its_mask_there_too(sq, s
         assert sorted(begin for _, _, own in splits_of for begin in own) == sorted(masked)
         steps = [len(own) for _, own, _ in splits_of]
         assert steps[0] > 0, "the first split marks the empty ones"
-        units = num_splits + lead - 1
-        as_long = [lead, *[1] * (num_splits - 1)]
-        if len(begins) >= units:
-            assert all(abs(own - share * len(begins) / units) < 1 for own, share in zip(steps, as_long, strict=True))
-        used = max(1, min(num_splits, len(begins) - lead + 1))  # as write_partial has it
+        if len(begins) >= num_splits:
+            assert all(abs(own - len(begins) / num_splits) < 1 for own in steps)
+        used = min(num_splits, len(begins))  # as write_partial has it
         assert all(steps[:used])
         assert not any(steps[used:])
 
@@ -106,15 +98,13 @@ def test_each_block_of_a_tile_is_in_one_split_and_needs_its_mask_there_too(sq, s
 def test_the_rows_that_are_combined_are_those_of_the_tiles_that_are_split():
     problem = problem_of(300, 700, Mask(), b=2, heads=2)  # three tiles a head, the last of 44 rows
     for whole, first in ((0, 0), (1, 128), (3, 300), (5, 556), (11, 1156)):
-        bound = launch.HopperForward(problem, CONFIG, 132, split_kv=(whole, 3, 1))
+        bound = launch.HopperForward(problem, CONFIG, 132, split_kv=(whole, 3))
         assert bound.split_rows == range(first, 1200)
         assert bound.partial_shape == (1200 - first, 3, 128 + 8)
         assert bound.scalars[-2] == first
 
 
-def test_each_split_has_a_cta_up_to_one_an_sm_and_no_half_diagonal():
+def test_each_split_has_a_cta_up_to_one_an_sm():
     problem = problem_of(1024, 1024, causal())
-    for split_kv, programs in ((None, 8), ((0, 3, 1), 24), ((6, 3, 2), 12), ((0, 20, 1), 132)):
-        bound = launch.HopperForward(problem, CONFIG, 132, split_kv=split_kv)
-        assert bound.grid == (programs,)
-        assert bound.scalars[-1].HALF_DIAGONAL is (split_kv is None)
+    for plan, programs in ((None, 8), ((0, 3), 24), ((6, 3), 12), ((0, 20), 132)):
+        assert launch.HopperForward(problem, CONFIG, 132, split_kv=plan).grid == (programs,)

@@ -287,14 +287,14 @@ def test_splits_are_combined_and_sinks_enter_there(monkeypatch):
         return lambda *tensors: calls.append(("combine", tensors))
 
     monkeypatch.setattr(gluon, "is_current", lambda asked: True)
-    monkeypatch.setattr(gluon, "grid_plan_of", lambda *facts: GridPlan(1.0, 4, SplitPlan(7, 5, 2)))
+    monkeypatch.setattr(gluon, "grid_plan_of", lambda *facts: GridPlan(1.0, 4, SplitPlan(7, 5)))
     monkeypatch.setattr(gluon, "HopperForward", lambda *facts: calls.append(facts[2:]) or Launches())
     monkeypatch.setattr("tilewise.kernels.triton.combine.combine_splits_launch", combining)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda asked: SimpleNamespace(multi_processor_count=132))
     monkeypatch.setattr(gluon, "_plan", gluon._plan.__wrapped__)
     out, lse, _ = gluon.backend.forward(AttentionProblem.from_tensors(q, q, q), q, q, q, Operands(sinks=sinks))
     facts, (_, (at_out, at_lse), partial), (_, combined) = calls
-    assert facts == (132, 4, (7, 5, 2))
+    assert facts == (132, 4, (7, 5))
     assert (partial.shape, partial.dtype) == ((13, 5, 72), torch.float32)
     assert all(got is wanted for got, wanted in zip((at_out, at_lse), (out, lse), strict=True))
     assert all(got is wanted for got, wanted in zip(combined, (partial, out, lse, sinks, None), strict=True))

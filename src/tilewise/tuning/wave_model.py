@@ -19,20 +19,12 @@ _WARPGROUPS = {1: 0.7, 2: 1.0, 3: 1.3}
 _PROLOGUE = 2.0  # microseconds until a tile's first keys have arrived
 # Microseconds of the kernel that combines splits, and megabytes of partial results that are written and read in one.
 _COMBINE, _MEGABYTES = 5.0, 2.2
-# After so many waves the CTAs have drifted apart: the last wave then idles for about this share of a tile's time,
-# however many tiles it has, and for 1/n of that where they are split in n. Above 128 columns this was not so, and
-# splits that fill more than _FULLEST of their time gained little. With three warpgroups no larger share is counted on.
-MANY_WAVES, _DRIFT, _FULLEST = 4, 0.37, 0.92
+# After so many waves the CTAs have drifted apart, and a last wave costs little: over the paper's grid splitting its
+# tiles gained 0.03 % (docs/hopper.md).
+MANY_WAVES = 4
 _MOST_SPLITS, _MOST_LAST_SPLITS = 32, 8
-# In a last wave the first split may be so many times as long as each other, with at most so many splits.
-_MOST_LEAD, _MOST_SPLITS_WITH_LEAD = 8, 4
 NEARLY = 0.97  # a plan must take less than this of the time without it
 _WORTH = 1.5  # and splitting a last wave must save this many times what it costs
-# The share of all time that three warpgroups lose to blocks of tiles that may be splits.
-_SLOWER_WITH_SPLITS = 0.01
-# At 256 columns, from so many keys on, splits cost little more than to write and read them, and were worth it from so
-# many times their cost on.
-_LEAST_WIDE, _WORTH_OF_WIDE = 4096, 1.1
 
 
 class SplitPlan(NamedTuple):
@@ -41,12 +33,10 @@ class SplitPlan(NamedTuple):
     Attributes:
         whole: how many tiles do not: the first ones.
         num_splits: of each of the others; in a tile with fewer blocks than splits some splits are empty.
-        lead: how many times as long as each other split the first one is, where some tiles are whole.
     """
 
     whole: int
     num_splits: int
-    lead: int = 1
 
 
 class GridPlan(NamedTuple):
@@ -130,35 +120,19 @@ def _time(problem: AttentionProblem, config: HopperForwardConfig, tiles: int, bl
 
 def _split_last_wave(problem: AttentionProblem, config: HopperForwardConfig, tiles: int, blocks: list[int],
                      num_sms: int) -> tuple[float, SplitPlan]:
-    """Return the most time saved by splitting the tiles of a last wave that is not full, 0 if none is, and how.
-
-    Each SM with a tile of the last wave computes its first split; the other SMs, and those that finish early, take the
-    rest. A longer first split needs fewer splits where tiles nearly fill the wave: 5/6 and 1/6 of a tile take nearly
-    as little time as five splits of 1/5, and write and read 2 partial results a row in place of 5.
-    """
+    """Return the most time saved by splitting the tiles of a last wave that is not full, 0 if none is, and how."""
     waves, rest = divmod(tiles, num_sms)
     length = max(blocks) * _block_time(problem, config)
-    rows = rest * 64 * config.consumers
-    is_wide = max(problem.d, problem.dv) > 128
-    was_timed = config.head_dim_chunks(problem) == ((256,), (256,)) and problem.sk >= _LEAST_WIDE
-    worth, launch = (_WORTH_OF_WIDE, 0.0) if was_timed else (_WORTH, _COMBINE)
-    slower = _SLOWER_WITH_SPLITS * length * (waves + 1) if config.consumers == 3 else 0.0
 
-    def saved(num_splits: int, lead: int) -> float:
-        units = num_splits + lead - 1
-        busy = rest * units / num_sms
-        share = 1.0 - max(lead, math.ceil(busy / _FULLEST if is_wide else busy)) / units
-        if waves >= MANY_WAVES and not is_wide and lead == 1:
-            share = max(share, _DRIFT * (1.0 - 1.0 / num_splits))
-        sure = min(share, _DRIFT) if waves >= MANY_WAVES and config.consumers == 3 else share
-        cost = launch + _transfer_time(problem, rows, num_splits) + slower
-        return share * length - cost if sure * length > worth * cost else 0.0
+    def saved(num_splits: int) -> float:
+        gain = (1.0 - math.ceil(rest * num_splits / num_sms) / num_splits) * length
+        cost = _COMBINE + _transfer_time(problem, rest * 64 * config.consumers, num_splits)
+        return gain - cost if gain > _WORTH * cost else 0.0
 
-    if not rest or max(blocks) == 1:
+    most = min(_MOST_LAST_SPLITS, max(blocks))
+    if not rest or waves >= MANY_WAVES or most == 1:
         return 0.0, SplitPlan(tiles, 1)
-    ways = [(splits, lead) for splits in range(2, _MOST_LAST_SPLITS + 1) for lead in range(1, _MOST_LEAD + 1)
-            if splits + lead - 1 <= max(blocks) and (lead == 1 or splits <= _MOST_SPLITS_WITH_LEAD)]
-    return max((saved(splits, lead), SplitPlan(tiles - rest, splits, lead)) for splits, lead in ways)
+    return max((saved(splits), SplitPlan(tiles - rest, splits)) for splits in range(2, most + 1))
 
 
 def _block_time(problem: AttentionProblem, config: HopperForwardConfig) -> float:

@@ -114,10 +114,7 @@ def write_partial(result, tile, row, args, C: gl.constexpr):
     gl.store(partials + (FLOATS - 8), result.row_max, mask=inside)
     gl.store(partials + (FLOATS - 7), result.row_sum, mask=inside)
     empty = gl.full([64], float("-inf"), gl.float32, layout=result.row_sum.type.layout)
-    used = kv_blocks_of(tile.first, args.bounds, C).count
-    if C.SPLIT_KV == 2:
-        used = gl.maximum(1, used - args.splits.lead + 1)
-    used = gl.minimum(num_splits, used)
+    used = gl.minimum(num_splits, kv_blocks_of(tile.first, args.bounds, C).count)
     for unused in range(gl.where(tile.split == 0, used, num_splits), num_splits):
         gl.store(partials + (unused * FLOATS + FLOATS - 8), empty, mask=inside)
     acc = rescale(result.acc, 1.0 / gl.where(result.weight == 0.0, 1.0, result.weight))

@@ -57,8 +57,6 @@ from tilewise.kernels.gluon.products import (
     finish,
     issue_out,
     issue_scores,
-    load_q_fragments,
-    products_of,
     rescale,
     zeros,
 )
@@ -84,7 +82,6 @@ from tilewise.kernels.gluon.split_kv import SplitPlan, blocks_of_tile
 from tilewise.kernels.gluon.tiles import (
     MaskBounds,
     TileGrid,
-    first_block_is_masked,
     kv_block_start,
     masked_blocks_of,
     sink_block_of,
@@ -104,17 +101,17 @@ def attend_block(step, count, q, state, view, kv, scaling, OWN: gl.constexpr, MA
     consumer_wait(kv.full, count, C.KV_STAGES)
     stage = count % C.KV_STAGES
     order_barrier_wait(OWN, C.PING_PONG)
-    s_pending = issue_scores(q, kv.k_tiles, stage, False, C)
+    s_pending = issue_scores(q, kv.k_tiles, stage, C)
     acc_pending = issue_out(probs, kv.v_tiles, stage, acc, C)
     order_barrier_arrive(OWN, C.CONSUMERS, C.PING_PONG)
-    s = cap(warpgroup_mma_wait(len(C.DV) * len(probs), deps=(s_pending,)), scaling.squash)
+    s = cap(warpgroup_mma_wait(len(C.DV) * C.PARTS, deps=(s_pending,)), scaling.squash)
     if MASKED:
         s = hide(s, view.row, kv_block_start(step, view.blocks, C), view.bounds, C)
     if FROZEN_MAX:  # in a row that has seen no key exponents are inf here, and it overflows
         subtracted = shift
         factor = None
     else:
-        shift, subtracted, factor = update_shift(s, shift, scaling, MASKED, C)
+        shift, subtracted, factor = update_shift(s, shift, scaling, MASKED)
     PEAKS: gl.constexpr = FROZEN_MAX and corrects_rounding(C, DTYPE)
     if C.PARTS == 2:
         low, high = split_halves(s)
@@ -152,24 +149,8 @@ def attend_blocks(begin, end, count, q, state, view, kv, scaling, OWN: gl.conste
 
 
 @gluon.jit
-def scores_of(q, kv, count, OWN: gl.constexpr, C: gl.constexpr):
-    """S of an iteration whose V is not needed: of the first block in which these queries see a key."""
-    consumer_wait(kv.full, count, C.KV_STAGES)
-    order_barrier_wait(OWN, C.PING_PONG)
-    pending = issue_scores(q, kv.k_tiles, count % C.KV_STAGES, False, C)
-    order_barrier_arrive(OWN, C.CONSUMERS, C.PING_PONG)
-    s = warpgroup_mma_wait(0, deps=(pending,))
-    consumer_release_after_mma(kv.empty, count, C.KV_STAGES)
-    return s
-
-
-@gluon.jit
 def skip_blocks(begin, end, count, kv, OWN: gl.constexpr, C: gl.constexpr):
-    """Release the blocks of a tile, but for the first, that has no query for this warpgroup; return the next iteration.
-
-    C.SKIP_MASKED does not apply to it then: its rows lie behind the tile's last query, which sees some of the first
-    block.
-    """
+    """Release all blocks but the first of a tile that has no query for this warpgroup; return the next iteration."""
     for _step in range(begin, end):
         consumer_wait(kv.full, count, C.KV_STAGES)
         order_barrier_wait(OWN, C.PING_PONG)
@@ -235,10 +216,9 @@ def attend_tiles(tile, count, tile_count, args, smem, OWN: gl.constexpr, C: gl.c
         await_queries(smem.q.full, q_stage, tile_count, tile.first, C)
     else:
         consumer_wait(smem.q.full, tile_count * C.CONSUMERS + OWN, C.Q_STAGES * C.CONSUMERS)
-    q = Q(smem.q.tiles, q_stage, load_q_fragments(smem.q.tiles, q_stage, C))
+    q = Q(smem.q.tiles, q_stage)
     consumer_wait(kv.full, count, C.KV_STAGES)
-    HALF: gl.constexpr = C.HALF_DIAGONAL and OWN == 0  # of a tile's first block these queries see half of the keys
-    s = warpgroup_mma_wait(0, deps=(issue_scores(q, kv.k_tiles, kv_stage, HALF, C),))
+    s = warpgroup_mma_wait(0, deps=(issue_scores(q, kv.k_tiles, kv_stage, C),))
     consumer_release_after_mma(kv.empty, count, C.KV_STAGES)
     count += 1
     while tile.first != NO_TILE:
@@ -260,44 +240,24 @@ def attend_tiles(tile, count, tile_count, args, smem, OWN: gl.constexpr, C: gl.c
             if row >= bounds.sq:
                 count = skip_blocks(begin, blocks.count, count, kv, OWN, C)
                 begin = blocks.count
-        if C.SKIP_MASKED:
-            if first_block_is_masked(kv_block_start(0, blocks, C), blocks.count, row, bounds.upper, C):
-                s = scores_of(Q(q.tiles, optimization_barrier(q_stage), q.fragments), kv, count, OWN, C)
-                count += 1
-                begin += 1
         s = cap(s, scaling.squash)
-        if C.HALF_DIAGONAL:
+        if masked >= begin:
             s = hide(s, row, kv_block_start(0, blocks, C), bounds, C)
-        elif masked >= begin:
-            s = hide(s, row, kv_block_start(begin - 1, blocks, C), bounds, C)
         before = gl.convert_layout(empty_rows, gl.SliceLayout(1, s.type.layout))
-        shift, subtracted, _factor = update_shift(s, before, scaling, True, C)
+        shift, subtracted, _factor = update_shift(s, before, scaling, True)
         p = exponentials(s, subtracted, scaling, False)
         shift = gl.convert_layout(shift, empty_rows.type.layout)
-        if HALF:
-            low = pack_pairs(p, DTYPE)
-            # Behind a tile's last block P·V takes all of its keys, be it the first block.
-            state = State((low, low * 0), zeros(C), shift, sum_of(p, C), no_peak())
-            if blocks.count > 1:
-                first_half = State((low,), state.acc, state.shift, state.row_sum, state.peak)
-                state = attend_block(1, count, Q(q.tiles, optimization_barrier(q_stage), q.fragments), first_half, view,
-                                     kv, scaling, OWN, False, False, C)
-                count += 1
-                begin += 1
-        else:
-            state = State(split_halves_packed(p, DTYPE, C), zeros(C), shift, sum_of(p, C), no_peak())
+        state = State(split_halves_packed(p, DTYPE, C), zeros(C), shift, sum_of(p, C), no_peak())
         if C.VARLEN:
             keep = bounds.sk - kv_block_start(0, blocks, C)
             if (keep < C.BLOCK_N) & (begin == 1):  # the first block alone may reach past the keys
                 consumer_wait(kv.full, count, C.KV_STAGES)
                 clear(kv.v_tiles, optimization_barrier(count % C.KV_STAGES), keep, C)
-        if C.FROZEN_MAX or not C.HALF_DIAGONAL:
-            count, state = attend_blocks(
-                begin, masked, count, Q(q.tiles, optimization_barrier(q_stage), q.fragments), state, view, kv, scaling,
-                OWN, True, False, C)
-        count, state = attend_blocks(
-            gl.maximum(begin, masked), blocks.count, count, Q(q.tiles, optimization_barrier(q_stage), q.fragments),
-            state, view, kv, scaling, OWN, False, C.FROZEN_MAX, C)
+        count, state = attend_blocks(begin, masked, count, Q(q.tiles, optimization_barrier(q_stage)), state, view, kv,
+                                     scaling, OWN, True, False, C)
+        count, state = attend_blocks(gl.maximum(begin, masked), blocks.count, count,
+                                     Q(q.tiles, optimization_barrier(q_stage)), state, view, kv, scaling, OWN, False,
+                                     C.FROZEN_MAX, C)
 
         consumer_release(smem.q.empty, tile_count * C.CONSUMERS + OWN, C.Q_STAGES * C.CONSUMERS)
         tile_count += 1
@@ -312,10 +272,10 @@ def attend_tiles(tile, count, tile_count, args, smem, OWN: gl.constexpr, C: gl.c
         if C.Q_STAGES == 1:  # they are still in flight: there was no stage for them before
             await_queries(smem.q.full, q_stage, tile_count, after.first, C)
             q_stage = optimization_barrier(q_stage)  # a constant, like that of the loops
-        q = Q(smem.q.tiles, q_stage, load_q_fragments(smem.q.tiles, q_stage, C))
-        s_pending = issue_scores(q, kv.k_tiles, kv_stage, HALF, C)
+        q = Q(smem.q.tiles, q_stage)
+        s_pending = issue_scores(q, kv.k_tiles, kv_stage, C)
         order_barrier_arrive(OWN, C.CONSUMERS, C.PING_PONG)
-        acc = finish(acc_pending, len(products_of(C.D, C.HELD)))
+        acc = finish(acc_pending, len(C.D))
         row_sum = state.row_sum
         if C.PARTS == 2:
             row_sum = gl.convert_layout(gl.sum(row_sum, 1), state.shift.type.layout)
@@ -346,18 +306,18 @@ def registers(consumers):
 
 @gluon.jit(do_not_specialize=["tiles", "heads", "batches", "section", "sq", "sk", "lower", "upper", "group",
                              "sinks_stride", "cu_q", "cu_k", "seqlens_q", "seqlens_k", "count", "whole", "num_splits",
-                             "lead", "first_row"])
+                             "first_row"])
 def hopper_forward_kernel(q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, out_desc, lse_ptr, counter, sinks_ptr,
                           sinks_stride, out_ptr, cu_q, cu_k, seqlens_q, seqlens_k, partial_ptr, tiles, heads,
                           batches, section, sq, sk, lower, upper, group, count, scale_log2, squash, exact_scale,
-                          whole, num_splits, lead, first_row, C: gl.constexpr):
+                          whole, num_splits, first_row, C: gl.constexpr):
     """Compute out and lse.
 
     counter: int32, 0: the dynamic tile scheduler's. sinks_ptr, squash: None without sinks, without a softcap (Scaling
     has what the latter changes). out_ptr: None unless sequences are packed. cu_q to seqlens_k, count: None but for
     what says where sequences lie and how many they are (tilewise.sequences). section: TileGrid.heads_per_swizzle.
-    partial_ptr to first_row: None without C.SPLIT_KV; whole, num_splits, lead are SplitPlan's, and first_row is the
-    first row of lse that has partial results. The sinks enter where these are combined.
+    partial_ptr to first_row: None without C.SPLIT_KV; whole and num_splits are SplitPlan's, and first_row is the first
+    row of lse that has partial results. The sinks enter where these are combined.
     """
     NC: gl.constexpr = C.CONSUMERS
     descs = Descriptors(as_tuple(q_desc, q_rest), as_tuple(k_desc, k_rest), as_tuple(v_desc, v_rest))
@@ -381,7 +341,7 @@ def hopper_forward_kernel(q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, out_de
         partial_ptr += first_row.to(gl.int64) * num_splits * -floats_per_partial(C.DV)
     args = Args(descs, TileGrid(tiles, heads, batches, section), MaskBounds(sq, sk, lower, upper), group,
                 Scaling(scale_log2, squash, exact_scale), (cu_q, cu_k, seqlens_q, seqlens_k, count),
-                SplitPlan(whole, num_splits, lead),
+                SplitPlan(whole, num_splits),
                 Outputs(out_desc, out_ptr, lse_ptr, sinks_ptr, sinks_stride, partial_ptr))
     smem = Smem(q_pipe, kv_pipe, queue, overflow, out_tiles)
     REGISTERS: gl.constexpr = registers(NC)

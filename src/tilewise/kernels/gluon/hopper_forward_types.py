@@ -13,20 +13,12 @@ class Config(NamedTuple):
     TILES_FROM_END: tiles are counted from the last query back, as those of three warpgroups under an upper bound
     alone, where lengths are not data and rows are queries (tiles.tile_at).
     SKIP_PADDING: a warpgroup looks whether a tile has a query for it, and leaves the tensor cores to the others if not.
-    SKIP_MASKED: a warpgroup looks whether a tile's first block hides all its keys from its own queries, as in tiles
-    longer than a block under an upper bound alone.
     PARTS: 2: the wait for O += P·V lies between the exponentials of a block's first half and those of its second; 1:
     behind all of them.
-    HALF_DIAGONAL: each tile's first block begins at the tile's first query, with the diagonal through it: the first
-    warpgroup then needs half of its keys, and no other block has a mask. For two warpgroups, blocks as long as tiles,
-    one upper bound.
-    HELD: how many of q's last columns a warpgroup holds as register fragments; MMAs read only the others from shared
-    memory.
     FROZEN_MAX: blocks without a mask, behind a tile's first one, keep the row maximum as it is. A tile in which that
     overflows is computed again with online softmax throughout (hopper_forward_load.py).
     SINK_BLOCK_FIRST: the block of the first keys follows the masked ones, and updates the maximum: attention sinks lie
     there, far above other keys for a maximum that is frozen in float16.
-    MAX_CHAINS: independent chains of comparisons in a thread's row maximum: 1, 2 or 4.
     SPLIT_KV: 1: every tile's keys are split, 2: some tiles are whole; another kernel combines the partial results. Then
     the work tile is read again behind its blocks, and takes no registers in them.
     VARLEN, HAS_CU_SEQLENS, BOTTOM_RIGHT: lengths are data on the device; sequences are packed, one behind the other in
@@ -47,13 +39,9 @@ class Config(NamedTuple):
     HAS_UPPER: bool
     TILES_FROM_END: bool
     SKIP_PADDING: bool
-    SKIP_MASKED: bool
     PARTS: int
-    HALF_DIAGONAL: bool
-    HELD: int
     FROZEN_MAX: bool
     SINK_BLOCK_FIRST: bool
-    MAX_CHAINS: int
     SPLIT_KV: int
     VARLEN: bool
     HAS_CU_SEQLENS: bool
@@ -120,11 +108,10 @@ class Smem(NamedTuple):
 
 
 class Q(NamedTuple):
-    """A warpgroup's queries: the stage of their tile, and the columns that are held as register fragments."""
+    """A warpgroup's queries: the Q tiles, and the stage of its own."""
 
     tiles: Any
     stage: Any
-    fragments: Any
 
 
 class State(NamedTuple):

@@ -18,9 +18,6 @@ from tilewise.problem.options import NO_OPERANDS, Operands
 # At 64 and 256 columns 24 MiB are 0.98 to 1.00 times as fast as 32, at 128 1.002 to 1.007 (docs/hopper.md, Order of
 # the tiles).
 _SWIZZLE_BYTES = {64: 32 * 2**20, 128: 24 * 2**20, 256: 32 * 2**20}
-# Columns of Q whose fragments stay in registers, by the head-dim chunks of q and of v, keys a block and warpgroups;
-# elsewhere none.
-_Q_IN_REGISTERS = {(((256,), (256,)), 64, 2): 64}
 _LEAST_FROZEN = 512  # keys from which the row maximum of a tile's first blocks is kept
 NO_LENGTHS = (None,) * 4  # cu_seqlens_q, cu_seqlens_k, seqlens_q, seqlens_k
 # Counters allocated for captured graphs, and those of each device that are left: each is given out once.
@@ -72,13 +69,13 @@ class HopperForward:
         config: its tiles.
         num_sms: of the device; one CTA runs on each.
         pack_gqa, split_kv: as :func:`tilewise.tuning.wave_model.grid_plan_of` gives them. split_kv: how many tiles are
-            whole (the first ones; without a bound alone, so that the rows of the others are the last ones), the number
-            of splits of each other tile, and how many times as long as each other the first split is. Their partial
-            results go to ``partial``, float32, of :attr:`partial_shape`; the kernel that combines them takes the sinks.
+            whole (the first ones; without a bound alone, so that the rows of the others are the last ones), and the
+            number of splits of each other tile. Their partial results go to ``partial``, float32, of
+            :attr:`partial_shape`; the kernel that combines them takes the sinks.
     """
 
     def __init__(self, problem: AttentionProblem, config: ForwardConfig, num_sms: int, pack_gqa: int = 1,
-                 split_kv: tuple[int, int, int] | None = None) -> None:
+                 split_kv: tuple[int, int] | None = None) -> None:
         from triton.experimental.gluon import language as gl
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -95,7 +92,7 @@ class HopperForward:
         heads = problem.hq if pack_gqa == 1 else problem.hk
         tiles = problem.sequences.slots(problem.sq * pack_gqa, 64 * config.consumers)
         total = tiles * heads * problem.b
-        whole, num_splits, lead = split_kv or (total, 1, 1)
+        whole, num_splits = split_kv or (total, 1)
         self.grid = (min(whole + (total - whole) * num_splits, num_sms),)
         # The first row of lse whose splits are combined; with pack_gqa all tiles are split or none.
         first_row = whole // tiles * problem.sq + whole % tiles * 64 * config.consumers
@@ -104,8 +101,8 @@ class HopperForward:
         self.scalars = (
             tiles, heads, problem.b, heads_per_swizzle(problem) * heads // problem.hq, problem.sq, len(self.keys),
             lower or 0, upper or 0, problem.group, count, *scaling, exact_scale_of(scaling[0]),
-            *((None,) * 4 if split_kv is None else (whole, num_splits, lead, first_row)),
-            _kernel_config(problem, config, pack_gqa, None if split_kv is None else whole > 0))
+            *((None,) * 3 if split_kv is None else (whole, num_splits, first_row)),
+            _kernel_config(problem, config, pack_gqa, 0 if split_kv is None else 2 if whole > 0 else 1))
         self.enqueue = Enqueue(self.kernel, self.grid, self.scalars, OPTIONS)
         # Of each tensor's one or two chunks of head dims; of out its buffers.
         rows = [64] if pack_gqa == 1 else [64 // pack_gqa, pack_gqa]
@@ -160,31 +157,23 @@ class HopperForward:
                 operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqlens_q, operands.seqlens_k, partial)
 
 
-def _kernel_config(problem: AttentionProblem, config: ForwardConfig, pack_gqa: int,
-                   has_whole_tiles: bool | None) -> Any:
-    """Return what is fixed when the kernel is compiled. has_whole_tiles: None without split-KV."""
-    from tilewise.kernels.gluon.compat import COPIES_LEFT_OPERANDS
+def _kernel_config(problem: AttentionProblem, config: ForwardConfig, pack_gqa: int, split_kv: int) -> Any:
+    """Return what is fixed when the kernel is compiled. split_kv: Config.SPLIT_KV."""
     from tilewise.kernels.gluon.hopper_forward_types import Config
 
     (d_chunks, dv_chunks), (columns, out_slots) = config.head_dim_chunks(problem), config.out_buffers(problem)
     lower, upper, count, is_shifted = bounds_of(problem)
-    is_split, has_only_upper = has_whole_tiles is not None, lower is None and upper is not None
     frozen = _freezes_max(problem, config, lower)
     three = config.consumers == 3  # their 192 queries divide few lengths
     # A tile's first query is then negative by multiples of 64: of packed rows it could be -1, pipeline.NO_TILE.
-    from_end = three and pack_gqa == 1 and has_only_upper and count is None
+    from_end = three and pack_gqa == 1 and lower is None and upper is not None and count is None
     return Config(
         PACK_GQA=pack_gqa, D=d_chunks, DV=dv_chunks, OUT=columns, OUT_SLOTS=out_slots, BLOCK_N=config.block_n,
         CONSUMERS=config.consumers, KV_STAGES=config.kv_stages, Q_STAGES=config.q_stages, PING_PONG=config.ping_pong,
         HAS_LOWER=lower is not None, HAS_UPPER=upper is not None, TILES_FROM_END=from_end,
         SKIP_PADDING=not from_end and (three or (count is not None and config.consumers > 1)),
-        SKIP_MASKED=64 // pack_gqa * config.consumers > config.block_n and has_only_upper,
-        PARTS=_softmax_parts(problem, config, frozen),
-        HALF_DIAGONAL=not is_split and pack_gqa == 1 and count is None and _on_diagonal(problem, config, lower, upper),
-        HELD=0 if COPIES_LEFT_OPERANDS.value else _q_in_registers(problem, config, lower, pack_gqa), FROZEN_MAX=frozen,
-        SINK_BLOCK_FIRST=frozen and problem.dtype is torch.float16,
-        MAX_CHAINS=_max_chains(problem, config, from_end and not is_split),
-        SPLIT_KV=0 if not is_split else 2 if has_whole_tiles else 1, VARLEN=count is not None,
+        PARTS=_softmax_parts(problem, config, frozen), FROZEN_MAX=frozen,
+        SINK_BLOCK_FIRST=frozen and problem.dtype is torch.float16, SPLIT_KV=split_kv, VARLEN=count is not None,
         HAS_CU_SEQLENS=problem.sequences.packed is not None, BOTTOM_RIGHT=is_shifted)
 
 
@@ -233,38 +222,6 @@ def _softmax_parts(problem: AttentionProblem, config: ForwardConfig, frozen: boo
     if max(problem.d, problem.dv) <= 128 and config.block_n == 128:
         return 2
     return 2 if frozen and operator.eq(*config.head_dim_chunks(problem)) else 1
-
-
-def _on_diagonal(problem: AttentionProblem, config: ForwardConfig, lower: int | None, upper: int | None) -> bool:
-    """Whether the diagonal enters each tile's first block at its first query and key; False for heads above 128."""
-    return (lower is None and upper is not None and upper >= 0 and upper % config.block_n == 0
-            and config.consumers == 2 and config.block_n == 128 and problem.sq + upper <= len(problem.seen_keys)
-            and max(problem.d, problem.dv) <= 128)
-
-
-def _q_in_registers(problem: AttentionProblem, config: ForwardConfig, lower: int | None, pack_gqa: int) -> int:
-    """Return how many columns of Q stay in registers: where that was timed, and faster.
-
-    All of 128 columns were not, with a frozen maximum (0.985 to 1.004 times as fast).
-    """
-    scores = problem.scores
-    is_plain = lower is None and pack_gqa == 1 and not problem.sequences.are_data
-    if not is_plain or scores.softcap is not None or scores.sinks is not None:
-        return 0
-    return _Q_IN_REGISTERS.get((config.head_dim_chunks(problem), config.block_n, config.consumers), 0)
-
-
-def _max_chains(problem: AttentionProblem, config: ForwardConfig, from_end: bool) -> int:
-    """Return how many independent chains of comparisons find a row's maximum; timed with an online maximum.
-
-    More than one helps with ping-pong scheduling alone. Where tiles of three warpgroups are counted from the end, four
-    are 0.2 to 0.4 % faster than two, and without a mask 0.2 to 0.5 % slower; nothing else was timed.
-    """
-    if not config.ping_pong:
-        return 1
-    if max(problem.d, problem.dv) <= 96:
-        return 4 if from_end and problem.scores.softcap is None else 2
-    return 1 if problem.mask.is_bounded else 4
 
 
 def _freezes_max(problem: AttentionProblem, config: ForwardConfig, lower: int | None) -> bool:

@@ -76,18 +76,6 @@ def per_thread_partials(parts):
 
 
 @gluon.jit
-def row_max_of(s, C: gl.constexpr):
-    """The maximum of each row. In C.MAX_CHAINS chains of comparisons a thread, none of which waits for another."""
-    if C.MAX_CHAINS == 1:
-        return gl.max(s, 1)
-    else:
-        HALVES: gl.constexpr = C.MAX_CHAINS // 2  # of the keys; of each the even ones and the odd ones
-        tops = gl.max(s.reshape([64, HALVES, s.shape[1] // HALVES // 8, 4, 2]), 2)
-        top = per_thread_partials(gl.max(gl.max(tops, 3), 1))
-        return gl.convert_layout(gl.max(top, 1), gl.SliceLayout(1, s.type.layout))
-
-
-@gluon.jit
 def needs_exact_scale(shift):
     """Whether a row's shift is so far from 0 that its product with the scale must be exact (``shift_for``)."""
     return gl.abs(shift) >= HUGE
@@ -113,9 +101,9 @@ def scaled_max_of(shift, scaling):
 
 
 @gluon.jit
-def update_shift(s, before, scaling, HIDES: gl.constexpr, C: gl.constexpr):
+def update_shift(s, before, scaling, HIDES: gl.constexpr):
     """Return the new shift of each row, what is subtracted for it, and the factor for what came before."""
-    shift = gl.maximum(before, shift_for(row_max_of(s, C), scaling))
+    shift = gl.maximum(before, shift_for(gl.max(s, 1), scaling))
     subtracted = shift
     if HIDES:  # a row that has seen nothing yet
         subtracted = gl.where(shift == float("-inf"), 0.0, shift)
@@ -124,11 +112,11 @@ def update_shift(s, before, scaling, HIDES: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def overflowed(row_sum, acc, shift, DTYPE: gl.constexpr):
-    """Of each row 1 where a steady shift was wrong, or what is not finite was there before, else 0.
+    """Of each row 1 where a frozen shift was wrong, or what is not finite was there before, else 0.
 
     Where it was too small: in float16 P overflows first, and O is then not finite. In bfloat16 it goes as far as
     float32: there the sum of P is asked, and below 2^64 no O overflows whose values are below 2^63. Where it is huge:
-    steady steps have one scale for all rows.
+    blocks with a frozen maximum have one scale for all rows.
     """
     if DTYPE == gl.float16:
         nothing = row_sum * 0.0
@@ -143,7 +131,7 @@ def overflowed(row_sum, acc, shift, DTYPE: gl.constexpr):
 
 @gluon.jit
 def exponentials(s, subtracted, scaling, FROZEN_MAX: gl.constexpr):
-    """P of some keys (eq. 4 and 7), not yet rounded. STEADY: of rows whose shift is not huge."""
+    """P of some keys (eq. 4 and 7), not yet rounded. FROZEN_MAX: of rows whose shift is not huge."""
     own = gl.convert_layout(subtracted, gl.SliceLayout(1, s.type.layout))
     if FROZEN_MAX:
         return gl.exp2(s * scaling.scale_log2 - own[:, None])

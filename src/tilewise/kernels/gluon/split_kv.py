@@ -1,8 +1,7 @@
 """Split-KV in the Hopper forward kernel: which split of a tile a number stands for, and its blocks of keys.
 
 Where tiles are fewer than the SMs, or do not fill their last wave, the keys of a tile are split, and each split is a
-work tile of its own; another kernel combines their partial results. Splits are of equal length, except that in tiles of
-a last wave the first one is ``lead`` times as long as each other: a Stream-K tail.
+work tile of its own; another kernel combines their partial results.
 """
 
 from typing import Any, NamedTuple
@@ -19,7 +18,6 @@ class SplitPlan(NamedTuple):
 
     whole: Any
     num_splits: Any
-    lead: Any
 
 
 @gluon.jit
@@ -31,36 +29,28 @@ def num_work_tiles(tiles, plan, C: gl.constexpr):
 
 
 @gluon.jit
-def split_of(number, tiles, plan, C: gl.constexpr):
-    """Return a work tile's tile and split, -1 for a tile that is not split. Tiles that are split come last.
-
-    In a last wave the first splits of all tiles come before the others, which fill its gaps.
-    """
+def split_of(number, plan, C: gl.constexpr):
+    """Return a work tile's tile and split, -1 for a tile that is not split. Tiles that are split come last."""
     if C.SPLIT_KV == 2:
         over = gl.maximum(0, number - plan.whole)
-        num_split_tiles = tiles - plan.whole
         is_whole = number < plan.whole
-        tile = gl.where(is_whole, number, plan.whole + over % num_split_tiles)
-        return tile, gl.where(is_whole, -1, over // num_split_tiles)
+        tile = gl.where(is_whole, number, plan.whole + over // plan.num_splits)
+        return tile, gl.where(is_whole, -1, over % plan.num_splits)
     else:
         return number // plan.num_splits, number % plan.num_splits
 
 
 @gluon.jit
-def blocks_before(split, count, plan, C: gl.constexpr):
+def blocks_before(split, count, num_splits):
     """Return how many of a tile's ``count`` blocks come before a split; of more splits than blocks some have none."""
-    num_splits = plan.num_splits
-    if C.SPLIT_KV == 2:
-        split = gl.where(split > 0, split + plan.lead - 1, 0)
-        num_splits += plan.lead - 1
     return gl.minimum(count, split * count // gl.minimum(num_splits, count))
 
 
 @gluon.jit
 def blocks_of_split(split, blocks, plan, C: gl.constexpr):
     """Return the blocks of one of a tile's splits: neighbours on the grid, whatever of them needs a mask."""
-    begin = blocks_before(split, blocks.count, plan, C)
-    end = blocks_before(split + 1, blocks.count, plan, C)
+    begin = blocks_before(split, blocks.count, plan.num_splits)
+    end = blocks_before(split + 1, blocks.count, plan.num_splits)
     if C.SPLIT_KV == 2:
         begin = gl.where(split < 0, 0, begin)
         end = gl.where(split < 0, blocks.count, end)
@@ -82,7 +72,7 @@ def blocks_of_tile(tile, bounds, plan, C: gl.constexpr):
 def locate_work_tile(number, grid, bounds, lengths, plan, C: gl.constexpr):
     """Return what ``locate_tile`` does, of a tile or of a split of it; a split without a block has no row."""
     if C.SPLIT_KV > 0:
-        number, split = split_of(number, grid.tiles * grid.heads * grid.batches, plan, C)
+        number, split = split_of(number, plan, C)
         first, head, batch = tile_at(number, grid, bounds.sq, C)
         tile = WorkTile(first, head, batch, 0, 0, 0, 0, 0, split, 0)
         return tile, 0, blocks_of_tile(tile, bounds, plan, C).count > 0
