@@ -71,14 +71,6 @@ def _without_augmented_k(config: HopperBackwardConfig) -> HopperBackwardConfig:
     return HopperD128Config() if isinstance(config, HopperD128AugmentedKConfig) else config
 
 
-def _without_persistence(config: HopperBackwardConfig) -> HopperBackwardConfig:
-    if isinstance(config, HopperD64Config) and config.dynamic_tiles:
-        return replace(config, variant=D64Variant.ONE_TILE)
-    if isinstance(config, HopperD128AugmentedKConfig) and config.dynamic_tiles:
-        return replace(config, variant=D128AugmentedKVariant.DQ_STAGED)
-    return config
-
-
 def _without_own_heads(config: HopperBackwardConfig) -> HopperBackwardConfig:
     if not config.head_persistent:
         return config
@@ -116,16 +108,17 @@ AXES: dict[str, tuple[str, Callable[[], Any]]] = {
     "lead": ("a longer first split", lambda: patch.object(wave_model, "_MOST_LEAD", 1)),
     "forward_swizzle": ("heads whose keys and values stay in L2 are scheduled together",
                         lambda: patch.object(launch, "_SWIZZLE_BYTES", {256: 1 << 31})),
-    "code_padding": ("padding in front of each warpgroup's code",
-                     lambda: patch.object(launch_backward, "_CODE_PADDING", (0, 0))),
     "augmented_k": ("the tensor cores subtract lse and delta", lambda: _backward_config(_without_augmented_k)),
-    "persistent": ("persistent CTAs with a dynamic tile scheduler, backward",
-                   lambda: _backward_config(_without_persistence)),
     "head_persistent": ("persistent CTAs that have all keys of a head",
                         lambda: _backward_config(_without_own_heads)),
     "ctas_per_head": ("CTAs that share a head", lambda: _backward_config(_without_shared_heads)),
     "backward_swizzle": ("heads whose q, dout and dQ stay in L2 are scheduled together",
                          lambda: patch.object(launch_backward, "_SWIZZLE_BYTES", 1 << 31)),
+}
+# Axes that the kernels no longer have, and what each was: earlier rows have them.
+REMOVED = {
+    "code_padding": "padding in front of each warpgroup's code",
+    "persistent": "persistent CTAs with a dynamic tile scheduler, backward",
 }
 
 
@@ -229,13 +222,14 @@ def table(path: Path) -> str:
         rows = list(csv.DictReader(file))
     cells = len({(row["grid"], row["case"]) for row in rows})
     lines = ["| without | pass | cells | mean of these | least | most | mean of the grid |", "|---|---|" + "---:|" * 5]
-    for axis, (what, _) in AXES.items():
+    described = {axis: what for axis, (what, _) in AXES.items()} | REMOVED
+    for axis in sorted({row["axis"] for row in rows} - {NONE}, key=list(described).index):
         for name in PASSES:
             ratios = [float(row["ratio"]) for row in rows if (row["axis"], row["direction"]) == (axis, name)]
             if not ratios:
                 continue
             of_grid = statistics.geometric_mean([*ratios, *[1.0] * (cells - len(ratios))])
-            lines.append(f"| {what} | {name} | {len(ratios)} | {statistics.geometric_mean(ratios):.3f} | "
+            lines.append(f"| {described[axis]} | {name} | {len(ratios)} | {statistics.geometric_mean(ratios):.3f} | "
                          f"{min(ratios):.3f} | {max(ratios):.3f} | {of_grid:.4f} |")
     return "\n".join(lines)
 
