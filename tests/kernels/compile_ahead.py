@@ -22,7 +22,6 @@ from kernels.sass import (
     early_reads,
     exponentials_before_waits,
     meetings_in_loops,
-    places_of_loops,
     possibly_unset,
     spills_in_steps,
     stray_descriptors,
@@ -243,8 +242,7 @@ def report_of_hopper(compiled, log):
         "logged": "Used" in log, "warnings": re.findall(r"C75\d\d", log), "threads": 32 * compiled.metadata.num_warps,
         "unset": possibly_unset(sass), "strays": stray_descriptors(sass),
         "exponentials": exponentials_before_waits(sass), "in_steps": spills_in_steps(sass),
-        "places": places_of_loops(sass), "meetings": meetings_in_loops(sass),
-        "comparisons": comparisons_in_loops(sass), "early": early_reads(sass),
+        "meetings": meetings_in_loops(sass), "comparisons": comparisons_in_loops(sass), "early": early_reads(sass),
         "branches": sass.count("NANOSLEEP"), "philox": sass.count("IMAD.WIDE.U32")}
 
 

@@ -435,7 +435,6 @@ def run(kernel, modules, grid, arguments, constants, together=1):
             "_named_barrier": lambda *turn: _own.program.turns(*turn),
             "warpgroup_mma": _multiply, "warpgroup_mma_wait": wait_for_products,
             "optimization_barrier": lambda number: number,
-            "pad_code": lambda count: None,
             "make_barriers": lambda number, arrivals: SimpleNamespace(
                 index=[Barrier(arrivals) for _ in range(number)].__getitem__),
             "mbarrier": SimpleNamespace(

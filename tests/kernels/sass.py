@@ -124,11 +124,6 @@ def early_reads(sass):
     return found
 
 
-def places_of_loops(sass):
-    """Return where in a line of 128 bytes of code each innermost loop with at least four products begins, in order."""
-    return [begin % 128 for begin, _ in _loops_of_products(sass)]
-
-
 def meetings_in_loops(sass):
     """Return how often threads wait for one another in each innermost loop with at least four products, in order."""
     return [sum("BAR.SYNC" in text for text in texts) for _, texts in _loops_of_products(sass)]

@@ -29,13 +29,13 @@ CONSTANTS = {(module, "QUERIES"): 64 for module in MODULES if hasattr(module, "Q
     (module, "NO_TILE"): -1 for module in (backward, loading, pipeline)} | {
     (module, "scheduling_fence_of"): lambda values, turn: (values, turn) for module in (backward, pipeline)}
 S_AHEAD = HopperD128Config(s_ahead=True, variant=D128Variant.DQ_FROM_REGISTERS)
-DETERMINISTIC = HopperD128Config(variant=D128Variant.DETERMINISTIC)
-FROM_REGISTERS, STAGED, PERSISTENT, HEAD_PERSISTENT = (
-    HopperD128AugmentedKConfig(variant=variant) for variant in D128AugmentedKVariant)
+STAGED, FROM_REGISTERS, DETERMINISTIC = (HopperD128Config(variant=variant) for variant in (
+    D128Variant.DQ_STAGED, D128Variant.DQ_FROM_REGISTERS, D128Variant.DETERMINISTIC))
+DYNAMIC, HEAD_PERSISTENT = (HopperD128AugmentedKConfig(variant=variant) for variant in D128AugmentedKVariant)
 
 
 @pytest.mark.parametrize(("config", "d"), [
-    (S_AHEAD, 64), (S_AHEAD, 40), (FROM_REGISTERS, 128), (STAGED, 128), (PERSISTENT, 128), (PERSISTENT, 80),
+    (S_AHEAD, 64), (S_AHEAD, 40), (FROM_REGISTERS, 128), (STAGED, 128), (DYNAMIC, 128), (DYNAMIC, 80),
     (HEAD_PERSISTENT, 128), (HEAD_PERSISTENT, 80), (DETERMINISTIC, 128)], ids=str)
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_the_source_computes_the_gradients_on_the_cpu(mask, config, d):
@@ -67,8 +67,8 @@ def test_the_source_computes_the_gradients_on_the_cpu(mask, config, d):
     compare((dq, dk, dv), expected(problem, tensors))
 
 
-@pytest.mark.parametrize(("sk", "config", "ctas"), [(128, PERSISTENT, 4), (4096, PERSISTENT, 128),
-                                                    (8192, PERSISTENT, 132), (8192, STAGED, 256)], ids=str)
+@pytest.mark.parametrize(("sk", "config", "ctas"), [(128, DYNAMIC, 4), (4096, DYNAMIC, 128),
+                                                    (8192, DYNAMIC, 132), (8192, STAGED, 256)], ids=str)
 def test_persistent_backward_ctas_are_one_an_sm_and_none_without_a_tile(sk, config, ctas):
     problem, _ = call_of(Mask(), (128, sk), (4, 4), (128, 128), b=1)
     assert launch_backward.HopperBackward(problem, config, problem.q_strides, 132).grid == (ctas,)

@@ -7,7 +7,6 @@ from kernels.sass import (
     early_reads,
     exponentials_before_waits,
     meetings_in_loops,
-    places_of_loops,
     possibly_unset,
     spills_in_steps,
     stray_descriptors,
@@ -46,12 +45,11 @@ def test_what_is_read_before_the_thread_that_drew_it_has_come_back_is_found():
     assert early_reads(listing(*behind)) == []
 
 
-def test_places_are_those_of_the_innermost_loops_with_products():
-    step = ["HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], R24"] * 4
-    loops = [".L_x_0:", "NOP", ".L_x_1:", *step, "@P0 BRA `(.L_x_1)", "@!P1 BRA `(.L_x_0)", ".L_x_2:", *step[1:],
-             "@P0 BRA `(.L_x_2)", "NOP", ".L_x_3:", *step, "@P0 BRA `(.L_x_3)", "BRA `(.L_x_2)", "EXIT"]
-    assert places_of_loops(listing(*loops)) == [0x30, 0x100 % 128]
-    assert places_of_loops(listing("NOP", *loops)) == [0x40, 0x110 % 128]
+def test_loops_are_the_innermost_ones_with_four_products():
+    step, meeting = ["HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], R24"] * 4, "BAR.SYNC.DEFER_BLOCKING 0x2, 0x80"
+    loops = [".L_x_0:", meeting, ".L_x_1:", *step, "@P0 BRA `(.L_x_1)", "@!P1 BRA `(.L_x_0)", ".L_x_2:", *step[1:],
+             "@P0 BRA `(.L_x_2)", ".L_x_3:", *step, meeting, meeting, "@P0 BRA `(.L_x_3)", "BRA `(.L_x_2)", "EXIT"]
+    assert meetings_in_loops(listing(*loops)) == [0, 2]
 
 
 def test_meetings_are_those_in_loops_with_products_and_no_arrivals():

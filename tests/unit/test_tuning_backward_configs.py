@@ -55,14 +55,18 @@ def test_a_variant_is_one_way_to_accumulate_dq_and_one_to_assign_tiles(config):
       if kind is not HopperD64Config),
     (HopperD64Config, {"dout_stages": 1}, "dout_stages=1; allowed are 2, 4."),
     (HopperD64Config, {"variant": "dq_staged"},
-     "variant=dq_staged; allowed are one_tile, dynamic_tiles, deterministic, head_persistent."),
+     "variant=dq_staged; allowed are dynamic_tiles, deterministic, head_persistent."),
     (HopperD64Config, {"variant": D64Variant.HEAD_PERSISTENT, "ctas_per_head": 5},
      "ctas_per_head=5; allowed are 1, 2, 4."),
     *((HopperD64Config, {"variant": variant, "ctas_per_head": 2},
        f"ctas_per_head=2 with variant={variant}; allowed is 1, or variant=head_persistent.")
-      for variant in ("one_tile", "dynamic_tiles", "deterministic")),
+      for variant in ("dynamic_tiles", "deterministic")),
     (HopperD128AugmentedKConfig, {"variant": D128Variant.DETERMINISTIC},
-     "variant=deterministic; allowed are dq_from_registers, dq_staged, dynamic_tiles, head_persistent."),
+     "variant=deterministic; allowed are dynamic_tiles, head_persistent."),
+    (HopperD128AugmentedKConfig, {"variant": D128Variant.DQ_STAGED},
+     "variant=dq_staged; allowed are dynamic_tiles, head_persistent."),
+    (HopperD64Config, {"variant": "one_tile"},
+     "variant=one_tile; allowed are dynamic_tiles, deterministic, head_persistent."),
     (HopperD128Config, {"variant": D128AugmentedKVariant.DYNAMIC_TILES},
      "variant=dynamic_tiles; allowed are dq_from_registers, dq_staged, deterministic."),
     (HopperD128Config, {"s_ahead": 2}, "s_ahead=2; allowed are False, True."),
@@ -110,7 +114,7 @@ def test_a_fixed_order_is_for_lengths_that_are_known():
 
 
 @pytest.mark.parametrize(("config", "more"), [
-    (HopperD64Config(), 0), (HopperD64Config(variant=D64Variant.DYNAMIC_TILES), 2 * 128 * 64 * 2),
+    (HopperD64Config(variant=D64Variant.DYNAMIC_TILES), 2 * 128 * 64 * 2),
     (HopperD64Config(variant=D64Variant.DETERMINISTIC), 64 * 64 * 4),
     (HopperD64Config(variant=D64Variant.HEAD_PERSISTENT), 2 * 128 * 64 * 2 + 64 * 64 * 2),
     (HopperD64Config(variant=D64Variant.HEAD_PERSISTENT, ctas_per_head=2), 2 * 128 * 64 * 2 + 64 * 64 * (2 + 4))],

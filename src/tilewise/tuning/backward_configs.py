@@ -24,7 +24,6 @@ class BackwardKernel(StrEnum):
 class D64Variant(StrEnum):
     """What a CTA computes at head dims up to 64, and in which order dQ is accumulated.
 
-    ONE_TILE: one tile of keys; dQ in any order.
     DYNAMIC_TILES: the tiles that the dynamic scheduler gives to a persistent CTA, which loads the next one's keys and
     values while dK and dV of the last are written; dQ in any order.
     DETERMINISTIC: one tile of keys; dQ in a fixed order, by dedicated warps, with two blocks in flight.
@@ -32,23 +31,19 @@ class D64Variant(StrEnum):
     fixed order.
     """
 
-    ONE_TILE = "one_tile"
     DYNAMIC_TILES = "dynamic_tiles"
     DETERMINISTIC = "deterministic"
     HEAD_PERSISTENT = "head_persistent"
 
 
 class D128AugmentedKVariant(StrEnum):
-    """What a CTA computes at head dims of 65 to 128 with augmented K, and where dQ is accumulated from; in any order.
+    """What a CTA computes at head dims of 65 to 128 with augmented K: it is persistent, and dQ passes shared memory.
 
-    DQ_FROM_REGISTERS, DQ_STAGED: one tile of keys; dQ from registers, or through shared memory.
-    DYNAMIC_TILES: the tiles that the dynamic scheduler gives to a persistent CTA, which loads the next one's keys and
-    values while dK and dV of the last are written, by way of what dS and dQ are staged in; dQ through shared memory.
+    DYNAMIC_TILES: the tiles that the dynamic scheduler gives it. It loads the next one's keys and values while dK and
+    dV of the last are written, by way of what dS and dQ are staged in; dQ in any order.
     HEAD_PERSISTENT: likewise all tiles of a head, whose dQ stays in L2.
     """
 
-    DQ_FROM_REGISTERS = "dq_from_registers"
-    DQ_STAGED = "dq_staged"
     DYNAMIC_TILES = "dynamic_tiles"
     HEAD_PERSISTENT = "head_persistent"
 
@@ -173,7 +168,7 @@ class HopperD64Config(HopperBackwardConfig):
 
     q_stages: int = 4
     dout_stages: int = 4
-    variant: D64Variant = D64Variant.ONE_TILE
+    variant: D64Variant = D64Variant.DYNAMIC_TILES
     ctas_per_head: int = 1
 
     def __post_init__(self) -> None:
@@ -184,8 +179,8 @@ class HopperD64Config(HopperBackwardConfig):
 
     @property
     def kv_stages(self) -> int:
-        """Two of CTAs that have more than one tile."""
-        return 2 if self.head_persistent or self.dynamic_tiles else 1
+        """Two of persistent CTAs."""
+        return 1 if self.variant == D64Variant.DETERMINISTIC else 2
 
     @property
     def deterministic(self) -> bool:
@@ -226,7 +221,7 @@ class HopperD128AugmentedKConfig(HopperBackwardConfig):
 
     Attributes:
         q_stages, dout_stages: as of every kernel.
-        variant: what a CTA computes, and where dQ is accumulated from.
+        variant: what a CTA computes.
     """
 
     kernel: ClassVar[BackwardKernel] = BackwardKernel.D128_AUGMENTED_K
@@ -234,11 +229,6 @@ class HopperD128AugmentedKConfig(HopperBackwardConfig):
         "variant": tuple(D128AugmentedKVariant)}
 
     variant: D128AugmentedKVariant = D128AugmentedKVariant.DYNAMIC_TILES
-
-    @property
-    def dq_from_registers(self) -> bool:
-        """Whether dQ is accumulated from registers."""
-        return self.variant == D128AugmentedKVariant.DQ_FROM_REGISTERS
 
     @property
     def augmented_k(self) -> bool:

@@ -12,7 +12,6 @@ from itertools import product
 from tilewise.errors import UnsupportedProblem
 from tilewise.problem import WIDEST, AttentionProblem, padded_dim
 from tilewise.tuning.backward_configs import (
-    BLOCK_N,
     D64Variant,
     D128AugmentedKVariant,
     D128Variant,
@@ -234,7 +233,7 @@ def hopper_backward_config(problem: AttentionProblem, multiprocessors: int = MUL
     Augmented K gains 5 to 7 % at a width of 128, and persistent CTAs 6 to 8 % more at a length of 512, 3 to 5 % at
     1024, and between -0.5 and 2 % from 4096 on. At 64 a third warpgroup comes with it, which gains 1 to 8 % more than
     augmented K with blocks of 128 queries did, and takes four tiles each of q and dout; persistent CTAs gain 14 to 26 %
-    more there at a length of 512, 10 to 22 % at 1024, 6 to 12 % at 2048, 1 to 2 % at 16384, but lose 2 % where no CTA
+    more there at a length of 512, 10 to 22 % at 1024, 6 to 12 % at 2048, 1 to 2 % at 16384, and lose 2 % where no CTA
     has a second tile. Without augmented K registers hold the next block's S there (+0 to 7 %), and dQ is accumulated
     from registers (+7 to 16 %). Wider heads leave no choice: where registers hold all columns of dK and dV of 64 keys
     each warpgroup has keys of its own (at 192 and 128 1.2 to 1.4 times as fast as sharing them), else two share them.
@@ -260,10 +259,7 @@ def _d64_config(problem: AttentionProblem, multiprocessors: int) -> HopperD64Con
     ctas_per_head = programs_of_head(problem, multiprocessors)
     if ctas_per_head > 0:
         return HopperD64Config(variant=D64Variant.HEAD_PERSISTENT, ctas_per_head=ctas_per_head)
-    if problem.deterministic:
-        return HopperD64Config(variant=D64Variant.DETERMINISTIC)
-    tiles = problem.b * problem.hk * problem.sequences.slots(len(problem.seen_keys), BLOCK_N)
-    return HopperD64Config(variant=D64Variant.DYNAMIC_TILES if tiles > multiprocessors else D64Variant.ONE_TILE)
+    return HopperD64Config(variant=D64Variant.DETERMINISTIC if problem.deterministic else D64Variant.DYNAMIC_TILES)
 
 
 def delta_config(problem: AttentionProblem) -> DeltaConfig:

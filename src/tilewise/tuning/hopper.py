@@ -136,7 +136,7 @@ def _backward_configs(problem: AttentionProblem, device: DeviceSpec) -> list[Hop
                        (D128Variant.DQ_STAGED, D128Variant.DQ_FROM_REGISTERS))
         configs += [HopperD128Config(*stages, s_ahead, variant) for stages, s_ahead, variant in ways]
         if augmented_k_fits(problem) and widest <= 64:
-            configs += [HopperD64Config(variant=variant) for variant in (D64Variant.DYNAMIC_TILES, D64Variant.ONE_TILE)]
+            configs += [HopperD64Config(variant=D64Variant.DYNAMIC_TILES)]
             configs += [HopperD64Config(variant=D64Variant.HEAD_PERSISTENT, ctas_per_head=ctas) for ctas in (1, 2, 4)]
         elif augmented_k_fits(problem):
             configs += [HopperD128AugmentedKConfig(variant=variant) for variant in D128AugmentedKVariant]

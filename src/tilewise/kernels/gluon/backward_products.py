@@ -28,9 +28,9 @@ def issue_s_or_dp(own, streamed, row_stats, count, stage, OPERAND: gl.constexpr,
 
 
 @gluon.jit
-def dscores_index(stage, consumer, C: gl.constexpr):
-    """Return where dS of a consumer lies, of two stages. With C.PERSISTENT both are side by side, and stage dK."""
-    if C.PERSISTENT:
+def dscores_index(stage, consumer, SIDE_BY_SIDE: gl.constexpr, C: gl.constexpr):
+    """Return where dS of a consumer lies: of its two stages, which are SIDE_BY_SIDE where they also stage dK."""
+    if SIDE_BY_SIDE:
         place = 2 * consumer + stage
     else:
         place = stage * C.CONSUMERS + consumer
@@ -38,18 +38,19 @@ def dscores_index(stage, consumer, C: gl.constexpr):
 
 
 @gluon.jit
-def issue_dq(k_tiles, dscores_tiles, ds_stage, first, OWN: gl.constexpr, MAKERS: gl.constexpr, C: gl.constexpr,
-             start=None):
+def issue_dq(k_tiles, dscores_tiles, ds_stage, first, OWN: gl.constexpr, MAKERS: gl.constexpr,
+             SIDE_BY_SIDE: gl.constexpr, C: gl.constexpr, start=None):
     """Issue a part of dQ = dS·K: the columns of one of MAKERS warpgroups.
 
-    first: which tile of K has the first keys. start: the accumulator that dQ begins from, or None for zero.
+    first: which tile of K has the first keys. SIDE_BY_SIDE: as of ``dscores_index``. start: the accumulator that dQ
+    begins from, or None for zero.
     """
     COLUMNS: gl.constexpr = C.WIDTH // MAKERS
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     dq = gl.full([64, COLUMNS], 0.0, gl.float32, layout=LAYOUT) if start is None else start
     NC: gl.constexpr = C.CONSUMERS
     for i in gl.static_range(NC):
-        dscores = dscores_tiles.index(dscores_index(ds_stage, i, C))
+        dscores = dscores_tiles.index(dscores_index(ds_stage, i, SIDE_BY_SIDE, C))
         k = k_tiles.index(first + i).reshape([64, C.WIDTH]).slice(OWN * COLUMNS, COLUMNS, 1)
         dq = warpgroup_mma(dscores.permute((1, 0)), k, dq, use_acc=i > 0 or start is not None, is_async=True)
     return dq

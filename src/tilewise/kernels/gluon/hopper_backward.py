@@ -9,11 +9,11 @@ the keys stay in shared memory.
 
 With C.S_AHEAD, S of the next block is computed while this block's dQ and dK are: a block then begins with its softmax.
 
-With C.PERSISTENT a CTA computes one tile of keys after another, as the dynamic scheduler gives them. The next tile's
-values, keys and first queries are loaded while the last block is computed and dK and dV are written, by way of the
-shared memory in which dS and the parts of dQ are staged. With C.HEAD_PERSISTENT a CTA has all tiles of a head instead,
-from the last one on, and no other CTA adds to this head's dQ: the first tile that sees a block sets its accumulator,
-and the last one begins from it and writes dq.
+With C.AUGMENTED_K a CTA is persistent: it computes one tile of keys after another, as the dynamic scheduler gives them.
+The next tile's values, keys and first queries are loaded while the last block is computed and dK and dV are written, by
+way of the shared memory in which dS and the parts of dQ are staged. With C.HEAD_PERSISTENT a CTA has all tiles of a
+head instead, from the last one on, and no other CTA adds to this head's dQ: the first tile that sees a block sets its
+accumulator, and the last one begins from it and writes dq.
 
 Where lengths are data, rows of other sequences come into the tiles. Their probabilities are 0 and enter MMAs, and 0 ·
 NaN is NaN: the producer warp zeroes these rows before it completes the tile's barrier.
@@ -74,7 +74,6 @@ from tilewise.kernels.gluon.pipeline import (
     make_barriers,
     named_barrier_sync,
     optimization_barrier,
-    pad_code,
     scheduling_fence_of,
 )
 from tilewise.kernels.gluon.softmax import cap
@@ -124,14 +123,13 @@ def attend_blocks(begin, end, count, state, head, view, args, smem, draws, OWN: 
     ROW: gl.constexpr = gl.SliceLayout(0, SCORE_LAYOUT)
     DTYPE: gl.constexpr = kv.k_tiles.dtype
     NC: gl.constexpr = C.CONSUMERS
-    BEGUN: gl.constexpr = 1 if C.AUGMENTED_K else 0  # MMAs of S and dP beside those with K and V
     unmasked = blocks.start + (blocks.upper_boundary - blocks.boundary) * QUERIES
     if C.VARLEN:
         count = optimization_barrier(count)
     for step in range(begin, end):
         stage = count % C.Q_STAGES
         own = OWN
-        if C.PERSISTENT:  # else what all operands' addresses are made of stays in registers between tiles, and spills
+        if C.AUGMENTED_K:  # else what all operands' addresses are made of stays in registers between tiles, and spills
             own = optimization_barrier(own)
         k = kv.k_tiles.index(own).reshape([64, C.WIDTH])
         v = kv.v_tiles.index(own).reshape([64, C.WIDTH])
@@ -154,7 +152,7 @@ def attend_blocks(begin, end, count, state, head, view, args, smem, draws, OWN: 
         if not C.AUGMENTED_K:
             lse = row_stats.index(2 * stage).load(ROW)
         if not C.S_AHEAD:
-            scores = warpgroup_mma_wait(1 + BEGUN, deps=(scores_pending,))
+            scores = warpgroup_mma_wait(2 if C.AUGMENTED_K else 1, deps=(scores_pending,))  # but not for dP
         if C.AUGMENTED_K:
             probs = gl.exp2(scores * scale_log2)
         else:
@@ -171,10 +169,10 @@ def attend_blocks(begin, end, count, state, head, view, args, smem, draws, OWN: 
             probs = probs * (1.0 - scores * scores)
         if not C.AUGMENTED_K:
             delta = row_stats.index(2 * stage + 1).load(ROW)
-        if C.AUGMENTED_K and not C.S_AHEAD:  # above the wait, beside dP
+        if C.AUGMENTED_K:  # above the wait, beside dP
             probs, count = scheduling_fence_of(probs, count)
         dprobs = warpgroup_mma_wait(0, deps=(dprobs_pending,))
-        if C.PERSISTENT:
+        if C.AUGMENTED_K:
             if count == view.last_count:
                 mbarrier.arrive(kv.v_empty.index(OWN), count=1)
         if C.HAS_DROPOUT:
@@ -184,7 +182,7 @@ def attend_blocks(begin, end, count, state, head, view, args, smem, draws, OWN: 
         else:
             dscores = (probs * (dprobs - delta[None, :])).to(DTYPE)
         ds_stage = count & 1
-        smem.dscores.index(dscores_index(ds_stage, OWN, C)).store(dscores)
+        smem.dscores.index(dscores_index(ds_stage, OWN, C.AUGMENTED_K, C)).store(dscores)
         dv_pending = warpgroup_mma(left_probs, dout, dv, is_async=True)
         fence_async_shared()
         if C.HEAD_PERSISTENT:
@@ -194,20 +192,20 @@ def attend_blocks(begin, end, count, state, head, view, args, smem, draws, OWN: 
         if C.HEAD_PERSISTENT:
             part = head.first_part + first_query // 32
             start = start_of_part(args.dq, part, first_query, key - OWN * 64, bounds, C)
-        dq_pending = issue_dq(kv.k_tiles, smem.dscores, ds_stage, 0, OWN, NC, C, start)
+        dq_pending = issue_dq(kv.k_tiles, smem.dscores, ds_stage, 0, OWN, NC, C.AUGMENTED_K, C, start)
         if C.S_AHEAD:  # the registers of P are free before those of the next S are taken
             dv = warpgroup_mma_wait(NC, deps=(dv_pending,))
             consumer_release(smem.dout.empty, count, C.DOUT_STAGES)
             consumer_wait(smem.q.full, count + 1, C.Q_STAGES)
             scores_pending = issue_s_or_dp(k, q_tiles, row_stats, count + 1, (count + 1) % C.Q_STAGES, SCORES, C)
             dk_pending = warpgroup_mma(gl.convert_layout(dscores, LEFT), q, dk, is_async=True)
-            dq = warpgroup_mma_wait(2 + BEGUN, deps=(dq_pending,))
+            dq = warpgroup_mma_wait(2, deps=(dq_pending,))
         else:
             dk_pending = warpgroup_mma(gl.convert_layout(dscores, LEFT), q, dk, is_async=True)
             dv = warpgroup_mma_wait(NC + 1, deps=(dv_pending,))
             consumer_release(smem.dout.empty, count, C.DOUT_STAGES)
             dq = warpgroup_mma_wait(1, deps=(dq_pending,))
-            if C.PERSISTENT:
+            if C.AUGMENTED_K:
                 if count == view.last_count:
                     mbarrier.arrive(kv.k_empty.index(0), count=1)
         if C.HEAD_PERSISTENT:
@@ -282,7 +280,7 @@ def attend_tile(args, smem, tile, count, tile_count, OWN: gl.constexpr, C: gl.co
     if C.HAS_DROPOUT:
         draws = draws_of(args, smem.metadata, tile, C)
     last_count = 0
-    if C.PERSISTENT:
+    if C.AUGMENTED_K:
         last_count = count + group * blocks.count - 1
     view = TileView(key, blocks, bounds, last_count)
     state = State(scores, dk, dv)
@@ -300,7 +298,7 @@ def attend_tile(args, smem, tile, count, tile_count, OWN: gl.constexpr, C: gl.co
     dv = state.dv
     if C.HAS_DROPOUT:
         dv = dv * args.dropout.dv_scale
-    if C.PERSISTENT:
+    if C.AUGMENTED_K:
         tma_store_wait(0)  # the last part of dQ has been read
         dk_tile = reinterpret(smem.dscores, outputs.dk_desc.dtype, [NC, 1, 1, 64, C.WIDTH],
                               outputs.dk_desc.layout).index(OWN)
@@ -318,11 +316,10 @@ def attend_tile(args, smem, tile, count, tile_count, OWN: gl.constexpr, C: gl.co
 
 @gluon.jit
 def attend(args, smem, OWN: gl.constexpr, C: gl.constexpr):
-    """Consumer, one warpgroup: its keys of one tile, or with C.PERSISTENT of every tile that the producer publishes."""
-    pad_code(C.CODE_PADDING[OWN])
+    """Consumer, one warpgroup: its keys of one tile, with C.AUGMENTED_K of every tile that the producer publishes."""
     count = 0
     tile_count = 0
-    if C.PERSISTENT:
+    if C.AUGMENTED_K:
         tile = kv_tile_of_numbers(get_tile(smem.queue, tile_count, 3))
         while tile.first != NO_TILE:
             count = attend_tile(args, smem, tile, count, tile_count, OWN, C)
@@ -340,13 +337,13 @@ def hopper_backward_kernel(q_desc, k_desc, v_desc, dout_desc, lse, delta_ptr, dk
                            delta_scale, dv_scale, origin_q, origin_k, C: gl.constexpr):
     """Compute dk and dv, and the dQ accumulator, or with C.HEAD_PERSISTENT dq.
 
-    Grid: (tiles · heads of k · batches,), with C.PERSISTENT so many CTAs or fewer, with C.HEAD_PERSISTENT up to heads
+    Grid: (tiles · heads of k · batches,), with C.AUGMENTED_K so many CTAs or fewer, with C.HEAD_PERSISTENT up to heads
     of k · batches. section: TileGrid.heads_per_swizzle.
 
     accum: (·, 256), a descriptor, or with C.DQ_FROM_REGISTERS a pointer. The accumulator must be zero at first, but
     with C.DETERMINISTIC or C.HEAD_PERSISTENT. The latter needs room for a group's blocks for each CTA, and dq_desc,
     which else is None. workspace_ptr points with C.DETERMINISTIC to the semaphores, one for each block of a query head,
-    zero at first; with C.HEAD_PERSISTENT to the accumulator; else with C.PERSISTENT to the counter of the dynamic tile
+    zero at first; with C.HEAD_PERSISTENT to the accumulator; else with C.AUGMENTED_K to the counter of the dynamic tile
     scheduler, which is zero, and left so; else it is None.
 
     lse: a pointer, or with C.AUGMENTED_K a descriptor of the extra columns, which hold delta too. dk_ptr, dv_ptr, cu_q,
@@ -382,7 +379,7 @@ def hopper_backward_kernel(q_desc, k_desc, v_desc, dout_desc, lse, delta_ptr, dk
     grid = TileGrid(tiles, heads, batches, section)
     queue = ()
     tile = ()
-    if C.PERSISTENT:
+    if C.AUGMENTED_K:
         kv = KVTiles(k_tiles, v_tiles, make_barriers(NC, 2), make_barriers(1, NC), make_barriers(NC, 1))
         numbers = gl.allocate_shared_memory(gl.int32, [2 * 3, 1], CONTIGUOUS)
         queue = TileQueue(numbers, make_barriers(2, 1), make_barriers(2, NC))

@@ -11,7 +11,8 @@ queries are loaded while the last blocks of the one before are computed. With C.
 of a head, and no other CTA adds to this head's dQ: its accumulator stays in L2, the first tile that sees a block sets
 it, and the last writes dq. Or C.CTAS_PER_HEAD of them share the tiles of a head, and writers add their parts in order,
 as with C.DETERMINISTIC: then fewer heads' accumulators are in flight, and waves of CTAs are fuller. CTAs of one head
-wait for one another: they are neighbours, and all have started before any behind them. Else a CTA has one tile.
+wait for one another: they are neighbours, and all have started before any behind them. With C.DETERMINISTIC alone a CTA
+has one tile.
 """
 
 from triton.experimental import gluon
@@ -265,7 +266,7 @@ def make_dq_of_tile(args, smem, tile_count, tile, count, C: gl.constexpr):
             part = head_row * blocks_of_head + query // QUERIES
             consumer_wait(smem.dscores.full, count, 2)
             dq_pending = issue_dq(kv.k_tiles, smem.dscores.tiles, count & 1, tile_count % C.KV_STAGES * C.CONSUMERS, 0,
-                                  1, C)
+                                  1, False, C)
             dq = warpgroup_mma_wait(0, deps=(dq_pending,))
             consumer_release(smem.dscores.empty, count, 2)
             place = [tile.batch, head, query, 0]
@@ -379,7 +380,7 @@ def hopper_backward_d64_kernel(q_desc, k_desc, v_desc, dout_desc, columns_desc, 
     head to itself it has room for a group's blocks for each CTA. dq_desc: with C.HEAD_PERSISTENT, else None.
     workspace_ptr points with C.HEAD_PERSISTENT to the accumulator, behind which the semaphores stand where CTAs share a
     head; else with C.DETERMINISTIC to these semaphores, one for each block of a query head, zero at first; with
-    C.DYNAMIC_TILES to the counter of the dynamic tile scheduler, zero at first and in the end; else it is None.
+    C.DYNAMIC_TILES to the counter of the dynamic tile scheduler, zero at first and in the end.
     """
     DTYPE: gl.constexpr = q_desc.dtype
     NC: gl.constexpr = C.CONSUMERS

@@ -7,8 +7,8 @@ class Config(NamedTuple):
     """What is fixed when the kernel is compiled: HopperBackwardConfig's fields, and which bounds the mask has.
 
     CTAS_PER_HEAD: CTAs that share a head. KV_STAGES: tiles of keys in flight. DYNAMIC_TILES: the CTAs are persistent,
-    and the dynamic scheduler gives them their tiles. The last ones are what hopper_backward.py's functions read, always
-    the same. The rest: hopper_backward_types.Config.
+    and the dynamic scheduler gives them their tiles; just where dQ has no order, without DETERMINISTIC. The last ones
+    are what hopper_backward.py's functions read, always the same. The rest: hopper_backward_types.Config.
     """
 
     WIDTH: int
@@ -26,7 +26,6 @@ class Config(NamedTuple):
     DQ_FROM_REGISTERS: bool = False
     VARLEN: bool = False
     HAS_CU_SEQLENS: bool = False
-    PERSISTENT: bool = False
 
 
 class KVPipe(NamedTuple):

@@ -1,8 +1,9 @@
 """The Hopper backward kernel's producer warp: it loads keys and values, and the queries that see them.
 
-A CTA has one tile of keys. With C.PERSISTENT it has tile after tile, as the scheduler gives them or as a head has them,
-and the stream of queries does not stop between them: the queries of a tile's first block come while the tile before is
-in its last one, and so do its values and its keys, each as soon as the last MMA that needs those before is done.
+A CTA has one tile of keys. With C.AUGMENTED_K it has tile after tile, as the scheduler gives them or as a head has
+them, and the stream of queries does not stop between them: the queries of a tile's first block come while the tile
+before is in its last one, and so do its values and its keys, each as soon as the last MMA that needs those before is
+done.
 """
 
 from triton.experimental import gluon
@@ -149,7 +150,7 @@ def load_next_kv(inputs, kv, tile, row_k, tile_count, C: gl.constexpr):
 def load_tile(args, smem, tile, count, tile_count, C: gl.constexpr):
     """Producer: a tile's keys and values, and the queries of every head of the group. Returns the next iteration.
 
-    With C.PERSISTENT the keys come behind the first block's queries, for which there is room earlier, and every tile
+    With C.AUGMENTED_K the keys come behind the first block's queries, for which there is room earlier, and every tile
     has a block.
     """
     inputs = args.inputs
@@ -158,7 +159,7 @@ def load_tile(args, smem, tile, count, tile_count, C: gl.constexpr):
     blocks = q_blocks_of(tile.first, bounds, C)
     rows = sequence_rows_of(smem.metadata, bounds, C)
     begun = count
-    if not C.PERSISTENT:
+    if not C.AUGMENTED_K:
         load_kv(inputs, smem.kv, tile, rows, C)
     cleared = 0
     clears = False
@@ -175,7 +176,7 @@ def load_tile(args, smem, tile, count, tile_count, C: gl.constexpr):
                 clears = (query < rows.q_begin) | (query + QUERIES > rows.q_end)
             load_queries(inputs, smem, count, place, lse_row, rows, clears, C)
             load_dout(inputs, smem, count, place, clears, C)
-            if C.PERSISTENT:
+            if C.AUGMENTED_K:
                 if count == begun:
                     load_next_kv(inputs, smem.kv, tile, rows.row_k, tile_count, C)
             if C.VARLEN:
@@ -192,13 +193,13 @@ def load_tile(args, smem, tile, count, tile_count, C: gl.constexpr):
 
 @gluon.jit
 def load(args, smem, C: gl.constexpr):
-    """Producer, one warp: keep the pipes full. With C.PERSISTENT it fetches tiles, else it has one.
+    """Producer, one warp: keep the pipes full. With C.AUGMENTED_K it fetches tiles, else it has one.
 
     With C.HEAD_PERSISTENT the assignment is static: heads are as long as each other.
     """
     count = 0
     tile_count = 0
-    if C.PERSISTENT:
+    if C.AUGMENTED_K:
         tiles = args.grid.tiles
         total = tiles * args.grid.heads * args.grid.batches
         number = gl.program_id(0)

@@ -15,11 +15,9 @@ class Config(NamedTuple):
     S_AHEAD: S of the next block is computed while dQ and dK of this one are.
     DQ_FROM_REGISTERS: dQ is added from registers; else it is staged in shared memory, and TMA adds it.
     DETERMINISTIC: warps of their own add the staged dQ in a fixed order.
-    AUGMENTED_K: the tensor cores subtract lse and delta (augmented_k.py).
-    PERSISTENT: a CTA computes one tile of keys after another; of calls with AUGMENTED_K whose dQ is staged.
+    AUGMENTED_K: the tensor cores subtract lse and delta (augmented_k.py), a CTA is persistent, and dQ is staged.
     HEAD_PERSISTENT: a persistent CTA has all tiles of a head, and no other CTA adds to this head's dQ.
     VARLEN, HAS_CU_SEQLENS, BOTTOM_RIGHT: as in the forward kernel. HAS_DROPOUT: whether there is dropout.
-    CODE_PADDING: instructions that never run in front of each warpgroup's code (pipeline.pad_code).
     """
 
     WIDTH: int
@@ -30,7 +28,6 @@ class Config(NamedTuple):
     DQ_FROM_REGISTERS: bool
     DETERMINISTIC: bool
     AUGMENTED_K: bool
-    PERSISTENT: bool
     HEAD_PERSISTENT: bool
     HAS_LOWER: bool
     HAS_UPPER: bool
@@ -38,7 +35,6 @@ class Config(NamedTuple):
     HAS_CU_SEQLENS: bool
     BOTTOM_RIGHT: bool
     HAS_DROPOUT: bool
-    CODE_PADDING: tuple[int, int]
 
 
 class Inputs(NamedTuple):
@@ -77,7 +73,7 @@ class Scales(NamedTuple):
 class Args(NamedTuple):
     """What the launch gives to every warp. group: query heads a kv head; num_sequences: None but for C.VARLEN.
 
-    tile: the CTA's tile of keys, of CTAs that are not persistent. tile_counter: the dynamic tile scheduler's.
+    tile: the CTA's tile of keys, where it has one. tile_counter: the dynamic tile scheduler's.
     """
 
     inputs: Any
@@ -102,7 +98,7 @@ class Pipe(NamedTuple):
 
 
 class KVTiles(NamedTuple):
-    """K and V of a tile, 64 keys a consumer; the empty barriers: of persistent CTAs."""
+    """K and V of a tile, 64 keys a consumer; the empty barriers: with C.AUGMENTED_K."""
 
     k_tiles: Any
     v_tiles: Any
@@ -115,7 +111,7 @@ class Smem(NamedTuple):
     """The CTA's shared memory.
 
     row_stats: lse and delta of each Q stage's queries, alternating, or an AugmentedK. dscores: two stages of each
-    consumer's dS. dq_stage: what dQ is staged in, with C.DETERMINISTIC a Pipe. queue: of persistent CTAs. metadata: of
+    consumer's dS. dq_stage: what dQ is staged in, with C.DETERMINISTIC a Pipe. queue: with C.AUGMENTED_K. metadata: of
     the tile of keys, with C.VARLEN (lengths.py).
     """
 
@@ -140,7 +136,7 @@ class State(NamedTuple):
 class TileView(NamedTuple):
     """A tile of keys as a warpgroup sees it: its first key, the tile's blocks of queries, and the mask's bounds.
 
-    last_count: of a persistent CTA, the Q pipe's iteration of the tile's last block.
+    last_count: with C.AUGMENTED_K, the Q pipe's iteration of the tile's last block.
     """
 
     key: Any

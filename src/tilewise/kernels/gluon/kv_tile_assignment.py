@@ -8,7 +8,7 @@ from tilewise.kernels.gluon.tiles import KVTile, kv_tile_at
 
 @gluon.jit
 def tiles_of_cta(grid, C: gl.constexpr):
-    """Return how many tiles of keys a CTA computes: one, or with C.HEAD_PERSISTENT its share of each head."""
+    """Return how many tiles of keys a CTA computes: with C.HEAD_PERSISTENT its share of each head, else one."""
     number = 1
     if C.HEAD_PERSISTENT:
         N: gl.constexpr = C.CTAS_PER_HEAD

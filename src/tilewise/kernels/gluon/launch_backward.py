@@ -21,11 +21,6 @@ _SWIZZLE_BYTES = 32 * 2**20
 # a swizzle few of the tiles that start together are of one head: of 132 SMs' tiles, 8. Without an upper bound all tiles
 # take as long, stay as far apart as they have come, and L2 is worth more (docs/hopper.md).
 _LEAST_DETERMINISTIC = 16
-# Instructions that never run in front of each warpgroup's code (pipeline.pad_code), where heads of 65 to 128 columns
-# have the dynamic tile scheduler: timed without a lower bound, 1.4 % faster, under an upper one 0.7 % (docs/hopper.md,
-# Where code lies).
-_CODE_PADDING = (3, 0)
-
 
 # As in backends/_support/memory.py, which kernels do not know.
 Allocate = Callable[[Sizes, Sizes, torch.dtype], torch.Tensor]  # of sizes, strides and dtype, its memory anything
@@ -332,15 +327,13 @@ def _kernel_config(problem: AttentionProblem, config: HopperBackwardShape) -> An
     from tilewise.kernels.gluon.hopper_backward_types import Config
 
     lower, upper, count, is_shifted = bounds_of(problem)
-    pads_code = config.dynamic_tiles and lower is None
     return Config(
         WIDTH=config.columns(problem)[0][0], CONSUMERS=config.block_n // 64, Q_STAGES=config.q_stages,
         DOUT_STAGES=config.dout_stages, S_AHEAD=config.s_ahead, DQ_FROM_REGISTERS=config.dq_from_registers,
-        DETERMINISTIC=config.deterministic, AUGMENTED_K=config.augmented_k,
-        PERSISTENT=config.dynamic_tiles or config.head_persistent, HEAD_PERSISTENT=config.head_persistent,
+        DETERMINISTIC=config.deterministic, AUGMENTED_K=config.augmented_k, HEAD_PERSISTENT=config.head_persistent,
         HAS_LOWER=lower is not None, HAS_UPPER=upper is not None, VARLEN=count is not None,
         HAS_CU_SEQLENS=problem.sequences.packed is not None, BOTTOM_RIGHT=is_shifted,
-        HAS_DROPOUT=problem.scores.dropout_p > 0.0, CODE_PADDING=_CODE_PADDING if pads_code else (0, 0))
+        HAS_DROPOUT=problem.scores.dropout_p > 0.0)
 
 
 def _gradient_scale(problem: AttentionProblem) -> float:

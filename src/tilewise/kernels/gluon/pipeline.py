@@ -181,21 +181,6 @@ def named_barrier_sync(WARPGROUPS: gl.constexpr):
 
 
 @gluon.jit
-def pad_code(COUNT: gl.constexpr):
-    """Put COUNT instructions that never run, and four that skip them, in front of a warpgroup's code.
-
-    Instructions are fetched in lines of 128 bytes, eight of them, and the place of a loop in its first line is worth
-    up to 1.5 % (docs/hopper.md, Where code lies). No launch has 54321 CTAs along the third dim.
-    """
-    if COUNT > 0:
-        SLEEPS: gl.constexpr = "nanosleep.u32 20; " * COUNT
-        CODE: gl.constexpr = ("{ .reg .pred skips; .reg .b32 depth; mov.u32 depth, %nctaid.z; "
-                              "setp.ne.u32 skips, depth, 54321; @skips bra behind; " + SLEEPS +
-                              "behind: mov.b32 $0, $1; }")
-        per_thread_asm(CODE)
-
-
-@gluon.jit
 def optimization_barrier(number):
     """Return the number, with its origin hidden from the compiler.
 
