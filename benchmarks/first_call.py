@@ -4,9 +4,12 @@
     python benchmarks/first_call.py table first-call.csv
 
 Each row is a process of its own, one after another, since a process compiles on several cores. What is timed begins
-when torch and tilewise are imported and CUDA has started. With empty caches it is timed twice: as a user has it, where
-the kernels of the backward pass are compiled beside those of the forward pass ("empty"), and with each pass's compiled
-where it is called ("apart"). ``--runs``: rows of each; the table has their medians.
+when torch and tilewise are imported and CUDA has started. ``--runs``: rows of each; the table has their medians, or the
+times themselves where they are fewer than three.
+
+Rows whose ``caches`` is "apart" are of a commit where tilewise began to compile the kernels of the backward pass, in
+threads, when it compiled those of the forward pass. Its rows "empty" are of both at once, and those "apart" of each
+pass's compiled where it is called, as it is now.
 """
 
 import argparse
@@ -20,7 +23,9 @@ import tempfile
 from pathlib import Path
 
 CASES = {"bfloat16": 4096, "float32": 2048}  # dtype -> length; one batch entry, 16 heads of 128, causal
-STATES = {"apart": "caches empty, passes apart", "empty": "caches empty", "ahead": "compiled ahead"}
+AT_ONCE = "at once"
+STATES = {"empty": "caches empty", AT_ONCE: "caches empty, both passes' kernels at once", "ahead": "compiled ahead"}
+MEASURED = ("empty", "ahead")
 FIELDS = ("dtype", "s", "caches", "forward_s", "backward_s", "compile_s", "forward_backend", "backward_backend",
           "device_name", "torch", "triton", "commit", "date")
 _CALL = """
@@ -28,9 +33,6 @@ import json, sys, time
 import torch
 import tilewise as tw
 dtype, s = getattr(torch, sys.argv[1]), int(sys.argv[2])
-if sys.argv[3] == "apart":
-    from tilewise.autograd import precompile
-    precompile.begin = lambda *call: None
 q, k, v = (torch.randn(1, 16, s, 128, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3))
 dout = torch.randn_like(q)
 torch.cuda.synchronize()
@@ -53,8 +55,7 @@ def measure(out: Path, runs: int, commit: str | None) -> None:
     from tilewise.bench.provenance import provenance
 
     origin = provenance(torch.device("cuda", 0), "", commit)
-    jobs = [(dtype, s, state) for dtype, s in CASES.items() for state in STATES
-            if (dtype, state) != ("float32", "apart")]  # NVRTC's kernels are compiled where they are called
+    jobs = [(dtype, s, state) for dtype, s in CASES.items() for state in MEASURED]
     with out.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(FIELDS)
@@ -71,14 +72,15 @@ def measure(out: Path, runs: int, commit: str | None) -> None:
 def seconds_of(dtype: str, s: int, state: str) -> tuple[float, float, float | str, str, str]:
     """Return seconds of the forward and the backward pass and of compiling ahead, and the backends."""
     with tempfile.TemporaryDirectory() as folder:
-        environment = os.environ | {"TRITON_CACHE_DIR": f"{folder}/triton", "TILEWISE_CACHE": f"{folder}/tilewise"}
+        environment = os.environ | {"TRITON_CACHE_DIR": f"{folder}/triton", "TILEWISE_CACHE": f"{folder}/tilewise",
+                                    "CUDA_CACHE_PATH": f"{folder}/cuda"}  # NVRTC's own, from CUDA 12.9 on
         compiling: float | str = ""
         if state == "ahead":
             command = ["-m", "tilewise", "compile", "--sq", str(s), "--hq", "16", "--d", "128", "--mask", "causal",
                        "--dtype", dtype, "--json"]
             compiled = json.loads(run(command, environment))
             compiling = round(sum(kernel["seconds"] for kernel in compiled["kernels"]), 1)
-        forward, backward, *backends = json.loads(run(["-c", _CALL, dtype, str(s), state], environment))
+        forward, backward, *backends = json.loads(run(["-c", _CALL, dtype, str(s)], environment))
     return forward, backward, compiling, *backends
 
 
@@ -91,11 +93,14 @@ def run(command: list[str], environment: dict[str, str]) -> str:
 
 
 def table(path: Path) -> str:
-    """Return rows as Markdown: medians of the runs, and of the sums of both passes where these were timed apart too."""
+    """Return rows as Markdown: medians of three runs and more, else every run; of each pass, and of both together."""
     rows: dict[tuple[str, str], list[dict[str, str]]] = {}
     with path.open() as file:
         for row in csv.DictReader(file):
             rows.setdefault((row["dtype"], row["caches"]), []).append(row)
+    for dtype in CASES:
+        if (dtype, "apart") in rows:
+            rows[dtype, AT_ONCE], rows[dtype, "empty"] = rows[dtype, "empty"], rows.pop((dtype, "apart"))
     states = [state for state in STATES if any(known == state for _, known in rows)]
     lines = [f"| first call in a new process, seconds | {' | '.join(STATES[state] for state in states)} |",
              "|---|" + "---:|" * len(states)]
@@ -103,13 +108,13 @@ def table(path: Path) -> str:
         given = rows[dtype, "empty"][0]
         passes = {f"{name}, {dtype}, {s} tokens, by `{given[f'{name}_backend']}`": (name,)
                   for name in ("forward", "backward")}
-        if (dtype, "apart") in rows:
-            passes[f"both, {dtype}, {s} tokens"] = ("forward", "backward")
+        passes[f"both, {dtype}, {s} tokens"] = ("forward", "backward")
         for text, names in passes.items():
             cells = []
             for state in states:
                 seconds = [sum(float(row[f"{name}_s"]) for name in names) for row in rows.get((dtype, state), [])]
-                cells.append(f"{statistics.median(seconds):.1f}" if seconds else "")
+                shown = [statistics.median(seconds)] if len(seconds) > 2 else seconds
+                cells.append(", ".join(f"{time:.1f}" for time in shown))
             lines.append(f"| {text} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -4,6 +4,7 @@ Usage: ``python benchmarks/torture.py FILE``.
 """
 
 import argparse
+import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 from tilewise.bench.torture_rows import TortureRow, read_torture_rows
 from tilewise.testing.torture.issues import short
 
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 SHOWN = {"pass": "pass", "fail": "**FAIL**", "n/a": "–"}
 
 
@@ -38,9 +40,14 @@ def score(rows: Sequence[TortureRow], implementation: str, dtype: str) -> str:
 
 def failures(rows: Sequence[TortureRow]) -> list[str]:
     """Return a line for each failure, and an empty one behind them."""
-    lines = [f"- {row.implementation}, `{row.check}`{cited(row.issue)}: `{row.sentence.replace('`', chr(39))}`"
+    lines = [f"- {row.implementation}, `{row.check}`{cited(row.issue)}: `{quoted(row.sentence)}`"
              for row in rows if row.status == "fail"]
     return [*lines, ""] if lines else []
+
+
+def quoted(sentence: str) -> str:
+    """Return a sentence as it may stand between backquotes; those of compilers may have a terminal's colours."""
+    return COLOUR.sub("", sentence).replace("`", "'")
 
 
 def cited(issue: str) -> str:

@@ -25,7 +25,6 @@ OTHERS = {
 OTHER_DICTS = {
     "tilewise.validate.names._arguments": "the arguments of each public call",
     "tilewise.backends._support.self_check._found": "what checks of a device found; forget() drops it",
-    "tilewise.kernels.compiling._locks": "a lock of each kernel",
     "tilewise.kernels.cudnn.lengths._kept": "tensors that captured graphs read",
     "tilewise.kernels.gluon.launch._SPARE": "counters that captured graphs use",
 }

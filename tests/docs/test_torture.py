@@ -19,7 +19,7 @@ spec.loader.exec_module(script)
 
 def test_a_table_tells_who_fails_what_by_how_much_and_where_it_ran(tmp_path):
     results = [Result("ordinary", "numbers", "tilewise", "pass"), Result("one_query", "edges", "tilewise", "pass"),
-               Result("ordinary", "numbers", "peer", "fail", "dq: `nan` | at 3", ISSUE),
+               Result("ordinary", "numbers", "peer", "fail", "dq: \x1b[91m`nan`\x1b[0m | at 3", ISSUE),
                Result("one_query", "edges", "peer", "n/a", "takes none")]
     write_torture_rows(tmp_path / "torture.csv", [row_of(result, "bfloat16", ORIGIN) for result in results])
     assert script.table(tmp_path / "torture.csv").splitlines() == [

@@ -1,156 +1,41 @@
-"""Compiling a kernel: in one thread at a time, under a key that does not depend on others; what is begun beside it."""
+"""Compiling a kernel under a key that does not depend on what was compiled before it."""
 
 import json
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
-import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from kernels.compile_process import INSTALLED, OLDEST
-from tilewise.kernels import compiling as module
-from tilewise.kernels.compiling import announce, compiling, pending
-from tilewise.kernels.enqueue import Enqueue
 
 ROOT = Path(__file__).resolve().parents[2]
-LONG = 30  # seconds, that are waited where a test fails alone
 
-
-class Kernel:
-    """A kernel that stays in the compiler until it is let go, and notes how many threads are in there at once."""
-
-    __name__ = "kernel"
-    constexprs = (2,)
-
-    def __init__(self):
-        self.entered, self.released = threading.Event(), threading.Event()
-        self.inside, self.most, self.calls = 0, 0, 0
-
-    def warmup(self, *arguments, grid, **options):
-        self.inside += 1
-        self.most, self.calls = max(self.most, self.inside), self.calls + 1
-        self.entered.set()
-        assert self.released.wait(LONG)
-        self.inside -= 1
-
-
-@pytest.fixture(autouse=True)
-def no_kinds(monkeypatch):
-    monkeypatch.setattr(module, "_kinds", set())
-    yield
-    assert pending.call is None
-
-
-def in_thread(kernel):
-    thread = threading.Thread(target=Enqueue(kernel, (1,), (), {}).compile, args=((),))
-    thread.start()
-    return thread
-
-
-def test_threads_compile_a_kernel_one_after_another():
-    kernel = Kernel()
-    threads = [in_thread(kernel) for _ in range(2)]
-    assert kernel.entered.wait(LONG)
-    for thread in threads:
-        thread.join(0.2)
-    assert [thread.is_alive() for thread in threads] == [True, True]
-    assert (kernel.calls, kernel.inside) == (1, 1)
-    kernel.released.set()
-    for thread in threads:
-        thread.join(LONG)
-    assert (kernel.calls, kernel.most) == (2, 1)
-
-
-def test_threads_compile_two_kernels_at_once():
-    kernels = Kernel(), Kernel()
-    threads = [in_thread(kernel) for kernel in kernels]
-    assert all(kernel.entered.wait(LONG) for kernel in kernels)
-    for kernel, thread in zip(kernels, threads, strict=True):
-        kernel.released.set()
-        thread.join(LONG)
-
-
-def test_a_kernel_that_failed_can_be_compiled_again():
-    kernel = Kernel()
-    kernel.released.set()
-    with pytest.raises(RuntimeError, match="refused"), compiling(kernel):
-        raise RuntimeError("refused")
-    Enqueue(kernel, (1,), (), {}).compile(())
-    assert kernel.calls == 1
-
-
-class Described:
-    def __init__(self, base, block_shape):
-        self.base, self.block_shape = base, block_shape
-
-
-def begun_by(*arguments, kernel, options=None):
-    """Whether a kernel with these arguments is announced as one of a new kind."""
-    made = []
-    pending.call = made.append, "begun"
-    announce(kernel, arguments, options or {"num_warps": 4})
-    is_new = pending.call is None
-    pending.call = None
-    assert made == ["begun"] * is_new
-    return is_new
-
-
-def test_what_is_pending_begins_ahead_of_a_kernel_of_a_new_kind_alone():
-    kernel, half = Kernel(), torch.zeros(1, dtype=torch.float16)
-    usual = (half, 48, 64, 0.5, (None, half, 3))
-    assert begun_by(*usual, kernel=kernel)
-    # What a kernel is compiled for is whether a number is 1 and whether it is a multiple of 16; of a constant, itself.
-    assert not begun_by(half.clone(), 96, 64, 0.25, (None, half, 5), kernel=kernel)
-    assert begun_by(*usual, kernel=Kernel())
-    assert begun_by(*usual, kernel=kernel, options={"num_warps": 8})
-    for place, other in enumerate((half.float(), 49, 128, 1, (half, half, 3))):
-        assert begun_by(*usual[:place], other, *usual[place + 1:], kernel=kernel), place
-    assert begun_by(half, 1, 64, 0.5, (None, half, 3), kernel=kernel)
-    assert begun_by(Described(half, [8, 64]), *usual[1:], kernel=kernel)
-    assert begun_by(Described(half, [16, 64]), *usual[1:], kernel=kernel)
-    assert not begun_by(Described(half, [16, 64]), *usual[1:], kernel=kernel)
-
-
-def test_a_kernel_that_was_compiled_where_nothing_was_pending_is_known():
-    kernel = Kernel()
-    announce(kernel, (3,), {})
-    pending.call = pytest.fail, "it was compiled before"
-    announce(kernel, (5,), {})
-    assert pending.call is not None
-    pending.call = None
-
-
-def test_what_is_pending_in_a_thread_is_not_in_another():
-    pending.call = pytest.fail, "of another thread's call"
-    thread = threading.Thread(target=announce, args=(Kernel(), (), {}))
-    thread.start()
-    thread.join()
-    assert pending.call is not None
-    pending.call = None
-
-
-# A process that forks while a thread has a kernel in the compiler. The child lacks that thread, and compiles it itself.
+# A process that forks while a thread makes the hash of a kernel. The child lacks that thread, and makes its own.
 FORKED = """
 import os, signal, threading
-from kernels.test_compiling import Kernel, in_thread
-kernel = Kernel()
-thread = in_thread(kernel)
-assert kernel.entered.wait(30)
+from tilewise.kernels import compiling
+from tilewise.kernels.triton.backward import attention_delta_kernel
+held, let_go = threading.Event(), threading.Event()
+def hold():
+    with compiling._hashing:
+        held.set()
+        assert let_go.wait(30)
+thread = threading.Thread(target=hold)
+thread.start()
+assert held.wait(30)
 child = os.fork()
 if child == 0:
     signal.alarm(30)
-    kernel.released.set()
-    in_thread(kernel).join()
-    os._exit(kernel.calls)
+    compiling.hash_callees_first(attention_delta_kernel)
+    os._exit(0 if attention_delta_kernel.hash else 1)
 status = os.waitpid(child, 0)[1]
-kernel.released.set()
+let_go.set()
 thread.join()
-assert os.waitstatus_to_exitcode(status) == 2, status
+assert os.waitstatus_to_exitcode(status) == 0, status
 """
 
 

@@ -1,6 +1,7 @@
 """What benchmarks/sanitizer.py reads of the tools' reports, and what it makes of them."""
 
 import argparse
+import contextvars
 import importlib.util
 import os
 import subprocess
@@ -54,19 +55,19 @@ OUT_OF_BOUNDS = """========= COMPUTE-SANITIZER
 ========= Target application returned an error
 ========= ERROR SUMMARY: 3 errors
 """
-UNINITIALISED = """========= COMPUTE-SANITIZER
-========= Uninitialized __global__ memory read of size 4 bytes
+MISALIGNED = """========= COMPUTE-SANITIZER
+========= Invalid __global__ read of size 16 bytes
 =========     at hopper_dq_kernel+0x3f0
 =========     by thread (0,0,0) in block (1,0,0)
-=========     Access at 0x7f8e1fc00000
+=========     Address 0x7f8e1fc00004 is misaligned
 =========
-the call has ended
 ========= ERROR SUMMARY: 1 error
 """
-BARRIER = """========= COMPUTE-SANITIZER
-========= Barrier error detected. Divergent thread(s) in block.
+IN_CUDA = """========= COMPUTE-SANITIZER
+========= Invalid __shared__ write of size 4 bytes
 =========     at 0x270 in /somewhere/attention_fp32.cu:101:attention_forward
 =========     by thread (32,0,0) in block (0,0,0)
+=========     Address 0x400 is out of bounds
 =========
 ========= ERROR SUMMARY: 1 error
 """
@@ -103,12 +104,12 @@ def test_reports_are_of_a_class_by_their_words_and_where_they_are():
     assert 'Program hit CUDA_ERROR_LAUNCH_FAILED (error 719) due to "unspecified launch failure"' in classes
 
 
-@pytest.mark.parametrize(("tool", "text", "words"), [
-    ("initcheck", UNINITIALISED, "Uninitialized __global__ memory read of size 4 bytes in hopper_dq_kernel"),
-    ("synccheck", BARRIER, "Barrier error detected. Divergent thread(s) in block in attention_forward")])
-def test_a_report_without_a_line_of_ours_is_named_by_its_kernel(tool, text, words):
-    assert [str(report) for report in sanitizer.reports_of(tool, text)] == [words]
-    assert sanitizer.outcome_of(tool, text, ended=True, late=False)[:3] == ("found", 0, 1)
+@pytest.mark.parametrize(("text", "words"), [
+    (MISALIGNED, "Invalid __global__ read of size 16 bytes in hopper_dq_kernel"),
+    (IN_CUDA, "Invalid __shared__ write of size 4 bytes in attention_forward")])
+def test_a_report_without_a_line_of_ours_is_named_by_its_kernel(text, words):
+    assert [str(report) for report in sanitizer.reports_of("memcheck", text)] == [words]
+    assert sanitizer.outcome_of("memcheck", text, ended=True, late=False)[:3] == ("found", 0, 1)
 
 
 def test_a_tile_that_is_handed_over_is_the_class_that_is_no_fault():
@@ -182,13 +183,15 @@ def test_rows_are_written_and_counted_for_each_tool(tmp_path):
     rows.append(sanitizer.Row("consan", "0", "timed out", 0, 0, "", 150.0, "", "GPU", *["v"] * 5))
     sanitizer.write(tmp_path / "rows.csv", rows)
     assert sanitizer.table(tmp_path / "rows.csv").splitlines()[2:] == [
-        "| racecheck | 3 | 1 | 1 | 1 | 0 | a in b; c in d (!) |", "| consan | 1 | 0 | 0 | 0 | 1 |  |"]
+        "| racecheck | 3 | 1 | 1 | 1 | 0 | a in b; c in d (!) |", "| consan | 1 | 0 | 0 | 0 | 1 |  |", "",
+        "GPU; driver v; compute-sanitizer 2025.3; torch v; Triton v; commit v."]
     assert (tmp_path / "rows.csv").read_text().splitlines()[1] == (
         "racecheck,0,clean,0,0,,1.5,2025.3,GPU,v,v,v,v,v")
 
 
 @pytest.mark.parametrize(("arguments", "words"), [
-    (["run", "--tools", "memcheck,lint"], "got lint; allowed are memcheck, racecheck, synccheck, initcheck, consan"),
+    (["run", "--tools", "memcheck,lint"], "got lint; allowed are memcheck, racecheck, consan"),
+    (["run", "--tools", "initcheck"], "got initcheck; allowed are memcheck, racecheck, consan"),
     (["run", "--calls", "forward,backwards"], "got backwards; allowed are beginnings of forward_one_consumer"),
     (["call", "nothing"], "invalid choice: 'nothing'")])
 def test_wrong_names_are_errors_that_say_what_is_allowed(arguments, words, capsys):
@@ -217,7 +220,7 @@ case "$2 $call" in
   "memcheck decode") echo "========= Invalid __shared__ write of size 4 bytes";
                      echo "=========     at combine_kernel+0x10";;
   "racecheck decode") sleep 60;;
-  "synccheck decode") echo "========= Error: Device not supported. Please refer to the documentation";;
+  "racecheck float32") echo "========= Error: Device not supported. Please refer to the documentation";;
 esac
 [ "$PYTORCH_NO_CUDA_MEMORY_CACHING" = 1 ] && echo "the call has ended"
 """
@@ -243,14 +246,14 @@ def given(tmp_path, monkeypatch):
 
 
 def test_a_run_in_which_tools_report_nothing_ends_well(given):
-    own = given(["memcheck", "initcheck"], ["forward_w", "float32"])
+    own = given(["memcheck", "racecheck"], ["forward_w", "float32_"])
     assert sanitizer.run(own) == 0
     header, *rows = own.out.read_text().splitlines()
     assert header.startswith("tool,call,outcome,known,other,classes,seconds,sanitizer,device_name,")
     assert [row.split(",")[:3] for row in rows] == [
-        [tool, call, "clean"] for tool in own.tools for call in ("forward_window", "float32", "float32_lengths")]
+        [tool, call, "clean"] for tool in own.tools for call in ("forward_window", "float32_lengths")]
     assert "2025.3.0.0" in rows[0]
-    assert "=== COMPUTE-SANITIZER" in (own.logs / "float32.memcheck.txt").read_text()
+    assert "=== COMPUTE-SANITIZER" in (own.logs / "float32_lengths.memcheck.txt").read_text()
 
 
 @pytest.mark.parametrize(("tool", "outcome", "words"), [
@@ -265,10 +268,25 @@ def test_a_run_with_a_report_or_a_call_without_end_is_a_failure(given, tool, out
 
 
 def test_a_machine_that_the_tool_refuses_is_told_and_no_rows_are_written(given, capsys):
-    own = given(["synccheck"], ["decode"])
+    own = given(["racecheck"], ["float32"])
     assert sanitizer.run(own) == 2
     assert "compute-sanitizer refuses this machine: Device not supported" in capsys.readouterr().err
     assert not own.out.exists()
+
+
+def test_a_run_that_does_not_end_leaves_the_rows_of_the_tools_that_did(given, monkeypatch):
+    own, outcome_of = given(["memcheck", "racecheck"], ["forward_w", "float32_"]), sanitizer.outcome_of
+
+    def cut(tool, *arguments, **options):
+        if tool == "racecheck":
+            raise KeyboardInterrupt
+        return outcome_of(tool, *arguments, **options)
+
+    monkeypatch.setattr(sanitizer, "outcome_of", cut)
+    with pytest.raises(KeyboardInterrupt):
+        sanitizer.run(own)
+    assert [row.split(",")[:2] for row in own.out.read_text().splitlines()[1:]] == [
+        ["memcheck", "forward_window"], ["memcheck", "float32_lengths"]]
 
 
 def test_calls_that_fail_without_a_tool_end_the_run(given, monkeypatch, capsys):
@@ -283,6 +301,40 @@ def test_the_concurrency_sanitizer_is_triton_in_a_process_with_a_cache_of_its_ow
     assert made["TRITON_CACHE_DIR"] != sanitizer.environment_of("memcheck", "/folder")["TRITON_CACHE_DIR"]
     assert "TRITON_INSTRUMENTATION_MODE" not in sanitizer.environment_of("memcheck", "/folder")
     assert sanitizer.command_of("consan", "decode", "")[1:] == [str(SCRIPT), "call", "decode"]
+
+
+class Made(Exception):
+    """What a call raises in the place of its tensors."""
+
+
+@pytest.mark.parametrize("mode", ["consan", ""])
+def test_the_concurrency_sanitizer_has_scratch_memory_in_the_thread_of_both_passes(monkeypatch, mode):
+    """Its kernels want it at each launch, and Triton knows an allocator in the thread alone that set it."""
+    allocation = pytest.importorskip("triton.runtime._allocation", reason="Triton is not installed")
+
+    def refuse(*given, **options):
+        raise Made
+
+    monkeypatch.setenv("TRITON_INSTRUMENTATION_MODE", mode)
+    monkeypatch.setattr("tilewise.testing.inputs.make_inputs", refuse)
+    asked, empty = [], torch.empty
+    monkeypatch.setattr(torch, "empty", lambda size, **options: asked.append((size, options)) or empty(0))
+
+    def call():
+        with pytest.raises(Made):
+            sanitizer.make_call("float32")
+        return allocation._allocator.get(), torch._C._is_multithreading_enabled()
+
+    try:
+        allocate, threads = contextvars.copy_context().run(call)
+    finally:
+        torch.autograd.set_multithreading_enabled(True)
+    if not mode:
+        assert (allocate, threads) == (allocation._allocator.get(), True)
+        return
+    assert not threads
+    allocate(4096, 128, None)
+    assert asked == [(4096, {"dtype": torch.int8, "device": "cuda"})]
 
 
 @pytest.mark.gpu

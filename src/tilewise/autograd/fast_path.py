@@ -17,12 +17,11 @@ import torch
 from torch.autograd import forward_ad, profiler
 
 from tilewise import settings
-from tilewise.autograd.function import AttentionFunction, is_plain, precompile_backward
+from tilewise.autograd.function import AttentionFunction, is_plain
 from tilewise.autograd.guards import IsLike, guard_of
 from tilewise.autograd.op import resolve
 from tilewise.backends._support.current import allows_tf32, autocast_dtype, is_current
 from tilewise.backends.base import BindingBackend, BoundBackward, BoundForward, Needs, Saved
-from tilewise.kernels.compiling import pending
 from tilewise.masks import Mask
 from tilewise.problem.options import NO_OPERANDS, Operands, OperatorOptions
 from tilewise.problem.problem import specs_of_inputs, specs_of_operands
@@ -79,12 +78,6 @@ class LaunchPlan(NamedTuple):
         return bound((q, k, v, out, lse, dout, dlse), addresses)
 
 
-class FirstLaunchPlan(LaunchPlan):
-    """The plan of a first call that has a gradient: it begins to compile the backward pass too, and is not kept."""
-
-    __slots__ = ()
-
-
 _NO_BAND = (None, None, None)
 # By the specs of a call, forward and backward; None: such a call has no launch plan.
 _plans: dict[Key, LaunchPlan | None] = registered({})
@@ -132,7 +125,7 @@ def attend(q: Any, k: Any, v: Any, mask: Mask | None,
         plan = _plan_for(options, tensors, in_autocast)
         if plan is None:
             return None
-        if not in_autocast and plan.__class__ is LaunchPlan:  # a guard does not tell one of its dtypes from another
+        if not in_autocast:  # a guard does not tell one of its dtypes from another
             _remember(key, tensors, plan)
     if _is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         made: tuple[torch.Tensor, torch.Tensor] = _apply(q, k, v, plan, addresses)
@@ -179,8 +172,7 @@ def attend_with(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Ope
         plan = _plan_with(chosen, (q, k, v) if inputs is None else inputs(), operands)
         if plan is None:
             return None
-        if plan.__class__ is LaunchPlan:
-            _remember(key, tensors, plan)
+        _remember(key, tensors, plan)
     at_inputs = (addresses[0], addresses[1], addresses[2])
     if has_gradient:
         made: tuple[torch.Tensor, ...] = _apply(q, k, v, *operands, plan, at_inputs)
@@ -197,7 +189,7 @@ def _plan_with(options: tuple[Any, ...], inputs: Inputs, operands: Operands) -> 
         return None
     key = (specs_of_inputs(q, k, v), specs_of_operands(operands), options, allows_tf32(dtype))
     plan = _plans.get(key, _UNKNOWN)
-    return _first(_keep(_plans, key, _plan_of(options, inputs, key[1])), inputs, operands) if plan is _UNKNOWN else plan
+    return _keep(_plans, key, _plan_of(options, inputs, key[1])) if plan is _UNKNOWN else plan
 
 
 def _plan_for(options: tuple[Any, ...], tensors: Inputs,
@@ -214,7 +206,7 @@ def _plan_for(options: tuple[Any, ...], tensors: Inputs,
     except RuntimeError:  # none of strides
         return None
     plan = _plans.get(key, _UNKNOWN)
-    return _first(_keep(_plans, key, _plan_of(options, tensors)), tensors) if plan is _UNKNOWN else plan
+    return _keep(_plans, key, _plan_of(options, tensors)) if plan is _UNKNOWN else plan
 
 
 def _recalled(key: Key, tensors: tuple[torch.Tensor, ...]) -> Any:
@@ -256,24 +248,6 @@ def _plan_of(options: tuple[Any, ...], tensors: Inputs,
     problem, backend = resolve(specs_of_inputs(*tensors), operands, options, None, True, allows_tf32(tensors[0].dtype))
     forward = backend.bind_forward(problem) if isinstance(backend, BindingBackend) else None
     return None if forward is None else LaunchPlan(forward, options)
-
-
-def _first(plan: LaunchPlan | None, inputs: Inputs, operands: Operands = NO_OPERANDS) -> LaunchPlan | None:
-    """Return the plan that a first call takes in the place of this one, which later calls take."""
-    has_gradient = _is_grad_enabled() and any(tensor.requires_grad for tensor in (*inputs, *operands.present))
-    if plan is None or not has_gradient or not inputs[0].is_cuda:
-        return plan
-    bound, options = plan
-
-    def forward(tensors: Callable[[], Inputs], addresses: tuple[int, int, int],
-                operands: Operands) -> tuple[torch.Tensor, ...]:
-        pending.call = precompile_backward, *tensors(), operands, options
-        try:
-            return bound(tensors, addresses, operands)
-        finally:
-            pending.call = None
-
-    return FirstLaunchPlan(forward, options)
 
 
 def _keep(plans: dict[Key, _Kept], key: Key, plan: _Kept) -> _Kept:

@@ -1,14 +1,13 @@
 """The autograd Functions of attention, and how a call comes to its operator."""
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, cast
 
 import torch
 from torch.autograd import forward_ad
 
 from tilewise import settings
-from tilewise.autograd import flops, precompile
+from tilewise.autograd import flops
 from tilewise.autograd.op import (
     COMPILED_WITH_GRADIENT,
     N_OPERANDS,
@@ -17,7 +16,6 @@ from tilewise.autograd.op import (
     backward_plain_op,
     forward_op,
     forward_plain_op,
-    resolve,
 )
 from tilewise.autograd.transforms import (
     apply_once,
@@ -26,15 +24,10 @@ from tilewise.autograd.transforms import (
     refuse_second_gradient,
     refuse_tangents,
 )
-from tilewise.backends._support.current import allows_tf32
-from tilewise.backends.base import PrecompilingBackend
-from tilewise.dispatch import get_backend
-from tilewise.kernels.compiling import pending
 from tilewise.problem.options import DIFFERENTIABLE, NO_OPERANDS, RARE, RARE_PLACES, Operands, OperatorOptions
-from tilewise.problem.problem import specs_of_inputs, specs_of_operands
 
 # flops is imported for what it registers.
-__all__ = ["AttentionFunction", "OutFunction", "flops", "gradients_of", "is_plain", "precompile_backward", "run"]
+__all__ = ["AttentionFunction", "OutFunction", "flops", "gradients_of", "is_plain", "run"]
 
 _is_grad_enabled = torch.is_grad_enabled  # bound once, for what every step asks
 Incoming = tuple[torch.Tensor | None, torch.Tensor | None]  # dout and dlse
@@ -198,29 +191,12 @@ def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Operands, o
             return cast("tuple[torch.Tensor, ...]", _apply(q, k, v, *arguments))
         # The backward pass runs in a thread of its own, which does not see a scoped default.
         backend = options.backend or settings.default_backend()
-        plain = is_plain(operands, options)
-        given = (*options[:4], options.deterministic, backend) if plain else (*options[:-1], backend)
-        pending.call = precompile_backward, q, k, v, operands, given
-        try:
-            return cast("tuple[torch.Tensor, ...]",
-                        _apply(q, k, v, *given) if plain else _apply(q, k, v, *operands, *given))
-        finally:
-            pending.call = None
+        if is_plain(operands, options):
+            return cast("tuple[torch.Tensor, ...]", _apply(q, k, v, *options[:4], options.deterministic, backend))
+        return cast("tuple[torch.Tensor, ...]", _apply(q, k, v, *operands, *options[:-1], backend))
     if is_plain(operands, options):
         return cast("tuple[torch.Tensor, ...]", forward_plain_op(q, k, v, *options[:4], *options[-2:]))
     return cast("list[torch.Tensor]", forward_op(q, k, v, *operands, *options))
-
-
-def precompile_backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Operands,
-                        options: tuple[Any, ...]) -> None:
-    """Begin to compile the backward pass of a call that has a gradient, ahead of a kernel of its forward pass.
-
-    ``options``: as its operators take them, plain or not.
-    """
-    if options[-1] is None or isinstance(get_backend(options[-1]), PrecompilingBackend):
-        precompile.begin((q, k, v), operands, partial(
-            resolve, specs_of_inputs(q, k, v), specs_of_operands(operands), options, None, True, allows_tf32(q.dtype),
-            False))
 
 
 def is_plain(operands: Operands, options: OperatorOptions) -> bool:

@@ -100,18 +100,6 @@ class BindingBackend(Backend, Protocol):
         """
 
 
-@runtime_checkable
-class PrecompilingBackend(Backend, Protocol):
-    """A backend whose backward pass is made of kernels that Triton compiles."""
-
-    def precompile_backward(self, problem: AttentionProblem, saved: "Saved", dout: torch.Tensor,
-                            needs: Needs) -> None:
-        """Do as ``backward`` does up to its launches, which :func:`tilewise.kernels.hooks.compile_only` takes.
-
-        Runs in a thread beside others and calls nothing of CUDA. The tensors are on "meta", without memory, aligned.
-        """
-
-
 class Saved(NamedTuple):
     """What the forward pass keeps for the backward pass: O(s) memory beside the operands."""
 

@@ -1,9 +1,8 @@
 """Launches the Gluon kernels: Hopper GPUs, 16-bit calls."""
 
 import contextlib
-import copy
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -11,15 +10,7 @@ import torch
 
 from tilewise.backends._support.current import is_current
 from tilewise.backends._support.hopper import untrusted, wrong_triton
-from tilewise.backends._support.memory import (
-    Allocate,
-    Form,
-    OnMeta,
-    allocator,
-    forms_of_gradients,
-    forms_of_results,
-    on_meta,
-)
+from tilewise.backends._support.memory import Allocate, Form, allocator, forms_of_gradients, forms_of_results
 from tilewise.backends.base import BoundBackward, BoundForward, Gradients, Needs, Results, Saved, Three
 from tilewise.kernels.gluon.launch import HopperForward
 from tilewise.kernels.gluon.launch_backward import HopperBackward
@@ -82,15 +73,6 @@ class GluonBackend:
             return Gradients(*made)
         sums = OperandGradients(problem, operands, dbias=False, dalibi_slopes=False, dsinks=True)
         return Gradients(*made, *sums.gradients(lse, delta))
-
-    def precompile_backward(self, problem: AttentionProblem, saved: Saved, dout: torch.Tensor, needs: Needs) -> None:
-        """See :class:`tilewise.backends.base.PrecompilingBackend`."""
-        operands = saved.operands
-        plan = _backward_plan(problem, (saved.out.stride(), dout.stride(), None),
-                              (True,) * (2 + len(operands.present)))
-        with OnMeta(problem.device):
-            plan.without_memory().differentiate((*saved[:5], dout, None),
-                                                plan.fixed or modifiers_of(problem, operands), operands)
 
     def bind_backward(self, problem: AttentionProblem, saved: Saved, dout: torch.Tensor, dlse: torch.Tensor | None,
                       needs: Needs) -> BoundBackward:
@@ -170,12 +152,6 @@ class _BackwardPlan:
     delta: Launch
     launch: HopperBackward | HopperBackwardApart
     fixed: Modifiers | None
-
-    def without_memory(self) -> "_BackwardPlan":
-        """Return the same plan, of the same kernels, whose tensors are on "meta"."""
-        launch: Any = copy.copy(self.launch)
-        launch.allocate = on_meta
-        return replace(self, allocate=on_meta, launch=launch)
 
     def differentiate(self, tensors: tuple[Any, ...], modifiers: Modifiers | None,
                       operands: Operands = NO_OPERANDS) -> tuple[Any, ...]:

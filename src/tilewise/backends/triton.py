@@ -129,10 +129,6 @@ class TritonBackend:
             plan.differentiate((out, dout, dlse), (q, k, v, dout, lse, delta), made, sums, operands)
         return Gradients(dq, dk, dv, *sums.gradients(lse, delta))
 
-    def precompile_backward(self, problem: AttentionProblem, saved: Saved, dout: torch.Tensor, needs: Needs) -> None:
-        """See :class:`tilewise.backends.base.PrecompilingBackend`."""
-        self.backward(problem, saved, dout, None, needs)  # all of its memory is where these tensors are
-
     def bind_backward(self, problem: AttentionProblem, saved: Saved, dout: torch.Tensor, dlse: torch.Tensor | None,
                       needs: Needs) -> BoundBackward | None:
         """See :class:`tilewise.backends.base.BindingBackend`."""

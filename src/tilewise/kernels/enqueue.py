@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from tilewise.kernels import driver
-from tilewise.kernels.compiling import announce, compiling
+from tilewise.kernels.compiling import hash_callees_first
 from tilewise.kernels.driver import Addresses
 from tilewise.kernels.hooks import take_of_kernels, watching
 
@@ -74,11 +74,10 @@ class Enqueue:
 
     def compile(self, made: Arguments) -> Any:
         """Compile the kernel for arguments like these; return what Triton made of it, None under its interpreter."""
-        with compiling(self.kernel):
-            return self.kernel.warmup(*made, *self.scalars, grid=self.grid, **self.options)
+        hash_callees_first(self.kernel)
+        return self.kernel.warmup(*made, *self.scalars, grid=self.grid, **self.options)
 
     def _compile(self, alignment: Any, made: Arguments) -> Any:
-        announce(self.kernel, (*made, *self.scalars), self.options)
         compiled = self.compile(made)
         if compiled is None:
             return None

@@ -2,10 +2,8 @@
 
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from tilewise.problem import AttentionProblem, Sizes
 
@@ -27,32 +25,6 @@ def allocator(device: torch.device) -> Allocate:
 def _general(device: torch.device) -> Allocate:
     make = partial(torch.empty_strided, device=device)
     return lambda sizes, strides, dtype: make(sizes, strides, dtype=dtype)
-
-
-def on_meta(sizes: Sizes, strides: Sizes, dtype: torch.dtype) -> torch.Tensor:
-    """Make a tensor without memory."""
-    return torch.empty_strided(sizes, strides, dtype=dtype, device="meta")
-
-
-class OnMeta(TorchFunctionMode):
-    """Inside its ``with`` block a tensor on "meta" has the index of a device: what is kept for each device wants one.
-
-    What is made where such a tensor is has no memory either.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self._answer = torch.device("meta", device.index or 0)
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (),
-                           kwargs: dict[str, Any] | None = None) -> Any:
-        """Answer which device a tensor is on."""
-        if func is _DEVICE_OF and args[0].is_meta:
-            return self._answer
-        return func(*args, **(kwargs or {}))
-
-
-_DEVICE_OF = getattr(torch.Tensor.device, "__get__")  # noqa: B009 - typed as what it gets
 
 
 def forms_of_results(problem: AttentionProblem) -> tuple[Form, Form]:
