@@ -24,7 +24,8 @@ from tilewise.backends.base import BoundBackward, BoundForward, Gradients, Needs
 from tilewise.kernels.gluon.launch import HopperForward
 from tilewise.kernels.gluon.launch_backward import HopperBackward
 from tilewise.kernels.gluon.launch_backward_wide import HopperBackwardApart, backward_launch
-from tilewise.kernels.triton.launch import Launch, Modifiers, modifiers_of
+from tilewise.kernels.triton.arguments import Modifiers
+from tilewise.kernels.triton.launch import Launch, modifiers_of
 from tilewise.kernels.triton.operand_gradients import OperandGradients
 from tilewise.problem import AttentionProblem, Sizes, alignment_of, are_aligned, dense_strides
 from tilewise.problem.options import DRAW_SPAN, LARGE_SOFTCAP, NO_OPERANDS, NO_OPTIONS, Operands, is_large_softcap

@@ -25,7 +25,8 @@ def tile_launch(kernel: str, problem: AttentionProblem, config: Any) -> Any:
     """Bind a kernel to a problem (seen from its backward pass for all but the forward ones) and a tile."""
     if kernel.startswith("hopper"):
         return HopperLaunch(kernel, problem, config)
-    from tilewise.kernels.triton.backward import dkdv_launch, dq_launch
+    from tilewise.kernels.triton.backward import dkdv_launch
+    from tilewise.kernels.triton.dq import dq_launch
     from tilewise.kernels.triton.forward import forward_launch
 
     strides = problem.q_strides
@@ -64,6 +65,10 @@ class HopperLaunch:
             self._launch(lambda: (q, k, v), (q.data_ptr(), k.data_ptr(), v.data_ptr()), out, lse)
         else:
             self._launch(*tensors)
+
+    def compile(self, arguments: tuple[Any, ...]) -> Any:
+        """Compile the kernel for arguments such as :meth:`arguments` returns."""
+        return self.kernel.warmup(*arguments, *self.scalars, grid=self.grid, **self.options)
 
     def arguments(self, tensors: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
         """Return what the compiler sees before the scalars."""

@@ -17,15 +17,15 @@ import triton.language as tl
 
 from tilewise.kernels.triton.launch import Launch
 from tilewise.kernels.triton.primitives import head_offset, offsets
-from tilewise.problem import AttentionProblem
+from tilewise.problem import AttentionProblem, Sizes
 from tilewise.problem.options import OperandSpec
 
 
 @triton.jit
-def pair_rows(pairs_ptr, sequence, head, first, stride_b, stride_h, stride_q, ROWS: tl.constexpr):
-    """Point to the rows ``first .. first + ROWS`` of one head's pairs, [ROWS]."""
-    base = pairs_ptr + head_offset(sequence, head, stride_b, stride_h) + first.to(tl.int64) * stride_q
-    return base + offsets(tl.arange(0, ROWS), stride_q, True)
+def pair_rows(ptr, strides, sequence, head, first, ROWS: tl.constexpr):
+    """Point to the rows ``first .. first + ROWS`` of one head's pairs, [ROWS], with the strides of a StridedTensor."""
+    base = ptr + head_offset(sequence, head, strides.stride_b, strides.stride_h) + first.to(tl.int64) * strides.stride_s
+    return base + offsets(tl.arange(0, ROWS), strides.stride_s, True)
 
 
 @triton.jit
@@ -75,11 +75,11 @@ def store_pairs_by_halves(rows, pairs, earlier, offs_m, first_k, stop_q, stop_k,
     tl.store(high_ptrs, high.to(rows.dtype.element_ty), mask=high_inside)
 
 
-def pair_strides(problem: AttentionProblem, at_once: int | None) -> tuple[int | None, ...]:
+def pair_strides(problem: AttentionProblem, at_once: int | None) -> Sizes | None:
     """Strides (b, h, s) of a bias's dense gradient: 0 for a batch that shares it, None where dQ's kernel makes none."""
     bias = problem.scores.bias
     if at_once is None or bias is None:
-        return None, None, None
+        return None
     own_batches, heads, size_q, size_k = bias.shape
     return (0 if own_batches == 1 else heads * size_q * size_k), size_q * size_k, size_k
 
