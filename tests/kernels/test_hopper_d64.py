@@ -32,7 +32,7 @@ def differentiate(mask, config, d, together=None):
     """
     random.seed(0)
     problem, tensors = call_of(*mask, (d, d))
-    launch = launch_backward.HopperBackward(problem, config, problem.q_strides, multiprocessors=4)
+    launch = launch_backward.HopperBackward(problem, config, problem.q_strides, num_sms=4)
     q, k, v, dout, lse, delta = tensors
     dq, dk, dv = (torch.full_like(tensor, float("nan")) for tensor in (q, k, v))
     accum = torch.full((math.prod(launch.accum_shape),), float("nan") if config.deterministic else 0.0)

@@ -345,8 +345,8 @@ def _dbias_of(problem: AttentionProblem, dq_config: "TileConfig", precision: str
     if tile is not None and untrusted("dbias", problem.device) is None:
         from tilewise.kernels.gluon.launch_dbias import HopperDbias
 
-        multiprocessors = torch.cuda.get_device_properties(problem.device).multi_processor_count
-        return 0, HopperDbias(problem, tile, multiprocessors)
+        num_sms = torch.cuda.get_device_properties(problem.device).multi_processor_count
+        return 0, HopperDbias(problem, tile, num_sms)
     if entries:
         return entries, None
     return 0, dbias_launch(problem, config_for("dbias", problem, spec, descriptors=descriptors), precision,

@@ -51,9 +51,9 @@ class HopperLaunch:
 
         self._is_forward = kernel == "hopper_forward"
         if self._is_forward:
-            self._launch: Any = HopperForward(problem, config, _multiprocessors(problem.device))
+            self._launch: Any = HopperForward(problem, config, _num_sms(problem.device))
         else:
-            self._launch = backward_launch(problem, config, problem.q_strides, _multiprocessors(problem.device))
+            self._launch = backward_launch(problem, config, problem.q_strides, _num_sms(problem.device))
         self._compiled: Any = self._launch.dkdv if isinstance(self._launch, HopperBackwardApart) else self._launch
         self.kernel, self.grid, self.scalars = self._compiled.kernel, self._compiled.grid, self._compiled.scalars
         self.options = OPTIONS
@@ -83,6 +83,6 @@ class HopperLaunch:
                                             counter=make(1, dtype=torch.int32)))
 
 
-def _multiprocessors(device: torch.device) -> int:
-    """Of the device; of one that is not here, an H200's: nothing but the grid depends on it."""
+def _num_sms(device: torch.device) -> int:
+    """Return the device's number of SMs; without a device an H200's: nothing but the grid depends on it."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
