@@ -11,7 +11,7 @@ SOURCES = {path.relative_to(ROOT).as_posix(): path.read_text("utf-8")
            for folder in ("src", "tests", "examples", "docs") for path in sorted((ROOT / folder).rglob("*.py"))
            if "_build" not in path.parts}
 PACKAGE = [name for name in SOURCES if name.startswith("src/")]
-HOST_LINES, KERNEL_LINES, PARAMETERS = 60, 120, 8
+HOST_LINES, KERNEL_LINES, PARAMETERS, KERNEL_PARAMETERS = 60, 120, 8, 15
 # The calls that users see, other libraries' among them, the op boundary, which mirrors their arguments, and commands,
 # where a flag is a parameter.
 LONG_SIGNATURES = ("src/tilewise/api.py", "src/tilewise/decode.py", "src/tilewise/autograd/op.py",
@@ -41,6 +41,7 @@ def length(function):
 def test_guards_see_the_package():
     assert len(PACKAGE) > 15
     assert any(is_kernel(function) for name in PACKAGE for function in functions(name))
+    assert any(is_kernel(function) for name in TRITON for function in functions(name))
 
 
 @pytest.mark.parametrize("name", [name for name in SOURCES if functions(name)])
@@ -60,6 +61,15 @@ def test_host_functions_take_at_most_8_parameters(name):
 
     host = [function for function in functions(name) if not is_kernel(function)]
     assert {function.name: count(function) for function in host if count(function) > PARAMETERS} == {}
+
+
+TRITON = [name for name in PACKAGE if name.startswith("src/tilewise/kernels/triton/") and functions(name)]
+
+
+@pytest.mark.parametrize("name", TRITON)
+def test_triton_kernels_and_their_helpers_take_at_most_15_parameters(name):
+    counts = {function.name: len(function.args.args) for function in functions(name) if is_kernel(function)}
+    assert {kernel: count for kernel, count in counts.items() if count > KERNEL_PARAMETERS} == {}
 
 
 @pytest.mark.parametrize("name", PACKAGE)

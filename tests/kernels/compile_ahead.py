@@ -30,9 +30,10 @@ from tilewise.bench.compile_ahead import CompileOnlyDriver
 from tilewise.kernels.gluon.launch import OPTIONS, HopperForward
 from tilewise.kernels.gluon.launch_backward_wide import backward_launch
 from tilewise.kernels.gluon.launch_dbias import HopperDbias
-from tilewise.kernels.triton.backward import delta_launch, dkdv_launch, dq_launch
+from tilewise.kernels.triton.backward import delta_launch, dkdv_launch
 from tilewise.kernels.triton.combine import combine_splits_launch
 from tilewise.kernels.triton.dbias import dbias_launch
+from tilewise.kernels.triton.dq import dq_launch
 from tilewise.kernels.triton.forward import forward_launch
 from tilewise.kernels.triton.launch import modifiers_of
 from tilewise.kernels.triton.zero_fill import lengths_launch, zero_fill_gradients_launch, zero_fill_out_launch
@@ -182,7 +183,7 @@ def prepare(request):
             config = entries_config(replace(problem, b=at_once), spec)
     launch, tensors = launch_of(kernel, problem, config, modifiers_of(problem, operands))
     facts = {"limit": spec.shared_memory, "expected": 0 if config is None else config.shared_bytes(problem)}
-    return prepared(request["arch"], launch, launch.arguments(tensors), launch.options, facts, report)
+    return prepared(request["arch"], partial(launch.compile, launch.arguments(tensors)), facts, report)
 
 
 def report(compiled, _log):
@@ -208,7 +209,7 @@ def prepare_hopper(request):
         bias = torch.empty(1, problem.hq, problem.sq, problem.sk, dtype=getattr(torch, request["bias"]))
         facts = OperandSpec(tuple(bias.shape), bias.stride(), bias.dtype)
         problem = replace(problem, direction="backward", scores=ScoreOptions(bias=facts))
-        launch = HopperDbias(problem, config, multiprocessors=132)
+        launch = HopperDbias(problem, config, num_sms=132)
         arguments = launch.arguments((q, k, v, out, rows, rows, bias, bias))
     else:
         settings = dict(request["config"])
@@ -225,7 +226,8 @@ def prepare_hopper(request):
                                          counter)
     facts = {"limit": spec.shared_memory, "planned": config.shared_bytes(problem),
              **(forward_facts(launch.scalars[-1]) if request["kernel"] == "hopper_forward" else {})}
-    return prepared("sm_90", launch, arguments, OPTIONS, facts, report_of_hopper)
+    compile_it = partial(launch.kernel.warmup, *arguments, *launch.scalars, grid=launch.grid, **OPTIONS)
+    return prepared("sm_90", compile_it, facts, report_of_hopper)
 
 
 def forward_facts(shape):
@@ -246,9 +248,8 @@ def report_of_hopper(compiled, log):
         "branches": sass.count("NANOSLEEP"), "philox": sass.count("IMAD.WIDE.U32")}
 
 
-def prepared(arch, launch, arguments, options, facts, read):
+def prepared(arch, compile_it, facts, read):
     driver.set_active(CompileOnlyDriver(TARGETS[arch]))
-    compile_it = partial(launch.kernel.warmup, *arguments, *launch.scalars, grid=launch.grid, **options)
     return Prepared(facts, compile_it, read)
 
 

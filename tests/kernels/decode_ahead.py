@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -64,7 +65,7 @@ def prepare(request):
         launch = decode_launch(problem, config, splits, row_tiles(problem, config), "ieee")
         tensors = (q, kv, kv, parts, rows, cache, rotary, extras)
     facts = {"limit": spec.shared_memory, "planned": config.shared_bytes(problem.width, problem.dtype.itemsize)}
-    return prepared(request["arch"], launch, tensors, launch.options, facts, report)
+    return prepared(request["arch"], partial(launch.compile, launch.arguments(tensors)), facts, report)
 
 
 def report(compiled, _log):

@@ -173,7 +173,7 @@ def bound(request):
         bias = torch.empty(1, problem.hq, problem.sq, problem.sk, dtype=problem.dtype)
         facts = OperandSpec(tuple(bias.shape), bias.stride(), bias.dtype)
         launch = HopperDbias(replace(problem, direction="backward", scores=ScoreOptions(bias=facts)),
-                             HopperDbiasConfig(), multiprocessors=132)
+                             HopperDbiasConfig(), num_sms=132)
         modifiers = SimpleNamespace(bias=SimpleNamespace(ptr=bias))
         yield [launch.enqueue], lambda: launch(q, k, v, out, rows, rows.clone(), torch.empty_like(bias), modifiers)
     elif request["kernel"] == "forward":
@@ -184,7 +184,7 @@ def bound(request):
             (*addresses, out.data_ptr(), rows.data_ptr(), None, *at_operands),
             lambda: (q, k, v, out, rows, None, modifiers_of(problem, operands)))
     else:
-        launch = backward_launch(problem, hopper_backward_config(problem), problem.q_strides, multiprocessors=132)
+        launch = backward_launch(problem, hopper_backward_config(problem), problem.q_strides, num_sms=132)
         gradients, data = map(torch.empty_like, (q, k, v)), (
             operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqlens_q, operands.seqlens_k, operands.seed)
         tensors = (q, k, v, out, rows, rows.clone(), *gradients)

@@ -15,7 +15,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from tilewise.backends import triton
 from tilewise.backends._support.memory import allocator, forms_of_results
-from tilewise.kernels.triton.launch import NO_MODIFIERS, Launch
+from tilewise.kernels.triton.arguments import NO_MODIFIERS
+from tilewise.kernels.triton.launch import Launch
 from tilewise.kernels.triton.operand_gradients import OperandGradients
 
 

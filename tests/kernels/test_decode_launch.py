@@ -24,15 +24,11 @@ def problem_of(capacity=64, stride=16, page=False, **operands):
                           DecodeOptions())
 
 
-def argument(launch, name):
-    return dict(zip(launch.kernel.arg_names[launch.leading:], launch.scalars, strict=True))[name]
-
-
 @pytest.mark.parametrize("page", [False, True])
 @pytest.mark.parametrize(("capacity", "stride", "wide"), [(2**20, 16, False), (2**20, 2048, True), (2**28, 16, True)])
 def test_offsets_inside_a_head_have_64_bits_where_32_do_not_do(capacity, stride, wide, page):
     launch = decode_launch(problem_of(capacity, stride, page), CONFIG, Splits(3), 1, "ieee")
-    assert argument(launch, "INT64") is wide
+    assert launch.scalars[-1].INT64 is wide
 
 
 def test_unit_strides_and_what_is_absent_are_none():

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from tilewise import causal, chunk, window
-from tilewise.kernels.triton.backward import dkdv_launch, dq_launch
+from tilewise.kernels.triton.backward import dkdv_launch
 from tilewise.kernels.triton.dbias import dbias_launch
+from tilewise.kernels.triton.dq import dq_launch
 from tilewise.kernels.triton.forward import forward_launch
 from tilewise.kernels.triton.launch import is_unaligned, modifiers_of
 from tilewise.problem import AttentionProblem

@@ -25,14 +25,14 @@ DYNAMIC, DETERMINISTIC, HEAD_PERSISTENT = (HopperD64Config(variant=variant) for 
 TWO, FOUR = (HopperD64Config(variant=D64Variant.HEAD_PERSISTENT, ctas_per_head=ctas) for ctas in (2, 4))
 
 
-def differentiate(mask, config, d, together=None, multiprocessors=4):
+def differentiate(mask, config, d, together=None, num_sms=4):
     """Return (problem, tensors, (dq before it is scaled, dk, dv)).
 
     together: how many CTAs run at once, as many as share a head unless said otherwise.
     """
     random.seed(0)
     problem, tensors = call_of(*mask, (d, d))
-    launch = launch_backward.HopperBackward(problem, config, problem.q_strides, multiprocessors)
+    launch = launch_backward.HopperBackward(problem, config, problem.q_strides, num_sms)
     q, k, v, dout, lse, delta = tensors
     dq, dk, dv = (torch.full_like(tensor, float("nan")) for tensor in (q, k, v))
     accum = torch.full((math.prod(launch.accum_shape),), float("nan") if config.deterministic else 0.0)
@@ -73,7 +73,7 @@ def test_ctas_of_the_dynamic_scheduler_may_run_at_once(mask, together):
 
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_ctas_of_the_dynamic_scheduler_may_have_one_tile_each(mask):
-    problem, tensors, gradients = differentiate(mask, DYNAMIC, 64, multiprocessors=132)
+    problem, tensors, gradients = differentiate(mask, DYNAMIC, 64, num_sms=132)
     compare(gradients, expected(problem, tensors))
 
 

@@ -10,14 +10,14 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilewise.functions import ScoreFunction
+from tilewise.kernels.triton.arguments import NO_MODIFIERS, Bounds, Sinks, StridedTensor
 from tilewise.kernels.triton.launch import (
-    NO_MODIFIERS,
     Launch,
-    Sinks,
     modifiers_of,
     needs_int64,
     operand_addresses,
     operand_count,
+    unspecialized,
 )
 from tilewise.masks import Mask
 from tilewise.problem import AttentionProblem
@@ -26,9 +26,9 @@ from tilewise.problem.options import Operands, ScoreSettings
 Q, OUT = torch.zeros(1, 1, 8, 16), torch.zeros(3)
 
 
-def launch_of(blocks=(), optional=1, programs=5):
-    kernel = SimpleNamespace(arg_names=("q_ptr", "out_ptr", "modifiers", "sq", "BLOCK"))
-    launch, seen = Launch(kernel, programs, (128, 64), blocks, optional, num_warps=4), []
+def launch_of(blocks=(), optional=1, ctas=5, strides=()):
+    kernel = SimpleNamespace(arg_names=("q", "out", "modifiers", "problem", "BLOCK"))
+    launch, seen = Launch(kernel, ctas, ((128,), 64), strides, blocks, optional, num_warps=4), []
     launch.enqueue = lambda addresses, arguments, alike: seen.append((addresses, arguments(), alike))
     return launch, seen
 
@@ -50,8 +50,30 @@ def test_addresses_that_are_known_are_handed_on():
     assert seen == [((1, 2, 3), (Q, OUT, NO_MODIFIERS), True)]
 
 
+def test_the_front_end_gets_tensors_with_their_strides_and_addresses_stay_what_they_are():
+    launch, seen = launch_of(strides=((128, 128, 16), (1, 2, 3, 4)))
+    launch(Q, None)
+    launch(Q, OUT)
+    ((addresses, arguments, _), (_, (_, out, _), _)) = seen
+    assert addresses == (Q.data_ptr(), None)
+    assert arguments == (StridedTensor(Q, 128, 128, 16, 1), None, NO_MODIFIERS)
+    assert out == StridedTensor(OUT, 1, 2, 3, 4)
+
+
+@pytest.mark.parametrize(("number", "wide"), [(1, False), (16, False), (0, False), (-1, False), (2**31 - 1, False),
+                                              (2**31, True)])
+def test_a_kernel_is_compiled_for_no_number_of_the_problem_but_for_its_width(number, wide):
+    """Triton would make a constant of 1, and compile another kernel for multiples of 16."""
+    bounds = Bounds(None, number, None, None, None, None)
+    *seen, flag, block = unspecialized((bounds, (0.5, (number,)), number, True, 16))
+    assert (flag, block) == (True, 16)
+    stand_in = 2**31 + 7 if wide else 7
+    assert seen == [bounds._replace(upper=stand_in), (0.5, (stand_in,)), number]
+    assert type(seen[0]) is Bounds
+
+
 def test_the_front_end_gets_descriptors_where_a_tensor_has_a_block():
-    launch, seen = launch_of((([1, 1, 4, 16], 7),))
+    launch, seen = launch_of((([1, 1, 4, 16], 7),), strides=((128, 128, 16, 1),))
     launch(Q, OUT)
     ((addresses, (described, *others), _),) = seen
     assert addresses == (Q.data_ptr(), OUT.data_ptr())
@@ -68,9 +90,9 @@ def test_too_few_and_too_many_tensors_are_refused(tensors):
         launch(*tensors)
 
 
-@pytest.mark.parametrize(("programs", "grid"), [(5, (5, 1, 1)), ((5, 2), (5, 2, 1)), ((5, 2, 3), (5, 2, 3))])
-def test_a_grid_has_one_to_three_dims(programs, grid):
-    assert launch_of(programs=programs)[0].grid == grid
+@pytest.mark.parametrize(("ctas", "grid"), [(5, (5, 1, 1)), ((5, 2), (5, 2, 1)), ((5, 2, 3), (5, 2, 3))])
+def test_a_grid_has_one_to_three_dims(ctas, grid):
+    assert launch_of(ctas=ctas)[0].grid == grid
 
 
 

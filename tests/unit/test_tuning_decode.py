@@ -19,8 +19,8 @@ def problem_of(b=1, sq=1, hq=32, hk=8, kv=8192, d=128, dtype=torch.bfloat16, **o
     return decode_problem(specs_of_inputs(q, cache, cache), specs_of_present(CacheOperands()), DecodeOptions(**options))
 
 
-def splits_of(problem, multiprocessors=132):
-    return choose_splits(problem, decode_config(problem, DeviceSpec.of_arch("sm_90")), multiprocessors)
+def splits_of(problem, num_sms=132):
+    return choose_splits(problem, decode_config(problem, DeviceSpec.of_arch("sm_90")), num_sms)
 
 
 @pytest.mark.parametrize("arch", [arch for arch in ARCHS if arch != "interpreter"])

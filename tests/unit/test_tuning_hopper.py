@@ -33,7 +33,7 @@ DEVICE = DeviceSpec.of_arch("sm_90", "some-hopper")
 HEURISTICS = {"hopper_forward": hopper_forward_config, "hopper_backward": hopper_backward_config}
 FORWARD = HopperForwardConfig(block_n=64, consumers=2, kv_stages=4)
 BACKWARD = HopperD128Config(q_stages=4, dout_stages=1, variant=D128Variant.DQ_FROM_REGISTERS)
-BUSY = {"b": 8, "hq": 16, "hk": 16}  # heads that fill the multiprocessors
+BUSY = {"b": 8, "hq": 16, "hk": 16}  # heads that fill the SMs
 
 
 def problem_of(d=128, dv=None, s=4096, kernel="hopper_forward", **fields):
@@ -282,7 +282,7 @@ def test_the_backend_asks_the_table(rows, monkeypatch):
     monkeypatch.setattr(gluon, "device_spec", lambda device: DEVICE)
     monkeypatch.setattr(gluon, "HopperForward", lambda problem, config, *others: asked.append(config))
     monkeypatch.setattr(gluon, "backward_launch", lambda problem, config, *others: asked.append(config))
-    monkeypatch.setattr(gluon, "grid_plan_of", lambda problem, config, multiprocessors: GridPlan(1.0, 1, None))
+    monkeypatch.setattr(gluon, "grid_plan_of", lambda problem, config, num_sms: GridPlan(1.0, 1, None))
     monkeypatch.setattr("tilewise.kernels.triton.backward.delta_launch", lambda *given: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: type("GPU", (), {
         "multi_processor_count": 132}))

@@ -33,10 +33,10 @@ def test_three_warpgroups_take_turns_where_heads_are_narrow_and_sequences_long()
 
 
 def test_two_warpgroups_of_narrow_heads_have_four_stages_where_they_are_at_work_for_more_than_four_waves():
-    for b, multiprocessors, stages in ((8, 132, 4), (4, 132, 2), (4, 128, 2), (4, 127, 4)):
+    for b, num_sms, stages in ((8, 132, 4), (4, 132, 2), (4, 128, 2), (4, 127, 4)):
         problem = replace(problem_of(64, 64, s=512, mask=causal()), b=b, hq=32, hk=32)
         for mask in (causal(), Mask()):
-            config = hopper_forward_config(replace(problem, mask=mask), multiprocessors)
+            config = hopper_forward_config(replace(problem, mask=mask), num_sms)
             assert config == HopperForwardConfig(128, 2, stages, ping_pong=True)
     one = replace(problem_of(64, 64, s=512, mask=causal()), hq=132, hk=132)  # four waves of an entry
     for b, deterministic in product((1, 2), (False, True)):

@@ -15,7 +15,8 @@ from tilewise.backends.base import BoundBackward, BoundForward, Gradients, Needs
 from tilewise.kernels.gluon.launch import HopperForward
 from tilewise.kernels.gluon.launch_backward import HopperBackward
 from tilewise.kernels.gluon.launch_backward_wide import HopperBackwardApart, backward_launch
-from tilewise.kernels.triton.launch import Launch, Modifiers, modifiers_of
+from tilewise.kernels.triton.arguments import Modifiers
+from tilewise.kernels.triton.launch import Launch, modifiers_of
 from tilewise.kernels.triton.operand_gradients import OperandGradients
 from tilewise.problem import AttentionProblem, Sizes, alignment_of, are_aligned, dense_strides
 from tilewise.problem.options import DRAW_SPAN, LARGE_SOFTCAP, NO_OPERANDS, NO_OPTIONS, Operands, is_large_softcap
@@ -33,8 +34,8 @@ _EVERY = Needs()
 class GluonBackend:
     """Warp-specialised kernels for sm_90.
 
-    All but dq is the same on every run; dq is where a deterministic result is asked for, programs have heads to
-    themselves, or heads are so wide that dq has a kernel of its own; else it is summed in no fixed order.
+    All but dq is the same on every run; dq is where a deterministic result is requested, where CTAs own heads, or
+    where heads are so wide that dq has a kernel of its own; else it is summed in no fixed order.
     """
 
     name = "gluon"
@@ -127,10 +128,10 @@ class _Plan:
 @registered
 @lru_cache(maxsize=1024)
 def _plan(problem: AttentionProblem) -> _Plan:
-    multiprocessors = torch.cuda.get_device_properties(problem.device).multi_processor_count
-    config = forward_config(problem, device_spec(problem.device), multiprocessors)
-    _, pack_gqa, split_kv = grid_plan_of(problem, config, multiprocessors)
-    launch, combine = HopperForward(problem, config, multiprocessors, pack_gqa, split_kv), None
+    num_sms = torch.cuda.get_device_properties(problem.device).multi_processor_count
+    config = forward_config(problem, device_spec(problem.device), num_sms)
+    _, pack_gqa, split_kv = grid_plan_of(problem, config, num_sms)
+    launch, combine = HopperForward(problem, config, num_sms, pack_gqa, split_kv), None
     if split_kv is not None:
         from tilewise.kernels.triton.combine import combine_splits_launch
 
@@ -187,14 +188,14 @@ def _backward_plan(problem: AttentionProblem, incoming: tuple[Sizes, Sizes, Size
     from tilewise.kernels.triton.backward import delta_launch
 
     strides = _gradient_strides(problem)
-    multiprocessors = torch.cuda.get_device_properties(problem.device).multi_processor_count
-    config = backward_config(problem, device_spec(problem.device), multiprocessors)
+    num_sms = torch.cuda.get_device_properties(problem.device).multi_processor_count
+    config = backward_config(problem, device_spec(problem.device), num_sms)
     out_strides, dout_strides, dlse_strides = incoming
     # Nobody else wants delta: the launch may make it of out on its way.
     nobody_else = dlse_strides is None and problem.scores.sinks is None and out_strides[-1:] == (1,)
     forms = *forms_of_gradients(problem, strides), forms_of_results(problem)[1]
     return _BackwardPlan(allocator(problem.device), forms, delta_launch(problem, delta_config(problem), *incoming),
-                         backward_launch(problem, config, strides[0], multiprocessors,
+                         backward_launch(problem, config, strides[0], num_sms,
                                          (out_strides, dout_strides) if nobody_else else None,
                                          allocator(problem.device)),
                          None if problem.scores.sinks or problem.sequences.are_data

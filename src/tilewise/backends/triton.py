@@ -18,14 +18,8 @@ from tilewise.backends._support.hopper import awaits_dbias_check, sums_dbias, un
 from tilewise.backends._support.memory import Allocate, Form, allocator, forms_of_gradients, forms_of_results
 from tilewise.backends._support.triton import PLANS, precision_of, why_not_at_all, why_not_here
 from tilewise.backends.base import BoundBackward, BoundForward, Gradients, Needs, Results, Saved, Three
-from tilewise.kernels.triton.launch import (
-    Launch,
-    Modifiers,
-    modifiers_of,
-    operand_addresses,
-    operand_count,
-    takes_descriptors,
-)
+from tilewise.kernels.triton.arguments import Modifiers
+from tilewise.kernels.triton.launch import Launch, modifiers_of, operand_addresses, operand_count, takes_descriptors
 from tilewise.kernels.triton.operand_gradients import OperandGradients
 from tilewise.problem import TAIL_WIDTH, WIDEST, AttentionProblem, Sizes, alignment_of, dense_strides
 from tilewise.problem.options import NO_OPERANDS, Operands
@@ -307,8 +301,9 @@ def _backward_plan(problem: AttentionProblem, incoming: tuple[Sizes, Sizes, Size
         ((problem.b, problem.hk, problem.sk, problem.dv), problem.v_strides)))
     if problem.is_empty:
         return _BackwardPlan(needs, dq, dk, dv)
-    from tilewise.kernels.triton.backward import delta_launch, dkdv_launch, dq_launch
+    from tilewise.kernels.triton.backward import delta_launch, dkdv_launch
     from tilewise.kernels.triton.bias_gradient import BiasGradientSums, sees_alike
+    from tilewise.kernels.triton.dq import dq_launch
 
     spec = device_spec(problem.device)
     out_strides, dout_strides, dlse_strides = incoming
@@ -346,8 +341,8 @@ def _dbias_of(problem: AttentionProblem, dq_config: "TileConfig", precision: str
     if tile is not None and untrusted("dbias", problem.device) is None:
         from tilewise.kernels.gluon.launch_dbias import HopperDbias
 
-        multiprocessors = torch.cuda.get_device_properties(problem.device).multi_processor_count
-        return 0, HopperDbias(problem, tile, multiprocessors)
+        num_sms = torch.cuda.get_device_properties(problem.device).multi_processor_count
+        return 0, HopperDbias(problem, tile, num_sms)
     if entries:
         return entries, None
     return 0, dbias_launch(problem, config_for("dbias", problem, spec, descriptors=descriptors), precision,

@@ -51,5 +51,4 @@ def compile_tile(tile: Tile, target: Any) -> object:
     rows = torch.empty(like_q.shape[:3], dtype=torch.float32, device="meta")
     launch = tile_launch(task.kernel, problem, config)
     tensors = launch.arguments(tuple(rows if name in PER_ROW else like_q for name in TENSORS[task.kernel]))
-    compiled = launch.kernel.warmup(*tensors, *launch.scalars, grid=launch.grid, **launch.options)
-    return compiled.metadata.shared
+    return launch.compile(tensors).metadata.shared

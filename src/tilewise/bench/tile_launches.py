@@ -25,7 +25,8 @@ def tile_launch(kernel: str, problem: AttentionProblem, config: Any) -> Any:
     """Bind a kernel to a problem (seen from its backward pass for all but the forward ones) and a tile."""
     if kernel.startswith("hopper"):
         return HopperLaunch(kernel, problem, config)
-    from tilewise.kernels.triton.backward import dkdv_launch, dq_launch
+    from tilewise.kernels.triton.backward import dkdv_launch
+    from tilewise.kernels.triton.dq import dq_launch
     from tilewise.kernels.triton.forward import forward_launch
 
     strides = problem.q_strides
@@ -50,9 +51,9 @@ class HopperLaunch:
 
         self._is_forward = kernel == "hopper_forward"
         if self._is_forward:
-            self._launch: Any = HopperForward(problem, config, _multiprocessors(problem.device))
+            self._launch: Any = HopperForward(problem, config, _num_sms(problem.device))
         else:
-            self._launch = backward_launch(problem, config, problem.q_strides, _multiprocessors(problem.device))
+            self._launch = backward_launch(problem, config, problem.q_strides, _num_sms(problem.device))
         self._compiled: Any = self._launch.dkdv if isinstance(self._launch, HopperBackwardApart) else self._launch
         self.kernel, self.grid, self.scalars = self._compiled.kernel, self._compiled.grid, self._compiled.scalars
         self.options = OPTIONS
@@ -64,6 +65,10 @@ class HopperLaunch:
             self._launch(lambda: (q, k, v), (q.data_ptr(), k.data_ptr(), v.data_ptr()), out, lse)
         else:
             self._launch(*tensors)
+
+    def compile(self, arguments: tuple[Any, ...]) -> Any:
+        """Compile the kernel for arguments such as :meth:`arguments` returns."""
+        return self.kernel.warmup(*arguments, *self.scalars, grid=self.grid, **self.options)
 
     def arguments(self, tensors: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
         """Return what the compiler sees before the scalars."""
@@ -78,6 +83,6 @@ class HopperLaunch:
                                             counter=make(1, dtype=torch.int32)))
 
 
-def _multiprocessors(device: torch.device) -> int:
-    """Of the device; of one that is not here, an H200's: nothing but the grid depends on it."""
+def _num_sms(device: torch.device) -> int:
+    """Return the device's number of SMs; without a device an H200's: nothing but the grid depends on it."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132

@@ -27,13 +27,16 @@ class Enqueue:
 
     Args:
         kernel: a jit function whose arguments are the tensors, then the scalars.
-        grid: its programs along one to three dims.
+        grid: its CTAs along one to three dims.
         scalars: the arguments after the tensors, in the kernel's order, constexprs included.
         options: num_warps and its kin.
+        compiled_for: what Triton sees in the place of the scalars when it compiles; None: the scalars.
     """
 
-    def __init__(self, kernel: Any, grid: tuple[int, ...], scalars: Arguments, options: dict[str, Any]) -> None:
+    def __init__(self, kernel: Any, grid: tuple[int, ...], scalars: Arguments, options: dict[str, Any],
+                 compiled_for: Arguments | None = None) -> None:
         self.kernel, self.grid, self.scalars, self.options = kernel, grid, scalars, options
+        self._compiled_for = scalars if compiled_for is None else compiled_for
         self._watched = watching()
         self._bound: dict[Any, Callable[[Addresses], None]] = {}
         self._compiled: dict[Any, Any] = {}
@@ -75,7 +78,7 @@ class Enqueue:
     def compile(self, made: Arguments) -> Any:
         """Compile the kernel for arguments like these; return what Triton made of it, None under its interpreter."""
         hash_callees_first(self.kernel)
-        return self.kernel.warmup(*made, *self.scalars, grid=self.grid, **self.options)
+        return self.kernel.warmup(*made, *self._compiled_for, grid=self.grid, **self.options)
 
     def _compile(self, alignment: Any, made: Arguments) -> Any:
         compiled = self.compile(made)

@@ -12,7 +12,7 @@ MAX_BLOCK = 256
 
 @dataclass(frozen=True, slots=True)
 class TileConfig:
-    """Shape of one program.
+    """Shape of one CTA.
 
     Attributes:
         block_m: queries a tile.
@@ -106,7 +106,7 @@ class DbiasConfig(TileConfig):
     """The dbias kernel: a tile of pairs stays, the heads that share it come one after another, with no pipeline.
 
     Attributes:
-        registers: the most that a thread may take, so that more programs share a multiprocessor; 0: any number.
+        registers: the most that a thread may take, so that more CTAs share an SM; 0: any number.
     """
 
     registers: int = 0

@@ -8,14 +8,14 @@ from tilewise.tuning.configs import MIN_BLOCK, DecodeConfig
 from tilewise.tuning.device import DeviceSpec
 
 MOST_ROWS = 64  # of a tile; a group of 8 heads fills it with 8 queries
-RESIDENT = 2  # programs that share a multiprocessor: one waits for its warps while the other's loads are in flight
+RESIDENT = 2  # CTAs that share an SM: one waits for its warps while the other's loads are in flight
 # Keys of a split where a sequence's result must not depend on its neighbours: 16 splits of 8192 keys.
 FIXED_SPLIT = 512
 MOST_SPLITS = 128
-# In steps of a split: what a program costs before its first key has come, and what combining costs, by reckoning. What
-# was measured (H200, 32 heads on 8, head dim 128, 8192 keys) is how many programs to count on at once: with one a
-# multiprocessor batches of 4, 8 and 16 are split half as often as with two, and read 3 to 7 % faster; but 22 to 36 %
-# slower in pages of 16, which are looked up by the threads that load.
+# In steps of a split: what a CTA costs before its first key has come, and what combining costs, estimated. What
+# was measured (H200, 32 heads on 8, head dim 128, 8192 keys) is how many CTAs to count on at once: with one on
+# each SM batches of 4, 8 and 16 are split half as often as with two, and read 3 to 7 % faster; but 22 to 36 % slower in
+# pages of 16, which are looked up by the threads that load.
 _BEGINNING, _COMBINING = 1.0, 1.5
 _NEARLY = 1.05  # fewer splits are worth this much of the reckoned time
 
@@ -25,7 +25,7 @@ class Splits:
     """How the keys are split.
 
     Attributes:
-        count: programs that share the keys of a tile of rows.
+        count: CTAs that share the keys of a tile of rows.
         length: keys of each; None = an even share of those there are.
     """
 
@@ -34,7 +34,7 @@ class Splits:
 
 
 def decode_config(problem: DecodeProblem, device: DeviceSpec) -> DecodeConfig:
-    """Choose the tile: rows for the queries of a group, and as many keys in flight as two programs have room for.
+    """Choose the tile: rows for the queries of a group, and as many keys in flight as two CTAs have room for.
 
     16 bits, head dim 128, on Hopper: 64 keys, four stages, 103 KiB. On an H200 three were 10 % slower from 64 sequences
     on; 128 keys or 8 warps made -23 to +10 %, more than 2 % with one sequence of 65536 keys alone; to launch the kernel
@@ -56,10 +56,10 @@ def decode_config(problem: DecodeProblem, device: DeviceSpec) -> DecodeConfig:
     return DecodeConfig(MIN_BLOCK, MIN_BLOCK, warps, 2, overlapped=overlapped)
 
 
-def choose_splits(problem: DecodeProblem, config: DecodeConfig, multiprocessors: int) -> Splits:
+def choose_splits(problem: DecodeProblem, config: DecodeConfig, num_sms: int) -> Splits:
     """Choose how often the keys are split: as it takes the least time with a full cache, for lengths are data.
 
-    All programs of a wave take as long as its longest. A deterministic call has splits of a fixed length, however many
+    All CTAs of a wave take as long as its longest. A deterministic call has splits of a fixed length, however many
     that makes: then its bits are not the affair of its batch.
     """
     if problem.num_splits is not None:
@@ -71,11 +71,11 @@ def choose_splits(problem: DecodeProblem, config: DecodeConfig, multiprocessors:
     if problem.deterministic:
         return Splits(max(1, -(-keys // FIXED_SPLIT)), FIXED_SPLIT)
     steps = max(1, -(-keys // config.block_n))
-    programs = problem.b * problem.hk * row_tiles(problem, config)
-    at_once = multiprocessors * (RESIDENT if 0 < problem.page < config.block_n else 1)
+    ctas = problem.b * problem.hk * row_tiles(problem, config)
+    at_once = num_sms * (RESIDENT if 0 < problem.page < config.block_n else 1)
 
     def cost(splits: int) -> float:
-        waves = -(-programs * splits // at_once)
+        waves = -(-ctas * splits // at_once)
         return waves * (-(-steps // splits) + _BEGINNING) + (_COMBINING if splits > 1 else 0.0)
 
     counts = range(1, min(steps, MOST_SPLITS) + 1)

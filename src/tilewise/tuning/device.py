@@ -6,7 +6,7 @@ from functools import cache
 import torch
 
 KIB = 1024
-# Shared memory one program may use (LDS on AMD). CUDA C++ Programming Guide, "Technical Specifications per Compute
+# Shared memory that one CTA may use (LDS on AMD). CUDA C++ Programming Guide, "Technical Specifications per Compute
 # Capability"; AMD CDNA3 ISA guide, section 3.2.
 _SHARED_MEMORY = {
     "sm_75": 64 * KIB, "sm_80": 163 * KIB, "sm_86": 99 * KIB, "sm_89": 99 * KIB, "sm_90": 227 * KIB,
@@ -22,7 +22,7 @@ class DeviceSpec:
     Attributes:
         name: folder name of its tuning tables, e.g. "nvidia-h200".
         arch: "sm_90", "gfx942", ..., or "interpreter" for Triton on the CPU.
-        shared_memory: bytes one program may use.
+        shared_memory: bytes that one CTA may use.
     """
 
     name: str

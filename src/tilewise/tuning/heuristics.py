@@ -37,8 +37,8 @@ from tilewise.tuning.configs import (
     TileConfig,
     pieces_of,
 )
+from tilewise.tuning.ctas_per_head import choose_ctas_per_head
 from tilewise.tuning.device import DeviceSpec
-from tilewise.tuning.head_programs import programs_of_head
 from tilewise.tuning.wave_model import MANY_WAVES, NEARLY, grid_plan_of, num_tiles_of
 
 Tile = tuple[int, int, int, int]  # block_m, block_n, num_warps, num_stages
@@ -84,9 +84,9 @@ _HOPPER_DROPOUT: dict[str, dict[int, Tile]] = _HOPPER_PAIRS | {
     "dkdv": {64: (64, 64, 4, 2), 128: (32, 64, 4, 2)},
     "dv": {256: (32, 64, 4, 2)},
 }
-# Padded head dim -> registers of dbias's kernel through descriptors: with 168 three programs of 128 threads share a
-# multiprocessor. It takes 0.70 to 0.75 of the time of two that have 255 and read through pointers (H200, 16 heads, a
-# bias that 4 entries of length 4096 or 2 of 8192 share). No other width was timed, and with lengths that are data
+# Padded head dim -> registers of dbias's kernel through descriptors: with 168 three CTAs of 128 threads share an
+# SM. It takes 0.70 to 0.75 of the time of two that have 255 and read through pointers (H200, 16 heads, a bias that 4
+# batch elements of length 4096 or 2 of 8192 share). No other width was timed, and where lengths are on the device
 # Triton 3.9.0 spills 700 to 900 bytes.
 _DBIAS_REGISTERS = {128: 168}
 # Padded head dim -> tile of dQ for two batch entries at once. On an H200, head dim 128, the whole backward takes 0.85
@@ -123,10 +123,10 @@ _FLOAT32: dict[str, dict[int, Tile]] = {
     "dq": {64: (32, 32, 4, 3), 128: (32, 32, 4, 2), 256: (32, 16, 8, 1), 512: (16, 16, 8, 1)},
 }
 
-MULTIPROCESSORS = 132  # of an H100 or an H200
-# Programs that keep every multiprocessor busy: two for each of an H200's 132, as many of dQ as fit at head dim 128.
+NUM_SMS = 132  # of an H100 or an H200
+# CTAs that keep every SM busy: two for each of an H200's 132, as many of dQ as fit at head dim 128.
 FILLING = 256
-# The Hopper kernel for a shared bias: tiles of 128 x 128 pairs, one program a multiprocessor, that half of them have.
+# The Hopper kernel for a shared bias: tiles of 128 x 128 scores, one CTA on each SM, for at least half of the SMs.
 LEAST_TILES = 66
 LEAST_SHARING = 3  # entries from which it takes the place of dQ's way
 
@@ -168,7 +168,7 @@ def tile_config(kernel: str, problem: AttentionProblem, device: DeviceSpec, *, d
     return fitting(kind(*_tiles(device)[like][width]), problem, device)
 
 
-def hopper_forward_config(problem: AttentionProblem, multiprocessors: int = MULTIPROCESSORS) -> HopperForwardConfig:
+def hopper_forward_config(problem: AttentionProblem, num_sms: int = NUM_SMS) -> HopperForwardConfig:
     """Choose the tiles of the Gluon forward kernel, timed on an H200 at lengths 512 to 16384 (Triton 3.6).
 
     At a width of 64 the softmax takes as long as the products: three warpgroups with ping-pong scheduling (+5 % over
@@ -192,7 +192,7 @@ def hopper_forward_config(problem: AttentionProblem, multiprocessors: int = MULT
                for block_n, q_stages, passes in product((128, 64) if problem.dv <= 128 else (64,), (2, 1), (1, 2)))
     two = next(config for config in configs if config.shared_bytes(problem) <= room)
     width, ping_pong = max(problem.d, problem.dv), _two_ping_pong(problem, length)
-    is_long = width <= 64 and ping_pong and num_tiles_of(problem, two) > MANY_WAVES * multiprocessors
+    is_long = width <= 64 and ping_pong and num_tiles_of(problem, two) > MANY_WAVES * num_sms
     by_preference = [replace(two, ping_pong=ping_pong, kv_stages=4 if is_long else 2)]
     if width <= 128:
         by_preference.append(replace(two, consumers=1))
@@ -203,7 +203,7 @@ def hopper_forward_config(problem: AttentionProblem, multiprocessors: int = MULT
         by_preference.insert(0, HopperForwardConfig(block_n=128, consumers=3, ping_pong=True))
     if problem.sequences.are_data:
         return by_preference[0]
-    times = [grid_plan_of(problem, config, multiprocessors).time for config in by_preference]
+    times = [grid_plan_of(problem, config, num_sms).time for config in by_preference]
     nearly = min(times) / NEARLY
     return next(config for config, time in zip(by_preference, times, strict=True) if time <= nearly)
 
@@ -227,7 +227,7 @@ def _two_ping_pong(problem: AttentionProblem, length: int) -> bool:
     return length >= {(64, 64): 512, (96, 96): 1024, (128, 128): 512, (256, 256): 512}.get(widths, math.inf)
 
 
-def hopper_backward_config(problem: AttentionProblem, multiprocessors: int = MULTIPROCESSORS) -> HopperBackwardConfig:
+def hopper_backward_config(problem: AttentionProblem, num_sms: int = NUM_SMS) -> HopperBackwardConfig:
     """Choose the Gluon backward kernel and its variant, timed on an H200 at lengths 512 to 16384 (Triton 3.6).
 
     Augmented K gains 5 to 7 % at a width of 128, and persistent CTAs 6 to 8 % more at a length of 512, 3 to 5 % at
@@ -242,11 +242,11 @@ def hopper_backward_config(problem: AttentionProblem, multiprocessors: int = MUL
     if widest > 128:
         return HopperD192Config() if dk_dv_fit(problem) and not problem.deterministic else HopperD256Config()
     if widest <= 64 and augmented_k_fits(problem):
-        return _d64_config(problem, multiprocessors)
+        return _d64_config(problem, num_sms)
     if problem.deterministic:
         return HopperD128Config(s_ahead=widest <= 64, variant=D128Variant.DETERMINISTIC)
     if augmented_k_fits(problem):
-        owns_heads = programs_of_head(problem, multiprocessors) > 0
+        owns_heads = choose_ctas_per_head(problem, num_sms) > 0
         return HopperD128AugmentedKConfig(variant=D128AugmentedKVariant.HEAD_PERSISTENT if owns_heads
                                           else D128AugmentedKVariant.DYNAMIC_TILES)
     if widest <= 64:
@@ -254,16 +254,16 @@ def hopper_backward_config(problem: AttentionProblem, multiprocessors: int = MUL
     return HopperD128Config()
 
 
-def _d64_config(problem: AttentionProblem, multiprocessors: int) -> HopperD64Config:
+def _d64_config(problem: AttentionProblem, num_sms: int) -> HopperD64Config:
     """Choose the variant at head dims up to 64 with augmented K."""
-    ctas_per_head = programs_of_head(problem, multiprocessors)
+    ctas_per_head = choose_ctas_per_head(problem, num_sms)
     if ctas_per_head > 0:
         return HopperD64Config(variant=D64Variant.HEAD_PERSISTENT, ctas_per_head=ctas_per_head)
     return HopperD64Config(variant=D64Variant.DETERMINISTIC if problem.deterministic else D64Variant.DYNAMIC_TILES)
 
 
 def delta_config(problem: AttentionProblem) -> DeltaConfig:
-    """Choose the tile of the delta kernel: 4096 elements of out and of dout a program, which fill its loads."""
+    """Choose the tile of the delta kernel: 4096 elements of out and of dout for each CTA, which fill its loads."""
     return DeltaConfig(block_m=max(16, 4096 // padded_dim(problem.dv)), num_warps=4)
 
 
@@ -289,8 +289,8 @@ def pair_entries(problem: AttentionProblem, config: TileConfig, device: DeviceSp
         return 0
     if bias.shape[0] == problem.pairs[0]:
         return 1
-    programs = problem.hq * -(-problem.sq // config.block_m)
-    fills = programs >= FILLING or device.arch == "interpreter"
+    ctas = problem.hq * -(-problem.sq // config.block_m)
+    fills = ctas >= FILLING or device.arch == "interpreter"
     return problem.b if problem.sequences.packed is None and fills else 0
 
 
@@ -298,7 +298,7 @@ def hopper_dbias_config(problem: AttentionProblem, entries: int) -> HopperDbiasC
     """Choose the tile of the Gluon kernel that sums a bias's gradient; None where another way is as good.
 
     Timed on an H200 with 16 heads at d 128, the sum alone takes 0.54 to 0.60 of the time of the Triton kernel of its
-    own; that half the multiprocessors should have a tile is counted, not timed. Beside dQ's way a backward pass with
+    own; that half the SMs should have a tile is counted, not timed. Beside dQ's way a backward pass with
     tiles twice as wide, which were slower, took 0.81 (3 entries of length 4096, causal), 0.84 and 0.92 (4 of them,
     causal and full), 0.73 and 0.82 (8 of 2048), but 1.11 and 1.24 (2 of 8192) of the time; 1.01 at d 64 (4 of 4096).
 
@@ -382,7 +382,7 @@ def prefers_gluon(problem: AttentionProblem) -> bool:
         return False
     batch, keys = 1 if problem.deterministic else problem.b, problem.sk // (problem.sequences.packed or 1)
     packs = (problem.direction == "forward" and not problem.sequences.are_data and problem.group > 1
-             and batch * problem.hq > MULTIPROCESSORS)
+             and batch * problem.hq > NUM_SMS)
     if problem.sq <= 64 and not packs:
         return _splits_kv(problem)
     work = batch * problem.hq * max(problem.sq, 64) * keys * (problem.d + problem.dv)
@@ -402,7 +402,7 @@ def _splits_kv(problem: AttentionProblem) -> bool:
     """Whether the Hopper forward kernel would split many keys."""
     if problem.direction != "forward" or problem.sk < _LEAST_SPLIT or max(problem.d, problem.dv) > 256:
         return False
-    return grid_plan_of(problem, hopper_forward_config(problem), MULTIPROCESSORS).split_kv is not None
+    return grid_plan_of(problem, hopper_forward_config(problem), NUM_SMS).split_kv is not None
 
 
 def lengths_may_decide(problem: AttentionProblem) -> bool:

@@ -21,7 +21,7 @@ from tilewise.tuning.backward_configs import (
 from tilewise.tuning.configs import HopperConfig, HopperForwardConfig, pieces_of
 from tilewise.tuning.device import DeviceSpec
 from tilewise.tuning.heuristics import (
-    MULTIPROCESSORS,
+    NUM_SMS,
     hopper_backward_config,
     hopper_forward_config,
     kernel_width,
@@ -40,17 +40,17 @@ from tilewise.tuning.table import (
 
 
 def forward_config(problem: AttentionProblem, device: DeviceSpec,
-                   multiprocessors: int = MULTIPROCESSORS) -> HopperForwardConfig:
+                   num_sms: int = NUM_SMS) -> HopperForwardConfig:
     """Return the table's config for the problem, else the heuristic one."""
-    own = hopper_forward_config(problem, multiprocessors)
+    own = hopper_forward_config(problem, num_sms)
     row = _row_of("hopper_forward", problem, device, own)
     return own if row is None else forward_config_of(row)
 
 
 def backward_config(problem: AttentionProblem, device: DeviceSpec,
-                    multiprocessors: int = MULTIPROCESSORS) -> HopperBackwardConfig:
+                    num_sms: int = NUM_SMS) -> HopperBackwardConfig:
     """Return the table's config for the problem, else the heuristic one."""
-    own = hopper_backward_config(problem, multiprocessors)
+    own = hopper_backward_config(problem, num_sms)
     row = _row_of("hopper_backward", problem, device, own)
     return own if row is None else backward_config_of(row)
 
@@ -76,8 +76,8 @@ def propose_hopper(kernel: str, problem: AttentionProblem, device: DeviceSpec,
 def _row_of(kernel: str, problem: AttentionProblem, device: DeviceSpec, own: HopperConfig) -> Row | None:
     """Return the table's row for the problem, None where it has none.
 
-    A bucket knows nothing of how many heads there are, by which the heuristic tells programs that fill the
-    multiprocessors from those that do not. So a row speaks for the problems that the heuristic would have given ``own``
+    A bucket knows nothing of how many heads there are, by which the heuristic tells grids that fill the SMs from
+    those that do not. So a row speaks for the problems that the heuristic would have given ``own``
     like the one that was measured, whatever their number of heads, and for lengths from half to twice its own.
     """
     if not _is_measured(kernel, problem):

@@ -82,7 +82,7 @@ def _plan(problem: DecodeProblem, alignment: tuple[bool, ...], precision: str) -
     if not problem.b * problem.sq:
         return _Plan(strides, append, None, None)
     config = decode_config(problem, device_spec(problem.device))
-    splits = choose_splits(problem, config, _multiprocessors(problem.device))
+    splits = choose_splits(problem, config, _num_sms(problem.device))
     attend = decode_launch(problem, config, splits, row_tiles(problem, config), precision)
     if is_whole(splits):
         return _Plan(strides, append, attend, None)
@@ -90,8 +90,8 @@ def _plan(problem: DecodeProblem, alignment: tuple[bool, ...], precision: str) -
                  (problem.b, problem.hq, problem.sq, splits.count, problem.dv))
 
 
-def _multiprocessors(device: torch.device) -> int:
-    """How many there are; of the interpreter, which has none, as few as show that keys are split."""
+def _num_sms(device: torch.device) -> int:
+    """Return how many SMs there are; for the interpreter, which has none, as few as show that keys are split."""
     if device.type == "cpu":
         return 4
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -86,7 +86,7 @@ class HopperBackward:
 
     Where lengths are data or there is dropout, cu_seqlens_q, cu_seqlens_k, seqlens_q, seqlens_k and the seed follow,
     each a tensor or None.
-    ``dq_strides``: those of dq. ``multiprocessors``: of the device; one CTA runs on each at a time. ``incoming``: the
+    ``dq_strides``: those of dq. ``num_sms``: of the device; one CTA runs on each SM at a time. ``incoming``: the
     strides of out and dout, the last 1, where delta has no gradient of lse and no other kernel needs it; out then comes
     in its place if ``takes_out`` says so. ``allocate``: allocates memory on the device. lse and delta are contiguous,
     delta as the Triton backend's kernel computes it; dout and the gradients have a last stride of 1 and others that are
@@ -95,7 +95,7 @@ class HopperBackward:
     """
 
     def __init__(self, problem: AttentionProblem, config: HopperBackwardShape, dq_strides: Sizes,
-                 multiprocessors: int, incoming: tuple[Sizes, Sizes] | None = None,
+                 num_sms: int, incoming: tuple[Sizes, Sizes] | None = None,
                  allocate: Allocate | None = None) -> None:
         from triton.experimental.gluon import language as gl
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -120,7 +120,7 @@ class HopperBackward:
         least = _LEAST_DETERMINISTIC if config.deterministic and problem.mask.right is not None else 1
         ctas = heads if config.head_persistent else tiles * heads
         swizzle = 1 if config.head_persistent else kv_heads_per_swizzle(problem, width, 4, least)
-        most = _heads_at_once(config, multiprocessors)
+        most = _heads_at_once(config, num_sms)
         is_persistent = config.head_persistent or config.dynamic_tiles
         self.grid = (config.ctas_per_head * min(ctas, most) if is_persistent else ctas,)
         self.scalars = (
@@ -265,12 +265,12 @@ class HopperBackward:
         return tensors if self.reads_all else rows_of(tensors, self.queries, self.keys)
 
 
-def _heads_at_once(config: HopperBackwardShape, multiprocessors: int) -> int:
+def _heads_at_once(config: HopperBackwardShape, num_sms: int) -> int:
     """Return how many heads CTAs share at a time; all CTAs of a head have to run at once."""
-    if config.ctas_per_head > multiprocessors:
+    if config.ctas_per_head > num_sms:
         raise InvalidInput(
-            f"ctas_per_head={config.ctas_per_head} for {multiprocessors} multiprocessors; allowed are as many.")
-    return multiprocessors // config.ctas_per_head
+            f"ctas_per_head={config.ctas_per_head} for {num_sms} multiprocessors; allowed are as many.")
+    return num_sms // config.ctas_per_head
 
 
 def _allocator(device: torch.device) -> Allocate:

@@ -19,12 +19,12 @@ from tilewise.problem import AttentionProblem, Sizes, legal_strides
 
 
 def backward_launch(problem: AttentionProblem, config: HopperBackwardShape, dq_strides: Sizes,
-                    multiprocessors: int, incoming: tuple[Sizes, Sizes] | None = None,
+                    num_sms: int, incoming: tuple[Sizes, Sizes] | None = None,
                     allocate: Allocate | None = None) -> "HopperBackward | HopperBackwardApart":
     """Bind the backward kernels that a config is for to a problem. The rest: see :class:`HopperBackward`."""
     if config.kernel == "d256":
         return HopperBackwardApart(problem, config)
-    return HopperBackward(problem, config, dq_strides, multiprocessors, incoming, allocate)
+    return HopperBackward(problem, config, dq_strides, num_sms, incoming, allocate)
 
 
 class HopperPart:

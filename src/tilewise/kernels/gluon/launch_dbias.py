@@ -32,7 +32,7 @@ class HopperDbias:
     reads the bias. q, k, v and dout are legal for a descriptor, lse and delta contiguous, dbias is dense.
     """
 
-    def __init__(self, problem: AttentionProblem, config: HopperDbiasShape, multiprocessors: int) -> None:
+    def __init__(self, problem: AttentionProblem, config: HopperDbiasShape, num_sms: int) -> None:
         from triton.experimental.gluon import language as gl
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -52,7 +52,7 @@ class HopperDbias:
         block = [1, 1, 64, config.columns(problem)]
         self.describe, self.form = TensorDescriptor, (block, gl.NVMMASharedLayout.get_default_for(block, dtype))
         self.kernel = hopper_dbias_kernel
-        self.grid = (min(bias_heads * m_blocks * n_blocks, multiprocessors),)
+        self.grid = (min(bias_heads * m_blocks * n_blocks, num_sms),)
         self.scalars = (
             *bias.strides, size_q, size_k, problem.hq, problem.group,
             own_heads, shared_heads, problem.b // own_batches * shared_heads, bias_heads, m_blocks, n_blocks,

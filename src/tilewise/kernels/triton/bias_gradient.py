@@ -1,6 +1,6 @@
 """Gradient of a bias from the dQ kernel, which stores the dS that it computes, or adds it to that of earlier entries.
 
-Where the batch shares the bias, dQ is launched for one batch entry after another, or for a few at once: a program then
+Where the batch shares the bias, dQ is launched for one batch entry after another, or for a few at once: a CTA then
 has a tile of queries of each, adds up their dS in registers, and reads the bias once. A launch reads, adds and writes
 what those before it on the stream have left, without atomics, so the sum is the same on every run. Between launches it
 is in float32: of a 16-bit bias that takes a buffer of the bias's shape beside the gradient, which is this gradient
@@ -17,15 +17,15 @@ import triton.language as tl
 
 from tilewise.kernels.triton.launch import Launch
 from tilewise.kernels.triton.primitives import head_offset, offsets
-from tilewise.problem import AttentionProblem
+from tilewise.problem import AttentionProblem, Sizes
 from tilewise.problem.options import OperandSpec
 
 
 @triton.jit
-def pair_rows(pairs_ptr, sequence, head, first, stride_b, stride_h, stride_q, ROWS: tl.constexpr):
-    """Point to the rows ``first .. first + ROWS`` of one head's pairs, [ROWS]."""
-    base = pairs_ptr + head_offset(sequence, head, stride_b, stride_h) + first.to(tl.int64) * stride_q
-    return base + offsets(tl.arange(0, ROWS), stride_q, True)
+def pair_rows(ptr, strides, sequence, head, first, ROWS: tl.constexpr):
+    """Point to the rows ``first .. first + ROWS`` of one head's pairs, [ROWS], with the strides of a StridedTensor."""
+    base = ptr + head_offset(sequence, head, strides.stride_b, strides.stride_h) + first.to(tl.int64) * strides.stride_s
+    return base + offsets(tl.arange(0, ROWS), strides.stride_s, True)
 
 
 @triton.jit
@@ -33,8 +33,8 @@ def halves(tile):
     """Split a tile, [ROWS, COLUMNS], into its first and its last columns.
 
     On its way to memory a tile changes its layout through shared memory: by halves, through half as much of it (sm_90,
-    d 128: 112 KiB a program instead of 120, so that two fit where one did) and with fewer registers (24 bytes of stack
-    instead of 64 where nothing is added).
+    d 128: 112 KiB for each CTA instead of 120, so that two fit where one did) and with fewer registers (24 bytes of
+    stack instead of 64 where nothing is added).
     """
     return tile.reshape(tile.shape[0], 2, tile.shape[1] // 2).permute(0, 2, 1).split()
 
@@ -75,11 +75,11 @@ def store_pairs_by_halves(rows, pairs, earlier, offs_m, first_k, stop_q, stop_k,
     tl.store(high_ptrs, high.to(rows.dtype.element_ty), mask=high_inside)
 
 
-def pair_strides(problem: AttentionProblem, at_once: int | None) -> tuple[int | None, ...]:
+def pair_strides(problem: AttentionProblem, at_once: int | None) -> Sizes | None:
     """Strides (b, h, s) of a bias's dense gradient: 0 for a batch that shares it, None where dQ's kernel makes none."""
     bias = problem.scores.bias
     if at_once is None or bias is None:
-        return None, None, None
+        return None
     own_batches, heads, size_q, size_k = bias.shape
     return (0 if own_batches == 1 else heads * size_q * size_k), size_q * size_k, size_k
 
@@ -110,7 +110,7 @@ class BiasGradientSums:
         self._skips = problem.mask.is_bounded or problem.sequences.are_data or bool(_hiding(problem))
         # Else an entry may skip what an earlier one has written, or the other way round.
         self._alike = entries == 1 or sees_alike(problem)
-        at_once = min(at_once, entries)  # a program for more of them would read and write past the last one
+        at_once = min(at_once, entries)  # a CTA for more of them would read and write past the last one
         firsts = range(0, entries, at_once)
         first, following, last = bind(at_once if entries > 1 else 0), bind(at_once), bind(entries - firsts[-1])
         self._steps: list[tuple[int | None, Launch]] = [(begin, following) for begin in firsts]

@@ -31,6 +31,27 @@ class Rotary(NamedTuple):
     stride_sin: int | None = None
 
 
+class AppendNumbers(NamedTuple):
+    """The numbers of a problem, for which the kernel is not specialised: positions that are appended, heads, ..."""
+
+    new: int
+    hk: int
+    capacity: int
+    tiles: int
+
+
+class CacheConstants(NamedTuple):
+    """What is fixed when the kernel is compiled: as in decode.DecodeConstants; ROWS: of a CTA."""
+
+    D: int
+    DV: int
+    BLOCK_D: int
+    PAGE: int
+    ROTARY: int
+    INTERLEAVED: bool
+    ROWS: int
+
+
 @triton.jit
 def length_before(cache, batch):
     """Return how many positions of a sequence were filled before this call; a length below 0 counts as 0."""
@@ -88,37 +109,32 @@ def load_rotated(rows, places, inside, rotary, stride_d, D: tl.constexpr, BLOCK_
     return tile
 
 
-@triton.jit(do_not_specialize=["new", "hk", "capacity", "tiles"])
-def append_kernel(k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, cache, rotary,
-                  stride_kb, stride_kh, stride_ks, stride_kd, stride_vb, stride_vh, stride_vs, stride_vd,
-                  stride_kcb, stride_kch, stride_kcs, stride_vcb, stride_vch, stride_vcs,
-                  new, hk, capacity, tiles, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
-                  PAGE: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr):
+@triton.jit
+def append_kernel(k, v, k_cache, v_cache, cache, rotary, problem, C: tl.constexpr):
     """Write new keys, rotated by their positions, and new values behind those in the cache.
 
-    Grid: (tiles · b,): a program writes ROWS of a sequence's new · hk rows. What the cache has no room for is not
-    written.
+    Grid: (tiles · b,): a CTA writes ROWS of a sequence's new · hk rows. What the cache has no room for is not written.
     """
     pid = tl.program_id(0)
-    batch = pid // tiles
-    offs = pid % tiles * ROWS + tl.arange(0, ROWS)
-    index = offs // hk
-    head = offs % hk
+    batch = pid // problem.tiles
+    offs = pid % problem.tiles * C.ROWS + tl.arange(0, C.ROWS)
+    index = offs // problem.hk
+    head = offs % problem.hk
     place = length_before(cache, batch) + index
-    inside = (index < new) & (place < capacity)
-    if PAGE > 0:
+    inside = (index < problem.new) & (place < problem.capacity)
+    if C.PAGE > 0:
         pages = cache.table + operand_offset(batch, cache.stride_table, True)
-        row = tl.load(pages + place // PAGE, mask=inside, other=0)
-        within = (place % PAGE).to(tl.int64)
+        row = tl.load(pages + place // C.PAGE, mask=inside, other=0)
+        within = (place % C.PAGE).to(tl.int64)
     else:
         row = row_of(cache, batch)
         within = place.to(tl.int64)
-    offs_d = tl.arange(0, BLOCK_D)
-    k_rows = k_ptr + head_offset(batch, head, stride_kb, stride_kh) + index.to(tl.int64) * stride_ks
-    k = load_rotated(k_rows, place, inside, rotary, stride_kd, D, BLOCK_D, ROTARY, INTERLEAVED)
-    k_places = k_cache_ptr + head_offset(row, head, stride_kcb, stride_kch) + within * stride_kcs
-    tl.store(k_places[:, None] + offs_d[None, :], k, mask=inside[:, None] & (offs_d < D)[None, :])
-    v_rows = v_ptr + head_offset(batch, head, stride_vb, stride_vh) + index.to(tl.int64) * stride_vs
-    v = load_rotated(v_rows, place, inside, rotary, stride_vd, DV, BLOCK_D, 0, INTERLEAVED)
-    v_places = v_cache_ptr + head_offset(row, head, stride_vcb, stride_vch) + within * stride_vcs
-    tl.store(v_places[:, None] + offs_d[None, :], v, mask=inside[:, None] & (offs_d < DV)[None, :])
+    offs_d = tl.arange(0, C.BLOCK_D)
+    k_rows = k.ptr + head_offset(batch, head, k.stride_b, k.stride_h) + index.to(tl.int64) * k.stride_s
+    k_tile = load_rotated(k_rows, place, inside, rotary, k.stride_d, C.D, C.BLOCK_D, C.ROTARY, C.INTERLEAVED)
+    k_ptrs = k_cache.ptr + head_offset(row, head, k_cache.stride_b, k_cache.stride_h) + within * k_cache.stride_s
+    tl.store(k_ptrs[:, None] + offs_d[None, :], k_tile, mask=inside[:, None] & (offs_d < C.D)[None, :])
+    v_rows = v.ptr + head_offset(batch, head, v.stride_b, v.stride_h) + index.to(tl.int64) * v.stride_s
+    v_tile = load_rotated(v_rows, place, inside, rotary, v.stride_d, C.DV, C.BLOCK_D, 0, C.INTERLEAVED)
+    v_ptrs = v_cache.ptr + head_offset(row, head, v_cache.stride_b, v_cache.stride_h) + within * v_cache.stride_s
+    tl.store(v_ptrs[:, None] + offs_d[None, :], v_tile, mask=inside[:, None] & (offs_d < C.DV)[None, :])

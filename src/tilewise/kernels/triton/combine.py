@@ -1,6 +1,6 @@
 """Split-KV's second kernel: combines the partial results of rows whose keys were split (maths.md, eq. 11)."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -11,8 +11,18 @@ from tilewise.kernels.triton.launch import Launch
 from tilewise.kernels.triton.primitives import LN2, head_offset
 from tilewise.problem import AttentionProblem
 
-_ROWS = 4  # of a program of four warps: 16 bytes a thread and split at 128 columns
+_ROWS = 4  # of a CTA of four warps: 16 bytes a thread and split at 128 columns
 _AT_ONCE = tl.constexpr(4)  # splits whose loads are in flight together
+
+
+class SplitNumbers(NamedTuple):
+    """The numbers of a call, for which the kernel is not specialised: ``count`` rows of lse from ``first`` on, ..."""
+
+    first: int
+    count: int
+    sq: int
+    hq: int
+    num_splits: int
 
 
 @triton.jit
@@ -21,22 +31,22 @@ def _load_max(partials, split, num_splits, inside, FLOATS: tl.constexpr):
     return tl.load(partials + split * FLOATS + (FLOATS - 8), mask=inside & (split < num_splits), other=float("-inf"))
 
 
-@triton.jit(do_not_specialize=["first", "count", "sq", "hq", "num_splits"])
-def combine_splits_kernel(partial_ptr, out_ptr, lse_ptr, sinks_ptr, stride_sinks, stride_ob, stride_oh, stride_os,
-                          first, count, sq, hq, num_splits, DV: tl.constexpr, BLOCK_D: tl.constexpr,
-                          FLOATS: tl.constexpr, ROWS: tl.constexpr, OVERLAPPED: tl.constexpr):
+@triton.jit
+def combine_splits_kernel(partial_ptr, out, lse_ptr, sinks_ptr, stride_sinks, rows, DV: tl.constexpr,
+                          BLOCK_D: tl.constexpr, FLOATS: tl.constexpr, ROWS: tl.constexpr, OVERLAPPED: tl.constexpr):
     """Combine the splits of ``count`` rows of lse from ``first`` on, in their order, and let the sink enter.
 
-    Grid: (ceil(count / ROWS),). partial: (count, num_splits, FLOATS), float32: out of the split's keys; from
-    FLOATS - 8 on the maximum of the scores, to base 2, and the sum of 2^(score - maximum). They stay apart: a maximum
-    far from 0 has no bits left for the logarithm of a sum. A split without a visible key has a maximum of -inf, and
-    nothing else of it is read.
+    Grid: (ceil(count / ROWS),). rows: SplitNumbers. partial: (count, num_splits, FLOATS), float32: out of the
+    split's keys; from FLOATS - 8 on the maximum of the scores, to base 2, and the sum of 2^(score - maximum). They stay
+    apart: a maximum far from 0 has no bits left for the logarithm of a sum. A split without a visible key has a maximum
+    of -inf, and nothing else of it is read.
     """
     if OVERLAPPED:
         gdc_wait()  # until the partial results are there
+    sq, hq, num_splits = rows.sq, rows.hq, rows.num_splits
     own = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside = own < count
-    row = first + own
+    inside = own < rows.count
+    row = rows.first + own
     query = row % sq
     head = row // sq % hq
     offs_d = tl.arange(0, BLOCK_D)
@@ -66,10 +76,11 @@ def combine_splits_kernel(partial_ptr, out_ptr, lse_ptr, sinks_ptr, stride_sinks
             row_sum += weight
             acc += weight[:, None] * own_out
         row_max = new_max
-    lse, out = finished(row_max, row_sum, acc, sinks_ptr, stride_sinks, head, inside)
+    lse, acc = finished(row_max, row_sum, acc, sinks_ptr, stride_sinks, head, inside)
     tl.store(lse_ptr + row, lse * LN2, mask=inside)
-    out_rows = out_ptr + head_offset(row // sq // hq, head, stride_ob, stride_oh) + query.to(tl.int64) * stride_os
-    tl.store(out_rows[:, None] + offs_d[None, :], out.to(out_ptr.dtype.element_ty),
+    offset = head_offset(row // sq // hq, head, out.stride_b, out.stride_h)
+    out_rows = out.ptr + offset + query.to(tl.int64) * out.stride_s
+    tl.store(out_rows[:, None] + offs_d[None, :], acc.to(out.ptr.dtype.element_ty),
              mask=inside[:, None] & (offs_d < DV)[None, :])
 
 
@@ -84,7 +95,8 @@ def combine_splits_launch(problem: AttentionProblem, rows: range, shape: tuple[i
         overlapped: whether it is launched while the kernel in front still runs, and waits by itself.
     """
     scalars: tuple[Any, ...] = (
-        *problem.out_strides[:3], rows.start, len(rows), problem.sq, problem.hq, shape[1], problem.dv,
+        SplitNumbers(rows.start, len(rows), problem.sq, problem.hq, shape[1]), problem.dv,
         1 << (problem.dv - 1).bit_length(), shape[2], _ROWS, overlapped)
-    return Launch(combine_splits_kernel, -(-len(rows) // _ROWS), scalars, num_warps=4, num_stages=1,
+    return Launch(combine_splits_kernel, -(-len(rows) // _ROWS), scalars, (None, problem.out_strides[:3]),
+                  num_warps=4, num_stages=1,
                   **({"launch_pdl": True} if overlapped else {}))

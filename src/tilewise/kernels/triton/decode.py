@@ -1,4 +1,4 @@
-"""Decoding: few queries against a long cache, whose keys are split among programs; then the parts are combined.
+"""Decoding: few queries against a long cache, whose keys are split among CTAs; then the parts are combined.
 
 The heads of a group share a tile, since they share the keys: row r of it is query r div group of head r mod group. What
 takes the time is reading the cache, once. Lengths, tables and positions are read here, so that a CUDA graph replays
@@ -35,11 +35,54 @@ class Extras(NamedTuple):
     stride_slopes_h: int | None = None
     sinks: Any = None  # (hq,)
     stride_sinks: int | None = None
-    near_0: float | None = None  # as in launch.py
+    near_0: float | None = None  # as in arguments.py
+
+
+class DecodeNumbers(NamedTuple):
+    """The numbers of a problem, for which the kernel is not specialised; lower, upper: of the band, or None.
+
+    new: positions that the call appends. capacity: positions of a sequence's cache. positions: rows of the angles.
+    per_split: keys of a split, None for an even share.
+    """
+
+    scale_log2: float
+    lower: int | None
+    upper: int | None
+    sq: int
+    hk: int
+    group: int
+    new: int
+    capacity: int
+    positions: int
+    tiles: int
+    splits: int
+    per_split: int | None
+
+
+class DecodeConstants(NamedTuple):
+    """What is fixed when the kernel is compiled.
+
+    PAGE: positions of a page, 0: the cache is not paged. ROTARY: head dims that are rotated. MANY: sq > 1. WHOLE: there
+    is one split. OVERLAPPED: the next kernel starts before this one ends.
+    """
+
+    D: int
+    DV: int
+    BLOCK_D: int
+    PAGE: int
+    ROTARY: int
+    INTERLEAVED: bool
+    MANY: bool
+    WHOLE: bool
+    INT64: bool
+    PRECISION: str
+    OVERLAPPED: bool
+    BLOCK_M: int
+    BLOCK_N: int
 
 
 @triton.jit
-def keys_of_tile(cache, batch, capacity, first, last, length, sq, lower, upper):
+def keys_of_tile(cache, batch, first, last, length, sq, lower, upper):
     """Return where the keys that queries ``first .. last`` see begin and stop."""
     start = first * 0
     if cache.leftpad is not None:
@@ -109,29 +152,26 @@ def finished(row_max, row_sum, acc, sinks, stride_sinks, head, inside):
     return row_max + tl.log2(divisor), acc / divisor[:, None]
 
 
-@triton.jit(do_not_specialize=["lower", "upper", "sq", "hk", "group", "new", "capacity", "positions", "tiles",
-                               "splits", "per_split"])
-def attention_decode_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, cache, rotary, extras,
-                            stride_qb, stride_qh, stride_qs, stride_qd, stride_kb, stride_kh, stride_ks,
-                            stride_vb, stride_vh, stride_vs, stride_ob, stride_oh, stride_os,
-                            scale_log2, lower, upper, sq, hk, group, new, capacity, positions, tiles, splits, per_split,
-                            D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
-                            ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, MANY: tl.constexpr,
-                            WHOLE: tl.constexpr, INT64: tl.constexpr, PRECISION: tl.constexpr,
-                            OVERLAPPED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+@triton.jit
+def attention_decode_kernel(q, k, v, out, lse_ptr, cache, rotary, extras, problem, C: tl.constexpr):
     """Attend to one split of the keys with BLOCK_M rows (eq. 4 to 6); out is whole or, in float32, a part.
 
     Grid: (hk · tiles · splits · b,), heads fastest, as they are neighbours in most caches. A split is ``per_split``
-    keys, or where that is None an even share. MANY: sq > 1. out: (b, hq, sq, dv) by strides, where not WHOLE
+    keys, or where that is None an even share. out: (b, hq, sq, dv) by strides, where not WHOLE
     (b, hq, sq, splits, dv), not divided. lse: (b, hq, sq), dense; where not WHOLE (b, hq, sq, splits, 2): shift and sum
     of each part, since an lse far from 0 has no bits for the sum.
     """
+    BLOCK_M: tl.constexpr = C.BLOCK_M
+    BLOCK_N: tl.constexpr = C.BLOCK_N
+    BLOCK_D: tl.constexpr = C.BLOCK_D
+    sq, hk, group, tiles, splits = problem.sq, problem.hk, problem.group, problem.tiles, problem.splits
+    lower, upper = problem.lower, problem.upper
     pid = tl.program_id(0)
     head_k = pid % hk
     tile = (pid // hk) % tiles
     split = (pid // (hk * tiles)) % splits
     batch = pid // (hk * tiles * splits)
-    before, length = filled(cache, batch, new, capacity)
+    before, length = filled(cache, batch, problem.new, problem.capacity)
 
     offs_m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, BLOCK_D)
@@ -139,74 +179,78 @@ def attention_decode_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, cache, rotary
     head = head_k * group + offs_m % group
     inside_m = query < sq
     place = length - sq + query
-    start, stop = keys_of_tile(cache, batch, capacity, tile * BLOCK_M // group,
-                               tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // group, sq - 1), length, sq, lower, upper)
+    last_query = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // group, sq - 1)
+    start, stop = keys_of_tile(cache, batch, tile * BLOCK_M // group, last_query, length, sq, lower, upper)
     # Tiles begin at multiples of BLOCK_N, so that none lies on two pages, whatever a window or a padding leaves out.
     first = start // BLOCK_N * BLOCK_N
-    share = per_split
+    share = problem.per_split
     if share is None:
         share = tl.cdiv(tl.cdiv(tl.maximum(stop - first, 0), BLOCK_N), splits) * BLOCK_N
     begin = first + split * share
     end = tl.minimum(begin + share, stop)
 
-    q_rows = q_ptr + head_offset(batch, head, stride_qb, stride_qh) + query.to(tl.int64) * stride_qs
+    q_rows = q.ptr + head_offset(batch, head, q.stride_b, q.stride_h) + query.to(tl.int64) * q.stride_s
     angle = tl.zeros_like(query) + before
     if (lower is not None) or (upper is not None):
         angle = before + query
-    angle = tl.minimum(angle, positions - 1)  # behind the last one: as the last one
-    q = load_rotated(q_rows, angle, inside_m, rotary, stride_qd, D, BLOCK_D, ROTARY, INTERLEAVED)  # [BLOCK_M, BLOCK_D]
-    row = row_of(cache, batch) if PAGE == 0 else batch * 0
-    k_base = k_ptr + head_offset(row, head_k, stride_kb, stride_kh)
-    v_base = v_ptr + head_offset(row, head_k, stride_vb, stride_vh)
+    angle = tl.minimum(angle, problem.positions - 1)  # behind the last one: as the last one
+    q_tile = load_rotated(q_rows, angle, inside_m, rotary, q.stride_d, C.D, BLOCK_D, C.ROTARY, C.INTERLEAVED)
+    row = row_of(cache, batch) if C.PAGE == 0 else batch * 0
+    k_base = k.ptr + head_offset(row, head_k, k.stride_b, k.stride_h)
+    v_base = v.ptr + head_offset(row, head_k, v.stride_b, v.stride_h)
     CHANGED: tl.constexpr = extras.softcap is not None or extras.slopes is not None
 
     shift = tl.full([BLOCK_M], float("-inf"), tl.float32)
     # Summed over the warps once, at the end: each sum over a row is two barriers, and steps are short.
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    if OVERLAPPED and not WHOLE:
+    if C.OVERLAPPED and not C.WHOLE:
         gdc_launch_dependents()
-    pages = pages_of(cache, batch, begin, end, PAGE, BLOCK_N)
+    pages = pages_of(cache, batch, begin, end, C.PAGE, BLOCK_N)
     for n in tl.range(begin, end, BLOCK_N):
         offs_n = n + tl.arange(0, BLOCK_N)
         inside = (offs_n >= start) & (offs_n < end)
-        k = load_cached(k_base, pages, n, inside, stride_kb, stride_ks, D, BLOCK_D, PAGE, INT64, BLOCK_N)
-        v = load_cached(v_base, pages, n, inside, stride_vb, stride_vs, DV, BLOCK_D, PAGE, INT64, BLOCK_N)
-        pages = pages_of(cache, batch, n + BLOCK_N, end, PAGE, BLOCK_N)  # a step ahead: a load that a load waits for
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+        k_tile = load_cached(k_base, pages, n, inside, k.stride_b, k.stride_s, C.D, BLOCK_D, C.PAGE, C.INT64,
+                             BLOCK_N)
+        v_tile = load_cached(v_base, pages, n, inside, v.stride_b, v.stride_s, C.DV, BLOCK_D, C.PAGE, C.INT64,
+                             BLOCK_N)
+        # A step ahead: a load that a load waits for.
+        pages = pages_of(cache, batch, n + BLOCK_N, end, C.PAGE, BLOCK_N)
+        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=C.PRECISION)  # [BLOCK_M, BLOCK_N]
         if CHANGED:
-            scores = modify_scores(scores, scale_log2, extras, batch, head, place, offs_n, inside_m,
-                                   q.dtype == tl.float32)
+            scores = modify_scores(scores, problem.scale_log2, extras, batch, head, place, offs_n, inside_m,
+                                   q_tile.dtype == tl.float32)
         visible = inside[None, :]
-        if MANY and lower is not None:
+        if C.MANY and lower is not None:
             visible = visible & (offs_n[None, :] >= place[:, None] + lower)
-        if MANY and upper is not None:
+        if C.MANY and upper is not None:
             visible = visible & (offs_n[None, :] <= place[:, None] + upper)
         scores = tl.where(visible, scores, float("-inf"))
-        probs, shift, decay = online_softmax_weights(scores, shift, 1.0 if CHANGED else scale_log2, True)
+        probs, shift, decay = online_softmax_weights(scores, shift, 1.0 if CHANGED else problem.scale_log2, True)
         sums = sums * decay[:, None] + probs
-        acc = tl.dot(probs.to(v.dtype), v, acc * decay[:, None], input_precision=PRECISION)  # [BLOCK_M, BLOCK_D]
+        acc = tl.dot(probs.to(v_tile.dtype), v_tile, acc * decay[:, None],
+                     input_precision=C.PRECISION)  # [BLOCK_M, BLOCK_D]
 
     row_sum = tl.sum(sums, 1)
-    o_rows = out_ptr + head_offset(batch, head, stride_ob, stride_oh) + query.to(tl.int64) * stride_os
-    line = (batch * hk * group + head).to(tl.int64) * sq + query
-    stored = inside_m[:, None] & (offs_d < DV)[None, :]
-    if WHOLE:
-        row_max = scaled_max(shift, 1.0 if CHANGED else scale_log2)
+    o_rows = out.ptr + head_offset(batch, head, out.stride_b, out.stride_h) + query.to(tl.int64) * out.stride_s
+    lse_row = (batch * hk * group + head).to(tl.int64) * sq + query
+    stored = inside_m[:, None] & (offs_d < C.DV)[None, :]
+    if C.WHOLE:
+        row_max = scaled_max(shift, 1.0 if CHANGED else problem.scale_log2)
         lse, acc = finished(row_max, row_sum, acc, extras.sinks, extras.stride_sinks, head, inside_m)
-        tl.store(lse_ptr + line, lse * LN2, mask=inside_m)
+        tl.store(lse_ptr + lse_row, lse * LN2, mask=inside_m)
     else:
-        o_rows += split * DV
+        o_rows += split * C.DV
         stored = stored & (begin < end)
-        sums_at = lse_ptr + 2 * (line * splits + split)
-        tl.store(sums_at, shift, mask=inside_m)
-        tl.store(sums_at + 1, row_sum, mask=inside_m)
-    tl.store(o_rows[:, None] + offs_d[None, :], acc.to(out_ptr.dtype.element_ty), mask=stored)
+        sums_ptrs = lse_ptr + 2 * (lse_row * splits + split)
+        tl.store(sums_ptrs, shift, mask=inside_m)
+        tl.store(sums_ptrs + 1, row_sum, mask=inside_m)
+    tl.store(o_rows[:, None] + offs_d[None, :], acc.to(out.ptr.dtype.element_ty), mask=stored)
 
 
 @triton.jit(do_not_specialize=["sq", "hq", "splits"])
-def combine_kernel(parts_ptr, sums_ptr, out_ptr, lse_ptr, extras, stride_ob, stride_oh, stride_os, scale_log2, sq, hq,
-                   splits, DV: tl.constexpr, BLOCK_D: tl.constexpr, OVERLAPPED: tl.constexpr):
+def combine_kernel(parts_ptr, sums_ptr, out, lse_ptr, extras, scale_log2, sq, hq, splits, DV: tl.constexpr,
+                   BLOCK_D: tl.constexpr, OVERLAPPED: tl.constexpr):
     """Combine the parts of one query of one head (eq. 11), and let the sink enter.
 
     Grid: (sq · hq · b,). PARTS at a time, whatever the number of splits, and a part without keys has weight 0: a row's
@@ -237,7 +281,7 @@ def combine_kernel(parts_ptr, sums_ptr, out_ptr, lse_ptr, extras, stride_ob, str
     heads = head + tl.zeros([1], tl.int32)
     CHANGED: tl.constexpr = extras.softcap is not None or extras.slopes is not None
     row_max = scaled_max(shift, 1.0 if CHANGED else scale_log2)
-    lse, out = finished(row_max, row_sum, acc, extras.sinks, extras.stride_sinks, heads, heads >= 0)
+    lse, acc = finished(row_max, row_sum, acc, extras.sinks, extras.stride_sinks, heads, heads >= 0)
     tl.store(lse_ptr + pid + tl.arange(0, 1), lse * LN2)
-    o_row = out_ptr + head_offset(batch, head, stride_ob, stride_oh) + query.to(tl.int64) * stride_os
-    tl.store(o_row + offs_d[None, :], out.to(out_ptr.dtype.element_ty), mask=(offs_d < DV)[None, :])
+    o_row = out.ptr + head_offset(batch, head, out.stride_b, out.stride_h) + query.to(tl.int64) * out.stride_s
+    tl.store(o_row + offs_d[None, :], acc.to(out.ptr.dtype.element_ty), mask=(offs_d < DV)[None, :])

@@ -2,8 +2,14 @@
 
 from typing import NamedTuple, Protocol
 
-from tilewise.kernels.triton.cache import Cache, Rotary, append_kernel
-from tilewise.kernels.triton.decode import Extras, attention_decode_kernel, combine_kernel
+from tilewise.kernels.triton.cache import AppendNumbers, Cache, CacheConstants, Rotary, append_kernel
+from tilewise.kernels.triton.decode import (
+    DecodeConstants,
+    DecodeNumbers,
+    Extras,
+    attention_decode_kernel,
+    combine_kernel,
+)
 from tilewise.kernels.triton.launch import Launch, TileShape
 from tilewise.kernels.triton.primitives import LOG2E
 from tilewise.problem.decode import CacheOperands, DecodeProblem
@@ -21,7 +27,7 @@ class DecodeShape(TileShape, Protocol):
 
 
 class Strides(NamedTuple):
-    """Strides of operands that kernels take with their tensors; a unit stride is None, as in launch.py."""
+    """Strides of operands that kernels take with their tensors; a unit stride is None, as in arguments.py."""
 
     table: int | None
     cos: int | None
@@ -36,7 +42,7 @@ class SplitShape(Protocol):
 
     @property
     def count(self) -> int:
-        """Programs that share the keys of a tile of rows."""
+        """CTAs that share the keys of a tile of rows."""
 
     @property
     def length(self) -> int | None:
@@ -73,10 +79,12 @@ def extras_of(operands: CacheOperands, strides: Strides, softcap: float | None) 
 def append_launch(problem: DecodeProblem) -> Launch:
     """Bind the kernel: call the result with (k, v, k_cache, v_cache, cache, rotary)."""
     tiles = -(-problem.new * problem.hk // APPEND_ROWS)
-    scalars = (*problem.strides_of("k"), *problem.strides_of("v"), *problem.strides_of("k_cache")[:3],
-               *problem.strides_of("v_cache")[:3], problem.new, problem.hk, problem.capacity, tiles, problem.d,
-               problem.dv, problem.width, problem.page, problem.rotary_dim, problem.interleaved, APPEND_ROWS)
-    return Launch(append_kernel, tiles * problem.b, scalars, num_warps=4, num_stages=1)
+    scalars = (AppendNumbers(problem.new, problem.hk, problem.capacity, tiles),
+               CacheConstants(problem.d, problem.dv, problem.width, problem.page, problem.rotary_dim,
+                              problem.interleaved, APPEND_ROWS))
+    strides = (*map(problem.strides_of, ("k", "v")),
+               *(problem.strides_of(name)[:3] for name in ("k_cache", "v_cache")))
+    return Launch(append_kernel, tiles * problem.b, scalars, strides, num_warps=4, num_stages=1)
 
 
 def decode_launch(problem: DecodeProblem, config: DecodeShape, splits: SplitShape, tiles: int,
@@ -86,21 +94,24 @@ def decode_launch(problem: DecodeProblem, config: DecodeShape, splits: SplitShap
     dense = (problem.hq * problem.sq, problem.sq, 1)
     out = problem.out_strides[:3] if whole else tuple(stride * splits.count * problem.dv for stride in dense)
     k_strides, v_strides = problem.strides_of("k_cache"), problem.strides_of("v_cache")
-    scalars = (*problem.strides_of("q"), *k_strides[:3], *v_strides[:3], *out, problem.scale * LOG2E.value,
-               None if mask.left is None else -mask.left, mask.right, problem.sq, problem.hk, problem.group,
-               problem.new, problem.capacity, problem.positions, tiles, splits.count, splits.length, problem.d,
-               problem.dv, problem.width, problem.page, problem.rotary_dim, problem.interleaved, problem.sq > 1, whole,
-               _needs_int64(problem, k_strides, v_strides), precision,
-               config.overlapped, config.block_m, config.block_n)
+    scalars = (
+        DecodeNumbers(problem.scale * LOG2E.value, None if mask.left is None else -mask.left, mask.right, problem.sq,
+                      problem.hk, problem.group, problem.new, problem.capacity, problem.positions, tiles, splits.count,
+                      splits.length),
+        DecodeConstants(problem.d, problem.dv, problem.width, problem.page, problem.rotary_dim, problem.interleaved,
+                        problem.sq > 1, whole, _needs_int64(problem, k_strides, v_strides), precision,
+                        config.overlapped, config.block_m, config.block_n))
     return Launch(attention_decode_kernel, problem.hk * tiles * splits.count * problem.b, scalars,
-                  num_warps=config.num_warps, num_stages=config.num_stages)
+                  (problem.strides_of("q"), k_strides[:3], v_strides[:3], out), num_warps=config.num_warps,
+                  num_stages=config.num_stages)
 
 
 def combine_launch(problem: DecodeProblem, config: DecodeShape, splits: SplitShape) -> Launch:
     """Bind the kernel: call the result with (parts, sums, out, lse, extras)."""
-    scalars = (*problem.out_strides[:3], problem.scale * LOG2E.value, problem.sq, problem.hq, splits.count, problem.dv,
-               problem.width, config.overlapped)
-    return Launch(combine_kernel, problem.b * problem.hq * problem.sq, scalars, num_warps=4, num_stages=1,
+    scalars = (problem.scale * LOG2E.value, problem.sq, problem.hq, splits.count, problem.dv, problem.width,
+               config.overlapped)
+    return Launch(combine_kernel, problem.b * problem.hq * problem.sq, scalars,
+                  (None, None, problem.out_strides[:3]), num_warps=4, num_stages=1,
                   **({"launch_pdl": True} if config.overlapped else {}))
 
 

@@ -1,9 +1,26 @@
 """Launching a kernel: its arguments from a problem."""
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from tilewise.kernels.enqueue import Enqueue, addresses_in
+from tilewise.kernels.triton.arguments import (
+    NO_MODIFIERS,
+    Bounds,
+    Constants,
+    DocumentNumbers,
+    Dropout,
+    Function,
+    Lengths,
+    Modifiers,
+    Pairs,
+    ProblemNumbers,
+    Sinks,
+    Slopes,
+    StridedTensor,
+    Tiles,
+)
 from tilewise.problem import AttentionProblem, Sizes, legal_strides
 from tilewise.problem.options import DRAW_SPAN, DRAWS, FunctionSpec, Operands, OperandSpec, is_large_softcap
 
@@ -23,7 +40,7 @@ class RowShape(Protocol):
 
     @property
     def num_warps(self) -> int:
-        """Warps a program."""
+        """Warps a CTA."""
 
 
 class TileShape(RowShape, Protocol):
@@ -44,105 +61,6 @@ class TileShape(RowShape, Protocol):
     @property
     def limits(self) -> dict[str, int]:
         """Options of a launch that bound what the compiler may take; none but dbias's has any."""
-
-
-# Triton 3.6 loses an integer 1 inside a nested tuple, and cannot compare a tuple that holds None with None. So a unit
-# stride is None, what is absent has None for a pointer, and other numbers are floats, which are never made constants.
-
-
-class Pairs(NamedTuple):
-    """An operand (b, hq, sq, sk): a tensor with the strides of its broadcast, 0 along a dim that it has once."""
-
-    ptr: Any = None
-    stride_b: int | None = None
-    stride_h: int | None = None
-    stride_q: int | None = None
-    stride_k: int | None = None
-
-
-class Slopes(NamedTuple):
-    """ALiBi's slopes (b, hq), and where the diagonal runs."""
-
-    ptr: Any = None
-    stride_b: int | None = None
-    stride_h: int | None = None
-    offset: float | None = None
-
-
-class Sinks(NamedTuple):
-    """The sinks (hq,)."""
-
-    ptr: Any = None
-    stride_h: int | None = None
-
-
-class Dropout(NamedTuple):
-    """The seed, the first of 2^16 draws that keeps a pair, and what a kept value is multiplied by.
-
-    ``unaligned``: 1.0 where a tile's first query or key may lie inside of a block of draws, else None.
-    """
-
-    ptr: Any = None
-    threshold: float | None = None
-    gain: float | None = None
-    unaligned: float | None = None
-
-
-class Lengths(NamedTuple):
-    """Lengths that are data: cu_seqlens and seqlens of queries and keys."""
-
-    cu_q: Any = None
-    cu_k: Any = None
-    q: Any = None
-    k: Any = None
-
-
-class DocumentNumbers(NamedTuple):
-    """The documents of queries and keys, each (b|1, 4, s), dense; ``batched``, unless None: a set a batch entry."""
-
-    q: Any = None
-    k: Any = None
-    batched: float | None = None
-
-
-class Function(NamedTuple):
-    """A function of the user's, inlined in the kernel, with its derivative and its tensors' pointers."""
-
-    call: Any = None
-    derivative: Any = None
-    tensors: tuple[Any, ...] | None = None
-
-
-class Tiles(NamedTuple):
-    """The tile lists of queries and of keys, dense; per_batch, per_head, unless None: each has lists of its own."""
-
-    q: Any = None
-    k: Any = None
-    per_batch: float | None = None
-    per_head: float | None = None
-
-
-class Modifiers(NamedTuple):
-    """What a kernel reads beside q, k and v; what a call does not use is None, which costs nothing there.
-
-    ``near_0``: 1.0 where tanh needs its relative error near 0 in 16 bits too, else None.
-    """
-
-    softcap: float | None = None
-    bias: Pairs = Pairs()
-    alibi: Slopes = Slopes()
-    mask: Pairs = Pairs()
-    sinks: Sinks = Sinks()
-    dropout: Dropout = Dropout()
-    lengths: Lengths = Lengths()
-    documents: DocumentNumbers = DocumentNumbers()
-    tiles: Tiles = Tiles()
-    score_function: Function = Function()
-    mask_function: Function = Function()
-    near_0: float | None = None
-
-
-NO_MODIFIERS = Modifiers()
 
 
 def modifiers_of(problem: AttentionProblem, operands: Operands) -> Modifiers:
@@ -244,24 +162,28 @@ class Launch:
 
     Args:
         kernel: a ``triton.jit`` function whose tensor arguments come first.
-        programs: size of the grid, of one dim or of each.
-        scalars: the arguments after the tensors, in the kernel's order, constexprs included.
+        ctas: size of the grid, of one dim or of each.
+        scalars: the arguments after the tensors, in the kernel's order: numbers and tuples of numbers, then constexprs.
+            The kernel is not specialised for an integer in a tuple of numbers.
+        strides: of each leading tensor that goes as a :class:`StridedTensor`; None of one that goes as a pointer.
         optional: how many arguments before the scalars may be left out: the modifiers, which stand last, and then
             results that are not wanted.
         blocks: for each leading tensor that goes as a descriptor, its block and the position it is clipped at.
         options: num_warps, num_stages, and maxnreg where a thread's registers are bounded.
     """
 
-    def __init__(self, kernel: Any, programs: int | tuple[int, ...], scalars: tuple[Any, ...], blocks: Blocks = (),
-                 optional: int = 0, **options: int) -> None:
+    def __init__(self, kernel: Any, ctas: int | tuple[int, ...], scalars: tuple[Any, ...],
+                 strides: tuple[Sizes | None, ...] = (), blocks: Blocks = (), optional: int = 0,
+                 **options: int) -> None:
         self.kernel = kernel
         self.leading = len(kernel.arg_names) - len(scalars)
         self.optional = optional
-        self.grid = (*((programs,) if isinstance(programs, int) else programs), 1, 1)[:3]
+        self.grid = (*((ctas,) if isinstance(ctas, int) else ctas), 1, 1)[:3]
         self.scalars = scalars
+        self.strides = strides
         self.blocks = blocks
         self.options = options | FIXED_OPTIONS
-        self.enqueue = Enqueue(kernel, self.grid, scalars, self.options)
+        self.enqueue = Enqueue(kernel, self.grid, scalars, self.options, compiled_for=unspecialized(scalars))
 
     def __call__(self, *tensors: Any) -> None:
         """Enqueue the kernel on the current stream of the current device."""
@@ -276,8 +198,15 @@ class Launch:
         self.enqueue(addresses, lambda: self._described(tensors()), alike=True)
 
     def arguments(self, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Add None for what was left out, and put a descriptor in the place of each tensor that has a block."""
+        """Return the kernel's arguments before the scalars: None for what was left out, the others with their strides.
+
+        In the place of a tensor that has a block stands a descriptor.
+        """
         return self._described(self._filled(tensors))
+
+    def compile(self, arguments: tuple[Any, ...]) -> Any:
+        """Compile the kernel for arguments such as :meth:`arguments` returns; None under Triton's interpreter."""
+        return self.enqueue.compile(arguments)
 
     def _filled(self, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
         missing = self.leading - len(tensors)
@@ -287,32 +216,57 @@ class Launch:
         return (*tensors, *(None,) * (missing - 1), NO_MODIFIERS) if missing else tensors
 
     def _described(self, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
-        if not self.blocks:
-            return tensors
-        from triton.tools.tensor_descriptor import TensorDescriptor
+        made = [*tensors]
+        for i, strides in enumerate(self.strides):
+            if strides is not None and tensors[i] is not None:
+                made[i] = StridedTensor(tensors[i], *strides)
+        if self.blocks:
+            from triton.tools.tensor_descriptor import TensorDescriptor
 
-        made = (TensorDescriptor(tensor, [*tensor.shape[:2], stop, tensor.shape[3]], legal_strides(tensor), block)
-                for tensor, (block, stop) in zip(tensors, self.blocks, strict=False))
-        return (*made, *tensors[len(self.blocks):])
+            for i, (block, stop) in enumerate(self.blocks):
+                shape = [*tensors[i].shape[:2], stop, tensors[i].shape[3]]
+                made[i] = TensorDescriptor(tensors[i], shape, legal_strides(tensors[i]), block)
+        return tuple(made)
 
 
-def joined(*strides: Sizes) -> Sizes:
-    """Strides of several tensors in a row, as the kernels take them."""
-    return tuple(stride for tensor in strides for stride in tensor)
+def unspecialized(scalars: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return scalars like these for which Triton compiles a kernel that is right for any numbers in tuples.
 
-
-def bounds(problem: AttentionProblem) -> tuple[int | None, ...]:
-    """The band's six numbers, and how many sequences there are whose lengths are data; None for what is not there.
-
-    Of such sequences the diagonal runs through the first query and key; :func:`is_shifted` says where it is moved.
+    Triton specialises each integer in a tuple, and ``do_not_specialize`` reaches none: for 1, and for multiples of 16.
+    So other integers of the same width stand in its place while the kernel is compiled. Constants, the last argument,
+    are left alone.
     """
-    mask, sequences = problem.mask, problem.sequences
-    if not sequences.are_data:
+    *numbers, constants = scalars
+
+    def stand_in(own: Any) -> Any:
+        if isinstance(own, tuple):
+            inner = [stand_in(number) for number in own]
+            return own._make(inner) if hasattr(own, "_make") else tuple(inner)
+        return (7 if -2**31 <= own < 2**31 else 2**31 + 7) if type(own) is int else own
+
+    return (*(stand_in(own) if isinstance(own, tuple) else own for own in numbers), constants)
+
+
+def numbers(problem: AttentionProblem, tiles: int) -> ProblemNumbers:
+    """Return what a kernel with so many tiles for each head reads of the problem."""
+    count = problem.pairs[0] if problem.sequences.are_data else None
+    return ProblemNumbers(problem.scale, problem.scale * math.log2(math.e), bounds(problem), count, problem.sq,
+                          problem.sk, problem.hq, problem.hk, problem.group, tiles)
+
+
+def bounds(problem: AttentionProblem) -> Bounds:
+    """Return the numbers of the mask's band.
+
+    Of sequences whose lengths are on the device the diagonal runs through the first query and key; :func:`is_shifted`
+    says where it is moved.
+    """
+    mask = problem.mask
+    if not problem.sequences.are_data:
         band = problem.band
-        return (band.lower, band.upper, band.prefix, band.sink_tokens, band.chunk,
-                None if band.chunk is None else band.offset, None)
-    return (None if mask.left is None else -mask.left, mask.right, mask.prefix, mask.sink_tokens, mask.chunk,
-            None if mask.chunk is None else 0, problem.pairs[0])
+        return Bounds(band.lower, band.upper, band.prefix, band.sink_tokens, band.chunk,
+                      None if band.chunk is None else band.offset)
+    return Bounds(None if mask.left is None else -mask.left, mask.right, mask.prefix, mask.sink_tokens, mask.chunk,
+                  None if mask.chunk is None else 0)
 
 
 def is_shifted(problem: AttentionProblem) -> bool:
@@ -322,15 +276,17 @@ def is_shifted(problem: AttentionProblem) -> bool:
 
 def is_unaligned(problem: AttentionProblem) -> bool:
     """Whether what a tile sees may start inside of a block of draws: the loops then start before it."""
-    lower, upper, _prefix, _sink_tokens, chunk, offset, _count = bounds(problem)
+    band = bounds(problem)
     return (problem.scores.documents_q is not None or is_shifted(problem)
-            or any(number is not None and number % DRAW_SPAN != 0 for number in (lower, upper, chunk, offset)))
+            or any(own is not None and own % DRAW_SPAN != 0
+                   for own in (band.lower, band.upper, band.chunk, band.offset)))
 
 
-def constants(problem: AttentionProblem, precision: str, int64: bool, descriptors: bool) -> tuple[Any, ...]:
-    """The constexprs that forward, dK/dV and dQ share: D, DV, BLOCK_D, BLOCK_DV, PRECISION, ..., CHANGED, TAIL."""
-    return (problem.d - problem.tail, problem.dv, problem.width, problem.width, precision, int64, descriptors,
-            problem.scores.changes_scores, problem.tail)
+def constants(problem: AttentionProblem, config: TileShape, precision: str, int64: bool, **others: Any) -> Constants:
+    """Return the constants of a tile kernel; ``others``: those that do not have their defaults."""
+    return Constants(problem.d - problem.tail, problem.dv, problem.width, problem.width, precision, int64,
+                     config.descriptors, problem.scores.changes_scores, problem.tail, is_shifted(problem),
+                     config.block_m, config.block_n, **others)
 
 
 def needs_int64(problem: AttentionProblem, *strides: Sizes) -> bool:
@@ -355,7 +311,7 @@ def tile_count(length: int, block: int) -> int:
 
 
 def tile_slots(problem: AttentionProblem, length: int, block: int) -> int:
-    """Programs a head, and a batch entry, that cover a length, wherever in it sequences begin."""
+    """Return how many tiles of a head and batch entry cover a length, wherever in it sequences begin."""
     return problem.sequences.slots(length, block)
 
 

@@ -1,8 +1,6 @@
 """The mask inside a kernel: which blocks of keys or queries are visible, and which pairs (maths.md, 8 and 12).
 
-``band`` is (lower, upper, prefix, sink_tokens, chunk, offset, shift), each None where the mask does not have it, which
-Triton knows at compile time: what is not there costs nothing. tilewise.masks.Band says what the numbers mean; where a
-sequence's own lengths move the diagonal, ``shift`` is to be added to lower, upper and offset.
+``band`` is a tile_types.Band; tilewise.masks.Band says what its numbers mean.
 """
 
 import triton

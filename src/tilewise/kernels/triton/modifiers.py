@@ -1,8 +1,8 @@
 """Score modifiers inside a kernel, and their derivatives: one formula a function (maths.md, section 11).
 
-``modifiers`` is a named tuple of the host (launch.py): a field that a call does not use is None, which Triton knows at
-compile time, so that what is not used costs nothing. Scores are in base 2 here, as everywhere in the kernels: softcap,
-bias and slopes are multiplied by log2 e on their way in.
+``modifiers`` is a named tuple of the host (arguments.py): a field that a call does not use is None, which Triton knows
+at compile time, so that what is not used costs nothing. Scores are in base 2 here, as everywhere in the kernels:
+softcap, bias and slopes are multiplied by log2 e on their way in.
 """
 
 import triton
@@ -43,17 +43,18 @@ def operand_offset(positions, stride, INT64: tl.constexpr):
 
 
 @triton.jit
-def load_operand(operand, batch, head, offs_q, offs_k, stop_q, stop_k, INT64: tl.constexpr, CHECKED: tl.constexpr):
+def load_operand(operand, block, offs_q, offs_k, INT64: tl.constexpr, CHECKED: tl.constexpr):
     """Load an operand's elements for the tile's pairs; positions broadcast to the tile, strides may be 0.
 
     CHECKED: 0 is read outside. Else all keys of the tile are inside and the last query stands for those that are not:
     without a mask along the keys a thread loads 16 bytes at once, with one an element at a time.
     """
-    rows = offs_q if CHECKED else tl.minimum(offs_q, stop_q - 1)
-    ptrs = operand.ptr + operand_offset(batch, operand.stride_b, True) + operand_offset(head, operand.stride_h, True)
+    rows = offs_q if CHECKED else tl.minimum(offs_q, block.stop_q - 1)
+    ptrs = operand.ptr + operand_offset(block.sequence, operand.stride_b, True)
+    ptrs += operand_offset(block.head, operand.stride_h, True)
     ptrs += operand_offset(rows, operand.stride_q, INT64) + operand_offset(offs_k, operand.stride_k, INT64)
     if CHECKED:
-        values = tl.load(ptrs, mask=(offs_q < stop_q) & (offs_k < stop_k), other=0)
+        values = tl.load(ptrs, mask=(offs_q < block.stop_q) & (offs_k < block.stop_k), other=0)
     else:
         values = tl.load(ptrs)
     return values
@@ -62,17 +63,16 @@ def load_operand(operand, batch, head, offs_q, offs_k, stop_q, stop_k, INT64: tl
 @triton.jit
 def distance(offs_q, offs_k, modifiers, band):
     """|i + offset − j|: what an ALiBi slope is multiplied by; float32 holds positions to 2^24 exactly."""
-    shift = band[6]
-    if shift is None:
+    if band.shift is None:
         on_key = offs_q + modifiers.alibi.offset
     else:
-        on_key = offs_q + shift
+        on_key = offs_q + band.shift
     return tl.abs(on_key.to(tl.float32) - offs_k.to(tl.float32))
 
 
 @triton.jit
-def modify_scores(products, modifiers, batch, head, band, offs_q, offs_k, stop_q, stop_k, scale_log2,
-                  EXACT: tl.constexpr, INT64: tl.constexpr, CHECKED: tl.constexpr, bias):
+def modify_scores(products, block, offs_q, offs_k, modifiers, band, scale_log2, bias, EXACT: tl.constexpr,
+                  INT64: tl.constexpr, CHECKED: tl.constexpr):
     """Return the tile's scores in base 2, f(c·tanh(scale·q·k / c)) + bias − slope·distance, the tanh, and f's argument.
 
     The latter is in natural units, as the user's function has it.
@@ -86,62 +86,62 @@ def modify_scores(products, modifiers, batch, head, band, offs_q, offs_k, stop_q
     capped = scores
     if modifiers.score_function.call is not None:
         capped = scores * LN2
-        sequence, member, q_idx, k_idx = function_arguments(batch, head, offs_q, offs_k, stop_q, stop_k, INT64, CHECKED)
+        sequence, member, q_idx, k_idx = function_arguments(block, offs_q, offs_k, INT64, CHECKED)
         scores = modifiers.score_function.call(capped, sequence, member, q_idx, k_idx,
                                                *modifiers.score_function.tensors)
         scores = scores.to(tl.float32) * LOG2E
     if modifiers.bias.ptr is not None:
         if bias is None:
-            bias = load_operand(modifiers.bias, batch, head, offs_q, offs_k, stop_q, stop_k, INT64, CHECKED)
+            bias = load_operand(modifiers.bias, block, offs_q, offs_k, INT64, CHECKED)
         scores += bias.to(tl.float32) * LOG2E
     if modifiers.alibi.ptr is not None:
-        slope = tl.load(modifiers.alibi.ptr + operand_offset(batch, modifiers.alibi.stride_b, True)
-                        + operand_offset(head, modifiers.alibi.stride_h, True))
+        slope = tl.load(modifiers.alibi.ptr + operand_offset(block.sequence, modifiers.alibi.stride_b, True)
+                        + operand_offset(block.head, modifiers.alibi.stride_h, True))
         scores -= (slope * LOG2E) * distance(offs_q, offs_k, modifiers, band)
     return scores, tanh, capped
 
 
 @triton.jit
-def function_arguments(batch, head, offs_q, offs_k, stop_q, stop_k, INT64: tl.constexpr, CHECKED: tl.constexpr):
+def function_arguments(block, offs_q, offs_k, INT64: tl.constexpr, CHECKED: tl.constexpr):
     """Return batch, head and positions as a user's function takes them, which may read its tensors there.
 
     The last position stands for those that are outside; as in :func:`load_operand`, only queries may be where not
     CHECKED. Batch and head are 64 bits, which as scalars cost next to nothing; positions are where the host found that
     their products may pass 2^31 (INT64): a tile of 64 bits costs registers.
     """
-    offs_q = tl.maximum(tl.minimum(offs_q, stop_q - 1), 0)
+    offs_q = tl.maximum(tl.minimum(offs_q, block.stop_q - 1), 0)
     if CHECKED:
-        offs_k = tl.maximum(tl.minimum(offs_k, stop_k - 1), 0)
+        offs_k = tl.maximum(tl.minimum(offs_k, block.stop_k - 1), 0)
     if INT64:
         offs_q = offs_q.to(tl.int64)
         offs_k = offs_k.to(tl.int64)
-    return batch.to(tl.int64), head.to(tl.int64), offs_q, offs_k
+    return block.sequence.to(tl.int64), block.head.to(tl.int64), offs_q, offs_k
 
 
 @triton.jit
-def pair_positions(offs_m, first_key, BLOCK_N: tl.constexpr, KEYS_FIRST: tl.constexpr):
-    """Query and key positions of a tile's pairs, which broadcast to it."""
-    offs_n = first_key + tl.arange(0, BLOCK_N)
+def score_positions(block, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KEYS_FIRST: tl.constexpr):
+    """Return the query and key positions of a block of scores, which broadcast to it."""
+    offs_m = block.first_query + tl.arange(0, BLOCK_M)
+    offs_n = block.first_key + tl.arange(0, BLOCK_N)
     offs_q = offs_m[None, :] if KEYS_FIRST else offs_m[:, None]
     offs_k = offs_n[:, None] if KEYS_FIRST else offs_n[None, :]
     return offs_q, offs_k
 
 
 @triton.jit
-def dropout_keeps(dropout, row, first_query, first_key, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                  KEYS_FIRST: tl.constexpr):
+def dropout_keeps(dropout, block, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KEYS_FIRST: tl.constexpr):
     """Which pairs dropout keeps (maths.md, eq. 19): [BLOCK_M, BLOCK_N], or [BLOCK_N, BLOCK_M] where KEYS_FIRST.
 
-    A property of the pair alone, whatever tile it is met in; both firsts are multiples of SPAN. Every pair asks for
-    the words of its counter, and a thread computes once those that its pairs have in common: counters are repeated,
-    not computed from positions, so that the compiler sees which are equal. On NVIDIA's tensor cores bit 3 of a query
-    and of a key tell registers of a thread apart, and so does bit 0 of the key (of the query where KEYS_FIRST). So
-    eight pairs share a call there (four where KEYS_FIRST), and nothing moves between threads.
+    A property of the pair alone, whatever block it is in; the block's first query and key are multiples of SPAN. Every
+    pair needs the words of its counter, and a thread computes once those that its pairs have in common: counters are
+    repeated, not computed from positions, so that the compiler sees which are equal. On NVIDIA's tensor cores bit 3 of
+    a query and of a key tell registers of a thread apart, and so does bit 0 of the key (of the query where KEYS_FIRST).
+    So eight pairs share a call there (four where KEYS_FIRST), and nothing moves between threads.
     """
     query = tl.arange(0, BLOCK_M // 2).reshape(BLOCK_M // SPAN, 1, 8)
-    query = first_query // 2 + tl.broadcast_to(query, (BLOCK_M // SPAN, 2, 8)).reshape(BLOCK_M)
+    query = block.first_query // 2 + tl.broadcast_to(query, (BLOCK_M // SPAN, 2, 8)).reshape(BLOCK_M)
     key = tl.arange(0, BLOCK_N // 4).reshape(BLOCK_N // SPAN, 1, 4, 1)
-    key = first_key // 4 + tl.broadcast_to(key, (BLOCK_N // SPAN, 2, 4, 2)).reshape(BLOCK_N)
+    key = block.first_key // 4 + tl.broadcast_to(key, (BLOCK_N // SPAN, 2, 4, 2)).reshape(BLOCK_N)
     m, n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     if KEYS_FIRST:
         query, key = tl.broadcast(query[None, :], key[:, None])
@@ -149,7 +149,7 @@ def dropout_keeps(dropout, row, first_query, first_key, BLOCK_M: tl.constexpr, B
     else:
         query, key = tl.broadcast(query[:, None], key[None, :])
         m, n = tl.broadcast(m[:, None], n[None, :])
-    w0, w1, w2, w3 = philox(tl.load(dropout.ptr), key, query, row)
+    w0, w1, w2, w3 = philox(tl.load(dropout.ptr), key, query, block.row)
     is_odd = n & 1 != 0
     words = tl.where(m & 8 != 0, tl.where(is_odd, w3, w1), tl.where(is_odd, w2, w0))
     draws = tl.where(n & 8 != 0, words, words << 16)  # in the upper half; the lower one then decides nothing
@@ -176,10 +176,9 @@ def philox(seed, c0, c1, c2):
 
 
 @triton.jit
-def modify_tile(scores, visible, modifiers, row, batch, head, band, first_query, first_key, stop_q, stop_k,
-                scale_log2, EXACT: tl.constexpr, INT64: tl.constexpr, CHANGED: tl.constexpr, BLOCK_M: tl.constexpr,
-                BLOCK_N: tl.constexpr, KEYS_FIRST: tl.constexpr, MASKED: tl.constexpr, bias=None):
-    """Apply all that acts on a tile's pairs, [BLOCK_M, BLOCK_N], transposed where KEYS_FIRST.
+def modify_tile(scores, visible, block, modifiers, band, scale_log2, EXACT: tl.constexpr, KEYS_FIRST: tl.constexpr,
+                MASKED: tl.constexpr, C: tl.constexpr, bias=None):
+    """Apply all that acts on a block of scores, [BLOCK_M, BLOCK_N], transposed where KEYS_FIRST.
 
     ``visible`` counts where MASKED: elsewhere the band and the lengths hide nothing, and the boolean mask alone may.
     Returns the scores (in base 2 where CHANGED, else as they came), who is visible, the tanh of the softcap, what the
@@ -190,20 +189,20 @@ def modify_tile(scores, visible, modifiers, row, batch, head, band, first_query,
     tanh = scores
     capped = scores
     kept = visible
-    offs_q, offs_k = pair_positions(first_query + tl.arange(0, BLOCK_M), first_key, BLOCK_N, KEYS_FIRST)
-    if CHANGED:
-        scores, tanh, capped = modify_scores(scores, modifiers, batch, head, band, offs_q, offs_k, stop_q, stop_k,
-                                             scale_log2, EXACT, INT64, MASKED, bias)
+    offs_q, offs_k = score_positions(block, C.BLOCK_M, C.BLOCK_N, KEYS_FIRST)
+    if C.CHANGED:
+        scores, tanh, capped = modify_scores(scores, block, offs_q, offs_k, modifiers, band, scale_log2, bias, EXACT,
+                                             C.INT64, MASKED)
     if modifiers.mask.ptr is not None and (MASKED or modifiers.tiles.q is None):  # whole tiles of a list need none
-        allowed = load_operand(modifiers.mask, batch, head, offs_q, offs_k, stop_q, stop_k, INT64, MASKED).to(tl.int1)
+        allowed = load_operand(modifiers.mask, block, offs_q, offs_k, C.INT64, MASKED).to(tl.int1)
         visible = visible & allowed if MASKED else allowed
     if modifiers.mask_function.call is not None:
-        sequence, member, q_idx, k_idx = function_arguments(batch, head, offs_q, offs_k, stop_q, stop_k, INT64, MASKED)
+        sequence, member, q_idx, k_idx = function_arguments(block, offs_q, offs_k, C.INT64, MASKED)
         allowed = modifiers.mask_function.call(sequence, member, q_idx, k_idx, *modifiers.mask_function.tensors)
         KNOWN: tl.constexpr = MASKED or (modifiers.mask.ptr is not None and modifiers.tiles.q is None)
         visible = (visible if KNOWN else tl.full(scores.shape, True, tl.int1)) & allowed
     if modifiers.dropout.ptr is not None:
-        kept = dropout_keeps(modifiers.dropout, row, first_query, first_key, BLOCK_M, BLOCK_N, KEYS_FIRST)
+        kept = dropout_keeps(modifiers.dropout, block, C.BLOCK_M, C.BLOCK_N, KEYS_FIRST)
     return scores, visible, tanh, capped, kept
 
 
@@ -236,13 +235,12 @@ def divide_by_keep_prob(values, modifiers):
 
 
 @triton.jit
-def score_grad_of_function(dscores, capped, visible, modifiers, batch, head, offs_m, first_key, stop_q, stop_k,
-                           INT64: tl.constexpr, BLOCK_N: tl.constexpr, KEYS_FIRST: tl.constexpr, MASKED: tl.constexpr,
-                           HIDES: tl.constexpr):
+def score_grad_of_function(dscores, capped, visible, block, modifiers, KEYS_FIRST: tl.constexpr, MASKED: tl.constexpr,
+                           HIDES: tl.constexpr, C: tl.constexpr):
     """Pass a gradient back through the user's function by its derivative (maths.md, eq. 21), and 0 where hidden."""
     if modifiers.score_function.derivative is not None:
-        offs_q, offs_k = pair_positions(offs_m, first_key, BLOCK_N, KEYS_FIRST)
-        sequence, member, q_idx, k_idx = function_arguments(batch, head, offs_q, offs_k, stop_q, stop_k, INT64, MASKED)
+        offs_q, offs_k = score_positions(block, C.BLOCK_M, C.BLOCK_N, KEYS_FIRST)
+        sequence, member, q_idx, k_idx = function_arguments(block, offs_q, offs_k, C.INT64, MASKED)
         dscores = modifiers.score_function.derivative(dscores, capped, sequence, member, q_idx, k_idx,
                                                       *modifiers.score_function.tensors).to(tl.float32)
         if HIDES:  # once more: of what is hidden, the function may make NaN

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from tilewise.kernels.triton.tile_types import Rows
 from tilewise.problem import TAIL_WIDTH
 
 # exp(x) = 2^(x·LOG2E): the hardware's exponential is base 2. Natural logarithms at every border.
@@ -28,35 +29,35 @@ def offsets(positions, stride, INT64: tl.constexpr):
 
 
 @triton.jit
-def head_source(source, batch, head, row, stride_b, stride_h, stride_s, DESCRIPTORS: tl.constexpr):
-    """What :func:`load_tile` reads one sequence of a head from: a pointer moved to its first row, or a descriptor."""
+def head_source(tensor, batch, head, row, DESCRIPTORS: tl.constexpr):
+    """Return where one sequence of a head is: a pointer to its first row, or the descriptor that ``tensor`` is."""
     if DESCRIPTORS:
-        moved = source
+        source = tensor
     else:
-        moved = source + head_offset(batch, head, stride_b, stride_h) + row.to(tl.int64) * stride_s
-    return moved
+        offset = head_offset(batch, head, tensor.stride_b, tensor.stride_h)
+        source = tensor.ptr + offset + row.to(tl.int64) * tensor.stride_s
+    return source
 
 
 @triton.jit
-def load_tile(source, place, row, stop, stride_s, stride_d, ROWS: tl.constexpr, DIM: tl.constexpr,
-              BLOCK_DIM: tl.constexpr, CHECK_ROWS: tl.constexpr, INT64: tl.constexpr, DESCRIPTORS: tl.constexpr,
-              CLIP: tl.constexpr):
+def load_tile(rows, row, stop, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+              CHECK_ROWS: tl.constexpr, INT64: tl.constexpr, DESCRIPTORS: tl.constexpr, CLIP: tl.constexpr):
     """Load rows ``row .. row + ROWS`` of one sequence of a head, [ROWS, BLOCK_DIM]; zero past row ``stop`` and ``DIM``.
 
-    Through a descriptor the copy engine does it, at ``place`` = (batch, head, the sequence's first row), and clips to
-    the shape the descriptor was made with, which ends where nothing further is seen; where lengths are data it cannot
-    know, and CLIP zeroes what is past ``stop``. Through pointers the threads do, and CHECK_ROWS = False spares the row
-    check.
+    Through a descriptor the TMA loads them, and clips to the shape that the descriptor was made with, which ends where
+    nothing further is seen; of lengths that are on the device it knows nothing, and CLIP zeroes what is past ``stop``.
+    Through pointers the threads load them, and CHECK_ROWS = False spares the row check.
     """
     if DESCRIPTORS:
-        batch, head, first = place
-        tile = source.load([batch, head, first + row, 0]).reshape(ROWS, BLOCK_DIM)
+        batch, head, first = rows.place
+        tile = rows.source.load([batch, head, first + row, 0]).reshape(ROWS, BLOCK_DIM)
         if CLIP and CHECK_ROWS:
             tile = tl.where((row + tl.arange(0, ROWS) < stop)[:, None], tile, 0.0)
     else:
         offs_s = row + tl.arange(0, ROWS)
         offs_d = tl.arange(0, BLOCK_DIM)
-        ptrs = source + offsets(offs_s, stride_s, INT64)[:, None] + offsets(offs_d, stride_d, INT64)[None, :]
+        ptrs = rows.source + offsets(offs_s, rows.tensor.stride_s, INT64)[:, None]
+        ptrs += offsets(offs_d, rows.tensor.stride_d, INT64)[None, :]
         if CHECK_ROWS and BLOCK_DIM != DIM:
             tile = tl.load(ptrs, mask=(offs_s < stop)[:, None] & (offs_d < DIM)[None, :], other=0.0)
         elif CHECK_ROWS:
@@ -92,15 +93,15 @@ def skip_dims(base, stride_d, DIM: tl.constexpr):
 
 
 @triton.jit
-def load_tail(source, like, row, stop, stride_s, stride_d, ROWS: tl.constexpr, DIM: tl.constexpr,
-              TAIL: tl.constexpr, CHECK_ROWS: tl.constexpr, INT64: tl.constexpr):
-    """Load head dims ``DIM .. DIM + TAIL`` of the rows, [ROWS, BLOCK_TAIL]; zeros, which nobody reads, without a TAIL.
+def load_tail(rows, like, row, stop, ROWS: tl.constexpr, DIM: tl.constexpr, TAIL: tl.constexpr,
+              CHECK_ROWS: tl.constexpr, INT64: tl.constexpr):
+    """Load head dims ``DIM .. DIM + TAIL`` of the rows, [ROWS, BLOCK_TAIL]; unused zeros without a TAIL.
 
     A head whose dims are not nearly a power of two takes a second tile sooner than one of twice the width.
     """
     if TAIL:
-        tile = load_tile(skip_dims(source, stride_d, DIM), None, row, stop, stride_s, stride_d, ROWS, TAIL, BLOCK_TAIL,
-                         CHECK_ROWS, INT64, False, False)
+        remainder = Rows(skip_dims(rows.source, rows.tensor.stride_d, DIM), None, rows.tensor)
+        tile = load_tile(remainder, row, stop, ROWS, TAIL, BLOCK_TAIL, CHECK_ROWS, INT64, False, False)
     else:
         tile = tl.zeros([ROWS, BLOCK_TAIL], like.dtype)
     return tile

@@ -1,4 +1,4 @@
-"""The tile scheduler: which tile of which head and sequence a program computes, and where that lies in the tensors."""
+"""The tile scheduler: which tile of which head and sequence a CTA computes, and where that lies in the tensors."""
 
 import triton
 import triton.language as tl
@@ -25,7 +25,7 @@ def sequence_of(cu_seqlens, count, slot, BLOCK: tl.constexpr):
     """Find the packed sequence that a slot of BLOCK rows belongs to.
 
     Sequence n owns the slots from cu_seqlens[n] div BLOCK + n on: no less than its rows need, since
-    ceil((b − a) / BLOCK) <= b div BLOCK − a div BLOCK + 1; so no program has to add lengths up, and the host need not
+    ceil((b − a) / BLOCK) <= b div BLOCK − a div BLOCK + 1; so no CTA has to add lengths up, and the host need not
     know them. Number ``count`` stands for the rows past the last sequence, and the first sequence has the slots from 0
     on (see sequence_start).
     """
@@ -65,7 +65,7 @@ def sequence_extent(cu_seqlens, seqlens, sequence, count, total):
 @triton.jit
 def locate_work_tile(own_cu, own_seqlens, other_cu, other_seqlens, count, tiles, heads, own, other, BLOCK: tl.constexpr,
                      LONGEST_FIRST: tl.constexpr, entry=None):
-    """Return a program's work tile; "own" is the side that the tile is of, queries or keys.
+    """Return a CTA's work tile; "own" is the side that the tile is of, queries or keys.
 
     (first own position, head, sequence, batch, own and other first row, own rows, own length, other length): positions
     count from the sequence's first row, and rows are those of batch entry ``batch``. Rows from ``own length`` on are
