@@ -204,6 +204,17 @@ def test_dropout_draws_where_the_scores_are(version, arch):
         assert row["shared"] <= row["expected"] + 1024, row  # barriers, lse and delta
 
 
+@pytest.mark.parametrize("version", ENDS)
+@pytest.mark.parametrize("kernel", ["forward", "dkdv", "dq", "delta"])
+def test_one_kernel_serves_every_length_and_number_of_heads(version, kernel):
+    """Triton compiles another kernel for a 1, or a multiple of 16, in a tuple of arguments, where it is given one."""
+    calls = {}, {"s": 4001}, {"s": 1}, {"heads": (1, 1)}, {"heads": (16, 16)}, {"mask": [None, 16, "top_left"]}
+    rows = compile_all(version, [{"arch": "sm_80", "kernel": kernel, "d": 64, "dtype": "bfloat16",
+                                  "mask": MASKS["causal"], "descriptors": False} | call for call in calls])
+    assert len({row["key"] for row in rows}) == 1
+    assert len(rows) == len(calls)
+
+
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("version", VERSIONS)
 def test_kernels_compile_within_registers_and_shared_memory(version, arch):

@@ -240,6 +240,28 @@ def test_an_interpreted_kernel_is_called(cuda):
     assert [(grid, options) for grid, _, options in enqueue.kernel.launched] == [((5,), OPTIONS)] * 2
 
 
+@pytest.mark.parametrize("metadata", [{}, {"num_ctas": 2}], ids=["driver", "Triton"])
+def test_a_kernel_is_compiled_for_what_stands_for_the_scalars_and_launched_with_these(cuda, metadata):
+    enqueue = Enqueue(Kernel(**metadata), (5,), (128, 0.5), OPTIONS, compiled_for=(7, 0.25))
+    tensors = tensors_of()
+    call(enqueue, tensors)
+    (_, arguments, _), = enqueue.kernel.front_end
+    assert arguments[4:] == (7, 0.25)
+    launched = enqueue.kernel.compiled[0].launched
+    if metadata:
+        assert [arguments[4:] for _, arguments in launched] == [(128, 0.5)]
+    else:
+        assert launched == []
+        assert handed(cuda) == [addresses_of(tensors)]  # which looks at the scalars too
+
+
+def test_an_interpreted_kernel_gets_the_scalars_not_what_stands_for_them(cuda):
+    enqueue = Enqueue(Interpreted(), (5,), (128, 0.5), OPTIONS, compiled_for=(7, 0.25))
+    call(enqueue, tensors_of())
+    (_, arguments, _), = enqueue.kernel.launched
+    assert arguments[4:] == (128, 0.5)
+
+
 def test_compiling_ahead_launches_nothing_and_keeps_nothing(enqueue, cuda):
     taken = []
     with compile_only(lambda name, compile_kernel: taken.append((name, compile_kernel()))):
