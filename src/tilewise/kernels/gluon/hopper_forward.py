@@ -104,7 +104,7 @@ def attend_block(step, count, q, state, view, kv, scaling, OWN: gl.constexpr, MA
     s_pending = issue_scores(q, kv.k_tiles, stage, C)
     acc_pending = issue_out(probs, kv.v_tiles, stage, acc, C)
     order_barrier_arrive(OWN, C.CONSUMERS, C.PING_PONG)
-    s = cap(warpgroup_mma_wait(len(C.DV) * C.PARTS, deps=(s_pending,)), scaling.squash)
+    s = cap(warpgroup_mma_wait(len(C.DV) * len(probs), deps=(s_pending,)), scaling.squash)
     if MASKED:
         s = hide(s, view.row, kv_block_start(step, view.blocks, C), view.bounds, C)
     if FROZEN_MAX:  # in a row that has seen no key exponents are inf here, and it overflows

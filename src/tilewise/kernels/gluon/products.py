@@ -26,7 +26,7 @@ def issue_out(probs, v_tiles, stage, acc, C: gl.constexpr):
     for i in gl.static_range(len(C.DV)):
         v = v_tiles[i].index(stage).reshape([C.BLOCK_N, C.DV[i]])
         total = acc[i]
-        for j in gl.static_range(C.PARTS):
+        for j in gl.static_range(len(probs)):
             p = as_operand(probs[j], v.dtype, gl.DotOperandLayout(0, acc[i].type.layout, 2))
             total = warpgroup_mma(p, v.slice(BLOCK_N * j, BLOCK_N, 0), total, is_async=True)
         pending = pending + (total,)
