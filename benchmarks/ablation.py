@@ -19,13 +19,13 @@ import pickle
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from triton_versions import PASSES, Bound, check, drawn_tensors, kernels_of_cells, timed
+from triton_versions import PASSES, Bound, check, drawn_tensors, kernels_of_cells, timed, write_rows
 
 from tilewise.backends import gluon
 from tilewise.bench.grids import Cell, grid_cells
@@ -176,10 +176,7 @@ def time_all(paths: list[Path], out: Path, commit: str | None) -> None:
                          origin.device_name, origin.driver, origin.torch, origin.triton, origin.commit, origin.date)
                      for axis in changed[name]]
         print(cell, {row.axis: row.ratio for row in rows if row.case == cell.case.name}, flush=True)
-        with out.open("w", newline="") as file:  # anew after each cell: a run that is cut short has left its rows
-            writer = csv.DictWriter(file, list(Row.__dataclass_fields__))
-            writer.writeheader()
-            writer.writerows(map(asdict, rows))
+        write_rows(out, rows)
     print(table(out))
 
 

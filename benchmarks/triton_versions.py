@@ -208,11 +208,16 @@ def time_all(paths: list[Path], out: Path, commit: str | None) -> None:
                          origin.device_name, origin.driver, origin.torch, origin.commit, origin.date)
                      for version, one in bound.items()]
         print(cell, [row.ratio for row in rows[-2 * len(versions):]], flush=True)
-        with out.open("w", newline="") as file:  # anew after each cell: a run that is cut short has left its rows
-            writer = csv.DictWriter(file, list(Row.__dataclass_fields__))
-            writer.writeheader()
-            writer.writerows(map(asdict, rows))
+        write_rows(out, rows)
     print(table(out))
+
+
+def write_rows(out: Path, rows: list[Any]) -> None:
+    """Write rows, dataclasses of one kind; anew after each cell: a run that is cut short has left its rows."""
+    with out.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(asdict(rows[0])))
+        writer.writeheader()
+        writer.writerows(map(asdict, rows))
 
 
 def check(cell: Cell, name: str, results: dict[str, tuple[torch.Tensor, ...]]) -> None:
