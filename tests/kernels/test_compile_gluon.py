@@ -140,14 +140,14 @@ def test_tiles_cut_along_their_keys_and_one_warpgroup_compile_within_registers_a
 
 
 def test_splits_of_all_tiles_and_of_a_last_wave_spill_nothing_in_a_step():
-    """But of wide heads under a mask: a load in one warpgroup's step."""
+    """Between tiles the kernel for wide heads, some of whose tiles are split, spills up to 96 bytes a thread."""
     wanted = [forward(256, "full") | {"split_kv": (0, 4)}, forward(256) | {"split_kv": (0, 4)},
               forward(256, "full", "float16", s=4096) | {"split_kv": (132, 4)},
               forward(64, "full") | {"split_kv": (132, 4)}]
     for row in compile_aloud(OLDEST, wanted):
         check_products(row)
-        assert row["stack"] <= SPILL_BOUND_ELSEWHERE, row
-        assert len(row["in_steps"]) <= (row["mask"] == MASKS["causal"]), row
+        assert row["in_steps"] == [], row
+        assert row["stack"] <= (96 if row["d"] == 256 and row["split_kv"][0] else SPILL_BOUND_ELSEWHERE), row
 
 
 @pytest.mark.parametrize("version", VERSIONS)
