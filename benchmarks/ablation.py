@@ -212,7 +212,10 @@ def table(path: Path) -> str:
     cells = len({(row["grid"], row["case"]) for row in rows})
     lines = ["| without | pass | cells | mean of these | least | most | mean of the grid | |",
              "|---|---|" + "---:|" * 5 + "---|"]
-    for axis, what in ({axis: what for axis, (what, _) in AXES.items()} | ALWAYS | REMOVED).items():
+    described = {axis: what for axis, (what, _) in AXES.items()} | ALWAYS | REMOVED
+    if unknown := {row["axis"] for row in rows} - {NONE, *described}:
+        raise ValueError(f"{path.name} has rows without {', '.join(sorted(unknown))}, which nothing here describes")
+    for axis, what in described.items():
         for name in PASSES:
             ratios = [float(row["ratio"]) for row in rows if (row["axis"], row["direction"]) == (axis, name)]
             if not ratios:
