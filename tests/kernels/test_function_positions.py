@@ -9,7 +9,7 @@ import triton.language as tl
 
 from tilewise import attention, attention_varlen, causal, window
 from tilewise.functions import MaskFunction, ScoreFunction
-from tilewise.kernels.triton import backward, dbias, forward
+from tilewise.kernels.triton import backward, dbias, dq, forward
 
 pytestmark = [pytest.mark.interpret,
               pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="notes positions in Python")]
@@ -98,7 +98,7 @@ def weighing_mask(batch, head, q_idx, k_idx):
 @pytest.mark.parametrize("functions", ["score", "mask"])
 def test_every_kernel_asks_functions_with_positions_as_wide_as_the_launch_says(functions, wide, monkeypatch):
     """Of batch and head the numbers are 64 bits in any case: ``head * sq * sk`` passes 2^31 in calls of every day."""
-    for module in (forward, backward, dbias):
+    for module in (forward, backward, dq, dbias):
         monkeypatch.setattr(module, "needs_int64", lambda *_: wide)
     given = {"score_function": ScoreFunction(weighing, derivative=weighing_derivative)} if functions == "score" else {
         "mask": MaskFunction(weighing_mask)}
