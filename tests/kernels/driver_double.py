@@ -93,6 +93,8 @@ class DriverDouble:
             return (real.CUresult.CUDA_ERROR_INVALID_CONTEXT,)
         if self.status != real.CUresult.CUDA_SUCCESS:
             return (self.status,)
+        if 0 in (config.gridDimX, config.gridDimY, config.gridDimZ):
+            return (real.CUresult.CUDA_ERROR_INVALID_VALUE,)
         words = (ctypes.c_void_p * 5).from_address(extra)
         assert (words[0], words[2], words[4]) == (1, 2, None)  # a buffer's address, a size's address, the end
         size = ctypes.c_size_t.from_address(words[3]).value

@@ -148,6 +148,14 @@ def test_every_dim_of_the_grid_is_handed(cuda):
     assert cuda.launches[0].grid == (5, 7, 1)
 
 
+@pytest.mark.parametrize("grid", [(0,), (0, 7), (5, 0)])
+def test_a_grid_without_ctas_enqueues_nothing(cuda, grid):
+    enqueue = Enqueue(Kernel(), grid, (128, 0.5), OPTIONS)
+    call(enqueue, tensors_of())
+    call(enqueue, tensors_of())
+    assert cuda.launches == []
+
+
 def test_so_many_sets_of_arguments_are_kept_and_the_least_used_goes(cuda, monkeypatch):
     monkeypatch.setattr(driver, "KEPT", 2)
     enqueue, (a, b, c) = Enqueue(Kernel(), (5,), (128, 0.5), OPTIONS), [tensors_of() for _ in range(3)]

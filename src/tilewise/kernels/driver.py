@@ -291,11 +291,14 @@ def tensors_in(value: tuple[Any, ...]) -> list[torch.Tensor]:
 def bind(image: Image, grid: tuple[int, ...], fields: list[Field], device: int) -> Callable[[Addresses], None]:
     """Return what enqueues a kernel on the current stream of a device, which is current, given the addresses.
 
-    Threads may share it. It is right in a graph's capture: the driver copies the parameters before it returns.
+    Threads may share it. It is right in a graph's capture: the driver copies the parameters before it returns. A grid
+    without CTAs, which the driver refuses, enqueues nothing, as with Triton's launcher.
 
     Raises:
         UnknownKernel, RuntimeError: as :func:`load`.
     """
+    if 0 in grid:
+        return lambda addresses: None
     driver, function = bindings(), load(image, device)
     layout, position = "<", 0
     formats = [letter for field in fields for letter in _letters(field.formats)]

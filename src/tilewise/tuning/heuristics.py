@@ -216,13 +216,13 @@ def _were_timed(problem: AttentionProblem) -> bool:
 def _two_ping_pong(problem: AttentionProblem, length: int) -> bool:
     """Whether two warpgroups have ping-pong scheduling, by the columns of q and k, and of v, inside the tiles.
 
-    At 64, with four stages, causal +0.7 % at 512 and +0.6 % at 1024, and +2 to 5 % of packed sequences; at 96 without a
-    mask +11 to 17 %, causal +1 to 4 %; at 128 without a mask +2 to 3.4 %, causal 0 to +1 %; at 256 +0.4 to 1.2 % to a
-    length of 1024, and nothing or little beyond. At 192 they lost 0.8 %, causal. Shorter lengths, windows, a softcap
-    and, at other widths than 64, lengths that are data were not timed.
+    At 64, with four stages, causal +0.7 % at 512 and +0.6 % at 1024; at 96 without a mask +8 to 14 %, causal +4 to
+    10 %; at 128 without a mask +2 to 3.4 %, causal 0 to +1 %; at 256 +0.4 to 1.2 % to a length of 1024, and nothing or
+    little beyond. Of packed sequences -2 to +1 % at 64 and -1 to +2 % at 128. At 192 they lost 0.8 %, causal. Shorter
+    lengths, windows and a softcap were not timed.
     """
     widths = sum(pieces_of(problem.d)), sum(pieces_of(problem.dv))
-    if not _were_timed(problem) or (problem.sequences.are_data and widths != (64, 64)):
+    if not _were_timed(problem):
         return False
     return length >= {(64, 64): 512, (96, 96): 1024, (128, 128): 512, (256, 256): 512}.get(widths, math.inf)
 
