@@ -8,9 +8,10 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+import torch
 
 import tilewise
-from tilewise.cli import main
+from tilewise.cli import main, options
 
 # A process that cannot import typer, as on an installation without the extra.
 WITHOUT_TYPER = """
@@ -19,7 +20,7 @@ sys.modules["typer"] = None
 import importlib.util
 found = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *rest: None if name == "typer" else found(name, *rest)
-from tilewise.cli import main
+from tilewise.cli import main, options
 main(["info"])
 """
 
@@ -122,3 +123,11 @@ def test_flags_that_would_be_ignored_or_mean_nothing_exit_with_2_before_anything
 def test_bad_usage_exits_with_2(run):
     assert run("explain", "--nope").status == 2
     assert run("bench", "--direction", "sideways").status == 2
+
+
+@pytest.mark.parametrize("name", [None, "cuda"])
+def test_the_current_gpu_has_the_name_that_its_tensors_have(monkeypatch, name):
+    for function, answer in (("is_available", True), ("device_count", 2), ("current_device", 1)):
+        monkeypatch.setattr(torch.cuda, function, lambda answer=answer: answer)
+    assert options.usable_device(name) == torch.device("cuda", 1)
+    assert options.usable_device("cuda:0") == torch.device("cuda", 0)

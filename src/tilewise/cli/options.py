@@ -78,10 +78,12 @@ def chosen_device(name: str | None) -> torch.device:
 
 
 def usable_device(name: str | None) -> torch.device:
-    """As :func:`chosen_device`, and demand that work can run there."""
+    """As :func:`chosen_device`, and demand that work can run there; "cuda" is the current GPU, as tensors name it."""
     device = chosen_device(name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise InvalidInput(f"device is {name!r}, and torch sees {torch.cuda.device_count()} GPUs here; use cpu.")
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
     return device
 
 
