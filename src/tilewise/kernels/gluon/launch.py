@@ -15,11 +15,11 @@ from tilewise.problem import AttentionProblem, legal_strides
 from tilewise.problem.options import NO_OPERANDS, Operands
 
 # Heads are scheduled together whose keys and values take so much of L2 (50 MiB on an H100, 60 on an H200), by the
-# columns of a head. At 64 and 256 columns 24 MiB are 0.98 to 1.00 times as fast as 32, at 128 1.002 to 1.007. Calls
-# with few keys wait for memory, and q and out, which pass through L2 beside k and v, are larger there: 12 MiB are up
-# to 1.20 times as fast on an H100 (docs/hopper.md, Order of the tiles).
+# columns of a head: at 64 and 256 columns 24 MiB are 0.98 to 1.00 times as fast as 32, at 128 1.002 to 1.007. Where keys
+# are few, more of q and out passes through L2 beside k and v, and the call waits for memory: less is faster there,
+# 12 MiB with 512 keys and 16 with 1024 (docs/hopper.md, Order of the tiles).
 _SWIZZLE_BYTES = {64: 32 * 2**20, 128: 24 * 2**20, 256: 32 * 2**20}
-_FEW_KEYS, _SWIZZLE_BYTES_OF_FEW = 1024, 12 * 2**20
+_FEW_KEYS, _SWIZZLE_BYTES_OF_NONE, _SWIZZLE_BYTES_PER_KEY = 1024, 8 * 2**20, 8 * 2**10
 _LEAST_FROZEN = 512  # keys from which the row maximum of a tile's first blocks is kept
 NO_LENGTHS = (None,) * 4  # cu_seqlens_q, cu_seqlens_k, seqlens_q, seqlens_k
 # Counters allocated for captured graphs, and those of each device that are left: each is given out once.
@@ -238,11 +238,15 @@ def _freezes_max(problem: AttentionProblem, config: ForwardConfig, lower: int | 
 def heads_per_swizzle(problem: AttentionProblem) -> int:
     """Return how many query heads are scheduled together, so that their keys and values stay in L2."""
     bytes_of_head = len(problem.seen_keys) * (problem.d + problem.dv) * problem.dtype.itemsize
-    columns = max(problem.d, problem.dv)
-    limit = next(limit for width, limit in _SWIZZLE_BYTES.items() if columns <= width)
+    limit = swizzle_bytes(max(problem.d, problem.dv))
     if len(problem.seen_keys) <= _FEW_KEYS:
-        limit = _SWIZZLE_BYTES_OF_FEW
+        limit = _SWIZZLE_BYTES_OF_NONE + len(problem.seen_keys) * _SWIZZLE_BYTES_PER_KEY
     return max(1, limit // bytes_of_head) * problem.group
+
+
+def swizzle_bytes(columns: int) -> int:
+    """Return how much of L2 the heads that are scheduled together take, whose head dim is this."""
+    return next(limit for width, limit in _SWIZZLE_BYTES.items() if columns <= width)
 
 
 def _rows(tensor: torch.Tensor, rows: Span) -> torch.Tensor:
