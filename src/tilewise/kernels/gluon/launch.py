@@ -15,9 +15,9 @@ from tilewise.problem import AttentionProblem, legal_strides
 from tilewise.problem.options import NO_OPERANDS, Operands
 
 # Heads are scheduled together whose keys and values take so much of L2 (50 MiB on an H100, 60 on an H200), by the
-# columns of a head: at 64 and 256 columns 24 MiB are 0.98 to 1.00 times as fast as 32, at 128 1.002 to 1.007. Where keys
-# are few, more of q and out passes through L2 beside k and v, and the call waits for memory: less is faster there,
-# 12 MiB with 512 keys and 16 with 1024 (docs/hopper.md, Order of the tiles).
+# columns of a head: at 64 and 256 columns 24 MiB are 0.98 to 1.00 times as fast as 32, at 128 1.002 to 1.007. Where
+# keys are few, more of q and out passes through L2 beside k and v, and the call waits for memory: less is faster
+# there, 12 MiB with 512 keys and 16 with 1024 (docs/hopper.md, Order of the tiles).
 _SWIZZLE_BYTES = {64: 32 * 2**20, 128: 24 * 2**20, 256: 32 * 2**20}
 _FEW_KEYS, _SWIZZLE_BYTES_OF_NONE, _SWIZZLE_BYTES_PER_KEY = 1024, 8 * 2**20, 8 * 2**10
 _LEAST_FROZEN = 512  # keys from which the row maximum of a tile's first blocks is kept
