@@ -1,11 +1,11 @@
 """What NVRTC made of the CUDA kernels, on the record of compiled kernels (compile_record.py)."""
 
 import hashlib
+import inspect
 import json
 import os
 import re
 import zlib
-from pathlib import Path
 
 from cuda.bindings import nvrtc
 
@@ -37,7 +37,7 @@ def _compiled(program, arch):
 
 
 def _key_of(program, arch):
-    """The source, its macros, the architecture, NVRTC's version, and what reads the facts, this file."""
+    """The source, its macros, the architecture, NVRTC's version, and the function that compiles and reads the facts."""
     said = json.dumps([arch, program.macros, nvrtc.nvrtcVersion()[1:]])
-    parts = said.encode(), programs.SOURCE.read_bytes(), Path(__file__).read_bytes()
+    parts = said.encode(), programs.SOURCE.read_bytes(), inspect.getsource(_compiled).encode()
     return hashlib.sha256(b"".join(parts)).hexdigest()[:32]
