@@ -16,15 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from compiled.compile_record import Prepared, serve
-from compiled.sass import (
-    comparisons_in_loops,
-    early_reads,
-    exponentials_before_waits,
-    meetings_in_loops,
-    possibly_unset,
-    spills_in_steps,
-    stray_descriptors,
-)
+from compiled.sass import early_reads, possibly_unset, spills_in_steps, stray_descriptors
 from conformance.functions import mask_functions, score_functions
 from tilewise.bench.compile_ahead import CompileOnlyDriver
 from tilewise.kernels.gluon.launch import OPTIONS, HopperForward
@@ -187,9 +179,7 @@ def prepare(request):
 
 
 def report(compiled, _log):
-    """Facts of a Triton kernel; ``loads``: of the language, of all loops."""
-    return {"loads": compiled.asm["ttir"].count("tt.load "), **(
-        amd_report(compiled) if "amdgcn" in compiled.asm else nvidia_report(compiled))}
+    return amd_report(compiled) if "amdgcn" in compiled.asm else nvidia_report(compiled)
 
 
 def prepare_hopper(request):
@@ -224,15 +214,9 @@ def prepare_hopper(request):
             counter = torch.empty(1, dtype=torch.int32) if config.dynamic_tiles else None
             arguments = launch.arguments(launch.taken((*taken, q, k, v), read), torch.empty(launch.accum_shape), data,
                                          counter)
-    facts = {"limit": spec.shared_memory, "planned": config.shared_bytes(problem),
-             **(forward_facts(launch.scalars[-1]) if request["kernel"] == "hopper_forward" else {})}
+    facts = {"limit": spec.shared_memory, "planned": config.shared_bytes(problem)}
     compile_it = partial(launch.kernel.warmup, *arguments, *launch.scalars, grid=launch.grid, **OPTIONS)
     return prepared("sm_90", compile_it, facts, report_of_hopper)
-
-
-def forward_facts(shape):
-    return {"consumers": shape.CONSUMERS, "turns": shape.PING_PONG, "steady": shape.FROZEN_MAX,
-            "parts": shape.PARTS, "keys_a_part": shape.BLOCK_N // shape.PARTS}
 
 
 def report_of_hopper(compiled, log):
@@ -242,10 +226,8 @@ def report_of_hopper(compiled, log):
              "complete": len(re.findall(r"cp\.async\.bulk\.wait_group\s+0;", ptx))}
     return nvidia_report(compiled) | sass_report(sass) | waits | {
         "logged": "Used" in log, "warnings": re.findall(r"C75\d\d", log), "threads": 32 * compiled.metadata.num_warps,
-        "unset": possibly_unset(sass), "strays": stray_descriptors(sass),
-        "exponentials": exponentials_before_waits(sass), "in_steps": spills_in_steps(sass),
-        "meetings": meetings_in_loops(sass), "comparisons": comparisons_in_loops(sass), "early": early_reads(sass),
-        "branches": sass.count("NANOSLEEP"), "philox": sass.count("IMAD.WIDE.U32")}
+        "unset": possibly_unset(sass), "strays": stray_descriptors(sass), "in_steps": spills_in_steps(sass),
+        "early": early_reads(sass)}
 
 
 def prepared(arch, compile_it, facts, read):
@@ -265,7 +247,7 @@ def nvidia_report(compiled):
 
 
 def sass_report(sass):
-    names = ("HGMMA", "UTMALDG", "UTMASTG", "UTMAREDG", "REDG", "WARPGROUP.ARRIVE", "LDSM")
+    names = ("HGMMA", "UTMALDG", "UTMASTG", "UTMAREDG", "REDG", "WARPGROUP.ARRIVE")
     return {name.lower(): len(re.findall(rf"\b{name}\b", sass)) for name in names}
 
 

@@ -78,20 +78,6 @@ def stray_descriptors(sass):
         len(before[index][register]) > 1 or unset in before[index][register] for register in registers)]
 
 
-def exponentials_before_waits(sass):
-    """For each wait that leaves some products running, the exponentials from there to the next that leaves none."""
-    code, _labels = _parse(sass)
-    found, running = [], None
-    for text in code:
-        if wait := re.search(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x(\d+)", text):
-            if running is not None and int(wait[1], 16) == 0:
-                found.append(running)
-            running = 0 if int(wait[1], 16) else None
-        elif running is not None and "MUFU.EX2" in text:
-            running += 1
-    return found
-
-
 def spills_in_steps(sass):
     """Return what the loops over keys read from the stack or write there.
 
@@ -122,38 +108,6 @@ def early_reads(sass):
             found += [] if together else [text]
             drawn = False
     return found
-
-
-def meetings_in_loops(sass):
-    """Return how often threads wait for one another in each innermost loop with at least four products, in order."""
-    return [sum("BAR.SYNC" in text for text in texts) for _, texts in _loops_of_products(sass)]
-
-
-def comparisons_in_loops(sass):
-    """Return how many numbers are compared in each innermost loop with at least four products, in order."""
-    return [sum("FMNMX" in text for text in texts) for _, texts in _loops_of_products(sass)]
-
-
-def _loops_of_products(sass):
-    """Innermost loops with at least four products: where each begins, and its instructions."""
-    lines = [(match[1] and int(match[1], 16), match[2], match[3]) for match in re.finditer(
-        r"^\s*(?:/\*([0-9a-f]+)\*/\s+(.*?) ;|\.(L_x_\d+):)", sass, re.MULTILINE)]
-    begins, waiting, code, loops = {}, [], [], []
-    for address, text, label in lines:
-        if label:
-            waiting.append(label)
-            continue
-        begins.update(dict.fromkeys(waiting, address))
-        waiting.clear()
-        code.append((address, text))
-        back = re.match(r"@!?U?P\d.* BRA.*`\(\.(L_x_\d+)\)", text)
-        begin = back and begins.get(back[1])
-        if begin is None or any(begin <= other for other, _ in loops):
-            continue
-        texts = [inside for place, inside in code if place >= begin]
-        if sum("HGMMA" in inside for inside in texts) >= 4:
-            loops.append((begin, texts))
-    return loops
 
 
 def _loops(successors):

@@ -34,7 +34,8 @@ def test_an_overlapped_combination_waits_for_the_parts():
     wanted = [{"arch": "sm_90", "kernel": kernel, "dtype": "bfloat16", "d": 128, "overlapped": overlapped}
               for kernel in ("decode", "combine") for overlapped in (True, False)]
     rows = compile_all(INSTALLED, wanted, SCRIPT)
-    assert [(row["lets"], row["waits"]) for row in rows] == [(1, 0), (0, 0), (0, 1), (0, 0)]
+    assert [(row["lets"] > 0, row["waits"] > 0) for row in rows] == [
+        (True, False), (False, False), (False, True), (False, False)]
 
 
 @pytest.mark.parametrize("arch", ARCHS)

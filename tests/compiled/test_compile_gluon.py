@@ -170,31 +170,7 @@ def check(version, wanted, bounds=SPILL_BOUND):
         assert row["stack"] <= bounds.get(version, SPILL_BOUND_ELSEWHERE), row
         # What is spilled costs a few loads a tile; 3.9.0 spills in steps with a softcap, or lengths that are data.
         assert row["in_steps"] == [] or (version == NEWEST and row["options"]), row
-        # In a step the threads of a warpgroup meet once, where they wait for what is loaded, and for their turn. 3.8.0
-        # has them meet once more where lengths of d 64 are padded.
-        assert version != OLDEST or set(row["meetings"]) == {2 if row["turns"] else 1}, row
-        # Of each warpgroup's two loops the second looks for no maximum, under a steady shift.
-        assert version == NEWEST or [number == 0 for number in row["comparisons"]] == (
-            [False, row["steady"]] * (len(row["comparisons"]) // 2)), row
         assert (row["utmastg"] > 0) == ("split_kv" not in row or row["split_kv"][0] > 0), row  # splits leave by stores
-        check_waits(row, version)
-
-
-def check_waits(row, version):
-    """In two parts, half a step's exponentials stand above the wait for O += P·V, and a softcap's above that.
-
-    Not where P is copied ahead of the product, and three warpgroups lack the registers for that.
-    """
-    if row["parts"] == 1 or (version == NEWEST and row["consumers"] == 3):
-        assert row["branches"] == 0, row
-        return
-    half = 64 * row["keys_a_part"] // 128  # of 64 rows, a thread
-    above = 3 * half if "softcap" in row["options"] else half  # tanh takes one a score, of both halves
-    in_steps = [number for number in row["exponentials"] if number >= half]
-    assert len(in_steps) == row["branches"] > 0, row
-    late = [number for number in in_steps if number > above + half // 2]
-    assert min(in_steps) >= above, row
-    assert not late, row
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -236,43 +212,29 @@ def test_dropout_in_the_backward_compiles_within_registers_and_shared_memory(ver
         wanted += [backward(d, mask, options=["seed"], **configs[(i + (d == 128)) % 2])
                    for d, configs in BACKWARD_CONFIGS.items() for i, mask in enumerate(MASKS)]
         wanted.append(backward(128, dtype="float16", options=["seed"], **D128))
-    rows = check_backward(version, wanted, BACKWARD_DROPOUT_SPILL_BOUND.get(
-        version, BACKWARD_DROPOUT_SPILL_BOUND_ELSEWHERE))
+    check_backward(version, wanted, BACKWARD_DROPOUT_SPILL_BOUND.get(version, BACKWARD_DROPOUT_SPILL_BOUND_ELSEWHERE))
     both = ["seed", "softcap", "cu_seqlens_q", "cu_seqlens_k", "seqlens_q", "seqlens_k"]
-    rows += check_backward(version, [backward(d, "shifted", options=both, **configs[0])
-                                     for d, configs in BACKWARD_CONFIGS.items()],
-                           DROPOUT_OF_ALL_SPILL_BOUND.get(version, DROPOUT_OF_ALL_SPILL_BOUND_ELSEWHERE))
-    for row in rows:
-        # In each loop of 2 warpgroups 8 calls of Philox, of 9 products; the rest counts tiles, or looks sequences up.
-        loops = 3 if row["config"].get("variant") == "deterministic" and row["mask"][0] is not None else 2
-        assert 0 <= row["philox"] - 2 * loops * 8 * 9 <= (96 if row["options"] == both else 40), row
+    check_backward(version, [backward(d, "shifted", options=both, **configs[0])
+                             for d, configs in BACKWARD_CONFIGS.items()],
+                   DROPOUT_OF_ALL_SPILL_BOUND.get(version, DROPOUT_OF_ALL_SPILL_BOUND_ELSEWHERE))
 
 
 def check_backward(version, wanted, spills):
-    rows = compile_aloud(version, wanted)
-    for row in rows:
+    for row in compile_aloud(version, wanted):
         check_products(row)
         assert row["stack"] <= spills, row
         assert row["utmastg"] > 0, row
-        # Four values at a time of half the columns, in 2 loops of 2 warpgroups, or one reduction by the copy engine in
-        # each, or by each of 2 writers one for each warpgroup that makes dQ: of the kernel d64 one alone, with
-        # one loop.
         config, variant = row["config"], row["config"].get("variant")
-        narrow, shared = config["kernel"] == "d64", config.get("ctas_per_head", 1) > 1
-        alone = variant == "head_persistent" and not shared
-        semaphores = variant == "deterministic" or shared
-        staged = 2 if narrow and semaphores else 1 if narrow else 4
-        if alone and not narrow and row["mask"][0] is not None:  # a third loop, of the window's other end
-            staged = 6
+        shared = config.get("ctas_per_head", 1) > 1
+        # dQ is added by atomics from registers, or by the TMA from shared memory.
         from_registers = variant == "dq_from_registers"
-        assert (row["redg"], row["utmaredg"]) == ((row["d"] // 4, 0) if from_registers else (0, staged)), row
-        # Each writer waits for the tiles before, and until all has arrived, not only been read, before it says so; a
-        # program that is alone waits for its own tiles before: of wider heads in every step, for all but the last. Of
-        # shared heads a writer waits with a part of a step's last tile in another place.
-        waits = 2 if semaphores else 0
-        complete = waits or (alone and narrow)
-        assert (row["acquire"], row["complete"], row["release"]) == (waits << shared, complete, waits), row
-    return rows
+        assert (row["redg"] > 0, row["utmaredg"] > 0) == (from_registers, not from_registers), row
+        # In order, a writer waits for the tiles before, and until its own has arrived, not only been read, before it
+        # says so; a program that is alone with a head of d 64 waits for its own tiles before.
+        semaphores = variant == "deterministic" or shared
+        waits_for_its_own = semaphores or (config["kernel"] == "d64" and variant == "head_persistent")
+        assert (row["acquire"] > 0, row["release"] > 0) == (semaphores, semaphores), row
+        assert (row["complete"] > 0) == waits_for_its_own, row
 
 
 def wide(part, d, mask="causal", dtype="bfloat16", dv=None):
@@ -291,12 +253,6 @@ def test_the_hopper_backward_of_wide_heads_compiles_within_registers_and_shared_
         assert row["stack"] <= APART_SPILL_BOUND.get(version, APART_SPILL_BOUND_ELSEWHERE), row
         assert row["utmastg"] > 0, row
         assert (row["redg"], row["utmaredg"]) == (0, 0), row  # nothing is added in memory
-        # S and dP 16 columns at a time, each sum 16 of 64 queries or keys, once for each piece of its columns. dQ has
-        # two loops in both warpgroups; of dK and dV each has one.
-        (scores, of_d), (slopes, of_dv) = (
-            {72: (8, 1), 128: (8, 1), 136: (12, 2), 192: (12, 2), 256: (16, 1)}[row[side]] for side in ("d", "dv"))
-        products = 4 * (scores + slopes + 4 * of_d) if part == "dq" else scores + slopes + 4 * (of_d + of_dv)
-        assert row["hgmma"] == products, row
 
 
 def test_the_hopper_backward_of_heads_in_pieces_compiles_within_registers_and_shared_memory():
@@ -307,8 +263,8 @@ def test_the_hopper_backward_of_heads_in_pieces_compiles_within_registers_and_sh
         check_products(row)
         assert row["stack"] <= PIECES_SPILL_BOUND, row
         assert row["utmastg"] > 0, row
-        # Four values at a time of half the columns, in 2 loops of 2 warpgroups.
-        assert (row["redg"], row["utmaredg"]) == (4 * 12, 0), row
+        assert row["redg"] > 0, row  # dQ is added from registers
+        assert row["utmaredg"] == 0, row
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -321,9 +277,6 @@ def test_the_sum_of_a_shared_bias_gradient_compiles_within_registers_and_shared_
     for row in compile_aloud(version, wanted):
         check_products(row)
         assert row["stack"] <= DBIAS_SPILL_BOUND.get(version, DBIAS_SPILL_BOUND_ELSEWHERE), row
-        # Of each of 2 warpgroups, in a loop without a mask and one with: S and dP of each block, 16 columns a product.
-        loops = 1 if row["mask"] == MASKS["full"] else 2
-        assert row["hgmma"] == 2 * loops * 2 * 2 * (row["d"] // 16), row
         assert (row["utmastg"], row["redg"], row["utmaredg"]) == (0, 0, 0), row
 
 

@@ -2,28 +2,13 @@
 
 import pytest
 
-from compiled.sass import (
-    comparisons_in_loops,
-    early_reads,
-    exponentials_before_waits,
-    meetings_in_loops,
-    possibly_unset,
-    spills_in_steps,
-    stray_descriptors,
-)
+from compiled.sass import early_reads, possibly_unset, spills_in_steps, stray_descriptors
 
 
 def listing(*lines):
     """``nvdisasm -c``'s form; a line that ends in a colon is a label."""
     return "\n".join(line if line.endswith(":") else f"        /*{16 * n:04x}*/   {line} ;"
                      for n, line in enumerate(lines))
-
-
-def test_exponentials_are_counted_from_a_wait_that_leaves_products_running_to_one_that_leaves_none():
-    sass = listing("MUFU.EX2 R0, R1", "WARPGROUP.DEPBAR.LE gsb0, 0x2", "MUFU.EX2 R0, R1", "MUFU.RCP R0, R1",
-                   "MUFU.EX2 R2, R3", "WARPGROUP.DEPBAR.LE gsb0, 0x0", "MUFU.EX2 R0, R1",
-                   "WARPGROUP.DEPBAR.LE gsb0, 0x1", "WARPGROUP.DEPBAR.LE gsb0, 0x0", "WARPGROUP.DEPBAR.LE gsb0, 0x0")
-    assert exponentials_before_waits(sass) == [2, 0]
 
 
 def test_spills_are_found_in_the_loops_over_keys_alone():
@@ -43,27 +28,6 @@ def test_what_is_read_before_the_thread_that_drew_it_has_come_back_is_found():
     assert early_reads(listing(*drawn, *behind)) == ["LDS R6, [UR4]"]
     assert early_reads(listing(*drawn, "BSYNC B0", *behind)) == []
     assert early_reads(listing(*behind)) == []
-
-
-def test_loops_are_the_innermost_ones_with_four_products():
-    step, meeting = ["HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], R24"] * 4, "BAR.SYNC.DEFER_BLOCKING 0x2, 0x80"
-    loops = [".L_x_0:", meeting, ".L_x_1:", *step, "@P0 BRA `(.L_x_1)", "@!P1 BRA `(.L_x_0)", ".L_x_2:", *step[1:],
-             "@P0 BRA `(.L_x_2)", ".L_x_3:", *step, meeting, meeting, "@P0 BRA `(.L_x_3)", "BRA `(.L_x_2)", "EXIT"]
-    assert meetings_in_loops(listing(*loops)) == [0, 2]
-
-
-def test_meetings_are_those_in_loops_with_products_and_no_arrivals():
-    step, meeting = ["HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], R24"] * 4, "BAR.SYNC.DEFER_BLOCKING 0x2, 0x80"
-    code = [meeting, ".L_x_0:", meeting, *step, "BAR.ARV 0xc, 0x100", meeting, "@P0 BRA `(.L_x_0)", meeting, ".L_x_1:",
-            *step, "@P0 BRA `(.L_x_1)", ".L_x_2:", meeting, "@P0 BRA `(.L_x_2)", "EXIT"]
-    assert meetings_in_loops(listing(*code)) == [2, 0]
-
-
-def test_comparisons_are_counted_in_loops_of_products():
-    step, comparison = ["HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], R24"] * 4, "FMNMX R0, R1, R2, !PT"
-    code = [comparison, ".L_x_0:", *step, "@P0 BRA `(.L_x_0)", comparison, ".L_x_1:", *step, comparison, comparison,
-            "@P0 BRA `(.L_x_1)", "EXIT"]
-    assert comparisons_in_loops(listing(*code)) == [0, 2]
 
 
 def test_a_register_set_in_front_of_a_loop_that_may_be_skipped_is_found():
