@@ -136,10 +136,10 @@ def launch_of(kernel, problem, config, modifiers):
     if kernel == "lengths":
         steps = () if problem.sequences.packed is None else ((1, 512, 1024, 8), (2048, 1024))
         return lengths_launch(problem, 8, *steps), (torch.empty(8, 8, dtype=torch.int32), *modifiers.lengths)
-    if kernel.startswith("blank"):
+    if kernel.startswith("zero_fill"):
         lengths = modifiers.lengths
         by_side = lengths.cu_q, lengths.q, lengths.cu_k, lengths.k
-        if kernel == "blank_gradients":
+        if kernel == "zero_fill_gradients":
             return zero_fill_gradients_launch(problem, (q.stride(), k.stride(), v.stride())), (q, k, v, *by_side)
         seen = None if lengths.cu_q is None else rows
         return zero_fill_out_launch(problem), (out, rows, seen, modifiers.sinks.ptr, *by_side)
@@ -167,7 +167,7 @@ def prepare(request):
     operands = operands_of(request)
     kernel, problem = request["kernel"], problem_of(request, operands)
     config = None
-    if not kernel.startswith(("blank", "combine", "delta", "lengths")):
+    if not kernel.startswith(("zero_fill", "combine", "delta", "lengths")):
         tiles_of = "dq" if kernel.startswith("dq") else kernel
         config = tile_config(tiles_of, problem, spec, descriptors=request["descriptors"])
         at_once = int(kernel.rpartition("_of_")[2]) if "_of_" in kernel else 1

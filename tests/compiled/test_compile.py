@@ -107,10 +107,10 @@ def test_kernels_of_lengths_documents_and_tile_lists_compile_within_shared_memor
 
 
 @spread(*product((64, 256), ([63, 0, "bottom_right"], [None, None, None]), (PACKED, [*PADDED, "sinks"])))
-def test_the_kernels_of_blank_rows_and_lengths_compile_without_a_spill(version, arch, kind):
+def test_zero_fill_and_lengths_kernels_compile_without_a_spill(version, arch, kind):
     d, mask, names = kind
     wanted = [{"arch": arch, "kernel": kernel, "d": d, "dtype": "bfloat16", "mask": mask, "descriptors": False,
-               "options": names} for kernel in ("blank_out", "blank_gradients", "lengths")]
+               "options": names} for kernel in ("zero_fill_out", "zero_fill_gradients", "lengths")]
     rows = compile_all(version, wanted)
     assert len(rows) == len(wanted)
     for row in rows:
@@ -157,7 +157,7 @@ def test_kernels_that_make_a_bias_gradient_beside_dq_compile_within_shared_memor
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_dq_of_several_entries_keeps_its_sums_in_registers(version):
+def test_dq_of_several_batch_elements_keeps_its_accumulators_in_registers(version):
     """The spills are those of the masked loop, most of them, and of adding earlier sums (at head dim 64)."""
     wanted = [{"arch": "sm_90", "kernel": f"dq_{which}_of_2", "d": d, "dtype": "bfloat16",
                "mask": MASKS["causal"], "descriptors": False, "options": options}
@@ -173,7 +173,7 @@ def test_dq_of_several_entries_keeps_its_sums_in_registers(version):
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_three_programs_of_dbias_share_a_multiprocessor(version):
+def test_three_ctas_of_dbias_share_an_sm(version):
     kinds = (72, "full"), (72, "causal"), (128, "causal"), (128, "full")
     wanted = [{"arch": "sm_90", "kernel": "dbias", "d": d, "dtype": "bfloat16", "mask": MASKS[mask],
                "descriptors": True, "options": ["bias"]} for d, mask in in_turns(kinds, VERSIONS, version, "sm_90")]

@@ -75,7 +75,7 @@ def test_refused_source_raises_with_the_compilers_words():
         compile_program(odd, "sm_90")
 
 
-def test_keys_of_a_step_that_no_number_of_chunks_makes_are_refused():
+def test_a_kv_block_that_is_no_number_of_chunks_is_refused():
     odd = Program("forward", CudaConfig(0, 4, 4, 32, chunk=64), d=64, dv=32, vectors=True)
     with pytest.raises(BackendUnavailable, match="keys come in chunks, and 4 to a thread"):
         compile_program(odd, "sm_90")

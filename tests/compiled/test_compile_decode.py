@@ -30,7 +30,7 @@ def test_kernels_of_decoding_compile_without_spills_and_copy_16_bytes_at_once(ve
             assert row["copies"] == [16], row
 
 
-def test_an_overlapped_combination_waits_for_the_parts():
+def test_an_overlapped_combine_kernel_waits_for_the_splits():
     wanted = [{"arch": "sm_90", "kernel": kernel, "dtype": "bfloat16", "d": 128, "overlapped": overlapped}
               for kernel in ("decode", "combine") for overlapped in (True, False)]
     rows = compile_all(INSTALLED, wanted, SCRIPT)

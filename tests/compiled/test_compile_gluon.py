@@ -2,8 +2,8 @@
 
 Triton 3.8 and 3.9 get of each kind the variants that spill most and those that take a path of their own.
 
-What the compiler must have made of them: products that do not wait for one another and find their operands whatever
-loop was skipped, the copy engine both ways, and registers for every warp. Triton can only print ptxas's log while it
+What the compiler must have made of them: MMAs that do not wait for one another and find their operands whatever
+loop was skipped, copies by the TMA both ways, and registers for every warp. Triton can only print ptxas's log while it
 compiles, so its cache is passed over.
 """
 
@@ -56,9 +56,9 @@ DROPOUT_OF_ALL_SPILL_BOUND_ELSEWHERE = 640
 DBIAS_SPILL_BOUND = {BETWEEN: 64, NEWEST: 96}
 DBIAS_SPILL_BOUND_ELSEWHERE = 80
 # Heads in pieces, which 3.9.0 does not compile well: 3.6.0 128 to 160 bytes.
-PIECES_SPILL_BOUND = 160
-APART_SPILL_BOUND = {NEWEST: 256}
-APART_SPILL_BOUND_ELSEWHERE = 32
+D192_SPILL_BOUND = 160
+D256_SPILL_BOUND = {NEWEST: 256}
+D256_SPILL_BOUND_ELSEWHERE = 32
 
 
 def forward(d, mask="causal", dtype="bfloat16", s=4096, dv=None, options=()):
@@ -99,7 +99,7 @@ def test_hopper_forward_compiles_within_registers_and_shared_memory(version):
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_wide_heads_in_pieces_compile_within_registers_and_shared_memory(version):
+def test_hopper_forward_of_wide_heads_compiles_within_registers_and_shared_memory(version):
     wanted = [forward(192, "window", dv=128)]
     if version == OLDEST:
         wanted.append(forward(256, "window"))
@@ -127,7 +127,7 @@ def test_packed_heads_compile_within_registers_and_shared_memory(version):
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_tiles_cut_along_their_keys_and_one_warpgroup_compile_within_registers_and_shared_memory(version):
+def test_split_kv_and_one_warpgroup_compile_within_registers_and_shared_memory(version):
     alone = {"config": {"consumers": 1, "ping_pong": False}}
     wanted = [forward(128, "full") | {"split_kv": (132, 4)}]
     if version == OLDEST:
@@ -139,19 +139,19 @@ def test_tiles_cut_along_their_keys_and_one_warpgroup_compile_within_registers_a
     check(version, wanted)
 
 
-def test_splits_of_all_tiles_and_of_a_last_wave_spill_nothing_in_a_step():
+def test_split_kv_spills_nothing_in_the_loops_over_keys():
     """Between tiles the kernel for wide heads, some of whose tiles are split, spills up to 96 bytes a thread."""
     wanted = [forward(256, "full") | {"split_kv": (0, 4)}, forward(256) | {"split_kv": (0, 4)},
               forward(256, "full", "float16", s=4096) | {"split_kv": (132, 4)},
               forward(64, "full") | {"split_kv": (132, 4)}]
     for row in compile_aloud(OLDEST, wanted):
-        check_products(row)
+        check_mma(row)
         assert row["in_steps"] == [], row
         assert row["stack"] <= (96 if row["d"] == 256 and row["split_kv"][0] else SPILL_BOUND_ELSEWHERE), row
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_lengths_that_are_data_compile_within_registers_and_shared_memory(version):
+def test_device_side_lengths_compile_within_registers_and_shared_memory(version):
     padded, packed = ["seqlens_q", "seqlens_k"], ["cu_seqlens_q", "cu_seqlens_k"]
     wanted = [forward(64, "shifted", options=padded),
               forward(128, "shifted", options=[*packed, *padded, "softcap", "sinks"])]
@@ -166,7 +166,7 @@ def test_lengths_that_are_data_compile_within_registers_and_shared_memory(versio
 
 def check(version, wanted, bounds=SPILL_BOUND):
     for row in compile_aloud(version, wanted):
-        check_products(row)
+        check_mma(row)
         assert row["stack"] <= bounds.get(version, SPILL_BOUND_ELSEWHERE), row
         # What is spilled costs a few loads a tile; 3.9.0 spills in steps with a softcap, or lengths that are data.
         assert row["in_steps"] == [] or (version == NEWEST and row["options"]), row
@@ -189,7 +189,7 @@ def test_hopper_backward_compiles_within_registers_and_shared_memory(version):
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_the_backward_of_lengths_that_are_data_and_of_softcap_compiles_within_registers_and_shared_memory(version):
+def test_backward_with_device_side_lengths_and_softcap_compiles_within_registers_and_shared_memory(version):
     padded, packed = ["seqlens_q", "seqlens_k"], ["cu_seqlens_q", "cu_seqlens_k"]
     wanted = []
     for (d, (config, ordered)), masks in zip(BACKWARD_CONFIGS.items(), (("full", "window"), ("causal", "window")),
@@ -221,7 +221,7 @@ def test_dropout_in_the_backward_compiles_within_registers_and_shared_memory(ver
 
 def check_backward(version, wanted, spills):
     for row in compile_aloud(version, wanted):
-        check_products(row)
+        check_mma(row)
         assert row["stack"] <= spills, row
         assert row["utmastg"] > 0, row
         config, variant = row["config"], row["config"].get("variant")
@@ -243,25 +243,25 @@ def wide(part, d, mask="causal", dtype="bfloat16", dv=None):
 
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("part", ["dkdv", "dq"])
-def test_the_hopper_backward_of_wide_heads_compiles_within_registers_and_shared_memory(version, part):
+def test_hopper_backward_d256_compiles_within_registers_and_shared_memory(version, part):
     wanted = [wide(part, 256, "window")]
     if version == OLDEST:
         wanted += [wide(part, 256, mask) for mask in ("full", "causal")]
         wanted += [wide(part, 256, dtype="float16"), wide(part, 192, dv=128), wide(part, 72, dv=136)]
     for row in compile_aloud(version, wanted):
-        check_products(row)
-        assert row["stack"] <= APART_SPILL_BOUND.get(version, APART_SPILL_BOUND_ELSEWHERE), row
+        check_mma(row)
+        assert row["stack"] <= D256_SPILL_BOUND.get(version, D256_SPILL_BOUND_ELSEWHERE), row
         assert row["utmastg"] > 0, row
         assert (row["redg"], row["utmaredg"]) == (0, 0), row  # nothing is added in memory
 
 
-def test_the_hopper_backward_of_heads_in_pieces_compiles_within_registers_and_shared_memory():
+def test_hopper_backward_d192_compiles_within_registers_and_shared_memory():
     # 3.9.0 spills registers that nothing has set.
     wanted = [backward(192, mask, dv=128, kernel="d192") for mask in MASKS]
     wanted += [backward(192, dv=128, dtype="float16", kernel="d192")]
     for row in compile_aloud(OLDEST, wanted):
-        check_products(row)
-        assert row["stack"] <= PIECES_SPILL_BOUND, row
+        check_mma(row)
+        assert row["stack"] <= D192_SPILL_BOUND, row
         assert row["utmastg"] > 0, row
         assert row["redg"] > 0, row  # dQ is added from registers
         assert row["utmaredg"] == 0, row
@@ -275,17 +275,17 @@ def test_the_sum_of_a_shared_bias_gradient_compiles_within_registers_and_shared_
                    dbias(64, "full", "float32", config=(2, 4)), dbias(128, "causal", "float16"),
                    dbias(128, "causal", s=4001), dbias(128, "full", "float32", config=(1, 3), s=4001)]
     for row in compile_aloud(version, wanted):
-        check_products(row)
+        check_mma(row)
         assert row["stack"] <= DBIAS_SPILL_BOUND.get(version, DBIAS_SPILL_BOUND_ELSEWHERE), row
         assert (row["utmastg"], row["redg"], row["utmaredg"]) == (0, 0, 0), row
 
 
-def check_products(row):
-    """What holds for both passes: it fits, products run beside one another, nothing is read before it is set."""
+def check_mma(row):
+    """What holds for both passes: it fits, MMAs run beside one another, nothing is read before it is set."""
     assert row["shared"] <= row["planned"] <= row["limit"], row
     assert row["registers"] * row["threads"] <= REGISTER_FILE, row
     assert (row["logged"], row["warnings"]) == (True, []), row
-    # Where they are serialized, each product gets a fence of its own.
+    # Where they are serialized, each MMA gets a fence of its own.
     assert 0 < row["warpgroup.arrive"] <= row["hgmma"] / 3, row
     assert row["utmaldg"] > 0, row
     assert row["unset"] == {}, row  # registers set on some paths alone: see pipeline.optimization_barrier

@@ -90,7 +90,7 @@ SIZES = st.integers(2, 900)
 @example(200, 900, window(0, 0, "bottom_right"), 1, 4)
 @example(257, 2, window(0, None, "top_left"), 1, 1)  # the last queries see none of the few keys
 @example(100, 900, window(0, 0, "top_left"), 1, 2)  # keys that nobody sees
-def test_every_seen_tile_is_summed_once_by_programs_that_have_as_many_and_the_others_are_blank(
+def test_every_visible_tile_is_summed_once_and_ctas_have_as_many_of_them_as_one_another(
         sq, sk, mask, lines, programs):
     scalars = scalars_of(launch_of(sq, sk, mask, heads=(lines, 1)))
     bounds = bounds_of(scalars)
@@ -117,7 +117,7 @@ def test_every_seen_tile_is_summed_once_by_programs_that_have_as_many_and_the_ot
 @example(700, 300, causal("bottom_right"))
 @example(800, 800, window(127, 0, "top_left"))
 @example(1000, 1000, Mask())
-def test_blocks_left_out_are_hidden_and_tiles_without_a_mask_are_seen_whole(sq, sk, mask):
+def test_blocks_left_out_are_hidden_and_tiles_without_a_mask_are_wholly_visible(sq, sk, mask):
     scalars = scalars_of(launch_of(sq, sk, mask, heads=(1, 1)))
     bounds, visible = bounds_of(scalars), mask.visible(sq, sk)
     for row in range(scalars.m_blocks):
@@ -147,7 +147,7 @@ def test_a_lines_entries_are_the_batch_entries_and_heads_that_share_it(shape, en
     assert scalars.group == 2
 
 
-def test_the_kernel_gets_the_bias_by_its_strides_and_the_band_counted_from_the_first_key():
+def test_the_kernel_gets_the_bias_by_its_strides_and_mask_bounds_from_the_first_key():
     launch = launch_of(100, 1000, window(255, 0, "bottom_right"), shape=(1, 4, 100, 1000), strides=(7, 5, 3, 2))
     scalars = scalars_of(launch)
     assert (scalars.stride_b, scalars.stride_h, scalars.stride_q, scalars.stride_k) == (7, 5, 3, 2)
@@ -183,7 +183,7 @@ def test_a_row_of_64_keys_is_as_many_threads_as_move_16_bytes():
 
 
 @pytest.mark.parametrize("vector", [1, 4, 8])
-def test_pairs_past_the_last_query_or_key_are_not_there(vector):
+def test_scores_past_the_last_query_or_key_are_left_out(vector):
     rows, keys = torch.arange(64) + 64, torch.arange(64) + 128
     found = hopper_dbias.inside.fn(rows, keys, MaskBounds(100, 152, 0, 0), vector)
     assert torch.equal(found, (rows < 100)[:, None] & (keys < 152)[None, :])

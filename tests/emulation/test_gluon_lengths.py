@@ -160,7 +160,7 @@ def test_every_row_of_packed_sequences_is_in_one_tile_and_tiles_know_their_seque
 @example(Packed([[300], [700]], [None, [300]], 0), causal("top_left"))
 @example(Packed([[300], [700]], [[200], None], 0), causal("top_left"))
 @example(Packed([[700], [300]], [None, None], 0), window(100, 50, "bottom_right"))
-def test_steps_hold_every_visible_key_and_the_first_one_alone_passes_the_last_key_that_is_seen(sequences, mask):
+def test_kv_blocks_hold_every_visible_key_and_only_the_first_passes_the_last_visible_key(sequences, mask):
     order, band, operands, shape = sequences.bound(mask)
     for tile, _ in located(order, band, operands, shape):
         first, _head, _batch, row_q, rows, sq, seen, *_ = tile
@@ -235,7 +235,7 @@ def test_padded_entries_have_the_tiles_of_their_shape_and_the_lengths_of_their_o
             assert seen == visible[-1] + 1
 
 
-def test_what_says_where_a_tile_is_has_a_place_for_each_number():
+def test_tile_metadata_has_room_for_each_number_of_a_tile():
     for sequences in (Packed([[5], [5]], [None, None], 0), Packed([[5], [5]], [[3], [4]], 2)):
         for mask in (Mask(), causal("top_left"), causal("bottom_right"), window(None, None, "bottom_right")):
             order, band, operands, shape = sequences.bound(mask)
@@ -263,7 +263,7 @@ def test_every_row_of_packed_keys_is_in_one_tile_that_writes_its_gradient(sequen
 @example(Packed([[300], [700]], [None, None], 0), window(100, None, "top_left"))
 @example(Packed([[700], [300]], [None, [200]], 5), window(70, None, "bottom_right"))
 @example(Packed([[77], [400]], [[70], None], 0), Mask())
-def test_a_tile_of_keys_knows_which_rows_see_and_are_seen_and_its_steps_hold_every_visible_pair(sequences, mask):
+def test_a_kv_tile_knows_its_visible_queries_and_keys_and_its_q_blocks_hold_every_visible_score(sequences, mask):
     order, band, operands, shape = sequences.bound(mask, backward=True)
     owners, pairs = {}, Counter()
     for (first, *_), own_band, (row_q, row_k, see_from, seen_from, rows, first_step) in located_keys(
@@ -298,7 +298,7 @@ def test_a_tile_of_keys_knows_which_rows_see_and_are_seen_and_its_steps_hold_eve
 
 
 @given(packed(), masks())
-def test_a_sequences_tiles_of_keys_are_those_that_it_has_alone(sequences, mask):
+def test_a_sequences_kv_tiles_are_those_that_it_has_alone(sequences, mask):
     """So the bits of its dk and dv are no neighbour's affair."""
     def tiles_of(packed):
         return Counter((first, *band, *more[2:5]) for (first, *_), band, more in located_keys(
@@ -312,7 +312,7 @@ def test_a_sequences_tiles_of_keys_are_those_that_it_has_alone(sequences, mask):
 
 
 @given(packed(), masks(), st.booleans())
-def test_where_pairs_are_dropped_a_tile_of_keys_knows_its_sequences_number_last(sequences, mask, drops):
+def test_with_dropout_a_kv_tiles_metadata_ends_with_its_sequences_number(sequences, mask, drops):
     order, band, operands, shape = sequences.bound(mask, backward=True)
     named = set()
     for (first, *_), _, (_row_q, row_k, _see_from, _seen_from, rows, first_step, *number) in located_keys(

@@ -78,7 +78,7 @@ def inside(visible, first, number):
 @example(512, 512, window(900, 126, "top_left"), HopperForwardConfig(128, 2), 1)  # and here all but one of the first
 @example(800, 800, window(127, 0, "top_left"), HopperForwardConfig(64, 3), 1)
 @example(200, 900, window(0, 0, "bottom_right"), HopperForwardConfig(128, 2), 1)
-def test_every_visible_key_is_in_one_step_and_unmasked_steps_are_visible_whole(sq, sk, mask, config, pack):
+def test_every_visible_key_is_in_one_kv_block_and_unmasked_blocks_are_wholly_visible(sq, sk, mask, config, pack):
     problem, queries = problem_of(sq, sk, mask), ROWS // pack
     assume(not problem.is_empty)
     order, band, shape = scalars_of(problem, config, pack)
@@ -106,7 +106,7 @@ def test_every_visible_key_is_in_one_step_and_unmasked_steps_are_visible_whole(s
 
 @pytest.mark.parametrize("config", [HopperForwardConfig(128, 2), HopperForwardConfig(128, 3)], ids=str)
 @pytest.mark.parametrize("mask", [causal(), window(None, 63)], ids=str)
-def test_without_a_lower_bound_warpgroups_mask_no_step_that_all_their_queries_see_whole(mask, config):
+def test_without_a_lower_bound_warpgroups_mask_no_kv_block_that_all_their_queries_see_wholly(mask, config):
     problem = problem_of(1000, 1000, mask)
     order, band, shape = scalars_of(problem, config)
     for first, own in product(firsts_of(order, problem.sq, shape), range(config.consumers)):
@@ -128,7 +128,7 @@ def test_every_tile_has_one_number(sq, b, hk, group, d, is_causal):
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("order", list(product((1, 2, 7), (1, 3, 8), (1, 2), (1, 2, 3, 4, 5, 16, 100))), ids=str)
-def test_every_tile_has_one_number_whatever_the_section(order, is_causal):
+def test_every_tile_has_one_number_whatever_the_heads_per_swizzle(order, is_causal):
     _, _, shape = scalars_of(problem_of(mask=causal() if is_causal else None), HopperForwardConfig(128, 2))
     check_numbers(order, shape)
 
@@ -146,7 +146,7 @@ def check_numbers(order, shape, sq=None):
     assert numbered == Counter(product(firsts, range(heads), range(batches)))
 
 
-def test_causal_sections_come_one_after_another_the_rest_first_and_long_tiles_before_short_ones():
+def test_causal_swizzles_come_one_after_another_the_remainder_first_and_long_tiles_before_short_ones():
     n_tiles, heads, batches, section = order = tiles.TileGrid(5, 4, 2, 3)
     _, _, shape = scalars_of(problem_of(mask=causal()), HopperForwardConfig(128, 2))
     places = [tiles.tile_at.fn(number, order, 600, shape) for number in range(n_tiles * heads * batches)]
@@ -158,7 +158,7 @@ def test_causal_sections_come_one_after_another_the_rest_first_and_long_tiles_be
         assert first >= after
 
 
-def test_a_section_holds_whole_groups_of_heads_whose_keys_and_values_fit_l2():
+def test_a_swizzle_holds_whole_groups_of_heads_whose_keys_and_values_fit_l2():
     """24 MiB of width 128, else 32. 2¹⁴ keys of width 128 take 8 MiB, and of longer ones it is one kv head."""
     for d, sk, group, section in ((128, 1 << 14, 4, 12), (128, 1 << 20, 8, 8), (64, 1 << 14, 1, 8)):
         problem = problem_of(128, sk, causal("bottom_right"), d, heads=(16 * group, 16))
@@ -166,7 +166,7 @@ def test_a_section_holds_whole_groups_of_heads_whose_keys_and_values_fit_l2():
         assert order[3] == section
 
 
-def test_the_band_counts_from_the_first_key_that_is_seen():
+def test_mask_bounds_count_from_the_first_visible_key():
     problem = problem_of(100, 1000, window(255, 0, "bottom_right"))
     assert problem.seen_keys.start == 645
     _, band, shape = scalars_of(problem, HopperForwardConfig(128, 2))
@@ -203,7 +203,7 @@ def begins_of(first, spans, shape):
 @example(800, 800, window(127, 0, "top_left"), DETERMINISTIC)
 @example(300, 700, causal("bottom_right"), WIDE)
 @example(800, 820, window(127, 0, "top_left"), WIDE)
-def test_backward_every_seeing_query_is_in_one_step_and_unmasked_steps_see_all_keys(sq, sk, mask, config):
+def test_backward_every_visible_query_is_in_one_q_block_and_unmasked_blocks_are_wholly_visible(sq, sk, mask, config):
     problem = problem_of(sq, sk, mask)
     (n_tiles, *_), band, shape = backward_scalars_of(problem, config)
     counts_all = not (config.deterministic or config.head_persistent)
@@ -237,7 +237,7 @@ def test_backward_every_seeing_query_is_in_one_step_and_unmasked_steps_see_all_k
 
 @pytest.mark.parametrize("config", [NONDETERMINISTIC, DETERMINISTIC, WIDE, HEAD_PERSISTENT],
                          ids=["no order", "order", "wide", "alone"])
-def test_causal_backward_masks_no_step_whose_queries_all_see_the_warpgroups_keys(config):
+def test_causal_backward_masks_no_q_block_whose_queries_all_see_the_warpgroups_keys(config):
     (n_tiles, *_), band, shape = backward_scalars_of(problem_of(1024, 1024, causal()), config)
     for key in range(0, n_tiles * config.block_n, ROWS):
         spans = tiles.q_blocks_of.fn(key // config.block_n * config.block_n, band, shape)
@@ -249,7 +249,7 @@ def test_causal_backward_masks_no_step_whose_queries_all_see_the_warpgroups_keys
 @pytest.mark.parametrize(("mask", "steps"), [
     (Mask(), [[5, 4, 3, 2, 1, 0], [0, 1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 0]]),
     (causal(), [[5, 4], [4, 5, 3, 2], [5, 4, 3, 2, 1, 0]])], ids=str)
-def test_where_a_program_has_a_head_alone_it_goes_over_the_q_block_start_serpentine(mask, steps):
+def test_a_head_persistent_cta_takes_q_blocks_in_serpentine_order(mask, steps):
     _, band, shape = backward_scalars_of(problem_of(384, 384, mask), HEAD_PERSISTENT)
     begins = [begins_of(first, tiles.q_blocks_of.fn(first, band, shape), shape) for first in (256, 128, 0)]
     assert begins == [[QUERIES * step for step in row] for row in steps]
@@ -258,7 +258,7 @@ def test_where_a_program_has_a_head_alone_it_goes_over_the_q_block_start_serpent
 @example(900, 900, window(64, 0, "top_left"), 2, 2, 3)
 @example(900, 900, window(65, None, "top_left"), 1, 1, 1)
 @given(SIZES, SIZES, masks(), st.integers(1, 2), st.integers(1, 2), st.integers(1, 3))
-def test_tiles_add_to_each_step_in_the_order_of_their_programs_and_come_there_in_this_order(
+def test_tiles_accumulate_each_q_block_in_the_order_of_their_ctas_and_reach_it_in_this_order(
         sq, sk, mask, b, hk, section):
     """A tile may only wait for programs of lower numbers: others may not be running. And it seldom should."""
     problem = problem_of(sq, sk, mask, b=b, heads=(hk, hk))
@@ -296,7 +296,7 @@ def test_wide_heads_come_in_tiles_whose_sides_are_powers_of_two(d, dv, of_q, of_
 @example(300, 700, causal("bottom_right"))
 @example(700, 300, causal("bottom_right"))
 @example(800, 820, window(127, 0, "top_left"))
-def test_where_queries_stay_each_seen_key_is_in_one_step_and_unmasked_steps_are_seen_whole(sq, sk, mask):
+def test_in_the_dq_kernel_each_visible_key_is_in_one_kv_block_and_unmasked_blocks_are_wholly_visible(sq, sk, mask):
     problem = problem_of(sq, sk, mask)
     *_, shape = numbers = launch_backward_wide.HopperBackwardApart(problem, WIDE).dq.scalars
     n_tiles, band = numbers[0], tiles.MaskBounds(*numbers[4:8])
@@ -337,7 +337,7 @@ def test_every_backward_tile_has_one_number_and_long_ones_come_first(sk, b, hk, 
         assert [first for first, *_ in places] == sorted(first for first, *_ in places)
 
 
-def test_a_backward_section_holds_heads_whose_queries_and_sums_fit_l2():
+def test_a_backward_swizzle_holds_heads_whose_queries_and_dq_accumulators_fit_l2():
     """32 MiB; of the 16 MiB that q, dout and sums of 16384 queries of width 128 take, two heads, and never none.
 
     Heads of a group come in turn, and count once. Sections are powers of two, to end together.

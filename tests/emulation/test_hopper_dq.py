@@ -1,4 +1,4 @@
-"""The sums that the Hopper backward kernel leaves come out as dQ."""
+"""The accumulator that the Hopper backward kernel writes comes out as dQ."""
 
 import math
 from itertools import accumulate
@@ -36,7 +36,7 @@ def sums_of(dq, width, cuts):
 @pytest.mark.parametrize(("cuts", "sq", "d", "parts"), [
     ([64, 64], 130, 96, 2), ([32, 32], 200, 40, 2), ([32, 32], 64, 64, 2), ([64, 64], 129, 128, 2),
     ([128, 128], 130, 200, 2), ([128, 64], 130, 192, 3)])  # of the last one the first part is two
-def test_sums_become_dq(cuts, sq, d, parts, device):
+def test_the_dq_accumulator_becomes_dq(cuts, sq, d, parts, device):
     dq = torch.randn(B, H, sq, d)
     sums = sums_of(dq, sum(cuts), cuts).to(device)
     all_parts = parts * math.ceil(sq / 64)
@@ -48,7 +48,7 @@ def test_sums_become_dq(cuts, sq, d, parts, device):
 
 @pytest.mark.parametrize("first", [0, 150], ids=["from_0", "from_another_border"])
 @pytest.mark.parametrize("lengths", [[130, 0, 1, 64, 63, 0], [3] * 200, []], ids=["odd", "many", "none"])
-def test_steps_of_packed_sequences_become_their_rows(lengths, first, device):
+def test_accumulator_blocks_of_packed_sequences_become_their_rows(lengths, first, device):
     """Each sequence begins a step of its own, and its rows follow those of the one before; the first border is 0."""
     borders, width, behind, columns = [0, *accumulate(lengths)], 64, 70, 40
     steps = (borders[-1] + behind) // 64 + len(lengths) + 1

@@ -85,7 +85,7 @@ def test_a_warpgroup_without_queries_in_a_tile_makes_no_products_of_its_steps(le
 
 
 @pytest.mark.parametrize(("whole", "splits"), [(4, 3), (1, 8)], ids=str)
-def test_its_source_computes_some_tiles_whole_and_the_others_in_splits(whole, splits):
+def test_its_source_computes_some_tiles_in_one_and_the_others_in_splits(whole, splits):
     """Six tiles of 128 queries, six blocks of keys; of eight splits the last two are empty."""
     random.seed(0)
     problem, tensors = call_of(Mask(), (300, 700), (2, 2), (64, 64))

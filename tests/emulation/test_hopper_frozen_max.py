@@ -1,4 +1,4 @@
-"""The Hopper forward kernel with a steady shift, whose tiles come again where that overflows: its source on the CPU."""
+"""The Hopper forward kernel with a frozen row maximum; overflowed tiles are recomputed: its source on the CPU."""
 
 import random
 from dataclasses import replace
@@ -89,7 +89,7 @@ def test_a_tile_with_scores_too_far_above_its_first_ones_is_recomputed(case, spl
         assert not all(tile[-1] for tile in loaded[-len(again):]), "bad tiles do not wait for the last number"
 
 
-def test_in_float16_a_tile_comes_again_too(loaded):
+def test_in_float16_an_overflowed_tile_is_recomputed_too(loaded):
     """There P overflows from 11 above a row's maximum on, of two steps: keys that climb as the steps go down."""
     problem, (q, k, v) = call_of(Mask(), (130, 700), (1, 1), (64, 64))
     q[..., 0] = 8.0
@@ -111,19 +111,19 @@ def far_above(keys):
     return problem, (q, k, v)
 
 
-def test_a_tile_comes_again_alone(loaded):
+def test_only_the_overflowed_tile_is_recomputed(loaded):
     problem, tensors = far_above(slice(0, 3))  # steps are taken from the last keys down
     check(problem, tensors, *attend(problem, TWO, tensors)[:2])
     assert sorted(loaded) == [(0, 0, 0, 0), (128, 0, 0, 0), (128, 0, 0, 1), (256, 0, 0, 0), (384, 0, 0, 0)]
 
 
-def test_a_tile_whose_first_step_has_the_greatest_score_does_not_come_again(loaded):
+def test_a_tile_whose_first_kv_block_has_the_greatest_score_is_not_recomputed(loaded):
     problem, tensors = far_above(slice(500, 512))
     check(problem, tensors, *attend(problem, TWO, tensors)[:2])
     assert sorted(loaded) == [(0, 0, 0, 0), (128, 0, 0, 0), (256, 0, 0, 0), (384, 0, 0, 0)]
 
 
-def test_in_bfloat16_a_tile_comes_again_before_large_values_overflow(loaded):
+def test_in_bfloat16_a_tile_is_recomputed_before_large_values_overflow(loaded):
     """Weights of e^52, times values around 2^60, are more than float32 holds; their sum alone is not."""
     problem, (q, k, v) = far_above(slice(0, 3))
     q[:, :, 130:132, 0], v = 26.0, v * 2.0**60
@@ -152,7 +152,7 @@ def test_in_float16_first_keys_that_outdo_all_others_recompute_no_tile(case, spl
     assert not any(tile[-1] for tile in loaded)
 
 
-def test_values_that_are_not_finite_reach_what_they_reach_with_a_shift_that_follows(monkeypatch):
+def test_values_that_are_not_finite_reach_what_they_reach_with_online_softmax(monkeypatch):
     """An infinite value leaves lse finite, and a score of infinity does not."""
     problem, (q, k, v) = call_of(Mask(), (200, 600), (1, 1), (64, 64))
     v[0, 0, 100, 3] = float("inf")
@@ -168,7 +168,7 @@ def test_values_that_are_not_finite_reach_what_they_reach_with_a_shift_that_foll
             torch.testing.assert_close(own, other, rtol=4e-3, atol=4e-3, equal_nan=True)
 
 
-def test_a_shift_is_steady_where_keys_are_many_and_nothing_but_an_upper_bound_or_sinks_change_scores(monkeypatch):
+def test_the_maximum_is_frozen_where_keys_are_many_and_only_an_upper_bound_or_sinks_change_scores(monkeypatch):
     monkeypatch.undo()
     plain = problem_of(d=64)
     lengths = Sequences(seqlens_q=OperandSpec((1,), (1,), torch.int32))

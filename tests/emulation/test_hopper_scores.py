@@ -112,7 +112,7 @@ def test_one_huge_number_everywhere_is_what_comes_out(dtype):
 
 @pytest.mark.parametrize("scores", [2.0**27.9, -(2.0**27.9), 2.0**28.1, -(2.0**28.1)],
                          ids=["below", "below_and_negative", "above", "above_and_negative"])
-def test_scores_on_both_sides_of_the_border_of_huge_ones_are_right_and_only_huge_ones_come_again(scores, again):
+def test_scores_on_both_sides_of_the_border_of_huge_ones_are_right_and_only_huge_ones_are_recomputed(scores, again):
     """Rows of which some are huge and others not, in one tile: each has its own scale."""
     problem, (q, k, v) = call_of(Mask(), (128, 500), (1, 1), (64, 64), dtype=torch.bfloat16)
     q, k = torch.zeros_like(q), torch.zeros_like(k)

@@ -16,7 +16,7 @@ from tilewise.tuning.heuristics import hopper_forward_config
 launch = pytest.importorskip("tilewise.kernels.gluon.launch", reason="Triton is not installed")
 
 
-def test_a_softmax_comes_in_two_parts_where_heads_are_narrow_and_steps_are_long():
+def test_softmax_is_split_in_two_halves_at_small_head_dims_and_long_kv_blocks():
     for d, dv, keys, parts, steady in ((64, 64, 128, 2, 2), (128, 128, 128, 2, 2), (96, 40, 128, 2, 2),
                                        (128, 128, 64, 1, 2), (192, 128, 128, 1, 1), (64, 256, 64, 1, 1),
                                        (192, 192, 64, 1, 2), (256, 250, 64, 1, 2)):
@@ -65,7 +65,7 @@ def test_sinks_may_lie_apart(stride, passed):
 
 
 @pytest.mark.parametrize(("sq", "programs"), [(128, 4), (4096, 128), (8192, 132)])
-def test_there_is_one_program_a_multiprocessor_and_none_without_a_tile(sq, programs):
+def test_there_is_one_cta_an_sm_and_none_without_a_tile(sq, programs):
     problem = problem_of(sq, sq, heads=(4, 4))
     assert launch.HopperForward(problem, HopperForwardConfig(128, 2), num_sms=132).grid == (programs,)
 

@@ -29,7 +29,7 @@ def problem_of(mask, device, sq=SIZE, sk=SIZE, **operands):
 
 @pytest.mark.parametrize("mask", [causal(), window(20, 9, "top_left")], ids=str)
 @pytest.mark.parametrize("tile", TILES, ids=lambda tile: "x".join(map(str, tile)))
-def test_every_kernel_keeps_the_same_pairs_with_every_tile(tile, mask, device):
+def test_every_kernel_keeps_the_same_scores_with_every_tile(tile, mask, device):
     """Scores are 0, and an identity takes the place of v, dout or k: what a kernel writes shows each pair alone."""
     problem, modifiers = problem_of(mask, device, bias=torch.zeros(1, 2, SIZE, SIZE, device=device))
     zeros = torch.zeros(1, 2, SIZE, SIZE, dtype=torch.float16, device=device)
@@ -58,7 +58,7 @@ def test_every_kernel_keeps_the_same_pairs_with_every_tile(tile, mask, device):
     (window(32, 9), 80, 80, True), (chunk(48), 80, 80, False), (chunk(40), 80, 80, True),
     (chunk(48, "bottom_right"), 80, 90, True),
 ], ids=str)
-def test_a_band_of_multiples_of_16_starts_where_the_draws_order_does(mask, sq, sk, expected, device):
+def test_mask_ranges_in_multiples_of_16_start_where_the_draws_order_does(mask, sq, sk, expected, device):
     problem, modifiers = problem_of(mask, device, sq, sk)
     assert is_unaligned(problem) is expected
     assert modifiers.dropout.unaligned == (1.0 if expected else None)
