@@ -9,9 +9,10 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tilewise.masks import ALIGNMENTS, Mask, causal, window
+from tilewise.masks import Mask, causal, window
 from tilewise.problem import AttentionProblem
 from tilewise.problem.options import OperandSpec, ScoreOptions
+from tilewise.testing.strategies import windows
 from tilewise.tuning.configs import HopperDbiasConfig
 from tilewise.tuning.heuristics import LEAST_TILES, hopper_dbias_config
 
@@ -56,13 +57,6 @@ def scalars_of(launch):
     return SimpleNamespace(**dict(zip(NAMES, launch.scalars, strict=True)))
 
 
-@st.composite
-def masks(draw):
-    side = st.none() | st.integers(0, 900)
-    alignment = draw(st.sampled_from(ALIGNMENTS))
-    return draw(st.sampled_from((Mask(), causal(alignment), window(draw(side), draw(side), alignment))))
-
-
 def bounds_of(scalars):
     return MaskBounds(scalars.sq, scalars.sk, scalars.lower, scalars.upper)
 
@@ -78,10 +72,10 @@ def walk(scalars, programs):
         yield found
 
 
-SIZES = st.integers(2, 900)
+SIZES, MASKS = st.integers(2, 900), windows(1800)
 
 
-@given(SIZES, SIZES, masks(), st.integers(1, 3), st.integers(1, 9))
+@given(SIZES, SIZES, MASKS, st.integers(1, 3), st.integers(1, 9))
 @example(900, 900, Mask(), 2, 7)
 @example(512, 512, causal("top_left"), 2, 5)
 @example(300, 700, causal("bottom_right"), 1, 3)
@@ -111,7 +105,7 @@ def test_every_visible_tile_is_summed_once_and_ctas_have_as_many_of_them_as_one_
         assert not count or first + count <= scalars.n_blocks, "zeros are written by tiles up to the last"
 
 
-@given(SIZES, SIZES, masks())
+@given(SIZES, SIZES, MASKS)
 @example(512, 512, causal("top_left"))
 @example(300, 700, causal("bottom_right"))
 @example(700, 300, causal("bottom_right"))

@@ -9,10 +9,11 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tilewise.masks import ALIGNMENTS, Mask, causal, window
+from tilewise.masks import Mask, causal, window
 from tilewise.problem import AttentionProblem
 from tilewise.problem.options import OperandSpec
 from tilewise.problem.sequences import Sequences
+from tilewise.testing.strategies import windows
 from tilewise.tuning.backward_configs import HopperD128Config
 from tilewise.tuning.configs import HopperForwardConfig
 
@@ -23,6 +24,7 @@ tiles = pytest.importorskip("tilewise.kernels.gluon.tiles")
 ROWS = 64  # queries a warpgroup
 BLOCK_N, STEP = 128, 64  # of a program of the backward kernel, and its queries a step
 CONFIG = HopperForwardConfig(block_n=128, consumers=2)
+MASKS = windows(600)
 
 
 class Pointer:
@@ -120,13 +122,6 @@ def located(order, band, operands, shape):
 
 
 @st.composite
-def masks(draw):
-    side = st.none() | st.integers(0, 300)
-    return draw(st.sampled_from((Mask(), causal(draw(st.sampled_from(ALIGNMENTS))),
-                                 window(draw(side), draw(side), draw(st.sampled_from(ALIGNMENTS))))))
-
-
-@st.composite
 def packed(draw):
     count = draw(st.integers(0, 9))
     length = st.sampled_from((0, 1, 127, 128, 129)) | st.integers(0, 500)
@@ -134,7 +129,7 @@ def packed(draw):
     return Packed([draw(many), draw(many)], [draw(st.none() | many), draw(st.none() | many)], draw(st.integers(1, 200)))
 
 
-@given(packed(), masks())
+@given(packed(), MASKS)
 @example(Packed([[128, 0, 0, 1, 300], [5, 700, 0, 0, 129]], [None, None], 0), causal("bottom_right"))
 @example(Packed([[100, 300], [300, 100]], [[50, 0], [0, 300]], 70), window(10, 0, "bottom_right"))
 def test_every_row_of_packed_sequences_is_in_one_tile_and_tiles_know_their_sequence(sequences, mask):
@@ -155,7 +150,7 @@ def test_every_row_of_packed_sequences_is_in_one_tile_and_tiles_know_their_seque
     assert written == Counter((head, row) for head in range(2) for row in range(sequences.totals[0]))
 
 
-@given(packed(), masks())
+@given(packed(), MASKS)
 @example(Packed([[128, 0, 0, 1, 300], [5, 700, 0, 0, 129]], [None, None], 0), causal("bottom_right"))
 @example(Packed([[300], [700]], [None, [300]], 0), causal("top_left"))
 @example(Packed([[300], [700]], [[200], None], 0), causal("top_left"))
@@ -188,7 +183,7 @@ def test_kv_blocks_hold_every_visible_key_and_only_the_first_passes_the_last_vis
                 assert part.shape[1] == CONFIG.block_n
 
 
-@given(packed(), masks(), st.integers(-500, 10_000))
+@given(packed(), MASKS, st.integers(-500, 10_000))
 @example(Packed([[300, 100], [100, 300]], [None, None], 70), causal("bottom_right"), 200)
 def test_the_first_border_is_taken_for_0_so_that_nothing_is_read_in_front_of_the_tensors(sequences, mask, border):
     for find, backward in ((located, False), (located_keys, True)):
@@ -201,7 +196,7 @@ def test_the_first_border_is_taken_for_0_so_that_nothing_is_read_in_front_of_the
             side[0] = 0
 
 
-@given(packed(), masks())
+@given(packed(), MASKS)
 def test_a_sequences_tiles_are_those_that_it_has_alone(sequences, mask):
     """So its bits are no neighbour's affair."""
     def tiles_of(packed):
@@ -215,7 +210,7 @@ def test_a_sequences_tiles_are_those_that_it_has_alone(sequences, mask):
     assert tiles_of(sequences) == alone
 
 
-@given(st.lists(st.tuples(st.integers(0, 300), st.integers(0, 400)), min_size=1, max_size=4), masks(),
+@given(st.lists(st.tuples(st.integers(0, 300), st.integers(0, 400)), min_size=1, max_size=4), MASKS,
        st.booleans(), st.booleans())
 def test_padded_entries_have_the_tiles_of_their_shape_and_the_lengths_of_their_own(pairs, mask, of_q, of_k):
     b, (queries, keys) = len(pairs), zip(*pairs, strict=True)
@@ -244,7 +239,7 @@ def test_tile_metadata_has_room_for_each_number_of_a_tile():
                        for tile, _ in located(order, band, operands, shape))
 
 
-@given(packed(), masks())
+@given(packed(), MASKS)
 @example(Packed([[5, 700, 0, 0, 129], [128, 0, 0, 1, 300]], [None, None], 0), causal("bottom_right"))
 @example(Packed([[300, 100], [100, 300]], [[0, 100], [50, 0]], 70), window(10, 0, "bottom_right"))
 def test_every_row_of_packed_keys_is_in_one_tile_that_writes_its_gradient(sequences, mask):
@@ -257,7 +252,7 @@ def test_every_row_of_packed_keys_is_in_one_tile_that_writes_its_gradient(sequen
     assert written == Counter((head, row) for head in range(2) for row in range(sequences.totals[1]))
 
 
-@given(packed(), masks())
+@given(packed(), MASKS)
 @example(Packed([[5, 700, 0, 0, 129], [128, 0, 0, 1, 300]], [None, None], 0), causal("bottom_right"))
 @example(Packed([[700], [300]], [None, None], 0), window(100, 50, "bottom_right"))
 @example(Packed([[300], [700]], [None, None], 0), window(100, None, "top_left"))
@@ -297,7 +292,7 @@ def test_a_kv_tile_knows_its_visible_queries_and_keys_and_its_q_blocks_hold_ever
     assert all(0 <= step < steps for step in owners), "steps of the sums that there are"
 
 
-@given(packed(), masks())
+@given(packed(), MASKS)
 def test_a_sequences_kv_tiles_are_those_that_it_has_alone(sequences, mask):
     """So the bits of its dk and dv are no neighbour's affair."""
     def tiles_of(packed):
@@ -311,7 +306,7 @@ def test_a_sequences_kv_tiles_are_those_that_it_has_alone(sequences, mask):
     assert tiles_of(sequences) == alone
 
 
-@given(packed(), masks(), st.booleans())
+@given(packed(), MASKS, st.booleans())
 def test_with_dropout_a_kv_tiles_metadata_ends_with_its_sequences_number(sequences, mask, drops):
     order, band, operands, shape = sequences.bound(mask, backward=True)
     named = set()
@@ -326,7 +321,7 @@ def test_with_dropout_a_kv_tiles_metadata_ends_with_its_sequences_number(sequenc
     assert not drops or named == {n for n, rows in enumerate(sequences.rows[1]) if rows}
 
 
-@given(st.lists(st.tuples(st.integers(0, 300), st.integers(0, 400)), min_size=1, max_size=4), masks(), st.booleans())
+@given(st.lists(st.tuples(st.integers(0, 300), st.integers(0, 400)), min_size=1, max_size=4), MASKS, st.booleans())
 def test_padded_keys_have_the_tiles_of_their_shape(pairs, mask, of_q):
     b, (queries, keys) = len(pairs), zip(*pairs, strict=True)
     sequences = Sequences(None, None, None, facts(b) if of_q else None, facts(b))

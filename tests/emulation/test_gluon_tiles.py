@@ -15,7 +15,8 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from emulation.hopper_calls import problem_of, scalars_of
-from tilewise.masks import ALIGNMENTS, Mask, causal, window
+from tilewise.masks import Mask, causal, window
+from tilewise.testing.strategies import windows
 from tilewise.tuning.backward_configs import (
     D128AugmentedKVariant,
     D128Variant,
@@ -45,15 +46,8 @@ def plain_python():
         yield
 
 
-@st.composite
-def masks(draw):
-    side = st.none() | st.integers(0, 900)
-    alignment = draw(st.sampled_from(ALIGNMENTS))
-    return draw(st.sampled_from((causal(alignment), window(draw(side), draw(side), alignment))))
-
-
 CONFIGS = st.builds(HopperForwardConfig, block_n=st.sampled_from((64, 128)), consumers=st.sampled_from((2, 3)))
-SIZES = st.integers(1, 900)
+SIZES, MASKS = st.integers(1, 900), windows(1800)
 
 
 def firsts_of(order, sq, shape):
@@ -68,7 +62,7 @@ def inside(visible, first, number):
     return visible[max(0, first):max(0, first + number)]
 
 
-@given(SIZES, SIZES, masks(), CONFIGS, st.sampled_from((1, 2, 8, 64)))
+@given(SIZES, SIZES, MASKS, CONFIGS, st.sampled_from((1, 2, 8, 64)))
 @example(900, 900, Mask(), HopperForwardConfig(128, 3), 1)
 @example(300, 700, causal("bottom_right"), HopperForwardConfig(128, 2), 8)
 @example(512, 512, causal("top_left"), HopperForwardConfig(128, 2), 1)
@@ -192,7 +186,7 @@ def begins_of(first, spans, shape):
             tiles.q_block_start.fn(step, spans, shape) for step in range(spans[3])]
 
 
-@given(SIZES, SIZES, masks(), st.sampled_from((NONDETERMINISTIC, DETERMINISTIC, WIDE, HEAD_PERSISTENT)))
+@given(SIZES, SIZES, MASKS, st.sampled_from((NONDETERMINISTIC, DETERMINISTIC, WIDE, HEAD_PERSISTENT)))
 @example(900, 900, Mask(), NONDETERMINISTIC)
 @example(512, 512, causal("top_left"), NONDETERMINISTIC)
 @example(300, 700, causal("bottom_right"), NONDETERMINISTIC)
@@ -257,7 +251,7 @@ def test_a_head_persistent_cta_takes_q_blocks_in_serpentine_order(mask, steps):
 
 @example(900, 900, window(64, 0, "top_left"), 2, 2, 3)
 @example(900, 900, window(65, None, "top_left"), 1, 1, 1)
-@given(SIZES, SIZES, masks(), st.integers(1, 2), st.integers(1, 2), st.integers(1, 3))
+@given(SIZES, SIZES, MASKS, st.integers(1, 2), st.integers(1, 2), st.integers(1, 3))
 def test_tiles_accumulate_each_q_block_in_the_order_of_their_ctas_and_reach_it_in_this_order(
         sq, sk, mask, b, hk, section):
     """A tile may only wait for programs of lower numbers: others may not be running. And it seldom should."""
@@ -291,7 +285,7 @@ def test_wide_heads_come_in_tiles_whose_sides_are_powers_of_two(d, dv, of_q, of_
         assert part.forms == [[columns and ([1, 1, 64, columns], ANY) for columns in pair] for pair in forms]
 
 
-@given(SIZES, SIZES, masks())
+@given(SIZES, SIZES, MASKS)
 @example(900, 900, Mask())
 @example(300, 700, causal("bottom_right"))
 @example(700, 300, causal("bottom_right"))

@@ -7,8 +7,9 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tilewise.masks import ALIGNMENTS, Mask, causal, window
+from tilewise.masks import Mask, causal, window
 from tilewise.problem import AttentionProblem
+from tilewise.testing.strategies import windows
 from tilewise.tuning.configs import HopperForwardConfig
 
 split_kv = pytest.importorskip("tilewise.kernels.gluon.split_kv", reason="Triton is not installed")
@@ -38,19 +39,13 @@ def problem_of(sq, sk, mask, b=1, heads=1):
                             device=torch.device("cuda", 0), scale=1.0, mask=mask, k_strides=strides, v_strides=strides)
 
 
-@st.composite
-def masks(draw):
-    side, alignment = st.none() | st.integers(0, 900), draw(st.sampled_from(ALIGNMENTS))
-    return draw(st.sampled_from((Mask(), causal(alignment), window(draw(side), draw(side), alignment))))
-
-
 def places(spans, shape):
     """The first keys of some steps in order, and of those that need a mask."""
     begins = [tiles.n_block_start.fn(step, spans, shape) for step in range(spans[3])]
     return begins, begins[:spans[2]]
 
 
-@given(st.integers(1, 900), st.integers(1, 2000), masks(), st.integers(2, 9), st.integers(0, 3))
+@given(st.integers(1, 900), st.integers(1, 2000), windows(1800), st.integers(2, 9), st.integers(0, 3))
 @example(300, 2000, causal("bottom_right"), 3, 0)
 @example(300, 300, causal("top_left"), 5, 0)  # more splits than blocks
 @example(200, 2000, window(900, 100, "bottom_right"), 4, 0)  # a mask at both ends

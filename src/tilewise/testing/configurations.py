@@ -228,14 +228,19 @@ def _head_dim(stream: random.Random, size: Size) -> int:
     return stream.randint(257, WIDEST + TAIL_WIDTH) if _one_in(33, stream) else narrow
 
 
-def draw_mask(stream: Stream, longest: int) -> Mask:
-    """Return a band of any kind, joined now and then to chunks and exceptions; its alignment is named."""
+def draw_window(stream: Stream, longest: int) -> Mask:
+    """Return a window, a causal mask, both, or one that hides nothing; its alignment is named."""
     kind, sides = stream("mask"), stream("window")
     left, right = (sides.choice((0, sides.randint(0, 20), sides.randint(0, longest // 2))) for _ in range(2))
     alignment = stream("alignment").choice(ALIGNMENTS)
-    mask = kind.choice((
+    return kind.choice((
         window(None, None, alignment), causal(alignment), causal(alignment), window(left, right, alignment),
         window(left, None, alignment), window(None, right, alignment), causal(alignment) & window(left, 0)))
+
+
+def draw_mask(stream: Stream, longest: int) -> Mask:
+    """Return a mask of any kind: a window joined now and then to chunks and exceptions."""
+    mask = draw_window(stream, longest)
     for make, least in ((prefix, 0), (sink_tokens, 0), (chunk, 1)):
         own = stream(make.__name__)
         if _one_in(4, own):

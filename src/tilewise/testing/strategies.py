@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tilewise.masks import Mask, Span
 from tilewise.testing.cases import Case
-from tilewise.testing.configurations import Configuration, draw_from, draw_mask
+from tilewise.testing.configurations import Configuration, draw_from, draw_mask, draw_window
 
 LENGTHS = st.integers(0, 40)
 _CHOICES = st.randoms(use_true_random=False, note_method_calls=False)
@@ -22,6 +22,13 @@ def spans(draw: st.DrawFn, length: int) -> Span:
     """Spans inside ``0 .. length``, empty ones included."""
     start = draw(st.integers(0, length))
     return Span(start, draw(st.integers(start, length)))
+
+
+@st.composite
+def windows(draw: st.DrawFn, longest: int) -> Mask:
+    """Windows and causal masks, with sides up to half of ``longest``, or neither; with a named alignment."""
+    choices = draw(_CHOICES)
+    return draw_window(lambda _: choices, longest)
 
 
 @st.composite
