@@ -54,9 +54,9 @@ bench: $(INSTALLED)  ## check, then measure: table and plots (a CPU grid where t
 
 # Processes append as they compile: in any order, and twice what two of them compile.
 compiled: $(INSTALLED) triton-versions  ## compile all kernels anew and record what became of them, after a change of any
-	rm -f tests/kernels/compiled/*.jsonl
+	rm -f tests/compiled/records/*.jsonl
 	TILEWISE_TESTS_COMPILE_ANEW=1 $(MAKE) --no-print-directory test ARGS='-m aot'
-	for file in tests/kernels/compiled/*.jsonl; do LC_ALL=C sort -u -o $$file $$file; done
+	for file in tests/compiled/records/*.jsonl; do LC_ALL=C sort -u -o $$file $$file; done
 
 # A package folder for each further Triton version, put first on the path of the processes that compile with it.
 triton-versions: $(if $(filter Linux,$(shell uname -s)),$(TRITON_INSTALLED))  ## fetch the Triton versions for ahead-of-time compiles

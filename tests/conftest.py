@@ -76,7 +76,7 @@ def quick_interpreter():
     if os.environ.get("TRITON_INTERPRET") != "1" or find_spec("triton") is None:
         yield
         return
-    from interpreter import fuse_multiplication_and_addition, quicken
+    from emulation.interpreter import fuse_multiplication_and_addition, quicken
 
     with pytest.MonkeyPatch.context() as patch:
         quicken(patch)

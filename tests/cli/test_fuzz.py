@@ -143,9 +143,9 @@ def _hides_keys(case):
 
 
 def test_refusals_are_counted_with_their_sentence_and_are_no_failure(run):
-    finished = run("fuzz", "--count", 40, "--backend", "torch", "--device", "cpu")
+    finished = run("fuzz", "--count", 60, "--backend", "torch", "--device", "cpu")
     assert finished.status == 0
-    facts = run("fuzz", "--count", 40, "--backend", "torch", "--device", "cpu", "--json").json
+    facts = run("fuzz", "--count", 60, "--backend", "torch", "--device", "cpu", "--json").json
     reasons = [check["refusal"] or check["backward_refusal"] for check in facts]
     assert f"{reasons.count('takes no bias')} × refused by torch: takes no bias\n" in finished.output
     different = len({reason for reason in reasons if reason})

@@ -29,7 +29,7 @@ OTHERS = ("torch", "cudnn")  # backends whose kernels are not this library's
 def sums_in_one_order(device, monkeypatch):
     """On a CPU, let Triton's interpreter round sums once: in numpy's orders a score and its lse differ."""
     if device.type == "cpu" and find_spec("triton") is not None:
-        from interpreter import round_products_of_tiles_once
+        from emulation.interpreter import round_products_of_tiles_once
 
         round_products_of_tiles_once(monkeypatch)
 

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,66 +16,95 @@ from conformance.calls import (
     problem_of,
     trainable,
 )
+from conformance.option_levels import EXCEPTIONS, contradict, levels
 from tilewise.backends.base import Gradients
 from tilewise.dispatch import get_backend
-from tilewise.masks import Mask, causal, chunk, prefix, sink_tokens, window
-from tilewise.testing.cases import Case, case_named
+from tilewise.testing.cases import case_named
+from tilewise.testing.configurations import draw_from
 from tilewise.testing.inputs import call, make_inputs
 
-_LENGTHS = {"lengths_q": (35, 20), "lengths_k": (13, 40)}
-SEQUENCES = {"dense": {}, "padded": _LENGTHS, "padded_keys": {"lengths_k": (13, 40)},
-             "tight": _LENGTHS | {"packed": "tight"}, "gaps": _LENGTHS | {"packed": "gaps"}}
-LEVELS = {
-    "mask": (window(None, None, "bottom_right"), causal("bottom_right"), window(9, 4, "top_left")),
-    "exception": (Mask(), prefix(11), sink_tokens(3), chunk(13)),
-    "documents": ("", "runs", "interleaved"),
-    "sequences": tuple(SEQUENCES),
-    "hk": (2, 1),
-    "layout": ("bhsd", "bshd", "bhds", "moat"),
-    "bias": ("", "bhqk", "b11k", "1hq1"),
-    "operand_dtype": ("same", "float32"),
-    "mask_tensor": ("", "b1qk", "1h1k"),
-    "alibi": ("", "h", "bh"),
-    "sinks": (False, True),
-    "softcap": (None, 3.0),
-    "dropout_p": (0.0, 0.3),
-}
+# Streams of configurations.py that are drawn anew from one case to the next.
+VARIED = ("mask", "alignment", "prefix", "sink_tokens", "chunk", "documents", "storage", "heads", "layout", "bias",
+          "mask_tensor", "operand_dtype", "alibi", "sinks", "softcap", "dropout_p", "max_logit")
+# All others are of this seed: two sequences of 33 queries and 37 keys, of which, where lengths are data, 28 and 33, and
+# 13 and 30 take part; heads of 15 and 12; windows of 16 to the left and 11 to the right.
+SIZES = 1525
+# Levels that stay, or are no options.
+NOT_PAIRED = ("bias along b", "bias along h", "mask_tensor along b", "mask_tensor along h", "dtype", "lse_grad",
+              "shift", "placement", "batches", "lengths", "dims", "odd", "scale")
 
 
-def _pairs(chosen):
-    """Every two (option, level) of a choice of levels."""
-    return set(itertools.combinations(chosen.items(), 2))
+def _drawn(seeds):
+    """Draw the configuration whose streams have these seeds, by name."""
+    return draw_from(lambda name: random.Random(f"{seeds.get(name, SIZES)} {name}"), "tiny")
 
 
-def _covering_choices(seed):
-    """Draw choices until all pairs are met: at each step, of 50 random ones that which meets most new pairs."""
-    draw = random.Random(seed)
-    missing = {pair for names in itertools.combinations(LEVELS, 2)
-               for pair in itertools.product(*([(name, level) for level in LEVELS[name]] for name in names))}
-    choices = []
+def _paired(configuration):
+    return {name: level for name, level in levels(configuration).items() if name not in NOT_PAIRED}
+
+
+def _pairs(configuration):
+    """Every two (option, level) of a configuration."""
+    return set(itertools.combinations(_paired(configuration).items(), 2))
+
+
+def _possible_pairs(configurations):
+    """Every two levels of every two options that a call can have at once."""
+    values = {name: {_paired(one)[name] for one in configurations} for name in _paired(configurations[0])}
+    return {pair for names in itertools.combinations(values, 2)
+            for pair in itertools.product(*([(name, level) for level in values[name]] for name in names))
+            if not contradict(*pair)}
+
+
+def _even_draws(count):
+    """Draw configurations in which each level of an option is as likely as the others of the same stream."""
+    choices, seeds = random.Random(0), {}
+    for name in VARIED:
+        by_level = seeds[name] = {}
+        for seed in range(100):
+            by_level.setdefault(tuple(_paired(_drawn({name: seed})).items()), []).append(seed)
+    draws = (_drawn({name: choices.choice(choices.choice([*own.values()])) for name, own in seeds.items()})
+             for _ in itertools.count())
+    return list(itertools.islice(filter(_tells, draws), count))
+
+
+def _tells(configuration):
+    """Whether the options change what comes out: exceptions are for some key or query, a softcap is near the scores."""
+    case = configuration.case
+    return all(getattr(case.mask, name) != 0 for name in EXCEPTIONS) and (case.softcap or 0.0) <= 10
+
+
+def _covering(configurations):
+    """Take configurations until all pairs are met: at each step that which meets most new pairs."""
+    missing, taken = _possible_pairs(configurations), []
+    pairs = [_pairs(one) for one in configurations]
     while missing:
-        drawn = [{name: draw.choice(levels) for name, levels in LEVELS.items()} for _ in range(50)]
-        choices.append(max(drawn, key=lambda choice: len(_pairs(choice) & missing)))
-        missing -= _pairs(choices[-1])
-    return choices
+        best = max(range(len(pairs)), key=lambda number: len(pairs[number] & missing))
+        assert pairs[best] & missing, missing
+        taken.append(configurations[best])
+        missing -= pairs[best]
+    return taken
 
 
-def _case(number, choice):
-    fields = {name: level for name, level in choice.items() if name not in ("exception", "sequences")}
-    fields |= SEQUENCES[choice["sequences"]] | {"mask": choice["mask"] & choice["exception"]}
-    return Case(f"pairs_{number}", b=2, hq=2, sq=35, sk=40, d=16, dv=16, **fields)
-
-
-CHOICES = _covering_choices(seed=1)
-CASES = [_case(i, choice) for i, choice in enumerate(CHOICES)]
+CONFIGURATIONS = _covering(_even_draws(600))
+CASES = [replace(one.case, name=f"pairs_{number}") for number, one in enumerate(CONFIGURATIONS)]
 
 
 def test_every_two_levels_of_every_two_options_meet_in_few_cases():
-    met = set().union(*map(_pairs, CHOICES))
-    for one, other in itertools.combinations(LEVELS, 2):
-        for levels in itertools.product(LEVELS[one], LEVELS[other]):
-            assert ((one, levels[0]), (other, levels[1])) in met
-    assert len(CASES) <= 32
+    met = set().union(*map(_pairs, CONFIGURATIONS))
+    assert _possible_pairs(CONFIGURATIONS) <= met
+    counts = {name: len({_paired(one)[name] for one in CONFIGURATIONS}) for name in _paired(CONFIGURATIONS[0])}
+    assert counts.pop("storage") == 6
+    assert counts.pop("layout") == 7
+    assert counts["right"] == 3
+    assert min(counts.values()) == 2
+    assert len(CASES) <= 48
+
+
+def test_no_pair_of_options_is_met_by_a_case_too_small_to_tell():
+    for case in CASES:
+        assert (case.b, case.sq, case.d) == (2, 33, 15)
+        assert min((case.sk, *(case.lengths_q or ()), *(case.lengths_k or ()))) >= 13
 
 
 @pytest.mark.parametrize("name", ["reference", "triton"])

@@ -6,7 +6,7 @@ from dataclasses import fields
 
 import pytest
 
-from kernels.compile_process import ROOT
+from compiled.compile_process import ROOT
 
 pytest.importorskip("triton")
 

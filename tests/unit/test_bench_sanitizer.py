@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kernels.compile_process import ROOT
+from compiled.compile_process import ROOT
 
 SCRIPT = ROOT / "benchmarks/sanitizer.py"
 spec = importlib.util.spec_from_file_location("sanitizer", SCRIPT)

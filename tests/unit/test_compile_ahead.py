@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kernels.compile_process import INSTALLED, VERSIONS
+from compiled.compile_process import INSTALLED, VERSIONS
 from tilewise import attention, causal, chunk, documents, window
 from tilewise.compile_ahead import GPUS, CallShape, Gpu, calls_of_model, compile_ahead
 from tilewise.compile_ahead.gpu import gpu_of

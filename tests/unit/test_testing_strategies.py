@@ -1,11 +1,11 @@
 import pytest
-import torch
 from hypothesis import Phase, find, given, settings
 
-from tilewise.masks import ALIGNMENTS
+from conformance.option_levels import OPTIONS
+from tilewise.masks import ALIGNMENTS, Mask
 from tilewise.problem import AttentionProblem
-from tilewise.testing.inputs import make_inputs, make_operands
-from tilewise.testing.strategies import masks, small_cases, small_cases_with_options, spans
+from tilewise.testing.configurations import make_call
+from tilewise.testing.strategies import configurations, masks, plain_configurations, spans
 
 _FIRST = settings(phases=[Phase.generate])  # the first that is found, and not the least
 
@@ -32,18 +32,39 @@ def test_masks_reach_both_alignments_and_every_kind():
         assert found.has_exceptions
 
 
-@given(small_cases() | small_cases_with_options())
-def test_small_cases_make_inputs(case):
-    inputs, operands = (make(case, torch.float32, "cpu") for make in (make_inputs, make_operands))
-    AttentionProblem.from_tensors(*inputs[:3], operands, mask=case.mask, settings=case.settings)
+@given(configurations() | plain_configurations())
+def test_configurations_are_tiny_and_make_calls(configuration):
+    case, call = configuration.case, make_call(configuration, "cpu")
+    AttentionProblem.from_tensors(*call.inputs[:3], call.operands, mask=case.mask, settings=case.settings)
     assert max(case.sq, case.sk) <= 40
-    assert inputs.q.shape[1] % inputs.k.shape[1] == 0
+    assert max(case.d, case.dv) <= 24
+    assert case.hq % case.hk == 0
 
 
-@pytest.mark.parametrize("option", ["bias", "mask_tensor", "alibi", "sinks", "softcap", "dropout_p",
+@given(plain_configurations())
+def test_plain_configurations_have_no_options(configuration):
+    assert not configuration.case.has_options
+    assert not configuration.case.max_logit
+
+
+@pytest.mark.parametrize("option", ["bias", "mask_tensor", "alibi", "sinks", "softcap", "dropout_p", "max_logit",
                                     "documents", "packed", "lengths_q"])
-def test_small_cases_reach_every_option_and_its_absence(option):
+def test_configurations_reach_every_option_and_its_absence(option):
     for wanted in (True, False):
-        case = find(small_cases_with_options(), lambda case, wanted=wanted: bool(getattr(case, option)) is wanted,
-                    settings=_FIRST)
-        assert bool(getattr(case, option)) is wanted
+        found = find(configurations(), lambda one, wanted=wanted: bool(getattr(one.case, option)) is wanted,
+                     settings=_FIRST)
+        assert bool(getattr(found.case, option)) is wanted
+
+
+def test_what_is_found_is_shrunk_to_a_call_without_what_it_does_not_need():
+    """The draws put what is plain first, which is where hypothesis shrinks a choice to."""
+    found = find(configurations(), lambda one: one.case.sinks and one.case.sk > 2)
+    case = found.case
+    assert case.sinks
+    assert case.sk == 3
+    assert (case.b, case.hq, case.hk, case.layout) == (1, 1, 1, "bhsd")
+    others = [option for option in OPTIONS if option != "sinks" and getattr(case, option)]
+    assert others == []
+    assert not case.has_lengths
+    assert str(case.mask) == str(Mask())
+    assert (found.placement, found.shift, found.lse_grad) == ("as_laid_out", 0.0, False)

@@ -142,8 +142,8 @@ def fuzz(
     variation: Annotated[int, typer.Option(min=0, help="First variation of each seed; 0 is its own call.")] = 0,
     variations: Annotated[int, typer.Option(
         min=1, help="Variations of each seed: other sizes of the same options, with few kernels more.")] = 1,
-    size: Annotated[Literal["small", "large"] | None, typer.Option(
-        help="Lengths to 150; or to 2048, with offsets past 2^31. Default: large on a GPU, else small.")] = None,
+    size: Annotated[Size | None, typer.Option(
+        help="Lengths to 40; to 150; or to 2048, with offsets past 2^31. Default: large on a GPU, else small.")] = None,
     backend: Annotated[list[str] | None, typer.Option(help="A backend; may be repeated. Default: all.")] = None,
     device: flags.DeviceName = None, as_json: flags.AsJson = False,
 ) -> None:

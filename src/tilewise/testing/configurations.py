@@ -1,4 +1,8 @@
-"""Random configurations: a seed is one call of attention, drawn from the whole space of its options.
+"""Random configurations: the one generator of calls, from the whole space of attention's options.
+
+``tilewise fuzz`` draws them by seed, :func:`draw`; the tests draw them by seed and, through strategies.py, by
+hypothesis' choices, :func:`draw_from`. Hypothesis shrinks each choice towards the first or the least, so the plainest
+stands there: no option, a common size.
 
 Every dimension is drawn from a stream of its own, named after it, so that a new one changes no other dimension of the
 seeds there are. To add one: a line in ``_OPTIONS`` under the name of its field of :class:`Case`, and, where it does not
@@ -21,18 +25,19 @@ from tilewise.testing.cases import Case, Layout, OperandDtype, Packed
 from tilewise.testing.inputs import Inputs, make_inputs, make_operands
 from tilewise.testing.placement import each_once, far_apart, plant_nan, with_meaningless_strides
 
-Size = Literal["small", "large"]
+Size = Literal["tiny", "small", "large"]
 Placement = Literal["as_laid_out", "meaningless_strides", "far_batch", "far_heads", "far_positions"]
 SEEDS = 2**31  # make_operands adds as much, and a generator heeds 32 bits
 # float64 is not among them: an oracle in float64 is no more exact than what it would judge.
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_LONGEST = {"small": 150, "large": 2048}
+_LONGEST = {"tiny": 40, "small": 150, "large": 2048}
+_WIDEST_TINY = 24  # head dim
 _TILE_SIDES = (16, 32, 64, 128, 256, 512, 1024)
 # Streams of what kernels are not compiled for, by and large: the only ones that a variation draws anew.
 _VARIED = frozenset(("sq", "sk", "equal_lengths", "b", "lengths_q", "lengths_k", "equal_sequences", "window"))
 _FAR_DIMS = {"far_batch": 0, "far_heads": 1, "far_positions": 2}
 _T = TypeVar("_T")
-_Stream = Callable[[str], random.Random]
+Stream = Callable[[str], random.Random]  # name of a dimension -> what it is drawn from
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +89,8 @@ def draw(seed: int, size: Size = "small", variation: int = 0) -> Configuration:
 
     Args:
         seed: 0 to 2³¹ − 1.
-        size: "small" has lengths to 150, for CPUs and the interpreter; "large" has lengths to 2048, for GPUs.
+        size: "tiny" has lengths to 40 and head dims to 24, which any backend computes in milliseconds; "small" has
+            lengths to 150, for CPUs and the interpreter; "large" has lengths to 2048, for GPUs.
         variation: 0 or more: 1, 2, ... are the seed's options with other batch sizes, lengths and window sides, for
             which few kernels have to be compiled anew.
 
@@ -105,14 +111,19 @@ def draw(seed: int, size: Size = "small", variation: int = 0) -> Configuration:
         varied = f" {variation}" if variation and name in _VARIED else ""
         return random.Random(f"{size} {seed} {name}{varied}")
 
-    fields = _sizes(stream, _LONGEST[size]) | {name: option(stream(name)) for name, option in _OPTIONS.items()}
-    fields |= {"mask": _draw_mask(stream, _LONGEST[size])} | _draw_lengths(stream, fields)
+    return draw_from(stream, size, seed, variation)
+
+
+def draw_from(stream: Stream, size: Size, seed: int = 0, variation: int = 0) -> Configuration:
+    """Return the configuration that these streams make; ``seed`` is its tensors' alone."""
+    fields = _sizes(stream, size) | {name: option(stream(name)) for name, option in _OPTIONS.items()}
+    fields |= {"mask": draw_mask(stream, _LONGEST[size])} | _draw_lengths(stream, fields)
     fields = _agreeing(fields)
     dtype = stream("dtype").choice(_DTYPES)
     case = Case(f"{size}_{seed}" + (f"_{variation}" if variation else ""), **fields)
-    placements = ("meaningless_strides",) if size == "small" else get_args(Placement)[1:]
-    return Configuration(seed, size, case, dtype, lse_grad=stream("lse_grad").random() < 0.5,
-                         shift=_draw_shift(stream("shift"), case, dtype),
+    placements = get_args(Placement)[1:] if size == "large" else ("meaningless_strides",)
+    return Configuration(seed, size, case, dtype, lse_grad=_one_in(2, stream("lse_grad")),
+                         shift=0.0 if size == "tiny" else _draw_shift(stream("shift"), case, dtype),
                          placement=_sometimes(stream("placement"), "as_laid_out", lambda one: one.choice(placements)),
                          variation=variation)
 
@@ -142,7 +153,11 @@ def make_call(configuration: Configuration, device: torch.device | str, *, nan: 
 
 def _sometimes(stream: random.Random, otherwise: _T, option: Callable[[random.Random], _T]) -> _T:
     """Draw an option with a probability of 1/3, so that every two of them meet in a ninth of all configurations."""
-    return option(stream) if stream.random() < 1 / 3 else otherwise
+    return option(stream) if _one_in(3, stream) else otherwise
+
+
+def _one_in(count: int, stream: random.Random) -> bool:
+    return stream.randrange(count) == count - 1
 
 
 def _pattern(stream: random.Random) -> str:
@@ -182,56 +197,64 @@ _STORAGES: tuple[_Storage, ...] = (("", True, True), ("", True, False), ("", Fal
 _DENSE: _Storage = ("", False, False)
 
 
-def _sizes(stream: _Stream, longest: int) -> dict[str, Any]:
+def _sizes(stream: Stream, size: Size) -> dict[str, Any]:
     """Draw the sizes: at most nine query heads in all; lengths and head dims, in half of all cases, equal."""
     hk, group = stream("heads").choice(((1, 1), (1, 2), (1, 3), (2, 1), (2, 2), (3, 1)))
-    sq, sk = (_length(stream(name), longest) for name in ("sq", "sk"))
-    d, dv = (_head_dim(stream(name)) for name in ("d", "dv"))
+    sq, sk = (_length(stream(name), _LONGEST[size]) for name in ("sq", "sk"))
+    d, dv = (_head_dim(stream(name), size) for name in ("d", "dv"))
     b = stream("b").choice((1, 1, 2, 2, 3) if hk * group <= 3 else (1, 2))
-    b = 0 if stream("no_batch").random() < 0.01 else b
-    sk = sq if stream("equal_lengths").random() < 0.5 else sk
+    b = 0 if _one_in(100, stream("no_batch")) else b
+    sk = sk if _one_in(2, stream("equal_lengths")) else sq
     return {"b": b, "hq": hk * group, "hk": hk, "sq": sq, "sk": sk, "d": d,
-            "dv": d if stream("equal_dims").random() < 0.5 else dv}
+            "dv": dv if _one_in(2, stream("equal_dims")) else d}
 
 
 def _length(stream: random.Random, longest: int) -> int:
     """Any length; in a third of all cases one beside a side of a tile, and now and then 0 or 1."""
+    length = stream.randint(1, longest)
     near = stream.choice(_TILE_SIDES) + stream.choice((-1, 0, 1))
-    chosen = stream.random()
-    if chosen < 0.06:
-        return 0 if chosen < 0.03 else 1
-    return near if chosen < 0.4 and near <= longest else stream.randint(1, longest)
+    chosen = stream.randrange(100)
+    if chosen >= 94:
+        return 0 if chosen >= 97 else 1
+    return near if chosen >= 60 and near <= longest else length
 
 
-def _head_dim(stream: random.Random) -> int:
+def _head_dim(stream: random.Random, size: Size) -> int:
     """Draw a common one or any up to 256; now and then a wider one, which takes a backend its time."""
+    if size == "tiny":
+        return stream.randint(1, _WIDEST_TINY)
     usual = stream.choice((16, 32, 40, 64, 72, 80, 96, 128, 192, 256))
     narrow = stream.choice((usual, stream.randint(1, 64), stream.randint(1, 256)))
-    return stream.randint(257, WIDEST + TAIL_WIDTH) if stream.random() < 0.03 else narrow
+    return stream.randint(257, WIDEST + TAIL_WIDTH) if _one_in(33, stream) else narrow
 
 
-def _draw_mask(stream: _Stream, longest: int) -> Mask:
-    """Draw a band of any kind, joined now and then to chunks and exceptions; its alignment is named."""
+def draw_window(stream: Stream, longest: int) -> Mask:
+    """Return a window, a causal mask, both, or one that hides nothing; its alignment is named."""
     kind, sides = stream("mask"), stream("window")
     left, right = (sides.choice((0, sides.randint(0, 20), sides.randint(0, longest // 2))) for _ in range(2))
     alignment = stream("alignment").choice(ALIGNMENTS)
-    mask = kind.choice((
+    return kind.choice((
         window(None, None, alignment), causal(alignment), causal(alignment), window(left, right, alignment),
         window(left, None, alignment), window(None, right, alignment), causal(alignment) & window(left, 0)))
+
+
+def draw_mask(stream: Stream, longest: int) -> Mask:
+    """Return a mask of any kind: a window joined now and then to chunks and exceptions."""
+    mask = draw_window(stream, longest)
     for make, least in ((prefix, 0), (sink_tokens, 0), (chunk, 1)):
         own = stream(make.__name__)
-        if own.random() < 1 / 4:
+        if _one_in(4, own):
             mask = mask & make(own.choice((least, own.randint(least, 20), own.randint(least, longest // 2))))
     return mask
 
 
-def _draw_lengths(stream: _Stream, sizes: Mapping[str, Any]) -> dict[str, Any]:
+def _draw_lengths(stream: Stream, sizes: Mapping[str, Any]) -> dict[str, Any]:
     """Draw which lengths are data, and these; where queries are as many as keys, half of all times in each sequence."""
     packed, *given = stream("storage").choice((*(_DENSE for _ in _STORAGES), *_STORAGES))
     lengths_q, lengths_k = (
         tuple(_length_up_to(own, sizes[side]) for _ in range(sizes["b"])) if is_given else None
         for side, own, is_given in zip(("sq", "sk"), map(stream, ("lengths_q", "lengths_k")), given, strict=True))
-    if lengths_q and lengths_k and sizes["sq"] == sizes["sk"] and stream("equal_sequences").random() < 0.5:
+    if lengths_q and lengths_k and sizes["sq"] == sizes["sk"] and not _one_in(2, stream("equal_sequences")):
         lengths_k = lengths_q
     return {"packed": packed, "lengths_q": lengths_q, "lengths_k": lengths_k}
 
@@ -258,7 +281,8 @@ def _draw_shift(stream: random.Random, case: Case, dtype: torch.dtype) -> float:
     """Draw how far scores are moved: past −88.7, where float32's exponential of lse underflows, or past its overflow.
 
     Under a softcap they go where it bends. Further on all of them are one number: there the yardsticks of
-    tolerance.py round alike in every order, and do not tell what the dtype costs.
+    tolerance.py round alike in every order, and do not tell what the dtype costs. Of a tiny call's few rows, chance
+    decides what they err by.
     """
     shift = _sometimes(stream, 0.0, lambda one: one.choice((-100.0, -1000.0, 1000.0)))
     if case.softcap is not None:

@@ -16,7 +16,7 @@ to 4 % behind, and 3 % ahead at 1024 of kernels that left out no half of a step,
 behind, (4, 4, 128, 2, False, 16) 7 to 9 %. Those of dkdv and dq were the fastest of three to nine as kernels alone,
 with products that have changed since; dqkv's are dkdv's.
 
-All others were chosen by compiling alone, for few spills (tests/kernels/test_compile_cuda.py holds the bounds).
+All others were chosen by compiling alone, for few spills (tests/compiled/test_compile_cuda.py holds the bounds).
 """
 
 from dataclasses import dataclass

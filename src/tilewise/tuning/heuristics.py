@@ -2,7 +2,7 @@
 
 The Hopper tiles and, to head dim 128, the float32 tiles were the fastest of 4 to 16 candidates a kernel on an H200
 (16384 tokens, length 4096 or 2048, Triton 3.6). The others were chosen by compiling alone, for few spills
-(tests/kernels/test_compile.py holds the bounds); no device has timed them, nor any tile of 512.
+(tests/compiled/test_compile.py holds the bounds); no device has timed them, nor any tile of 512.
 """
 
 import math

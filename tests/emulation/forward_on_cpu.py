@@ -1,0 +1,108 @@
+"""The Hopper forward kernel's source on the CPU: what of it is in plain words there, and how it is called."""
+
+import math
+
+import torch
+
+from emulation.gluon_on_cpu import Descriptor, Pointer, Tensor, run
+from tilewise.kernels.gluon import (
+    epilogue,
+    launch,
+    lengths,
+    pipeline,
+    products,
+    softmax,
+    split_kv,
+    tiles,
+)
+from tilewise.kernels.gluon import hopper_forward as forward
+from tilewise.kernels.gluon import hopper_forward_load as loading
+from tilewise.problem import AttentionProblem
+from tilewise.problem.options import Operands, OperandSpec, ScoreOptions
+from tilewise.testing import oracle
+
+MODULES = (forward, loading, split_kv, lengths, pipeline, products, epilogue, softmax, tiles)
+
+
+def split_halves(s):
+    return s[:, :s.shape[1] // 2], s[:, s.shape[1] // 2:]
+
+
+# What is written in assembly, or moves values between threads, in plain words.
+CONSTANTS = {(module, name): value for module in MODULES for name, value in (
+    ("_CHUNK", 128), ("_CLEARED", 32), ("_kept", lambda values, below: torch.where(below < 0, values, 0.0)),
+    ("NO_TILE", pipeline.NO_TILE.value), ("OVERFLOW_SLOTS", pipeline.OVERFLOW_SLOTS.value),
+    ("OVERFLOW_LAG", pipeline.OVERFLOW_LAG.value), ("LN2", math.log(2.0)), ("LOG2E", math.log2(math.e)),
+    ("QUERIES", 64),
+    ("HUGE", softmax.HUGE.value),
+    ("split_halves", split_halves),
+    ("pack_pairs", lambda p, dtype: p.to(dtype)), ("as_operand", lambda pairs, dtype, layout: pairs),
+    ("scheduling_fence", lambda number: number), ("cap", lambda s, squash: s),
+    ("bytes_of", loading.bytes_of.fn), ("floats_per_partial", epilogue.floats_per_partial.fn),
+    ("tile_size", lengths.tile_size.fn), ("registers", forward.registers.fn),
+    ("corrects_rounding", softmax.corrects_rounding.fn)) if hasattr(module, name)}
+
+
+def attend(problem, config, tensors, pack_gqa=1, split_kv=None, sinks=None, programs=3, lengths=()):
+    """Run the kernel; return out, lse and the partial results, as it left them. ``lengths``: those on the device."""
+    q, k, v = tensors
+    bound = launch.HopperForward(problem, config, programs, pack_gqa, split_kv)
+    out = torch.full((problem.b, problem.hq, problem.sq, problem.dv), float("nan"), dtype=q.dtype)
+    lse = torch.full(out.shape[:3], float("nan"))
+    partial = torch.full(bound.partial_shape, float("nan"))
+    counter = torch.zeros(1, dtype=torch.int32)
+    bound.describe = lambda tensor, shape, strides, block, layout: Descriptor(tensor, block)
+    names = ("cu_seqlens_q", "cu_seqlens_k", "seqlens_q", "seqlens_k")
+    operands = Operands(sinks=sinks, **dict(zip(names, lengths, strict=False)))
+    described = bound.arguments((q, k, v, out, lse), counter, operands, None if split_kv is None else partial)
+    handed = [Pointer(given.flatten() if given is not lse and given is not partial else given.view(-1))
+              if isinstance(given, torch.Tensor) else given for given in described]
+    handed[8] = Pointer(counter)
+    *numbers, shape = bound.scalars
+    numbers = [torch.tensor(number).as_subclass(Tensor) if type(number) is int else number for number in numbers]
+    run(bound.kernel, MODULES, bound.grid[0], (*handed, *numbers, shape), CONSTANTS, together=programs)
+    assert counter.item() == 0, "the next launch begins with another tile"
+    return out, lse, partial
+
+
+def published_tiles(monkeypatch, *, recomputed_only=False):
+    """Return a list that receives the numbers of each tile that is published; the last says if it is recomputed."""
+    found, publish_tile, no_tile = [], loading.publish_tile.fn, pipeline.NO_TILE.value
+
+    def watched(queue, count, tile, size):
+        if tile[0] != no_tile and (tile[-1] or not recomputed_only):
+            found.append(tuple(map(int, tile)))
+        publish_tile(queue, count, tile, size)
+
+    monkeypatch.setattr(loading, "publish_tile", watched)
+    return found
+
+
+def call_of(mask, sizes, heads, dims, b=1, sinks=False, dtype=torch.float16):
+    torch.manual_seed(0)
+    (sq, sk), (hq, hk), (d, dv) = sizes, heads, dims
+    q, k, v = (torch.randn(b, *shape).to(dtype) for shape in ((hq, sq, d), (hk, sk, d), (hk, sk, dv)))
+    facts = OperandSpec((hq,), (1,), torch.float32) if sinks else None
+    problem = AttentionProblem(
+        b=b, hq=hq, hk=hk, sq=sq, sk=sk, d=d, dv=dv, dtype=dtype, device=torch.device("cuda", 0), scale=0.125,
+        mask=mask, scores=ScoreOptions(sinks=facts), q_strides=q.stride(), k_strides=k.stride(), v_strides=v.stride())
+    return problem, (q, k, v)
+
+
+def combined(partial, columns):
+    """Out and lse of the partial results of splits, as merge.py has it, in float64."""
+    maxima = partial[:, :, -8].double() * math.log(2.0)
+    sums = torch.where(maxima.isinf(), 1.0, partial[:, :, -7].double())
+    top = maxima.amax(1, keepdim=True)
+    weights = torch.exp(maxima - torch.where(top.isinf(), 0.0, top)) * sums
+    total = weights.sum(1)
+    values = torch.where(weights[..., None] > 0.0, partial[..., :columns].double(), 0.0)
+    out = (weights[..., None] * values).sum(1) / torch.where(total == 0.0, 1.0, total)[:, None]
+    return out, top[:, 0] + torch.where(total == 0.0, 0.0, total.log())
+
+
+def check(problem, tensors, out, lse):
+    want, want_lse = oracle.attend(*tensors, problem.mask, problem.scale)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-4, atol=1e-4)
+    error = 4e-3 if problem.dtype is torch.float16 else 3e-2
+    torch.testing.assert_close(out.double(), want, rtol=error, atol=error)

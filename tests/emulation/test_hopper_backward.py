@@ -1,0 +1,101 @@
+"""The Hopper backward kernel of heads up to 128: its source on the CPU, in the ways that a block may be computed."""
+
+import math
+import random
+
+import pytest
+import torch
+
+from emulation.backward_calls import MASKS, call_of, compare, dq_of_accum, expected, extra_columns_of
+from tilewise.masks import Mask
+from tilewise.tuning.backward_configs import (
+    D128AugmentedKVariant,
+    D128Variant,
+    HopperD128AugmentedKConfig,
+    HopperD128Config,
+)
+
+backward, loading, products, dq_accum, augmented, launch_backward, lengths, pipeline, softmax, tiles = (
+    pytest.importorskip(f"tilewise.kernels.gluon.{name}", reason="Triton is not installed") for name in (
+        "hopper_backward", "hopper_backward_load", "backward_products", "dq_accum", "augmented_k",
+        "launch_backward", "lengths", "pipeline", "softmax", "tiles"))
+gluon_on_cpu = pytest.importorskip("emulation.gluon_on_cpu")
+Descriptor, Pointer, run = gluon_on_cpu.Descriptor, gluon_on_cpu.Pointer, gluon_on_cpu.run
+
+MODULES = (backward, loading, products, dq_accum, augmented, lengths, pipeline, softmax, tiles)
+CONSTANTS = {(module, "QUERIES"): 64 for module in MODULES if hasattr(module, "QUERIES")} | {
+    (module, "LOG2E"): math.log2(math.e) for module in (loading, softmax)} | {
+    (module, "EXTRA_COLUMNS"): 16 for module in (backward, augmented)} | {(dq_accum, "WRITERS"): 2} | {
+    (module, "NO_TILE"): -1 for module in (backward, loading, pipeline)} | {
+    (module, "scheduling_fence_of"): lambda values, turn: (values, turn) for module in (backward, pipeline)}
+S_AHEAD = HopperD128Config(s_ahead=True, variant=D128Variant.DQ_FROM_REGISTERS)
+STAGED, FROM_REGISTERS, DETERMINISTIC = (HopperD128Config(variant=variant) for variant in (
+    D128Variant.DQ_STAGED, D128Variant.DQ_FROM_REGISTERS, D128Variant.DETERMINISTIC))
+DYNAMIC, HEAD_PERSISTENT = (HopperD128AugmentedKConfig(variant=variant) for variant in D128AugmentedKVariant)
+
+
+@pytest.mark.parametrize(("config", "d"), [
+    (S_AHEAD, 64), (S_AHEAD, 40), (FROM_REGISTERS, 128), (STAGED, 128), (DYNAMIC, 128), (DYNAMIC, 80),
+    (HEAD_PERSISTENT, 128), (HEAD_PERSISTENT, 80), (DETERMINISTIC, 128)], ids=str)
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_the_source_computes_the_gradients_on_the_cpu(mask, config, d):
+    random.seed(0)
+    problem, tensors = call_of(*mask, (d, d))
+    launch = launch_backward.HopperBackward(problem, config, problem.q_strides, 3)
+    assert not (config.dynamic_tiles or config.head_persistent) or launch.grid[0] <= 3
+    q, k, v, dout, lse, delta = tensors
+    dq, dk, dv = (torch.full_like(tensor, float("nan")) for tensor in (q, k, v))
+    is_set_first = config.head_persistent or config.deterministic
+    accum = torch.full((math.prod(launch.accum_shape),), float("nan") if is_set_first else 0.0)
+    accum, semaphores = accum.split([launch.accum_rows * 256, accum.numel() - launch.accum_rows * 256])
+    semaphores.zero_()
+    read = extra_columns_of(lse, delta) if config.augmented_k else lse
+    described = launch._in_forms((q, k, v, dout, read, delta, dk, dv, dq), lambda tensor, form: (
+        Pointer(tensor.flatten()) if form is None else Descriptor(tensor, form[0])))
+    target = Pointer(accum) if config.dq_from_registers else Descriptor(accum.view(-1, 256), launch.accum_block)
+    counter = torch.zeros(1, dtype=torch.int32)
+    workspace = Pointer(accum) if config.head_persistent else Pointer(counter) if config.dynamic_tiles else Pointer(
+        semaphores.view(torch.int32)) if config.deterministic else None
+    run(launch.kernel, MODULES, launch.grid[0], (*described, target, workspace, *[None] * 7, *launch.scalars),
+        CONSTANTS, together=3)
+    assert not counter.any(), "the next launch fetches tiles by it"
+    if config.head_persistent:
+        dq = dq.float() / problem.scale
+    else:
+        parts = dq_of_accum(accum, sum(config.columns(problem)[0]) // 2, (problem.b, problem.hq), None)
+        dq = parts.unflatten(2, (-1, 2, 64)).transpose(3, 4).flatten(4).flatten(2, 3)[:, :, :q.shape[2], :d]
+    compare((dq, dk, dv), expected(problem, tensors))
+
+
+@pytest.mark.parametrize(("sk", "config", "ctas"), [(128, DYNAMIC, 4), (4096, DYNAMIC, 128),
+                                                    (8192, DYNAMIC, 132), (8192, STAGED, 256)], ids=str)
+def test_persistent_backward_ctas_are_one_an_sm_and_none_without_a_tile(sk, config, ctas):
+    problem, _ = call_of(Mask(), (128, sk), (4, 4), (128, 128), b=1)
+    assert launch_backward.HopperBackward(problem, config, problem.q_strides, 132).grid == (ctas,)
+
+
+def test_a_deterministic_accumulator_is_followed_by_a_semaphore_for_each_block():
+    problem, (q, k, v, dout, lse, delta) = call_of(Mask(), (200, 200), (5, 5), (128, 128), b=3)
+    plain, ordered = (launch_backward.HopperBackward(problem, config, problem.q_strides, 132)
+                      for config in (HopperD128Config(), DETERMINISTIC))
+    blocks = 3 * 5 * 4
+    assert plain.accum_shape == (blocks * 64 * 128 // 256, 256)
+    accum = torch.zeros(ordered.accum_shape)
+    described, semaphores = ordered.arguments((q, k, v, dout, lse, delta, k, v, q), accum)[9:11]
+    assert tuple(described.shape) == plain.accum_shape
+    assert semaphores.dtype is torch.int32
+    assert semaphores.numel() >= blocks
+    assert semaphores.data_ptr() == accum.data_ptr() + 4 * math.prod(plain.accum_shape)
+
+
+def test_where_ctas_own_heads_the_accumulator_is_that_of_a_head_a_cta():
+    """The kernel writes dq, which it gets, and reads the accumulator by its address."""
+    problem, (q, k, v, dout, lse, delta) = call_of(Mask(), (200, 200), (6, 3), (128, 128), b=2)
+    launch = launch_backward.HopperBackward(problem, HEAD_PERSISTENT, problem.q_strides, 4)
+    assert launch.grid == (4,)
+    assert launch.accum_shape == (4 * 2 * 4 * 64 * 128 // 256, 256)
+    accum = torch.zeros(launch.accum_shape)
+    columns = extra_columns_of(lse, delta)
+    of_dq, described, workspace = launch.arguments((q, k, v, dout, columns, delta, k, v, q), accum)[8:11]
+    assert (of_dq.base.data_ptr(), of_dq.block_shape) == (q.data_ptr(), [1, 1, 64, 64])
+    assert described.base.data_ptr() == workspace.data_ptr() == accum.data_ptr()

@@ -1,0 +1,93 @@
+"""The Hopper backward kernels of wide heads: their source on the CPU."""
+
+import math
+import random
+import time
+
+import pytest
+import torch
+
+from emulation.backward_calls import MASKS, SCALE, call_of, compare, dq_of_accum, expected
+from tilewise.masks import window
+from tilewise.tuning.backward_configs import HopperD192Config, HopperD256Config
+
+d192 = pytest.importorskip("tilewise.kernels.gluon.hopper_backward_d192", reason="Triton is not installed")
+(backward, loading, d256, dq_d256, dq_accum, launch_backward, launch_backward_wide, pipeline, products, softmax,
+ tiles) = (
+    pytest.importorskip(f"tilewise.kernels.gluon.{name}") for name in (
+        "hopper_backward", "hopper_backward_load", "hopper_backward_d256", "hopper_dq_d256", "dq_accum",
+        "launch_backward", "launch_backward_wide", "pipeline", "products", "softmax", "tiles"))
+gluon_on_cpu = pytest.importorskip("emulation.gluon_on_cpu")
+Descriptor, Pointer, run = gluon_on_cpu.Descriptor, gluon_on_cpu.Pointer, gluon_on_cpu.run
+
+WIDE = HopperD256Config()
+MODULES = (backward, loading, d256, dq_d256, d192, dq_accum, pipeline, products, softmax, tiles)
+CONSTANTS = {(module, "QUERIES"): 64 for module in MODULES if hasattr(module, "QUERIES")} | {
+    (module, "LOG2E"): math.log2(math.e) for module in (loading, softmax)} | {
+    (module, "pack_pairs"): lambda pairs, dtype: pairs.to(dtype) for module in (d256, dq_d256)} | {
+    (d256, "load_fragments"): lambda tile: tile.load(None), (d256, "FRAGMENT_COLUMNS"): 128,
+    (d256, "as_operand"): lambda fragments, *_: fragments,
+    (dq_d256, "K_STAGES"): 2,
+    (d192, "multiply_rounded"): lambda probs, dprobs, dtype: (probs.float() * dprobs).to(dtype)}
+
+
+@pytest.mark.parametrize("dims", [(192, 128), (130, 40)])
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_the_source_of_those_in_chunks_computes_the_gradients_on_the_cpu(mask, dims):
+    random.seed(0)
+    config = HopperD192Config()
+    problem, tensors = call_of(*mask, dims)
+    launch = launch_backward.HopperBackward(problem, config, problem.q_strides, 132)
+    q, k, v, dout, lse, delta = tensors
+    dk, dv = torch.full_like(k, float("nan")), torch.full_like(v, float("nan"))
+    accum = torch.zeros(math.prod(launch.accum_shape))
+    described = launch._in_forms((q, k, v, dout, lse, delta, dk, dv), lambda tensor, form: (
+        Pointer(tensor.flatten()) if form is None else Descriptor(tensor, form[0])))
+    run(launch.kernel, MODULES, launch.grid[0], (*described, Pointer(accum), *launch.scalars), CONSTANTS)
+    columns = sum(config.columns(problem)[0])
+    dq = dq_of_accum(accum, columns, (problem.b, problem.hq), q.shape[2])[..., :problem.d]
+    compare((dq, dk, dv), expected(problem, tensors))
+
+
+@pytest.mark.parametrize("dims", [(256, 256), (200, 100), (192, 192), (100, 250)])
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_the_source_of_those_with_dq_apart_computes_the_gradients_on_the_cpu(mask, dims):
+    random.seed(0)
+    problem, tensors = call_of(*mask, dims)
+    launch = launch_backward_wide.HopperBackwardApart(problem, WIDE)
+    gradients = run_part(launch.dq, tensors, tensors[:1]) + run_part(launch.dkdv, tensors, tensors[1:3])
+    dq, dk, dv = expected(problem, tensors)
+    compare(gradients, (dq * SCALE, dk, dv))
+
+
+def test_what_is_asked_for_late_changes_no_bit_of_dq():
+    problem, tensors = call_of(window(100, 30, "top_left"), (300, 280), (1, 1), (192, 192), b=1)
+    part = launch_backward_wide.HopperBackwardApart(problem, WIDE).dq
+    random.seed(1)
+    (first,) = run_part(part, tensors, tensors[:1])
+    random.seed(2)  # copies land at other times
+    assert torch.equal(first, *run_part(part, tensors, tensors[:1]))
+
+
+@pytest.mark.parametrize("dout_stages", [2, 1])
+def test_nothing_is_written_over_before_the_slowest_warpgroup_has_read_it(dout_stages):
+    def wait_long(left, deps):
+        time.sleep(random.random() * 8e-3)  # longer than a copy needs
+        return gluon_on_cpu.wait_for_products(left, deps)
+
+    random.seed(0)
+    problem, tensors = call_of(window(200, 0, "top_left"), (400, 400), (2, 1), (192, 256), b=1)
+    part = launch_backward_wide.HopperBackwardApart(problem, HopperD256Config(dout_stages=dout_stages)).dkdv
+    slow = {(module, "warpgroup_mma_wait"): wait_long for module in (d256, products)}
+    first = run_part(part, tensors, tensors[1:3])
+    for one, other in zip(first, run_part(part, tensors, tensors[1:3], slow), strict=True):
+        assert torch.equal(one, other)
+
+
+def run_part(part, tensors, like, constants=None):
+    """Run one of the kernels, and return its gradients, which are shaped as ``like``."""
+    gradients = [torch.full_like(tensor, float("nan")) for tensor in like]
+    described = [form and Descriptor(tensor, form[0]) if own else Pointer(tensor.flatten())
+                 for tensor, own in zip((*tensors, *gradients), part.forms, strict=True) for form in own or [None]]
+    run(part.kernel, MODULES, part.grid[0], (*described, *part.scalars), CONSTANTS | (constants or {}))
+    return gradients

@@ -1,0 +1,65 @@
+"""The accumulator that the Hopper backward kernel writes comes out as dQ."""
+
+import math
+from itertools import accumulate
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+from tilewise.kernels.gluon.hopper_dq import hopper_dq_kernel
+
+B, H = 2, 3
+
+
+def held_by_threads(part):
+    """What the threads of a warpgroup hold of a product of 64 rows: four values a thread, eight columns at a time.
+
+    Warp w has rows 16 w to 16 w + 15; its lane 4 g + l the columns 2 l and 2 l + 1 of rows g and g + 8.
+    """
+    warp, lane = torch.arange(128) // 32, torch.arange(128) % 32
+    row, column = 16 * warp + lane // 4, 2 * (lane % 4)
+    return torch.stack([torch.stack([part[row + below, first + column + right]
+                                     for below in (0, 8) for right in (0, 1)], 1)
+                        for first in range(0, part.shape[1], 8)])
+
+
+def sums_of(dq, width, cuts):
+    """Cut dq, padded, into parts: of 64 queries some columns each."""
+    padded = torch.zeros(B, H, math.ceil(dq.shape[2] / 64) * 64, width)
+    padded[:, :, :dq.shape[2], :dq.shape[3]] = dq
+    cut = [part for line in padded.flatten(0, 1) for rows in line.split(64)
+           for part in rows.split(cuts, dim=1)]
+    return torch.cat([held_by_threads(part).flatten() for part in cut])
+
+
+@pytest.mark.parametrize(("cuts", "sq", "d", "parts"), [
+    ([64, 64], 130, 96, 2), ([32, 32], 200, 40, 2), ([32, 32], 64, 64, 2), ([64, 64], 129, 128, 2),
+    ([128, 128], 130, 200, 2), ([128, 64], 130, 192, 3)])  # of the last one the first part is two
+def test_the_dq_accumulator_becomes_dq(cuts, sq, d, parts, device):
+    dq = torch.randn(B, H, sq, d)
+    sums = sums_of(dq, sum(cuts), cuts).to(device)
+    all_parts = parts * math.ceil(sq / 64)
+    got = torch.full((B, sq, H, d), float("nan"), dtype=torch.float16, device=device).transpose(1, 2)
+    hopper_dq_kernel[(all_parts * B * H,)](sums, got, None, *got.stride()[:3], sq, H, all_parts, None, 0.5, d,
+                                           sum(cuts) // parts, parts)
+    assert torch.equal(got.cpu(), (dq * 0.5).half())
+
+
+@pytest.mark.parametrize("first", [0, 150], ids=["from_0", "from_another_border"])
+@pytest.mark.parametrize("lengths", [[130, 0, 1, 64, 63, 0], [3] * 200, []], ids=["odd", "many", "none"])
+def test_accumulator_blocks_of_packed_sequences_become_their_rows(lengths, first, device):
+    """Each sequence begins a step of its own, and its rows follow those of the one before; the first border is 0."""
+    borders, width, behind, columns = [0, *accumulate(lengths)], 64, 70, 40
+    steps = (borders[-1] + behind) // 64 + len(lengths) + 1
+    dq = torch.randn(1, 1, borders[-1] + behind, columns)
+    spread = torch.full((B, H, steps * 64, columns), float("nan"))
+    for n, (begin, rows) in enumerate(zip(borders, [*lengths, behind], strict=True)):
+        top = (begin // 64 + n) * 64
+        spread[:, :, top:top + rows] = dq[:, :, begin:begin + rows]
+    sums = sums_of(spread, width, [width // 2] * 2).to(device)
+    got = torch.full((1, dq.shape[2], H, columns), float("nan"), dtype=torch.float16, device=device).transpose(1, 2)
+    cu_seqlens = torch.tensor([first, *borders[1:]], device=device)
+    hopper_dq_kernel[(2 * steps * H,)](sums, got, cu_seqlens, *got.stride()[:3], dq.shape[2], H, 2 * steps,
+                                       len(lengths), 0.5, columns, width // 2, 2)
+    assert torch.equal(got.cpu(), (dq * 0.5).half().expand(1, H, -1, -1))
