@@ -4,12 +4,14 @@ Usage: ``python benchmarks/torture.py FILE``.
 """
 
 import argparse
+import csv
 import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from tilewise.bench.torture_rows import TortureRow, read_torture_rows
+from tilewise.bench.torture_rows import COLUMNS, TortureRow
+from tilewise.errors import InvalidInput
 from tilewise.testing.torture.issues import short
 
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -30,6 +32,22 @@ def table(path: Path) -> str:
                   for check in dict.fromkeys(row.check for row in rows if row.group == group)]
     lines.append(f"| **failed, of those that apply** | {' | '.join(score(rows, *column) for column in columns)} |")
     return "\n".join([*lines, "", *failures(rows), caption(rows)])
+
+
+def read_torture_rows(path: Path) -> list[TortureRow]:
+    """Read what `tilewise check --torture --csv` wrote.
+
+    Raises:
+        InvalidInput: the file is missing, or is not such a file.
+    """
+    if not path.is_file():
+        raise InvalidInput(f"{path} is no file; allowed is a CSV that `tilewise check --torture --csv` wrote.")
+    with path.open(newline="", encoding="utf-8") as file:
+        reader = csv.DictReader(file)
+        if unlike := set(reader.fieldnames or ()) ^ set(COLUMNS):
+            raise InvalidInput(f"{path} is no table of `tilewise check --torture`: missing or unknown columns "
+                               f"{', '.join(sorted(unlike))}.")
+        return [TortureRow(**record) for record in reader]
 
 
 def score(rows: Sequence[TortureRow], implementation: str, dtype: str) -> str:

@@ -1,6 +1,5 @@
-"""``tilewise bench`` and ``tilewise plot``."""
+"""``tilewise bench``."""
 
-import json
 import sys
 
 import pytest
@@ -145,17 +144,3 @@ def test_the_host_mode_gives_three_calls_a_provider(run, tmp_path, monkeypatch):
         (provider, direction) for provider in ("tilewise", "sdpa_flash")
         for direction in ("forward_no_grad", "forward", "forward_backward")]
     assert all(row["host_us"] > 0 for row in finished.json["rows"])
-
-
-@pytest.fixture
-def rows_file(run, tmp_path):
-    run(*SHAPE, "--providers", "naive", "--no-plots", "--out", tmp_path)
-    return tmp_path / "flags.csv"
-
-
-def test_plot_draws_from_the_csv_alone(run, rows_file, tmp_path):
-    finished = run("plot", rows_file, "--out", tmp_path / "figures", "--format", "png", "--json")
-    assert finished.status == 0
-    drawn = json.loads(finished.output)["files"]
-    assert drawn == [str(tmp_path / "figures" / name) for name in ("flags-speed.png", "flags-memory.png")]
-    assert all((tmp_path / "figures" / name).exists() for name in ("flags-speed.png", "flags-memory.png"))

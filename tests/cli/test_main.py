@@ -63,7 +63,7 @@ def test_the_module_runs_as_a_program():
 def test_help_lists_every_command(run):
     finished = run("--help")
     assert finished.status == 0
-    for command in ("info", "explain", "check", "bench", "plot", "report", "fuzz", "tune"):
+    for command in ("info", "explain", "check", "bench", "compile", "fuzz", "tune"):
         assert command in finished.output
 
 
@@ -72,8 +72,7 @@ def test_help_lists_every_command(run):
                                        ("check", "--case", "nope"), ("check", "--backend", "nope"),
                                        ("bench", "--grid", "nope"), ("bench", "--providers", "nope"),
                                        ("bench", "--regime", "nope"), ("bench", "--seqs", "many"),
-                                       ("bench", "--seqs", "7"), ("bench", "--sq", "64", "--grid", "cpu"),
-                                       ("plot", "nope.csv"), ("report",)])
+                                       ("bench", "--seqs", "7"), ("bench", "--sq", "64", "--grid", "cpu")])
 def test_bad_input_exits_with_2_and_a_sentence(run, arguments):
     finished = run(*arguments)
     assert finished.status == 2

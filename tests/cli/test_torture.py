@@ -1,9 +1,11 @@
 """``tilewise check --torture``."""
 
+import csv
+
 import pytest
 import torch
 
-from tilewise.bench.torture_rows import read_torture_rows
+from tilewise.bench.torture_rows import TortureRow
 from tilewise.cli import session
 from tilewise.testing.torture import CHECKS, torture
 
@@ -89,7 +91,8 @@ def test_rows_are_written_with_their_provenance(run, few_checks, tmp_path):
     file = tmp_path / "torture.csv"
     finished = run("check", "--torture", "--device", "cpu", "--csv", file, "--commit", "0123456789ab")
     assert f"wrote {file}" in finished.output
-    rows = read_torture_rows(file)
+    with file.open(newline="", encoding="utf-8") as text:
+        rows = [TortureRow(**record) for record in csv.DictReader(text)]
     assert [(row.check, row.status) for row in rows] == [
         ("ordinary", "pass"), ("one_query", "pass"), ("storage_bshd", "pass"), ("graph_of_training", "n/a")]
     assert {(row.implementation, row.dtype, row.commit, row.torch) for row in rows} == {

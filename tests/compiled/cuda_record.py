@@ -10,8 +10,8 @@ import zlib
 from cuda.bindings import nvrtc
 
 from compiled.compile_record import ANEW, FOLDER, SAMPLE, Record
-from tilewise.kernels.cuda import program as programs
 from tilewise.kernels.cuda.program import compile_program
+from tilewise.kernels.cuda.source import source_files
 
 
 class CudaRecord(Record):
@@ -39,5 +39,5 @@ def _compiled(program, arch):
 def _key_of(program, arch):
     """The source, its macros, the architecture, NVRTC's version, and the function that compiles and reads the facts."""
     said = json.dumps([arch, program.macros, nvrtc.nvrtcVersion()[1:]])
-    parts = said.encode(), programs.SOURCE.read_bytes(), inspect.getsource(_compiled).encode()
+    parts = said.encode(), *source_files().values(), inspect.getsource(_compiled).encode()
     return hashlib.sha256(b"".join(parts)).hexdigest()[:32]

@@ -42,13 +42,11 @@ def test_what_is_on_record_is_not_compiled(tmp_path, compiled):
 def test_what_goes_into_a_kernel_and_is_not_on_record_is_compiled_once(tmp_path, compiled, monkeypatch):
     record = recorded(tmp_path / "nvrtc.jsonl")
     wide = Program("forward", PROGRAM.config, d=128, dv=64, vectors=True)
-    source = tmp_path / "other.cu"
-    source.write_text("// another")
     for _ in range(2):
         record.spills_of(PROGRAM, "sm_80")
         record.spills_of(wide, "sm_90")
         with monkeypatch.context() as patch:
-            patch.setattr(cuda_record.programs, "SOURCE", source)
+            patch.setattr(cuda_record, "source_files", lambda: {"other.cu": b"// another"})
             record.spills_of(PROGRAM, "sm_90")
     assert compiled == [(64, "sm_90"), (64, "sm_80"), (128, "sm_90"), (64, "sm_90")]
 

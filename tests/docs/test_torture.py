@@ -3,8 +3,11 @@
 import importlib.util
 from pathlib import Path
 
+import pytest
+
 from tilewise.bench.provenance import Provenance
 from tilewise.bench.torture_rows import row_of, write_torture_rows
+from tilewise.errors import InvalidInput
 from tilewise.testing.torture import Result
 
 PATH = Path(__file__).resolve().parents[2] / "benchmarks/torture.py"
@@ -35,3 +38,17 @@ def test_columns_of_several_dtypes_name_them(tmp_path):
     lines = script.table(tmp_path / "torture.csv").splitlines()
     assert lines[0] == "| | tilewise, float32 | tilewise, bfloat16 |"
     assert lines[-1].startswith("NVIDIA H200; driver 580.1; float32, bfloat16; ")
+
+
+def test_rows_are_read_as_they_were_written(tmp_path):
+    row = row_of(Result("one_query", "edges", "sdpa_math", "fail", "dk: nan", ISSUE, 0.123), "bfloat16", ORIGIN)
+    write_torture_rows(tmp_path / "torture.csv", [row])
+    assert script.read_torture_rows(tmp_path / "torture.csv") == [row]
+
+
+def test_files_that_are_no_rows_are_refused(tmp_path):
+    with pytest.raises(InvalidInput, match=r"none\.csv is no file; allowed is a CSV that `tilewise check --torture"):
+        script.read_torture_rows(tmp_path / "none.csv")
+    (tmp_path / "other.csv").write_text("check,speed\n", "utf-8")
+    with pytest.raises(InvalidInput, match=r"no table of `tilewise check --torture`: missing .* columns .*speed"):
+        script.read_torture_rows(tmp_path / "other.csv")

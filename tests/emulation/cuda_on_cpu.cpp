@@ -1,6 +1,7 @@
 // One kernel of attention_fp32.cu, made callable on a CPU; see cuda_on_cpu.h.
 #include "cuda_on_cpu.h"
 #include "attention_fp32.cu"
+#include "product.cuh"
 
 static Call current;
 #define RUN(name) \

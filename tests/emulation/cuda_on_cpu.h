@@ -1,4 +1,4 @@
-// The hardware section of attention_fp32.cu for a CPU: every thread of a program is a coroutine, and what a warp or a
+// hardware.cuh for a CPU: every thread of a program is a coroutine, and what a warp or a
 // program does together is a meeting point. Exact about layouts, masks and barriers; of a tensor core it keeps what
 // matters to the error: inputs cut to TF32 or made halves, sums cut toward zero to float32. Copies to shared memory
 // happen as late as they may, when their thread waits for them, and a warp runs until it has to wait for another, so

@@ -9,7 +9,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from tilewise.kernels.cuda.program import SOURCE
+from tilewise.kernels.cuda.source import FOLDER, source_files
 
 HERE = Path(__file__).parent
 COMPILER = shutil.which("c++") or shutil.which("g++")
@@ -23,13 +23,13 @@ OPTIONS = ("-std=c++17", "-Og", "-fPIC", "-shared", "-U_FORTIFY_SOURCE", "-Wno-u
 def library(program):
     """Compile one program, unless that was done before, and load it."""
     key = hashlib.sha256("\n".join((*OPTIONS, *program.macros)).encode())
-    for path in (SOURCE, HERE / "cuda_on_cpu.h", HERE / "cuda_on_cpu.cpp"):
-        key.update(path.read_bytes())
+    for text in (*source_files().values(), *((HERE / f"cuda_on_cpu.{end}").read_bytes() for end in ("h", "cpp"))):
+        key.update(text)
     made = Path(tempfile.gettempdir()) / "tilewise-cuda-on-cpu" / f"{key.hexdigest()[:24]}.so"
     if not made.exists():
         made.parent.mkdir(exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=made.parent) as file:
-            subprocess.run([COMPILER, *OPTIONS, *program.macros, f"-I{HERE}", f"-I{SOURCE.parent}",
+            subprocess.run([COMPILER, *OPTIONS, *program.macros, f"-I{HERE}", f"-I{FOLDER}",
                             str(HERE / "cuda_on_cpu.cpp"), "-o", file.name + ".so"], check=True)
             Path(file.name + ".so").replace(made)
     return ctypes.CDLL(str(made))

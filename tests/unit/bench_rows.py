@@ -20,3 +20,10 @@ def grid_rows():
     return [row(provider, s, direction, ms_p20=0.9 * ms, ms_p50=ms, ms_p80=1.1 * ms, tflops=round(0.1 / ms, 8))
             for s in (512, 1024) for direction in ("forward", "backward")
             for provider, ms in (("naive", 4.0 * s), ("tilewise", 1.0 * s))]
+
+
+def option_rows():
+    """Plain calls of 2 ms and softcap at 3 ms, a peer that takes 4 and 6, and one that has no softcap."""
+    return [row("tilewise", ms_p50=2.0), row("flex", ms_p50=4.0), row("naive", ms_p50=1.0),
+            row("tilewise", options="softcap 30", ms_p50=3.0), row("flex", options="softcap 30", ms_p50=6.3),
+            row("naive", options="softcap 30", ms_p50=None, status="refused")]

@@ -18,6 +18,7 @@ from tilewise.backends.base import Needs, Saved
 from tilewise.errors import BackendUnavailable, InvalidInput
 from tilewise.kernels.cuda import program as programs
 from tilewise.kernels.cuda.call import UNBOUNDED, Call
+from tilewise.kernels.cuda.source import MAIN, source_files
 from tilewise.masks import causal, prefix, window
 from tilewise.problem import AttentionProblem
 from tilewise.problem.options import OperandSpec, ScoreOptions
@@ -287,6 +288,24 @@ def test_what_comes_in_steps_is_split_before_and_the_rest_stays(kernel, split, m
                                                                                             (7, 128, 16, 1)), True)])
 def test_rows_are_copied_16_bytes_at_a_time_only_where_each_begins_at_such_a_multiple(made, vectors):
     assert float32._takes_vectors(made()) is vectors
+
+
+def test_headers_are_those_that_the_source_includes():
+    files, reached, todo = source_files(), set(), [MAIN]
+    while todo:
+        reached.add(name := todo.pop())
+        todo += set(re.findall(r'^#include "(.+)"$', files[name].decode(), re.MULTILINE)) - reached
+    assert reached == set(files)
+
+
+@pytest.mark.skipif(find_spec("cuda") is None, reason="cuda-bindings is not installed")
+def test_a_change_of_any_file_of_the_source_is_another_kernel_in_the_cache(monkeypatch):
+    files, program = source_files(), programs.Program("forward", CudaConfig(0, 4, 4, 32), d=64, dv=64, vectors=True)
+    names = {programs.file_name(program, "sm_90")}
+    for name in files:
+        monkeypatch.setattr(programs, "source_files", lambda name=name: files | {name: files[name] + b"\n"})
+        names.add(programs.file_name(program, "sm_90"))
+    assert len(names) == 1 + len(files)
 
 
 @pytest.mark.skipif(find_spec("cuda") is None, reason="cuda-bindings is not installed")

@@ -1,12 +1,14 @@
 """Figures from rows."""
 
 import re
+import runpy
+import sys
 from pathlib import Path
 
 import pytest
 
 from tilewise.bench.plots import draw_figures, origin_of
-from tilewise.bench.rows import read_rows
+from tilewise.bench.rows import read_rows, write_rows
 from tilewise.errors import InvalidInput
 from unit.bench_rows import grid_rows, row
 
@@ -56,12 +58,21 @@ def test_a_figure_names_its_rows_and_other_rows_have_another_name(tmp_path):
 @pytest.mark.parametrize("path", FIGURES, ids=lambda path: path.name)
 def test_figures_of_the_documents_were_drawn_from_the_rows_that_are_here(path):
     (rows,) = (ROOT / "benchmarks" / "results").rglob(f"{path.stem.rpartition('-')[0]}.csv")
-    assert origin_of(read_rows(rows)) in path.read_text(encoding="utf-8"), "draw it anew: tilewise plot"
+    assert origin_of(read_rows(rows)) in path.read_text(encoding="utf-8"), "draw it anew: python benchmarks/plot.py"
 
 
 def test_documents_show_figures():
     page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
     assert {path.name for path in FIGURES} == set(re.findall(r"\(figures/([a-z0-9-]+\.svg)\)", page))
+
+
+def test_the_script_draws_from_the_csv_alone(tmp_path, monkeypatch, capsys):
+    write_rows(tmp_path / "rows.csv", grid_rows())
+    monkeypatch.setattr(sys, "argv", ["plot.py", str(tmp_path / "rows.csv"), "--out", str(tmp_path), "--format", "png"])
+    runpy.run_path(str(ROOT / "benchmarks/plot.py"), run_name="__main__")
+    drawn = [tmp_path / name for name in ("rows-speed.png", "rows-memory.png")]
+    assert capsys.readouterr().out.split() == [str(path) for path in drawn]
+    assert all(path.exists() for path in drawn)
 
 
 def test_png_is_written_too(tmp_path):

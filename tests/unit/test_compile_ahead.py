@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -232,6 +233,23 @@ def test_what_fails_in_a_compilation_is_told_of_its_kernel(monkeypatch, tmp_path
     report = compile_ahead([fails_later], device="h200", workers=1)
     (kernel,) = report.kernels
     assert (kernel.failure, kernel.seconds) == ("RuntimeError: made a second time", None)
+    assert not report.ok
+
+
+@pytest.mark.aot
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("cuda") is None, reason="cuda-bindings is not installed")
+def test_a_kernel_that_was_compiled_and_not_kept_is_a_failure(monkeypatch, tmp_path):
+    """The CUDA kernels' compilation warns where it cannot write, and the report said that all of them were there."""
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setenv("TILEWISE_CACHE", str(tmp_path / "file" / "kernels"))
+    shape = CallShape(64, hq=1, d=64, dtype=torch.float32, backend="cuda_ieee", backward=False)
+    report = compile_ahead([shape], device="h200", workers=1)
+    assert report.kernels
+    for kernel in report.kernels:
+        assert kernel.failure == (f"OSError: compiled, and not kept: {kernel.place} cannot be written; set "
+                                  "TILEWISE_CACHE to a folder that can be written")
     assert not report.ok
 
 

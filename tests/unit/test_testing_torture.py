@@ -189,6 +189,27 @@ def test_a_forward_pass_alone_is_held_to_the_budget_too():
     assert "dq" not in found["ordinary_causal"].sentence
 
 
+@pytest.mark.parametrize(("lse", "returned", "sentence"), [
+    (False, None, "returned None; allowed is out, a tensor"),
+    (False, (1.0, None), "returned (float, None); allowed is out, a tensor"),
+    (True, None, "returned None; allowed is (out, lse), two tensors"),
+    (True, torch.zeros(2), "returned Tensor; allowed is (out, lse), two tensors"),
+    (True, (torch.zeros(2), None), "returned (Tensor, None); allowed is (out, lse), two tensors"),
+])
+def test_what_is_no_tensor_is_a_failure_that_says_what_was_returned(lse, returned, sentence):
+    """torch's cuDNN attention returns None for an empty batch, which ended the suite's process."""
+    made = broken.implementation(lambda q, k, v, **options: returned, lse=lse)
+    found = run(made, ["no_batch", "ordinary", "storage_bshd"])
+    assert {result.sentence for result in found.values()} == {sentence}
+    assert {result.status for result in found.values()} == {"fail"}
+
+
+def test_packed_sequences_that_give_no_tensor_are_a_failure():
+    made = replace(broken.implementation(broken.dense), attention_varlen=lambda q, k, v, **options: None)
+    (name,) = [check.name for check in ON_CPU if check.case.packed][:1]
+    assert run(made, [name])[name].sentence == "returned None; allowed is out, a tensor"
+
+
 def test_an_output_that_cannot_be_differentiated_is_a_failure():
     def attention(q, k, v, *, return_lse=False, **options):
         result = broken.dense(q, k, v, return_lse=return_lse, **options)

@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from tilewise.bench.provenance import Provenance
-from tilewise.errors import InvalidInput
 from tilewise.testing.torture import Result
 
 # The distributions that peers come with; torch's own have torch's version, which every row tells.
@@ -66,22 +65,6 @@ def write_torture_rows(path: Path, rows: Iterable[TortureRow]) -> None:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
         writer.writerows(asdict(row) for row in rows)
-
-
-def read_torture_rows(path: Path) -> list[TortureRow]:
-    """Read what :func:`write_torture_rows` wrote.
-
-    Raises:
-        InvalidInput: the file is missing, or is not such a file.
-    """
-    if not path.is_file():
-        raise InvalidInput(f"{path} is no file; allowed is a CSV that `tilewise check --torture --csv` wrote.")
-    with path.open(newline="", encoding="utf-8") as file:
-        reader = csv.DictReader(file)
-        if unlike := set(reader.fieldnames or ()) ^ set(COLUMNS):
-            raise InvalidInput(f"{path} is no table of `tilewise check --torture`: missing or unknown columns "
-                               f"{', '.join(sorted(unlike))}.")
-        return [TortureRow(**record) for record in reader]
 
 
 def _version(implementation: str) -> str:

@@ -9,17 +9,14 @@ from typing import Annotated, Literal
 import torch
 import typer
 
-from tilewise.bench import report as reports
 from tilewise.bench.environment import environment
 from tilewise.bench.grids import GRIDS, Cell, filtered, grid_cells, parse_dtype
 from tilewise.bench.host import host_cell
 from tilewise.bench.mask_text import FORMS
 from tilewise.bench.plan import Plan, available_providers, takers
-from tilewise.bench.plots import draw_figures
 from tilewise.bench.provenance import Provenance, provenance
 from tilewise.bench.providers import is_ours
 from tilewise.bench.roofline import DIRECTIONS
-from tilewise.bench.rows import read_rows
 from tilewise.bench.timing import regime_named
 from tilewise.bench.torture_peers import implementation_names, is_own
 from tilewise.bench.tuning_runs import TuningPlan, Wanted, demand_gpu, tasks
@@ -293,49 +290,4 @@ def compile_kernels(  # noqa: PLR0913 - one parameter a flag
     outcome = session.compile_session(calls, device, workers)
     render.as_json(render.compilation_facts(outcome)) if as_json else render.compilation(outcome)
     if not outcome.ok:
-        raise typer.Exit(_WRONG)
-
-
-@app.command()
-def plot(files: Annotated[list[Path], typer.Argument(help="CSV files that `tilewise bench` wrote.")], *,
-         out: Folder = Path("bench-out"),
-         file_format: Annotated[str, typer.Option("--format", help="svg, png or pdf.")] = "svg",
-         as_json: flags.AsJson = False) -> None:
-    """Draw speed and memory against sequence length, from rows alone."""
-    drawn = [path for file in files for path in draw_figures(read_rows(file), out, file.stem, file_format)]
-    render.paths(drawn, as_json=as_json)
-
-
-@app.command()
-def report(
-    files: Annotated[list[Path] | None, typer.Argument(help="CSV files to print as Markdown.")] = None, *,
-    view: Annotated[str, typer.Option(help=f"{', '.join(reports.VIEWS)}.")] = "speed",
-    readme: Annotated[Path | None, typer.Option(help="Make the marked tables of this file anew instead.")] = None,
-    results: Annotated[Path, typer.Option(help="Folder of the CSV files that the markers name.")] = Path(
-        "benchmarks/results"),
-    only_check: Annotated[bool, typer.Option("--check", help="Write nothing; exit status 1 if the file is out of "
-                                                             "step with its CSV.")] = False,
-    as_json: flags.AsJson = False,
-) -> None:
-    """Print rows as a Markdown table, or keep a document's tables in step with the CSV files."""
-    if (readme is None) == (not files):
-        raise InvalidInput("allowed is either CSV files to print, or --readme FILE to keep in step.")
-    if readme is None:
-        tables = {str(file): reports.markdown(read_rows(file), view) for file in files or ()}
-        render.as_json(tables) if as_json else print("\n\n".join(tables.values()))
-        return
-    if not readme.is_file():
-        raise InvalidInput(f"--readme is {readme}, which is no file.")
-    old = readme.read_text(encoding="utf-8")
-    new, without_rows = reports.updated_readme(old, results)
-    in_step = new == old
-    if not only_check and not in_step:
-        readme.write_text(new, encoding="utf-8")
-    verdict = "in step" if in_step else "out of step" if only_check else "updated"
-    if as_json:
-        render.as_json({"file": str(readme), "verdict": verdict, "without_rows": without_rows})
-    else:
-        print(f"{readme}: {verdict}")
-        print(*(f"no rows below {results} yet for the marker bench:{name}" for name in without_rows), sep="\n", end="")
-    if only_check and not in_step:
         raise typer.Exit(_WRONG)

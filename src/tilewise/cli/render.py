@@ -5,7 +5,6 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -31,12 +30,6 @@ _MOST_REASONS = 10  # a refusal may name sizes, and random ones are all differen
 def as_json(value: object) -> None:
     """Print one JSON value; numbers that JSON lacks (nan, inf) become strings."""
     print(json.dumps(_plain(value), indent=2, ensure_ascii=False, allow_nan=False))
-
-
-def paths(files: Sequence[Path], *, as_json: bool) -> None:
-    """Print the files that were written."""
-    names = [str(file) for file in files]
-    print(json.dumps({"files": names}) if as_json else "\n".join(f"wrote {name}" for name in names))
 
 
 def environment(facts: dict[str, Any]) -> None:

@@ -88,7 +88,11 @@ def found_in(call: Call) -> tuple[Found, ...]:
 
 
 def compiled(call: Call, kernel: int) -> float:
-    """Compile one of the kernels that a call launches; return the seconds that it took."""
+    """Compile one of the kernels that a call launches; return the seconds that it took.
+
+    Raises:
+        OSError: the kernel is not in its cache afterwards; whatever else a compiler raises is its own.
+    """
     launches, seconds = 0, 0.0
 
     def take(name: str, compile_kernel: Callable[[], Any], file: Path | None = None) -> None:
@@ -97,6 +101,9 @@ def compiled(call: Call, kernel: int) -> float:
             start = time.perf_counter()
             compile_kernel()
             seconds = time.perf_counter() - start
+            if file is not None and not file.exists():  # Triton raises where it cannot write, the CUDA kernels warn
+                raise OSError(f"compiled, and not kept: {file} cannot be written; set TILEWISE_CACHE to a folder that "
+                              "can be written")
         launches += 1
 
     with on_fake_gpu(take):

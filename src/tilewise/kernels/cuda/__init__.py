@@ -1,4 +1,4 @@
 """float32 attention in CUDA C++: one source, compiled when first used.
 
-attention_fp32.cu is to be read from top to bottom, beside docs/float32.md.
+attention_fp32.cu says in which order its headers are to be read, beside docs/float32.md.
 """

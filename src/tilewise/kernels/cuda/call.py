@@ -1,4 +1,4 @@
-"""The kernels' one argument: ``struct Call`` of attention_fp32.cu, field by field."""
+"""The kernels' one argument: ``struct Call`` of call.cuh, field by field."""
 
 import ctypes
 

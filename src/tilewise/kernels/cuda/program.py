@@ -12,16 +12,15 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
-from pathlib import Path
 from typing import Any, Protocol
 
 from tilewise import settings
 from tilewise.errors import BackendUnavailable
 from tilewise.kernels.cuda.call import Call
+from tilewise.kernels.cuda.source import MAIN, source_files
 from tilewise.kernels.hooks import take_of_kernels
 from tilewise.support.disk_cache import keep
 
-SOURCE = Path(__file__).with_name("attention_fp32.cu")
 # Kernel -> its name in the source, and the macros that ask for it.
 _KERNELS = {
     "split": ("attention_split_kernel", ("TW_SPLIT_ROWS",)),
@@ -117,7 +116,10 @@ def compile_program(program: Program, arch: str, *options: str) -> tuple[bytes, 
             raise BackendUnavailable(f"NVRTC: {nvrtc.nvrtcGetErrorString(error)[1].decode()}")
         return values[0] if values else None
 
-    made = checked(nvrtc.nvrtcCreateProgram(SOURCE.read_bytes(), SOURCE.name.encode(), 0, [], []))
+    headers = source_files()
+    main = headers.pop(MAIN)
+    names = [name.encode() for name in headers]
+    made = checked(nvrtc.nvrtcCreateProgram(main, MAIN.encode(), len(names), list(headers.values()), names))
     arguments = [option.encode() for option in (f"--gpu-architecture={arch}", "--std=c++17", *program.macros, *options)]
     (outcome,) = nvrtc.nvrtcCompileProgram(made, len(arguments), arguments)
     log = bytearray(checked(nvrtc.nvrtcGetProgramLogSize(made)))
@@ -125,7 +127,7 @@ def compile_program(program: Program, arch: str, *options: str) -> tuple[bytes, 
     text = log.rstrip(b"\0").decode()
     if outcome != nvrtc.nvrtcResult.NVRTC_SUCCESS:
         checked(nvrtc.nvrtcDestroyProgram(made))
-        raise BackendUnavailable(f"NVRTC cannot compile {SOURCE.name} for {arch}: {text or outcome}")
+        raise BackendUnavailable(f"NVRTC cannot compile {MAIN} for {arch}: {text or outcome}")
     code = bytearray(checked(nvrtc.nvrtcGetCUBINSize(made)))
     checked(nvrtc.nvrtcGetCUBIN(made, code))
     checked(nvrtc.nvrtcDestroyProgram(made))
@@ -154,7 +156,7 @@ def machine_code(program: Program, arch: str, *, anew: bool = False) -> bytes:
 def file_name(program: Program, arch: str) -> str:
     """Return the name of a compiled program's file in the cache on disk."""
     version = ".".join(map(str, _nvrtc().nvrtcVersion()[1:]))
-    key = "\n".join((version, arch, *program.macros)).encode() + SOURCE.read_bytes()
+    key = "\n".join((version, arch, *program.macros)).encode() + b"".join(source_files().values())
     return f"{program.kernel}-{arch}-{hashlib.sha256(key).hexdigest()[:24]}.cubin"
 
 

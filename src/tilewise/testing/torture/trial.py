@@ -73,6 +73,7 @@ class Trial:
 
         Raises:
             NotApplicable: the function says that it does not take the call.
+            Wrong: it returned something else than a tensor, or than out and lse where it was asked for both.
         """
         takes, operands = self.implementation.takes, make_operands(case, self.dtype, self.device)
         scale = case.d**-0.5 if case.scale is None else case.scale
@@ -93,8 +94,7 @@ class Trial:
             reason = self.implementation.why_not(Call(case, q, k, v, options))
             if reason is not None:
                 raise NotApplicable(reason)
-        result = function(q, k, v, **options)
-        out, rows = result if options.get("return_lse") else (result, None)
+        out, rows = _tensors(function(q, k, v, **options), with_lse="return_lse" in options)
         return (out.transpose(0, 1)[None] if case.packed else out), rows
 
     def results(self, case: Case, inputs: Inputs, *, backward: bool = True, mask: torch.Tensor | None = None) -> Got:
@@ -122,7 +122,7 @@ class Trial:
         """Return what a call of the implementation makes, once the device is done with it.
 
         Raises:
-            Wrong: it raised.
+            Wrong: it raised, or returned what it may not.
             NotApplicable: it does not take the call.
             torch.OutOfMemoryError: there was not enough memory for it.
         """
@@ -132,7 +132,7 @@ class Trial:
                 made = work()
                 if self.is_on_gpu:
                     torch.cuda.synchronize(self.device)  # a fault in a kernel is told where the device is waited for
-            except (NotApplicable, torch.OutOfMemoryError):
+            except (NotApplicable, Wrong, torch.OutOfMemoryError):
                 raise
             except Exception as error:  # other libraries raise anything; the result keeps their words
                 notes = " | ".join(str(warning.message) for warning in caught)
@@ -163,6 +163,21 @@ class Trial:
             compare(name, tensor, exact[name], [getattr(sample, name) for sample in samples],
                     OUTPUT_FACTOR if name in ("out", "lse") else GRADIENT_FACTOR)
             for name, tensor in got.items() if name in parts)
+
+
+def _tensors(result: object, *, with_lse: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return out and lse as a function returned them; raise :class:`Wrong` where they are no tensors."""
+    match result:
+        case torch.Tensor() if not with_lse:
+            return result, None
+        case (torch.Tensor() as out, torch.Tensor() as lse) if with_lse:
+            return out, lse
+    got = f"({', '.join(map(_type_of, result))})" if isinstance(result, tuple) else _type_of(result)
+    raise Wrong(f"returned {got}; allowed is {'(out, lse), two tensors' if with_lse else 'out, a tensor'}")
+
+
+def _type_of(value: object) -> str:
+    return "None" if value is None else type(value).__name__
 
 
 def demand_within_budget(reports: Iterable[ErrorReport]) -> None:
