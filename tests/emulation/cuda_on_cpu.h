@@ -296,7 +296,7 @@ inline float toward_zero(double x) {
   return __builtin_fabs(static_cast<double>(y)) > __builtin_fabs(x) ? bits_as<float>(bits_as<uint32_t>(y) - 1) : y;
 }
 
-// What each lane of a warp holds of d += a b, a of 16 x K, b of K x 8: see the hardware section.
+// What each lane of a warp holds of d += a b, a of 16 x K, b of K x 8: see hardware.cuh.
 template <class A, class B>
 struct Multiplied {
   float* d[4];
