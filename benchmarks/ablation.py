@@ -30,9 +30,7 @@ from triton_versions import PASSES, Bound, check, drawn_tensors, kernels_of_cell
 from tilewise.backends import gluon
 from tilewise.bench.grids import Cell, grid_cells
 from tilewise.kernels.gluon import launch, launch_backward
-from tilewise.support.caches import clear_caches
-from tilewise.tuning import wave_model
-from tilewise.tuning.backward_configs import (
+from tilewise.kernels.gluon.backward_config import (
     D64Variant,
     D128AugmentedKVariant,
     D128Variant,
@@ -41,6 +39,8 @@ from tilewise.tuning.backward_configs import (
     HopperD128AugmentedKConfig,
     HopperD128Config,
 )
+from tilewise.support.caches import clear_caches
+from tilewise.tuning import wave_model
 
 GRIDS = ("paper", "gqa", "seeds")
 NONE = "none"

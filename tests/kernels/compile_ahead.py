@@ -27,6 +27,7 @@ from kernels.sass import (
     stray_descriptors,
 )
 from tilewise.bench.compile_ahead import CompileOnlyDriver
+from tilewise.kernels.gluon.backward_config import BACKWARD_CONFIGS, HopperDbiasConfig
 from tilewise.kernels.gluon.launch import OPTIONS, HopperForward
 from tilewise.kernels.gluon.launch_backward_wide import backward_launch
 from tilewise.kernels.gluon.launch_dbias import HopperDbias
@@ -41,8 +42,6 @@ from tilewise.masks import Mask
 from tilewise.problem import AttentionProblem, dense_strides
 from tilewise.problem.options import FunctionSpec, Operands, OperandSpec, ScoreOptions
 from tilewise.problem.sequences import Sequences
-from tilewise.tuning.backward_configs import BACKWARD_CONFIGS
-from tilewise.tuning.configs import HopperDbiasConfig
 from tilewise.tuning.device import DeviceSpec
 from tilewise.tuning.heuristics import delta_config, entries_config, hopper_forward_config, tile_config
 

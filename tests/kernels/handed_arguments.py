@@ -28,12 +28,12 @@ from tilewise.bench.compile_ahead import CompileOnlyDriver
 from tilewise.kernels import driver as cuda
 from tilewise.kernels.gluon import launch as launching
 from tilewise.kernels.gluon import launch_backward
+from tilewise.kernels.gluon.backward_config import HopperDbiasConfig
 from tilewise.kernels.gluon.launch_backward_wide import backward_launch
 from tilewise.kernels.gluon.launch_dbias import HopperDbias
 from tilewise.kernels.triton.forward import forward_launch
 from tilewise.kernels.triton.launch import modifiers_of, operand_addresses
 from tilewise.problem.options import OperandSpec, ScoreOptions
-from tilewise.tuning.configs import HopperDbiasConfig
 from tilewise.tuning.device import DeviceSpec
 from tilewise.tuning.heuristics import hopper_backward_config, hopper_forward_config, tile_config
 

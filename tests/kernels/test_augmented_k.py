@@ -8,15 +8,15 @@ from kernels.backward_calls import call_of
 from tilewise.errors import InvalidInput
 from tilewise.kernels.gluon import launch_backward
 from tilewise.kernels.gluon.augmented_k import hopper_augmented_k_kernel
-from tilewise.masks import Mask, causal
-from tilewise.problem import padded_dim
-from tilewise.tuning.backward_configs import (
+from tilewise.kernels.gluon.backward_config import (
     D64Variant,
     D128Variant,
     HopperD64Config,
     HopperD128AugmentedKConfig,
     HopperD128Config,
 )
+from tilewise.masks import Mask, causal
+from tilewise.problem import padded_dim
 
 SCALE, ACCUM = 0.125, 4096
 

@@ -9,10 +9,10 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tilewise.kernels.gluon.backward_config import HopperDbiasConfig
 from tilewise.masks import ALIGNMENTS, Mask, causal, window
 from tilewise.problem import AttentionProblem
 from tilewise.problem.options import OperandSpec, ScoreOptions
-from tilewise.tuning.configs import HopperDbiasConfig
 from tilewise.tuning.heuristics import LEAST_TILES, hopper_dbias_config
 
 dbias_tiles = pytest.importorskip("tilewise.kernels.gluon.dbias_tiles", reason="Triton is not installed")

@@ -21,10 +21,10 @@ from tilewise.kernels import driver
 from tilewise.kernels import enqueue as module
 from tilewise.kernels.enqueue import Enqueue
 from tilewise.kernels.gluon import launch as launching
+from tilewise.kernels.gluon.forward_config import HopperForwardConfig
 from tilewise.kernels.hooks import compile_only
 from tilewise.masks import Mask, window
 from tilewise.problem import AttentionProblem
-from tilewise.tuning.configs import HopperForwardConfig
 
 BLOCK = [8, 64]
 LAYOUT = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": BLOCK, "fp4_padded": False}

@@ -14,11 +14,11 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tilewise.kernels.gluon.backward_config import HopperD128Config
 from tilewise.kernels.reference.dropout import keep_tile
 from tilewise.masks import Span, window
 from tilewise.problem import AttentionProblem
 from tilewise.problem.options import ScoreOptions
-from tilewise.tuning.backward_configs import HopperD128Config
 
 launch_backward = pytest.importorskip("tilewise.kernels.gluon.launch_backward")
 dropout = pytest.importorskip("tilewise.kernels.gluon.dropout", reason="Triton is not installed")

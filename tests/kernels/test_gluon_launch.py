@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from kernels.hopper_calls import problem_of, scalars_of
+from tilewise.kernels.gluon.forward_config import HopperForwardConfig
 from tilewise.masks import Mask, causal, window
 from tilewise.problem.options import OperandSpec, ScoreOptions
 from tilewise.problem.sequences import Sequences
-from tilewise.tuning.configs import HopperForwardConfig
 from tilewise.tuning.heuristics import hopper_forward_config
 
 launch = pytest.importorskip("tilewise.kernels.gluon.launch", reason="Triton is not installed")

@@ -9,12 +9,12 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tilewise.kernels.gluon.backward_config import HopperD128Config
+from tilewise.kernels.gluon.forward_config import HopperForwardConfig
 from tilewise.masks import ALIGNMENTS, Mask, causal, window
 from tilewise.problem import AttentionProblem
 from tilewise.problem.options import OperandSpec
 from tilewise.problem.sequences import Sequences
-from tilewise.tuning.backward_configs import HopperD128Config
-from tilewise.tuning.configs import HopperForwardConfig
 
 lengths = pytest.importorskip("tilewise.kernels.gluon.lengths", reason="Triton is not installed")
 launch = pytest.importorskip("tilewise.kernels.gluon.launch")

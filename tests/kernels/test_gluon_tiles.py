@@ -15,15 +15,15 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from kernels.hopper_calls import problem_of, scalars_of
-from tilewise.masks import ALIGNMENTS, Mask, causal, window
-from tilewise.tuning.backward_configs import (
+from tilewise.kernels.gluon.backward_config import (
     D128AugmentedKVariant,
     D128Variant,
     HopperD128AugmentedKConfig,
     HopperD128Config,
     HopperD256Config,
 )
-from tilewise.tuning.configs import HopperForwardConfig
+from tilewise.kernels.gluon.forward_config import HopperForwardConfig
+from tilewise.masks import ALIGNMENTS, Mask, causal, window
 from tilewise.tuning.heuristics import hopper_forward_config
 
 launch_backward = pytest.importorskip("tilewise.kernels.gluon.launch_backward")

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from kernels.backward_calls import MASKS, call_of, compare, dq_of_accum, expected, extra_columns_of
-from tilewise.masks import Mask
-from tilewise.tuning.backward_configs import (
+from tilewise.kernels.gluon.backward_config import (
     D128AugmentedKVariant,
     D128Variant,
     HopperD128AugmentedKConfig,
     HopperD128Config,
 )
+from tilewise.masks import Mask
 
 backward, loading, products, dq_accum, augmented, launch_backward, lengths, pipeline, softmax, tiles = (
     pytest.importorskip(f"tilewise.kernels.gluon.{name}", reason="Triton is not installed") for name in (

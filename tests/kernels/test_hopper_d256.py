@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from kernels.backward_calls import MASKS, SCALE, call_of, compare, dq_of_accum, expected
+from tilewise.kernels.gluon.backward_config import HopperD192Config, HopperD256Config
 from tilewise.masks import window
-from tilewise.tuning.backward_configs import HopperD192Config, HopperD256Config
 
 d192 = pytest.importorskip("tilewise.kernels.gluon.hopper_backward_d192", reason="Triton is not installed")
 (backward, loading, d256, dq_d256, dq_accum, launch_backward, launch_backward_wide, pipeline, products, softmax,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kernels.backward_calls import MASKS, call_of, compare, dq_of_accum, expected, extra_columns_of
-from tilewise.tuning.backward_configs import D64Variant, HopperD64Config
+from tilewise.kernels.gluon.backward_config import D64Variant, HopperD64Config
 
 d64, backward, loading, products, dq_accum, augmented, launch_backward, pipeline, kv_tile_assignment, tiles = (
     pytest.importorskip(f"tilewise.kernels.gluon.{name}", reason="Triton is not installed") for name in (

@@ -9,13 +9,13 @@ import torch
 
 from conformance.calls import assert_gradients_within_budget, forward_and_backward, operands_of, problem_of
 from tilewise.backends._support import hopper
+from tilewise.kernels.gluon.backward_config import HopperDbiasConfig
 from tilewise.masks import Mask, causal, window
 from tilewise.problem import AttentionProblem
 from tilewise.problem.options import OperandSpec, ScoreOptions
 from tilewise.support.caches import clear_caches
 from tilewise.testing.cases import Case
 from tilewise.testing.inputs import make_inputs
-from tilewise.tuning.configs import HopperDbiasConfig
 from tilewise.tuning.device import device_spec
 
 hopper_dbias = pytest.importorskip("tilewise.kernels.gluon.hopper_dbias", reason="Triton is not installed")

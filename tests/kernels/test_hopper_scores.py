@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from kernels.hopper_calls import scalars_of
+from tilewise.kernels.gluon.forward_config import HopperForwardConfig
 from tilewise.masks import Mask, causal
 from tilewise.testing import oracle
-from tilewise.tuning.configs import HopperForwardConfig
 
 forward_on_cpu = pytest.importorskip("kernels.forward_on_cpu", reason="Triton is not installed")
 launch = forward_on_cpu.launch

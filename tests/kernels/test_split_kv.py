@@ -7,9 +7,9 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tilewise.kernels.gluon.forward_config import HopperForwardConfig
 from tilewise.masks import ALIGNMENTS, Mask, causal, window
 from tilewise.problem import AttentionProblem
-from tilewise.tuning.configs import HopperForwardConfig
 
 split_kv = pytest.importorskip("tilewise.kernels.gluon.split_kv", reason="Triton is not installed")
 launch = pytest.importorskip("tilewise.kernels.gluon.launch")

@@ -18,12 +18,13 @@ from tilewise.backends.base import Needs, Saved
 from tilewise.errors import BackendUnavailable, InvalidInput
 from tilewise.kernels.cuda import program as programs
 from tilewise.kernels.cuda.call import UNBOUNDED, Call
+from tilewise.kernels.cuda.config import CudaConfig
 from tilewise.masks import causal, prefix, window
 from tilewise.problem import AttentionProblem
 from tilewise.problem.options import OperandSpec, ScoreOptions
 from tilewise.problem.sequences import Sequences
 from tilewise.support.caches import clear_caches
-from tilewise.tuning.cuda import SPLIT, CudaConfig, backward_kernels, cuda_config, sum_kernels
+from tilewise.tuning.cuda import SPLIT, backward_kernels, cuda_config, sum_kernels
 from tilewise.tuning.device import DeviceSpec
 
 TENSOR_CORES, FMA_PIPES = cuda.backend, cuda_ieee.backend

@@ -17,8 +17,8 @@ from tilewise.bench.compile_ahead import Task, tile_compiler
 from tilewise.bench.tile_launches import PER_ROW, TENSORS, tile_launch
 from tilewise.bench.tuning_runs import Wanted, tasks
 from tilewise.compile_ahead.pool import AheadCompiler, CompileOnlyDriver
+from tilewise.kernels.triton.config import DqConfig, ForwardConfig
 from tilewise.testing.inputs import make_inputs
-from tilewise.tuning.configs import DqConfig, ForwardConfig
 from tilewise.tuning.heuristics import hopper_backward_config, hopper_forward_config
 
 CPU = torch.device("cpu")

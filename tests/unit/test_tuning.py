@@ -8,22 +8,21 @@ import torch
 
 from tilewise.errors import InvalidInput, UnsupportedProblem
 from tilewise.functions import FunctionCode
+from tilewise.kernels.gluon.backward_config import (
+    D128Variant,
+    HopperD128Config,
+    HopperD192Config,
+    HopperD256Config,
+    HopperDbiasConfig,
+)
+from tilewise.kernels.gluon.forward_config import HopperForwardConfig
+from tilewise.kernels.triton.config import DbiasConfig, DkdvConfig, DqConfig, ForwardConfig
 from tilewise.masks import Mask, causal
 from tilewise.problem import AttentionProblem
 from tilewise.problem.options import FunctionSpec, OperandSpec, ScoreOptions
 from tilewise.problem.sequences import Sequences
-from tilewise.tuning.backward_configs import D128Variant, HopperD128Config, HopperD192Config, HopperD256Config
-from tilewise.tuning.configs import (
-    DbiasConfig,
-    DkdvConfig,
-    DqConfig,
-    ForwardConfig,
-    HopperDbiasConfig,
-    HopperForwardConfig,
-)
 from tilewise.tuning.device import DeviceSpec, device_spec
 from tilewise.tuning.heuristics import (
-    KINDS,
     LEAST_WORK_FOR_DESCRIPTORS,
     delta_config,
     entries_config,
@@ -38,6 +37,7 @@ from tilewise.tuning.heuristics import (
     tile_config,
     wants_descriptors,
 )
+from tilewise.tuning.kinds import KINDS
 from tilewise.tuning.table import Bucket, config_for, load_rows, nearest_row, table_file
 
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "gfx942", "gfx1100")

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from tilewise import window
+from tilewise.kernels.triton.config import DecodeConfig, Splits
 from tilewise.problem.decode import CacheOperands, DecodeOptions, decode_problem, specs_of_inputs, specs_of_present
-from tilewise.tuning.configs import DecodeConfig
-from tilewise.tuning.decode import FIXED_SPLIT, RESIDENT, Splits, choose_splits, decode_config, row_tiles
+from tilewise.tuning.decode import FIXED_SPLIT, RESIDENT, choose_splits, decode_config, row_tiles
 from tilewise.tuning.device import DeviceSpec
 
 ARCHS = ("sm_80", "sm_86", "sm_90", "sm_100", "gfx942", "interpreter")

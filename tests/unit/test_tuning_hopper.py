@@ -8,12 +8,7 @@ import pytest
 import torch
 
 from tilewise.errors import InvalidInput
-from tilewise.masks import Mask, causal, window
-from tilewise.problem import AttentionProblem
-from tilewise.problem.options import OperandSpec, ScoreOptions
-from tilewise.problem.sequences import Sequences
-from tilewise.tuning import hopper, table
-from tilewise.tuning.backward_configs import (
+from tilewise.kernels.gluon.backward_config import (
     D64Variant,
     D128AugmentedKVariant,
     D128Variant,
@@ -21,7 +16,12 @@ from tilewise.tuning.backward_configs import (
     HopperD128AugmentedKConfig,
     HopperD128Config,
 )
-from tilewise.tuning.configs import HopperForwardConfig
+from tilewise.kernels.gluon.forward_config import HopperForwardConfig
+from tilewise.masks import Mask, causal, window
+from tilewise.problem import AttentionProblem
+from tilewise.problem.options import OperandSpec, ScoreOptions
+from tilewise.problem.sequences import Sequences
+from tilewise.tuning import hopper, kinds, table
 from tilewise.tuning.device import DeviceSpec
 from tilewise.tuning.heuristics import hopper_backward_config, hopper_forward_config
 from tilewise.tuning.hopper import backward_config, forward_config, propose_hopper
@@ -293,7 +293,7 @@ def test_the_backend_asks_the_table(rows, monkeypatch):
 
 
 def test_the_names_of_the_kernels_are_tables_of_their_own():
-    assert not set(table.HOPPER_KINDS) & set(table.KINDS)
+    assert not set(kinds.HOPPER_KINDS) & set(kinds.KINDS)
 
 
 @pytest.mark.parametrize("kernel", HEURISTICS)

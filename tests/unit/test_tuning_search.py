@@ -5,11 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tilewise.kernels.triton.config import ForwardConfig
 from tilewise.masks import Mask
 from tilewise.problem import AttentionProblem
-from tilewise.tuning.configs import ForwardConfig
 from tilewise.tuning.device import DeviceSpec
-from tilewise.tuning.heuristics import KINDS, tile_config
+from tilewise.tuning.heuristics import tile_config
+from tilewise.tuning.kinds import KINDS
 from tilewise.tuning.search import HOPELESS, MOST_CANDIDATES, ROUNDS, Fault, Proposals, propose, search
 
 HOPPER = DeviceSpec.of_arch("sm_90")

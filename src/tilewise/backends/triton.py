@@ -39,7 +39,7 @@ from tilewise.tuning.table import config_for
 if TYPE_CHECKING:
     from tilewise.kernels.gluon.launch_dbias import HopperDbias
     from tilewise.kernels.triton.bias_gradient import BiasGradientSums
-    from tilewise.tuning.configs import TileConfig
+    from tilewise.kernels.triton.config import TileConfig
 
 _EVERY = Needs()
 _Three = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]  # dq, dk, dv

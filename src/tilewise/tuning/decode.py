@@ -1,10 +1,9 @@
 """Decoding: problem and device to tile, and to how often the keys are split. Pure functions of the two."""
 
-from dataclasses import dataclass
 from itertools import product
 
+from tilewise.kernels.triton.config import MIN_BLOCK, DecodeConfig, Splits
 from tilewise.problem.decode import DecodeProblem
-from tilewise.tuning.configs import MIN_BLOCK, DecodeConfig
 from tilewise.tuning.device import DeviceSpec
 
 MOST_ROWS = 64  # of a tile; a group of 8 heads fills it with 8 queries
@@ -18,19 +17,6 @@ MOST_SPLITS = 128
 # pages of 16, which are looked up by the threads that load.
 _BEGINNING, _COMBINING = 1.0, 1.5
 _NEARLY = 1.05  # fewer splits are worth this much of the reckoned time
-
-
-@dataclass(frozen=True)
-class Splits:
-    """How the keys are split.
-
-    Attributes:
-        count: CTAs that share the keys of a tile of rows.
-        length: keys of each; None = an even share of those there are.
-    """
-
-    count: int
-    length: int | None = None
 
 
 def decode_config(problem: DecodeProblem, device: DeviceSpec) -> DecodeConfig:

@@ -10,8 +10,7 @@ from dataclasses import replace
 from itertools import product
 
 from tilewise.errors import UnsupportedProblem
-from tilewise.problem import WIDEST, AttentionProblem, padded_dim
-from tilewise.tuning.backward_configs import (
+from tilewise.kernels.gluon.backward_config import (
     D64Variant,
     D128AugmentedKVariant,
     D128Variant,
@@ -21,34 +20,26 @@ from tilewise.tuning.backward_configs import (
     HopperD128Config,
     HopperD192Config,
     HopperD256Config,
+    HopperDbiasConfig,
     augmented_k_fits,
     dk_dv_fit,
 )
-from tilewise.tuning.configs import (
+from tilewise.kernels.gluon.forward_config import HopperForwardConfig, pieces_of
+from tilewise.kernels.triton.config import (
     MIN_BLOCK,
     DbiasConfig,
     DeltaConfig,
     DkdvConfig,
-    DqConfig,
     DqEntriesConfig,
-    ForwardConfig,
-    HopperDbiasConfig,
-    HopperForwardConfig,
     TileConfig,
-    pieces_of,
 )
+from tilewise.problem import WIDEST, AttentionProblem, padded_dim
 from tilewise.tuning.ctas_per_head import choose_ctas_per_head
 from tilewise.tuning.device import DeviceSpec
+from tilewise.tuning.kinds import KINDS, TritonConfig
 from tilewise.tuning.wave_model import MANY_WAVES, NEARLY, grid_plan_of, num_tiles_of
 
 Tile = tuple[int, int, int, int]  # block_m, block_n, num_warps, num_stages
-Config = ForwardConfig | DkdvConfig | DqConfig | DbiasConfig
-
-KINDS: dict[str, type[Config]] = {
-    "forward": ForwardConfig, "dkdv": DkdvConfig, "dk": DkdvConfig, "dv": DkdvConfig, "dq": DqConfig,
-    "dbias": DbiasConfig,
-}
-
 # Kernel -> padded head dim (at most) -> tile. Through pointers; a second table where descriptors win by 2 % or more.
 _HOPPER: dict[str, dict[int, Tile]] = {
     "forward": {64: (64, 64, 4, 3), 128: (128, 64, 8, 3), 256: (128, 64, 8, 2), 512: (64, 16, 8, 3)},
@@ -140,7 +131,7 @@ LEAST_WORK_FOR_GLUON_BACKWARD = LEAST_WORK_FOR_GLUON // 10
 _LEAST_SPLIT = 8192  # keys from which few queries were timed, in tiles that are split
 
 
-def tile_config(kernel: str, problem: AttentionProblem, device: DeviceSpec, *, descriptors: bool) -> Config:
+def tile_config(kernel: str, problem: AttentionProblem, device: DeviceSpec, *, descriptors: bool) -> TritonConfig:
     """Choose the tile of a kernel.
 
     Args:
@@ -422,7 +413,7 @@ def kernel_width(problem: AttentionProblem) -> int:
     return max(64, problem.width) + problem.tail_width
 
 
-def shared_bytes(config: Config, problem: AttentionProblem, device: DeviceSpec) -> int:
+def shared_bytes(config: TritonConfig, problem: AttentionProblem, device: DeviceSpec) -> int:
     """Shared memory that a config takes on a device.
 
     On CDNA, without a pipeline, tiles stay in registers and pass through shared memory one after another (compiled for
@@ -450,7 +441,7 @@ def _tiles(device: DeviceSpec) -> dict[str, dict[int, Tile]]:
     return _AMPERE
 
 
-def fitting(config: Config, problem: AttentionProblem, device: DeviceSpec) -> Config:
+def fitting(config: TritonConfig, problem: AttentionProblem, device: DeviceSpec) -> TritonConfig:
     """Shrink a config until it fits the device's shared memory: pipeline depth first, then the streamed side.
 
     Raises:

@@ -3,8 +3,7 @@
 from collections.abc import Iterable
 from itertools import islice, product
 
-from tilewise.problem import AttentionProblem
-from tilewise.tuning.backward_configs import (
+from tilewise.kernels.gluon.backward_config import (
     LEAST_SCALE,
     D64Variant,
     D128AugmentedKVariant,
@@ -18,14 +17,11 @@ from tilewise.tuning.backward_configs import (
     augmented_k_fits,
     dk_dv_fit,
 )
-from tilewise.tuning.configs import HopperConfig, HopperForwardConfig, pieces_of
+from tilewise.kernels.gluon.forward_config import HopperForwardConfig, pieces_of
+from tilewise.problem import AttentionProblem
 from tilewise.tuning.device import DeviceSpec
-from tilewise.tuning.heuristics import (
-    NUM_SMS,
-    hopper_backward_config,
-    hopper_forward_config,
-    kernel_width,
-)
+from tilewise.tuning.heuristics import NUM_SMS, hopper_backward_config, hopper_forward_config, kernel_width
+from tilewise.tuning.kinds import HopperConfig
 from tilewise.tuning.search import MOST_CANDIDATES, Proposals
 from tilewise.tuning.table import (
     Bucket,

@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Protocol
 
+from tilewise.kernels.triton.config import MAX_BLOCK, MIN_BLOCK, TileConfig
 from tilewise.problem import AttentionProblem
-from tilewise.tuning.configs import MAX_BLOCK, MIN_BLOCK, AnyConfig, TileConfig
 from tilewise.tuning.device import DeviceSpec
-from tilewise.tuning.heuristics import Config, shared_bytes, tile_config
+from tilewise.tuning.heuristics import shared_bytes, tile_config
+from tilewise.tuning.kinds import AnyConfig, TritonConfig
 
 MOST_CANDIDATES = 40
 ROUNDS = 5
@@ -119,14 +120,14 @@ def search(trial: Trial, proposals: Proposals) -> Finding:
     return Finding((best,), faults)
 
 
-def _around(origin: Config) -> list[Config]:
+def _around(origin: TritonConfig) -> list[TritonConfig]:
     rows, keys = ([side for side in (block // 2, block, 2 * block) if MIN_BLOCK <= side <= MAX_BLOCK]
                   for block in (origin.block_m, origin.block_n))
     return [replace(origin, block_m=m, block_n=n, num_warps=warps, num_stages=stages)
             for m, n, warps, stages in product(rows, keys, (4, 8), (1, 2, 3, 4))]
 
 
-def _distance(config: Config, origin: Config) -> tuple[float, float]:
+def _distance(config: TritonConfig, origin: TritonConfig) -> tuple[float, float]:
     """Doublings of the sides and of the work a warp has, half a step a stage; at equal distance, nearer in area.
 
     So a tile twice as large comes with twice the warps before it comes without.

@@ -20,19 +20,16 @@ from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 from tilewise.errors import InvalidInput
+from tilewise.kernels.gluon.backward_config import BACKWARD_CONFIGS, BackwardKernel, HopperBackwardConfig
+from tilewise.kernels.gluon.forward_config import HopperForwardConfig
 from tilewise.masks.tile_lists import TILE
 from tilewise.problem import AttentionProblem
-from tilewise.tuning.backward_configs import BACKWARD_CONFIGS, BackwardKernel, HopperBackwardConfig
-from tilewise.tuning.configs import AnyConfig, HopperConfig, HopperForwardConfig
 from tilewise.tuning.device import DeviceSpec
-from tilewise.tuning.heuristics import KINDS, Config, has_pairs, kernel_width, lengths_may_decide, tile_config
+from tilewise.tuning.heuristics import has_pairs, kernel_width, lengths_may_decide, tile_config
+from tilewise.tuning.kinds import ALL_KINDS, HOPPER_KINDS, KINDS, AnyConfig, TritonConfig
 
 Row = dict[str, Any]
 C = TypeVar("C", bound=AnyConfig)
-HOPPER_KINDS: dict[str, type[HopperConfig]] = {
-    "hopper_forward": HopperForwardConfig, "hopper_backward": HopperBackwardConfig,
-}
-ALL_KINDS: dict[str, type[AnyConfig]] = {**KINDS, **HOPPER_KINDS}
 _LENGTH_OF_ANY = 2048  # the middle of the lengths that are measured
 
 
@@ -52,7 +49,7 @@ class Bucket:
         return cls(kernel_width(problem), problem.dtype.itemsize, problem.mask.is_bounded, length)
 
 
-def config_for(kernel: str, problem: AttentionProblem, device: DeviceSpec, *, descriptors: bool) -> Config:
+def config_for(kernel: str, problem: AttentionProblem, device: DeviceSpec, *, descriptors: bool) -> TritonConfig:
     """Return the table's config for the problem, else the heuristic one; arguments as in ``tile_config``.
 
     Tables are measured without bias, boolean mask and dropout, which want tiles of their own, and without lists of

@@ -8,9 +8,9 @@ the problem and the number of SMs; their times were measured on an H200 (docs/ho
 import math
 from typing import NamedTuple
 
+from tilewise.kernels.gluon.forward_config import HopperForwardConfig, pieces_of
 from tilewise.masks import Span
 from tilewise.problem import AttentionProblem
-from tilewise.tuning.configs import HopperForwardConfig, pieces_of
 
 # Microseconds that two warpgroups take for a block of 128 keys: the softmax's, or those of each column of d and of dv.
 _SOFTMAX, _COLUMN = 1.15, 0.0057

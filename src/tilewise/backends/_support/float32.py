@@ -9,22 +9,12 @@ import torch
 from tilewise.backends._support.current import allows_tf32, is_current
 from tilewise.backends.base import Gradients, Needs, Results, Saved
 from tilewise.kernels.cuda.call import UNBOUNDED, Call, Tensor
+from tilewise.kernels.cuda.config import KEY_TILE, PAD, SUMS_OVER_QUERIES, WIDEST, CudaConfig, padded_dims
 from tilewise.kernels.cuda.program import Program, lacking, load
 from tilewise.problem import AttentionProblem, are_aligned, dense_strides
 from tilewise.problem.options import NO_OPERANDS, NO_OPTIONS, Operands
 from tilewise.support.caches import registered
-from tilewise.tuning.cuda import (
-    DELTA,
-    KEY_TILE,
-    PAD,
-    SPLIT,
-    SUMS_OVER_QUERIES,
-    WIDEST,
-    CudaConfig,
-    backward_kernels,
-    cuda_config,
-    padded_dims,
-)
+from tilewise.tuning.cuda import DELTA, SPLIT, backward_kernels, cuda_config
 from tilewise.tuning.device import DeviceSpec, device_spec
 
 _EVERY = Needs()

@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from tilewise.kernels.gluon.backward_config import HopperDbiasConfig
 from tilewise.kernels.gluon.launch import HopperForward
 from tilewise.kernels.gluon.launch_backward_wide import backward_launch
 from tilewise.kernels.gluon.launch_dbias import HopperDbias
@@ -14,7 +15,6 @@ from tilewise.kernels.triton.launch import modifiers_of
 from tilewise.masks import causal
 from tilewise.problem import AttentionProblem, dense_strides
 from tilewise.problem.options import Operands
-from tilewise.tuning.configs import HopperDbiasConfig
 from tilewise.tuning.device import device_spec
 from tilewise.tuning.hopper import backward_config, forward_config
 

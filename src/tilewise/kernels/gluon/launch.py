@@ -4,12 +4,13 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from tilewise.kernels.driver import raw_stream
 from tilewise.kernels.enqueue import Enqueue
+from tilewise.kernels.gluon.forward_config import HopperForwardConfig
 from tilewise.masks import Span
 from tilewise.problem import AttentionProblem, legal_strides
 from tilewise.problem.options import NO_OPERANDS, Operands
@@ -31,36 +32,6 @@ _DESCRIBED = (0, 0, 1, 1, 2, 2, 3)  # which of q, k, v and out each descriptor i
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 
 
-class ForwardConfig(Protocol):
-    """What the launch reads of its config (tilewise.tuning.configs.HopperForwardConfig)."""
-
-    @property
-    def block_n(self) -> int:
-        """Keys a block."""
-
-    @property
-    def consumers(self) -> int:
-        """Warpgroups that compute, 64 rows each."""
-
-    @property
-    def kv_stages(self) -> int:
-        """Stages of the KV pipe: blocks of K and V in flight."""
-
-    @property
-    def q_stages(self) -> int:
-        """Tiles of Q in flight."""
-
-    @property
-    def ping_pong(self) -> bool:
-        """Whether warpgroups alternate between the tensor cores and the softmax."""
-
-    def head_dim_chunks(self, problem: AttentionProblem) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Columns of q and k inside the tiles, and of v and out, in one or two chunks."""
-
-    def out_buffers(self, problem: AttentionProblem) -> tuple[int, int]:
-        """Columns of out in each buffer of a warpgroup, and the number of buffers."""
-
-
 class HopperForward:
     """The forward kernel bound to a problem.
 
@@ -74,7 +45,7 @@ class HopperForward:
             :attr:`partial_shape`; the kernel that combines them takes the sinks.
     """
 
-    def __init__(self, problem: AttentionProblem, config: ForwardConfig, num_sms: int, pack_gqa: int = 1,
+    def __init__(self, problem: AttentionProblem, config: HopperForwardConfig, num_sms: int, pack_gqa: int = 1,
                  split_kv: tuple[int, int] | None = None) -> None:
         from triton.experimental.gluon import language as gl
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -157,7 +128,7 @@ class HopperForward:
                 operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqlens_q, operands.seqlens_k, partial)
 
 
-def _kernel_config(problem: AttentionProblem, config: ForwardConfig, pack_gqa: int, split_kv: int) -> Any:
+def _kernel_config(problem: AttentionProblem, config: HopperForwardConfig, pack_gqa: int, split_kv: int) -> Any:
     """Return what is fixed when the kernel is compiled. split_kv: Config.SPLIT_KV."""
     from tilewise.kernels.gluon.hopper_forward_types import Config
 
@@ -213,7 +184,7 @@ def _grouped(tensor: torch.Tensor, group: int | None) -> torch.Tensor:
     return tensor if group is None else tensor.unflatten(1, (-1, group)).transpose(2, 3)
 
 
-def _softmax_parts(problem: AttentionProblem, config: ForwardConfig, frozen: bool) -> int:
+def _softmax_parts(problem: AttentionProblem, config: HopperForwardConfig, frozen: bool) -> int:
     """Return how many parts a block's exponentials are computed in: 2 where that was timed, and faster.
 
     With an online maximum heads above 128 were not timed in two. With a frozen one 256 columns are 1 to 1.4 % faster
@@ -224,7 +195,7 @@ def _softmax_parts(problem: AttentionProblem, config: ForwardConfig, frozen: boo
     return 2 if frozen and operator.eq(*config.head_dim_chunks(problem)) else 1
 
 
-def _freezes_max(problem: AttentionProblem, config: ForwardConfig, lower: int | None) -> bool:
+def _freezes_max(problem: AttentionProblem, config: HopperForwardConfig, lower: int | None) -> bool:
     """Whether blocks that need no mask keep the row maximum of the blocks before them.
 
     Timed at 64, 128 and 256 columns from 512 keys on: 1.00 to 1.13 times as fast, the more the longer and the narrower.

@@ -3,12 +3,13 @@
 import math
 import operator
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from tilewise.errors import InvalidInput
 from tilewise.kernels.enqueue import Enqueue
+from tilewise.kernels.gluon.backward_config import HopperBackwardConfig
 from tilewise.kernels.gluon.launch import NO_LENGTHS, OPTIONS, address_of, bounds_of, counter_of, scaling_of
 from tilewise.masks import Span
 from tilewise.problem import AttentionProblem, Sizes, dense_strides, legal_strides, padded_dim
@@ -26,61 +27,6 @@ _LEAST_DETERMINISTIC = 16
 Allocate = Callable[[Sizes, Sizes, torch.dtype], torch.Tensor]  # of sizes, strides and dtype, its memory anything
 
 
-class HopperBackwardShape(Protocol):
-    """What the launch reads of a config: one of tilewise.tuning.backward_configs, where these are described."""
-
-    @property
-    def kernel(self) -> str:
-        """Which kernel: "d64", "d128_augmented_k", "d128", "d192" or "d256"."""
-
-    @property
-    def block_n(self) -> int:
-        """Keys of a tile."""
-
-    @property
-    def kv_stages(self) -> int:
-        """Tiles of keys and values in flight."""
-
-    @property
-    def q_stages(self) -> int:
-        """Tiles of q in flight."""
-
-    @property
-    def dout_stages(self) -> int:
-        """Tiles of dout in flight."""
-
-    @property
-    def s_ahead(self) -> bool:
-        """Whether S of the next block is computed while dQ and dK of this one are."""
-
-    @property
-    def dq_from_registers(self) -> bool:
-        """Whether dQ is accumulated from registers."""
-
-    @property
-    def deterministic(self) -> bool:
-        """Whether dQ is accumulated in a fixed order."""
-
-    @property
-    def augmented_k(self) -> bool:
-        """Whether the tensor cores subtract lse and delta."""
-
-    @property
-    def dynamic_tiles(self) -> bool:
-        """Whether CTAs are persistent, and the dynamic tile scheduler gives them their tiles."""
-
-    @property
-    def head_persistent(self) -> bool:
-        """Whether CTAs have all keys of a head, and no other CTA adds to its dQ."""
-
-    @property
-    def ctas_per_head(self) -> int:
-        """CTAs that share a head, if they are head-persistent."""
-
-    def columns(self, problem: AttentionProblem) -> tuple[Sizes, Sizes]:
-        """Columns of q and k inside the tiles, and of v and dout, in one or two chunks."""
-
-
 class HopperBackward:
     """The backward kernels bound to a problem; call it with (q, k, v, dout, lse, delta, dq, dk, dv).
 
@@ -94,7 +40,7 @@ class HopperBackward:
     they are.
     """
 
-    def __init__(self, problem: AttentionProblem, config: HopperBackwardShape, dq_strides: Sizes,
+    def __init__(self, problem: AttentionProblem, config: HopperBackwardConfig, dq_strides: Sizes,
                  num_sms: int, incoming: tuple[Sizes, Sizes] | None = None,
                  allocate: Allocate | None = None) -> None:
         from triton.experimental.gluon import language as gl
@@ -265,7 +211,7 @@ class HopperBackward:
         return tensors if self.reads_all else rows_of(tensors, self.queries, self.keys)
 
 
-def _heads_at_once(config: HopperBackwardShape, num_sms: int) -> int:
+def _heads_at_once(config: HopperBackwardConfig, num_sms: int) -> int:
     """Return how many heads CTAs share at a time; all CTAs of a head have to run at once."""
     if config.ctas_per_head > num_sms:
         raise InvalidInput(
@@ -283,7 +229,7 @@ def _form(block: list[int], dtype: Any) -> tuple[list[int], Any]:
     return block, gl.NVMMASharedLayout.get_default_for(block, dtype)
 
 
-def _kernel_of(problem: AttentionProblem, config: HopperBackwardShape) -> tuple[Any, tuple[Any, ...]]:
+def _kernel_of(problem: AttentionProblem, config: HopperBackwardConfig) -> tuple[Any, tuple[Any, ...]]:
     """Return the kernel, and its last arguments: what scales scores, and what is fixed when it is compiled."""
     scale_log2, squash = scaling_of(problem)
     if config.kernel == "d192":
@@ -301,7 +247,7 @@ def _kernel_of(problem: AttentionProblem, config: HopperBackwardShape) -> tuple[
                                     _kernel_config(problem, config))
 
 
-def d256_kernel_config(problem: AttentionProblem, config: HopperBackwardShape) -> Any:
+def d256_kernel_config(problem: AttentionProblem, config: HopperBackwardConfig) -> Any:
     """Return what is fixed when a kernel of heads above 128 columns that owns keys is compiled."""
     from tilewise.kernels.gluon.hopper_backward_d256_types import Config
 
@@ -310,7 +256,7 @@ def d256_kernel_config(problem: AttentionProblem, config: HopperBackwardShape) -
                   DOUT_STAGES=config.dout_stages, HAS_LOWER=lower is not None, HAS_UPPER=upper is not None)
 
 
-def _d64_kernel_config(problem: AttentionProblem, config: HopperBackwardShape) -> Any:
+def _d64_kernel_config(problem: AttentionProblem, config: HopperBackwardConfig) -> Any:
     """Return what is fixed when the kernel of heads up to 64 columns is compiled."""
     from tilewise.kernels.gluon.hopper_backward_d64_types import Config
 
@@ -322,7 +268,7 @@ def _d64_kernel_config(problem: AttentionProblem, config: HopperBackwardShape) -
         HAS_LOWER=lower is not None, HAS_UPPER=upper is not None)
 
 
-def _kernel_config(problem: AttentionProblem, config: HopperBackwardShape) -> Any:
+def _kernel_config(problem: AttentionProblem, config: HopperBackwardConfig) -> Any:
     """Return what is fixed when the kernel of other heads up to 128 columns is compiled."""
     from tilewise.kernels.gluon.hopper_backward_types import Config
 

@@ -6,11 +6,11 @@ from typing import Any
 import torch
 
 from tilewise.kernels.enqueue import Enqueue
+from tilewise.kernels.gluon.backward_config import HopperBackwardConfig
 from tilewise.kernels.gluon.launch import OPTIONS, bounds_of, heads_per_swizzle, scaling_of
 from tilewise.kernels.gluon.launch_backward import (
     Allocate,
     HopperBackward,
-    HopperBackwardShape,
     d256_kernel_config,
     kv_heads_per_swizzle,
     rows_of,
@@ -18,7 +18,7 @@ from tilewise.kernels.gluon.launch_backward import (
 from tilewise.problem import AttentionProblem, Sizes, legal_strides
 
 
-def backward_launch(problem: AttentionProblem, config: HopperBackwardShape, dq_strides: Sizes,
+def backward_launch(problem: AttentionProblem, config: HopperBackwardConfig, dq_strides: Sizes,
                     num_sms: int, incoming: tuple[Sizes, Sizes] | None = None,
                     allocate: Allocate | None = None) -> "HopperBackward | HopperBackwardApart":
     """Bind the backward kernels that a config is for to a problem. The rest: see :class:`HopperBackward`."""
@@ -60,7 +60,7 @@ class HopperBackwardApart:
         dkdv, dq: the kernels.
     """
 
-    def __init__(self, problem: AttentionProblem, config: HopperBackwardShape) -> None:
+    def __init__(self, problem: AttentionProblem, config: HopperBackwardConfig) -> None:
         from triton.experimental.gluon import language as gl
 
         from tilewise.kernels.gluon.hopper_backward_d256 import hopper_backward_d256_kernel

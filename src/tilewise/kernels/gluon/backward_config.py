@@ -339,6 +339,35 @@ class HopperD256Config(HopperBackwardConfig):
         return max(of_keys, size * 64 * (4 * d + 3 * dv)) + 1024
 
 
+@dataclass(frozen=True, slots=True)
+class HopperDbiasConfig:
+    """The kernel that sums dS of entries that share a bias: a tile of 128 x 128 pairs stays; entries stream.
+
+    Attributes:
+        q_stages: entries whose q and dout are in flight.
+        stages: blocks of 64 keys in flight, k and v.
+    """
+
+    q_stages: int = 2
+    stages: int = 2
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("q_stages", (1, 2)), ("stages", (2, 3, 4))):
+            if getattr(self, name) not in allowed:
+                raise InvalidInput(f"{name}={getattr(self, name)}; allowed are {', '.join(map(str, allowed))}.")
+
+    def columns(self, problem: AttentionProblem) -> int:
+        """Columns of a head inside the tiles: a row of a tile is 128 bytes at least."""
+        return max(64, problem.width)
+
+    def shared_bytes(self, problem: AttentionProblem) -> int:
+        """Shared memory: q and dout, k and v, the bias of the tile; barriers and its place take under a KiB."""
+        bias = problem.scores.bias
+        rows = 4 * self.q_stages + 2 * self.stages
+        pairs = 256 * (bias.dtype.itemsize if bias else 0)
+        return 64 * (problem.dtype.itemsize * rows * self.columns(problem) + pairs) + 1024
+
+
 BACKWARD_CONFIGS: dict[BackwardKernel, type[HopperBackwardConfig]] = {kind.kernel: kind for kind in (
     HopperD64Config, HopperD128AugmentedKConfig, HopperD128Config, HopperD192Config, HopperD256Config)}
 _FOR_AUGMENTED_K = "a scale of 2^-40 or more, and no softcap, dropout or lengths that are data"
