@@ -28,6 +28,7 @@ from kernels.sass import (
 )
 from tilewise.bench.compile_ahead import CompileOnlyDriver
 from tilewise.kernels.gluon.backward_config import BACKWARD_CONFIGS, HopperDbiasConfig
+from tilewise.kernels.gluon.forward_config import SplitPlan
 from tilewise.kernels.gluon.launch import OPTIONS, HopperForward
 from tilewise.kernels.gluon.launch_backward_wide import backward_launch
 from tilewise.kernels.gluon.launch_dbias import HopperDbias
@@ -44,6 +45,7 @@ from tilewise.problem.options import FunctionSpec, Operands, OperandSpec, ScoreO
 from tilewise.problem.sequences import Sequences
 from tilewise.tuning.device import DeviceSpec
 from tilewise.tuning.heuristics import delta_config, entries_config, hopper_forward_config, tile_config
+from tilewise.tuning.schedules_hopper import backward_schedule, schedule_on_grid
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -199,8 +201,9 @@ def prepare_hopper(request):
     lengths = (operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqlens_q, operands.seqlens_k)
     if request["kernel"] == "hopper_forward":
         config = replace(hopper_forward_config(problem), **request.get("config", {}))
-        split_kv = request.get("split_kv") and tuple(request["split_kv"])
-        launch = HopperForward(problem, config, num_sms=132, pack_gqa=request.get("pack_gqa", 1), split_kv=split_kv)
+        split_kv = request.get("split_kv") and SplitPlan(*request["split_kv"])
+        schedule = schedule_on_grid(problem, config, request.get("pack_gqa", 1), split_kv)
+        launch = HopperForward(problem, config, schedule, num_sms=132)
         arguments = launch.arguments((q, k, v, out, rows), torch.empty(1, dtype=torch.int32), operands,
                                      torch.empty(8) if split_kv else None)
     elif request["kernel"] == "hopper_dbias":
@@ -213,7 +216,7 @@ def prepare_hopper(request):
     else:
         settings = dict(request["config"])
         config = BACKWARD_CONFIGS[settings.pop("kernel")](**settings)
-        launch = backward_launch(problem, config, problem.q_strides, 132)
+        launch = backward_launch(problem, config, backward_schedule(problem, config), problem.q_strides, 132)
         taken, data = (q, k, v, out, rows, rows), (*lengths, operands.seed)
         if config.kernel == "d256":
             launch = launch.dq if request["part"] == "dq" else launch.dkdv

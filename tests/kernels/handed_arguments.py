@@ -36,6 +36,7 @@ from tilewise.kernels.triton.launch import modifiers_of, operand_addresses
 from tilewise.problem.options import OperandSpec, ScoreOptions
 from tilewise.tuning.device import DeviceSpec
 from tilewise.tuning.heuristics import hopper_backward_config, hopper_forward_config, tile_config
+from tilewise.tuning.schedules_hopper import backward_schedule, schedule_on_grid
 
 # Sizes of parameters, as PTX declares them.
 _DECLARED = re.compile(r"\.param (?:\.align \d+ )?\.([a-z]+\d+)(?: \.ptr[^,]*?)? \w+_param_\d+(?:\[(\d+)\])?")
@@ -165,7 +166,8 @@ def bound(request):
     q, k, v, out, rows = tensors_of(problem)
     addresses = q.data_ptr(), k.data_ptr(), v.data_ptr()
     if request["kernel"] == "hopper_forward":
-        launch = launching.HopperForward(problem, hopper_forward_config(problem), num_sms=132)
+        config = hopper_forward_config(problem)
+        launch = launching.HopperForward(problem, config, schedule_on_grid(problem, config), num_sms=132)
         counter = torch.empty(1, dtype=torch.int32)
         with patch.object(launching, "counter_of", lambda device: counter):
             yield [launch.enqueue], lambda: launch(lambda: (q, k, v), addresses, out, rows, operands)
@@ -184,7 +186,8 @@ def bound(request):
             (*addresses, out.data_ptr(), rows.data_ptr(), None, *at_operands),
             lambda: (q, k, v, out, rows, None, modifiers_of(problem, operands)))
     else:
-        launch = backward_launch(problem, hopper_backward_config(problem), problem.q_strides, num_sms=132)
+        config = hopper_backward_config(problem)
+        launch = backward_launch(problem, config, backward_schedule(problem, config), problem.q_strides, num_sms=132)
         gradients, data = map(torch.empty_like, (q, k, v)), (
             operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqlens_q, operands.seqlens_k, operands.seed)
         tensors = (q, k, v, out, rows, rows.clone(), *gradients)

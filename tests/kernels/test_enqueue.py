@@ -17,6 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.driver_double import DriverDouble, cubin_of
+from kernels.hopper_calls import bound_forward
 from tilewise.kernels import driver
 from tilewise.kernels import enqueue as module
 from tilewise.kernels.enqueue import Enqueue
@@ -326,7 +327,7 @@ def test_the_hopper_forward_passes_the_addresses_of_its_descriptors(monkeypatch,
     lse, counter = torch.zeros(2, 4, 200), torch.zeros(1, dtype=torch.int32)
     monkeypatch.setattr(launching, "counter_of", lambda device: counter)
     problem = AttentionProblem.from_tensors(q, k, v, mask=mask)
-    bound, seen = launching.HopperForward(problem, HopperForwardConfig(128, 2), num_sms=132), []
+    bound, seen = bound_forward(problem, HopperForwardConfig(128, 2)), []
     bound.enqueue = lambda addresses, arguments, alike: seen.append((addresses, arguments()))
     bound(lambda: (q, k, v), (q.data_ptr(), k.data_ptr(), v.data_ptr()), out, lse)
     (addresses, arguments), = seen

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from kernels.hopper_calls import problem_of, scalars_of
+from kernels.hopper_calls import bound_backward, problem_of, scalars_of
 from tilewise.kernels.gluon.backward_config import (
     D128AugmentedKVariant,
     D128Variant,
@@ -26,8 +26,6 @@ from tilewise.kernels.gluon.forward_config import HopperForwardConfig
 from tilewise.masks import ALIGNMENTS, Mask, causal, window
 from tilewise.tuning.heuristics import hopper_forward_config
 
-launch_backward = pytest.importorskip("tilewise.kernels.gluon.launch_backward")
-launch_backward_wide = pytest.importorskip("tilewise.kernels.gluon.launch_backward_wide")
 pipeline = pytest.importorskip("tilewise.kernels.gluon.pipeline", reason="Triton is not installed")
 tiles = pytest.importorskip("tilewise.kernels.gluon.tiles", reason="Triton is not installed")
 ROWS = 64  # queries a warpgroup
@@ -181,7 +179,7 @@ HEAD_PERSISTENT = HopperD128AugmentedKConfig(variant=D128AugmentedKVariant.HEAD_
 
 
 def backward_scalars_of(problem, config=NONDETERMINISTIC):
-    bound = launch_backward_wide.backward_launch(problem, config, problem.q_strides, 132)
+    bound = bound_backward(problem, config)
     numbers = (bound.dkdv if config == WIDE else bound).scalars
     return tiles.TileGrid(*numbers[:4]), tiles.MaskBounds(*numbers[4:8]), numbers[-1]
 
@@ -284,7 +282,7 @@ def test_tiles_add_to_each_step_in_the_order_of_their_programs_and_come_there_in
 def test_wide_heads_come_in_tiles_whose_sides_are_powers_of_two(d, dv, of_q, of_v):
     """Forms say None where there is no second tile."""
     problem = replace(problem_of(1000, 1000, d=d, heads=(4, 2)), dv=dv)
-    launch = launch_backward_wide.HopperBackwardApart(problem, WIDE)
+    launch = bound_backward(problem, WIDE)
     assert (launch.dkdv.grid, launch.dq.grid) == ((2 * 16,), (4 * 8,))
     sources = [of_q, of_q, of_v, of_v, (), ()]
     for part, forms in ((launch.dkdv, [*sources, of_q, of_v]), (launch.dq, [*sources, of_q])):
@@ -298,7 +296,7 @@ def test_wide_heads_come_in_tiles_whose_sides_are_powers_of_two(d, dv, of_q, of_
 @example(800, 820, window(127, 0, "top_left"))
 def test_where_queries_stay_each_seen_key_is_in_one_step_and_unmasked_steps_are_seen_whole(sq, sk, mask):
     problem = problem_of(sq, sk, mask)
-    *_, shape = numbers = launch_backward_wide.HopperBackwardApart(problem, WIDE).dq.scalars
+    *_, shape = numbers = bound_backward(problem, WIDE).dq.scalars
     n_tiles, band = numbers[0], tiles.MaskBounds(*numbers[4:8])
     queries, keys = problem.seeing_queries, problem.seen_keys
     visible = mask.visible(sq, sk)[queries.start:queries.stop, keys.start:keys.stop]
@@ -321,7 +319,7 @@ def test_where_queries_stay_each_seen_key_is_in_one_step_and_unmasked_steps_are_
 def test_grids_have_one_dim_however_many_heads_there_are(config):
     """Heads were dQ's second dim, of which CUDA launches 65535 at most: 4096 windows of 16 heads failed."""
     problem = problem_of(64, 64, d=64, b=4096, heads=(16, 16))
-    launch = launch_backward.HopperBackward(problem, config, problem.q_strides, 132)
+    launch = bound_backward(problem, config)
     assert launch.grid == (4096 * 16,)
     assert launch.enqueue_dq.grid == (2 * 4096 * 16,)
 

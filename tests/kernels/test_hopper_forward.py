@@ -12,7 +12,7 @@ from tilewise.problem.options import OperandSpec
 from tilewise.problem.sequences import Sequences
 
 forward_on_cpu = pytest.importorskip("kernels.forward_on_cpu", reason="Triton is not installed")
-gluon_on_cpu, launch = pytest.importorskip("kernels.gluon_on_cpu"), forward_on_cpu.launch
+gluon_on_cpu = pytest.importorskip("kernels.gluon_on_cpu")
 attend, call_of, check, combined = (
     getattr(forward_on_cpu, name) for name in ("attend", "call_of", "check", "combined"))
 

@@ -27,7 +27,6 @@ from tilewise.tuning.heuristics import hopper_backward_config, hopper_forward_co
 from tilewise.tuning.hopper import backward_config, forward_config, propose_hopper
 from tilewise.tuning.search import MOST_CANDIDATES
 from tilewise.tuning.table import Bucket, make_row, read_table, write_table
-from tilewise.tuning.wave_model import GridPlan
 
 DEVICE = DeviceSpec.of_arch("sm_90", "some-hopper")
 HEURISTICS = {"hopper_forward": hopper_forward_config, "hopper_backward": hopper_backward_config}
@@ -282,7 +281,6 @@ def test_the_backend_asks_the_table(rows, monkeypatch):
     monkeypatch.setattr(gluon, "device_spec", lambda device: DEVICE)
     monkeypatch.setattr(gluon, "HopperForward", lambda problem, config, *others: asked.append(config))
     monkeypatch.setattr(gluon, "backward_launch", lambda problem, config, *others: asked.append(config))
-    monkeypatch.setattr(gluon, "grid_plan_of", lambda problem, config, num_sms: GridPlan(1.0, 1, None))
     monkeypatch.setattr("tilewise.kernels.triton.backward.delta_launch", lambda *given: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: type("GPU", (), {
         "multi_processor_count": 132}))

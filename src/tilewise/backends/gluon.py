@@ -24,7 +24,7 @@ from tilewise.support.caches import registered
 from tilewise.tuning.device import device_spec
 from tilewise.tuning.heuristics import delta_config
 from tilewise.tuning.hopper import backward_config, forward_config
-from tilewise.tuning.wave_model import grid_plan_of
+from tilewise.tuning.schedules_hopper import backward_schedule, forward_schedule
 
 WIDEST = 256
 WIDEST_OF_ALL = 128  # what the backward kernel for wider heads does not have is taken to here
@@ -130,9 +130,9 @@ class _Plan:
 def _plan(problem: AttentionProblem) -> _Plan:
     num_sms = torch.cuda.get_device_properties(problem.device).multi_processor_count
     config = forward_config(problem, device_spec(problem.device), num_sms)
-    _, pack_gqa, split_kv = grid_plan_of(problem, config, num_sms)
-    launch, combine = HopperForward(problem, config, num_sms, pack_gqa, split_kv), None
-    if split_kv is not None:
+    schedule = forward_schedule(problem, config, num_sms)
+    launch, combine = HopperForward(problem, config, schedule, num_sms), None
+    if schedule.split_kv is not None:
         from tilewise.kernels.triton.combine import combine_splits_launch
 
         shape = launch.partial_shape
@@ -195,7 +195,7 @@ def _backward_plan(problem: AttentionProblem, incoming: tuple[Sizes, Sizes, Size
     nobody_else = dlse_strides is None and problem.scores.sinks is None and out_strides[-1:] == (1,)
     forms = *forms_of_gradients(problem, strides), forms_of_results(problem)[1]
     return _BackwardPlan(allocator(problem.device), forms, delta_launch(problem, delta_config(problem), *incoming),
-                         backward_launch(problem, config, strides[0], num_sms,
+                         backward_launch(problem, config, backward_schedule(problem, config), strides[0], num_sms,
                                          (out_strides, dout_strides) if nobody_else else None,
                                          allocator(problem.device)),
                          None if problem.scores.sinks or problem.sequences.are_data

@@ -1,6 +1,7 @@
-"""Config of the Hopper forward kernel; an illegal one cannot be constructed."""
+"""What of the Hopper forward kernel is chosen for a call: its tile, and its schedule; none can be illegal."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tilewise.errors import InvalidInput
 from tilewise.problem import AttentionProblem
@@ -49,6 +50,62 @@ class HopperForwardConfig:
         rows = 64 * self.consumers
         elements = rows * (self.q_stages * d + buffers * columns) + self.kv_stages * self.block_n * (d + dv)
         return problem.dtype.itemsize * elements + 3072
+
+
+class SplitPlan(NamedTuple):
+    """Which tiles have their keys split.
+
+    Attributes:
+        whole: how many tiles do not: the first ones.
+        num_splits: of each of the others; in a tile with fewer blocks than splits some splits are empty.
+    """
+
+    whole: int
+    num_splits: int
+
+
+@dataclass(frozen=True, slots=True)
+class HopperForwardSchedule:
+    """How the kernel goes through a call: in which order, with which rows in a tile, and by which softmax.
+
+    Attributes:
+        heads_per_swizzle: heads whose tiles are scheduled together, so that their keys and values stay in L2; with
+            ``pack_gqa`` above 1 kv heads, else query heads.
+        pack_gqa: how many of a tile's rows are heads of one group at the same query, a power of two; 1: all rows are
+            queries of one head.
+        split_kv: the tiles whose keys are split, if there are any.
+        tiles_from_end: whether tiles are counted from the last query back: under an upper bound alone, where lengths
+            are not data.
+        skip_padding: whether a warpgroup looks if a tile has a query for it, and leaves the tensor cores to the others
+            if not.
+        softmax_parts: 2: O += P·V is awaited between the exponentials of a block's first half and those of its second;
+            1: behind all of them.
+        frozen_max: whether blocks that need no mask keep the row maximum of the blocks before them: without a lower
+            bound or a softcap, where lengths are not data.
+        sink_block_first: whether the block of the first keys comes before the maximum is frozen: attention sinks lie
+            there, far above other keys for float16.
+    """
+
+    heads_per_swizzle: int
+    pack_gqa: int = 1
+    split_kv: SplitPlan | None = None
+    tiles_from_end: bool = False
+    skip_padding: bool = False
+    softmax_parts: int = 1
+    frozen_max: bool = False
+    sink_block_first: bool = False
+
+    def __post_init__(self) -> None:
+        if self.heads_per_swizzle < 1:
+            raise InvalidInput(f"heads_per_swizzle={self.heads_per_swizzle}; allowed is 1 or more.")
+        for name, allowed in (("pack_gqa", (1, 2, 4, 8, 16, 32, 64)), ("softmax_parts", (1, 2))):
+            if getattr(self, name) not in allowed:
+                raise InvalidInput(f"{name}={getattr(self, name)}; allowed are {', '.join(map(str, allowed))}.")
+        if self.tiles_from_end and (self.skip_padding or self.pack_gqa > 1):
+            raise InvalidInput(f"tiles_from_end=True with skip_padding={self.skip_padding} and pack_gqa="
+                               f"{self.pack_gqa}; allowed are skip_padding=False and pack_gqa=1.")
+        if self.sink_block_first and not self.frozen_max:
+            raise InvalidInput("sink_block_first=True with frozen_max=False; allowed is frozen_max=True.")
 
 
 def pieces_of(dim: int) -> tuple[int, ...]:

@@ -9,19 +9,13 @@ import torch
 
 from tilewise.errors import InvalidInput
 from tilewise.kernels.enqueue import Enqueue
-from tilewise.kernels.gluon.backward_config import HopperBackwardConfig
+from tilewise.kernels.gluon.backward_config import HopperBackwardConfig, HopperBackwardSchedule
 from tilewise.kernels.gluon.launch import NO_LENGTHS, OPTIONS, address_of, bounds_of, counter_of, scaling_of
 from tilewise.masks import Span
 from tilewise.problem import AttentionProblem, Sizes, dense_strides, legal_strides, padded_dim
 from tilewise.problem.options import DRAWS
 
 _NO_DATA = (*NO_LENGTHS, None)  # and dropout's seed
-# What q, dout and the dQ accumulator of the heads of one swizzle may take of L2 (50 MiB on an H200).
-_SWIZZLE_BYTES = 32 * 2**20
-# Where dQ is accumulated in a fixed order a tile of keys is a block or two behind the one before. With enough heads in
-# a swizzle few of the tiles that start together are of one head: of 132 SMs' tiles, 8. Without an upper bound all tiles
-# take as long, stay as far apart as they have come, and L2 is worth more (docs/hopper.md).
-_LEAST_DETERMINISTIC = 16
 
 # As in backends/_support/memory.py, which kernels do not know.
 Allocate = Callable[[Sizes, Sizes, torch.dtype], torch.Tensor]  # of sizes, strides and dtype, its memory anything
@@ -40,8 +34,8 @@ class HopperBackward:
     they are.
     """
 
-    def __init__(self, problem: AttentionProblem, config: HopperBackwardConfig, dq_strides: Sizes,
-                 num_sms: int, incoming: tuple[Sizes, Sizes] | None = None,
+    def __init__(self, problem: AttentionProblem, config: HopperBackwardConfig, schedule: HopperBackwardSchedule,
+                 dq_strides: Sizes, num_sms: int, incoming: tuple[Sizes, Sizes] | None = None,
                  allocate: Allocate | None = None) -> None:
         from triton.experimental.gluon import language as gl
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -63,10 +57,8 @@ class HopperBackward:
         self.packed, self.plain_calls_only = sequences.packed is not None, self.has_two_chunks or self.narrow
         # Queries, too, count from the first one that is read.
         lower, upper = (0 if bound is None else bound + self.queries.start for bound in bounds_of(problem)[:2])
-        least = _LEAST_DETERMINISTIC if config.deterministic and problem.mask.right is not None else 1
         ctas = heads if config.head_persistent else tiles * heads
-        swizzle = 1 if config.head_persistent else kv_heads_per_swizzle(problem, width, 4, least)
-        most = _heads_at_once(config, num_sms)
+        swizzle, most = schedule.kv_heads_per_swizzle, _heads_at_once(config, num_sms)
         is_persistent = config.head_persistent or config.dynamic_tiles
         self.grid = (config.ctas_per_head * min(ctas, most) if is_persistent else ctas,)
         self.scalars = (
@@ -303,15 +295,3 @@ def rows_of(tensors: tuple[torch.Tensor, ...], queries: Span, keys: Span) -> tup
     q, dout, lse, delta, dq = (tensor[:, :, queries.start:queries.stop] for tensor in (q, dout, lse, delta, dq))
     k, v, dk, dv = (tensor[:, :, keys.start:keys.stop] for tensor in (k, v, dk, dv))
     return q, k, v, dout, lse.contiguous(), delta.contiguous(), dq, dk, dv
-
-
-def kv_heads_per_swizzle(problem: AttentionProblem, width: int, accum_bytes: int, least: int = 1) -> int:
-    """Return how many heads of k have their query heads' q, dout and dQ accumulator in L2 at the same time.
-
-    A group's query heads follow one another. The number is a power of two, so that swizzles end together. (By
-    simulation of 132 SMs, causal, 32/8 heads, 4096 tokens, batch 2: one head a swizzle keeps them 0.79 of the time
-    busy, 6 heads 0.94, 4 or 8 heads 1.00.)
-    """
-    bytes_of_head = problem.sq * (2 * problem.dtype.itemsize + accum_bytes) * width
-    fitting = max(1, _SWIZZLE_BYTES // bytes_of_head)
-    return max(least, 1 << fitting.bit_length() - 1)
