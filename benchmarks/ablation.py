@@ -49,8 +49,8 @@ _SECONDS = 0.1  # that a pass of a cell may take for each axis
 
 def _forward_tiles(change: Callable[[Any], Any]) -> Any:
     """Patch the forward kernel's tiles."""
-    made = gluon.forward_config
-    return patch.object(gluon, "forward_config", lambda *given: change(made(*given)))
+    made = gluon.hopper_forward_config
+    return patch.object(gluon, "hopper_forward_config", lambda *given: change(made(*given)))
 
 
 def _forward_schedule(change: Callable[[Any], Any]) -> Any:
@@ -61,8 +61,8 @@ def _forward_schedule(change: Callable[[Any], Any]) -> Any:
 
 def _backward_config(change: Callable[[Any], HopperBackwardConfig]) -> Any:
     """Patch the backward kernel's config."""
-    made = gluon.backward_config
-    return patch.object(gluon, "backward_config", lambda *given: change(made(*given)))
+    made = gluon.hopper_backward_config
+    return patch.object(gluon, "hopper_backward_config", lambda *given: change(made(*given)))
 
 
 def _without_augmented_k(config: HopperBackwardConfig) -> HopperBackwardConfig:

@@ -44,7 +44,8 @@ from tilewise.problem import AttentionProblem, dense_strides
 from tilewise.problem.options import FunctionSpec, Operands, OperandSpec, ScoreOptions
 from tilewise.problem.sequences import Sequences
 from tilewise.tuning.device import DeviceSpec
-from tilewise.tuning.heuristics import delta_config, entries_config, hopper_forward_config, tile_config
+from tilewise.tuning.heuristics_hopper import forward_heuristic
+from tilewise.tuning.heuristics_triton import delta_config, entries_config, tile_heuristic
 from tilewise.tuning.schedules_hopper import backward_schedule, schedule_on_grid
 
 TARGETS = {
@@ -178,7 +179,7 @@ def prepare(request):
     config = None
     if not kernel.startswith(("blank", "combine", "delta", "lengths")):
         tiles_of = "dq" if kernel.startswith("dq") else kernel
-        config = tile_config(tiles_of, problem, spec, descriptors=request["descriptors"])
+        config = tile_heuristic(tiles_of, problem, spec, descriptors=request["descriptors"])
         at_once = int(kernel.rpartition("_of_")[2]) if "_of_" in kernel else 1
         if at_once > 1:
             config = entries_config(replace(problem, b=at_once), spec)
@@ -200,7 +201,7 @@ def prepare_hopper(request):
     q, k, v, out, rows = tensors_of(problem)
     lengths = (operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqlens_q, operands.seqlens_k)
     if request["kernel"] == "hopper_forward":
-        config = replace(hopper_forward_config(problem), **request.get("config", {}))
+        config = replace(forward_heuristic(problem), **request.get("config", {}))
         split_kv = request.get("split_kv") and SplitPlan(*request["split_kv"])
         schedule = schedule_on_grid(problem, config, request.get("pack_gqa", 1), split_kv)
         launch = HopperForward(problem, config, schedule, num_sms=132)

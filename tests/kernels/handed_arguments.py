@@ -35,7 +35,8 @@ from tilewise.kernels.triton.forward import forward_launch
 from tilewise.kernels.triton.launch import modifiers_of, operand_addresses
 from tilewise.problem.options import OperandSpec, ScoreOptions
 from tilewise.tuning.device import DeviceSpec
-from tilewise.tuning.heuristics import hopper_backward_config, hopper_forward_config, tile_config
+from tilewise.tuning.heuristics_hopper import backward_heuristic, forward_heuristic
+from tilewise.tuning.heuristics_triton import tile_heuristic
 from tilewise.tuning.schedules_hopper import backward_schedule, schedule_on_grid
 
 # Sizes of parameters, as PTX declares them.
@@ -166,7 +167,7 @@ def bound(request):
     q, k, v, out, rows = tensors_of(problem)
     addresses = q.data_ptr(), k.data_ptr(), v.data_ptr()
     if request["kernel"] == "hopper_forward":
-        config = hopper_forward_config(problem)
+        config = forward_heuristic(problem)
         launch = launching.HopperForward(problem, config, schedule_on_grid(problem, config), num_sms=132)
         counter = torch.empty(1, dtype=torch.int32)
         with patch.object(launching, "counter_of", lambda device: counter):
@@ -179,14 +180,14 @@ def bound(request):
         modifiers = SimpleNamespace(bias=SimpleNamespace(ptr=bias))
         yield [launch.enqueue], lambda: launch(q, k, v, out, rows, rows.clone(), torch.empty_like(bias), modifiers)
     elif request["kernel"] == "forward":
-        launch = forward_launch(problem, tile_config("forward", problem, DeviceSpec.of_arch("sm_90"),
+        launch = forward_launch(problem, tile_heuristic("forward", problem, DeviceSpec.of_arch("sm_90"),
                                                      descriptors=request["descriptors"]), "ieee")
         at_operands = operand_addresses(problem)(operands)
         yield [launch.enqueue], lambda: launch.at(
             (*addresses, out.data_ptr(), rows.data_ptr(), None, *at_operands),
             lambda: (q, k, v, out, rows, None, modifiers_of(problem, operands)))
     else:
-        config = hopper_backward_config(problem)
+        config = backward_heuristic(problem)
         launch = backward_launch(problem, config, backward_schedule(problem, config), problem.q_strides, num_sms=132)
         gradients, data = map(torch.empty_like, (q, k, v)), (
             operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqlens_q, operands.seqlens_k, operands.seed)

@@ -11,7 +11,7 @@ from tilewise.kernels.gluon.forward_config import HopperForwardConfig
 from tilewise.masks import Mask, causal, window
 from tilewise.problem.options import OperandSpec, ScoreOptions
 from tilewise.problem.sequences import Sequences
-from tilewise.tuning.heuristics import hopper_forward_config
+from tilewise.tuning.heuristics_hopper import forward_heuristic
 
 launch = pytest.importorskip("tilewise.kernels.gluon.launch", reason="Triton is not installed")
 
@@ -30,7 +30,7 @@ def test_the_kernel_gets_each_chunk_by_itself_and_none_where_there_is_one():
                           (64, 64, [64, None, 64, None, 64, None, 64]),
                           (192, 128, [128, 64, 128, 64, 128, None, 64]), (256, 96, [256, None, 256, None, 64, 32, 32])):
         problem = problem_of(d=d, dv=dv)
-        config = hopper_forward_config(problem)
+        config = forward_heuristic(problem)
         bound = bound_forward(problem, config)
         assert [block and block[0][3] for block in bound.blocks] == widths
         rows = [64, 64, config.block_n, config.block_n, config.block_n, config.block_n, 64]

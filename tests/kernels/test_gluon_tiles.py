@@ -24,7 +24,7 @@ from tilewise.kernels.gluon.backward_config import (
 )
 from tilewise.kernels.gluon.forward_config import HopperForwardConfig
 from tilewise.masks import ALIGNMENTS, Mask, causal, window
-from tilewise.tuning.heuristics import hopper_forward_config
+from tilewise.tuning.heuristics_hopper import forward_heuristic
 
 pipeline = pytest.importorskip("tilewise.kernels.gluon.pipeline", reason="Triton is not installed")
 tiles = pytest.importorskip("tilewise.kernels.gluon.tiles", reason="Triton is not installed")
@@ -118,7 +118,7 @@ def test_without_a_lower_bound_warpgroups_mask_no_step_that_all_their_queries_se
        st.booleans())
 def test_every_tile_has_one_number(sq, b, hk, group, d, is_causal):
     problem = problem_of(sq, sq, causal() if is_causal else None, d, b, (hk * group, hk))
-    for config in (hopper_forward_config(problem), *[HopperForwardConfig(128, 3)] * (d <= 64)):
+    for config in (forward_heuristic(problem), *[HopperForwardConfig(128, 3)] * (d <= 64)):
         order, _, shape = scalars_of(problem, config)
         assert (is_causal and config.consumers == 3) == shape.TILES_FROM_END
         check_numbers(order, shape, sq)
@@ -160,7 +160,7 @@ def test_a_section_holds_whole_groups_of_heads_whose_keys_and_values_fit_l2():
     """24 MiB of width 128, else 32. 2¹⁴ keys of width 128 take 8 MiB, and of longer ones it is one kv head."""
     for d, sk, group, section in ((128, 1 << 14, 4, 12), (128, 1 << 20, 8, 8), (64, 1 << 14, 1, 8)):
         problem = problem_of(128, sk, causal("bottom_right"), d, heads=(16 * group, 16))
-        order, _, _ = scalars_of(problem, hopper_forward_config(problem))
+        order, _, _ = scalars_of(problem, forward_heuristic(problem))
         assert order[3] == section
 
 

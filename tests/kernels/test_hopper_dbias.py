@@ -105,8 +105,9 @@ ON_GPU = (
 
 @pytest.fixture
 def small_calls_take_it(monkeypatch):
-    for name, least in (("LEAST_WORK_FOR_DESCRIPTORS", 0), ("LEAST_TILES", 0), ("LEAST_SHARING", 1)):
-        monkeypatch.setattr(f"tilewise.tuning.heuristics.{name}", least)
+    for name, least in (("triton.LEAST_WORK_FOR_DESCRIPTORS", 0), ("hopper.LEAST_TILES", 0),
+                        ("hopper.LEAST_SHARING", 1)):
+        monkeypatch.setattr(f"tilewise.tuning.heuristics_{name}", least)
     clear_caches()
     yield
     clear_caches()

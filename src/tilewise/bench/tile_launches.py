@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from tilewise.problem import AttentionProblem
-from tilewise.tuning.schedules_hopper import backward_schedule, schedule_on_grid
+from tilewise.tuning.schedules_hopper import schedule_on_grid
+from tilewise.tuning.select import backward_schedule
 
 _OF_BACKWARD = ("q", "k", "v", "dout", "lse", "delta")
 TENSORS = {

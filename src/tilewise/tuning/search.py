@@ -13,7 +13,7 @@ from typing import Protocol
 from tilewise.kernels.triton.config import MAX_BLOCK, MIN_BLOCK, TileConfig
 from tilewise.problem import AttentionProblem
 from tilewise.tuning.device import DeviceSpec
-from tilewise.tuning.heuristics import shared_bytes, tile_config
+from tilewise.tuning.heuristics_triton import shared_bytes, tile_heuristic
 from tilewise.tuning.kinds import AnyConfig, TritonConfig
 
 MOST_CANDIDATES = 40
@@ -84,15 +84,15 @@ def propose(kernel: str, problem: AttentionProblem, device: DeviceSpec, *, descr
     """Propose tiles around the heuristic's: sides up to twice as long or short, 4 or 8 warps, 1 to 4 stages.
 
     Args:
-        kernel, problem, device: as in :func:`tilewise.tuning.heuristics.tile_config`.
+        kernel, problem, device: as in :func:`tilewise.tuning.heuristics_triton.tile_heuristic`.
         descriptors: whether the tensors could come through tensor descriptors; 16-bit tiles are then tried both ways.
         most: tiles at most, though never fewer than the heuristic has.
     """
-    plain = tile_config(kernel, problem, device, descriptors=False)
+    plain = tile_heuristic(kernel, problem, device, descriptors=False)
     described = None
     origins = [plain]
     if descriptors and problem.dtype.itemsize == 2:
-        described = tile_config(kernel, problem, device, descriptors=True)
+        described = tile_heuristic(kernel, problem, device, descriptors=True)
         origins.append(replace(described, descriptors=True))
     others = [(_distance(config, origin), config) for origin in origins for config in _around(origin)
               if shared_bytes(config, problem, device) <= device.shared_memory]

@@ -16,8 +16,8 @@ from tilewise.masks import causal
 from tilewise.problem import AttentionProblem, dense_strides
 from tilewise.problem.options import Operands
 from tilewise.tuning.device import device_spec
-from tilewise.tuning.hopper import backward_config, forward_config
-from tilewise.tuning.schedules_hopper import backward_schedule, schedule_on_grid
+from tilewise.tuning.schedules_hopper import schedule_on_grid
+from tilewise.tuning.select import backward_schedule, hopper_backward_config, hopper_forward_config
 
 Family = Literal["forward", "backward", "dbias"]
 Tensors = dict[str, torch.Tensor]
@@ -126,7 +126,7 @@ def _forward(call: Call) -> Tensors:
     problem, _, tensors = call
     q, k, v = tensors["q"], tensors["k"], tensors["v"]
     addresses = q.data_ptr(), k.data_ptr(), v.data_ptr()
-    config = forward_config(call.usual, device_spec(problem.device))
+    config = hopper_forward_config(call.usual, device_spec(problem.device))
     launch = HopperForward(problem, config, schedule_on_grid(problem, config), _CTAS)
     shape = (problem.b, problem.hq, problem.sq, problem.dv)
     made = {"out": q.new_empty_strided(shape, problem.out_strides), "lse": torch.empty_like(tensors["lse"])}
@@ -141,7 +141,7 @@ def _backward(call: Call) -> Tensors:
     made = {f"d{name}": torch.empty_strided(tensors[name].shape, dense_strides(tensors[name].shape,
                                                                               tensors[name].stride()),
                                             dtype=problem.dtype, device=problem.device) for name in "qkv"}
-    config = backward_config(usual, device_spec(problem.device))
+    config = hopper_backward_config(usual, device_spec(problem.device))
     launch = backward_launch(problem, config, backward_schedule(problem, config), made["dq"].stride(), _CTAS)
     _twice(made, lambda: launch(*(tensors[name] for name in names), *made.values()))
     return made

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from tilewise.errors import InvalidInput
 from tilewise.problem import AttentionProblem
+from tilewise.problem.decode import DecodeProblem
 
 MIN_BLOCK = 16  # the least M, N and K of a tile product
 MAX_BLOCK = 256
@@ -131,6 +132,10 @@ class DecodeConfig(TileConfig):
     """
 
     overlapped: bool = False
+
+    def row_tiles(self, problem: DecodeProblem) -> int:
+        """Tiles of rows that a kv head has."""
+        return -(-problem.sq * problem.group // self.block_m)
 
     def shared_bytes(self, width: int, itemsize: int) -> int:
         """Shared memory: q, P, and tiles of k and v in flight: one a stage, the product of few rows frees one sooner.

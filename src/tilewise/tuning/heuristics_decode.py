@@ -57,7 +57,7 @@ def choose_splits(problem: DecodeProblem, config: DecodeConfig, num_sms: int) ->
     if problem.deterministic:
         return Splits(max(1, -(-keys // FIXED_SPLIT)), FIXED_SPLIT)
     steps = max(1, -(-keys // config.block_n))
-    ctas = problem.b * problem.hk * row_tiles(problem, config)
+    ctas = problem.b * problem.hk * config.row_tiles(problem)
     at_once = num_sms * (RESIDENT if 0 < problem.page < config.block_n else 1)
 
     def cost(splits: int) -> float:
@@ -67,8 +67,3 @@ def choose_splits(problem: DecodeProblem, config: DecodeConfig, num_sms: int) ->
     counts = range(1, min(steps, MOST_SPLITS) + 1)
     least = min(map(cost, counts))
     return Splits(next(splits for splits in counts if cost(splits) <= _NEARLY * least))
-
-
-def row_tiles(problem: DecodeProblem, config: DecodeConfig) -> int:
-    """Tiles of rows, a query of a head each, that a key head has."""
-    return -(-problem.sq * problem.group // config.block_m)

@@ -61,9 +61,9 @@ _FMA_PIPES: dict[str, dict[int, tuple[Tile, ...]]] = {
            256: ((4, 4, 32, 1), (4, 2, 16, 1), (4, 1, 8, 1))},
 }
 _TILES = {0: _FMA_PIPES, 1: _TF32, 3: _HALVES}  # by products
-DELTA = CudaConfig(products=0, blocks=1, warps=8, others=8)
-SPLIT = {3: CudaConfig(products=3, blocks=1, warps=8, others=32),  # by products
-         0: CudaConfig(products=0, blocks=1, warps=8, others=64)}
+CUDA_DELTA = CudaConfig(products=0, blocks=1, warps=8, others=8)
+CUDA_SPLIT = {3: CudaConfig(products=3, blocks=1, warps=8, others=32),  # by products
+              0: CudaConfig(products=0, blocks=1, warps=8, others=64)}
 
 
 def sum_kernels(problem: AttentionProblem) -> tuple[str, ...]:
