@@ -13,7 +13,7 @@ from tilewise.tuning.wave_model import grid_plan_of
 # At 64 and 256 columns 24 MiB are 0.98 to 1.00 times as fast as 32, at 128 1.002 to 1.007 (docs/hopper.md, Order of
 # the tiles).
 KV_SWIZZLE_BYTES = {64: 32 * 2**20, 128: 24 * 2**20, 256: 32 * 2**20}
-# What q, dout and the dQ accumulator of the heads of one swizzle may take of it in the backward pass.
+# What q, dout and the dQ accumulator of the heads of one swizzle may take of L2, in the backward pass.
 Q_SWIZZLE_BYTES = 32 * 2**20
 # Where dQ is accumulated in a fixed order a tile of keys is a block or two behind the one before. With enough heads in
 # a swizzle few of the tiles that start together are of one head: of 132 SMs' tiles, 8. Without an upper bound all tiles
@@ -32,9 +32,9 @@ def schedule_on_grid(problem: AttentionProblem, config: HopperForwardConfig, pac
                      split_kv: SplitPlan | None = None) -> HopperForwardSchedule:
     """Choose the rest of the schedule where it is known what rows of a tile are, and which tiles are split.
 
-    Three warpgroups look for padding, or count tiles from the end, since their 192 queries divide few lengths; so do
-    two where lengths are data. Tiles are not counted from the end where rows are packed: a tile's first row could be
-    the one that stands for no tile.
+    The 192 queries of three warpgroups divide few lengths: their tiles are counted from the end, or each looks for
+    padding, as two do where lengths are data. A tile's first query is negative by multiples of 64 where tiles are
+    counted from the end; of packed rows it could be -1, which stands for no tile (pipeline.NO_TILE).
     """
     are_data, three, frozen_max = problem.sequences.are_data, config.consumers == 3, _freezes_max(problem, config)
     from_end = (three and pack_gqa == 1 and not are_data and problem.band.lower is None
