@@ -15,6 +15,7 @@ without the axis by the time with it. ``table`` prints the Markdown table of suc
 import argparse
 import csv
 import lzma
+import math
 import pickle
 import statistics
 from collections.abc import Callable, Iterator
@@ -29,10 +30,7 @@ from triton_versions import PASSES, Bound, check, drawn_tensors, kernels_of_cell
 
 from tilewise.backends import gluon
 from tilewise.bench.grids import Cell, grid_cells
-from tilewise.kernels.gluon import launch, launch_backward
-from tilewise.support.caches import clear_caches
-from tilewise.tuning import wave_model
-from tilewise.tuning.backward_configs import (
+from tilewise.kernels.gluon.backward_config import (
     D64Variant,
     D128AugmentedKVariant,
     D128Variant,
@@ -41,6 +39,9 @@ from tilewise.tuning.backward_configs import (
     HopperD128AugmentedKConfig,
     HopperD128Config,
 )
+from tilewise.problem import AttentionProblem
+from tilewise.support.caches import clear_caches
+from tilewise.tuning import schedules_hopper
 
 GRIDS = ("paper", "gqa", "seeds")
 NONE = "none"
@@ -49,14 +50,20 @@ _SECONDS = 0.1  # that a pass of a cell may take for each axis
 
 def _forward_tiles(change: Callable[[Any], Any]) -> Any:
     """Patch the forward kernel's tiles."""
-    made = gluon.forward_config
-    return patch.object(gluon, "forward_config", lambda *given: change(made(*given)))
+    made = gluon.hopper_forward_config
+    return patch.object(gluon, "hopper_forward_config", lambda *given: change(made(*given)))
+
+
+def _forward_schedule(change: Callable[[Any], Any]) -> Any:
+    """Patch how the forward kernel goes through a call."""
+    made = gluon.forward_schedule
+    return patch.object(gluon, "forward_schedule", lambda *given: change(made(*given)))
 
 
 def _backward_config(change: Callable[[Any], HopperBackwardConfig]) -> Any:
     """Patch the backward kernel's config."""
-    made = gluon.backward_config
-    return patch.object(gluon, "backward_config", lambda *given: change(made(*given)))
+    made = gluon.hopper_backward_config
+    return patch.object(gluon, "hopper_backward_config", lambda *given: change(made(*given)))
 
 
 def _without_augmented_k(config: HopperBackwardConfig) -> HopperBackwardConfig:
@@ -79,26 +86,30 @@ def _without_shared_heads(config: HopperBackwardConfig) -> HopperBackwardConfig:
     return config
 
 
+def _all_heads(problem: AttentionProblem, *_sizes: int) -> int:
+    return 1 << (problem.b * problem.hq - 1).bit_length()
+
+
 # Each axis: what it is, and how it is switched off.
 AXES: dict[str, tuple[str, Callable[[], Any]]] = {
     "softmax_parts": ("the wait for P·V between the two halves of the exponentials",
-                      lambda: patch.object(launch, "_softmax_parts", lambda *given: 1)),
+                      lambda: _forward_schedule(lambda own: replace(own, softmax_parts=1))),
     "frozen_max": ("the row maximum stays as it is in blocks without a mask",
-                   lambda: patch.object(launch, "_freezes_max", lambda *given: False)),
+                   lambda: patch.object(schedules_hopper, "LEAST_FROZEN", math.inf)),
     "ping_pong": ("ping-pong scheduling", lambda: _forward_tiles(lambda own: replace(own, ping_pong=False))),
     "three_warpgroups": ("three consumer warpgroups", lambda: _forward_tiles(
         lambda own: replace(own, consumers=2, kv_stages=4) if own.consumers == 3 else own)),
     "four_kv_stages": ("four stages of K and V", lambda: _forward_tiles(lambda own: replace(own, kv_stages=2))),
-    "split_kv": ("tiles of the last wave whose keys are split", lambda: patch.object(
-        gluon, "grid_plan_of", lambda *given: wave_model.grid_plan_of(*given)._replace(split_kv=None))),
+    "split_kv": ("tiles of the last wave whose keys are split",
+                 lambda: _forward_schedule(lambda own: replace(own, split_kv=None))),
     "forward_swizzle": ("heads whose keys and values stay in L2 are scheduled together",
-                        lambda: patch.object(launch, "_SWIZZLE_BYTES", {256: 1 << 31})),
+                        lambda: patch.object(schedules_hopper, "heads_per_swizzle", _all_heads)),
     "augmented_k": ("the tensor cores subtract lse and delta", lambda: _backward_config(_without_augmented_k)),
     "head_persistent": ("persistent CTAs that have all keys of a head",
                         lambda: _backward_config(_without_own_heads)),
     "ctas_per_head": ("CTAs that share a head", lambda: _backward_config(_without_shared_heads)),
     "backward_swizzle": ("heads whose q, dout and dQ stay in L2 are scheduled together",
-                         lambda: patch.object(launch_backward, "_SWIZZLE_BYTES", 1 << 31)),
+                         lambda: patch.object(schedules_hopper, "kv_heads_per_swizzle", _all_heads)),
 }
 
 # Axes of which there are rows, and which cannot be switched off any more, since the kernels have lost them.

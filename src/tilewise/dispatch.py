@@ -22,7 +22,7 @@ from tilewise.problem.decode import CacheOperands, DecodeProblem
 from tilewise.problem.options import NO_OPERANDS, Operands
 from tilewise.support.caches import registered
 from tilewise.tuning.device import device_spec
-from tilewise.tuning.heuristics import prefers_gluon
+from tilewise.tuning.heuristics_hopper import prefers_gluon
 from tilewise.validate.values import check_backend
 
 BACKENDS = ("gluon", "triton", "cuda", "cuda_ieee", "torch", "cudnn", "reference")

@@ -19,6 +19,8 @@ from compiled.compile_record import Prepared, serve
 from compiled.sass import early_reads, possibly_unset, spills_in_steps, stray_descriptors
 from conformance.functions import mask_functions, score_functions
 from tilewise.bench.compile_ahead import CompileOnlyDriver
+from tilewise.kernels.gluon.backward_config import BACKWARD_CONFIGS, HopperDbiasConfig
+from tilewise.kernels.gluon.forward_config import SplitPlan
 from tilewise.kernels.gluon.launch import OPTIONS, HopperForward
 from tilewise.kernels.gluon.launch_backward_wide import backward_launch
 from tilewise.kernels.gluon.launch_dbias import HopperDbias
@@ -33,10 +35,10 @@ from tilewise.masks import Mask
 from tilewise.problem import AttentionProblem, dense_strides
 from tilewise.problem.options import FunctionSpec, Operands, OperandSpec, ScoreOptions
 from tilewise.problem.sequences import Sequences
-from tilewise.tuning.backward_configs import BACKWARD_CONFIGS
-from tilewise.tuning.configs import HopperDbiasConfig
 from tilewise.tuning.device import DeviceSpec
-from tilewise.tuning.heuristics import delta_config, entries_config, hopper_forward_config, tile_config
+from tilewise.tuning.heuristics_hopper import forward_heuristic
+from tilewise.tuning.heuristics_triton import delta_config, entries_config, tile_heuristic
+from tilewise.tuning.schedules_hopper import backward_schedule, schedule_on_grid
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -169,7 +171,7 @@ def prepare(request):
     config = None
     if not kernel.startswith(("zero_fill", "combine", "delta", "lengths")):
         tiles_of = "dq" if kernel.startswith("dq") else kernel
-        config = tile_config(tiles_of, problem, spec, descriptors=request["descriptors"])
+        config = tile_heuristic(tiles_of, problem, spec, descriptors=request["descriptors"])
         at_once = int(kernel.rpartition("_of_")[2]) if "_of_" in kernel else 1
         if at_once > 1:
             config = entries_config(replace(problem, b=at_once), spec)
@@ -189,9 +191,10 @@ def prepare_hopper(request):
     q, k, v, out, rows = tensors_of(problem)
     lengths = (operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqlens_q, operands.seqlens_k)
     if request["kernel"] == "hopper_forward":
-        config = replace(hopper_forward_config(problem), **request.get("config", {}))
-        split_kv = request.get("split_kv") and tuple(request["split_kv"])
-        launch = HopperForward(problem, config, num_sms=132, pack_gqa=request.get("pack_gqa", 1), split_kv=split_kv)
+        config = replace(forward_heuristic(problem), **request.get("config", {}))
+        split_kv = request.get("split_kv") and SplitPlan(*request["split_kv"])
+        schedule = schedule_on_grid(problem, config, request.get("pack_gqa", 1), split_kv)
+        launch = HopperForward(problem, config, schedule, num_sms=132)
         arguments = launch.arguments((q, k, v, out, rows), torch.empty(1, dtype=torch.int32), operands,
                                      torch.empty(8) if split_kv else None)
     elif request["kernel"] == "hopper_dbias":
@@ -204,7 +207,7 @@ def prepare_hopper(request):
     else:
         settings = dict(request["config"])
         config = BACKWARD_CONFIGS[settings.pop("kernel")](**settings)
-        launch = backward_launch(problem, config, problem.q_strides, 132)
+        launch = backward_launch(problem, config, backward_schedule(problem, config), problem.q_strides, 132)
         taken, data = (q, k, v, out, rows, rows), (*lengths, operands.seed)
         if config.kernel == "d256":
             launch = launch.dq if request["part"] == "dq" else launch.dkdv

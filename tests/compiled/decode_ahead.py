@@ -20,8 +20,8 @@ from tilewise.kernels.triton.decode_launch import (
 )
 from tilewise.masks import Mask
 from tilewise.problem.decode import CacheOperands, DecodeOptions, decode_problem, specs_of_inputs, specs_of_present
-from tilewise.tuning.decode import choose_splits, decode_config, row_tiles
 from tilewise.tuning.device import DeviceSpec
+from tilewise.tuning.heuristics_decode import choose_splits, decode_config
 
 _COPIED = re.compile(r"cp\.async\.c[ag]\.shared\.global\s*\[[^]]*\],\s*\[[^]]*\],\s*(\w+)")  # bytes of a copy
 
@@ -62,7 +62,7 @@ def prepare(request):
         launch = combine_launch(problem, config, splits)
         tensors = (rows, rows, torch.empty(8, dtype=problem.dtype), rows, extras)
     else:
-        launch = decode_launch(problem, config, splits, row_tiles(problem, config), "ieee")
+        launch = decode_launch(problem, config, splits, config.row_tiles(problem), "ieee")
         tensors = (q, kv, kv, parts, rows, cache, rotary, extras)
     facts = {"limit": spec.shared_memory, "planned": config.shared_bytes(problem.width, problem.dtype.itemsize)}
     return prepared(request["arch"], partial(launch.compile, launch.arguments(tensors)), facts, report)

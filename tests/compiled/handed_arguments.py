@@ -28,14 +28,16 @@ from tilewise.bench.compile_ahead import CompileOnlyDriver
 from tilewise.kernels import driver as cuda
 from tilewise.kernels.gluon import launch as launching
 from tilewise.kernels.gluon import launch_backward
+from tilewise.kernels.gluon.backward_config import HopperDbiasConfig
 from tilewise.kernels.gluon.launch_backward_wide import backward_launch
 from tilewise.kernels.gluon.launch_dbias import HopperDbias
 from tilewise.kernels.triton.forward import forward_launch
 from tilewise.kernels.triton.launch import modifiers_of, operand_addresses
 from tilewise.problem.options import OperandSpec, ScoreOptions
-from tilewise.tuning.configs import HopperDbiasConfig
 from tilewise.tuning.device import DeviceSpec
-from tilewise.tuning.heuristics import hopper_backward_config, hopper_forward_config, tile_config
+from tilewise.tuning.heuristics_hopper import backward_heuristic, forward_heuristic
+from tilewise.tuning.heuristics_triton import tile_heuristic
+from tilewise.tuning.schedules_hopper import backward_schedule, schedule_on_grid
 
 # Sizes of parameters, as PTX declares them.
 _DECLARED = re.compile(r"\.param (?:\.align \d+ )?\.([a-z]+\d+)(?: \.ptr[^,]*?)? \w+_param_\d+(?:\[(\d+)\])?")
@@ -165,7 +167,8 @@ def bound(request):
     q, k, v, out, rows = tensors_of(problem)
     addresses = q.data_ptr(), k.data_ptr(), v.data_ptr()
     if request["kernel"] == "hopper_forward":
-        launch = launching.HopperForward(problem, hopper_forward_config(problem), num_sms=132)
+        config = forward_heuristic(problem)
+        launch = launching.HopperForward(problem, config, schedule_on_grid(problem, config), num_sms=132)
         counter = torch.empty(1, dtype=torch.int32)
         with patch.object(launching, "counter_of", lambda device: counter):
             yield [launch.enqueue], lambda: launch(lambda: (q, k, v), addresses, out, rows, operands)
@@ -177,14 +180,15 @@ def bound(request):
         modifiers = SimpleNamespace(bias=SimpleNamespace(ptr=bias))
         yield [launch.enqueue], lambda: launch(q, k, v, out, rows, rows.clone(), torch.empty_like(bias), modifiers)
     elif request["kernel"] == "forward":
-        launch = forward_launch(problem, tile_config("forward", problem, DeviceSpec.of_arch("sm_90"),
+        launch = forward_launch(problem, tile_heuristic("forward", problem, DeviceSpec.of_arch("sm_90"),
                                                      descriptors=request["descriptors"]), "ieee")
         at_operands = operand_addresses(problem)(operands)
         yield [launch.enqueue], lambda: launch.at(
             (*addresses, out.data_ptr(), rows.data_ptr(), None, *at_operands),
             lambda: (q, k, v, out, rows, None, modifiers_of(problem, operands)))
     else:
-        launch = backward_launch(problem, hopper_backward_config(problem), problem.q_strides, num_sms=132)
+        config = backward_heuristic(problem)
+        launch = backward_launch(problem, config, backward_schedule(problem, config), problem.q_strides, num_sms=132)
         gradients, data = map(torch.empty_like, (q, k, v)), (
             operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqlens_q, operands.seqlens_k, operands.seed)
         tensors = (q, k, v, out, rows, rows.clone(), *gradients)

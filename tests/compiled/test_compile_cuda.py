@@ -8,10 +8,11 @@ import torch
 
 from tilewise.backends._support import float32
 from tilewise.errors import BackendUnavailable
+from tilewise.kernels.cuda.config import CudaConfig
 from tilewise.kernels.cuda.program import Program, compile_program
 from tilewise.problem import AttentionProblem
-from tilewise.tuning.cuda import CudaConfig, backward_kernels, sum_kernels
 from tilewise.tuning.device import DeviceSpec
+from tilewise.tuning.heuristics_cuda import backward_kernels, sum_kernels
 
 pytestmark = [pytest.mark.aot, pytest.mark.skipif(find_spec("cuda") is None, reason="cuda-bindings is not installed")]
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")

@@ -7,8 +7,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from compiled import cuda_record
 from compiled.cuda_record import CudaRecord
+from tilewise.kernels.cuda.config import CudaConfig
 from tilewise.kernels.cuda.program import Program
-from tilewise.tuning.cuda import CudaConfig
 
 PROGRAM = Program("forward", CudaConfig(0, 4, 4, 32), d=64, dv=64, vectors=True)
 NEVER, ALWAYS = 2**31, 1  # of so many kernels one is compiled though it is on record

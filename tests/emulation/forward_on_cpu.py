@@ -5,9 +5,9 @@ import math
 import torch
 
 from emulation.gluon_on_cpu import Descriptor, Pointer, Tensor, run
+from emulation.hopper_calls import bound_forward
 from tilewise.kernels.gluon import (
     epilogue,
-    launch,
     lengths,
     pipeline,
     products,
@@ -46,7 +46,7 @@ CONSTANTS = {(module, name): value for module in MODULES for name, value in (
 def attend(problem, config, tensors, pack_gqa=1, split_kv=None, sinks=None, programs=3, lengths=()):
     """Run the kernel; return out, lse and the partial results, as it left them. ``lengths``: those on the device."""
     q, k, v = tensors
-    bound = launch.HopperForward(problem, config, programs, pack_gqa, split_kv)
+    bound = bound_forward(problem, config, programs, pack_gqa, split_kv)
     out = torch.full((problem.b, problem.hq, problem.sq, problem.dv), float("nan"), dtype=q.dtype)
     lse = torch.full(out.shape[:3], float("nan"))
     partial = torch.full(bound.partial_shape, float("nan"))

@@ -1,11 +1,17 @@
-"""Calls of the Hopper kernels, and what their forward kernel gets."""
+"""Calls of the Hopper kernels, bound as tuning would, and what their forward kernel gets."""
 
+import pytest
 import torch
 
-from tilewise.kernels.gluon import launch
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from tilewise.kernels.gluon.forward_config import SplitPlan
+from tilewise.kernels.gluon.launch import HopperForward
+from tilewise.kernels.gluon.launch_backward_wide import backward_launch
 from tilewise.kernels.gluon.tiles import MaskBounds, TileGrid
 from tilewise.masks import Mask
 from tilewise.problem import AttentionProblem
+from tilewise.tuning.schedules_hopper import backward_schedule, schedule_on_grid
 
 
 def problem_of(sq=4096, sk=4096, mask=None, d=128, b=1, heads=(1, 1), dv=None):
@@ -15,7 +21,19 @@ def problem_of(sq=4096, sk=4096, mask=None, d=128, b=1, heads=(1, 1), dv=None):
                             k_strides=(hk * sk * d, sk * d, d, 1), v_strides=(hk * sk * dv, sk * dv, dv, 1))
 
 
+def bound_forward(problem, config, num_sms=132, pack_gqa=1, split_kv=None):
+    """The forward kernel with a tile, and the schedule that tuning has for it. split_kv: a SplitPlan's numbers."""
+    schedule = schedule_on_grid(problem, config, pack_gqa, split_kv and SplitPlan(*split_kv))
+    return HopperForward(problem, config, schedule, num_sms)
+
+
+def bound_backward(problem, config, num_sms=132, incoming=None, allocate=None):
+    """The backward kernels of a config, likewise."""
+    schedule = backward_schedule(problem, config)
+    return backward_launch(problem, config, schedule, problem.q_strides, num_sms, incoming, allocate)
+
+
 def scalars_of(problem, config, pack_gqa=1):
     """Return the arguments that the kernel gets: grid, bounds and what is fixed when it is compiled."""
-    numbers = launch.HopperForward(problem, config, 132, pack_gqa).scalars
+    numbers = bound_forward(problem, config, 132, pack_gqa).scalars
     return TileGrid(*numbers[:4]), MaskBounds(*numbers[4:8]), numbers[-1]

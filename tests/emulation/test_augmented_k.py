@@ -5,18 +5,18 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon", reason="Triton is not installed")
 from emulation.backward_calls import call_of
+from emulation.hopper_calls import bound_backward
 from tilewise.errors import InvalidInput
-from tilewise.kernels.gluon import launch_backward
 from tilewise.kernels.gluon.augmented_k import hopper_augmented_k_kernel
-from tilewise.masks import Mask, causal
-from tilewise.problem import padded_dim
-from tilewise.tuning.backward_configs import (
+from tilewise.kernels.gluon.backward_config import (
     D64Variant,
     D128Variant,
     HopperD64Config,
     HopperD128AugmentedKConfig,
     HopperD128Config,
 )
+from tilewise.masks import Mask, causal
+from tilewise.problem import padded_dim
 
 SCALE, ACCUM = 0.125, 4096
 
@@ -86,7 +86,7 @@ def allocate(sizes, strides, dtype):
 
 def launch_of(config, mask, lengths, d, incoming=STRIDES):
     problem, tensors = call_of(mask, lengths, (2, 2), (d, d))
-    return launch_backward.HopperBackward(problem, config, problem.q_strides, 132, incoming, allocate), tensors
+    return bound_backward(problem, config, 132, incoming, allocate), tensors
 
 
 @pytest.mark.parametrize(("config", "mask", "lengths", "incoming", "takes"), [
@@ -123,8 +123,7 @@ def test_without_extra_columns_torch_zeroes_the_accumulator_or_where_it_is_first
         nans.append(allocate(sizes, strides, dtype).fill_(float("nan")))
         return nans[-1]
 
-    launch = launch_backward.HopperBackward(problem, HopperD128Config(variant=variant), problem.q_strides, 132,
-                                            None, allocate_nan)
+    launch = bound_backward(problem, HopperD128Config(variant=variant), 132, None, allocate_nan)
     accum, read = launch._begin(dout, lse, delta)
     assert read is lse
     assert accum is nans[0]
@@ -135,4 +134,4 @@ def test_without_extra_columns_torch_zeroes_the_accumulator_or_where_it_is_first
 def test_ctas_of_a_head_have_to_run_at_once():
     problem, _ = call_of(Mask(), (1024, 1024), (2, 2), (64, 64))
     with pytest.raises(InvalidInput, match=r"^ctas_per_head=2 for 1 multiprocessors; allowed are as many\.$"):
-        launch_backward.HopperBackward(problem, SHARED, problem.q_strides, 1)
+        bound_backward(problem, SHARED, 1)

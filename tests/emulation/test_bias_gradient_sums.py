@@ -55,7 +55,7 @@ def dtype(device):
 def is_on_the_way(request, monkeypatch):
     """Either way where both can: on the way a launch need not fill the device."""
     found = triton.pair_entries
-    monkeypatch.setattr("tilewise.tuning.heuristics.FILLING", 1)
+    monkeypatch.setattr("tilewise.tuning.heuristics_triton.FILLING", 1)
     if request.param != "on_the_way":
         monkeypatch.setattr(triton, "pair_entries", lambda *_: 0)
     clear_caches()
@@ -82,7 +82,7 @@ def test_gradient_made_either_way_is_the_oracles(case, is_on_the_way, device, dt
 
 def test_dq_has_the_same_bits_whichever_way_the_bias_has_its_gradient(monkeypatch, device, dtype):
     """The way depends on the batch's size, on which no bit of a deterministic call may depend."""
-    monkeypatch.setattr("tilewise.tuning.heuristics.FILLING", 1)
+    monkeypatch.setattr("tilewise.tuning.heuristics_triton.FILLING", 1)
     inputs = make_inputs(PLAIN, dtype, device)
     found = []
     for entries in (triton.pair_entries, lambda *_: 0):
@@ -126,7 +126,7 @@ def test_lists_of_tiles_leave_no_hidden_pair_unwritten(shape, is_on_the_way, dev
 
 @pytest.mark.parametrize("case", [FIVE, replace(FIVE, name="padded", lengths_k=(20, 150, 0, 64, 7))], ids=str)
 def test_gradients_have_the_same_bits_at_every_call(case, monkeypatch, device, dtype):
-    monkeypatch.setattr("tilewise.tuning.heuristics.FILLING", 1)
+    monkeypatch.setattr("tilewise.tuning.heuristics_triton.FILLING", 1)
     clear_caches()
     inputs = make_inputs(case, dtype, device)
     found = [forward_and_backward(triton.backend, case, inputs) for _ in range(2)]
@@ -180,7 +180,7 @@ def test_entries_at_once_take_a_launch_together_and_the_last_one_the_rest(b, at_
 ], ids=["plain", "masks_of_entries", "padded", "documents_of_entries"])
 def test_entries_are_taken_at_once_where_they_see_the_same_tiles(case, is_alike, monkeypatch, device, dtype):
     """Their loops are one; what hides pairs within a tile is each entry's own."""
-    monkeypatch.setattr("tilewise.tuning.heuristics.FILLING", 1)
+    monkeypatch.setattr("tilewise.tuning.heuristics_triton.FILLING", 1)
     asked = []
     monkeypatch.setattr(triton, "entries_config", lambda *_: asked.append(True))
     clear_caches()

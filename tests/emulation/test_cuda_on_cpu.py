@@ -23,7 +23,7 @@ from tilewise.support.caches import clear_caches
 from tilewise.testing import oracle
 from tilewise.testing.cases import CASES, Case, case_named
 from tilewise.testing.inputs import make_inputs
-from tilewise.tuning import cuda as tuning
+from tilewise.tuning import select
 from tilewise.tuning.device import DeviceSpec
 
 pytestmark = pytest.mark.skipif(cuda_on_cpu.COMPILER is None, reason="there is no C++ compiler to run the kernels with")
@@ -86,7 +86,7 @@ def test_rows_split_once_a_call_are_as_every_program_splits_them(name, determini
     problem = problem_of(case, inputs, operands, deterministic=deterministic)
     found = []
     for split in (False, True):
-        monkeypatch.setattr(float32, "cuda_config", lambda *asked, split=split: replace(tuning.cuda_config(*asked),
+        monkeypatch.setattr(float32, "cuda_config", lambda *asked, split=split: replace(select.cuda_config(*asked),
                                                                                        split=split))
         clear_caches()
         out, lse, _ = cuda.backend.forward(problem, q, k, v, operands)
@@ -115,7 +115,7 @@ def test_whole_tiles_that_land_and_a_last_one_that_is_copied_are_as_tiles_that_e
     problem = AttentionProblem.from_tensors(q, k, v, mask=mask)
     found = []
     for split in (False, True):
-        monkeypatch.setattr(float32, "cuda_config", lambda *asked, split=split: replace(tuning.cuda_config(*asked),
+        monkeypatch.setattr(float32, "cuda_config", lambda *asked, split=split: replace(select.cuda_config(*asked),
                                                                                        split=split))
         clear_caches()
         found.append(cuda.backend.forward(problem, q, k, v))
@@ -143,7 +143,7 @@ def test_chunks_of_keys_written_transposed_are_as_chunks_that_every_program_tran
     chosen, found = [], []
     for split in (False, True):
         def config(*asked, split=split):
-            chosen.append(tuning.cuda_config(*asked))
+            chosen.append(select.cuda_config(*asked))
             return replace(chosen[-1], split=split and chosen[-1].split)
 
         monkeypatch.setattr(float32, "cuda_config", config)

@@ -9,12 +9,12 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tilewise.kernels.gluon.backward_config import HopperDbiasConfig
 from tilewise.masks import Mask, causal, window
 from tilewise.problem import AttentionProblem
 from tilewise.problem.options import OperandSpec, ScoreOptions
 from tilewise.testing.strategies import windows
-from tilewise.tuning.configs import HopperDbiasConfig
-from tilewise.tuning.heuristics import LEAST_TILES, hopper_dbias_config
+from tilewise.tuning.heuristics_hopper import LEAST_TILES, hopper_dbias_config
 
 dbias_tiles = pytest.importorskip("tilewise.kernels.gluon.dbias_tiles", reason="Triton is not installed")
 hopper_dbias = pytest.importorskip("tilewise.kernels.gluon.hopper_dbias")

@@ -7,6 +7,7 @@ import torch
 
 from conformance.calls import operands_of, problem_of
 from tilewise.kernels.triton.backward import dkdv_launch
+from tilewise.kernels.triton.config import DbiasConfig, DkdvConfig, DqConfig, ForwardConfig
 from tilewise.kernels.triton.dbias import dbias_launch
 from tilewise.kernels.triton.dq import dq_launch
 from tilewise.kernels.triton.forward import forward_launch
@@ -15,7 +16,6 @@ from tilewise.masks import Mask, causal, window
 from tilewise.problem import AttentionProblem
 from tilewise.testing.cases import Case
 from tilewise.testing.inputs import make_inputs
-from tilewise.tuning.configs import DbiasConfig, DkdvConfig, DqConfig, ForwardConfig
 
 MASKS = {"no_mask": Mask(), "causal": causal("bottom_right"), "window": window(20, 3, "top_left")}
 TILE = (32, 16, 4, 2)

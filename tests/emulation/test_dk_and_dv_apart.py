@@ -6,12 +6,12 @@ import torch
 
 from tilewise.backends.triton import backend
 from tilewise.kernels.triton.backward import dkdv_launch
+from tilewise.kernels.triton.config import DkdvConfig
 from tilewise.kernels.triton.launch import modifiers_of
 from tilewise.problem import AttentionProblem
 from tilewise.problem.options import Operands
 from tilewise.testing.cases import Case
 from tilewise.testing.inputs import make_inputs
-from tilewise.tuning.configs import DkdvConfig
 
 
 def test_two_launches_make_the_gradients_and_column_sums_of_one(device):

@@ -7,6 +7,7 @@ import torch
 
 from tilewise import causal, chunk, window
 from tilewise.kernels.triton.backward import dkdv_launch
+from tilewise.kernels.triton.config import DbiasConfig, DkdvConfig, DqConfig, ForwardConfig
 from tilewise.kernels.triton.dbias import dbias_launch
 from tilewise.kernels.triton.dq import dq_launch
 from tilewise.kernels.triton.forward import forward_launch
@@ -14,7 +15,6 @@ from tilewise.kernels.triton.launch import is_unaligned, modifiers_of
 from tilewise.problem import AttentionProblem
 from tilewise.problem.options import Operands, ScoreSettings
 from tilewise.testing.oracle import dropout_keep
-from tilewise.tuning.configs import DbiasConfig, DkdvConfig, DqConfig, ForwardConfig
 
 SEED, P, SIZE = 11, 0.4, 80
 TILES = [(16, 16), (16, 64), (64, 16), (128, 32)]

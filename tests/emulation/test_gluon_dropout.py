@@ -14,13 +14,13 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from emulation.hopper_calls import bound_backward
+from tilewise.kernels.gluon.backward_config import HopperD128Config
 from tilewise.kernels.reference.dropout import keep_tile
 from tilewise.masks import Span, window
 from tilewise.problem import AttentionProblem
 from tilewise.problem.options import ScoreOptions
-from tilewise.tuning.backward_configs import HopperD128Config
 
-launch_backward = pytest.importorskip("tilewise.kernels.gluon.launch_backward")
 dropout = pytest.importorskip("tilewise.kernels.gluon.dropout", reason="Triton is not installed")
 STEP = 64  # keys of a warpgroup, and queries of a step
 P = 0.3
@@ -128,7 +128,7 @@ def test_the_launch_hands_over_what_the_kernel_draws_and_scales_by():
         problem = AttentionProblem(
             b=1, hq=2, hk=1, sq=512, sk=768, d=64, dv=64, dtype=torch.bfloat16, device=torch.device("cuda", 0),
             scale=0.25, mask=window(80, 0, "bottom_right"), scores=ScoreOptions(dropout_p=dropout_p))
-        launch = launch_backward.HopperBackward(problem, HopperD128Config(), problem.q_strides, 132)
+        launch = bound_backward(problem, HopperD128Config())
         return launch.scalars[9], launch.enqueue_dq.scalars[-4], *launch.scalars[13:-1], launch.scalars[-1].HAS_DROPOUT
 
     assert bound(0.0) == (0.25, 0.25, None, None, None, None, None, False)

@@ -9,17 +9,16 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from emulation.hopper_calls import bound_backward, bound_forward
+from tilewise.kernels.gluon.backward_config import HopperD128Config
+from tilewise.kernels.gluon.forward_config import HopperForwardConfig
 from tilewise.masks import Mask, causal, window
 from tilewise.problem import AttentionProblem
 from tilewise.problem.options import OperandSpec
 from tilewise.problem.sequences import Sequences
 from tilewise.testing.strategies import windows
-from tilewise.tuning.backward_configs import HopperD128Config
-from tilewise.tuning.configs import HopperForwardConfig
 
 lengths = pytest.importorskip("tilewise.kernels.gluon.lengths", reason="Triton is not installed")
-launch = pytest.importorskip("tilewise.kernels.gluon.launch")
-launch_backward = pytest.importorskip("tilewise.kernels.gluon.launch_backward")
 tiles = pytest.importorskip("tilewise.kernels.gluon.tiles")
 ROWS = 64  # queries a warpgroup
 BLOCK_N, STEP = 128, 64  # of a program of the backward kernel, and its queries a step
@@ -94,13 +93,13 @@ def problem_of(sizes, b, heads, mask, sequences):
 
 
 def arguments(problem, operands):
-    numbers = launch.HopperForward(problem, CONFIG, 132).scalars
+    numbers = bound_forward(problem, CONFIG).scalars
     assert numbers[9] == operands[-1]
     return tiles.TileGrid(*numbers[:4]), tiles.MaskBounds(*numbers[4:8]), operands, numbers[-1]
 
 
 def arguments_of_backward(problem, operands):
-    numbers = launch_backward.HopperBackward(problem, HopperD128Config(), problem.q_strides, 132).scalars
+    numbers = bound_backward(problem, HopperD128Config()).scalars
     assert numbers[12] == operands[-1]
     return tiles.TileGrid(*numbers[:4]), tiles.MaskBounds(*numbers[4:8]), operands, numbers[-1]
 

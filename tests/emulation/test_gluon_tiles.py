@@ -14,21 +14,19 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from emulation.hopper_calls import problem_of, scalars_of
-from tilewise.masks import Mask, causal, window
-from tilewise.testing.strategies import windows
-from tilewise.tuning.backward_configs import (
+from emulation.hopper_calls import bound_backward, problem_of, scalars_of
+from tilewise.kernels.gluon.backward_config import (
     D128AugmentedKVariant,
     D128Variant,
     HopperD128AugmentedKConfig,
     HopperD128Config,
     HopperD256Config,
 )
-from tilewise.tuning.configs import HopperForwardConfig
-from tilewise.tuning.heuristics import hopper_forward_config
+from tilewise.kernels.gluon.forward_config import HopperForwardConfig
+from tilewise.masks import Mask, causal, window
+from tilewise.testing.strategies import windows
+from tilewise.tuning.heuristics_hopper import forward_heuristic
 
-launch_backward = pytest.importorskip("tilewise.kernels.gluon.launch_backward")
-launch_backward_wide = pytest.importorskip("tilewise.kernels.gluon.launch_backward_wide")
 pipeline = pytest.importorskip("tilewise.kernels.gluon.pipeline", reason="Triton is not installed")
 tiles = pytest.importorskip("tilewise.kernels.gluon.tiles", reason="Triton is not installed")
 ROWS = 64  # queries a warpgroup
@@ -114,7 +112,7 @@ def test_without_a_lower_bound_warpgroups_mask_no_kv_block_that_all_their_querie
        st.booleans())
 def test_every_tile_has_one_number(sq, b, hk, group, d, is_causal):
     problem = problem_of(sq, sq, causal() if is_causal else None, d, b, (hk * group, hk))
-    for config in (hopper_forward_config(problem), *[HopperForwardConfig(128, 3)] * (d <= 64)):
+    for config in (forward_heuristic(problem), *[HopperForwardConfig(128, 3)] * (d <= 64)):
         order, _, shape = scalars_of(problem, config)
         assert (is_causal and config.consumers == 3) == shape.TILES_FROM_END
         check_numbers(order, shape, sq)
@@ -157,7 +155,7 @@ def test_a_swizzle_holds_whole_groups_of_heads_whose_keys_and_values_fit_l2():
     for d, sk, group, section in ((128, 1 << 14, 4, 12), (128, 1 << 20, 8, 8), (64, 1 << 14, 1, 8), (64, 512, 1, 96),
                                   (128, 1024, 1, 32)):
         problem = problem_of(128, sk, causal("bottom_right"), d, heads=(16 * group, 16))
-        order, _, _ = scalars_of(problem, hopper_forward_config(problem))
+        order, _, _ = scalars_of(problem, forward_heuristic(problem))
         assert order[3] == section
 
 
@@ -176,7 +174,7 @@ HEAD_PERSISTENT = HopperD128AugmentedKConfig(variant=D128AugmentedKVariant.HEAD_
 
 
 def backward_scalars_of(problem, config=NONDETERMINISTIC):
-    bound = launch_backward_wide.backward_launch(problem, config, problem.q_strides, 132)
+    bound = bound_backward(problem, config)
     numbers = (bound.dkdv if config == WIDE else bound).scalars
     return tiles.TileGrid(*numbers[:4]), tiles.MaskBounds(*numbers[4:8]), numbers[-1]
 
@@ -279,7 +277,7 @@ def test_tiles_accumulate_each_q_block_in_the_order_of_their_ctas_and_reach_it_i
 def test_wide_heads_come_in_tiles_whose_sides_are_powers_of_two(d, dv, of_q, of_v):
     """Forms say None where there is no second tile."""
     problem = replace(problem_of(1000, 1000, d=d, heads=(4, 2)), dv=dv)
-    launch = launch_backward_wide.HopperBackwardApart(problem, WIDE)
+    launch = bound_backward(problem, WIDE)
     assert (launch.dkdv.grid, launch.dq.grid) == ((2 * 16,), (4 * 8,))
     sources = [of_q, of_q, of_v, of_v, (), ()]
     for part, forms in ((launch.dkdv, [*sources, of_q, of_v]), (launch.dq, [*sources, of_q])):
@@ -293,7 +291,7 @@ def test_wide_heads_come_in_tiles_whose_sides_are_powers_of_two(d, dv, of_q, of_
 @example(800, 820, window(127, 0, "top_left"))
 def test_in_the_dq_kernel_each_visible_key_is_in_one_kv_block_and_unmasked_blocks_are_wholly_visible(sq, sk, mask):
     problem = problem_of(sq, sk, mask)
-    *_, shape = numbers = launch_backward_wide.HopperBackwardApart(problem, WIDE).dq.scalars
+    *_, shape = numbers = bound_backward(problem, WIDE).dq.scalars
     n_tiles, band = numbers[0], tiles.MaskBounds(*numbers[4:8])
     queries, keys = problem.seeing_queries, problem.seen_keys
     visible = mask.visible(sq, sk)[queries.start:queries.stop, keys.start:keys.stop]
@@ -316,7 +314,7 @@ def test_in_the_dq_kernel_each_visible_key_is_in_one_kv_block_and_unmasked_block
 def test_grids_have_one_dim_however_many_heads_there_are(config):
     """Heads were dQ's second dim, of which CUDA launches 65535 at most: 4096 windows of 16 heads failed."""
     problem = problem_of(64, 64, d=64, b=4096, heads=(16, 16))
-    launch = launch_backward.HopperBackward(problem, config, problem.q_strides, 132)
+    launch = bound_backward(problem, config)
     assert launch.grid == (4096 * 16,)
     assert launch.enqueue_dq.grid == (2 * 4096 * 16,)
 

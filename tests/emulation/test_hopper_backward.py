@@ -7,18 +7,19 @@ import pytest
 import torch
 
 from emulation.backward_calls import MASKS, call_of, compare, dq_of_accum, expected, extra_columns_of
-from tilewise.masks import Mask
-from tilewise.tuning.backward_configs import (
+from emulation.hopper_calls import bound_backward
+from tilewise.kernels.gluon.backward_config import (
     D128AugmentedKVariant,
     D128Variant,
     HopperD128AugmentedKConfig,
     HopperD128Config,
 )
+from tilewise.masks import Mask
 
-backward, loading, products, dq_accum, augmented, launch_backward, lengths, pipeline, softmax, tiles = (
+backward, loading, products, dq_accum, augmented, lengths, pipeline, softmax, tiles = (
     pytest.importorskip(f"tilewise.kernels.gluon.{name}", reason="Triton is not installed") for name in (
         "hopper_backward", "hopper_backward_load", "backward_products", "dq_accum", "augmented_k",
-        "launch_backward", "lengths", "pipeline", "softmax", "tiles"))
+        "lengths", "pipeline", "softmax", "tiles"))
 gluon_on_cpu = pytest.importorskip("emulation.gluon_on_cpu")
 Descriptor, Pointer, run = gluon_on_cpu.Descriptor, gluon_on_cpu.Pointer, gluon_on_cpu.run
 
@@ -41,7 +42,7 @@ DYNAMIC, HEAD_PERSISTENT = (HopperD128AugmentedKConfig(variant=variant) for vari
 def test_the_source_computes_the_gradients_on_the_cpu(mask, config, d):
     random.seed(0)
     problem, tensors = call_of(*mask, (d, d))
-    launch = launch_backward.HopperBackward(problem, config, problem.q_strides, 3)
+    launch = bound_backward(problem, config, 3)
     assert not (config.dynamic_tiles or config.head_persistent) or launch.grid[0] <= 3
     q, k, v, dout, lse, delta = tensors
     dq, dk, dv = (torch.full_like(tensor, float("nan")) for tensor in (q, k, v))
@@ -71,13 +72,12 @@ def test_the_source_computes_the_gradients_on_the_cpu(mask, config, d):
                                                     (8192, DYNAMIC, 132), (8192, STAGED, 256)], ids=str)
 def test_persistent_backward_ctas_are_one_an_sm_and_none_without_a_tile(sk, config, ctas):
     problem, _ = call_of(Mask(), (128, sk), (4, 4), (128, 128), b=1)
-    assert launch_backward.HopperBackward(problem, config, problem.q_strides, 132).grid == (ctas,)
+    assert bound_backward(problem, config).grid == (ctas,)
 
 
 def test_a_deterministic_accumulator_is_followed_by_a_semaphore_for_each_block():
     problem, (q, k, v, dout, lse, delta) = call_of(Mask(), (200, 200), (5, 5), (128, 128), b=3)
-    plain, ordered = (launch_backward.HopperBackward(problem, config, problem.q_strides, 132)
-                      for config in (HopperD128Config(), DETERMINISTIC))
+    plain, ordered = (bound_backward(problem, config) for config in (HopperD128Config(), DETERMINISTIC))
     blocks = 3 * 5 * 4
     assert plain.accum_shape == (blocks * 64 * 128 // 256, 256)
     accum = torch.zeros(ordered.accum_shape)
@@ -91,7 +91,7 @@ def test_a_deterministic_accumulator_is_followed_by_a_semaphore_for_each_block()
 def test_where_ctas_own_heads_the_accumulator_is_that_of_a_head_a_cta():
     """The kernel writes dq, which it gets, and reads the accumulator by its address."""
     problem, (q, k, v, dout, lse, delta) = call_of(Mask(), (200, 200), (6, 3), (128, 128), b=2)
-    launch = launch_backward.HopperBackward(problem, HEAD_PERSISTENT, problem.q_strides, 4)
+    launch = bound_backward(problem, HEAD_PERSISTENT, 4)
     assert launch.grid == (4,)
     assert launch.accum_shape == (4 * 2 * 4 * 64 * 128 // 256, 256)
     accum = torch.zeros(launch.accum_shape)

@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from emulation.backward_calls import MASKS, SCALE, call_of, compare, dq_of_accum, expected
+from emulation.hopper_calls import bound_backward
+from tilewise.kernels.gluon.backward_config import HopperD192Config, HopperD256Config
 from tilewise.masks import window
-from tilewise.tuning.backward_configs import HopperD192Config, HopperD256Config
 
 d192 = pytest.importorskip("tilewise.kernels.gluon.hopper_backward_d192", reason="Triton is not installed")
-(backward, loading, d256, dq_d256, dq_accum, launch_backward, launch_backward_wide, pipeline, products, softmax,
- tiles) = (
+backward, loading, d256, dq_d256, dq_accum, pipeline, products, softmax, tiles = (
     pytest.importorskip(f"tilewise.kernels.gluon.{name}") for name in (
         "hopper_backward", "hopper_backward_load", "hopper_backward_d256", "hopper_dq_d256", "dq_accum",
-        "launch_backward", "launch_backward_wide", "pipeline", "products", "softmax", "tiles"))
+        "pipeline", "products", "softmax", "tiles"))
 gluon_on_cpu = pytest.importorskip("emulation.gluon_on_cpu")
 Descriptor, Pointer, run = gluon_on_cpu.Descriptor, gluon_on_cpu.Pointer, gluon_on_cpu.run
 
@@ -37,7 +37,7 @@ def test_the_source_of_those_in_chunks_computes_the_gradients_on_the_cpu(mask, d
     random.seed(0)
     config = HopperD192Config()
     problem, tensors = call_of(*mask, dims)
-    launch = launch_backward.HopperBackward(problem, config, problem.q_strides, 132)
+    launch = bound_backward(problem, config)
     q, k, v, dout, lse, delta = tensors
     dk, dv = torch.full_like(k, float("nan")), torch.full_like(v, float("nan"))
     accum = torch.zeros(math.prod(launch.accum_shape))
@@ -54,7 +54,7 @@ def test_the_source_of_those_in_chunks_computes_the_gradients_on_the_cpu(mask, d
 def test_the_source_of_those_with_dq_apart_computes_the_gradients_on_the_cpu(mask, dims):
     random.seed(0)
     problem, tensors = call_of(*mask, dims)
-    launch = launch_backward_wide.HopperBackwardApart(problem, WIDE)
+    launch = bound_backward(problem, WIDE)
     gradients = run_part(launch.dq, tensors, tensors[:1]) + run_part(launch.dkdv, tensors, tensors[1:3])
     dq, dk, dv = expected(problem, tensors)
     compare(gradients, (dq * SCALE, dk, dv))
@@ -62,7 +62,7 @@ def test_the_source_of_those_with_dq_apart_computes_the_gradients_on_the_cpu(mas
 
 def test_what_is_asked_for_late_changes_no_bit_of_dq():
     problem, tensors = call_of(window(100, 30, "top_left"), (300, 280), (1, 1), (192, 192), b=1)
-    part = launch_backward_wide.HopperBackwardApart(problem, WIDE).dq
+    part = bound_backward(problem, WIDE).dq
     random.seed(1)
     (first,) = run_part(part, tensors, tensors[:1])
     random.seed(2)  # copies land at other times
@@ -77,7 +77,7 @@ def test_nothing_is_written_over_before_the_slowest_warpgroup_has_read_it(dout_s
 
     random.seed(0)
     problem, tensors = call_of(window(200, 0, "top_left"), (400, 400), (2, 1), (192, 256), b=1)
-    part = launch_backward_wide.HopperBackwardApart(problem, HopperD256Config(dout_stages=dout_stages)).dkdv
+    part = bound_backward(problem, HopperD256Config(dout_stages=dout_stages)).dkdv
     slow = {(module, "warpgroup_mma_wait"): wait_long for module in (d256, products)}
     first = run_part(part, tensors, tensors[1:3])
     for one, other in zip(first, run_part(part, tensors, tensors[1:3], slow), strict=True):

@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from emulation.backward_calls import MASKS, call_of, compare, dq_of_accum, expected, extra_columns_of
-from tilewise.tuning.backward_configs import D64Variant, HopperD64Config
+from emulation.hopper_calls import bound_backward
+from tilewise.kernels.gluon.backward_config import D64Variant, HopperD64Config
 
-d64, backward, loading, products, dq_accum, augmented, launch_backward, pipeline, kv_tile_assignment, tiles = (
+d64, backward, loading, products, dq_accum, augmented, pipeline, kv_tile_assignment, tiles = (
     pytest.importorskip(f"tilewise.kernels.gluon.{name}", reason="Triton is not installed") for name in (
         "hopper_backward_d64", "hopper_backward", "hopper_backward_load", "backward_products", "dq_accum",
-        "augmented_k", "launch_backward", "pipeline", "kv_tile_assignment", "tiles"))
+        "augmented_k", "pipeline", "kv_tile_assignment", "tiles"))
 gluon_on_cpu = pytest.importorskip("emulation.gluon_on_cpu")
 Descriptor, Pointer, run = gluon_on_cpu.Descriptor, gluon_on_cpu.Pointer, gluon_on_cpu.run
 
@@ -32,7 +33,7 @@ def differentiate(mask, config, d, together=None, num_sms=4):
     """
     random.seed(0)
     problem, tensors = call_of(*mask, (d, d))
-    launch = launch_backward.HopperBackward(problem, config, problem.q_strides, num_sms)
+    launch = bound_backward(problem, config, num_sms)
     q, k, v, dout, lse, delta = tensors
     dq, dk, dv = (torch.full_like(tensor, float("nan")) for tensor in (q, k, v))
     accum = torch.full((math.prod(launch.accum_shape),), float("nan") if config.deterministic else 0.0)

@@ -9,13 +9,13 @@ import torch
 
 from conformance.calls import assert_gradients_within_budget, forward_and_backward, operands_of, problem_of
 from tilewise.backends._support import hopper
+from tilewise.kernels.gluon.backward_config import HopperDbiasConfig
 from tilewise.masks import Mask, causal, window
 from tilewise.problem import AttentionProblem
 from tilewise.problem.options import OperandSpec, ScoreOptions
 from tilewise.support.caches import clear_caches
 from tilewise.testing.cases import Case
 from tilewise.testing.inputs import make_inputs
-from tilewise.tuning.configs import HopperDbiasConfig
 from tilewise.tuning.device import device_spec
 
 hopper_dbias = pytest.importorskip("tilewise.kernels.gluon.hopper_dbias", reason="Triton is not installed")
@@ -105,8 +105,9 @@ ON_GPU = (
 
 @pytest.fixture
 def small_calls_take_it(monkeypatch):
-    for name, least in (("LEAST_WORK_FOR_DESCRIPTORS", 0), ("LEAST_TILES", 0), ("LEAST_SHARING", 1)):
-        monkeypatch.setattr(f"tilewise.tuning.heuristics.{name}", least)
+    for name, least in (("triton.LEAST_WORK_FOR_DESCRIPTORS", 0), ("hopper.LEAST_TILES", 0),
+                        ("hopper.LEAST_SHARING", 1)):
+        monkeypatch.setattr(f"tilewise.tuning.heuristics_{name}", least)
     clear_caches()
     yield
     clear_caches()

@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tilewise.kernels.gluon.forward_config import HopperForwardConfig
 from tilewise.masks import Mask, causal, window
 from tilewise.problem.options import OperandSpec
 from tilewise.problem.sequences import Sequences
-from tilewise.tuning.configs import HopperForwardConfig
 
 forward_on_cpu = pytest.importorskip("emulation.forward_on_cpu", reason="Triton is not installed")
-gluon_on_cpu, launch = pytest.importorskip("emulation.gluon_on_cpu"), forward_on_cpu.launch
+gluon_on_cpu = pytest.importorskip("emulation.gluon_on_cpu")
 attend, call_of, check, combined = (
     getattr(forward_on_cpu, name) for name in ("attend", "call_of", "check", "combined"))
 

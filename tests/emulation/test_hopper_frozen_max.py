@@ -7,14 +7,14 @@ from itertools import product
 import pytest
 import torch
 
-from emulation.hopper_calls import problem_of, scalars_of
+from emulation.hopper_calls import bound_forward, problem_of, scalars_of
+from tilewise.kernels.gluon.forward_config import HopperForwardConfig
 from tilewise.masks import Mask, causal, window
 from tilewise.problem.options import OperandSpec, ScoreOptions
 from tilewise.problem.sequences import Sequences
-from tilewise.tuning.configs import HopperForwardConfig
+from tilewise.tuning import schedules_hopper
 
 forward_on_cpu = pytest.importorskip("emulation.forward_on_cpu", reason="Triton is not installed")
-launch = forward_on_cpu.launch
 attend, call_of, check, combined = (
     getattr(forward_on_cpu, name) for name in ("attend", "call_of", "check", "combined"))
 TWO, THREE = HopperForwardConfig(128, 2), HopperForwardConfig(128, 3, ping_pong=True)
@@ -33,7 +33,7 @@ CASES = {
 
 @pytest.fixture(autouse=True)
 def short_calls_too(monkeypatch):
-    monkeypatch.setattr(launch, "_LEAST_FROZEN", 1)
+    monkeypatch.setattr(schedules_hopper, "LEAST_FROZEN", 1)
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def test_a_tile_with_scores_too_far_above_its_first_ones_is_recomputed(case, spl
     problem = replace(problem, scale=4000.0 / dims[0])
     out, lse, partial = attend(problem, config, tensors, 1, split_kv, programs=programs)
     if split_kv is not None:
-        rows = launch.HopperForward(problem, config, programs, 1, split_kv).split_rows
+        rows = bound_forward(problem, config, programs, 1, split_kv).split_rows
         flat = out.view(-1, problem.dv), lse.view(-1)
         for whole, split in zip(flat, combined(partial, problem.dv), strict=True):
             whole[rows.start:] = split
@@ -162,7 +162,7 @@ def test_values_that_are_not_finite_reach_what_they_reach_with_online_softmax(mo
     for given in (tensors, k_only, (q, torch.zeros_like(k), v)):
         with monkeypatch.context() as patch:
             got = attend(problem, TWO, given)[:2]
-            patch.setattr(launch, "_LEAST_FROZEN", 10**9)
+            patch.setattr(schedules_hopper, "LEAST_FROZEN", 10**9)
             want = attend(problem, TWO, given)
         for own, other in zip(got, want, strict=False):
             torch.testing.assert_close(own, other, rtol=4e-3, atol=4e-3, equal_nan=True)

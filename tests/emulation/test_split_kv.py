@@ -7,13 +7,13 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from emulation.hopper_calls import bound_forward
+from tilewise.kernels.gluon.forward_config import HopperForwardConfig
 from tilewise.masks import Mask, causal, window
 from tilewise.problem import AttentionProblem
 from tilewise.testing.strategies import windows
-from tilewise.tuning.configs import HopperForwardConfig
 
 split_kv = pytest.importorskip("tilewise.kernels.gluon.split_kv", reason="Triton is not installed")
-launch = pytest.importorskip("tilewise.kernels.gluon.launch")
 tiles = pytest.importorskip("tilewise.kernels.gluon.tiles")
 CONFIG = HopperForwardConfig(128, 2)
 
@@ -57,7 +57,7 @@ def test_each_block_of_a_tile_is_in_one_split_and_needs_its_mask_there_too(sq, s
         return
     n_tiles = -(-sq // 128)
     whole = min(whole, n_tiles - 1)
-    numbers = launch.HopperForward(problem, CONFIG, 132, split_kv=(whole, num_splits)).scalars
+    numbers = bound_forward(problem, CONFIG, 132, split_kv=(whole, num_splits)).scalars
     grid, bounds, shape = tiles.TileGrid(*numbers[:4]), tiles.MaskBounds(*numbers[4:8]), numbers[-1]
     plan = split_kv.SplitPlan(whole, num_splits)
     assert (numbers[-4:-2], shape.SPLIT_KV) == ((whole, num_splits), 2 if whole else 1)
@@ -93,7 +93,7 @@ def test_each_block_of_a_tile_is_in_one_split_and_needs_its_mask_there_too(sq, s
 def test_the_rows_that_are_combined_are_those_of_the_tiles_that_are_split():
     problem = problem_of(300, 700, Mask(), b=2, heads=2)  # three tiles a head, the last of 44 rows
     for whole, first in ((0, 0), (1, 128), (3, 300), (5, 556), (11, 1156)):
-        bound = launch.HopperForward(problem, CONFIG, 132, split_kv=(whole, 3))
+        bound = bound_forward(problem, CONFIG, 132, split_kv=(whole, 3))
         assert bound.split_rows == range(first, 1200)
         assert bound.partial_shape == (1200 - first, 3, 128 + 8)
         assert bound.scalars[-2] == first
@@ -102,4 +102,4 @@ def test_the_rows_that_are_combined_are_those_of_the_tiles_that_are_split():
 def test_each_split_has_a_cta_up_to_one_an_sm():
     problem = problem_of(1024, 1024, causal())
     for plan, programs in ((None, 8), ((0, 3), 24), ((6, 3), 12), ((0, 20), 132)):
-        assert launch.HopperForward(problem, CONFIG, 132, split_kv=plan).grid == (programs,)
+        assert bound_forward(problem, CONFIG, 132, split_kv=plan).grid == (programs,)

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
+from tilewise.kernels.triton.config import DecodeConfig, Splits
 from tilewise.problem.decode import CacheOperands, DecodeOptions, decode_problem, specs_of_inputs, specs_of_present
-from tilewise.tuning.configs import DecodeConfig
-from tilewise.tuning.decode import Splits
 
 pytest.importorskip("triton", reason="Triton is not installed")
 from tilewise.kernels.triton.decode_launch import combine_launch, decode_launch, is_whole, strides_of

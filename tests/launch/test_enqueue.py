@@ -16,15 +16,16 @@ from triton import knobs
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from emulation.hopper_calls import bound_forward
 from launch.driver_double import DriverDouble, cubin_of
 from tilewise.kernels import driver
 from tilewise.kernels import enqueue as module
 from tilewise.kernels.enqueue import Enqueue
 from tilewise.kernels.gluon import launch as launching
+from tilewise.kernels.gluon.forward_config import HopperForwardConfig
 from tilewise.kernels.hooks import compile_only
 from tilewise.masks import Mask, window
 from tilewise.problem import AttentionProblem
-from tilewise.tuning.configs import HopperForwardConfig
 
 BLOCK = [8, 64]
 LAYOUT = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": BLOCK, "fp4_padded": False}
@@ -326,7 +327,7 @@ def test_the_hopper_forward_passes_the_addresses_of_its_descriptors(monkeypatch,
     lse, counter = torch.zeros(2, 4, 200), torch.zeros(1, dtype=torch.int32)
     monkeypatch.setattr(launching, "counter_of", lambda device: counter)
     problem = AttentionProblem.from_tensors(q, k, v, mask=mask)
-    bound, seen = launching.HopperForward(problem, HopperForwardConfig(128, 2), num_sms=132), []
+    bound, seen = bound_forward(problem, HopperForwardConfig(128, 2)), []
     bound.enqueue = lambda addresses, arguments, alike: seen.append((addresses, arguments()))
     bound(lambda: (q, k, v), (q.data_ptr(), k.data_ptr(), v.data_ptr()), out, lse)
     (addresses, arguments), = seen

@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from emulation.hopper_calls import problem_of, scalars_of
+from emulation.hopper_calls import bound_forward, problem_of, scalars_of
+from tilewise.kernels.gluon.forward_config import HopperForwardConfig
 from tilewise.masks import Mask, causal, window
 from tilewise.problem.options import OperandSpec, ScoreOptions
 from tilewise.problem.sequences import Sequences
-from tilewise.tuning.configs import HopperForwardConfig
-from tilewise.tuning.heuristics import hopper_forward_config
+from tilewise.tuning.heuristics_hopper import forward_heuristic
 
 launch = pytest.importorskip("tilewise.kernels.gluon.launch", reason="Triton is not installed")
 
@@ -30,8 +30,8 @@ def test_the_kernel_gets_each_chunk_by_itself_and_none_where_there_is_one():
                           (64, 64, [64, None, 64, None, 64, None, 64]),
                           (192, 128, [128, 64, 128, 64, 128, None, 64]), (256, 96, [256, None, 256, None, 64, 32, 32])):
         problem = problem_of(d=d, dv=dv)
-        config = hopper_forward_config(problem)
-        bound = launch.HopperForward(problem, config, num_sms=132)
+        config = forward_heuristic(problem)
+        bound = bound_forward(problem, config)
         assert [block and block[0][3] for block in bound.blocks] == widths
         rows = [64, 64, config.block_n, config.block_n, config.block_n, config.block_n, 64]
         assert all(block is None or block[0][:3] == [1, 1, row] for block, row in zip(bound.blocks, rows, strict=True))
@@ -39,7 +39,7 @@ def test_the_kernel_gets_each_chunk_by_itself_and_none_where_there_is_one():
 
 def test_packed_rows_are_a_querys_heads_one_after_another_then_the_next_query():
     problem = problem_of(10, b=2, heads=(12, 2))
-    bound = launch.HopperForward(problem, HopperForwardConfig(128, 2), 132, pack_gqa=8)
+    bound = bound_forward(problem, HopperForwardConfig(128, 2), 132, pack_gqa=8)
     assert [block and block[0] for block in bound.blocks] == [
         [1, 1, 8, 8, 128], None, [1, 1, 128, 128], None, [1, 1, 128, 128], None, [1, 1, 8, 8, 128]]
     assert bound.scalars[:3] == (1, 2, 2), "tiles, kv heads, batches"
@@ -54,20 +54,20 @@ def test_a_softcap_takes_the_scales_place_and_tanh_gets_the_rest():
     for softcap, scaling in ((None, (0.25 * log2e, None, 0.5)),
                              (30.0, (30.0 * log2e, 2.0 * log2e * 0.25 / 30.0, 64.0))):
         problem = replace(problem_of(), scale=0.25, scores=ScoreOptions(softcap=softcap))
-        numbers = launch.HopperForward(problem, HopperForwardConfig(128, 2), num_sms=132).scalars
+        numbers = bound_forward(problem, HopperForwardConfig(128, 2)).scalars
         assert numbers[10:13] == pytest.approx(scaling)
 
 
 @pytest.mark.parametrize(("stride", "passed"), [(1, None), (0, 0), (7, 7)])
 def test_sinks_may_lie_apart(stride, passed):
     problem = replace(problem_of(), scores=ScoreOptions(sinks=OperandSpec((1,), (stride,), torch.float32)))
-    assert launch.HopperForward(problem, HopperForwardConfig(128, 2), num_sms=132).sinks_stride == passed
+    assert bound_forward(problem, HopperForwardConfig(128, 2)).sinks_stride == passed
 
 
 @pytest.mark.parametrize(("sq", "programs"), [(128, 4), (4096, 128), (8192, 132)])
 def test_there_is_one_cta_an_sm_and_none_without_a_tile(sq, programs):
     problem = problem_of(sq, sq, heads=(4, 4))
-    assert launch.HopperForward(problem, HopperForwardConfig(128, 2), num_sms=132).grid == (programs,)
+    assert bound_forward(problem, HopperForwardConfig(128, 2)).grid == (programs,)
 
 
 def test_three_warpgroups_tiles_are_counted_from_the_end_under_an_upper_bound_and_their_warpgroups_rest_elsewhere():

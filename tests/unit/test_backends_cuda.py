@@ -18,14 +18,15 @@ from tilewise.backends.base import Needs, Saved
 from tilewise.errors import BackendUnavailable, InvalidInput
 from tilewise.kernels.cuda import program as programs
 from tilewise.kernels.cuda.call import UNBOUNDED, Call
+from tilewise.kernels.cuda.config import CudaConfig
 from tilewise.kernels.cuda.source import MAIN, source_files
 from tilewise.masks import causal, prefix, window
 from tilewise.problem import AttentionProblem
 from tilewise.problem.options import OperandSpec, ScoreOptions
 from tilewise.problem.sequences import Sequences
 from tilewise.support.caches import clear_caches
-from tilewise.tuning.cuda import SPLIT, CudaConfig, backward_kernels, cuda_config, sum_kernels
 from tilewise.tuning.device import DeviceSpec
+from tilewise.tuning.heuristics_cuda import CUDA_SPLIT, backward_kernels, cuda_config, sum_kernels
 
 TENSOR_CORES, FMA_PIPES = cuda.backend, cuda_ieee.backend
 LENGTHS = OperandSpec((2,), (1,), torch.int32)
@@ -145,7 +146,7 @@ def test_memory_of_tiles_is_counted():
     assert tile.shared_bytes("forward", 64, 64) == 4 * (64 * 68 + 2 * 32 * 2 * 68)
     assert tile.shared_bytes("dkdv", 64, 64) == 4 * (64 * 2 * 68 + 2 * 32 * (2 * 68 + 2))
     assert tile.shared_bytes("dqkv", 64, 64) == tile.shared_bytes("dkdv", 64, 64) + 4 * 32 * (64 + 4)
-    assert SPLIT[3].shared_bytes("split", 64, 32) == 4 * 32 * (68 + 36)
+    assert CUDA_SPLIT[3].shared_bytes("split", 64, 32) == 4 * 32 * (68 + 36)
     split = replace(tile, split=True)  # two landings, and two counts of warps, in 16 bytes each
     assert split.shared_bytes("forward", 64, 64) == tile.shared_bytes("forward", 64, 64) + 32
     assert split.shared_bytes("dqkv", 64, 64) == tile.shared_bytes("dqkv", 64, 64)
@@ -161,7 +162,7 @@ def test_memory_of_tiles_on_fma_pipes_is_counted():
     assert tile.shared_bytes("forward", 96, 128) == 4 * (96 * 68 + 2 * 16 * 132 + passed_on)
     # Chunks that land have no gaps between rows, and landings and counts of warps behind them all.
     assert replace(tile, split=True).shared_bytes("forward", 96, 128) == 4 * (96 * 68 + 2 * 16 * 128 + passed_on) + 32
-    assert SPLIT[0].shared_bytes("split", 96, 32) == 4 * (96 * 68 + 64 * 32)
+    assert CUDA_SPLIT[0].shared_bytes("split", 96, 32) == 4 * (96 * 68 + 64 * 32)
     assert tile.shared_bytes("dkdv", 64, 64) == 4 * (64 * 2 * 68 + 64 * (2 * 68 + 2) + passed_on)
     assert tile.shared_bytes("dqkv", 64, 64) == tile.shared_bytes("dkdv", 64, 64)
 

@@ -18,13 +18,13 @@ from tilewise.backends._support import hopper, self_check
 from tilewise.backends.base import Saved
 from tilewise.backends.triton import TritonBackend
 from tilewise.dispatch import explain_problem
+from tilewise.kernels.gluon.forward_config import HopperForwardSchedule, SplitPlan
 from tilewise.masks import Mask
 from tilewise.problem import AttentionProblem, are_aligned, dense_strides
 from tilewise.problem.options import Operands, OperandSpec, ScoreOptions
 from tilewise.problem.sequences import Sequences
 from tilewise.support.packages import package_version
 from tilewise.tuning.device import DeviceSpec
-from tilewise.tuning.wave_model import GridPlan, SplitPlan
 
 TRITONS = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")  # that a GPU has run the kernels with
 SINKS = OperandSpec((4,), (1,), torch.float32)
@@ -287,14 +287,15 @@ def test_splits_are_combined_and_sinks_enter_there(monkeypatch):
         return lambda *tensors: calls.append(("combine", tensors))
 
     monkeypatch.setattr(gluon, "is_current", lambda asked: True)
-    monkeypatch.setattr(gluon, "grid_plan_of", lambda *facts: GridPlan(1.0, 4, SplitPlan(7, 5)))
+    schedule = HopperForwardSchedule(1, pack_gqa=4, split_kv=SplitPlan(7, 5))
+    monkeypatch.setattr(gluon, "forward_schedule", lambda *facts: schedule)
     monkeypatch.setattr(gluon, "HopperForward", lambda *facts: calls.append(facts[2:]) or Launches())
     monkeypatch.setattr("tilewise.kernels.triton.combine.combine_splits_launch", combining)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda asked: SimpleNamespace(multi_processor_count=132))
     monkeypatch.setattr(gluon, "_plan", gluon._plan.__wrapped__)
     out, lse, _ = gluon.backend.forward(AttentionProblem.from_tensors(q, q, q), q, q, q, Operands(sinks=sinks))
     facts, (_, (at_out, at_lse), partial), (_, combined) = calls
-    assert facts == (132, 4, (7, 5))
+    assert facts == (schedule, 132)
     assert (partial.shape, partial.dtype) == ((13, 5, 72), torch.float32)
     assert all(got is wanted for got, wanted in zip((at_out, at_lse), (out, lse), strict=True))
     assert all(got is wanted for got, wanted in zip(combined, (partial, out, lse, sinks, None), strict=True))

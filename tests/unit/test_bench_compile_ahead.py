@@ -17,16 +17,16 @@ from tilewise.bench.compile_ahead import Task, tile_compiler
 from tilewise.bench.tile_launches import PER_ROW, TENSORS, tile_launch
 from tilewise.bench.tuning_runs import Wanted, tasks
 from tilewise.compile_ahead.pool import AheadCompiler, CompileOnlyDriver
+from tilewise.kernels.triton.config import DqConfig, ForwardConfig
 from tilewise.testing.inputs import make_inputs
-from tilewise.tuning.configs import DqConfig, ForwardConfig
-from tilewise.tuning.heuristics import hopper_backward_config, hopper_forward_config
+from tilewise.tuning.heuristics_hopper import backward_heuristic, forward_heuristic
 
 CPU = torch.device("cpu")
 target = GPUTarget("cuda", 90, 32)
 wanted = Wanted(("forward", "dq"), widths=(64,), masks=("none",), lengths=(128,), tokens=256, hidden=128)
 forward, dq = tasks(wanted, CPU)
 tiles = [(forward, ForwardConfig(64, 32, 4, 1)), (dq, DqConfig(64, 32, 4, 1, True))]
-for kernel, heuristic in (("hopper_forward", hopper_forward_config), ("hopper_backward", hopper_backward_config)):
+for kernel, heuristic in (("hopper_forward", forward_heuristic), ("hopper_backward", backward_heuristic)):
     task = Task(kernel, forward.cell)
     tiles.append((task, heuristic(task.problem(CPU))))
 cache = pathlib.Path(sys.argv[1])

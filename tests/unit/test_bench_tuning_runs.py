@@ -17,10 +17,10 @@ from tilewise.bench.timing import Regime
 from tilewise.bench.tuning_runs import TuningPlan, Wanted, demand_gpu, rows_of, table_provenance, tasks, tune
 from tilewise.compile_ahead.pool import DIED, AheadCompiler
 from tilewise.errors import InvalidInput
+from tilewise.kernels.triton.config import ForwardConfig
 from tilewise.masks import causal
 from tilewise.problem.options import NO_OPERANDS
 from tilewise.tuning import search
-from tilewise.tuning.configs import ForwardConfig
 from tilewise.tuning.table import Bucket, fields_of
 
 CPU = torch.device("cpu")

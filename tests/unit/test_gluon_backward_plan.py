@@ -24,8 +24,9 @@ def test_the_launch_is_told_of_out_where_nobody_else_wants_delta(problem, out_st
                                                                  monkeypatch):
     told = []
     monkeypatch.setattr(gluon, "device_spec", lambda device: SimpleNamespace(name="none"))
-    monkeypatch.setattr(gluon, "backward_config", lambda *given: None)
-    monkeypatch.setattr(gluon, "backward_launch", lambda *given: told.append(given[4]))
+    monkeypatch.setattr(gluon, "hopper_backward_config", lambda *given: None)
+    monkeypatch.setattr(gluon, "backward_schedule", lambda *given: None)
+    monkeypatch.setattr(gluon, "backward_launch", lambda *given: told.append(given[5]))
     monkeypatch.setattr("tilewise.kernels.triton.backward.delta_launch", lambda *given: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties",
                         lambda device: SimpleNamespace(multi_processor_count=132))

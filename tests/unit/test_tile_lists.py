@@ -35,9 +35,9 @@ def test_lists_name_exactly_the_tiles_that_are_visible_in_part_and_those_visible
 
 
 def test_every_tile_of_the_kernels_divides_a_listed_one():
-    from tilewise.tuning import heuristics
+    from tilewise.tuning import heuristics_triton as triton
 
-    for tiles in (heuristics._HOPPER, heuristics._HOPPER_MASK, heuristics._HOPPER_DROPOUT, heuristics._AMPERE,
-                  heuristics._BLACKWELL, heuristics._AMD, heuristics._FLOAT32):
+    for tiles in (triton._HOPPER, triton._HOPPER_MASK, triton._HOPPER_DROPOUT, triton._AMPERE,
+                  triton._BLACKWELL, triton._AMD, triton._FLOAT32):
         for by_width in tiles.values():
             assert all(TILE % side == 0 for tile in by_width.values() for side in tile[:2])

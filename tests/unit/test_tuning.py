@@ -8,37 +8,36 @@ import torch
 
 from tilewise.errors import InvalidInput, UnsupportedProblem
 from tilewise.functions import FunctionCode
+from tilewise.kernels.gluon.backward_config import (
+    D128Variant,
+    HopperD128Config,
+    HopperD192Config,
+    HopperD256Config,
+    HopperDbiasConfig,
+)
+from tilewise.kernels.gluon.forward_config import HopperForwardConfig
+from tilewise.kernels.triton.config import DbiasConfig, DkdvConfig, DqConfig, ForwardConfig
 from tilewise.masks import Mask, causal
 from tilewise.problem import AttentionProblem
 from tilewise.problem.options import FunctionSpec, OperandSpec, ScoreOptions
 from tilewise.problem.sequences import Sequences
-from tilewise.tuning.backward_configs import D128Variant, HopperD128Config, HopperD192Config, HopperD256Config
-from tilewise.tuning.configs import (
-    DbiasConfig,
-    DkdvConfig,
-    DqConfig,
-    ForwardConfig,
-    HopperDbiasConfig,
-    HopperForwardConfig,
-)
 from tilewise.tuning.device import DeviceSpec, device_spec
-from tilewise.tuning.heuristics import (
-    KINDS,
+from tilewise.tuning.heuristics_hopper import backward_heuristic, forward_heuristic, hopper_dbias_config
+from tilewise.tuning.heuristics_triton import (
     LEAST_WORK_FOR_DESCRIPTORS,
     delta_config,
     entries_config,
-    has_pairs,
-    hopper_backward_config,
-    hopper_dbias_config,
-    hopper_forward_config,
     least_bytes,
     pair_entries,
     shared_bytes,
     split_dkdv,
-    tile_config,
+    tile_heuristic,
     wants_descriptors,
 )
-from tilewise.tuning.table import Bucket, config_for, load_rows, nearest_row, table_file
+from tilewise.tuning.kinds import KINDS
+from tilewise.tuning.problem_traits import has_pairs
+from tilewise.tuning.select import triton_config
+from tilewise.tuning.table import Bucket, load_rows, nearest_row, table_file
 
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "gfx942", "gfx1100")
 
@@ -71,7 +70,7 @@ def test_every_heuristic_tile_fits_the_devices_shared_memory(arch, kernel):
     spec = DeviceSpec.of_arch(arch)
     for d, dtype, described in product((1, 40, 64, 96, 128, 192, 256), (torch.float16, torch.float32), (False, True)):
         problem = problem_of(d, dtype=dtype)
-        config = tile_config(kernel, problem, spec, descriptors=described)
+        config = tile_heuristic(kernel, problem, spec, descriptors=described)
         assert config.shared_bytes(problem) <= spec.shared_memory
 
 
@@ -83,7 +82,7 @@ def test_tiles_of_wide_heads_fit_wherever_the_least_ones_do(arch, kernel):
         if kernel != "forward":
             problem = problem.backward(lse_grad=False)
         if least_bytes(problem, spec) <= spec.shared_memory:
-            config = tile_config(kernel, problem, spec, descriptors=True)
+            config = tile_heuristic(kernel, problem, spec, descriptors=True)
             assert shared_bytes(config, problem, spec) <= spec.shared_memory
             assert not config.descriptors
 
@@ -109,7 +108,7 @@ def test_operands_take_shared_memory_and_shrink_the_tile():
     facts = OperandSpec((1, 1, 4096, 4096), (0, 0, 4096, 1), torch.bfloat16)
     wanted = replace(plain, scores=ScoreOptions(bias=facts, mask=facts._replace(dtype=torch.bool), dropout_p=0.5))
     for kernel in KINDS:
-        before, after = (tile_config(kernel, problem, spec, descriptors=True) for problem in (plain, wanted))
+        before, after = (tile_heuristic(kernel, problem, spec, descriptors=True) for problem in (plain, wanted))
         assert after.operand_bytes(plain) == 0
         assert after.operand_bytes(wanted) >= after.block_m * after.block_n * 3
         assert after.shared_bytes(wanted) <= spec.shared_memory
@@ -121,7 +120,7 @@ def test_a_functions_tensors_count_as_if_each_was_read_for_every_pair():
     plain = problem_of(256, mask=causal())
     for name in ("score_function", "mask_function"):
         wanted = replace(plain, scores=ScoreOptions(**{name: FunctionSpec(code, (torch.float32, torch.int8))}))
-        config = tile_config("forward", wanted, DeviceSpec.of_arch("sm_90"), descriptors=True)
+        config = tile_heuristic("forward", wanted, DeviceSpec.of_arch("sm_90"), descriptors=True)
         assert config.operand_bytes(wanted) >= config.block_m * config.block_n * 5
         assert has_pairs(wanted)
         assert not has_pairs(replace(plain, scores=ScoreOptions(**{name: FunctionSpec(code, ())})))
@@ -138,9 +137,9 @@ def test_what_acts_on_each_pair_has_tiles_of_its_own_and_never_a_row_that_was_me
     assert not has_pairs(plain)
     wanted = replace(plain, scores=options)
     assert has_pairs(wanted)
-    assert config_for("dq", plain, spec, descriptors=True) == DqConfig(128, 64, 8, 3)
-    assert config_for("dq", wanted, spec, descriptors=True) == DqConfig(64, 64, 4, 2, descriptors=True)
-    assert config_for("forward", wanted, spec, descriptors=False) == tile_config("forward", wanted, spec,
+    assert triton_config("dq", plain, spec, descriptors=True) == DqConfig(128, 64, 8, 3)
+    assert triton_config("dq", wanted, spec, descriptors=True) == DqConfig(64, 64, 4, 2, descriptors=True)
+    assert triton_config("forward", wanted, spec, descriptors=False) == tile_heuristic("forward", wanted, spec,
                                                                                  descriptors=False)
 
 
@@ -154,8 +153,8 @@ def test_what_acts_on_each_pair_has_tiles_of_its_own_and_never_a_row_that_was_me
 def test_gradient_of_a_bias_reads_through_descriptors_where_three_programs_then_share_a_multiprocessor(
         d, descriptors, changes, config):
     wanted = replace(problem_of(d), scores=ScoreOptions(bias=BIAS), **changes)
-    assert tile_config("dbias", wanted, DeviceSpec.of_arch("sm_90"), descriptors=descriptors) == config
-    assert tile_config("dbias", wanted, DeviceSpec.of_arch("sm_80"), descriptors=descriptors).registers == 0
+    assert tile_heuristic("dbias", wanted, DeviceSpec.of_arch("sm_90"), descriptors=descriptors) == config
+    assert tile_heuristic("dbias", wanted, DeviceSpec.of_arch("sm_80"), descriptors=descriptors).registers == 0
 
 
 def test_gradient_of_a_bias_takes_a_tile_of_each_operand_in_any_number_of_stages():
@@ -233,14 +232,14 @@ def test_the_hopper_kernel_sums_a_bias_gradient_where_three_entries_share_it_or_
 def test_device_too_small_for_every_tile_is_refused_with_its_numbers():
     spec = DeviceSpec("small", "sm_75", 16 * 1024)
     with pytest.raises(UnsupportedProblem, match="no tile fits the 16384 bytes of shared memory of sm_75, the least"):
-        tile_config("dkdv", problem_of(256, dtype=torch.float32), spec, descriptors=False)
+        tile_heuristic("dkdv", problem_of(256, dtype=torch.float32), spec, descriptors=False)
 
 
 def test_descriptors_are_chosen_only_on_hopper_and_only_when_allowed():
     problem = problem_of(128)
-    assert tile_config("forward", problem, DeviceSpec.of_arch("sm_90"), descriptors=True).descriptors
-    assert not tile_config("forward", problem, DeviceSpec.of_arch("sm_90"), descriptors=False).descriptors
-    assert not tile_config("forward", problem, DeviceSpec.of_arch("sm_80"), descriptors=True).descriptors
+    assert tile_heuristic("forward", problem, DeviceSpec.of_arch("sm_90"), descriptors=True).descriptors
+    assert not tile_heuristic("forward", problem, DeviceSpec.of_arch("sm_90"), descriptors=False).descriptors
+    assert not tile_heuristic("forward", problem, DeviceSpec.of_arch("sm_80"), descriptors=True).descriptors
 
 
 def test_descriptors_are_not_wanted_where_the_kernel_is_short():
@@ -260,7 +259,7 @@ def test_neighbours_do_not_choose_the_tiles_of_a_deterministic_call():
     layouts = {"padded": Sequences(seqlens_q=lengths), "packed": Sequences(1, lengths, lengths)}
 
     def tiles(kernel, problem):
-        return config_for(kernel, problem, h200, descriptors=wants_descriptors(problem, h200))
+        return triton_config(kernel, problem, h200, descriptors=wants_descriptors(problem, h200))
 
     for deterministic in (True, False):
         numbers = dict.fromkeys(("dense", *layouts), 0)
@@ -325,8 +324,8 @@ def test_a_measured_tile_longer_than_those_of_a_list_serves_no_call_with_lists(m
     plain, spec = problem_of(), DeviceSpec.of_arch("sm_90")
     facts = OperandSpec((1, 1, 32, 34), (1088, 1088, 34, 1), torch.int32)
     listed = replace(plain, scores=ScoreOptions(tiles_q=facts, tiles_k=facts))
-    assert config_for("forward", plain, spec, descriptors=False) == ForwardConfig(128, 256, 4, 2)
-    assert config_for("forward", listed, spec, descriptors=False) == tile_config(
+    assert triton_config("forward", plain, spec, descriptors=False) == ForwardConfig(128, 256, 4, 2)
+    assert triton_config("forward", listed, spec, descriptors=False) == tile_heuristic(
         "forward", listed, spec, descriptors=False)
 
 
@@ -334,7 +333,7 @@ def test_device_without_a_table_takes_the_heuristic():
     spec = DeviceSpec.of_arch("sm_90", "no-such-device")
     problem = problem_of(128, mask=causal())
     assert load_rows(spec.name, table_file("forward", 2), "forward") == ()
-    assert config_for("forward", problem, spec, descriptors=False) == tile_config(
+    assert triton_config("forward", problem, spec, descriptors=False) == tile_heuristic(
         "forward", problem, spec, descriptors=False)
 
 
@@ -385,14 +384,14 @@ def test_out_leaves_in_one_pass_or_in_two_through_buffers_64_columns_wide():
 def test_every_hopper_tile_fits_the_devices_shared_memory(d, dv):
     for s, dtype in product((512, 4096), (torch.float16, torch.bfloat16)):
         problem = problem_of(d, dv, dtype, s)
-        assert hopper_forward_config(problem).shared_bytes(problem) <= DeviceSpec.of_arch("sm_90").shared_memory
+        assert forward_heuristic(problem).shared_bytes(problem) <= DeviceSpec.of_arch("sm_90").shared_memory
 
 
 @pytest.mark.parametrize(("d", "dv"), [(40, 64), (64, 72), (128, 128)])
 def test_the_hopper_backward_adds_to_dq_in_order_where_that_is_asked_for_alone(d, dv):
     for deterministic in (False, True):
         problem = replace(problem_of(d, dv), deterministic=deterministic)
-        config = hopper_backward_config(problem)
+        config = backward_heuristic(problem)
         assert config.deterministic == deterministic
         assert config.shared_bytes(problem) <= DeviceSpec.of_arch("sm_90").shared_memory
 
@@ -405,7 +404,7 @@ def test_two_warpgroups_share_the_keys_of_wide_heads_whose_sums_fit_no_registers
     """And where the bits must be the same on every run, whatever fits: dQ has a kernel of its own then."""
     for deterministic in (False, True):
         problem = replace(problem_of(d, dv), deterministic=deterministic)
-        config = hopper_backward_config(problem)
+        config = backward_heuristic(problem)
         assert config == (HopperD256Config() if shared or deterministic else HopperD192Config())
         assert config.shared_bytes(problem) <= DeviceSpec.of_arch("sm_90").shared_memory
 

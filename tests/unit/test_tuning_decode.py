@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from tilewise import window
+from tilewise.kernels.triton.config import DecodeConfig, Splits
 from tilewise.problem.decode import CacheOperands, DecodeOptions, decode_problem, specs_of_inputs, specs_of_present
-from tilewise.tuning.configs import DecodeConfig
-from tilewise.tuning.decode import FIXED_SPLIT, RESIDENT, Splits, choose_splits, decode_config, row_tiles
 from tilewise.tuning.device import DeviceSpec
+from tilewise.tuning.heuristics_decode import FIXED_SPLIT, RESIDENT, choose_splits, decode_config
 
 ARCHS = ("sm_80", "sm_86", "sm_90", "sm_100", "gfx942", "interpreter")
 
@@ -41,7 +41,7 @@ def test_a_tile_holds_the_queries_of_a_group(sq, hq, rows):
     problem = problem_of(sq=sq, hq=hq)
     config = decode_config(problem, DeviceSpec.of_arch("sm_90"))
     assert config.block_m == rows
-    assert row_tiles(problem, config) == -(-sq * hq // 8 // rows)
+    assert config.row_tiles(problem) == -(-sq * hq // 8 // rows)
 
 
 def test_the_tile_of_hopper_is_64_keys_in_four_stages():

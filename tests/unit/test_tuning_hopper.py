@@ -8,12 +8,7 @@ import pytest
 import torch
 
 from tilewise.errors import InvalidInput
-from tilewise.masks import Mask, causal, window
-from tilewise.problem import AttentionProblem
-from tilewise.problem.options import OperandSpec, ScoreOptions
-from tilewise.problem.sequences import Sequences
-from tilewise.tuning import hopper, table
-from tilewise.tuning.backward_configs import (
+from tilewise.kernels.gluon.backward_config import (
     D64Variant,
     D128AugmentedKVariant,
     D128Variant,
@@ -21,16 +16,21 @@ from tilewise.tuning.backward_configs import (
     HopperD128AugmentedKConfig,
     HopperD128Config,
 )
-from tilewise.tuning.configs import HopperForwardConfig
+from tilewise.kernels.gluon.forward_config import HopperForwardConfig
+from tilewise.masks import Mask, causal, window
+from tilewise.problem import AttentionProblem
+from tilewise.problem.options import OperandSpec, ScoreOptions
+from tilewise.problem.sequences import Sequences
+from tilewise.tuning import kinds, table
+from tilewise.tuning.candidates_hopper import propose_hopper
 from tilewise.tuning.device import DeviceSpec
-from tilewise.tuning.heuristics import hopper_backward_config, hopper_forward_config
-from tilewise.tuning.hopper import backward_config, forward_config, propose_hopper
+from tilewise.tuning.heuristics_hopper import backward_heuristic, forward_heuristic
 from tilewise.tuning.search import MOST_CANDIDATES
+from tilewise.tuning.select import hopper_backward_config, hopper_forward_config
 from tilewise.tuning.table import Bucket, make_row, read_table, write_table
-from tilewise.tuning.wave_model import GridPlan
 
 DEVICE = DeviceSpec.of_arch("sm_90", "some-hopper")
-HEURISTICS = {"hopper_forward": hopper_forward_config, "hopper_backward": hopper_backward_config}
+HEURISTICS = {"hopper_forward": forward_heuristic, "hopper_backward": backward_heuristic}
 FORWARD = HopperForwardConfig(block_n=64, consumers=2, kv_stages=4)
 BACKWARD = HopperD128Config(q_stages=4, dout_stages=1, variant=D128Variant.DQ_FROM_REGISTERS)
 BUSY = {"b": 8, "hq": 16, "hk": 16}  # heads that fill the SMs
@@ -57,7 +57,7 @@ def rows(monkeypatch):
         "hopper_backward": tuple(row_of(BACKWARD, d, kernel="hopper_backward", mask=mask) for d in (64, 128)
                                  for mask in masks),
     }
-    monkeypatch.setattr(hopper, "load_rows", lambda device, file, kernel: made[kernel] if (device, file) == (
+    monkeypatch.setattr(table, "load_rows", lambda device, file, kernel: made[kernel] if (device, file) == (
         "some-hopper", f"{kernel}.16bit.json") else ())
     return made
 
@@ -110,7 +110,7 @@ UNFIT = {"d": {"d": 136}, "dv": {"dv": 136}, "scale": {"scale": 2.0**-41}, "nega
 @pytest.mark.parametrize(("d", "config"), [(128, HopperD128AugmentedKConfig()), (64, HopperD64Config())], ids=str)
 def test_k_is_not_augmented_where_something_comes_between_lse_and_the_probabilities(d, config, fields):
     problem = replace(problem_of(d, kernel="hopper_backward"), **fields)
-    assert not hopper_backward_config(problem).augmented_k
+    assert not backward_heuristic(problem).augmented_k
     with pytest.raises(InvalidInput, match=rf"^kernel={config.kernel} for .*; allowed are head dims .*, a scale of "
                                            r"2\^-40 or more, and no softcap, dropout or lengths that are data\.$"):
         config.columns(problem)
@@ -121,8 +121,8 @@ def test_plain_calls_have_augmented_k_and_deterministic_ones_of_narrow_heads_too
     problem = problem_of(d, kernel="hopper_backward")
     dynamic = (HopperD64Config(variant=D64Variant.DYNAMIC_TILES) if d <= 64 else
                HopperD128AugmentedKConfig(variant=D128AugmentedKVariant.DYNAMIC_TILES))
-    assert hopper_backward_config(problem, 60) == dynamic
-    assert hopper_backward_config(replace(problem, deterministic=True), 60) == (
+    assert backward_heuristic(problem, 60) == dynamic
+    assert backward_heuristic(replace(problem, deterministic=True), 60) == (
         HopperD64Config(variant=D64Variant.DETERMINISTIC) if d <= 64 else
         HopperD128Config(variant=D128Variant.DETERMINISTIC))
 
@@ -132,7 +132,7 @@ def test_plain_calls_have_augmented_k_and_deterministic_ones_of_narrow_heads_too
 def test_ctas_of_narrow_heads_are_persistent_where_none_has_a_second_tile_too(heads, sk, number, deterministic):
     problem = replace(problem_of(64, kernel="hopper_backward"), b=1, hq=heads, hk=heads, sk=sk,
                       mask=causal("bottom_right"), deterministic=deterministic)
-    config = hopper_backward_config(problem, number)
+    config = backward_heuristic(problem, number)
     assert config.variant == ("deterministic" if deterministic else "dynamic_tiles")
 
 
@@ -181,21 +181,21 @@ FEW, MANY = ({"b": b, "hq": 33, "hk": 33, "sq": 1000, "sk": 1000} for b in (1, 8
     ({"b": 32, "hq": 32, "hk": 32, "sq": 512, "scores": ScoreOptions(softcap=3.0)}, 0)], ids=str)
 def test_ctas_are_head_persistent_where_that_keeps_all_busy_and_l2_holds_it(fields, ctas_per_head):
     problem = replace(problem_of(64, kernel="hopper_backward"), **fields)
-    config = hopper_backward_config(problem)
+    config = backward_heuristic(problem)
     assert (config.head_persistent, config.ctas_per_head) == (ctas_per_head > 0, max(1, ctas_per_head))
     assert config.shared_bytes(problem) <= DEVICE.shared_memory
 
 
 def test_how_many_ctas_share_a_head_goes_by_the_device_s_multiprocessors():
     problem = replace(problem_of(64, kernel="hopper_backward"), b=1, hq=114, hk=114, sq=512, sk=512)
-    configs = [backward_config(problem, DEVICE, number) for number in (132, 114, 78, 57, 1)]
+    configs = [hopper_backward_config(problem, DEVICE, number) for number in (132, 114, 78, 57, 1)]
     assert [config.head_persistent * config.ctas_per_head for config in configs] == [0, 2, 2, 1, 1]
 
 
 @pytest.mark.parametrize("fields", [{"d": 64}, {"d": 40}, {"d": 128}, {"d": 104}, {"d": 256}, {"mask": causal()},
                                     {"s": 3000}, {"deterministic": True}], ids=str)
 def test_a_row_of_the_table_serves_plain_calls_of_its_width(rows, fields):
-    assert forward_config(problem_of(**BUSY, **fields), DEVICE) == FORWARD
+    assert hopper_forward_config(problem_of(**BUSY, **fields), DEVICE) == FORWARD
 
 
 def facts(*shape):
@@ -210,31 +210,31 @@ def facts(*shape):
 @pytest.mark.parametrize("kernel", HEURISTICS)
 def test_what_no_table_has_measured_gets_the_heuristics_tile(rows, kernel, fields):
     problem = problem_of(kernel=kernel, **BUSY, **fields)
-    chosen = forward_config if kernel == "hopper_forward" else backward_config
+    chosen = hopper_forward_config if kernel == "hopper_forward" else hopper_backward_config
     assert chosen(problem, DEVICE) == HEURISTICS[kernel](problem)
 
 
 def test_dq_in_a_fixed_order_and_widths_without_a_row_get_the_heuristics_steps(rows):
-    assert backward_config(problem_of(kernel="hopper_backward", **BUSY), DEVICE) == BACKWARD
+    assert hopper_backward_config(problem_of(kernel="hopper_backward", **BUSY), DEVICE) == BACKWARD
     for fields in ({"deterministic": True}, {"d": 256}):
         problem = problem_of(kernel="hopper_backward", **BUSY, **fields)
-        assert backward_config(problem, DEVICE) == hopper_backward_config(problem)
+        assert hopper_backward_config(problem, DEVICE) == backward_heuristic(problem)
     problem = problem_of(**BUSY)
-    assert forward_config(problem, DeviceSpec.of_arch("sm_90", "another")) == hopper_forward_config(problem)
+    assert hopper_forward_config(problem, DeviceSpec.of_arch("sm_90", "another")) == forward_heuristic(problem)
 
 
 @pytest.mark.parametrize("kernel", HEURISTICS)
 def test_more_keys_than_queries_get_the_heuristics_tile(rows, kernel):
     problem = replace(problem_of(kernel=kernel, **BUSY), sk=5000)
-    chosen = forward_config if kernel == "hopper_forward" else backward_config
+    chosen = hopper_forward_config if kernel == "hopper_forward" else hopper_backward_config
     assert chosen(problem, DEVICE) == HEURISTICS[kernel](problem)
 
 
 def test_the_row_nearest_in_length_is_taken(rows):
     rows["hopper_forward"] += (row_of(replace(FORWARD, kv_stages=2), s=512),)
     problems = [problem_of(s=s, **BUSY) for s in (512, 2100, 8000)]
-    assert len({hopper_forward_config(problem) for problem in problems}) == 1
-    assert [forward_config(problem, DEVICE).kv_stages for problem in problems] == [2, 4, 4]
+    assert len({forward_heuristic(problem) for problem in problems}) == 1
+    assert [hopper_forward_config(problem, DEVICE).kv_stages for problem in problems] == [2, 4, 4]
 
 
 @pytest.mark.parametrize(("kernel", "d", "fields"), [
@@ -243,7 +243,7 @@ def test_the_row_nearest_in_length_is_taken(rows):
     ("hopper_backward", 64, {"hq": 32, "sq": 2048, "sk": 2048, "mask": Mask()}),
     ("hopper_backward", 128, {"sq": 256})], ids=str)
 def test_a_row_serves_those_alone_whom_the_heuristic_would_have_given_the_same(rows, kernel, d, fields):
-    chosen = forward_config if kernel == "hopper_forward" else backward_config
+    chosen = hopper_forward_config if kernel == "hopper_forward" else hopper_backward_config
     measured = problem_of(d, kernel=kernel, **BUSY, mask=causal())
     assert chosen(measured, DEVICE) != HEURISTICS[kernel](measured)
     other = replace(measured, **fields, hk=fields.get("hq", measured.hk))
@@ -282,7 +282,6 @@ def test_the_backend_asks_the_table(rows, monkeypatch):
     monkeypatch.setattr(gluon, "device_spec", lambda device: DEVICE)
     monkeypatch.setattr(gluon, "HopperForward", lambda problem, config, *others: asked.append(config))
     monkeypatch.setattr(gluon, "backward_launch", lambda problem, config, *others: asked.append(config))
-    monkeypatch.setattr(gluon, "grid_plan_of", lambda problem, config, num_sms: GridPlan(1.0, 1, None))
     monkeypatch.setattr("tilewise.kernels.triton.backward.delta_launch", lambda *given: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: type("GPU", (), {
         "multi_processor_count": 132}))
@@ -293,7 +292,7 @@ def test_the_backend_asks_the_table(rows, monkeypatch):
 
 
 def test_the_names_of_the_kernels_are_tables_of_their_own():
-    assert not set(table.HOPPER_KINDS) & set(table.KINDS)
+    assert not set(kinds.HOPPER_KINDS) & set(kinds.KINDS)
 
 
 @pytest.mark.parametrize("kernel", HEURISTICS)
@@ -302,7 +301,7 @@ def test_the_rows_in_the_package_are_of_the_heuristic_of_today_and_serve_the_pro
     device = DeviceSpec.of_arch("sm_90", "nvidia-h200")
     rows = table.load_rows(device.name, f"{kernel}.16bit.json", kernel)
     assert {(row["width"], row["masked"]) for row in rows} == set(product((64, 128, 256), (False, True)))
-    chosen = forward_config if kernel == "hopper_forward" else backward_config
+    chosen = hopper_forward_config if kernel == "hopper_forward" else hopper_backward_config
     for row in rows:
         heads, d = 2048 // row["width"], row["width"]
         problem = problem_of(d, s=row["length"], kernel=kernel, b=16384 // row["length"], hq=heads, hk=heads,

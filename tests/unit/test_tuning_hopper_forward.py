@@ -6,12 +6,12 @@ from itertools import product
 import pytest
 import torch
 
+from tilewise.kernels.gluon.forward_config import HopperForwardConfig
 from tilewise.masks import Mask, causal, window
 from tilewise.problem import AttentionProblem
 from tilewise.problem.options import OperandSpec, ScoreOptions
 from tilewise.problem.sequences import Sequences
-from tilewise.tuning.configs import HopperForwardConfig
-from tilewise.tuning.heuristics import hopper_forward_config
+from tilewise.tuning.heuristics_hopper import forward_heuristic
 
 
 def problem_of(d=64, dv=None, s=4096, mask=None):
@@ -25,22 +25,22 @@ def test_three_warpgroups_have_ping_pong_where_heads_are_narrow_and_sequences_lo
                                   (64, 64, 1792, window(None, 9), True), (64, 64, 2047, window(99, None), False),
                                   (64, 64, 2048, window(99, 0), True),
                                   (64, 72, 4096, Mask(), False), (72, 64, 4096, Mask(), False)):
-        config = hopper_forward_config(replace(problem_of(d, dv, s=s, mask=mask), b=8, hq=32, hk=32))
+        config = forward_heuristic(replace(problem_of(d, dv, s=s, mask=mask), b=8, hq=32, hk=32))
         assert config.consumers == (3 if three else 2)
         assert not three or config == HopperForwardConfig(block_n=128, consumers=3, ping_pong=True)
     capped = replace(problem_of(s=2047), b=8, hq=32, hk=32, scores=ScoreOptions(softcap=30.0))
-    assert [hopper_forward_config(replace(capped, sk=keys)).consumers for keys in (2047, 2048)] == [2, 3]
+    assert [forward_heuristic(replace(capped, sk=keys)).consumers for keys in (2047, 2048)] == [2, 3]
 
 
 def test_two_warpgroups_of_narrow_heads_have_four_stages_where_they_are_at_work_for_more_than_four_waves():
     for b, num_sms, stages in ((8, 132, 4), (4, 132, 2), (4, 128, 2), (4, 127, 4)):
         problem = replace(problem_of(64, 64, s=512, mask=causal()), b=b, hq=32, hk=32)
         for mask in (causal(), Mask()):
-            config = hopper_forward_config(replace(problem, mask=mask), num_sms)
+            config = forward_heuristic(replace(problem, mask=mask), num_sms)
             assert config == HopperForwardConfig(128, 2, stages, ping_pong=True)
     one = replace(problem_of(64, 64, s=512, mask=causal()), hq=132, hk=132)  # four waves of an entry
     for b, deterministic in product((1, 2), (False, True)):
-        config = hopper_forward_config(replace(one, b=b, deterministic=deterministic))
+        config = forward_heuristic(replace(one, b=b, deterministic=deterministic))
         assert config.kv_stages == (4 if b > 1 and not deterministic else 2), "bits are of one element"
 
 
@@ -56,13 +56,13 @@ def test_two_warpgroups_of_narrow_heads_have_four_stages_where_they_are_at_work_
 ])
 def test_two_warpgroups_have_ping_pong_where_that_was_timed_and_one_alone_has_none(d, dv, s, mask, ping_pong):
     problem = replace(problem_of(d, dv, s=s, mask=mask), b=8, hq=32, hk=32)
-    config = hopper_forward_config(problem)
+    config = forward_heuristic(problem)
     assert (config.consumers, config.ping_pong) == (2, ping_pong)
     capped = replace(problem, scores=ScoreOptions(softcap=30.0))
     lengths = replace(problem, sequences=Sequences(seqlens_q=OperandSpec((8,), (1,), torch.int32)))
-    assert not hopper_forward_config(capped).ping_pong
-    assert hopper_forward_config(lengths).ping_pong == ping_pong, "the bound counts where lengths are data"
-    alone = hopper_forward_config(replace(problem, b=1, hq=1, hk=1, sq=512, sk=512))
+    assert not forward_heuristic(capped).ping_pong
+    assert forward_heuristic(lengths).ping_pong == ping_pong, "the bound counts where lengths are data"
+    alone = forward_heuristic(replace(problem, b=1, hq=1, hk=1, sq=512, sk=512))
     assert max(d, dv) > 128 or (alone.consumers, alone.ping_pong) == (1, False)
 
 
@@ -72,7 +72,7 @@ def test_of_packed_sequences_the_mean_length_counts_and_of_deterministic_calls_n
                                             (16384, 8, True, 2), (4096, None, False, 3), (4096, None, True, 2)):
         sequences = Sequences(packed, *((None, None, borders) if packed is None else (borders, borders)))
         problem = replace(problem_of(64, 64, s=s), sequences=sequences, deterministic=deterministic)
-        assert hopper_forward_config(problem).consumers == three
+        assert forward_heuristic(problem).consumers == three
 
 
 @pytest.mark.parametrize(("d", "dv", "config"), [
@@ -82,4 +82,4 @@ def test_of_packed_sequences_the_mean_length_counts_and_of_deterministic_calls_n
     (64, 192, HopperForwardConfig(block_n=64, consumers=2)),
 ], ids=str)
 def test_wide_heads_take_as_many_keys_a_step_as_registers_and_shared_memory_allow(d, dv, config):
-    assert hopper_forward_config(problem_of(d, dv)) == config
+    assert forward_heuristic(problem_of(d, dv)) == config

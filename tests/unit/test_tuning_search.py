@@ -5,11 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tilewise.kernels.triton.config import ForwardConfig
 from tilewise.masks import Mask
 from tilewise.problem import AttentionProblem
-from tilewise.tuning.configs import ForwardConfig
 from tilewise.tuning.device import DeviceSpec
-from tilewise.tuning.heuristics import KINDS, tile_config
+from tilewise.tuning.heuristics_triton import tile_heuristic
+from tilewise.tuning.kinds import KINDS
 from tilewise.tuning.search import HOPELESS, MOST_CANDIDATES, ROUNDS, Fault, Proposals, propose, search
 
 HOPPER = DeviceSpec.of_arch("sm_90")
@@ -52,14 +53,14 @@ def test_proposals_are_few_distinct_and_fit_with_the_heuristics_tiles_first(arch
     assert len(set(proposals.tiles)) == len(proposals.tiles)
     assert all(type(config) is KINDS[kernel] for config in proposals.tiles)
     assert all(config.shared_bytes(problem) <= device.shared_memory for config in proposals.tiles[2:])
-    own = {tile_config(kernel, problem, device, descriptors=way) for way in (False, arch == "sm_90")}
+    own = {tile_heuristic(kernel, problem, device, descriptors=way) for way in (False, arch == "sm_90")}
     assert set(proposals.tiles[:len(own)]) == own
 
 
 def test_descriptors_are_proposed_only_where_they_are_permitted_and_elements_have_16_bits():
     permitted = propose("dq", problem_of(), HOPPER, descriptors=True)
     assert {config.descriptors for config in permitted.tiles} == {True, False}
-    assert permitted.described == tile_config("dq", problem_of(), HOPPER, descriptors=True)
+    assert permitted.described == tile_heuristic("dq", problem_of(), HOPPER, descriptors=True)
     for proposals in (propose("dq", problem_of(), HOPPER, descriptors=False),
                       propose("dq", problem_of(dtype=torch.float32), HOPPER, descriptors=True)):
         assert proposals.described is None

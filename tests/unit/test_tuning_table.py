@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from tilewise.errors import InvalidInput
+from tilewise.kernels.triton.config import DkdvConfig, ForwardConfig
 from tilewise.tuning import table
-from tilewise.tuning.configs import DkdvConfig, ForwardConfig
-from tilewise.tuning.table import ALL_KINDS, Bucket, load_rows, make_row, read_table, table_file, write_table
+from tilewise.tuning.kinds import ALL_KINDS
+from tilewise.tuning.table import Bucket, load_rows, make_row, read_table, table_file, write_table
 
 ROOT = Path(__file__).resolve().parents[2]
 BUCKET = Bucket(width=128, itemsize=2, masked=True, length=2048)

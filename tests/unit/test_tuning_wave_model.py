@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from tilewise.dispatch import order
+from tilewise.kernels.gluon.forward_config import HopperForwardConfig
 from tilewise.masks import Mask, causal
 from tilewise.problem import AttentionProblem
 from tilewise.problem.options import OperandSpec, ScoreOptions
 from tilewise.problem.sequences import Sequences
-from tilewise.tuning.configs import HopperForwardConfig
 from tilewise.tuning.device import DeviceSpec
-from tilewise.tuning.heuristics import hopper_forward_config
-from tilewise.tuning.hopper import forward_config
+from tilewise.tuning.heuristics_hopper import forward_heuristic
+from tilewise.tuning.select import hopper_forward_config
 from tilewise.tuning.wave_model import grid_plan_of
 
 TWO, NARROW = HopperForwardConfig(128, 2), HopperForwardConfig(128, 3, ping_pong=True)
@@ -28,7 +28,7 @@ def problem_of(b, heads, s, d, mask=None, **fields):
 
 def chosen(problem, num_sms=132):
     """Warpgroups, heads of a group in a tile, and the plan of its splits."""
-    config = hopper_forward_config(problem, num_sms)
+    config = forward_heuristic(problem, num_sms)
     _time, pack_gqa, split_kv = grid_plan_of(problem, config, num_sms)
     return config.consumers, pack_gqa, split_kv
 
@@ -93,7 +93,7 @@ def test_a_deterministic_calls_tiles_are_those_of_one_batch_element():
 def test_the_number_of_sms_decides():
     problem = problem_of(1, 16, 2048, 64)
     device = DeviceSpec.of_arch("sm_90", "no-such-device")
-    assert [forward_config(problem, device, count).consumers for count in (132, 176)] == [2, 3]
+    assert [hopper_forward_config(problem, device, count).consumers for count in (132, 176)] == [2, 3]
     plans = [chosen(problem_of(1, 8, (512, 32768), 128), count)[2] for count in (132, 66, 32)]
     assert plans == [(0, 4), (0, 2), None]
 

@@ -33,7 +33,7 @@ from tilewise.problem import AttentionProblem, Sizes, are_aligned
 from tilewise.problem.options import NO_OPERANDS, Operands
 from tilewise.support.caches import registered
 from tilewise.support.packages import version_text
-from tilewise.tuning.heuristics import delta_config
+from tilewise.tuning.select import delta_config
 
 OLDEST_FRONTEND = (1, 28)  # its graphs and handles are as library.py and graph.py use them
 # 9.10.0 and 9.10.1 compute 16-bit attention wrongly, 9.14.0 long windows, and 9.15.0 wants guards of its own, by the

@@ -22,9 +22,13 @@ from tilewise.problem import AttentionProblem, Sizes, alignment_of, are_aligned,
 from tilewise.problem.options import DRAW_SPAN, LARGE_SOFTCAP, NO_OPERANDS, NO_OPTIONS, Operands, is_large_softcap
 from tilewise.support.caches import registered
 from tilewise.tuning.device import device_spec
-from tilewise.tuning.heuristics import delta_config
-from tilewise.tuning.hopper import backward_config, forward_config
-from tilewise.tuning.wave_model import grid_plan_of
+from tilewise.tuning.select import (
+    backward_schedule,
+    delta_config,
+    forward_schedule,
+    hopper_backward_config,
+    hopper_forward_config,
+)
 
 WIDEST = 256
 WIDEST_OF_ALL = 128  # what the backward kernel for wider heads does not have is taken to here
@@ -129,10 +133,10 @@ class _Plan:
 @lru_cache(maxsize=1024)
 def _plan(problem: AttentionProblem) -> _Plan:
     num_sms = torch.cuda.get_device_properties(problem.device).multi_processor_count
-    config = forward_config(problem, device_spec(problem.device), num_sms)
-    _, pack_gqa, split_kv = grid_plan_of(problem, config, num_sms)
-    launch, combine = HopperForward(problem, config, num_sms, pack_gqa, split_kv), None
-    if split_kv is not None:
+    config = hopper_forward_config(problem, device_spec(problem.device), num_sms)
+    schedule = forward_schedule(problem, config, num_sms)
+    launch, combine = HopperForward(problem, config, schedule, num_sms), None
+    if schedule.split_kv is not None:
         from tilewise.kernels.triton.combine import combine_splits_launch
 
         shape = launch.partial_shape
@@ -189,13 +193,13 @@ def _backward_plan(problem: AttentionProblem, incoming: tuple[Sizes, Sizes, Size
 
     strides = _gradient_strides(problem)
     num_sms = torch.cuda.get_device_properties(problem.device).multi_processor_count
-    config = backward_config(problem, device_spec(problem.device), num_sms)
+    config = hopper_backward_config(problem, device_spec(problem.device), num_sms)
     out_strides, dout_strides, dlse_strides = incoming
     # Nobody else wants delta: the launch may make it of out on its way.
     nobody_else = dlse_strides is None and problem.scores.sinks is None and out_strides[-1:] == (1,)
     forms = *forms_of_gradients(problem, strides), forms_of_results(problem)[1]
     return _BackwardPlan(allocator(problem.device), forms, delta_launch(problem, delta_config(problem), *incoming),
-                         backward_launch(problem, config, strides[0], num_sms,
+                         backward_launch(problem, config, backward_schedule(problem, config), strides[0], num_sms,
                                          (out_strides, dout_strides) if nobody_else else None,
                                          allocator(problem.device)),
                          None if problem.scores.sinks or problem.sequences.are_data

@@ -25,21 +25,21 @@ from tilewise.problem import TAIL_WIDTH, WIDEST, AttentionProblem, Sizes, alignm
 from tilewise.problem.options import NO_OPERANDS, Operands
 from tilewise.support.caches import registered
 from tilewise.tuning.device import device_spec
-from tilewise.tuning.heuristics import (
+from tilewise.tuning.heuristics_triton import least_bytes
+from tilewise.tuning.select import (
     delta_config,
     entries_config,
     hopper_dbias_config,
-    least_bytes,
     pair_entries,
     split_dkdv,
+    triton_config,
     wants_descriptors,
 )
-from tilewise.tuning.table import config_for
 
 if TYPE_CHECKING:
     from tilewise.kernels.gluon.launch_dbias import HopperDbias
     from tilewise.kernels.triton.bias_gradient import BiasGradientSums
-    from tilewise.tuning.configs import TileConfig
+    from tilewise.kernels.triton.config import TileConfig
 
 _EVERY = Needs()
 _Three = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]  # dq, dk, dv
@@ -286,7 +286,7 @@ def _forward_plan(problem: AttentionProblem, alignment: tuple[bool, ...], precis
     spec = device_spec(problem.device)
     descriptors = wants_descriptors(problem, spec) and all(alignment) and takes_descriptors(
         problem, problem.q_strides, problem.k_strides, problem.v_strides)
-    config = config_for("forward", problem, spec, descriptors=descriptors)
+    config = triton_config("forward", problem, spec, descriptors=descriptors)
     return _ForwardPlan(*made, forward_launch(problem, config, precision), _planned_modifiers(problem))
 
 
@@ -311,10 +311,10 @@ def _backward_plan(problem: AttentionProblem, incoming: tuple[Sizes, Sizes, Size
         problem, problem.q_strides, problem.k_strides, problem.v_strides, dout_strides)
     kernels = {"dk": (True, False), "dv": (False, True)} if split_dkdv(problem, spec) else {"dkdv": (True, True)}
     dkdv_launches = tuple(
-        dkdv_launch(problem, config_for(kernel, problem, spec, descriptors=descriptors), precision, dout_strides,
+        dkdv_launch(problem, triton_config(kernel, problem, spec, descriptors=descriptors), precision, dout_strides,
                     (dk, dv), made)
         for kernel, made in kernels.items())
-    config = config_for("dq", problem, spec, descriptors=descriptors)
+    config = triton_config("dq", problem, spec, descriptors=descriptors)
     entries, dbias = _dbias_of(problem, config, precision, dout_strides, descriptors) if needs.dbias else (0, None)
     at_once = 1
     if entries > 1 and sees_alike(problem):
@@ -345,7 +345,7 @@ def _dbias_of(problem: AttentionProblem, dq_config: "TileConfig", precision: str
         return 0, HopperDbias(problem, tile, num_sms)
     if entries:
         return entries, None
-    return 0, dbias_launch(problem, config_for("dbias", problem, spec, descriptors=descriptors), precision,
+    return 0, dbias_launch(problem, triton_config("dbias", problem, spec, descriptors=descriptors), precision,
                            dout_strides)
 
 

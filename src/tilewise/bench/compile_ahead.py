@@ -11,7 +11,7 @@ from tilewise.bench.grids import Cell
 from tilewise.bench.tile_launches import PER_ROW, TENSORS, tile_launch
 from tilewise.compile_ahead.pool import CompileOnlyDriver
 from tilewise.problem import AttentionProblem
-from tilewise.tuning.configs import AnyConfig
+from tilewise.tuning.kinds import AnyConfig
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from tilewise.problem import AttentionProblem
+from tilewise.tuning.schedules_hopper import schedule_on_grid
+from tilewise.tuning.select import backward_schedule
 
 _OF_BACKWARD = ("q", "k", "v", "dout", "lse", "delta")
 TENSORS = {
@@ -51,9 +53,11 @@ class HopperLaunch:
 
         self._is_forward = kernel == "hopper_forward"
         if self._is_forward:
-            self._launch: Any = HopperForward(problem, config, _num_sms(problem.device))
+            self._launch: Any = HopperForward(problem, config, schedule_on_grid(problem, config),
+                                              _num_sms(problem.device))
         else:
-            self._launch = backward_launch(problem, config, problem.q_strides, _num_sms(problem.device))
+            self._launch = backward_launch(problem, config, backward_schedule(problem, config), problem.q_strides,
+                                           _num_sms(problem.device))
         self._compiled: Any = self._launch.dkdv if isinstance(self._launch, HopperBackwardApart) else self._launch
         self.kernel, self.grid, self.scalars = self._compiled.kernel, self._compiled.grid, self._compiled.scalars
         self.options = OPTIONS

@@ -27,12 +27,12 @@ from tilewise.dispatch import get_backend
 from tilewise.errors import InvalidInput
 from tilewise.problem import AttentionProblem
 from tilewise.testing.inputs import make_inputs
-from tilewise.tuning.configs import AnyConfig
+from tilewise.tuning.candidates_hopper import propose_hopper
 from tilewise.tuning.device import DeviceSpec, device_spec
-from tilewise.tuning.heuristics import split_dkdv, wants_descriptors
-from tilewise.tuning.hopper import propose_hopper
+from tilewise.tuning.kinds import HOPPER_KINDS, AnyConfig
 from tilewise.tuning.search import MOST_CANDIDATES, Finding, Proposals, propose, search
-from tilewise.tuning.table import HOPPER_KINDS, Bucket, Row, make_row
+from tilewise.tuning.select import split_dkdv, wants_descriptors
+from tilewise.tuning.table import Bucket, Row, make_row
 
 WIDTHS = (64, 128, 256)
 MASKS = {"none": FULL, "causal": CAUSAL}

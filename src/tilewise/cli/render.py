@@ -19,8 +19,9 @@ from tilewise.bench.torture_rows import TortureRow
 from tilewise.cli.session import Finding, Outcome, TuningOutcome
 from tilewise.compile_ahead import Report
 from tilewise.dispatch import Explanation
-from tilewise.tuning.table import HOPPER_KINDS, backward_config_of, fields_of, forward_config_of
+from tilewise.tuning.kinds import HOPPER_KINDS
 from tilewise.tuning.table import Row as TableRow
+from tilewise.tuning.table import backward_config_of, fields_of, forward_config_of
 
 _NOTHING = "–"
 _BASELINE = "naive"

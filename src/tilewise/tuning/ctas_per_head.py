@@ -2,8 +2,8 @@
 
 import math
 
+from tilewise.kernels.gluon.backward_config import BLOCK_N
 from tilewise.problem import AttentionProblem
-from tilewise.tuning.backward_configs import BLOCK_N
 
 # By the columns of a tile: the share of all SMs' time that such CTAs must keep busy, and the bytes of their heads that
 # may be resident at once, of 50 MiB of L2.

@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Protocol
 
+from tilewise.kernels.triton.config import MAX_BLOCK, MIN_BLOCK, TileConfig
 from tilewise.problem import AttentionProblem
-from tilewise.tuning.configs import MAX_BLOCK, MIN_BLOCK, AnyConfig, TileConfig
 from tilewise.tuning.device import DeviceSpec
-from tilewise.tuning.heuristics import Config, shared_bytes, tile_config
+from tilewise.tuning.heuristics_triton import shared_bytes, tile_heuristic
+from tilewise.tuning.kinds import AnyConfig, TritonConfig
 
 MOST_CANDIDATES = 40
 ROUNDS = 5
@@ -83,15 +84,15 @@ def propose(kernel: str, problem: AttentionProblem, device: DeviceSpec, *, descr
     """Propose tiles around the heuristic's: sides up to twice as long or short, 4 or 8 warps, 1 to 4 stages.
 
     Args:
-        kernel, problem, device: as in :func:`tilewise.tuning.heuristics.tile_config`.
+        kernel, problem, device: as in :func:`tilewise.tuning.heuristics_triton.tile_heuristic`.
         descriptors: whether the tensors could come through tensor descriptors; 16-bit tiles are then tried both ways.
         most: tiles at most, though never fewer than the heuristic has.
     """
-    plain = tile_config(kernel, problem, device, descriptors=False)
+    plain = tile_heuristic(kernel, problem, device, descriptors=False)
     described = None
     origins = [plain]
     if descriptors and problem.dtype.itemsize == 2:
-        described = tile_config(kernel, problem, device, descriptors=True)
+        described = tile_heuristic(kernel, problem, device, descriptors=True)
         origins.append(replace(described, descriptors=True))
     others = [(_distance(config, origin), config) for origin in origins for config in _around(origin)
               if shared_bytes(config, problem, device) <= device.shared_memory]
@@ -119,14 +120,14 @@ def search(trial: Trial, proposals: Proposals) -> Finding:
     return Finding((best,), faults)
 
 
-def _around(origin: Config) -> list[Config]:
+def _around(origin: TritonConfig) -> list[TritonConfig]:
     rows, keys = ([side for side in (block // 2, block, 2 * block) if MIN_BLOCK <= side <= MAX_BLOCK]
                   for block in (origin.block_m, origin.block_n))
     return [replace(origin, block_m=m, block_n=n, num_warps=warps, num_stages=stages)
             for m, n, warps, stages in product(rows, keys, (4, 8), (1, 2, 3, 4))]
 
 
-def _distance(config: Config, origin: Config) -> tuple[float, float]:
+def _distance(config: TritonConfig, origin: TritonConfig) -> tuple[float, float]:
     """Doublings of the sides and of the work a warp has, half a step a stage; at equal distance, nearer in area.
 
     So a tile twice as large comes with twice the warps before it comes without.

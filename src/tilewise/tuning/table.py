@@ -4,7 +4,7 @@ A row says: for this padded head dim, element size, masked or not, and this leng
 problem takes the row that agrees in the first three and is nearest in length (on a logarithmic scale). A row made
 with descriptors serves only where the tensors can come through them. Further fields of a row are for its reader.
 Tables of the Gluon kernels are alike, with the fields of their own configs, and with the heuristic's config of the
-problem that was measured; hopper.py asks them. Rows of the backward pass name their kernel, whose config has its own
+problem that was measured. Rows of the backward pass name their kernel, whose config has its own
 fields.
 """
 
@@ -20,19 +20,16 @@ from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 from tilewise.errors import InvalidInput
+from tilewise.kernels.gluon.backward_config import BACKWARD_CONFIGS, LEAST_SCALE, BackwardKernel, HopperBackwardConfig
+from tilewise.kernels.gluon.forward_config import HopperForwardConfig, pieces_of
 from tilewise.masks.tile_lists import TILE
 from tilewise.problem import AttentionProblem
-from tilewise.tuning.backward_configs import BACKWARD_CONFIGS, BackwardKernel, HopperBackwardConfig
-from tilewise.tuning.configs import AnyConfig, HopperConfig, HopperForwardConfig
 from tilewise.tuning.device import DeviceSpec
-from tilewise.tuning.heuristics import KINDS, Config, has_pairs, kernel_width, lengths_may_decide, tile_config
+from tilewise.tuning.kinds import ALL_KINDS, HOPPER_KINDS, KINDS, AnyConfig, HopperConfig, TritonConfig
+from tilewise.tuning.problem_traits import has_pairs, kernel_width, lengths_may_decide
 
 Row = dict[str, Any]
 C = TypeVar("C", bound=AnyConfig)
-HOPPER_KINDS: dict[str, type[HopperConfig]] = {
-    "hopper_forward": HopperForwardConfig, "hopper_backward": HopperBackwardConfig,
-}
-ALL_KINDS: dict[str, type[AnyConfig]] = {**KINDS, **HOPPER_KINDS}
 _LENGTH_OF_ANY = 2048  # the middle of the lengths that are measured
 
 
@@ -52,20 +49,48 @@ class Bucket:
         return cls(kernel_width(problem), problem.dtype.itemsize, problem.mask.is_bounded, length)
 
 
-def config_for(kernel: str, problem: AttentionProblem, device: DeviceSpec, *, descriptors: bool) -> Config:
-    """Return the table's config for the problem, else the heuristic one; arguments as in ``tile_config``.
+def triton_row(kernel: str, problem: AttentionProblem, device: DeviceSpec, *, descriptors: bool) -> Row | None:
+    """Return the table's row for the problem, None where it has none.
 
     Tables are measured without bias, boolean mask and dropout, which want tiles of their own, and without lists of
     tiles, which no tile may be longer than one of.
     """
-    if not has_pairs(problem):
-        rows = load_rows(device.name, table_file(kernel, problem.dtype.itemsize), kernel)
-        if problem.scores.tiles_q is not None:
-            rows = tuple(row for row in rows if max(row["block_m"], row["block_n"]) <= TILE)
-        row = nearest_row(rows, Bucket.of(problem), descriptors=descriptors)
-        if row is not None:
-            return _make(KINDS[kernel], row)
-    return tile_config(kernel, problem, device, descriptors=descriptors)
+    if has_pairs(problem):
+        return None
+    rows = load_rows(device.name, table_file(kernel, problem.dtype.itemsize), kernel)
+    if problem.scores.tiles_q is not None:
+        rows = tuple(row for row in rows if max(row["block_m"], row["block_n"]) <= TILE)
+    return nearest_row(rows, Bucket.of(problem), descriptors=descriptors)
+
+
+def hopper_row(kernel: str, problem: AttentionProblem, device: DeviceSpec, own: HopperConfig) -> Row | None:
+    """Return the table's row for the problem, None where it has none.
+
+    A bucket knows nothing of how many heads there are, by which the heuristic tells grids that fill the SMs from
+    those that do not. So a row speaks for the problems that the heuristic would have given ``own``
+    like the one that was measured, whatever their number of heads, and for lengths from half to twice its own.
+    """
+    if not _is_measured(kernel, problem):
+        return None
+    bucket = Bucket.of(problem)
+    rows = tuple(row for row in load_rows(device.name, table_file(kernel, problem.dtype.itemsize), kernel)
+                 if row["heuristic"] == fields_of(own) and row["length"] <= 2 * bucket.length <= 4 * row["length"])
+    return nearest_row(rows, bucket, descriptors=False)
+
+
+def _is_measured(kernel: str, problem: AttentionProblem) -> bool:
+    """Whether a table could have measured such a call.
+
+    Rows are of plain calls with one head dim, whose tiles have one piece of 64, 128 or 256 columns, and with as many
+    queries as keys, all seen or the causal ones. Softcap, sinks and dropout take registers, lengths that are data and
+    sums in a fixed order take other ways.
+    """
+    scores, mask = problem.scores, problem.mask
+    return (problem.d == problem.dv and pieces_of(problem.d) == (kernel_width(problem),)
+            and problem.sq == problem.sk and mask.left is None and mask.right in (None, 0)
+            and scores.softcap is None and scores.sinks is None and not scores.dropout_p
+            and not problem.sequences.are_data
+            and (kernel == "hopper_forward" or (not problem.deterministic and problem.scale >= LEAST_SCALE)))
 
 
 def nearest_row(rows: tuple[Row, ...], bucket: Bucket, *, descriptors: bool) -> Row | None:
@@ -85,6 +110,11 @@ def fields_of(config: AnyConfig) -> Row:
     """Return the fields of a row that are its config's."""
     named = {"kernel": str(config.kernel)} if isinstance(config, HopperBackwardConfig) else {}
     return named | asdict(config)
+
+
+def triton_config_of(kernel: str, row: Row) -> TritonConfig:
+    """Return the config of a row of a Triton kernel."""
+    return _make(KINDS[kernel], row)
 
 
 def forward_config_of(row: Row) -> HopperForwardConfig:

@@ -8,9 +8,9 @@ the problem and the number of SMs; their times were measured on an H200 (docs/ho
 import math
 from typing import NamedTuple
 
+from tilewise.kernels.gluon.forward_config import HopperForwardConfig, SplitPlan, pieces_of
 from tilewise.masks import Span
 from tilewise.problem import AttentionProblem
-from tilewise.tuning.configs import HopperForwardConfig, pieces_of
 
 # Microseconds that two warpgroups take for a block of 128 keys: the softmax's, or those of each column of d and of dv.
 _SOFTMAX, _COLUMN = 1.15, 0.0057
@@ -25,18 +25,6 @@ MANY_WAVES = 4
 _MOST_SPLITS, _MOST_LAST_SPLITS = 32, 8
 NEARLY = 0.97  # a plan must take less than this of the time without it
 _WORTH = 1.5  # and splitting a last wave must save this many times what it costs
-
-
-class SplitPlan(NamedTuple):
-    """Which tiles have their keys split.
-
-    Attributes:
-        whole: how many tiles do not: the first ones.
-        num_splits: of each of the others; in a tile with fewer blocks than splits some splits are empty.
-    """
-
-    whole: int
-    num_splits: int
 
 
 class GridPlan(NamedTuple):

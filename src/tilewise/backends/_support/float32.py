@@ -9,23 +9,13 @@ import torch
 from tilewise.backends._support.current import allows_tf32, is_current
 from tilewise.backends.base import Gradients, Needs, Results, Saved
 from tilewise.kernels.cuda.call import UNBOUNDED, Call, Tensor
+from tilewise.kernels.cuda.config import KEY_TILE, PAD, SUMS_OVER_QUERIES, WIDEST, CudaConfig, padded_dims
 from tilewise.kernels.cuda.program import Program, lacking, load
 from tilewise.problem import AttentionProblem, are_aligned, dense_strides
 from tilewise.problem.options import NO_OPERANDS, NO_OPTIONS, Operands
 from tilewise.support.caches import registered
-from tilewise.tuning.cuda import (
-    DELTA,
-    KEY_TILE,
-    PAD,
-    SPLIT,
-    SUMS_OVER_QUERIES,
-    WIDEST,
-    CudaConfig,
-    backward_kernels,
-    cuda_config,
-    padded_dims,
-)
 from tilewise.tuning.device import DeviceSpec, device_spec
+from tilewise.tuning.select import CUDA_DELTA, CUDA_SPLIT, backward_kernels, cuda_config
 
 _EVERY = Needs()
 
@@ -176,7 +166,7 @@ def _split(program: Program, problem: AttentionProblem, call: Call) -> tuple[Cal
         own.hq, own.sk, own.tiles, own.k, own.v = heads, len(seen), tiles, first, second
         own.dk, own.dv = (tensor.from_row(seen.start) for tensor in split)
         launch = load(before, device_spec(problem.device).arch, problem.device.index or 0,
-                      SPLIT[before.config.products].shared_bytes("split", program.d, program.dv))
+                      CUDA_SPLIT[before.config.products].shared_bytes("split", program.d, program.dv))
         launch(own, tiles * heads * problem.b)
     call = Call.from_buffer_copy(call)
     for name, tensor in zip(names, split, strict=True):
@@ -195,7 +185,7 @@ def _seen(problem: AttentionProblem, call: Call, *, of_queries: bool) -> range:
 
 def splitting(program: Program) -> Program:
     """Return the program that writes what comes to another in steps."""
-    return Program("split", SPLIT[program.config.products], program.d, program.dv, program.vectors)
+    return Program("split", CUDA_SPLIT[program.config.products], program.d, program.dv, program.vectors)
 
 
 @registered
@@ -209,7 +199,8 @@ def plan(kernel: str, problem: AttentionProblem, device: DeviceSpec, products: i
          vectors: bool) -> tuple[Program, int, int, int]:
     """The same for a device that need not be here."""
     if kernel == "delta":  # has no tiles: one program is that of all head dims
-        return Program(kernel, DELTA, d=32, dv=32, vectors=False), 0, -(-problem.sq // DELTA.warps), problem.hq
+        program = Program(kernel, CUDA_DELTA, d=32, dv=32, vectors=False)
+        return program, 0, -(-problem.sq // CUDA_DELTA.warps), problem.hq
     dims = padded_dims(kernel, problem)
     # why_not refuses where there is none.
     config = cast(CudaConfig, cuda_config(kernel, problem, device, products))

@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from tilewise.kernels.gluon.backward_config import HopperDbiasConfig
 from tilewise.kernels.gluon.launch import HopperForward
 from tilewise.kernels.gluon.launch_backward_wide import backward_launch
 from tilewise.kernels.gluon.launch_dbias import HopperDbias
@@ -14,9 +15,9 @@ from tilewise.kernels.triton.launch import modifiers_of
 from tilewise.masks import causal
 from tilewise.problem import AttentionProblem, dense_strides
 from tilewise.problem.options import Operands
-from tilewise.tuning.configs import HopperDbiasConfig
 from tilewise.tuning.device import device_spec
-from tilewise.tuning.hopper import backward_config, forward_config
+from tilewise.tuning.schedules_hopper import schedule_on_grid
+from tilewise.tuning.select import backward_schedule, hopper_backward_config, hopper_forward_config
 
 Family = Literal["forward", "backward", "dbias"]
 Tensors = dict[str, torch.Tensor]
@@ -125,7 +126,8 @@ def _forward(call: Call) -> Tensors:
     problem, _, tensors = call
     q, k, v = tensors["q"], tensors["k"], tensors["v"]
     addresses = q.data_ptr(), k.data_ptr(), v.data_ptr()
-    launch = HopperForward(problem, forward_config(call.usual, device_spec(problem.device)), _CTAS)
+    config = hopper_forward_config(call.usual, device_spec(problem.device))
+    launch = HopperForward(problem, config, schedule_on_grid(problem, config), _CTAS)
     shape = (problem.b, problem.hq, problem.sq, problem.dv)
     made = {"out": q.new_empty_strided(shape, problem.out_strides), "lse": torch.empty_like(tensors["lse"])}
     _twice(made, lambda: launch(lambda: (q, k, v), addresses, made["out"], made["lse"]))
@@ -139,7 +141,8 @@ def _backward(call: Call) -> Tensors:
     made = {f"d{name}": torch.empty_strided(tensors[name].shape, dense_strides(tensors[name].shape,
                                                                               tensors[name].stride()),
                                             dtype=problem.dtype, device=problem.device) for name in "qkv"}
-    launch = backward_launch(problem, backward_config(usual, device_spec(problem.device)), made["dq"].stride(), _CTAS)
+    config = hopper_backward_config(usual, device_spec(problem.device))
+    launch = backward_launch(problem, config, backward_schedule(problem, config), made["dq"].stride(), _CTAS)
     _twice(made, lambda: launch(*(tensors[name] for name in names), *made.values()))
     return made
 

@@ -13,8 +13,8 @@ from tilewise.kernels.triton.launch import Launch
 from tilewise.problem import Sizes, alignment_of
 from tilewise.problem.decode import CacheOperands, DecodeProblem
 from tilewise.support.caches import registered
-from tilewise.tuning.decode import choose_splits, decode_config, row_tiles
 from tilewise.tuning.device import device_spec
+from tilewise.tuning.select import choose_splits, decode_config
 
 if TYPE_CHECKING:
     from tilewise.kernels.triton.decode_launch import Strides
@@ -83,7 +83,7 @@ def _plan(problem: DecodeProblem, alignment: tuple[bool, ...], precision: str) -
         return _Plan(strides, append, None, None)
     config = decode_config(problem, device_spec(problem.device))
     splits = choose_splits(problem, config, _num_sms(problem.device))
-    attend = decode_launch(problem, config, splits, row_tiles(problem, config), precision)
+    attend = decode_launch(problem, config, splits, config.row_tiles(problem), precision)
     if is_whole(splits):
         return _Plan(strides, append, attend, None)
     return _Plan(strides, append, attend, combine_launch(problem, config, splits),

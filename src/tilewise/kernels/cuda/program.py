@@ -12,11 +12,12 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
-from typing import Any, Protocol
+from typing import Any
 
 from tilewise import settings
 from tilewise.errors import BackendUnavailable
 from tilewise.kernels.cuda.call import Call
+from tilewise.kernels.cuda.config import CudaConfig
 from tilewise.kernels.cuda.source import MAIN, source_files
 from tilewise.kernels.hooks import take_of_kernels
 from tilewise.support.disk_cache import keep
@@ -37,38 +38,6 @@ _KERNELS = {
 _thread = threading.local()  # has_context: whether this thread is known to have one
 
 
-class ProgramShape(Protocol):
-    """What a kernel reads of its config (tilewise.tuning.cuda)."""
-
-    @property
-    def products(self) -> int:
-        """How many on tensor cores make a product: 3 of halves, or 1 of TF32; 0 = FMA pipes."""
-
-    @property
-    def blocks(self) -> int:
-        """Blocks of rows a warp."""
-
-    @property
-    def warps(self) -> int:
-        """Warps a program."""
-
-    @property
-    def others(self) -> int:
-        """Rows of the other side a step."""
-
-    @property
-    def resident(self) -> int:
-        """Programs a multiprocessor."""
-
-    @property
-    def chunk(self) -> int:
-        """Dims of K, then rows of V, at once on FMA pipes."""
-
-    @property
-    def split(self) -> bool:
-        """Whether the other side's rows come split into halves."""
-
-
 @dataclass(frozen=True, slots=True)
 class Program:
     """One kernel with its macros, not yet compiled.
@@ -81,7 +50,7 @@ class Program:
     """
 
     kernel: str
-    config: ProgramShape
+    config: CudaConfig
     d: int
     dv: int
     vectors: bool

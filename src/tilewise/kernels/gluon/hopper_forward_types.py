@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 
 class Config(NamedTuple):
-    """What is fixed when the kernel is compiled: HopperForwardConfig's fields, and which bounds the mask has.
+    """What is fixed when the kernel is compiled: fields of its config and schedule, and which bounds the mask has.
 
     PACK_GQA: rows of a tile that are heads of one group at one query, a power of two; 1: rows are queries of one head.
     D, DV: the columns of q and k, and of v and out, in one or two chunks: the sides of a tile are powers of two, and a

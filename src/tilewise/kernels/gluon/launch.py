@@ -4,23 +4,17 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from tilewise.kernels.driver import raw_stream
 from tilewise.kernels.enqueue import Enqueue
+from tilewise.kernels.gluon.forward_config import HopperForwardConfig, HopperForwardSchedule
 from tilewise.masks import Span
 from tilewise.problem import AttentionProblem, legal_strides
 from tilewise.problem.options import NO_OPERANDS, Operands
 
-# Heads are scheduled together whose keys and values take so much of L2 (50 MiB on an H100, 60 on an H200), by the
-# columns of a head: at 64 and 256 columns 24 MiB are 0.98 to 1.00 times as fast as 32, at 128 1.002 to 1.007. Where
-# keys are few, more of q and out passes through L2 beside k and v, and the call waits for memory: less is faster
-# there, 12 MiB with 512 keys and 16 with 1024 (docs/hopper.md, Order of the tiles).
-_SWIZZLE_BYTES = {64: 32 * 2**20, 128: 24 * 2**20, 256: 32 * 2**20}
-_FEW_KEYS, _SWIZZLE_BYTES_OF_NONE, _SWIZZLE_BYTES_PER_KEY = 1024, 8 * 2**20, 8 * 2**10
-_LEAST_FROZEN = 512  # keys from which the row maximum of a tile's first blocks is kept
 NO_LENGTHS = (None,) * 4  # cu_seqlens_q, cu_seqlens_k, seqlens_q, seqlens_k
 # Counters allocated for captured graphs, and those of each device that are left: each is given out once.
 _SPARES = 4096
@@ -33,51 +27,20 @@ _DESCRIBED = (0, 0, 1, 1, 2, 2, 3)  # which of q, k, v and out each descriptor i
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 
 
-class ForwardConfig(Protocol):
-    """What the launch reads of its config (tilewise.tuning.configs.HopperForwardConfig)."""
-
-    @property
-    def block_n(self) -> int:
-        """Keys a block."""
-
-    @property
-    def consumers(self) -> int:
-        """Warpgroups that compute, 64 rows each."""
-
-    @property
-    def kv_stages(self) -> int:
-        """Stages of the KV pipe: blocks of K and V in flight."""
-
-    @property
-    def q_stages(self) -> int:
-        """Tiles of Q in flight."""
-
-    @property
-    def ping_pong(self) -> bool:
-        """Whether warpgroups alternate between the tensor cores and the softmax."""
-
-    def head_dim_chunks(self, problem: AttentionProblem) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Columns of q and k inside the tiles, and of v and out, in one or two chunks."""
-
-    def out_buffers(self, problem: AttentionProblem) -> tuple[int, int]:
-        """Columns of out in each buffer of a warpgroup, and the number of buffers."""
-
-
 class HopperForward:
     """The forward kernel bound to a problem.
 
     Args:
         problem: the call.
         config: its tiles.
+        schedule: their order, and what else was chosen. Where it splits tiles, their partial results go to
+            ``partial``, float32, of :attr:`partial_shape`; the kernel that combines them takes the sinks. Without a
+            bound alone some tiles may be whole, so that the rows of the others are the last ones.
         num_sms: of the device; one CTA runs on each.
-        pack_gqa, split_kv: as :func:`tilewise.tuning.wave_model.grid_plan_of` gives them. split_kv: how many tiles are
-            whole (the first ones; without a bound alone, so that the rows of the others are the last ones), and the
-            number of splits of each other tile. Their partial results go to ``partial``, float32, of
-            :attr:`partial_shape`; the kernel that combines them takes the sinks.
     """
 
-    def __init__(self, problem: AttentionProblem, config: ForwardConfig, num_sms: int, pack_gqa: int = 1,
-                 split_kv: tuple[int, int] | None = None) -> None:
+    def __init__(self, problem: AttentionProblem, config: HopperForwardConfig, schedule: HopperForwardSchedule,
+                 num_sms: int) -> None:
         from triton.experimental.gluon import language as gl
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -90,7 +53,7 @@ class HopperForward:
         chunks, columns = config.head_dim_chunks(problem), config.out_buffers(problem)[0]
         self.is_packed = problem.sequences.packed is not None
         lower, upper, count, _is_shifted = bounds_of(problem)
-        scaling = scaling_of(problem)
+        scaling, pack_gqa, split_kv = scaling_of(problem), schedule.pack_gqa, schedule.split_kv
         heads = problem.hq if pack_gqa == 1 else problem.hk
         tiles = problem.sequences.slots(problem.sq * pack_gqa, 64 * config.consumers)
         total = tiles * heads * problem.b
@@ -101,10 +64,10 @@ class HopperForward:
         self.split_rows = range(first_row, problem.b * problem.hq * problem.sq)
         self.partial_shape = len(self.split_rows), num_splits, floats_per_partial.fn(chunks[1])
         self.scalars = (
-            tiles, heads, problem.b, heads_per_swizzle(problem) * heads // problem.hq, problem.sq, len(self.keys),
+            tiles, heads, problem.b, schedule.heads_per_swizzle, problem.sq, len(self.keys),
             lower or 0, upper or 0, problem.group, count, *scaling, exact_scale_of(scaling[0]),
             *((None,) * 3 if split_kv is None else (whole, num_splits, first_row)),
-            _kernel_config(problem, config, pack_gqa, 0 if split_kv is None else 2 if whole > 0 else 1))
+            _kernel_config(problem, config, schedule))
         self.enqueue = Enqueue(self.kernel, self.grid, self.scalars, OPTIONS)
         # Of each tensor's one or two chunks of head dims; of out its buffers.
         rows = [64] if pack_gqa == 1 else [64 // pack_gqa, pack_gqa]
@@ -159,23 +122,19 @@ class HopperForward:
                 operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqlens_q, operands.seqlens_k, partial)
 
 
-def _kernel_config(problem: AttentionProblem, config: ForwardConfig, pack_gqa: int, split_kv: int) -> Any:
-    """Return what is fixed when the kernel is compiled. split_kv: Config.SPLIT_KV."""
+def _kernel_config(problem: AttentionProblem, config: HopperForwardConfig, schedule: HopperForwardSchedule) -> Any:
+    """Return what is fixed when the kernel is compiled."""
     from tilewise.kernels.gluon.hopper_forward_types import Config
 
     (d_chunks, dv_chunks), (columns, out_slots) = config.head_dim_chunks(problem), config.out_buffers(problem)
     lower, upper, count, is_shifted = bounds_of(problem)
-    frozen = _freezes_max(problem, config, lower)
-    three = config.consumers == 3  # their 192 queries divide few lengths
-    # A tile's first query is then negative by multiples of 64: of packed rows it could be -1, pipeline.NO_TILE.
-    from_end = three and pack_gqa == 1 and lower is None and upper is not None and count is None
+    splits = 0 if schedule.split_kv is None else 2 if schedule.split_kv.whole > 0 else 1
     return Config(
-        PACK_GQA=pack_gqa, D=d_chunks, DV=dv_chunks, OUT=columns, OUT_SLOTS=out_slots, BLOCK_N=config.block_n,
+        PACK_GQA=schedule.pack_gqa, D=d_chunks, DV=dv_chunks, OUT=columns, OUT_SLOTS=out_slots, BLOCK_N=config.block_n,
         CONSUMERS=config.consumers, KV_STAGES=config.kv_stages, Q_STAGES=config.q_stages, PING_PONG=config.ping_pong,
-        HAS_LOWER=lower is not None, HAS_UPPER=upper is not None, TILES_FROM_END=from_end,
-        SKIP_PADDING=not from_end and (three or (count is not None and config.consumers > 1)),
-        PARTS=_softmax_parts(problem, config, frozen), FROZEN_MAX=frozen,
-        SINK_BLOCK_FIRST=frozen and problem.dtype is torch.float16, SPLIT_KV=split_kv, VARLEN=count is not None,
+        HAS_LOWER=lower is not None, HAS_UPPER=upper is not None, TILES_FROM_END=schedule.tiles_from_end,
+        SKIP_PADDING=schedule.skip_padding, PARTS=schedule.softmax_parts, FROZEN_MAX=schedule.frozen_max,
+        SINK_BLOCK_FIRST=schedule.sink_block_first, SPLIT_KV=splits, VARLEN=count is not None,
         HAS_CU_SEQLENS=problem.sequences.packed is not None, BOTTOM_RIGHT=is_shifted)
 
 
@@ -213,40 +172,6 @@ def exact_scale_of(scale_log2: float) -> float:
 def _grouped(tensor: torch.Tensor, group: int | None) -> torch.Tensor:
     """(b, hq, s, d) as (b, hk, s, group, d), or as it is."""
     return tensor if group is None else tensor.unflatten(1, (-1, group)).transpose(2, 3)
-
-
-def _softmax_parts(problem: AttentionProblem, config: ForwardConfig, frozen: bool) -> int:
-    """Return how many parts a block's exponentials are computed in: 2 where that was timed, and faster.
-
-    With an online maximum heads above 128 were not timed in two. With a frozen one 256 columns are 1 to 1.4 % faster
-    in two, and 192 0.2 %; v of another width was not timed.
-    """
-    if max(problem.d, problem.dv) <= 128 and config.block_n == 128:
-        return 2
-    return 2 if frozen and operator.eq(*config.head_dim_chunks(problem)) else 1
-
-
-def _freezes_max(problem: AttentionProblem, config: ForwardConfig, lower: int | None) -> bool:
-    """Whether blocks that need no mask keep the row maximum of the blocks before them.
-
-    Timed at 64, 128 and 256 columns from 512 keys on: 1.00 to 1.13 times as fast, the more the longer and the narrower.
-    """
-    return (lower is None and problem.scores.softcap is None and not problem.sequences.are_data
-            and config.consumers > 1 and len(problem.seen_keys) >= _LEAST_FROZEN)
-
-
-def heads_per_swizzle(problem: AttentionProblem) -> int:
-    """Return how many query heads are scheduled together, so that their keys and values stay in L2."""
-    bytes_of_head = len(problem.seen_keys) * (problem.d + problem.dv) * problem.dtype.itemsize
-    limit = swizzle_bytes(max(problem.d, problem.dv))
-    if len(problem.seen_keys) <= _FEW_KEYS:
-        limit = _SWIZZLE_BYTES_OF_NONE + len(problem.seen_keys) * _SWIZZLE_BYTES_PER_KEY
-    return max(1, limit // bytes_of_head) * problem.group
-
-
-def swizzle_bytes(columns: int) -> int:
-    """Return how much of L2 the heads that are scheduled together take, whose head dim is this."""
-    return next(limit for width, limit in _SWIZZLE_BYTES.items() if columns <= width)
 
 
 def _rows(tensor: torch.Tensor, rows: Span) -> torch.Tensor:

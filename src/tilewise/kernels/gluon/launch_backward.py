@@ -3,88 +3,22 @@
 import math
 import operator
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from tilewise.errors import InvalidInput
 from tilewise.kernels.enqueue import Enqueue
-from tilewise.kernels.gluon.launch import (
-    NO_LENGTHS,
-    OPTIONS,
-    address_of,
-    bounds_of,
-    counter_of,
-    scaling_of,
-    swizzle_bytes,
-)
+from tilewise.kernels.gluon.backward_config import HopperBackwardConfig, HopperBackwardSchedule
+from tilewise.kernels.gluon.launch import NO_LENGTHS, OPTIONS, address_of, bounds_of, counter_of, scaling_of
 from tilewise.masks import Span
 from tilewise.problem import AttentionProblem, Sizes, dense_strides, legal_strides, padded_dim
 from tilewise.problem.options import DRAWS
 
 _NO_DATA = (*NO_LENGTHS, None)  # and dropout's seed
-# Where dQ is accumulated in a fixed order a tile of keys is a block or two behind the one before. With enough heads in
-# a swizzle few of the tiles that start together are of one head: of 132 SMs' tiles, 8. Without an upper bound all tiles
-# take as long, stay as far apart as they have come, and L2 is worth more (docs/hopper.md).
-_LEAST_DETERMINISTIC = 16
 
 # As in backends/_support/memory.py, which kernels do not know.
 Allocate = Callable[[Sizes, Sizes, torch.dtype], torch.Tensor]  # of sizes, strides and dtype, its memory anything
-
-
-class HopperBackwardShape(Protocol):
-    """What the launch reads of a config: one of tilewise.tuning.backward_configs, where these are described."""
-
-    @property
-    def kernel(self) -> str:
-        """Which kernel: "d64", "d128_augmented_k", "d128", "d192" or "d256"."""
-
-    @property
-    def block_n(self) -> int:
-        """Keys of a tile."""
-
-    @property
-    def kv_stages(self) -> int:
-        """Tiles of keys and values in flight."""
-
-    @property
-    def q_stages(self) -> int:
-        """Tiles of q in flight."""
-
-    @property
-    def dout_stages(self) -> int:
-        """Tiles of dout in flight."""
-
-    @property
-    def s_ahead(self) -> bool:
-        """Whether S of the next block is computed while dQ and dK of this one are."""
-
-    @property
-    def dq_from_registers(self) -> bool:
-        """Whether dQ is accumulated from registers."""
-
-    @property
-    def deterministic(self) -> bool:
-        """Whether dQ is accumulated in a fixed order."""
-
-    @property
-    def augmented_k(self) -> bool:
-        """Whether the tensor cores subtract lse and delta."""
-
-    @property
-    def dynamic_tiles(self) -> bool:
-        """Whether CTAs are persistent, and the dynamic tile scheduler gives them their tiles."""
-
-    @property
-    def head_persistent(self) -> bool:
-        """Whether CTAs have all keys of a head, and no other CTA adds to its dQ."""
-
-    @property
-    def ctas_per_head(self) -> int:
-        """CTAs that share a head, if they are head-persistent."""
-
-    def columns(self, problem: AttentionProblem) -> tuple[Sizes, Sizes]:
-        """Columns of q and k inside the tiles, and of v and dout, in one or two chunks."""
 
 
 class HopperBackward:
@@ -100,8 +34,8 @@ class HopperBackward:
     they are.
     """
 
-    def __init__(self, problem: AttentionProblem, config: HopperBackwardShape, dq_strides: Sizes,
-                 num_sms: int, incoming: tuple[Sizes, Sizes] | None = None,
+    def __init__(self, problem: AttentionProblem, config: HopperBackwardConfig, schedule: HopperBackwardSchedule,
+                 dq_strides: Sizes, num_sms: int, incoming: tuple[Sizes, Sizes] | None = None,
                  allocate: Allocate | None = None) -> None:
         from triton.experimental.gluon import language as gl
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -123,10 +57,8 @@ class HopperBackward:
         self.packed, self.plain_calls_only = sequences.packed is not None, self.has_two_chunks or self.narrow
         # Queries, too, count from the first one that is read.
         lower, upper = (0 if bound is None else bound + self.queries.start for bound in bounds_of(problem)[:2])
-        least = _LEAST_DETERMINISTIC if config.deterministic and problem.mask.right is not None else 1
         ctas = heads if config.head_persistent else tiles * heads
-        swizzle = 1 if config.head_persistent else kv_heads_per_swizzle(problem, width, 4, least)
-        most = _heads_at_once(config, num_sms)
+        swizzle, most = schedule.kv_heads_per_swizzle, _heads_at_once(config, num_sms)
         is_persistent = config.head_persistent or config.dynamic_tiles
         self.grid = (config.ctas_per_head * min(ctas, most) if is_persistent else ctas,)
         self.scalars = (
@@ -271,7 +203,7 @@ class HopperBackward:
         return tensors if self.reads_all else rows_of(tensors, self.queries, self.keys)
 
 
-def _heads_at_once(config: HopperBackwardShape, num_sms: int) -> int:
+def _heads_at_once(config: HopperBackwardConfig, num_sms: int) -> int:
     """Return how many heads CTAs share at a time; all CTAs of a head have to run at once."""
     if config.ctas_per_head > num_sms:
         raise InvalidInput(
@@ -289,7 +221,7 @@ def _form(block: list[int], dtype: Any) -> tuple[list[int], Any]:
     return block, gl.NVMMASharedLayout.get_default_for(block, dtype)
 
 
-def _kernel_of(problem: AttentionProblem, config: HopperBackwardShape) -> tuple[Any, tuple[Any, ...]]:
+def _kernel_of(problem: AttentionProblem, config: HopperBackwardConfig) -> tuple[Any, tuple[Any, ...]]:
     """Return the kernel, and its last arguments: what scales scores, and what is fixed when it is compiled."""
     scale_log2, squash = scaling_of(problem)
     if config.kernel == "d192":
@@ -307,7 +239,7 @@ def _kernel_of(problem: AttentionProblem, config: HopperBackwardShape) -> tuple[
                                     _kernel_config(problem, config))
 
 
-def d256_kernel_config(problem: AttentionProblem, config: HopperBackwardShape) -> Any:
+def d256_kernel_config(problem: AttentionProblem, config: HopperBackwardConfig) -> Any:
     """Return what is fixed when a kernel of heads above 128 columns that owns keys is compiled."""
     from tilewise.kernels.gluon.hopper_backward_d256_types import Config
 
@@ -316,7 +248,7 @@ def d256_kernel_config(problem: AttentionProblem, config: HopperBackwardShape) -
                   DOUT_STAGES=config.dout_stages, HAS_LOWER=lower is not None, HAS_UPPER=upper is not None)
 
 
-def _d64_kernel_config(problem: AttentionProblem, config: HopperBackwardShape) -> Any:
+def _d64_kernel_config(problem: AttentionProblem, config: HopperBackwardConfig) -> Any:
     """Return what is fixed when the kernel of heads up to 64 columns is compiled."""
     from tilewise.kernels.gluon.hopper_backward_d64_types import Config
 
@@ -328,7 +260,7 @@ def _d64_kernel_config(problem: AttentionProblem, config: HopperBackwardShape) -
         HAS_LOWER=lower is not None, HAS_UPPER=upper is not None)
 
 
-def _kernel_config(problem: AttentionProblem, config: HopperBackwardShape) -> Any:
+def _kernel_config(problem: AttentionProblem, config: HopperBackwardConfig) -> Any:
     """Return what is fixed when the kernel of other heads up to 128 columns is compiled."""
     from tilewise.kernels.gluon.hopper_backward_types import Config
 
@@ -363,16 +295,3 @@ def rows_of(tensors: tuple[torch.Tensor, ...], queries: Span, keys: Span) -> tup
     q, dout, lse, delta, dq = (tensor[:, :, queries.start:queries.stop] for tensor in (q, dout, lse, delta, dq))
     k, v, dk, dv = (tensor[:, :, keys.start:keys.stop] for tensor in (k, v, dk, dv))
     return q, k, v, dout, lse.contiguous(), delta.contiguous(), dq, dk, dv
-
-
-def kv_heads_per_swizzle(problem: AttentionProblem, width: int, accum_bytes: int, least: int = 1) -> int:
-    """Return how many heads of k have their query heads' q, dout and dQ accumulator in L2 at the same time.
-
-    A group's query heads follow one another. The number is a power of two, so that swizzles end together. (By
-    simulation of 132 SMs, causal, 32/8 heads, 4096 tokens, batch 2: one head a swizzle keeps them 0.79 of the time
-    busy, 6 heads 0.94, 4 or 8 heads 1.00.) They take as much as k and v of the forward pass: on an H200 4 in place of 8
-    heads, 24 MiB in place of 32, are 1.04 times as fast in that call, and 2 in place of 4 1.02 times with 8192 tokens.
-    """
-    bytes_of_head = problem.sq * (2 * problem.dtype.itemsize + accum_bytes) * width
-    fitting = max(1, swizzle_bytes(width) // bytes_of_head)
-    return max(least, 1 << fitting.bit_length() - 1)

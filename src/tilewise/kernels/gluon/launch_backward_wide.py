@@ -6,25 +6,24 @@ from typing import Any
 import torch
 
 from tilewise.kernels.enqueue import Enqueue
-from tilewise.kernels.gluon.launch import OPTIONS, bounds_of, heads_per_swizzle, scaling_of
+from tilewise.kernels.gluon.backward_config import HopperBackwardConfig, HopperBackwardSchedule
+from tilewise.kernels.gluon.launch import OPTIONS, bounds_of, scaling_of
 from tilewise.kernels.gluon.launch_backward import (
     Allocate,
     HopperBackward,
-    HopperBackwardShape,
     d256_kernel_config,
-    kv_heads_per_swizzle,
     rows_of,
 )
 from tilewise.problem import AttentionProblem, Sizes, legal_strides
 
 
-def backward_launch(problem: AttentionProblem, config: HopperBackwardShape, dq_strides: Sizes,
-                    num_sms: int, incoming: tuple[Sizes, Sizes] | None = None,
+def backward_launch(problem: AttentionProblem, config: HopperBackwardConfig, schedule: HopperBackwardSchedule,
+                    dq_strides: Sizes, num_sms: int, incoming: tuple[Sizes, Sizes] | None = None,
                     allocate: Allocate | None = None) -> "HopperBackward | HopperBackwardApart":
     """Bind the backward kernels that a config is for to a problem. The rest: see :class:`HopperBackward`."""
     if config.kernel == "d256":
-        return HopperBackwardApart(problem, config)
-    return HopperBackward(problem, config, dq_strides, num_sms, incoming, allocate)
+        return HopperBackwardApart(problem, config, schedule)
+    return HopperBackward(problem, config, schedule, dq_strides, num_sms, incoming, allocate)
 
 
 class HopperPart:
@@ -60,7 +59,8 @@ class HopperBackwardApart:
         dkdv, dq: the kernels.
     """
 
-    def __init__(self, problem: AttentionProblem, config: HopperBackwardShape) -> None:
+    def __init__(self, problem: AttentionProblem, config: HopperBackwardConfig,
+                 schedule: HopperBackwardSchedule) -> None:
         from triton.experimental.gluon import language as gl
 
         from tilewise.kernels.gluon.hopper_backward_d256 import hopper_backward_d256_kernel
@@ -82,14 +82,13 @@ class HopperBackwardApart:
         sq, sk = len(self.queries), len(self.keys)
         rest = (sq, sk, lower, upper, problem.group, problem.scale, scaling_of(problem)[0])
         tiles, tiles_q = -(-sk // 64), -(-sq // 128)
-        swizzle = kv_heads_per_swizzle(problem, sum(columns[0]), 0)
         self.dkdv = HopperPart(
             hopper_backward_d256_kernel, tiles * problem.b * problem.hk,
-            (tiles, problem.hk, problem.b, swizzle, *rest, d256_kernel_config(problem, config)),
+            (tiles, problem.hk, problem.b, schedule.kv_heads_per_swizzle, *rest, d256_kernel_config(problem, config)),
             [*sources, of_q, of_v])
         self.dq = HopperPart(
             hopper_dq_d256_kernel, tiles_q * problem.b * problem.hq,
-            (tiles_q, problem.hq, problem.b, heads_per_swizzle(problem), *rest,
+            (tiles_q, problem.hq, problem.b, schedule.dq_heads_per_swizzle, *rest,
              DQConfig(HAS_LOWER=has_lower, HAS_UPPER=has_upper)), [*sources, of_q])
 
     def __call__(self, *tensors: Any) -> None:

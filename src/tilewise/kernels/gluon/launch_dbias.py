@@ -1,28 +1,14 @@
 """Launching the Hopper kernel for the gradient of a shared bias: its arguments from a problem."""
 
 import math
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from tilewise.kernels.enqueue import Enqueue
+from tilewise.kernels.gluon.backward_config import HopperDbiasConfig
 from tilewise.kernels.gluon.launch import OPTIONS
 from tilewise.problem import AttentionProblem, legal_strides
-
-
-class HopperDbiasShape(Protocol):
-    """What the kernel reads of its config (tilewise.tuning.configs)."""
-
-    @property
-    def q_stages(self) -> int:
-        """Batch entries or heads whose queries are in flight."""
-
-    @property
-    def stages(self) -> int:
-        """Blocks of keys in flight."""
-
-    def columns(self, problem: AttentionProblem) -> int:
-        """Columns of a head inside the tiles."""
 
 
 class HopperDbias:
@@ -32,7 +18,7 @@ class HopperDbias:
     reads the bias. q, k, v and dout are legal for a descriptor, lse and delta contiguous, dbias is dense.
     """
 
-    def __init__(self, problem: AttentionProblem, config: HopperDbiasShape, num_sms: int) -> None:
+    def __init__(self, problem: AttentionProblem, config: HopperDbiasConfig, num_sms: int) -> None:
         from triton.experimental.gluon import language as gl
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 

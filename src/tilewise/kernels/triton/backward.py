@@ -1,7 +1,8 @@
 """Backward: delta, then dK and dV by tiles of keys (maths.md, section 6); dQ by tiles of queries follows (dq.py).
 
-Each output tile has one owner that sums it in registers: no atomics, so the result is the same on every run. The
-price is that scores and dP are computed twice: seven matrix products instead of five, eight where dK and dV take a
+Each output tile has one owner that sums it in registers: no atomics, so the result is the same on every run.
+
+The price is that scores and dP are computed twice: seven matrix products instead of five, eight where dK and dV take a
 launch each.
 """
 
@@ -10,10 +11,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from tilewise.kernels.triton.config import DeltaConfig, TileConfig
 from tilewise.kernels.triton.launch import (
     Launch,
-    RowShape,
-    TileShape,
     constants,
     is_shifted,
     needs_int64,
@@ -278,7 +278,7 @@ def attention_backward_dkdv_kernel(q, k, v, dout, lse_ptr, delta_ptr, dk_out, dv
                    C.DV, BLOCK_DV, C.INT64)
 
 
-def delta_launch(problem: AttentionProblem, config: RowShape, out_strides: Sizes, dout_strides: Sizes,
+def delta_launch(problem: AttentionProblem, config: DeltaConfig, out_strides: Sizes, dout_strides: Sizes,
                  dlse_strides: Sizes | None) -> Launch:
     """Bind the delta kernel: call the result with (out, dout, dlse or any tensor, delta, modifiers or None)."""
     tiles = tile_slots(problem, problem.sq, config.block_m)
@@ -290,7 +290,7 @@ def delta_launch(problem: AttentionProblem, config: RowShape, out_strides: Sizes
                   (out_strides, dout_strides, lse_strides), optional=1, num_warps=config.num_warps)
 
 
-def dkdv_launch(problem: AttentionProblem, config: TileShape, precision: str, dout_strides: Sizes,
+def dkdv_launch(problem: AttentionProblem, config: TileConfig, precision: str, dout_strides: Sizes,
                 gradient_strides: tuple[Sizes, Sizes], needs: tuple[bool, bool]) -> Launch:
     """Bind the dK/dV kernel, which computes those of (dk, dv) that ``needs`` asks for.
 

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from tilewise.kernels.triton.config import TileConfig
 from tilewise.kernels.triton.launch import (
     Launch,
-    TileShape,
     constants,
     needs_int64,
     numbers,
@@ -165,7 +165,7 @@ def locate_entry(tiles_k, tiles_q, heads):
     return pid % tiles_q, (pid // tiles_q) % heads, (pid // tiles_q) // heads
 
 
-def dbias_launch(problem: AttentionProblem, config: TileShape, precision: str, dout_strides: Sizes) -> Launch | None:
+def dbias_launch(problem: AttentionProblem, config: TileConfig, precision: str, dout_strides: Sizes) -> Launch | None:
     """Bind the dbias kernel, or return None where the bias lacks a query or a key dim.
 
     Of such a bias operand_gradients.py computes the gradient.

@@ -1,8 +1,9 @@
 """Binds the kernels of decoding to a problem: append, attend and combine."""
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from tilewise.kernels.triton.cache import AppendNumbers, Cache, CacheConstants, Rotary, append_kernel
+from tilewise.kernels.triton.config import DecodeConfig, Splits
 from tilewise.kernels.triton.decode import (
     DecodeConstants,
     DecodeNumbers,
@@ -10,20 +11,12 @@ from tilewise.kernels.triton.decode import (
     attention_decode_kernel,
     combine_kernel,
 )
-from tilewise.kernels.triton.launch import Launch, TileShape
+from tilewise.kernels.triton.launch import Launch
 from tilewise.kernels.triton.primitives import LOG2E
 from tilewise.problem.decode import CacheOperands, DecodeProblem
 from tilewise.problem.options import Sizes, is_large_softcap
 
 APPEND_ROWS = 8  # a position's heads, in most caches; what is written is little
-
-
-class DecodeShape(TileShape, Protocol):
-    """What a launch reads of :class:`tilewise.tuning.configs.DecodeConfig`."""
-
-    @property
-    def overlapped(self) -> bool:
-        """Whether the second kernel is launched while the first still runs."""
 
 
 class Strides(NamedTuple):
@@ -35,18 +28,6 @@ class Strides(NamedTuple):
     slopes_b: int | None
     slopes_h: int | None
     sinks: int | None
-
-
-class SplitShape(Protocol):
-    """What a launch reads of :class:`tilewise.tuning.decode.Splits`."""
-
-    @property
-    def count(self) -> int:
-        """CTAs that share the keys of a tile of rows."""
-
-    @property
-    def length(self) -> int | None:
-        """Keys of each; None = an even share."""
 
 
 def strides_of(problem: DecodeProblem) -> Strides:
@@ -87,7 +68,7 @@ def append_launch(problem: DecodeProblem) -> Launch:
     return Launch(append_kernel, tiles * problem.b, scalars, strides, num_warps=4, num_stages=1)
 
 
-def decode_launch(problem: DecodeProblem, config: DecodeShape, splits: SplitShape, tiles: int,
+def decode_launch(problem: DecodeProblem, config: DecodeConfig, splits: Splits, tiles: int,
                   precision: str) -> Launch:
     """Bind the kernel: call the result with (q, k_cache, v_cache, out, lse, cache, rotary, extras)."""
     mask, whole = problem.mask, is_whole(splits)
@@ -106,7 +87,7 @@ def decode_launch(problem: DecodeProblem, config: DecodeShape, splits: SplitShap
                   num_stages=config.num_stages)
 
 
-def combine_launch(problem: DecodeProblem, config: DecodeShape, splits: SplitShape) -> Launch:
+def combine_launch(problem: DecodeProblem, config: DecodeConfig, splits: Splits) -> Launch:
     """Bind the kernel: call the result with (parts, sums, out, lse, extras)."""
     scalars = (problem.scale * LOG2E.value, problem.sq, problem.hq, splits.count, problem.dv, problem.width,
                config.overlapped)
@@ -115,7 +96,7 @@ def combine_launch(problem: DecodeProblem, config: DecodeShape, splits: SplitSha
                   **({"launch_pdl": True} if config.overlapped else {}))
 
 
-def is_whole(splits: SplitShape) -> bool:
+def is_whole(splits: Splits) -> bool:
     """Whether the first kernel's result is the call's.
 
     Not where a split has a fixed length: bits would depend on how many there are, which the capacity decides.

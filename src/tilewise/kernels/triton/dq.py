@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from tilewise.kernels.triton.bias_gradient import load_pairs_by_halves, pair_rows, pair_strides, store_pairs_by_halves
-from tilewise.kernels.triton.launch import Launch, TileShape, constants, needs_int64, numbers, tile_blocks, tile_slots
+from tilewise.kernels.triton.launch import Launch, TileConfig, constants, needs_int64, numbers, tile_blocks, tile_slots
 from tilewise.kernels.triton.mask_ranges import (
     block_at,
     blocks_of_list,
@@ -205,7 +205,7 @@ def attention_backward_dq_kernel(q, k, v, dout, lse_ptr, delta_ptr, dq_out, rows
             tl.store(moments_ptr + own_row + offs_m, tl.where(offs_m < length_q, moments, 0.0), mask=offs_m < rows_q)
 
 
-def dq_launch(problem: AttentionProblem, config: TileShape, precision: str, dout_strides: Sizes,
+def dq_launch(problem: AttentionProblem, config: TileConfig, precision: str, dout_strides: Sizes,
               dq_strides: Sizes, at_once: int | None = None) -> Launch:
     """Bind the dQ kernel; where it makes the pairs too, ``at_once`` says for how many batch entries, 0 for each apart.
 

@@ -3,9 +3,9 @@
 import triton
 import triton.language as tl
 
+from tilewise.kernels.triton.config import TileConfig
 from tilewise.kernels.triton.launch import (
     Launch,
-    TileShape,
     constants,
     needs_int64,
     numbers,
@@ -180,7 +180,7 @@ def attention_forward_kernel(q, k, v, out, lse_ptr, max_ptr, modifiers, problem,
                BLOCK_DV, C.INT64)
 
 
-def forward_launch(problem: AttentionProblem, config: TileShape, precision: str) -> Launch:
+def forward_launch(problem: AttentionProblem, config: TileConfig, precision: str) -> Launch:
     """Bind the kernel to a problem: call the result with (q, k, v, out, lse, max or None, modifiers or None)."""
     inputs = (problem.q_strides, problem.k_strides, problem.v_strides)
     int64 = needs_int64(problem, *inputs, problem.out_strides)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from tilewise.kernels.enqueue import Enqueue, addresses_in
 from tilewise.kernels.triton.arguments import (
@@ -21,6 +21,7 @@ from tilewise.kernels.triton.arguments import (
     StridedTensor,
     Tiles,
 )
+from tilewise.kernels.triton.config import TileConfig
 from tilewise.problem import AttentionProblem, Sizes, legal_strides
 from tilewise.problem.options import DRAW_SPAN, DRAWS, FunctionSpec, Operands, OperandSpec, is_large_softcap
 
@@ -29,38 +30,6 @@ FIXED_OPTIONS = {"enable_fp_fusion": True}
 
 # For one tensor: the block (1, 1, rows, width) that a descriptor moves, and the position past the last one it may read.
 Blocks = tuple[tuple[list[int], int], ...]
-
-
-class RowShape(Protocol):
-    """What a row kernel reads of its config (tilewise.tuning.configs)."""
-
-    @property
-    def block_m(self) -> int:
-        """Queries a tile."""
-
-    @property
-    def num_warps(self) -> int:
-        """Warps a CTA."""
-
-
-class TileShape(RowShape, Protocol):
-    """What a tile kernel reads of its config."""
-
-    @property
-    def block_n(self) -> int:
-        """Keys a tile."""
-
-    @property
-    def num_stages(self) -> int:
-        """Depth of the pipeline."""
-
-    @property
-    def descriptors(self) -> bool:
-        """Whether tiles come through tensor descriptors."""
-
-    @property
-    def limits(self) -> dict[str, int]:
-        """Options of a launch that bound what the compiler may take; none but dbias's has any."""
 
 
 def modifiers_of(problem: AttentionProblem, operands: Operands) -> Modifiers:
@@ -282,7 +251,7 @@ def is_unaligned(problem: AttentionProblem) -> bool:
                    for own in (band.lower, band.upper, band.chunk, band.offset)))
 
 
-def constants(problem: AttentionProblem, config: TileShape, precision: str, int64: bool, **others: Any) -> Constants:
+def constants(problem: AttentionProblem, config: TileConfig, precision: str, int64: bool, **others: Any) -> Constants:
     """Return the constants of a tile kernel; ``others``: those that do not have their defaults."""
     return Constants(problem.d - problem.tail, problem.dv, problem.width, problem.width, precision, int64,
                      config.descriptors, problem.scores.changes_scores, problem.tail, is_shifted(problem),
@@ -315,7 +284,7 @@ def tile_slots(problem: AttentionProblem, length: int, block: int) -> int:
     return problem.sequences.slots(length, block)
 
 
-def tile_blocks(problem: AttentionProblem, config: TileShape) -> Blocks:
+def tile_blocks(problem: AttentionProblem, config: TileConfig) -> Blocks:
     """Blocks of q, k, v and (backward) dout; none where the kernel reads through pointers."""
     if not config.descriptors:
         return ()

@@ -1,10 +1,9 @@
 """Decoding: problem and device to tile, and to how often the keys are split. Pure functions of the two."""
 
-from dataclasses import dataclass
 from itertools import product
 
+from tilewise.kernels.triton.config import MIN_BLOCK, DecodeConfig, Splits
 from tilewise.problem.decode import DecodeProblem
-from tilewise.tuning.configs import MIN_BLOCK, DecodeConfig
 from tilewise.tuning.device import DeviceSpec
 
 MOST_ROWS = 64  # of a tile; a group of 8 heads fills it with 8 queries
@@ -18,19 +17,6 @@ MOST_SPLITS = 128
 # pages of 16, which are looked up by the threads that load.
 _BEGINNING, _COMBINING = 1.0, 1.5
 _NEARLY = 1.05  # fewer splits are worth this much of the reckoned time
-
-
-@dataclass(frozen=True)
-class Splits:
-    """How the keys are split.
-
-    Attributes:
-        count: CTAs that share the keys of a tile of rows.
-        length: keys of each; None = an even share of those there are.
-    """
-
-    count: int
-    length: int | None = None
 
 
 def decode_config(problem: DecodeProblem, device: DeviceSpec) -> DecodeConfig:
@@ -71,7 +57,7 @@ def choose_splits(problem: DecodeProblem, config: DecodeConfig, num_sms: int) ->
     if problem.deterministic:
         return Splits(max(1, -(-keys // FIXED_SPLIT)), FIXED_SPLIT)
     steps = max(1, -(-keys // config.block_n))
-    ctas = problem.b * problem.hk * row_tiles(problem, config)
+    ctas = problem.b * problem.hk * config.row_tiles(problem)
     at_once = num_sms * (RESIDENT if 0 < problem.page < config.block_n else 1)
 
     def cost(splits: int) -> float:
@@ -81,8 +67,3 @@ def choose_splits(problem: DecodeProblem, config: DecodeConfig, num_sms: int) ->
     counts = range(1, min(steps, MOST_SPLITS) + 1)
     least = min(map(cost, counts))
     return Splits(next(splits for splits in counts if cost(splits) <= _NEARLY * least))
-
-
-def row_tiles(problem: DecodeProblem, config: DecodeConfig) -> int:
-    """Tiles of rows, a query of a head each, that a key head has."""
-    return -(-problem.sq * problem.group // config.block_m)

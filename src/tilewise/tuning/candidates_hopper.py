@@ -1,11 +1,9 @@
-"""The Gluon kernels' tiles: those that are legal, and which one a problem gets: of a table, else the heuristic's."""
+"""The tiles of the Hopper kernels that are legal for a problem: what a search tries."""
 
 from collections.abc import Iterable
 from itertools import islice, product
 
-from tilewise.problem import AttentionProblem
-from tilewise.tuning.backward_configs import (
-    LEAST_SCALE,
+from tilewise.kernels.gluon.backward_config import (
     D64Variant,
     D128AugmentedKVariant,
     D128Variant,
@@ -18,41 +16,12 @@ from tilewise.tuning.backward_configs import (
     augmented_k_fits,
     dk_dv_fit,
 )
-from tilewise.tuning.configs import HopperConfig, HopperForwardConfig, pieces_of
+from tilewise.kernels.gluon.forward_config import HopperForwardConfig
+from tilewise.problem import AttentionProblem
 from tilewise.tuning.device import DeviceSpec
-from tilewise.tuning.heuristics import (
-    NUM_SMS,
-    hopper_backward_config,
-    hopper_forward_config,
-    kernel_width,
-)
+from tilewise.tuning.heuristics_hopper import backward_heuristic, forward_heuristic
+from tilewise.tuning.kinds import HopperConfig
 from tilewise.tuning.search import MOST_CANDIDATES, Proposals
-from tilewise.tuning.table import (
-    Bucket,
-    Row,
-    backward_config_of,
-    fields_of,
-    forward_config_of,
-    load_rows,
-    nearest_row,
-    table_file,
-)
-
-
-def forward_config(problem: AttentionProblem, device: DeviceSpec,
-                   num_sms: int = NUM_SMS) -> HopperForwardConfig:
-    """Return the table's config for the problem, else the heuristic one."""
-    own = hopper_forward_config(problem, num_sms)
-    row = _row_of("hopper_forward", problem, device, own)
-    return own if row is None else forward_config_of(row)
-
-
-def backward_config(problem: AttentionProblem, device: DeviceSpec,
-                    num_sms: int = NUM_SMS) -> HopperBackwardConfig:
-    """Return the table's config for the problem, else the heuristic one."""
-    own = hopper_backward_config(problem, num_sms)
-    row = _row_of("hopper_backward", problem, device, own)
-    return own if row is None else backward_config_of(row)
 
 
 def propose_hopper(kernel: str, problem: AttentionProblem, device: DeviceSpec,
@@ -67,40 +36,10 @@ def propose_hopper(kernel: str, problem: AttentionProblem, device: DeviceSpec,
     own: HopperConfig
     legal: Iterable[HopperConfig]
     if kernel == "hopper_forward":
-        own, legal = hopper_forward_config(problem), _forward_configs(problem, device)
+        own, legal = forward_heuristic(problem), _forward_configs(problem, device)
     else:
-        own, legal = hopper_backward_config(problem), _backward_configs(problem, device)
+        own, legal = backward_heuristic(problem), _backward_configs(problem, device)
     return Proposals(tuple(dict.fromkeys((own, *legal)))[:most], own, None)
-
-
-def _row_of(kernel: str, problem: AttentionProblem, device: DeviceSpec, own: HopperConfig) -> Row | None:
-    """Return the table's row for the problem, None where it has none.
-
-    A bucket knows nothing of how many heads there are, by which the heuristic tells grids that fill the SMs from
-    those that do not. So a row speaks for the problems that the heuristic would have given ``own``
-    like the one that was measured, whatever their number of heads, and for lengths from half to twice its own.
-    """
-    if not _is_measured(kernel, problem):
-        return None
-    bucket = Bucket.of(problem)
-    rows = tuple(row for row in load_rows(device.name, table_file(kernel, problem.dtype.itemsize), kernel)
-                 if row["heuristic"] == fields_of(own) and row["length"] <= 2 * bucket.length <= 4 * row["length"])
-    return nearest_row(rows, bucket, descriptors=False)
-
-
-def _is_measured(kernel: str, problem: AttentionProblem) -> bool:
-    """Whether a table could have measured such a call.
-
-    Rows are of plain calls with one head dim, whose tiles have one piece of 64, 128 or 256 columns, and with as many
-    queries as keys, all seen or the causal ones. Softcap, sinks and dropout take registers, lengths that are data and
-    sums in a fixed order take other ways.
-    """
-    scores, mask = problem.scores, problem.mask
-    return (problem.d == problem.dv and pieces_of(problem.d) == (kernel_width(problem),)
-            and problem.sq == problem.sk and mask.left is None and mask.right in (None, 0)
-            and scores.softcap is None and scores.sinks is None and not scores.dropout_p
-            and not problem.sequences.are_data
-            and (kernel == "hopper_forward" or (not problem.deterministic and problem.scale >= LEAST_SCALE)))
 
 
 def _forward_configs(problem: AttentionProblem, device: DeviceSpec) -> list[HopperForwardConfig]:

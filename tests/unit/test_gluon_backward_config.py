@@ -7,11 +7,7 @@ import pytest
 import torch
 
 from tilewise.errors import InvalidInput
-from tilewise.masks import Mask
-from tilewise.problem import AttentionProblem
-from tilewise.problem.options import OperandSpec
-from tilewise.problem.sequences import Sequences
-from tilewise.tuning.backward_configs import (
+from tilewise.kernels.gluon.backward_config import (
     BACKWARD_CONFIGS,
     BackwardKernel,
     D64Variant,
@@ -23,6 +19,10 @@ from tilewise.tuning.backward_configs import (
     HopperD192Config,
     HopperD256Config,
 )
+from tilewise.masks import Mask
+from tilewise.problem import AttentionProblem
+from tilewise.problem.options import OperandSpec
+from tilewise.problem.sequences import Sequences
 
 ALL_VARIANTS = [*(HopperD64Config(variant=variant) for variant in D64Variant),
                 *(HopperD128AugmentedKConfig(variant=variant) for variant in D128AugmentedKVariant),

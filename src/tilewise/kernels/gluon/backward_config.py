@@ -1,4 +1,4 @@
-"""Configs of the Hopper backward kernels: a closed set of kernels, a frozen dataclass each, an enum of its variants."""
+"""What of the Hopper backward kernels is chosen: of a closed set a kernel with its variant, and a schedule."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -337,6 +337,54 @@ class HopperD256Config(HopperBackwardConfig):
         (d, dv), size = map(sum, self.columns(problem)), problem.dtype.itemsize
         of_keys = 64 * (size * (d + dv + self.q_stages * d + self.dout_stages * dv) + 4 * 64 + 8 * self.q_stages)
         return max(of_keys, size * 64 * (4 * d + 3 * dv)) + 1024
+
+
+@dataclass(frozen=True, slots=True)
+class HopperBackwardSchedule:
+    """In which order the kernels go through a call's heads.
+
+    Attributes:
+        kv_heads_per_swizzle: kv heads whose tiles are scheduled together, so that q, dout and the dQ accumulator of
+            their query heads stay in L2; 1 where CTAs own heads.
+        dq_heads_per_swizzle: of hopper_dq_d256_kernel, query heads whose keys and values stay in L2.
+    """
+
+    kv_heads_per_swizzle: int
+    dq_heads_per_swizzle: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("kv_heads_per_swizzle", "dq_heads_per_swizzle"):
+            if getattr(self, name) < 1:
+                raise InvalidInput(f"{name}={getattr(self, name)}; allowed is 1 or more.")
+
+
+@dataclass(frozen=True, slots=True)
+class HopperDbiasConfig:
+    """The kernel that sums dS of entries that share a bias: a tile of 128 x 128 pairs stays; entries stream.
+
+    Attributes:
+        q_stages: entries whose q and dout are in flight.
+        stages: blocks of 64 keys in flight, k and v.
+    """
+
+    q_stages: int = 2
+    stages: int = 2
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("q_stages", (1, 2)), ("stages", (2, 3, 4))):
+            if getattr(self, name) not in allowed:
+                raise InvalidInput(f"{name}={getattr(self, name)}; allowed are {', '.join(map(str, allowed))}.")
+
+    def columns(self, problem: AttentionProblem) -> int:
+        """Columns of a head inside the tiles: a row of a tile is 128 bytes at least."""
+        return max(64, problem.width)
+
+    def shared_bytes(self, problem: AttentionProblem) -> int:
+        """Shared memory: q and dout, k and v, the bias of the tile; barriers and its place take under a KiB."""
+        bias = problem.scores.bias
+        rows = 4 * self.q_stages + 2 * self.stages
+        pairs = 256 * (bias.dtype.itemsize if bias else 0)
+        return 64 * (problem.dtype.itemsize * rows * self.columns(problem) + pairs) + 1024
 
 
 BACKWARD_CONFIGS: dict[BackwardKernel, type[HopperBackwardConfig]] = {kind.kernel: kind for kind in (

@@ -1,10 +1,10 @@
-"""Tile configurations: one frozen dataclass a kernel; an illegal one cannot be constructed."""
+"""Configs of the Triton kernels: one frozen dataclass a kernel; an illegal one cannot be constructed."""
 
 from dataclasses import dataclass
 
 from tilewise.errors import InvalidInput
 from tilewise.problem import AttentionProblem
-from tilewise.tuning.backward_configs import HopperBackwardConfig
+from tilewise.problem.decode import DecodeProblem
 
 MIN_BLOCK = 16  # the least M, N and K of a tile product
 MAX_BLOCK = 256
@@ -133,6 +133,10 @@ class DecodeConfig(TileConfig):
 
     overlapped: bool = False
 
+    def row_tiles(self, problem: DecodeProblem) -> int:
+        """Tiles of rows that a kv head has."""
+        return -(-problem.sq * problem.group // self.block_m)
+
     def shared_bytes(self, width: int, itemsize: int) -> int:
         """Shared memory: q, P, and tiles of k and v in flight: one a stage, the product of few rows frees one sooner.
 
@@ -145,92 +149,22 @@ class DecodeConfig(TileConfig):
         return itemsize * (2 * tiles * self.block_n * width + self.block_m * row) + 1024
 
 
+@dataclass(frozen=True)
+class Splits:
+    """How the keys of a decode call are split.
+
+    Attributes:
+        count: CTAs that share the keys of a tile of rows.
+        length: keys of each; None = an even share of those there are.
+    """
+
+    count: int
+    length: int | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class DeltaConfig:
     """The delta kernel: a row sum, bound by memory; the tile only has to fill the loads."""
 
     block_m: int = 32
     num_warps: int = 4
-
-
-@dataclass(frozen=True, slots=True)
-class HopperForwardConfig:
-    """The warp-specialised forward kernel: 64 rows of queries a consumer warpgroup, over blocks of keys.
-
-    Attributes:
-        block_n: keys a block.
-        consumers: warpgroups that compute, 64 rows each; one more warp loads.
-        kv_stages: blocks of K and V in flight; a power of two, since every block divides by it (3 lost 8 % at d 64).
-        q_stages: tiles of Q in flight; a power of two too.
-        ping_pong: whether the warpgroups alternate between the tensor cores and the softmax.
-        epilogue_passes: 2: out leaves through half as many buffers, each used more than once, to save shared memory.
-    """
-
-    block_n: int
-    consumers: int
-    kv_stages: int = 2
-    q_stages: int = 2
-    ping_pong: bool = False
-    epilogue_passes: int = 1
-
-    def __post_init__(self) -> None:
-        for name, allowed in (("block_n", (64, 128)), ("consumers", (1, 2, 3)), ("kv_stages", (2, 4, 8)),
-                              ("q_stages", (1, 2)), ("epilogue_passes", (1, 2))):
-            if getattr(self, name) not in allowed:
-                raise InvalidInput(f"{name}={getattr(self, name)}; allowed are {', '.join(map(str, allowed))}.")
-
-    def head_dim_chunks(self, problem: AttentionProblem) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Columns of q and k inside the tiles, and of v and out, in chunks that are powers of two, the widest first."""
-        return pieces_of(problem.d), pieces_of(problem.dv)
-
-    def out_buffers(self, problem: AttentionProblem) -> tuple[int, int]:
-        """Columns of out in each buffer of a warpgroup, and the number of buffers."""
-        chunks = self.head_dim_chunks(problem)[1]
-        columns = chunks[-1] if self.epilogue_passes == 1 else min(64, chunks[-1])
-        return columns, max(1, sum(chunks) // columns // self.epilogue_passes)
-
-    def shared_bytes(self, problem: AttentionProblem) -> int:
-        """Shared memory: q, k, v and out; barriers, the tile queue and overflow flags take another 3 KiB at most."""
-        d, dv = map(sum, self.head_dim_chunks(problem))
-        columns, buffers = self.out_buffers(problem)
-        rows = 64 * self.consumers
-        elements = rows * (self.q_stages * d + buffers * columns) + self.kv_stages * self.block_n * (d + dv)
-        return problem.dtype.itemsize * elements + 3072
-
-
-@dataclass(frozen=True, slots=True)
-class HopperDbiasConfig:
-    """The kernel that sums dS of entries that share a bias: a tile of 128 x 128 pairs stays; entries stream.
-
-    Attributes:
-        q_stages: entries whose q and dout are in flight.
-        stages: blocks of 64 keys in flight, k and v.
-    """
-
-    q_stages: int = 2
-    stages: int = 2
-
-    def __post_init__(self) -> None:
-        for name, allowed in (("q_stages", (1, 2)), ("stages", (2, 3, 4))):
-            if getattr(self, name) not in allowed:
-                raise InvalidInput(f"{name}={getattr(self, name)}; allowed are {', '.join(map(str, allowed))}.")
-
-    def columns(self, problem: AttentionProblem) -> int:
-        """Columns of a head inside the tiles: a row of a tile is 128 bytes at least."""
-        return max(64, problem.width)
-
-    def shared_bytes(self, problem: AttentionProblem) -> int:
-        """Shared memory: q and dout, k and v, the bias of the tile; barriers and its place take under a KiB."""
-        bias = problem.scores.bias
-        rows = 4 * self.q_stages + 2 * self.stages
-        pairs = 256 * (bias.dtype.itemsize if bias else 0)
-        return 64 * (problem.dtype.itemsize * rows * self.columns(problem) + pairs) + 1024
-
-
-HopperConfig = HopperForwardConfig | HopperBackwardConfig
-AnyConfig = TileConfig | HopperConfig
-
-
-def pieces_of(dim: int) -> tuple[int, ...]:
-    """The narrowest of 64, 64 + 32, 128, 128 + 64 and 256 that holds a head dim."""
-    return next(pieces for pieces in ((64,), (64, 32), (128,), (128, 64), (256,)) if dim <= sum(pieces))
