@@ -27,7 +27,7 @@ from kernels.sass import (
     stray_descriptors,
 )
 from tilewise.bench.compile_ahead import CompileOnlyDriver
-from tilewise.kernels.gluon.launch import OPTIONS, HopperForward
+from tilewise.kernels.gluon.launch import HopperForward
 from tilewise.kernels.gluon.launch_backward_wide import backward_launch
 from tilewise.kernels.gluon.launch_dbias import HopperDbias
 from tilewise.kernels.triton.backward import delta_launch, dkdv_launch
@@ -226,8 +226,7 @@ def prepare_hopper(request):
                                          counter)
     facts = {"limit": spec.shared_memory, "planned": config.shared_bytes(problem),
              **(forward_facts(launch.scalars[-1]) if request["kernel"] == "hopper_forward" else {})}
-    compile_it = partial(launch.kernel.warmup, *arguments, *launch.scalars, grid=launch.grid, **OPTIONS)
-    return prepared("sm_90", compile_it, facts, report_of_hopper)
+    return prepared("sm_90", partial(launch.enqueue.compile, arguments), facts, report_of_hopper)
 
 
 def forward_facts(shape):
