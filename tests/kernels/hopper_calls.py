@@ -3,7 +3,6 @@
 import torch
 
 from tilewise.kernels.gluon import launch
-from tilewise.kernels.gluon.tiles import MaskBounds, TileGrid
 from tilewise.masks import Mask
 from tilewise.problem import AttentionProblem
 
@@ -17,5 +16,5 @@ def problem_of(sq=4096, sk=4096, mask=None, d=128, b=1, heads=(1, 1), dv=None):
 
 def scalars_of(problem, config, pack_gqa=1):
     """Return the arguments that the kernel gets: grid, bounds and what is fixed when it is compiled."""
-    numbers = launch.HopperForward(problem, config, 132, pack_gqa).scalars
-    return TileGrid(*numbers[:4]), MaskBounds(*numbers[4:8]), numbers[-1]
+    numbers, constants = launch.HopperForward(problem, config, 132, pack_gqa).scalars
+    return numbers.grid, numbers.bounds, constants

@@ -9,6 +9,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tilewise.kernels.gluon.arguments import MaskBounds
 from tilewise.masks import ALIGNMENTS, Mask, causal, window
 from tilewise.problem import AttentionProblem
 from tilewise.problem.options import OperandSpec
@@ -92,15 +93,15 @@ def problem_of(sizes, b, heads, mask, sequences):
 
 
 def arguments(problem, operands):
-    numbers = launch.HopperForward(problem, CONFIG, 132).scalars
-    assert numbers[9] == operands[-1]
-    return tiles.TileGrid(*numbers[:4]), tiles.MaskBounds(*numbers[4:8]), operands, numbers[-1]
+    numbers, constants = launch.HopperForward(problem, CONFIG, 132).scalars
+    assert numbers.count == operands[-1]
+    return numbers.grid, numbers.bounds, operands, constants
 
 
 def arguments_of_backward(problem, operands):
-    numbers = launch_backward.HopperBackward(problem, HopperD128Config(), problem.q_strides, 132).scalars
-    assert numbers[12] == operands[-1]
-    return tiles.TileGrid(*numbers[:4]), tiles.MaskBounds(*numbers[4:8]), operands, numbers[-1]
+    numbers, constants = launch_backward.HopperBackward(problem, HopperD128Config(), problem.q_strides, 132).scalars
+    assert numbers.count == operands[-1]
+    return numbers.grid, numbers.bounds, operands, constants
 
 
 def located_keys(order, band, operands, shape):
@@ -108,7 +109,7 @@ def located_keys(order, band, operands, shape):
     for number in range(order[0] * order[1] * order[2]):
         tile = tiles.kv_tile_at.fn(number, order, shape)
         found = [int(part) for part in lengths.locate_keys.fn(tile, band, operands, shape)]
-        yield found[:3], tiles.MaskBounds(*found[3:7]), found[7:]
+        yield found[:3], MaskBounds(*found[3:7]), found[7:]
 
 
 def located(order, band, operands, shape):
