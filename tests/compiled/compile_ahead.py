@@ -21,7 +21,7 @@ from conformance.functions import mask_functions, score_functions
 from tilewise.bench.compile_ahead import CompileOnlyDriver
 from tilewise.kernels.gluon.backward_config import BACKWARD_CONFIGS, HopperDbiasConfig
 from tilewise.kernels.gluon.forward_config import SplitPlan
-from tilewise.kernels.gluon.launch import OPTIONS, HopperForward
+from tilewise.kernels.gluon.launch import HopperForward
 from tilewise.kernels.gluon.launch_backward_wide import backward_launch
 from tilewise.kernels.gluon.launch_dbias import HopperDbias
 from tilewise.kernels.triton.backward import delta_launch, dkdv_launch
@@ -218,8 +218,7 @@ def prepare_hopper(request):
             arguments = launch.arguments(launch.taken((*taken, q, k, v), read), torch.empty(launch.accum_shape), data,
                                          counter)
     facts = {"limit": spec.shared_memory, "planned": config.shared_bytes(problem)}
-    compile_it = partial(launch.kernel.warmup, *arguments, *launch.scalars, grid=launch.grid, **OPTIONS)
-    return prepared("sm_90", compile_it, facts, report_of_hopper)
+    return prepared("sm_90", partial(launch.enqueue.compile, arguments), facts, report_of_hopper)
 
 
 def report_of_hopper(compiled, log):

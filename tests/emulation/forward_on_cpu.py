@@ -55,14 +55,22 @@ def attend(problem, config, tensors, pack_gqa=1, split_kv=None, sinks=None, prog
     names = ("cu_seqlens_q", "cu_seqlens_k", "seqlens_q", "seqlens_k")
     operands = Operands(sinks=sinks, **dict(zip(names, lengths, strict=False)))
     described = bound.arguments((q, k, v, out, lse), counter, operands, None if split_kv is None else partial)
-    handed = [Pointer(given.flatten() if given is not lse and given is not partial else given.view(-1))
-              if isinstance(given, torch.Tensor) else given for given in described]
-    handed[8] = Pointer(counter)
-    *numbers, shape = bound.scalars
-    numbers = [torch.tensor(number).as_subclass(Tensor) if type(number) is int else number for number in numbers]
-    run(bound.kernel, MODULES, bound.grid[0], (*handed, *numbers, shape), CONSTANTS, together=programs)
+    written = (lse, partial, counter)
+    handed = [_as_kernels_have(given, written) for given in described]
+    numbers, constants = bound.scalars
+    run(bound.kernel, MODULES, bound.grid[0], (*handed, _as_kernels_have(numbers), constants), CONSTANTS,
+        together=programs)
     assert counter.item() == 0, "the next launch begins with another tile"
     return out, lse, partial
+
+
+def _as_kernels_have(given, written=()):
+    """A tensor as a pointer, one that is ``written`` as a pointer to its own memory; an integer as a tensor's."""
+    if isinstance(given, tuple):
+        return given._make(_as_kernels_have(one, written) for one in given)
+    if isinstance(given, torch.Tensor):
+        return Pointer(given.view(-1) if any(given is one for one in written) else given.flatten())
+    return torch.tensor(given).as_subclass(Tensor) if type(given) is int else given
 
 
 def published_tiles(monkeypatch, *, recomputed_only=False):

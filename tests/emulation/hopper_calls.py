@@ -8,7 +8,6 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from tilewise.kernels.gluon.forward_config import SplitPlan
 from tilewise.kernels.gluon.launch import HopperForward
 from tilewise.kernels.gluon.launch_backward_wide import backward_launch
-from tilewise.kernels.gluon.tiles import MaskBounds, TileGrid
 from tilewise.masks import Mask
 from tilewise.problem import AttentionProblem
 from tilewise.tuning.schedules_hopper import backward_schedule, schedule_on_grid
@@ -35,5 +34,5 @@ def bound_backward(problem, config, num_sms=132, incoming=None, allocate=None):
 
 def scalars_of(problem, config, pack_gqa=1):
     """Return the arguments that the kernel gets: grid, bounds and what is fixed when it is compiled."""
-    numbers = bound_forward(problem, config, 132, pack_gqa).scalars
-    return TileGrid(*numbers[:4]), MaskBounds(*numbers[4:8]), numbers[-1]
+    numbers, constants = bound_forward(problem, config, 132, pack_gqa).scalars
+    return numbers.grid, numbers.bounds, constants

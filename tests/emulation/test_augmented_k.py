@@ -7,6 +7,8 @@ pytest.importorskip("triton.experimental.gluon", reason="Triton is not installed
 from emulation.backward_calls import call_of
 from emulation.hopper_calls import bound_backward
 from tilewise.errors import InvalidInput
+from tilewise.kernels.enqueue import addresses_in
+from tilewise.kernels.gluon.arguments import StridedRows
 from tilewise.kernels.gluon.augmented_k import hopper_augmented_k_kernel
 from tilewise.kernels.gluon.backward_config import (
     D64Variant,
@@ -25,10 +27,11 @@ def write(out, dout, lse, delta, columns, accum, ctas=None, zeroed=0):
     """Call the kernel for lse of (batch, heads, queries)."""
     batch, heads, sq = lse.shape
     blocks = -(-sq // 64)
-    of_rows = [None] * 6 if out is None else [*out.stride()[:3], *dout.stride()[:3]]
+    of_out, of_dout = (StridedRows(None) if rows is None else StridedRows(rows, *rows.stride()[:3])
+                       for rows in (out, dout))
     dv = 1 if out is None else out.shape[3]
     hopper_augmented_k_kernel[(ctas or blocks * heads * batch,)](
-        out, dout, lse, delta, columns, accum, *of_rows, sq, heads, blocks, SCALE, dv, padded_dim(dv), zeroed)
+        of_out, of_dout, lse, delta, columns, accum, sq, heads, blocks, SCALE, dv, padded_dim(dv), zeroed)
 
 
 @pytest.mark.parametrize(("rows", "zeroed"), [(1, ACCUM), (64, 1), (1000, ACCUM), (1000, 0), (1000, 1)])
@@ -108,10 +111,13 @@ def test_the_kernel_gets_what_it_makes_extra_columns_of_and_what_it_clears(confi
     launch.enqueue_augmented_k = lambda addresses, arguments, alike: asked.append((addresses, arguments()))
     accum, columns = launch._begin(dout, lse, delta)
     (addresses, arguments), = asked
-    read = (delta, dout, lse, None) if incoming else (None, None, lse, delta)
     cleared = accum[launch.accum_rows:] if config.deterministic else accum
-    assert addresses == tuple(tensor if tensor is None else tensor.data_ptr() for tensor in (*read, columns, cleared))
-    assert [None if one is None else one.data_ptr() for one in arguments] == list(addresses)
+    if incoming:
+        assert arguments[:4] == (StridedRows(delta, 1, 1, 1), StridedRows(dout, 2, 2, 2), lse, None)
+    else:
+        assert arguments[:4] == (StridedRows(None), StridedRows(None), lse, delta)
+    assert [one.data_ptr() for one in arguments[4:]] == [columns.data_ptr(), cleared.data_ptr()]
+    assert list(addresses) == addresses_in(arguments)
 
 
 @pytest.mark.parametrize("variant", [D128Variant.DQ_STAGED, D128Variant.DETERMINISTIC])

@@ -9,6 +9,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tilewise.kernels.gluon.arguments import MaskBounds
 from tilewise.kernels.gluon.backward_config import HopperDbiasConfig
 from tilewise.masks import Mask, causal, window
 from tilewise.problem import AttentionProblem
@@ -18,13 +19,10 @@ from tilewise.tuning.heuristics_hopper import LEAST_TILES, hopper_dbias_config
 
 dbias_tiles = pytest.importorskip("tilewise.kernels.gluon.dbias_tiles", reason="Triton is not installed")
 hopper_dbias = pytest.importorskip("tilewise.kernels.gluon.hopper_dbias")
-hopper_dbias_types = pytest.importorskip("tilewise.kernels.gluon.hopper_dbias_types")
 launch_dbias = pytest.importorskip("tilewise.kernels.gluon.launch_dbias")
-MaskBounds = pytest.importorskip("tilewise.kernels.gluon.tiles").MaskBounds
 ROWS, BLOCKS = int(dbias_tiles.TILE_QUERIES), int(dbias_tiles.BLOCKS_PER_TILE)
 KEYS = 64 * BLOCKS
-NAMES = ("stride_b", "stride_h", "stride_q", "stride_k", "sq", "sk", "heads", "group", "own_heads", "shared_heads",
-         "members", "bias_heads", "m_blocks", "n_blocks", "lower", "upper", "scale_log2", "C")
+NAMES = ("strides", "bounds", "sharing", "grid", "heads", "scale_log2", "C")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -57,16 +55,14 @@ def scalars_of(launch):
     return SimpleNamespace(**dict(zip(NAMES, launch.scalars, strict=True)))
 
 
-def bounds_of(scalars):
-    return MaskBounds(scalars.sq, scalars.sk, scalars.lower, scalars.upper)
 
 
 def walk(scalars, programs):
     """Return the tiles (bias head, block of queries, block of keys) that each program sums."""
-    grid, bounds = dbias_tiles.BiasGrid(scalars.m_blocks, scalars.n_blocks, scalars.bias_heads), bounds_of(scalars)
+    grid, bounds = scalars.grid, scalars.bounds
     for number in range(programs):
         found, tile = [], dbias_tiles.find_tile.fn(0, 0, number, grid, bounds, scalars.C)
-        while tile.bias_head < scalars.bias_heads:
+        while tile.bias_head < scalars.grid.bias_heads:
             found.append((tile.bias_head, tile.m_block, tile.n_block))
             tile = dbias_tiles.find_tile.fn(tile.bias_head, tile.m_block, tile.rank + programs, grid, bounds, scalars.C)
         yield found
@@ -87,9 +83,9 @@ SIZES, MASKS = st.integers(2, 900), windows(1800)
 def test_every_visible_tile_is_summed_once_and_ctas_have_as_many_of_them_as_one_another(
         sq, sk, mask, lines, programs):
     scalars = scalars_of(launch_of(sq, sk, mask, heads=(lines, 1)))
-    bounds = bounds_of(scalars)
+    bounds = scalars.bounds
     visible = mask.visible(sq, sk)
-    numbers = product(range(lines), range(scalars.m_blocks), range(scalars.n_blocks))
+    numbers = product(range(lines), range(scalars.grid.m_blocks), range(scalars.grid.n_blocks))
     seen = {(line, row, tile) for line, row, tile in numbers
             if visible[row * ROWS:(row + 1) * ROWS, tile * KEYS:(tile + 1) * KEYS].any()}
     found = list(walk(scalars, programs))
@@ -99,10 +95,10 @@ def test_every_visible_tile_is_summed_once_and_ctas_have_as_many_of_them_as_one_
     assert set(summed.values()) <= {1}
     assert seen <= set(summed), "a tile that is seen and left out"
     # Under both bounds the first key of the first query and the last of the last may be of tiles that nobody sees.
-    for row in range(scalars.m_blocks):
+    for row in range(scalars.grid.m_blocks):
         first, count = dbias_tiles.visible_tiles_of(row, bounds, scalars.C)
         assert {tile for _line, own, tile in summed if own == row} == set(range(first, first + count))
-        assert not count or first + count <= scalars.n_blocks, "zeros are written by tiles up to the last"
+        assert not count or first + count <= scalars.grid.n_blocks, "zeros are written by tiles up to the last"
 
 
 @given(SIZES, SIZES, MASKS)
@@ -113,8 +109,8 @@ def test_every_visible_tile_is_summed_once_and_ctas_have_as_many_of_them_as_one_
 @example(1000, 1000, Mask())
 def test_blocks_left_out_are_hidden_and_tiles_without_a_mask_are_wholly_visible(sq, sk, mask):
     scalars = scalars_of(launch_of(sq, sk, mask, heads=(1, 1)))
-    bounds, visible = bounds_of(scalars), mask.visible(sq, sk)
-    for row in range(scalars.m_blocks):
+    bounds, visible = scalars.bounds, mask.visible(sq, sk)
+    for row in range(scalars.grid.m_blocks):
         first, count = dbias_tiles.visible_tiles_of(row, bounds, scalars.C)
         for tile in range(first, first + count):
             begin, end, whole = dbias_tiles.visible_blocks_of.fn(row, tile, bounds, scalars.C)
@@ -134,19 +130,20 @@ def test_blocks_left_out_are_hidden_and_tiles_without_a_mask_are_wholly_visible(
 ], ids=str)
 def test_a_lines_entries_are_the_batch_entries_and_heads_that_share_it(shape, entries):
     scalars = scalars_of(launch_of(heads=(6, 3), shape=(*shape, 512, 512)))
-    sharing = hopper_dbias_types.Sharing(scalars.own_heads, scalars.shared_heads, scalars.members, scalars.group)
-    found = {line: [hopper_dbias.member_of.fn(line, member, sharing) for member in range(scalars.members)]
-             for line in range(scalars.bias_heads)}
+    sharing = scalars.sharing
+    found = {line: [hopper_dbias.member_of.fn(line, member, sharing) for member in range(sharing.members)]
+             for line in range(scalars.grid.bias_heads)}
     assert found == entries
-    assert scalars.group == 2
+    assert sharing.group == 2
 
 
 def test_the_kernel_gets_the_bias_by_its_strides_and_mask_bounds_from_the_first_key():
     launch = launch_of(100, 1000, window(255, 0, "bottom_right"), shape=(1, 4, 100, 1000), strides=(7, 5, 3, 2))
     scalars = scalars_of(launch)
-    assert (scalars.stride_b, scalars.stride_h, scalars.stride_q, scalars.stride_k) == (7, 5, 3, 2)
-    assert (scalars.lower, scalars.upper, scalars.C.HAS_LOWER, scalars.C.HAS_UPPER) == (645, 900, True, True)
-    assert (scalars.m_blocks, scalars.n_blocks, scalars.heads, launch.grid) == (1, 8, 4, (32,))
+    assert scalars.strides == (7, 5, 3, 2)
+    assert scalars.bounds == (100, 1000, 645, 900)
+    assert (scalars.C.HAS_LOWER, scalars.C.HAS_UPPER) == (True, True)
+    assert (scalars.grid.m_blocks, scalars.grid.n_blocks, scalars.heads, launch.grid) == (1, 8, 4, (32,))
     assert scalars.scale_log2 == pytest.approx(0.5 * 1.442695)
     full = scalars_of(launch_of())
     assert (full.C.HAS_LOWER, full.C.HAS_UPPER, full.C.WIDTH) == (False, False, 128)

@@ -128,8 +128,8 @@ def test_the_launch_hands_over_what_the_kernel_draws_and_scales_by():
         problem = AttentionProblem(
             b=1, hq=2, hk=1, sq=512, sk=768, d=64, dv=64, dtype=torch.bfloat16, device=torch.device("cuda", 0),
             scale=0.25, mask=window(80, 0, "bottom_right"), scores=ScoreOptions(dropout_p=dropout_p))
-        launch = bound_backward(problem, HopperD128Config())
-        return launch.scalars[9], launch.enqueue_dq.scalars[-4], *launch.scalars[13:-1], launch.scalars[-1].HAS_DROPOUT
+        numbers, constants = (launch := bound_backward(problem, HopperD128Config())).scalars
+        return numbers.scales.gradient, launch.enqueue_dq.scalars[-4], *numbers.dropout, constants.HAS_DROPOUT
 
     assert bound(0.0) == (0.25, 0.25, None, None, None, None, None, False)
     # dS comes times 2 (1 - p) = 1.5; the first key that is seen is number 176.

@@ -10,6 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from emulation.hopper_calls import bound_backward, bound_forward
+from tilewise.kernels.gluon.arguments import MaskBounds
 from tilewise.kernels.gluon.backward_config import HopperD128Config
 from tilewise.kernels.gluon.forward_config import HopperForwardConfig
 from tilewise.masks import Mask, causal, window
@@ -93,15 +94,15 @@ def problem_of(sizes, b, heads, mask, sequences):
 
 
 def arguments(problem, operands):
-    numbers = bound_forward(problem, CONFIG).scalars
-    assert numbers[9] == operands[-1]
-    return tiles.TileGrid(*numbers[:4]), tiles.MaskBounds(*numbers[4:8]), operands, numbers[-1]
+    numbers, constants = bound_forward(problem, CONFIG).scalars
+    assert numbers.count == operands[-1]
+    return numbers.grid, numbers.bounds, operands, constants
 
 
 def arguments_of_backward(problem, operands):
-    numbers = bound_backward(problem, HopperD128Config()).scalars
-    assert numbers[12] == operands[-1]
-    return tiles.TileGrid(*numbers[:4]), tiles.MaskBounds(*numbers[4:8]), operands, numbers[-1]
+    numbers, constants = bound_backward(problem, HopperD128Config()).scalars
+    assert numbers.count == operands[-1]
+    return numbers.grid, numbers.bounds, operands, constants
 
 
 def located_keys(order, band, operands, shape):
@@ -109,7 +110,7 @@ def located_keys(order, band, operands, shape):
     for number in range(order[0] * order[1] * order[2]):
         tile = tiles.kv_tile_at.fn(number, order, shape)
         found = [int(part) for part in lengths.locate_keys.fn(tile, band, operands, shape)]
-        yield found[:3], tiles.MaskBounds(*found[3:7]), found[7:]
+        yield found[:3], MaskBounds(*found[3:7]), found[7:]
 
 
 def located(order, band, operands, shape):

@@ -15,6 +15,7 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from emulation.hopper_calls import bound_backward, problem_of, scalars_of
+from tilewise.kernels.gluon.arguments import TileGrid
 from tilewise.kernels.gluon.backward_config import (
     D128AugmentedKVariant,
     D128Variant,
@@ -126,7 +127,7 @@ def test_every_tile_has_one_number_whatever_the_heads_per_swizzle(order, is_caus
 
 
 def check_numbers(order, shape, sq=None):
-    n_tiles, heads, batches, _ = order = tiles.TileGrid(*order)
+    n_tiles, heads, batches, _ = order = TileGrid(*order)
     rows = ROWS * shape.CONSUMERS
     sq = n_tiles * rows if sq is None else sq
     numbered = Counter(tiles.tile_at.fn(number, order, sq, shape) for number in range(n_tiles * heads * batches))
@@ -139,7 +140,7 @@ def check_numbers(order, shape, sq=None):
 
 
 def test_causal_swizzles_come_one_after_another_the_remainder_first_and_long_tiles_before_short_ones():
-    n_tiles, heads, batches, section = order = tiles.TileGrid(5, 4, 2, 3)
+    n_tiles, heads, batches, section = order = TileGrid(5, 4, 2, 3)
     _, _, shape = scalars_of(problem_of(mask=causal()), HopperForwardConfig(128, 2))
     places = [tiles.tile_at.fn(number, order, 600, shape) for number in range(n_tiles * heads * batches)]
     lines = [batch * heads + head for _, head, batch in places]
@@ -175,8 +176,8 @@ HEAD_PERSISTENT = HopperD128AugmentedKConfig(variant=D128AugmentedKVariant.HEAD_
 
 def backward_scalars_of(problem, config=NONDETERMINISTIC):
     bound = bound_backward(problem, config)
-    numbers = (bound.dkdv if config == WIDE else bound).scalars
-    return tiles.TileGrid(*numbers[:4]), tiles.MaskBounds(*numbers[4:8]), numbers[-1]
+    numbers, constants = (bound.dkdv if config == WIDE else bound).scalars
+    return numbers.grid, numbers.bounds, constants
 
 
 def begins_of(first, spans, shape):
@@ -257,7 +258,7 @@ def test_tiles_accumulate_each_q_block_in_the_order_of_their_ctas_and_reach_it_i
     problem = problem_of(sq, sk, mask, b=b, heads=(hk, hk))
     assume(not problem.is_empty)
     (n_tiles, *_), band, shape = backward_scalars_of(problem, DETERMINISTIC)
-    order, adding = tiles.TileGrid(n_tiles, hk, b, section), {}
+    order, adding = TileGrid(n_tiles, hk, b, section), {}
     for number in range(n_tiles * hk * b):
         first, head, batch = tiles.kv_tile_at.fn(number, order, shape)
         spans = tiles.q_blocks_of.fn(first, band, shape)
@@ -291,8 +292,8 @@ def test_wide_heads_come_in_tiles_whose_sides_are_powers_of_two(d, dv, of_q, of_
 @example(800, 820, window(127, 0, "top_left"))
 def test_in_the_dq_kernel_each_visible_key_is_in_one_kv_block_and_unmasked_blocks_are_wholly_visible(sq, sk, mask):
     problem = problem_of(sq, sk, mask)
-    *_, shape = numbers = bound_backward(problem, WIDE).dq.scalars
-    n_tiles, band = numbers[0], tiles.MaskBounds(*numbers[4:8])
+    numbers, shape = bound_backward(problem, WIDE).dq.scalars
+    n_tiles, band = numbers.grid.tiles, numbers.bounds
     queries, keys = problem.seeing_queries, problem.seen_keys
     visible = mask.visible(sq, sk)[queries.start:queries.stop, keys.start:keys.stop]
     sq, sk = visible.shape

@@ -8,6 +8,7 @@ import torch
 
 from emulation.backward_calls import MASKS, call_of, compare, dq_of_accum, expected, extra_columns_of
 from emulation.hopper_calls import bound_backward
+from tilewise.kernels.gluon.arguments import BackwardPointers, Lengths
 from tilewise.kernels.gluon.backward_config import (
     D128AugmentedKVariant,
     D128Variant,
@@ -57,8 +58,8 @@ def test_the_source_computes_the_gradients_on_the_cpu(mask, config, d):
     counter = torch.zeros(1, dtype=torch.int32)
     workspace = Pointer(accum) if config.head_persistent else Pointer(counter) if config.dynamic_tiles else Pointer(
         semaphores.view(torch.int32)) if config.deterministic else None
-    run(launch.kernel, MODULES, launch.grid[0], (*described, target, workspace, *[None] * 7, *launch.scalars),
-        CONSTANTS, together=3)
+    run(launch.kernel, MODULES, launch.grid[0], (*described, target, workspace, BackwardPointers(None, None, None),
+        Lengths(*[None] * 4), *launch.scalars), CONSTANTS, together=3)
     assert not counter.any(), "the next launch fetches tiles by it"
     if config.head_persistent:
         dq = dq.float() / problem.scale

@@ -9,6 +9,7 @@ import torch
 
 from emulation.backward_calls import MASKS, SCALE, call_of, compare, dq_of_accum, expected
 from emulation.hopper_calls import bound_backward
+from tilewise.kernels.gluon.arguments import RowStats
 from tilewise.kernels.gluon.backward_config import HopperD192Config, HopperD256Config
 from tilewise.masks import window
 
@@ -87,7 +88,9 @@ def test_nothing_is_written_over_before_the_slowest_warpgroup_has_read_it(dout_s
 def run_part(part, tensors, like, constants=None):
     """Run one of the kernels, and return its gradients, which are shaped as ``like``."""
     gradients = [torch.full_like(tensor, float("nan")) for tensor in like]
-    described = [form and Descriptor(tensor, form[0]) if own else Pointer(tensor.flatten())
-                 for tensor, own in zip((*tensors, *gradients), part.forms, strict=True) for form in own or [None]]
-    run(part.kernel, MODULES, part.grid[0], (*described, *part.scalars), CONSTANTS | (constants or {}))
+    *read, lse, delta = tensors
+    read, written = ([form and Descriptor(tensor, form[0]) for tensor, own in zip(some, forms, strict=True)
+                      for form in own] for some, forms in ((read, part.forms[:4]), (gradients, part.forms[6:])))
+    rows = RowStats(Pointer(lse.flatten()), Pointer(delta.flatten()))
+    run(part.kernel, MODULES, part.grid[0], (*read, rows, *written, *part.scalars), CONSTANTS | (constants or {}))
     return gradients

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
+from tilewise.kernels.gluon.arguments import StridedRows
 from tilewise.kernels.gluon.hopper_dq import hopper_dq_kernel
 
 B, H = 2, 3
@@ -41,8 +42,8 @@ def test_the_dq_accumulator_becomes_dq(cuts, sq, d, parts, device):
     sums = sums_of(dq, sum(cuts), cuts).to(device)
     all_parts = parts * math.ceil(sq / 64)
     got = torch.full((B, sq, H, d), float("nan"), dtype=torch.float16, device=device).transpose(1, 2)
-    hopper_dq_kernel[(all_parts * B * H,)](sums, got, None, *got.stride()[:3], sq, H, all_parts, None, 0.5, d,
-                                           sum(cuts) // parts, parts)
+    hopper_dq_kernel[(all_parts * B * H,)](
+        sums, StridedRows(got, *got.stride()[:3]), None, sq, H, all_parts, None, 0.5, d, sum(cuts) // parts, parts)
     assert torch.equal(got.cpu(), (dq * 0.5).half())
 
 
@@ -60,6 +61,7 @@ def test_accumulator_blocks_of_packed_sequences_become_their_rows(lengths, first
     sums = sums_of(spread, width, [width // 2] * 2).to(device)
     got = torch.full((1, dq.shape[2], H, columns), float("nan"), dtype=torch.float16, device=device).transpose(1, 2)
     cu_seqlens = torch.tensor([first, *borders[1:]], device=device)
-    hopper_dq_kernel[(2 * steps * H,)](sums, got, cu_seqlens, *got.stride()[:3], dq.shape[2], H, 2 * steps,
-                                       len(lengths), 0.5, columns, width // 2, 2)
+    hopper_dq_kernel[(2 * steps * H,)](
+        sums, StridedRows(got, *got.stride()[:3]), cu_seqlens, dq.shape[2], H, 2 * steps, len(lengths), 0.5, columns,
+        width // 2, 2)
     assert torch.equal(got.cpu(), (dq * 0.5).half().expand(1, H, -1, -1))

@@ -57,10 +57,9 @@ def test_each_block_of_a_tile_is_in_one_split_and_needs_its_mask_there_too(sq, s
         return
     n_tiles = -(-sq // 128)
     whole = min(whole, n_tiles - 1)
-    numbers = bound_forward(problem, CONFIG, 132, split_kv=(whole, num_splits)).scalars
-    grid, bounds, shape = tiles.TileGrid(*numbers[:4]), tiles.MaskBounds(*numbers[4:8]), numbers[-1]
-    plan = split_kv.SplitPlan(whole, num_splits)
-    assert (numbers[-4:-2], shape.SPLIT_KV) == ((whole, num_splits), 2 if whole else 1)
+    numbers, shape = bound_forward(problem, CONFIG, 132, split_kv=(whole, num_splits)).scalars
+    grid, bounds, plan = numbers.grid, numbers.bounds, numbers.splits
+    assert (plan.whole, plan.num_splits, shape.SPLIT_KV) == (whole, num_splits, 2 if whole else 1)
     total = split_kv.num_work_tiles.fn(n_tiles, plan, shape)
     assert total == whole + (n_tiles - whole) * num_splits
     found = {}
@@ -96,7 +95,7 @@ def test_the_rows_that_are_combined_are_those_of_the_tiles_that_are_split():
         bound = bound_forward(problem, CONFIG, 132, split_kv=(whole, 3))
         assert bound.split_rows == range(first, 1200)
         assert bound.partial_shape == (1200 - first, 3, 128 + 8)
-        assert bound.scalars[-2] == first
+        assert bound.scalars[0].splits.first_row == first
 
 
 def test_each_split_has_a_cta_up_to_one_an_sm():

@@ -5,6 +5,7 @@ import struct
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed")
 
 from triton import knobs
+from triton._C.libtriton import native_specialize_impl
+from triton.backends.nvidia.compiler import CUDABackend
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -20,7 +23,7 @@ from emulation.hopper_calls import bound_forward
 from launch.driver_double import DriverDouble, cubin_of
 from tilewise.kernels import driver
 from tilewise.kernels import enqueue as module
-from tilewise.kernels.enqueue import Enqueue
+from tilewise.kernels.enqueue import Enqueue, unspecialized
 from tilewise.kernels.gluon import launch as launching
 from tilewise.kernels.gluon.forward_config import HopperForwardConfig
 from tilewise.kernels.hooks import compile_only
@@ -249,26 +252,55 @@ def test_an_interpreted_kernel_is_called(cuda):
     assert [(grid, options) for grid, _, options in enqueue.kernel.launched] == [((5,), OPTIONS)] * 2
 
 
+class Numbers(NamedTuple):
+    lower: Any
+    upper: Any
+
+
+@pytest.mark.parametrize(("number", "wide"), [(1, False), (16, False), (0, False), (-1, False), (2**31 - 1, False),
+                                              (2**31, True)])
+def test_a_kernel_is_compiled_for_no_number_of_the_problem_but_for_its_width(number, wide):
+    """Triton would make a constant of 1, and compile another kernel for multiples of 16."""
+    bounds = Numbers(None, number)
+    *seen, flag, block = unspecialized((bounds, (0.5, (number,)), number, True, 16))
+    assert (flag, block) == (True, 16)
+    stand_in = 2**31 + 7 if wide else 7
+    assert seen == [bounds._replace(upper=stand_in), (0.5, (stand_in,)), number]
+    assert type(seen[0]) is Numbers
+
+
+def test_a_kernel_is_compiled_for_a_tensor_of_a_tuple_wherever_it_lies():
+    """Triton would compile another kernel for addresses that are multiples of 16."""
+    tensor = torch.zeros(8, dtype=torch.int32)
+    assert tensor.data_ptr() % 16 == 0
+    (seen, nothing), flag = unspecialized(((tensor, None), True))
+    assert (seen.dtype, seen.data_ptr() % 2, nothing, flag) == (torch.int32, 1, None, True)
+    assert native_specialize_impl(CUDABackend, (seen, 7), False, True, True) == native_specialize_impl(
+        CUDABackend, (torch.zeros(8, dtype=torch.int32)[1:], 23), False, True, True)
+
+
 @pytest.mark.parametrize("metadata", [{}, {"num_ctas": 2}], ids=["driver", "Triton"])
-def test_a_kernel_is_compiled_for_what_stands_for_the_scalars_and_launched_with_these(cuda, metadata):
-    enqueue = Enqueue(Kernel(**metadata), (5,), (128, 0.5), OPTIONS, compiled_for=(7, 0.25))
+def test_a_kernel_is_compiled_for_what_stands_for_the_scalars_and_launched_with_these(
+        cuda, metadata, monkeypatch):
+    monkeypatch.setattr(Compiled, "src", SimpleNamespace(signature=Compiled.src.signature | {"sq": ("i32",)}))
+    enqueue = Enqueue(Kernel(**metadata), (5,), ((128,), 0.5), OPTIONS, specialized=4)
     tensors = tensors_of()
     call(enqueue, tensors)
     (_, arguments, _), = enqueue.kernel.front_end
-    assert arguments[4:] == (7, 0.25)
+    assert arguments[4:] == ((7,), 0.5)
     launched = enqueue.kernel.compiled[0].launched
     if metadata:
-        assert [arguments[4:] for _, arguments in launched] == [(128, 0.5)]
+        assert [arguments[4:] for _, arguments in launched] == [((128,), 0.5)]
     else:
         assert launched == []
         assert handed(cuda) == [addresses_of(tensors)]  # which looks at the scalars too
 
 
 def test_an_interpreted_kernel_gets_the_scalars_not_what_stands_for_them(cuda):
-    enqueue = Enqueue(Interpreted(), (5,), (128, 0.5), OPTIONS, compiled_for=(7, 0.25))
+    enqueue = Enqueue(Interpreted(), (5,), ((128,), 0.5), OPTIONS, specialized=4)
     call(enqueue, tensors_of())
     (_, arguments, _), = enqueue.kernel.launched
-    assert arguments[4:] == (128, 0.5)
+    assert arguments[4:] == ((128,), 0.5)
 
 
 def test_compiling_ahead_launches_nothing_and_keeps_nothing(enqueue, cuda):

@@ -2,18 +2,26 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from triton._C.libtriton import native_specialize_impl
+from triton.backends.nvidia.compiler import CUDABackend
+
 from emulation.hopper_calls import bound_forward, problem_of, scalars_of
+from tilewise.kernels.gluon.backward_config import HopperD128Config
 from tilewise.kernels.gluon.forward_config import HopperForwardConfig
 from tilewise.masks import Mask, causal, window
-from tilewise.problem.options import OperandSpec, ScoreOptions
+from tilewise.problem.options import Operands, OperandSpec, ScoreOptions
 from tilewise.problem.sequences import Sequences
 from tilewise.tuning.heuristics_hopper import forward_heuristic
 
 launch = pytest.importorskip("tilewise.kernels.gluon.launch", reason="Triton is not installed")
+launch_backward = pytest.importorskip("tilewise.kernels.gluon.launch_backward")
 
 
 def test_softmax_is_split_in_two_halves_at_small_head_dims_and_long_kv_blocks():
@@ -42,7 +50,7 @@ def test_packed_rows_are_a_querys_heads_one_after_another_then_the_next_query():
     bound = bound_forward(problem, HopperForwardConfig(128, 2), 132, pack_gqa=8)
     assert [block and block[0] for block in bound.blocks] == [
         [1, 1, 8, 8, 128], None, [1, 1, 128, 128], None, [1, 1, 128, 128], None, [1, 1, 8, 8, 128]]
-    assert bound.scalars[:3] == (1, 2, 2), "tiles, kv heads, batches"
+    assert bound.scalars[0].grid[:3] == (1, 2, 2), "tiles, kv heads, batches"
     q = torch.arange(2 * 12 * 10 * 128).view(2, 10, 12, 128).transpose(1, 2)
     grouped = launch._grouped(q, bound.group)
     assert grouped.shape == (2, 2, 10, 6, 128)
@@ -54,14 +62,17 @@ def test_a_softcap_takes_the_scales_place_and_tanh_gets_the_rest():
     for softcap, scaling in ((None, (0.25 * log2e, None, 0.5)),
                              (30.0, (30.0 * log2e, 2.0 * log2e * 0.25 / 30.0, 64.0))):
         problem = replace(problem_of(), scale=0.25, scores=ScoreOptions(softcap=softcap))
-        numbers = bound_forward(problem, HopperForwardConfig(128, 2)).scalars
-        assert numbers[10:13] == pytest.approx(scaling)
+        numbers, _ = bound_forward(problem, HopperForwardConfig(128, 2)).scalars
+        assert numbers.scaling == pytest.approx(scaling)
 
 
 @pytest.mark.parametrize(("stride", "passed"), [(1, None), (0, 0), (7, 7)])
 def test_sinks_may_lie_apart(stride, passed):
     problem = replace(problem_of(), scores=ScoreOptions(sinks=OperandSpec((1,), (stride,), torch.float32)))
-    assert bound_forward(problem, HopperForwardConfig(128, 2)).sinks_stride == passed
+    bound = bound_forward(problem, HopperForwardConfig(128, 2))
+    assert bound.sinks_stride == bound.scalars[0].sinks_stride == passed
+    split = bound_forward(problem, HopperForwardConfig(128, 2), split_kv=(0, 2))
+    assert (split.sinks_stride, split.scalars[0].sinks_stride) == (passed, None), "they enter where splits are combined"
 
 
 @pytest.mark.parametrize(("sq", "programs"), [(128, 4), (4096, 128), (8192, 132)])
@@ -83,3 +94,36 @@ def test_three_warpgroups_tiles_are_counted_from_the_end_under_an_upper_bound_an
         assert (from_end, rests) == (shape.TILES_FROM_END, shape.SKIP_PADDING)
     shared = scalars_of(problem_of(mask=causal(), d=64, heads=(2, 1)), HopperForwardConfig(128, 3), 2)[2]
     assert (shared.TILES_FROM_END, shared.SKIP_PADDING) == (False, True), "a first query of -1 would be no tile"
+
+
+def handed_to_the_front_end(enqueue, arguments):
+    """Of each argument that the kernel is compiled for, constants aside, its type and what it is specialised for."""
+    seen = []
+    enqueue.kernel = SimpleNamespace(warmup=lambda *own, **_: seen.extend(own))
+    enqueue.compile(arguments)
+    return [native_specialize_impl(CUDABackend, own, False, True, True) for own in seen[:-1]]
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_kernels_are_compiled_for_no_number_and_wherever_lengths_lie(packed):
+    """Else each length of a sequence would compile a kernel of its own."""
+    def bound(sq, b, shift):
+        """What a call of both passes has compiled, its lengths ``shift`` numbers past a multiple of 16 bytes."""
+        lengths = torch.zeros(shift + b + packed, dtype=torch.int32)[shift:]
+        facts = OperandSpec(tuple(lengths.shape), lengths.stride(), lengths.dtype)
+        names = ("cu_seqlens_q", "cu_seqlens_k") if packed else ("seqlens_q", "seqlens_k")
+        sequences = Sequences(b if packed else None, **dict.fromkeys(names, facts))
+        operands = Operands(**dict.fromkeys(names, lengths))
+        problem = replace(problem_of(sq, sq, window(80, 0, "bottom_right"), b=1 if packed else b), sequences=sequences)
+        data = (operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqlens_q, operands.seqlens_k, None)
+        q = torch.zeros(problem.b, 1, sq, 128, dtype=torch.bfloat16)
+        lse = torch.zeros(q.shape[:3])
+        forward = bound_forward(problem, HopperForwardConfig(128, 2))
+        backward = bound_backward(problem, HopperD128Config())
+        accum = torch.zeros(backward.accum_shape)
+        return (*handed_to_the_front_end(forward.enqueue, forward.arguments(
+                    (q, q, q, q, lse), torch.zeros(1, dtype=torch.int32), operands)),
+                *handed_to_the_front_end(backward.enqueue, backward.arguments(
+                    backward.taken((q, q, q, q, lse, lse, q, q, q), lse), accum, data)))
+
+    assert bound(1024, 16, 0) == bound(1009, 1, 1)

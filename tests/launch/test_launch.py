@@ -10,14 +10,13 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilewise.functions import ScoreFunction
-from tilewise.kernels.triton.arguments import NO_MODIFIERS, Bounds, Sinks, StridedTensor
+from tilewise.kernels.triton.arguments import NO_MODIFIERS, Sinks, StridedTensor
 from tilewise.kernels.triton.launch import (
     Launch,
     modifiers_of,
     needs_int64,
     operand_addresses,
     operand_count,
-    unspecialized,
 )
 from tilewise.masks import Mask
 from tilewise.problem import AttentionProblem
@@ -58,18 +57,6 @@ def test_the_front_end_gets_tensors_with_their_strides_and_addresses_stay_what_t
     assert addresses == (Q.data_ptr(), None)
     assert arguments == (StridedTensor(Q, 128, 128, 16, 1), None, NO_MODIFIERS)
     assert out == StridedTensor(OUT, 1, 2, 3, 4)
-
-
-@pytest.mark.parametrize(("number", "wide"), [(1, False), (16, False), (0, False), (-1, False), (2**31 - 1, False),
-                                              (2**31, True)])
-def test_a_kernel_is_compiled_for_no_number_of_the_problem_but_for_its_width(number, wide):
-    """Triton would make a constant of 1, and compile another kernel for multiples of 16."""
-    bounds = Bounds(None, number, None, None, None, None)
-    *seen, flag, block = unspecialized((bounds, (0.5, (number,)), number, True, 16))
-    assert (flag, block) == (True, 16)
-    stand_in = 2**31 + 7 if wide else 7
-    assert seen == [bounds._replace(upper=stand_in), (0.5, (stand_in,)), number]
-    assert type(seen[0]) is Bounds
 
 
 def test_the_front_end_gets_descriptors_where_a_tensor_has_a_block():

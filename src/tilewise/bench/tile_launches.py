@@ -42,13 +42,11 @@ def tile_launch(kernel: str, problem: AttentionProblem, config: Any) -> Any:
 class HopperLaunch:
     """A Gluon kernel bound to a problem and a tile, as :func:`tile_launch` gives Triton's; the backward one with dq's.
 
-    Attributes:
-        kernel, grid, scalars, options: what Triton compiles, as of a Triton kernel's launch. That of dq is compiled
-            when it first runs; most tiles share it.
+    That of dq is compiled when it first runs; most tiles share it.
     """
 
     def __init__(self, kernel: str, problem: AttentionProblem, config: Any) -> None:
-        from tilewise.kernels.gluon.launch import OPTIONS, HopperForward
+        from tilewise.kernels.gluon.launch import HopperForward
         from tilewise.kernels.gluon.launch_backward_wide import HopperBackwardApart, backward_launch
 
         self._is_forward = kernel == "hopper_forward"
@@ -59,8 +57,6 @@ class HopperLaunch:
             self._launch = backward_launch(problem, config, backward_schedule(problem, config), problem.q_strides,
                                            _num_sms(problem.device))
         self._compiled: Any = self._launch.dkdv if isinstance(self._launch, HopperBackwardApart) else self._launch
-        self.kernel, self.grid, self.scalars = self._compiled.kernel, self._compiled.grid, self._compiled.scalars
-        self.options = OPTIONS
 
     def __call__(self, *tensors: torch.Tensor) -> None:
         """Enqueue on the current stream."""
@@ -72,7 +68,7 @@ class HopperLaunch:
 
     def compile(self, arguments: tuple[Any, ...]) -> Any:
         """Compile the kernel for arguments such as :meth:`arguments` returns."""
-        return self.kernel.warmup(*arguments, *self.scalars, grid=self.grid, **self.options)
+        return self._compiled.enqueue.compile(arguments)
 
     def arguments(self, tensors: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
         """Return what the compiler sees before the scalars."""

@@ -30,13 +30,14 @@ class Enqueue:
         grid: its CTAs along one to three dims.
         scalars: the arguments after the tensors, in the kernel's order, constexprs included.
         options: num_warps and its kin.
-        compiled_for: what Triton sees in the place of the scalars when it compiles; None: the scalars.
+        specialized: how many arguments come before those for which the kernel is compiled as :func:`unspecialized` has
+            it; None: all.
     """
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], scalars: Arguments, options: dict[str, Any],
-                 compiled_for: Arguments | None = None) -> None:
+                 specialized: int | None = None) -> None:
         self.kernel, self.grid, self.scalars, self.options = kernel, grid, scalars, options
-        self._compiled_for = scalars if compiled_for is None else compiled_for
+        self._specialized = specialized
         self._watched = watching()
         self._bound: dict[Any, Callable[[Addresses], None]] = {}
         self._compiled: dict[Any, Any] = {}
@@ -78,7 +79,10 @@ class Enqueue:
     def compile(self, made: Arguments) -> Any:
         """Compile the kernel for arguments like these; return what Triton made of it, None under its interpreter."""
         hash_callees_first(self.kernel)
-        return self.kernel.warmup(*made, *self._compiled_for, grid=self.grid, **self.options)
+        seen = (*made, *self.scalars)
+        if self._specialized is not None:
+            seen = (*seen[:self._specialized], *unspecialized(seen[self._specialized:]))
+        return self.kernel.warmup(*seen, grid=self.grid, **self.options)
 
     def _compile(self, alignment: Any, made: Arguments) -> Any:
         compiled = self.compile(made)
@@ -93,6 +97,37 @@ class Enqueue:
             pass  # compiled[grid] launches the same kernel
         self._compiled[alignment] = compiled
         return compiled
+
+
+def unspecialized(arguments: Arguments) -> Arguments:
+    """Return arguments like these for which Triton compiles a kernel that is right for any numbers and addresses.
+
+    Triton specialises each integer in a tuple, for 1 and for multiples of 16, and each address, for multiples of 16;
+    ``do_not_specialize`` reaches none. So other integers of the same width, and addresses that are multiples of
+    nothing, stand in their place while the kernel is compiled. Constants, the last argument, are left alone.
+    """
+    *others, constants = arguments
+
+    def stand_in(own: Any) -> Any:
+        if isinstance(own, tuple):
+            inner = [stand_in(one) for one in own]
+            return own._make(inner) if hasattr(own, "_make") else tuple(inner)
+        if isinstance(own, torch.Tensor):
+            return _Anywhere(own.dtype)
+        return (7 if -2**31 <= own < 2**31 else 2**31 + 7) if type(own) is int else own
+
+    return (*(stand_in(own) if isinstance(own, tuple) else own for own in others), constants)
+
+
+class _Anywhere:
+    """Stands for a tensor of a dtype, wherever it lies; this is what Triton asks a tensor for."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def data_ptr(self) -> int:
+        """Return an odd address."""
+        return 1
 
 
 def addresses_in(arguments: Arguments) -> list[Any]:

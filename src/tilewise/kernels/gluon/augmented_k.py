@@ -28,14 +28,13 @@ class AugmentedK(NamedTuple):
 
 
 @triton.jit(do_not_specialize=["sq", "heads", "blocks"])
-def hopper_augmented_k_kernel(out_ptr, dout_ptr, lse_ptr, delta_ptr, columns_ptr, accum_ptr, stride_ob, stride_oh,
-                              stride_os, stride_db, stride_dh, stride_ds, sq, heads, blocks, scale, DV: tl.constexpr,
-                              WIDTH: tl.constexpr, ZEROS: tl.constexpr):
+def hopper_augmented_k_kernel(out, dout, lse_ptr, delta_ptr, columns_ptr, accum_ptr, sq, heads, blocks, scale,
+                              DV: tl.constexpr, WIDTH: tl.constexpr, ZEROS: tl.constexpr):
     """Write the extra columns of 64 queries, and ZEROS zeros: to the dQ accumulator, or to the block's counter.
 
     Grid: (blocks of a head · heads · batches,). lse: (b, heads, sq), float32, dense; columns: (b, heads, sq, 16),
     bfloat16, dense. delta is read, as dense as lse, or where it is None computed (eq. 10) of out and dout, (b, heads,
-    sq, dv) by strides. WIDTH: dv, or the next power of two.
+    sq, dv), each a StridedRows. WIDTH: dv, or the next power of two.
     """
     number = tl.program_id(0)
     if ZEROS > 0:
@@ -52,9 +51,11 @@ def hopper_augmented_k_kernel(out_ptr, dout_ptr, lse_ptr, delta_ptr, columns_ptr
         within = tl.arange(0, WIDTH)[None, :]
         places = rows.to(tl.int64)[:, None]
         exists = inside[:, None] & (within < DV)
-        out = tl.load(out_ptr + batch * stride_ob + head * stride_oh + places * stride_os + within, exists, 0.0)
-        dout = tl.load(dout_ptr + batch * stride_db + head * stride_dh + places * stride_ds + within, exists, 0.0)
-        delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+        left = tl.load(out.ptr + batch * out.stride_b + head * out.stride_h + places * out.stride_s + within, exists,
+                       0.0)
+        right = tl.load(dout.ptr + batch * dout.stride_b + head * dout.stride_h + places * dout.stride_s + within,
+                        exists, 0.0)
+        delta = tl.sum(left.to(tl.float32) * right.to(tl.float32), 1)
     numbers = tl.arange(0, 16)[None, :]
     columns = tl.zeros((64, 16), tl.bfloat16)
     first = tl.where(lse == float("-inf"), _NO_KEYS, -lse / scale)

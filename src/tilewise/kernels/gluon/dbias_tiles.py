@@ -15,14 +15,6 @@ TILE_QUERIES = gl.constexpr(128)  # 64 a consumer
 BLOCKS_PER_TILE = gl.constexpr(2)  # of 64 keys
 
 
-class BiasGrid(NamedTuple):
-    """The tiles of a launch: so many along the queries and along the keys of a bias head, and so many bias heads."""
-
-    m_blocks: Any
-    n_blocks: Any
-    bias_heads: Any
-
-
 class TileCursor(NamedTuple):
     """A visible tile. m_block, n_block: its number along the queries and the keys.
 

@@ -49,7 +49,6 @@ from tilewise.kernels.gluon.hopper_backward_types import (
     Outputs,
     Pipe,
     QHead,
-    Scales,
     Smem,
     State,
     TileView,
@@ -79,8 +78,6 @@ from tilewise.kernels.gluon.pipeline import (
 from tilewise.kernels.gluon.softmax import cap
 from tilewise.kernels.gluon.tiles import (
     QUERIES,
-    MaskBounds,
-    TileGrid,
     kv_tile_at,
     kv_tile_of_numbers,
     phases_of,
@@ -329,16 +326,13 @@ def attend(args, smem, OWN: gl.constexpr, C: gl.constexpr):
         attend_tile(args, smem, args.tile, count, tile_count, OWN, C)
 
 
-@gluon.jit(do_not_specialize=["tiles", "heads", "batches", "section", "sq", "sk", "lower", "upper", "group",
-                               "count", "threshold", "origin_q", "origin_k"])
+@gluon.jit
 def hopper_backward_kernel(q_desc, k_desc, v_desc, dout_desc, lse, delta_ptr, dk_desc, dv_desc, dq_desc, accum,
-                           workspace_ptr, dk_ptr, dv_ptr, cu_q, cu_k, seqlens_q, seqlens_k, seed_ptr, tiles, heads,
-                           batches, section, sq, sk, lower, upper, group, scale, scale_log2, squash, count, threshold,
-                           delta_scale, dv_scale, origin_q, origin_k, C: gl.constexpr):
+                           workspace_ptr, pointers, lengths, numbers, C: gl.constexpr):
     """Compute dk and dv, and the dQ accumulator, or with C.HEAD_PERSISTENT dq.
 
     Grid: (tiles · heads of k · batches,), with C.AUGMENTED_K so many CTAs or fewer, with C.HEAD_PERSISTENT up to heads
-    of k · batches. section: TileGrid.heads_per_swizzle.
+    of k · batches.
 
     accum: (·, 256), a descriptor, or with C.DQ_FROM_REGISTERS a pointer. The accumulator must be zero at first, but
     with C.DETERMINISTIC or C.HEAD_PERSISTENT. The latter needs room for a group's blocks for each CTA, and dq_desc,
@@ -346,13 +340,8 @@ def hopper_backward_kernel(q_desc, k_desc, v_desc, dout_desc, lse, delta_ptr, dk
     zero at first; with C.HEAD_PERSISTENT to the accumulator; else with C.AUGMENTED_K to the counter of the dynamic tile
     scheduler, which is zero, and left so; else it is None.
 
-    lse: a pointer, or with C.AUGMENTED_K a descriptor of the extra columns, which hold delta too. dk_ptr, dv_ptr, cu_q,
-    cu_k: of packed sequences, else None. seqlens_q, seqlens_k: may be None. count: how many sequences have lengths on
-    the device, or None. scale_log2, squash: as in softmax.cap.
-
-    seed_ptr, and from threshold on: None without C.HAS_DROPOUT. threshold: the first of 2^16 random numbers that keeps
-    a score. delta_scale, dv_scale: what delta and dv are multiplied by; the accumulator is delta_scale times as large,
-    too, and scale makes up for it in dk. origin_q, origin_k: the positions of the first query and key.
+    lse: a pointer, or with C.AUGMENTED_K a descriptor of the extra columns, which hold delta too. pointers, lengths,
+    numbers: a BackwardPointers, a Lengths and a BackwardNumbers (arguments.py).
     """
     DTYPE: gl.constexpr = q_desc.dtype
     NC: gl.constexpr = C.CONSUMERS
@@ -376,30 +365,32 @@ def hopper_backward_kernel(q_desc, k_desc, v_desc, dout_desc, lse, delta_ptr, dk
     q_pipe = Pipe(q_tiles, make_barriers(C.Q_STAGES + SPARE, 1 if C.AUGMENTED_K else 2),
                   make_barriers(C.Q_STAGES, NC))
     dout_pipe = Pipe(dout_tiles, make_barriers(C.DOUT_STAGES + SPARE, 1), make_barriers(C.DOUT_STAGES, NC))
-    grid = TileGrid(tiles, heads, batches, section)
+    grid = numbers.grid
     queue = ()
     tile = ()
     if C.AUGMENTED_K:
         kv = KVTiles(k_tiles, v_tiles, make_barriers(NC, 2), make_barriers(1, NC), make_barriers(NC, 1))
-        numbers = gl.allocate_shared_memory(gl.int32, [2 * 3, 1], CONTIGUOUS)
-        queue = TileQueue(numbers, make_barriers(2, 1), make_barriers(2, NC))
+        tile_values = gl.allocate_shared_memory(gl.int32, [2 * 3, 1], CONTIGUOUS)
+        queue = TileQueue(tile_values, make_barriers(2, 1), make_barriers(2, NC))
     else:
         kv = KVTiles(k_tiles, v_tiles, make_barriers(NC + SPARE * NC, 1), (), ())
         tile = kv_tile_at(gl.program_id(0), grid, C)
     fence_async_shared()
-    bounds = MaskBounds(sq, sk, lower, upper)
     metadata = ()
     if C.VARLEN:
-        metadata = store_tile_metadata(locate_keys(tile, bounds, (cu_q, cu_k, seqlens_q, seqlens_k, count), C))
+        metadata = store_tile_metadata(locate_keys(
+            tile, numbers.bounds, (lengths.cu_q, lengths.cu_k, lengths.q, lengths.k, numbers.count), C))
     seed = ()
     if C.HAS_DROPOUT:
-        number = gl.load(seed_ptr)
+        number = gl.load(pointers.seed)
         seed = store_tile_metadata((number.to(gl.int32), (number >> 32).to(gl.int32)))
-    args = Args(Inputs(q_desc, k_desc, v_desc, dout_desc, lse, delta_ptr, delta_scale),
-                Outputs(dk_desc, dv_desc, dk_ptr, dv_ptr),
-                DQTarget(accum, workspace_ptr, workspace_ptr, dq_desc, scale), grid, bounds, group,
-                Scales(scale, scale_log2, squash), dropout.Dropout(seed, threshold, dv_scale, origin_q, origin_k),
-                count, tile, workspace_ptr)
+    scales, settings = numbers.scales, numbers.dropout
+    args = Args(Inputs(q_desc, k_desc, v_desc, dout_desc, lse, delta_ptr, settings.delta_scale),
+                Outputs(dk_desc, dv_desc, pointers.dk, pointers.dv),
+                DQTarget(accum, workspace_ptr, workspace_ptr, dq_desc, scales.gradient), grid, numbers.bounds,
+                numbers.group, scales,
+                dropout.Dropout(seed, settings.threshold, settings.dv_scale, settings.origin_q, settings.origin_k),
+                numbers.count, tile, workspace_ptr)
     smem = Smem(kv, q_pipe, dout_pipe, row_stats, dscores, dq_stage, queue, metadata)
     ZERO: gl.constexpr = 0
     ONE: gl.constexpr = 1

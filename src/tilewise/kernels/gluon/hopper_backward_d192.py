@@ -28,7 +28,6 @@ from tilewise.kernels.gluon.hopper_backward_d256_types import (
     Inputs,
     KVTiles,
     Outputs,
-    Scales,
     Smem,
     TileView,
 )
@@ -44,8 +43,6 @@ from tilewise.kernels.gluon.pipeline import (
 )
 from tilewise.kernels.gluon.tiles import (
     QUERIES,
-    MaskBounds,
-    TileGrid,
     kv_tile_at,
     phases_of,
     q_block_start,
@@ -191,14 +188,13 @@ def attend(args, smem, OWN: gl.constexpr, C: gl.constexpr):
     tma_store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["tiles", "heads", "batches", "section", "sq", "sk", "lower", "upper", "group"])
+@gluon.jit
 def hopper_backward_d192_kernel(q_desc, q_rest, k_desc, k_rest, v_desc, dout_desc, lse_ptr, delta_ptr, dk_desc,
-                                dk_rest, dv_desc, accum_ptr, tiles, heads, batches, section, sq, sk, lower, upper,
-                                group, scale, scale_log2, C: gl.constexpr):
+                                dk_rest, dv_desc, accum_ptr, numbers, C: gl.constexpr):
     """Compute dk and dv, and add to the dQ accumulator, which must be zero at first.
 
-    Grid: (tiles · heads of k · batches,). Descriptors of both chunks of columns of q, k and dk. section:
-    TileGrid.heads_per_swizzle.
+    Grid: (tiles · heads of k · batches,). Descriptors of both chunks of columns of q, k and dk. numbers: a
+    BackwardNumbers.
     """
     DTYPE: gl.constexpr = q_desc.dtype
     DSCORES_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, QUERIES], DTYPE)
@@ -213,9 +209,10 @@ def hopper_backward_d192_kernel(q_desc, q_rest, k_desc, k_rest, v_desc, dout_des
     q_pipe = Pipe(q_tiles, make_barriers(C.Q_STAGES, 2), make_barriers(C.Q_STAGES, 2))
     dout_pipe = Pipe(dout_tiles, make_barriers(C.DOUT_STAGES, 1), make_barriers(C.DOUT_STAGES, 2))
     fence_async_shared()
-    tile = kv_tile_at(gl.program_id(0), TileGrid(tiles, heads, batches, section), C)
-    args = Args(inputs, Outputs((dk_desc, dk_rest), dv_desc), tile, heads, MaskBounds(sq, sk, lower, upper), group,
-                Scales(scale, scale_log2), accum_ptr)
+    grid = numbers.grid
+    tile = kv_tile_at(gl.program_id(0), grid, C)
+    args = Args(inputs, Outputs((dk_desc, dk_rest), dv_desc), tile, grid.heads, numbers.bounds, numbers.group,
+                numbers.scales, accum_ptr)
     smem = Smem(kv, q_pipe, dout_pipe, row_stats, (), dscores_tiles)
     ZERO: gl.constexpr = 0
     ONE: gl.constexpr = 1

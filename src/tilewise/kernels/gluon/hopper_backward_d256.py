@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from tilewise.kernels.gluon.compat import tma_load, tma_store_wait
 from tilewise.kernels.gluon.hopper_backward import SCORE_LAYOUT, hide_probs, write_gradient
-from tilewise.kernels.gluon.hopper_backward_d256_types import Args, Inputs, KVTiles, Outputs, Scales, Smem
+from tilewise.kernels.gluon.hopper_backward_d256_types import Args, Inputs, KVTiles, Outputs, Smem
 from tilewise.kernels.gluon.hopper_backward_load import fetch_row_stats, put_row_stats
 from tilewise.kernels.gluon.hopper_backward_types import Pipe
 from tilewise.kernels.gluon.pipeline import (
@@ -38,8 +38,6 @@ from tilewise.kernels.gluon.products import finish
 from tilewise.kernels.gluon.softmax import as_operand, pack_pairs
 from tilewise.kernels.gluon.tiles import (
     QUERIES,
-    MaskBounds,
-    TileGrid,
     kv_tile_at,
     phases_of,
     q_block_start,
@@ -254,18 +252,17 @@ def accumulate_dk(args, smem, C: gl.constexpr):
     write_gradients(args.outputs.dk, kv.k_tiles, 0, dk, args.scales.gradient, (tile.batch, tile.head, tile.first), C)
 
 
-@gluon.jit(do_not_specialize=["tiles", "heads", "batches", "section", "sq", "sk", "lower", "upper", "group"])
-def hopper_backward_d256_kernel(q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, dout_desc, dout_rest, lse_ptr,
-                                delta_ptr, dk_desc, dk_rest, dv_desc, dv_rest, tiles, heads, batches,
-                                section, sq, sk, lower, upper, group, scale, scale_log2, C: gl.constexpr):
+@gluon.jit
+def hopper_backward_d256_kernel(q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, dout_desc, dout_rest, rows, dk_desc,
+                                dk_rest, dv_desc, dv_rest, numbers, C: gl.constexpr):
     """Compute dk and dv; dq has a kernel of its own (hopper_dq_d256.py).
 
     Grid: (tiles · heads of k · batches,). A descriptor for each chunk of columns, the second one None where there is
-    one chunk. section: TileGrid.heads_per_swizzle.
+    one chunk. rows: a RowStats. numbers: a BackwardNumbers.
     """
     PROBS_LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])  # float32: no bank conflicts
     inputs = Inputs(as_tuple(q_desc, q_rest), as_tuple(k_desc, k_rest), as_tuple(v_desc, v_rest),
-                    as_tuple(dout_desc, dout_rest), lse_ptr, delta_ptr)
+                    as_tuple(dout_desc, dout_rest), rows.lse, rows.delta)
     k_tiles = allocate_stages(inputs.k, 1)
     v_tiles = allocate_stages(inputs.v, 1)
     q_tiles = allocate_stages(inputs.q, C.Q_STAGES)
@@ -277,9 +274,10 @@ def hopper_backward_d256_kernel(q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, 
     dout_pipe = Pipe(dout_tiles, make_barriers(C.DOUT_STAGES, 1), make_barriers(C.DOUT_STAGES, 2))
     probs_pipe = Pipe(probs_tile, make_barriers(1, 1), make_barriers(1, 1))
     fence_async_shared()
-    tile = kv_tile_at(gl.program_id(0), TileGrid(tiles, heads, batches, section), C)
-    args = Args(inputs, Outputs(as_tuple(dk_desc, dk_rest), as_tuple(dv_desc, dv_rest)), tile, heads,
-                MaskBounds(sq, sk, lower, upper), group, Scales(scale, scale_log2), ())
+    grid = numbers.grid
+    tile = kv_tile_at(gl.program_id(0), grid, C)
+    args = Args(inputs, Outputs(as_tuple(dk_desc, dk_rest), as_tuple(dv_desc, dv_rest)), tile, grid.heads,
+                numbers.bounds, numbers.group, numbers.scales, ())
     smem = Smem(kv, q_pipe, dout_pipe, row_stats, probs_pipe, ())
     gl.warp_specialize([(accumulate_dv, (args, smem, C)), (accumulate_dk, (args, smem, C)), (load, (args, smem, C))],
                        [4, 1], [240, 24])

@@ -56,13 +56,6 @@ class Outputs(NamedTuple):
     dv: Any
 
 
-class Scales(NamedTuple):
-    """What dK or dQ is multiplied by, and what scores are, to base 2."""
-
-    gradient: Any
-    scale_log2: Any
-
-
 class Args(NamedTuple):
     """What the launch gives to every warp of the kernels that own keys. group: query heads a kv head.
 

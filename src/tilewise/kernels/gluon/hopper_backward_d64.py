@@ -47,7 +47,7 @@ from tilewise.kernels.gluon.dq_accum import (
 from tilewise.kernels.gluon.hopper_backward import SCORE_LAYOUT, hide_probs, write_gradient
 from tilewise.kernels.gluon.hopper_backward_d64_types import KVPipe, Smem, State, TileView
 from tilewise.kernels.gluon.hopper_backward_load import load_dout, load_queries
-from tilewise.kernels.gluon.hopper_backward_types import Args, Inputs, Outputs, Pipe, Scales
+from tilewise.kernels.gluon.hopper_backward_types import Args, Inputs, Outputs, Pipe
 from tilewise.kernels.gluon.kv_tile_assignment import tile_of_cta, tiles_of_cta
 from tilewise.kernels.gluon.pipeline import (
     CONTIGUOUS,
@@ -65,8 +65,6 @@ from tilewise.kernels.gluon.pipeline import (
 )
 from tilewise.kernels.gluon.tiles import (
     QUERIES,
-    MaskBounds,
-    TileGrid,
     is_last_of,
     kv_tile_at,
     kv_tile_of_numbers,
@@ -366,15 +364,14 @@ def accumulate_shared(args, parts, OWN: gl.constexpr, C: gl.constexpr):
                 count += 1
 
 
-@gluon.jit(do_not_specialize=["tiles", "heads", "batches", "section", "sq", "sk", "lower", "upper", "group"])
+@gluon.jit
 def hopper_backward_d64_kernel(q_desc, k_desc, v_desc, dout_desc, columns_desc, dk_desc, dv_desc, dq_desc, accum,
-                                  workspace_ptr, tiles, heads, batches, section, sq, sk, lower, upper, group, scale,
-                                  scale_log2, C: gl.constexpr):
+                               workspace_ptr, numbers, C: gl.constexpr):
     """Compute dk and dv, and the dQ accumulator, or with C.HEAD_PERSISTENT dq.
 
     Grid: (tiles · heads of k · batches,), with C.HEAD_PERSISTENT any multiple of C.CTAS_PER_HEAD up to as many times
     heads of k · batches, with C.DYNAMIC_TILES any number up to its own. columns_desc: the extra columns of queries.
-    section: TileGrid.heads_per_swizzle.
+    numbers: a BackwardNumbers.
 
     accum: (·, 256), a descriptor. The accumulator must be zero at first, but with C.DETERMINISTIC. Where a CTA has a
     head to itself it has room for a group's blocks for each CTA. dq_desc: with C.HEAD_PERSISTENT, else None.
@@ -410,17 +407,17 @@ def hopper_backward_d64_kernel(q_desc, k_desc, v_desc, dout_desc, columns_desc, 
         dq_stage = gl.allocate_shared_memory(gl.float32, [1, C.WIDTH // 4, 256], accum.layout)
     queue = ()
     if C.DYNAMIC_TILES:
-        numbers = gl.allocate_shared_memory(gl.int32, [2 * 3, 1], CONTIGUOUS)
-        queue = TileQueue(numbers, make_barriers(2, 1), make_barriers(2, NC + 1))
+        tile_values = gl.allocate_shared_memory(gl.int32, [2 * 3, 1], CONTIGUOUS)
+        queue = TileQueue(tile_values, make_barriers(2, 1), make_barriers(2, NC + 1))
     fence_async_shared()
-    grid = TileGrid(tiles, heads, batches, section)
+    grid, scales = numbers.grid, numbers.scales
     tile = ()
     if IN_ORDER:
         tile = kv_tile_at(gl.program_id(0), grid, C)
     args = Args(Inputs(q_desc, k_desc, v_desc, dout_desc, columns_desc, None, None),
-                Outputs(dk_desc, dv_desc, None, None), DQTarget(accum, workspace_ptr, workspace_ptr, dq_desc, scale),
-                grid, MaskBounds(sq, sk, lower, upper), group, Scales(scale, scale_log2, None), None, None, tile,
-                workspace_ptr)
+                Outputs(dk_desc, dv_desc, None, None),
+                DQTarget(accum, workspace_ptr, workspace_ptr, dq_desc, scales.gradient), grid, numbers.bounds,
+                numbers.group, scales, None, None, tile, workspace_ptr)
     smem = Smem(kv_pipe, q_pipe, dout_pipe, row_stats, dscores_pipe, dq_stage, queue)
     if IN_ORDER:
         gl.warp_specialize([

@@ -62,14 +62,6 @@ class Outputs(NamedTuple):
     dv_ptr: Any
 
 
-class Scales(NamedTuple):
-    """What dK and dQ are multiplied by, and what scores are, to base 2; ``squash`` as in softmax.cap."""
-
-    gradient: Any
-    scale_log2: Any
-    squash: Any
-
-
 class Args(NamedTuple):
     """What the launch gives to every warp. group: query heads a kv head; num_sequences: None but for C.VARLEN.
 

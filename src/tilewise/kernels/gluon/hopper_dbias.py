@@ -24,7 +24,6 @@ from tilewise.kernels.gluon.compat import tma_load
 from tilewise.kernels.gluon.dbias_tiles import (
     BLOCKS_PER_TILE,
     TILE_QUERIES,
-    BiasGrid,
     find_tile,
     visible_blocks_of,
     visible_tiles_of,
@@ -36,7 +35,6 @@ from tilewise.kernels.gluon.hopper_dbias_types import (
     KVPipe,
     MemberRows,
     QPipe,
-    Sharing,
     Smem,
     TileView,
 )
@@ -53,7 +51,6 @@ from tilewise.kernels.gluon.pipeline import (
     publish_tile,
 )
 from tilewise.kernels.gluon.softmax import LOG2E
-from tilewise.kernels.gluon.tiles import MaskBounds
 
 TILE_SIZE = gl.constexpr(3)  # numbers that are published of a tile: bias head, block of queries, block of keys
 ZEROED_ROWS = gl.constexpr(4)  # that are zeroed at once
@@ -179,12 +176,12 @@ def load_bias(args, bias_tiles, view, OWN: gl.constexpr, C: gl.constexpr):
     own_heads = args.sharing.own_heads
     LAYOUT: gl.constexpr = coalesced_layout(bias.ptr.dtype.element_ty.primitive_bitwidth, 4)
     queries = view.first_query + gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
-    base = bias.ptr + (view.bias_head // own_heads).to(gl.int64) * bias.stride_b
-    base += (view.bias_head % own_heads).to(gl.int64) * bias.stride_h
+    base = bias.ptr + (view.bias_head // own_heads).to(gl.int64) * bias.strides.b
+    base += (view.bias_head % own_heads).to(gl.int64) * bias.strides.h
     loaded = ()
     for i in gl.static_range(BLOCKS_PER_TILE):
         keys = view.first_key + i * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
-        pointers = pointers_to(base, queries, keys, (bias.stride_q, bias.stride_k), C.BIAS_VECTOR)
+        pointers = pointers_to(base, queries, keys, (bias.strides.q, bias.strides.k), C.BIAS_VECTOR)
         loaded = loaded + (gl.load(pointers, mask=inside(queries, keys, bounds, C.BIAS_VECTOR), other=0.0),)
     for i in gl.static_range(BLOCKS_PER_TILE):
         bias_tiles.index(OWN * BLOCKS_PER_TILE + i).store(loaded[i])
@@ -304,17 +301,14 @@ def accumulate(args, smem, OWN: gl.constexpr, C: gl.constexpr):
         bias_head, m_block, n_block = get_tile(smem.queue, tile_count, TILE_SIZE)
 
 
-@gluon.jit(do_not_specialize=["stride_b", "stride_h", "stride_q", "stride_k", "sq", "sk", "heads", "group",
-                              "own_heads", "shared_heads", "members", "bias_heads", "m_blocks", "n_blocks", "lower",
-                              "upper"])
-def hopper_dbias_kernel(q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr, bias_ptr, dbias_ptr, stride_b, stride_h,
-                        stride_q, stride_k, sq, sk, heads, group, own_heads, shared_heads, members, bias_heads,
-                        m_blocks, n_blocks, lower, upper, scale_log2, C: gl.constexpr):
+@gluon.jit(do_not_specialize=["heads"])
+def hopper_dbias_kernel(q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr, bias_ptr, dbias_ptr, strides, bounds,
+                        sharing, grid, heads, scale_log2, C: gl.constexpr):
     """Compute dbias, all of it.
 
-    Grid: any number of CTAs, which share the visible tiles. bias by strides; dbias: (own_batches, own_heads, sq, sk),
-    dense, in the bias's dtype; bias_heads: own_batches · own_heads; m_blocks, n_blocks: tiles along the queries and
-    the keys. ``members`` batch entries and heads share a bias head, ``shared_heads`` of them in each batch entry.
+    Grid: any number of CTAs, which share the visible tiles. strides, bounds, sharing, grid: a BiasStrides, a
+    MaskBounds, a Sharing and a BiasGrid (arguments.py), whose bias_heads are own_batches · own_heads. dbias:
+    (own_batches, own_heads, sq, sk), dense, in the bias's dtype. heads: query heads.
     """
     DTYPE: gl.constexpr = q_desc.dtype
     BIAS: gl.constexpr = bias_ptr.dtype.element_ty
@@ -330,10 +324,8 @@ def hopper_dbias_kernel(q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr, b
     kv_pipe = KVPipe(k_tiles, v_tiles, make_barriers(C.KV_STAGES, 1), make_barriers(C.KV_STAGES, 2))
     queue = TileQueue(numbers, make_barriers(2, 1), make_barriers(2, 2))
     fence_async_shared()
-    args = Args(Inputs(q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr),
-                Bias(bias_ptr, stride_b, stride_h, stride_q, stride_k), dbias_ptr,
-                BiasGrid(m_blocks, n_blocks, bias_heads), MaskBounds(sq, sk, lower, upper), heads,
-                Sharing(own_heads, shared_heads, members, group), scale_log2)
+    args = Args(Inputs(q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr), Bias(bias_ptr, strides), dbias_ptr, grid,
+                bounds, heads, sharing, scale_log2)
     smem = Smem(q_pipe, kv_pipe, queue, bias_tiles)
     ZERO: gl.constexpr = 0
     ONE: gl.constexpr = 1

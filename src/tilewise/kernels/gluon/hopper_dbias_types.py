@@ -34,22 +34,7 @@ class Bias(NamedTuple):
     """The bias, by its strides."""
 
     ptr: Any
-    stride_b: Any
-    stride_h: Any
-    stride_q: Any
-    stride_k: Any
-
-
-class Sharing(NamedTuple):
-    """Which batch entries and heads share a bias head, its members: ``members`` in all.
-
-    own_heads: heads of the bias. shared_heads: members in a batch entry. group: query heads a kv head.
-    """
-
-    own_heads: Any
-    shared_heads: Any
-    members: Any
-    group: Any
+    strides: Any
 
 
 class Args(NamedTuple):

@@ -29,23 +29,23 @@ def rows_of_block(cu_seqlens, count, block, total):
 
 
 @triton.jit(do_not_specialize=["sq", "heads", "parts", "count"])
-def hopper_dq_kernel(accum_ptr, dq_ptr, cu_seqlens, stride_b, stride_h, stride_s, sq, heads, parts, count, scale,
-                     D: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr):
+def hopper_dq_kernel(accum_ptr, dq, cu_seqlens, sq, heads, parts, count, scale, D: tl.constexpr, COLUMNS: tl.constexpr,
+                     PARTS: tl.constexpr):
     """Write one part of dq, 64 rows by COLUMNS columns; PARTS parts lie side by side.
 
     Grid: (parts of a head · heads · batches,): CUDA has at most 65535 CTAs along a second dim. accum: each part in
     thread-major order (dq_accum.thread_major): four by four what thread after thread of a warpgroup holds of it, (eight
-    columns, warp, row of 8, two columns, upper or lower 8 rows, one of the two columns). cu_seqlens, count: of packed
-    sequences their borders and their number, else None.
+    columns, warp, row of 8, two columns, upper or lower 8 rows, one of the two columns). dq: a StridedRows. cu_seqlens,
+    count: of packed sequences their borders and their number, else None.
     """
     part = tl.program_id(0) % parts
     head_row = tl.program_id(0) // parts
     values = tl.load(accum_ptr + (head_row.to(tl.int64) * parts + part) * (64 * COLUMNS) + tl.arange(0, 64 * COLUMNS))
     values = tl.reshape(values, (COLUMNS // 8, 4, 8, 4, 2, 2))
-    dq = tl.reshape(tl.permute(values, (1, 4, 2, 0, 3, 5)), (64, COLUMNS)) * scale
+    scaled = tl.reshape(tl.permute(values, (1, 4, 2, 0, 3, 5)), (64, COLUMNS)) * scale
     columns = tl.arange(0, COLUMNS) + part % PARTS * COLUMNS
     begin, stop = rows_of_block(cu_seqlens, count, part // PARTS, sq)
     rows = begin + tl.arange(0, 64)
-    place = dq_ptr + (head_row // heads).to(tl.int64) * stride_b + (head_row % heads).to(tl.int64) * stride_h
-    place += rows.to(tl.int64)[:, None] * stride_s + columns[None, :]
-    tl.store(place, dq.to(dq_ptr.dtype.element_ty), mask=(rows < stop)[:, None] & (columns < D)[None, :])
+    place = dq.ptr + (head_row // heads).to(tl.int64) * dq.stride_b + (head_row % heads).to(tl.int64) * dq.stride_h
+    place += rows.to(tl.int64)[:, None] * dq.stride_s + columns[None, :]
+    tl.store(place, scaled.to(dq.ptr.dtype.element_ty), mask=(rows < stop)[:, None] & (columns < D)[None, :])

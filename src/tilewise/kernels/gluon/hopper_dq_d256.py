@@ -20,7 +20,7 @@ from tilewise.kernels.gluon.hopper_backward_d256 import (
     write_gradients,
     zeros_of,
 )
-from tilewise.kernels.gluon.hopper_backward_d256_types import DQArgs, DQSmem, Inputs, QTiles, QView, Scales
+from tilewise.kernels.gluon.hopper_backward_d256_types import DQArgs, DQSmem, Inputs, QTiles, QView
 from tilewise.kernels.gluon.hopper_backward_load import fetch_row_stats, in_base_2
 from tilewise.kernels.gluon.hopper_backward_types import Pipe
 from tilewise.kernels.gluon.pipeline import (
@@ -35,8 +35,6 @@ from tilewise.kernels.gluon.pipeline import (
 from tilewise.kernels.gluon.products import finish
 from tilewise.kernels.gluon.softmax import hide, pack_pairs
 from tilewise.kernels.gluon.tiles import (
-    MaskBounds,
-    TileGrid,
     first_block_is_masked,
     kv_blocks_of,
     masked_blocks_of,
@@ -128,20 +126,19 @@ def attend(args, smem, OWN: gl.constexpr, C: gl.constexpr):
     write_gradients(args.dq, smem.q.q_tiles, OWN, dq, scales.gradient, (batch, head, row), C)
 
 
-@gluon.jit(do_not_specialize=["tiles", "heads", "batches", "section", "sq", "sk", "lower", "upper", "group"])
-def hopper_dq_d256_kernel(q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, dout_desc, dout_rest, lse_ptr, delta_ptr,
-                          dq_desc, dq_rest, tiles, heads, batches, section, sq, sk, lower, upper, group, scale,
-                          scale_log2, C: gl.constexpr):
+@gluon.jit
+def hopper_dq_d256_kernel(q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, dout_desc, dout_rest, rows, dq_desc, dq_rest,
+                          numbers, C: gl.constexpr):
     """Compute dq. Grid: (tiles of 128 queries · heads · batches,). The rest as in hopper_backward_d256_kernel."""
     inputs = Inputs(as_tuple(q_desc, q_rest), as_tuple(k_desc, k_rest), as_tuple(v_desc, v_rest),
-                    as_tuple(dout_desc, dout_rest), lse_ptr, delta_ptr)
+                    as_tuple(dout_desc, dout_rest), rows.lse, rows.delta)
     q = QTiles(allocate_stages(inputs.q, 2), allocate_stages(inputs.dout, 2), make_barriers(4, 1))
     k_pipe = Pipe(allocate_stages(inputs.k, K_STAGES), make_barriers(K_STAGES, 1), make_barriers(K_STAGES, 2))
     v_pipe = Pipe(allocate_stages(inputs.v, 1), make_barriers(1, 1), make_barriers(1, 2))
     fence_async_shared()
-    tile = tile_at(gl.program_id(0), TileGrid(tiles, heads, batches, section), sq, C)
-    args = DQArgs(inputs, as_tuple(dq_desc, dq_rest), tile, heads, MaskBounds(sq, sk, lower, upper), group,
-                  Scales(scale, scale_log2))
+    grid, bounds = numbers.grid, numbers.bounds
+    tile = tile_at(gl.program_id(0), grid, bounds.sq, C)
+    args = DQArgs(inputs, as_tuple(dq_desc, dq_rest), tile, grid.heads, bounds, numbers.group, numbers.scales)
     smem = DQSmem(q, k_pipe, v_pipe)
     ZERO: gl.constexpr = 0
     ONE: gl.constexpr = 1

@@ -61,7 +61,6 @@ from tilewise.kernels.gluon.products import (
     zeros,
 )
 from tilewise.kernels.gluon.softmax import (
-    Scaling,
     cap,
     corrects_rounding,
     exponentials,
@@ -78,10 +77,8 @@ from tilewise.kernels.gluon.softmax import (
     sum_of,
     update_shift,
 )
-from tilewise.kernels.gluon.split_kv import SplitPlan, blocks_of_tile
+from tilewise.kernels.gluon.split_kv import blocks_of_tile
 from tilewise.kernels.gluon.tiles import (
-    MaskBounds,
-    TileGrid,
     kv_block_start,
     masked_blocks_of,
     sink_block_of,
@@ -304,20 +301,14 @@ def registers(consumers):
     return 240 if consumers == 2 else 160
 
 
-@gluon.jit(do_not_specialize=["tiles", "heads", "batches", "section", "sq", "sk", "lower", "upper", "group",
-                             "sinks_stride", "cu_q", "cu_k", "seqlens_q", "seqlens_k", "count", "whole", "num_splits",
-                             "first_row"])
-def hopper_forward_kernel(q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, out_desc, lse_ptr, counter, sinks_ptr,
-                          sinks_stride, out_ptr, cu_q, cu_k, seqlens_q, seqlens_k, partial_ptr, tiles, heads,
-                          batches, section, sq, sk, lower, upper, group, count, scale_log2, squash, exact_scale,
-                          whole, num_splits, first_row, C: gl.constexpr):
+@gluon.jit
+def hopper_forward_kernel(q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, out_desc, lse_ptr, counter, pointers, lengths,
+                          numbers, C: gl.constexpr):
     """Compute out and lse.
 
-    counter: int32, 0: the dynamic tile scheduler's. sinks_ptr, squash: None without sinks, without a softcap (Scaling
-    has what the latter changes). out_ptr: None unless sequences are packed. cu_q to seqlens_k, count: None but for
-    what says where sequences lie and how many they are (tilewise.sequences). section: TileGrid.heads_per_swizzle.
-    partial_ptr to first_row: None without C.SPLIT_KV; whole and num_splits are SplitPlan's, and first_row is the first
-    row of lse that has partial results. The sinks enter where these are combined.
+    A descriptor for each chunk of columns of q, k and v, the second one None where there is one chunk. counter: int32,
+    0: the dynamic tile scheduler's. pointers, lengths, numbers: a ForwardPointers, a Lengths and a ForwardNumbers
+    (arguments.py).
     """
     NC: gl.constexpr = C.CONSUMERS
     descs = Descriptors(as_tuple(q_desc, q_rest), as_tuple(k_desc, k_rest), as_tuple(v_desc, v_rest))
@@ -337,12 +328,13 @@ def hopper_forward_kernel(q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, out_de
             flags.index(i).store(gl.full([64], 0, gl.int8, layout=FOUR_WARPS))
         overflow = OverflowRing(flags, gl.allocate_shared_memory(gl.int32, [OVERFLOW_SLOTS, 1], CONTIGUOUS),
                                 make_barriers(1, NC))
+    partial_ptr = pointers.partial
+    splits = numbers.splits
     if C.SPLIT_KV > 0:
-        partial_ptr += first_row.to(gl.int64) * num_splits * -floats_per_partial(C.DV)
-    args = Args(descs, TileGrid(tiles, heads, batches, section), MaskBounds(sq, sk, lower, upper), group,
-                Scaling(scale_log2, squash, exact_scale), (cu_q, cu_k, seqlens_q, seqlens_k, count),
-                SplitPlan(whole, num_splits),
-                Outputs(out_desc, out_ptr, lse_ptr, sinks_ptr, sinks_stride, partial_ptr))
+        partial_ptr += splits.first_row.to(gl.int64) * splits.num_splits * -floats_per_partial(C.DV)
+    args = Args(descs, numbers.grid, numbers.bounds, numbers.group, numbers.scaling,
+                (lengths.cu_q, lengths.cu_k, lengths.q, lengths.k, numbers.count), splits,
+                Outputs(out_desc, pointers.out, lse_ptr, pointers.sinks, numbers.sinks_stride, partial_ptr))
     smem = Smem(q_pipe, kv_pipe, queue, overflow, out_tiles)
     REGISTERS: gl.constexpr = registers(NC)
     ZERO: gl.constexpr = 0

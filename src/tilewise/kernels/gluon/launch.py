@@ -10,17 +10,24 @@ import torch
 
 from tilewise.kernels.driver import raw_stream
 from tilewise.kernels.enqueue import Enqueue
+from tilewise.kernels.gluon.arguments import (
+    ForwardNumbers,
+    ForwardPointers,
+    KVSplits,
+    Lengths,
+    MaskBounds,
+    Scaling,
+    TileGrid,
+)
 from tilewise.kernels.gluon.forward_config import HopperForwardConfig, HopperForwardSchedule
 from tilewise.masks import Span
 from tilewise.problem import AttentionProblem, legal_strides
 from tilewise.problem.options import NO_OPERANDS, Operands
 
-NO_LENGTHS = (None,) * 4  # cu_seqlens_q, cu_seqlens_k, seqlens_q, seqlens_k
 # Counters allocated for captured graphs, and those of each device that are left: each is given out once.
 _SPARES = 4096
 _SPARE: dict[torch.device, Iterator[torch.Tensor]] = {}
 _STREAM_OF_THREAD = 2  # cudaStreamPerThread: one handle, by which each thread of the host means a stream of its own
-_NO_OPERANDS = (None,) * 3 + NO_LENGTHS  # sinks, their stride, out's address
 _DESCRIBED = (0, 0, 1, 1, 2, 2, 3)  # which of q, k, v and out each descriptor is of: two chunks of all but out
 # A warpgroup is four warps. Contracting a·b + c into one rounding is what the softmax's cost counts on; Triton 3.10
 # changes the default, and 3.9 warns of it.
@@ -53,7 +60,7 @@ class HopperForward:
         chunks, columns = config.head_dim_chunks(problem), config.out_buffers(problem)[0]
         self.is_packed = problem.sequences.packed is not None
         lower, upper, count, _is_shifted = bounds_of(problem)
-        scaling, pack_gqa, split_kv = scaling_of(problem), schedule.pack_gqa, schedule.split_kv
+        (scale_log2, squash), pack_gqa, split_kv = scaling_of(problem), schedule.pack_gqa, schedule.split_kv
         heads = problem.hq if pack_gqa == 1 else problem.hk
         tiles = problem.sequences.slots(problem.sq * pack_gqa, 64 * config.consumers)
         total = tiles * heads * problem.b
@@ -63,12 +70,18 @@ class HopperForward:
         first_row = whole // tiles * problem.sq + whole % tiles * 64 * config.consumers
         self.split_rows = range(first_row, problem.b * problem.hq * problem.sq)
         self.partial_shape = len(self.split_rows), num_splits, floats_per_partial.fn(chunks[1])
+        sinks = problem.scores.sinks
+        self.sinks_stride = None if sinks is None or sinks.strides[0] == 1 else sinks.strides[0]
         self.scalars = (
-            tiles, heads, problem.b, schedule.heads_per_swizzle, problem.sq, len(self.keys),
-            lower or 0, upper or 0, problem.group, count, *scaling, exact_scale_of(scaling[0]),
-            *((None,) * 3 if split_kv is None else (whole, num_splits, first_row)),
+            ForwardNumbers(
+                TileGrid(tiles, heads, problem.b, schedule.heads_per_swizzle),
+                MaskBounds(problem.sq, len(self.keys), lower or 0, upper or 0), problem.group, count,
+                Scaling(scale_log2, squash, exact_scale_of(scale_log2)),
+                KVSplits() if split_kv is None else KVSplits(whole, num_splits, first_row),
+                self.sinks_stride if split_kv is None else None),
             _kernel_config(problem, config, schedule))
-        self.enqueue = Enqueue(self.kernel, self.grid, self.scalars, OPTIONS)
+        self.enqueue = Enqueue(self.kernel, self.grid, self.scalars, OPTIONS,
+                               specialized=self.kernel.arg_names.index("lengths"))
         # Of each tensor's one or two chunks of head dims; of out its buffers.
         rows = [64] if pack_gqa == 1 else [64 // pack_gqa, pack_gqa]
         blocks = [None if i >= len(widths) else [1, 1, *sizes, widths[i]]
@@ -80,8 +93,6 @@ class HopperForward:
         # Where the first row that is read begins, in bytes.
         self.offsets = tuple(self.keys.start * strides[2] * problem.dtype.itemsize
                              for strides in (problem.k_strides, problem.v_strides))
-        sinks = problem.scores.sinks
-        self.sinks_stride = None if sinks is None or sinks.strides[0] == 1 else sinks.strides[0]
 
     def __call__(self, tensors: Callable[[], tuple[torch.Tensor, ...]], addresses: tuple[int, int, int],
                  out: torch.Tensor, lse: torch.Tensor, operands: Operands = NO_OPERANDS,
@@ -99,12 +110,12 @@ class HopperForward:
         counter = counter_of(self.device)
         (at_q, at_k, at_v), (offset_k, offset_v), at_out = addresses, self.offsets, out.data_ptr()
         described = self.described((at_q, at_k + offset_k, at_v + offset_v, at_out, None))
-        rest = _NO_OPERANDS if operands is NO_OPERANDS else (
-            address_of(operands.sinks), self.sinks_stride, at_out if self.is_packed else None,
-            address_of(operands.cu_seqlens_q), address_of(operands.cu_seqlens_k), address_of(operands.seqlens_q),
-            address_of(operands.seqlens_k))
+        rest = [] if partial is None else [partial.data_ptr()]
+        if operands is not NO_OPERANDS:
+            rest = [tensor.data_ptr() for tensor in (out if self.is_packed else None, *_taken(operands))
+                    if tensor is not None]
         # What torch allocates is aligned, as the backend wants q, k and v to be; so are the rows that are read.
-        self.enqueue((*described, lse.data_ptr(), counter.data_ptr(), *rest, address_of(partial)),
+        self.enqueue((*described, lse.data_ptr(), counter.data_ptr(), *rest),
                      lambda: self.arguments((*tensors(), out, lse), counter, operands, partial),
                      alike=aligned or operands is NO_OPERANDS)
 
@@ -112,14 +123,18 @@ class HopperForward:
                   partial: torch.Tensor | None = None) -> tuple[Any, ...]:
         """Return descriptors of q, k, v and out by chunks, then what the kernel reads and writes by its address."""
         q, k, v, out, lse = tensors
-        out_ptr = out if self.is_packed else None
+        sinks, *lengths = _taken(operands)
+        pointers = ForwardPointers(out if self.is_packed else None, partial, sinks)
         k, v = _rows(k, self.keys), _rows(v, self.keys)
         q, out = _grouped(q, self.group), _grouped(out, self.group)
         described = [block and self.describe(tensor, list(tensor.shape), legal_strides(tensor), *block)
                      for tensor, block in zip([(q, k, v, out)[i] for i in _DESCRIBED], self.blocks, strict=True)]
-        sinks = operands.sinks
-        return (*described, lse, counter, sinks, None if sinks is None else self.sinks_stride, out_ptr,
-                operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqlens_q, operands.seqlens_k, partial)
+        return (*described, lse, counter, pointers, Lengths(*lengths))
+
+
+def _taken(operands: Operands) -> tuple[torch.Tensor | None, ...]:
+    """Return what the kernel takes of a call's operands: the sinks, and the lengths."""
+    return (operands.sinks, operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqlens_q, operands.seqlens_k)
 
 
 def _kernel_config(problem: AttentionProblem, config: HopperForwardConfig, schedule: HopperForwardSchedule) -> Any:
@@ -156,7 +171,7 @@ def bounds_of(problem: AttentionProblem) -> tuple[int | None, int | None, int | 
 
 
 def scaling_of(problem: AttentionProblem) -> tuple[float, float | None]:
-    """Return what scores are multiplied by, to base 2, and with a softcap what precedes tanh (softmax.Scaling)."""
+    """Return what scores are multiplied by, to base 2, and with a softcap what precedes tanh (arguments.Scaling)."""
     log2e, softcap = math.log2(math.e), problem.scores.softcap
     if softcap is None:
         return problem.scale * log2e, None
@@ -176,11 +191,6 @@ def _grouped(tensor: torch.Tensor, group: int | None) -> torch.Tensor:
 
 def _rows(tensor: torch.Tensor, rows: Span) -> torch.Tensor:
     return tensor if len(rows) == tensor.shape[2] else tensor[:, :, rows.start:rows.stop]
-
-
-def address_of(tensor: torch.Tensor | None) -> int | None:
-    """Return where a tensor that may not be there lies."""
-    return None if tensor is None else tensor.data_ptr()
 
 
 def counter_of(device: torch.device) -> torch.Tensor:

@@ -9,13 +9,23 @@ import torch
 
 from tilewise.errors import InvalidInput
 from tilewise.kernels.enqueue import Enqueue
+from tilewise.kernels.gluon.arguments import (
+    BackwardNumbers,
+    BackwardPointers,
+    DropoutNumbers,
+    Lengths,
+    MaskBounds,
+    Scales,
+    StridedRows,
+    TileGrid,
+)
 from tilewise.kernels.gluon.backward_config import HopperBackwardConfig, HopperBackwardSchedule
-from tilewise.kernels.gluon.launch import NO_LENGTHS, OPTIONS, address_of, bounds_of, counter_of, scaling_of
+from tilewise.kernels.gluon.launch import OPTIONS, bounds_of, counter_of, scaling_of
 from tilewise.masks import Span
 from tilewise.problem import AttentionProblem, Sizes, dense_strides, legal_strides, padded_dim
 from tilewise.problem.options import DRAWS
 
-_NO_DATA = (*NO_LENGTHS, None)  # and dropout's seed
+_NO_DATA = (None,) * 5  # cu_seqlens_q, cu_seqlens_k, seqlens_q, seqlens_k, dropout's seed
 
 # As in backends/_support/memory.py, which kernels do not know.
 Allocate = Callable[[Sizes, Sizes, torch.dtype], torch.Tensor]  # of sizes, strides and dtype, its memory anything
@@ -44,7 +54,7 @@ class HopperBackward:
         from tilewise.kernels.gluon.hopper_dq import hopper_dq_kernel
         from tilewise.kernels.gluon.tiles import QUERIES
 
-        self.kernel, scales = _kernel_of(problem, config)
+        self.kernel, constants = _kernel_of(problem, config)
         self.describe = TensorDescriptor
         self.config = config
         self.allocate = allocate or _allocator(problem.device)
@@ -56,13 +66,17 @@ class HopperBackward:
         self.narrow, self.has_two_chunks = config.kernel == "d64", len(chunks[0]) > 1
         self.packed, self.plain_calls_only = sequences.packed is not None, self.has_two_chunks or self.narrow
         # Queries, too, count from the first one that is read.
-        lower, upper = (0 if bound is None else bound + self.queries.start for bound in bounds_of(problem)[:2])
+        *bounds, count, _is_shifted = bounds_of(problem)
+        lower, upper = (0 if bound is None else bound + self.queries.start for bound in bounds)
         ctas = heads if config.head_persistent else tiles * heads
         swizzle, most = schedule.kv_heads_per_swizzle, _heads_at_once(config, num_sms)
         is_persistent = config.head_persistent or config.dynamic_tiles
         self.grid = (config.ctas_per_head * min(ctas, most) if is_persistent else ctas,)
         self.scalars = (
-            tiles, problem.hk, problem.b, swizzle, sq, len(self.keys), lower, upper, problem.group, *scales)
+            BackwardNumbers(TileGrid(tiles, problem.hk, problem.b, swizzle),
+                            MaskBounds(sq, len(self.keys), lower, upper), problem.group,
+                            Scales(_gradient_scale(problem), *scaling_of(problem)), count, _dropout_of(problem)),
+            constants)
         self.forms = self._forms(chunks, gl.bfloat16 if problem.dtype is torch.bfloat16 else gl.float16)
         self.places = operator.itemgetter(*[i if form else len(self.forms) for i, forms in enumerate(self.forms)
                                             for form in forms or [True]])
@@ -70,19 +84,20 @@ class HopperBackward:
         blocks = sequences.slots(sq, block)
         parts = width // columns * blocks
         self._plan_accum(problem, blocks, width, columns)
-        self.enqueue = Enqueue(self.kernel, self.grid, self.scalars, OPTIONS)
+        any_from = self.kernel.arg_names.index("numbers" if self.plain_calls_only else "lengths")
+        self.enqueue = Enqueue(self.kernel, self.grid, self.scalars, OPTIONS, specialized=any_from)
         self.columns_shape = (problem.b, problem.hq, sq, int(EXTRA_COLUMNS))
         self.columns_strides = dense_strides(self.columns_shape, (4, 3, 2, 1))
         self.takes_out = config.augmented_k and incoming is not None and self.reads_all
-        strides = [strides[:3] for strides in incoming] if incoming and self.takes_out else [(None,) * 3] * 2
+        self.incoming = [strides[:3] for strides in incoming] if incoming and self.takes_out else None
+        self.dq_strides = dq_strides[:3]
         zeros = 1 if self.has_semaphores else 0 if config.head_persistent else 64 * width
         self.enqueue_augmented_k = Enqueue(
             hopper_augmented_k_kernel, (problem.b * problem.hq * blocks,),
-            (*strides[0], *strides[1], sq, problem.hq, blocks, problem.scale, problem.dv, padded_dim(problem.dv),
-             zeros), OPTIONS)
+            (sq, problem.hq, blocks, problem.scale, problem.dv, padded_dim(problem.dv), zeros), OPTIONS)
         self.enqueue_dq = Enqueue(hopper_dq_kernel, (parts * problem.b * problem.hq,),
-                                  (*dq_strides[:3], sq, problem.hq, parts, sequences.packed, _gradient_scale(problem),
-                                   problem.d, columns, width // columns), OPTIONS)
+                                  (sq, problem.hq, parts, sequences.packed, _gradient_scale(problem), problem.d,
+                                   columns, width // columns), OPTIONS)
 
     def _plan_accum(self, problem: AttentionProblem, blocks: int, width: int, columns: int) -> None:
         """Say how the dQ accumulator lies in memory. columns: of a part of dQ; blocks: of a head's queries."""
@@ -136,13 +151,15 @@ class HopperBackward:
         mine = self.taken(read, lse)
         accum_at = accum.data_ptr()
         counter = counter_of(accum.device) if self.config.dynamic_tiles else None
-        workspace = address_of(counter) if self.workspace is None else accum_at + self.workspace[0] * 1024
+        workspace = _address_of(counter) if self.workspace is None else accum_at + self.workspace[0] * 1024
         self.enqueue((*self.places((*[tensor.data_ptr() for tensor in mine], None)), accum_at,
                       *(() if self.has_two_chunks else (workspace,)),
-                      *[address_of(tensor) for tensor in self._plain(dk, dv, data)]),
+                      *(() if plain else [tensor.data_ptr() for tensor in self._optional(dk, dv, data)
+                                          if tensor is not None])),
                      lambda: self.arguments(mine, accum, data, counter), alike=plain)
         if not self.config.head_persistent:
-            self.enqueue_dq((accum_at, dq.data_ptr(), address_of(data[0])), lambda: (accum, dq, data[0]), alike=plain)
+            self.enqueue_dq((accum_at, dq.data_ptr(), _address_of(data[0])),
+                            lambda: (accum, StridedRows(dq, *self.dq_strides), data[0]), alike=plain)
 
     def _begin(self, dout: torch.Tensor, lse: torch.Tensor,
                delta: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -157,10 +174,20 @@ class HopperBackward:
             zeroed.zero_()
             return accum, lse
         columns = self.allocate(self.columns_shape, self.columns_strides, torch.bfloat16)
-        read = (delta, dout, lse, None) if self.takes_out else (None, None, lse, delta)
-        made = *read, columns, zeroed
-        self.enqueue_augmented_k(tuple([address_of(tensor) for tensor in made]), lambda: made, alike=True)
+        if self.incoming is None:
+            at_read: tuple[int | None, ...] = lse.data_ptr(), delta.data_ptr()
+        else:  # out stands in delta's place
+            at_read = delta.data_ptr(), dout.data_ptr(), lse.data_ptr(), None
+        self.enqueue_augmented_k((*at_read, columns.data_ptr(), zeroed.data_ptr()),
+                                 lambda: (*self._rows_read(dout, lse, delta), columns, zeroed), alike=True)
         return accum, columns
+
+    def _rows_read(self, dout: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) -> tuple[Any, ...]:
+        """Return what extra columns are made of: out, which stands in delta's place, and dout, or delta; and lse."""
+        if self.incoming is None:
+            return StridedRows(None), StridedRows(None), lse, delta
+        of_out, of_dout = self.incoming
+        return StridedRows(delta, *of_out), StridedRows(dout, *of_dout), lse, None
 
     def arguments(self, tensors: tuple[torch.Tensor, ...], accum: torch.Tensor,
                   data: tuple[torch.Tensor | None, ...] = _NO_DATA,
@@ -168,8 +195,7 @@ class HopperBackward:
         """Return the tensors in order, all but lse and delta as descriptors, the accumulator and the workspace.
 
         Extra columns and the accumulator have descriptors too, the latter but where dQ is added from registers. Heads
-        of two chunks have no workspace. dk and dv follow as they are where sequences are packed, else None, then the
-        lengths and the seed.
+        of two chunks have no workspace. What only some calls have follows, but for the kernels of plain calls only.
         """
         described = self._in_forms(tensors, lambda tensor, form: tensor if form is None else self.describe(
             tensor, list(tensor.shape), legal_strides(tensor), *form))
@@ -178,8 +204,12 @@ class HopperBackward:
         workspace = counter if self.config.dynamic_tiles else None
         if self.workspace is not None:
             workspace = accum[self.workspace[0]:].view(self.workspace[1])
-        return (*described, target, *(() if self.has_two_chunks else (workspace,)),
-                *self._plain(tensors[6], tensors[7], data))
+        if self.has_two_chunks:
+            return (*described, target)
+        if self.plain_calls_only:
+            return (*described, target, workspace)
+        dk, dv, seed, *lengths = self._optional(tensors[6], tensors[7], data)
+        return (*described, target, workspace, BackwardPointers(dk, dv, seed), Lengths(*lengths))
 
     def _in_forms(self, tensors: tuple[torch.Tensor, ...], make: Callable[[torch.Tensor, Any], Any]) -> list[Any]:
         """Make an argument of each tensor in each of its forms; lse and delta may have none, and a form may be None."""
@@ -188,19 +218,20 @@ class HopperBackward:
             made += [form and make(tensor, form) for form in forms] if forms else [make(tensor, None)]
         return made
 
-    def _plain(self, dk: torch.Tensor, dv: torch.Tensor,
-               data: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
-        """Return what else the kernel takes: dk and dv where sequences are packed, lengths, the seed.
-
-        The kernels that compute plain calls only take none of it.
-        """
-        if self.plain_calls_only:
-            return ()
-        return (dk, dv, *data) if self.packed else (None, None, *data)
+    def _optional(self, dk: torch.Tensor, dv: torch.Tensor,
+                  data: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
+        """Return what only some calls have: dk and dv where sequences are packed, the seed, the lengths; else None."""
+        *lengths, seed = data
+        return (dk, dv, seed, *lengths) if self.packed else (None, None, seed, *lengths)
 
     def _read(self, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """Leave out the rows that are not read."""
         return tensors if self.reads_all else rows_of(tensors, self.queries, self.keys)
+
+
+def _address_of(tensor: torch.Tensor | None) -> int | None:
+    """Return where a tensor that may not be there lies."""
+    return None if tensor is None else tensor.data_ptr()
 
 
 def _heads_at_once(config: HopperBackwardConfig, num_sms: int) -> int:
@@ -221,22 +252,19 @@ def _form(block: list[int], dtype: Any) -> tuple[list[int], Any]:
     return block, gl.NVMMASharedLayout.get_default_for(block, dtype)
 
 
-def _kernel_of(problem: AttentionProblem, config: HopperBackwardConfig) -> tuple[Any, tuple[Any, ...]]:
-    """Return the kernel, and its last arguments: what scales scores, and what is fixed when it is compiled."""
-    scale_log2, squash = scaling_of(problem)
+def _kernel_of(problem: AttentionProblem, config: HopperBackwardConfig) -> tuple[Any, Any]:
+    """Return the kernel, and what is fixed when it is compiled."""
     if config.kernel == "d192":
         from tilewise.kernels.gluon.hopper_backward_d192 import hopper_backward_d192_kernel
 
-        return hopper_backward_d192_kernel, (problem.scale, scale_log2, d256_kernel_config(problem, config))
+        return hopper_backward_d192_kernel, d256_kernel_config(problem, config)
     if config.kernel == "d64":
         from tilewise.kernels.gluon.hopper_backward_d64 import hopper_backward_d64_kernel
 
-        return hopper_backward_d64_kernel, (problem.scale, scale_log2, _d64_kernel_config(problem, config))
+        return hopper_backward_d64_kernel, _d64_kernel_config(problem, config)
     from tilewise.kernels.gluon.hopper_backward import hopper_backward_kernel
 
-    count = bounds_of(problem)[2]
-    return hopper_backward_kernel, (_gradient_scale(problem), scale_log2, squash, count, *_dropout_of(problem),
-                                    _kernel_config(problem, config))
+    return hopper_backward_kernel, _kernel_config(problem, config)
 
 
 def d256_kernel_config(problem: AttentionProblem, config: HopperBackwardConfig) -> Any:
@@ -280,13 +308,13 @@ def _gradient_scale(problem: AttentionProblem) -> float:
     return problem.scale * 0.5 / (1.0 - dropout_p) if dropout_p else problem.scale
 
 
-def _dropout_of(problem: AttentionProblem) -> tuple[int | float | None, ...]:
-    """Return the kernel's numbers for dropout: its threshold, factors of delta and dV, first positions; or None's."""
+def _dropout_of(problem: AttentionProblem) -> DropoutNumbers:
+    """Return the kernel's numbers for dropout."""
     dropout_p = problem.scores.dropout_p
     if not dropout_p:
-        return (None,) * 5
-    return (int(dropout_p * DRAWS), 2.0 * (1.0 - dropout_p), 1.0 / (1.0 - dropout_p), problem.seeing_queries.start,
-            problem.seen_keys.start)
+        return DropoutNumbers()
+    return DropoutNumbers(int(dropout_p * DRAWS), 2.0 * (1.0 - dropout_p), 1.0 / (1.0 - dropout_p),
+                          problem.seeing_queries.start, problem.seen_keys.start)
 
 
 def rows_of(tensors: tuple[torch.Tensor, ...], queries: Span, keys: Span) -> tuple[torch.Tensor, ...]:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from tilewise.kernels.enqueue import Enqueue
+from tilewise.kernels.gluon.arguments import BackwardNumbers, MaskBounds, RowStats, Scales, TileGrid
 from tilewise.kernels.gluon.backward_config import HopperBackwardConfig, HopperBackwardSchedule
 from tilewise.kernels.gluon.launch import OPTIONS, bounds_of, scaling_of
 from tilewise.kernels.gluon.launch_backward import (
@@ -35,7 +36,7 @@ class HopperPart:
 
     def __init__(self, kernel: Any, grid: int, scalars: tuple[Any, ...], forms: list[list[Any]]) -> None:
         self.kernel, self.grid, self.scalars, self.forms = kernel, (grid,), scalars, forms
-        self.enqueue = Enqueue(kernel, self.grid, scalars, OPTIONS)
+        self.enqueue = Enqueue(kernel, self.grid, scalars, OPTIONS, specialized=kernel.arg_names.index("numbers"))
         self.places = operator.itemgetter(*[i if form else len(forms) for i, own in enumerate(forms)
                                             for form in own or [True]])
 
@@ -45,11 +46,15 @@ class HopperPart:
                      alike=True)
 
     def arguments(self, tensors: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
-        """Return a descriptor of each chunk of a tensor's columns; lse and delta as they are."""
+        """Return a descriptor of each chunk of a tensor's columns; lse and delta as they are, together."""
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-        return tuple(form and TensorDescriptor(tensor, list(tensor.shape), legal_strides(tensor), *form) if own
-                     else tensor for tensor, own in zip(tensors, self.forms, strict=True) for form in own or [None])
+        made: list[Any] = []
+        for tensor, forms in zip(tensors, self.forms, strict=True):
+            made += [form and TensorDescriptor(tensor, list(tensor.shape), legal_strides(tensor), *form)
+                     for form in forms]
+        of_gradients = sum(map(len, self.forms[6:]))
+        return (*made[:-of_gradients], RowStats(*tensors[4:6]), *made[-of_gradients:])
 
 
 class HopperBackwardApart:
@@ -80,15 +85,16 @@ class HopperBackwardApart:
         has_lower, has_upper = (bound is not None for bound in bounds)
         lower, upper = (0 if bound is None else bound + self.queries.start for bound in bounds)
         sq, sk = len(self.queries), len(self.keys)
-        rest = (sq, sk, lower, upper, problem.group, problem.scale, scaling_of(problem)[0])
+        rest = MaskBounds(sq, sk, lower, upper), problem.group, Scales(problem.scale, scaling_of(problem)[0])
         tiles, tiles_q = -(-sk // 64), -(-sq // 128)
         self.dkdv = HopperPart(
             hopper_backward_d256_kernel, tiles * problem.b * problem.hk,
-            (tiles, problem.hk, problem.b, schedule.kv_heads_per_swizzle, *rest, d256_kernel_config(problem, config)),
+            (BackwardNumbers(TileGrid(tiles, problem.hk, problem.b, schedule.kv_heads_per_swizzle), *rest),
+             d256_kernel_config(problem, config)),
             [*sources, of_q, of_v])
         self.dq = HopperPart(
             hopper_dq_d256_kernel, tiles_q * problem.b * problem.hq,
-            (tiles_q, problem.hq, problem.b, schedule.dq_heads_per_swizzle, *rest,
+            (BackwardNumbers(TileGrid(tiles_q, problem.hq, problem.b, schedule.dq_heads_per_swizzle), *rest),
              DQConfig(HAS_LOWER=has_lower, HAS_UPPER=has_upper)), [*sources, of_q])
 
     def __call__(self, *tensors: Any) -> None:

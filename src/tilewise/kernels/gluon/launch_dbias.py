@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from tilewise.kernels.enqueue import Enqueue
+from tilewise.kernels.gluon.arguments import BiasGrid, BiasStrides, MaskBounds, Sharing
 from tilewise.kernels.gluon.backward_config import HopperDbiasConfig
 from tilewise.kernels.gluon.launch import OPTIONS
 from tilewise.problem import AttentionProblem, legal_strides
@@ -40,13 +41,14 @@ class HopperDbias:
         self.kernel = hopper_dbias_kernel
         self.grid = (min(bias_heads * m_blocks * n_blocks, num_sms),)
         self.scalars = (
-            *bias.strides, size_q, size_k, problem.hq, problem.group,
-            own_heads, shared_heads, problem.b // own_batches * shared_heads, bias_heads, m_blocks, n_blocks,
-            band.lower or 0, band.upper or 0, problem.scale * math.log2(math.e),
+            BiasStrides(*bias.strides), MaskBounds(size_q, size_k, band.lower or 0, band.upper or 0),
+            Sharing(own_heads, shared_heads, problem.b // own_batches * shared_heads, problem.group),
+            BiasGrid(m_blocks, n_blocks, bias_heads), problem.hq, problem.scale * math.log2(math.e),
             Config(WIDTH=block[3], Q_STAGES=config.q_stages, KV_STAGES=config.stages, BIAS_VECTOR=bias.vector,
                    DBIAS_VECTOR=bias._replace(strides=dense).vector, HAS_LOWER=band.lower is not None,
                    HAS_UPPER=band.upper is not None))
-        self.enqueue = Enqueue(self.kernel, self.grid, self.scalars, OPTIONS)
+        self.enqueue = Enqueue(self.kernel, self.grid, self.scalars, OPTIONS,
+                               specialized=self.kernel.arg_names.index("strides"))
 
     def __call__(self, *tensors: Any) -> None:
         """Enqueue the kernel on the current stream of the current device."""

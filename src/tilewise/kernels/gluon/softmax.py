@@ -1,25 +1,10 @@
 """The softmax of a warpgroup's scores: 64 rows, a step of keys, each row in four threads (maths.md, section 4)."""
 
-from typing import Any, NamedTuple
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 LOG2E = gl.constexpr(1.4426950408889634)
 HUGE = gl.constexpr(268435456.0)  # 2^28, of shifts (shift_for)
-
-
-class Scaling(NamedTuple):
-    """What scores are multiplied by.
-
-    scale_log2: scale * log2(e), or with a softcap softcap * log2(e). squash: what the products are multiplied by ahead
-    of tanh, None without a softcap. exact_scale: the least power of two that is no less than scale_log2, which takes
-    its place in rows of huge scores (``shift_for``).
-    """
-
-    scale_log2: Any
-    squash: Any
-    exact_scale: Any
 
 
 @gluon.jit

@@ -4,20 +4,11 @@ Where tiles are fewer than the SMs, or do not fill their last wave, the keys of 
 work tile of its own; another kernel combines their partial results.
 """
 
-from typing import Any, NamedTuple
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from tilewise.kernels.gluon.lengths import WorkTile, locate_tile
 from tilewise.kernels.gluon.tiles import BlockRange, kv_blocks_of, tile_at
-
-
-class SplitPlan(NamedTuple):
-    """How a launch's tiles are split: the first ``whole`` of them are not, each of the others in ``num_splits``."""
-
-    whole: Any
-    num_splits: Any
 
 
 @gluon.jit

@@ -11,24 +11,6 @@ from triton.experimental.gluon import language as gl
 QUERIES = gl.constexpr(64)  # of a block of queries in the backward pass: of a part of the dQ accumulator
 
 
-class TileGrid(NamedTuple):
-    """The tiles of a launch: so many a head, and in what order heads come."""
-
-    tiles: Any
-    heads: Any
-    batches: Any
-    heads_per_swizzle: Any  # heads whose tiles run side by side, since what they read fits L2 together
-
-
-class MaskBounds(NamedTuple):
-    """Query i sees key j if lower <= j - i <= upper, as far as the kernel's config has these bounds."""
-
-    sq: Any
-    sk: Any
-    lower: Any
-    upper: Any
-
-
 class BlockRange(NamedTuple):
     """The blocks of the other side that a tile needs: of keys in the forward pass, of queries in the backward pass.
 

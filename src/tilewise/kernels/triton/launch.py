@@ -152,7 +152,7 @@ class Launch:
         self.strides = strides
         self.blocks = blocks
         self.options = options | FIXED_OPTIONS
-        self.enqueue = Enqueue(kernel, self.grid, scalars, self.options, compiled_for=unspecialized(scalars))
+        self.enqueue = Enqueue(kernel, self.grid, scalars, self.options, specialized=self.leading)
 
     def __call__(self, *tensors: Any) -> None:
         """Enqueue the kernel on the current stream of the current device."""
@@ -196,24 +196,6 @@ class Launch:
                 shape = [*tensors[i].shape[:2], stop, tensors[i].shape[3]]
                 made[i] = TensorDescriptor(tensors[i], shape, legal_strides(tensors[i]), block)
         return tuple(made)
-
-
-def unspecialized(scalars: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return scalars like these for which Triton compiles a kernel that is right for any numbers in tuples.
-
-    Triton specialises each integer in a tuple, and ``do_not_specialize`` reaches none: for 1, and for multiples of 16.
-    So other integers of the same width stand in its place while the kernel is compiled. Constants, the last argument,
-    are left alone.
-    """
-    *numbers, constants = scalars
-
-    def stand_in(own: Any) -> Any:
-        if isinstance(own, tuple):
-            inner = [stand_in(number) for number in own]
-            return own._make(inner) if hasattr(own, "_make") else tuple(inner)
-        return (7 if -2**31 <= own < 2**31 else 2**31 + 7) if type(own) is int else own
-
-    return (*(stand_in(own) if isinstance(own, tuple) else own for own in numbers), constants)
 
 
 def numbers(problem: AttentionProblem, tiles: int) -> ProblemNumbers:

@@ -1,0 +1,177 @@
+"""Arguments of the Hopper kernels: named tuples of what belongs together, which the host makes and kernels take apart.
+
+Triton specialises a kernel for each integer in a tuple, and for each address: for 1, and for multiples of 16. That is
+wanted of strides, and of addresses but for those of lengths. From the lengths on, or the numbers of a kernel that takes
+no lengths, it is compiled for any (:func:`tilewise.kernels.enqueue.unspecialized`).
+"""
+
+from typing import Any, NamedTuple
+
+
+class TileGrid(NamedTuple):
+    """The tiles of a launch: so many a head, and in what order heads come."""
+
+    tiles: Any
+    heads: Any
+    batches: Any
+    heads_per_swizzle: Any  # heads whose tiles run side by side, since what they read fits L2 together
+
+
+class MaskBounds(NamedTuple):
+    """Query i sees key j if lower <= j - i <= upper, as far as the kernel's config has these bounds."""
+
+    sq: Any
+    sk: Any
+    lower: Any
+    upper: Any
+
+
+class Lengths(NamedTuple):
+    """Lengths that are data, each a pointer or None: cu_seqlens and seqlens of queries and keys."""
+
+    cu_q: Any
+    cu_k: Any
+    q: Any
+    k: Any
+
+
+class Scaling(NamedTuple):
+    """What scores are multiplied by in the forward pass.
+
+    scale_log2: scale * log2(e), or with a softcap softcap * log2(e). squash: what the products are multiplied by ahead
+    of tanh, None without a softcap. exact_scale: the least power of two that is no less than scale_log2, which takes
+    its place in rows of huge scores (``softmax.shift_for``).
+    """
+
+    scale_log2: Any
+    squash: Any
+    exact_scale: Any
+
+
+class KVSplits(NamedTuple):
+    """How a launch's tiles are split: the first ``whole`` of them are not, each of the others in ``num_splits``.
+
+    first_row: the first row of lse that has partial results. All are None without C.SPLIT_KV.
+    """
+
+    whole: Any = None
+    num_splits: Any = None
+    first_row: Any = None
+
+
+class ForwardPointers(NamedTuple):
+    """What only some calls of the forward kernel read or write, each None in the others.
+
+    out: of packed sequences, past whose last row copies by TMA would write. partial: with C.SPLIT_KV, float32. sinks:
+    not with C.SPLIT_KV, where they enter when partial results are combined.
+    """
+
+    out: Any
+    partial: Any
+    sinks: Any
+
+
+class ForwardNumbers(NamedTuple):
+    """The numbers of a forward launch.
+
+    group: query heads a kv head. count: how many sequences there are whose lengths are on the device, else None.
+    sinks_stride: None of 1, and without sinks.
+    """
+
+    grid: Any
+    bounds: Any
+    group: Any
+    count: Any
+    scaling: Any
+    splits: Any
+    sinks_stride: Any
+
+
+class Scales(NamedTuple):
+    """What dK and dQ are multiplied by, and what scores are, to base 2; ``squash`` as in softmax.cap."""
+
+    gradient: Any
+    scale_log2: Any
+    squash: Any = None
+
+
+class DropoutNumbers(NamedTuple):
+    """What a backward launch says of dropout beside the seed; without C.HAS_DROPOUT all are None.
+
+    threshold: the first of 2^16 random numbers that keeps a score. delta_scale, dv_scale: what delta and dV are
+    multiplied by; the dQ accumulator is delta_scale times as large, too, and Scales.gradient makes up for it in dK.
+    origin_q, origin_k: the positions of the first query and key.
+    """
+
+    threshold: Any = None
+    delta_scale: Any = None
+    dv_scale: Any = None
+    origin_q: Any = None
+    origin_k: Any = None
+
+
+class BackwardPointers(NamedTuple):
+    """What only some calls of the backward kernel read or write, each None in the others.
+
+    dk, dv: of packed sequences, past whose last row copies by TMA would write. seed: with C.HAS_DROPOUT.
+    """
+
+    dk: Any
+    dv: Any
+    seed: Any
+
+
+class BackwardNumbers(NamedTuple):
+    """The numbers of a backward launch. group, count: as in ForwardNumbers."""
+
+    grid: Any
+    bounds: Any
+    group: Any
+    scales: Any
+    count: Any = None
+    dropout: Any = DropoutNumbers()
+
+
+class RowStats(NamedTuple):
+    """lse and delta, dense."""
+
+    lse: Any
+    delta: Any
+
+
+class StridedRows(NamedTuple):
+    """A tensor (b, h, s, d) whose last stride is 1: its pointer, and its other strides in elements; or None's."""
+
+    ptr: Any
+    stride_b: Any = None
+    stride_h: Any = None
+    stride_s: Any = None
+
+
+class BiasStrides(NamedTuple):
+    """The strides of a bias (batches, heads, queries, keys)."""
+
+    b: Any
+    h: Any
+    q: Any
+    k: Any
+
+
+class BiasGrid(NamedTuple):
+    """The tiles of a launch: so many along the queries and along the keys of a bias head, and so many bias heads."""
+
+    m_blocks: Any
+    n_blocks: Any
+    bias_heads: Any
+
+
+class Sharing(NamedTuple):
+    """Which batch entries and heads share a bias head, its members: ``members`` in all.
+
+    own_heads: heads of the bias. shared_heads: members in a batch entry. group: query heads a kv head.
+    """
+
+    own_heads: Any
+    shared_heads: Any
+    members: Any
+    group: Any
