@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from triton._C.libtriton import native_specialize_impl
 from triton.backends.nvidia.compiler import CUDABackend
 
-from emulation.hopper_calls import bound_forward, problem_of, scalars_of
+from emulation.hopper_calls import bound_backward, bound_forward, problem_of, scalars_of
 from tilewise.kernels.gluon.backward_config import HopperD128Config
 from tilewise.kernels.gluon.forward_config import HopperForwardConfig
 from tilewise.masks import Mask, causal, window
