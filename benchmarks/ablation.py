@@ -30,7 +30,7 @@ from triton_versions import PASSES, Bound, check, drawn_tensors, kernels_of_cell
 
 from tilewise.backends import gluon
 from tilewise.bench.grids import Cell, grid_cells
-from tilewise.kernels.gluon.backward_config import (
+from tilewise.kernels.hopper.backward.config import (
     D64Variant,
     D128AugmentedKVariant,
     D128Variant,

@@ -26,7 +26,7 @@ OTHER_DICTS = {
     "tilewise.validate.names._arguments": "the arguments of each public call",
     "tilewise.backends._support.self_check._found": "what checks of a device found; forget() drops it",
     "tilewise.kernels.cudnn.lengths._kept": "tensors that captured graphs read",
-    "tilewise.kernels.gluon.launch._SPARE": "counters that captured graphs use",
+    "tilewise.kernels.hopper.launch._SPARE": "counters that captured graphs use",
 }
 CALLS = ("Problem", "Options", "Operands", "Facts", "Spec")  # what describes a call, in an annotation
 

@@ -26,7 +26,7 @@ def test_import_contracts_are_kept():
 
 @pytest.mark.parametrize(("module", "imported"), [
     ("masks.mask", "dispatch"), ("kernels.triton.config", "tuning.device"), ("tuning.kinds", "kernels.triton.launch"),
-    ("kernels.gluon.forward_config", "kernels.gluon.launch")])
+    ("kernels.hopper.forward.config", "kernels.hopper.forward.launch")])
 def test_an_import_that_no_contract_allows_breaks_one(module, imported, tmp_path):
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))

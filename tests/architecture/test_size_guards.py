@@ -41,7 +41,7 @@ def length(function):
 def test_guards_see_the_package():
     assert len(PACKAGE) > 15
     assert any(is_kernel(function) for name in PACKAGE for function in functions(name))
-    assert {name.split("/")[3] for name in KERNELS} == {"gluon", "triton"}
+    assert {name.split("/")[3] for name in KERNELS} == {"hopper", "triton"}
 
 
 @pytest.mark.parametrize("name", [name for name in SOURCES if functions(name)])

@@ -7,7 +7,7 @@ import pytest
 
 from tilewise.backends.gluon import GluonBackend
 from tilewise.cli import app, session
-from tilewise.kernels.gluon.forward_config import HopperForwardConfig
+from tilewise.kernels.hopper.forward.config import HopperForwardConfig
 from tilewise.kernels.triton.config import DqConfig, ForwardConfig
 from tilewise.tuning.search import Choice, Fault, Finding
 from tilewise.tuning.table import read_table

@@ -19,11 +19,11 @@ from compiled.compile_record import Prepared, serve
 from compiled.sass import early_reads, possibly_unset, spills_in_steps, stray_descriptors
 from conformance.functions import mask_functions, score_functions
 from tilewise.bench.compile_ahead import CompileOnlyDriver
-from tilewise.kernels.gluon.backward_config import BACKWARD_CONFIGS, HopperDbiasConfig
-from tilewise.kernels.gluon.forward_config import SplitPlan
-from tilewise.kernels.gluon.launch import HopperForward
-from tilewise.kernels.gluon.launch_backward_wide import backward_launch
-from tilewise.kernels.gluon.launch_dbias import HopperDbias
+from tilewise.kernels.hopper.backward.config import BACKWARD_CONFIGS, HopperDbiasConfig
+from tilewise.kernels.hopper.backward.launch_d256 import backward_launch
+from tilewise.kernels.hopper.backward.launch_dbias import HopperDbias
+from tilewise.kernels.hopper.forward.config import SplitPlan
+from tilewise.kernels.hopper.forward.launch import HopperForward
 from tilewise.kernels.triton.backward import delta_launch, dkdv_launch
 from tilewise.kernels.triton.combine import combine_splits_launch
 from tilewise.kernels.triton.dbias import dbias_launch

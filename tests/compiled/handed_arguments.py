@@ -26,11 +26,11 @@ from compiled.compile_ahead import TARGETS, operands_of, problem_of, tensors_of
 from launch.driver_double import DriverDouble
 from tilewise.bench.compile_ahead import CompileOnlyDriver
 from tilewise.kernels import driver as cuda
-from tilewise.kernels.gluon import launch as launching
-from tilewise.kernels.gluon import launch_backward
-from tilewise.kernels.gluon.backward_config import HopperDbiasConfig
-from tilewise.kernels.gluon.launch_backward_wide import backward_launch
-from tilewise.kernels.gluon.launch_dbias import HopperDbias
+from tilewise.kernels.hopper.backward import launch as launch_backward
+from tilewise.kernels.hopper.backward.config import HopperDbiasConfig
+from tilewise.kernels.hopper.backward.launch_d256 import backward_launch
+from tilewise.kernels.hopper.backward.launch_dbias import HopperDbias
+from tilewise.kernels.hopper.forward import launch as launching
 from tilewise.kernels.triton.forward import forward_launch
 from tilewise.kernels.triton.launch import modifiers_of, operand_addresses
 from tilewise.problem.options import OperandSpec, ScoreOptions

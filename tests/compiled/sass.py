@@ -1,7 +1,7 @@
 """Registers that SASS may read before it has set them, and descriptors of products that depend on the path.
 
 ptxas 12.8 has computed what two loops share in front of the first of them alone, though that one may be skipped
-(tilewise.kernels.gluon.pipeline.optimization_barrier). Such a kernel compiles without a word and multiplies the wrong
+(tilewise.kernels.hopper.pipeline.optimization_barrier). Such a kernel compiles without a word and multiplies the wrong
 tiles. Along every path through the code, what an instruction reads must have been written; and what a product finds its
 tiles by, by the same instruction on all of them.
 

@@ -6,22 +6,16 @@ import torch
 
 from emulation.gluon_on_cpu import Descriptor, Pointer, Tensor, run
 from emulation.hopper_calls import bound_forward
-from tilewise.kernels.gluon import (
-    epilogue,
-    lengths,
-    pipeline,
-    products,
-    softmax,
-    split_kv,
-    tiles,
-)
-from tilewise.kernels.gluon import hopper_forward as forward
-from tilewise.kernels.gluon import hopper_forward_load as loading
+from tilewise.kernels.hopper import pipeline, products, softmax, varlen
+from tilewise.kernels.hopper import tile_scheduler as tiles
+from tilewise.kernels.hopper.forward import epilogue, split_kv
+from tilewise.kernels.hopper.forward import kernel as forward
+from tilewise.kernels.hopper.forward import producer as loading
 from tilewise.problem import AttentionProblem
 from tilewise.problem.options import Operands, OperandSpec, ScoreOptions
 from tilewise.testing import oracle
 
-MODULES = (forward, loading, split_kv, lengths, pipeline, products, epilogue, softmax, tiles)
+MODULES = (forward, loading, split_kv, varlen, pipeline, products, epilogue, softmax, tiles)
 
 
 def split_halves(s):
@@ -39,7 +33,7 @@ CONSTANTS = {(module, name): value for module in MODULES for name, value in (
     ("pack_pairs", lambda p, dtype: p.to(dtype)), ("as_operand", lambda pairs, dtype, layout: pairs),
     ("scheduling_fence", lambda number: number), ("cap", lambda s, squash: s),
     ("bytes_of", loading.bytes_of.fn), ("floats_per_partial", epilogue.floats_per_partial.fn),
-    ("tile_size", lengths.tile_size.fn), ("registers", forward.registers.fn),
+    ("tile_size", varlen.tile_size.fn), ("registers", forward.registers.fn),
     ("corrects_rounding", softmax.corrects_rounding.fn)) if hasattr(module, name)}
 
 

@@ -5,9 +5,9 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from tilewise.kernels.gluon.forward_config import SplitPlan
-from tilewise.kernels.gluon.launch import HopperForward
-from tilewise.kernels.gluon.launch_backward_wide import backward_launch
+from tilewise.kernels.hopper.backward.launch_d256 import backward_launch
+from tilewise.kernels.hopper.forward.config import SplitPlan
+from tilewise.kernels.hopper.forward.launch import HopperForward
 from tilewise.masks import Mask
 from tilewise.problem import AttentionProblem
 from tilewise.tuning.schedules_hopper import backward_schedule, schedule_on_grid

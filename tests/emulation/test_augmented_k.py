@@ -8,9 +8,9 @@ from emulation.backward_calls import call_of
 from emulation.hopper_calls import bound_backward
 from tilewise.errors import InvalidInput
 from tilewise.kernels.enqueue import addresses_in
-from tilewise.kernels.gluon.arguments import StridedRows
-from tilewise.kernels.gluon.augmented_k import hopper_augmented_k_kernel
-from tilewise.kernels.gluon.backward_config import (
+from tilewise.kernels.hopper.arguments import StridedRows
+from tilewise.kernels.hopper.backward.augmented_k import hopper_augmented_k_kernel
+from tilewise.kernels.hopper.backward.config import (
     D64Variant,
     D128Variant,
     HopperD64Config,

@@ -9,17 +9,17 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tilewise.kernels.gluon.arguments import MaskBounds
-from tilewise.kernels.gluon.backward_config import HopperDbiasConfig
+from tilewise.kernels.hopper.arguments import MaskBounds
+from tilewise.kernels.hopper.backward.config import HopperDbiasConfig
 from tilewise.masks import Mask, causal, window
 from tilewise.problem import AttentionProblem
 from tilewise.problem.options import OperandSpec, ScoreOptions
 from tilewise.testing.strategies import windows
 from tilewise.tuning.heuristics_hopper import LEAST_TILES, hopper_dbias_config
 
-dbias_tiles = pytest.importorskip("tilewise.kernels.gluon.dbias_tiles", reason="Triton is not installed")
-hopper_dbias = pytest.importorskip("tilewise.kernels.gluon.hopper_dbias")
-launch_dbias = pytest.importorskip("tilewise.kernels.gluon.launch_dbias")
+dbias_tiles = pytest.importorskip("tilewise.kernels.hopper.backward.dbias_tiles", reason="Triton is not installed")
+hopper_dbias = pytest.importorskip("tilewise.kernels.hopper.backward.dbias")
+launch_dbias = pytest.importorskip("tilewise.kernels.hopper.backward.launch_dbias")
 ROWS, BLOCKS = int(dbias_tiles.TILE_QUERIES), int(dbias_tiles.BLOCKS_PER_TILE)
 KEYS = 64 * BLOCKS
 NAMES = ("strides", "bounds", "sharing", "grid", "heads", "scale_log2", "C")

@@ -15,13 +15,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from emulation.hopper_calls import bound_backward
-from tilewise.kernels.gluon.backward_config import HopperD128Config
+from tilewise.kernels.hopper.backward.config import HopperD128Config
 from tilewise.kernels.reference.dropout import keep_tile
 from tilewise.masks import Span, window
 from tilewise.problem import AttentionProblem
 from tilewise.problem.options import ScoreOptions
 
-dropout = pytest.importorskip("tilewise.kernels.gluon.dropout", reason="Triton is not installed")
+dropout = pytest.importorskip("tilewise.kernels.hopper.backward.dropout", reason="Triton is not installed")
 STEP = 64  # keys of a warpgroup, and queries of a step
 P = 0.3
 

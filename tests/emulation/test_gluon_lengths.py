@@ -10,17 +10,17 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from emulation.hopper_calls import bound_backward, bound_forward
-from tilewise.kernels.gluon.arguments import MaskBounds
-from tilewise.kernels.gluon.backward_config import HopperD128Config
-from tilewise.kernels.gluon.forward_config import HopperForwardConfig
+from tilewise.kernels.hopper.arguments import MaskBounds
+from tilewise.kernels.hopper.backward.config import HopperD128Config
+from tilewise.kernels.hopper.forward.config import HopperForwardConfig
 from tilewise.masks import Mask, causal, window
 from tilewise.problem import AttentionProblem
 from tilewise.problem.options import OperandSpec
 from tilewise.problem.sequences import Sequences
 from tilewise.testing.strategies import windows
 
-lengths = pytest.importorskip("tilewise.kernels.gluon.lengths", reason="Triton is not installed")
-tiles = pytest.importorskip("tilewise.kernels.gluon.tiles")
+lengths = pytest.importorskip("tilewise.kernels.hopper.varlen", reason="Triton is not installed")
+tiles = pytest.importorskip("tilewise.kernels.hopper.tile_scheduler")
 ROWS = 64  # queries a warpgroup
 BLOCK_N, STEP = 128, 64  # of a program of the backward kernel, and its queries a step
 CONFIG = HopperForwardConfig(block_n=128, consumers=2)

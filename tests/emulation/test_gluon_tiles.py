@@ -15,21 +15,21 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from emulation.hopper_calls import bound_backward, problem_of, scalars_of
-from tilewise.kernels.gluon.arguments import TileGrid
-from tilewise.kernels.gluon.backward_config import (
+from tilewise.kernels.hopper.arguments import TileGrid
+from tilewise.kernels.hopper.backward.config import (
     D128AugmentedKVariant,
     D128Variant,
     HopperD128AugmentedKConfig,
     HopperD128Config,
     HopperD256Config,
 )
-from tilewise.kernels.gluon.forward_config import HopperForwardConfig
+from tilewise.kernels.hopper.forward.config import HopperForwardConfig
 from tilewise.masks import Mask, causal, window
 from tilewise.testing.strategies import windows
 from tilewise.tuning.heuristics_hopper import forward_heuristic
 
-pipeline = pytest.importorskip("tilewise.kernels.gluon.pipeline", reason="Triton is not installed")
-tiles = pytest.importorskip("tilewise.kernels.gluon.tiles", reason="Triton is not installed")
+pipeline = pytest.importorskip("tilewise.kernels.hopper.pipeline", reason="Triton is not installed")
+tiles = pytest.importorskip("tilewise.kernels.hopper.tile_scheduler", reason="Triton is not installed")
 ROWS = 64  # queries a warpgroup
 QUERIES = int(tiles.QUERIES)  # a step of the backward kernel
 

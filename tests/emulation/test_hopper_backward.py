@@ -8,8 +8,8 @@ import torch
 
 from emulation.backward_calls import MASKS, call_of, compare, dq_of_accum, expected, extra_columns_of
 from emulation.hopper_calls import bound_backward
-from tilewise.kernels.gluon.arguments import BackwardPointers, Lengths
-from tilewise.kernels.gluon.backward_config import (
+from tilewise.kernels.hopper.arguments import BackwardPointers, Lengths
+from tilewise.kernels.hopper.backward.config import (
     D128AugmentedKVariant,
     D128Variant,
     HopperD128AugmentedKConfig,
@@ -18,9 +18,9 @@ from tilewise.kernels.gluon.backward_config import (
 from tilewise.masks import Mask
 
 backward, loading, products, dq_accum, augmented, lengths, pipeline, softmax, tiles = (
-    pytest.importorskip(f"tilewise.kernels.gluon.{name}", reason="Triton is not installed") for name in (
-        "hopper_backward", "hopper_backward_load", "backward_products", "dq_accum", "augmented_k",
-        "lengths", "pipeline", "softmax", "tiles"))
+    pytest.importorskip(f"tilewise.kernels.hopper.{name}", reason="Triton is not installed") for name in (
+        "backward.d128", "backward.producer", "backward.products", "backward.dq_accum", "backward.augmented_k",
+        "varlen", "pipeline", "softmax", "tile_scheduler"))
 gluon_on_cpu = pytest.importorskip("emulation.gluon_on_cpu")
 Descriptor, Pointer, run = gluon_on_cpu.Descriptor, gluon_on_cpu.Pointer, gluon_on_cpu.run
 

@@ -9,15 +9,15 @@ import torch
 
 from emulation.backward_calls import MASKS, SCALE, call_of, compare, dq_of_accum, expected
 from emulation.hopper_calls import bound_backward
-from tilewise.kernels.gluon.arguments import RowStats
-from tilewise.kernels.gluon.backward_config import HopperD192Config, HopperD256Config
+from tilewise.kernels.hopper.arguments import RowStats
+from tilewise.kernels.hopper.backward.config import HopperD192Config, HopperD256Config
 from tilewise.masks import window
 
-d192 = pytest.importorskip("tilewise.kernels.gluon.hopper_backward_d192", reason="Triton is not installed")
+d192 = pytest.importorskip("tilewise.kernels.hopper.backward.d192", reason="Triton is not installed")
 backward, loading, d256, dq_d256, dq_accum, pipeline, products, softmax, tiles = (
-    pytest.importorskip(f"tilewise.kernels.gluon.{name}") for name in (
-        "hopper_backward", "hopper_backward_load", "hopper_backward_d256", "hopper_dq_d256", "dq_accum",
-        "pipeline", "products", "softmax", "tiles"))
+    pytest.importorskip(f"tilewise.kernels.hopper.{name}") for name in (
+        "backward.d128", "backward.producer", "backward.d256", "backward.dq_d256", "backward.dq_accum",
+        "pipeline", "products", "softmax", "tile_scheduler"))
 gluon_on_cpu = pytest.importorskip("emulation.gluon_on_cpu")
 Descriptor, Pointer, run = gluon_on_cpu.Descriptor, gluon_on_cpu.Pointer, gluon_on_cpu.run
 

@@ -8,12 +8,12 @@ import torch
 
 from emulation.backward_calls import MASKS, call_of, compare, dq_of_accum, expected, extra_columns_of
 from emulation.hopper_calls import bound_backward
-from tilewise.kernels.gluon.backward_config import D64Variant, HopperD64Config
+from tilewise.kernels.hopper.backward.config import D64Variant, HopperD64Config
 
 d64, backward, loading, products, dq_accum, augmented, pipeline, kv_tile_assignment, tiles = (
-    pytest.importorskip(f"tilewise.kernels.gluon.{name}", reason="Triton is not installed") for name in (
-        "hopper_backward_d64", "hopper_backward", "hopper_backward_load", "backward_products", "dq_accum",
-        "augmented_k", "pipeline", "kv_tile_assignment", "tiles"))
+    pytest.importorskip(f"tilewise.kernels.hopper.{name}", reason="Triton is not installed") for name in (
+        "backward.d64", "backward.d128", "backward.producer", "backward.products", "backward.dq_accum",
+        "backward.augmented_k", "pipeline", "backward.kv_tile_assignment", "tile_scheduler"))
 gluon_on_cpu = pytest.importorskip("emulation.gluon_on_cpu")
 Descriptor, Pointer, run = gluon_on_cpu.Descriptor, gluon_on_cpu.Pointer, gluon_on_cpu.run
 

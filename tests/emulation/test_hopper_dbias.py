@@ -9,7 +9,7 @@ import torch
 
 from conformance.calls import assert_gradients_within_budget, forward_and_backward, operands_of, problem_of
 from tilewise.backends._support import hopper
-from tilewise.kernels.gluon.backward_config import HopperDbiasConfig
+from tilewise.kernels.hopper.backward.config import HopperDbiasConfig
 from tilewise.masks import Mask, causal, window
 from tilewise.problem import AttentionProblem
 from tilewise.problem.options import OperandSpec, ScoreOptions
@@ -18,9 +18,10 @@ from tilewise.testing.cases import Case
 from tilewise.testing.inputs import make_inputs
 from tilewise.tuning.device import device_spec
 
-hopper_dbias = pytest.importorskip("tilewise.kernels.gluon.hopper_dbias", reason="Triton is not installed")
+hopper_dbias = pytest.importorskip("tilewise.kernels.hopper.backward.dbias", reason="Triton is not installed")
 launch_dbias, dbias_tiles, pipeline = (
-    pytest.importorskip(f"tilewise.kernels.gluon.{name}") for name in ("launch_dbias", "dbias_tiles", "pipeline"))
+    pytest.importorskip(f"tilewise.kernels.hopper.{name}") for name in (
+        "backward.launch_dbias", "backward.dbias_tiles", "pipeline"))
 triton, gluon_on_cpu = (pytest.importorskip(name) for name in ("tilewise.backends.triton", "emulation.gluon_on_cpu"))
 Descriptor, Pointer, run = gluon_on_cpu.Descriptor, gluon_on_cpu.Pointer, gluon_on_cpu.run
 

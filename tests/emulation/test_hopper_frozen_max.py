@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from emulation.hopper_calls import bound_forward, problem_of, scalars_of
-from tilewise.kernels.gluon.forward_config import HopperForwardConfig
+from tilewise.kernels.hopper.forward.config import HopperForwardConfig
 from tilewise.masks import Mask, causal, window
 from tilewise.problem.options import OperandSpec, ScoreOptions
 from tilewise.problem.sequences import Sequences

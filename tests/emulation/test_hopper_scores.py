@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from emulation.hopper_calls import scalars_of
-from tilewise.kernels.gluon.forward_config import HopperForwardConfig
+from tilewise.kernels.hopper.forward.config import HopperForwardConfig
 from tilewise.masks import Mask, causal
 from tilewise.testing import oracle
 from tilewise.tuning import schedules_hopper
 
 forward_on_cpu = pytest.importorskip("emulation.forward_on_cpu", reason="Triton is not installed")
-launch = pytest.importorskip("tilewise.kernels.gluon.launch", reason="Triton is not installed")
+launch = pytest.importorskip("tilewise.kernels.hopper.forward.launch", reason="Triton is not installed")
 attend, call_of, check, combined = (
     getattr(forward_on_cpu, name) for name in ("attend", "call_of", "check", "combined"))
 TWO, THREE = HopperForwardConfig(128, 2), HopperForwardConfig(128, 3, ping_pong=True)

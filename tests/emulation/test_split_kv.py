@@ -8,13 +8,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from emulation.hopper_calls import bound_forward
-from tilewise.kernels.gluon.forward_config import HopperForwardConfig
+from tilewise.kernels.hopper.forward.config import HopperForwardConfig
 from tilewise.masks import Mask, causal, window
 from tilewise.problem import AttentionProblem
 from tilewise.testing.strategies import windows
 
-split_kv = pytest.importorskip("tilewise.kernels.gluon.split_kv", reason="Triton is not installed")
-tiles = pytest.importorskip("tilewise.kernels.gluon.tiles")
+split_kv = pytest.importorskip("tilewise.kernels.hopper.forward.split_kv", reason="Triton is not installed")
+tiles = pytest.importorskip("tilewise.kernels.hopper.tile_scheduler")
 CONFIG = HopperForwardConfig(128, 2)
 
 

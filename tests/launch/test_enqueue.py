@@ -24,9 +24,9 @@ from launch.driver_double import DriverDouble, cubin_of
 from tilewise.kernels import driver
 from tilewise.kernels import enqueue as module
 from tilewise.kernels.enqueue import Enqueue, unspecialized
-from tilewise.kernels.gluon import launch as launching
-from tilewise.kernels.gluon.forward_config import HopperForwardConfig
 from tilewise.kernels.hooks import compile_only
+from tilewise.kernels.hopper.forward import launch as launching
+from tilewise.kernels.hopper.forward.config import HopperForwardConfig
 from tilewise.masks import Mask, window
 from tilewise.problem import AttentionProblem
 

@@ -13,15 +13,15 @@ from triton._C.libtriton import native_specialize_impl
 from triton.backends.nvidia.compiler import CUDABackend
 
 from emulation.hopper_calls import bound_backward, bound_forward, problem_of, scalars_of
-from tilewise.kernels.gluon.backward_config import HopperD128Config
-from tilewise.kernels.gluon.forward_config import HopperForwardConfig
+from tilewise.kernels.hopper.backward.config import HopperD128Config
+from tilewise.kernels.hopper.forward.config import HopperForwardConfig
 from tilewise.masks import Mask, causal, window
 from tilewise.problem.options import Operands, OperandSpec, ScoreOptions
 from tilewise.problem.sequences import Sequences
 from tilewise.tuning.heuristics_hopper import forward_heuristic
 
-launch = pytest.importorskip("tilewise.kernels.gluon.launch", reason="Triton is not installed")
-launch_backward = pytest.importorskip("tilewise.kernels.gluon.launch_backward")
+launch = pytest.importorskip("tilewise.kernels.hopper.forward.launch", reason="Triton is not installed")
+launch_backward = pytest.importorskip("tilewise.kernels.hopper.backward.launch")
 
 
 def test_softmax_is_split_in_two_halves_at_small_head_dims_and_long_kv_blocks():

@@ -18,7 +18,7 @@ from tilewise.backends._support import hopper, self_check
 from tilewise.backends.base import Saved
 from tilewise.backends.triton import TritonBackend
 from tilewise.dispatch import explain_problem
-from tilewise.kernels.gluon.forward_config import HopperForwardSchedule, SplitPlan
+from tilewise.kernels.hopper.forward.config import HopperForwardSchedule, SplitPlan
 from tilewise.masks import Mask
 from tilewise.problem import AttentionProblem, are_aligned, dense_strides
 from tilewise.problem.options import Operands, OperandSpec, ScoreOptions

@@ -17,7 +17,7 @@ from tilewise.support.caches import clear_caches
 from tilewise.tuning.device import DeviceSpec
 
 triton = pytest.importorskip("tilewise.backends.triton", reason="Triton is not installed")
-HopperDbias = pytest.importorskip("tilewise.kernels.gluon.launch_dbias").HopperDbias
+HopperDbias = pytest.importorskip("tilewise.kernels.hopper.backward.launch_dbias").HopperDbias
 Launch = pytest.importorskip("tilewise.kernels.triton.launch").Launch
 BiasGradientSums = pytest.importorskip("tilewise.kernels.triton.bias_gradient").BiasGradientSums
 

@@ -86,7 +86,7 @@ the call has ended
 HANDED = (f"pipeline.py:{line_of('pipeline.py', '.store(zero + tile[i])')}",
           f"pipeline.py:{line_of('pipeline.py', '.load(FOUR_WARPS)')}")
 READ_EARLY = f"hopper_backward_load.py:{line_of('hopper_backward_load.py', 'def put_row_stats(') + 3}"
-CONSAN_SAYS = ("/a/place/tilewise/kernels/gluon/backward_products.py:{}: some_function: block: [0,0,0], thread: "
+CONSAN_SAYS = ("/a/place/tilewise/kernels/hopper/backward/products.py:{}: some_function: block: [0,0,0], thread: "
                "[{},0,0] Assertion `Buffer being accessed has outstanding writes' failed.\n")
 
 

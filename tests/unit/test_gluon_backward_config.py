@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tilewise.errors import InvalidInput
-from tilewise.kernels.gluon.backward_config import (
+from tilewise.kernels.hopper.backward.config import (
     BACKWARD_CONFIGS,
     BackwardKernel,
     D64Variant,

@@ -16,9 +16,9 @@ from tilewise.backends._support import hopper, self_check, self_check_calls
 from tilewise.backends.base import Pending, Saved
 from tilewise.backends.triton import TritonBackend
 from tilewise.dispatch import explain_problem
-from tilewise.kernels.gluon.launch_backward import HopperBackward
-from tilewise.kernels.gluon.launch_backward_wide import HopperBackwardApart
 from tilewise.kernels.hooks import compile_only
+from tilewise.kernels.hopper.backward.launch import HopperBackward
+from tilewise.kernels.hopper.backward.launch_d256 import HopperBackwardApart
 from tilewise.masks import causal
 from tilewise.problem import AttentionProblem
 from tilewise.problem.options import Operands, ScoreSettings

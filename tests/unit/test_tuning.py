@@ -8,14 +8,14 @@ import torch
 
 from tilewise.errors import InvalidInput, UnsupportedProblem
 from tilewise.functions import FunctionCode
-from tilewise.kernels.gluon.backward_config import (
+from tilewise.kernels.hopper.backward.config import (
     D128Variant,
     HopperD128Config,
     HopperD192Config,
     HopperD256Config,
     HopperDbiasConfig,
 )
-from tilewise.kernels.gluon.forward_config import HopperForwardConfig
+from tilewise.kernels.hopper.forward.config import HopperForwardConfig
 from tilewise.kernels.triton.config import DbiasConfig, DkdvConfig, DqConfig, ForwardConfig
 from tilewise.masks import Mask, causal
 from tilewise.problem import AttentionProblem

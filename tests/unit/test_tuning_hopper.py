@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tilewise.errors import InvalidInput
-from tilewise.kernels.gluon.backward_config import (
+from tilewise.kernels.hopper.backward.config import (
     D64Variant,
     D128AugmentedKVariant,
     D128Variant,
@@ -16,7 +16,7 @@ from tilewise.kernels.gluon.backward_config import (
     HopperD128AugmentedKConfig,
     HopperD128Config,
 )
-from tilewise.kernels.gluon.forward_config import HopperForwardConfig
+from tilewise.kernels.hopper.forward.config import HopperForwardConfig
 from tilewise.masks import Mask, causal, window
 from tilewise.problem import AttentionProblem
 from tilewise.problem.options import OperandSpec, ScoreOptions

@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 import torch
 
-from tilewise.kernels.gluon.forward_config import HopperForwardConfig
+from tilewise.kernels.hopper.forward.config import HopperForwardConfig
 from tilewise.masks import Mask, causal, window
 from tilewise.problem import AttentionProblem
 from tilewise.problem.options import OperandSpec, ScoreOptions

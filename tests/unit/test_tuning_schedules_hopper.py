@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tilewise.errors import InvalidInput
-from tilewise.kernels.gluon.backward_config import (
+from tilewise.kernels.hopper.backward.config import (
     D64Variant,
     D128Variant,
     HopperBackwardSchedule,
@@ -14,7 +14,7 @@ from tilewise.kernels.gluon.backward_config import (
     HopperD128Config,
     HopperD256Config,
 )
-from tilewise.kernels.gluon.forward_config import HopperForwardConfig, HopperForwardSchedule, SplitPlan
+from tilewise.kernels.hopper.forward.config import HopperForwardConfig, HopperForwardSchedule, SplitPlan
 from tilewise.masks import Mask, causal
 from tilewise.problem import AttentionProblem
 from tilewise.tuning.schedules_hopper import backward_schedule, forward_schedule, schedule_on_grid

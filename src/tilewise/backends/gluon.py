@@ -12,9 +12,9 @@ from tilewise.backends._support.current import is_current
 from tilewise.backends._support.hopper import untrusted, wrong_triton
 from tilewise.backends._support.memory import Allocate, Form, allocator, forms_of_gradients, forms_of_results
 from tilewise.backends.base import BoundBackward, BoundForward, Gradients, Needs, Results, Saved, Three
-from tilewise.kernels.gluon.launch import HopperForward
-from tilewise.kernels.gluon.launch_backward import HopperBackward
-from tilewise.kernels.gluon.launch_backward_wide import HopperBackwardApart, backward_launch
+from tilewise.kernels.hopper.backward.launch import HopperBackward
+from tilewise.kernels.hopper.backward.launch_d256 import HopperBackwardApart, backward_launch
+from tilewise.kernels.hopper.forward.launch import HopperForward
 from tilewise.kernels.triton.arguments import Modifiers
 from tilewise.kernels.triton.launch import Launch, modifiers_of
 from tilewise.kernels.triton.operand_gradients import OperandGradients

@@ -37,7 +37,7 @@ from tilewise.tuning.select import (
 )
 
 if TYPE_CHECKING:
-    from tilewise.kernels.gluon.launch_dbias import HopperDbias
+    from tilewise.kernels.hopper.backward.launch_dbias import HopperDbias
     from tilewise.kernels.triton.bias_gradient import BiasGradientSums
     from tilewise.kernels.triton.config import TileConfig
 
@@ -339,7 +339,7 @@ def _dbias_of(problem: AttentionProblem, dq_config: "TileConfig", precision: str
     entries = pair_entries(problem, dq_config, spec)
     tile = hopper_dbias_config(problem, entries) if descriptors and sums_dbias(problem) else None
     if tile is not None and untrusted("dbias", problem.device) is None:
-        from tilewise.kernels.gluon.launch_dbias import HopperDbias
+        from tilewise.kernels.hopper.backward.launch_dbias import HopperDbias
 
         num_sms = torch.cuda.get_device_properties(problem.device).multi_processor_count
         return 0, HopperDbias(problem, tile, num_sms)

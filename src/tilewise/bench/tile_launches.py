@@ -46,8 +46,8 @@ class HopperLaunch:
     """
 
     def __init__(self, kernel: str, problem: AttentionProblem, config: Any) -> None:
-        from tilewise.kernels.gluon.launch import HopperForward
-        from tilewise.kernels.gluon.launch_backward_wide import HopperBackwardApart, backward_launch
+        from tilewise.kernels.hopper.backward.launch_d256 import HopperBackwardApart, backward_launch
+        from tilewise.kernels.hopper.forward.launch import HopperForward
 
         self._is_forward = kernel == "hopper_forward"
         if self._is_forward:

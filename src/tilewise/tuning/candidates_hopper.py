@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from itertools import islice, product
 
-from tilewise.kernels.gluon.backward_config import (
+from tilewise.kernels.hopper.backward.config import (
     D64Variant,
     D128AugmentedKVariant,
     D128Variant,
@@ -16,7 +16,7 @@ from tilewise.kernels.gluon.backward_config import (
     augmented_k_fits,
     dk_dv_fit,
 )
-from tilewise.kernels.gluon.forward_config import HopperForwardConfig
+from tilewise.kernels.hopper.forward.config import HopperForwardConfig
 from tilewise.problem import AttentionProblem
 from tilewise.tuning.device import DeviceSpec
 from tilewise.tuning.heuristics_hopper import backward_heuristic, forward_heuristic

@@ -2,7 +2,7 @@
 
 import math
 
-from tilewise.kernels.gluon.backward_config import BLOCK_N
+from tilewise.kernels.hopper.backward.config import BLOCK_N
 from tilewise.problem import AttentionProblem
 
 # By the columns of a tile: the share of all SMs' time that such CTAs must keep busy, and the bytes of their heads that

@@ -7,7 +7,7 @@ import math
 from dataclasses import replace
 from itertools import product
 
-from tilewise.kernels.gluon.backward_config import (
+from tilewise.kernels.hopper.backward.config import (
     D64Variant,
     D128AugmentedKVariant,
     D128Variant,
@@ -21,7 +21,7 @@ from tilewise.kernels.gluon.backward_config import (
     augmented_k_fits,
     dk_dv_fit,
 )
-from tilewise.kernels.gluon.forward_config import HopperForwardConfig, pieces_of
+from tilewise.kernels.hopper.forward.config import HopperForwardConfig, pieces_of
 from tilewise.problem import AttentionProblem
 from tilewise.tuning.ctas_per_head import choose_ctas_per_head
 from tilewise.tuning.device import DeviceSpec

@@ -1,7 +1,7 @@
 """Which config each kernel has that can be tuned, by the kernel's name in tables and commands."""
 
-from tilewise.kernels.gluon.backward_config import HopperBackwardConfig
-from tilewise.kernels.gluon.forward_config import HopperForwardConfig
+from tilewise.kernels.hopper.backward.config import HopperBackwardConfig
+from tilewise.kernels.hopper.forward.config import HopperForwardConfig
 from tilewise.kernels.triton.config import DbiasConfig, DkdvConfig, DqConfig, ForwardConfig, TileConfig
 
 TritonConfig = ForwardConfig | DkdvConfig | DqConfig | DbiasConfig

@@ -4,8 +4,8 @@ import operator
 
 import torch
 
-from tilewise.kernels.gluon.backward_config import BackwardKernel, HopperBackwardConfig, HopperBackwardSchedule
-from tilewise.kernels.gluon.forward_config import HopperForwardConfig, HopperForwardSchedule, SplitPlan
+from tilewise.kernels.hopper.backward.config import BackwardKernel, HopperBackwardConfig, HopperBackwardSchedule
+from tilewise.kernels.hopper.forward.config import HopperForwardConfig, HopperForwardSchedule, SplitPlan
 from tilewise.problem import AttentionProblem
 from tilewise.tuning.wave_model import grid_plan_of
 

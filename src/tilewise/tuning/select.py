@@ -8,8 +8,8 @@ A table's row decides where one was measured (table.py, tables/<device>/), else 
 * CUDA in float32 and decoding have no tables: heuristics_cuda.py, heuristics_decode.py.
 """
 
-from tilewise.kernels.gluon.backward_config import HopperBackwardConfig
-from tilewise.kernels.gluon.forward_config import HopperForwardConfig
+from tilewise.kernels.hopper.backward.config import HopperBackwardConfig
+from tilewise.kernels.hopper.forward.config import HopperForwardConfig
 from tilewise.problem import AttentionProblem
 from tilewise.tuning.device import DeviceSpec
 from tilewise.tuning.heuristics_cuda import CUDA_DELTA, CUDA_SPLIT, backward_kernels, cuda_config

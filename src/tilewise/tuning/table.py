@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 from tilewise.errors import InvalidInput
-from tilewise.kernels.gluon.backward_config import BACKWARD_CONFIGS, LEAST_SCALE, BackwardKernel, HopperBackwardConfig
-from tilewise.kernels.gluon.forward_config import HopperForwardConfig, pieces_of
+from tilewise.kernels.hopper.backward.config import BACKWARD_CONFIGS, LEAST_SCALE, BackwardKernel, HopperBackwardConfig
+from tilewise.kernels.hopper.forward.config import HopperForwardConfig, pieces_of
 from tilewise.masks.tile_lists import TILE
 from tilewise.problem import AttentionProblem
 from tilewise.tuning.device import DeviceSpec

@@ -8,7 +8,7 @@ the problem and the number of SMs; their times were measured on an H200 (docs/ho
 import math
 from typing import NamedTuple
 
-from tilewise.kernels.gluon.forward_config import HopperForwardConfig, SplitPlan, pieces_of
+from tilewise.kernels.hopper.forward.config import HopperForwardConfig, SplitPlan, pieces_of
 from tilewise.masks import Span
 from tilewise.problem import AttentionProblem
 

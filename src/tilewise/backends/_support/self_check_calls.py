@@ -7,10 +7,10 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from tilewise.kernels.gluon.backward_config import HopperDbiasConfig
-from tilewise.kernels.gluon.launch import HopperForward
-from tilewise.kernels.gluon.launch_backward_wide import backward_launch
-from tilewise.kernels.gluon.launch_dbias import HopperDbias
+from tilewise.kernels.hopper.backward.config import HopperDbiasConfig
+from tilewise.kernels.hopper.backward.launch_d256 import backward_launch
+from tilewise.kernels.hopper.backward.launch_dbias import HopperDbias
+from tilewise.kernels.hopper.forward.launch import HopperForward
 from tilewise.kernels.triton.launch import modifiers_of
 from tilewise.masks import causal
 from tilewise.problem import AttentionProblem, dense_strides

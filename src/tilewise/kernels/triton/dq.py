@@ -4,7 +4,8 @@ import triton
 import triton.language as tl
 
 from tilewise.kernels.triton.bias_gradient import load_pairs_by_halves, pair_rows, pair_strides, store_pairs_by_halves
-from tilewise.kernels.triton.launch import Launch, TileConfig, constants, needs_int64, numbers, tile_blocks, tile_slots
+from tilewise.kernels.triton.config import TileConfig
+from tilewise.kernels.triton.launch import Launch, constants, needs_int64, numbers, tile_blocks, tile_slots
 from tilewise.kernels.triton.mask_ranges import (
     block_at,
     blocks_of_list,

@@ -4,7 +4,7 @@ At 256 columns dK and dV of 64 keys are twice what the registers of a warpgroup 
 warpgroups share 64 keys: one computes S and P and accumulates dV, the other computes dP and dS and accumulates dK. All
 that passes between them is P in float32, through shared memory. P and dS are left operands from the registers in which
 they were computed, and so are the first columns of K and V. One producer warp loads. dQ has a kernel of its own
-(hopper_dq_d256.py); the rest is as in hopper_backward.py.
+(dq_d256.py); the rest is as in d128.py.
 
 The sides of a tile in shared memory are powers of two: K, V, Q and dO of 192 columns come in two chunks of columns.
 """
@@ -18,12 +18,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tilewise.kernels.gluon.compat import tma_load, tma_store_wait
-from tilewise.kernels.gluon.hopper_backward import SCORE_LAYOUT, hide_probs, write_gradient
-from tilewise.kernels.gluon.hopper_backward_d256_types import Args, Inputs, KVTiles, Outputs, Smem
-from tilewise.kernels.gluon.hopper_backward_load import fetch_row_stats, put_row_stats
-from tilewise.kernels.gluon.hopper_backward_types import Pipe
-from tilewise.kernels.gluon.pipeline import (
+from tilewise.kernels.hopper.backward.d128 import SCORE_LAYOUT, hide_probs, write_gradient
+from tilewise.kernels.hopper.backward.d256_types import Args, Inputs, KVTiles, Outputs, Smem
+from tilewise.kernels.hopper.backward.producer import fetch_row_stats, put_row_stats
+from tilewise.kernels.hopper.backward.types import Pipe
+from tilewise.kernels.hopper.compat import tma_load, tma_store_wait
+from tilewise.kernels.hopper.pipeline import (
     CONTIGUOUS,
     ONE_WARP,
     allocate_stages,
@@ -34,9 +34,9 @@ from tilewise.kernels.gluon.pipeline import (
     optimization_barrier,
     producer_acquire,
 )
-from tilewise.kernels.gluon.products import finish
-from tilewise.kernels.gluon.softmax import as_operand, pack_pairs
-from tilewise.kernels.gluon.tiles import (
+from tilewise.kernels.hopper.products import finish
+from tilewise.kernels.hopper.softmax import as_operand, pack_pairs
+from tilewise.kernels.hopper.tile_scheduler import (
     QUERIES,
     kv_tile_at,
     phases_of,
@@ -255,7 +255,7 @@ def accumulate_dk(args, smem, C: gl.constexpr):
 @gluon.jit
 def hopper_backward_d256_kernel(q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, dout_desc, dout_rest, rows, dk_desc,
                                 dk_rest, dv_desc, dv_rest, numbers, C: gl.constexpr):
-    """Compute dk and dv; dq has a kernel of its own (hopper_dq_d256.py).
+    """Compute dk and dv; dq has a kernel of its own (dq_d256.py).
 
     Grid: (tiles · heads of k · batches,). A descriptor for each chunk of columns, the second one None where there is
     one chunk. rows: a RowStats. numbers: a BackwardNumbers.

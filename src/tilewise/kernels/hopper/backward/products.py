@@ -4,8 +4,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
-from tilewise.kernels.gluon.augmented_k import issue_augmented
-from tilewise.kernels.gluon.tiles import QUERIES
+from tilewise.kernels.hopper.backward.augmented_k import issue_augmented
+from tilewise.kernels.hopper.tile_scheduler import QUERIES
 
 # Which of the two MMAs issue_s_or_dp issues.
 SCORES: gl.constexpr = gl.constexpr(0)

@@ -15,14 +15,14 @@ BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
 ONE_WARP = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))  # one number a thread
 FOUR_WARPS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 CONTIGUOUS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))  # shared memory without a swizzle
-# How many tiles a tile's overflow flags may lag behind the tile that is published (hopper_forward_load.py), and how
+# How many tiles a tile's overflow flags may lag behind the tile that is published (forward/producer.py), and how
 # many tiles have flags and numbers in shared memory: a power of two.
 OVERFLOW_LAG = gl.constexpr(4)
 OVERFLOW_SLOTS = gl.constexpr(8)
 NO_TILE = gl.constexpr(-1)  # the first number of a work tile that ends the stream of tiles
 # Numbers of named barriers; Gluon has no API for these, and uses 0 to 7 itself. Ping-pong scheduling in the forward
 # kernel takes one a warpgroup. No kernel has both these and a barrier of all its warpgroups. WARPGROUP_BARRIER is for
-# the threads of one warpgroup, in hopper_backward_d64.py, beside SYNC_BARRIER.
+# the threads of one warpgroup, in backward/d64.py, beside SYNC_BARRIER.
 ORDER_BARRIER = gl.constexpr(10)  # to 12
 SYNC_BARRIER = gl.constexpr(10)
 WARPGROUP_BARRIER = gl.constexpr(11)
@@ -195,8 +195,7 @@ def scheduling_fence(number):
     """Return a sum of exponentials, and keep what computes it above a wait that follows in the source.
 
     ptxas moves a wait for MMAs up, past all instructions of its basic block that do not depend on it. A branch ends
-    the block: this one sleeps 20 ns where the sum is one certain NaN, which no sum is. The tests count the
-    exponentials above the wait in the machine code.
+    the block: this one sleeps 20 ns where the sum is one certain NaN, which no sum is.
     """
     return gl.inline_asm_elementwise("""{
         .reg .pred never;

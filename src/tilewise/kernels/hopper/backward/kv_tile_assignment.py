@@ -1,9 +1,9 @@
-"""Which tiles of keys a CTA of hopper_backward_d64.py computes, where the assignment is static."""
+"""Which tiles of keys a CTA of d64.py computes, where the assignment is static."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tilewise.kernels.gluon.tiles import KVTile, kv_tile_at
+from tilewise.kernels.hopper.tile_scheduler import KVTile, kv_tile_at
 
 
 @gluon.jit

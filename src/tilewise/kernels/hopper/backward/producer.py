@@ -10,17 +10,17 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from tilewise.kernels.gluon.compat import tma_load
-from tilewise.kernels.gluon.lengths import clear_rows, kv_tile_of, sequence_rows_of
-from tilewise.kernels.gluon.pipeline import NO_TILE, ONE_WARP, fetch_next_tile, producer_acquire, publish_tile
-from tilewise.kernels.gluon.softmax import LOG2E
-from tilewise.kernels.gluon.tiles import (
+from tilewise.kernels.hopper.compat import tma_load
+from tilewise.kernels.hopper.pipeline import NO_TILE, ONE_WARP, fetch_next_tile, producer_acquire, publish_tile
+from tilewise.kernels.hopper.softmax import LOG2E
+from tilewise.kernels.hopper.tile_scheduler import (
     QUERIES,
     kv_tile_at,
     q_block_start,
     q_block_start_serpentine,
     q_blocks_of,
 )
+from tilewise.kernels.hopper.varlen import clear_rows, kv_tile_of, sequence_rows_of
 
 
 @gluon.jit

@@ -5,25 +5,25 @@ queries as rows here, so that dS is a left operand of dQ += dS·K from registers
 warpgroups (maths.md, eq. 10): the exponentials of one run beside the MMAs of the other. One producer warp loads. K of a
 block is released when its dQ is done, V when its dP is.
 
-Q, dO, K and V come in chunks of columns as in hopper_backward_d256.py.
+Q, dO, K and V come in chunks of columns as in d256.py.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
-from tilewise.kernels.gluon.hopper_backward import SCORE_LAYOUT
-from tilewise.kernels.gluon.hopper_backward_d256 import (
+from tilewise.kernels.hopper.backward.d128 import SCORE_LAYOUT
+from tilewise.kernels.hopper.backward.d256 import (
     issue_accumulate,
     issue_s_or_dp,
     load_chunks,
     write_gradients,
     zeros_of,
 )
-from tilewise.kernels.gluon.hopper_backward_d256_types import DQArgs, DQSmem, Inputs, QTiles, QView
-from tilewise.kernels.gluon.hopper_backward_load import fetch_row_stats, in_base_2
-from tilewise.kernels.gluon.hopper_backward_types import Pipe
-from tilewise.kernels.gluon.pipeline import (
+from tilewise.kernels.hopper.backward.d256_types import DQArgs, DQSmem, Inputs, QTiles, QView
+from tilewise.kernels.hopper.backward.producer import fetch_row_stats, in_base_2
+from tilewise.kernels.hopper.backward.types import Pipe
+from tilewise.kernels.hopper.pipeline import (
     allocate_stages,
     as_tuple,
     consumer_release,
@@ -32,9 +32,9 @@ from tilewise.kernels.gluon.pipeline import (
     optimization_barrier,
     producer_acquire,
 )
-from tilewise.kernels.gluon.products import finish
-from tilewise.kernels.gluon.softmax import hide, pack_pairs
-from tilewise.kernels.gluon.tiles import (
+from tilewise.kernels.hopper.products import finish
+from tilewise.kernels.hopper.softmax import hide, pack_pairs
+from tilewise.kernels.hopper.tile_scheduler import (
     first_block_is_masked,
     kv_blocks_of,
     masked_blocks_of,

@@ -9,7 +9,7 @@ import torch
 
 from tilewise.errors import InvalidInput
 from tilewise.kernels.enqueue import Enqueue
-from tilewise.kernels.gluon.arguments import (
+from tilewise.kernels.hopper.arguments import (
     BackwardNumbers,
     BackwardPointers,
     DropoutNumbers,
@@ -19,8 +19,8 @@ from tilewise.kernels.gluon.arguments import (
     StridedRows,
     TileGrid,
 )
-from tilewise.kernels.gluon.backward_config import HopperBackwardConfig, HopperBackwardSchedule
-from tilewise.kernels.gluon.launch import OPTIONS, bounds_of, counter_of, scaling_of
+from tilewise.kernels.hopper.backward.config import HopperBackwardConfig, HopperBackwardSchedule
+from tilewise.kernels.hopper.launch import OPTIONS, bounds_of, counter_of, scaling_of
 from tilewise.masks import Span
 from tilewise.problem import AttentionProblem, Sizes, dense_strides, legal_strides, padded_dim
 from tilewise.problem.options import DRAWS
@@ -50,9 +50,9 @@ class HopperBackward:
         from triton.experimental.gluon import language as gl
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-        from tilewise.kernels.gluon.augmented_k import EXTRA_COLUMNS, hopper_augmented_k_kernel
-        from tilewise.kernels.gluon.hopper_dq import hopper_dq_kernel
-        from tilewise.kernels.gluon.tiles import QUERIES
+        from tilewise.kernels.hopper.backward.augmented_k import EXTRA_COLUMNS, hopper_augmented_k_kernel
+        from tilewise.kernels.hopper.backward.dq import hopper_dq_kernel
+        from tilewise.kernels.hopper.tile_scheduler import QUERIES
 
         self.kernel, constants = _kernel_of(problem, config)
         self.describe = TensorDescriptor
@@ -121,7 +121,7 @@ class HopperBackward:
         """Blocks and layouts of what the kernel takes: a form a chunk, None for a second chunk like the first."""
         from triton.experimental.gluon import language as gl
 
-        from tilewise.kernels.gluon.augmented_k import EXTRA_COLUMNS
+        from tilewise.kernels.hopper.backward.augmented_k import EXTRA_COLUMNS
 
         forms = [[None if i and columns == widths[0] else _form([1, 1, 64, columns], dtype)
                   for i, columns in enumerate(widths)] for widths in (chunks[of_v] for of_v in (0, 0, 1, 1, 0, 1))]
@@ -255,21 +255,21 @@ def _form(block: list[int], dtype: Any) -> tuple[list[int], Any]:
 def _kernel_of(problem: AttentionProblem, config: HopperBackwardConfig) -> tuple[Any, Any]:
     """Return the kernel, and what is fixed when it is compiled."""
     if config.kernel == "d192":
-        from tilewise.kernels.gluon.hopper_backward_d192 import hopper_backward_d192_kernel
+        from tilewise.kernels.hopper.backward.d192 import hopper_backward_d192_kernel
 
         return hopper_backward_d192_kernel, d256_kernel_config(problem, config)
     if config.kernel == "d64":
-        from tilewise.kernels.gluon.hopper_backward_d64 import hopper_backward_d64_kernel
+        from tilewise.kernels.hopper.backward.d64 import hopper_backward_d64_kernel
 
         return hopper_backward_d64_kernel, _d64_kernel_config(problem, config)
-    from tilewise.kernels.gluon.hopper_backward import hopper_backward_kernel
+    from tilewise.kernels.hopper.backward.d128 import hopper_backward_kernel
 
     return hopper_backward_kernel, _kernel_config(problem, config)
 
 
 def d256_kernel_config(problem: AttentionProblem, config: HopperBackwardConfig) -> Any:
     """Return what is fixed when a kernel of heads above 128 columns that owns keys is compiled."""
-    from tilewise.kernels.gluon.hopper_backward_d256_types import Config
+    from tilewise.kernels.hopper.backward.d256_types import Config
 
     (d_chunks, dv_chunks), (lower, upper, _count, _is_shifted) = config.columns(problem), bounds_of(problem)
     return Config(D=d_chunks, DV=dv_chunks, CONSUMERS=config.block_n // 64, Q_STAGES=config.q_stages,
@@ -278,7 +278,7 @@ def d256_kernel_config(problem: AttentionProblem, config: HopperBackwardConfig) 
 
 def _d64_kernel_config(problem: AttentionProblem, config: HopperBackwardConfig) -> Any:
     """Return what is fixed when the kernel of heads up to 64 columns is compiled."""
-    from tilewise.kernels.gluon.hopper_backward_d64_types import Config
+    from tilewise.kernels.hopper.backward.d64_types import Config
 
     lower, upper, _count, _is_shifted = bounds_of(problem)
     return Config(
@@ -290,7 +290,7 @@ def _d64_kernel_config(problem: AttentionProblem, config: HopperBackwardConfig) 
 
 def _kernel_config(problem: AttentionProblem, config: HopperBackwardConfig) -> Any:
     """Return what is fixed when the kernel of other heads up to 128 columns is compiled."""
-    from tilewise.kernels.gluon.hopper_backward_types import Config
+    from tilewise.kernels.hopper.backward.types import Config
 
     lower, upper, count, is_shifted = bounds_of(problem)
     return Config(

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 from tilewise.kernels.enqueue import Enqueue
-from tilewise.kernels.gluon.arguments import BiasGrid, BiasStrides, MaskBounds, Sharing
-from tilewise.kernels.gluon.backward_config import HopperDbiasConfig
-from tilewise.kernels.gluon.launch import OPTIONS
+from tilewise.kernels.hopper.arguments import BiasGrid, BiasStrides, MaskBounds, Sharing
+from tilewise.kernels.hopper.backward.config import HopperDbiasConfig
+from tilewise.kernels.hopper.launch import OPTIONS
 from tilewise.problem import AttentionProblem, legal_strides
 
 
@@ -23,9 +23,9 @@ class HopperDbias:
         from triton.experimental.gluon import language as gl
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-        from tilewise.kernels.gluon.dbias_tiles import BLOCKS_PER_TILE, TILE_QUERIES
-        from tilewise.kernels.gluon.hopper_dbias import hopper_dbias_kernel
-        from tilewise.kernels.gluon.hopper_dbias_types import Config
+        from tilewise.kernels.hopper.backward.dbias import hopper_dbias_kernel
+        from tilewise.kernels.hopper.backward.dbias_tiles import BLOCKS_PER_TILE, TILE_QUERIES
+        from tilewise.kernels.hopper.backward.dbias_types import Config
 
         bias = problem.scores.bias
         assert bias is not None

@@ -18,10 +18,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tilewise.kernels.gluon.compat import COPIES_LEFT_OPERANDS, tma_store_wait
-from tilewise.kernels.gluon.epilogue import Outputs, Rows, floats_per_partial, write
-from tilewise.kernels.gluon.hopper_forward_load import load
-from tilewise.kernels.gluon.hopper_forward_types import (
+from tilewise.kernels.hopper.compat import COPIES_LEFT_OPERANDS, tma_store_wait
+from tilewise.kernels.hopper.forward.epilogue import Outputs, Rows, floats_per_partial, write
+from tilewise.kernels.hopper.forward.producer import load
+from tilewise.kernels.hopper.forward.split_kv import blocks_of_tile
+from tilewise.kernels.hopper.forward.types import (
     Args,
     Descriptors,
     KVPipe,
@@ -32,8 +33,7 @@ from tilewise.kernels.gluon.hopper_forward_types import (
     State,
     TileView,
 )
-from tilewise.kernels.gluon.lengths import bounds_of_tile, clear, tile_of_numbers, tile_size
-from tilewise.kernels.gluon.pipeline import (
+from tilewise.kernels.hopper.pipeline import (
     CONTIGUOUS,
     FOUR_WARPS,
     NO_TILE,
@@ -53,14 +53,14 @@ from tilewise.kernels.gluon.pipeline import (
     release_tile,
     scheduling_fence,
 )
-from tilewise.kernels.gluon.products import (
+from tilewise.kernels.hopper.products import (
     finish,
     issue_out,
     issue_scores,
     rescale,
     zeros,
 )
-from tilewise.kernels.gluon.softmax import (
+from tilewise.kernels.hopper.softmax import (
     cap,
     corrects_rounding,
     exponentials,
@@ -77,12 +77,12 @@ from tilewise.kernels.gluon.softmax import (
     sum_of,
     update_shift,
 )
-from tilewise.kernels.gluon.split_kv import blocks_of_tile
-from tilewise.kernels.gluon.tiles import (
+from tilewise.kernels.hopper.tile_scheduler import (
     kv_block_start,
     masked_blocks_of,
     sink_block_of,
 )
+from tilewise.kernels.hopper.varlen import bounds_of_tile, clear, tile_of_numbers, tile_size
 
 
 @gluon.jit

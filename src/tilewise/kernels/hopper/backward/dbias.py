@@ -20,15 +20,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tilewise.kernels.gluon.compat import tma_load
-from tilewise.kernels.gluon.dbias_tiles import (
+from tilewise.kernels.hopper.backward.dbias_tiles import (
     BLOCKS_PER_TILE,
     TILE_QUERIES,
     find_tile,
     visible_blocks_of,
     visible_tiles_of,
 )
-from tilewise.kernels.gluon.hopper_dbias_types import (
+from tilewise.kernels.hopper.backward.dbias_types import (
     Args,
     Bias,
     Inputs,
@@ -38,7 +37,8 @@ from tilewise.kernels.gluon.hopper_dbias_types import (
     Smem,
     TileView,
 )
-from tilewise.kernels.gluon.pipeline import (
+from tilewise.kernels.hopper.compat import tma_load
+from tilewise.kernels.hopper.pipeline import (
     CONTIGUOUS,
     NO_TILE,
     TileQueue,
@@ -50,7 +50,7 @@ from tilewise.kernels.gluon.pipeline import (
     producer_acquire,
     publish_tile,
 )
-from tilewise.kernels.gluon.softmax import LOG2E
+from tilewise.kernels.hopper.softmax import LOG2E
 
 TILE_SIZE = gl.constexpr(3)  # numbers that are published of a tile: bias head, block of queries, block of keys
 ZEROED_ROWS = gl.constexpr(4)  # that are zeroed at once

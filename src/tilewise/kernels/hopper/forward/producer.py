@@ -11,9 +11,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from tilewise.kernels.gluon.compat import tma_load
-from tilewise.kernels.gluon.lengths import bounds_of_tile, numbers_of_tile, rows_of, tile_size
-from tilewise.kernels.gluon.pipeline import (
+from tilewise.kernels.hopper.compat import tma_load
+from tilewise.kernels.hopper.forward.split_kv import blocks_of_tile, locate_work_tile, num_work_tiles
+from tilewise.kernels.hopper.pipeline import (
     NO_TILE,
     ONE_WARP,
     OVERFLOW_LAG,
@@ -22,8 +22,8 @@ from tilewise.kernels.gluon.pipeline import (
     producer_acquire,
     publish_tile,
 )
-from tilewise.kernels.gluon.split_kv import blocks_of_tile, locate_work_tile, num_work_tiles
-from tilewise.kernels.gluon.tiles import kv_block_start
+from tilewise.kernels.hopper.tile_scheduler import kv_block_start
+from tilewise.kernels.hopper.varlen import bounds_of_tile, numbers_of_tile, rows_of, tile_size
 
 
 @gluon.constexpr_function

@@ -1,4 +1,4 @@
-"""Backward on Hopper at head dims up to 64: two warpgroups own keys, as in hopper_backward.py, and a third makes dQ.
+"""Backward on Hopper at head dims up to 64: two warpgroups own keys, as in d128.py, and a third makes dQ.
 
 With 64 columns a thread has registers to spare, and the third warpgroup takes dQ and its additions out of the chain of
 dependent operations that a block is. The rest is pipelined by half a block: when an iteration begins, a consumer has P
@@ -24,10 +24,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tilewise.kernels.gluon.augmented_k import EXTRA_COLUMNS, AugmentedK, make_selectors
-from tilewise.kernels.gluon.backward_products import DPROBS, SCORES, issue_dq, issue_s_or_dp
-from tilewise.kernels.gluon.compat import tma_load, tma_store_wait
-from tilewise.kernels.gluon.dq_accum import (
+from tilewise.kernels.hopper.backward.augmented_k import EXTRA_COLUMNS, AugmentedK, make_selectors
+from tilewise.kernels.hopper.backward.d64_types import KVPipe, Smem, State, TileView
+from tilewise.kernels.hopper.backward.d128 import SCORE_LAYOUT, hide_probs, write_gradient
+from tilewise.kernels.hopper.backward.dq_accum import (
     WRITERS,
     DQStage,
     DQTarget,
@@ -44,12 +44,12 @@ from tilewise.kernels.gluon.dq_accum import (
     stage_to_smem,
     write_dq,
 )
-from tilewise.kernels.gluon.hopper_backward import SCORE_LAYOUT, hide_probs, write_gradient
-from tilewise.kernels.gluon.hopper_backward_d64_types import KVPipe, Smem, State, TileView
-from tilewise.kernels.gluon.hopper_backward_load import load_dout, load_queries
-from tilewise.kernels.gluon.hopper_backward_types import Args, Inputs, Outputs, Pipe
-from tilewise.kernels.gluon.kv_tile_assignment import tile_of_cta, tiles_of_cta
-from tilewise.kernels.gluon.pipeline import (
+from tilewise.kernels.hopper.backward.kv_tile_assignment import tile_of_cta, tiles_of_cta
+from tilewise.kernels.hopper.backward.producer import load_dout, load_queries
+from tilewise.kernels.hopper.backward.products import DPROBS, SCORES, issue_dq, issue_s_or_dp
+from tilewise.kernels.hopper.backward.types import Args, Inputs, Outputs, Pipe
+from tilewise.kernels.hopper.compat import tma_load, tma_store_wait
+from tilewise.kernels.hopper.pipeline import (
     CONTIGUOUS,
     NO_TILE,
     TileQueue,
@@ -63,7 +63,7 @@ from tilewise.kernels.gluon.pipeline import (
     producer_acquire,
     publish_tile,
 )
-from tilewise.kernels.gluon.tiles import (
+from tilewise.kernels.hopper.tile_scheduler import (
     QUERIES,
     is_last_of,
     kv_tile_at,

@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from tilewise.kernels.gluon.softmax import as_operand
+from tilewise.kernels.hopper.softmax import as_operand
 
 
 @gluon.jit

@@ -6,15 +6,15 @@ from typing import Any
 import torch
 
 from tilewise.kernels.enqueue import Enqueue
-from tilewise.kernels.gluon.arguments import BackwardNumbers, MaskBounds, RowStats, Scales, TileGrid
-from tilewise.kernels.gluon.backward_config import HopperBackwardConfig, HopperBackwardSchedule
-from tilewise.kernels.gluon.launch import OPTIONS, bounds_of, scaling_of
-from tilewise.kernels.gluon.launch_backward import (
+from tilewise.kernels.hopper.arguments import BackwardNumbers, MaskBounds, RowStats, Scales, TileGrid
+from tilewise.kernels.hopper.backward.config import HopperBackwardConfig, HopperBackwardSchedule
+from tilewise.kernels.hopper.backward.launch import (
     Allocate,
     HopperBackward,
     d256_kernel_config,
     rows_of,
 )
+from tilewise.kernels.hopper.launch import OPTIONS, bounds_of, scaling_of
 from tilewise.problem import AttentionProblem, Sizes, legal_strides
 
 
@@ -68,9 +68,9 @@ class HopperBackwardApart:
                  schedule: HopperBackwardSchedule) -> None:
         from triton.experimental.gluon import language as gl
 
-        from tilewise.kernels.gluon.hopper_backward_d256 import hopper_backward_d256_kernel
-        from tilewise.kernels.gluon.hopper_backward_d256_types import DQConfig
-        from tilewise.kernels.gluon.hopper_dq_d256 import hopper_dq_d256_kernel
+        from tilewise.kernels.hopper.backward.d256 import hopper_backward_d256_kernel
+        from tilewise.kernels.hopper.backward.d256_types import DQConfig
+        from tilewise.kernels.hopper.backward.dq_d256 import hopper_dq_d256_kernel
 
         self.takes_out = False
         self.queries, self.keys = problem.seeing_queries, problem.seen_keys

@@ -1,7 +1,7 @@
 """The Hopper backward kernel's data: its compile-time config, its arguments, its shared memory, and a tile's state.
 
-The kernels of other head dims (hopper_backward_d64.py, hopper_backward_d256.py) share what is here, and add their
-own in hopper_backward_d64_types.py and hopper_backward_d256_types.py.
+The kernels of other head dims (d64.py, d256.py) share what is here, and add their
+own in d64_types.py and d256_types.py.
 """
 
 from typing import Any, NamedTuple
@@ -104,7 +104,7 @@ class Smem(NamedTuple):
 
     row_stats: lse and delta of each Q stage's queries, alternating, or an AugmentedK. dscores: two stages of each
     consumer's dS. dq_stage: what dQ is staged in, with C.DETERMINISTIC a Pipe. queue: with C.AUGMENTED_K. metadata: of
-    the tile of keys, with C.VARLEN (lengths.py).
+    the tile of keys, with C.VARLEN (varlen.py).
     """
 
     kv: Any

@@ -1,16 +1,14 @@
-"""Launches the Hopper forward kernel: its arguments from a problem, and the counter of its tile scheduler."""
+"""Launches the Hopper forward kernel: its arguments from a problem."""
 
-import functools
 import math
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from tilewise.kernels.driver import raw_stream
 from tilewise.kernels.enqueue import Enqueue
-from tilewise.kernels.gluon.arguments import (
+from tilewise.kernels.hopper.arguments import (
     ForwardNumbers,
     ForwardPointers,
     KVSplits,
@@ -19,19 +17,13 @@ from tilewise.kernels.gluon.arguments import (
     Scaling,
     TileGrid,
 )
-from tilewise.kernels.gluon.forward_config import HopperForwardConfig, HopperForwardSchedule
+from tilewise.kernels.hopper.forward.config import HopperForwardConfig, HopperForwardSchedule
+from tilewise.kernels.hopper.launch import OPTIONS, bounds_of, counter_of, scaling_of
 from tilewise.masks import Span
 from tilewise.problem import AttentionProblem, legal_strides
 from tilewise.problem.options import NO_OPERANDS, Operands
 
-# Counters allocated for captured graphs, and those of each device that are left: each is given out once.
-_SPARES = 4096
-_SPARE: dict[torch.device, Iterator[torch.Tensor]] = {}
-_STREAM_OF_THREAD = 2  # cudaStreamPerThread: one handle, by which each thread of the host means a stream of its own
 _DESCRIBED = (0, 0, 1, 1, 2, 2, 3)  # which of q, k, v and out each descriptor is of: two chunks of all but out
-# A warpgroup is four warps. Contracting a·b + c into one rounding is what the softmax's cost counts on; Triton 3.10
-# changes the default, and 3.9 warns of it.
-OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 
 
 class HopperForward:
@@ -51,8 +43,8 @@ class HopperForward:
         from triton.experimental.gluon import language as gl
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-        from tilewise.kernels.gluon.epilogue import floats_per_partial
-        from tilewise.kernels.gluon.hopper_forward import hopper_forward_kernel
+        from tilewise.kernels.hopper.forward.epilogue import floats_per_partial
+        from tilewise.kernels.hopper.forward.kernel import hopper_forward_kernel
 
         self.kernel, self.describe = hopper_forward_kernel, TensorDescriptor
         self.device, self.keys = problem.device, problem.seen_keys
@@ -139,7 +131,7 @@ def _taken(operands: Operands) -> tuple[torch.Tensor | None, ...]:
 
 def _kernel_config(problem: AttentionProblem, config: HopperForwardConfig, schedule: HopperForwardSchedule) -> Any:
     """Return what is fixed when the kernel is compiled."""
-    from tilewise.kernels.gluon.hopper_forward_types import Config
+    from tilewise.kernels.hopper.forward.types import Config
 
     (d_chunks, dv_chunks), (columns, out_slots) = config.head_dim_chunks(problem), config.out_buffers(problem)
     lower, upper, count, is_shifted = bounds_of(problem)
@@ -151,31 +143,6 @@ def _kernel_config(problem: AttentionProblem, config: HopperForwardConfig, sched
         SKIP_PADDING=schedule.skip_padding, PARTS=schedule.softmax_parts, FROZEN_MAX=schedule.frozen_max,
         SINK_BLOCK_FIRST=schedule.sink_block_first, SPLIT_KV=splits, VARLEN=count is not None,
         HAS_CU_SEQLENS=problem.sequences.packed is not None, BOTTOM_RIGHT=is_shifted)
-
-
-def bounds_of(problem: AttentionProblem) -> tuple[int | None, int | None, int | None, bool]:
-    """Return the band's lower and upper bound, the number of variable-length sequences, and whether the kernel aligns.
-
-    A bound that does not exist is None, and so is the number where lengths are not on the device. Keys count from the
-    first visible one: those before it are not read. With lengths on the device the bounds are those of a diagonal
-    through a sequence's first query and key, and the last item says whether the kernel moves it to the last ones
-    (bottom-right alignment).
-    """
-    mask, sequences, first = problem.mask, problem.sequences, problem.seen_keys.start
-    if sequences.are_data:
-        return (None if mask.left is None else -mask.left, mask.right, problem.pairs[0],
-                mask.is_bounded and mask.alignment == "bottom_right")
-    band = problem.band
-    return (None if band.lower is None else band.lower - first, None if band.upper is None else band.upper - first,
-            None, False)
-
-
-def scaling_of(problem: AttentionProblem) -> tuple[float, float | None]:
-    """Return what scores are multiplied by, to base 2, and with a softcap what precedes tanh (arguments.Scaling)."""
-    log2e, softcap = math.log2(math.e), problem.scores.softcap
-    if softcap is None:
-        return problem.scale * log2e, None
-    return softcap * log2e, 2.0 * log2e * problem.scale / softcap
 
 
 def exact_scale_of(scale_log2: float) -> float:
@@ -191,32 +158,3 @@ def _grouped(tensor: torch.Tensor, group: int | None) -> torch.Tensor:
 
 def _rows(tensor: torch.Tensor, rows: Span) -> torch.Tensor:
     return tensor if len(rows) == tensor.shape[2] else tensor[:, :, rows.start:rows.stop]
-
-
-def counter_of(device: torch.device) -> torch.Tensor:
-    """Return the tile scheduler's counter: an int32 zero that a launch counts up from and resets to zero.
-
-    Launches of one stream run one after another and share a counter; a handle that stands for several streams gets a
-    new one each time. A launch in a captured graph may run beside anything, and gets a counter of its own that was
-    cleared before: to clear it inside the graph would be a launch in every replay. Replays of a graph run one after
-    another if it was instantiated once, as torch does.
-    """
-    if not torch.cuda.is_current_stream_capturing():
-        stream = raw_stream()(device.index)
-        if stream != _STREAM_OF_THREAD:
-            return _counter_of_stream(device, stream)
-        return torch.zeros(1, dtype=torch.int32, device=device)
-    spare = next(_SPARE.get(device, iter(())), None)
-    return torch.zeros(1, dtype=torch.int32, device=device) if spare is None else spare
-
-
-@functools.cache
-def _counter_of_stream(device: torch.device, stream: int) -> torch.Tensor:
-    """Make a stream's counter; with a device's first one, those for graphs, which may be replayed on any stream."""
-    del stream
-    if device not in _SPARE:
-        cleared = torch.zeros(_SPARES, 4, dtype=torch.int32, device=device)  # 16 bytes each, as is what torch allocates
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()  # once, beside which the kernel is compiled
-        _SPARE[device] = map(cleared[:, :1].__getitem__, range(_SPARES))
-    return torch.zeros(1, dtype=torch.int32, device=device)

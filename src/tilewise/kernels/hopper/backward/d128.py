@@ -4,7 +4,7 @@ One producer warp loads; each consumer, a warpgroup, owns 64 keys and accumulate
 computes its scores transposed, Sᵀ = K·Qᵀ, so that P and dS come out as left operands of dV = Pᵀ·dO and dK = dSᵀ·Q. Only
 dQ = dS·K needs the keys of all consumers: dS goes through shared memory, and each warpgroup makes its part of dQ from
 the whole of it. That part is added to the dQ accumulator in global memory (dq_accum.py), in float32 and in the order in
-which threads hold it; hopper_dq.py brings it into dq's order. The query heads of a group pass one after another while
+which threads hold it; dq.py brings it into dq's order. The query heads of a group pass one after another while
 the keys stay in shared memory.
 
 With C.S_AHEAD, S of the next block is computed while this block's dQ and dK are: a block then begins with its softmax.
@@ -28,11 +28,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tilewise.kernels.gluon import dropout
-from tilewise.kernels.gluon.augmented_k import EXTRA_COLUMNS, AugmentedK, make_selectors
-from tilewise.kernels.gluon.backward_products import DPROBS, SCORES, dscores_index, issue_dq, issue_s_or_dp
-from tilewise.kernels.gluon.compat import reinterpret, tma_store, tma_store_wait
-from tilewise.kernels.gluon.dq_accum import (
+from tilewise.kernels.hopper.backward import dropout
+from tilewise.kernels.hopper.backward.augmented_k import EXTRA_COLUMNS, AugmentedK, make_selectors
+from tilewise.kernels.hopper.backward.dq_accum import (
     DQTarget,
     accumulate,
     accumulate_in_order,
@@ -41,8 +39,9 @@ from tilewise.kernels.gluon.dq_accum import (
     make_stages,
     start_of_part,
 )
-from tilewise.kernels.gluon.hopper_backward_load import load
-from tilewise.kernels.gluon.hopper_backward_types import (
+from tilewise.kernels.hopper.backward.producer import load
+from tilewise.kernels.hopper.backward.products import DPROBS, SCORES, dscores_index, issue_dq, issue_s_or_dp
+from tilewise.kernels.hopper.backward.types import (
     Args,
     Inputs,
     KVTiles,
@@ -53,17 +52,8 @@ from tilewise.kernels.gluon.hopper_backward_types import (
     State,
     TileView,
 )
-from tilewise.kernels.gluon.lengths import (
-    dq_parts_of,
-    key_rows_of,
-    kv_tile_of,
-    load_tile_metadata,
-    locate_keys,
-    sequence_at,
-    store_some,
-    store_tile_metadata,
-)
-from tilewise.kernels.gluon.pipeline import (
+from tilewise.kernels.hopper.compat import reinterpret, tma_store, tma_store_wait
+from tilewise.kernels.hopper.pipeline import (
     CONTIGUOUS,
     NO_TILE,
     TileQueue,
@@ -75,8 +65,8 @@ from tilewise.kernels.gluon.pipeline import (
     optimization_barrier,
     scheduling_fence_of,
 )
-from tilewise.kernels.gluon.softmax import cap
-from tilewise.kernels.gluon.tiles import (
+from tilewise.kernels.hopper.softmax import cap
+from tilewise.kernels.hopper.tile_scheduler import (
     QUERIES,
     kv_tile_at,
     kv_tile_of_numbers,
@@ -84,6 +74,16 @@ from tilewise.kernels.gluon.tiles import (
     q_block_start,
     q_block_start_serpentine,
     q_blocks_of,
+)
+from tilewise.kernels.hopper.varlen import (
+    dq_parts_of,
+    key_rows_of,
+    kv_tile_of,
+    load_tile_metadata,
+    locate_keys,
+    sequence_at,
+    store_some,
+    store_tile_metadata,
 )
 
 SCORE_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])  # of 64 keys by 64 queries

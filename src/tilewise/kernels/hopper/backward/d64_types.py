@@ -8,7 +8,7 @@ class Config(NamedTuple):
 
     CTAS_PER_HEAD: CTAs that share a head. KV_STAGES: tiles of keys in flight. DYNAMIC_TILES: the CTAs are persistent,
     and the dynamic scheduler gives them their tiles; just where dQ has no order, without DETERMINISTIC. The last ones
-    are what hopper_backward.py's functions read, always the same. The rest: hopper_backward_types.Config.
+    are what d128.py's functions read, always the same. The rest: types.Config.
     """
 
     WIDTH: int

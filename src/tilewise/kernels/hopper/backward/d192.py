@@ -1,12 +1,12 @@
 """Backward on Hopper at 129 to 192 columns of q and k and at most 128 of v: a tile of 128 keys a CTA, as below 128.
 
-dK and dV of 64 keys then take 160 registers a thread. So a warpgroup holds all of them, as in hopper_backward.py, and
-only dS passes between the two; at yet more columns (hopper_backward_d256.py) P does, too. The registers that remain
+dK and dV of 64 keys then take 160 registers a thread. So a warpgroup holds all of them, as in d128.py, and
+only dS passes between the two; at yet more columns (d256.py) P does, too. The registers that remain
 hold S or dP, not both: P is rounded before dP is issued, dS is made of the rounded P, dK takes dS from shared memory,
 and the MMA of dQ is issued when P is no longer needed.
 
 The sides of a tile in shared memory are powers of two: the columns of q and k come in a chunk of 128 and one of 64, and
-a warpgroup computes half of each for dQ. The producer warp and the types are those of hopper_backward_d256.py.
+a warpgroup computes half of each for dQ. The producer warp and the types are those of d256.py.
 """
 
 from triton.experimental import gluon
@@ -18,11 +18,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tilewise.kernels.gluon.compat import tma_store_wait
-from tilewise.kernels.gluon.dq_accum import add_from_registers
-from tilewise.kernels.gluon.hopper_backward import SCORE_LAYOUT, hide_probs, write_gradient
-from tilewise.kernels.gluon.hopper_backward_d256 import chunk_of, issue_s_or_dp, load
-from tilewise.kernels.gluon.hopper_backward_d256_types import (
+from tilewise.kernels.hopper.backward.d128 import SCORE_LAYOUT, hide_probs, write_gradient
+from tilewise.kernels.hopper.backward.d256 import chunk_of, issue_s_or_dp, load
+from tilewise.kernels.hopper.backward.d256_types import (
     Accumulators,
     Args,
     Inputs,
@@ -31,8 +29,10 @@ from tilewise.kernels.gluon.hopper_backward_d256_types import (
     Smem,
     TileView,
 )
-from tilewise.kernels.gluon.hopper_backward_types import Pipe
-from tilewise.kernels.gluon.pipeline import (
+from tilewise.kernels.hopper.backward.dq_accum import add_from_registers
+from tilewise.kernels.hopper.backward.types import Pipe
+from tilewise.kernels.hopper.compat import tma_store_wait
+from tilewise.kernels.hopper.pipeline import (
     CONTIGUOUS,
     allocate_stages,
     consumer_release,
@@ -41,7 +41,7 @@ from tilewise.kernels.gluon.pipeline import (
     named_barrier_sync,
     optimization_barrier,
 )
-from tilewise.kernels.gluon.tiles import (
+from tilewise.kernels.hopper.tile_scheduler import (
     QUERIES,
     kv_tile_at,
     phases_of,

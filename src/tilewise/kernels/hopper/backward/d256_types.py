@@ -4,11 +4,11 @@ from typing import Any, NamedTuple
 
 
 class Config(NamedTuple):
-    """What is fixed when hopper_backward_d256.py's or hopper_backward_d192.py's kernel is compiled.
+    """What is fixed when d256.py's or d192.py's kernel is compiled.
 
     HopperBackwardConfig's fields, and which bounds the mask has. D, DV: columns of q and k, and of v, in one or two
-    chunks. CONSUMERS: how many times 64 keys a CTA has. The last ones are what tiles.py and
-    hopper_backward.write_gradient read, always the same.
+    chunks. CONSUMERS: how many times 64 keys a CTA has. The last ones are what tile_scheduler.py and
+    d128.write_gradient read, always the same.
     """
 
     D: tuple[int, ...]
@@ -24,9 +24,9 @@ class Config(NamedTuple):
 
 
 class DQConfig(NamedTuple):
-    """What is fixed when hopper_dq_d256.py's kernel is compiled: which bounds the mask has.
+    """What is fixed when dq_d256.py's kernel is compiled: which bounds the mask has.
 
-    The last ones are what tiles.py, softmax.py and hopper_backward.write_gradient read, always the same.
+    The last ones are what tile_scheduler.py, softmax.py and d128.write_gradient read, always the same.
     """
 
     HAS_LOWER: bool
@@ -59,7 +59,7 @@ class Outputs(NamedTuple):
 class Args(NamedTuple):
     """What the launch gives to every warp of the kernels that own keys. group: query heads a kv head.
 
-    tile: the CTA's tile of keys. accum_ptr: the dQ accumulator, of hopper_backward_d192.py.
+    tile: the CTA's tile of keys. accum_ptr: the dQ accumulator, of d192.py.
     """
 
     inputs: Any
@@ -73,7 +73,7 @@ class Args(NamedTuple):
 
 
 class DQArgs(NamedTuple):
-    """What the launch gives to every warp of hopper_dq_d256.py. group: query heads a kv head.
+    """What the launch gives to every warp of dq_d256.py. group: query heads a kv head.
 
     tile: the CTA's tile of queries; dq: descriptors, one for each chunk of columns.
     """
@@ -98,8 +98,8 @@ class KVTiles(NamedTuple):
 class Smem(NamedTuple):
     """The CTA's shared memory. row_stats: lse and delta of each Q stage's queries, alternating.
 
-    probs: a Pipe of P, of hopper_backward_d256.py. dscores: two stages of each consumer's dS, of
-    hopper_backward_d192.py.
+    probs: a Pipe of P, of d256.py. dscores: two stages of each consumer's dS, of
+    d192.py.
     """
 
     kv: Any
@@ -111,7 +111,7 @@ class Smem(NamedTuple):
 
 
 class Accumulators(NamedTuple):
-    """What a warpgroup of hopper_backward_d192.py accumulates of its 64 keys: dK in two chunks of columns, and dV."""
+    """What a warpgroup of d192.py accumulates of its 64 keys: dK in two chunks of columns, and dV."""
 
     dk: Any
     dk_rest: Any
@@ -119,7 +119,7 @@ class Accumulators(NamedTuple):
 
 
 class TileView(NamedTuple):
-    """A tile of keys as a warpgroup of hopper_backward_d192.py sees it: its first key, the tile's blocks of queries."""
+    """A tile of keys as a warpgroup of d192.py sees it: its first key, the tile's blocks of queries."""
 
     key: Any
     blocks: Any
@@ -135,7 +135,7 @@ class QTiles(NamedTuple):
 
 
 class DQSmem(NamedTuple):
-    """The shared memory of hopper_dq_d256.py's CTA: its queries, a Pipe of K, and one of V."""
+    """The shared memory of dq_d256.py's CTA: its queries, a Pipe of K, and one of V."""
 
     q: Any
     k: Any
@@ -143,7 +143,7 @@ class DQSmem(NamedTuple):
 
 
 class QView(NamedTuple):
-    """64 queries as their warpgroup of hopper_dq_d256.py sees them: the first one, their lse to base 2, and delta.
+    """64 queries as their warpgroup of dq_d256.py sees them: the first one, their lse to base 2, and delta.
 
     blocks: of keys, of the CTA's tile.
     """

@@ -16,7 +16,7 @@ class Config(NamedTuple):
     PARTS: 2: the wait for O += P·V lies between the exponentials of a block's first half and those of its second; 1:
     behind all of them.
     FROZEN_MAX: blocks without a mask, behind a tile's first one, keep the row maximum as it is. A tile in which that
-    overflows is computed again with online softmax throughout (hopper_forward_load.py).
+    overflows is computed again with online softmax throughout (producer.py).
     SINK_BLOCK_FIRST: the block of the first keys follows the masked ones, and updates the maximum: attention sinks lie
     there, far above other keys for a maximum that is frozen in float16.
     SPLIT_KV: 1: every tile's keys are split, 2: some tiles are whole; another kernel combines the partial results. Then

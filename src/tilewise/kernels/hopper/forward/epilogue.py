@@ -6,12 +6,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from tilewise.kernels.gluon.compat import tma_store, tma_store_wait
-from tilewise.kernels.gluon.lengths import blank, rows_of, store_some
-from tilewise.kernels.gluon.pipeline import per_thread_asm
-from tilewise.kernels.gluon.products import rescale
-from tilewise.kernels.gluon.softmax import add_sink
-from tilewise.kernels.gluon.tiles import kv_blocks_of
+from tilewise.kernels.hopper.compat import tma_store, tma_store_wait
+from tilewise.kernels.hopper.pipeline import per_thread_asm
+from tilewise.kernels.hopper.products import rescale
+from tilewise.kernels.hopper.softmax import add_sink
+from tilewise.kernels.hopper.tile_scheduler import kv_blocks_of
+from tilewise.kernels.hopper.varlen import blank, rows_of, store_some
 
 LN2 = gl.constexpr(0.6931471805599453)
 

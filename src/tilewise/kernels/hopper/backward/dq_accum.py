@@ -17,9 +17,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from tilewise.kernels.gluon.compat import reinterpret, tma_add, tma_store, tma_store_wait
-from tilewise.kernels.gluon.hopper_backward_types import Pipe
-from tilewise.kernels.gluon.pipeline import (
+from tilewise.kernels.hopper.backward.types import Pipe
+from tilewise.kernels.hopper.compat import reinterpret, tma_add, tma_store, tma_store_wait
+from tilewise.kernels.hopper.pipeline import (
     ONE_WARP,
     WARPGROUP_BARRIER,
     consumer_release,
@@ -28,7 +28,7 @@ from tilewise.kernels.gluon.pipeline import (
     per_thread_asm,
     producer_acquire,
 )
-from tilewise.kernels.gluon.tiles import QUERIES, is_last_of, q_block_start, q_blocks_of, rank_of
+from tilewise.kernels.hopper.tile_scheduler import QUERIES, is_last_of, q_block_start, q_blocks_of, rank_of
 
 # Writers take every other block, each with a stage of its own: an addition may last as long as two blocks.
 WRITERS: gl.constexpr = gl.constexpr(2)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tilewise.kernels.gluon.pipeline import optimization_barrier
+from tilewise.kernels.hopper.pipeline import optimization_barrier
 from tilewise.problem.options import DRAW_SPAN
 
 _SPAN = gl.constexpr(DRAW_SPAN)

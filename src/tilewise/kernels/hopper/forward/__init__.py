@@ -1,0 +1,1 @@
+"""The forward pass: one producer warp, one to three consumer warpgroups."""

@@ -1,0 +1,73 @@
+"""What the launches of both passes share: compiler options, mask bounds, scales, the tile scheduler's counter."""
+
+import functools
+import math
+from collections.abc import Iterator
+
+import torch
+
+from tilewise.kernels.driver import raw_stream
+from tilewise.problem import AttentionProblem
+
+# Counters allocated for captured graphs, and those of each device that are left: each is given out once.
+_SPARES = 4096
+_SPARE: dict[torch.device, Iterator[torch.Tensor]] = {}
+_STREAM_OF_THREAD = 2  # cudaStreamPerThread: one handle, by which each thread of the host means a stream of its own
+# A warpgroup is four warps. Contracting a·b + c into one rounding is what the softmax's cost counts on; Triton 3.10
+# changes the default, and 3.9 warns of it.
+OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
+
+
+
+def bounds_of(problem: AttentionProblem) -> tuple[int | None, int | None, int | None, bool]:
+    """Return the band's lower and upper bound, the number of variable-length sequences, and whether the kernel aligns.
+
+    A bound that does not exist is None, and so is the number where lengths are not on the device. Keys count from the
+    first visible one: those before it are not read. With lengths on the device the bounds are those of a diagonal
+    through a sequence's first query and key, and the last item says whether the kernel moves it to the last ones
+    (bottom-right alignment).
+    """
+    mask, sequences, first = problem.mask, problem.sequences, problem.seen_keys.start
+    if sequences.are_data:
+        return (None if mask.left is None else -mask.left, mask.right, problem.pairs[0],
+                mask.is_bounded and mask.alignment == "bottom_right")
+    band = problem.band
+    return (None if band.lower is None else band.lower - first, None if band.upper is None else band.upper - first,
+            None, False)
+
+
+def scaling_of(problem: AttentionProblem) -> tuple[float, float | None]:
+    """Return what scores are multiplied by, to base 2, and with a softcap what precedes tanh (arguments.Scaling)."""
+    log2e, softcap = math.log2(math.e), problem.scores.softcap
+    if softcap is None:
+        return problem.scale * log2e, None
+    return softcap * log2e, 2.0 * log2e * problem.scale / softcap
+
+
+def counter_of(device: torch.device) -> torch.Tensor:
+    """Return the tile scheduler's counter: an int32 zero that a launch counts up from and resets to zero.
+
+    Launches of one stream run one after another and share a counter; a handle that stands for several streams gets a
+    new one each time. A launch in a captured graph may run beside anything, and gets a counter of its own that was
+    cleared before: to clear it inside the graph would be a launch in every replay. Replays of a graph run one after
+    another if it was instantiated once, as torch does.
+    """
+    if not torch.cuda.is_current_stream_capturing():
+        stream = raw_stream()(device.index)
+        if stream != _STREAM_OF_THREAD:
+            return _counter_of_stream(device, stream)
+        return torch.zeros(1, dtype=torch.int32, device=device)
+    spare = next(_SPARE.get(device, iter(())), None)
+    return torch.zeros(1, dtype=torch.int32, device=device) if spare is None else spare
+
+
+@functools.cache
+def _counter_of_stream(device: torch.device, stream: int) -> torch.Tensor:
+    """Make a stream's counter; with a device's first one, those for graphs, which may be replayed on any stream."""
+    del stream
+    if device not in _SPARE:
+        cleared = torch.zeros(_SPARES, 4, dtype=torch.int32, device=device)  # 16 bytes each, as is what torch allocates
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()  # once, beside which the kernel is compiled
+        _SPARE[device] = map(cleared[:, :1].__getitem__, range(_SPARES))
+    return torch.zeros(1, dtype=torch.int32, device=device)
