@@ -222,7 +222,7 @@ def function_at(file: str, line: int) -> str:
     name = Path(file).name
     places = [Path(file)] if Path(file).is_file() else sorted(KERNELS.rglob(name))
     if len(places) > 1:  # of one name the Gluon kernels' own, which alone have roles
-        places = [place for place in places if place.parent.name == "gluon"]
+        places = [place for place in places if "hopper" in place.relative_to(KERNELS).parts]
     if len(places) != 1 or places[0].suffix != ".py":
         return "?"
     inside = [(node.lineno, node.name) for node in ast.walk(ast.parse(places[0].read_text()))

@@ -19,7 +19,7 @@ from tilewise.masks import Mask
 
 backward, loading, products, dq_accum, augmented, lengths, pipeline, softmax, tiles = (
     pytest.importorskip(f"tilewise.kernels.hopper.{name}", reason="Triton is not installed") for name in (
-        "backward.d128", "backward.producer", "backward.products", "backward.dq_accum", "backward.augmented_k",
+        "backward.d128", "backward.producers", "backward.mmas", "backward.dq_accum", "backward.augmented_k",
         "varlen", "pipeline", "softmax", "tile_scheduler"))
 gluon_on_cpu = pytest.importorskip("emulation.gluon_on_cpu")
 Descriptor, Pointer, run = gluon_on_cpu.Descriptor, gluon_on_cpu.Pointer, gluon_on_cpu.run

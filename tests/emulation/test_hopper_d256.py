@@ -16,7 +16,7 @@ from tilewise.masks import window
 d192 = pytest.importorskip("tilewise.kernels.hopper.backward.d192", reason="Triton is not installed")
 backward, loading, d256, dq_d256, dq_accum, pipeline, products, softmax, tiles = (
     pytest.importorskip(f"tilewise.kernels.hopper.{name}") for name in (
-        "backward.d128", "backward.producer", "backward.d256", "backward.dq_d256", "backward.dq_accum",
+        "backward.d128", "backward.producers", "backward.d256", "backward.dq_d256", "backward.dq_accum",
         "pipeline", "products", "softmax", "tile_scheduler"))
 gluon_on_cpu = pytest.importorskip("emulation.gluon_on_cpu")
 Descriptor, Pointer, run = gluon_on_cpu.Descriptor, gluon_on_cpu.Pointer, gluon_on_cpu.run

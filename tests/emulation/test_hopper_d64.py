@@ -12,7 +12,7 @@ from tilewise.kernels.hopper.backward.config import D64Variant, HopperD64Config
 
 d64, backward, loading, products, dq_accum, augmented, pipeline, kv_tile_assignment, tiles = (
     pytest.importorskip(f"tilewise.kernels.hopper.{name}", reason="Triton is not installed") for name in (
-        "backward.d64", "backward.d128", "backward.producer", "backward.products", "backward.dq_accum",
+        "backward.d64", "backward.d128", "backward.producers", "backward.mmas", "backward.dq_accum",
         "backward.augmented_k", "pipeline", "backward.kv_tile_assignment", "tile_scheduler"))
 gluon_on_cpu = pytest.importorskip("emulation.gluon_on_cpu")
 Descriptor, Pointer, run = gluon_on_cpu.Descriptor, gluon_on_cpu.Pointer, gluon_on_cpu.run

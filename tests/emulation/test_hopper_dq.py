@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 from tilewise.kernels.hopper.arguments import StridedRows
-from tilewise.kernels.hopper.backward.dq import hopper_dq_kernel
+from tilewise.kernels.hopper.backward.dq_postprocess import hopper_dq_kernel
 
 B, H = 2, 3
 

@@ -25,7 +25,8 @@ from tilewise.kernels import driver
 from tilewise.kernels import enqueue as module
 from tilewise.kernels.enqueue import Enqueue, unspecialized
 from tilewise.kernels.hooks import compile_only
-from tilewise.kernels.hopper.forward import launch as launching
+from tilewise.kernels.hopper import launch as launching
+from tilewise.kernels.hopper.forward import launch as forward_launch
 from tilewise.kernels.hopper.forward.config import HopperForwardConfig
 from tilewise.masks import Mask, window
 from tilewise.problem import AttentionProblem
@@ -357,7 +358,7 @@ def test_the_hopper_forward_passes_the_addresses_of_its_descriptors(monkeypatch,
     q, out = (torch.zeros(2, 4, 200, 64, dtype=torch.bfloat16) for _ in range(2))
     k, v = torch.zeros(2, 900, 2, 2, 64, dtype=torch.bfloat16).transpose(1, 3).unbind(2)
     lse, counter = torch.zeros(2, 4, 200), torch.zeros(1, dtype=torch.int32)
-    monkeypatch.setattr(launching, "counter_of", lambda device: counter)
+    monkeypatch.setattr(forward_launch, "counter_of", lambda device: counter)
     problem = AttentionProblem.from_tensors(q, k, v, mask=mask)
     bound, seen = bound_forward(problem, HopperForwardConfig(128, 2)), []
     bound.enqueue = lambda addresses, arguments, alike: seen.append((addresses, arguments()))

@@ -23,7 +23,7 @@ spec.loader.exec_module(sanitizer)
 
 def line_of(file, words):
     """Where in a file of the Gluon kernels these words are."""
-    text = (sanitizer.KERNELS / "gluon" / file).read_text()
+    text = next((sanitizer.KERNELS / "hopper").rglob(file)).read_text()
     assert text.count(words) == 1
     return text[:text.index(words)].count("\n") + 1
 
@@ -85,8 +85,8 @@ the call has ended
 
 HANDED = (f"pipeline.py:{line_of('pipeline.py', '.store(zero + tile[i])')}",
           f"pipeline.py:{line_of('pipeline.py', '.load(FOUR_WARPS)')}")
-READ_EARLY = f"hopper_backward_load.py:{line_of('hopper_backward_load.py', 'def put_row_stats(') + 3}"
-CONSAN_SAYS = ("/a/place/tilewise/kernels/hopper/backward/products.py:{}: some_function: block: [0,0,0], thread: "
+READ_EARLY = f"producers.py:{line_of('producers.py', 'def put_row_stats(') + 3}"
+CONSAN_SAYS = ("/a/place/tilewise/kernels/hopper/backward/mmas.py:{}: some_function: block: [0,0,0], thread: "
                "[{},0,0] Assertion `Buffer being accessed has outstanding writes' failed.\n")
 
 
@@ -133,13 +133,13 @@ def test_no_other_race_passes_for_the_class_that_is_no_fault(write, read):
 
 
 def test_what_triton_hands_to_its_warps_is_in_the_kernel_itself_on_both_sides():
-    line = f"hopper_forward.py:{line_of('hopper_forward.py', 'def hopper_forward_kernel(')}"
+    line = f"kernel.py:{line_of('kernel.py', 'def hopper_forward_kernel(')}"
     assert sanitizer.outcome_of("racecheck", race(line, line), ended=True, late=False)[:3] == ("known", 1, 0)
     assert sanitizer.outcome_of("racecheck", race(line, HANDED[1]), ended=True, late=False)[0] == "found"
 
 
 def test_each_function_of_a_known_class_is_one_of_the_kernels():
-    defined = {words.split("(")[0].split()[-1] for path in (sanitizer.KERNELS / "gluon").glob("*.py")
+    defined = {words.split("(")[0].split()[-1] for path in (sanitizer.KERNELS / "hopper").rglob("*.py")
                for words in path.read_text().splitlines() if words.startswith("def ")}
     named = set().union(*(places for _, places in sanitizer.KNOWN))
     assert named <= defined
@@ -147,11 +147,11 @@ def test_each_function_of_a_known_class_is_one_of_the_kernels():
 
 
 def test_the_concurrency_sanitizer_stops_at_an_assertion_which_every_thread_prints():
-    at = line_of("backward_products.py", "def issue_dq(") + 2
+    at = line_of("mmas.py", "def issue_dq(") + 2
     text = "".join(CONSAN_SAYS.format(at, thread) for thread in range(64))
     assert sanitizer.outcome_of("consan", text, ended=False, late=False) == (
         "known", 1, 0, "1 x Buffer being accessed has outstanding writes in issue_dq")
-    other = CONSAN_SAYS.format(line_of("backward_products.py", "def issue_s_or_dp(") + 2, 0)
+    other = CONSAN_SAYS.format(line_of("mmas.py", "def issue_s_or_dp(") + 2, 0)
     assert sanitizer.outcome_of("consan", other, ended=False, late=False)[:3] == ("found", 0, 1)
 
 

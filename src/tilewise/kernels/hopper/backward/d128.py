@@ -4,8 +4,8 @@ One producer warp loads; each consumer, a warpgroup, owns 64 keys and accumulate
 computes its scores transposed, Sᵀ = K·Qᵀ, so that P and dS come out as left operands of dV = Pᵀ·dO and dK = dSᵀ·Q. Only
 dQ = dS·K needs the keys of all consumers: dS goes through shared memory, and each warpgroup makes its part of dQ from
 the whole of it. That part is added to the dQ accumulator in global memory (dq_accum.py), in float32 and in the order in
-which threads hold it; dq.py brings it into dq's order. The query heads of a group pass one after another while
-the keys stay in shared memory.
+which threads hold it; dq_postprocess.py brings it into dq's order. The query heads of a group pass one after another
+while the keys stay in shared memory.
 
 With C.S_AHEAD, S of the next block is computed while this block's dQ and dK are: a block then begins with its softmax.
 
@@ -39,8 +39,8 @@ from tilewise.kernels.hopper.backward.dq_accum import (
     make_stages,
     start_of_part,
 )
-from tilewise.kernels.hopper.backward.producer import load
-from tilewise.kernels.hopper.backward.products import DPROBS, SCORES, dscores_index, issue_dq, issue_s_or_dp
+from tilewise.kernels.hopper.backward.mmas import DPROBS, SCORES, dscores_index, issue_dq, issue_s_or_dp
+from tilewise.kernels.hopper.backward.producers import load
 from tilewise.kernels.hopper.backward.types import (
     Args,
     Inputs,

@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from tilewise.kernels.hopper.backward.d128 import SCORE_LAYOUT, hide_probs, write_gradient
 from tilewise.kernels.hopper.backward.d256_types import Args, Inputs, KVTiles, Outputs, Smem
-from tilewise.kernels.hopper.backward.producer import fetch_row_stats, put_row_stats
+from tilewise.kernels.hopper.backward.producers import fetch_row_stats, put_row_stats
 from tilewise.kernels.hopper.backward.types import Pipe
 from tilewise.kernels.hopper.compat import tma_load, tma_store_wait
 from tilewise.kernels.hopper.pipeline import (

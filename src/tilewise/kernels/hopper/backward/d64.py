@@ -45,8 +45,8 @@ from tilewise.kernels.hopper.backward.dq_accum import (
     write_dq,
 )
 from tilewise.kernels.hopper.backward.kv_tile_assignment import tile_of_cta, tiles_of_cta
-from tilewise.kernels.hopper.backward.producer import load_dout, load_queries
-from tilewise.kernels.hopper.backward.products import DPROBS, SCORES, issue_dq, issue_s_or_dp
+from tilewise.kernels.hopper.backward.mmas import DPROBS, SCORES, issue_dq, issue_s_or_dp
+from tilewise.kernels.hopper.backward.producers import load_dout, load_queries
 from tilewise.kernels.hopper.backward.types import Args, Inputs, Outputs, Pipe
 from tilewise.kernels.hopper.compat import tma_load, tma_store_wait
 from tilewise.kernels.hopper.pipeline import (

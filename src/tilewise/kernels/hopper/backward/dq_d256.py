@@ -21,7 +21,7 @@ from tilewise.kernels.hopper.backward.d256 import (
     zeros_of,
 )
 from tilewise.kernels.hopper.backward.d256_types import DQArgs, DQSmem, Inputs, QTiles, QView
-from tilewise.kernels.hopper.backward.producer import fetch_row_stats, in_base_2
+from tilewise.kernels.hopper.backward.producers import fetch_row_stats, in_base_2
 from tilewise.kernels.hopper.backward.types import Pipe
 from tilewise.kernels.hopper.pipeline import (
     allocate_stages,

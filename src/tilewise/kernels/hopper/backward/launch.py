@@ -51,7 +51,7 @@ class HopperBackward:
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
         from tilewise.kernels.hopper.backward.augmented_k import EXTRA_COLUMNS, hopper_augmented_k_kernel
-        from tilewise.kernels.hopper.backward.dq import hopper_dq_kernel
+        from tilewise.kernels.hopper.backward.dq_postprocess import hopper_dq_kernel
         from tilewise.kernels.hopper.tile_scheduler import QUERIES
 
         self.kernel, constants = _kernel_of(problem, config)
