@@ -78,16 +78,16 @@ def test_a_late_role_changes_no_bit_of_what_repeats_and_keeps_the_budget_of_what
 # kernel hangs, which needs no delay to be seen.
 FAULTS = {
     "keys are read before they are awaited": (
-        "forward_1_full", "gluon/hopper_forward.py", "attend_block", "consumer_wait(kv.full,",
+        "forward_1_full", "hopper/forward/kernel.py", "attend_block", "consumer_wait(kv.full,",
         "consumer_release_after_mma(kv.empty,"),
     "keys are given back before they are read": (
-        "forward_1_full", "gluon/hopper_forward.py", "attend_block", "consumer_release_after_mma(kv.empty,",
+        "forward_1_full", "hopper/forward/kernel.py", "attend_block", "consumer_release_after_mma(kv.empty,",
         "stage = count"),
     "dO is read before it is awaited": (
-        "backward_stays_full", "gluon/hopper_backward.py", "attend_blocks", "consumer_wait(smem.dout.full,",
+        "backward_stays_full", "hopper/backward/d128.py", "attend_blocks", "consumer_wait(smem.dout.full,",
         "ds_stage = count & 1"),
     "warpgroups do not meet over dS": (
-        "backward_in_order_full", "gluon/hopper_backward.py", "attend_blocks", "named_barrier_sync(C.CONSUMERS)", None),
+        "backward_in_order_full", "hopper/backward/d128.py", "attend_blocks", "named_barrier_sync(C.CONSUMERS)", None),
     "parts are combined before they are there": ("decode", "triton/decode.py", "combine_kernel", "gdc_wait()", None),
 }
 
