@@ -62,14 +62,15 @@ def first_paragraph():
     # The plain calls of the grid options are cells of the papers' shapes once more.
     options = standing.ratios([side for side in sides(OPTIONS) if side.first.options], *CUDNN)
     every = [*plain, *options, *packed]
-    third, fourth = (ratios(PLAIN, (peer,), "forward") for peer in ("flash_attn3_fwd", "flash_attn4"))
+    third, fourth = ratios(PLAIN, ("flash_attn3_fwd",), "forward"), ratios(PLAIN, ("flash_attn4",))
     assert all(ahead(found) == len(found) for found in (plain, options, third, fourth))
     (of_plain, least_plain), (of_packed, least_packed) = mean_and_least(plain), mean_and_least(packed)
     return [f"ahead of cuDNN {of_cells(every)} timed, forward and backward: in all {len(plain)} of the FlashAttention "
             f"papers' shapes, grouped heads and long causal sequences (geometric mean {of_plain}, least {least_plain}),"
             f" in all {len(options)} with options, and in {ahead(packed)} of {len(packed)} with keys and values in one "
-            f"tensor (geometric mean {of_packed}, least {least_packed}). In the forward pass it is ahead of "
-            f"FlashAttention-3 in all {len(third)} cells timed and of FlashAttention-4 in all {len(fourth)}"]
+            f"tensor (geometric mean {of_packed}, least {least_packed}). Of FlashAttention-4 it is ahead in all "
+            f"{len(fourth)} training shapes, forward and backward, and of FlashAttention-3, forward, in all "
+            f"{len(third)} timed"]
 
 
 def packed_kv():
@@ -126,7 +127,17 @@ def limits():
     mean, least = mean_and_least(found)
     return [*packed_kv(), f"{of_cells(found)}; geometric mean {mean}, least {least}", *efficient,
             *host("forward", "forward_backward"), f"under a causal mask: {slowest:.3f} times as fast",
-            f"the backward pass of {behind} of the {len(of_packed)} packed cells"]
+            f"the backward pass of {behind} of the {len(of_packed)} packed cells", *on_an_h100()]
+
+
+def on_an_h100():
+    of_h100 = [side for grid in PLAIN for side in standing.sides_of(RESULTS.parent / "nvidia-h100" / f"{grid}.csv")]
+    forward, backward = (standing.ratios([side for side in of_h100 if side.first.direction == direction],
+                                         "sdpa_cudnn", "flash_attn3_fwd", "flash_attn4")
+                         for direction in ("forward", "backward"))
+    assert ahead(forward) == len(forward)
+    return [f"On an H100 FlashAttention-4's backward pass is ahead in {len(backward) - ahead(backward)} of the "
+            f"{len(backward)} cells of the grids `paper`, `gqa` and `seeds`: tilewise is {min(backward):.3f} times"]
 
 
 def how_fast_is_decoding():
