@@ -156,7 +156,7 @@ def _refusal(problem: object, backend: str | None, reasons: dict[str, str]) -> U
 
 
 class Decoder(Protocol):
-    """A module that decodes: ``backends/<name>_decode.py``."""
+    """A module that decodes: ``backends/_support/<name>_decode.py``."""
 
     def why_not(self, problem: DecodeProblem) -> str | None:
         """Return why it refuses the problem, as one sentence, or None if it takes it."""

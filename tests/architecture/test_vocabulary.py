@@ -33,7 +33,7 @@ RETIRED_NAMES = {
     "await_sums": "await_accum", "make_picks": "make_selectors", "hopper_tails_kernel": "hopper_augmented_k_kernel",
     "tails_shape": "columns_shape", "sums_shape": "accum_shape", "query_section": "kv_heads_per_swizzle",
     "pass_turn_on": "overlap_blocks", "sum_dv": "accumulate_dv", "sum_dk": "accumulate_dk",
-    "add_up": "accumulate", "keys_seen": "visible_keys_of", "blank_tiles": "zero_masked_tiles",
+    "add_up": "accumulate", "keys_seen": "visible_keys_of", "blank_tiles": "zero_hidden_tiles",
     # masks and modifiers of the portable kernels
     "queries_seeing": "visible_queries", "unseen_as_zero": "zero_invisible_rows", "sees_any": "sees_any_key",
     "within_documents": "narrow_to_documents", "padding_as_zero": "zero_padding_rows", "less_delta": "subtract_delta",

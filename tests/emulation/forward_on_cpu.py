@@ -6,7 +6,7 @@ import torch
 
 from emulation.gluon_on_cpu import Descriptor, Pointer, Tensor, run
 from emulation.hopper_calls import bound_forward
-from tilewise.kernels.hopper import pipeline, products, softmax, varlen
+from tilewise.kernels.hopper import mask_ranges, pipeline, products, softmax, varlen
 from tilewise.kernels.hopper import tile_scheduler as tiles
 from tilewise.kernels.hopper.forward import epilogue, split_kv
 from tilewise.kernels.hopper.forward import kernel as forward
@@ -15,7 +15,7 @@ from tilewise.problem import AttentionProblem
 from tilewise.problem.options import Operands, OperandSpec, ScoreOptions
 from tilewise.testing import oracle
 
-MODULES = (forward, loading, split_kv, varlen, pipeline, products, epilogue, softmax, tiles)
+MODULES = (forward, loading, split_kv, varlen, pipeline, products, epilogue, softmax, tiles, mask_ranges)
 
 
 def split_halves(s):
@@ -25,7 +25,7 @@ def split_halves(s):
 # What is written in assembly, or moves values between threads, in plain words.
 CONSTANTS = {(module, name): value for module in MODULES for name, value in (
     ("_CHUNK", 128), ("_CLEARED", 32), ("_kept", lambda values, below: torch.where(below < 0, values, 0.0)),
-    ("NO_TILE", pipeline.NO_TILE.value), ("OVERFLOW_SLOTS", pipeline.OVERFLOW_SLOTS.value),
+    ("NO_TILE", tiles.NO_TILE.value), ("OVERFLOW_SLOTS", pipeline.OVERFLOW_SLOTS.value),
     ("OVERFLOW_LAG", pipeline.OVERFLOW_LAG.value), ("LN2", math.log(2.0)), ("LOG2E", math.log2(math.e)),
     ("QUERIES", 64),
     ("HUGE", softmax.HUGE.value),
@@ -69,7 +69,7 @@ def _as_kernels_have(given, written=()):
 
 def published_tiles(monkeypatch, *, recomputed_only=False):
     """Return a list that receives the numbers of each tile that is published; the last says if it is recomputed."""
-    found, publish_tile, no_tile = [], loading.publish_tile.fn, pipeline.NO_TILE.value
+    found, publish_tile, no_tile = [], loading.publish_tile.fn, tiles.NO_TILE.value
 
     def watched(queue, count, tile, size):
         if tile[0] != no_tile and (tile[-1] or not recomputed_only):

@@ -54,12 +54,12 @@ def dtype(device):
 @pytest.fixture(params=["on_the_way", "by_its_own_kernel"])
 def is_on_the_way(request, monkeypatch):
     """Either way where both can: on the way a launch need not fill the device."""
-    found = triton.pair_entries
+    found = triton.dbias_launches
     monkeypatch.setattr("tilewise.tuning.heuristics_triton.FILLING", 1)
     if request.param != "on_the_way":
-        monkeypatch.setattr(triton, "pair_entries", lambda *_: 0)
+        monkeypatch.setattr(triton, "dbias_launches", lambda *_: 0)
     clear_caches()
-    yield triton.pair_entries is found
+    yield triton.dbias_launches is found
     clear_caches()
 
 
@@ -85,8 +85,8 @@ def test_dq_has_the_same_bits_whichever_way_the_bias_has_its_gradient(monkeypatc
     monkeypatch.setattr("tilewise.tuning.heuristics_triton.FILLING", 1)
     inputs = make_inputs(PLAIN, dtype, device)
     found = []
-    for entries in (triton.pair_entries, lambda *_: 0):
-        monkeypatch.setattr(triton, "pair_entries", entries)
+    for entries in (triton.dbias_launches, lambda *_: 0):
+        monkeypatch.setattr(triton, "dbias_launches", entries)
         clear_caches()
         found.append(forward_and_backward(triton.backend, PLAIN, inputs, deterministic=True).dq)
     clear_caches()

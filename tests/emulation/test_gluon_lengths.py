@@ -21,6 +21,7 @@ from tilewise.testing.strategies import windows
 
 lengths = pytest.importorskip("tilewise.kernels.hopper.varlen", reason="Triton is not installed")
 tiles = pytest.importorskip("tilewise.kernels.hopper.tile_scheduler")
+mask_ranges = pytest.importorskip("tilewise.kernels.hopper.mask_ranges")
 ROWS = 64  # queries a warpgroup
 BLOCK_N, STEP = 128, 64  # of a program of the backward kernel, and its queries a step
 CONFIG = HopperForwardConfig(block_n=128, consumers=2)
@@ -162,14 +163,15 @@ def test_kv_blocks_hold_every_visible_key_and_only_the_first_passes_the_last_vis
         same = [n for n, start in enumerate(sequences.borders[0][:-1])
                 if start == row_q and sequences.rows[0][n] == rows]
         own_band = lengths.bounds_of_tile.fn(tile, band, shape)
-        spans = tiles.kv_blocks_of.fn(first, own_band, shape)
-        begins = [tiles.n_block_start.fn(step, spans, shape) for step in range(spans[3])]
+        spans = mask_ranges.kv_blocks_of.fn(first, own_band, shape)
+        begins = [mask_ranges.n_block_start.fn(step, spans, shape) for step in range(spans[3])]
         assert begins[0] >= 0
         assert all(begin >= 0 and begin + CONFIG.block_n <= seen for begin in begins[1:])
         if not same or first >= sq:
             assert seen == 0
             assert len(begins) == 1, "one step, that hides all"
-            assert all(tiles.masked_blocks_of.fn(row, spans, own_band, shape) == 1 for row in (first, first + ROWS))
+            assert all(mask_ranges.masked_blocks_of.fn(row, spans, own_band, shape) == 1
+                       for row in (first, first + ROWS))
             continue
         visible = mask.visible(sq, sequences.lengths(same[0])[1])
         any_sees = visible.any(0).nonzero().flatten().tolist()
@@ -177,7 +179,7 @@ def test_kv_blocks_hold_every_visible_key_and_only_the_first_passes_the_last_vis
         keys = visible[first:first + ROWS * CONFIG.consumers].any(0).nonzero().flatten().tolist()
         assert all(any(begin <= key < begin + CONFIG.block_n for begin in begins) for key in keys)
         for row in range(first, min(sq, first + ROWS * CONFIG.consumers), ROWS):
-            for begin in begins[tiles.masked_blocks_of.fn(row, spans, own_band, shape):]:
+            for begin in begins[mask_ranges.masked_blocks_of.fn(row, spans, own_band, shape):]:
                 part = visible[row:row + ROWS, begin:begin + CONFIG.block_n]
                 assert part.all()
                 assert part.shape[1] == CONFIG.block_n
@@ -263,7 +265,7 @@ def test_a_kv_tile_knows_its_visible_queries_and_keys_and_its_q_blocks_hold_ever
     owners, pairs = {}, Counter()
     for (first, *_), own_band, (row_q, row_k, see_from, seen_from, rows, first_step) in located_keys(
             order, band, operands, shape):
-        spans = tiles.q_blocks_of.fn(first, own_band, shape)
+        spans = mask_ranges.q_blocks_of.fn(first, own_band, shape)
         same = [n for n, start in enumerate(sequences.borders[1][:-1])
                 if start == row_k and sequences.rows[1][n] == rows > 0]
         visible = mask.visible(*sequences.lengths(same[0])) if same and row_k < sequences.borders[1][-1] else None
@@ -275,13 +277,13 @@ def test_a_kv_tile_knows_its_visible_queries_and_keys_and_its_q_blocks_hold_ever
         seeing, seen = (visible.any(side).nonzero().flatten().tolist() for side in (1, 0))
         assert (see_from, own_band[0]) == (seeing[0], seeing[-1] + 1), "the others' rows are zeroed"
         assert (seen_from, own_band[1]) == (seen[0], seen[-1] + 1)
-        begins = [tiles.q_block_start.fn(step, spans, shape) for step in range(spans[3])]
+        begins = [mask_ranges.q_block_start.fn(step, spans, shape) for step in range(spans[3])]
         for begin in begins:
             assert 0 <= begin < sq
             assert owners.setdefault(first_step + begin // STEP, (same[0], begin)) == (same[0], begin)
             pairs[same[0]] += int(visible[begin:begin + STEP, first:first + BLOCK_N].sum())
         for key in range(first, first + BLOCK_N, ROWS):
-            ends = tiles.phases_of.fn(key, spans, own_band, shape)
+            ends = mask_ranges.phases_of.fn(key, spans, own_band, shape)
             for step in range(ends[1], ends[2]):
                 assert key + ROWS <= sk
                 assert visible[begins[step]:begins[step] + STEP, key:key + ROWS].all()
@@ -337,4 +339,4 @@ def test_padded_keys_have_the_tiles_of_their_shape(pairs, mask, of_q):
         if visible[:, first:first + BLOCK_N].any():
             assert (see_from, own_band[0]) == (seeing[0], seeing[-1] + 1)
         else:
-            assert tiles.q_blocks_of.fn(first, own_band, shape)[3] == 0
+            assert mask_ranges.q_blocks_of.fn(first, own_band, shape)[3] == 0

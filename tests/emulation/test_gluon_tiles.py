@@ -30,8 +30,9 @@ from tilewise.tuning.heuristics_hopper import forward_heuristic
 
 pipeline = pytest.importorskip("tilewise.kernels.hopper.pipeline", reason="Triton is not installed")
 tiles = pytest.importorskip("tilewise.kernels.hopper.tile_scheduler", reason="Triton is not installed")
+mask_ranges = pytest.importorskip("tilewise.kernels.hopper.mask_ranges")
 ROWS = 64  # queries a warpgroup
-QUERIES = int(tiles.QUERIES)  # a step of the backward kernel
+QUERIES = int(mask_ranges.QUERIES)  # a step of the backward kernel
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -52,7 +53,7 @@ SIZES, MASKS = st.integers(1, 900), windows(1800)
 def firsts_of(order, sq, shape):
     """The first query of each tile of a head, in order; of tiles counted from the end the first one may be negative."""
     firsts = sorted({tiles.tile_at.fn(number, order, sq, shape)[0] for number in range(order[0] * order[1] * order[2])})
-    assert pipeline.NO_TILE.value not in firsts, "a tile that says that there is none"
+    assert tiles.NO_TILE.value not in firsts, "a tile that says that there is none"
     return firsts
 
 
@@ -79,8 +80,8 @@ def test_every_visible_key_is_in_one_kv_block_and_unmasked_blocks_are_wholly_vis
     visible = mask.visible(sq, sk)[:, keys.start:keys.stop]
     assert band[1] == visible.shape[1]
     for first in firsts_of(order, sq, shape):
-        spans = tiles.kv_blocks_of.fn(first, band, shape)
-        begins = [tiles.n_block_start.fn(step, spans, shape) for step in range(spans[3])]
+        spans = mask_ranges.kv_blocks_of.fn(first, band, shape)
+        begins = [mask_ranges.n_block_start.fn(step, spans, shape) for step in range(spans[3])]
         assert begins
         assert all(begin >= 0 for begin in begins), "the copy engine would shift what is before the tensor"
         assert len(set(begins)) == len(begins)
@@ -90,7 +91,7 @@ def test_every_visible_key_is_in_one_kv_block_and_unmasked_blocks_are_wholly_vis
         if seen:
             assert len(begins) <= -(-(seen[-1] + 1 - seen[0]) // config.block_n), "a step that nobody needs"
         for row in range(first, first + queries * config.consumers, queries):
-            masked = tiles.masked_blocks_of.fn(row, spans, band, shape)
+            masked = mask_ranges.masked_blocks_of.fn(row, spans, band, shape)
             for begin in begins[masked:]:
                 part = inside(visible, row, queries)[:, begin:begin + config.block_n]
                 assert part.all(), (first, row, begin)
@@ -103,9 +104,9 @@ def test_without_a_lower_bound_warpgroups_mask_no_kv_block_that_all_their_querie
     problem = problem_of(1000, 1000, mask)
     order, band, shape = scalars_of(problem, config)
     for first, own in product(firsts_of(order, problem.sq, shape), range(config.consumers)):
-        row, spans = first + own * ROWS, tiles.kv_blocks_of.fn(first, band, shape)
-        for step in range(tiles.masked_blocks_of.fn(row, spans, band, shape)):
-            last_key = tiles.n_block_start.fn(step, spans, shape) + config.block_n - 1
+        row, spans = first + own * ROWS, mask_ranges.kv_blocks_of.fn(first, band, shape)
+        for step in range(mask_ranges.masked_blocks_of.fn(row, spans, band, shape)):
+            last_key = mask_ranges.n_block_start.fn(step, spans, shape) + config.block_n - 1
             assert last_key > row + mask.right or last_key >= problem.sk
 
 
@@ -182,8 +183,8 @@ def backward_scalars_of(problem, config=NONDETERMINISTIC):
 
 def begins_of(first, spans, shape):
     """The first queries of all steps of the tile of keys from ``first`` on."""
-    return [tiles.q_block_start_serpentine.fn(step, first, spans, shape) if shape.HEAD_PERSISTENT else
-            tiles.q_block_start.fn(step, spans, shape) for step in range(spans[3])]
+    return [mask_ranges.q_block_start_serpentine.fn(step, first, spans, shape) if shape.HEAD_PERSISTENT else
+            mask_ranges.q_block_start.fn(step, spans, shape) for step in range(spans[3])]
 
 
 @given(SIZES, SIZES, MASKS, st.sampled_from((NONDETERMINISTIC, DETERMINISTIC, WIDE, HEAD_PERSISTENT)))
@@ -208,7 +209,7 @@ def test_backward_every_visible_query_is_in_one_q_block_and_unmasked_blocks_are_
     assert visible.any(1).all(), "a query that sees no key is read"
     assert (n_tiles - 1) * config.block_n < sk <= n_tiles * config.block_n, "every key has its gradient written"
     for first in range(0, n_tiles * config.block_n, config.block_n):
-        spans = tiles.q_blocks_of.fn(first, band, shape)
+        spans = mask_ranges.q_blocks_of.fn(first, band, shape)
         begins = begins_of(first, spans, shape)
         assert all(begin % QUERIES == 0 and 0 <= begin < sq for begin in begins), "dq's sums lie on a grid"
         assert len(set(begins)) == len(begins)
@@ -217,7 +218,7 @@ def test_backward_every_visible_query_is_in_one_q_block_and_unmasked_blocks_are_
         if seeing:
             assert len(begins) <= seeing[-1] // QUERIES - seeing[0] // QUERIES + 1, "a step for nobody"
         for key in range(first, first + config.block_n, ROWS):
-            ends = tiles.phases_of.fn(key, spans, band, shape)
+            ends = mask_ranges.phases_of.fn(key, spans, band, shape)
             assert list(ends) == sorted(ends)
             assert (ends[0], ends[-1]) == (0, spans[3])
             assert shape.HAS_LOWER or counts_all or ends[1] == 0, "this phase is left out"
@@ -234,8 +235,8 @@ def test_backward_every_visible_query_is_in_one_q_block_and_unmasked_blocks_are_
 def test_causal_backward_masks_no_q_block_whose_queries_all_see_the_warpgroups_keys(config):
     (n_tiles, *_), band, shape = backward_scalars_of(problem_of(1024, 1024, causal()), config)
     for key in range(0, n_tiles * config.block_n, ROWS):
-        spans = tiles.q_blocks_of.fn(key // config.block_n * config.block_n, band, shape)
-        ends = tiles.phases_of.fn(key, spans, band, shape)
+        spans = mask_ranges.q_blocks_of.fn(key // config.block_n * config.block_n, band, shape)
+        ends = mask_ranges.phases_of.fn(key, spans, band, shape)
         for step in {*range(spans[3])} - {*range(ends[1], ends[2])}:
             assert begins_of(key // config.block_n * config.block_n, spans, shape)[step] < key + ROWS - 1
 
@@ -245,7 +246,7 @@ def test_causal_backward_masks_no_q_block_whose_queries_all_see_the_warpgroups_k
     (causal(), [[5, 4], [4, 5, 3, 2], [5, 4, 3, 2, 1, 0]])], ids=str)
 def test_a_head_persistent_cta_takes_q_blocks_in_serpentine_order(mask, steps):
     _, band, shape = backward_scalars_of(problem_of(384, 384, mask), HEAD_PERSISTENT)
-    begins = [begins_of(first, tiles.q_blocks_of.fn(first, band, shape), shape) for first in (256, 128, 0)]
+    begins = [begins_of(first, mask_ranges.q_blocks_of.fn(first, band, shape), shape) for first in (256, 128, 0)]
     assert begins == [[QUERIES * step for step in row] for row in steps]
 
 
@@ -261,10 +262,10 @@ def test_tiles_accumulate_each_q_block_in_the_order_of_their_ctas_and_reach_it_i
     order, adding = TileGrid(n_tiles, hk, b, section), {}
     for number in range(n_tiles * hk * b):
         first, head, batch = tiles.kv_tile_at.fn(number, order, shape)
-        spans = tiles.q_blocks_of.fn(first, band, shape)
+        spans = mask_ranges.q_blocks_of.fn(first, band, shape)
         for turn in range(spans[3]):
-            step = tiles.q_block_start.fn(turn, spans, shape) // QUERIES
-            rank = tiles.rank_of.fn(first, step, band, shape)
+            step = mask_ranges.q_block_start.fn(turn, spans, shape) // QUERIES
+            rank = mask_ranges.rank_of.fn(first, step, band, shape)
             adding.setdefault((batch, head, step), []).append((rank, first, turn))
     for ranks, firsts, turns in (zip(*tiles_of_step, strict=True) for tiles_of_step in adding.values()):
         assert ranks == tuple(range(len(ranks)))
@@ -299,14 +300,15 @@ def test_in_the_dq_kernel_each_visible_key_is_in_one_kv_block_and_unmasked_block
     sq, sk = visible.shape
     assert (n_tiles - 1) * 128 < sq <= n_tiles * 128, "every query has its gradient written"
     for first in range(0, n_tiles * 128, 128):
-        spans = tiles.kv_blocks_of.fn(first, band, shape)
-        begins = [tiles.n_block_start.fn(step, spans, shape) for step in range(spans[3])]
+        spans = mask_ranges.kv_blocks_of.fn(first, band, shape)
+        begins = [mask_ranges.n_block_start.fn(step, spans, shape) for step in range(spans[3])]
         seen = visible[first:first + 128].any(0).nonzero().flatten().tolist()
         assert sum(begin <= key < begin + 64 for begin in begins for key in seen) == len(seen)
         for row in (first, first + 64):
-            begin = int(shape.HAS_UPPER and tiles.first_block_is_masked.fn(begins[0], spans[3], row, band[3], shape))
+            begin = int(shape.HAS_UPPER and mask_ranges.first_block_is_hidden.fn(begins[0], spans[3], row, band[3],
+                                                                                 shape))
             assert not (begin and visible[row:row + 64, begins[0]:begins[0] + 64].any()), "left out"
-            for step in range(max(begin + 1, tiles.masked_blocks_of.fn(row, spans, band, shape)), spans[3]):
+            for step in range(max(begin + 1, mask_ranges.masked_blocks_of.fn(row, spans, band, shape)), spans[3]):
                 assert visible[row:row + 64, begins[step]:begins[step] + 64].all(), (row, begins[step])
                 assert begins[step] + 64 <= sk or row >= sq, "keys past the last one need a mask"
 

@@ -17,18 +17,18 @@ from tilewise.kernels.hopper.backward.config import (
 )
 from tilewise.masks import Mask
 
-backward, loading, products, dq_accum, augmented, lengths, pipeline, softmax, tiles = (
+backward, loading, products, dq_accum, augmented, lengths, pipeline, softmax, tiles, mask_ranges = (
     pytest.importorskip(f"tilewise.kernels.hopper.{name}", reason="Triton is not installed") for name in (
         "backward.d128", "backward.producers", "backward.mmas", "backward.dq_accum", "backward.augmented_k",
-        "varlen", "pipeline", "softmax", "tile_scheduler"))
+        "varlen", "pipeline", "softmax", "tile_scheduler", "mask_ranges"))
 gluon_on_cpu = pytest.importorskip("emulation.gluon_on_cpu")
 Descriptor, Pointer, run = gluon_on_cpu.Descriptor, gluon_on_cpu.Pointer, gluon_on_cpu.run
 
-MODULES = (backward, loading, products, dq_accum, augmented, lengths, pipeline, softmax, tiles)
+MODULES = (backward, loading, products, dq_accum, augmented, lengths, pipeline, softmax, tiles, mask_ranges)
 CONSTANTS = {(module, "QUERIES"): 64 for module in MODULES if hasattr(module, "QUERIES")} | {
     (module, "LOG2E"): math.log2(math.e) for module in (loading, softmax)} | {
     (module, "EXTRA_COLUMNS"): 16 for module in (backward, augmented)} | {(dq_accum, "WRITERS"): 2} | {
-    (module, "NO_TILE"): -1 for module in (backward, loading, pipeline)} | {
+    (module, "NO_TILE"): -1 for module in (backward, loading, tiles)} | {
     (module, "scheduling_fence_of"): lambda values, turn: (values, turn) for module in (backward, pipeline)}
 S_AHEAD = HopperD128Config(s_ahead=True, variant=D128Variant.DQ_FROM_REGISTERS)
 STAGED, FROM_REGISTERS, DETERMINISTIC = (HopperD128Config(variant=variant) for variant in (

@@ -10,17 +10,17 @@ from emulation.backward_calls import MASKS, call_of, compare, dq_of_accum, expec
 from emulation.hopper_calls import bound_backward
 from tilewise.kernels.hopper.backward.config import D64Variant, HopperD64Config
 
-d64, backward, loading, products, dq_accum, augmented, pipeline, kv_tile_assignment, tiles = (
+d64, backward, loading, products, dq_accum, augmented, pipeline, kv_tile_assignment, tiles, mask_ranges = (
     pytest.importorskip(f"tilewise.kernels.hopper.{name}", reason="Triton is not installed") for name in (
         "backward.d64", "backward.d128", "backward.producers", "backward.mmas", "backward.dq_accum",
-        "backward.augmented_k", "pipeline", "backward.kv_tile_assignment", "tile_scheduler"))
+        "backward.augmented_k", "pipeline", "backward.kv_tile_assignment", "tile_scheduler", "mask_ranges"))
 gluon_on_cpu = pytest.importorskip("emulation.gluon_on_cpu")
 Descriptor, Pointer, run = gluon_on_cpu.Descriptor, gluon_on_cpu.Pointer, gluon_on_cpu.run
 
-MODULES = (d64, backward, loading, products, dq_accum, augmented, pipeline, kv_tile_assignment, tiles)
+MODULES = (d64, backward, loading, products, dq_accum, augmented, pipeline, kv_tile_assignment, tiles, mask_ranges)
 CONSTANTS = {(module, "QUERIES"): 64 for module in MODULES if hasattr(module, "QUERIES")} | {
     (module, "EXTRA_COLUMNS"): 16 for module in (d64, backward, augmented)} | {
-    (module, "NO_TILE"): -1 for module in (d64, pipeline)} | {
+    (module, "NO_TILE"): -1 for module in (d64, tiles)} | {
     (d64, "ZERO"): 0, (d64, "ONE"): 1, (dq_accum, "WRITERS"): 2, (d64, "WRITERS"): 2}
 DYNAMIC, DETERMINISTIC, HEAD_PERSISTENT = (HopperD64Config(variant=variant) for variant in D64Variant)
 TWO, FOUR = (HopperD64Config(variant=D64Variant.HEAD_PERSISTENT, ctas_per_head=ctas) for ctas in (2, 4))

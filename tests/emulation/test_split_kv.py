@@ -15,6 +15,7 @@ from tilewise.testing.strategies import windows
 
 split_kv = pytest.importorskip("tilewise.kernels.hopper.forward.split_kv", reason="Triton is not installed")
 tiles = pytest.importorskip("tilewise.kernels.hopper.tile_scheduler")
+mask_ranges = pytest.importorskip("tilewise.kernels.hopper.mask_ranges")
 CONFIG = HopperForwardConfig(128, 2)
 
 
@@ -41,7 +42,7 @@ def problem_of(sq, sk, mask, b=1, heads=1):
 
 def places(spans, shape):
     """The first keys of some steps in order, and of those that need a mask."""
-    begins = [tiles.n_block_start.fn(step, spans, shape) for step in range(spans[3])]
+    begins = [mask_ranges.n_block_start.fn(step, spans, shape) for step in range(spans[3])]
     return begins, begins[:spans[2]]
 
 
@@ -73,7 +74,7 @@ def test_each_block_of_a_tile_is_in_one_split_and_needs_its_mask_there_too(sq, s
     firsts = [first for first, splits_of in found.items() if splits_of[0][0] == -1]
     assert len(firsts) == whole
     for first, splits_of in found.items():
-        begins, masked = places(tiles.kv_blocks_of.fn(first, bounds, shape), shape)
+        begins, masked = places(mask_ranges.kv_blocks_of.fn(first, bounds, shape), shape)
         if first in firsts:
             assert splits_of == [(-1, begins, masked)]
             continue

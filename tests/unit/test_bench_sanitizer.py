@@ -83,8 +83,8 @@ the call has ended
 """
 
 
-HANDED = (f"pipeline.py:{line_of('pipeline.py', '.store(zero + tile[i])')}",
-          f"pipeline.py:{line_of('pipeline.py', '.load(FOUR_WARPS)')}")
+HANDED = (f"tile_scheduler.py:{line_of('tile_scheduler.py', '.store(zero + tile[i])')}",
+          f"tile_scheduler.py:{line_of('tile_scheduler.py', '.load(FOUR_WARPS)')}")
 READ_EARLY = f"producers.py:{line_of('producers.py', 'def put_row_stats(') + 3}"
 CONSAN_SAYS = ("/a/place/tilewise/kernels/hopper/backward/mmas.py:{}: some_function: block: [0,0,0], thread: "
                "[{},0,0] Assertion `Buffer being accessed has outstanding writes' failed.\n")

@@ -25,10 +25,10 @@ from tilewise.tuning.device import DeviceSpec, device_spec
 from tilewise.tuning.heuristics_hopper import backward_heuristic, forward_heuristic, hopper_dbias_config
 from tilewise.tuning.heuristics_triton import (
     LEAST_WORK_FOR_DESCRIPTORS,
+    dbias_launches,
     delta_config,
     entries_config,
     least_bytes,
-    pair_entries,
     shared_bytes,
     split_dkdv,
     tile_heuristic,
@@ -174,8 +174,8 @@ def test_dq_makes_a_bias_gradient_that_nothing_or_the_batch_is_summed_for_if_its
         shape, changes, entries):
     scores = ScoreOptions(bias=OperandSpec(shape, (1, 1, 1, 1), torch.bfloat16))
     problem = replace(problem_of(128, b=4), **{"hq": 16, "scores": scores} | changes)
-    assert pair_entries(problem, DqConfig(64, 64, 4, 2), DeviceSpec.of_arch("sm_90")) == entries
-    assert pair_entries(replace(problem, scores=ScoreOptions()), DqConfig(64, 64, 4, 2),
+    assert dbias_launches(problem, DqConfig(64, 64, 4, 2), DeviceSpec.of_arch("sm_90")) == entries
+    assert dbias_launches(replace(problem, scores=ScoreOptions()), DqConfig(64, 64, 4, 2),
                         DeviceSpec.of_arch("sm_90")) == 0
 
 

@@ -31,7 +31,7 @@ from tilewise.tuning.select import (
 )
 
 WIDEST = 256
-WIDEST_OF_ALL = 128  # what the backward kernel for wider heads does not have is taken to here
+WIDEST_WITH_EVERY_OPTION = 128  # in the backward pass: the kernels of wider heads lack some options
 _EVERY = Needs()
 
 
@@ -228,11 +228,11 @@ def _wrong_dtype_or_dims(problem: AttentionProblem) -> str | None:
         return f"computes in float16 and bfloat16, got {problem.dtype}"
     if max(problem.d, problem.dv) > WIDEST:
         return f"takes head dims up to {WIDEST}, got {problem.d} and {problem.dv}"
-    if problem.direction == "backward" and max(problem.d, problem.dv) > WIDEST_OF_ALL:
+    if problem.direction == "backward" and max(problem.d, problem.dv) > WIDEST_WITH_EVERY_OPTION:
         wanted = {"lengths that are data": problem.sequences.are_data,
                   "softcap": problem.scores.softcap is not None, "dropout": problem.scores.dropout_p > 0.0}
         if any(wanted.values()):
-            return (f"takes, in its backward pass, head dims up to {WIDEST_OF_ALL} with "
+            return (f"takes, in its backward pass, head dims up to {WIDEST_WITH_EVERY_OPTION} with "
                     f"{' and '.join(name for name, is_wanted in wanted.items() if is_wanted)}, got {problem.d} and "
                     f"{problem.dv}")
     return None

@@ -27,10 +27,10 @@ from tilewise.support.caches import registered
 from tilewise.tuning.device import device_spec
 from tilewise.tuning.heuristics_triton import least_bytes
 from tilewise.tuning.select import (
+    dbias_launches,
     delta_config,
     entries_config,
     hopper_dbias_config,
-    pair_entries,
     split_dkdv,
     triton_config,
     wants_descriptors,
@@ -336,7 +336,7 @@ def _dbias_of(problem: AttentionProblem, dq_config: "TileConfig", precision: str
     from tilewise.kernels.triton.dbias import dbias_launch
 
     spec = device_spec(problem.device)
-    entries = pair_entries(problem, dq_config, spec)
+    entries = dbias_launches(problem, dq_config, spec)
     tile = hopper_dbias_config(problem, entries) if descriptors and sums_dbias(problem) else None
     if tile is not None and untrusted("dbias", problem.device) is None:
         from tilewise.kernels.hopper.backward.launch_dbias import HopperDbias

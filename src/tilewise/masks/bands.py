@@ -21,7 +21,8 @@ class Band:
     """A mask with its lengths put in: query i sees key j when ``lower <= j - i <= upper``, exceptions aside.
 
     ``None`` leaves a side unbounded, or an exception out. ``offset`` matters to chunks alone: query i stands on key
-    i + offset. All tile ranges, on every backend, come from here.
+    i + offset. The reference's tile ranges come from here; kernels compute
+    the same ones (kernels/triton/mask_ranges.py, kernels/hopper/mask_ranges.py), and tests hold them to these.
     """
 
     lower: int | None

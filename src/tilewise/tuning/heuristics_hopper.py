@@ -148,7 +148,7 @@ def hopper_dbias_config(problem: AttentionProblem, entries: int) -> HopperDbiasC
 
     Args:
         problem: its bias has a query and a key dim.
-        entries: what :func:`pair_entries` has found.
+        entries: what :func:`dbias_launches` has found.
     """
     bias = problem.scores.bias
     if bias is None or 1 in bias.shape[2:] or entries == 1:

@@ -142,7 +142,7 @@ def split_dkdv(problem: AttentionProblem, device: DeviceSpec) -> bool:
     return kernel_width(problem) > 128 and device.arch != "interpreter"
 
 
-def pair_entries(problem: AttentionProblem, config: TileConfig, device: DeviceSpec) -> int:
+def dbias_launches(problem: AttentionProblem, config: TileConfig, device: DeviceSpec) -> int:
     """In how many launches dQ's kernel makes the gradient of a bias on its way; 0 where a kernel of its own does.
 
     1 where no number of the bias stands for two pairs: dS is stored as it is. b where the batch alone shares it, an
@@ -192,8 +192,8 @@ def outlasts_descriptors(problem: AttentionProblem) -> bool:
     """Whether the work takes longer than the host needs to make descriptors.
 
     What counts is the mean of the two products, whose widths may differ. With descriptors come other tiles, or another
-    kernel. A deterministic call, whose bits are no neighbour's affair, counts one batch entry's work; where lengths are
-    data, the answer is no.
+    kernel. A deterministic call, whose bits are no neighbour's affair, counts one batch entry's work; where its lengths
+    are data, too, the answer is no.
     """
     if not lengths_may_decide(problem):
         return False

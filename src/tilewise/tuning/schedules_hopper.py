@@ -35,7 +35,7 @@ def schedule_on_grid(problem: AttentionProblem, config: HopperForwardConfig, pac
 
     The 192 queries of three warpgroups divide few lengths: their tiles are counted from the end, or each looks for
     padding, as two do where lengths are data. A tile's first query is negative by multiples of 64 where tiles are
-    counted from the end; of packed rows it could be -1, which stands for no tile (pipeline.NO_TILE).
+    counted from the end; of packed rows it could be -1, which stands for no tile (tile_scheduler.NO_TILE).
     """
     are_data, three, frozen_max = problem.sequences.are_data, config.consumers == 3, _freezes_max(problem, config)
     from_end = (three and pack_gqa == 1 and not are_data and problem.band.lower is None

@@ -16,9 +16,9 @@ from tilewise.tuning.heuristics_cuda import CUDA_DELTA, CUDA_SPLIT, backward_ker
 from tilewise.tuning.heuristics_decode import choose_splits, decode_config
 from tilewise.tuning.heuristics_hopper import NUM_SMS, backward_heuristic, forward_heuristic, hopper_dbias_config
 from tilewise.tuning.heuristics_triton import (
+    dbias_launches,
     delta_config,
     entries_config,
-    pair_entries,
     split_dkdv,
     tile_heuristic,
     wants_descriptors,
@@ -28,7 +28,7 @@ from tilewise.tuning.schedules_hopper import backward_schedule, forward_schedule
 from tilewise.tuning.table import backward_config_of, forward_config_of, hopper_row, triton_config_of, triton_row
 
 __all__ = [
-    "triton_config", "wants_descriptors", "split_dkdv", "delta_config", "pair_entries", "entries_config",
+    "triton_config", "wants_descriptors", "split_dkdv", "delta_config", "dbias_launches", "entries_config",
     "hopper_forward_config", "forward_schedule", "hopper_backward_config", "backward_schedule", "hopper_dbias_config",
     "cuda_config", "backward_kernels", "CUDA_DELTA", "CUDA_SPLIT",
     "decode_config", "choose_splits",

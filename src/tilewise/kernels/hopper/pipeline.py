@@ -1,11 +1,9 @@
-"""What the warps of a CTA share: rings of stages with their mbarriers, the queue of work tiles, named barriers.
+"""What the warps of a CTA share: rings of stages with their mbarriers, named barriers, and what holds back compilers.
 
 A ring has STAGES stages, each with two mbarriers: ``full`` completes a phase when the producer's bytes have landed,
 ``empty`` when every consumer has released the stage. Both sides count the iterations they have made: iteration
 ``count`` uses stage ``count % STAGES``, and its phase is the parity of ``count // STAGES``.
 """
-
-from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -19,21 +17,12 @@ CONTIGUOUS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))  # shared memor
 # many tiles have flags and numbers in shared memory: a power of two.
 OVERFLOW_LAG = gl.constexpr(4)
 OVERFLOW_SLOTS = gl.constexpr(8)
-NO_TILE = gl.constexpr(-1)  # the first number of a work tile that ends the stream of tiles
 # Numbers of named barriers; Gluon has no API for these, and uses 0 to 7 itself. Ping-pong scheduling in the forward
 # kernel takes one a warpgroup. No kernel has both these and a barrier of all its warpgroups. WARPGROUP_BARRIER is for
 # the threads of one warpgroup, in backward/d64.py, beside SYNC_BARRIER.
 ORDER_BARRIER = gl.constexpr(10)  # to 12
 SYNC_BARRIER = gl.constexpr(10)
 WARPGROUP_BARRIER = gl.constexpr(11)
-
-
-class TileQueue(NamedTuple):
-    """Two work tiles between the producer warp and the warpgroups: a few int32 each, ring of two stages."""
-
-    numbers: Any
-    full: Any
-    empty: Any
 
 
 @gluon.jit
@@ -94,56 +83,6 @@ def consumer_release_after_mma(empty, count, STAGES: gl.constexpr):
     arrival, so it adds no barrier to it.
     """
     mbarrier.expect(empty.index(count % STAGES), 0)
-
-
-@gluon.jit
-def fetch_next_tile(counter, total):
-    """Producer: take the next tile's number from the launch's counter (dynamic persistent scheduling).
-
-    A CTA's first tile has the CTA's own number. So no tile may wait for another: the CTA that it is the first tile of
-    may not have started.
-    """
-    fetched = gl.atomic_add(counter, 1, sem="relaxed")
-    if fetched == total - 1:
-        gl.store(counter, 0)  # the launch's last fetch leaves the counter as it was found
-    return fetched + gl.num_programs(0)
-
-
-@gluon.jit
-def publish_tile(queue, count, tile, SIZE: gl.constexpr):
-    """Producer: write the numbers of a work tile for the consumers; SIZE: the numbers of a tile's slot."""
-    producer_acquire(queue.empty, count, 2)
-    slot = count % 2
-    zero = gl.full([1], 0, gl.int32, layout=ONE_WARP)
-    for i in gl.static_range(len(tile)):
-        queue.numbers.index(slot * SIZE + i).store(zero + tile[i])
-    mbarrier.arrive(queue.full.index(slot), count=1)
-
-
-@gluon.jit
-def read_tile(queue, count, SIZE: gl.constexpr):
-    """Consumer: read the work tile of iteration ``count``, which it has waited for and not released."""
-    slot = count % 2
-    tile = ()
-    for i in gl.static_range(SIZE):
-        tile = tile + (gl.sum(queue.numbers.index(slot * SIZE + i).load(FOUR_WARPS), 0),)
-    return tile
-
-
-@gluon.jit
-def get_tile(queue, count, SIZE: gl.constexpr, KEPT: gl.constexpr = False):
-    """Consumer: wait for the next work tile and read it; if it is KEPT, the caller releases it (``release_tile``)."""
-    consumer_wait(queue.full, count, 2)
-    tile = read_tile(queue, count, SIZE)
-    if not KEPT:
-        release_tile(queue, count)
-    return tile
-
-
-@gluon.jit
-def release_tile(queue, count):
-    """Consumer: release the slot of the work tile of iteration ``count``."""
-    consumer_release(queue.empty, count, 2)
 
 
 @gluon.jit

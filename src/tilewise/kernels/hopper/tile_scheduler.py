@@ -1,27 +1,33 @@
-"""Which tile a program works on, and which steps that takes, in what order.
+"""The dynamic persistent tile scheduler: which tile a number stands for, who fetches numbers, how warps learn of them.
 
-Forward: tiles of queries and the keys they see. Backward: tiles of keys and the queries that see them.
+The producer warp fetches a number from the launch's counter, finds out which tile it stands for, and publishes that in
+a queue of two slots; the consumers read it there. forward/split_kv.py and varlen.py turn a number into a tile of the
+forward pass where a tile's keys are split and where lengths are data.
 """
 
 from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-QUERIES = gl.constexpr(64)  # of a block of queries in the backward pass: of a part of the dQ accumulator
+from tilewise.kernels.hopper.pipeline import (
+    FOUR_WARPS,
+    ONE_WARP,
+    consumer_release,
+    consumer_wait,
+    producer_acquire,
+)
+
+NO_TILE = gl.constexpr(-1)  # the first number of a work tile that ends the stream of tiles
 
 
-class BlockRange(NamedTuple):
-    """The blocks of the other side that a tile needs: of keys in the forward pass, of queries in the backward pass.
+class TileQueue(NamedTuple):
+    """Two work tiles between the producer warp and the warpgroups: a few int32 each, ring of two stages."""
 
-    Blocks lie on a grid from ``start`` on. Boundary blocks need a mask: the first ``upper_boundary`` of them at one
-    end, the rest at the other, ``boundary`` in all.
-    """
-
-    start: Any
-    upper_boundary: Any
-    boundary: Any
-    count: Any
+    numbers: Any
+    full: Any
+    empty: Any
 
 
 class KVTile(NamedTuple):
@@ -36,10 +42,11 @@ class KVTile(NamedTuple):
 def tile_at(number, grid, sq, C: gl.constexpr):
     """Return (first query, head, batch) of a tile number.
 
-    Heads are swizzled: the tiles of ``heads_per_swizzle`` heads, whose keys and values fit L2 together, run side by
-    side. Under an upper bound the work of a tile grows with its index: inside a swizzle the longest tiles come first,
-    and the short ones fill the gaps at the end. The remainder of the heads is the first swizzle: as the last one it
-    would have too few short tiles (5 % at 4096 keys of width 128).
+    Under an upper bound heads are swizzled: the tiles of ``heads_per_swizzle`` heads, whose keys and values fit L2
+    together, run side by side. The work of a tile grows with its index there: inside a swizzle the longest tiles come
+    first, and the short ones fill the gaps at the end. The remainder of the heads is the first swizzle: as the last one
+    it would have too few short tiles (5 % at 4096 keys of width 128). Without an upper bound a head's tiles follow one
+    another.
 
     With C.TILES_FROM_END tiles are counted back from the last warpgroup that has a query. Rows without a query then
     lie in front of the first tile, which sees the fewest keys, and not behind the last and longest one.
@@ -57,9 +64,9 @@ def tile_at(number, grid, sq, C: gl.constexpr):
 def kv_tile_at(number, grid, C: gl.constexpr):
     """Return the tile of keys of a tile number.
 
-    Heads are swizzled as in ``tile_at``; here q, dout and the dQ accumulator fit L2. Under an upper bound the first
-    keys are seen by the most queries. With C.DETERMINISTIC tiles of one head wait for one another: a swizzle has many
-    heads start together.
+    Heads are swizzled as in ``tile_at``, with C.DETERMINISTIC always; here q, dout and the dQ accumulator fit L2. Under
+    an upper bound the first keys are seen by the most queries. With C.DETERMINISTIC tiles of one head wait for one
+    another: a swizzle has many heads start together.
     """
     rank, row = _swizzled(number, grid, C.HAS_UPPER or C.DETERMINISTIC)
     return KVTile(rank * (64 * C.CONSUMERS), row % grid.heads, row // grid.heads)
@@ -92,171 +99,50 @@ def _swizzled(number, grid, SWIZZLED: gl.constexpr):
 
 
 @gluon.jit
-def kv_blocks_of(first, bounds, C: gl.constexpr):
-    """Return the blocks of C.BLOCK_N keys that a tile of queries sees, taken from the last block down.
+def fetch_next_tile(counter, total):
+    """Producer: take the next tile's number from the launch's counter (dynamic persistent scheduling).
 
-    There is at least one block, even if no key is seen.
+    A CTA's first tile has the CTA's own number. So no tile may wait for another: the CTA that it is the first tile of
+    may not have started.
     """
-    last = gl.minimum(first + 64 // C.PACK_GQA * C.CONSUMERS, bounds.sq) - 1
-    start = 0
-    shared_start = start
-    stop = start + bounds.sk
-    shared_stop = stop
-    if C.HAS_LOWER:
-        start = gl.maximum(0, first + bounds.lower)
-        shared_start = gl.maximum(0, last + bounds.lower)
-    if C.HAS_UPPER:
-        stop = gl.minimum(bounds.sk, last + 1 + bounds.upper)
-        shared_stop = gl.minimum(stop, first + 1 + bounds.upper)
-    count = gl.maximum(1, (stop - start + (C.BLOCK_N - 1)) // C.BLOCK_N)
-    upper_boundary = count - gl.maximum(0, gl.minimum(count, gl.maximum(0, shared_stop - start) // C.BLOCK_N))
-    lower_boundary = gl.minimum(count - upper_boundary,
-                                gl.maximum(0, shared_start - start + (C.BLOCK_N - 1)) // C.BLOCK_N)
-    return BlockRange(start, upper_boundary, upper_boundary + lower_boundary, count)
+    fetched = gl.atomic_add(counter, 1, sem="relaxed")
+    if fetched == total - 1:
+        gl.store(counter, 0)  # the launch's last fetch leaves the counter as it was found
+    return fetched + gl.num_programs(0)
 
 
 @gluon.jit
-def n_block_start(step, blocks, C: gl.constexpr):
-    """Return the first key of the block of a step: boundary blocks come first, those of both ends."""
-    start, upper_boundary, boundary, count = blocks
-    n_block = gl.where(step < boundary, step - upper_boundary, count - 1 - (step - boundary + upper_boundary))
-    n_block = gl.where(step < upper_boundary, count - 1 - step, n_block)
-    return start + n_block * C.BLOCK_N
+def publish_tile(queue, count, tile, SIZE: gl.constexpr):
+    """Producer: write the numbers of a work tile for the consumers; SIZE: the numbers of a tile's slot."""
+    producer_acquire(queue.empty, count, 2)
+    slot = count % 2
+    zero = gl.full([1], 0, gl.int32, layout=ONE_WARP)
+    for i in gl.static_range(len(tile)):
+        queue.numbers.index(slot * SIZE + i).store(zero + tile[i])
+    mbarrier.arrive(queue.full.index(slot), count=1)
 
 
 @gluon.jit
-def kv_block_start(step, blocks, C: gl.constexpr):
-    """Return the first key of a forward step's block; with C.SINK_BLOCK_FIRST that of key 0 follows the masked ones."""
-    if C.SINK_BLOCK_FIRST:
-        sinks = sink_block_of(blocks)
-        step = gl.where(step > sinks, step - 1, gl.where(step == sinks, blocks.count - 1, step))
-    return n_block_start(step, blocks, C)
+def read_tile(queue, count, SIZE: gl.constexpr):
+    """Consumer: read the work tile of iteration ``count``, which it has waited for and not released."""
+    slot = count % 2
+    tile = ()
+    for i in gl.static_range(SIZE):
+        tile = tile + (gl.sum(queue.numbers.index(slot * SIZE + i).load(FOUR_WARPS), 0),)
+    return tile
 
 
 @gluon.jit
-def sink_block_of(blocks):
-    """Return the step of the first keys with C.SINK_BLOCK_FIRST, if there are so many: never a tile's first step."""
-    return gl.maximum(blocks.boundary, 1)
+def get_tile(queue, count, SIZE: gl.constexpr, KEPT: gl.constexpr = False):
+    """Consumer: wait for the next work tile and read it; if it is KEPT, the caller releases it (``release_tile``)."""
+    consumer_wait(queue.full, count, 2)
+    tile = read_tile(queue, count, SIZE)
+    if not KEPT:
+        release_tile(queue, count)
+    return tile
 
 
 @gluon.jit
-def masked_blocks_of(row, blocks, bounds, C: gl.constexpr):
-    """Return how many blocks need a mask for the queries from ``row`` on; with a lower bound, for those of the tile."""
-    masked = blocks.boundary
-    if C.HAS_UPPER and not C.HAS_LOWER:
-        shared_stop = gl.minimum(bounds.sk, row + 1 + bounds.upper)
-        masked = blocks.count - gl.minimum(blocks.count, gl.maximum(0, shared_stop - blocks.start) // C.BLOCK_N)
-    return masked
-
-
-@gluon.jit
-def first_block_is_masked(first_key, count, row, upper, C: gl.constexpr):
-    """Whether a warpgroup's queries, from ``row`` on, see no key of a tile's first block, one of several."""
-    return (count > 1) & (first_key >= row + 64 // C.PACK_GQA + upper)
-
-
-@gluon.jit
-def q_blocks_of(first, bounds, C: gl.constexpr):
-    """Return the blocks of QUERIES queries that see a tile of keys.
-
-    Blocks lie on a grid from query 0 on, since the dQ accumulator is stored by blocks. ``upper_boundary`` of them lie
-    at the first queries. In a tile that reaches past the last key all blocks need a mask. Queries past the last one
-    need none: their probabilities are 0. There may be no block.
-    """
-    last = gl.minimum(first + 64 * C.CONSUMERS, bounds.sk) - 1
-    start = 0
-    shared_start = start
-    stop = start + bounds.sq
-    shared_stop = stop
-    if C.HAS_UPPER:
-        start = gl.maximum(0, first - bounds.upper) // QUERIES * QUERIES
-        shared_start = gl.maximum(0, last - bounds.upper)
-    if C.HAS_LOWER:
-        stop = gl.minimum(bounds.sq, last - bounds.lower + 1)
-        shared_stop = gl.minimum(bounds.sq, first - bounds.lower + 1)
-    count = gl.maximum(0, stop - start + (QUERIES - 1)) // QUERIES
-    upper_boundary = gl.minimum(count, (shared_start - start + (QUERIES - 1)) // QUERIES)
-    upper_boundary = gl.where(first + 64 * C.CONSUMERS > bounds.sk, count, upper_boundary)
-    whole = gl.where(shared_stop == bounds.sq, count, gl.maximum(0, shared_stop - start) // QUERIES)
-    lower_boundary = count - gl.maximum(upper_boundary, gl.minimum(count, whole))
-    return BlockRange(start, upper_boundary, upper_boundary + lower_boundary, count)
-
-
-@gluon.jit
-def q_block_start(step, blocks, C: gl.constexpr):
-    """Return the first query of the block of a step: boundary blocks come first, those of both ends.
-
-    With C.DETERMINISTIC blocks come from the last one down: whatever the mask, of tiles that start together the one of
-    the earlier keys is at a block first or at the same time. From the first one up a causal tile would have to wait
-    until an earlier one has come to its diagonal.
-    """
-    start, upper_boundary, boundary, count = blocks
-    if C.DETERMINISTIC:
-        m_block = count - 1 - step
-    else:
-        m_block = gl.where(step < boundary, count - 1 - (step - upper_boundary), step - (boundary - upper_boundary))
-        m_block = gl.where(step < upper_boundary, step, m_block)
-    return start + m_block * QUERIES
-
-
-@gluon.jit
-def q_block_start_serpentine(step, first, blocks, C: gl.constexpr):
-    """Return the first query of a step of the tile of keys from ``first`` on, where one CTA has all tiles of a head.
-
-    Blocks come from the last one down, but in every second tile those without a mask come from the first one up: a tile
-    begins with what L2 holds of the one before.
-    """
-    start, upper_boundary, boundary, count = blocks
-    lower_boundary = boundary - upper_boundary
-    m_block = count - 1 - step
-    if (first // (64 * C.CONSUMERS) % 2 != 0) & (step >= lower_boundary) & (step < count - upper_boundary):
-        m_block = upper_boundary + step - lower_boundary
-    return start + m_block * QUERIES
-
-
-@gluon.jit
-def phases_of(key, blocks, bounds, C: gl.constexpr):
-    """Return where phases of steps end for the 64 keys from ``key`` on; all but the second need a mask.
-
-    With C.DETERMINISTIC or C.HEAD_PERSISTENT there are three, of which the first is empty without a lower bound; else
-    two.
-    """
-    _start, upper_boundary, boundary, count = blocks
-    masked = masked_q_blocks_of(key, blocks, bounds, C)
-    if C.DETERMINISTIC or C.HEAD_PERSISTENT:
-        ends = (0, boundary - upper_boundary, count - (masked - (boundary - upper_boundary)), count)
-    else:
-        ends = (0, masked, count)
-    return ends
-
-
-@gluon.jit
-def rank_of(first, m_block, bounds, C: gl.constexpr):
-    """Return how many tiles of keys before that from ``first`` on see a block of queries.
-
-    ``m_block``: counted on the grid of all. The first tile that sees a block sees its first query: a bound above only
-    ever hides a block from the tiles behind.
-    """
-    rank = first // (64 * C.CONSUMERS)
-    if C.HAS_LOWER:
-        rank -= gl.maximum(0, m_block * QUERIES + bounds.lower) // (64 * C.CONSUMERS)
-    return rank
-
-
-@gluon.jit
-def is_last_of(first, query, bounds, C: gl.constexpr):
-    """Whether no tile of keys behind that from ``first`` on sees the block of queries from ``query`` on."""
-    stop = bounds.sk
-    if C.HAS_UPPER:
-        stop = gl.minimum(bounds.sk, gl.minimum(query + QUERIES, bounds.sq) + bounds.upper)
-    return first + 64 * C.CONSUMERS >= stop
-
-
-@gluon.jit
-def masked_q_blocks_of(key, blocks, bounds, C: gl.constexpr):
-    """Return how many blocks need a mask for the 64 keys from ``key`` on; with a lower bound, those of the tile."""
-    masked = blocks.boundary
-    if C.HAS_UPPER and not C.HAS_LOWER:
-        own = gl.minimum(blocks.count, gl.maximum(0, key + 63 - bounds.upper - blocks.start + (QUERIES - 1)) // QUERIES)
-        masked = gl.where(key + 64 > bounds.sk, blocks.count, own)
-    return masked
+def release_tile(queue, count):
+    """Consumer: release the slot of the work tile of iteration ``count``."""
+    consumer_release(queue.empty, count, 2)

@@ -13,8 +13,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from tilewise.kernels.hopper.arguments import MaskBounds
 from tilewise.kernels.hopper.compat import reinterpret
+from tilewise.kernels.hopper.mask_ranges import QUERIES
 from tilewise.kernels.hopper.pipeline import CONTIGUOUS, FOUR_WARPS, ONE_WARP
-from tilewise.kernels.hopper.tile_scheduler import QUERIES, KVTile, tile_at
+from tilewise.kernels.hopper.tile_scheduler import KVTile, tile_at
 
 _CHUNK = gl.constexpr(128)  # sequences that are looked through at once
 _FOUR_A_THREAD = gl.constexpr(gl.BlockedLayout([4], [32], [1], [0]))  # of one warp

@@ -117,7 +117,7 @@ class HopperBackwardConfig:
 
     @property
     def head_persistent(self) -> bool:
-        """Whether CTAs have all keys of a head, and no other CTA adds to its dQ."""
+        """Whether a CTA has all keys of a head, or ``ctas_per_head`` of them do, and no other CTA adds to its dQ."""
         return False
 
     @property

@@ -53,13 +53,17 @@ from tilewise.kernels.hopper.backward.types import (
     TileView,
 )
 from tilewise.kernels.hopper.compat import reinterpret, tma_store, tma_store_wait
+from tilewise.kernels.hopper.mask_ranges import (
+    QUERIES,
+    phases_of,
+    q_block_start,
+    q_block_start_serpentine,
+    q_blocks_of,
+)
 from tilewise.kernels.hopper.pipeline import (
     CONTIGUOUS,
-    NO_TILE,
-    TileQueue,
     consumer_release,
     consumer_wait,
-    get_tile,
     make_barriers,
     named_barrier_sync,
     optimization_barrier,
@@ -67,13 +71,11 @@ from tilewise.kernels.hopper.pipeline import (
 )
 from tilewise.kernels.hopper.softmax import cap
 from tilewise.kernels.hopper.tile_scheduler import (
-    QUERIES,
+    NO_TILE,
+    TileQueue,
+    get_tile,
     kv_tile_at,
     kv_tile_of_numbers,
-    phases_of,
-    q_block_start,
-    q_block_start_serpentine,
-    q_blocks_of,
 )
 from tilewise.kernels.hopper.varlen import (
     dq_parts_of,

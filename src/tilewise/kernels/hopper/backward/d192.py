@@ -32,6 +32,12 @@ from tilewise.kernels.hopper.backward.d256_types import (
 from tilewise.kernels.hopper.backward.dq_accum import add_from_registers
 from tilewise.kernels.hopper.backward.types import Pipe
 from tilewise.kernels.hopper.compat import tma_store_wait
+from tilewise.kernels.hopper.mask_ranges import (
+    QUERIES,
+    phases_of,
+    q_block_start,
+    q_blocks_of,
+)
 from tilewise.kernels.hopper.pipeline import (
     CONTIGUOUS,
     allocate_stages,
@@ -41,13 +47,7 @@ from tilewise.kernels.hopper.pipeline import (
     named_barrier_sync,
     optimization_barrier,
 )
-from tilewise.kernels.hopper.tile_scheduler import (
-    QUERIES,
-    kv_tile_at,
-    phases_of,
-    q_block_start,
-    q_blocks_of,
-)
+from tilewise.kernels.hopper.tile_scheduler import kv_tile_at
 
 _MULTIPLY = """{
     .reg .b16 low, high;

@@ -23,6 +23,12 @@ from tilewise.kernels.hopper.backward.d256_types import Args, Inputs, KVTiles, O
 from tilewise.kernels.hopper.backward.producers import fetch_row_stats, put_row_stats
 from tilewise.kernels.hopper.backward.types import Pipe
 from tilewise.kernels.hopper.compat import tma_load, tma_store_wait
+from tilewise.kernels.hopper.mask_ranges import (
+    QUERIES,
+    phases_of,
+    q_block_start,
+    q_blocks_of,
+)
 from tilewise.kernels.hopper.pipeline import (
     CONTIGUOUS,
     ONE_WARP,
@@ -36,13 +42,7 @@ from tilewise.kernels.hopper.pipeline import (
 )
 from tilewise.kernels.hopper.products import finish
 from tilewise.kernels.hopper.softmax import as_operand, pack_pairs
-from tilewise.kernels.hopper.tile_scheduler import (
-    QUERIES,
-    kv_tile_at,
-    phases_of,
-    q_block_start,
-    q_blocks_of,
-)
+from tilewise.kernels.hopper.tile_scheduler import kv_tile_at
 
 # Columns of K or V that a warpgroup holds as register fragments, of 256: a block of scores leaves no room for more.
 FRAGMENT_COLUMNS = gl.constexpr(128)

@@ -49,29 +49,31 @@ from tilewise.kernels.hopper.backward.mmas import DPROBS, SCORES, issue_dq, issu
 from tilewise.kernels.hopper.backward.producers import load_dout, load_queries
 from tilewise.kernels.hopper.backward.types import Args, Inputs, Outputs, Pipe
 from tilewise.kernels.hopper.compat import tma_load, tma_store_wait
-from tilewise.kernels.hopper.pipeline import (
-    CONTIGUOUS,
-    NO_TILE,
-    TileQueue,
-    consumer_release,
-    consumer_wait,
-    fetch_next_tile,
-    get_tile,
-    make_barriers,
-    named_barrier_sync,
-    optimization_barrier,
-    producer_acquire,
-    publish_tile,
-)
-from tilewise.kernels.hopper.tile_scheduler import (
+from tilewise.kernels.hopper.mask_ranges import (
     QUERIES,
     is_last_of,
-    kv_tile_at,
-    kv_tile_of_numbers,
     phases_of,
     q_block_start,
     q_blocks_of,
     rank_of,
+)
+from tilewise.kernels.hopper.pipeline import (
+    CONTIGUOUS,
+    consumer_release,
+    consumer_wait,
+    make_barriers,
+    named_barrier_sync,
+    optimization_barrier,
+    producer_acquire,
+)
+from tilewise.kernels.hopper.tile_scheduler import (
+    NO_TILE,
+    TileQueue,
+    fetch_next_tile,
+    get_tile,
+    kv_tile_at,
+    kv_tile_of_numbers,
+    publish_tile,
 )
 
 ZERO: gl.constexpr = gl.constexpr(0)

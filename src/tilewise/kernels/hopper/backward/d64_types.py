@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 class Config(NamedTuple):
     """What is fixed when the kernel is compiled: HopperBackwardConfig's fields, and which bounds the mask has.
 
-    CTAS_PER_HEAD: CTAs that share a head. KV_STAGES: tiles of keys in flight. DYNAMIC_TILES: the CTAs are persistent,
-    and the dynamic scheduler gives them their tiles; just where dQ has no order, without DETERMINISTIC. The last ones
-    are what d128.py's functions read, always the same. The rest: types.Config.
+    CTAS_PER_HEAD: CTAs that share a head with HEAD_PERSISTENT, which comes with DETERMINISTIC. KV_STAGES: tiles of keys
+    in flight. DYNAMIC_TILES: the CTAs are persistent, and the dynamic scheduler gives them their tiles; just where dQ
+    has no order, without DETERMINISTIC. The last ones are what d128.py's functions read, always the same. The rest:
+    types.Config.
     """
 
     WIDTH: int

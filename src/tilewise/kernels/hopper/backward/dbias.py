@@ -40,17 +40,19 @@ from tilewise.kernels.hopper.backward.dbias_types import (
 from tilewise.kernels.hopper.compat import tma_load
 from tilewise.kernels.hopper.pipeline import (
     CONTIGUOUS,
-    NO_TILE,
-    TileQueue,
     consumer_release,
     consumer_wait,
-    get_tile,
     make_barriers,
     optimization_barrier,
     producer_acquire,
-    publish_tile,
 )
 from tilewise.kernels.hopper.softmax import LOG2E
+from tilewise.kernels.hopper.tile_scheduler import (
+    NO_TILE,
+    TileQueue,
+    get_tile,
+    publish_tile,
+)
 
 TILE_SIZE = gl.constexpr(3)  # numbers that are published of a tile: bias head, block of queries, block of keys
 ZEROED_ROWS = gl.constexpr(4)  # that are zeroed at once
@@ -142,7 +144,7 @@ def inside(queries, keys, bounds, VECTOR: gl.constexpr):
 
 
 @gluon.jit
-def zero_masked_tiles(args, C: gl.constexpr):
+def zero_hidden_tiles(args, C: gl.constexpr):
     """One warp: write zeros to the tiles of dbias that no query sees a key of."""
     dbias_ptr, grid, bounds = args.dbias_ptr, args.grid, args.bounds
     LAYOUT: gl.constexpr = coalesced_layout(dbias_ptr.dtype.element_ty.primitive_bitwidth, 1)
@@ -332,7 +334,7 @@ def hopper_dbias_kernel(q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr, b
     if C.HAS_LOWER or C.HAS_UPPER:
         gl.warp_specialize([
             (accumulate, (args, smem, ZERO, C)), (accumulate, (args, smem, ONE, C)), (load_queries, (args, smem, C)),
-            (load_keys, (args, smem, C)), (zero_masked_tiles, (args, C)),
+            (load_keys, (args, smem, C)), (zero_hidden_tiles, (args, C)),
         ], [4, 1, 1, 1], [240, 24, 24, 24])
     else:
         gl.warp_specialize([

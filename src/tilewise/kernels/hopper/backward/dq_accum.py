@@ -19,6 +19,13 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from tilewise.kernels.hopper.backward.types import Pipe
 from tilewise.kernels.hopper.compat import reinterpret, tma_add, tma_store, tma_store_wait
+from tilewise.kernels.hopper.mask_ranges import (
+    QUERIES,
+    is_last_of,
+    q_block_start,
+    q_blocks_of,
+    rank_of,
+)
 from tilewise.kernels.hopper.pipeline import (
     ONE_WARP,
     WARPGROUP_BARRIER,
@@ -28,7 +35,6 @@ from tilewise.kernels.hopper.pipeline import (
     per_thread_asm,
     producer_acquire,
 )
-from tilewise.kernels.hopper.tile_scheduler import QUERIES, is_last_of, q_block_start, q_blocks_of, rank_of
 
 # Writers take every other block, each with a stage of its own: an addition may last as long as two blocks.
 WRITERS: gl.constexpr = gl.constexpr(2)
@@ -191,7 +197,7 @@ def await_accum_but_last():
     """Wait until all that this warpgroup has set and added, but for the last copy, has arrived in global memory.
 
     That is enough for what the tiles of keys before have left of a block, if a warpgroup issues one copy a block
-    (accumulate_or_write_part), and at a tile's end two more, of dV and dK (hopper_backward.attend_tile). These come
+    (accumulate_or_write_part), and at a tile's end two more, of dV and dK (d128.attend_tile). These come
     between any two tiles, so that a block's accumulator is never what the last copy set or added to, even where a tile
     begins with the block that the one before has ended with (tiles.q_block_start_serpentine): there the last copy is
     dK's. A kernel that stores dV and dK otherwise must wait for all copies here. The warpgroup's other threads know of

@@ -23,6 +23,12 @@ from tilewise.kernels.hopper.backward.d256 import (
 from tilewise.kernels.hopper.backward.d256_types import DQArgs, DQSmem, Inputs, QTiles, QView
 from tilewise.kernels.hopper.backward.producers import fetch_row_stats, in_base_2
 from tilewise.kernels.hopper.backward.types import Pipe
+from tilewise.kernels.hopper.mask_ranges import (
+    first_block_is_hidden,
+    kv_blocks_of,
+    masked_blocks_of,
+    n_block_start,
+)
 from tilewise.kernels.hopper.pipeline import (
     allocate_stages,
     as_tuple,
@@ -34,13 +40,7 @@ from tilewise.kernels.hopper.pipeline import (
 )
 from tilewise.kernels.hopper.products import finish
 from tilewise.kernels.hopper.softmax import hide, pack_pairs
-from tilewise.kernels.hopper.tile_scheduler import (
-    first_block_is_masked,
-    kv_blocks_of,
-    masked_blocks_of,
-    n_block_start,
-    tile_at,
-)
+from tilewise.kernels.hopper.tile_scheduler import tile_at
 
 K_STAGES: gl.constexpr = gl.constexpr(2)  # tiles of K in flight; of V one: two were no faster where they fit
 
@@ -112,7 +112,7 @@ def attend(args, smem, OWN: gl.constexpr, C: gl.constexpr):
     masked = masked_blocks_of(row, blocks, bounds, C)
     begin = 0
     if C.HAS_UPPER:
-        if first_block_is_masked(n_block_start(0, blocks, C), blocks.count, row, bounds.upper, C):
+        if first_block_is_hidden(n_block_start(0, blocks, C), blocks.count, row, bounds.upper, C):
             consumer_wait(k_pipe.full, 0, K_STAGES)
             consumer_release(k_pipe.empty, 0, K_STAGES)
             consumer_wait(v_pipe.full, 0, 1)

@@ -11,7 +11,7 @@ def rows_of_block(cu_seqlens, count, block, total):
     """Return the first row of dq of a block of 64 queries, and where its sequence ends.
 
     Packed sequence n owns the blocks from cu_seqlens[n] div 64 + n on; rows behind the last sequence count as one. The
-    first number is taken for 0, as in lengths.border_at.
+    first number is taken for 0, as in varlen.border_at.
     """
     begin = block * 64
     stop = total

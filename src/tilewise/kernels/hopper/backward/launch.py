@@ -52,7 +52,7 @@ class HopperBackward:
 
         from tilewise.kernels.hopper.backward.augmented_k import EXTRA_COLUMNS, hopper_augmented_k_kernel
         from tilewise.kernels.hopper.backward.dq_postprocess import hopper_dq_kernel
-        from tilewise.kernels.hopper.tile_scheduler import QUERIES
+        from tilewise.kernels.hopper.mask_ranges import QUERIES
 
         self.kernel, constants = _kernel_of(problem, config)
         self.describe = TensorDescriptor

@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 from tilewise.kernels.hopper.backward.augmented_k import issue_augmented
-from tilewise.kernels.hopper.tile_scheduler import QUERIES
+from tilewise.kernels.hopper.mask_ranges import QUERIES
 
 # Which of the two MMAs issue_s_or_dp issues.
 SCORES: gl.constexpr = gl.constexpr(0)

@@ -11,14 +11,19 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from tilewise.kernels.hopper.compat import tma_load
-from tilewise.kernels.hopper.pipeline import NO_TILE, ONE_WARP, fetch_next_tile, producer_acquire, publish_tile
-from tilewise.kernels.hopper.softmax import LOG2E
-from tilewise.kernels.hopper.tile_scheduler import (
+from tilewise.kernels.hopper.mask_ranges import (
     QUERIES,
-    kv_tile_at,
     q_block_start,
     q_block_start_serpentine,
     q_blocks_of,
+)
+from tilewise.kernels.hopper.pipeline import ONE_WARP, producer_acquire
+from tilewise.kernels.hopper.softmax import LOG2E
+from tilewise.kernels.hopper.tile_scheduler import (
+    NO_TILE,
+    fetch_next_tile,
+    kv_tile_at,
+    publish_tile,
 )
 from tilewise.kernels.hopper.varlen import clear_rows, kv_tile_of, sequence_rows_of
 

@@ -16,7 +16,7 @@ class Config(NamedTuple):
     DQ_FROM_REGISTERS: dQ is added from registers; else it is staged in shared memory, and TMA adds it.
     DETERMINISTIC: warps of their own add the staged dQ in a fixed order.
     AUGMENTED_K: the tensor cores subtract lse and delta (augmented_k.py), a CTA is persistent, and dQ is staged.
-    HEAD_PERSISTENT: a persistent CTA has all tiles of a head, and no other CTA adds to this head's dQ.
+    HEAD_PERSISTENT: a persistent CTA has all tiles of a head, or CTAs that share one, and no other adds to its dQ.
     VARLEN, HAS_CU_SEQLENS, BOTTOM_RIGHT: as in the forward kernel. HAS_DROPOUT: whether there is dropout.
     """
 

@@ -7,10 +7,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from tilewise.kernels.hopper.compat import tma_store, tma_store_wait
+from tilewise.kernels.hopper.mask_ranges import kv_blocks_of
 from tilewise.kernels.hopper.pipeline import per_thread_asm
 from tilewise.kernels.hopper.products import rescale
 from tilewise.kernels.hopper.softmax import add_sink
-from tilewise.kernels.hopper.tile_scheduler import kv_blocks_of
 from tilewise.kernels.hopper.varlen import blank, rows_of, store_some
 
 LN2 = gl.constexpr(0.6931471805599453)
@@ -32,7 +32,7 @@ class Outputs(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What a warpgroup has computed of 64 rows: O is divided by ``weight``; lse is log2 of 2^row_max * row_sum."""
+    """What a warpgroup has computed of 64 rows: O is divided by ``weight``, and lse is ln(2^row_max * row_sum)."""
 
     acc: Any
     row_max: Any

@@ -33,24 +33,20 @@ from tilewise.kernels.hopper.forward.types import (
     State,
     TileView,
 )
+from tilewise.kernels.hopper.mask_ranges import kv_block_start, masked_blocks_of, sink_block_of
 from tilewise.kernels.hopper.pipeline import (
     CONTIGUOUS,
     FOUR_WARPS,
-    NO_TILE,
     OVERFLOW_SLOTS,
-    TileQueue,
     allocate_stages,
     as_tuple,
     consumer_release,
     consumer_release_after_mma,
     consumer_wait,
-    get_tile,
     make_barriers,
     optimization_barrier,
     order_barrier_arrive,
     order_barrier_wait,
-    read_tile,
-    release_tile,
     scheduling_fence,
 )
 from tilewise.kernels.hopper.products import (
@@ -78,9 +74,11 @@ from tilewise.kernels.hopper.softmax import (
     update_shift,
 )
 from tilewise.kernels.hopper.tile_scheduler import (
-    kv_block_start,
-    masked_blocks_of,
-    sink_block_of,
+    NO_TILE,
+    TileQueue,
+    get_tile,
+    read_tile,
+    release_tile,
 )
 from tilewise.kernels.hopper.varlen import bounds_of_tile, clear, tile_of_numbers, tile_size
 

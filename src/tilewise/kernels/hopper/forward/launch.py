@@ -33,8 +33,8 @@ class HopperForward:
         problem: the call.
         config: its tiles.
         schedule: their order, and what else was chosen. Where it splits tiles, their partial results go to
-            ``partial``, float32, of :attr:`partial_shape`; the kernel that combines them takes the sinks. Without a
-            bound alone some tiles may be whole, so that the rows of the others are the last ones.
+            ``partial``, float32, of :attr:`partial_shape`; the kernel that combines them takes the sinks. Some
+            tiles may be whole only without a bound, so that the rows of the others are the last ones.
         num_sms: of the device; one CTA runs on each.
     """
 

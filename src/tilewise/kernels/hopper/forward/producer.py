@@ -1,10 +1,10 @@
 """The Hopper forward kernel's producer warp: it fetches work tiles, and loads their queries, keys and values.
 
-With C.FROZEN_MAX a tile's overflow flags are looked at when they are complete. The producer publishes a tile when every
-warpgroup has got the one two before it, and so has written the flags of the one two before that: those are looked at
-next. A tile with an overflowed row is published once more, to be computed with online softmax throughout. At the end of
-a CTA no tile follows that would complete the flags: a NO_TILE then has the warpgroups arrive on ``drained``, and more
-tiles may follow it.
+With C.FROZEN_MAX a tile's overflow flags are looked at when they are complete. The queue has two slots: tile t is
+published when every warpgroup has taken tile t - 2, and so has written the flags of tile t - 4 (OVERFLOW_LAG). Those
+are looked at next. A tile with an overflowed row is published once more, to be computed with online softmax throughout.
+At the end of a CTA no tile follows that would complete the flags: a NO_TILE then has the warpgroups arrive on
+``drained``, and more tiles may follow it.
 """
 
 from triton.experimental import gluon
@@ -13,16 +13,14 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from tilewise.kernels.hopper.compat import tma_load
 from tilewise.kernels.hopper.forward.split_kv import blocks_of_tile, locate_work_tile, num_work_tiles
+from tilewise.kernels.hopper.mask_ranges import kv_block_start
 from tilewise.kernels.hopper.pipeline import (
-    NO_TILE,
     ONE_WARP,
     OVERFLOW_LAG,
     OVERFLOW_SLOTS,
-    fetch_next_tile,
     producer_acquire,
-    publish_tile,
 )
-from tilewise.kernels.hopper.tile_scheduler import kv_block_start
+from tilewise.kernels.hopper.tile_scheduler import NO_TILE, fetch_next_tile, publish_tile
 from tilewise.kernels.hopper.varlen import bounds_of_tile, numbers_of_tile, rows_of, tile_size
 
 

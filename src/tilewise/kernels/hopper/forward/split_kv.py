@@ -7,7 +7,8 @@ work tile of its own; another kernel combines their partial results.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tilewise.kernels.hopper.tile_scheduler import BlockRange, kv_blocks_of, tile_at
+from tilewise.kernels.hopper.mask_ranges import BlockRange, kv_blocks_of
+from tilewise.kernels.hopper.tile_scheduler import tile_at
 from tilewise.kernels.hopper.varlen import WorkTile, locate_tile
 
 

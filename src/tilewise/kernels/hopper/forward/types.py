@@ -11,7 +11,7 @@ class Config(NamedTuple):
     head is as wide as their sum. Each chunk has its own shared memory, descriptors and MMAs.
     OUT, OUT_SLOTS: columns of out that one TMA store writes, and the staging buffers for them that a warpgroup has.
     TILES_FROM_END: tiles are counted from the last query back, as those of three warpgroups under an upper bound
-    alone, where lengths are not data and rows are queries (tiles.tile_at).
+    alone, where lengths are not data and rows are queries (tile_scheduler.tile_at).
     SKIP_PADDING: a warpgroup looks whether a tile has a query for it, and leaves the tensor cores to the others if not.
     PARTS: 2: the wait for O += P·V lies between the exponentials of a block's first half and those of its second; 1:
     behind all of them.
