@@ -10,7 +10,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src/tilewise"
 SECTION = (ROOT / "CONTRIBUTING.md").read_text("utf-8").partition("## Add an option\n")[2].partition("\n## ")[0]
-OPTION = "softcap"
+OPTION, TENSOR = "softcap", "sinks"
+OF_TENSORS = SECTION[SECTION.index("A tensor, such as `sinks`"):SECTION.index("Then its kernels:")]
 # What is no part of a call's way to its kernels, or is theirs: each has its own reasons to know an option.
 NOT_HOST = ("backends", "bench", "cli", "compile_ahead", "integrations", "kernels", "testing", "tuning")
 
@@ -38,11 +39,18 @@ def test_a_call_without_a_cache_asks_for_at_most_four_files_on_the_host():
 
 
 def test_the_kernels_files_named_know_the_option():
-    named = re.findall(r"`((?:kernels|testing)/[\w/]+\.py)`", SECTION)
+    named = re.findall(r"`((?:kernels|testing)/[\w/]+\.py)`", SECTION.replace(OF_TENSORS, ""))
     assert len(named) >= 6
     # A random configuration draws options by their lines: the name is a string there.
     assert [name for name in named if OPTION not in names(SOURCE / name) and f'"{OPTION}"' not in (
         SOURCE / name).read_text("utf-8")] == []
+
+
+def test_the_files_named_for_a_tensor_know_the_tensor():
+    named = re.findall(r"`([\w/]+\.py)`", OF_TENSORS)
+    assert len(named) >= 7
+    assert [name for name in named if not any(TENSOR in word for word in names(SOURCE / name))
+            and f'"{TENSOR}"' not in (SOURCE / name).read_text("utf-8")] == []
 
 
 @pytest.mark.parametrize("name", re.findall(r"`(tests/[\w/]+\.py)`", SECTION))

@@ -47,14 +47,15 @@ def load(pointer, mask=True, other=0):
 
 @pytest.fixture(scope="module", autouse=True)
 def plain_python():
-    """The functions of gl that the two modules call, on numbers and tensors; sequences are looked through by fours."""
+    """The functions of gl that are called here, on numbers and tensors; sequences are looked through by fours."""
     language = SimpleNamespace(minimum=min, maximum=max, where=lambda test, a, b: a if test else b, int32=torch.int32,
                                arange=lambda first, last, layout: torch.arange(first, last), load=load, sum=torch.sum)
     with pytest.MonkeyPatch.context() as patch:
-        for module in (tiles, lengths):
+        for module in (tiles, mask_ranges, lengths):
             patch.setattr(module, "gl", language)
+        for module in (mask_ranges, lengths):
             patch.setattr(module, "QUERIES", STEP)
-        for module, name in ((tiles, "_swizzled"), (tiles, "masked_q_blocks_of"), (lengths, "tile_at"),
+        for module, name in ((tiles, "_swizzled"), (mask_ranges, "masked_q_blocks_of"), (lengths, "tile_at"),
                              (lengths, "sequence_of"), (lengths, "border_at"), (lengths, "extent")):
             patch.setattr(module, name, getattr(module, name).fn)
         patch.setattr(lengths, "_CHUNK", 4)

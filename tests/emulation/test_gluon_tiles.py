@@ -37,12 +37,13 @@ QUERIES = int(mask_ranges.QUERIES)  # a step of the backward kernel
 
 @pytest.fixture(scope="module", autouse=True)
 def plain_python():
-    """The three functions of gl that tiles.py calls, on numbers, and its constant as one."""
+    """The three functions of gl that are called here, on numbers, and a constant as one."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiles, "gl", SimpleNamespace(minimum=min, maximum=max, where=lambda test, a, b: a if test else b))
-        patch.setattr(tiles, "QUERIES", QUERIES)
-        for called in ("_swizzled", "masked_q_blocks_of"):
-            patch.setattr(tiles, called, getattr(tiles, called).fn)
+        numbers = SimpleNamespace(minimum=min, maximum=max, where=lambda test, a, b: a if test else b)
+        for module, called in ((tiles, "_swizzled"), (mask_ranges, "masked_q_blocks_of")):
+            patch.setattr(module, "gl", numbers)
+            patch.setattr(module, called, getattr(module, called).fn)
+        patch.setattr(mask_ranges, "QUERIES", QUERIES)
         yield
 
 

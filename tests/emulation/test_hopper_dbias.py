@@ -19,9 +19,9 @@ from tilewise.testing.inputs import make_inputs
 from tilewise.tuning.device import device_spec
 
 hopper_dbias = pytest.importorskip("tilewise.kernels.hopper.backward.dbias", reason="Triton is not installed")
-launch_dbias, dbias_tiles, pipeline = (
+launch_dbias, dbias_tiles, pipeline, tile_scheduler = (
     pytest.importorskip(f"tilewise.kernels.hopper.{name}") for name in (
-        "backward.launch_dbias", "backward.dbias_tiles", "pipeline"))
+        "backward.launch_dbias", "backward.dbias_tiles", "pipeline", "tile_scheduler"))
 triton, gluon_on_cpu = (pytest.importorskip(name) for name in ("tilewise.backends.triton", "emulation.gluon_on_cpu"))
 Descriptor, Pointer, run = gluon_on_cpu.Descriptor, gluon_on_cpu.Pointer, gluon_on_cpu.run
 
@@ -79,7 +79,8 @@ def test_its_source_computes_the_sum_on_the_cpu(case, programs):
                  (hopper_dbias, "NO_TILE"): -1, (hopper_dbias, "ZEROED_ROWS"): 4}
     constants |= {(module, name): int(getattr(dbias_tiles, name)) for module in (hopper_dbias, dbias_tiles)
                   for name in ("TILE_QUERIES", "BLOCKS_PER_TILE")}
-    run(hopper_dbias.hopper_dbias_kernel, (hopper_dbias, dbias_tiles, pipeline), programs, arguments, constants)
+    run(hopper_dbias.hopper_dbias_kernel, (hopper_dbias, dbias_tiles, pipeline, tile_scheduler), programs, arguments,
+        constants)
     want = expected(problem, tensors)
     assert not dbias[want == 0.0].any()
     tolerance = 1e-3 if bias.dtype is torch.float16 else 2e-5  # the rounding of a sum, and of its terms

@@ -21,10 +21,10 @@ CONFIG = HopperForwardConfig(128, 2)
 
 @pytest.fixture(scope="module", autouse=True)
 def plain_python():
-    """The functions of gl that the two modules call, on numbers."""
+    """The functions of gl that are called here, on numbers."""
     language = SimpleNamespace(minimum=min, maximum=max, where=lambda test, a, b: a if test else b)
     with pytest.MonkeyPatch.context() as patch:
-        for module in (tiles, split_kv):
+        for module in (tiles, mask_ranges, split_kv):
             patch.setattr(module, "gl", language)
         for module, names in ((tiles, ("_swizzled",)),
                               (split_kv, ("tile_at", "kv_blocks_of", "split_of", "blocks_before", "blocks_of_split",
