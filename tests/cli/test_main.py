@@ -20,7 +20,7 @@ sys.modules["typer"] = None
 import importlib.util
 found = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *rest: None if name == "typer" else found(name, *rest)
-from tilewise.cli import main, options
+from tilewise.cli import main
 main(["info"])
 """
 
