@@ -9,7 +9,6 @@ to what longer calls of the same head dim take (tilewise.tuning.schedules_hopper
 
 import argparse
 import csv
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,10 @@ from unittest.mock import patch
 
 import torch
 
+from tilewise.tuning import schedules_hopper
+
 GRIDS, MOST_KEYS = ("paper", "seeds"), 1024
 SIZES = (4, 8, 12, 16, 24, 32)  # MiB
-LONG = {64: 32, 128: 24, 256: 32}  # MiB of longer calls, by head dim
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Row:
 
 def measure(out: Path, commit: str | None) -> None:
     """Time every size in every call; write the rows."""
-    from triton_versions import drawn_tensors, timed
+    from triton_versions import captured, drawn_tensors, timed
 
     from tilewise import attention
     from tilewise.bench.grids import grid_cells
@@ -74,22 +74,7 @@ def measure(out: Path, commit: str | None) -> None:
 
 def of_size(mib: int) -> Any:
     """Schedule heads of so many MiB together, whatever the call."""
-    from tilewise.tuning import schedules_hopper
-
     return patch.multiple(schedules_hopper, SWIZZLE_BYTES={256: mib * 2**20}, FEW_KEYS=-1)
-
-
-def captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """Return a graph of as many calls as triton_versions.timed divides by."""
-    from triton_versions import _CALLS
-
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(_CALLS):
-            call()
-    return graph
 
 
 def table(path: Path) -> str:
@@ -102,7 +87,8 @@ def table(path: Path) -> str:
     for case in dict.fromkeys(row["case"] for row in rows):
         own = {row["swizzle_mib"]: row for row in rows if row["case"] == case}
         first = next(iter(own.values()))
-        base = float(own[str(LONG[int(first["d"])])]["us_p50"])
+        longer = schedules_hopper.SWIZZLE_BYTES[int(first["d"])] // 2**20
+        base = float(own[str(longer)]["us_p50"])
         ratios = " | ".join(f"{base / float(own[size]['us_p50']):.3f}" for size in sizes)
         lines.append(f"| {first['keys']} | {first['d']} | {first['dtype']} | {ratios} |")
     made_by = dict.fromkeys((row["device_name"], row["torch"], row["triton"], row["commit"]) for row in rows)

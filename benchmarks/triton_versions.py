@@ -151,16 +151,17 @@ class Bound:
         self.spilled = {name: max(spilled for _, spilled in kernels[str(cell), name]) for name in PASSES}
         calls = {"forward": lambda: attend(lambda: (q, k, v), addresses, NO_OPERANDS),
                  "backward": lambda: differentiate(given, at)}
-        self.graphs = {name: self._captured(call) for name, call in calls.items()}
+        self.graphs = {name: captured(call) for name, call in calls.items()}
 
-    @staticmethod
-    def _captured(call: Any) -> torch.cuda.CUDAGraph:
-        call()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for _ in range(_CALLS):
-                call()
-        return graph
+
+def captured(call: Any) -> torch.cuda.CUDAGraph:
+    """Return a graph of as many calls as :func:`timed` divides by."""
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(_CALLS):
+            call()
+    return graph
 
 
 class compiled_as:  # noqa: N801 - used as a function

@@ -181,7 +181,7 @@ def entries_config(problem: AttentionProblem, device: DeviceSpec) -> DqEntriesCo
 
 
 def wants_descriptors(problem: AttentionProblem, device: DeviceSpec) -> bool:
-    """Whether tensor descriptors can pay: Hopper's copy engine is there, and the kernel outlasts their making.
+    """Whether tensor descriptors can pay: the GPU has TMA, and the kernel runs longer than the host makes them.
 
     No kernel of wider heads was timed through descriptors, and a tail does not come through them.
     """
