@@ -367,7 +367,8 @@ def _options(scale: float | None, band: Mask, softcap: float | None, dropout_p: 
              functions: CallFunctions, longest: Longest, deterministic: bool | None,
              backend: str | None) -> OperatorOptions:
     """Flatten what is not a tensor into an operator's arguments."""
-    check_choices(scale, deterministic, backend)
+    if not scale is deterministic is backend is None:
+        check_choices(scale, deterministic, backend)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     return OperatorOptions(scale, band.left, band.right, band.alignment, band.prefix, band.sink_tokens, band.chunk,

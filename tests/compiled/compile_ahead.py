@@ -37,7 +37,7 @@ from tilewise.problem.options import FunctionSpec, Operands, OperandSpec, ScoreO
 from tilewise.problem.sequences import Sequences
 from tilewise.tuning.device import DeviceSpec
 from tilewise.tuning.heuristics_hopper import forward_heuristic
-from tilewise.tuning.heuristics_triton import delta_config, entries_config, tile_heuristic
+from tilewise.tuning.heuristics_triton import delta_config, entries_config, single_tile_config, tile_heuristic
 from tilewise.tuning.schedules_hopper import backward_schedule, schedule_on_grid
 
 TARGETS = {
@@ -157,9 +157,13 @@ def launch_of(kernel, problem, config, modifiers):
     if kernel == "dbias":
         pairs = torch.empty(1, 1, 16, 16, dtype=problem.dtype)
         return dbias_launch(problem, config, "ieee", out.stride()), (q, k, v, out, rows, rows, pairs, modifiers)
+    if kernel == "dkdv_and_dq":
+        launch = dkdv_launch(problem, config, "ieee", out.stride(), (k.stride(), v.stride()), (True, True),
+                             (out.stride(), q.stride()))
+        return launch, (q, k, v, out, rows, None, k, v, None, out, q, modifiers)
     needs = (kernel != "dv", kernel != "dk")
     launch = dkdv_launch(problem, config, "ieee", out.stride(), (k.stride(), v.stride()), needs)
-    return launch, (q, k, v, out, rows, rows, k, v, None, modifiers)
+    return launch, (q, k, v, out, rows, rows, k, v, None, None, None, modifiers)
 
 
 def prepare(request):
@@ -169,7 +173,9 @@ def prepare(request):
     operands = operands_of(request)
     kernel, problem = request["kernel"], problem_of(request, operands)
     config = None
-    if not kernel.startswith(("zero_fill", "combine", "delta", "lengths")):
+    if kernel == "dkdv_and_dq":
+        config = single_tile_config(problem, spec)
+    elif not kernel.startswith(("zero_fill", "combine", "delta", "lengths")):
         tiles_of = "dq" if kernel.startswith("dq") else kernel
         config = tile_heuristic(tiles_of, problem, spec, descriptors=request["descriptors"])
         at_once = int(kernel.rpartition("_of_")[2]) if "_of_" in kernel else 1

@@ -92,6 +92,22 @@ def test_kernels_of_wide_heads_compile_within_registers_and_shared_memory(versio
             assert row["wgmma"] > 0, row
 
 
+@pytest.mark.parametrize("arch", [arch for arch in ARCHS if arch != "gfx942"])  # where it spills, and is not chosen
+@pytest.mark.parametrize("version", ENDS)
+def test_the_kernel_of_a_single_tile_of_keys_compiles_within_registers_and_shared_memory(version, arch):
+    wanted = [{"arch": arch, "kernel": "dkdv_and_dq", "d": d, "s": 64, "dtype": "bfloat16", "mask": mask,
+               "descriptors": False, "options": names}
+              for d in (64, 128) for mask in MASKS.values() for names in ([], ["bias", "seed", "softcap"])]
+    wanted = wanted if arch == "sm_90" else in_turns(wanted, ENDS, version, arch)
+    rows = compile_all(version, wanted)
+    assert len(rows) == len(wanted)
+    for row in rows:
+        assert row["shared"] <= row["limit"], row
+        assert row["stack"] <= (OPTIONS_SPILL_BOUND if row["options"] else SPILL_BOUND)[arch], row
+        if arch == "sm_90":
+            assert row["wgmma"] > 0, row
+
+
 @spread((SHIFTED, PACKED), (EXCEPTED, PACKED), (SHIFTED, DOCUMENTS), (EXCEPTED, TILED),
         (EXCEPTED, PADDED + DOCUMENTS + ["sinks"]))
 def test_kernels_of_lengths_documents_and_tile_lists_compile_within_shared_memory(version, arch, kind):

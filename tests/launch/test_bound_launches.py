@@ -66,12 +66,27 @@ def test_backward_hands_each_launch_its_tensors_and_their_addresses(monkeypatch,
     inputs = (q, k, v, dout, lse, delta)
     handed = [launch.handed[0] for launch in (plan.delta, *plan.dkdv, plan.dq) if launch.handed]
     wanted = [(out, dout, out if dlse is None else dlse, delta)]
-    wanted += [(*inputs, dk, dv, None)] * needs.dkv
+    wanted += [(*inputs, dk, dv, None, None, None)] * needs.dkv
     wanted += [(*inputs, dq, *[None] * 5)] * needs.dq
     assert [list(addresses) for addresses, _ in handed] == [pointers(tensors) for tensors in wanted]
     assert all(got is want for (_, tensors), own in zip(handed, wanted, strict=True)
                for got, want in zip(tensors[:-1], own, strict=True))
     assert all(tensors[-1] == NO_MODIFIERS for _, tensors in handed)
+
+
+def test_backward_of_one_launch_hands_it_everything_but_a_delta():
+    q, k, v, out, lse, dout = tensors_of()
+    problem = AttentionProblem.from_tensors(q, k, v).backward(lse_grad=False)
+    plan = triton._BackwardPlan(Needs(), q.stride(), k.stride(), v.stride(), dkdv=(Recorder(),),
+                                modifiers=triton._planned_modifiers(problem))
+    no_sums = OperandGradients(problem, NO_OPERANDS, dbias=False, dalibi_slopes=False, dsinks=False)
+    made = plan.bound(problem, no_sums)((q, k, v, out, lse, dout, None), tuple(pointers((q, k, v, out, lse, dout))))
+    dq, dk, dv = made
+    ((addresses, tensors),) = plan.dkdv[0].handed
+    wanted = (q, k, v, dout, lse, None, dk, dv, None, out, dq)
+    assert list(addresses) == pointers(wanted)
+    assert all(got is want for got, want in zip(tensors[:-1], wanted, strict=True))
+    assert tensors[-1] == NO_MODIFIERS
 
 
 def test_forward_hands_its_launch_its_tensors_and_their_addresses():

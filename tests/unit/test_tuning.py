@@ -17,7 +17,7 @@ from tilewise.kernels.hopper.backward.config import (
 )
 from tilewise.kernels.hopper.forward.config import HopperForwardConfig
 from tilewise.kernels.triton.config import DbiasConfig, DkdvConfig, DqConfig, ForwardConfig
-from tilewise.masks import Mask, causal
+from tilewise.masks import Mask, causal, sink_tokens
 from tilewise.problem import AttentionProblem
 from tilewise.problem.options import FunctionSpec, OperandSpec, ScoreOptions
 from tilewise.problem.sequences import Sequences
@@ -30,6 +30,7 @@ from tilewise.tuning.heuristics_triton import (
     entries_config,
     least_bytes,
     shared_bytes,
+    single_tile_config,
     split_dkdv,
     tile_heuristic,
     wants_descriptors,
@@ -277,6 +278,34 @@ def test_dk_and_dv_take_a_launch_each_only_for_wide_heads():
     assert split_dkdv(problem_of(256), hopper)
     assert split_dkdv(problem_of(64, dv=192), hopper)
     assert not split_dkdv(problem_of(128), hopper)
+
+
+FEW_KEYS = replace(problem_of(), sq=250, sk=37)
+
+
+def test_one_tile_holds_all_keys_where_they_and_the_blocks_of_queries_are_few():
+    hopper = DeviceSpec.of_arch("sm_90")
+    assert single_tile_config(FEW_KEYS, hopper) == DkdvConfig(64, 64, 8, 1)
+    assert single_tile_config(replace(FEW_KEYS, d=80, sq=120, sk=3), hopper) == DkdvConfig(32, 16, 8, 1)
+    assert single_tile_config(replace(FEW_KEYS, hq=4, sq=120), hopper) is not None
+    assert single_tile_config(replace(FEW_KEYS, mask=causal("top_left")), hopper) is not None
+    read = FunctionSpec(FunctionCode("reads", None, None, None, 8), (torch.float32,) * 8)
+    reads_much = replace(FEW_KEYS, scores=ScoreOptions(score_function=read))
+    assert single_tile_config(reads_much, DeviceSpec.of_arch("sm_75")) is None  # 64 KiB
+    assert single_tile_config(reads_much, hopper) is not None
+    assert single_tile_config(FEW_KEYS, DeviceSpec.of_arch("gfx942")) is None
+
+
+@pytest.mark.parametrize("changed", [
+    {"sk": 65}, {"sq": 257}, {"hq": 4}, {"d": 130}, {"dv": 130}, {"dtype": torch.float32},
+    {"mask": causal("bottom_right")},  # the first queries see no key: nobody would store their dQ
+    {"mask": causal("top_left") & sink_tokens(2)},
+    {"sequences": Sequences(seqlens_k=OperandSpec((1,), (1,), torch.int32))},
+    {"scores": ScoreOptions(documents_q=OperandSpec((1, 4, 250), (1000, 250, 1), torch.int32))},
+    {"scores": ScoreOptions(tiles_q=OperandSpec((1, 1, 2, 3), (6, 6, 3, 1), torch.int32))},
+], ids=lambda changed: next(iter(changed)))
+def test_one_tile_of_keys_does_not_make_all_gradients_where(changed):
+    assert single_tile_config(replace(FEW_KEYS, **changed), DeviceSpec.of_arch("sm_90")) is None
 
 
 def test_delta_tile_holds_4096_elements_of_a_head():

@@ -86,6 +86,7 @@ _backward_plans: dict[Key, BoundBackward | None] = registered({})
 # float32 what allows_tf32 said, and the plan or the bound backward pass.
 _recent: dict[Key, tuple[tuple[IsLike, torch.device, bool | None, Any], ...]] = registered({})
 _RECENT = 4
+_TWIN = 1 << len(Operands._fields)
 _UNKNOWN: Any = object()
 
 
@@ -150,13 +151,18 @@ def attend_with(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Ope
             or _in_autocast() or operands.score_tensors or operands.mask_tensors):
         return None
     name = options.backend or settings.default_backend()
-    # One tensor may come twice, as cu_seqlens of queries and keys do: a guard is for different ones.
-    there = [tensor for tensor in operands.alone if tensor is not None]
-    tensors = (q, k, v, *dict.fromkeys(there))
-    pattern = tuple([None if tensor is None else place for place, tensor in enumerate(operands.alone)])
-    if operands.cu_seqlens_q is not None:
-        pattern = (*pattern, operands.cu_seqlens_q is operands.cu_seqlens_k, operands.seqlens_q is operands.seqlens_k)
-    chosen = (*options[:-1], name)
+    # Which operands are there, a bit each. Lengths of queries and of keys may be one tensor, a guard is for different
+    # ones: such a twin is left out, and has a bit of its own.
+    there, pattern, last = [q, k, v], 0, None
+    for place, tensor in enumerate(operands.alone):
+        if tensor is not None:
+            pattern |= 1 << place
+            if tensor is last:
+                pattern |= _TWIN << place
+            else:
+                there.append(tensor)
+            last = tensor
+    tensors, chosen = tuple(there), (*options[:-1], name)
     try:
         addresses = [tensor.data_ptr() for tensor in tensors]
         key = (q.shape, chosen, pattern)
@@ -164,9 +170,12 @@ def attend_with(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Ope
         return None
     if functools.reduce(operator.or_, addresses) & 15 or min(addresses) < _LOWEST_ADDRESS:
         return None
-    has_gradient = _is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    if has_gradient and inputs is not None:
-        return None
+    has_gradient = False
+    if _is_grad_enabled():
+        for tensor in tensors:
+            has_gradient = has_gradient or tensor.requires_grad
+        if has_gradient and inputs is not None:
+            return None
     plan: LaunchPlan | None = _recalled(key, tensors)
     if plan is None:
         plan = _plan_with(chosen, (q, k, v) if inputs is None else inputs(), operands)

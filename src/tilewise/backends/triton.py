@@ -31,6 +31,7 @@ from tilewise.tuning.select import (
     delta_config,
     entries_config,
     hopper_dbias_config,
+    single_tile_config,
     split_dkdv,
     triton_config,
     wants_descriptors,
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 
 _EVERY = Needs()
 _Three = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]  # dq, dk, dv
-_Placed = tuple[tuple[torch.Tensor, ...], Sequence[int | None]]  # tensors, and where they lie
+_Placed = tuple[tuple[torch.Tensor | None, ...], Sequence[int | None]]  # tensors, and where they lie
 
 
 class TritonBackend:
@@ -103,7 +104,7 @@ class TritonBackend:
         sums = OperandGradients(problem, operands, dbias=needs.dbias, dalibi_slopes=needs.dalibi_slopes,
                                 dsinks=needs.dsinks)
         delta = torch.empty_like(lse)
-        if plan.delta is None:
+        if plan.is_empty:
             for gradient in (dq, dk, dv):
                 if gradient is not None:
                     gradient.zero_()
@@ -128,7 +129,7 @@ class TritonBackend:
         """See :class:`tilewise.backends.base.BindingBackend`."""
         plan = _backward_plan(problem, _strides_of(saved.out, dout, dlse), (True,) * (6 if dlse is None else 7),
                               precision_of(problem.dtype), needs)
-        if plan.delta is None:
+        if plan.is_empty:
             return None
         none = OperandGradients(problem, NO_OPERANDS, dbias=False, dalibi_slopes=False, dsinks=False)
         return plan.bound(problem, none)
@@ -189,7 +190,10 @@ class _PlannedModifiers:
 
 @dataclass(frozen=True)
 class _BackwardPlan:
-    """Strides of the gradients, and the launches; None where no pair is visible, or (dbias) where dQ's do its work."""
+    """Strides of the gradients, and the launches; None where another does their work.
+
+    Where no pair is visible, none is there; where one tile holds all keys, dkdv's alone is.
+    """
 
     needs: Needs
     dq_strides: Sizes
@@ -200,6 +204,11 @@ class _BackwardPlan:
     dq: "Launch | BiasGradientSums | None" = None
     dbias: "Launch | HopperDbias | None" = None
     modifiers: _PlannedModifiers | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no pair is visible."""
+        return self.delta is None and not self.dkdv
 
     def allocated(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> _Three:
         """Return dq, dk and dv, to be filled; None for what is not needed."""
@@ -229,9 +238,14 @@ class _BackwardPlan:
         dq, dk, dv = made
         for_delta, at_delta = of_delta
         tensors, at_inputs = inputs
-        cast(Launch, self.delta).at((*at_delta, *at_operands), lambda: (*for_delta, modifiers()))
+        if self.delta is None:  # dkdv's launch makes everything
+            out, (launch,) = for_delta[0], self.dkdv
+            launch.at((*at_inputs[:5], None, *_addresses((dk, dv, None, out, dq)), *at_operands),
+                      lambda: (*tensors[:5], None, dk, dv, None, out, dq, modifiers()))
+            return
+        self.delta.at((*at_delta, *at_operands), lambda: (*for_delta, modifiers()))
         if dk is not None:
-            of_keys = (dk, dv, sums.columns)
+            of_keys = (dk, dv, sums.columns, None, None)
             at_keys = (*at_inputs, *_addresses(of_keys), *at_operands)
             for launch in self.dkdv:
                 launch.at(at_keys, lambda: (*tensors, *of_keys, modifiers()))
@@ -254,13 +268,16 @@ class _BackwardPlan:
 
         planned = cast(_PlannedModifiers, self.modifiers)
         modifiers, at_operands, launch = planned.of(NO_OPERANDS), planned.addresses(NO_OPERANDS), self._launch
+        has_delta = self.delta is not None
 
         def differentiate(tensors: tuple[Any, ...], addresses: tuple[int, ...]) -> _Three:
             q, k, v, out, lse, dout, dlse = tensors
             at_q, at_k, at_v, at_out, at_lse, at_dout, *at_dlse = addresses
             made = cast(_Three, tuple([form and allocate(*form) for form in forms]))
-            delta = allocate(*rows)
-            at_delta = delta.data_ptr()
+            delta, at_delta = None, None
+            if has_delta:
+                delta = allocate(*rows)
+                at_delta = delta.data_ptr()
             launch(((out, dout, out if dlse is None else dlse, delta),
                     (at_out, at_dout, at_dlse[0] if at_dlse else at_out, at_delta)),
                    ((q, k, v, dout, lse, delta), (at_q, at_k, at_v, at_dout, at_lse, at_delta)), made, no_sums,
@@ -307,6 +324,10 @@ def _backward_plan(problem: AttentionProblem, incoming: tuple[Sizes, Sizes, Size
 
     spec = device_spec(problem.device)
     out_strides, dout_strides, dlse_strides = incoming
+    single = single_tile_config(problem, spec) if needs == _EVERY and dlse_strides is None else None
+    if single is not None:
+        launch = dkdv_launch(problem, single, precision, dout_strides, (dk, dv), (True, True), (out_strides, dq))
+        return _BackwardPlan(needs, dq, dk, dv, dkdv=(launch,), modifiers=_planned_modifiers(problem))
     descriptors = wants_descriptors(problem, spec) and all(alignment) and takes_descriptors(
         problem, problem.q_strides, problem.k_strides, problem.v_strides, dout_strides)
     kernels = {"dk": (True, False), "dv": (False, True)} if split_dkdv(problem, spec) else {"dkdv": (True, True)}

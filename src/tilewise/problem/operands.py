@@ -63,9 +63,11 @@ def longest_of(*longest: int | torch.Tensor | None, needed: bool) -> Longest:
 
 def with_lengths(band: Mask, lengths: Lengths, names: tuple[str | None, ...]) -> tuple[Mask, Lengths]:
     """Make the lengths dense, and name an alignment where those of queries and keys are one tensor, hence equal."""
-    check_lengths_are_tensors(names, lengths)
+    borders_q, borders_k, used_q, used_k = lengths
+    if not (used_q is used_k is None and borders_q.__class__ is borders_k.__class__ is torch.Tensor):
+        check_lengths_are_tensors(names, lengths)
     compiling = torch.compiler.is_compiling()
-    if band.alignment is None and lengths[0] is lengths[1] and lengths[2] is lengths[3]:
+    if band.alignment is None and borders_q is borders_k and used_q is used_k:
         band = replace(band, alignment="top_left") if compiling else _aligned(band)  # dynamo warns of a cache
     dense = [None if tensor is None else tensor.contiguous() for tensor in lengths]
     if compiling:  # dynamo traces no autograd Function that is handed one tensor twice

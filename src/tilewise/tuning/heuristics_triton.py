@@ -97,6 +97,8 @@ _FLOAT32: dict[str, dict[int, Tile]] = {
 }
 # CTAs that keep every SM busy: two for each of an H200's 132, as many of dQ as fit at head dim 128.
 FILLING = 256
+# Blocks of queries that a CTA takes where it makes all three gradients of a call with one tile of keys.
+SINGLE_TILE_STEPS = 4
 # Below this many multiply-adds the kernel is over before the host has made its descriptors (about 15 µs).
 LEAST_WORK_FOR_DESCRIPTORS = 10**10
 
@@ -140,6 +142,25 @@ def split_dkdv(problem: AttentionProblem, device: DeviceSpec) -> bool:
     At a padded head dim of 256 both together spill on Hopper (H200: 2.7 ms in two launches, 3.7 ms in one).
     """
     return kernel_width(problem) > 128 and device.arch != "interpreter"
+
+
+def single_tile_config(problem: AttentionProblem, device: DeviceSpec) -> DkdvConfig | None:
+    """Choose the tile of dK/dV's kernel where one tile holds all keys, so that it makes delta and dQ, too; None: not.
+
+    Beside launches it saves two of seven products, but only as many CTAs as there are heads of k and v share the work:
+    taken where each of them has no more than SINGLE_TILE_STEPS blocks of queries. Every query has to see a key, or
+    nobody stores its dQ; and lists of tiles, documents and sink tokens lead the loop past blocks.
+    """
+    scores, width = problem.scores, kernel_width(problem)
+    if (problem.dtype.itemsize != 2 or width > 128 or problem.sk > 64 or problem.sequences.are_data
+            or device.arch.startswith("gfx")  # compiled for gfx942 it spills
+            or scores.documents_q is not None or scores.tiles_q is not None
+            or problem.mask.sink_tokens is not None or len(problem.seeing_queries) != problem.sq):
+        return None
+    config = DkdvConfig(64 if width == 64 else 32, max(MIN_BLOCK, 1 << (problem.sk - 1).bit_length()), 8, 1)
+    if problem.group * -(-problem.sq // config.block_m) > SINGLE_TILE_STEPS:
+        return None
+    return config if shared_bytes(config, problem, device) <= device.shared_memory else None
 
 
 def dbias_launches(problem: AttentionProblem, config: TileConfig, device: DeviceSpec) -> int:

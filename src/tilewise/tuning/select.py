@@ -19,6 +19,7 @@ from tilewise.tuning.heuristics_triton import (
     dbias_launches,
     delta_config,
     entries_config,
+    single_tile_config,
     split_dkdv,
     tile_heuristic,
     wants_descriptors,
@@ -28,7 +29,8 @@ from tilewise.tuning.schedules_hopper import backward_schedule, forward_schedule
 from tilewise.tuning.table import backward_config_of, forward_config_of, hopper_row, triton_config_of, triton_row
 
 __all__ = [
-    "triton_config", "wants_descriptors", "split_dkdv", "delta_config", "dbias_launches", "entries_config",
+    "triton_config", "wants_descriptors", "split_dkdv", "single_tile_config", "delta_config", "dbias_launches",
+    "entries_config",
     "hopper_forward_config", "forward_schedule", "hopper_backward_config", "backward_schedule", "hopper_dbias_config",
     "cuda_config", "backward_kernels", "CUDA_DELTA", "CUDA_SPLIT",
     "decode_config", "choose_splits",

@@ -3,7 +3,8 @@
 Each output tile has one owner that sums it in registers: no atomics, so the result is the same on every run.
 
 The price is that scores and dP are computed twice: seven matrix products instead of five, eight where dK and dV take a
-launch each.
+launch each. Where one tile holds all keys, each tile of dQ has one addend: the dK/dV kernel then makes delta and dQ,
+too, and nothing is computed twice.
 """
 
 from typing import Any, NamedTuple
@@ -73,12 +74,17 @@ class KeyTile(NamedTuple):
 
 
 class QueryRows(NamedTuple):
-    """What the dK/dV kernel loads for each block of queries: rows of q and dout, and by pointers lse and delta."""
+    """What the dK/dV kernel loads for each block of queries: rows of q and dout, and by pointers lse and delta.
+
+    out, dq: rows of out, of which delta is made, and of the dQ that is stored; None where other kernels do both.
+    """
 
     q: Any
     dout: Any
     lse_ptr: Any
     delta_ptr: Any
+    out: Any
+    dq: Any
 
 
 class DkdvSums(NamedTuple):
@@ -175,7 +181,11 @@ def accumulate_dkdv(sums, keys, queries, tile, blocks, band, modifiers, problem,
         scores, visible, tanh, capped, kept = modify_tile(
             scores, visible, block, modifiers, band, problem.scale_log2, q.dtype == tl.float32, True, MASKED, C)
         if C.NEED_DK:  # before P: the two products then follow one another in the tensor cores
-            delta = load_row_values(queries.delta_ptr, m, stop, C.BLOCK_M, MASKED)  # [BLOCK_M]
+            if queries.out is None:
+                delta = load_row_values(queries.delta_ptr, m, stop, C.BLOCK_M, MASKED)  # [BLOCK_M]
+            else:
+                out = load_tile(queries.out, m, stop, C.BLOCK_M, C.DV, C.BLOCK_DV, MASKED, C.INT64, False, False)
+                delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)  # [BLOCK_M], eq. 10
             dprobs = tl.dot(keys.v, tl.trans(dout), initial_dprobs(delta[None, :], scores, SEEDED),
                             input_precision=C.PRECISION)  # [BLOCK_N, BLOCK_M]
         probs = recompute_probs(scores, lse[None, :], visible, problem.scale, problem.scale_log2, q.dtype, C.CHANGED,
@@ -193,17 +203,23 @@ def accumulate_dkdv(sums, keys, queries, tile, blocks, band, modifiers, problem,
             dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision=C.PRECISION)  # [BLOCK_N, BLOCK_D], eq. 10
             if C.TAIL:
                 dk_tail = tl.dot(dscores.to(q.dtype), q_tail, dk_tail, input_precision=C.PRECISION)
+            if queries.dq is not None:
+                dq = tl.dot(tl.trans(dscores).to(q.dtype), keys.k, input_precision=C.PRECISION)  # [BLOCK_M, BLOCK_D]
+                store_tile(queries.dq.source, dq * problem.scale, m, stop, queries.dq.tensor.stride_s, 1, C.BLOCK_M,
+                           C.D, C.BLOCK_D, C.INT64)
     return DkdvSums(dk, dk_tail, dv, columns)
 
 
 @triton.jit
-def attention_backward_dkdv_kernel(q, k, v, dout, lse_ptr, delta_ptr, dk_out, dv_out, columns_ptr, modifiers, problem,
-                                   C: tl.constexpr):
+def attention_backward_dkdv_kernel(q, k, v, dout, lse_ptr, delta_ptr, dk_out, dv_out, columns_ptr, out, dq_out,
+                                   modifiers, problem, C: tl.constexpr):
     """Compute dK = scale·dSᵀQ and dV = PᵀdO for BLOCK_N keys of one head (eq. 8 to 10).
 
     Grid: (tiles · hk · b,). The query heads that share this key/value head are summed here, in float32. Where both
     accumulators do not fit the registers (wide heads), two launches compute one gradient each (NEED_DK, NEED_DV).
     columns, unless None: (b, hq, sk), dense; receives Σ_i dS of every query head, for a bias that all queries share.
+    out and dq_out, unless None: delta is made of out here, and dQ is stored; one tile holds all keys then, every query
+    sees one, delta is None, and head dims have no TAIL.
     """
     BLOCK_N: tl.constexpr = C.BLOCK_N
     BLOCK_D: tl.constexpr = C.BLOCK_D
@@ -247,9 +263,17 @@ def attention_backward_dkdv_kernel(q, k, v, dout, lse_ptr, delta_ptr, dk_out, dv
         head = head_k * problem.group + member
         place_q = (batch, head, row_q)
         row_offset = head_offset(batch, head, hq * sq, sq) + row_q
+        delta_ptrs = None
+        out_rows = None
+        dq_rows = None
+        if dq_out is None:
+            delta_ptrs = delta_ptr + row_offset
+        else:
+            out_rows = Rows(head_source(out, batch, head, row_q, False), place_q, out)
+            dq_rows = Rows(head_source(dq_out, batch, head, row_q, False), place_q, dq_out)
         queries = QueryRows(Rows(head_source(q, batch, head, row_q, C.DESCRIPTORS), place_q, q),
                             Rows(head_source(dout, batch, head, row_q, C.DESCRIPTORS), place_q, dout),
-                            lse_ptr + row_offset, delta_ptr + row_offset)
+                            lse_ptr + row_offset, delta_ptrs, out_rows, dq_rows)
         listed = None
         own_steps = steps
         if lists.k is not None:
@@ -291,17 +315,20 @@ def delta_launch(problem: AttentionProblem, config: DeltaConfig, out_strides: Si
 
 
 def dkdv_launch(problem: AttentionProblem, config: TileConfig, precision: str, dout_strides: Sizes,
-                gradient_strides: tuple[Sizes, Sizes], needs: tuple[bool, bool]) -> Launch:
+                gradient_strides: tuple[Sizes, Sizes], needs: tuple[bool, bool],
+                with_dq: tuple[Sizes, Sizes] | None = None) -> Launch:
     """Bind the dK/dV kernel, which computes those of (dk, dv) that ``needs`` asks for.
 
-    Call the result with (q, k, v, dout, lse, delta, dk, dv, columns or None, modifiers or None).
+    Call the result with (q, k, v, dout, lse, delta, dk, dv, columns or None, out or None, dq or None, modifiers or
+    None). ``with_dq``: the strides of out and dq, which both are there then, and no delta.
     """
     need_dk, need_dv = needs
     inputs = (problem.q_strides, problem.k_strides, problem.v_strides, dout_strides)
-    int64 = needs_int64(problem, *inputs, *gradient_strides)
+    int64 = needs_int64(problem, *inputs, *gradient_strides, *(with_dq or ()))
     tiles = tile_slots(problem, problem.sk, config.block_n)
     scalars = (numbers(problem, tiles),
                constants(problem, config, precision, int64, NEED_DK=need_dk, NEED_DV=need_dv))
-    strides = (*inputs, None, None, *(own[:3] for own in gradient_strides))
+    strides = (*inputs, None, None, *(own[:3] for own in gradient_strides), None,
+               *((with_dq[0], with_dq[1][:3]) if with_dq else ()))
     return Launch(attention_backward_dkdv_kernel, tiles * problem.hk * problem.b, scalars, strides,
-                  tile_blocks(problem, config), optional=2, num_warps=config.num_warps, num_stages=config.num_stages)
+                  tile_blocks(problem, config), optional=4, num_warps=config.num_warps, num_stages=config.num_stages)
