@@ -367,7 +367,7 @@ def _options(scale: float | None, band: Mask, softcap: float | None, dropout_p: 
              functions: CallFunctions, longest: Longest, deterministic: bool | None,
              backend: str | None) -> OperatorOptions:
     """Flatten what is not a tensor into an operator's arguments."""
-    if not scale is deterministic is backend is None:
+    if scale is not None or deterministic is not None or backend is not None:
         check_choices(scale, deterministic, backend)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()

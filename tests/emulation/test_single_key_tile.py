@@ -7,6 +7,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 import tilewise as tw
 from tilewise.backends import triton
+from tilewise.kernels.triton.launch import Launch
 from tilewise.support.caches import clear_caches
 from tilewise.testing.cases import Case
 from tilewise.testing.inputs import make_inputs
@@ -36,20 +37,23 @@ def gradients(case, dtype, device, options):
 def test_one_launch_makes_the_gradients_of_three(monkeypatch, device, name):
     case = Case("few_keys", b=2, hq=4, hk=2, sq=100, sk=37, d=40, dv=24)
     dtype, launched = torch.float16, []
-    launch = triton._BackwardPlan._launch
+    enqueue = Launch.at
 
-    def counted(plan, *given):
-        launched.append(sum(own is not None for own in (plan.delta, plan.dq)) + len(plan.dkdv))
-        launch(plan, *given)
+    def noted(launch, addresses, tensors):
+        launched.append(launch.kernel.__name__)
+        enqueue(launch, addresses, tensors)
 
-    monkeypatch.setattr(triton._BackwardPlan, "_launch", counted)
+    monkeypatch.setattr(Launch, "at", noted)
     clear_caches()
     alone = gradients(case, dtype, device, OPTIONS[name])
+    one_launch, launched = launched, []
     clear_caches()
     monkeypatch.setattr(triton, "single_tile_config", lambda problem, spec: None)
     apart = gradients(case, dtype, device, OPTIONS[name])
     clear_caches()
-    assert launched == [1, 3]
+    forward, dkdv = "attention_forward_kernel", "attention_backward_dkdv_kernel"
+    assert one_launch == [forward, dkdv]
+    assert launched == [forward, "attention_delta_kernel", dkdv, "attention_backward_dq_kernel"]
     near = 4 * torch.finfo(dtype).eps
     for one, three in zip(alone, apart, strict=True):
         assert one.any()

@@ -77,12 +77,12 @@ def test_backward_hands_each_launch_its_tensors_and_their_addresses(monkeypatch,
 def test_backward_of_one_launch_hands_it_everything_but_a_delta():
     q, k, v, out, lse, dout = tensors_of()
     problem = AttentionProblem.from_tensors(q, k, v).backward(lse_grad=False)
-    plan = triton._BackwardPlan(Needs(), q.stride(), k.stride(), v.stride(), dkdv=(Recorder(),),
+    plan = triton._BackwardPlan(Needs(), q.stride(), k.stride(), v.stride(), single=Recorder(),
                                 modifiers=triton._planned_modifiers(problem))
     no_sums = OperandGradients(problem, NO_OPERANDS, dbias=False, dalibi_slopes=False, dsinks=False)
     made = plan.bound(problem, no_sums)((q, k, v, out, lse, dout, None), tuple(pointers((q, k, v, out, lse, dout))))
     dq, dk, dv = made
-    ((addresses, tensors),) = plan.dkdv[0].handed
+    ((addresses, tensors),) = plan.single.handed
     wanted = (q, k, v, dout, lse, None, dk, dv, None, out, dq)
     assert list(addresses) == pointers(wanted)
     assert all(got is want for got, want in zip(tensors[:-1], wanted, strict=True))

@@ -61,13 +61,19 @@ class LaunchPlan(NamedTuple):
         q, k, v, out, lse = saved
         options = self.options
         name = options[-1] or settings.default_backend()
-        there = (q, k, v, out, lse, dout) if dlse is None else (q, k, v, out, lse, dout, dlse)
+        there: tuple[torch.Tensor, ...] = (q, k, v, out, lse, dout)
+        addresses: tuple[int, ...]
         try:
-            addresses = tuple([tensor.data_ptr() for tensor in there])
+            at_q, at_k, at_v, at_out, at_lse, at_dout = addresses = (
+                q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), dout.data_ptr())
+            either = at_q | at_k | at_v | at_out | at_lse | at_dout
+            if dlse is not None:
+                there, addresses = (*there, dlse), (*addresses, dlse.data_ptr())
+                either |= addresses[-1]
             key = (q.shape, options, name, needs, dlse is None)
         except RuntimeError:  # as in attend
             return None
-        if functools.reduce(operator.or_, addresses) & 15 or min(addresses) < _LOWEST_ADDRESS:
+        if either & 15 or min(addresses) < _LOWEST_ADDRESS:
             return None
         bound: BoundBackward | None = _recalled(key, there)
         if bound is None:

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 _EVERY = Needs()
 _Three = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]  # dq, dk, dv
-_Placed = tuple[tuple[torch.Tensor | None, ...], Sequence[int | None]]  # tensors, and where they lie
+_Placed = tuple[tuple[torch.Tensor, ...], Sequence[int | None]]  # tensors, and where they lie
 
 
 class TritonBackend:
@@ -192,7 +192,8 @@ class _PlannedModifiers:
 class _BackwardPlan:
     """Strides of the gradients, and the launches; None where another does their work.
 
-    Where no pair is visible, none is there; where one tile holds all keys, dkdv's alone is.
+    Where no pair is visible, none is there. ``single``: where one tile holds all keys, the launch that makes all three
+    gradients.
     """
 
     needs: Needs
@@ -204,11 +205,12 @@ class _BackwardPlan:
     dq: "Launch | BiasGradientSums | None" = None
     dbias: "Launch | HopperDbias | None" = None
     modifiers: _PlannedModifiers | None = None
+    single: Launch | None = None
 
     @property
     def is_empty(self) -> bool:
         """Whether no pair is visible."""
-        return self.delta is None and not self.dkdv
+        return self.delta is None and self.single is None
 
     def allocated(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> _Three:
         """Return dq, dk and dv, to be filled; None for what is not needed."""
@@ -228,6 +230,12 @@ class _BackwardPlan:
         """
         modifiers = cast(_PlannedModifiers, self.modifiers)
         out, dout, dlse = results
+        if self.single is not None:
+            dq, dk, dv = made
+            tensors = (*inputs[:5], None, dk, dv, None, out, dq)
+            self.single.at((*_addresses(tensors), *modifiers.addresses(operands)),
+                           lambda: (*tensors, modifiers.of(operands)))
+            return
         of_delta = (out, dout, out if dlse is None else dlse, inputs[5])
         self._launch((of_delta, _addresses(of_delta)), (inputs, _addresses(inputs)), made, sums,
                      lambda: modifiers.of(operands), modifiers.addresses(operands))
@@ -238,12 +246,7 @@ class _BackwardPlan:
         dq, dk, dv = made
         for_delta, at_delta = of_delta
         tensors, at_inputs = inputs
-        if self.delta is None:  # dkdv's launch makes everything
-            out, (launch,) = for_delta[0], self.dkdv
-            launch.at((*at_inputs[:5], None, *_addresses((dk, dv, None, out, dq)), *at_operands),
-                      lambda: (*tensors[:5], None, dk, dv, None, out, dq, modifiers()))
-            return
-        self.delta.at((*at_delta, *at_operands), lambda: (*for_delta, modifiers()))
+        cast(Launch, self.delta).at((*at_delta, *at_operands), lambda: (*for_delta, modifiers()))
         if dk is not None:
             of_keys = (dk, dv, sums.columns, None, None)
             at_keys = (*at_inputs, *_addresses(of_keys), *at_operands)
@@ -268,16 +271,15 @@ class _BackwardPlan:
 
         planned = cast(_PlannedModifiers, self.modifiers)
         modifiers, at_operands, launch = planned.of(NO_OPERANDS), planned.addresses(NO_OPERANDS), self._launch
-        has_delta = self.delta is not None
+        if self.single is not None:
+            return _bound_single(self.single, allocate, (of_q, of_k, of_v), modifiers)
 
         def differentiate(tensors: tuple[Any, ...], addresses: tuple[int, ...]) -> _Three:
             q, k, v, out, lse, dout, dlse = tensors
             at_q, at_k, at_v, at_out, at_lse, at_dout, *at_dlse = addresses
             made = cast(_Three, tuple([form and allocate(*form) for form in forms]))
-            delta, at_delta = None, None
-            if has_delta:
-                delta = allocate(*rows)
-                at_delta = delta.data_ptr()
+            delta = allocate(*rows)
+            at_delta = delta.data_ptr()
             launch(((out, dout, out if dlse is None else dlse, delta),
                     (at_out, at_dout, at_dlse[0] if at_dlse else at_out, at_delta)),
                    ((q, k, v, dout, lse, delta), (at_q, at_k, at_v, at_dout, at_lse, at_delta)), made, no_sums,
@@ -285,6 +287,26 @@ class _BackwardPlan:
             return made
 
         return differentiate
+
+
+def _bound_single(launch: Launch, allocate: Allocate, forms: tuple[Form, Form, Form],
+                  modifiers: Modifiers) -> BoundBackward:
+    """Return the whole backward pass of a plain problem that takes one launch: it is short, and waits for the host."""
+    enqueue, (of_q, of_k, of_v) = launch.at, forms
+
+    def differentiate(tensors: tuple[Any, ...], addresses: tuple[int, ...]) -> _Three:
+        at_q, at_k, at_v, at_out, at_lse, at_dout = addresses
+        dq, dk, dv = made = allocate(*of_q), allocate(*of_k), allocate(*of_v)
+
+        def arguments() -> tuple[Any, ...]:
+            q, k, v, out, lse, dout, _ = tensors
+            return q, k, v, dout, lse, None, dk, dv, None, out, dq, modifiers
+
+        enqueue((at_q, at_k, at_v, at_dout, at_lse, None, dk.data_ptr(), dv.data_ptr(), None, at_out, dq.data_ptr()),
+                arguments)
+        return made
+
+    return differentiate
 
 
 def _addresses(tensors: Sequence[torch.Tensor | None]) -> list[int | None]:
@@ -327,7 +349,7 @@ def _backward_plan(problem: AttentionProblem, incoming: tuple[Sizes, Sizes, Size
     single = single_tile_config(problem, spec) if needs == _EVERY and dlse_strides is None else None
     if single is not None:
         launch = dkdv_launch(problem, single, precision, dout_strides, (dk, dv), (True, True), (out_strides, dq))
-        return _BackwardPlan(needs, dq, dk, dv, dkdv=(launch,), modifiers=_planned_modifiers(problem))
+        return _BackwardPlan(needs, dq, dk, dv, modifiers=_planned_modifiers(problem), single=launch)
     descriptors = wants_descriptors(problem, spec) and all(alignment) and takes_descriptors(
         problem, problem.q_strides, problem.k_strides, problem.v_strides, dout_strides)
     kernels = {"dk": (True, False), "dv": (False, True)} if split_dkdv(problem, spec) else {"dkdv": (True, True)}
