@@ -174,7 +174,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visibl
             and sinks is None and dropout_p == 0 and seqlens_q is None and seqlens_k is None
             and double_backward is False and (mask is None or mask.__class__ is Mask)
             and (return_aux == () or return_aux == _LSE)):
-        results = attend(q, k, v, mask, (scale, deterministic, backend))
+        results = attend(q, k, v, mask, (scale, deterministic, backend), bool(return_aux))
         if results is not None:
             return AttentionOutput(*results) if return_aux else results[0]
     if unknown:
@@ -303,10 +303,12 @@ def attention_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_se
                          functions)
     options = _options(scale, band, softcap, dropout_p, return_aux, functions, longest, deterministic, backend)
     results = attend_with(q, k, v, operands, options, batched) if double_backward is False else None
-    if results is None:
+    if results is not None:  # plain tensors, without a gradient
+        out = _packed_rows(results[0])
+    else:
         results = _attend(*_autocast(*batched()), operands, options, double_backward, bool(return_aux))
-    # Squeezed: the gradient of an index would be a copy of dout among zeros.
-    out = results[0].squeeze(0).transpose(0, 1)
+        # Squeezed: the gradient of an index would be a copy of dout among zeros.
+        out = results[0].squeeze(0).transpose(0, 1)
     return _named((out, *(row.squeeze(0) for row in results[1:])), return_aux) if return_aux else out
 
 
@@ -361,6 +363,12 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visible 
     problem = replace(problem, aligned=torch._C._are_functorch_transforms_active() or are_aligned(q, k, v))
     why_not_twice = _double_backward().why_not_twice if double_backward else None
     return explain_problem(problem, backend or settings.default_backend(), why_not_twice)
+
+
+def _packed_rows(out: torch.Tensor) -> torch.Tensor:
+    """View (1, h, total, d) as (total, h, d): one view, for two cost the host as much as a launch."""
+    (_, h, total, d), (_, of_h, of_total, of_d) = out.shape, out.stride()
+    return out.as_strided((total, h, d), (of_total, of_h, of_d))
 
 
 def _options(scale: float | None, band: Mask, softcap: float | None, dropout_p: float, return_aux: tuple[str, ...],

@@ -17,7 +17,7 @@ import torch
 from torch.autograd import forward_ad, profiler
 
 from tilewise import settings
-from tilewise.autograd.function import AttentionFunction, is_plain
+from tilewise.autograd.function import AttentionFunction, OutFunction, is_plain
 from tilewise.autograd.guards import IsLike, guard_of
 from tilewise.autograd.op import resolve
 from tilewise.backends._support.current import allows_tf32, autocast_dtype, is_current
@@ -96,13 +96,14 @@ _TWIN = 1 << len(Operands._fields)
 _UNKNOWN: Any = object()
 
 
-def attend(q: Any, k: Any, v: Any, mask: Mask | None,
-           numbers: tuple[Any, Any, Any]) -> Sequence[torch.Tensor] | None:
+def attend(q: Any, k: Any, v: Any, mask: Mask | None, numbers: tuple[Any, Any, Any],
+           with_lse: bool) -> Sequence[torch.Tensor] | None:
     """Return out and lse of a call without operands; None if it has to go to the operators.
 
     Args:
         q, k, v, mask: as the user gave them, the mask a :class:`Mask` or None.
         numbers: scale, deterministic and backend, as the user gave them.
+        with_lse: whether lse is taken; where it is not, it may lack.
     """
     scale, deterministic, backend = numbers
     if scale.__class__ is int:
@@ -135,7 +136,8 @@ def attend(q: Any, k: Any, v: Any, mask: Mask | None,
         if not in_autocast:  # a guard does not tell one of its dtypes from another
             _remember(key, tensors, plan)
     if _is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        made: tuple[torch.Tensor, torch.Tensor] = _apply(q, k, v, plan, addresses)
+        made: tuple[torch.Tensor, ...] = (_apply(q, k, v, plan, addresses) if with_lse
+                                          else (_apply_for_out(q, k, v, plan, addresses),))
         return made
     return plan.forward(lambda: (q, k, v), addresses, NO_OPERANDS)
 
@@ -309,3 +311,4 @@ def _bound_backward(saved: Sequence[torch.Tensor], dout: torch.Tensor, dlse: tor
 
 # Function.apply in Python looks for transforms of functorch and for what is left of them; both go to the operators.
 _apply: Any = super(torch.autograd.Function, AttentionFunction).apply
+_apply_for_out: Any = super(torch.autograd.Function, OutFunction).apply

@@ -91,6 +91,41 @@ def gradients_of(wanted: Sequence[bool], saved: Sequence[torch.Tensor], incoming
     return tuple(gradients)
 
 
+def _launch_and_keep(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+                     rest: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
+    """Do what :func:`_forward_and_keep` does by a launch: ``rest`` ends with a LaunchPlan and the addresses."""
+    *given, plan, addresses = rest
+    operands = Operands(*given) if given else NO_OPERANDS
+    results: tuple[torch.Tensor, ...] = plan.forward(lambda: (q, k, v), addresses, operands)
+    ctx.set_materialize_grads(False)
+    ctx.plan = plan
+    if not given:
+        ctx.first_of_mask = None
+        ctx.save_for_backward(q, k, v, *results)
+        return results
+    ctx.first_of_mask = 0  # functions with tensors have no plan
+    ctx.save_for_backward(q, k, v, *results[:2], *operands.alone)
+    if len(results) > 2:  # a report, not a function to be differentiated
+        ctx.mark_non_differentiable(results[2])
+    return results
+
+
+def _differentiate(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """Return a gradient for each input of a Function, or None."""
+    wanted = ctx.needs_input_grad
+    if dout is None and dlse is None:
+        return (None,) * len(wanted)
+    saved, plan = ctx.saved_tensors, ctx.plan
+    # Gradients are enabled here under create_graph=True alone.
+    if plan is not None and ctx.first_of_mask is None and dout is not None and not _is_grad_enabled():
+        made = plan.differentiate(saved, dout, dlse, (wanted[0], wanted[1] or wanted[2]))
+        if made is not None:
+            dq, dk, dv = made
+            return (dq if wanted[0] else None, dk if wanted[1] else None, dv if wanted[2] else None, None, None)
+    options = ctx.options if plan is None else plan.options
+    return gradients_of(wanted, saved, (dout, dlse), options, ctx.first_of_mask)
+
+
 class AttentionFunction(torch.autograd.Function):
     """Attention with a gradient for q, k, v, bias, slopes and sinks, through out and lse (maths.md, section 6).
 
@@ -104,59 +139,31 @@ class AttentionFunction(torch.autograd.Function):
         ``rest``: what the forward op takes behind q, k and v, or the plain one; or the operands, if any, a LaunchPlan
         and the addresses, which are the only tuple that may come last.
         """
-        if not isinstance(rest[-1], tuple):
-            return _forward_and_keep(ctx, q, k, v, rest)
-        *given, plan, addresses = rest
-        operands = Operands(*given) if given else NO_OPERANDS
-        results: tuple[torch.Tensor, ...] = plan.forward(lambda: (q, k, v), addresses, operands)
-        ctx.set_materialize_grads(False)
-        ctx.plan = plan
-        if not given:
-            ctx.first_of_mask = None
-            ctx.save_for_backward(q, k, v, *results)
-            return results
-        ctx.first_of_mask = 0  # functions with tensors have no plan
-        ctx.save_for_backward(q, k, v, *results[:2], *operands.alone)
-        if len(results) > 2:  # a report, not a function to be differentiated
-            ctx.mark_non_differentiable(results[2])
-        return results
+        return (_launch_and_keep if isinstance(rest[-1], tuple) else _forward_and_keep)(ctx, q, k, v, rest)
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None,
                  *_: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """Return a gradient for each input, or None."""
-        wanted = ctx.needs_input_grad
-        if dout is None and dlse is None:
-            return (None,) * len(wanted)
-        saved, plan = ctx.saved_tensors, ctx.plan
-        # Gradients are enabled here under create_graph=True alone.
-        if plan is not None and ctx.first_of_mask is None and dout is not None and not _is_grad_enabled():
-            made = plan.differentiate(saved, dout, dlse, (wanted[0], wanted[1] or wanted[2]))
-            if made is not None:
-                dq, dk, dv = made
-                return (dq if wanted[0] else None, dk if wanted[1] else None, dv if wanted[2] else None, None, None)
-        options = ctx.options if plan is None else plan.options
-        return gradients_of(wanted, saved, (dout, dlse), options, ctx.first_of_mask)
+        return _differentiate(ctx, dout, dlse)
 
 
 class OutFunction(torch.autograd.Function):
-    """The same for a compiled call whose lse nobody takes.
+    """The same for a plain or compiled call whose lse nobody takes.
 
-    A compiler hands a gradient of zeros, not None, to a result that is not used: the backward pass would be one
-    through lse, which some backends have not.
+    Each result of a Function costs the host. And a compiler hands a gradient of zeros, not None, to a result that is
+    not used: the backward pass would be one through lse, which some backends have not.
     """
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> torch.Tensor:
         """Return out; lse is kept."""
-        return _forward_and_keep(ctx, q, k, v, rest)[0]
+        return (_launch_and_keep if isinstance(rest[-1], tuple) else _forward_and_keep)(ctx, q, k, v, rest)[0]
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """Return a gradient for each input, or None."""
-        if dout is None:
-            return (None,) * len(ctx.needs_input_grad)
-        return gradients_of(ctx.needs_input_grad, ctx.saved_tensors, (dout, None), ctx.options, ctx.first_of_mask)
+        return _differentiate(ctx, dout, None)
 
 
 # Which of q, k, v and the operands have a gradient, in the order of Gradients.
