@@ -212,7 +212,7 @@ def test_a_tensor_whose_storage_was_emptied_goes_the_operators(offset):
     q = torch.zeros(1 + offset, 4, 8, 16)[offset:]
     q.untyped_storage().resize_(0)
     assert q.data_ptr() in (0, q.nbytes)
-    assert fast_path.attend(q, *tensors_of()[1:], None, (None, None, None)) is None
+    assert fast_path.attend(q, *tensors_of()[1:], None, (None, None, None), with_lse=True) is None
 
 
 def test_transforms_of_functorch_are_as_on_the_operators(bound, monkeypatch):

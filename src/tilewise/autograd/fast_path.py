@@ -41,14 +41,20 @@ _follows_determinism = torch.are_deterministic_algorithms_enabled
 
 Key = tuple[Any, ...]
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # q, k and v
+# A guard, its tensors' device, for float32 what allows_tf32 said, and the plan or the bound backward pass.
+Recent = tuple[IsLike, torch.device, bool | None, Any]
 _Kept = TypeVar("_Kept")
 
 
 class LaunchPlan(NamedTuple):
-    """A bound forward pass, and what the operators of the same call take behind their tensors."""
+    """A bound forward pass, and what the operators of the same call take behind their tensors.
+
+    backward: its backward passes for the tensors that came last, by what is needed and whether dlse is there.
+    """
 
     forward: BoundForward
     options: tuple[Any, ...]
+    backward: "dict[Key, tuple[Recent, ...]]"
 
     def differentiate(self, saved: Sequence[torch.Tensor], dout: torch.Tensor, dlse: torch.Tensor | None,
                       needs: tuple[bool, bool]) -> tuple[torch.Tensor | None, ...] | None:
@@ -59,8 +65,6 @@ class LaunchPlan(NamedTuple):
         if _is_watched():
             return None
         q, k, v, out, lse = saved
-        options = self.options
-        name = options[-1] or settings.default_backend()
         there: tuple[torch.Tensor, ...] = (q, k, v, out, lse, dout)
         addresses: tuple[int, ...]
         try:
@@ -70,17 +74,18 @@ class LaunchPlan(NamedTuple):
             if dlse is not None:
                 there, addresses = (*there, dlse), (*addresses, dlse.data_ptr())
                 either |= addresses[-1]
-            key = (q.shape, options, name, needs, dlse is None)
         except RuntimeError:  # as in attend
             return None
         if either & 15 or min(addresses) < _LOWEST_ADDRESS:
             return None
-        bound: BoundBackward | None = _recalled(key, there)
+        key = (*needs, dlse is None)
+        bound: BoundBackward | None = _recalled(self.backward, key, there)
         if bound is None:
-            bound = _backward_for((*options[:-1], name), there, needs)
+            *options, name = self.options
+            bound = _backward_for((*options, name or settings.default_backend()), there, needs)
             if bound is None:
                 return None
-            _remember(key, there, bound)
+            _remember(self.backward, key, there, bound)
         return bound((q, k, v, out, lse, dout, dlse), addresses)
 
 
@@ -88,9 +93,8 @@ _NO_BAND = (None, None, None)
 # By the specs of a call, forward and backward; None: such a call has no launch plan.
 _plans: dict[Key, LaunchPlan | None] = registered({})
 _backward_plans: dict[Key, BoundBackward | None] = registered({})
-# By the shape of q and the options, for the last few kinds of tensors that came with them: a guard, their device, for
-# float32 what allows_tf32 said, and the plan or the bound backward pass.
-_recent: dict[Key, tuple[tuple[IsLike, torch.device, bool | None, Any], ...]] = registered({})
+# By the shape of q and the options, for the last few kinds of tensors that came with them.
+_recent: dict[Key, tuple[Recent, ...]] = registered({})
 _RECENT = 4
 _TWIN = 1 << len(Operands._fields)
 _UNKNOWN: Any = object()
@@ -128,13 +132,13 @@ def attend(q: Any, k: Any, v: Any, mask: Mask | None, numbers: tuple[Any, Any, A
     if (at_q | at_k | at_v) & 15 or min(addresses) < _LOWEST_ADDRESS:
         return None
     tensors, in_autocast = (q, k, v), _in_autocast()
-    plan: LaunchPlan | None = None if in_autocast else _recalled(key, tensors)
+    plan: LaunchPlan | None = None if in_autocast else _recalled(_recent, key, tensors)
     if plan is None:
         plan = _plan_for(options, tensors, in_autocast)
         if plan is None:
             return None
         if not in_autocast:  # a guard does not tell one of its dtypes from another
-            _remember(key, tensors, plan)
+            _remember(_recent, key, tensors, plan)
     if _is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         made: tuple[torch.Tensor, ...] = (_apply(q, k, v, plan, addresses) if with_lse
                                           else (_apply_for_out(q, k, v, plan, addresses),))
@@ -184,12 +188,12 @@ def attend_with(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Ope
             has_gradient = has_gradient or tensor.requires_grad
         if has_gradient and inputs is not None:
             return None
-    plan: LaunchPlan | None = _recalled(key, tensors)
+    plan: LaunchPlan | None = _recalled(_recent, key, tensors)
     if plan is None:
         plan = _plan_with(chosen, (q, k, v) if inputs is None else inputs(), operands)
         if plan is None:
             return None
-        _remember(key, tensors, plan)
+        _remember(_recent, key, tensors, plan)
     at_inputs = (addresses[0], addresses[1], addresses[2])
     if has_gradient:
         made: tuple[torch.Tensor, ...] = _apply(q, k, v, *operands, plan, at_inputs)
@@ -226,20 +230,20 @@ def _plan_for(options: tuple[Any, ...], tensors: Inputs,
     return _keep(_plans, key, _plan_of(options, tensors)) if plan is _UNKNOWN else plan
 
 
-def _recalled(key: Key, tensors: tuple[torch.Tensor, ...]) -> Any:
-    """Return what was remembered for these options and tensors like these, if it was."""
-    for is_like, device, tf32, kept in _recent.get(key, ()):
+def _recalled(recent: dict[Key, tuple[Recent, ...]], key: Key, tensors: tuple[torch.Tensor, ...]) -> Any:
+    """Return what was remembered for this key and tensors like these, if it was."""
+    for is_like, device, tf32, kept in recent.get(key, ()):
         if is_like(*tensors) and (tf32 is None or tf32 is allows_tf32(_float32)) and is_current(device):
             return kept
     return None
 
 
-def _remember(key: Key, tensors: tuple[torch.Tensor, ...], kept: Any) -> None:
+def _remember(recent: dict[Key, tuple[Recent, ...]], key: Key, tensors: tuple[torch.Tensor, ...], kept: Any) -> None:
     """Keep it for later calls, which are told by one question to torch then."""
     dtype, is_like = tensors[0].dtype, guard_of(tensors)
     if is_like is not None:
         known = (is_like, tensors[0].device, allows_tf32(dtype) if dtype is _float32 else None, kept)
-        _keep(_recent, key, (known, *_recent.get(key, ()))[:_RECENT])
+        _keep(recent, key, (known, *recent.get(key, ()))[:_RECENT])
 
 
 def _is_watched() -> bool:
@@ -264,7 +268,7 @@ def _plan_of(options: tuple[Any, ...], tensors: Inputs,
     """Check and choose as the operator does, and ask the backend for a bound launch; raises as the operator does."""
     problem, backend = resolve(specs_of_inputs(*tensors), operands, options, None, True, allows_tf32(tensors[0].dtype))
     forward = backend.bind_forward(problem) if isinstance(backend, BindingBackend) else None
-    return None if forward is None else LaunchPlan(forward, options)
+    return None if forward is None else LaunchPlan(forward, options, {})
 
 
 def _keep(plans: dict[Key, _Kept], key: Key, plan: _Kept) -> _Kept:

@@ -199,7 +199,10 @@ def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Operands, o
         # The backward pass runs in a thread of its own, which does not see a scoped default.
         backend = options.backend or settings.default_backend()
         if is_plain(operands, options):
-            return cast("tuple[torch.Tensor, ...]", _apply(q, k, v, *options[:4], options.deterministic, backend))
+            plain = (*options[:4], options.deterministic, backend)
+            if not with_lse:
+                return (cast(torch.Tensor, _apply_for_out(q, k, v, *plain)),)
+            return cast("tuple[torch.Tensor, ...]", _apply(q, k, v, *plain))
         return cast("tuple[torch.Tensor, ...]", _apply(q, k, v, *operands, *options[:-1], backend))
     if is_plain(operands, options):
         return cast("tuple[torch.Tensor, ...]", forward_plain_op(q, k, v, *options[:4], *options[-2:]))
