@@ -21,11 +21,11 @@ from tilewise.problem import AttentionProblem
 from tilewise.problem.decode import CacheOperands, DecodeProblem
 from tilewise.problem.options import NO_OPERANDS, Operands
 from tilewise.support.caches import registered
+from tilewise.support.names import BACKENDS
 from tilewise.tuning.device import device_spec
 from tilewise.tuning.heuristics_hopper import prefers_gluon
-from tilewise.validate.values import check_backend
+from tilewise.validate.choices import check_backend
 
-BACKENDS = ("gluon", "triton", "cuda", "cuda_ieee", "torch", "cudnn", "reference")
 # Serve the calls that name them and no others. On an H200 cudnn was faster than the kernels chosen without a name in 16
 # of the 192 cells of the grid packed-kv, all with 512 or 1024 queries a sequence, and took 0.83 of their time at least
 # (docs/results.md). In other grids torch's operator of cuDNN was timed, and this backend was not.

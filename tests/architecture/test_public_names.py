@@ -33,7 +33,6 @@ def test_public_names_are_at_most_sixteen_and_exist():
 def test_every_name_the_package_shows_is_listed():
     shown = {name for name, value in vars(tilewise).items()
              if not name.startswith("_") and not inspect.ismodule(value)}
-    # merge is a function that has the name of its module.
     assert shown == set(tilewise.__all__)
 
 

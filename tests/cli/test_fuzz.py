@@ -156,7 +156,7 @@ def test_refusals_are_counted_with_their_sentence_and_are_no_failure(run):
 @pytest.mark.parametrize(("device", "size"), [("cpu", "small"), ("cuda", "large")])
 def test_the_device_decides_on_the_size(run, monkeypatch, device, size):
     asked = []
-    monkeypatch.setattr("tilewise.cli.options.usable_device", torch.device)
+    monkeypatch.setattr("tilewise.cli.inputs.usable_device", torch.device)
     monkeypatch.setattr(session, "fuzz_session", lambda configurations, *_: asked.extend(configurations) or [])
     assert run("fuzz", "--count", 2, "--device", device).status == 0
     assert [configuration.size for configuration in asked] == [size, size]

@@ -1,6 +1,7 @@
 """The entry point: missing extras, usage errors, exit status."""
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 import tilewise
-from tilewise.cli import main, options
+from tilewise.cli import inputs, main
 
 # A process that cannot import typer, as on an installation without the extra.
 WITHOUT_TYPER = """
@@ -58,6 +59,69 @@ def test_the_module_runs_as_a_program():
     done = python("-m", "tilewise", "explain", "--json")
     assert done.returncode == 0
     assert '"problem"' in done.stdout
+
+
+# What is answered without torch, whose import takes seconds: usage, and names that are none of a list.
+HELP = [("--help",), *((command, "--help") for command in ("info", "explain", "check", "fuzz", "bench", "tune",
+                                                          "compile"))]
+MISTYPED = [("explane",), ("--hlep",), ("explain", "--hed-dim", "64"), ("explain", "--dtype", "half"),
+            ("explain", "--backend", "tritn"), ("explain", "--device", "abacus"), ("check", "--dtype", "float32,half"),
+            ("check", "--backend", "tritn"), ("check", "--torture", "--implementation", "fa9"),
+            ("fuzz", "--size", "huge"), ("bench", "--grid", "paper,nope"), ("bench", "--providers", "naive,nope"),
+            ("bench", "--regime", "slow"), ("bench", "--direction", "sideways"), ("tune", "--backend", "cuda"),
+            ("tune", "--dtypes", "half"), ("compile", "--sq", "64", "--dtype", "half"),
+            ("compile", "--sq", "64", "--backend", "tritn"), ("compile", "--sq", "64", "--layout", "sbhd")]
+IN_TURN = """
+import contextlib, io, json, sys
+from tilewise.cli import main
+answers = []
+for arguments in json.loads(sys.argv[1]):
+    out, errors = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
+        try:
+            main(arguments)
+        except SystemExit as status:
+            answers.append((status.code or 0, out.getvalue(), errors.getvalue(), "torch" in sys.modules))
+json.dump(answers, sys.stdout)
+"""
+
+
+@pytest.fixture(scope="module")
+def without_torch():
+    """What a process that starts with nothing imported says to each of these, one after another."""
+    done = python("-c", IN_TURN, json.dumps(HELP + MISTYPED))
+    assert done.returncode == 0, done.stderr
+    return dict(zip(HELP + MISTYPED, json.loads(done.stdout), strict=True))
+
+
+@pytest.mark.parametrize("arguments", HELP, ids=" ".join)
+def test_help_is_answered_without_torch(without_torch, arguments):
+    status, output, errors, has_torch = without_torch[arguments]
+    assert (status, errors, has_torch) == (0, "", False)
+    assert "Usage" in output
+
+
+@pytest.mark.parametrize("arguments", MISTYPED, ids=" ".join)
+def test_what_is_mistyped_is_answered_without_torch(without_torch, arguments):
+    status, output, errors, has_torch = without_torch[arguments]
+    assert (status, output, has_torch) == (2, "", False)
+    assert "allowed are " in errors or "No such" in errors or "is not one of" in errors
+
+
+def test_info_imports_torch_once_and_starts_no_other_python():
+    done = python("-X", "importtime", "-c", """
+import subprocess, sys
+started = subprocess.Popen.__init__
+def start(self, command, *more, **options):
+    assert "python" not in str(command), command
+    started(self, command, *more, **options)
+subprocess.Popen.__init__ = start
+from tilewise.cli import main
+main(["info", "--json"])
+""")
+    assert done.returncode == 0, done.stderr
+    imported = [line.rpartition("|")[2].strip() for line in done.stderr.splitlines()]
+    assert imported.count("torch") == 1
 
 
 def test_help_lists_every_command(run):
@@ -128,5 +192,5 @@ def test_bad_usage_exits_with_2(run):
 def test_the_current_gpu_has_the_name_that_its_tensors_have(monkeypatch, name):
     for function, answer in (("is_available", True), ("device_count", 2), ("current_device", 1)):
         monkeypatch.setattr(torch.cuda, function, lambda answer=answer: answer)
-    assert options.usable_device(name) == torch.device("cuda", 1)
-    assert options.usable_device("cuda:0") == torch.device("cuda", 0)
+    assert inputs.usable_device(name) == torch.device("cuda", 1)
+    assert inputs.usable_device("cuda:0") == torch.device("cuda", 0)

@@ -6,7 +6,7 @@ from dataclasses import asdict
 import pytest
 
 from tilewise.backends.gluon import GluonBackend
-from tilewise.cli import app, session
+from tilewise.cli import session
 from tilewise.kernels.hopper.forward.config import HopperForwardConfig
 from tilewise.kernels.triton.config import DqConfig, ForwardConfig
 from tilewise.tuning.search import Choice, Fault, Finding
@@ -35,7 +35,7 @@ def searched(monkeypatch):
     def searched():
         return searched.plan
 
-    monkeypatch.setattr(app, "demand_gpu", lambda device: None)
+    monkeypatch.setattr("tilewise.bench.tuning_runs.demand_gpu", lambda device: None)
     monkeypatch.setattr(session, "tune", tune)
     return searched
 
@@ -84,7 +84,7 @@ def test_flags_shape_the_search(run, searched, tmp_path):
 
 def test_of_gluon_it_writes_tables_of_its_own_kernels(run, monkeypatch, tmp_path):
     config = HopperForwardConfig(block_n=128, consumers=3, ping_pong=True)
-    monkeypatch.setattr(app, "demand_gpu", lambda device: None)
+    monkeypatch.setattr("tilewise.bench.tuning_runs.demand_gpu", lambda device: None)
     monkeypatch.setattr(GluonBackend, "why_not", lambda self, problem: None)
     monkeypatch.setattr(session, "tune", lambda plan: iter([(plan.tasks[0], Finding((Choice(config, 0.5, 0.6, 9),),
                                                                                     ()))]))

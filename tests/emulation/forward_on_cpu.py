@@ -92,7 +92,7 @@ def call_of(mask, sizes, heads, dims, b=1, sinks=False, dtype=torch.float16):
 
 
 def combined(partial, columns):
-    """Out and lse of the partial results of splits, as merge.py has it, in float64."""
+    """Out and lse of the partial results of splits, as merging.py has it, in float64."""
     maxima = partial[:, :, -8].double() * math.log(2.0)
     sums = torch.where(maxima.isinf(), 1.0, partial[:, :, -7].double())
     top = maxima.amax(1, keepdim=True)

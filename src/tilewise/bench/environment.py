@@ -10,7 +10,8 @@ from tilewise.bench.grids import FULL, Cell, dtype_name, shape_case
 from tilewise.bench.memory import MIB, available_bytes
 from tilewise.bench.plan import available_providers
 from tilewise.bench.provenance import device_name, provenance
-from tilewise.dispatch import BACKENDS, answer_of
+from tilewise.dispatch import answer_of
+from tilewise.support.names import BACKENDS
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _EXTRAS = ("triton", "cudnn", "typer", "rich", "matplotlib")

@@ -7,17 +7,17 @@ from typing import Any
 import torch
 
 from tilewise.bench.mask_text import format_mask
-from tilewise.errors import InvalidInput
 from tilewise.masks import Mask, causal
 from tilewise.problem import AttentionProblem
 from tilewise.problem.decode import DecodeOptions, DecodeProblem, decode_problem, specs_of_inputs
+from tilewise.support.names import DTYPES
 from tilewise.testing.cases import Case, Layout
 from tilewise.testing.inputs import lay_out, make_operands
+from tilewise.validate.choices import check_choice
 
 FULL = Mask()
 CAUSAL = causal()
-DTYPE_NAMES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32,
-               "float64": torch.float64}
+DTYPE_NAMES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
 _PAPER_TOKENS, _PAPER_HIDDEN = 16384, 2048
 # The end of a case's name, what the case has, and which of its operands are learned.
 _PRICED: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
@@ -85,8 +85,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def parse_dtype(name: str) -> torch.dtype:
     """Read a dtype's name. Raises :class:`InvalidInput` for an unknown one."""
-    if name not in DTYPE_NAMES:
-        raise InvalidInput(f"dtype is {name!r}; allowed are {', '.join(DTYPE_NAMES)}.")
+    check_choice("dtype", name, DTYPES)
     return DTYPE_NAMES[name]
 
 
@@ -104,8 +103,7 @@ def grid_cells(names: Iterable[str]) -> list[Cell]:
     """Return the cells of the named grids. Raises :class:`InvalidInput` for an unknown grid."""
     cells: list[Cell] = []
     for name in names:
-        if name not in GRIDS:
-            raise InvalidInput(f"grid is {name!r}; allowed are {', '.join(GRIDS)}.")
+        check_choice("grid", name, GRIDS)
         cells += [Cell(name, *entry) for entry in GRIDS[name]()]
     return cells
 

@@ -8,8 +8,7 @@ from typing import cast
 
 from tilewise.errors import InvalidInput
 from tilewise.masks import Alignment, Mask, causal, window
-
-FORMS = "none, causal[:ALIGNMENT], window:LEFT,RIGHT[:ALIGNMENT], or two of them joined by '&'"
+from tilewise.support.names import MASK_FORMS
 
 
 def parse_mask(text: str) -> Mask:
@@ -53,7 +52,7 @@ def _parse_part(part: str) -> Mask:
         if len(sides) == 2:
             left, right = (_parse_side(side.strip(), part) for side in sides)
             return window(left, right, cast("Alignment | None", details[1] if len(details) == 2 else None))
-    raise InvalidInput(f"mask is {part!r}; allowed are {FORMS}.")
+    raise InvalidInput(f"mask is {part!r}; allowed are {MASK_FORMS}.")
 
 
 def _parse_side(side: str, part: str) -> int | None:

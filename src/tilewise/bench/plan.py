@@ -18,7 +18,7 @@ from tilewise.bench.providers import Provider, own_providers, torch_providers
 from tilewise.bench.roofline import DIRECTIONS, Direction, flops, least_bytes
 from tilewise.bench.rows import Row
 from tilewise.bench.timing import Regime, Timing
-from tilewise.errors import InvalidInput
+from tilewise.validate.choices import check_choice
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,7 @@ def available_providers(names: Sequence[str], device: torch.device) -> tuple[lis
                           peer_providers)
              for provider in make()}
     for name in names:
-        if name not in known:
-            raise InvalidInput(f"provider is {name!r}; allowed are {', '.join(known)}.")
+        check_choice("provider", name, known)
     chosen = names or [name for name, provider in known.items() if not provider.on_request]
     wanted = {name: known[name] for name in chosen}
     absent = {name: reason for name, provider in wanted.items() if (reason := provider.missing(device))}

@@ -19,10 +19,11 @@ from tilewise.bench.memory import MIB, available_bytes
 from tilewise.bench.options import LEARNABLE, OPTIONS, options_of
 from tilewise.bench.roofline import Direction
 from tilewise.decode import attention_decode
-from tilewise.dispatch import BACKENDS, choose, choose_decoder
+from tilewise.dispatch import choose, choose_decoder
 from tilewise.errors import UnsupportedProblem
 from tilewise.masks import TensorMask
 from tilewise.problem.options import Operands
+from tilewise.support.names import BACKENDS
 from tilewise.testing.cases import Case
 from tilewise.testing.inputs import call_options
 

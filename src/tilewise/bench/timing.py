@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from tilewise.bench.clocks import ClockReading, ClockSampler
-from tilewise.errors import InvalidInput
+from tilewise.validate.choices import check_choice
 
 Call = Callable[[], object]
 _MOST_CALLS = 60
@@ -75,8 +75,7 @@ def regime_named(name: str | None, device: torch.device) -> Regime:
     """Return a regime, or the device's default. Raises :class:`InvalidInput` for an unknown name."""
     if name is None:
         return REGIMES["duty" if device.type == "cuda" else "turns"]
-    if name not in REGIMES:
-        raise InvalidInput(f"regime is {name!r}; allowed are {', '.join(REGIMES)}.")
+    check_choice("regime", name, REGIMES)
     return REGIMES[name]
 
 

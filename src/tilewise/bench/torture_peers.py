@@ -4,7 +4,6 @@ What a peer declares is what its documentation says that it takes; where it answ
 """
 
 import importlib
-import re
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -15,10 +14,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tilewise.api import attention, attention_varlen, explain
 from tilewise.bench.peers import peer_providers
 from tilewise.bench.providers import AUTOMATIC, Provider, torch_providers
-from tilewise.dispatch import BACKENDS
 from tilewise.errors import InvalidInput
 from tilewise.masks import Mask, causal
+from tilewise.support.names import BACKENDS
 from tilewise.testing.torture import Call, Implementation, Takes
+from tilewise.validate.choices import check_implementation, path_of_implementation
 
 _HALVES = (torch.float16, torch.bfloat16)
 _ALL_DTYPES = (*_HALVES, torch.float32, torch.float64)
@@ -48,9 +48,7 @@ def is_own(name: str) -> bool:
 
 def check_name(name: str) -> None:
     """Raise :class:`InvalidInput` unless it is one of :func:`implementation_names`, or MODULE:NAME."""
-    if name not in implementation_names() and _path_of(name) is None:
-        raise InvalidInput(f"implementation is {name!r}; allowed are {', '.join(implementation_names())}, all, or "
-                           "MODULE:NAME of a tilewise.testing.torture.Implementation of your own.")
+    check_implementation(name, implementation_names())
 
 
 def missing(name: str, device: torch.device) -> str | None:
@@ -71,7 +69,7 @@ def implementation_named(name: str) -> Implementation:
     check_name(name)
     if name in _OURS:
         return _own(name)
-    if (path := _path_of(name)) is not None:
+    if (path := path_of_implementation(name)) is not None:
         return _imported(name, *path)
     if name == "flex":
         return _flex()
@@ -82,14 +80,6 @@ def implementation_named(name: str) -> Implementation:
 
 def _providers() -> list[Provider]:
     return [*torch_providers(), *peer_providers()]
-
-
-def _path_of(name: str) -> tuple[str, str] | None:
-    """Split MODULE:NAME; None for what is no such thing, and for names of this package's backends."""
-    module, _, attribute = name.partition(":")
-    is_path = module != AUTOMATIC and all(re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", part) is not None
-                                          for part in (module, attribute))
-    return (module, attribute) if is_path else None
 
 
 def _imported(name: str, module: str, attribute: str) -> Implementation:

@@ -1,36 +1,29 @@
-"""The commands: read flags, call the library, hand the outcome to render.py."""
+"""The commands: read flags, call the library, hand the outcome to render.py.
+
+What needs torch is imported when a command runs, so that help and misspelt flags are answered at once.
+"""
 
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-import torch
 import typer
 
-from tilewise.bench.environment import environment
-from tilewise.bench.grids import GRIDS, Cell, filtered, grid_cells, parse_dtype
-from tilewise.bench.host import host_cell
-from tilewise.bench.mask_text import FORMS
-from tilewise.bench.plan import Plan, available_providers, takers
-from tilewise.bench.provenance import Provenance, provenance
-from tilewise.bench.providers import is_ours
-from tilewise.bench.roofline import DIRECTIONS
-from tilewise.bench.timing import regime_named
-from tilewise.bench.torture_peers import implementation_names, is_own
-from tilewise.bench.tuning_runs import TuningPlan, Wanted, demand_gpu, tasks
 from tilewise.cli import options as flags
-from tilewise.cli import render, session
-from tilewise.dispatch import BACKENDS, explain_problem, get_backend
 from tilewise.errors import InvalidInput
-from tilewise.testing.cases import CASES, case_named
-from tilewise.testing.configurations import Size, draw
-from tilewise.tuning.search import MOST_CANDIDATES
+from tilewise.support.names import BACKENDS
+
+if TYPE_CHECKING:
+    import torch
+
+    from tilewise.bench.provenance import Provenance
+    from tilewise.cli.inputs import Implementations
 
 app = typer.Typer(name="tilewise", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
                   help="Exact fused attention: what is here, what serves a call, how right, how fast.")
-_CHECK_DTYPES = ("float32", "bfloat16", "float16")
+_CHECKED_DTYPES = "float32,bfloat16,float16"
 _WRONG = 1
 _OF_GRIDS = ("grid", "seqs", "dims")
 _CPU_GRID_BUDGET = 240.0  # seconds: the first command a newcomer runs must end
@@ -40,6 +33,9 @@ Folder = Annotated[Path, typer.Option("--out", help="Folder for what is written.
 @app.command()
 def info(*, as_json: flags.AsJson = False) -> None:
     """Tell versions, devices, and which backends are usable on each, and why not."""
+    from tilewise.bench.environment import environment
+    from tilewise.cli import render
+
     facts = environment()
     render.as_json(facts) if as_json else render.environment(facts)
 
@@ -49,17 +45,20 @@ def explain(  # noqa: PLR0913 - one parameter a flag
     *, b: flags.Batch = 1, hq: flags.QueryHeads = 8, hk: flags.KeyHeads = None,
     sq: Annotated[int, typer.Option("--sq", min=0, help="Query length.")] = 1024, sk: flags.KeyLength = None,
     d: flags.HeadDim = 64, dv: flags.ValueDim = None,
-    dtype: Annotated[str, typer.Option(help="float16, bfloat16, float32 or float64.")] = "float32",
-    mask: flags.MaskText = "none", device: flags.DeviceName = None,
-    backend: Annotated[str | None, typer.Option(help="Ask as if the call named this backend.")] = None,
+    dtype: flags.DtypeName = "float32", mask: flags.MaskText = "none", device: flags.DeviceName = None,
+    backend: flags.BackendName = None,
     as_json: flags.AsJson = False,
 ) -> None:
     """Tell which backend serves a problem, forward and backward, and each other one's reason.
 
     Nothing is allocated or computed. Exit status 1 when a pass is refused by every backend.
     """
-    cell = flags.flags_cell((hq, hk), (sq, sk), (d, dv), b=b, dtype=parse_dtype(dtype), mask=mask)
-    answer = explain_problem(cell.problem(flags.chosen_device(device)), backend)
+    from tilewise.bench.grids import parse_dtype
+    from tilewise.cli import inputs, render
+    from tilewise.dispatch import explain_problem
+
+    cell = inputs.flags_cell((hq, hk), (sq, sk), (d, dv), b=b, dtype=parse_dtype(dtype), mask=mask)
+    answer = explain_problem(cell.problem(inputs.chosen_device(device)), backend)
     render.as_json(render.explanation_facts(answer)) if as_json else render.explanation(answer)
     if answer.forward is None or answer.backward is None:
         raise typer.Exit(_WRONG)
@@ -69,17 +68,14 @@ def explain(  # noqa: PLR0913 - one parameter a flag
 def check(  # noqa: PLR0913 - one parameter a flag
     context: typer.Context,
     *, case: Annotated[list[str] | None, typer.Option(help="A named case; may be repeated. Default: all.")] = None,
-    backend: Annotated[list[str] | None, typer.Option(help="A backend; may be repeated. Default: all.")] = None,
-    dtype: Annotated[str, typer.Option(help="Dtypes, with commas.")] = ",".join(_CHECK_DTYPES),
+    backend: flags.BackendNames = None, dtype: flags.DtypeNames = _CHECKED_DTYPES,
     sq: flags.OwnLength = None, b: flags.Batch = 1, hq: flags.QueryHeads = 8, hk: flags.KeyHeads = None,
     sk: flags.KeyLength = None, d: flags.HeadDim = 64, dv: flags.ValueDim = None, mask: flags.MaskText = "none",
     device: flags.DeviceName = None, seed: Annotated[int, typer.Option(help="Of the inputs.")] = 0,
     verbose: Annotated[bool, typer.Option("--verbose", help="A line for every check, not only a summary.")] = False,
     torture: Annotated[bool, typer.Option("--torture", help="Run the torture suite instead, in bfloat16 unless --dtype "
                                                             "says otherwise.")] = False,
-    implementation: Annotated[list[str] | None, typer.Option(
-        help=f"On whom; may be repeated: {', '.join(implementation_names())}, all, or MODULE:NAME of an Implementation "
-             "of your own. Default: tilewise.")] = None,
+    implementation: flags.ImplementationNames = None,
     csv: Annotated[Path | None, typer.Option("--csv", help="File for the raw rows.")] = None,
     commit: flags.CommitHash = None, as_json: flags.AsJson = False,
 ) -> None:
@@ -89,21 +85,28 @@ def check(  # noqa: PLR0913 - one parameter a flag
     determinism, graphs, streams. Exit status 1 when a result is outside its budget, or a backend breaks; of the torture
     suite, when tilewise or an implementation of your own fails a check.
     """
-    where = flags.usable_device(device)
+    import torch
+
+    from tilewise.bench.grids import Cell
+    from tilewise.bench.provenance import provenance
+    from tilewise.cli import inputs, render, session
+    from tilewise.testing.cases import CASES, case_named
+
+    where = inputs.usable_device(device)
     if torture:
         flags.forbid(context, ("case", "backend", "sq", *flags.SHAPE_FLAGS, "seed", "verbose"), "--torture",
                      "which has problems of its own")
-        dtypes = flags.parse_dtypes(dtype) if flags.given(context, ["dtype"]) else [torch.bfloat16]
-        _torture(flags.chosen_implementations(implementation or ["tilewise"], where), where, dtypes,
+        dtypes = inputs.parse_dtypes(dtype) if flags.given(context, ["dtype"]) else [torch.bfloat16]
+        _torture(inputs.chosen_implementations(implementation or ["tilewise"], where), where, dtypes,
                  (csv, provenance(where, session.command_line(), commit)), as_json=as_json)
         return
     flags.demand(context, ("implementation", "csv", "commit"), "--torture, the suite that it belongs to")
     if sq is not None and case:
         raise InvalidInput("--sq and --case are both given; allowed is a shape or named cases.")
-    names = [get_backend(name).name for name in backend or BACKENDS]
-    dtypes = flags.parse_dtypes(dtype)
+    names = backend or BACKENDS
+    dtypes = inputs.parse_dtypes(dtype)
     if sq is not None:
-        cells = [flags.flags_cell((hq, hk), (sq, sk), (d, dv), b=b, dtype=one, mask=mask) for one in dtypes]
+        cells = [inputs.flags_cell((hq, hk), (sq, sk), (d, dv), b=b, dtype=one, mask=mask) for one in dtypes]
     else:
         flags.demand(context, flags.SHAPE_FLAGS, "--sq, which makes a shape of its own in place of the named cases")
         chosen = [case_named(name) for name in case] if case else CASES
@@ -117,9 +120,12 @@ def check(  # noqa: PLR0913 - one parameter a flag
         raise typer.Exit(_WRONG)
 
 
-def _torture(chosen: flags.Implementations, where: torch.device, dtypes: Sequence[torch.dtype],
-             kept: tuple[Path | None, Provenance], *, as_json: bool) -> None:
+def _torture(chosen: "Implementations", where: "torch.device", dtypes: "Sequence[torch.dtype]",
+             kept: "tuple[Path | None, Provenance]", *, as_json: bool) -> None:
     """Run the torture suite and tell; ``kept`` is the file for rows, and their provenance."""
+    from tilewise.bench.torture_peers import is_own
+    from tilewise.cli import render, session
+
     path, origin = kept
     rows = session.torture_session(chosen.present, where, dtypes, origin, path)
     if as_json:
@@ -139,17 +145,19 @@ def fuzz(
     variation: Annotated[int, typer.Option(min=0, help="First variation of each seed; 0 is its own call.")] = 0,
     variations: Annotated[int, typer.Option(
         min=1, help="Variations of each seed: other sizes of the same options, with few kernels more.")] = 1,
-    size: Annotated[Size | None, typer.Option(
+    size: Annotated[Literal["tiny", "small", "large"] | None, typer.Option(
         help="Lengths to 40; to 150; or to 2048, with offsets past 2^31. Default: large on a GPU, else small.")] = None,
-    backend: Annotated[list[str] | None, typer.Option(help="A backend; may be repeated. Default: all.")] = None,
-    device: flags.DeviceName = None, as_json: flags.AsJson = False,
+    backend: flags.BackendNames = None, device: flags.DeviceName = None, as_json: flags.AsJson = False,
 ) -> None:
     """Check random calls, all options mixed, odd strides, NaN in what is hidden, against dense float64 attention.
 
     A failure is printed when it is found, with the command that reproduces it. Exit status 1 when there was one.
     """
-    where = flags.usable_device(device)
-    names = [get_backend(name).name for name in backend or BACKENDS]
+    from tilewise.cli import inputs, render, session
+    from tilewise.testing.configurations import Size, draw
+
+    where = inputs.usable_device(device)
+    names = backend or BACKENDS
     level: Size = size or ("large" if where.type == "cuda" else "small")
     configurations = [draw(one, level, other) for one in range(seed, seed + count)
                       for other in range(variation, variation + variations)]
@@ -162,19 +170,15 @@ def fuzz(
 @app.command()
 def bench(  # noqa: PLR0913 - one parameter a flag
     context: typer.Context,
-    *, grid: Annotated[str | None, typer.Option(help=f"Grids, with commas: {', '.join(GRIDS)}. Default: paper on a "
-                                                     "GPU, else cpu.")] = None,
+    *, grid: flags.GridNames = None,
     sq: flags.OwnLength = None, b: flags.Batch = 1, hq: flags.QueryHeads = 8, hk: flags.KeyHeads = None,
     sk: flags.KeyLength = None, d: flags.HeadDim = 64, dv: flags.ValueDim = None, mask: flags.MaskText = "none",
-    dtype: Annotated[str, typer.Option(help="Dtype of the shape.")] = "float32",
-    providers: Annotated[str | None, typer.Option(help="Providers, with commas. Default: all that are here "
-                                                       "and take a case.")] = None,
+    dtype: flags.DtypeName = "float32", providers: flags.ProviderNames = None,
     seqs: Annotated[str | None, typer.Option(help="Keep these query lengths of the grid; of decode, these "
                                                       "lengths of the cache.")] = None,
     dims: Annotated[str | None, typer.Option(help="Keep these head dims of the grid.")] = None,
     direction: Annotated[Literal["both", "forward", "backward"], typer.Option(help="Passes to time.")] = "both",
-    regime: Annotated[str | None, typer.Option(help="duty, dense, sustained or turns. Default: duty on a GPU, else "
-                                                    "turns.")] = None,
+    regime: flags.RegimeName = None,
     graph: Annotated[bool, typer.Option("--graph", help="Time CUDA-graph replays of short calls: s <= 1024, or forward "
                                                         "passes of 50 GFLOP at most.")] = False,
     host: Annotated[bool, typer.Option("--host", help="Measure the host's cost of a call instead.")] = False,
@@ -189,7 +193,16 @@ def bench(  # noqa: PLR0913 - one parameter a flag
     Writes CSV rows, a Markdown table and figures. A wrong result is not timed. Exit status 1 when one of tilewise's
     own results is wrong or broke.
     """
-    where = flags.usable_device(device)
+    from tilewise.bench.grids import filtered, grid_cells, parse_dtype
+    from tilewise.bench.host import host_cell
+    from tilewise.bench.plan import Plan, available_providers, takers
+    from tilewise.bench.provenance import provenance
+    from tilewise.bench.providers import is_ours
+    from tilewise.bench.roofline import DIRECTIONS
+    from tilewise.bench.timing import regime_named
+    from tilewise.cli import inputs, render, session
+
+    where = inputs.usable_device(device)
     shape_dtype = parse_dtype(dtype)
     if host:
         flags.forbid(context, ("sq", *flags.SHAPE_FLAGS, "dtype", *_OF_GRIDS, "direction", "regime", "graph", "budget"),
@@ -200,7 +213,7 @@ def bench(  # noqa: PLR0913 - one parameter a flag
         if grid is not None:
             raise InvalidInput("--sq and --grid are both given; allowed is a shape or grids.")
         flags.forbid(context, _OF_GRIDS[1:], "--sq", "which is one shape and no grid to choose from")
-        cells = [flags.flags_cell((hq, hk), (sq, sk), (d, dv), b=b, dtype=shape_dtype, mask=mask)]
+        cells = [inputs.flags_cell((hq, hk), (sq, sk), (d, dv), b=b, dtype=shape_dtype, mask=mask)]
     else:
         flags.demand(context, (*flags.SHAPE_FLAGS, "dtype"), "--sq, which makes a shape of its own in place of a grid")
         names = flags.comma_list(grid) or ["paper" if where.type == "cuda" else "cpu"]
@@ -225,14 +238,15 @@ def bench(  # noqa: PLR0913 - one parameter a flag
 
 @app.command()
 def tune(  # noqa: PLR0913 - one parameter a flag
-    *, backend: Annotated[str, typer.Option(help="Whose kernels: triton, or gluon for Hopper's.")] = "triton",
+    *, backend: Annotated[Literal["triton", "gluon"], typer.Option(
+        help="Whose kernels; gluon's are Hopper's.")] = "triton",
     kernels: Annotated[str, typer.Option(help="forward, dkdv, dk, dv, dq, with commas; of gluon hopper_forward, "
                                               "hopper_backward. Default: those that calls launch.")] = "",
     widths: Annotated[str, typer.Option(help="Head dims, padded: 64, 128, 256.")] = "64,128,256",
-    dtypes: Annotated[str, typer.Option(help="Dtypes; bfloat16 and float16 share their rows.")] = "bfloat16",
+    dtypes: flags.TunedDtypes = "bfloat16",
     masks: Annotated[str, typer.Option(help="none, causal.")] = "none,causal",
     lengths: Annotated[str, typer.Option(help="Query and key lengths.")] = "512,2048,8192",
-    candidates: Annotated[int, typer.Option(min=1, help="Tiles to try for a row, at most.")] = MOST_CANDIDATES,
+    candidates: Annotated[int | None, typer.Option(min=1, help="Tiles to try for a row, at most. Default: 40.")] = None,
     budget: Annotated[float | None, typer.Option(min=0, help="Seconds after which no search starts.")] = None,
     device: flags.DeviceName = None, out: Folder = Path("tune-out"), commit: flags.CommitHash = None,
     as_json: flags.AsJson = False,
@@ -241,12 +255,18 @@ def tune(  # noqa: PLR0913 - one parameter a flag
 
     A tile whose result is wrong is never timed. Nothing else calls this: a table counts once it lies in the package.
     """
-    where = flags.usable_device(device)
+    from tilewise.bench.grids import parse_dtype
+    from tilewise.bench.provenance import provenance
+    from tilewise.bench.tuning_runs import TuningPlan, Wanted, demand_gpu, tasks
+    from tilewise.cli import inputs, render, session
+    from tilewise.tuning.search import MOST_CANDIDATES
+
+    where = inputs.usable_device(device)
     demand_gpu(where)
     wanted = Wanted(flags.comma_list(kernels), flags.comma_integers("widths", widths),
                     [parse_dtype(name) for name in flags.comma_list(dtypes)], flags.comma_list(masks),
                     flags.comma_integers("lengths", lengths), backend=backend)
-    plan = TuningPlan(where, tasks(wanted, where), candidates, budget)
+    plan = TuningPlan(where, tasks(wanted, where), candidates or MOST_CANDIDATES, budget)
     outcome = session.tune_session(plan, out, provenance(where, session.command_line(), commit))
     render.tuning_json(outcome) if as_json else render.tuning(outcome)
 
@@ -261,9 +281,8 @@ def compile_kernels(  # noqa: PLR0913 - one parameter a flag
     sk: Annotated[int | None, typer.Option(min=1, help="Key length; default: the query length.")] = None,
     d: Annotated[int | None, typer.Option(min=1, help="Head dim of q and k; default: 128.")] = None,
     dv: flags.ValueDim = None,
-    dtype: Annotated[str | None, typer.Option(help="float16, bfloat16 or float32; default: the model's, or "
-                                                   "bfloat16.")] = None,
-    mask: Annotated[str | None, typer.Option(help=f"{FORMS}; default: none.")] = None,
+    dtype: flags.CompiledDtype = None,
+    mask: Annotated[str | None, typer.Option(help=f"{flags.MASK_FORMS}; default: none.")] = None,
     softcap: Annotated[float | None, typer.Option(help="Bound of the scores.")] = None,
     sinks: Annotated[bool, typer.Option("--sinks", help="Each head has a sink.")] = False,
     packed: Annotated[int | None, typer.Option(min=1, help="So many packed sequences; --sq is their total.")] = None,
@@ -271,7 +290,7 @@ def compile_kernels(  # noqa: PLR0913 - one parameter a flag
         help="How q, k and v lie in memory; default: bhsd, and a model's bshd.")] = None,
     deterministic: Annotated[bool, typer.Option("--deterministic", help="Calls with deterministic=True.")] = False,
     forward_only: Annotated[bool, typer.Option("--forward-only", help="Calls without a backward pass.")] = False,
-    backend: Annotated[str | None, typer.Option(help="Calls that name this backend.")] = None,
+    backend: flags.BackendName = None,
     device: flags.GpuName = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes that compile; default: one a core.")] = None,
     as_json: flags.AsJson = False,
@@ -281,12 +300,15 @@ def compile_kernels(  # noqa: PLR0913 - one parameter a flag
     Kernels of Triton go to TRITON_CACHE_DIR, those of CUDA to TILEWISE_CACHE. Exit status 1 when a kernel cannot be
     compiled.
     """
+    from tilewise.bench.grids import parse_dtype
+    from tilewise.cli import inputs, render, session
+
     lengths = flags.comma_integers("sq", sq)
     shape = {"b": b, "hq": hq, "hk": hk, "sk": sk, "d": d, "dv": dv, "dtype": parse_dtype(dtype) if dtype else None,
              "softcap": softcap, "sinks": sinks, "packed": packed, "layout": layout,
              "deterministic": deterministic or None, "backend": backend, "backward": not forward_only}
-    calls = (flags.shape_calls(lengths, shape, mask) if model is None else
-             flags.model_calls(model, lengths, shape, mask))
+    calls = (inputs.shape_calls(lengths, shape, mask) if model is None else
+             inputs.model_calls(model, lengths, shape, mask))
     outcome = session.compile_session(calls, device, workers)
     render.as_json(render.compilation_facts(outcome)) if as_json else render.compilation(outcome)
     if not outcome.ok:

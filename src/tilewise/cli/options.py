@@ -1,17 +1,55 @@
-"""What flags mean: their types, and the problems and devices they describe."""
+"""Flags: their types, and what needs no torch to be said of what was typed."""
 
-from collections.abc import Sequence
-from typing import Annotated, Any, NamedTuple
+import re
+from collections.abc import Callable, Collection, Sequence
+from typing import Annotated, Any
 
-import torch
 import typer
 
-from tilewise.bench.grids import DTYPE_NAMES, Cell, parse_dtype, shape_case
-from tilewise.bench.mask_text import FORMS, parse_mask
-from tilewise.bench.providers import AUTOMATIC
-from tilewise.bench.torture_peers import implementation_named, missing, peer_names
-from tilewise.compile_ahead import GPUS, CallShape, calls_of_model
 from tilewise.errors import InvalidInput
+from tilewise.support.names import (
+    BACKENDS,
+    DTYPES,
+    GPUS,
+    GRIDS,
+    IMPLEMENTATIONS,
+    MASK_FORMS,
+    PROVIDERS,
+    REGIMES,
+)
+from tilewise.validate.choices import check_backend, check_choice, check_implementation
+
+_Check = Callable[[str], object]
+
+
+def _each(check: _Check, *, commas: bool = False) -> Callable[[Any], Any]:
+    """Return what hands each name that was typed to a check, before anything of torch is imported."""
+    def callback(value: Any) -> Any:
+        names = [] if value is None else comma_list(value) if commas else [value] if isinstance(value, str) else value
+        for name in names:
+            check(name)
+        return value
+
+    return callback
+
+
+def _one_of(said: str, allowed: Collection[str]) -> _Check:
+    return lambda name: check_choice(said, name, allowed)
+
+
+def _check_device(name: str) -> None:
+    if re.fullmatch(r"cpu|cuda(:\d{1,2})?", name) is None:
+        raise InvalidInput(f"device is {name!r}; allowed are cpu, cuda, or cuda:INDEX.")
+
+
+def _check_backend(name: str) -> None:
+    check_backend(name, BACKENDS)
+
+
+def _check_implementation(name: str) -> None:
+    if name != "all":
+        check_implementation(name, IMPLEMENTATIONS)
+
 
 Batch = Annotated[int, typer.Option("--b", min=1, help="Batch size.")]
 QueryHeads = Annotated[int, typer.Option("--hq", min=1, help="Query heads.")]
@@ -20,15 +58,41 @@ OwnLength = Annotated[int | None, typer.Option("--sq", min=1, help="Query length
 KeyLength = Annotated[int | None, typer.Option("--sk", min=0, help="Key length; default: the query length.")]
 HeadDim = Annotated[int, typer.Option("--d", min=1, help="Head dim of q and k.")]
 ValueDim = Annotated[int | None, typer.Option("--dv", min=1, help="Head dim of v; default: as q and k.")]
-MaskText = Annotated[str, typer.Option("--mask", help=f"{FORMS}; RIGHT and LEFT may be inf.")]
-DeviceName = Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:1, ...; default: a GPU if there is "
-                                                                  "one.")]
+MaskText = Annotated[str, typer.Option("--mask", help=f"{MASK_FORMS}; RIGHT and LEFT may be inf.")]
+DeviceName = Annotated[str | None, typer.Option("--device", callback=_each(_check_device), help=(
+    "cpu, cuda, cuda:1, ...; default: a GPU if there is one."))]
 GpuName = Annotated[str | None, typer.Option("--device", help=f"A GPU, which need not be here: {', '.join(GPUS)}, or "
                                               "ARCH:MULTIPROCESSORS:NAME as in 'sm_90:132:NVIDIA H200'; default: the "
                                               "one that is here.")]
 CommitHash = Annotated[str | None, typer.Option("--commit", help="Hash of the code, for what is written. Default: what "
                                                                  "git says of the source tree.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Write one JSON value to standard output, and nothing else.")]
+BackendName = Annotated[str | None, typer.Option("--backend", callback=_each(_check_backend),
+                                                 help=f"As if the call named it: {', '.join(BACKENDS)}.")]
+BackendNames = Annotated[list[str] | None, typer.Option(
+    "--backend", callback=_each(_check_backend), help="A backend; may be repeated. Default: all.")]
+DtypeName = Annotated[str, typer.Option("--dtype", callback=_each(_one_of("dtype", DTYPES)),
+                                        help=f"{', '.join(DTYPES[:-1])} or {DTYPES[-1]}.")]
+CompiledDtype = Annotated[str | None, typer.Option(
+    "--dtype", callback=_each(_one_of("dtype", DTYPES)),
+    help="float16, bfloat16 or float32; default: the model's, or bfloat16.")]
+DtypeNames = Annotated[str, typer.Option("--dtype", callback=_each(_one_of("dtype", DTYPES), commas=True),
+                                         help="Dtypes, with commas.")]
+TunedDtypes = Annotated[str, typer.Option("--dtypes", callback=_each(_one_of("dtype", DTYPES), commas=True),
+                                          help="Dtypes; bfloat16 and float16 share their rows.")]
+ImplementationNames = Annotated[list[str] | None, typer.Option(
+    "--implementation", callback=_each(_check_implementation),
+    help=f"On whom; may be repeated: {', '.join(IMPLEMENTATIONS)}, all, or MODULE:NAME of an Implementation of your "
+         "own. Default: tilewise.")]
+GridNames = Annotated[str | None, typer.Option(
+    "--grid", callback=_each(_one_of("grid", GRIDS), commas=True),
+    help=f"Grids, with commas: {', '.join(GRIDS)}. Default: paper on a GPU, else cpu.")]
+ProviderNames = Annotated[str | None, typer.Option(
+    "--providers", callback=_each(_one_of("provider", PROVIDERS), commas=True),
+    help="Providers, with commas. Default: all that are here and take a case.")]
+RegimeName = Annotated[str | None, typer.Option(
+    "--regime", callback=_each(_one_of("regime", REGIMES)),
+    help=f"{', '.join(REGIMES[:-1])} or {REGIMES[-1]}. Default: duty on a GPU, else turns.")]
 
 
 # What describes a shape of one's own, together with --sq.
@@ -55,100 +119,6 @@ def forbid(context: typer.Context, names: Sequence[str], other: str, why: str) -
 
 def _listed(flags: Sequence[str]) -> str:
     return f"{flags[0]} is" if len(flags) == 1 else f"{', '.join(flags[:-1])} and {flags[-1]} are"
-
-
-def parse_dtypes(text: str) -> list[torch.dtype]:
-    """Read 'float32,bfloat16'. Raises :class:`InvalidInput` for an unknown one, and for none."""
-    if not (names := comma_list(text)):
-        raise InvalidInput(f"dtype is {text!r}; allowed are {', '.join(DTYPE_NAMES)}, with commas between them.")
-    return [parse_dtype(name) for name in names]
-
-
-def chosen_device(name: str | None) -> torch.device:
-    """Read a device's name, or choose. Raises :class:`InvalidInput` for one that is not here."""
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise InvalidInput(f"device is {name!r}; allowed are cpu, cuda, or cuda:INDEX.") from error
-    if device.type not in ("cpu", "cuda"):
-        raise InvalidInput(f"device is {name!r}; allowed are cpu, cuda, or cuda:INDEX.")
-    return device
-
-
-def usable_device(name: str | None) -> torch.device:
-    """As :func:`chosen_device`, and demand that work can run there; "cuda" is the current GPU, as tensors name it."""
-    device = chosen_device(name)
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise InvalidInput(f"device is {name!r}, and torch sees {torch.cuda.device_count()} GPUs here; use cpu.")
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
-
-
-class Implementations(NamedTuple):
-    """Names of those that run here, and why each other one of "all" does not."""
-
-    present: list[str]
-    absent: dict[str, str]
-
-
-def chosen_implementations(names: Sequence[str], device: torch.device) -> Implementations:
-    """Read the names of implementations of the torture suite; "all" are tilewise and all peers that are here.
-
-    Raises:
-        InvalidInput: a name is unknown, or what it names cannot run here.
-    """
-    absent = {name: reason for name in peer_names() if (reason := missing(name, device))}
-    chosen: dict[str, None] = {}
-    for name in names:
-        if name == "all":
-            chosen |= dict.fromkeys([AUTOMATIC, *(peer for peer in peer_names() if peer not in absent)])
-            continue
-        if name in absent:
-            raise InvalidInput(f"implementation is {name!r}, which cannot run on {device}: {absent[name]}.")
-        implementation_named(name)
-        chosen[name] = None
-    return Implementations(list(chosen), absent if "all" in names else {})
-
-
-def flags_cell(heads: tuple[int, int | None], lengths: tuple[int, int | None], dims: tuple[int, int | None], *,
-               b: int, dtype: torch.dtype, mask: str) -> Cell:
-    """Return the problem that flags describe; the second of each pair defaults to the first."""
-    first = [(given, given if other is None else other) for given, other in (heads, lengths, dims)]
-    return Cell("flags", shape_case(b, first[0], first[1], first[2], parse_mask(mask)), dtype)
-
-
-def shape_calls(lengths: list[int], shape: dict[str, Any], mask: str | None) -> list[CallShape]:
-    """Return a call for each query length, of the flags that are given."""
-    fields = {name: value for name, value in shape.items() if value is not None}
-    band = None if mask is None else parse_mask(mask)
-    return [CallShape(sq=length, mask=band, **fields) for length in lengths]
-
-
-def model_calls(name: str, lengths: list[int], shape: dict[str, Any], mask: str | None) -> list[CallShape]:
-    """Return the calls of a model's layers.
-
-    Raises:
-        InvalidInput: a flag is given that the model answers, or the model cannot be read.
-    """
-    allowed = ("b", "dtype", "backward")
-    for flag, value in (*shape.items(), ("mask", mask)):
-        if value is not None and value is not False and flag not in allowed:
-            raise InvalidInput(f"--model and --{flag} are both given; allowed beside a model are --sq, --b, --dtype "
-                               "and --forward-only.")
-    try:
-        from transformers import AutoConfig
-    except ImportError as error:
-        raise InvalidInput("--model is given and Transformers is not installed; install 'tilewise[transformers]', or "
-                           "give the shape.") from error
-    try:
-        config = AutoConfig.from_pretrained(name)
-    except (OSError, ValueError, KeyError) as error:
-        raise InvalidInput(f"--model is {name!r}, and Transformers cannot read its configuration; allowed is a folder "
-                           f"with a config.json, or a name on the hub: {str(error).partition(chr(10))[0]}") from error
-    return list(calls_of_model(config, lengths, **{flag: shape[flag] for flag in allowed if shape[flag] is not None}))
 
 
 def comma_list(text: str | None) -> list[str]:

@@ -24,7 +24,7 @@ from tilewise.integrations.flash_family import (
     unpacked,
 )
 from tilewise.masks import chunk
-from tilewise.merge import merge
+from tilewise.merging import merge
 
 __all__ = ["flash_attn_combine", "flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func",
            "flash_attn_with_kvcache", "install"]

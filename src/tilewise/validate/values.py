@@ -94,12 +94,6 @@ def check_choices(scale: Any, deterministic: Any, backend: Any) -> None:
         raise InvalidInput(f"backend is {backend!r}; allowed is the name of a backend, or None to choose.")
 
 
-def check_backend(name: str, known: tuple[str, ...]) -> None:
-    """Raise :class:`InvalidInput` for a name that no backend has."""
-    if name not in known:
-        raise InvalidInput(f"backend is {name!r}; allowed are {', '.join(map(repr, known))}, or None to choose.")
-
-
 def check_switch(name: str, value: Any, otherwise: str = "") -> None:
     """Raise :class:`InvalidInput` for what is neither True nor False."""
     if not isinstance(value, (bool, torch.SymBool)):

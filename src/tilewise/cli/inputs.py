@@ -1,0 +1,105 @@
+"""What flags mean: the problems, devices and calls that they describe."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from tilewise.bench.grids import Cell, parse_dtype, shape_case
+from tilewise.bench.mask_text import parse_mask
+from tilewise.bench.providers import AUTOMATIC
+from tilewise.bench.torture_peers import implementation_named, missing, peer_names
+from tilewise.cli.options import comma_list
+from tilewise.compile_ahead import CallShape, calls_of_model
+from tilewise.errors import InvalidInput
+from tilewise.support.names import DTYPES
+
+
+def parse_dtypes(text: str) -> list[torch.dtype]:
+    """Read 'float32,bfloat16'. Raises :class:`InvalidInput` for an unknown one, and for none."""
+    if not (names := comma_list(text)):
+        raise InvalidInput(f"dtype is {text!r}; allowed are {', '.join(DTYPES)}, with commas between them.")
+    return [parse_dtype(name) for name in names]
+
+
+def chosen_device(name: str | None) -> torch.device:
+    """Return the device of a name that the flag has checked, or choose one: a GPU if there is one."""
+    return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def usable_device(name: str | None) -> torch.device:
+    """Return the device as :func:`chosen_device` does, of which "cuda" is the current GPU, as tensors name it.
+
+    Raises:
+        InvalidInput: there is no such GPU here.
+    """
+    device = chosen_device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise InvalidInput(f"device is {name!r}, and torch sees {torch.cuda.device_count()} GPUs here; use cpu.")
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+class Implementations(NamedTuple):
+    """Names of those that run here, and why each other one of "all" does not."""
+
+    present: list[str]
+    absent: dict[str, str]
+
+
+def chosen_implementations(names: Sequence[str], device: torch.device) -> Implementations:
+    """Read the names of implementations of the torture suite; "all" are tilewise and all peers that are here.
+
+    Raises:
+        InvalidInput: a name is unknown, or what it names cannot run here.
+    """
+    absent = {name: reason for name in peer_names() if (reason := missing(name, device))}
+    chosen: dict[str, None] = {}
+    for name in names:
+        if name == "all":
+            chosen |= dict.fromkeys([AUTOMATIC, *(peer for peer in peer_names() if peer not in absent)])
+            continue
+        if name in absent:
+            raise InvalidInput(f"implementation is {name!r}, which cannot run on {device}: {absent[name]}.")
+        implementation_named(name)
+        chosen[name] = None
+    return Implementations(list(chosen), absent if "all" in names else {})
+
+
+def flags_cell(heads: tuple[int, int | None], lengths: tuple[int, int | None], dims: tuple[int, int | None], *,
+               b: int, dtype: torch.dtype, mask: str) -> Cell:
+    """Return the problem that flags describe; the second of each pair defaults to the first."""
+    first = [(given, given if other is None else other) for given, other in (heads, lengths, dims)]
+    return Cell("flags", shape_case(b, first[0], first[1], first[2], parse_mask(mask)), dtype)
+
+
+def shape_calls(lengths: list[int], shape: dict[str, Any], mask: str | None) -> list[CallShape]:
+    """Return a call for each query length, of the flags that are given."""
+    fields = {name: value for name, value in shape.items() if value is not None}
+    band = None if mask is None else parse_mask(mask)
+    return [CallShape(sq=length, mask=band, **fields) for length in lengths]
+
+
+def model_calls(name: str, lengths: list[int], shape: dict[str, Any], mask: str | None) -> list[CallShape]:
+    """Return the calls of a model's layers.
+
+    Raises:
+        InvalidInput: a flag is given that the model answers, or the model cannot be read.
+    """
+    allowed = ("b", "dtype", "backward")
+    for flag, value in (*shape.items(), ("mask", mask)):
+        if value is not None and value is not False and flag not in allowed:
+            raise InvalidInput(f"--model and --{flag} are both given; allowed beside a model are --sq, --b, --dtype "
+                               "and --forward-only.")
+    try:
+        from transformers import AutoConfig
+    except ImportError as error:
+        raise InvalidInput("--model is given and Transformers is not installed; install 'tilewise[transformers]', or "
+                           "give the shape.") from error
+    try:
+        config = AutoConfig.from_pretrained(name)
+    except (OSError, ValueError, KeyError) as error:
+        raise InvalidInput(f"--model is {name!r}, and Transformers cannot read its configuration; allowed is a folder "
+                           f"with a config.json, or a name on the hub: {str(error).partition(chr(10))[0]}") from error
+    return list(calls_of_model(config, lengths, **{flag: shape[flag] for flag in allowed if shape[flag] is not None}))
