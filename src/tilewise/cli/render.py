@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -17,6 +18,7 @@ from tilewise.bench.report import Comparison, comparisons, counts_in_tflops, des
 from tilewise.bench.rows import Row
 from tilewise.bench.torture_rows import TortureRow
 from tilewise.cli.session import Finding, Outcome, TuningOutcome
+from tilewise.cli.widths import print_fitted, print_split
 from tilewise.compile_ahead import Report
 from tilewise.dispatch import Explanation
 from tilewise.tuning.kinds import HOPPER_KINDS
@@ -24,7 +26,10 @@ from tilewise.tuning.table import Row as TableRow
 from tilewise.tuning.table import backward_config_of, fields_of, forward_config_of
 
 _NOTHING = "–"
+_WIDE = 160
+_LEAST_OF_CHECKS = ("there", "by")
 _BASELINE = "naive"
+_SPEEDUP = f"faster than {_BASELINE}"
 _MOST_REASONS = 10  # a refusal may name sizes, and random ones are all different
 
 
@@ -50,7 +55,7 @@ def environment(facts: dict[str, Any]) -> None:
             takes = [dtype for dtype, reason in answers.items() if reason is None]
             refusals = dict.fromkeys(reason for reason in answers.values() if reason is not None)
             table.add_row(name, ", ".join(takes) or _NOTHING, "\n".join(refusals) or _NOTHING)
-        console.print(table)
+        print_fitted(console, table)
         _print_absent(console, device["absent_providers"])
 
 
@@ -63,7 +68,7 @@ def explanation(answer: Explanation) -> None:
     for (direction, name), reason in answer.reasons.items():
         verdict = "could serve" if reason is None else reason
         table.add_row(direction, name, "[bold green]chosen[/]" if chosen[direction] == name else verdict)
-    console.print(table)
+    print_fitted(console, table)
 
 
 def explanation_facts(answer: Explanation) -> dict[str, Any]:
@@ -89,8 +94,8 @@ def checks(results: Sequence[BackendCheck], *, verbose: bool) -> None:
     """Print a summary a backend and dtype, every failure in full, and with ``verbose`` a line a check."""
     console = _console()
     if verbose:
-        console.print(_check_lines(results))
-    console.print(_check_summary(results))
+        print_fitted(console, _check_lines(results), ("worst at", "mean budget", "mean error", "max budget"))
+    print_fitted(console, _check_summary(results), _LEAST_OF_CHECKS)
     for reason in dict.fromkeys(f"{r.backend}: {r.refusal or r.backward_refusal}" for r in results
                                 if r.refusal or r.backward_refusal):
         console.print(f"refused by {reason}", markup=False)
@@ -114,7 +119,7 @@ def torture(rows: Sequence[TortureRow], absent: Mapping[str, str]) -> None:
             table.add_row(check, *(shown[found[(check, *column)]] for column in columns))
     table.add_section()
     table.add_row("failed, of those that apply", *(_score(rows, *column) for column in columns))
-    console.print(table)
+    print_split(console, table)
     for row in rows:
         if row.status == "fail":
             told = f" (issue: {row.issue})" if row.issue else ""
@@ -144,7 +149,7 @@ def fuzz_facts(finding: Finding) -> dict[str, Any]:
 def fuzz(findings: Sequence[Finding]) -> None:
     """Print a summary a backend and dtype, and how often each sentence refused; failures were told when found."""
     console = _console()
-    console.print(_check_summary([finding.check for finding in findings]))
+    print_fitted(console, _check_summary([finding.check for finding in findings]), _LEAST_OF_CHECKS)
     reasons = Counter(f"refused by {check.backend}: {reason}" for finding in findings
                       if (reason := (check := finding.check).refusal or check.backward_refusal))
     for sentence, count in reasons.most_common(_MOST_REASONS):
@@ -165,9 +170,10 @@ def bench(outcome: Outcome, absent: dict[str, str]) -> None:
     console = _console()
     timed = [row for row in outcome.rows if row.regime != "host"]
     if timed:
-        console.print(_bench_table(timed))
+        idle = () if any(row.provider == _BASELINE for row in timed) else (_SPEEDUP,)
+        print_fitted(console, _bench_table(timed), (*idle, "mean error", "20–80 %", "max error", "peak MiB"))
     if len(timed) < len(outcome.rows):
-        console.print(_host_table([row for row in outcome.rows if row.regime == "host"]))
+        print_fitted(console, _host_table([row for row in outcome.rows if row.regime == "host"]))
     for sentence in dict.fromkeys(f"{row.status}: {row.provider}, {describe(row)}, {row.direction}: {row.reason}"
                                   for row in outcome.rows if row.status != "ok"):
         console.print(sentence, markup=False)
@@ -196,7 +202,7 @@ def compilation(report: Report) -> None:
     for kernel in report.kernels:
         verdict = "was there" if kernel.cached else "compiled" if kernel.failure is None else "[red]failed[/]"
         table.add_row(kernel.name, "\n".join(kernel.calls), _number(kernel.seconds, ".1f"), verdict)
-    console.print(table)
+    print_fitted(console, table)
     for kernel in report.kernels:
         if kernel.failure is not None:
             console.print(f"FAILED {kernel.name}, of {', '.join(kernel.calls)}: {kernel.failure}", style="red",
@@ -225,7 +231,7 @@ def tuning(outcome: TuningOutcome) -> None:
             table.add_row(kernel, str(row["width"]), str(row["itemsize"]), "yes" if row["masked"] else "no",
                           str(row["length"]), *_tile(row, kernel), _number(row["ms"], ".4g"),
                           _number(row["heuristic_ms"], ".4g"), str(row["candidates"]))
-    console.print(table)
+    print_fitted(console, table, ("of tiles", "descriptors", "heuristic's ms", "stages"))
     for name, faults in outcome.faults.items():
         for reason, count in Counter(fault["reason"] for fault in faults).items():
             console.print(f"{name}: {count} not used: {reason}", markup=False)
@@ -253,7 +259,7 @@ def tuning_json(outcome: TuningOutcome) -> None:
 def _bench_table(rows: Sequence[Row]) -> Table:
     unit, factor = ("TFLOP/s", 1.0) if counts_in_tflops(rows) else ("GFLOP/s", 1e3)
     table = Table("provider", "pass", *(
-        "ms", "20–80 %", unit, "peak MiB", "max error", "mean error", f"faster than {_BASELINE}"),
+        "ms", "20–80 %", unit, "peak MiB", "max error", "mean error", _SPEEDUP),
         title=f"{rows[0].device_name}, torch {rows[0].torch}: median times; peak memory above the inputs (backward: "
               "with its forward); error against float64", title_justify="left")
     for column in table.columns[2:]:
@@ -320,7 +326,8 @@ def _failure(result: BackendCheck) -> str:
 
 
 def _check_lines(results: Sequence[BackendCheck]) -> Table:
-    table = Table("backend", "case", "dtype", "result", "max error", "budget", "mean error", "budget", "worst at", "")
+    table = Table("backend", "case", "dtype", "result", "max error", "max budget", "mean error",
+                  "mean budget", "worst at", "")
     for result in results:
         start = (result.backend, str(result.cell.case), dtype_name(result.cell.dtype))
         if not result.reports:
@@ -342,9 +349,9 @@ def _number(value: float | None, spec: str) -> str:
 
 
 def _console(*, stderr: bool = False) -> Console:
-    # Piped into a file there is no width to fit: 80 columns would cut the tables to pieces.
+    # Piped into a file there is no width to fit, unless COLUMNS asks for one.
     console = Console(stderr=stderr)
-    return console if console.is_terminal else Console(width=160, stderr=stderr)
+    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=_WIDE, stderr=stderr)
 
 
 def _plain(value: object) -> object:

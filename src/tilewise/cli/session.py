@@ -4,13 +4,16 @@ import contextlib
 import importlib.util
 import shlex
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Protocol
 
 import torch
+from rich import progress as bars
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from tilewise.bench.backend_checks import BackendCheck, check_backends, check_configuration
 from tilewise.bench.compile_ahead import Task
@@ -34,6 +37,7 @@ from tilewise.tuning.table import Row as TableRow
 from tilewise.tuning.table import table_file, write_table
 
 _SHAPELESS_OPTIONS = ("--out", "--commit", "--csv")
+_BETWEEN_LINES = 10.0  # seconds
 
 
 @dataclass
@@ -85,31 +89,77 @@ class Finding:
                 f"--backend {backend} --device {self.device}")
 
 
-class Bar:
-    """A progress bar with a sentence beside it."""
+class Progress(Protocol):
+    """What a run tells while it goes."""
 
-    def __init__(self, bar: Progress, total: float) -> None:
+    def describe(self, text: str) -> None:
+        """Say what happens next."""
+
+    def advance(self, amount: float = 1.0) -> None:
+        """Move on by a part of the total."""
+
+
+class Bar:
+    """A progress bar with a sentence beside it, on a terminal."""
+
+    def __init__(self, bar: bars.Progress, total: float) -> None:
         self._bar = bar
         self._task = bar.add_task("", total=total)
 
     def describe(self, text: str) -> None:
-        """Show what happens next."""
+        """See :class:`Progress`."""
         self._bar.update(self._task, description=text)
 
     def advance(self, amount: float = 1.0) -> None:
-        """Move on."""
+        """See :class:`Progress`."""
         self._bar.advance(self._task, amount)
 
 
+class Lines:
+    """The same as a line on standard error every ten seconds, where that is no terminal."""
+
+    def __init__(self, total: float) -> None:
+        self._total, self._done, self._text = total, 0.0, ""
+        self._start, self._ended = time.monotonic(), threading.Event()
+
+    def describe(self, text: str) -> None:
+        """See :class:`Progress`."""
+        self._text = text
+
+    def advance(self, amount: float = 1.0) -> None:
+        """See :class:`Progress`."""
+        self._done += amount
+
+    def __enter__(self) -> "Lines":
+        threading.Thread(target=self._tell, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+
+    def _tell(self) -> None:
+        # By a thread of its own: a step may take minutes.
+        while not self._ended.wait(_BETWEEN_LINES):
+            share = self._done / self._total if self._total else 1.0
+            passed = time.monotonic() - self._start
+            print(f"tilewise: {share:.0%} after {passed:.0f} s, now {self._text}", file=sys.stderr, flush=True)
+
+
 @contextlib.contextmanager
-def progress(total: float) -> Iterator[Bar]:
-    """Show a bar on standard error while the block runs, then take it away.
+def progress(total: float) -> Iterator[Progress]:
+    """Show a bar on standard error while the block runs, then take it away; lines where that is no terminal.
 
     Standard output is left alone where it is a file: rich would write what is printed there above the bar instead.
     """
-    columns = (BarColumn(bar_width=30), TextColumn("{task.percentage:>3.0f} %"), TimeElapsedColumn(),
-               TextColumn("left"), TimeRemainingColumn(), TextColumn("{task.description}", markup=False))
-    with Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=sys.stdout.isatty()) as bar:
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        with Lines(total) as lines:
+            yield lines
+        return
+    columns = (bars.BarColumn(bar_width=30), bars.TextColumn("{task.percentage:>3.0f} %"), bars.TimeElapsedColumn(),
+               bars.TextColumn("left"), bars.TimeRemainingColumn(),
+               bars.TextColumn("{task.description}", markup=False))
+    with bars.Progress(*columns, console=console, transient=True, redirect_stdout=sys.stdout.isatty()) as bar:
         yield Bar(bar, total)
 
 
