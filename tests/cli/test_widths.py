@@ -16,7 +16,6 @@ from tilewise.cli.widths import print_fitted, print_split
 from tilewise.compile_ahead import GPUS, Kernel, Report
 from tilewise.kernels.hopper.forward.config import HopperForwardConfig
 from tilewise.kernels.triton.config import ForwardConfig
-from tilewise.tuning.search import Choice
 from tilewise.tuning.table import Bucket, make_row
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks/results/nvidia-h200"
