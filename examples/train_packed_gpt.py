@@ -181,7 +181,8 @@ class Run:
     """A model that attends one way, and what was measured of each of its steps.
 
     Attributes:
-        gib: most memory that a step held above what lies between steps, weights and optimizer of all runs.
+        gib: most memory that a step held above what lies between steps, weights and optimizer of all runs; empty on
+            a CPU, whose memory torch does not count.
     """
 
     way: str
@@ -209,12 +210,16 @@ class Run:
         self.optimizer.zero_grad()
         self.losses.append(loss.item())  # waits for the step to end
         self.seconds.append(time.perf_counter() - start)
-        self.gib.append((torch.cuda.max_memory_allocated() - before) / 2**30 if kind == "cuda" else 0.0)
+        if kind == "cuda":
+            self.gib.append((torch.cuda.max_memory_allocated() - before) / 2**30)
 
     def measured(self):
-        """Return the median of the milliseconds a step and the peak, in GiB; the first third compiles and warms up."""
+        """Return the median of the milliseconds a step and the peak, in GiB; the first third compiles and warms up.
+
+        The peak is None where memory was not counted.
+        """
         first = len(self.seconds) // 3
-        return statistics.median(self.seconds[first:]) * 1e3, max(self.gib[first:])
+        return statistics.median(self.seconds[first:]) * 1e3, max(self.gib[first:], default=None)
 
 
 def make_runs(names, size, options):
@@ -261,9 +266,11 @@ def main(arguments=None):
     bound = max(TOLERANCE[options.dtype], 2 * difference(first, control))
     for run in runs:
         ms, gib = run.measured()
-        print(f"{run.way:<14} loss {run.losses[0]:.4f} -> {run.losses[-1]:.4f}, {ms:.1f} ms a step, "
-              f"{size['batch'] * size['context'] / ms * 1e3:.0f} tokens/s, {gib:.2f} GiB above weights and optimizer, "
-              f"{difference(first, run):.1e} from {first.way}")
+        parts = [f"{run.way:<14} loss {run.losses[0]:.4f} -> {run.losses[-1]:.4f}", f"{ms:.1f} ms a step",
+                 f"{size['batch'] * size['context'] / ms * 1e3:.0f} tokens/s"]
+        parts += [] if gib is None else [f"{gib:.2f} GiB above weights and optimizer"]
+        parts += [] if run is first else [f"{difference(first, run):.1e} from {first.way}"]
+        print(", ".join(parts))
     largest = max(difference(first, run) for run in runs if run is not control)
     coincide = math.isfinite(largest) and largest <= bound
     print(f"largest difference {largest:.1e}, allowed {bound:.0e}: the curves {'coincide' if coincide else 'DIFFER'}")

@@ -7,6 +7,7 @@ kernels here, on a CPU the tiled reference: left to choose, it would hand so pla
 """
 
 import argparse
+import importlib.util
 import math
 import sys
 from collections.abc import Callable
@@ -131,14 +132,17 @@ def main(arguments=None):
         with tw.use_backend(backend):
             curves[name] = train(attend, text, vocabulary, options)
         print(f"{name:<9} loss {curves[name][0]:.4f} -> {curves[name][-1]:.4f}")
-    plot(curves, options.out)
+    has_plot = importlib.util.find_spec("matplotlib") is not None
+    if has_plot:
+        plot(curves, options.out)
 
     difference = max(abs(a - b) for a, b in zip(*curves.values(), strict=True))
     coincide = all(math.isfinite(loss) for curve in curves.values() for loss in curve)
     coincide = coincide and difference <= TOLERANCE[options.dtype]
     print(f"largest difference {difference:.1e}, allowed {TOLERANCE[options.dtype]:.0e}: "
           f"the curves {'coincide' if coincide else 'DIFFER'}")
-    print(f"plot: {options.out}")
+    print(f"plot: {options.out}" if has_plot else
+          "no plot: matplotlib is not installed; pip install 'tilewise[bench]' brings it")
     return 0 if coincide else 1
 
 

@@ -157,9 +157,15 @@ class MaskFunction(JoinsTensors):
         Raises:
             InvalidInput: there is none.
         """
+        return self._visible_rows(0, query_length, (query_length, key_length), device)
+
+    def _visible_rows(self, first: int, stop: int, lengths: tuple[int, int],
+                      device: _torch.device | None = None) -> _torch.Tensor:
         check_picture(self)
-        sizes = (1, 1, query_length, key_length)
-        says: _torch.Tensor = cast(Any, self.torch)(*pair_indices(sizes, device), *self.tensors)
+        if device is None and self.tensors:
+            device = self.tensors[0].device
+        sizes = (1, 1, stop - first, lengths[1])
+        says: _torch.Tensor = cast(Any, self.torch)(*pair_indices(sizes, device, (0, first, 0)), *self.tensors)
         return says.expand(sizes)[0, 0]
 
     def show(self, query_length: int, key_length: int) -> str:

@@ -43,7 +43,15 @@ def test_sliding_window_equals_dense_attention(capsys):
 
 def test_score_function_equals_a_bias_of_every_pair(capsys):
     assert load("score_function").main(["--length", "300", "--device", "cpu"]) < 1e-5
-    assert "■" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "■" in printed
+    assert "in the backend 'reference', largest difference" in printed
+
+
+def test_score_function_without_triton_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(SystemExit, match=r"pip install 'tilewise\[triton\]'"):
+        load("score_function")
 
 
 def test_tiny_gpt_learns_the_same_with_tilewise_as_with_torch(tmp_path, capsys):
@@ -56,6 +64,17 @@ def test_tiny_gpt_learns_the_same_with_tilewise_as_with_torch(tmp_path, capsys):
     # of exactly 0 would mean that both runs used one kernel, and compared nothing.
     assert 0 < float(re.search(r"largest difference (\S+),", printed)[1]) < 1e-5
     assert "<svg" in plot.read_text()
+
+
+def test_tiny_gpt_without_matplotlib_compares_and_says_what_to_install(tmp_path, monkeypatch, capsys):
+    found = importlib.util.find_spec
+    example = load("train_tiny_gpt")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else found(name))
+    assert example.main(["--steps", "2", "--device", "cpu", "--out", str(tmp_path / "curves.svg")]) == 0
+    printed = capsys.readouterr().out
+    assert "the curves coincide" in printed
+    assert "no plot: matplotlib is not installed; pip install 'tilewise[bench]' brings it" in printed
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("broken", ["no gradient for k", "mask off by half", "not a number"])
@@ -83,6 +102,8 @@ def test_packed_gpt_learns_the_same_with_every_way_to_attend(documents, capsys):
     example = load("train_packed_gpt")
     assert example.main(["--steps", "6", "--device", "cpu", "--documents", documents]) == 0
     printed = capsys.readouterr().out
+    assert "GiB" not in printed  # torch counts no memory of a CPU
+    assert "from sdpa" not in printed.splitlines()[0]  # by which the others are told
     losses = re.findall(r"^(\w+) +loss ([\d.]+) -> ([\d.]+)", printed, re.MULTILINE)
     assert [way for way, *_ in losses] == ["sdpa", "tilewise", "tw_attention", "tw_varlen", "torch_sdpa",
                                            "torch_reversed"]
@@ -131,6 +152,12 @@ def test_packed_gpt_ways_agree_with_one_another(way, monkeypatch):
     q, k, v = (torch.randn(2, 16, heads, 8, generator=torch.Generator().manual_seed(heads + i)).transpose(1, 2)
                for i, heads in enumerate((4, 2, 2)))
     torch.testing.assert_close(example.FUNCTIONS[way](batch, q, k, v, 0.3), example.by_torch(batch, q, k, v, 0.3))
+
+
+def test_packed_gpt_tells_memory_where_it_was_counted():
+    run = load("train_packed_gpt").Run("tilewise", None, None, seconds=[9.0, 0.1, 0.3], gib=[7.0, 1.5, 1.25])
+    assert run.measured() == (pytest.approx(200.0), 1.5)
+    assert replace(run, gib=[]).measured()[1] is None
 
 
 def test_packed_gpt_hides_documents_from_one_another_and_asks_for_no_token_of_the_next():

@@ -169,6 +169,10 @@ class Mask(JoinsTensors):
         queries, keys = (torch.arange(length, device=device) for length in (query_length, key_length))
         return self.band(query_length, key_length).sees(queries[:, None], keys)
 
+    def _visible_rows(self, first: int, stop: int, lengths: tuple[int, int]) -> torch.Tensor:
+        queries, keys = torch.arange(first, stop), torch.arange(lengths[1])
+        return self.band(*lengths).sees(queries[:, None], keys)
+
     def show(self, query_length: int = 5, key_length: int = 5) -> str:
         """Draw the mask: one row a query, ``■`` = takes part, ``·`` = hidden.
 
@@ -233,7 +237,7 @@ class TensorMask(JoinsTensors):
         A function is asked for the first batch entry and head. O(query_length x key_length) memory: for oracles and
         pictures, never for kernels.
         """
-        visible = self._visible_rows(0, query_length, query_length, key_length)
+        visible = self._rows_but_the_function(0, query_length, query_length, key_length)
         return visible if self.function is None else visible & self.function.visible(query_length, key_length,
                                                                                      visible.device)
 
@@ -248,11 +252,18 @@ class TensorMask(JoinsTensors):
         Args:
             query_length, key_length: of the calls; lengths that are data have no lists.
         """
-        lists = tile_lists(lambda first, stop: self._visible_rows(first, stop, query_length, key_length), query_length,
-                           key_length)
+        lists = tile_lists(lambda first, stop: self._rows_but_the_function(first, stop, query_length, key_length),
+                           query_length, key_length)
         return replace(self, tiles=lists)
 
-    def _visible_rows(self, first: int, stop: int, query_length: int, key_length: int) -> torch.Tensor:
+    def _visible_rows(self, first: int, stop: int, lengths: tuple[int, int]) -> torch.Tensor:
+        visible = self._rows_but_the_function(first, stop, *lengths)[0, 0]
+        if self.function is None:
+            return visible
+        says: torch.Tensor = self.function._visible_rows(first, stop, lengths, visible.device)
+        return visible & says
+
+    def _rows_but_the_function(self, first: int, stop: int, query_length: int, key_length: int) -> torch.Tensor:
         """Return all but the function, of queries ``first`` to ``stop``: (b|1, hq|1, stop - first, key_length)."""
         tensors = [tensor for tensor in (self.tensor, *(self.documents or ())) if tensor is not None]
         tensors += () if self.function is None else self.function.tensors

@@ -1,11 +1,15 @@
 """What masks of every kind have in common: they join tensors by ``&``, and refuse operators that would mislead."""
 
 import operator
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from tilewise.errors import InvalidInput
+from tilewise.masks.plot import plot_mask
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 # What torch's compiler makes of ``mask & tensor`` differs by its version and by who asks it.
 _AND = (torch.Tensor.__and__, torch.Tensor.__rand__, torch.Tensor.bitwise_and, torch.bitwise_and, operator.and_)
@@ -38,6 +42,35 @@ class JoinsTensors:
     def has_function(self) -> bool:
         """Whether a function of the user's decides, whose answers no dense mask holds for all heads."""
         return False
+
+    def plot(self, sq: int, sk: int | None = None, *, block: tuple[int, int] = (128, 128),
+             ax: "Axes | None" = None) -> "Axes":
+        """Draw the mask's tiles with matplotlib: which are computed whole, which pair by pair, and which are skipped.
+
+        A *full* tile hides no pair and is computed without the mask, a *skipped* one hides all of them and costs
+        nothing, and of a *partial* one every pair is asked. The legend counts each kind. Where neither length is more
+        than 512, the visible pairs are drawn over their tiles. Of a tensor, documents or a function the first batch
+        entry and head is drawn, and a tile that reaches past the end counts by the pairs that there are.
+
+        Args:
+            sq, sk: numbers of queries and keys; sk is sq unless given.
+            block: queries and keys of a tile. Kernels differ in theirs; lists of :meth:`TensorMask.tiled` have 128 x
+                128.
+            ax: matplotlib axes to draw on; None = those of a new figure.
+
+        Returns:
+            The axes.
+
+        Raises:
+            InvalidInput: lengths or a block without a meaning, or lengths that the mask's tensors do not have.
+            ImportError: matplotlib is not installed.
+        """
+        lengths = (sq, sq if sk is None else sk)
+        return plot_mask(str(self), lambda first, stop: self._visible_rows(first, stop, lengths), lengths, block, ax)
+
+    def _visible_rows(self, first: int, stop: int, lengths: tuple[int, int]) -> torch.Tensor:
+        """Return which keys the queries from ``first`` to ``stop`` see, of the first batch entry and head."""
+        raise NotImplementedError
 
     def __bool__(self) -> NoReturn:
         raise InvalidInput(f"the truth value of a mask was asked for ({self}), and it has none: write mask_a & mask_b "

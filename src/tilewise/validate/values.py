@@ -150,6 +150,17 @@ def check_lengths_to_show(mask: object, query_length: int | None, key_length: in
                            "and key_length.")
 
 
+def check_plot(lengths: tuple[Any, Any], block: Any) -> None:
+    """Raise :class:`InvalidInput` for a picture or tiles without a size."""
+    sides = block if isinstance(block, tuple) and len(block) == 2 else (block, 0)
+    for name, value in zip(("sq", "sk"), lengths, strict=True):
+        if not is_integer(value) or value < 1:
+            raise InvalidInput(f"{name} is {value!r}; allowed to plot is an integer of 1 and more.")
+    if not all(is_integer(side) and side >= 1 for side in sides):
+        raise InvalidInput(f"block is {block!r}; allowed is a pair of integers of 1 and more, queries and keys of a "
+                           "tile.")
+
+
 def not_a_mask(mask: object) -> InvalidInput:
     """Make the error for what is no mask of a call."""
     return InvalidInput(f"mask is a {type(mask).__name__}; allowed is None, causal(), window(left, right), a boolean "
