@@ -21,11 +21,11 @@ STYLE = {"svg.hashsalt": "tilewise", "svg.fonttype": "path", "font.size": 9, "ax
 def main(path: Path = FIGURE) -> None:
     """Write the figure."""
     with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(10, 3.9), layout="constrained")
+        figure = Figure(figsize=(10, 3.6), layout="compressed")
         FigureCanvasAgg(figure)
         tiles, pairs = figure.subplots(1, 2)
         (tw.causal() & tw.window(255, 0) & tw.sink_tokens(4)).plot(1024, ax=tiles)
-        (tw.causal() & tw.window(11, 0) & tw.sink_tokens(2)).plot(48, block=(8, 8), ax=pairs)
+        (tw.causal() & tw.window(11, 0) & tw.sink_tokens(2)).plot(32, block=(4, 4), ax=pairs)
         figure.savefig(path, transparent=True, metadata={"Date": None})
 
 

@@ -125,9 +125,9 @@ def test_a_block_that_is_no_pair_is_refused(block):
 def test_an_ambiguous_mask_and_a_function_without_a_picture_say_so():
     with pytest.raises(tw.InvalidInput, match="bottom_right"):
         tw.causal().plot(3, 5)
+    without_torch = EVEN.with_tensors()
+    object.__setattr__(without_torch, "torch", None)
     with pytest.raises(tw.InvalidInput, match="has no torch function, which is what a picture is made of"):
-        without_torch = EVEN.with_tensors()
-        object.__setattr__(without_torch, "torch", None)
         without_torch.plot(4)
 
 

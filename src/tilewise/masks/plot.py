@@ -39,7 +39,7 @@ def plot_mask(title: str, visible_rows: Callable[[int, int], torch.Tensor], leng
                           "show() draws with characters and needs nothing.") from error
     states = tile_states(visible_rows, lengths, block)
     if ax is None:
-        _, ax = pyplot.subplots(figsize=(_SIDE + 2.0, _SIDE), layout="constrained")
+        _, ax = pyplot.subplots(figsize=(_SIDE + 2.0, _SIDE), layout="compressed")
     edges = [sorted({*range(0, length, side), length}) for length, side in zip(lengths, block, strict=True)]
     is_coarse = max(states.shape) <= _LINES_SHOWN
     lines: dict[str, Any] = {"edgecolors": "#7F7F7F", "linewidth": 0.4} if is_coarse else {}
