@@ -1,5 +1,6 @@
 """``tilewise bench``."""
 
+import re
 import sys
 
 import pytest
@@ -23,7 +24,10 @@ def test_it_writes_rows_table_and_figures_and_prints_them(run, tmp_path):
         for direction in ("forward", "backward")}
     assert all(row.status == "ok" and row.ms_p50 > 0 and row.max_error < 1e-4 for row in rows)
     assert "naive" in (tmp_path / "flags.md").read_text(encoding="utf-8")
-    for name in ("flags.csv", "flags.md", "flags-speed.svg", "flags-memory.svg"):
+    last = " ".join(finished.output.split())
+    assert re.search(r"On .*, for these shapes: tilewise:reference has [\d.]+× the speed of the fastest other "
+                     r"implementation \(geometric mean\), ahead in [0-2] of 2 cells[^×]*(×[^×]*)?\.$", last)
+    for name in ("flags.csv", "flags.md", "flags-speed.svg", "flags-memory.svg", "standing.svg"):
         assert (tmp_path / name).stat().st_size > 0
         assert name in finished.output
     assert "peak MiB" in finished.output
@@ -62,6 +66,7 @@ def test_json_holds_the_rows_and_nothing_else_is_on_standard_output(run, tmp_pat
     assert [(row["provider"], row["direction"], row["status"]) for row in report["rows"]] == [
         ("naive", "forward", "ok")]
     assert "flash_attn3" in report["absent"]
+    assert report["standing"].startswith("No cell has a time of tilewise and of another implementation")
     assert report["left"] == []
 
 
@@ -127,7 +132,7 @@ def test_the_decode_grid_gives_rows_beside_a_copys_and_no_figures(run, tmp_path,
     assert {(row.status, row.regime, row.direction) for row in rows.values()} == {("ok", "cold", "forward")}
     assert "TB/s, of ours what it is of a copy's" in (tmp_path / "decode.md").read_text("utf-8")
     assert "not timed here: tilewise:cudnn: does not decode; backend='triton' and 'reference' do" in finished.output
-    assert not list(tmp_path.glob("*.svg"))
+    assert [path.name for path in tmp_path.glob("*.svg")] == ["standing.svg"]
 
 
 def test_a_provider_that_was_asked_for_by_name_has_its_rows_even_if_it_takes_nothing(run, tmp_path):

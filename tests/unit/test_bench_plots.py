@@ -6,14 +6,16 @@ import sys
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
-from tilewise.bench.plots import draw_figures, origin_of
+from tilewise.bench.plots import draw_figures, draw_standing, origin_of
 from tilewise.bench.rows import read_rows, write_rows
+from tilewise.bench.standing import closing_sentence
 from tilewise.errors import InvalidInput
 from unit.bench_rows import grid_rows, row
 
 ROOT = Path(__file__).resolve().parents[2]
-FIGURES = sorted((ROOT / "docs" / "figures").glob("*.svg"))
+FIGURES = sorted(path for kind in ("speed", "memory") for path in (ROOT / "docs" / "figures").glob(f"*-{kind}.svg"))
 
 
 def panels(path):
@@ -59,6 +61,27 @@ def test_a_figure_names_its_rows_and_other_rows_have_another_name(tmp_path):
 def test_figures_of_the_documents_were_drawn_from_the_rows_that_are_here(path):
     rows = ROOT / "benchmarks/results/nvidia-h200" / f"{path.stem.rpartition('-')[0]}.csv"
     assert origin_of(read_rows(rows)) in path.read_text(encoding="utf-8"), "draw it anew: python benchmarks/plot.py"
+
+
+def test_the_figure_of_a_runs_standing_has_a_point_a_cell_and_its_sentence(tmp_path, monkeypatch):
+    from matplotlib.axes import Axes
+
+    points, titles = [], []
+    scatter, title = Axes.scatter, Figure.suptitle
+    monkeypatch.setattr(Axes, "scatter", lambda self, x, y, **style: (points.extend(zip(x, y, strict=True)),
+                                                                      scatter(self, x, y, **style))[1])
+    monkeypatch.setattr(Figure, "suptitle", lambda self, text, **style: (titles.append(text),
+                                                                         title(self, text, **style))[1])
+    assert draw_standing(grid_rows(), tmp_path / "run" / "standing.svg")
+    assert points == [(4.0, 1), (4.0, 0), (4.0, 1), (4.0, 0)]
+    assert " ".join(titles[0].split()) == closing_sentence(grid_rows())
+    text = (tmp_path / "run" / "standing.svg").read_text(encoding="utf-8")
+    assert origin_of(grid_rows()) in text
+
+
+def test_nothing_compared_is_nothing_drawn(tmp_path):
+    assert not draw_standing([row("tilewise")], tmp_path / "standing.svg")
+    assert not list(tmp_path.iterdir())
 
 
 def test_documents_show_figures():

@@ -2,13 +2,15 @@
 
 import hashlib
 import math
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tilewise.bench.providers import AUTOMATIC, is_ours
-from tilewise.bench.report import counts_in_tflops
+from tilewise.bench.report import counts_in_tflops, describe
 from tilewise.bench.rows import Row, latest
+from tilewise.bench.standing import closing_sentence, standings
 from tilewise.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -86,6 +88,47 @@ def draw_figures(rows: Sequence[Row], folder: Path, stem: str, file_format: str 
             figure.savefig(path, metadata=facts, dpi=150)
             files.append(path)
     return files
+
+
+def draw_standing(rows: Sequence[Row], path: Path) -> bool:
+    """Draw how many times ours is as fast as the fastest other implementation, a line a case; False if none is timed.
+
+    The sentence that says the same is the title.
+    """
+    found = standings(rows)
+    if not found:
+        return False
+    import matplotlib as mpl
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    cases = list(dict.fromkeys(describe(one.ours) for one in found))[::-1]
+    passes = list(dict.fromkeys(one.ours.direction for one in found))
+    low, high = (limit([one.ratio for one in found]) for limit in (min, max))
+    with mpl.rc_context(_SETTINGS):
+        figure = Figure(figsize=(3.0 + 3.5 * len(passes), 1.6 + 0.2 * len(cases)), layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.subplots(1, len(passes), squeeze=False, sharey=True)[0]
+        for axis, direction in zip(axes, passes, strict=True):
+            own = [one for one in found if one.ours.direction == direction]
+            ratios, heights = [one.ratio for one in own], [cases.index(describe(one.ours)) for one in own]
+            axis.scatter(ratios, heights, color=_STYLES[AUTOMATIC][0], s=22, zorder=3)
+            for one, height in zip(own, heights, strict=True):
+                axis.annotate(_LABELS.get(one.peer.provider, one.peer.provider), (one.ratio, height), xytext=(6, 0),
+                              textcoords="offset points", fontsize=6.5, va="center")
+            axis.axvline(1.0, color="#444444", linewidth=1.0)
+            axis.grid(axis="x", color="#E5E5E5", linewidth=0.7)
+            axis.set_axisbelow(True)
+            axis.set_xlim(min(0.9, 0.95 * low), max(1.0, high) + 0.4 * (max(1.0, high) - min(0.9, 0.95 * low)))
+            axis.set_title(direction.replace("_", " "))
+            axis.set_xlabel("times as fast as the one named")
+        axes[0].set_yticks(range(len(cases)), cases)
+        axes[0].set_ylim(-0.6, len(cases) - 0.4)
+        title = textwrap.fill(closing_sentence(rows), 30 + 38 * len(passes))
+        figure.suptitle(title, fontsize=9, x=0.01, ha="left")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, metadata={"Date": None, "Description": origin_of(rows)})
+    return True
 
 
 def origin_of(rows: Sequence[Row]) -> str:

@@ -16,6 +16,7 @@ from tilewise.bench.grids import dtype_name
 from tilewise.bench.providers import is_ours
 from tilewise.bench.report import Comparison, comparisons, counts_in_tflops, describe
 from tilewise.bench.rows import Row
+from tilewise.bench.standing import closing_sentence
 from tilewise.bench.torture_rows import TortureRow
 from tilewise.cli.session import Finding, Outcome, TuningOutcome
 from tilewise.cli.widths import print_fitted, print_split
@@ -184,13 +185,15 @@ def bench(outcome: Outcome, absent: dict[str, str]) -> None:
         console.print(note, markup=False)
     for file in outcome.files:
         console.print(f"wrote {file}", markup=False, soft_wrap=True)
+    if timed:
+        console.print(closing_sentence(timed), markup=False, highlight=False, style="bold")
 
 
 def bench_json(outcome: Outcome, absent: dict[str, str]) -> None:
     """Print rows, what was absent, what was left and what was written."""
     as_json({"rows": [asdict(row) for row in outcome.rows], "absent": absent,
              "left": [str(cell) for cell in outcome.left], "files": [str(file) for file in outcome.files],
-             "notes": outcome.notes})
+             "notes": outcome.notes, "standing": closing_sentence(outcome.rows)})
 
 
 def compilation(report: Report) -> None:
@@ -281,7 +284,7 @@ def _bench_cells(side: Comparison, row: Row, factor: float) -> list[str]:
         return [name, row.direction, row.status]
     baseline = side.rows.get(_BASELINE)
     speedup = baseline.ms_p50 / row.ms_p50 if baseline and baseline.ms_p50 and row.ms_p50 else None
-    spread = f"{_number(row.ms_p20, '.2f')}–{_number(row.ms_p80, '.2f')}"
+    spread = _NOTHING if row.ms_p20 is None else f"{row.ms_p20:.2f}–{_number(row.ms_p80, '.2f')}"
     rate = None if row.tflops is None else row.tflops * factor
     return [name, row.direction, _number(row.ms_p50, ".2f"), spread, _number(rate, ".3g"),
             _number(row.peak_mib, ".0f"), _number(row.max_error, ".1e"), _number(row.mean_error, ".1e"),

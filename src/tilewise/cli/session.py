@@ -20,7 +20,7 @@ from tilewise.bench.compile_ahead import Task
 from tilewise.bench.grids import Cell, dtype_name
 from tilewise.bench.host import run_host
 from tilewise.bench.plan import Plan
-from tilewise.bench.plots import draw_figures
+from tilewise.bench.plots import draw_figures, draw_standing
 from tilewise.bench.provenance import Provenance
 from tilewise.bench.report import markdown
 from tilewise.bench.rows import Row, write_rows
@@ -297,3 +297,6 @@ def draw(outcome: Outcome, folder: Path) -> None:
     drawn = [row for row in outcome.rows if row.regime != COLD.name]  # one query has no length to draw along
     for grid in dict.fromkeys(row.grid for row in drawn if row.ms_p50 is not None):
         outcome.files += draw_figures([row for row in drawn if row.grid == grid], folder, grid)
+    path = folder / "standing.svg"
+    if draw_standing(outcome.rows, path):
+        outcome.files.append(path)
