@@ -42,17 +42,30 @@ def info(*, as_json: flags.AsJson = False) -> None:
 
 @app.command()
 def explain(  # noqa: PLR0913 - one parameter a flag
+    context: typer.Context,
     *, b: flags.Batch = 1, hq: flags.QueryHeads = 8, hk: flags.KeyHeads = None,
     sq: Annotated[int, typer.Option("--sq", min=0, help="Query length.")] = 1024, sk: flags.KeyLength = None,
     d: flags.HeadDim = 64, dv: flags.ValueDim = None,
     dtype: flags.DtypeName = "float32", mask: flags.MaskText = "none", device: flags.DeviceName = None,
-    backend: flags.BackendName = None,
-    as_json: flags.AsJson = False,
+    backend: flags.BackendName = None, as_json: flags.AsJson = False,
+    html: Annotated[Path | None, typer.Option("--html", help="Write a page of which backend serves which dtype, head "
+                                                             "dim, mask and option instead.")] = None,
+    arch: Annotated[str | None, typer.Option("--arch", help="With --html: a GPU's architecture, which need not be "
+                                                            "here: sm_80, sm_90, sm_100, ...")] = None,
 ) -> None:
     """Tell which backend serves a problem, forward and backward, and each other one's reason.
 
     Nothing is allocated or computed. Exit status 1 when a pass is refused by every backend.
     """
+    if html is not None:
+        flags.forbid(context, ("sq", *flags.SHAPE_FLAGS, "dtype", "backend"), "--html", "which asks about every call")
+        if as_json:
+            raise InvalidInput("--json is given beside --html, which writes a page; allowed is one of them.")
+        if arch is not None:
+            flags.forbid(context, ("device",), "--arch", "which is of a device that need not be here")
+        _explain_all(html, device, arch)
+        return
+    flags.demand(context, ("arch",), "--html, the page that it is for")
     from tilewise.bench.grids import parse_dtype
     from tilewise.cli import inputs, render
     from tilewise.dispatch import explain_problem
@@ -62,6 +75,26 @@ def explain(  # noqa: PLR0913 - one parameter a flag
     render.as_json(render.explanation_facts(answer)) if as_json else render.explanation(answer)
     if answer.forward is None or answer.backward is None:
         raise typer.Exit(_WRONG)
+
+
+def _explain_all(path: Path, device: str | None, arch: str | None) -> None:
+    """Write the page of which backend serves which call."""
+    import contextlib
+
+    from tilewise.bench.provenance import device_name
+    from tilewise.bench.support import as_if_on
+    from tilewise.cli import inputs, session
+    from tilewise.cli.support_page import support_page
+
+    where = inputs.usable_device(device) if arch is None else None
+    said = (f"On {device_name(where)}, with what is installed here." if where is not None else
+            f"On a GPU of architecture {arch}, as if every optional package were installed, each in the oldest version "
+            "that is taken.")
+    with contextlib.nullcontext() if arch is None else as_if_on(arch):
+        found = session.support_session("cuda" if where is None else str(where))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(support_page(said, found), encoding="utf-8")
+    print(f"wrote {path}")
 
 
 @app.command()

@@ -25,6 +25,7 @@ from tilewise.bench.provenance import Provenance
 from tilewise.bench.report import markdown
 from tilewise.bench.rows import Row, write_rows
 from tilewise.bench.runner import run, work
+from tilewise.bench.support import Support, supported
 from tilewise.bench.timing import COLD
 from tilewise.bench.torture_rows import TortureRow, row_of, write_torture_rows
 from tilewise.bench.torture_runs import torture_apart
@@ -173,6 +174,12 @@ def command_line() -> str:
         elif not has_value:
             next(words, None)  # the value is a word of its own
     return shlex.join(kept)
+
+
+def support_session(device: str) -> list[Support]:
+    """Ask the backends about calls of every kind."""
+    with progress(1) as bar:
+        return supported(device, bar.describe)
 
 
 def check_session(cells: Sequence[Cell], backends: Sequence[str], device: torch.device,
