@@ -64,7 +64,7 @@ def test_the_module_runs_as_a_program():
 # What is answered without torch, whose import takes seconds: usage, and names that are none of a list.
 HELP = [("--help",), *((command, "--help") for command in ("info", "explain", "check", "fuzz", "bench", "tune",
                                                           "compile"))]
-MISTYPED = [("explane",), ("--hlep",), ("explain", "--hed-dim", "64"), ("explain", "--dtype", "half"),
+MISTYPED = [("xplain",), ("--hlep",), ("explain", "--hed-dim", "64"), ("explain", "--dtype", "half"),
             ("explain", "--backend", "tritn"), ("explain", "--device", "abacus"), ("check", "--dtype", "float32,half"),
             ("check", "--backend", "tritn"), ("check", "--torture", "--implementation", "fa9"),
             ("fuzz", "--size", "huge"), ("bench", "--grid", "paper,nope"), ("bench", "--providers", "naive,nope"),

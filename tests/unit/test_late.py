@@ -27,7 +27,7 @@ def test_import_version_names_and_errors_come_without_torch():
 import sys, tilewise
 assert tilewise.__version__ and set(tilewise.__all__) <= set(dir(tilewise))
 assert issubclass(tilewise.InvalidInput, tilewise.TilewiseError)
-assert not hasattr(tilewise, "atention")
+assert not hasattr(tilewise, "attend")
 print("torch" in sys.modules)
 """) == "False"
 

@@ -235,8 +235,7 @@ def bench(  # noqa: PLR0913 - one parameter a flag
     from tilewise.bench.timing import regime_named
     from tilewise.cli import inputs, render, session
 
-    where = inputs.usable_device(device)
-    shape_dtype = parse_dtype(dtype)
+    where, shape_dtype = inputs.usable_device(device), parse_dtype(dtype)
     if host:
         flags.forbid(context, ("sq", *flags.SHAPE_FLAGS, "dtype", *_OF_GRIDS, "direction", "regime", "graph", "budget"),
                      "--host", "which times every call of one tiny shape")
