@@ -234,7 +234,7 @@ def tuning(outcome: TuningOutcome) -> None:
             table.add_row(kernel, str(row["width"]), str(row["itemsize"]), "yes" if row["masked"] else "no",
                           str(row["length"]), *_tile(row, kernel), _number(row["ms"], ".4g"),
                           _number(row["heuristic_ms"], ".4g"), str(row["candidates"]))
-    print_fitted(console, table, ("of tiles", "descriptors", "heuristic's ms", "stages"))
+    print_fitted(console, table, ("of tiles", "descriptors", "heuristic's ms", "stages", "warps", "bytes"))
     for name, faults in outcome.faults.items():
         for reason, count in Counter(fault["reason"] for fault in faults).items():
             console.print(f"{name}: {count} not used: {reason}", markup=False)
