@@ -137,7 +137,11 @@ def attend(module, query, key, value, attention_mask, *, function, scaling=None,
 
 def ways(options):
     """Enter the ways into Transformers. Returns the names of those that can run here, torch's first."""
-    import transformers
+    try:
+        import transformers
+    except ImportError:
+        sys.exit("this example trains a model of Transformers, which is not installed: pip install "
+                 "'tilewise[transformers]'")
 
     register("tilewise")
     transformers.AttentionInterface.register("function", attend)  # without a mask function: no masks are made for it

@@ -154,6 +154,12 @@ def test_packed_gpt_ways_agree_with_one_another(way, monkeypatch):
     torch.testing.assert_close(example.FUNCTIONS[way](batch, q, k, v, 0.3), example.by_torch(batch, q, k, v, 0.3))
 
 
+def test_packed_gpt_without_transformers_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(SystemExit, match=r"pip install 'tilewise\[transformers\]'"):
+        load("train_packed_gpt").main(["--device", "cpu"])
+
+
 def test_packed_gpt_tells_memory_where_it_was_counted():
     run = load("train_packed_gpt").Run("tilewise", None, None, seconds=[9.0, 0.1, 0.3], gib=[7.0, 1.5, 1.25])
     assert run.measured() == (pytest.approx(200.0), 1.5)
