@@ -13,10 +13,11 @@ if typing.TYPE_CHECKING:
     from tilewise.errors import InvalidInput, TilewiseError, UnsupportedProblem
     from tilewise.masks import Mask, causal, chunk, documents, prefix, sink_tokens, window
     from tilewise.merging import merge
+    from tilewise.problem.options import AnyMask
 
 __version__ = "0.1.0"
 __all__ = [
-    "InvalidInput", "Mask", "TilewiseError", "UnsupportedProblem",
+    "AnyMask", "InvalidInput", "Mask", "TilewiseError", "UnsupportedProblem",
     "attention", "attention_decode", "attention_varlen", "causal", "chunk", "documents", "explain", "merge", "prefix",
     "sink_tokens", "use_backend", "window",
 ]
@@ -25,6 +26,7 @@ _HOMES = {
     "api": ("attention", "attention_varlen", "explain"), "decode": ("attention_decode",),
     "dispatch": ("use_backend",), "errors": ("InvalidInput", "TilewiseError", "UnsupportedProblem"),
     "masks": ("Mask", "causal", "chunk", "documents", "prefix", "sink_tokens", "window"), "merging": ("merge",),
+    "problem.options": ("AnyMask",),
 }
 
 

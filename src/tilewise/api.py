@@ -27,7 +27,7 @@ from tilewise.problem.operands import (
     seed_of,
     with_lengths,
 )
-from tilewise.problem.options import Operands, OperatorOptions, Visible
+from tilewise.problem.options import AnyMask, Operands, OperatorOptions
 from tilewise.validate.names import check_packed, refuses_unknown, unknown_argument
 from tilewise.validate.tensors import check_inputs
 from tilewise.validate.values import check_choices, check_numbers, check_switch
@@ -65,7 +65,7 @@ class AttentionOutputWithMax(NamedTuple):
 
 
 @overload
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visible | None = None,
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: AnyMask | None = None,
               scale: float | None = None, bias: torch.Tensor | None = None, alibi_slopes: torch.Tensor | None = None,
               score_function: ScoreFunction | None = None, softcap: float | None = None,
               sinks: torch.Tensor | None = None, dropout_p: float = 0,
@@ -74,7 +74,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visibl
               deterministic: bool | None = None, backend: str | None = None,
               double_backward: bool = False) -> torch.Tensor: ...
 @overload
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visible | None = None,
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: AnyMask | None = None,
               scale: float | None = None, bias: torch.Tensor | None = None, alibi_slopes: torch.Tensor | None = None,
               score_function: ScoreFunction | None = None, softcap: float | None = None,
               sinks: torch.Tensor | None = None, dropout_p: float = 0,
@@ -83,7 +83,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visibl
               deterministic: bool | None = None, backend: str | None = None,
               double_backward: bool = False) -> AttentionOutput: ...
 @overload
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visible | None = None,
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: AnyMask | None = None,
               scale: float | None = None, bias: torch.Tensor | None = None, alibi_slopes: torch.Tensor | None = None,
               score_function: ScoreFunction | None = None, softcap: float | None = None,
               sinks: torch.Tensor | None = None, dropout_p: float = 0,
@@ -95,7 +95,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visibl
 
 
 @refuses_unknown
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visible | None = None,
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: AnyMask | None = None,
               scale: float | None = None, bias: torch.Tensor | None = None, alibi_slopes: torch.Tensor | None = None,
               score_function: ScoreFunction | None = None, softcap: float | None = None,
               sinks: torch.Tensor | None = None, dropout_p: float = 0,
@@ -199,7 +199,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visibl
 def attention_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_seqlens_q: torch.Tensor,
                      cu_seqlens_k: torch.Tensor | None = None, seqused_q: torch.Tensor | None = None,
                      seqused_k: torch.Tensor | None = None, max_seqlen_q: int | torch.Tensor | None = None,
-                     max_seqlen_k: int | torch.Tensor | None = None, mask: Visible | None = None,
+                     max_seqlen_k: int | torch.Tensor | None = None, mask: AnyMask | None = None,
                      scale: float | None = None, bias: torch.Tensor | None = None,
                      alibi_slopes: torch.Tensor | None = None, score_function: ScoreFunction | None = None,
                      softcap: float | None = None,
@@ -211,7 +211,7 @@ def attention_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_se
 def attention_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_seqlens_q: torch.Tensor,
                      cu_seqlens_k: torch.Tensor | None = None, seqused_q: torch.Tensor | None = None,
                      seqused_k: torch.Tensor | None = None, max_seqlen_q: int | torch.Tensor | None = None,
-                     max_seqlen_k: int | torch.Tensor | None = None, mask: Visible | None = None,
+                     max_seqlen_k: int | torch.Tensor | None = None, mask: AnyMask | None = None,
                      scale: float | None = None, bias: torch.Tensor | None = None,
                      alibi_slopes: torch.Tensor | None = None, score_function: ScoreFunction | None = None,
                      softcap: float | None = None,
@@ -223,7 +223,7 @@ def attention_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_se
 def attention_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_seqlens_q: torch.Tensor,
                      cu_seqlens_k: torch.Tensor | None = None, seqused_q: torch.Tensor | None = None,
                      seqused_k: torch.Tensor | None = None, max_seqlen_q: int | torch.Tensor | None = None,
-                     max_seqlen_k: int | torch.Tensor | None = None, mask: Visible | None = None,
+                     max_seqlen_k: int | torch.Tensor | None = None, mask: AnyMask | None = None,
                      scale: float | None = None, bias: torch.Tensor | None = None,
                      alibi_slopes: torch.Tensor | None = None, score_function: ScoreFunction | None = None,
                      softcap: float | None = None,
@@ -238,7 +238,7 @@ def attention_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_se
 def attention_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_seqlens_q: torch.Tensor,
                      cu_seqlens_k: torch.Tensor | None = None, seqused_q: torch.Tensor | None = None,
                      seqused_k: torch.Tensor | None = None, max_seqlen_q: int | torch.Tensor | None = None,
-                     max_seqlen_k: int | torch.Tensor | None = None, mask: Visible | None = None,
+                     max_seqlen_k: int | torch.Tensor | None = None, mask: AnyMask | None = None,
                      scale: float | None = None, bias: torch.Tensor | None = None,
                      alibi_slopes: torch.Tensor | None = None, score_function: ScoreFunction | None = None,
                      softcap: float | None = None,
@@ -313,7 +313,7 @@ def attention_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_se
 
 
 @refuses_unknown
-def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Visible | None = None,
+def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: AnyMask | None = None,
             scale: float | None = None, bias: torch.Tensor | None = None, alibi_slopes: torch.Tensor | None = None,
             score_function: ScoreFunction | None = None, softcap: float | None = None,
             sinks: torch.Tensor | None = None, dropout_p: float = 0,

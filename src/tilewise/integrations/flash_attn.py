@@ -11,7 +11,7 @@ Not there yet are block tables of packed queries, which raise; those of ``flash_
 import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 
@@ -21,6 +21,7 @@ from tilewise.integrations import bert_padding
 from tilewise.integrations.callers_terms import in_terms
 from tilewise.integrations.flash_family import (
     WORDS,
+    OutAndLse,
     attend_batch,
     attend_cache,
     attend_packed,
@@ -38,15 +39,36 @@ __all__ = ["flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_
            "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func", "flash_attn_with_kvcache", "install"]
 INTERFACE_VERSION = "2.8.3"  # of flash-attn, whose signatures these are; code that tells its versions apart asks
 Slopes = torch.Tensor | None
-Attended = torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+OutLseAndProbs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 _backward_op = in_terms(backward_op, WORDS, heads_third=True)
 _NO_GRADIENT_OF_OPERANDS = [True, True, False, False, False]  # which gradients: dq; dk and dv; those of operands
+
+
+@overload
+def flash_attn_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: float = 0.0,
+                    softmax_scale: float | None = None, causal: bool = False, window_size: tuple[int, int] = (-1, -1),
+                    softcap: float = 0.0, alibi_slopes: Slopes = None, deterministic: bool = False,
+                    return_attn_probs: Literal[False] = False) -> torch.Tensor: ...
+
+
+@overload
+def flash_attn_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: float = 0.0,
+                    softmax_scale: float | None = None, causal: bool = False, window_size: tuple[int, int] = (-1, -1),
+                    softcap: float = 0.0, alibi_slopes: Slopes = None, deterministic: bool = False, *,
+                    return_attn_probs: Literal[True]) -> OutLseAndProbs: ...
+
+
+@overload
+def flash_attn_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: float = 0.0,
+                    softmax_scale: float | None = None, causal: bool = False, window_size: tuple[int, int] = (-1, -1),
+                    softcap: float = 0.0, alibi_slopes: Slopes = None, deterministic: bool = False,
+                    return_attn_probs: bool = False) -> torch.Tensor | OutLseAndProbs: ...
 
 
 def flash_attn_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: float = 0.0,
                     softmax_scale: float | None = None, causal: bool = False, window_size: tuple[int, int] = (-1, -1),
                     softcap: float = 0.0, alibi_slopes: Slopes = None, deterministic: bool = False,
-                    return_attn_probs: bool = False) -> Attended:
+                    return_attn_probs: bool = False) -> torch.Tensor | OutLseAndProbs:
     """Attend as ``flash_attn.flash_attn_func``.
 
     Args:
@@ -74,25 +96,96 @@ def flash_attn_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p
     return _attend(q, k, v, options, return_attn_probs)
 
 
+@overload
+def flash_attn_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, dropout_p: float = 0.0,
+                             softmax_scale: float | None = None, causal: bool = False,
+                             window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Slopes = None,
+                             deterministic: bool = False,
+                             return_attn_probs: Literal[False] = False) -> torch.Tensor: ...
+
+
+@overload
+def flash_attn_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, dropout_p: float = 0.0,
+                             softmax_scale: float | None = None, causal: bool = False,
+                             window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Slopes = None,
+                             deterministic: bool = False, *, return_attn_probs: Literal[True]) -> OutLseAndProbs: ...
+
+
+@overload
+def flash_attn_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, dropout_p: float = 0.0,
+                             softmax_scale: float | None = None, causal: bool = False,
+                             window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Slopes = None,
+                             deterministic: bool = False,
+                             return_attn_probs: bool = False) -> torch.Tensor | OutLseAndProbs: ...
+
+
 def flash_attn_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, dropout_p: float = 0.0,
                              softmax_scale: float | None = None, causal: bool = False,
                              window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
                              alibi_slopes: Slopes = None, deterministic: bool = False,
-                             return_attn_probs: bool = False) -> Attended:
+                             return_attn_probs: bool = False) -> torch.Tensor | OutLseAndProbs:
     """Attend as :func:`flash_attn_func`, with k and v in one tensor, ``kv`` (b, sk, 2, hk, d), not copied."""
     options = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     k, v = unpacked("kv", kv, "b, sk, 2, hk, d")
     return _attend(q, k, v, options, return_attn_probs)
 
 
+@overload
 def flash_attn_qkvpacked_func(qkv: torch.Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
                               causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
                               alibi_slopes: Slopes = None, deterministic: bool = False,
-                              return_attn_probs: bool = False) -> Attended:
+                              return_attn_probs: Literal[False] = False) -> torch.Tensor: ...
+
+
+@overload
+def flash_attn_qkvpacked_func(qkv: torch.Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
+                              causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+                              alibi_slopes: Slopes = None, deterministic: bool = False, *,
+                              return_attn_probs: Literal[True]) -> OutLseAndProbs: ...
+
+
+@overload
+def flash_attn_qkvpacked_func(qkv: torch.Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
+                              causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+                              alibi_slopes: Slopes = None, deterministic: bool = False,
+                              return_attn_probs: bool = False) -> torch.Tensor | OutLseAndProbs: ...
+
+
+def flash_attn_qkvpacked_func(qkv: torch.Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
+                              causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+                              alibi_slopes: Slopes = None, deterministic: bool = False,
+                              return_attn_probs: bool = False) -> torch.Tensor | OutLseAndProbs:
     """Attend as :func:`flash_attn_func`, with q, k and v in one tensor, ``qkv`` (b, s, 3, h, d), not copied."""
     options = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     q, k, v = unpacked("qkv", qkv, "b, s, 3, h, d")
     return _attend(q, k, v, options, return_attn_probs)
+
+
+@overload
+def flash_attn_varlen_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor,
+                           cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, dropout_p: float = 0.0,
+                           softmax_scale: float | None = None, causal: bool = False,
+                           window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Slopes = None,
+                           deterministic: bool = False, return_attn_probs: Literal[False] = False,
+                           block_table: torch.Tensor | None = None) -> torch.Tensor: ...
+
+
+@overload
+def flash_attn_varlen_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor,
+                           cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, dropout_p: float = 0.0,
+                           softmax_scale: float | None = None, causal: bool = False,
+                           window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Slopes = None,
+                           deterministic: bool = False, *, return_attn_probs: Literal[True],
+                           block_table: torch.Tensor | None = None) -> OutLseAndProbs: ...
+
+
+@overload
+def flash_attn_varlen_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor,
+                           cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, dropout_p: float = 0.0,
+                           softmax_scale: float | None = None, causal: bool = False,
+                           window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Slopes = None,
+                           deterministic: bool = False, return_attn_probs: bool = False,
+                           block_table: torch.Tensor | None = None) -> torch.Tensor | OutLseAndProbs: ...
 
 
 def flash_attn_varlen_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor,
@@ -100,7 +193,7 @@ def flash_attn_varlen_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu
                            softmax_scale: float | None = None, causal: bool = False,
                            window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Slopes = None,
                            deterministic: bool = False, return_attn_probs: bool = False,
-                           block_table: torch.Tensor | None = None) -> Attended:
+                           block_table: torch.Tensor | None = None) -> torch.Tensor | OutLseAndProbs:
     """Attend over packed sequences as ``flash_attn.flash_attn_varlen_func``.
 
     Args:
@@ -125,12 +218,39 @@ def flash_attn_varlen_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu
     return _attend_varlen(q, k, v, options, return_attn_probs)
 
 
+@overload
 def flash_attn_varlen_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, cu_seqlens_q: torch.Tensor,
                                     cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int,
                                     dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
                                     window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
                                     alibi_slopes: Slopes = None, deterministic: bool = False,
-                                    return_attn_probs: bool = False) -> Attended:
+                                    return_attn_probs: Literal[False] = False) -> torch.Tensor: ...
+
+
+@overload
+def flash_attn_varlen_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, cu_seqlens_q: torch.Tensor,
+                                    cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int,
+                                    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+                                    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+                                    alibi_slopes: Slopes = None, deterministic: bool = False, *,
+                                    return_attn_probs: Literal[True]) -> OutLseAndProbs: ...
+
+
+@overload
+def flash_attn_varlen_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, cu_seqlens_q: torch.Tensor,
+                                    cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int,
+                                    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+                                    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+                                    alibi_slopes: Slopes = None, deterministic: bool = False,
+                                    return_attn_probs: bool = False) -> torch.Tensor | OutLseAndProbs: ...
+
+
+def flash_attn_varlen_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, cu_seqlens_q: torch.Tensor,
+                                    cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int,
+                                    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+                                    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+                                    alibi_slopes: Slopes = None, deterministic: bool = False,
+                                    return_attn_probs: bool = False) -> torch.Tensor | OutLseAndProbs:
     """Attend as :func:`flash_attn_varlen_func`, with k and v in one tensor, ``kv`` (total_k, 2, hk, d)."""
     options = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     options |= _lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
@@ -138,16 +258,76 @@ def flash_attn_varlen_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, cu_seqlen
     return _attend_varlen(q, k, v, options, return_attn_probs)
 
 
+@overload
 def flash_attn_varlen_qkvpacked_func(qkv: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int,
                                      dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
                                      window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
                                      alibi_slopes: Slopes = None, deterministic: bool = False,
-                                     return_attn_probs: bool = False) -> Attended:
+                                     return_attn_probs: Literal[False] = False) -> torch.Tensor: ...
+
+
+@overload
+def flash_attn_varlen_qkvpacked_func(qkv: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int,
+                                     dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+                                     window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+                                     alibi_slopes: Slopes = None, deterministic: bool = False, *,
+                                     return_attn_probs: Literal[True]) -> OutLseAndProbs: ...
+
+
+@overload
+def flash_attn_varlen_qkvpacked_func(qkv: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int,
+                                     dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+                                     window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+                                     alibi_slopes: Slopes = None, deterministic: bool = False,
+                                     return_attn_probs: bool = False) -> torch.Tensor | OutLseAndProbs: ...
+
+
+def flash_attn_varlen_qkvpacked_func(qkv: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int,
+                                     dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+                                     window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+                                     alibi_slopes: Slopes = None, deterministic: bool = False,
+                                     return_attn_probs: bool = False) -> torch.Tensor | OutLseAndProbs:
     """Attend as :func:`flash_attn_varlen_func`, with q, k and v in one tensor, ``qkv`` (total, 3, h, d)."""
     options = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     options |= _lengths(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     q, k, v = unpacked("qkv", qkv, "total, 3, h, d")
     return _attend_varlen(q, k, v, options, return_attn_probs)
+
+
+@overload
+def flash_attn_with_kvcache(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
+                            k: torch.Tensor | None = None, v: torch.Tensor | None = None,
+                            rotary_cos: torch.Tensor | None = None, rotary_sin: torch.Tensor | None = None,
+                            cache_seqlens: int | torch.Tensor | None = None,
+                            cache_batch_idx: torch.Tensor | None = None, cache_leftpad: torch.Tensor | None = None,
+                            block_table: torch.Tensor | None = None, softmax_scale: float | None = None,
+                            causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+                            rotary_interleaved: bool = True, alibi_slopes: Slopes = None, num_splits: int = 0,
+                            return_softmax_lse: Literal[False] = False) -> torch.Tensor: ...
+
+
+@overload
+def flash_attn_with_kvcache(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
+                            k: torch.Tensor | None = None, v: torch.Tensor | None = None,
+                            rotary_cos: torch.Tensor | None = None, rotary_sin: torch.Tensor | None = None,
+                            cache_seqlens: int | torch.Tensor | None = None,
+                            cache_batch_idx: torch.Tensor | None = None, cache_leftpad: torch.Tensor | None = None,
+                            block_table: torch.Tensor | None = None, softmax_scale: float | None = None,
+                            causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+                            rotary_interleaved: bool = True, alibi_slopes: Slopes = None, num_splits: int = 0, *,
+                            return_softmax_lse: Literal[True]) -> OutAndLse: ...
+
+
+@overload
+def flash_attn_with_kvcache(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
+                            k: torch.Tensor | None = None, v: torch.Tensor | None = None,
+                            rotary_cos: torch.Tensor | None = None, rotary_sin: torch.Tensor | None = None,
+                            cache_seqlens: int | torch.Tensor | None = None,
+                            cache_batch_idx: torch.Tensor | None = None, cache_leftpad: torch.Tensor | None = None,
+                            block_table: torch.Tensor | None = None, softmax_scale: float | None = None,
+                            causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+                            rotary_interleaved: bool = True, alibi_slopes: Slopes = None, num_splits: int = 0,
+                            return_softmax_lse: bool = False) -> torch.Tensor | OutAndLse: ...
 
 
 def flash_attn_with_kvcache(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
@@ -158,7 +338,7 @@ def flash_attn_with_kvcache(q: torch.Tensor, k_cache: torch.Tensor, v_cache: tor
                             block_table: torch.Tensor | None = None, softmax_scale: float | None = None,
                             causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
                             rotary_interleaved: bool = True, alibi_slopes: Slopes = None, num_splits: int = 0,
-                            return_softmax_lse: bool = False) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+                            return_softmax_lse: bool = False) -> torch.Tensor | OutAndLse:
     """Attend to a cache as ``flash_attn.flash_attn_with_kvcache``; there is no backward pass.
 
     Pages may have any size, not multiples of 256 alone, and a block table may come with a left padding.
@@ -321,7 +501,7 @@ def _refuse_pages(**given: torch.Tensor | None) -> None:
 
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any],
-            return_attn_probs: bool) -> Attended:
+            return_attn_probs: bool) -> torch.Tensor | OutLseAndProbs:
     if return_attn_probs:
         return _attend_fully(q, k, v, options, return_probs=True)
     out: torch.Tensor = attend_batch(heads_first("q", q), heads_first("k", k), heads_first("v", v), **options)
@@ -329,7 +509,7 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str
 
 
 def _attend_fully(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any],
-                  return_probs: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+                  return_probs: bool) -> OutLseAndProbs:
     """Return out, lse and S_dmask; options get dropout's seed."""
     q, k, v = heads_first("q", q), heads_first("k", k), heads_first("v", v)
     _draw_seed(q, options)
@@ -339,7 +519,7 @@ def _attend_fully(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: di
 
 
 def _attend_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any],
-                   return_attn_probs: bool) -> Attended:
+                   return_attn_probs: bool) -> torch.Tensor | OutLseAndProbs:
     if return_attn_probs:
         return _attend_varlen_fully(q, k, v, options, return_probs=True)
     out: torch.Tensor = attend_packed(q, k, v, **options)
@@ -347,7 +527,7 @@ def _attend_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: d
 
 
 def _attend_varlen_fully(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any],
-                         return_probs: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+                         return_probs: bool) -> OutLseAndProbs:
     """Return out, lse and S_dmask of packed sequences; options get dropout's seed."""
     _draw_seed(q, options)
     out, lse = attend_packed(q, k, v, **options, return_aux=("lse",))

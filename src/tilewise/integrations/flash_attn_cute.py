@@ -8,13 +8,13 @@ CuTe, and the block lists that go with them, are refused.
 import importlib.util
 import sys
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 
 from tilewise.errors import TilewiseError
 from tilewise.integrations import flash_attn
-from tilewise.integrations.flash_family import attend, band_of, refuse
+from tilewise.integrations.flash_family import OutAndLse, attend, band_of, refuse
 from tilewise.validate.values import check_switch
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "install"]
@@ -24,6 +24,26 @@ OutAndMaybeLse = tuple[torch.Tensor, torch.Tensor | None]
 _IN_CUTE = ("it is written in CuTe, which nothing here compiles. Call tilewise.attention with a "
             "tilewise.functions.ScoreFunction or MaskFunction, or a mask of tilewise's.")
 _NOT_THERE = "caches in pages and gathered keys are not there yet. Pass keys and values packed, with cu_seqlens_k."
+
+
+@overload
+def flash_attn_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, qv: Maybe = None,
+                    gather_kv_indices: Maybe = None, softmax_scale: float | None = None, causal: bool = False,
+                    window_size: Window = (None, None), learnable_sink: Maybe = None, softcap: float = 0.0,
+                    num_splits: int = 1, pack_gqa: bool | None = None, deterministic: bool = False,
+                    score_mod: Any = None, score_mod_bwd: Any = None, mask_mod: Any = None, aux_tensors: Any = None,
+                    aux_scalars: Any = None, block_sparse_tensors: Any = None, block_sparse_tensors_bwd: Any = None, *,
+                    return_lse: Literal[True]) -> OutAndLse: ...
+
+
+@overload
+def flash_attn_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, qv: Maybe = None,
+                    gather_kv_indices: Maybe = None, softmax_scale: float | None = None, causal: bool = False,
+                    window_size: Window = (None, None), learnable_sink: Maybe = None, softcap: float = 0.0,
+                    num_splits: int = 1, pack_gqa: bool | None = None, deterministic: bool = False,
+                    score_mod: Any = None, score_mod_bwd: Any = None, mask_mod: Any = None, aux_tensors: Any = None,
+                    aux_scalars: Any = None, block_sparse_tensors: Any = None, block_sparse_tensors_bwd: Any = None,
+                    return_lse: bool = False) -> OutAndMaybeLse: ...
 
 
 def flash_attn_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, qv: Maybe = None,
@@ -66,6 +86,34 @@ def flash_attn_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, qv: Maybe
     options = _options(softmax_scale, causal, window_size, _sink_for(q, learnable_sink), softcap, deterministic)
     out, lse = attend(q, k, v, qv, options)
     return out, lse if return_lse or lse.requires_grad else None
+
+
+@overload
+def flash_attn_varlen_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, qv: Maybe = None,
+                           cu_seqlens_q: Maybe = None, cu_seqlens_k: Maybe = None, max_seqlen_q: int | None = None,
+                           max_seqlen_k: int | None = None, min_seqlen_k: int | None = None, seqused_q: Maybe = None,
+                           seqused_k: Maybe = None, gather_kv_indices: Maybe = None, page_table: Maybe = None,
+                           softmax_scale: float | None = None, causal: bool = False, window_size: Window = (None, None),
+                           learnable_sink: Maybe = None, softcap: float = 0.0, num_splits: int = 1,
+                           pack_gqa: bool | None = None, deterministic: bool = False, score_mod: Any = None,
+                           score_mod_bwd: Any = None, mask_mod: Any = None, block_sparse_tensors: Any = None,
+                           aux_tensors: Any = None, aux_scalars: Any = None, *, return_lse: Literal[True],
+                           scheduler_metadata: Any = None, seqlen_k_per_split: int | None = None,
+                           disable_scheduler_metadata: bool = False) -> OutAndLse: ...
+
+
+@overload
+def flash_attn_varlen_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, qv: Maybe = None,
+                           cu_seqlens_q: Maybe = None, cu_seqlens_k: Maybe = None, max_seqlen_q: int | None = None,
+                           max_seqlen_k: int | None = None, min_seqlen_k: int | None = None, seqused_q: Maybe = None,
+                           seqused_k: Maybe = None, gather_kv_indices: Maybe = None, page_table: Maybe = None,
+                           softmax_scale: float | None = None, causal: bool = False, window_size: Window = (None, None),
+                           learnable_sink: Maybe = None, softcap: float = 0.0, num_splits: int = 1,
+                           pack_gqa: bool | None = None, deterministic: bool = False, score_mod: Any = None,
+                           score_mod_bwd: Any = None, mask_mod: Any = None, block_sparse_tensors: Any = None,
+                           aux_tensors: Any = None, aux_scalars: Any = None, return_lse: bool = False,
+                           scheduler_metadata: Any = None, seqlen_k_per_split: int | None = None,
+                           disable_scheduler_metadata: bool = False) -> OutAndMaybeLse: ...
 
 
 def flash_attn_varlen_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, qv: Maybe = None,

@@ -6,7 +6,7 @@ refuses and tilewise does not is computed: float32, gradients of lse, of qv and 
 """
 
 import sys
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 
@@ -30,6 +30,33 @@ __all__ = ["flash_attn_combine", "flash_attn_func", "flash_attn_qkvpacked_func",
            "flash_attn_with_kvcache", "install"]
 Maybe = torch.Tensor | None
 _attend_cache = in_terms(attention_decode, WORDS | {"block_table": "page_table"}, heads_third=True)
+
+
+@overload
+def flash_attn_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float | None = None,
+                    causal: bool = False, qv: Maybe = None, q_descale: Maybe = None, k_descale: Maybe = None,
+                    v_descale: Maybe = None, window_size: tuple[int, int] = (-1, -1), attention_chunk: int = 0,
+                    softcap: float = 0.0, num_splits: int = 1, pack_gqa: bool | None = None,
+                    deterministic: bool = False, sm_margin: int = 0,
+                    return_attn_probs: Literal[False] = False) -> torch.Tensor: ...
+
+
+@overload
+def flash_attn_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float | None = None,
+                    causal: bool = False, qv: Maybe = None, q_descale: Maybe = None, k_descale: Maybe = None,
+                    v_descale: Maybe = None, window_size: tuple[int, int] = (-1, -1), attention_chunk: int = 0,
+                    softcap: float = 0.0, num_splits: int = 1, pack_gqa: bool | None = None,
+                    deterministic: bool = False, sm_margin: int = 0, *,
+                    return_attn_probs: Literal[True]) -> OutAndLse: ...
+
+
+@overload
+def flash_attn_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float | None = None,
+                    causal: bool = False, qv: Maybe = None, q_descale: Maybe = None, k_descale: Maybe = None,
+                    v_descale: Maybe = None, window_size: tuple[int, int] = (-1, -1), attention_chunk: int = 0,
+                    softcap: float = 0.0, num_splits: int = 1, pack_gqa: bool | None = None,
+                    deterministic: bool = False, sm_margin: int = 0,
+                    return_attn_probs: bool = False) -> torch.Tensor | OutAndLse: ...
 
 
 def flash_attn_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float | None = None,
@@ -67,6 +94,36 @@ def flash_attn_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_s
     return found if return_attn_probs else found[0]
 
 
+@overload
+def flash_attn_varlen_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor,
+                           cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, seqused_q: Maybe = None,
+                           seqused_k: Maybe = None, softmax_scale: float | None = None, causal: bool = False,
+                           qv: Maybe = None, q_descale: Maybe = None, k_descale: Maybe = None, v_descale: Maybe = None,
+                           window_size: tuple[int, int] = (-1, -1), attention_chunk: int = 0, softcap: float = 0.0,
+                           num_splits: int = 1, pack_gqa: bool | None = None, deterministic: bool = False,
+                           sm_margin: int = 0, return_attn_probs: Literal[False] = False) -> torch.Tensor: ...
+
+
+@overload
+def flash_attn_varlen_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor,
+                           cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, seqused_q: Maybe = None,
+                           seqused_k: Maybe = None, softmax_scale: float | None = None, causal: bool = False,
+                           qv: Maybe = None, q_descale: Maybe = None, k_descale: Maybe = None, v_descale: Maybe = None,
+                           window_size: tuple[int, int] = (-1, -1), attention_chunk: int = 0, softcap: float = 0.0,
+                           num_splits: int = 1, pack_gqa: bool | None = None, deterministic: bool = False,
+                           sm_margin: int = 0, *, return_attn_probs: Literal[True]) -> OutAndLse: ...
+
+
+@overload
+def flash_attn_varlen_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor,
+                           cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, seqused_q: Maybe = None,
+                           seqused_k: Maybe = None, softmax_scale: float | None = None, causal: bool = False,
+                           qv: Maybe = None, q_descale: Maybe = None, k_descale: Maybe = None, v_descale: Maybe = None,
+                           window_size: tuple[int, int] = (-1, -1), attention_chunk: int = 0, softcap: float = 0.0,
+                           num_splits: int = 1, pack_gqa: bool | None = None, deterministic: bool = False,
+                           sm_margin: int = 0, return_attn_probs: bool = False) -> torch.Tensor | OutAndLse: ...
+
+
 def flash_attn_varlen_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor,
                            cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, seqused_q: Maybe = None,
                            seqused_k: Maybe = None, softmax_scale: float | None = None, causal: bool = False,
@@ -97,6 +154,30 @@ def flash_attn_varlen_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu
     return found if return_attn_probs else found[0]
 
 
+@overload
+def flash_attn_qkvpacked_func(qkv: torch.Tensor, softmax_scale: float | None = None, causal: bool = False,
+                              q_descale: Maybe = None, k_descale: Maybe = None, v_descale: Maybe = None,
+                              window_size: tuple[int, int] = (-1, -1), attention_chunk: int = 0, softcap: float = 0.0,
+                              deterministic: bool = False, num_heads_q: int | None = None, sm_margin: int = 0,
+                              return_attn_probs: Literal[False] = False) -> torch.Tensor: ...
+
+
+@overload
+def flash_attn_qkvpacked_func(qkv: torch.Tensor, softmax_scale: float | None = None, causal: bool = False,
+                              q_descale: Maybe = None, k_descale: Maybe = None, v_descale: Maybe = None,
+                              window_size: tuple[int, int] = (-1, -1), attention_chunk: int = 0, softcap: float = 0.0,
+                              deterministic: bool = False, num_heads_q: int | None = None, sm_margin: int = 0, *,
+                              return_attn_probs: Literal[True]) -> OutAndLse: ...
+
+
+@overload
+def flash_attn_qkvpacked_func(qkv: torch.Tensor, softmax_scale: float | None = None, causal: bool = False,
+                              q_descale: Maybe = None, k_descale: Maybe = None, v_descale: Maybe = None,
+                              window_size: tuple[int, int] = (-1, -1), attention_chunk: int = 0, softcap: float = 0.0,
+                              deterministic: bool = False, num_heads_q: int | None = None, sm_margin: int = 0,
+                              return_attn_probs: bool = False) -> torch.Tensor | OutAndLse: ...
+
+
 def flash_attn_qkvpacked_func(qkv: torch.Tensor, softmax_scale: float | None = None, causal: bool = False,
                               q_descale: Maybe = None, k_descale: Maybe = None, v_descale: Maybe = None,
                               window_size: tuple[int, int] = (-1, -1), attention_chunk: int = 0, softcap: float = 0.0,
@@ -121,6 +202,48 @@ def flash_attn_qkvpacked_func(qkv: torch.Tensor, softmax_scale: float | None = N
     options = _options(softmax_scale, causal, window_size, attention_chunk, softcap, deterministic)
     found = attend(q, k, v, None, options, with_lse=return_attn_probs)
     return found if return_attn_probs else found[0]
+
+
+@overload
+def flash_attn_with_kvcache(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, k: Maybe = None,
+                            v: Maybe = None, qv: Maybe = None, rotary_cos: Maybe = None, rotary_sin: Maybe = None,
+                            cache_seqlens: int | torch.Tensor | None = None, cache_batch_idx: Maybe = None,
+                            cache_leftpad: Maybe = None, page_table: Maybe = None, cu_seqlens_q: Maybe = None,
+                            cu_seqlens_k_new: Maybe = None, max_seqlen_q: int | None = None,
+                            rotary_seqlens: Maybe = None, q_descale: Maybe = None, k_descale: Maybe = None,
+                            v_descale: Maybe = None, softmax_scale: float | None = None, causal: bool = False,
+                            window_size: tuple[int, int] = (-1, -1), attention_chunk: int = 0, softcap: float = 0.0,
+                            rotary_interleaved: bool = True, scheduler_metadata: Maybe = None, num_splits: int = 0,
+                            pack_gqa: bool | None = None, sm_margin: int = 0,
+                            return_softmax_lse: Literal[False] = False) -> torch.Tensor: ...
+
+
+@overload
+def flash_attn_with_kvcache(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, k: Maybe = None,
+                            v: Maybe = None, qv: Maybe = None, rotary_cos: Maybe = None, rotary_sin: Maybe = None,
+                            cache_seqlens: int | torch.Tensor | None = None, cache_batch_idx: Maybe = None,
+                            cache_leftpad: Maybe = None, page_table: Maybe = None, cu_seqlens_q: Maybe = None,
+                            cu_seqlens_k_new: Maybe = None, max_seqlen_q: int | None = None,
+                            rotary_seqlens: Maybe = None, q_descale: Maybe = None, k_descale: Maybe = None,
+                            v_descale: Maybe = None, softmax_scale: float | None = None, causal: bool = False,
+                            window_size: tuple[int, int] = (-1, -1), attention_chunk: int = 0, softcap: float = 0.0,
+                            rotary_interleaved: bool = True, scheduler_metadata: Maybe = None, num_splits: int = 0,
+                            pack_gqa: bool | None = None, sm_margin: int = 0, *,
+                            return_softmax_lse: Literal[True]) -> OutAndLse: ...
+
+
+@overload
+def flash_attn_with_kvcache(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, k: Maybe = None,
+                            v: Maybe = None, qv: Maybe = None, rotary_cos: Maybe = None, rotary_sin: Maybe = None,
+                            cache_seqlens: int | torch.Tensor | None = None, cache_batch_idx: Maybe = None,
+                            cache_leftpad: Maybe = None, page_table: Maybe = None, cu_seqlens_q: Maybe = None,
+                            cu_seqlens_k_new: Maybe = None, max_seqlen_q: int | None = None,
+                            rotary_seqlens: Maybe = None, q_descale: Maybe = None, k_descale: Maybe = None,
+                            v_descale: Maybe = None, softmax_scale: float | None = None, causal: bool = False,
+                            window_size: tuple[int, int] = (-1, -1), attention_chunk: int = 0, softcap: float = 0.0,
+                            rotary_interleaved: bool = True, scheduler_metadata: Maybe = None, num_splits: int = 0,
+                            pack_gqa: bool | None = None, sm_margin: int = 0,
+                            return_softmax_lse: bool = False) -> torch.Tensor | OutAndLse: ...
 
 
 def flash_attn_with_kvcache(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, k: Maybe = None,

@@ -17,7 +17,7 @@ each step back is said there too. The distance of query i and key j is i + offse
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Any, NamedTuple, cast, get_type_hints
+from typing import Annotated, Any, NamedTuple, TypeAlias, cast, get_type_hints
 
 import torch
 
@@ -27,7 +27,8 @@ from tilewise.validate.values import check_dropout_p, checked_softcap
 
 Sizes = tuple[int, ...]
 Tensor = torch.Tensor
-Visible = Mask | TensorMask | torch.Tensor | MaskFunction  # what a mask may be
+# Everything that ``mask=`` takes; public as :data:`tilewise.AnyMask`.
+AnyMask: TypeAlias = Mask | TensorMask | torch.Tensor | MaskFunction
 ATTENTION = ("attention", "attention_varlen", "explain")
 PADDED, PACKED = ("attention", "explain"), ("attention_varlen", "explain")
 DECODE = ("attention_decode", "explain_decode")
@@ -46,7 +47,7 @@ class CallOptions:
     cannot be called.
     """
 
-    mask: Visible | None = _argument(
+    mask: AnyMask | None = _argument(
         None, ATTENTION + DECODE, "left", "right", "alignment", "prefix", "sink_tokens", "chunk", "mask", "documents_q",
         "documents_k", "tiles_q", "tiles_k", "mask_function", "mask_tensors")
     scale: float | None = _argument(None, ATTENTION + DECODE, "scale")
