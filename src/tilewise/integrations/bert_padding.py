@@ -14,8 +14,8 @@ def index_first_axis(input: torch.Tensor, indices: torch.Tensor) -> torch.Tensor
 
 
 def index_put_first_axis(values: torch.Tensor, indices: torch.Tensor, first_axis_dim: int) -> torch.Tensor:
-    """Put ``values``, (given, ...), into ``first_axis_dim`` rows of zeros, at ``indices``, (given,)."""
-    return values.new_zeros(first_axis_dim, *values.shape[1:]).index_copy(0, indices, values)
+    """Put ``values``, (given, ...), into ``first_axis_dim`` rows of zeros, at ``indices``, (given,), int32 or int64."""
+    return values.new_zeros(first_axis_dim, *values.shape[1:]).index_copy(0, indices.long(), values)
 
 
 def unpad_input(hidden_states: torch.Tensor, attention_mask: torch.Tensor, unused_mask: torch.Tensor | None = None,
