@@ -16,13 +16,14 @@ from tilewise.integrations import (
     flash_attn_interface,
     flex,
     llmc,
+    rotary,
     sdpa_provider,
     torch_sdpa,
     transformers,
 )
 
 FACES = (flash_attn, bert_padding, flash_attn_interface, flash_attn_cute, torch_sdpa, sdpa_provider, flex, transformers,
-         diffusers, llmc)
+         diffusers, llmc, rotary)
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
@@ -70,7 +71,7 @@ CALLS = (tilewise.attention, tilewise.attention_varlen, tilewise.attention_decod
          flash_attn_interface.flash_attn_varlen_func, flash_attn_interface.flash_attn_with_kvcache,
          flash_attn_cute.flash_attn_func,
          flash_attn_cute.flash_attn_varlen_func, diffusers.dispatch_attention_fn,
-         llmc.packed_attention)
+         llmc.packed_attention, rotary.apply_rotary_emb, rotary.apply_rotary_emb_qkv_, flash_attn.install)
 
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)

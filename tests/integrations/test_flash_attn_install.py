@@ -1,5 +1,6 @@
 """``install()``: code that imports flash_attn runs unchanged; and its padding, which that code uses."""
 
+import importlib
 import importlib.util
 import sys
 from types import ModuleType
@@ -9,7 +10,7 @@ import torch
 
 from integrations.dense import bottom_right, close, dense
 from tilewise import InvalidInput, TilewiseError
-from tilewise.integrations import bert_padding, flash_attn_cute
+from tilewise.integrations import bert_padding, flash_attn_cute, flash_attn_interface, rotary
 from tilewise.integrations import flash_attn as face
 
 # As code is found in models: nothing here names tilewise.
@@ -27,21 +28,6 @@ def attend(q, k, v, mask):
     out = flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, longest, longest, causal=True)
     return flash_attn.bert_padding.pad_input(out, indices, b, s)
 """
-
-
-@pytest.fixture
-def without_flash_attn():
-    """Whatever ``flash_attn`` this process knows is unknown in the test, and back behind it."""
-    def known():
-        return {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "flash_attn"}
-
-    before = known()
-    for name in before:
-        del sys.modules[name]
-    yield
-    for name in known():
-        del sys.modules[name]
-    sys.modules.update(before)
 
 
 @pytest.mark.usefixtures("without_flash_attn")
@@ -72,14 +58,104 @@ def test_installed_modules_look_like_a_package_of_that_version():
     assert importlib.util.find_spec("flash_attn").name == "flash_attn"
     assert flash_attn.flash_attn_interface.flash_attn_func is flash_attn.flash_attn_func is face.flash_attn_func
     assert not hasattr(flash_attn, "install")
+    assert not hasattr(flash_attn, "uninstall")
 
 
 @pytest.mark.usefixtures("without_flash_attn")
-@pytest.mark.parametrize("line", ["from flash_attn import flash_attn_gpu", "import flash_attn.layers.rotary"])
-def test_what_is_not_there_is_an_import_error(line):
+@pytest.mark.parametrize(("line", "name", "instead"), [
+    ("from flash_attn.losses.cross_entropy import CrossEntropyLoss", "losses",
+     " torch.nn.functional.cross_entropy takes the place of its loss."),
+    ("from flash_attn import losses", "losses", " torch.nn.functional.cross_entropy takes the place of its loss."),
+    ("from flash_attn.ops.triton.layer_norm import rms_norm_fn", "ops",
+     " torch.nn.functional has linear, layer_norm, rms_norm, gelu and silu."),
+    ("import flash_attn.modules.mha", "modules",
+     " Build such a module of torch.nn's, and call flash_attn_func in it."),
+    ("import flash_attn.models.gpt", "models", " Transformers has such models, and calls tilewise for "
+     "attn_implementation='flash_attention_2' after install(metadata=True)."),
+    ("import flash_attn.cute", "cute",
+     " tilewise.integrations.flash_attn_cute.install() enters the functions of flash-attn 4."),
+    ("import flash_attn.layers.patch_embed", "layers.patch_embed", ""),
+    ("from flash_attn import flash_attn_gpu", "flash_attn_gpu", ""),
+    ("import flash_attn.utils.benchmark", "utils", ""),
+])
+def test_what_is_not_there_is_an_import_error_that_says_what_is(line, name, instead):
     face.install()
-    with pytest.raises(ImportError):
+    with pytest.raises(ModuleNotFoundError) as caught:
         exec(line, {})
+    assert str(caught.value) == (
+        f"flash_attn.{name} is not there: tilewise.integrations.flash_attn.install() replaces flash_attn, "
+        "flash_attn.flash_attn_interface, flash_attn.bert_padding and flash_attn.layers.rotary, and no other module of "
+        f"flash-attn.{instead} If the code needs it, install flash-attn itself, and do not call install().")
+
+
+@pytest.mark.usefixtures("without_flash_attn")
+def test_rotary_is_found_by_every_way_to_import_it():
+    face.install()
+    import flash_attn.layers.rotary
+    from flash_attn.layers import rotary as same
+    from flash_attn.layers.rotary import RotaryEmbedding, apply_rotary_emb
+
+    assert flash_attn.layers.rotary is same is rotary
+    assert (RotaryEmbedding, apply_rotary_emb) == (rotary.RotaryEmbedding, rotary.apply_rotary_emb)
+    assert importlib.util.find_spec("flash_attn.layers").name == "flash_attn.layers"
+
+
+@pytest.mark.usefixtures("flash_attn_nowhere")
+@pytest.mark.parametrize("name", ["losses.cross_entropy", "ops.rms_norm", "modules.mha"])
+def test_only_what_is_installed_refuses_in_its_own_words(name):
+    face.install()
+    face.uninstall()
+    with pytest.raises(ModuleNotFoundError, match=r"^No module named 'flash_attn'$"):
+        importlib.import_module(f"flash_attn.{name}")
+
+
+@pytest.mark.usefixtures("flash_attn_nowhere")
+def test_uninstalling_leaves_what_was_there_before():
+    finders = list(sys.meta_path)
+    face.uninstall()
+    face.install()
+    flash_attn_cute.install()
+    import flash_attn.bert_padding
+    import flash_attn.cute
+
+    face.uninstall()
+    assert [name for name in sys.modules if name.partition(".")[0] == "flash_attn"] == []
+    assert importlib.util.find_spec("flash_attn") is None
+    assert sys.meta_path == finders
+    assert flash_attn.flash_attn_func is face.flash_attn_func  # of who imported it
+    face.install()
+    assert sys.modules["flash_attn"].flash_attn_func is face.flash_attn_func
+
+
+@pytest.mark.usefixtures("flash_attn_nowhere")
+def test_uninstalling_flash_attn_4_leaves_flash_attn_2():
+    flash_attn_cute.uninstall()
+    flash_attn_cute.install()
+    assert importlib.util.find_spec("flash_attn.cute").name == "flash_attn.cute"
+    flash_attn_cute.uninstall()
+    with pytest.raises(ModuleNotFoundError, match=r"flash_attn_cute\.install"):
+        importlib.import_module("flash_attn.cute")
+    assert sys.modules["flash_attn"].flash_attn_func is face.flash_attn_func
+    assert not hasattr(sys.modules["flash_attn"], "cute")
+
+
+def test_uninstalling_flash_attn_3_leaves_what_was_there_before(monkeypatch):
+    monkeypatch.delitem(sys.modules, "flash_attn_interface", raising=False)
+    flash_attn_interface.uninstall()
+    flash_attn_interface.install()
+    assert importlib.import_module("flash_attn_interface") is flash_attn_interface
+    flash_attn_interface.uninstall()
+    assert "flash_attn_interface" not in sys.modules
+
+
+@pytest.mark.parametrize("module", [face, flash_attn_interface, flash_attn_cute], ids=lambda module: module.__name__)
+@pytest.mark.usefixtures("without_flash_attn")
+def test_a_real_one_is_not_uninstalled(monkeypatch, module):
+    for name in ("flash_attn", "flash_attn.cute", "flash_attn_interface"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    before = dict(sys.modules)
+    module.uninstall()
+    assert sys.modules == before
 
 
 @pytest.mark.usefixtures("without_flash_attn")
@@ -153,8 +229,10 @@ def test_tokens_that_are_kept_and_not_used_get_rows():
     assert used.tolist() == [2, 1]
 
 
-def test_rows_are_put_where_the_indices_say():
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_rows_are_put_where_the_indices_say(dtype):
+    """Transformers' indices are int32 where it generates one token."""
     values = torch.randn(2, 3)
-    put = bert_padding.index_put_first_axis(values, torch.tensor([3, 0]), 4)
+    put = bert_padding.index_put_first_axis(values, torch.tensor([3, 0], dtype=dtype), 4)
     assert torch.equal(put[[3, 0]], values)
     assert not put[1:3].any()

@@ -9,15 +9,13 @@ Not there yet are block tables of packed queries, which raise; those of ``flash_
 """
 
 import sys
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import Any, Literal, overload
 
 import torch
 
 from tilewise.autograd.op import backward_op
 from tilewise.errors import TilewiseError, UnsupportedProblem
-from tilewise.integrations import bert_padding
+from tilewise.integrations import bert_padding, flash_attn_package, rotary
 from tilewise.integrations.callers_terms import in_terms
 from tilewise.integrations.flash_family import (
     WORDS,
@@ -36,7 +34,8 @@ from tilewise.validate.tensors import with_batch_dim
 from tilewise.validate.values import check_switch
 
 __all__ = ["flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func",
-           "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func", "flash_attn_with_kvcache", "install"]
+           "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func", "flash_attn_with_kvcache", "install",
+           "uninstall"]
 INTERFACE_VERSION = "2.8.3"  # of flash-attn, whose signatures these are; code that tells its versions apart asks
 Slopes = torch.Tensor | None
 OutLseAndProbs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -447,28 +446,48 @@ def _flash_attn_varlen_backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Te
     _write([gradient[0].transpose(0, 1) for gradient in made], (dq, dk, dv))
 
 
-def install() -> None:
+# By what names some clients (Diffusers) import the passes.
+_wrapped_flash_attn_forward, _wrapped_flash_attn_backward = _flash_attn_forward, _flash_attn_backward
+_wrapped_flash_attn_varlen_forward = _flash_attn_varlen_forward
+_wrapped_flash_attn_varlen_backward = _flash_attn_varlen_backward
+
+
+def install(*, metadata: bool = False) -> None:
     """Make ``import flash_attn`` find these functions, in code that is imported from now on.
 
-    ``flash_attn``, ``flash_attn.flash_attn_interface`` and ``flash_attn.bert_padding`` are entered in
-    :data:`sys.modules`; of flash-attn's other modules, none is there. Twice is as good as once.
+    ``flash_attn``, ``flash_attn.flash_attn_interface``, ``flash_attn.bert_padding`` and ``flash_attn.layers.rotary``
+    are entered in :data:`sys.modules`; the import of another module of flash-attn's is an ImportError that says what
+    to use. Twice is as good as once; :func:`uninstall` takes all of it away.
+
+    Args:
+        metadata: answer for the package too: ``importlib.metadata.version("flash_attn")``, and with it what
+            Transformers asks before it takes ``attn_implementation="flash_attention_2"``.
 
     Raises:
-        TilewiseError: the real flash_attn is imported already, and some code holds its functions.
+        TilewiseError: the real flash_attn is imported already, and some code holds its functions; or, with
+            ``metadata``, it is installed.
     """
+    check_switch("metadata", metadata)
     present = sys.modules.get("flash_attn")
     if present is not None and getattr(present, "flash_attn_func", None) is not flash_attn_func:
         raise TilewiseError(f"flash_attn is imported already, from {getattr(present, '__file__', None)}: code that "
                             "holds its functions would go on calling them. Call install() before anything imports it.")
-    if present is not None:
-        return
-    package = ModuleType("flash_attn", __doc__)
-    package.__spec__ = ModuleSpec("flash_attn", None, is_package=True)
-    package.__path__ = []
-    modules = {"flash_attn_interface": sys.modules[__name__], "bert_padding": bert_padding}
-    functions = {name: globals()[name] for name in __all__ if name != "install"}
-    vars(package).update(functions, __version__=INTERFACE_VERSION, **modules)
-    sys.modules.update({"flash_attn": package, **{f"flash_attn.{name}": module for name, module in modules.items()}})
+    layers = flash_attn_package.package("flash_attn.layers", {"rotary": rotary}, None)
+    modules = {"flash_attn_interface": sys.modules[__name__], "bert_padding": bert_padding, "layers": layers}
+    functions = {name: globals()[name] for name in __all__ if not name.endswith("install")}
+    package = flash_attn_package.package("flash_attn", {"__version__": INTERFACE_VERSION, **functions, **modules},
+                                         __doc__)
+    flash_attn_package.enter({"flash_attn": package, "flash_attn.layers.rotary": rotary,
+                              **{f"flash_attn.{name}": module for name, module in modules.items()}},
+                             INTERFACE_VERSION, metadata)
+
+
+def uninstall() -> None:
+    """Undo :func:`install`, and what was installed below it: ``import flash_attn`` finds what it found before.
+
+    Code that was imported in between keeps the functions that it has. Where nothing is installed, nothing happens.
+    """
+    flash_attn_package.remove()
 
 
 def _options(dropout_p: float, softmax_scale: float | None, causal: bool, window_size: tuple[int, int],

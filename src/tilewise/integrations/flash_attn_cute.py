@@ -13,11 +13,11 @@ from typing import Any, Literal, overload
 import torch
 
 from tilewise.errors import TilewiseError
-from tilewise.integrations import flash_attn
+from tilewise.integrations import flash_attn, flash_attn_package
 from tilewise.integrations.flash_family import OutAndLse, attend, band_of, refuse
 from tilewise.validate.values import check_switch
 
-__all__ = ["flash_attn_func", "flash_attn_varlen_func", "install"]
+__all__ = ["flash_attn_func", "flash_attn_varlen_func", "install", "uninstall"]
 Maybe = torch.Tensor | None
 Window = tuple[int | None, int | None]
 OutAndMaybeLse = tuple[torch.Tensor, torch.Tensor | None]
@@ -169,12 +169,21 @@ def install() -> None:
                             "them. Call install() before anything imports it.")
     if "flash_attn" not in sys.modules and importlib.util.find_spec("flash_attn") is None:
         flash_attn.install()
-    package = ModuleType("flash_attn.cute", __doc__)
-    package.__path__ = []
-    vars(package).update({name: getattr(own, name) for name in __all__ if name != "install"}, interface=own)
+    functions = {name: getattr(own, name) for name in __all__ if not name.endswith("install")}
+    package = flash_attn_package.package("flash_attn.cute", {**functions, "interface": own}, __doc__)
     sys.modules.update({"flash_attn.cute": package, "flash_attn.cute.interface": own})
     if "flash_attn" in sys.modules:
         vars(sys.modules["flash_attn"])["cute"] = package
+
+
+def uninstall() -> None:
+    """Undo :func:`install`; flash-attn 2's functions stay until :func:`tilewise.integrations.flash_attn.uninstall`.
+
+    Code that was imported in between keeps the functions that it has. Where nothing is installed, nothing happens.
+    """
+    if getattr(sys.modules.get("flash_attn.cute"), "interface", None) is sys.modules[__name__]:
+        del sys.modules["flash_attn.cute"], sys.modules["flash_attn.cute.interface"]
+        vars(sys.modules.get("flash_attn", ModuleType("flash_attn"))).pop("cute", None)
 
 
 def _sink_for(q: torch.Tensor, sink: Maybe) -> Maybe:

@@ -27,7 +27,7 @@ from tilewise.masks import chunk
 from tilewise.merging import merge
 
 __all__ = ["flash_attn_combine", "flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func",
-           "flash_attn_with_kvcache", "install"]
+           "flash_attn_with_kvcache", "install", "uninstall"]
 Maybe = torch.Tensor | None
 _attend_cache = in_terms(attention_decode, WORDS | {"block_table": "page_table"}, heads_third=True)
 
@@ -348,6 +348,15 @@ def install() -> None:
         raise TilewiseError("flash_attn_interface is imported already: code that holds its functions would go on "
                             "calling them. Call install() before anything imports it.")
     sys.modules["flash_attn_interface"] = sys.modules[__name__]
+
+
+def uninstall() -> None:
+    """Undo :func:`install`: ``import flash_attn_interface`` finds what it found before.
+
+    Code that was imported in between keeps the functions that it has. Where nothing is installed, nothing happens.
+    """
+    if sys.modules.get("flash_attn_interface") is sys.modules[__name__]:
+        del sys.modules["flash_attn_interface"]
 
 
 def _options(softmax_scale: float | None, causal: bool, window_size: tuple[int, int], attention_chunk: int,
