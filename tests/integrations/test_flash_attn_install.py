@@ -47,6 +47,9 @@ def test_code_that_imports_flash_attn_runs_unchanged():
         close(one, other.double())
     assert consumer["same"] is face.flash_attn_varlen_func
     assert consumer["_flash_attn_forward"] is face._flash_attn_forward
+    for name in ("forward", "backward", "varlen_forward", "varlen_backward"):
+        assert getattr(sys.modules["flash_attn.flash_attn_interface"], f"_wrapped_flash_attn_{name}") is getattr(
+            face, f"_flash_attn_{name}")
 
 
 @pytest.mark.usefixtures("without_flash_attn")

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -145,6 +146,20 @@ def test_transformers_finds_flash_attention_2_and_no_other(transformers):
     face.uninstall()
     assert not asked.is_flash_attn_2_available()
     assert not asked.is_flash_attn_greater_or_equal("2.0.0")
+
+
+@pytest.mark.usefixtures("flash_attn_nowhere")
+def test_the_table_of_packages_that_earlier_transformers_made_at_import_is_kept_true(monkeypatch):
+    """5.17 never asks again: it went on saying that the package was not installed."""
+    asked = ModuleType("transformers.utils.import_utils")
+    asked.PACKAGE_DISTRIBUTION_MAPPING = table = {"torch": ["torch"]}
+    monkeypatch.setitem(sys.modules, asked.__name__, asked)
+    face.install()
+    assert table == {"torch": ["torch"]}
+    face.install(metadata=True)
+    assert table == {"torch": ["torch"], "flash_attn": ["flash_attn"]}
+    face.uninstall()
+    assert table == {"torch": ["torch"]}
 
 
 def models(transformers, device):

@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.machinery import ModuleSpec
-from importlib.metadata import Distribution, DistributionFinder
+from importlib.metadata import Distribution, DistributionFinder, packages_distributions
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -130,9 +130,14 @@ def _refusal(name: str) -> str:
 def _forget_answers() -> None:
     """Let Transformers ask anew: it asks once a process whether flash_attn is there, and keeps its functions."""
     asked = sys.modules.get("transformers.utils.import_utils")
-    for name, value in ({} if asked is None else vars(asked)).items():
+    known = {} if asked is None else vars(asked)
+    for name, value in known.items():
         if hasattr(value, "cache_clear") and ("flash_attn" in name or name == "_package_distribution_mapping"):
             value.cache_clear()
+    mapping = known.get("PACKAGE_DISTRIBUTION_MAPPING")  # of earlier versions, 5.17 among them: made at import
+    if mapping is not None:
+        mapping.pop(NAME, None)
+        mapping.update({name: found for name, found in packages_distributions().items() if name == NAME})
     loaded = sys.modules.get("transformers.modeling_flash_attention_utils")
     if loaded is not None and vars(loaded).get("_loaded_implementation") == "flash_attention_2":
         vars(loaded)["_loaded_implementation"] = None

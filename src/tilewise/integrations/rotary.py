@@ -62,7 +62,7 @@ def apply_rotary_emb(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inte
 
     Raises:
         InvalidInput: shapes that do not belong together, or more positions than the tables have. Where a tensor tells
-            the positions, the look-up itself fails, with torch's error.
+            the positions, the look-up itself fails, with torch's error (on a GPU, an assertion on the device).
 
     >>> x, angles = torch.randn(2, 5, 4, 8), torch.arange(6.0)[:, None] / 10.0 ** torch.arange(4)
     >>> apply_rotary_emb(x, angles.cos(), angles.sin(), seqlen_offsets=1).shape
