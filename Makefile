@@ -8,7 +8,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv test lint types docs bench compiled triton-versions clean distclean stale
+.PHONY: help venv test lint types docs bench compiled package triton-versions clean distclean stale
 
 VENV := .venv
 RUN := $(VENV)/bin/python -m
@@ -57,6 +57,15 @@ compiled: $(INSTALLED) triton-versions  ## compile all kernels anew and record w
 	rm -f tests/compiled/records/*.jsonl
 	TILEWISE_TESTS_COMPILE_ANEW=1 $(MAKE) --no-print-directory test ARGS='-m aot'
 	for file in tests/compiled/records/*.jsonl; do LC_ALL=C sort -u -o $$file $$file; done
+
+# Of the commit and of nothing else that lies here. The date of files is hatchling's own unless SOURCE_DATE_EPOCH is set,
+# so that whoever has the source distribution can build the same wheel.
+package: $(INSTALLED)  ## build the source distribution and the wheel of the last commit into dist/, and check them
+	rm -rf dist build/source && mkdir -p build/source
+	git archive HEAD | tar -x -C build/source
+	cd build/source && env -u SOURCE_DATE_EPOCH $(abspath $(VENV)/bin/python) -m hatchling build -d $(CURDIR)/dist
+	$(RUN) twine check --strict dist/*
+	cd dist && sha256sum *
 
 # A package folder for each further Triton version, put first on the path of the processes that compile with it.
 triton-versions: $(if $(filter Linux,$(shell uname -s)),$(TRITON_INSTALLED))  ## fetch the Triton versions for ahead-of-time compiles

@@ -1,19 +1,24 @@
 """What documents and comments refer to exists."""
 
 import re
+import tomllib
+from importlib.util import find_spec
 from pathlib import Path
+from shutil import which
 
 import pytest
 import torch
+from typer.main import get_command
 
 from tilewise import dispatch
+from tilewise.cli.app import app
 from tilewise.dispatch import BACKENDS
 from tilewise.problem import AttentionProblem
 
 ROOT = Path(__file__).resolve().parents[2]
 MATHS = (ROOT / "docs/maths.md").read_text("utf-8")
 PACKAGE = sorted((ROOT / "src").rglob("*.py"))
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 EQUATIONS = [int(number) for number in re.findall(r"\\tag\{(\d+)\}", MATHS)]
 SECTIONS = {int(number) for number in re.findall(r"^## (\d+)\. ", MATHS, re.MULTILINE)}
 CITATION = re.compile(r"\b(?:eq\.|equations?) (\d+)(?:(?: to |, | and )(\d+))*")
@@ -108,7 +113,56 @@ def test_markers_of_generated_blocks_come_in_pairs():
         assert [name for name in opened if text.count(f"<!-- /{name} -->") != 1] == [], path.name
 
 
-def test_version_is_the_same_everywhere():
+def test_version_and_its_date_are_the_same_everywhere():
     version = re.search(r'__version__ = "(.*)"', (ROOT / "src/tilewise/__init__.py").read_text("utf-8"))[1]
-    assert f"version: {version}\n" in (ROOT / "CITATION.cff").read_text("utf-8")
-    assert f"## [{version}]" in (ROOT / "CHANGELOG.md").read_text("utf-8")
+    date = re.search(r"^date-released: (\d{4}-\d\d-\d\d)$", (ROOT / "CITATION.cff").read_text("utf-8"), re.MULTILINE)[1]
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text("utf-8")
+    assert f"\n## [{version}] - {date}\n" in (ROOT / "CHANGELOG.md").read_text("utf-8")
+
+
+def test_changelog_has_its_numerics_for_every_version():
+    versions = (ROOT / "CHANGELOG.md").read_text("utf-8").split("\n## ")[1:]
+    assert versions
+    assert [version.splitlines()[0] for version in versions if "\n### Numerics\n" not in version] == []
+
+
+def test_steps_of_a_release_are_commands_that_exist():
+    page = (ROOT / "RELEASE.md").read_text("utf-8")
+    lines = [line.partition("  #")[0].split() for block in re.findall(r"```sh\n(.*?)```", page, re.DOTALL)
+             for line in block.splitlines()]
+    assert {line[0] for line in lines} == {".ci/run", "git", "make", "python", "tilewise"}
+    unknown = [" ".join(line) for line in lines if not _exists(line)]
+    assert unknown == []
+
+
+def _exists(words):
+    """Whether the program of a line, and the script, module, target or command that it is given, exist."""
+    program, first, *rest = *words, ""
+    if program == "python":
+        return find_spec(rest[0]) is not None if first == "-m" else (ROOT / first).is_file()
+    if program == "make":
+        return re.search(rf"^{first}:", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE) is not None
+    if program == "tilewise":
+        flags = {flag for parameter in get_command(app).commands[first].params for flag in parameter.opts}
+        return flags >= {word for word in rest if word.startswith("-")}
+    return (ROOT / program).is_file() or which(program) is not None
+
+
+def test_every_extra_has_its_line_in_the_documents():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    page = (ROOT / "docs/install.md").read_text("utf-8")
+    lines = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", page, re.MULTILINE))
+    assert set(lines) == set(project["optional-dependencies"])
+    brought = {extra: {re.match(r"[\w-]+(\[[\w,]+\])?", requirement)[0] for requirement in requirements}
+               for extra, requirements in project["optional-dependencies"].items() if extra != "dev"}
+    missing = {extra: [name for name in names if f"`{name}`" not in lines[extra]] for extra, names in brought.items()}
+    assert {extra: names for extra, names in missing.items() if names} == {}
+
+
+def test_the_description_of_the_package_index_has_no_link_that_breaks_there():
+    page = (ROOT / "DESCRIPTION.md").read_text("utf-8")
+    assert re.findall(r"\]\((?!https://)|!\[|<img|<a ", page) == []
+    named = set(re.findall(r"tilewise\[(\w+)\]", page))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    assert named <= set(project["optional-dependencies"])
+    assert project["readme"] == "DESCRIPTION.md"

@@ -8,7 +8,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 CODE_BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 DOCUMENTS = {path.relative_to(ROOT).as_posix(): CODE_BLOCK.findall(path.read_text("utf-8"))
-             for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))}
+             for path in (*(ROOT / name for name in ("README.md", "DESCRIPTION.md", "CONTRIBUTING.md")),
+                          *sorted((ROOT / "docs").glob("*.md")))}
 
 
 @pytest.mark.parametrize("name", [name for name, blocks in DOCUMENTS.items() if blocks])
