@@ -8,6 +8,7 @@ import sys
 import venv
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -15,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def build(kind, source, out):
     """Build the "wheel" or the "sdist" of a source tree, as `make package` does, and return its path."""
+    pytest.importorskip("hatchling", reason="hatchling, which builds what is uploaded, is not installed: make venv")
     out.mkdir(parents=True, exist_ok=True)
     environment = {name: value for name, value in os.environ.items() if name != "SOURCE_DATE_EPOCH"}
     done = subprocess.run([sys.executable, "-m", "hatchling", "build", "-t", kind, "-d", str(out)], cwd=source,
