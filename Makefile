@@ -64,6 +64,7 @@ package: $(INSTALLED)  ## build the source distribution and the wheel of the las
 	rm -rf dist build/source && mkdir -p build/source
 	git archive HEAD | tar -x -C build/source
 	cd build/source && env -u SOURCE_DATE_EPOCH $(abspath $(VENV)/bin/python) -m hatchling build -d $(CURDIR)/dist
+	rm -rf build/source
 	$(RUN) twine check --strict dist/*
 	cd dist && sha256sum *
 
