@@ -1,7 +1,11 @@
 """Settings of the documentation; build it with ``make docs``."""
 
 import sys
+from importlib.util import find_spec
 from pathlib import Path
+
+from sphinx.application import Sphinx
+from sphinx.util.fileutil import copy_asset
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
@@ -25,3 +29,23 @@ napoleon_use_rtype = False
 
 html_theme = "furo"
 html_title = f"tilewise {version}"
+html_static_path = ["_static"]
+html_css_files = ["tilewise.css"]
+
+# Pages load nothing from other hosts: MathJax and its fonts are copied out of a package.
+MATHJAX = Path(find_spec("sphinx-mathjax-offline").origin).parent / "static/mathjax"
+MATHJAX_FILES = {"tex-chtml-full.js": "", "output/chtml/fonts/woff-v2": "output/chtml/fonts/woff-v2"}
+mathjax_path = "mathjax/tex-chtml-full.js"
+mathjax3_config = {"options": {"enableMenu": False}}  # the menu would load more
+
+
+def copy_mathjax(app: Sphinx, error: Exception | None) -> None:
+    """Put the files that pages with formulas load into the built site."""
+    if error is None and app.builder.format == "html":
+        for name, folder in MATHJAX_FILES.items():
+            copy_asset(MATHJAX / name, Path(app.outdir, "_static/mathjax", folder))
+
+
+def setup(app: Sphinx) -> None:
+    """Copy MathJax behind every build."""
+    app.connect("build-finished", copy_mathjax)

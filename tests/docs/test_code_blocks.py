@@ -21,5 +21,5 @@ def test_python_blocks_of_a_document_run_in_order(name, tmp_path, monkeypatch):
 
 
 def test_documents_that_teach_by_code_have_code():
-    assert {"README.md", "docs/maths.md", "docs/quickstart.md", "docs/masks.md"} <= {
+    assert {"README.md", "docs/maths.md", "docs/start.md", "docs/masks.md"} <= {
         name for name, blocks in DOCUMENTS.items() if blocks}
