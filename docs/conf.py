@@ -4,6 +4,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.util.fileutil import copy_asset
 
@@ -46,6 +47,16 @@ def copy_mathjax(app: Sphinx, error: Exception | None) -> None:
             copy_asset(MATHJAX / name, Path(app.outdir, "_static/mathjax", folder))
 
 
+def keep_tagged_equations_whole(app: Sphinx, document: nodes.document) -> None:
+    r"""Keep Sphinx from putting what has a ``\\`` into a ``split`` environment, in which TeX allows no ``\tag``."""
+    for block in document.findall(nodes.math_block):
+        if r"\tag" in block.astext():
+            text = rf"\begin{{equation}}{block.astext().strip()}\end{{equation}}"
+            block.children = [nodes.Text(text)]
+            block["no-wrap"] = True
+
+
 def setup(app: Sphinx) -> None:
-    """Copy MathJax behind every build."""
+    """Prepare formulas, and copy MathJax behind every build."""
+    app.connect("doctree-read", keep_tagged_equations_whole)
     app.connect("build-finished", copy_mathjax)
