@@ -1,7 +1,7 @@
 """Settings of the documentation; build it with ``make docs``."""
 
 import sys
-from importlib.util import find_spec
+from importlib.resources import files
 from pathlib import Path
 
 from docutils import nodes
@@ -31,10 +31,11 @@ napoleon_use_rtype = False
 html_theme = "furo"
 html_title = f"tilewise {version}"
 html_static_path = ["_static"]
+pygments_dark_style = "github-dark"
 html_css_files = ["tilewise.css"]
 
 # Pages load nothing from other hosts: MathJax and its fonts are copied out of a package.
-MATHJAX = Path(find_spec("sphinx-mathjax-offline").origin).parent / "static/mathjax"
+MATHJAX = Path(str(files("sphinx-mathjax-offline"))) / "static/mathjax"
 MATHJAX_FILES = {"tex-chtml-full.js": "", "output/chtml/fonts/woff-v2": "output/chtml/fonts/woff-v2"}
 mathjax_path = "mathjax/tex-chtml-full.js"
 mathjax3_config = {"options": {"enableMenu": False}}  # the menu would load more
