@@ -1,6 +1,6 @@
 """Draw the figure of masks.md with ``mask.plot``: a window with sink tokens, and what its pairs look like up close.
 
-Usage: ``python docs/mask_figure.py`` writes ``docs/figures/mask-tiles.svg``.
+Usage: ``python docs/mask_figure.py`` writes ``docs/figures/mask-plot.svg``.
 """
 
 from pathlib import Path
@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 import tilewise as tw
 
-FIGURE = Path(__file__).with_name("figures") / "mask-tiles.svg"
+FIGURE = Path(__file__).with_name("figures") / "mask-plot.svg"
 GREY = "#767676"  # read on white and on black alike
 STYLE = {"svg.hashsalt": "tilewise", "svg.fonttype": "path", "font.size": 9, "axes.titlesize": 9, "text.color": GREY,
          "axes.labelcolor": GREY, "axes.edgecolor": GREY, "axes.titlecolor": GREY, "xtick.color": GREY,

@@ -145,7 +145,7 @@ def test_the_figure_of_the_documents_is_drawn_by_its_script(tmp_path):
     spec = util.spec_from_file_location("mask_figure", docs / "mask_figure.py")
     script = util.module_from_spec(spec)
     spec.loader.exec_module(script)
-    script.main(tmp_path / "mask-tiles.svg")
-    assert (tmp_path / "mask-tiles.svg").read_text("utf-8").count("<path") > 50
+    script.main(tmp_path / "mask-plot.svg")
+    assert (tmp_path / "mask-plot.svg").read_text("utf-8").count("<path") > 50
     assert script.FIGURE.is_file()
-    assert "(figures/mask-tiles.svg)" in (docs / "masks.md").read_text("utf-8")
+    assert "(figures/mask-plot.svg)" in (docs / "masks.md").read_text("utf-8")
