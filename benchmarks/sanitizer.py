@@ -12,7 +12,7 @@ a reason that stands there, and are no faults. ``run`` writes a row for each too
 ended, and its exit status is 1 if anything else was reported or a call did not end, and 2 if a tool is not there or
 refuses this machine. Memory comes from the driver, not from torch's cache, whose blocks lie side by side: behind the
 end of one would be another. Two of compute-sanitizer's tools are left out, which see no such kernels as these
-(docs/hopper.md, What tools for races say).
+(benchmarks/journal/races.md).
 """
 
 import argparse
@@ -46,7 +46,7 @@ _BOTTOM, _WINDOW = causal("bottom_right"), window(40, 10, "top_left")
 
 # Reports that are no faults: the tool, what both accesses are in, and why.
 _ARRIVAL = ("a group of threads meets, and one of them arrives at an mbarrier for all: racecheck orders the arriving "
-            "thread alone (docs/hopper.md, What tools for races say)")
+            "thread alone (benchmarks/journal/races.md)")
 # A tile's numbers, P of the wide backward kernel, and overflow flags of the forward kernel.
 _HANDED = ({"publish_tile", "read_tile"}, {"accumulate_dv", "accumulate_dk"}, {"accumulate_dv", "load_fragments"},
            {"publish_overflow", "overflow_of"}, {"publish_overflow", "retake_tile"})
@@ -58,7 +58,7 @@ KNOWN |= {("racecheck", frozenset({name})): _WARPS for name in (
 KNOWN["racecheck", frozenset({"_clear_piece"})] = ("each warpgroup zeroes the rows of V behind a sequence's end for "
                                                    "itself, and writes the others as it read them: the same bits")
 KNOWN[CONSAN, frozenset({"issue_dq"})] = ("the warpgroups meet at a named barrier in between, which is PTX that the "
-                                         "sanitizer does not see (docs/hopper.md, What tools for races say)")
+                                         "sanitizer does not see (benchmarks/journal/races.md)")
 
 
 @dataclass(frozen=True)

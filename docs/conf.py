@@ -1,5 +1,6 @@
 """Settings of the documentation; build it with ``make docs``."""
 
+import re
 import sys
 from importlib.resources import files
 from pathlib import Path
@@ -27,6 +28,9 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 napoleon_use_ivar = True
 napoleon_use_rtype = False
+
+# The journal of what was tried lies in the repository, not on the site: here a link to it is its path.
+_JOURNAL = r"\[([^\]]+)\]\(\.\./(benchmarks/journal/[\w-]+\.md)(?:#[\w-]+)?\)"
 
 html_theme = "furo"
 html_title = f"tilewise {version}"
@@ -57,7 +61,13 @@ def keep_tagged_equations_whole(app: Sphinx, document: nodes.document) -> None:
             block["no-wrap"] = True
 
 
+def _name_the_journal(app: Sphinx, name: str, source: list[str]) -> None:
+    source[0] = re.sub(rf"\({_JOURNAL}\)", r"(\1: `\2`)", source[0])
+    source[0] = re.sub(_JOURNAL, r"\1 (`\2`)", source[0])
+
+
 def setup(app: Sphinx) -> None:
-    """Prepare formulas, and copy MathJax behind every build."""
+    """Prepare links and formulas, and copy MathJax behind every build."""
+    app.connect("source-read", _name_the_journal)
     app.connect("doctree-read", keep_tagged_equations_whole)
     app.connect("build-finished", copy_mathjax)

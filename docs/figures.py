@@ -1,7 +1,7 @@
 """Draw the figures of the pages that explain the kernels; usage: ``python docs/figures.py``.
 
-Boxes, stages of a pipeline and rows of an example are tables in this file. Which tile comes when, and which tiles a mask
-skips, is asked of the package. No figure has a measured time. Equal tables give equal bytes. The colours are dark
+Boxes, stages of a pipeline and rows of an example are tables in this file. Which tile comes when, and which tiles a
+mask skips, is asked of the package. No figure has a measured time. Equal tables give equal bytes. The colours are dark
 enough for white text on them, and bright enough to stand on a dark page; the ink outside of boxes reads on both.
 """
 
@@ -30,14 +30,16 @@ DATAFLOW_BOXES = {
     "q": (2.5, 47, 10, 7, "Q", GREY), "k": (2.5, 34, 10, 7, "K", GREY), "v": (2.5, 23, 10, 7, "V", GREY),
     "out": (2.5, 4, 10, 7, "out, lse", GREY),
     "q_stage": (26, 47, 22, 7, "Q, 64 rows of each\nwarpgroup", TEAL),
-    "k_stage": (26, 34, 22, 7, "stage: K of block j", TEAL), "v_stage": (26, 23, 22, 7, "stage: V of block j − 1", TEAL),
+    "k_stage": (26, 34, 22, 7, "stage: K of block j", TEAL),
+    "v_stage": (26, 23, 22, 7, "stage: V of block j − 1", TEAL),
     "staged": (26, 4, 22, 7, "out, staged", TEAL),
     "s": (58, 42, 18, 9, "S = Q Kᵀ\nfloat32", BLUE), "softmax": (80, 42, 18, 9, "mask, row max,\nexp2, row sum", RED),
     "p": (80, 23, 18, 9, "P, packed\n2 × 16 bits", PURPLE), "o": (58, 23, 18, 9, "O += P V\nfloat32", BLUE),
     "divide": (58, 3, 18, 9, "O / row sum", BROWN)}
 # from, its side, to, its side, text
 DATAFLOW_ARROWS = (
-    ("q", "e", "q_stage", "w", "TMA load"), ("k", "e", "k_stage", "w", "TMA load"), ("v", "e", "v_stage", "w", "TMA load"),
+    ("q", "e", "q_stage", "w", "TMA load"), ("k", "e", "k_stage", "w", "TMA load"),
+    ("v", "e", "v_stage", "w", "TMA load"),
     ("q_stage", "e", "s", "w", ""), ("k_stage", "e", "s", "w", ""), ("v_stage", "e", "o", "w", ""),
     ("s", "e", "softmax", "w", ""), ("softmax", "s", "p", "n", ""), ("p", "w", "o", "e", ""),
     ("o", "s", "divide", "n", "after the last block"), ("divide", "w", "staged", "e", ""),
@@ -49,7 +51,8 @@ FORWARD_WARPGROUP = (
     (0, 0, 1, "S2", MMA), (1, 1, 4, "softmax 2", SOFTMAX),
     (0, 4, 5, "S1", MMA), (0, 5, 6, "PV2", MMA), (1, 5, 8, "softmax 1", SOFTMAX),
     (0, 8, 9, "S0", MMA), (0, 9, 10, "PV1", MMA), (1, 9, 12, "softmax 0", SOFTMAX),
-    (0, 12, 13, "PV0", MMA), (0, 13, 14, "S1′", MMA), (1, 13, 14.2, "out", EPILOGUE), (1, 14.2, 16.6, "softmax 1′", SOFTMAX))
+    (0, 12, 13, "PV0", MMA), (0, 13, 14, "S1′", MMA), (1, 13, 14.2, "out", EPILOGUE),
+    (1, 14.2, 16.6, "softmax 1′", SOFTMAX))
 FORWARD_LOADS = ((0, -3, -1.9, "Q", PRODUCER), (0, -1.8, 0, "K2 –", PRODUCER), (0, 0.1, 2.5, "K1 V2", PRODUCER),
                  (0, 3.2, 6, "K0 V1", PRODUCER), (0, 7.4, 8.4, "Q′", PRODUCER), (0, 8.5, 11, "K1′ V0", PRODUCER),
                  (0, 12.2, 15.2, "K0′ V1′", PRODUCER))
@@ -178,7 +181,7 @@ def backward_pipelines() -> Figure:
 
 
 def order_of_tiles() -> list[list[int]]:
-    """Ask the kernel's tile scheduler for the number of each tile of a causal call: by head, then by tile of queries."""
+    """Ask the tile scheduler for the number of each tile of a causal call: by head, then by tile of queries."""
     from tilewise.kernels.hopper.arguments import TileGrid
     from tilewise.kernels.hopper.tile_scheduler import _swizzled
 
@@ -214,6 +217,26 @@ def tile_order() -> Figure:
         axes.plot((TILES + 0.12,) * 2, (-begin - 0.05, -begin - width + 0.05), color=colour, linewidth=3)
         begin += width
     axes.set(xlim=(-1.2, TILES + 3.6), ylim=(-HEADS - 0.1, 1.6))
+    return figure
+
+
+def tile_sweep() -> Figure:
+    """Draw a tile of queries that stays, and tiles of keys and values that stream past it."""
+    figure, axes = axes_of(2.2)
+    axes.set(xlim=(0, 100), ylim=(0, 31.4))
+    box(axes, (1, 12, 13, 8), "Q, tile 1\nstays", TEAL)
+    for column in range(4):
+        left = 20 + 15 * column
+        box(axes, (left, 22, 12, 6), f"K, tile {column}", GREY)
+        box(axes, (left, 12, 12, 8), f"S, P\n1 × {column}", BLUE)
+        box(axes, (left, 4, 12, 6), f"V, tile {column}", GREY)
+        axes.add_patch(FancyArrowPatch((left - (6 if column == 0 else 3), 16), (left, 16), arrowstyle="-|>", color=INK,
+                                       mutation_scale=8, shrinkA=0, shrinkB=0))
+    axes.add_patch(FancyArrowPatch((77, 16), (82, 16), arrowstyle="-|>", color=INK, mutation_scale=8, shrinkA=0,
+                                   shrinkB=0))
+    box(axes, (82, 12, 17, 8), "out, lse of tile 1\nwritten once", BROWN)
+    axes.text(48.5, 29, "keys and values: streamed, tile by tile", ha="center", va="bottom", size=8)
+    axes.text(48.5, 1.8, "m, ℓ and a stay on the chip, and are updated at each tile", ha="center", va="center", size=8)
     return figure
 
 
@@ -277,7 +300,7 @@ def mask_tiles() -> Figure:
 
 
 FIGURES = {"forward-dataflow": dataflow, "forward-pipeline": forward_pipeline, "backward-pipeline": backward_pipelines,
-           "tile-order": tile_order, "online-softmax": online_softmax, "mask-tiles": mask_tiles}
+           "tile-order": tile_order, "tile-sweep": tile_sweep, "online-softmax": online_softmax, "mask-tiles": mask_tiles}
 
 
 def main(folder: Path = ROOT / "docs/figures") -> None:

@@ -14,8 +14,9 @@ BLOCK = re.compile(r"(<!-- table: (\w+) (\S+) -->\n)(.*?)(<!-- /table -->)", re.
 
 
 def pages() -> list[Path]:
-    """Return the pages that have such a table."""
-    return [page for page in sorted((ROOT / "docs").glob("*.md")) if BLOCK.search(page.read_text("utf-8"))]
+    """Return the pages of the documents, and of the journal, that have such a table."""
+    written = [page for folder in ("docs", "benchmarks/journal") for page in sorted((ROOT / folder).glob("*.md"))]
+    return [page for page in written if BLOCK.search(page.read_text("utf-8"))]
 
 
 def rendered(text: str) -> str:

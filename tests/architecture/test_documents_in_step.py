@@ -17,7 +17,8 @@ from tilewise.problem import AttentionProblem
 ROOT = Path(__file__).resolve().parents[2]
 MATHS = (ROOT / "docs/maths.md").read_text("utf-8")
 PACKAGE = sorted((ROOT / "src").rglob("*.py"))
-DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")),
+             *sorted((ROOT / "benchmarks/journal").glob("*.md"))]
 EQUATIONS = [int(number) for number in re.findall(r"\\tag\{(\d+)\}", MATHS)]
 SECTIONS = {int(number) for number in re.findall(r"^## (\d+)\. ", MATHS, re.MULTILINE)}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
@@ -57,14 +58,41 @@ def test_cited_sections_of_the_mathematics_exist():
     assert cited <= SECTIONS
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def name_of(path):
+    return path.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
 def test_relative_links_lead_somewhere(path):
     links = re.findall(r"\]\((?!https?://|#)([^)#\s]+)", path.read_text("utf-8"))
     # contributing.md of the docs is CONTRIBUTING.md included.
     assert [link for link in links if not (path.parent / link).exists()] == []
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def anchors_of(path):
+    """The anchors of a page's headings, as GitHub and MyST make them."""
+    headings = re.findall(r"^#+ (.+)$", path.read_text("utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+def test_linked_headings_exist(path):
+    """Sphinx holds links between pages of the site; those to and from the journal, and on GitHub, nothing else does."""
+    links = re.findall(r"\]\((?!https?://)([^)#\s]*)#([^)\s]+)\)", path.read_text("utf-8"))
+    found = [(target, anchor) for target, anchor in links if not target or target.endswith(".md")]
+    assert [link for link in found if link[1] not in anchors_of(path.parent / link[0] if link[0] else path)] == []
+
+
+def test_documents_that_comments_name_exist():
+    """Of the Hopper kernels' files, whose text is edited with their compile records alone, nothing is asked here."""
+    named = {(name_of(path), name) for path in (*PACKAGE, *sorted((ROOT / "benchmarks").glob("*.py")))
+             for name in re.findall(r"\b(?:docs|benchmarks)/[\w/-]+\.md\b", path.read_text("utf-8"))
+             if "kernels/hopper" not in name_of(path)}
+    assert named
+    assert {(path, name) for path, name in named if not (ROOT / name).exists()} == set()
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
 def test_make_targets_that_documents_name_exist(path):
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
     named = set(re.findall(r"(?:^|`)make ([a-z-]+)", path.read_text("utf-8"), re.MULTILINE))

@@ -1,9 +1,11 @@
 """Every example runs on the CPU, in seconds, and does what it says."""
 
 import importlib.util
+import itertools
 import re
 import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -24,9 +26,30 @@ def load(name):
 
 def test_every_example_has_a_main_and_a_test():
     names = sorted(path.stem for path in FOLDER.glob("*.py"))
-    assert [name for name in names if not callable(getattr(load(name), "main", None))] == []
+    texts = {name: (FOLDER / f"{name}.py").read_text("utf-8") for name in names}
+    assert [name for name in names if not re.search(r"^def main\(", texts[name], re.MULTILINE)] == []
     tested = set(re.findall(r'load\("(\w+)"\)', Path(__file__).read_text("utf-8")))
     assert tested == set(names)
+
+
+def test_attention_in_60_lines_computes_what_dense_attention_does(capsys):
+    if find_spec("triton") is None:
+        pytest.skip("the example is a Triton kernel, and here is no Triton")
+    example = load("attention_in_60_lines")
+    example.main()
+    assert "The kernel computes what torch's operator does" in capsys.readouterr().out
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for causal, length in itertools.product((False, True), (1, 31, 64, 130)):
+        q, k, v = torch.randn(3, 2, length, 16, dtype=torch.float16, device=device)
+        scores = q.double() @ k.double().mT / 4
+        if causal:
+            scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
+        torch.testing.assert_close(example.attention(q, k, v, causal).double(), scores.softmax(2) @ v.double(),
+                                   rtol=2e-3, atol=2e-3)
+
+
+def test_attention_in_60_lines_has_60_lines():
+    assert len((FOLDER / "attention_in_60_lines.py").read_text("utf-8").splitlines()) <= 60
 
 
 def test_quickstart_names_the_chosen_backends(capsys):

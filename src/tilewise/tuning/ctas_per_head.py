@@ -1,4 +1,4 @@
-"""How many CTAs of the Hopper backward kernel own a head and all of its keys, as timed on an H200 (docs/hopper.md)."""
+"""How many CTAs of the Hopper backward kernel own a head and all of its keys, as timed on an H200."""
 
 import math
 

@@ -55,9 +55,9 @@ def forward_heuristic(problem: AttentionProblem, num_sms: int = NUM_SMS) -> Hopp
 
     Wider heads take the largest key block whose scores fit the registers beside O (128 of them to 128 columns; beside
     192 Triton 3.9's ptxas spills and serializes the products) and that shared memory allows, at the cost of the second
-    tile of Q or of half the buffers of out. Of these, head dims 256, and 192 with 128 for v, were timed
-    (docs/hopper.md): at the latter blocks of 128 keys gain 11 to 13 % over those of 64. They were not timed with one
-    warpgroup.
+    tile of Q or of half the buffers of out. Of these, head dims 256, and 192 with 128 for v, were timed: at the latter
+    blocks of 128 keys gain 11 to 13 % over those of 64 (benchmarks/journal/hopper-forward.md). They were not timed with
+    one warpgroup.
     """
     length = problem.sk // (problem.sequences.packed or 1) if lengths_may_decide(problem) else 0
     room = DeviceSpec.of_arch("sm_90").shared_memory

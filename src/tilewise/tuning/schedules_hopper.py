@@ -1,4 +1,4 @@
-"""How the Hopper kernels go through a call with a tile that was chosen, as timed on an H200 (docs/hopper.md)."""
+"""How the Hopper kernels go through a call with a tile that was chosen, as timed on an H200 (benchmarks/journal/)."""
 
 import operator
 
@@ -13,12 +13,12 @@ from tilewise.tuning.wave_model import grid_plan_of
 # forward pass their keys and values, in the backward pass their q, dout and dQ accumulator. Forward, 24 MiB at 64 and
 # 256 columns are 0.98 to 1.00 times as fast as 32, and at 128 1.002 to 1.007. Where keys are few, more of q and out
 # passes through L2 beside k and v, and the call waits for memory: less is faster there, 12 MiB with 512 keys and 16
-# with 1024 (docs/hopper.md, Order of the tiles).
+# with 1024 (benchmarks/journal/hopper-forward.md).
 SWIZZLE_BYTES = {64: 32 * 2**20, 128: 24 * 2**20, 256: 32 * 2**20}
 FEW_KEYS, SWIZZLE_BYTES_OF_NONE, SWIZZLE_BYTES_PER_KEY = 1024, 8 * 2**20, 8 * 2**10
 # Where dQ is accumulated in a fixed order a tile of keys is a block or two behind the one before. With enough heads in
 # a swizzle few of the tiles that start together are of one head: of 132 SMs' tiles, 8. Without an upper bound all tiles
-# take as long, stay as far apart as they have come, and L2 is worth more (docs/hopper.md).
+# take as long, stay as far apart as they have come, and L2 is worth more (benchmarks/journal/hopper-backward.md).
 _LEAST_DETERMINISTIC = 16
 LEAST_FROZEN = 512  # keys from which the row maximum of a tile's first blocks is kept
 

@@ -2,7 +2,7 @@
 
 One CTA runs on each SM. As many tiles as there are SMs are a wave, and the last wave takes as long as a full one,
 however few tiles it has. So what counts is how many waves there are, and how long each is. The functions are pure, of
-the problem and the number of SMs; their times were measured on an H200 (docs/hopper.md).
+the problem and the number of SMs; their times were measured on an H200 (benchmarks/journal/hopper-forward.md).
 """
 
 import math
@@ -20,7 +20,7 @@ _PROLOGUE = 2.0  # microseconds until a tile's first keys have arrived
 # Microseconds of the kernel that combines splits, and megabytes of partial results that are written and read in one.
 _COMBINE, _MEGABYTES = 5.0, 2.2
 # After so many waves the CTAs have drifted apart, and a last wave costs little: over the paper's grid splitting its
-# tiles gained 0.03 % (docs/hopper.md).
+# tiles gained 0.03 % (benchmarks/journal/hopper-forward.md).
 MANY_WAVES = 4
 _MOST_SPLITS, _MOST_LAST_SPLITS = 32, 8
 NEARLY = 0.97  # a plan must take less than this of the time without it
