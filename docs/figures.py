@@ -160,7 +160,7 @@ def backward_pipelines() -> Figure:
                          (0, 4.4, 6, "dO t+1", PRODUCER), (0, 7.4, 9, "Q t+2", PRODUCER)]
     for lane, late in ((1, 0.0), (3, 0.15)):
         stages += shifted(BACKWARD_D128_WARPGROUP, lane, late) + shifted(BACKWARD_D128_WARPGROUP[:4], lane, 6.2 + late)
-    stages += [(5, 0, 1.2, "add dQ t−1", STORE), (5, 6.3, 7.6, "add dQ t", STORE)]
+    stages += [(5, 0, 1.45, "add dQ t−1", STORE), (5, 6.3, 7.75, "add dQ t", STORE)]
     names = ("producer warp", "warpgroup 0: MMA", "P, dS, dQ", "warpgroup 1: MMA", "P, dS, dQ", "TMA")
     lanes(upper, names, stages, (-1.5, 9.8))
     upper.plot((4.26, 4.26), (-0.55, -4.45), color=INK, linewidth=1.4)
@@ -300,7 +300,8 @@ def mask_tiles() -> Figure:
 
 
 FIGURES = {"forward-dataflow": dataflow, "forward-pipeline": forward_pipeline, "backward-pipeline": backward_pipelines,
-           "tile-order": tile_order, "tile-sweep": tile_sweep, "online-softmax": online_softmax, "mask-tiles": mask_tiles}
+           "tile-order": tile_order, "tile-sweep": tile_sweep, "online-softmax": online_softmax,
+           "mask-tiles": mask_tiles}
 
 
 def main(folder: Path = ROOT / "docs/figures") -> None:

@@ -108,6 +108,12 @@ def labels_of(path):
     return re.findall(r"<!-- (.*?) -->", path.read_text("utf-8"))
 
 
+def test_links_to_the_journal_are_paths_on_the_site(site):
+    page = (site[1] / "hopper-forward.html").read_text("utf-8")
+    assert "benchmarks/journal/hopper-forward.md</span>" in page
+    assert 'href="../benchmarks' not in page
+
+
 def test_support_table_is_what_the_backends_answer():
     if find_spec("triton") is None:
         pytest.skip("the table shows an installed Triton, and here there is none")

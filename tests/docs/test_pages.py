@@ -1,4 +1,4 @@
-"""The pages that explain the kernels can be read in one go, and name what is there; figures are what the script draws."""
+"""The pages that explain the kernels are short and name what is there; figures are what the script draws."""
 
 import importlib.util
 import re
@@ -16,8 +16,6 @@ PAGES = ("docs/hopper-forward.md", "docs/hopper-backward.md")
 SOURCES = {path.relative_to(ROOT / "src/tilewise").as_posix(): path.read_text("utf-8")
            for folder in ("kernels", "tuning") for path in sorted((ROOT / "src/tilewise" / folder).rglob("*.py"))}
 WORDS = set(re.findall(r"\w+", "\n".join(SOURCES.values())))
-# Arguments and providers of the benchmarks, which the kernels' source need not name.
-OTHERS = {"tilewise", "deterministic", "True", "1", "2", "tuning", "src", "kernels", "hopper", "backward", "forward"}
 
 
 def text_of(name):
@@ -40,7 +38,7 @@ def test_what_a_page_names_is_in_the_source(name):
     assert len(files) > 5
     known = {f"/src/tilewise/{path}" for path in SOURCES}
     assert {file for file in files if not any(path.endswith(f"/{file}") for path in known)} == set()
-    assert words - WORDS - OTHERS == set()
+    assert words - WORDS == set()
 
 
 def test_every_file_of_the_hopper_kernels_is_on_a_page():
@@ -53,7 +51,8 @@ def test_every_file_of_the_hopper_kernels_is_on_a_page():
 
 
 def test_the_table_of_forward_tiles_is_what_the_heuristic_chooses():
-    rows = re.findall(r"^\| (\d+), (\d+) \| (\d) \| (\d+) \| (\d) \| (\d) of (\d+) columns \|$", text_of(PAGES[0]), re.M)
+    rows = re.findall(r"^\| (\d+), (\d+) \| (\d) \| (\d+) \| (\d) \| (\d) of (\d+) columns \|$", text_of(PAGES[0]),
+                      re.MULTILINE)
     assert len(rows) == 6
     for d, dv, consumers, block_n, q_stages, slots, columns in (map(int, row) for row in rows):
         problem = AttentionProblem(b=4, hq=16, hk=16, sq=4096, sk=4096, d=d, dv=dv, dtype=torch.bfloat16, scale=1.0,

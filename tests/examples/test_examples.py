@@ -32,12 +32,11 @@ def test_every_example_has_a_main_and_a_test():
     assert tested == set(names)
 
 
-def test_attention_in_60_lines_computes_what_dense_attention_does(capsys):
+def test_attention_in_60_lines_computes_what_dense_attention_does():
     if find_spec("triton") is None:
         pytest.skip("the example is a Triton kernel, and here is no Triton")
     example = load("attention_in_60_lines")
     example.main()
-    assert "The kernel computes what torch's operator does" in capsys.readouterr().out
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for causal, length in itertools.product((False, True), (1, 31, 64, 130)):
         q, k, v = torch.randn(3, 2, length, 16, dtype=torch.float16, device=device)
