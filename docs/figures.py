@@ -6,7 +6,6 @@ enough for white text on them, and bright enough to stand on a dark page; the in
 """
 
 import math
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -312,5 +311,4 @@ def main(folder: Path = ROOT / "docs/figures") -> None:
 
 
 if __name__ == "__main__":
-    os.environ.pop("TRITON_INTERPRET", None)  # the tile scheduler is asked as Python, not interpreted
     main(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs/figures")
