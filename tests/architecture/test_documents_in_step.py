@@ -84,10 +84,8 @@ def test_linked_headings_exist(path):
 
 
 def test_documents_that_comments_name_exist():
-    """Of the Hopper kernels' files, whose text is edited with their compile records alone, nothing is asked here."""
     named = {(name_of(path), name) for path in (*PACKAGE, *sorted((ROOT / "benchmarks").glob("*.py")))
-             for name in re.findall(r"\b(?:docs|benchmarks)/[\w/-]+\.md\b", path.read_text("utf-8"))
-             if "kernels/hopper" not in name_of(path)}
+             for name in re.findall(r"\b(?:docs|benchmarks)/[\w/-]+\.md\b", path.read_text("utf-8"))}
     assert named
     assert {(path, name) for path, name in named if not (ROOT / name).exists()} == set()
 

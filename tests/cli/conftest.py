@@ -19,6 +19,12 @@ class Finished:
         return json.loads(self.output)
 
 
+@pytest.fixture(autouse=True)
+def _no_columns(monkeypatch):
+    """A width is what a test sets: processes that share the tests have one of their own."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
 @pytest.fixture
 def run(capsys):
     def command(*arguments):

@@ -8,7 +8,7 @@ block. The bias of the tile is read once, to shared memory, and through the same
 member is added.
 
 What limits the kernel is L2: a member of a tile of 128 queries by 128 keys loads 512 rows for 4·128·128·d FLOP. Tiles
-of 256 keys load a quarter less for that, and were slower (docs/hopper.md).
+of 256 keys load a quarter less for that, and were slower (benchmarks/journal/hopper-backward.md).
 """
 
 from triton.experimental import gluon

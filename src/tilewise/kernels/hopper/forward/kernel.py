@@ -7,7 +7,7 @@ A persistent CTA computes tiles of queries one after another, and for each goes 
 of the KV pipe holds (K of block j, V of block j - 1), since a warpgroup issues S = Q·Kᵀ of block j and O += P·V of
 block j - 1 together, and turns S into P while the second MMA still runs. The pipe does not drain between tiles: with
 the last V of a tile comes the first K of the next one, and out is written while the next tile's first S is computed.
-docs/hopper.md draws it.
+docs/hopper-forward.md draws it.
 """
 
 from triton.experimental import gluon
