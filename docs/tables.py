@@ -1,7 +1,7 @@
 """Write the tables in the docs that scripts in benchmarks/ make of committed rows.
 
 Usage: ``python docs/tables.py`` rewrites what stands between the markers, each of which names the script and the rows:
-``<!-- table: SCRIPT FOLDER/ROWS.csv -->`` and ``<!-- /table -->``.
+``<!-- table: SCRIPT FOLDER/ROWS.csv -->``, or a device's folder, and ``<!-- /table -->``.
 """
 
 import re
@@ -14,8 +14,9 @@ BLOCK = re.compile(r"(<!-- table: (\w+) (\S+) -->\n)(.*?)(<!-- /table -->)", re.
 
 
 def pages() -> list[Path]:
-    """Return the pages of the documents, and of the journal, that have such a table."""
-    written = [page for folder in ("docs", "benchmarks/journal") for page in sorted((ROOT / folder).glob("*.md"))]
+    """Return the pages of the documents, and of the journal, that have such a table; the README is one."""
+    folders = [ROOT / "docs", ROOT / "benchmarks/journal"]
+    written = [ROOT / "README.md", *(page for folder in folders for page in sorted(folder.glob("*.md")))]
     return [page for page in written if BLOCK.search(page.read_text("utf-8"))]
 
 

@@ -63,6 +63,27 @@ def test_figures_of_the_documents_were_drawn_from_the_rows_that_are_here(path):
     assert origin_of(read_rows(rows)) in path.read_text(encoding="utf-8"), "draw it anew: python benchmarks/plot.py"
 
 
+@pytest.mark.parametrize("ground", ["light", "dark"])
+def test_the_figure_of_the_readme_was_drawn_from_the_rows_that_are_here(ground):
+    rows = read_rows(ROOT / "benchmarks/results/nvidia-h200/paper.csv")
+    text = (ROOT / f"docs/figures/front-{ground}.svg").read_text("utf-8")
+    assert origin_of(rows) in text, "draw it anew: python benchmarks/front_figure.py"
+    assert f"docs/figures/front-{ground}.svg" in (ROOT / "README.md").read_text("utf-8")
+
+
+def test_the_figure_of_the_readme_has_a_panel_a_pass_and_head_dim_and_a_line_a_library(tmp_path):
+    script = runpy.run_path(str(ROOT / "benchmarks/front_figure.py"))
+    rows = [row(name, s, d=d, dv=d, mask=mask, direction=direction)
+            for name in ("tilewise", "sdpa_cudnn", "sdpa_math") for s in (2048, 1024) for d in (64, 128, 256)
+            for mask in ("causal", "none") for direction in ("forward", "backward")]
+    found = script["shown"](rows, 128, "backward")
+    assert list(found) == ["sdpa_cudnn", "tilewise"]
+    assert [(one.sq, one.d, one.mask) for one in found["tilewise"]] == [(1024, 128, "causal"), (2048, 128, "causal")]
+    script["draw"](rows, tmp_path / "front.svg", "dark")
+    assert panels(tmp_path / "front.svg") == 4
+    assert "<!-- cuDNN -->" in (tmp_path / "front.svg").read_text("utf-8")
+
+
 def test_the_figure_of_a_runs_standing_has_a_point_a_cell_and_its_sentence(tmp_path, monkeypatch):
     from matplotlib.axes import Axes
 

@@ -30,12 +30,13 @@ _STYLES = {
     "tilewise:cuda": ("#117733", "d"), "tilewise:cuda_ieee": ("#999933", "d"),
 }
 _LABELS = {
-    "naive": "naive (dense)", "sdpa_math": "torch SDPA math", "sdpa_flash": "torch SDPA flash",
-    "sdpa_efficient": "torch SDPA efficient", "sdpa_cudnn": "torch SDPA cuDNN", "flex": "FlexAttention",
+    "naive": "naive (dense)", "sdpa_math": "torch SDPA math", "sdpa_flash": "FlashAttention-2 (torch SDPA)",
+    "sdpa_efficient": "torch SDPA efficient", "sdpa_cudnn": "cuDNN (torch SDPA)", "flex": "FlexAttention",
     "flash_attn2": "FlashAttention-2", "flash_attn3": "FlashAttention-3", "flash_attn4": "FlashAttention-4",
     "tilewise:triton:documents": "tilewise documents", "varlen_attn": "torch varlen_attn",
     "flash_attn3_fwd": "FlashAttention-3 (fwd)", "tilewise:gluon": "tilewise gluon",
-    "tilewise:deterministic": "tilewise deterministic",
+    "tilewise:deterministic": "tilewise deterministic", "tilewise:cudnn": "cuDNN (backend cudnn)",
+    "sdpa_cudnn_folded": "cuDNN (heads folded)", "sdpa_flash_folded": "FlashAttention-2 (heads folded)",
     "tilewise:triton": "tilewise triton", "tilewise:torch": "tilewise torch",
     "tilewise:reference": "tilewise reference", "tilewise:cuda": "tilewise cuda",
     "tilewise:cuda_ieee": "tilewise cuda, IEEE",
@@ -114,7 +115,7 @@ def draw_standing(rows: Sequence[Row], path: Path) -> bool:
             ratios, heights = [one.ratio for one in own], [cases.index(describe(one.ours)) for one in own]
             axis.scatter(ratios, heights, color=_STYLES[AUTOMATIC][0], s=22, zorder=3)
             for one, height in zip(own, heights, strict=True):
-                axis.annotate(_LABELS.get(one.peer.provider, one.peer.provider), (one.ratio, height), xytext=(6, 0),
+                axis.annotate(label(one.peer.provider), (one.ratio, height), xytext=(6, 0),
                               textcoords="offset points", fontsize=6.5, va="center")
             axis.axvline(1.0, color="#444444", linewidth=1.0)
             axis.grid(axis="x", color="#E5E5E5", linewidth=0.7)
@@ -129,6 +130,11 @@ def draw_standing(rows: Sequence[Row], path: Path) -> bool:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, metadata={"Date": None, "Description": origin_of(rows)})
     return True
+
+
+def label(provider: str) -> str:
+    """Return a provider's name in a reader's words."""
+    return _LABELS.get(provider, provider)
 
 
 def origin_of(rows: Sequence[Row]) -> str:
@@ -197,7 +203,7 @@ def _label_lines(axis: "Axes", ends: dict[str, tuple[float, float]], lead: str |
     heights = {name: float(to_axes.transform(end)[1]) for name, end in ends.items()}
     for name, height in _spread(heights, _LABEL_GAP).items():
         color = _STYLES.get(name, ("#444444", "."))[0]
-        axis.annotate(_LABELS.get(name, name), xy=ends[name], xycoords="data", xytext=(1.03, height),
+        axis.annotate(label(name), xy=ends[name], xycoords="data", xytext=(1.03, height),
                       textcoords="axes fraction", color=color, fontsize=7.5, va="center", annotation_clip=False,
                       fontweight="bold" if name == lead else "normal",
                       arrowprops={"arrowstyle": "-", "color": color, "linewidth": 0.5, "alpha": 0.6, "shrinkA": 0,

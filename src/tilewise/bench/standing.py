@@ -58,7 +58,11 @@ def _sides(rows: Iterable[Row]) -> list[Comparison]:
     return comparisons(row for row in rows if row.regime != _HOST)
 
 
+def is_peer(row: Row) -> bool:
+    """Whether a row is another implementation's."""
+    return row.provider != COPY and (not is_ours(row.provider) or row.provider == CUDNN)
+
+
 def _fastest_peer(side: Comparison) -> Row | None:
-    timed = [row for name, row in side.rows.items() if row.ms_p50 is not None and row is not side.ours
-             and name != COPY and (not is_ours(name) or name == CUDNN)]
+    timed = [row for row in side.rows.values() if row.ms_p50 is not None and row is not side.ours and is_peer(row)]
     return min(timed, key=lambda row: row.ms_p50 or 0.0, default=None)
