@@ -130,7 +130,7 @@ def test_files_and_a_document_are_alternatives(arguments, monkeypatch):
         run(monkeypatch, *arguments)
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/float32.md", "docs/results.md"])
+@pytest.mark.parametrize("name", ["docs/float32.md", "docs/results.md"])
 def test_the_tables_of_our_documents_are_in_step_with_the_committed_rows(name, monkeypatch):
     assert "<!-- bench:" in (ROOT / name).read_text("utf-8")
     assert run(monkeypatch, "--readme", ROOT / name, "--check") == 0
