@@ -14,6 +14,7 @@ from tilewise.bench.standing import Standing, standings
 TRAINING = ("paper", "gqa", "seeds")
 LINES = {"training, forward": (TRAINING, "forward"), "training, backward": (TRAINING, "backward"),
          "decoding": (("decode",), "forward")}
+ON_A_GPU = {"sdpa_flash": "FlashAttention-2 (torch SDPA)"}
 
 
 def cells(folder: Path, grids: tuple[str, ...], direction: str) -> list[Standing]:
@@ -26,7 +27,8 @@ def peers(folder: Path, grids: tuple[str, ...], direction: str) -> list[str]:
     """Return who was timed there beside tilewise, in words."""
     names = dict.fromkeys(row.provider for grid in grids for row in read_rows(folder / f"{grid}.csv")
                           if row.direction == direction and not row.provider.startswith(("tilewise", "copy")))
-    return list(dict.fromkeys(label(name.removesuffix("_folded")) for name in names))
+    bare = [name.removesuffix("_folded") for name in names]
+    return list(dict.fromkeys(ON_A_GPU.get(name, label(name)) for name in bare))
 
 
 def table(folder: Path) -> str:

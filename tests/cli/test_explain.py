@@ -101,6 +101,14 @@ def test_html_is_a_page_of_what_each_backend_answers_and_loads_nothing(run, tmp_
                     assert cells[i] == (backend if serves else "yes")
 
 
+def test_a_call_on_an_architecture_that_is_not_here(run):
+    pytest.importorskip("triton")
+    arguments = ("explain", "--json", "--dtype", "bfloat16", "--sq", "8192", "--d", "128", "--mask", "causal")
+    finished = run(*arguments, "--arch", "sm_90")
+    assert (finished.status, finished.json["forward"], finished.json["backward"]) == (0, "gluon", "gluon")
+    assert run(*arguments, "--arch", "sm_80").json["forward"] == "triton"
+
+
 def test_html_for_an_architecture_that_is_not_here(run, tmp_path):
     pytest.importorskip("triton")
     file = tmp_path / "sm_90.html"
@@ -118,7 +126,8 @@ def test_html_for_an_architecture_that_is_not_here(run, tmp_path):
     (("--html", "{}", "--json"), "--json is given beside --html, which writes a page; allowed is one of them."),
     (("--html", "{}", "--arch", "sm_90", "--device", "cpu"), "--device is given beside --arch"),
     (("--html", "{}", "--arch", "pascal"), "arch is 'pascal'; allowed are NVIDIA's from sm_75 on"),
-    (("--arch", "sm_90"), "--arch is given without --html, the page that it is for; allowed are both, or neither."),
+    (("--arch", "sm_90", "--device", "cpu"), "--device is given beside --arch"),
+    (("--device", "cuda:77"), "device is 'cuda:77', and torch sees"),
 ])
 def test_flags_that_a_page_cannot_heed_exit_with_2(run, tmp_path, arguments, message):
     finished = run("explain", *(word.format(tmp_path / "page.html") for word in arguments))

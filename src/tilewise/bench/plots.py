@@ -30,13 +30,13 @@ _STYLES = {
     "tilewise:cuda": ("#117733", "d"), "tilewise:cuda_ieee": ("#999933", "d"),
 }
 _LABELS = {
-    "naive": "naive (dense)", "sdpa_math": "torch SDPA math", "sdpa_flash": "FlashAttention-2 (torch SDPA)",
+    "naive": "naive (dense)", "sdpa_math": "torch SDPA math", "sdpa_flash": "torch SDPA flash",
     "sdpa_efficient": "torch SDPA efficient", "sdpa_cudnn": "cuDNN (torch SDPA)", "flex": "FlexAttention",
     "flash_attn2": "FlashAttention-2", "flash_attn3": "FlashAttention-3", "flash_attn4": "FlashAttention-4",
     "tilewise:triton:documents": "tilewise documents", "varlen_attn": "torch varlen_attn",
     "flash_attn3_fwd": "FlashAttention-3 (fwd)", "tilewise:gluon": "tilewise gluon",
     "tilewise:deterministic": "tilewise deterministic", "tilewise:cudnn": "cuDNN (backend cudnn)",
-    "sdpa_cudnn_folded": "cuDNN (heads folded)", "sdpa_flash_folded": "FlashAttention-2 (heads folded)",
+    "sdpa_cudnn_folded": "cuDNN (heads folded)", "sdpa_flash_folded": "torch SDPA flash (heads folded)",
     "tilewise:triton": "tilewise triton", "tilewise:torch": "tilewise torch",
     "tilewise:reference": "tilewise reference", "tilewise:cuda": "tilewise cuda",
     "tilewise:cuda_ieee": "tilewise cuda, IEEE",

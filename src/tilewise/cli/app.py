@@ -50,7 +50,7 @@ def explain(  # noqa: PLR0913 - one parameter a flag
     backend: flags.BackendName = None, as_json: flags.AsJson = False,
     html: Annotated[Path | None, typer.Option("--html", help="Write a page of which backend serves which dtype, head "
                                                              "dim, mask and option instead.")] = None,
-    arch: Annotated[str | None, typer.Option("--arch", help="With --html: a GPU's architecture, which need not be "
+    arch: Annotated[str | None, typer.Option("--arch", help="On a GPU of this architecture, which need not be "
                                                             "here: sm_80, sm_90, sm_100, ...")] = None,
 ) -> None:
     """Tell which backend serves a problem, forward and backward, and each other one's reason.
@@ -61,17 +61,16 @@ def explain(  # noqa: PLR0913 - one parameter a flag
         flags.forbid(context, ("sq", *flags.SHAPE_FLAGS, "dtype", "backend"), "--html", "which asks about every call")
         if as_json:
             raise InvalidInput("--json is given beside --html, which writes a page; allowed is one of them.")
-        if arch is not None:
-            flags.forbid(context, ("device",), "--arch", "which is of a device that need not be here")
+    if arch is not None:
+        flags.forbid(context, ("device",), "--arch", "which is of a device that need not be here")
+    if html is not None:
         _explain_all(html, device, arch)
         return
-    flags.demand(context, ("arch",), "--html, the page that it is for")
     from tilewise.bench.grids import parse_dtype
     from tilewise.cli import inputs, render
-    from tilewise.dispatch import explain_problem
 
     cell = inputs.flags_cell((hq, hk), (sq, sk), (d, dv), b=b, dtype=parse_dtype(dtype), mask=mask)
-    answer = explain_problem(cell.problem(inputs.chosen_device(device)), backend)
+    answer = inputs.explanation(cell, device, arch, backend)
     render.as_json(render.explanation_facts(answer)) if as_json else render.explanation(answer)
     if answer.forward is None or answer.backward is None:
         raise typer.Exit(_WRONG)

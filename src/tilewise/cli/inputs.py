@@ -8,9 +8,11 @@ import torch
 from tilewise.bench.grids import Cell, parse_dtype, shape_case
 from tilewise.bench.mask_text import parse_mask
 from tilewise.bench.providers import AUTOMATIC
+from tilewise.bench.support import as_if_on
 from tilewise.bench.torture_peers import implementation_named, missing, peer_names
 from tilewise.cli.options import comma_list
 from tilewise.compile_ahead import CallShape, calls_of_model
+from tilewise.dispatch import Explanation, explain_problem
 from tilewise.errors import InvalidInput
 from tilewise.support.names import DTYPES
 
@@ -46,6 +48,18 @@ class Implementations(NamedTuple):
 
     present: list[str]
     absent: dict[str, str]
+
+
+def explanation(cell: Cell, device: str | None, arch: str | None, backend: str | None) -> Explanation:
+    """Say which backend serves a cell: on a device of this machine, or on a GPU of an architecture, whatever is here.
+
+    Raises:
+        InvalidInput: the device is not there, or the architecture is not known.
+    """
+    if arch is None:
+        return explain_problem(cell.problem(usable_device(device)), backend)
+    with as_if_on(arch):
+        return explain_problem(cell.problem(torch.device("cuda", 0)), backend)
 
 
 def chosen_implementations(names: Sequence[str], device: torch.device) -> Implementations:
