@@ -9,7 +9,7 @@ from pathlib import Path
 from tilewise.bench.plots import label
 from tilewise.bench.report import comparisons, describe
 from tilewise.bench.rows import Row, read_rows
-from tilewise.bench.standing import is_peer
+from tilewise.bench.standing import fastest_peer
 from tilewise.errors import InvalidInput
 
 
@@ -24,8 +24,7 @@ def compared(path: Path) -> list[tuple[Row, Row, float]]:
         return []
     found = []
     for side in sides:
-        timed = [row for row in side.rows.values() if is_peer(row) and row.ms_p50 is not None]
-        fastest = min(timed, key=lambda row: row.ms_p50 or 0.0, default=None)
+        fastest = fastest_peer(side)
         if side.ours is not None and fastest is not None:
             found.append((side.ours, fastest, side.speedup_over(fastest.provider) or 0.0))
     return found

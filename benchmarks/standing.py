@@ -10,9 +10,8 @@ from pathlib import Path
 from tilewise.bench.providers import is_ours
 from tilewise.bench.report import Comparison, comparisons
 from tilewise.bench.rows import read_rows
+from tilewise.bench.standing import CUDNN
 from tilewise.errors import InvalidInput
-
-CUDNN = "tilewise:cudnn"  # NVIDIA's engines behind our call: a peer of our kernels
 
 
 def sides_of(path: Path) -> list[Comparison]:

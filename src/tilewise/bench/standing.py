@@ -30,7 +30,7 @@ class Standing:
 
 def standings(rows: Iterable[Row]) -> list[Standing]:
     """Return the cells in which ours and another implementation have a time."""
-    found = [(side.ours, _fastest_peer(side)) for side in _sides(rows)]
+    found = [(side.ours, fastest_peer(side)) for side in _sides(rows)]
     return [Standing(ours, peer) for ours, peer in found if ours is not None and peer is not None]
 
 
@@ -48,7 +48,7 @@ def closing_sentence(rows: Sequence[Row]) -> str:
              f"cell{'' if len(found) == 1 else 's'}"]
     if worst.ratio < 1:
         parts.append(f"furthest behind at {worst.ratio:.2f}× of {worst.peer.provider} in {worst}")
-    if lost := sum(side.ours is None and _fastest_peer(side) is not None for side in _sides(rows)):
+    if lost := sum(side.ours is None and fastest_peer(side) is not None for side in _sides(rows)):
         parts.append(f"not counted: {lost} cell{'' if lost == 1 else 's'} where others have a time and tilewise has "
                      "none")
     return "; ".join(parts) + "."
@@ -58,11 +58,8 @@ def _sides(rows: Iterable[Row]) -> list[Comparison]:
     return comparisons(row for row in rows if row.regime != _HOST)
 
 
-def is_peer(row: Row) -> bool:
-    """Whether a row is another implementation's."""
-    return row.provider != COPY and (not is_ours(row.provider) or row.provider == CUDNN)
-
-
-def _fastest_peer(side: Comparison) -> Row | None:
-    timed = [row for row in side.rows.values() if row.ms_p50 is not None and row is not side.ours and is_peer(row)]
+def fastest_peer(side: Comparison) -> Row | None:
+    """Return the row of the fastest other implementation, if one has a time."""
+    timed = [row for name, row in side.rows.items() if row.ms_p50 is not None and row is not side.ours
+             and name != COPY and (not is_ours(name) or name == CUDNN)]
     return min(timed, key=lambda row: row.ms_p50 or 0.0, default=None)
