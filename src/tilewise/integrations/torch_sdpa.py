@@ -3,29 +3,44 @@
 The causal mask of the first has its diagonal in the top left corner, that of the second in the bottom right one; a
 boolean mask is True where a pair takes part, a float one is added to the scores; fewer heads of keys than of queries
 need ``enable_gqa``; dropout draws from torch's default generator, so that a seed repeats it.
+
+:func:`install` puts the first in the place of torch's own, for the whole process.
 """
 
+import re
+import warnings
 from collections.abc import Sequence
 from types import NoneType
 from typing import Any, Protocol
 
 import torch
 
+from tilewise import settings
 from tilewise.api import attention, attention_varlen
-from tilewise.errors import InvalidInput, UnsupportedProblem
+from tilewise.backends._support.current import autocast_dtype
+from tilewise.errors import InvalidInput, TilewiseError, UnsupportedProblem
 from tilewise.integrations.callers_terms import in_terms
 from tilewise.integrations.flash_family import sides_of
 from tilewise.masks import Mask, TensorMask, causal, window
 from tilewise.validate.tensors import is_causal_bias
 from tilewise.validate.values import check_switch
 
-__all__ = ["scaled_dot_product_attention", "varlen_attn"]
+__all__ = ["install", "scaled_dot_product_attention", "uninstall", "varlen_attn"]
 # What errors of tilewise's say, and what torch knows it by.
 _WORDS = {"q": "query", "k": "key", "v": "value"}
 _attend = in_terms(attention, _WORDS | {
     "bias": "attn_mask", "mask has": "attn_mask has",
     "pass mask[:, None, None], or lengths as seqlens_k": "pass attn_mask[:, None, None]"})
 _attend_packed = in_terms(attention_varlen, _WORDS | {"cu_seqlens_q": "cu_seq_q", "cu_seqlens_k": "cu_seq_k"})
+_NAME = "scaled_dot_product_attention"
+_torchs: Any = torch._C._nn.scaled_dot_product_attention
+_NUMBER = re.compile(r"\d+(\.\d+)?")
+_reported: set[str] = set()  # reasons for which torch's own function has computed a call, without their numbers
+_usable: set[str] = set()  # torch's backends that were enabled when install() was called
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_tensors_rule: Any = torch.Tensor.__torch_function__
+_NO_RULES = (_tensors_rule.__func__, torch._C._disabled_torch_function_impl)  # of classes that leave calls to torch
+_constant_when_compiled: Any = torch.compiler.assume_constant_result  # has no types
 
 
 class AuxRequest(Protocol):
@@ -46,7 +61,7 @@ def scaled_dot_product_attention(query: torch.Tensor, key: torch.Tensor, value: 
         query, key, value: (..., hq, sq, d), (..., hk, sk, d) and (..., hk, sk, dv), of two dims or more; dims in front
             are broadcast, and the heads too unless ``enable_gqa``.
         attn_mask: broadcasts to (..., hq, sq, sk), and has no more dims; bool, True = take part, or query's dtype or
-            float32, added to the scaled scores, where -inf hides a pair. Or a
+            float32, added to the scaled scores, where -inf hides a pair; under autocast it is cast as query is. Or a
             :class:`torch.nn.attention.bias.CausalBias`: a causal mask that says which corner its diagonal is in.
         dropout_p: probability to drop a pair, whatever mode a module is in.
         is_causal: query i sees keys up to i, also where lengths differ; together with ``attn_mask`` both hold.
@@ -81,7 +96,7 @@ def scaled_dot_product_attention(query: torch.Tensor, key: torch.Tensor, value: 
     bias = None
     if attn_mask is not None:
         check_mask_dtype("attn_mask", attn_mask)
-        given = _four_dims(attn_mask, batch)
+        given = _four_dims(_as_under_autocast(attn_mask), batch)
         if given.dtype is torch.bool:  # not joined by "&", which torch.compile takes for an operator of torch
             mask = TensorMask(band, given)
         else:
@@ -129,6 +144,47 @@ def varlen_attn(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_
                                 mask=window(left, right, "bottom_right"), scale=scale,
                                 deterministic=True if num_splits == 1 else None, return_aux=wanted)
     return tuple(found) if with_lse else found
+
+
+def install() -> None:
+    """Put :func:`scaled_dot_product_attention` in the place of ``torch.nn.functional``'s, in this process.
+
+    What calls ``F.scaled_dot_product_attention`` comes here, on every device; what has imported the function by its own
+    name before keeps torch's. Calls that tilewise refuses go to torch's function, and a warning gives the reason, once
+    for each: nested, distributed and other tensors with rules of their own, transforms of ``torch.func`` that ask for
+    gradients, and calls inside :func:`torch.nn.attention.sdpa_kernel`, or after another switch has disabled a backend
+    of torch's that was enabled at ``install()``. Where a backend of tilewise's is named
+    (:func:`tilewise.use_backend`, ``TILEWISE_BACKEND``), the refusal is raised in place of that.
+
+    Code that :func:`torch.compile` has compiled before is compiled anew, and keeps the choice that is made then. Twice
+    is as good as once; :func:`uninstall` takes it away.
+
+    Raises:
+        TilewiseError: another library has put a function of its own there.
+
+    >>> install()
+    >>> q = torch.randn(2, 8, 128, 64)
+    >>> out = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+    >>> uninstall()
+    """
+    if _function_in_place() is not _in_place_of_torchs:
+        _usable.update(_enabled())
+        vars(torch.nn.functional)[_NAME] = _in_place_of_torchs
+
+
+def uninstall() -> None:
+    """Undo :func:`install`: ``torch.nn.functional.scaled_dot_product_attention`` is torch's own function again.
+
+    Code that has imported the function by its own name in between keeps what it has. Where nothing is installed,
+    nothing happens.
+
+    Raises:
+        TilewiseError: another library has put a function of its own there.
+    """
+    if _function_in_place() is not _torchs:
+        _usable.clear()
+        _reported.clear()
+        vars(torch.nn.functional)[_NAME] = _torchs
 
 
 def wants(return_aux: Any, name: str, of: tuple[str, ...]) -> bool:
@@ -207,3 +263,111 @@ def _four_dims(attn_mask: torch.Tensor, batch: Sequence[int]) -> torch.Tensor:
 def _of_rank(tensor: torch.Tensor, rank: int) -> torch.Tensor:
     """Add dims at the front, as torch broadcasts."""
     return tensor[(None,) * (rank - tensor.dim())] if tensor.dim() < rank else tensor
+
+
+def _as_under_autocast(attn_mask: torch.Tensor) -> torch.Tensor:
+    """Cast a float mask as torch's autocast does: the least number of float32 becomes -inf in 16 bits."""
+    dtype = autocast_dtype(attn_mask.device.type)
+    if dtype is None or attn_mask.dtype in (torch.bool, torch.float64):
+        return attn_mask
+    return attn_mask.to(dtype)
+
+
+def _function_in_place() -> object:
+    """Return what torch.nn.functional holds: torch's own function or tilewise's; a third one is refused."""
+    found = vars(torch.nn.functional)[_NAME]
+    if found is not _torchs and found is not _in_place_of_torchs:
+        raise TilewiseError(f"torch.nn.functional.{_NAME} is {getattr(found, '__module__', None)}."
+                            f"{getattr(found, '__qualname__', found)}; allowed are torch's own function and tilewise's "
+                            "in its place: remove first what has replaced it.")
+    return found
+
+
+def _in_place_of_torchs(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+                        attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
+                        scale: float | None = None, enable_gqa: bool = False) -> torch.Tensor:
+    """Attend by tilewise; by torch's own function, with a warning, where tilewise refuses the call."""
+    given = query, key, value, attn_mask, dropout_p, is_causal
+    options: Any = {"scale": scale, "enable_gqa": enable_gqa}
+    reason = _why_torchs(query, key, value, attn_mask)
+    if reason is None:
+        try:
+            return scaled_dot_product_attention(*given, **options)
+        except (InvalidInput, UnsupportedProblem) as refusal:
+            if _is_backend_named():
+                raise
+            reason = str(refusal)
+            out = _by_torch(*given, **options)  # an error that torch raises now is printed below the refusal
+    elif _is_backend_named():
+        raise UnsupportedProblem(reason, {})
+    else:
+        out = _by_torch(*given, **options)
+    _report(reason)
+    return out
+
+
+def _by_torch(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None,
+              *given: Any, **options: Any) -> torch.Tensor:
+    call = _torchs
+    if is_causal_bias(attn_mask):  # it knows torch's call by torch.nn.functional, which holds another function now
+        call = type(attn_mask)._dispatch  # type: ignore[union-attr]
+    out: torch.Tensor = call(query, key, value, attn_mask, *given, **options)
+    return out
+
+
+def _why_torchs(query: object, key: object, value: object, attn_mask: object) -> str | None:
+    """Return why torch's own function has to serve a call, as far as that is known before tilewise sees it."""
+    disabled: str = _disabled_since_install()
+    if disabled:
+        return (f"sdpa_kernel(...) of torch.nn.attention, or a switch of torch.backends.cuda, disables backends of "
+                f"torch's, here {disabled}: it asks for another of them. Allowed are all that were enabled at "
+                "install(): call outside of sdpa_kernel(...), or enable them.")
+    for name, tensor in (("query", query), ("key", key), ("value", value), ("attn_mask", attn_mask)):
+        kind = type(tensor)
+        if not isinstance(tensor, torch.Tensor):
+            if name != "attn_mask":
+                return f"{name} is a {kind.__name__}; allowed is a torch.Tensor."
+        elif tensor.is_nested or (kind not in _PLAIN and _has_rules(kind)):
+            return (f"{name} is a {'nested tensor' if tensor.is_nested else kind.__name__}, which has rules of its own "
+                    "for the call; allowed are plain tensors. Sequences of unequal lengths go to "
+                    "tilewise.attention_varlen.")
+    return None
+
+
+def _has_rules(kind: Any) -> bool:
+    """Whether a subclass of torch.Tensor wraps other tensors (DTensor), or answers for functions of torch itself."""
+    if kind.__name__ == "CausalBias":
+        return False
+    own = getattr(kind.__torch_function__, "__func__", kind.__torch_function__)
+    return hasattr(kind, "__tensor_flatten__") or own not in _NO_RULES
+
+
+def _is_backend_named() -> bool:
+    """Whether the user has named a backend of tilewise's, in whose place no other function may compute."""
+    return settings.default_backend() is not None
+
+
+def _disabled_since_install() -> str:
+    """Return the names of torch's backends that were enabled at install() and are not now."""
+    return ", ".join(sorted(_usable - _enabled()))
+
+
+def _enabled() -> set[str]:
+    cuda = torch.backends.cuda
+    switches: dict[str, Any] = {"cuDNN": cuda.cudnn_sdp_enabled, "flash": cuda.flash_sdp_enabled,
+                                "math": cuda.math_sdp_enabled, "memory-efficient": cuda.mem_efficient_sdp_enabled}
+    return {name for name, is_enabled in switches.items() if is_enabled()}
+
+
+def _report(reason: str) -> None:
+    """Warn of a call that torch's own function has computed; once for each reason, whatever the numbers in it."""
+    kind = _NUMBER.sub("", reason)
+    if kind not in _reported:
+        warnings.warn(f"torch's own {_NAME} computes this call, and others that tilewise refuses for the same reason: "
+                      f"{reason}", RuntimeWarning, stacklevel=3)
+        _reported.add(kind)
+
+
+# torch.compile, which cannot trace these, calls them when it compiles, and keeps what they return.
+for _function in (_is_backend_named, _disabled_since_install, _report):
+    _constant_when_compiled(_function)
