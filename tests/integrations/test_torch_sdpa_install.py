@@ -220,6 +220,7 @@ class Logging(torch.Tensor):
 # Calls that tilewise refuses: tensors, options, and how the reason begins that the warning gives.
 REFUSED = {
     "negative_scale": (lambda: (random(*Q),) * 3, {"scale": -1.0}, r"scale is -1.0; allowed is a number from 2\^-126"),
+    "scale_of_0": (lambda: (random(*Q),) * 3, {"scale": 0.0}, "scale is 0.0; allowed is a number from"),
     "all_dropped": (lambda: (random(*Q),) * 3, {"dropout_p": 1.0}, "dropout_p is 1.0; allowed is a probability"),
     "no_heads": (lambda: (random(2, 0, 5, 8),) * 3, {}, "key has 0 heads and query has 0: query heads must be"),
     "no_head_dim": (lambda: (random(2, 4, 5, 0), random(2, 4, 5, 0), random(*Q)), {}, "query has head dim 0; allowed"),
@@ -282,7 +283,7 @@ def test_what_both_refuse_raises_torchs_error(calls, given, options, error, mess
         F.scaled_dot_product_attention(*given, **options)
 
 
-def test_transforms_of_torch_func_go_to_torch(calls):
+def test_transforms_of_torch_func_with_a_gradient_go_to_torch(calls):
     q, k = random(*Q), random(*Q, seed=1)
 
     def total(x):
@@ -293,9 +294,54 @@ def test_transforms_of_torch_func_go_to_torch(calls):
     with pytest.warns(RuntimeWarning, match=r"for the same reason: torch\.func \(grad, vjp, jacrev"):
         found = torch.func.grad(total)(q)
     close(found, wanted, 1e-10)
-    before = len(calls)
-    close(torch.vmap(F.scaled_dot_product_attention)(q, k, k), torchs(q, k, k), 1e-10)
-    assert len(calls) == before + 1
+    # Of a mapped call too; the reason is known by now.
+    close(torch.vmap(F.scaled_dot_product_attention)(q.requires_grad_(), k, k), torchs(q, k, k), 1e-10)
+
+
+def test_forward_mode_goes_to_torch(calls):
+    k = random(*Q, seed=1)
+    # MATH, which alone has a tangent on CPUs; installed here, so that it asks for no other backend than were there.
+    with sdpa_kernel(SDPBackend.MATH), torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(random(*Q), random(*Q, seed=2))
+        wanted = torch.autograd.forward_ad.unpack_dual(F.scaled_dot_product_attention(dual, k, k))
+        torch_sdpa.install()
+        with pytest.warns(RuntimeWarning, match="forward mode"):
+            found = F.scaled_dot_product_attention(dual, k, k)
+        for one, other in zip(torch.autograd.forward_ad.unpack_dual(found), wanted, strict=True):
+            close(one, other, 1e-10)
+
+
+def test_a_mapped_call_without_a_gradient_is_taken(calls):
+    torch_sdpa.install()
+    q = random(*Q)
+    close(torch.vmap(F.scaled_dot_product_attention)(q, q, q), torchs(q, q, q), 1e-10)
+    assert calls
+
+
+def test_second_derivatives_are_those_of_torchs_backend_where_it_is_named(calls):
+    q = random(*Q).requires_grad_()
+
+    def twice():
+        once, = torch.autograd.grad(F.scaled_dot_product_attention(q, q, q).square().sum(), q, create_graph=True)
+        return torch.autograd.grad(once.square().sum(), q)[0]
+
+    torch_sdpa.install()
+    with pytest.raises(UnsupportedProblem, match="a second derivative of attention was asked for"):
+        twice()
+    with sdpa_kernel(SDPBackend.MATH), pytest.warns(RuntimeWarning, match="sdpa_kernel"):
+        assert twice().isfinite().all()
+
+
+def test_tensors_without_values_are_taken(calls):
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    torch_sdpa.install()
+    q = torch.empty(*Q, device="meta")
+    assert F.scaled_dot_product_attention(q, q, q).shape == Q
+    with FakeTensorMode():
+        q = torch.empty(*Q)
+        assert isinstance(F.scaled_dot_product_attention(q, q, q), FakeTensor)
+    assert len(calls) == 2
 
 
 DISABLED = (r"sdpa_kernel\(\.\.\.\) of torch\.nn\.attention, or a switch of torch\.backends\.cuda, disables backends "
@@ -405,11 +451,15 @@ def test_a_context_inside_of_compiled_code_is_torchs(calls):
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated:DeprecationWarning")
 def test_scripting_needs_torchs_own_function(calls):
+    def call(q):
+        return F.scaled_dot_product_attention(q, q, q)
+
     torch_sdpa.install()
     with pytest.raises(torch.jit.frontend.NotSupportedError, match="try blocks aren't supported"):
-        torch.jit.script(nn.MultiheadAttention(16, 4))
+        torch.jit.script(call)
     torch_sdpa.uninstall()
-    torch.jit.script(nn.MultiheadAttention(16, 4))
+    q = random(*Q)
+    close(torch.jit.script(call)(q), call(q), 1e-10)
 
 
 class NanoGPT(nn.Module):
@@ -540,6 +590,17 @@ def test_a_model_gives_the_same_results_and_gradients(calls, name):
     assert len(found) == len(wanted) > 3
     for one, other in zip(found, wanted, strict=True):
         close(one, other, 1e-9)
+
+
+def test_calls_that_torch_does_not_make_do_not_come_here(calls):
+    torch_sdpa.install()
+    attn, x = nn.MultiheadAttention(16, 4, batch_first=True).double(), random(2, 6, 16)
+    attn(x, x, x, need_weights=True)
+    with torch.no_grad():
+        attn.eval()(x, x, x, need_weights=False)
+    assert not calls
+    attn(x, x, x, need_weights=False)
+    assert len(calls) == 1
 
 
 def unet():
