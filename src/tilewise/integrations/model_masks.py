@@ -6,11 +6,12 @@ of size queries x keys is made, and nothing is waited for. Any other is evaluate
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 
+from tilewise.integrations.mask_as_tensor import AsTensor
 from tilewise.masks import Mask, TensorMask, chunk, window
 from tilewise.masks.document_ranges import documents_of
 from tilewise.masks.tile_lists import TILE
@@ -19,37 +20,63 @@ MaskFunction = Callable[..., Any]
 
 
 @dataclass(frozen=True, eq=False)
-class ModelMask:
-    """What a model hands from its mask function to its layers; looks like a mask of four dims where models look.
+class ModelMask(AsTensor):
+    """What a model hands from its mask function to its layers; a tensor of four dims where models compute with it.
 
     Attributes:
         visible: who sees whom.
         seqlens_k: (b,): keys in use of a cache that is longer; None = all.
         shape: (b, 1, queries, keys).
         is_band: whether the band of ``visible`` says it all, packed sequences aside.
+        dtype, device, made: as of :class:`AsTensor`.
     """
 
     visible: Mask | TensorMask
     seqlens_k: torch.Tensor | None
     shape: tuple[int, int, int, int]
     is_band: bool = True
-
-    @property
-    def ndim(self) -> int:
-        """4: what tells a model that this is no padding mask any more."""
-        return len(self.shape)
+    dtype: torch.dtype = torch.float32
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    made: dict[str, torch.Tensor] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def band(self) -> Mask:
         """Who sees whom by position alone."""
         return self.visible.band if isinstance(self.visible, TensorMask) else self.visible
 
-    def contiguous(self) -> "ModelMask":
-        """Return the mask itself; generation asks for it."""
-        return self
+    @property
+    def hides_nothing(self) -> bool:
+        """Whether that is known without a look at a tensor."""
+        return self.visible == Mask() and self.seqlens_k is None
 
-    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> "ModelMask":
-        """Move the tensors, for a model whose layers lie on several devices."""
+    def pairs(self) -> torch.Tensor:
+        """Return which pairs take part: (b, 1, queries, keys), bool, as Transformers' own mask function for SDPA."""
+        _, _, query_length, key_length = self.shape
+        queries = torch.arange(query_length, device=self.device)[:, None]
+        keys = torch.arange(key_length, device=self.device)
+        used = None if self.seqlens_k is None else self.seqlens_k.view(-1, 1, 1, 1)
+        if used is not None and self.band.alignment == "bottom_right":
+            queries = queries + used - key_length  # the last query stands on the last key in use
+        seen = self.band.band(query_length, key_length).sees(queries, keys)
+        if used is not None:
+            seen = seen & (keys < used)
+        if isinstance(self.visible, TensorMask):
+            others = TensorMask(Mask(), self.visible.tensor, self.visible.documents)
+            seen = seen & others.visible(query_length, key_length)
+        return seen.expand(self.shape)
+
+    def to(self, *where: Any, **options: Any) -> Any:
+        """Move the tensors, for a model whose layers lie on several devices; another dtype makes it a tensor."""
+        like = [other for other in (*where, *options.values()) if isinstance(other, torch.Tensor)]
+        dtypes = [other for other in (*where, *options.values()) if isinstance(other, torch.dtype)]
+        if any(dtype is not self.dtype for dtype in (*dtypes, *(other.dtype for other in like))):
+            return self.added.to(*where, **options)
+        devices = [other for other in (*where[:1], options.get("device")) if isinstance(other, torch.device | str | int)]
+        devices += [other.device for other in like]
+        if not devices:
+            return self
+        device, non_blocking = torch.device(devices[0]), options.get("non_blocking", False)
+
         def moved(tensor: torch.Tensor | None) -> Any:
             return None if tensor is None else tensor.to(device, non_blocking=non_blocking)
 
@@ -58,7 +85,7 @@ class ModelMask:
             parts = {name: type(lists)(*map(moved, lists)) for name in ("documents", "tiles")
                      if (lists := getattr(visible, name)) is not None}
             visible = replace(visible, tensor=moved(visible.tensor), **parts)
-        return replace(self, visible=visible, seqlens_k=moved(self.seqlens_k))
+        return replace(self, visible=visible, seqlens_k=moved(self.seqlens_k), device=device)
 
 
 class Places(NamedTuple):
@@ -68,6 +95,7 @@ class Places(NamedTuple):
         batch, queries, keys: how many.
         query_offset, key_offset: the position of the first; the query's may be a tensor of one element.
         device: of the mask.
+        dtype: of the model, for what computes with the mask.
     """
 
     batch: int
@@ -76,11 +104,16 @@ class Places(NamedTuple):
     query_offset: int | torch.Tensor
     key_offset: int
     device: torch.device | str
+    dtype: torch.dtype = torch.float32
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """What the mask broadcasts over."""
         return self.batch, 1, self.queries, self.keys
+
+    def mask(self, visible: Mask | TensorMask, seqlens_k: torch.Tensor | None = None, *, is_band: bool) -> ModelMask:
+        """Say who sees whom here."""
+        return ModelMask(visible, seqlens_k, self.shape, is_band, self.dtype, torch.device(self.device))
 
 
 class Pattern(NamedTuple):
@@ -130,29 +163,29 @@ def translate(pattern: Pattern, places: Places, padding: torch.Tensor | None) ->
     """
     if pattern.empty:
         nothing = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=places.device)
-        return ModelMask(TensorMask(Mask(), nothing), None, places.shape, is_band=False)
+        return places.mask(TensorMask(Mask(), nothing), is_band=False)
     aligned = _aligned(pattern, places)
     if aligned is None or (pattern.packed is not None and padding is not None):
         return None
     band, seqlens_k = aligned
     if padding is not None and places.queries == 1 and pattern.chunk is None:
         # One query has no tiles to skip: the padding mask as it is, broadcast over heads, costs nothing to make.
-        return ModelMask(TensorMask(band, padding[:, None, None, :]), seqlens_k, places.shape, is_band=False)
+        return places.mask(TensorMask(band, padding[:, None, None, :]), seqlens_k, is_band=False)
     chunked = pattern.chunk is not None and not (padding is None and _is_on_grid(pattern, places))
     if pattern.chunk is not None and not chunked:
         band = band & chunk(pattern.chunk, band.alignment)
     ids = _ids(pattern if chunked else pattern._replace(chunk=None), places, padding)
     visible = band if ids is None else TensorMask(band, documents=documents_of(*ids))
-    return ModelMask(visible, seqlens_k, places.shape, is_band=padding is None and not chunked)
+    return places.mask(visible, seqlens_k, is_band=padding is None and not chunked)
 
 
-def evaluated(dense: torch.Tensor) -> ModelMask:
+def evaluated(dense: torch.Tensor, places: Places) -> ModelMask:
     """Wrap a boolean tensor (b, 1, queries, keys), with lists of its visible tiles where there are several tiles."""
     _, _, queries, keys = dense.shape
     visible = TensorMask(Mask(), dense)
     if queries > TILE and not torch.compiler.is_compiling():
         visible = visible.tiled(queries, keys)
-    return ModelMask(visible, None, (dense.shape[0], 1, queries, keys), is_band=False)
+    return places.mask(visible, is_band=False)
 
 
 def _aligned(pattern: Pattern, places: Places) -> tuple[Mask, torch.Tensor | None] | None:

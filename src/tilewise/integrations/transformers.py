@@ -21,33 +21,51 @@ __all__ = ["attention_forward", "attention_mask", "register"]
 
 # Names by which Transformers takes an implementation for one of its own.
 _TAKEN = ("eager", "flash", "flex_attention", "paged", "sdpa", "/", "|")
-# What Transformers hands down to every layer, by TransformersKwargs, FlashAttentionKwargs, its Trainer, generate() and
-# models whose layers pass on what the attention does not name: nothing in the result hangs on it here.
-_WITHOUT_EFFECT = frozenset({
-    "cache_position", "decoder_attention_mask", "decoder_input_ids", "decoder_inputs_embeds", "decoder_position_ids",
-    "encoder_outputs", "grid_thw", "input_ids", "inputs_embeds", "interpolate_pos_encoding", "labels", "logits_to_keep",
-    "max_length_k", "max_length_q", "mm_token_type_ids", "num_items_in_batch", "output_hidden_states",
-    "output_router_logits", "position_embeddings", "position_ids", "return_dict", "return_loss", "seq_idx",
-    "token_type_ids", "use_cache"})
+# What reaches an attention function without an effect on its result, by the reason. Transformers hands to every layer
+# what its TransformersKwargs and FlashAttentionKwargs name and what its Trainer says, and models whose layers pass on
+# what they do not know hand down what was said to generate() or to the model as a whole.
+_WITHOUT_EFFECT_BECAUSE = {
+    "queries, keys and the mask have it in them already": (
+        "cache_position", "grid_thw", "image_grid_thw", "image_sizes", "interpolate_pos_encoding", "mm_token_type_ids",
+        "position_embeddings", "position_ids", "seq_idx", "token_type_ids", "use_cache", "video_grid_thw"),
+    "an upper bound of lengths that are given as well": ("max_length_k", "max_length_q"),
+    "the model's input, another part of it reads that": (
+        "decoder_attention_mask", "decoder_input_ids", "decoder_inputs_embeds", "decoder_position_ids",
+        "encoder_outputs", "input_ids", "inputs_embeds", "pixel_values"),
+    "which features of a vision tower the model takes": (
+        "vision_feature_layer", "vision_feature_select_strategy"),
+    "the model's output": (
+        "labels", "logits_to_keep", "num_items_in_batch", "output_hidden_states", "output_router_logits",
+        "return_dict", "return_loss"),
+    "how generate() searches and when it stops": (
+        "do_sample", "early_stopping", "length_penalty", "max_length", "max_new_tokens", "min_length",
+        "min_new_tokens", "no_repeat_ngram_size", "num_beams", "num_return_sequences", "repetition_penalty",
+        "temperature", "top_p"),
+    "which kind of cache generate() makes: its keys are here": ("cache_config", "cache_implementation"),
+    "how generate() compiles and reports": (
+        "compile_config", "disable_compile", "output_logits", "output_scores", "return_dict_in_generate",
+        "synced_gpus"),
+}
+_WITHOUT_EFFECT = frozenset(name for names in _WITHOUT_EFFECT_BECAUSE.values() for name in names)
 _PAGED = "caches in pages, of continuous batching, are not read here. Use 'paged|sdpa' for it."
-_SPARSE = ("keys that are chosen for each query by their numbers are not there yet. Use attn_implementation='eager' "
-           "for this model.")
 # What changes the result and is not there, and why.
 _REFUSED = {
     "head_mask": "the probabilities are never in memory to be multiplied by it. Use attn_implementation='eager'.",
-    "sinks": "a sink of each query is not there, one of each head is, by the name of s_aux. Use "
-             "attn_implementation='eager' for this model.",
-    "indices": _SPARSE, "block_indices": _SPARSE,
     "cache": _PAGED, "block_table": _PAGED, "k_cache": _PAGED, "v_cache": _PAGED, "read_index": _PAGED,
     "write_index": _PAGED,
 }
 _UNKNOWN = ("tilewise does not know what it would change. Use attn_implementation='eager' or 'sdpa' for this model, or "
             "leave it out of the model's call.")
-# What mask functions get for Transformers' own: how they may be left out, a dtype of masks that are added, and what
-# their mask function says already.
+# What mask functions get for Transformers' own: how they may be left out, and what their mask function says already.
 _OF_MASKS_WITHOUT_EFFECT = frozenset({
-    "allow_is_bidirectional_skip", "allow_is_causal_skip", "allow_torch_fix", "cache_position", "config", "dtype",
+    "allow_is_bidirectional_skip", "allow_is_causal_skip", "allow_torch_fix", "cache_position", "config",
     "local_size"})
+# Models that ask whether the mask is an instance of torch.Tensor, and leave keys out of it if it is none.
+_WANTS_A_TENSOR = frozenset({"deepseek_v4"})  # appends its compressed keys to it
+# Models that refuse a mask whose size is not theirs, and rely on getting none where it would hide nothing.
+_WANTS_NONE = frozenset({"informer"})  # halves the sequence between layers
+# Layers that say is_causal and are not: their models know eager attention alone, which does not ask.
+_NOT_CAUSAL = frozenset({"BridgeTowerSelfAttention"})  # of the images' half of a layer of both, which has no mask
 
 
 def register(name: str = "tilewise", *, read_padding: bool = False) -> None:
@@ -84,24 +102,28 @@ def attention_mask(batch_size: int, q_length: int, kv_length: int, q_offset: int
                    mask_function: Callable[..., Any] | None = None,
                    attention_mask: torch.Tensor | ModelMask | None = None, *,
                    device: torch.device | str = "cpu", use_vmap: bool = False, read_padding: bool = False,
-                   **kwargs: Any) -> ModelMask:
+                   dtype: torch.dtype = torch.float32, **kwargs: Any) -> ModelMask | torch.Tensor | None:
     """Describe a layer's mask, as an ``AttentionMaskInterface`` function.
 
     Padding becomes documents and the window a band, whose hidden tiles are skipped; a cache that is longer than its
-    content gets the lengths in use, which stay on the device. What no such name fits is made a boolean tensor.
+    content gets the lengths in use, which stay on the device. What no such name fits is made a boolean tensor. A model
+    that computes with the mask finds a tensor there, as eager attention has it, which is made when it is asked for.
 
     Args:
         batch_size, q_length, kv_length: sizes of the mask.
         q_offset, kv_offset: positions of the first query and key; the query's may be a tensor.
         mask_function: of (batch, head, query, key) indices, True = take part; None = causal.
-        attention_mask: (b, at least kv_offset + kv_length or what is there of it), bool, True = a token.
+        attention_mask: (at least b, at least kv_offset + kv_length or what is there of it), bool, True = a token. Of
+            more than b rows, as MusicGen gives one to each codebook, the first b count.
         device: of the mask.
         use_vmap: whether ``mask_function`` cannot be handed index tensors.
         read_padding: as in :func:`register`.
+        dtype: of what is added to scores, for a model that does so itself.
         kwargs: what Transformers says to its own mask functions without an effect on this one; anything else raises.
 
     Returns:
-        What :func:`attention_forward` takes.
+        What :func:`attention_forward` takes; for DeepSeek-V4, which asks for no less, a tensor that is added to scores,
+        and for Informer, as eager attention has it, None where nothing is hidden.
 
     Raises:
         UnsupportedProblem: something unknown is given.
@@ -116,23 +138,25 @@ def attention_mask(batch_size: int, q_length: int, kv_length: int, q_offset: int
 
     padding = None
     if attention_mask is not None:
+        attention_mask = attention_mask[:batch_size]
         padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
         # Contiguous: a static cache's marks grow from step to step, and a compiled model would be told a new stride.
         padding = padding[:, kv_offset:kv_offset + kv_length].contiguous()
         if read_padding and not torch.compiler.is_compiling() and bool(padding.all()):
             padding = None
     mask_function = mask_function or masking_utils.causal_mask_function
-    places = Places(batch_size, q_length, kv_length, q_offset, kv_offset, device)
+    places = Places(batch_size, q_length, kv_length, q_offset, kv_offset, device, dtype)
     pattern = pattern_of(mask_function)
-    if pattern is not None:
-        mask = translate(pattern, places, padding)
-        if mask is not None:
-            return mask
-    dense = masking_utils.sdpa_mask(
-        batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
-        mask_function=mask_function, attention_mask=attention_mask, allow_is_causal_skip=False,
-        allow_is_bidirectional_skip=False, use_vmap=use_vmap, device=device)
-    return evaluated(dense)
+    mask = None if pattern is None else translate(pattern, places, padding)
+    if mask is None:
+        mask = evaluated(masking_utils.sdpa_mask(
+            batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
+            mask_function=mask_function, attention_mask=attention_mask, allow_is_causal_skip=False,
+            allow_is_bidirectional_skip=False, use_vmap=use_vmap, device=device), places)
+    model_type = getattr(kwargs.get("config"), "model_type", None)
+    if model_type in _WANTS_NONE and mask.hides_nothing and kwargs.get("allow_is_bidirectional_skip"):
+        return None
+    return mask.added if model_type in _WANTS_A_TENSOR else mask
 
 
 def attention_forward(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
@@ -148,7 +172,8 @@ def attention_forward(module: torch.nn.Module, query: torch.Tensor, key: torch.T
         query, key, value: (b, hq, sq, d), (b, hk, sk, d) and (b, hk, sk, dv); one batch entry of queries, as models
             learn them, serves all.
         attention_mask: a mask of :func:`attention_mask`, or of four dims: bool, True = take part, or added to the
-            scores, where the least number of its dtype and -inf hide a pair.
+            scores, where the least number of its dtype and -inf hide a pair. One of one query serves all queries,
+            and one of one query and one key all keys too.
         dropout: probability to drop a pair.
         scaling: None = 1/sqrt(d).
         is_causal, sliding_window: what is hidden by position where there is no mask; ``sliding_window`` keys are kept,
@@ -157,8 +182,11 @@ def attention_forward(module: torch.nn.Module, query: torch.Tensor, key: torch.T
         s_aux: (hq,): a logit of each head for nothing.
         position_bias: broadcasts to (b, hq, sq, sk): added to the scores.
         deterministic: True demands bit-equal gradients; otherwise :func:`torch.use_deterministic_algorithms` decides.
-        kwargs: ``cu_seq_lens_q`` and ``cu_seq_lens_k`` mark packed sequences of one batch entry; what else Transformers
-            hands down without an effect on the result; anything else raises.
+        kwargs: ``cu_seq_lens_q`` and ``cu_seq_lens_k`` mark packed sequences of one batch entry; ``sinks``,
+            (b, hq, sq) or (b, hq, sq, 1), is a logit of each query for nothing; ``indices``, (b, sq, n), are the keys
+            that each query may see, less than 0 = none; ``block_indices``, (b, groups of heads, sq, n), the blocks of
+            them, of ``module.indexer.block_size`` keys; what else Transformers hands down without an effect on the
+            result; anything else raises.
 
     Returns:
         out, (b, sq, hq, dv), and None for the probabilities, which are never there. A query that sees no key gives 0,
@@ -170,21 +198,80 @@ def attention_forward(module: torch.nn.Module, query: torch.Tensor, key: torch.T
     lengths = kwargs.pop("cu_seq_lens_q", None), kwargs.pop("cu_seq_lens_k", None)
     if (lengths[0] is None) != (lengths[1] is None):
         raise InvalidInput("of cu_seq_lens_q and cu_seq_lens_k one is given; allowed are both or neither.")
+    sinks = kwargs.pop("sinks", None)
+    chosen = _chosen(module, query, key, kwargs.pop("indices", None), kwargs.pop("block_indices", None))
     _refuse_others(kwargs)
     if len(query) == 1 and len(key) > 1:
         query = query.expand(len(key), -1, -1, -1)
     mask, bias, seqlens_k = _translated(module, query, key, attention_mask, is_causal, sliding_window)
+    if chosen is not None:
+        mask = (replace(mask, tiles=None) if isinstance(mask, TensorMask) else mask) & chosen
     if position_bias is not None:
         bias = position_bias if bias is None else bias + position_bias
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux, "dropout_p": dropout, "bias": bias,
                                "deterministic": deterministic or None}
     if lengths[0] is not None:
+        if sinks is not None or chosen is not None:
+            raise UnsupportedProblem("cu_seq_lens_q and cu_seq_lens_k are given with sinks of each query or with chosen "
+                                     "keys; allowed are packed sequences without. Leave the lengths out, and mark "
+                                     "sequences by position_ids.", {})
         band = _band_of_packed(query, attention_mask, mask)
         options |= {"mask": band, "cu_seqlens_q": lengths[0], "cu_seqlens_k": lengths[1]}
         out: torch.Tensor = attention_varlen(*(t.squeeze(0).transpose(0, 1) for t in (query, key, value)), **options)
         return out.unsqueeze(0).contiguous(), None
-    out = attention(query, key, value, mask=mask, seqlens_k=seqlens_k, **options)
+    options |= {"mask": mask, "seqlens_k": seqlens_k}
+    if sinks is None:
+        out = attention(query, key, value, **options)
+    else:
+        out, lse = attention(query, key, value, return_aux=("lse",), **options)
+        out = _with_sinks(out, lse, sinks)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """Let a logit of each query take its share of the probability: exp(lse) / (exp(lse) + exp(sink)) is left.
+
+    out is (b, hq, sq, dv), lse (b, hq, sq); a query that sees no key has -inf, and keeps its 0.
+    """
+    if sinks.shape not in (lse.shape, (*lse.shape, 1)):
+        raise InvalidInput(f"sinks has shape {tuple(sinks.shape)}; allowed are (b, hq, sq) and (b, hq, sq, 1), here "
+                           f"{tuple(lse.shape)}: a logit of each query. One of each head goes by the name of s_aux.")
+    left = torch.sigmoid(lse - sinks.reshape(lse.shape).to(lse.dtype))
+    return (out * left[..., None]).to(out.dtype)
+
+
+def _chosen(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, indices: torch.Tensor | None,
+            block_indices: torch.Tensor | None) -> torch.Tensor | None:
+    """Return which keys were chosen for each query, (b, 1|hq, sq, sk), bool; None = no choice was made."""
+    if indices is not None and block_indices is not None:
+        raise InvalidInput("indices and block_indices are both given; allowed is one of them.")
+    given, wanted = (len(key), query.shape[2]), "(b, sq, n)"
+    if indices is not None:
+        name, numbers, keys_each = "indices", indices, 1
+        fits = numbers.dim() == 3 and (numbers.shape[0], numbers.shape[1]) == given
+        numbers = numbers[:, None] if fits else numbers
+    elif block_indices is not None:
+        name, numbers, wanted = "block_indices", block_indices, "(b, groups, sq, n), groups that divide hq"
+        fits = (numbers.dim() == 4 and (numbers.shape[0], numbers.shape[2]) == given
+                and query.shape[1] % numbers.shape[1] == 0)
+        keys_each = getattr(getattr(module, "indexer", None), "block_size", None)
+        if keys_each is None:
+            raise UnsupportedProblem("block_indices is given, and the layer has no indexer.block_size, by which "
+                                     "tilewise would know the keys of a block. Use attn_implementation='eager' for "
+                                     "this model.", {})
+    else:
+        return None
+    if not fits or numbers.is_floating_point() or numbers.dtype is torch.bool:
+        raise InvalidInput(f"{name} has shape {tuple(numbers.shape)} and dtype {numbers.dtype}; allowed is {wanted}, "
+                           f"of integers, and here b is {given[0]}, sq is {given[1]} and hq is {query.shape[1]}.")
+    blocks = -(-key.shape[2] // keys_each)
+    numbers = numbers.long()
+    # What is none goes into a column of its own, which is cut off.
+    seen = torch.zeros(*numbers.shape[:3], blocks + 1, dtype=torch.bool, device=query.device)
+    seen = seen.scatter(-1, numbers.masked_fill(numbers < 0, blocks), True)[..., :blocks]
+    if keys_each > 1:
+        seen = seen.repeat_interleave(keys_each, dim=-1)[..., :key.shape[2]]
+    return seen if seen.shape[1] == 1 else seen.repeat_interleave(query.shape[1] // seen.shape[1], dim=1)
 
 
 def _band_of_packed(query: torch.Tensor, attention_mask: ModelMask | torch.Tensor | None,
@@ -205,10 +292,14 @@ def _translated(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor,
     """Return the mask, what is added to the scores, and the lengths in use."""
     if isinstance(attention_mask, ModelMask):
         given, wanted = (query.shape[2], key.shape[2]), attention_mask.shape[2:]
-        if given != wanted:
+        if given == wanted:
+            return attention_mask.visible, None, attention_mask.seqlens_k
+        # Eager attention adds its mask to the scores, which broadcasts.
+        if wanted not in ((1, given[1]), (1, 1)):
             raise InvalidInput(f"attention_mask is of {wanted[0]} queries and {wanted[1]} keys, and query and key have "
-                               f"{given[0]} and {given[1]}: allowed is a mask made for them.")
-        return attention_mask.visible, None, attention_mask.seqlens_k
+                               f"{given[0]} and {given[1]}: allowed is a mask made for them, one of one query and all "
+                               "keys, or one of one query and one key.")
+        return (Mask() if attention_mask.hides_nothing else TensorMask(Mask(), attention_mask.visible_pairs)), None, None
     if attention_mask is not None:
         if attention_mask.dim() != 4:
             raise InvalidInput(f"attention_mask has shape {tuple(attention_mask.shape)}; allowed are four dims, or a "
@@ -218,14 +309,15 @@ def _translated(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor,
             return TensorMask(Mask(), attention_mask), None, None
         hidden = torch.finfo(attention_mask.dtype).min
         return TensorMask(Mask(), attention_mask > hidden), attention_mask, None
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True) and type(module).__name__ not in _NOT_CAUSAL
     # One query is the newest: it sees every key. Of several, lengths alone do not tell on which keys they stand, so the
     # mask has no alignment, and raises where they differ.
     last = query.shape[2] == 1
     side = None if sliding_window is None else sliding_window - 1
     if last:
         return window(side, None, "bottom_right"), None, None
-    return window(side, 0 if causal else side), None, None
+    return window(side, 0 if is_causal else side), None, None
 
 
 def _refuse_others(kwargs: dict[str, Any]) -> None:
