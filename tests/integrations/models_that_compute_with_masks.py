@@ -59,7 +59,7 @@ MODELS = {
                   "decoder_attention_mask": RIGHT, "use_cache": False}),
     "lasr": ("LasrEncoderConfig", "LasrEncoder",
              {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48,
-              "num_mel_bins": 8, "subsampling_conv_channels": 8, "conv_kernel_size": 4, "layerdrop": 0.0},
+              "num_mel_bins": 8, "subsampling_conv_channels": 8, "conv_kernel_size": 5, "layerdrop": 0.0},
              {"input_features": torch.randn(B, 40, 8, generator=_SEED),
               "attention_mask": (torch.arange(40) < torch.tensor([[40], [28]])).long()}),
     "siglip2": ("Siglip2VisionConfig", "Siglip2VisionModel",

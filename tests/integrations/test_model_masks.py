@@ -207,8 +207,11 @@ def test_without_transformers_the_error_says_what_to_install(monkeypatch):
 def test_what_would_change_the_result_unseen_raises():
     with pytest.raises(UnsupportedProblem, match="output_attentions is True; allowed is False"):
         attend(None, output_attentions=True)
-    with pytest.raises(UnsupportedProblem, match="indices is given, a Tensor; allowed is None"):
-        attend(None, indices=torch.zeros(1))
+    for name, why in {"head_mask": "the probabilities are never in memory to be multiplied",
+                      "block_table": "caches in pages, of continuous batching, are not read here",
+                      "wings": "tilewise does not know what it would change"}.items():
+        with pytest.raises(UnsupportedProblem, match=f"{name} is given, a Tensor; allowed is None: {why}"):
+            attend(None, **{name: torch.zeros(1)})
     assert attend(None, output_attentions=False, indices=None, use_cache=True).shape == (1, 4, 2, 8)
 
 
@@ -224,6 +227,183 @@ def test_a_mask_of_integers_is_refused_by_its_dtype(dtype):
     """torch refused to tell the least number of an integer type as it does of floating-point ones."""
     with pytest.raises(InvalidInput, match=f"attention_mask has dtype {dtype}; allowed are torch.bool, True = take "):
         attend(torch.ones(1, 1, 4, 4, dtype=dtype))
+
+
+def softmax_of(q, k, v, hidden, sinks=None):
+    """Return what eager attention computes, (b, sq, hq, d): its scores with what is added, and a column of sinks."""
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(hidden, float("-inf"))
+    scores = scores if sinks is None else torch.cat([scores, sinks], -1)
+    return (scores.softmax(-1)[..., :k.shape[2]] @ v).transpose(1, 2)
+
+
+def inputs(sq=5, sk=7, b=2, hq=4, hk=2):
+    generator = torch.Generator().manual_seed(4)
+    return [torch.randn(b, h, s, 8, generator=generator).requires_grad_() for h, s in ((hq, sq), (hk, sk), (hk, sk))]
+
+
+def same_with_gradients(found, wanted, leaves):
+    weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(5))
+    torch.testing.assert_close(found, wanted)
+    for ours, theirs in zip(*(torch.autograd.grad(out, leaves, weights) for out in (found, wanted)), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def full_layer():
+    layer = torch.nn.Identity()
+    layer.is_causal = False
+    return layer
+
+
+@pytest.mark.parametrize("last", [(), (1,)])
+def test_sinks_of_each_query_take_their_share(last):
+    q, k, v = inputs()
+    sinks = torch.randn(2, 4, 5, 1, requires_grad=True)
+    hidden = torch.zeros(5, 7, dtype=torch.bool)
+    found = attention_forward(full_layer(), q, k, v, None, sinks=sinks.view(2, 4, 5, *last))[0]
+    same_with_gradients(found, softmax_of(q, k, v, hidden, sinks), (q, k, v, sinks))
+
+
+def test_sinks_of_each_query_leave_a_query_without_keys_at_zero():
+    q, k, v = inputs()
+    sinks = torch.randn(2, 4, 5, requires_grad=True)
+    seen = torch.ones(1, 1, 5, 7, dtype=torch.bool)
+    seen[..., 2, :] = False
+    found = attention_forward(full_layer(), q, k, v, seen, sinks=sinks)[0]
+    assert not found[:, 2].any()
+    gradients = torch.autograd.grad(found.sum(), (q, k, v, sinks))
+    assert all(gradient.isfinite().all() for gradient in gradients)
+    assert not gradients[0][:, :, 2].any()
+    assert not gradients[3][:, :, 2].any()
+
+
+def test_sinks_of_another_shape_raise():
+    with pytest.raises(InvalidInput, match=r"sinks has shape \(2,\); allowed are \(b, hq, sq\) and \(b, hq, sq, 1\), h"):
+        attend(None, sinks=torch.zeros(2))
+
+
+# Queries and keys; keys chosen for each query; -1 chooses none.
+CHOSEN = {"training": (7, 7, 3), "decoding": (1, 7, 3), "several_new_tokens": (3, 7, 2), "every_key": (7, 7, 7),
+          "one_key": (5, 5, 1), "several_tiles": (130, 300, 40)}
+
+
+def choice(sq, sk, n, *leading):
+    generator = torch.Generator().manual_seed(6)
+    return torch.rand(*leading, sq, sk, generator=generator).argsort(-1)[..., :n].to(torch.int32)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("place", CHOSEN)
+def test_chosen_keys_are_seen_where_the_mask_shows_them(place, padded):
+    sq, sk, n = CHOSEN[place]
+    q, k, v = inputs(sq, sk)
+    numbers = choice(sq, sk, n, 2)
+    numbers[0, 0, :1] = -1
+    marks = torch.arange(sk) >= torch.tensor([[0], [2]]) if padded else None
+    mask, shown = both(utils.causal_mask_function, (sq, sk, sk - sq, 0), marks)
+    seen = torch.stack([torch.stack([torch.isin(torch.arange(sk), row) for row in entry]) for entry in numbers])
+    hidden = ~(seen & shown)[:, None]
+    found = attention_forward(torch.nn.Identity(), q, k, v, mask, indices=numbers)[0]
+    kept = ~hidden.all(-1, keepdim=True).transpose(1, 2)
+    wanted = softmax_of(q, k, v, hidden.masked_fill(hidden.all(-1, keepdim=True), False))
+    same_with_gradients(found * kept, wanted * kept, (q, k, v))
+    assert not found.masked_select(~kept).any()
+
+
+def test_chosen_keys_beside_an_evaluated_mask_drop_its_tiles():
+    own = utils.and_masks(utils.causal_mask_function, lambda batch, head, query, key: (query + key) % 3 != 1)
+    mask, shown = both(own, (300, 300, 0, 0), None)
+    assert mask.visible.tiles is not None
+    q, k, v = inputs(300, 300)
+    numbers = choice(300, 300, 100, 2)
+    seen = torch.zeros(2, 300, 300, dtype=torch.bool).scatter(-1, numbers.long(), True)
+    hidden = ~(seen & shown)[:, None]
+    kept = ~hidden.all(-1, keepdim=True).transpose(1, 2)
+    found = attention_forward(torch.nn.Identity(), q, k, v, mask, indices=numbers)[0]
+    wanted = softmax_of(q, k, v, hidden.masked_fill(hidden.all(-1, keepdim=True), False))
+    torch.testing.assert_close(found * kept, wanted * kept)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_chosen_blocks_are_seen_by_their_group_of_heads(groups):
+    q, k, v = inputs(7, 7)
+    layer = torch.nn.Identity()
+    layer.indexer = torch.nn.Identity()
+    layer.indexer.block_size = 3  # the last block has one key
+    blocks = choice(7, 3, 2, 2, groups)
+    blocks[..., 0, 1] = -1
+    blocks[..., 0, 0] = 0
+    seen = torch.stack([(blocks == block).any(-1) for block in (0, 0, 0, 1, 1, 1, 2)], -1)
+    hidden = ~(seen & torch.ones(7, 7, dtype=torch.bool).tril()).repeat_interleave(4 // groups, 1)
+    kept = ~hidden.all(-1, keepdim=True).transpose(1, 2)
+    found = attention_forward(layer, q, k, v, None, block_indices=blocks)[0]
+    wanted = softmax_of(q, k, v, hidden.masked_fill(hidden.all(-1, keepdim=True), False))
+    same_with_gradients(found * kept, wanted * kept, (q, k, v))
+
+
+def test_choices_that_do_not_fit_raise():
+    numbers = torch.zeros(1, 4, 2, dtype=torch.int32)
+    with pytest.raises(InvalidInput, match="indices and block_indices are both given; allowed is one of them"):
+        attend(None, indices=numbers, block_indices=numbers)
+    for wrong in (numbers[:, :3], numbers[0], numbers.float(), numbers.bool()):
+        with pytest.raises(InvalidInput, match=r"indices has shape .*; allowed is \(b, sq, n\), of integers, and here b"):
+            attend(None, indices=wrong)
+    with pytest.raises(UnsupportedProblem, match=r"block_indices is given, and the layer has no indexer.block_size"):
+        attend(None, block_indices=numbers[None])
+    lengths = {"cu_seq_lens_q": torch.tensor([0, 1, 4]), "cu_seq_lens_k": torch.tensor([0, 1, 4])}
+    for more in ({"indices": numbers}, {"sinks": torch.zeros(1, 2, 4)}):
+        with pytest.raises(UnsupportedProblem, match="are given with sinks of each query or with chosen keys; allowed"):
+            attend(None, **lengths, **more)
+
+
+@pytest.mark.parametrize("kind", ["none", "left", "right"])
+@pytest.mark.parametrize("name", PATTERNS)
+def test_a_mask_of_one_query_serves_all(name, kind):
+    """BridgeTower and LightGlue make theirs for the first query; it was refused for its lengths."""
+    mask, shown = both(PATTERNS[name], (1, 7, 6, 0), padding(kind, 7))
+    q, k, v = inputs()
+    found = attention_forward(torch.nn.Identity(), q, k, v, mask)[0]
+    same_with_gradients(found, softmax_of(q, k, v, ~shown[:, None]), (q, k, v))
+
+
+def test_a_mask_of_one_pair_serves_all_keys_without_a_look_at_it():
+    """An encoder that generates from a cache has such a mask; eager attention drops it, or adds it to all scores."""
+    q, k, v = inputs(sq=1)
+    plain, _ = both(PATTERNS["full"], (1, 1, 0, 0), None)
+    marked, _ = both(PATTERNS["full"], (1, 1, 0, 0), torch.tensor([[True], [False]]))
+    nothing = torch.zeros(1, 7, dtype=torch.bool)
+    for mask in (plain, marked):
+        found = attention_forward(torch.nn.Identity(), q, k, v, mask)[0]
+        wanted = softmax_of(q, k, v, nothing)
+        torch.testing.assert_close(found[:1], wanted[:1])
+        assert torch.equal(found[1], torch.zeros_like(found[1])) == (mask is marked)
+    assert plain.made == {}
+
+
+def test_of_padding_of_more_rows_than_the_batch_the_first_count():
+    """MusicGen's decoder has a row for each codebook of each entry; eager attention reads the first of them."""
+    marks = torch.rand(8, 7, generator=torch.Generator().manual_seed(8)) > 0.4
+    mask, wanted = both(PATTERNS["causal"], PLACES["training"], marks)
+    assert torch.equal(dense(mask), wanted)
+
+
+def test_models_that_ask_for_a_tensor_or_for_none_get_it():
+    given = {"batch_size": 2, "q_length": 7, "kv_length": 7, "mask_function": PATTERNS["causal"]}
+    tensor = attention_mask(**given, dtype=torch.bfloat16, config=transformers.DeepseekV4Config())
+    assert torch.equal(tensor, utils.eager_mask(**given, dtype=torch.bfloat16))
+    informer = {"config": transformers.InformerConfig(), "allow_is_bidirectional_skip": True}
+    full = given | {"mask_function": PATTERNS["full"]}
+    assert attention_mask(**full, **informer) is None
+    assert isinstance(attention_mask(**given, **informer), ModelMask)
+    assert isinstance(attention_mask(**full, **informer, attention_mask=torch.ones(2, 7).bool()), ModelMask)
+    assert isinstance(attention_mask(**full, config=transformers.InformerConfig()), ModelMask)
+    assert isinstance(attention_mask(**full, allow_is_bidirectional_skip=True), ModelMask)
+
+
+def test_what_generate_and_vision_models_hand_down_changes_nothing():
+    wanted = attend(ModelMask(causal(), None, (1, 1, 4, 4))).shape
+    for name in ("num_beams", "max_new_tokens", "min_new_tokens", "cache_implementation", "vision_feature_layer"):
+        assert attend(ModelMask(causal(), None, (1, 1, 4, 4)), **{name: 1}).shape == wanted
 
 
 def test_packed_lengths_beside_padding_raise():
