@@ -25,7 +25,8 @@ GEMMA = {**SIZES, "head_dim": 8, "sliding_window": WINDOW, "query_pre_attn_scala
          "layer_types": ["sliding_attention", "full_attention"]}
 VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4,
           "image_size": 8, "patch_size": 4}
-# Name, as of the folder in transformers.models: class of the configuration, of the model, options of the configuration, arguments of the call.
+# Name, as of the folder in transformers.models: class of the configuration, of the model, options of the configuration,
+# arguments of the call.
 MODELS = {
     "deepseek_v32": ("DeepseekV32Config", "DeepseekV32ForCausalLM", LATENT, TEXT),
     "glm_moe_dsa": ("GlmMoeDsaConfig", "GlmMoeDsaForCausalLM", LATENT, TEXT),

@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from integrations.models import transformers
 from tilewise import causal, window
@@ -67,7 +66,7 @@ ON_NUMBERS = {
     "transpose": lambda mask: mask.transpose(-1, -2),
     "concatenate": lambda mask: torch.cat([mask, mask], dim=-1),
     "concatenate_a_tensor": lambda mask: torch.cat((OTHERS[:, :1], mask), -1),
-    "pad": lambda mask: F.pad(mask, (0, 2), value=0.0),
+    "pad": lambda mask: torch.nn.functional.pad(mask, (0, 2), value=0.0),
     "where": lambda mask: torch.where(BITS, mask, OTHERS),
     "all": lambda mask: torch.all(~(mask == 0.0), dim=2),
     "to_another_dtype": lambda mask: mask.to(torch.float16),

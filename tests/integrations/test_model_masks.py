@@ -1,6 +1,7 @@
 """Masks of Transformers' mask functions: they hide what the functions hide, and are bands and documents where named."""
 
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from integrations.models import transformers
 from tilewise import InvalidInput, TilewiseError, UnsupportedProblem, causal
 from tilewise.integrations.model_masks import ModelMask, pattern_of
-from tilewise.integrations.transformers import attention_forward, attention_mask, register
+from tilewise.integrations.transformers import _WITHOUT_EFFECT_BECAUSE, attention_forward, attention_mask, register
 from tilewise.masks import Mask, TensorMask
 
 utils = transformers.masking_utils
@@ -278,7 +279,7 @@ def test_sinks_of_each_query_leave_a_query_without_keys_at_zero():
 
 
 def test_sinks_of_another_shape_raise():
-    with pytest.raises(InvalidInput, match=r"sinks has shape \(2,\); allowed are \(b, hq, sq\) and \(b, hq, sq, 1\), h"):
+    with pytest.raises(InvalidInput, match=r"sinks has shape \(2,\); allowed are \(b, hq, sq\) and \(b, hq, s"):
         attend(None, sinks=torch.zeros(2))
 
 
@@ -346,10 +347,12 @@ def test_choices_that_do_not_fit_raise():
     with pytest.raises(InvalidInput, match="indices and block_indices are both given; allowed is one of them"):
         attend(None, indices=numbers, block_indices=numbers)
     for wrong in (numbers[:, :3], numbers[0], numbers.float(), numbers.bool()):
-        with pytest.raises(InvalidInput, match=r"indices has shape .*; allowed is \(b, sq, n\), of integers, and here b"):
+        with pytest.raises(InvalidInput, match=r"indices has shape .*; allowed is \(b, sq, n\), of torch.int32 or"):
             attend(None, indices=wrong)
     with pytest.raises(UnsupportedProblem, match=r"block_indices is given, and the layer has no indexer.block_size"):
         attend(None, block_indices=numbers[None])
+    with pytest.raises(InvalidInput, match=r"block_indices has shape .*; allowed is \(b, groups, sq, n\) with groups"):
+        attend(None, block_indices=numbers)
     lengths = {"cu_seq_lens_q": torch.tensor([0, 1, 4]), "cu_seq_lens_k": torch.tensor([0, 1, 4])}
     for more in ({"indices": numbers}, {"sinks": torch.zeros(1, 2, 4)}):
         with pytest.raises(UnsupportedProblem, match="are given with sinks of each query or with chosen keys; allowed"):
@@ -398,6 +401,12 @@ def test_models_that_ask_for_a_tensor_or_for_none_get_it():
     assert isinstance(attention_mask(**full, **informer, attention_mask=torch.ones(2, 7).bool()), ModelMask)
     assert isinstance(attention_mask(**full, config=transformers.InformerConfig()), ModelMask)
     assert isinstance(attention_mask(**full, allow_is_bidirectional_skip=True), ModelMask)
+
+
+def test_the_docs_list_what_is_taken_without_an_effect_and_why():
+    page = (Path(__file__).parents[2] / "docs" / "huggingface.md").read_text()
+    for why, names in _WITHOUT_EFFECT_BECAUSE.items():
+        assert f"| {', '.join(f'`{name}`' for name in names)} | {why} |" in page.replace("`generate()`", "generate()")
 
 
 def test_what_generate_and_vision_models_hand_down_changes_nothing():

@@ -151,6 +151,38 @@ def test_what_generate_is_told_may_reach_the_attention(name):
     assert torch.equal(*found)
 
 
+SAM = {"vision_config": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 32,
+                         "patch_size": 8, "output_channels": 16, "mlp_dim": 48, "global_attn_indexes": [1],
+                         "window_size": 2, "num_pos_feats": 8},
+       "prompt_encoder_config": {"hidden_size": 16, "image_size": 32, "patch_size": 8, "mask_input_channels": 4},
+       "mask_decoder_config": {"hidden_size": 16, "mlp_dim": 24, "num_hidden_layers": 1, "num_attention_heads": 4,
+                               "iou_head_hidden_dim": 16}}
+IN_PART = {
+    "sam": ("SamConfig", "SamModel", SAM, {"": "tilewise", "vision_config": "sdpa"},
+            {"pixel_values": torch.randn(1, 3, 32, 32), "input_points": torch.tensor([[[[3.0, 4.0]]]])}, "pred_masks"),
+    "git": ("GitConfig", "GitForCausalLM", {**plain.SIZES, "vision_config": {
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "image_size": 8,
+        "patch_size": 4}}, {"": "eager", "vision_config": "tilewise"},
+            {"input_ids": IDS, "pixel_values": torch.randn(B, 3, 8, 8)}, "logits"),
+}
+
+
+@pytest.mark.parametrize("name", IN_PART)
+def test_models_with_a_table_of_their_own_take_the_name_for_their_other_half(name):
+    """docs/huggingface.md says what to name; the name alone is a KeyError of Transformers'."""
+    config, maker, options, names, given, output = IN_PART[name]
+    found = []
+    for implementation in ("eager", names):
+        torch.manual_seed(0)
+        net = getattr(transformers, maker)._from_config(getattr(transformers, config)(**options),
+                                                        attn_implementation=implementation).eval()
+        found.append(net(**given)[output].detach())
+    same(found[:1], found[1:])
+    with pytest.raises(KeyError, match="tilewise"):
+        getattr(transformers, maker)._from_config(getattr(transformers, config)(**options),
+                                                  attn_implementation="tilewise")
+
+
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("name", ["doge", "deepseek_v32"])

@@ -71,8 +71,8 @@ class ModelMask(AsTensor):
         dtypes = [other for other in (*where, *options.values()) if isinstance(other, torch.dtype)]
         if any(dtype is not self.dtype for dtype in (*dtypes, *(other.dtype for other in like))):
             return self.added.to(*where, **options)
-        devices = [other for other in (*where[:1], options.get("device")) if isinstance(other, torch.device | str | int)]
-        devices += [other.device for other in like]
+        devices = [*where[:1], options.get("device"), *(other.device for other in like)]
+        devices = [device for device in devices if isinstance(device, torch.device | str | int)]
         if not devices:
             return self
         device, non_blocking = torch.device(devices[0]), options.get("non_blocking", False)

@@ -13,6 +13,7 @@ import torch
 
 from tilewise.api import attention, attention_varlen
 from tilewise.errors import InvalidInput, TilewiseError, UnsupportedProblem
+from tilewise.integrations.chosen_keys import chosen_keys
 from tilewise.integrations.model_masks import ModelMask, Places, evaluated, pattern_of, translate
 from tilewise.integrations.torch_sdpa import check_mask_dtype
 from tilewise.masks import Mask, TensorMask, window
@@ -199,7 +200,7 @@ def attention_forward(module: torch.nn.Module, query: torch.Tensor, key: torch.T
     if (lengths[0] is None) != (lengths[1] is None):
         raise InvalidInput("of cu_seq_lens_q and cu_seq_lens_k one is given; allowed are both or neither.")
     sinks = kwargs.pop("sinks", None)
-    chosen = _chosen(module, query, key, kwargs.pop("indices", None), kwargs.pop("block_indices", None))
+    chosen = chosen_keys(module, query, key, kwargs.pop("indices", None), kwargs.pop("block_indices", None))
     _refuse_others(kwargs)
     if len(query) == 1 and len(key) > 1:
         query = query.expand(len(key), -1, -1, -1)
@@ -212,9 +213,9 @@ def attention_forward(module: torch.nn.Module, query: torch.Tensor, key: torch.T
                                "deterministic": deterministic or None}
     if lengths[0] is not None:
         if sinks is not None or chosen is not None:
-            raise UnsupportedProblem("cu_seq_lens_q and cu_seq_lens_k are given with sinks of each query or with chosen "
-                                     "keys; allowed are packed sequences without. Leave the lengths out, and mark "
-                                     "sequences by position_ids.", {})
+            raise UnsupportedProblem("cu_seq_lens_q and cu_seq_lens_k are given with sinks of each query or with "
+                                     "chosen keys; allowed are packed sequences without. Leave the lengths out, and "
+                                     "mark sequences by position_ids.", {})
         band = _band_of_packed(query, attention_mask, mask)
         options |= {"mask": band, "cu_seqlens_q": lengths[0], "cu_seqlens_k": lengths[1]}
         out: torch.Tensor = attention_varlen(*(t.squeeze(0).transpose(0, 1) for t in (query, key, value)), **options)
@@ -240,40 +241,6 @@ def _with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> to
     return (out * left[..., None]).to(out.dtype)
 
 
-def _chosen(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, indices: torch.Tensor | None,
-            block_indices: torch.Tensor | None) -> torch.Tensor | None:
-    """Return which keys were chosen for each query, (b, 1|hq, sq, sk), bool; None = no choice was made."""
-    if indices is not None and block_indices is not None:
-        raise InvalidInput("indices and block_indices are both given; allowed is one of them.")
-    given, wanted = (len(key), query.shape[2]), "(b, sq, n)"
-    if indices is not None:
-        name, numbers, keys_each = "indices", indices, 1
-        fits = numbers.dim() == 3 and (numbers.shape[0], numbers.shape[1]) == given
-        numbers = numbers[:, None] if fits else numbers
-    elif block_indices is not None:
-        name, numbers, wanted = "block_indices", block_indices, "(b, groups, sq, n), groups that divide hq"
-        fits = (numbers.dim() == 4 and (numbers.shape[0], numbers.shape[2]) == given
-                and query.shape[1] % numbers.shape[1] == 0)
-        keys_each = getattr(getattr(module, "indexer", None), "block_size", None)
-        if keys_each is None:
-            raise UnsupportedProblem("block_indices is given, and the layer has no indexer.block_size, by which "
-                                     "tilewise would know the keys of a block. Use attn_implementation='eager' for "
-                                     "this model.", {})
-    else:
-        return None
-    if not fits or numbers.is_floating_point() or numbers.dtype is torch.bool:
-        raise InvalidInput(f"{name} has shape {tuple(numbers.shape)} and dtype {numbers.dtype}; allowed is {wanted}, "
-                           f"of integers, and here b is {given[0]}, sq is {given[1]} and hq is {query.shape[1]}.")
-    blocks = -(-key.shape[2] // keys_each)
-    numbers = numbers.long()
-    # What is none goes into a column of its own, which is cut off.
-    seen = torch.zeros(*numbers.shape[:3], blocks + 1, dtype=torch.bool, device=query.device)
-    seen = seen.scatter(-1, numbers.masked_fill(numbers < 0, blocks), True)[..., :blocks]
-    if keys_each > 1:
-        seen = seen.repeat_interleave(keys_each, dim=-1)[..., :key.shape[2]]
-    return seen if seen.shape[1] == 1 else seen.repeat_interleave(query.shape[1] // seen.shape[1], dim=1)
-
-
 def _band_of_packed(query: torch.Tensor, attention_mask: ModelMask | torch.Tensor | None,
                     mask: Mask | TensorMask) -> Mask:
     """Return what packed sequences need beside their lengths; documents of positions that say the same are dropped."""
@@ -294,12 +261,13 @@ def _translated(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor,
         given, wanted = (query.shape[2], key.shape[2]), attention_mask.shape[2:]
         if given == wanted:
             return attention_mask.visible, None, attention_mask.seqlens_k
-        # Eager attention adds its mask to the scores, which broadcasts.
+        # Eager attention adds its mask to the scores, and so broadcasts one that has fewer.
         if wanted not in ((1, given[1]), (1, 1)):
             raise InvalidInput(f"attention_mask is of {wanted[0]} queries and {wanted[1]} keys, and query and key have "
                                f"{given[0]} and {given[1]}: allowed is a mask made for them, one of one query and all "
                                "keys, or one of one query and one key.")
-        return (Mask() if attention_mask.hides_nothing else TensorMask(Mask(), attention_mask.visible_pairs)), None, None
+        mask = Mask() if attention_mask.hides_nothing else TensorMask(Mask(), attention_mask.visible_pairs)
+        return mask, None, None
     if attention_mask is not None:
         if attention_mask.dim() != 4:
             raise InvalidInput(f"attention_mask has shape {tuple(attention_mask.shape)}; allowed are four dims, or a "
