@@ -403,6 +403,32 @@ def test_models_that_ask_for_a_tensor_or_for_none_get_it():
     assert isinstance(attention_mask(**full, allow_is_bidirectional_skip=True), ModelMask)
 
 
+@pytest.mark.parametrize("hidden", ["padded_on_the_left", "all", "none"])
+def test_a_query_without_keys_gets_the_average_where_it_is_asked_for(hidden):
+    """Transformers' own implementations give it; the gradient of the values is that of the average."""
+    q, k, v = inputs(5, 5)
+    start = {"padded_on_the_left": 2, "all": 5, "none": 0}[hidden]
+    marks = torch.arange(5) >= torch.tensor([[0], [start]])
+    mask, shown = both(PATTERNS["causal"], (5, 5, 0, 0), marks)
+    found = attention_forward(torch.nn.Identity(), q, k, v, mask, rows_without_keys="average")[0]
+    scores = q @ k.repeat_interleave(2, 1).mT / 8**0.5
+    added = scores + torch.zeros(shown[:, None].shape).masked_fill(~shown[:, None], torch.finfo(torch.float32).min)
+    wanted = (added.softmax(-1) @ v.repeat_interleave(2, 1)).transpose(1, 2)
+    if hidden != "none":  # eager's average has gradients of its scores, which are noise of the least number
+        assert found[1, 0].any()
+        torch.testing.assert_close(found, wanted)
+        kept = found[1, :start].sum()
+        torch.testing.assert_close(*(torch.autograd.grad(rows, v, retain_graph=True)[0]
+                                     for rows in (kept, wanted[1, :start].sum())))
+    else:
+        same_with_gradients(found, wanted, (q, k, v))
+
+
+def test_rows_without_keys_of_another_name_raise():
+    with pytest.raises(InvalidInput, match="rows_without_keys is 'mean'; allowed are 'zero' and 'average'"):
+        register(rows_without_keys="mean")
+
+
 def test_the_docs_list_what_is_taken_without_an_effect_and_why():
     page = (Path(__file__).parents[2] / "docs" / "huggingface.md").read_text()
     for why, names in _WITHOUT_EFFECT_BECAUSE.items():

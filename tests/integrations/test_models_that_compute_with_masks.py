@@ -151,15 +151,35 @@ def test_what_generate_is_told_may_reach_the_attention(name):
     assert torch.equal(*found)
 
 
+def test_with_the_average_a_whole_tensor_is_eagers_where_all_of_a_source_is_padding():
+    """In a decoder whose source is all padding no query sees a key, and every row differs from eager's without it."""
+    register("tilewise_average", rows_without_keys="average")
+    marks = RIGHT.clone()
+    marks[1] = 0
+    for name, given in {"llama": {"attention_mask": PADDED, "use_cache": False},
+                        "t5_position_bias": {"attention_mask": marks, "decoder_input_ids": IDS}}.items():
+        net = plain.model(name)
+        found = {}
+        for implementation in ("eager", "tilewise", "tilewise_average"):
+            net.set_attn_implementation(implementation)
+            with torch.no_grad():
+                found[implementation] = net(input_ids=IDS, **given)[0]
+        same([found["tilewise_average"]], [found["eager"]])
+        assert (found["tilewise"] - found["eager"]).abs().max() > 0.01
+
+
 SAM = {"vision_config": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 32,
                          "patch_size": 8, "output_channels": 16, "mlp_dim": 48, "global_attn_indexes": [1],
                          "window_size": 2, "num_pos_feats": 8},
        "prompt_encoder_config": {"hidden_size": 16, "image_size": 32, "patch_size": 8, "mask_input_channels": 4},
        "mask_decoder_config": {"hidden_size": 16, "mlp_dim": 24, "num_hidden_layers": 1, "num_attention_heads": 4,
                                "iou_head_hidden_dim": 16}}
+POINTS = {"pixel_values": torch.randn(1, 3, 32, 32), "input_points": torch.tensor([[[[3.0, 4.0]]]])}
+BY_SDPA = {"": "tilewise", "vision_config": "sdpa"}
 IN_PART = {
-    "sam": ("SamConfig", "SamModel", SAM, {"": "tilewise", "vision_config": "sdpa"},
-            {"pixel_values": torch.randn(1, 3, 32, 32), "input_points": torch.tensor([[[[3.0, 4.0]]]])}, "pred_masks"),
+    "sam": ("SamConfig", "SamModel", SAM, BY_SDPA, POINTS, "pred_masks"),
+    "sam_hq": ("SamHQConfig", "SamHQModel", SAM | {"mask_decoder_config": SAM["mask_decoder_config"] | {"vit_dim": 32}},
+               BY_SDPA, POINTS, "pred_masks"),
     "git": ("GitConfig", "GitForCausalLM", {**plain.SIZES, "vision_config": {
         "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "image_size": 8,
         "patch_size": 4}}, {"": "eager", "vision_config": "tilewise"},

@@ -14,7 +14,7 @@ import torch
 __all__ = ["AsTensor"]
 
 _ON_NUMBERS = ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "neg", "abs", "pow", "eq", "ne",
-               "lt", "le", "gt", "ge", "len", "iter")
+               "lt", "le", "gt", "ge", "iter")
 _ON_BITS = ("and", "rand", "or", "ror", "xor", "rxor", "invert")
 # As torch calls the same, for `tensor & mask` and `torch.bitwise_and(mask, tensor)`.
 _TORCHS_ON_BITS = frozenset(f"{before}{name}{after}" for name in ("and", "or", "xor", "not")
@@ -70,6 +70,9 @@ class AsTensor:
     def size(self, dim: int | None = None) -> Any:
         """Return the sizes, or that of one dim."""
         return torch.Size(self.shape) if dim is None else self.shape[dim]
+
+    def __len__(self) -> int:
+        return self.shape[0]
 
     def contiguous(self) -> "AsTensor":
         """Return the mask itself; generation asks for it."""

@@ -40,8 +40,7 @@ _WITHOUT_EFFECT_BECAUSE = {
         "return_dict", "return_loss"),
     "how generate() searches and when it stops": (
         "do_sample", "early_stopping", "length_penalty", "max_length", "max_new_tokens", "min_length",
-        "min_new_tokens", "no_repeat_ngram_size", "num_beams", "num_return_sequences", "repetition_penalty",
-        "temperature", "top_p"),
+        "min_new_tokens", "no_repeat_ngram_size", "num_beams", "num_return_sequences", "repetition_penalty"),
     "which kind of cache generate() makes: its keys are here": ("cache_config", "cache_implementation"),
     "how generate() compiles and reports": (
         "compile_config", "disable_compile", "output_logits", "output_scores", "return_dict_in_generate",
@@ -69,7 +68,7 @@ _WANTS_NONE = frozenset({"informer"})  # halves the sequence between layers
 _NOT_CAUSAL = frozenset({"BridgeTowerSelfAttention"})  # of the images' half of a layer of both, which has no mask
 
 
-def register(name: str = "tilewise", *, read_padding: bool = False) -> None:
+def register(name: str = "tilewise", *, read_padding: bool = False, rows_without_keys: str = "zero") -> None:
     """Enter tilewise's attention and mask functions into Transformers, by this name.
 
     Then ``AutoModel.from_pretrained(..., attn_implementation=name)`` or ``model.set_attn_implementation(name)``.
@@ -79,9 +78,12 @@ def register(name: str = "tilewise", *, read_padding: bool = False) -> None:
         read_padding: look at each padding mask on the host, as Transformers' own implementations do, and drop one that
             hides nothing, which leaves the call to faster kernels. Waits for the device once a forward pass; without,
             nothing is waited for.
+        rows_without_keys: what a query gets that sees no key: "zero", or "average", the mean of all values of its call,
+            as Transformers' own implementations give it. The latter is for comparing with them: it reads all values
+            once more, and keys that a static cache has room for count as they do there.
 
     Raises:
-        InvalidInput: the name would be taken for another implementation.
+        InvalidInput: the name would be taken for another implementation, or ``rows_without_keys`` is neither.
         TilewiseError: Transformers is not installed.
 
     >>> register()  # doctest: +SKIP
@@ -90,12 +92,15 @@ def register(name: str = "tilewise", *, read_padding: bool = False) -> None:
         if taken in name:
             raise InvalidInput(f"name is {name!r}; allowed is one without {taken!r}, by which Transformers takes it "
                                "for an implementation of its own.")
+    if rows_without_keys not in ("zero", "average"):
+        raise InvalidInput(f"rows_without_keys is {rows_without_keys!r}; allowed are 'zero' and 'average'.")
     try:
         from transformers import AttentionInterface, AttentionMaskInterface
     except ImportError as missing:
         raise TilewiseError("Transformers is not installed, or older than 5.17; allowed are 5.17 and newer: install "
                             "'tilewise[transformers]'.") from missing
-    AttentionInterface.register(name, attention_forward)
+    AttentionInterface.register(name, attention_forward if rows_without_keys == "zero" else
+                                partial(attention_forward, rows_without_keys=rows_without_keys))
     AttentionMaskInterface.register(name, partial(attention_mask, read_padding=read_padding))
 
 
@@ -165,7 +170,7 @@ def attention_forward(module: torch.nn.Module, query: torch.Tensor, key: torch.T
                       scaling: float | None = None, is_causal: bool | None = None, sliding_window: int | None = None,
                       softcap: float | None = None, s_aux: torch.Tensor | None = None,
                       position_bias: torch.Tensor | None = None, deterministic: bool | None = None,
-                      **kwargs: Any) -> tuple[torch.Tensor, None]:
+                      rows_without_keys: str = "zero", **kwargs: Any) -> tuple[torch.Tensor, None]:
     """Attend, as an ``AttentionInterface`` function.
 
     Args:
@@ -183,6 +188,7 @@ def attention_forward(module: torch.nn.Module, query: torch.Tensor, key: torch.T
         s_aux: (hq,): a logit of each head for nothing.
         position_bias: broadcasts to (b, hq, sq, sk): added to the scores.
         deterministic: True demands bit-equal gradients; otherwise :func:`torch.use_deterministic_algorithms` decides.
+        rows_without_keys: as in :func:`register`; packed sequences always get 0.
         kwargs: ``cu_seq_lens_q`` and ``cu_seq_lens_k`` mark packed sequences of one batch entry; ``sinks``,
             (b, hq, sq) or (b, hq, sq, 1), is a logit of each query for nothing; ``indices``, (b, sq, n), are the keys
             that each query may see, less than 0 = none; ``block_indices``, (b, groups of heads, sq, n), the blocks of
@@ -191,7 +197,7 @@ def attention_forward(module: torch.nn.Module, query: torch.Tensor, key: torch.T
 
     Returns:
         out, (b, sq, hq, dv), and None for the probabilities, which are never there. A query that sees no key gives 0,
-        where Transformers' own average all values.
+        where Transformers' own average all values, unless ``rows_without_keys`` says "average".
 
     Raises:
         UnsupportedProblem: probabilities, a paged cache or something unknown is asked for.
@@ -221,11 +227,15 @@ def attention_forward(module: torch.nn.Module, query: torch.Tensor, key: torch.T
         out: torch.Tensor = attention_varlen(*(t.squeeze(0).transpose(0, 1) for t in (query, key, value)), **options)
         return out.unsqueeze(0).contiguous(), None
     options |= {"mask": mask, "seqlens_k": seqlens_k}
-    if sinks is None:
+    if sinks is None and rows_without_keys == "zero":
         out = attention(query, key, value, **options)
     else:
         out, lse = attention(query, key, value, return_aux=("lse",), **options)
-        out = _with_sinks(out, lse, sinks)
+        if sinks is not None:
+            out = _with_sinks(out, lse, sinks)
+        elif rows_without_keys == "average":
+            average = value.mean(2, keepdim=True).repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+            out = torch.where(lse[..., None] == float("-inf"), average, out)
     return out.transpose(1, 2).contiguous(), None
 
 
