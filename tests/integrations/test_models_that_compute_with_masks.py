@@ -180,6 +180,17 @@ IN_PART = {
     "sam": ("SamConfig", "SamModel", SAM, BY_SDPA, POINTS, "pred_masks"),
     "sam_hq": ("SamHQConfig", "SamHQModel", SAM | {"mask_decoder_config": SAM["mask_decoder_config"] | {"vit_dim": 32}},
                BY_SDPA, POINTS, "pred_masks"),
+    "unlimited_ocr": ("UnlimitedOcrConfig", "UnlimitedOcrForConditionalGeneration", {
+        "vision_config": {"sam_config": {
+            "hidden_size": 32, "output_channels": 16, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "image_size": 64, "patch_size": 16, "window_size": 2, "global_attn_indexes": [1], "mlp_dim": 48,
+            "downsample_channels": [16, 32]}, "encoder_config": {
+                "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4,
+                "image_size": 28, "patch_size": 14}},
+        "text_config": {**plain.SIZES, "num_key_value_heads": 4, "head_dim": 8, "n_routed_experts": 4,
+                        "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_shared_experts": 1,
+                        "sliding_window": 4}},
+                      BY_SDPA, {"input_ids": IDS}, "logits"),
     "git": ("GitConfig", "GitForCausalLM", {**plain.SIZES, "vision_config": {
         "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "image_size": 8,
         "patch_size": 4}}, {"": "eager", "vision_config": "tilewise"},
@@ -190,6 +201,7 @@ IN_PART = {
 @pytest.mark.parametrize("name", IN_PART)
 def test_models_with_a_table_of_their_own_take_the_name_for_their_other_half(name):
     """docs/huggingface.md says what to name; the name alone is a KeyError of Transformers'."""
+    has(name)
     config, maker, options, names, given, output = IN_PART[name]
     found = []
     for implementation in ("eager", names):
