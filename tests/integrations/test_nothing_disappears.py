@@ -128,6 +128,8 @@ CASES = [
         ({"softcap": CAP, "scaling": SCALE}, CAPPED, None),
         ({"s_aux": SINKS}, {}, SINKS),
         ({"is_causal": True}, {"visible": bottom_right(S, S, right=0)}, None))),
+    ("models", {"indices": torch.arange(S, dtype=torch.int32).expand(B, S)[..., None]}, {"visible": ONE_KEY}, None),
+    ("models", {"sinks": SINKS[:, None].expand(B, H, S)}, {}, SINKS),
     ("models", {"position_bias": alibi(SLOPES, S, S).float()[None]}, {"bias": alibi(SLOPES, S, S)}, None),
 ]
 
@@ -148,9 +150,6 @@ def test_what_changes_the_result_acts(name, given, means, sinks):
 @pytest.mark.parametrize("attends", [of_models, of_models_in_rows])
 @pytest.mark.parametrize(("name", "value", "reason"), [
     ("head_mask", torch.ones(2, H), "the probabilities are never in memory to be multiplied by it"),
-    ("sinks", torch.zeros(B, H, S, 1), "a sink of each query is not there, one of each head is, by the name of s_aux"),
-    ("indices", torch.zeros(1), "keys that are chosen for each query by their numbers are not there yet"),
-    ("block_indices", torch.zeros(1), "keys that are chosen for each query by their numbers are not there yet"),
     *((name, torch.zeros(1), "caches in pages, of continuous batching, are not read here")
       for name in ("cache", "block_table", "k_cache", "v_cache", "read_index", "write_index")),
     ("window_of_the_future", 3, "tilewise does not know what it would change"),

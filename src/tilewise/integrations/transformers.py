@@ -170,7 +170,9 @@ def attention_forward(module: torch.nn.Module, query: torch.Tensor, key: torch.T
                       scaling: float | None = None, is_causal: bool | None = None, sliding_window: int | None = None,
                       softcap: float | None = None, s_aux: torch.Tensor | None = None,
                       position_bias: torch.Tensor | None = None, deterministic: bool | None = None,
-                      rows_without_keys: str = "zero", **kwargs: Any) -> tuple[torch.Tensor, None]:
+                      sinks: torch.Tensor | None = None, indices: torch.Tensor | None = None,
+                      block_indices: torch.Tensor | None = None, rows_without_keys: str = "zero",
+                      **kwargs: Any) -> tuple[torch.Tensor, None]:
     """Attend, as an ``AttentionInterface`` function.
 
     Args:
@@ -188,12 +190,12 @@ def attention_forward(module: torch.nn.Module, query: torch.Tensor, key: torch.T
         s_aux: (hq,): a logit of each head for nothing.
         position_bias: broadcasts to (b, hq, sq, sk): added to the scores.
         deterministic: True demands bit-equal gradients; otherwise :func:`torch.use_deterministic_algorithms` decides.
+        sinks: (b, hq, sq) or (b, hq, sq, 1): a logit of each query for nothing.
+        indices: (b, sq, n): the only keys that each query may see, by their numbers; less than 0 = none.
+        block_indices: (b, groups of heads, sq, n): blocks of such keys, each of ``module.indexer.block_size``.
         rows_without_keys: as in :func:`register`; packed sequences always get 0.
-        kwargs: ``cu_seq_lens_q`` and ``cu_seq_lens_k`` mark packed sequences of one batch entry; ``sinks``,
-            (b, hq, sq) or (b, hq, sq, 1), is a logit of each query for nothing; ``indices``, (b, sq, n), are the keys
-            that each query may see, less than 0 = none; ``block_indices``, (b, groups of heads, sq, n), the blocks of
-            them, of ``module.indexer.block_size`` keys; what else Transformers hands down without an effect on the
-            result; anything else raises.
+        kwargs: ``cu_seq_lens_q`` and ``cu_seq_lens_k`` mark packed sequences of one batch entry; what else Transformers
+            hands down without an effect on the result; anything else raises.
 
     Returns:
         out, (b, sq, hq, dv), and None for the probabilities, which are never there. A query that sees no key gives 0,
@@ -205,9 +207,8 @@ def attention_forward(module: torch.nn.Module, query: torch.Tensor, key: torch.T
     lengths = kwargs.pop("cu_seq_lens_q", None), kwargs.pop("cu_seq_lens_k", None)
     if (lengths[0] is None) != (lengths[1] is None):
         raise InvalidInput("of cu_seq_lens_q and cu_seq_lens_k one is given; allowed are both or neither.")
-    sinks = kwargs.pop("sinks", None)
-    chosen = chosen_keys(module, query, key, kwargs.pop("indices", None), kwargs.pop("block_indices", None))
     _refuse_others(kwargs)
+    chosen = chosen_keys(module, query, key, indices, block_indices)
     if len(query) == 1 and len(key) > 1:
         query = query.expand(len(key), -1, -1, -1)
     mask, bias, seqlens_k = _translated(module, query, key, attention_mask, is_causal, sliding_window)
