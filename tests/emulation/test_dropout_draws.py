@@ -41,7 +41,7 @@ def test_every_kernel_keeps_the_same_scores_with_every_tile(tile, mask, device):
     forward_launch(problem, ForwardConfig(*tile, 4, 1), "ieee")(zeros, zeros, one, out, lse, None, modifiers)
     problem = replace(problem, direction="backward")
     dkdv_launch(problem, DkdvConfig(*tile, 4, 1), "ieee", strides, (strides, strides), (True, True))(
-        zeros, zeros, zeros, one, lse, delta, dk, dv, None, modifiers)
+        zeros, zeros, zeros, one, lse, delta, dk, dv, None, None, None, modifiers)
     dq_launch(problem, DqConfig(*tile, 4, 1), "ieee", strides, strides)(
         zeros, one, ones, ones, lse, delta, dq, None, None, None, None, None, modifiers)
     dbias_launch(problem, DbiasConfig(*tile, 4, 1), "ieee", strides)(

@@ -11,6 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilewise.functions import ScoreFunction
 from tilewise.kernels.triton.arguments import NO_MODIFIERS, Sinks, StridedTensor
+from tilewise.kernels.triton.backward import attention_backward_dkdv_kernel
 from tilewise.kernels.triton.launch import (
     Launch,
     modifiers_of,
@@ -75,6 +76,13 @@ def test_too_few_and_too_many_tensors_are_refused(tensors):
     launch, _ = launch_of()
     with pytest.raises(TypeError, match=f"takes 2 to 3 tensors, got {len(tensors)}$"):
         launch(*tensors)
+
+
+def test_modifiers_in_the_place_of_a_result_are_refused():
+    """They were taken for a result that was not wanted, and the call ran without its dropout."""
+    launch = Launch(attention_backward_dkdv_kernel, 1, (None, None), optional=4)
+    with pytest.raises(TypeError, match=r"takes its modifiers as argument 12, got them as argument 10$"):
+        launch(*[torch.zeros(1)] * 8, None, NO_MODIFIERS)
 
 
 @pytest.mark.parametrize(("ctas", "grid"), [(5, (5, 1, 1)), ((5, 2), (5, 2, 1)), ((5, 2, 3), (5, 2, 3))])

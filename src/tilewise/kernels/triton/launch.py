@@ -182,6 +182,9 @@ class Launch:
         if not 0 <= missing <= self.optional:
             raise TypeError(f"{self.kernel} takes {self.leading - self.optional} to {self.leading} tensors, got "
                             f"{len(tensors)}")
+        if missing and isinstance(tensors[-1], Modifiers):
+            raise TypeError(f"{self.kernel} takes its modifiers as argument {self.leading}, got them as argument "
+                            f"{len(tensors)}")
         return (*tensors, *(None,) * (missing - 1), NO_MODIFIERS) if missing else tensors
 
     def _described(self, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
