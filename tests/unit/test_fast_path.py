@@ -454,6 +454,17 @@ def test_a_scope_holds_for_the_backward_pass(bound):
     assert [key[-1][-1] for key in fast_path._backward_plans] == ["torch"]
 
 
+def test_each_backward_pass_follows_the_default_of_its_own_time(bound, monkeypatch):
+    """A plan's second backward pass once ran by what its first had found, whatever the default had become."""
+    tensors = tensors_of(requires_grad=True)
+    for name in ("torch", "reference"):
+        out = attention(*tensors)
+        monkeypatch.setenv("TILEWISE_BACKEND", name)
+        out.backward(torch.ones_like(out))
+        monkeypatch.delenv("TILEWISE_BACKEND")
+    assert [key[-1][-1] for key in fast_path._backward_plans] == ["torch", "reference"]
+
+
 def test_choices_are_forgotten(bound):
     tensors = tensors_of(requires_grad=True)
     for binds in (2, 4):

@@ -49,7 +49,8 @@ _Kept = TypeVar("_Kept")
 class LaunchPlan(NamedTuple):
     """A bound forward pass, and what the operators of the same call take behind their tensors.
 
-    backward: its backward passes for the tensors that came last, by what is needed and whether dlse is there.
+    backward: its backward passes for the tensors that came last, by what is needed, whether dlse is there, and the
+        backend's name.
     """
 
     forward: BoundForward
@@ -78,11 +79,12 @@ class LaunchPlan(NamedTuple):
             return None
         if either & 15 or min(addresses) < _LOWEST_ADDRESS:
             return None
-        key = (*needs, dlse is None)
+        *options, named = self.options
+        name = named or settings.default_backend()
+        key = (*needs, dlse is None, name)
         bound: BoundBackward | None = _recalled(self.backward, key, there)
         if bound is None:
-            *options, name = self.options
-            bound = _backward_for((*options, name or settings.default_backend()), there, needs)
+            bound = _backward_for((*options, name), there, needs)
             if bound is None:
                 return None
             _remember(self.backward, key, there, bound)

@@ -1,7 +1,7 @@
 """Put off what needs torch until torch is here, so that what needs it not answers without the seconds of its import.
 
-The command line is what gains: its help, and what it says to a misspelt option. Whoever imports the package beside
-torch must notice nothing, in whatever order: a program of ``torch.export`` names operators that a package registers,
+The command line is what gains: its help, and what it says to a misspelt option. Whoever imports the package and
+torch, in whatever order, must notice nothing: a program of ``torch.export`` names operators that a package registers,
 and asks nobody for them.
 """
 
