@@ -18,12 +18,13 @@ from triton.runtime import driver
 from compiled.compile_record import Prepared, serve
 from compiled.sass import early_reads, possibly_unset, spills_in_steps, stray_descriptors
 from conformance.functions import mask_functions, score_functions
+from tilewise.backends._support.mask_plans import planner_of
 from tilewise.bench.compile_ahead import CompileOnlyDriver
 from tilewise.kernels.hopper.backward.config import BACKWARD_CONFIGS, HopperDbiasConfig
 from tilewise.kernels.hopper.backward.launch_d256 import backward_launch
 from tilewise.kernels.hopper.backward.launch_dbias import HopperDbias
 from tilewise.kernels.hopper.forward.config import SplitPlan
-from tilewise.kernels.hopper.forward.launch import HopperForward
+from tilewise.kernels.hopper.forward.launch import NO_PLAN, HopperForward
 from tilewise.kernels.triton.backward import delta_launch, dkdv_launch
 from tilewise.kernels.triton.combine import combine_splits_launch
 from tilewise.kernels.triton.dbias import dbias_launch
@@ -138,6 +139,11 @@ def launch_of(kernel, problem, config, modifiers):
     if kernel == "lengths":
         steps = () if problem.sequences.packed is None else ((1, 512, 1024, 8), (2048, 1024))
         return lengths_launch(problem, 8, *steps), (torch.empty(8, 8, dtype=torch.int32), *modifiers.lengths)
+    if kernel.startswith("mask"):
+        planner, numbers = planner_of(problem, rows=2, columns=2), torch.empty(8, dtype=torch.int32)
+        return {"mask_cells": (planner.cells, (torch.empty(8, dtype=torch.int8), modifiers)),
+                "mask_lists": (planner.lists, (numbers, torch.empty(8, dtype=torch.int8))),
+                "mask_bits": (planner.bits, (numbers, numbers, modifiers))}[kernel]
     if kernel.startswith("zero_fill"):
         lengths = modifiers.lengths
         by_side = lengths.cu_q, lengths.q, lengths.cu_k, lengths.k
@@ -175,7 +181,7 @@ def prepare(request):
     config = None
     if kernel == "dkdv_and_dq":
         config = single_tile_config(problem, spec)
-    elif not kernel.startswith(("zero_fill", "combine", "delta", "lengths")):
+    elif not kernel.startswith(("zero_fill", "combine", "delta", "lengths", "mask")):
         tiles_of = "dq" if kernel.startswith("dq") else kernel
         config = tile_heuristic(tiles_of, problem, spec, descriptors=request["descriptors"])
         at_once = int(kernel.rpartition("_of_")[2]) if "_of_" in kernel else 1
@@ -200,9 +206,10 @@ def prepare_hopper(request):
         config = replace(forward_heuristic(problem), **request.get("config", {}))
         split_kv = request.get("split_kv") and SplitPlan(*request["split_kv"])
         schedule = schedule_on_grid(problem, config, request.get("pack_gqa", 1), split_kv)
-        launch = HopperForward(problem, config, schedule, num_sms=132)
+        strides, plan = plan_of(problem, config.consumers, config.block_n // 64)
+        launch = HopperForward(problem, config, schedule, 132, strides)
         arguments = launch.arguments((q, k, v, out, rows), torch.empty(1, dtype=torch.int32), operands,
-                                     torch.empty(8) if split_kv else None)
+                                     torch.empty(8) if split_kv else None, plan)
     elif request["kernel"] == "hopper_dbias":
         config = HopperDbiasConfig(*request["config"])
         bias = torch.empty(1, problem.hq, problem.sq, problem.sk, dtype=getattr(torch, request["bias"]))
@@ -213,8 +220,10 @@ def prepare_hopper(request):
     else:
         settings = dict(request["config"])
         config = BACKWARD_CONFIGS[settings.pop("kernel")](**settings)
-        launch = backward_launch(problem, config, backward_schedule(problem, config), problem.q_strides, 132)
-        taken, data = (q, k, v, out, rows, rows), (*lengths, operands.seed)
+        strides, plan = plan_of(replace(problem, direction="backward"), config.block_n // 64, 1)
+        launch = backward_launch(problem, config, backward_schedule(problem, config), problem.q_strides, 132,
+                                 plan=strides)
+        taken, data = (q, k, v, out, rows, rows), (*lengths, operands.seed, *plan)
         if config.kernel == "d256":
             launch = launch.dq if request["part"] == "dq" else launch.dkdv
             arguments = launch.arguments((*taken, *((q,) if request["part"] == "dq" else (k, v))))
@@ -225,6 +234,14 @@ def prepare_hopper(request):
                                          counter)
     facts = {"limit": spec.shared_memory, "planned": config.shared_bytes(problem)}
     return prepared("sm_90", partial(launch.enqueue.compile, arguments), facts, report_of_hopper)
+
+
+def plan_of(problem, rows, columns):
+    """Return the strides of a call's mask plan, and something in the place of its lists and bits; or None's."""
+    planner = planner_of(problem, rows=rows, columns=columns)
+    if planner is None:
+        return None, NO_PLAN
+    return planner.strides, (torch.empty(8, dtype=torch.int32), torch.empty(8, dtype=torch.int32))
 
 
 def report_of_hopper(compiled, log):

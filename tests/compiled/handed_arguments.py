@@ -22,7 +22,7 @@ from triton.backends.nvidia import driver as nvidia
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime import driver
 
-from compiled.compile_ahead import TARGETS, operands_of, problem_of, tensors_of
+from compiled.compile_ahead import TARGETS, operands_of, plan_of, problem_of, tensors_of
 from launch.driver_double import DriverDouble
 from tilewise.bench.compile_ahead import CompileOnlyDriver
 from tilewise.kernels import driver as cuda
@@ -168,10 +168,11 @@ def bound(request):
     addresses = q.data_ptr(), k.data_ptr(), v.data_ptr()
     if request["kernel"] == "hopper_forward":
         config = forward_heuristic(problem)
-        launch = launching.HopperForward(problem, config, schedule_on_grid(problem, config), num_sms=132)
+        strides, plan = plan_of(problem, config.consumers, config.block_n // 64)
+        launch = launching.HopperForward(problem, config, schedule_on_grid(problem, config), 132, strides)
         counter = torch.empty(1, dtype=torch.int32)
         with patch.object(launching, "counter_of", lambda device: counter):
-            yield [launch.enqueue], lambda: launch(lambda: (q, k, v), addresses, out, rows, operands)
+            yield [launch.enqueue], lambda: launch(lambda: (q, k, v), addresses, out, rows, operands, plan=plan)
     elif request["kernel"] == "hopper_dbias":
         bias = torch.empty(1, problem.hq, problem.sq, problem.sk, dtype=problem.dtype)
         facts = OperandSpec(tuple(bias.shape), bias.stride(), bias.dtype)
@@ -188,9 +189,11 @@ def bound(request):
             lambda: (q, k, v, out, rows, None, modifiers_of(problem, operands)))
     else:
         config = backward_heuristic(problem)
-        launch = backward_launch(problem, config, backward_schedule(problem, config), problem.q_strides, num_sms=132)
+        strides, plan = plan_of(replace(problem, direction="backward"), config.block_n // 64, 1)
+        launch = backward_launch(problem, config, backward_schedule(problem, config), problem.q_strides, 132,
+                                 plan=strides)
         gradients, data = map(torch.empty_like, (q, k, v)), (
-            operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqlens_q, operands.seqlens_k, operands.seed)
+            operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqlens_q, operands.seqlens_k, operands.seed, *plan)
         tensors = (q, k, v, out, rows, rows.clone(), *gradients)
         counter = torch.empty(1, dtype=torch.int32)
         parts = [getattr(launch, name).enqueue for name in ("dkdv", "dq") if hasattr(launch, name)] or [

@@ -209,6 +209,9 @@ def _effects(text):
         reads, writes = _product(operation, operands)
     elif name == "USETMAXREG":
         reads, writes = set(), _of(operands[0], 1)
+    elif name == "R2P":  # the bits of a register as predicates, those of the mask
+        reads = {f"R{number}" for number in re.findall(r"R(\d+)", operands[1])}
+        writes = {f"P{i}" for i in range(7) if int(operands[2], 0) >> i & 1}
     elif name == "LOP3" and operands[0] == operands[1]:
         reads, writes = set(), _of(operands[0], 1)  # predicates packed into one register, bit by bit
     elif name == "PRMT" and operands[2] in ("0x7610", "0x7632") and operands[0] == operands[3]:

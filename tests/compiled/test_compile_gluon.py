@@ -16,6 +16,7 @@ from compiled.compile_process import BETWEEN, NEWEST, OLDEST, compile_all
 pytestmark = pytest.mark.aot
 VERSIONS = (OLDEST, BETWEEN, NEWEST)
 MASKS = {"full": [None, None, None], "causal": [None, 0, "top_left"], "window": [255, 0, "top_left"]}
+PREFIX = {"prefix": [None, 0, "top_left", 1000]}
 # The diagonal of lengths that are data runs through the last query and key of each sequence.
 SHIFTED = {"shifted": [255, 0, "bottom_right"]}
 # Without augmented K: of each width dQ added in no order, as is fastest, and in order.
@@ -63,12 +64,12 @@ D256_SPILL_BOUND_ELSEWHERE = 32
 
 def forward(d, mask="causal", dtype="bfloat16", s=4096, dv=None, options=()):
     return {"arch": "sm_90", "kernel": "hopper_forward", "d": d, "dv": dv or d, "dtype": dtype, "s": s,
-            "mask": (MASKS | SHIFTED)[mask], "options": options}
+            "mask": (MASKS | SHIFTED | PREFIX)[mask], "options": options}
 
 
 def backward(d, mask="causal", dtype="bfloat16", dv=None, options=(), **config):
     return {"arch": "sm_90", "kernel": "hopper_backward", "d": d, "dv": dv or d, "dtype": dtype,
-            "mask": (MASKS | SHIFTED)[mask], "config": config, "options": options}
+            "mask": (MASKS | SHIFTED | PREFIX)[mask], "config": config, "options": options}
 
 
 def dbias(d, mask, bias="bfloat16", config=(2, 2), s=4096):
@@ -162,6 +163,31 @@ def test_device_side_lengths_compile_within_registers_and_shared_memory(version)
                    forward(192, "shifted", dv=128, options=packed + padded), forward(256, "full", options=packed),
                    forward(256, "shifted", options=packed + padded), forward(96, dtype="float16", options=packed)]
     check(version, wanted, LENGTHS_SPILL_BOUND)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_mask_plans_compile_within_registers_and_shared_memory(version):
+    documents = ["documents_q", "documents_k"]
+    wanted = [forward(64, "prefix"), forward(128, options=documents)]
+    if version == OLDEST:
+        wanted += [forward(64, options=documents), forward(64, options=[*documents, "softcap", "sinks"]),
+                   forward(64, "full", dtype="float16", options=["mask"]), forward(128, "prefix", dtype="float16"),
+                   forward(128, options=["mask", "softcap", "sinks"]), forward(96, options=documents),
+                   forward(128, s=256, options=documents),  # one warpgroup
+                   forward(256, options=documents), forward(192, "window", dv=128, options=["mask"])]
+    check(version, wanted)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_mask_plans_in_the_backward_compile_within_registers_and_shared_memory(version):
+    documents = ["documents_q", "documents_k"]
+    wanted = [backward(64, options=documents, **AUGMENTED_K_CONFIGS[64][0])]
+    if version == OLDEST:
+        wanted += [backward(128, options=documents, **AUGMENTED_K_CONFIGS[128][0]),
+                   backward(128, "prefix", dtype="float16", **AUGMENTED_K_CONFIGS[128][0])]
+        wanted += [backward(d, options=[*documents, option], **configs[0])
+                   for d, configs in BACKWARD_CONFIGS.items() for option in ("softcap", "seed")]
+    check_backward(version, wanted, BACKWARD_DROPOUT_SPILL_BOUND.get(version, BACKWARD_DROPOUT_SPILL_BOUND_ELSEWHERE))
 
 
 def check(version, wanted, bounds=SPILL_BOUND):

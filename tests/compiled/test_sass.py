@@ -57,6 +57,8 @@ def test_a_register_set_in_front_of_a_loop_that_may_be_skipped_is_found():
     ("LDSM.16.M88.2 R4, [0x10]", "STS.128 [0x20], R4", {"R6", "R7"}),
     ("LDSM.16.M88 R4, [0x10]", "STS.64 [0x20], R4", {"R5"}),
     ("NOP", "PRMT R4, RZ, 0x5410, R4", {"R4"}),
+    ("R2P PR, R14.B1, 0x6", "SEL R21, RZ, 0x1fffe, P1", {"R14"}),
+    ("R2P PR, R14.B1, 0x18", "SEL R21, RZ, 0x1fffe, P1", {"R14", "P1"}),
 ])
 def test_wide_operands_predicates_and_descriptors_of_products_count(before, reader, unset):
     assert set(possibly_unset(listing(before, reader, "EXIT"))) == unset

@@ -4,17 +4,18 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tilewise.backends._support.current import is_current
 from tilewise.backends._support.hopper import untrusted, wrong_triton
+from tilewise.backends._support.mask_plans import MOST_PLAN_BYTES, mask_plan, plan_bytes, planner_of
 from tilewise.backends._support.memory import Allocate, Form, allocator, forms_of_gradients, forms_of_results
 from tilewise.backends.base import BoundBackward, BoundForward, Gradients, Needs, Results, Saved, Three
 from tilewise.kernels.hopper.backward.launch import HopperBackward
 from tilewise.kernels.hopper.backward.launch_d256 import HopperBackwardApart, backward_launch
-from tilewise.kernels.hopper.forward.launch import HopperForward
+from tilewise.kernels.hopper.forward.launch import NO_PLAN, HopperForward
 from tilewise.kernels.triton.arguments import Modifiers
 from tilewise.kernels.triton.launch import Launch, modifiers_of
 from tilewise.kernels.triton.operand_gradients import OperandGradients
@@ -29,6 +30,9 @@ from tilewise.tuning.select import (
     hopper_backward_config,
     hopper_forward_config,
 )
+
+if TYPE_CHECKING:
+    from tilewise.kernels.triton.mask_plan import MaskPlanner
 
 WIDEST = 256
 WIDEST_WITH_EVERY_OPTION = 128  # in the backward pass: the kernels of wider heads lack some options
@@ -71,8 +75,8 @@ class GluonBackend:
                               alignment_of([tensor.data_ptr() for tensor in (
                                   out, lse, *(() if dlse is None else (dlse,)), *operands.present)]))
         with contextlib.nullcontext() if is_current(problem.device) else torch.cuda.device(problem.device):
-            dq, dk, dv, delta = plan.differentiate((q, k, v, out, lse, dout, dlse),
-                                                   plan.fixed or modifiers_of(problem, operands), operands)
+            modifiers = plan.fixed if plan.fixed or plan.launch.takes_out else modifiers_of(problem, operands)
+            dq, dk, dv, delta = plan.differentiate((q, k, v, out, lse, dout, dlse), modifiers, operands)
         made = (dq if needs.dq else None, *((dk, dv) if needs.dkv else (None, None)))
         if not needs.dsinks:
             return Gradients(*made)
@@ -99,6 +103,7 @@ class _Plan:
     """What allocates, how out and lse lie in memory, and the launch.
 
     combine: with split-KV how the partial results lie in memory, and the launch that combines them; else None.
+    planner: builds the mask plan where the mask is no band, else None.
     """
 
     allocate: Allocate
@@ -106,6 +111,7 @@ class _Plan:
     lse: Form
     launch: HopperForward
     combine: tuple[Form, Launch] | None
+    planner: "MaskPlanner | None"
 
     def attend(self, tensors: Callable[[], Three], addresses: tuple[int, int, int], operands: Operands,
                aligned: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
@@ -125,7 +131,8 @@ class _Plan:
             self.launch(tensors, addresses, out, lse, partial=partial)
             combine(partial, out, lse, operands.sinks, self.launch.sinks_stride)
         else:
-            self.launch(tensors, addresses, out, lse, operands, aligned=aligned)
+            plan = NO_PLAN if self.planner is None else mask_plan(self.planner, operands, allocate)
+            self.launch(tensors, addresses, out, lse, operands, aligned=aligned, plan=plan)
         return out, lse
 
 
@@ -135,21 +142,23 @@ def _plan(problem: AttentionProblem) -> _Plan:
     num_sms = torch.cuda.get_device_properties(problem.device).multi_processor_count
     config = hopper_forward_config(problem, device_spec(problem.device), num_sms)
     schedule = forward_schedule(problem, config, num_sms)
-    launch, combine = HopperForward(problem, config, schedule, num_sms), None
+    planner = planner_of(problem, rows=config.consumers, columns=config.block_n // 64)
+    launch = HopperForward(problem, config, schedule, num_sms, None if planner is None else planner.strides)
+    combine = None
     if schedule.split_kv is not None:
         from tilewise.kernels.triton.combine import combine_splits_launch
 
         shape = launch.partial_shape
         combine = ((shape, (shape[1] * shape[2], shape[2], 1), torch.float32),
                    combine_splits_launch(problem, launch.split_rows, shape, overlapped=True))
-    return _Plan(allocator(problem.device), *forms_of_results(problem), launch, combine)
+    return _Plan(allocator(problem.device), *forms_of_results(problem), launch, combine, planner)
 
 
 @dataclass(frozen=True)
 class _BackwardPlan:
     """What makes memory, what dq, dk, dv and delta are, two launches, and modifiers without a tensor.
 
-    Where delta has a kernel of its own, its launch comes first, then that of the others.
+    Where delta has a kernel of its own, its launch comes first, then that of the others. planner: as of the forward.
     """
 
     allocate: Allocate
@@ -157,6 +166,7 @@ class _BackwardPlan:
     delta: Launch
     launch: HopperBackward | HopperBackwardApart
     fixed: Modifiers | None
+    planner: "MaskPlanner | None"
 
     def differentiate(self, tensors: tuple[Any, ...], modifiers: Modifiers | None,
                       operands: Operands = NO_OPERANDS) -> tuple[Any, ...]:
@@ -171,17 +181,20 @@ class _BackwardPlan:
             for gradient in (dq, dk, dv):
                 gradient.zero_()
         if self.launch.takes_out:
-            self.launch(q, k, v, dout, lse, out, dq, dk, dv)
+            self.launch(q, k, v, dout, lse, out, dq, dk, dv, *self._data(operands))
             return dq, dk, dv, None
         delta = allocate(*self.forms[3])
         given: tuple[Any, ...] = out, dout, out if dlse is None else dlse, delta
         self.delta(*given, modifiers)
-        if operands is NO_OPERANDS:
-            self.launch(q, k, v, dout, lse, delta, dq, dk, dv)
-        else:
-            self.launch(q, k, v, dout, lse, delta, dq, dk, dv, operands.cu_seqlens_q, operands.cu_seqlens_k,
-                        operands.seqlens_q, operands.seqlens_k, operands.seed)
+        self.launch(q, k, v, dout, lse, delta, dq, dk, dv, *self._data(operands))
         return dq, dk, dv, delta
+
+    def _data(self, operands: Operands) -> tuple[torch.Tensor | None, ...]:
+        """Return what the launch takes behind the tensors that every call has."""
+        plan = NO_PLAN if self.planner is None else mask_plan(self.planner, operands, self.allocate)
+        if operands is NO_OPERANDS and plan is NO_PLAN:
+            return ()
+        return (*operands.lengths, operands.seed, *plan)
 
 
 @registered
@@ -198,12 +211,14 @@ def _backward_plan(problem: AttentionProblem, incoming: tuple[Sizes, Sizes, Size
     # Nobody else wants delta: the launch may make it of out on its way.
     nobody_else = dlse_strides is None and problem.scores.sinks is None and out_strides[-1:] == (1,)
     forms = *forms_of_gradients(problem, strides), forms_of_results(problem)[1]
+    scores = problem.scores
+    has_operands = bool(problem.sequences.are_data or scores.sinks or scores.mask or scores.documents_q)
+    planner = planner_of(problem, rows=config.block_n // 64, columns=1)
     return _BackwardPlan(allocator(problem.device), forms, delta_launch(problem, delta_config(problem), *incoming),
                          backward_launch(problem, config, backward_schedule(problem, config), strides[0], num_sms,
                                          (out_strides, dout_strides) if nobody_else else None,
-                                         allocator(problem.device)),
-                         None if problem.scores.sinks or problem.sequences.are_data
-                         else modifiers_of(problem, NO_OPERANDS))
+                                         allocator(problem.device), None if planner is None else planner.strides),
+                         None if has_operands else modifiers_of(problem, NO_OPERANDS), planner)
 
 
 def _gradient_strides(problem: AttentionProblem) -> tuple[Sizes, Sizes, Sizes]:
@@ -239,15 +254,45 @@ def _wrong_dtype_or_dims(problem: AttentionProblem) -> str | None:
 
 
 def _wrong_options(problem: AttentionProblem) -> str | None:
-    if problem.mask.has_exceptions:
-        return f"takes causal masks and windows, got {problem.mask}"
+    if not problem.is_banded:
+        return _wrong_mask(problem) or _wrong_scores(problem)
+    return _wrong_scores(problem)
+
+
+def _wrong_mask(problem: AttentionProblem) -> str | None:
+    """Say why the mask, which is no band, has no plan (kernels/triton/mask_plan.py)."""
+    scores = problem.scores
+    if scores.mask_function is not None or problem.sequences.are_data:
+        with_lengths = "" if scores.mask_function is not None else " with lengths that are data"
+        return f"takes causal masks and windows{with_lengths}, got {problem.mask}, {scores}"
+    if problem.mask.has_exceptions and problem.sq != problem.sk:  # then some key that no query sees lies among the others
+        return (f"takes prefixes, sink tokens and chunks where queries and keys are as many, got {problem.sq} and "
+                f"{problem.sk}")
+    if problem.direction == "backward":
+        if problem.deterministic:
+            return f"takes, in its backward pass, causal masks and windows where deterministic=True, got {problem.mask}"
+        if max(problem.d, problem.dv) > WIDEST_WITH_EVERY_OPTION:
+            return (f"takes, in its backward pass, head dims up to {WIDEST_WITH_EVERY_OPTION} with masks other than "
+                    f"causal ones and windows, got {problem.d} and {problem.dv}")
+        if scores.mask is not None and scores.mask.shape[1] > 1 and problem.group > 1:
+            return (f"takes, in its backward pass, a boolean mask of each head where no heads share keys, got "
+                    f"{problem.hq} and {problem.hk} heads")
+    size = plan_bytes(problem)
+    if size > MOST_PLAN_BYTES:
+        return f"takes masks whose plan has up to {MOST_PLAN_BYTES >> 20} MiB, got {size >> 20} MiB"
+    return None
+
+
+def _wrong_scores(problem: AttentionProblem) -> str | None:
     if problem.direction == "backward":
         if problem.deterministic and problem.sequences.are_data:
             return ("takes, in its backward pass, no lengths that are data where deterministic=True, got "
                     f"{problem.sequences}")
     elif problem.scores.max_logit:
         return "takes no max_logit"
-    if problem.scores._replace(softcap=None, sinks=None, max_logit=False, dropout_p=0.0) != NO_OPTIONS:
+    plain = problem.scores._replace(softcap=None, sinks=None, max_logit=False, dropout_p=0.0, mask=None,
+                                    documents_q=None, documents_k=None, tiles_q=None, tiles_k=None)
+    if plain != NO_OPTIONS:
         taken = "softcap and sinks" if problem.direction == "forward" else "softcap, sinks and dropout"
         return f"takes {taken} and nothing else that changes scores, got {problem.scores}"
     if is_large_softcap(problem.scores.softcap):

@@ -163,6 +163,20 @@ class AttentionProblem:
         return Span(0, self.sq) if self.sequences.are_data else self.band.queries_of(Span(0, self.sk), self.sq)
 
     @property
+    def is_banded(self) -> bool:
+        """Whether two bounds say who sees whom: no exceptions from them, documents, boolean mask or function."""
+        scores = self.scores
+        return not (self.mask.has_exceptions or scores.mask is not None or scores.documents_q is not None
+                    or scores.tiles_q is not None or scores.mask_function is not None)
+
+    @property
+    def distinct_masks(self) -> tuple[int, int]:
+        """How many batch entries, and how many heads, have a mask of their own: 1 where all share one."""
+        scores = self.scores
+        shapes = [spec.shape for spec in (scores.mask, scores.documents_q) if spec is not None]
+        return max([1, *(shape[0] for shape in shapes)]), 1 if scores.mask is None else scores.mask.shape[1]
+
+    @property
     def width(self) -> int:
         """Width of every head inside tile kernels: the wider of d, up to the widest tile, and dv, padded.
 

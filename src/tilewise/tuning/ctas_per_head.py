@@ -23,6 +23,8 @@ def choose_ctas_per_head(problem: AttentionProblem, num_sms: int) -> int:
     timed. At head dims above 64 one CTA owns a head: 1.19 with 512 causal queries, 1.30 with 256 and 1.77 with 128, in
     waves that were 81 % full 1.07 and 1.17 with the first two; 1.05 with 320 queries without a mask and 0.99 with 384.
     """
+    if not problem.is_banded:  # dQ's order follows from the mask's bounds
+        return 0
     candidates: tuple[int, ...] = (1,)
     if max(problem.d, problem.dv) <= 64:
         if problem.mask.left is None and problem.mask.right is None:

@@ -38,14 +38,14 @@ def schedule_on_grid(problem: AttentionProblem, config: HopperForwardConfig, pac
     counted from the end; of packed rows it could be -1, which stands for no tile (tile_scheduler.NO_TILE).
     """
     are_data, three, frozen_max = problem.sequences.are_data, config.consumers == 3, _freezes_max(problem, config)
-    from_end = (three and pack_gqa == 1 and not are_data and problem.band.lower is None
+    from_end = (three and pack_gqa == 1 and not are_data and problem.is_banded and problem.band.lower is None
                 and problem.band.upper is not None)
     return HopperForwardSchedule(
         heads_per_swizzle=heads_per_swizzle(problem) // (1 if pack_gqa == 1 else problem.group), pack_gqa=pack_gqa,
         split_kv=split_kv, tiles_from_end=from_end,
         skip_padding=not from_end and (three or (are_data and config.consumers > 1)),
         softmax_parts=_softmax_parts(problem, config, frozen_max), frozen_max=frozen_max,
-        sink_block_first=frozen_max and problem.dtype is torch.float16)
+        sink_block_first=frozen_max and problem.is_banded and problem.dtype is torch.float16)
 
 
 def backward_schedule(problem: AttentionProblem, config: HopperBackwardConfig) -> HopperBackwardSchedule:
@@ -75,7 +75,9 @@ def _freezes_max(problem: AttentionProblem, config: HopperForwardConfig) -> bool
 
     Timed at 64, 128 and 256 columns from 512 keys on: 1.00 to 1.13 times as fast, the more the longer and the narrower.
     """
-    return (not problem.sequences.are_data and problem.band.lower is None and problem.scores.softcap is None
+    # A window's first blocks are masked at both ends; of a mask plan those of the diagonal come first.
+    sees_first = problem.band.lower is None or not problem.is_banded
+    return (not problem.sequences.are_data and sees_first and problem.scores.softcap is None
             and config.consumers > 1 and len(problem.seen_keys) >= LEAST_FROZEN)
 
 

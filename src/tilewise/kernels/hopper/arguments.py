@@ -59,23 +59,40 @@ class KVSplits(NamedTuple):
     first_row: Any = None
 
 
+class PlanNumbers(NamedTuple):
+    """How a mask plan's lists and bits lie in memory, in int32s: of a batch entry, a head, and a tile or 64 rows.
+
+    0 for what all batch entries or heads share.
+    """
+
+    list_batch: Any
+    list_head: Any
+    list_tile: Any
+    bits_batch: Any
+    bits_head: Any
+    bits_group: Any
+
+
 class ForwardPointers(NamedTuple):
     """What only some calls of the forward kernel read or write, each None in the others.
 
     out: of packed sequences, past whose last row copies by TMA would write. partial: with C.SPLIT_KV, float32. sinks:
-    not with C.SPLIT_KV, where they enter when partial results are combined.
+    not with C.SPLIT_KV, where they enter when partial results are combined. lists, bits: with C.MASK_PLAN
+    (mask_plan.py).
     """
 
     out: Any
     partial: Any
     sinks: Any
+    lists: Any = None
+    bits: Any = None
 
 
 class ForwardNumbers(NamedTuple):
     """The numbers of a forward launch.
 
     group: query heads a kv head. count: how many sequences there are whose lengths are on the device, else None.
-    sinks_stride: None of 1, and without sinks.
+    sinks_stride: None of 1, and without sinks. plan: with C.MASK_PLAN a PlanNumbers.
     """
 
     grid: Any
@@ -85,6 +102,7 @@ class ForwardNumbers(NamedTuple):
     scaling: Any
     splits: Any
     sinks_stride: Any
+    plan: Any = None
 
 
 class Scales(NamedTuple):
@@ -113,16 +131,19 @@ class DropoutNumbers(NamedTuple):
 class BackwardPointers(NamedTuple):
     """What only some calls of the backward kernel read or write, each None in the others.
 
-    dk, dv: of packed sequences, past whose last row copies by TMA would write. seed: with C.HAS_DROPOUT.
+    dk, dv: of packed sequences, past whose last row copies by TMA would write. seed: with C.HAS_DROPOUT. lists, bits:
+    with C.MASK_PLAN (mask_plan.py).
     """
 
     dk: Any
     dv: Any
     seed: Any
+    lists: Any = None
+    bits: Any = None
 
 
 class BackwardNumbers(NamedTuple):
-    """The numbers of a backward launch. group, count: as in ForwardNumbers."""
+    """The numbers of a backward launch. group, count, plan: as in ForwardNumbers."""
 
     grid: Any
     bounds: Any
@@ -130,6 +151,7 @@ class BackwardNumbers(NamedTuple):
     scales: Any
     count: Any = None
     dropout: Any = DropoutNumbers()
+    plan: Any = None
 
 
 class RowStats(NamedTuple):

@@ -18,15 +18,16 @@ _STREAM_OF_THREAD = 2  # cudaStreamPerThread: one handle, by which each thread o
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 
 
-
 def bounds_of(problem: AttentionProblem) -> tuple[int | None, int | None, int | None, bool]:
     """Return the band's lower and upper bound, the number of variable-length sequences, and whether the kernel aligns.
 
     A bound that does not exist is None, and so is the number where lengths are not on the device. Keys count from the
     first visible one: those before it are not read. With lengths on the device the bounds are those of a diagonal
     through a sequence's first query and key, and the last item says whether the kernel moves it to the last ones
-    (bottom-right alignment).
+    (bottom-right alignment). Beside a mask plan there are no bounds.
     """
+    if not problem.is_banded:
+        return None, None, None, False
     mask, sequences, first = problem.mask, problem.sequences, problem.seen_keys.start
     if sequences.are_data:
         return (None if mask.left is None else -mask.left, mask.right, problem.pairs[0],

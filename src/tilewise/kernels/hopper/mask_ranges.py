@@ -15,6 +15,8 @@ QUERIES = gl.constexpr(64)  # of a block of queries in the backward pass: of a p
 class BlockRange(NamedTuple):
     """The blocks of the other side that a tile needs: of keys in the forward pass, of queries in the backward pass.
 
+    With C.MASK_PLAN ``start`` points to their numbers, ``boundary`` of which are partial (mask_plan.py).
+
     Blocks lie on a grid from ``start`` on. Boundary blocks need a mask, ``boundary`` of them: ``upper_boundary`` are
     cut by the upper bound, and hold the last keys or the first queries; the rest are cut by the lower bound, at the
     other end.
@@ -62,10 +64,13 @@ def n_block_start(step, blocks, C: gl.constexpr):
 @gluon.jit
 def kv_block_start(step, blocks, C: gl.constexpr):
     """Return the first key of a forward step's block; with C.SINK_BLOCK_FIRST that of key 0 follows the masked ones."""
-    if C.SINK_BLOCK_FIRST:
-        sinks = sink_block_of(blocks)
-        step = gl.where(step > sinks, step - 1, gl.where(step == sinks, blocks.count - 1, step))
-    return n_block_start(step, blocks, C)
+    if C.MASK_PLAN:
+        return gl.load(blocks.start + step) * C.BLOCK_N
+    else:
+        if C.SINK_BLOCK_FIRST:
+            sinks = sink_block_of(blocks)
+            step = gl.where(step > sinks, step - 1, gl.where(step == sinks, blocks.count - 1, step))
+        return n_block_start(step, blocks, C)
 
 
 @gluon.jit
@@ -126,12 +131,15 @@ def q_block_start(step, blocks, C: gl.constexpr):
     until an earlier one has come to its diagonal.
     """
     start, upper_boundary, boundary, count = blocks
-    if C.DETERMINISTIC:
-        m_block = count - 1 - step
+    if C.MASK_PLAN:
+        return gl.load(start + step) * QUERIES
     else:
-        m_block = gl.where(step < boundary, count - 1 - (step - upper_boundary), step - (boundary - upper_boundary))
-        m_block = gl.where(step < upper_boundary, step, m_block)
-    return start + m_block * QUERIES
+        if C.DETERMINISTIC:
+            m_block = count - 1 - step
+        else:
+            m_block = gl.where(step < boundary, count - 1 - (step - upper_boundary), step - (boundary - upper_boundary))
+            m_block = gl.where(step < upper_boundary, step, m_block)
+        return start + m_block * QUERIES
 
 
 @gluon.jit
@@ -157,7 +165,7 @@ def phases_of(key, blocks, bounds, C: gl.constexpr):
     two.
     """
     _start, upper_boundary, boundary, count = blocks
-    masked = masked_q_blocks_of(key, blocks, bounds, C)
+    masked = boundary if C.MASK_PLAN else masked_q_blocks_of(key, blocks, bounds, C)
     if C.DETERMINISTIC or C.HEAD_PERSISTENT:
         ends = (0, boundary - upper_boundary, count - (masked - (boundary - upper_boundary)), count)
     else:

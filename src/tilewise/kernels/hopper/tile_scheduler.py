@@ -31,11 +31,16 @@ class TileQueue(NamedTuple):
 
 
 class KVTile(NamedTuple):
-    """A tile of keys: its first key, or NO_TILE, which ends a stream of tiles; the head of k; and the batch entry."""
+    """A tile of keys: its first key, or NO_TILE, which ends a stream of tiles; the head of k; and the batch entry.
+
+    With C.MASK_PLAN, blocks: how many its list has, of which ``partial`` come first.
+    """
 
     first: Any
     head: Any
     batch: Any
+    partial: Any = 0
+    blocks: Any = 0
 
 
 @gluon.jit
@@ -44,19 +49,19 @@ def tile_at(number, grid, sq, C: gl.constexpr):
 
     Under an upper bound heads are swizzled: the tiles of ``heads_per_swizzle`` heads, whose keys and values fit L2
     together, run side by side. The work of a tile grows with its index there: inside a swizzle the longest tiles come
-    first, and the short ones fill the gaps at the end. The remainder of the heads is the first swizzle: as the last one
-    it would have too few short tiles (5 % at 4096 keys of width 128). Without an upper bound a head's tiles follow one
-    another.
+    first, and the short ones fill the gaps at the end. So it is with C.MASK_PLAN, since most such masks are causal too.
+    The remainder of the heads is the first swizzle: as the last one it would have too few short tiles (5 % at 4096 keys
+    of width 128). Without an upper bound a head's tiles follow one another.
 
     With C.TILES_FROM_END tiles are counted back from the last warpgroup that has a query. Rows without a query then
     lie in front of the first tile, which sees the fewest keys, and not behind the last and longest one.
     """
-    rank, row = _swizzled(number, grid, C.HAS_UPPER)
+    rank, row = _swizzled(number, grid, C.HAS_UPPER or C.MASK_PLAN)
     ROWS: gl.constexpr = 64 // C.PACK_GQA  # queries of a warpgroup
     if C.TILES_FROM_END:
         first = (sq + (ROWS - 1)) // ROWS * ROWS - (rank + 1) * (ROWS * C.CONSUMERS)
     else:
-        first = (grid.tiles - 1 - rank if C.HAS_UPPER else rank) * (ROWS * C.CONSUMERS)
+        first = (grid.tiles - 1 - rank if C.HAS_UPPER or C.MASK_PLAN else rank) * (ROWS * C.CONSUMERS)
     return first, row % grid.heads, row // grid.heads
 
 
@@ -65,17 +70,36 @@ def kv_tile_at(number, grid, C: gl.constexpr):
     """Return the tile of keys of a tile number.
 
     Heads are swizzled as in ``tile_at``, with C.DETERMINISTIC always; here q, dout and the dQ accumulator fit L2. Under
-    an upper bound the first keys are seen by the most queries. With C.DETERMINISTIC tiles of one head wait for one
-    another: a swizzle has many heads start together.
+    an upper bound the first keys are seen by the most queries, and sink tokens by all. With C.DETERMINISTIC tiles of
+    one head wait for one another: a swizzle has many heads start together.
     """
-    rank, row = _swizzled(number, grid, C.HAS_UPPER or C.DETERMINISTIC)
-    return KVTile(rank * (64 * C.CONSUMERS), row % grid.heads, row // grid.heads)
+    rank, row = _swizzled(number, grid, C.HAS_UPPER or C.DETERMINISTIC or C.MASK_PLAN)
+    return KVTile(rank * (64 * C.CONSUMERS), row % grid.heads, row // grid.heads, 0, 0)
+
+
+@gluon.constexpr_function
+def kv_tile_size(c):
+    """Return how many numbers a tile of keys has in shared memory."""
+    return 5 if c.MASK_PLAN else 3
 
 
 @gluon.jit
-def kv_tile_of_numbers(numbers):
-    """Return the tile of keys that was published as these numbers."""
-    return KVTile(numbers[0], numbers[1], numbers[2])
+def publish_kv_tile(queue, count, tile, C: gl.constexpr):
+    """Producer: publish a tile of keys for the consumers."""
+    numbers = (tile.first, tile.head, tile.batch)
+    if C.MASK_PLAN:
+        numbers = numbers + (tile.partial, tile.blocks)
+    publish_tile(queue, count, numbers, kv_tile_size(C))
+
+
+@gluon.jit
+def get_kv_tile(queue, count, C: gl.constexpr):
+    """Consumer: wait for the next tile of keys, and read it."""
+    numbers = get_tile(queue, count, kv_tile_size(C))
+    if C.MASK_PLAN:
+        return KVTile(numbers[0], numbers[1], numbers[2], numbers[3], numbers[4])
+    else:
+        return KVTile(numbers[0], numbers[1], numbers[2], 0, 0)
 
 
 @gluon.jit

@@ -37,7 +37,8 @@ class WorkTile(NamedTuple):
     C.PACK_GQA. With C.VARLEN, row_start and rows: where the sequence lies in its tensor, and how many rows it has
     there; sq, sk: its queries, and its keys that are seen; with C.BOTTOM_RIGHT, shift: by how much its diagonal moves.
     With C.SPLIT_KV, split: which of the tile's splits this is, -1 for a tile that is not split. With C.FROZEN_MAX,
-    recompute: not 0 where the tile overflowed and is computed again.
+    recompute: not 0 where the tile overflowed and is computed again. With C.MASK_PLAN, blocks: how many its list has,
+    of which ``partial`` come first.
     """
 
     first: Any
@@ -50,6 +51,8 @@ class WorkTile(NamedTuple):
     shift: Any
     split: Any
     recompute: Any
+    partial: Any = 0
+    blocks: Any = 0
 
 
 class SequenceRows(NamedTuple):
@@ -70,7 +73,7 @@ class SequenceRows(NamedTuple):
 @gluon.constexpr_function
 def tile_size(c):
     """Return how many numbers a work tile has in shared memory."""
-    return 7 + c.BOTTOM_RIGHT if c.VARLEN else 3 + (c.SPLIT_KV > 0) + c.FROZEN_MAX
+    return 7 + c.BOTTOM_RIGHT if c.VARLEN else 3 + (c.SPLIT_KV > 0) + 2 * c.MASK_PLAN + c.FROZEN_MAX
 
 
 @gluon.jit
@@ -83,6 +86,8 @@ def numbers_of_tile(tile, C: gl.constexpr):
             numbers = numbers + (tile.shift,)
     elif C.SPLIT_KV > 0:
         numbers = numbers + (tile.split,)
+    elif C.MASK_PLAN:
+        numbers = numbers + (tile.partial, tile.blocks)
     return numbers
 
 
@@ -91,11 +96,14 @@ def tile_of_numbers(numbers, C: gl.constexpr):
     """Return the work tile that was published as these numbers."""
     if C.VARLEN:
         shift = numbers[7] if C.BOTTOM_RIGHT else 0
-        return WorkTile(numbers[0], numbers[1], numbers[2], numbers[3], numbers[4], numbers[5], numbers[6], shift, 0, 0)
+        return WorkTile(numbers[0], numbers[1], numbers[2], numbers[3], numbers[4], numbers[5], numbers[6], shift, 0,
+                        0, 0, 0)
     else:
         split = numbers[3] if C.SPLIT_KV > 0 else 0
         recompute = numbers[tile_size(C) - 1] if C.FROZEN_MAX else 0
-        return WorkTile(numbers[0], numbers[1], numbers[2], 0, 0, 0, 0, 0, split, recompute)
+        partial = numbers[3] if C.MASK_PLAN else 0
+        blocks = numbers[4] if C.MASK_PLAN else 0
+        return WorkTile(numbers[0], numbers[1], numbers[2], 0, 0, 0, 0, 0, split, recompute, partial, blocks)
 
 
 @gluon.jit
@@ -160,9 +168,9 @@ def locate_tile(number, grid, bounds, lengths, C: gl.constexpr):
         if C.HAS_UPPER:
             seen = gl.minimum(sk, sq + (bounds.upper + shift if C.BOTTOM_RIGHT else bounds.upper))
         seen = gl.where(first < sq, seen, 0)
-        return WorkTile(first, head, batch, row_q, rows, sq, seen, shift, 0, 0), row_k, first < rows
+        return WorkTile(first, head, batch, row_q, rows, sq, seen, shift, 0, 0, 0, 0), row_k, first < rows
     else:
-        return WorkTile(first, head, batch, 0, 0, 0, 0, 0, 0, 0), 0, True
+        return WorkTile(first, head, batch, 0, 0, 0, 0, 0, 0, 0, 0, 0), 0, True
 
 
 @gluon.jit
@@ -229,7 +237,7 @@ def kv_tile_of(metadata, tile, bounds, WARPS: gl.constexpr, C: gl.constexpr):
     """Return a tile of keys and its bounds: where lengths are data, its sequence's."""
     if C.VARLEN:
         tile = KVTile(load_tile_metadata(metadata, 0, WARPS), load_tile_metadata(metadata, 1, WARPS),
-                      load_tile_metadata(metadata, 2, WARPS))
+                      load_tile_metadata(metadata, 2, WARPS), 0, 0)
         bounds = MaskBounds(load_tile_metadata(metadata, 3, WARPS), load_tile_metadata(metadata, 4, WARPS),
                             load_tile_metadata(metadata, 5, WARPS), load_tile_metadata(metadata, 6, WARPS))
     return tile, bounds

@@ -53,12 +53,19 @@ from tilewise.kernels.hopper.backward.types import (
     TileView,
 )
 from tilewise.kernels.hopper.compat import reinterpret, tma_store, tma_store_wait
+from tilewise.kernels.hopper.mask_plan import (
+    MaskPlan,
+    bits_of_rows,
+    keep_by_bits,
+    kv_tile_in_list,
+    load_bits,
+    q_blocks_of_tile,
+)
 from tilewise.kernels.hopper.mask_ranges import (
     QUERIES,
     phases_of,
     q_block_start,
     q_block_start_serpentine,
-    q_blocks_of,
 )
 from tilewise.kernels.hopper.pipeline import (
     CONTIGUOUS,
@@ -73,9 +80,9 @@ from tilewise.kernels.hopper.softmax import cap
 from tilewise.kernels.hopper.tile_scheduler import (
     NO_TILE,
     TileQueue,
-    get_tile,
+    get_kv_tile,
     kv_tile_at,
-    kv_tile_of_numbers,
+    kv_tile_size,
 )
 from tilewise.kernels.hopper.varlen import (
     dq_parts_of,
@@ -108,6 +115,24 @@ def hide_probs(probs, first_query, first_key, bounds, C: gl.constexpr):
 
 
 @gluon.jit
+def bits_of_step(step, view, C: gl.constexpr):
+    """With C.MASK_PLAN, load the bits of a step's block."""
+    if C.MASK_PLAN:
+        return load_bits(view.bits, step, view.blocks.boundary, QUERIES)
+    else:
+        return ()
+
+
+@gluon.jit
+def hide_pairs(probs, step, words, view, C: gl.constexpr):
+    """Set P of a step's pairs that do not take part to 0, by the mask's bounds or by bits."""
+    if C.MASK_PLAN:
+        return keep_by_bits(probs, words, 0.0)
+    else:
+        return hide_probs(probs, q_block_start(step, view.blocks, C), view.key, view.bounds, C)
+
+
+@gluon.jit
 def attend_blocks(begin, end, count, state, head, view, args, smem, draws, OWN: gl.constexpr, MASKED: gl.constexpr,
                   C: gl.constexpr):
     """Blocks ``begin`` to ``end`` of a query head: add to dK and dV in registers, and to dQ in memory.
@@ -122,7 +147,9 @@ def attend_blocks(begin, end, count, state, head, view, args, smem, draws, OWN: 
     ROW: gl.constexpr = gl.SliceLayout(0, SCORE_LAYOUT)
     DTYPE: gl.constexpr = kv.k_tiles.dtype
     NC: gl.constexpr = C.CONSUMERS
-    unmasked = blocks.start + (blocks.upper_boundary - blocks.boundary) * QUERIES
+    unmasked = 0
+    if not C.MASK_PLAN:
+        unmasked = blocks.start + (blocks.upper_boundary - blocks.boundary) * QUERIES
     if C.VARLEN:
         count = optimization_barrier(count)
     for step in range(begin, end):
@@ -134,10 +161,13 @@ def attend_blocks(begin, end, count, state, head, view, args, smem, draws, OWN: 
         v = kv.v_tiles.index(own).reshape([64, C.WIDTH])
         if C.HEAD_PERSISTENT:
             first_query = q_block_start_serpentine(step, key - OWN * 64, blocks, C)
-        elif MASKED or C.DETERMINISTIC:
+        elif MASKED or C.DETERMINISTIC or C.MASK_PLAN:
             first_query = q_block_start(step, blocks, C)
         else:  # behind those at the first queries
             first_query = unmasked + step * QUERIES
+        bits = ()
+        if MASKED:
+            bits = bits_of_step(step, view, C)
         if not C.S_AHEAD:
             consumer_wait(smem.q.full, count, C.Q_STAGES)
             scores_pending = issue_s_or_dp(k, q_tiles, row_stats, count, stage, SCORES, C)
@@ -158,7 +188,10 @@ def attend_blocks(begin, end, count, state, head, view, args, smem, draws, OWN: 
             scores = cap(scores, args.scales.squash)
             probs = gl.exp2(scores * scale_log2 - lse[None, :])
         if MASKED:
-            probs = hide_probs(probs, first_query, key, bounds, C)
+            if C.MASK_PLAN:
+                probs = keep_by_bits(probs, bits, 0.0)
+            else:
+                probs = hide_probs(probs, first_query, key, bounds, C)
         if C.HAS_DROPOUT:
             probs = dropout.signed(probs, words, draws.threshold)
             left_probs = gl.convert_layout(dropout.kept_alone(probs, DTYPE), LEFT)
@@ -260,7 +293,7 @@ def attend_tile(args, smem, tile, count, tile_count, OWN: gl.constexpr, C: gl.co
     dk = gl.full([64, C.WIDTH], 0.0, gl.float32, layout=ACC_LAYOUT)
     dv = gl.full([64, C.WIDTH], 0.0, gl.float32, layout=ACC_LAYOUT)
     scores = gl.full([64, QUERIES], 0.0, gl.float32, layout=SCORE_LAYOUT)
-    blocks = q_blocks_of(tile.first, bounds, C)
+    blocks = q_blocks_of_tile(tile, bounds, args.plan, C)
     key = tile.first + OWN * 64
     ends = phases_of(key, blocks, bounds, C)
     FIRST: gl.constexpr = 1 if (C.DETERMINISTIC or C.HEAD_PERSISTENT) and not C.HAS_LOWER else 0
@@ -281,7 +314,10 @@ def attend_tile(args, smem, tile, count, tile_count, OWN: gl.constexpr, C: gl.co
     last_count = 0
     if C.AUGMENTED_K:
         last_count = count + group * blocks.count - 1
-    view = TileView(key, blocks, bounds, last_count)
+    bits = ()
+    if C.MASK_PLAN:
+        bits = bits_of_rows(args.plan, tile.batch, tile.head, key // 64)
+    view = TileView(key, blocks, bounds, last_count, bits)
     state = State(scores, dk, dv)
     for member in range(group):
         if C.HEAD_PERSISTENT:
@@ -319,11 +355,11 @@ def attend(args, smem, OWN: gl.constexpr, C: gl.constexpr):
     count = 0
     tile_count = 0
     if C.AUGMENTED_K:
-        tile = kv_tile_of_numbers(get_tile(smem.queue, tile_count, 3))
+        tile = get_kv_tile(smem.queue, tile_count, C)
         while tile.first != NO_TILE:
             count = attend_tile(args, smem, tile, count, tile_count, OWN, C)
             tile_count += 1
-            tile = kv_tile_of_numbers(get_tile(smem.queue, tile_count, 3))
+            tile = get_kv_tile(smem.queue, tile_count, C)
     else:
         attend_tile(args, smem, args.tile, count, tile_count, OWN, C)
 
@@ -368,15 +404,18 @@ def hopper_backward_kernel(q_desc, k_desc, v_desc, dout_desc, lse, delta_ptr, dk
                   make_barriers(C.Q_STAGES, NC))
     dout_pipe = Pipe(dout_tiles, make_barriers(C.DOUT_STAGES + SPARE, 1), make_barriers(C.DOUT_STAGES, NC))
     grid = numbers.grid
+    plan = MaskPlan(pointers.lists, pointers.bits, numbers.plan)
     queue = ()
     tile = ()
     if C.AUGMENTED_K:
         kv = KVTiles(k_tiles, v_tiles, make_barriers(NC, 2), make_barriers(1, NC), make_barriers(NC, 1))
-        tile_values = gl.allocate_shared_memory(gl.int32, [2 * 3, 1], CONTIGUOUS)
+        tile_values = gl.allocate_shared_memory(gl.int32, [2 * kv_tile_size(C), 1], CONTIGUOUS)
         queue = TileQueue(tile_values, make_barriers(2, 1), make_barriers(2, NC))
     else:
         kv = KVTiles(k_tiles, v_tiles, make_barriers(NC + SPARE * NC, 1), (), ())
         tile = kv_tile_at(gl.program_id(0), grid, C)
+        if C.MASK_PLAN:
+            tile = kv_tile_in_list(plan, tile, C)
     fence_async_shared()
     metadata = ()
     if C.VARLEN:
@@ -392,7 +431,7 @@ def hopper_backward_kernel(q_desc, k_desc, v_desc, dout_desc, lse, delta_ptr, dk
                 DQTarget(accum, workspace_ptr, workspace_ptr, dq_desc, scales.gradient), grid, numbers.bounds,
                 numbers.group, scales,
                 dropout.Dropout(seed, settings.threshold, settings.dv_scale, settings.origin_q, settings.origin_k),
-                numbers.count, tile, workspace_ptr)
+                numbers.count, tile, workspace_ptr, plan)
     smem = Smem(kv, q_pipe, dout_pipe, row_stats, dscores, dq_stage, queue, metadata)
     ZERO: gl.constexpr = 0
     ONE: gl.constexpr = 1

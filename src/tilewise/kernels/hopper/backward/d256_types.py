@@ -21,6 +21,7 @@ class Config(NamedTuple):
     DETERMINISTIC: bool = False
     HEAD_PERSISTENT: bool = False
     HAS_CU_SEQLENS: bool = False
+    MASK_PLAN: bool = False
 
 
 class DQConfig(NamedTuple):
@@ -36,6 +37,7 @@ class DQConfig(NamedTuple):
     PACK_GQA: int = 1
     HAS_CU_SEQLENS: bool = False
     TILES_FROM_END: bool = False
+    MASK_PLAN: bool = False
 
 
 class Inputs(NamedTuple):

@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from tilewise.kernels.hopper.backward.augmented_k import EXTRA_COLUMNS, AugmentedK, make_selectors
 from tilewise.kernels.hopper.backward.d64_types import KVPipe, Smem, State, TileView
-from tilewise.kernels.hopper.backward.d128 import SCORE_LAYOUT, hide_probs, write_gradient
+from tilewise.kernels.hopper.backward.d128 import SCORE_LAYOUT, bits_of_step, hide_pairs, write_gradient
 from tilewise.kernels.hopper.backward.dq_accum import (
     WRITERS,
     DQStage,
@@ -49,6 +49,7 @@ from tilewise.kernels.hopper.backward.mmas import DPROBS, SCORES, issue_dq, issu
 from tilewise.kernels.hopper.backward.producers import load_dout, load_queries
 from tilewise.kernels.hopper.backward.types import Args, Inputs, Outputs, Pipe
 from tilewise.kernels.hopper.compat import tma_load, tma_store_wait
+from tilewise.kernels.hopper.mask_plan import MaskPlan, bits_of_rows, kv_tile_in_list, q_blocks_of_tile
 from tilewise.kernels.hopper.mask_ranges import (
     QUERIES,
     is_last_of,
@@ -68,12 +69,13 @@ from tilewise.kernels.hopper.pipeline import (
 )
 from tilewise.kernels.hopper.tile_scheduler import (
     NO_TILE,
+    KVTile,
     TileQueue,
     fetch_next_tile,
-    get_tile,
+    get_kv_tile,
     kv_tile_at,
-    kv_tile_of_numbers,
-    publish_tile,
+    kv_tile_size,
+    publish_kv_tile,
 )
 
 ZERO: gl.constexpr = gl.constexpr(0)
@@ -81,10 +83,11 @@ ONE: gl.constexpr = gl.constexpr(1)
 
 
 @gluon.jit
-def overlap_blocks(state, count, first_query, view, args, smem, ENDS: gl.constexpr, BEGINS: gl.constexpr,
+def overlap_blocks(state, count, step, view, args, smem, ENDS: gl.constexpr, BEGINS: gl.constexpr,
                    MASKED: gl.constexpr, OWN: gl.constexpr, C: gl.constexpr):
     """End the block of iteration ``count - 1`` (ENDS), whose P and dP the state has, and begin that of ``count``.
 
+    ``step``: the latter's, in the tile's order of blocks.
     A tile's first iteration ends no block, and the one behind its last block begins none (BEGINS).
     """
     probs, left_probs, dprobs, dk, dv = state
@@ -93,7 +96,10 @@ def overlap_blocks(state, count, first_query, view, args, smem, ENDS: gl.constex
     DTYPE: gl.constexpr = kv.k_tiles.dtype
     kv_index = view.kv_index
     last = count - 1
+    words = ()
     if BEGINS:
+        if MASKED:
+            words = bits_of_step(step, view, C)
         consumer_wait(smem.q.full, count, C.Q_STAGES)
         consumer_wait(smem.dout.full, count, C.DOUT_STAGES)
     if ENDS:
@@ -118,7 +124,7 @@ def overlap_blocks(state, count, first_query, view, args, smem, ENDS: gl.constex
         scores = warpgroup_mma_wait(3 if ENDS else 2, deps=(scores_pending,))
         probs = gl.exp2(scores * args.scales.scale_log2)
         if MASKED:
-            probs = hide_probs(probs, first_query, view.key, view.bounds, C)
+            probs = hide_pairs(probs, step, words, view, C)
         left_probs = gl.convert_layout(probs.to(DTYPE), LEFT)
         producer_acquire(smem.dscores.empty, count, 2)
     if ENDS and BEGINS:
@@ -137,11 +143,8 @@ def overlap_blocks(state, count, first_query, view, args, smem, ENDS: gl.constex
 def attend_blocks(begin, end, state, count, view, args, smem, MASKED: gl.constexpr, OWN: gl.constexpr,
                   C: gl.constexpr):
     """Begin blocks ``begin`` to ``end`` of one query head, and end those before them."""
-    first_query = 0  # read by the mask alone
     for step in range(begin, end):
-        if MASKED:
-            first_query = q_block_start(step, view.blocks, C)
-        state = overlap_blocks(state, count, first_query, view, args, smem, True, True, MASKED, OWN, C)
+        state = overlap_blocks(state, count, step, view, args, smem, True, True, MASKED, OWN, C)
         count += 1
     return state, count
 
@@ -151,7 +154,7 @@ def load_tile(args, smem, tile_count, tile, count, C: gl.constexpr):
     """Producer: keys and values of a tile, and behind them the queries of every head of the group."""
     inputs, kv = args.inputs, smem.kv
     NC: gl.constexpr = C.CONSUMERS
-    blocks = q_blocks_of(tile.first, args.bounds, C)
+    blocks = q_blocks_of_tile(tile, args.bounds, args.plan, C)
     producer_acquire(kv.empty, tile_count, C.KV_STAGES)
     stage = tile_count % C.KV_STAGES
     mbarrier.expect(kv.full.index(stage), NC * (inputs.k.block_type.nbytes + inputs.v.block_type.nbytes))
@@ -180,11 +183,13 @@ def load(args, smem, C: gl.constexpr):
         tile_count = 0
         while number < total:
             tile = kv_tile_at(number, args.grid, C)
-            publish_tile(smem.queue, tile_count, tile, 3)
+            if C.MASK_PLAN:
+                tile = kv_tile_in_list(args.plan, tile, C)
+            publish_kv_tile(smem.queue, tile_count, tile, C)
             count = load_tile(args, smem, tile_count, tile, count, C)
             tile_count += 1
             number = fetch_next_tile(args.tile_counter, total)
-        publish_tile(smem.queue, tile_count, (NO_TILE, 0, 0), 3)
+        publish_kv_tile(smem.queue, tile_count, KVTile(NO_TILE, 0, 0, 0, 0), C)
     else:
         for tile_count in range(tiles_of_cta(args.grid, C)):
             count = load_tile(args, smem, tile_count, tile_of_cta(tile_count, args.grid, C), count, C)
@@ -202,14 +207,17 @@ def attend_tile(args, smem, tile_count, tile, count, OWN: gl.constexpr, C: gl.co
     zeros = gl.full([64, QUERIES], 0.0, gl.float32, layout=SCORE_LAYOUT)
     left_zeros = gl.convert_layout(zeros.to(kv.k_tiles.dtype), gl.DotOperandLayout(0, ACC_LAYOUT, 2))
     state = State(zeros, left_zeros, zeros, dk, dv)
-    blocks = q_blocks_of(tile.first, bounds, C)
+    blocks = q_blocks_of_tile(tile, bounds, args.plan, C)
     key = tile.first + OWN * 64
     ends = phases_of(key, blocks, bounds, C)
     kv_index = tile_count % C.KV_STAGES * C.CONSUMERS + OWN
-    view = TileView(key, kv_index, blocks, bounds)
+    bits = ()
+    if C.MASK_PLAN:
+        bits = bits_of_rows(args.plan, tile.batch, tile.head, key // 64)
+    view = TileView(key, kv_index, blocks, bounds, bits)
     consumer_wait(kv.full, tile_count, C.KV_STAGES)
     # Some query sees these keys: there is a block.
-    state = overlap_blocks(state, count, q_block_start(0, blocks, C), view, args, smem, False, True, True, OWN, C)
+    state = overlap_blocks(state, count, 0, view, args, smem, False, True, True, OWN, C)
     if tile_count > 0:
         tma_store_wait(0)  # dK and dV of the tile before have been read where its keys and values were
         consumer_release(kv.empty, tile_count - 1, C.KV_STAGES)
@@ -234,11 +242,11 @@ def attend(args, smem, OWN: gl.constexpr, C: gl.constexpr):
     count = 0
     if C.DYNAMIC_TILES:
         tile_count = 0
-        tile = kv_tile_of_numbers(get_tile(smem.queue, tile_count, 3))
+        tile = get_kv_tile(smem.queue, tile_count, C)
         while tile.first != NO_TILE:
             count = attend_tile(args, smem, tile_count, tile, count, OWN, C)
             tile_count += 1
-            tile = kv_tile_of_numbers(get_tile(smem.queue, tile_count, 3))
+            tile = get_kv_tile(smem.queue, tile_count, C)
     else:
         for tile_count in range(tiles_of_cta(args.grid, C)):
             count = attend_tile(args, smem, tile_count, tile_of_cta(tile_count, args.grid, C), count, OWN, C)
@@ -251,7 +259,7 @@ def make_dq_of_tile(args, smem, tile_count, tile, count, C: gl.constexpr):
     kv, bounds, group = smem.kv, args.bounds, args.group
     blocks_of_head = (bounds.sq + (QUERIES - 1)) // QUERIES
     SHARED: gl.constexpr = C.CTAS_PER_HEAD > 1
-    blocks = q_blocks_of(tile.first, bounds, C)
+    blocks = q_blocks_of_tile(tile, bounds, args.plan, C)
     consumer_wait(kv.full, tile_count, C.KV_STAGES)
     if C.HEAD_PERSISTENT and not SHARED:
         await_accum()  # of the tiles before
@@ -291,11 +299,11 @@ def make_dq(args, smem, C: gl.constexpr):
     count = 0
     if C.DYNAMIC_TILES:
         tile_count = 0
-        tile = kv_tile_of_numbers(get_tile(smem.queue, tile_count, 3))
+        tile = get_kv_tile(smem.queue, tile_count, C)
         while tile.first != NO_TILE:
             count = make_dq_of_tile(args, smem, tile_count, tile, count, C)
             tile_count += 1
-            tile = kv_tile_of_numbers(get_tile(smem.queue, tile_count, 3))
+            tile = get_kv_tile(smem.queue, tile_count, C)
     else:
         for tile_count in range(tiles_of_cta(args.grid, C)):
             count = make_dq_of_tile(args, smem, tile_count, tile_of_cta(tile_count, args.grid, C), count, C)
@@ -368,12 +376,12 @@ def accumulate_shared(args, parts, OWN: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def hopper_backward_d64_kernel(q_desc, k_desc, v_desc, dout_desc, columns_desc, dk_desc, dv_desc, dq_desc, accum,
-                               workspace_ptr, numbers, C: gl.constexpr):
+                               workspace_ptr, pointers, numbers, C: gl.constexpr):
     """Compute dk and dv, and the dQ accumulator, or with C.HEAD_PERSISTENT dq.
 
     Grid: (tiles · heads of k · batches,), with C.HEAD_PERSISTENT any multiple of C.CTAS_PER_HEAD up to as many times
     heads of k · batches, with C.DYNAMIC_TILES any number up to its own. columns_desc: the extra columns of queries.
-    numbers: a BackwardNumbers.
+    pointers, numbers: a BackwardPointers and a BackwardNumbers.
 
     accum: (·, 256), a descriptor. The accumulator must be zero at first, but with C.DETERMINISTIC. Where a CTA has a
     head to itself it has room for a group's blocks for each CTA. dq_desc: with C.HEAD_PERSISTENT, else None.
@@ -409,7 +417,7 @@ def hopper_backward_d64_kernel(q_desc, k_desc, v_desc, dout_desc, columns_desc, 
         dq_stage = gl.allocate_shared_memory(gl.float32, [1, C.WIDTH // 4, 256], accum.layout)
     queue = ()
     if C.DYNAMIC_TILES:
-        tile_values = gl.allocate_shared_memory(gl.int32, [2 * 3, 1], CONTIGUOUS)
+        tile_values = gl.allocate_shared_memory(gl.int32, [2 * kv_tile_size(C), 1], CONTIGUOUS)
         queue = TileQueue(tile_values, make_barriers(2, 1), make_barriers(2, NC + 1))
     fence_async_shared()
     grid, scales = numbers.grid, numbers.scales
@@ -419,7 +427,8 @@ def hopper_backward_d64_kernel(q_desc, k_desc, v_desc, dout_desc, columns_desc, 
     args = Args(Inputs(q_desc, k_desc, v_desc, dout_desc, columns_desc, None, None),
                 Outputs(dk_desc, dv_desc, None, None),
                 DQTarget(accum, workspace_ptr, workspace_ptr, dq_desc, scales.gradient), grid, numbers.bounds,
-                numbers.group, scales, None, None, tile, workspace_ptr)
+                numbers.group, scales, None, None, tile, workspace_ptr,
+                MaskPlan(pointers.lists, pointers.bits, numbers.plan))
     smem = Smem(kv_pipe, q_pipe, dout_pipe, row_stats, dscores_pipe, dq_stage, queue)
     if IN_ORDER:
         gl.warp_specialize([

@@ -45,7 +45,7 @@ def tile_of_cta(number, grid, C: gl.constexpr):
         own = tiles_of_head(grid.tiles, C)
         row = gl.program_id(0) // N + number // own * (gl.num_programs(0) // N)
         rank = number % own * N + place_in_round(number % own, C)
-        tile = KVTile(rank * (64 * C.CONSUMERS), row % grid.heads, row // grid.heads)
+        tile = KVTile(rank * (64 * C.CONSUMERS), row % grid.heads, row // grid.heads, 0, 0)
     else:
         tile = kv_tile_at(gl.program_id(0), grid, C)
     return tile

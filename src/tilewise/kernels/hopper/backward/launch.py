@@ -15,6 +15,7 @@ from tilewise.kernels.hopper.arguments import (
     DropoutNumbers,
     Lengths,
     MaskBounds,
+    PlanNumbers,
     Scales,
     StridedRows,
     TileGrid,
@@ -25,7 +26,7 @@ from tilewise.masks import Span
 from tilewise.problem import AttentionProblem, Sizes, dense_strides, legal_strides, padded_dim
 from tilewise.problem.options import DRAWS
 
-_NO_DATA = (None,) * 5  # cu_seqlens_q, cu_seqlens_k, seqlens_q, seqlens_k, dropout's seed
+_NO_DATA = (None,) * 7  # cu_seqlens_q, cu_seqlens_k, seqlens_q, seqlens_k, dropout's seed, a plan's lists and bits
 
 # As in backends/_support/memory.py, which kernels do not know.
 Allocate = Callable[[Sizes, Sizes, torch.dtype], torch.Tensor]  # of sizes, strides and dtype, its memory anything
@@ -34,8 +35,8 @@ Allocate = Callable[[Sizes, Sizes, torch.dtype], torch.Tensor]  # of sizes, stri
 class HopperBackward:
     """The backward kernels bound to a problem; call it with (q, k, v, dout, lse, delta, dq, dk, dv).
 
-    Where lengths are data or there is dropout, cu_seqlens_q, cu_seqlens_k, seqlens_q, seqlens_k and the seed follow,
-    each a tensor or None.
+    Where lengths are data, there is dropout, or the mask needs a plan, cu_seqlens_q, cu_seqlens_k, seqlens_q,
+    seqlens_k, the seed, and the plan's lists and bits follow, each a tensor or None. ``plan``: its strides.
     ``dq_strides``: those of dq. ``num_sms``: of the device; one CTA runs on each SM at a time. ``incoming``: the
     strides of out and dout, the last 1, where delta has no gradient of lse and no other kernel needs it; out then comes
     in its place if ``takes_out`` says so. ``allocate``: allocates memory on the device. lse and delta are contiguous,
@@ -46,7 +47,7 @@ class HopperBackward:
 
     def __init__(self, problem: AttentionProblem, config: HopperBackwardConfig, schedule: HopperBackwardSchedule,
                  dq_strides: Sizes, num_sms: int, incoming: tuple[Sizes, Sizes] | None = None,
-                 allocate: Allocate | None = None) -> None:
+                 allocate: Allocate | None = None, plan: Sizes | None = None) -> None:
         from triton.experimental.gluon import language as gl
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -75,7 +76,8 @@ class HopperBackward:
         self.scalars = (
             BackwardNumbers(TileGrid(tiles, problem.hk, problem.b, swizzle),
                             MaskBounds(sq, len(self.keys), lower, upper), problem.group,
-                            Scales(_gradient_scale(problem), *scaling_of(problem)), count, _dropout_of(problem)),
+                            Scales(_gradient_scale(problem), *scaling_of(problem)), count, _dropout_of(problem),
+                            None if plan is None else PlanNumbers(*plan)),
             constants)
         self.forms = self._forms(chunks, gl.bfloat16 if problem.dtype is torch.bfloat16 else gl.float16)
         self.places = operator.itemgetter(*[i if form else len(self.forms) for i, forms in enumerate(self.forms)
@@ -207,9 +209,9 @@ class HopperBackward:
         if self.has_two_chunks:
             return (*described, target)
         if self.plain_calls_only:
-            return (*described, target, workspace)
-        dk, dv, seed, *lengths = self._optional(tensors[6], tensors[7], data)
-        return (*described, target, workspace, BackwardPointers(dk, dv, seed), Lengths(*lengths))
+            return (*described, target, workspace, BackwardPointers(None, None, None, *data[5:]))
+        dk, dv, seed, lists, bits, *lengths = self._optional(tensors[6], tensors[7], data)
+        return (*described, target, workspace, BackwardPointers(dk, dv, seed, lists, bits), Lengths(*lengths))
 
     def _in_forms(self, tensors: tuple[torch.Tensor, ...], make: Callable[[torch.Tensor, Any], Any]) -> list[Any]:
         """Make an argument of each tensor in each of its forms; lse and delta may have none, and a form may be None."""
@@ -220,9 +222,9 @@ class HopperBackward:
 
     def _optional(self, dk: torch.Tensor, dv: torch.Tensor,
                   data: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
-        """Return what only some calls have: dk and dv where sequences are packed, the seed, the lengths; else None."""
-        *lengths, seed = data
-        return (dk, dv, seed, *lengths) if self.packed else (None, None, seed, *lengths)
+        """Return what only some calls have: dk and dv where sequences are packed, seed, plan, lengths; else None."""
+        rest = (*data[4:], *data[:4])
+        return (dk, dv, *rest) if self.packed else (None, None, *rest)
 
     def _read(self, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """Leave out the rows that are not read."""
@@ -285,7 +287,7 @@ def _d64_kernel_config(problem: AttentionProblem, config: HopperBackwardConfig) 
         WIDTH=config.columns(problem)[0][0], Q_STAGES=config.q_stages, DOUT_STAGES=config.dout_stages,
         DETERMINISTIC=config.deterministic, HEAD_PERSISTENT=config.head_persistent,
         CTAS_PER_HEAD=config.ctas_per_head, KV_STAGES=config.kv_stages, DYNAMIC_TILES=config.dynamic_tiles,
-        HAS_LOWER=lower is not None, HAS_UPPER=upper is not None)
+        HAS_LOWER=lower is not None, HAS_UPPER=upper is not None, MASK_PLAN=not problem.is_banded)
 
 
 def _kernel_config(problem: AttentionProblem, config: HopperBackwardConfig) -> Any:
@@ -299,7 +301,7 @@ def _kernel_config(problem: AttentionProblem, config: HopperBackwardConfig) -> A
         DETERMINISTIC=config.deterministic, AUGMENTED_K=config.augmented_k, HEAD_PERSISTENT=config.head_persistent,
         HAS_LOWER=lower is not None, HAS_UPPER=upper is not None, VARLEN=count is not None,
         HAS_CU_SEQLENS=problem.sequences.packed is not None, BOTTOM_RIGHT=is_shifted,
-        HAS_DROPOUT=problem.scores.dropout_p > 0.0)
+        HAS_DROPOUT=problem.scores.dropout_p > 0.0, MASK_PLAN=not problem.is_banded)
 
 
 def _gradient_scale(problem: AttentionProblem) -> float:

@@ -20,11 +20,12 @@ from tilewise.problem import AttentionProblem, Sizes, legal_strides
 
 def backward_launch(problem: AttentionProblem, config: HopperBackwardConfig, schedule: HopperBackwardSchedule,
                     dq_strides: Sizes, num_sms: int, incoming: tuple[Sizes, Sizes] | None = None,
-                    allocate: Allocate | None = None) -> "HopperBackward | HopperBackwardApart":
+                    allocate: Allocate | None = None,
+                    plan: Sizes | None = None) -> "HopperBackward | HopperBackwardApart":
     """Bind the backward kernels that a config is for to a problem. The rest: see :class:`HopperBackward`."""
     if config.kernel == "d256":
         return HopperBackwardApart(problem, config, schedule)
-    return HopperBackward(problem, config, schedule, dq_strides, num_sms, incoming, allocate)
+    return HopperBackward(problem, config, schedule, dq_strides, num_sms, incoming, allocate, plan)
 
 
 class HopperPart:

@@ -11,19 +11,20 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from tilewise.kernels.hopper.compat import tma_load
+from tilewise.kernels.hopper.mask_plan import kv_tile_in_list, q_blocks_of_tile
 from tilewise.kernels.hopper.mask_ranges import (
     QUERIES,
     q_block_start,
     q_block_start_serpentine,
-    q_blocks_of,
 )
 from tilewise.kernels.hopper.pipeline import ONE_WARP, producer_acquire
 from tilewise.kernels.hopper.softmax import LOG2E
 from tilewise.kernels.hopper.tile_scheduler import (
     NO_TILE,
+    KVTile,
     fetch_next_tile,
     kv_tile_at,
-    publish_tile,
+    publish_kv_tile,
 )
 from tilewise.kernels.hopper.varlen import clear_rows, kv_tile_of, sequence_rows_of
 
@@ -161,7 +162,7 @@ def load_tile(args, smem, tile, count, tile_count, C: gl.constexpr):
     inputs = args.inputs
     total = args.bounds.sq  # queries of all sequences
     tile, bounds = kv_tile_of(smem.metadata, tile, args.bounds, 1, C)
-    blocks = q_blocks_of(tile.first, bounds, C)
+    blocks = q_blocks_of_tile(tile, bounds, args.plan, C)
     rows = sequence_rows_of(smem.metadata, bounds, C)
     begun = count
     if not C.AUGMENTED_K:
@@ -212,7 +213,9 @@ def load(args, smem, C: gl.constexpr):
             number = (number + 1) * tiles - 1
         while number < total:
             tile = kv_tile_at(number, args.grid, C)
-            publish_tile(smem.queue, tile_count, tile, 3)
+            if C.MASK_PLAN:
+                tile = kv_tile_in_list(args.plan, tile, C)
+            publish_kv_tile(smem.queue, tile_count, tile, C)
             count = load_tile(args, smem, tile, count, tile_count, C)
             tile_count += 1
             if C.HEAD_PERSISTENT:  # the one before it, or the last one of the next head
@@ -221,6 +224,6 @@ def load(args, smem, C: gl.constexpr):
                 number -= 1
             else:
                 number = fetch_next_tile(args.tile_counter, total)
-        publish_tile(smem.queue, tile_count, (NO_TILE, 0, 0), 3)
+        publish_kv_tile(smem.queue, tile_count, KVTile(NO_TILE, 0, 0, 0, 0), C)
     else:
         load_tile(args, smem, args.tile, count, tile_count, C)

@@ -18,6 +18,7 @@ class Config(NamedTuple):
     AUGMENTED_K: the tensor cores subtract lse and delta (augmented_k.py), a CTA is persistent, and dQ is staged.
     HEAD_PERSISTENT: a persistent CTA has all tiles of a head, or CTAs that share one, and no other adds to its dQ.
     VARLEN, HAS_CU_SEQLENS, BOTTOM_RIGHT: as in the forward kernel. HAS_DROPOUT: whether there is dropout.
+    MASK_PLAN: as in the forward kernel; not with DETERMINISTIC or HEAD_PERSISTENT.
     """
 
     WIDTH: int
@@ -35,6 +36,7 @@ class Config(NamedTuple):
     HAS_CU_SEQLENS: bool
     BOTTOM_RIGHT: bool
     HAS_DROPOUT: bool
+    MASK_PLAN: bool = False
 
 
 class Inputs(NamedTuple):
@@ -65,7 +67,8 @@ class Outputs(NamedTuple):
 class Args(NamedTuple):
     """What the launch gives to every warp. group: query heads a kv head; num_sequences: None but for C.VARLEN.
 
-    tile: the CTA's tile of keys, where it has one. tile_counter: the dynamic tile scheduler's.
+    tile: the CTA's tile of keys, where it has one. tile_counter: the dynamic tile scheduler's. plan: a
+    mask_plan.MaskPlan.
     """
 
     inputs: Any
@@ -79,6 +82,7 @@ class Args(NamedTuple):
     num_sequences: Any
     tile: Any
     tile_counter: Any
+    plan: Any
 
 
 class Pipe(NamedTuple):
@@ -128,13 +132,15 @@ class State(NamedTuple):
 class TileView(NamedTuple):
     """A tile of keys as a warpgroup sees it: its first key, the tile's blocks of queries, and the mask's bounds.
 
-    last_count: with C.AUGMENTED_K, the Q pipe's iteration of the tile's last block.
+    last_count: with C.AUGMENTED_K, the Q pipe's iteration of the tile's last block. bits: with C.MASK_PLAN, a pointer
+    to those of its keys.
     """
 
     key: Any
     blocks: Any
     bounds: Any
     last_count: Any
+    bits: Any
 
 
 class QHead(NamedTuple):

@@ -33,6 +33,7 @@ from tilewise.kernels.hopper.forward.types import (
     State,
     TileView,
 )
+from tilewise.kernels.hopper.mask_plan import MaskPlan, bits_of_rows, keep_by_bits, load_bits
 from tilewise.kernels.hopper.mask_ranges import kv_block_start, masked_blocks_of, sink_block_of
 from tilewise.kernels.hopper.pipeline import (
     CONTIGUOUS,
@@ -84,6 +85,24 @@ from tilewise.kernels.hopper.varlen import bounds_of_tile, clear, tile_of_number
 
 
 @gluon.jit
+def bits_of_step(step, view, C: gl.constexpr):
+    """With C.MASK_PLAN, load the bits of a step's block."""
+    if C.MASK_PLAN:
+        return load_bits(view.bits, step, view.blocks.boundary, C.BLOCK_N)
+    else:
+        return ()
+
+
+@gluon.jit
+def hide_pairs(s, step, words, view, C: gl.constexpr):
+    """Set the scores of a step's pairs that do not take part to -inf, by the mask's bounds or by bits."""
+    if C.MASK_PLAN:
+        return keep_by_bits(s, words, float("-inf"))
+    else:
+        return hide(s, view.row, kv_block_start(step, view.blocks, C), view.bounds, C)
+
+
+@gluon.jit
 def attend_block(step, count, q, state, view, kv, scaling, OWN: gl.constexpr, MASKED: gl.constexpr,
                  FROZEN_MAX: gl.constexpr, C: gl.constexpr):
     """S of a block, and O += P·V of the block before it; ``count``: the KV pipe's iteration.
@@ -93,6 +112,9 @@ def attend_block(step, count, q, state, view, kv, scaling, OWN: gl.constexpr, MA
     """
     DTYPE: gl.constexpr = kv.k_tiles[0].dtype
     probs, acc, shift, row_sum, peak = state
+    words = ()
+    if MASKED:
+        words = bits_of_step(step, view, C)
     consumer_wait(kv.full, count, C.KV_STAGES)
     stage = count % C.KV_STAGES
     order_barrier_wait(OWN, C.PING_PONG)
@@ -101,7 +123,7 @@ def attend_block(step, count, q, state, view, kv, scaling, OWN: gl.constexpr, MA
     order_barrier_arrive(OWN, C.CONSUMERS, C.PING_PONG)
     s = cap(warpgroup_mma_wait(len(C.DV) * len(probs), deps=(s_pending,)), scaling.squash)
     if MASKED:
-        s = hide(s, view.row, kv_block_start(step, view.blocks, C), view.bounds, C)
+        s = hide_pairs(s, step, words, view, C)
     if FROZEN_MAX:  # in a row that has seen no key exponents are inf here, and it overflows
         subtracted = shift
         factor = None
@@ -218,11 +240,20 @@ def attend_tiles(tile, count, tile_count, args, smem, OWN: gl.constexpr, C: gl.c
     count += 1
     while tile.first != NO_TILE:
         bounds = bounds_of_tile(tile, args.bounds, C)
-        blocks = blocks_of_tile(tile, bounds, args.splits, C)
+        blocks = blocks_of_tile(tile, bounds, args.splits, args.plan, C)
         row = tile.first + OWN * (64 // C.PACK_GQA)
-        view = TileView(row, blocks, bounds)
+        bits = ()
+        if C.MASK_PLAN:
+            bits = bits_of_rows(args.plan, tile.batch, tile.head, tile.first // 64 + OWN)
+        view = TileView(row, blocks, bounds, bits)
         empty_rows = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, S_LAYOUT))
-        if C.FROZEN_MAX:  # among the masked blocks is that of the first row's last key: behind them every row saw one
+        if C.MASK_PLAN:
+            # A row that sees a key of full blocks alone overflows with C.FROZEN_MAX. It is rare: of a causal mask the
+            # diagonal is partial, and where no block is, the first one is a full one.
+            masked = blocks.boundary
+            if C.FROZEN_MAX:
+                masked = gl.where(tile.recompute != 0, blocks.count, masked)
+        elif C.FROZEN_MAX:  # among the masked blocks is that of the first row's last key: behind them every row saw one
             masked = masked_blocks_of(row - 1, blocks, bounds, C)
             if C.SINK_BLOCK_FIRST:
                 masked = gl.maximum(masked, gl.minimum(blocks.count, sink_block_of(blocks) + 1))
@@ -237,7 +268,7 @@ def attend_tiles(tile, count, tile_count, args, smem, OWN: gl.constexpr, C: gl.c
                 begin = blocks.count
         s = cap(s, scaling.squash)
         if masked >= begin:
-            s = hide(s, row, kv_block_start(0, blocks, C), bounds, C)
+            s = hide_pairs(s, 0, bits_of_step(0, view, C), view, C)
         before = gl.convert_layout(empty_rows, gl.SliceLayout(1, s.type.layout))
         shift, subtracted, _factor = update_shift(s, before, scaling, True)
         p = exponentials(s, subtracted, scaling, False)
@@ -332,6 +363,7 @@ def hopper_forward_kernel(q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, out_de
         partial_ptr += splits.first_row.to(gl.int64) * splits.num_splits * -floats_per_partial(C.DV)
     args = Args(descs, numbers.grid, numbers.bounds, numbers.group, numbers.scaling,
                 (lengths.cu_q, lengths.cu_k, lengths.q, lengths.k, numbers.count), splits,
+                MaskPlan(pointers.lists, pointers.bits, numbers.plan),
                 Outputs(out_desc, pointers.out, lse_ptr, pointers.sinks, numbers.sinks_stride, partial_ptr))
     smem = Smem(q_pipe, kv_pipe, queue, overflow, out_tiles)
     REGISTERS: gl.constexpr = registers(NC)

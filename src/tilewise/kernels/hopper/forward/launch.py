@@ -14,15 +14,18 @@ from tilewise.kernels.hopper.arguments import (
     KVSplits,
     Lengths,
     MaskBounds,
+    PlanNumbers,
     Scaling,
     TileGrid,
 )
 from tilewise.kernels.hopper.forward.config import HopperForwardConfig, HopperForwardSchedule
 from tilewise.kernels.hopper.launch import OPTIONS, bounds_of, counter_of, scaling_of
 from tilewise.masks import Span
-from tilewise.problem import AttentionProblem, legal_strides
+from tilewise.problem import AttentionProblem, Sizes, legal_strides
 from tilewise.problem.options import NO_OPERANDS, Operands
 
+Plan = tuple[torch.Tensor | None, torch.Tensor | None]  # lists and bits
+NO_PLAN: Plan = (None, None)
 _DESCRIBED = (0, 0, 1, 1, 2, 2, 3)  # which of q, k, v and out each descriptor is of: two chunks of all but out
 
 
@@ -36,10 +39,11 @@ class HopperForward:
             ``partial``, float32, of :attr:`partial_shape`; the kernel that combines them takes the sinks. Some
             tiles may be whole only without a bound, so that the rows of the others are the last ones.
         num_sms: of the device; one CTA runs on each.
+        plan: the strides of the mask plan (arguments.PlanNumbers), where the problem needs one.
     """
 
     def __init__(self, problem: AttentionProblem, config: HopperForwardConfig, schedule: HopperForwardSchedule,
-                 num_sms: int) -> None:
+                 num_sms: int, plan: Sizes | None = None) -> None:
         from triton.experimental.gluon import language as gl
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -70,7 +74,7 @@ class HopperForward:
                 MaskBounds(problem.sq, len(self.keys), lower or 0, upper or 0), problem.group, count,
                 Scaling(scale_log2, squash, exact_scale_of(scale_log2)),
                 KVSplits() if split_kv is None else KVSplits(whole, num_splits, first_row),
-                self.sinks_stride if split_kv is None else None),
+                self.sinks_stride if split_kv is None else None, None if plan is None else PlanNumbers(*plan)),
             _kernel_config(problem, config, schedule))
         self.enqueue = Enqueue(self.kernel, self.grid, self.scalars, OPTIONS,
                                specialized=self.kernel.arg_names.index("lengths"))
@@ -88,7 +92,7 @@ class HopperForward:
 
     def __call__(self, tensors: Callable[[], tuple[torch.Tensor, ...]], addresses: tuple[int, int, int],
                  out: torch.Tensor, lse: torch.Tensor, operands: Operands = NO_OPERANDS,
-                 partial: torch.Tensor | None = None, aligned: bool = False) -> None:
+                 partial: torch.Tensor | None = None, aligned: bool = False, plan: Plan = NO_PLAN) -> None:
         """Enqueue the kernel on the current stream of the current device.
 
         Args:
@@ -98,25 +102,27 @@ class HopperForward:
             operands: sinks and lengths; other operands are not read. With ``partial``, none.
             partial: see the class.
             aligned: whether each operand is known to begin at a multiple of 16 bytes.
+            plan: the lists and bits of the mask plan, where the problem needs one.
         """
         counter = counter_of(self.device)
         (at_q, at_k, at_v), (offset_k, offset_v), at_out = addresses, self.offsets, out.data_ptr()
         described = self.described((at_q, at_k + offset_k, at_v + offset_v, at_out, None))
         rest = [] if partial is None else [partial.data_ptr()]
-        if operands is not NO_OPERANDS:
-            rest = [tensor.data_ptr() for tensor in (out if self.is_packed else None, *_taken(operands))
+        if operands is not NO_OPERANDS or plan is not NO_PLAN:
+            sinks, *lengths = _taken(operands)
+            rest = [tensor.data_ptr() for tensor in (out if self.is_packed else None, sinks, *plan, *lengths)
                     if tensor is not None]
         # What torch allocates is aligned, as the backend wants q, k and v to be; so are the rows that are read.
         self.enqueue((*described, lse.data_ptr(), counter.data_ptr(), *rest),
-                     lambda: self.arguments((*tensors(), out, lse), counter, operands, partial),
+                     lambda: self.arguments((*tensors(), out, lse), counter, operands, partial, plan),
                      alike=aligned or operands is NO_OPERANDS)
 
     def arguments(self, tensors: tuple[torch.Tensor, ...], counter: torch.Tensor, operands: Operands = NO_OPERANDS,
-                  partial: torch.Tensor | None = None) -> tuple[Any, ...]:
+                  partial: torch.Tensor | None = None, plan: Plan = NO_PLAN) -> tuple[Any, ...]:
         """Return descriptors of q, k, v and out by chunks, then what the kernel reads and writes by its address."""
         q, k, v, out, lse = tensors
         sinks, *lengths = _taken(operands)
-        pointers = ForwardPointers(out if self.is_packed else None, partial, sinks)
+        pointers = ForwardPointers(out if self.is_packed else None, partial, sinks, *plan)
         k, v = _rows(k, self.keys), _rows(v, self.keys)
         q, out = _grouped(q, self.group), _grouped(out, self.group)
         described = [block and self.describe(tensor, list(tensor.shape), legal_strides(tensor), *block)
@@ -141,8 +147,8 @@ def _kernel_config(problem: AttentionProblem, config: HopperForwardConfig, sched
         CONSUMERS=config.consumers, KV_STAGES=config.kv_stages, Q_STAGES=config.q_stages, PING_PONG=config.ping_pong,
         HAS_LOWER=lower is not None, HAS_UPPER=upper is not None, TILES_FROM_END=schedule.tiles_from_end,
         SKIP_PADDING=schedule.skip_padding, PARTS=schedule.softmax_parts, FROZEN_MAX=schedule.frozen_max,
-        SINK_BLOCK_FIRST=schedule.sink_block_first, SPLIT_KV=splits, VARLEN=count is not None,
-        HAS_CU_SEQLENS=problem.sequences.packed is not None, BOTTOM_RIGHT=is_shifted)
+        SINK_BLOCK_FIRST=schedule.sink_block_first, SPLIT_KV=splits, MASK_PLAN=not problem.is_banded,
+        VARLEN=count is not None, HAS_CU_SEQLENS=problem.sequences.packed is not None, BOTTOM_RIGHT=is_shifted)
 
 
 def exact_scale_of(scale_log2: float) -> float:

@@ -74,7 +74,7 @@ def load_first(args, smem, tile, row_k, tile_count, count, v_place, C: gl.conste
     Returns the tile's blocks, and the place of the keys.
     """
     head_k = tile.head if C.PACK_GQA > 1 else tile.head // args.group
-    blocks = blocks_of_tile(tile, bounds_of_tile(tile, args.bounds, C), args.splits, C)
+    blocks = blocks_of_tile(tile, bounds_of_tile(tile, args.bounds, C), args.splits, args.plan, C)
     row = row_k + kv_block_start(0, blocks, C)
     load_kv(args, smem, count, (tile.batch, head_k, row), v_place, C)
     first_row = rows_of(tile, args.bounds.sq, C)[0] + tile.first
@@ -110,7 +110,8 @@ def load(args, smem, counter, C: gl.constexpr):
         load_with_recompute(number, total, count, tile_count, batch, head_k, row, args, smem, counter, C)
     else:
         while number < total:
-            tile, row_k, exists = locate_work_tile(number, args.grid, args.bounds, args.lengths, args.splits, C)
+            tile, row_k, exists = locate_work_tile(number, args.grid, args.bounds, args.lengths, args.splits, args.plan,
+                                                   C)
             if exists:
                 publish_tile(smem.queue, tile_count, numbers_of_tile(tile, C), tile_size(C))
                 blocks, batch, head_k, row = load_first(args, smem, tile, row_k, tile_count, count,
@@ -161,7 +162,7 @@ def load_with_recompute(number, total, count, tile_count, batch, head_k, row, ar
             own = number
             if recompute != 0:
                 own = retake_tile(overflow, place - 1, C)
-            tile, row_k, exists = locate_work_tile(own, args.grid, args.bounds, args.lengths, args.splits, C)
+            tile, row_k, exists = locate_work_tile(own, args.grid, args.bounds, args.lengths, args.splits, args.plan, C)
             if exists:
                 publish_tile(smem.queue, tile_count, numbers_of_tile(tile, C) + (recompute,), tile_size(C))
                 overflow.numbers.index(tile_count & (OVERFLOW_SLOTS - 1)).store(

@@ -7,6 +7,7 @@ work tile of its own; another kernel combines their partial results.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from tilewise.kernels.hopper.mask_plan import blocks_in_list, list_of_tile
 from tilewise.kernels.hopper.mask_ranges import BlockRange, kv_blocks_of
 from tilewise.kernels.hopper.tile_scheduler import tile_at
 from tilewise.kernels.hopper.varlen import WorkTile, locate_tile
@@ -52,21 +53,29 @@ def blocks_of_split(split, blocks, plan, C: gl.constexpr):
 
 
 @gluon.jit
-def blocks_of_tile(tile, bounds, plan, C: gl.constexpr):
-    """Return the blocks of keys of a work tile, a whole tile or a split of one."""
-    blocks = kv_blocks_of(tile.first, bounds, C)
+def blocks_of_tile(tile, bounds, splits, plan, C: gl.constexpr):
+    """Return the blocks of keys of a work tile, a whole tile or a split of one; with C.MASK_PLAN those of its list."""
+    if C.MASK_PLAN:
+        blocks = blocks_in_list(plan, tile.batch, tile.head, tile.first // (64 * C.CONSUMERS), tile.partial,
+                                tile.blocks)
+    else:
+        blocks = kv_blocks_of(tile.first, bounds, C)
     if C.SPLIT_KV > 0:
-        blocks = blocks_of_split(tile.split, blocks, plan, C)
+        blocks = blocks_of_split(tile.split, blocks, splits, C)
     return blocks
 
 
 @gluon.jit
-def locate_work_tile(number, grid, bounds, lengths, plan, C: gl.constexpr):
+def locate_work_tile(number, grid, bounds, lengths, splits, plan, C: gl.constexpr):
     """Return what ``locate_tile`` does, of a tile or of a split of it; a split without a block has no row."""
     if C.SPLIT_KV > 0:
-        number, split = split_of(number, plan, C)
+        number, split = split_of(number, splits, C)
         first, head, batch = tile_at(number, grid, bounds.sq, C)
-        tile = WorkTile(first, head, batch, 0, 0, 0, 0, 0, split, 0)
-        return tile, 0, blocks_of_tile(tile, bounds, plan, C).count > 0
+        tile = WorkTile(first, head, batch, 0, 0, 0, 0, 0, split, 0, 0, 0)
+        return tile, 0, blocks_of_tile(tile, bounds, splits, plan, C).count > 0
+    elif C.MASK_PLAN:
+        first, head, batch = tile_at(number, grid, bounds.sq, C)
+        listed = list_of_tile(plan, batch, head, first // (64 * C.CONSUMERS))
+        return WorkTile(first, head, batch, 0, 0, 0, 0, 0, 0, 0, gl.load(listed), gl.load(listed + 1)), 0, True
     else:
         return locate_tile(number, grid, bounds, lengths, C)

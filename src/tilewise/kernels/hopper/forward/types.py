@@ -21,6 +21,7 @@ class Config(NamedTuple):
     there, far above other keys for a maximum that is frozen in float16.
     SPLIT_KV: 1: every tile's keys are split, 2: some tiles are whole; another kernel combines the partial results. Then
     the work tile is read again behind its blocks, and takes no registers in them.
+    MASK_PLAN: lists name the blocks of each tile, and bits the pairs of partial ones (mask_plan.py).
     VARLEN, HAS_CU_SEQLENS, BOTTOM_RIGHT: lengths are data on the device; sequences are packed, one behind the other in
     one batch element; the diagonal runs through the last query and key of each.
     """
@@ -43,6 +44,7 @@ class Config(NamedTuple):
     FROZEN_MAX: bool
     SINK_BLOCK_FIRST: bool
     SPLIT_KV: int
+    MASK_PLAN: bool
     VARLEN: bool
     HAS_CU_SEQLENS: bool
     BOTTOM_RIGHT: bool
@@ -57,7 +59,7 @@ class Descriptors(NamedTuple):
 
 
 class Args(NamedTuple):
-    """What the launch gives to every warp. group: query heads a kv head."""
+    """What the launch gives to every warp. group: query heads a kv head. plan: a mask_plan.MaskPlan."""
 
     descs: Any
     grid: Any
@@ -66,6 +68,7 @@ class Args(NamedTuple):
     scaling: Any
     lengths: Any
     splits: Any
+    plan: Any
     outputs: Any
 
 
@@ -129,8 +132,12 @@ class State(NamedTuple):
 
 
 class TileView(NamedTuple):
-    """A work tile as a warpgroup sees it: its own first row, the tile's blocks of keys, and the mask's bounds."""
+    """A work tile as a warpgroup sees it: its own first row, the tile's blocks of keys, and the mask's bounds.
+
+    bits: with C.MASK_PLAN, a pointer to those of its rows.
+    """
 
     row: Any
     blocks: Any
     bounds: Any
+    bits: Any
