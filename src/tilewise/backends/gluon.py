@@ -265,7 +265,7 @@ def _wrong_mask(problem: AttentionProblem) -> str | None:
     if scores.mask_function is not None or problem.sequences.are_data:
         with_lengths = "" if scores.mask_function is not None else " with lengths that are data"
         return f"takes causal masks and windows{with_lengths}, got {problem.mask}, {scores}"
-    if problem.mask.has_exceptions and problem.sq != problem.sk:  # then some key that no query sees lies among the others
+    if problem.mask.has_exceptions and problem.sq != problem.sk:  # a key that no query sees may lie among the others
         return (f"takes prefixes, sink tokens and chunks where queries and keys are as many, got {problem.sq} and "
                 f"{problem.sk}")
     if problem.direction == "backward":

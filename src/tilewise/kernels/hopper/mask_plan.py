@@ -77,18 +77,24 @@ def _without(layout, dims):
 
 
 @gluon.jit
-def load_bits(bits, step, partial, COLUMNS: gl.constexpr):
-    """Load the words of a warpgroup's block of COLUMNS columns; of a full block all bits are set. [4, 8, cells, 4]."""
-    CELLS: gl.constexpr = COLUMNS // 64
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
-    LAYOUT: gl.constexpr = _without(by_thread(gl.full([64, COLUMNS], 0, gl.int32, layout=SCORES)).type.layout,
-                                    (6, 4, 1))
-    warps = gl.arange(0, 4, layout=_without(LAYOUT, (3, 2, 1)))[:, None, None, None]
-    rows = gl.arange(0, 8, layout=_without(LAYOUT, (3, 2, 0)))[None, :, None, None]
-    cells = gl.arange(0, CELLS, layout=_without(LAYOUT, (3, 1, 0)))[None, None, :, None]
-    lanes = gl.arange(0, 4, layout=_without(LAYOUT, (2, 1, 0)))[None, None, None, :]
-    places = (step * CELLS + cells) * CELL_WORDS + (warps * 32 + rows * 4 + lanes)
-    return gl.load(bits + places, mask=(places >= 0) & (step < partial), other=-1)
+def bits_of_step(step, view, COLUMNS: gl.constexpr, C: gl.constexpr):
+    """With C.MASK_PLAN, load the words of a warpgroup's block of COLUMNS columns, [4, 8, cells, 4].
+
+    Of a full block there are none: all bits are set.
+    """
+    if C.MASK_PLAN:
+        CELLS: gl.constexpr = COLUMNS // 64
+        SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+        LAYOUT: gl.constexpr = _without(by_thread(gl.full([64, COLUMNS], 0, gl.int32, layout=SCORES)).type.layout,
+                                        (6, 4, 1))
+        warps = gl.arange(0, 4, layout=_without(LAYOUT, (3, 2, 1)))[:, None, None, None]
+        rows = gl.arange(0, 8, layout=_without(LAYOUT, (3, 2, 0)))[None, :, None, None]
+        cells = gl.arange(0, CELLS, layout=_without(LAYOUT, (3, 1, 0)))[None, None, :, None]
+        lanes = gl.arange(0, 4, layout=_without(LAYOUT, (2, 1, 0)))[None, None, None, :]
+        places = (step * CELLS + cells) * CELL_WORDS + (warps * 32 + rows * 4 + lanes)
+        return gl.load(view.bits + places, mask=(places >= 0) & (step < view.blocks.boundary), other=-1)
+    else:
+        return ()
 
 
 @gluon.jit

@@ -251,12 +251,12 @@ class MaskPlanner:
                         bits * heads if batches > 1 else 0, bits if heads > 1 else 0, blocks * columns * 128)
         given = numbers(problem, 0)
         self.cells = Launch(mask_cells_kernel, (-(-cells_k // 2), -(-cells_q // 2), entries), (given, shape, int64),
-                             num_warps=8)
+                            num_warps=8)
         chunk = min(1024, max(16, 1 << (blocks - 1).bit_length()))
         self.lists = Launch(mask_lists_kernel, (tiles, entries), (shape, blocks, rows, columns, keys_first, chunk),
-                             num_warps=4)
+                            num_warps=4)
         self.bits = Launch(mask_bits_kernel, (min(_SLICES, blocks), groups, entries),
-                            (given, shape, blocks, rows, columns, keys_first, int64), num_warps=4)
+                           (given, shape, blocks, rows, columns, keys_first, int64), num_warps=4)
 
     def __call__(self, operands: Operands, allocate: Allocate) -> tuple[torch.Tensor, torch.Tensor]:
         """Enqueue the kernels; return lists and bits, int32."""

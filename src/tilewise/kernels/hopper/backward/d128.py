@@ -56,9 +56,9 @@ from tilewise.kernels.hopper.compat import reinterpret, tma_store, tma_store_wai
 from tilewise.kernels.hopper.mask_plan import (
     MaskPlan,
     bits_of_rows,
+    bits_of_step,
     keep_by_bits,
     kv_tile_in_list,
-    load_bits,
     q_blocks_of_tile,
 )
 from tilewise.kernels.hopper.mask_ranges import (
@@ -115,21 +115,12 @@ def hide_probs(probs, first_query, first_key, bounds, C: gl.constexpr):
 
 
 @gluon.jit
-def bits_of_step(step, view, C: gl.constexpr):
-    """With C.MASK_PLAN, load the bits of a step's block."""
-    if C.MASK_PLAN:
-        return load_bits(view.bits, step, view.blocks.boundary, QUERIES)
-    else:
-        return ()
-
-
-@gluon.jit
-def hide_pairs(probs, step, words, view, C: gl.constexpr):
-    """Set P of a step's pairs that do not take part to 0, by the mask's bounds or by bits."""
+def hide_pairs(probs, first_query, words, view, C: gl.constexpr):
+    """Set P of pairs that do not take part to 0, by the mask's bounds or by bits."""
     if C.MASK_PLAN:
         return keep_by_bits(probs, words, 0.0)
     else:
-        return hide_probs(probs, q_block_start(step, view.blocks, C), view.key, view.bounds, C)
+        return hide_probs(probs, first_query, view.key, view.bounds, C)
 
 
 @gluon.jit
@@ -167,7 +158,7 @@ def attend_blocks(begin, end, count, state, head, view, args, smem, draws, OWN: 
             first_query = unmasked + step * QUERIES
         bits = ()
         if MASKED:
-            bits = bits_of_step(step, view, C)
+            bits = bits_of_step(step, view, QUERIES, C)
         if not C.S_AHEAD:
             consumer_wait(smem.q.full, count, C.Q_STAGES)
             scores_pending = issue_s_or_dp(k, q_tiles, row_stats, count, stage, SCORES, C)
@@ -188,10 +179,7 @@ def attend_blocks(begin, end, count, state, head, view, args, smem, draws, OWN: 
             scores = cap(scores, args.scales.squash)
             probs = gl.exp2(scores * scale_log2 - lse[None, :])
         if MASKED:
-            if C.MASK_PLAN:
-                probs = keep_by_bits(probs, bits, 0.0)
-            else:
-                probs = hide_probs(probs, first_query, key, bounds, C)
+            probs = hide_pairs(probs, first_query, bits, view, C)
         if C.HAS_DROPOUT:
             probs = dropout.signed(probs, words, draws.threshold)
             left_probs = gl.convert_layout(dropout.kept_alone(probs, DTYPE), LEFT)

@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from tilewise.kernels.hopper.backward.augmented_k import EXTRA_COLUMNS, AugmentedK, make_selectors
 from tilewise.kernels.hopper.backward.d64_types import KVPipe, Smem, State, TileView
-from tilewise.kernels.hopper.backward.d128 import SCORE_LAYOUT, bits_of_step, hide_pairs, write_gradient
+from tilewise.kernels.hopper.backward.d128 import SCORE_LAYOUT, hide_pairs, write_gradient
 from tilewise.kernels.hopper.backward.dq_accum import (
     WRITERS,
     DQStage,
@@ -49,7 +49,13 @@ from tilewise.kernels.hopper.backward.mmas import DPROBS, SCORES, issue_dq, issu
 from tilewise.kernels.hopper.backward.producers import load_dout, load_queries
 from tilewise.kernels.hopper.backward.types import Args, Inputs, Outputs, Pipe
 from tilewise.kernels.hopper.compat import tma_load, tma_store_wait
-from tilewise.kernels.hopper.mask_plan import MaskPlan, bits_of_rows, kv_tile_in_list, q_blocks_of_tile
+from tilewise.kernels.hopper.mask_plan import (
+    MaskPlan,
+    bits_of_rows,
+    bits_of_step,
+    kv_tile_in_list,
+    q_blocks_of_tile,
+)
 from tilewise.kernels.hopper.mask_ranges import (
     QUERIES,
     is_last_of,
@@ -99,7 +105,7 @@ def overlap_blocks(state, count, step, view, args, smem, ENDS: gl.constexpr, BEG
     words = ()
     if BEGINS:
         if MASKED:
-            words = bits_of_step(step, view, C)
+            words = bits_of_step(step, view, QUERIES, C)
         consumer_wait(smem.q.full, count, C.Q_STAGES)
         consumer_wait(smem.dout.full, count, C.DOUT_STAGES)
     if ENDS:
@@ -124,7 +130,7 @@ def overlap_blocks(state, count, step, view, args, smem, ENDS: gl.constexpr, BEG
         scores = warpgroup_mma_wait(3 if ENDS else 2, deps=(scores_pending,))
         probs = gl.exp2(scores * args.scales.scale_log2)
         if MASKED:
-            probs = hide_pairs(probs, step, words, view, C)
+            probs = hide_pairs(probs, q_block_start(step, view.blocks, C), words, view, C)
         left_probs = gl.convert_layout(probs.to(DTYPE), LEFT)
         producer_acquire(smem.dscores.empty, count, 2)
     if ENDS and BEGINS:

@@ -33,7 +33,7 @@ from tilewise.kernels.hopper.forward.types import (
     State,
     TileView,
 )
-from tilewise.kernels.hopper.mask_plan import MaskPlan, bits_of_rows, keep_by_bits, load_bits
+from tilewise.kernels.hopper.mask_plan import MaskPlan, bits_of_rows, bits_of_step, keep_by_bits
 from tilewise.kernels.hopper.mask_ranges import kv_block_start, masked_blocks_of, sink_block_of
 from tilewise.kernels.hopper.pipeline import (
     CONTIGUOUS,
@@ -85,15 +85,6 @@ from tilewise.kernels.hopper.varlen import bounds_of_tile, clear, tile_of_number
 
 
 @gluon.jit
-def bits_of_step(step, view, C: gl.constexpr):
-    """With C.MASK_PLAN, load the bits of a step's block."""
-    if C.MASK_PLAN:
-        return load_bits(view.bits, step, view.blocks.boundary, C.BLOCK_N)
-    else:
-        return ()
-
-
-@gluon.jit
 def hide_pairs(s, step, words, view, C: gl.constexpr):
     """Set the scores of a step's pairs that do not take part to -inf, by the mask's bounds or by bits."""
     if C.MASK_PLAN:
@@ -114,7 +105,7 @@ def attend_block(step, count, q, state, view, kv, scaling, OWN: gl.constexpr, MA
     probs, acc, shift, row_sum, peak = state
     words = ()
     if MASKED:
-        words = bits_of_step(step, view, C)
+        words = bits_of_step(step, view, C.BLOCK_N, C)
     consumer_wait(kv.full, count, C.KV_STAGES)
     stage = count % C.KV_STAGES
     order_barrier_wait(OWN, C.PING_PONG)
@@ -268,7 +259,7 @@ def attend_tiles(tile, count, tile_count, args, smem, OWN: gl.constexpr, C: gl.c
                 begin = blocks.count
         s = cap(s, scaling.squash)
         if masked >= begin:
-            s = hide_pairs(s, 0, bits_of_step(0, view, C), view, C)
+            s = hide_pairs(s, 0, bits_of_step(0, view, C.BLOCK_N, C), view, C)
         before = gl.convert_layout(empty_rows, gl.SliceLayout(1, s.type.layout))
         shift, subtracted, _factor = update_shift(s, before, scaling, True)
         p = exponentials(s, subtracted, scaling, False)
