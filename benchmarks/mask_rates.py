@@ -217,7 +217,7 @@ def write(rows: list[Row], path: Path) -> None:
 
 def table(path: Path) -> str:
     """Return the rows as Markdown: shares of the dense rate, and how many times tilewise is as fast as the others."""
-    with path.open() as file:
+    with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
     lines = ["| mask | head dim | pass | share of the dense rate | over `triton` | over FlexAttention |",
              "|---|---:|---|---:|---:|---:|"]
