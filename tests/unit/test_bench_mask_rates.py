@@ -1,6 +1,5 @@
 """benchmarks/mask_rates.py: its masks, what it holds them against, and its table."""
 
-import csv
 import sys
 from dataclasses import fields
 
@@ -62,7 +61,7 @@ def test_the_table_has_a_line_a_mask_head_dim_and_pass(tmp_path):
             for provider, us, share in (("tilewise", 20.0, 0.954), ("tilewise:triton", 30.0, 0.5), ("flex", 50.0, 0.3))
             if (direction, provider) != ("backward", "flex")]
     mask_rates.write(rows, path)
-    assert len(list(csv.DictReader(path.open()))) == 5
+    assert len(path.read_text().splitlines()) == 1 + 5
     assert mask_rates.table(path).splitlines() == [
         "| mask | head dim | pass | share of the dense rate | over `triton` | over FlexAttention |",
         "|---|---:|---|---:|---:|---:|",

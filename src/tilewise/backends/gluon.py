@@ -10,7 +10,7 @@ import torch
 
 from tilewise.backends._support.current import is_current
 from tilewise.backends._support.hopper import untrusted, wrong_triton
-from tilewise.backends._support.mask_plans import MOST_PLAN_BYTES, mask_plan, plan_bytes, planner_of
+from tilewise.backends._support.mask_plans import mask_plan, planner_of, too_large
 from tilewise.backends._support.memory import Allocate, Form, allocator, forms_of_gradients, forms_of_results
 from tilewise.backends.base import BoundBackward, BoundForward, Gradients, Needs, Results, Saved, Three
 from tilewise.kernels.hopper.backward.launch import HopperBackward
@@ -264,7 +264,8 @@ def _wrong_mask(problem: AttentionProblem) -> str | None:
     scores = problem.scores
     if scores.mask_function is not None or problem.sequences.are_data:
         with_lengths = "" if scores.mask_function is not None else " with lengths that are data"
-        return f"takes causal masks and windows{with_lengths}, got {problem.mask}, {scores}"
+        got = ", ".join(part for part in (str(problem.mask), str(scores)) if part)
+        return f"takes causal masks and windows{with_lengths}, got {got}"
     if problem.mask.has_exceptions and problem.sq != problem.sk:  # a key that no query sees may lie among the others
         return (f"takes prefixes, sink tokens and chunks where queries and keys are as many, got {problem.sq} and "
                 f"{problem.sk}")
@@ -277,10 +278,7 @@ def _wrong_mask(problem: AttentionProblem) -> str | None:
         if scores.mask is not None and scores.mask.shape[1] > 1 and problem.group > 1:
             return (f"takes, in its backward pass, a boolean mask of each head where no heads share keys, got "
                     f"{problem.hq} and {problem.hk} heads")
-    size = plan_bytes(problem)
-    if size > MOST_PLAN_BYTES:
-        return f"takes masks whose plan has up to {MOST_PLAN_BYTES >> 20} MiB, got {size >> 20} MiB"
-    return None
+    return too_large(problem)
 
 
 def _wrong_scores(problem: AttentionProblem) -> str | None:

@@ -38,6 +38,11 @@ LEAST_SHARING = 3  # entries from which it takes the place of dQ's way
 LEAST_WORK_FOR_GLUON = 15 * 10**8
 # Their backward is worth a launch sooner: from here on 1.13 to 2 times as fast.
 LEAST_WORK_FOR_GLUON_BACKWARD = LEAST_WORK_FOR_GLUON // 10
+# A mask plan that is kept costs the host some 20 µs a pass to look up, and one that is built in every call 100 µs: the
+# forward of a boolean tensor, 8 x 16 heads of 1024 queries at 64 columns, was level with triton's, and of a quarter of
+# that work 0.4 to 0.6 times as fast (beside an H200).
+LEAST_WORK_FOR_A_PLAN = 10**10
+LEAST_WORK_FOR_A_PLAN_A_CALL = 25 * 10**9
 _LEAST_SPLIT = 8192  # keys from which few queries were timed, in tiles that are split
 
 
@@ -204,6 +209,9 @@ def prefers_gluon(problem: AttentionProblem) -> bool:
 def _least_work_for_gluon(problem: AttentionProblem) -> int:
     """Multiply-adds of a product from which a pass is gluon's."""
     width, is_backward = kernel_width(problem), problem.direction == "backward"
+    if not problem.is_banded:
+        is_plain_tensor = problem.scores.mask is not None and problem.scores.tiles_q is None
+        return LEAST_WORK_FOR_A_PLAN_A_CALL if is_plain_tensor else LEAST_WORK_FOR_A_PLAN
     queries = problem.sq // (problem.sequences.packed or 1)
     if queries > 64 and (width > 128 or (problem.deterministic and (is_backward or width > 64))):
         return 0

@@ -6,6 +6,7 @@ was :meth:`tilewise.masks.TensorMask.tiled`, which are to be made anew when its 
 is the caller's own, and may be written at any time: its plan is built in every call.
 """
 
+import math
 import weakref
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from tilewise.kernels.triton.mask_plan import MaskPlanner
 
 MOST_PLAN_BYTES = 2**30  # of a plan's bits: of one mask, 92 thousand queries and keys
+MOST_MASKS, MOST_POSITIONS = 2**16 - 1, 2**22  # of a launch's grid
 Plan = tuple[torch.Tensor, torch.Tensor]  # lists and bits
 MOST_BYTES = 2**29  # of all plans that are kept, but for the last one
 _kept: "OrderedDict[Any, _Kept]" = registered(OrderedDict())
@@ -42,9 +44,20 @@ class _Kept:
 
 
 def plan_bytes(problem: AttentionProblem) -> int:
-    """Return the bytes of the bits of a plan: one for each pair, of each mask that differs."""
+    """Return the bytes of the bits of a plan: one for each pair of the longest tiles, of each mask that differs."""
     batches, heads = problem.distinct_masks
-    return batches * heads * problem.sq * problem.sk // 8
+    return batches * heads * (-(-problem.sq // 192) * 192) * (-(-problem.sk // 128) * 128) // 8
+
+
+def too_large(problem: AttentionProblem) -> str | None:
+    """Return why a mask has no plan for its size, None if it has one."""
+    size, masks = plan_bytes(problem), math.prod(problem.distinct_masks)
+    if size > MOST_PLAN_BYTES:
+        return f"takes masks whose plan has up to {MOST_PLAN_BYTES >> 20} MiB, got {size >> 20} MiB"
+    if masks > MOST_MASKS or max(problem.sq, problem.sk) > MOST_POSITIONS:
+        return (f"takes up to {MOST_MASKS} masks of up to {MOST_POSITIONS} queries and keys, got {masks} of "
+                f"{problem.sq} and {problem.sk}")
+    return None
 
 
 def planner_of(problem: AttentionProblem, *, rows: int, columns: int) -> "MaskPlanner | None":

@@ -63,7 +63,7 @@ def bits_of_rows(plan, batch, head, group):
 
 
 @gluon.jit
-def by_thread(scores):
+def as_threads_hold(scores):
     """Order 64 rows as threads hold them: (warp, half, row, cell, eight columns, lane, pair)."""
     return scores.reshape([4, 2, 8, scores.shape[1] // 64, 8, 4, 2])
 
@@ -85,7 +85,7 @@ def bits_of_step(step, view, COLUMNS: gl.constexpr, C: gl.constexpr):
     if C.MASK_PLAN:
         CELLS: gl.constexpr = COLUMNS // 64
         SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
-        LAYOUT: gl.constexpr = _without(by_thread(gl.full([64, COLUMNS], 0, gl.int32, layout=SCORES)).type.layout,
+        LAYOUT: gl.constexpr = _without(as_threads_hold(gl.full([64, COLUMNS], 0, gl.int32, layout=SCORES)).type.layout,
                                         (6, 4, 1))
         warps = gl.arange(0, 4, layout=_without(LAYOUT, (3, 2, 1)))[:, None, None, None]
         rows = gl.arange(0, 8, layout=_without(LAYOUT, (3, 2, 0)))[None, :, None, None]
@@ -118,7 +118,7 @@ def where_set(words, bits, values, HIDDEN: gl.constexpr):
 @gluon.jit
 def keep_by_bits(scores, words, HIDDEN: gl.constexpr):
     """Set the scores of pairs whose bit is not set to HIDDEN, 0 or -inf."""
-    split = by_thread(scores)
+    split = as_threads_hold(scores)
     LAYOUT: gl.constexpr = split.type.layout
     halves = gl.arange(0, 2, layout=_without(LAYOUT, (6, 5, 4, 3, 2, 0)))[None, :, None, None, None, None, None]
     eights = gl.arange(0, 8, layout=_without(LAYOUT, (6, 5, 3, 2, 1, 0)))[None, None, None, None, :, None, None]

@@ -191,26 +191,29 @@ def mask_lists_kernel(lists_ptr, states_ptr, shape, blocks, ROWS: tl.constexpr, 
 @triton.jit
 def mask_bits_kernel(bits_ptr, lists_ptr, modifiers, problem, shape, blocks, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
                      KEYS_FIRST: tl.constexpr, INT64: tl.constexpr):
-    """Write the bits of 64 rows' partial blocks. Grid: (slices of these, rows of cells, entries).
+    """Write the bits of 64 rows' partial blocks. Grid: (rows of cells, slices of the blocks, entries).
 
     bits: (entries, rows of cells, blocks, COLUMNS, 128), int32, those of a block at its place in the list. A word is a
     thread's part of a cell, in the order in which a warpgroup's accumulator lies in registers: thread 32w + 4r + l has
-    rows 16w + 8h + r and columns 8j + 2l + p, and bit 16h + 2j + p says whether that pair is visible.
+    rows 16w + 8h + r and columns 8j + 2l + p, and bit 16h + 2j + p says whether that pair is visible. Behind the last
+    query, rows see all keys: the maximum of a row that has seen none must not stay as it is (softmax.overflowed).
     """
-    group, entry = tl.program_id(1), tl.program_id(2)
+    group, entry = tl.program_id(0), tl.program_id(2)
     batch, head = entry // shape.heads, entry % shape.heads
-    tiles = tl.num_programs(1) // ROWS
+    tiles = tl.num_programs(0) // ROWS
     lists_ptr += (entry * tiles + group // ROWS) * (2 + blocks)
-    bits_ptr += (entry * tl.num_programs(1) + group) * blocks * (COLUMNS * 128)
+    bits_ptr += (entry * tl.num_programs(0) + group) * blocks * (COLUMNS * 128)
     place = tl.arange(0, 2)[:, None, None] * 16 + tl.arange(0, 8)[None, :, None] * 2 + tl.arange(0, 2)[None, None, :]
     threads = tl.arange(0, 4)[:, None, None, None] * 32 + tl.arange(0, 8)[None, :, None, None] * 4
     threads += tl.arange(0, COLUMNS)[None, None, :, None] * 128 + tl.arange(0, 4)[None, None, None, :]
-    for step in range(tl.program_id(0), tl.load(lists_ptr), tl.num_programs(0)):
+    for step in range(tl.program_id(1), tl.load(lists_ptr), tl.num_programs(1)):
         own = group * CELL + tl.arange(0, CELL)
         other = tl.load(lists_ptr + 2 + step) * (COLUMNS * CELL) + tl.arange(0, COLUMNS * CELL)
         offs_q, offs_k = (other, own) if KEYS_FIRST else (own, other)
-        visible = visible_pairs(shape.first_q + offs_q, from_first(offs_k, shape.first_k), batch, head, modifiers,
-                                problem, shape, KEYS_FIRST, INT64)
+        offs_q, offs_k = shape.first_q + offs_q, from_first(offs_k, shape.first_k)
+        visible = visible_pairs(offs_q, offs_k, batch, head, modifiers, problem, shape, KEYS_FIRST, INT64)
+        if not KEYS_FIRST:
+            visible |= (offs_q >= shape.stop_q)[:, None] & (offs_k < shape.stop_k)[None, :]
         pairs = visible.to(tl.int32).reshape(4, 2, 8, COLUMNS, 8, 4, 2)
         pairs = pairs << place[None, :, None, None, :, None, :]
         words = tl.sum(tl.sum(tl.sum(pairs, 6), 4), 1)
@@ -255,7 +258,7 @@ class MaskPlanner:
         chunk = min(1024, max(16, 1 << (blocks - 1).bit_length()))
         self.lists = Launch(mask_lists_kernel, (tiles, entries), (shape, blocks, rows, columns, keys_first, chunk),
                             num_warps=4)
-        self.bits = Launch(mask_bits_kernel, (min(_SLICES, blocks), groups, entries),
+        self.bits = Launch(mask_bits_kernel, (groups, min(_SLICES, blocks), entries),
                            (given, shape, blocks, rows, columns, keys_first, int64), num_warps=4)
 
     def __call__(self, operands: Operands, allocate: Allocate) -> tuple[torch.Tensor, torch.Tensor]:
