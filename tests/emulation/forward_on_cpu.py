@@ -6,7 +6,8 @@ import torch
 
 from emulation.gluon_on_cpu import Descriptor, Pointer, Tensor, run
 from emulation.hopper_calls import bound_forward
-from tilewise.kernels.hopper import mask_ranges, pipeline, products, softmax, varlen
+from emulation.plan_on_cpu import plan_constants
+from tilewise.kernels.hopper import mask_plan, mask_ranges, pipeline, products, softmax, varlen
 from tilewise.kernels.hopper import tile_scheduler as tiles
 from tilewise.kernels.hopper.forward import epilogue, split_kv
 from tilewise.kernels.hopper.forward import kernel as forward
@@ -15,7 +16,8 @@ from tilewise.problem import AttentionProblem
 from tilewise.problem.options import Operands, OperandSpec, ScoreOptions
 from tilewise.testing import oracle
 
-MODULES = (forward, loading, split_kv, varlen, pipeline, products, epilogue, softmax, tiles, mask_ranges)
+MODULES = (forward, loading, split_kv, varlen, pipeline, products, epilogue, softmax, tiles, mask_plan,
+           mask_ranges)
 
 
 def split_halves(s):
@@ -34,13 +36,18 @@ CONSTANTS = {(module, name): value for module in MODULES for name, value in (
     ("scheduling_fence", lambda number: number), ("cap", lambda s, squash: s),
     ("bytes_of", loading.bytes_of.fn), ("floats_per_partial", epilogue.floats_per_partial.fn),
     ("tile_size", varlen.tile_size.fn), ("registers", forward.registers.fn),
-    ("corrects_rounding", softmax.corrects_rounding.fn)) if hasattr(module, name)}
+    ("corrects_rounding", softmax.corrects_rounding.fn)) if hasattr(module, name)} | plan_constants(MODULES)
 
 
-def attend(problem, config, tensors, pack_gqa=1, split_kv=None, sinks=None, programs=3, lengths=()):
-    """Run the kernel; return out, lse and the partial results, as it left them. ``lengths``: those on the device."""
+def attend(problem, config, tensors, pack_gqa=1, split_kv=None, sinks=None, programs=3, lengths=(),
+           plan=None):
+    """Run the kernel; return out, lse and the partial results, as it left them.
+
+    lengths: those on the device. plan: lists, bits and strides of a mask that is no band.
+    """
     q, k, v = tensors
-    bound = bound_forward(problem, config, programs, pack_gqa, split_kv)
+    *listed, strides = (None, None, None) if plan is None else plan
+    bound = bound_forward(problem, config, programs, pack_gqa, split_kv, strides)
     out = torch.full((problem.b, problem.hq, problem.sq, problem.dv), float("nan"), dtype=q.dtype)
     lse = torch.full(out.shape[:3], float("nan"))
     partial = torch.full(bound.partial_shape, float("nan"))
@@ -48,7 +55,8 @@ def attend(problem, config, tensors, pack_gqa=1, split_kv=None, sinks=None, prog
     bound.describe = lambda tensor, shape, strides, block, layout: Descriptor(tensor, block)
     names = ("cu_seqlens_q", "cu_seqlens_k", "seqlens_q", "seqlens_k")
     operands = Operands(sinks=sinks, **dict(zip(names, lengths, strict=False)))
-    described = bound.arguments((q, k, v, out, lse), counter, operands, None if split_kv is None else partial)
+    described = bound.arguments((q, k, v, out, lse), counter, operands, None if split_kv is None else partial,
+                                listed)
     written = (lse, partial, counter)
     handed = [_as_kernels_have(given, written) for given in described]
     numbers, constants = bound.scalars

@@ -20,16 +20,19 @@ def problem_of(sq=4096, sk=4096, mask=None, d=128, b=1, heads=(1, 1), dv=None):
                             k_strides=(hk * sk * d, sk * d, d, 1), v_strides=(hk * sk * dv, sk * dv, dv, 1))
 
 
-def bound_forward(problem, config, num_sms=132, pack_gqa=1, split_kv=None):
-    """The forward kernel with a tile, and the schedule that tuning has for it. split_kv: a SplitPlan's numbers."""
+def bound_forward(problem, config, num_sms=132, pack_gqa=1, split_kv=None, plan=None):
+    """The forward kernel with a tile, and the schedule that tuning has for it.
+
+    split_kv: a SplitPlan's numbers. plan: the strides of a mask plan.
+    """
     schedule = schedule_on_grid(problem, config, pack_gqa, split_kv and SplitPlan(*split_kv))
-    return HopperForward(problem, config, schedule, num_sms)
+    return HopperForward(problem, config, schedule, num_sms, plan)
 
 
-def bound_backward(problem, config, num_sms=132, incoming=None, allocate=None):
+def bound_backward(problem, config, num_sms=132, incoming=None, allocate=None, plan=None):
     """The backward kernels of a config, likewise."""
     schedule = backward_schedule(problem, config)
-    return backward_launch(problem, config, schedule, problem.q_strides, num_sms, incoming, allocate)
+    return backward_launch(problem, config, schedule, problem.q_strides, num_sms, incoming, allocate, plan)
 
 
 def scalars_of(problem, config, pack_gqa=1):

@@ -6,9 +6,8 @@ import random
 import pytest
 import torch
 
-from emulation.backward_calls import MASKS, call_of, compare, dq_of_accum, expected, extra_columns_of
+from emulation.backward_calls import MASKS, call_of, compare, expected, extra_columns_of
 from emulation.hopper_calls import bound_backward
-from tilewise.kernels.hopper.arguments import BackwardPointers, Lengths
 from tilewise.kernels.hopper.backward.config import (
     D128AugmentedKVariant,
     D128Variant,
@@ -17,19 +16,7 @@ from tilewise.kernels.hopper.backward.config import (
 )
 from tilewise.masks import Mask
 
-backward, loading, products, dq_accum, augmented, lengths, pipeline, softmax, tiles, mask_ranges = (
-    pytest.importorskip(f"tilewise.kernels.hopper.{name}", reason="Triton is not installed") for name in (
-        "backward.d128", "backward.producers", "backward.mmas", "backward.dq_accum", "backward.augmented_k",
-        "varlen", "pipeline", "softmax", "tile_scheduler", "mask_ranges"))
-gluon_on_cpu = pytest.importorskip("emulation.gluon_on_cpu")
-Descriptor, Pointer, run = gluon_on_cpu.Descriptor, gluon_on_cpu.Pointer, gluon_on_cpu.run
-
-MODULES = (backward, loading, products, dq_accum, augmented, lengths, pipeline, softmax, tiles, mask_ranges)
-CONSTANTS = {(module, "QUERIES"): 64 for module in MODULES if hasattr(module, "QUERIES")} | {
-    (module, "LOG2E"): math.log2(math.e) for module in (loading, softmax)} | {
-    (module, "EXTRA_COLUMNS"): 16 for module in (backward, augmented)} | {(dq_accum, "WRITERS"): 2} | {
-    (module, "NO_TILE"): -1 for module in (backward, loading, tiles)} | {
-    (module, "scheduling_fence_of"): lambda values, turn: (values, turn) for module in (backward, pipeline)}
+backward_on_cpu = pytest.importorskip("emulation.backward_on_cpu", reason="Triton is not installed")
 S_AHEAD = HopperD128Config(s_ahead=True, variant=D128Variant.DQ_FROM_REGISTERS)
 STAGED, FROM_REGISTERS, DETERMINISTIC = (HopperD128Config(variant=variant) for variant in (
     D128Variant.DQ_STAGED, D128Variant.DQ_FROM_REGISTERS, D128Variant.DETERMINISTIC))
@@ -43,30 +30,7 @@ DYNAMIC, HEAD_PERSISTENT = (HopperD128AugmentedKConfig(variant=variant) for vari
 def test_the_source_computes_the_gradients_on_the_cpu(mask, config, d):
     random.seed(0)
     problem, tensors = call_of(*mask, (d, d))
-    launch = bound_backward(problem, config, 3)
-    assert not (config.dynamic_tiles or config.head_persistent) or launch.grid[0] <= 3
-    q, k, v, dout, lse, delta = tensors
-    dq, dk, dv = (torch.full_like(tensor, float("nan")) for tensor in (q, k, v))
-    is_set_first = config.head_persistent or config.deterministic
-    accum = torch.full((math.prod(launch.accum_shape),), float("nan") if is_set_first else 0.0)
-    accum, semaphores = accum.split([launch.accum_rows * 256, accum.numel() - launch.accum_rows * 256])
-    semaphores.zero_()
-    read = extra_columns_of(lse, delta) if config.augmented_k else lse
-    described = launch._in_forms((q, k, v, dout, read, delta, dk, dv, dq), lambda tensor, form: (
-        Pointer(tensor.flatten()) if form is None else Descriptor(tensor, form[0])))
-    target = Pointer(accum) if config.dq_from_registers else Descriptor(accum.view(-1, 256), launch.accum_block)
-    counter = torch.zeros(1, dtype=torch.int32)
-    workspace = Pointer(accum) if config.head_persistent else Pointer(counter) if config.dynamic_tiles else Pointer(
-        semaphores.view(torch.int32)) if config.deterministic else None
-    run(launch.kernel, MODULES, launch.grid[0], (*described, target, workspace, BackwardPointers(None, None, None),
-        Lengths(*[None] * 4), *launch.scalars), CONSTANTS, together=3)
-    assert not counter.any(), "the next launch fetches tiles by it"
-    if config.head_persistent:
-        dq = dq.float() / problem.scale
-    else:
-        parts = dq_of_accum(accum, sum(config.columns(problem)[0]) // 2, (problem.b, problem.hq), None)
-        dq = parts.unflatten(2, (-1, 2, 64)).transpose(3, 4).flatten(4).flatten(2, 3)[:, :, :q.shape[2], :d]
-    compare((dq, dk, dv), expected(problem, tensors))
+    compare(backward_on_cpu.differentiate(problem, tensors, config, 3, 3), expected(problem, tensors))
 
 
 @pytest.mark.parametrize(("sk", "config", "ctas"), [(128, DYNAMIC, 4), (4096, DYNAMIC, 128),

@@ -1,0 +1,71 @@
+"""The Hopper backward kernels of heads up to 128 on the CPU: what of them is in plain words, and how they are called."""
+
+import math
+
+import pytest
+import torch
+
+from emulation.backward_calls import dq_of_accum, extra_columns_of
+from emulation.hopper_calls import bound_backward
+from tilewise.kernels.hopper.arguments import BackwardPointers, Lengths
+
+gluon_on_cpu, plan_on_cpu = (
+    pytest.importorskip(f"emulation.{name}", reason="Triton is not installed") for name in (
+        "gluon_on_cpu", "plan_on_cpu"))
+from tilewise.kernels.hopper import mask_plan, mask_ranges, pipeline, softmax, varlen
+from tilewise.kernels.hopper import tile_scheduler as tiles
+from tilewise.kernels.hopper.backward import (
+    augmented_k,
+    d64,
+    d128,
+    dq_accum,
+    kv_tile_assignment,
+    mmas,
+    producers,
+)
+
+Descriptor, Pointer = gluon_on_cpu.Descriptor, gluon_on_cpu.Pointer
+MODULES = (d64, d128, producers, mmas, dq_accum, augmented_k, varlen, pipeline, softmax, kv_tile_assignment, tiles,
+           mask_plan, mask_ranges)
+CONSTANTS = {(module, "QUERIES"): 64 for module in MODULES if hasattr(module, "QUERIES")} | {
+    (module, "LOG2E"): math.log2(math.e) for module in (producers, softmax)} | {
+    (module, "EXTRA_COLUMNS"): 16 for module in (d64, d128, augmented_k)} | {
+    (module, "WRITERS"): 2 for module in (d64, dq_accum)} | {
+    (module, "NO_TILE"): -1 for module in (d64, d128, producers, tiles)} | {
+    (module, "scheduling_fence_of"): lambda values, turn: (values, turn) for module in (d128, pipeline)} | {
+    (d64, "ZERO"): 0, (d64, "ONE"): 1} | plan_on_cpu.plan_constants(MODULES)
+
+
+def differentiate(problem, tensors, config, num_sms, together, plan=None):
+    """Return dq before it is scaled, dk and dv.
+
+    together: how many CTAs run at once. plan: lists, bits and strides of a mask that is no band.
+    """
+    lists, bits, strides = (None, None, None) if plan is None else plan
+    launch = bound_backward(problem, config, num_sms, plan=strides)
+    assert not (config.dynamic_tiles or config.head_persistent) or launch.grid[0] <= num_sms
+    q, k, v, dout, lse, delta = tensors
+    dq, dk, dv = (torch.full_like(tensor, float("nan")) for tensor in (q, k, v))
+    is_set_first = config.head_persistent or config.deterministic
+    whole = torch.full((math.prod(launch.accum_shape),), float("nan") if is_set_first else 0.0)
+    accum, semaphores = whole.split([launch.accum_rows * 256, whole.numel() - launch.accum_rows * 256])
+    semaphores.zero_()
+    read = extra_columns_of(lse, delta) if config.augmented_k else lse
+    is_narrow = config.kernel == "d64"
+    given = (q, k, v, dout, read, *(() if is_narrow else (delta,)), dk, dv, dq)
+    described = launch._in_forms(given, lambda tensor, form: (
+        Pointer(tensor.flatten()) if form is None else Descriptor(tensor, form[0])))
+    target = Pointer(accum) if config.dq_from_registers else Descriptor(accum.view(-1, 256), launch.accum_block)
+    counter = torch.zeros(1, dtype=torch.int32)
+    workspace = Pointer(counter) if config.dynamic_tiles else Pointer(whole) if config.head_persistent else Pointer(
+        semaphores.view(torch.int32)) if config.deterministic else None
+    pointers = BackwardPointers(None, None, None, *(None if part is None else Pointer(part) for part in (lists, bits)))
+    lengths = () if is_narrow else (Lengths(*[None] * 4),)
+    gluon_on_cpu.run(launch.kernel, MODULES, launch.grid[0],
+                     (*described, target, workspace, pointers, *lengths, *launch.scalars), CONSTANTS, together)
+    assert not counter.any(), "the next launch fetches tiles by it"
+    if config.head_persistent:
+        return dq.float() / problem.scale, dk, dv
+    parts = dq_of_accum(accum, sum(config.columns(problem)[0]) // 2, (problem.b, problem.hq), None)
+    dq = parts.unflatten(2, (-1, 2, 64)).transpose(3, 4).flatten(4).flatten(2, 3)[:, :, :q.shape[2], :problem.d]
+    return dq, dk, dv
