@@ -262,7 +262,7 @@ def test_tiles_accumulate_each_q_block_in_the_order_of_their_ctas_and_reach_it_i
     (n_tiles, *_), band, shape = backward_scalars_of(problem, DETERMINISTIC)
     order, adding = TileGrid(n_tiles, hk, b, section), {}
     for number in range(n_tiles * hk * b):
-        first, head, batch = tiles.kv_tile_at.fn(number, order, shape)
+        first, head, batch = tiles.kv_tile_at.fn(number, order, shape)[:3]
         spans = mask_ranges.q_blocks_of.fn(first, band, shape)
         for turn in range(spans[3]):
             step = mask_ranges.q_block_start.fn(turn, spans, shape) // QUERIES
@@ -328,7 +328,7 @@ def test_every_backward_tile_has_one_number_and_long_ones_come_first(sk, b, hk, 
     problem = problem_of(sk, sk, causal() if is_causal else None, 64, b, (hk * group, hk))
     order, _, shape = backward_scalars_of(problem)
     n_tiles, heads, batches, section = order
-    places = [tiles.kv_tile_at.fn(number, order, shape) for number in range(n_tiles * heads * batches)]
+    places = [tiles.kv_tile_at.fn(number, order, shape)[:3] for number in range(n_tiles * heads * batches)]
     assert Counter(places) == Counter(product(range(0, n_tiles * BLOCK_N, BLOCK_N), range(heads), range(batches)))
     if is_causal and section >= heads * batches:
         assert [first for first, *_ in places] == sorted(first for first, *_ in places)
@@ -349,5 +349,5 @@ def test_ordered_tiles_that_start_together_are_of_many_heads():
     """Under a bound above; else L2 decides, as where there is no order."""
     for mask, most in ((causal("bottom_right"), 9), (Mask(), 32)):
         order, _, shape = backward_scalars_of(problem_of(4096, 4096, mask, heads=(32, 32)), DETERMINISTIC)
-        places = [tiles.kv_tile_at.fn(number, order, shape) for number in range(132)]
+        places = [tiles.kv_tile_at.fn(number, order, shape)[:3] for number in range(132)]
         assert max(Counter(head for _, head, _ in places).values()) == most

@@ -65,9 +65,9 @@ def test_each_block_of_a_tile_is_in_one_split_and_needs_its_mask_there_too(sq, s
     assert total == whole + (n_tiles - whole) * num_splits
     found = {}
     for number in range(total):
-        tile, _row, exists = split_kv.locate_work_tile.fn(number, grid, bounds, (), plan, shape)
+        tile, _row, exists = split_kv.locate_work_tile.fn(number, grid, bounds, (), plan, None, shape)
         first, split = tile.first, tile.split
-        spans = split_kv.blocks_of_tile(tile, bounds, plan, shape)
+        spans = split_kv.blocks_of_tile(tile, bounds, plan, None, shape)
         assert exists == (spans[3] > 0)
         found.setdefault(first, []).append((split, *places(spans, shape)))
     assert sorted(found) == [128 * tile for tile in range(n_tiles)]

@@ -24,7 +24,7 @@ def test_the_launch_is_told_of_out_where_nobody_else_wants_delta(problem, out_st
                                                                  monkeypatch):
     told = []
     monkeypatch.setattr(gluon, "device_spec", lambda device: SimpleNamespace(name="none"))
-    monkeypatch.setattr(gluon, "hopper_backward_config", lambda *given: None)
+    monkeypatch.setattr(gluon, "hopper_backward_config", lambda *given: SimpleNamespace(block_n=128))
     monkeypatch.setattr(gluon, "backward_schedule", lambda *given: None)
     monkeypatch.setattr(gluon, "backward_launch", lambda *given: told.append(given[5]))
     monkeypatch.setattr("tilewise.kernels.triton.backward.delta_launch", lambda *given: None)
@@ -52,7 +52,7 @@ def test_delta_is_made_where_the_launch_does_not_take_out(takes_out):
     launch.takes_out = takes_out
     form = (SHAPE, STRIDES, torch.float16)
     plan = gluon._BackwardPlan(lambda sizes, strides, dtype: torch.empty_strided(sizes, strides, dtype=dtype),
-                               (form, form, form, (SHAPE[:3], STRIDES[:3], torch.float32)), Delta(), launch, None)
+                               (form, form, form, (SHAPE[:3], STRIDES[:3], torch.float32)), Delta(), launch, None, None)
     q, k, v, out, dout = (torch.zeros(SHAPE, dtype=torch.float16) for _ in range(5))
     *_, delta = plan.differentiate((q, k, v, out, torch.zeros(SHAPE[:3]), dout, None), None)
     if takes_out:
