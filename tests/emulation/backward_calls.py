@@ -27,12 +27,13 @@ def call_of(mask, lengths, heads, dims, b=2):
     return problem, (q, k, v, dout, lse, delta)
 
 
-def expected(problem, tensors):
-    """dq, dk and dv of any lse and delta, in float64; dq before it is scaled."""
+def expected(problem, tensors, visible=None):
+    """dq, dk and dv of any lse and delta, in float64; dq before it is scaled. visible: the mask, if it is no band."""
     q, k, v, dout, lse, delta = (tensor.double() for tensor in tensors)
     wide_k, wide_v = (tensor.repeat_interleave(problem.group, 1) for tensor in (k, v))
     queries, keys = problem.seeing_queries, problem.seen_keys
-    visible = problem.mask.visible(problem.sq, problem.sk)[queries.start:queries.stop, keys.start:keys.stop]
+    if visible is None:
+        visible = problem.mask.visible(problem.sq, problem.sk)[queries.start:queries.stop, keys.start:keys.stop]
     probs = torch.exp(SCALE * q @ wide_k.mT - lse[..., None]).masked_fill(~visible, 0.0)
     dscores = probs * (dout @ wide_v.mT - delta[..., None])
     dk, dv = ((left.mT @ right).unflatten(1, (-1, problem.group)).sum(2)

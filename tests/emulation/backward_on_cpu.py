@@ -1,4 +1,4 @@
-"""The Hopper backward kernels of heads up to 128 on the CPU: what of them is in plain words, and how they are called."""
+"""The Hopper backward kernels of heads up to 128 on the CPU: what is in plain words, and how they are called."""
 
 import math
 
@@ -12,20 +12,14 @@ from tilewise.kernels.hopper.arguments import BackwardPointers, Lengths
 gluon_on_cpu, plan_on_cpu = (
     pytest.importorskip(f"emulation.{name}", reason="Triton is not installed") for name in (
         "gluon_on_cpu", "plan_on_cpu"))
-from tilewise.kernels.hopper import mask_plan, mask_ranges, pipeline, softmax, varlen
-from tilewise.kernels.hopper import tile_scheduler as tiles
-from tilewise.kernels.hopper.backward import (
-    augmented_k,
-    d64,
-    d128,
-    dq_accum,
-    kv_tile_assignment,
-    mmas,
-    producers,
-)
-
+(mask_plan, mask_ranges, pipeline, softmax, varlen, tiles, augmented_k, d64, d128, dq_accum, assignment, mmas,
+ producers) = (
+    pytest.importorskip(f"tilewise.kernels.hopper.{name}") for name in (
+        "mask_plan", "mask_ranges", "pipeline", "softmax", "varlen", "tile_scheduler", "backward.augmented_k",
+        "backward.d64", "backward.d128", "backward.dq_accum", "backward.kv_tile_assignment", "backward.mmas",
+        "backward.producers"))
 Descriptor, Pointer = gluon_on_cpu.Descriptor, gluon_on_cpu.Pointer
-MODULES = (d64, d128, producers, mmas, dq_accum, augmented_k, varlen, pipeline, softmax, kv_tile_assignment, tiles,
+MODULES = (d64, d128, producers, mmas, dq_accum, augmented_k, varlen, pipeline, softmax, assignment, tiles,
            mask_plan, mask_ranges)
 CONSTANTS = {(module, "QUERIES"): 64 for module in MODULES if hasattr(module, "QUERIES")} | {
     (module, "LOG2E"): math.log2(math.e) for module in (producers, softmax)} | {

@@ -5,14 +5,16 @@ import itertools
 import pytest
 import torch
 
-mask_plan = pytest.importorskip("tilewise.kernels.hopper.mask_plan", reason="Triton is not installed")
-from tilewise.kernels.hopper import tile_scheduler
+mask_plan, tile_scheduler = (
+    pytest.importorskip(f"tilewise.kernels.hopper.{name}", reason="Triton is not installed") for name in (
+        "mask_plan", "tile_scheduler"))
 
 
 def plan_constants(modules):
     """What of the functions that read a plan is in plain words, by the modules that have it."""
     return {(module, name): value for module in modules for name, value in (
-        ("CELL_WORDS", 128), ("_without", mask_plan._without.fn), ("kv_tile_size", tile_scheduler.kv_tile_size.fn))
+        ("CELL_WORDS", 128), ("_without", mask_plan._without.fn), ("kv_tile_size", tile_scheduler.kv_tile_size.fn),
+        ("where_set", lambda words, bits, values, hidden: torch.where((words & bits) != 0, values, hidden)))
         if hasattr(module, name)}
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tilewise import UnsupportedProblem, attention, causal, chunk, dispatch, explain, prefix, sink_tokens, window
+from tilewise import UnsupportedProblem, attention, causal, dispatch, explain, prefix, window
 from tilewise.backends import gluon
 from tilewise.backends._support import hopper, self_check
 from tilewise.backends.base import Saved
