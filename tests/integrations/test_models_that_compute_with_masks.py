@@ -168,53 +168,6 @@ def test_with_the_average_a_whole_tensor_is_eagers_where_all_of_a_source_is_padd
         assert (found["tilewise"] - found["eager"]).abs().max() > 0.01
 
 
-SAM = {"vision_config": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 32,
-                         "patch_size": 8, "output_channels": 16, "mlp_dim": 48, "global_attn_indexes": [1],
-                         "window_size": 2, "num_pos_feats": 8},
-       "prompt_encoder_config": {"hidden_size": 16, "image_size": 32, "patch_size": 8, "mask_input_channels": 4},
-       "mask_decoder_config": {"hidden_size": 16, "mlp_dim": 24, "num_hidden_layers": 1, "num_attention_heads": 4,
-                               "iou_head_hidden_dim": 16}}
-POINTS = {"pixel_values": torch.randn(1, 3, 32, 32), "input_points": torch.tensor([[[[3.0, 4.0]]]])}
-BY_SDPA = {"": "tilewise", "vision_config": "sdpa"}
-IN_PART = {
-    "sam": ("SamConfig", "SamModel", SAM, BY_SDPA, POINTS, "pred_masks"),
-    "sam_hq": ("SamHQConfig", "SamHQModel", SAM | {"mask_decoder_config": SAM["mask_decoder_config"] | {"vit_dim": 32}},
-               BY_SDPA, POINTS, "pred_masks"),
-    "unlimited_ocr": ("UnlimitedOcrConfig", "UnlimitedOcrForConditionalGeneration", {
-        "vision_config": {"sam_config": {
-            "hidden_size": 32, "output_channels": 16, "num_hidden_layers": 2, "num_attention_heads": 4,
-            "image_size": 64, "patch_size": 16, "window_size": 2, "global_attn_indexes": [1], "mlp_dim": 48,
-            "downsample_channels": [16, 32]}, "encoder_config": {
-                "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4,
-                "image_size": 28, "patch_size": 14}},
-        "text_config": {**plain.SIZES, "num_key_value_heads": 4, "head_dim": 8, "n_routed_experts": 4,
-                        "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_shared_experts": 1,
-                        "sliding_window": 4}},
-                      BY_SDPA, {"input_ids": IDS}, "logits"),
-    "git": ("GitConfig", "GitForCausalLM", {**plain.SIZES, "vision_config": {
-        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "image_size": 8,
-        "patch_size": 4}}, {"": "eager", "vision_config": "tilewise"},
-            {"input_ids": IDS, "pixel_values": torch.randn(B, 3, 8, 8)}, "logits"),
-}
-
-
-@pytest.mark.parametrize("name", IN_PART)
-def test_models_with_a_table_of_their_own_take_the_name_for_their_other_half(name):
-    """docs/huggingface.md says what to name; the name alone is a KeyError of Transformers'."""
-    has(name)
-    config, maker, options, names, given, output = IN_PART[name]
-    found = []
-    for implementation in ("eager", names):
-        torch.manual_seed(0)
-        net = getattr(transformers, maker)._from_config(getattr(transformers, config)(**options),
-                                                        attn_implementation=implementation).eval()
-        found.append(net(**given)[output].detach())
-    same(found[:1], found[1:])
-    with pytest.raises(KeyError, match="tilewise"):
-        getattr(transformers, maker)._from_config(getattr(transformers, config)(**options),
-                                                  attn_implementation="tilewise")
-
-
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("name", ["doge", "deepseek_v32"])
@@ -227,6 +180,28 @@ def test_compiled_models_give_the_same(name):
     with torch.no_grad():
         found = rows(name, torch.compile(net, backend="aot_eager")(**MODELS[name][3])[0])
     same([found], [wanted])
+
+
+def test_a_model_that_reads_the_mask_as_booleans_gets_them():
+    """Its eager attention gets numbers, takes 0 for hidden, and gives NaN; tilewise once hid what it should show."""
+    has("nemotron_asr_streaming")
+    home = "transformers.models.nemotron_asr_streaming"
+    config = importlib.import_module(f"{home}.configuration_nemotron_asr_streaming").NemotronAsrStreamingEncoderConfig
+    maker = importlib.import_module(f"{home}.modeling_nemotron_asr_streaming").NemotronAsrStreamingEncoder
+    found = []
+    for implementation in ("sdpa", "tilewise"):
+        torch.manual_seed(0)
+        net = maker._from_config(config(hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+                                        intermediate_size=48, subsampling_conv_channels=8, num_mel_bins=16),
+                                 attn_implementation=implementation).eval()
+        marks = (torch.arange(128) < torch.tensor([[128], [80]])).long()
+        features = torch.randn(2, 128, 16, generator=torch.Generator().manual_seed(1))
+        out = net(input_features=features, attention_mask=marks, num_lookahead_tokens=0).last_hidden_state
+        out = torch.cat([out[0], out[1, :10]])  # a row is of 8 frames
+        out.square().mean().backward()
+        found.append((out.detach(), torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None])))
+    assert all(part.isfinite().all() for part in found[0])
+    same(*found)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

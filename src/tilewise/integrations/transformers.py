@@ -13,6 +13,7 @@ import torch
 
 from tilewise.api import attention, attention_varlen
 from tilewise.errors import InvalidInput, TilewiseError, UnsupportedProblem
+from tilewise.integrations import class_tables
 from tilewise.integrations.chosen_keys import chosen_keys
 from tilewise.integrations.model_masks import ModelMask, Places, evaluated, pattern_of, translate
 from tilewise.integrations.torch_sdpa import check_mask_dtype
@@ -62,6 +63,9 @@ _OF_MASKS_WITHOUT_EFFECT = frozenset({
     "local_size"})
 # Models that ask whether the mask is an instance of torch.Tensor, and leave keys out of it if it is none.
 _WANTS_A_TENSOR = frozenset({"deepseek_v4"})  # appends its compressed keys to it
+# Models that read the mask as booleans, as Transformers' SDPA gets it. Eager attention's numbers they read the wrong
+# way round, 0 as hidden, and so give NaN with it.
+_WANTS_BOOLEANS = frozenset({"nemotron_asr_streaming_encoder"})
 # Models that refuse a mask whose size is not theirs, and rely on getting none where it would hide nothing.
 _WANTS_NONE = frozenset({"informer"})  # halves the sequence between layers
 # Layers that say is_causal and are not: their models know eager attention alone, which does not ask.
@@ -102,6 +106,7 @@ def register(name: str = "tilewise", *, read_padding: bool = False, rows_without
     AttentionInterface.register(name, attention_forward if rows_without_keys == "zero" else
                                 partial(attention_forward, rows_without_keys=rows_without_keys))
     AttentionMaskInterface.register(name, partial(attention_mask, read_padding=read_padding))
+    class_tables.enter(name)
 
 
 def attention_mask(batch_size: int, q_length: int, kv_length: int, q_offset: int | torch.Tensor = 0, kv_offset: int = 0,
@@ -129,7 +134,8 @@ def attention_mask(batch_size: int, q_length: int, kv_length: int, q_offset: int
 
     Returns:
         What :func:`attention_forward` takes; for DeepSeek-V4, which asks for no less, a tensor that is added to scores,
-        and for Informer, as eager attention has it, None where nothing is hidden.
+        for Nemotron's streaming speech recognition a boolean one, and for Informer, as eager attention has it, None
+        where nothing is hidden.
 
     Raises:
         UnsupportedProblem: something unknown is given.
@@ -162,6 +168,8 @@ def attention_mask(batch_size: int, q_length: int, kv_length: int, q_offset: int
     model_type = getattr(kwargs.get("config"), "model_type", None)
     if model_type in _WANTS_NONE and mask.hides_nothing and kwargs.get("allow_is_bidirectional_skip"):
         return None
+    if model_type in _WANTS_BOOLEANS:
+        return mask.visible_pairs
     return mask.added if model_type in _WANTS_A_TENSOR else mask
 
 
