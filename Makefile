@@ -8,7 +8,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv test lint types docs bench compiled package triton-versions clean distclean stale
+.PHONY: help venv test lint types docs bench compiled package kernels-tree triton-versions clean distclean stale
 
 VENV := .venv
 RUN := $(VENV)/bin/python -m
@@ -67,6 +67,12 @@ package: $(INSTALLED)  ## build the source distribution and the wheel of the las
 	rm -rf build/source
 	$(RUN) twine check --strict dist/*
 	cd dist && sha256sum *
+
+kernels-tree: $(INSTALLED)  ## build the folder that Hugging Face's `kernels` loads, of the last commit, into build/kernels
+	rm -rf build/source build/kernels && mkdir -p build/source
+	git archive HEAD src/tilewise LICENSE | tar -x -C build/source
+	$(VENV)/bin/python packaging/kernels_tree.py build/source/src/tilewise build/kernels --commit $$(git rev-parse HEAD)
+	rm -rf build/source
 
 # A package folder for each further Triton version, put first on the path of the processes that compile with it.
 triton-versions: $(if $(filter Linux,$(shell uname -s)),$(TRITON_INSTALLED))  ## fetch the Triton versions for ahead-of-time compiles

@@ -38,7 +38,7 @@ FINITE_PADDING = ("cudnn",)
 def get_backend(name: str) -> Backend:
     """Return the backend of that name. Raises :class:`InvalidInput` for an unknown one."""
     check_backend(name, BACKENDS)
-    return cast(Backend, importlib.import_module(f"tilewise.backends.{name}").backend)
+    return cast(Backend, importlib.import_module(f"{__package__}.backends.{name}").backend)
 
 
 def order(problem: AttentionProblem, tf32: bool | None = None) -> tuple[str, ...]:
@@ -175,7 +175,7 @@ def _decoders(device: torch.device) -> tuple[str, ...]:
 
 
 def _decoder(name: str) -> Decoder:
-    return cast(Decoder, importlib.import_module(f"tilewise.backends._support.{name}_decode"))
+    return cast(Decoder, importlib.import_module(f"{__package__}.backends._support.{name}_decode"))
 
 
 def _why_not_decode(name: str, problem: DecodeProblem) -> str | None:

@@ -204,7 +204,7 @@ class _HostCode(TorchDispatchMode):  # type: ignore[no-untyped-call] # untyped i
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (),
                            kwargs: dict[str, Any] | None = None) -> Any:
         """Run an operator."""
-        if func.namespace != "tilewise":
+        if func.namespace != op.forward_op.namespace:
             return func(*args, **(kwargs or {}))
         with self._facts:  # left where autograd calls, and where a function of torch's Python does
             return self._CODE[func._opname](*args, **(kwargs or {}))

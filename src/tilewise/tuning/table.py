@@ -145,7 +145,7 @@ def table_file(kernel: str, itemsize: int) -> str:
 @cache
 def load_rows(device_name: str, file_name: str, kernel: str) -> tuple[Row, ...]:
     """Read the rows of a device; one without tables has none."""
-    path = resources.files("tilewise.tuning").joinpath("tables", device_name, file_name)
+    path = resources.files(__package__).joinpath("tables", device_name, file_name)
     return read_table(path, kernel) if path.is_file() else ()
 
 

@@ -110,8 +110,9 @@ def _failure(family: Family, device: torch.device) -> str | None:
 
 def _facts(family: Family, gpu: str) -> dict[str, str | None]:
     """What a result holds for."""
+    package = __name__.partition(".")[0]  # "tilewise", unless this is a copy that is imported under another name
     return {"family": family, "gpu": gpu, "triton": whole_version("triton", "triton"), "torch": torch.__version__,
-            "tilewise": whole_version("tilewise", "tilewise")}
+            package: whole_version(package, "tilewise")}
 
 
 def _path(family: Family, gpu: str) -> Path | None:
