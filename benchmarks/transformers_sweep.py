@@ -28,7 +28,7 @@ HERE = Path(__file__).resolve()
 CHECK_SECONDS = 120  # that a check may take, eager and tilewise together
 SEARCH_SECONDS = 30  # that may go by with one class of models until a call of it runs
 GRACE_SECONDS = 60  # that a process may be silent beyond it: it imports a module, or does not hear its alarm
-BATCH_OF_TYPES = 12
+BATCH_OF_TYPES = 60  # that share an import of Transformers, which takes as long as thirty of them
 
 # Why a type is refused, or fails, and what to do: each has a sentence, which a test demands.
 SENTENCES = {
