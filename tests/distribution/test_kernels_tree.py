@@ -4,6 +4,7 @@ import ast
 import importlib
 import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
@@ -134,6 +135,36 @@ def test_kernels_loads_the_folder_beside_the_installed_package(repository):
     assert all(map(torch.equal, *found))
     assert "chosen" in str(loaded.explain(q, k, v, mask=loaded.causal()))
     assert hasattr(getattr(torch.ops, NAME), "attention_forward")
+
+
+IN_THE_INTERPRETER = """
+import importlib.util, sys, torch
+folder, name = sys.argv[1:]
+spec = importlib.util.spec_from_file_location(name, f"{folder}/__init__.py")
+package = sys.modules[name] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(package)
+q, k, v = (torch.randn(1, 2, 33, 16, requires_grad=True) for _ in range(3))
+out = package.attention(q, k, v, mask=package.causal(), backend="triton")
+wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+weights = torch.randn_like(out)
+for ours, theirs in zip(torch.autograd.grad((out * weights).sum(), (q, k, v)),
+                        torch.autograd.grad((wanted * weights).sum(), (q, k, v))):
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+torch.testing.assert_close(out, wanted, atol=1e-5, rtol=1e-5)
+assert not [name for name in sys.modules if name.partition(".")[0] == "tilewise"]
+"""
+
+
+@pytest.mark.interpret
+def test_triton_kernels_of_the_folder_run_where_nothing_is_installed(repository):
+    """Under another name, and without kernels: Triton finds the helpers of a kernel in the kernel's own package."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("Triton is not installed")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run([sys.executable, "-c", IN_THE_INTERPRETER, str(repository / "build/torch-universal"), NAME],
+                          capture_output=True, text=True, check=False, timeout=300,
+                          env=environment | {"TRITON_INTERPRET": "1"})
+    assert done.returncode == 0, done.stderr
 
 
 def test_integrations_of_the_loaded_folder_are_its_own(repository):
