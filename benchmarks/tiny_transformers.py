@@ -21,7 +21,7 @@ import torch
 BATCH, LENGTH, DECODER_LENGTH, SAMPLES, FRAMES, VOCABULARY = 2, 9, 7, 4000, 64, 128
 FIRST_SPECIAL = 100  # tokens from here on are those that configurations name: an image's, the end's
 HEADS, KEY_HEADS, LAYERS, EXPERTS, WINDOW = 4, 2, 2, 4, 5
-LARGEST = 30_000_000  # parameters of a model
+LARGEST = 50_000_000  # parameters of a model
 
 
 @dataclass(frozen=True)

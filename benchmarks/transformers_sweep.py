@@ -18,7 +18,7 @@ import subprocess
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,7 +26,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve()
 CHECK_SECONDS = 120  # that a check may take, eager and tilewise together
-SEARCH_SECONDS = 30  # that may go by with one class of models until a call of it runs
+SEARCH_SECONDS = 40  # that may go by with one kind of configuration until a call of a model runs
 GRACE_SECONDS = 60  # that a process may be silent beyond it: it imports a module, or does not hear its alarm
 BATCH_OF_TYPES = 60  # that share an import of Transformers, which takes as long as thirty of them
 
@@ -72,7 +72,7 @@ class Row:
 
 
 def sweep(types: Sequence[str], out: Path, check_seconds: int) -> None:
-    """Run the types in batches, each in a process, and write the rows, anew after each process.
+    """Run the types in batches, each in a process, and write the rows, anew after each type.
 
     Rows of other types that the file has stay.
     """
@@ -80,40 +80,37 @@ def sweep(types: Sequence[str], out: Path, check_seconds: int) -> None:
     rows = [row for row in read_rows(out) if row.model_type not in types] if out.exists() else []
     out.parent.mkdir(parents=True, exist_ok=True)
     while left:
-        batch = left[:BATCH_OF_TYPES]
-        found, done = in_process(batch, check_seconds)
-        rows += [Row(**record, **origin) for record in found]
-        left = left[done:]
-        write_rows(out, sorted(rows, key=lambda row: row.model_type))
-        print(f"{len(types) - len(left)} of {len(types)} types, last {batch[done - 1]}", flush=True)
+        for found in in_process(left[:BATCH_OF_TYPES], check_seconds):
+            rows += [Row(**record, **origin) for record in found]
+            write_rows(out, sorted(rows, key=lambda row: row.model_type))
+            print(f"{len(types) - len(left) + 1} of {len(types)} types, last {left.pop(0)}", flush=True)
 
 
-def in_process(types: Sequence[str], check_seconds: int) -> tuple[list[dict[str, str]], int]:
-    """Return the rows of one process, and how many types it is done with, one at which it ended early among them."""
+def in_process(types: Sequence[str], check_seconds: int) -> Iterator[list[dict[str, str]]]:
+    """Yield the rows of each type that a process runs, to the last or to one at which the process ends early."""
     command = [sys.executable, str(HERE), "worker", "--check-seconds", str(check_seconds), *types]
     rows: list[dict[str, str]] = []
-    done, at = 0, {"model_type": types[0], "model": "", "check": "import"}
+    done, at, is_silent = 0, {"model_type": types[0], "model": "", "check": "import"}, False
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
-        silent = False
         for line in lines_of(process, check_seconds + GRACE_SECONDS):
             if line is None:
-                silent = True
+                is_silent = True
                 process.kill()
                 break
             message = json.loads(line)
-            if message["is"] == "row":
-                rows.append({name: value for name, value in message.items() if name != "is"})
-            elif message["is"] == "at":
-                at = {name: value for name, value in message.items() if name != "is"}
+            kind = message.pop("is")
+            if kind == "row":
+                rows.append(message)
+            elif kind == "at":
+                at = message
             else:
-                done += 1
-        process.wait()
+                yield rows
+                rows, done = [], done + 1
+                at = {"model_type": types[min(done, len(types) - 1)], "model": "", "check": "import"}
     if done < len(types):
-        why = (f"silent for {check_seconds + GRACE_SECONDS} s" if silent else
+        why = (f"silent for {check_seconds + GRACE_SECONDS} s" if is_silent else
                f"the process ended with status {process.returncode}")
-        rows.append({**at, "outcome": "fails", "difference": "", "reason": why, "seconds": ""})
-        done += 1
-    return rows, done
+        yield [*rows, {**at, "outcome": "fails", "difference": "", "reason": why, "seconds": ""}]
 
 
 def lines_of(process: Any, seconds: int) -> Iterator[str | None]:
@@ -206,13 +203,26 @@ def table(path: Path) -> str:
     counts = Counter(map(outcome_of, types.values()))
     lines = ["| outcome, the worst of a type's checks | types |", "|---|---:|",
              *(f"| {text} | {counts[name]} |" for name, text in OUTCOMES.items()),
-             f"| **all** | {len(types)} |", "", *checks_table(rows), "", caption(rows)]
+             f"| **all** | {len(types)} |", "", *checks_table(rows), "", *parts_not_run(types), caption(rows)]
     for name in LISTED:
         found = {model_type: own for model_type, own in types.items() if outcome_of(own) == name}
         if found:
             lines += ["", f"**{OUTCOMES[name][0].upper()}{OUTCOMES[name][1:]}:**", "",
                       *(f"- `{model_type}`: {why(model_type, own, name)}" for model_type, own in sorted(found.items()))]
     return "\n".join(lines)
+
+
+def parts_not_run(types: Mapping[str, Sequence[Row]]) -> list[str]:
+    """Return a line on the kinds of configuration that eager does not run, of types of which it runs others."""
+    parts = {model_type: sum(row.check == "search" for row in own) for model_type, own in types.items()
+             if outcome_of(own) != "eager_fails"}
+    count = sum(parts.values())
+    if not count:
+        return []
+    several = sum(number > 0 for number in parts.values())
+    return [f"Of {several} of the types that ran, {count} kinds of configuration did not: the script makes no "
+            "sizes or input that eager attention runs with. Their reasons are in the rows.",
+            ""]
 
 
 def checks_table(rows: Sequence[Row]) -> list[str]:
