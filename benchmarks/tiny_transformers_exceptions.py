@@ -18,6 +18,11 @@ _SMALL_DAVIT = {"embed_dim": [16, 32, 64, 128], "num_heads": [1, 2, 4, 8], "num_
                 "depths": [1, 1, 1, 1]}
 _LINEAR_AND_FULL = {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2}
 _SMALL_EFFICIENT_NET = {"width_coefficient": 0.25, "depth_coefficient": 0.5, "hidden_dim": 320}
+_SMALL_HIERA = {"hidden_size": 16, "embed_dim_per_stage": [16, 32, 64, 128], "blocks_per_stage": [1, 2, 1, 1],
+                "global_attention_blocks": [2], "image_size": [128, 128]}
+_SMALL_SAM2_VISION = {"backbone_config": _SMALL_HIERA, "backbone_channel_list": [128, 64, 32, 16],
+                      "backbone_feature_sizes": [[32, 32], [16, 16], [8, 8]]}
+_SMALL_SAM2 = {"vision_config": _SMALL_SAM2_VISION, "prompt_encoder_config": {"image_size": 128}}
 _COMPASS = {"layer_types": ["full_attention", "full_attention"],
             "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4,
                                                    "mrope_section": [4, 2, 2]}}}
@@ -55,6 +60,7 @@ CONFIGURATIONS: dict[str, dict[str, dict[str, Any]]] = {
     "rt_detr": {"RTDetrConfig": _SMALL_OWN_RESNET,
                 "RTDetrResNetConfig": {"embedding_size": 16, "hidden_sizes": [32, 32, 64, 64], "depths": [1, 1, 1, 1]}},
     "rt_detr_v2": {"RTDetrV2Config": _SMALL_OWN_RESNET},
+    "sam2": {"Sam2HieraDetConfig": _SMALL_HIERA, "Sam2VisionConfig": _SMALL_SAM2_VISION, "Sam2Config": _SMALL_SAM2},
     "recurrent_gemma": {"RecurrentGemmaConfig": {"num_hidden_layers": 3}},
 }
 
