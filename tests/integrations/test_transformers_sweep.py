@@ -51,7 +51,7 @@ def test_rows_of_other_types_stay_when_some_are_run_again(ran, scripts, monkeypa
     out.write_text(ran.read_text())
     record = {"model_type": "llama", "model": "Llama", "check": "forward", "outcome": "differs", "difference": "1",
               "reason": "", "seconds": "0"}
-    monkeypatch.setattr(scripts.sweep, "in_process", lambda types, seconds: ([record], 1))
+    monkeypatch.setattr(scripts.sweep, "in_process", lambda types, seconds: [[record]])
     scripts.sweep.sweep(["llama"], out, 1)
     outcomes = {name: scripts.sweep.outcome_of(own)
                 for name, own in scripts.sweep.by_type(scripts.sweep.read_rows(out)).items()}
@@ -70,8 +70,7 @@ def test_a_process_that_ends_or_hangs_costs_the_check_it_was_at(worker, reason, 
     script.write_text(worker)
     monkeypatch.setattr(scripts.sweep, "HERE", script)
     monkeypatch.setattr(scripts.sweep, "GRACE_SECONDS", 1)
-    rows, done = scripts.sweep.in_process(["a", "b"], 1)
-    assert done == 1  # the next process goes on with b
+    [rows] = scripts.sweep.in_process(["a", "b"], 1)  # the next process goes on with b
     assert [(row["model_type"], row["check"], row["outcome"], row["reason"]) for row in rows] == [
         ("a", "forward", "fails", reason)]
 
