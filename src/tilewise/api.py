@@ -124,7 +124,8 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: AnyMas
         bias: broadcasts to (b, hq, sq, sk), in q's dtype or float32 (of float64 inputs in float64 alone); added to the
             scaled (and capped) scores. Its gradient is summed over the broadcast dims.
         alibi_slopes: (hq,) or (b, hq), float32 (float64 of float64 inputs): ``−slope · |i + offset − j|`` is added to
-            the score of query i and key j (ALiBi; Press et al., 2021), with the mask's alignment (offset 0 or sk − sq).
+            the score of query i and key j (ALiBi; Press et al., 2021), with the mask's alignment (offset 0, sk − sq or
+            a number).
         score_function: a :class:`tilewise.functions.ScoreFunction`: what a scaled (and capped) score becomes, written
             by you in Triton, in torch, or in both; bias and slopes are added to its result.
         softcap: scores become ``softcap · tanh(score / softcap)`` before bias and mask (Gemma 2); from 2⁻¹²⁶ to 2¹²⁷,
@@ -379,9 +380,10 @@ def _options(scale: float | None, band: Mask, softcap: float | None, dropout_p: 
         check_choices(scale, deterministic, backend)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    return OperatorOptions(scale, band.left, band.right, band.alignment, band.prefix, band.sink_tokens, band.chunk,
-                           softcap, dropout_p, "max_logit" in return_aux, functions.score, functions.mask, *longest,
-                           deterministic, backend)
+    corner, offset = (None, band.alignment) if isinstance(band.alignment, int) else (band.alignment, None)
+    return OperatorOptions(scale, band.left, band.right, corner, band.prefix, band.sink_tokens, band.chunk, softcap,
+                           dropout_p, "max_logit" in return_aux, functions.score, functions.mask, *longest, offset,
+                           None, None, deterministic, backend)
 
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Operands, options: OperatorOptions,

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tilewise import causal, chunk, window
+from tilewise import Mask, causal, chunk, window
+from tilewise.dispatch import get_backend
 from tilewise.kernels.triton.backward import dkdv_launch
 from tilewise.kernels.triton.config import DbiasConfig, DkdvConfig, DqConfig, ForwardConfig
 from tilewise.kernels.triton.dbias import dbias_launch
@@ -20,10 +21,11 @@ SEED, P, SIZE = 11, 0.4, 80
 TILES = [(16, 16), (16, 64), (64, 16), (128, 32)]
 
 
-def problem_of(mask, device, sq=SIZE, sk=SIZE, **operands):
+def problem_of(mask, device, sq=SIZE, sk=SIZE, origin=(0, 0), **operands):
     q, k, v = (torch.zeros(1, 2, size, SIZE, dtype=torch.float16, device=device) for size in (sq, sk, sk))
     operands = Operands(seed=torch.tensor([SEED], device=device), **operands)
-    problem = AttentionProblem.from_tensors(q, k, v, operands, mask=mask, settings=ScoreSettings(dropout_p=P))
+    problem = AttentionProblem.from_tensors(q, k, v, operands, mask=mask, settings=ScoreSettings(
+        dropout_p=P, dropout_origin_q=origin[0], dropout_origin_k=origin[1]))
     return problem, modifiers_of(problem, operands)
 
 
@@ -31,7 +33,30 @@ def problem_of(mask, device, sq=SIZE, sk=SIZE, **operands):
 @pytest.mark.parametrize("tile", TILES, ids=lambda tile: "x".join(map(str, tile)))
 def test_every_kernel_keeps_the_same_scores_with_every_tile(tile, mask, device):
     """Scores are 0, and an identity takes the place of v, dout or k: what a kernel writes shows each pair alone."""
-    problem, modifiers = problem_of(mask, device, bias=torch.zeros(1, 2, SIZE, SIZE, device=device))
+    kept = dropout_keep(SEED, (1, 2, SIZE, SIZE), P, device) & mask.visible(SIZE, SIZE, device)
+    for written in written_by_kernels(tile, mask, device):
+        assert not written.isnan().any()
+        assert torch.equal(written != 0, kept)
+
+
+def test_a_part_of_a_sequence_draws_as_the_whole_does(device):
+    kept = dropout_keep(SEED, (1, 2, SIZE + 16, SIZE + 48), P, device)[:, :, 16:, 48:]
+    for written in written_by_kernels((16, 64), Mask(), device, origin=(16, 48)):
+        assert torch.equal(written != 0, kept)
+
+
+@pytest.mark.parametrize("origin", [(8, 0), (0, 17), (2**24, 0)], ids=str)
+def test_a_part_that_begins_inside_of_a_block_of_draws_is_refused(origin, device):
+    problem, _ = problem_of(Mask(), device, origin=origin)
+    assert get_backend("triton").why_not(problem) == (
+        "takes dropout of a part of a sequence that begins at a multiple of 16 below 16777216, got queries from "
+        f"{origin[0]} on and keys from {origin[1]} on; backend='reference' takes them")
+    assert str(problem.scores) == f"dropout 0.4 from {origin[0]}, {origin[1]}"
+
+
+def written_by_kernels(tile, mask, device, origin=(0, 0)):
+    """Return out, dv transposed, dq and dbias, each of which is not 0 where a pair is kept."""
+    problem, modifiers = problem_of(mask, device, origin=origin, bias=torch.zeros(1, 2, SIZE, SIZE, device=device))
     zeros = torch.zeros(1, 2, SIZE, SIZE, dtype=torch.float16, device=device)
     one = torch.eye(SIZE, dtype=torch.float16, device=device).expand_as(zeros).contiguous()
     ones, delta = torch.full_like(zeros, 0.25), zeros[..., 0].float().contiguous()
@@ -46,10 +71,7 @@ def test_every_kernel_keeps_the_same_scores_with_every_tile(tile, mask, device):
         zeros, one, ones, ones, lse, delta, dq, None, None, None, None, None, modifiers)
     dbias_launch(problem, DbiasConfig(*tile, 4, 1), "ieee", strides)(
         zeros, zeros, ones, ones, lse, delta, dbias, modifiers)
-    kept = dropout_keep(SEED, (1, 2, SIZE, SIZE), P, device) & mask.visible(SIZE, SIZE, device)
-    for written in (out, dv.mT, dq, dbias):
-        assert not written.isnan().any()
-        assert torch.equal(written != 0, kept)
+    return out, dv.mT, dq, dbias
 
 
 @pytest.mark.parametrize(("mask", "sq", "sk", "expected"), [

@@ -84,7 +84,7 @@ def test_arguments_become_all_that_the_operators_take_and_nothing_else():
     assert becomes("explain") == {*Operands._fields, *OperatorOptions._fields}
     band = {"left", "right", "alignment"}  # to decode, a mask is no more
     more = {"mask", "prefix", "sink_tokens", "chunk", "documents_q", "documents_k", "tiles_q", "tiles_k",
-            "mask_function", "mask_tensors", "max_logit"}
+            "mask_function", "mask_tensors", "max_logit", "offset"}
     assert becomes("attention_decode") - more == {*CacheOperands._fields, *DecodeOptions._fields[1:], "backend"} | band
     assert dataclasses.fields(CallOptions)[0].name == DecodeOptions._fields[0] == "mask"
 
@@ -124,5 +124,5 @@ def test_a_plain_calls_options_are_put_among_the_others():
 def test_settings_of_scores_are_named_as_the_operators_options():
     longest = {"max_seqlen_q", "max_seqlen_k"}
     kept = set(ScoreSettings._fields) - {"longest"}
-    assert kept == set(OperatorOptions._fields[RARE_PLACES]) - {"prefix", "sink_tokens", "chunk"} - longest
+    assert kept == set(OperatorOptions._fields[RARE_PLACES]) - {"prefix", "sink_tokens", "chunk", "offset"} - longest
     assert kept < set(ScoreOptions._fields)

@@ -110,6 +110,24 @@ def test_dense_mask_follows_the_definition_pair_by_pair(left, right, alignment, 
 
 
 @given(st.integers(0, 9), st.integers(0, 9), st.sampled_from(ALIGNMENTS), st.data())
+def test_an_integer_alignment_is_the_offset(left, right, alignment, data):
+    query_length, key_length = (data.draw(st.integers(0, 20)) for _ in range(2))
+    offset = data.draw(st.integers(-25, 25))
+    mask = window(left, right, offset)
+    assert mask.offset(query_length, key_length) == offset
+    expected = [[i + offset - left <= j <= i + offset + right for j in range(key_length)] for i in range(query_length)]
+    assert mask.visible(query_length, key_length).tolist() == expected
+    corner = window(left, right, key_length - query_length)
+    assert torch.equal(corner.visible(query_length, key_length),
+                       window(left, right, "bottom_right").visible(query_length, key_length))
+
+
+def test_an_offset_of_zero_is_the_top_left_corner():
+    assert causal(0) == causal("top_left")
+    assert str(causal(-3) & chunk(2)) == "causal(alignment=-3) & chunk(2)"
+
+
+@given(st.integers(0, 9), st.integers(0, 9), st.sampled_from(ALIGNMENTS), st.data())
 def test_exceptions_follow_the_definition_pair_by_pair(left, right, alignment, data):
     query_length, key_length = (data.draw(st.integers(0, 20)) for _ in range(2))
     first, sinks, length = (data.draw(st.integers(1, 12)) for _ in range(3))
@@ -286,13 +304,19 @@ def test_no_mask_takes_any_lengths():
     assert Mask().visible(3, 8).all()
 
 
+CORNERS = "allowed are 'top_left', 'bottom_right' and an integer, the key that query 0 stands on."
+
+
 @pytest.mark.parametrize(("make", "message"), [
-    (lambda: causal("right"), "alignment is 'right'; allowed are 'top_left' and 'bottom_right'."),
-    (lambda: window(1, 1, "left"), "alignment is 'left'; allowed are 'top_left' and 'bottom_right'."),
+    (lambda: causal("right"), f"alignment is 'right'; {CORNERS}"),
+    (lambda: window(1, 1, "left"), f"alignment is 'left'; {CORNERS}"),
+    (lambda: causal(True), f"alignment is True; {CORNERS}"),
+    (lambda: causal(1.0), f"alignment is 1.0; {CORNERS}"),
+    (lambda: causal(2**30), f"alignment is {2**30}; {CORNERS}"),
     (lambda: window(-1, 0), "window: left is -1; allowed is an integer >= 0, or None for no bound on that side."),
     (lambda: window(0, 1.5), "window: right is 1.5; allowed is an integer >= 0, or None for no bound on that side."),
     (lambda: window(True, 0), "window: left is True; allowed is an integer >= 0, or None for no bound on that side."),
-    (lambda: Mask(None, 0, "left"), "alignment is 'left'; allowed are 'top_left' and 'bottom_right'."),
+    (lambda: Mask(None, 0, "left"), f"alignment is 'left'; {CORNERS}"),
     (lambda: Mask(-1), "window: left is -1; allowed is an integer >= 0, or None for no bound on that side."),
     (lambda: Mask(1, 1.0), "window: right is 1.0; allowed is an integer >= 0, or None for no bound on that side."),
     (lambda: Mask(prefix=-1), "prefix: length is -1; allowed is an integer >= 0."),
@@ -305,11 +329,11 @@ def test_no_mask_takes_any_lengths():
      "cannot combine causal(alignment='top_left') & causal(alignment='bottom_right'): a mask has one alignment, got "
      "'top_left' and 'bottom_right'. Give both parts the same alignment."),
     (lambda: prefix(-1), "prefix: length is -1; allowed is an integer >= 0."),
-    (lambda: prefix(2, "left"), "alignment is 'left'; allowed are 'top_left' and 'bottom_right'."),
+    (lambda: prefix(2, "left"), f"alignment is 'left'; {CORNERS}"),
     (lambda: sink_tokens(True), "sink_tokens: count is True; allowed is an integer >= 0."),
     (lambda: chunk(0), "chunk: length is 0; allowed is an integer >= 1."),
     (lambda: chunk(2.0), "chunk: length is 2.0; allowed is an integer >= 1."),
-    (lambda: chunk(2, "left"), "alignment is 'left'; allowed are 'top_left' and 'bottom_right'."),
+    (lambda: chunk(2, "left"), f"alignment is 'left'; {CORNERS}"),
     (lambda: chunk(4) & chunk(6),
      "cannot combine chunk(4) & chunk(6): one length must be a multiple of the other."),
     (lambda: documents([1, 2]),

@@ -258,7 +258,8 @@ def _is_watched() -> bool:
 
 def _band_of(mask: Mask) -> tuple[int | None, int | None, str | None] | None:
     """Return the mask's part of a key; None if it is one for the operator of all options."""
-    return None if mask.has_exceptions else (mask.left, mask.right, mask.alignment)
+    corner = mask.alignment
+    return None if mask.has_exceptions or isinstance(corner, int) else (mask.left, mask.right, corner)
 
 
 def _is_cast(dtype: torch.dtype, device: torch.device) -> bool:

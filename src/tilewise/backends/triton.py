@@ -22,7 +22,7 @@ from tilewise.kernels.triton.arguments import Modifiers
 from tilewise.kernels.triton.launch import Launch, modifiers_of, operand_addresses, operand_count, takes_descriptors
 from tilewise.kernels.triton.operand_gradients import OperandGradients
 from tilewise.problem import TAIL_WIDTH, WIDEST, AttentionProblem, Sizes, alignment_of, dense_strides
-from tilewise.problem.options import NO_OPERANDS, Operands
+from tilewise.problem.options import DRAW_SPAN, NO_OPERANDS, Operands
 from tilewise.support.caches import registered
 from tilewise.tuning.device import device_spec
 from tilewise.tuning.heuristics_triton import least_bytes
@@ -64,6 +64,10 @@ class TritonBackend:
         if rows >= 2**31:  # kernels reckon them in 32 bits
             return (f"takes up to {2**31 - 1} queries, or keys, of all heads of a batch entry, got {rows}; "
                     "backend='reference' takes them")
+        origin = problem.scores.dropout_origin_q, problem.scores.dropout_origin_k
+        if any(first % DRAW_SPAN or first >= 2**24 for first in origin):
+            return (f"takes dropout of a part of a sequence that begins at a multiple of {DRAW_SPAN} below {2**24}, "
+                    f"got queries from {origin[0]} on and keys from {origin[1]} on; backend='reference' takes them")
         for facts in problem.scores.functions:
             if facts.code.triton is None:
                 return (f"needs a triton function, got {facts.code.name} without one; backend='reference' takes a "

@@ -585,8 +585,8 @@ def _backward(tensors: list[torch.Tensor], lse: torch.Tensor, options: dict[str,
                         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     mask: Mask = options["mask"]
     deterministic = bool(options["deterministic"] or torch.are_deterministic_algorithms_enabled())
-    settings = OperatorOptions(options["scale"], mask.left, mask.right, mask.alignment, softcap=options["softcap"],
-                       dropout_p=options["dropout_p"], deterministic=deterministic)
+    settings = OperatorOptions.of_mask(options["scale"], mask, softcap=options["softcap"],
+                                       dropout_p=options["dropout_p"], deterministic=deterministic)
     gradients: list[torch.Tensor] = _backward_op(q, k, v, out, lse, dout, None, *operands, *settings,
                                                  _NO_GRADIENT_OF_OPERANDS)
     return gradients

@@ -152,8 +152,8 @@ def _gradients(tensors: tuple[torch.Tensor, ...], lse: torch.Tensor,
     seed = state.view(torch.int64)[:1] if dropout_p else None
     cu_seqlens_q, cu_seqlens_k = (None, None) if lengths is None else lengths
     operands = Operands(seed=seed, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    settings = OperatorOptions(scale, band.left, band.right, band.alignment, dropout_p=dropout_p,
-                       deterministic=torch.are_deterministic_algorithms_enabled())
+    settings = OperatorOptions.of_mask(scale, band, dropout_p=dropout_p,
+                                       deterministic=torch.are_deterministic_algorithms_enabled())
     q, k, v, out, dout = tensors
     gradients: list[torch.Tensor] = backward_op(q, k, v, out, lse, dout, None, *operands, *settings,
                                                 _NO_GRADIENT_OF_OPERANDS)

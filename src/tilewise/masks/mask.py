@@ -2,7 +2,7 @@
 
 A mask of this module is a *band* with exceptions. With ``i`` the query's index, ``j`` the key's and
 
-    offset = 0 (top_left)   or   key_length − query_length (bottom_right),
+    offset = 0 (top_left)   or   key_length − query_length (bottom_right)   or   a number of the caller's,
 
 query ``i`` sees key ``j`` when all of these hold (maths.md, eq. 23; without exceptions, eq. 12):
 
@@ -27,8 +27,8 @@ from tilewise.masks.tile_lists import TileLists, tile_lists
 from tilewise.validate.values import (
     ALIGNMENTS,
     FARTHEST,
-    check_alignment_name,
     check_lengths_to_show,
+    checked_alignment,
     checked_count,
     checked_side,
 )
@@ -51,8 +51,9 @@ class Mask(JoinsTensors):
     Attributes:
         left: keys kept to the left of the diagonal; None = all.
         right: keys kept to the right of the diagonal; None = all.
-        alignment: which corner the diagonal runs through; None = not named, allowed while query and
-            key lengths are equal, where both corners give the same mask.
+        alignment: which corner the diagonal runs through, or the offset itself: query i stands on key i + alignment,
+            which serves a part of the queries and keys of a longer sequence. None = not named, allowed while query and
+            key lengths are equal, where both corners give the same mask. An offset of 0 is "top_left".
         prefix: keys, the first ones, that ``right`` does not hide; None = none.
         sink_tokens: keys, the first ones, that ``left`` does not hide; None = none.
         chunk: length of the chunks outside of which nothing is seen; None = no chunks.
@@ -63,7 +64,7 @@ class Mask(JoinsTensors):
 
     left: int | None = None
     right: int | None = None
-    alignment: Alignment | None = None
+    alignment: Alignment | int | None = None
     prefix: int | None = None
     sink_tokens: int | None = None
     chunk: int | None = None
@@ -73,7 +74,9 @@ class Mask(JoinsTensors):
             if side is not None and not (side.__class__ is int and 0 <= side < FARTHEST):
                 object.__setattr__(self, name, checked_side(name, side))
         if self.alignment is not None:
-            check_alignment_name(self.alignment)
+            alignment = checked_alignment(self.alignment)
+            if alignment is not self.alignment:  # dynamo traces no assignment to a frozen value
+                object.__setattr__(self, "alignment", alignment)
         if self.has_exceptions:
             for name, (said, least) in _COUNTS.items():
                 count = getattr(self, name)
@@ -155,10 +158,12 @@ class Mask(JoinsTensors):
 
     def offset(self, query_length: int, key_length: int) -> int:
         """Return where the diagonal runs: query i stands on key i + offset. Raises as :meth:`band` does."""
-        if query_length == key_length:
+        if query_length == key_length and not isinstance(self.alignment, int):
             return 0
         if self.alignment is None:
             raise InvalidInput(_alignment_message(self, query_length, key_length))
+        if isinstance(self.alignment, int):
+            return self.alignment
         return key_length - query_length if self.alignment == "bottom_right" else 0
 
     def visible(self, query_length: int, key_length: int, device: torch.device | str | None = None) -> torch.Tensor:
@@ -301,20 +306,21 @@ class TensorMask(JoinsTensors):
         return " & ".join(parts)
 
 
-def causal(alignment: Alignment | None = None) -> Mask:
+def causal(alignment: Alignment | int | None = None) -> Mask:
     """Mask the future: a query sees the keys up to its own position.
 
     Args:
         alignment: "top_left" puts query 0 on key 0 (torch's ``is_causal``); "bottom_right" puts the last query on
-            the last key (flash-attn, decoding with a cache). May be left out while both lengths are equal.
+            the last key (flash-attn, decoding with a cache); an integer puts query 0 on that key, which may lie before
+            the first one or past the last. May be left out while both lengths are equal.
 
     Raises:
-        InvalidInput: alignment is not one of the two, or left out where lengths differ (at the call).
+        InvalidInput: alignment is none of these, or left out where lengths differ (at the call).
     """
     return Mask(None, 0, alignment)
 
 
-def window(left: int | None, right: int | None, alignment: Alignment | None = None) -> Mask:
+def window(left: int | None, right: int | None, alignment: Alignment | int | None = None) -> Mask:
     """Keep the keys from ``left`` before to ``right`` after the diagonal, both ends and the diagonal included.
 
     Args:
@@ -328,7 +334,7 @@ def window(left: int | None, right: int | None, alignment: Alignment | None = No
     return Mask(left, right, alignment)
 
 
-def prefix(length: int, alignment: Alignment | None = None) -> Mask:
+def prefix(length: int, alignment: Alignment | int | None = None) -> Mask:
     """Mask the future but for a prefix: a query sees the first ``length`` keys and those up to its own position.
 
     The mask of a prefix language model (Raffel et al., 2020). ``& window(left, 0)`` bounds the prefix too.
@@ -358,7 +364,7 @@ def sink_tokens(count: int) -> Mask:
     return Mask(sink_tokens=checked_count(*_COUNTS["sink_tokens"], count))
 
 
-def chunk(length: int, alignment: Alignment | None = None) -> Mask:
+def chunk(length: int, alignment: Alignment | int | None = None) -> Mask:
     """Keep what lies in one chunk: positions are cut into chunks of ``length``, and a query sees its own one's keys.
 
     ``causal() & chunk(8192)`` is the local attention of Llama 4.

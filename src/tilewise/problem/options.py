@@ -17,7 +17,7 @@ each step back is said there too. The distance of query i and key j is i + offse
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Any, NamedTuple, TypeAlias, cast, get_type_hints
+from typing import Annotated, Any, NamedTuple, TypeAlias, get_type_hints
 
 import torch
 
@@ -48,15 +48,16 @@ class CallOptions:
     """
 
     mask: AnyMask | None = _argument(
-        None, ATTENTION + DECODE, "left", "right", "alignment", "prefix", "sink_tokens", "chunk", "mask", "documents_q",
-        "documents_k", "tiles_q", "tiles_k", "mask_function", "mask_tensors")
+        None, ATTENTION + DECODE, "left", "right", "alignment", "prefix", "sink_tokens", "chunk", "offset", "mask",
+        "documents_q", "documents_k", "tiles_q", "tiles_k", "mask_function", "mask_tensors")
     scale: float | None = _argument(None, ATTENTION + DECODE, "scale")
     bias: Tensor | None = _argument(None, ATTENTION, "bias", gradient=True)
     alibi_slopes: Tensor | None = _argument(None, ATTENTION + DECODE, "alibi_slopes", gradient=True)
     score_function: ScoreFunction | None = _argument(None, ATTENTION, "score_function", "score_tensors")
     softcap: float | None = _argument(None, ATTENTION + DECODE, "softcap")
     sinks: Tensor | None = _argument(None, ATTENTION + DECODE, "sinks", gradient=True)
-    dropout_p: float = _argument(0, ATTENTION, "dropout_p")
+    # Their origins are of a part of a longer sequence: tilewise.distributed alone has such calls.
+    dropout_p: float = _argument(0, ATTENTION, "dropout_p", "dropout_origin_q", "dropout_origin_k")
     dropout_seed: int | Tensor | None = _argument(None, ATTENTION, "seed")
     seqlens_q: Tensor | None = _argument(None, PADDED, "seqlens_q")
     seqlens_k: Tensor | None = _argument(None, PADDED, "seqlens_k")
@@ -153,7 +154,9 @@ class OperatorOptions(NamedTuple):
     """Everything of a call but its tensors, as the operators take it.
 
     Those without a default, deterministic and backend are all that the operators of plain calls take; an option that
-    is new goes between them.
+    is new goes between them. ``offset`` is a mask's alignment where that is an integer.
+    ``dropout_origin_q`` and ``dropout_origin_k`` are the positions of the first query and key among dropout's draws,
+    of a call that is a part of another; None = 0.
     """
 
     scale: float | None
@@ -170,6 +173,9 @@ class OperatorOptions(NamedTuple):
     mask_function: str | None = None
     max_seqlen_q: _TraceableSize | None = None
     max_seqlen_k: _TraceableSize | None = None
+    offset: int | None = None
+    dropout_origin_q: int | None = None
+    dropout_origin_k: int | None = None
     deterministic: bool = False
     backend: str | None = None
 
@@ -181,13 +187,22 @@ class OperatorOptions(NamedTuple):
     @property
     def mask(self) -> Mask:
         """The mask, put together again."""
-        return Mask(self.left, self.right, cast(Any, self.alignment), self.prefix, self.sink_tokens, self.chunk)
+        alignment: Any = self.alignment if self.offset is None else self.offset
+        return Mask(self.left, self.right, alignment, self.prefix, self.sink_tokens, self.chunk)
+
+    @classmethod
+    def of_mask(cls, scale: float | None, mask: Mask, **others: Any) -> "OperatorOptions":
+        """Flatten a mask; ``others``: fields that do not have their defaults."""
+        corner, offset = (None, mask.alignment) if isinstance(mask.alignment, int) else (mask.alignment, None)
+        return cls(scale, mask.left, mask.right, corner, mask.prefix, mask.sink_tokens, mask.chunk, offset=offset,
+                   **others)
 
     @property
     def settings(self) -> "ScoreSettings":
         """The numbers and functions that change scores."""
         return ScoreSettings(self.softcap, self.dropout_p, self.max_logit, (self.max_seqlen_q, self.max_seqlen_k),
-                             code_of(self.score_function), code_of(self.mask_function))
+                             code_of(self.score_function), code_of(self.mask_function), self.dropout_origin_q,
+                             self.dropout_origin_k)
 
 
 _LEADING = len(OperatorOptions._fields) - len(OperatorOptions._field_defaults)
@@ -222,6 +237,7 @@ class ScoreSettings(NamedTuple):
         softcap, dropout_p, max_logit: as in :class:`ScoreOptions`.
         longest: of packed sequences: the sizes of an operand's query and key dims; None where no operand has that dim.
         score_function, mask_function: the user's own, or None.
+        dropout_origin_q, dropout_origin_k: as in :class:`OperatorOptions`.
     """
 
     softcap: float | None = None
@@ -230,6 +246,8 @@ class ScoreSettings(NamedTuple):
     longest: tuple[int | None, int | None] = (None, None)
     score_function: FunctionCode | None = None
     mask_function: FunctionCode | None = None
+    dropout_origin_q: int | None = None
+    dropout_origin_k: int | None = None
 
     def checked_numbers(self) -> dict[str, Any]:
         """Return the numbers among the fields of :class:`ScoreOptions`, checked and as a problem has them.
@@ -238,7 +256,8 @@ class ScoreSettings(NamedTuple):
             InvalidInput: one is out of range.
         """
         return {"dropout_p": checked_dropout_p(self.dropout_p), "softcap": checked_softcap(self.softcap),
-                "max_logit": self.max_logit}
+                "max_logit": self.max_logit, "dropout_origin_q": self.dropout_origin_q or 0,
+                "dropout_origin_k": self.dropout_origin_k or 0}
 
 
 NO_SETTINGS = ScoreSettings()
@@ -277,6 +296,7 @@ class ScoreOptions(NamedTuple):
         max_logit: whether the largest visible score of each row is wanted beside lse.
         bias, alibi_slopes, mask, sinks, documents_q, documents_k, tiles_q, tiles_k: spec of the operand, or None.
         score_function, mask_function: spec of the user's own, or None.
+        dropout_origin_q, dropout_origin_k: positions of the first query and key among dropout's draws.
     """
 
     softcap: float | None = None
@@ -292,6 +312,8 @@ class ScoreOptions(NamedTuple):
     tiles_k: OperandSpec | None = None
     score_function: FunctionSpec | None = None
     mask_function: FunctionSpec | None = None
+    dropout_origin_q: int = 0
+    dropout_origin_k: int = 0
 
     @property
     def functions(self) -> tuple[FunctionSpec, ...]:
@@ -321,7 +343,8 @@ class ScoreOptions(NamedTuple):
         if self.tiles_q is not None:
             parts.append("tile lists")
         if self.dropout_p:
-            parts.append(f"dropout {self.dropout_p:.4g}")
+            origin = self.dropout_origin_q, self.dropout_origin_k
+            parts.append(f"dropout {self.dropout_p:.4g}" + (f" from {origin[0]}, {origin[1]}" if any(origin) else ""))
         for name, function in (("score", self.score_function), ("mask", self.mask_function)):
             if function is not None:
                 parts.append(f"{name} function {function.code.name}")

@@ -86,6 +86,9 @@ def check_lengths(given: Mapping[str, TensorSpec], q: TensorSpec, mask: Any) -> 
         raise InvalidInput(f"cu_seqlens_q has shape {tuple(given['cu_seqlens_q'].shape)} and q a batch size of "
                            f"{q.shape[0]}; "
                            "allowed are (sequences + 1,) and 1: packed sequences have no other batch dim.")
+    if isinstance(mask.alignment, int):
+        raise InvalidInput(f"mask is {mask} and lengths are data ({', '.join(given)}); allowed with them are "
+                           "alignment='top_left' and 'bottom_right', which are each sequence's own.")
     if mask.is_bounded and mask.alignment is None:
         raise InvalidInput(f"mask is {mask} and names no alignment, but lengths are data ({', '.join(given)}): whether "
                            "those of queries and keys are equal, the device alone knows. Pass alignment='top_left' or "

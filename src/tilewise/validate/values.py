@@ -137,10 +137,14 @@ def checked_count(name: str, least: int, value: Any) -> int:
     raise InvalidInput(f"{name} is {value!r}; allowed is an integer >= {least}.")
 
 
-def check_alignment_name(alignment: object) -> None:
-    """Raise :class:`InvalidInput` for what names no corner."""
-    if alignment is not None and alignment not in ALIGNMENTS:
-        raise InvalidInput(f"alignment is {alignment!r}; allowed are 'top_left' and 'bottom_right'.")
+def checked_alignment(alignment: Any) -> Any:
+    """Return an alignment, "top_left" for 0; raises :class:`InvalidInput` for neither a corner nor an offset."""
+    if isinstance(alignment, str) and alignment in ALIGNMENTS:
+        return alignment
+    if is_integer(alignment) and -FARTHEST < int(alignment) < FARTHEST:
+        return int(alignment) or "top_left"
+    raise InvalidInput(f"alignment is {alignment!r}; allowed are 'top_left', 'bottom_right' and an integer, the key "
+                       "that query 0 stands on.")
 
 
 def check_lengths_to_show(mask: object, query_length: int | None, key_length: int | None) -> None:
@@ -172,7 +176,7 @@ def check_mask_to_decode(mask: Any, *, is_mask: bool) -> None:
     if not is_mask:
         hint = " Padding is told by cache_seqlens and cache_leftpad." if isinstance(mask, torch.Tensor) else ""
         raise InvalidInput(f"mask is a {type(mask).__name__}; allowed is None, causal() or window(left, right).{hint}")
-    if mask.alignment == "top_left":
+    if mask.alignment not in (None, "bottom_right"):
         raise InvalidInput(f"mask is {mask}; allowed is alignment='bottom_right', or none: the last query stands on "
                            "the last key of the cache.")
     if mask.has_exceptions:

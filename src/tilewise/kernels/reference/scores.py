@@ -167,7 +167,9 @@ def dropout_factors(tile: Tile) -> torch.Tensor | None:
     problem, dropout_p = tile.problem, tile.problem.scores.dropout_p
     if tile.operands.seed is None:
         return None
-    keep = keep_tile(tile.operands.seed, problem.b * problem.hq, tile.queries, tile.keys, dropout_p, tile.first_row)
+    queries, keys = (Span(span.start + origin, span.stop + origin) for span, origin in (
+        (tile.queries, problem.scores.dropout_origin_q), (tile.keys, problem.scores.dropout_origin_k)))
+    keep = keep_tile(tile.operands.seed, problem.b * problem.hq, queries, keys, dropout_p, tile.first_row)
     factors = keep.to(tile_dtype(problem.dtype)).mul_(1.0 / (1.0 - dropout_p))
     return factors.view(problem.b * problem.hk, -1, len(tile.keys))
 

@@ -106,13 +106,16 @@ class Sinks(NamedTuple):
 class Dropout(NamedTuple):
     """The seed, the first of 2^16 draws that keeps a pair, and what a kept value is multiplied by.
 
-    ``unaligned``: 1.0 where a tile's first query or key may lie inside of a block of draws, else None.
+    ``unaligned``: 1.0 where a tile's first query or key may lie inside of a block of draws, else None. ``origin_q``,
+    ``origin_k``: the counters of the draws that the first query and key have, None for 0.
     """
 
     ptr: Any = None
     threshold: float | None = None
     gain: float | None = None
     unaligned: float | None = None
+    origin_q: float | None = None
+    origin_k: float | None = None
 
 
 class Lengths(NamedTuple):

@@ -54,7 +54,9 @@ def modifiers_of(problem: AttentionProblem, operands: Operands) -> Modifiers:
         sinks = Sinks(operands.sinks, *strides(options.sinks, pairs[1:2]))
     if options.dropout_p:
         dropout = Dropout(operands.seed, options.dropout_p * DRAWS, 1.0 / (1.0 - options.dropout_p),
-                          1.0 if is_unaligned(problem) else None)
+                          1.0 if is_unaligned(problem) else None,
+                          *(float(origin // positions) or None for origin, positions in (
+                              (options.dropout_origin_q, 2), (options.dropout_origin_k, 4))))  # of a counter
     if options.documents_q is not None:
         documents = DocumentNumbers(operands.documents_q, operands.documents_k,
                                     1.0 if options.documents_q.shape[0] > 1 else None)

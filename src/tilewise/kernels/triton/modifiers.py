@@ -142,6 +142,10 @@ def dropout_keeps(dropout, block, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, 
     query = block.first_query // 2 + tl.broadcast_to(query, (BLOCK_M // SPAN, 2, 8)).reshape(BLOCK_M)
     key = tl.arange(0, BLOCK_N // 4).reshape(BLOCK_N // SPAN, 1, 4, 1)
     key = block.first_key // 4 + tl.broadcast_to(key, (BLOCK_N // SPAN, 2, 4, 2)).reshape(BLOCK_N)
+    if dropout.origin_q is not None:
+        query += tl.full([], dropout.origin_q, tl.float32).to(tl.int32)
+    if dropout.origin_k is not None:
+        key += tl.full([], dropout.origin_k, tl.float32).to(tl.int32)
     m, n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     if KEYS_FIRST:
         query, key = tl.broadcast(query[None, :], key[:, None])
