@@ -16,7 +16,7 @@ HOST_LINES, KERNEL_LINES, PARAMETERS, KERNEL_PARAMETERS = 60, 120, 8, 15
 # where a flag is a parameter.
 LONG_SIGNATURES = ("src/tilewise/api.py", "src/tilewise/decode.py", "src/tilewise/autograd/op.py",
                    "src/tilewise/autograd/function.py",
-                   "src/tilewise/cli/app.py",
+                   "src/tilewise/cli/app.py", "src/tilewise/distributed/context_parallel.py",
                    "src/tilewise/integrations/flash_attn.py", "src/tilewise/integrations/torch_sdpa.py",
                    "src/tilewise/integrations/transformers.py", "src/tilewise/integrations/sdpa_provider.py",
                    "src/tilewise/integrations/flex.py", "src/tilewise/integrations/flash_attn_interface.py",
@@ -78,10 +78,10 @@ def test_no_file_holds_both_a_kernel_and_an_autograd_function(name):
     assert not ("@triton.jit" in SOURCES[name] and "autograd.Function" in SOURCES[name])
 
 
-def test_autograd_functions_live_in_one_folder():
+def test_autograd_functions_live_in_one_folder_and_in_that_which_sends_messages():
     homes = [name for name in PACKAGE if "(torch.autograd.Function)" in SOURCES[name]]
     assert homes
-    assert [name for name in homes if not name.startswith("src/tilewise/autograd/")] == []
+    assert [name for name in homes if name.split("/")[2] not in ("autograd", "distributed")] == []
 
 
 def test_environment_variables_of_ours_are_read_in_settings_alone():

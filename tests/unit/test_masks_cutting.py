@@ -111,8 +111,8 @@ def test_a_call_on_a_part_with_its_block_is_a_part_of_the_whole_call(name):
 
 def test_lengths_that_are_data_take_no_offset():
     q = torch.randn(2, 2, 4, 8)
-    with pytest.raises(InvalidInput, match=r"^mask is causal\(alignment=2\) and lengths are data \(seqlens_k\); allowed "
-                                           "with them are alignment='top_left' and 'bottom_right'"):
+    with pytest.raises(InvalidInput, match=r"^mask is causal\(alignment=2\) and lengths are data \(seqlens_k\); "
+                                           "allowed with them are alignment='top_left' and 'bottom_right'"):
         attention(q, q, q, mask=causal(2), seqlens_k=torch.tensor([3, 4]))
 
 

@@ -1,0 +1,247 @@
+"""What the public calls are given, checked once and put into the form that schedules take."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from tilewise import settings
+from tilewise.backends._support.current import autocast_dtype
+from tilewise.distributed.blocks import Call
+from tilewise.distributed.cost_model import Sizes
+from tilewise.distributed.layouts import Layout, layout_of
+from tilewise.distributed.plan import Narrow, Problem
+from tilewise.distributed.sharding import check_shard_length, whole_length
+from tilewise.errors import InvalidInput
+from tilewise.functions import NO_FUNCTIONS
+from tilewise.masks import Mask, Span
+from tilewise.masks.cutting import MaskBlock, cut_mask
+from tilewise.problem import AttentionProblem
+from tilewise.problem.operands import NO_LENGTHS, NO_LISTS, operands_of, parted
+from tilewise.problem.options import Operands, OperatorOptions
+from tilewise.validate.call import check_distances
+from tilewise.validate.tensors import check_inputs
+from tilewise.validate.values import check_choices, check_numbers, is_integer
+
+Documents = tuple[torch.Tensor, torch.Tensor]  # numbers of all queries, (b|1, sq), and of all keys
+
+
+@dataclass(frozen=True, eq=False)
+class Arguments:
+    """A call on one rank, checked.
+
+    Attributes:
+        q, k, v: the rank's shards.
+        queries, keys: their layouts.
+        mask: by position, of the whole sequences.
+        operands: of the rank, the sinks among them; bias and mask have its query rows and all key columns.
+        options: of the call, without a mask.
+        documents: as above, on the device that the user had them on; or None.
+        padding: of queries and keys of this rank: (b, 1, s, 1), bool, True = padding; or None.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    queries: Layout
+    keys: Layout
+    mask: Mask
+    operands: Operands
+    options: OperatorOptions
+    documents: Documents | None
+    padding: tuple[torch.Tensor | None, torch.Tensor | None]
+
+    @property
+    def problem(self) -> Problem:
+        """What a plan is made from."""
+        operands = self.operands
+        of_pairs = (operands.bias, operands.mask, operands.alibi_slopes, self.documents)
+        merges = all(own is None for own in of_pairs) and not self.options.dropout_p
+        return Problem(self.queries, self.keys, self.mask, merges, self.k.shape[1])
+
+    @property
+    def sizes(self) -> Sizes:
+        """What a cost is estimated from."""
+        b, hq, _, d = self.q.shape
+        return Sizes(b, hq, self.k.shape[1], d, self.v.shape[3], self.q.element_size())
+
+    @cached_property
+    def call(self) -> Call:
+        """What the blocks of a plan have in common."""
+        numbers = None if self.documents is None else tuple(
+            [own.to(self.q.device, non_blocking=True) for own in self.documents])
+        return Call(self.options, self.operands._replace(sinks=None, bias=_detached(self.operands.bias),
+                                                         alibi_slopes=_detached(self.operands.alibi_slopes)),
+                    numbers, self.q.shape[1] // self.k.shape[1])  # type: ignore[arg-type]
+
+    @property
+    def narrow(self) -> Narrow | None:
+        """What narrows the blocks of a plan; None where position alone decides, or nobody may look at the ids."""
+        if self.documents is None or self.documents[0].device.type != "cpu":
+            return None
+        return _narrow_to_documents(self.documents, self.mask, (self.queries.length, self.keys.length))
+
+    def description(self, schedule: str | None) -> str:
+        """Say what has to be alike on all ranks."""
+        (b, hq, _, d), dtype = self.q.shape, str(self.q.dtype).removeprefix("torch.")
+        given = [name for name in ("bias", "alibi_slopes", "mask", "sinks") if getattr(self.operands, name) is not None]
+        given += [] if self.documents is None else ["documents"]
+        needs = [name for name, tensor in (("k", self.k), ("v", self.v)) if tensor.requires_grad]
+        return (f"layout {self.queries.name!r} of {self.queries.length} queries and {self.keys.length} keys, "
+                f"b{b} h{hq}/{self.k.shape[1]} d{d}/{self.v.shape[3]} {dtype}, {self.mask}, schedule {schedule!r}, "
+                f"operands {', '.join(given) or 'none'}, dropout_p {self.options.dropout_p}, gradients of "
+                f"{' and '.join(needs) or 'no key'}")
+
+
+def arguments_of(given: dict[str, Any], rank: int, ranks: int) -> Arguments:
+    """Check a call's arguments on one rank.
+
+    Args:
+        given: the arguments of :func:`tilewise.distributed.context_parallel_attention` by name.
+        rank, ranks: the own one, and how many there are.
+
+    Raises:
+        InvalidInput: an argument that has no meaning; the message names it.
+    """
+    check_numbers(given["softcap"], given["dropout_p"], given["return_aux"])
+    check_choices(given["scale"], given["deterministic"], given["backend"])
+    check_inputs(given["q"], given["k"], given["v"])
+    q, k, v = _autocast(given["q"], given["k"], given["v"])
+    band, visible, documents = _parted(given["mask"])
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.dim() != 4:
+            raise InvalidInput(f"{name} has shape {tuple(tensor.shape)}; allowed are 4 dims (b, h, s, d).")
+    lengths = _lengths(given["lengths"])
+    queries, keys = (layout_of(given["layout"], whole_length(given["layout"], own.shape[2], length, ranks), ranks)
+                     for own, length in ((q, lengths[0]), (k, lengths[1])))
+    for name, own, layout in (("q", q, queries), ("k", k, keys), ("v", v, keys)):
+        check_shard_length(name, own.shape[2], layout, rank)
+    if given["seqlens_q"] is not None or given["seqlens_k"] is not None:
+        _check_padding(band, given)
+    kept, padding = _padding((given["seqlens_q"], given["seqlens_k"]), (queries, keys), q, rank)
+    if kept is not None:
+        visible = kept if visible is None else visible & kept
+    operands = operands_of(given["bias"], given["alibi_slopes"], visible, given["sinks"], given["seed"], NO_LENGTHS,
+                           NO_LISTS, NO_FUNCTIONS)
+    deterministic = given["deterministic"]
+    options = OperatorOptions(
+        given["scale"], None, None, None, softcap=given["softcap"], dropout_p=given["dropout_p"],
+        max_logit="max_logit" in given["return_aux"],
+        deterministic=torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
+        backend=given["backend"] or settings.default_backend())
+    if operands.alibi_slopes is not None:
+        check_distances(band, queries.length, keys.length, are_data=False)
+    band = _resolved(band, queries.length, keys.length)
+    _check_problem(q, k, v, keys.length, operands, options)
+    if documents is not None:
+        _check_documents(documents, q.shape[0], (queries.length, keys.length))
+    return Arguments(q, k, v, queries, keys, band, operands, options, documents, padding)
+
+
+def _parted(mask: Any) -> tuple[Mask, torch.Tensor | None, Documents | None]:
+    band, visible, lists, function = parted(mask)
+    if function is not None:
+        raise InvalidInput(f"mask is {mask}: a function cannot be cut to the positions of a rank; allowed are masks by "
+                           "position, documents and a boolean tensor of the rank's queries.")
+    if lists[2] is not None:
+        raise InvalidInput("mask is tiled() for the whole sequences, and ranks compute parts of them; pass it untiled.")
+    documents = None if lists[0] is None or lists[1] is None else (lists[0][:, 0], lists[1][:, 0])
+    return band, visible, documents
+
+
+def _resolved(band: Mask, query_length: int, key_length: int) -> Mask:
+    """Name the alignment by its offset; raises :class:`InvalidInput` where there are two."""
+    offset = band.offset(query_length, key_length) if band.is_bounded or band.alignment is not None else 0
+    return Mask(band.left, band.right, offset, band.prefix, band.sink_tokens, band.chunk)
+
+
+def _lengths(lengths: Any) -> tuple[int | None, int | None]:
+    if lengths is None:
+        return None, None
+    if isinstance(lengths, tuple) and len(lengths) == 2 and all(is_integer(one) and one >= 0 for one in lengths):
+        return int(lengths[0]), int(lengths[1])
+    raise InvalidInput(f"lengths is {lengths!r}; allowed is a pair of integers >= 0, the numbers of queries and of "
+                       "keys on all ranks together, or None.")
+
+
+def _check_problem(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key_length: int, operands: Operands,
+                   options: OperatorOptions) -> None:
+    """Check tensors against one another as :func:`tilewise.attention` does, with keys of all ranks."""
+    whole = [own.new_empty(()).expand(*own.shape[:2], key_length, own.shape[3]) for own in (k, v)]
+    # The mask has been resolved; what it says of distances does not matter to the checks.
+    AttentionProblem.from_call(q, whole[0], whole[1], operands, options._replace(alignment="top_left"))
+
+
+def _check_documents(documents: Documents, b: int, lengths: tuple[int, int]) -> None:
+    for numbers, length, what in zip(documents, lengths, ("queries", "keys"), strict=True):
+        if numbers.shape[0] not in (1, b) or numbers.shape[1] != length:
+            raise InvalidInput(f"mask has documents of {numbers.shape[1]} {what} in {numbers.shape[0]} batch entries; "
+                               f"allowed are the ids of the whole sequences, of {length} {what} in 1 or {b}.")
+
+
+def _check_padding(band: Mask, given: dict[str, Any]) -> None:
+    if band.is_bounded and band.alignment not in ("top_left",) and not isinstance(band.alignment, int):
+        raise InvalidInput(f"mask is {band} and lengths are data (seqlens_q, seqlens_k); allowed with them is "
+                           "alignment='top_left' or an integer: the corner of 'bottom_right' would be another in each "
+                           "batch entry, and masks are cut on the host.")
+    b = given["q"].shape[0]
+    for name in ("seqlens_q", "seqlens_k"):
+        own = given[name]
+        if own is not None and not (isinstance(own, torch.Tensor) and own.shape == (b,) and own.dtype in (
+                torch.int32, torch.int64) and own.device == given["q"].device):
+            got = f"a tensor of {own.dtype} and shape {tuple(own.shape)} on {own.device}" if isinstance(
+                own, torch.Tensor) else f"a {type(own).__name__}"
+            raise InvalidInput(f"{name} is {got}; allowed is a tensor of integers of shape ({b},) on q's device.")
+
+
+def _padding(seqlens: tuple[torch.Tensor | None, torch.Tensor | None], layouts: tuple[Layout, Layout], q: torch.Tensor,
+             rank: int) -> tuple[torch.Tensor | None, tuple[torch.Tensor | None, torch.Tensor | None]]:
+    """Return which keys take part, (b, 1, 1, sk), and what of the own queries and keys is padding, (b, 1, s, 1)."""
+    kept: torch.Tensor | None = None
+    found: list[torch.Tensor | None] = []
+    for side, (own, layout) in enumerate(zip(seqlens, layouts, strict=True)):
+        if own is None:
+            found.append(None)
+            continue
+        places = torch.cat([torch.arange(0, device=q.device), *(
+            torch.arange(piece.start, piece.stop, device=q.device) for piece in layout.pieces[rank])])
+        found.append((places >= own[:, None])[:, None, :, None])
+        if side == 1:
+            kept = (torch.arange(layout.length, device=q.device) < own[:, None])[:, None, None]
+    return kept, (found[0], found[1])
+
+
+def _narrow_to_documents(documents: Documents, mask: Mask, lengths: tuple[int, int]) -> Narrow:
+    """Return what trims a block to keys and queries of documents that both sides may have."""
+    numbers_q, numbers_k = documents
+
+    def trimmed(numbers: torch.Tensor, span: Span, others: torch.Tensor) -> Span:
+        own = numbers[:, span.start:span.stop]
+        low, high = others.amin(1, keepdim=True), others.amax(1, keepdim=True)
+        inside = ((own >= low) & (own <= high)).any(0).nonzero()
+        if not len(inside):
+            return Span(span.start, span.start)
+        return Span(span.start + int(inside[0]), span.start + int(inside[-1]) + 1)
+
+    def narrow(block: MaskBlock) -> tuple[MaskBlock, ...]:
+        queries, keys = block.queries, block.keys
+        keys = trimmed(numbers_k, keys, numbers_q[:, queries.start:queries.stop])
+        if not len(keys):
+            return ()
+        queries = trimmed(numbers_q, queries, numbers_k[:, keys.start:keys.stop])
+        return cut_mask(mask, queries, keys, lengths) if len(queries) else ()
+
+    return narrow
+
+
+def _detached(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.detach()
+
+
+def _autocast(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    dtype = autocast_dtype(q.device.type)
+    if dtype is None:
+        return q, k, v
+    q, k, v = (one.to(dtype) if one.is_floating_point() and one.dtype != torch.float64 else one for one in (q, k, v))
+    return q, k, v

@@ -1,0 +1,127 @@
+"""The local calls of a plan: the operators of attention on a block of a rank's queries and of a buffer of keys.
+
+The forward pass gives a block's own out and lse. The backward pass is handed those of the whole row: with its lse the
+probabilities of a block are the final ones, and with its out so is delta, so that gradients of blocks add up.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tilewise.autograd.fast_path import attend, attend_with
+from tilewise.autograd.function import is_plain
+from tilewise.autograd.op import backward_op, forward_op
+from tilewise.distributed.plan import Block
+from tilewise.masks import Span
+from tilewise.masks.document_ranges import Documents, documents_of
+from tilewise.problem.options import NO_OPERANDS, Operands, OperatorOptions
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Call:
+    """What all blocks of a call have in common.
+
+    Attributes:
+        options: of the whole call; a block's mask takes the place of the mask.
+        operands: of the rank, without sinks: rows of bias and mask are those of its queries, their columns all keys.
+        documents: numbers of all queries, (b|1, sq), and of all keys, (b|1, sk), on the operands' device; or None.
+        group: query heads that share a head of keys.
+    """
+
+    options: OperatorOptions
+    operands: Operands
+    documents: tuple[torch.Tensor, torch.Tensor] | None
+    group: int
+    _cut_documents: dict[Block, Documents] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def query_heads(self, heads: Span) -> Span:
+        """Return the query heads of some heads of keys."""
+        return Span(heads.start * self.group, heads.stop * self.group)
+
+    def operands_of(self, block: Block, heads: Span) -> Operands:
+        """Cut the operands of some query heads of a block."""
+        cut: dict[str, Any] = {}
+        for name in ("bias", "mask"):
+            tensor = getattr(self.operands, name)
+            if tensor is not None:
+                cut[name] = part_of(tensor, block, heads)
+        if self.operands.alibi_slopes is not None:
+            cut["alibi_slopes"] = self.operands.alibi_slopes[:, heads.start:heads.stop]
+        if self.documents is not None:
+            cut["documents_q"], cut["documents_k"] = self._documents_of(block, self.documents)
+        return NO_OPERANDS if self.operands.seed is None and not cut else self.operands._replace(**cut)
+
+    def options_of(self, block: Block) -> OperatorOptions:
+        """Return the options of a block."""
+        mask, options, alignment = block.mask, self.options, block.mask.alignment
+        if not mask.is_bounded and self.operands.alibi_slopes is None:
+            alignment = None  # nothing looks at it, and more backends take the call
+        origin = (block.first_query, block.first_key) if options.dropout_p else (None, None)
+        return options._replace(
+            left=mask.left, right=mask.right, alignment=None if isinstance(alignment, int) else alignment,
+            offset=alignment if isinstance(alignment, int) else None, prefix=mask.prefix, sink_tokens=mask.sink_tokens,
+            chunk=mask.chunk, dropout_origin_q=origin[0], dropout_origin_k=origin[1])
+
+    def _documents_of(self, block: Block, numbers: Tensors) -> Documents:
+        found = self._cut_documents.get(block)
+        if found is None:
+            firsts, lengths = (block.first_query, block.first_key), (len(block.queries), len(block.keys))
+            found = documents_of(*(of_side[:, first:first + length] for of_side, first, length in zip(
+                numbers, firsts, lengths, strict=True)))
+            self._cut_documents[block] = found
+        return found
+
+
+def part_of(operand: torch.Tensor, block: Block, heads: Span) -> torch.Tensor:
+    """Cut an operand (b|1, hq|1, s|1, sk|1) to a block; what is broadcast stays 1."""
+    keys = Span(block.first_key, block.first_key + len(block.keys))
+    for dim, span in ((1, heads), (2, block.queries), (3, keys)):
+        if operand.shape[dim] > 1:
+            operand = operand.narrow(dim, span.start, len(span))
+    return operand
+
+
+def attend_to_block(call: Call, block: Block, heads: Span, tensors: Tensors) -> Any:
+    """Return out, lse and, where it is wanted, max_logit of a block.
+
+    Args:
+        call: the whole call.
+        block: which rows.
+        heads: query heads.
+        tensors: the rank's q, (b, hq, s, d), and the step's keys and values, (b, heads of keys, rows, d or dv).
+    """
+    q, k, v = _of_queries(tensors[0], block, heads), _of_keys(tensors[1], block), _of_keys(tensors[2], block)
+    operands, options = call.operands_of(block, heads), call.options_of(block)
+    if is_plain(operands, options):
+        numbers = options.scale, options.deterministic, options.backend
+        results = attend(q, k, v, options.mask, numbers, with_lse=True)
+    else:
+        results = attend_with(q, k, v, operands, options)
+    return forward_op(q, k, v, *operands, *options) if results is None else results
+
+
+def gradients_of_block(call: Call, block: Block, heads: Span, tensors: Tensors, rows: tuple[torch.Tensor | None, ...],
+                       needs: tuple[bool, bool, bool, bool]) -> list[torch.Tensor]:
+    """Return a block's part of the gradients that are needed: dq, dk and dv, dbias, dalibi_slopes.
+
+    Args:
+        call, block, heads, tensors: as of :func:`attend_to_block`.
+        rows: out, lse, dout and dlse of the whole call, (b, hq, s, dv) and (b, hq, s); dlse may be None.
+        needs: which gradients; dk and dv come together.
+    """
+    q, k, v = _of_queries(tensors[0], block, heads), _of_keys(tensors[1], block), _of_keys(tensors[2], block)
+    of_rows = [None if tensor is None else _of_queries(tensor, block, heads) for tensor in rows]
+    made: list[torch.Tensor] = backward_op(q, k, v, *of_rows, *call.operands_of(block, heads), *call.options_of(block),
+                                           [*needs, False])
+    return made
+
+
+def _of_queries(tensor: torch.Tensor, block: Block, heads: Span) -> torch.Tensor:
+    return tensor[:, heads.start:heads.stop, block.queries.start:block.queries.stop]
+
+
+def _of_keys(tensor: torch.Tensor, block: Block) -> torch.Tensor:
+    return tensor[:, :, block.keys.start:block.keys.stop]

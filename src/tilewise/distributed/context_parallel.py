@@ -1,0 +1,172 @@
+"""The public calls: attention of a sequence whose tokens lie on several ranks."""
+
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from tilewise.api import AttentionOutput, AttentionOutputWithMax, attention
+from tilewise.distributed.arguments import Arguments, arguments_of
+from tilewise.distributed.layouts import Layout, layout_of
+from tilewise.distributed.mesh import check_ranks_agree, group_of
+from tilewise.distributed.schedules import (
+    ScheduleExplanation,
+    check_schedule,
+    choose_schedule,
+    explain_schedule,
+    run_schedule,
+)
+from tilewise.distributed.sharding import whole_length
+from tilewise.errors import InvalidInput
+from tilewise.problem.operands import seed_of
+from tilewise.problem.options import AnyMask
+
+Result = torch.Tensor | AttentionOutput | AttentionOutputWithMax
+
+
+def context_parallel_attention(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mesh: DeviceMesh, layout: str | Layout,
+        mask: AnyMask | None = None, scale: float | None = None, bias: torch.Tensor | None = None,
+        alibi_slopes: torch.Tensor | None = None, softcap: float | None = None, sinks: torch.Tensor | None = None,
+        dropout_p: float = 0, dropout_seed: int | torch.Tensor | None = None, seqlens_q: torch.Tensor | None = None,
+        seqlens_k: torch.Tensor | None = None, lengths: tuple[int, int] | None = None,
+        return_aux: tuple[str, ...] = (), deterministic: bool | None = None, backend: str | None = None,
+        schedule: str | None = None) -> Result:
+    """Compute :func:`tilewise.attention` of a sequence whose tokens lie on several ranks, each with a shard.
+
+    The result is this rank's part of what one device would compute from the whole, in both passes: partial results are
+    put together by their log-sum-exp in float32. All ranks of the mesh call it together, with the same arguments but
+    for the shards; they compare what has to be alike when a kind of call is new to them (``TILEWISE_CHECK=1``: always).
+
+    Args:
+        q: (b, hq, s, d): the shard of this rank, as :func:`shard` makes it; dtypes and strides as in ``attention``.
+        k, v: (b, hk, s, d) and (b, hk, s, dv), sharded alike.
+        mesh: a device mesh of one dim.
+        layout: which positions a rank holds: "contiguous" (rank r the r-th of as many pieces as there are ranks),
+            "zigzag" (of twice as many the r-th from the front and the r-th from the back, which divides the pairs of a
+            causal mask evenly), or a :class:`Layout`. It is never guessed.
+        mask: of the whole sequence: masks by position, and :func:`tilewise.documents` of the ids of all tokens (ids on
+            the CPU let ranks leave out keys of other documents). Boolean tensors, alone or joined by ``&``, hold this
+            rank's queries and all keys: they broadcast to (b, hq, s, length of all keys).
+        scale, softcap: as in ``attention``.
+        bias: broadcasts to (b, hq, s, length of all keys): the rows of this rank's queries.
+        alibi_slopes, sinks: as in ``attention``, on every rank alike. Distances are those in the whole sequence.
+        dropout_p, dropout_seed: as in ``attention``, on every rank alike: the same pairs are dropped as on one device.
+            Without a seed the first rank's generator draws one for all.
+        seqlens_q, seqlens_k: (b,): as in ``attention``, counted in the whole sequence. A bounded mask then needs the
+            alignment "top_left" or an integer.
+        lengths: numbers of queries and keys on all ranks together; None = those of the layout, if it is a
+            :class:`Layout`, else this rank's times the number of ranks.
+        return_aux, deterministic, backend: as in ``attention``. Sums over ranks have one order: ``deterministic`` is
+            about the local calls.
+        schedule: "ring" (keys and values come from one rank after another, only those that a rank's queries can see),
+            "all_gather" (from all ranks at once, for some heads after another), "ulysses" (ranks exchange the sequence
+            for heads), or None to choose by a cost model: see :func:`explain`.
+
+    Returns:
+        out, (b, hq, s, dv), of this rank's queries; with ``return_aux`` a named tuple as of ``attention``.
+
+    Gradients of q, k, v and of a bias's rows are those of this rank's shards. Of what every rank has a copy of (sinks,
+    slopes, a bias without a query dim), a rank gets the part of its own queries (of its heads with "ulysses"): they are
+    to be summed over the ranks, as gradients of all other parameters are.
+
+    Raises:
+        InvalidInput: an argument that has no meaning, here or on another rank; ranks that disagree.
+        UnsupportedProblem: the schedule, or a backend, refuses; the message holds the reason.
+    """
+    given = {name: value for name, value in locals().items() if name not in ("mesh", "schedule")}
+    group, _, ranks = group_of(mesh)
+    check_schedule(schedule)
+    if ranks == 1:
+        for own, length in zip((q, k), lengths or (None, None), strict=True):
+            layout_of(layout, whole_length(layout, own.shape[2], length, 1), 1)
+        attend: Any = attention  # of its overloads, which is decided by a value
+        result: Result = attend(
+            q, k, v, mask=mask, scale=scale, bias=bias, alibi_slopes=alibi_slopes, softcap=softcap, sinks=sinks,
+            dropout_p=dropout_p, dropout_seed=dropout_seed, seqlens_q=seqlens_q, seqlens_k=seqlens_k,
+            return_aux=return_aux, deterministic=deterministic, backend=backend)
+        return result
+    return cast(Result, _attend(given, group, schedule))
+
+
+def _run(given: dict[str, Any], group: dist.ProcessGroup, schedule: str | None) -> Result:
+    given["seed"] = None if given["dropout_p"] == 0 else _seed(given, group)
+    arguments = _agreed_arguments(given, group, schedule)
+    padded_q, _ = arguments.padding
+    out, lse, *largest = run_schedule(choose_schedule(arguments, schedule), _without_padding(arguments), group)
+    if padded_q is not None:
+        out, rows = out.masked_fill(padded_q, 0.0), padded_q.squeeze(-1)
+        lse, *largest = (own.masked_fill(rows, float("-inf")) for own in (lse, *largest))
+    if not given["return_aux"]:
+        return out
+    return AttentionOutputWithMax(out, lse, largest[0]) if largest else AttentionOutput(out, lse)
+
+
+_disable: Any = torch.compiler.disable  # has no types
+_attend = _disable(_run, reason="tilewise.distributed sends messages between ranks, outside of a compiled graph")
+
+
+def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mesh: DeviceMesh, layout: str | Layout,
+            schedule: str | None = None, **options: Any) -> ScheduleExplanation:
+    """Tell which schedule this call of :func:`context_parallel_attention` would use, and what was estimated of each.
+
+    Nothing is sent or computed; the numbers are those of a model (bytes and pairs of the slowest rank are counted, the
+    time is assumed), not of a measurement. Any one rank may ask.
+
+    Args:
+        q, k, v, mesh, layout, schedule: as there.
+        options: any other argument of that function.
+
+    Returns:
+        A :class:`ScheduleExplanation`, which prints as a table.
+
+    Raises:
+        InvalidInput, UnsupportedProblem: as that function.
+    """
+    unknown = next((name for name in options if name not in _OPTIONS), None)
+    if unknown is not None:
+        raise InvalidInput(f"explain has no argument {unknown!r}; allowed are {', '.join(_OPTIONS)}.")
+    _, rank, ranks = group_of(mesh)
+    given = {**_OPTIONS, **options, "q": q, "k": k, "v": v, "layout": layout}
+    given["seed"] = None if given["dropout_p"] == 0 else seed_of(q, given["dropout_p"], 0)
+    return explain_schedule(arguments_of(given, rank, ranks), schedule)
+
+
+# Arguments that have a default, and what it is.
+_OPTIONS: dict[str, Any] = {
+    "mask": None, "scale": None, "bias": None, "alibi_slopes": None, "softcap": None, "sinks": None, "dropout_p": 0,
+    "dropout_seed": None, "seqlens_q": None, "seqlens_k": None, "lengths": None, "return_aux": (),
+    "deterministic": None, "backend": None}
+
+
+def _agreed_arguments(given: dict[str, Any], group: dist.ProcessGroup, schedule: str | None) -> Arguments:
+    """Check the arguments on this rank, and against those of the others where they are new."""
+    checked: list[Arguments] = []
+
+    def describe() -> str:
+        checked.append(arguments_of(given, dist.get_rank(group), dist.get_world_size(group)))
+        return checked[0].description(schedule)
+
+    check_ranks_agree(group, describe)
+    return checked[0]
+
+
+def _seed(given: dict[str, Any], group: dist.ProcessGroup) -> torch.Tensor | None:
+    """Return the seed of the dropout; without one, what the group's first rank draws."""
+    seed = seed_of(given["q"], given["dropout_p"], given["dropout_seed"])
+    if given["dropout_seed"] is None and seed is not None:
+        dist.broadcast(seed, dist.get_global_rank(group, 0), group=group)
+    return seed
+
+
+def _without_padding(arguments: Arguments) -> Arguments:
+    """Set what is padding to 0, since a hidden NaN would be multiplied by 0."""
+    padded_q, padded_k = arguments.padding
+    q, k, v = arguments.q, arguments.k, arguments.v
+    if padded_q is not None:
+        q = q.masked_fill(padded_q, 0.0)
+    if padded_k is not None:
+        k, v = k.masked_fill(padded_k, 0.0), v.masked_fill(padded_k, 0.0)
+    return replace(arguments, q=q, k=k, v=v)

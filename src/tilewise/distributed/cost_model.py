@@ -1,0 +1,116 @@
+"""Which schedule: an estimate of each one's time from what its slowest rank computes, sends and waits for.
+
+    ring        max(compute, keys received / bandwidth) + merging of partial results + a latency a step
+    all_gather  max(compute, keys received / bandwidth) + the first group of heads' keys + a latency a group
+    ulysses     compute + (q, k and v one way, out the other) / bandwidth + two latencies
+
+``compute`` is of the rank with the most visible pairs: of its layout for ring and all_gather, all pairs divided by the
+number of ranks for ulysses, whose ranks have the whole sequence. Keys are those that the mask lets a rank's queries
+see. The numbers are of the forward pass; the backward pass sends and computes more of each, in similar proportions.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from tilewise.distributed.plan import Problem, Step, cached_ring_plan
+from tilewise.masks import Span
+from tilewise.masks.cutting import MaskBlock, cut_mask
+
+SCHEDULES = ("ring", "all_gather", "ulysses")
+_SAMPLED_ROWS = 32  # of each block, from whose visible keys its pairs are estimated
+GROUPS = 4  # of heads in an all_gather, where so many divide them
+
+
+@dataclass(frozen=True)
+class Links:
+    """What a time is estimated with: round numbers of one GPU of the H100 class, assumed and not measured.
+
+    Attributes:
+        flops: of attention a second and rank.
+        bandwidth: bytes that a rank receives a second.
+        memory: bytes that a rank's memory moves a second.
+        latency: seconds until a message arrives, however short.
+    """
+
+    flops: float = 500e12
+    bandwidth: float = 350e9
+    memory: float = 3e12
+    latency: float = 15e-6
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a call: batch entries, heads of queries and keys, head dims of q and v, bytes of an element."""
+
+    b: int
+    hq: int
+    hk: int
+    d: int
+    dv: int
+    itemsize: int
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A schedule's forward pass on its slowest rank.
+
+    Attributes:
+        pairs: visible (query, key) pairs that the rank computes, of one head.
+        bytes_received: by the rank.
+        seconds: the model's time.
+    """
+
+    pairs: int
+    bytes_received: int
+    seconds: float
+
+
+def groups_of(kv_heads: int) -> int:
+    """Return how many groups of heads an all_gather walks through."""
+    return max(count for count in range(1, GROUPS + 1) if kv_heads % count == 0)
+
+
+@lru_cache(maxsize=256)
+def estimates(problem: Problem, sizes: Sizes, links: Links) -> dict[str, Estimate]:
+    """Estimate each schedule; whether it takes the call is another question."""
+    ranks = problem.ranks
+    pairs = [_pairs_of(problem, rank) for rank in range(ranks)]
+    keys = max(_rows_received(cached_ring_plan(problem, rank), rank) for rank in range(ranks))
+    of_key = sizes.b * sizes.hk * (sizes.d + sizes.dv) * sizes.itemsize
+    of_pair = 2 * sizes.b * sizes.hq * (sizes.d + sizes.dv)
+    longest = max(problem.queries.shard_length(rank) for rank in range(ranks))
+    received, compute = keys * of_key, max(pairs) * of_pair / links.flops
+    overlapped = max(compute, received / links.bandwidth)
+    # A partial result is read and written in float32, and read once more in the inputs' dtype.
+    merging = (ranks - 1) * sizes.b * sizes.hq * longest * sizes.dv * (8 + sizes.itemsize) / links.memory
+    groups = groups_of(sizes.hk)
+    first_group = received / groups / links.bandwidth
+    of_row = sizes.b * (sizes.d + sizes.dv) * sizes.itemsize * (sizes.hq + max(sizes.hk, ranks)) // ranks
+    moved = of_row * (longest * (ranks - 1))
+    even = -(-sum(pairs) // ranks)
+    return {
+        "ring": Estimate(max(pairs), received, overlapped + merging + (ranks - 1) * links.latency),
+        "all_gather": Estimate(max(pairs), received, overlapped + first_group + groups * links.latency),
+        "ulysses": Estimate(even, moved, even * of_pair / links.flops + moved / links.bandwidth + 2 * links.latency)}
+
+
+def _rows_received(steps: tuple[Step, ...], rank: int) -> int:
+    return sum(len(part.rows) for step in steps for part in step.parts if part.rank != rank)
+
+
+def _pairs_of(problem: Problem, rank: int) -> int:
+    lengths = problem.queries.length, problem.keys.length
+    return sum(_visible_pairs(block) for queries in problem.queries.pieces[rank]
+               for block in cut_mask(problem.mask, queries, Span(0, lengths[1]), lengths))
+
+
+def _visible_pairs(block: MaskBlock) -> int:
+    """Estimate how many pairs a block shows, from rows at even distances; exactly, of as few rows or of a full one."""
+    rows, columns = len(block.queries), len(block.keys)
+    if block.is_full:
+        return rows * columns
+    count = min(rows, _SAMPLED_ROWS)
+    band = block.mask.band(rows, columns)
+    sampled = [(2 * number + 1) * rows // (2 * count) for number in range(count)]
+    seen = sum(len(span) for row in sampled for span in band.key_spans(Span(row, row + 1), columns))
+    return seen * rows // count

@@ -1,0 +1,104 @@
+"""Tensors on their way between the ranks of a group: point-to-point messages, all of a step at once.
+
+A message is the bytes of some tensors one behind the other. On CUDA devices the messages of a group travel on a stream
+of NCCL's own: what is enqueued between :func:`start` and :meth:`Transfer.wait` runs beside them.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+_ALIGNMENT = 128  # bytes: each tensor of a message begins at a multiple, as Hopper's TMA asks of an address
+
+
+class TensorForm(NamedTuple):
+    """Shape and dtype of a tensor in a message."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def size(self) -> int:
+        """Bytes that it takes in a message."""
+        size = math.prod(self.shape) * self.dtype.itemsize
+        return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def pack(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return a message, (bytes,), uint8, of the tensors' elements in the order of their dims."""
+    tensors = tuple(tensors)
+    forms = [TensorForm(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
+    message = torch.empty(sum(form.size for form in forms), dtype=torch.uint8, device=tensors[0].device)
+    for view, tensor in zip(unpack(message, forms), tensors, strict=True):
+        view.copy_(tensor)
+    return message
+
+
+def unpack(message: torch.Tensor, forms: Sequence[TensorForm]) -> list[torch.Tensor]:
+    """Return the tensors of a message, views of it."""
+    found, start = [], 0
+    for form in forms:
+        count = math.prod(form.shape) * form.dtype.itemsize
+        found.append(message[start:start + count].view(form.dtype).view(form.shape))
+        start += form.size
+    return found
+
+
+def empty_message(forms: Sequence[TensorForm], device: torch.device) -> torch.Tensor:
+    """Return room for a message of such tensors."""
+    return torch.empty(sum(form.size for form in forms), dtype=torch.uint8, device=device)
+
+
+class Transfer:
+    """Messages under way, which :meth:`wait` waits for; the tensors are kept until then."""
+
+    def __init__(self, works: Sequence[Any], kept: Sequence[torch.Tensor],
+                 staged: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        self._works, self._kept, self._staged = works, kept, staged
+
+    def wait(self) -> None:
+        """Make the current stream, or on a CPU the host, wait until every message has been sent and received."""
+        for work in self._works:
+            work.wait()
+        for message, arrived in self._staged.items():
+            message.copy_(arrived)
+        self._works, self._kept, self._staged = (), (), {}
+
+
+def start(group: dist.ProcessGroup, sends: Mapping[int, torch.Tensor],
+          receives: Mapping[int, torch.Tensor]) -> Transfer:
+    """Send and receive messages; both ends name each other in the same call, and in no other order.
+
+    Args:
+        group: the process group.
+        sends, receives: by the other's rank in the group, which is not the own one: a message to send, and room for
+            one of as many bytes as it sends. One of no bytes is neither sent nor received, at either end.
+    """
+    # Gloo moves no memory of a GPU from one rank to another: such messages go by way of the host.
+    by_host = dist.get_backend(group) == "gloo" and any(
+        message.device.type != "cpu" for message in (*sends.values(), *receives.values()))
+    staged: dict[torch.Tensor, torch.Tensor] = {}
+    operations, kept = [], []
+    for call, messages in ((dist.isend, sends), (dist.irecv, receives)):
+        for peer, message in sorted(messages.items()):
+            if not message.numel():
+                continue
+            moved = message
+            if by_host and call is dist.isend:
+                moved = message.cpu()
+            elif by_host:
+                moved = staged[message] = torch.empty_like(message, device="cpu")
+            kept.append(moved)
+            operations.append(dist.P2POp(call, moved, dist.get_global_rank(group, peer), group))
+    works = dist.batch_isend_irecv(operations) if operations else []
+    return Transfer(works, kept, staged)
+
+
+def agree(group: dist.ProcessGroup, described: str) -> dict[int, str]:
+    """Return what every rank of a group says; waits for all of them."""
+    said: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(said, described, group=group)
+    return dict(enumerate(said))

@@ -1,0 +1,239 @@
+"""The autograd Function of a plan: steps of blocks, with the messages of the next step under way meanwhile."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from tilewise.distributed.blocks import Call, Tensors, attend_to_block, gradients_of_block
+from tilewise.distributed.exchange import TensorForm, Transfer, empty_message, pack, start, unpack
+from tilewise.distributed.partial import PartialResults, sinks_gradient
+from tilewise.distributed.plan import Block, Part, Step
+from tilewise.masks import Span
+from tilewise.problem import dense_strides
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A call with its plan, on one rank."""
+
+    group: dist.ProcessGroup
+    rank: int
+    steps: tuple[Step, ...]
+    call: Call
+
+
+class _Keys:
+    """The keys and values of a step: those of others are under way until :meth:`get`."""
+
+    def __init__(self, planned: Planned, step: Step, k: torch.Tensor, v: torch.Tensor) -> None:
+        self._step, self._rank, self._own = step, planned.rank, (k, v)
+        self._messages: dict[int, torch.Tensor] = {}
+        packed: dict[tuple[Part, ...], torch.Tensor] = {}
+        sends = {}
+        for rank, parts in step.sent().items():
+            same = tuple([part._replace(rank=0, at=Span(0, 0)) for part in parts])  # one message for all that want it
+            if same not in packed:
+                packed[same] = pack(_rows(tensor, part.rows, step.heads) for tensor in (k, v) for part in parts)
+            sends[rank] = packed[same]
+        for rank, parts in step.received(planned.rank).items():
+            self._messages[rank] = empty_message(_forms((k, v), step.heads, parts), k.device)
+        self._transfer = start(planned.group, sends, self._messages)
+
+    def get(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values of the buffer, (b, heads, rows, d or dv), once they are there."""
+        self._transfer.wait()
+        step, (k, v) = self._step, self._own
+        received = step.received(self._rank)
+        if len(step.parts) == 1:  # without a copy
+            (part,) = step.parts
+            if part.rank == self._rank:
+                return _rows(k, part.rows, step.heads), _rows(v, part.rows, step.heads)
+            made = unpack(self._messages[part.rank], _forms((k, v), step.heads, (part,)))
+            return made[0], made[1]
+        found = []
+        for number, tensor in enumerate((k, v)):
+            heads = len(step.heads)
+            buffer = tensor.new_empty((tensor.shape[0], heads, step.length, tensor.shape[3]))
+            for part in step.parts:
+                if part.rank == self._rank:
+                    buffer[:, :, part.at.start:part.at.stop] = _rows(tensor, part.rows, step.heads)
+            for rank, parts in received.items():
+                views = unpack(self._messages[rank], _forms((k, v), step.heads, parts))
+                for part, view in zip(parts, views[number * len(parts):], strict=False):
+                    buffer[:, :, part.at.start:part.at.stop] = view
+            found.append(buffer)
+        return found[0], found[1]
+
+
+class _KeyGradients:
+    """The gradients of the own keys and values: sums of what this rank and others computed, in the order of steps."""
+
+    def __init__(self, planned: Planned, k: torch.Tensor, v: torch.Tensor) -> None:
+        dtype = torch.float64 if k.dtype is torch.float64 else torch.float32
+        self._planned, self._like = planned, (k, v)
+        self._sums = tuple([torch.zeros_like(tensor, dtype=dtype) for tensor in (k, v)])
+        self._under_way: tuple[Step, Transfer, dict[int, torch.Tensor]] | None = None
+
+    def send(self, step: Step, gradients: Tensors) -> None:
+        """Add what a step made for the own keys, and send the others' on their way to them."""
+        rank, sends, receives = self._planned.rank, {}, {}
+        for total, gradient in zip(self._sums, gradients, strict=True):
+            for part in step.parts:
+                if part.rank == rank:
+                    _rows(total, part.rows, step.heads).add_(gradient[:, :, part.at.start:part.at.stop])
+        for peer, parts in step.received(rank).items():
+            sends[peer] = pack(gradient[:, :, part.at.start:part.at.stop].to(like.dtype)
+                               for gradient, like in zip(gradients, self._like, strict=True) for part in parts)
+        for peer, parts in step.sent().items():
+            receives[peer] = empty_message(_forms(self._like, step.heads, parts), self._like[0].device)
+        transfer = start(self._planned.group, sends, receives)
+        self._add_arrived()
+        self._under_way = step, transfer, receives
+
+    def get(self) -> Tensors:
+        """Return dk and dv, once all parts are there."""
+        self._add_arrived()
+        return tuple([total.to(like.dtype) for total, like in zip(self._sums, self._like, strict=True)])
+
+    def _add_arrived(self) -> None:
+        if self._under_way is None:
+            return
+        step, transfer, messages = self._under_way
+        self._under_way = None
+        transfer.wait()
+        for peer, parts in step.sent().items():
+            views = unpack(messages[peer], _forms(self._like, step.heads, parts))
+            for number, total in enumerate(self._sums):
+                for part, view in zip(parts, views[number * len(parts):], strict=False):
+                    _rows(total, part.rows, step.heads).add_(view)
+
+
+class _Sum:
+    """A gradient of parts that may overlap: their sum in float32 (float64), or the only part itself where it is all."""
+
+    def __init__(self, like: torch.Tensor) -> None:
+        self._like = like
+        self._only: torch.Tensor | None = None
+        self._total: torch.Tensor | None = None
+
+    def add(self, part: torch.Tensor, where: tuple[slice, ...]) -> None:
+        """Add a part at some places; a dim that it lacks is summed by the operator already."""
+        if self._total is None and self._only is None and part.shape == self._like.shape:
+            self._only = part
+            return
+        if self._total is None:
+            dtype = torch.float64 if self._like.dtype is torch.float64 else torch.float32
+            self._total = torch.zeros_like(self._like, dtype=dtype)
+            if self._only is not None:
+                self._total.add_(self._only)
+                self._only = None
+        self._total[where].add_(part)
+
+    def get(self) -> torch.Tensor:
+        """Return the sum, in the dtype of what it is the gradient of."""
+        if self._only is not None:
+            return self._only
+        return torch.zeros_like(self._like) if self._total is None else self._total.to(self._like.dtype)
+
+
+class StepsFunction(torch.autograd.Function):
+    """Attention by a plan, with a gradient for q, k, v, bias, slopes and sinks, through out and lse.
+
+    Of an operand that every rank has a copy of, each rank's gradient is the part of its own queries.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, planned: Planned, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+                bias: torch.Tensor | None, slopes: torch.Tensor | None, sinks: torch.Tensor | None) -> Tensors:
+        """Return out, lse and, where the options want it, max_logit."""
+        call, steps = planned.call, planned.steps
+        results = PartialResults(q, v.shape[3], call.options.max_logit)
+        coming = _Keys(planned, steps[0], k, v)
+        for number, step in enumerate(steps):
+            keys, coming = coming, _Keys(planned, steps[number + 1], k, v) if number + 1 < len(steps) else coming
+            own_k, own_v = keys.get()
+            heads = call.query_heads(step.heads)
+            for block in step.blocks:
+                results.add(heads, block.queries, attend_to_block(call, block, heads, (q, own_k, own_v)))
+        if sinks is not None:
+            results.add_sinks(sinks)
+        strides = dense_strides((*q.shape[:3], v.shape[3]), q.stride())
+        out = torch.empty_strided(results.out.shape, strides, dtype=q.dtype, device=q.device).copy_(results.out)
+        ctx.planned = planned
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(q, k, v, out, results.lse, bias, slopes, sinks)
+        if results.max_logit is None:
+            return out, results.lse
+        ctx.mark_non_differentiable(results.max_logit)
+        return out, results.lse, results.max_logit
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None,
+                 *_: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """Return a gradient for each input, or None."""
+        out = ctx.saved_tensors[3]
+        if dout is None:  # only lse was used: a zero of no memory
+            dout = out.new_zeros(()).expand(out.shape)
+        return None, *_gradients(ctx.planned, ctx.saved_tensors, (dout, dlse), ctx.needs_input_grad[1:])
+
+
+def _gradients(planned: Planned, saved: Tensors, incoming: tuple[torch.Tensor, torch.Tensor | None],
+               wanted: Sequence[bool]) -> tuple[torch.Tensor | None, ...]:
+    """Walk the steps once more, keys and values coming as in the forward pass and their gradients going back."""
+    q, k, v, out, lse, bias, slopes, sinks = saved
+    call, steps, rows = planned.call, planned.steps, (out, lse, *incoming)
+    needs = (wanted[0], wanted[1] or wanted[2], wanted[3], wanted[4])
+    of_queries = [_Sum(tensor) for tensor, needed in ((q, needs[0]), (bias, needs[2]), (slopes, needs[3])) if needed]
+    of_keys = _KeyGradients(planned, k, v)
+    coming = _Keys(planned, steps[0], k, v)
+    for number, step in enumerate(steps):
+        keys, coming = coming, _Keys(planned, steps[number + 1], k, v) if number + 1 < len(steps) else coming
+        own_k, own_v = keys.get()
+        heads = call.query_heads(step.heads)
+        of_step = [_Sum(tensor) for tensor in (own_k, own_v)]
+        sums = [*of_queries[:needs[0]], *(of_step if needs[1] else ()), *of_queries[needs[0]:]]
+        for block in step.blocks:
+            made = gradients_of_block(call, block, heads, (q, own_k, own_v), rows, needs)
+            places = _places(block, heads, needs, bias)
+            for total, part, where in zip(sums, made, places, strict=True):
+                total.add(part, where)
+        if needs[1]:
+            of_keys.send(step, tuple([total.get() for total in of_step]))
+    dk, dv = of_keys.get() if needs[1] else (None, None)
+    found = iter([total.get() for total in of_queries])
+    dq, dbias, dslopes = (next(found) if needed else None for needed in (needs[0], needs[2], needs[3]))
+    dsinks = None if sinks is None or not wanted[5] else sinks_gradient(sinks, lse, out, *incoming)
+    return dq, dk, dv, dbias, dslopes, dsinks
+
+
+def _places(block: Block, heads: Span, needs: tuple[bool, ...], bias: torch.Tensor | None) -> list[tuple[slice, ...]]:
+    """Return where a block's gradients belong, in the order in which they are made."""
+    every, of_heads = slice(None), _slice(heads)
+    keys = (every, every, _slice(block.keys))
+    found = [((every, of_heads, _slice(block.queries)),), (keys, keys), (), ((every, of_heads),)]
+    if bias is not None:
+        columns = Span(block.first_key, block.first_key + len(block.keys))
+        found[2] = (tuple([_slice(span) if size > 1 else every for span, size in zip(
+            (heads, block.queries, columns), bias.shape[1:], strict=True)]),)
+        found[2] = ((every, *found[2][0]),)
+    return [place for places, needed in zip(found, needs, strict=True) if needed for place in places]
+
+
+def _slice(span: Span) -> slice:
+    return slice(span.start, span.stop)
+
+
+def _rows(tensor: torch.Tensor, rows: Span, heads: Span) -> torch.Tensor:
+    """Return a view of some heads and rows of (b, h, s, d)."""
+    return tensor[:, heads.start:heads.stop, rows.start:rows.stop]
+
+
+def _forms(tensors: Sequence[torch.Tensor], heads: Span, parts: Sequence[Part]) -> list[TensorForm]:
+    """Return what a message holds: of each tensor the rows of every part."""
+    return [TensorForm((tensor.shape[0], len(heads), len(part.rows), tensor.shape[3]), tensor.dtype)
+            for tensor in tensors for part in parts]

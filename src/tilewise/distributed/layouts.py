@@ -1,0 +1,85 @@
+"""Layouts: which positions of a sequence each rank holds, as a few contiguous pieces."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+from tilewise.errors import InvalidInput
+from tilewise.masks import Span
+
+LAYOUTS = ("contiguous", "zigzag")
+Pieces = tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Who holds which positions of a sequence; made by :func:`layout_of` or :func:`tilewise.distributed.balanced`.
+
+    Attributes:
+        name: what a message calls it.
+        pieces: of each rank, half-open ranges of positions, ascending and disjoint; together they hold each position
+            of the sequence once. A rank may have none.
+    """
+
+    name: str
+    pieces: tuple[Pieces, ...]
+
+    @property
+    def length(self) -> int:
+        """How many positions the sequence has."""
+        return sum(self.shard_length(rank) for rank in range(len(self.pieces)))
+
+    def shard_length(self, rank: int) -> int:
+        """How many positions a rank holds."""
+        return sum(len(piece) for piece in self.pieces[rank])
+
+    def local_spans(self, rank: int, span: Span) -> tuple[tuple[Span, Span], ...]:
+        """Return what a rank holds of a range of positions: in the sequence, and in the rank's shard."""
+        found, start = [], 0
+        for piece in self.pieces[rank]:
+            held = Span(max(piece.start, span.start), min(piece.stop, span.stop))
+            if len(held):
+                found.append((held, Span(start + held.start - piece.start, start + held.stop - piece.start)))
+            start += len(piece)
+        return tuple(found)
+
+
+@lru_cache(maxsize=1024)
+def layout_of(layout: str | Layout, length: int, ranks: int) -> Layout:
+    """Lay a sequence out over the ranks.
+
+    "contiguous" gives rank r the r-th of as many pieces as there are ranks. "zigzag" cuts twice as many pieces and
+    gives rank r the r-th from the front and the r-th from the back, so that every rank has the same share of a causal
+    mask. Pieces are of one length where it divides, else their lengths differ by one at most.
+
+    Args:
+        layout: one of the names, or a layout, which is checked against length and ranks.
+        length: positions of the sequence, >= 0.
+        ranks: how many there are.
+
+    Raises:
+        InvalidInput: an unknown name, or a layout of another length or number of ranks.
+    """
+    if isinstance(layout, Layout):
+        if (layout.length, len(layout.pieces)) != (length, ranks):
+            raise InvalidInput(f"layout {layout.name!r} is of {layout.length} positions on {len(layout.pieces)} ranks, "
+                               f"and the call has {length} positions on {ranks}: make one for these.")
+        return layout
+    if layout not in LAYOUTS:
+        raise InvalidInput(f"layout is {layout!r}; allowed are {', '.join(map(repr, LAYOUTS))} and a Layout.")
+    count = ranks if layout == "contiguous" else 2 * ranks
+    pieces = [Span(*ends) for ends in pairwise([number * length // count for number in range(count + 1)])]
+    if layout == "contiguous":
+        return Layout(layout, tuple([joined((piece,)) for piece in pieces]))
+    return Layout(layout, tuple([joined((pieces[rank], pieces[-1 - rank])) for rank in range(ranks)]))
+
+
+def joined(spans: Pieces) -> Pieces:
+    """Return ascending ranges with those joined that touch or overlap, and without empty ones."""
+    found: list[Span] = []
+    for span in spans:
+        if found and span.start <= found[-1].stop:
+            found[-1] = Span(found[-1].start, max(span.stop, found[-1].stop))
+        elif len(span):
+            found.append(span)
+    return tuple(found)

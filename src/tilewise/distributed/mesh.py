@@ -1,0 +1,69 @@
+"""The ranks that share a sequence: checks of the device mesh, and of what ranks have to have alike."""
+
+from collections.abc import Callable
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from tilewise import settings
+from tilewise.distributed.exchange import agree
+from tilewise.errors import InvalidInput
+
+# What the ranks of a group have agreed on: asked once, for it costs the host a wait.
+_agreed: WeakKeyDictionary[dist.ProcessGroup, set[str]] = WeakKeyDictionary()
+_FAILED = "\0"  # begins what a rank says whose arguments are wrong
+
+
+def group_of(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, int, int]:
+    """Return a mesh's process group, the own rank in it and the number of ranks.
+
+    Raises:
+        InvalidInput: something else than a mesh, one of several dims, or one that this process is no part of.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise InvalidInput(f"mesh is a {type(mesh).__name__}; allowed is a torch.distributed.device_mesh.DeviceMesh of "
+                           "one dim.")
+    if mesh.ndim != 1:
+        names = ", ".join(map(repr, mesh.mesh_dim_names or range(mesh.ndim)))
+        raise InvalidInput(f"mesh has {mesh.ndim} dims ({names}); allowed is one: pass the dim over which the sequence "
+                           "is cut, as mesh['cp'].")
+    if mesh.get_coordinate() is None:
+        raise InvalidInput(f"mesh is of ranks {mesh.mesh.tolist()}, and this process has rank {dist.get_rank()}: call "
+                           "it on these alone.")
+    group = mesh.get_group()
+    return group, dist.get_rank(group), dist.get_world_size(group)
+
+
+def check_ranks_agree(group: dist.ProcessGroup, describe: Callable[[], str]) -> None:
+    """Let all ranks compare what has to be alike, unless they have done so for this description before.
+
+    With ``TILEWISE_CHECK=1`` they do so at every call. A rank that sees a new description while the others see a known
+    one waits for them, and they for its messages: then the group's timeout ends all of them.
+
+    Args:
+        group: the process group.
+        describe: returns the description; raises :class:`InvalidInput` where this rank's arguments are wrong.
+
+    Raises:
+        InvalidInput: this rank's own error; or another rank's; or descriptions that differ.
+    """
+    error: InvalidInput | None = None
+    try:
+        described = describe()
+    except InvalidInput as own:
+        error, described = own, f"{_FAILED}{own}"
+    known = _agreed.setdefault(group, set())
+    if error is None and described in known and not settings.checks_lengths():
+        return
+    said = agree(group, described)
+    if error is not None:
+        raise error
+    for rank, other in said.items():
+        if other.startswith(_FAILED):
+            raise InvalidInput(f"rank {rank} of the mesh refused its arguments: {other.removeprefix(_FAILED)}")
+    for rank, other in said.items():
+        if other != described:
+            raise InvalidInput(f"ranks of the mesh disagree about the call: this one has {described}; rank {rank} has "
+                               f"{other}.")
+    known.add(described)

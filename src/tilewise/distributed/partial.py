@@ -1,0 +1,63 @@
+"""Partial results over disjoint sets of keys, summed up as they come: the rule of :func:`tilewise.merge` in place."""
+
+import torch
+
+from tilewise.masks import Span
+
+
+class PartialResults:
+    """The results of some query rows so far.
+
+    Sums are float32 (float64 of float64 inputs), whatever the dtype of the parts: a result does not depend on the
+    number of parts by more than its own rounding.
+
+    Attributes:
+        out: (b, hq, s, dv), normalised by the softmax of the keys so far; 0 where there was none.
+        lse: (b, hq, s); -inf where there was none.
+        max_logit: (b, hq, s) or None.
+    """
+
+    def __init__(self, q: torch.Tensor, dv: int, max_logit: bool) -> None:
+        dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
+        self.out = q.new_zeros((*q.shape[:3], dv), dtype=dtype)
+        self.lse = q.new_full(q.shape[:3], float("-inf"), dtype=dtype)
+        self.max_logit = self.lse.clone() if max_logit else None
+
+    def add(self, heads: Span, rows: Span, part: tuple[torch.Tensor, ...]) -> None:
+        """Add a part: out, lse and, where it is wanted, max_logit of some heads and rows."""
+        where = (slice(None), slice(heads.start, heads.stop), slice(rows.start, rows.stop))
+        out, lse = self.out[where], self.lse[where]
+        part_out, part_lse = part[:2]
+        total = torch.logaddexp(lse, part_lse)
+        shift = total.masked_fill(total == float("-inf"), 0.0)  # −inf − (−inf) is NaN
+        out.mul_((lse - shift).exp_().unsqueeze(-1))
+        out.addcmul_(part_out.to(out.dtype), (part_lse - shift).exp_().unsqueeze(-1))
+        lse.copy_(total)
+        if self.max_logit is not None:
+            largest = self.max_logit[where]
+            torch.maximum(largest, part[2], out=largest)
+
+    def add_sinks(self, sinks: torch.Tensor) -> None:
+        """Let the sinks, (hq,), enter the denominator, once for all keys."""
+        total = torch.logaddexp(self.lse, sinks.to(self.lse.dtype)[:, None])
+        shift = total.masked_fill(total == float("-inf"), 0.0)
+        self.out.mul_((self.lse - shift).exp_().unsqueeze(-1))
+        self.lse = total
+
+
+def sinks_gradient(sinks: torch.Tensor, lse: torch.Tensor, out: torch.Tensor, dout: torch.Tensor,
+                   dlse: torch.Tensor | None) -> torch.Tensor:
+    """Return the sinks' gradient, −Σ exp(sink − lse)·(dout·out − dlse) (maths.md, eq. 22), in the sinks' dtype.
+
+    Args:
+        sinks: (hq,).
+        lse: (b, hq, s), the sinks' part included.
+        out, dout: (b, hq, s, dv).
+        dlse: (b, hq, s), or None.
+    """
+    delta = (out.to(lse.dtype) * dout.to(lse.dtype)).sum(-1)
+    if dlse is not None:
+        delta = delta - dlse
+    empty = lse == float("-inf")
+    weight = (sinks.to(lse.dtype)[:, None] - lse.masked_fill(empty, 0.0)).exp().masked_fill(empty, 0.0)
+    return -(weight * delta).sum((0, 2)).to(sinks.dtype)

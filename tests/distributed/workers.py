@@ -1,0 +1,80 @@
+"""Processes of one gloo group that run functions of this folder together, for as long as a test session lasts."""
+
+import importlib
+import os
+import sys
+import tempfile
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.device_mesh import DeviceMesh
+
+RANKS = 4
+SECONDS = 60  # a message that nobody sends is waited for so long
+
+
+class Failure(Exception):
+    """What a rank raised, as text."""
+
+
+def _serve(rank, store, connection, path):
+    """Run what comes through the connection until None does."""
+    sys.path[:0] = path
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS,
+                            timeout=timedelta(seconds=SECONDS))
+    groups = {size: dist.new_group(list(range(size)), timeout=timedelta(seconds=SECONDS)) for size in range(1, RANKS)}
+    groups[RANKS] = dist.group.WORLD
+    meshes = {size: DeviceMesh.from_group(group, "cpu", mesh=list(range(size))) for size, group in groups.items()
+              if rank < size}
+    while (task := connection.recv()) is not None:
+        module, function, size, arguments = task
+        try:
+            result = getattr(importlib.import_module(module), function)(meshes[size], *arguments)
+            connection.send((True, result))
+        except Exception as error:
+            connection.send((False, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
+    dist.destroy_process_group()
+
+
+class Workers:
+    """Four ranks; a task runs on the first ones, as many as it asks for."""
+
+    def __init__(self, path):
+        context = mp.get_context("forkserver")  # imports once for all ranks
+        context.set_forkserver_preload(["torch", "tilewise", "tilewise.distributed", "distributed.equality"])
+        self._folder = tempfile.TemporaryDirectory()
+        store = Path(self._folder.name) / "store"
+        self._ends, self._processes = [], []
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        for rank in range(RANKS):
+            own, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, str(store), theirs, path), daemon=True)
+            process.start()
+            self._ends.append(own)
+            self._processes.append(process)
+
+    def results(self, ranks, module, function, *arguments):
+        """Return, of each of the first ranks, whether it came to an end and what it returned or raised."""
+        for end in self._ends[:ranks]:
+            end.send((module, function, ranks, arguments))
+        return [end.recv() for end in self._ends[:ranks]]
+
+    def run(self, ranks, module, function, *arguments):
+        """Return what each rank returned; raise what one raised."""
+        found = self.results(ranks, module, function, *arguments)
+        for is_done, result in found:
+            if not is_done:
+                raise Failure(result)
+        return [result for _, result in found]
+
+    def close(self):
+        for end in self._ends:
+            end.send(None)
+        for process in self._processes:
+            process.join(SECONDS)
+        self._folder.cleanup()
