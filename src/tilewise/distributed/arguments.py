@@ -1,6 +1,6 @@
 """What the public calls are given, checked once and put into the form that schedules take."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -18,12 +18,14 @@ from tilewise.functions import NO_FUNCTIONS
 from tilewise.masks import Mask, Span
 from tilewise.masks.cutting import MaskBlock, cut_mask
 from tilewise.problem import AttentionProblem
-from tilewise.problem.operands import NO_LENGTHS, NO_LISTS, operands_of, parted
+from tilewise.problem.length_checks import packed_lengths
+from tilewise.problem.operands import NO_LENGTHS, NO_LISTS, as_batches, longest_of, operands_of, parted
 from tilewise.problem.options import Operands, OperatorOptions
 from tilewise.validate.call import check_distances
-from tilewise.validate.tensors import check_inputs
+from tilewise.validate.tensors import check_inputs, check_lengths_are_tensors
 from tilewise.validate.values import check_choices, check_numbers, is_integer
 
+PACKED_NAMES = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
 Documents = tuple[torch.Tensor, torch.Tensor]  # numbers of all queries, (b|1, sq), and of all keys
 
 
@@ -38,7 +40,9 @@ class Arguments:
         operands: of the rank, the sinks among them; bias and mask have its query rows and all key columns.
         options: of the call, without a mask.
         documents: as above, on the device that the user had them on; or None.
+        sequences: of packed ones, as :class:`tilewise.distributed.plan.Problem` has them; None of one a batch entry.
         padding: of queries and keys of this rank: (b, 1, s, 1), bool, True = padding; or None.
+        borders: of packed sequences, cu_seqlens of queries and keys.
     """
 
     q: torch.Tensor
@@ -50,7 +54,9 @@ class Arguments:
     operands: Operands
     options: OperatorOptions
     documents: Documents | None
+    sequences: tuple[tuple[int, int, int, int], ...] | None
     padding: tuple[torch.Tensor | None, torch.Tensor | None]
+    borders: list[list[int]] | None = None
 
     @property
     def problem(self) -> Problem:
@@ -58,7 +64,29 @@ class Arguments:
         operands = self.operands
         of_pairs = (operands.bias, operands.mask, operands.alibi_slopes, self.documents)
         merges = all(own is None for own in of_pairs) and not self.options.dropout_p
-        return Problem(self.queries, self.keys, self.mask, merges, self.k.shape[1])
+        return Problem(self.queries, self.keys, self.mask, merges, self.k.shape[1], self.sequences)
+
+    @property
+    def packed_lengths(self) -> dict[str, Any] | None:
+        """What :func:`tilewise.attention_varlen` is told of the sequences; None where none are packed."""
+        if self.sequences is None or self.borders is None:
+            return None
+        borders, used = self.borders, []
+        for side in (0, 2):
+            ends = [own[side + 1] - own[side] for own in self.sequences]
+            used.append(torch.tensor(ends, dtype=torch.int32, device=self.q.device))
+        of_q, of_k = (torch.tensor(own, dtype=torch.int32, device=self.q.device) for own in borders)
+        return {"cu_seqlens_q": of_q, "cu_seqlens_k": of_k, "seqused_q": used[0], "seqused_k": used[1],
+                "max_seqlen_q": self.options.max_seqlen_q, "max_seqlen_k": self.options.max_seqlen_k}
+
+    def padded_rows(self, rank: int) -> tuple[Span, ...]:
+        """Return which rows of a rank's queries belong to no packed sequence."""
+        if self.sequences is None:
+            return ()
+        starts = [0, *(own[1] for own in self.sequences)]
+        stops = [*(own[0] for own in self.sequences), self.queries.length]
+        return tuple([rows for start, stop in zip(starts, stops, strict=True)
+                      for _, rows in self.queries.local_spans(rank, Span(start, stop))])
 
     @property
     def sizes(self) -> Sizes:
@@ -73,12 +101,13 @@ class Arguments:
             [own.to(self.q.device, non_blocking=True) for own in self.documents])
         return Call(self.options, self.operands._replace(sinks=None, bias=_detached(self.operands.bias),
                                                          alibi_slopes=_detached(self.operands.alibi_slopes)),
-                    numbers, self.q.shape[1] // self.k.shape[1])  # type: ignore[arg-type]
+                    numbers, self.q.shape[1] // self.k.shape[1], self.q.device,  # type: ignore[arg-type]
+                    packed=self.sequences is not None)
 
     @property
     def narrow(self) -> Narrow | None:
         """What narrows the blocks of a plan; None where position alone decides, or nobody may look at the ids."""
-        if self.documents is None or self.documents[0].device.type != "cpu":
+        if self.documents is None or self.sequences is not None or self.documents[0].device.type != "cpu":
             return None
         return _narrow_to_documents(self.documents, self.mask, (self.queries.length, self.keys.length))
 
@@ -90,6 +119,7 @@ class Arguments:
         needs = [name for name, tensor in (("k", self.k), ("v", self.v)) if tensor.requires_grad]
         return (f"layout {self.queries.name!r} of {self.queries.length} queries and {self.keys.length} keys, "
                 f"b{b} h{hq}/{self.k.shape[1]} d{d}/{self.v.shape[3]} {dtype}, {self.mask}, schedule {schedule!r}, "
+                f"{'' if self.sequences is None else f'{len(self.sequences)} packed sequences, '}"
                 f"operands {', '.join(given) or 'none'}, dropout_p {self.options.dropout_p}, gradients of "
                 f"{' and '.join(needs) or 'no key'}")
 
@@ -112,11 +142,7 @@ def arguments_of(given: dict[str, Any], rank: int, ranks: int) -> Arguments:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 4:
             raise InvalidInput(f"{name} has shape {tuple(tensor.shape)}; allowed are 4 dims (b, h, s, d).")
-    lengths = _lengths(given["lengths"])
-    queries, keys = (layout_of(given["layout"], whole_length(given["layout"], own.shape[2], length, ranks), ranks)
-                     for own, length in ((q, lengths[0]), (k, lengths[1])))
-    for name, own, layout in (("q", q, queries), ("k", k, keys), ("v", v, keys)):
-        check_shard_length(name, own.shape[2], layout, rank)
+    queries, keys = _layouts((q, k, v), given, rank, ranks)
     if given["seqlens_q"] is not None or given["seqlens_k"] is not None:
         _check_padding(band, given)
     kept, padding = _padding((given["seqlens_q"], given["seqlens_k"]), (queries, keys), q, rank)
@@ -124,19 +150,83 @@ def arguments_of(given: dict[str, Any], rank: int, ranks: int) -> Arguments:
         visible = kept if visible is None else visible & kept
     operands = operands_of(given["bias"], given["alibi_slopes"], visible, given["sinks"], given["seed"], NO_LENGTHS,
                            NO_LISTS, NO_FUNCTIONS)
-    deterministic = given["deterministic"]
-    options = OperatorOptions(
-        given["scale"], None, None, None, softcap=given["softcap"], dropout_p=given["dropout_p"],
-        max_logit="max_logit" in given["return_aux"],
-        deterministic=torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
-        backend=given["backend"] or settings.default_backend())
+    options = _options(given)
     if operands.alibi_slopes is not None:
         check_distances(band, queries.length, keys.length, are_data=False)
     band = _resolved(band, queries.length, keys.length)
     _check_problem(q, k, v, keys.length, operands, options)
     if documents is not None:
         _check_documents(documents, q.shape[0], (queries.length, keys.length))
-    return Arguments(q, k, v, queries, keys, band, operands, options, documents, padding)
+    return Arguments(q, k, v, queries, keys, band, operands, options, documents, None, padding)
+
+
+def packed_arguments_of(given: dict[str, Any], rank: int, ranks: int) -> Arguments:
+    """Check the arguments of :func:`tilewise.distributed.context_parallel_attention_varlen` on one rank.
+
+    Arguments and errors are those of :func:`arguments_of`.
+    """
+    check_numbers(given["softcap"], 0, given["return_aux"])
+    check_choices(given["scale"], given["deterministic"], given["backend"])
+    q, k, v = _autocast(*as_batches(given["q"], given["k"], given["v"]))
+    band, visible, documents = _parted(given["mask"])
+    queries, keys = _layouts((q, k, v), given, rank, ranks)
+    longest = longest_of(given["max_seqlen_q"], given["max_seqlen_k"],
+                         needed=given["bias"] is not None or visible is not None)
+    sequences, borders = _sequences(given, queries.length, keys.length)
+    if band.alignment is None and (given["cu_seqlens_k"] is None or given["cu_seqlens_k"] is given["cu_seqlens_q"]):
+        band = replace(band, alignment="top_left")  # lengths of queries and keys are the same
+    operands = operands_of(given["bias"], given["alibi_slopes"], visible, given["sinks"], None, NO_LENGTHS, NO_LISTS,
+                           NO_FUNCTIONS)
+    options = _options(given)._replace(max_seqlen_q=longest[0], max_seqlen_k=longest[1])
+    whole = [own.new_empty(()).expand(1, own.shape[1], length, own.shape[3]) for own, length in (
+        (q, queries.length), (k, keys.length), (v, keys.length))]
+    like = [q.new_empty(len(own), dtype=torch.int32) for own in borders]
+    AttentionProblem.from_call(whole[0], whole[1], whole[2], operands._replace(
+        cu_seqlens_q=like[0], cu_seqlens_k=like[1]), options._replace(
+            left=band.left, right=band.right, alignment=band.alignment if isinstance(band.alignment, str) else None,
+            offset=band.alignment if isinstance(band.alignment, int) else None))
+    if documents is not None:
+        _check_documents(documents, 1, (queries.length, keys.length))
+    return Arguments(q, k, v, queries, keys, band, operands, options, documents, sequences, (None, None), borders)
+
+
+def _sequences(given: dict[str, Any], *totals: int) -> tuple[tuple[tuple[int, int, int, int], ...], list[list[int]]]:
+    """Read where packed sequences begin and end, and how much of each takes part; wait for them if on a GPU."""
+    check_lengths_are_tensors(PACKED_NAMES, (given["cu_seqlens_q"], given["cu_seqlens_q"] if given[
+        "cu_seqlens_k"] is None else given["cu_seqlens_k"], given["seqused_q"], given["seqused_k"]))
+    on_host = [None if given[name] is None else given[name].cpu() for name in PACKED_NAMES]
+    rows = [torch.empty(()).expand(total, 1, 1) for total in totals]
+    found = packed_lengths(rows[0], rows[1], tuple(on_host), (given["max_seqlen_q"], given["max_seqlen_k"]))
+    borders = [own.tolist() for own in found[:2]]
+    if len(borders[0]) != len(borders[1]):
+        raise InvalidInput(f"cu_seqlens_q has {len(borders[0])} entries and cu_seqlens_k {len(borders[1])}; allowed "
+                           "are equal numbers: one more than there are sequences.")
+    spans = []
+    for own, used in zip(borders, found[2:], strict=True):
+        ends = own[1:] if used is None else [begin + max(0, min(end - begin, length)) for begin, end, length in zip(
+            own, own[1:], used.tolist(), strict=False)]
+        spans.append(list(zip(own, ends, strict=False)))
+    return tuple([(*of_q, *of_k) for of_q, of_k in zip(*spans, strict=True)]), borders
+
+
+def _layouts(tensors: tuple[torch.Tensor, ...], given: dict[str, Any], rank: int, ranks: int) -> tuple[Layout, Layout]:
+    """Return the layouts of queries and keys, which the shards have to fit."""
+    (q, k, v), lengths = tensors, _lengths(given["lengths"])
+    queries, keys = (layout_of(given["layout"], whole_length(given["layout"], own.shape[2], length, ranks), ranks)
+                     for own, length in ((q, lengths[0]), (k, lengths[1])))
+    for name, own, layout in (("q", q, queries), ("k", k, keys), ("v", v, keys)):
+        check_shard_length(name, own.shape[2], layout, rank)
+    return queries, keys
+
+
+def _options(given: dict[str, Any]) -> OperatorOptions:
+    """Return the options of a call, without a mask."""
+    deterministic = given["deterministic"]
+    return OperatorOptions(
+        given["scale"], None, None, None, softcap=given["softcap"], dropout_p=given["dropout_p"],
+        max_logit="max_logit" in given["return_aux"],
+        deterministic=torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
+        backend=given["backend"] or settings.default_backend())
 
 
 def _parted(mask: Any) -> tuple[Mask, torch.Tensor | None, Documents | None]:

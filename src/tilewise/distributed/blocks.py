@@ -5,7 +5,7 @@ probabilities of a block are the final ones, and with its out so is delta, so th
 """
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -14,7 +14,7 @@ from tilewise.autograd.function import is_plain
 from tilewise.autograd.op import backward_op, forward_op
 from tilewise.distributed.plan import Block
 from tilewise.masks import Span
-from tilewise.masks.document_ranges import Documents, documents_of
+from tilewise.masks.document_ranges import documents_of
 from tilewise.problem.options import NO_OPERANDS, Operands, OperatorOptions
 
 Tensors = tuple[torch.Tensor, ...]
@@ -27,15 +27,21 @@ class Call:
     Attributes:
         options: of the whole call; a block's mask takes the place of the mask.
         operands: of the rank, without sinks: rows of bias and mask are those of its queries, their columns all keys.
+            Of packed sequences they are whole, (sequences|1, hq|1, longest|1, longest|1).
         documents: numbers of all queries, (b|1, sq), and of all keys, (b|1, sk), on the operands' device; or None.
         group: query heads that share a head of keys.
+        device: of all tensors.
+        packed: whether sequences are packed.
     """
 
     options: OperatorOptions
     operands: Operands
     documents: tuple[torch.Tensor, torch.Tensor] | None
     group: int
-    _cut_documents: dict[Block, Documents] = field(default_factory=dict, init=False, repr=False, compare=False)
+    device: torch.device
+    packed: bool = False
+    _made: dict[Block, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict, init=False, repr=False)
+    _borders: dict[Block, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict, init=False, repr=False)
 
     def query_heads(self, heads: Span) -> Span:
         """Return the query heads of some heads of keys."""
@@ -47,11 +53,14 @@ class Call:
         for name in ("bias", "mask"):
             tensor = getattr(self.operands, name)
             if tensor is not None:
-                cut[name] = part_of(tensor, block, heads)
-        if self.operands.alibi_slopes is not None:
-            cut["alibi_slopes"] = self.operands.alibi_slopes[:, heads.start:heads.stop]
+                cut[name] = tensor[places_of(tensor, block, heads, packed=self.packed)]
+        slopes = self.operands.alibi_slopes
+        if slopes is not None:
+            cut["alibi_slopes"] = slopes[places_of(slopes, block, heads, packed=self.packed)]
         if self.documents is not None:
             cut["documents_q"], cut["documents_k"] = self._documents_of(block, self.documents)
+        if block.borders is not None:
+            cut["cu_seqlens_q"], cut["cu_seqlens_k"] = self._borders_of(block, self.device)
         return NO_OPERANDS if self.operands.seed is None and not cut else self.operands._replace(**cut)
 
     def options_of(self, block: Block) -> OperatorOptions:
@@ -59,29 +68,55 @@ class Call:
         mask, options, alignment = block.mask, self.options, block.mask.alignment
         if not mask.is_bounded and self.operands.alibi_slopes is None:
             alignment = None  # nothing looks at it, and more backends take the call
-        origin = (block.first_query, block.first_key) if options.dropout_p else (None, None)
+        origin = (block.place.first_query, block.place.first_key) if options.dropout_p else (None, None)
+        longest: dict[str, Any] = {"max_seqlen_q": None, "max_seqlen_k": None}
+        if block.borders is not None:
+            of_pairs = [own for own in (self.operands.bias, self.operands.mask) if own is not None]
+            longest = {name: max((own.shape[dim] for own in of_pairs if own.shape[dim] > 1), default=None)
+                       for name, dim in (("max_seqlen_q", 2), ("max_seqlen_k", 3))}
         return options._replace(
+            **longest,
             left=mask.left, right=mask.right, alignment=None if isinstance(alignment, int) else alignment,
             offset=alignment if isinstance(alignment, int) else None, prefix=mask.prefix, sink_tokens=mask.sink_tokens,
             chunk=mask.chunk, dropout_origin_q=origin[0], dropout_origin_k=origin[1])
 
-    def _documents_of(self, block: Block, numbers: Tensors) -> Documents:
-        found = self._cut_documents.get(block)
+    def _documents_of(self, block: Block, numbers: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        found = self._made.get(block)
         if found is None:
-            firsts, lengths = (block.first_query, block.first_key), (len(block.queries), len(block.keys))
-            found = documents_of(*(of_side[:, first:first + length] for of_side, first, length in zip(
-                numbers, firsts, lengths, strict=True)))
-            self._cut_documents[block] = found
+            rows = (block.place.query_row, len(block.queries)), (block.place.key_row, len(block.keys))
+            found = documents_of(*(own[:, first:first + length] for own, (first, length) in zip(
+                numbers, rows, strict=True)))
+            self._made[block] = found
         return found
 
+    def _borders_of(self, block: Block, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cu_seqlens of a block of several packed sequences, (sequences + 1,), int32."""
+        found = self._borders.get(block)
+        if found is None and block.borders is not None:
+            of_q, of_k = (torch.tensor(own, dtype=torch.int32, device=device) for own in block.borders)
+            found = self._borders[block] = of_q, of_k
+        return cast("tuple[torch.Tensor, torch.Tensor]", found)
 
-def part_of(operand: torch.Tensor, block: Block, heads: Span) -> torch.Tensor:
-    """Cut an operand (b|1, hq|1, s|1, sk|1) to a block; what is broadcast stays 1."""
-    keys = Span(block.first_key, block.first_key + len(block.keys))
-    for dim, span in ((1, heads), (2, block.queries), (3, keys)):
-        if operand.shape[dim] > 1:
-            operand = operand.narrow(dim, span.start, len(span))
-    return operand
+
+def places_of(operand: torch.Tensor, block: Block, heads: Span, *, packed: bool) -> tuple[slice, ...]:
+    """Return where a block lies in an operand (b|1, hq|1, s|1, sk|1), or (b|1, hq); what is broadcast stays 1.
+
+    Packed, the first dim is that of sequences, and the others belong to positions in one.
+    """
+    place = block.place
+    if packed:
+        count = 1 if block.borders is None else len(block.borders[0]) - 1
+        sequences = slice(place.sequence, place.sequence + count)
+        # Sequences of a block have all their positions; a single one may have some.
+        rows = columns = slice(None)
+        if block.borders is None:
+            rows = slice(place.first_query, place.first_query + len(block.queries))
+            columns = slice(place.first_key, place.first_key + len(block.keys))
+    else:
+        sequences, rows = slice(None), slice(block.queries.start, block.queries.stop)
+        columns = slice(place.first_key, place.first_key + len(block.keys))
+    found = (sequences, slice(heads.start, heads.stop), rows, columns)
+    return tuple([own if size > 1 else slice(None) for own, size in zip(found, operand.shape, strict=False)])
 
 
 def attend_to_block(call: Call, block: Block, heads: Span, tensors: Tensors) -> Any:

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from tilewise.api import AttentionOutput, AttentionOutputWithMax, attention
-from tilewise.distributed.arguments import Arguments, arguments_of
+from tilewise.api import AttentionOutput, AttentionOutputWithMax, attention, attention_varlen
+from tilewise.distributed.arguments import PACKED_NAMES, Arguments, arguments_of, packed_arguments_of
 from tilewise.distributed.layouts import Layout, layout_of
 from tilewise.distributed.mesh import check_ranks_agree, group_of
 from tilewise.distributed.schedules import (
@@ -91,6 +91,57 @@ def context_parallel_attention(
     return cast(Result, _attend(given, group, schedule))
 
 
+def context_parallel_attention_varlen(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mesh: DeviceMesh, layout: str | Layout,
+        cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor | None = None, seqused_q: torch.Tensor | None = None,
+        seqused_k: torch.Tensor | None = None, max_seqlen_q: int | torch.Tensor | None = None,
+        max_seqlen_k: int | torch.Tensor | None = None, mask: AnyMask | None = None, scale: float | None = None,
+        bias: torch.Tensor | None = None, alibi_slopes: torch.Tensor | None = None, softcap: float | None = None,
+        sinks: torch.Tensor | None = None, lengths: tuple[int, int] | None = None, return_aux: tuple[str, ...] = (),
+        deterministic: bool | None = None, backend: str | None = None, schedule: str | None = None) -> Result:
+    """Compute :func:`tilewise.attention_varlen` of packed sequences whose rows lie on several ranks.
+
+    Sequences may cross the borders of ranks, and be of any length. Everything else is as in
+    :func:`context_parallel_attention`; there is no dropout.
+
+    Args:
+        q: (rows of this rank, hq, d): the shard of all sequences' rows, one sequence behind the other.
+        k, v: (rows of this rank, hk, d) and (rows of this rank, hk, dv).
+        mesh, layout, schedule: as in :func:`context_parallel_attention`.
+        cu_seqlens_q, cu_seqlens_k: as in ``attention_varlen``, of all ranks' rows together, on every rank alike. The
+            plan of what is sent is made on the host, which reads them: leave them on the CPU to spare a wait.
+        seqused_q, seqused_k: as there, on the device of cu_seqlens_q.
+        max_seqlen_q, max_seqlen_k: as there.
+        mask: as there; ids of documents are those of all rows. A boolean tensor is whole on every rank.
+        bias: broadcasts to (sequences, hq, max_seqlen_q, max_seqlen_k), whole on every rank; the gradient is the part
+            of this rank's queries.
+        scale, alibi_slopes, softcap, sinks, return_aux, deterministic, backend: as there.
+        lengths: numbers of rows of queries and of keys on all ranks together; None = as in
+            :func:`context_parallel_attention`.
+
+    Returns:
+        out, (rows of this rank, hq, dv); with ``return_aux`` a named tuple, whose lse and max_logit are (hq, rows).
+
+    Raises:
+        InvalidInput, UnsupportedProblem: as :func:`context_parallel_attention`.
+    """
+    given = {name: value for name, value in locals().items() if name not in ("mesh", "schedule")}
+    given["dropout_p"] = 0
+    group, _, ranks = group_of(mesh)
+    check_schedule(schedule)
+    if ranks == 1:
+        for own, length in zip((q, k), lengths or (None, None), strict=True):
+            layout_of(layout, whole_length(layout, own.shape[0], length, 1), 1)
+        attend: Any = attention_varlen  # of its overloads, which is decided by a value
+        borders = {name: None if given[name] is None else given[name].to(q.device) for name in PACKED_NAMES}
+        result: Result = attend(
+            q, k, v, **borders, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, mask=mask, scale=scale, bias=bias,
+            alibi_slopes=alibi_slopes, softcap=softcap, sinks=sinks, return_aux=return_aux,
+            deterministic=deterministic, backend=backend)
+        return result
+    return cast(Result, _attend(given, group, schedule))
+
+
 def _run(given: dict[str, Any], group: dist.ProcessGroup, schedule: str | None) -> Result:
     given["seed"] = None if given["dropout_p"] == 0 else _seed(given, group)
     arguments = _agreed_arguments(given, group, schedule)
@@ -99,6 +150,8 @@ def _run(given: dict[str, Any], group: dist.ProcessGroup, schedule: str | None) 
     if padded_q is not None:
         out, rows = out.masked_fill(padded_q, 0.0), padded_q.squeeze(-1)
         lse, *largest = (own.masked_fill(rows, float("-inf")) for own in (lse, *largest))
+    if arguments.sequences is not None:
+        out, lse, *largest = out.squeeze(0).transpose(0, 1), *(own.squeeze(0) for own in (lse, *largest))
     if not given["return_aux"]:
         return out
     return AttentionOutputWithMax(out, lse, largest[0]) if largest else AttentionOutput(out, lse)
@@ -146,7 +199,8 @@ def _agreed_arguments(given: dict[str, Any], group: dist.ProcessGroup, schedule:
     checked: list[Arguments] = []
 
     def describe() -> str:
-        checked.append(arguments_of(given, dist.get_rank(group), dist.get_world_size(group)))
+        check = arguments_of if "cu_seqlens_q" not in given else packed_arguments_of
+        checked.append(check(given, dist.get_rank(group), dist.get_world_size(group)))
         return checked[0].description(schedule)
 
     check_ranks_agree(group, describe)

@@ -12,9 +12,8 @@ see. The numbers are of the forward pass; the backward pass sends and computes m
 from dataclasses import dataclass
 from functools import lru_cache
 
-from tilewise.distributed.plan import Problem, Step, cached_ring_plan
+from tilewise.distributed.plan import Problem, Rectangle, Step, cached_ring_plan, rectangles_of
 from tilewise.masks import Span
-from tilewise.masks.cutting import MaskBlock, cut_mask
 
 SCHEDULES = ("ring", "all_gather", "ulysses")
 _SAMPLED_ROWS = 32  # of each block, from whose visible keys its pairs are estimated
@@ -99,15 +98,13 @@ def _rows_received(steps: tuple[Step, ...], rank: int) -> int:
 
 
 def _pairs_of(problem: Problem, rank: int) -> int:
-    lengths = problem.queries.length, problem.keys.length
-    return sum(_visible_pairs(block) for queries in problem.queries.pieces[rank]
-               for block in cut_mask(problem.mask, queries, Span(0, lengths[1]), lengths))
+    return sum(_visible_pairs(one) for one in rectangles_of(problem, rank, Span(0, problem.keys.length)))
 
 
-def _visible_pairs(block: MaskBlock) -> int:
+def _visible_pairs(block: Rectangle) -> int:
     """Estimate how many pairs a block shows, from rows at even distances; exactly, of as few rows or of a full one."""
     rows, columns = len(block.queries), len(block.keys)
-    if block.is_full:
+    if not block.mask.is_bounded:
         return rows * columns
     count = min(rows, _SAMPLED_ROWS)
     band = block.mask.band(rows, columns)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from tilewise.distributed.blocks import Call, Tensors, attend_to_block, gradients_of_block
+from tilewise.distributed.blocks import Call, Tensors, attend_to_block, gradients_of_block, places_of
 from tilewise.distributed.exchange import TensorForm, Transfer, empty_message, pack, start, unpack
 from tilewise.distributed.partial import PartialResults, sinks_gradient
 from tilewise.distributed.plan import Block, Part, Step
@@ -18,12 +18,13 @@ from tilewise.problem import dense_strides
 
 @dataclass(frozen=True)
 class Planned:
-    """A call with its plan, on one rank."""
+    """A call with its plan, on one rank; ``padding``: rows of its queries that belong to no packed sequence."""
 
     group: dist.ProcessGroup
     rank: int
     steps: tuple[Step, ...]
     call: Call
+    padding: tuple[Span, ...] = ()
 
 
 class _Keys:
@@ -161,6 +162,8 @@ class StepsFunction(torch.autograd.Function):
                 results.add(heads, block.queries, attend_to_block(call, block, heads, (q, own_k, own_v)))
         if sinks is not None:
             results.add_sinks(sinks)
+            for rows in planned.padding:
+                results.lse[:, :, rows.start:rows.stop] = float("-inf")
         strides = dense_strides((*q.shape[:3], v.shape[3]), q.stride())
         out = torch.empty_strided(results.out.shape, strides, dtype=q.dtype, device=q.device).copy_(results.out)
         ctx.planned = planned
@@ -199,7 +202,7 @@ def _gradients(planned: Planned, saved: Tensors, incoming: tuple[torch.Tensor, t
         sums = [*of_queries[:needs[0]], *(of_step if needs[1] else ()), *of_queries[needs[0]:]]
         for block in step.blocks:
             made = gradients_of_block(call, block, heads, (q, own_k, own_v), rows, needs)
-            places = _places(block, heads, needs, bias)
+            places = _places(block, heads, needs, (bias, slopes), packed=call.packed)
             for total, part, where in zip(sums, made, places, strict=True):
                 total.add(part, where)
         if needs[1]:
@@ -211,16 +214,13 @@ def _gradients(planned: Planned, saved: Tensors, incoming: tuple[torch.Tensor, t
     return dq, dk, dv, dbias, dslopes, dsinks
 
 
-def _places(block: Block, heads: Span, needs: tuple[bool, ...], bias: torch.Tensor | None) -> list[tuple[slice, ...]]:
+def _places(block: Block, heads: Span, needs: tuple[bool, ...], operands: tuple[torch.Tensor | None, ...], *,
+            packed: bool) -> list[tuple[slice, ...]]:
     """Return where a block's gradients belong, in the order in which they are made."""
-    every, of_heads = slice(None), _slice(heads)
+    every = slice(None)
     keys = (every, every, _slice(block.keys))
-    found = [((every, of_heads, _slice(block.queries)),), (keys, keys), (), ((every, of_heads),)]
-    if bias is not None:
-        columns = Span(block.first_key, block.first_key + len(block.keys))
-        found[2] = (tuple([_slice(span) if size > 1 else every for span, size in zip(
-            (heads, block.queries, columns), bias.shape[1:], strict=True)]),)
-        found[2] = ((every, *found[2][0]),)
+    of_operands = [() if own is None else (places_of(own, block, heads, packed=packed),) for own in operands]
+    found = [((every, _slice(heads), _slice(block.queries)),), (keys, keys), *of_operands]
     return [place for places, needed in zip(found, needs, strict=True) if needed for place in places]
 
 

@@ -7,10 +7,10 @@ equally many steps, of which some may be empty: were one left out, two ranks cou
 different orders.
 """
 
-from collections.abc import Callable, Iterable
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import product
 from typing import NamedTuple
 
 from tilewise.distributed.layouts import Layout, joined
@@ -22,6 +22,25 @@ Narrow = Callable[[MaskBlock], tuple[MaskBlock, ...]]
 _CAUSAL = Mask(right=0, alignment="top_left")
 
 
+class Place(NamedTuple):
+    """Where the pairs of a block are in the whole.
+
+    Attributes:
+        query_row, key_row: the first rows of all ranks' together.
+        first_query, first_key: their positions in their sequence: the same, unless sequences are packed.
+        sequence: the number of their sequence, or of the first one.
+    """
+
+    query_row: int
+    key_row: int
+    first_query: int
+    first_key: int
+    sequence: int = 0
+
+
+Borders = tuple[tuple[int, ...], tuple[int, ...]]  # cu_seqlens of queries and keys
+
+
 class Block(NamedTuple):
     """One local call.
 
@@ -29,14 +48,32 @@ class Block(NamedTuple):
         queries: rows of the rank's queries.
         keys: rows of the step's buffer.
         mask: of the block.
-        first_query, first_key: their positions in the whole sequences.
+        place: where its pairs are in the whole.
+        borders: of a block of several packed sequences, where each begins; None of one sequence.
     """
 
     queries: Span
     keys: Span
     mask: Mask
-    first_query: int
-    first_key: int
+    place: Place
+    borders: Borders | None = None
+
+
+class Rectangle(NamedTuple):
+    """Pairs of one sequence that a mask by position leaves visible.
+
+    Attributes:
+        queries, keys: rows of all ranks' together.
+        mask: of the rectangle.
+        place: where it is in the whole.
+        is_whole: whether it has all queries and keys of a packed sequence.
+    """
+
+    queries: Span
+    keys: Span
+    mask: Mask
+    place: Place
+    is_whole: bool = False
 
 
 class Part(NamedTuple):
@@ -86,6 +123,8 @@ class Problem:
         mask: by position, of the whole sequences.
         merges: whether blocks without hidden pairs may become one, which no operand of the pairs allows.
         kv_heads: how many heads keys have.
+        sequences: of packed ones, in their order, the rows that take part: first query, one past the last, first key
+            and one past the last; None of one sequence. The mask is each one's own.
     """
 
     queries: Layout
@@ -93,6 +132,7 @@ class Problem:
     mask: Mask
     merges: bool
     kv_heads: int
+    sequences: tuple[tuple[int, int, int, int], ...] | None = None
 
     @property
     def ranks(self) -> int:
@@ -110,11 +150,11 @@ def ring_plan(problem: Problem, rank: int, narrow: Narrow = no_narrowing) -> tup
     heads, steps = Span(0, problem.kv_heads), []
     for distance in range(problem.ranks):
         source, target = (rank - distance) % problem.ranks, (rank + distance) % problem.ranks
-        blocks = visible_blocks(problem, rank, source, narrow)
+        blocks = _of_source(problem, rank, source, narrow)
         parts = _parts(problem, blocks, (source,))
         sends: tuple[Part, ...] = ()
         if distance:
-            for_target = _parts(problem, visible_blocks(problem, target, rank, narrow), (rank,))
+            for_target = _parts(problem, _of_source(problem, target, rank, narrow), (rank,))
             sends = tuple([part._replace(rank=target) for part in for_target])
         made = _local_blocks(problem, rank, blocks, parts)
         steps.append(Step(heads, parts, sends, _merged(problem, made, source == rank)))
@@ -124,13 +164,13 @@ def ring_plan(problem: Problem, rank: int, narrow: Narrow = no_narrowing) -> tup
 def all_gather_plan(problem: Problem, rank: int, groups: int, narrow: Narrow = no_narrowing) -> tuple[Step, ...]:
     """Plan one step for each group of heads, in which a rank has all keys that its queries can see."""
     ranks = tuple(range(problem.ranks))
-    blocks = _blocks_of_all_keys(problem, rank, narrow)
+    blocks = rectangles_of(problem, rank, Span(0, problem.keys.length), narrow)
     parts = _parts(problem, blocks, ranks)
     made = _merged(problem, _local_blocks(problem, rank, blocks, parts), is_own=False)
     sends: list[Part] = []
     for target in ranks:
         if target != rank:
-            theirs = _parts(problem, _blocks_of_all_keys(problem, target, narrow), ranks)
+            theirs = _parts(problem, rectangles_of(problem, target, Span(0, problem.keys.length), narrow), ranks)
             sends += [part._replace(rank=target) for part in theirs if part.rank == rank]
     size = problem.kv_heads // groups
     steps = [Step(Span(first, first + size), parts, tuple(sends), made)
@@ -143,20 +183,57 @@ cached_ring_plan = lru_cache(maxsize=256)(ring_plan)
 cached_all_gather_plan = lru_cache(maxsize=256)(all_gather_plan)
 
 
-def visible_blocks(problem: Problem, rank: int, source: int, narrow: Narrow) -> list[MaskBlock]:
-    """Return the rectangles of a rank's queries and another's keys that hold visible pairs, in whole positions."""
+def rectangles_of(problem: Problem, rank: int, keys: Span, narrow: Narrow = no_narrowing) -> list[Rectangle]:
+    """Return the rectangles of a rank's queries and a range of keys that hold visible pairs."""
+    find = _of_one_sequence if problem.sequences is None else _of_packed_sequences
+    return [found for queries in problem.queries.pieces[rank] for found in find(problem, queries, keys, narrow)]
+
+
+def _of_one_sequence(problem: Problem, queries: Span, keys: Span, narrow: Narrow) -> Iterator[Rectangle]:
     lengths = problem.queries.length, problem.keys.length
-    return [left for queries, keys in product(problem.queries.pieces[rank], problem.keys.pieces[source])
-            for block in cut_mask(problem.mask, queries, keys, lengths) for left in narrow(block)]
+    for block in cut_mask(problem.mask, queries, keys, lengths):
+        for left in narrow(block):
+            at = left.queries.start, left.keys.start
+            yield Rectangle(*left, Place(*at, *at))
 
 
-def _blocks_of_all_keys(problem: Problem, rank: int, narrow: Narrow) -> list[MaskBlock]:
-    lengths = problem.queries.length, problem.keys.length
-    return [left for queries in problem.queries.pieces[rank]
-            for block in cut_mask(problem.mask, queries, Span(0, lengths[1]), lengths) for left in narrow(block)]
+def _of_packed_sequences(problem: Problem, queries: Span, keys: Span, _: Narrow) -> Iterator[Rectangle]:
+    """Yield what packed sequences have in a range of queries and one of keys: whole ones as they are, parts trimmed."""
+    sequences = problem.sequences or ()
+    first = bisect_right(sequences, queries.start, key=lambda own: own[1])
+    for number in range(first, len(sequences)):
+        first_q, stop_q, first_k, stop_k = own = sequences[number]
+        if first_q >= queries.stop:
+            break
+        if stop_q == first_q or stop_k == first_k:
+            continue
+        lengths = stop_q - first_q, stop_k - first_k
+        if queries.start <= first_q and stop_q <= queries.stop and keys.start <= first_k and stop_k <= keys.stop:
+            mask = replace(problem.mask, alignment=problem.mask.offset(*lengths)) if problem.mask.alignment else (
+                problem.mask)
+            yield Rectangle(Span(first_q, stop_q), Span(first_k, stop_k), mask, Place(first_q, first_k, 0, 0, number),
+                            is_whole=True)
+            continue
+        inside = (Span(max(queries.start, first_q) - first_q, min(queries.stop, stop_q) - first_q),
+                  Span(max(keys.start, first_k) - first_k, min(keys.stop, stop_k) - first_k))
+        for block in cut_mask(problem.mask, *inside, lengths):
+            yield _placed(block, own, number)
 
 
-def _parts(problem: Problem, blocks: Iterable[MaskBlock], sources: Iterable[int]) -> tuple[Part, ...]:
+def _placed(block: MaskBlock, sequence: tuple[int, int, int, int], number: int) -> Rectangle:
+    """Return a rectangle in rows of one in positions of a packed sequence."""
+    first_q, _, first_k, _ = sequence
+    queries, keys, mask = block
+    rows = Span(first_q + queries.start, first_q + queries.stop), Span(first_k + keys.start, first_k + keys.stop)
+    return Rectangle(*rows, mask, Place(rows[0].start, rows[1].start, queries.start, keys.start, number))
+
+
+def _of_source(problem: Problem, rank: int, source: int, narrow: Narrow) -> list[Rectangle]:
+    """Return the rectangles of a rank's queries and another's keys."""
+    return [found for keys in problem.keys.pieces[source] for found in rectangles_of(problem, rank, keys, narrow)]
+
+
+def _parts(problem: Problem, blocks: Iterable[Rectangle], sources: Iterable[int]) -> tuple[Part, ...]:
     """Return where the keys of the blocks come from, in the order of their positions."""
     needed = joined(tuple(sorted((block.keys for block in blocks), key=lambda span: (span.start, span.stop))))
     held = sorted(((whole, source, rows) for source in sources for span in needed
@@ -168,15 +245,38 @@ def _parts(problem: Problem, blocks: Iterable[MaskBlock], sources: Iterable[int]
     return tuple(found)
 
 
-def _local_blocks(problem: Problem, rank: int, blocks: Iterable[MaskBlock], parts: tuple[Part, ...]) -> list[Block]:
+def _local_blocks(problem: Problem, rank: int, rectangles: Iterable[Rectangle],
+                  parts: tuple[Part, ...]) -> list[Block]:
     """Return the blocks in rows of the rank's queries and of a buffer that holds the parts."""
     places = sorted((_position(problem.keys, part), part.at.start, len(part.rows)) for part in parts)
     found = []
-    for queries, keys, mask in blocks:
+    for run in _runs(rectangles):
+        queries = Span(run[0].queries.start, run[-1].queries.stop)
+        keys = Span(run[0].keys.start, run[-1].keys.stop)
         ((_, rows),) = problem.queries.local_spans(rank, queries)
         start = next(at + keys.start - first for first, at, length in places if first <= keys.start < first + length)
-        found.append(Block(rows, Span(start, start + len(keys)), mask, queries.start, keys.start))
+        mask, borders = run[0].mask, None
+        if len(run) > 1:
+            mask, borders = problem.mask, (_borders([one.queries for one in run]), _borders([one.keys for one in run]))
+        found.append(Block(rows, Span(start, start + len(keys)), mask, run[0].place, borders))
     return found
+
+
+def _runs(rectangles: Iterable[Rectangle]) -> list[list[Rectangle]]:
+    """Put whole packed sequences together that follow one another: one call computes them."""
+    found: list[list[Rectangle]] = []
+    for one in rectangles:
+        last = found[-1][-1] if found else None
+        if (last is not None and last.is_whole and one.is_whole and last.place.sequence + 1 == one.place.sequence
+                and last.queries.stop == one.queries.start and last.keys.stop == one.keys.start):
+            found[-1].append(one)
+        else:
+            found.append([one])
+    return found
+
+
+def _borders(spans: list[Span]) -> tuple[int, ...]:
+    return (0, *[span.stop - spans[0].start for span in spans])
 
 
 def _position(layout: Layout, part: Part) -> int:
@@ -191,13 +291,13 @@ def _position(layout: Layout, part: Part) -> int:
 
 def _merged(problem: Problem, blocks: list[Block], is_own: bool) -> tuple[Block, ...]:
     """Make one block of several where one call computes them: fewer, larger launches, and fewer results to merge."""
-    if not problem.merges or len(blocks) < 2:
+    if not problem.merges or problem.sequences is not None or len(blocks) < 2:
         return tuple(blocks)
     same = problem.queries == problem.keys and problem.mask.offset(problem.queries.length, problem.keys.length) == 0
     if is_own and same and replace(problem.mask, alignment="top_left") == _CAUSAL:
         # The pieces' order is that of the positions: what is causal in the sequence is so in the shard.
         rows = Span(0, max(block.queries.stop for block in blocks))
-        return (Block(rows, rows, _CAUSAL, blocks[0].first_query, blocks[0].first_key),)
+        return (Block(rows, rows, _CAUSAL, blocks[0].place),)
     return tuple(_joined_queries(_joined_keys(blocks)))
 
 

@@ -1,12 +1,13 @@
 """The schedules: how a call on shards becomes steps and exchanges, and which one is chosen."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from tilewise.api import attention
+from tilewise.api import attention, attention_varlen
 from tilewise.distributed.arguments import Arguments
 from tilewise.distributed.cost_model import SCHEDULES, Estimate, Links, estimates, groups_of
 from tilewise.distributed.function import Planned, StepsFunction
@@ -104,7 +105,7 @@ def run_schedule(name: str, arguments: Arguments, group: dist.ProcessGroup) -> t
     if name == "ulysses":
         return _ulysses(arguments, group)
     rank = dist.get_rank(group)
-    planned = Planned(group, rank, _steps(name, arguments, rank), arguments.call)
+    planned = Planned(group, rank, _steps(name, arguments, rank), arguments.call, arguments.padded_rows(rank))
     operands = arguments.operands
     results: tuple[torch.Tensor, ...] = StepsFunction.apply(  # type: ignore[no-untyped-call]
         planned, arguments.q, arguments.k, arguments.v, operands.bias, operands.alibi_slopes, operands.sinks)
@@ -131,18 +132,20 @@ def _ulysses(arguments: Arguments, group: dist.ProcessGroup) -> tuple[torch.Tens
     of_keys = key_ranges(ranges, q.shape[1] // k.shape[1])
     tensors = [q, k, v]
     where = [Exchanged(queries, ranges, q.shape[1]), *[Exchanged(keys, of_keys, k.shape[1])] * 2]
-    own = ranges[rank]
+    own, packed = ranges[rank], arguments.sequences is not None  # which has whole operands on each rank
     bias, mask = (None if tensor is None else _of_heads(tensor, own) for tensor in (operands.bias, operands.mask))
-    if operands.bias is not None and operands.bias.shape[2] > 1:
+    if operands.bias is not None and operands.bias.shape[2] > 1 and not packed:
         tensors.append(operands.bias)
         where.append(_exchanged_rows(operands.bias, queries, ranges))
     q, k, v, *rest = ToHeads.apply(group, where, *tensors)  # type: ignore[no-untyped-call]
     if rest:
         bias = rest[0]
-    if operands.mask is not None and operands.mask.shape[2] > 1:
+    if operands.mask is not None and operands.mask.shape[2] > 1 and not packed:
         (mask,) = to_heads(group, [_exchanged_rows(operands.mask, queries, ranges)], [operands.mask])
     options = arguments.options
-    attend: Any = attention  # of its overloads, which is decided by a value
+    lengths = arguments.packed_lengths
+    # One of overloads, which is decided by a value.
+    attend: Any = attention if lengths is None else partial(_attend_packed, lengths)
     result = attend(
         q, k, v, mask=_mask(arguments, mask), scale=options.scale, bias=bias, softcap=options.softcap,
         alibi_slopes=None if operands.alibi_slopes is None else operands.alibi_slopes[:, own.start:own.stop],
@@ -154,6 +157,15 @@ def _ulysses(arguments: Arguments, group: dist.ProcessGroup) -> tuple[torch.Tens
     out, *rows = ToSequence.apply(  # type: ignore[no-untyped-call]
         group, [back] * (1 + len(rows)), out, *[row.unsqueeze(-1) for row in rows])
     return out, *[row.squeeze(-1) for row in rows]
+
+
+def _attend_packed(lengths: dict[str, Any], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+                   **options: Any) -> tuple[torch.Tensor, ...]:
+    """Attend to packed sequences (1, h, total, d); return out and rows as they are of one sequence."""
+    rows = [own.squeeze(0).transpose(0, 1) for own in (q, k, v)]
+    attend: Any = attention_varlen  # of its overloads, as above
+    out, *others = attend(*rows, **lengths, **options)
+    return out.transpose(0, 1).unsqueeze(0), *[own.unsqueeze(0) for own in others]
 
 
 def _mask(arguments: Arguments, tensor: torch.Tensor | None) -> Mask | TensorMask:

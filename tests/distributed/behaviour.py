@@ -1,0 +1,214 @@
+"""What ranks do in the tests of behaviour: each function runs on every rank of a mesh."""
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
+
+import tilewise as tw
+from tilewise import distributed
+from tilewise.distributed import context_parallel_attention, positions, shard, unshard
+from tilewise.distributed.exchange import start
+
+
+def inputs(seed=0, s=16, hq=4, hk=2, dtype=torch.float64, b=1, d=8):
+    make = torch.Generator().manual_seed(seed)
+    return [torch.randn(b, heads, s, d, generator=make, dtype=torch.float64).to(dtype) for heads in (hq, hk, hk)]
+
+
+def shards(mesh, layout="zigzag", **sizes):
+    return [shard(whole, mesh, dim=2, layout=layout) for whole in inputs(**sizes)]
+
+
+def message_of(call):
+    """Return the class and the text of what a call raises."""
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001 - the test compares it
+        return type(error).__name__, str(error)
+    return None, None
+
+
+def round_trip(mesh, layout, length, dim):
+    """Shard and put together again; return what came of it, of the positions, and of the gradients."""
+    shape = [3, 2, 4]
+    shape[dim] = length
+    whole = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    leaf = whole.clone().requires_grad_()
+    part = shard(leaf, mesh, dim=dim, layout=layout)
+    own = positions(mesh, length=length, layout=layout)
+    weights = torch.arange(whole.numel(), dtype=torch.float64).view(whole.shape)
+    together = unshard(part, mesh, dim=dim, layout=layout, length=length)
+    ((together * weights).sum() * (1 + mesh.get_local_rank())).backward()
+    dist.all_reduce(leaf.grad, group=mesh.get_group())
+    ranks = mesh.size()
+    return {"same": bool(torch.equal(together, whole)), "part": bool(torch.equal(part, whole.index_select(dim, own))),
+            "positions": own.tolist(),
+            "gradient": float((leaf.grad - weights * sum(range(1, ranks + 1))).abs().max()) if length else 0.0}
+
+
+def wrong_calls(mesh):
+    """Return the errors of calls that are wrong alike on all ranks, by name."""
+    q, k, v = shards(mesh)
+    ids = torch.zeros(5, dtype=torch.int64)
+
+    def call(**changed):
+        given = {"q": q, "k": k, "v": v, "mesh": mesh, "layout": "zigzag"} | changed
+        return message_of(lambda: context_parallel_attention(**given))
+
+    two_dims = DeviceMesh("cpu", torch.arange(dist.get_world_size()).view(2, -1), mesh_dim_names=("dp", "cp"),
+                          _init_backend=False) if dist.get_world_size() == 4 else None
+    return {
+        "layout": call(layout="striped"), "schedule": call(schedule="star"), "mesh": call(mesh=mesh.get_group()),
+        "mesh_dims": call(mesh=two_dims), "lengths": call(lengths=(16,)), "shard_length": call(lengths=(20, 16)),
+        "rank": call(q=q[0]), "documents": call(mask=tw.documents(ids)),
+        "function": call(mask=tw.functions.MaskFunction(torch=lambda b, h, i, j: i >= j)),
+        "tiled": call(mask=(tw.causal() & torch.ones(16, 16, dtype=torch.bool)).tiled(16, 16)),
+        "bias": call(bias=torch.zeros(16, 16, dtype=q.dtype)),
+        "padding": call(mask=tw.causal("bottom_right"), seqlens_k=torch.tensor([9])),
+        "seqlens": call(seqlens_k=torch.tensor([9, 9])), "heads": call(q=q[:, :3]),
+        "seqlens_type": call(seqlens_q=[3]),
+        "alignment": call(k=k[:, :, :2], v=v[:, :, :2], lengths=(16, 2 * mesh.size()), mask=tw.causal()),
+        "distances": call(k=k[:, :, :2], v=v[:, :, :2], lengths=(16, 2 * mesh.size()), alibi_slopes=torch.ones(4).double()),
+        "softcap": call(softcap=-1.0), "backend": call(backend="fast"),
+        "layout_length": call(layout=distributed.Layout("mine", ((), ())), lengths=(16, 16)),
+        "shard": message_of(lambda: shard([1], mesh, dim=0, layout="zigzag")),
+        "shard_dim": message_of(lambda: shard(q, mesh, dim=4, layout="zigzag")),
+        "unshard": message_of(lambda: unshard(q, mesh, dim=2, layout="zigzag", length=17)),
+        "explain": message_of(lambda: distributed.explain(q, k, v, mesh=mesh, layout="zigzag", window=3)),
+    }
+
+
+def ulysses_refusals(mesh):
+    """Return the errors of calls that Ulysses does not take."""
+    def refused(hq, hk, **options):
+        given = shards(mesh, hq=hq, hk=hk)
+        return message_of(lambda: context_parallel_attention(
+            *given, mesh=mesh, layout="zigzag", schedule="ulysses", **options))[1]
+
+    return refused(3, 3), refused(12, 4), refused(4, 2, dropout_p=0.1, dropout_seed=1)
+
+
+def disagreement(mesh, what):
+    """Let the last rank call with something else than the others; return the error on this rank."""
+    is_last = mesh.get_local_rank() == mesh.size() - 1
+    layout = "contiguous" if is_last and what == "layout" else "zigzag"
+    q, k, v = shards(mesh, seed=1, d=12 if is_last and what == "shape" else 8)
+    if is_last and what == "error":
+        k = k[:, :, :-1]
+    if is_last and what == "padding":
+        layout = "striped"
+    return message_of(lambda: context_parallel_attention(q, k, v, mesh=mesh, layout=layout))
+
+
+def one_rank(mesh):
+    """Return whether a mesh of one rank gives the very result of attention, and how many messages are sent."""
+    q, k, v = (whole.requires_grad_() for whole in inputs())
+    out = context_parallel_attention(q, k, v, mesh=mesh, layout="zigzag", mask=tw.causal())
+    rows = [own[0].transpose(0, 1) for own in (q, k, v)]
+    ends = torch.tensor([0, 5, 16])
+    packed = distributed.context_parallel_attention_varlen(*rows, mesh=mesh, layout="contiguous", cu_seqlens_q=ends)
+    return (bool(torch.equal(out, tw.attention(q, k, v, mask=tw.causal()))), out.grad_fn.name(),
+            bool(torch.equal(packed, tw.attention_varlen(*rows, cu_seqlens_q=ends))),
+            message_of(lambda: context_parallel_attention(q, k, v, mesh=mesh, layout="striped"))[1])
+
+
+def bytes_received(mesh, mask, layout, schedule, documents):
+    """Return how many bytes this rank receives in the forward pass of a call of 64 tokens."""
+    received = []
+
+    def counting(group, sends, receives):
+        received.append(sum(message.numel() for message in receives.values()))
+        return start(group, sends, receives)
+
+    from tilewise.distributed import function
+
+    function.start = counting
+    try:
+        q, k, v = shards(mesh, layout, s=64)
+        if documents:
+            mask = tw.documents(torch.arange(64) // documents)
+        context_parallel_attention(q, k, v, mesh=mesh, layout=layout, mask=mask, schedule=schedule)
+    finally:
+        function.start = start
+    return sum(received)
+
+
+def errors_in_16_bits(mesh, schedule):
+    """Return, for out and each gradient, the error of the parts and of the one-device call, against float64."""
+    whole = inputs(s=64, dtype=torch.bfloat16, d=16)
+    dout = torch.randn(1, 4, 64, 16, generator=torch.Generator().manual_seed(2)).bfloat16()
+
+    def run(attend, tensors, gradient):
+        leaves = [own.clone().requires_grad_() for own in tensors]
+        out = attend(*leaves)
+        out.backward(gradient)
+        return [out.detach(), *[leaf.grad for leaf in leaves]]
+
+    exact = run(lambda *own: tw.attention(*own, mask=tw.causal()), [own.double() for own in whole], dout.double())
+    one = run(lambda *own: tw.attention(*own, mask=tw.causal(), backend="reference"), whole, dout)
+    own = positions(mesh, length=64, layout="zigzag")
+    many = run(lambda *parts: context_parallel_attention(
+        *parts, mesh=mesh, layout="zigzag", mask=tw.causal(), schedule=schedule, backend="reference"),
+        [part[:, :, own] for part in whole], dout[:, :, own])
+    found = []
+    for exact_one, one_one, many_one in zip(exact, one, many, strict=True):
+        together = unshard(many_one, mesh, dim=2, layout="zigzag")
+        found.append(tuple(float((got.double() - exact_one).square().mean().sqrt()) for got in (together, one_one)))
+    return found
+
+
+def surroundings(mesh):
+    """Return the gradients of a call plain, checkpointed, under torch.compile and in autocast."""
+    def loss(q, k, v):
+        out = context_parallel_attention(q * 2.0, k, v, mesh=mesh, layout="zigzag", mask=tw.causal(), schedule="ring")
+        return (out * out).sum()
+
+    def gradients(function, dtype=torch.float64):
+        leaves = [own.to(dtype).requires_grad_() for own in shards(mesh)]
+        function(*leaves).backward()
+        return [leaf.grad for leaf in leaves]
+
+    plain = gradients(loss)
+    kept = gradients(lambda *own: checkpoint(loss, *own, use_reentrant=False))
+    compiled = gradients(torch.compile(loss, backend="eager"))
+    with torch.autocast("cpu", torch.bfloat16):
+        q, k, v = (own.float() for own in shards(mesh))
+        dtype = context_parallel_attention(q, k, v, mesh=mesh, layout="zigzag").dtype
+    return ([float((a - b).abs().max()) for a, b in zip(plain, kept, strict=True)],
+            [float((a - b).abs().max()) for a, b in zip(plain, compiled, strict=True)], str(dtype))
+
+
+def drawn_seed(mesh):
+    """Return two results of dropout without a seed, put together: ranks have to draw alike."""
+    torch.manual_seed(mesh.get_local_rank())
+    q = torch.zeros(1, 2, 8, 4, dtype=torch.float64)
+    v = torch.eye(32, dtype=torch.float64)[None, None].expand(1, 2, 32, 32)
+    part = shard(v, mesh, dim=2, layout="contiguous")
+    q = torch.zeros(1, 2, part.shape[2], 4, dtype=torch.float64)
+    out = context_parallel_attention(q, q, part, mesh=mesh, layout="contiguous", dropout_p=0.5)
+    again = context_parallel_attention(q, q, part, mesh=mesh, layout="contiguous", dropout_p=0.5)
+    return [unshard(one, mesh, dim=2, layout="contiguous") for one in (out, again)]
+
+
+def without_alibi_of_others(mesh):
+    """Return the names of backends that local calls of a causal float32 call have."""
+    os.environ["TILEWISE_CHECK"] = "1"
+    q, k, v = shards(mesh, dtype=torch.float32)
+    return str(distributed.explain(q, k, v, mesh=mesh, layout="zigzag", mask=tw.causal()))
+
+
+def float32_difference(mesh, schedule):
+    """Return the largest difference from one device in float32 with the backends that are chosen."""
+    whole = inputs(s=40, dtype=torch.float32)
+    leaves = [own.clone().requires_grad_() for own in whole]
+    expected = tw.attention(*leaves, mask=tw.causal())
+    expected.sum().backward()
+    own = positions(mesh, length=40, layout="zigzag")
+    parts = [leaf[:, :, own].detach().requires_grad_() for leaf in whole]
+    out = context_parallel_attention(*parts, mesh=mesh, layout="zigzag", mask=tw.causal(), schedule=schedule)
+    out.sum().backward()
+    return [float((got - wanted[:, :, own]).abs().max()) for got, wanted in zip(
+        (out.detach(), *(part.grad for part in parts)), (expected.detach(), *(leaf.grad for leaf in leaves)), strict=True)]
