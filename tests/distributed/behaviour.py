@@ -13,7 +13,7 @@ from tilewise.distributed import context_parallel_attention, positions, shard, u
 from tilewise.distributed.exchange import start
 
 
-def inputs(seed=0, s=16, hq=4, hk=2, dtype=torch.float64, b=1, d=8):
+def inputs(seed=0, s=24, hq=4, hk=2, dtype=torch.float64, b=1, d=8):
     make = torch.Generator().manual_seed(seed)
     return [torch.randn(b, heads, s, d, generator=make, dtype=torch.float64).to(dtype) for heads in (hq, hk, hk)]
 
@@ -62,21 +62,21 @@ def wrong_calls(mesh):
                           _init_backend=False) if dist.get_world_size() == 4 else None
     return {
         "layout": call(layout="striped"), "schedule": call(schedule="star"), "mesh": call(mesh=mesh.get_group()),
-        "mesh_dims": call(mesh=two_dims), "lengths": call(lengths=(16,)), "shard_length": call(lengths=(20, 16)),
+        "mesh_dims": call(mesh=two_dims), "lengths": call(lengths=(16,)), "shard_length": call(lengths=(28, 24)),
         "rank": call(q=q[0]), "documents": call(mask=tw.documents(ids)),
         "function": call(mask=tw.functions.MaskFunction(torch=lambda b, h, i, j: i >= j)),
-        "tiled": call(mask=(tw.causal() & torch.ones(16, 16, dtype=torch.bool)).tiled(16, 16)),
-        "bias": call(bias=torch.zeros(16, 16, dtype=q.dtype)),
+        "tiled": call(mask=(tw.causal() & torch.ones(24, 24, dtype=torch.bool)).tiled(24, 24)),
+        "bias": call(bias=torch.zeros(24, 24, dtype=q.dtype)),
         "padding": call(mask=tw.causal("bottom_right"), seqlens_k=torch.tensor([9])),
         "seqlens": call(seqlens_k=torch.tensor([9, 9])), "heads": call(q=q[:, :3]),
         "seqlens_type": call(seqlens_q=[3]),
-        "alignment": call(k=k[:, :, :2], v=v[:, :, :2], lengths=(16, 2 * mesh.size()), mask=tw.causal()),
-        "distances": call(k=k[:, :, :2], v=v[:, :, :2], lengths=(16, 2 * mesh.size()), alibi_slopes=torch.ones(4).double()),
+        "alignment": call(k=k[:, :, :2], v=v[:, :, :2], lengths=(24, 2 * mesh.size()), mask=tw.causal()),
+        "distances": call(k=k[:, :, :2], v=v[:, :, :2], lengths=(24, 2 * mesh.size()), alibi_slopes=torch.ones(4).double()),
         "softcap": call(softcap=-1.0), "backend": call(backend="fast"),
-        "layout_length": call(layout=distributed.Layout("mine", ((), ())), lengths=(16, 16)),
+        "layout_length": call(layout=distributed.Layout("mine", ((), ())), lengths=(24, 24)),
         "shard": message_of(lambda: shard([1], mesh, dim=0, layout="zigzag")),
         "shard_dim": message_of(lambda: shard(q, mesh, dim=4, layout="zigzag")),
-        "unshard": message_of(lambda: unshard(q, mesh, dim=2, layout="zigzag", length=17)),
+        "unshard": message_of(lambda: unshard(q, mesh, dim=2, layout="zigzag", length=25)),
         "explain": message_of(lambda: distributed.explain(q, k, v, mesh=mesh, layout="zigzag", window=3)),
     }
 
@@ -88,14 +88,14 @@ def ulysses_refusals(mesh):
         return message_of(lambda: context_parallel_attention(
             *given, mesh=mesh, layout="zigzag", schedule="ulysses", **options))[1]
 
-    return refused(3, 3), refused(12, 4), refused(4, 2, dropout_p=0.1, dropout_seed=1)
+    return refused(3, 3), refused(6, 2), refused(4, 2, dropout_p=0.1, dropout_seed=1)
 
 
 def disagreement(mesh, what):
     """Let the last rank call with something else than the others; return the error on this rank."""
     is_last = mesh.get_local_rank() == mesh.size() - 1
     layout = "contiguous" if is_last and what == "layout" else "zigzag"
-    q, k, v = shards(mesh, seed=1, d=12 if is_last and what == "shape" else 8)
+    q, k, v = shards(mesh, d=12 if is_last and what == "shape" else 8)
     if is_last and what == "error":
         k = k[:, :, :-1]
     if is_last and what == "padding":
@@ -108,7 +108,7 @@ def one_rank(mesh):
     q, k, v = (whole.requires_grad_() for whole in inputs())
     out = context_parallel_attention(q, k, v, mesh=mesh, layout="zigzag", mask=tw.causal())
     rows = [own[0].transpose(0, 1) for own in (q, k, v)]
-    ends = torch.tensor([0, 5, 16])
+    ends = torch.tensor([0, 5, 24])
     packed = distributed.context_parallel_attention_varlen(*rows, mesh=mesh, layout="contiguous", cu_seqlens_q=ends)
     return (bool(torch.equal(out, tw.attention(q, k, v, mask=tw.causal()))), out.grad_fn.name(),
             bool(torch.equal(packed, tw.attention_varlen(*rows, cu_seqlens_q=ends))),
@@ -193,20 +193,44 @@ def drawn_seed(mesh):
     return [unshard(one, mesh, dim=2, layout="contiguous") for one in (out, again)]
 
 
-def without_alibi_of_others(mesh):
-    """Return the names of backends that local calls of a causal float32 call have."""
-    os.environ["TILEWISE_CHECK"] = "1"
-    q, k, v = shards(mesh, dtype=torch.float32)
-    return str(distributed.explain(q, k, v, mesh=mesh, layout="zigzag", mask=tw.causal()))
+def explained(mesh, **options):
+    """Return what explain says of a causal call: of a chosen schedule, and of one that is refused."""
+    q, k, v = shards(mesh)
+    told = distributed.explain(q, k, v, mesh=mesh, layout="zigzag", mask=tw.causal())
+    odd = shards(mesh, hq=3, hk=3)
+    refused = distributed.explain(*odd, mesh=mesh, layout="zigzag")
+    return told.chosen, str(told), {name: one.pairs for name, one in told.estimates.items()}, refused.reasons
+
+
+def repeated_call(mesh, how):
+    """Return how often ranks compared descriptions in three equal calls, with and without TILEWISE_CHECK=1."""
+    from tilewise.distributed import mesh as module
+
+    counts, agree = [], module.agree
+
+    def counting(*arguments):
+        counts.append(1)
+        return agree(*arguments)
+
+    module.agree = counting
+    os.environ["TILEWISE_CHECK"] = how
+    try:
+        q, k, v = shards(mesh, s=36)
+        for _ in range(3):
+            context_parallel_attention(q, k, v, mesh=mesh, layout="zigzag")
+    finally:
+        module.agree = agree
+        del os.environ["TILEWISE_CHECK"]
+    return len(counts)
 
 
 def float32_difference(mesh, schedule):
     """Return the largest difference from one device in float32 with the backends that are chosen."""
-    whole = inputs(s=40, dtype=torch.float32)
+    whole = inputs(s=48, dtype=torch.float32)
     leaves = [own.clone().requires_grad_() for own in whole]
     expected = tw.attention(*leaves, mask=tw.causal())
     expected.sum().backward()
-    own = positions(mesh, length=40, layout="zigzag")
+    own = positions(mesh, length=48, layout="zigzag")
     parts = [leaf[:, :, own].detach().requires_grad_() for leaf in whole]
     out = context_parallel_attention(*parts, mesh=mesh, layout="zigzag", mask=tw.causal(), schedule=schedule)
     out.sum().backward()

@@ -45,12 +45,13 @@ class Workers:
     """Four ranks; a task runs on the first ones, as many as it asks for."""
 
     def __init__(self, path):
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        os.environ["PYTHONPATH"] = os.pathsep.join(path)  # where the server finds what it imports
         context = mp.get_context("forkserver")  # imports once for all ranks
         context.set_forkserver_preload(["torch", "tilewise", "tilewise.distributed", "distributed.equality"])
         self._folder = tempfile.TemporaryDirectory()
         store = Path(self._folder.name) / "store"
         self._ends, self._processes = [], []
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
         for rank in range(RANKS):
             own, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(rank, str(store), theirs, path), daemon=True)

@@ -4,6 +4,7 @@ The forward pass gives a block's own out and lse. The backward pass is handed th
 probabilities of a block are the final ones, and with its out so is delta, so that gradients of blocks add up.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -12,9 +13,11 @@ import torch
 from tilewise.autograd.fast_path import attend, attend_with
 from tilewise.autograd.function import is_plain
 from tilewise.autograd.op import backward_op, forward_op
+from tilewise.dispatch import choose
 from tilewise.distributed.plan import Block
 from tilewise.masks import Span
 from tilewise.masks.document_ranges import documents_of
+from tilewise.problem import AttentionProblem
 from tilewise.problem.options import NO_OPERANDS, Operands, OperatorOptions
 
 Tensors = tuple[torch.Tensor, ...]
@@ -136,6 +139,23 @@ def attend_to_block(call: Call, block: Block, heads: Span, tensors: Tensors) -> 
     else:
         results = attend_with(q, k, v, operands, options)
     return forward_op(q, k, v, *operands, *options) if results is None else results
+
+
+def check_block(call: Call, block: Block, heads: Span, tensors: Tensors) -> None:
+    """Raise where no backend takes a block; ``heads``: of keys, ``tensors``: the rank's q, k and v, for their sizes."""
+    of_queries = call.query_heads(heads)
+    q, k, v = tensors
+    # Keys of a buffer are dense; those of a view without memory would look like broadcast ones.
+    buffers = [own.new_empty((own.shape[0], len(heads), len(block.keys), own.shape[3])) for own in (k, v)]
+    whole = [_of_queries(q, block, of_queries), *buffers]
+    check_backends(whole, call.operands_of(block, of_queries), call.options_of(block))
+
+
+def check_backends(tensors: Sequence[torch.Tensor], operands: Operands, options: OperatorOptions) -> None:
+    """Raise :class:`UnsupportedProblem` or :class:`InvalidInput` where no backend takes a call in both passes."""
+    problem = AttentionProblem.from_call(tensors[0], tensors[1], tensors[2], operands, options)
+    choose(problem, options.backend)
+    choose(problem.backward(lse_grad=False), options.backend)
 
 
 def gradients_of_block(call: Call, block: Block, heads: Span, tensors: Tensors, rows: tuple[torch.Tensor | None, ...],

@@ -13,6 +13,7 @@ from tilewise.distributed.layouts import Layout, layout_of
 from tilewise.distributed.mesh import check_ranks_agree, group_of
 from tilewise.distributed.schedules import (
     ScheduleExplanation,
+    check_blocks,
     check_schedule,
     choose_schedule,
     explain_schedule,
@@ -203,7 +204,7 @@ def _agreed_arguments(given: dict[str, Any], group: dist.ProcessGroup, schedule:
         checked.append(check(given, dist.get_rank(group), dist.get_world_size(group)))
         return checked[0].description(schedule)
 
-    check_ranks_agree(group, describe)
+    check_ranks_agree(group, describe, lambda: check_blocks(choose_schedule(checked[0], schedule), checked[0], group))
     return checked[0]
 
 

@@ -179,10 +179,10 @@ class StepsFunction(torch.autograd.Function):
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None,
                  *_: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """Return a gradient for each input, or None."""
-        out = ctx.saved_tensors[3]
+        saved = ctx.saved_tensors
         if dout is None:  # only lse was used: a zero of no memory
-            dout = out.new_zeros(()).expand(out.shape)
-        return None, *_gradients(ctx.planned, ctx.saved_tensors, (dout, dlse), ctx.needs_input_grad[1:])
+            dout = saved[3].new_zeros(()).expand(saved[3].shape)
+        return None, *_gradients(ctx.planned, saved, (dout, dlse), ctx.needs_input_grad[1:])
 
 
 def _gradients(planned: Planned, saved: Tensors, incoming: tuple[torch.Tensor, torch.Tensor | None],

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tilewise import settings
 from tilewise.distributed.exchange import agree
-from tilewise.errors import InvalidInput
+from tilewise.errors import InvalidInput, TilewiseError
 
 # What the ranks of a group have agreed on: asked once, for it costs the host a wait.
 _agreed: WeakKeyDictionary[dist.ProcessGroup, set[str]] = WeakKeyDictionary()
@@ -35,7 +35,8 @@ def group_of(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, int, int]:
     return group, dist.get_rank(group), dist.get_world_size(group)
 
 
-def check_ranks_agree(group: dist.ProcessGroup, describe: Callable[[], str]) -> None:
+def check_ranks_agree(group: dist.ProcessGroup, describe: Callable[[], str],
+                      check: Callable[[], None] = lambda: None) -> None:
     """Let all ranks compare what has to be alike, unless they have done so for this description before.
 
     With ``TILEWISE_CHECK=1`` they do so at every call. A rank that sees a new description while the others see a known
@@ -43,25 +44,29 @@ def check_ranks_agree(group: dist.ProcessGroup, describe: Callable[[], str]) -> 
 
     Args:
         group: the process group.
-        describe: returns the description; raises :class:`InvalidInput` where this rank's arguments are wrong.
+        describe: returns the description; raises where this rank's arguments are wrong.
+        check: raises where this rank cannot serve such a call; called where the description is new. Behind it messages
+            are under way, and an error leaves the other ranks waiting.
 
     Raises:
-        InvalidInput: this rank's own error; or another rank's; or descriptions that differ.
+        InvalidInput, UnsupportedProblem: this rank's own error.
+        InvalidInput: another rank's; or descriptions that differ.
     """
-    error: InvalidInput | None = None
+    error: TilewiseError | None = None
+    known = _agreed.setdefault(group, set())
     try:
         described = describe()
-    except InvalidInput as own:
+        if described in known and not settings.checks_lengths():
+            return
+        check()
+    except TilewiseError as own:
         error, described = own, f"{_FAILED}{own}"
-    known = _agreed.setdefault(group, set())
-    if error is None and described in known and not settings.checks_lengths():
-        return
     said = agree(group, described)
     if error is not None:
         raise error
     for rank, other in said.items():
         if other.startswith(_FAILED):
-            raise InvalidInput(f"rank {rank} of the mesh refused its arguments: {other.removeprefix(_FAILED)}")
+            raise InvalidInput(f"rank {rank} of the mesh refused the call: {other.removeprefix(_FAILED)}")
     for rank, other in said.items():
         if other != described:
             raise InvalidInput(f"ranks of the mesh disagree about the call: this one has {described}; rank {rank} has "

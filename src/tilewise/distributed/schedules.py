@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from tilewise.api import attention, attention_varlen
 from tilewise.distributed.arguments import Arguments
+from tilewise.distributed.blocks import check_backends, check_block
 from tilewise.distributed.cost_model import SCHEDULES, Estimate, Links, estimates, groups_of
 from tilewise.distributed.function import Planned, StepsFunction
 from tilewise.distributed.heads import Exchanged, Ranges, ToHeads, ToSequence, head_ranges, key_ranges, to_heads
@@ -23,6 +24,7 @@ from tilewise.distributed.plan import (
 from tilewise.errors import InvalidInput, UnsupportedProblem
 from tilewise.masks import Mask, Span, TensorMask
 from tilewise.masks.document_ranges import documents_of
+from tilewise.problem.options import Operands, OperatorOptions
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,24 @@ def _steps(name: str, arguments: Arguments, rank: int) -> tuple[Step, ...]:
     groups = 1 if arguments.options.dropout_p else groups_of(arguments.k.shape[1])
     return (cached_all_gather_plan(arguments.problem, rank, groups) if narrow is None
             else all_gather_plan(arguments.problem, rank, groups, narrow))
+
+
+def check_blocks(name: str, arguments: Arguments, group: dist.ProcessGroup) -> None:
+    """Raise what a local call would raise where no backend takes it, in either pass: before a message is sent."""
+    if name == "ulysses":
+        q, k, v = arguments.q, arguments.k, arguments.v
+        ranges = head_ranges(q.shape[1], dist.get_world_size(group))
+        heads, of_keys = len(ranges[0]), len(key_ranges(ranges, arguments.call.group)[0])
+        whole = [own.new_empty((own.shape[0], count, layout.length, own.shape[3])) for own, count, layout in (
+            (q, heads, arguments.queries), (k, of_keys, arguments.keys), (v, of_keys, arguments.keys))]
+        check_backends(whole, Operands(), OperatorOptions.of_mask(
+            arguments.options.scale, arguments.mask, softcap=arguments.options.softcap,
+            deterministic=arguments.options.deterministic, backend=arguments.options.backend))
+        return
+    rank = dist.get_rank(group)
+    for step in _steps(name, arguments, rank):
+        for block in step.blocks:
+            check_block(arguments.call, block, step.heads, (arguments.q, arguments.k, arguments.v))
 
 
 def _ulysses(arguments: Arguments, group: dist.ProcessGroup) -> tuple[torch.Tensor, ...]:

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tilewise.distributed.exchange import TensorForm, empty_message, pack, start, unpack
 from tilewise.distributed.layouts import Layout, layout_of
-from tilewise.distributed.mesh import group_of
+from tilewise.distributed.mesh import check_ranks_agree, group_of
 from tilewise.errors import InvalidInput
 
 
@@ -54,13 +54,22 @@ def unshard(x: torch.Tensor, mesh: DeviceMesh, *, dim: int, layout: str | Layout
             the number of ranks.
 
     Raises:
-        InvalidInput: as :func:`shard`; x has another number of positions than the layout gives to this rank.
+        InvalidInput: as :func:`shard`; x has another number of positions than the layout gives to this rank; ranks
+            that disagree.
     """
     group, rank, ranks = group_of(mesh)
-    dim = _checked_dim(x, dim)
-    whole = layout_of(layout, whole_length(layout, x.shape[dim], length, ranks), ranks)
-    check_shard_length("x", x.shape[dim], whole, rank)
-    result: torch.Tensor = _Unshard.apply(x, group, dim, whole)  # type: ignore[no-untyped-call]
+    wholes: list[Layout] = []
+
+    def describe() -> str:
+        along = _checked_dim(x, dim)
+        wholes.append(layout_of(layout, whole_length(layout, x.shape[along], length, ranks), ranks))
+        check_shard_length("x", x.shape[along], wholes[0], rank)
+        others = [size for number, size in enumerate(x.shape) if number != along]
+        return (f"to unshard dim {along} of {x.dim()}, layout {wholes[0].name!r} of {wholes[0].length} positions, the "
+                f"other sizes {others}, {x.dtype}")
+
+    check_ranks_agree(group, describe)
+    result: torch.Tensor = _Unshard.apply(x, group, dim % x.dim(), wholes[0])  # type: ignore[no-untyped-call]
     return result
 
 
