@@ -48,8 +48,8 @@ CASES = [
     Case("alibi", alibi=True, mask=CAUSAL), Case("bias", bias=(0, 0, 0, 0), mask=CAUSAL),
     Case("bias_of_keys", bias=(1, 1, 1, 0)),
     Case("boolean_tensor", visible=(0, 1, 0, 0), mask=CAUSAL), Case("documents", documents=2, mask=CAUSAL),
-    Case("everything", (6, 11, 3, 9), mask=tw.prefix(2, "top_left") & tw.window(5, 0), visible=(1, 0, 0, 0), documents=2,
-         bias=(0, 1, 0, 0), alibi=True, sinks=True, softcap=3.0, behind=2, aux=("lse", "max_logit")),
+    Case("everything", (6, 11, 3, 9), mask=tw.prefix(2, "top_left") & tw.window(5, 0), visible=(1, 0, 0, 0),
+         documents=2, bias=(0, 1, 0, 0), alibi=True, sinks=True, softcap=3.0, behind=2, aux=("lse", "max_logit")),
     Case("out_alone", mask=CAUSAL, aux=()), Case("no_row", (0, 0)),
 ]
 BY_NAME = {case.name: case for case in CASES}
@@ -99,8 +99,8 @@ def compare(mesh, name, layout, schedule):
     shards = dict(parts)
     for key in ("q", "k", "v"):
         shards[key] = shard(parts[key], mesh, dim=0, layout=layout)
-    results = named(context_parallel_attention_varlen(mesh=mesh, layout=layout, lengths=(rows, rows_k), schedule=schedule,
-                                                      **shards, **options))
+    results = named(context_parallel_attention_varlen(
+        mesh=mesh, layout=layout, lengths=(rows, rows_k), schedule=schedule, **shards, **options))
     backward(results, (gradients[0][own], gradients[1][:, own]))
     found = {key: largest(result, expected[own] if key == "out" else expected[:, own]) for key, result, expected in zip(
         ("out", "lse", "max_logit"), results, whole, strict=False)}

@@ -1,0 +1,157 @@
+"""Beside equal results: shards, errors on all ranks, what is sent, and how a call stands in a model."""
+
+import pytest
+
+import tilewise as tw
+
+MODULE = "distributed.behaviour"
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+@pytest.mark.parametrize(("layout", "length"), [("zigzag", 16), ("zigzag", 13), ("contiguous", 13), ("zigzag", 3),
+                                                ("contiguous", 0)])
+def test_shards_put_together_are_the_whole_and_hand_gradients_back(workers, layout, length, dim):
+    found = workers.run(4, MODULE, "round_trip", layout, length, dim % 3)
+    assert all(one["same"] and one["part"] and one["gradient"] == 0.0 for one in found)
+    assert sorted(position for one in found for position in one["positions"]) == list(range(length))
+
+
+def test_zigzag_pairs_the_front_with_the_back(workers):
+    found = workers.run(2, MODULE, "round_trip", "zigzag", 8, 1)
+    assert [one["positions"] for one in found] == [[0, 1, 6, 7], [2, 3, 4, 5]]
+
+
+MESSAGES = {
+    "layout": "layout is 'striped'; allowed are 'contiguous', 'zigzag' and a Layout.",
+    "schedule": "schedule is 'star'; allowed are 'ring', 'all_gather', 'ulysses', and None to choose.",
+    "mesh": "mesh is a ProcessGroup; allowed is a torch.distributed.device_mesh.DeviceMesh of one dim.",
+    "mesh_dims": "mesh has 2 dims ('dp', 'cp'); allowed is one: pass the dim over which the sequence is cut, as "
+                 "mesh['cp'].",
+    "lengths": "lengths is (16,); allowed is a pair of integers >= 0, the numbers of queries and of keys on all ranks "
+               "together, or None.",
+    "shard_length": "q has 6 positions on rank 0; layout 'zigzag' of 28 positions on 4 ranks gives it 7. Where ranks "
+                    "hold different numbers, pass the length of the whole sequence.",
+    "rank": "q has shape (4, 6, 8); allowed are 4 dims (b, h, s, d).",
+    "documents": "mask has documents of 5 queries in 1 batch entries; allowed are the ids of the whole sequences, of "
+                 "24 queries in 1 or 1.",
+    "function": "a function cannot be cut to the positions of a rank; allowed are masks by position, documents and a "
+                "boolean tensor of the rank's queries.",
+    "tiled": "mask is tiled() for the whole sequences, and ranks compute parts of them; pass it untiled.",
+    "bias": "bias has shape (1, 1, 24, 24); allowed is (b=1, hq=4, sq=6, sk=24), or 1 in place of a size.",
+    "padding": "mask is causal(alignment='bottom_right') and lengths are data (seqlens_q, seqlens_k); allowed with "
+               "them is alignment='top_left' or an integer",
+    "seqlens": "seqlens_k is a tensor of torch.int64 and shape (2,) on cpu; allowed is a tensor of integers of shape "
+               "(1,) on q's device.",
+    "seqlens_type": "seqlens_q is a list; allowed is a tensor of integers of shape (1,) on q's device.",
+    "heads": "k has 2 heads and q has 3: q heads must be a multiple of k heads.",
+    "alignment": "mask is causal() and names no alignment, but q has 24 positions and k has 8",
+    "distances": "alibi_slopes are given with 24 queries and 8 keys and no alignment",
+    "softcap": "softcap is -1.0; allowed is a number from 2^-126 to 2^127, or None for none.",
+    "backend": "backend is 'fast'; allowed are",
+    "layout_length": "layout 'mine' is of 0 positions on 2 ranks, and the call has 24 positions on 4: make one for "
+                     "these.",
+    "shard": "x is a list; allowed is a torch.Tensor.",
+    "shard_dim": "dim is 4 and x has 4 dims; allowed are -4 to 3.",
+    "unshard": "layout 'zigzag' of 25 positions on 4 ranks gives it 7. Where ranks hold different numbers, pass the "
+               "length of the whole sequence.",
+    "explain": "explain has no argument 'window'; allowed are mask, scale, bias, ",
+}
+
+
+def test_a_wrong_call_raises_on_every_rank_and_leaves_the_group_in_order(workers):
+    found = workers.run(4, MODULE, "wrong_calls")
+    assert set(found[0]) == set(MESSAGES)
+    for of_rank in found:
+        assert {name: kind for name, (kind, _) in of_rank.items() if kind != "InvalidInput"} == {}
+    missing = {name: found[0][name][1] for name, text in MESSAGES.items() if text not in found[0][name][1]}
+    assert missing == {}
+
+
+@pytest.mark.parametrize(("what", "text"), [
+    ("layout", "layout 'contiguous' of 24 queries and 24 keys"), ("shape", "b1 h4/2 d12/12 float64"),
+    ("error", "rank 2 of the mesh refused the call: v has 8 positions on rank 2; layout 'zigzag' of 21 positions"),
+    ("padding", "rank 2 of the mesh refused the call: layout is 'striped'")])
+def test_ranks_that_disagree_raise_on_every_rank(workers, what, text):
+    found = workers.run(3, MODULE, "disagreement", what)
+    assert all(kind == "InvalidInput" for kind, _ in found)
+    assert text in found[0][1]
+    assert text in found[1][1]
+
+
+def test_ulysses_says_what_it_does_not_take(workers):
+    odd, divided, dropout = workers.run(4, MODULE, "ulysses_refusals")[0]
+    assert "ulysses: needs a number of query heads that 4 ranks divide, got 3" in odd
+    assert "needs a number of query heads that 4 ranks divide, got 6" in divided
+    assert "takes no dropout, whose draws belong to the heads of all ranks" in dropout
+    shared = workers.run(2, MODULE, "ulysses_refusals")[0][1]
+    assert ("needs ranks that share no part of a group of query heads, got 3 query heads a rank and 2 for each head of "
+            "keys") in shared
+
+
+def test_one_rank_is_the_plain_call(workers):
+    ((same, function, packed, error),) = workers.run(1, MODULE, "one_rank")
+    assert same
+    assert packed
+    assert function == "OutFunctionBackward"
+    assert error == MESSAGES["layout"]
+
+
+@pytest.mark.parametrize("schedule", ["ring", "all_gather"])
+@pytest.mark.parametrize(("mask", "layout", "documents", "rows"), [
+    (None, "contiguous", 0, (48, 48, 48, 48)), (tw.causal(), "contiguous", 0, (0, 16, 32, 48)),
+    (tw.causal() & tw.window(4, 0), "contiguous", 0, (0, 4, 4, 4)), (None, "contiguous", 16, (0, 0, 0, 0)),
+    (None, "contiguous", 24, (8, 32, 8, 0))], ids=str)
+def test_a_rank_receives_the_keys_that_its_queries_see_and_no_others(workers, schedule, mask, layout, documents, rows):
+    found = workers.run(4, MODULE, "bytes_received", mask, layout, schedule, documents)
+    of_row = 2 * 2 * 8 * 8  # k and v, two heads, 8 columns of float64
+    assert found == [row * of_row for row in rows]
+
+
+@pytest.mark.parametrize("schedule", ["ring", "all_gather", "ulysses"])
+def test_errors_in_16_bits_are_those_of_the_rounding_of_parts(workers, schedule):
+    """A local call rounds its results to 16 bits; their sums are float32.
+
+    Where a result comes of one call, it errs as on one device: out and dq unless keys come in steps, all of it where
+    ranks have whole sequences. Where it is a sum of four, each with a rounding of its own, it errs up to twice as much.
+    """
+    # Two ranks of Ulysses share no head of keys; more would add up gradients of the shared ones.
+    errors = workers.run(2 if schedule == "ulysses" else 4, MODULE, "errors_in_16_bits", schedule)[0]
+    of_one_call = {"ring": (), "all_gather": (0, 1), "ulysses": (0, 1, 2, 3)}[schedule]
+    for number, (many, one) in enumerate(errors):
+        assert many <= one * (1.1 if number in of_one_call else 2.0)
+
+
+@pytest.mark.parametrize("schedule", ["ring", "all_gather", "ulysses"])
+def test_backends_that_are_chosen_agree_in_float32(workers, schedule):
+    for differences in workers.run(2, MODULE, "float32_difference", schedule):
+        assert max(differences) < 1e-5
+
+
+def test_it_stands_in_a_checkpoint_a_compiled_function_and_autocast(workers):
+    for kept, compiled, dtype in workers.run(2, MODULE, "surroundings"):
+        assert max(*kept, *compiled) == 0.0
+        assert dtype == "torch.bfloat16"
+
+
+def test_without_a_seed_all_ranks_drop_by_the_same_draw(workers):
+    found = workers.run(4, MODULE, "drawn_seed")
+    for first, again in found:
+        assert first.equal(found[0][0])
+        assert not first.equal(again)
+        kept = (first != 0).double().mean()
+        assert 0.4 < kept < 0.6
+
+
+def test_explain_names_the_schedule_and_the_reasons(workers):
+    for chosen, text, pairs, reasons in workers.run(2, MODULE, "explained"):
+        assert chosen in ("ring", "all_gather", "ulysses")
+        assert f"{chosen:<10} modelled forward" in text
+        assert text.count("chosen") == 1
+        assert pairs == {"ring": 150, "all_gather": 150, "ulysses": 150}
+        assert reasons == {"ring": None, "all_gather": None,
+                           "ulysses": "needs a number of query heads that 2 ranks divide, got 3"}
+
+
+@pytest.mark.parametrize(("how", "times"), [("0", 1), ("1", 3)])
+def test_ranks_compare_a_kind_of_call_once_or_always(workers, how, times):
+    assert workers.run(3, MODULE, "repeated_call", how) == [times] * 3

@@ -1,0 +1,134 @@
+"""Layouts, plans and sums of context parallel attention, without processes."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import tilewise as tw
+from tilewise.distributed.cost_model import Links, Sizes, estimates
+from tilewise.distributed.exchange import TensorForm, empty_message, pack, unpack
+from tilewise.distributed.layouts import Layout, joined, layout_of
+from tilewise.distributed.partial import PartialResults, sinks_gradient
+from tilewise.distributed.plan import Problem, all_gather_plan, ring_plan
+from tilewise.masks import Mask, Span
+
+LAYOUT = st.sampled_from(["contiguous", "zigzag"])
+
+
+@given(LAYOUT, st.integers(0, 40), st.integers(1, 7))
+def test_a_layout_holds_each_position_once(name, length, ranks):
+    layout = layout_of(name, length, ranks)
+    held = [position for pieces in layout.pieces for piece in pieces for position in range(piece.start, piece.stop)]
+    assert sorted(held) == list(range(length))
+    sizes = [layout.shard_length(rank) for rank in range(ranks)]
+    assert max(sizes) - min(sizes) <= 2
+    assert layout_of(layout, length, ranks) is layout
+
+
+def test_a_layout_says_where_positions_are_in_a_shard():
+    layout = Layout("mine", ((Span(0, 3), Span(7, 9)), (Span(3, 7),)))
+    assert layout.local_spans(0, Span(2, 8)) == ((Span(2, 3), Span(2, 3)), (Span(7, 8), Span(3, 4)))
+    assert layout.local_spans(1, Span(7, 9)) == ()
+    assert joined((Span(0, 2), Span(2, 5), Span(6, 6), Span(7, 9))) == (Span(0, 5), Span(7, 9))
+
+
+def plans(problem):
+    return [[ring_plan(problem, rank) for rank in range(problem.ranks)],
+            [all_gather_plan(problem, rank, 2) for rank in range(problem.ranks)]]
+
+
+@given(LAYOUT, st.integers(1, 5), st.integers(0, 30), st.integers(0, 30), st.integers(0, 9), st.booleans(), st.data())
+def test_a_plan_computes_each_visible_pair_once_and_sends_what_is_received(name, ranks, sq, sk, left, is_causal, data):
+    mask = Mask(left if left < 8 else None, 0 if is_causal else None, data.draw(st.integers(-9, 9)),
+                sink_tokens=data.draw(st.none() | st.integers(1, 4)))
+    problem = Problem(layout_of(name, sq, ranks), layout_of(name, sk, ranks), mask, data.draw(st.booleans()), 2)
+    visible = mask.visible(sq, sk)
+    for of_ranks in plans(problem):
+        assert len({len(steps) for steps in of_ranks}) == 1
+        counted = torch.zeros(2, sq, sk, dtype=torch.int)
+        for rank, steps in enumerate(of_ranks):
+            rows = torch.tensor([position for piece in problem.queries.pieces[rank]
+                                 for position in range(piece.start, piece.stop)], dtype=torch.int64)
+            for number, step in enumerate(steps):
+                buffer = torch.full((step.length,), -1)
+                for part in step.parts:
+                    held = torch.cat([torch.arange(0), *(torch.arange(piece.start, piece.stop)
+                                                         for piece in problem.keys.pieces[part.rank])])
+                    buffer[part.at.start:part.at.stop] = held[part.rows.start:part.rows.stop]
+                    if part.rank != rank:
+                        theirs = of_ranks[part.rank][number].sent()[rank]
+                        assert part.rows in [sent.rows for sent in theirs]
+                for block in step.blocks:
+                    seen = block.mask.visible(len(block.queries), len(block.keys)).int()
+                    for head in range(step.heads.start, step.heads.stop):
+                        own = rows[block.queries.start:block.queries.stop]
+                        keys = buffer[block.keys.start:block.keys.stop]
+                        counted[head].index_put_((own[:, None], keys), seen, accumulate=True)
+        assert torch.equal(counted, visible.int().expand(2, -1, -1))
+
+
+def test_a_causal_zigzag_ring_has_one_call_a_step():
+    problem = Problem(layout_of("zigzag", 64, 4), layout_of("zigzag", 64, 4), tw.causal("top_left"), True, 2)
+    assert [[len(step.blocks) for step in ring_plan(problem, rank)] for rank in range(4)] == [[1, 1, 1, 1]] * 4
+
+
+def test_packed_sequences_of_one_rank_are_one_call():
+    layout = layout_of("contiguous", 40, 2)
+    sequences = tuple([(start, start + 8, start, start + 8) for start in range(0, 40, 8)])
+    problem = Problem(layout, layout, tw.causal("top_left"), True, 1, sequences)
+    first, second = ring_plan(problem, 0)
+    # Two whole sequences, and the first half of the third one, whose keys the other rank's queries see.
+    assert [block.borders for block in first.blocks] == [((0, 8, 16), (0, 8, 16)), None]
+    assert second.blocks == ()
+    assert [part.rows for part in second.sends] == [Span(16, 20)]
+
+
+@pytest.mark.parametrize("parts", [1, 2, 5])
+def test_partial_results_add_up_as_merge_does(parts):
+    q = torch.randn(1, 2, 6, 4)
+    outs, lses = torch.randn(parts, 1, 2, 6, 4), torch.randn(parts, 1, 2, 6) * 3
+    lses[0, :, 0] = float("-inf")
+    lses[:, :, 1, 2] = float("-inf")
+    outs = torch.where(lses[..., None] == float("-inf"), 0.0, outs)
+    results = PartialResults(q, 4, max_logit=False)
+    for out, lse in zip(outs, lses, strict=True):
+        results.add(Span(0, 2), Span(0, 6), (out, lse))
+    out, lse = outs[0], lses[0]
+    for more in zip(outs[1:], lses[1:], strict=True):
+        out, lse = tw.merge(out, lse, *more)
+    torch.testing.assert_close(results.out, out)
+    torch.testing.assert_close(results.lse, lse)
+
+
+def test_sinks_of_rows_without_a_key():
+    sinks = torch.tensor([0.5, float("-inf")], dtype=torch.float64)
+    results = PartialResults(torch.zeros(1, 2, 3, 4, dtype=torch.float64), 4, max_logit=False)
+    results.add_sinks(sinks)
+    assert results.lse[0, :, 0].tolist() == [0.5, float("-inf")]
+    dlse = torch.ones(1, 2, 3, dtype=torch.float64)
+    assert sinks_gradient(sinks, results.lse, results.out, results.out, dlse).tolist() == [3.0, 0.0]
+
+
+def test_a_message_holds_its_tensors():
+    tensors = [torch.randn(2, 3), torch.arange(5, dtype=torch.int64), torch.randn(0, 4), torch.randn(7).bfloat16()]
+    forms = [TensorForm(tuple(own.shape), own.dtype) for own in tensors]
+    message = pack(tensors)
+    assert len(message) == len(empty_message(forms, torch.device("cpu"))) == 3 * 128
+    for got, expected in zip(unpack(message, forms), tensors, strict=True):
+        assert got.dtype is expected.dtype
+        assert torch.equal(got, expected)
+
+
+def test_the_model_finds_zigzag_even_and_a_window_local():
+    sizes, links = Sizes(1, 32, 8, 128, 128, 2), Links()
+
+    def of(layout, mask, length=8192, ranks=8):
+        own = layout_of(layout, length, ranks)
+        return estimates(Problem(own, own, mask, True, 8), sizes, links)
+
+    even, uneven = of("zigzag", tw.causal("top_left"))["ring"], of("contiguous", tw.causal("top_left"))["ring"]
+    assert even.pairs < 0.6 * uneven.pairs
+    assert abs(even.pairs - 8192 * 8193 // 16) < 0.01 * even.pairs
+    window = of("contiguous", Mask(255, 0, "top_left"))["ring"]
+    assert window.bytes_received == 255 * 8 * 256 * 2
