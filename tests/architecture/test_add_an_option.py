@@ -13,7 +13,7 @@ SECTION = (ROOT / "CONTRIBUTING.md").read_text("utf-8").partition("## Add an opt
 OPTION, TENSOR = "softcap", "sinks"
 OF_TENSORS = SECTION[SECTION.index("A tensor, such as `sinks`"):SECTION.index("Then its kernels:")]
 # What is no part of a call's way to its kernels, or is theirs: each has its own reasons to know an option.
-NOT_HOST = ("backends", "bench", "cli", "compile_ahead", "integrations", "kernels", "testing", "tuning")
+NOT_HOST = ("backends", "bench", "cli", "compile_ahead", "distributed", "integrations", "kernels", "testing", "tuning")
 
 
 def names(path):

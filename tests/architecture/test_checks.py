@@ -9,6 +9,7 @@ OTHERS = {
     "masks/mask.py": "how two masks are joined, and lengths that a mask leaves ambiguous",
     "masks/operators.py": "operators that no mask has",
     "problem/length_checks.py": "what lies in a tensor of lengths, a table or an index",
+    "distributed/mesh.py": "what ranks do not have alike, which their messages tell",
     "merging.py": "its own arguments, which are results of calls",
     "autograd/transforms.py": "what a transform of torch's makes of a call",
     "autograd/decode_op.py": "gradients and torch.func.vmap, of which the operator alone knows",

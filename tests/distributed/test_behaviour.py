@@ -31,15 +31,15 @@ MESSAGES = {
                "together, or None.",
     "shard_length": "q has 6 positions on rank 0; layout 'zigzag' of 28 positions on 4 ranks gives it 7. Where ranks "
                     "hold different numbers, pass the length of the whole sequence.",
-    "rank": "q has shape (4, 6, 8); allowed are 4 dims (b, h, s, d).",
+    "rank": "q has shape (4, 6, 8); allowed on each rank are 4 dims (b, h, s, d).",
     "documents": "mask has documents of 5 queries in 1 batch entries; allowed are the ids of the whole sequences, of "
                  "24 queries in 1 or 1.",
     "function": "a function cannot be cut to the positions of a rank; allowed are masks by position, documents and a "
                 "boolean tensor of the rank's queries.",
     "tiled": "mask is tiled() for the whole sequences, and ranks compute parts of them; pass it untiled.",
     "bias": "bias has shape (1, 1, 24, 24); allowed is (b=1, hq=4, sq=6, sk=24), or 1 in place of a size.",
-    "padding": "mask is causal(alignment='bottom_right') and lengths are data (seqlens_q, seqlens_k); allowed with "
-               "them is alignment='top_left' or an integer",
+    "padding": "mask is causal(alignment='bottom_right') and lengths are data (seqlens_k); allowed with them "
+               "is alignment='top_left' or an integer",
     "seqlens": "seqlens_k is a tensor of torch.int64 and shape (2,) on cpu; allowed is a tensor of integers of shape "
                "(1,) on q's device.",
     "seqlens_type": "seqlens_q is a list; allowed is a tensor of integers of shape (1,) on q's device.",

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import tilewise as tw
 from tilewise.distributed.cost_model import Links, Sizes, estimates
 from tilewise.distributed.exchange import TensorForm, empty_message, pack, unpack
-from tilewise.distributed.layouts import Layout, joined, layout_of
+from tilewise.distributed.layouts import Layout, joined, named_layout
 from tilewise.distributed.partial import PartialResults, sinks_gradient
 from tilewise.distributed.plan import Problem, all_gather_plan, ring_plan
 from tilewise.masks import Mask, Span
@@ -18,12 +18,12 @@ LAYOUT = st.sampled_from(["contiguous", "zigzag"])
 
 @given(LAYOUT, st.integers(0, 40), st.integers(1, 7))
 def test_a_layout_holds_each_position_once(name, length, ranks):
-    layout = layout_of(name, length, ranks)
+    layout = named_layout(name, length, ranks)
     held = [position for pieces in layout.pieces for piece in pieces for position in range(piece.start, piece.stop)]
     assert sorted(held) == list(range(length))
     sizes = [layout.shard_length(rank) for rank in range(ranks)]
     assert max(sizes) - min(sizes) <= 2
-    assert layout_of(layout, length, ranks) is layout
+    assert named_layout(layout, length, ranks) is layout
 
 
 def test_a_layout_says_where_positions_are_in_a_shard():
@@ -42,7 +42,7 @@ def plans(problem):
 def test_a_plan_computes_each_visible_pair_once_and_sends_what_is_received(name, ranks, sq, sk, left, is_causal, data):
     mask = Mask(left if left < 8 else None, 0 if is_causal else None, data.draw(st.integers(-9, 9)),
                 sink_tokens=data.draw(st.none() | st.integers(1, 4)))
-    problem = Problem(layout_of(name, sq, ranks), layout_of(name, sk, ranks), mask, data.draw(st.booleans()), 2)
+    problem = Problem(named_layout(name, sq, ranks), named_layout(name, sk, ranks), mask, data.draw(st.booleans()), 2)
     visible = mask.visible(sq, sk)
     for of_ranks in plans(problem):
         assert len({len(steps) for steps in of_ranks}) == 1
@@ -69,12 +69,12 @@ def test_a_plan_computes_each_visible_pair_once_and_sends_what_is_received(name,
 
 
 def test_a_causal_zigzag_ring_has_one_call_a_step():
-    problem = Problem(layout_of("zigzag", 64, 4), layout_of("zigzag", 64, 4), tw.causal("top_left"), True, 2)
+    problem = Problem(named_layout("zigzag", 64, 4), named_layout("zigzag", 64, 4), tw.causal("top_left"), True, 2)
     assert [[len(step.blocks) for step in ring_plan(problem, rank)] for rank in range(4)] == [[1, 1, 1, 1]] * 4
 
 
 def test_packed_sequences_of_one_rank_are_one_call():
-    layout = layout_of("contiguous", 40, 2)
+    layout = named_layout("contiguous", 40, 2)
     sequences = tuple([(start, start + 8, start, start + 8) for start in range(0, 40, 8)])
     problem = Problem(layout, layout, tw.causal("top_left"), True, 1, sequences)
     first, second = ring_plan(problem, 0)
@@ -124,7 +124,7 @@ def test_the_model_finds_zigzag_even_and_a_window_local():
     sizes, links = Sizes(1, 32, 8, 128, 128, 2), Links()
 
     def of(layout, mask, length=8192, ranks=8):
-        own = layout_of(layout, length, ranks)
+        own = named_layout(layout, length, ranks)
         return estimates(Problem(own, own, mask, True, 8), sizes, links)
 
     even, uneven = of("zigzag", tw.causal("top_left"))["ring"], of("contiguous", tw.causal("top_left"))["ring"]

@@ -10,10 +10,9 @@ from tilewise import settings
 from tilewise.backends._support.current import autocast_dtype
 from tilewise.distributed.blocks import Call
 from tilewise.distributed.cost_model import Sizes
-from tilewise.distributed.layouts import Layout, layout_of
+from tilewise.distributed.layouts import Layout, named_layout
 from tilewise.distributed.plan import Narrow, Problem
-from tilewise.distributed.sharding import check_shard_length, whole_length
-from tilewise.errors import InvalidInput
+from tilewise.distributed.sharding import whole_length
 from tilewise.functions import NO_FUNCTIONS
 from tilewise.masks import Mask, Span
 from tilewise.masks.cutting import MaskBlock, cut_mask
@@ -22,8 +21,17 @@ from tilewise.problem.length_checks import packed_lengths
 from tilewise.problem.operands import NO_LENGTHS, NO_LISTS, as_batches, longest_of, operands_of, parted
 from tilewise.problem.options import Operands, OperatorOptions
 from tilewise.validate.call import check_distances
+from tilewise.validate.distributed import (
+    check_documents,
+    check_equal_counts,
+    check_four_dims,
+    check_mask_to_cut,
+    check_padding,
+    check_shard_length,
+    checked_lengths,
+)
 from tilewise.validate.tensors import check_inputs, check_lengths_are_tensors
-from tilewise.validate.values import check_choices, check_numbers, is_integer
+from tilewise.validate.values import check_choices, check_numbers
 
 PACKED_NAMES = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
 Documents = tuple[torch.Tensor, torch.Tensor]  # numbers of all queries, (b|1, sq), and of all keys
@@ -140,11 +148,11 @@ def arguments_of(given: dict[str, Any], rank: int, ranks: int) -> Arguments:
     q, k, v = _autocast(given["q"], given["k"], given["v"])
     band, visible, documents = _parted(given["mask"])
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.dim() != 4:
-            raise InvalidInput(f"{name} has shape {tuple(tensor.shape)}; allowed are 4 dims (b, h, s, d).")
+        check_four_dims(name, tensor)
     queries, keys = _layouts((q, k, v), given, rank, ranks)
-    if given["seqlens_q"] is not None or given["seqlens_k"] is not None:
-        _check_padding(band, given)
+    seqlens = {name: given[name] for name in ("seqlens_q", "seqlens_k") if given[name] is not None}
+    if seqlens:
+        check_padding(band, q, seqlens)
     kept, padding = _padding((given["seqlens_q"], given["seqlens_k"]), (queries, keys), q, rank)
     if kept is not None:
         visible = kept if visible is None else visible & kept
@@ -198,9 +206,7 @@ def _sequences(given: dict[str, Any], *totals: int) -> tuple[tuple[tuple[int, in
     rows = [torch.empty(()).expand(total, 1, 1) for total in totals]
     found = packed_lengths(rows[0], rows[1], tuple(on_host), (given["max_seqlen_q"], given["max_seqlen_k"]))
     borders = [own.tolist() for own in found[:2]]
-    if len(borders[0]) != len(borders[1]):
-        raise InvalidInput(f"cu_seqlens_q has {len(borders[0])} entries and cu_seqlens_k {len(borders[1])}; allowed "
-                           "are equal numbers: one more than there are sequences.")
+    check_equal_counts(*map(len, borders))
     spans = []
     for own, used in zip(borders, found[2:], strict=True):
         ends = own[1:] if used is None else [begin + max(0, min(end - begin, length)) for begin, end, length in zip(
@@ -211,8 +217,8 @@ def _sequences(given: dict[str, Any], *totals: int) -> tuple[tuple[tuple[int, in
 
 def _layouts(tensors: tuple[torch.Tensor, ...], given: dict[str, Any], rank: int, ranks: int) -> tuple[Layout, Layout]:
     """Return the layouts of queries and keys, which the shards have to fit."""
-    (q, k, v), lengths = tensors, _lengths(given["lengths"])
-    queries, keys = (layout_of(given["layout"], whole_length(given["layout"], own.shape[2], length, ranks), ranks)
+    (q, k, v), lengths = tensors, checked_lengths(given["lengths"])
+    queries, keys = (named_layout(given["layout"], whole_length(given["layout"], own.shape[2], length, ranks), ranks)
                      for own, length in ((q, lengths[0]), (k, lengths[1])))
     for name, own, layout in (("q", q, queries), ("k", k, keys), ("v", v, keys)):
         check_shard_length(name, own.shape[2], layout, rank)
@@ -231,11 +237,7 @@ def _options(given: dict[str, Any]) -> OperatorOptions:
 
 def _parted(mask: Any) -> tuple[Mask, torch.Tensor | None, Documents | None]:
     band, visible, lists, function = parted(mask)
-    if function is not None:
-        raise InvalidInput(f"mask is {mask}: a function cannot be cut to the positions of a rank; allowed are masks by "
-                           "position, documents and a boolean tensor of the rank's queries.")
-    if lists[2] is not None:
-        raise InvalidInput("mask is tiled() for the whole sequences, and ranks compute parts of them; pass it untiled.")
+    check_mask_to_cut(mask, has_function=function is not None, is_tiled=lists[2] is not None)
     documents = None if lists[0] is None or lists[1] is None else (lists[0][:, 0], lists[1][:, 0])
     return band, visible, documents
 
@@ -244,15 +246,6 @@ def _resolved(band: Mask, query_length: int, key_length: int) -> Mask:
     """Name the alignment by its offset; raises :class:`InvalidInput` where there are two."""
     offset = band.offset(query_length, key_length) if band.is_bounded or band.alignment is not None else 0
     return Mask(band.left, band.right, offset, band.prefix, band.sink_tokens, band.chunk)
-
-
-def _lengths(lengths: Any) -> tuple[int | None, int | None]:
-    if lengths is None:
-        return None, None
-    if isinstance(lengths, tuple) and len(lengths) == 2 and all(is_integer(one) and one >= 0 for one in lengths):
-        return int(lengths[0]), int(lengths[1])
-    raise InvalidInput(f"lengths is {lengths!r}; allowed is a pair of integers >= 0, the numbers of queries and of "
-                       "keys on all ranks together, or None.")
 
 
 def _check_problem(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key_length: int, operands: Operands,
@@ -265,24 +258,7 @@ def _check_problem(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key_length
 
 def _check_documents(documents: Documents, b: int, lengths: tuple[int, int]) -> None:
     for numbers, length, what in zip(documents, lengths, ("queries", "keys"), strict=True):
-        if numbers.shape[0] not in (1, b) or numbers.shape[1] != length:
-            raise InvalidInput(f"mask has documents of {numbers.shape[1]} {what} in {numbers.shape[0]} batch entries; "
-                               f"allowed are the ids of the whole sequences, of {length} {what} in 1 or {b}.")
-
-
-def _check_padding(band: Mask, given: dict[str, Any]) -> None:
-    if band.is_bounded and band.alignment not in ("top_left",) and not isinstance(band.alignment, int):
-        raise InvalidInput(f"mask is {band} and lengths are data (seqlens_q, seqlens_k); allowed with them is "
-                           "alignment='top_left' or an integer: the corner of 'bottom_right' would be another in each "
-                           "batch entry, and masks are cut on the host.")
-    b = given["q"].shape[0]
-    for name in ("seqlens_q", "seqlens_k"):
-        own = given[name]
-        if own is not None and not (isinstance(own, torch.Tensor) and own.shape == (b,) and own.dtype in (
-                torch.int32, torch.int64) and own.device == given["q"].device):
-            got = f"a tensor of {own.dtype} and shape {tuple(own.shape)} on {own.device}" if isinstance(
-                own, torch.Tensor) else f"a {type(own).__name__}"
-            raise InvalidInput(f"{name} is {got}; allowed is a tensor of integers of shape ({b},) on q's device.")
+        check_documents(numbers, what, b, length)
 
 
 def _padding(seqlens: tuple[torch.Tensor | None, torch.Tensor | None], layouts: tuple[Layout, Layout], q: torch.Tensor,

@@ -9,20 +9,20 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tilewise.api import AttentionOutput, AttentionOutputWithMax, attention, attention_varlen
 from tilewise.distributed.arguments import PACKED_NAMES, Arguments, arguments_of, packed_arguments_of
-from tilewise.distributed.layouts import Layout, layout_of
+from tilewise.distributed.cost_model import SCHEDULES
+from tilewise.distributed.layouts import Layout, named_layout
 from tilewise.distributed.mesh import check_ranks_agree, group_of
 from tilewise.distributed.schedules import (
     ScheduleExplanation,
     check_blocks,
-    check_schedule,
     choose_schedule,
     explain_schedule,
     run_schedule,
 )
 from tilewise.distributed.sharding import whole_length
-from tilewise.errors import InvalidInput
 from tilewise.problem.operands import seed_of
 from tilewise.problem.options import AnyMask
+from tilewise.validate.distributed import check_explained, check_schedule
 
 Result = torch.Tensor | AttentionOutput | AttentionOutputWithMax
 
@@ -79,10 +79,10 @@ def context_parallel_attention(
     """
     given = {name: value for name, value in locals().items() if name not in ("mesh", "schedule")}
     group, _, ranks = group_of(mesh)
-    check_schedule(schedule)
+    check_schedule(schedule, SCHEDULES)
     if ranks == 1:
         for own, length in zip((q, k), lengths or (None, None), strict=True):
-            layout_of(layout, whole_length(layout, own.shape[2], length, 1), 1)
+            named_layout(layout, whole_length(layout, own.shape[2], length, 1), 1)
         attend: Any = attention  # of its overloads, which is decided by a value
         result: Result = attend(
             q, k, v, mask=mask, scale=scale, bias=bias, alibi_slopes=alibi_slopes, softcap=softcap, sinks=sinks,
@@ -129,10 +129,10 @@ def context_parallel_attention_varlen(
     given = {name: value for name, value in locals().items() if name not in ("mesh", "schedule")}
     given["dropout_p"] = 0
     group, _, ranks = group_of(mesh)
-    check_schedule(schedule)
+    check_schedule(schedule, SCHEDULES)
     if ranks == 1:
         for own, length in zip((q, k), lengths or (None, None), strict=True):
-            layout_of(layout, whole_length(layout, own.shape[0], length, 1), 1)
+            named_layout(layout, whole_length(layout, own.shape[0], length, 1), 1)
         attend: Any = attention_varlen  # of its overloads, which is decided by a value
         borders = {name: None if given[name] is None else given[name].to(q.device) for name in PACKED_NAMES}
         result: Result = attend(
@@ -179,9 +179,7 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mesh: DeviceMe
     Raises:
         InvalidInput, UnsupportedProblem: as that function.
     """
-    unknown = next((name for name in options if name not in _OPTIONS), None)
-    if unknown is not None:
-        raise InvalidInput(f"explain has no argument {unknown!r}; allowed are {', '.join(_OPTIONS)}.")
+    check_explained(options, _OPTIONS)
     _, rank, ranks = group_of(mesh)
     given = {**_OPTIONS, **options, "q": q, "k": k, "v": v, "layout": layout}
     given["seed"] = None if given["dropout_p"] == 0 else seed_of(q, given["dropout_p"], 0)

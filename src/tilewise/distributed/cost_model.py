@@ -14,6 +14,7 @@ from functools import lru_cache
 
 from tilewise.distributed.plan import Problem, Rectangle, Step, cached_ring_plan, rectangles_of
 from tilewise.masks import Span
+from tilewise.support.caches import registered
 
 SCHEDULES = ("ring", "all_gather", "ulysses")
 _SAMPLED_ROWS = 32  # of each block, from whose visible keys its pairs are estimated
@@ -69,6 +70,7 @@ def groups_of(kv_heads: int) -> int:
     return max(count for count in range(1, GROUPS + 1) if kv_heads % count == 0)
 
 
+@registered
 @lru_cache(maxsize=256)
 def estimates(problem: Problem, sizes: Sizes, links: Links) -> dict[str, Estimate]:
     """Estimate each schedule; whether it takes the call is another question."""

@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
-from tilewise.errors import InvalidInput
 from tilewise.masks import Span
+from tilewise.support.caches import registered
+from tilewise.validate.distributed import check_layout, check_layout_name
 
 LAYOUTS = ("contiguous", "zigzag")
 Pieces = tuple[Span, ...]
@@ -13,7 +14,7 @@ Pieces = tuple[Span, ...]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Who holds which positions of a sequence; made by :func:`layout_of` or :func:`tilewise.distributed.balanced`.
+    """Who holds which positions of a sequence; made by :func:`named_layout` or :func:`tilewise.distributed.balanced`.
 
     Attributes:
         name: what a message calls it.
@@ -44,8 +45,9 @@ class Layout:
         return tuple(found)
 
 
+@registered
 @lru_cache(maxsize=1024)
-def layout_of(layout: str | Layout, length: int, ranks: int) -> Layout:
+def named_layout(layout: str | Layout, length: int, ranks: int) -> Layout:
     """Lay a sequence out over the ranks.
 
     "contiguous" gives rank r the r-th of as many pieces as there are ranks. "zigzag" cuts twice as many pieces and
@@ -61,12 +63,9 @@ def layout_of(layout: str | Layout, length: int, ranks: int) -> Layout:
         InvalidInput: an unknown name, or a layout of another length or number of ranks.
     """
     if isinstance(layout, Layout):
-        if (layout.length, len(layout.pieces)) != (length, ranks):
-            raise InvalidInput(f"layout {layout.name!r} is of {layout.length} positions on {len(layout.pieces)} ranks, "
-                               f"and the call has {length} positions on {ranks}: make one for these.")
+        check_layout(layout, length, ranks)
         return layout
-    if layout not in LAYOUTS:
-        raise InvalidInput(f"layout is {layout!r}; allowed are {', '.join(map(repr, LAYOUTS))} and a Layout.")
+    check_layout_name(layout, LAYOUTS)
     count = ranks if layout == "contiguous" else 2 * ranks
     pieces = [Span(*ends) for ends in pairwise([number * length // count for number in range(count + 1)])]
     if layout == "contiguous":

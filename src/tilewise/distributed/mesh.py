@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tilewise import settings
 from tilewise.distributed.exchange import agree
 from tilewise.errors import InvalidInput, TilewiseError
+from tilewise.validate.distributed import check_mesh
 
 # What the ranks of a group have agreed on: asked once, for it costs the host a wait.
 _agreed: WeakKeyDictionary[dist.ProcessGroup, set[str]] = WeakKeyDictionary()
@@ -21,16 +22,7 @@ def group_of(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, int, int]:
     Raises:
         InvalidInput: something else than a mesh, one of several dims, or one that this process is no part of.
     """
-    if not isinstance(mesh, DeviceMesh):
-        raise InvalidInput(f"mesh is a {type(mesh).__name__}; allowed is a torch.distributed.device_mesh.DeviceMesh of "
-                           "one dim.")
-    if mesh.ndim != 1:
-        names = ", ".join(map(repr, mesh.mesh_dim_names or range(mesh.ndim)))
-        raise InvalidInput(f"mesh has {mesh.ndim} dims ({names}); allowed is one: pass the dim over which the sequence "
-                           "is cut, as mesh['cp'].")
-    if mesh.get_coordinate() is None:
-        raise InvalidInput(f"mesh is of ranks {mesh.mesh.tolist()}, and this process has rank {dist.get_rank()}: call "
-                           "it on these alone.")
+    check_mesh(mesh, is_mesh=isinstance(mesh, DeviceMesh))
     group = mesh.get_group()
     return group, dist.get_rank(group), dist.get_world_size(group)
 

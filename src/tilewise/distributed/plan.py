@@ -16,6 +16,7 @@ from typing import NamedTuple
 from tilewise.distributed.layouts import Layout, joined
 from tilewise.masks import Mask, Span
 from tilewise.masks.cutting import MaskBlock, cut_mask
+from tilewise.support.caches import registered
 
 # Of a rectangle that a mask by position leaves visible: what is left of it where data hides the rest.
 Narrow = Callable[[MaskBlock], tuple[MaskBlock, ...]]
@@ -179,8 +180,8 @@ def all_gather_plan(problem: Problem, rank: int, groups: int, narrow: Narrow = n
 
 
 # Of masks by position; a plan that data narrows is made for its call.
-cached_ring_plan = lru_cache(maxsize=256)(ring_plan)
-cached_all_gather_plan = lru_cache(maxsize=256)(all_gather_plan)
+cached_ring_plan = registered(lru_cache(maxsize=256)(ring_plan))
+cached_all_gather_plan = registered(lru_cache(maxsize=256)(all_gather_plan))
 
 
 def rectangles_of(problem: Problem, rank: int, keys: Span, narrow: Narrow = no_narrowing) -> list[Rectangle]:

@@ -21,10 +21,11 @@ from tilewise.distributed.plan import (
     cached_ring_plan,
     ring_plan,
 )
-from tilewise.errors import InvalidInput, UnsupportedProblem
+from tilewise.errors import UnsupportedProblem
 from tilewise.masks import Mask, Span, TensorMask
 from tilewise.masks.document_ranges import documents_of
 from tilewise.problem.options import Operands, OperatorOptions
+from tilewise.validate.distributed import check_schedule
 
 
 @dataclass(frozen=True)
@@ -65,18 +66,11 @@ def choose_schedule(arguments: Arguments, schedule: str | None) -> str:
         costs = estimates(arguments.problem, arguments.sizes, Links())
         return min((name for name in SCHEDULES if _why_not(name, arguments, ranks) is None),
                    key=lambda name: costs[name].seconds)
-    check_schedule(schedule)
+    check_schedule(schedule, SCHEDULES)
     reason = _why_not(schedule, arguments, ranks)
     if reason is not None:
         raise UnsupportedProblem(f"schedule {schedule!r} refuses this call", {schedule: reason})
     return schedule
-
-
-def check_schedule(schedule: Any) -> None:
-    """Raise :class:`InvalidInput` for what names no schedule; None chooses."""
-    if schedule is not None and schedule not in SCHEDULES:
-        raise InvalidInput(f"schedule is {schedule!r}; allowed are {', '.join(map(repr, SCHEDULES))}, and None to "
-                           "choose.")
 
 
 def explain_schedule(arguments: Arguments, schedule: str | None) -> ScheduleExplanation:

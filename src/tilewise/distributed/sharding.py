@@ -8,9 +8,9 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from tilewise.distributed.exchange import TensorForm, empty_message, pack, start, unpack
-from tilewise.distributed.layouts import Layout, layout_of
+from tilewise.distributed.layouts import Layout, named_layout
 from tilewise.distributed.mesh import check_ranks_agree, group_of
-from tilewise.errors import InvalidInput
+from tilewise.validate.distributed import check_shard_length, checked_dim
 
 
 def shard(x: torch.Tensor, mesh: DeviceMesh, *, dim: int, layout: str | Layout) -> torch.Tensor:
@@ -32,8 +32,8 @@ def shard(x: torch.Tensor, mesh: DeviceMesh, *, dim: int, layout: str | Layout) 
             length.
     """
     _, rank, ranks = group_of(mesh)
-    dim = _checked_dim(x, dim)
-    pieces = layout_of(layout, x.shape[dim], ranks).pieces[rank]
+    dim = checked_dim(x, dim)
+    pieces = named_layout(layout, x.shape[dim], ranks).pieces[rank]
     parts = [x.narrow(dim, piece.start, len(piece)) for piece in pieces]
     if len(parts) == 1:
         return parts[0]
@@ -61,8 +61,8 @@ def unshard(x: torch.Tensor, mesh: DeviceMesh, *, dim: int, layout: str | Layout
     wholes: list[Layout] = []
 
     def describe() -> str:
-        along = _checked_dim(x, dim)
-        wholes.append(layout_of(layout, whole_length(layout, x.shape[along], length, ranks), ranks))
+        along = checked_dim(x, dim)
+        wholes.append(named_layout(layout, whole_length(layout, x.shape[along], length, ranks), ranks))
         check_shard_length("x", x.shape[along], wholes[0], rank)
         others = [size for number, size in enumerate(x.shape) if number != along]
         return (f"to unshard dim {along} of {x.dim()}, layout {wholes[0].name!r} of {wholes[0].length} positions, the "
@@ -85,7 +85,7 @@ def positions(mesh: DeviceMesh, *, length: int, layout: str | Layout,
         device: of the result.
     """
     _, rank, ranks = group_of(mesh)
-    pieces = layout_of(layout, length, ranks).pieces[rank]
+    pieces = named_layout(layout, length, ranks).pieces[rank]
     return torch.cat([torch.arange(0, device=device), *(
         torch.arange(piece.start, piece.stop, device=device) for piece in pieces)])
 
@@ -95,22 +95,6 @@ def whole_length(layout: str | Layout, own: int, length: int | None, ranks: int)
     if length is not None:
         return length
     return layout.length if isinstance(layout, Layout) else own * ranks
-
-
-def check_shard_length(name: str, got: int, layout: Layout, rank: int) -> None:
-    """Raise :class:`InvalidInput` where a shard has another length than its layout gives it."""
-    if got != layout.shard_length(rank):
-        raise InvalidInput(f"{name} has {got} positions on rank {rank}; layout {layout.name!r} of {layout.length} "
-                           f"positions on {len(layout.pieces)} ranks gives it {layout.shard_length(rank)}. Where ranks "
-                           "hold different numbers, pass the length of the whole sequence.")
-
-
-def _checked_dim(x: Any, dim: int) -> int:
-    if not isinstance(x, torch.Tensor):
-        raise InvalidInput(f"x is a {type(x).__name__}; allowed is a torch.Tensor.")
-    if not -x.dim() <= dim < x.dim():
-        raise InvalidInput(f"dim is {dim} and x has {x.dim()} dims; allowed are {-x.dim()} to {x.dim() - 1}.")
-    return dim % x.dim()
 
 
 class _Unshard(torch.autograd.Function):
