@@ -1,6 +1,8 @@
 """What ranks do in the tests of behaviour: each function runs on every rank of a mesh."""
 
 import os
+import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -237,3 +239,16 @@ def float32_difference(mesh, schedule):
     out.sum().backward()
     got, wanted = (out.detach(), *(part.grad for part in parts)), (expected.detach(), *(leaf.grad for leaf in leaves))
     return [float((one - other[:, :, own]).abs().max()) for one, other in zip(got, wanted, strict=True)]
+
+
+def benchmark(mesh, arguments):
+    """Run benchmarks/context_parallel.py on the ranks that are here, instead of those that torchrun starts."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+    try:
+        import context_parallel
+    finally:
+        sys.path.pop(0)
+    options = context_parallel.parsed(arguments)
+    for row in context_parallel.rows_of(options, mesh, torch.device("cpu")):
+        if mesh.get_local_rank() == 0:
+            context_parallel.write(row, options.out)

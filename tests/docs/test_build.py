@@ -103,6 +103,18 @@ def test_figures_of_how_it_works_are_what_their_script_draws(tmp_path):
     assert sorted(re.findall(r"\{image\} figures/how-it-works/(\S+)", page)) == sorted(drawn)
 
 
+def test_figures_of_context_parallel_are_what_their_script_draws(tmp_path):
+    done = run("docs/context_parallel_figures.py", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    drawn = {path.name: labels_of(path) for path in tmp_path.glob("*.svg")}
+    assert len(drawn) == 4
+    assert all(drawn.values())
+    committed = {path.name: labels_of(path) for path in (ROOT / "docs/figures/context-parallel").glob("*.svg")}
+    assert drawn == committed, "run: python docs/context_parallel_figures.py"
+    page = (ROOT / "docs/context-parallel.md").read_text("utf-8")
+    assert sorted(re.findall(r"\{image\} figures/context-parallel/(\S+)", page)) == sorted(drawn)
+
+
 def labels_of(path):
     """What stands in a figure: matplotlib notes each text beside its outlines, and every version draws these anew."""
     return re.findall(r"<!-- (.*?) -->", path.read_text("utf-8"))

@@ -2,7 +2,9 @@
 
 import importlib.util
 import itertools
+import os
 import re
+import subprocess
 import sys
 from dataclasses import replace
 from importlib.util import find_spec
@@ -210,3 +212,14 @@ def test_tiny_gpt_text_is_long_and_varied():
     assert len(text) > 100_000
     assert 60 < vocabulary < 200
     assert text.dtype is torch.int64
+
+
+def test_train_gpt_context_parallel_has_the_losses_of_one_rank():
+    path = load("train_gpt_context_parallel").__file__
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", path, "--steps", "8",
+         "--device", "cpu"], env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(FOLDER.parent / "src")},
+        capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "the losses agree" in done.stdout
+    assert "2 ranks: loss " in done.stdout
