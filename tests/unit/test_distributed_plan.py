@@ -6,11 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tilewise as tw
+from tilewise.distributed import balanced
 from tilewise.distributed.cost_model import Links, Sizes, estimates
 from tilewise.distributed.exchange import TensorForm, empty_message, pack, unpack
 from tilewise.distributed.layouts import Layout, joined, named_layout
 from tilewise.distributed.partial import PartialResults, sinks_gradient
 from tilewise.distributed.plan import Problem, all_gather_plan, ring_plan
+from tilewise.errors import InvalidInput
 from tilewise.masks import Mask, Span
 
 LAYOUT = st.sampled_from(["contiguous", "zigzag"])
@@ -76,7 +78,7 @@ def test_a_causal_zigzag_ring_has_one_call_a_step():
 def test_packed_sequences_of_one_rank_are_one_call():
     layout = named_layout("contiguous", 40, 2)
     sequences = tuple([(start, start + 8, start, start + 8) for start in range(0, 40, 8)])
-    problem = Problem(layout, layout, tw.causal("top_left"), True, 1, sequences)
+    problem = Problem(layout, layout, tw.causal("top_left"), True, 1, sequences=sequences)
     first, second = ring_plan(problem, 0)
     # Two whole sequences, and the first half of the third one, whose keys the other rank's queries see.
     assert [block.borders for block in first.blocks] == [((0, 8, 16), (0, 8, 16)), None]
@@ -132,3 +134,41 @@ def test_the_model_finds_zigzag_even_and_a_window_local():
     assert abs(even.pairs - 8192 * 8193 // 16) < 0.01 * even.pairs
     window = of("contiguous", Mask(255, 0, "top_left"))["ring"]
     assert window.bytes_received == 255 * 8 * 256 * 2
+
+
+def loads(layout, visible):
+    """Return how many visible pairs each rank has, of a dense mask."""
+    counts = visible.sum(-1)
+    return [sum(int(counts[piece.start:piece.stop].sum()) for piece in own) for own in layout.pieces]
+
+
+@pytest.mark.parametrize("mask", [tw.causal(), tw.causal() & tw.window(7, 0) & tw.sink_tokens(3), tw.prefix(20),
+                                  tw.causal() & tw.chunk(24), tw.window(3, 9)], ids=str)
+def test_a_balanced_layout_divides_the_pairs_evenly(mask):
+    layout = balanced(mask, 128, 4, pieces=8)
+    assert [layout.shard_length(rank) for rank in range(4)] == [32] * 4
+    found = loads(layout, mask.visible(128, 128))
+    assert max(found) <= 1.1 * sum(found) / 4
+    assert sorted(position for own in layout.pieces for piece in own
+                  for position in range(piece.start, piece.stop)) == list(range(128))
+
+
+def test_a_balanced_layout_knows_documents():
+    ids = torch.repeat_interleave(torch.arange(4), torch.tensor([100, 12, 4, 12]))
+    mask = tw.causal() & tw.documents(ids)
+    found = {name: max(loads(layout, mask.visible(128, 128)[0, 0])) for name, layout in (
+        ("zigzag", named_layout("zigzag", 128, 4)), ("balanced", balanced(mask, 128, 4, pieces=8)))}
+    even = int(mask.visible(128, 128).sum()) / 4
+    assert found["balanced"] < 1.15 * even < found["zigzag"]
+
+
+@pytest.mark.parametrize(("mask", "ranks", "pieces", "message"), [
+    (torch.ones(8, 8, dtype=torch.bool), 2, 4, "mask is a tensor of shape (8, 8); allowed for a balanced layout are"),
+    (tw.causal() & torch.ones(8, 8, dtype=torch.bool), 2, 4, "a tensor of shape (8, 8); allowed for a balanced layout"),
+    (tw.documents(torch.zeros(5, dtype=torch.int64)), 2, 4, "mask has documents of 5 tokens and length is 8"),
+    (None, 0, 4, "ranks is 0; allowed is an integer of 1 and more."),
+    (None, 2, 1.5, "pieces is 1.5; allowed is an integer of 1 and more.")])
+def test_what_no_balanced_layout_is_made_of(mask, ranks, pieces, message):
+    with pytest.raises(InvalidInput) as raised:
+        balanced(mask, 8, ranks, pieces=pieces)
+    assert message in str(raised.value)

@@ -22,11 +22,13 @@ MASKS = {
     "all": prefix(4, "bottom_right") & window(5, 0) & sink_tokens(2) & chunk(6)}
 
 
-def put_together(mask, queries, keys, lengths):
+def put_together(mask, queries, keys, lengths, step=1):
     """Return the dense mask of a rectangle from its blocks, each drawn by the mask that it has."""
     seen = torch.zeros(lengths, dtype=torch.bool)
     count = torch.zeros(lengths, dtype=torch.int)
-    for block in cut_mask(mask, queries, keys, lengths):
+    for block in cut_mask(mask, queries, keys, lengths, step):
+        assert all(own.start % step == 0 or own.start == whole.start or mask.chunk
+                   for own, whole in ((block.queries, queries), (block.keys, keys)))
         rows, columns = slice(block.queries.start, block.queries.stop), slice(block.keys.start, block.keys.stop)
         assert queries.start <= rows.start < rows.stop <= queries.stop
         assert keys.start <= columns.start < columns.stop <= keys.stop
@@ -64,7 +66,7 @@ def test_any_mask_can_be_cut(bounds, length, alignment, data):
     queries, keys = (Span(*sorted(data.draw(st.tuples(st.integers(0, size), st.integers(0, size)))))
                      for size in lengths)
     part = mask.visible(*lengths)[queries.start:queries.stop, keys.start:keys.stop]
-    assert torch.equal(put_together(mask, queries, keys, lengths), part)
+    assert torch.equal(put_together(mask, queries, keys, lengths, data.draw(st.integers(1, 5))), part)
 
 
 def test_what_nothing_sees_has_no_block():

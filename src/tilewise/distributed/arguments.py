@@ -19,7 +19,7 @@ from tilewise.masks.cutting import MaskBlock, cut_mask
 from tilewise.problem import AttentionProblem
 from tilewise.problem.length_checks import packed_lengths
 from tilewise.problem.operands import NO_LENGTHS, NO_LISTS, as_batches, longest_of, operands_of, parted
-from tilewise.problem.options import Operands, OperatorOptions
+from tilewise.problem.options import DRAW_SPAN, Operands, OperatorOptions
 from tilewise.validate.call import check_distances
 from tilewise.validate.distributed import (
     check_documents,
@@ -72,7 +72,12 @@ class Arguments:
         operands = self.operands
         of_pairs = (operands.bias, operands.mask, operands.alibi_slopes, self.documents)
         merges = all(own is None for own in of_pairs) and not self.options.dropout_p
-        return Problem(self.queries, self.keys, self.mask, merges, self.k.shape[1], self.sequences)
+        return Problem(self.queries, self.keys, self.mask, merges, self.k.shape[1], self.step, self.sequences)
+
+    @property
+    def step(self) -> int:
+        """Where a mask trims a block, it begins at a multiple of this: dropout draws for so many positions at once."""
+        return DRAW_SPAN if self.options.dropout_p else 1
 
     @property
     def packed_lengths(self) -> dict[str, Any] | None:
@@ -117,7 +122,7 @@ class Arguments:
         """What narrows the blocks of a plan; None where position alone decides, or nobody may look at the ids."""
         if self.documents is None or self.sequences is not None or self.documents[0].device.type != "cpu":
             return None
-        return _narrow_to_documents(self.documents, self.mask, (self.queries.length, self.keys.length))
+        return _narrow_to_documents(self.documents, self.mask, (self.queries.length, self.keys.length), self.step)
 
     def description(self, schedule: str | None) -> str:
         """Say what has to be alike on all ranks."""
@@ -125,10 +130,14 @@ class Arguments:
         given = [name for name in ("bias", "alibi_slopes", "mask", "sinks") if getattr(self.operands, name) is not None]
         given += [] if self.documents is None else ["documents"]
         needs = [name for name, tensor in (("k", self.k), ("v", self.v)) if tensor.requires_grad]
+        packed = ""
+        if self.sequences is not None:
+            packed = f"{len(self.sequences)} packed sequences, "
+            if settings.checks_lengths():  # else each new batch would be a new kind of call
+                packed += f"of rows {self.sequences}, "
         return (f"layout {self.queries.name!r} of {self.queries.length} queries and {self.keys.length} keys, "
                 f"b{b} h{hq}/{self.k.shape[1]} d{d}/{self.v.shape[3]} {dtype}, {self.mask}, schedule {schedule!r}, "
-                f"{'' if self.sequences is None else f'{len(self.sequences)} packed sequences, '}"
-                f"operands {', '.join(given) or 'none'}, dropout_p {self.options.dropout_p}, gradients of "
+                f"{packed}operands {', '.join(given) or 'none'}, dropout_p {self.options.dropout_p}, gradients of "
                 f"{' and '.join(needs) or 'no key'}")
 
 
@@ -278,7 +287,7 @@ def _padding(seqlens: tuple[torch.Tensor | None, torch.Tensor | None], layouts: 
     return kept, (found[0], found[1])
 
 
-def _narrow_to_documents(documents: Documents, mask: Mask, lengths: tuple[int, int]) -> Narrow:
+def _narrow_to_documents(documents: Documents, mask: Mask, lengths: tuple[int, int], step: int) -> Narrow:
     """Return what trims a block to keys and queries of documents that both sides may have."""
     numbers_q, numbers_k = documents
 
@@ -288,7 +297,8 @@ def _narrow_to_documents(documents: Documents, mask: Mask, lengths: tuple[int, i
         inside = ((own >= low) & (own <= high)).any(0).nonzero()
         if not len(inside):
             return Span(span.start, span.start)
-        return Span(span.start + int(inside[0]), span.start + int(inside[-1]) + 1)
+        first = (span.start + int(inside[0])) // step * step
+        return Span(max(span.start, first), span.start + int(inside[-1]) + 1)
 
     def narrow(block: MaskBlock) -> tuple[MaskBlock, ...]:
         queries, keys = block.queries, block.keys
@@ -296,7 +306,7 @@ def _narrow_to_documents(documents: Documents, mask: Mask, lengths: tuple[int, i
         if not len(keys):
             return ()
         queries = trimmed(numbers_q, queries, numbers_k[:, keys.start:keys.stop])
-        return cut_mask(mask, queries, keys, lengths) if len(queries) else ()
+        return cut_mask(mask, queries, keys, lengths, step) if len(queries) else ()
 
     return narrow
 

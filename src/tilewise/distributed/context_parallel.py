@@ -47,7 +47,7 @@ def context_parallel_attention(
         mesh: a device mesh of one dim.
         layout: which positions a rank holds: "contiguous" (rank r the r-th of as many pieces as there are ranks),
             "zigzag" (of twice as many the r-th from the front and the r-th from the back, which divides the pairs of a
-            causal mask evenly), or a :class:`Layout`. It is never guessed.
+            causal mask evenly), or a :class:`Layout`, as :func:`balanced` makes. It is never guessed.
         mask: of the whole sequence: masks by position, and :func:`tilewise.documents` of the ids of all tokens (ids on
             the CPU let ranks leave out keys of other documents). Boolean tensors, alone or joined by ``&``, hold this
             rank's queries and all keys: they broadcast to (b, hq, s, length of all keys).

@@ -124,6 +124,7 @@ class Problem:
         mask: by position, of the whole sequences.
         merges: whether blocks without hidden pairs may become one, which no operand of the pairs allows.
         kv_heads: how many heads keys have.
+        step: where a mask trims the queries and keys of a block, it begins at a multiple of this.
         sequences: of packed ones, in their order, the rows that take part: first query, one past the last, first key
             and one past the last; None of one sequence. The mask is each one's own.
     """
@@ -133,6 +134,7 @@ class Problem:
     mask: Mask
     merges: bool
     kv_heads: int
+    step: int = 1
     sequences: tuple[tuple[int, int, int, int], ...] | None = None
 
     @property
@@ -192,7 +194,7 @@ def rectangles_of(problem: Problem, rank: int, keys: Span, narrow: Narrow = no_n
 
 def _of_one_sequence(problem: Problem, queries: Span, keys: Span, narrow: Narrow) -> Iterator[Rectangle]:
     lengths = problem.queries.length, problem.keys.length
-    for block in cut_mask(problem.mask, queries, keys, lengths):
+    for block in cut_mask(problem.mask, queries, keys, lengths, problem.step):
         for left in narrow(block):
             at = left.queries.start, left.keys.start
             yield Rectangle(*left, Place(*at, *at))

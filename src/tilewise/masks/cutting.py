@@ -5,6 +5,7 @@ positions ``i′ = i − a`` and ``j′ = j − c`` as ``i′ + (offset + a − 
 keys shrink by ``c``, and chunks stay chunks where ``c`` begins one.
 """
 
+import math
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -30,7 +31,8 @@ class MaskBlock(NamedTuple):
         return not self.mask.is_bounded
 
 
-def cut_mask(mask: Mask, queries: Span, keys: Span, lengths: tuple[int, int]) -> tuple[MaskBlock, ...]:
+def cut_mask(mask: Mask, queries: Span, keys: Span, lengths: tuple[int, int],
+             step: int = 1) -> tuple[MaskBlock, ...]:
     """Return disjoint rectangles that hold every pair of ``queries`` and ``keys`` that the mask leaves visible.
 
     One rectangle, or two where chunks do not begin with the keys; none where nothing is visible. A rectangle is trimmed
@@ -40,6 +42,7 @@ def cut_mask(mask: Mask, queries: Span, keys: Span, lengths: tuple[int, int]) ->
         mask: of the whole sequence.
         queries, keys: half-open ranges of positions in it.
         lengths: numbers of queries and keys of the whole sequence, which the mask's alignment is resolved by.
+        step: a trimmed rectangle begins at multiples of it, or where the range does.
 
     Raises:
         InvalidInput: the lengths differ, and the mask is bounded and names no alignment.
@@ -50,7 +53,7 @@ def cut_mask(mask: Mask, queries: Span, keys: Span, lengths: tuple[int, int]) ->
     parts = [(queries, keys)]
     if mask.chunk is not None:
         parts = _parts_by_chunk(mask.chunk, offset, queries, keys)
-    blocks = [_block(mask, offset, *part) for part in parts if len(part[0]) and len(part[1])]
+    blocks = [_block(mask, offset, *part, step) for part in parts if len(part[0]) and len(part[1])]
     return tuple([block for block in blocks if block is not None])
 
 
@@ -67,16 +70,16 @@ def _parts_by_chunk(chunk: int, offset: int, queries: Span, keys: Span) -> list[
     return [inside, behind]
 
 
-def _block(mask: Mask, offset: int, queries: Span, keys: Span) -> MaskBlock | None:
+def _block(mask: Mask, offset: int, queries: Span, keys: Span, step: int) -> MaskBlock | None:
     """Return the rectangle, trimmed, with its mask; None where nothing is visible."""
     band = _local(mask, offset, queries, keys).band(len(queries), len(keys))
     seen, seeing = band.keys_of(Span(0, len(queries)), len(keys)), band.queries_of(Span(0, len(keys)), len(queries))
     if not len(seen) or not len(seeing):
         return None
-    step = 1 if mask.chunk is None or keys.start % mask.chunk else mask.chunk  # keys that begin a chunk go on to
-    first = seen.start // step * step
-    queries = Span(queries.start + seeing.start, queries.start + seeing.stop)
-    keys = Span(keys.start + first, keys.start + seen.stop)
+    # Keys that begin a chunk go on to.
+    step_k = step if mask.chunk is None or keys.start % mask.chunk else math.lcm(mask.chunk, step)
+    queries = Span(max(queries.start, (queries.start + seeing.start) // step * step), queries.start + seeing.stop)
+    keys = Span(max(keys.start, (keys.start + seen.start) // step_k * step_k), keys.start + seen.stop)
     return MaskBlock(queries, keys, _without_idle_bounds(_local(mask, offset, queries, keys), queries, keys))
 
 

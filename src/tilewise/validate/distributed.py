@@ -119,3 +119,16 @@ def check_equal_counts(of_queries: int, of_keys: int) -> None:
     if of_queries != of_keys:
         raise InvalidInput(f"cu_seqlens_q has {of_queries} entries and cu_seqlens_k {of_keys}; allowed are equal "
                            "numbers: one more than there are sequences.")
+
+
+def check_balanced(mask: object, ranks: Any, pieces: Any, *, is_kept: bool, documents: int | None, length: int) -> None:
+    """Raise :class:`InvalidInput` for what no balanced layout is made of; ``documents``: how many tokens have ids."""
+    for name, value in (("ranks", ranks), ("pieces", pieces)):
+        if not is_integer(value) or value < 1:
+            raise InvalidInput(f"{name} is {value!r}; allowed is an integer of 1 and more.")
+    if not is_kept:
+        said = f"a tensor of shape {tuple(mask.shape)}" if isinstance(mask, torch.Tensor) else str(mask)
+        raise InvalidInput(f"mask is {said}; allowed for a balanced layout are masks by position and documents, which "
+                           "every rank knows as a whole.")
+    if documents not in (None, length):
+        raise InvalidInput(f"mask has documents of {documents} tokens and length is {length}: they must be equal.")
