@@ -84,6 +84,31 @@ def wrong_calls(mesh):
     }
 
 
+def wrong_packed_calls(mesh):
+    """Return the errors of packed calls that are wrong alike on all ranks, by name."""
+    q, k, v = (shard(own[0].transpose(0, 1), mesh, dim=0, layout="zigzag") for own in inputs())
+
+    def call(**changed):
+        given = {"q": q, "k": k, "v": v, "mesh": mesh, "layout": "zigzag",
+                 "cu_seqlens_q": torch.tensor([0, 9, 24])} | changed
+        return message_of(lambda: distributed.context_parallel_attention_varlen(**given))
+
+    return {
+        "counts": call(cu_seqlens_k=torch.tensor([0, 24])), "descending": call(cu_seqlens_q=torch.tensor([0, 9, 3])),
+        "past_the_end": call(cu_seqlens_q=torch.tensor([0, 9, 25])), "list": call(cu_seqlens_q=[0, 24]),
+        "alignment": call(cu_seqlens_k=torch.tensor([0, 9, 24]), mask=tw.causal()), "offset": call(mask=tw.causal(3)),
+        "documents": call(mask=tw.documents(torch.zeros(5, dtype=torch.int64))),
+        "bias": call(bias=torch.zeros(2, 4, 15, 15, dtype=q.dtype)), "rows": call(q=q[:, 0]),
+        "function": call(mask=tw.functions.MaskFunction(torch=lambda b, h, i, j: i >= j)),
+    }
+
+
+def outside(mesh):
+    """Return the error of a process that is none of a mesh's ranks."""
+    first = DeviceMesh("cpu", torch.arange(dist.get_world_size() - 1), _init_backend=False)
+    return message_of(lambda: positions(first, length=8, layout="zigzag"))
+
+
 def ulysses_refusals(mesh):
     """Return the errors of calls that Ulysses does not take."""
     def refused(hq, hk, **options):

@@ -67,6 +67,37 @@ def test_a_wrong_call_raises_on_every_rank_and_leaves_the_group_in_order(workers
     assert missing == {}
 
 
+PACKED_MESSAGES = {
+    "counts": "cu_seqlens_q has 3 entries and cu_seqlens_k 2; allowed are equal numbers: one more than there are "
+              "sequences.",
+    "descending": "cu_seqlens_q has 9 at [1] and 3 at [2]: sequence 1 would end before it begins",
+    "past_the_end": "cu_seqlens_q ends sequence 1 at 25 and q has 24 rows",
+    "list": "cu_seqlens_q is a list; allowed is a tensor of integers on q's device.",
+    "alignment": "mask is causal() and names no alignment, but lengths are data",
+    "offset": "mask is causal(alignment=3) and lengths are data (cu_seqlens_q, cu_seqlens_k)",
+    "documents": "mask has documents of 5 queries in 1 batch entries; allowed are the ids of the whole sequences",
+    "bias": "bias has shape (2, 4, 15, 15) and sequences are packed: pass max_seqlen_q as an integer",
+    "rows": "allowed is a tensor of 3 dims (total, h, d).",
+    "function": "a function cannot be cut to the positions of a rank",
+}
+
+
+def test_a_wrong_packed_call_raises_on_every_rank(workers):
+    found = workers.run(2, MODULE, "wrong_packed_calls")
+    assert set(found[0]) == set(PACKED_MESSAGES)
+    for of_rank in found:
+        said = {name: text or "" for name, (_, text) in of_rank.items()}
+        missing = {name: said[name] for name, text in PACKED_MESSAGES.items() if text not in said[name]}
+        assert missing == {}
+        assert {kind for kind, _ in of_rank.values()} == {"InvalidInput"}
+
+
+def test_a_process_outside_of_the_mesh_is_told(workers):
+    *_, last = workers.run(4, MODULE, "outside")
+    assert last == ("InvalidInput", "mesh is of ranks [0, 1, 2], and this process is none of them: call it on these "
+                                    "alone.")
+
+
 @pytest.mark.parametrize(("what", "text"), [
     ("layout", "layout 'contiguous' of 24 queries and 24 keys"), ("shape", "b1 h4/2 d12/12 float64"),
     ("error", "rank 2 of the mesh refused the call: v has 8 positions on rank 2; layout 'zigzag' of 21 positions"),
