@@ -266,9 +266,10 @@ def _wrong_mask(problem: AttentionProblem) -> str | None:
         with_lengths = "" if scores.mask_function is not None else " with lengths that are data"
         got = ", ".join(part for part in (str(problem.mask), str(scores)) if part)
         return f"takes causal masks and windows{with_lengths}, got {got}"
-    if problem.mask.has_exceptions and problem.sq != problem.sk:  # a key that no query sees may lie among the others
-        return (f"takes prefixes, sink tokens and chunks where queries and keys are as many, got {problem.sq} and "
-                f"{problem.sk}")
+    # A key that no query sees may lie among the others where query i does not stand on key i.
+    if problem.mask.has_exceptions and (problem.sq != problem.sk or problem.mask.offset(problem.sq, problem.sk)):
+        return (f"takes prefixes, sink tokens and chunks of as many queries as keys, got {problem.sq} and {problem.sk} "
+                f"with {problem.mask}")
     if problem.direction == "backward":
         if problem.deterministic:
             return f"takes, in its backward pass, causal masks and windows where deterministic=True, got {problem.mask}"
