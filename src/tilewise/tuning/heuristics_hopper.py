@@ -198,8 +198,8 @@ def prefers_gluon(problem: AttentionProblem) -> bool:
     if not lengths_may_decide(problem):
         return False
     batch, keys = 1 if problem.deterministic else problem.b, problem.sk // (problem.sequences.packed or 1)
-    packs = (problem.direction == "forward" and not problem.sequences.are_data and problem.group > 1
-             and batch * problem.hq > NUM_SMS)
+    packs = (problem.direction == "forward" and not problem.sequences.are_data and problem.is_banded
+             and problem.group > 1 and batch * problem.hq > NUM_SMS)
     if problem.sq <= 64 and not packs:
         return _splits_kv(problem)
     work = batch * problem.hq * max(problem.sq, 64) * keys * (problem.d + problem.dv)
