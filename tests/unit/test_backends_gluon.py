@@ -12,16 +12,17 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tilewise import UnsupportedProblem, attention, causal, dispatch, explain, prefix, window
+from tilewise import UnsupportedProblem, attention, causal, chunk, dispatch, explain, prefix, sink_tokens, window
 from tilewise.backends import gluon
 from tilewise.backends._support import hopper, self_check
 from tilewise.backends.base import Saved
 from tilewise.backends.triton import TritonBackend
 from tilewise.dispatch import explain_problem
+from tilewise.functions import FunctionCode
 from tilewise.kernels.hopper.forward.config import HopperForwardSchedule, SplitPlan
 from tilewise.masks import Mask
 from tilewise.problem import AttentionProblem, are_aligned, dense_strides
-from tilewise.problem.options import Operands, OperandSpec, ScoreOptions
+from tilewise.problem.options import FunctionSpec, Operands, OperandSpec, ScoreOptions
 from tilewise.problem.sequences import Sequences
 from tilewise.support.packages import package_version
 from tilewise.tuning.device import DeviceSpec
@@ -32,7 +33,20 @@ LENGTHS = Sequences(seqlens_k=OperandSpec((2,), (1,), torch.int32))
 BORDERS = OperandSpec((9,), (1,), torch.int64)
 PACKED = Sequences(8, BORDERS, BORDERS)
 DROPS = ScoreOptions(dropout_p=0.5)
+FUNCTION = FunctionSpec(FunctionCode("sees", None, None, None, 0), ())
 FIRSTS = "takes dropout where the first query that sees a key and the first key that is seen are multiples of 16, got "
+
+
+def documents_of(entries=1, sq=512, sk=512, **others):
+    """The scores of a call with documents, and what else they have."""
+    pair = {f"documents_{name}": OperandSpec((entries, 4, length), (4 * length, length, 1), torch.int32)
+            for name, length in (("q", sq), ("k", sk))}
+    return ScoreOptions(**pair, **others)
+
+
+def boolean_of(*shape, **others):
+    """The same of a boolean mask."""
+    return ScoreOptions(mask=OperandSpec(shape, dense_strides(shape, (4, 3, 2, 1)), torch.bool), **others)
 
 
 @pytest.fixture(autouse=True)
@@ -173,6 +187,74 @@ def test_a_maximum_is_no_business_of_the_backward():
 ], ids=lambda value: "" if isinstance(value, str) else str(value))
 def test_each_refusal_says_what_was_got(problem, reason):
     assert gluon.backend.why_not(problem) == reason
+
+
+@pytest.mark.parametrize("problem", [
+    problem_of(mask=prefix(3)), problem_of(mask=causal() & chunk(64)), problem_of(mask=causal() & sink_tokens(2)),
+    problem_of(mask=window(100, 0) & sink_tokens(2)), problem_of(scores=documents_of()),
+    problem_of(dims=(128, 128), mask=causal(), scores=documents_of(2)),
+    problem_of((512, 700), mask=causal("bottom_right"), scores=documents_of(1, 512, 700)),
+    problem_of(scores=documents_of(1, softcap=30.0, sinks=SINKS)), problem_of(scores=boolean_of(2, 1, 512, 512)),
+    problem_of(dims=(128, 64), scores=boolean_of(1, 1, 1, 512)),
+    problem_of(heads=(4, 4), scores=boolean_of(1, 4, 512, 512)),
+    problem_of(scores=documents_of(1, tiles_q=SINKS, tiles_k=SINKS)),
+], ids=str)
+def test_masks_that_are_no_band_are_taken(problem):
+    assert gluon.backend.why_not(problem) is None
+    assert gluon.backend.why_not(problem.backward(lse_grad=True)) is None
+
+
+@pytest.mark.parametrize("problem", [problem_of(scores=documents_of(1, dropout_p=0.5)),
+                                     problem_of(scores=boolean_of(1, 1, 512, 512, dropout_p=0.5))], ids=str)
+def test_backward_takes_dropout_with_masks_that_are_no_band(problem):
+    assert gluon.backend.why_not(problem) == f"takes dropout in its backward pass alone, got {problem.scores}"
+    assert gluon.backend.why_not(problem.backward(lse_grad=False)) is None
+
+
+@pytest.mark.parametrize(("problem", "reason"), [
+    (problem_of(mask=causal(), scores=documents_of(mask_function=FUNCTION)),
+     "takes causal masks and windows, got causal(), documents, mask function sees"),
+    (problem_of(scores=ScoreOptions(mask_function=FUNCTION)),
+     "takes causal masks and windows, got no mask, mask function sees"),
+    (problem_of(sequences=LENGTHS, scores=ScoreOptions(mask_function=FUNCTION)),
+     "takes causal masks and windows, got no mask, mask function sees"),
+    (problem_of(mask=prefix(3), sequences=LENGTHS),
+     "takes causal masks and windows with lengths that are data, got causal() & prefix(3)"),
+    (problem_of(mask=causal(), sequences=LENGTHS, scores=documents_of(sinks=SINKS)),
+     "takes causal masks and windows with lengths that are data, got causal(), sinks, documents"),
+    (problem_of((700, 900), b=1, mask=causal("bottom_right"), sequences=PACKED, scores=documents_of(1, 700, 900)),
+     "takes causal masks and windows with lengths that are data, got causal(alignment='bottom_right'), documents"),
+    (problem_of(sequences=LENGTHS, scores=boolean_of(2, 1, 512, 512)),
+     "takes causal masks and windows with lengths that are data, got no mask, mask 2x1x512x512"),
+    (problem_of((512, 700), mask=causal("bottom_right") & prefix(3)),
+     "takes prefixes, sink tokens and chunks where queries and keys are as many, got 512 and 700"),
+    (problem_of((700, 512), mask=window(99, 0, "bottom_right") & sink_tokens(3)),
+     "takes prefixes, sink tokens and chunks where queries and keys are as many, got 700 and 512"),
+    (problem_of((512, 700), mask=causal("top_left") & chunk(64)),
+     "takes prefixes, sink tokens and chunks where queries and keys are as many, got 512 and 700"),
+    (problem_of((92160, 93312), mask=causal("bottom_right"), scores=documents_of(1, 92160, 93312)),
+     "takes masks whose plan has up to 1024 MiB, got 1025 MiB"),
+    (problem_of((64, 64), b=65536, scores=documents_of(65536, 64, 64)),
+     "takes up to 65535 masks of up to 4194304 queries and keys, got 65536 of 64 and 64"),
+], ids=lambda value: "" if isinstance(value, str) else str(value))
+def test_masks_without_a_plan_are_refused_in_both_passes(problem, reason):
+    assert gluon.backend.why_not(problem) == reason
+    assert gluon.backend.why_not(problem.backward(lse_grad=False)) == reason
+
+
+@pytest.mark.parametrize(("problem", "reason"), [
+    (problem_of(mask=prefix(3), deterministic=True), "takes, in its backward pass, causal masks and windows where "
+                                                     "deterministic=True, got causal() & prefix(3)"),
+    (problem_of(dims=(256, 256), scores=documents_of()), "takes, in its backward pass, head dims up to 128 with masks "
+                                                         "other than causal ones and windows, got 256 and 256"),
+    (problem_of(dims=(64, 136), mask=prefix(3)), "takes, in its backward pass, head dims up to 128 with masks other "
+                                                 "than causal ones and windows, got 64 and 136"),
+    (problem_of(scores=boolean_of(1, 4, 512, 512)), "takes, in its backward pass, a boolean mask of each head where no "
+                                                    "heads share keys, got 4 and 2 heads"),
+], ids=lambda value: "" if isinstance(value, str) else str(value))
+def test_forward_takes_masks_that_backward_has_no_plan_of(problem, reason):
+    assert gluon.backend.why_not(problem) is None
+    assert gluon.backend.why_not(problem.backward(lse_grad=False)) == reason
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_100", "gfx942"])

@@ -17,14 +17,15 @@ from tilewise.kernels.hopper.backward.config import (
     HopperD128Config,
 )
 from tilewise.kernels.hopper.forward.config import HopperForwardConfig
-from tilewise.masks import Mask, causal, window
+from tilewise.masks import Mask, causal, chunk, prefix, sink_tokens, window
 from tilewise.problem import AttentionProblem
 from tilewise.problem.options import OperandSpec, ScoreOptions
 from tilewise.problem.sequences import Sequences
-from tilewise.tuning import kinds, table
+from tilewise.tuning import heuristics_hopper, kinds, table
 from tilewise.tuning.candidates_hopper import propose_hopper
+from tilewise.tuning.ctas_per_head import choose_ctas_per_head
 from tilewise.tuning.device import DeviceSpec
-from tilewise.tuning.heuristics_hopper import backward_heuristic, forward_heuristic
+from tilewise.tuning.heuristics_hopper import backward_heuristic, forward_heuristic, prefers_gluon
 from tilewise.tuning.search import MOST_CANDIDATES
 from tilewise.tuning.select import hopper_backward_config, hopper_forward_config
 from tilewise.tuning.table import Bucket, make_row, read_table, write_table
@@ -186,6 +187,51 @@ def test_ctas_are_head_persistent_where_that_keeps_all_busy_and_l2_holds_it(fiel
     assert config.shared_bytes(problem) <= DEVICE.shared_memory
 
 
+def facts(*shape, dtype=torch.int32):
+    return OperandSpec(shape, (1,) * len(shape), dtype)
+
+
+DOCUMENTS = {"documents_q": facts(1, 4, 4096), "documents_k": facts(1, 4, 4096)}
+BOOLEAN = {"mask": facts(1, 1, 4096, 4096, dtype=torch.bool)}
+TILED = BOOLEAN | {"tiles_q": facts(9), "tiles_k": facts(9)}
+PLANS = {"documents": {"scores": ScoreOptions(**DOCUMENTS)}, "boolean": {"scores": ScoreOptions(**BOOLEAN)},
+         "tiled": {"scores": ScoreOptions(**TILED)}, "prefix": {"mask": prefix(100)},
+         "causal_documents": {"mask": causal(), "scores": ScoreOptions(**DOCUMENTS)},
+         "boolean_of_documents": {"scores": ScoreOptions(**DOCUMENTS, **BOOLEAN)},
+         "chunk": {"mask": causal() & chunk(64)}, "sink_tokens": {"mask": window(99, 0) & sink_tokens(4)}}
+
+
+@pytest.mark.parametrize("case", PLANS)
+@pytest.mark.parametrize(("d", "s"), [(64, 512), (128, 256)])
+def test_no_cta_owns_a_head_with_a_mask_plan(case, d, s):
+    problem = replace(problem_of(d, s=s, kernel="hopper_backward"), b=32, hq=32, hk=32)
+    for mask in (Mask(), causal()):
+        assert choose_ctas_per_head(replace(problem, mask=mask), 132) > 0
+        assert backward_heuristic(replace(problem, mask=mask)).head_persistent
+    planned = replace(problem, **PLANS[case])
+    assert choose_ctas_per_head(planned, 132) == 0
+    assert backward_heuristic(planned) == (
+        HopperD64Config(variant=D64Variant.DYNAMIC_TILES) if d == 64 else
+        HopperD128AugmentedKConfig(variant=D128AugmentedKVariant.DYNAMIC_TILES))
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("case", PLANS)
+def test_a_mask_plan_is_worth_its_launches_from_some_work_on(case, direction):
+    """A caller's boolean tensor has a plan built in every call, all others one that is kept."""
+    is_of_each_call = case in ("boolean", "boolean_of_documents")
+    least, entries = ((heuristics_hopper.LEAST_WORK_FOR_A_PLAN_A_CALL, 10) if is_of_each_call else
+                      (heuristics_hopper.LEAST_WORK_FOR_A_PLAN, 4))
+    assert entries * 6250**2 * 64 == least, "of one head, and of one product"
+    problem = replace(problem_of(64, s=6250), b=entries, hq=1, hk=1, direction=direction)
+    for s, is_worth_it in ((6250, True), (6249, False)):
+        assert prefers_gluon(replace(problem, sq=s, sk=s, **PLANS[case])) == is_worth_it
+        assert prefers_gluon(replace(problem, sq=s, sk=s)), "two bounds take no plan"
+    wide = replace(problem_of(256, s=100), direction=direction)
+    assert prefers_gluon(wide)
+    assert not prefers_gluon(replace(wide, **PLANS[case])), "however fast the kernels of wide heads are"
+
+
 def test_how_many_ctas_share_a_head_goes_by_the_device_s_multiprocessors():
     problem = replace(problem_of(64, kernel="hopper_backward"), b=1, hq=114, hk=114, sq=512, sk=512)
     configs = [hopper_backward_config(problem, DEVICE, number) for number in (132, 114, 78, 57, 1)]
@@ -198,15 +244,11 @@ def test_a_row_of_the_table_serves_plain_calls_of_its_width(rows, fields):
     assert hopper_forward_config(problem_of(**BUSY, **fields), DEVICE) == FORWARD
 
 
-def facts(*shape):
-    return OperandSpec(shape, (1,) * len(shape), torch.int32)
-
-
 @pytest.mark.parametrize("fields", [
     {"d": 96}, {"d": 192}, {"d": 64, "dv": 128}, {"d": 40, "dv": 64}, {"scores": ScoreOptions(softcap=3.0)},
     {"scores": ScoreOptions(dropout_p=0.1)}, {"sequences": Sequences(seqlens_k=facts(1))},
     {"sequences": Sequences(2, None, None, facts(3), facts(3))}, {"mask": window(128, 0)}, {"s": 2000}, {"s": 8200},
-    {"scores": ScoreOptions(sinks=OperandSpec((16,), (1,), torch.float32))}], ids=str)
+    {"scores": ScoreOptions(sinks=OperandSpec((16,), (1,), torch.float32))}, *PLANS.values()], ids=str)
 @pytest.mark.parametrize("kernel", HEURISTICS)
 def test_what_no_table_has_measured_gets_the_heuristics_tile(rows, kernel, fields):
     problem = problem_of(kernel=kernel, **BUSY, **fields)

@@ -7,11 +7,19 @@ import pytest
 import torch
 
 from tilewise.kernels.hopper.forward.config import HopperForwardConfig
-from tilewise.masks import Mask, causal, window
+from tilewise.masks import Mask, causal, chunk, prefix, sink_tokens, window
 from tilewise.problem import AttentionProblem
 from tilewise.problem.options import OperandSpec, ScoreOptions
 from tilewise.problem.sequences import Sequences
 from tilewise.tuning.heuristics_hopper import forward_heuristic
+from tilewise.tuning.schedules_hopper import forward_schedule, schedule_on_grid
+
+DOCUMENTS = ScoreOptions(**{name: OperandSpec((1, 4, 4096), (16384, 4096, 1), torch.int32)
+                            for name in ("documents_q", "documents_k")})
+BOOLEAN = ScoreOptions(mask=OperandSpec((1, 1, 4096, 4096), (4096**2, 4096**2, 4096, 1), torch.bool))
+PLANS = {"documents": {"scores": DOCUMENTS}, "causal_documents": {"mask": causal(), "scores": DOCUMENTS},
+         "boolean": {"scores": BOOLEAN}, "chunk": {"mask": causal() & chunk(1024)}, "prefix": {"mask": prefix(100)},
+         "sink_tokens": {"mask": window(1024, 0) & sink_tokens(4)}}
 
 
 def problem_of(d=64, dv=None, s=4096, mask=None):
@@ -83,3 +91,55 @@ def test_of_packed_sequences_the_mean_length_counts_and_of_deterministic_calls_n
 ], ids=str)
 def test_wide_heads_take_as_many_keys_a_step_as_registers_and_shared_memory_allow(d, dv, config):
     assert forward_heuristic(problem_of(d, dv)) == config
+
+
+@pytest.mark.parametrize("case", PLANS)
+def test_masks_that_begin_anew_along_the_sequence_have_two_warpgroups_and_four_stages_and_others_three(case):
+    problem = replace(problem_of(), b=8, hq=32, hk=32, **PLANS[case])
+    assert forward_heuristic(problem) == (
+        HopperForwardConfig(128, 3, ping_pong=True) if case in ("prefix", "sink_tokens") else
+        HopperForwardConfig(128, 2, kv_stages=4, ping_pong=True))
+    assert forward_heuristic(replace(problem, mask=causal(), scores=ScoreOptions())).consumers == 3
+
+
+@pytest.mark.parametrize("case", ["documents", "causal_documents", "boolean", "chunk", "prefix"])
+def test_with_a_mask_plan_two_warpgroups_have_four_stages_in_few_waves_too(case):
+    problem = replace(problem_of(s=512), b=4, hq=32, hk=32)
+    assert forward_heuristic(replace(problem, mask=causal())) == HopperForwardConfig(128, 2, 2, ping_pong=True)
+    assert forward_heuristic(replace(problem, **PLANS[case])) == HopperForwardConfig(128, 2, 4, ping_pong=True)
+    wider = replace(problem, d=128, dv=128, **PLANS[case])
+    assert forward_heuristic(wider).kv_stages == 2, "there is no room for four"
+
+
+@pytest.mark.parametrize("config", [HopperForwardConfig(128, 2), HopperForwardConfig(128, 3, ping_pong=True)], ids=str)
+@pytest.mark.parametrize("case", PLANS)
+def test_a_mask_plan_freezes_the_maximum_where_a_window_does_not(case, config):
+    problem = replace(problem_of(), **PLANS[case])
+    schedule = schedule_on_grid(problem, config)
+    assert schedule.frozen_max
+    assert not schedule_on_grid(replace(problem, scores=ScoreOptions(softcap=30.0)), config).frozen_max
+    assert not schedule_on_grid(replace(problem, sq=511, sk=511), config).frozen_max
+    assert schedule_on_grid(replace(problem, mask=window(1024, 0), scores=DOCUMENTS), config).frozen_max
+    assert not schedule_on_grid(replace(problem, mask=window(1024, 0), scores=ScoreOptions()), config).frozen_max
+
+
+@pytest.mark.parametrize("case", PLANS)
+def test_tiles_of_a_mask_plan_are_counted_from_the_first_query_and_visit_its_blocks_in_their_order(case):
+    """In float16 and three warpgroups, where a causal call counts from the end and visits the first keys first."""
+    config = HopperForwardConfig(128, 3, ping_pong=True)
+    plain = replace(problem_of(mask=causal()), dtype=torch.float16)
+    for problem, is_plain in ((plain, True), (replace(plain, **PLANS[case]), False)):
+        schedule = schedule_on_grid(problem, config)
+        assert (schedule.tiles_from_end, schedule.skip_padding, schedule.sink_block_first) == (
+            is_plain, not is_plain, is_plain)
+
+
+@pytest.mark.parametrize(("fields", "is_split", "is_packed"), [
+    ({"sq": 4, "hq": 8, "hk": 1}, True, True), ({"sq": 128}, True, False),
+    ({"b": 32, "hq": 64, "hk": 8, "sq": 4}, False, True)], ids=str)
+def test_with_a_mask_plan_no_keys_are_split_and_no_heads_share_a_tile(fields, is_split, is_packed):
+    plain = replace(problem_of(), **fields)
+    schedules = [forward_schedule(problem, HopperForwardConfig(128, 1), 132) for problem in (
+        plain, replace(plain, scores=DOCUMENTS), replace(plain, scores=BOOLEAN))]
+    assert [(schedule.split_kv is not None, schedule.pack_gqa > 1) for schedule in schedules] == [
+        (is_split, is_packed), (False, False), (False, False)]
