@@ -155,8 +155,8 @@ def test_plans_of_tensors_that_died_are_dropped_when_the_next_one_is_kept():
     plan_with(position)
     plan_with(planner, operands)
     assert len(mask_plans._kept) == 2
+    other = documents()  # before the first ones die, whose addresses it would take
     del operands
-    other = documents()
     plan_with(planner, other)
     assert [key[2] for key in mask_plans._kept] == [(), (id(other.documents_q), id(other.documents_k))]
 
