@@ -227,11 +227,17 @@ def test_backward_takes_dropout_with_masks_that_are_no_band(problem):
     (problem_of(sequences=LENGTHS, scores=boolean_of(2, 1, 512, 512)),
      "takes causal masks and windows with lengths that are data, got no mask, mask 2x1x512x512"),
     (problem_of((512, 700), mask=causal("bottom_right") & prefix(3)),
-     "takes prefixes, sink tokens and chunks where queries and keys are as many, got 512 and 700"),
+     "takes prefixes, sink tokens and chunks of as many queries as keys, got 512 and 700 with "
+     "causal(alignment='bottom_right') & prefix(3)"),
     (problem_of((700, 512), mask=window(99, 0, "bottom_right") & sink_tokens(3)),
-     "takes prefixes, sink tokens and chunks where queries and keys are as many, got 700 and 512"),
+     "takes prefixes, sink tokens and chunks of as many queries as keys, got 700 and 512 with "
+     "causal(alignment='bottom_right') & window(99, 0) & sink_tokens(3)"),
     (problem_of((512, 700), mask=causal("top_left") & chunk(64)),
-     "takes prefixes, sink tokens and chunks where queries and keys are as many, got 512 and 700"),
+     "takes prefixes, sink tokens and chunks of as many queries as keys, got 512 and 700 with "
+     "causal(alignment='top_left') & chunk(64)"),
+    (problem_of((512, 512), mask=causal(7) & prefix(3)),
+     "takes prefixes, sink tokens and chunks of as many queries as keys, got 512 and 512 with causal(alignment=7) & "
+     "prefix(3)"),
     (problem_of((92160, 93312), mask=causal("bottom_right"), scores=documents_of(1, 92160, 93312)),
      "takes masks whose plan has up to 1024 MiB, got 1025 MiB"),
     (problem_of((64, 64), b=65536, scores=documents_of(65536, 64, 64)),
@@ -245,6 +251,8 @@ def test_masks_without_a_plan_are_refused_in_both_passes(problem, reason):
 @pytest.mark.parametrize(("problem", "reason"), [
     (problem_of(mask=prefix(3), deterministic=True), "takes, in its backward pass, causal masks and windows where "
                                                      "deterministic=True, got causal() & prefix(3)"),
+    (problem_of(scores=documents_of(), deterministic=True),
+     "takes, in its backward pass, causal masks and windows where deterministic=True, got no mask, documents"),
     (problem_of(dims=(256, 256), scores=documents_of()), "takes, in its backward pass, head dims up to 128 with masks "
                                                          "other than causal ones and windows, got 256 and 256"),
     (problem_of(dims=(64, 136), mask=prefix(3)), "takes, in its backward pass, head dims up to 128 with masks other "

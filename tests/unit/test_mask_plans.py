@@ -185,6 +185,14 @@ def test_of_too_many_bytes_the_oldest_plan_goes_and_the_last_one_stays(monkeypat
     assert [key[0] for key in mask_plans._kept] == [first]
 
 
+def test_a_plan_in_use_is_kept_before_one_that_is_not(monkeypatch):
+    monkeypatch.setattr(mask_plans, "MOST_BYTES", 100)
+    first, second, third = Planner(40), Planner(60), Planner(41)
+    for planner in (first, second, first, third):
+        plan_with(planner)
+    assert [key[0] for key in mask_plans._kept] == [first, third]
+
+
 def test_clear_caches_drops_every_plan():
     planner, operands = Planner(), documents()
     plan_with(planner, operands)

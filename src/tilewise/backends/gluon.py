@@ -262,9 +262,9 @@ def _wrong_options(problem: AttentionProblem) -> str | None:
 def _wrong_mask(problem: AttentionProblem) -> str | None:
     """Say why the mask, which is no band, has no plan (kernels/triton/mask_plan.py)."""
     scores = problem.scores
+    got = ", ".join(part for part in (str(problem.mask), str(scores)) if part)
     if scores.mask_function is not None or problem.sequences.are_data:
         with_lengths = "" if scores.mask_function is not None else " with lengths that are data"
-        got = ", ".join(part for part in (str(problem.mask), str(scores)) if part)
         return f"takes causal masks and windows{with_lengths}, got {got}"
     # A key that no query sees may lie among the others where query i does not stand on key i.
     if problem.mask.has_exceptions and (problem.sq != problem.sk or problem.mask.offset(problem.sq, problem.sk)):
@@ -272,7 +272,7 @@ def _wrong_mask(problem: AttentionProblem) -> str | None:
                 f"with {problem.mask}")
     if problem.direction == "backward":
         if problem.deterministic:
-            return f"takes, in its backward pass, causal masks and windows where deterministic=True, got {problem.mask}"
+            return f"takes, in its backward pass, causal masks and windows where deterministic=True, got {got}"
         if max(problem.d, problem.dv) > WIDEST_WITH_EVERY_OPTION:
             return (f"takes, in its backward pass, head dims up to {WIDEST_WITH_EVERY_OPTION} with masks other than "
                     f"causal ones and windows, got {problem.d} and {problem.dv}")

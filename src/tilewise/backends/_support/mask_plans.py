@@ -83,6 +83,7 @@ def mask_plan(planner: "MaskPlanner", operands: Operands, allocate: Allocate) ->
     key = planner, raw_stream()(planner.problem.device.index), tuple(map(id, sources))
     known = _kept.get(key)
     if known is not None and known.is_of(sources):
+        _kept.move_to_end(key)
         return known.plan
     plan = planner(operands, allocate)
     _keep(key, _Kept(plan, sources))
@@ -98,7 +99,7 @@ def _sources(operands: Operands) -> tuple[torch.Tensor, ...] | None:
 
 
 def _keep(key: Any, made: _Kept) -> None:
-    """Keep a plan, and drop the oldest ones beside it that are too much memory, and those of tensors that are gone."""
+    """Keep a plan; drop those beside it that were not used for longest and are too much memory, or of dead tensors."""
     _kept[key] = made
     _kept.move_to_end(key)
     for other, kept in list(_kept.items()):
