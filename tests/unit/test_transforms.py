@@ -6,6 +6,7 @@ from torch.autograd import forward_ad
 
 from tilewise import UnsupportedProblem, attention, attention_decode, attention_varlen, causal
 from tilewise.autograd.op import forward_op, forward_plain_op
+from tilewise.problem.options import OperatorOptions
 
 TANGENT = r"forward mode \(torch.func.jvp, jacfwd, make_dual\) asks for a tangent.*Pass double_backward=True"
 FUNCTIONAL = r"torch.func \(grad, vjp, jacrev, or vmap of a call with a gradient\).*Pass double_backward=True"
@@ -81,7 +82,7 @@ def test_entries_are_mapped_and_refused_where_one_needs_a_gradient():
 def test_an_operator_by_its_own_name_is_refused_where_a_gradient_would_be_lost():
     q, k, v = tensors_of()
     plain = (None, None, None, None, False, None)
-    whole = (*[None] * 13, [], [], *[None] * 7, None, 0.0, False, None, None, None, None, False, None)
+    whole = (*[None] * 13, [], [], *OperatorOptions(*[None] * 4))
     for op, options in ((forward_plain_op, plain), (forward_op, whole)):
         op(q, k, v, *options)
         with pytest.raises(UnsupportedProblem, match="and an operator by its own name"):

@@ -291,7 +291,7 @@ def _wrong_options(problem: AttentionProblem) -> str | None:
         return "promises no bits that are the same in every batch, and a deterministic result was asked for"
     if problem.lse_grad:
         return "has no gradient through lse"
-    if scores.dropout_p:
+    if scores.dropout_p or scores.dropout_origin_q or scores.dropout_origin_k:
         return "takes no dropout: cuDNN draws the pairs to drop in its own way, and a seed would mean another draw"
     if scores.alibi_slopes is not None:
         return "takes no ALiBi slopes: cuDNN makes its own of the number of heads; a bias can hold them"

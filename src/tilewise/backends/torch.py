@@ -122,7 +122,8 @@ def _option(scores: ScoreOptions) -> str | None:
     """Name an option that is more than scale and band; torch's operators know of none, or give no lse with it."""
     options = {"bias": scores.bias is not None, "ALiBi slopes": scores.alibi_slopes is not None,
                "mask tensor": scores.mask is not None, "softcap": scores.softcap is not None,
-               "sinks": scores.sinks is not None, "dropout": scores.dropout_p > 0.0, "max_logit": scores.max_logit,
+               "sinks": scores.sinks is not None, "max_logit": scores.max_logit,
+               "dropout": bool(scores.dropout_p or scores.dropout_origin_q or scores.dropout_origin_k),
                "documents": scores.documents_q is not None,
                "score function": scores.score_function is not None, "mask function": scores.mask_function is not None}
     return next((name for name, is_there in options.items() if is_there), None)
