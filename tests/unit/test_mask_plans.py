@@ -1,6 +1,7 @@
 """Which calls share a mask plan, how large a plan may be, and of which queries and keys it is; without a GPU."""
 
 import sys
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -9,6 +10,8 @@ import torch
 
 from tilewise.backends._support import mask_plans
 from tilewise.backends._support.mask_plans import mask_plan, plan_bytes, planner_of, too_large
+from tilewise.kernels.hooks import compile_only
+from tilewise.kernels.hopper.launch import STREAM_OF_THREAD
 from tilewise.masks import Mask, Span, causal, prefix, window
 from tilewise.problem import AttentionProblem
 from tilewise.problem.options import NO_OPERANDS, Operands, OperandSpec, ScoreOptions
@@ -183,6 +186,46 @@ def test_of_too_many_bytes_the_oldest_plan_goes_and_the_last_one_stays(monkeypat
     assert huge.calls == 1
     plan_with(first)
     assert [key[0] for key in mask_plans._kept] == [first]
+
+
+def test_a_stream_of_each_thread_has_no_plans(gpu):
+    """One handle stands for several streams, and a plan of one may not be there yet for another."""
+    gpu.stream, planner = STREAM_OF_THREAD, Planner()
+    for _ in range(2):
+        plan_with(planner)
+    assert planner.calls == 2
+    assert not mask_plans._kept
+
+
+def test_calls_that_are_compiled_alone_launch_every_kernel_each_time():
+    """Those of a mask by position have the same planner: a plan that was kept would hide its kernels from the next."""
+    planner = Planner()
+    with compile_only(lambda name, compile_kernel, file=None: None):
+        for _ in range(2):
+            plan_with(planner)
+    assert planner.calls == 2
+    assert not mask_plans._kept, "nothing is in such a plan"
+
+
+def test_threads_share_plans_and_may_drop_them_all_the_while(monkeypatch):
+    monkeypatch.setattr(mask_plans, "MOST_BYTES", 100)
+    planners, failures = [Planner(40) for _ in range(4)], []
+
+    def work():
+        try:
+            for number in range(3000):
+                plan_with(planners[number % 4])
+                if number % 100 == 0:
+                    clear_caches()
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
 
 
 def test_a_plan_in_use_is_kept_before_one_that_is_not(monkeypatch):

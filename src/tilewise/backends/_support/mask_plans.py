@@ -8,13 +8,14 @@ is the caller's own, and may be written at any time: its plan is built in every 
 
 import math
 import weakref
-from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tilewise.backends._support.memory import Allocate
 from tilewise.kernels.driver import raw_stream
+from tilewise.kernels.hooks import take_of_kernels
+from tilewise.kernels.hopper.launch import STREAM_OF_THREAD
 from tilewise.masks import Span
 from tilewise.problem import AttentionProblem
 from tilewise.problem.options import Operands
@@ -27,7 +28,7 @@ MOST_PLAN_BYTES = 2**30  # of a plan's bits: of one mask, 92 thousand queries an
 MOST_MASKS, MOST_POSITIONS = 2**16 - 1, 2**22  # of a launch's grid
 Plan = tuple[torch.Tensor, torch.Tensor]  # lists and bits
 MOST_BYTES = 2**29  # of all plans that are kept, but for the last one
-_kept: "OrderedDict[Any, _Kept]" = registered(OrderedDict())
+_kept: "dict[Any, _Kept]" = registered({})  # in the order of their last use
 
 
 class _Kept:
@@ -74,16 +75,18 @@ def planner_of(problem: AttentionProblem, *, rows: int, columns: int) -> "MaskPl
 def mask_plan(planner: "MaskPlanner", operands: Operands, allocate: Allocate) -> Plan:
     """Return the lists and bits of a call's mask: those of an earlier call, or new ones.
 
-    Plans belong to the stream that they were built on. A captured graph may be replayed when tensors hold something
-    else, and its calls build their own.
+    Plans belong to the stream that they were built on, and to none where a handle stands for several streams. A
+    captured graph may be replayed when tensors hold something else, and its calls build their own. So do those of
+    which kernels are compiled alone: nothing is in such a plan, and every kernel is to be seen.
     """
-    sources = _sources(operands)
-    if sources is None or torch.cuda.is_current_stream_capturing():
+    sources, stream = _sources(operands), raw_stream()(planner.problem.device.index)
+    if (sources is None or stream == STREAM_OF_THREAD or torch.cuda.is_current_stream_capturing()
+            or take_of_kernels() is not None):
         return planner(operands, allocate)
-    key = planner, raw_stream()(planner.problem.device.index), tuple(map(id, sources))
-    known = _kept.get(key)
+    key = planner, stream, tuple(map(id, sources))
+    known = _kept.pop(key, None)
     if known is not None and known.is_of(sources):
-        _kept.move_to_end(key)
+        _kept[key] = known  # the last one used
         return known.plan
     plan = planner(operands, allocate)
     _keep(key, _Kept(plan, sources))
@@ -99,11 +102,15 @@ def _sources(operands: Operands) -> tuple[torch.Tensor, ...] | None:
 
 
 def _keep(key: Any, made: _Kept) -> None:
-    """Keep a plan; drop those beside it that were not used for longest and are too much memory, or of dead tensors."""
+    """Keep a plan; drop those beside it that were not used for longest and are too much memory, or of dead tensors.
+
+    Threads may come between any two lines: what another one has dropped is no error, and what it misses is built again.
+    """
+    others = reversed(list(_kept.items()))
     _kept[key] = made
-    _kept.move_to_end(key)
-    for other, kept in list(_kept.items()):
-        if any(source() is None for source in kept.sources):
+    room = MOST_BYTES - made.bytes
+    for other, kept in others:
+        is_dead = any(source() is None for source in kept.sources)
+        room -= 0 if is_dead else kept.bytes
+        if is_dead or room < 0:
             _kept.pop(other, None)
-    while len(_kept) > 1 and sum(kept.bytes for kept in _kept.values()) > MOST_BYTES:
-        _kept.popitem(last=False)

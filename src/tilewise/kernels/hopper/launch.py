@@ -12,7 +12,7 @@ from tilewise.problem import AttentionProblem
 # Counters allocated for captured graphs, and those of each device that are left: each is given out once.
 _SPARES = 4096
 _SPARE: dict[torch.device, Iterator[torch.Tensor]] = {}
-_STREAM_OF_THREAD = 2  # cudaStreamPerThread: one handle, by which each thread of the host means a stream of its own
+STREAM_OF_THREAD = 2  # cudaStreamPerThread: one handle, by which each thread of the host means a stream of its own
 # A warpgroup is four warps. Contracting a·b + c into one rounding is what the softmax's cost counts on; Triton 3.10
 # changes the default, and 3.9 warns of it.
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
@@ -55,7 +55,7 @@ def counter_of(device: torch.device) -> torch.Tensor:
     """
     if not torch.cuda.is_current_stream_capturing():
         stream = raw_stream()(device.index)
-        if stream != _STREAM_OF_THREAD:
+        if stream != STREAM_OF_THREAD:
             return _counter_of_stream(device, stream)
         return torch.zeros(1, dtype=torch.int32, device=device)
     spare = next(_SPARE.get(device, iter(())), None)
