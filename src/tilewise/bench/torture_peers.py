@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tilewise.api import attention, attention_varlen, explain
 from tilewise.bench.peers import peer_providers
 from tilewise.bench.providers import AUTOMATIC, Provider, torch_providers
+from tilewise.bench.torture_flex import flex_implementation
 from tilewise.errors import InvalidInput
 from tilewise.masks import Mask, causal
 from tilewise.support.names import BACKENDS
@@ -72,7 +73,7 @@ def implementation_named(name: str) -> Implementation:
     if (path := path_of_implementation(name)) is not None:
         return _imported(name, *path)
     if name == "flex":
-        return _flex()
+        return flex_implementation()
     if name in _SDPA:
         return _sdpa(name)
     return _dense() if name == "naive" else _flash_attn(name)
@@ -191,42 +192,6 @@ def _sdpa(name: str) -> Implementation:
         return None if taken else f"torch says that it does not take the call: {said or 'without a reason'}"
 
     return Implementation(name, attend, takes, why_not=why_not)
-
-
-def _flex() -> Implementation:
-    """Return FlexAttention as its users compile it: once, for whatever shapes come."""
-    compiled: list[Any] = []
-    causal_masks: dict[tuple[int, int, int], Any] = {}  # made once: a captured call could not
-
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float, alignment: Any =
-               "top_left", mask: torch.Tensor | None = None) -> torch.Tensor:
-        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-        if not compiled:
-            # A shape more may be a compilation more; past torch's limit a call would not be compiled any more.
-            config: Any = importlib.import_module("torch._dynamo.config")
-            config.recompile_limit = config.accumulated_recompile_limit = 1000
-            compiled.append(torch.compile(flex_attention))
-        (sq, sk), block_mask = (q.shape[2], k.shape[2]), None
-        offset = sk - sq if alignment == "bottom_right" else 0
-        if causal:
-            if (sq, sk, offset) not in causal_masks:
-                causal_masks[sq, sk, offset] = create_block_mask(
-                    lambda b, h, i, j: i + offset >= j, None, None, sq, sk, device=str(q.device))
-            block_mask = causal_masks[sq, sk, offset]
-        elif mask is not None:
-            seen, entries, heads = mask, mask.shape[0] - 1, mask.shape[1] - 1
-            block_mask = create_block_mask(
-                lambda b, h, i, j: seen[b * bool(entries), h * bool(heads), i, j], mask.shape[0] if entries else None,
-                mask.shape[1] if heads else None, sq, sk, device=str(q.device))
-        out: torch.Tensor = compiled[0](q, k, v, block_mask=block_mask, scale=scale,
-                                        enable_gqa=q.shape[1] != k.shape[1])
-        return out
-
-    # Head dims by its documentation; its lse is left out, which costs a compilation a shape.
-    return Implementation("flex", attend, Takes(
-        head_dims=(16, 32, 64, 128, 256, 192), other_value_dim=True, alignments=("top_left", "bottom_right"),
-        grouped_heads=True, masks=True, nothing=False))
 
 
 def _flash_attn(name: str) -> Implementation:
