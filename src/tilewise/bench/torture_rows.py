@@ -53,7 +53,7 @@ def row_of(result: Result, dtype: str, origin: Provenance) -> TortureRow:
     """Return a result as a row."""
     return TortureRow(
         group=result.group, check=result.check, implementation=result.implementation,
-        version=_version(result.implementation), dtype=dtype, status=result.status,
+        version=version_of(result.implementation), dtype=dtype, status=result.status,
         sentence=" ".join(result.sentence.split()), issue=result.issue, seconds=f"{result.seconds:.2f}",
         **asdict(origin))
 
@@ -67,7 +67,8 @@ def write_torture_rows(path: Path, rows: Iterable[TortureRow]) -> None:
         writer.writerows(asdict(row) for row in rows)
 
 
-def _version(implementation: str) -> str:
+def version_of(implementation: str) -> str:
+    """Return the version of an implementation's own package; "" where that is torch, this one or not here."""
     try:
         return importlib.metadata.version(_DISTRIBUTIONS[implementation]) if implementation in _DISTRIBUTIONS else ""
     except importlib.metadata.PackageNotFoundError:
