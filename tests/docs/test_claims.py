@@ -129,11 +129,13 @@ def limits():
         ("tilewise:cuda_ieee", (("forward", 64), ("backward", 64), ("forward", 128), ("backward", 128)),
          "{} times as fast as that operator forward and {} times backward at head dim 64; {} and {} times at 128"),
         ("tilewise:triton", (("forward", None), ("backward", None)), "{} times as fast forward, {} times backward"))]
+    ieee_over_triton = between(("fp32",), "tilewise:cuda_ieee", "tilewise:triton", None, None)
     (slowest,) = [ratio for ratio in ratios(("paper-triton",), ("sdpa_flash",)) if ratio < 1]
     of_packed = ratios(PACKED_KV, ("varlen_attn",), "backward")
     behind = len(of_packed) - ahead(of_packed)
     mean, least = mean_and_least(found)
     return [*packed_kv(), f"{of_cells(found)}; geometric mean {mean}, least {least}", *efficient,
+            f"and {ieee_over_triton} times as fast as `triton`",
             *host("forward", "forward_backward"), f"under a causal mask: {slowest:.3f} times as fast",
             f"the backward pass of {behind} of the {len(of_packed)} packed cells", *on_an_h100()]
 
