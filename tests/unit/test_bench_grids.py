@@ -16,7 +16,7 @@ from tilewise.bench.grids import (
     shape_case,
 )
 from tilewise.errors import InvalidInput
-from tilewise.masks import causal
+from tilewise.masks import causal, chunk, prefix, sink_tokens, window
 from tilewise.problem import AttentionProblem
 from tilewise.testing.inputs import make_inputs, make_operands
 
@@ -68,6 +68,17 @@ def test_the_options_grid_has_the_plain_call_and_each_option_alone_at_both_lengt
         ("", "", 30.0, False, 0.0, "", "", ()), ("", "", None, True, 0.0, "", "", ("sinks",)),
         ("", "", None, False, 0.1, "", "", ()), ("", "", None, False, 0.0, "11qk", "", ()),
         ("", "", None, False, 0.0, "", "mixed", ())]
+
+
+def test_the_masks_grid_has_the_causal_call_and_each_kind_of_mask_at_both_lengths():
+    cells = [cell.case for cell in grid_cells(["masks"])]
+    assert {(case.hq, case.hk, case.sk, case.d, case.layout) for case in cells} == {
+        (16, 16, s, 128, "bshd") for s in (4096, 8192)}
+    for b, s, own in ((4, 4096, cells[:5]), (2, 8192, cells[5:])):
+        near = causal() & window(s // 4 - 1, 0) & sink_tokens(4)
+        assert [(case.b, case.sq, case.mask, case.mask_tensor) for case in own] == [
+            (b, s, mask, "") for mask in (causal(), prefix(s // 4), causal() & chunk(s // 4), near)] + [
+            (b, s, causal(), "11qk")]
 
 
 def test_the_packed_grid_holds_32k_tokens_in_16_documents_of_mixed_lengths():

@@ -16,13 +16,15 @@ from tilewise.bench.plan import blank_row
 from tilewise.bench.provenance import provenance
 from tilewise.bench.providers import DenseProvider, TilewiseProvider, own_providers, torch_providers
 from tilewise.dispatch import get_backend
-from tilewise.masks import causal, window
+from tilewise.masks import causal, chunk, prefix, sink_tokens, window
 from tilewise.problem.options import Operands
 from tilewise.testing.cases import Case, case_named
 
 CPU = torch.device("cpu")
 PLAIN = shape_case(2, (4, 2), (33, 33), (16, 16), CAUSAL, "bshd")
 CELLS = [Cell("options", case, torch.float32, learned) for case, learned in priced(PLAIN)]
+# What the grid of masks has beside causal.
+KINDS = [prefix(9), causal() & chunk(8), causal() & window(7, 0) & sink_tokens(4)]
 ORIGIN = provenance(CPU, "")
 KNOWN = {provider.name: provider for provider in (*own_providers(), *torch_providers(), *peer_providers())}
 
@@ -90,6 +92,17 @@ def test_torch_gets_bias_and_masks_as_one_tensor(fields, learned):
     case = replace(PLAIN, **fields)
     cell = Cell("options", case, torch.float32, ("bias",) if learned and case.bias else ())
     assert checked(KNOWN["sdpa_math"], cell, "backward").status == "ok"
+
+
+@pytest.mark.parametrize("mask", KINDS, ids=str)
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_masks_by_position_are_a_tensor_for_kernels_of_torch_that_take_one(mask, direction):
+    cell = Cell("masks", replace(PLAIN, mask=mask), torch.float32)
+    assert checked(KNOWN["sdpa_math"], cell, direction).status == "ok"
+    for name in ("sdpa_efficient", "sdpa_cudnn"):
+        assert KNOWN[name].reason_against(cell, direction, CPU) is None
+    reason = KNOWN["sdpa_flash"].reason_against(cell, direction, CPU)
+    assert reason == f"takes no mask or top-left causal without a dense (sq, sk) mask tensor, got {mask}"
 
 
 def test_torch_gets_no_mask_tensor_that_nobody_asked_for(monkeypatch):
@@ -273,6 +286,13 @@ class TestFlex:
     def test_packed_sequences_are_its_documents(self, direction, mask):
         cell = Cell("packed", packed_case((4, 2), (9, 1, 0, 21), 16, mask), torch.float32)
         row = checked(FlexProvider(), cell, direction)
+        assert (row.status, row.reason) == ("ok", "")
+
+    @pytest.mark.parametrize("direction", ["forward", "backward"])
+    @pytest.mark.parametrize("mask", [*KINDS, chunk(8, "bottom_right") & window(5, 3)], ids=str)
+    def test_masks_by_position_are_its_mask_function(self, mask, direction):
+        row = checked(FlexProvider(), Cell("masks", replace(PLAIN, sk=40 if mask.alignment else 33, mask=mask),
+                                           torch.float32), direction)
         assert (row.status, row.reason) == ("ok", "")
 
     @pytest.mark.parametrize("direction", ["forward", "backward"])

@@ -109,16 +109,17 @@ def _document_ids(case: Case, operands: Operands) -> tuple[torch.Tensor, torch.T
 
 def _mask_function(case: Case, mask: torch.Tensor | None, ids: tuple[torch.Tensor, torch.Tensor] | None) -> Any:
     band = case.mask.band(case.sq, case.sk)
-    lower, upper = band.lower, band.upper
     visible_at = None if mask is None else _lookup(mask)
     id_of_query, id_of_key = (None, None) if ids is None else map(_lookup, ids)
 
     def visible(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
         seen = torch.ones_like(j, dtype=torch.bool)
-        if lower is not None:
-            seen = seen & (j - i >= lower)
-        if upper is not None:
-            seen = seen & (j - i <= upper)
+        if band.lower is not None:
+            seen = seen & ((j - i >= band.lower) | (j < (band.sink_tokens or 0)))
+        if band.upper is not None:
+            seen = seen & ((j - i <= band.upper) | (j < (band.prefix or 0)))
+        if band.chunk is not None:
+            seen = seen & ((i + band.offset) // band.chunk == j // band.chunk)
         if visible_at is not None:
             seen = seen & visible_at(b, h, i, j)
         if id_of_query is not None and id_of_key is not None:

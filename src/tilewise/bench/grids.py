@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tilewise.bench.mask_text import format_mask
-from tilewise.masks import Mask, causal
+from tilewise.masks import Mask, causal, chunk, prefix, sink_tokens, window
 from tilewise.problem import AttentionProblem
 from tilewise.problem.decode import DecodeOptions, DecodeProblem, decode_problem, specs_of_inputs
 from tilewise.support.names import DTYPES
@@ -176,6 +176,17 @@ def _options() -> list[tuple[Case, torch.dtype, tuple[str, ...]]]:
             for case, learned in priced(_square(b, 16, s, 128, CAUSAL, "bshd"))]
 
 
+def _masks() -> list[tuple[Case, torch.dtype]]:
+    # Kinds of masks in place of the options: each hides by position what it leaves of a quarter of the sequence, but
+    # for the boolean tensor, which any kernel has to read.
+    cells = []
+    for b, s in ((4, 4096), (2, 8192)):
+        kinds = (CAUSAL, prefix(s // 4), CAUSAL & chunk(s // 4), CAUSAL & window(s // 4 - 1, 0) & sink_tokens(4))
+        cells += [_square(b, 16, s, 128, mask, "bshd") for mask in kinds]
+        cells.append(replace(cells[-4], name=f"{cells[-4].name}_mask_tensor", mask_tensor="11qk"))
+    return [(case, torch.bfloat16) for case in cells]
+
+
 def _packed() -> list[tuple[Case, torch.dtype]]:
     return [(packed_case(heads, _PACKED_LENGTHS, d, mask), torch.bfloat16)
             for heads, d in (((16, 16), 128), ((32, 8), 128), ((32, 32), 64)) for mask in (FULL, causal("top_left"))]
@@ -207,5 +218,5 @@ _Entry = (tuple[Case, torch.dtype] | tuple[Case, torch.dtype, tuple[str, ...]]
           | tuple[Case, torch.dtype, tuple[str, ...], bool])
 GRIDS: dict[str, Callable[[], Sequence[_Entry]]] = {
     "cpu": _cpu, "paper": _paper, "seeds": _seeds, "gqa": _gqa, "fp32": _fp32, "options": _options, "packed": _packed,
-    "packed-kv": _packed_kv, "decode": _decode,
+    "packed-kv": _packed_kv, "masks": _masks, "decode": _decode,
 }

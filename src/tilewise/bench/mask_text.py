@@ -1,14 +1,16 @@
 """Masks as one line of text, both ways: what a flag takes and a row of results holds.
 
 Examples: "none", "causal", "causal:bottom_right", "window:1023,0", "window:15,inf:top_left",
-"causal & window:1023,0".
+"causal & window:1023,0", "prefix:512", "causal & chunk:8192", "window:1023,0 & sink_tokens:4".
 """
 
 from typing import cast
 
 from tilewise.errors import InvalidInput
-from tilewise.masks import Alignment, Mask, causal, window
+from tilewise.masks import Alignment, Mask, causal, chunk, prefix, sink_tokens, window
 from tilewise.support.names import MASK_FORMS
+
+_COUNTED = {"prefix": prefix, "chunk": chunk}
 
 
 def parse_mask(text: str) -> Mask:
@@ -34,11 +36,15 @@ def format_mask(mask: Mask) -> str:
     """
     if not mask.is_bounded:
         return "none"
-    alignment = "" if mask.alignment is None else f":{mask.alignment}"
+    parts = [f"{name}:{count}" for name in ("prefix", "chunk", "sink_tokens")
+             if (count := getattr(mask, name)) is not None]
     if mask.left is None and mask.right == 0:
-        return f"causal{alignment}"
-    sides = ",".join("inf" if side is None else str(side) for side in (mask.left, mask.right))
-    return f"window:{sides}{alignment}"
+        if mask.prefix is None:
+            parts.insert(0, "causal")
+    elif mask.left is not None or mask.right is not None:
+        sides = ",".join("inf" if side is None else str(side) for side in (mask.left, mask.right))
+        parts.insert(0, f"window:{sides}")
+    return " & ".join((parts[0] if mask.alignment is None else f"{parts[0]}:{mask.alignment}", *parts[1:]))
 
 
 def _parse_part(part: str) -> Mask:
@@ -47,11 +53,16 @@ def _parse_part(part: str) -> Mask:
         return Mask()
     if kind == "causal" and len(details) <= 1:
         return causal(cast("Alignment | None", details[0] if details else None))
-    if kind == "window" and 1 <= len(details) <= 2:
+    if kind == "sink_tokens" and len(details) == 1 and details[0].isdecimal():
+        return sink_tokens(int(details[0]))
+    if 1 <= len(details) <= 2:
+        alignment = cast("Alignment | None", details[1] if len(details) == 2 else None)
+        if kind in _COUNTED and details[0].isdecimal():
+            return _COUNTED[kind](int(details[0]), alignment)
         sides = details[0].split(",")
-        if len(sides) == 2:
+        if kind == "window" and len(sides) == 2:
             left, right = (_parse_side(side.strip(), part) for side in sides)
-            return window(left, right, cast("Alignment | None", details[1] if len(details) == 2 else None))
+            return window(left, right, alignment)
     raise InvalidInput(f"mask is {part!r}; allowed are {MASK_FORMS}.")
 
 

@@ -202,11 +202,9 @@ class SdpaProvider(Provider):
         return None
 
     def why_not(self, cell: Cell, direction: Direction, device: torch.device) -> str | None:
-        """Refuse masks that torch takes only as a dense tensor."""
-        mask, square = cell.case.mask, cell.case.sq == cell.case.sk
-        plain = mask == FULL or (mask.left is None and mask.right == 0 and (square or mask.alignment == "top_left"))
-        if not plain:
-            return f"takes no mask or top-left causal without a dense (sq, sk) mask tensor, got {mask}"
+        """Refuse masks that the backend would need as a dense tensor, if it takes none."""
+        if not _is_torchs(cell.case) and "mask_tensor" not in self.options:
+            return f"takes no mask or top-left causal without a dense (sq, sk) mask tensor, got {cell.case.mask}"
         if cell.case.dropout_p and device.type == "cpu" and not self.dense:
             return "has dropout on GPUs only"
         return _too_large(cell, device) if self.dense else None
@@ -251,14 +249,14 @@ def torch_providers() -> list[Provider]:
 def _attn_mask(cell: Cell, operands: Operands, device: torch.device) -> Callable[[], torch.Tensor] | None:
     """Return what makes torch's attn_mask in a call: bias, boolean mask, documents and the cell's mask in one tensor.
 
-    torch takes no ``is_causal`` beside it. A bias that gets a gradient is joined with the masks in every call, as its
-    users have to; any other, and the masks alone, once.
+    torch takes no ``is_causal`` beside it. None = it needs no such tensor. A bias that gets a gradient is joined with
+    the masks in every call, as its users have to; any other, and the masks alone, once.
     """
     case, bias, mask = cell.case, operands.bias, call_options(cell.case, operands)["mask"]
     visible: torch.Tensor | None = None
     if isinstance(mask, TensorMask):
         visible = mask.visible(case.sq, case.sk)
-    elif bias is None:
+    elif bias is None and _is_torchs(case):
         return None
     elif mask != FULL:
         visible = mask.visible(case.sq, case.sk, device)
@@ -273,6 +271,13 @@ def _attn_mask(cell: Cell, operands: Operands, device: torch.device) -> Callable
         return joined
     once = joined()
     return lambda: once
+
+
+def _is_torchs(case: Case) -> bool:
+    """Whether torch has the mask without a tensor: none, or causal aligned at the top left."""
+    mask = case.mask
+    is_causal = mask.left is None and mask.right == 0 and not mask.has_exceptions
+    return mask == FULL or (is_causal and (case.sq == case.sk or mask.alignment == "top_left"))
 
 
 def _too_large(cell: Cell, device: torch.device) -> str | None:

@@ -2,11 +2,12 @@
 
 BACKENDS = ("gluon", "triton", "cuda", "cuda_ieee", "torch", "cudnn", "reference")
 DTYPES = ("float16", "bfloat16", "float32", "float64")
-MASK_FORMS = "none, causal[:ALIGNMENT], window:LEFT,RIGHT[:ALIGNMENT], or two of them joined by '&'"
+MASK_FORMS = ("none, causal[:ALIGNMENT], window:LEFT,RIGHT[:ALIGNMENT], prefix:KEYS[:ALIGNMENT], "
+              "chunk:LENGTH[:ALIGNMENT], sink_tokens:KEYS, or some of them joined by '&'")
 # GPUs that kernels are compiled for where they are not: what compile_ahead/gpu.py describes.
 GPUS = ("a100-40gb", "a100-80gb", "h100", "h100-pcie", "h200", "gh200", "b200")
 # Of the benchmarks: what bench/grids.py, bench/timing.py, bench/plan.py and bench/torture_peers.py have.
-GRIDS = ("cpu", "paper", "seeds", "gqa", "fp32", "options", "packed", "packed-kv", "decode")
+GRIDS = ("cpu", "paper", "seeds", "gqa", "fp32", "options", "packed", "packed-kv", "masks", "decode")
 REGIMES = ("duty", "dense", "sustained", "turns")
 _OURS = ("tilewise", *(f"tilewise:{name}" for name in BACKENDS))
 _OF_TORCH = ("naive", "sdpa_math", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn")
