@@ -2,9 +2,9 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
-
-import pytest
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = {path.relative_to(ROOT).as_posix(): path.read_text("utf-8")
@@ -23,59 +23,67 @@ LONG_SIGNATURES = ("src/tilewise/api.py", "src/tilewise/decode.py", "src/tilewis
                    "src/tilewise/integrations/flash_attn_cute.py", "src/tilewise/integrations/diffusers.py")
 
 
-def functions(name):
-    return [node for node in ast.walk(ast.parse(SOURCES[name]))
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+class Function(NamedTuple):
+    """What the limits are about; ``lines`` are those from ``def`` to the end without the docstring, which is no burden.
+
+    ``positional`` parameters are those that a kernel has, ``named`` all but self and cls.
+    """
+
+    name: str
+    is_kernel: bool
+    lines: int
+    positional: int
+    named: int
 
 
-def is_kernel(function):
-    return any("jit" in ast.unparse(decorator) for decorator in function.decorator_list)
+@cache
+def functions():
+    """Return the functions of each file; a syntax tree is not kept, since all files' slow every later collection."""
+    return {name: [described(node) for node in ast.walk(ast.parse(text))
+                   if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))] for name, text in SOURCES.items()}
 
 
-def length(function):
-    """Lines of code from ``def`` to the end, without the docstring: a good docstring is no burden."""
-    docstring = function.body[0] if ast.get_docstring(function) else None
-    return function.end_lineno - function.lineno + 1 - (docstring.end_lineno - docstring.lineno + 1 if docstring else 0)
+def described(node):
+    is_kernel = any("jit" in ast.unparse(decorator) for decorator in node.decorator_list)
+    docstring = node.body[0] if ast.get_docstring(node) else None
+    lines = node.end_lineno - node.lineno + 1 - (docstring.end_lineno - docstring.lineno + 1 if docstring else 0)
+    arguments = node.args
+    named = [one.arg for one in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+    return Function(node.name, is_kernel, lines, len(arguments.args),
+                    len([name for name in named if name not in ("self", "cls")]))
 
 
+def package_functions(is_kernel):
+    """Return (file, function) of the package's kernels, or of all else."""
+    return [(name, function) for name in PACKAGE for function in functions()[name] if function.is_kernel is is_kernel]
+
+
+# A test is of all files: each process of the suite collects every test, and would parse them all to do so.
 def test_guards_see_the_package():
     assert len(PACKAGE) > 15
-    assert any(is_kernel(function) for name in PACKAGE for function in functions(name))
-    assert {name.split("/")[3] for name in KERNELS} == {"hopper", "triton"}
+    assert len(package_functions(False)) > 1000
+    assert {name.split("/")[3] for name, _ in package_functions(True)
+            if name.startswith("src/tilewise/kernels/")} == {"hopper", "triton"}
 
 
-@pytest.mark.parametrize("name", [name for name in SOURCES if functions(name)])
-def test_functions_are_short(name):
+def test_functions_are_short():
     limits = {True: KERNEL_LINES, False: HOST_LINES}
-    too_long = {function.name: length(function) for function in functions(name)
-                if length(function) > limits[is_kernel(function)]}
-    assert too_long == {}
+    assert [(name, function) for name, own in functions().items() for function in own
+            if function.lines > limits[function.is_kernel]] == []
 
 
-@pytest.mark.parametrize("name", [name for name in PACKAGE if name not in LONG_SIGNATURES and functions(name)])
-def test_host_functions_take_at_most_8_parameters(name):
-    def count(function):
-        arguments = function.args
-        names = [a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
-        return len([argument for argument in names if argument not in ("self", "cls")])
-
-    host = [function for function in functions(name) if not is_kernel(function)]
-    assert {function.name: count(function) for function in host if count(function) > PARAMETERS} == {}
+def test_host_functions_take_at_most_8_parameters():
+    assert [(name, function) for name, function in package_functions(False)
+            if name not in LONG_SIGNATURES and function.named > PARAMETERS] == []
 
 
-KERNELS = [name for name in PACKAGE if name.startswith("src/tilewise/kernels/")
-           and any(is_kernel(function) for function in functions(name))]
+def test_kernels_and_their_helpers_take_at_most_15_parameters():
+    assert [(name, function) for name, function in package_functions(True)
+            if name.startswith("src/tilewise/kernels/") and function.positional > KERNEL_PARAMETERS] == []
 
 
-@pytest.mark.parametrize("name", KERNELS)
-def test_kernels_and_their_helpers_take_at_most_15_parameters(name):
-    counts = {function.name: len(function.args.args) for function in functions(name) if is_kernel(function)}
-    assert {kernel: count for kernel, count in counts.items() if count > KERNEL_PARAMETERS} == {}
-
-
-@pytest.mark.parametrize("name", PACKAGE)
-def test_no_file_holds_both_a_kernel_and_an_autograd_function(name):
-    assert not ("@triton.jit" in SOURCES[name] and "autograd.Function" in SOURCES[name])
+def test_no_file_holds_both_a_kernel_and_an_autograd_function():
+    assert [name for name in PACKAGE if "@triton.jit" in SOURCES[name] and "autograd.Function" in SOURCES[name]] == []
 
 
 def test_autograd_functions_live_in_one_folder_and_in_that_which_sends_messages():
@@ -89,6 +97,6 @@ def test_environment_variables_of_ours_are_read_in_settings_alone():
         constants = (node.value for node in ast.walk(ast.parse(SOURCES[name]))
                      if isinstance(node, ast.Constant) and isinstance(node.value, str))
         # A whole name: `tilewise info` lists what is set by the bare prefix.
-        return any(re.fullmatch(r"TILEWISE_\w+", text) for text in constants)
+        return "TILEWISE_" in SOURCES[name] and any(re.fullmatch(r"TILEWISE_\w+", text) for text in constants)
 
     assert [name for name in PACKAGE if reads(name)] == ["src/tilewise/settings.py"]
