@@ -6,9 +6,10 @@ would else be seen on a GPU alone.
 
 import math
 from dataclasses import replace
+from functools import wraps
 
 import numpy
-from triton.language import core
+from triton.language import core, semantic
 from triton.runtime import interpreter
 
 
@@ -17,7 +18,11 @@ def quicken(monkeypatch):
     patch_once_a_launch(monkeypatch)
     look_numpy_types_up_once(monkeypatch)
     leave_unread_checks_out(monkeypatch)
-    make_shapes_once(monkeypatch)
+    sides_of = make_shapes_once(monkeypatch)
+    broadcast_by_sides(monkeypatch, sides_of)
+    promote_types_that_differ_alone(monkeypatch)
+    know_types_by_identity(monkeypatch)
+    call_builtins_directly(monkeypatch)
 
 
 def fuse_multiplication_and_addition(monkeypatch):
@@ -92,20 +97,29 @@ def leave_unread_checks_out(monkeypatch):
 
 
 def make_shapes_once(monkeypatch):
-    """Keep what a block's type and a tensor make of a shape: each result made it, and checked it, anew."""
-    make, of_types, of_tensors = core.block_type.__init__, {}, {}
+    """Keep what a block's type and a tensor make of a shape: each result made it, and checked it, anew.
+
+    Return the sides, ints, of each shape by its id: shapes of the same sides are one object, which is kept.
+    """
+    make, sides_of, of_types, of_tensors, names = core.block_type.__init__, {}, {}, {}, {}
 
     def make_type(self, element_ty, shape):
-        sides = tuple(side.value if isinstance(side, core.constexpr) else side for side in shape)
-        key = str(element_ty), sides
-        if key not in of_types:
+        sides = sides_of.get(id(shape))
+        if sides is None:
+            sides = tuple(side.value if isinstance(side, core.constexpr) else side for side in shape)
+        if sides not in of_types:
             make(self, element_ty, shape)
-            of_types[key] = self.shape, self.numel, self.name
+            of_types[sides] = self.shape, self.numel
+            sides_of[id(self.shape)] = sides
         self.element_ty = element_ty
-        self.shape, self.numel, self.name = of_types[key]
+        self.shape, self.numel = of_types[sides]
+        key = sides, str(element_ty)
+        if key not in names:
+            names[key] = f"<{self.shape}, {element_ty}>"
+        self.name = names[key]
 
     def make_tensor(self, handle, type):
-        sides = tuple(type.shape) if type.is_block() else ()
+        sides = sides_of.get(id(type.shape)) or tuple(type.shape) if type.is_block() else ()
         if sides not in of_tensors:
             of_tensors[sides] = core.tuple([core.constexpr(side) for side in sides]), core.constexpr(math.prod(sides))
         self.handle, self.type, self.dtype = handle, type, type.scalar
@@ -113,3 +127,71 @@ def make_shapes_once(monkeypatch):
 
     monkeypatch.setattr(core.block_type, "__init__", make_type)
     monkeypatch.setattr(core.tensor, "__init__", make_tensor)
+    return sides_of
+
+
+def broadcast_by_sides(monkeypatch, sides_of):
+    """Compare the sides of two operands as ints: Triton's tuples wrap each in a constexpr and unwrap it, thrice a side.
+
+    Scalars beside blocks, other ranks and sides that do not agree are left to Triton.
+    """
+    broadcast = semantic.TritonSemantic.broadcast_impl_value
+
+    def stretched(self, value, own, sides):
+        if own == sides:
+            return value
+        handle = self.builder.create_broadcast(value.handle, list(sides))
+        return self.tensor(handle, core.block_type(value.type.scalar, list(sides)))
+
+    @wraps(broadcast)
+    def broadcast_quickly(self, lhs, rhs):
+        if not lhs.type.is_block() and not rhs.type.is_block():
+            return lhs, rhs
+        if lhs.type.is_block() and rhs.type.is_block():
+            left, right = sides_of.get(id(lhs.type.shape)), sides_of.get(id(rhs.type.shape))
+            if left is not None and left == right:
+                return lhs, rhs
+            if left and right and len(left) == len(right) and all(
+                    one in (1, other) or other == 1 for one, other in zip(left, right, strict=True)):
+                sides = tuple(other if one == 1 else one for one, other in zip(left, right, strict=True))
+                return stretched(self, lhs, left, sides), stretched(self, rhs, right, sides)
+        return broadcast(self, lhs, rhs)
+
+    monkeypatch.setattr(semantic.TritonSemantic, "broadcast_impl_value", broadcast_quickly)
+
+
+def promote_types_that_differ_alone(monkeypatch):
+    """Only broadcast two operands of one type: what they are promoted and cast to is that type, but in a division."""
+    check = semantic.TritonSemantic.binary_op_type_checking_impl
+
+    @wraps(check)
+    def check_quickly(self, lhs, rhs, allow_lhs_ptr=False, allow_rhs_ptr=False, arithmetic_check=True,
+                      div_or_mod=False):
+        if (not div_or_mod and isinstance(lhs, core.tensor) and isinstance(rhs, core.tensor)
+                and lhs.dtype is rhs.dtype and not lhs.dtype.is_ptr()):
+            return self.broadcast_impl_value(lhs, rhs)
+        return check(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+
+    monkeypatch.setattr(semantic.TritonSemantic, "binary_op_type_checking_impl", check_quickly)
+
+
+def know_types_by_identity(monkeypatch):
+    """Compare names of two types only where they are two: most often both are Triton's own object."""
+    equals = core.dtype.__eq__
+    monkeypatch.setattr(core.dtype, "__eq__", lambda self, other: self is other or equals(self, other))
+
+
+def call_builtins_directly(monkeypatch):
+    """Hand builtins their semantic without the function around them that demands it."""
+    around = core.builtin(lambda: None).__code__
+
+    def patch_attr(obj, name, member, builder, scope):
+        function = member.__wrapped__ if getattr(member, "__code__", None) is around else member
+
+        def called(*args, **kwargs):
+            kwargs["_semantic"] = interpreter.interpreter_semantic
+            return function(*args, **kwargs)
+
+        scope.set_attr(obj, name, called)
+
+    monkeypatch.setattr(interpreter, "_patch_attr", patch_attr)
