@@ -8,8 +8,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from triton.language import core, semantic  # noqa: E402
-from triton.runtime import interpreter  # noqa: E402
+from triton.language import core, semantic
+from triton.runtime import interpreter
 
 if torch.cuda.is_available():
     pytest.skip("kernels are not interpreted where there is a GPU", allow_module_level=True)
