@@ -177,8 +177,7 @@ def _options() -> list[tuple[Case, torch.dtype, tuple[str, ...]]]:
 
 
 def _masks() -> list[tuple[Case, torch.dtype]]:
-    # Kinds of masks in place of the options: each hides by position what it leaves of a quarter of the sequence, but
-    # for the boolean tensor, which any kernel has to read.
+    # The prefix, a chunk and the window are a quarter of the sequence long; the boolean tensor hides no whole tile.
     cells = []
     for b, s in ((4, 4096), (2, 8192)):
         kinds = (CAUSAL, prefix(s // 4), CAUSAL & chunk(s // 4), CAUSAL & window(s // 4 - 1, 0) & sink_tokens(4))
