@@ -1,6 +1,7 @@
 """Settings that every test shares: the device, poisoned memory, the backends, the interpreter, hypothesis' budget."""
 
 import functools
+import gc
 import os
 from importlib.util import find_spec
 
@@ -39,6 +40,11 @@ def pytest_collection_modifyitems(config, items):
                 item.add_marker(pytest.mark.filterwarnings(f"ignore:{chatter}:RuntimeWarning"))
         if on_cpu and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=f"needs a CUDA or ROCm device; --device is {device}"))
+
+
+def pytest_collection_finish():
+    """Have garbage collections pass over what stays to the end: each took 0.8 s to look at nearly 20 000 tests."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
