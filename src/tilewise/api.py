@@ -383,7 +383,7 @@ def _options(scale: float | None, band: Mask, softcap: float | None, dropout_p: 
     corner, offset = (None, band.alignment) if isinstance(band.alignment, int) else (band.alignment, None)
     return OperatorOptions(scale, band.left, band.right, corner, band.prefix, band.sink_tokens, band.chunk, softcap,
                            dropout_p, "max_logit" in return_aux, functions.score, functions.mask, *longest, offset,
-                           None, None, deterministic, backend)
+                           deterministic=deterministic, backend=backend)
 
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Operands, options: OperatorOptions,

@@ -97,7 +97,7 @@ def problem_of(request, operands):
     return AttentionProblem(
         b=b, hq=hq, hk=hk, sq=s, sk=s, d=d, dv=dv, dtype=getattr(torch, request["dtype"]),
         device=torch.device("cuda", 0), scale=1.0, mask=Mask(*request["mask"]),
-        deterministic=request.get("deterministic", False),
+        deterministic=request.get("deterministic", False), float32_results=request.get("float32_results", False),
         scores=scores_of(request, operands), sequences=sequences_of(operands), q_strides=strides[0],
         k_strides=strides[1], v_strides=strides[2])
 
@@ -201,6 +201,7 @@ def prepare_hopper(request):
     operands = operands_of(request)
     spec, problem = DeviceSpec.of_arch("sm_90"), problem_of(request, operands)
     q, k, v, out, rows = tensors_of(problem)
+    written = [torch.empty_like(tensor, dtype=problem.out_dtype) for tensor in (q, k, v, out)]
     lengths = (operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqlens_q, operands.seqlens_k)
     if request["kernel"] == "hopper_forward":
         config = replace(forward_heuristic(problem), **request.get("config", {}))
@@ -208,7 +209,7 @@ def prepare_hopper(request):
         schedule = schedule_on_grid(problem, config, request.get("pack_gqa", 1), split_kv)
         strides, plan = plan_of(problem, config.consumers, config.block_n // 64)
         launch = HopperForward(problem, config, schedule, 132, strides)
-        arguments = launch.arguments((q, k, v, out, rows), torch.empty(1, dtype=torch.int32), operands,
+        arguments = launch.arguments((q, k, v, written[3], rows), torch.empty(1, dtype=torch.int32), operands,
                                      torch.empty(8) if split_kv else None, plan)
     elif request["kernel"] == "hopper_dbias":
         config = HopperDbiasConfig(*request["config"])
@@ -226,12 +227,12 @@ def prepare_hopper(request):
         taken, data = (q, k, v, out, rows, rows), (*lengths, operands.seed, *plan)
         if config.kernel == "d256":
             launch = launch.dq if request["part"] == "dq" else launch.dkdv
-            arguments = launch.arguments((*taken, *((q,) if request["part"] == "dq" else (k, v))))
+            arguments = launch.arguments((*taken, *(written[:1] if request["part"] == "dq" else written[1:3])))
         else:
             read = torch.empty(launch.columns_shape, dtype=torch.bfloat16) if config.augmented_k else rows
             counter = torch.empty(1, dtype=torch.int32) if config.dynamic_tiles else None
-            arguments = launch.arguments(launch.taken((*taken, q, k, v), read), torch.empty(launch.accum_shape), data,
-                                         counter)
+            arguments = launch.arguments(launch.taken((*taken, *written[:3]), read), torch.empty(launch.accum_shape),
+                                         data, counter)
     facts = {"limit": spec.shared_memory, "planned": config.shared_bytes(problem)}
     return prepared("sm_90", partial(launch.enqueue.compile, arguments), facts, report_of_hopper)
 

@@ -3,6 +3,7 @@
 import importlib.metadata
 import importlib.util
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -73,6 +74,8 @@ def test_16_bit_calls_are_taken(problem):
 
 @pytest.mark.parametrize(("problem", "reason"), [
     (problem_of(dtype=torch.float32), "computes in float16 and bfloat16, got torch.float32"),
+    (replace(problem_of(), float32_results=True),
+     "writes results in the inputs' dtype, got torch.bfloat16 with results in float32"),
     (problem_of(dims=(60, 64)), "takes head dims that are multiples of 8, got 60 and 64"),
     (problem_of(dims=(64, 63)), "takes head dims that are multiples of 8, got 64 and 63"),
     (problem_of(dims=(264, 64)), "takes head dims up to 256 in its forward pass on this device, got 264 and 64"),

@@ -145,17 +145,20 @@ def _forward_fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any)
     problem = AttentionProblem.from_call(q, k, v, Operands(*rest[:N_OPERANDS]), OperatorOptions(*rest[N_OPERANDS:]))
     shape = (problem.b, problem.hq, problem.sq, problem.dv)
     rows = [q.new_empty(shape[:3], dtype=problem.lse_dtype) for _ in range(1 + problem.scores.max_logit)]
-    return [q.new_empty_strided(shape, problem.out_strides), *rows]
+    return [q.new_empty_strided(shape, problem.out_strides, dtype=problem.out_dtype), *rows]
 
 
 def _backward_fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
                    dout: torch.Tensor, dlse: torch.Tensor | None, *rest: Any) -> list[torch.Tensor]:
     operands, needs = Operands(*rest[:N_OPERANDS]), Needs(*rest[-1])
+    float32_results = OperatorOptions(*rest[N_OPERANDS:-1]).float32_results
+    dtype = torch.promote_types(q.dtype, torch.float32) if float32_results else q.dtype
     inputs = ((q, needs.dq), (k, needs.dkv), (v, needs.dkv))
     others = ((operands.bias, needs.dbias), (operands.alibi_slopes, needs.dalibi_slopes),
               (operands.sinks, needs.dsinks))
-    return [t.new_empty_strided(t.shape, dense_strides(t.shape, t.stride())) for t, needed in inputs if needed] + [
-        t.new_empty(t.shape) for t, needed in others if needed and t is not None]
+    made = [t.new_empty_strided(t.shape, dense_strides(t.shape, t.stride()), dtype=dtype)
+            for t, needed in inputs if needed]
+    return made + [t.new_empty(t.shape) for t, needed in others if needed and t is not None]
 
 
 def _backward_plain_fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,

@@ -273,6 +273,8 @@ def _wrong_machine(problem: AttentionProblem) -> str | None:
 def _wrong_dtype_or_dims(problem: AttentionProblem) -> str | None:
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return f"computes in float16 and bfloat16, got {problem.dtype}"
+    if problem.float32_results:
+        return f"writes results in the inputs' dtype, got {problem.dtype} with results in float32"
     dims = problem.d, problem.dv
     if dims[0] % 8 or dims[1] % 8:
         return f"takes head dims that are multiples of 8, got {dims[0]} and {dims[1]}"

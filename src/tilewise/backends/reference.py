@@ -36,7 +36,7 @@ class ReferenceBackend:
                 operands: Operands = NO_OPERANDS) -> Results:
         """See :class:`tilewise.backends.base.Backend`."""
         shape = (problem.b, problem.hq, problem.sq, problem.dv)
-        out = q.new_empty_strided(shape, problem.out_strides)
+        out = q.new_empty_strided(shape, problem.out_strides, dtype=problem.out_dtype)
         lse = q.new_empty(shape[:3], dtype=problem.lse_dtype)
         results = Results(out, lse, torch.empty_like(lse) if problem.scores.max_logit else None)
         compute = forward_by_sequence if problem.sequences.are_data else attention_forward
@@ -52,8 +52,8 @@ class ReferenceBackend:
         others = ((operands.bias, needs.dbias), (operands.alibi_slopes, needs.dalibi_slopes),
                   (operands.sinks, needs.dsinks))
         gradients = GradientTensors(
-            *(t.new_empty_strided(t.shape, dense_strides(t.shape, t.stride())) if needed else None
-              for t, needed in inputs),
+            *(t.new_empty_strided(t.shape, dense_strides(t.shape, t.stride()), dtype=problem.out_dtype)
+              if needed else None for t, needed in inputs),
             *(t.new_empty(t.shape) if needed and t is not None else None for t, needed in others))
         compute = backward_by_sequence if problem.sequences.are_data else attention_backward
         with without_autocast(problem.device.type):

@@ -43,6 +43,8 @@ class TorchBackend:
             return f"needs equal head dims, got {problem.d} for q and k and {problem.dv} for v"
         if problem.lse_grad:
             return "has no gradient through lse"
+        if problem.float32_results:
+            return f"writes results in the inputs' dtype, got {problem.dtype} with results in float32"
         option = _option(problem.scores)
         if option is not None:
             return f"takes no {option}"

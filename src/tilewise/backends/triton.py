@@ -104,7 +104,8 @@ class TritonBackend:
         # A plan holds a choice of kernels, and is kept unless a later call may choose otherwise.
         plan_of = _backward_plan.__wrapped__ if needs.dbias and awaits_dbias_check(problem) else _backward_plan
         plan = plan_of(problem, _strides_of(out, dout, dlse), alignment, precision_of(problem.dtype), needs)
-        dq, dk, dv = plan.allocated(q, k, v)
+        dtype = problem.out_dtype
+        dq, dk, dv = plan.allocated(q, k, v, dtype)
         sums = OperandGradients(problem, operands, dbias=needs.dbias, dalibi_slopes=needs.dalibi_slopes,
                                 dsinks=needs.dsinks)
         delta = torch.empty_like(lse)
@@ -120,10 +121,10 @@ class TritonBackend:
         made: _Three = (dq, dk, dv)
         # A sum of rows or columns comes with the gradient of q, or of k and v, whether that is wanted or not.
         if not needs.dkv and sums.columns is not None:
-            made = (dq, _empty(k, plan.dk_strides), _empty(v, plan.dv_strides))
+            made = (dq, _empty(k, plan.dk_strides, dtype), _empty(v, plan.dv_strides, dtype))
         pairs_on_the_way = sums.pairs if plan.dbias is None else None
         if not needs.dq and any(buffer is not None for buffer in (sums.rows, sums.moments, pairs_on_the_way)):
-            made = (_empty(q, plan.dq_strides), *made[1:])
+            made = (_empty(q, plan.dq_strides, dtype), *made[1:])
         with contextlib.nullcontext() if is_current(problem.device) else torch.cuda.device(problem.device):
             plan.differentiate((out, dout, dlse), (q, k, v, dout, lse, delta), made, sums, operands)
         return Gradients(dq, dk, dv, *sums.gradients(lse, delta))
@@ -216,10 +217,11 @@ class _BackwardPlan:
         """Whether no pair is visible."""
         return self.delta is None and self.single is None
 
-    def allocated(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> _Three:
+    def allocated(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype) -> _Three:
         """Return dq, dk and dv, to be filled; None for what is not needed."""
-        dk, dv = (_empty(k, self.dk_strides), _empty(v, self.dv_strides)) if self.needs.dkv else (None, None)
-        return _empty(q, self.dq_strides) if self.needs.dq else None, dk, dv
+        dk, dv = ((_empty(k, self.dk_strides, dtype), _empty(v, self.dv_strides, dtype)) if self.needs.dkv
+                  else (None, None))
+        return _empty(q, self.dq_strides, dtype) if self.needs.dq else None, dk, dv
 
     def differentiate(self, results: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
                       inputs: tuple[torch.Tensor, ...], made: _Three, sums: OperandGradients,
@@ -418,8 +420,8 @@ def _strides_of(out: torch.Tensor, dout: torch.Tensor,
     return out.stride(), dout.stride(), None if dlse is None else dlse.stride()
 
 
-def _empty(like: torch.Tensor, strides: Sizes) -> torch.Tensor:
-    return torch.empty_strided(like.shape, strides, dtype=like.dtype, device=like.device)
+def _empty(like: torch.Tensor, strides: Sizes, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(like.shape, strides, dtype=dtype, device=like.device)
 
 
 backend = TritonBackend()

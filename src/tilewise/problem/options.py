@@ -156,7 +156,9 @@ class OperatorOptions(NamedTuple):
     Those without a default, deterministic and backend are all that the operators of plain calls take; an option that
     is new goes between them. ``offset`` is a mask's alignment where that is an integer.
     ``dropout_origin_q`` and ``dropout_origin_k`` are the positions of the first query and key among dropout's draws,
-    of a call that is a part of another; None = 0.
+    of a call that is a part of another; None = 0. ``float32_results``: whether a pass of 16-bit inputs writes out, or
+    dq, dk and dv, in float32, as for a call whose results are parts of a sum. The backward pass is given out and the
+    gradients of the results in the dtypes that they have without it.
     """
 
     scale: float | None
@@ -176,6 +178,7 @@ class OperatorOptions(NamedTuple):
     offset: int | None = None
     dropout_origin_q: int | None = None
     dropout_origin_k: int | None = None
+    float32_results: bool = False
     deterministic: bool = False
     backend: str | None = None
 
@@ -199,10 +202,10 @@ class OperatorOptions(NamedTuple):
 
     @property
     def settings(self) -> "ScoreSettings":
-        """The numbers and functions that change scores."""
+        """The numbers and functions that change scores, and what is written beside."""
         return ScoreSettings(self.softcap, self.dropout_p, self.max_logit, (self.max_seqlen_q, self.max_seqlen_k),
                              code_of(self.score_function), code_of(self.mask_function), self.dropout_origin_q,
-                             self.dropout_origin_k)
+                             self.dropout_origin_k, self.float32_results)
 
 
 _LEADING = len(OperatorOptions._fields) - len(OperatorOptions._field_defaults)
@@ -237,7 +240,7 @@ class ScoreSettings(NamedTuple):
         softcap, dropout_p, max_logit: as in :class:`ScoreOptions`.
         longest: of packed sequences: the sizes of an operand's query and key dims; None where no operand has that dim.
         score_function, mask_function: the user's own, or None.
-        dropout_origin_q, dropout_origin_k: as in :class:`OperatorOptions`.
+        dropout_origin_q, dropout_origin_k, float32_results: as in :class:`OperatorOptions`.
     """
 
     softcap: float | None = None
@@ -248,6 +251,7 @@ class ScoreSettings(NamedTuple):
     mask_function: FunctionCode | None = None
     dropout_origin_q: int | None = None
     dropout_origin_k: int | None = None
+    float32_results: bool = False
 
     def checked_numbers(self) -> dict[str, Any]:
         """Return the numbers among the fields of :class:`ScoreOptions`, checked and as a problem has them.

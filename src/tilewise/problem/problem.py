@@ -56,7 +56,8 @@ class AttentionProblem:
 
     Attributes:
         b, hq, hk, sq, sk, d, dv: sizes, see the module's letters; ``hq`` is a multiple of ``hk``.
-        dtype: of q, k, v, out and their gradients. lse is float32 (float64 for float64 inputs).
+        dtype: of q, k and v, of out and the gradients of the three unless ``float32_results``, and of the out and its
+            gradient that the backward pass is given. lse is float32 (float64 for float64 inputs).
         device: of every tensor.
         scale: factor of the scores before the softmax, > 0.
         mask: the mask; ``Mask()`` when nothing is hidden.
@@ -67,6 +68,7 @@ class AttentionProblem:
         sequences: whether lengths are data, and how the sequences lie in the tensors; packed ones have b = 1.
         q_strides, k_strides, v_strides: in elements, dims (b, h, s, d).
         aligned: whether q, k and v begin at multiples of 16 bytes; of a traced call, yes.
+        float32_results: whether a pass of 16-bit inputs writes out, or dq, dk and dv, in float32.
     """
 
     b: int
@@ -89,6 +91,7 @@ class AttentionProblem:
     k_strides: Sizes = ()
     v_strides: Sizes = ()
     aligned: bool = True
+    float32_results: bool = False
     _hash: int = field(init=False, repr=False, compare=False, default=0)
 
     def __post_init__(self) -> None:
@@ -201,6 +204,11 @@ class AttentionProblem:
         return torch.float64 if self.dtype is torch.float64 else torch.float32
 
     @property
+    def out_dtype(self) -> torch.dtype:
+        """What a pass writes out in, or dq, dk and dv."""
+        return torch.float32 if self.float32_results else self.dtype
+
+    @property
     def is_empty(self) -> bool:
         """Whether it is known that no pair is visible, or an output has no element."""
         if self.sequences.are_data:
@@ -219,7 +227,7 @@ class AttentionProblem:
     def __str__(self) -> str:
         heads = f"{self.hq}" if self.hq == self.hk else f"{self.hq}/{self.hk}"
         dims = f"{self.d}" if self.d == self.dv else f"{self.d}/{self.dv}"
-        dtype = str(self.dtype).removeprefix("torch.")
+        dtype = str(self.dtype).removeprefix("torch.") + (" to float32" if self.float32_results else "")
         changes = ", ".join(part for part in (str(self.mask), str(self.scores), str(self.sequences)) if part)
         return f"{self.direction} b{self.b} h{heads} s{self.sq}x{self.sk} d{dims} {dtype} {changes} on {self.device}"
 
@@ -314,6 +322,7 @@ def problem_from_specs(tensors: tuple[SpecKey, SpecKey, SpecKey], operands: tupl
         b=b, hq=hq, hk=hk, sq=sq, sk=sk, d=d, dv=dv, dtype=q.dtype, device=q.device, scale=checked_scale(scale, d),
         mask=mask, deterministic=deterministic, scores=scores, sequences=sequences, q_strides=q.strides,
         k_strides=k.strides, v_strides=v.strides, aligned=aligned,
+        float32_results=settings.float32_results and q.dtype.itemsize == 2,
     )
 
 

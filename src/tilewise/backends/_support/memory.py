@@ -30,13 +30,13 @@ def _general(device: torch.device) -> Allocate:
 def forms_of_results(problem: AttentionProblem) -> tuple[Form, Form]:
     """Return the forms of out, and of lse and what else has a number a row."""
     rows = (problem.b, problem.hq, problem.sq)
-    return (((*rows, problem.dv), problem.out_strides, problem.dtype),
+    return (((*rows, problem.dv), problem.out_strides, problem.out_dtype),
             (rows, (problem.hq * problem.sq, problem.sq, 1), torch.float32))
 
 
 def forms_of_gradients(problem: AttentionProblem, strides: tuple[Sizes, Sizes, Sizes]) -> tuple[Form, Form, Form]:
     """Return the forms of dq, dk and dv, which have these strides."""
-    (of_q, of_k, of_v), dtype = strides, problem.dtype
+    (of_q, of_k, of_v), dtype = strides, problem.out_dtype
     keys = (problem.b, problem.hk, problem.sk)
     return (((problem.b, problem.hq, problem.sq, problem.d), of_q, dtype), ((*keys, problem.d), of_k, dtype),
             ((*keys, problem.dv), of_v, dtype))

@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -16,6 +17,13 @@ STREAM_OF_THREAD = 2  # cudaStreamPerThread: one handle, by which each thread of
 # A warpgroup is four warps. Contracting a·b + c into one rounding is what the softmax's cost counts on; Triton 3.10
 # changes the default, and 3.9 warns of it.
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
+
+
+def gluon_dtype(dtype: torch.dtype) -> Any:
+    """Return Gluon's name of a dtype that the kernels read or write."""
+    from triton.experimental.gluon import language as gl
+
+    return {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}[dtype]
 
 
 def bounds_of(problem: AttentionProblem) -> tuple[int | None, int | None, int | None, bool]:

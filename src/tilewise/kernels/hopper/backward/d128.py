@@ -37,6 +37,7 @@ from tilewise.kernels.hopper.backward.dq_accum import (
     accumulate_or_write_part,
     await_accum_but_last,
     make_stages,
+    split_columns,
     start_of_part,
 )
 from tilewise.kernels.hopper.backward.mmas import DPROBS, SCORES, dscores_index, issue_dq, issue_s_or_dp
@@ -246,8 +247,25 @@ def attend_blocks(begin, end, count, state, head, view, args, smem, draws, OWN: 
 def write_gradient(desc, ptr, staged, gradient, place, left, C: gl.constexpr):
     """Write 64 rows of dK or dV by way of a tile of shared memory. place: batch, head, row, first column.
 
-    ``left``: rows to the end of a packed sequence; TMA would write past it.
+    ``left``: rows to the end of a packed sequence; TMA would write past it. A tile of the inputs' dtype holds half of
+    the columns in float32, which then go one half behind the other.
     """
+    if desc.dtype == gl.float32:
+        batch, head, row, column = place
+        halves = split_columns(gradient)
+        tile = reinterpret(staged, gl.float32, desc.block_type.shape, desc.layout)
+        COLUMNS: gl.constexpr = desc.block_type.shape[3]
+        for i in gl.static_range(2):
+            if i == 1:
+                tma_store_wait(0)
+            write_columns(desc, ptr, tile, halves[i], (batch, head, row, column + i * COLUMNS), left, i * COLUMNS, C)
+    else:
+        write_columns(desc, ptr, staged, gradient, place, left, 0, C)
+
+
+@gluon.jit
+def write_columns(desc, ptr, staged, gradient, place, left, FIRST: gl.constexpr, C: gl.constexpr):
+    """Write what a tile of shared memory holds of 64 rows of dK or dV. FIRST: where ``ptr`` is used, first column."""
     batch, head, row, column = place
     staged.reshape(gradient.shape).store(gradient.to(desc.dtype))
     fence_async_shared()
@@ -255,7 +273,7 @@ def write_gradient(desc, ptr, staged, gradient, place, left, C: gl.constexpr):
         if left >= 64:
             tma_store(desc, [batch, head, row, column], staged)
         else:
-            store_some(staged, ptr, desc, (batch, head, row), left, 0, C.WIDTH)
+            store_some(staged, ptr, desc, (batch, head, row), left, FIRST, gradient.shape[1])
     else:
         tma_store(desc, [batch, head, row, column], staged)
 
@@ -323,9 +341,10 @@ def attend_tile(args, smem, tile, count, tile_count, OWN: gl.constexpr, C: gl.co
         dv = dv * args.dropout.dv_scale
     if C.AUGMENTED_K:
         tma_store_wait(0)  # the last part of dQ has been read
-        dk_tile = reinterpret(smem.dscores, outputs.dk_desc.dtype, [NC, 1, 1, 64, C.WIDTH],
+        COLUMNS: gl.constexpr = outputs.dk_desc.block_type.shape[3]
+        dk_tile = reinterpret(smem.dscores, outputs.dk_desc.dtype, [NC, 1, 1, 64, COLUMNS],
                               outputs.dk_desc.layout).index(OWN)
-        dv_tile = reinterpret(smem.dq_stage, outputs.dv_desc.dtype, [NC, 1, 1, 64, C.WIDTH],
+        dv_tile = reinterpret(smem.dq_stage, outputs.dv_desc.dtype, [NC, 1, 1, 64, COLUMNS],
                               outputs.dv_desc.layout).index(OWN)
     else:
         dk_tile = kv.k_tiles.index(OWN)

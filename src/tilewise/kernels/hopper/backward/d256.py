@@ -156,7 +156,7 @@ def zeros_of_chunk(desc):
 
 @gluon.jit
 def zeros_of(descs):
-    """Return the accumulator of all columns of 64 rows, in the chunks that are written."""
+    """Return the accumulator of all columns of 64 rows, in the chunks of an input."""
     acc = ()
     for chunk in gl.static_range(len(descs)):
         acc = acc + (zeros_of_chunk(descs[chunk]),)
@@ -196,7 +196,7 @@ def accumulate_dv(args, smem, C: gl.constexpr):
     total = args.group * blocks.count
     mbarrier.wait(kv.full.index(0), 0)
     fragments = load_first_columns(kv.k_tiles)
-    dv = zeros_of(args.outputs.dv)
+    dv = zeros_of(args.inputs.v)
     step = 0
     for count in range(total):
         stage = count % C.Q_STAGES
@@ -230,7 +230,7 @@ def accumulate_dk(args, smem, C: gl.constexpr):
     DTYPE: gl.constexpr = q_pipe.tiles[0].dtype
     mbarrier.wait(kv.full.index(1), 0)
     fragments = load_first_columns(kv.v_tiles)
-    dk = zeros_of(args.outputs.dk)
+    dk = zeros_of(args.inputs.k)
     blocks = q_blocks_of(tile.first, bounds, C)
     for count in range(args.group * blocks.count):
         stage = count % C.Q_STAGES

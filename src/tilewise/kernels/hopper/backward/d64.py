@@ -414,7 +414,7 @@ def hopper_backward_d64_kernel(q_desc, k_desc, v_desc, dout_desc, columns_desc, 
     if IN_ORDER:
         dq_stage = make_stages(accum, 1, C)
     elif C.HEAD_PERSISTENT:
-        dq_rows = gl.allocate_shared_memory(DTYPE, [1, 1, 64, C.WIDTH], dq_desc.layout)
+        dq_rows = gl.allocate_shared_memory(dq_desc.dtype, dq_desc.block_type.shape, dq_desc.layout)
         if C.CTAS_PER_HEAD > 1:
             dq_stage = DQStage(make_stages(accum, 1, C), dq_rows)
         else:

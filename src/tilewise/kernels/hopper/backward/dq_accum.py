@@ -163,9 +163,10 @@ def accumulate_or_write_part(target, dq, dq_stage, part, head, first_query, firs
     """Consumer of a head-persistent CTA: bring its columns of dQ to the accumulator, or to dq."""
     NC: gl.constexpr = C.CONSUMERS
     COLUMNS: gl.constexpr = dq.shape[1]
-    dq_rows = reinterpret(dq_stage, target.dq_desc.dtype, [2 * NC, 1, 1, 64, COLUMNS], target.dq_desc.layout)
+    TILES: gl.constexpr = 1 if target.dq_desc.dtype == gl.float32 else 2  # of dq, where one of float32 is staged
+    dq_rows = reinterpret(dq_stage, target.dq_desc.dtype, [TILES * NC, 1, 1, 64, COLUMNS], target.dq_desc.layout)
     ends = _ends_of(first_key, first_query, bounds, C)
-    accumulate_or_write(dq, target, DQStage(dq_stage.index(OWN), dq_rows.index(2 * OWN)), part,
+    accumulate_or_write(dq, target, DQStage(dq_stage.index(OWN), dq_rows.index(TILES * OWN)), part,
                         [head.batch, head.head, first_query, OWN * COLUMNS], ends, False)
 
 
@@ -177,12 +178,30 @@ def _ends_of(first_key, first_query, bounds, C: gl.constexpr):
 
 
 @gluon.jit
+def split_columns(rows):
+    """Return the lower and the upper half of the columns of 64 rows."""
+    HALF: gl.constexpr = rows.shape[1] // 2
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    low, high = rows.reshape([64, 2, HALF]).permute((0, 2, 1)).split()
+    return gl.convert_layout(low, LAYOUT), gl.convert_layout(high, LAYOUT)
+
+
+@gluon.jit
 def write_dq(dq, dq_desc, dq_rows, place, scale):
-    """Write 64 rows of dq, when TMA has read all that this warpgroup gave it before."""
-    tma_store_wait(0)
-    dq_rows.reshape([64, dq.shape[1]]).store((dq * scale).to(dq_rows.dtype))
-    fence_async_shared()
-    tma_store(dq_desc, place, dq_rows)
+    """Write 64 rows of dq, when TMA has read all that this warpgroup gave it before.
+
+    A tile that has half of the columns, as one of float32 may, is used for one half behind the other.
+    """
+    if dq_desc.block_type.shape[3] < dq.shape[1]:
+        batch, head, row, column = place
+        halves = split_columns(dq)
+        for i in gl.static_range(2):
+            write_dq(halves[i], dq_desc, dq_rows, [batch, head, row, column + i * halves[i].shape[1]], scale)
+    else:
+        tma_store_wait(0)
+        dq_rows.reshape([64, dq.shape[1]]).store((dq * scale).to(dq_rows.dtype))
+        fence_async_shared()
+        tma_store(dq_desc, place, dq_rows)
 
 
 @gluon.jit

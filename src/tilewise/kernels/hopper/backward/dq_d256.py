@@ -120,7 +120,7 @@ def attend(args, smem, OWN: gl.constexpr, C: gl.constexpr):
             begin += 1
     mbarrier.wait(smem.q.full.index(OWN), 0)
     mbarrier.wait(smem.q.full.index(2 + OWN), 0)
-    dq = zeros_of(args.dq)
+    dq = zeros_of(inputs.q)
     dq = accumulate_blocks(begin, masked, dq, view, smem, scales.scale_log2, OWN, True, C)
     dq = accumulate_blocks(gl.maximum(begin, masked), blocks.count, dq, view, smem, scales.scale_log2, OWN, False, C)
     write_gradients(args.dq, smem.q.q_tiles, OWN, dq, scales.gradient, (batch, head, row), C)

@@ -21,7 +21,7 @@ from tilewise.kernels.hopper.arguments import (
     TileGrid,
 )
 from tilewise.kernels.hopper.backward.config import HopperBackwardConfig, HopperBackwardSchedule
-from tilewise.kernels.hopper.launch import OPTIONS, bounds_of, counter_of, scaling_of
+from tilewise.kernels.hopper.launch import OPTIONS, bounds_of, counter_of, gluon_dtype, scaling_of
 from tilewise.masks import Span
 from tilewise.problem import AttentionProblem, Sizes, dense_strides, legal_strides, padded_dim
 from tilewise.problem.options import DRAWS
@@ -48,7 +48,6 @@ class HopperBackward:
     def __init__(self, problem: AttentionProblem, config: HopperBackwardConfig, schedule: HopperBackwardSchedule,
                  dq_strides: Sizes, num_sms: int, incoming: tuple[Sizes, Sizes] | None = None,
                  allocate: Allocate | None = None, plan: Sizes | None = None) -> None:
-        from triton.experimental.gluon import language as gl
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
         from tilewise.kernels.hopper.backward.augmented_k import EXTRA_COLUMNS, hopper_augmented_k_kernel
@@ -79,7 +78,7 @@ class HopperBackward:
                             Scales(_gradient_scale(problem), *scaling_of(problem)), count, _dropout_of(problem),
                             None if plan is None else PlanNumbers(*plan)),
             constants)
-        self.forms = self._forms(chunks, gl.bfloat16 if problem.dtype is torch.bfloat16 else gl.float16)
+        self.forms = self._forms(problem, chunks)
         self.places = operator.itemgetter(*[i if form else len(self.forms) for i, forms in enumerate(self.forms)
                                             for form in forms or [True]])
         columns = min(width // 2, *chunks[0])  # of a part of dQ: what a warpgroup computes, or half of it
@@ -119,19 +118,23 @@ class HopperBackward:
         self.accum_block = [(width if self.narrow else columns) // 4, 256]
         self.accum_layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
-    def _forms(self, chunks: tuple[Sizes, Sizes], dtype: Any) -> list[list[Any]]:
+    def _forms(self, problem: AttentionProblem, chunks: tuple[Sizes, Sizes]) -> list[list[Any]]:
         """Blocks and layouts of what the kernel takes: a form a chunk, None for a second chunk like the first."""
         from triton.experimental.gluon import language as gl
 
         from tilewise.kernels.hopper.backward.augmented_k import EXTRA_COLUMNS
 
-        forms = [[None if i and columns == widths[0] else _form([1, 1, 64, columns], dtype)
-                  for i, columns in enumerate(widths)] for widths in (chunks[of_v] for of_v in (0, 0, 1, 1, 0, 1))]
+        forms = [[None if i and columns == widths[0] else make(problem, columns) for i, columns in enumerate(widths)]
+                 for make, widths in zip((*[input_form] * 4, *[gradient_form] * 2),
+                                         (chunks[of_v] for of_v in (0, 0, 1, 1, 0, 1)), strict=True)]
         of_lse = [_form([1, 1, 64, int(EXTRA_COLUMNS)], gl.bfloat16)] if self.config.augmented_k else []
         if self.has_two_chunks:
             return [*forms[:4], of_lse, [], *forms[4:]]
-        block = [1, 1, 64, chunks[0][0] // (1 if self.narrow else 2)]
-        of_dq = [_form(block, dtype) if self.config.head_persistent else None]
+        of_dq = [None]
+        if self.config.head_persistent:
+            # By way of an own tile in dq's dtype, or of the float32 one in which a warpgroup's half of dQ is staged.
+            of_dq = [gradient_form(problem, chunks[0][0]) if self.narrow else _form(
+                [1, 1, 64, chunks[0][0] // 2], gluon_dtype(problem.out_dtype))]
         return [*forms[:4], of_lse, *([] if self.narrow else [[]]), *forms[4:], of_dq]
 
     def taken(self, tensors: tuple[torch.Tensor, ...], lse: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -252,6 +255,20 @@ def _form(block: list[int], dtype: Any) -> tuple[list[int], Any]:
     from triton.experimental.gluon import language as gl
 
     return block, gl.NVMMASharedLayout.get_default_for(block, dtype)
+
+
+def input_form(problem: AttentionProblem, columns: int) -> tuple[list[int], Any]:
+    """Return block and layout of 64 rows of some columns of an input."""
+    return _form([1, 1, 64, columns], gluon_dtype(problem.dtype))
+
+
+def gradient_form(problem: AttentionProblem, columns: int) -> tuple[list[int], Any]:
+    """Return block and layout of what is written at once of 64 rows of so many columns of a gradient.
+
+    It is staged where a tile of the inputs was, which holds half of the columns in float32.
+    """
+    at_once = columns * problem.dtype.itemsize // problem.out_dtype.itemsize
+    return _form([1, 1, 64, at_once], gluon_dtype(problem.out_dtype))
 
 
 def _kernel_of(problem: AttentionProblem, config: HopperBackwardConfig) -> tuple[Any, Any]:

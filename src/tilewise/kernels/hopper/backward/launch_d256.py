@@ -12,6 +12,8 @@ from tilewise.kernels.hopper.backward.launch import (
     Allocate,
     HopperBackward,
     d256_kernel_config,
+    gradient_form,
+    input_form,
     rows_of,
 )
 from tilewise.kernels.hopper.launch import OPTIONS, bounds_of, scaling_of
@@ -67,8 +69,6 @@ class HopperBackwardApart:
 
     def __init__(self, problem: AttentionProblem, config: HopperBackwardConfig,
                  schedule: HopperBackwardSchedule) -> None:
-        from triton.experimental.gluon import language as gl
-
         from tilewise.kernels.hopper.backward.d256 import hopper_backward_d256_kernel
         from tilewise.kernels.hopper.backward.d256_types import DQConfig
         from tilewise.kernels.hopper.backward.dq_d256 import hopper_dq_d256_kernel
@@ -76,11 +76,8 @@ class HopperBackwardApart:
         self.takes_out = False
         self.queries, self.keys = problem.seeing_queries, problem.seen_keys
         self.reads_all = len(self.queries) == problem.sq and len(self.keys) == problem.sk
-        dtype = gl.bfloat16 if problem.dtype is torch.bfloat16 else gl.float16
-        columns = config.columns(problem)
-        forms = [[([1, 1, 64, size], gl.NVMMASharedLayout.get_default_for([1, 1, 64, size], dtype)) for size in sizes]
-                 + [None] * (2 - len(sizes)) for sizes in columns]
-        of_q, of_v = forms
+        (of_q, of_v), (of_dq, of_dv) = ([[make(problem, size) for size in sizes] + [None] * (2 - len(sizes))
+                                         for sizes in config.columns(problem)] for make in (input_form, gradient_form))
         sources = [of_q, of_q, of_v, of_v, [], []]
         bounds = bounds_of(problem)[:2]
         has_lower, has_upper = (bound is not None for bound in bounds)
@@ -92,11 +89,11 @@ class HopperBackwardApart:
             hopper_backward_d256_kernel, tiles * problem.b * problem.hk,
             (BackwardNumbers(TileGrid(tiles, problem.hk, problem.b, schedule.kv_heads_per_swizzle), *rest),
              d256_kernel_config(problem, config)),
-            [*sources, of_q, of_v])
+            [*sources, of_dq, of_dv])
         self.dq = HopperPart(
             hopper_dq_d256_kernel, tiles_q * problem.b * problem.hq,
             (BackwardNumbers(TileGrid(tiles_q, problem.hq, problem.b, schedule.dq_heads_per_swizzle), *rest),
-             DQConfig(HAS_LOWER=has_lower, HAS_UPPER=has_upper)), [*sources, of_q])
+             DQConfig(HAS_LOWER=has_lower, HAS_UPPER=has_upper)), [*sources, of_dq])
 
     def __call__(self, *tensors: Any) -> None:
         """Enqueue the kernels on the current stream of the current device."""

@@ -38,18 +38,20 @@ class HopperForwardConfig:
         return pieces_of(problem.d), pieces_of(problem.dv)
 
     def out_buffers(self, problem: AttentionProblem) -> tuple[int, int]:
-        """Columns of out in each buffer of a warpgroup, and the number of buffers."""
+        """Columns of out in each buffer of a warpgroup, and the number of buffers; of float32 each has half of them."""
         chunks = self.head_dim_chunks(problem)[1]
         columns = chunks[-1] if self.epilogue_passes == 1 else min(64, chunks[-1])
-        return columns, max(1, sum(chunks) // columns // self.epilogue_passes)
+        buffers = max(1, sum(chunks) // columns // self.epilogue_passes)
+        return columns * problem.dtype.itemsize // problem.out_dtype.itemsize, buffers
 
     def shared_bytes(self, problem: AttentionProblem) -> int:
         """Shared memory: q, k, v and out; barriers, the tile queue and overflow flags take another 3 KiB at most."""
         d, dv = map(sum, self.head_dim_chunks(problem))
         columns, buffers = self.out_buffers(problem)
         rows = 64 * self.consumers
-        elements = rows * (self.q_stages * d + buffers * columns) + self.kv_stages * self.block_n * (d + dv)
-        return problem.dtype.itemsize * elements + 3072
+        elements = rows * self.q_stages * d + self.kv_stages * self.block_n * (d + dv)
+        out = rows * buffers * columns
+        return problem.dtype.itemsize * elements + problem.out_dtype.itemsize * out + 3072
 
 
 class SplitPlan(NamedTuple):

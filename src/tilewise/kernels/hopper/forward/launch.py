@@ -19,7 +19,7 @@ from tilewise.kernels.hopper.arguments import (
     TileGrid,
 )
 from tilewise.kernels.hopper.forward.config import HopperForwardConfig, HopperForwardSchedule
-from tilewise.kernels.hopper.launch import OPTIONS, bounds_of, counter_of, scaling_of
+from tilewise.kernels.hopper.launch import OPTIONS, bounds_of, counter_of, gluon_dtype, scaling_of
 from tilewise.masks import Span
 from tilewise.problem import AttentionProblem, Sizes, legal_strides
 from tilewise.problem.options import NO_OPERANDS, Operands
@@ -52,7 +52,6 @@ class HopperForward:
 
         self.kernel, self.describe = hopper_forward_kernel, TensorDescriptor
         self.device, self.keys = problem.device, problem.seen_keys
-        self.dtype = gl.bfloat16 if problem.dtype is torch.bfloat16 else gl.float16
         chunks, columns = config.head_dim_chunks(problem), config.out_buffers(problem)[0]
         self.is_packed = problem.sequences.packed is not None
         lower, upper, count, _is_shifted = bounds_of(problem)
@@ -84,7 +83,9 @@ class HopperForward:
                   for sizes, widths in zip((rows, *[[config.block_n]] * 2), (chunks[0], *chunks), strict=True)
                   for i in range(2)] + [[1, 1, *rows, columns]]
         self.group = None if pack_gqa == 1 else problem.group
-        self.blocks = [block and (block, gl.NVMMASharedLayout.get_default_for(block, self.dtype)) for block in blocks]
+        dtypes = [*[problem.dtype] * 6, problem.out_dtype]
+        self.blocks = [block and (block, gl.NVMMASharedLayout.get_default_for(block, gluon_dtype(dtype)))
+                       for block, dtype in zip(blocks, dtypes, strict=True)]
         self.described = operator.itemgetter(*[i if block else 4 for block, i in zip(blocks, _DESCRIBED, strict=True)])
         # Where the first row that is read begins, in bytes.
         self.offsets = tuple(self.keys.start * strides[2] * problem.dtype.itemsize
