@@ -188,6 +188,39 @@ def errors_in_16_bits(mesh, schedule):
     return found
 
 
+def dtypes_of_parts(mesh, mask, layout, schedule):
+    """Return the dtypes that local calls write out in, and the gradients of q, k and v, of a call of 64 tokens."""
+    from tilewise.distributed import function
+
+    calls, found = (function.attend_to_block, function.gradients_of_block), (set(), set())
+
+    def attending(*arguments, **options):
+        results = calls[0](*arguments, **options)
+        found[0].add(results[0].dtype)
+        return results
+
+    def differentiating(*arguments, **options):
+        gradients = calls[1](*arguments, **options)
+        found[1].update(gradient.dtype for gradient in gradients)
+        return gradients
+
+    function.attend_to_block, function.gradients_of_block = attending, differentiating
+    try:
+        leaves = [part.requires_grad_() for part in shards(mesh, layout, s=64, dtype=torch.bfloat16)]
+        out = context_parallel_attention(*leaves, mesh=mesh, layout=layout, mask=mask, schedule=schedule)
+        out.sum().backward()
+    finally:
+        function.attend_to_block, function.gradients_of_block = calls
+    return found
+
+
+def refused_parts(mesh):
+    """Return the error of a ring with a backend that writes no float32 of 16-bit inputs."""
+    tensors = shards(mesh, dtype=torch.bfloat16, hk=4)
+    return message_of(lambda: context_parallel_attention(*tensors, mesh=mesh, layout="zigzag", schedule="ring",
+                                                         backend="torch"))
+
+
 def surroundings(mesh):
     """Return the gradients of a call plain, checkpointed, under torch.compile and in autocast."""
     def loss(q, k, v):

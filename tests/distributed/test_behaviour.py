@@ -1,6 +1,7 @@
 """Beside equal results: shards, errors on all ranks, what is sent, and how a call stands in a model."""
 
 import pytest
+import torch
 
 import tilewise as tw
 
@@ -139,17 +140,27 @@ def test_a_rank_receives_the_keys_that_its_queries_see_and_no_others(workers, sc
 
 
 @pytest.mark.parametrize("schedule", ["ring", "all_gather", "ulysses"])
-def test_errors_in_16_bits_are_those_of_the_rounding_of_parts(workers, schedule):
-    """A local call rounds its results to 16 bits; their sums are float32.
-
-    Where a result comes of one call, it errs as on one device: out and dq unless keys come in steps, all of it where
-    ranks have whole sequences. Where it is a sum of four, each with a rounding of its own, it errs up to twice as much.
-    """
+def test_errors_in_16_bits_are_those_of_one_device(workers, schedule):
+    """Local calls rounded their parts to 16 bits, and a result had up to 1.6 times the error of one device."""
     # Two ranks of Ulysses share no head of keys; more would add up gradients of the shared ones.
     errors = workers.run(2 if schedule == "ulysses" else 4, MODULE, "errors_in_16_bits", schedule)[0]
-    of_one_call = {"ring": (), "all_gather": (0, 1), "ulysses": (0, 1, 2, 3)}[schedule]
-    for number, (many, one) in enumerate(errors):
-        assert many <= one * (1.1 if number in of_one_call else 2.0)
+    assert [many / one for many, one in errors if many > 1.1 * one] == []
+
+
+@pytest.mark.parametrize(("mask", "layout", "schedule", "out", "gradients"), [
+    (None, "zigzag", "ring", torch.float32, torch.float32),
+    (tw.causal(), "zigzag", "all_gather", torch.bfloat16, torch.float32),
+    (tw.documents(torch.arange(64) // 16), "contiguous", "ring", torch.bfloat16, torch.bfloat16)],
+    ids=["several_parts", "parts_of_gradients", "one_call"])
+def test_parts_of_a_sum_are_float32_and_results_of_one_call_are_not(workers, mask, layout, schedule, out, gradients):
+    for found in workers.run(4, MODULE, "dtypes_of_parts", mask, layout, schedule):
+        assert found == ({out}, {gradients})
+
+
+def test_a_backend_without_float32_results_is_refused_for_parts_of_a_sum_by_name(workers):
+    for kind, text in workers.run(4, MODULE, "refused_parts"):
+        assert kind == "UnsupportedProblem"
+        assert "torch: writes results in the inputs' dtype, got torch.bfloat16 with results in float32" in text
 
 
 @pytest.mark.parametrize("schedule", ["ring", "all_gather", "ulysses"])

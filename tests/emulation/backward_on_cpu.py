@@ -24,22 +24,24 @@ MODULES = (d64, d128, producers, mmas, dq_accum, augmented_k, varlen, pipeline, 
 CONSTANTS = {(module, "QUERIES"): 64 for module in MODULES if hasattr(module, "QUERIES")} | {
     (module, "LOG2E"): math.log2(math.e) for module in (producers, softmax)} | {
     (module, "EXTRA_COLUMNS"): 16 for module in (d64, d128, augmented_k)} | {
+    (varlen, "_CHUNK"): 128, (varlen, "_CLEARED"): 32} | {
     (module, "WRITERS"): 2 for module in (d64, dq_accum)} | {
     (module, "NO_TILE"): -1 for module in (d64, d128, producers, tiles)} | {
     (module, "scheduling_fence_of"): lambda values, turn: (values, turn) for module in (d128, pipeline)} | {
     (d64, "ZERO"): 0, (d64, "ONE"): 1} | plan_on_cpu.plan_constants(MODULES)
 
 
-def differentiate(problem, tensors, config, num_sms, together, plan=None):
+def differentiate(problem, tensors, config, num_sms, together, plan=None, borders=None):
     """Return dq before it is scaled, dk and dv.
 
-    together: how many CTAs run at once. plan: lists, bits and strides of a mask that is no band.
+    together: how many CTAs run at once. plan: lists, bits and strides of a mask that is no band. borders: cu_seqlens of
+    queries and keys, of packed sequences; dq is then left in the accumulator's order.
     """
     lists, bits, strides = (None, None, None) if plan is None else plan
     launch = bound_backward(problem, config, num_sms, plan=strides)
     assert not (config.dynamic_tiles or config.head_persistent) or launch.grid[0] <= num_sms
     q, k, v, dout, lse, delta = tensors
-    dq, dk, dv = (torch.full_like(tensor, float("nan")) for tensor in (q, k, v))
+    dq, dk, dv = (torch.full_like(tensor, float("nan"), dtype=problem.out_dtype) for tensor in (q, k, v))
     is_set_first = config.head_persistent or config.deterministic
     whole = torch.full((math.prod(launch.accum_shape),), float("nan") if is_set_first else 0.0)
     accum, semaphores = whole.split([launch.accum_rows * 256, whole.numel() - launch.accum_rows * 256])
@@ -53,11 +55,15 @@ def differentiate(problem, tensors, config, num_sms, together, plan=None):
     counter = torch.zeros(1, dtype=torch.int32)
     workspace = Pointer(counter) if config.dynamic_tiles else Pointer(whole) if config.head_persistent else Pointer(
         semaphores.view(torch.int32)) if config.deterministic else None
-    pointers = BackwardPointers(None, None, None, *(None if part is None else Pointer(part) for part in (lists, bits)))
-    lengths = () if is_narrow else (Lengths(*[None] * 4),)
+    packed = (None, None) if borders is None else (Pointer(dk.view(-1)), Pointer(dv.view(-1)))
+    pointers = BackwardPointers(*packed, None, *(None if part is None else Pointer(part) for part in (lists, bits)))
+    of_sequences = (None, None) if borders is None else map(Pointer, borders)
+    lengths = () if is_narrow else (Lengths(*of_sequences, None, None),)
     gluon_on_cpu.run(launch.kernel, MODULES, launch.grid[0],
                      (*described, target, workspace, pointers, *lengths, *launch.scalars), CONSTANTS, together)
     assert not counter.any(), "the next launch fetches tiles by it"
+    if borders is not None:
+        return accum, dk, dv
     if config.head_persistent:
         return dq.float() / problem.scale, dk, dv
     parts = dq_of_accum(accum, sum(config.columns(problem)[0]) // 2, (problem.b, problem.hq), None)

@@ -48,7 +48,7 @@ def attend(problem, config, tensors, pack_gqa=1, split_kv=None, sinks=None, prog
     q, k, v = tensors
     *listed, strides = (None, None, None) if plan is None else plan
     bound = bound_forward(problem, config, programs, pack_gqa, split_kv, strides)
-    out = torch.full((problem.b, problem.hq, problem.sq, problem.dv), float("nan"), dtype=q.dtype)
+    out = torch.full((problem.b, problem.hq, problem.sq, problem.dv), float("nan"), dtype=problem.out_dtype)
     lse = torch.full(out.shape[:3], float("nan"))
     partial = torch.full(bound.partial_shape, float("nan"))
     counter = torch.zeros(1, dtype=torch.int32)

@@ -36,18 +36,22 @@ CONSTANTS = {(module, "QUERIES"): 64 for module in MODULES if hasattr(module, "Q
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_the_source_of_those_in_chunks_computes_the_gradients_on_the_cpu(mask, dims):
     random.seed(0)
-    config = HopperD192Config()
     problem, tensors = call_of(*mask, dims)
+    compare(differentiate(problem, tensors, HopperD192Config()), expected(problem, tensors))
+
+
+def differentiate(problem, tensors, config):
+    """Return dq before it is scaled, dk and dv."""
     launch = bound_backward(problem, config)
     q, k, v, dout, lse, delta = tensors
-    dk, dv = torch.full_like(k, float("nan")), torch.full_like(v, float("nan"))
+    dk, dv = (torch.full_like(tensor, float("nan"), dtype=problem.out_dtype) for tensor in (k, v))
     accum = torch.zeros(math.prod(launch.accum_shape))
     described = launch._in_forms((q, k, v, dout, lse, delta, dk, dv), lambda tensor, form: (
         Pointer(tensor.flatten()) if form is None else Descriptor(tensor, form[0])))
     run(launch.kernel, MODULES, launch.grid[0], (*described, Pointer(accum), *launch.scalars), CONSTANTS)
     columns = sum(config.columns(problem)[0])
     dq = dq_of_accum(accum, columns, (problem.b, problem.hq), q.shape[2])[..., :problem.d]
-    compare((dq, dk, dv), expected(problem, tensors))
+    return dq, dk, dv
 
 
 @pytest.mark.parametrize("dims", [(256, 256), (200, 100), (192, 192), (100, 250)])

@@ -6,7 +6,8 @@ probabilities of a block are the final ones, and with its out so is delta, so th
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from itertools import pairwise
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -14,7 +15,7 @@ from tilewise.autograd.fast_path import attend, attend_with
 from tilewise.autograd.function import is_plain
 from tilewise.autograd.op import backward_op, forward_op
 from tilewise.dispatch import choose
-from tilewise.distributed.plan import Block
+from tilewise.distributed.plan import Block, Step
 from tilewise.masks import Span
 from tilewise.masks.document_ranges import documents_of
 from tilewise.problem import AttentionProblem
@@ -66,8 +67,8 @@ class Call:
             cut["cu_seqlens_q"], cut["cu_seqlens_k"] = self._borders_of(block, self.device)
         return NO_OPERANDS if self.operands.seed is None and not cut else self.operands._replace(**cut)
 
-    def options_of(self, block: Block) -> OperatorOptions:
-        """Return the options of a block."""
+    def options_of(self, block: Block, *, float32_results: bool) -> OperatorOptions:
+        """Return the options of a block; ``float32_results``: whether 16-bit inputs have results in float32."""
         mask, options, alignment = block.mask, self.options, block.mask.alignment
         if not mask.is_bounded and self.operands.alibi_slopes is None:
             alignment = None  # nothing looks at it, and more backends take the call
@@ -81,7 +82,7 @@ class Call:
             **longest,
             left=mask.left, right=mask.right, alignment=None if isinstance(alignment, int) else alignment,
             offset=alignment if isinstance(alignment, int) else None, prefix=mask.prefix, sink_tokens=mask.sink_tokens,
-            chunk=mask.chunk, dropout_origin_q=origin[0], dropout_origin_k=origin[1])
+            chunk=mask.chunk, dropout_origin_q=origin[0], dropout_origin_k=origin[1], float32_results=float32_results)
 
     def _documents_of(self, block: Block, numbers: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         found = self._made.get(block)
@@ -99,6 +100,30 @@ class Call:
             of_q, of_k = (torch.tensor(own, dtype=torch.int32, device=device) for own in block.borders)
             found = self._borders[block] = of_q, of_k
         return cast("tuple[torch.Tensor, torch.Tensor]", found)
+
+
+class Summed(NamedTuple):
+    """Which results of a rank's local calls are parts of sums: out, and dq, dk and dv.
+
+    Of 16-bit inputs such parts are float32, and the sum is rounded once.
+    """
+
+    out: bool
+    gradients: bool
+
+
+NOT_SUMMED = Summed(out=False, gradients=False)
+
+
+def summed_of(steps: Sequence[Step], rank: int) -> Summed:
+    """Say what several local calls have parts of: those of this rank, and of gradients those of others too."""
+    # Steps have the same heads, or no head in common.
+    calls = sorted((step.heads.start, block.queries.start, block.queries.stop)
+                   for step in steps for block in step.blocks)
+    overlap = any(heads == next_heads and start < stop
+                  for (heads, _, stop), (next_heads, start, _) in pairwise(calls))
+    exchanges = any(step.sends or step.received(rank) for step in steps)
+    return Summed(overlap, exchanges or len(calls) > 1)
 
 
 def places_of(operand: torch.Tensor, block: Block, heads: Span, *, packed: bool) -> tuple[slice, ...]:
@@ -122,8 +147,8 @@ def places_of(operand: torch.Tensor, block: Block, heads: Span, *, packed: bool)
     return tuple([own if size > 1 else slice(None) for own, size in zip(found, operand.shape, strict=False)])
 
 
-def attend_to_block(call: Call, block: Block, heads: Span, tensors: Tensors) -> Any:
-    """Return out, lse and, where it is wanted, max_logit of a block.
+def attend_to_block(call: Call, block: Block, heads: Span, tensors: Tensors, *, float32_results: bool) -> Any:
+    """Return out, lse and, where it is wanted, max_logit of a block; out in float32 of 16-bit inputs if said so.
 
     Args:
         call: the whole call.
@@ -132,7 +157,7 @@ def attend_to_block(call: Call, block: Block, heads: Span, tensors: Tensors) -> 
         tensors: the rank's q, (b, hq, s, d), and the step's keys and values, (b, heads of keys, rows, d or dv).
     """
     q, k, v = _of_queries(tensors[0], block, heads), _of_keys(tensors[1], block), _of_keys(tensors[2], block)
-    operands, options = call.operands_of(block, heads), call.options_of(block)
+    operands, options = call.operands_of(block, heads), call.options_of(block, float32_results=float32_results)
     if is_plain(operands, options):
         numbers = options.scale, options.deterministic, options.backend
         results = attend(q, k, v, options.mask, numbers, with_lse=True)
@@ -141,26 +166,30 @@ def attend_to_block(call: Call, block: Block, heads: Span, tensors: Tensors) -> 
     return forward_op(q, k, v, *operands, *options) if results is None else results
 
 
-def check_block(call: Call, block: Block, heads: Span, tensors: Tensors) -> None:
+def check_block(call: Call, block: Block, heads: Span, tensors: Tensors, summed: Summed) -> None:
     """Raise where no backend takes a block; ``heads``: of keys, ``tensors``: the rank's q, k and v, for their sizes."""
     of_queries = call.query_heads(heads)
     q, k, v = tensors
     # Keys of a buffer are dense; those of a view without memory would look like broadcast ones.
     buffers = [own.new_empty((own.shape[0], len(heads), len(block.keys), own.shape[3])) for own in (k, v)]
     whole = [_of_queries(q, block, of_queries), *buffers]
-    check_backends(whole, call.operands_of(block, of_queries), call.options_of(block))
+    check_backends(whole, call.operands_of(block, of_queries), call.options_of(block, float32_results=False), summed)
 
 
-def check_backends(tensors: Sequence[torch.Tensor], operands: Operands, options: OperatorOptions) -> None:
+def check_backends(tensors: Sequence[torch.Tensor], operands: Operands, options: OperatorOptions,
+                   summed: Summed = NOT_SUMMED) -> None:
     """Raise :class:`UnsupportedProblem` or :class:`InvalidInput` where no backend takes a call in both passes."""
-    problem = AttentionProblem.from_call(tensors[0], tensors[1], tensors[2], operands, options)
-    choose(problem, options.backend)
-    choose(problem.backward(lse_grad=False), options.backend)
+    of_out, of_gradients = (AttentionProblem.from_call(
+        tensors[0], tensors[1], tensors[2], operands, options._replace(float32_results=wide)) for wide in summed)
+    choose(of_out, options.backend)
+    choose(of_gradients.backward(lse_grad=False), options.backend)
 
 
 def gradients_of_block(call: Call, block: Block, heads: Span, tensors: Tensors, rows: tuple[torch.Tensor | None, ...],
-                       needs: tuple[bool, bool, bool, bool]) -> list[torch.Tensor]:
+                       needs: tuple[bool, bool, bool, bool], *, float32_results: bool) -> list[torch.Tensor]:
     """Return a block's part of the gradients that are needed: dq, dk and dv, dbias, dalibi_slopes.
+
+    dq, dk and dv are in float32 of 16-bit inputs if said so.
 
     Args:
         call, block, heads, tensors: as of :func:`attend_to_block`.
@@ -169,8 +198,8 @@ def gradients_of_block(call: Call, block: Block, heads: Span, tensors: Tensors, 
     """
     q, k, v = _of_queries(tensors[0], block, heads), _of_keys(tensors[1], block), _of_keys(tensors[2], block)
     of_rows = [None if tensor is None else _of_queries(tensor, block, heads) for tensor in rows]
-    made: list[torch.Tensor] = backward_op(q, k, v, *of_rows, *call.operands_of(block, heads), *call.options_of(block),
-                                           [*needs, False])
+    operands, options = call.operands_of(block, heads), call.options_of(block, float32_results=float32_results)
+    made: list[torch.Tensor] = backward_op(q, k, v, *of_rows, *operands, *options, [*needs, False])
     return made
 
 

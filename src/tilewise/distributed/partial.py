@@ -5,6 +5,11 @@ import torch
 from tilewise.masks import Span
 
 
+def sum_dtype(like: torch.Tensor) -> torch.dtype:
+    """Return what parts of a result of this dtype are summed in: float32, or float64 of float64."""
+    return torch.float64 if like.dtype is torch.float64 else torch.float32
+
+
 class PartialResults:
     """The results of some query rows so far.
 
@@ -18,7 +23,7 @@ class PartialResults:
     """
 
     def __init__(self, q: torch.Tensor, dv: int, max_logit: bool) -> None:
-        dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
+        dtype = sum_dtype(q)
         self.out = q.new_zeros((*q.shape[:3], dv), dtype=dtype)
         self.lse = q.new_full(q.shape[:3], float("-inf"), dtype=dtype)
         self.max_logit = self.lse.clone() if max_logit else None

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from tilewise.api import attention, attention_varlen
 from tilewise.distributed.arguments import Arguments
-from tilewise.distributed.blocks import check_backends, check_block
+from tilewise.distributed.blocks import check_backends, check_block, summed_of
 from tilewise.distributed.cost_model import SCHEDULES, Estimate, Links, estimates, groups_of
 from tilewise.distributed.function import Planned, StepsFunction
 from tilewise.distributed.heads import Exchanged, Ranges, ToHeads, ToSequence, head_ranges, key_ranges, to_heads
@@ -132,9 +132,11 @@ def check_blocks(name: str, arguments: Arguments, group: dist.ProcessGroup) -> N
             deterministic=arguments.options.deterministic, backend=arguments.options.backend))
         return
     rank = dist.get_rank(group)
-    for step in _steps(name, arguments, rank):
+    steps = _steps(name, arguments, rank)
+    summed = summed_of(steps, rank)
+    for step in steps:
         for block in step.blocks:
-            check_block(arguments.call, block, step.heads, (arguments.q, arguments.k, arguments.v))
+            check_block(arguments.call, block, step.heads, (arguments.q, arguments.k, arguments.v), summed)
 
 
 def _ulysses(arguments: Arguments, group: dist.ProcessGroup) -> tuple[torch.Tensor, ...]:
