@@ -31,6 +31,7 @@ from tilewise.kernels.triton.dbias import dbias_launch
 from tilewise.kernels.triton.dq import dq_launch
 from tilewise.kernels.triton.forward import forward_launch
 from tilewise.kernels.triton.launch import modifiers_of
+from tilewise.kernels.triton.merge_partial import merge_partial_launch
 from tilewise.kernels.triton.zero_fill import lengths_launch, zero_fill_gradients_launch, zero_fill_out_launch
 from tilewise.masks import Mask
 from tilewise.problem import AttentionProblem, dense_strides
@@ -136,6 +137,11 @@ def launch_of(kernel, problem, config, modifiers):
         shape = problem.hq * problem.sq, 4, problem.dv + 8
         return combine_splits_launch(problem, range(problem.hq * problem.sq), shape, overlapped=True), (
             torch.empty(8), out, rows, modifiers.sinks.ptr, None)
+    if kernel == "merge_partial":
+        result, part = (out.to(torch.float32), rows, rows), (out, rows, rows)
+        tensors = (*result, *part)
+        return merge_partial_launch(tuple(out.shape), tuple(own.stride() for own in tensors), out.dtype, problem.device,
+                                    (True,) * len(tensors)), tensors
     if kernel == "lengths":
         steps = () if problem.sequences.packed is None else ((1, 512, 1024, 8), (2048, 1024))
         return lengths_launch(problem, 8, *steps), (torch.empty(8, 8, dtype=torch.int32), *modifiers.lengths)
@@ -181,7 +187,7 @@ def prepare(request):
     config = None
     if kernel == "dkdv_and_dq":
         config = single_tile_config(problem, spec)
-    elif not kernel.startswith(("zero_fill", "combine", "delta", "lengths", "mask")):
+    elif not kernel.startswith(("zero_fill", "combine", "merge", "delta", "lengths", "mask")):
         tiles_of = "dq" if kernel.startswith("dq") else kernel
         config = tile_heuristic(tiles_of, problem, spec, descriptors=request["descriptors"])
         at_once = int(kernel.rpartition("_of_")[2]) if "_of_" in kernel else 1

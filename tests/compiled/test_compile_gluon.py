@@ -39,6 +39,8 @@ SPILL_BOUND_ELSEWHERE = 64
 # Where lengths are data, a sequence's rows and lengths need registers too: 3.6.0 and 3.7.1 spill 56 bytes at most,
 # 3.8.0 none, 3.9.0 168.
 LENGTHS_SPILL_BOUND = {BETWEEN: 32, NEWEST: 192}
+# Results in float32, with three warpgroups at d 64: 3.6.0 16 bytes, 3.9.0 104.
+FLOAT32_SPILL_BOUND = LENGTHS_SPILL_BOUND
 # The backward kernel spills most at d 128, in windows, in order: 3.6.0 and 3.7.1 184 bytes, 3.8.0 176,
 # 3.9.0 248.
 BACKWARD_SPILL_BOUND = {NEWEST: 280}
@@ -261,6 +263,27 @@ def check_backward(version, wanted, spills):
         waits_for_its_own = semaphores or (config["kernel"] == "d64" and variant == "head_persistent")
         assert (row["acquire"] > 0, row["release"] > 0) == (semaphores, semaphores), row
         assert (row["complete"] > 0) == waits_for_its_own, row
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_float32_results_compile_within_registers_and_shared_memory(version):
+    """As 16-bit results do, in the same shared memory: forward, and every variant of the backward pass."""
+    float32 = {"float32_results": True}
+    of_forward = [forward(64), forward(128, "window", options=["cu_seqlens_q", "cu_seqlens_k"])]
+    of_backward = [backward(64, **AUGMENTED_K_CONFIGS[64][0]), backward(128, **AUGMENTED_K_CONFIGS[128][0])]
+    if version == OLDEST:
+        of_forward += [forward(128), forward(96, "full"), forward(256, dtype="float16"), forward(64) | {"pack_gqa": 2}]
+        of_backward += [backward(d, **config) for d, configs in AUGMENTED_K_CONFIGS.items() for config in configs[1:]]
+        of_backward += [backward(128, "window", **DETERMINISTIC),
+                        backward(128, options=["cu_seqlens_q", "cu_seqlens_k"], **D128)]
+        rest = [backward(192, dv=128, kernel="d192"), *(backward(256, kernel="d256") | {"part": part}
+                                                        for part in ("dkdv", "dq"))]
+        for row in compile_aloud(version, [one | float32 for one in rest]):
+            check_mma(row)
+            assert row["stack"] <= D192_SPILL_BOUND, row
+    check(version, [one | float32 for one in of_forward], FLOAT32_SPILL_BOUND)
+    check_backward(version, [one | float32 for one in of_backward],
+                   BACKWARD_SPILL_BOUND.get(version, BACKWARD_SPILL_BOUND_ELSEWHERE))
 
 
 def wide(part, d, mask="causal", dtype="bfloat16", dv=None):

@@ -2,6 +2,8 @@
 
 import torch
 
+from tilewise.backends._support.triton import why_not_at_all
+from tilewise.backends.base import Results
 from tilewise.masks import Span
 
 
@@ -31,16 +33,8 @@ class PartialResults:
     def add(self, heads: Span, rows: Span, part: tuple[torch.Tensor, ...]) -> None:
         """Add a part: out, lse and, where it is wanted, max_logit of some heads and rows."""
         where = (slice(None), slice(heads.start, heads.stop), slice(rows.start, rows.stop))
-        out, lse = self.out[where], self.lse[where]
-        part_out, part_lse = part[:2]
-        total = torch.logaddexp(lse, part_lse)
-        shift = total.masked_fill(total == float("-inf"), 0.0)  # −inf − (−inf) is NaN
-        out.mul_((lse - shift).exp_().unsqueeze(-1))
-        out.addcmul_(part_out.to(out.dtype), (part_lse - shift).exp_().unsqueeze(-1))
-        lse.copy_(total)
-        if self.max_logit is not None:
-            largest = self.max_logit[where]
-            torch.maximum(largest, part[2], out=largest)
+        largest = None if self.max_logit is None else self.max_logit[where]
+        _merge(Results(self.out[where], self.lse[where], largest), Results(*part))
 
     def add_sinks(self, sinks: torch.Tensor) -> None:
         """Let the sinks, (hq,), enter the denominator, once for all keys."""
@@ -48,6 +42,29 @@ class PartialResults:
         shift = total.masked_fill(total == float("-inf"), 0.0)
         self.out.mul_((self.lse - shift).exp_().unsqueeze(-1))
         self.lse = total
+
+
+def _merge(result: Results, part: Results) -> None:
+    """Merge a part into the result so far, in place: on a GPU by a kernel that reads and writes memory once."""
+    if result.out.device.type != "cuda" or why_not_at_all(result.out.dtype) is not None:
+        merge_by_torch(result, part)
+        return
+    from tilewise.kernels.triton import merge_partial
+
+    with torch.cuda.device(result.out.device):
+        merge_partial.merge_partial(result, part)
+
+
+def merge_by_torch(result: Results, part: Results) -> None:
+    """Merge a part into the result so far, in place, on any device and in any dtype."""
+    out, lse = result.out, result.lse
+    total = torch.logaddexp(lse, part.lse)
+    shift = total.masked_fill(total == float("-inf"), 0.0)  # −inf − (−inf) is NaN
+    out.mul_((lse - shift).exp_().unsqueeze(-1))
+    out.addcmul_(part.out.to(out.dtype), (part.lse - shift).exp_().unsqueeze(-1))
+    lse.copy_(total)
+    if result.max_logit is not None and part.max_logit is not None:
+        torch.maximum(result.max_logit, part.max_logit, out=result.max_logit)
 
 
 def sinks_gradient(sinks: torch.Tensor, lse: torch.Tensor, out: torch.Tensor, dout: torch.Tensor,
