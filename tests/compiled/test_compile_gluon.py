@@ -8,6 +8,7 @@ compiles, so its cache is passed over.
 """
 
 from itertools import product
+from types import MappingProxyType
 
 import pytest
 
@@ -39,8 +40,10 @@ SPILL_BOUND_ELSEWHERE = 64
 # Where lengths are data, a sequence's rows and lengths need registers too: 3.6.0 and 3.7.1 spill 56 bytes at most,
 # 3.8.0 none, 3.9.0 168.
 LENGTHS_SPILL_BOUND = {BETWEEN: 32, NEWEST: 192}
-# Results in float32, with three warpgroups at d 64: 3.6.0 16 bytes, 3.9.0 104.
+# Results in float32, with three warpgroups at d 64: 3.6.0 16 bytes, 3.8.0 8 and 3.9.0 104, which are read in steps by
+# so many instructions: the stores of out want more registers at once than the steps leave.
 FLOAT32_SPILL_BOUND = LENGTHS_SPILL_BOUND
+FLOAT32_SPILLS_IN_STEPS = MappingProxyType({BETWEEN: 1, NEWEST: 71})
 # The backward kernel spills most at d 128, in windows, in order: 3.6.0 and 3.7.1 184 bytes, 3.8.0 176,
 # 3.9.0 248.
 BACKWARD_SPILL_BOUND = {NEWEST: 280}
@@ -192,12 +195,12 @@ def test_mask_plans_in_the_backward_compile_within_registers_and_shared_memory(v
     check_backward(version, wanted, BACKWARD_DROPOUT_SPILL_BOUND.get(version, BACKWARD_DROPOUT_SPILL_BOUND_ELSEWHERE))
 
 
-def check(version, wanted, bounds=SPILL_BOUND):
+def check(version, wanted, bounds=SPILL_BOUND, in_steps=MappingProxyType({})):
     for row in compile_aloud(version, wanted):
         check_mma(row)
         assert row["stack"] <= bounds.get(version, SPILL_BOUND_ELSEWHERE), row
         # What is spilled costs a few loads a tile; 3.9.0 spills in steps with a softcap, or lengths that are data.
-        assert row["in_steps"] == [] or (version == NEWEST and row["options"]), row
+        assert len(row["in_steps"]) <= in_steps.get(version, 0) or (version == NEWEST and row["options"]), row
         assert (row["utmastg"] > 0) == ("split_kv" not in row or row["split_kv"][0] > 0), row  # splits leave by stores
 
 
@@ -281,7 +284,8 @@ def test_float32_results_compile_within_registers_and_shared_memory(version):
         for row in compile_aloud(version, [one | float32 for one in rest]):
             check_mma(row)
             assert row["stack"] <= D192_SPILL_BOUND, row
-    check(version, [one | float32 for one in of_forward], FLOAT32_SPILL_BOUND)
+    check(version, [one | float32 for one in of_forward], FLOAT32_SPILL_BOUND,
+          FLOAT32_SPILLS_IN_STEPS)
     check_backward(version, [one | float32 for one in of_backward],
                    BACKWARD_SPILL_BOUND.get(version, BACKWARD_SPILL_BOUND_ELSEWHERE))
 

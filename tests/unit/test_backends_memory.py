@@ -1,5 +1,7 @@
 """Memory for results: what is asked for, whichever way torch has to it."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -51,3 +53,8 @@ def test_the_forms_of_results_and_gradients_are_those_of_the_problem():
     strides = q.stride(), k.stride(), v.stride()
     assert memory.forms_of_gradients(problem, strides) == tuple(
         (tuple(tensor.shape), tensor.stride(), torch.float32) for tensor in (q, k, v))
+    narrow = replace(problem, dtype=torch.float16)
+    for wanted, dtype in ((False, torch.float16), (True, torch.float32)):
+        asked = replace(narrow, float32_results=wanted)
+        forms = memory.forms_of_results(asked)[0], *memory.forms_of_gradients(asked, strides)
+        assert {form[2] for form in forms} == {dtype}

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 import tilewise as tw
 from tilewise.distributed import balanced
+from tilewise.distributed.blocks import summed_of
 from tilewise.distributed.cost_model import Links, Sizes, estimates
 from tilewise.distributed.exchange import TensorForm, empty_message, pack, unpack
 from tilewise.distributed.layouts import Layout, joined, named_layout
@@ -73,6 +74,19 @@ def test_a_plan_computes_each_visible_pair_once_and_sends_what_is_received(name,
 def test_a_causal_zigzag_ring_has_one_call_a_step():
     problem = Problem(named_layout("zigzag", 64, 4), named_layout("zigzag", 64, 4), tw.causal("top_left"), True, 2)
     assert [[len(step.blocks) for step in ring_plan(problem, rank)] for rank in range(4)] == [[1, 1, 1, 1]] * 4
+
+
+def test_parts_of_sums_are_told_from_results_of_one_call():
+    layout = named_layout("zigzag", 64, 4)
+
+    def summed(make, mask, layout=layout, *more):
+        problem = Problem(layout, layout, mask, True, 2)
+        return {summed_of(make(problem, rank, *more), rank) for rank in range(4)}
+
+    assert summed(ring_plan, Mask()) == {(True, True)}
+    assert summed(all_gather_plan, tw.causal(), layout, 2) == {(False, True)}
+    # Of keys that no other rank sees, each rank has one call.
+    assert summed(ring_plan, tw.chunk(16), named_layout("contiguous", 64, 4)) == {(False, False)}
 
 
 def test_packed_sequences_of_one_rank_are_one_call():

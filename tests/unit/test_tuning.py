@@ -407,6 +407,16 @@ def test_out_leaves_in_one_pass_or_in_two_through_buffers_64_columns_wide():
         assert one.shared_bytes(problem) - two.shared_bytes(problem) == spared
 
 
+@pytest.mark.parametrize("dv", [64, 96, 128, 192, 256])
+def test_out_in_float32_takes_the_bytes_of_one_in_16_bits(dv):
+    for passes in (1, 2):
+        config, problem = HopperForwardConfig(block_n=64, consumers=2, epilogue_passes=passes), problem_of(256, dv)
+        wide = replace(problem, float32_results=True)
+        (columns, buffers), (half, same) = config.out_buffers(problem), config.out_buffers(wide)
+        assert (2 * half, same) == (columns, buffers)
+        assert config.shared_bytes(wide) == config.shared_bytes(problem)
+
+
 @pytest.mark.parametrize(("d", "dv"), [(1, 1), (40, 64), (64, 64), (64, 65), (96, 40), (128, 8), (128, 128),
                                        *product((64, 96, 128, 192, 256), (192, 256)),
                                        *product((192, 256), (64, 96, 128))])

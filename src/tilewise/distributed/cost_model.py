@@ -82,8 +82,8 @@ def estimates(problem: Problem, sizes: Sizes, links: Links) -> dict[str, Estimat
     longest = max(problem.queries.shard_length(rank) for rank in range(ranks))
     received, compute = keys * of_key, max(pairs) * of_pair / links.flops
     overlapped = max(compute, received / links.bandwidth)
-    # A partial result is read and written in float32, and read once more in the inputs' dtype.
-    merging = (ranks - 1) * sizes.b * sizes.hq * longest * sizes.dv * (8 + sizes.itemsize) / links.memory
+    # A result is read and written in float32 and a part of it is read, or in float64.
+    merging = (ranks - 1) * sizes.b * sizes.hq * longest * sizes.dv * 3 * max(4, sizes.itemsize) / links.memory
     groups = groups_of(sizes.hk)
     first_group = received / groups / links.bandwidth
     of_row = sizes.b * (sizes.d + sizes.dv) * sizes.itemsize * (sizes.hq + max(sizes.hk, ranks)) // ranks
