@@ -170,7 +170,7 @@ def bound(request):
         config = forward_heuristic(problem)
         strides, plan = plan_of(problem, config.consumers, config.block_n // 64)
         launch = launching.HopperForward(problem, config, schedule_on_grid(problem, config), 132, strides)
-        counter = torch.empty(1, dtype=torch.int32)
+        counter, out = torch.empty(1, dtype=torch.int32), out.to(problem.out_dtype)
         with patch.object(launching, "counter_of", lambda device: counter):
             yield [launch.enqueue], lambda: launch(lambda: (q, k, v), addresses, out, rows, operands, plan=plan)
     elif request["kernel"] == "hopper_dbias":
@@ -192,7 +192,7 @@ def bound(request):
         strides, plan = plan_of(replace(problem, direction="backward"), config.block_n // 64, 1)
         launch = backward_launch(problem, config, backward_schedule(problem, config), problem.q_strides, 132,
                                  plan=strides)
-        gradients, data = map(torch.empty_like, (q, k, v)), (
+        gradients, data = (torch.empty_like(like, dtype=problem.out_dtype) for like in (q, k, v)), (
             operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqlens_q, operands.seqlens_k, operands.seed, *plan)
         tensors = (q, k, v, out, rows, rows.clone(), *gradients)
         counter = torch.empty(1, dtype=torch.int32)
