@@ -73,6 +73,7 @@ class Backend(Protocol):
                 operands: Operands = NO_OPERANDS) -> "Results":
         """Return out (b, hq, sq, dv), strides ``problem.out_strides``, and lse (b, hq, sq), natural log, contiguous.
 
+        out is of ``problem.out_dtype``.
         max_logit, where wanted, is shaped as lse: the row's largest visible score, the sink not counted; -inf where
         nothing is seen.
         """
@@ -81,7 +82,8 @@ class Backend(Protocol):
                  needs: Needs = Needs()) -> Gradients:  # noqa: B008 - a value, never changed
         """Return the gradients that are needed, each dense; those of q, k and v with dims stored in their order.
 
-        That is ``dense_strides`` of their own strides, as ``problem.out_strides`` is of q's.
+        That is ``dense_strides`` of their own strides, as ``problem.out_strides`` is of q's. They are of
+        ``problem.out_dtype``.
         """
 
 

@@ -157,7 +157,8 @@ def attend_to_block(call: Call, block: Block, heads: Span, tensors: Tensors, *, 
         tensors: the rank's q, (b, hq, s, d), and the step's keys and values, (b, heads of keys, rows, d or dv).
     """
     q, k, v = _of_queries(tensors[0], block, heads), _of_keys(tensors[1], block), _of_keys(tensors[2], block)
-    operands, options = call.operands_of(block, heads), call.options_of(block, float32_results=float32_results)
+    wide = float32_results and q.itemsize == 2  # others are plain calls
+    operands, options = call.operands_of(block, heads), call.options_of(block, float32_results=wide)
     if is_plain(operands, options):
         numbers = options.scale, options.deterministic, options.backend
         results = attend(q, k, v, options.mask, numbers, with_lse=True)
@@ -198,7 +199,8 @@ def gradients_of_block(call: Call, block: Block, heads: Span, tensors: Tensors, 
     """
     q, k, v = _of_queries(tensors[0], block, heads), _of_keys(tensors[1], block), _of_keys(tensors[2], block)
     of_rows = [None if tensor is None else _of_queries(tensor, block, heads) for tensor in rows]
-    operands, options = call.operands_of(block, heads), call.options_of(block, float32_results=float32_results)
+    wide = float32_results and q.itemsize == 2  # others are plain calls
+    operands, options = call.operands_of(block, heads), call.options_of(block, float32_results=wide)
     made: list[torch.Tensor] = backward_op(q, k, v, *of_rows, *operands, *options, [*needs, False])
     return made
 

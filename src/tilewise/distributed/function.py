@@ -86,8 +86,8 @@ class _Keys:
 class _KeyGradients:
     """The gradients of the own keys and values: sums of what this rank and others computed, in the order of steps.
 
-    Parts travel as they are summed, 16-bit inputs' in float32: rounded before, dk and dv of a causal call on four ranks
-    had 1.16 to 1.20 times one device's error, and so they have its own.
+    Parts travel in the dtype of the sums. Rounded to 16 bits before, they gave dk and dv of a causal call on four ranks
+    1.16 to 1.20 times the error of one device (bfloat16, CPU); in float32 they give 1.00 times it.
     """
 
     def __init__(self, planned: Planned, k: torch.Tensor, v: torch.Tensor) -> None:

@@ -216,7 +216,7 @@ def await_accum_but_last():
     """Wait until all that this warpgroup has set and added, but for the last copy, has arrived in global memory.
 
     That is enough for what the tiles of keys before have left of a block, if a warpgroup issues one copy a block
-    (accumulate_or_write_part), and at a tile's end two more, of dV and dK (d128.attend_tile). These come
+    (accumulate_or_write_part), and at a tile's end two more, of dV and dK, or two of each (d128.attend_tile). They come
     between any two tiles, so that a block's accumulator is never what the last copy set or added to, even where a tile
     begins with the block that the one before has ended with (tiles.q_block_start_serpentine): there the last copy is
     dK's. A kernel that stores dV and dK otherwise must wait for all copies here. The warpgroup's other threads know of
