@@ -100,7 +100,11 @@ def run_schedule(name: str, arguments: Arguments, group: dist.ProcessGroup) -> t
     """Return out, lse and, where the options want it, max_logit of this rank's queries."""
     if name == "ulysses":
         return _ulysses(arguments, group)
-    rank = dist.get_rank(group)
+    return run_steps(name, arguments, group, dist.get_rank(group))
+
+
+def run_steps(name: str, arguments: Arguments, group: dist.ProcessGroup, rank: int) -> tuple[torch.Tensor, ...]:
+    """Return the same of a schedule of steps, "ring" or "all_gather", as one rank of the group."""
     planned = Planned(group, rank, _steps(name, arguments, rank), arguments.call, arguments.padded_rows(rank))
     operands = arguments.operands
     results: tuple[torch.Tensor, ...] = StepsFunction.apply(  # type: ignore[no-untyped-call]
