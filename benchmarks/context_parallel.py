@@ -1,6 +1,7 @@
 """Time context parallel attention on real ranks, beside one rank's time for its share of the pairs.
 
     torchrun --nproc-per-node 8 benchmarks/context_parallel.py --tokens 8192 32768 131072 --out context-parallel.csv
+    torchrun --nproc-per-node 8 benchmarks/context_parallel.py --head-ranks 2 --schedules ring all_gather
     torchrun --nproc-per-node 2 benchmarks/context_parallel.py --device cpu --tokens 64 --heads 4 2 --dim 16
 
 On GPUs ranks speak NCCL, on CPUs gloo. Each row is one call of all ranks: its time is that of the slowest rank, the
@@ -31,9 +32,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import tilewise as tw
 from tilewise.distributed import context_parallel_attention, positions, shard
 
-FIELDS = ("schedule", "layout", "mask", "direction", "ranks", "tokens_per_rank", "hq", "hk", "d", "dtype", "median_ms",
-          "p20_ms", "p80_ms", "ideal_ms", "share_of_ideal", "largest_difference", "device_name", "torch", "commit",
-          "date")
+FIELDS = ("schedule", "layout", "mask", "direction", "ranks", "head_ranks", "tokens_per_rank", "hq", "hk", "d", "dtype",
+          "median_ms", "p20_ms", "p80_ms", "ideal_ms", "share_of_ideal", "largest_difference", "device_name", "torch",
+          "commit", "date")
 MASKS = ("causal", "window", "documents", "full")
 CHECKED = 16384  # tokens of all ranks up to which results are compared with one device's
 SPREAD = (0.2, 0.8)
@@ -49,6 +50,8 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--window", type=int, default=4096, help="keys that a query sees under the mask 'window'")
     parser.add_argument("--schedules", nargs="+", default=["ring", "all_gather", "ulysses"])
     parser.add_argument("--layouts", nargs="+", default=["zigzag"])
+    parser.add_argument("--head-ranks", type=int, default=0, help="ranks that exchange heads: those of the second dim "
+                        "of a mesh of two, whose first dim has the schedule; default: a mesh of one dim")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32", "float64"])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cuda", "cpu"])
     parser.add_argument("--repetitions", type=int, default=20)
@@ -144,7 +147,7 @@ def difference(made: tuple[torch.Tensor, ...], wanted: tuple[torch.Tensor, ...],
 
 def rows_of(options: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> Iterator[dict[str, Any]]:
     """Time every combination; all ranks together."""
-    ranks = mesh.size()
+    ranks, together = mesh.size(), mesh.get_group() if mesh.ndim == 1 else dist.group.WORLD
     for tokens in options.tokens:
         options.tokens_now = tokens
         whole = drawn(tokens * ranks, options, device)
@@ -164,7 +167,7 @@ def rows_of(options: argparse.Namespace, mesh: DeviceMesh, device: torch.device)
                                          schedule=schedule)
                         call = partial(step, attend, tuple(parts), dout if with_gradient else None)
                         wrong = None if expected is None else difference(call(), expected, own)
-                        times = timed(call, device, options.repetitions, mesh.get_group())
+                        times = timed(call, device, options.repetitions, together)
                         yield row(options, (schedule, layout, name, with_gradient), ranks, times, (alone, wrong))
 
 
@@ -175,8 +178,9 @@ def row(options: argparse.Namespace, what: tuple[str, str, str, bool], ranks: in
     median, (alone, wrong) = statistics.median(times), beside
     low, high = (times[min(len(times) - 1, int(part * len(times)))] for part in SPREAD)
     name = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
-    values = (schedule, layout, mask, "forward + backward" if with_gradient else "forward", ranks, options.tokens_now,
-              *options.heads, options.dim, options.dtype, f"{median:.3f}", f"{low:.3f}", f"{high:.3f}", f"{alone:.3f}",
+    values = (schedule, layout, mask, "forward + backward" if with_gradient else "forward", ranks,
+              options.head_ranks or "", options.tokens_now, *options.heads, options.dim, options.dtype,
+              f"{median:.3f}", f"{low:.3f}", f"{high:.3f}", f"{alone:.3f}",
               f"{alone / median:.3f}", "" if wrong is None else f"{wrong:.1e}", name, torch.__version__, options.commit,
               datetime.now(UTC).date().isoformat())
     return dict(zip(FIELDS, values, strict=True))
@@ -192,7 +196,11 @@ def group(options: argparse.Namespace) -> Iterator[tuple[DeviceMesh, torch.devic
     dist.init_process_group("nccl" if options.device == "cuda" else "gloo",
                             device_id=device if options.device == "cuda" else None)
     try:
-        yield init_device_mesh(options.device, (dist.get_world_size(),), mesh_dim_names=("cp",)), device
+        ranks, size = dist.get_world_size(), options.head_ranks
+        if size:
+            yield init_device_mesh(options.device, (ranks // size, size), mesh_dim_names=("steps", "heads")), device
+        else:
+            yield init_device_mesh(options.device, (ranks,), mesh_dim_names=("cp",)), device
     finally:
         dist.destroy_process_group()
 

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import tilewise as tw
+from distributed.equality import group_of
 from tilewise import distributed
 from tilewise.distributed import context_parallel_attention, positions, shard, unshard
 from tilewise.distributed.exchange import start
@@ -38,13 +39,14 @@ def round_trip(mesh, layout, length, dim):
     shape = [3, 2, 4]
     shape[dim] = length
     whole = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    group = group_of(mesh)
     leaf = whole.clone().requires_grad_()
     part = shard(leaf, mesh, dim=dim, layout=layout)
     own = positions(mesh, length=length, layout=layout)
     weights = torch.arange(whole.numel(), dtype=torch.float64).view(whole.shape)
     together = unshard(part, mesh, dim=dim, layout=layout, length=length)
-    ((together * weights).sum() * (1 + mesh.get_local_rank())).backward()
-    dist.all_reduce(leaf.grad, group=mesh.get_group())
+    ((together * weights).sum() * (1 + dist.get_rank(group))).backward()
+    dist.all_reduce(leaf.grad, group=group)
     ranks = mesh.size()
     return {"same": bool(torch.equal(together, whole)), "part": bool(torch.equal(part, whole.index_select(dim, own))),
             "positions": own.tolist(),
@@ -60,11 +62,13 @@ def wrong_calls(mesh):
         given = {"q": q, "k": k, "v": v, "mesh": mesh, "layout": "zigzag"} | changed
         return message_of(lambda: context_parallel_attention(**given))
 
-    two_dims = DeviceMesh("cpu", torch.arange(dist.get_world_size()).view(2, -1), mesh_dim_names=("dp", "cp"),
-                          _init_backend=False) if dist.get_world_size() == 4 else None
+    ranks = torch.arange(dist.get_world_size())
+    three_dims = DeviceMesh("cpu", ranks.view(1, 2, -1), mesh_dim_names=("pp", "dp", "cp"), _init_backend=False)
+    unordered = DeviceMesh("cpu", torch.tensor([[3, 0], [1, 2]]), _init_backend=False)
     return {
         "layout": call(layout="striped"), "schedule": call(schedule="star"), "mesh": call(mesh=mesh.get_group()),
-        "mesh_dims": call(mesh=two_dims), "lengths": call(lengths=(16,)), "shard_length": call(lengths=(28, 24)),
+        "mesh_dims": call(mesh=three_dims), "mesh_order": call(mesh=unordered),
+        "lengths": call(lengths=(16,)), "shard_length": call(lengths=(28, 24)),
         "rank": call(q=q[0]), "documents": call(mask=tw.documents(ids)),
         "function": call(mask=tw.functions.MaskFunction(torch=lambda b, h, i, j: i >= j)),
         "tiled": call(mask=(tw.causal() & torch.ones(24, 24, dtype=torch.bool)).tiled(24, 24)),
@@ -119,9 +123,19 @@ def ulysses_refusals(mesh):
     return refused(3, 3), refused(6, 3), refused(4, 2, dropout_p=0.1, dropout_seed=1)
 
 
+def refusals_of_two_dims(mesh):
+    """Return the errors of calls that a mesh of two dims does not take, the last one of a backend."""
+    def refused(hq=4, hk=2, **options):
+        given = shards(mesh, hq=hq, hk=hk)
+        return message_of(lambda: context_parallel_attention(*given, mesh=mesh, layout="zigzag", **options))
+
+    return (refused(schedule="ulysses"), refused(3, 3, schedule="ring"), refused(6, 3), refused(dropout_p=0.1),
+            refused(backend="cuda", mask=tw.causal()))
+
+
 def disagreement(mesh, what):
     """Let the last rank call with something else than the others; return the error on this rank."""
-    is_last = mesh.get_local_rank() == mesh.size() - 1
+    is_last = dist.get_rank(group_of(mesh)) == mesh.size() - 1
     layout = "contiguous" if is_last and what == "layout" else "zigzag"
     q, k, v = shards(mesh, d=12 if is_last and what == "shape" else 8)
     if is_last and what == "error":
@@ -258,6 +272,8 @@ def explained(mesh, **options):
     """Return what explain says of a causal call: of a chosen schedule, and of one that is refused."""
     q, k, v = shards(mesh)
     told = distributed.explain(q, k, v, mesh=mesh, layout="zigzag", mask=tw.causal())
+    if mesh.ndim == 2:
+        return told.chosen, str(told), told.estimates, told.reasons
     odd = shards(mesh, hq=3, hk=3)
     refused = distributed.explain(*odd, mesh=mesh, layout="zigzag")
     return told.chosen, str(told), {name: one.pairs for name, one in told.estimates.items()}, refused.reasons
@@ -299,6 +315,17 @@ def float32_difference(mesh, schedule):
     return [float((one - other[:, :, own]).abs().max()) for one, other in zip(got, wanted, strict=True)]
 
 
+def part_of_a_larger_mesh(mesh):
+    """Return the difference from one device of a call on two dims of a mesh of three."""
+    whole = inputs()
+    larger = DeviceMesh("cpu", torch.arange(4).view(1, 2, 2), mesh_dim_names=("dp", "ring", "heads"))
+    inner = larger["ring", "heads"]
+    parts = [shard(own, inner, dim=2, layout="zigzag") for own in whole]
+    out = context_parallel_attention(*parts, mesh=inner, layout="zigzag", mask=tw.causal())
+    together = unshard(out, inner, dim=2, layout="zigzag")
+    return float((together - tw.attention(*whole, mask=tw.causal())).abs().max())
+
+
 def benchmark(mesh, arguments):
     """Run benchmarks/context_parallel.py on the ranks that are here, instead of those that torchrun starts."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
@@ -308,5 +335,5 @@ def benchmark(mesh, arguments):
         sys.path.pop(0)
     options = context_parallel.parsed(arguments)
     for row in context_parallel.rows_of(options, mesh, torch.device("cpu")):
-        if mesh.get_local_rank() == 0:
+        if dist.get_rank() == 0:
             context_parallel.write(row, options.out)

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 import tilewise as tw
-from distributed.equality import backward, largest, named
+from distributed.equality import backward, group_of, largest, named
 from tilewise.distributed import context_parallel_attention_varlen, positions, shard
 
 
@@ -107,6 +107,6 @@ def compare(mesh, name, layout, schedule):
     for key, part in parts.items():
         if part is not None:
             total = torch.zeros_like(part) if part.grad is None else part.grad.clone()
-            dist.all_reduce(total, group=mesh.get_group())
+            dist.all_reduce(total, group=group_of(mesh))
             found[f"d{key}"] = largest(total, given[key].grad)
     return found

@@ -17,6 +17,14 @@ def test_shards_put_together_are_the_whole_and_hand_gradients_back(workers, layo
     assert sorted(position for one in found for position in one["positions"]) == list(range(length))
 
 
+@pytest.mark.parametrize(("layout", "length"), [("zigzag", 16), ("contiguous", 13), ("zigzag", 3)])
+def test_shards_of_a_mesh_of_two_dims_lie_row_by_row(workers, layout, length):
+    found = workers.run((2, 2), MODULE, "round_trip", layout, length, 2)
+    assert all(one["same"] and one["part"] and one["gradient"] == 0.0 for one in found)
+    assert [one["positions"] for one in found] == [
+        one["positions"] for one in workers.run(4, MODULE, "round_trip", layout, length, 2)]
+
+
 def test_zigzag_pairs_the_front_with_the_back(workers):
     found = workers.run(2, MODULE, "round_trip", "zigzag", 8, 1)
     assert [one["positions"] for one in found] == [[0, 1, 6, 7], [2, 3, 4, 5]]
@@ -25,9 +33,10 @@ def test_zigzag_pairs_the_front_with_the_back(workers):
 MESSAGES = {
     "layout": "layout is 'striped'; allowed are 'contiguous', 'zigzag' and a Layout.",
     "schedule": "schedule is 'star'; allowed are 'ring', 'all_gather', 'ulysses', and None to choose.",
-    "mesh": "mesh is a ProcessGroup; allowed is a torch.distributed.device_mesh.DeviceMesh of one dim.",
-    "mesh_dims": "mesh has 2 dims ('dp', 'cp'); allowed is one: pass the dim over which the sequence is cut, as "
-                 "mesh['cp'].",
+    "mesh": "mesh is a ProcessGroup; allowed is a torch.distributed.device_mesh.DeviceMesh of one dim or two.",
+    "mesh_dims": "mesh has 3 dims ('pp', 'dp', 'cp'); allowed are one and two: pass those over which the sequence is "
+                 "cut, as mesh['cp'].",
+    "mesh_order": "mesh is of ranks [[3, 0], [1, 2]]; allowed with two dims are ascending ranks along each of them.",
     "lengths": "lengths is (16,); allowed is a pair of integers >= 0, the numbers of queries and of keys on all ranks "
                "together, or None.",
     "shard_length": "q has 6 positions on rank 0; layout 'zigzag' of 28 positions on 4 ranks gives it 7. Where ranks "
@@ -110,6 +119,46 @@ def test_ranks_that_disagree_raise_on_every_rank(workers, what, text):
     assert text in found[1][1]
 
 
+@pytest.mark.parametrize(("what", "text"), [
+    ("layout", "this one has mesh (2, 2), layout 'zigzag' of 24 queries and 24 keys"),
+    ("error", "rank 3 of the mesh refused the call: v has 6 positions on rank 3; layout 'zigzag' of 20 positions")])
+def test_ranks_of_two_dims_that_disagree_raise_on_every_rank(workers, what, text):
+    found = workers.run((2, 2), MODULE, "disagreement", what)
+    assert all(kind == "InvalidInput" for kind, _ in found)
+    assert all(text in own for _, own in found[:3])
+
+
+def test_a_mesh_of_two_dims_says_what_it_does_not_take(workers):
+    for found in workers.run((2, 2), MODULE, "refusals_of_two_dims"):
+        assert {kind for kind, _ in found} == {"UnsupportedProblem"}
+        ulysses, odd, shared, dropout, backend = (text for _, text in found)
+        assert ("schedule 'ulysses' refuses this call\n  ulysses: needs a mesh of one dim, got one of two: ranks of "
+                "the second exchange heads with every schedule of the first") in ulysses
+        assert ("schedule 'ring' refuses this call\n  ring: follows on an exchange of heads over the mesh's second "
+                "dim, which needs a number of query heads that 2 ranks divide, got 3") in odd
+        assert "no schedule takes this call" in shared
+        assert "which needs ranks that share no part of a group of query heads, got 3 query heads a rank" in shared
+        assert "which takes no dropout, whose draws belong to the heads of all ranks" in dropout
+        assert "backend 'cuda' refuses" in backend
+
+
+def test_explain_tells_of_the_exchange_in_a_mesh_of_two_dims(workers):
+    for chosen, text, costs, reasons in workers.run((2, 2), MODULE, "explained"):
+        assert chosen in ("ring", "all_gather")
+        assert text.startswith("mesh (2, 2): 2 ranks exchange heads, 2 rows of them have a schedule; layout 'zigzag'")
+        assert "\n  ulysses    no: needs a mesh of one dim, got one of two" in text
+        assert {name: one.pairs for name, one in costs.items()} == {"ring": 150, "all_gather": 150}
+        # Six rows of q, k, v and out: half of the heads of the other rank of the row. Half of the heads of the keys of
+        # the other row.
+        exchanged, keys = 6 * (4 + 2) * 2 * 8 * 8 // 2, 12 * 1 * 2 * 8 * 8
+        assert {one.bytes_received for one in costs.values()} == {exchanged + keys}
+        assert (reasons["ring"], reasons["all_gather"]) == (None, None)
+
+
+def test_two_dims_of_a_larger_mesh_serve(workers):
+    assert max(workers.run((2, 2), MODULE, "part_of_a_larger_mesh")) < 1e-12
+
+
 def test_ulysses_says_what_it_does_not_take(workers):
     odd, divided, dropout = workers.run(4, MODULE, "ulysses_refusals")[0]
     assert "ulysses: needs a number of query heads that 4 ranks divide, got 3" in odd
@@ -161,6 +210,12 @@ def test_a_backend_without_float32_results_is_refused_for_parts_of_a_sum_by_name
     for kind, text in workers.run(4, MODULE, "refused_parts"):
         assert kind == "UnsupportedProblem"
         assert "torch: writes results in the inputs' dtype, got torch.bfloat16 with results in float32" in text
+
+
+@pytest.mark.parametrize("schedule", ["ring", "all_gather"])
+def test_errors_in_16_bits_of_two_dims_are_those_of_two_parts(workers, schedule):
+    for number, (many, one) in enumerate(workers.run((2, 2), MODULE, "errors_in_16_bits", schedule)[0]):
+        assert many <= one * (1.1 if schedule == "all_gather" and number < 2 else 1.6)
 
 
 @pytest.mark.parametrize("schedule", ["ring", "all_gather", "ulysses"])

@@ -18,4 +18,15 @@ def test_the_benchmark_writes_a_row_for_each_call(workers, tmp_path):
         assert float(row["largest_difference"]) < 1e-12
         assert float(row["median_ms"]) > 0
         assert float(row["ideal_ms"]) > 0
-        assert (row["ranks"], row["commit"], row["tokens_per_rank"]) == ("2", "0123", "32")
+        assert (row["ranks"], row["head_ranks"], row["commit"], row["tokens_per_rank"]) == ("2", "", "0123", "32")
+
+
+def test_the_benchmark_takes_a_mesh_of_two_dims(workers, tmp_path):
+    out = tmp_path / "rows.csv"
+    workers.run((2, 2), "distributed.behaviour", "benchmark", [
+        "--device", "cpu", "--tokens", "16", "--heads", "4", "2", "--dim", "8", "--dtype", "float64", "--masks",
+        "causal", "--repetitions", "1", "--schedules", "ring", "--head-ranks", "2", "--out", str(out)])
+    with out.open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["ranks"], row["head_ranks"], row["schedule"]) for row in rows] == [("4", "2", "ring")] * 2
+    assert max(float(row["largest_difference"]) for row in rows) < 1e-12

@@ -24,20 +24,37 @@ def test_results_and_gradients_are_those_of_one_device(workers, case, schedule):
             assert {name: error for name, error in found.items() if not error <= TOLERANCE} == {}, (ranks, layout)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_balanced_layout_gives_the_same(workers, schedule):
+@pytest.mark.parametrize("schedule", ["ring", "all_gather"])
+@pytest.mark.parametrize("case", [case for case in CASES if not case.dropout_p], ids=str)
+def test_a_mesh_of_two_dims_gives_the_same(workers, case, schedule):
+    for layout in ("zigzag", "contiguous"):
+        for found in workers.run((2, 2), "distributed.equality", "compare", case, layout, schedule):
+            assert {name: error for name, error in found.items() if not error <= TOLERANCE} == {}, layout
+
+
+@pytest.mark.parametrize("shape", [(4, 1), (1, 4)])
+def test_a_dim_of_one_rank_gives_the_same(workers, shape):
+    case = Case("one_rank", 27, mask=tw.causal(), bias=(1, 0, 0, 0), sinks=True, documents=2)
+    for found in workers.run(shape, "distributed.equality", "compare", case, "zigzag", None):
+        assert {name: error for name, error in found.items() if not error <= TOLERANCE} == {}
+
+
+@pytest.mark.parametrize(("schedule", "ranks"), [*((schedule, 4) for schedule in SCHEDULES), ("ring", (2, 2)),
+                                                 ("all_gather", (2, 2))])
+def test_a_balanced_layout_gives_the_same(workers, schedule, ranks):
     mask = tw.causal("top_left")
     case = Case("balanced", 40, mask=mask, sinks=True, bias=(0, 0, 0, 0))
     layout = balanced(mask & tw.documents(torch.arange(40) // 15), 40, 4, pieces=3)
     assert max(map(len, layout.pieces)) > 1
-    for found in workers.run(4, "distributed.equality", "compare", case, layout, schedule):
+    for found in workers.run(ranks, "distributed.equality", "compare", case, layout, schedule):
         assert {name: error for name, error in found.items() if not error <= TOLERANCE} == {}
 
 
 @settings(max_examples=25)
 @given(sq=st.integers(0, 40), sk=st.integers(0, 40), mask=masks(), documents=st.integers(0, 4),
-       options=st.fixed_dictionaries({name: st.booleans() for name in ("alibi", "sinks")}), ranks=st.integers(2, 4),
-       layout=st.sampled_from(["zigzag", "contiguous"]), schedule=st.sampled_from(["ring", "all_gather"]))
+       options=st.fixed_dictionaries({name: st.booleans() for name in ("alibi", "sinks")}),
+       ranks=st.sampled_from([2, 3, 4, (2, 2)]), layout=st.sampled_from(["zigzag", "contiguous"]),
+       schedule=st.sampled_from(["ring", "all_gather"]))
 def test_drawn_calls_are_those_of_one_device(workers, sq, sk, mask, documents, options, ranks, layout, schedule):
     case = Case("drawn", sq, sk if not documents else None, mask=mask, documents=documents if sq else 0, **options)
     for found in workers.run(ranks, "distributed.equality", "compare", case, layout, schedule):

@@ -6,7 +6,8 @@ from distributed.equality import TOLERANCE
 from distributed.packed import CASES
 
 RUNS = (("ring", 2, "zigzag"), ("ring", 3, "contiguous"), ("ring", 4, "zigzag"), ("all_gather", 3, "zigzag"),
-        ("all_gather", 4, "contiguous"), ("ulysses", 2, "zigzag"), ("ulysses", 4, "contiguous"))
+        ("all_gather", 4, "contiguous"), ("ring", (2, 2), "zigzag"), ("all_gather", (2, 2), "contiguous"),
+        ("ulysses", 2, "zigzag"), ("ulysses", 4, "contiguous"))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

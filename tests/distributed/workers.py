@@ -14,6 +14,7 @@ import torch.multiprocessing as mp
 from torch.distributed.device_mesh import DeviceMesh
 
 RANKS = 4
+SHAPES = ((2, 2), (4, 1), (1, 4))  # of meshes of two dims
 SECONDS = 60  # a message that nobody sends is waited for so long
 
 
@@ -31,6 +32,9 @@ def _serve(rank, store, connection, path):
     groups[RANKS] = dist.group.WORLD
     meshes = {size: DeviceMesh.from_group(group, "cpu", mesh=list(range(size))) for size, group in groups.items()
               if rank < size}
+    # Of all ranks, which make them together.
+    meshes |= {shape: DeviceMesh("cpu", torch.arange(RANKS).view(shape), mesh_dim_names=("ring", "heads"))
+               for shape in SHAPES}
     while (task := connection.recv()) is not None:
         module, function, size, arguments = task
         try:
@@ -42,7 +46,7 @@ def _serve(rank, store, connection, path):
 
 
 class Workers:
-    """Four ranks; a task runs on the first ones, as many as it asks for."""
+    """Four ranks; a task runs on the first ones, as many as it asks for, or on all in a mesh of two dims."""
 
     def __init__(self, path):
         os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -60,10 +64,14 @@ class Workers:
             self._processes.append(process)
 
     def results(self, ranks, module, function, *arguments):
-        """Return, of each of the first ranks, whether it came to an end and what it returned or raised."""
-        for end in self._ends[:ranks]:
+        """Return, of each of the first ranks, whether it came to an end and what it returned or raised.
+
+        ``ranks``: their number, or the shape of a mesh of all.
+        """
+        ends = self._ends[:ranks] if isinstance(ranks, int) else self._ends
+        for end in ends:
             end.send((module, function, ranks, arguments))
-        return [end.recv() for end in self._ends[:ranks]]
+        return [end.recv() for end in ends]
 
     def run(self, ranks, module, function, *arguments):
         """Return what each rank returned; raise what one raised."""

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 import tilewise as tw
 from tilewise.distributed import balanced
 from tilewise.distributed.blocks import summed_of
-from tilewise.distributed.cost_model import Links, Sizes, estimates
+from tilewise.distributed.cost_model import Links, Sizes, estimates, estimates_of_rows
 from tilewise.distributed.exchange import TensorForm, empty_message, pack, unpack
-from tilewise.distributed.layouts import Layout, joined, named_layout
+from tilewise.distributed.layouts import Layout, joined, layout_in_row, layout_of_rows, named_layout
 from tilewise.distributed.partial import PartialResults, sinks_gradient
 from tilewise.distributed.plan import Problem, all_gather_plan, ring_plan
 from tilewise.errors import InvalidInput
@@ -27,6 +27,26 @@ def test_a_layout_holds_each_position_once(name, length, ranks):
     sizes = [layout.shard_length(rank) for rank in range(ranks)]
     assert max(sizes) - min(sizes) <= 2
     assert named_layout(layout, length, ranks) is layout
+
+
+@given(LAYOUT, st.integers(0, 40), st.integers(1, 4), st.integers(1, 4))
+def test_rows_of_ranks_hold_what_their_ranks_do(name, length, rows, size):
+    layout = named_layout(name, length, rows * size)
+    of_rows = layout_of_rows(layout, size)
+    assert layout_of_rows(layout, 1) == layout
+    for row in range(rows):
+        held = [position for piece in of_rows.pieces[row] for position in range(piece.start, piece.stop)]
+        assert held == sorted(held)
+        inside = layout_in_row(layout, row, size)
+        assert inside.length == len(held)
+        for rank in range(size):
+            counted = [held[at] for piece in inside.pieces[rank] for at in range(piece.start, piece.stop)]
+            own = layout.pieces[row * size + rank]
+            assert counted == [position for piece in own for position in range(piece.start, piece.stop)]
+
+
+def test_zigzag_ranks_are_zigzag_rows():
+    assert layout_of_rows(named_layout("zigzag", 64, 8), 2).pieces == named_layout("zigzag", 64, 4).pieces
 
 
 def test_a_layout_says_where_positions_are_in_a_shard():
@@ -148,6 +168,20 @@ def test_the_model_finds_zigzag_even_and_a_window_local():
     assert abs(even.pairs - 8192 * 8193 // 16) < 0.01 * even.pairs
     window = of("contiguous", Mask(255, 0, "top_left"))["ring"]
     assert window.bytes_received == 255 * 8 * 256 * 2
+
+
+def test_the_model_adds_the_exchange_of_heads_to_a_schedule_of_rows():
+    sizes, links = Sizes(1, 32, 8, 128, 128, 2), Links()
+    own = named_layout("zigzag", 8192, 8)
+    rows = layout_of_rows(own, 2)
+    found = estimates_of_rows(Problem(rows, rows, tw.causal("top_left"), True, 8), own, sizes, links)
+    alone = estimates(Problem(rows, rows, tw.causal("top_left"), True, 4), Sizes(1, 16, 4, 128, 128, 2), links)
+    exchanged = 1024 * (32 + 8) // 2 * 256 * 2
+    assert set(found) == {"ring", "all_gather"}
+    for name, one in found.items():
+        assert one.pairs == alone[name].pairs
+        assert one.bytes_received == exchanged + alone[name].bytes_received
+        assert one.seconds == pytest.approx(alone[name].seconds + exchanged / links.bandwidth + 2 * links.latency)
 
 
 def loads(layout, visible):

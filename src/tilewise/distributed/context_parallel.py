@@ -11,7 +11,7 @@ from tilewise.api import AttentionOutput, AttentionOutputWithMax, attention, att
 from tilewise.distributed.arguments import PACKED_NAMES, Arguments, arguments_of, packed_arguments_of
 from tilewise.distributed.cost_model import SCHEDULES
 from tilewise.distributed.layouts import Layout, named_layout
-from tilewise.distributed.mesh import check_ranks_agree, group_of
+from tilewise.distributed.mesh import Ranks, check_ranks_agree, ranks_of
 from tilewise.distributed.schedules import (
     ScheduleExplanation,
     check_blocks,
@@ -44,7 +44,8 @@ def context_parallel_attention(
     Args:
         q: (b, hq, s, d): the shard of this rank, as :func:`shard` makes it; dtypes and strides as in ``attention``.
         k, v: (b, hk, s, d) and (b, hk, s, dv), sharded alike.
-        mesh: a device mesh of one dim.
+        mesh: a device mesh of one dim; or of two, over whose ranks, row by row, the sequence is cut. Of two, ranks of
+            the second one exchange heads, as "ulysses" does, and ``schedule`` is that of the first one.
         layout: which positions a rank holds: "contiguous" (rank r the r-th of as many pieces as there are ranks),
             "zigzag" (of twice as many the r-th from the front and the r-th from the back, which divides the pairs of a
             causal mask evenly), or a :class:`Layout`, as :func:`balanced` makes. It is never guessed.
@@ -64,23 +65,23 @@ def context_parallel_attention(
             about the local calls.
         schedule: "ring" (keys and values come from one rank after another, only those that a rank's queries can see),
             "all_gather" (from all ranks at once, for some heads after another), "ulysses" (ranks exchange the sequence
-            for heads), or None to choose by a cost model: see :func:`explain`.
+            for heads; of a mesh of one dim alone), or None to choose by a cost model: see :func:`explain`.
 
     Returns:
         out, (b, hq, s, dv), of this rank's queries; with ``return_aux`` a named tuple as of ``attention``.
 
     Gradients of q, k, v and of a bias's rows are those of this rank's shards. Of what every rank has a copy of (sinks,
-    slopes, a bias without a query dim), a rank gets the part of its own queries (of its heads with "ulysses"): they are
-    to be summed over the ranks, as gradients of all other parameters are.
+    slopes, a bias without a query dim), a rank gets the part of its own queries (of its heads where these are
+    exchanged): they are to be summed over the ranks, as gradients of all other parameters are.
 
     Raises:
         InvalidInput: an argument that has no meaning, here or on another rank; ranks that disagree.
         UnsupportedProblem: the schedule, or a backend, refuses; the message holds the reason.
     """
     given = {name: value for name, value in locals().items() if name not in ("mesh", "schedule")}
-    group, _, ranks = group_of(mesh)
+    ranks = ranks_of(mesh)
     check_schedule(schedule, SCHEDULES)
-    if ranks == 1:
+    if ranks.count == 1:
         for own, length in zip((q, k), lengths or (None, None), strict=True):
             named_layout(layout, whole_length(layout, own.shape[2], length, 1), 1)
         attend: Any = attention  # of its overloads, which is decided by a value
@@ -89,7 +90,7 @@ def context_parallel_attention(
             dropout_p=dropout_p, dropout_seed=dropout_seed, seqlens_q=seqlens_q, seqlens_k=seqlens_k,
             return_aux=return_aux, deterministic=deterministic, backend=backend)
         return result
-    return cast(Result, _attend(given, group, schedule))
+    return cast(Result, _attend(given, ranks, schedule))
 
 
 def context_parallel_attention_varlen(
@@ -128,9 +129,9 @@ def context_parallel_attention_varlen(
     """
     given = {name: value for name, value in locals().items() if name not in ("mesh", "schedule")}
     given["dropout_p"] = 0
-    group, _, ranks = group_of(mesh)
+    ranks = ranks_of(mesh)
     check_schedule(schedule, SCHEDULES)
-    if ranks == 1:
+    if ranks.count == 1:
         for own, length in zip((q, k), lengths or (None, None), strict=True):
             named_layout(layout, whole_length(layout, own.shape[0], length, 1), 1)
         attend: Any = attention_varlen  # of its overloads, which is decided by a value
@@ -140,14 +141,15 @@ def context_parallel_attention_varlen(
             alibi_slopes=alibi_slopes, softcap=softcap, sinks=sinks, return_aux=return_aux,
             deterministic=deterministic, backend=backend)
         return result
-    return cast(Result, _attend(given, group, schedule))
+    return cast(Result, _attend(given, ranks, schedule))
 
 
-def _run(given: dict[str, Any], group: dist.ProcessGroup, schedule: str | None) -> Result:
-    given["seed"] = None if given["dropout_p"] == 0 else _seed(given, group)
-    arguments = _agreed_arguments(given, group, schedule)
+def _run(given: dict[str, Any], ranks: Ranks, schedule: str | None) -> Result:
+    given["seed"] = None if given["dropout_p"] == 0 else _seed(given, ranks)
+    arguments = _agreed_arguments(given, ranks, schedule)
     padded_q, _ = arguments.padding
-    out, lse, *largest = run_schedule(choose_schedule(arguments, schedule), _without_padding(arguments), group)
+    name = choose_schedule(arguments, schedule, ranks.shape)
+    out, lse, *largest = run_schedule(name, _without_padding(arguments), ranks)
     if padded_q is not None:
         out, rows = out.masked_fill(padded_q, 0.0), padded_q.squeeze(-1)
         lse, *largest = (own.masked_fill(rows, float("-inf")) for own in (lse, *largest))
@@ -180,10 +182,10 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mesh: DeviceMe
         InvalidInput, UnsupportedProblem: as that function.
     """
     check_explained(options, _OPTIONS)
-    _, rank, ranks = group_of(mesh)
+    ranks = ranks_of(mesh)
     given = {**_OPTIONS, **options, "q": q, "k": k, "v": v, "layout": layout}
     given["seed"] = None if given["dropout_p"] == 0 else seed_of(q, given["dropout_p"], 0)
-    return explain_schedule(arguments_of(given, rank, ranks), schedule)
+    return explain_schedule(arguments_of(given, ranks.rank, ranks.count), schedule, ranks.shape)
 
 
 # Arguments that have a default, and what it is.
@@ -193,24 +195,27 @@ _OPTIONS: dict[str, Any] = {
     "deterministic": None, "backend": None}
 
 
-def _agreed_arguments(given: dict[str, Any], group: dist.ProcessGroup, schedule: str | None) -> Arguments:
+def _agreed_arguments(given: dict[str, Any], ranks: Ranks, schedule: str | None) -> Arguments:
     """Check the arguments on this rank, and against those of the others where they are new."""
     checked: list[Arguments] = []
 
     def describe() -> str:
         check = arguments_of if "cu_seqlens_q" not in given else packed_arguments_of
-        checked.append(check(given, dist.get_rank(group), dist.get_world_size(group)))
+        checked.append(check(given, ranks.rank, ranks.count))
         return checked[0].description(schedule)
 
-    check_ranks_agree(group, describe, lambda: check_blocks(choose_schedule(checked[0], schedule), checked[0], group))
+    check_ranks_agree(ranks, describe, lambda: check_blocks(choose_schedule(
+        checked[0], schedule, ranks.shape), checked[0], ranks))
     return checked[0]
 
 
-def _seed(given: dict[str, Any], group: dist.ProcessGroup) -> torch.Tensor | None:
-    """Return the seed of the dropout; without one, what the group's first rank draws."""
+def _seed(given: dict[str, Any], ranks: Ranks) -> torch.Tensor | None:
+    """Return the seed of the dropout; without one, what the first rank draws."""
     seed = seed_of(given["q"], given["dropout_p"], given["dropout_seed"])
     if given["dropout_seed"] is None and seed is not None:
-        dist.broadcast(seed, dist.get_global_rank(group, 0), group=group)
+        for group in (ranks.heads, ranks.group):  # the first rank of each row, then the first row
+            if group is not None:
+                dist.broadcast(seed, dist.get_global_rank(group, 0), group=group)
     return seed
 
 

@@ -5,13 +5,16 @@
     ulysses     compute + (q, k and v one way, out the other) / bandwidth + two latencies
 
 ``compute`` is of the rank with the most visible pairs: of its layout for ring and all_gather, all pairs divided by the
-number of ranks for ulysses, whose ranks have the whole sequence. Keys are those that the mask lets a rank's queries
-see. The numbers are of the forward pass; the backward pass sends and computes more of each, in similar proportions.
+number of ranks for ulysses, whose ranks have the whole sequence. On a mesh of two dims, the exchange of heads
+comes before ring and all_gather, which then have fewer heads and longer shards. Keys are those that the mask lets a
+rank's queries see. The numbers are of the forward pass; the backward pass sends and computes more of each, in similar
+proportions.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from tilewise.distributed.layouts import Layout
 from tilewise.distributed.plan import Problem, Rectangle, Step, cached_ring_plan, rectangles_of
 from tilewise.masks import Span
 from tilewise.support.caches import registered
@@ -86,13 +89,36 @@ def estimates(problem: Problem, sizes: Sizes, links: Links) -> dict[str, Estimat
     merging = (ranks - 1) * sizes.b * sizes.hq * longest * sizes.dv * 3 * max(4, sizes.itemsize) / links.memory
     groups = groups_of(sizes.hk)
     first_group = received / groups / links.bandwidth
-    of_row = sizes.b * (sizes.d + sizes.dv) * sizes.itemsize * (sizes.hq + max(sizes.hk, ranks)) // ranks
-    moved = of_row * (longest * (ranks - 1))
+    moved = _exchanged(longest, sizes, ranks)
     even = -(-sum(pairs) // ranks)
     return {
         "ring": Estimate(max(pairs), received, overlapped + merging + (ranks - 1) * links.latency),
         "all_gather": Estimate(max(pairs), received, overlapped + first_group + groups * links.latency),
         "ulysses": Estimate(even, moved, even * of_pair / links.flops + moved / links.bandwidth + 2 * links.latency)}
+
+
+def estimates_of_rows(rows: Problem, queries: Layout, sizes: Sizes, links: Links) -> dict[str, Estimate]:
+    """Estimate each schedule of a mesh of two dims, whose rows exchange heads first.
+
+    Args:
+        rows: the problem in which rows of the mesh are ranks.
+        queries: layout over all ranks.
+        sizes: of the call, before the exchange.
+        links: what a time is estimated with.
+    """
+    ranks = len(queries.pieces) // rows.ranks
+    moved = _exchanged(max(queries.shard_length(rank) for rank in range(len(queries.pieces))), sizes, ranks)
+    seconds = moved / links.bandwidth + 2 * links.latency
+    kv_heads = max(1, sizes.hk // ranks)
+    found = estimates(replace(rows, kv_heads=kv_heads), replace(sizes, hq=sizes.hq // ranks, hk=kv_heads), links)
+    return {name: Estimate(own.pairs, moved + own.bytes_received, seconds + own.seconds)
+            for name, own in found.items() if name != "ulysses"}
+
+
+def _exchanged(longest: int, sizes: Sizes, ranks: int) -> int:
+    """Return the bytes that a rank receives to exchange such a shard for heads, and back."""
+    of_row = sizes.b * (sizes.d + sizes.dv) * sizes.itemsize * (sizes.hq + max(sizes.hk, ranks)) // ranks
+    return of_row * (longest * (ranks - 1))
 
 
 def _rows_received(steps: tuple[Step, ...], rank: int) -> int:

@@ -6,11 +6,12 @@ of NCCL's own: what is enqueued between :func:`start` and :meth:`Transfer.wait` 
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
+Said = TypeVar("Said")
 _ALIGNMENT = 128  # bytes: each tensor of a message begins at a multiple, as Hopper's TMA asks of an address
 
 
@@ -97,8 +98,8 @@ def start(group: dist.ProcessGroup, sends: Mapping[int, torch.Tensor],
     return Transfer(works, kept, staged)
 
 
-def agree(group: dist.ProcessGroup, described: str) -> dict[int, str]:
-    """Return what every rank of a group says; waits for all of them."""
+def agree(group: dist.ProcessGroup, own: Said) -> list[Said]:
+    """Return what every rank of a group says, in their order; waits for all of them."""
     said: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(said, described, group=group)
-    return dict(enumerate(said))
+    dist.all_gather_object(said, own, group=group)
+    return said

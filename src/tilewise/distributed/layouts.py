@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from tilewise.masks import Span
 from tilewise.support.caches import registered
@@ -71,6 +71,24 @@ def named_layout(layout: str | Layout, length: int, ranks: int) -> Layout:
     if layout == "contiguous":
         return Layout(layout, tuple([joined((piece,)) for piece in pieces]))
     return Layout(layout, tuple([joined((pieces[rank], pieces[-1 - rank])) for rank in range(ranks)]))
+
+
+def layout_of_rows(layout: Layout, size: int) -> Layout:
+    """Return who holds which positions among rows of so many ranks, each of which holds what its ranks do."""
+    rows = [layout.pieces[first:first + size] for first in range(0, len(layout.pieces), size)]
+    return Layout(layout.name, tuple([joined(tuple(_ascending(row))) for row in rows]))
+
+
+def layout_in_row(layout: Layout, row: int, size: int) -> Layout:
+    """Return who holds which positions among the ranks of one such row, counted without those of other rows."""
+    own = layout.pieces[row * size:(row + 1) * size]
+    ends = accumulate((len(piece) for piece in _ascending(own)), initial=0)
+    counted = {piece: Span(*within) for piece, within in zip(_ascending(own), pairwise(ends), strict=True)}
+    return Layout(layout.name, tuple([tuple([counted[piece] for piece in pieces]) for pieces in own]))
+
+
+def _ascending(row: tuple[Pieces, ...]) -> list[Span]:
+    return sorted((piece for pieces in row for piece in pieces), key=lambda piece: piece.start)
 
 
 def joined(spans: Pieces) -> Pieces:

@@ -1,6 +1,8 @@
 """The ranks that share a sequence: checks of the device mesh, and of what ranks have to have alike."""
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -16,26 +18,53 @@ _agreed: WeakKeyDictionary[dist.ProcessGroup, set[str]] = WeakKeyDictionary()
 _FAILED = "\0"  # begins what a rank says whose arguments are wrong
 
 
-def group_of(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, int, int]:
-    """Return a mesh's process group, the own rank in it and the number of ranks.
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks that share a sequence: those of a mesh of one dim, or of two, row by row.
+
+    Attributes:
+        group: of the only dim, or of the first one: keys travel between its ranks.
+        heads: of the second dim, the own row: its ranks exchange heads; or None.
+    """
+
+    group: dist.ProcessGroup
+    heads: dist.ProcessGroup | None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes of the mesh."""
+        return tuple([dist.get_world_size(group) for group in (self.group, self.heads) if group is not None])
+
+    @property
+    def count(self) -> int:
+        """How many ranks there are."""
+        return math.prod(self.shape)
+
+    @property
+    def rank(self) -> int:
+        """The own one among all."""
+        return dist.get_rank(self.group) if self.heads is None else (
+            dist.get_rank(self.group) * dist.get_world_size(self.heads) + dist.get_rank(self.heads))
+
+
+def ranks_of(mesh: DeviceMesh) -> Ranks:
+    """Return the ranks of a mesh.
 
     Raises:
-        InvalidInput: something else than a mesh, one of several dims, or one that this process is no part of.
+        InvalidInput: something else than a mesh, one of more than two dims, or one that this process is no part of.
     """
     check_mesh(mesh, is_mesh=isinstance(mesh, DeviceMesh))
-    group = mesh.get_group()
-    return group, dist.get_rank(group), dist.get_world_size(group)
+    return Ranks(mesh.get_group(0), mesh.get_group(1) if mesh.ndim == 2 else None)
 
 
-def check_ranks_agree(group: dist.ProcessGroup, describe: Callable[[], str],
-                      check: Callable[[], None] = lambda: None) -> None:
+def check_ranks_agree(ranks: Ranks, describe: Callable[[], str], check: Callable[[], None] = lambda: None) -> None:
     """Let all ranks compare what has to be alike, unless they have done so for this description before.
 
     With ``TILEWISE_CHECK=1`` they do so at every call. A rank that sees a new description while the others see a known
     one waits for them, and they for its messages: then the group's timeout ends all of them.
 
     Args:
-        group: the process group.
+        ranks: all of them.
         describe: returns the description; raises where this rank's arguments are wrong.
         check: raises where this rank cannot serve such a call; called where the description is new. Behind it messages
             are under way, and an error leaves the other ranks waiting.
@@ -45,22 +74,29 @@ def check_ranks_agree(group: dist.ProcessGroup, describe: Callable[[], str],
         InvalidInput: another rank's; or descriptions that differ.
     """
     error: TilewiseError | None = None
-    known = _agreed.setdefault(group, set())
+    known = _agreed.setdefault(ranks.group, set())
     try:
-        described = describe()
+        described = describe() if ranks.heads is None else f"mesh {ranks.shape}, {describe()}"
         if described in known and not settings.checks_lengths():
             return
         check()
     except TilewiseError as own:
         error, described = own, f"{_FAILED}{own}"
-    said = agree(group, described)
+    said = _said_by_all(ranks, described)
     if error is not None:
         raise error
-    for rank, other in said.items():
+    for rank, other in enumerate(said):
         if other.startswith(_FAILED):
             raise InvalidInput(f"rank {rank} of the mesh refused the call: {other.removeprefix(_FAILED)}")
-    for rank, other in said.items():
+    for rank, other in enumerate(said):
         if other != described:
             raise InvalidInput(f"ranks of the mesh disagree about the call: this one has {described}; rank {rank} has "
                                f"{other}.")
     known.add(described)
+
+
+def _said_by_all(ranks: Ranks, described: str) -> list[str]:
+    if ranks.heads is None:
+        return agree(ranks.group, described)
+    rows = agree(ranks.group, agree(ranks.heads, described))
+    return [own for row in rows for own in row]

@@ -1,6 +1,6 @@
 """Cut tensors into the shards of a layout, and put shards together again; both have a gradient."""
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -8,8 +8,8 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from tilewise.distributed.exchange import TensorForm, empty_message, pack, start, unpack
-from tilewise.distributed.layouts import Layout, named_layout
-from tilewise.distributed.mesh import check_ranks_agree, group_of
+from tilewise.distributed.layouts import Layout, layout_in_row, layout_of_rows, named_layout
+from tilewise.distributed.mesh import check_ranks_agree, ranks_of
 from tilewise.validate.distributed import check_shard_length, checked_dim
 
 
@@ -20,7 +20,7 @@ def shard(x: torch.Tensor, mesh: DeviceMesh, *, dim: int, layout: str | Layout) 
 
     Args:
         x: any dtype, with ``dim`` the sequence.
-        mesh: a device mesh of one dim, over whose ranks the sequence is cut.
+        mesh: a device mesh of one dim, or of two, over whose ranks the sequence is cut; of two, row by row.
         dim: of x; negative ones count from the last.
         layout: "contiguous", "zigzag" or a :class:`Layout`, as in :func:`context_parallel_attention`.
 
@@ -28,12 +28,12 @@ def shard(x: torch.Tensor, mesh: DeviceMesh, *, dim: int, layout: str | Layout) 
         A tensor of x's shape but for ``dim``, where it has this rank's number of positions.
 
     Raises:
-        InvalidInput: x is no tensor or has no such dim, a mesh of several dims, an unknown layout or one of another
-            length.
+        InvalidInput: x is no tensor or has no such dim, a mesh of more than two dims, an unknown layout or one of
+            another length.
     """
-    _, rank, ranks = group_of(mesh)
+    ranks = ranks_of(mesh)
     dim = checked_dim(x, dim)
-    pieces = named_layout(layout, x.shape[dim], ranks).pieces[rank]
+    pieces = named_layout(layout, x.shape[dim], ranks.count).pieces[ranks.rank]
     parts = [x.narrow(dim, piece.start, len(piece)) for piece in pieces]
     if len(parts) == 1:
         return parts[0]
@@ -57,19 +57,23 @@ def unshard(x: torch.Tensor, mesh: DeviceMesh, *, dim: int, layout: str | Layout
         InvalidInput: as :func:`shard`; x has another number of positions than the layout gives to this rank; ranks
             that disagree.
     """
-    group, rank, ranks = group_of(mesh)
+    ranks = ranks_of(mesh)
     wholes: list[Layout] = []
 
     def describe() -> str:
         along = checked_dim(x, dim)
-        wholes.append(named_layout(layout, whole_length(layout, x.shape[along], length, ranks), ranks))
-        check_shard_length("x", x.shape[along], wholes[0], rank)
+        wholes.append(named_layout(layout, whole_length(layout, x.shape[along], length, ranks.count), ranks.count))
+        check_shard_length("x", x.shape[along], wholes[0], ranks.rank)
         others = [size for number, size in enumerate(x.shape) if number != along]
         return (f"to unshard dim {along} of {x.dim()}, layout {wholes[0].name!r} of {wholes[0].length} positions, the "
                 f"other sizes {others}, {x.dtype}")
 
-    check_ranks_agree(group, describe)
-    result: torch.Tensor = _Unshard.apply(x, group, dim % x.dim(), wholes[0])  # type: ignore[no-untyped-call]
+    check_ranks_agree(ranks, describe)
+    (whole,), apply = wholes, cast("Any", _Unshard.apply)
+    if ranks.heads is not None:
+        row, size = dist.get_rank(ranks.group), dist.get_world_size(ranks.heads)
+        x, whole = apply(x, ranks.heads, dim % x.dim(), layout_in_row(whole, row, size)), layout_of_rows(whole, size)
+    result: torch.Tensor = apply(x, ranks.group, dim % x.dim(), whole)
     return result
 
 
@@ -84,8 +88,8 @@ def positions(mesh: DeviceMesh, *, length: int, layout: str | Layout,
         length: positions of the whole sequence.
         device: of the result.
     """
-    _, rank, ranks = group_of(mesh)
-    pieces = named_layout(layout, length, ranks).pieces[rank]
+    ranks = ranks_of(mesh)
+    pieces = named_layout(layout, length, ranks.count).pieces[ranks.rank]
     return torch.cat([torch.arange(0, device=device), *(
         torch.arange(piece.start, piece.stop, device=device) for piece in pieces)])
 

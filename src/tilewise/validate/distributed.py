@@ -10,17 +10,20 @@ from tilewise.validate.values import is_integer
 
 
 def check_mesh(mesh: Any, *, is_mesh: bool) -> None:
-    """Raise :class:`InvalidInput` for what is no device mesh of one dim that this process is a part of."""
+    """Raise :class:`InvalidInput` for what is no device mesh of one dim or two that this process is a part of."""
     if not is_mesh:
         raise InvalidInput(f"mesh is a {type(mesh).__name__}; allowed is a torch.distributed.device_mesh.DeviceMesh of "
-                           "one dim.")
-    if mesh.ndim != 1:
+                           "one dim or two.")
+    if mesh.ndim not in (1, 2):
         names = ", ".join(map(repr, mesh.mesh_dim_names or range(mesh.ndim)))
-        raise InvalidInput(f"mesh has {mesh.ndim} dims ({names}); allowed is one: pass the dim over which the sequence "
-                           "is cut, as mesh['cp'].")
+        raise InvalidInput(f"mesh has {mesh.ndim} dims ({names}); allowed are one and two: pass those over which the "
+                           "sequence is cut, as mesh['cp'].")
     if mesh.get_coordinate() is None:
         raise InvalidInput(f"mesh is of ranks {mesh.mesh.tolist()}, and this process is none of them: call it on these "
                            "alone.")
+    if mesh.ndim == 2 and any((mesh.mesh.diff(dim=dim) < 0).any() for dim in (0, 1)):
+        raise InvalidInput(f"mesh is of ranks {mesh.mesh.tolist()}; allowed with two dims are ascending ranks along "
+                           "each of them.")
 
 
 def check_layout_name(layout: object, names: Collection[str]) -> None:
