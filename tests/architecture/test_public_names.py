@@ -16,6 +16,7 @@ from tilewise.integrations import (
     flash_attn_interface,
     flex,
     llmc,
+    ring_flash_attn,
     rotary,
     sdpa_provider,
     torch_sdpa,
@@ -23,7 +24,7 @@ from tilewise.integrations import (
 )
 
 FACES = (flash_attn, bert_padding, flash_attn_interface, flash_attn_cute, torch_sdpa, sdpa_provider, flex, transformers,
-         diffusers, llmc, rotary)
+         diffusers, llmc, rotary, ring_flash_attn)
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
@@ -71,7 +72,9 @@ CALLS = (tilewise.attention, tilewise.attention_varlen, tilewise.attention_decod
          flash_attn_interface.flash_attn_varlen_func, flash_attn_interface.flash_attn_with_kvcache,
          flash_attn_cute.flash_attn_func,
          flash_attn_cute.flash_attn_varlen_func, diffusers.dispatch_attention_fn,
-         llmc.packed_attention, rotary.apply_rotary_emb, rotary.apply_rotary_emb_qkv_, flash_attn.install)
+         llmc.packed_attention, rotary.apply_rotary_emb, rotary.apply_rotary_emb_qkv_, flash_attn.install,
+         ring_flash_attn.ring_flash_attn_func, ring_flash_attn.ring_flash_attn_varlen_func,
+         ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens, ring_flash_attn.llama3_flash_attn_varlen_func)
 
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
