@@ -21,10 +21,11 @@ from tilewise.integrations import (
     sdpa_provider,
     torch_sdpa,
     transformers,
+    transformers_context_parallel,
 )
 
 FACES = (flash_attn, bert_padding, flash_attn_interface, flash_attn_cute, torch_sdpa, sdpa_provider, flex, transformers,
-         diffusers, llmc, rotary, ring_flash_attn)
+         diffusers, llmc, rotary, ring_flash_attn, transformers_context_parallel)
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
@@ -68,7 +69,8 @@ def test_pages_document_exactly_the_names_of_a_face(face):
 CALLS = (tilewise.attention, tilewise.attention_varlen, tilewise.attention_decode, flash_attn.flash_attn_func,
          flash_attn.flash_attn_varlen_func, flash_attn.flash_attn_with_kvcache,
          torch_sdpa.scaled_dot_product_attention, torch_sdpa.varlen_attn, bert_padding.unpad_input,
-         transformers.register, sdpa_provider.register, flex.flex_attention, flash_attn_interface.flash_attn_func,
+         transformers.register, transformers_context_parallel.register, sdpa_provider.register, flex.flex_attention,
+         flash_attn_interface.flash_attn_func,
          flash_attn_interface.flash_attn_varlen_func, flash_attn_interface.flash_attn_with_kvcache,
          flash_attn_cute.flash_attn_func,
          flash_attn_cute.flash_attn_varlen_func, diffusers.dispatch_attention_fn,

@@ -18,7 +18,9 @@ LONG_SIGNATURES = ("src/tilewise/api.py", "src/tilewise/decode.py", "src/tilewis
                    "src/tilewise/autograd/function.py",
                    "src/tilewise/cli/app.py", "src/tilewise/distributed/context_parallel.py",
                    "src/tilewise/integrations/flash_attn.py", "src/tilewise/integrations/torch_sdpa.py",
-                   "src/tilewise/integrations/transformers.py", "src/tilewise/integrations/sdpa_provider.py",
+                   "src/tilewise/integrations/transformers.py",
+                   "src/tilewise/integrations/transformers_context_parallel.py",
+                   "src/tilewise/integrations/sdpa_provider.py",
                    "src/tilewise/integrations/flex.py", "src/tilewise/integrations/flash_attn_interface.py",
                    "src/tilewise/integrations/flash_attn_cute.py", "src/tilewise/integrations/diffusers.py",
                    "src/tilewise/integrations/ring_flash_attn.py")

@@ -137,6 +137,13 @@ class Pattern(NamedTuple):
 
 def pattern_of(mask_function: MaskFunction) -> Pattern | None:
     """Name a mask function; None if a part of it is unknown, or two parts do not go together."""
+    pattern = parts_of(mask_function)
+    # Chunks of packed sequences begin anew with each, or not: Transformers' versions differ.
+    return None if pattern is not None and pattern.packed is not None and pattern.chunk is not None else pattern
+
+
+def parts_of(mask_function: MaskFunction) -> Pattern | None:
+    """Name all parts of a mask function, chunks and packed sequences beside each other too."""
     pattern = Pattern()
     for part in _parts(mask_function):
         said = _read(part)
@@ -149,8 +156,7 @@ def pattern_of(mask_function: MaskFunction) -> Pattern | None:
             elif own is not None:
                 return None
             pattern = pattern._replace(**{name: value})
-    # Chunks of packed sequences begin anew with each, or not: Transformers' versions differ.
-    return None if pattern.packed is not None and pattern.chunk is not None else pattern
+    return pattern
 
 
 def translate(pattern: Pattern, places: Places, padding: torch.Tensor | None) -> ModelMask | None:

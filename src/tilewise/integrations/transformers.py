@@ -38,7 +38,7 @@ _WITHOUT_EFFECT_BECAUSE = {
         "vision_feature_layer", "vision_feature_select_strategy"),
     "the model's output": (
         "labels", "logits_to_keep", "num_items_in_batch", "output_hidden_states", "output_router_logits",
-        "return_dict", "return_loss"),
+        "return_dict", "return_loss", "shift_labels"),
     "how generate() searches and when it stops": (
         "do_sample", "early_stopping", "length_penalty", "max_length", "max_new_tokens", "min_length",
         "min_new_tokens", "no_repeat_ngram_size", "num_beams", "num_return_sequences", "repetition_penalty"),
@@ -92,21 +92,27 @@ def register(name: str = "tilewise", *, read_padding: bool = False, rows_without
 
     >>> register()  # doctest: +SKIP
     """
+    if rows_without_keys not in ("zero", "average"):
+        raise InvalidInput(f"rows_without_keys is {rows_without_keys!r}; allowed are 'zero' and 'average'.")
+    enter(name, attention_forward if rows_without_keys == "zero" else
+          partial(attention_forward, rows_without_keys=rows_without_keys),
+          partial(attention_mask, read_padding=read_padding))
+    class_tables.enter(name)
+
+
+def enter(name: str, attend: Callable[..., Any], mask: Callable[..., Any]) -> None:
+    """Enter an attention function and its mask function into Transformers; raises as :func:`register`."""
     for taken in _TAKEN:
         if taken in name:
             raise InvalidInput(f"name is {name!r}; allowed is one without {taken!r}, by which Transformers takes it "
                                "for an implementation of its own.")
-    if rows_without_keys not in ("zero", "average"):
-        raise InvalidInput(f"rows_without_keys is {rows_without_keys!r}; allowed are 'zero' and 'average'.")
     try:
         from transformers import AttentionInterface, AttentionMaskInterface
     except ImportError as missing:
         raise TilewiseError("Transformers is not installed, or older than 5.17; allowed are 5.17 and newer: install "
                             "'tilewise[transformers]'.") from missing
-    AttentionInterface.register(name, attention_forward if rows_without_keys == "zero" else
-                                partial(attention_forward, rows_without_keys=rows_without_keys))
-    AttentionMaskInterface.register(name, partial(attention_mask, read_padding=read_padding))
-    class_tables.enter(name)
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, mask)
 
 
 def attention_mask(batch_size: int, q_length: int, kv_length: int, q_offset: int | torch.Tensor = 0, kv_offset: int = 0,
@@ -140,10 +146,7 @@ def attention_mask(batch_size: int, q_length: int, kv_length: int, q_offset: int
     Raises:
         UnsupportedProblem: something unknown is given.
     """
-    for name, value in kwargs.items():
-        if value is not None and name not in _OF_MASKS_WITHOUT_EFFECT:
-            raise UnsupportedProblem(f"{name} is given to the mask function, a {type(value).__name__}; allowed is "
-                                     f"None: {_UNKNOWN}", {})
+    refuse_others_of_masks(kwargs)
     if isinstance(attention_mask, ModelMask):  # made before the model was called, as for a compiled one
         return attention_mask
     from transformers import masking_utils
@@ -213,9 +216,8 @@ def attention_forward(module: torch.nn.Module, query: torch.Tensor, key: torch.T
         UnsupportedProblem: probabilities, a paged cache or something unknown is asked for.
     """
     lengths = kwargs.pop("cu_seq_lens_q", None), kwargs.pop("cu_seq_lens_k", None)
-    if (lengths[0] is None) != (lengths[1] is None):
-        raise InvalidInput("of cu_seq_lens_q and cu_seq_lens_k one is given; allowed are both or neither.")
-    _refuse_others(kwargs)
+    check_both_lengths(*lengths)
+    refuse_others(kwargs)
     chosen = chosen_keys(module, query, key, indices, block_indices)
     if len(query) == 1 and len(key) > 1:
         query = query.expand(len(key), -1, -1, -1)
@@ -307,7 +309,21 @@ def _translated(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor,
     return window(side, 0 if is_causal else side), None, None
 
 
-def _refuse_others(kwargs: dict[str, Any]) -> None:
+def check_both_lengths(of_queries: torch.Tensor | None, of_keys: torch.Tensor | None) -> None:
+    """Raise :class:`InvalidInput` where packed sequences have lengths of queries or of keys alone."""
+    if (of_queries is None) != (of_keys is None):
+        raise InvalidInput("of cu_seq_lens_q and cu_seq_lens_k one is given; allowed are both or neither.")
+
+
+def refuse_others_of_masks(kwargs: dict[str, Any]) -> None:
+    """Refuse by name what a mask function gets and does not know; None is nothing given."""
+    for name, value in kwargs.items():
+        if value is not None and name not in _OF_MASKS_WITHOUT_EFFECT:
+            raise UnsupportedProblem(f"{name} is given to the mask function, a {type(value).__name__}; allowed is "
+                                     f"None: {_UNKNOWN}", {})
+
+
+def refuse_others(kwargs: dict[str, Any]) -> None:
     """Refuse by name what is neither acted on nor known to have no effect; None is nothing given."""
     if kwargs.pop("output_attentions", None):
         raise UnsupportedProblem("output_attentions is True; allowed is False: the probabilities are never in memory. "
