@@ -214,6 +214,19 @@ def test_tiny_gpt_text_is_long_and_varied():
     assert text.dtype is torch.int64
 
 
+@needs_transformers
+def test_train_llama_context_parallel_has_the_losses_of_one_rank():
+    path = load("train_llama_context_parallel").__file__
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "--standalone", path, "--steps", "6",
+         "--device", "cpu"], env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(FOLDER.parent / "src")},
+        capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "the losses agree" in done.stdout
+    first, last = re.search(r"2 x 2 ranks: loss ([\d.]+) -> ([\d.]+)", done.stdout).groups()
+    assert float(last) < float(first) - 0.3
+
+
 def test_train_gpt_context_parallel_has_the_losses_of_one_rank():
     path = load("train_gpt_context_parallel").__file__
     done = subprocess.run(
