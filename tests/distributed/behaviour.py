@@ -124,13 +124,21 @@ def ulysses_refusals(mesh):
 
 
 def refusals_of_two_dims(mesh):
-    """Return the errors of calls that a mesh of two dims does not take, the last one of a backend."""
+    """Return the errors of calls that a mesh of two dims does not take, of a backend too, and how many exchanges."""
+    from tilewise.distributed import heads
+
+    exchanges = []
+
     def refused(hq=4, hk=2, **options):
         given = shards(mesh, hq=hq, hk=hk)
         return message_of(lambda: context_parallel_attention(*given, mesh=mesh, layout="zigzag", **options))
 
-    return (refused(schedule="ulysses"), refused(3, 3, schedule="ring"), refused(6, 3), refused(dropout_p=0.1),
-            refused(backend="cuda", mask=tw.causal()))
+    heads.start = lambda *messages: exchanges.append(messages) or start(*messages)
+    try:
+        return (refused(schedule="ulysses"), refused(3, 3, schedule="ring"), refused(6, 3), refused(dropout_p=0.1),
+                refused(backend="cuda", mask=tw.causal())), len(exchanges)
+    finally:
+        heads.start = start
 
 
 def disagreement(mesh, what):

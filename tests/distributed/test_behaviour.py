@@ -129,7 +129,8 @@ def test_ranks_of_two_dims_that_disagree_raise_on_every_rank(workers, what, text
 
 
 def test_a_mesh_of_two_dims_says_what_it_does_not_take(workers):
-    for found in workers.run((2, 2), MODULE, "refusals_of_two_dims"):
+    for found, messages in workers.run((2, 2), MODULE, "refusals_of_two_dims"):
+        assert messages == 0
         assert {kind for kind, _ in found} == {"UnsupportedProblem"}
         ulysses, odd, shared, dropout, backend = (text for _, text in found)
         assert ("schedule 'ulysses' refuses this call\n  ulysses: needs a mesh of one dim, got one of two: ranks of "
@@ -145,7 +146,7 @@ def test_a_mesh_of_two_dims_says_what_it_does_not_take(workers):
 def test_explain_tells_of_the_exchange_in_a_mesh_of_two_dims(workers):
     for chosen, text, costs, reasons in workers.run((2, 2), MODULE, "explained"):
         assert chosen in ("ring", "all_gather")
-        assert text.startswith("mesh (2, 2): 2 ranks exchange heads, 2 rows of them have a schedule; layout 'zigzag'")
+        assert text.startswith("mesh (2, 2): 2 ranks exchange heads, a schedule goes over 2; layout 'zigzag'")
         assert "\n  ulysses    no: needs a mesh of one dim, got one of two" in text
         assert {name: one.pairs for name, one in costs.items()} == {"ring": 150, "all_gather": 150}
         # Six rows of q, k, v and out: half of the heads of the other rank of the row. Half of the heads of the keys of

@@ -73,12 +73,16 @@ def named_layout(layout: str | Layout, length: int, ranks: int) -> Layout:
     return Layout(layout, tuple([joined((pieces[rank], pieces[-1 - rank])) for rank in range(ranks)]))
 
 
+@registered
+@lru_cache(maxsize=1024)
 def layout_of_rows(layout: Layout, size: int) -> Layout:
     """Return who holds which positions among rows of so many ranks, each of which holds what its ranks do."""
     rows = [layout.pieces[first:first + size] for first in range(0, len(layout.pieces), size)]
     return Layout(layout.name, tuple([joined(tuple(_ascending(row))) for row in rows]))
 
 
+@registered
+@lru_cache(maxsize=1024)
 def layout_in_row(layout: Layout, row: int, size: int) -> Layout:
     """Return who holds which positions among the ranks of one such row, counted without those of other rows."""
     own = layout.pieces[row * size:(row + 1) * size]

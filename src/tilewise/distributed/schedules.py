@@ -7,14 +7,7 @@ import torch.distributed as dist
 
 from tilewise.distributed.arguments import Arguments
 from tilewise.distributed.blocks import check_backends, check_block, summed_of
-from tilewise.distributed.cost_model import (
-    SCHEDULES,
-    Estimate,
-    Links,
-    estimates,
-    estimates_of_rows,
-    groups_of,
-)
+from tilewise.distributed.cost_model import SCHEDULES, Estimate, Links, estimates, estimates_of_rows, groups_of
 from tilewise.distributed.function import Planned, StepsFunction
 from tilewise.distributed.heads import head_ranges, key_ranges
 from tilewise.distributed.mesh import Ranks
@@ -92,7 +85,7 @@ def explain_schedule(arguments: Arguments, schedule: str | None, mesh: tuple[int
     reasons = {name: _why_not(name, arguments, mesh) for name in SCHEDULES}
     subject = arguments.description(schedule)
     if len(mesh) == 2:
-        subject = f"mesh {mesh}: {mesh[1]} ranks exchange heads, {mesh[0]} rows of them have a schedule; {subject}"
+        subject = f"mesh {mesh}: {mesh[1]} ranks exchange heads, a schedule goes over {mesh[0]}; {subject}"
     return ScheduleExplanation(choose_schedule(arguments, schedule, mesh), _estimates(arguments, mesh), reasons,
                                subject)
 
