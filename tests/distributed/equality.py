@@ -85,12 +85,12 @@ CASES = [
 assert len({case.name for case in CASES}) == len(CASES)
 
 
-def inputs_of(case):
+def inputs_of(case, device):
     """Return the whole tensors, alike on every rank; those with a gradient are leaves."""
     make = torch.Generator().manual_seed(7)
 
     def normal(*shape, dtype=case.dtype):
-        return torch.randn(shape, generator=make, dtype=torch.float64).to(dtype).requires_grad_()
+        return torch.randn(shape, generator=make, dtype=torch.float64).to(device, dtype).requires_grad_()
 
     def shape_of(sizes):
         return [size or whole for size, whole in zip(sizes, (case.b, case.hq, case.sq, case.keys), strict=True)]
@@ -101,11 +101,11 @@ def inputs_of(case):
              "bias": normal(*shape_of(case.bias)) if case.bias else None,
              "alibi_slopes": normal(case.hq, dtype=wide) if case.alibi else None,
              "sinks": normal(case.hq) if case.sinks else None}
-    visible = torch.rand(shape_of(case.visible), generator=make) > 0.3 if case.visible else None
+    visible = (torch.rand(shape_of(case.visible), generator=make) > 0.3).to(device) if case.visible else None
     ids = None
     if case.documents:
-        ids = torch.sort(torch.randint(case.documents, (case.b, case.sq), generator=make)).values
-    seqlens = [torch.randint(1, size + 1, (case.b,), generator=make) for size in (case.sq, case.keys)
+        ids = torch.sort(torch.randint(case.documents, (case.b, case.sq), generator=make)).values.to(device)
+    seqlens = [torch.randint(1, size + 1, (case.b,), generator=make).to(device) for size in (case.sq, case.keys)
                ] if case.seqlens else (None, None)
     gradients = (normal(case.b, case.hq, case.sq, case.dv), normal(case.b, case.hq, case.sq, dtype=wide))
     return given, visible, ids, seqlens, [gradient.detach() for gradient in gradients]
@@ -131,7 +131,7 @@ def named(results):
 
 def compare(mesh, case, layout, schedule, backend="reference"):
     """Return the largest difference of each result and gradient from the one-device call's."""
-    given, visible, ids, seqlens, gradients = inputs_of(case)
+    given, visible, ids, seqlens, gradients = inputs_of(case, mesh.device_type)
     options = {"softcap": case.softcap, "scale": case.scale, "dropout_p": case.dropout_p, "return_aux": case.aux,
                "dropout_seed": 5 if case.dropout_p else None, "deterministic": case.deterministic, "backend": backend,
                "seqlens_q": seqlens[0], "seqlens_k": seqlens[1]}

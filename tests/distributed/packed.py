@@ -62,10 +62,10 @@ def borders(lengths):
 
 def compare(mesh, name, layout, schedule):
     """Return the largest difference of each result and gradient from the one-device call's."""
-    case, make = BY_NAME[name], torch.Generator().manual_seed(3)
+    case, make, device = BY_NAME[name], torch.Generator().manual_seed(3), mesh.device_type
 
     def normal(*shape):
-        return torch.randn(shape, generator=make, dtype=torch.float64).requires_grad_()
+        return torch.randn(shape, generator=make, dtype=torch.float64).to(device).requires_grad_()
 
     def shape_of(sizes):
         return [size or whole for size, whole in zip(sizes, (count, case.hq, *longest), strict=True)]
@@ -79,15 +79,15 @@ def compare(mesh, name, layout, schedule):
              "sinks": normal(case.hq) if case.sinks else None}
     mask = case.mask
     if case.visible:
-        visible = torch.rand(shape_of(case.visible), generator=make) > 0.3
+        visible = (torch.rand(shape_of(case.visible), generator=make) > 0.3).to(device)
         mask = visible if mask is None else mask & visible
     if case.documents:
-        documents = tw.documents(torch.randint(case.documents, (rows,), generator=make))
+        documents = tw.documents(torch.randint(case.documents, (rows,), generator=make).to(device))
         mask = documents if mask is None else mask & documents
-    used = [torch.tensor([max(0, length - number % 3) for number, length in enumerate(own)]) if case.used else None
-            for own in (case.lengths, lengths_k)]
-    options = {"cu_seqlens_q": borders(case.lengths), "mask": mask, "softcap": case.softcap, "return_aux": case.aux,
-               "cu_seqlens_k": None if case.lengths_k is None else borders(lengths_k), "seqused_q": used[0],
+    used = [torch.tensor([max(0, length - number % 3) for number, length in enumerate(own)], device=device)
+            if case.used else None for own in (case.lengths, lengths_k)]
+    options = {"cu_seqlens_q": borders(case.lengths).to(device), "mask": mask, "softcap": case.softcap, "return_aux": case.aux,
+               "cu_seqlens_k": None if case.lengths_k is None else borders(lengths_k).to(device), "seqused_q": used[0],
                "seqused_k": used[1], "backend": "reference"}
     if case.bias or case.visible:
         options |= {"max_seqlen_q": longest[0], "max_seqlen_k": longest[1]}

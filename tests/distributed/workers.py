@@ -1,6 +1,7 @@
-"""Processes of one gloo group that run functions of this folder together, for as long as a test session lasts."""
+"""Processes of one group that run functions of this folder together, for as long as a test session lasts."""
 
 import importlib
+import math
 import os
 import sys
 import tempfile
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 RANKS = 4
 SHAPES = ((2, 2), (4, 1), (1, 4))  # of meshes of two dims
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 SECONDS = 60  # a message that nobody sends is waited for so long
 
 
@@ -22,19 +24,22 @@ class Failure(Exception):
     """What a rank raised, as text."""
 
 
-def _serve(rank, store, connection, path):
+def _serve(rank, ranks, device, store, connection, path):
     """Run what comes through the connection until None does."""
     sys.path[:0] = path
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS,
-                            timeout=timedelta(seconds=SECONDS))
-    groups = {size: dist.new_group(list(range(size)), timeout=timedelta(seconds=SECONDS)) for size in range(1, RANKS)}
-    groups[RANKS] = dist.group.WORLD
-    meshes = {size: DeviceMesh.from_group(group, "cpu", mesh=list(range(size))) for size, group in groups.items()
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    timeout = timedelta(seconds=SECONDS)
+    dist.init_process_group(BACKENDS[device], init_method=f"file://{store}", rank=rank, world_size=ranks,
+                            timeout=timeout)
+    groups = {size: dist.new_group(list(range(size)), timeout=timeout) for size in range(1, ranks)}
+    groups[ranks] = dist.group.WORLD
+    meshes = {size: DeviceMesh.from_group(group, device, mesh=list(range(size))) for size, group in groups.items()
               if rank < size}
     # Of all ranks, which make them together.
-    meshes |= {shape: DeviceMesh("cpu", torch.arange(RANKS).view(shape), mesh_dim_names=("ring", "heads"))
-               for shape in SHAPES}
+    meshes |= {shape: DeviceMesh(device, torch.arange(ranks).view(shape), mesh_dim_names=("ring", "heads"))
+               for shape in SHAPES if math.prod(shape) == ranks}
     while (task := connection.recv()) is not None:
         module, function, size, arguments = task
         try:
@@ -46,9 +51,9 @@ def _serve(rank, store, connection, path):
 
 
 class Workers:
-    """Four ranks; a task runs on the first ones, as many as it asks for, or on all in a mesh of two dims."""
+    """Ranks on CPUs, or on a GPU each; a task runs on the first ones, as many as it asks for, or on a mesh of all."""
 
-    def __init__(self, path):
+    def __init__(self, path, ranks=RANKS, device="cpu"):
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         os.environ["PYTHONPATH"] = os.pathsep.join(path)  # where the server finds what it imports
         context = mp.get_context("forkserver")  # imports once for all ranks
@@ -56,9 +61,9 @@ class Workers:
         self._folder = tempfile.TemporaryDirectory()
         store = Path(self._folder.name) / "store"
         self._ends, self._processes = [], []
-        for rank in range(RANKS):
+        for rank in range(ranks):
             own, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, str(store), theirs, path), daemon=True)
+            process = context.Process(target=_serve, args=(rank, ranks, device, str(store), theirs, path), daemon=True)
             process.start()
             self._ends.append(own)
             self._processes.append(process)
